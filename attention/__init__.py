@@ -1,14 +1,15 @@
-"""FlashAttention and linear attention from pure Python: `attention.forward(q, k, v, causal=True)`.
+"""FlashAttention and linear attention in pure Python: `attention.forward(q, k, v, causal=True)`.
 
-A function is imported when it is first asked for, and Numba with it: `import attention` alone costs nothing.
-"""
+A function is imported, and Numba with it, when it is first used: `import attention` alone costs nothing."""
 
 from importlib import import_module as _import_module
 from pathlib import Path as _Path
 from runpy import run_path as _run_path
 from typing import TYPE_CHECKING
 
-_importable = _run_path(str(_Path(__file__).parents[1] / "tiles/importable.py"))  # `tiles` may be another's
+_importable = _run_path(
+    str(_Path(__file__).parents[1] / "tiles/importable.py")
+)  # read by path: another package may be called `tiles`
 if _why := _importable["obstacle"]():
     raise ImportError(_why)
 
@@ -33,7 +34,7 @@ __all__ = [
     "retention",
 ]
 
-_HOMES = {  # module: the functions that are public
+_HOMES = {  # module: its public functions
     "cache.append": ("append",),
     "cache.quantize": ("quantize",),
     "dropout": ("dropout_mask",),
@@ -50,7 +51,7 @@ _HOMES = {  # module: the functions that are public
     "torch_ops": ("register_torch_ops",),
 }
 
-if TYPE_CHECKING:  # what editors and type checkers read
+if TYPE_CHECKING:  # for editors and type checkers
     from .cache.append import append
     from .cache.quantize import quantize
     from .dropout import dropout_mask
@@ -68,7 +69,7 @@ if TYPE_CHECKING:  # what editors and type checkers read
 else:
 
     def __getattr__(name: str) -> object:
-        """The public function of this name, from now on an ordinary attribute of the package."""
+        """Import the public function of this name, and make it an ordinary attribute of the package."""
         for home, names in _HOMES.items():
             if name in names:
                 with _importable["uncollected"]():

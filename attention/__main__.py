@@ -1,5 +1,5 @@
-"""`python -m attention`: shows the library at work on this machine. `python -m attention inspect`, `... show`: see inspect.py,
-show.py."""
+"""`python -m attention`: runs attention on this machine and reports its accuracy and speed. `python -m attention inspect` and
+`... show`: see inspect.py and show.py."""
 
 import argparse
 import importlib.util
@@ -25,11 +25,11 @@ def has_gpu() -> bool:
     """Is there a GPU that attention.forward runs on?"""
     try:
         return supported(device(0).capability)
-    except Exception:  # no driver, no GPU, or one that is out of order: cuda.bindings has a class for each
+    except Exception:  # no driver, no GPU, or a broken one: cuda.bindings has an exception class for each
         return False
 
 
-def checked(size, to_device, to_host, seed=0):
+def run_and_check(size, to_device, to_host, seed=0):
     """Run a causal forward pass and compare its last head with float64. Returns (device inputs, seconds of the first call)."""
     rng = np.random.default_rng(seed)
     host = [rng.standard_normal(size, np.float32).astype(ml_dtypes.bfloat16) for _ in range(3)]
@@ -44,12 +44,12 @@ def checked(size, to_device, to_host, seed=0):
     error = np.abs(got.astype(float) - ref).max()
     print(f"forward  (B, S, H, D) = {size}, bf16, causal: largest error {error:.1e} against float64,")
     lost = np.abs(low.astype(float) - ref).max()
-    print(f"         {lost:.1e} is what the same formula loses in bf16. First call {seconds:.2f} s.")
+    print(f"         {lost:.1e} is the error of the formula itself in bf16. First call {seconds:.2f} s.")
     return arrays
 
 
 def on_torch() -> None:
-    """The real size on the card, and its speed beside torch's scaled_dot_product_attention."""
+    """Check the real size on the GPU, and time it beside torch's scaled_dot_product_attention."""
     import torch
     import torch.nn.functional as F
 
@@ -59,13 +59,13 @@ def on_torch() -> None:
     def to_host(x):
         return x.view(torch.int16).cpu().numpy().view(ml_dtypes.bfloat16)
 
-    q, k, v = checked(REAL_SIZE, to_device, to_host)
+    q, k, v = run_and_check(REAL_SIZE, to_device, to_host)
     batch, length, heads, dim = REAL_SIZE
     flops = 2 * batch * heads * length * length * dim
-    turned = [x.transpose(1, 2) for x in (q, k, v)]
+    heads_first = [x.transpose(1, 2) for x in (q, k, v)]
     calls = {
         "attention.forward": lambda: forward(q, k, v, causal=True),
-        "torch SDPA": lambda: F.scaled_dot_product_attention(*turned, is_causal=True),
+        "torch SDPA": lambda: F.scaled_dot_product_attention(*heads_first, is_causal=True),
     }
     for name, call in calls.items():
         times = []
@@ -81,19 +81,19 @@ def on_torch() -> None:
 
 
 def on_numba() -> None:
-    """The real size on the card with Numba's own arrays."""
+    """Check the real size on the GPU with Numba's own arrays."""
     from numba import cuda
 
-    checked(REAL_SIZE, cuda.to_device, lambda x: x.copy_to_host())
+    run_and_check(REAL_SIZE, cuda.to_device, lambda x: x.copy_to_host())
 
 
 def on_interpreter() -> None:
-    """A small size with no GPU, checked for races and deadlocks on the way."""
-    checked(SMALL_SIZE, lambda x: x, lambda x: x)
+    """Check a small size without a GPU: the interpreter also detects races and deadlocks."""
+    run_and_check(SMALL_SIZE, lambda x: x, lambda x: x)
 
 
 def show() -> None:
-    """What this machine has, and attention on it."""
+    """Report this machine's devices and libraries, and run attention on it."""
     from tiles import doctor
 
     doctor.main()
@@ -106,17 +106,19 @@ def show() -> None:
 
 
 def main(arguments=None) -> int:
-    """The command line."""
+    """Run `python -m attention` with these arguments, by default the command line's, and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m attention", description=__doc__)
     commands = parser.add_subparsers(dest="command")
-    look = commands.add_parser("inspect", help="compile every shipped kernel, with no GPU, and count what came out")
+    look = commands.add_parser(
+        "inspect", help="compile every shipped kernel, without a GPU, and print registers, spills and instruction counts"
+    )
     look.add_argument("--arch", default="sm_90a", help="architecture (default: %(default)s)")
-    look.add_argument("--all", action="store_true", help="every form at every size, every dtype, unaligned arrays")
+    look.add_argument("--all", action="store_true", help="every configuration at every size, every dtype, unaligned arrays")
     look.add_argument("--check", action="store_true", help="exit with 1 on a spill, local memory or a warning of ptxas")
     look.add_argument("--only", action="append", default=[], help="only rows with this text in their name")
-    look.add_argument("--json", action="store_true", help="rows for machines")
-    look.add_argument("--jobs", type=int, help="processes that compile (default: as many as there are cores)")
-    picture = commands.add_parser("show", help="draw a mask, and which blocks of keys are skipped, masked or taken whole")
+    look.add_argument("--json", action="store_true", help="print the rows as JSON")
+    look.add_argument("--jobs", type=int, help="processes that compile (default: one for each core)")
+    picture = commands.add_parser("show", help="draw a mask, and which blocks of keys are skipped, masked or full")
     drawing.add_arguments(picture)
     options = parser.parse_args(arguments)
     if options.command == "inspect":
@@ -130,7 +132,7 @@ def main(arguments=None) -> int:
     if options.command == "show":
         try:
             return drawing.main(options)
-        except BrokenPipeError:  # the reader has left before the end
+        except BrokenPipeError:  # the reader of a pipe closed it early
             raise
         except (OSError, RuntimeError, TypeError, ValueError) as error:
             picture.exit(2, f"{picture.prog}: error: {error}\n")

@@ -1,4 +1,4 @@
-"""What dropout drops: a function of the seed and of the place alone, the same in kernels and in NumPy."""
+"""The dropout mask: a function of the seed and of (b, h, i, j) alone, the same in kernels and in NumPy."""
 
 from typing import Any
 
@@ -7,10 +7,11 @@ import numpy as np
 from tiles.philox import LEVELS, halves
 
 
-def share_of(dropout: float) -> int:
-    """How many of 65536 equally likely draws drop a weight: `dropout` to the nearest, but never all. ValueError: it is none."""
+def drop_threshold(dropout: float) -> int:
+    """How many of the 65536 values of a 16-bit draw drop a weight: `dropout` x 65536, rounded, and at most 65535. ValueError:
+    dropout is not in [0, 1)."""
     if not 0 <= dropout < 1:
-        raise ValueError(f"dropout: must be at least 0 and below 1, got {dropout}")
+        raise ValueError(f"dropout: must be at least 0 and below 1: {dropout=}")
     return min(LEVELS - 1, round(dropout * LEVELS))
 
 
@@ -19,4 +20,4 @@ def dropout_mask(seed: int, dropout: float, b: Any, h: Any, i: Any, j: Any) -> n
     sequence) b. The indices are integers or arrays, which broadcast; i and j count from the sequence's start.
 
     A weight is dropped if 16 bits of Philox4x32-10 (tiles/philox.py) are below 65536 dropout."""
-    return halves(seed, b, h, i, j) >= share_of(dropout)
+    return halves(seed, b, h, i, j) >= drop_threshold(dropout)

@@ -1,4 +1,5 @@
-"""Which instructions serve a call: Hopper's (wgmma and TMA), or those of every GPU since Ampere (mma.sync and cp.async)."""
+"""The kernel family of a call: "sm_90" has kernels for Hopper (wgmma and TMA), "sm_80" kernels for every GPU since Ampere
+(mma.sync and cp.async)."""
 
 from __future__ import annotations
 
@@ -12,29 +13,32 @@ from tiles.targets import is_hopper, supported
 FAMILIES = "sm_80", "sm_90"
 
 
-class PartOf(NamedTuple):
-    """What stands in place of a family's name in calls on a part of a sequence: forward then takes blocks of `kv` keys, as the
-    call on the whole does, for the keys of a block decide the last bits. family: the name, or None."""
+class FamilyAndBlock(NamedTuple):
+    """A family, and the number of keys in a block. attention.parallel passes it in place of a family's name where a call serves
+    a part of a sequence: forward then takes blocks of `block_kv` keys, as a call on the whole sequence does, because the block
+    size decides the last bits of the result. family: the name, or None."""
 
     family: str | None
-    kv: int
+    block_kv: int
 
 
-def name_of(family: str | PartOf | None) -> str | None:
+def family_name(family: str | FamilyAndBlock | None) -> str | None:
     """The name of the family that a call asks for, None if it asks for none."""
-    return family.family if isinstance(family, PartOf) else family
+    return family.family if isinstance(family, FamilyAndBlock) else family
 
 
-def kv_of(family: str | PartOf | None) -> int | None:
-    """The keys of a block that a call asks for, None if it asks for none."""
-    return family.kv if isinstance(family, PartOf) else None
+def family_block_kv(family: str | FamilyAndBlock | None) -> int | None:
+    """The number of keys in a block that a call asks for, None if it asks for none."""
+    return family.block_kv if isinstance(family, FamilyAndBlock) else None
 
 
-def choose(problem: Problem, family: str | PartOf | None, addressable: bool | None = None) -> str:
-    """The family that serves a problem: the one asked for; by default Hopper's, on Hopper if TMA can address the arrays (all
-    tiles, unless the caller knows better), and else sm_80's. In the interpreter both run. ValueError: this GPU or these arrays
-    are not for it."""
-    family = name_of(family)
+def choose_family(problem: Problem, family: str | FamilyAndBlock | None, tma: bool | None = None) -> str:
+    """The family that serves a problem. `family` decides if it names one. Otherwise it is "sm_90" on Hopper if TMA can read and
+    write the arrays, and "sm_80" elsewhere. tma: can TMA read and write what a kernel would have it copy? None: all arrays that
+    are tiles must allow it. The interpreter runs both families.
+
+    ValueError: `family` is no family, or the GPU or the arrays cannot be served by it."""
+    family = family_name(family)
     if family is not None and family not in FAMILIES:
         raise ValueError(f"family: must be None or one of {FAMILIES}: {family=}")
     gpu = machine(problem.device)
@@ -45,7 +49,7 @@ def choose(problem: Problem, family: str | PartOf | None, addressable: bool | No
     on_hopper = is_hopper(gpu.capability)
     if family == "sm_90" and not on_hopper:
         raise ValueError(f"family: sm_90 runs on Hopper; the arrays lie on {gpu}: {family=} (the default, None, runs there)")
-    by_tma = problem.by_tma if addressable is None else addressable
+    by_tma = problem.by_tma if tma is None else tma
     if family == "sm_90" and not by_tma:
         raise ValueError(
             f"family: sm_90 takes addresses and positive strides that are multiples of {ALIGNMENT} bytes; {_strides(problem)}: "
@@ -54,8 +58,8 @@ def choose(problem: Problem, family: str | PartOf | None, addressable: bool | No
     return "sm_90" if on_hopper and by_tma else "sm_80"
 
 
-def needs_hopper(problem: Problem) -> None:
-    """ValueError if wgmma and TMA cannot solve the problem. In the interpreter they can."""
+def require_hopper(problem: Problem) -> None:
+    """ValueError: the arrays are on no Hopper GPU, or TMA cannot read and write them. Host arrays run in the interpreter."""
     gpu = machine(problem.device)
     if not is_hopper(gpu.capability):
         raise ValueError(f"attention.{problem.member}: runs on Hopper; the arrays lie on {gpu}")
@@ -66,7 +70,8 @@ def needs_hopper(problem: Problem) -> None:
         )
 
 
-def _strides(problem):
+def _strides(problem: Problem) -> str:
+    """The strides of all arrays, and the addresses that are not aligned, for an error."""
     past = {name: form.past for name, form in problem.forms.items() if form.past}
     where = f", bytes past a multiple of {ALIGNMENT}: {past}" if past else ""
     return f"strides={ {name: form.strides for name, form in problem.forms.items()} }{where}"

@@ -1,11 +1,10 @@
-"""`python -m attention inspect`: what every shipped kernel compiles to, with no GPU.
+"""`python -m attention inspect`: what every shipped kernel compiles to, without a GPU.
 
-A row: {kernel, config, lines} and what else tiles.inspect.Figures holds. `lines` counts the kernel and its helpers without
-blanks, comments and docstrings; `instructions` counts SASS mnemonics; `digest` is that of all of them: no two rows have the
-same. What did not change since it was last compiled is remembered on disk (tiles.inspect.figures).
+A row is {kernel, config, lines} and the fields of tiles.inspect.Figures. `lines` counts the kernel and its helpers without
+blanks, comments and docstrings; `instructions` counts SASS mnemonics; `digest` is a digest of the SASS: no two rows have the
+same. A row whose source has not changed since it was last compiled is read from disk (tiles.inspect.figures).
 
-Which configurations there are, each kernel's module says where their legality is decided: `space(arch, everything)`.
-"""
+The configurations are listed by each kernel's module, which also decides whether they are legal: `space(arch, everything)`."""
 
 import ast
 import functools
@@ -82,13 +81,13 @@ MODULES = {
     "hedgehog": (hedgehog_hopper,),
     "tokens": (token_loop,),
 }
-SHOWN = ("HGMMA", "HMMA", "UTMALDG", "LDGSTS", "LDSM", "MUFU", "FFMA", "LDL", "STL")  # in the table; --json has all
-KERNEL = "inlined", "cuda.jit"  # decorators of what kernels are made of
+SHOWN_MNEMONICS = ("HGMMA", "HMMA", "UTMALDG", "LDGSTS", "LDSM", "MUFU", "FFMA", "LDL", "STL")  # in the table; --json has all
+KERNEL_DECORATORS = "inlined", "cuda.jit"  # decorators of device functions and kernels
 
 
 def configurations(everything=False, arch="sm_90a", only=()):
-    """(kernel name, module, config) of what is shipped for an architecture: see the modules' `space`. only: texts that must all
-    be in a kernel's, its module's or the configuration's name."""
+    """(kernel name, module, config) of each configuration that is shipped for an architecture, from the modules' `space`. only:
+    texts that must all occur in the kernel's, its module's or the configuration's name."""
     for family, modules in MODULES.items():
         for module in modules:
             for config in module.space(arch, everything):
@@ -98,7 +97,8 @@ def configurations(everything=False, arch="sm_90a", only=()):
 
 @functools.cache
 def lines(make) -> int:
-    """Lines of the kernel that `make` writes and its helpers in any module, without blanks, comments and docstrings."""
+    """How many lines the kernel that `make` writes and its helpers in any module have, without blanks, comments and
+    docstrings."""
     helpers, found = set(), [make]
     while found:
         one = inspect.unwrap(found.pop())
@@ -111,7 +111,7 @@ def lines(make) -> int:
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    """The globals and attributes that a function's code speaks of, and that of the functions in it."""
+    """The globals and attributes that a function's code and its inner functions read."""
     yield from code.co_names
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
@@ -119,10 +119,12 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def _kernel_lines(source: str) -> int:
-    """The same of what is kernel code in a function's or class's source."""
+    """How many lines of kernel code a function's or class's source has."""
     used: set[int] = set()
     for function in ast.walk(ast.parse(source)):
-        if isinstance(function, ast.FunctionDef) and any(ast.unparse(x).startswith(KERNEL) for x in function.decorator_list):
+        if isinstance(function, ast.FunctionDef) and any(
+            ast.unparse(x).startswith(KERNEL_DECORATORS) for x in function.decorator_list
+        ):
             body = function.body[1:] if ast.get_docstring(function) else function.body
             for node in [*function.decorator_list, function.args, *body]:
                 used.update(n.lineno for n in ast.walk(node) if hasattr(n, "lineno"))
@@ -131,50 +133,50 @@ def _kernel_lines(source: str) -> int:
 
 
 def row(name, module, config, arch) -> dict:
-    """Compile one configuration, if nobody remembers it, and describe the outcome."""
+    """Compile one configuration, unless its figures are cached, and describe the result."""
     kernel, smem = module.make(config)
     found = figures(kernel, signature(kernel), arch, smem, config.threads)
-    made = {"kernel": name, "config": str(config), "lines": lines(getattr(type(config), "make", module.make))}
-    return {**vars(found), **made}
+    described = {"kernel": name, "config": str(config), "lines": lines(getattr(type(config), "make", module.make))}
+    return {**vars(found), **described}
 
 
 def bad(one: dict) -> bool:
-    """Is a row one of a kernel with spills, local memory or warnings?"""
+    """Does the row's kernel have spills, local memory or warnings?"""
     return bool(one["spill_bytes"] or one["local_bytes"] or one["warnings"])
 
 
-def _nth(given, n) -> dict:
+def _nth_row(selection, n) -> dict:
     """The row of the n-th of these configurations."""
-    name, module, config = next(itertools.islice(configurations(*given), n, None))
-    return row(name, module, config, given[1])
+    name, module, config = next(itertools.islice(configurations(*selection), n, None))
+    return row(name, module, config, selection[1])
 
 
 def rows(everything=False, arch="sm_90a", jobs: int | None = 1, only: tuple[str, ...] = ()) -> Iterator[dict]:
-    """A row for each configuration, in order; `jobs` processes, by default as many as there are cores, compile them."""
-    given = everything, arch, only
-    count = sum(1 for _ in configurations(*given))
+    """A row for each configuration, in order, compiled by `jobs` processes, by default one for each core."""
+    selection = everything, arch, only
+    count = sum(1 for _ in configurations(*selection))
     if jobs == 1:
-        yield from map(partial(_nth, given), range(count))
+        yield from map(partial(_nth_row, selection), range(count))
     else:
         with multiprocessing.get_context("spawn").Pool(jobs) as pool:
-            yield from pool.imap(partial(_nth, given), range(count))
+            yield from pool.imap(partial(_nth_row, selection), range(count))
 
 
-def nothing_of(everything: bool, arch: str, only: Sequence[str]) -> str:
-    """What to say if no configuration of an architecture has all of these texts in its name; empty if one has."""
+def no_rows_message(everything: bool, arch: str, only: Sequence[str]) -> str:
+    """The error message if no configuration of an architecture has all of these texts in its name; "" if one has."""
     if next(configurations(everything, arch, only), None):
         return ""
-    asked = " and ".join(map(repr, only))
+    texts = " and ".join(map(repr, only))
     more = sum(1 for _ in configurations(True, arch, only))
     names = dict.fromkeys(name for name, *_ in configurations(True, arch))
-    here = f"with --all there are {more}" if more else f"kernels are {', '.join(names)}; without --only all rows are listed"
-    return f"--only: no row for {arch} has {asked} in its kernel's, its module's or its configuration's name; {here}"
+    advice = f"with --all there are {more}" if more else f"kernels are {', '.join(names)}; without --only all rows are listed"
+    return f"--only: no row for {arch} has {texts} in its kernel's, its module's or its configuration's name; {advice}"
 
 
 def main(arch="sm_90a", everything=False, check=False, as_json=False, jobs: int | None = None, only=()) -> int:
-    """Print the rows; the exit code is 1 if `check` finds a spill, local memory, a warning, or two rows of the same code, and 2
+    """Print the rows. The exit code is 1 if `check` finds a spill, local memory, a warning, or two rows with the same code; 2
     if there are no such rows."""
-    if none := nothing_of(everything, arch, only):
+    if none := no_rows_message(everything, arch, only):
         print(f"python -m attention inspect: error: {none}", file=sys.stderr)
         return 2
     found: list[dict] = []
@@ -185,7 +187,7 @@ def main(arch="sm_90a", everything=False, check=False, as_json=False, jobs: int 
         if (other := first.setdefault(one["digest"], title)) != title:
             one["warnings"].append(f"the same code as {other}")
         if not as_json:
-            counts = " ".join(f"{m} {one['instructions'].get(m, 0)}" for m in SHOWN)
+            counts = " ".join(f"{m} {one['instructions'].get(m, 0)}" for m in SHOWN_MNEMONICS)
             print(
                 f"{title} {one['registers']:4} registers {one['spill_bytes']:4} spilled "
                 f"{one['local_bytes']:4} local {one['shared_bytes']:7} shared {one['lines']:4} lines   {counts}",

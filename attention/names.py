@@ -1,4 +1,5 @@
-"""What other libraries call our arguments: one table, by which public functions answer a name that they do not know."""
+"""The names that other libraries use for arguments of ours: a table. When a public function gets an argument that it does not
+have, its TypeError says the name to use instead."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from typing import TypeVar, cast
 
 F = TypeVar("F", bound=Callable)
 BIAS, MASK = "bias=, which is added to the scores, or mask=, a function of b, h, i, j", "mask=, a function of b, h, i, j"
-TABLE = (  # their names; the first that fits of: `ours`, or `ours=...`, where the function has it; a sentence
+# (names of other libraries, hints ...): the first hint counts that is a sentence, or an argument that the function has
+ARGUMENT_HINTS = (
     ("sm_scale softmax_scale scaling", "scale"),
     ("is_causal use_causal_mask", "causal"),
     ("window_size sliding_window local_window_size", "window=(left, right), None where it is open"),
@@ -24,8 +26,8 @@ TABLE = (  # their names; the first that fits of: `ours`, or `ours=...`, where t
     ("philox_seed rng_seed", "seed"),
     ("alibi_slopes slopes", "alibi"),
     ("sinks s_aux learnable_sink attention_sink", "sink"),
-    ("enable_gqa num_kv_heads num_key_value_groups pack_gqa", "nothing that need be said: shapes tell"),
-    ("max_seqlen max_seqlen_q max_seqlen_k max_s", "nothing that need be said: cu_seqlens tells"),
+    ("enable_gqa num_kv_heads num_key_value_groups pack_gqa", "not an argument: the shapes of q and k say it"),
+    ("max_seqlen max_seqlen_q max_seqlen_k max_s", "not an argument: cu_seqlens says it"),
     ("cu_seqlens_q qo_indptr cu_seq_lens_q q_start_loc", "cu_seqlens"),
     ("cu_seqlens_kv kv_indptr cu_seq_lens_k", "cu_seqlens_k", "lengths", "cu_seqlens"),
     ("cu_seqlens_k", "lengths", "cu_seqlens"),
@@ -54,7 +56,7 @@ TABLE = (  # their names; the first that fits of: `ours`, or `ours=...`, where t
     ("d_lse grad_lse dsoftmax_lse grad_logsumexp", "dlse"),
     ("qk_norm", "q_norm=, and k_norm"),
     ("head_first tensor_layout qkv_format input_layout kv_layout", 'layout="bhsd" or "bshd"'),
-    # of flash-linear-attention and mamba_ssm
+    # flash-linear-attention and mamba_ssm
     ("output_final_state return_final_states return_final_state", "return_state"),
     ("g gk g_gamma log_decay", "decay"),
     ("initial_states h0", "initial_state"),
@@ -65,35 +67,36 @@ TABLE = (  # their names; the first that fits of: `ours`, or `ours=...`, where t
     ("num_layers", "layers"),
     ("feature_map_q", "q_map"),
     ("feature_map_k", "k_map"),
-    ("use_qk_l2norm_in_kernel", "what q and k are: divide them by their norms before"),
-    ("dt_limit", "always (0, inf): clamp dt before"),
+    ("use_qk_l2norm_in_kernel", "not an argument: divide q and k by their norms before the call"),
+    ("dt_limit", "always (0, inf): clamp dt before the call"),
     ("return_varlen_states", "return_final_states with cu_seqlens"),
 )
-THEIRS = {name: ours for names, *ours in TABLE for name in names.split()}
+HINTS_BY_NAME = {name: hints for names, *hints in ARGUMENT_HINTS for name in names.split()}
 
 
-def by_other_names(function: F) -> F:
-    """Decorator: a call that uses one of THEIRS is told what it is here. What is right costs a call more, and no check."""
+def suggests_argument_names(function: F) -> F:
+    """Decorator: a TypeError about an unknown argument also says what argument_hint knows of it. A correct call pays for one
+    more Python call, and for no check."""
 
     @functools.wraps(function)
-    def call(*args, **given):
+    def call(*args, **options):
         try:
-            return function(*args, **given)
+            return function(*args, **options)
         except TypeError as error:
             unknown = re.match(rf"{function.__qualname__}\(\) got an unexpected keyword argument '(\w+)'", str(error))
-            said = unknown and what_it_is_here(unknown[1], list(inspect.signature(function).parameters))
-            if not said:
+            hint = unknown and argument_hint(unknown[1], list(inspect.signature(function).parameters))
+            if not hint:
                 raise
-            raise TypeError(f"{str(error).partition('. Did you')[0]}; {said}") from None
+            raise TypeError(f"{str(error).partition('. Did you')[0]}; {hint}") from None
 
     return cast(F, call)
 
 
-def what_it_is_here(theirs: str, parameters: list[str]) -> str:
-    """What to say of a name that a function with these parameters does not know; "" if nobody knows what is meant."""
-    for ours in THEIRS.get(theirs, ()):
-        name = re.match(r"(\w+)(=|$)", ours)
-        if name is None or name[1] in parameters:
-            return f"here that is {ours}"
-    alike = difflib.get_close_matches(theirs, parameters, 1, 0.75)
+def argument_hint(name: str, parameters: list[str]) -> str:
+    """What to use instead of an argument `name` in a call of a function that has these parameters; "" if nothing is known."""
+    for hint in HINTS_BY_NAME.get(name, ()):
+        argument = re.match(r"(\w+)(=|$)", hint)
+        if argument is None or argument[1] in parameters:
+            return f"here that is {hint}"
+    alike = difflib.get_close_matches(name, parameters, 1, 0.75)
     return f"did you mean {alike[0]}?" if alike else ""

@@ -12,40 +12,19 @@ import attention
 from tiles.frameworks import with_tangents
 from tiles.torch_op import exporting, traced
 
-from .options import flag, positive
-from .softmax.autograd import adjacent
-from .softmax.call_options import ends_of
-from .softmax.gradient import ONCE
+from .options import check_flag, check_positive
+from .softmax.autograd import make_tma_contiguous
+from .softmax.call_options import window_ends
+from .softmax.gradient import NO_SECOND_DERIVATIVES
 from .softmax.projected import projected, projected_backward
-from .softmax.rotary import SERVED
+from .softmax.rotary import HEAD_DIMS
 
 NORMS = "q_norm", "k_norm"
 NO_OPTION = "layout", "out", "lse", "return_lse", "accumulate", "stream"  # of a call of the module
 
 
 class Attention(nn.Module):
-    """Self-attention of x (B, S, dim); the result has the same shape:
-
-        q, k, v = x W            `heads` heads of queries, `kv_heads` of keys and of values, `head_dim` columns each
-        q, k    = norm(q), norm(k)               with qk_norm: RMS norms of each head's rows
-        q, k    = rotated by their positions     with rotary
-        out     = softmax(q k^T / sqrt(head_dim)) v W_out      attention.forward, differentiable
-
-    dim: columns of x. heads, kv_heads: heads is a multiple of kv_heads (GQA, MQA), which is heads by default. head_dim: a
-    multiple of 8 up to 256, by default dim // heads. causal, window, softcap, scale: attention.forward's. sink: learn a
-    logit for each head, whose exp joins its sums of weights; it starts at 0. qk_norm: learn weights (head_dim); eps is 1e-6.
-    rotary: the base of the angles, 10000 in most models: position / base^(2 i / head_dim) for the pair of columns i and
-    head_dim / 2 + i. None leaves positions out. bias: give the projections a bias. dtype, device: of the parameters.
-
-    With rotary, heads of 64 or 128 columns and no further options of a call, norms, positions and attention are one function
-    of the projection's output, and its gradient is one array: queries, keys and values are read where the projection left
-    them.
-
-    Kernels take bfloat16 and float16: give the module and x such a dtype, or call it under torch.autocast. Parameters are
-    `project.weight` (W^T, the rows of all queries first, then keys, then values), `out.weight`, `q_norm.weight`,
-    `k_norm.weight` and `sink`.
-
-    ValueError: heads or columns do not fit; or attention.forward refuses them."""
+    """"""
 
     def __init__(
         self,
@@ -76,10 +55,14 @@ class Attention(nn.Module):
         self.head_dim = dim // heads if head_dim is None else head_dim
         if self.head_dim % 8 or not 8 <= self.head_dim <= 256:
             raise ValueError(f"head_dim: must be a multiple of 8, from 8 to 256: head_dim={self.head_dim}")
-        self.rotary = positive("rotary", rotary)
+        self.rotary = check_positive("rotary", rotary)
         for name, x in {"causal": causal, "sink": sink, "qk_norm": qk_norm, "bias": bias}.items():
-            flag(name, x)
-        ends_of(window), positive("softcap", softcap), positive("scale", scale)  # which refuse what a call would
+            check_flag(name, x)
+        (
+            window_ends(window),
+            check_positive("softcap", softcap),
+            check_positive("scale", scale),
+        )  # which refuse what a call would
         self.options = {"causal": causal, "window": window, "softcap": softcap, "scale": scale}
         place: dict[str, Any] = {"dtype": dtype, "device": device}
         self.project = nn.Linear(dim, (self.heads + 2 * self.kv_heads) * self.head_dim, bias=bias, **place)
@@ -88,46 +71,46 @@ class Attention(nn.Module):
         self.sink = nn.Parameter(torch.zeros(heads, device=device)) if sink else None
 
     def reset_parameters(self) -> None:
-        """Its own parameter as it starts, after `to_empty`; its layers have such a method themselves."""
+        """Initialise the sink, after `to_empty`; the layers have their own reset_parameters."""
         if self.sink is not None:
             nn.init.zeros_(self.sink)
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
-        """See the class. positions: those of the tokens, (S), (1, S) or (B, S), for rotary; by default from 0 on. options:
-        further ones of attention.forward for this call, such as mask, aux, bias or cu_seqlens (x is then (1, S, dim); positions
-        may run on from one sequence to the next, because rotary depends only on their differences). ValueError: x or positions
-        have another shape. TypeError: an option is the module's, or none of a call."""
+        """Attention of x (B, S, dim): see the class. positions: of the tokens, (S), (1, S) or (B, S), for rotary; by default
+        from 0 on. options: further ones of attention.forward for this call, such as mask, aux, bias or cu_seqlens (x is then
+        (1, S, dim); positions may run on from one sequence to the next, because rotary depends only on their differences).
+        ValueError: x or positions have another shape. TypeError: an option belongs to the module, or no call takes it."""
         if x.ndim != 3 or x.shape[-1] != self.project.in_features:
             raise ValueError(f"x: must be (B, S, {self.project.in_features}): x.shape={tuple(x.shape)}")
         for name in options:
             if name in self.options or name == "sink" or (name in NORMS and getattr(self, name) is not None):
                 how = "qk_norm" if name in NORMS else name
-                raise TypeError(f"{name}: is the module's, as Attention(.., {how}=..), and not a call's")
+                raise TypeError(f"{name}: is an argument of the module, Attention(.., {how}=..), not of a call")
             if name in NO_OPTION:
-                raise TypeError(f"{name}: cannot be given to the module, whose axes and result are its own")
+                raise TypeError(f"{name}: is not an argument of the module, which chooses layout and results itself")
         if positions is not None:
-            positions = of_rows(positions, x)
+            positions = check_positions(positions, x)
         heads = self.project(x).unflatten(-1, (-1, self.head_dim))
-        of_kernels = self.norms()
-        if not options and of_kernels is not None and self.at_once(positions):
-            return self.out(self.projected(heads, positions, *of_kernels).flatten(-2))
-        q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], -2)  # views, and one gradient of all three
-        if of_kernels is None:
+        kernel_norms = self.norms()
+        if not options and kernel_norms is not None and self.can_fuse_projection(positions):
+            return self.out(self.projected(heads, positions, *kernel_norms).flatten(-2))
+        q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], -2)  # views, with one gradient for all three
+        if kernel_norms is None:
             q, k = (y if norm is None else norm(y) for y, norm in ((q, self.q_norm), (k, self.k_norm)))
-        elif of_kernels[0] is not None:
-            if self.rotary is None:  # attention normalises
-                options |= dict(zip((*NORMS, "norm_eps"), of_kernels))
+        elif kernel_norms[0] is not None:
+            if self.rotary is None:  # attention.forward applies the norms
+                options |= dict(zip((*NORMS, "norm_eps"), kernel_norms))
             else:
-                q, k = normed(q, self.q_norm), normed(k, self.k_norm)
+                q, k = apply_norm(q, self.q_norm), apply_norm(k, self.k_norm)
         if self.rotary is not None:
             cos, sin = self.angles(heads, positions)
-            q, k = turned(q, cos, sin), turned(k, cos, sin)
+            q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
         out = self.attend(q.to(v.dtype), k.to(v.dtype), v, **self.options, **options)
         return self.out(out.flatten(-2))
 
     def norms(self) -> tuple[torch.Tensor | None, torch.Tensor | None, float] | None:
-        """(weights of the queries' norm, of the keys', epsilon) for kernels that normalise, (None, None, ..) without norms.
-        None: these are no longer two RMS norms with one epsilon, or have hooks, so they must be called."""
+        """(weights of the queries' norm, of the keys' norm, epsilon) for kernels that normalise; (None, None, ..) without
+        norms. None: the modules are no longer two RMSNorms with one epsilon, or have hooks, so they must be called."""
         norms = self.q_norm, self.k_norm
         if norms == (None, None):
             return None, None, 1e-6
@@ -140,10 +123,10 @@ class Attention(nn.Module):
         same = first.eps is not None and first.eps == second.eps
         return (first.weight, second.weight, first.eps) if same else None
 
-    def at_once(self, positions: torch.Tensor | None) -> bool:
-        """Do norms, rotary and attention go by one function, whose gradients are one array? If nobody overrides `attend`,
-        positions are not learned, and there are no forward-mode derivatives and none of torch.func's transforms."""
-        if self.rotary is None or self.head_dim not in SERVED or type(self).attend is not Attention.attend:
+    def can_fuse_projection(self, positions: torch.Tensor | None) -> bool:
+        """Can norms, rotary and attention be one function with one gradient? Yes if `attend` is not overridden, positions are
+        not learned, and neither forward-mode derivatives nor torch.func transforms are active."""
+        if self.rotary is None or self.head_dim not in HEAD_DIMS or type(self).attend is not Attention.attend:
             return False
         if with_tangents() or (positions is not None and positions.requires_grad):
             return False
@@ -157,23 +140,26 @@ class Attention(nn.Module):
         k_norm: torch.Tensor | None,
         eps: float,
     ) -> torch.Tensor:
-        """What `forward` says of x's projection (B, S, all heads, head_dim), as one function."""
+        """forward's norms, rotary and attention of x's projection (B, S, all heads, head_dim), as one function."""
         cos, sin = (table.squeeze(-2) for table in self.angles(heads, positions))
         norms = [None if weights is None else weights.float() for weights in (q_norm, k_norm)]
-        window = ends_of(self.options["window"])
+        window = window_ends(self.options["window"])
         options = eps, self.options["causal"], *window, self.options["softcap"], self.options["scale"]
         sink = None if self.sink is None else self.sink.float()
         if exporting():
             parts = heads.split([self.heads, self.kv_heads, self.kv_heads], -2)
             return projected(None, (*parts, cos, sin, *norms, sink, None, None, None), (*options, None))[0]
-        return Projected.apply(heads, cos, sin, *norms, sink, self.kv_heads, options)
+        return ProjectedAttention.apply(heads, cos, sin, *norms, sink, self.kv_heads, options)
 
     def angles(self, x: torch.Tensor, positions: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin of the positions of x (B, S, ..), from 0 on if they are not given: then the same for all modules."""
+        """cos and sin of the positions of x (B, S, ..); without positions they count from 0, and the tables are shared by all
+        modules."""
         base = cast(float, self.rotary)
         if positions is not None:
             return angles(positions, self.head_dim, base)
-        if traced(x) or (x.is_cuda and torch.cuda.is_current_stream_capturing()):  # what is made there does not stay
+        if traced(x) or (
+            x.is_cuda and torch.cuda.is_current_stream_capturing()
+        ):  # tensors made while tracing or capturing must not be cached
             return angles(torch.arange(x.shape[1], device=x.device), self.head_dim, base)
         return _tables(x.shape[1], self.head_dim, base, x.device)
 
@@ -183,56 +169,57 @@ class Attention(nn.Module):
         return attention.forward(q, k, v, sink=sink, **options)
 
     def extra_repr(self) -> str:
-        """What is printed beside the parameters."""
-        said = {"heads": self.heads, "kv_heads": self.kv_heads, "head_dim": self.head_dim, "rotary": self.rotary}
-        return ", ".join(f"{name}={value}" for name, value in (said | self.options).items() if value not in (None, False))
+        """The arguments that repr(module) shows."""
+        shown = {"heads": self.heads, "kv_heads": self.kv_heads, "head_dim": self.head_dim, "rotary": self.rotary}
+        return ", ".join(f"{name}={value}" for name, value in (shown | self.options).items() if value not in (None, False))
 
 
-class Projected(torch.autograd.Function):
-    """out (B, S, heads, head_dim) of heads of queries, keys and values (B, S, all of them, head_dim): see softmax/projected.py.
-    options: eps, causal, left, right, softcap, scale."""
+class ProjectedAttention(torch.autograd.Function):
+    """out (B, S, heads, head_dim) from a projection (B, S, heads of queries, keys and values, head_dim): see
+    softmax/projected.py. options: eps, causal, left, right, softcap, scale."""
 
     @staticmethod
     def forward(ctx, heads, cos, sin, q_norm, k_norm, sink, kv_heads, options):
-        """Without gradients."""
         parts = heads.split([heads.shape[2] - 2 * kv_heads, kv_heads, kv_heads], 2)
         out, lse, rows = projected(None, (*parts, cos, sin, q_norm, k_norm, sink, None, None, None), (*options, None))
         ctx.save_for_backward(heads, cos, sin, q_norm, k_norm, sink, out, lse, rows)
-        ctx.told = kv_heads, options
+        ctx.saved = kv_heads, options
         return out
 
     @staticmethod
     def backward(ctx, dout):
-        """Of all that is learnt. NotImplementedError if that is to be differentiated once more."""
-        heads, *given, out, lse, rows = ctx.saved_tensors
-        if not torch.compiler.is_compiling() and torch.is_grad_enabled():  # of a result that required grad
-            raise NotImplementedError(f"{ONCE}; leave create_graph=True out")
-        kv_heads, options = ctx.told
-        normed, sunk = given[2] is not None, given[4] is not None
+        """The gradients of all inputs. NotImplementedError: second derivatives."""
+        heads, *inputs, out, lse, rows = ctx.saved_tensors
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled():  # create_graph=True
+            raise NotImplementedError(f"{NO_SECOND_DERIVATIVES}; leave create_graph=True out")
+        kv_heads, options = ctx.saved
+        has_norms, has_sink = inputs[2] is not None, inputs[4] is not None
         parts = heads.split([heads.shape[2] - 2 * kv_heads, kv_heads, kv_heads], 2)
-        asked = torch.are_deterministic_algorithms_enabled(), normed, sunk, None
-        found = projected_backward(None, (adjacent(dout), *parts, *given, out, lse, rows, *(None,) * 4), (*options, *asked))
-        dx, *more = found if normed or sunk else (found,)
-        of_norms = more[:2] if normed else (None, None)
-        return dx, None, None, *of_norms, more[-1] if sunk else None, None, None
+        wanted = torch.are_deterministic_algorithms_enabled(), has_norms, has_sink, None
+        found = projected_backward(
+            None, (make_tma_contiguous(dout), *parts, *inputs, out, lse, rows, *(None,) * 4), (*options, *wanted)
+        )
+        dx, *more = found if has_norms or has_sink else (found,)
+        of_norms = more[:2] if has_norms else (None, None)
+        return dx, None, None, *of_norms, more[-1] if has_sink else None, None, None
 
 
-def of_rows(positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Positions of the rows of x (B, S, ..), one row of them as (S). ValueError: they have another shape."""
+def check_positions(positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """The positions for the rows of x (B, S, ..); a single row of positions as (S). ValueError: they have another shape."""
     batch, rows, *_ = x.shape
     if positions.shape not in ((rows,), (1, rows), (batch, rows)):
-        said = f"must be ({rows}) or ({batch}, {rows}), as x is"
-        raise ValueError(f"positions: {said}: positions.shape={tuple(positions.shape)}")
+        shapes = f"must be ({rows}) or ({batch}, {rows}), as x is"
+        raise ValueError(f"positions: {shapes}: positions.shape={tuple(positions.shape)}")
     return positions[0] if positions.ndim == 2 and len(positions) == 1 else positions
 
 
-def normed(x: torch.Tensor, norm: nn.RMSNorm) -> torch.Tensor:
-    """The norm of x, its weights as x is: torch has one kernel of that, and under autocast x is not what they are."""
+def apply_norm(x: torch.Tensor, norm: nn.RMSNorm) -> torch.Tensor:
+    """The RMS norm of x, with its weights cast to x's dtype: then torch takes one fused kernel, also under autocast."""
     return nn.functional.rms_norm(x, norm.normalized_shape, norm.weight.to(x.dtype), norm.eps)
 
 
 def angles(positions: torch.Tensor, head_dim: int, base: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """(cos, sin) of position / base^(2 i / head_dim), each (.., S, 1, head_dim / 2) of positions (.., S), in float32."""
+    """(cos, sin) of position / base^(2 i / head_dim), each (.., S, 1, head_dim / 2) for positions (.., S), in float32."""
     pairs = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
     angle = positions.float()[..., None, None] * base ** (-pairs / head_dim)
     return angle.cos(), angle.sin()
@@ -240,12 +227,12 @@ def angles(positions: torch.Tensor, head_dim: int, base: float) -> tuple[torch.T
 
 @functools.lru_cache(8)
 def _tables(length: int, head_dim: int, base: float, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """`angles` of positions from 0 on."""
+    """(cos, sin) of the positions from 0 to length - 1."""
     with torch.inference_mode(False):
         return angles(torch.arange(length, device=device), head_dim, base)
 
 
-def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """The two halves of each row as pairs, turned: (x1 cos - x2 sin, x2 cos + x1 sin). x (B, S, H, D), in its dtype."""
+def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """(x1 cos - x2 sin, x2 cos + x1 sin), where x1 and x2 are the two halves of each row. x (B, S, H, D), in its dtype."""
     first, second = x.float().chunk(2, -1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)

@@ -1,15 +1,16 @@
-"""What functions are told besides arrays, made plain: equal options then mean the same."""
+"""Checks of options, which are all arguments but arrays. A check returns a plain Python value, so that equal options compare
+equal, whatever types the caller used."""
 
 from numbers import Real
 from typing import Any
 
 import numpy as np
 
-SCALES = (2.0**-120, 2.0**120)  # float32 holds the scale, and the scale times log2(e)
+SCALE_RANGE = (2.0**-120, 2.0**120)  # float32 holds such a scale, and the scale times log2(e)
 
 
-def flag(name: str, value: Any) -> bool:
-    """A bool, NumPy's included. TypeError that names the option."""
+def check_flag(name: str, value: Any) -> bool:
+    """The value as a bool; NumPy's bools are taken. TypeError: it is something else."""
     if value is True or value is False:
         return value
     if isinstance(value, np.bool_):
@@ -17,8 +18,8 @@ def flag(name: str, value: Any) -> bool:
     raise TypeError(f"{name}: must be a bool: {name}={value!r}")
 
 
-def number(name: str, value: Any) -> float | None:
-    """A float, or None. TypeError that names the option."""
+def check_number(name: str, value: Any) -> float | None:
+    """The value as a float, or None. TypeError: it is no real number."""
     if value is None or type(value) is float:
         return value
     if not isinstance(value, Real) or isinstance(value, bool):
@@ -26,17 +27,19 @@ def number(name: str, value: Any) -> float | None:
     return float(value)
 
 
-def positive(name: str, value: Any) -> float | None:
-    """A softcap, or what a norm adds; TypeError, ValueError."""
-    found = number(name, value)
-    if found is not None and not SCALES[0] <= found <= SCALES[1]:
+def check_positive(name: str, value: Any) -> float | None:
+    """The value as a float, or None: a softcap, or the epsilon of a norm. TypeError: it is no real number. ValueError: it is
+    not within SCALE_RANGE."""
+    number = check_number(name, value)
+    if number is not None and not SCALE_RANGE[0] <= number <= SCALE_RANGE[1]:
         raise ValueError(f"{name}: must be positive, and finite in float32: {name}={value!r}")
-    return found
+    return number
 
 
-def norm_parts(name: str, norm: Any) -> tuple[Any, Any]:
-    """(weights, bias) of a norm, None for what there is not; TypeError."""
-    if type(norm) is not tuple:  # an Operand is one of another kind
+def split_norm(name: str, norm: Any) -> tuple[Any, Any]:
+    """(weights, bias) of a norm: (norm, None) of an RMS norm, the pair itself of a layer norm. TypeError: a tuple is no pair,
+    or has None in it."""
+    if type(norm) is not tuple:  # an Operand is a tuple of another type
         return norm, None
     if len(norm) != 2 or any([x is None for x in norm]):
         raise TypeError(f"{name}: must be weights, or a pair (weights, bias): a tuple of {len(norm)}")

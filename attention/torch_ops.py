@@ -1,11 +1,11 @@
-"""The ops that all public functions are made of, as torch.ops.tiles (tiles/torch_op.py)."""
+"""Registration of all ops of the public functions as torch.ops.tiles (tiles/torch_op.py)."""
 
 import sys
 
 
 def register_torch_ops() -> None:
     """Register the ops of all functions with torch, which must be imported: for torch.export.load, and for calls by name.
-    Otherwise the first call that needs an op registers it. RuntimeError: torch is not imported."""
+    Without it the first call that needs an op registers it. RuntimeError: torch is not imported."""
     if "torch" not in sys.modules:
         raise RuntimeError("register_torch_ops: torch is not imported: say `import torch` first")
     from .cache import append as appending
@@ -18,12 +18,12 @@ def register_torch_ops() -> None:
     from .recurrent.mamba2 import _mamba2
     from .recurrent.step import _linear_step
     from .softmax.backward import backward as differentiating
-    from .softmax.backward.norms import DIFFERENTIATE, INTO, NORMALISE, ZEROS
+    from .softmax.backward.norm_programs import DIFFERENTIATE, INTO, NORMALISE, ZEROS
     from .softmax.decode import decode as decoding
     from .softmax.forward_programs import _forward, _fp8_cache, _of_fp8, _variant
     from .softmax.projected import projected, projected_backward
 
-    of_norms = [program for every in (NORMALISE, DIFFERENTIATE, INTO, ZEROS) for program in every.values()]
+    of_norms = [program for table in (NORMALISE, DIFFERENTIATE, INTO, ZEROS) for program in table.values()]
     backward = differentiating._backward, differentiating._variant, differentiating._into, *of_norms
     recurrent = _based, _delta_rule, _hedgehog, _linear, _linear_step, _mamba2
     decode = decoding._decode, decoding._variant, _mla_decode, _mla_decode_fp8

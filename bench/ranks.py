@@ -24,7 +24,7 @@ import torch.multiprocessing as mp
 import attention
 from attention import parallel
 from attention.parallel.peers import Peers, peers_of
-from attention.recurrent.delta_rule import states
+from attention.recurrent.delta_rule import final_states
 
 TURNS, CALLS = 5, 3
 
@@ -214,7 +214,7 @@ def linear():
         k, v, beta, decay = (part(x) for x in (k, v, beta, decay))
         begin = {columns: torch.zeros(1, heads, 128, columns, device="cuda") for columns in (128, 256)}
         passes = {"outputs": lambda: attention.delta_rule(k, k, v, beta, decay=decay)}
-        passes |= {f"states of {n} columns": partial(states, k, v, beta, x, decay=decay) for n, x in begin.items()}
+        passes |= {f"states of {n} columns": partial(final_states, k, v, beta, x, decay=decay) for n, x in begin.items()}
         say(what=f"passes of the delta rule over a part, {heads} heads", **timed(passes))
 
 

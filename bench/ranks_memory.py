@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import attention
 from attention import parallel
 from attention.parallel import plans
-from attention.parallel.peers import Peers, Pending
+from attention.parallel.peers import Peers, PendingMessages
 from attention.softmax import remote_keys
 
 
@@ -51,9 +51,9 @@ class Silent(Peers):
 
     def exchange(self, sends, receives):
         Silent.exchanges += 1
-        return Pending((), [x for _, x in (*sends, *receives)])
+        return PendingMessages((), [x for _, x in (*sends, *receives)])
 
-    def gathered(self, said, device):
+    def all_gather_bytes(self, said, device):
         return [said] * self.world
 
 
@@ -66,16 +66,16 @@ def nothing(q, k, v, *, out=None, return_lse=False, **options):
 @contextmanager
 def computing_nothing():
     """Inside, attention computes nothing, but calls are planned as ever."""
-    forward, planned = attention.forward, plans.planned
+    forward, planned = attention.forward, plans.plan_call
 
     def in_earnest(*given):
         with patch.object(attention, "forward", forward):
             return planned(*given)
 
     with (
-        patch.object(plans, "planned", in_earnest),
+        patch.object(plans, "plan_call", in_earnest),
         patch.object(attention, "forward", nothing),
-        patch.object(remote_keys, "apart", lambda q, k, v, *others: nothing(q, k, v)),
+        patch.object(remote_keys, "forward_two_buffers", lambda q, k, v, *others: nothing(q, k, v)),
     ):
         yield
 

@@ -35,12 +35,12 @@ def registers(module, config) -> int:
         return config.head_dim // 2 + config.kv + config.kv // 4
     if module is hopper_wide:  # dK or dV, scores, weights or slopes twice
         return max(dims) // 2 + rows // 2 + 2 * (rows // 4)
-    sums, scores, part = sum(dims) // (2 * config.share), rows // 2, config.parts.across // 2
+    sums, scores, part = sum(dims) // (2 * config.consumers_per_key), rows // 2, config.parts.part_columns // 2
     if module is hopper_narrow:  # dK is the gatherer's
         return config.value_dim // 2 + 2 * scores
     if module is hopper_folded:  # a tile's dS and the part of dQ before it are in use while weights are found
         return sums + scores + part + rows // 4
-    return sums + scores + max(scores + rows // 4 * (2 if config.rounded else 1), part)
+    return sums + scores + max(scores + rows // 4 * (2 if config.rounded_p else 1), part)
 
 
 def shared_bytes(module, config) -> int:
@@ -57,12 +57,12 @@ def every(head_dim: int, variant: Variant):
             yield hopper_wide_queries, hopper_wide_queries.Config(head_dim, head_dim, bf16, variant, kv, q, v)
     kv = 64 if head_dim > 128 else 128
     for queries, q, do, ds, dq, rounded in itertools.product(QUERIES, (2, 3), STAGES, (1, 2), (1, 2), (False, True)):
-        config = hopper.Config(head_dim, head_dim, bf16, variant, kv, queries, q, do, ds, 1, rounded=rounded)
+        config = hopper.Config(head_dim, head_dim, bf16, variant, kv, queries, q, do, ds, 1, rounded_p=rounded)
         if config.parts.count % hopper.CONSUMERS:
             continue  # one consumer would have more of dQ than the other
         config = replace(config, dq_stages=dq * hopper.CONSUMERS)  # else a slot would change hands between consumers
         yield hopper, config
-        if config.share == 1 and config.parts.count == hopper.CONSUMERS:
+        if config.consumers_per_key == 1 and config.parts.count == hopper.CONSUMERS:
             yield hopper_folded, hopper_folded.Config(**vars(config))
             if head_dim == hopper_narrow.HEAD_DIM and rounded:
                 yield hopper_narrow, hopper_narrow.Config(**vars(config))

@@ -17,7 +17,7 @@ import torch.distributed as dist  # noqa: E402
 import attention  # noqa: E402
 from attention import parallel  # noqa: E402
 from attention.parallel import plans  # noqa: E402
-from attention.parallel.peers import Peers, Pending  # noqa: E402
+from attention.parallel.peers import Peers, PendingMessages  # noqa: E402
 from attention.softmax import remote_keys  # noqa: E402
 from bench.measure import report  # noqa: E402
 
@@ -43,7 +43,7 @@ def one_of_two():
     """Be one of two ranks. Plans are made as ever: only calls are not."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    real, planned = attention.forward, plans.planned
+    real, planned = attention.forward, plans.plan_call
 
     def planned_in_earnest(*given):
         attention.forward = real
@@ -53,11 +53,11 @@ def one_of_two():
             attention.forward = attends_to_nothing
 
     patch = pytest.MonkeyPatch()
-    patch.setattr(Peers, "exchange", lambda self, sends, receives: Pending(()))
-    patch.setattr(Peers, "gathered", lambda self, said, device: [said] * self.world)
-    patch.setattr(plans, "planned", planned_in_earnest)
+    patch.setattr(Peers, "exchange", lambda self, sends, receives: PendingMessages(()))
+    patch.setattr(Peers, "all_gather_bytes", lambda self, said, device: [said] * self.world)
+    patch.setattr(plans, "plan_call", planned_in_earnest)
     patch.setattr(attention, "forward", attends_to_nothing)
-    patch.setattr(remote_keys, "apart", lambda q, *others: attends_to_nothing(q, None, None))
+    patch.setattr(remote_keys, "forward_two_buffers", lambda q, *others: attends_to_nothing(q, None, None))
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         yield

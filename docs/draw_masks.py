@@ -30,10 +30,10 @@ def global_sliding(b, h, i, j):
 def svg():
     """The whole picture."""
     pictures = (
-        show.drawn("window=(100, 0)", SIZE, SIZE, window=(100, 0)),
-        show.drawn("documents", SIZE, SIZE, mask=documents, aux=(DOCS,)),
-        show.drawn("prefix", SIZE, SIZE, mask=prefix),
-        show.drawn("global_sliding", SIZE, SIZE, mask=global_sliding),
+        show.draw_mask("window=(100, 0)", SIZE, SIZE, window=(100, 0)),
+        show.draw_mask("documents", SIZE, SIZE, mask=documents, aux=(DOCS,)),
+        show.draw_mask("prefix", SIZE, SIZE, mask=prefix),
+        show.draw_mask("global_sliding", SIZE, SIZE, mask=global_sliding),
     )
     return draw.svg(*map(show.panel, pictures))
 

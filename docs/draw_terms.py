@@ -9,7 +9,7 @@ import numpy as np
 
 import fuse.operators as operators
 from fuse.graph import walk
-from fuse.rules import equal
+from fuse.rules import equivalent_forms
 from fuse.terms import Term
 from tiles import bf16
 
@@ -21,8 +21,8 @@ SIGNS = {"matmul": "@", "mul": "*", "div": "/", "add": "+", "sub": "-"}
 
 def label(x: Term) -> str:
     """What stands in its box."""
-    if not x.of:
-        return {"input": "{0[0]}", "number": "{0:g}", "length": "columns"}[x.operation].format(x.what)
+    if not x.args:
+        return {"input": "{0[0]}", "number": "{0:g}", "length": "columns"}[x.operation].format(x.attr)
     return SIGNS.get(x.operation, x.operation)
 
 
@@ -30,7 +30,7 @@ def depths(root: Term) -> dict[Term, int]:
     """How many steps each term is above what it is made of."""
     found: dict[Term, int] = {}
     for x in walk(root):
-        found[x] = max((found[y] + 1 for y in x.of), default=0)
+        found[x] = max((found[y] + 1 for y in x.args), default=0)
     return found
 
 
@@ -39,7 +39,7 @@ def panel(title: str, root: Term, left: int, kernels: Sequence[tuple[str, list[T
     rows: dict[int, list[Term]] = {}
     depth = depths(root)
     for x in walk(root):
-        level = max(0, min((depth[y] for y in walk(root) if x in y.of), default=depth[x] + 1) - 1)
+        level = max(0, min((depth[y] for y in walk(root) if x in y.args), default=depth[x] + 1) - 1)
         rows.setdefault(level, []).append(x)
     wide = max(map(len, rows.values()))
     at = {}
@@ -54,7 +54,7 @@ def panel(title: str, root: Term, left: int, kernels: Sequence[tuple[str, list[T
         lines.append(f'<rect {frame} fill="none" stroke="#888" stroke-dasharray="4 3"/>')
         lines.append(f'<text x="{x1 - 4}" y="{y1 - 5}" font-size="10" text-anchor="end" fill="#666">{escape(says)}</text>')
     for x, (a, b) in at.items():
-        for y in x.of:
+        for y in x.args:
             c, d = at[y]
             lines.append(f'<path d="M{c + WIDTH // 2} {d + HEIGHT} L{a + WIDTH // 2} {b}" stroke="#999" fill="none"/>')
     for x, (a, b) in at.items():
@@ -68,10 +68,10 @@ def svg() -> str:
     """The whole picture."""
     arrays = [np.zeros(s, bf16.np) for s in ((16, 4096), (4096,), (4096, 6144))]
     found = operators.rms_norm_linear.trace(operators.rms_norm_linear._arguments(arrays))
-    (before,), (after,) = found.roots, equal(found.roots, found.space)[-1].roots
-    rows, product = [x for x in walk(before) if x.of and x is not before], [before]
+    (before,), (after,) = found.roots, equivalent_forms(found.roots, found.table)[-1].roots
+    rows, product = [x for x in walk(before) if x.args and x is not before], [before]
     one, wide, high = panel("as it is written", before, 20, [("a kernel", rows), ("another", product)])
-    inside = [x for x in walk(after) if x.of]
+    inside = [x for x in walk(after) if x.args]
     two, wider, higher = panel("the row's scale has moved", after, 90 + wide, [("one kernel", inside)])
     size = f'width="{130 + wide + wider}" height="{max(high, higher) + 20}"'
     style = 'font-family="sans-serif" font-size="12"'

@@ -1,11 +1,10 @@
-"""fuse as a backend of torch.compile: what it can fuse it takes out of a graph, the rest goes to inductor.
+"""fuse as a backend of torch.compile. It fuses the subgraphs that it can, and gives the rest of the graph to inductor.
 
     model = torch.compile(model, backend=fuse.backend)
 
-Torch's partitioner gathers what stands next to each other and that `targets` knows; each part becomes a definition, and stays
-if templates compute it in fewer kernels than it has products and reductions. Conversions of dtype are left out, for kernels
-compute in fp32; so a part whose results have another dtype than its first array goes to inductor, too. Torch is imported by
-whoever compiles."""
+Torch's partitioner groups adjacent nodes whose targets are in `targets`. Each group becomes a definition, and stays fused if
+templates compute it in fewer kernels than it has products and reductions. Casts are ignored, because kernels compute in fp32;
+so a group whose results have another dtype than its first array goes to inductor. Torch is imported by whoever compiles."""
 
 from __future__ import annotations
 
@@ -19,128 +18,129 @@ from .candidates import candidates
 from .cost import card
 from .fused import Fused
 from .program import FLOATS
-from .trace import ANY, Shape, traced
+from .trace import ANY, Shape, trace_definition
 
 Targets = dict[Any, Callable]
 
 
-def _along_rows(function: Callable) -> Callable:
-    """A reduction as torch's, that keeps its axis."""
+def _reduce_rows(function: Callable) -> Callable:
+    """torch's form of a reduction that keeps its axis. TypeError: it is along another axis, or does not keep it."""
 
     def reduce(x, dim=None, keepdim=False, **other):
         (axis,) = dim if isinstance(dim, (tuple, list)) else (dim,)
         if axis not in (-1, x.ndim - 1) or not keepdim or any(v is not None for v in other.values()):
-            raise TypeError(f"{function.__name__}: of {dim=}, {keepdim=}")
+            raise TypeError(f"{function.__name__}: must be along the last axis and keep it, got {dim=}, {keepdim=}")
         return function(x)
 
     return reduce
 
 
 def _linear(x, weight, bias=None):
-    found = x @ language.transpose(weight)
-    return found if bias is None else found + bias
+    y = x @ language.transpose(weight)
+    return y if bias is None else y + bias
 
 
 def _rms_norm(x, shape, weight=None, eps=None):
     if eps is None:
-        raise TypeError("rms_norm: without eps it is torch's, which depends on the dtype")
-    found = x * language.rsqrt(language.mean(x * x) + eps)
-    return found if weight is None else found * weight
+        raise TypeError("rms_norm: eps must be given: torch's default depends on the dtype")
+    y = x * language.rsqrt(language.mean(x * x) + eps)
+    return y if weight is None else y * weight
 
 
 def _layer_norm(x, shape, weight=None, bias=None, eps=1e-5, *_):
     centred = x - language.mean(x)
-    found = centred * language.rsqrt(language.mean(centred * centred) + eps)
-    found = found if weight is None else found * weight
-    return found if bias is None else found + bias
+    y = centred * language.rsqrt(language.mean(centred * centred) + eps)
+    y = y if weight is None else y * weight
+    return y if bias is None else y + bias
 
 
 def _softmax(x, dim=-1, **_):
     return language.softmax(x, dim)
 
 
-def _same(x, *_, **__):
+def _ignore_cast(x, *_, **__):
     return x
 
 
 def _gelu(x, approximate="none"):
     if approximate != "none":
-        raise TypeError(f"gelu: {approximate=}")
+        raise TypeError(f"gelu: must have approximate='none', got {approximate=}")
     return language.gelu(x)
 
 
 def targets() -> Targets:
-    """{torch's function, operator or method: the function that says the same in a definition}."""
+    """{torch function, operator or name of a method: the function of a definition that computes the same}."""
     import torch
 
     F = torch.nn.functional
-    found: Targets = {
+    table: Targets = {
         F.linear: _linear, F.rms_norm: _rms_norm, F.layer_norm: _layer_norm, F.gelu: _gelu, F.softmax: _softmax,
         torch.rms_norm: _rms_norm, torch.layer_norm: _layer_norm,
         F.silu: lambda x, inplace=False: language.silu(x), F.relu: lambda x, inplace=False: language.relu(x),
         torch.softmax: _softmax, "softmax": _softmax, torch.t: language.transpose, "t": language.transpose,
         torch.square: lambda x: x * x, "square": lambda x: x * x,
     }  # fmt: skip
-    found |= dict.fromkeys(["float", "to", "type_as", "bfloat16", "half"], _same)
+    table |= dict.fromkeys(["float", "to", "type_as", "bfloat16", "half"], _ignore_cast)
     for name, reduce in {"mean": language.mean, "sum": language.sum, "amax": language.max}.items():
-        found |= dict.fromkeys([name, getattr(torch, name)], _along_rows(reduce))
+        table |= dict.fromkeys([name, getattr(torch, name)], _reduce_rows(reduce))
     for name in ("matmul", "neg", "pow", "truediv"):
         function, torchs = getattr(operator, name), name.replace("true", "")
-        found |= dict.fromkeys([function, torchs, getattr(torch, torchs)], function)
+        table |= dict.fromkeys([function, torchs, getattr(torch, torchs)], function)
     for name in ("add", "mul", "sub"):
         function = getattr(operator, name)
-        found |= {function: function, getattr(operator, f"i{name}"): function, getattr(torch, name): function, name: function}
+        table |= {function: function, getattr(operator, f"i{name}"): function, getattr(torch, name): function, name: function}
     for name in ("abs", "exp", "exp2", "log", "rsqrt", "sigmoid", "sqrt", "tanh", "maximum", "minimum", "where"):
-        found |= {getattr(torch, name): getattr(language, name), name: getattr(language, name)}
-    return found
+        table |= {getattr(torch, name): getattr(language, name), name: getattr(language, name)}
+    return table
 
 
 def backend(graph: Any, inputs: Sequence[Any]) -> Callable:
-    """The backend for torch.compile(model, backend=fuse.backend): see the module."""
+    """The backend for torch.compile(model, backend=fuse.backend), which splits the graph between fuse and inductor (see the
+    module)."""
     from torch._dynamo import lookup_backend
     from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
     from torch.fx.passes.operator_support import OperatorSupportBase
 
     known = targets()
 
-    class Known(OperatorSupportBase):
+    class FusibleOperators(OperatorSupportBase):
         def is_node_supported(self, submodules, node):
-            return node.op in ("call_function", "call_method") and node.target in known and _served(node)
+            return node.op in ("call_function", "call_method") and node.target in known and _is_supported(node)
 
     sources = {node.name: getattr(node, "_dynamo_source", None) for node in graph.graph.nodes}
-    partitioner = CapabilityBasedPartitioner(graph, Known(), allows_single_node_partition=False)
+    partitioner = CapabilityBasedPartitioner(graph, FusibleOperators(), allows_single_node_partition=False)
     parts = partitioner.propose_partitions()
     fused = partitioner.fuse_partitions(parts, prefix="fused_")
     patches: dict[str, Any] = {}
     for node in list(fused.graph.nodes):
         if sources.get(node.name) is not None:
-            node._dynamo_source = sources[node.name]  # the partitioner leaves it behind, and inductor asks for it
+            node._dynamo_source = sources[node.name]  # the partitioner drops it, and inductor reads it
         if node.op == "call_module" and node.target.startswith("fused_"):
             part = getattr(fused, node.target)
-            made = fused_part(str(node.target), part, known)
-            if made is not None:
-                setattr(fused, node.target, _module(made))
-                # Inductor keeps what it makes of a graph on disk, under a name of all that the graph holds: of our functions
-                # there is none, which it would say at length.
+            fused_function = fuse_part(str(node.target), part, known)
+            if fused_function is not None:
+                setattr(fused, node.target, _module(fused_function))
+                # Inductor's cache on disk hashes the whole graph. Our functions have no hash,
+                # which it would report at length.
                 patches = {"config_patches": {"fx_graph_cache": False}}
     return lookup_backend("inductor")(fused, list(inputs), **patches)
 
 
-def fused_part(name: str, part: Any, known: Targets) -> Fused | None:
-    """A part of a graph as a fused function; None if it is better left as it is."""
+def fuse_part(name: str, part: Any, known: Targets) -> Fused | None:
+    """A subgraph as a fused function; None if inductor should compile it."""
     nodes = list(part.graph.nodes)
     names = [node.name for node in nodes if node.op == "placeholder"]
 
-    def definition(*given):
-        values = dict(zip(names, given))
+    def definition(*arrays):
+        values = dict(zip(names, arrays))
 
         def value(x):
             return values[x.name] if hasattr(x, "graph") else x
 
         for node in nodes:
             if node.op == "output":
-                found = node.args[0]
-                return tuple(map(value, found)) if isinstance(found, (tuple, list)) else value(found)
+                result = node.args[0]
+                return tuple(map(value, result)) if isinstance(result, (tuple, list)) else value(result)
             if node.op != "placeholder":
                 args, options = [value(x) for x in node.args], {key: value(x) for key, x in node.kwargs.items()}
                 values[node.name] = known[node.target](*args, **options)
@@ -150,35 +150,35 @@ def fused_part(name: str, part: Any, known: Targets) -> Fused | None:
     definition.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [inspect.Parameter(one, inspect.Parameter.POSITIONAL_OR_KEYWORD) for one in names]
     )
-    samples = [_sample(node) for node in nodes if node.op == "placeholder"]
+    samples = [_example_value(node) for node in nodes if node.op == "placeholder"]
     if any(x is None or (x.dim() and _dtype(x) not in FLOATS) for x in samples):
         return None
-    given, results = [x for x in samples if x.dim()], [_sample(node) for node in nodes[-1].all_input_nodes]
-    if any(x is None or x.dtype != given[0].dtype for x in results):
+    arrays, results = [x for x in samples if x.dim()], [_example_value(node) for node in nodes[-1].all_input_nodes]
+    if any(x is None or x.dtype != arrays[0].dtype for x in results):
         return None
     try:
         shapes = [Shape(tuple(1 if n == 1 else ANY for n in x.shape[-2:]), _dtype(x)) for x in samples]
-        found = traced(definition, tuple(names), tuple(shapes))
-        work = sum(x.operation in ("matmul", "sum", "max") for x in graph.walk(*found.roots))
-        every = candidates(found, card(None))
+        traced = trace_definition(definition, tuple(names), tuple(shapes))
+        work = sum(x.operation in ("matmul", "sum", "max") for x in graph.walk(*traced.roots))
+        ranked = candidates(traced, card(None))
     except (TypeError, ValueError):
         return None
-    return Fused(definition) if every and len(every[0].way.kernels) < max(2, work) else None
+    return Fused(definition) if ranked and len(ranked[0].plan.kernels) < max(2, work) else None
 
 
-def _sample(node: Any) -> Any:
-    found = node.meta.get("example_value", node.meta.get("val"))
-    return found if hasattr(found, "shape") else None
+def _example_value(node: Any) -> Any:
+    value = node.meta.get("example_value", node.meta.get("val"))
+    return value if hasattr(value, "shape") else None
 
 
 def _dtype(x: Any) -> str:
     return str(x.dtype).removeprefix("torch.")
 
 
-def _served(node: Any) -> bool:
-    """Is the node's value an array that kernels can take?"""
-    found = _sample(node)
-    return found is not None and found.dim() >= 2 and _dtype(found) in FLOATS
+def _is_supported(node: Any) -> bool:
+    """Is the node's value an array that kernels can take, of two axes or more and of FLOATS?"""
+    value = _example_value(node)
+    return value is not None and value.dim() >= 2 and _dtype(value) in FLOATS
 
 
 def _module(fused: Fused) -> Any:

@@ -1,12 +1,13 @@
 """The gradient of a fused function, which is a fused function itself.
 
-    norm.gradient(x, g, dy)             # (dx, dg), of norm(x, g) with the gradient dy by its result
+    norm.gradient(x, g, dy)             # (dx, dg), of norm(x, g) with the gradient dy with respect to its result
     print(norm.gradient.source(x, g, dy))
 
 Its definition is what the chain rule makes of the function's terms (derivative.py); rules, cost, templates and proof are those
-of any other. What it needs of the forward pass it computes once more from the arguments: no other array is kept. Two things the
-framework does at the end: products whose left factor is a transpose, x.T @ dy, and sums over axes that are no columns,
-dg = total(dy * x * scale), where no row map gathers them as rows go by. Kernels make what these are of, its *pieces*."""
+of any fused function. Intermediates of the forward pass are recomputed from the arguments, which are all that is saved. The
+framework (torch, JAX or NumPy) does two things at the end: products whose left factor is a transpose, x.T @ dy, and sums over
+axes that are no columns, dg = total(dy * x * scale), where no row map accumulates them. Kernels compute the operands of these,
+the *kernel outputs*."""
 
 from __future__ import annotations
 
@@ -33,10 +34,11 @@ from .names import unused
 from .place import is_total_of_rows
 from .program import FLOATS, HOLDS
 from .proof import Proof
-from .terms import Term, viewed
-from .trace import Shape, Traced, result_names, traced
+from .term_views import view_base
+from .terms import Term
+from .trace import Shape, TracedDefinition, result_names, trace_definition
 
-OPERATORS: dict[str, Callable] = {  # what the framework does with arrays, besides functions of language.py by their names
+OPERATORS: dict[str, Callable] = {  # what the framework computes, besides functions of language.py
     "add": operator.add,
     "sub": operator.sub,
     "mul": operator.mul,
@@ -48,92 +50,92 @@ OPERATORS: dict[str, Callable] = {  # what the framework does with arrays, besid
     "greater_equal": operator.ge,
     "matmul": operator.matmul,
     "concat": lambda *parts: language.concatenate(parts),
-    "merged": language.merge_heads,
+    "merge_heads": language.merge_heads,
     **dict.fromkeys(CASTS, lambda x: x),
 }
-AT_THE_END = {*MAPS, "sum", "max"}  # what it does with what it makes of pieces
+FRAMEWORK_MAPS = {*MAPS, "sum", "max"}  # operations that the framework applies to its own results
 
 
-def at_the_end(x: Term) -> bool:
-    """Does the framework compute this term, from pieces that kernels make? Sums over rows may also be left to kernels: see
-    sums_by_kernels."""
+def is_by_framework(x: Term) -> bool:
+    """Does the framework compute this term, from kernel outputs? Sums over rows may also be left to kernels: see
+    can_sum_in_kernels."""
     if x.operation in ("total", "transpose"):
         return True
     if x.operation == "matmul":
-        return x.of[0].operation == "transpose" or any(at_the_end(y) for y in x.of if y.operation != "transpose")
-    return x.operation in AT_THE_END and any(map(at_the_end, x.of))
+        return x.args[0].operation == "transpose" or any(is_by_framework(y) for y in x.args if y.operation != "transpose")
+    return x.operation in FRAMEWORK_MAPS and any(map(is_by_framework, x.args))
 
 
-def sums_by_kernels(roots: Sequence[Term]) -> bool:
-    """Can row maps gather all sums over rows as the rows go by? They can if each sum is a gradient by itself."""
+def can_sum_in_kernels(roots: Sequence[Term]) -> bool:
+    """Can row maps accumulate all sums over rows? They can if each sum is a gradient by itself."""
     return all(x in roots and is_total_of_rows(x) for x in walk(*roots) if x.operation == "total")
 
 
-def pieces(roots: Sequence[Term], sums: bool) -> list[Term]:
-    """The terms that kernels make; the framework makes the gradients from them. sums: may kernels sum over rows?"""
-    sums = sums and sums_by_kernels(roots)
-    found, stack = dict[Term, None](), [*roots][::-1]
+def find_kernel_outputs(roots: Sequence[Term], sums: bool) -> list[Term]:
+    """The terms that kernels compute, and from which the framework computes the gradients. sums: may kernels sum over rows?"""
+    sums = sums and can_sum_in_kernels(roots)
+    outputs, stack = dict[Term, None](), [*roots][::-1]
     while stack:
         x = stack.pop()
-        if at_the_end(x) and not (sums and x.operation == "total"):
-            stack += x.of[::-1]
-        elif x.of and x.ndim > 1:  # what is made of vectors alone needs no kernel
-            found[x] = None
-    return list(found)
+        if is_by_framework(x) and not (sums and x.operation == "total"):
+            stack += x.args[::-1]
+        elif x.args and x.ndim > 1:  # a term of vectors only needs no kernel
+            outputs[x] = None
+    return list(outputs)
 
 
-class Shared(NamedTuple):
-    """Who computes a gradient, for arrays of a class of lengths (classes.py). found: the gradients as terms. sums: can kernels
-    sum over rows? pieces: what kernels make. rest: what the framework makes of this, in an order in which it can. names: the
-    arguments whose gradients these are."""
+class GradientPlan(NamedTuple):
+    """The division of a gradient between kernels and the framework, for arrays of a class of lengths (classes.py). traced: the
+    gradients as terms. sums: can kernels sum over rows? kernel_outputs: the terms that kernels compute. rest: the terms that
+    the framework computes from these, in topological order. names: the arguments whose gradients these are."""
 
-    found: Traced
+    traced: TracedDefinition
     sums: bool
-    pieces: list[Term]
+    kernel_outputs: list[Term]
     rest: list[Term]
     names: tuple[str, ...]
 
 
-def by_framework(roots: Sequence[Term], known: Mapping[Term, Any], rest: Sequence[Term] | None = None) -> list[Any]:
-    """The values of `roots`, computed with the framework's own operations from the terms whose values are known. Sums over
-    rows are taken in float32, and so is what is made of vectors. rest: the terms between, if they are known."""
-    found = dict(known)
+def compute_by_framework(roots: Sequence[Term], known: Mapping[Term, Any], rest: Sequence[Term] | None = None) -> list[Any]:
+    """The values of `roots`, computed by the framework's own operations from the terms whose values are known. Sums over rows,
+    and terms of vectors only, are computed in float32. rest: the terms between, if they are known."""
+    values = dict(known)
     for x in between(roots, [*known]) if rest is None else rest:
-        of = [found[y] for y in x.of]
+        of = [values[y] for y in x.args]
         if x.ndim < 2:
             of = [cast(y, "float32") if dtype_of(y) in HOLDS else y for y in of]
         if x.operation == "number":
-            found[x] = x.what
+            values[x] = x.attr
         elif x.operation == "length":
-            found[x] = float(x.what[1])
+            values[x] = float(x.attr[1])
         elif x.operation == "total":
             wide = sys.modules["torch"].float32 if hasattr(of[0], "requires_grad") else np.float32
-            kept = [1 if n in x.what else of[0].shape[n] for n in range(-x.ndim, 0)]
-            found[x] = of[0].sum(tuple(x.what), dtype=wide).reshape(kept)
+            shape = [1 if n in x.attr else of[0].shape[n] for n in range(-x.ndim, 0)]
+            values[x] = of[0].sum(tuple(x.attr), dtype=wide).reshape(shape)
         elif x.operation == "transpose":
-            found[x] = of[0].swapaxes(-1, -2)
+            values[x] = of[0].swapaxes(-1, -2)
         elif x.operation == "half":
-            found[x] = language.halves(of[0])[x.what]
+            values[x] = language.halves(of[0])[x.attr]
         elif x.operation == "split":
-            found[x] = language.split_heads(of[0], x.what)
+            values[x] = language.split_heads(of[0], x.attr)
         elif x.operation == "is_column":
             places = (
                 sys.modules["torch"].arange(x.extents[-1], device=of[0].device) if hasattr(of[0], "requires_grad") else None
             )
-            found[x] = of[0][..., None] == (np.arange(x.extents[-1]) if places is None else places)
+            values[x] = of[0][..., None] == (np.arange(x.extents[-1]) if places is None else places)
         else:
-            found[x] = (OPERATORS.get(x.operation) or getattr(language, x.operation))(*of)
-    return [found[x] for x in roots]
+            values[x] = (OPERATORS.get(x.operation) or getattr(language, x.operation))(*of)
+    return [values[x] for x in roots]
 
 
 class Gradient(Fused):
     """The gradient of a fused function. Call it with the function's arguments, followed by the gradients with respect to its
-    results. It returns the gradients with respect to the arguments that are arrays of floating point numbers, or to those
-    named in `wanted`.
+    results. It returns the gradients with respect to the arguments that are arrays of floating point numbers, or to those named
+    in `wanted`.
 
-    by: the places of the results whose gradients are given, all if None. count: how many results the function has, 0 if it is
-    not known yet. sums: may kernels sum over rows? `source`, `explain`, `candidates`, `proof` and `compile` are about the
-    gradient's own kernels."""
+    by: the places of the results whose gradients are passed, all if None. count: how many results the function has, 0 if
+    unknown. sums: may kernels sum over rows? `source`, `explain`, `candidates`, `proof` and `compile` are about the gradient's
+    own kernels."""
 
     def __init__(
         self,
@@ -145,32 +147,32 @@ class Gradient(Fused):
     ):
         self.function, self.wanted, self.by, self.count, self.sums = function, wanted, by, count, sums
 
-        def definition(*given: Term) -> dict[str, Term]:
-            made = self.pieces(self.whole(*given))
-            if not made:
-                raise NoKernel(f"{self.name}: has no kernel, for the framework makes all of it")
-            return made
+        def definition(*arguments: Term) -> dict[str, Term]:
+            outputs = self.name_kernel_outputs(self.all_gradients(*arguments))
+            if not outputs:
+                raise NoKernel(f"{self.name}: has no kernel: the framework computes all of it")
+            return outputs
 
-        def whole(*given: Term) -> dict[str, Term]:
-            return self.whole(*given)
+        def all_gradients(*arguments: Term) -> dict[str, Term]:
+            return self.all_gradients(*arguments)
 
-        def with_results(*given: Term) -> dict[str, Term]:
+        def with_results(*arguments: Term) -> dict[str, Term]:
             of_function = len(self.function.names)
-            results = self.function.definition(*given[:of_function])
+            results = self.function.definition(*arguments[:of_function])
             results = results if isinstance(results, tuple) else (results,)
-            by = dict(zip(range(len(results)) if self.by is None else self.by, given[of_function:]))
+            by = dict(zip(range(len(results)) if self.by is None else self.by, arguments[of_function:]))
             pairs = {f"{key}_{n}": x for n in by for key, x in (("result", results[n]), ("by", by[n]))}
-            return self.whole(*given) | pairs
+            return self.all_gradients(*arguments) | pairs
 
-        for one in (definition, whole, with_results):
+        for one in (definition, all_gradients, with_results):
             one.__name__ = one.__qualname__ = f"{function.name}_gradient"
-            one.watched = function.definition  # type: ignore[attr-defined]  # whose names for terms are used
-        self.definition_of_all, self.definition_with_results = whole, with_results
+            one.named_by = function.definition  # type: ignore[attr-defined]  # whose names for terms are used
+        self.gradients_definition, self.checked_definition = all_gradients, with_results
         definition.__doc__ = f"The gradient of {function.name}."
         super().__init__(definition)
-        self.shared = functools.lru_cache(BEST)(self._shared)
+        self.plan = functools.lru_cache(BEST)(self._make_plan)
         if count:
-            self._know(count)
+            self._set_result_count(count)
 
     @property
     def gradient(self) -> Gradient:
@@ -178,13 +180,13 @@ class Gradient(Fused):
         raise NotImplementedError(f"{self.name}: has no second derivatives")
 
     def __reduce__(self) -> Any:
-        """See Fused: as what is made of the function."""
+        """Pickled as the gradient of its function."""
         if self.function.__dict__.get("gradient") is self:
             return getattr, (self.function, "gradient")
         return Gradient, (self.function, self.wanted, self.by, self.count, self.sums)
 
-    def _know(self, count: int) -> None:
-        """Take note of how many results the function has: the names of the parameters follow from it."""
+    def _set_result_count(self, count: int) -> None:
+        """Note how many results the function has: the names of the parameters follow from it."""
         if count < 1:
             raise TypeError(
                 f"{self.name}: takes the arguments of {self.function.name}, then the gradient by each of its results"
@@ -197,77 +199,77 @@ class Gradient(Fused):
         self.signature = inspect.Signature(parameters)
 
     def _arguments(self, arrays: Sequence[Any], named: dict[str, Any] | None = None) -> Sequence[Any]:
-        """The function's arguments with its defaults, and the gradients with respect to its results. How many results there
-        are is found by trying, if it is not known. TypeError: there are too few or too many, or some are given by name."""
+        """The function's arguments with its defaults, and the gradients with respect to its results. The number of results is
+        found by trying if it is unknown. TypeError: there are too few or too many, or some are passed by name."""
         if named:
-            arguments = f"the arguments of {self.function.name} and the gradients by its results"
-            raise TypeError(f"{self.name}: takes {arguments}, by place")
+            words = f"the arguments of {self.function.name} and the gradients by its results"
+            raise TypeError(f"{self.name}: takes {words}, by place")
         known = [len(self.names) - len(self.function.names)] if self.count else range(1, len(arrays))
         for more in known:
             try:
-                given = (*self.function._arguments(arrays[:-more]), *arrays[-more:])
-                if not self.count and len(self.function.trace(given[:-more]).roots) != more:
+                bound = (*self.function._arguments(arrays[:-more]), *arrays[-more:])
+                if not self.count and len(self.function.trace(bound[:-more]).roots) != more:
                     continue
             except (TypeError, ValueError):
                 continue
             if not self.count:
-                self._know(more)
-            return given
+                self._set_result_count(more)
+            return bound
         these = f": {', '.join(self.names)}" if self.count else ""
         what = f"the arguments of {self.function.name}, then the gradient by each of its results{these}"
         raise TypeError(f"{self.name}: takes {what}; got {len(arrays)}")
 
-    def pieces(self, gradients: Mapping[str, Term]) -> dict[str, Term]:
-        """The terms that kernels make, by name: dx, if it is the whole gradient with respect to x, and for_dx, if the
-        framework makes dx from it."""
-        found, roots = {x: name for name, x in reversed([*gradients.items()])}, [*gradients.values()]
-        sums = self.sums and sums_by_kernels(roots)
+    def name_kernel_outputs(self, gradients: Mapping[str, Term]) -> dict[str, Term]:
+        """{name: term that kernels compute}: dx if it is the whole gradient with respect to x, and for_dx if the framework
+        computes dx from it."""
+        labels, roots = {x: name for name, x in reversed([*gradients.items()])}, [*gradients.values()]
+        sums = self.sums and can_sum_in_kernels(roots)
         for name, root in gradients.items():
-            for x in pieces([root], sums):
-                found.setdefault(x, f"for_{name}")
-        made, names = dict[str, Term](), list[str]()
-        for x in pieces(roots, sums):
-            names.append(unused(found[x], names))
-            made[names[-1]] = x
-        return made
+            for x in find_kernel_outputs([root], sums):
+                labels.setdefault(x, f"for_{name}")
+        outputs, names = dict[str, Term](), list[str]()
+        for x in find_kernel_outputs(roots, sums):
+            names.append(unused(labels[x], names))
+            outputs[names[-1]] = x
+        return outputs
 
-    def whole(self, *given: Term) -> dict[str, Term]:
-        """{"dx": the gradient with respect to x as a term, ...} for terms of the arguments and of the given gradients.
-        ValueError: a given gradient has not the shape of its result. NoRule: no result depends on an argument that is
+    def all_gradients(self, *arguments: Term) -> dict[str, Term]:
+        """{"dx": the gradient with respect to x as a term, ...} for terms of the arguments and of the gradients with respect to
+        results. ValueError: such a gradient has not the shape of its result. NoRule: no result depends on an argument that is
         wanted."""
-        arguments, by = given[: len(self.function.names)], given[len(self.function.names) :]
-        result = self.function.definition(*arguments)
+        inputs, by = arguments[: len(self.function.names)], arguments[len(self.function.names) :]
+        result = self.function.definition(*inputs)
         results = result if isinstance(result, tuple) else (result,)
         places = range(len(results)) if self.by is None else self.by
         of_results: dict[Term, list[Term]] = {}
-        for place, g, name in zip(places, by, self.names[len(arguments) :]):
-            if g.ndim != results[place].ndim or any(map(terms.differ, g.extents, results[place].extents)):
+        for place, g, name in zip(places, by, self.names[len(inputs) :]):
+            if g.ndim != results[place].ndim or any(map(terms.extents_differ, g.extents, results[place].extents)):
                 raise ValueError(f"{name}: must have the shape of the result, {results[place].extents}, has {g.extents}")
             of_results.setdefault(results[place], []).append(g)
-        wanted = [viewed_whole(arguments[self.function.names.index(name)]) for name in self.asked(arguments)]
-        found = derivative.gradients(list(of_results), of_results, wanted)
+        wanted = [base_array(inputs[self.function.names.index(name)]) for name in self.wanted_names(inputs)]
+        terms_of_gradients = derivative.gradients(list(of_results), of_results, wanted)
         gradients = dict[str, Term]()
-        for name, x in zip(self.asked(arguments), found):
+        for name, x in zip(self.wanted_names(inputs), terms_of_gradients):
             if x is None:
                 raise NoRule(f"{name}: no result depends on it")
             gradients[f"d{name}"] = x
         return gradients
 
-    def asked(self, arguments: Sequence[Term]) -> tuple[str, ...]:
+    def wanted_names(self, arguments: Sequence[Term]) -> tuple[str, ...]:
         """The names of the arguments whose gradients are returned."""
-        arrays = zip(self.function.names, map(viewed_whole, arguments))
-        return self.wanted or tuple(name for name, x in arrays if x.ndim and x.what[1] in FLOATS)
+        arrays = zip(self.function.names, map(base_array, arguments))
+        return self.wanted or tuple(name for name, x in arrays if x.ndim and x.attr[1] in FLOATS)
 
-    def _trace(self, shapes: tuple[Shape, ...]) -> Traced:
+    def _trace(self, shapes: tuple[Shape, ...]) -> TracedDefinition:
         return self._traced(self.definition, shapes)
 
-    def _whole(self, shapes: tuple[Shape, ...]) -> Traced:
+    def _trace_all(self, shapes: tuple[Shape, ...]) -> TracedDefinition:
         """The gradients as terms, for arrays of these shapes."""
-        return self._traced(self.definition_of_all, shapes)
+        return self._traced(self.gradients_definition, shapes)
 
-    def made_of(self, shapes: tuple[Shape, ...]) -> list[Term]:
-        """The terms that kernels make for this gradient, for arrays of these shapes."""
-        return pieces(self._whole(shapes).roots, self.sums)
+    def kernel_outputs_for(self, shapes: tuple[Shape, ...]) -> list[Term]:
+        """The terms that kernels compute for this gradient, for arrays of these shapes."""
+        return find_kernel_outputs(self._trace_all(shapes).roots, self.sums)
 
     def proof(self, *arrays: Any, seed: int | None = None) -> Proof:
         """Whether the kernels for these arrays compute the definition, and whether that is the derivative of the function: see
@@ -275,110 +277,114 @@ class Gradient(Fused):
         return dataclasses.replace(super().proof(*arrays, seed=seed), derivative=self.differences(*arrays))
 
     def differences(self, *arrays: Any) -> DerivativeCheck:
-        """The gradients, as terms for these arrays, compared with differences of the function (derivative_check.py)."""
-        shapes = self._shapes(self._rows(self._arguments(arrays))[0])
-        found = self._traced(self.definition_with_results, shapes)
-        arguments = [x for _, x in found.inputs][: len(self.function.names)]
-        names = self.asked(arguments)
-        gradients = {viewed_whole(arguments[self.function.names.index(n)]): x for n, x in zip(names, found.roots)}
-        results, by = found.roots[len(names) :: 2], found.roots[len(names) + 1 :: 2]
+        """The finite-difference check of the gradients, as terms for these arrays (derivative_check.py)."""
+        shapes = self._shapes(self._flatten_leading(self._arguments(arrays))[0])
+        traced = self._traced(self.checked_definition, shapes)
+        arguments = [x for _, x in traced.inputs][: len(self.function.names)]
+        names = self.wanted_names(arguments)
+        gradients = {base_array(arguments[self.function.names.index(n)]): x for n, x in zip(names, traced.roots)}
+        results, by = traced.roots[len(names) :: 2], traced.roots[len(names) + 1 :: 2]
         return compare_with_differences(results, by, gradients)
 
     @functools.cached_property
     def without_sums(self) -> Gradient:
-        """The same gradient, with all sums over rows left to the framework, for rows of lengths that no row map can sum over.
-        It is a function of its own because a program serves all lengths."""
+        """The same gradient with all sums over rows left to the framework, for rows whose length no row map can sum over. It is
+        a function of its own because a program serves all lengths."""
         return Gradient(self.function, self.wanted, self.by, self.count, sums=False)
 
-    def _traced(self, definition: Callable, shapes: tuple[Shape, ...]) -> Traced:
+    def _traced(self, definition: Callable, shapes: tuple[Shape, ...]) -> TracedDefinition:
         if not self.count:
-            self._know(len(shapes) - len(self.function.names))
-        return traced(definition, tuple(self.names), shapes)
+            self._set_result_count(len(shapes) - len(self.function.names))
+        return trace_definition(definition, tuple(self.names), shapes)
 
-    def _rows(self, arrays: Sequence[Any]) -> tuple[list[Any], tuple[int, ...]]:
-        """See Definition. Leading axes are rows here if they are rows to the function."""
+    def _flatten_leading(self, arrays: Sequence[Any]) -> tuple[list[Any], tuple[int, ...]]:
+        """As in Definition; leading axes are rows here if they are rows to the function."""
         of_function = len(self.function.names)
-        flat, lead = self.function._rows(arrays[:of_function])
+        flat, lead = self.function._flatten_leading(arrays[:of_function])
         by = [x.reshape(-1, x.shape[-1]) if lead else x for x in arrays[of_function:]]
         return [*flat, *by], lead
 
-    def __call__(self, *given: Any, out: Any = None, stream: Any = None, **named: Any) -> tuple[Any, ...]:
-        """The gradients, as a tuple. For NumPy arrays they are computed by the definition, in float32; for arrays on a GPU by
-        the fused kernels. TypeError, ValueError: as for the function; or a gradient has not the shape of its result."""
-        arrays = self._arguments(given, named)
+    def __call__(self, *args: Any, out: Any = None, stream: Any = None, **options: Any) -> tuple[Any, ...]:
+        """The gradients, as a tuple. For NumPy arrays the definition is evaluated in float32; for arrays on a GPU the fused
+        kernels run. TypeError, ValueError: as for the function; or a gradient has not the shape of its result."""
+        arrays = self._arguments(args, options)
         if out is None and isinstance(next((x for x in arrays if hasattr(x, "shape")), None), np.ndarray):
-            flat, _ = self._rows(arrays)
+            flat, _ = self._flatten_leading(arrays)
             shapes = self._shapes(flat)
-            shared = self.of_class(self.shared, shapes)
-            return self._ended(arrays, flat, shapes, shared, functools.partial(self._by_definition, out=None))
+            plan = self.of_class(self.plan, shapes)
+            return self._finish(arrays, flat, shapes, plan, functools.partial(self._by_definition, out=None))
         return self.run(*arrays, out=out, stream=stream)
 
-    def run(self, *given: Any, out: Any = None, stream: Any = None, **named: Any) -> tuple[Any, ...]:
-        """The same gradients, computed by the fused kernels, which run on NumPy arrays in the interpreter."""
+    def run(self, *args: Any, out: Any = None, stream: Any = None, **options: Any) -> tuple[Any, ...]:
+        """The same gradients by the fused kernels, which run on NumPy arrays in the interpreter."""
         if out is not None:
-            raise TypeError(f"{self.name}: gives new arrays, and takes no out")
-        arrays = self._arguments(given, named)
-        flat, _ = self._rows(arrays)
+            raise TypeError(f"{self.name}: out must be None: gradients are returned in new arrays")
+        arrays = self._arguments(args, options)
+        flat, _ = self._flatten_leading(arrays)
         shapes = self._shapes(flat)
-        shared = self.of_class(self.shared, shapes)
-        if self.sums and not shared.sums:
+        plan = self.of_class(self.plan, shapes)
+        if self.sums and not plan.sums:
             return self.without_sums.run(*arrays, stream=stream)
-        return self._ended(arrays, flat, shapes, shared, lambda flat: super(Gradient, self).run(*flat, stream=stream))
+        return self._finish(arrays, flat, shapes, plan, lambda flat: super(Gradient, self).run(*flat, stream=stream))
 
-    def _shared(self, shapes: tuple[Shape, ...]) -> Shared:
-        """Who computes what, for these shapes, which stand for their class."""
-        found = self._whole(shapes)
-        made, inputs = pieces(found.roots, self.sums), [x for _, x in found.inputs]
-        names = self.asked(inputs[: len(self.function.names)])
-        return Shared(found, sums_by_kernels(found.roots), made, between(found.roots, [*inputs, *made]), names)
+    def _make_plan(self, shapes: tuple[Shape, ...]) -> GradientPlan:
+        """The GradientPlan for these shapes, the representatives of their class."""
+        traced = self._trace_all(shapes)
+        outputs, inputs = find_kernel_outputs(traced.roots, self.sums), [x for _, x in traced.inputs]
+        names = self.wanted_names(inputs[: len(self.function.names)])
+        return GradientPlan(
+            traced, can_sum_in_kernels(traced.roots), outputs, between(traced.roots, [*inputs, *outputs]), names
+        )
 
-    def _served(self, arrays: Sequence[Any]) -> tuple[Traced, list[Candidate]]:
-        given = self._arguments(arrays)
-        sums = not self.sums or self.of_class(self.shared, self._shapes(self._rows(given)[0])).sums
-        return super()._served(given) if sums else self.without_sums._served(given)
+    def _plan_call(self, arrays: Sequence[Any]) -> tuple[TracedDefinition, list[Candidate]]:
+        arguments = self._arguments(arrays)
+        sums = not self.sums or self.of_class(self.plan, self._shapes(self._flatten_leading(arguments)[0])).sums
+        return super()._plan_call(arguments) if sums else self.without_sums._plan_call(arguments)
 
-    def _ended(
-        self, arrays: Sequence[Any], flat: Sequence[Any], shapes: Sequence[Shape], shared: Shared, run: Callable
+    def _finish(
+        self, arrays: Sequence[Any], flat: Sequence[Any], shapes: Sequence[Shape], plan: GradientPlan, run: Callable
     ) -> tuple[Any, ...]:
-        """The gradients for these arrays. flat: the same with leading axes joined, of these shapes. run: makes the pieces, by
-        kernels or by the definition; the framework's operations at the end are done here."""
-        found = shared.found
-        known = {x: a.T if s.turned else a for (_, x), a, s in zip(found.inputs, flat, shapes)}
-        if shared.pieces:
+        """The gradients for these arrays. flat: the arrays with leading axes joined, of these shapes. run: computes the kernel
+        outputs, by kernels or by the definition; the framework's operations at the end are done here."""
+        traced = plan.traced
+        known = {x: a.T if s.transposed else a for (_, x), a, s in zip(traced.inputs, flat, shapes)}
+        if plan.kernel_outputs:
             results = run(flat)
-            known |= dict(zip(shared.pieces, results if isinstance(results, tuple) else (results,)))
+            known |= dict(zip(plan.kernel_outputs, results if isinstance(results, tuple) else (results,)))
         gradients = []
-        for name, x in zip(shared.names, by_framework(found.roots, known, shared.rest)):
+        for name, x in zip(plan.names, compute_by_framework(traced.roots, known, plan.rest)):
             place = self.function.names.index(name)
             like = arrays[place]
-            x = x.swapaxes(-1, -2) if shapes[place].turned else x
+            x = x.swapaxes(-1, -2) if shapes[place].transposed else x
             gradients.append(
                 cast(x.reshape(like.shape), dtype_of(like)) if dtype_of(x) != dtype_of(like) else x.reshape(like.shape)
             )
         return tuple(gradients)
 
     def _by_parts(self, *arrays: Any) -> Any:
-        """The pieces, made from torch's tensors by torch's own operations in float32."""
+        """The kernel outputs, computed from torch's tensors by torch's own operations in float32."""
         shapes = self._shapes(arrays)
-        found = self._trace(shapes)
+        traced = self._trace(shapes)
         wide = [cast(x, "float32") if dtype_of(x) in FLOATS else x for x in arrays]
-        known = {x: a.T if s.turned else a for (_, x), a, s in zip(found.inputs, wide, shapes)}
+        known = {x: a.T if s.transposed else a for (_, x), a, s in zip(traced.inputs, wide, shapes)}
         first = next(s.dtype for s in shapes if s.extents)
-        return tuple([cast(x, root.held_as(first)) for x, root in zip(by_framework(found.roots, known), found.roots)])
+        return tuple(
+            [cast(x, root.stored_dtype(first)) for x, root in zip(compute_by_framework(traced.roots, known), traced.roots)]
+        )
 
     def explain(self, *arrays: Any, rows: int = 0) -> str:
-        """In sentences: which rules were used, what the kernels do, what the roofline estimates, and what the framework does
-        at the end."""
-        flat, _ = self._rows(self._arguments(arrays))
+        """In sentences: which rules were used, what the kernels do, what the roofline estimates, and what the framework
+        computes at the end."""
+        flat, _ = self._flatten_leading(self._arguments(arrays))
         shapes = self._shapes(flat)
-        found = self._whole(shapes)
-        names = self.asked([x for _, x in found.inputs][: len(self.function.names)])
-        made = pieces(found.roots, self.sums)
-        ends = [f"d{name} = {x!r:.200}" for name, x in zip(names, found.roots) if x not in made]
-        kernels = super().explain(*arrays, rows=rows) if made else "There is no kernel."
-        return "\n".join([kernels, *(["The framework makes of this", *ends] if ends else [])])
+        traced = self._trace_all(shapes)
+        names = self.wanted_names([x for _, x in traced.inputs][: len(self.function.names)])
+        outputs = find_kernel_outputs(traced.roots, self.sums)
+        ends = [f"d{name} = {x!r:.200}" for name, x in zip(names, traced.roots) if x not in outputs]
+        kernels = super().explain(*arrays, rows=rows) if outputs else "There is no kernel."
+        return "\n".join([kernels, *(["From these the framework computes", *ends] if ends else [])])
 
 
-def viewed_whole(x: Term) -> Term:
+def base_array(x: Term) -> Term:
     """The argument's array as it lies in memory, whether the argument is it, its transpose or another view of it."""
-    return x.of[0] if x.operation == "transpose" else viewed(x)
+    return x.args[0] if x.operation == "transpose" else view_base(x)

@@ -1,4 +1,5 @@
-"""What was found for a definition: the ways to compute it, what they cost, and the module of each."""
+"""The candidates of a definition: plans of kernels that compute it, each with its cost, and the module that is generated for
+one."""
 
 from __future__ import annotations
 
@@ -9,118 +10,121 @@ from typing import Any, NamedTuple
 
 from . import module, names, place, rules, terms
 from .axes import Axis
-from .classes import value
+from .classes import fixed_value
 from .cost import Card
 from .rules import Rule
-from .terms import PARTS, Term, viewed
-from .trace import Traced
+from .term_views import view_base
+from .terms import PARTS, Term
+from .trace import TracedDefinition
 from .writing import equations
 
-# what is kept between kernels is called so, or "hidden"
-HIDDEN = dict(zip(PARTS, ("maxima", "sums", "picks"))) | {name: name for name in ("gathered", "attended")}
+# names of scratch buffers between kernels, by the operation that fills them; any other is called "hidden"
+SCRATCH_NAMES = dict(zip(PARTS, ("maxima", "sums", "picks"))) | {name: name for name in ("partial_sums", "split_outputs")}
 
 
 class Candidate(NamedTuple):
-    """A way to compute a definition. way: the kernels. rules: those by which the definition was rewritten. roots: the terms
-    that it was rewritten to. measured: seconds on the card, if it was tuned."""
+    """One plan to compute a definition. plan: the kernels and their cost. rules: the rules by which the definition was
+    rewritten. roots: the rewritten terms. measured: its time in seconds on the GPU, if it was tuned."""
 
-    way: place.Way
+    plan: place.FusionPlan
     rules: tuple[Rule, ...]
     roots: tuple[Term, ...]
     measured: float | None = None
 
     def __str__(self):
         measured = f", measured {1e6 * self.measured:.1f} us" if self.measured else ""
-        return f"{self.way}: {1e6 * self.way.seconds:.1f} us by the roofline{measured}"
+        return f"{self.plan}: {1e6 * self.plan.seconds:.1f} us by the roofline{measured}"
 
     @property
     def summary(self) -> str:
-        """In a few words: what each kernel does."""
-        return ", then ".join([kernel.explained().partition(", ")[0] for kernel in self.way.kernels])
+        """What each kernel does, in a few words."""
+        return ", then ".join([kernel.describe().partition(", ")[0] for kernel in self.plan.kernels])
 
     @property
     def identity(self) -> tuple[Any, ...]:
-        """What two candidates for arrays of the same kinds have in common whose modules have the same text, but for how their
-        products are cut."""
-        return tuple([(str(kernel), repr(kernel.cut)) for kernel in self.way.kernels]), str(self.roots)
+        """A key that two candidates for arrays of the same kinds share if their modules have the same text, up to the tiles of
+        their products."""
+        return tuple([(str(kernel), repr(kernel.text_key)) for kernel in self.plan.kernels]), str(self.roots)
 
     def schedules(self, known: Mapping[Axis, Any]) -> tuple[Any, ...]:
-        """How each kernel's product is cut for these lengths of axes, None where there is nothing to cut. The lengths may be
-        those of a call that is watched."""
-        made = [kernel.schedule_at(known) if hasattr(kernel, "schedule_at") else None for kernel in self.way.kernels]
-        return tuple(map(value, made))
+        """The schedule of each kernel for these extents of axes, None where the kernel has none to choose. The extents may be
+        watched lengths of a call."""
+        schedules = [kernel.schedule_at(known) if hasattr(kernel, "schedule_at") else None for kernel in self.plan.kernels]
+        return tuple(map(fixed_value, schedules))
 
-    def scheduled(self, schedules: Sequence[Any]) -> Candidate:
-        """The same with products that are cut like that."""
+    def with_schedules(self, schedules: Sequence[Any]) -> Candidate:
+        """The same candidate with these schedules."""
         kernels = []
-        for kernel, schedule in zip(self.way.kernels, schedules):
+        for kernel, schedule in zip(self.plan.kernels, schedules):
             if schedule is not None and schedule != kernel.schedule:
                 kernel = copy.copy(kernel)
-                kernel.scheduled = schedule
+                kernel.schedule_override = schedule
             kernels.append(kernel)
-        return self if (*kernels,) == self.way.kernels else self._replace(way=place.Way((*kernels,), self.way.seconds))
+        return (
+            self if (*kernels,) == self.plan.kernels else self._replace(plan=place.FusionPlan((*kernels,), self.plan.seconds))
+        )
 
-    def explained(self) -> str:
+    def describe(self) -> str:
         """In sentences: which rules were used, what the kernels do, what the roofline estimates."""
-        said = [f"{rule.name[0].upper()}{rule.name[1:]}: {rule.equation}." for rule in self.rules] or [
-            "The definition is taken as it stands."
+        sentences = [f"{rule.name[0].upper()}{rule.name[1:]}: {rule.equation}." for rule in self.rules] or [
+            "The definition is not rewritten."
         ]
-        said += [
-            f"{'One kernel' if len(self.way.kernels) == 1 else f'Kernel {n}'}: {kernel.explained()}."
-            for n, kernel in enumerate(self.way.kernels, 1)
+        sentences += [
+            f"{'One kernel' if len(self.plan.kernels) == 1 else f'Kernel {n}'}: {kernel.describe()}."
+            for n, kernel in enumerate(self.plan.kernels, 1)
         ]
-        return "\n".join([*said, f"By the roofline it takes {1e6 * self.way.seconds:.1f} us."])
+        return "\n".join([*sentences, f"By the roofline it takes {1e6 * self.plan.seconds:.1f} us."])
 
 
 @functools.lru_cache(1024)
-def candidates(found: Traced, card: Card) -> list[Candidate]:
-    """All ways that were found, sorted by the roofline's estimate; among equals the one with fewer kernels and fewer
+def candidates(traced: TracedDefinition, card: Card) -> list[Candidate]:
+    """All candidates on a card, sorted by the roofline's estimate; among equals the one with fewer kernels and then fewer
     rewritings comes first.
 
-    fp16 ends at 65504. A scale that was moved may leave something behind that is too large for it, so for fp16 only those
-    rules are used that keep the range."""
-    every: dict[tuple[str, ...], Candidate] = {}
-    narrow = any(x.what[1] == "float16" for _, x in found.inputs)
-    forms = rules.equal(found.roots, found.space, [rule for rule in rules.RULES if rule.keeps_range or not narrow])
-    terms.SPACES.append(found.space)  # templates make views
-    search = place.Search(card)
+    fp16 ends at 65504. A scale that was moved may leave a larger intermediate behind, so for fp16 only rules that keep the
+    range are used."""
+    ranked: dict[tuple[str, ...], Candidate] = {}
+    narrow = any(x.attr[1] == "float16" for _, x in traced.inputs)
+    forms = rules.equivalent_forms(traced.roots, traced.table, [rule for rule in rules.RULES if rule.keeps_range or not narrow])
+    terms.TABLES.append(traced.table)  # templates make views
+    search = place.PlanSearch(card)
     try:
         for form in forms:
-            if len({*form.roots}) < len(form.roots):  # each result has memory of its own, which a kernel would write once
+            if len({*form.roots}) < len(form.roots):  # a kernel would write one term once, and each result needs its array
                 continue
-            for way in search.of(form.roots):
-                every.setdefault((*map(str, way.kernels), str(form.roots)), Candidate(way, form.rules, form.roots))
+            for plan in search.plans_for(form.roots):
+                ranked.setdefault((*map(str, plan.kernels), str(form.roots)), Candidate(plan, form.rules, form.roots))
     finally:
-        terms.SPACES.pop()
-    return sorted(every.values(), key=lambda one: (one.way.seconds, len(one.way.kernels), len(one.rules)))
+        terms.TABLES.pop()
+    return sorted(ranked.values(), key=lambda one: (one.plan.seconds, len(one.plan.kernels), len(one.rules)))
 
 
-def _view(x: Term, parameters: dict[Term, str]) -> str:
-    """The line that makes a view of an array, which it adds to the names in `parameters`."""
-    base = parameters[x.of[0]]
+def _write_view(x: Term, parameters: dict[Term, str]) -> str:
+    """The line that makes a view of an array. The view's name is added to `parameters`."""
+    base = parameters[x.args[0]]
     if x.operation == "flat":
-        called, made = f"{base}_flat", f"{base}.reshape(-1)"
+        name, view = f"{base}_flat", f"{base}.reshape(-1)"
     elif x.operation == "rows":
-        called, made = f"{base}_rows", f"{base}.reshape(-1, {base}.shape[{x.of[0].ndim - 1}])"
+        name, view = f"{base}_rows", f"{base}.reshape(-1, {base}.shape[{x.args[0].ndim - 1}])"
     elif x.operation == "split":
-        place = x.of[0].ndim - 1
+        place = x.args[0].ndim - 1
         lead = ", ".join(f"{base}.shape[{n}]" for n in range(place))
-        called, made = f"{base}_of_heads", f"{base}.reshape({lead}, {x.what}, -1).swapaxes({place - 1}, {place})"
+        name, view = f"{base}_of_heads", f"{base}.reshape({lead}, {x.attr}, -1).swapaxes({place - 1}, {place})"
     elif x.operation == "stacked":
-        called, made = f"{base}_stacked", f"{base}.reshape(-1, {base}.shape[2])"
+        name, view = f"{base}_stacked", f"{base}.reshape(-1, {base}.shape[2])"
     else:
-        called, heads = f"{base}_of_heads", f"{parameters[x.of[1]]}.shape[0]"
-        made = f"{base}.reshape({base}.shape[0], {heads}, -1).swapaxes(0, 1)"
-    parameters[x] = names.unused(called, parameters.values())
-    return f"{parameters[x]} = {made}"
+        name, heads = f"{base}_of_heads", f"{parameters[x.args[1]]}.shape[0]"
+        view = f"{base}.reshape({base}.shape[0], {heads}, -1).swapaxes(0, 1)"
+    parameters[x] = names.unused(name, parameters.values())
+    return f"{parameters[x]} = {view}"
 
 
-class Chosen(NamedTuple):
-    """A way to compute a definition, as a module. text: the module. names: what the arguments are called there. outs: the
-    names of the results. scratch: the terms that are kept in memory between kernels. written: the results and those. kernels:
-    in the order of their launches. terms: the term that each parameter of the module's `launch` stands for. early: of each
-    launch that may begin early, the places among these of what it reads then, and of what it writes; None of others. code: of
-    each kernel its name and what decides its machine code."""
+class GeneratedModule(NamedTuple):
+    """A candidate as Python source. text: the module. names: the names of the arguments there. outs: the names of the results.
+    scratch: the terms that are kept in memory between kernels. written: the results and the scratch. kernels: in the order of
+    their launches. terms: the term that each parameter of the module's `launch` stands for. early: for each launch that may
+    begin early, the places among these parameters of what it reads then and of what it writes; None for other launches. code:
+    for each kernel its name and all that decides its machine code."""
 
     text: str
     names: tuple[str, ...]
@@ -134,41 +138,54 @@ class Chosen(NamedTuple):
 
 
 @functools.lru_cache(1024)
-def chosen(name: str, found: Traced, candidate: Candidate) -> Chosen:
-    """The module of a candidate. The arguments, the results, the function and its variables keep their names, except where the
-    module uses a name for something else, or one of those that come before it here has it."""
-    way, own = candidate.way, [*(key for key, _ in found.inputs), *found.outs, name, *(key for key, _ in found.spoken)]
-    marks = names.marks(own)
+def generate_module(name: str, traced: TracedDefinition, candidate: Candidate) -> GeneratedModule:
+    """Generate the module of a candidate. The arguments, the results, the function and its variables keep their names, except
+    where the module itself, or one of those that come before it in this order, already uses a name."""
+    plan, wanted = (
+        candidate.plan,
+        [*(key for key, _ in traced.inputs), *traced.outs, name, *(key for key, _ in traced.local_names)],
+    )
+    marks = names.make_marks(wanted)
     each = iter(marks)
-    given, outs, function = [next(each) for _ in found.inputs], [next(each) for _ in found.outs], next(each)
-    spoken = {x: mark for (_, x), mark in zip(found.spoken, each)}
-    parameters = {x: mark for (_, x), mark in zip(found.inputs, given)} | dict(zip(candidate.roots, outs))
-    scratch = [x for kernel in way.kernels for x in kernel.roots if x not in parameters]
+    argument_names, outs, function = [next(each) for _ in traced.inputs], [next(each) for _ in traced.outs], next(each)
+    local_names = {x: mark for (_, x), mark in zip(traced.local_names, each)}
+    parameters = {x: mark for (_, x), mark in zip(traced.inputs, argument_names)} | dict(zip(candidate.roots, outs))
+    scratch = [x for kernel in plan.kernels for x in kernel.roots if x not in parameters]
     for x in scratch:
-        parameters[x] = names.unused(HIDDEN.get(x.operation, "hidden"), parameters.values())
+        parameters[x] = names.unused(SCRATCH_NAMES.get(x.operation, "hidden"), parameters.values())
     views = []
-    for x in dict.fromkeys(x for kernel in way.kernels for x in kernel.leaves if viewed(x) is not x):
-        if x.operation == "spread":  # of which a kernel reads what it is of
-            parameters[x] = parameters[x.of[0]]
+    for x in dict.fromkeys(x for kernel in plan.kernels for x in kernel.leaves if view_base(x) is not x):
+        if x.operation == "repeat_columns":  # a kernel reads its operand
+            parameters[x] = parameters[x.args[0]]
         else:
-            views.append(_view(x, parameters))
+            views.append(_write_view(x, parameters))
     labels = list[str]()
-    for kernel in way.kernels:
-        labels.append(names.unused(function if kernel is way.kernels[-1] else f"{function}_{kernel.label}", labels))
-    texts = [(label, kernel.text(label, parameters, spoken)) for label, kernel in zip(labels, way.kernels)]
-    texts = module.rename_globals(function, texts)
-    taken = [*given, *outs, *(parameters[x] for x in scratch)]
-    put = names.settle_names(own, marks, module.outline(texts, taken, views))
-    title = equations(dict(zip(found.outs, found.roots)), {x: key for key, x in found.spoken})
-    texts = [(put(label), text.with_names(put)) for label, text in texts]
-    text = module.assemble(title, put(function), texts, [*map(put, taken)], [*map(put, views)])
+    for kernel in plan.kernels:
+        labels.append(names.unused(function if kernel is plan.kernels[-1] else f"{function}_{kernel.label}", labels))
+    kernel_texts = [(label, kernel.text(label, parameters, local_names)) for label, kernel in zip(labels, plan.kernels)]
+    kernel_texts = module.rename_globals(function, kernel_texts)
+    taken = [*argument_names, *outs, *(parameters[x] for x in scratch)]
+    rename = names.settle_names(wanted, marks, module.outline(kernel_texts, taken, views))
+    title = equations(dict(zip(traced.outs, traced.roots)), {x: key for key, x in traced.local_names})
+    kernel_texts = [(rename(label), text.with_names(rename)) for label, text in kernel_texts]
+    text = module.assemble(title, rename(function), kernel_texts, [*map(rename, taken)], [*map(rename, views)])
     written = (*candidate.roots, *scratch)
-    every = (*(x for _, x in found.inputs), *written)
-    code = tuple([(kernel, text.code) for kernel, text in texts if text.kernel])
-    at = {x: n for n, x in enumerate(every)}
+    all_terms = (*(x for _, x in traced.inputs), *written)
+    code = tuple([(kernel, text.code) for kernel, text in kernel_texts if text.kernel])
+    at = {x: n for n, x in enumerate(all_terms)}
     early = [
-        (tuple(map(at.__getitem__, kernel.ahead)), tuple(map(at.__getitem__, kernel.roots))) if kernel.early else None
-        for kernel in way.kernels
-        if kernel.launched
+        (tuple(map(at.__getitem__, kernel.early_reads)), tuple(map(at.__getitem__, kernel.roots))) if kernel.early else None
+        for kernel in plan.kernels
+        if kernel.has_launch
     ]
-    return Chosen(text, tuple(map(put, given)), found.outs, tuple(scratch), written, way.kernels, every, tuple(early), code)
+    return GeneratedModule(
+        text,
+        tuple(map(rename, argument_names)),
+        traced.outs,
+        tuple(scratch),
+        written,
+        plan.kernels,
+        all_terms,
+        tuple(early),
+        code,
+    )

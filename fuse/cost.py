@@ -1,4 +1,5 @@
-"""What a kernel takes at least, by the roofline of a card: bytes, products, other arithmetic, a launch."""
+"""The roofline model: the least time of a kernel on a card, from its bytes, matrix products, elementwise operations and its
+launch."""
 
 from __future__ import annotations
 
@@ -10,15 +11,15 @@ from tiles.device import device
 from tiles.profile.card import peaks
 from tiles.targets import capability, has_fp8, is_hopper
 
-REACHED = 0.87, 0.7  # of the peaks of memory and of the tensor cores, by the best kernels there are
-LAUNCH = 1.5e-6  # seconds that one kernel more adds to a graph of several
+REACHED = 0.87, 0.7  # the shares of the peak memory bandwidth and tensor core rate that good kernels reach
+LAUNCH = 1.5e-6  # seconds that each kernel adds to a CUDA graph
 
 
 @dataclass(frozen=True)
 class Card:
-    """What a card can do. processors: how many multiprocessors it has. bytes, products, maps: what it does in a second: bytes
-    from memory, operations of 16-bit matrix products (a multiplication and an addition are two), operations on single
-    elements. wgmma: has it these instructions? fp8: can it convert to and from fp8?"""
+    """The rates of a GPU. processors: the number of its multiprocessors. Per second: bytes from memory; products, operations of
+    16-bit matrix products (a multiply-add is two); maps, elementwise operations. wgmma: does it have Hopper's wgmma, TMA and
+    clusters? fp8: can it convert to and from fp8?"""
 
     name: str
     processors: int
@@ -29,10 +30,10 @@ class Card:
     fp8: bool = True
 
     def seconds(self, kernel: Any) -> float:
-        """The least time that a kernel takes by the roofline. kernel: an object that says how many `bytes`, `operations` of
-        the tensor cores and `maps` it needs."""
+        """The kernel's time by the roofline. kernel: has `bytes`, `operations` of the tensor cores, and `maps`, its elementwise
+        operations."""
         products, maps = kernel.operations / self.products, kernel.maps / self.maps
-        busy = max(products, maps) if self.wgmma else products + maps  # mma.sync takes its turns with all else that a warp does
+        busy = max(products, maps) if self.wgmma else products + maps  # mma.sync is synchronous: a warp does one or the other
         return LAUNCH + max(kernel.bytes / self.bytes, busy)
 
 
@@ -40,8 +41,8 @@ H200 = Card("NVIDIA H200", 132, 4.2e12, 6.9e14, 1.6e13)
 
 
 def card_of(arch: str) -> Card:
-    """The Card that stands for an architecture: an H200 for sm_90a, and for others an H200 without wgmma, and without fp8
-    where they lack it."""
+    """The Card of an architecture: an H200 for sm_90a, and for others an H200 without wgmma, and without fp8 where they lack
+    it."""
     return H200 if arch == "sm_90a" else replace(H200, name=arch, wgmma=False, fp8=has_fp8(capability(arch)))
 
 

@@ -1,8 +1,8 @@
-"""Are the terms that the chain rule made the derivative? Along a random direction v of each argument, in float64:
+"""A finite-difference check of the chain rule. Along a random direction v of each argument, in float64:
 
     sum(dy * (f(x + h v) - f(x - h v))) / 2 h  =  sum(dx * v),  to DIGITS of the sum of all |dx * v|
 
-Numbers are normally distributed, so that no maximum has a tie and nothing is at a kink. A cast has the slope 1, and rounds
+Arguments are normally distributed, so that no maximum has a tie and no argument is at a kink. A cast has slope 1, and rounds
 nothing here."""
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import Any
 import numpy as np
 
 from . import graph
-from .axes import elementary
+from .axes import base_axes
 from .evaluate import evaluate
-from .float_check import EXTENTS, Sized
+from .float_check import EXTENTS, SizedArithmetic
 from .functions import CASTS
 from .graph import walk
 from .identity import extent_in
 from .terms import Term
 
-STEP, DIGITS, NOISE = 1e-6, 1e-5, 1e-8  # h; of the sum; of the results, which differences are made of
+STEP, DIGITS, NOISE = 1e-6, 1e-5, 1e-8  # h; relative tolerance; tolerance relative to the results, for cancellation
 
 
-class Unrounded(Sized):
+class UnroundedArithmetic(SizedArithmetic):
     """Arithmetic in float64 in which a cast rounds nothing."""
 
     def map(self, name: str, *of: Any) -> Any:
@@ -34,8 +34,8 @@ class Unrounded(Sized):
 
 @dataclass(frozen=True)
 class DerivativeCheck:
-    """The result of the comparison with differences. arguments: whose gradients were compared. wrong: those that differ, with
-    both sums. nowhere: did the function give NaN?"""
+    """The result of the check. arguments: those whose gradients were compared. wrong: those whose gradients differ, with both
+    sums. nowhere: did the function give NaN, so that nothing was compared?"""
 
     arguments: tuple[str, ...]
     wrong: tuple[str, ...]
@@ -43,7 +43,7 @@ class DerivativeCheck:
 
     @property
     def passed(self) -> bool:
-        """Do all gradients agree?"""
+        """Do the gradients of all arguments agree with differences?"""
         return not self.wrong and not self.nowhere
 
     def __str__(self):
@@ -51,46 +51,46 @@ class DerivativeCheck:
             return "differences: NONE, the function gives NaN of normally distributed numbers and of their absolute values"
         if self.wrong:
             return f"differences: what the chain rule made is NOT the gradient: {', '.join(self.wrong)}"
-        said = f"differences: the gradients by {', '.join(self.arguments)} agree with differences of the function in float64"
-        return f"{said} to {DIGITS:.0e}; not looked into: kinks, ties, and numbers that are not normally distributed"
+        message = f"differences: the gradients by {', '.join(self.arguments)} agree with differences of the function in float64"
+        return f"{message} to {DIGITS:.0e}; not looked into: kinks, ties, and numbers that are not normally distributed"
 
 
 def compare_with_differences(
     results: Sequence[Term], by: Sequence[Term], gradients: Mapping[Term, Term], seed: int = 0
 ) -> DerivativeCheck:
-    """Compare gradients with differences; see the module. by: the gradient that is given for each result. gradients: of each
-    argument the gradient that is claimed. All of these are terms over the same inputs."""
-    every = list(walk(*results, *by, *gradients, *gradients.values()))
-    extents = {axis: EXTENTS[n % len(EXTENTS)] for n, axis in enumerate(elementary(name for x in every for name in x.names))}
-    rng, indices, arithmetic = np.random.default_rng(seed), graph.indices(every), Unrounded(np.float64, extents)
-    given = dict[str, Any]()
-    for x in (x for x in every if x.operation == "input"):
-        shape = tuple(extent_in(axis, extents) for axis in x.names)
-        if np.dtype(x.what[1]).kind == "i":
+    """Compare gradients with finite differences (see the module). by: the gradient with respect to each result. gradients: the
+    claimed gradient of each argument. All of these are terms over the same inputs."""
+    nodes = list(walk(*results, *by, *gradients, *gradients.values()))
+    extents = {axis: EXTENTS[n % len(EXTENTS)] for n, axis in enumerate(base_axes(name for x in nodes for name in x.axes))}
+    rng, indices, arithmetic = np.random.default_rng(seed), graph.indices(nodes), UnroundedArithmetic(np.float64, extents)
+    arguments = dict[str, Any]()
+    for x in (x for x in nodes if x.operation == "input"):
+        shape = tuple(extent_in(axis, extents) for axis in x.axes)
+        if np.dtype(x.attr[1]).kind == "i":
             axis = indices[x][0] if x in indices else None
-            given[x.what[0]] = rng.integers(0, extent_in(axis, extents), shape)
+            arguments[x.attr[0]] = rng.integers(0, extent_in(axis, extents), shape)
         else:
-            given[x.what[0]] = rng.standard_normal(shape) if shape else np.asarray(rng.uniform(0.25, 1))
+            arguments[x.attr[0]] = rng.standard_normal(shape) if shape else np.asarray(rng.uniform(0.25, 1))
 
     def values(roots: Sequence[Term], **changed: Any) -> list[np.ndarray]:
         with np.errstate(all="ignore"):
-            return [np.asarray(x, np.float64) for x in evaluate(roots, given | changed, arithmetic)]
+            return [np.asarray(x, np.float64) for x in evaluate(roots, arguments | changed, arithmetic)]
 
-    if not _finite(values(results)):  # a root or a logarithm of what may be negative: now nothing is
-        given = {key: abs(x) for key, x in given.items()}
+    if not _finite(values(results)):  # perhaps a root or a logarithm of negative numbers: take absolute values
+        arguments = {key: abs(x) for key, x in arguments.items()}
     if not _finite(values(results)):
         return DerivativeCheck((), (), nowhere=True)
     weights, wrong = values(by), []
     noise = sum(abs(dy * y).sum() for dy, y in zip(weights, values(results)))
     for (x, _), dx in zip(gradients.items(), values([*gradients.values()])):
-        name = x.what[0]
-        v = rng.standard_normal(given[name].shape)
-        ahead, behind = (values(results, **{name: given[name] + h * v}) for h in (STEP, -STEP))
+        name = x.attr[0]
+        v = rng.standard_normal(arguments[name].shape)
+        ahead, behind = (values(results, **{name: arguments[name] + h * v}) for h in (STEP, -STEP))
         slope = sum((dy * (a - b)).sum() for dy, a, b in zip(weights, ahead, behind)) / (2 * STEP)
         claimed = dx.reshape(v.shape) * v
         if not abs(claimed.sum() - slope) <= DIGITS * abs(claimed).sum() + NOISE * noise:
             wrong.append(f"d{name} gives {claimed.sum():.6g} where differences give {slope:.6g}")
-    return DerivativeCheck(tuple(x.what[0] for x in gradients), tuple(wrong))
+    return DerivativeCheck(tuple(x.attr[0] for x in gradients), tuple(wrong))
 
 
 def _finite(arrays: Sequence[np.ndarray]) -> bool:

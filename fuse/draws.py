@@ -1,4 +1,4 @@
-"""What dropout keeps: a function of the seed and of the place alone, the same in kernels, in NumPy and in torch.
+"""The mask of dropout: a function of the seed and the position alone, the same in kernels, in NumPy and in torch.
 
 Element (i, j) of rows and columns is dropped where 16 bits of Philox4x32-10 are below 65536 p, as attention drops weight (i, j)
 of its first head (attention/dropout.py, tiles/philox.py). Leading axes are rows."""
@@ -12,19 +12,19 @@ from typing import Any
 
 import numpy as np
 
-from attention.dropout import share_of
+from attention.dropout import drop_threshold
 from tiles.philox import HALF, MULTIPLIERS, ROUNDS, STEPS, TILE, WORD, halves
 
 
-def kept(shape: Sequence[int], p: float, seed: int) -> np.ndarray:
-    """True where an element of an array of this shape is kept."""
+def keep_mask(shape: Sequence[int], p: float, seed: int) -> np.ndarray:
+    """True where dropout with probability p keeps an element, for an array of this shape."""
     rows, columns = math.prod(shape[:-1]), shape[-1]
-    return (halves(seed, 0, 0, np.arange(rows)[:, None], np.arange(columns)) >= share_of(p)).reshape(shape)
+    return (halves(seed, 0, 0, np.arange(rows)[:, None], np.arange(columns)) >= drop_threshold(p)).reshape(shape)
 
 
-def kept_in_torch(x: Any, p: float, seed: Any) -> Any:
-    """The same by torch's ops, for a tensor x and a tensor of one seed. Words of 32 bits are held in int64, where the product
-    of two of them wraps to the right 64 bits."""
+def keep_mask_in_torch(x: Any, p: float, seed: Any) -> Any:
+    """The mask of keep_mask by torch's ops, for a tensor x and a tensor of one seed. 32-bit words are in int64, where a product
+    of two wraps to the right 64 bits."""
     torch = sys.modules["torch"]
     i, j = (torch.arange(n, device=x.device) for n in (math.prod(x.shape[:-1]), x.shape[-1]))
     i = i[:, None]
@@ -38,4 +38,4 @@ def kept_in_torch(x: Any, p: float, seed: Any) -> Any:
         a, b, c, d = (z >> 32 & WORD) ^ b ^ first, z & WORD, (y >> 32 & WORD) ^ d ^ second, y & WORD
     below = torch.where(j % TILE < HALF, a, c), torch.where(j % TILE < HALF, b, d)
     word = torch.where(i % TILE < HALF, *below)
-    return ((word >> 16 * (j % 2) & 0xFFFF) >= share_of(p)).reshape(x.shape)
+    return ((word >> 16 * (j % 2) & 0xFFFF) >= drop_threshold(p)).reshape(x.shape)

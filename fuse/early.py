@@ -1,9 +1,8 @@
-"""Launches that are early, and what they must not read too soon.
+"""Launches that overlap the previous one on their stream (programmatic dependent launch), and the check that makes this safe.
 
-A kernel whose weights are on their way before the launch before it is done (ops/grid.py) must not find weights that this launch
-writes: a function's result may be another's weights. So each step knows what it reads early and what it writes, and one whose
-weights overlap what the launch before it wrote, on its stream, is not early. Launches of others are done before one of ours
-begins."""
+A kernel that loads its weights before the previous launch has ended (ops/grid.py) must not load weights that this launch
+writes: a function's result may be another's weights. So each step knows what it reads early and what it writes, and it does not
+overlap if it reads what the previous one on its stream wrote. Launches of other libraries end before one of ours begins."""
 
 from __future__ import annotations
 
@@ -11,30 +10,29 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from tiles.arrays import Operand
-from tiles.recording import Recorded
+from tiles.recording import RecordedStep
 
-WRITTEN: dict[int, list[tuple[int, int]]] = {}  # by stream: from where to where the last launch that may be overtaken wrote
+WRITTEN: dict[int, list[tuple[int, int]]] = {}  # {stream: (begin, end) of the memory that its last overlapping launch wrote}
 
 
-Memory = tuple[int, int]  # of an array: the place of its address among those of a program, and how many bytes it spans
+Memory = tuple[int, int]  # an array's memory: the place of its address among those of a program, and its size in bytes
 
 
 def memory_of(x: Operand) -> Memory:
-    """Where an array that is to come will lie."""
+    """The Memory of an operand of a program."""
     return x.source, x.form.extent
 
 
-class Early(NamedTuple):
-    """A step of a program: a launch that begins before the launch ahead of it has ended, if that one does not write what it
-    reads early. reads: what it reads early, its weights. writes: its results."""
+class EarlyLaunch(NamedTuple):
+    """A step of a program: a launch that overlaps the previous one unless that one writes what this one reads early. reads: the
+    memory that it reads early. writes: the memory of its results."""
 
-    launch: Recorded
+    launch: RecordedStep
     reads: Sequence[Memory]
     writes: Sequence[Memory]
 
     @property
     def of_lengths(self) -> bool:
-        """See program.Step."""
         return self.launch.of_lengths
 
     def run(self, stream: int, addresses: Sequence[int]) -> None:
@@ -46,6 +44,6 @@ class Early(NamedTuple):
         WRITTEN[stream] = self.ranges(self.writes, addresses)
 
     @staticmethod
-    def ranges(every: Sequence[Memory], addresses: Sequence[int]) -> list[tuple[int, int]]:
-        """(begin, end) of each."""
-        return [(addresses[source], addresses[source] + nbytes) for source, nbytes in every]
+    def ranges(spans: Sequence[Memory], addresses: Sequence[int]) -> list[tuple[int, int]]:
+        """(begin, end) of each of these memories, for these addresses."""
+        return [(addresses[source], addresses[source] + nbytes) for source, nbytes in spans]

@@ -1,4 +1,4 @@
-"""What a term is worth: its value for these arguments, in one of several arithmetics."""
+"""Evaluation of terms for given arguments, in one of several arithmetics: NumPy's, or a prime field's (identity.py)."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import numpy as np
 from . import draws
 from .axes import Axis
 from .functions import MAPS
-from .graph import along, between, walk
+from .graph import between, has_columns, walk
 from .terms import PARTS, Term
 
-DRAWS = 64  # of random numbers
+DRAWS = 64  # samples of random numbers
 
 
 class Arithmetic(Protocol):
-    """What the numbers are that terms are evaluated with, and what can be done with them. A method for each kind of operation;
-    `length` and `count` are the extent of an axis, as a number of this arithmetic and as an integer."""
+    """The operations that terms are evaluated with, one method for each kind. `length` and `count` are the extent of an axis,
+    as a number of this arithmetic and as an integer."""
 
     def number(self, value: float) -> Any: ...
 
@@ -41,9 +41,9 @@ class Arithmetic(Protocol):
     def count(self, axis: Axis | None, extent: int) -> int: ...
 
 
-class InNumPy:
-    """NumPy's arithmetic, in which each step is rounded to a dtype: float64 for references, the dtype of the inputs for the
-    yardstick of the error rule. Products are summed in float32 and rounded once, as the tensor cores do it."""
+class NumPyArithmetic:
+    """NumPy's arithmetic, each step rounded to a dtype: float64 for references, the dtype of the inputs for the baseline of the
+    error rule. Products are summed in float32 and rounded once, as the tensor cores do it."""
 
     def __init__(self, dtype: Any):
         self.dtype = np.dtype(dtype)
@@ -71,20 +71,20 @@ class InNumPy:
         return np.concatenate(parts, -1)
 
     def causal(self, x: Any) -> Any:
-        return seen(x, np.asarray(-np.inf, x.dtype))
+        return mask_causal(x, np.asarray(-np.inf, x.dtype))
 
     def dropout(self, x: Any, p: Any, seed: Any) -> Any:
-        kept = draws.kept(x.shape, float(p), int(np.asarray(seed).item()))
+        kept = draws.keep_mask(x.shape, float(p), int(np.asarray(seed).item()))
         return self._round(np.where(kept, np.asarray(x, self.wide) / self.wide(1 - p), 0))
 
     def pick(self, x: Any, index: Any) -> Any:
-        return picked(x, index, np.zeros((), x.dtype))
+        return pick_elements(x, index, np.zeros((), x.dtype))
 
     def count(self, axis: Axis | None, extent: int) -> int:
         return extent
 
 
-def picked(x: Any, index: Any, otherwise: Any) -> Any:
+def pick_elements(x: Any, index: Any, otherwise: Any) -> Any:
     """The element of each row at the column that `index` names; `otherwise` where there is no such column."""
     columns = np.asarray(index).astype(np.int64)[..., None]
     inside = (columns >= 0) & (columns < x.shape[-1])
@@ -93,69 +93,69 @@ def picked(x: Any, index: Any, otherwise: Any) -> Any:
     return np.where(inside, np.take_along_axis(x, np.where(inside, columns, 0), -1), otherwise)
 
 
-def seen(x: Any, otherwise: Any) -> Any:
+def mask_causal(x: Any, otherwise: Any) -> Any:
     """The scores where a query sees a key under a causal mask, and `otherwise` elsewhere."""
     queries, keys = x.shape[-2:]
     return np.where(np.tri(queries, keys, keys - queries, dtype=bool), x, otherwise)
 
 
-def evaluate(roots: Sequence[Term], given: Mapping[str, Any], arithmetic: Arithmetic) -> list[Any]:
-    """The values of these terms. given: the values of the inputs, by name. arithmetic: what is computed with."""
+def evaluate(roots: Sequence[Term], inputs: Mapping[str, Any], arithmetic: Arithmetic) -> list[Any]:
+    """The values of these terms. inputs: the values of the arguments, by name. arithmetic: the operations to compute with."""
     values: dict[int, Any] = {}
     for x in walk(*roots):
-        of = [values[id(y)] for y in x.of]
+        args = [values[id(y)] for y in x.args]
         if x.operation == "input":
-            found = given[x.what[0]]
+            value = inputs[x.attr[0]]
         elif x.operation == "number":
-            found = arithmetic.number(x.what)
+            value = arithmetic.number(x.attr)
         elif x.operation == "length":
-            found = arithmetic.length(*x.what)
+            value = arithmetic.length(*x.attr)
         elif x.operation in MAPS:
-            found = arithmetic.map(x.operation, *of)
+            value = arithmetic.map(x.operation, *args)
         elif x.operation in ("sum", "max"):
-            found = arithmetic.reduce(x.operation, *of)
+            value = arithmetic.reduce(x.operation, *args)
         elif x.operation == "matmul":
-            found = arithmetic.matmul(*of)
+            value = arithmetic.matmul(*args)
         elif x.operation == "transpose":
-            found = of[0].swapaxes(-1, -2)
+            value = args[0].swapaxes(-1, -2)
         elif x.operation == "half":
-            found = np.split(of[0], 2, -1)[x.what]
+            value = np.split(args[0], 2, -1)[x.attr]
         elif x.operation == "causal":
-            found = arithmetic.causal(*of)
+            value = arithmetic.causal(*args)
         elif x.operation == "dropout":
-            found = arithmetic.dropout(*of)
+            value = arithmetic.dropout(*args)
         elif x.operation == "pick":
-            found = arithmetic.pick(*of)
+            value = arithmetic.pick(*args)
         elif x.operation == "is_column":
-            found = np.asarray(of[0])[..., None] == np.arange(arithmetic.count(*x.what))
+            value = np.asarray(args[0])[..., None] == np.arange(arithmetic.count(*x.attr))
         elif x.operation == "total":
-            found = _total(arithmetic, of[0], x.what)
-        elif x.operation == "gathered":
-            found = np.concatenate([_total(arithmetic, of[0][n :: x.what], (-2,)) for n in range(x.what)])
+            value = _total(arithmetic, args[0], x.attr)
+        elif x.operation == "partial_sums":
+            value = np.concatenate([_total(arithmetic, args[0][n :: x.attr], (-2,)) for n in range(x.attr)])
         elif x.operation == "matmul_by":
-            found = _matmul_by(arithmetic, *of)
-        elif x.operation == "among":
-            found = _among(arithmetic, *of)
+            value = _matmul_by(arithmetic, *args)
+        elif x.operation == "select_columns":
+            value = _among(arithmetic, *args)
         elif x.operation == "weighted":
-            each = arithmetic.map("mul", of[0].T[..., None], of[1])
-            found = arithmetic.reduce("sum", np.moveaxis(each, 0, -1))[..., 0]
-        elif x.operation == "spread":
-            found = np.repeat(of[0], of[1].shape[1], -1)
+            each = arithmetic.map("mul", args[0].T[..., None], args[1])
+            value = arithmetic.reduce("sum", np.moveaxis(each, 0, -1))[..., 0]
+        elif x.operation == "repeat_columns":
+            value = np.repeat(args[0], args[1].shape[1], -1)
         elif x.operation in PARTS:
-            found = _of_parts(x.operation, arithmetic, arithmetic.count(x.names[-1], x.extents[-1]), *of)
+            value = _of_parts(x.operation, arithmetic, arithmetic.count(x.axes[-1], x.extents[-1]), *args)
         elif x.operation == "split":
-            found = of[0].reshape(*of[0].shape[:-1], arithmetic.count(x.names[-3], x.what), -1).swapaxes(-3, -2)
-        elif x.operation == "merged":
-            found = of[0].swapaxes(-3, -2).reshape(*of[0].shape[:-3], of[0].shape[-2], -1)
+            value = args[0].reshape(*args[0].shape[:-1], arithmetic.count(x.axes[-3], x.attr), -1).swapaxes(-3, -2)
+        elif x.operation == "merge_heads":
+            value = args[0].swapaxes(-3, -2).reshape(*args[0].shape[:-3], args[0].shape[-2], -1)
         elif x.operation == "stacked":
-            found = of[0].reshape(-1, of[0].shape[-1])
+            value = args[0].reshape(-1, args[0].shape[-1])
         elif x.operation == "flat":
-            found = of[0].reshape(-1)
+            value = args[0].reshape(-1)
         elif x.operation == "heads":
-            found = of[0].reshape(len(of[0]), len(of[1]), -1).swapaxes(0, 1)
+            value = args[0].reshape(len(args[0]), len(args[1]), -1).swapaxes(0, 1)
         else:
-            found = arithmetic.concat(of)
-        values[id(x)] = found
+            value = arithmetic.concat(args)
+        values[id(x)] = value
     return [values[id(x)] for x in roots]
 
 
@@ -170,8 +170,8 @@ def _total(arithmetic: Arithmetic, x: Any, places: Sequence[int]) -> Any:
 def _matmul_by(arithmetic: Arithmetic, x: Any, w: Any, index: Any) -> Any:
     chosen = np.asarray(index).astype(np.int64)
     inside = (chosen >= 0) & (chosen < len(w))
-    found = arithmetic.matmul(x[:, None], w[np.where(inside, chosen, 0)])[:, 0]
-    return np.where(inside[:, None], found, np.asarray(arithmetic.number(0), found.dtype))
+    product = arithmetic.matmul(x[:, None], w[np.where(inside, chosen, 0)])[:, 0]
+    return np.where(inside[:, None], product, np.asarray(arithmetic.number(0), product.dtype))
 
 
 def _among(arithmetic: Arithmetic, x: Any, index: Any, like: Any) -> Any:
@@ -180,37 +180,37 @@ def _among(arithmetic: Arithmetic, x: Any, index: Any, like: Any) -> Any:
 
 
 def _of_parts(operation: str, arithmetic: Arithmetic, count: int, x: Any, *index: Any) -> Any:
-    """The value of terms.of_parts with `count` parts, of whatever lengths."""
-    parts, found, at = np.array_split(x, count, -1), [], 0
+    """The value of term_operations.reduce_parts with `count` parts, of any lengths."""
+    parts, values, offset = np.array_split(x, count, -1), [], 0
     for part in parts:
         greatest = arithmetic.reduce("max", part)
         if operation == "max_of_parts":
-            found.append(greatest)
+            values.append(greatest)
         elif operation == "sum_of_parts":
-            found.append(arithmetic.reduce("sum", arithmetic.map("exp", arithmetic.map("sub", part, greatest))))
+            values.append(arithmetic.reduce("sum", arithmetic.map("exp", arithmetic.map("sub", part, greatest))))
         else:
-            found.append(arithmetic.pick(part, index[0] - at))
-        at += part.shape[-1]
-    return arithmetic.concat(found)
+            values.append(arithmetic.pick(part, index[0] - offset))
+        offset += part.shape[-1]
+    return arithmetic.concat(values)
 
 
-def beyond(root: Term, leaves: Sequence[Term]) -> np.ndarray:
-    """What a map of elements yields beyond the end of a row, where the tiles and vectors that it reads hold zeros. A sum along
-    the row is right only if that is 0. Each of the values returned is for other random numbers in place of what has no
-    columns; draws in which such a number itself becomes infinite or NaN are left out."""
+def values_past_row_end(root: Term, leaves: Sequence[Term]) -> np.ndarray:
+    """What an elementwise map yields past the end of a row, where the tiles and vectors that it reads hold zeros. A sum along
+    the row is right only if that is 0. Each value returned is for another sample of the numbers that have no columns; samples
+    in which such a number itself becomes infinite or NaN are left out."""
     rng, known, ends = np.random.default_rng(0), dict[Term, np.ndarray](), set(leaves)
     counts = np.ones(DRAWS, bool)
     for x in between([root], leaves, with_leaves=True):
-        if x in ends and along(x):
+        if x in ends and has_columns(x):
             known[x] = np.zeros(DRAWS)
         elif x.operation in MAPS and x not in ends:
             with np.errstate(all="ignore"):
-                known[x] = np.asarray(MAPS[x.operation].numpy(*[known[y] for y in x.of]))
-        elif x.operation == "dropout":  # nothing but zeros, or not
-            known[x] = known[x.of[0]]
+                known[x] = np.asarray(MAPS[x.operation].numpy(*[known[y] for y in x.args]))
+        elif x.operation == "dropout":  # zero if its operand is
+            known[x] = known[x.args[0]]
         else:
             large = np.where(np.arange(DRAWS) % 2, 1000, 1)  # so that an exp may overflow
-            known[x] = np.full(DRAWS, x.what) if x.operation == "number" else large * rng.standard_normal(DRAWS)
-        if not along(x):
+            known[x] = np.full(DRAWS, x.attr) if x.operation == "number" else large * rng.standard_normal(DRAWS)
+        if not has_columns(x):
             counts &= np.isfinite(known[x])
     return known[root][counts] if counts.any() else np.full(1, np.nan)

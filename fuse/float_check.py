@@ -1,4 +1,5 @@
-"""What identity testing cannot see: two terms that are equal as formulas, computed with floats of a finite range.
+"""The float check sees what identity testing cannot: two terms that are equal as formulas may differ in floats of a finite
+range.
 
     softmax(s) = exp(s) / sum(exp(s))      is true, and overflows at scores of 89
     x * y / y = x                          is true, but for y = 0, where one is NaN
@@ -11,9 +12,9 @@ d the greatest error of the definition in float32.
     value    in float64 both are finite at the same places, and differ by no more than 2^-16 d + 2^-30 e
     range    if the definition keeps its digits in float32, d <= 2^-10 e, the rewritten term is wrong by 16 d + 2^-8 e at most
 
-A row in which the definition itself overflows or has no digits left in float32 says nothing about range. What differs in value
-at MODERATE numbers, or at those of the size of a constant, is wrong; elsewhere something was lost, as in float32. Rounding to
-16 bits is not looked into here."""
+A row in which the definition itself overflows or loses its digits in float32 tells nothing about range. A difference in value
+is wrong at MODERATE numbers and at numbers of the size of a constant; elsewhere it counts as lost range, as in float32.
+Rounding to 16 bits is not checked here."""
 
 from __future__ import annotations
 
@@ -27,15 +28,15 @@ import ml_dtypes
 import numpy as np
 
 from . import graph
-from .axes import Axis, elementary
+from .axes import Axis, base_axes
 from .axes import extent as extent_of
-from .evaluate import InNumPy, evaluate
+from .evaluate import NumPyArithmetic, evaluate
 from .functions import FP8
 from .graph import walk
 from .identity import extent_in
 from .terms import Term
 
-KINDS: dict[str, Callable] = {  # of rows, made of normally distributed numbers
+KINDS: dict[str, Callable] = {  # kinds of rows, as functions of normally distributed numbers
     "normal": lambda x: x,
     "positive": abs,
     "negative": lambda x: -abs(x),
@@ -45,8 +46,8 @@ KINDS: dict[str, Callable] = {  # of rows, made of normally distributed numbers
     "one great": lambda x: np.where(np.arange(x.shape[-1]) == 1, 2.0**10, x),
     **{f"of 2^{n}": functools.partial(np.multiply, 2.0**n) for n in (-100, -60, -20, 10, 20, 60, 100)},
 }
-MODERATE = "normal", "positive", "negative", "zero", "equal", "with zeros"  # kinds of what is neither great nor tiny
-OTHERS: dict[str, Callable] = {  # of arrays without rows, and of numbers: the n-th of them
+MODERATE = "normal", "positive", "negative", "zero", "equal", "with zeros"  # kinds whose numbers are neither great nor tiny
+OTHERS: dict[str, Callable] = {  # kinds of arrays without rows and of numbers, x being the n-th of them
     "normal": lambda x, n: x,
     "with zeros": lambda x, n: np.where(np.arange(x.size).reshape(x.shape) % 3 == 1, 0.0, x),
     "of 2^-40": lambda x, n: x * 2.0**-40,
@@ -54,16 +55,15 @@ OTHERS: dict[str, Callable] = {  # of arrays without rows, and of numbers: the n
     "of 2^60 and 2^-60 in turn": lambda x, n: x * 2.0 ** (-60 if n % 2 else 60),
     "of 2^-60 and 2^60 in turn": lambda x, n: x * 2.0 ** (60 if n % 2 else -60),
 }
-CONSTANTS = 4  # whose sizes rows have, at most
-EXTENTS = 4, 6, 5, 7, 8, 9  # of axes that are no rows
-TINY = 2.0**-120  # an error below this is none: float32 ends at 2^-126 where its units flush to 0
+CONSTANTS = 4  # at most so many constants have rows of their size
+EXTENTS = 4, 6, 5, 7, 8, 9  # extents of axes other than rows
+TINY = 2.0**-120  # errors below this are ignored: float32 ends at 2^-126 where subnormals flush to 0
 
 
 @dataclass(frozen=True)
 class FloatCheck:
-    """The result of the comparison in floats. kinds: how many kinds of rows were looked at. wrong: where values differ. lost:
-    where the rewritten term loses range or digits that the definition keeps. declared: what the rules that were used say
-    that they may lose."""
+    """The result of the comparison in floats. kinds: how many kinds of rows were tried. wrong: where values differ. lost: where
+    the rewritten term loses range or digits that the definition keeps. declared: the losses that the rules used declare."""
 
     kinds: int
     wrong: tuple[str, ...]
@@ -72,25 +72,25 @@ class FloatCheck:
 
     @property
     def passed(self) -> bool:
-        """Are values equal, and nothing lost but what a rule declares?"""
+        """Are values equal, and is nothing lost except as a rule declares?"""
         return not self.wrong and not (self.lost and not self.declared)
 
     def __str__(self):
         rows = f"at {self.kinds} kinds of rows, of zeros, from 2^-100 to 2^100 and of the size of constants among them"
         if self.wrong:
-            return f"floats: {rows}, the rewritten term is NOT the definition: {_some(self.wrong)}"
+            return f"floats: {rows}, the rewritten term is NOT the definition: {_first_few(self.wrong)}"
         if not self.lost:
             return f"floats: {rows}, the rewritten term is equal in float64 and keeps float32's range and digits"
         verdict = f"as declared: {'; '.join(self.declared)}" if self.declared else "which NO rule declares"
-        return f"floats: {rows}, the rewritten term is equal in float64; in float32 it LOSES {_some(self.lost)}, {verdict}"
+        return f"floats: {rows}, the rewritten term is equal in float64; in float32 it LOSES {_first_few(self.lost)}, {verdict}"
 
 
-def _some(places: Sequence[str]) -> str:
+def _first_few(places: Sequence[str]) -> str:
     return ", ".join(places[:3]) + (f" and {len(places) - 3} more" if len(places) > 3 else "")
 
 
-class Sized(InNumPy):
-    """NumPy's arithmetic, for arrays of other extents than those that the terms were traced with."""
+class SizedArithmetic(NumPyArithmetic):
+    """NumPy's arithmetic for other extents than those that the terms were traced with."""
 
     def __init__(self, dtype: Any, sizes: Mapping[Axis, int]):
         super().__init__(dtype)
@@ -104,17 +104,19 @@ class Sized(InNumPy):
 
 
 def compare_in_floats(definition: Sequence[Term], rewritten: Sequence[Term], declared: Sequence[str] = ()) -> FloatCheck:
-    """Compare two lists of terms over the same inputs in float64 and float32; see the module. declared: what the rules that
-    led from one to the other say that they lose."""
-    every = list(walk(*definition, *rewritten))
-    of_constants = _of_constants(every)
+    """Compare two lists of terms over the same inputs in float64 and float32; see the module. declared: the losses that the
+    rules leading from one to the other declare."""
+    nodes = list(walk(*definition, *rewritten))
+    of_constants = _rows_of_constants(nodes)
     kinds, moderate = KINDS | of_constants, {*MODERATE, *of_constants}
-    rows = {x.names[-2].root for x in definition if x.ndim > 1 and x.names[-2] is not None}
-    extents = {axis: EXTENTS[n % len(EXTENTS)] for n, axis in enumerate(elementary(name for x in every for name in x.names))}
-    extents |= {axis: 2 for axis in extents if axis.cut is not None} | {axis: len(kinds) for axis in elementary(rows)}
-    found: dict[bool, dict[str, None]] = {True: {}, False: {}}  # is something wrong, or lost? where
-    for others, of_rows, given in _draws(every, rows, kinds, extents, all(_has_rows(x, rows) for x in definition)):
-        (ref, other), (low, narrow) = (_both(definition, rewritten, given, Sized(t, extents)) for t in (np.float64, np.float32))
+    rows = {x.axes[-2].root for x in definition if x.ndim > 1 and x.axes[-2] is not None}
+    extents = {axis: EXTENTS[n % len(EXTENTS)] for n, axis in enumerate(base_axes(name for x in nodes for name in x.axes))}
+    extents |= {axis: 2 for axis in extents if axis.tiled_axis is not None} | {axis: len(kinds) for axis in base_axes(rows)}
+    problems: dict[bool, dict[str, None]] = {True: {}, False: {}}  # is something wrong, or lost? where
+    for others, of_rows, arguments in _draw_arguments(nodes, rows, kinds, extents, all(_has_rows(x, rows) for x in definition)):
+        (ref, other), (low, narrow) = (
+            _evaluate_both(definition, rewritten, arguments, SizedArithmetic(t, extents)) for t in (np.float64, np.float32)
+        )
         for x, *values in zip(definition, ref, other, low, narrow):
             if not _has_rows(x, rows) and len(of_rows) > 1:
                 continue
@@ -122,18 +124,18 @@ def compare_in_floats(definition: Sequence[Term], rewritten: Sequence[Term], dec
                 for at in np.argwhere(bad):
                     kind = of_rows[at[-2] % len(of_rows)]
                     title = f"rows {kind}" + f" with other arrays {others}" * (others != "normal")
-                    found[moderate_alone and {kind, others} <= moderate][title] = None
-    wrong, lost = map(tuple, found.values())
+                    problems[moderate_alone and {kind, others} <= moderate][title] = None
+    wrong, lost = map(tuple, problems.values())
     return FloatCheck(len(kinds), wrong, lost, tuple(declared) if lost else ())
 
 
 def _has_rows(x: Term, rows: set[Axis]) -> bool:
-    return x.ndim > 1 and x.names[-2] is not None and x.names[-2].root in rows
+    return x.ndim > 1 and x.axes[-2] is not None and x.axes[-2].root in rows
 
 
 def _verdicts(ref: Any, other: Any, low: Any, narrow: Any) -> tuple[np.ndarray, np.ndarray]:
-    """(whether a row has a wrong value, whether it has lost range or digits), as arrays with one column. ref and low: the
-    definition in float64 and float32; other and narrow: the rewritten term."""
+    """(does a row have a wrong value, has it lost range or digits), as arrays with one column. ref and low: the definition in
+    float64 and float32; other and narrow: the rewritten term."""
     ref, other, low, narrow = (np.atleast_2d(np.asarray(x, np.float64)) for x in (ref, other, low, narrow))
     if ref.shape != other.shape:
         return np.ones((*ref.shape[:-1], 1), bool), np.zeros((*ref.shape[:-1], 1), bool)
@@ -150,43 +152,48 @@ def _difference(x: Any, ref: Any) -> Any:
     return np.where(np.isfinite(ref), np.where(np.isfinite(x), abs(x - ref), math.inf), 0)
 
 
-def _both(
-    definition: Sequence[Term], rewritten: Sequence[Term], given: Mapping[str, Any], arithmetic: Sized
+def _evaluate_both(
+    definition: Sequence[Term], rewritten: Sequence[Term], arguments: Mapping[str, Any], arithmetic: SizedArithmetic
 ) -> tuple[Any, Any]:
-    """The values of both lists of terms. What they share is computed once."""
+    """The values of both lists of terms. Common subterms are computed once."""
     with np.errstate(all="ignore"):
-        values = evaluate([*definition, *rewritten], {key: _in(x, arithmetic.dtype) for key, x in given.items()}, arithmetic)
+        values = evaluate(
+            [*definition, *rewritten], {key: _cast(x, arithmetic.dtype) for key, x in arguments.items()}, arithmetic
+        )
     return values[: len(definition)], values[len(definition) :]
 
 
-def _in(x: Any, dtype: Any) -> Any:
+def _cast(x: Any, dtype: Any) -> Any:
     return x if np.asarray(x).dtype.kind == "i" else np.asarray(x, dtype)
 
 
-def _of_constants(every: Sequence[Term]) -> dict[str, Any]:
-    """Kinds of rows whose numbers, or their squares, are as great as a constant of these terms."""
-    found = sorted({abs(x.what) for x in every if x.operation == "number" and 1e-30 < abs(x.what) < 1e30 and abs(x.what) != 1})
-    sizes = {f"of {c:.3g}": c for c in found[:CONSTANTS]} | {f"of {c:.3g} ** 0.5": c**0.5 for c in found[:CONSTANTS]}
+def _rows_of_constants(nodes: Sequence[Term]) -> dict[str, Any]:
+    """Kinds of rows whose numbers, or whose squares, are as great as a constant of these terms."""
+    constants = sorted(
+        {abs(x.attr) for x in nodes if x.operation == "number" and 1e-30 < abs(x.attr) < 1e30 and abs(x.attr) != 1}
+    )
+    sizes = {f"of {c:.3g}": c for c in constants[:CONSTANTS]} | {f"of {c:.3g} ** 0.5": c**0.5 for c in constants[:CONSTANTS]}
     return {name: functools.partial(np.multiply, size) for name, size in sizes.items()}
 
 
-def _draws(
-    every: Sequence[Term], rows: set[Axis], kinds: Mapping[str, Any], extents: Mapping[Axis, int], apart: bool
+def _draw_arguments(
+    nodes: Sequence[Term], rows: set[Axis], kinds: Mapping[str, Any], extents: Mapping[Axis, int], results_have_rows: bool
 ) -> Iterator[tuple[str, list[str], dict[str, Any]]]:
     """(the kind of the arrays without rows, the kinds of the rows, the arguments): all kinds of rows with each of OTHERS.
-    apart: has each result rows? If not, rows would meet in it, so there are arguments with each kind alone, too."""
-    rng, indices = np.random.default_rng(0), graph.indices(every)
-    probabilities = {x.of[1] for x in every if x.operation == "dropout"}
+    results_have_rows: does each result have rows? If not, rows of different kinds would be mixed in it, so each kind is also
+    tried by itself."""
+    rng, indices = np.random.default_rng(0), graph.indices(nodes)
+    probabilities = {x.args[1] for x in nodes if x.operation == "dropout"}
     draws = [(others, [*kinds]) for others in OTHERS]
-    if not apart:
+    if not results_have_rows:
         draws += [("normal", [kind]) for kind in kinds] + [(others, ["normal"]) for others in OTHERS]
     for others, of_rows in draws:
-        given, count = dict[str, Any](), 0
-        for x in (x for x in every if x.operation == "input"):
-            shape = tuple(extent_in(axis, extents) for axis in x.names)
-            if np.dtype(x.what[1]).kind == "i":
+        arguments, count = dict[str, Any](), 0
+        for x in (x for x in nodes if x.operation == "input"):
+            shape = tuple(extent_in(axis, extents) for axis in x.axes)
+            if np.dtype(x.attr[1]).kind == "i":
                 axis = indices[x][0] if x in indices else None
-                given[x.what[0]] = rng.integers(-1, extent_in(axis, extents), shape)
+                arguments[x.attr[0]] = rng.integers(-1, extent_in(axis, extents), shape)
                 continue
             drawn = rng.standard_normal(shape) if shape else np.asarray(rng.uniform(0.25, 1))
             if _has_rows(x, rows):
@@ -194,12 +201,12 @@ def _draws(
                 drawn = np.concatenate(each, -2)
             elif x not in probabilities:
                 drawn, count = OTHERS[others](drawn, count), count + 1
-            given[x.what[0]] = _held(drawn, x.what[1])
-        yield others, of_rows, given
+            arguments[x.attr[0]] = _round_to(drawn, x.attr[1])
+        yield others, of_rows, arguments
 
 
-def _held(x: Any, dtype: str) -> Any:
-    """float64 numbers that the dtype has; what is too great for it is its greatest number."""
+def _round_to(x: Any, dtype: str) -> Any:
+    """float64 numbers rounded to a dtype, and clipped to its range."""
     if dtype == FP8:
         x = np.clip(x, -448, 448)
     greatest = float(ml_dtypes.finfo(dtype).max)

@@ -1,8 +1,8 @@
-"""The maps that fused functions are made of, a row each: what they mean in NumPy and in torch, and how a kernel writes them.
+"""The table of elementwise maps: what each means in NumPy and in torch, and how a kernel writes it.
 
-    "silu": Map(1, numpy=..., torch=..., written="silu({})")
+    "silu": ElementwiseMap(1, numpy=..., torch=..., form="silu({})")
 
-In a proof a map is opaque unless `field` says what it is in a field of numbers (identity.py)."""
+In a proof a map is an opaque function unless `field` names an operation of a field of numbers (identity.py)."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ FP8 = "float8_e4m3fn"
 CASTS = {"fp32": fp32, "bf16": bf16, "fp16": fp16, "fp8e4m3": fp8e4m3}  # maps that round
 
 
-class Map(NamedTuple):
-    """A function of elements. arity: how many arguments it takes. numpy: its meaning. torch: the name of torch's function.
-    written: how a kernel writes it, with a gap for each argument. field: the name of the operation that it is in a field of
-    numbers (identity.py), "" if it is none."""
+class ElementwiseMap(NamedTuple):
+    """A function of elements. arity: its number of arguments. numpy: its meaning. torch: the name of torch's function. form:
+    how a kernel writes it, with a gap for each argument. field: the name of the same operation in a field of numbers
+    (identity.py), "" if there is none."""
 
     arity: int
     numpy: Callable
     torch: str
-    written: str
+    form: str
     field: str = ""
 
 
@@ -42,20 +42,20 @@ def _gelu(x):
 _erf = np.vectorize(math.erf, otypes=[float])
 
 
-def _call(name: str, numpy: Callable, torch: str = "", arity: int = 1, field: str = "") -> Map:
-    return Map(arity, numpy, torch or name, f"{name}({', '.join(['{}'] * arity)})", field)
+def _call(name: str, numpy: Callable, torch: str = "", arity: int = 1, field: str = "") -> ElementwiseMap:
+    return ElementwiseMap(arity, numpy, torch or name, f"{name}({', '.join(['{}'] * arity)})", field)
 
 
 MAPS = {
-    "add": Map(2, np.add, "add", "{} + {}", "add"),
-    "sub": Map(2, np.subtract, "sub", "{} - {}", "sub"),
-    "mul": Map(2, np.multiply, "mul", "{} * {}", "mul"),
-    "div": Map(2, np.divide, "div", "{} / {}", "div"),
-    "neg": Map(1, np.negative, "neg", "-{}", "neg"),
-    "less": Map(2, np.less, "lt", "less({}, {})"),
-    "less_equal": Map(2, np.less_equal, "le", "less_equal({}, {})"),
-    "greater": Map(2, np.greater, "gt", "greater({}, {})"),
-    "greater_equal": Map(2, np.greater_equal, "ge", "greater_equal({}, {})"),
+    "add": ElementwiseMap(2, np.add, "add", "{} + {}", "add"),
+    "sub": ElementwiseMap(2, np.subtract, "sub", "{} - {}", "sub"),
+    "mul": ElementwiseMap(2, np.multiply, "mul", "{} * {}", "mul"),
+    "div": ElementwiseMap(2, np.divide, "div", "{} / {}", "div"),
+    "neg": ElementwiseMap(1, np.negative, "neg", "-{}", "neg"),
+    "less": ElementwiseMap(2, np.less, "lt", "less({}, {})"),
+    "less_equal": ElementwiseMap(2, np.less_equal, "le", "less_equal({}, {})"),
+    "greater": ElementwiseMap(2, np.greater, "gt", "greater({}, {})"),
+    "greater_equal": ElementwiseMap(2, np.greater_equal, "ge", "greater_equal({}, {})"),
     "where": _call("where", np.where, arity=3),
     "maximum": _call("maximum", np.maximum, arity=2),
     "minimum": _call("minimum", np.minimum, arity=2),
@@ -71,15 +71,17 @@ MAPS = {
     "relu": _call("relu", lambda x: np.maximum(x, 0), "relu"),
     "abs": _call("abs", np.abs),
 }
-MAPS["widened"] = Map(1, lambda x: x, "", "widened({})", "same")  # of fp8, as other arrays are held
-MAPS |= {name: Map(1, dtype.round, "", f"fp32({name}({{}}))", "same" * (dtype is fp32)) for name, dtype in CASTS.items()}
+MAPS["widened"] = ElementwiseMap(1, lambda x: x, "", "widened({})", "same")  # fp8 as the 16-bit dtype of other arrays
+MAPS |= {
+    name: ElementwiseMap(1, dtype.round, "", f"fp32({name}({{}}))", "same" * (dtype is fp32)) for name, dtype in CASTS.items()
+}
 
 
 def of_torch(name: str) -> Any:
     """Torch's function for a map."""
     import torch
 
-    found: Any = torch
+    function: Any = torch
     for part in MAPS[name].torch.split("."):
-        found = getattr(found, part)
-    return found
+        function = getattr(function, part)
+    return function

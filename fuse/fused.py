@@ -1,13 +1,12 @@
-"""Functions of arrays that become kernels: what `fuse.kernel` makes from a definition.
+"""Fused functions: what `fuse.kernel` makes from a definition.
 
     @fuse.kernel
     def norm_linear(x, g, w):
         return (x * rsqrt(mean(x * x) + 1e-5) * g) @ w
 
-A call traces the definition for the lengths of its arrays, finds the ways to compute it, takes the best (definition.py) and
-runs it as a program (program.py): what is known about a form of arrays is looked up. Leading axes are rows where possible, so
-x may be (..., k); otherwise they are batches and heads, as in NumPy (trace.rows_alone).
-"""
+A call traces the definition for the lengths of its arrays, finds candidates, takes the best (definition.py) and runs it as a
+program (program.py). What is known about a form of arrays is looked up the next time. Leading axes are rows where possible, so
+x may be (..., k); otherwise they are batches and heads, as in NumPy (trace.leading_axes_are_rows)."""
 
 from __future__ import annotations
 
@@ -28,53 +27,51 @@ from tiles.jax_call import tracing
 
 from . import gradient
 from .candidates import Candidate
-from .definition import Definition, NoKernel, once
-from .evaluate import InNumPy, evaluate
-from .given import as_rows, cast, dtype_of, in_order, refuse_index, written
-from .program import FLOATS, HOLDS, FusedProgram, chosen_among, program_of
-from .trace import Shape, Traced, ordinal_of
+from .definition import Definition, NoKernel, memoize_by_kinds
+from .evaluate import NumPyArithmetic, evaluate
+from .given import as_tuple, cast, copy_to_outs, dtype_of, flatten_out, refuse_index
+from .program import FLOATS, HOLDS, FusedProgram, index_bounds, program_of
+from .trace import Shape, TracedDefinition, ordinal_of
 
 if TYPE_CHECKING:
     from .backward import Gradient
 
-NUMPY = (np.ndarray, int, float)  # what is computed as the definition says
+NUMPY = (np.ndarray, int, float)  # arguments for which NumPy evaluates the definition
 BY_PLACE = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 
 class Fused(Definition):
-    """A definition, and the kernels that it became. Call it like the definition."""
+    """A definition that can be called: on NumPy arrays it is evaluated, on a GPU's arrays its kernels run."""
 
     def __init__(self, definition: Callable):
         functools.update_wrapper(self, definition)
         super().__init__(definition)
-        self.gradients = gradient.Gradients(self)
+        self.gradients = gradient.GradientFunctions(self)
         self.programs: dict[tuple, FusedProgram] = {}
-        self.prepare = once(self.programs, lambda shapes: program_of(self, shapes, self.gradients.of_program))
+        self.prepare = memoize_by_kinds(self.programs, lambda shapes: program_of(self, shapes, self.gradients.of_program))
 
-    def __call__(self, *given: Any, out: Any = None, stream: Any = None, **named: Any) -> Any:
-        """What the definition says of these arrays: NumPy's by the definition, in float32; a GPU's by the fused kernels.
+    def __call__(self, *args: Any, out: Any = None, stream: Any = None, **options: Any) -> Any:
+        """The results of the definition: for NumPy arrays evaluated in float32, for arrays on a GPU by the fused kernels.
 
-        out: where the result goes, an array or, of several results, a tuple of them. stream: a handle or a stream object.
-        TypeError, ValueError: the definition refuses these arrays, or a kernel does; each names the argument."""
-        arrays = self._arguments(given, named)
+        out: where the result goes, an array, or a tuple of them for several results. stream: a handle or a stream object.
+        TypeError, ValueError: the definition or a kernel refuses these arrays; the message names the argument."""
+        arrays = self._arguments(args, options)
         if all([isinstance(x, NUMPY) for x in arrays]):
             return self._by_definition(arrays, out)
         if gradient.wants_gradient(arrays):
             return self._differentiable(arrays, out, stream)
         return self.run(*arrays, out=out, stream=stream)
 
-    # ---- as functions are --------------------------------------------------------------------------------------------
+    # ---- copies and pickles, as of functions -------------------------------------------------------------------------
     def __copy__(self) -> Fused:
-        """Itself: what it knows of its calls is true of any copy, as of functions."""
+        """The function itself: what it remembers of calls holds for every copy."""
         return self
 
     def __deepcopy__(self, memo: dict) -> Fused:
-        """See __copy__."""
         return self
 
     def __reduce__(self) -> Any:
-        """How it is pickled: by the name that its module has for it, or else for its definition. PicklingError: it has
-        neither."""
+        """Pickled by the name under which its module has it or its definition. PicklingError: the module has neither."""
         name = self.definition.__qualname__
         there = functools.reduce(lambda x, part: getattr(x, part, None), name.split("."), sys.modules.get(self.__module__))
         if there is self:
@@ -85,41 +82,41 @@ class Fused(Definition):
         raise pickle.PicklingError(f"{self.name}: {words}: define it with def, at the top level of a module")
 
     # ---- by kernels --------------------------------------------------------------------------------------------------
-    def run(self, *given: Any, out: Any = None, stream: Any = None, **named: Any) -> Any:
-        """The same computed by the fused kernels, which run on NumPy arrays in the interpreter. Where no kernel serves these
+    def run(self, *args: Any, out: Any = None, stream: Any = None, **options: Any) -> Any:
+        """The same results by the fused kernels, which run on NumPy arrays in the interpreter. Where no kernel serves these
         arrays, a warning says why, and the definition's operations run one by one."""
-        arrays = self._arguments(given, named)
-        flat, lead = self._rows(arrays)
+        arrays = self._arguments(args, options)
+        flat, lead = self._flatten_leading(arrays)
         shapes, kinds = self._kinds(self.prepare, flat)
         program = self.programs[kinds]
         into = self._outs(out, program.results)
-        outs = tuple([x if x is None or not lead else as_rows(x, lead) for x in into])
-        held = tuple([x.T if s.turned else x for x, s in zip(flat, shapes) if s.extents])
+        outs = tuple([x if x is None or not lead else flatten_out(x, lead) for x in into])
+        operands = tuple([x.T if s.transposed else x for x, s in zip(flat, shapes) if s.extents])
         numbers = tuple([x for x, s in zip(flat, shapes) if not s.extents])
-        if tracing(held[0]):
-            self._refuse_parts_in_jit(program, shapes, ordinal_of(held), numbers)
+        if tracing(operands[0]):
+            self._refuse_parts_in_jit(program, shapes, ordinal_of(operands), numbers)
         try:
-            found = program(stream, (*held, *outs), numbers)
+            computed = program(stream, (*operands, *outs), numbers)
         except NoKernel as error:
             if stream is not None:
-                words = f"stream: must be None for what runs by parts, on its arrays' own stream: {error}"
+                words = f"stream: must be None where a call runs by parts, on the arrays' own stream: {error}"
                 raise ValueError(words) from None
-            if all([math.prod(x.shape) for x in held]):
+            if all([math.prod(x.shape) for x in operands]):
                 warnings.warn(f"{error}; it runs by parts", RuntimeWarning, stacklevel=3)
-            made = self._by_parts(*arrays)
+            by_parts = self._by_parts(*arrays)
             if all([x is None for x in into]):
-                return made
-            results = tuple(written(into, made if isinstance(made, tuple) else (made,)))
+                return by_parts
+            results = tuple(copy_to_outs(into, by_parts if isinstance(by_parts, tuple) else (by_parts,)))
             return results[0] if program.single else results
         except ValueError:
-            self.trace(flat)  # says in the definition's words what does not fit, if that is it
+            self.trace(flat)  # if shapes do not fit, its error shows the operation of the definition
             raise
-        results = found if isinstance(found, tuple) else (found,)
+        results = computed if isinstance(computed, tuple) else (computed,)
         results = tuple([x.reshape(*lead, x.shape[-1]) for x in results]) if lead else results
         return results[0] if program.single else results
 
     def _outs(self, out: Any, results: int) -> tuple[Any, ...]:
-        """Where each result goes, None where it is made. TypeError: these are not as many as the results."""
+        """The array for each result, None where a new one is returned. TypeError: there are not as many as results."""
         outs = out if isinstance(out, tuple) else (None,) * results if out is None else (out,)
         if len(outs) != results:
             raise TypeError(f"out: must be {results} arrays, one for each result of {self.name}, got {len(outs)}")
@@ -128,49 +125,49 @@ class Fused(Definition):
     def _refuse_parts_in_jit(
         self, program: FusedProgram, shapes: Sequence[Shape], ordinal: int | None, numbers: tuple[Any, ...]
     ) -> None:
-        """NoKernel: no kernel serves these arrays of JAX's. Parts cannot run under jax.jit, and that is said when the call is
-        traced, not when it runs. ordinal: of the GPU that it will run on."""
+        """NoKernel: no kernel serves these arrays of JAX's. Parts cannot run under jax.jit, so the error is raised when the
+        call is traced. ordinal: of the GPU that it will run on."""
         forms = {name: c_ordered(s.in_memory, s.dtype, ordinal) for name, s in zip(self.names, shapes) if s.extents}
         try:
             program.steps(forms, ordinal, numbers, "bshd")
         except NoKernel as error:
-            raise NoKernel(f"{error}; under jax.jit it must be one: call it outside, or say it with jax.numpy") from None
+            raise NoKernel(f"{error}; under jax.jit it must be one: call it outside, or write it with jax.numpy") from None
 
     # ---- by the definition -------------------------------------------------------------------------------------------
     def _by_definition(self, arrays: Sequence[np.ndarray], out: Any) -> Any:
-        """The results as the definition says, computed by NumPy in float32; they have the first array's dtype."""
-        flat, lead = self._rows(arrays)
+        """The results of the definition evaluated by NumPy in float32, in the first array's dtype."""
+        flat, lead = self._flatten_leading(arrays)
         traced, shapes = self.trace(flat), self._shapes(flat)
-        given = {name: x.T if s.turned else x for name, x, s in zip(self.names, flat, shapes)}
-        for name, among in chosen_among(traced).items():
-            refuse_index(name, given[name], among)
-        found = evaluate(traced.roots, given, InNumPy(np.float32))
+        inputs = {name: x.T if s.transposed else x for name, x, s in zip(self.names, flat, shapes)}
+        for name, among in index_bounds(traced).items():
+            refuse_index(name, inputs[name], among)
+        values = evaluate(traced.roots, inputs, NumPyArithmetic(np.float32))
         first, dtype = next((name, x.dtype) for name, x in zip(self.names, arrays) if isinstance(x, np.ndarray))
         if dtype.name not in (*FLOATS, "float64"):
             raise TypeError(f"{first}: dtype must be one of {FLOATS}: {first}.dtype={dtype.name!r}")
-        results = [np.asarray(x, root.held_as(dtype.name)) for x, root in zip(found, traced.roots)]
+        results = [np.asarray(x, root.stored_dtype(dtype.name)) for x, root in zip(values, traced.roots)]
         results = [x.reshape(*lead, x.shape[-1]) for x in results] if lead else results
-        results = written(self._outs(out, len(results)), results)
+        results = copy_to_outs(self._outs(out, len(results)), results)
         return results[0] if traced.single else tuple(results)
 
     def _by_parts(self, *arrays: Any) -> Any:
-        """The results of the definition's operations, run one by one: torch's where the arrays are torch's and of one dtype. In
-        float32 if they are of several dtypes, and by NumPy if they are NumPy's or JAX's."""
+        """The results of the definition's operations, run one by one: torch's where the arrays are torch's and of one dtype; in
+        float32 if they are of several dtypes; by NumPy if they are NumPy's or JAX's."""
         if all([isinstance(x, NUMPY) for x in arrays]):
             return self._by_definition(arrays, None)
-        if of_jax := [x for x in arrays if type(x).__module__.startswith("jax")]:
-            found = self._by_definition([np.asarray(x) if hasattr(x, "shape") else x for x in arrays], None)
-            put = functools.partial(sys.modules["jax"].device_put, device=of_jax[0].sharding)
-            return tuple(map(put, found)) if isinstance(found, tuple) else put(found)
+        if jax_arrays := [x for x in arrays if type(x).__module__.startswith("jax")]:
+            values = self._by_definition([np.asarray(x) if hasattr(x, "shape") else x for x in arrays], None)
+            to_device = functools.partial(sys.modules["jax"].device_put, device=jax_arrays[0].sharding)
+            return tuple(map(to_device, values)) if isinstance(values, tuple) else to_device(values)
         floats = [x for x in arrays if dtype_of(x) in HOLDS]
         if all([x.dtype == floats[0].dtype for x in floats]):
-            return in_order(self.definition(*arrays))
-        _, kinds = self._kinds(self.prepare, self._rows(arrays)[0])
-        results = in_order(self.definition(*[cast(x, "float32") if dtype_of(x) in HOLDS else x for x in arrays]))
+            return as_tuple(self.definition(*arrays))
+        _, kinds = self._kinds(self.prepare, self._flatten_leading(arrays)[0])
+        results = as_tuple(self.definition(*[cast(x, "float32") if dtype_of(x) in HOLDS else x for x in arrays]))
         several = isinstance(results, tuple)
-        wanted = [dtype or dtype_of(floats[0]) for dtype in self.programs[kinds].dtypes]
-        found = [cast(x, dtype) for x, dtype in zip(results if several else (results,), wanted)]
-        return tuple(found) if several else found[0]
+        dtypes = [dtype or dtype_of(floats[0]) for dtype in self.programs[kinds].dtypes]
+        values = [cast(x, dtype) for x, dtype in zip(results if several else (results,), dtypes)]
+        return tuple(values) if several else values[0]
 
     # ---- gradients ---------------------------------------------------------------------------------------------------
     @functools.cached_property
@@ -179,10 +176,10 @@ class Fused(Definition):
         return self.gradients.by_all()
 
     def _differentiable(self, arrays: Sequence[Any], out: Any, stream: Any) -> Any:
-        """The results for torch's tensors that require grad, from which torch's autograd finds the way back."""
+        """The results for torch's tensors that require grad, connected to torch's autograd graph."""
         if out is not None or stream is not None:
             raise TypeError("out, stream: must be None where a tensor requires grad")
-        flat, lead = self._rows(arrays)
+        flat, lead = self._flatten_leading(arrays)
         results = gradient.differentiable(self, flat)
         if not lead:
             return results
@@ -190,53 +187,54 @@ class Fused(Definition):
         shaped = tuple([x.reshape(*lead, x.shape[-1]) for x in (results if several else (results,))])
         return shaped if several else shaped[0]
 
-    # ---- what calls do -----------------------------------------------------------------------------------------------
+    # ---- plans of calls ----------------------------------------------------------------------------------------------
     def tune(self, *arrays: Any, say: Callable[[str], None] = lambda text: None) -> list[Candidate]:
         ranked = super().tune(*arrays, say=say)
-        self.programs.clear()  # they have plans with what was best before
+        self.programs.clear()  # their plans have the kernels that were best before
         return ranked
 
     def explain(self, *arrays: Any, rows: int = 0) -> str:
-        """In sentences: which rules were used, what the kernels do, what the roofline estimates; and why a call with these
-        arrays runs by parts, if it does.
+        """In sentences: which rules were used, what the kernels do, what the roofline estimates; or why a call with these
+        arrays runs by parts.
 
         rows: up to how many rows a table says which kernels serve which numbers of rows; 0 for none."""
         try:
-            said = self.candidates(*arrays)[0].explained()
+            text = self.candidates(*arrays)[0].describe()
             ranges = [
                 f"{', '.join(f'{first} to {last}' for first, last in some)} rows: {what}."
                 for what, some in self.table(arrays, rows).items()
             ]
-            return "\n".join([said, *ranges])
+            return "\n".join([text, *ranges])
         except NoKernel as error:
             return f"A call with these arrays runs by parts, and no kernel serves it. {error}."
 
-    def _served(self, arrays: Sequence[Any]) -> tuple[Traced, list[Candidate]]:
-        known = super()._served(arrays)
+    def _plan_call(self, arrays: Sequence[Any]) -> tuple[TracedDefinition, list[Candidate]]:
+        known = super()._plan_call(arrays)
         self._plan_only(arrays)
         return known
 
-    def _plan_only(self, given: Sequence[Any]) -> None:
-        """Plan a call, and launch nothing. NoKernel: with these arrays, their strides and dtypes, it would run by parts."""
-        flat, _ = self._rows(self._arguments(given))
+    def _plan_only(self, args: Sequence[Any]) -> None:
+        """Plan a call without a launch. NoKernel: with these arrays, their strides and dtypes, it would run by parts."""
+        flat, _ = self._flatten_leading(self._arguments(args))
         shapes, kinds = self._kinds(self.prepare, flat)
-        every = [(name, x.T if s.turned else x, s) for name, x, s in zip(self.names, flat, shapes)]
-        forms = {name: describe(without_grad(x), name).form for name, x, s in every if s.extents}
-        numbers = tuple([x for _, x, s in every if not s.extents])
+        operands = [(name, x.T if s.transposed else x, s) for name, x, s in zip(self.names, flat, shapes)]
+        forms = {name: describe(without_grad(x), name).form for name, x, s in operands if s.extents}
+        numbers = tuple([x for _, x, s in operands if not s.extents])
         self.programs[kinds].steps(forms, next(iter(forms.values())).device, numbers, "bshd")
 
 
 def kernel(definition: Callable) -> Fused:
-    """Decorator: a function of arrays, written with fuse's functions, becomes fused kernels. TypeError: it is not a Python
-    function, or has parameters that are not positional."""
+    """Decorator: turn a Python function of arrays, written with fuse's functions, into fused kernels. TypeError: it is not a
+    Python function, or has parameters that are not positional."""
     fused = Fused(definition)
     if wrong := [str(x) for x in fused.signature.parameters.values() if x.kind not in BY_PLACE]:
-        raise TypeError(f"fuse.kernel: {fused.name} must take its arrays by place, and each has a name, got {', '.join(wrong)}")
+        raise TypeError(f"fuse.kernel: {fused.name} must have positional parameters only, no * or **, got {', '.join(wrong)}")
     return fused
 
 
 def compile(definition: Callable, *shapes: tuple[int, ...] | Shape, dtype: str = "bfloat16", arch: str = "sm_90a") -> Fused:
-    """A function of arrays as fused kernels, whose machine code for arrays of these shapes is made now (see Fused.compile)."""
+    """Compile a function of arrays for arrays of these shapes ahead of time (see Fused.compile), and return it as a fused
+    function."""
     fused = definition if isinstance(definition, Fused) else kernel(definition)
     fused.compile(*shapes, dtype=dtype, arch=arch)
     return fused

@@ -1,4 +1,4 @@
-"""What calls of fused functions ask of the arrays that are given, and how results get to where they are to go."""
+"""Checks of a call's arguments, casts, and copies of results into the arrays of `out`."""
 
 import itertools
 import sys
@@ -7,29 +7,29 @@ from typing import Any
 
 import numpy as np
 
-from tiles.checks import Check, Values
+from tiles.checks import Check, ValueRule
 from tiles.frameworks import describe
 
 
-def in_order(results: Any) -> Any:
+def as_tuple(results: Any) -> Any:
     """The results of a definition as a tuple or one array; a dictionary gives its values."""
     return tuple(results.values()) if isinstance(results, dict) else results
 
 
-def as_rows(out: Any, lead: tuple[int, ...]) -> Any:
-    """The array for a result, with its leading axes joined into one. ValueError: its leading axes are not `lead`, or their
-    strides do not allow a view: reshape would copy the array, and the result would be written to the copy."""
+def flatten_out(out: Any, lead: tuple[int, ...]) -> Any:
+    """An array of `out` with its leading axes joined into one. ValueError: its leading axes are not `lead`, or their strides
+    allow no view: reshape would copy the array, and the result would go to the copy."""
     if tuple(out.shape[:-1]) != lead:
         raise ValueError(f"out: must have the result's leading axes, {lead}: out.shape={tuple(out.shape)}")
     strides = out.stride() if hasattr(out, "stride") else describe(out, "out").form.strides
     axes = [one for one in zip(lead, strides) if one[0] != 1]
     if any([far != n * step for (_, far), (n, step) in itertools.pairwise(axes)]):
-        raise ValueError(f"out: leading axes must lie as one, for they are rows: {out.shape=}, strides {tuple(strides)}")
+        raise ValueError(f"out: leading axes are rows and must be contiguous: {out.shape=}, strides {tuple(strides)}")
     return out.reshape(-1, out.shape[-1])
 
 
-def written(outs: Sequence[Any], results: Sequence[Any]) -> list[Any]:
-    """The results, each copied into the array that was given for it, if one was. ValueError: that array has another shape."""
+def copy_to_outs(outs: Sequence[Any], results: Sequence[Any]) -> list[Any]:
+    """The results, each copied into its array of `outs` where there is one. ValueError: that array has another shape."""
     for target, x in zip(outs, results):
         if target is not None:
             if tuple(target.shape) != tuple(x.shape):
@@ -38,19 +38,19 @@ def written(outs: Sequence[Any], results: Sequence[Any]) -> list[Any]:
     return [x if target is None else target for target, x in zip(outs, results)]
 
 
-def index_values(name: str, among: int) -> Values:
-    """What the check of an argument asks of an index into `among` things (tiles/checks.py)."""
+def index_value_check(name: str, among: int) -> ValueRule:
+    """The check of the values of an index into `among` things (tiles/checks.py)."""
 
     def wrong(values: np.ndarray, extents: Any) -> Any:
         beyond = np.argwhere(values >= among)
         return (beyond[0], f"must be below {among}") if len(beyond) else None
 
-    return Values(wrong, "pass a negative one to choose nothing")
+    return ValueRule(wrong, "pass a negative one to choose nothing")
 
 
 def refuse_index(name: str, index: np.ndarray, among: int) -> None:
-    """ValueError, which names the index, if one of its numbers is `among` or more."""
-    Check([(name, 0, describe(index, name).form, index_values(name, among))], {}).run(0, [index.ctypes.data])
+    """ValueError, which names the index, if one of its values is `among` or more."""
+    Check([(name, 0, describe(index, name).form, index_value_check(name, among))], {}).run(0, [index.ctypes.data])
 
 
 def dtype_of(x: Any) -> str:

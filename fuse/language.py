@@ -1,5 +1,5 @@
-"""The functions that a fused function is written with. On its arrays they give terms; on torch's tensors they are torch's, on
-anything else NumPy's: a definition can be called as it is.
+"""The functions that definitions are written with. On the arguments of a fused function they give terms; on torch's tensors
+they are torch's functions, on anything else NumPy's: a definition can be called as it is.
 
 Reductions are along the last axis and keep it, with length 1, so that their results broadcast against what they reduced."""
 
@@ -11,8 +11,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from . import draws, terms
-from .evaluate import picked
+from . import draws, term_operations, term_views, terms
+from .evaluate import pick_elements
 from .functions import CASTS, MAPS, of_torch
 from .terms import Term
 
@@ -21,7 +21,7 @@ __all__ = """abs attention cast causal concatenate dropout exp exp2 gelu halves 
     weighted where""".split()
 
 
-LEAST = -3.0e38  # below all numbers that are compared
+LEAST = -3.0e38  # below all numbers of the rows that `top` sorts
 
 
 def _map(name: str):
@@ -101,13 +101,13 @@ def concatenate(parts: Any, axis: int = -1) -> Any:
         return sys.modules["torch"].cat(parts, axis) if _torch(parts[0]) else np.concatenate(parts, axis)
     if axis not in (-1, parts[0].ndim - 1):
         raise TypeError(f"concatenate: joins the last axis, got {axis=}")
-    return terms.concat(*parts)
+    return term_operations.concat(*parts)
 
 
 def halves(x: Any) -> tuple[Any, Any]:
     """(the first half of the columns, the second half) of x (..., N). In a fused function N must be even (ValueError)."""
     if isinstance(x, Term):
-        return terms.half(x, 0), terms.half(x, 1)
+        return term_operations.half(x, 0), term_operations.half(x, 1)
     middle = x.shape[-1] // 2
     return x[..., :middle], x[..., middle:]
 
@@ -116,14 +116,14 @@ def split_heads(x: Any, count: int) -> Any:
     """The columns cut into `count` heads: x (..., S, count * D) gives (..., count, S, D). ValueError: the columns are no
     multiple of count."""
     if isinstance(x, Term):
-        return terms.split(x, count)
+        return term_views.split(x, count)
     return x.reshape(*x.shape[:-1], count, -1).swapaxes(-3, -2)
 
 
 def merge_heads(x: Any) -> Any:
     """The reverse of split_heads: x (..., H, S, D) gives (..., S, H * D)."""
     if isinstance(x, Term):
-        return terms.merged(x)
+        return term_views.merge_heads(x)
     return x.swapaxes(-3, -2).reshape(*x.shape[:-3], x.shape[-2], -1)
 
 
@@ -137,12 +137,12 @@ def dropout(x: Any, p: Any, seed: Any) -> Any:
     which may change from call to call. What is dropped depends on the seed and the position only: dropout(ones, p, seed) on
     NumPy arrays shows what a kernel drops. ValueError, TypeError: p or seed is not of this kind."""
     if any(isinstance(one, Term) for one in (x, p, seed)):
-        return terms.dropout(x, p, seed)
+        return term_operations.dropout(x, p, seed)
     if not 0 <= p < 1:
         raise ValueError(f"dropout: p must be at least 0 and below 1, got {p=}")
     if _torch(x):
-        return x * draws.kept_in_torch(x, p, seed) / (1 - p)
-    return np.where(draws.kept(x.shape, p, int(seed.item())), x, x.dtype.type(0)) / x.dtype.type(1 - p)
+        return x * draws.keep_mask_in_torch(x, p, seed) / (1 - p)
+    return np.where(draws.keep_mask(x.shape, p, int(seed.item())), x, x.dtype.type(0)) / x.dtype.type(1 - p)
 
 
 def cast(x: Any, dtype: Any) -> Any:
@@ -164,22 +164,22 @@ def pick(x: Any, index: Any) -> Any:
     int32 or int64; gives (..., 1). A fused function refuses an index of N or more if its arrays lie in host memory
     (ValueError); on a GPU it gives 0."""
     if isinstance(x, Term):
-        return terms.pick(x, index)
+        return term_operations.pick(x, index)
     if _torch(x):
         at = index.long().unsqueeze(-1)
         inside = (at >= 0) & (at < x.shape[-1])
         return x.gather(-1, at.where(inside, at.new_zeros(()))).where(inside, x.new_zeros(()))
-    return picked(x, index, np.zeros((), x.dtype))
+    return pick_elements(x, index, np.zeros((), x.dtype))
 
 
 def matmul_by(x: Any, w: Any, index: Any) -> Any:
     """x[m] @ w[index[m]] for each row m: every row has a matrix of its own, and 0 where index is negative. x (M, K), w (E, K,
     N), index (M,) of int32 or int64; gives (M, N). An index of E or more is treated as by pick."""
     if any(isinstance(one, Term) for one in (x, w, index)):
-        return terms.matmul_by(x, w, index)
+        return term_operations.matmul_by(x, w, index)
     inside = (index >= 0) & (index < len(w))
-    own = w[index.where(inside, index.new_zeros(())) if _torch(x) else np.where(inside, index, 0)]
-    return (x[:, None] @ own)[:, 0] * inside[:, None]
+    matrices = w[index.where(inside, index.new_zeros(())) if _torch(x) else np.where(inside, index, 0)]
+    return (x[:, None] @ matrices)[:, 0] * inside[:, None]
 
 
 def top(x: Any, count: int) -> Any:
@@ -195,7 +195,7 @@ def weighted(p: Any, x: Any) -> Any:
     """The sum over e of p[:, e] * x[e]: the outputs of E experts, weighted for each row. p (M, E), x (E, M, N); gives (M,
     N)."""
     if any(isinstance(one, Term) for one in (p, x)):
-        return terms.weighted(p, x)
+        return term_operations.weighted(p, x)
     return (p.T[..., None] * x).sum(0)
 
 
@@ -203,7 +203,7 @@ def causal(scores: Any) -> Any:
     """The scores, and -inf where a query does not see a key: query i sees key j if j <= i + keys - queries. scores (...,
     queries, keys)."""
     if isinstance(scores, Term):
-        return terms.causal(scores)
+        return term_operations.causal(scores)
     queries, keys = scores.shape[-2:]
     if not _torch(scores):
         return np.where(np.tri(queries, keys, keys - queries, dtype=bool), scores, np.asarray(-np.inf, scores.dtype))

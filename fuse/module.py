@@ -1,6 +1,7 @@
-"""The module that a fused function becomes: text that one can read, keep and run, and that is what runs here.
+"""Generated modules: source that can be read, kept and run, and that is what a call runs.
 
-A template says of its kernel a Text: what stands in it line by line. `assemble` makes a module of several; `load` runs it."""
+A template describes its kernel by a KernelText, the lines that it consists of. `assemble` makes a module of several; `load`
+executes it."""
 
 from __future__ import annotations
 
@@ -18,29 +19,29 @@ import jinja2
 
 import ops
 import tiles
-from tiles.program import Recent
+from tiles.plan import Recent
 
-from .lines import WIDTH, assigned, broken, cut_at_commas, imports
+from .lines import WIDTH, break_imports, break_lines, cut_at_commas, format_assignments
 from .names import array, free_names, global_names, unused
 
 HOMES = {name: "tiles" for name in tiles.__all__} | {name: "ops" for name in ops.__all__}
 HOMES |= {"cuda": "numba", "float32": "numpy", "int32": "numpy", "repeated": "tiles.frameworks"}
-HOMES |= {"share_of": "attention.dropout"}
+HOMES |= {"drop_threshold": "attention.dropout"}
 HOMES |= {name: "ops.cluster_sum" for name in ("ClusterSum", "RowSums", "max_over_cluster", "sum_over_cluster")}
-MODULES = 1024  # that are kept
-KERNELS = Recent(MODULES)  # of modules, by their names and code
+MODULES = 1024  # modules that are remembered
+KERNELS = Recent(MODULES)  # compiled kernels, by their names and code
 PROGRAMS: set[str] = set()  # the names of all programs; torch's ops have these, too
-DTYPES = {"bfloat16": "bf16", "float16": "fp16"}  # of matrices that are multiplied
+DTYPES = {"bfloat16": "bf16", "float16": "fp16"}  # dtypes of the operands of products
 
 
 @dataclass
-class Text:
+class KernelText:
     """The lines of a kernel and of its launch. globals: assignments in the module. helpers: functions that the kernel calls.
     kernel: its body. before: lines of the launching function, ahead of the launch. counts: (name, expression) of what that
     function computes after them. launch: what follows the kernel in tiles.launch(kernel, ...). bounds: threads and blocks, for
-    launch_bounds. arguments: (parameter of the kernel, expression that it is given).
+    launch_bounds. arguments: (parameter of the kernel, expression that is passed for it).
 
-    A Text without a kernel calls functions that have kernels of their own; the calls stand in `before`."""
+    A KernelText without a kernel calls functions that have kernels of their own; the calls are in `before`."""
 
     globals: list[str] = field(default_factory=list)
     helpers: list[str] = field(default_factory=list)
@@ -57,50 +58,50 @@ class Text:
         parameters = [one for one, _ in self.arguments]
         return "\n".join([self.bounds, *self.globals, *self.helpers, *parameters, *self.kernel])
 
-    def with_names(self, put: Callable[[str], str]) -> Text:
-        """The same with other names. put: what becomes of each piece of code."""
+    def with_names(self, put: Callable[[str], str]) -> KernelText:
+        """The same text after renaming. put: renames a piece of code."""
         counts, arguments = ([(put(one), put(other)) for one, other in some] for some in (self.counts, self.arguments))
         code, helpers, kernel, before = ([*map(put, some)] for some in (self.globals, self.helpers, self.kernel, self.before))
-        return Text(code, helpers, kernel, before, counts, put(self.launch), put(self.bounds), arguments)
+        return KernelText(code, helpers, kernel, before, counts, put(self.launch), put(self.bounds), arguments)
 
 
 @functools.cache
 def _templates() -> jinja2.Environment:
-    found = jinja2.Environment(
+    environment = jinja2.Environment(
         loader=jinja2.PackageLoader("fuse", "templates"),
         line_statement_prefix="%",
         trim_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    found.filters["array"] = array
-    return found
+    environment.filters["array"] = array
+    return environment
 
 
-def rendered(file: str, gaps: Mapping[str, Any]) -> Text:
-    """The Text of a template. gaps: what fills its gaps by name, among them `arguments`, `bounds`, `launch`, and `before` or
-    `counts`."""
+def render(file: str, gaps: Mapping[str, Any]) -> KernelText:
+    """The KernelText of a template. gaps: the values of its gaps by name, among them `arguments`, `bounds`, `launch`, and
+    `before` or `counts`."""
     template = _templates().get_template(file)
     blocks = {
         name: "".join(block(template.new_context(dict(gaps)))).rstrip().splitlines() for name, block in template.blocks.items()
     }
     of_launch = {name: gaps[name] for name in ("arguments", "before", "bounds", "counts", "launch") if name in gaps}
-    return Text(blocks["constants"], blocks["helpers"], blocks["kernel"], **of_launch)
+    return KernelText(blocks["constants"], blocks["helpers"], blocks["kernel"], **of_launch)
 
 
-def rename_globals(name: str, kernels: Sequence[tuple[str, Text]]) -> list[tuple[str, Text]]:
-    """The kernels of a module, (name, Text) of each, with new names for the globals and helpers of all but the last one. name:
-    that of the function, with which the kernels' begin."""
+def rename_globals(name: str, kernels: Sequence[tuple[str, KernelText]]) -> list[tuple[str, KernelText]]:
+    """The kernels of a module, (name, KernelText) of each, with new names for the globals and helpers of all but the last one.
+    name: that of the function, with which the kernels' names begin."""
     last = next((text for _, text in kernels[::-1] if text.kernel), None)
     renamed = [{} if text is last else _marks(kernel.removeprefix(f"{name}_"), text) for kernel, text in kernels]
     return [(kernel, text.with_names(functools.partial(_marked, marks=its))) for (kernel, text), its in zip(kernels, renamed)]
 
 
-def outline(kernels: Sequence[tuple[str, Text]], parameters: Sequence[str], views: Sequence[str]) -> str:
-    """All code of a module, as Python reads it, wherever its lines end."""
+def outline(kernels: Sequence[tuple[str, KernelText]], parameters: Sequence[str], views: Sequence[str]) -> str:
+    """All code of a module as Python parses it, whatever its line breaks."""
     bodies, launches = list[str](), [*views]
     for kernel, text in kernels:
         bodies += [*text.globals, *text.helpers]
-        launches += [*text.before, *(f"{called} = {made}" for called, made in text.counts)]
+        launches += [*text.before, *(f"{name} = {value}" for name, value in text.counts)]
         if text.kernel:
             bodies += [
                 f"@cuda.jit(launch_bounds=({text.bounds}))",
@@ -112,78 +113,78 @@ def outline(kernels: Sequence[tuple[str, Text]], parameters: Sequence[str], view
 
 
 def assemble(
-    title: str, name: str, kernels: Sequence[tuple[str, Text]], parameters: Sequence[str], views: Sequence[str] = ()
+    title: str, name: str, kernels: Sequence[tuple[str, KernelText]], parameters: Sequence[str], views: Sequence[str] = ()
 ) -> str:
-    """The text of a module. title: its docstring. name: the name of what it computes. kernels: (name, Text) of each kernel, in
-    the order of their launches. parameters: those of the module's `launch`; arrays that are written come last. views: lines
+    """The text of a module. title: its docstring. name: the name of the function. kernels: (name, KernelText) of each kernel,
+    in the order of their launches. parameters: those of the module's `launch`; arrays that are written come last. views: lines
     `name = expression` that make views of them; a view that is used once is written where it is used."""
     constants, bodies, launches = list[str](), list[str](), list[str]()
     taken = {*parameters, *(kernel for kernel, _ in kernels)}
     for kernel, text in kernels:
         constants += text.globals
-        launches += [f"    {line}" for line in [*text.before, *assigned(text.counts)]]
+        launches += [f"    {line}" for line in [*text.before, *format_assignments(text.counts)]]
         if not text.kernel:
             continue
         bodies += ["", "", *text.helpers] if text.helpers else []
         bodies += ["", "", f"@cuda.jit(launch_bounds=({text.bounds}))"]
         bodies += [f"def {kernel}({', '.join(one for one, _ in text.arguments)}):"]
         bodies += [f"    {line}" for line in text.kernel]
-        given = ", ".join(value for _, value in text.arguments)
-        launches += [f"    {line}" for line in _call(kernel, text.launch, given, taken)]
+        arguments = ", ".join(value for _, value in text.arguments)
+        launches += [f"    {line}" for line in _call(kernel, text.launch, arguments, taken)]
     named = dict(view.split(" = ", 1) for view in views)
-    for called, made in reversed(named.items()):  # each after what it is a view of
-        inside = [re.sub(rf"\b{called}\b", lambda _: made, one) for one in launches]
-        users = re.findall(rf"\b{called}\b", "\n".join([*named.values(), *launches]))
+    for view_name, value in reversed(named.items()):  # a view before its base
+        inside = [re.sub(rf"\b{view_name}\b", lambda _: value, one) for one in launches]
+        users = re.findall(rf"\b{view_name}\b", "\n".join([*named.values(), *launches]))
         if len(users) <= 1 and all(len(one) <= WIDTH or one in launches for one in inside):
-            named = {x: re.sub(rf"\b{called}\b", lambda _: made, its) for x, its in named.items() if x != called}
+            named = {x: re.sub(rf"\b{view_name}\b", lambda _: value, its) for x, its in named.items() if x != view_name}
             launches = inside
-    says = f'    """{name}, on arrays of any framework; what is last is written."""'
-    ahead = [f"    {line}" for line in assigned(named.items())]
-    launches = ["", "", f"def launch({', '.join(parameters)}):", says, *ahead, *launches]
-    body = list(broken([*constants, *bodies, *launches]))
+    docstring = f'    """{name}, on arrays of any framework; what is last is written."""'
+    ahead = [f"    {line}" for line in format_assignments(named.items())]
+    launches = ["", "", f"def launch({', '.join(parameters)}):", docstring, *ahead, *launches]
+    body = list(break_lines([*constants, *bodies, *launches]))
     body = body if constants else body[1:]
     end = "\n" if "\n" in title else ""
     return "\n".join([*f'"""{title}{end}"""'.splitlines(), "", *_imports("\n".join(body)), "", *body]) + "\n"
 
 
-def _call(kernel: str, launch: str, given: str, taken: Iterable[str]) -> list[str]:
-    """The lines of a launch: one line if it fits. Otherwise the launch and the call get a line each, and the number of blocks
-    and some arguments, too, if they must. taken: names that are not free for them."""
-    whole = f"tiles.launch({kernel}, {launch})({given})"
-    if len(whole) <= WIDTH - 4:
-        return [whole]
-    run, some, count = (unused(one, taken) for one in ("run", "given", "blocks"))
+def _call(kernel: str, launch: str, arguments: str, taken: Iterable[str]) -> list[str]:
+    """The lines of a launch: one line if it fits. Otherwise the launch and the call get a line each, and so do the number of
+    blocks and some arguments if they must. taken: names that these may not have."""
+    line = f"tiles.launch({kernel}, {launch})({arguments})"
+    if len(line) <= WIDTH - 4:
+        return [line]
+    run, arguments_name, count = (unused(one, taken) for one in ("run", "given", "blocks"))
     if len(f"{run} = tiles.launch({kernel}, {launch})") > WIDTH - 4 and not re.search(rf"\b{count}\b", launch):
         blocks, *others = cut_at_commas(launch)
-        return [f"{count} = {blocks}", *_call(kernel, ", ".join([count, *others]), given, taken)]
-    arrays = cut_at_commas(given)
+        return [f"{count} = {blocks}", *_call(kernel, ", ".join([count, *others]), arguments, taken)]
+    arrays = cut_at_commas(arguments)
     for n in range(len(arrays) - 1, 1, -1):
-        first, rest = f"{some} = {', '.join(arrays[:n])}", f"{run}(*{some}, {', '.join(arrays[n:])})"
-        if len(given) > WIDTH - 8 and "(" in arrays[n - 1] and max(len(first), len(rest)) <= WIDTH - 4:
+        first, rest = f"{arguments_name} = {', '.join(arrays[:n])}", f"{run}(*{arguments_name}, {', '.join(arrays[n:])})"
+        if len(arguments) > WIDTH - 8 and "(" in arrays[n - 1] and max(len(first), len(rest)) <= WIDTH - 4:
             return [f"{run} = tiles.launch({kernel}, {launch})", first, rest]
-    return [f"{run} = tiles.launch({kernel}, {launch})", f"{run}({given})"]
+    return [f"{run} = tiles.launch({kernel}, {launch})", f"{run}({arguments})"]
 
 
 def _imports(text: str) -> list[str]:
-    """The lines that import what the text uses."""
+    """The lines that import the names that the text uses."""
     names = free_names(symtable.symtable(text, "", "exec"))
     homes: dict[str, list[str]] = {}
     for name in sorted(names & HOMES.keys()):
         homes.setdefault(HOMES[name], []).append(name)
-    others, ours = list[str](), [f"import {one}" for one in ("attention", "tiles") if one in names]
-    for home, found in sorted(homes.items()):
-        (ours if home.split(".")[0] in ("attention", "ops", "tiles") else others).append(
-            f"from {home} import {', '.join(found)}"
+    others, own_packages = list[str](), [f"import {one}" for one in ("attention", "tiles") if one in names]
+    for home, imported in sorted(homes.items()):
+        (own_packages if home.split(".")[0] in ("attention", "ops", "tiles") else others).append(
+            f"from {home} import {', '.join(imported)}"
         )
-    parts = [["import math"] if "math" in names else [], others, list(imports(ours))]
+    parts = [["import math"] if "math" in names else [], others, list(break_imports(own_packages))]
     return [line for part in parts if part for line in ("", *part)][1:]
 
 
-def _marks(label: str, text: Text) -> dict[str, str]:
+def _marks(label: str, text: KernelText) -> dict[str, str]:
     """{name: new name} for the globals and helpers of a kernel that is not the module's last one, so that no two kernels use
     one name."""
-    every = global_names([*text.globals, *text.helpers])
-    return {name: f"{label.upper() if name.isupper() else label}_{name}" for name in every}
+    defined = global_names([*text.globals, *text.helpers])
+    return {name: f"{label.upper() if name.isupper() else label}_{name}" for name in defined}
 
 
 def _marked(line: str, marks: dict[str, str]) -> str:
@@ -192,8 +193,8 @@ def _marked(line: str, marks: dict[str, str]) -> str:
 
 @functools.lru_cache(MODULES)
 def load(text: str, name: str, kernels: tuple[tuple[str, str], ...] = ()) -> ModuleType:
-    """The module of this text, executed once. Its lines are where errors and the interpreter look for source code. kernels:
-    (name, code) of kernels: one that another module has, too, is the same object, which is compiled once."""
+    """The module of this text, executed once. Errors and the interpreter look its lines up in linecache. kernels: (name, code)
+    of kernels: one that another module has, too, is the same object, which is compiled once."""
     file = f"<fuse {name} {hashlib.sha256(text.encode()).hexdigest()[:12]}>"
     module = ModuleType(name)
     module.__file__ = file
@@ -205,7 +206,7 @@ def load(text: str, name: str, kernels: tuple[tuple[str, str], ...] = ()) -> Mod
     return module
 
 
-def one_number(name: str, at: str, dtype: str) -> str:
+def scalar_load(name: str, at: str, dtype: str) -> str:
     """The expression that reads one number from an array of this dtype."""
     if dtype == "float32" or "int" in dtype:
         return f"{name}[{at}]"

@@ -1,8 +1,8 @@
-"""What things are called in the module that a fused function becomes.
+"""Names in generated modules.
 
-Templates write a kernel with *marks* where a definition gives the names: to the function, its arguments, results and variables.
-A mark is as long as its name and has a letter that no kernel has. So whatever else stands in the text is the module's own, and
-`settle_names` finds names that hide nothing of it. Then `Renaming` puts them in."""
+Templates write a kernel with *marks* in place of the names that a definition gives: to the function, its arguments, results and
+variables. A mark is as long as its name and consists of a letter that no kernel uses, so all other names in the text are the
+module's own. `settle_names` chooses names that hide none of these, and `Renaming` puts them in place of the marks."""
 
 from __future__ import annotations
 
@@ -17,82 +17,82 @@ from typing import Any
 
 
 def unused(name: str, taken: Iterable[str]) -> str:
-    """The name, with a number behind it if it is taken."""
-    number, found, taken = 1, name, set(taken)
-    while found in taken:
+    """The name, with a number appended if it is taken."""
+    number, candidate, taken = 1, name, set(taken)
+    while candidate in taken:
         number += 1
-        found = f"{name}_{number}"
-    return found
+        candidate = f"{name}_{number}"
+    return candidate
 
 
 def identifiers(keys: Iterable[Any], taken: Iterable[str]) -> tuple[str, ...]:
-    """Names for what a dictionary calls by these keys: the keys, made Python's names where they are none, and with a number
-    behind them where Python or `taken` has the name."""
-    found = list[str]()
+    """Identifiers for the keys of a dictionary of results: the keys, made valid where they are not, and with a number appended
+    where Python or `taken` has the name."""
+    result = list[str]()
     for key in keys:
         word = unicodedata.normalize("NFKC", str(key))  # as Python reads it
         word = "".join([one if f"a{one}".isidentifier() else "_" for one in word])
-        found.append(unused(word if word.isidentifier() else f"out_{word}", (*taken, *found, *keyword.kwlist)))
-    return tuple(found)
+        result.append(unused(word if word.isidentifier() else f"out_{word}", (*taken, *result, *keyword.kwlist)))
+    return tuple(result)
 
 
 def array(name: str) -> str:
-    """What a kernel calls the array that a variable is read from: gX for x."""
+    """The kernel's parameter for the array that a variable is read from: gX for x."""
     return f"g{name[0].upper()}{name[1:]}"
 
 
 # ---- marks -----------------------------------------------------------------------------------------------------------
 @functools.lru_cache(64)
 def letters(count: int) -> tuple[str, ...]:
-    """So many small letters that are not ASCII's, each of which has one capital."""
-    every = (chr(code) for code in range(0x430, 0x1E944))
-    cased = (one for one in every if one.islower() and len(one.upper()) == 1 and one.upper().lower() == one != one.upper())
+    """So many lower-case letters that are not ASCII's, each of which has one capital."""
+    characters = (chr(code) for code in range(0x430, 0x1E944))
+    cased = (one for one in characters if one.islower() and len(one.upper()) == 1 and one.upper().lower() == one != one.upper())
     plain = (one for one in cased if all(unicodedata.normalize("NFKC", x) == x for x in (one, one.upper())))
     return tuple(itertools.islice(plain, count))
 
 
-def marks(names: Sequence[str]) -> list[str]:
+def make_marks(names: Sequence[str]) -> list[str]:
     """A mark for each name."""
     return [letter * len(name) for letter, name in zip(letters(len(names)), names)]
 
 
 class Renaming:
-    """Puts names in the place of marks: x for the mark of x, and X and gX for what templates make of it."""
+    """Replaces marks by names: x for the mark of x, and X and gX for the forms that templates derive from it."""
 
     def __init__(self, marks: Sequence[str], names: Sequence[str]):
         self.names, self.places = list(names), {mark[0]: n for n, mark in enumerate(marks)}
         self.pattern = re.compile("|".join([f"[{one}{one.upper()}]+" for one in self.places]))
 
     def __call__(self, text: str) -> str:
-        """The text with names."""
+        """The text with names in place of marks."""
         return self.pattern.sub(self._name, text)
 
-    def _name(self, found: re.Match) -> str:
-        mark, of_array = found[0], found.string[: found.start()].endswith("g")
+    def _name(self, match: re.Match) -> str:
+        mark, of_array = match[0], match.string[: match.start()].endswith("g")
         name = self.names[self.places[mark[0].lower()]]
         return array(name)[1:] if of_array else name.upper() if mark.isupper() else name
 
     def inside(self, text: str) -> frozenset[int]:
-        """The places of the names that the text has marks of."""
+        """The places of the names whose marks the text contains."""
         return frozenset([self.places[mark[0].lower()] for mark in self.pattern.findall(text)])
 
 
 def settle_names(names: Sequence[str], marks: Sequence[str], text: str) -> Renaming:
-    """The renaming to names that hide nothing that the module has for itself, and not each other: to those given, or those
-    with a number behind them. Of two that cannot both stay as they are, the first one does. text: the module, with marks."""
-    put, every = Renaming(marks, names), scopes(text)
-    known = {one: put.inside(one) for scope in every for one in scope}
-    while clash := _clash(every, lambda one: put(one) if known[one] else one):
+    """The renaming to names that hide no name of the module, and not each other: the given names, or these with a number
+    appended. Of two that conflict, the first one stays. text: the module, with marks."""
+    renaming, name_scopes = Renaming(marks, names), scopes(text)
+    known = {one: renaming.inside(one) for scope in name_scopes for one in scope}
+    while clash := _clash(name_scopes, lambda one: renaming(one) if known[one] else one):
         one, other = map(known.__getitem__, clash)
         last = max(one | other)
-        name = put.names[last]
-        alone = one == other and name.upper() == name  # X = st(...) beside x, of an argument that is called X
-        put.names[last] = unused(f"{name}_array" if alone else name, {*known, *put.names})
-    return put
+        name = renaming.names[last]
+        same_argument = one == other and name.upper() == name  # X = st(...) beside x, of an argument that is called X
+        renaming.names[last] = unused(f"{name}_array" if same_argument else name, {*known, *renaming.names})
+    return renaming
 
 
 def _clash(scopes: Iterable[Iterable[str]], called: Callable[[str], str]) -> tuple[str, str] | None:
-    """Two identifiers of one scope that would be called the same; None if there are none."""
+    """Two identifiers of one scope that would get the same name; None if there are none."""
     for scope in scopes:
         known = dict[str, str]()
         for one in sorted(scope):
@@ -102,12 +102,12 @@ def _clash(scopes: Iterable[Iterable[str]], called: Callable[[str], str]) -> tup
 
 
 # ---- the names in a text ---------------------------------------------------------------------------------------------
-KEYWORD = re.compile(r"(?<=[(\s])\w+(?==[^=])")  # of a call
+KEYWORD = re.compile(r"(?<=[(\s])\w+(?==[^=])")  # a keyword of a call
 
 
 def scopes(text: str) -> list[set[str]]:
-    """The names that must differ from each other: those in each function of the text; those outside of functions, with what
-    all of it takes from elsewhere; and the keywords of calls."""
+    """The sets of names that must differ from each other: those in each function of the text; those outside of functions, with
+    all that the text takes from elsewhere; and the keywords of calls."""
     table = symtable.symtable(text, "", "exec")
     outside = {*table.get_identifiers(), *free_names(table)}
     return [*map(_identifiers, table.get_children()), outside, {*KEYWORD.findall(text)}]
@@ -121,13 +121,13 @@ def free_names(table: symtable.SymbolTable) -> set[str]:
 
 
 def _globals(table: symtable.SymbolTable) -> set[str]:
-    """The names that a function, and what is in it, takes from outside of all functions."""
-    own = table.get_globals() if isinstance(table, symtable.Function) else ()
-    return {*own}.union(*map(_globals, table.get_children()))
+    """The names that a function, and functions inside it, read from outside of all functions."""
+    names = table.get_globals() if isinstance(table, symtable.Function) else ()
+    return {*names}.union(*map(_globals, table.get_children()))
 
 
 def _identifiers(table: symtable.SymbolTable) -> set[str]:
-    """All names in a function, and in what is in it."""
+    """All names in a function, and in functions inside it."""
     return {*table.get_identifiers()}.union(*map(_identifiers, table.get_children()))
 
 

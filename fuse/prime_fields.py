@@ -55,5 +55,5 @@ def random_field(random: Random) -> PrimeField:
     c = 2
     while math.gcd(p := c * q + 1, SMALL) > 1 or not is_prime(p):
         c += 2
-    base = next(found for a in WITNESSES if (found := pow(a, c, p)) != 1)
+    base = next(base for a in WITNESSES if (base := pow(a, c, p)) != 1)
     return PrimeField(p, q, base)

@@ -1,5 +1,5 @@
-"""How a definition becomes a program (tiles/program.py): the schema of its arrays, and the planner that returns the launches of
-the best way. One program serves all arrays of the same kinds, whatever their lengths."""
+"""The tiles.program.Program of a definition: the schema of its arrays, and the planner that returns the launches of the best
+plan. One program serves all arrays of the same kinds, whatever their lengths."""
 
 from __future__ import annotations
 
@@ -12,162 +12,166 @@ from typing import Any
 
 from tiles.arrays import Operand
 from tiles.checks import Check, asked
-from tiles.program import Plan, Program
-from tiles.recording import Recorded, recorded
+from tiles.plan import Plan
+from tiles.program import Program
+from tiles.recording import RecordedStep, recorded
 from tiles.schema import Schema
 from tiles.torch_op import token
 
 from . import graph, module, terms
-from .axes import extent_from
-from .candidates import Chosen
-from .classes import extents_at, known_extents, lengths
+from .axes import derive_extent
+from .candidates import GeneratedModule
+from .classes import axis_roles, extents_at, known_extents
 from .definition import Definition, NoKernel
-from .early import Early, memory_of
+from .early import EarlyLaunch, memory_of
 from .functions import CASTS, FP8, MAPS
-from .given import index_values
+from .given import index_value_check
 from .names import array, unused
 from .terms import Term
-from .trace import Shape, Traced
+from .trace import Shape, TracedDefinition
 
 FLOATS = ("bfloat16", "float16", "float32")
-HOLDS = {name: name for name in FLOATS} | {FP8: "fp8"}  # a dtype, as a schema calls it (tiles/schema.py)
+HOLDS = {name: name for name in FLOATS} | {FP8: "fp8"}  # {dtype: its name in a schema (tiles/schema.py)}
 
 
 class FusedProgram(Program):
-    """The program of a definition. results: how many it has. single: does it return one, not a tuple of one? dtypes: those that
-    results have whatever the arguments have, "" where they follow the first argument."""
+    """The program of a definition. results: how many it has. single: does it return one array, not a tuple? dtypes: those of
+    results that do not depend on the arguments' dtype, "" where they have the first argument's."""
 
-    def __init__(self, schema: Schema, planner: Callable[..., Plan], found: Traced, gradient: Callable):
+    def __init__(self, schema: Schema, planner: Callable[..., Plan], traced: TracedDefinition, gradient: Callable):
         super().__init__(schema, planner, gradient)
-        self.results, self.single = len(found.roots), found.single
-        self.dtypes = [x.held_as("") for x in found.roots]
+        self.results, self.single = len(traced.roots), traced.single
+        self.dtypes = [x.stored_dtype("") for x in traced.roots]
 
 
 def program_of(function: Definition, shapes: tuple[Shape, ...], gradient: Callable[..., Callable]) -> FusedProgram:
-    """The program for arrays of these shapes, whose extents say nothing but which are 1. gradient: gradient(outs, names,
-    options, layout), what JAX asks for (see tiles.program), where the results are called `outs`. TypeError: a dtype is none
-    that kernels take."""
-    found = function._trace(shapes)
+    """The program for arrays of these shapes, in which only extents of 1 mean anything. gradient: gradient(outs, names,
+    options, layout), which JAX calls (see tiles.program), `outs` being the names of the results. TypeError: kernels do not take
+    one of the dtypes."""
+    traced = function._trace(shapes)
     arrays = {name: s for name, s in zip(function.names, shapes) if s.extents}
     numbers = [name for name, s in zip(function.names, shapes) if not s.extents]
-    refuse_dtypes(found, arrays)
+    refuse_dtypes(traced, arrays)
     name = unused(token(function.name), module.PROGRAMS)
     module.PROGRAMS.add(name)
-    schema, beyond = schema_of(name, found, arrays)
+    schema, beyond = schema_of(name, traced, arrays)
 
     def planner(problem, *values):
         extents = iter([problem[name].form.shape for name in arrays])
-        exact = tuple([s._replace(extents=next(extents)[:: -1 if s.turned else 1]) if s.extents else s for s in shapes])
-        plan = planned(function, problem, exact, dict(zip(numbers, values)))
+        exact = tuple([s._replace(extents=next(extents)[:: -1 if s.transposed else 1]) if s.extents else s for s in shapes])
+        plan = plan_launches(function, problem, exact, dict(zip(numbers, values)))
         if beyond:
-            raise NoKernel(f"{function.name}: a result must have axes of the arguments: {beyond[0]!r:.200}")
+            raise NoKernel(f"{function.name}: the extents of a result must follow from the arguments: {beyond[0]!r:.200}")
         return plan
 
-    every = (unused("problem", numbers), *numbers)
-    parameters = [inspect.Parameter(one, inspect.Parameter.POSITIONAL_OR_KEYWORD) for one in every]
+    names = (unused("problem", numbers), *numbers)
+    parameters = [inspect.Parameter(one, inspect.Parameter.POSITIONAL_OR_KEYWORD) for one in names]
     planner.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     planner.__annotations__ = dict.fromkeys(numbers, float)
-    return FusedProgram(schema, planner, found, functools.partial(gradient, found.outs))
+    return FusedProgram(schema, planner, traced, functools.partial(gradient, traced.outs))
 
 
 # ---- the schema ------------------------------------------------------------------------------------------------------
-def schema_of(name: str, found: Traced, arrays: Mapping[str, Shape]) -> tuple[Schema, list[Term]]:
-    """(the schema of the arguments that are arrays, and of the results; the results with an axis of which no extent is known).
-    A result has axes of the arguments and of length 1, and such as follow from these: see axes.extent_from."""
-    inputs = dict(found.inputs)
-    letters = graph.axes(*[inputs[name] for name in arrays], *found.roots)
-    given, made = letters[: len(arrays)], letters[len(arrays) :]
-    known = {axis.root: one for name, its in zip(arrays, given) for axis, one in zip(inputs[name].names, its) if axis}
-    extents: dict[str, Any] = dict.fromkeys({*"".join(made)} - {*known.values()}, 1)
+def schema_of(name: str, traced: TracedDefinition, arrays: Mapping[str, Shape]) -> tuple[Schema, list[Term]]:
+    """(the schema of the arguments that are arrays, and of the results; the results with an axis whose extent is unknown). A
+    result has axes of the arguments, of length 1, and such as follow from these: see axes.derive_extent."""
+    inputs = dict(traced.inputs)
+    letters = graph.axes(*[inputs[name] for name in arrays], *traced.roots)
+    argument_axes, result_axes = letters[: len(arrays)], letters[len(arrays) :]
+    known = {
+        axis.root: letter for name, axes in zip(arrays, argument_axes) for axis, letter in zip(inputs[name].axes, axes) if axis
+    }
+    extents: dict[str, Any] = dict.fromkeys({*"".join(result_axes)} - {*known.values()}, 1)
     beyond = dict[Term, None]()
-    for x, its in zip(found.roots, made):
-        for axis, one in zip(x.names, its):
+    for x, axes in zip(traced.roots, result_axes):
+        for axis, letter in zip(x.axes, axes):
             if axis is not None and axis.root not in known:
-                extent = extent_from(axis, known, found.space.splits)
-                extents |= {one: extent} if extent else {}
+                extent = derive_extent(axis, known, traced.table.splits)
+                extents |= {letter: extent} if extent else {}
                 beyond |= {} if extent else {x: None}
-    hows = dict(zip(inputs, lengths(found)))
-    vary = [one for name, its in zip(arrays, given) for one, how in zip(its, hows[name]) if how]
-    return Schema(name, "\n".join(_schema_rows(found, arrays, given, made)), vary, **extents), [*beyond]
+    roles = dict(zip(inputs, axis_roles(traced)))
+    vary = [letter for name, axes in zip(arrays, argument_axes) for letter, role in zip(axes, roles[name]) if role]
+    return Schema(name, "\n".join(_schema_rows(traced, arrays, argument_axes, result_axes)), vary, **extents), [*beyond]
 
 
-def _schema_rows(found: Traced, arrays: Mapping[str, Shape], given: Sequence[str], made: Sequence[str]) -> list[str]:
-    """A row for each argument and each result: its name, its axes, what it holds. The first argument decides what results hold
-    that are no casts."""
+def _schema_rows(
+    traced: TracedDefinition, arrays: Mapping[str, Shape], argument_axes: Sequence[str], result_axes: Sequence[str]
+) -> list[str]:
+    """A row of the schema for each argument and each result: its name, its axes, its dtype. Results that are no casts have the
+    dtype of the first argument."""
     first, *others = [s.dtype for s in arrays.values()]
     like_first = "float32" if first == "float32" else "tile"
     named = {**dict.fromkeys(terms.INDEX, "index"), FP8: "fp8"}
     holds = [like_first, *(named.get(dtype, "real") for dtype in others)]
-    rows = [f"{name} {axes} {its}" for name, axes, its in zip(arrays, given, holds)]
-    for name, axes, x in zip(found.outs, made, found.roots):
-        rows.append(f"{name} {axes} {HOLDS[x.held_as('')] if x.operation in CASTS else like_first} made")
+    rows = [f"{name} {axes} {its}" for name, axes, its in zip(arrays, argument_axes, holds)]
+    for name, axes, x in zip(traced.outs, result_axes, traced.roots):
+        rows.append(f"{name} {axes} {HOLDS[x.stored_dtype('')] if x.operation in CASTS else like_first} made")
     return rows
 
 
 # ---- the plan --------------------------------------------------------------------------------------------------------
-def planned(function: Definition, problem: Any, shapes: tuple[Shape, ...], numbers: Mapping[str, float]) -> Plan:
-    """The launches of the best way, for this problem. shapes: of all arguments. numbers: those that are no arrays, by name.
-    NoKernel: no kernel serves these arrays."""
-    best = function.way(shapes, problem.device)
-    found, known = best.found, known_extents(best.found, shapes)
-    made = best.module(known)
-    refuse_unaligned(function, problem, made)
+def plan_launches(function: Definition, problem: Any, shapes: tuple[Shape, ...], numbers: Mapping[str, float]) -> Plan:
+    """The launches of the best plan for this problem. shapes: of all arguments. numbers: the arguments that are numbers, by
+    name. NoKernel: no kernel serves these arrays."""
+    best = function.best_plan(shapes, problem.device)
+    traced, known = best.traced, known_extents(best.traced, shapes)
+    generated = best.module(known)
+    refuse_unaligned(function, problem, generated)
     operands: list[Any] = [problem[name] if s.extents else numbers[name] for name, s in zip(function.names, shapes)]
-    operands += [problem[name] for name in made.outs]
-    scratch = [(extents_at(x, known), x.held_as(problem.dtype)) for x in made.scratch]
+    operands += [problem[name] for name in generated.outs]
+    scratch = [(extents_at(x, known), x.stored_dtype(problem.dtype)) for x in generated.scratch]
     operands += [problem.scratch(n, *one) for n, one in enumerate(scratch)]
     places = len(problem.schema.places) + len(scratch)
     try:
-        steps, more = recorded(module.load(made.text, function.name, made.code).launch, *operands, places=places)
-    except (TypeError, ValueError) as error:  # TMA cannot address them, or their dtype is not that of the kernel's tiles
-        of_kernel = {array(its): name for its, name in zip(made.names, function.names)}
-        said = re.sub(r"\bg[A-Z]\w*", lambda found: of_kernel.get(found[0], found[0]), str(error))
-        raise NoKernel(f"{function.name}: {said}") from None
-    early = iter(made.early)
+        steps, more = recorded(module.load(generated.text, function.name, generated.code).launch, *operands, places=places)
+    except (TypeError, ValueError) as error:  # TMA cannot address an array, or its dtype is not that of the kernel's tiles
+        of_kernel = {array(its): name for its, name in zip(generated.names, function.names)}
+        message = re.sub(r"\bg[A-Z]\w*", lambda traced: of_kernel.get(traced[0], traced[0]), str(error))
+        raise NoKernel(f"{function.name}: {message}") from None
+    early = iter(generated.early)
     steps = [step if step.late is None else _early(step, next(early), operands) for step in steps]
-    checks = index_checks(found, problem) if problem.device is None or asked().values else []
+    checks = index_checks(traced, problem) if problem.device is None or asked().values else []
     return Plan([*checks, *steps], [*scratch, *more])
 
 
-def index_checks(found: Traced, problem: Any) -> list[Check]:
-    """The step that refuses an index which chooses what is not there; none if no argument is an index."""
+def index_checks(traced: TracedDefinition, problem: Any) -> list[Check]:
+    """The step that refuses indices out of range; none if no argument is an index."""
     places = problem.schema.places
-    among = chosen_among(found)
-    rows = [(name, places[name], problem[name].form, index_values(name, n)) for name, n in among.items()]
+    among = index_bounds(traced)
+    rows = [(name, places[name], problem[name].form, index_value_check(name, n)) for name, n in among.items()]
     return [Check(rows, {})] if rows else []
 
 
-def chosen_among(found: Traced) -> dict[str, int]:
-    """The arguments that are indices, by name, and how many things each chooses among."""
-    return {x.what[0]: among for x, (_, among) in graph.indices(found.roots).items()}
+def index_bounds(traced: TracedDefinition) -> dict[str, int]:
+    """{argument that is an index: how many things it chooses among}."""
+    return {x.attr[0]: among for x, (_, among) in graph.indices(traced.roots).items()}
 
 
-def _early(step: Recorded, early: tuple[Sequence[int], Sequence[int]] | None, operands: Sequence[Operand]) -> Any:
-    """The launch of a kernel, as a step that begins before the launch ahead of it has ended, if the kernel is one that may.
-    early: see Chosen."""
+def _early(step: RecordedStep, early: tuple[Sequence[int], Sequence[int]] | None, operands: Sequence[Operand]) -> Any:
+    """The launch of a kernel, as a step that overlaps the previous launch if the kernel may. early: see GeneratedModule."""
     if early is None:
         return step
-    return Early(step, *[[memory_of(operands[place]) for place in some] for some in early])
+    return EarlyLaunch(step, *[[memory_of(operands[place]) for place in some] for some in early])
 
 
-# ---- what is refused -------------------------------------------------------------------------------------------------
-def refuse_dtypes(found: Traced, arrays: Mapping[str, Shape]) -> None:
-    """TypeError: an argument has a dtype that kernels do not compute with. The first must be of FLOATS. Others may be of fp8,
-    and of integers where they are an index or dropout's seed, and nothing else is computed from them."""
-    inputs, every = dict(found.inputs), [*graph.walk(*found.roots)]
-    integers = {x.of[2] for x in every if x.operation == "dropout"} | {*graph.indices(found.roots)}
-    integers -= {y for x in every if x.operation in MAPS for y in x.of}
+# ---- checks ----------------------------------------------------------------------------------------------------------
+def refuse_dtypes(traced: TracedDefinition, arrays: Mapping[str, Shape]) -> None:
+    """TypeError: an argument has a dtype that kernels do not compute with. The first must be one of FLOATS. Others may also be
+    fp8, and integers where they are only an index or dropout's seed."""
+    inputs, nodes = dict(traced.inputs), [*graph.walk(*traced.roots)]
+    integers = {x.args[2] for x in nodes if x.operation == "dropout"} | {*graph.indices(traced.roots)}
+    integers -= {y for x in nodes if x.operation in MAPS for y in x.args}
     first = next(iter(arrays))
     for name, s in arrays.items():
         if s.dtype not in FLOATS and (name == first or not (s.dtype == FP8 or inputs[name] in integers)):
             raise TypeError(f"{name}: dtype must be one of {FLOATS}: {name}.dtype={s.dtype!r}")
 
 
-def refuse_unaligned(function: Definition, problem: Any, made: Chosen) -> None:
-    """NoKernel: cp.async would have to copy 16 bytes from an address, or with a stride, that is no multiple of 16."""
-    for x in (x for kernel in made.kernels for x in getattr(kernel, "copied", ())):
+def refuse_unaligned(function: Definition, problem: Any, generated: GeneratedModule) -> None:
+    """NoKernel: cp.async would copy 16 bytes from an address, or with a stride, that is no multiple of 16."""
+    for x in (x for kernel in generated.kernels for x in getattr(kernel, "copied", ())):
         row = x.nbytes // math.prod(x.extents[:-1])
-        pieces = problem.bytes_at_once(x.what[0]) if x.operation == "input" else row & 15 or 16
+        pieces = problem.bytes_at_once(x.attr[0]) if x.operation == "input" else row & 15 or 16
         if pieces < 16:
-            name = x.what[0] if x.operation == "input" else repr(x)
+            name = x.attr[0] if x.operation == "input" else repr(x)
             raise NoKernel(f"{function.name}: {name} must have an address and strides of multiples of 16 bytes, has {pieces}")

@@ -1,9 +1,10 @@
-"""Is the rewritten term equal to the definition, and the kernel to both? Four answers, each with what it leaves open.
+"""The proof of a candidate: is the rewritten term equal to the definition, and the kernel to both? Four checks, each with its
+limits.
 
-1. Identity testing: both terms are equal at random points of large random prime fields (identity.py).
-2. Both terms in float64 and float32, at rows of zeros, of tiny and huge numbers and of the constants' size (float_check.py).
-3. The kernel against the definition in float64, by the error rule of the tests, at lengths off all tiles' edges.
-4. The same run in the interpreter, which stops at races, deadlocks and reads of what is in flight.
+1. Identity testing: both terms are equal at random points of large random prime fields (identity.py). 2. Both terms in float64
+and float32, at rows of zeros, of tiny and huge numbers and of the constants' size (float_check.py). 3. The kernel against the
+definition in float64, by the error rule of the tests, at lengths off all tiles' edges. 4. The same run in the interpreter,
+which stops at races, deadlocks and reads of data in flight.
 
 The proof of a gradient begins with a fifth: the definition is the derivative of the function (derivative_check.py)."""
 
@@ -20,22 +21,22 @@ from tiles.interpreter import Hazard
 from tiles.testing import tolerance
 
 from . import graph, module
-from .axes import Axis, elementary
-from .candidates import Candidate, chosen
+from .axes import Axis, base_axes
+from .candidates import Candidate, generate_module
 from .derivative_check import DerivativeCheck
 from .evaluate import evaluate
-from .float_check import FloatCheck, Sized, compare_in_floats
+from .float_check import FloatCheck, SizedArithmetic, compare_in_floats
 from .functions import FP8
 from .graph import walk
-from .identity import Identity, extent_in, identity
+from .identity import IdentityCheck, extent_in, identity
 from .terms import Term
-from .trace import Traced
+from .trace import TracedDefinition
 
 
 @dataclass(frozen=True)
-class Run:
+class KernelRun:
     """A run of the kernels in the interpreter, on arrays of these extents. error: the greatest one. limit: the error that the
-    rule allows. hazard: what stopped the run, "" if nothing did. scales: what some rows were multiplied by."""
+    rule allows. hazard: what stopped the run, "" if nothing did. scales: the factors that some rows were multiplied by."""
 
     extents: dict[str, tuple[int, ...]]
     error: float
@@ -63,16 +64,16 @@ class Run:
 
 @dataclass(frozen=True)
 class Proof:
-    """What is known about the correctness of kernels: see the module."""
+    """The results of all checks of a candidate: see the module."""
 
-    identity: Identity
+    identity: IdentityCheck
     floats: FloatCheck
-    run: Run
+    run: KernelRun
     derivative: DerivativeCheck | None = None
 
     @property
     def holds(self) -> bool:
-        """Did the identity test, the comparison in floats, the run and, of a gradient, that with differences pass?"""
+        """Did the identity test, the float check, the run and, for a gradient, the finite differences pass?"""
         derivative = self.derivative is None or self.derivative.passed
         return self.identity.equal and self.floats.passed and self.run.passed and derivative
 
@@ -81,125 +82,135 @@ class Proof:
         return "\n".join([str(part) for part in parts if part is not None])
 
 
-EVERY = 8  # rows of which one is multiplied by a number
-RAGGED = 19, 72, 40, 24, 56, 88  # extents of a run: of rows, which may be any, and of others, by which TMA steps
+ROW_PERIOD = 8  # one row in so many is multiplied by each of the scales
+RUN_EXTENTS = 19, 72, 40, 24, 56, 88  # extents of a run: of rows, which may be any, and of other axes, multiples of 8 for TMA
 
 
-def proven(name: str, found: Traced, candidate: Candidate, seed: int | None = None) -> Proof:
-    """The proof of one way to compute what was traced. seed: of the identity test, a random one if it is None."""
+def prove(name: str, traced: TracedDefinition, candidate: Candidate, seed: int | None = None) -> Proof:
+    """The proof of one candidate of a definition. seed: of the identity test, random if it is None."""
     declared = [f"{rule.name} ({rule.loses} may leave its range)" for rule in candidate.rules if rule.loses]
     return Proof(
-        identity(found.roots, candidate.roots, seed),
-        compare_in_floats(found.roots, candidate.roots, declared),
-        checked(name, found, candidate),
+        identity(traced.roots, candidate.roots, seed),
+        compare_in_floats(traced.roots, candidate.roots, declared),
+        check_kernels(name, traced, candidate),
     )
 
 
-def checked(name: str, found: Traced, candidate: Candidate, seed: int = 0) -> Run:
-    """A run of a candidate's kernels in the interpreter, compared with the definition in float64, at lengths that are no
-    multiples of the kernels' tiles. Some rows are zero, and the squares of some are as small as the smallest constant, if
-    the definition gives numbers for them; the error rule holds for these rows apart."""
-    extents = extents_of_run(found, candidate)
-    given = _arguments(found, extents, seed)
-    dtype = next(x.dtype for x in given.values() if hasattr(x, "dtype"))
-    told = {key: x.shape for key, x in given.items() if hasattr(x, "shape")}
-    sized = Sized(np.float64, extents), Sized(dtype, extents)
-    indices, scales = graph.indices(found.roots), _scales_of_rows(found)
-    scaled = {key: given[key] if x in indices else _scaled(given[key], x, found, scales) for key, x in found.inputs}
-    no_root = {key: given[key] if x in indices else abs(given[key]) for key, x in found.inputs}  # none of what may be negative
-    for values, usable in ((scaled, np.isfinite), (given, _is_number), (no_root, _is_number)):
-        ref, low = _of(found, values, sized)
+def check_kernels(name: str, traced: TracedDefinition, candidate: Candidate, seed: int = 0) -> KernelRun:
+    """Run a candidate's kernels in the interpreter and compare them with the definition in float64, at lengths that are no
+    multiples of the kernels' tiles. Some rows are zero, and the squares of some are as small as the smallest constant, if the
+    definition is finite for them; the error rule is applied to these rows separately."""
+    extents = extents_of_run(traced, candidate)
+    arguments = _arguments(traced, extents, seed)
+    dtype = next(x.dtype for x in arguments.values() if hasattr(x, "dtype"))
+    shapes = {key: x.shape for key, x in arguments.items() if hasattr(x, "shape")}
+    arithmetics = SizedArithmetic(np.float64, extents), SizedArithmetic(dtype, extents)
+    indices, scales = graph.indices(traced.roots), _scales_of_rows(traced)
+    scaled = {
+        key: arguments[key] if x in indices else _scale_rows(arguments[key], x, traced, scales) for key, x in traced.inputs
+    }
+    no_root = {
+        key: arguments[key] if x in indices else abs(arguments[key]) for key, x in traced.inputs
+    }  # no root of a negative number
+    for values, usable in ((scaled, np.isfinite), (arguments, _is_number), (no_root, _is_number)):
+        ref, low = _reference_results(traced, values, arithmetics)
         if all(usable(np.asarray(x, np.float64)).all() for x in (*ref, *low)):
             break
     else:
-        return Run(told, math.inf, 0, "the definition gives NaN, of normally distributed numbers and of their absolute values")
+        return KernelRun(
+            shapes, math.inf, 0, "the definition gives NaN, of normally distributed numbers and of their absolute values"
+        )
     scales = scales if values is scaled else {}
-    made = chosen(name, found, candidate)
-    results = [np.full(_shape(x, extents), np.nan, x.held_as(dtype.name)) for x in (*found.roots, *made.scratch)]
+    generated = generate_module(name, traced, candidate)
+    results = [np.full(_shape_of(x, extents), np.nan, x.stored_dtype(dtype.name)) for x in (*traced.roots, *generated.scratch)]
     try:
-        module.load(made.text, name, made.code).launch(*values.values(), *results)
+        module.load(generated.text, name, generated.code).launch(*values.values(), *results)
     except Hazard as hazard:
-        return Run(told, math.inf, 0, str(hazard))
-    parts = [part for x, *y in zip(found.roots, results, ref, low) for part in _apart(x, y, found, scales)]
+        return KernelRun(shapes, math.inf, 0, str(hazard))
+    parts = [part for x, *y in zip(traced.roots, results, ref, low) for part in _split_scaled_rows(x, y, traced, scales)]
     errors = [_error(np.asarray(y, np.float64), x) for y, x, _ in parts]
     limits = [tolerance(x, z, y.dtype) for y, x, z in parts]
     shares = [x / (limit or math.ulp(0)) if x == x else math.inf for x, limit in zip(errors, limits)]
     worst = max(range(len(errors)), key=shares.__getitem__)
-    return Run(told, errors[worst], limits[worst], scales=tuple(scales.values()))
+    return KernelRun(shapes, errors[worst], limits[worst], scales=tuple(scales.values()))
 
 
-def _scales_of_rows(found: Traced) -> dict[int, float]:
-    """{n: what the rows n, n + EVERY, n + 2 EVERY, ... are multiplied by}"""
-    small = [x.what for x in walk(*found.roots) if x.operation == "number" and 1e-12 < x.what < 0.1]
+def _scales_of_rows(traced: TracedDefinition) -> dict[int, float]:
+    """{n: the factor of the rows n, n + ROW_PERIOD, n + 2 ROW_PERIOD, ...}"""
+    small = [x.attr for x in walk(*traced.roots) if x.operation == "number" and 1e-12 < x.attr < 0.1]
     return {3: min(small, default=2.0**-12) ** 0.5, 5: 0.0}
 
 
-def _has_rows(x: Term, found: Traced) -> bool:
+def _has_rows(x: Term, traced: TracedDefinition) -> bool:
     """Are the rows of a term those of a result?"""
-    rows = {y.names[-2].root for y in found.roots if y.names[-2] is not None}
-    return x.ndim > 1 and x.names[-2] is not None and x.names[-2].root in rows
+    rows = {y.axes[-2].root for y in traced.roots if y.axes[-2] is not None}
+    return x.ndim > 1 and x.axes[-2] is not None and x.axes[-2].root in rows
 
 
-def _scaled(x: Any, term: Term, found: Traced, scales: Mapping[int, float]) -> Any:
-    """An argument with some of its rows multiplied."""
-    if not _has_rows(term, found):
+def _scale_rows(x: Any, term: Term, traced: TracedDefinition, scales: Mapping[int, float]) -> Any:
+    """An argument with some of its rows multiplied by the scales."""
+    if not _has_rows(term, traced):
         return x
     by = np.ones((x.shape[-2], 1))
     for n, scale in scales.items():
-        by[n::EVERY] = scale
+        by[n::ROW_PERIOD] = scale
     return (x.astype(np.float64) * by).astype(x.dtype)
 
 
-def _apart(x: Term, arrays: Sequence[Any], found: Traced, scales: Mapping[int, float]) -> list[list[Any]]:
-    """These arrays of one shape, that of a result x, cut into the rows that were multiplied and all others."""
-    if not _has_rows(x, found) or not scales:
+def _split_scaled_rows(
+    x: Term, arrays: Sequence[Any], traced: TracedDefinition, scales: Mapping[int, float]
+) -> list[list[Any]]:
+    """These arrays, of the shape of a result x, split into the rows of each scale and all others."""
+    if not _has_rows(x, traced) or not scales:
         return [list(arrays)]
-    every = np.arange(arrays[0].shape[-2]) % EVERY
-    places = [~np.isin(every, [*scales]), *(every == n for n in scales)]
+    phase = np.arange(arrays[0].shape[-2]) % ROW_PERIOD
+    places = [~np.isin(phase, [*scales]), *(phase == n for n in scales)]
     return [[y[..., rows, :] for y in arrays] for rows in places if rows.any()]
 
 
-def extents_of_run(found: Traced, candidate: Candidate) -> dict[Axis, int]:
-    """The extents of the axes that a run has, off the edges of the kernels' tiles, but as the kernels' texts need them."""
-    rows = {x.names[-2].root for x in found.roots if x.names[-2]}
-    rows -= {x.names[-1].root for x in (*found.roots, *(x for _, x in found.inputs)) if x.ndim > 1 and x.names[-1]}
-    most = min(kernel.most_rows for kernel in candidate.way.kernels)
-    extents = {axis: n for kernel in candidate.way.kernels for axis, n in kernel.fixed.items()}
-    every = [*walk(*found.roots), *(x for _, x in found.inputs)]  # some of which nobody may ask for
-    traced = {axis.root: n for x in every for axis, n in zip(x.names, x.extents) if axis is not None}
-    extents |= {part: traced[part] for axis in extents if axis.parts for part in elementary([axis])}
-    few = [kernel.root.names[-2] for kernel in candidate.way.kernels if kernel.most_rows <= 64]
+def extents_of_run(traced: TracedDefinition, candidate: Candidate) -> dict[Axis, int]:
+    """The extents of the axes in a run, off the edges of the kernels' tiles, except where the kernels' texts fix them."""
+    rows = {x.axes[-2].root for x in traced.roots if x.axes[-2]}
+    rows -= {x.axes[-1].root for x in (*traced.roots, *(x for _, x in traced.inputs)) if x.ndim > 1 and x.axes[-1]}
+    most = min(kernel.most_rows for kernel in candidate.plan.kernels)
+    extents = {axis: n for kernel in candidate.plan.kernels for axis, n in kernel.fixed_extents.items()}
+    nodes = [*walk(*traced.roots), *(x for _, x in traced.inputs)]  # including axes that no term reads
+    traced_extents = {axis.root: n for x in nodes for axis, n in zip(x.axes, x.extents) if axis is not None}
+    extents |= {part: traced_extents[part] for axis in extents if axis.factors for part in base_axes([axis])}
+    few = [kernel.root.axes[-2] for kernel in candidate.plan.kernels if kernel.most_rows <= 64]
     extents |= {axis.root: 8 for axis in few if axis is not None and axis.root not in rows}
-    of_bytes = elementary(name for _, x in found.inputs if x.held_as("") == FP8 for name in x.names)
-    for axis in elementary(name for x in every for name in x.names):
+    of_bytes = base_axes(name for _, x in traced.inputs if x.stored_dtype("") == FP8 for name in x.axes)
+    for axis in base_axes(name for x in nodes for name in x.axes):
         if axis not in extents:
-            extents[axis] = min(RAGGED[0], most - 3) if axis in rows else RAGGED[1 + len(extents) % 5]
+            extents[axis] = min(RUN_EXTENTS[0], most - 3) if axis in rows else RUN_EXTENTS[1 + len(extents) % 5]
             extents[axis] = -(-extents[axis] // 16) * 16 if axis in of_bytes else extents[axis]
     return extents
 
 
-def _arguments(found: Traced, extents: Mapping[Axis, int], seed: int) -> dict[str, Any]:
+def _arguments(traced: TracedDefinition, extents: Mapping[Axis, int], seed: int) -> dict[str, Any]:
     """Random arguments, by name: arrays of these extents, indices of which some choose nothing, and numbers."""
-    rng, given, indices = np.random.default_rng(seed), dict[str, Any](), graph.indices(found.roots)
-    for key, x in found.inputs:
-        shape, dtype = _shape(x, extents), np.dtype(x.what[1])
+    rng, arguments, indices = np.random.default_rng(seed), dict[str, Any](), graph.indices(traced.roots)
+    for key, x in traced.inputs:
+        shape, dtype = _shape_of(x, extents), np.dtype(x.attr[1])
         if x in indices:
-            given[key] = rng.integers(-1, extent_in(indices[x][0], extents), shape, dtype)
+            arguments[key] = rng.integers(-1, extent_in(indices[x][0], extents), shape, dtype)
         else:
-            given[key] = rng.standard_normal(shape).astype(dtype) if shape else float(rng.uniform(0.25, 1.0))
-    return given
+            arguments[key] = rng.standard_normal(shape).astype(dtype) if shape else float(rng.uniform(0.25, 1.0))
+    return arguments
 
 
-def _shape(x: Term, extents: Mapping[Axis, int]) -> tuple[int, ...]:
+def _shape_of(x: Term, extents: Mapping[Axis, int]) -> tuple[int, ...]:
     """The shape of a term, by the extents of axes."""
-    return tuple([extent_in(axis, extents) for axis in x.names])
+    return tuple([extent_in(axis, extents) for axis in x.axes])
 
 
-def _of(found: Traced, given: dict[str, Any], sized: tuple[Sized, Sized]) -> list[list[Any]]:
+def _reference_results(
+    traced: TracedDefinition, arguments: dict[str, Any], arithmetics: tuple[SizedArithmetic, SizedArithmetic]
+) -> list[list[Any]]:
     """(the results in float64, the results computed in the arrays' dtype)"""
-    wide = {key: np.asarray(x, np.float64) for key, x in given.items()}
+    wide = {key: np.asarray(x, np.float64) for key, x in arguments.items()}
     with np.errstate(invalid="ignore", divide="ignore"):
-        return [list(evaluate(found.roots, values, rounded)) for values, rounded in zip((wide, given), sized)]
+        return [list(evaluate(traced.roots, values, rounded)) for values, rounded in zip((wide, arguments), arithmetics)]
 
 
 def _is_number(x: Any) -> Any:

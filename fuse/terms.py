@@ -1,27 +1,35 @@
-"""Terms: what a function of arrays says, as a graph.
+"""Terms: nodes of the expression graph of a definition.
 
     x * rsqrt(mean(x * x) + 1e-5)      on Terms is a Term: x * rsqrt(sum(x * x) / 4096 + 1e-05)
 
-A Term has an operation, the terms that it is of, and a shape. Equal terms are one object, so that what is shared is seen. There
-are few operations, so that rules and templates are few; mean, softmax and others are made of these (language.py).
+A Term has an operation, operands (`args`) and a shape. Equal terms are one object (hash consing, in a TermTable), so common
+subterms are shared. There are few operations, so that rules and templates are few; mean, softmax and others are made of these
+(language.py).
 
-    input, number, length              arguments, constants, how many columns there are
-    maps                               of elements; they broadcast (functions.MAPS)
+    input, number, length              arguments, constants, the number of columns of a term
+    maps                               elementwise, with broadcasting (functions.MAPS)
     sum, max                           along the last axis, which stays with length 1
-    matmul, transpose, concat, half    concat and half along the last axis
-    causal, dropout                    of scores; of anything
-    pick, is_column, matmul_by, among  by an index
-    weighted, spread                   weights of experts
-    total, gathered                    sums over rows, which gradients need (derivative.py)
-    PARTS, attended                    what is known of the parts of a row, or of the parts of keys
+    matmul, transpose                  of the last two axes
+
+and in term_operations.py
+
+    concat, half                       along the last axis
+    causal, dropout                    masks of scores; of anything
+    pick, is_column, matmul_by, select_columns    by an index
+    weighted, repeat_columns           weights of experts
+    total, partial_sums                sums over rows, which gradients need (derivative.py)
+    PARTS                              statistics of blocks of columns, of which a softmax is made
+    split_outputs                      outputs of attention over splits of the keys
+
+and in term_views.py
+
     split, heads, stacked, flat, rows  views
-    merged                             undoes a split
+    merge_heads                        the inverse of split
 
-The last two axes are rows and columns; what leads them, batches and heads, broadcasts as NumPy's does.
+The last two axes are rows and columns; leading axes, batches and heads, broadcast as NumPy's do.
 
-Axes have names besides their lengths: those that an operation says are one have one name. So a term knows that the columns of
-x are the rows of w, whatever their numbers are (axes.py), and the axes of a call's arrays follow (graph.py).
-"""
+An axis has an identity besides its length: axes that an operation requires to match are unified. So a term knows that the
+columns of x are the rows of w, whatever their lengths are (axes.py), and the axes of a call's arrays follow (graph.py)."""
 
 from __future__ import annotations
 
@@ -31,59 +39,58 @@ from collections.abc import Sequence
 from types import CodeType, FrameType
 from typing import Any
 
-from .axes import PART, Axis, halved, same
+from .axes import Axis, unify
 from .functions import CASTS, FP8, MAPS
 
-SEED = "int64"  # the dtype of what draws follow from
+SEED = "int64"  # the dtype of dropout's seed
 SIZES = {"bfloat16": 2, "float16": 2, FP8: 1, SEED: 8}  # bytes of an element, where it is not 4
-INDEX = "int32", "int64"  # dtypes of what chooses
-POWERS, ROOTS = range(2, 9), {0.5: "sqrt", -0.5: "rsqrt"}  # what ** knows
-PARTS = "max_of_parts", "sum_of_parts", "pick_of_parts"  # see of_parts
+INDEX = "int32", "int64"  # dtypes of an index
+POWERS, ROOTS = range(2, 9), {0.5: "sqrt", -0.5: "rsqrt"}  # the exponents of **
+PARTS = "max_of_parts", "sum_of_parts", "pick_of_parts"  # see term_operations.reduce_parts
 
 
 class Term:
-    """An operation on terms: see the module. The functions below and operators make them.
+    """A node of the expression graph. The functions of this module and Python's operators make them.
 
-    operation: a name in the module's table. of: the terms that it is of. extents: one for each axis. names: the Axis of each,
-    None for an axis of length 1. what: what else tells it from other terms,
+    operation: a name in the module's table. args: the operands. extents: one for each axis. axes: the Axis of each, None for an
+    axis of length 1. attr: what else distinguishes the term from others,
 
         input                 its name and its dtype
         number                its value
         length, is_column     an axis and its extent
         half                  0 for the first, 1 for the second
-        split, merged         how many heads
+        split, merge_heads    how many heads
         total                 the axes that are summed over
-        gathered, attended    how many sums are gathered, how many parts are attended to"""
+        partial_sums, split_outputs    how many of them there are"""
 
-    __slots__ = ("extents", "names", "of", "operation", "what")
+    __slots__ = ("args", "attr", "axes", "extents", "operation")
     __array_ufunc__ = None  # NumPy's arrays and scalars leave operators to us
 
     def __init__(
-        self, operation: str, of: tuple[Term, ...], what: Any, extents: tuple[int, ...], names: tuple[Axis | None, ...]
+        self, operation: str, args: tuple[Term, ...], attr: Any, extents: tuple[int, ...], axes: tuple[Axis | None, ...]
     ):
-        self.operation, self.of, self.what, self.extents, self.names = operation, of, what, extents, names
+        self.operation, self.args, self.attr, self.extents, self.axes = operation, args, attr, extents, axes
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The extents. A definition that reads one is traced for this length alone, and means what it says."""
-        return Extents(self.extents, self.names)
+        """The extents. Reading one is noted: the definition is then traced for this length alone, and may compute with it."""
+        return Extents(self.extents, self.axes)
 
     @property
     def ndim(self) -> int:
-        """The number of axes."""
         return len(self.extents)
 
     @property
     def nbytes(self) -> int:
-        """The size of the term in memory, if it is an argument or kept between kernels; an element has 16 bits unless its
-        dtype is known."""
-        return math.prod(self.extents) * SIZES.get(self.held_as("bfloat16"), 4)
+        """The size of the term in memory, as an argument or as scratch; an element has 16 bits unless its dtype is known."""
+        return math.prod(self.extents) * SIZES.get(self.stored_dtype("bfloat16"), 4)
 
-    def held_as(self, otherwise: str) -> str:
-        """The name of the dtype that the term has in memory, `otherwise` if it is neither an argument nor a cast."""
+    def stored_dtype(self, otherwise: str) -> str:
+        """The name of the dtype that the term has in memory, `otherwise` unless it is an argument, a cast or a float32
+        intermediate."""
         if self.operation == "input":
-            return self.what[1]
-        if self.operation in PARTS or self.operation in ("gathered", "attended"):
+            return self.attr[1]
+        if self.operation in PARTS or self.operation in ("partial_sums", "split_outputs"):
             return "float32"
         return CASTS[self.operation].np.name if self.operation in CASTS else otherwise
 
@@ -91,7 +98,7 @@ class Term:
     def T(self) -> Term:
         """The transpose of a matrix. TypeError: it has more than two axes."""
         if self.ndim > 2:
-            raise TypeError(f".T: turns all axes round, got {self.extents}: fuse.transpose swaps the last two")
+            raise TypeError(f".T: must be of a matrix, got shape {self.extents}: fuse.transpose swaps the last two axes")
         return transpose(self)
 
     def __repr__(self):
@@ -100,13 +107,13 @@ class Term:
         return expression(self)
 
     def __iter__(self):
-        raise TypeError("an array of a fused function cannot be iterated over: its rows are computed together")
+        raise TypeError("arrays of a fused function cannot be iterated over: write operations on whole arrays")
 
     def __bool__(self):
-        raise TypeError("an `if` on an array of a fused function is not known before it runs: use fuse.where")
+        raise TypeError("an `if` on an array of a fused function has no value while it is traced: use fuse.where")
 
     def __getitem__(self, index):
-        raise TypeError("arrays of a fused function are not indexed: fuse.halves, reductions and concatenate are what there is")
+        raise TypeError("arrays of a fused function cannot be indexed: use fuse.halves, fuse.pick, reductions or concatenate")
 
     def __add__(self, other):
         return apply("add", self, other)
@@ -142,12 +149,12 @@ class Term:
         if power in ROOTS:
             return apply(ROOTS[power], self)
         if power not in POWERS:
-            advice = "sqrt and rsqrt are 0.5 and -0.5, and of what is positive exp(log(x) * p) any other"
+            advice = "0.5 and -0.5 are sqrt and rsqrt; of positive x, exp(log(x) * p) is any other power"
             raise TypeError(f"**: a fused function has the powers 2 to 8, got {power!r}; {advice}")
-        found = self
+        product = self
         for _ in range(1, int(power)):
-            found = found * self
-        return found
+            product = product * self
+        return product
 
     def __and__(self, other):
         raise TypeError("& of two comparisons is where(a, where(b, x, y), y) in a fused function")
@@ -178,66 +185,66 @@ class Term:
 
 
 class Extents(tuple):
-    """The extents of a term, as a definition reads them. The axes whose extents were read are noted, in Space.asked."""
+    """The extents of a term, as a definition reads them. The axes whose extents were read are noted in
+    TermTable.extents_read."""
 
-    names: tuple[Axis | None, ...]
+    axes: tuple[Axis | None, ...]
 
-    def __new__(cls, extents: tuple[int, ...], names: tuple[Axis | None, ...]) -> Extents:
-        found = super().__new__(cls, extents)
-        found.names = names
-        return found
+    def __new__(cls, extents: tuple[int, ...], axes: tuple[Axis | None, ...]) -> Extents:
+        result = super().__new__(cls, extents)
+        result.axes = axes
+        return result
 
     def __getitem__(self, place: Any) -> Any:
-        some = self.names[place]
-        SPACES[-1].asked.update(some if isinstance(place, slice) else [some])
+        some = self.axes[place]
+        TABLES[-1].extents_read.update(some if isinstance(place, slice) else [some])
         return super().__getitem__(place)
 
     def __iter__(self):
-        SPACES[-1].asked.update(self.names)
+        TABLES[-1].extents_read.update(self.axes)
         return super().__iter__()
 
 
-def _of_all(name: str) -> Any:
-    """What a tuple does under this name, which reads all of it."""
-    return lambda self, *given: getattr(tuple(self), name)(*given)
+def _read_all_extents(name: str) -> Any:
+    """The method of tuple with this name, which reads all extents."""
+    return lambda self, *args: getattr(tuple(self), name)(*args)
 
 
 for _name in "__add__ __contains__ __eq__ __ge__ __gt__ __hash__ __le__ __lt__ __mul__ __ne__ __rmul__ count index".split():
-    setattr(Extents, _name, _of_all(_name))
+    setattr(Extents, _name, _read_all_extents(_name))
 
 
-# ---- making them -----------------------------------------------------------------------------------------------------
-class Space:
-    """The terms of one definition. Equal terms are one object here. loose: the extents say nothing, and are not compared.
-    dtype: that of the first array, which results have, and what is kept between kernels. asked: the axes whose extents the
-    definition reads.
+# ---- constructors ----------------------------------------------------------------------------------------------------
+class TermTable:
+    """The terms of one definition, each of which exists once. loose: extents are placeholders, and are not compared. dtype:
+    that of the first array, of results and of scratch. extents_read: the axes whose extents the definition reads.
 
-    While the definition runs, code is its code, and frames are those of it in which terms were made: a frame that somebody
-    holds keeps its variables when it returns. Hooks of Python's (sys.setprofile) would tell as much, but a profiler or a
-    debugger may have them."""
+    While the definition runs, `code` is its code, and `frames` are its frames in which terms were made: a frame that is
+    referenced keeps its local variables when it returns. Python's hooks (sys.setprofile) would give them as well, but a
+    profiler or a debugger may use those."""
 
     def __init__(self, loose: bool = False, dtype: str = "bfloat16"):
         self.loose, self.dtype = loose, dtype
         self.code: CodeType | None = None
         self.frames: list[FrameType] = []
-        self.asked: set[Axis | None] = set()
+        self.extents_read: set[Axis | None] = set()
         self.terms: dict[tuple, Term] = {}
         self.products: dict[tuple[Axis, ...], Axis] = {}
-        self.cuts: dict[Axis, Axis] = {}
+        self.part_axes: dict[Axis, Axis] = {}
         self.splits: list[tuple[Axis, Axis, Axis]] = []  # columns, as heads and columns of each
-        self.chosen: dict[Term, Term] = {}  # by an index: a stack of matrices
+        self.indexed_stacks: dict[Term, Term] = {}  # by an index: a stack of matrices
 
-    def term(self, operation: str, of: Sequence[Term], what: Any, extents: tuple[int, ...], names: tuple) -> Term:
-        """The one term with this operation on these operands."""
+    def term(self, operation: str, args: Sequence[Term], attr: Any, extents: tuple[int, ...], axes: tuple) -> Term:
+        """The one term with this operation, operands and attribute."""
         if self.code is not None:
-            self._hold_frame()
-        key = operation, tuple(map(id, of)), what, type(what)
+            self._keep_frame()
+        key = operation, tuple(map(id, args)), attr, type(attr)
         if key not in self.terms:
-            self.terms[key] = Term(operation, tuple(of), what, extents, names)
+            self.terms[key] = Term(operation, tuple(args), attr, extents, axes)
         return self.terms[key]
 
-    def _hold_frame(self) -> None:
-        """Hold the innermost frame of the definition."""
+    def _keep_frame(self) -> None:
+        """Keep the innermost frame of the definition."""
         frame: FrameType | None = sys._getframe(2)
         while frame is not None and frame.f_code is not self.code:
             frame = frame.f_back
@@ -245,69 +252,70 @@ class Space:
             self.frames.append(frame)
 
 
-SPACES: list[Space] = [Space()]  # the last one is where terms are made
+TABLES: list[TermTable] = [TermTable()]  # the last one is where terms are made
 
 
-def differ(one: Any, other: Any) -> bool:
-    """Are these extents different? In a loose space it only counts which of them are 1."""
-    if not SPACES[-1].loose:
+def extents_differ(one: Any, other: Any) -> bool:
+    """Do these extents differ? In a loose table only extents of 1 are compared."""
+    if not TABLES[-1].loose:
         return one != other
     one, other = (x if isinstance(x, tuple) else (x,) for x in (one, other))
     return len(one) != len(other) or any((n == 1) != (m == 1) for n, m in zip(one, other))
 
 
-def _made(operation, of=(), what=None, extents=(), names=()) -> Term:
-    return SPACES[-1].term(operation, of, what, extents, names)
+def make_term(operation, args=(), attr=None, extents=(), axes=()) -> Term:
+    return TABLES[-1].term(operation, args, attr, extents, axes)
 
 
-def source(name: str, extents: Sequence[int], dtype: str) -> Term:
+def input_term(name: str, extents: Sequence[int], dtype: str) -> Term:
     """An argument of the function: an array, or a number if there are no extents."""
-    return _made("input", (), (name, dtype), tuple(extents), tuple(None if n == 1 else Axis() for n in extents))
+    return make_term("input", (), (name, dtype), tuple(extents), tuple(None if n == 1 else Axis() for n in extents))
 
 
 def number(value: float) -> Term:
     """A constant."""
-    return _made("number", (), float(value))
+    return make_term("number", (), float(value))
 
 
 def length(x: Any) -> Term:
     """The number of columns of a term, which a kernel reads from its arrays."""
-    return _made("length", (), (x.names[-1] and x.names[-1].root, x.extents[-1]))
+    return make_term("length", (), (x.axes[-1] and x.axes[-1].root, x.extents[-1]))
 
 
-def lifted(x: Any) -> Term:
-    """A term as it is, a number as a term. TypeError: it is something else."""
+def as_term(x: Any) -> Term:
+    """A term itself, a number as a term. TypeError: it is something else."""
     if isinstance(x, Term):
         return x
     if isinstance(x, (int, float)) or (hasattr(x, "__float__") and getattr(x, "ndim", 1) == 0):
         return number(float(x))
-    raise TypeError(f"a fused function takes arrays as its arguments, and this comes from elsewhere: {x!r:.80}")
+    raise TypeError(f"a fused function computes with its arguments and numbers only, got {x!r:.80}: pass it as an argument")
 
 
-def apply(name: str, *given: Any) -> Term:
+def apply(name: str, *operands: Any) -> Term:
     """A map of terms and numbers, which broadcast as in NumPy. A map of numbers alone is computed at once. ValueError: the
     shapes do not broadcast."""
-    of = [lifted(x) for x in given]
-    if all(x.operation == "number" for x in of):
-        return number(MAPS[name].numpy(*[x.what for x in of]))
+    args = [as_term(x) for x in operands]
+    if all(x.operation == "number" for x in args):
+        return number(MAPS[name].numpy(*[x.attr for x in args]))
     try:
-        extents, names = _broadcast(name, [(x.extents, x.names) for x in of])
+        extents, names = broadcast(name, [(x.extents, x.axes) for x in args])
     except ValueError as error:
-        raise ValueError(f"{error}: {of}") from None
-    return _made(name, of, None, extents, names)
+        raise ValueError(f"{error}: {args}") from None
+    return make_term(name, args, None, extents, names)
 
 
-def _broadcast(name: str, shapes: Sequence[tuple[tuple[int, ...], tuple]]) -> tuple[tuple[int, ...], tuple]:
-    """(extents, names of axes) of these shapes broadcast as in NumPy. ValueError: they do not broadcast."""
+def broadcast(name: str, shapes: Sequence[tuple[tuple[int, ...], tuple]]) -> tuple[tuple[int, ...], tuple]:
+    """(extents, axes) of these shapes broadcast as in NumPy; axes that meet are unified. ValueError: they do not broadcast.
+    name: the operation, for the error."""
     extents, names = [], []
     for place in range(-max(len(extents) for extents, _ in shapes), 0):
         extent, axis = 1, None
         for its, called in shapes:
             if len(its) < -place or called[place] is None:
                 continue
-            if axis is not None and differ(extent, its[place]):
+            if axis is not None and extents_differ(extent, its[place]):
                 raise ValueError(f"{name}: shapes {', '.join(str(its) for its, _ in shapes if its)} do not broadcast")
-            extent, axis = its[place], same(called[place], axis)
+            extent, axis = its[place], unify(called[place], axis)
         extents.append(extent)
         names.append(axis)
     return tuple(extents), tuple(names)
@@ -315,237 +323,39 @@ def _broadcast(name: str, shapes: Sequence[tuple[tuple[int, ...], tuple]]) -> tu
 
 def reduce(kind: str, x: Any, axis: int = -1) -> Term:
     """The sum or max of each row: (..., n) gives (..., 1). TypeError: axis is not the last one."""
-    x = lifted(x)
+    x = as_term(x)
     if x.ndim == 0 or axis not in (-1, x.ndim - 1):
         raise TypeError(
             f"{kind}: reduces the last axis, got {axis=} of an array of shape {x.extents}; over rows: {kind}(transpose(x))"
         )
-    return x if x.names[-1] is None else _made(kind, (x,), None, (*x.extents[:-1], 1), (*x.names[:-1], None))
-
-
-def total(x: Term, like: Term) -> Term:
-    """The sum over the axes that `like` lacks, which stay with length 1."""
-    needs = (None,) * (x.ndim - like.ndim) + like.names
-    return total_along(x, tuple(n for n in range(-x.ndim, 0) if x.names[n] is not None and needs[n] is None))
-
-
-def total_along(x: Term, places: tuple[int, ...]) -> Term:
-    """The sum over these axes, counted from the last one, -1; they stay with length 1."""
-    parts = [(1, None) if n in places else (x.extents[n], x.names[n]) for n in range(-x.ndim, 0)]
-    extents, names = zip(*parts)
-    return _made("total", (x,), places, extents, names) if places else x
-
-
-def gathered(x: Term, shares: int) -> Term:
-    """The rows of x (m, c) added up in `shares` groups, as (shares, c): row i of the result is the sum of the rows i, i +
-    shares, ... Their sum is the total over all rows."""
-    return _made("gathered", (x,), shares, (shares, x.extents[1]), (Axis(shares), x.names[1]))
-
-
-def attended(x: Term, parts: int) -> Term:
-    """The results of attention over each of `parts` equal parts of the keys: (parts, heads, rows, columns), x being the result
-    over all keys."""
-    return _made("attended", (x,), parts, (parts, *x.extents), (Axis(parts), *x.names))
+    return x if x.axes[-1] is None else make_term(kind, (x,), None, (*x.extents[:-1], 1), (*x.axes[:-1], None))
 
 
 def matmul(a: Any, b: Any) -> Term:
     """a @ b of two matrices; leading axes broadcast as in NumPy. ValueError: the shapes do not fit."""
-    a, b = lifted(a), lifted(b)
-    if a.ndim < 2 or b.ndim < 2 or differ(a.extents[-1], b.extents[-2]):
+    a, b = as_term(a), as_term(b)
+    if a.ndim < 2 or b.ndim < 2 or extents_differ(a.extents[-1], b.extents[-2]):
         raise ValueError(f"@: takes (..., m, k) and (..., k, n), got {a.extents} and {b.extents}: {a} @ {b}")
     try:
-        lead, names = _broadcast("@", [(x.extents[:-2], x.names[:-2]) for x in (a, b)])
+        lead, names = broadcast("@", [(x.extents[:-2], x.axes[:-2]) for x in (a, b)])
     except ValueError:
         raise ValueError(f"@: leading axes of {a.extents} and {b.extents} do not broadcast: {a} @ {b}") from None
-    same(a.names[-1], b.names[-2])
-    return _made("matmul", (a, b), None, (*lead, a.extents[-2], b.extents[-1]), (*names, a.names[-2], b.names[-1]))
+    unify(a.axes[-1], b.axes[-2])
+    return make_term("matmul", (a, b), None, (*lead, a.extents[-2], b.extents[-1]), (*names, a.axes[-2], b.axes[-1]))
 
 
 def transpose(x: Any) -> Term:
     """x with its last two axes swapped. ValueError: it has fewer axes."""
-    x = lifted(x)
+    x = as_term(x)
     if x.ndim < 2:
         raise ValueError(f"transpose: takes a matrix, got {x.extents}")
     if x.operation == "transpose":
-        return x.of[0]
-    extents, names = ((*of[:-2], of[-1], of[-2]) for of in (x.extents, x.names))
-    return _made("transpose", (x,), None, extents, names)
+        return x.args[0]
+    extents, names = ((*of[:-2], of[-1], of[-2]) for of in (x.extents, x.axes))
+    return make_term("transpose", (x,), None, extents, names)
 
 
-def concat(*parts: Any) -> Term:
-    """The arrays side by side, along the last axis. ValueError: they differ in other axes."""
-    of = [lifted(x) for x in parts]
-    if any(x.ndim < 2 or differ(x.extents[:-1], of[0].extents[:-1]) for x in of):
-        raise ValueError(f"concatenate: takes matrices of as many rows, got {[x.extents for x in of]}")
-    _, lead = _broadcast("concatenate", [(x.extents[:-1], x.names[:-1]) for x in of])
-    first, second = of[0].names[-1], of[1].names[-1] if len(of) == 2 else None
-    whole = first.root.whole if first is not None and second is not None and first.root is second.root else None
-    columns = whole or Axis()
-    return _made("concat", of, None, (*of[0].extents[:-1], sum(x.extents[-1] for x in of)), (*lead, columns))
-
-
-def half(x: Any, which: int) -> Term:
-    """The first or the second half of the columns; which: 0 or 1. ValueError: the number of columns is odd."""
-    x = lifted(x)
-    columns = x.names[-1] if x.ndim else None
-    if columns is None or x.extents[-1] % 2:
-        raise ValueError(f"halves: takes an array with an even number of columns, got {x.extents}: {x}")
-    return _made("half", (x,), which, (*x.extents[:-1], x.extents[-1] // 2), (*x.names[:-1], halved(columns)))
-
-
-def causal(x: Any) -> Term:
-    """Scores (..., s, t), of which query i sees key j where j <= i + t - s; the others are -inf."""
-    x = lifted(x)
-    if x.ndim < 2:
-        raise ValueError(f"causal: takes scores (..., queries, keys), got {x.extents}")
-    return _made("causal", (x,), None, x.extents, x.names)
-
-
-def dropout(x: Any, p: Any, seed: Any) -> Term:
-    """x / (1 - p), but 0 with probability p; the draws follow from the seed and the position. ValueError, TypeError: see
-    language.dropout."""
-    x, p, seed = lifted(x), lifted(p), lifted(seed)
-    if x.ndim < 2 or x.names[-1] is None:
-        raise ValueError(f"dropout: takes rows and columns, got {x.extents}: {x}")
-    if p.ndim or (p.operation == "number" and not 0 <= p.what < 1):
-        raise ValueError(f"dropout: p must be a number, at least 0 and below 1, got {p}")
-    if any(seed.names) or seed.operation != "input" or seed.what[1] != SEED:
-        raise TypeError(f"dropout: seed must be an argument, an array of one {SEED}, got {seed}")
-    return _made("dropout", (x, p, seed), None, x.extents, x.names)
-
-
-def pick(x: Any, index: Any) -> Term:
-    """The element of each row in the column that `index` names, as an axis of length 1; 0 where there is no such column."""
-    x, index = lifted(x), _index("pick", index)
-    if x.ndim < 2 or differ(x.extents[:-1], index.extents):
-        raise ValueError(f"pick: takes rows and a column for each of them, got {x.extents} and {index.extents}: {x}, {index}")
-    _, lead = _broadcast("pick", [(x.extents[:-1], x.names[:-1]), (index.extents, index.names)])
-    return _made("pick", (x, index), None, (*x.extents[:-1], 1), (*lead, None))
-
-
-def is_column(x: Term, index: Term) -> Term:
-    """A mask of x's shape: True in the column that `index` names in each row."""
-    what = x.names[-1] and x.names[-1].root, x.extents[-1]
-    return _made("is_column", (index,), what, x.extents, (*index.names, x.names[-1]))
-
-
-def _index(name: str, index: Any) -> Term:
-    index = lifted(index)
-    if index.operation != "input" or index.what[1] not in INDEX:
-        raise TypeError(f"{name}: index must be an argument of {' or '.join(INDEX)}, got {index}")
-    return index
-
-
-def matmul_by(x: Any, w: Any, index: Any) -> Term:
-    """x[m] @ w[index[m]] for each row m, 0 where there is no such matrix: x (m, k), w (e, k, n), index (m,)."""
-    x, w, index = lifted(x), lifted(w), _index("matmul_by", index)
-    if x.ndim != 2 or w.ndim != 3 or differ(x.extents[-1], w.extents[-2]) or differ(x.extents[:-1], index.extents):
-        shapes = f"{x.extents}, {w.extents} and {index.extents}"
-        raise ValueError(f"matmul_by: takes (m, k), (e, k, n) and m indices, got {shapes}: {x}, {w}, {index}")
-    other = SPACES[-1].chosen.setdefault(index, w)
-    if differ(other.extents[0], w.extents[0]):
-        raise ValueError(f"matmul_by: {index} chooses among {other.extents[0]} matrices {other}, and {w.extents[0]} of {w}")
-    same(other.names[0], w.names[0])
-    same(x.names[-1], w.names[-2])
-    _, rows = _broadcast("matmul_by", [(x.extents[:1], x.names[:1]), (index.extents, index.names)])
-    return _made("matmul_by", (x, w, index), None, (x.extents[0], w.extents[-1]), (*rows, w.names[-1]))
-
-
-def among(x: Term, index: Term, like: Term) -> Term:
-    """x (m, e r) with all but r columns of each row set to 0: row m keeps columns r * index[m] up to r * (index[m] + 1). like:
-    a term (e, r, n), which says what e and r are."""
-    return _made("among", (x, index, like), None, x.extents, x.names)
-
-
-def weighted(p: Any, x: Any) -> Term:
-    """The sum over e of p[:, e] * x[e], of p (m, e) and x (e, m, n)."""
-    p, x = lifted(p), lifted(x)
-    if p.ndim != 2 or x.ndim != 3 or differ(p.extents[::-1], x.extents[:2]):
-        raise ValueError(f"weighted: takes (m, e) and (e, m, n), got {p.extents} and {x.extents}: {p}, {x}")
-    same(p.names[1], x.names[0])
-    return _made("weighted", (p, x), None, x.extents[1:], (same(p.names[0], x.names[1]), x.names[2]))
-
-
-def spread(p: Term, like: Term) -> Term:
-    """p (m, e) as (m, e n), each number repeated n times. like: a term (e, n, k), which says what n is."""
-    rows, n = p.extents[0], like.extents[0] * like.extents[1]
-    return _made("spread", (p, like), None, (rows, n), (p.names[0], product(*like.names[:2])))
-
-
-def of_parts(operation: str, x: Term, *index: Term) -> Term:
-    """One number for each part of a row, a part being PART columns. "max_of_parts" is the maximum of the part; "sum_of_parts"
-    the sum of exp(x - that maximum); "pick_of_parts" the element in the column that index names, 0 if that is in another
-    part."""
-    columns = x.names[-1]
-    if columns is not None:
-        columns = SPACES[-1].cuts.setdefault(columns.root, Axis(cut=columns.root))
-    return _made(operation, (x, *index), None, (*x.extents[:-1], -(-x.extents[-1] // PART)), (*x.names[:-1], columns))
-
-
-def stacked(x: Term) -> Term:
-    """(h, d, r) as (h d, r): the matrices of heads one below the other. It is a view."""
-    (h, d, r), (heads, rows, columns) = x.extents, x.names
-    return _made("stacked", (x,), None, (h * d, r), (product(heads, rows), columns))
-
-
-def heads(x: Term, like: Term) -> Term:
-    """(s, h d) as (h, s, d), a view. like: a term (h, d, r) whose first two axes, stacked, are x's columns."""
-    (h, d, _), (of_heads, columns, _) = like.extents, like.names
-    return _made("heads", (x, like), None, (h, x.extents[0], d), (of_heads, x.names[0], columns))
-
-
-def split_like(x: Term, like: Term) -> Term:
-    """(..., s, h d) as (..., h, s, d), the shape of `like`, whose heads merged would have x's columns."""
-    *lead, s, _ = x.extents
-    count, own = like.extents[-3], like.extents[-1]
-    names = (*x.names[:-2], like.names[-3], x.names[-2], like.names[-1])
-    return _made("split", (x,), count, (*lead, count, s, own), names)
-
-
-def split(x: Any, count: int) -> Term:
-    """(..., s, count * d) as (..., count, s, d), a view. ValueError: the columns are no multiple of count."""
-    x = lifted(x)
-    if x.ndim < 2 or x.names[-1] is None or (x.extents[-1] % count and not SPACES[-1].loose):
-        raise ValueError(f"split_heads: takes rows whose columns are a multiple of {count}, got {x.extents}: {x}")
-    columns, splits = x.names[-1].root, SPACES[-1].splits
-    known = (its for whole, *its in splits if whole.root is columns and its[0].root.parts == (count,))
-    of_heads, own = next(known, None) or (Axis(count), Axis())
-    if not columns.parts:
-        columns.parts = count, own
-        splits.append((columns, of_heads, own))
-    *lead, s, _ = x.extents
-    return _made("split", (x,), count, (*lead, count, s, x.extents[-1] // count), (*x.names[:-2], of_heads, x.names[-2], own))
-
-
-def merged(x: Any) -> Term:
-    """(..., h, s, d) as (..., s, h d), the reverse of split."""
-    x = lifted(x)
-    if x.ndim < 3 or x.names[-3] is None or x.names[-1] is None:
-        raise ValueError(f"merge_heads: takes (..., heads, rows, columns), got {x.extents}: {x}")
-    *lead, h, s, d = x.extents
-    own = x.names[-3].root, x.names[-1].root
-    known = (whole for whole, *its in SPACES[-1].splits if tuple(one.root for one in its) == own)
-    columns = next(known, None) or product(*own)
-    return _made("merged", (x,), h, (*lead, s, h * d), (*x.names[:-3], x.names[-2], columns))
-
-
-def flat(x: Term) -> Term:
-    """(n, 1) as (n,): one number for each row, as a vector. It is a view."""
-    return _made("flat", (x,), None, x.extents[:1], x.names[:1])
-
-
-def rows(x: Term) -> Term:
-    """(..., c) as the matrix of all rows. It is a view."""
-    (*lead, columns), (*names, last) = x.extents, x.names
-    return _made("rows", (x,), None, (math.prod(lead), columns), (product(*names), last))
-
-
-def viewed(x: Term) -> Term:
-    """The term that lies in memory, if this one is a view of it."""
-    return viewed(x.of[0]) if x.operation in ("stacked", "heads", "split", "flat", "rows", "spread") else x
-
-
-def product(*parts: Axis | None) -> Axis | None:
+def product_axis(*parts: Axis | None) -> Axis | None:
     """The axis that is the product of these, the first one outermost. The same axes always give the same axis."""
     roots = tuple(axis.root for axis in parts if axis is not None)
-    return SPACES[-1].products.setdefault(roots, Axis(*roots)) if len(roots) > 1 else roots[0] if roots else None
+    return TABLES[-1].products.setdefault(roots, Axis(*roots)) if len(roots) > 1 else roots[0] if roots else None

@@ -1,10 +1,10 @@
-"""Which candidate is fastest on a card: measured once, and remembered on disk.
+"""Tuning: the candidates are measured on the GPU once, and their times are remembered on disk.
 
     norm_linear.tune(x, g, w)           or   python -m fuse tune file.py:norm_linear --shapes 16x4096 4096 4096x6144
 
-The roofline's best few run on the arrays that are given; each is timed with its inputs in memory, not in L2. What is remembered
-belongs to these candidates, to the lengths that stand for a class (classes.py), and to the card's name: other rows of the class
-find it, too. Until a function is tuned the roofline decides."""
+The roofline's best few run on the arrays that are passed; each is timed with its inputs in memory, not in L2. Times are
+remembered for these candidates, for the representatives of a class of lengths (classes.py) and for the GPU's name, so they hold
+for other rows of the class, too. Until a function is tuned the roofline decides."""
 
 from __future__ import annotations
 
@@ -19,47 +19,49 @@ from tiles.profile.card import median_together
 
 from . import module
 from .axes import Axis
-from .candidates import Candidate, Chosen
+from .candidates import Candidate, GeneratedModule
 from .classes import extents_at
-from .trace import Traced
+from .trace import TracedDefinition
 
 FEW, REPEAT = 6, 11  # candidates that are measured, calls of each
 
 
-def key(name: str, found: Traced, every: Sequence[Candidate], card: str) -> str:
-    """The key under which a choice between these candidates on this card is remembered. name: of the function. found: its
-    terms, for the lengths that stand for a class (classes.py)."""
-    arrays = [(name, x.extents, x.what) for name, x in found.inputs]
-    said = [card, name, repr(arrays), *(repr(one.identity) for one in every)]
-    return "fuse" + hashlib.sha256("\0".join(said).encode()).hexdigest()[:60]
+def key(name: str, traced: TracedDefinition, candidates: Sequence[Candidate], card: str) -> str:
+    """The key under which times of these candidates on this card are remembered. name: of the function. traced: its terms, for
+    the representatives of a class of lengths."""
+    arrays = [(name, x.extents, x.attr) for name, x in traced.inputs]
+    parts = [card, name, repr(arrays), *(repr(one.identity) for one in candidates)]
+    return "fuse" + hashlib.sha256("\0".join(parts).encode()).hexdigest()[:60]
 
 
 def measure(
-    name: str, made: Sequence[Chosen], known: Mapping[Axis, int], arrays: Sequence[Any], say: Callable[[str], None]
+    name: str, modules: Sequence[GeneratedModule], known: Mapping[Axis, int], arrays: Sequence[Any], say: Callable[[str], None]
 ) -> list[float]:
-    """The seconds that each of these modules takes on these arrays, which lie on a card. known: the extents of their axes."""
+    """The time in seconds of each of these modules on these arrays, which lie on a GPU. known: the extents of their axes. say:
+    gets a text on progress."""
     first = describe(next(x for x in arrays if hasattr(x, "shape")), "x")
-    gpu, home, found = device(first.device), first.kind.home(first), []
-    for n, one in enumerate(made):
-        say(f"{name}: candidate {n + 1} of {len(made)}")
-        make = [first.kind.maker(home, extents_at(x, known), x.held_as(first.dtype))() for x in one.written]
+    gpu, home, seconds = device(first.device), first.kind.home(first), []
+    for n, one in enumerate(modules):
+        say(f"{name}: candidate {n + 1} of {len(modules)}")
+        make = [first.kind.maker(home, extents_at(x, known), x.stored_dtype(first.dtype))() for x in one.written]
         launch = module.load(one.text, name, one.code).launch
-        found.append(median_together(lambda launch=launch, make=make: launch(*arrays, *make), gpu, REPEAT))
-    return found
+        seconds.append(median_together(lambda launch=launch, make=make: launch(*arrays, *make), gpu, REPEAT))
+    return seconds
 
 
-def remembered(key: str) -> list[float] | None:
-    """The seconds that `remember` kept under this key; None if it kept nothing."""
-    found = cache.recall(key)
-    return found["seconds"] if found else None
+def recall_seconds(key: str) -> list[float] | None:
+    """The times that `remember` stored under this key; None if there are none."""
+    entry = cache.recall(key)
+    return entry["seconds"] if entry else None
 
 
 def remember(key: str, seconds: Sequence[float]) -> None:
-    """Keep the measured seconds of candidates on disk."""
+    """Store the measured times of candidates on disk."""
     cache.remember(key, {"seconds": list(seconds)})
 
 
-def ranked(candidates: Sequence[Candidate], seconds: Sequence[float]) -> list[Candidate]:
-    """The candidates, the measured ones first, the fastest first, with their seconds. seconds: of the first candidates."""
+def rank(candidates: Sequence[Candidate], seconds: Sequence[float]) -> list[Candidate]:
+    """The candidates, measured ones first and among them the fastest first, with their times. seconds: of the first
+    candidates."""
     measured = [one._replace(measured=time) for one, time in zip(candidates, seconds)]
     return [*sorted(measured, key=lambda one: one.measured or 0.0), *candidates[len(measured) :]]

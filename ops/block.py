@@ -1,6 +1,6 @@
 """What all warps of a block do together."""
 
-from tiles.interpreter import here
+from tiles.interpreter import current_warp
 from tiles.op import op
 
 from .reductions.across_warps import lower_scope, reduced, voted
@@ -11,7 +11,7 @@ from .threads.warps import ALL_WARPS
 def sync(fenced=False):
     """All warps of the block meet. What they wrote to shared memory is then visible to all, to their wgmmas and to TMA. fenced:
     as in warpgroup.sync."""
-    ALL_WARPS.meet(here(), not fenced)
+    ALL_WARPS.meet(current_warp(), not fenced)
 
 
 @op

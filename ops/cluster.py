@@ -16,11 +16,11 @@ or, from one warp to those that wait for it, with barriers of the plan:
 """
 
 import numpy as np
-from numba.cuda import types
 
 from tiles import ptx
-from tiles.interpreter import here
+from tiles.interpreter import current_warp
 from tiles.layout import LANES
+from tiles.numba_names import types
 from tiles.numba_types import void
 from tiles.op import integer, lowers, op
 from tiles.ring import elected
@@ -36,7 +36,7 @@ OWN = 2**18 - 1  # the bits of an address within a block's shared memory
 @op
 def rank():
     """Which block of its cluster this is: 0, 1, ..., along x first."""
-    return here().block.rank
+    return current_warp().block.rank
 
 
 @lowers(rank)
@@ -48,20 +48,20 @@ def _():
 def arrive():
     """This warp arrives at the cluster's barrier. What it wrote before, to any shared memory of the cluster, is visible to
     those that `wait`. Every warp of every block of the cluster arrives, then waits, in turn."""
-    here().block.cluster.barrier.arrive(here())
+    current_warp().block.cluster.barrier.arrive(current_warp())
 
 
 @op
 def wait():
     """Wait until all warps of the cluster have arrived."""
-    here().block.cluster.barrier.wait(here())
+    current_warp().block.cluster.barrier.wait(current_warp())
 
 
 @op
 def sync():
     """All warps of the cluster meet: arrive, and wait."""
-    here().block.cluster.barrier.arrive(here())
-    here().block.cluster.barrier.wait(here())
+    current_warp().block.cluster.barrier.arrive(current_warp())
+    current_warp().block.cluster.barrier.wait(current_warp())
 
 
 lowers(arrive)(lambda: (void, ptx.cluster_arrive))
@@ -81,7 +81,7 @@ def _():
 @op
 def map(item, rank):
     """What block number `rank` of the cluster has where this one has the shared tile, vector or barrier `item`."""
-    warp, blocks = here(), here().block.cluster.blocks
+    warp, blocks = current_warp(), current_warp().block.cluster.blocks
     if not 0 <= rank < len(blocks):
         raise warp.hazard(f"there is no block {rank} in a cluster of {len(blocks)} blocks")
     home = blocks[rank]
@@ -123,13 +123,13 @@ def _(tile):
 def store(target, value):
     """A peer's shared tile or vector = value, rounded to its dtype, by one warp. The peer sees it after cluster.sync(), or once
     it has received this warp's signal."""
-    here().write(target.item, value.array.reshape(-1, *target.shape[1:]), home=target.block)
+    current_warp().write(target.item, value.array.reshape(-1, *target.shape[1:]), home=target.block)
 
 
 @op
 def load(source, spec):
     """The register tile or vector of type `spec` from a peer's shared tile or vector, by one warp."""
-    return here().read(source.item, home=source.block).astype(np.float32).reshape(spec.shape)
+    return current_warp().read(source.item, home=source.block).astype(np.float32).reshape(spec.shape)
 
 
 @op(takes_operands=True)
@@ -137,8 +137,8 @@ def store_async(target, value, bar):
     """As `store`, without waiting for it (st.async): its bytes count on a barrier of the same peer, which expects them
     (raw.expect) and reads the tile with ordinary loads once it has received them."""
     if bar.block is not target.block:
-        raise here().hazard(f"stores to {target}, and counts on {bar.item.name} of block {bar.block.index}", "bytes")
-    here().write_async(target.item, value.array.reshape(-1, *target.shape[1:]), bar.item)
+        raise current_warp().hazard(f"stores to {target}, and counts on {bar.item.name} of block {bar.block.index}", "bytes")
+    current_warp().write_async(target.item, value.array.reshape(-1, *target.shape[1:]), bar.item)
 
 
 def _check(name, verb, target, value):
@@ -215,7 +215,7 @@ def _(source, spec: type):
 @op
 def signal(bar):
     """One arrival of this warp on a peer's barrier. Those that receive it see what the warp wrote before."""
-    bar.item.arrive(here())
+    bar.item.arrive(current_warp())
 
 
 @lowers(signal)
@@ -235,7 +235,7 @@ def _(bar):
 def receive(bar, phases):
     """Wait until `phases` phases of a barrier of this block are complete; the hardware sees only the parity of this number.
     What peers wrote before they signalled, or stored to count on the barrier, is then visible."""
-    bar.wait(here(), phases)
+    bar.wait(current_warp(), phases)
 
 
 @lowers(receive)

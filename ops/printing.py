@@ -4,19 +4,15 @@ One vector or tile a call. The values travel to lane 0, which prints row after r
 """
 
 import numpy as np
-from llvmlite import ir
-from numba.cuda import cgutils, nvvmutils
-from numba.cuda.cudaimpl import registry
-from numba.cuda.printimpl import print_item
 
 from tiles import layout, ptx
-from tiles.builder import Builder
+from tiles.builder import Builder, f64
+from tiles.numba_names import print_item, registry
 from tiles.numba_types import Value
 from tiles.types import rt
 from tiles.unsupported import check_print
 
 ARGUMENTS = 32  # that vprintf takes
-f64 = ir.DoubleType()
 
 
 def _holders(spec):
@@ -34,8 +30,7 @@ def _printf(b, buffer, text, *values):
     with b.if_then(b.icmp_unsigned("==", b.lane(), b.u32(0))):
         for k, value in enumerate(values):
             b.store(b.fpext(value, f64), b.gep(buffer, [b.u32(0), b.u32(k)]))
-        text = b.context.insert_string_const_addrspace(b, text)
-        b.call(nvvmutils.declare_vprint(b.module), [text, b.bitcast(buffer, ir.PointerType(ir.IntType(8)))])
+        b.vprintf(text, buffer)
 
 
 @print_item.register(Value)
@@ -48,7 +43,7 @@ def _(context, builder, sig, args):
     b, spec = Builder(builder, context), sig.args[0].spec
     check_print(spec)
     elements = b.elements(spec, args[0])
-    buffer = cgutils.alloca_once(b, ir.ArrayType(f64, ARGUMENTS))
+    buffer = b.scratch(f64, ARGUMENTS)
     who = [b.special(f"ctaid.{axis}") for axis in "xyz"] + [b.warp()]
     _printf(b, buffer, f"[block (%.0f, %.0f, %.0f), warp %.0f] {spec}\n", *map(b.real, who))
     for row in _holders(spec):

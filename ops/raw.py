@@ -6,11 +6,10 @@ Here nothing fences, elects a thread or counts phases for you. A barrier or shar
 
 import inspect
 
-from numba.cuda import types
-
 from tiles import ptx
-from tiles.interpreter import here
+from tiles.interpreter import current_warp
 from tiles.layout import LANES
+from tiles.numba_names import types
 from tiles.numba_types import void
 from tiles.op import integer, lowers, op
 from tiles.ring import elected
@@ -44,56 +43,56 @@ def _one_lane(instruction):
 @op
 def arrive(bar):
     """One arrival of this warp on a barrier."""
-    bar.arrive(here())
+    bar.arrive(current_warp())
 
 
 @op
 def expect(bar, nbytes):
     """One arrival of this warp on a barrier, which then also waits for `nbytes` bytes of copies."""
-    bar.arrive(here(), nbytes)
+    bar.arrive(current_warp(), nbytes)
 
 
 @op
 def wait(bar, phases):
     """Wait until `phases` phases of a barrier are complete. The hardware sees only the parity of this number."""
-    bar.wait(here(), phases)
+    bar.wait(current_warp(), phases)
 
 
 @op
 def tma_load(tile, source, at, bar):
     """Copy source[at] into a shared tile; its bytes count on the barrier, which must expect them."""
-    here().load_async(tile, bar, source, at)
+    current_warp().load_async(tile, bar, source, at)
 
 
 @op
 def tma_store(target, at, tile):
     """Copy a shared tile to target[at], with no fence before. It writes whole chunks of 16 bytes: of a row of the array that is
     no multiple of them, the tile's own values up to the next multiple past its end."""
-    here().store_async(target, at, tile)
+    current_warp().store_async(target, at, tile)
 
 
 @op
 def store_wait():
     """Wait until this warp's bulk stores have read their shared tiles."""
-    here().wait_stores()
+    current_warp().wait_stores()
 
 
 @op
 def fence_async():
     """This warp's ordinary accesses to shared memory become visible to wgmma and TMA."""
-    here().fence_async()
+    current_warp().fence_async()
 
 
 @op
 def named_sync(number, threads):
     """bar.sync: until `threads` threads have arrived on a named barrier."""
-    here().block.named(number, threads).meet(here(), threads)
+    current_warp().block.named(number, threads).meet(current_warp(), threads)
 
 
 @op
 def named_arrive(number, threads):
     """bar.arrive: arrive on a named barrier without waiting."""
-    here().block.named(number, threads).meet(here(), threads, sync=False)
+    current_warp().block.named(number, threads).meet(current_warp(), threads, sync=False)
 
 
 def _check_copy(name, tensor, at, tile):

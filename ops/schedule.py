@@ -14,12 +14,12 @@ Where there are sequences of any lengths, blocks can share all their tiles evenl
 """
 
 import numpy as np
-from numba.cuda import types
 
 from tiles import ptx
 from tiles.builder import i1, i32, i64
-from tiles.interpreter import Touched, here, note
+from tiles.interpreter import Touched, current_warp, note
 from tiles.layout import LANES
+from tiles.numba_names import types
 from tiles.op import inlined, integer, lowers, op
 
 
@@ -27,7 +27,7 @@ from tiles.op import inlined, integer, lowers, op
 def divmod(index, extent):
     """(index // extent, index % extent), as Python's divmod, of integers: 0 <= index < 2**31, 1 <= extent < 2**31."""
     if not (0 <= index < 2**31 and 1 <= extent < 2**31):
-        raise here().hazard(f"divmod: takes 0 <= index < 2**31 and 1 <= extent < 2**31: index={index}, extent={extent}")
+        raise current_warp().hazard(f"divmod: takes 0 <= index < 2**31 and 1 <= extent < 2**31: index={index}, extent={extent}")
     return index // extent, index % extent
 
 
@@ -49,7 +49,7 @@ def _(index, extent):
 def warp_index():
     """Which of its block's warps this is: 0, 1, ... The compiler knows it to be the same for all lanes of the warp, unlike
     `cuda.threadIdx.x // 32`: what is computed from it alone takes uniform registers."""
-    return here().index
+    return current_warp().index
 
 
 @lowers(warp_index)
@@ -61,7 +61,7 @@ def _():
 def persistent_tile(r, cluster=1):
     """The number of the r-th tile, r from 0, that this block of a grid along x takes, together with its peers in a cluster of
     that many blocks. It grows with r, and is below 2**31."""
-    block, blocks = here().block.index[0] // cluster, here().block.grid[0] // cluster
+    block, blocks = current_warp().block.index[0] // cluster, current_warp().block.grid[0] // cluster
     return r * blocks + (blocks - 1 - block if r % 2 else block)
 
 

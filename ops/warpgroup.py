@@ -6,11 +6,10 @@ warpgroups do in threads/warpgroups.py."""
 
 from dataclasses import replace
 
-from numba.cuda import types
-
 from tiles import ptx
-from tiles.interpreter import here
+from tiles.interpreter import current_warp
 from tiles.layout import WARPGROUP
+from tiles.numba_names import types
 from tiles.numba_types import void
 from tiles.op import inlined, lowers, op
 from tiles.types import st
@@ -49,7 +48,7 @@ def first_row(spec):
 @op
 def id():
     """Which warpgroup of the block this is."""
-    return here().group
+    return current_warp().group
 
 
 @lowers(id)
@@ -60,7 +59,7 @@ def _():  # through a shuffle, so that ptxas knows it is uniform: 4 % fewer inst
 @op
 def rank():
     """Which of its warpgroup's four warps this is."""
-    return here().rank
+    return current_warp().rank
 
 
 @lowers(rank)
@@ -72,13 +71,13 @@ def _():
 @op
 def claim_registers(n):
     """Give every thread of this warpgroup n registers (setmaxnreg.inc); waits until others have released enough."""
-    here().set_registers(n, more=True)
+    current_warp().set_registers(n, more=True)
 
 
 @op
 def release_registers(n):
     """Keep n registers per thread, free the rest for other warpgroups (setmaxnreg.dec)."""
-    here().set_registers(n, more=False)
+    current_warp().set_registers(n, more=False)
 
 
 def _register_count(name, more):
@@ -100,7 +99,7 @@ def sync(fenced=False):
     """The four warps meet. What they wrote to shared memory is then visible to all of them, to their wgmmas and to TMA.
     fenced=True: the caller has seen to the fence (which waits for everything that a thread has under way, copies included),
     so there is none here; without one, wgmma and TMA may not see it."""
-    FOUR_WARPS.meet(here(), not fenced)
+    FOUR_WARPS.meet(current_warp(), not fenced)
 
 
 @op
@@ -148,7 +147,7 @@ lower_scope(FOUR_WARPS, reduce_max, reduce_min, reduce_sum, reduce_prod, reduce_
 def causal(tile, diagonal, value):
     """The lower triangle of tile: `value` in every element (row, col) with col > row + diagonal; rows count through the
     warpgroup's 64. Also called `tril`."""
-    return masks.masked(masks.causal, tile, diagonal, value, tile.rows * here().rank)
+    return masks.masked(masks.causal, tile, diagonal, value, tile.rows * current_warp().rank)
 
 
 tril = causal
@@ -158,19 +157,19 @@ tril = causal
 def triu(tile, diagonal, value):
     """The upper triangle of tile: `value` in every element (row, col) with col < row + diagonal; rows count through the
     warpgroup's 64."""
-    return masks.masked(masks.triu, tile, diagonal, value, tile.rows * here().rank)
+    return masks.masked(masks.triu, tile, diagonal, value, tile.rows * current_warp().rank)
 
 
 @op
 def lower_fill(tile, row, value):
     """tile, with `value` in every row from `row` on; rows count through the warpgroup's 64."""
-    return masks.masked(masks.lower_fill, tile, row, value, tile.rows * here().rank)
+    return masks.masked(masks.lower_fill, tile, row, value, tile.rows * current_warp().rank)
 
 
 @op
 def upper_fill(tile, row, value):
     """tile, with `value` in every row before `row`; rows count through the warpgroup's 64."""
-    return masks.masked(masks.upper_fill, tile, row, value, tile.rows * here().rank)
+    return masks.masked(masks.upper_fill, tile, row, value, tile.rows * current_warp().rank)
 
 
 for _face in (causal, triu, lower_fill, upper_fill):
@@ -180,7 +179,7 @@ for _face in (causal, triu, lower_fill, upper_fill):
 @op
 def outside_fill(tile, rows, cols, value):
     """tile, with `value` in every row from `rows` on, counted through the warpgroup's 64, and every column from `cols` on."""
-    return masks.outside_filled(tile, rows, cols, value, tile.rows * here().rank)
+    return masks.outside_filled(tile, rows, cols, value, tile.rows * current_warp().rank)
 
 
 lowers(outside_fill)(masks.outside_rule("warpgroup.outside_fill", first_row))
@@ -189,7 +188,7 @@ lowers(outside_fill)(masks.outside_rule("warpgroup.outside_fill", first_row))
 @op
 def row_index(shape):
     """ops.row_index, with the rows of the four warps one below the other: 0 to 63 for rt(16, n)."""
-    return create.index_array(shape, 0, shape.shape[0] * here().rank)
+    return create.index_array(shape, 0, shape.shape[0] * current_warp().rank)
 
 
 @lowers(row_index)
@@ -201,7 +200,7 @@ def _(shape: type):
 @op(takes_operands=True)
 def store(target, value, at=None, rows=-2, cols=-1, aligned=None):
     """target[...] = value, as ops.store, with the rows of the four warps one below the other."""
-    load_store.store_rows(target, value, at, rows, cols, aligned, here().rank)
+    load_store.store_rows(target, value, at, rows, cols, aligned, current_warp().rank)
 
 
 @lowers(store)
@@ -227,7 +226,7 @@ def load(source, spec, at=None, rows=-2, cols=-1, aligned=None, fenced=True):
 
     fenced=False, for a shared tile: without a fence after it, which would wait for everything that the warp has under way.
     Before TMA or wgmma write there again a fence must have followed, such as that of a ring's `publish`."""
-    return load_store.load_rows(source, spec, at, rows, cols, aligned, here().rank, fenced)
+    return load_store.load_rows(source, spec, at, rows, cols, aligned, current_warp().rank, fenced)
 
 
 @lowers(load)
@@ -243,7 +242,7 @@ def _(source, spec: type, at, rows: int, cols: int, aligned: int, fenced: int):
 @op
 def quarter(tile):
     """This warp's quarter of the rows of a shared tile, as a shared tile: row_max(quarter(x)). No copy."""
-    return _subtile(tile, tile.rows // WARPGROUP, here().rank)
+    return _subtile(tile, tile.rows // WARPGROUP, current_warp().rank)
 
 
 @lowers(quarter)

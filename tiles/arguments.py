@@ -22,15 +22,13 @@ from types import EllipsisType
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba.cuda import types
-from numba.cuda.core.errors import TypingError
-from numba.cuda.np.numpy_support import from_dtype
 
 from . import tma
 from .arrays import Array, Form
 from .dtypes import dtype, fp32
 from .frameworks import describe
 from .lengths import Length, made
+from .numba_names import TypingError, from_dtype, types
 from .numba_types import SCALARS, Value
 from .types import gl, rt, rv, st, sv
 from .values import NUMBA_SCALARS, tensor
@@ -46,7 +44,7 @@ WORD = 2**64 - 1
 OF_COMPILING = str, tuple, type, dtype, rt, rv, st, sv  # what is no argument, and might be taken for one
 INT, LONG, FLOAT = types.int32, types.int64, types.float32  # what kernels declare their numbers as
 ENDS = types.Array(types.int32, 1, "A")  # cu_seqlens
-TURNS = types.Array(types.int32, 2, "A")  # counters: how many blocks have had their turn at a tile of a head of a batch
+SEMAPHORES = types.Array(types.int32, 2, "A")  # counters by (batch and head, tile): how many warps have added to it
 
 
 def array(rank: int, of: dtype = fp32) -> types.Array:
@@ -257,7 +255,7 @@ def number_slot(name: str, ty: types.Type, value, cure: str = "") -> int:
         raise OverflowError(f"{name}: {value} does not fit {ty}{said}") from None
 
 
-def map_encoding(name: str, how: gl | tma.Cut, form: Form) -> tma.Encoding:
+def map_encoding(name: str, how: gl | tma.TmaBox, form: Form) -> tma.Encoding:
     """The tensor map's encoding for the argument `name`. TypeError, ValueError that name it: TMA cannot read such an array."""
     try:
         return tma.encoding(tma.cut(how) if isinstance(how, gl) else how, form)

@@ -12,16 +12,13 @@ import functools
 import itertools
 import math
 import operator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import ml_dtypes  # noqa: F401  makes "bfloat16" a name that np.dtype knows
 import numpy as np
 from cuda.bindings import driver
 
 from .device import check, device
-
-if TYPE_CHECKING:
-    from .frameworks import Kind
 
 ALIGNMENT = 16  # bytes: of an address a form holds how far it lies past a multiple of this, and nothing else
 
@@ -92,7 +89,7 @@ class Array(NamedTuple):
     pointer: int
     form: Form
     owner: Any
-    kind: Kind
+    kind: Any  # a frameworks.Kind
     lease: Any = None  # a view of a DLPack capsule, held only because it keeps the memory alive
 
     @property

@@ -2,7 +2,7 @@
 
 import ctypes
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 from cuda.bindings import driver
 
@@ -10,9 +10,6 @@ from . import tma
 from .device import check
 from .loaded_code import Loaded
 from .targets import has_early_launch
-
-if TYPE_CHECKING:
-    from .launch import Kernel
 
 RECENT = 16  # frames that a kernel keeps, of 3 KB each with four tensor maps
 
@@ -28,11 +25,11 @@ class Frames:
 
     def __init__(self, slots: int, maps: Sequence[int]):
         self.slots, self.maps = slots, maps
-        self.kernel: Kernel | None = None  # if it has declared its arguments
+        self.kernel: Any = None  # the Kernel (launch.py), if it has declared its arguments
         self.memory = ctypes.c_uint64 * ((tma.MAP_ALIGNMENT + tma.MAP_BYTES * len(maps)) // 8 + 2 * slots)
-        self.recent: dict[tuple, Frame] = {}  # an OrderedDict would take 0.3 us more
+        self.recent: dict[tuple, ParameterFrame] = {}  # an OrderedDict would take 0.3 us more
 
-    def oldest(self) -> "Frame | None":
+    def oldest(self) -> "ParameterFrame | None":
         """The frame to overwrite; None as long as another may be made."""
         frame = None
         while len(self.recent) >= RECENT:
@@ -55,7 +52,7 @@ class Contents:
         self.encoded: list[bytes] | None = None  # the maps, with the addresses of the first call: see tma.encoded
 
 
-class Frame:
+class ParameterFrame:
     """The parameter block of a launch that is about to be made: tensor maps, 8-byte slots, and the addresses through which the
     driver copies both. It belongs to one thread at a time; the driver has copied it when a launch returns.
 
@@ -153,11 +150,11 @@ class Bound:
         """A frame for these addresses. If another context, or none, is current on this thread, the driver refuses to make maps:
         to look first would cost every call a quarter of a microsecond."""
         try:
-            frame = self.frames.oldest() or Frame(self.frames, self.configuration())
+            frame = self.frames.oldest() or ParameterFrame(self.frames, self.configuration())
             frame.write(self.contents, stream, addresses)
         except RuntimeError:
             with self.code.target.current():
-                frame = Frame(self.frames, self.configuration())
+                frame = ParameterFrame(self.frames, self.configuration())
                 frame.write(self.contents, stream, addresses)
         return frame
 

@@ -1,14 +1,21 @@
 """LLVM's builder, with the few words more that lowerings are written in."""
 
 from llvmlite import ir
-from numba.cuda import types
+from numba.cuda import cgutils, nvvmutils, types
 from numba.cuda.descriptor import cuda_target
 
 from .dtypes import bf16, fp32, tf32
 from .layout import LANES, WARPGROUP
 from .types import rt, rv
 
-i1, i32, i64, f32 = ir.IntType(1), ir.IntType(32), ir.IntType(64), ir.FloatType()
+i1, i8, i32, i64 = ir.IntType(1), ir.IntType(8), ir.IntType(32), ir.IntType(64)  # i32(5) is the constant 5
+f32, f64 = ir.FloatType(), ir.DoubleType()
+BuilderValue = ir.Value  # what rules compute with
+
+
+def struct(types):
+    """The type of several registers together, as one instruction gives them."""
+    return ir.LiteralStructType([*types])
 
 
 class Builder(ir.IRBuilder):
@@ -72,14 +79,14 @@ class Builder(ir.IRBuilder):
         text = f"{{.reg .b16 lo, hi;\n{to} lo, $2, $1;\n{to} hi, $4, $3;\nmov.b32 $0, {{lo, hi}};}}"
         return self.asm(i32, text, "=r,f,f,f,f", *four, effect=False)
 
-    def asm(self, ret, text, constraints, *args, effect=True):
-        """One PTX snippet; `effect` keeps it where it stands among memory operations. ValueError: the constraints are those of
-        more or fewer arguments."""
+    def asm(self, ret, text, constraints, *args, effect=True, memory=True):
+        """One PTX snippet; `effect` keeps it where it stands among others, with `memory` among all that use memory. ValueError:
+        the constraints are those of more or fewer arguments."""
         inputs = [c for c in constraints.split(",") if c and c[0] not in "=~"]
         if len(inputs) != len(args):
             raise ValueError(f"asm: {constraints!r} has {len(inputs)} inputs, and {len(args)} are given to {text!r:.60}")
         ty = ir.FunctionType(ret, [a.type for a in args])
-        parts = [c for c in (constraints, "~{memory}" if effect else "") if c]
+        parts = [c for c in (constraints, "~{memory}" if effect and memory else "") if c]
         return self.call(ir.InlineAsm(ty, text, ",".join(parts), side_effect=effect), args)
 
     def do(self, text, *args):
@@ -119,6 +126,15 @@ class Builder(ir.IRBuilder):
         if value.type == ir.DoubleType():
             return self.fptrunc(value, f32)
         return value if value.type == f32 else self.sitofp(value, f32)
+
+    def scratch(self, type, count):
+        """The address of memory for so many values, of each thread alone, allocated once a function."""
+        return cgutils.alloca_once(self, ir.ArrayType(type, count))
+
+    def vprintf(self, text, numbers):
+        """printf of the fp64 numbers at this address."""
+        text = self.context.insert_string_const_addrspace(self, text)
+        self.call(nvvmutils.declare_vprint(self.module), [text, self.bitcast(numbers, i8.as_pointer())])
 
     def special(self, name, anew=False):
         """A special register, e.g. tid.x. `anew`: read here, so that what is computed from it is not kept in registers over the
@@ -161,19 +177,57 @@ class Builder(ir.IRBuilder):
         array = self.context.make_array(ty)(self.context, self, value)
         return self.ptrtoint(array.data, i64), self.unpack(array.shape), self.unpack(array.strides)
 
-    def either(self, *found):
-        """The value that whichever block of code was run has found: (value, block), ..."""
-        phi = self.phi(found[0][0].type)
-        for value, block in found:
-            phi.add_incoming(value, block)
-        return phi
+    def constant(self, value):
+        """The Python number that a value is, or None if it is known at run time only."""
+        return value.constant if isinstance(value, ir.Constant) else None
 
-    def repeat(self, again, loop, done):
-        """To the block `loop` if the bit `again` is set, else to `done`: the end of a loop that is not to be unrolled."""
+    def choose(self, condition, compute, otherwise):
+        """The values that compute() returns where the bit `condition` is set, by one side of a branch each, or by none:
+        otherwise() returns as many, or is a list of values that are there already."""
+        if not callable(otherwise):
+            origin = self.block
+            with self.if_then(condition):
+                values, end = compute(), self.block
+            return [self._merge((y, origin), (x, end)) for x, y in zip(values, otherwise, strict=True)]
+        with self.if_else(condition) as (on_true, on_false):
+            with on_true:
+                values, end = compute(), self.block
+            with on_false:
+                others, other_end = otherwise(), self.block
+        return [self._merge((x, end), (y, other_end)) for x, y in zip(values, others, strict=True)]
+
+    def repeat(self, rounds, values, body):
+        """The values after so many rounds of `values = body(number of the round, values)`: a loop that is not unrolled."""
+        origin, loop, done = self.block, self.append_basic_block("round"), self.append_basic_block("after.rounds")
+        self.branch(loop)
+        self.position_at_end(loop)
+        number, *during = phis = [self.phi(x.type) for x in (self.u32(0), *values)]
+        after = body(number, during)
+        following = self.add(number, self.u32(1))
+        for phi, before, behind in zip(phis, (self.u32(0), *values), (following, *after), strict=True):
+            phi.add_incoming(before, origin)
+            phi.add_incoming(behind, self.block)
         disable = self.module.add_metadata(["llvm.loop.unroll.disable"])
         name = self.module.add_metadata([disable, i32(len(self.module.metadata))])
         name.operands = (name, disable)  # a loop's name begins with itself
-        self.cbranch(again, loop, done).set_metadata("llvm.loop", name)
+        self.cbranch(self.icmp_unsigned("<", following, self.u32(rounds)), loop, done).set_metadata("llvm.loop", name)
+        self.position_at_end(done)
+        return after
+
+    def _merge(self, *values):
+        """The value of the block that was run, of (value, block), ..."""
+        phi = self.phi(values[0][0].type)
+        for value, block in values:
+            phi.add_incoming(value, block)
+        return phi
+
+    def dynamic_shared(self, align):
+        """The address of the shared memory that a launch adds, at a multiple of `align` bytes."""
+        symbol = self.module.globals.get("dynamic_smem")
+        if symbol is None:
+            symbol = ir.GlobalVariable(self.module, ir.ArrayType(i8, 0), "dynamic_smem", addrspace=3)
+            symbol.linkage, symbol.align = "external", align
+        return self.and_(self.add(self.ptrtoint(symbol, i32), self.u32(align - 1)), self.u32(-align))
 
     def clipped(self, ty, value, axis, end):
         """The Numba array without what lies from index `end` on along `axis`."""

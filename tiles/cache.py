@@ -15,7 +15,7 @@ import os
 from pathlib import Path
 
 from . import cache_files
-from .cache_files import CacheOff, Folder, Refused
+from .cache_files import CacheOff, Folder, UntrustedFile
 from .compiler import Compiled
 
 LIMIT = 512 * 2**20  # bytes: some thousands of kernels
@@ -90,7 +90,7 @@ def _read(name):
             raise ValueError("its digest differs")
         head, _, body = rest.partition(b"\n")
         return json.loads(head), body
-    except Refused as error:
+    except UntrustedFile as error:
         remedy = f"remove it; or, {cache_files.trusting(place.path)}"
         cache_files.warn(place.path, f"a cached kernel is not loaded, but compiled anew: {error}; {remedy}")
     except (OSError, ValueError, RecursionError) as error:

@@ -40,7 +40,7 @@ class CacheOff(Exception):
         self.remedy, self.unsafe = remedy, unsafe
 
 
-class Refused(OSError):
+class UntrustedFile(OSError):
     """A file of the cache that is not read, because somebody else could have written it."""
 
 
@@ -167,7 +167,7 @@ def opened(file: "Path | os.DirEntry", trusted: bool):
         if not stat.S_ISREG(found.st_mode):
             raise OSError(f"{os.fspath(file)} is no file")
         if not trusted and (why := distrust(found)):
-            raise Refused(f"{os.fspath(file)} {why}")
+            raise UntrustedFile(f"{os.fspath(file)} {why}")
         yield descriptor, found
     finally:
         os.close(descriptor)

@@ -17,7 +17,7 @@ from .arrays import Form, host_copy, numpy_view
 ARCHITECTURE = "sm_90a"  # for which kernels are typed at their first launch in the interpreter
 
 
-class Asked(NamedTuple):
+class CheckOptions(NamedTuple):
     """types: the architecture for which Numba types a kernel at its first launch in the interpreter, or None. values: whether
     the values of arrays in device memory are checked, too."""
 
@@ -25,20 +25,20 @@ class Asked(NamedTuple):
     values: bool
 
 
-def asked() -> Asked:
+def asked() -> CheckOptions:
     """What TILES_CHECK says: docs/debugging.md has the table."""
     said = os.environ.get("TILES_CHECK", "")
     if said.startswith("sm_"):
-        return Asked(said, False)
+        return CheckOptions(said, False)
     if said not in ("", "0", "1"):
         raise ValueError(f"TILES_CHECK must be 0, 1 or an architecture such as sm_80, got {said!r}")
-    return Asked(None if said == "0" else ARCHITECTURE, said == "1")
+    return CheckOptions(None if said == "0" else ARCHITECTURE, said == "1")
 
 
 Found = tuple[Any, str] | None  # the index of a wrong value, and what it must be
 
 
-class Values(NamedTuple):
+class ValueRule(NamedTuple):
     """What the values of an argument must be. wrong: a function of its elements and of the extents of axes that finds the first
     wrong one. cure: what to pass instead."""
 
@@ -71,12 +71,14 @@ def _no_lengths(lengths: np.ndarray, extents: Mapping[str, int]) -> Found:
     return (outside[0], f"must be from 0 to {most}") if len(outside) else None
 
 
-LOG = Values(_above_0, "it is the logarithm of what is kept: pass log(a) for a factor a from 0 to 1, logsigmoid(x) for a gate")
-RATE = Values(_above_0, "exp(dt * A) is what is kept: pass -exp(A_log)")
+LOG = ValueRule(
+    _above_0, "it is the logarithm of what is kept: pass log(a) for a factor a from 0 to 1, logsigmoid(x) for a gate"
+)
+RATE = ValueRule(_above_0, "exp(dt * A) is what is kept: pass -exp(A_log)")
 SUMS = "it says where the sequences end: pass 0 and the running sums of their lengths"
-ENDS, KEY_ENDS, NEW_ENDS = (Values(_no_ends(axis), SUMS) for axis in "STs")
-KEY_LENGTHS = Values(_no_lengths, "it says how many of a sequence's keys are in use: pass a number of those that it has")
-KEY_STARTS = Values(
+ENDS, KEY_ENDS, NEW_ENDS = (ValueRule(_no_ends(axis), SUMS) for axis in "STs")
+KEY_LENGTHS = ValueRule(_no_lengths, "it says how many of a sequence's keys are in use: pass a number of those that it has")
+KEY_STARTS = ValueRule(
     _no_lengths, "it says how many of a sequence's keys come before its first: pass a number of those that it has"
 )
 
@@ -85,7 +87,7 @@ class Check:
     """A step of a program (program.py) that reads arrays and launches nothing. rows: for each array its name, its place among
     the addresses, its form, and the Values that it must have."""
 
-    def __init__(self, rows: Sequence[tuple[str, int, Form, Values]], extents: Mapping[str, int]):
+    def __init__(self, rows: Sequence[tuple[str, int, Form, ValueRule]], extents: Mapping[str, int]):
         self.rows, self.extents = rows, extents
 
     def run(self, stream: int, addresses: Sequence[int]) -> None:

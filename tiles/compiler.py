@@ -24,7 +24,7 @@ from . import constants, named_tuples  # noqa: F401  # they teach Numba
 from .builder import i32
 from .faster_numba import INSTEAD
 from .importable import uncollected
-from .line_table import Place, of_ptx
+from .line_table import SourcePlace, of_ptx
 from .numba_helpers import forget, helpers_as
 from .numba_types import TENSOR_MAP
 from .plain_errors import plainly
@@ -85,7 +85,7 @@ class CompileError(RuntimeError):
     @property
     def text(self):
         """The complaints, under the places that they are about."""
-        by_place: dict[Place, list[str]] = {}
+        by_place: dict[SourcePlace, list[str]] = {}
         for said, place in self.complaints:
             by_place.setdefault(place, []).append(said)
         shown = list(by_place.items())[: self.SHOWN]
@@ -283,10 +283,10 @@ class Lowered:
             except CompileError as error:
                 return error
         found = _COMPLAINT.findall("\n".join(line for line in log.splitlines() if not _SUMMARY.search(line)))
-        places = [Place(), *of_ptx(self.ptx())] if any(number for number, _ in found) else [Place()]
+        places = [SourcePlace(), *of_ptx(self.ptx())] if any(number for number, _ in found) else [SourcePlace()]
         known = title(self.kernel)
         complaints = [(said.replace(self.name, known), places[int(number or 0)]) for number, said in found]
-        return CompileError(known, self.arch, complaints or [(log.strip(), Place())])
+        return CompileError(known, self.arch, complaints or [(log.strip(), SourcePlace())])
 
 
 def title(kernel) -> str:

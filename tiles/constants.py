@@ -11,7 +11,7 @@ from numba.cuda.core import consts, ir
 from numba.cuda.core.rewrites import Rewrite, register_rewrite
 
 from .dtypes import dtype
-from .numba_types import Static, member
+from .numba_types import StaticType, member
 from .types import is_static, rt, rv, st, sv
 
 ARITHMETIC = {getattr(operator, name) for name in ("add", "sub", "mul", "floordiv", "mod", "lshift", "rshift")}
@@ -37,7 +37,7 @@ def _value(function, definition, args):
         return definition.value
     if isinstance(definition, ir.Arg):
         given = args[definition.index] if args else None
-        return given.spec if isinstance(given, Static) else UNKNOWN
+        return given.spec if isinstance(given, StaticType) else UNKNOWN
     if not isinstance(definition, ir.Expr):
         return UNKNOWN
     if definition.op == "binop":

@@ -4,11 +4,9 @@ shared vector, from a global array or from pages that were looked up before. Pip
 
 import itertools
 
-from llvmlite import ir
-from numba.cuda import types
-
 from . import layout, ptx
 from .builder import i32, i64
+from .numba_names import types
 from .numba_types import CAPTURED, SCALARS
 from .op import integer
 from .types import gl, sv
@@ -107,13 +105,13 @@ def lower_copy(b, ty, tile, address, array, at, rows, cols, piece, share, first)
     rows, cols, itemsize = rows % ty.ndim, cols % ty.ndim, tile.dtype.itemsize
     inside = b.icmp_unsigned("==", b.u32(0), b.u32(0))
     for axis, size in ((rows, tile.rows), (cols, tile.cols)):
-        fits = b.icmp_signed("<=", at[axis], b.sub(extents[axis], ir.Constant(i64, size)))
-        inside = b.and_(b.and_(inside, fits), b.icmp_signed(">=", at[axis], ir.Constant(i64, 0)))
+        fits = b.icmp_signed("<=", at[axis], b.sub(extents[axis], i64(size)))
+        inside = b.and_(b.and_(inside, fits), b.icmp_signed(">=", at[axis], i64(0)))
     lane, step, row, byte, start, chunk, guard = _place(b, tile, address, share, first)
     source, first_row = b.add(data, b.zext(byte, i64)), b.add(b.trunc(at[rows], i32), row)  # there are fewer than 2**31 rows
     for axis in range(ty.ndim):
         if axis != rows:
-            source = b.add(source, b.mul(at[axis], ir.Constant(i64, itemsize) if axis == cols else strides[axis]))
+            source = b.add(source, b.mul(at[axis], i64(itemsize) if axis == cols else strides[axis]))
     source = b.add(source, b.mul(b.sext(first_row, i64), strides[rows]))  # last, because it differs from tile to tile
     nbytes, by_elements = tile.cols * itemsize, piece == ELEMENT
     unit = CHUNK_BYTES if by_elements else piece
@@ -121,11 +119,11 @@ def lower_copy(b, ty, tile, address, array, at, rows, cols, piece, share, first)
     def copies(counts):
         """The copies of all rows, one after the other. counts(row): how many bytes of each of its parts; if they are copied by
         elements, which bytes of the row."""
-        line, further = source, b.mul(strides[rows], ir.Constant(i64, step))
+        line, further = source, b.mul(strides[rows], i64(step))
         for down in range(0, share, step):
             to = _further(b, tile, start, chunk, down)
             for (panel, low, part), count in zip(_parts(tile, unit), counts(down), strict=True):
-                target, origin = b.add(to, b.u32(panel * tile.panel_bytes + part)), b.add(line, ir.Constant(i64, low))
+                target, origin = b.add(to, b.u32(panel * tile.panel_bytes + part)), b.add(line, i64(low))
                 if by_elements:
                     ptx.copy_elements(b, target, origin, low, *count, guard)
                 else:
@@ -138,7 +136,7 @@ def lower_copy(b, ty, tile, address, array, at, rows, cols, piece, share, first)
     with b.if_then(b.not_(inside)):
         # from this lane to itself, so that the compiler cannot compute the widths ahead of a loop and hold them in registers
         byte = ptx.shuffle(b, byte, lane)
-        first_byte = b.add(b.mul(at[cols], ir.Constant(i64, itemsize)), b.zext(byte, i64))
+        first_byte = b.add(b.mul(at[cols], i64(itemsize)), b.zext(byte, i64))
         begin = _clamped(b, b.sub(i64(0), first_byte), nbytes)  # bytes of the row, counted from the lane's first one
         end = _clamped(b, b.sub(b.mul(extents[cols], i64(itemsize)), first_byte), nbytes)
         within = [] if by_elements else list(_counts(b, tile, begin, end, piece))
@@ -236,10 +234,10 @@ def lower_pages(b, ty, tile, address, pool, found, at, last, piece, share, first
     _, step, row, byte, start, chunk, guard = _place(b, tile, address, share, first)
     line = b.add(data, b.zext(byte, i64))
     for axis in range(2, ty.ndim):
-        line = b.add(line, b.mul(at[axis - 1], ir.Constant(i64, itemsize) if axis == cols else strides[axis]))
+        line = b.add(line, b.mul(at[axis - 1], i64(itemsize) if axis == cols else strides[axis]))
     first_row = b.add(b.trunc(at[0], i32), row)
     nbytes, by_elements = tile.cols * itemsize, piece == ELEMENT
-    first_byte = b.add(b.mul(at[-1], ir.Constant(i64, itemsize)), b.zext(byte, i64))
+    first_byte = b.add(b.mul(at[-1], i64(itemsize)), b.zext(byte, i64))
     begin = _clamped(b, b.sub(i64(0), first_byte), nbytes)
     end = _clamped(b, b.sub(b.mul(extents[cols], i64(itemsize)), first_byte), nbytes)
     within = [] if by_elements else list(_counts(b, tile, begin, end, piece))
@@ -248,7 +246,7 @@ def lower_pages(b, ty, tile, address, pool, found, at, last, piece, share, first
         to = _further(b, tile, start, chunk, down)
         source = b.add(b.add(line, b.mul(b.sext(number, i64), strides[0])), b.mul(b.zext(inside, i64), strides[1]))
         for k, (panel, low, part) in enumerate(_parts(tile, CHUNK_BYTES if by_elements else piece)):
-            target, origin = b.add(to, b.u32(panel * tile.panel_bytes + part)), b.add(source, ir.Constant(i64, low))
+            target, origin = b.add(to, b.u32(panel * tile.panel_bytes + part)), b.add(source, i64(low))
             if by_elements:
                 ptx.copy_elements(b, target, origin, low, begin, b.select(exists, end, b.u32(0)), guard)
             else:

@@ -9,7 +9,6 @@ import contextlib
 import importlib
 import importlib.machinery
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import subprocess
@@ -53,17 +52,6 @@ def packages():
     for name in OPTIONAL:
         if found := version(name):
             yield Finding(name, found)
-
-
-def numpy_fits():
-    """numba-cuda releases that call numpy.row_stack do not import with NumPy 2.5, which no longer has it."""
-    numpy, spec = version("numpy"), importlib.util.find_spec("numba_cuda")
-    if numpy is None or spec is None or spec.origin is None or tuple(map(int, numpy.split(".")[:2])) < (2, 5):
-        return
-    source = Path(spec.origin).parent / "numba/cuda/np/arrayobj.py"
-    if source.exists() and "np.row_stack" in source.read_text():
-        text = f"numba-cuda {version('numba-cuda')} calls numpy.row_stack, which NumPy {numpy} does not have"
-        yield Finding("numpy", text, "pip install 'numpy<2.5'", broken=True)
 
 
 def compiler():
@@ -204,7 +192,7 @@ def cache():
         yield Finding("cache", text, f"remove them; or, {trusting(folder.path)}")
 
 
-PROBES = (packages, numpy_fits, simulator, shadows, imports, compiler, gpus, cache)
+PROBES = (packages, simulator, shadows, imports, compiler, gpus, cache)
 
 
 def examine():

@@ -122,7 +122,7 @@ class NumPy(Kind):
         return Array(pointer, Form(x.shape, x.strides, _name(x.dtype), None, x.itemsize, pointer & PAST, readonly), x, self)
 
 
-class Planned(Kind):
+class OperandKind(Kind):
     """Operands: arrays that are to come, at addresses that a program will know (recording.py)."""
 
     def describe(self, x: Any, name: str) -> Array:
@@ -353,7 +353,7 @@ class JaxBuffer(DLPack):
 
 _KINDS = {
     "numpy.ndarray": NumPy,
-    "tiles.Operand": Planned,
+    "tiles.Operand": OperandKind,
     "torch.Tensor": Torch,
     "cupy.ndarray": CuPy,
     "jaxlib.ArrayImpl": Jax,

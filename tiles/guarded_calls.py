@@ -26,12 +26,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .arrays import ALIGNMENT
-
-if TYPE_CHECKING:
-    from .program import Known
+from .plan import PreparedCall
 
 OTHER = object()  # what such a function returns for a call that it does not serve
 SHAPE, STRIDES, PAST = 0, 1, 2  # what Program._read reads of an array, by its place in the tuple
@@ -41,11 +39,11 @@ RECENT = 16  # for how many values of the extents and strides left out of the co
 
 def guarded(
     names: Sequence[str],
-    known: Known,
+    known: PreparedCall,
     arrays: Sequence[Any],
     lengths: Sequence[Any],
     free: Sequence[tuple[int, int, int]] = (),
-    plan: Callable[..., Known | None] | None = None,
+    plan: Callable[..., PreparedCall | None] | None = None,
 ) -> Callable[..., Any] | None:
     """The function of (stream, numbers, *arrays) that serves calls of the same form as this one, or None if there can be none.
 
@@ -72,7 +70,7 @@ def guarded(
     return _factory(*shape, tuple(free))(*ways, known.device, {now: values}, lambda *now: _values(plan(*now)) or ())
 
 
-def _values(known: Known | None) -> tuple | None:
+def _values(known: PreparedCall | None) -> tuple | None:
     """What differs between forms that are the same except for lengths, in the order in which `_factory` takes it."""
     if known is None:
         return None

@@ -1,7 +1,8 @@
 """What must hold before tiles, ops and attention can be imported, and what to say where it does not.
 
-It imports the standard library only. tiles imports it by name; ops and attention run it by its path (`runpy`), before anything
-else: what Python finds under the name `tiles` may be somebody else's, and that is what they have to say.
+It imports the standard library, and NumPy once nothing is in the way. tiles imports it by name; ops and attention
+run it by its path (`runpy`), before anything else: what Python finds under the name `tiles` may be somebody else's, and that is
+what they have to say.
 """
 
 import contextlib
@@ -10,6 +11,7 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 NEEDED = ("tiles", "ops")  # packages that others of ours import by name
@@ -77,12 +79,28 @@ def uncollected():
 
 
 @contextlib.contextmanager
+def row_stack():
+    """Around the import of numba-cuda 0.30, which names numpy.row_stack once: NumPy 2.5 no longer has this alias of vstack."""
+    numpy: Any = None
+    with contextlib.suppress(Exception):  # who needs it will say what is wrong with it
+        numpy = importlib.import_module("numpy")
+    missing = numpy is not None and not hasattr(numpy, "row_stack")
+    if missing:
+        numpy.row_stack = numpy.vstack
+    try:
+        yield
+    finally:
+        if missing:
+            del numpy.row_stack
+
+
+@contextlib.contextmanager
 def importing():
     """Around the imports of tiles/__init__.py: says what to do where they cannot work."""
     if why := obstacle():
         raise ImportError(why)
     try:
-        with uncollected():
+        with row_stack(), uncollected():
             yield
     except Exception as error:
         if examining():

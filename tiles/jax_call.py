@@ -10,15 +10,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from .arrays import c_ordered
 from .frameworks import HOST
-
-if TYPE_CHECKING:
-    from .program import Program
+from .plan import AnyProgram
 
 
 def tracing(x: Any) -> bool:
@@ -27,12 +25,12 @@ def tracing(x: Any) -> bool:
     return jax is not None and isinstance(x, jax.core.Tracer)
 
 
-def serves(arrays: tuple, program: Program) -> bool:
+def serves(arrays: tuple, program: AnyProgram) -> bool:
     """Is one of these a tracer?"""
     return any(map(tracing, arrays))
 
 
-def call(program: Program, stream: Any, arrays: tuple, options: tuple, layout: str) -> Any:
+def call(program: AnyProgram, stream: Any, arrays: tuple, options: tuple, layout: str) -> Any:
     """What the program gives, traced. Shapes and dtypes are checked now, all else when the call is made."""
     jax, schema = sys.modules["jax"], program.schema
     if stream is not None:
@@ -77,7 +75,7 @@ def _buffer_callback() -> Any:
 
 
 def _with_gradient(
-    jax: Any, names: tuple[str, ...], program: Program, options: tuple, gradient: Callable, make: Callable[..., tuple]
+    jax: Any, names: tuple[str, ...], program: AnyProgram, options: tuple, gradient: Callable, make: Callable[..., tuple]
 ) -> Any:
     """make(options, *arrays), whose derivative is `gradient`: see program. In a forward pass that a backward pass follows all
     is made that options can ask for, as the gradient may read it."""

@@ -48,7 +48,7 @@ from .frameworks import current_stream, finish, stream_handle
 from .lengths import Length, made
 from .loaded_code import Loaded, load
 from .numba_types import Value
-from .recording import Recorded
+from .recording import RecordedStep
 from .recording import now as recording_now
 from .types import gl
 
@@ -73,7 +73,7 @@ def _elements(what):
     return TILES if isinstance(what, gl) else named(what.dtype) if hasattr(what, "ndim") else ""
 
 
-class _Place(NamedTuple):
+class ParameterPlace(NamedTuple):
     """Where a declared parameter goes: what it is, its elements, the slot of its address or number or which of the frame's maps
     it has, and from where to where its numbers are among those of a block."""
 
@@ -94,18 +94,18 @@ class Kernel:
         self.kernel, self.threads, self.shared, self.ordinal, self.early = kernel, threads, shared, ordinal, early
         self.interpreted = ordinal is None or forced()
         self.title = kernel.py_func.__name__
-        self.parameters: dict[str, _Place] = {}
+        self.parameters: dict[str, ParameterPlace] = {}
         self.blank: list[Any] = []  # the numbers of a block to which nothing was given
         codes, slots = "<", 0
         maps: list[int] = []
         for name, what in declared(kernel.py_func).items():
             elements, code, at = _elements(what), struct_format(what), len(self.blank)
             if elements is TILES:
-                self.parameters[name] = _Place(tma.cut(what), elements, len(maps), at, at)
+                self.parameters[name] = ParameterPlace(tma.cut(what), elements, len(maps), at, at)
                 maps.append(slots)
             else:
                 self.blank += [0] * (2 + 2 * what.ndim) if elements else [None]
-                self.parameters[name] = _Place(what, elements, slots + DATA * bool(elements), at, len(self.blank))
+                self.parameters[name] = ParameterPlace(what, elements, slots + DATA * bool(elements), at, len(self.blank))
             codes, slots = codes + code, slots + struct.calcsize("<" + code) // 8
         self.format, self.frames = struct.Struct(codes), Frames(slots, maps)
         self.frames.kernel = self
@@ -207,7 +207,7 @@ class Kernel:
 
 def kernel_for(family, config, ordinal: int | None) -> Kernel:
     """The Kernel of a module's configuration: `family.make(config)` gives a kernel and its shared memory, or None. One whose
-    `early` is true is launched early. There is one of each, whatever threads plan."""
+    `overlaps_previous` is true is launched with early=True. There is one of each, whatever threads plan."""
     with _planning:
         return _kernel_for(family, config, ordinal)
 
@@ -218,7 +218,7 @@ _planning = threading.RLock()
 @functools.lru_cache(KERNELS)
 def _kernel_for(family, config, ordinal):
     kernel, smem = family.make(config)
-    return Kernel(kernel, config.threads, smem, ordinal, getattr(config, "early", False))
+    return Kernel(kernel, config.threads, smem, ordinal, getattr(config, "overlaps_previous", False))
 
 
 class Launch:
@@ -295,7 +295,7 @@ class Launch:
             of = bound.value if isinstance(bound, Length) else bound
             early = self.early and isinstance(of, Bound)  # the interpreter begins no launch before the one ahead has ended
             late = Late(bound, Frames(of.frames.slots, of.frames.maps)) if early else bound
-            return recording.steps.append(Recorded(bound, late, sources))
+            return recording.steps.append(RecordedStep(bound, late, sources))
         if self.stream is not None:
             stream = stream_handle(self.stream)
         else:

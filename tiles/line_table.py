@@ -29,7 +29,7 @@ def python_file(file: str) -> str:
     return name if name.startswith("<") else file
 
 
-class Place(NamedTuple):
+class SourcePlace(NamedTuple):
     """Where an instruction comes from. lines: (file, number) of the line of Python, then of the line that calls it, and so on
     up to the kernel's. op: the name of the op that is called there, or ""."""
 
@@ -79,30 +79,30 @@ def _number(op, line):
     return APART + zlib.crc32(f"{op} {line}".encode()) % APART
 
 
-def of_ptx(text: str) -> list[Place]:
+def of_ptx(text: str) -> list[SourcePlace]:
     """The place of each line of a PTX module."""
     files = dict(_FILE.findall(text))
     chains: dict[tuple, tuple] = {}
-    found, place = [], Place()
+    found, place = [], SourcePlace()
     for line in text.splitlines():
         loc = _LOC.match(line)
         if loc and loc[2] != "0":
             at = files.get(loc[1], "?"), int(loc[2])
             caller = loc[3] and (files.get(loc[3], "?"), int(loc[4]))
             chains[at] = (at, *(chains.get(caller, (caller,)) if caller else ()))
-            place = Place.of(chains[at])
+            place = SourcePlace.of(chains[at])
         found.append(place)
     return found
 
 
-def of_sass(text: str) -> list[Place]:
+def of_sass(text: str) -> list[SourcePlace]:
     """The place of each line of nvdisasm's text."""
-    found, chain, place = [], [], Place()
+    found, chain, place = [], [], SourcePlace()
     for line in text.splitlines():
         at = _SASS.match(line)
         if at:
             chain.append((at[1], int(at[2])))
         elif chain:
-            place, chain = Place.of(chain), []
+            place, chain = SourcePlace.of(chain), []
         found.append(place)
     return found

@@ -10,7 +10,7 @@ from numba.cuda.cudadrv.error import CudaSupportError
 from numba.cuda.descriptor import cuda_target
 from numba.cuda.dispatcher import CUDADispatcher
 
-from .numba_types import Static
+from .numba_types import StaticType
 from .type_inference import typed
 from .types import is_static
 
@@ -81,7 +81,7 @@ def _is_transient(ty):
         return _is_transient(ty.this)
     if isinstance(ty, types.BaseTuple):
         return is_local(getattr(ty, "instance_class", None)) or any(map(_is_transient, ty))
-    return isinstance(ty, Static) and is_static(ty.spec)
+    return isinstance(ty, StaticType) and is_static(ty.spec)
 
 
 def is_local(definition):

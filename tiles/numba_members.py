@@ -9,7 +9,7 @@ from numba.cuda.extending import infer_getattr, register_model
 from numba.cuda.typing.templates import AbstractTemplate, AttributeTemplate
 
 from .numba_helpers import BOUND, inline
-from .numba_types import Static, Value, kernel_line, member
+from .numba_types import StaticType, Value, kernel_line, member
 from .op import OPS
 from .types import gl, is_static, pending, rt, rv, st, sv
 
@@ -84,7 +84,7 @@ class _Members(AttributeTemplate):
             value = member(this.spec, name)
         except TypeError as error:
             raise TypeError(f"{error}{kernel_line()}") from None
-        if isinstance(this, Static) and inspect.isfunction(value) and value not in OPS:
+        if isinstance(this, StaticType) and inspect.isfunction(value) and value not in OPS:
             return inline(value)
         if value is None:
             return types.none if hasattr(this.spec, name) else _refuse_attribute(this.spec, name)
@@ -126,6 +126,6 @@ def _attribute(context, builder, ty, value, name):
     return context.get_constant_generic(builder, types.unliteral(found), member(ty.spec, name))
 
 
-for _t in (Value, Static):
+for _t in (Value, StaticType):
     infer_getattr(type(f"{_t.__name__}Members", (_Members,), {"key": _t}))
     registry.lower_getattr_generic(_t)(_attribute)

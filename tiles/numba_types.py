@@ -22,7 +22,7 @@ from numba.cuda.typing.typeof import typeof_impl
 from .builder import Builder, f32, i32, i64
 from .dtypes import bf16, dtype, fp8e4m3, fp8e5m2, fp16, fp32
 from .line_table import from_op
-from .op import Name
+from .op import TypeArgument
 from .source_lines import statement_at
 from .types import barrier, gl, is_static, pending, rt, rv, st, sv
 
@@ -59,7 +59,7 @@ class Value(types.Type):
         return Conversion.safe if isinstance(other, Value) and pending(self.spec) == other.spec else None
 
 
-class Static(types.Dummy):
+class StaticType(types.Dummy):
     """The frozen object itself: known at compile time, no bits at run time."""
 
     def __init__(self, spec):
@@ -75,8 +75,8 @@ class Static(types.Dummy):
         return self.spec
 
 
-register_model(Static)(core_models.OpaqueModel)
-registry.lower_constant(Static)(lambda context, builder, ty, value: context.get_dummy_value())
+register_model(StaticType)(core_models.OpaqueModel)
+registry.lower_constant(StaticType)(lambda context, builder, ty, value: context.get_dummy_value())
 registry.lower_cast(Value, Value)(lambda context, builder, have, want, value: value)
 
 
@@ -117,7 +117,7 @@ class _Model(core_models.PrimitiveModel):
 
 def compile_time(cls):
     """Class decorator: kernels may close over instances, which are frozen and compared by value."""
-    typeof_impl.register(cls)(lambda value, context: Static(value))
+    typeof_impl.register(cls)(lambda value, context: StaticType(value))
     FROZEN.add(cls)
     return cls
 
@@ -152,9 +152,9 @@ for _cls in (rt, rv, st, sv, barrier):
 
 def spec_of(ty):
     """What a rule sees of an argument's Numba type."""
-    if isinstance(ty, Static) and isinstance(ty.spec, (rt, rv, st, sv)):
-        return Name(ty.spec)
-    if isinstance(ty, (Value, Static)):
+    if isinstance(ty, StaticType) and isinstance(ty.spec, (rt, rv, st, sv)):
+        return TypeArgument(ty.spec)
+    if isinstance(ty, (Value, StaticType)):
         return ty.spec
     if isinstance(ty, types.Function) and isinstance(ty.typing_key, dtype):
         return ty.typing_key

@@ -27,7 +27,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, ParamSpec, TypeVar, overload
 
 import numpy as np
-from numba.cuda import types
+
+from .numba_names import types
 
 OPS: dict = {}  # face -> Op
 P = ParamSpec("P")  # an op keeps the parameters of its meaning, for editors and type checkers; not what it returns, an array
@@ -35,7 +36,7 @@ F = TypeVar("F", bound=Callable)
 TYPE = type  # inside Op, `type` is a method
 
 
-class Name(NamedTuple):
+class TypeArgument(NamedTuple):
     """What stands for an argument that is itself a tile type, not a value of it."""
 
     type: object
@@ -105,7 +106,7 @@ class Op:
         from .types import pending, rt, rv
 
         for spec, parameter, want in zip(specs, self.signature.parameters, self.wants, strict=True):
-            if isinstance(spec, Name) and want is not TYPE:
+            if isinstance(spec, TypeArgument) and want is not TYPE:
                 raise TypeError(f"{self.name}: {parameter} must be a value, got the type {spec}")
             if isinstance(spec, pending) and not self.takes_pending:
                 raise TypeError(f"{self.name}: this tile is still in flight: {spec}; take it with warpgroup.wait(...) first")
@@ -117,7 +118,7 @@ class Op:
             optional = spec is None and self.signature.parameters[parameter].default is None
             if want is int and not isinstance(spec, int) and not optional:
                 raise TypeError(f"{self.name}: {parameter} must be known when the kernel is compiled, got {spec}")
-        found = self.rule(*(s.type if isinstance(s, Name) else s for s in specs))
+        found = self.rule(*(s.type if isinstance(s, TypeArgument) else s for s in specs))
         if found is not None and not (isinstance(found, tuple) and len(found) == 2):
             raise TypeError(f"{self.name}: its rule must return (result, emit), or None where it has no meaning, got {found}")
         if not any(isinstance(spec, types.Dispatcher) for spec in specs):  # a user's function, which may go

@@ -21,7 +21,7 @@ Tiles may be vectors (`sv`), of numbers of 4 bytes: a lane brings a number, and 
 from dataclasses import dataclass, replace
 
 from . import cp_async, layout, ptx
-from .interpreter import here
+from .interpreter import current_warp
 from .numba_types import compile_time, void
 from .op import integer, lowers, op
 from .ring import needs_index
@@ -79,7 +79,7 @@ class pipeline:
         pages[s, n // size], int32 or int64; or of page n // size, if `pages` is None. at: (sequence, the tile's first row).
         No page numbers are read from row `last` on, nor before row `begin`: of these rows something else arrives. The look-up
         starts here, and is waited for where it is needed: two tiles ahead it costs no time."""
-        return here().look_up(pages, size, at, last, _own(self, here()), begin)
+        return current_warp().look_up(pages, size, at, last, _own(self, current_warp()), begin)
 
     @op
     def fill_pages(self, j, pool, found, at, last, end=None, piece=cp_async.CHUNK_BYTES):
@@ -119,7 +119,7 @@ class pipeline:
 
 # ---- meanings ------------------------------------------------------------------------------------------------------
 def _opened(pipe, j):
-    warp = here()
+    warp = current_warp()
     if j < 0:
         raise warp.hazard(f"pipeline {pipe.name!r} has no tile {j}")
     if warp.block.opened is None or pipe.name not in warp.block.opened:

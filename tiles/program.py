@@ -37,16 +37,17 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from inspect import get_annotations, signature
 from operator import itemgetter
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 
 from . import guarded_calls, jax_call, nvtx, recording, torch_op
-from .arrays import ITEMSIZE, Array, Form, Number, Operand, ascending, fill
+from .arrays import ITEMSIZE, Array, Form, Number, ascending
 from .checks import asked
-from .frameworks import Kind, describe, kind_of, stream_handle
+from .frameworks import describe, kind_of, stream_handle
 from .lengths import Trace, made
 from .loaded_code import together
+from .plan import ArrayView, Plan, PreparedCall, Recent
 from .schema import Schema
 from .traced_plans import TracedPlan, Variable
 
@@ -56,97 +57,7 @@ EXPECTED = 3  # guarded functions that are tried before a call is read, of those
 BEGINS = 256  # bytes: scratch arrays that share a piece of memory begin at multiples of this, as allocated ones do
 
 
-class Step(Protocol):
-    """A launch of a program, or what it does instead: Bound, Interpreted, Fill, Check.
-
-    One that has a true attribute `of_lengths` is a tuple, or was made by lengths.made: a function of lengths may make it."""
-
-    def run(self, stream: int, addresses: Sequence[int]) -> None: ...
-
-
-class Part(NamedTuple):
-    """A view into an array of the call or into a result, from so many bytes on. Parts stand first among a plan's scratch
-    memory: they have no memory of their own, but their addresses have places there."""
-
-    source: int
-    offset: int
-
-
-class Plan(NamedTuple):
-    """How calls of one form are done. steps: the launches, in order. scratch: Parts first, then the shape and dtype of each
-    scratch array (see Problem.scratch), uninitialised and C-ordered. give: makes what the caller gets back, from all arrays
-    of the schema and the scratch arrays behind them; by default it is what the schema says, one array by itself, several as a
-    tuple."""
-
-    steps: Sequence[Step]
-    scratch: Sequence[Part | tuple[tuple[int, ...], str]] = ()
-    give: Callable[[Sequence[Any]], Any] | None = None
-
-
-def nothing(every: Sequence[Any]) -> None:
-    """A Plan's `give` if all results are written into arrays that were given."""
-
-
-class Fill(NamedTuple):
-    """A step that gives all elements of an array one value."""
-
-    operand: Operand
-    value: float
-
-    @property
-    def of_lengths(self) -> bool:
-        """See Step."""
-        return True
-
-    def run(self, stream: int, addresses: Sequence[int]) -> None:
-        """See Step."""
-        fill(addresses[self.operand.source], self.operand.form, self.value, stream)
-
-
-class Recent:
-    """A table that forgets what was not used for the longest time. It has two generations: what is asked for moves to the
-    younger one, and when that is full the older one goes. A hit costs one lookup. Any number of threads may use it at once."""
-
-    def __init__(self, entries: int):
-        self.half = entries // 2
-        self.young: dict[Any, Any] = {}
-        self.old: dict[Any, Any] = {}
-
-    def get(self, key: Any) -> Any:
-        """What was put under the key, or None."""
-        found = self.young.get(key)
-        if found is None and self.old and (found := self.old.pop(key, None)) is not None:
-            self.put(key, found)
-        return found
-
-    def put(self, key: Any, value: Any) -> None:
-        """Remember the value under the key."""
-        if len(self.young) >= self.half:
-            self.young, self.old = {}, self.young
-        self.young[key] = value
-
-    def __len__(self) -> int:
-        return len(self.young) + len(self.old)
-
-
 KNOWN, FUNCTIONS = Recent(ENTRIES), Recent(KINDS)
-
-
-class Known(NamedTuple):
-    """What calls of one form have in common. It keeps no array alive.
-
-    makers: (the place of an array, the function that allocates it). parts: (the place of an array, bytes) of each Part. beyond:
-    how far the second and further scratch arrays lie behind the first, in one piece of memory. apart: (the places of two arrays
-    that must not share memory, and the two distances of their addresses between which they would)."""
-
-    kind: Kind
-    device: int | None
-    makers: list[tuple[int, Callable[[], Any]]]
-    parts: Sequence[Part]
-    beyond: Sequence[int]
-    apart: list[tuple]
-    steps: Sequence[Step]
-    give: Callable[[Sequence[Any]], Any]
 
 
 def program(
@@ -276,7 +187,7 @@ class Program:
             found[place] = None if found[place] is None else number
         return [options[place] or 0 for place, _ in self.numbers], tuple(found)
 
-    def _again(self, call: Callable | None, known: Known, arrays: tuple, sort: Any, lengths: tuple, *told: Any) -> None:
+    def _again(self, call: Callable | None, known: PreparedCall, arrays: tuple, sort: Any, lengths: tuple, *told: Any) -> None:
         """A call of a form that came before, of these options and this layout. call: what was written for it, None if nothing
         was yet. If it was asked, and declined, it is for another mode of this thread."""
         if call is None or call in (KNOWN.get((self, *told)) or ()):
@@ -317,7 +228,7 @@ class Program:
 
     def _learn(
         self, arrays: tuple, sort: Any, lengths: tuple, held: list | None, options: tuple, layout: str, eager: bool
-    ) -> Known:
+    ) -> PreparedCall:
         """What calls of this form have in common: from a function of lengths, or planned, and watched for the next time."""
         key = self, sort, options, layout
         functions: tuple[TracedPlan, ...] = FUNCTIONS.get(key) or ()
@@ -340,7 +251,7 @@ class Program:
         KNOWN.put((self, sort, lengths, options, layout), (known, None))
         return known
 
-    def _planned(self, described: list, options: tuple, layout: str) -> Known:
+    def _planned(self, described: list, options: tuple, layout: str) -> PreparedCall:
         """The plan for these arrays alone."""
         given = {name: array.form for name, array in zip(self.names, described) if array}
         with together() as coming:
@@ -354,13 +265,13 @@ class Program:
         with together():
             self.steps(given, next(iter(given.values())).device, options, layout)
 
-    def _plan(self, given: dict[str, Form], first: Array, options: tuple, layout: str) -> Known:
+    def _plan(self, given: dict[str, Form], first: Array, options: tuple, layout: str) -> PreparedCall:
         """ValueError or TypeError: the schema or the planner refuses these forms."""
         problem, (steps, scratch, give), results = self.steps(given, first.device, options, layout)
         order, kind = self.schema.places, first.kind
         home = kind.home(first)
         makers = [(order[name], made(kind.maker, home, *problem.made(name))) for name in results if name not in given]
-        parts: Any = [x for x in scratch if isinstance(x, Part)]
+        parts: Any = [x for x in scratch if isinstance(x, ArrayView)]
         memory: Any = scratch[len(parts) :]
         memory, beyond = (memory, []) if give or first.device is None else _joined(memory)
         makers += [(place, made(kind.maker, home, *what)) for place, what in enumerate(memory, len(order) + len(parts))]
@@ -370,7 +281,7 @@ class Program:
             shift = first_at - last_at
             apart.append((order[a], order[b], shift - its.extent, shift + mine.extent))
         give = give or itemgetter(*[order[name] for name in results])
-        return Known(kind, first.device, makers, parts, beyond, apart, steps, give)
+        return PreparedCall(kind, first.device, makers, parts, beyond, apart, steps, give)
 
     def steps(self, given: dict[str, Form], device: int | None, options: tuple, layout: str) -> tuple:
         """For arrays of these forms: (the Problem, the Plan with what is checked before, the names of the results)."""
@@ -380,7 +291,7 @@ class Program:
             plan = plan._replace(steps=[check, *plan.steps])
         return problem, plan, self.schema.results(dict(zip(self.options, options)))
 
-    def _of_lengths(self, described: list, known: Known) -> bool:
+    def _of_lengths(self, described: list, known: PreparedCall) -> bool:
         """Can this plan be one for other lengths, too? On a device; in the interpreter planning takes no time that counts."""
         return (
             known.device is not None

@@ -4,9 +4,7 @@ for sm_90 where nothing else is said.
 Addresses in shared memory are 32-bit, global ones 64-bit; barriers are addresses of mbarriers.
 """
 
-from llvmlite import ir
-
-from .builder import f32, i32, i64
+from .builder import f32, i32, i64, struct
 
 EVICT_FIRST = 0x12F0000000000000  # what createpolicy.fractional.L2::evict_first gives for all of what is read
 
@@ -124,7 +122,7 @@ def tma_load(b, gl, to, source, at, bar, spec=None, blocks=1, once=False):
     # for an address that might lie in another block sm_120's code would call a routine, with a stack
     space, cast, mask = ("cluster", ".multicast::cluster", f", {2**blocks - 1}") if blocks > 1 else ("cta", "", "")
     hint, policy = (".L2::cache_hint", ", $3") if once else ("", "")
-    policies = [ir.Constant(i64, EVICT_FIRST)] if once else []
+    policies = [i64(EVICT_FIRST)] if once else []
     for p in range(gl.tile.panels):
         text, coordinates = _coordinates(b, gl, box, p, 3 + once)
         b.do(
@@ -241,8 +239,7 @@ def wgmma(b, dtypes, acc, a, desc, n, rows_are_k, accumulate):
         f"{{{out}}}, {a_text}, ${first + len(a)}, p, {tail};\n}}"
     )
     constraints = ["=f"] * regs + [str(k) for k in range(regs)] + (["r"] * 4 if from_registers else ["l"]) + ["l"]
-    ty = ir.FunctionType(ir.LiteralStructType([f32] * regs), [f32] * regs + [x.type for x in a] + [i64])
-    return b.unpack(b.call(ir.InlineAsm(ty, text, ",".join(constraints), side_effect=True), acc + a + [desc]))
+    return b.unpack(b.asm(struct([f32] * regs), text, ",".join(constraints), *acc, *a, desc, memory=False))
 
 
 def wgmma_fence(b, registers):
@@ -252,7 +249,7 @@ def wgmma_fence(b, registers):
         b.do("wgmma.fence.sync.aligned;")
         return []
     outs = ["=f" if r.type == f32 else "=r" for r in registers]
-    ret = ir.LiteralStructType([r.type for r in registers])
+    ret = struct([r.type for r in registers])
     ties = [str(k) for k in range(len(registers))]
     return b.unpack(b.asm(ret, "wgmma.fence.sync.aligned;", ",".join(outs + ties), *registers))
 
@@ -313,7 +310,7 @@ def mma(b, dtypes, c, a, right):
         f"mma.sync.aligned.m16n8k{32 // dtypes[0].itemsize}.row.col.f32.{'.'.join(d.ptx for d in dtypes)}.f32 "
         "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
     )
-    out, operands = ir.LiteralStructType([f32] * 4), [b.bitcast(x, i32) for x in (*a, *right)]
+    out, operands = struct([f32] * 4), [b.bitcast(x, i32) for x in (*a, *right)]
     return b.unpack(b.asm(out, text, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f", *operands, *c, effect=False))
 
 
@@ -388,7 +385,7 @@ def ldmatrix(b, address, transposed=False):
     """Four 8x8 matrices of 2-byte elements from shared memory."""
     trans = ".trans" if transposed else ""
     out = b.asm(
-        ir.LiteralStructType([i32] * 4), f"ldmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 {{$0, $1, $2, $3}}, [$4];",
+        struct([i32] * 4), f"ldmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 {{$0, $1, $2, $3}}, [$4];",
         "=r,=r,=r,=r,r", address,
     )  # fmt: skip
     return b.unpack(out)

@@ -10,15 +10,12 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from .arrays import Operand, c_ordered
 
-if TYPE_CHECKING:
-    from .program import Program
 
-
-class Recorded(NamedTuple):
+class RecordedStep(NamedTuple):
     """A step of a program. bound: a launch, or a step of another program. late: a launch again, where it must not be early;
     None for a program's step. sources: where the arrays that it knows as its 0th, 1st, ... stand among those of the program."""
 
@@ -28,11 +25,9 @@ class Recorded(NamedTuple):
 
     @property
     def of_lengths(self) -> bool:
-        """See program.Step."""
         return getattr(self.bound, "of_lengths", False)
 
     def run(self, stream: int, addresses: Sequence[int]) -> None:
-        """See program.Step."""
         self.bound.run(stream, [addresses[source] for source in self.sources])
 
 
@@ -41,7 +36,7 @@ class Recording:
 
     def __init__(self, places: int):
         self.places = places
-        self.steps: list[Recorded] = []
+        self.steps: list[RecordedStep] = []
         self.scratch: list[tuple[tuple[int, ...], str]] = []
 
     def memory(self, shape: tuple[int, ...], dtype: str, device: int | None) -> Operand:
@@ -54,7 +49,7 @@ _recording: contextvars.ContextVar[Recording | None] = contextvars.ContextVar("r
 now = _recording.get  # the Recording that goes on, or None
 
 
-def recorded(function: Callable, *args: Any, places: int) -> tuple[list[Recorded], list[tuple[tuple[int, ...], str]]]:
+def recorded(function: Callable, *args: Any, places: int) -> tuple[list[RecordedStep], list[tuple[tuple[int, ...], str]]]:
     """What function(*args) calls, some of the arguments being Operands: the steps, and the scratch memory that they take behind
     the `places` arrays that the program has without them."""
     recording = Recording(places)
@@ -67,12 +62,12 @@ def recorded(function: Callable, *args: Any, places: int) -> tuple[list[Recorded
 
 
 # ---- programs that are called meanwhile: as torch_op.py and jax_call.py ----------------------------------------------
-def serves(arrays: tuple, program: Program) -> bool:
+def serves(arrays: tuple, program: Any) -> bool:
     """Are these Operands, of a call that is to be recorded?"""
     return now() is not None and any(isinstance(x, Operand) for x in arrays)
 
 
-def call(program: Program, stream: Any, arrays: tuple, options: tuple, layout: str) -> Any:
+def call(program: Any, stream: Any, arrays: tuple, options: tuple, layout: str) -> Any:
     """The program's steps are recorded. Gives Operands; what the caller leaves out lies in scratch memory."""
     recording = now()
     assert recording is not None
@@ -88,6 +83,6 @@ def call(program: Program, stream: Any, arrays: tuple, options: tuple, layout: s
             given[name] = recording.memory(shape, dtype, device)
     every = [*map(given.get, program.names), *(recording.memory(shape, dtype, device) for shape, dtype in scratch)]
     sources = [x.source if x else 0 for x in every]  # what is left out no step asks for
-    recording.steps += [Recorded(step, None, sources) for step in steps]
+    recording.steps += [RecordedStep(step, None, sources) for step in steps]
     found = tuple(given[name] for name in results)
     return give(every) if give else found[0] if len(found) == 1 else found

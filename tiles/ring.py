@@ -24,12 +24,11 @@ disagree, and a kernel shows no barrier arithmetic.
 import contextlib
 from dataclasses import dataclass, replace
 
-from numba.cuda import types
-
 from . import ptx
 from .builder import i32
-from .interpreter import here
+from .interpreter import current_warp
 from .layout import LANES, WARPGROUP
+from .numba_names import types
 from .numba_types import compile_time, void
 from .op import integer, lowers, op
 from .types import gl, rv, st, sv
@@ -127,8 +126,10 @@ class ring:
         tensor of tiles as large as a part, which `at` counts: with fewer rows or, by whole panels, fewer columns. Blocks
         that share a ring are as many as the parts, and each loads one for all: block 0 part 0. If page numbers say which
         places these are, see `fill_pages`."""
-        if here().rank == 0:
-            _slot(self, j).fill(here(), j, source, _own(self, source.spec, at, here().block.rank, parts), part, parts)
+        if current_warp().rank == 0:
+            _slot(self, j).fill(
+                current_warp(), j, source, _own(self, source.spec, at, current_warp().block.rank, parts), part, parts
+            )
 
     @op
     def fill_pages(self, j, pool, pages, size, at, last, parts=1, begin=None):
@@ -137,14 +138,14 @@ class ring:
         row is a multiple of a part's rows. The tile comes in so many parts, at most 32, each of which lies in one page. Page
         numbers of rows from `last` on are not read, nor those before row `begin`, and parts that have no other rows are 0.
         Page numbers are int32 or int64."""
-        if here().rank == 0:
-            _slot(self, j).fill_pages(here(), j, pool, pages, size, at, last, parts, begin)
+        if current_warp().rank == 0:
+            _slot(self, j).fill_pages(current_warp(), j, pool, pages, size, at, last, parts, begin)
 
     @op
     def claim(self, j):
         """The j-th tile, to be stored, as soon as the readers of tile j - stages have released it. Called by each of the
         `writers`."""
-        return _slot(self, j).claim(here(), j)
+        return _slot(self, j).claim(current_warp(), j)
 
     @op
     def publish(self, j, fenced=False):
@@ -152,19 +153,19 @@ class ring:
         (Of a vector only ordinary loads see it, until a reader's warpgroup meets.) fenced: without a fence of its own,
         because that of a tile of another ring, which has just been published, covers this one too, or because readers only
         load it."""
-        _slot(self, j).publish(here(), j, fenced)
+        _slot(self, j).publish(current_warp(), j, fenced)
 
     @op
     def wait(self, j):
         """The j-th tile, once it is in shared memory."""
-        return _slot(self, j).wait(here(), j)
+        return _slot(self, j).wait(current_warp(), j)
 
     @op
     def release(self, j, after=None, fenced=False):
         """This warp will not read tile j again. Its mmas on the tile must have been waited for. `after`, a vector: the release
         waits until it is computed, which also keeps the compiler from moving its computation behind a later wait. fenced: as
         in `publish`."""
-        _slot(self, j).release(here(), j, fenced)
+        _slot(self, j).release(current_warp(), j, fenced)
 
 
 def needs_whole(name, tile):
@@ -177,11 +178,11 @@ def needs_whole(name, tile):
 
 # ---- meanings ------------------------------------------------------------------------------------------------------
 def _slot(ring, j):
-    block = here().block
+    block = current_warp().block
     if j < 0:
-        raise here().hazard(f"ring {ring.name!r} has no tile {j}")
+        raise current_warp().hazard(f"ring {ring.name!r} has no tile {j}")
     if block.opened is None or ring.name not in block.opened:
-        raise here().hazard(f"{ring} is used, and the kernel has not opened it: `q, k = smem.open()`", "plan")
+        raise current_warp().hazard(f"{ring} is used, and the kernel has not opened it: `q, k = smem.open()`", "plan")
     return block.opened[ring.name][j % ring.stages]
 
 

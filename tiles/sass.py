@@ -12,10 +12,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from .line_table import Place, of_sass
+from .line_table import SourcePlace, of_sass
 
 
-class Instruction(NamedTuple):
+class SassInstruction(NamedTuple):
     """One line of SASS: `@!P0 LDS.64 R2, [R4+0x10]` has the opcode LDS.64 and the mnemonic LDS. place: the line of Python it
     comes from, if the kernel was compiled with a table of lines."""
 
@@ -23,7 +23,7 @@ class Instruction(NamedTuple):
     predicate: str
     opcode: str
     operands: str
-    place: Place = Place()
+    place: SourcePlace = SourcePlace()
 
     @property
     def mnemonic(self):
@@ -76,11 +76,11 @@ def _parse(cubin):
         if match := LABEL.match(line):
             labels[match[1]] = len(code)
         elif match := LINE.match(line):
-            code.append(Instruction(int(match[1], 16), match[2] or "", match[3], match[4], place))
+            code.append(SassInstruction(int(match[1], 16), match[2] or "", match[3], match[4], place))
     return tuple(code), labels
 
 
-def listing(cubin: bytes) -> tuple[Instruction, ...]:
+def listing(cubin: bytes) -> tuple[SassInstruction, ...]:
     """The instructions of a cubin, in order."""
     return _parse(cubin)[0]
 
@@ -95,7 +95,7 @@ def instructions(cubin: bytes) -> Counter:
     return Counter(i.mnemonic for i in listing(cubin))
 
 
-def main_loop(cubin: bytes, mnemonic: str = "HGMMA") -> tuple[Instruction, ...]:
+def main_loop(cubin: bytes, mnemonic: str = "HGMMA") -> tuple[SassInstruction, ...]:
     """The body of the smallest loop with at least a third of all instructions of this kind; empty if there is none.
 
     (Out-of-line tails of barrier waits also branch back, past a whole loop or more: hence the smallest. A third: a pipeline's

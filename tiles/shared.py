@@ -7,13 +7,10 @@ q, k, full = smem.open()                                                        
 from dataclasses import replace
 from functools import partial
 
-from llvmlite import ir
-from numba.cuda import types
-
 from . import ptx
-from .builder import i32
-from .interpreter import Mbarrier, Slot, here
+from .interpreter import Mbarrier, Slot, current_warp
 from .layout import LANES
+from .numba_names import types
 from .numba_types import Value, compile_time
 from .op import lowers, op
 from .pipeline import pipeline
@@ -74,7 +71,7 @@ class shared:
     def open(self):
         """The items, in order, with their barriers ready in all blocks of a cluster that share a ring. Every thread of the
         block calls it once, before anything else."""
-        block, warp = here().block, here()
+        block, warp = current_warp().block, current_warp()
         if block.smem != self:
             found = block.smem or "no shared memory: tiles.launch(.., shared=plan) does"
             raise warp.hazard(f"the kernel opens {self}; the launch reserved {found}", "plan")
@@ -106,11 +103,7 @@ class shared:
 @lowers(shared.open)
 def _(smem):
     def emit(b, _):
-        symbol = b.module.globals.get("dynamic_smem")
-        if symbol is None:
-            symbol = ir.GlobalVariable(b.module, ir.ArrayType(ir.IntType(8), 0), "dynamic_smem", addrspace=3)
-            symbol.linkage, symbol.align = "external", ALIGN
-        base = b.and_(b.add(b.ptrtoint(symbol, i32), b.u32(ALIGN - 1)), b.u32(-ALIGN))
+        base = b.dynamic_shared(ALIGN)
         with b.if_then(b.icmp_unsigned("==", b.special("tid.x"), b.u32(0))):
             for name, item in smem.items.items():
                 if isinstance(item, barrier):

@@ -15,7 +15,7 @@ from pathlib import Path
 FOLDERS = [Path(__file__).parent, Path(__file__).parent.parent / "ops"]  # digested file by file, except for the files of APART,
 # which say how kernels are launched, interpreted, kept and looked at, and not what they compile to
 _HOST = "__main__ arguments arrays bound_launch cache cache_files checks device doctor draw fallback frameworks jax_call launch"
-_HOST += " lengths loaded_code nvtx program recording sass schema tma torch_op values"
+_HOST += " lengths loaded_code nvtx plan program recording sass schema tma torch_op values"
 APART = {f"tiles/{name}.py" for name in _HOST.split()}
 APART |= {"tiles/emulator", "tiles/inspect", "tiles/interpreter", "tiles/profile", "tiles/testing"}
 

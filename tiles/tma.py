@@ -43,7 +43,7 @@ class Encoding(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Cut:
+class TmaBox:
     """What of an encoding follows from how the array is cut: its axes, innermost first, the box along them, the array's dtype,
     the driver's name of it, the swizzle. Types that are equal have one and the same, which is looked up by its identity."""
 
@@ -57,17 +57,17 @@ class Cut:
 
 
 @functools.cache
-def cut(spec: gl) -> Cut:
+def cut(spec: gl) -> TmaBox:
     """The Cut of a type. ValueError: TMA has no box of that size."""
     tile, (inner, *outer) = spec.tile, tma_axes(spec)
     if tile.rows > BOX_END:
         raise ValueError(f"TMA copies at most {BOX_END} rows at a time, got {tile}")
     box = spec.extents | {spec.cols: tile.panel_cols}
     boxes = tuple(box.get(axis, 1) for axis in (inner, *outer))
-    return Cut(spec, inner, tuple(outer), boxes, tile.dtype.np.name, tile.dtype.tma, tile.swizzle)
+    return TmaBox(spec, inner, tuple(outer), boxes, tile.dtype.np.name, tile.dtype.tma, tile.swizzle)
 
 
-def encoding(how: Cut, form: Form) -> Encoding:
+def encoding(how: TmaBox, form: Form) -> Encoding:
     """How TMA is told of an array of this form, which is cut like that. TypeError or
     ValueError: what TMA cannot do."""
     spec, inner, outer = how.spec, how.inner, how.outer
@@ -97,7 +97,7 @@ def encoding(how: Cut, form: Form) -> Encoding:
     return Encoding(how.dtype, (shape[inner], *[shape[axis] for axis in outer]), strides, how.box, how.swizzle, promotion)
 
 
-def form(how: Cut, said: Encoding, device: int | None) -> Form:
+def form(how: TmaBox, said: Encoding, device: int | None) -> Form:
     """The form of the array that TMA was told of; of axes along which no step is taken the strides may be others."""
     size, axes = how.spec.tile.dtype.itemsize, (how.inner, *how.outer)
     shape = dict(zip(axes, said.extents, strict=True))

@@ -21,14 +21,12 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .arrays import Number
 from .frameworks import no_backward, refuse_tangent, with_tangents
+from .plan import AnyProgram
 from .schema import FREE, Argument
-
-if TYPE_CHECKING:
-    from .program import Program
 
 NAMESPACE = "tiles"
 # of options, in torch's signatures
@@ -99,7 +97,7 @@ def asks_dynamo() -> Callable[[], bool]:
     return compiling if torch is None else torch.compiler.is_dynamo_compiling
 
 
-def call(program: Program, stream: Any, arrays: tuple, options: tuple, layout: str) -> Any:
+def call(program: AnyProgram, stream: Any, arrays: tuple, options: tuple, layout: str) -> Any:
     """What the program gives, by way of its op. A result that the caller has memory for is copied there, so that torch knows
     of the write."""
     if stream is not None:
@@ -112,7 +110,7 @@ def call(program: Program, stream: Any, arrays: tuple, options: tuple, layout: s
     return results[0] if len(results) == 1 else tuple(results)
 
 
-def _copy(program: Program, arrays: tuple, options: tuple, results: list) -> None:
+def _copy(program: AnyProgram, arrays: tuple, options: tuple, results: list) -> None:
     """Results to where the caller wants them."""
     given = dict(zip(program.schema.names, arrays))
     for place, name in enumerate(program.schema.results(dict(zip(program.options, options)))):
@@ -124,7 +122,7 @@ def _copy(program: Program, arrays: tuple, options: tuple, results: list) -> Non
             results[place] = out.copy_(results[place])
 
 
-def registered(program: Program) -> Callable[[], tuple[str, list[int], list[int]]]:
+def registered(program: AnyProgram) -> Callable[[], tuple[str, list[int], list[int]]]:
     """A function that registers the program's op, if it is not yet, and gives its name, the places of the arrays that it takes,
     and of those that it gives back. Dynamo calls it and goes on with what it returned, without a look inside and a guard for
     each thing that it saw there: that says the attribute, which torch.compiler.assume_constant_result sets."""
@@ -143,7 +141,7 @@ def registered(program: Program) -> Callable[[], tuple[str, list[int], list[int]
 
 
 # ---- on a call that was refused --------------------------------------------------------------------------------------
-def serves(arrays: tuple, program: Program) -> bool:
+def serves(arrays: tuple, program: AnyProgram) -> bool:
     """Can the op do what the program refused? It can if no tensor has memory (meta, fake), or if autocast is on and some tile,
     not the first, is float32."""
     torch = sys.modules.get("torch")
@@ -174,7 +172,7 @@ def token(name: str) -> str:
 class _Op:
     """The op of a program, registered while this lives. All methods take the op's arguments: tensors, options, layout."""
 
-    def __init__(self, program: Program):
+    def __init__(self, program: AnyProgram):
         self.torch = torch = sys.modules["torch"]
         self.program, self.schema, name = program, program.schema, program.schema.name
         self.rows = [row for row in self.schema.arguments.values() if not row.result]

@@ -8,13 +8,11 @@ at once (guarded_calls.py)."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from . import guarded_calls
 from .lengths import Trace
-
-if TYPE_CHECKING:
-    from .program import Known
+from .plan import PreparedCall
 
 MOST, TRIES = 12, 4  # the most variables that a function is narrowed to; how often it is narrowed anew, to more of them
 
@@ -41,15 +39,15 @@ class TracedPlan:
     guarded function for calls that differ in these alone (guarded_calls.py), or None. tries: how often `call` may still be
     replaced by a function of more variables."""
 
-    def __init__(self, trace: Trace, pattern: str, variables: Sequence[Variable], plan: Known):
+    def __init__(self, trace: Trace, pattern: str, variables: Sequence[Variable], plan: PreparedCall):
         self.trace, self.plan, self.variables = trace, plan, variables
-        self.function: Callable[[Any], Known | None] = trace.function(pattern, plan)
+        self.function: Callable[[Any], PreparedCall | None] = trace.function(pattern, plan)
         self.last: Any = None
         self.free: list[Variable] = []
         self.call: Callable[..., Any] | None = None
         self.tries = TRIES
 
-    def grow(self, names: Sequence[str], known: Known, arrays: Sequence[Any], lengths: Sequence[Any]) -> Callable | None:
+    def grow(self, names: Sequence[str], known: PreparedCall, arrays: Sequence[Any], lengths: Sequence[Any]) -> Callable | None:
         """The guarded function for calls that differ from this one as this one differs from those before; None if there is
         none. known: what is known of this call."""
         last, self.last = self.last, lengths

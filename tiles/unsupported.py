@@ -19,7 +19,7 @@ ARITHMETIC = ("matmul", "pow")  # operators that have forms `x op= y` and, in Py
 
 
 @dataclass(frozen=True)
-class Refused:
+class UnsupportedUse:
     """What is not done with tiles, what to use instead; by which operators and functions one would do it."""
 
     deed: str
@@ -51,26 +51,28 @@ def _in_numpy(names):
 
 
 REFUSED = (
-    Refused(
+    UnsupportedUse(
         "compared by these functions",
         "use <, <=, ==, ... and where, or maximum and minimum",
         (),
         (builtins.max, builtins.min, *_in_numpy("maximum minimum fmax fmin greater less equal")),
     ),
-    Refused(
+    UnsupportedUse(
         "indexed",
         "its elements are spread over the lanes; store it to an array, or reduce it (row_sum, tile_sum, ...)",
         ("getitem", "setitem"),
         (builtins.len, builtins.sum),
         alone=True,
     ),
-    Refused("multiplied with @", "use mma_AB(acc, a, b), or in a warpgroup mm_AB(a, b)", ("matmul",), _in_numpy("matmul")),
-    Refused("raised to a power", "multiply, or use exp2(y * log2(x))", ("pow",), (math.pow, *_in_numpy("power"))),
-    Refused(
+    UnsupportedUse(
+        "multiplied with @", "use mma_AB(acc, a, b), or in a warpgroup mm_AB(a, b)", ("matmul",), _in_numpy("matmul")
+    ),
+    UnsupportedUse("raised to a power", "multiply, or use exp2(y * log2(x))", ("pow",), (math.pow, *_in_numpy("power"))),
+    UnsupportedUse(
         "divided by these functions", "use // and %", (), (builtins.divmod, math.fmod, *_in_numpy("floor_divide mod fmod"))
     ),
-    Refused("made positive by these functions", "use abs", (), (math.fabs, *_in_numpy("absolute fabs"))),
-    Refused(
+    UnsupportedUse("made positive by these functions", "use abs", (), (math.fabs, *_in_numpy("absolute fabs"))),
+    UnsupportedUse(
         "given to math or NumPy",
         "import the function from ops (exp, log, sqrt, tanh, ...)",
         (),
@@ -122,10 +124,10 @@ def refuse_attribute(spec, name):
 def refuse_values(check, *values):
     """The same for values of an interpreted kernel: `check` their types, and add the kernel's line to what it says."""
     from .interpreter import hazard_line
-    from .values import Pending, SharedTile, Tile, tensor
+    from .values import PendingTile, SharedTile, Tile, tensor
 
     try:
-        check(*[v.spec if isinstance(v, (Tile, Pending, SharedTile, tensor)) else None for v in values])
+        check(*[v.spec if isinstance(v, (Tile, PendingTile, SharedTile, tensor)) else None for v in values])
     except TypeError as error:
         raise TypeError(f"{error}{hazard_line()}") from None
 

@@ -5,11 +5,11 @@ import itertools
 from types import BuiltinFunctionType, FunctionType
 
 import numpy as np
-from numba.cuda import types as numba
-from numba.cuda.np.numpy_support import from_dtype
 
+from .numba_names import from_dtype
+from .numba_names import types as numba
 from .numba_types import SCALARS, numba_type
-from .op import OPS, Name, operator
+from .op import OPS, TypeArgument, operator
 from .types import gl, pending, remote, rt, rv, st, sv
 from .unsupported import REFUSED, check_branch, refuse_attribute, refuse_values
 
@@ -51,7 +51,7 @@ class Tile:
         return OPS[operator.invert](self)
 
 
-class Pending:
+class PendingTile:
     """A tile that an mma in flight will write; `group` counts the mmas of its warpgroup, `next` is where it was handed on to
     another mma."""
 
@@ -102,13 +102,13 @@ class Remote:
 
 BINARY = "add sub mul truediv floordiv mod and or"  # Python calls __radd__ of the second operand, ...
 COMPARISONS = "lt le gt ge eq ne"  # ... but of these it calls the mirror image
-for _name, _class in itertools.product(f"{BINARY} {COMPARISONS}".split(), (Tile, Pending, SharedTile)):
+for _name, _class in itertools.product(f"{BINARY} {COMPARISONS}".split(), (Tile, PendingTile, SharedTile)):
     _face = getattr(operator, f"{_name}_" if _name in ("and", "or") else _name)
     setattr(_class, f"__{_name}__", lambda self, other, face=_face: OPS[face](self, other))
     if _name in BINARY:
         setattr(_class, f"__r{_name}__", lambda self, other, face=_face: OPS[face](other, self))
 
-for _row, _class in itertools.product(REFUSED, (Tile, Pending, SharedTile)):
+for _row, _class in itertools.product(REFUSED, (Tile, PendingTile, SharedTile)):
     for _name in _row.methods:
         setattr(_class, f"__{_name}__", lambda *values, row=_row: refuse_values(row.check, *values))
 
@@ -186,7 +186,7 @@ def spec_of(value, fixed=False):
     if isinstance(value, np.ndarray):
         return _array(value.dtype, value.ndim, getattr(value, "captured", False))
     if isinstance(value, (rt, rv, st, sv)):
-        return Name(value)
+        return TypeArgument(value)
     if isinstance(value, (FunctionType, BuiltinFunctionType)):
         return FUNCTION
     return getattr(value, "spec", value)  # a barrier's; rings and plans are their own types
@@ -202,7 +202,7 @@ def _array(dtype, axes, captured):
     return numba.Array(NUMBA_SCALARS.get(dtype) or from_dtype(dtype), axes, "A", readonly=captured)
 
 
-OF_A_TYPE = {Tile, Pending, SharedTile, tensor}
+OF_A_TYPE = {Tile, PendingTile, SharedTile, tensor}
 FUNCTION = numba.Opaque("function")
 NUMBA_SCALARS = {d.np: scalar for scalar, d in SCALARS.items()}
 

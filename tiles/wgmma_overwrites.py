@@ -18,8 +18,8 @@ import re
 import struct
 
 from . import sass
-from .line_table import Place
-from .sass import Instruction
+from .line_table import SourcePlace
+from .sass import SassInstruction
 
 ADVICE = "load or compute A after the wait for that mma, or write two rounds of the loop, each with an A of its own"
 EXECUTABLE = 4  # a flag of ELF's sections
@@ -31,7 +31,7 @@ GROUPS = 8  # that may be in flight and are told apart
 NO_REGISTER = ("SETP", "SETP2", "R2P", "BRX", "RET", "BAR", "WARPSYNC")  # how those end that write none, but name one first
 
 
-def overwritten(cubin: bytes) -> list[tuple[Instruction, Instruction]]:
+def overwritten(cubin: bytes) -> list[tuple[SassInstruction, SassInstruction]]:
     """(a wgmma with A in registers, an instruction that writes some of these before a wait for it), all there are."""
     found = [(start + mma, start + other) for start, code in _code(cubin) for mma, other in _suspects(code)]
     if not found:
@@ -42,7 +42,7 @@ def overwritten(cubin: bytes) -> list[tuple[Instruction, Instruction]]:
 
 def complaints(cubin: bytes) -> list[str]:
     """The same in words, once for each line of Python whose instructions overwrite something."""
-    found: dict[Place, str] = {}
+    found: dict[SourcePlace, str] = {}
     for mma, other in sorted(overwritten(cubin), key=lambda pair: not pair[0].place.op):
         said = (
             f"tiles: {other} ({other.place}) may overwrite R{_destination(other)} while {mma} ({mma.place}) still reads it: "

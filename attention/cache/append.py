@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-
-from tiles.arrays import Operand
-from tiles.checks import asked, read
-from tiles.device import machine
-from tiles.program import Plan, nothing, program
+from tiles.plan import Plan, nothing
+from tiles.program import program
 from tiles.schema import Problem, Schema
-from tiles.targets import has_fp8
 
-from ..names import by_other_names
-from ..options import flag, norm_parts, positive
-from . import write_kernel
+from ..names import suggests_argument_names
+from ..options import check_flag, check_positive, split_norm
+from .append_plan import AppendNames, plan_append
 
-GIVEN = """
+ARRAYS = """
     k_new            BSGD   tile
     v_new            BSGV   tile
     k                CTGD   cache    updated
@@ -36,25 +31,25 @@ GIVEN = """
     k_new_norm       D|GD   real     optional
     k_new_norm_bias  D|GD   real     optional
 """
-OF_QUERIES = """
+QUERY_ARRAYS = """
     q_norm           D|HD   real     optional
     q_norm_bias      D|HD   real     optional
     out              BAHD   tile     in_place
 """
-BESIDE_QUERIES = f"q BAHD tile {GIVEN.rstrip()}{OF_QUERIES}"
+ARRAYS_AND_QUERIES = f"q BAHD tile {ARRAYS.rstrip()}{QUERY_ARRAYS}"
 
 
-def with_descales_found(table: str) -> str:
-    """The rows of a schema, changed to those for descales of each token and head, which are written as the cache is."""
+def with_token_descales(table: str) -> str:
+    """A schema's rows with descales of each token and head, shaped as the cache is, which the call writes."""
     return re.sub(r"(_descale +)\S+( +float32 +)optional", r"\1CTG\2updated", table)
 
 
-APPEND, WITH_QUERIES = Schema("append", GIVEN), Schema("append_with_queries", BESIDE_QUERIES)
-QUANTISING = Schema("append_quantising", with_descales_found(GIVEN))
-QUANTISING_WITH_QUERIES = Schema("append_quantising_with_queries", with_descales_found(BESIDE_QUERIES))
+APPEND, WITH_QUERIES = Schema("append", ARRAYS), Schema("append_with_queries", ARRAYS_AND_QUERIES)
+QUANTISING = Schema("append_quantising", with_token_descales(ARRAYS))
+QUANTISING_WITH_QUERIES = Schema("append_quantising_with_queries", with_token_descales(ARRAYS_AND_QUERIES))
 
 
-@by_other_names
+@suggests_argument_names
 def append(
     k: Any,
     v: Any,
@@ -118,27 +113,27 @@ def append(
 
     Returns out, or None without q. Arrays, `stream` and errors are those of attention.forward. JAX arrays cannot be written;
     see cache.PagedCache."""
-    cos, sin = tables_of(rotary)
+    cos, sin = rotary_tables(rotary)
     if q is None and out is not None:
-        raise ValueError("out: takes q, too, which is None")
+        raise ValueError("out: is where the rotated q goes, and needs q: q=None")
     if q is None and q_norm is not None:
-        raise ValueError("q_norm: takes q, too, which is None")
-    arrays = k_new, v_new, k, v, cu_seqlens, lengths, pages, batch_index, cos, sin, positions, k_descale, v_descale
-    given = *arrays, *norm_parts("k_new_norm", k_new_norm)
-    options = flag("interleaved", interleaved), flag("causal", causal), positive("norm_eps", norm_eps)
-    found = of_tokens(k_descale, v_descale)
+        raise ValueError("q_norm: normalises q, and needs it: q=None")
+    tensors = k_new, v_new, k, v, cu_seqlens, lengths, pages, batch_index, cos, sin, positions, k_descale, v_descale
+    arrays = *tensors, *split_norm("k_new_norm", k_new_norm)
+    options = check_flag("interleaved", interleaved), check_flag("causal", causal), check_positive("norm_eps", norm_eps)
+    quantizes = has_token_descales(k_descale, v_descale)
     if q is None:
-        return (_append_quantising if found else _append)(stream, given, options, layout)
-    call = _append_quantising_with_queries if found else _append_with_queries
-    return call(stream, (q, *given, *norm_parts("q_norm", q_norm), out), options, layout)
+        return (_append_quantising if quantizes else _append)(stream, arrays, options, layout)
+    call = _append_quantising_with_queries if quantizes else _append_with_queries
+    return call(stream, (q, *arrays, *split_norm("q_norm", q_norm), out), options, layout)
 
 
-def of_tokens(*descales: Any) -> bool:
-    """Are there descales, and is there one for each token and head?"""
+def has_token_descales(*descales: Any) -> bool:
+    """Are all descales given, and is any of them shaped for each token and head (three axes)?"""
     return all([x is not None for x in descales]) and any([len(getattr(x, "shape", ())) == 3 for x in descales])
 
 
-def tables_of(rotary: Any) -> Sequence[Any]:
+def rotary_tables(rotary: Any) -> Sequence[Any]:
     """(cos, sin), (None, None) if there is no rotary. TypeError: it is not a pair of arrays."""
     if rotary is not None and (not isinstance(rotary, Sequence) or len(rotary) != 2):
         raise TypeError(f"rotary: must be a pair (cos, sin): {type(rotary).__name__}")
@@ -149,150 +144,11 @@ def tables_of(rotary: Any) -> Sequence[Any]:
 def _append(problem: Problem, interleaved: bool, causal: bool, norm_eps: float) -> Plan:
     """The Plan of a call of append."""
     queries = (problem["q"], problem["out"]) if "q" in problem else None
-    step = planned(problem, interleaved, causal, Names("S", "A", queries, problem["cu_seqlens"]), norm_eps)
-    return Plan(step, give=None if queries else nothing)
+    names = AppendNames("S", "A", queries, problem["cu_seqlens"])
+    steps = plan_append(problem, interleaved, causal, names, norm_eps)
+    return Plan(steps, give=None if queries else nothing)
 
 
 _append_with_queries = program(WITH_QUERIES)(_append.planner)
 _append_quantising = program(QUANTISING)(_append.planner)
 _append_quantising_with_queries = program(QUANTISING_WITH_QUERIES)(_append.planner)
-
-
-class Names(NamedTuple):
-    """What arrays and axes of a function that appends are called. new, asked: the axes of new tokens and of queries. queries:
-    (the queries, where they go), if they are rotated. ends: the ends of packed sequences of new tokens."""
-
-    new: str
-    asked: str
-    queries: tuple[Operand, Operand] | None
-    ends: Operand | None
-
-
-def of_each_key(problem: Problem) -> bool:
-    """Is there one descale for each key and head? ValueError: descales are given for keys or for values only."""
-    names = "k_descale", "v_descale"
-    found = {problem.axes(name) == "CTG" for name in names if name in problem}
-    if len(found) > 1:
-        raise problem.error("v_descale", "must be of each key and head where k_descale is, and the other way round", *names)
-    return any(found)
-
-
-def planned(problem: Problem, interleaved: bool, causal: bool, names: Names, norm_eps: float) -> list:
-    """The steps of a plan that append. names: what this function calls its arrays; all others have the names and axes of
-    GIVEN. ValueError: the arrays do not fit each other."""
-    new, cache = (problem["k_new"], problem["v_new"]), (problem["k"], problem["v"])
-    _check_cache(problem)
-    rotary = _rotary(problem)
-    scales = problem["k_descale"], problem["v_descale"]
-    if (scales[0] is None) != (scales[1] is None):
-        raise ValueError("k_descale: must be given where v_descale is, and the other way round")
-    of_each_key(problem)
-    if scales[0] is not None and cache[0].form.itemsize > 1:
-        raise ValueError(f"k_descale: is for a cache of float8_e4m3fn: k.dtype={cache[0].form.dtype!r}")
-    queries, ends, lengths = names.queries, names.ends, problem["lengths"]
-    if queries and rotary is None:
-        raise ValueError("q: is rotated, and takes rotary, which is None")
-    batch, tokens, heads = problem(f"B{names.new}G")
-    if queries and ends and problem(names.asked) != (tokens,):
-        raise problem.error("q", "must have as many tokens as k_new where sequences are packed", "q", "k_new")
-    if batch == 0 or heads == 0 or (tokens == 0 and (not queries or problem(names.asked) == (0,))):
-        return []
-    where = {name: problem[name] for name in ("pages", "batch_index", "positions")}
-    step = write_kernel.launch(
-        problem.device,
-        new,
-        cache,
-        lengths,
-        ends=ends,
-        rotary=rotary,
-        interleaved=interleaved,
-        scales=scales,
-        queries=queries,
-        causal=causal,
-        norms=(norm_of(problem, "k_new_norm", "G"), norm_of(problem, "q_norm", "H") if queries else None),
-        norm_eps=norm_eps,
-        in_place=bool(queries and "out" in problem and queries[1].source == problem["out"].source),
-        **where,
-    )
-    if problem.device is None or asked().values:
-        return [Room(problem, names), step]
-    return [step]
-
-
-def norm_of(problem: Problem, name: str, heads: str) -> write_kernel.Norm | None:
-    """The Norm of this name, None if there is none. heads: the axis that counts its heads."""
-    if name not in problem:
-        return None
-    arrays = problem[name], problem[f"{name}_bias"]
-    weights, bias = (x.spread(0, problem(heads)[0]) if x and len(x.shape) == 1 else x for x in arrays)
-    return write_kernel.Norm(weights, bias)
-
-
-def _check_cache(problem: Problem) -> None:
-    batch, caches, page_size = problem("NCT")
-    k, v = problem["k"].form, problem["v"].form
-    for name, form in ("k", k), ("v", v):
-        if form.dtype not in (problem.dtype, "float8_e4m3fn") or form.dtype != k.dtype:
-            also, said = (", as k's", f"k.dtype={k.dtype!r}, ") if name == "v" else ("", "")
-            said = f"{name}.dtype={form.dtype!r}, {said}k_new.dtype={problem.dtype!r}"
-            raise TypeError(f"{name}: dtype must be k_new's or float8_e4m3fn{also}: {said}")
-        if form.strides[-1] != form.itemsize and form.shape[-1] > 1:
-            raise problem.error(name, f"last axis must be contiguous: {name}.strides={form.strides} bytes", name)
-    gpu = machine(problem.device)
-    if k.itemsize == 1 and not has_fp8(gpu.capability):
-        raise ValueError(f"k: a cache of float8_e4m3fn takes a GPU of compute capability 8.9 or later; it lies on {gpu}")
-    if page_size == 0:
-        raise problem.error("k", "must have room for a key", "k")
-    if "pages" in problem and "batch_index" in problem:
-        raise ValueError("batch_index: pages say already where a sequence's keys lie; pass one of them")
-    if "pages" not in problem and "batch_index" not in problem and caches != batch:
-        raise problem.error("k", f"must have as many caches as there are sequences, {batch}, or pages or batch_index", "k")
-
-
-def _rotary(problem: Problem) -> tuple[Operand, Operand] | None:
-    """(cos, sin) as operands. ValueError: the tables do not fit."""
-    if ("cos" in problem) != ("sin" in problem):
-        raise TypeError("rotary: must be a pair of arrays (cos, sin)")
-    if "cos" not in problem:
-        if "positions" in problem:
-            raise ValueError("positions: are those of rotary, which is None")
-        return None
-    columns, pairs = problem("DR")
-    if not 0 < 2 * pairs <= columns:
-        words = f"must have half as many columns as are rotated, {columns // 2} at most, a column for each pair"
-        twice = f" (of tables that say each twice, as transformers' do, cos[:, :{pairs // 2}])" if pairs == columns else ""
-        raise problem.error("cos", words + twice, "cos", "k_new")
-    return problem["cos"], problem["sin"]
-
-
-class Room(NamedTuple):
-    """A step of a plan that reads lengths and pages, and launches nothing. ValueError: there is no room for the new tokens."""
-
-    problem: Problem
-    names: Names
-
-    def run(self, stream: int, addresses: Sequence[int]) -> None:
-        """Check the arrays at these addresses."""
-        problem = self.problem
-        given = {name: problem[name] for name in ("lengths", "pages", "batch_index", "positions")} | {"ends": self.names.ends}
-        found = {name: read(addresses[x.source], x.form, stream) for name, x in given.items() if x}
-        if any(x is None for x in found.values()):  # a CUDA graph is being captured
-            return
-        (new, size, caches), lengths = problem(f"{self.names.new}TC"), found["lengths"]
-        counts = np.diff(found["ends"]) if "ends" in found else np.full(len(lengths), new)
-        most = size * problem("M")[0] if "pages" in problem else size
-        starts, known = found.get("positions", lengths), problem.extents.get("Z", 0)
-        for b, (length, count) in enumerate(zip(lengths.tolist(), counts.tolist())):
-            said = f"lengths[{b}]={length}, {count} new"
-            nobodys = "pages" in found and length == -1 and found["pages"][b, 0] < 0  # PagedCache.starts of a place not in use
-            if nobodys or not count:  # nothing is written
-                continue
-            if length < 0 or length + count > most:
-                raise ValueError(f"lengths: sequence {b} has room for {most} keys: {said}")
-            if "cos" in problem and not 0 <= starts[b] <= known - count:
-                raise ValueError(f"rotary: has {known} positions: sequence {b} begins at {starts[b]}: {said}")
-            table = found["pages"][b] if "pages" in found else found.get("batch_index", np.arange(len(lengths)))[b : b + 1]
-            for n in range(length // size, -(-(length + count) // size) if count else 0):
-                if not 0 <= table[n] < caches:
-                    name = f"pages[{b}, {n}]" if "pages" in found else f"batch_index[{b}]"
-                    raise ValueError(f"{name.partition('[')[0]}: must be from 0 to {caches - 1}: {name}={table[n]}, {said}")

@@ -1,7 +1,7 @@
-"""What a paged cache does with arrays, for each framework: arrays of numbers that the host knows are updated in place, pages
-are copied, rows are written.
+"""What PagedCache does with the arrays of each framework: it copies page tables and lengths from the host to them, copies pages
+within a pool, and writes new rows.
 
-JAX's arrays cannot be written: there each change makes a new array, to which the memory of the old one is donated."""
+JAX's arrays are immutable: there each change makes a new array, to which XLA donates the memory of the old one."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ import numpy as np
 from tiles import frameworks
 
 from .append import append
-from .scales import END, LEAST
+from .scales import E4M3_MAX, MIN_DESCALE
 
 Pair = tuple[Any, Any]
-Pools = tuple[Any, ...]  # K and V, and their descales if each token has its own
+Pools = tuple[Any, ...]  # of a layer: K and V, and their descales if each token has its own
 DESCALES = "k_descale", "v_descale"
 
 
-class Memory:
-    """What a PagedCache does with arrays of its framework. This class is NumPy's; those of other frameworks change what
-    differs. like: an array in the place where all arrays are to be."""
+class ArrayBackend:
+    """What a PagedCache does with arrays of its framework. This class serves NumPy; subclasses override what differs. like: an
+    array on the device of all arrays to come."""
 
     def __init__(self, like: Any):
-        self.place = self.place_of(like)
+        self.device = self.device_of(like)
 
-    def place_of(self, like: Any) -> Any:
-        """The place of an array: its device."""
+    def device_of(self, like: Any) -> Any:
+        """The device of an array, None in host memory."""
         return getattr(like, "device", None)
 
     def new(self, host: np.ndarray) -> Any:
-        """An array of these numbers."""
+        """A new array on the device with the values of `host`."""
         return host.copy()
 
     def put(self, array: Any, host: np.ndarray) -> Any:
-        """The array with these numbers, at the same address if the framework can write."""
+        """The array with the values of `host`, at the same address unless the framework's arrays are immutable."""
         array[...] = host
         return array
 
     def copy(self, pool: Any, source: int, target: int) -> Any:
-        """The pool with page `target` overwritten by page `source`."""
+        """The pool after pool[target] = pool[source]."""
         pool[target] = pool[source]
         return pool
 
@@ -57,31 +57,31 @@ class Memory:
         tables: Pair,
         options: dict,
     ) -> tuple[Pools, Any]:
-        """attention.append to the pools of a layer. Returns (the pools, what append returned). starts, pages: what the host
-        knows of the sequences; tables: the same as arrays, (pages, starts). ends: cu_seqlens of packed sequences."""
-        packed: dict[str, Any] = {} if ends is None else {"cu_seqlens": self.new(ends)}
-        (k, v, *descales), (k_new, v_new), (of_pages, of_starts) = pools, new, tables
-        packed |= zip(DESCALES, descales)
-        return pools, append(k, v, k_new, v_new, pages=of_pages, lengths=of_starts, **packed, **options)
+        """Call attention.append on the pools of a layer. Returns (the pools, what append returned). starts, pages: the host's
+        copies of the sequences' rows; tables: (pages, starts) on the device. ends: cu_seqlens of packed sequences, or None."""
+        args: dict[str, Any] = {} if ends is None else {"cu_seqlens": self.new(ends)}
+        (k, v, *descales), (k_new, v_new), (device_pages, device_starts) = pools, new, tables
+        args |= zip(DESCALES, descales)
+        return pools, append(k, v, k_new, v_new, pages=device_pages, lengths=device_starts, **args, **options)
 
 
-class Torch(Memory):
-    """Arrays of torch."""
+class TorchBackend(ArrayBackend):
+    """torch's tensors are written in place on the current stream."""
 
     def new(self, host: np.ndarray) -> Any:
-        return sys.modules["torch"].from_numpy(host.copy()).to(self.place, non_blocking=True)
+        return sys.modules["torch"].from_numpy(host.copy()).to(self.device, non_blocking=True)
 
     def put(self, array: Any, host: np.ndarray) -> Any:
-        """See Memory. The numbers come from pageable memory, so they have been read when this returns. It does not wait for
-        the stream."""
+        """Copy `host` to the tensor, without waiting for the stream. `host` is pageable memory, so CUDA has read it when this
+        returns."""
         return array.copy_(sys.modules["torch"].from_numpy(host), non_blocking=True)
 
 
-class CuPy(Memory):
-    """Arrays of CuPy."""
+class CupyBackend(ArrayBackend):
+    """CuPy's arrays are written in place; new ones are made on the device of `like`."""
 
     def new(self, host: np.ndarray) -> Any:
-        with self.place:
+        with self.device:
             return sys.modules["cupy"].asarray(host)
 
     def put(self, array: Any, host: np.ndarray) -> Any:
@@ -89,21 +89,21 @@ class CuPy(Memory):
         return array
 
 
-class Jax(Memory):
-    """Arrays of JAX. XLA rotates rows, and may round a product and a sum together."""
+class JaxBackend(ArrayBackend):
+    """JAX's arrays are replaced by new ones. XLA rotates rows, and may contract a product and a sum to an fma."""
 
-    def place_of(self, like: Any) -> Any:
+    def device_of(self, like: Any) -> Any:
         (device,) = like.devices()
         return device
 
     def new(self, host: np.ndarray) -> Any:
-        return sys.modules["jax"].device_put(host.copy(), self.place)
+        return sys.modules["jax"].device_put(host.copy(), self.device)
 
     def put(self, array: Any, host: np.ndarray) -> Any:
         return self.new(host)
 
     def copy(self, pool: Any, source: int, target: int) -> Any:
-        return _donated()(pool, target, None, pool[source])
+        return _page_update()(pool, target, None, pool[source])
 
     def write(
         self,
@@ -117,26 +117,29 @@ class Jax(Memory):
     ) -> tuple[Pools, Any]:
         rotary, interleaved, q = (options.pop(name, None) for name in ("rotary", "interleaved", "q"))
         if options:
-            raise NotImplementedError(f"{min(options)}: is not served on JAX's arrays")
+            raise NotImplementedError(
+                f"{min(options)}: is not supported for JAX arrays, which PagedCache.append writes with XLA"
+            )
         tokens, size = new[0].shape[1], pools[0].shape[1]
         counts = np.full(len(starts), tokens) if ends is None else np.diff(ends)
-        number = np.repeat(np.arange(len(starts)), counts)  # the sequence of each token
-        first = np.repeat(np.cumsum(counts) - counts, counts)
-        at = starts[number] + np.arange(len(number)) - first
-        where = pages[number, at // size], at % size
-        positions = at.reshape(new[0].shape[:2])
-        rotate = functools.partial(_rotated, positions=positions, rotary=rotary, interleaved=interleaved)
+        sequence = np.repeat(np.arange(len(starts)), counts)  # of each token
+        first_token = np.repeat(np.cumsum(counts) - counts, counts)
+        key = starts[sequence] + np.arange(len(sequence)) - first_token  # where each token is in its sequence
+        slots = pages[sequence, key // size], key % size
+        positions = key.reshape(new[0].shape[:2])
+        rotate = functools.partial(_rotate, positions=positions, rotary=rotary, interleaved=interleaved)
         rows = [x.reshape(-1, *x.shape[2:]) for x in (rotate(new[0]), new[1])]
         if len(pools) > len(rows):
-            held, descales = zip(*map(_quantised, rows))
-            rows = [*held, *descales]
-        written = tuple(_donated()(pool, *where, x.astype(pool.dtype)) for pool, x in zip(pools, rows, strict=True))
+            quantized, descales = zip(*map(_quantize, rows))
+            rows = [*quantized, *descales]
+        written = tuple(_page_update()(pool, *slots, x.astype(pool.dtype)) for pool, x in zip(pools, rows, strict=True))
         return written, None if q is None else rotate(q).astype(q.dtype)
 
 
 @functools.cache
-def _donated() -> Any:
-    """pool[page, slot] = rows, or pool[page] = rows, in a new array with the pool's memory."""
+def _page_update() -> Any:
+    """A compiled function (pool, page, slot, rows): pool[page, slot] = rows, or pool[page] = rows if slot is None, in a new
+    array that takes over the pool's memory."""
     jax = sys.modules["jax"]
     return jax.jit(
         lambda pool, page, slot, rows: pool.at[page].set(rows) if slot is None else pool.at[page, slot].set(rows),
@@ -144,39 +147,40 @@ def _donated() -> Any:
     )
 
 
-def _rotated(x: Any, positions: np.ndarray, rotary: Pair | None, interleaved: bool) -> Any:
-    """Rows (B, S, H, D) of x as attention.append rotates them, in float32."""
+def _rotate(x: Any, positions: np.ndarray, rotary: Pair | None, interleaved: bool) -> Any:
+    """Rotate the rows of x (B, S, H, D) as attention.append does, in float32."""
     if rotary is None:
         return x
     jnp = sys.modules["jax"].numpy
     cos, sin = (table[positions][:, :, None].astype("float32") for table in rotary)
-    turned, rest = x[..., : 2 * cos.shape[-1]].astype("float32"), x[..., 2 * cos.shape[-1] :].astype("float32")
-    one, other = (turned[..., ::2], turned[..., 1::2]) if interleaved else jnp.split(turned, 2, -1)
-    pair = [one * cos - other * sin, other * cos + one * sin]
-    turned = jnp.stack(pair, -1).reshape(turned.shape) if interleaved else jnp.concatenate(pair, -1)
-    return jnp.concatenate([turned, rest], -1)
+    columns = 2 * cos.shape[-1]
+    front, rest = x[..., :columns].astype("float32"), x[..., columns:].astype("float32")
+    x1, x2 = (front[..., ::2], front[..., 1::2]) if interleaved else jnp.split(front, 2, -1)
+    pair = [x1 * cos - x2 * sin, x2 * cos + x1 * sin]
+    rotated = jnp.stack(pair, -1).reshape(front.shape) if interleaved else jnp.concatenate(pair, -1)
+    return jnp.concatenate([rotated, rest], -1)
 
 
-def _quantised(x: Any) -> Pair:
-    """(rows (.., H, D) of x divided by their descales, the descales): the greatest element becomes 448, the end of e4m3."""
+def _quantize(x: Any) -> Pair:
+    """(x / descale, descale), with descale (.., H) = max(abs(x)) / 448 of the rows x (.., H, D); 448 is the largest of e4m3."""
     jnp = sys.modules["jax"].numpy
     x = x.astype("float32")
-    descale = jnp.maximum(abs(x).max(-1) / END, LEAST)
-    return jnp.clip(x / descale[..., None], -END, END), descale
+    descale = jnp.maximum(abs(x).max(-1) / E4M3_MAX, MIN_DESCALE)
+    return jnp.clip(x / descale[..., None], -E4M3_MAX, E4M3_MAX), descale
 
 
-KINDS: Sequence[tuple[type, type[Memory]]] = (
-    (frameworks.NumPy, Memory),
-    (frameworks.Torch, Torch),
-    (frameworks.CuPy, CuPy),
-    (frameworks.Jax, Jax),
+BACKENDS: Sequence[tuple[type, type[ArrayBackend]]] = (
+    (frameworks.NumPy, ArrayBackend),
+    (frameworks.Torch, TorchBackend),
+    (frameworks.CuPy, CupyBackend),
+    (frameworks.Jax, JaxBackend),
 )
 
 
-def memory_of(like: Any) -> Memory:
-    """The Memory of an array's framework. TypeError: there is none for it."""
-    kind = frameworks.kind_of(like, "k")
-    for its, memory in KINDS:
-        if type(kind) is its:
-            return memory(like)
-    raise TypeError(f"k: a paged cache is made of arrays of NumPy, torch, CuPy or JAX: {type(like)}")
+def backend_of(like: Any) -> ArrayBackend:
+    """The backend for an array's framework. TypeError: there is none."""
+    framework = frameworks.kind_of(like, "k")
+    for kind, backend in BACKENDS:
+        if type(framework) is kind:
+            return backend(like)
+    raise TypeError(f"k: must be an array of NumPy, torch, CuPy or JAX: type(k)={type(like)}")

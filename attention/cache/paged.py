@@ -1,4 +1,4 @@
-"""PagedCache: keys and values of many sequences in pages of one pool, shared where sequences begin alike."""
+"""PagedCache: keys and values of many sequences in pages of one pool; sequences with a common prefix share its pages."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from .memory import DESCALES, Pools, memory_of
+from .memory import DESCALES, Pools, backend_of
 
-NONE = -1  # in a page table: no page. attention.append writes nothing there
-OWN = {"k", "v", "lengths", "pages", "batch_index", "cu_seqlens", "layout"}  # what append is told by the cache
+NO_PAGE = -1  # entry of a page table; attention.append writes nothing there. In `starts`: no new tokens
+SET_BY_CACHE = {"k", "v", "lengths", "pages", "batch_index", "cu_seqlens", "layout"}  # arguments of attention.append
 Layer = tuple[Any, Any]
 
 
 class Full(RuntimeError):
-    """There is no page or no place left for the request, and nothing has changed."""
+    """The cache has too few free pages or sequence numbers for the request; nothing has changed."""
 
 
 class PagedCache:
@@ -38,60 +38,64 @@ class PagedCache:
         attention.decode(q, *cache.layers[0], **cache.descales[0], lengths=cache.lengths, pages=cache.pages)
 
     `layers` are the pools. `pages` (sequences, most pages), `lengths` and `starts` (sequences), int32, are on the device of
-    the pools, with a row for each number that a sequence can have. lengths: the tokens of each, including the newest, as
-    attention.decode takes them. starts: where the newest begin, as attention.append takes it; -1 if there are none. A number
-    that is not in use has length 0 and no pages, which are -1. They stay the same arrays (except JAX's), so a CUDA graph may
-    hold them. The methods change them on the current stream, and must not be captured themselves. `tables` returns the rows
+    the pools, with a row for each sequence number. lengths: the tokens of each sequence, including the newest, as
+    attention.decode takes them. starts: the length before the newest tokens, as attention.append takes it; -1 if there are
+    none. An unused number has length 0, and -1 for every page. The arrays stay the same arrays (except JAX's), so a CUDA graph
+    may hold them. The methods change them on the current stream, and must not be captured themselves. `tables` returns the rows
     of some sequences.
 
-    A page is free, or counts who shares it. A fork shares all pages that have tokens. Before a sequence writes into a page
-    that others share (the last one, which is not full), it gets a copy. Full: there is no room, and nothing has changed.
-    ValueError: a number belongs to no sequence, or anything else is wrong."""
+    Each page counts the sequences that share it (a reference count); a page with none is free. A fork shares all pages that
+    have tokens. Before a sequence writes into a page that others share (its last one, which is not full), it gets a copy of its
+    own. Full: there are too few free pages, and nothing has changed. ValueError: a number belongs to no sequence, or anything
+    else is wrong."""
 
     def __init__(self, layers: Sequence[Layer], *, sequences: int, tokens: int, scaled: bool = False):
-        given = layers if isinstance(layers, (list, tuple)) else [layers]
-        if not all(isinstance(layer, (list, tuple)) and len(layer) == 2 for layer in given):
-            said = [type(layer).__name__ for layer in given]
-            raise TypeError(f"layers: must be a list of pairs (k, v) of pools, a pair for each layer, got {said}")
+        pairs = layers if isinstance(layers, (list, tuple)) else [layers]
+        if not all(isinstance(layer, (list, tuple)) and len(layer) == 2 for layer in pairs):
+            types = [type(layer).__name__ for layer in pairs]
+            raise TypeError(f"layers: must be a list of pairs (k, v) of pools, a pair for each layer, got {types}")
         for name, count in ("sequences", sequences), ("tokens", tokens):
             if isinstance(count, bool) or not hasattr(count, "__index__"):
                 raise TypeError(f"{name}: must be an integer: {name}={count!r}")
-        self.layers: list[Layer] = [(k, v) for k, v in given]
+        self.layers: list[Layer] = [(k, v) for k, v in pairs]
         shapes = [tuple(x.shape) for layer in self.layers for x in layer]
         if not shapes or any(len(shape) != 4 or shape[:2] != shapes[0][:2] for shape in shapes):
             raise ValueError(
-                f"layers: must be pairs of pools (pages, page size, Hk, D) with as many pages of one size: {shapes}"
+                f"layers: must be pairs of pools (pages, page size, Hk, D), all with the same first two axes: {shapes}"
             )
         count, self.page_size = shapes[0][:2]
         if min(count, self.page_size, sequences, tokens) < 1:
             raise ValueError(f"layers, sequences, tokens: must not be empty: {shapes[0]=}, {sequences=}, {tokens=}")
-        self._memory = memory_of(self.layers[0][0])
+        self._backend = backend_of(self.layers[0][0])
         if scaled and any("float8_e4m3fn" not in str(x.dtype) for layer in self.layers for x in layer):
-            raise TypeError(f"scaled: is for pools of float8_e4m3fn: layers[0][0].dtype={self.layers[0][0].dtype}")
+            raise TypeError(
+                f"scaled: must be False unless all pools are float8_e4m3fn: layers[0][0].dtype={self.layers[0][0].dtype}"
+            )
         self.descales: list[dict[str, Any]] = [
-            {name: self._memory.new(np.zeros(x.shape[:3], np.float32)) for name, x in zip(DESCALES, layer) if scaled}
+            {name: self._backend.new(np.zeros(x.shape[:3], np.float32)) for name, x in zip(DESCALES, layer) if scaled}
             for layer in self.layers
         ]
-        self._table = np.full((sequences, -(-tokens // self.page_size)), NONE, np.int32)
-        self._lengths, self._starts = np.zeros(sequences, np.int32), np.full(sequences, NONE, np.int32)
-        self._most = tokens
-        self._held: dict[int, list[int]] = {}  # the pages of each sequence, in order
-        self._sharers = [0] * count  # of each page
-        self._free = list(range(count))[::-1]
-        self._places = list(range(sequences))[::-1]
-        self._rows: dict[tuple[int, ...], tuple[Any, Any, Any]] = {}  # that were asked for since something changed
-        self.pages, self.lengths, self.starts = map(self._memory.new, (self._table, self._lengths, self._starts))
+        # the host's copies of pages, lengths and starts
+        self._table = np.full((sequences, -(-tokens // self.page_size)), NO_PAGE, np.int32)
+        self._lengths, self._starts = np.zeros(sequences, np.int32), np.full(sequences, NO_PAGE, np.int32)
+        self._max_tokens = tokens
+        self._sequence_pages: dict[int, list[int]] = {}  # of each sequence, in the order of its tokens
+        self._ref_counts = [0] * count  # the number of sequences that share each page
+        self._free_pages = list(range(count))[::-1]
+        self._free_numbers = list(range(sequences))[::-1]
+        self._cached_rows: dict[tuple[int, ...], tuple[Any, Any, Any]] = {}  # results of `tables` since the last change
+        self.pages, self.lengths, self.starts = map(self._backend.new, (self._table, self._lengths, self._starts))
 
-    # ---- what there is -----------------------------------------------------------------------------------------------
+    # ---- queries -----------------------------------------------------------------------------------------------------
     @property
     def free_pages(self) -> int:
-        """Pages that nobody holds."""
-        return len(self._free)
+        """The number of pages that no sequence uses."""
+        return len(self._free_pages)
 
     @property
     def sequences(self) -> list[int]:
-        """The numbers in use."""
-        return sorted(self._held)
+        """The numbers of all sequences in the cache, ascending."""
+        return sorted(self._sequence_pages)
 
     def length(self, sequence: int) -> int:
         """How many tokens a sequence has, without asking the device."""
@@ -104,83 +108,87 @@ class PagedCache:
         chosen = tuple(sequences)
         if chosen == tuple(range(len(self._lengths))):
             return self.pages, self.lengths, self.starts
-        if chosen not in self._rows:
+        if chosen not in self._cached_rows:
             rows = list(chosen)
-            pages, lengths, starts = (self._memory.new(x[rows]) for x in (self._table, self._lengths, self._starts))
-            self._rows[chosen] = pages, lengths, starts
-        return self._rows[chosen]
+            pages, lengths, starts = (self._backend.new(x[rows]) for x in (self._table, self._lengths, self._starts))
+            self._cached_rows[chosen] = pages, lengths, starts
+        return self._cached_rows[chosen]
 
-    # ---- sequences come and go ---------------------------------------------------------------------------------------
+    # ---- adding and removing sequences -------------------------------------------------------------------------------
     def add(self) -> int:
-        """Add a sequence without tokens; returns its number. Full: there are as many as there can be."""
-        place = self._place()
-        self._held[place] = []
-        return place
+        """Add a sequence without tokens; returns its number. Full: all `sequences` numbers are in use."""
+        number = self._take_number()
+        self._sequence_pages[number] = []
+        return number
 
     def fork(self, sequence: int) -> int:
-        """Add a sequence with the same tokens, in the same pages; returns its number. Full: see add."""
+        """Add a sequence with the same tokens, in the same pages; returns its number. Full: all `sequences` numbers are in
+        use."""
         self._check([sequence])
-        length, place = int(self._lengths[sequence]), self._place()
-        self._held[place] = []
-        for page in self._held[sequence][: self._pages_of(length)]:  # what is reserved behind them stays the other's
-            self._sharers[page] += 1
-            self._hold(place, page)
-        self._lengths[place] = length
+        length, number = int(self._lengths[sequence]), self._take_number()
+        self._sequence_pages[number] = []
+        for page in self._sequence_pages[sequence][: self._pages_for(length)]:  # pages reserved after these are not shared
+            self._ref_counts[page] += 1
+            self._add_page(number, page)
+        self._lengths[number] = length
         self._publish()
-        return place
+        return number
 
     def free(self, sequence: int) -> None:
-        """Forget a sequence; pages that nobody else shares are free."""
+        """Remove a sequence; pages that no other sequence shares become free."""
         self._check([sequence])
-        self._drop(sequence, 0)
-        del self._held[sequence]
-        self._lengths[sequence], self._starts[sequence] = 0, NONE
-        self._places.append(sequence)
+        self._drop_pages(sequence, 0)
+        del self._sequence_pages[sequence]
+        self._lengths[sequence], self._starts[sequence] = 0, NO_PAGE
+        self._free_numbers.append(sequence)
         self._publish()
 
     def rewind(self, sequence: int, length: int) -> None:
-        """Forget a sequence's tokens from `length` on, and what was reserved: those that a draft model got wrong."""
+        """Remove a sequence's tokens from `length` on, and its reserved pages: as after rejected draft tokens (speculative
+        decoding)."""
         self._check([sequence])
         if not 0 <= length <= self._lengths[sequence]:
             raise ValueError(
                 f"length: must be from 0 to the {self._lengths[sequence]} tokens of sequence {sequence}: {length=}"
             )
-        self._drop(sequence, self._pages_of(length))
-        self._lengths[sequence], self._starts[sequence] = length, NONE
+        self._drop_pages(sequence, self._pages_for(length))
+        self._lengths[sequence], self._starts[sequence] = length, NO_PAGE
         self._publish()
 
-    # ---- tokens come -------------------------------------------------------------------------------------------------
+    # ---- adding tokens -----------------------------------------------------------------------------------------------
     def reserve(self, sequences: Sequence[int], tokens: int | Sequence[int]) -> None:
-        """Reserve room for so many more tokens, of all sequences or of each; nobody else will write there. Full: there is not
-        enough for all of them."""
+        """Reserve pages for `tokens` more tokens of each sequence (one number, or one a sequence), which only that sequence
+        will write. Full: too few pages are free, or a sequence would have more than the cache's `tokens`; nothing is
+        reserved."""
         counts = self._counts(sequences, tokens)
-        shared, needed, leaving = [], 0, dict[int, int]()
+        to_copy, needed, leaving = [], 0, dict[int, int]()
         for sequence, count in counts.items():
-            length, held = int(self._lengths[sequence]), self._held[sequence]
-            if length + count > self._most:
-                raise Full(f"sequence {sequence} has room for {self._most} tokens: {length} are there, {count} to come")
-            needed += max(0, self._pages_of(length + count) - len(held))
+            length, pages = int(self._lengths[sequence]), self._sequence_pages[sequence]
+            if length + count > self._max_tokens:
+                raise Full(f"sequence {sequence} has room for {self._max_tokens} tokens: {length} are there, {count} to come")
+            needed += max(0, self._pages_for(length + count) - len(pages))
             if count and length % self.page_size:
-                page = held[length // self.page_size]
-                if self._sharers[page] - leaving.get(page, 0) > 1:  # the last one may keep it
+                page = pages[length // self.page_size]
+                if self._ref_counts[page] - leaving.get(page, 0) > 1:  # the last sequence that shares it needs no copy
                     leaving[page] = leaving.get(page, 0) + 1
-                    shared.append(sequence)
-        if needed + len(shared) > len(self._free):
-            raise Full(f"{len(self._free)} pages of {len(self._sharers)} are free, {needed + len(shared)} are needed: {counts}")
-        for sequence in shared:
-            self._own(sequence, int(self._lengths[sequence]) // self.page_size)
+                    to_copy.append(sequence)
+        if (total := needed + len(to_copy)) > len(self._free_pages):
+            raise Full(f"{len(self._free_pages)} pages of {len(self._ref_counts)} are free, {total} are needed: {counts}")
+        for sequence in to_copy:
+            self._copy_page(sequence, int(self._lengths[sequence]) // self.page_size)
         for sequence, count in counts.items():
-            while len(self._held[sequence]) < self._pages_of(int(self._lengths[sequence]) + count):
-                self._hold(sequence, self._taken())
-        if needed or shared:
+            while len(self._sequence_pages[sequence]) < self._pages_for(int(self._lengths[sequence]) + count):
+                self._add_page(sequence, self._allocate_page())
+        if needed or to_copy:
             self._publish()
 
     def extend(self, sequences: Sequence[int], tokens: int | Sequence[int]) -> None:
-        """Extend sequences by so many new tokens, all or each, whose keys and values are to be written next, in all layers:
-        lengths grow, and starts say where the new tokens begin. It reserves first. Full: see reserve."""
+        """Extend each sequence by `tokens` new tokens (one number, or one a sequence), whose keys and values are to be written
+        next, in all layers: lengths grow, and starts say where the new tokens begin. Pages are reserved first. Full: as of
+        reserve."""
         counts = self._counts(sequences, tokens)
         self.reserve(sequences, tokens)
-        self._starts[:] = NONE
+        self._starts[:] = NO_PAGE
         for sequence, count in counts.items():
             self._starts[sequence] = self._lengths[sequence]
             self._lengths[sequence] += count
@@ -198,120 +206,124 @@ class PagedCache:
     ) -> Any:
         """attention.append to a layer, with its options rotary, interleaved, positions, q, causal, out and stream, and
         k_descale and v_descale if not `scaled`, and its result; for JAX arrays with rotary, interleaved and q. The call for
-        the first layer extends the sequences; calls for the others are for the same sequences and tokens. Full: see reserve.
+        layer 0 extends the sequences; calls for other layers are for the same sequences and tokens. Full: as of reserve.
 
         k_new, v_new: (B, S, Hk, D) of as many sequences; or with `tokens`, the number of each sequence, all of them one
         after the other in a batch of 1."""
         if not hasattr(sequences, "__len__"):
-            raise TypeError(f"sequences: must be a list of their numbers: {sequences=}")
-        if self.descales[0] and (told := [name for name in DESCALES if name in options]):
-            raise ValueError(f"{told[0]}: is the cache's own where it keeps descales: scaled=True")
-        for name in OWN & options.keys():
-            raise ValueError(f"{name}: is the cache's own, whose pools are (pages, page size, Hk, D)")
+            raise TypeError(f"sequences: must be a list of sequence numbers: {sequences=}")
+        if self.descales[0] and (passed := [name for name in DESCALES if name in options]):
+            raise ValueError(f"{passed[0]}: must not be passed to a cache that keeps its own descales: scaled=True")
+        for name in SET_BY_CACHE & options.keys():
+            raise ValueError(f"{name}: must not be passed: the cache sets it, and its pools are (pages, page size, Hk, D)")
         if not 0 <= layer < len(self.layers):
-            raise ValueError(f"layer: there are {len(self.layers)}: {layer=}")
-        ends, wanted = None, (len(sequences), int(k_new.shape[1]))
+            raise ValueError(f"layer: must be from 0 to {len(self.layers) - 1}: {layer=}")
+        ends, expected = None, (len(sequences), int(k_new.shape[1]))
         if tokens is not None:
             if not hasattr(tokens, "__len__"):
                 raise TypeError(f"tokens: must be a list, one for each sequence: {tokens=}")
             ends = np.cumsum([0, *tokens], dtype=np.int32)
-            wanted = 1, int(ends[-1])
-        if tuple(k_new.shape[:2]) != wanted:
-            said = f"k_new.shape={tuple(k_new.shape)}, {sequences=}, {tokens=}"
-            raise ValueError(f"k_new: must have {wanted} batches and tokens: {said}")
-        counts = self._counts(sequences, wanted[1] if tokens is None else tokens)
+            expected = 1, int(ends[-1])
+        if tuple(k_new.shape[:2]) != expected:
+            values = f"k_new.shape={tuple(k_new.shape)}, {sequences=}, {tokens=}"
+            raise ValueError(f"k_new: must have {expected[0]} batches and {expected[1]} tokens: {values}")
+        counts = self._counts(sequences, expected[1] if tokens is None else tokens)
         rows = list(counts)
         if layer == 0:
             self.extend(rows, list(counts.values()))
         elif (self._starts[rows] < 0).any() or (self._lengths - self._starts)[rows].tolist() != list(counts.values()):
-            raise ValueError(f"layer: the first one was not extended by these tokens: {layer=}, {counts}")
+            raise ValueError(
+                f"layer: append to layer 0 first, with the same sequences and numbers of tokens: {layer=}, {counts}"
+            )
         pages, _, starts = self.tables(rows)
-        where = self._starts[rows], self._table[rows], ends
+        on_host = self._starts[rows], self._table[rows], ends
         try:
-            pools, given = self._memory.write(self._pools(layer), (k_new, v_new), *where, (pages, starts), options)
+            pools, result = self._backend.write(self._pools_of(layer), (k_new, v_new), *on_host, (pages, starts), options)
         except Exception:
             for sequence in rows if layer == 0 else []:
                 self.rewind(sequence, int(self._starts[sequence]))
             raise
-        self._keep(layer, pools)
-        return given
+        self._set_pools(layer, pools)
+        return result
 
     # ---- pools -------------------------------------------------------------------------------------------------------
-    def _pools(self, layer: int) -> Pools:
-        """All pools of a layer: K, V, and the descales if there are any."""
+    def _pools_of(self, layer: int) -> Pools:
+        """The pools of a layer: K, V, and their descales if the cache is scaled."""
         return *self.layers[layer], *self.descales[layer].values()
 
-    def _keep(self, layer: int, pools: Pools) -> None:
-        """Let these be the pools of a layer from now on."""
+    def _set_pools(self, layer: int, pools: Pools) -> None:
+        """Replace the pools of a layer, as those of an immutable framework must be after a write."""
         k, v, *descales = pools
         self.layers[layer], self.descales[layer] = (k, v), dict(zip(DESCALES, descales))
 
     # ---- pages -------------------------------------------------------------------------------------------------------
-    def _pages_of(self, tokens: int) -> int:
+    def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
 
-    def _taken(self) -> int:
-        """Take a free page, for one sequence."""
-        page = self._free.pop()
-        self._sharers[page] = 1
+    def _allocate_page(self) -> int:
+        """Take a page from the free list; its reference count becomes 1."""
+        page = self._free_pages.pop()
+        self._ref_counts[page] = 1
         return page
 
-    def _left(self, page: int) -> None:
-        """Note that one sequence fewer shares this page; the page is free after the last one."""
-        self._sharers[page] -= 1
-        if not self._sharers[page]:
-            self._free.append(page)
+    def _release_page(self, page: int) -> None:
+        """Decrement the reference count of a page; at 0 the page is free."""
+        self._ref_counts[page] -= 1
+        if not self._ref_counts[page]:
+            self._free_pages.append(page)
 
-    def _hold(self, sequence: int, page: int) -> None:
-        """Give a sequence its next page."""
-        held = self._held[sequence]
-        self._table[sequence, len(held)] = page
-        held.append(page)
+    def _add_page(self, sequence: int, page: int) -> None:
+        """Write a page as the next of a sequence to its row of the page table."""
+        pages = self._sequence_pages[sequence]
+        self._table[sequence, len(pages)] = page
+        pages.append(page)
 
-    def _drop(self, sequence: int, keep: int) -> None:
-        """Take all pages from a sequence but its first `keep`."""
-        held = self._held[sequence]
-        for page in held[keep:]:
-            self._left(page)
-        del held[keep:]
-        self._table[sequence, keep:] = NONE
+    def _drop_pages(self, sequence: int, keep: int) -> None:
+        """Release all pages of a sequence but its first `keep`."""
+        pages = self._sequence_pages[sequence]
+        for page in pages[keep:]:
+            self._release_page(page)
+        del pages[keep:]
+        self._table[sequence, keep:] = NO_PAGE
 
-    def _own(self, sequence: int, which: int) -> None:
-        """Give a sequence a copy, in all layers, of a page that it shares with others."""
-        page, new = self._held[sequence][which], self._taken()
+    def _copy_page(self, sequence: int, n: int) -> None:
+        """Replace the n-th page of a sequence, which others share, by a copy in all layers (copy on write)."""
+        page, new = self._sequence_pages[sequence][n], self._allocate_page()
         for layer in range(len(self.layers)):
-            self._keep(layer, tuple(self._memory.copy(pool, page, new) for pool in self._pools(layer)))
-        self._left(page)
-        self._held[sequence][which] = self._table[sequence, which] = new
+            self._set_pools(layer, tuple(self._backend.copy(pool, page, new) for pool in self._pools_of(layer)))
+        self._release_page(page)
+        self._sequence_pages[sequence][n] = self._table[sequence, n] = new
 
-    def _place(self) -> int:
-        if not self._places:
-            raise Full(f"there are {len(self._lengths)} sequences, as many as there can be")
-        return self._places.pop()
+    def _take_number(self) -> int:
+        if not self._free_numbers:
+            raise Full(
+                f"all {len(self._lengths)} sequence numbers are in use: free a sequence, or make a cache with more sequences="
+            )
+        return self._free_numbers.pop()
 
-    # ---- numbers -----------------------------------------------------------------------------------------------------
+    # ---- arguments and device arrays ---------------------------------------------------------------------------------
     def _check(self, sequences: Sequence[int]) -> None:
         for n in sequences:
             if isinstance(n, bool) or not isinstance(n, (int, np.integer)):
-                raise TypeError(f"sequences: must be numbers that `add` gave: {n!r}")
-            if n not in self._held:
+                raise TypeError(f"sequences: must be integers that `add` or `fork` returned: {n!r}")
+            if n not in self._sequence_pages:
                 raise ValueError(f"sequence {n} is not in use; those in use: {self.sequences}")
 
     def _counts(self, sequences: Sequence[int], tokens: int | Sequence[int]) -> dict[int, int]:
-        """The number of tokens for each sequence."""
+        """{sequence: its number of new tokens}, checked."""
         self._check(sequences)
         each = [tokens] * len(sequences) if isinstance(tokens, (int, np.integer)) else tokens
         if not hasattr(each, "__len__") or not all(hasattr(n, "__index__") for n in each):
             raise TypeError(f"tokens: must be an integer, or one for each sequence: {tokens=}")
         counts = [int(n) for n in each]
         if len(set(sequences)) != len(sequences):
-            raise ValueError(f"sequences: must be different ones: {sequences=}")
+            raise ValueError(f"sequences: must not repeat a number: {sequences=}")
         if len(counts) != len(sequences) or min(counts, default=0) < 0:
-            raise ValueError(f"tokens: must be a number from 0 on for each sequence: {tokens=}, {sequences=}")
+            raise ValueError(f"tokens: must be an integer >= 0 for each sequence: {tokens=}, {sequences=}")
         return dict(zip(sequences, counts))
 
     def _publish(self) -> None:
-        """Copy what the host knows of the sequences to the arrays where the pools lie."""
-        self._rows.clear()
-        self.pages = self._memory.put(self.pages, self._table)
-        self.lengths, self.starts = self._memory.put(self.lengths, self._lengths), self._memory.put(self.starts, self._starts)
+        """Copy the host's page table, lengths and starts to the device."""
+        self._cached_rows.clear()
+        self.pages = self._backend.put(self.pages, self._table)
+        self.lengths, self.starts = self._backend.put(self.lengths, self._lengths), self._backend.put(self.starts, self._starts)

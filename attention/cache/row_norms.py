@@ -1,9 +1,9 @@
-"""Norms of new rows, before they are rotated and written, as objects with the same methods: none, or a norm of each head's row,
+"""Norms of new rows of K, and of queries, before they are rotated and written: none, RMS or layer norm, with the same methods,
 
     x / sqrt(mean(x^2) + eps) * weights        or the same of x - mean(x), plus a bias
 
-in float32, so that a row is rounded only once, to the dtype of the cache. A warp has the heads of a token as the rows of a
-tile, some columns at a time. It reads a row once for the sums, and once more, then from a cache, for what it writes."""
+in float32, so that a row is rounded once, to the dtype of the cache. A warp's tile has the heads of one token as its rows, and
+some of their columns. A row is read twice: for its mean and variance, and then, from L1 or L2, to be normalised and written."""
 
 from typing import Any
 
@@ -13,115 +13,121 @@ from tiles.arguments import FLOAT, array
 
 
 @static
-class AsTheyAre:
-    """Rows without a norm."""
+class NoRowNorm:
+    """Rows of keys or queries are written as they are."""
 
-    changes = False
+    is_norm = False
 
     def __str__(self):
         return ""
 
     @property
-    def given(self) -> dict[str, Any]:
-        """{kernel's argument: its type} of what this needs in the kernel."""
+    def params(self) -> dict[str, Any]:
+        """{parameter: its type} of the kernel's parameters that the norm reads."""
         return {}
 
     @inlined
-    def of_rows(self, gX, part, at, given):
-        """What the rows from `at` (batch, token, head) on are normalised by. They are read in tiles of type `part`."""
+    def row_stats(self, gX, spec, at, params):
+        """What rows are normalised by, of the heads from `at` (batch, token, head) on. They are read in tiles of type
+        `spec`."""
         return None
 
     @inlined
-    def columns(self, x, part, of_rows, head, col, given):
-        """Some columns of these rows, from `col` on, normalised."""
+    def apply(self, x, spec, stats, head, col, params):
+        """The columns from `col` on of these rows, x, normalised."""
         return x
 
     @inlined
-    def half(self, x, part, of_rows, head, which, pair, given):
-        """The first or the second columns of some pairs of columns, from number `pair` on, normalised."""
+    def apply_to_half(self, x, spec, stats, head, half, pair, params):
+        """The first (half 0) or second (half 1) columns of the rotary pairs from `pair` on, x, normalised."""
         return x
 
 
-AS_THEY_ARE = AsTheyAre()
+NO_ROW_NORM = NoRowNorm()
 
 
 @static
-class Rms(AsTheyAre):
-    """An RMS norm, of queries or of keys. The arguments of the two have names of their own."""
+class RowRmsNorm(NoRowNorm):
+    """An RMS norm of each head's row, of queries or of keys, whose weights are different parameters of the kernel."""
 
-    changes = True
+    is_norm = True
 
     of_queries: bool
 
+    label = "rms"
+
     def __str__(self):
-        return f", {type(self).__name__.lower()} {'queries' if self.of_queries else 'keys'}"
+        return f", {self.label} {'queries' if self.of_queries else 'keys'}"
 
     @property
-    def given(self) -> dict[str, Any]:
-        """See AsTheyAre. Weights: (head, column), and the same as (head, which of a pair, pair)."""
+    def params(self) -> dict[str, Any]:
+        """{parameter: its type}. The weights are (head, column), and once more as pairs (head, half, pair)."""
         name = "q_norm" if self.of_queries else "k_norm"
         return {name: array(2), f"{name}_pairs": array(3), "norm_eps": FLOAT}
 
     @inlined
-    def weights(self, given):
-        """Its weights."""
+    def weights(self, params):
+        """(weights by column, weights by pair)"""
         if self.of_queries:
-            return given.q_norm, given.q_norm_pairs
+            return params.q_norm, params.q_norm_pairs
         else:
-            return given.k_norm, given.k_norm_pairs
+            return params.k_norm, params.k_norm_pairs
 
     @inlined
-    def of_rows(self, gX, part, at, given):
-        """See AsTheyAre: (their mean, 1 / their deviation)."""
-        squares = zeros(part.col_vec)
-        for col in range(0, gX.shape[3], part.cols):
-            x = load(gX, part, (at[0], at[1], at[2], col))
+    def row_stats(self, gX, spec, at, params):
+        """(0, 1 / sqrt(mean(x^2) + eps)) of each row."""
+        squares = zeros(spec.col_vec)
+        for col in range(0, gX.shape[3], spec.cols):
+            x = load(gX, spec, (at[0], at[1], at[2], col))
             squares = squares + row_sum(x * x)
-        return zeros(part.col_vec), rsqrt(squares / gX.shape[3] + given.norm_eps)
+        return zeros(spec.col_vec), rsqrt(squares / gX.shape[3] + params.norm_eps)
 
     @inlined
-    def columns(self, x, part, of_rows, head, col, given):
-        return x * of_rows[1] * load(self.weights(given)[0], part, (head, col))
+    def apply(self, x, spec, stats, head, col, params):
+        return x * stats[1] * load(self.weights(params)[0], spec, (head, col))
 
     @inlined
-    def half(self, x, part, of_rows, head, which, pair, given):
-        return x * of_rows[1] * load(self.weights(given)[1], part, (head, which, pair), 0, 2)
+    def apply_to_half(self, x, spec, stats, head, half, pair, params):
+        return x * stats[1] * load(self.weights(params)[1], spec, (head, half, pair), 0, 2)
 
 
-class Layer(Rms):
-    """A layer norm."""
+class RowLayerNorm(RowRmsNorm):
+    """A layer norm of each head's row, of queries or of keys."""
+
+    label = "layer"
 
     @property
-    def given(self) -> dict[str, Any]:
-        """See Rms; its bias likewise."""
+    def params(self) -> dict[str, Any]:
+        """{parameter: its type}: those of RowRmsNorm, and a bias in the same two shapes."""
         name = "q_norm" if self.of_queries else "k_norm"
-        return super().given | {f"{name}_bias": array(2), f"{name}_bias_pairs": array(3)}
+        return super().params | {f"{name}_bias": array(2), f"{name}_bias_pairs": array(3)}
 
     @inlined
-    def bias(self, given):
-        """Its bias."""
+    def bias(self, params):
+        """(bias by column, bias by pair)"""
         if self.of_queries:
-            return given.q_norm_bias, given.q_norm_bias_pairs
+            return params.q_norm_bias, params.q_norm_bias_pairs
         else:
-            return given.k_norm_bias, given.k_norm_bias_pairs
+            return params.k_norm_bias, params.k_norm_bias_pairs
 
     @inlined
-    def of_rows(self, gX, part, at, given):
-        sums, squares = zeros(part.col_vec), zeros(part.col_vec)
-        for col in range(0, gX.shape[3], part.cols):
-            sums = sums + row_sum(load(gX, part, (at[0], at[1], at[2], col)))
+    def row_stats(self, gX, spec, at, params):
+        """(mean(x), 1 / sqrt(variance(x) + eps)) of each row."""
+        sums, squares = zeros(spec.col_vec), zeros(spec.col_vec)
+        for col in range(0, gX.shape[3], spec.cols):
+            sums = sums + row_sum(load(gX, spec, (at[0], at[1], at[2], col)))
         mean = sums / gX.shape[3]
-        for col in range(0, gX.shape[3], part.cols):
-            x = right_fill(load(gX, part, (at[0], at[1], at[2], col)) - mean, gX.shape[3] - col, 0.0)
+        for col in range(0, gX.shape[3], spec.cols):
+            x = right_fill(load(gX, spec, (at[0], at[1], at[2], col)) - mean, gX.shape[3] - col, 0.0)
             squares = squares + row_sum(x * x)
-        return mean, rsqrt(squares / gX.shape[3] + given.norm_eps)
+        return mean, rsqrt(squares / gX.shape[3] + params.norm_eps)
 
     @inlined
-    def columns(self, x, part, of_rows, head, col, given):
-        x = (x - of_rows[0]) * of_rows[1] * load(self.weights(given)[0], part, (head, col))
-        return x + load(self.bias(given)[0], part, (head, col))
+    def apply(self, x, spec, stats, head, col, params):
+        x = (x - stats[0]) * stats[1] * load(self.weights(params)[0], spec, (head, col))
+        return x + load(self.bias(params)[0], spec, (head, col))
 
     @inlined
-    def half(self, x, part, of_rows, head, which, pair, given):
-        x = (x - of_rows[0]) * of_rows[1] * load(self.weights(given)[1], part, (head, which, pair), 0, 2)
-        return x + load(self.bias(given)[1], part, (head, which, pair), 0, 2)
+    def apply_to_half(self, x, spec, stats, head, half, pair, params):
+        x = (x - stats[0]) * stats[1] * load(self.weights(params)[1], spec, (head, half, pair), 0, 2)
+        return x + load(self.bias(params)[1], spec, (head, half, pair), 0, 2)

@@ -5,14 +5,13 @@
 | flash_attn (FlashAttention-2)                              | compat.flash_attn       |
 | flash_attn_interface (FlashAttention-3)                    | compat.flash_attn_interface |
 | flash_attn.bert_padding                                    | compat.bert_padding         |
-| flashinfer (wrappers of batches: decode, prefill)          | compat.flashinfer       |
+| flashinfer (batch wrappers: decode, prefill)               | compat.flashinfer       |
 | torch.nn.functional (scaled_dot_product_attention)         | compat.sdpa             |
 | torch.nn.attention.flex_attention                          | compat.flex             |
 | fla.ops (flash-linear-attention's chunk_* functions)       | compat.fla              |
 | transformers (attn_implementation, recurrent layers)       | compat.huggingface      |
 
-Each is a table: names, defaults and the order of axes are theirs; arrays of any framework, dtypes, devices and errors are
-those of attention.forward, attention.linear and so on. What changes no result, such as a hint for a scheduler, is taken and not
-used. What cannot be served raises NotImplementedError that names the argument and says what to do. Nothing here imports torch,
-but compat.huggingface, which imports transformers, too.
-"""
+Argument names, defaults and the order of axes are the other library's; frameworks, dtypes, devices and errors are those of
+attention.forward, attention.linear and so on. Arguments that change no result, such as scheduling hints, are accepted and
+ignored. An argument that is not supported raises NotImplementedError, which names it and says what to do instead. None of these
+modules imports torch, except compat.huggingface, which imports transformers as well."""

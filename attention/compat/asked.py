@@ -1,4 +1,5 @@
-"""What several tables need: to pass on what was asked for, to refuse what cannot be served, and a seed."""
+"""What several compat modules need: dropping options that are None, refusing arguments that are not supported, renaming
+arguments in errors, and a dropout seed."""
 
 from __future__ import annotations
 
@@ -15,22 +16,24 @@ import attention
 ERRORS = TypeError, ValueError, NotImplementedError  # that name an argument
 
 
-def asked(**options: Any) -> dict[str, Any]:
-    """The options that are not None: what forward is not told is as plain forward has it."""
+def drop_none(**options: Any) -> dict[str, Any]:
+    """The options that are not None: an option that is left out has forward's own default."""
     return {name: value for name, value in options.items() if value is not None}
 
 
-def refuse(name: str, is_asked: bool, advice: str) -> None:
-    """NotImplementedError if the argument `name` asks for what cannot be served; advice says what to do."""
-    if is_asked:
-        raise NotImplementedError(f"{name}: is not served; {advice}")
+def refuse(name: str, unsupported: bool, advice: str) -> None:
+    """NotImplementedError if `unsupported`: the argument `name` asks for something that is not supported here. advice: what to
+    do instead."""
+    if unsupported:
+        raise NotImplementedError(f"{name}: is not supported; {advice}")
 
 
-def rename(error: Exception, theirs: Mapping[str, str]) -> None:
-    """Put the caller's names of arguments, {ours: theirs}, into an error that begins `lengths: must be ..: lengths[0]=9`."""
+def rename_arguments(error: Exception, theirs: Mapping[str, str]) -> None:
+    """Replace our argument names by the caller's, {ours: theirs}, in an error that begins `lengths: must be ..:
+    lengths[0]=9`."""
     ours = "|".join(theirs)
-    said = re.sub(rf"(?<![\w.])({ours})(?=[:.=\[]|'s\b)", lambda found: theirs[found[0]], str(error))
-    error.args = (said,)
+    message = re.sub(rf"(?<![\w.])({ours})(?=[:.=\[]|'s\b)", lambda match: theirs[match[0]], str(error))
+    error.args = (message,)
 
 
 def namespace(x: Any) -> ModuleType:
@@ -39,31 +42,34 @@ def namespace(x: Any) -> ModuleType:
 
 
 def integers(count: int, value: int, like: Any) -> Any:
-    """An array (count) of one number, int32, of the framework and in the place of another one."""
+    """An int32 array (count) that holds `value` everywhere, of the framework and on the device of `like`."""
     xp = namespace(like)
-    where = {"device": like.device} if xp.__name__ == "torch" else {}
-    return xp.full((count,), value, dtype=xp.int32, **where)
+    device = {"device": like.device} if xp.__name__ == "torch" else {}
+    return xp.full((count,), value, dtype=xp.int32, **device)
 
 
 def attend_heads_first(query: Any, key: Any, value: Any, **options: Any) -> Any:
-    """attention.forward of (B, H, S, D), whose out and gradients lie as torch's do: as query does, its heads inside its tokens
-    where they are so in memory. Then x.transpose(1, 2) of an out is a view of (B, S, H D), without a copy."""
-    if len(query.shape) != 4 or not _heads_inside(query):
+    """attention.forward of (B, H, S, D). The output and the gradients have the memory layout of torch's own: if query's heads
+    lie inside its tokens, (B, S, H, D) in memory, so do theirs. Then out.transpose(1, 2) is a view of (B, S, H D), without a
+    copy."""
+    if len(query.shape) != 4 or not _has_heads_inside_tokens(query):
         return attention.forward(query, key, value, layout="bhsd", **options)
-    found = attention.forward(*(x.swapaxes(1, 2) for x in (query, key, value)), **options)
-    return (found[0].swapaxes(1, 2), found[1]) if options.get("return_lse") else found.swapaxes(1, 2)
+    result = attention.forward(*(x.swapaxes(1, 2) for x in (query, key, value)), **options)
+    return (result[0].swapaxes(1, 2), result[1]) if options.get("return_lse") else result.swapaxes(1, 2)
 
 
-def _heads_inside(x: Any) -> bool:
-    """Is (B, H, S, D) a view of memory in which tokens come before heads? JAX's arrays are no views."""
+def _has_heads_inside_tokens(x: Any) -> bool:
+    """Is this (B, H, S, D) array a view of memory in which tokens come before heads, (B, S, H, D)? JAX arrays are never
+    views."""
     strides = x.stride() if hasattr(x, "stride") else getattr(x, "strides", None)
     return strides is not None and abs(strides[1]) < abs(strides[2])
 
 
-def seeded(dropout: float, x: Any) -> dict[str, Any]:
-    """forward's dropout and seed, where any is asked. The seed comes from the generator that torch.manual_seed sets, if x is
-    torch's, or else numpy.random.seed: what is dropped can be repeated, but is not what the other library drops. Graphs,
-    torch.compile's and CUDA's, draw it anew, as an array. NotImplementedError: under jax.jit it would be drawn once."""
+def dropout_options(dropout: float, x: Any) -> dict[str, Any]:
+    """forward's dropout and seed, if there is any dropout. For torch tensors the seed is drawn from the generator that
+    torch.manual_seed sets, otherwise from numpy.random.seed's: a run can be repeated, but does not drop the weights that the
+    other library would drop. Under torch.compile and CUDA graphs the seed is an array that is drawn anew in every replay.
+    NotImplementedError: under jax.jit the seed would be drawn only once."""
     if not dropout:
         return {}
     xp = namespace(x)

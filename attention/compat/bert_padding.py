@@ -1,7 +1,7 @@
 """flash_attn.bert_padding: `from attention.compat.bert_padding import pad_input, unpad_input`.
 
-Sequences of different lengths (batch, seqlen, ...), and the same one behind the other (total, ...), as
-flash_attn_varlen_func takes them. They are torch's own ops, differentiable, and need no kernel."""
+These convert a padded batch (batch, seqlen, ...) to packed sequences (total, ...), as flash_attn_varlen_func takes them, and
+back. They consist of torch ops, are differentiable, and launch no kernel of ours."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 
 def unpad_input(hidden_states: Any, attention_mask: Any, unused_mask: Any = None) -> tuple[Any, Any, Any, int, Any]:
-    """(tokens, indices, cu_seqlens, max_seqlen, seqused): the rows of hidden_states (batch, seqlen, ...) that attention_mask
-    (batch, seqlen) says are tokens, or that unused_mask says have room, one behind the other; where each lay in (batch *
-    seqlen); where sequences begin and end, int32; the greatest length; and how many tokens each has, without unused ones.
-    ValueError: the masks have another shape. The host waits for the device, as it does for torch.nonzero."""
+    """(tokens, indices, cu_seqlens, max_seqlen, seqused). tokens: the rows of hidden_states (batch, seqlen, ...) where
+    attention_mask or unused_mask (batch, seqlen) is true, packed. indices: their positions in (batch * seqlen). cu_seqlens:
+    where each sequence begins and ends, int32. max_seqlen: the longest length. seqused: how many tokens of each sequence
+    attention_mask marks. ValueError: a mask has another shape. The host waits for the device, as torch.nonzero does."""
     shape = tuple(hidden_states.shape[:2])
     for name, mask in ("attention_mask", attention_mask), ("unused_mask", unused_mask):
         if mask is not None and tuple(mask.shape) != shape:
@@ -28,11 +28,11 @@ def unpad_input(hidden_states: Any, attention_mask: Any, unused_mask: Any = None
 
 
 def pad_input(hidden_states: Any, indices: Any, batch: int, seqlen: int) -> Any:
-    """The rows (total, ...) back at indices of (batch * seqlen), as (batch, seqlen, ...), 0 where there are none."""
+    """The packed rows (total, ...) at their indices in (batch * seqlen), as (batch, seqlen, ...), with 0 everywhere else."""
     padded = hidden_states.new_zeros(batch * seqlen, *hidden_states.shape[1:])
     return padded.index_copy(0, indices, hidden_states).unflatten(0, (batch, seqlen))
 
 
 def index_first_axis(x: Any, indices: Any) -> Any:
-    """The rows of x at these indices."""
+    """x[indices]: the rows of x at these indices."""
     return x.index_select(0, indices)

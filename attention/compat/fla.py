@@ -11,8 +11,8 @@
 | output_final_state=True                               | return_state=True                                                |
 | z (N, 1, H, Dk) of normalize=True                     | z (N, H, Dk)                                                     |
 | (o, None) without output_final_state                  | o                                                                |
-| head_first=True, which newer versions have no more    | layout="bhsd"                                                    |
-| chunk_size, cu_seqlens_cpu, chunk_indices             | not needed: chunks have 64 tokens                                |
+| head_first=True, which newer versions dropped         | layout="bhsd"                                                    |
+| chunk_size, cu_seqlens_cpu, chunk_indices             | ignored: chunks have 64 tokens                                   |
 
 scale, initial_state and cu_seqlens are the same. States are (N, H, Dk, Dv) float32.
 """
@@ -24,7 +24,7 @@ from typing import Any
 
 import attention
 
-from .asked import asked, refuse
+from .asked import drop_none, refuse
 
 
 def chunk_linear_attn(
@@ -101,8 +101,8 @@ def chunk_simple_gla(
     """(o, state): S_t = exp(g[b, t, h]) S + k v^T, or exp(g_gamma[h]) for all tokens."""
     _refuse_order(state_v_first)
     if g is not None and g_gamma is not None:
-        raise ValueError("g: must be None where there is g_gamma")
-    decay = asked(decay=g_gamma if g is None else g)
+        raise ValueError("g: must be None if g_gamma is given: pass one decay")
+    decay = drop_none(decay=g_gamma if g is None else g)
     return _call(attention.linear, (q, k, v), scale, initial_state, output_final_state, cu_seqlens, head_first, **decay)
 
 
@@ -169,7 +169,7 @@ def chunk_gated_delta_rule(
     A_log: Any = None,
     dt_bias: Any = None,
 ) -> tuple[Any, Any]:
-    """(o, state): the delta rule of exp(g[b, t, h]) S."""
+    """(o, state): S_t = exp(g[b, t, h]) S, and then the delta rule with beta."""
     _refuse_order(state_v_first)
     _refuse_in_kernel(use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, use_gate_in_kernel, cp_context)
     arrays = q, k, v, beta
@@ -206,15 +206,20 @@ def chunk_kda(
     A_log: Any = None,
     dt_bias: Any = None,
 ) -> tuple[Any, Any]:
-    """(o, state): the delta rule of diag(exp(g[b, t, h])) S. safe_gate and lower_bound are for a gate made in the kernel."""
+    """(o, state): S_t = diag(exp(g[b, t, h])) S, and then the delta rule with beta. safe_gate and lower_bound are ignored: they
+    belong to a gate that the kernel computes."""
     _refuse_order(state_v_first)
     _refuse_in_kernel(use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, use_gate_in_kernel, cp_context)
-    refuse("return_intermediate_states", return_intermediate_states, "call it for each piece, with the state so far")
+    refuse(
+        "return_intermediate_states",
+        return_intermediate_states,
+        "call it once per chunk of tokens, each time with the state so far",
+    )
     arrays = q, k, v, beta
     return _call(attention.delta_rule, arrays, scale, initial_state, output_final_state, cu_seqlens, head_first, decay=g)
 
 
-# ---- what they share -----------------------------------------------------------------------------------------------
+# ---- shared helpers ------------------------------------------------------------------------------------------------
 def _call(
     function: Callable,
     arrays: tuple,
@@ -225,7 +230,7 @@ def _call(
     head_first: bool,
     **more: Any,
 ) -> tuple[Any, Any]:
-    options = asked(scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, layout="bhsd" if head_first else None)
+    options = drop_none(scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, layout="bhsd" if head_first else None)
     found = function(*arrays, **options, **more, return_state=bool(final))
     return found if final else (found, None)
 
@@ -235,8 +240,8 @@ def _refuse_order(state_v_first: bool) -> None:
 
 
 def _refuse_in_kernel(l2norm: bool, sigmoid: bool = False, negative: bool = False, gate: bool = False, cp: Any = None) -> None:
-    refuse("use_qk_l2norm_in_kernel", l2norm, "divide the rows of q and k by their length before")
+    refuse("use_qk_l2norm_in_kernel", l2norm, "normalise the rows of q and k before the call")
     refuse("use_beta_sigmoid_in_kernel", sigmoid, "pass sigmoid(beta)")
     refuse("allow_neg_eigval", negative, "pass 2 * sigmoid(beta) as beta")
     refuse("use_gate_in_kernel", gate, "pass -exp(A_log) * softplus(g + dt_bias) as g")
-    refuse("cp_context", cp is not None, "sequences lie on one GPU")
+    refuse("cp_context", cp is not None, "it must be None; attention.parallel.delta_rule spreads a sequence over several GPUs")

@@ -4,11 +4,11 @@
 | -------------------------------------- | ---------------------------------------------------------------------- |
 | softmax_scale, causal, alibi_slopes    | scale, causal, alibi                                                   |
 | window_size=(left, right), -1: open    | window=(left, right), None: open                                       |
-| softcap=0.0: none                      | softcap=None                                                           |
-| dropout_p                              | dropout; the seed is drawn, see `asked.seeded`                         |
+| softcap=0.0: no softcap                | softcap=None                                                           |
+| dropout_p                              | dropout; the seed is drawn, see `dropout_options`                     |
 | qkv (.., 3, H, D), kv (.., 2, H, D)    | views of them as q, k, v                                               |
 | q (total, H, D), cu_seqlens_q, .._k    | q (1, total, H, D), cu_seqlens, cu_seqlens_k                           |
-| deterministic                          | the same, of gradients                                                 |
+| deterministic                          | the same, for gradients                                                |
 | max_seqlen_q, .._k                     | not needed                                                             |
 | return_attn_probs=True                 | return_lse=True: (out, lse, None), lse (B, H, Sq) or (H, total)        |
 | block_table, cu_seqlens_k              | attention.decode's pages, lengths; no dropout, no gradients            |
@@ -19,14 +19,14 @@ flash_attn_with_kvcache is attention.decode:
 | -------------------------------------- | ---------------------------------------------------------------------- |
 | k, v                                   | k_new, v_new, written into k_cache, v_cache at cache_seqlens           |
 | rotary_cos, rotary_sin, .._interleaved | rotary, interleaved; q is rotated, too                                 |
-| cache_seqlens, an integer: of all      | lengths                                                                |
+| cache_seqlens; an integer is for all   | lengths                                                                |
 | cache_batch_idx, cache_leftpad         | batch_index, leftpad                                                   |
 | block_table (page_table)               | pages                                                                  |
-| num_splits=0: as many as are good      | splits=None                                                            |
+| num_splits=0: a heuristic              | splits=None                                                            |
 | return_softmax_lse=True                | return_lse=True: (out, lse)                                            |
 
-Where a row sees no key its lse is -inf here, and inf there. A loss may depend on lse here; there its gradient is
-dropped.
+Where a row sees no key its lse is -inf here, and inf in FlashAttention. A loss may depend on lse here; FlashAttention
+drops that gradient.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from typing import Any
 
 import attention
 
-from .asked import ERRORS, asked, integers, refuse, rename, seeded
+from .asked import ERRORS, drop_none, dropout_options, integers, refuse, rename_arguments
 
 OPEN = (-1, -1)
-SCORES = {"scale": "softmax_scale", "window": "window_size", "alibi": "alibi_slopes"}  # {our name: theirs}, in errors
+SCORES = {"scale": "softmax_scale", "window": "window_size", "alibi": "alibi_slopes"}  # {our name: FlashAttention's}, in errors
 FORWARD = SCORES | {"dropout": "dropout_p", "cu_seqlens": "cu_seqlens_q", "lengths_k": "seqused_k"}
 PAGED = SCORES | {"cu_seqlens": "cu_seqlens_q", "lengths": "cu_seqlens_k", "pages": "block_table"}
 CACHES = PAGED | {
@@ -66,7 +66,9 @@ def flash_attn_func(
 ) -> Any:
     """out, or with return_attn_probs=True (out, lse, None). q, out: (B, Sq, H, D); k, v: (B, Sk, Hk, D)."""
     refuse_probabilities(return_attn_probs, dropout_p)
-    options = scores(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic) | seeded(dropout_p, q)
+    options = score_options(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic) | dropout_options(
+        dropout_p, q
+    )
     return with_probabilities(attend(q, k, v, return_attn_probs, **options), return_attn_probs)
 
 
@@ -82,7 +84,7 @@ def flash_attn_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """flash_attn_func of kv (B, Sk, 2, Hk, D)."""
+    """flash_attn_func with keys and values in one array kv (B, Sk, 2, Hk, D)."""
     rest: tuple[Any, ...] = (
         dropout_p,
         softmax_scale,
@@ -107,7 +109,7 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """flash_attn_func of qkv (B, S, 3, H, D)."""
+    """flash_attn_func with queries, keys and values in one array qkv (B, S, 3, H, D)."""
     rest: tuple[Any, ...] = (
         dropout_p,
         softmax_scale,
@@ -139,19 +141,21 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: Any = None,
 ) -> Any:
-    """flash_attn_func of packed sequences. q, out: (total_q, H, D); k, v: (total_k, Hk, D), or with block_table (pages,
-    page size, Hk, D), of which sequence n has cu_seqlens_k[n + 1] - cu_seqlens_k[n] keys; lse: (H, total_q)."""
+    """flash_attn_func of packed sequences. q, out: (total_q, H, D); k, v: (total_k, Hk, D), or with block_table (pages, page
+    size, Hk, D), where sequence n has cu_seqlens_k[n + 1] - cu_seqlens_k[n] keys; lse: (H, total_q)."""
     refuse_probabilities(return_attn_probs, dropout_p)
     if block_table is not None:
-        refuse("dropout_p", bool(dropout_p), "with block_table there is none; set dropout_p=0.0, or gather the pages")
-        options = scores(softmax_scale, causal, window_size, softcap, alibi_slopes)
+        refuse("dropout_p", bool(dropout_p), "block_table excludes dropout; set dropout_p=0.0, or gather the pages")
+        options = score_options(softmax_scale, causal, window_size, softcap, alibi_slopes)
         options |= {"pages": block_table, "cu_seqlens": cu_seqlens_q}
         lengths = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
         _check_packed("q", q)
         found = attend_cache(q[None], k, v, None, None, lengths, (None, None, True), None, return_attn_probs, options, PAGED)
         found = (found[0][0], found[1][0]) if return_attn_probs else found[0]
         return with_probabilities(found, return_attn_probs)
-    options = scores(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic) | seeded(dropout_p, q)
+    options = score_options(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic) | dropout_options(
+        dropout_p, q
+    )
     found = attend_packed(q, k, v, return_attn_probs, cu_seqlens=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **options)
     return with_probabilities(found, return_attn_probs)
 
@@ -172,7 +176,7 @@ def flash_attn_varlen_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """flash_attn_varlen_func of kv (total_k, 2, Hk, D)."""
+    """flash_attn_varlen_func with keys and values in one array kv (total_k, 2, Hk, D)."""
     ends: tuple[Any, ...] = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     rest: tuple[Any, ...] = (
         dropout_p,
@@ -200,7 +204,7 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """flash_attn_varlen_func of qkv (total, 3, H, D)."""
+    """flash_attn_varlen_func with queries, keys and values in one array qkv (total, 3, H, D)."""
     ends: tuple[Any, ...] = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
     rest: tuple[Any, ...] = (
         dropout_p,
@@ -238,14 +242,14 @@ def flash_attn_with_kvcache(
 ) -> Any:
     """out, or with return_softmax_lse=True (out, lse); k and v are written into the caches. q, out: (B, Sq, H, D); caches:
     (B, Sk, Hk, D), or with block_table (pages, page size, Hk, D); k, v: (B, S, Hk, D); lse: (B, H, Sq)."""
-    options = scores(softmax_scale, causal, window_size, softcap, alibi_slopes)
-    options |= asked(pages=block_table, batch_index=cache_batch_idx, leftpad=cache_leftpad, splits=num_splits or None)
+    options = score_options(softmax_scale, causal, window_size, softcap, alibi_slopes)
+    options |= drop_none(pages=block_table, batch_index=cache_batch_idx, leftpad=cache_leftpad, splits=num_splits or None)
     rotary = rotary_cos, rotary_sin, rotary_interleaved
     return attend_cache(q, k_cache, v_cache, k, v, cache_seqlens, rotary, None, return_softmax_lse, options)
 
 
 # ---- what FlashAttention-2 and -3 share ----------------------------------------------------------------------------
-def scores(
+def score_options(
     softmax_scale: float | None,
     causal: bool,
     window_size: tuple[int, int],
@@ -253,24 +257,24 @@ def scores(
     alibi_slopes: Any = None,
     deterministic: bool = False,
 ) -> dict[str, Any]:
-    """forward's options of the same meaning; a negative end of a window is an open one."""
+    """forward's options for these arguments; a negative end of window_size is an open one."""
     left, right = (None if end is None or end < 0 else end for end in window_size)
     window = None if left is right is None else (left, right)
-    options = asked(scale=softmax_scale, causal=causal or None, window=window, softcap=softcap or None, alibi=alibi_slopes)
-    return options | asked(deterministic=deterministic or None)
+    options = drop_none(scale=softmax_scale, causal=causal or None, window=window, softcap=softcap or None, alibi=alibi_slopes)
+    return options | drop_none(deterministic=deterministic or None)
 
 
 def attend(q: Any, k: Any, v: Any, return_lse: bool, **options: Any) -> Any:
-    """forward's result: out, or (out, lse)."""
+    """attention.forward's result: out, or (out, lse)."""
     try:
-        return attention.forward(q, k, v, **options, **asked(return_lse=return_lse or None))
+        return attention.forward(q, k, v, **options, **drop_none(return_lse=return_lse or None))
     except ERRORS as error:
-        rename(error, FORWARD)
+        rename_arguments(error, FORWARD)
         raise
 
 
 def attend_packed(q: Any, k: Any, v: Any, return_lse: bool, **options: Any) -> Any:
-    """The same of packed sequences, without the batch of 1: lse (H, total)."""
+    """attention.forward's result for packed sequences, without the batch of 1: out (total, H, D), lse (H, total)."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         _check_packed(name, x)
     found = attend(q[None], k[None], v[None], return_lse, **options)
@@ -278,7 +282,7 @@ def attend_packed(q: Any, k: Any, v: Any, return_lse: bool, **options: Any) -> A
 
 
 def _check_packed(name: str, x: Any) -> None:
-    """ValueError: an array of packed sequences has other axes."""
+    """ValueError: the array does not have the three axes of packed sequences."""
     if len(x.shape) != 3:
         raise ValueError(f"{name}: must have the axes total, H, D of packed sequences: {name}.shape={tuple(x.shape)}")
 
@@ -294,37 +298,43 @@ def attend_cache(
     positions: Any,
     return_lse: bool,
     options: dict[str, Any],
-    theirs: dict[str, str] = CACHES,
+    names: dict[str, str] = CACHES,
 ) -> Any:
-    """decode's result: out, or (out, lse). lengths: of the caches, an array, a number or None: all there is. rotary: cos, sin,
-    are neighbours a pair? options: decode's, but for its default of causal. theirs: the caller's names of its arguments."""
+    """attention.decode's result: out, or (out, lse). lengths: keys in the caches, an array, an integer for all sequences, or
+    None for full caches. rotary: cos, sin, and whether pairs of columns are interleaved. options: decode's; causal is False by
+    default. names: the caller's names of decode's arguments, for errors."""
     cos, sin, interleaved = rotary
     options.setdefault("causal", False)
     if lengths is None:
         if k is not None:
-            raise ValueError("cache_seqlens: must be given where k is: it says where k is written")
+            raise ValueError("cache_seqlens: is required with k, because it says where k is written")
         lengths = k_cache.shape[1] * (options["pages"].shape[1] if "pages" in options else 1)
     if isinstance(lengths, int):
         lengths = integers(len(options["cu_seqlens"]) - 1 if "cu_seqlens" in options else q.shape[0], lengths, q)
     if (k is None) != (v is None):
-        raise ValueError("k: must be given where v is, and the other way round")
+        raise ValueError(f"{'k' if k is None else 'v'}: must not be None: k and v are written into the caches together")
     if k is None and not cos is sin is None:
-        raise ValueError("rotary_cos: takes k and v, too: keys in the cache are rotated already")
+        raise ValueError("rotary_cos: requires k and v: keys that are in the cache are rotated already")
     if k is not None:
-        options |= {"k_new": k, "v_new": v} | asked(positions=positions if cos is not None else None)
+        options |= {"k_new": k, "v_new": v} | drop_none(positions=positions if cos is not None else None)
         options |= {} if cos is None else {"rotary": (cos, sin), "interleaved": interleaved}
     try:
-        return attention.decode(q, k_cache, v_cache, lengths=lengths, **options, **asked(return_lse=return_lse or None))
+        return attention.decode(q, k_cache, v_cache, lengths=lengths, **options, **drop_none(return_lse=return_lse or None))
     except ERRORS as error:
-        rename(error, theirs)
+        rename_arguments(error, names)
         raise
 
 
 def refuse_probabilities(return_attn_probs: bool, dropout_p: float) -> None:
-    """With dropout FlashAttention-2 returns P as well, which exists nowhere here."""
-    refuse("return_attn_probs", bool(return_attn_probs and dropout_p), "P is never made; leave it out, or set dropout_p=0.0")
+    """NotImplementedError: with dropout FlashAttention-2 would return the probabilities P too, which are never materialised
+    here."""
+    refuse(
+        "return_attn_probs",
+        bool(return_attn_probs and dropout_p),
+        "P is never materialised; leave it out, or set dropout_p=0.0",
+    )
 
 
 def with_probabilities(found: Any, return_attn_probs: bool) -> Any:
-    """FlashAttention-2's result: P, which is there for dropout alone, is None."""
+    """FlashAttention-2's result: (out, lse, P), where P is None, because only dropout would need it."""
     return (*found, None) if return_attn_probs else found

@@ -1,29 +1,28 @@
 """FlashAttention-3's functions: `from attention.compat.flash_attn_interface import flash_attn_func`.
 
-What FlashAttention-2 has, too, stands in flash_attn.py; softmax_scale comes fourth here, there is no dropout, and
-return_attn_probs=True gives (out, lse). Further,
+flash_attn.py has the arguments that FlashAttention-2 has as well. Here softmax_scale comes fourth, there is no dropout, and
+return_attn_probs=True gives (out, lse). In addition:
 
 | FlashAttention-3                                | attention.forward                                      |
 | ----------------------------------------------- | ------------------------------------------------------ |
-| v of other columns than q and k                 | the same                                               |
+| v with another head dim than q and k            | the same                                               |
 | seqused_k                                       | lengths_k                                              |
 | num_heads_q, qkv (.., Hq + 2 Hk, D)             | views of it as q, k, v                                 |
-| num_splits (but of caches), pack_gqa, sm_margin | not needed: how the work is cut is decided here        |
+| num_splits (but of caches), pack_gqa, sm_margin | ignored: scheduling is decided here                    |
 | page_table, rotary_seqlens                      | decode's pages, positions                              |
 | q (total_q, H, D), cu_seqlens_q                 | decode's q (1, total_q, H, D), cu_seqlens              |
 | k (total_k_new, Hk, D), cu_seqlens_k_new        | decode's k_new (1, total_k_new, Hk, D), cu_seqlens_new |
-| scheduler_metadata                              | not needed                                             |
-| q_descale (but of caches), k_descale, v_descale | the same, of float8_e4m3fn                             |
-"""
+| scheduler_metadata                              | ignored                                                |
+| q_descale (but of caches), k_descale, v_descale | the same, of float8_e4m3fn                             |"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from .asked import asked, refuse
-from .flash_attn import CACHES, OPEN, attend, attend_cache, attend_packed, scores
+from .asked import drop_none, refuse
+from .flash_attn import CACHES, OPEN, attend, attend_cache, attend_packed, score_options
 
-CACHES_OF_3 = CACHES | {"pages": "page_table"}
+CACHES_FA3 = CACHES | {"pages": "page_table"}
 
 
 def flash_attn_func(
@@ -46,9 +45,9 @@ def flash_attn_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """out, or with return_attn_probs=True (out, lse). q, out: (B, Sq, H, D); k, v: (B, Sk, Hk, D)."""
-    _refuse(qv, attention_chunk)
-    options = scores(softmax_scale, causal, window_size, softcap, None, deterministic)
-    options |= asked(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    _refuse_unsupported(qv, attention_chunk)
+    options = score_options(softmax_scale, causal, window_size, softcap, None, deterministic)
+    options |= drop_none(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     return attend(q, k, v, return_attn_probs, **options)
 
 
@@ -68,14 +67,14 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """flash_attn_func of qkv (B, S, 3, H, D), or with num_heads_q of qkv (B, S, Hq + 2 Hk, D)."""
-    _refuse(None, attention_chunk)
+    _refuse_unsupported(None, attention_chunk)
     if num_heads_q is None:
         q, k, v = (qkv[:, :, part] for part in range(3))
     else:
         keys_end = num_heads_q + (qkv.shape[2] - num_heads_q) // 2
         q, k, v = qkv[:, :, :num_heads_q], qkv[:, :, num_heads_q:keys_end], qkv[:, :, keys_end:]
-    options = scores(softmax_scale, causal, window_size, softcap, None, deterministic)
-    options |= asked(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    options = score_options(softmax_scale, causal, window_size, softcap, None, deterministic)
+    options |= drop_none(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     return attend(q, k, v, return_attn_probs, **options)
 
 
@@ -105,10 +104,10 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """flash_attn_func of packed sequences. q, out: (total_q, H, D); k, v: (total_k, Hk, D); lse: (H, total_q)."""
-    refuse("seqused_q", seqused_q is not None, "all queries of cu_seqlens_q are answered: leave the unused ones out of q")
-    _refuse(qv, attention_chunk)
-    options = scores(softmax_scale, causal, window_size, softcap, None, deterministic) | asked(lengths_k=seqused_k)
-    options |= asked(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    refuse("seqused_q", seqused_q is not None, "all queries of cu_seqlens_q are computed: leave the unused ones out of q")
+    _refuse_unsupported(qv, attention_chunk)
+    options = score_options(softmax_scale, causal, window_size, softcap, None, deterministic) | drop_none(lengths_k=seqused_k)
+    options |= drop_none(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     return attend_packed(q, k, v, return_attn_probs, cu_seqlens=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **options)
 
 
@@ -146,27 +145,27 @@ def flash_attn_with_kvcache(
 ) -> Any:
     """out, or with return_softmax_lse=True (out, lse); k and v are written into the caches: see flash_attn.py. With
     cu_seqlens_q q, out: (total_q, H, D), lse: (H, total_q)."""
-    _refuse(qv, attention_chunk)
-    refuse("q_descale", q_descale is not None, "queries over caches are of bfloat16 or float16: multiply it in")
-    alike = "pass q and k both as (B, S, H, D), or both packed, with cu_seqlens_q and cu_seqlens_k_new"
-    refuse("cu_seqlens_k_new", cu_seqlens_k_new is not None and cu_seqlens_q is None, alike)
-    refuse("cu_seqlens_q", cu_seqlens_q is not None and k is not None and cu_seqlens_k_new is None, alike)
-    options = scores(softmax_scale, causal, window_size, softcap) | asked(k_descale=k_descale, v_descale=v_descale)
-    options |= asked(pages=page_table, batch_index=cache_batch_idx, leftpad=cache_leftpad, splits=num_splits or None)
+    _refuse_unsupported(qv, attention_chunk)
+    refuse("q_descale", q_descale is not None, "queries over caches are bfloat16 or float16: multiply q by it")
+    advice = "pass q and k both as (B, S, H, D), or both packed, with cu_seqlens_q and cu_seqlens_k_new"
+    refuse("cu_seqlens_k_new", cu_seqlens_k_new is not None and cu_seqlens_q is None, advice)
+    refuse("cu_seqlens_q", cu_seqlens_q is not None and k is not None and cu_seqlens_k_new is None, advice)
+    options = score_options(softmax_scale, causal, window_size, softcap) | drop_none(k_descale=k_descale, v_descale=v_descale)
+    options |= drop_none(pages=page_table, batch_index=cache_batch_idx, leftpad=cache_leftpad, splits=num_splits or None)
     rotary, new = (rotary_cos, rotary_sin, rotary_interleaved), (k, v)
     if cu_seqlens_q is not None:
         same = k is None or cu_seqlens_k_new is cu_seqlens_q
-        options |= asked(cu_seqlens=cu_seqlens_q, cu_seqlens_new=None if same else cu_seqlens_k_new)
+        options |= drop_none(cu_seqlens=cu_seqlens_q, cu_seqlens_new=None if same else cu_seqlens_k_new)
         q, new = q[None], (k, v) if k is None else (k[None], v[None])
     caches, rest = (q, k_cache, v_cache, *new, cache_seqlens), (rotary, rotary_seqlens, return_softmax_lse, options)
-    found = attend_cache(*caches, *rest, CACHES_OF_3)
+    found = attend_cache(*caches, *rest, CACHES_FA3)
     if cu_seqlens_q is None:
         return found
     return (found[0][0], found[1][0]) if return_softmax_lse else found[0]
 
 
-def _refuse(qv, attention_chunk):
-    advice = "concatenate it to q, and v to k, where their columns are 256 at most together"
-    refuse("qv", qv is not None, f"{advice}; attention.mla_decode serves caches of latents, v and k side by side")
+def _refuse_unsupported(qv, attention_chunk):
+    advice = "concatenate it to q, and v to k, if they have at most 256 columns together"
+    refuse("qv", qv is not None, f"{advice}; attention.mla_decode takes latent caches, with v and k side by side")
     advice = "call attention.forward(.., mask=lambda b, h, i, j: i // chunk == j // chunk)"
     refuse("attention_chunk", bool(attention_chunk), advice)

@@ -4,7 +4,7 @@
 | ------------------------------------------------ | ------------------------------------------------------------- |
 | q (B, H, D); q (total, H, D), qo_indptr          | q (B, 1, H, D); q (1, total, H, D), cu_seqlens                |
 | paged_kv_cache (pages, 2, ..), or a pair         | k, v, views of it; kv_layout="HND" is other strides           |
-| indptr, indices, last_page_len                   | pages, a row a sequence, and lengths: `plan` makes them       |
+| indptr, indices, last_page_len                   | pages, a row for each sequence, and lengths; `plan` computes  |
 | causal, sm_scale, logits_soft_cap, window_left   | causal, scale, softcap, window=(left, None)                   |
 | custom_mask, the bits of all sequences           | mask, which reads them from aux                               |
 | sinks                                            | sink                                                          |
@@ -12,12 +12,11 @@
 | disable_split_kv=True                            | splits=1                                                      |
 | return_lse=True: (out, lse), lse (total, H)      | return_lse=True, lse (B, H, Sq); in FlashInfer to the base 2  |
 
-What `plan` was told of arrays is held against those of `run`: heads, columns, tokens, page size, dtypes where they are named.
+`run` checks its arrays against what `plan` was called with: heads, head dims, tokens, page size, and dtypes if they were named.
 
 Ragged keys are attention.forward's cu_seqlens_k: there out and lse have gradients. With pages, tensors that require grad are
-refused. What a call plans is its page table alone: kernels are planned by shapes. With
-use_cuda_graph=True the table lies in float_workspace_buffer, and `plan` writes into what `run` was captured with.
-"""
+refused. `plan` computes only the page table: kernels are planned by shapes. With use_cuda_graph=True the table lies in
+float_workspace_buffer, and a later `plan` writes into the arrays that the graph captured."""
 
 from __future__ import annotations
 
@@ -26,15 +25,15 @@ from typing import Any
 
 import attention
 
-from .asked import asked, refuse
-from .flashinfer_plan import Planned, beside, ends_like, ends_of
+from .asked import drop_none, refuse
+from .flashinfer_plan import PlannedWrapper, read_indptr, read_indptr_like, to_device_of
 
 LOG2_E = math.log2(math.e)
-MOST_BITS = 2**24  # of a custom mask: they are counted in float32
+MAX_MASK_BITS = 2**24  # bits of a custom mask: their indices are computed in float32
 
 
-def _given(found: Any, out: Any, lse: Any, return_lse: bool, v_scale: Any) -> Any:
-    """What `run` gives: out (total, H, D) and lse (total, H), found by (1, total, H, D) and (1, H, total)."""
+def _format_results(found: Any, out: Any, lse: Any, return_lse: bool, v_scale: Any) -> Any:
+    """What `run` returns: out (total, H, D) and lse (total, H), from attention's results (1, total, H, D) and (1, H, total)."""
     made, sums = (found[0][0], found[1][0]) if return_lse else (found[0], None)
     if v_scale is not None:
         made *= v_scale
@@ -48,8 +47,8 @@ def _given(found: Any, out: Any, lse: Any, return_lse: bool, v_scale: Any) -> An
     return made, sums
 
 
-class BatchDecodeWithPagedKVCacheWrapper(Planned):
-    """A query token a sequence, or q_len_per_req of them. The other buffers are not needed."""
+class BatchDecodeWithPagedKVCacheWrapper(PlannedWrapper):
+    """Decoding with one query token for each sequence, or q_len_per_req of them. The further buffers are ignored."""
 
     def __init__(
         self,
@@ -91,14 +90,14 @@ class BatchDecodeWithPagedKVCacheWrapper(Planned):
         disable_split_kv: bool = False,
         q_len_per_req: int = 1,
     ) -> None:
-        """The pages of each sequence: indices[indptr[b] : indptr[b + 1]], of which the last has last_page_len[b] keys."""
+        """The pages of sequence b are indices[indptr[b] : indptr[b + 1]], and the last of them has last_page_len[b] keys."""
         refuse("fixed_split_size", fixed_split_size is not None, "disable_split_kv=True gives the same bits in any batch")
-        where = self.paged(indptr, indices, last_page_len, page_size)
+        where = self.page_options(indptr, indices, last_page_len, page_size)
         several, q_type, kv_type = q_len_per_req or 1, q_data_type or data_type, kv_data_type or data_type
         tokens = len(where["lengths"]) * several
-        self.expect(num_qo_heads, num_kv_heads, head_dim, None, tokens, q_type, kv_type, o_data_type)
-        scores = self.scores(several > 1, sm_scale, window_left, logits_soft_cap, pos_encoding_mode, head_dim)
-        self.told, self.each = where | scores | asked(splits=1 if disable_split_kv else None), several
+        self.record_expected(num_qo_heads, num_kv_heads, head_dim, None, tokens, q_type, kv_type, o_data_type)
+        score_options = self.score_options(several > 1, sm_scale, window_left, logits_soft_cap, pos_encoding_mode, head_dim)
+        self.planned, self.each = where | score_options | drop_none(splits=1 if disable_split_kv else None), several
 
     begin_forward = plan
 
@@ -118,20 +117,21 @@ class BatchDecodeWithPagedKVCacheWrapper(Planned):
         sinks: Any = None,
     ) -> Any:
         """out (B, H, D), or with return_lse=True (out, lse), lse (B, H) to the base 2; q (B, H, D)."""
-        told = self.options(q_scale, k_scale, window_left, sinks)
-        k, v = self.caches(q, paged_kv_cache)
+        planned = self.merge_options(q_scale, k_scale, window_left, sinks)
+        k, v = self.split_caches(q, paged_kv_cache)
         total, heads, columns = q.shape
         rows = -1 if total else 0, self.each, heads
         result = {} if out is None else {"out": out.reshape(*rows, out.shape[-1])}
-        found = attention.decode(q.reshape(*rows, columns), k, v, return_lse=return_lse, **told, **result)
+        found = attention.decode(q.reshape(*rows, columns), k, v, return_lse=return_lse, **planned, **result)
         made, sums = found if return_lse else (found, None)
         made = made.reshape(1, total, heads, made.shape[-1])
         sums = sums if sums is None else sums.swapaxes(1, 2).reshape(1, total, heads).swapaxes(1, 2)
-        return _given((made, sums) if return_lse else made, out, lse, return_lse, v_scale)
+        return _format_results((made, sums) if return_lse else made, out, lse, return_lse, v_scale)
 
 
-class BatchPrefillWithPagedKVCacheWrapper(Planned):
-    """Query tokens of sequences one behind the other, the last of each at its last key. The other buffers are not needed."""
+class BatchPrefillWithPagedKVCacheWrapper(PlannedWrapper):
+    """Prefill: the query tokens of packed sequences, where the last token of each sequence is at its last key. The further
+    buffers are ignored."""
 
     def __init__(
         self,
@@ -186,20 +186,22 @@ class BatchPrefillWithPagedKVCacheWrapper(Planned):
         fixed_split_size: int | None = None,
         disable_split_kv: bool = False,
     ) -> None:
-        """Whose tokens are q[qo_indptr[b] : qo_indptr[b + 1]], and the pages of each sequence. custom_mask: of all sequences,
-        one behind the other, a bit for each query token and key; causal is then left aside."""
-        refuse("packed_custom_mask", packed_custom_mask is not None, "pass custom_mask, which is not packed")
+        """The tokens of sequence b are q[qo_indptr[b] : qo_indptr[b + 1]]. custom_mask: for all sequences, packed, a bit for
+        each query token and key; causal is ignored with it."""
+        refuse("packed_custom_mask", packed_custom_mask is not None, "pass custom_mask, an array of booleans")
         refuse("fixed_split_size", fixed_split_size is not None, "pass disable_split_kv=True: no sequence is split")
         items = prefix_len_ptr is not None or token_pos_in_items_ptr is not None or max_item_len_ptr is not None
         refuse("token_pos_in_items_ptr", items, "call attention.decode(.., mask=, aux=)")
-        where = self.paged(paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size, "paged_kv_")
-        tokens = int(ends_like("qo_indptr", qo_indptr, "paged_kv_indptr", paged_kv_indptr)[-1])
-        self.expect(num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, tokens, q_data_type, kv_data_type, o_data_type)
-        ends = self.keep("qo_indptr", beside(qo_indptr, paged_kv_indices))
+        where = self.page_options(paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size, "paged_kv_")
+        tokens = int(read_indptr_like("qo_indptr", qo_indptr, "paged_kv_indptr", paged_kv_indptr)[-1])
+        self.record_expected(
+            num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, tokens, q_data_type, kv_data_type, o_data_type
+        )
+        ends = self.hold_for_graph("qo_indptr", to_device_of(qo_indptr, paged_kv_indices))
         causal = causal and custom_mask is None
-        scores = self.scores(causal, sm_scale, window_left, logits_soft_cap, pos_encoding_mode, head_dim_qk)
-        masked = {} if custom_mask is None else _masked(custom_mask, ends, where["lengths"], self.keep)
-        self.told = where | {"cu_seqlens": ends} | scores | masked | asked(splits=1 if disable_split_kv else None)
+        score_options = self.score_options(causal, sm_scale, window_left, logits_soft_cap, pos_encoding_mode, head_dim_qk)
+        masked = {} if custom_mask is None else _mask_options(custom_mask, ends, where["lengths"], self.hold_for_graph)
+        self.planned = where | {"cu_seqlens": ends} | score_options | masked | drop_none(splits=1 if disable_split_kv else None)
 
     begin_forward = plan
 
@@ -219,14 +221,14 @@ class BatchPrefillWithPagedKVCacheWrapper(Planned):
         sinks: Any = None,
     ) -> Any:
         """out (total, H, D), or with return_lse=True (out, lse), lse (total, H) to the base 2; q (total, H, D)."""
-        told = self.options(q_scale, k_scale, window_left, sinks) | ({} if out is None else {"out": out[None]})
-        k, v = self.caches(q, paged_kv_cache)
-        found = attention.decode(q[None], k, v, return_lse=return_lse, **told)
-        return _given(found, out, lse, return_lse, v_scale)
+        planned = self.merge_options(q_scale, k_scale, window_left, sinks) | ({} if out is None else {"out": out[None]})
+        k, v = self.split_caches(q, paged_kv_cache)
+        found = attention.decode(q[None], k, v, return_lse=return_lse, **planned)
+        return _format_results(found, out, lse, return_lse, v_scale)
 
 
-class BatchPrefillWithRaggedKVCacheWrapper(Planned):
-    """The same where keys and values lie one behind the other, too: k, v (total keys, Hk, D)."""
+class BatchPrefillWithRaggedKVCacheWrapper(PlannedWrapper):
+    """Prefill where keys and values are packed as well: k, v (total keys, Hk, D)."""
 
     def __init__(
         self,
@@ -271,17 +273,22 @@ class BatchPrefillWithRaggedKVCacheWrapper(Planned):
         fixed_split_size: int | None = None,
         disable_split_kv: bool = False,
     ) -> None:
-        """Whose tokens and keys are whose."""
-        refuse("packed_custom_mask", packed_custom_mask is not None, "pass custom_mask, which is not packed")
+        """The tokens of sequence b are q[qo_indptr[b] : qo_indptr[b + 1]], and its keys k[kv_indptr[b] : kv_indptr[b + 1]]."""
+        refuse("packed_custom_mask", packed_custom_mask is not None, "pass custom_mask, an array of booleans")
         items = prefix_len_ptr is not None or token_pos_in_items_ptr is not None or max_item_len_ptr is not None
         refuse("token_pos_in_items_ptr", items, "call attention.forward(.., mask=, aux=)")
         causal = causal and custom_mask is None
-        scores = self.scores(causal, sm_scale, window_left, logits_soft_cap, pos_encoding_mode, head_dim_qk)
-        self.keys, of_q = int(ends_of("kv_indptr", kv_indptr)[-1]), ends_like("qo_indptr", qo_indptr, "kv_indptr", kv_indptr)
-        self.expect(num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, int(of_q[-1]), q_data_type, kv_data_type, o_data_type)
-        ends, ends_k = self.keep("qo_indptr", qo_indptr), self.keep("kv_indptr", kv_indptr)
-        masked = {} if custom_mask is None else _masked(custom_mask, ends, ends_k[1:] - ends_k[:-1], self.keep)
-        self.told = {"cu_seqlens": ends, "cu_seqlens_k": ends_k} | scores | masked
+        score_options = self.score_options(causal, sm_scale, window_left, logits_soft_cap, pos_encoding_mode, head_dim_qk)
+        self.keys, of_q = (
+            int(read_indptr("kv_indptr", kv_indptr)[-1]),
+            read_indptr_like("qo_indptr", qo_indptr, "kv_indptr", kv_indptr),
+        )
+        self.record_expected(
+            num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, int(of_q[-1]), q_data_type, kv_data_type, o_data_type
+        )
+        ends, ends_k = self.hold_for_graph("qo_indptr", qo_indptr), self.hold_for_graph("kv_indptr", kv_indptr)
+        masked = {} if custom_mask is None else _mask_options(custom_mask, ends, ends_k[1:] - ends_k[:-1], self.hold_for_graph)
+        self.planned = {"cu_seqlens": ends, "cu_seqlens_k": ends_k} | score_options | masked
 
     begin_forward = plan
 
@@ -300,27 +307,31 @@ class BatchPrefillWithRaggedKVCacheWrapper(Planned):
         enable_pdl: bool | None = None,
     ) -> Any:
         """out (total, H, D), or with return_lse=True (out, lse), lse (total, H) to the base 2; q (total, H, D)."""
-        told = self.options(q_scale, k_scale, None, None) | ({} if out is None else {"out": out[None]})
+        planned = self.merge_options(q_scale, k_scale, None, None) | ({} if out is None else {"out": out[None]})
         k, v = (x.swapaxes(0, 1) if self.heads_first else x for x in (k, v))
-        self.check(q, k, v)
+        self.check_arrays(q, k, v)
         for name, x in ("k", k), ("v", v):
             if x.shape[0] != self.keys and not (self.graph and x.shape[0] > self.keys):
                 raise ValueError(f"{name}: must have the {self.keys} tokens that were planned: {name}.shape={tuple(x.shape)}")
-        found = attention.forward(q[None], k[None], v[None], return_lse=return_lse, **told)
-        return _given(found, out, lse, return_lse, v_scale)
+        found = attention.forward(q[None], k[None], v[None], return_lse=return_lse, **planned)
+        return _format_results(found, out, lse, return_lse, v_scale)
 
 
-def _allowed(b: Any, h: Any, i: Any, j: Any, bits: Any, first: Any, keys: Any) -> Any:
-    """A mask: bit first[b] + i keys[b] + j."""
+def _read_custom_mask(b: Any, h: Any, i: Any, j: Any, bits: Any, first: Any, keys: Any) -> Any:
+    """mask(b, h, i, j) = bit first[b] + i keys[b] + j of `bits`."""
     return bits[i * keys[b] + (j + first[b])] != 0
 
 
-def _masked(bits: Any, ends: Any, keys: Any, keep: Any) -> dict[str, Any]:
-    """decode's mask and aux. keys: of each sequence. ValueError."""
-    if len(bits) >= MOST_BITS:
+def _mask_options(bits: Any, ends: Any, keys: Any, hold_for_graph: Any) -> dict[str, Any]:
+    """decode's mask and aux. keys: how many each sequence has. ValueError: custom_mask does not have a bit for each query token
+    and key."""
+    if len(bits) >= MAX_MASK_BITS:
         raise ValueError(f"custom_mask: must have fewer than 2**24 bits; use attention.decode(.., mask=): {len(bits)=}")
     sizes = (ends[1:] - ends[:-1]) * keys
     if len(bits) != (wanted := int(sizes.sum())):
         raise ValueError(f"custom_mask: must have a bit for each query token and key of each sequence, {wanted}: {len(bits)=}")
     first = sizes.cumsum(0) - sizes
-    return {"mask": _allowed, "aux": (keep("custom_mask", bits), keep("first bits", first), keep("keys", keys))}
+    return {
+        "mask": _read_custom_mask,
+        "aux": (hold_for_graph("custom_mask", bits), hold_for_graph("first bits", first), hold_for_graph("keys", keys)),
+    }

@@ -1,4 +1,4 @@
-"""What FlashInfer's wrappers are told by `plan`, and what of it is held against the arrays of `run` (flashinfer.py)."""
+"""What FlashInfer's wrappers (flashinfer.py) share: options computed by `plan`, and checks of the arrays of `run`."""
 
 from __future__ import annotations
 
@@ -7,40 +7,40 @@ from typing import Any
 
 import numpy as np
 
-from .asked import asked, namespace, refuse
+from .asked import drop_none, namespace, refuse
 
 
-class Planned:
-    """What all wrappers share. run's arguments after `plan`: self.told."""
+class PlannedWrapper:
+    """The base of all wrappers. planned: the options of attention's function that `plan` has computed; None before."""
 
     def __init__(self, float_workspace_buffer: Any, kv_layout: str, use_cuda_graph: bool, jit_args: Any):
         if kv_layout not in ("NHD", "HND"):
             raise ValueError(f"kv_layout: must be NHD or HND: {kv_layout=}")
         refuse("jit_args", jit_args is not None, "attention.decode(.., mask=, score=, aux=) takes functions in Python")
         self.workspace, self.heads_first, self.graph = float_workspace_buffer, kv_layout == "HND", use_cuda_graph
-        self.kept: dict[str, Any] = {}  # what graphs have captured
-        self.told: dict[str, Any] | None = None
-        self.shapes: dict[str, tuple[int, ...]] = {}  # the last axes that q, k and v must have, by what was planned
-        self.dtypes: dict[str, str] = {}  # and their dtypes, where they were named
-        self.tokens = 0  # of q
+        self.graph_arrays: dict[str, Any] = {}  # the arrays that CUDA graphs have captured
+        self.planned: dict[str, Any] | None = None
+        self.shapes: dict[str, tuple[int, ...]] = {}  # the last axes that q, k and v must have
+        self.dtypes: dict[str, str] = {}  # their dtypes, if `plan` named them
+        self.tokens = 0  # tokens of q
 
     def end_forward(self) -> None:
-        """Nothing is held that would have to be given back."""
+        """Does nothing: FlashInfer's older versions free their buffers here."""
 
-    def keep(self, name: str, array: Any) -> Any:
-        """An array that `run` is told of; where graphs are captured, at an address that stays."""
+    def hold_for_graph(self, name: str, array: Any) -> Any:
+        """The array that `run` will read; with CUDA graphs a copy at an address that stays the same in later plans."""
         if not self.graph:
             return array
-        held = self.kept.get(name)
+        held = self.graph_arrays.get(name)
         if held is None:  # a copy: the caller's own array must not change in a later plan
-            held = self.kept[name] = array.clone() if hasattr(array, "clone") else array.copy()
+            held = self.graph_arrays[name] = array.clone() if hasattr(array, "clone") else array.copy()
             return held
         if held.shape != array.shape:
             raise ValueError(f"{name}: must have the same shape in every plan of a graph: {array.shape}, {held.shape}")
         held[...] = array
         return held
 
-    def scores(
+    def score_options(
         self,
         causal: bool,
         sm_scale: float | None,
@@ -49,13 +49,13 @@ class Planned:
         pos_encoding_mode: str,
         head_dim: int,
     ) -> dict[str, Any]:
-        """Options of the same meaning."""
+        """attention's options for these arguments."""
         refuse("pos_encoding_mode", pos_encoding_mode != "NONE", "pass q and k rotated, or attention.decode(.., alibi=)")
         window = None if window_left < 0 else (window_left, None)
         scale = head_dim**-0.5 if sm_scale is None else sm_scale
-        return {"causal": causal, "scale": scale} | asked(window=window, softcap=logits_soft_cap or None)
+        return {"causal": causal, "scale": scale} | drop_none(window=window, softcap=logits_soft_cap or None)
 
-    def expect(
+    def record_expected(
         self,
         heads: int,
         kv_heads: int,
@@ -66,7 +66,8 @@ class Planned:
         kv_type: Any,
         o_type: Any,
     ) -> None:
-        """Remember what `plan` says of the arrays that `run` will be given: `check` compares. ValueError."""
+        """Remember the heads, head dims, tokens and dtypes that `plan` was called with, for check_arrays. ValueError: heads do
+        not divide."""
         if kv_heads < 1 or heads % kv_heads:
             raise ValueError(f"num_qo_heads: must be a multiple of num_kv_heads: {heads=}, {kv_heads=}")
         self.tokens, of_values = tokens, columns_v or columns
@@ -74,8 +75,8 @@ class Planned:
         named = {"q": q_type, "k": kv_type or q_type, "v": kv_type or q_type, "out": o_type}
         self.dtypes = {name: _dtype(x) for name, x in named.items() if x is not None}
 
-    def check(self, q: Any, k: Any, v: Any, size: tuple[int, ...] = ()) -> None:
-        """ValueError: an array of `run` is not what was planned. size: of pages, as a tuple."""
+    def check_arrays(self, q: Any, k: Any, v: Any, size: tuple[int, ...] = ()) -> None:
+        """ValueError: an array of `run` does not match `plan`. size: (page size,) for caches, () otherwise."""
         rows = q.shape[0]
         if rows != self.tokens and not (self.graph and rows > self.tokens):
             raise ValueError(f"q: must have the {self.tokens} tokens that were planned: q.shape={tuple(q.shape)}")
@@ -83,35 +84,34 @@ class Planned:
             planned = (*(() if name == "q" else size), *self.shapes[name])
             if x.shape[1:] != planned:
                 axes = ("num_qo_heads" if name == "q" else "num_kv_heads"), ("head_dim_vo" if name == "v" else "head_dim")
-                said = ", ".join(("page_size", *axes)[-len(planned) :])
+                axes_text = ", ".join(("page_size", *axes)[-len(planned) :])
                 raise ValueError(
-                    f"{name}: must have ({said}) = {planned}, as was planned, in its last axes: {name}.shape={tuple(x.shape)}"
+                    f"{name}: must have ({axes_text}) = {planned}, as in plan, in its last axes: {name}.shape={tuple(x.shape)}"
                 )
             if name in self.dtypes and _dtype(x.dtype) != self.dtypes[name]:
-                asked_as = "q_data_type" if name == "q" else "kv_data_type"
-                raise ValueError(
-                    f"{name}: must be {self.dtypes[name]}, the {asked_as} that was planned: {name}.dtype={x.dtype}"
-                )
+                argument = "q_data_type" if name == "q" else "kv_data_type"
+                raise ValueError(f"{name}: must be {self.dtypes[name]}, the {argument} of plan: {name}.dtype={x.dtype}")
         wanted, made = self.dtypes.get("out"), _dtype(q.dtype)
         if wanted not in (None, made):
             refuse("o_data_type", True, f"out has q's dtype, {made}, and o_data_type={wanted} was planned: convert it")
 
-    def paged(self, indptr: Any, indices: Any, last_page_len: Any, size: int, prefix: str = "") -> dict[str, Any]:
-        """decode's pages and lengths. prefix: of these arguments' names. ValueError: they do not fit each other."""
-        ends = ends_of(f"{prefix}indptr", indptr, indices, f"{prefix}indices")
+    def page_options(self, indptr: Any, indices: Any, last_page_len: Any, size: int, prefix: str = "") -> dict[str, Any]:
+        """decode's pages and lengths. prefix: of these arguments' names in errors. ValueError: the arguments do not match each
+        other."""
+        ends = read_indptr(f"{prefix}indptr", indptr, indices, f"{prefix}indices")
         name = f"{prefix}last_page_len"
-        last, counts = _numbers(name, last_page_len), np.diff(ends)
+        last, counts = _read_integers(name, last_page_len), np.diff(ends)
         if last.shape != counts.shape:
             raise ValueError(f"{name}: must have a number for each of {prefix}indptr's {len(counts)} sequences: {len(last)}")
         if (over := (counts > 0) & ((last < 0) | (last > size))).any():
             b = int(over.argmax())
             raise ValueError(f"{name}: must be from 0 to page_size={size}: {name}[{b}]={last[b]}")
         self.page_size = size
-        xp, (indptr, last) = namespace(indices), (beside(x, indices) for x in (indptr, last_page_len))
+        xp, (indptr, last) = namespace(indices), (to_device_of(x, indices) for x in (indptr, last_page_len))
         lengths = ((indptr[1:] - indptr[:-1] - 1) * size + last).clip(0)
         batch, most = len(counts), int(counts.max(initial=0))
-        place = indptr[:-1, None] + beside(xp.arange(most, dtype=indptr.dtype), indices)[None]
-        table = indices[place.clip(0, max(0, len(indices) - 1))]  # what a row has beyond its own pages is not read
+        place = indptr[:-1, None] + to_device_of(xp.arange(most, dtype=indptr.dtype), indices)[None]
+        table = indices[place.clip(0, max(0, len(indices) - 1))]  # entries beyond a sequence's own pages are never read
         if self.graph:
             room = self.workspace.reshape(-1).view(xp.int32)
             width = len(room) // max(1, batch)
@@ -120,32 +120,32 @@ class Planned:
             pages = room[: batch * width].reshape(batch, width)
             pages[:, :most] = table
             table = pages
-        return {"pages": table, "lengths": self.keep("lengths", lengths)}
+        return {"pages": table, "lengths": self.hold_for_graph("lengths", lengths)}
 
-    def caches(self, q: Any, paged_kv_cache: Any) -> tuple[Any, Any]:
-        """(k, v), as (pages, page size, Hk, D), for these queries. ValueError: they are not as was planned."""
+    def split_caches(self, q: Any, paged_kv_cache: Any) -> tuple[Any, Any]:
+        """(k, v), as (pages, page size, Hk, D), for these queries. ValueError: they do not match `plan`."""
         k, v = paged_kv_cache if isinstance(paged_kv_cache, (tuple, list)) else (paged_kv_cache[:, 0], paged_kv_cache[:, 1])
         k, v = (k.swapaxes(1, 2), v.swapaxes(1, 2)) if self.heads_first else (k, v)
         if len(k.shape) == 4 and k.shape[1] != self.page_size:
             planned = f"page_size={self.page_size} and {'HND' if self.heads_first else 'NHD'} were planned"
             raise ValueError(f"paged_kv_cache: has pages of {k.shape[1]} tokens, and {planned}")
-        self.check(q, k, v, (self.page_size,))
+        self.check_arrays(q, k, v, (self.page_size,))
         return k, v
 
-    def options(self, q_scale: Any, k_scale: Any, window_left: int | None, sinks: Any) -> dict[str, Any]:
-        """What was planned, and what `run` says of it."""
-        if self.told is None:
+    def merge_options(self, q_scale: Any, k_scale: Any, window_left: int | None, sinks: Any) -> dict[str, Any]:
+        """The planned options, updated with the arguments of `run`. RuntimeError: `plan` was not called."""
+        if self.planned is None:
             raise RuntimeError("run: plan must be called first")
         for name, factor in ("q_scale", q_scale), ("k_scale", k_scale):
             refuse(name, not (factor is None or isinstance(factor, (int, float))), "it must be a number")
-        told: dict[str, Any] = self.told | asked(sink=sinks)
+        planned: dict[str, Any] = self.planned | drop_none(sink=sinks)
         if window_left is not None:
-            told["window"] = None if window_left < 0 else (window_left, None)
-        return told | {"scale": told["scale"] * (q_scale or 1.0) * (k_scale or 1.0)}
+            planned["window"] = None if window_left < 0 else (window_left, None)
+        return planned | {"scale": planned["scale"] * (q_scale or 1.0) * (k_scale or 1.0)}
 
 
-def _numbers(name: str, x: Any) -> np.ndarray:
-    """A small array of integers in host memory, for which the host waits. TypeError."""
+def _read_integers(name: str, x: Any) -> np.ndarray:
+    """A small array of integers, copied to host memory, for which the host waits. TypeError: it is not one."""
     if not hasattr(x, "shape"):
         raise TypeError(f"{name}: must be an array of int32: {name}={x!r:.60}")
     found = np.asarray(x.cpu() if hasattr(x, "cpu") else x.get() if hasattr(x, "get") else x)
@@ -156,9 +156,10 @@ def _numbers(name: str, x: Any) -> np.ndarray:
     return found
 
 
-def ends_of(name: str, indptr: Any, of: Any = None, its_name: str = "") -> np.ndarray:
-    """Where sequences begin and end in `of`, in host memory. ValueError: they do not rise from 0, or end behind it."""
-    ends = _numbers(name, indptr)
+def read_indptr(name: str, indptr: Any, of: Any = None, its_name: str = "") -> np.ndarray:
+    """indptr in host memory: where each sequence begins and ends in `of`. ValueError: it does not rise from 0, or ends beyond
+    len(of)."""
+    ends = _read_integers(name, indptr)
     if not len(ends) or ends[0] or (np.diff(ends) < 0).any():
         raise ValueError(f"{name}: must begin with 0 and not fall: {name}={np.array2string(ends, threshold=8)}")
     if its_name and ends[-1] > len(of):
@@ -166,9 +167,9 @@ def ends_of(name: str, indptr: Any, of: Any = None, its_name: str = "") -> np.nd
     return ends
 
 
-def ends_like(name: str, indptr: Any, other_name: str, other: Any) -> np.ndarray:
-    """`ends_of`, of as many sequences as another one. ValueError."""
-    ends = ends_of(name, indptr)
+def read_indptr_like(name: str, indptr: Any, other_name: str, other: Any) -> np.ndarray:
+    """read_indptr, and ValueError if it does not have as many entries as `other`."""
+    ends = read_indptr(name, indptr)
     if len(ends) != len(other):
         raise ValueError(f"{name}: must have as many ends as {other_name}: len({name})={len(ends)}, {len(other)}")
     return ends
@@ -176,11 +177,11 @@ def ends_like(name: str, indptr: Any, other_name: str, other: Any) -> np.ndarray
 
 @functools.lru_cache
 def _dtype(x: Any) -> str:
-    """The name of a dtype: torch's, NumPy's, or a name, as FlashInfer takes it."""
+    """The name of a dtype, which is torch's, NumPy's, or a string, as FlashInfer takes it."""
     name = x if isinstance(x, str) else str(x) if type(x).__module__ == "torch" else np.dtype(x).name
     return {"half": "float16"}.get(name := name.removeprefix("torch."), name)
 
 
-def beside(x: Any, like: Any) -> Any:
-    """An array where another one lies."""
+def to_device_of(x: Any, like: Any) -> Any:
+    """x on the device of `like`."""
     return x.to(like.device) if namespace(like).__name__ == "torch" else x

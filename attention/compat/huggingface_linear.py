@@ -1,17 +1,17 @@
-"""The recurrent layers of transformers' hybrids, gated delta rules (Qwen3-Next) and Mamba-2 (Bamba), on our kernels.
+"""The recurrent layers of transformers' hybrid models, gated delta rules (Qwen3-Next) and Mamba-2 (Bamba), on our kernels.
 
-transformers has such layers call functions of the module that a model is written in: flash-linear-attention's and mamba_ssm's,
-or if these are not there its own. They are what is replaced here:
+Such layers call functions of the module in which the model is defined: those of flash-linear-attention and mamba_ssm if these
+are installed, otherwise transformers' own in torch. The latter are replaced here:
 
 | transformers                                      | here                                                       |
 | ------------------------------------------------- | ---------------------------------------------------------- |
 | torch_chunk_gated_delta_rule                      | compat.fla's chunk_gated_delta_rule                        |
-| torch_recurrent_gated_delta_rule of one token     | linear_step, which brings the cache's state up to date     |
-| use_qk_l2norm_in_kernel=True                      | rows of q and k divided by their lengths before, in torch  |
-| mamba2_chunk_scan, mamba2_selective_state_update  | mamba2, of one token with the cache's state                |
+| torch_recurrent_gated_delta_rule of one token     | linear_step, which updates the cache's state in place      |
+| use_qk_l2norm_in_kernel=True                      | rows of q and k are normalised before the call, in torch   |
+| mamba2_chunk_scan, mamba2_selective_state_update  | mamba2, for one token with the cache's state               |
 
-A call that we do not serve goes where it went: one that wants a gradient, float32, or columns that are no multiples of 16.
-"""
+The original function is called where our kernels do not support the call: gradients, float32, or head dims that are no
+multiples of 16."""
 
 from __future__ import annotations
 
@@ -27,36 +27,36 @@ import attention
 
 from .fla import chunk_gated_delta_rule
 
-EPS = 1e-6  # as transformers has it, of lengths
+EPS = 1e-6  # transformers' epsilon for row norms
 
 
 def linear_layers(model: Any) -> Any:
-    """Have the recurrent layers of the model, and of all models that are written in the same module, run ours: the model. Call
-    it again and nothing changes. ValueError: there are none."""
+    """Make the recurrent layers of the model, and of all models defined in the same module, use our kernels. Returns the model.
+    Calling it again changes nothing. ValueError: the model has no such layers."""
     homes = {sys.modules[type(layer).__module__] for layer in model.modules()}
-    found = [(home, name) for home in homes for name in LAYERS if hasattr(home, name)]
+    found = [(home, name) for home in homes for name in REPLACEMENTS if hasattr(home, name)]
     if not found:
-        raise ValueError(f"model: has no layers that call one of {', '.join(LAYERS)}: {type(model).__name__}")
+        raise ValueError(f"model: has no layers that call one of {', '.join(REPLACEMENTS)}: {type(model).__name__}")
     for home, name in found:
-        theirs = getattr(home, name)
-        if not hasattr(theirs, "replaces"):
-            setattr(home, name, _in_place_of(theirs, LAYERS[name]))
+        original = getattr(home, name)
+        if not hasattr(original, "replaces"):
+            setattr(home, name, _replace_function(original, REPLACEMENTS[name]))
     return model
 
 
-def _in_place_of(theirs: Callable, serve: Callable) -> Callable:
-    """What is called instead of theirs, and knows it."""
+def _replace_function(original: Callable, serve: Callable) -> Callable:
+    """A function that calls serve(original, ...) in place of the original, and has the original as its attribute `replaces`."""
 
-    @functools.wraps(theirs)
-    def ours(*args: Any, **options: Any) -> Any:
-        return serve(theirs, *args, **options)
+    @functools.wraps(original)
+    def replacement(*args: Any, **options: Any) -> Any:
+        return serve(original, *args, **options)
 
-    vars(ours)["replaces"] = theirs
-    return ours
+    vars(replacement)["replaces"] = original
+    return replacement
 
 
 def chunk_delta(
-    theirs: Callable,
+    original: Callable,
     query: Any,
     key: Any,
     value: Any,
@@ -67,17 +67,17 @@ def chunk_delta(
     use_qk_l2norm_in_kernel: bool = False,
     **others: Any,
 ) -> Any:
-    """(out, state) of sequences, as transformers' torch_chunk_gated_delta_rule gives them."""
+    """(out, state) of whole sequences, as transformers' torch_chunk_gated_delta_rule returns them."""
     options = {"initial_state": initial_state, "output_final_state": output_final_state}
-    if not _served(query, key, value, g, beta):
+    if not _supports(query, key, value, g, beta):
         options["use_qk_l2norm_in_kernel"] = use_qk_l2norm_in_kernel
-        return theirs(query, key, value, g=g, beta=beta, **options, **others)
-    query, key, value = _rows(*_lengths(query, key, value, use_qk_l2norm_in_kernel))
+        return original(query, key, value, g=g, beta=beta, **options, **others)
+    query, key, value = _contiguous_rows(*_normalize_rows(query, key, value, use_qk_l2norm_in_kernel))
     return chunk_gated_delta_rule(query, key, value, g=g, beta=beta, **options, cu_seqlens=others.get("cu_seqlens"))
 
 
 def step_delta(
-    theirs: Callable,
+    original: Callable,
     query: Any,
     key: Any,
     value: Any,
@@ -88,19 +88,19 @@ def step_delta(
     use_qk_l2norm_in_kernel: bool = False,
     **others: Any,
 ) -> Any:
-    """The same of one token, with initial_state as the state after it."""
+    """(out, state) of one token; initial_state is updated in place and returned as the state."""
     single = query.shape[1] == 1 and initial_state is not None and initial_state.dtype == torch.float32
-    if not single or not _served(query, key, value, g, beta):
+    if not single or not _supports(query, key, value, g, beta):
         options = {"initial_state": initial_state, "output_final_state": output_final_state}
         options["use_qk_l2norm_in_kernel"] = use_qk_l2norm_in_kernel
-        return theirs(query, key, value, g=g, beta=beta, **options, **others)
-    token = _rows(*_lengths(query[:, 0], key[:, 0], value[:, 0], use_qk_l2norm_in_kernel))
+        return original(query, key, value, g=g, beta=beta, **options, **others)
+    token = _contiguous_rows(*_normalize_rows(query[:, 0], key[:, 0], value[:, 0], use_qk_l2norm_in_kernel))
     out = attention.linear_step(initial_state, *token, decay=g[:, 0], beta=beta[:, 0])
     return out[:, None], initial_state if output_final_state else None
 
 
 def scan_mamba(
-    theirs: Callable,
+    original: Callable,
     hidden_states: Any,
     dt: Any,
     A: Any,
@@ -116,18 +116,18 @@ def scan_mamba(
     z: Any = None,
     **others: Any,
 ) -> Any:
-    """out, or (out, states), of sequences, as transformers' mamba2_chunk_scan gives them."""
+    """out, or (out, states), of whole sequences, as transformers' mamba2_chunk_scan returns them."""
     options = {"D": D, "z": z, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "return_final_states": return_final_states}
-    if tuple(dt_limit) != (0.0, math.inf) or not _served(hidden_states, B, C, dt, A, D, dt_bias):
+    if tuple(dt_limit) != (0.0, math.inf) or not _supports(hidden_states, B, C, dt, A, D, dt_bias):
         options |= {"initial_states": initial_states, "dt_limit": dt_limit}
-        return theirs(hidden_states, dt, A, B, C, chunk_size, **options, **others)
+        return original(hidden_states, dt, A, B, C, chunk_size, **options, **others)
     options |= {"initial_states": None if initial_states is None else initial_states.float()}
-    x, B, C = _rows(hidden_states, B, C)
+    x, B, C = _contiguous_rows(hidden_states, B, C)
     return attention.mamba2(x, dt, A, B, C, **options, seq_idx=others.get("seq_idx"))
 
 
 def step_mamba(
-    theirs: Callable,
+    original: Callable,
     state: Any,
     hidden_states: Any,
     dt: Any,
@@ -140,20 +140,21 @@ def step_mamba(
     z: Any = None,
     **others: Any,
 ) -> Any:
-    """out (B, H, P) of one token; the state is brought up to date. dt, A, D and dt_bias are a head's, expanded."""
+    """out (B, H, P) of one token; the state is updated in place. dt, A, D and dt_bias hold one number for each head,
+    expanded."""
     of_heads = [x for x in (dt, A, D, dt_bias) if x is not None]
-    if any(x.stride(-1) for x in of_heads) or not _served(hidden_states, B, C, *of_heads, state):
-        return theirs(state, hidden_states, dt, A, B, C, D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus, **others)
+    if any(x.stride(-1) for x in of_heads) or not _supports(hidden_states, B, C, *of_heads, state):
+        return original(state, hidden_states, dt, A, B, C, D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus, **others)
     x, dt, B, C, z = (None if x is None else x[:, None] for x in (hidden_states, dt[..., 0], B, C, z))
     D, dt_bias = (None if x is None else x[:, 0] for x in (D, dt_bias))
     options = {"D": D, "z": z, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "initial_states": state.float()}
-    x, B, C = _rows(x, B, C)
+    x, B, C = _contiguous_rows(x, B, C)
     out, new = attention.mamba2(x, dt, A[:, 0, 0], B, C, **options, return_final_states=True)
     state.copy_(new)
     return out[:, 0]
 
 
-LAYERS: dict[str, Callable] = {
+REPLACEMENTS: dict[str, Callable] = {
     "torch_chunk_gated_delta_rule": chunk_delta,
     "torch_recurrent_gated_delta_rule": step_delta,
     "mamba2_chunk_scan": scan_mamba,
@@ -161,8 +162,8 @@ LAYERS: dict[str, Callable] = {
 }
 
 
-def _served(q: Any, k: Any, v: Any, *others: Any) -> bool:
-    """Do our kernels take these?"""
+def _supports(q: Any, k: Any, v: Any, *others: Any) -> bool:
+    """Do our kernels support these arrays?"""
     tiles = q, k, v
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*tiles, *others)):
         return False
@@ -170,13 +171,13 @@ def _served(q: Any, k: Any, v: Any, *others: Any) -> bool:
     return halves and all(x.shape[-1] % 16 == 0 and x.shape[-1] <= 256 for x in tiles)
 
 
-def _lengths(q: Any, k: Any, v: Any, one: bool) -> list[Any]:
-    """With rows of q and k of length one, if that is asked; computed in float32."""
-    if one:
+def _normalize_rows(q: Any, k: Any, v: Any, normalize: bool) -> list[Any]:
+    """[q, k, v], with rows of q and k divided by their norms if `normalize`; computed in float32."""
+    if normalize:
         q, k = ((x * torch.rsqrt(x.float().square().sum(-1, keepdim=True) + EPS)).to(x.dtype) for x in (q, k))
     return [q, k, v]
 
 
-def _rows(*arrays: Any) -> list[Any]:
-    """With contiguous rows: behind a convolution its time is contiguous."""
+def _contiguous_rows(*arrays: Any) -> list[Any]:
+    """The arrays with contiguous rows: after a convolution the token axis is the contiguous one."""
     return [x if x.stride(-1) == 1 else x.contiguous() for x in arrays]

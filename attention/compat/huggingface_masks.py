@@ -1,22 +1,22 @@
-"""Which keys the queries of a transformers model see, said in a few numbers a sequence.
+"""Masks for transformers models, represented by a few numbers for each sequence.
 
-transformers asks for a mask once a step and hands it to all layers. It must be None or, since the masks of static caches are
-made ahead of a compiled step, a tensor of four axes; sdpa's has all queries and all keys. Ours is None where the last query
-stands at the last key and all keys up to a query's place are seen. Otherwise it is one of integers, (B, window, kind, n):
+transformers asks for a mask once a step and passes it to all layers. It must be None or, because masks of static caches are
+made before a compiled step, a tensor with four axes; sdpa's mask has an element for each query and key. Ours is None if the
+last query is at the last key and each query sees all keys up to its own. Otherwise it is a tensor of integers, (B, window,
+kind, n):
 
-| kind      | n      | of each sequence                                                                 |
-| --------- | ------ | -------------------------------------------------------------------------------- |
-| WINDOW    | 1      | nothing more                                                                     |
-| END       | 1      | how many keys there are: the last query stands at the last of these              |
-| FIRST     | 1      | the first key that is no padding                                                 |
-| BOTH      | 2      | the first key that is no padding, and how many keys there are                    |
-| DOCUMENTS | tokens | the number of each token's document, which sees no other one                     |
+| kind          | n      | for each sequence                                                            |
+| ------------- | ------ | ---------------------------------------------------------------------------- |
+| WINDOW        | 1      | no further numbers                                                           |
+| END           | 1      | the number of keys: the last query is at the last of them                    |
+| FIRST         | 1      | the first key that is not padding                                            |
+| FIRST_AND_END | 2      | the first key that is not padding, and the number of keys                    |
+| DOCUMENTS     | tokens | the document number of each token, which sees no other document              |
 
-window: how many keys up to its place a query sees; 1 says all. As window and kind are extents, the integers being expanded, the
-host and torch.compile know them without a look at memory. Where padding lies between tokens, and for masks that are none of
-these, it is sdpa's mask after all; as uint8 if there is no padding, for then positions may say which documents there are, while
-beside padding, or a mask of the caller's, they do not.
-"""
+window: how many keys a query sees, up to its own; 1 means all. window and kind are extents of an expanded tensor, so the host
+and torch.compile know them without reading memory. If padding lies between tokens, or the mask is of no such kind, sdpa's mask
+is returned; as uint8 if there is no padding, because then positions may delimit documents, which they do not beside padding or
+the caller's own mask."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ import torch
 from transformers import masking_utils
 from transformers.utils.import_utils import is_tracing
 
-WINDOW, END, FIRST, BOTH, DOCUMENTS = 1, 2, 3, 4, 5
-CAUSAL, AND, WINDOWED, PACKED, MOVED = (  # which mask of transformers a function is, its code says
-    getattr(made, "__code__", None)
-    for made in (
+WINDOW, END, FIRST, FIRST_AND_END, DOCUMENTS = 1, 2, 3, 4, 5
+CAUSAL, AND, WINDOWED, PACKED, MOVED = (  # the code objects by which we recognise transformers' mask functions
+    getattr(function, "__code__", None)
+    for function in (
         masking_utils.causal_mask_function,
         masking_utils.and_masks(masking_utils.causal_mask_function),
         masking_utils.sliding_window_overlay(1),
@@ -39,21 +39,21 @@ CAUSAL, AND, WINDOWED, PACKED, MOVED = (  # which mask of transformers a functio
         and masking_utils.remap_positions_for_packed_sequence(masking_utils.causal_mask_function, None),
     )
 )
-FEW = 32  # new tokens that attention.decode may serve, which wants to know how many keys there are
+MAX_DECODE_TOKENS = 32  # the most new tokens for which attention.decode may be called, which needs the number of keys
 
 
-class Seen(NamedTuple):
-    """What such a mask says. None: no window, no padding before, as many keys as there are, one document. known: the end, if
-    the host knows it, as a compiled graph never does."""
+class MaskInfo(NamedTuple):
+    """What such a mask says. None: no window, no padding before the first key, as many keys as there are, one document.
+    known_end: the end as an integer, if the host knows it, which it never does in a compiled graph."""
 
     window: int | None = None
     first: Any = None
     end: Any = None
     documents: Any = None
-    known: int | None = None
+    known_end: int | None = None
 
 
-def mask_of(
+def create_mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
@@ -64,30 +64,32 @@ def mask_of(
     device: Any = "cpu",
     **others: Any,
 ) -> Any:
-    """A step's mask, as AttentionMaskInterface asks for it: q_length queries from place q_offset on see kv_length keys from
-    kv_offset on, where mask_function lets them; attention_mask (B, tokens so far) is true where there is no padding. That is
-    looked at on the host, as it is for sdpa and FlashAttention, but where torch.compile traces this: then it is sdpa's mask."""
-    seen = _said(mask_function)
-    if seen and seen.documents is None:
-        seen = _placed(seen, batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask, device)
-    if seen and seen.window and kv_length <= seen.window:
-        seen = seen._replace(window=None)
-    if seen and seen.window != 1:
-        return _small(seen, batch_size, device)
+    """A step's mask, as AttentionMaskInterface asks for it: q_length queries from position q_offset on see kv_length keys from
+    kv_offset on where mask_function is true; attention_mask (B, tokens so far) is true where there is no padding. The host
+    reads it, as it does for sdpa and FlashAttention; while torch.compile traces, it cannot, and sdpa's mask is returned."""
+    info = _parse_mask_function(mask_function)
+    if info and info.documents is None:
+        info = _add_padding(info, batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask, device)
+    if info and info.window and kv_length <= info.window:
+        info = info._replace(window=None)
+    if info and info.window != 1:
+        return _encode_mask(info, batch_size, device)
     others |= {"allow_is_causal_skip": False, "device": device, "attention_mask": attention_mask}
-    made = masking_utils.sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, **others)
-    return made.view(torch.uint8) if attention_mask is None else made
+    mask = masking_utils.sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, **others)
+    return mask.view(torch.uint8) if attention_mask is None else mask
 
 
-def documents_of(position_ids: Any) -> Any:
-    """The number of each token's document (B or 1, tokens), int32: one begins where a position is not above the one before;
-    None: there is one document. To see that the host reads memory once for all layers that get this tensor, until it is written
-    anew. While torch.compile or a CUDA graph records, nothing can be read, and all positions are documents."""
+def find_documents(position_ids: Any) -> Any:
+    """The document number of each token (B or 1, tokens), int32; None if there is one document. A document begins where a
+    position is not greater than the one before. To find this out the host reads memory, once for all layers that get this
+    tensor, until it is written to. While torch.compile or a CUDA graph records, nothing can be read, and document numbers are
+    always returned."""
     recorded = torch.compiler.is_compiling() or (position_ids.is_cuda and torch.cuda.is_current_stream_capturing())
-    version = None if recorded or position_ids.is_inference() else position_ids._version  # inference tensors count no writes
-    if version is not None and (kept := getattr(position_ids, "documents", None)) and kept[0] == version:
-        return kept[1]
-    if is_tracing(position_ids):  # which takes the host longer than all of the above
+    # inference tensors have no version counter
+    version = None if recorded or position_ids.is_inference() else position_ids._version
+    if version is not None and (cached := getattr(position_ids, "documents", None)) and cached[0] == version:
+        return cached[1]
+    if is_tracing(position_ids):  # tested last, because it takes the host longest
         recorded, version = True, None
     begins = position_ids[:, 1:] <= position_ids[:, :-1]
     documents = None
@@ -99,101 +101,104 @@ def documents_of(position_ids: Any) -> Any:
 
 
 def split_documents(mask: Any, position_ids: Any) -> Any:
-    """sdpa's mask (B or 1, 1, tokens, tokens), and no key of another document. position_ids (B or 1, tokens)."""
-    documents = documents_of(position_ids)
+    """sdpa's mask (B or 1, 1, tokens, tokens), restricted to keys of the query's document. position_ids (B or 1, tokens)."""
+    documents = find_documents(position_ids)
     return mask if documents is None else mask & (documents[:, None, :, None] == documents[:, None, None])
 
 
-def read(mask: Any) -> Seen | None:
-    """What a mask of ours says; of others, truth values and what is added to scores, None."""
+def read_mask(mask: Any) -> MaskInfo | None:
+    """The MaskInfo of one of our masks; None for masks of booleans and floats."""
     if mask is None:
-        return Seen()
+        return MaskInfo()
     if mask.dtype in (torch.bool, torch.uint8) or mask.dtype.is_floating_point:
         return None
-    if not torch.compiler.is_compiling() and hasattr(mask, "seen"):
-        return mask.seen
+    if not torch.compiler.is_compiling() and hasattr(mask, "info"):
+        return mask.info
     window, kind = mask.shape[1:3]
     numbers, window = mask[:, 0, 0], window if window > 1 else None
     if kind == DOCUMENTS:
-        return Seen(window, documents=numbers)
-    first = numbers[:, 0] if kind in (FIRST, BOTH) else None
-    return Seen(window, first, numbers[:, -1] if kind in (END, BOTH) else None)
+        return MaskInfo(window, documents=numbers)
+    first = numbers[:, 0] if kind in (FIRST, FIRST_AND_END) else None
+    return MaskInfo(window, first, numbers[:, -1] if kind in (END, FIRST_AND_END) else None)
 
 
-def _small(seen: Seen, batch: int, device: Any) -> Any:
-    """The mask that says this, or None."""
-    window, first, end, documents, _ = seen
-    if seen == Seen():
+def _encode_mask(info: MaskInfo, batch: int, device: Any) -> Any:
+    """The tensor for a MaskInfo, or None."""
+    window, first, end, documents, _ = info
+    if info == MaskInfo():
         return None
-    kind, held = 0, [x for x in (first, end) if x is not None]
+    kind, numbers = 0, [x for x in (first, end) if x is not None]
     if documents is not None:
-        kind, made = DOCUMENTS, documents
-    elif not held:
-        kind, made = WINDOW, torch.zeros(batch, 1, dtype=torch.int32, device=device)
+        kind, mask = DOCUMENTS, documents
+    elif not numbers:
+        kind, mask = WINDOW, torch.zeros(batch, 1, dtype=torch.int32, device=device)
     else:
-        kind = BOTH if len(held) == 2 else FIRST if end is None else END
-        made = torch.stack(held, -1) if len(held) == 2 else held[0][:, None]
-    made = made[:, None, None].expand(batch, window or 1, kind, -1)
-    made.seen = seen  # for the layers: to cut it out again takes the host microseconds
-    return made
+        kind = FIRST_AND_END if len(numbers) == 2 else FIRST if end is None else END
+        mask = torch.stack(numbers, -1) if len(numbers) == 2 else numbers[0][:, None]
+    mask = mask[:, None, None].expand(batch, window or 1, kind, -1)
+    mask.info = info  # layers read this attribute, because decoding the tensor takes the host microseconds
+    return mask
 
 
-def _said(mask_function: Callable) -> Seen | None:
-    """The window and the documents of a causal mask; None: it is another, or torch.compile, which made the function itself,
-    does not say what it holds (torch 2.13)."""
+def _parse_mask_function(mask_function: Callable) -> MaskInfo | None:
+    """The window and the documents of a causal mask function. None: it is another function, or torch.compile made the function,
+    whose closure cannot be read (torch 2.13)."""
     window, documents = None, None
     try:
-        for piece in _pieces(mask_function):
+        for piece in _split_mask_function(mask_function):
             if piece.__code__ is WINDOWED:
-                (window,) = _held(piece)
+                (window,) = _closure_values(piece)
             elif piece.__code__ is PACKED:
-                (documents,) = _held(piece)
+                (documents,) = _closure_values(piece)
             elif piece.__code__ is not CAUSAL:
                 return None
     except AttributeError:
         return None
-    return Seen(window, documents=documents)
+    return MaskInfo(window, documents=documents)
 
 
-def _pieces(function: Callable) -> Iterator[Callable]:
-    """The masks that must all hold. Tokens of a document are as far apart as their positions say, so it does not matter which
-    of the two a mask compares."""
+def _split_mask_function(function: Callable) -> Iterator[Callable]:
+    """The mask functions whose conjunction this one is. Tokens of a document are as far apart as their positions are, so it
+    does not matter which of the two a function compares."""
     if function.__code__ is AND:
-        for piece in _held(function)[0]:
-            yield from _pieces(piece)
+        for piece in _closure_values(function)[0]:
+            yield from _split_mask_function(piece)
     elif function.__code__ is MOVED:
-        yield from _pieces(_held(function)[0])
+        yield from _split_mask_function(_closure_values(function)[0])
     else:
         yield function
 
 
-def _held(function: Callable) -> list[Any]:
-    """What a function holds, in the order of the names."""
+def _closure_values(function: Callable) -> list[Any]:
+    """The values in a function's closure, in the order of their names."""
     return [cell.cell_contents for cell in function.__closure__ or ()]
 
 
-def _placed(
-    seen: Seen, batch: int, queries: int, keys: int, place: Any, begin: int, attention_mask: Any, device: Any
-) -> Seen | None:
-    """With where keys begin and end; None: there is padding between tokens, or that cannot be known yet."""
+def _add_padding(
+    info: MaskInfo, batch: int, queries: int, keys: int, place: Any, begin: int, attention_mask: Any, device: Any
+) -> MaskInfo | None:
+    """The info with the first key and the end of each sequence; None if there is padding between tokens, or if that cannot be
+    known yet."""
     first = None
     if attention_mask is not None:
         if is_tracing(attention_mask):
             return None
         tokens = attention_mask[:, begin : begin + keys]
         if not tokens.all():
-            begins = tokens.clone()  # where a token follows on padding
+            begins = tokens.clone()  # true at each token that follows padding
             begins[:, 1:] &= ~tokens[:, :-1]
             first = begins.int().argmax(1)
             most, last = torch.stack([begins.sum(1).max(), first.max()]).tolist()
             if most > 1:
                 return None
-            first = first.int() if last else None  # padding behind is no query's that counts
-    if isinstance(place, torch.Tensor) and queries > FEW and not is_tracing(place):
-        place = int(place)  # of a prompt: it is served faster when the host knows how many keys there are
+            first = first.int() if last else None  # padding at the end affects only queries that are padding
+    if isinstance(place, torch.Tensor) and queries > MAX_DECODE_TOKENS and not is_tracing(place):
+        place = int(place)  # a prompt is faster if the host knows the number of keys
     if isinstance(place, torch.Tensor):
-        return seen._replace(first=first, end=(place + queries - begin).int().expand(batch))
-    known = place + queries - begin
-    if queries > FEW and known == keys:
-        return seen._replace(first=first)
-    return seen._replace(first=first, end=torch.full((batch,), known, dtype=torch.int32, device=device), known=known)
+        return info._replace(first=first, end=(place + queries - begin).int().expand(batch))
+    known_end = place + queries - begin
+    if queries > MAX_DECODE_TOKENS and known_end == keys:
+        return info._replace(first=first)
+    return info._replace(
+        first=first, end=torch.full((batch,), known_end, dtype=torch.int32, device=device), known_end=known_end
+    )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from .asked import ERRORS, asked, attend_heads_first, namespace, refuse, rename, seeded
+from .asked import ERRORS, attend_heads_first, drop_none, dropout_options, namespace, refuse, rename_arguments
 
-THEIRS = {"q": "query", "k": "key", "v": "value", "bias": "attn_mask", "dropout": "dropout_p", "causal": "is_causal"}
+ARGUMENT_NAMES = {"q": "query", "k": "key", "v": "value", "bias": "attn_mask", "dropout": "dropout_p", "causal": "is_causal"}
 
 
 def scaled_dot_product_attention(
@@ -28,25 +28,25 @@ def scaled_dot_product_attention(
     | (B, H, S, D)                                | layout="bhsd"                                                |
     | attn_mask of floats                         | bias                                                         |
     | attn_mask of booleans, true where seen      | bias of 0 and -inf                                           |
-    | is_causal: aligned at the top left          | causal where Sq = Sk; `top_left` says how otherwise          |
+    | is_causal: aligned at the top left          | causal where Sq = Sk; `align_top_left` says how otherwise    |
     | causal_upper_left, causal_lower_right       | the same; causal                                             |
-    | dropout_p                                   | dropout; the seed is drawn, see `asked.seeded`               |
-    | enable_gqa                                  | not needed: heads are always shared                          |
+    | dropout_p                                   | dropout; the seed is drawn, see `dropout_options`           |
+    | enable_gqa                                  | ignored: GQA follows from the shapes                         |
 
-    The result's heads lie inside its tokens where query's do, as in x.transpose(1, 2), and gradients as the result. A query
+    If query's heads lie inside its tokens in memory, as in x.transpose(1, 2), so do the output's and the gradients'. A query
     that sees no key gives 0. A mask in Python costs no memory and skips blocks: attention.forward(.., mask=..)."""
     if is_causal and attn_mask is not None:
         raise ValueError("attn_mask: must be None with is_causal=True")
     refuse("query", query.ndim not in (3, 4), "reshape query, key and value to (B, H, S, D)")
-    stand_in = type(attn_mask).__module__ == "torch.nn.attention.bias"  # a CausalBias, whose elements nobody has written
+    is_causal_bias = type(attn_mask).__module__ == "torch.nn.attention.bias"  # a CausalBias has no elements
     if query.ndim == 3:
-        attn_mask = attn_mask if attn_mask is None or stand_in or attn_mask.ndim < 3 else attn_mask[:, None]
+        attn_mask = attn_mask if attn_mask is None or is_causal_bias or attn_mask.ndim < 3 else attn_mask[:, None]
         found = scaled_dot_product_attention(
             query[:, None], key[:, None], value[:, None], attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
         return found[:, 0]
-    options = asked(scale=scale) | seeded(dropout_p, query)
-    if stand_in:
+    options = drop_none(scale=scale) | dropout_options(dropout_p, query)
+    if is_causal_bias:
         of, sizes = (attn_mask.seq_len_q, attn_mask.seq_len_kv), (query.shape[2], key.shape[2])
         if of != sizes:
             raise ValueError(f"attn_mask: must be a CausalBias of query's and key's tokens, {sizes}: it is of {of}")
@@ -55,20 +55,20 @@ def scaled_dot_product_attention(
     elif attn_mask is not None:
         options["bias"] = as_bias(attn_mask, key.shape[2])
     if is_causal:
-        key, value, more = top_left(query.shape[2], key, value)
+        key, value, more = align_top_left(query.shape[2], key, value)
         options |= more
     try:
         return attend_heads_first(query, key, value, **options)
     except ERRORS as error:
-        rename(error, THEIRS)
+        rename_arguments(error, ARGUMENT_NAMES)
         raise
 
 
-def top_left(queries: int, key: Any, value: Any) -> tuple[Any, Any, dict[str, Any]]:
-    """(key, value, options) with which query i sees key j where j <= i, though forward aligns the last query and the last key.
+def align_top_left(queries: int, key: Any, value: Any) -> tuple[Any, Any, dict[str, Any]]:
+    """(key, value, options) with which query i sees the keys j <= i, although forward aligns the last query with the last key.
 
-    Keys behind the last query are seen by none, and cut off. With fewer keys than queries, j <= i is j <= d + Sq - Sk,
-    d = i + Sk - Sq being the key at i's side: a window that is open to the left."""
+    Keys after the last query are seen by no query, and are cut off. With fewer keys than queries, j <= i is j <= d + Sq - Sk,
+    where d = i + Sk - Sq is the key on query i's diagonal: a window that is open to the left."""
     keys = key.shape[2]
     if keys > queries:
         key, value, keys = key[:, :, :queries], value[:, :, :queries], queries
@@ -81,7 +81,9 @@ def as_bias(attn_mask: Any, keys: int) -> Any:
     if len(attn_mask.shape) > 4 or not attn_mask.shape or attn_mask.shape[-1] not in (1, keys):
         raise ValueError(f"attn_mask: must broadcast to (B, H, Sq, Sk), Sk={keys}: attn_mask.shape={tuple(attn_mask.shape)}")
     if "int" in str(attn_mask.dtype):
-        raise TypeError(f"attn_mask: must hold booleans, true where seen, or floats to add: attn_mask.dtype={attn_mask.dtype}")
+        raise TypeError(
+            f"attn_mask: must hold booleans, true where a key is seen, or floats to add: attn_mask.dtype={attn_mask.dtype}"
+        )
     if attn_mask.dtype in (bool, getattr(xp, "bool", None)):
         attn_mask = xp.where(attn_mask, 0.0, -float("inf"))
         if hasattr(attn_mask, "astype"):  # NumPy makes it float64, torch float32

@@ -1,4 +1,5 @@
-"""How TMA finds the latents of a sequence, as objects with the same methods: what fills the rings of Hopper's kernel."""
+"""How TMA loads tiles of latents into the rings of Hopper's kernel, by how the cache is laid out, as classes with the same
+methods."""
 
 from typing import Any
 
@@ -7,83 +8,86 @@ from numpy import int32
 from tiles import inlined, st, static
 from tiles.arguments import ENDS, INT, tiled
 
-from ..softmax.decode.caches import TABLE
+from ..softmax.key_sources import PAGE_TABLE
 from .shape import LATENT, ROTARY
 
-BEHIND = LATENT // ROTARY  # rotated columns are so many times their own number behind a row's first
+ROTARY_BLOCK = LATENT // ROTARY  # index of the rotated columns in a row, in blocks of ROTARY columns
 
 
 @static
-class Dense:
-    """Sequence n lies in batch n of an array (batch, row, head, column)."""
+class TmaLatents:
+    """Sequence n is batch n of an array (batch, row, head, column)."""
 
-    writers = ahead = 0  # warps that store tiles; further tiles of rotated columns that are under way
+    label = "dense"
+    writers = extra_stages = 0  # warps that store to the rings; further stages of the ring of rotated columns
 
     def __str__(self):
-        return type(self).__name__.lower()
+        return self.label
 
     @property
-    def given(self) -> dict[str, Any]:
-        """{kernel's argument: its type} of what this needs in the kernel."""
+    def params(self) -> dict[str, Any]:
+        """{parameter: its type} of the kernel's parameters that these methods read."""
         return {}
 
     def source(self, tile: st) -> Any:
-        """How a kernel declares the array that tiles of this type are loaded from."""
+        """The declaration of the kernel's array from which tiles of this type are loaded."""
         return tiled(tile, unit=1)
 
     @inlined
-    def fill(self, latent, rotary, j, gLatent, gRotary, sequence, key, end, given):
-        """Have TMA bring tile j of both rings, the sequence's rows from `key` on. Rows from `end` on may hold anything."""
+    def fill(self, latent, rotary, j, gLatent, gRotary, sequence, key, end, params):
+        """Load tile j of both rings by TMA: the sequence's rows from `key` on. Rows from `end` on may hold anything."""
         latent.fill(j, gLatent, (sequence, key, 0, 0))
-        rotary.fill(j, gRotary, (sequence, key, 0, BEHIND))
+        rotary.fill(j, gRotary, (sequence, key, 0, ROTARY_BLOCK))
 
     @inlined
-    def bring(self, pipes, n, first, gLatent, gRotary, gDescale, sequence, end, given):
-        """Have TMA bring all `n` tiles, from key `first` on. The producer's warps call it."""
+    def load_tiles(self, tiles, n, first, gLatent, gRotary, gDescale, sequence, end, params):
+        """Load all `n` tiles, from key `first` on. All warps of the producer call it."""
         for j in range(n):
-            key = int32(first + pipes.latent.tile.rows * j)
-            self.fill(pipes.latent, pipes.rotary, j, gLatent, gRotary, sequence, key, end, given)
+            key = int32(first + tiles.latent.tile.rows * j)
+            self.fill(tiles.latent, tiles.rotary, j, gLatent, gRotary, sequence, key, end, params)
 
 
-class Indexed(Dense):
-    """Sequence n lies in batch given.batch_index[n]."""
+class TmaIndexedLatents(TmaLatents):
+    """Sequence n is batch params.batch_index[n]."""
+
+    label = "indexed"
 
     @property
-    def given(self) -> dict[str, Any]:
+    def params(self) -> dict[str, Any]:
         return {"batch_index": ENDS}
 
     @inlined
-    def fill(self, latent, rotary, j, gLatent, gRotary, sequence, key, end, given):
-        batch = int32(given.batch_index[sequence])
+    def fill(self, latent, rotary, j, gLatent, gRotary, sequence, key, end, params):
+        batch = int32(params.batch_index[sequence])
         latent.fill(j, gLatent, (batch, key, 0, 0))
-        rotary.fill(j, gRotary, (batch, key, 0, BEHIND))
+        rotary.fill(j, gRotary, (batch, key, 0, ROTARY_BLOCK))
 
 
 @static
-class Paged(Dense):
-    """Sequence n lies in the pages given.pages[n] of an array (page, row, head, column). A tile of keys is `parts` boxes, each
-    of which lies in one page."""
+class TmaPagedLatents(TmaLatents):
+    """Sequence n is in the pages params.pages[n] of an array (page, row, head, column). TMA loads a tile of keys as `boxes`
+    boxes, each from one page."""
 
-    parts: int
+    boxes: int
 
     def __str__(self):
-        return f"paged by {self.parts}" if self.parts > 1 else "paged"
+        return f"paged by {self.boxes}" if self.boxes > 1 else "paged"
 
     @property
-    def given(self) -> dict[str, Any]:
-        return {"pages": TABLE, "page_size": INT}
+    def params(self) -> dict[str, Any]:
+        return {"pages": PAGE_TABLE, "page_size": INT}
 
     def source(self, tile: st) -> Any:
-        return tiled(st(tile.rows // self.parts, tile.cols, tile.dtype), unit=1)
+        return tiled(st(tile.rows // self.boxes, tile.cols, tile.dtype), unit=1)
 
     @inlined
-    def fill(self, latent, rotary, j, gLatent, gRotary, sequence, key, end, given):
-        """See Dense. For a box beyond the end of the sequence the last one is loaded instead, because the table has no page
-        for it."""
-        parts, rows = self.parts, latent.tile.rows // self.parts
-        for part in range(parts):
-            first = int32(min(key + rows * part, (end - 1) // rows * rows))
-            entry = first // given.page_size
-            page, row = int32(given.pages[sequence, entry]), int32(first - entry * given.page_size)
-            latent.fill(j, gLatent, (page, row, 0, 0), part, parts)
-            rotary.fill(j, gRotary, (page, row, 0, BEHIND), part, parts)
+    def fill(self, latent, rotary, j, gLatent, gRotary, sequence, key, end, params):
+        """Load tile j of both rings by TMA: the sequence's rows from `key` on. In place of a box beyond the end of the
+        sequence, for which the table has no page, the last box is loaded again."""
+        boxes, rows = self.boxes, latent.tile.rows // self.boxes
+        for box in range(boxes):
+            first = int32(min(key + rows * box, (end - 1) // rows * rows))
+            entry = first // params.page_size
+            page, row = int32(params.pages[sequence, entry]), int32(first - entry * params.page_size)
+            latent.fill(j, gLatent, (page, row, 0, 0), box, boxes)
+            rotary.fill(j, gRotary, (page, row, 0, ROTARY_BLOCK), box, boxes)

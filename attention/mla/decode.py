@@ -1,4 +1,4 @@
-"""attention.mla_decode: from a user's arrays to its launches."""
+"""attention.mla_decode: from the caller's arrays to the Plan of a call."""
 
 import math
 from collections.abc import Callable
@@ -7,31 +7,32 @@ from typing import Any
 from tiles.arrays import Operand
 from tiles.device import machine
 from tiles.launch import kernel_for
-from tiles.program import Fill, Plan, program
+from tiles.plan import Fill, Plan
+from tiles.program import program
 from tiles.schema import Problem, Schema
 from tiles.targets import has_early_launch, has_fp8
 
-from ..families import choose
-from ..names import by_other_names
-from ..options import flag, number
+from ..families import choose_family
+from ..names import suggests_argument_names
+from ..options import check_flag, check_number
 from ..softmax.decode import combine as combine_many
-from ..softmax.decode.caches import Dense, Indexed, Paged
-from ..softmax.decode.decode import parts_of
-from ..softmax.decode.launches import by_rows
-from ..softmax.decode.page_checks import placed
-from ..softmax.decode.reach import Reach
-from ..softmax.decode.results import Part, Whole
-from ..softmax.decode.splits import MOST, splits_for
-from ..softmax.fp8 import of_fp8
+from ..softmax.decode.caches import DenseLoader, IndexedLoader, PagedLoader
+from ..softmax.decode.decode import check_splits
+from ..softmax.decode.launches import order_by_rows
+from ..softmax.decode.page_checks import plan_page_checks
+from ..softmax.decode.reach import KeyWindow
+from ..softmax.decode.results import FinalOutput, PartialOutput
+from ..softmax.decode.splits import MAX_SPLITS, choose_split_count
+from ..softmax.fp8 import is_fp8
 from ..softmax.launches import DTYPES, LOG2_E
 from ..softmax.online import SLACK
-from ..softmax.planning import scale_of
+from ..softmax.planning import resolve_scale
 from ..softmax.variants import Variant
 from . import ampere, boxes, combine, hopper, quantised
-from .products import Same
+from .products import LatentProducts
 from .shape import COLUMNS, LATENT, ROTARY
 
-FEWEST = 32  # rows of a page that TMA brings: of 16 it takes 1.3 times as long as rows that are gathered, of 64 nine tenths
+MIN_BOX_ROWS = 32  # of TMA: with boxes of 16 rows it takes 1.3 times as long as gathering rows, with 64 nine tenths
 
 MLA_DECODE = Schema(
     "mla_decode",
@@ -63,7 +64,7 @@ QUANTISED = Schema(
 )
 
 
-@by_other_names
+@suggests_argument_names
 def mla_decode(
     q: Any,
     latent: Any,
@@ -122,49 +123,55 @@ def mla_decode(
     ValueError, TypeError: name the argument and print the values, before anything is launched."""
     if scale is None:
         raise TypeError("scale: must be a number, such as (128 + 64)**-0.5: scale=None")
-    options = flag("causal", causal), parts_of(splits), number("scale", scale), flag("return_lse", return_lse), family
+    options = (
+        check_flag("causal", causal),
+        check_splits(splits),
+        check_number("scale", scale),
+        check_flag("return_lse", return_lse),
+        family,
+    )
     if (rotary is None) != (descale is None):
-        name = "rotary" if rotary is None else "descale"
-        raise TypeError(f"{name}: must be given where the other is, both of a cache of float8_e4m3fn: {name}=None")
+        name, other = ("rotary", "descale") if rotary is None else ("descale", "rotary")
+        raise TypeError(f"{name}: must be passed together with {other}, with a cache of float8_e4m3fn: {name}=None")
     if rotary is None:
-        if of_fp8(latent):
-            said = f"latent.dtype={latent.dtype}, latent.shape={tuple(latent.shape)}"
-            raise TypeError(
-                f"latent: of float8_e4m3fn has {LATENT} columns, and the rest apart: pass rotary= and descale=: {said}"
-            )
+        if is_fp8(latent):
+            values = f"latent.dtype={latent.dtype}, latent.shape={tuple(latent.shape)}"
+            raise TypeError(f"latent: in float8_e4m3fn must have {LATENT} columns; pass rotary= and descale=, too: {values}")
         return _mla_decode(stream, (q, latent, lengths, pages, batch_index, out, None), options)
     return _mla_decode_fp8(stream, (q, latent, lengths, rotary, descale, pages, batch_index, out, None), options)
 
 
 @program(MLA_DECODE, no_gradient="attention.mla_decode has no gradient: attention.forward has")
 def _mla_decode(problem: Problem, causal: bool, splits: int | None, scale: float, return_lse: bool, family: str | None) -> Plan:
-    """The Plan of a call of mla_decode on a cache of 16 bits. The schema's `lse` is a result, which a caller cannot give."""
+    """The Plan of a call of mla_decode on a cache of 16 bits. The schema's `lse` is always a result: callers have no argument
+    for it."""
     if problem("D") != (COLUMNS,):
-        raise problem.error("q", f"must have {COLUMNS} columns, {LATENT} of latents and the others rotated", "q", "latent")
+        raise problem.error("q", f"must have {COLUMNS} columns: {LATENT} of latents, then {ROTARY} rotated", "q", "latent")
     if problem("V") != (LATENT,):  # of out, if it is given
         raise problem.error("out", f"must have {LATENT} columns", "out")
     _check_heads(problem)
-    piece, box, heads = problem.bytes_at_once(), _box(problem), problem("H")[0]
-    cache, latent, dtype, gpu = _cache(problem, piece), problem["latent"], DTYPES[problem.dtype], machine(problem.device)
+    vector_bytes, tma, heads = problem.bytes_at_once(), _select_tma(problem), problem("H")[0]
+    loader, latent = _select_loader(problem, vector_bytes), problem["latent"]
+    dtype, gpu = DTYPES[problem.dtype], machine(problem.device)
     rows = problem("S")[0] * heads
-    chosen = choose(problem, family)
+    chosen = choose_family(problem, family)
     arrays: dict[str, Any] = {"gLatent": _one_head(latent, 2)}
-    if chosen == "sm_80" or (family is None and rows <= ampere.BAND):  # tiles of 16 rows: the others are 64, most of them empty
-        early, arrays["gQ"] = has_early_launch(gpu.capability), by_rows(problem["q"], heads)
+    if chosen == "sm_80" or (family is None and rows <= ampere.TILE_ROWS):  # most of hopper.py's 64 rows would be empty
+        pdl, arrays["gQ"] = has_early_launch(gpu.capability), order_by_rows(problem["q"], heads)
 
-        def config(reach, result):
-            return ampere.config_for(dtype, reach, cache, result, early, rows, gpu.shared_bytes)
+        def config_for(window, result):
+            return ampere.config_for(dtype, window, loader, result, pdl, rows, gpu.shared_bytes)
 
-        return _plan(problem, ampere, config, arrays, piece, causal, splits, scale, return_lse)
+        return _plan(problem, ampere, config_for, arrays, vector_bytes, causal, splits, scale, return_lse)
     arrays |= {"gQ": _one_head(problem["q"], 2), "gRotary": _one_head(latent, 2), "gDescale": None}
-    arrays |= {"page_size": problem("T")[0]} if "pages" in problem and box is not None else {}
+    arrays |= {"page_size": problem("T")[0]} if "pages" in problem and tma is not None else {}
 
-    def shape(reach, result):
-        if box is None:
-            return hopper.gathered(dtype, False, reach, cache, result)
-        return hopper.Config(Same(dtype), reach, box, result)
+    def hopper_config_for(window, result):
+        if tma is None:
+            return hopper.gather_config(dtype, False, window, loader, result)
+        return hopper.Config(LatentProducts(dtype), window, tma, result)
 
-    return _plan(problem, hopper, shape, arrays, piece, causal, splits, scale, return_lse)
+    return _plan(problem, hopper, hopper_config_for, arrays, vector_bytes, causal, splits, scale, return_lse)
 
 
 @program(QUANTISED, no_gradient="attention.mla_decode has no gradient: attention.forward has")
@@ -173,107 +180,110 @@ def _mla_decode_fp8(
 ) -> Plan:
     """The Plan of a call of mla_decode on a cache of float8_e4m3fn."""
     if problem("DVK") != (COLUMNS, LATENT, ROTARY):
-        wanted = f"q must have {COLUMNS} columns, a cache of 8 bits {LATENT}, and the rotated columns are {ROTARY}"
-        raise problem.error("latent", wanted, "q", "latent", "rotary")
+        rule = f"q must have {COLUMNS} columns, a cache of float8_e4m3fn {LATENT}, and rotary {ROTARY}"
+        raise problem.error("latent", rule, "q", "latent", "rotary")
     _check_heads(problem)
-    piece = problem.bytes_at_once(*(name for name in ("q", "latent", "rotary", "out") if name in problem))
-    chosen = choose(problem, family, piece == hopper.PIECE)
+    vector_bytes = problem.bytes_at_once(*(name for name in ("q", "latent", "rotary", "out") if name in problem))
+    chosen = choose_family(problem, family, vector_bytes == hopper.VECTOR_BYTES)
     gpu, form = machine(problem.device), problem["latent"].form
     if not has_fp8(gpu.capability):
-        raise ValueError(f"latent: float8_e4m3fn takes a GPU of compute capability 8.9 or later; it lies on {gpu}")
+        raise ValueError(f"latent: float8_e4m3fn needs a GPU of compute capability 8.9 or later; latent is on {gpu}")
     if form.strides[-1] != 1 and form.extent:
         raise problem.error("latent", f"last axis must be contiguous: latent.strides={form.strides} bytes", "latent")
-    if piece not in quantised.PIECES:
-        raise problem.error("latent", "addresses and strides must be multiples of 4 bytes, as of rotary and q", "latent")
-    dtype, rows, early = DTYPES[problem.dtype], math.prod(problem("SH")), has_early_launch(gpu.capability)
+    if vector_bytes not in quantised.PIECES:
+        raise problem.error(
+            "latent", "addresses and strides of latent, rotary, q and out must be multiples of 4 bytes", "latent"
+        )
+    dtype, rows, pdl = DTYPES[problem.dtype], math.prod(problem("SH")), has_early_launch(gpu.capability)
     arrays = {f"g{name.title()}": _one_head(problem[name], 2) for name in ("latent", "rotary")}
     arrays |= {"gQ": _one_head(problem["q"], 2), "gDescale": problem["descale"]}
-    cache = _cache(problem, piece)
-    if chosen == "sm_90" and (family is not None or rows > 2 * quantised.BAND):
+    loader = _select_loader(problem, vector_bytes)
+    if chosen == "sm_90" and (family is not None or rows > 2 * quantised.TILE_ROWS):
 
-        def shape(reach, result):
-            return hopper.gathered(dtype, True, reach, cache, result)
+        def hopper_config_for(window, result):
+            return hopper.gather_config(dtype, True, window, loader, result)
 
-        return _plan(problem, hopper, shape, arrays, piece, causal, splits, scale, return_lse)
+        return _plan(problem, hopper, hopper_config_for, arrays, vector_bytes, causal, splits, scale, return_lse)
 
-    def config(reach, result):
-        return quantised.config_for(dtype, reach, cache, result, early, rows, gpu.shared_bytes)
+    def config_for(window, result):
+        return quantised.config_for(dtype, window, loader, result, pdl, rows, gpu.shared_bytes)
 
-    return _plan(problem, quantised, config, arrays, piece, causal, splits, scale, return_lse)
+    return _plan(problem, quantised, config_for, arrays, vector_bytes, causal, splits, scale, return_lse)
 
 
 def _plan(
-    problem: Problem, kernels: Any, shape: Callable, arrays: dict[str, Any], piece: int, causal: bool, splits: int | None,
-    scale: float, return_lse: bool,
+    problem: Problem, kernels: Any, config_for: Callable, arrays: dict[str, Any], vector_bytes: int, causal: bool,
+    splits: int | None, scale: float, return_lse: bool,
 ) -> Plan:  # fmt: skip
-    """The Plan of a call: the launch of attention, and if several blocks share the keys the one that joins their results.
-    kernels: the module. shape: shape(reach, result) is a configuration. arrays: what its kernel takes besides."""
+    """The Plan of a call: the launch of attention and, if there are several splits, the one that merges their outputs. kernels:
+    the kernel's module. config_for(window, result): its configuration. arrays: its other arguments."""
     batch, tokens, heads, batches, keys = problem("BSHCT")
     most_keys = keys * (problem("M")[0] if "pages" in problem else 1) if batches else 0
     out, lse = problem["out"], problem["lse"] if return_lse else None
     if 0 in (batch, tokens) or most_keys == 0:
         return Plan([Fill(x, value) for x, value in ((out, 0), (lse, -math.inf)) if x])
-    dtype, gpu, rows, unit = DTYPES[problem.dtype], machine(problem.device), tokens * heads, scale_of(problem, scale)
-    reach, whole = Reach(False, causal and tokens > 1, False), Whole(dtype, piece)
-    of_keys = {"lengths": problem["lengths"], "added": 0} | ({"right": 0} if reach.right else {})
-    config = shape(reach, Part(dtype, piece))
-    bands = -(-rows // config.band)
+    dtype, gpu, rows, unit = DTYPES[problem.dtype], machine(problem.device), tokens * heads, resolve_scale(problem, scale)
+    window, final = KeyWindow(False, causal and tokens > 1, False), FinalOutput(dtype, vector_bytes)
+    key_args = {"lengths": problem["lengths"], "added": 0} | ({"right": 0} if window.right else {})
+    config = config_for(window, PartialOutput(dtype, vector_bytes))
+    row_tiles = -(-rows // config.tile_rows)
     tiles, places = -(-most_keys // config.kv), gpu.processors * config.resident
-    parts = splits_for(batch * bands, tiles, places, MOST) if splits is None else splits
-    told = {"splits": parts, "tokens": tokens, "group": heads, "scale": unit * LOG2_E}
-    to, steps, scratch = {"out": _one_head(out, 2), "lse": lse and _one_head(lse, 1)}, [], []
-    if parts == 1:
-        config = shape(reach, whole)
+    split_count = choose_split_count(batch * row_tiles, tiles, places, MAX_SPLITS) if splits is None else splits
+    args = {"splits": split_count, "tokens": tokens, "group": heads, "scale": unit * LOG2_E}
+    out_args, steps, scratch = {"out": _one_head(out, 2), "lse": lse and _one_head(lse, 1)}, [], []
+    if split_count == 1:
+        config = config_for(window, final)
     else:
-        scratch = [((parts, batch, 1, rows, LATENT), "float32"), ((parts, batch, 1, rows), "float32")]
-        held, sums = [problem.scratch(n, *each) for n, each in enumerate(scratch)]
-        of_parts = {"parts": held, "sums_": sums} | told | to
-        if parts <= combine.FEW:
-            few, last_bands = combine.Config(whole, config.early), -(-rows // combine.ROWS)
-            last = kernel_for(combine, few, problem.device)
-            steps.append(last.bind(batch * last_bands * combine.SLABS, bands=last_bands, **of_parts))
+        scratch = [((split_count, batch, 1, rows, LATENT), "float32"), ((split_count, batch, 1, rows), "float32")]
+        out_partial, lse_partial = [problem.scratch(n, *shape_and_dtype) for n, shape_and_dtype in enumerate(scratch)]
+        partial_args, pdl = {"out_partial": out_partial, "lse_partial": lse_partial}, config.overlaps_previous
+        combine_args = partial_args | args | out_args
+        if split_count <= combine.MAX_PARTS:
+            combine_tiles, last = -(-rows // combine.ROWS), kernel_for(combine, combine.Config(final, pdl), problem.device)
+            steps.append(last.bind(batch * combine_tiles * combine.SLABS, row_tiles=combine_tiles, **combine_args))
         else:
-            many, slabs = combine_many.Config(dtype, Variant(), early=config.early), LATENT // combine_many.COLUMNS
-            last = kernel_for(combine_many, many, problem.device)
-            of_rows = {"heads": 1, "rows": rows, "slabs": slabs, "sequences": batch}
-            steps.append(last.bind(batch * rows * slabs, **of_rows, **of_parts))
-        to = {"parts": held, "sums": sums}
-    of_cache = {name: problem[name] for name in ("pages", "batch_index") if name in problem}
-    numbers = {"bands": bands, "sequences": batch, "slack": SLACK / (unit * LOG2_E)}
+            slabs, last_config = LATENT // combine_many.COLUMNS, combine_many.Config(dtype, Variant(), overlaps_previous=pdl)
+            last = kernel_for(combine_many, last_config, problem.device)
+            combine_args |= {"heads": 1, "rows": rows, "slabs": slabs, "sequences": batch}
+            steps.append(last.bind(batch * rows * slabs, **combine_args))
+        out_args = partial_args
+    cache_args = {name: problem[name] for name in ("pages", "batch_index") if name in problem}
+    numbers = {"row_tiles": row_tiles, "sequences": batch, "slack": SLACK / (unit * LOG2_E)}
     first = kernel_for(kernels, config, problem.device)
-    steps = [first.bind(batch * parts * bands, **arrays, **numbers, **told, **of_cache, **of_keys, **to), *steps]
-    return Plan([*placed(problem), *steps], scratch)
+    args |= arrays | numbers | cache_args | key_args | out_args
+    return Plan([*plan_page_checks(problem), first.bind(batch * split_count * row_tiles, **args), *steps], scratch)
 
 
 def _check_heads(problem: Problem) -> None:
-    """ValueError: there are no heads, by which rows are counted."""
+    """ValueError: q has no heads."""
     if problem("H") == (0,):
         raise problem.error("q", "must have at least one head", "q")
 
 
-def _cache(problem: Problem, piece: int) -> Dense:
-    """Where latents lie. ValueError: pages and batch_index are both given; or there is neither, and batches differ."""
+def _select_loader(problem: Problem, vector_bytes: int) -> DenseLoader:
+    """How latents are loaded by cp.async. ValueError: pages and batch_index are both passed; or neither, and latent's batch is
+    not q's."""
     if "pages" in problem:
         if "batch_index" in problem:
-            raise ValueError("batch_index: must be None where there are pages, whose table says where a sequence lies")
-        return Paged(piece)
+            raise ValueError("batch_index: must be None where pages is passed, which says already where a sequence's rows are")
+        return PagedLoader(vector_bytes)
     if "batch_index" in problem:
-        return Indexed(piece)
+        return IndexedLoader(vector_bytes)
     if problem("B") != problem("C"):
-        raise problem.error("latent", "batch must equal q's where there are neither pages nor batch_index", "latent", "q")
-    return Dense(piece)
+        raise problem.error("latent", "batch must equal q's unless pages or batch_index is passed", "latent", "q")
+    return DenseLoader(vector_bytes)
 
 
-def _box(problem: Problem) -> boxes.Dense | None:
-    """How TMA finds latents. None if its boxes would be so small that the producer's warps are faster at gathering rows."""
+def _select_tma(problem: Problem) -> boxes.TmaLatents | None:
+    """How latents are loaded by TMA; None if its boxes would be so small that gathering rows is faster."""
     if "pages" not in problem:
-        return boxes.Indexed() if "batch_index" in problem else boxes.Dense()
+        return boxes.TmaIndexedLatents() if "batch_index" in problem else boxes.TmaLatents()
     rows = math.gcd(problem("T")[0], hopper.KV)
-    return boxes.Paged(hopper.KV // rows) if rows >= FEWEST else None
+    return boxes.TmaPagedLatents(hopper.KV // rows) if rows >= MIN_BOX_ROWS else None
 
 
 def _one_head(operand: Operand, axis: int) -> Operand:
-    """The operand with an axis for its only key head, before `axis`."""
+    """The operand with an axis of one key head inserted before `axis`."""
     form = operand.form
     shape, strides = form.shape, form.strides
     shape, strides = (*shape[:axis], 1, *shape[axis:]), (*strides[:axis], strides[axis - 1], *strides[axis:])

@@ -1,9 +1,10 @@
-"""Attention of sequences that lie on several GPUs, by torch.distributed: `from attention import parallel`. torch comes with it.
+"""Attention of sequences that are spread over several GPUs, by torch.distributed: `from attention import parallel`. Importing
+it imports torch.
 
-    q, k, v = (parallel.shard(x) for x in (q, k, v))            # each rank's share of the tokens
+    q, k, v = (parallel.shard(x) for x in (q, k, v))            # each rank's shard of the tokens
     out = parallel.unshard(parallel.forward(q, k, v, causal=True))
 
-docs/parallel.md says which scheme when."""
+docs/parallel.md says which scheme to use when."""
 
 from .mapped import mapped
 from .orders import Contiguous, Zigzag

@@ -1,11 +1,11 @@
-"""Scheme "gather": keys and values come to the queries, as far as these see them.
+"""Scheme "gather": keys and values come to the queries that see them, as in context parallelism by all-gather.
 
-Each query sees all its keys in one call, in blocks of as many keys as one GPU takes (families.PartOf), so out and lse have the
-same bits as there, however many ranks there are; docs/parallel.md has the exceptions. A rank's own keys stay where they are,
-if that is possible (gather_in_place.py). While keys are under way, the rank computes what it can: with a window, the queries
-that see only keys of their own rank; with many keys, the first heads, which are sent before the others; between ranks that map
-each other's memory, the blocks of keys that have arrived (arrival.py). Gradients of keys and values are added up in float32,
-first at the rank that has the queries, then, in the order of ranks, at the rank that has the keys."""
+Each query sees all its keys in one call, in blocks of as many keys as one GPU takes (families.FamilyAndBlock), so out and lse
+have the same bits as there, however many ranks there are; docs/parallel.md has the exceptions. A rank's own keys stay where
+they are, if that is possible (gather_in_place.py). While keys are being received, the rank computes what it can: with a window,
+the queries that see only keys of their own rank; with many keys, the first heads, which are sent before the others; between
+ranks that map each other's memory, the blocks of keys that have arrived (arrival.py). Gradients of keys and values are added in
+float32, first at the rank that has the queries, then, in the order of ranks, at the rank that has the keys."""
 
 from __future__ import annotations
 
@@ -17,218 +17,238 @@ import torch
 import attention
 
 from ..softmax import remote_keys
-from .arrival import Arrival, arrival_of
-from .choice import FULL, WORTH, first_heads, mostly_at_home
-from .gather_in_place import Others, adjacent
-from .gradients import Gradients, dlse_of
-from .moves import Cut, Moving, Sums, Way, all_heads, move, sums_on_their_way, way
-from .orders import Span, Spans, count, places, runs
+from .arrival import CopySchedule, plan_copies
+from .choice import FULL_GPU_TILES, MIN_STEP_BYTES, count_first_heads, is_mostly_local
+from .gather_in_place import InPlaceGather, fits_tma
+from .gradients import GradientAccumulator, slice_dlse
+from .moves import (
+    PendingArrays,
+    PendingSums,
+    Redistribution,
+    ShardRegion,
+    all_heads,
+    plan_redistribution,
+    redistribute,
+    start_reduce_scatter,
+)
+from .orders import Span, Spans, contiguous_runs, count_tokens, with_offsets
 from .peers import Peers
-from .pieces import TILE, Call, Piece, nothing, sloped
+from .pieces import TILE, CallPiece, ForwardCall, use_alibi, write_unseen
 
-LONG = WORTH  # bytes: see first_heads
+STEP_BYTES = MIN_STEP_BYTES  # see count_first_heads
 
 
-class Turn(NamedTuple):
-    """Some key heads, which come together: the way of keys and values (None: they are this rank's own, where they are), the
-    query heads that read them (None: all), the call of these, and what is computed, as (rows of queries, Piece, which of the
-    fetched keys) each; None stands for all."""
+class GatherStep(NamedTuple):
+    """Keys that arrive together, and what is computed with them. heads: which key heads; plan: the Redistribution of keys and
+    values (None: this rank's own, where they are); query_heads: those that read these key heads (None: all); call: the call of
+    these heads; parts: what is computed, as (rows of queries, CallPiece, rows of the gathered keys), where None stands for all
+    rows."""
 
     heads: Span
-    way: Way | None
-    mine: slice | None
-    call: Call
-    parts: list[tuple[slice | None, Piece | None, slice | None]]
+    plan: Redistribution | None
+    query_heads: slice | None
+    call: ForwardCall
+    parts: list[tuple[slice | None, CallPiece | None, slice | None]]
 
 
-class Gather:
-    """The scheme, for ranks that have these queries and these keys each."""
+class GatherAttention:
+    """Attention by the scheme "gather". queries, keys: the spans of each rank. An object serves calls with one signature."""
 
     name = "gather"
-    rows_travel = False  # do gradients move what belongs to queries to other ranks?
+    moves_queries = False  # does the backward pass move queries and their gradients to other ranks?
 
     def __init__(self, peers: Peers, queries: tuple[Spans, ...], keys: tuple[Spans, ...]):
         self.peers, self.queries, self.keys = peers, queries, keys
-        self.known: dict[Any, Any] = {}  # what follows from the form of a call; an object serves calls of one form
+        self.cached: dict[Any, Any] = {}  # what depends on the call's signature alone
 
-    def attend(self, q: Any, k: Any, v: Any, call: Call) -> tuple[Any, Any]:
+    def attend(self, q: Any, k: Any, v: Any, call: ForwardCall) -> tuple[Any, Any]:
         """(out, lse) of this rank's queries."""
-        arrival = self._arrival(q, call) if self.peers.arrives else None
-        if arrival is not None:
-            q, k, v = (x if adjacent(x) else x.clone(memory_format=torch.contiguous_format) for x in (q, k, v))
-            keys, values, arrived = self.peers.arrive(arrival, k, v)
-            return remote_keys.arriving(q, keys, values, arrival.lengths, k, v, arrived, arrival.awaits, arrival.seen)
-        others = self._others(k, v, call)
-        if others is not None and adjacent(q, k, v):
-            return others.attend(self.peers, q, k, v)
-        turns = self._turns(q, k, call)
-        moving = [None if turn.way is None else move(self.peers, (k, turn.way), (v, turn.way)) for turn in turns]
-        if len(turns) == 1 and len(turns[0].parts) == 1 and turns[0].parts[0][0] is None:  # one call makes all there is
-            ((_, part, seen),) = turns[0].parts
-            assert part is not None and moving[0] is not None, "all of it"
-            keys, values = moving[0].wait()
-            if seen is not None:
-                keys, values = keys[:, seen], values[:, seen]
-            return attention.forward(q, keys, values, return_lse=True, **part.options)
+        schedule = self._copy_schedule(q, call) if self.peers.overlaps_copies else None
+        if schedule is not None:
+            q, k, v = (x if fits_tma(x) else x.clone(memory_format=torch.contiguous_format) for x in (q, k, v))
+            keys, values, arrived = self.peers.start_copies(schedule, k, v)
+            return remote_keys.forward_streaming(
+                q, keys, values, schedule.lengths, k, v, arrived, schedule.required, schedule.placement
+            )
+        in_place = self._in_place(k, v, call)
+        if in_place is not None and fits_tma(q, k, v):
+            return in_place.attend(self.peers, q, k, v)
+        steps = self._steps(q, k, call)
+        pending = [None if step.plan is None else redistribute(self.peers, (k, step.plan), (v, step.plan)) for step in steps]
+        if len(steps) == 1 and len(steps[0].parts) == 1 and steps[0].parts[0][0] is None:  # a single call of forward
+            ((_, piece, gathered),) = steps[0].parts
+            assert piece is not None and pending[0] is not None, "all queries see keys, which are received"
+            keys, values = pending[0].wait()
+            if gathered is not None:
+                keys, values = keys[:, gathered], values[:, gathered]
+            return attention.forward(q, keys, values, return_lse=True, **piece.options)
         out = q.new_empty((*q.shape[:3], v.shape[3]))
         lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
-        for turn, on_their_way in zip(turns, moving):
-            keys, values = on_their_way.wait() if on_their_way else (k, v)
-            mine = slice(None) if turn.mine is None else turn.mine
-            for rows, part, seen in turn.parts:
+        for step, arriving in zip(steps, pending):
+            keys, values = arriving.wait() if arriving else (k, v)
+            heads = slice(None) if step.query_heads is None else step.query_heads
+            for rows, piece, gathered in step.parts:
                 rows = slice(None) if rows is None else rows
-                place, sums = out[:, rows, mine], lse[:, mine, rows]
-                if part is None:
-                    nothing(place, sums, turn.call)
+                out_part, lse_part = out[:, rows, heads], lse[:, heads, rows]
+                if piece is None:
+                    write_unseen(out_part, lse_part, step.call)
                 else:
-                    given = q[:, rows, mine], *[x if seen is None else x[:, seen] for x in (keys, values)]
-                    attention.forward(*given, out=place, lse=sums, return_lse=True, **part.options)
+                    arrays = q[:, rows, heads], *[x if gathered is None else x[:, gathered] for x in (keys, values)]
+                    attention.forward(*arrays, out=out_part, lse=lse_part, return_lse=True, **piece.options)
         return out, lse
 
     def differentiate(
-        self, dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, call: Call, found: Gradients
+        self, dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, call: ForwardCall, sums: GradientAccumulator
     ) -> None:
-        """Add the gradients of `attend` to `found`."""
-        drops = bool(call.told.get("dropout"))  # by piece: the pieces must be those of `attend`
-        in_turn = self._in_turn(k, call) if drops else self._in_turn_back(k)
-        cut = None if drops else runs(self.queries[self.peers.rank])
-        moving = [(heads, self._fetch(k, v, call, heads)) for heads in in_turn]
-        home: list[Sums] = []
-        for heads, on_their_way in moving:
-            keys, values = on_their_way.wait()
-            sums = [torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (keys, values)]
-            mine, theirs = call.of_key_heads(heads)
-            for rows, part, seen in self._parts(theirs, cut):
-                if part is not None:
-                    given = dout[:, rows, mine], q[:, rows, mine], keys[:, seen], values[:, seen], out[:, rows, mine]
-                    into = found.dq[:, rows, mine], sums[0][:, seen], sums[1][:, seen]
-                    found.add(part, theirs, *given, lse[:, mine, rows], dlse_of(dlse, rows, mine), into)
-            back = way(self.peers.rank, self._wanted(call, heads), tuple([Cut(spans, heads) for spans in self.keys]))
-            totals = [x[:, :, slice(*heads)] for x in (found.dk, found.dv)]
-            home.append(sums_on_their_way(self.peers, *[(x, back) for x in sums], into=totals))
-        for on_their_way_back in home:
-            on_their_way_back.wait()
+        """Add the gradients of `attend` to `sums`."""
+        has_dropout = bool(call.options.get("dropout"))  # seeds depend on the piece: the pieces must be those of `attend`
+        groups = self._head_groups(k, call) if has_dropout else self._head_groups_backward(k)
+        runs = None if has_dropout else contiguous_runs(self.queries[self.peers.rank])
+        pending = [(heads, self._gather(k, v, call, heads)) for heads in groups]
+        returning: list[PendingSums] = []
+        for heads, arriving in pending:
+            keys, values = arriving.wait()
+            dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (keys, values))
+            query_heads, head_call = call.select_key_heads(heads)
+            for rows, piece, gathered in self._parts(head_call, runs):
+                if piece is not None:
+                    arrays = dout[:, rows, query_heads], q[:, rows, query_heads], keys[:, gathered], values[:, gathered]
+                    results = out[:, rows, query_heads], lse[:, query_heads, rows]
+                    into = sums.dq[:, rows, query_heads], dk[:, gathered], dv[:, gathered]
+                    sums.add(piece, head_call, *arrays, *results, slice_dlse(dlse, rows, query_heads), into)
+            owners = tuple([ShardRegion(spans, heads) for spans in self.keys])
+            back = plan_redistribution(self.peers.rank, self._wanted_regions(call, heads), owners)
+            totals = [x[:, :, slice(*heads)] for x in (sums.dk, sums.dv)]
+            returning.append(start_reduce_scatter(self.peers, (dk, back), (dv, back), into=totals))
+        for gradients in returning:
+            gradients.wait()
 
-    def _arrival(self, q: Any, call: Call) -> Arrival | None:
-        """How keys and values arrive while they are read; None if all of them are waited for."""
-        found = self.known.get("arrival", False)
+    def _copy_schedule(self, q: Any, call: ForwardCall) -> CopySchedule | None:
+        """The copies that go on while attention reads; None if attention begins after all of them."""
+        found = self.cached.get("copy schedule", False)
         if found is False:
             serves = call.plain and remote_keys.serves(q.device, *call.head_dims)
-            found = arrival_of(self.peers.rank, self.queries, self.keys, q.shape[0], call) if serves else None
-            self.known["arrival"] = found
+            found = plan_copies(self.peers.rank, self.queries, self.keys, q.shape[0], call) if serves else None
+            self.cached["copy schedule"] = found
         return found
 
-    def _others(self, k: Any, v: Any, call: Call) -> Others | None:
-        """How other ranks' keys and values arrive, if this rank's own stay where they are; else None."""
-        found = self.known.get("others", False)
+    def _in_place(self, k: Any, v: Any, call: ForwardCall) -> InPlaceGather | None:
+        """The messages, if this rank's own keys and values stay where they are; else None."""
+        found = self.cached.get("in place", False)
         if found is False:
-            every, rank = all_heads(k.shape[2]), self.peers.rank
-            at_once = self._in_turn(k, call) == [every] and not self.peers.maps
-            its = self._way(k, call, every) if at_once else None
-            found = None if its is None else Others.of(k, v, self.queries[rank], self.keys[rank], its, call)
-            self.known["others"] = found
+            heads, rank = all_heads(k.shape[2]), self.peers.rank
+            at_once = self._head_groups(k, call) == [heads] and not self.peers.maps_memory
+            plan = self._kv_plan(k, call, heads) if at_once else None
+            found = None if plan is None else InPlaceGather.create(k, v, self.queries[rank], self.keys[rank], plan, call)
+            self.cached["in place"] = found
         return found
 
-    def _turns(self, q: Any, k: Any, call: Call) -> list[Turn]:
-        """The turns of a call; remembered if calls of this form differ in nothing but q, k and v."""
-        found = self.known.get("turns")
+    def _steps(self, q: Any, k: Any, call: ForwardCall) -> list[GatherStep]:
+        """The steps of a call; cached if calls with this signature differ in nothing but q, k and v."""
+        found = self.cached.get("steps")
         if found is None:
-            call = sloped(call, q.shape[0])
-            found = self._by_rows(k, call) or [self._turn(q, k, call, heads) for heads in self._in_turn(k, call)]
+            call = use_alibi(call, q.shape[0])
+            found = self._window_steps(k, call) or [self._step(q, k, call, heads) for heads in self._head_groups(k, call)]
             if call.plain:
-                self.known["turns"] = found
+                self.cached["steps"] = found
         return found
 
-    def _turn(self, q: Any, k: Any, call: Call, heads: Span) -> Turn:
-        mine, theirs = call.of_key_heads(heads)
-        parts: list[Any] = [*self._joined(theirs, q)] or [*self._parts(theirs)]
+    def _step(self, q: Any, k: Any, call: ForwardCall, heads: Span) -> GatherStep:
+        query_heads, head_call = call.select_key_heads(heads)
+        parts: list[Any] = [*self._joined_parts(head_call, q)] or [*self._parts(head_call)]
         if len(parts) == 1 and parts[0][1] is not None:
             parts = [(None, *parts[0][1:])]
-        fetched = count(call.reach_of(self.queries[self.peers.rank]))
-        parts = [(rows, part, None if seen == slice(0, fetched) else seen) for rows, part, seen in parts]
-        return Turn(heads, self._way(k, call, heads), None if heads == all_heads(k.shape[2]) else mine, theirs, parts)
+        total = count_tokens(call.key_ranges(self.queries[self.peers.rank]))
+        parts = [(rows, piece, None if gathered == slice(0, total) else gathered) for rows, piece, gathered in parts]
+        all_queries = heads == all_heads(k.shape[2])
+        return GatherStep(heads, self._kv_plan(k, call, heads), None if all_queries else query_heads, head_call, parts)
 
-    def _by_rows(self, k: Any, call: Call) -> list[Turn]:
-        """Two turns for a window: first the queries that see only keys of their own rank, then the others, whose keys arrive
+    def _window_steps(self, k: Any, call: ForwardCall) -> list[GatherStep]:
+        """Two steps for a window: first the queries that see only keys of their own rank, then the others, whose keys arrive
         meanwhile. [] if on some rank the former are not the majority."""
-        if not mostly_at_home(call, self.queries, self.keys):
+        if not is_mostly_local(call, self.queries, self.keys):
             return []
-        rank, every = self.peers.rank, all_heads(k.shape[2])
-        cuts = [[(at, run, call.first_at_home(run)) for at, run in runs(spans)] for spans in self.queries]
-        at_home: list[Any] = []
-        away: list[Any] = []
-        others = [tuple([Span(run.start, first) for _, run, first in cut if first > run.start]) for cut in cuts]
-        for at, run, first in cuts[rank]:
-            for rows, parts in (Span(first, run.stop), at_home), (Span(run.start, first), away):
-                place, reach = at + rows.start - run.start, call.reach(rows)
-                part = call.piece(rows, reach, place)
-                if part is not None:
-                    seen = slice(at + part.keys.start - run.start, at + part.keys.stop - run.start)
-                    if parts is away:
-                        seen = fetched(call.reach_of(others[rank]), part.keys)
-                    parts.append((slice(place, place + len(rows)), part, seen))
-        wanted = tuple([Cut(call.reach_of(spans), every) for spans in others])
-        held = tuple([Cut(spans, every) for spans in self.keys])
-        coming = Turn(every, way(rank, held, wanted), None, call, away)
-        return [Turn(every, None, None, call, at_home), coming]
+        rank, heads = self.peers.rank, all_heads(k.shape[2])
+        splits = [[(at, run, call.first_local_query(run)) for at, run in contiguous_runs(spans)] for spans in self.queries]
+        local_parts: list[Any] = []
+        remote_parts: list[Any] = []
+        remote = [tuple([Span(run.start, first) for _, run, first in split if first > run.start]) for split in splits]
+        for at, run, first in splits[rank]:
+            for rows, parts in (Span(first, run.stop), local_parts), (Span(run.start, first), remote_parts):
+                row = at + rows.start - run.start
+                piece = call.piece(rows, call.key_range(rows), row)
+                if piece is not None:
+                    keys = slice(at + piece.keys.start - run.start, at + piece.keys.stop - run.start)
+                    if parts is remote_parts:
+                        keys = gathered_rows(call.key_ranges(remote[rank]), piece.keys)
+                    parts.append((slice(row, row + len(rows)), piece, keys))
+        wanted = tuple([ShardRegion(call.key_ranges(spans), heads) for spans in remote])
+        sources = tuple([ShardRegion(spans, heads) for spans in self.keys])
+        second = GatherStep(heads, plan_redistribution(rank, sources, wanted), None, call, remote_parts)
+        return [GatherStep(heads, None, None, call, local_parts), second]
 
-    def _in_turn(self, k: Any, call: Call) -> list[Span]:
+    def _head_groups(self, k: Any, call: ForwardCall) -> list[Span]:
         """The groups of key heads that are sent one after the other."""
-        found = self.known.get("in turn")
+        found = self.cached.get("head groups")
         if found is None:
             heads = k.shape[2]
-            first = first_heads(call, k.shape[0], self.queries, self.keys, LONG) if self.peers.world > 1 else 0
-            found = self.known["in turn"] = [Span(0, first), Span(first, heads)] if first else [all_heads(heads)]
+            first = count_first_heads(call, k.shape[0], self.queries, self.keys, STEP_BYTES) if self.peers.world > 1 else 0
+            found = self.cached["head groups"] = [Span(0, first), Span(first, heads)] if first else [all_heads(heads)]
         return found
 
-    def _in_turn_back(self, k: Any) -> list[Span]:
-        """The same for gradients: a quarter of the heads comes first, if their blocks of keys fill the GPU even on the rank
-        with the fewest queries."""
-        found = self.known.get("in turn back")
+    def _head_groups_backward(self, k: Any) -> list[Span]:
+        """The groups of key heads of the backward pass: a quarter of the heads comes first, if its blocks of keys fill the
+        GPU even on the rank with the fewest queries."""
+        found = self.cached.get("head groups backward")
         if found is None:
-            heads, fewest = k.shape[2], min([len(run) for spans in self.queries for _, run in runs(spans)], default=0)
-            first = max(heads // 4, -(-FULL * TILE // max(1, k.shape[0] * fewest)))
-            worth = self.peers.world > 1 and 2 * first <= heads
-            found = self.known["in turn back"] = [Span(0, first), Span(first, heads)] if worth else [all_heads(heads)]
+            runs = [run for spans in self.queries for _, run in contiguous_runs(spans)]
+            heads, fewest = k.shape[2], min(map(len, runs), default=0)
+            first = max(heads // 4, -(-FULL_GPU_TILES * TILE // max(1, k.shape[0] * fewest)))
+            splits = self.peers.world > 1 and 2 * first <= heads
+            found = [Span(0, first), Span(first, heads)] if splits else [all_heads(heads)]
+            self.cached["head groups backward"] = found
         return found
 
-    def _wanted(self, call: Call, heads: Span) -> tuple[Cut, ...]:
-        """The cut of the keys that each rank wants."""
-        found = self.known.get(heads)
+    def _wanted_regions(self, call: ForwardCall, heads: Span) -> tuple[ShardRegion, ...]:
+        """The region of keys that each rank's queries see."""
+        found = self.cached.get(heads)
         if found is None:
-            found = self.known[heads] = tuple([Cut(call.reach_of(spans), heads) for spans in self.queries])
+            found = self.cached[heads] = tuple([ShardRegion(call.key_ranges(spans), heads) for spans in self.queries])
         return found
 
-    def _way(self, k: Any, call: Call, heads: Span) -> Way:
-        """The Way of the keys, of these heads, that this rank's queries see."""
-        held = tuple([Cut(spans, all_heads(k.shape[2])) for spans in self.keys])
-        return way(self.peers.rank, held, self._wanted(call, heads))
+    def _kv_plan(self, k: Any, call: ForwardCall, heads: Span) -> Redistribution:
+        """The Redistribution of these heads of the keys that this rank's queries see."""
+        sources = tuple([ShardRegion(spans, all_heads(k.shape[2])) for spans in self.keys])
+        return plan_redistribution(self.peers.rank, sources, self._wanted_regions(call, heads))
 
-    def _fetch(self, k: Any, v: Any, call: Call, heads: Span) -> Moving:
-        """Send for these keys and their values."""
-        its = self._way(k, call, heads)
-        return move(self.peers, (k, its), (v, its))
+    def _gather(self, k: Any, v: Any, call: ForwardCall, heads: Span) -> PendingArrays:
+        """Start to gather these heads of keys and values."""
+        plan = self._kv_plan(k, call, heads)
+        return redistribute(self.peers, (k, plan), (v, plan))
 
-    def _joined(self, call: Call, q: Any) -> list[tuple[slice, Piece, slice]]:
-        """This rank's spans as one call, if that is possible."""
-        part = self.known.get("joined", False)
-        if part is False:
-            part = self.known["joined"] = call.joined(self.queries[self.peers.rank], q.shape[0])
-        if part is None:
+    def _joined_parts(self, call: ForwardCall, q: Any) -> list[tuple[slice, CallPiece, slice]]:
+        """This rank's spans as one part, if that is possible; else []."""
+        piece = self.cached.get("joined", False)
+        if piece is False:
+            piece = self.cached["joined"] = call.join_spans(self.queries[self.peers.rank], q.shape[0])
+        if piece is None:
             return []
-        told = call.told | {"lengths_k": part.options["lengths_k"]}
-        return [(slice(None), part._replace(options=told), slice(*part.keys))]
+        options = call.options | {"lengths_k": piece.options["lengths_k"]}
+        return [(slice(None), piece._replace(options=options), slice(*piece.keys))]
 
-    def _parts(self, call: Call, cut: Iterable[tuple[int, Span]] | None = None) -> Iterator[tuple[slice, Piece | None, slice]]:
-        """(rows, Piece, which of the fetched keys) of each of this rank's spans, or of what these are cut into otherwise, as
-        (where it lies, which it is); a Piece is None where nothing is seen."""
-        mine = self.queries[self.peers.rank]
-        for at, span in places(mine) if cut is None else cut:
-            part = call.piece(span, call.reach(span), at)
-            yield slice(at, at + len(span)), part, fetched(call.reach_of(mine), part.keys) if part else slice(0)
+    def _parts(
+        self, call: ForwardCall, runs: Iterable[tuple[int, Span]] | None = None
+    ) -> Iterator[tuple[slice, CallPiece | None, slice]]:
+        """(rows, CallPiece, rows of the gathered keys) of each of this rank's spans, or of `runs`, (offset, span); the
+        CallPiece is None where no key is seen."""
+        spans = self.queries[self.peers.rank]
+        for at, span in with_offsets(spans) if runs is None else runs:
+            piece = call.piece(span, call.key_range(span), at)
+            keys = gathered_rows(call.key_ranges(spans), piece.keys) if piece else slice(0)
+            yield slice(at, at + len(span)), piece, keys
 
 
-def fetched(spans: Spans, one: Span) -> slice:
-    """Where the rows of a span lie among those that were fetched, which are the rows of `spans`."""
-    found = [at + one.start - span.start for at, span in places(spans) if span.start <= one.start < span.stop]
+def gathered_rows(spans: Spans, one: Span) -> slice:
+    """The rows of a span in an array that has the rows of `spans`."""
+    found = [at + one.start - span.start for at, span in with_offsets(spans) if span.start <= one.start < span.stop]
     return slice(found[0], found[0] + len(one))

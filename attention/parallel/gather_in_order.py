@@ -1,8 +1,8 @@
-"""Scheme "gather" with deterministic=True: gradients, too, have the bits of one GPU; docs/parallel.md has exceptions.
+"""Scheme "gather" with deterministic=True: gradients, too, have the bits of one GPU; docs/parallel.md has the exceptions.
 
-dq is a sum over keys, which come to their queries; dk and dv are sums over queries, in the order in which one GPU takes them.
-So these are not added up from several ranks: queries and what belongs to them come to the keys that they see, and scores are
-computed twice, once for each side."""
+dq is a sum over keys, which come to their queries; dk and dv are sums over queries, in the order in which one GPU adds them.
+So they are not added up from several ranks: queries, with out, lse and their gradients, come to the keys that they see, and
+scores are computed twice, once for each side."""
 
 from __future__ import annotations
 
@@ -10,53 +10,53 @@ from typing import Any
 
 import attention
 
-from .gather import Gather, fetched
-from .gradients import Gradients, dlse_of
-from .moves import Cut, Way, all_heads, move, way
-from .orders import places
-from .pieces import Call
+from .gather import GatherAttention, gathered_rows
+from .gradients import GradientAccumulator, slice_dlse
+from .moves import Redistribution, ShardRegion, all_heads, plan_redistribution, redistribute
+from .orders import with_offsets
+from .pieces import ForwardCall
 
 
-class InOrder(Gather):
-    """See above; forward is Gather's."""
+class DeterministicGatherAttention(GatherAttention):
+    """GatherAttention whose gradients are added in the order of one GPU."""
 
-    rows_travel = True
+    moves_queries = True
 
     def differentiate(
-        self, dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, call: Call, found: Gradients
+        self, dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, call: ForwardCall, sums: GradientAccumulator
     ) -> None:
-        """Add the gradients of `attend` to what is found."""
-        there = self._facing(q, call)
-        of_rows = [x.transpose(1, 2) for x in (lse, dlse) if x is not None]
-        facing = move(self.peers, *[(x, there) for x in (dout, q, out, *of_rows)])
-        keys, values = self._fetch(k, v, call, all_heads(k.shape[2])).wait()
-        for rows, part, seen in self._parts(call):
-            if part is not None:
-                given = dout[:, rows], q[:, rows], keys[:, seen], values[:, seen], out[:, rows], lse[:, :, rows]
-                into = (found.dq[:, rows],)  # its dk and dv are not the whole's
-                found.add(part, call, *given, dlse_of(dlse, rows), into, accumulate=False)
-        dout, q, out, *of_rows = facing.wait()
-        lse, dlse, *_ = *[x.transpose(1, 2).contiguous() for x in of_rows], None
+        """Add the gradients of `attend` to `sums`."""
+        plan = self._query_plan(q, call)
+        row_values = [x.transpose(1, 2) for x in (lse, dlse) if x is not None]
+        pending = redistribute(self.peers, *[(x, plan) for x in (dout, q, out, *row_values)])
+        keys, values = self._gather(k, v, call, all_heads(k.shape[2])).wait()
+        for rows, piece, gathered in self._parts(call):
+            if piece is not None:
+                arrays = dout[:, rows], q[:, rows], keys[:, gathered], values[:, gathered], out[:, rows], lse[:, :, rows]
+                into = (sums.dq[:, rows],)  # without dk and dv, which this rank has of its own queries alone
+                sums.add(piece, call, *arrays, slice_dlse(dlse, rows), into, accumulate=False)
+        dout, q, out, *row_values = pending.wait()
+        lse, dlse, *_ = *[x.transpose(1, 2).contiguous() for x in row_values], None
         rank = self.peers.rank
-        for at, span in places(self.keys[rank]):
-            part = call.piece(call.seers(span), span)
-            if part is None:
+        for at, span in with_offsets(self.keys[rank]):
+            piece = call.piece(call.query_range(span), span)
+            if piece is None:
                 continue
-            rows = fetched(call.seers_of(self.keys[rank]), part.rows)
-            here = slice(at + part.keys.start - span.start, at + part.keys.stop - span.start)
-            given = dout[:, rows], q[:, rows], k[:, here], v[:, here], out[:, rows], lse[:, :, rows]
-            _, dk, dv, *_ = attention.backward(*given, dlse=dlse_of(dlse, rows), **part.options)
-            found.dk[:, here] += dk
-            found.dv[:, here] += dv
+            rows = gathered_rows(call.query_ranges(self.keys[rank]), piece.rows)
+            local = slice(at + piece.keys.start - span.start, at + piece.keys.stop - span.start)
+            arrays = dout[:, rows], q[:, rows], k[:, local], v[:, local], out[:, rows], lse[:, :, rows]
+            _, dk, dv, *_ = attention.backward(*arrays, dlse=slice_dlse(dlse, rows), **piece.options)
+            sums.dk[:, local] += dk
+            sums.dv[:, local] += dv
 
     @staticmethod
-    def serves(call: Call) -> bool:
-        """Can queries come to keys? Not with what only their own ranks have, what counts from the last key, or what a piece
-        of other queries would drop otherwise."""
-        return not {"bias", "cu_seqlens", "cu_seqlens_k", "lengths_k", "alibi", "blocks", "seed"} & call.told.keys()
+    def serves(call: ForwardCall) -> bool:
+        """Can queries move to keys? Not with options that only their own ranks have (bias), that count from the last key, or
+        whose dropout seed depends on the piece."""
+        return not {"bias", "cu_seqlens", "cu_seqlens_k", "lengths_k", "alibi", "blocks", "seed"} & call.options.keys()
 
-    def _facing(self, q: Any, call: Call) -> Way:
-        """The way of queries to the keys that they see."""
+    def _query_plan(self, q: Any, call: ForwardCall) -> Redistribution:
+        """The Redistribution of queries to the ranks whose keys they see."""
         heads = all_heads(q.shape[2])
-        wanted = tuple([Cut(call.seers_of(spans), heads) for spans in self.keys])
-        return way(self.peers.rank, tuple([Cut(spans, heads) for spans in self.queries]), wanted)
+        wanted = tuple([ShardRegion(call.query_ranges(spans), heads) for spans in self.keys])
+        return plan_redistribution(self.peers.rank, tuple([ShardRegion(spans, heads) for spans in self.queries]), wanted)

@@ -1,90 +1,94 @@
-"""Scheme "gather" without putting keys together: other ranks' keys and values are received in arrays of their own, and
-attention reads this rank's own where they are. Such a call costs the host little time (bench/test_host_ranks.py)."""
+"""Scheme "gather" without concatenating keys: other ranks' keys and values are received in a separate buffer, and attention
+reads this rank's own where they are. Such a call takes little host time (bench/test_host_ranks.py)."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
-from ..families import kv_of, name_of
+from ..families import family_block_kv, family_name
 from ..softmax import remote_keys
 from ..softmax.key_sources import BLOCK
-from .moves import Strided, Way, made_like, strided
+from .moves import Redistribution, StridedView, array_maker, strided
 from .orders import Span, Spans
 from .peers import Peers
-from .pieces import Call, Piece
+from .pieces import CallPiece, ForwardCall
 
-SERVED = {"causal", "scale", "deterministic", "family"}  # the options that such a call may have
-
-
-def served(call: Call) -> bool:
-    """Are its options those of such a call?"""
-    return call.told.keys() <= SERVED and name_of(call.told.get("family")) != "sm_80"
+SUPPORTED_OPTIONS = {"causal", "scale", "deterministic", "family"}
+ALIGNMENT = 16  # bytes: TMA reads addresses that are multiples of this
 
 
-ALIGNMENT = 16  # bytes: addresses that TMA reads are multiples of this
+def supports_options(call: ForwardCall) -> bool:
+    """Can kernels that read two buffers of keys serve a call with these options?"""
+    return call.options.keys() <= SUPPORTED_OPTIONS and family_name(call.options.get("family")) != "sm_80"
 
 
-class Others:
-    """What calls of one form have in common. own: the spans of this rank's keys. its: the Way to all keys that its queries see.
-    piece: the one launch."""
+class InPlaceGather:
+    """The messages and the launch for all calls with one signature. local_keys: the spans of this rank's keys. plan: the
+    Redistribution that brings all keys that its queries see. piece: the only launch."""
 
-    def __init__(self, k: Any, v: Any, own: Spans, its: Way, piece: Piece, call: Call):
-        self.lengths, self.seen = piece.options["lengths_k"], seen_of(piece, own, call)
-        rows = piece.keys.stop - before_it(own, piece.keys.stop)
-        self.of_keys, self.of_values = (_Parts(x, rows, own, its) for x in (k, v))
+    def __init__(self, k: Any, v: Any, local_keys: Spans, plan: Redistribution, piece: CallPiece, call: ForwardCall):
+        self.lengths, self.placement = piece.options["lengths_k"], build_key_placement(piece, local_keys, call)
+        rows = piece.keys.stop - count_keys_before(local_keys, piece.keys.stop)
+        self.key_messages, self.value_messages = (_MessagePlan(x, rows, local_keys, plan) for x in (k, v))
 
     @staticmethod
-    def of(k: Any, v: Any, queries: Spans, own: Spans, its: Way, call: Call) -> Others | None:
-        """The object for calls of this form; None if they cannot be served like this."""
-        piece = call.joined(queries, k.shape[0], least=1) if call.plain and served(call) else None
-        at_blocks = all([end % BLOCK == 0 or end == call.keys for span in own for end in span])
-        if piece is None or not (its.by_rows and its.receives and at_blocks and len(own) <= 2 and k.shape[0] == 1):
+    def create(
+        k: Any, v: Any, queries: Spans, local_keys: Spans, plan: Redistribution, call: ForwardCall
+    ) -> InPlaceGather | None:
+        """The object for calls with this signature; None if they need concatenated keys."""
+        piece = call.join_spans(queries, k.shape[0], least=1) if call.plain and supports_options(call) else None
+        at_blocks = all([end % BLOCK == 0 or end == call.keys for span in local_keys for end in span])
+        if piece is None or not (plan.only_rows and plan.receives and at_blocks and len(local_keys) <= 2 and k.shape[0] == 1):
             return None
-        return Others(k, v, own, its, piece, call) if remote_keys.serves(k.device, *call.head_dims) else None
+        return InPlaceGather(k, v, local_keys, plan, piece, call) if remote_keys.serves(k.device, *call.head_dims) else None
 
     def attend(self, peers: Peers, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
         """(out, lse) of this rank's queries."""
-        of_keys, of_values = self.of_keys, self.of_values
+        of_keys, of_values = self.key_messages, self.value_messages
         keys, values = of_keys.make(), of_values.make()
         sends = [(rank, strided(k, *part) if part else k) for rank, part in of_keys.sends]
         sends += [(rank, strided(v, *part) if part else v) for rank, part in of_values.sends]
         receives = [(rank, strided(keys, *part) if part else keys) for rank, part in of_keys.receives]
         receives += [(rank, strided(values, *part) if part else values) for rank, part in of_values.receives]
         peers.exchange(sends, receives).wait()
-        return remote_keys.apart(q, keys, values, self.lengths, k, v, self.seen)
+        return remote_keys.forward_two_buffers(q, keys, values, self.lengths, k, v, self.placement)
 
 
-class _Parts:
-    """The parts of keys, or of values: the function that makes the array for other ranks' rows, and what is sent of x and
-    received in that array, each as (rank, which part); a part that is None is all of it."""
+class _MessagePlan:
+    """The messages for keys, or for values. make: makes the buffer for other ranks' rows. sends, receives: (rank, view of x to
+    send, or of the buffer to receive in); a view that is None is the whole array."""
 
-    def __init__(self, x: Any, rows: int, own: Spans, its: Way):
-        self.make, each = made_like(x, rows), math.prod(x.shape[2:])
+    def __init__(self, x: Any, rows: int, local_keys: Spans, plan: Redistribution):
+        self.make, row_size = array_maker(x, rows), math.prod(x.shape[2:])
 
-        def part(first: int, n: int, of: int) -> Strided | None:
-            return None if n == of else ((1, n, *x.shape[2:]), (of * each, *x.stride()[1:]), first * each)
+        def view(first: int, n: int, total: int) -> StridedView | None:
+            return None if n == total else ((1, n, *x.shape[2:]), (total * row_size, *x.stride()[1:]), first * row_size)
 
-        parts = [[views.rows.ranges[n] for n in views.of_all_heads or ()] for views in (its.here, its.there)]
-        here, there = parts[0][its.own :], parts[1][its.own :]
-        self.sends = [(rank, part(*one, x.shape[1])) for rank, one in zip(its.sends, here)]
-        before = [first - before_it(own, first) for first, _ in there]
-        self.receives = [(rank, part(first, n, rows)) for rank, first, (_, n) in zip(its.receives, before, there)]
+        sources, targets = (
+            [views.rows.ranges[n] for n in views.all_head_rows or ()][plan.num_local :]
+            for views in (plan.source_views, plan.target_views)
+        )
+        self.sends = [(rank, view(*one, x.shape[1])) for rank, one in zip(plan.sends, sources)]
+        firsts = [first - count_keys_before(local_keys, first) for first, _ in targets]
+        self.receives = [(rank, view(first, n, rows)) for rank, first, (_, n) in zip(plan.receives, firsts, targets)]
 
 
-def seen_of(piece: Piece, own: Spans, call: Call) -> remote_keys.Seen:
-    """The numbers that such a call takes."""
+def build_key_placement(piece: CallPiece, local_keys: Spans, call: ForwardCall) -> remote_keys.KeyPlacement:
+    """Which keys are this rank's, and the call's options, for kernels that read two buffers of keys."""
     end = piece.keys.stop
-    first, second = (own + (Span(end, end),) * 2)[:2]
+    first, second = (local_keys + (Span(end, end),) * 2)[:2]
     spans = first.start, first.stop, second.start, second.stop
-    return remote_keys.Seen(end, *spans, bool(call.told.get("causal")), call.told.get("scale"), kv_of(call.told.get("family")))
+    return remote_keys.KeyPlacement(
+        end, *spans, bool(call.options.get("causal")), call.options.get("scale"), family_block_kv(call.options.get("family"))
+    )
 
 
-def before_it(spans: Spans, key: int) -> int:
+def count_keys_before(spans: Spans, key: int) -> int:
     """How many keys of the spans come before this key."""
     return sum([len(span.within(Span(0, key))) for span in spans])
 
 
-def adjacent(*arrays: Any) -> bool:
-    """Are these arrays contiguous, at addresses that TMA takes?"""
+def fits_tma(*arrays: Any) -> bool:
+    """Are these arrays contiguous, at addresses that TMA supports?"""
     return all([x.is_contiguous() and not x.data_ptr() % ALIGNMENT for x in arrays])

@@ -1,4 +1,4 @@
-"""The gradients of a call, as they come piece by piece."""
+"""The gradients of a call, added up piece by piece."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import torch
 
 import attention
 
-from .pieces import Call, Piece
+from .pieces import CallPiece, ForwardCall
 
-LEARNED = "bias", "alibi", "aux"  # whose gradients attention.backward is asked for
+OPTIONAL = "bias", "alibi", "aux"  # attention.backward computes their gradients on request
 
 
-def dlse_of(dlse: Any, rows: slice, heads: slice = slice(None)) -> Any:
-    """The gradient of lse for some queries and heads; None if it has none."""
+def slice_dlse(dlse: Any, rows: slice, heads: slice = slice(None)) -> Any:
+    """The gradient of lse for some queries and heads; None if lse has no gradient."""
     return None if dlse is None else dlse[:, heads, rows]
 
 
 @dataclass
-class Gradients:
-    """dq, dk, dv: in float32. others: by their flat names (sink, bias, alibi, aux0 ..) those of arrays that every rank has:
-    this rank's share of them, which the ranks' sum completes. wanted: of which arrays, at least. first: the first of the heads
-    that these have."""
+class GradientAccumulator:
+    """dq, dk, dv: sums in float32. others: by flat names (sink, bias, alibi, aux0 ..) this rank's part of the gradients of
+    arrays that every rank has; the sum over ranks completes them. wanted: the flat names of arrays that need gradients. first:
+    the first head of these arrays."""
 
     dq: Any
     dk: Any
@@ -35,21 +35,21 @@ class Gradients:
     others: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def begin(cls, q: Any, k: Any, v: Any, call: Call, wanted: Sequence[str]) -> Gradients:
-        """Of nothing yet."""
+    def zeros(cls, q: Any, k: Any, v: Any, call: ForwardCall, wanted: Sequence[str]) -> GradientAccumulator:
+        """Gradients of 0 for the arrays of a call."""
         dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
-        found = cls(dq, dk, dv, wanted, call.heads.start)
-        for name, x in call.told.items():
+        sums = cls(dq, dk, dv, wanted, call.heads.start)
+        for name, x in call.options.items():
             arrays = {f"aux{n}": one for n, one in enumerate(x)} if name == "aux" else {name: x}
             for flat, one in arrays.items():
                 if flat in wanted:
-                    found.others[flat] = torch.zeros(one.shape, dtype=torch.float32, device=one.device)
-        return found
+                    sums.others[flat] = torch.zeros(one.shape, dtype=torch.float32, device=one.device)
+        return sums
 
     def add(
         self,
-        part: Piece,
-        call: Call,
+        piece: CallPiece,
+        call: ForwardCall,
         dout: Any,
         q: Any,
         k: Any,
@@ -60,40 +60,41 @@ class Gradients:
         into: Sequence[Any],
         accumulate: bool = True,
     ) -> None:
-        """The gradients of a piece of a call of some heads; into: where those of its queries, keys and values are summed.
-        accumulate: by the kernel, which may be another one then than one GPU would take, and give other last bits."""
-        told: dict[str, Any] = dict(part.options)
-        learned = [name for name in LEARNED if name in told and any([x.startswith(name) for x in self.others])]
-        sinks, backward = "sink" in told, partial(attention.backward, dout, q, k, v, out, lse, dlse=dlse)
+        """Add the gradients of a piece of a call of some heads. into: the slices of dq, dk and dv to which they are added.
+        accumulate: the kernel adds to them itself; this may select another kernel than one GPU would take, with other last
+        bits."""
+        options: dict[str, Any] = dict(piece.options)
+        learned = [name for name in OPTIONAL if name in options and any([x.startswith(name) for x in self.others])]
+        has_sink, backward = "sink" in options, partial(attention.backward, dout, q, k, v, out, lse, dlse=dlse)
         if accumulate and not learned:
-            places = dict(zip(("dq", "dk", "dv"), into)) | ({"dsink": torch.zeros_like(told["sink"])} if sinks else {})
-            rest = backward(accumulate=True, **places, **told)[3:]
+            results = dict(zip(("dq", "dk", "dv"), into)) | ({"dsink": torch.zeros_like(options["sink"])} if has_sink else {})
+            rest = backward(accumulate=True, **results, **options)[3:]
         else:
-            asked: dict[str, Any] = {f"d{name}": True for name in learned if name != "aux"}
+            requests: dict[str, Any] = {f"d{name}": True for name in learned if name != "aux"}
             if "aux" in learned:
-                asked["daux"] = [x.is_floating_point() or None for x in told["aux"]]
-            found = backward(**asked, **told)
-            for total, x in zip(into, found):
+                requests["daux"] = [x.is_floating_point() or None for x in options["aux"]]
+            gradients = backward(**requests, **options)
+            for total, x in zip(into, gradients):
                 total += x
-            rest = found[3:]
-        names = [name for name in ("bias", "alibi") if name in learned] + ["sink"] * sinks
+            rest = gradients[3:]
+        names = [name for name in ("bias", "alibi") if name in learned] + ["sink"] * has_sink
         if "aux" in learned:
-            names += [f"aux{n - part.placed}" for n, x in enumerate(told["aux"]) if x.is_floating_point()]
+            names += [f"aux{n - piece.has_offsets}" for n, x in enumerate(options["aux"]) if x.is_floating_point()]
         for name, x in zip(names, rest, strict=True):
             if name in self.others:
-                self._place(name, part, call).add_(x)
+                self._slice_of(name, piece, call).add_(x)
 
-    def _place(self, name: str, part: Piece, call: Call) -> Any:
-        """Where the gradient of a piece belongs in that of a whole array."""
-        total, mine = self.others[name], slice(call.heads.start - self.first, call.heads.stop - self.first)
+    def _slice_of(self, name: str, piece: CallPiece, call: ForwardCall) -> Any:
+        """The slice of an array's gradient that belongs to a piece."""
+        total, heads = self.others[name], slice(call.heads.start - self.first, call.heads.stop - self.first)
         if name in ("sink", "alibi"):
-            return total[..., mine]
+            return total[..., heads]
         if name == "bias":
-            heads = mine if total.shape[1] > 1 else slice(None)
-            rows = slice(part.at, part.at + len(part.rows)) if total.shape[2] > 1 else slice(None)
-            return total[:, heads, rows, slice(*part.keys)]
+            heads = heads if total.shape[1] > 1 else slice(None)
+            rows = slice(piece.bias_row, piece.bias_row + len(piece.rows)) if total.shape[2] > 1 else slice(None)
+            return total[:, heads, rows, slice(*piece.keys)]
         return total
 
     def results(self, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
-        """Those of q, k and v, rounded once."""
+        """dq, dk and dv, rounded once to the dtypes of q, k and v."""
         return self.dq.to(q.dtype), self.dk.to(k.dtype), self.dv.to(v.dtype)

@@ -1,7 +1,7 @@
-"""Which tokens of a sequence each rank has: two orders, as objects with the same method.
+"""Which tokens of a sequence each rank holds: two orders, as objects with the same method.
 
-A sequence is cut into blocks of `block` tokens, so that a tile of queries begins where it begins on one GPU. (Blocks are
-smaller if there would be fewer than two for each rank.) The numbers of blocks of any two ranks differ by one at most."""
+A sequence is divided into blocks of `block` tokens, so that query tiles begin where they begin on one GPU. (Blocks are smaller
+if there would be fewer than two for each rank.) The numbers of blocks of any two ranks differ by at most one."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from itertools import pairwise
 from numbers import Integral
 from typing import Any, NamedTuple
 
-BLOCK = 128  # queries of a tile: see attention/softmax/hopper.py and ampere.py
+BLOCK = 128  # rows of a query tile: see attention/softmax/hopper.py and ampere.py
 
 
 class Span(NamedTuple):
-    """The tokens from `start` to `stop`."""
+    """The tokens (or heads) from `start` up to `stop`."""
 
     start: int
     stop: int
@@ -24,7 +24,7 @@ class Span(NamedTuple):
         return max(0, self.stop - self.start)
 
     def within(self, other: Span) -> Span:
-        """What both have."""
+        """The intersection of two spans."""
         start = max(self.start, other.start)
         return Span(start, max(start, min(self.stop, other.stop)))
 
@@ -32,47 +32,49 @@ class Span(NamedTuple):
 Spans = tuple[Span, ...]
 
 
-def _check_block(block: Any) -> None:
+def _check_block_size(block: Any) -> None:
     if not isinstance(block, Integral) or block < 1:
         raise ValueError(f"block: must be an integer, one or more: {block=}")
 
 
 @dataclass(frozen=True)
 class Contiguous:
-    """Rank r has the r-th part, as a recurrence needs it. In causal attention the last rank has nearly twice the mean work."""
+    """Rank r holds the r-th of R parts, as a recurrence needs it. In causal attention the last rank has nearly twice the mean
+    work."""
 
     block: int = BLOCK
 
     def __post_init__(self):
-        _check_block(self.block)
+        _check_block_size(self.block)
 
     def spans(self, length: int, world: int) -> tuple[Spans, ...]:
-        """The Spans of each rank, in the order in which it has them."""
-        block = _block(self.block, length, world)
+        """The spans of each rank, in the order in which it holds them."""
+        block = _block_size(self.block, length, world)
         ends = [0]
-        for part in _parts(-(-length // block), world):
+        for part in _blocks_per_rank(-(-length // block), world):
             ends.append(ends[-1] + part)
-        return tuple([_kept([_span(first, end, block, length)]) for first, end in pairwise(ends)])
+        return tuple([_drop_empty_spans([_span(first, end, block, length)]) for first, end in pairwise(ends)])
 
 
 @dataclass(frozen=True)
 class Zigzag:
-    """Rank r of R has the r-th of 2 R parts and the r-th from the end, so that all have the same work in causal attention."""
+    """Rank r holds the r-th of 2 R parts and the r-th from the end, so that all ranks have the same work in causal
+    attention."""
 
     block: int = BLOCK
 
     def __post_init__(self):
-        _check_block(self.block)
+        _check_block_size(self.block)
 
     def spans(self, length: int, world: int) -> tuple[Spans, ...]:
-        """See Contiguous."""
-        block = _block(self.block, length, world)
+        """The spans of each rank, in the order in which it holds them."""
+        block = _block_size(self.block, length, world)
         first, last = 0, -(-length // block)
         found = []
-        for part in _parts(last, world):
+        for part in _blocks_per_rank(last, world):
             early = (part + 1) // 2
             ends = first + early, last - (part - early)
-            found.append(_kept([_span(first, ends[0], block, length), _span(ends[1], last, block, length)]))
+            found.append(_drop_empty_spans([_span(first, ends[0], block, length), _span(ends[1], last, block, length)]))
             first, last = ends
         return tuple(found)
 
@@ -81,8 +83,8 @@ Order = Contiguous | Zigzag
 ORDERS: dict[str, Order] = {"zigzag": Zigzag(), "contiguous": Contiguous()}
 
 
-def order_of(order: str | Order) -> Order:
-    """An order by its name; one itself stays. ValueError."""
+def find_order(order: str | Order) -> Order:
+    """The order of this name; an object is returned as it is. ValueError: there is no such order."""
     if isinstance(order, (Contiguous, Zigzag)):
         return order
     if not isinstance(order, str) or order not in ORDERS:
@@ -90,8 +92,8 @@ def order_of(order: str | Order) -> Order:
     return ORDERS[order]
 
 
-def merged(spans: Spans) -> Spans:
-    """The same tokens in their order, with spans that touch or overlap made one."""
+def merge_spans(spans: Spans) -> Spans:
+    """The same tokens, sorted, as spans that neither touch nor overlap."""
     found: list[Span] = []
     for span in sorted(spans):
         if found and span.start <= found[-1].stop:
@@ -101,25 +103,25 @@ def merged(spans: Spans) -> Spans:
     return tuple(found)
 
 
-def without(span: Span, others: Spans) -> Spans:
-    """The parts of a span that lie in none of others, which are in order and do not touch."""
+def subtract_spans(span: Span, others: Spans) -> Spans:
+    """The parts of a span outside of `others`, which are sorted and do not touch."""
     ends = [span.start, *[end for one in others if len(one.within(span)) for end in one.within(span)], span.stop]
     return tuple([Span(*pair) for pair in zip(ends[::2], ends[1::2]) if pair[0] < pair[1]])
 
 
-def count(spans: Spans) -> int:
-    """How many tokens they are."""
+def count_tokens(spans: Spans) -> int:
+    """How many tokens the spans have."""
     return sum([len(span) for span in spans])
 
 
-def _block(block: int, length: int, world: int) -> int:
+def _block_size(block: int, length: int, world: int) -> int:
     """Tokens of a block: `block`, or so few that each rank has two."""
     while block > 1 and 2 * world * block > length:
         block //= 2
     return block
 
 
-def _parts(blocks: int, world: int) -> list[int]:
+def _blocks_per_rank(blocks: int, world: int) -> list[int]:
     """How many blocks each rank has."""
     return [blocks // world + (rank < blocks % world) for rank in range(world)]
 
@@ -128,21 +130,21 @@ def _span(first: int, end: int, block: int, length: int) -> Span:
     return Span(min(length, first * block), min(length, end * block))
 
 
-def _kept(spans: list[Span]) -> Spans:
-    """Without those that are empty, and in one where they touch."""
-    return merged(tuple([span for span in spans if len(span)]))
+def _drop_empty_spans(spans: list[Span]) -> Spans:
+    """Without empty spans, and with adjacent ones merged."""
+    return merge_spans(tuple([span for span in spans if len(span)]))
 
 
-def places(spans: Spans) -> list[tuple[int, Span]]:
-    """(where it lies, which it is) of each span, where they lie one behind the other."""
+def with_offsets(spans: Spans) -> list[tuple[int, Span]]:
+    """(offset, span) of each span, where offset counts the tokens of the spans before it."""
     begins = itertools.accumulate(map(len, spans), initial=0)
     return [(at, span) for at, span in zip(begins, spans)]
 
 
-def runs(spans: Spans) -> list[tuple[int, Span]]:
-    """The same, those that follow each other being one."""
+def contiguous_runs(spans: Spans) -> list[tuple[int, Span]]:
+    """`with_offsets`, where adjacent spans that continue each other are one."""
     found: list[tuple[int, Span]] = []
-    for at, span in places(spans):
+    for at, span in with_offsets(spans):
         if found and found[-1][1].stop == span.start:
             found[-1] = found[-1][0], Span(found[-1][1].start, span.stop)
         else:

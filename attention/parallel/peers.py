@@ -1,4 +1,4 @@
-"""The processes that work together: which one this is of how many, and how they exchange tensors."""
+"""The ranks of a process group, and how they exchange tensors."""
 
 from __future__ import annotations
 
@@ -11,87 +11,90 @@ import torch
 import torch.distributed as dist
 
 F = TypeVar("F", bound=Callable)
-GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its older name
+GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the second is its older name
 
 
-def uncompiled(function: F) -> F:
-    """Decorator: torch.compile breaks its graph where the function is called, and does not look inside, where messages are."""
+def disable_compile(function: F) -> F:
+    """Decorator: torch.compile breaks its graph at this function, and does not trace into it, because it sends messages."""
 
     @functools.wraps(function)
-    def call(*args, **told):
+    def call(*args, **kwargs):
         if torch.compiler.is_compiling():
-            return torch.compiler.disable(function)(*args, **told)
-        return function(*args, **told)
+            return torch.compiler.disable(function)(*args, **kwargs)
+        return function(*args, **kwargs)
 
-    made = cast(F, call)
-    made.__code__ = made.__code__.replace(co_name=function.__name__)  # of its own: Dynamo counts what it compiles of each
-    return made
+    wrapper = cast(F, call)
+    wrapper.__code__ = wrapper.__code__.replace(
+        co_name=function.__name__
+    )  # a code object of its own, because Dynamo counts compilations of each
+    return wrapper
 
 
-class Pending:
-    """Messages under way. They keep the arrays that they read alive until they are waited for."""
+class PendingMessages:
+    """Messages that are still being sent or received. They keep the arrays that they read alive until `wait`."""
 
-    def __init__(self, works: Sequence[Any], held: Sequence[Any] = ()):
-        self.works, self.held = works, held
+    def __init__(self, works: Sequence[Any], buffers: Sequence[Any] = ()):
+        self.works, self.buffers = works, buffers
 
     def wait(self) -> None:
-        """Wait until they have arrived; on a GPU the current stream waits, not the host."""
+        """Wait until the messages have arrived; on a GPU the current stream waits, not the host."""
         for work in self.works:
             work.wait()
-        self.works, self.held = (), ()
+        self.works, self.buffers = (), ()
 
 
 @dataclass(frozen=True)
 class Peers:
-    """A process group as this rank sees it; `group` is None where there is this rank alone."""
+    """A process group as this rank sees it. group: None for a single rank without torch.distributed. rank, world: this rank's
+    number in the group, and how many ranks there are. ranks: their global ranks."""
 
     group: Any
     rank: int
     world: int
-    ranks: tuple[int, ...]  # their global ones
+    ranks: tuple[int, ...]
 
     def __hash__(self):
-        return hash(self.group)  # called for every call, so it covers no more than tells groups apart
+        return hash(self.group)  # computed in every call, so it covers only the group
 
-    def exchange(self, sends: Sequence[tuple[int, Any]], receives: Sequence[tuple[int, Any]]) -> Pending:
-        """Send these contiguous tensors, and receive into those: each a pair (rank, tensor). What a rank sends to another the
-        latter receives in that order. All are one message of NCCL's, on its own stream behind the current one."""
-        held = [tensor for _, tensor in (*sends, *receives)]
-        # both sides leave out empty tensors
+    def exchange(self, sends: Sequence[tuple[int, Any]], receives: Sequence[tuple[int, Any]]) -> PendingMessages:
+        """Send and receive contiguous tensors, each a pair (rank, tensor). What a rank sends to another arrives in that order.
+        All messages are one NCCL group, on NCCL's own stream after the current one."""
+        buffers = [tensor for _, tensor in (*sends, *receives)]
+        # both ranks leave out empty tensors
         sends, receives = ([one for one in todo if one[1].numel()] for todo in (sends, receives))
         if not sends and not receives:
-            return Pending(())
-        backend = _backend(self.group, held[0].device)
+            return PendingMessages(())
+        backend = _coalescing_backend(self.group, buffers[0].device)
         if backend is None:
-            return Pending(dist.batch_isend_irecv(self._operations(sends, receives)), held)
-        return Pending(_at_once(backend, sends, receives), held)
+            return PendingMessages(dist.batch_isend_irecv(self._operations(sends, receives)), buffers)
+        return PendingMessages(_exchange_coalesced(backend, sends, receives), buffers)
 
     @property
     def device(self) -> Any:
-        """That of a message of a rank that has no tensors."""
+        """The device of messages of a rank that has no tensors."""
         on_gpu = self.group is not None and "cuda" in dist.get_backend_config(self.group) and torch.cuda.is_available()
         return torch.device("cuda" if on_gpu else "cpu")
 
     @property
-    def maps(self) -> bool:
-        """Do rows come by `bring` now? See mapped.py."""
+    def maps_memory(self) -> bool:
+        """Do rows arrive by `pull_rows`, through mapped memory? See mapped.py."""
         return False
 
     @property
-    def arrives(self) -> bool:
-        """May attention read by `arrive` what is still being copied? See mapped.py."""
+    def overlaps_copies(self) -> bool:
+        """Can attention read keys while they are copied by `start_copies`? See mapped.py."""
         return False
 
-    def arrive(self, arrival: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
-        """(keys, values, how many copies are done), of those that an Arrival says are on their way."""
+    def start_copies(self, schedule: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
+        """(keys, values, number of copies done) of other ranks, which are being copied as a CopySchedule says."""
         raise NotImplementedError
 
-    def bring(self, routes: Sequence[tuple[Any, Any, Sequence[Any]]]) -> Pending:
-        """Of each array, of a batch of one, by its Way, the rows that others have to their places in another."""
+    def pull_rows(self, routes: Sequence[tuple[Any, Any, Sequence[Any]]]) -> PendingMessages:
+        """For each (array, Redistribution, views of an output): start to copy the rows that other ranks hold to these views."""
         raise NotImplementedError
 
     def _operations(self, sends: Sequence[tuple[int, Any]], receives: Sequence[tuple[int, Any]]) -> list[Any]:
-        """The same as torch.distributed says it."""
+        """The messages as torch.distributed's P2POps."""
         operations = []
         for operation, todo in (dist.isend, sends), (dist.irecv, receives):
             tags = [0] * self.world
@@ -100,28 +103,28 @@ class Peers:
                 tags[rank] += 1
         return operations
 
-    def gathered(self, said: bytes, device: Any) -> list[bytes]:
-        """What each rank says, as many bytes."""
-        mine = torch.frombuffer(bytearray(said), dtype=torch.uint8).to(device)
-        return [bytes(x.cpu().tolist()) for x in self.collected(mine)]
+    def all_gather_bytes(self, data: bytes, device: Any) -> list[bytes]:
+        """Each rank's `data`, as many bytes on all ranks."""
+        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+        return [bytes(x.cpu().tolist()) for x in self.all_gather(mine)]
 
-    def collected(self, x: Any) -> Sequence[Any]:
-        """Each rank's tensor of this shape, which has elements."""
+    def all_gather(self, x: Any) -> Sequence[Any]:
+        """Each rank's tensor of this shape, which is not empty."""
         found = x.new_empty((self.world * x.shape[0], *x.shape[1:]))
         GATHER(found, x, group=self.group)
         return found.chunk(self.world)
 
-    def told(self, said: str) -> list[str]:
-        """What each rank says."""
+    def all_gather_text(self, text: str) -> list[str]:
+        """Each rank's text."""
         found: list[Any] = [None] * self.world
-        dist.all_gather_object(found, said, group=self.group)
+        dist.all_gather_object(found, text, group=self.group)
         return found
 
 
 @functools.lru_cache(64)
-def _backend(group: Any, device: Any) -> Any:
-    """What sends a group's tensors, if it makes one message of many: by itself it takes a third of the host's time that
-    torch.distributed takes to call it. None: it is not known to."""
+def _coalescing_backend(group: Any, device: Any) -> Any:
+    """The backend of a group's messages, if it can send many as one: calling it directly takes a third of the host time of
+    torch.distributed's functions. None: this is not known of it."""
     try:
         backend = group._get_backend(device)
     except (AttributeError, RuntimeError):
@@ -131,8 +134,8 @@ def _backend(group: Any, device: Any) -> Any:
     return backend if serves and device.type == "cuda" else None
 
 
-def _at_once(backend: Any, sends: Sequence[tuple[int, Any]], receives: Sequence[tuple[int, Any]]) -> tuple[Any, ...]:
-    """batch_isend_irecv without its checks, which take a GPU's host longer than all else of a call."""
+def _exchange_coalesced(backend: Any, sends: Sequence[tuple[int, Any]], receives: Sequence[tuple[int, Any]]) -> tuple[Any, ...]:
+    """batch_isend_irecv without its checks, which take more host time than everything else in a call."""
     backend._start_coalescing()
     for rank, tensor in sends:
         backend.send([tensor], rank, 0)
@@ -141,14 +144,14 @@ def _at_once(backend: Any, sends: Sequence[tuple[int, Any]], receives: Sequence[
     return (backend._end_coalescing(),)
 
 
-ALONE = Peers(None, 0, 1, (0,))
+SINGLE_RANK = Peers(None, 0, 1, (0,))
 
 
 def peers_of(group: Any) -> tuple[Peers, ...]:
-    """The Peers of a process group, of each dimension of a DeviceMesh, or of all processes for None; each of a tuple of these
-    is a dimension, too; Peers are what they are. TypeError, ValueError, RuntimeError."""
+    """The Peers of a process group, of each dimension of a DeviceMesh, or of all processes for None; each element of a tuple is
+    a dimension, too; Peers are returned as they are. TypeError, ValueError, RuntimeError: it is none of these."""
     if group is None:
-        return (_peers(dist.group.WORLD),) if dist.is_initialized() else (ALONE,)
+        return (_peers(dist.group.WORLD),) if dist.is_initialized() else (SINGLE_RANK,)
     if isinstance(group, Peers):
         return (group,)
     if isinstance(group, tuple):
@@ -156,7 +159,7 @@ def peers_of(group: Any) -> tuple[Peers, ...]:
     if hasattr(group, "mesh_dim_names") and hasattr(group, "get_group"):
         return tuple([_peers(group.get_group(dim)) for dim in range(group.ndim)])
     if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError("group: this process is not one of its ranks: only these call what works on the group")
+        raise ValueError("group: this process is not one of its ranks; only these may call functions with this group")
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"group: must be a process group or a DeviceMesh of torch.distributed, or a tuple of two: {group=!r}")
     if not dist.is_initialized():
@@ -170,18 +173,18 @@ def _peers(group: Any) -> Peers:
     return Peers(group, dist.get_rank(group), len(ranks), ranks)
 
 
-def of_torch(**arrays: Any) -> None:
-    """TypeError, by its name: an array that torch's processes cannot exchange."""
+def check_torch_tensors(**arrays: Any) -> None:
+    """TypeError, with its name: an array is not a torch tensor, or is a DTensor."""
     for name, x in arrays.items():
         if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name}: must be a tensor of torch, by whose processes arrays travel, not {type(x).__name__}")
+            raise TypeError(f"{name}: must be a torch tensor, because torch.distributed sends it, not {type(x).__name__}")
         if hasattr(x, "to_local"):
-            raise TypeError(f"{name}: must be this rank's share, and is a DTensor: pass {name}.to_local()")
+            raise TypeError(f"{name}: must be this rank's shard, and is a DTensor: pass {name}.to_local()")
 
 
-def one_of(group: Any) -> Peers:
-    """The Peers of what must have one dimension. ValueError."""
+def one_dimensional_peers(group: Any) -> Peers:
+    """The Peers of a group that must have one dimension. ValueError."""
     found = peers_of(group)
     if len(found) != 1:
-        raise ValueError(f"group: must have one dimension here, a process group or one of a DeviceMesh's: it has {len(found)}")
+        raise ValueError(f"group: must have one dimension, a process group or a dimension of a DeviceMesh: it has {len(found)}")
     return found[0]

@@ -1,4 +1,4 @@
-"""Masks and scores of the whole, asked where a piece lies, and the small arrays that say where that is."""
+"""Masks and scores of the whole sequence, shifted to the position of a piece, and the small arrays that hold that position."""
 
 from __future__ import annotations
 
@@ -12,49 +12,50 @@ from tiles import inlined
 
 
 @functools.lru_cache(256)
-def placed_mask(mask: Callable, packed: bool) -> Callable:
-    """The mask, shifted to where the heads, queries and keys of a piece begin; `packed`: in each sequence."""
+def shift_mask(mask: Callable, packed: bool) -> Callable:
+    """The mask evaluated at i + offsets[1], j + offsets[2] and h + offsets[0]: the first query, key and head of a piece.
+    packed: the offsets are those of each sequence."""
 
-    within = inlined(mask)
+    inner = inlined(mask)
 
-    def mask_in_its_place(b, h, i, j, begins, *aux):
-        return within(b, h + begins[0], i + begins[1], j + begins[2], *aux)
+    def shifted_mask(b, h, i, j, offsets, *aux):
+        return inner(b, h + offsets[0], i + offsets[1], j + offsets[2], *aux)
 
-    def mask_in_its_sequence(b, h, i, j, begins, *aux):
-        return within(b, h + begins[0, b], i + begins[1, b], j + begins[2, b], *aux)
+    def shifted_mask_of_sequence(b, h, i, j, offsets, *aux):
+        return inner(b, h + offsets[0, b], i + offsets[1, b], j + offsets[2, b], *aux)
 
-    return mask_in_its_sequence if packed else mask_in_its_place
+    return shifted_mask_of_sequence if packed else shifted_mask
 
 
 @functools.lru_cache(256)
-def placed_score(score: Callable, packed: bool) -> Callable:
-    """The same for a score."""
+def shift_score(score: Callable, packed: bool) -> Callable:
+    """The score evaluated at shifted positions, like `shift_mask`."""
 
-    within = inlined(score)
+    inner = inlined(score)
 
-    def score_in_its_place(s, b, h, i, j, begins, *aux):
-        return within(s, b, h + begins[0], i + begins[1], j + begins[2], *aux)
+    def shifted_score(s, b, h, i, j, offsets, *aux):
+        return inner(s, b, h + offsets[0], i + offsets[1], j + offsets[2], *aux)
 
-    def score_in_its_sequence(s, b, h, i, j, begins, *aux):
-        return within(s, b, h + begins[0, b], i + begins[1, b], j + begins[2, b], *aux)
+    def shifted_score_of_sequence(s, b, h, i, j, offsets, *aux):
+        return inner(s, b, h + offsets[0, b], i + offsets[1, b], j + offsets[2, b], *aux)
 
-    return score_in_its_sequence if packed else score_in_its_place
+    return shifted_score_of_sequence if packed else shifted_score
 
 
 @functools.lru_cache(4096)
-def begins_of(head: int, row: int, key: int, device: Any) -> Any:
-    """The (head, query, key) with which a piece begins, as an array. Made once, because a copy to the device takes time."""
+def piece_offsets(head: int, row: int, key: int, device: Any) -> Any:
+    """The (head, query, key) at which a piece begins, as an array. Cached, because a copy to the device takes time."""
     return torch.tensor([head, row, key], dtype=torch.int32, device=device)
 
 
-def begins_of_sequences(head: int, row: int, key: int, ends: Any) -> Any:
-    """The same of packed sequences: (head, query, key) of each."""
-    first = ends[:-1]
-    heads, rows, keys = (torch.full_like(first, one) for one in (head, row, key))
-    return torch.stack([heads, (rows - first).clamp(min=0), (keys - first).clamp(min=0)])
+def sequence_offsets(head: int, row: int, key: int, ends: Any) -> Any:
+    """piece_offsets for each of several packed sequences, (3, sequences)."""
+    starts = ends[:-1]
+    heads, rows, keys = (torch.full_like(starts, offset) for offset in (head, row, key))
+    return torch.stack([heads, (rows - starts).clamp(min=0), (keys - starts).clamp(min=0)])
 
 
 @functools.lru_cache(4096)
-def lengths_of(ends: tuple[int, ...], batch: int, device: Any) -> Any:
-    """Keys of parts of queries: see attention.forward's lengths_k."""
+def key_lengths(ends: tuple[int, ...], batch: int, device: Any) -> Any:
+    """attention.forward's lengths_k for parts of queries: `ends` for each batch, (B, parts)."""
     return torch.tensor([ends] * batch, dtype=torch.int32, device=device)

@@ -1,5 +1,5 @@
-"""A recurrence on one rank's part of a sequence, whichever it is: what ranks agree on, its two passes, and its segments.
-recurrent.py says what is computed, and has the members of the family."""
+"""A recurrence on one rank's shard of a sequence: what ranks agree on, the two passes over the shard, and its segments.
+recurrent.py has the equations and the recurrences themselves."""
 
 from __future__ import annotations
 
@@ -11,227 +11,248 @@ import torch
 
 from tiles.device import machine
 
-from ..options import flag
+from ..options import check_flag
 from ..recurrent import chunks
-from ..recurrent import linear as plain
+from ..recurrent import linear as linear_functions
 from ..recurrent.kernels.tokens import CHUNK, COLUMNS
-from ..softmax.call_options import differentiated
-from .agreement import agreed, form_of, words_of
-from .orders import Contiguous, Span, count
-from .parts import Chain, Part
-from .peers import Peers, of_torch, one_of
-from .whole import cast, check_values, number_of_tokens
+from ..softmax.call_options import requires_grad
+from .agreement import agree_on_plan, cache_key, describe_value
+from .orders import Contiguous, Span, count_tokens
+from .parts import GatheredSummaries, SequenceShard
+from .peers import Peers, check_torch_tensors, one_dimensional_peers
+from .whole import autocast, check_values, parse_length
 
 Shape = tuple[int, ...]
-LOCAL = "decay", "z"  # options of which ranks have shares
+SHARDED_OPTIONS = "decay", "z"  # options of which each rank has its shard
 ALIGNED = 32  # numbers: 128 bytes
 
 
-class Recurrence:
-    """A call on this rank's part: what `function` of one GPU is told, and what the part makes of a state."""
+class ShardedRecurrence:
+    """A call on this rank's shard, which maps a state S to M S + N. Subclasses say by which function of one GPU, and how M and
+    N follow. initial_option, final_option: the function's options for states; value_index: which array holds the values;
+    without_tokens: the indices of arrays that have no token axis; names: of the arrays; autocast_names: the arrays and options
+    that torch.autocast casts."""
 
     function: Callable
-    before, after = "initial_state", "return_state"  # the options for states
-    values = 2  # which of the arrays are values
-    whole: tuple[int, ...] = ()  # which have no tokens
-    names: tuple[str, ...] = "q", "k", "v"  # of the arrays
-    tiles: tuple[str, ...] = "q", "k", "v"  # of arrays and options, those that autocast casts
+    initial_option, final_option = "initial_state", "return_state"
+    value_index = 2
+    without_tokens: tuple[int, ...] = ()
+    names: tuple[str, ...] = "q", "k", "v"
+    autocast_names: tuple[str, ...] = "q", "k", "v"
 
     def __init__(self, arrays: tuple[Any, ...], options: dict[str, Any]):
         self.arrays, self.options = arrays, {name: x for name, x in options.items() if x is not None}
 
-    def map_shape(self, place: Part) -> Shape:
-        """That of M as it travels, numbers a head with axes for what they multiply."""
+    def m_shape(self, shard: SequenceShard) -> Shape:
+        """The shape of M, (sequences, heads, ..), with axes for what it multiplies."""
         raise NotImplementedError
 
-    def left_shape(self, place: Part) -> Shape:
-        """That of states."""
+    def state_shape(self, shard: SequenceShard) -> Shape:
+        """The shape of states, and of N."""
         k, v = self.arrays[1], self.arrays[2]
-        return place.sequences, v.shape[2], k.shape[3], v.shape[3]
+        return shard.sequences, v.shape[2], k.shape[3], v.shape[3]
 
-    def summary(self, place: Part) -> tuple[Any, Any]:
-        """(M, N) of a part that has tokens, or of each of its segments."""
+    def summarize(self, shard: SequenceShard) -> tuple[Any, Any]:
+        """(M, N) of a shard that has tokens, or of each of its segments."""
         raise NotImplementedError
 
     def compose(self, m: Any, state: Any) -> Any:
-        """M S."""
+        """M S, for M of numbers or vectors."""
         return m * state
 
-    def call(self, place: Part, **more: Any) -> Any:
-        """The function of one GPU on this part; more: of its options."""
-        arrays = [x if n in self.whole else place.packed(x) for n, x in enumerate(self.arrays)]
-        told = self.options | place.options() | more
-        if told.get("decay") is not None and told["decay"].ndim > 1:
-            told["decay"] = place.packed(told["decay"])
-        return type(self).function(*arrays, **told)
+    def call(self, shard: SequenceShard, **more: Any) -> Any:
+        """The result of the function of one GPU on this shard. more: further options."""
+        arrays = [x if n in self.without_tokens else shard.pack(x) for n, x in enumerate(self.arrays)]
+        options = self.options | shard.varlen_options() | more
+        if options.get("decay") is not None and options["decay"].ndim > 1:
+            options["decay"] = shard.pack(options["decay"])
+        return type(self).function(*arrays, **options)
 
     def run(self, group: Any, length: int | None) -> Any:
-        """What the public function gives."""
-        peers, first = one_of(group), self.arrays[0]
+        """The result of the public function."""
+        peers, first = one_dimensional_peers(group), self.arrays[0]
         try:
-            self._cast()
-            forms = [(name, form_of(x)) for name, x in self.options.items()]
-            learned = differentiated(*self.arrays, *self.options.values())
-            form = type(self), length, learned, *[(x.device, form_of(x)) for x in self.arrays], *forms
-            hash(form)
-        except Exception:  # what is wrong `_planned` says, so that all ranks hear of it
-            form = None
-        span = agreed((peers,), form, lambda: self._planned(peers, length), getattr(first, "device", None))
-        ends = self.options.get("cu_seqlens")
-        check_values(self.options, self._total(peers, length), 0)
+            self._autocast()
+            option_keys = [(name, cache_key(x)) for name, x in self.options.items()]
+            needs_gradient = requires_grad(*self.arrays, *self.options.values())
+            array_keys = [(x.device, cache_key(x)) for x in self.arrays]
+            key = type(self), length, needs_gradient, *array_keys, *option_keys
+            hash(key)
+        except Exception:  # _plan_call raises what is wrong, on all ranks
+            key = None
+        span = agree_on_plan((peers,), key, lambda: self._plan_call(peers, length), getattr(first, "device", None))
+        check_values(self.options, self._total_tokens(peers, length), 0)
         with torch.no_grad():
-            place = Part(span, first.shape[0], ends, first.device)
-            begin, after = self.options.pop(self.before, None), self.options.pop(self.after, False)
+            shard = SequenceShard(span, first.shape[0], self.options.get("cu_seqlens"), first.device)
+            initial, wants_final = self.options.pop(self.initial_option, None), self.options.pop(self.final_option, False)
             if peers.world == 1:
-                return self.call(place, **{self.before: begin, self.after: after})
-            out, chain = self.passes(peers, place, None if peers.rank else begin, after or peers.rank < peers.world - 1)
-            return (out, chain.before(peers.world).contiguous()) if after else out
+                return self.call(shard, **{self.initial_option: initial, self.final_option: wants_final})
+            is_needed = wants_final or peers.rank < peers.world - 1
+            out, summaries = self.run_passes(peers, shard, None if peers.rank else initial, is_needed)
+            return (out, summaries.state_before(peers.world).contiguous()) if wants_final else out
 
-    def _cast(self) -> None:
-        """What torch.autocast does, here, as not all that is called for a part is an op that it knows."""
+    def _autocast(self) -> None:
+        """Cast like torch.autocast, which does not know all the functions that are called for a shard."""
         if torch.is_autocast_enabled(self.arrays[0].device.type):
-            self.arrays = tuple([cast(x)[0] if its in self.tiles else x for its, x in zip(self.names, self.arrays)])
-            self.options = {its: cast(x)[0] if its in self.tiles else x for its, x in self.options.items()}
+            names = self.autocast_names
+            self.arrays = tuple([autocast(x)[0] if name in names else x for name, x in zip(self.names, self.arrays)])
+            self.options = {name: autocast(x)[0] if name in names else x for name, x in self.options.items()}
 
-    def passes(self, peers: Peers, place: Part, begin: Any, awaited: bool) -> tuple[Any, Chain]:
-        """This part's output, and all summaries. begin: the state before the whole, of the first part; awaited: does another
-        one wait for this one's summary?"""
-        cut = place.cut(self.segments(place))
-        if not len(place.span):
-            return self._empty(), Chain.of(peers, *self._nothing_done(place, begin), self.compose)
-        if peers.rank == 0 and cut is place:  # it knows what is before it, and needs no M
-            out, left = self.first(place, begin)
-            chain = Chain.of(peers, self._none(place)[0], left, self.compose)
-            return self.call(place, **{self.before: begin}) if out is None else out, chain
-        found: list[tuple[Any, Any]] = []  # what the first segment, the first two, .. make of a state
-        if awaited or cut.segments > 1:
-            shapes = [(place.sequences, cut.segments, *shape(place)[1:]) for shape in (self.map_shape, self.left_shape)]
-            for m, left in zip(*[x.reshape(shape).unbind(1) for x, shape in zip(self.summary(cut), shapes)]):
-                found.append((self.compose(m, found[-1][0]), self.compose(m, found[-1][1]) + left) if found else (m, left))
-        m, left = found[-1] if found else self._none(place)
-        chain = Chain.of(peers, m, left if begin is None else self.compose(m, begin) + left, self.compose)
-        state = chain.before(peers.rank) if peers.rank else begin
-        starts = [self._none(place)[1] if state is None else state]
-        starts += [left if state is None else self.compose(m, state) + left for m, left in found[:-1]]
-        out = self.call(cut, **{self.before: starts[0] if cut is place else torch.stack(starts, 1).flatten(0, 1)})
-        return out.reshape(self.arrays[self.values].shape), chain
+    def run_passes(self, peers: Peers, shard: SequenceShard, initial: Any, is_needed: bool) -> tuple[Any, GatheredSummaries]:
+        """This shard's output, and the summaries of all ranks. initial: the state before the whole, on the first rank;
+        is_needed: does another rank need this one's summary?"""
+        segmented = shard.split(self.count_segments(shard))
+        if not len(shard.span):
+            summary = self._identity_summary(shard, initial)
+            return self._empty_output(), GatheredSummaries.gather(peers, *summary, self.compose)
+        if peers.rank == 0 and segmented is shard:  # the state before it is known, so M is not needed
+            out, n = self.run_first_shard(shard, initial)
+            summaries = GatheredSummaries.gather(peers, self._zero_summary(shard)[0], n, self.compose)
+            return self.call(shard, **{self.initial_option: initial}) if out is None else out, summaries
+        prefixes: list[tuple[Any, Any]] = []  # (M, N) of the first segment, of the first two, ..
+        if is_needed or segmented.segments > 1:
+            shapes = [(shard.sequences, segmented.segments, *shape(shard)[1:]) for shape in (self.m_shape, self.state_shape)]
+            for m, n in zip(*[x.reshape(shape).unbind(1) for x, shape in zip(self.summarize(segmented), shapes)]):
+                if prefixes:
+                    before_m, before_n = prefixes[-1]
+                    m, n = self.compose(m, before_m), self.compose(m, before_n) + n
+                prefixes.append((m, n))
+        m, n = prefixes[-1] if prefixes else self._zero_summary(shard)
+        n = n if initial is None else self.compose(m, initial) + n
+        summaries = GatheredSummaries.gather(peers, m, n, self.compose)
+        state = summaries.state_before(peers.rank) if peers.rank else initial
+        states = [self._zero_summary(shard)[1] if state is None else state]  # before each segment
+        states += [n if state is None else self.compose(m, state) + n for m, n in prefixes[:-1]]
+        before = states[0] if segmented is shard else torch.stack(states, 1).flatten(0, 1)
+        out = self.call(segmented, **{self.initial_option: before})
+        return out.reshape(self.arrays[self.value_index].shape), summaries
 
-    def segments(self, place: Part) -> int:
-        """How many thread blocks there are, one for 64 columns of a state, and how many the GPU has room for."""
-        v = self.arrays[self.values]
-        items = place.sequences * v.shape[2] * -(-v.shape[3] // COLUMNS)
-        tokens = len(place.span) * place.batch // max(1, place.sequences)
-        room = machine(v.device.index if v.is_cuda else None).processors // max(1, items)
-        return max(1, min(room, tokens // CHUNK // chunks.LEAST))
+    def count_segments(self, shard: SequenceShard) -> int:
+        """Into how many segments to split each sequence so that the thread blocks, one for 64 columns of a state, fill the
+        GPU."""
+        v = self.arrays[self.value_index]
+        blocks = shard.sequences * v.shape[2] * -(-v.shape[3] // COLUMNS)
+        tokens = len(shard.span) * shard.batch // max(1, shard.sequences)
+        fitting = machine(v.device.index if v.is_cuda else None).processors // max(1, blocks)
+        return max(1, min(fitting, tokens // CHUNK // chunks.MIN_SEGMENT_CHUNKS))
 
-    def first(self, place: Part, begin: Any) -> tuple[Any, Any]:
-        """(output, state after it) of the whole's first part: where the summary takes a pass like any other, one of both."""
-        return self.call(place, **{self.before: begin, self.after: True})
+    def run_first_shard(self, shard: SequenceShard, initial: Any) -> tuple[Any, Any]:
+        """(output, state after it) of the whole's first shard, in one pass; the output is None where the state alone comes
+        sooner, and the output needs another pass."""
+        return self.call(shard, **{self.initial_option: initial, self.final_option: True})
 
-    def _nothing_done(self, place: Part, begin: Any) -> tuple[Any, Any]:
-        """The summary of a part that has no tokens. begin: the state before the whole, of the first part."""
-        m, left = self._none(place)
+    def _identity_summary(self, shard: SequenceShard, initial: Any) -> tuple[Any, Any]:
+        """(M, N) of a shard without tokens: the identity and 0, or on the first rank the state before the whole."""
+        m, n = self._zero_summary(shard)
         m += torch.eye(m.shape[-1], device=m.device) if m.shape[-1] > 1 else 1
-        return m, left if begin is None else begin.float()
+        return m, n if initial is None else initial.float()
 
-    def _none(self, place: Part) -> tuple[Any, Any]:
-        """What nobody waits for."""
-        return torch.zeros(self.map_shape(place), device=place.device), torch.zeros(self.left_shape(place), device=place.device)
+    def _zero_summary(self, shard: SequenceShard) -> tuple[Any, Any]:
+        """(M, N) of zeros, of a shard whose summary no rank needs."""
+        return torch.zeros(self.m_shape(shard), device=shard.device), torch.zeros(self.state_shape(shard), device=shard.device)
 
-    def _empty(self) -> Any:
-        return torch.empty_like(self.arrays[self.values])
+    def _empty_output(self) -> Any:
+        return torch.empty_like(self.arrays[self.value_index])
 
-    def _total(self, peers: Peers, length: int | None) -> int:
-        """Tokens of the whole."""
+    def _total_tokens(self, peers: Peers, length: int | None) -> int:
+        """How many tokens the whole sequence has."""
         return self.arrays[0].shape[1] * peers.world if length is None else length
 
-    def _planned(self, peers: Peers, length: int | None) -> tuple[str, Span]:
-        """What all ranks must have in common, in words, and this one's tokens. ValueError, NotImplementedError."""
-        name, first = type(self).function.__name__, self.arrays[0]
-        of_torch(**dict(zip(self.names, self.arrays)))
-        for its, x in zip(self.names, self.arrays):
-            if x.ndim < 2 and its != "A":
-                raise ValueError(f"{its}: must have a batch and tokens: {its}.shape={tuple(x.shape)}")
+    def _plan_call(self, peers: Peers, length: int | None) -> tuple[str, Span]:
+        """A description of what must be equal on all ranks, and this rank's tokens. ValueError, NotImplementedError."""
+        function_name, first = type(self).function.__name__, self.arrays[0]
+        check_torch_tensors(**dict(zip(self.names, self.arrays)))
+        for name, x in zip(self.names, self.arrays):
+            if x.ndim < 2 and name != "A":
+                raise ValueError(f"{name}: must have a batch axis and a token axis: {name}.shape={tuple(x.shape)}")
         for option in ("layout", "out", "stream", "normalize", "seq_idx"):
-            given = self.options.get(option, False)
-            if getattr(given, "ndim", 0) or given not in (False, "bshd"):  # of arrays torch does not say whether they are equal
-                raise NotImplementedError(f"{option}: is not served on several ranks")
-        if differentiated(*self.arrays, *self.options.values()):
+            value = self.options.get(option, False)
+            if getattr(value, "ndim", 0) or value not in (False, "bshd"):  # `in` cannot compare arrays
+                raise NotImplementedError(f"{option}: is not supported on several ranks; leave it out")
+        if requires_grad(*self.arrays, *self.options.values()):
             raise NotImplementedError(
-                f"{name}: an array requires grad, and the backward pass is not there yet; call under torch.no_grad()"
+                f"{function_name}: an array requires grad, and there is no backward pass on several ranks; call it under "
+                "torch.no_grad()"
             )
-        total = self._total(peers, number_of_tokens("length", length))
+        total = self._total_tokens(peers, parse_length("length", length))
         spans = Contiguous().spans(total, peers.world)[peers.rank]
-        if count(spans) != first.shape[1]:
-            had = f"rank {peers.rank} of {peers.world} has {first.shape[1]} tokens, and would have {count(spans)} of {total}"
-            raise ValueError(f"length: {had}: give length, the number of all tokens, as shards may differ")
-        flag(self.after, self.options.get(self.after, False))
-        of_torch(**{option: self.options[option] for option in ("cu_seqlens",) if option in self.options})
-        self._check(peers.rank)
+        if (expected := count_tokens(spans)) != first.shape[1]:
+            had = f"rank {peers.rank} of {peers.world} has {first.shape[1]} tokens, and would have {expected} of {total}"
+            raise ValueError(f"length: {had}: give length, the number of all tokens, because shards may differ in length")
+        check_flag(self.final_option, self.options.get(self.final_option, False))
+        check_torch_tensors(**{option: self.options[option] for option in ("cu_seqlens",) if option in self.options})
+        self._check_options(peers.rank)
         check_values(self.options, total, 0, planning=True)
-        forms = [f"{its}: {(*x.shape[:1], *x.shape[2:])} of {x.dtype}" for its, x in zip(self.names, self.arrays)]
-        options = {option: x for option, x in self.options.items() if option != self.before}
-        named = [f"{option}={_local(option, x)}" for option, x in sorted(options.items())]
-        of_shares = [f"length=None of shares of {first.shape[1]}: give length where these differ"] if length is None else []
-        words = [f"function={name}", *forms, *(of_shares or [f"length={total}"]), *named]
-        return "; ".join(words), spans[0] if spans else Span(0, 0)
+        arrays = [f"{name}: {(*x.shape[:1], *x.shape[2:])} of {x.dtype}" for name, x in zip(self.names, self.arrays)]
+        options = {option: x for option, x in self.options.items() if option != self.initial_option}
+        values = [f"{option}={_describe_option(option, x)}" for option, x in sorted(options.items())]
+        tokens = f"length={total}"
+        if length is None:
+            tokens = f"length=None of shards of {first.shape[1]}: give length where these differ"
+        return "; ".join([f"function={function_name}", *arrays, tokens, *values]), spans[0] if spans else Span(0, 0)
 
-    def _check(self, rank: int) -> None:
-        """What the function of one GPU says of a call without tokens: everything is checked, nothing launched, and a rank that
-        has no tokens, or no state to begin with, learns what the others do."""
-        none = [x if n in self.whole else x.detach()[:, :0] for n, x in enumerate(self.arrays)]
-        told = {name: x for name, x in self.options.items() if name != self.after and (rank == 0 or name != self.before)}
-        for name, x in told.items():
-            if name in LOCAL and getattr(x, "ndim", 0) > 1:
-                told[name] = x[:, :0]
+    def _check_options(self, rank: int) -> None:
+        """Call the function of one GPU without tokens: it checks everything and launches nothing. So ranks without tokens, or
+        without an initial state, raise the same errors as the others."""
+        arrays = [x if n in self.without_tokens else x.detach()[:, :0] for n, x in enumerate(self.arrays)]
+        skipped = {self.final_option} if rank == 0 else {self.final_option, self.initial_option}
+        options = {name: x for name, x in self.options.items() if name not in skipped}
+        for name, x in options.items():
+            if name in SHARDED_OPTIONS and getattr(x, "ndim", 0) > 1:
+                options[name] = x[:, :0]
             elif name == "cu_seqlens":
-                told[name] = torch.zeros_like(x)
+                options[name] = torch.zeros_like(x)
         with torch.no_grad():
-            type(self).function(*none, **told)
+            type(self).function(*arrays, **options)
 
 
-class InSegments(Recurrence):
-    """Where one GPU, too, cuts sequences into segments: the pass that finds what these leave gives the summary, and the second
-    one goes on from the state before. So each token costs what it costs on one GPU that does so."""
+class SegmentedRecurrence(ShardedRecurrence):
+    """A recurrence whose kernels split sequences into segments on one GPU as well: the pass that computes the segments' states
+    also gives the summary, and the second pass continues from the state before. So each token costs what it costs on one
+    GPU."""
 
-    def left_by_segments(self, place: Part) -> tuple[Any, Any]:
-        """(local, total): see linear.left_by_segments."""
+    def segment_states(self, shard: SequenceShard) -> tuple[Any, Any]:
+        """(local_state, total_decay) of the segments: see recurrent.linear.segment_states."""
         raise NotImplementedError
 
-    def going_on(self, place: Part, local: Any, total: Any, state: Any) -> Any:
-        """The output, from the state before the part."""
+    def outputs_from_segments(self, shard: SequenceShard, local_state: Any, total_decay: Any, state: Any) -> Any:
+        """The output, from the segments' states and the state before the shard."""
         raise NotImplementedError
 
-    def as_states(self, left: Any) -> Any:
-        """Of kernels' states (.., Dv, Dk) those of this function, and of those the kernels'."""
-        return left
+    def convert_state(self, state: Any) -> Any:
+        """A state in the kernels' layout (.., Dv, Dk) from one in the function's layout, and the other way round."""
+        return state
 
-    def passes(self, peers: Peers, place: Part, begin: Any, awaited: bool) -> tuple[Any, Chain]:
-        if not len(place.span):
-            nothing = self._nothing_done(place, begin)
-            summary, m, left = _room(nothing[0].shape, self.as_states(nothing[1]).shape, place.device)
-            m.copy_(nothing[0])
-            left.copy_(self.as_states(nothing[1]))
-            return self._empty(), Chain(peers, summary, (m.shape, left.shape), self.compose, self.as_states)
-        local, total = self.left_by_segments(place)
-        sequences, heads, _, *size = local.shape
-        summary, m, left = _room((sequences, heads, 1, 1), (sequences, heads, *size), total.device)
-        plain.left_together(local, total, None if begin is None else self.as_states(begin), m.squeeze(3), left)
-        chain = Chain(peers, summary, (m.shape, left.shape), self.compose, self.as_states)
-        return self.going_on(place, local, total, chain.before(peers.rank) if peers.rank else begin), chain
+    def run_passes(self, peers: Peers, shard: SequenceShard, initial: Any, is_needed: bool) -> tuple[Any, GatheredSummaries]:
+        if not len(shard.span):
+            identity_m, identity_n = self._identity_summary(shard, initial)
+            identity_n = self.convert_state(identity_n)
+            summary, m, n = _allocate_summary(identity_m.shape, identity_n.shape, shard.device)
+            m.copy_(identity_m)
+            n.copy_(identity_n)
+            return self._empty_output(), GatheredSummaries(peers, summary, (m.shape, n.shape), self.compose, self.convert_state)
+        local_state, total_decay = self.segment_states(shard)
+        sequences, heads, _, *size = local_state.shape
+        summary, m, n = _allocate_summary((sequences, heads, 1, 1), (sequences, heads, *size), total_decay.device)
+        initial_state = None if initial is None else self.convert_state(initial)
+        linear_functions.compose_segment_states(local_state, total_decay, initial_state, m.squeeze(3), n)
+        summaries = GatheredSummaries(peers, summary, (m.shape, n.shape), self.compose, self.convert_state)
+        before = summaries.state_before(peers.rank) if peers.rank else initial
+        return self.outputs_from_segments(shard, local_state, total_decay, before), summaries
 
-    def _told(self, place: Part, *names: str) -> dict[str, Any]:
-        """These of the options."""
-        return {name: x for name, x in (self.options | place.options()).items() if name in (*names, "cu_seqlens", "family")}
+    def _select_options(self, shard: SequenceShard, *names: str) -> dict[str, Any]:
+        """The options of these names, cu_seqlens and family."""
+        options = self.options | shard.varlen_options()
+        return {name: x for name, x in options.items() if name in (*names, "cu_seqlens", "family")}
 
 
-def _room(of_m: Shape, of_left: Shape, device: Any) -> tuple[Any, Any, Any]:
-    """A summary that is to be written, and in it the places of M and of N, which begins where kernels like arrays to."""
-    numbers = [math.prod(shape) for shape in (of_m, of_left)]
+def _allocate_summary(m_shape: Shape, n_shape: Shape, device: Any) -> tuple[Any, Any, Any]:
+    """(an uninitialised summary, views of M and of N in it), where N begins at an address that is aligned for kernels."""
+    numbers = [math.prod(shape) for shape in (m_shape, n_shape)]
     summary = torch.empty(-(-numbers[0] // ALIGNED) * ALIGNED + numbers[1], device=device)
-    return summary, summary[: numbers[0]].view(of_m), summary[len(summary) - numbers[1] :].view(of_left)
+    return summary, summary[: numbers[0]].view(m_shape), summary[len(summary) - numbers[1] :].view(n_shape)
 
 
-def _local(name: str, x: Any) -> str:
-    """What is said of an option of which ranks have shares."""
-    return f"{x.ndim} axes of {x.dtype}" if name in LOCAL else words_of(name, x)
+def _describe_option(name: str, x: Any) -> str:
+    """An option's value in words; of an option that is sharded, only its axes and dtype."""
+    return f"{x.ndim} axes of {x.dtype}" if name in SHARDED_OPTIONS else describe_value(name, x)

@@ -1,15 +1,15 @@
-"""attention.parallel.linear, delta_rule and mamba2: recurrences of a sequence that lies on several ranks, one part behind the
-other.
+"""attention.parallel.linear, delta_rule and mamba2: recurrences over a sequence that is spread over several ranks, in
+contiguous shards.
 
-A rank's part changes a state S (Dk, Dv) to M S + N, whatever S was: N is what it leaves of a state of 0, and M the product of
-its tokens' decays, a number or a vector (Dk) a head, or for the delta rule a matrix (Dk, Dk). These summaries are all that
-travels, Dk (Dk + Dv) numbers a head, in float32; each rank composes those before it,
+A rank's shard maps a state S (Dk, Dv) to M S + N. N is the state after the shard if the state before it is 0. M is the product
+of its tokens' decays, a number or a vector (Dk) for each head, or for the delta rule a matrix (Dk, Dk). Only these summaries
+are sent, Dk (Dk + Dv) numbers for each head, in float32; each rank composes those of the ranks before it,
 
     S_0 = initial_state        S_(r+1) = M_r S_r + N_r
 
-and goes through its part from S_r. So there are two passes, one for the summary, which needs no outputs, and one for these. A
-part is cut into segments in both, as many as fill the GPU: what each starts from follows by the same algebra. docs/parallel.md
-says what the passes cost."""
+and computes its outputs from S_r. So there are two passes over a shard, one for the summary, which computes no outputs, and one
+for the outputs. In both, a shard is split into as many segments as fill the GPU; the state before each segment follows by the
+same algebra. docs/parallel.md says what the passes cost."""
 
 from __future__ import annotations
 
@@ -21,196 +21,203 @@ import torch
 import attention
 
 from ..recurrent import delta_rule as delta
-from ..recurrent import linear as plain
+from ..recurrent import linear as linear_functions
 from ..recurrent import mamba2 as mamba
-from .parts import LEAST, Part
-from .peers import uncompiled
-from .recurrence import InSegments, Recurrence, Shape
+from .parts import MIN_DECAY, SequenceShard
+from .peers import disable_compile
+from .recurrence import SegmentedRecurrence, Shape, ShardedRecurrence
 
-SEGMENTED = 128  # columns of keys, at most, where the kernels of linear and mamba2 cut sequences into segments on every GPU
-WIDEST = 256  # columns of values
+MAX_KEY_DIM = 128  # of the kernels of linear and mamba2 that split sequences into segments on every GPU
+MAX_VALUE_DIM = 256
 
 
-@uncompiled
+@disable_compile
 def linear(q: Any, k: Any, v: Any, *, group: Any = None, length: int | None = None, **options: Any) -> Any:
-    """attention.linear of a sequence that is spread over several ranks, in contiguous shares
-    (`attention.parallel.shard(.., order="contiguous")`, or `reorder` from zigzag). Arguments and results are linear's; decay
-    is this rank's share, except for one of heads.
+    """attention.linear of a sequence that is spread over several ranks, in contiguous shards (`attention.parallel.shard(..,
+    order="contiguous")`, or `reorder` from zigzag). Arguments and results are linear's; decay is this rank's shard, unless it
+    is one number for each head.
 
-    initial_state is that before the whole sequence, and counts on the first rank only. return_state gives the state after
-    the whole, on every rank. cu_seqlens is that of the whole sequence. group: a process group, a dimension of a DeviceMesh,
-    or None for all processes. length: tokens of the whole, if shares differ. layout, out, stream and normalize=True are not
-    supported.
+    initial_state is the state before the whole sequence, and is read on the first rank alone. return_state gives the state
+    after the whole, on every rank. cu_seqlens is that of the whole sequence. group: a process group, a dimension of a
+    DeviceMesh, or None for all processes. length: tokens of the whole, if shards differ in length. layout, out, stream and
+    normalize=True are not supported.
 
-    ValueError on every rank, before anything travels: ranks disagree. TypeError: an array that is not torch's."""
-    kind = LinearInSegments if LinearInSegments.serves(k, options.get("decay")) else Linear
+    ValueError on every rank, before anything is sent: ranks disagree. TypeError: an array is not a torch tensor."""
+    kind = SegmentedLinear if SegmentedLinear.serves(k, options.get("decay")) else ShardedLinear
     return kind((q, k, v), options).run(group, length)
 
 
-@uncompiled
+@disable_compile
 def delta_rule(q: Any, k: Any, v: Any, beta: Any, *, group: Any = None, length: int | None = None, **options: Any) -> Any:
-    """attention.delta_rule of a sequence that is spread over several ranks: see `linear`. beta: this rank's share."""
-    return Delta((q, k, v, beta), options).run(group, length)
+    """attention.delta_rule of a sequence that is spread over several ranks: see `linear`. beta: this rank's shard."""
+    return ShardedDeltaRule((q, k, v, beta), options).run(group, length)
 
 
-@uncompiled
+@disable_compile
 def mamba2(x: Any, dt: Any, A: Any, B: Any, C: Any, *, group: Any = None, length: int | None = None, **options: Any) -> Any:
-    """attention.mamba2 of a sequence that is spread over several ranks: see `linear`. dt, B, C and z: this rank's shares.
-    seq_idx is not supported: cu_seqlens, of the whole sequence, does the same."""
-    kind = MambaInSegments if MambaInSegments.serves(B) else Mamba
+    """attention.mamba2 of a sequence that is spread over several ranks: see `linear`. dt, B, C and z: this rank's shards.
+    seq_idx is not supported; use cu_seqlens of the whole sequence instead."""
+    kind = SegmentedMamba2 if SegmentedMamba2.serves(B) else ShardedMamba2
     return kind((x, dt, A, B, C), options).run(group, length)
 
 
-class Linear(Recurrence):
-    """attention.linear. M: a number a head, or one a channel."""
+class ShardedLinear(ShardedRecurrence):
+    """attention.linear. M: for each head a number, or a vector of the channels' decays."""
 
     function = staticmethod(attention.linear)
 
-    def map_shape(self, place: Part) -> Shape:
+    def m_shape(self, shard: SequenceShard) -> Shape:
         k, v, decay = self.arrays[1], self.arrays[2], self.options.get("decay")
-        return place.sequences, v.shape[2], k.shape[3] if decay is not None and decay.ndim == 4 else 1, 1
+        return shard.sequences, v.shape[2], k.shape[3] if decay is not None and decay.ndim == 4 else 1, 1
 
-    def summary(self, place: Part) -> tuple[Any, Any]:
-        decay, shape = self.options.get("decay"), self.map_shape(place)
+    def summarize(self, shard: SequenceShard) -> tuple[Any, Any]:
+        decay, shape = self.options.get("decay"), self.m_shape(shard)
         if decay is None:
-            total = torch.zeros(shape, device=place.device)
+            total = torch.zeros(shape, device=shard.device)
         elif decay.ndim == 1:
-            total = decay.float() * place.tokens()[:, None]
+            total = decay.float() * shard.lengths()[:, None]
         else:
-            total = place.sums(decay)
-        return total.exp().reshape(shape), self.call(place, return_state=True)[1]
+            total = shard.sum_log_decays(decay)
+        return total.exp().reshape(shape), self.call(shard, return_state=True)[1]
 
 
-class LinearInSegments(InSegments, Linear):
-    """attention.linear so."""
+class SegmentedLinear(SegmentedRecurrence, ShardedLinear):
+    """attention.linear, by the kernels that split sequences into segments."""
 
     @staticmethod
     def serves(k: Any, decay: Any) -> bool:
-        """Not for decays of channels, nor for wide keys."""
-        return _columns(k) <= SEGMENTED and getattr(decay, "ndim", 0) < 4  # of what is no array `_check` says so
+        """Do these kernels support the call? Not decays of channels, nor wide keys."""
+        return _last_extent(k) <= MAX_KEY_DIM and getattr(decay, "ndim", 0) < 4  # other objects: see _check_options
 
-    def left_by_segments(self, place: Part) -> tuple[Any, Any]:
-        return plain.left_by_segments(*self.arrays, **self._told(place, "decay"))
+    def segment_states(self, shard: SequenceShard) -> tuple[Any, Any]:
+        return linear_functions.segment_states(*self.arrays, **self._select_options(shard, "decay"))
 
-    def going_on(self, place: Part, local: Any, total: Any, state: Any) -> Any:
+    def outputs_from_segments(self, shard: SequenceShard, local_state: Any, total_decay: Any, state: Any) -> Any:
+        options = self._select_options(shard, "decay", "scale")
         q, k, v = self.arrays
-        return plain.going_on(q, k, v, local, total, initial_state=state, **self._told(place, "decay", "scale"))
+        return linear_functions.outputs_from_segments(q, k, v, local_state, total_decay, initial_state=state, **options)
 
-    def as_states(self, left: Any) -> Any:
-        return left.transpose(-1, -2)
+    def convert_state(self, state: Any) -> Any:
+        return state.transpose(-1, -2)
 
 
-class Delta(Recurrence):
-    """attention.delta_rule. M: a matrix a head, what a state of 1 becomes where there are no values."""
+class ShardedDeltaRule(ShardedRecurrence):
+    """attention.delta_rule. M: a matrix for each head, which is the state after the shard if the state before it is the
+    identity and all values are 0."""
 
     function = staticmethod(attention.delta_rule)
     names = "q", "k", "v", "beta"
 
-    def map_shape(self, place: Part) -> Shape:
+    def m_shape(self, shard: SequenceShard) -> Shape:
         k, v = self.arrays[1], self.arrays[2]
-        return place.sequences, v.shape[2], k.shape[3], k.shape[3]
+        return shard.sequences, v.shape[2], k.shape[3], k.shape[3]
 
-    def summary(self, place: Part) -> tuple[Any, Any]:
-        """See Recurrence: both at once, from a state [0 | 1]; with decays of channels by values [v | 0], where that is no more
-        than 256 columns."""
+    def summarize(self, shard: SequenceShard) -> tuple[Any, Any]:
+        """(M, N), computed together: the state [0 | I] becomes [N | M], with columns of 0 as M's values. With decays of
+        channels these columns are appended to v, if that has then at most 256 columns; else M and N are two calls."""
         q, k, v, beta = self.arrays
         keys, columns = k.shape[3], v.shape[3]
-        begin = _nothing_and_one(keys, columns, k.device).expand(*self.map_shape(place)[:2], -1, -1)
-        if not self._of_channels():
-            both = self._states(place, begin)
-            return both[..., columns:], both[..., :columns]
-        none = v.new_zeros((*v.shape[:3], keys))
-        if keys + columns > WIDEST:
-            one = begin[..., columns:].contiguous()
-            m = Delta((q, k, none, beta), self.options).call(place, initial_state=one, return_state=True)[1]
-            return m, self.call(place, return_state=True)[1]
-        both = Delta((q, k, torch.cat([v, none], -1), beta), self.options)
-        left = both.call(place, initial_state=begin.contiguous(), return_state=True)[1]
-        return left[..., columns:], left[..., :columns]
+        initial = _zero_and_identity(keys, columns, k.device).expand(*self.m_shape(shard)[:2], -1, -1)
+        if not self._has_channel_decay():
+            final = self._final_states(shard, initial)
+            return final[..., columns:], final[..., :columns]
+        zeros = v.new_zeros((*v.shape[:3], keys))
+        if keys + columns > MAX_VALUE_DIM:
+            identity = initial[..., columns:].contiguous()
+            m_call = ShardedDeltaRule((q, k, zeros, beta), self.options)
+            m = m_call.call(shard, initial_state=identity, return_state=True)[1]
+            return m, self.call(shard, return_state=True)[1]
+        wide_call = ShardedDeltaRule((q, k, torch.cat([v, zeros], -1), beta), self.options)
+        final = wide_call.call(shard, initial_state=initial.contiguous(), return_state=True)[1]
+        return final[..., columns:], final[..., :columns]
 
-    def first(self, place: Part, begin: Any) -> tuple[Any, Any]:
-        """See Recurrence: others get the state sooner by a pass of its own, which makes no output."""
-        if self._of_channels():
-            return super().first(place, begin)
-        begin = torch.zeros(self.left_shape(place), device=place.device) if begin is None else begin
-        return None, self._states(place, begin)
+    def run_first_shard(self, shard: SequenceShard, initial: Any) -> tuple[Any, Any]:
+        """(None, state after it): other ranks get the state sooner by a pass that computes no outputs."""
+        if self._has_channel_decay():
+            return super().run_first_shard(shard, initial)
+        initial = torch.zeros(self.state_shape(shard), device=shard.device) if initial is None else initial
+        return None, self._final_states(shard, initial)
 
-    def _of_channels(self) -> bool:
+    def _has_channel_decay(self) -> bool:
         decay = self.options.get("decay")
         return decay is not None and decay.ndim == 4
 
-    def _states(self, place: Part, begin: Any) -> Any:
-        _, k, v, beta = map(place.packed, self.arrays)
-        told = {name: x for name, x in (self.options | place.options()).items() if name in ("decay", "cu_seqlens", "family")}
-        if told.get("decay") is not None and told["decay"].ndim > 1:
-            told["decay"] = place.packed(told["decay"])
-        return delta.states(k, v, beta, begin, skipped=self._forgotten(place), **told)
+    def _final_states(self, shard: SequenceShard, initial: Any) -> Any:
+        """The state after each sequence or segment, without outputs."""
+        _, k, v, beta = map(shard.pack, self.arrays)
+        options = self.options | shard.varlen_options()
+        options = {name: x for name, x in options.items() if name in ("decay", "cu_seqlens", "family")}
+        if options.get("decay") is not None and options["decay"].ndim > 1:
+            options["decay"] = shard.pack(options["decay"])
+        return delta.final_states(k, v, beta, initial, skipped=self._forgotten_chunks(shard), **options)
 
-    def _forgotten(self, place: Part) -> Any:
-        """What need not be walked for a state, as it has decayed to nothing at the end: see Part.forgotten. A token multiplies
-        a state by exp(decay) (1 - beta k k^T), whose norm is exp(decay) or, where beta |k|^2 is not between 0 and 2, more."""
+    def _forgotten_chunks(self, shard: SequenceShard) -> Any:
+        """The number of chunks that leave nothing in the final state: see SequenceShard.count_forgotten_chunks. A token
+        multiplies a state by exp(decay) (1 - beta k k^T), whose norm is exp(decay), or more if beta |k|^2 is not between 0 and
+        2."""
         _, k, v, beta = self.arrays
         decay = self.options.get("decay")
         if decay is None:
             return None
         lengths = torch.linalg.vector_norm(k, dim=-1, dtype=torch.float32).repeat_interleave(v.shape[2] // k.shape[2], 2)
         norms = (1 - beta.float() * lengths.square()).abs().clamp(min=1)
-        return place.forgotten(decay.float().clamp(min=LEAST) + norms.log())
+        return shard.count_forgotten_chunks(decay.float().clamp(min=MIN_DECAY) + norms.log())
 
     def compose(self, m: Any, state: Any) -> Any:
+        """M S, for matrices M."""
         return m @ state
 
 
-class Mamba(Recurrence):
-    """attention.mamba2. M: a number a head; states have their axes swapped."""
+class ShardedMamba2(ShardedRecurrence):
+    """attention.mamba2. M: a number for each head; states are transposed."""
 
     function = staticmethod(attention.mamba2)
-    before, after, values, whole = "initial_states", "return_final_states", 0, (2,)
-    names, tiles = ("x", "dt", "A", "B", "C"), ("x", "B", "C", "z")
+    initial_option, final_option, value_index, without_tokens = "initial_states", "return_final_states", 0, (2,)
+    names, autocast_names = ("x", "dt", "A", "B", "C"), ("x", "B", "C", "z")
 
-    def map_shape(self, place: Part) -> Shape:
-        return place.sequences, self.arrays[0].shape[2], 1, 1
+    def m_shape(self, shard: SequenceShard) -> Shape:
+        return shard.sequences, self.arrays[0].shape[2], 1, 1
 
-    def left_shape(self, place: Part) -> Shape:
+    def state_shape(self, shard: SequenceShard) -> Shape:
         x, B = self.arrays[0], self.arrays[3]
-        return place.sequences, x.shape[2], x.shape[3], B.shape[3]
+        return shard.sequences, x.shape[2], x.shape[3], B.shape[3]
 
-    def segments(self, place: Part) -> int:
-        """See Recurrence: its z is not cut."""
+    def count_segments(self, shard: SequenceShard) -> int:
+        """1, because z is not split into segments."""
         return 1
 
-    def summary(self, place: Part) -> tuple[Any, Any]:
+    def summarize(self, shard: SequenceShard) -> tuple[Any, Any]:
         _, dt, A, _, _ = self.arrays
         bias = self.options.get("dt_bias")
         steps = dt.float() if bias is None else dt.float() + bias.float()
         steps = (torch.nn.functional.softplus(steps) if self.options.get("dt_softplus") else steps).clamp(min=0)
-        total = place.sums(steps * A.float()).exp().reshape(self.map_shape(place))
-        return total, self.call(place, return_final_states=True)[1]
+        total = shard.sum_log_decays(steps * A.float()).exp().reshape(self.m_shape(shard))
+        return total, self.call(shard, return_final_states=True)[1]
 
 
-class MambaInSegments(InSegments, Mamba):
-    """attention.mamba2 so."""
+class SegmentedMamba2(SegmentedRecurrence, ShardedMamba2):
+    """attention.mamba2, by the kernels that split sequences into segments."""
 
     @staticmethod
     def serves(B: Any) -> bool:
-        """Not for wide keys."""
-        return _columns(B) <= SEGMENTED
+        """Do these kernels support the call? Not wide keys."""
+        return _last_extent(B) <= MAX_KEY_DIM
 
-    def left_by_segments(self, place: Part) -> tuple[Any, Any]:
-        return mamba.left_by_segments(*self.arrays, **self._told(place, "dt_bias", "dt_softplus"))
+    def segment_states(self, shard: SequenceShard) -> tuple[Any, Any]:
+        return mamba.segment_states(*self.arrays, **self._select_options(shard, "dt_bias", "dt_softplus"))
 
-    def going_on(self, place: Part, local: Any, total: Any, state: Any) -> Any:
-        told = self._told(place, "D", "z", "dt_bias", "dt_softplus")
+    def outputs_from_segments(self, shard: SequenceShard, local_state: Any, total_decay: Any, state: Any) -> Any:
+        options = self._select_options(shard, "D", "z", "dt_bias", "dt_softplus")
         x, dt, A, B, C = self.arrays
-        return mamba.going_on(x, dt, A, B, C, local, total, initial_states=state, **told)
+        return mamba.outputs_from_segments(x, dt, A, B, C, local_state, total_decay, initial_states=state, **options)
 
 
 @functools.lru_cache(64)
-def _nothing_and_one(keys: int, columns: int, device: Any) -> Any:
-    """[0 | 1], a state of 0 and one of 1 beside each other."""
+def _zero_and_identity(keys: int, columns: int, device: Any) -> Any:
+    """[0 | I]: a state of 0 (keys, columns) and the identity (keys, keys), side by side."""
     return torch.cat([torch.zeros(keys, columns), torch.eye(keys)], 1).to(device)[None, None]
 
 
-def _columns(x: Any) -> int:
-    """Those of an array; 0 of what is none."""
+def _last_extent(x: Any) -> int:
+    """The extent of an array's last axis; 0 if x is no array."""
     return next(iter(getattr(x, "shape", ())[-1:]), 0)

@@ -1,11 +1,12 @@
-"""Scheme "ring": keys and values come a rank's share at a time, and what queries have seen of each share is merged.
+"""Scheme "ring": ring attention. Keys and values come one rank's shard at a time, and partial results are merged.
 
-A rank never holds more than its own share, the one it works on and the one that is on its way. What queries have seen, out and
-lse in float32, attention.forward(accumulate=True) goes on with, whatever the number of ranks.
+A rank never holds more than its own shard, the one it works on and the one it receives. The partial result, out and lse in
+float32, is continued by attention.forward(accumulate=True), whatever the number of ranks.
 
-Step s brings the share of the rank s before this one, from that rank itself. Where memory is short ring goes round in turns,
-for some of the key heads each, so that shares on their way and results in float32 are of these alone; as many bytes travel.
-Gradients of a share are sums in float32, which go back to the rank it came from, and are added there in the order of steps."""
+Step s receives the shard of the rank s before this one, from that rank itself. Where memory is short the ring runs in several
+sweeps, each for some of the key heads, so that received shards and float32 results belong to these alone; as many bytes are
+sent. Gradients of a shard are sums in float32, which are sent to the rank that owns it and added there in the order of
+steps."""
 
 from __future__ import annotations
 
@@ -16,182 +17,192 @@ import torch
 
 import attention
 
-from .gradients import Gradients, dlse_of
-from .joins import Part, fewer, of_parts
-from .orders import Span, Spans, count, merged, places, without
-from .peers import Peers, Pending
-from .pieces import Call, nothing
+from .gradients import GradientAccumulator, slice_dlse
+from .joins import RingPart, merge_by_lengths, merge_parts
+from .orders import Span, Spans, count_tokens, merge_spans, subtract_spans, with_offsets
+from .peers import Peers, PendingMessages
+from .pieces import ForwardCall, write_unseen
 
 
-class Turn(NamedTuple):
-    """Some key heads. heads: which; mine: the query heads that read them; call: of these; all: all rows; unseen: those to begin
-    with as if they had seen nothing; todo: of each rank's share, in the order in which they come, the parts, and if a part is
-    the first of its rows, so that there is nothing to merge it with."""
+class RingSweep(NamedTuple):
+    """Once around the ring for some key heads. heads: which; query_heads: those that read them; call: the call of these heads;
+    all_rows: all query rows; initial: the rows whose result is first written as if they saw no key; todo: for each rank's
+    shard, in the order of arrival, its parts, and whether each part is the first of its rows, so that there is no result to
+    continue."""
 
     heads: slice
-    mine: slice
-    call: Call
-    all: slice
-    unseen: list[slice]
-    todo: dict[int, list[tuple[Part, bool]]]
+    query_heads: slice
+    call: ForwardCall
+    all_rows: slice
+    initial: list[slice]
+    todo: dict[int, list[tuple[RingPart, bool]]]
 
 
-class Ring:
-    """Of ranks that have these queries and these keys each, going round so many times; turns_back: for gradients."""
+class RingAttention:
+    """Attention by the scheme "ring". queries, keys: the spans of each rank. sweeps, sweeps_backward: how often keys go around
+    the ring, forward and backward."""
 
     name = "ring"
-    rows_travel = False
+    moves_queries = False
 
-    def __init__(self, peers: Peers, queries: tuple[Spans, ...], keys: tuple[Spans, ...], turns: int = 1, turns_back: int = 1):
+    def __init__(
+        self, peers: Peers, queries: tuple[Spans, ...], keys: tuple[Spans, ...], sweeps: int = 1, sweeps_backward: int = 1
+    ):
         self.peers, self.queries, self.keys = peers, queries, keys
-        self.turns, self.turns_back = turns, turns_back
-        self.known: list[Turn] | None = None  # what follows from the call's form
+        self.sweeps, self.sweeps_backward = sweeps, sweeps_backward
+        self.cached: list[RingSweep] | None = None  # what depends on the call's signature alone
 
-    def attend(self, q: Any, k: Any, v: Any, call: Call) -> tuple[Any, Any]:
+    def attend(self, q: Any, k: Any, v: Any, call: ForwardCall) -> tuple[Any, Any]:
         """(out, lse) of this rank's queries."""
-        turns = self._turns(q, call)
-        if len(turns) == 1:
-            out, lse = self._once(q, k, v, turns[0])
+        sweeps = self._sweeps(q, call)
+        if len(sweeps) == 1:
+            out, lse = self._run_sweep(q, k, v, sweeps[0])
             return out.to(q.dtype), lse
         out = lse = None
-        for turn in turns:
-            found = self._once(q[:, :, turn.mine], k[:, :, turn.heads], v[:, :, turn.heads], turn)
-            if out is None:  # now that the turn holds no more than what it has found
+        for sweep in sweeps:
+            results = self._run_sweep(q[:, :, sweep.query_heads], k[:, :, sweep.heads], v[:, :, sweep.heads], sweep)
+            if out is None:  # allocated only now: the first sweep has released everything but its results
                 out = q.new_empty((*q.shape[:3], v.shape[3]))
                 lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
-            out[:, :, turn.mine], lse[:, turn.mine] = found
-            del found
+            out[:, :, sweep.query_heads], lse[:, sweep.query_heads] = results
+            del results
         return out, lse
 
-    def _once(self, q: Any, k: Any, v: Any, turn: Turn) -> tuple[Any, Any]:
-        """What the queries of a turn see, in float32, and its sums."""
+    def _run_sweep(self, q: Any, k: Any, v: Any, sweep: RingSweep) -> tuple[Any, Any]:
+        """(out, lse) of the heads of a sweep, both in float32."""
         out = q.new_empty((*q.shape[:3], v.shape[3]), dtype=torch.float32)
         lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
-        for unseen in turn.unseen:
-            nothing(out[:, unseen], lse[:, :, unseen], turn.call)
+        for rows in sweep.initial:
+            write_unseen(out[:, rows], lse[:, :, rows], sweep.call)
 
-        def see(share: int, keys: Any, values: Any) -> None:
-            for (rows, seen, part), first in turn.todo[share]:
-                given = q, keys, values
-                mine, its = out, lse
-                if rows != turn.all:
-                    mine, its, given = out[:, rows], lse[:, :, rows], (q[:, rows], keys, values)
-                if seen != slice(0, keys.shape[1]):
-                    given = given[0], keys[:, seen], values[:, seen]
-                attention.forward(*given, out=mine, lse=its, return_lse=True, accumulate=not first, **part.options)
+        def attend_shard(owner: int, keys: Any, values: Any) -> None:
+            for (rows, key_rows, piece), is_first in sweep.todo[owner]:
+                arrays = q, keys, values
+                out_part, lse_part = out, lse
+                if rows != sweep.all_rows:
+                    out_part, lse_part, arrays = out[:, rows], lse[:, :, rows], (q[:, rows], keys, values)
+                if key_rows != slice(0, keys.shape[1]):
+                    arrays = arrays[0], keys[:, key_rows], values[:, key_rows]
+                attention.forward(
+                    *arrays, out=out_part, lse=lse_part, return_lse=True, accumulate=not is_first, **piece.options
+                )
 
-        self._go_round(k, v, see)
+        self._go_around(k, v, attend_shard)
         return out, lse
 
     def differentiate(
-        self, dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, call: Call, found: Gradients
+        self, dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, call: ForwardCall, sums: GradientAccumulator
     ) -> None:
-        """Add the gradients of `attend` to what is found."""
-        back: list[list[tuple[Pending, Any, Any]]] = []
-        for heads, mine, of_turn in self._heads(call, self.turns_back):
-            alone = _without_sink(of_turn)
-            dk, dv = found.dk[:, :, heads], found.dv[:, :, heads]
+        """Add the gradients of `attend` to `sums`."""
+        returning: list[list[tuple[PendingMessages, Any, Any]]] = []
+        for heads, query_heads, head_call in self._head_groups(call, self.sweeps_backward):
+            sinkless = _without_sink(head_call)
+            dk, dv = sums.dk[:, :, heads], sums.dv[:, :, heads]
 
-            def see(share: int, keys: Any, values: Any) -> None:
-                of_keys, of_values = _zeros_like(keys), _zeros_like(values)
-                for rows, seen, part in self._parts(alone, share):
-                    asked = dout[:, rows, mine], q[:, rows, mine], keys[:, seen], values[:, seen], out[:, rows, mine]
-                    into = found.dq[:, rows, mine], of_keys[:, seen], of_values[:, seen]
-                    found.add(part, alone, *asked, lse[:, mine, rows], dlse_of(dlse, rows, mine), into)
-                _add(back)
-                back.append(self._return(share, of_keys, of_values, dk, dv))
+            def differentiate_shard(owner: int, keys: Any, values: Any) -> None:
+                dkeys, dvalues = _zeros_like(keys), _zeros_like(values)
+                for rows, key_rows, piece in self._parts(sinkless, owner):
+                    arrays = dout[:, rows, query_heads], q[:, rows, query_heads], keys[:, key_rows], values[:, key_rows]
+                    results = out[:, rows, query_heads], lse[:, query_heads, rows]
+                    into = sums.dq[:, rows, query_heads], dkeys[:, key_rows], dvalues[:, key_rows]
+                    sums.add(piece, sinkless, *arrays, *results, slice_dlse(dlse, rows, query_heads), into)
+                _add_first(returning)
+                returning.append(self._return_gradients(owner, dkeys, dvalues, dk, dv))
 
-            self._go_round(k[:, :, heads], v[:, :, heads], see)
-        while back:
-            _add(back)
-        if "sink" in found.others:  # a key without a value: once, not once a piece
+            self._go_around(k[:, :, heads], v[:, :, heads], differentiate_shard)
+        while returning:
+            _add_first(returning)
+        if "sink" in sums.others:  # a key without a value: its gradient is computed once, not in each piece
             delta = (dout.float() * out.float()).sum(-1).transpose(1, 2)
             delta = delta if dlse is None else delta - dlse
-            found.others["sink"] -= ((call.told["sink"][:, None] - lse).exp() * delta).sum((0, 2))
+            dsink = (call.options["sink"][:, None] - lse).exp() * delta
+            sums.others["sink"] -= dsink.masked_fill_(lse == -torch.inf, 0.0).sum((0, 2))  # no key, and a sink of -inf
 
-    def _go_round(self, k: Any, v: Any, see: Callable[[int, Any, Any], None]) -> None:
-        """see(whose it is, its keys, its values) of every rank's share, this one's first, while the next one comes."""
+    def _go_around(self, k: Any, v: Any, visit: Callable[[int, Any, Any], None]) -> None:
+        """Call visit(owner, keys, values) for every rank's shard, this rank's first, while the next one is received."""
         rank, world = self.peers.rank, self.peers.world
-        now = coming = mine = k.contiguous(), v.contiguous()
+        current = following = local = k.contiguous(), v.contiguous()
         for step in range(world):
-            pending = Pending(())
+            pending = PendingMessages(())
             if step + 1 < world:
-                before, behind = (rank - step - 1) % world, (rank + step + 1) % world
-                rows = count(self.keys[before])
-                coming = tuple([x.new_empty((x.shape[0], rows, *x.shape[2:])) for x in (k, v)])
-                pending = self.peers.exchange([(behind, x) for x in mine], [(before, x) for x in coming])
-            see((rank - step) % world, *now)
+                sender, receiver = (rank - step - 1) % world, (rank + step + 1) % world
+                rows = count_tokens(self.keys[sender])
+                following = tuple([x.new_empty((x.shape[0], rows, *x.shape[2:])) for x in (k, v)])
+                pending = self.peers.exchange([(receiver, x) for x in local], [(sender, x) for x in following])
+            visit((rank - step) % world, *current)
             pending.wait()
-            now = coming
+            current = following
 
-    def _heads(self, call: Call, turns: int) -> Iterator[tuple[slice, slice, Call]]:
-        """(key heads, query heads that read them, the call of these) of each of so many turns."""
-        each = len(call.kv_heads) // turns
-        for first in range(0, len(call.kv_heads), each):
-            heads = Span(first, first + each)
-            yield slice(*heads), *call.of_key_heads(heads)
+    def _head_groups(self, call: ForwardCall, sweeps: int) -> Iterator[tuple[slice, slice, ForwardCall]]:
+        """(key heads, query heads that read them, the call of these heads) of each sweep."""
+        size = len(call.kv_heads) // sweeps
+        for first in range(0, len(call.kv_heads), size):
+            heads = Span(first, first + size)
+            yield slice(*heads), *call.select_key_heads(heads)
 
-    def _turns(self, q: Any, call: Call) -> list[Turn]:
-        """What is done for a call; remembered as Gather does."""
-        if self.known is not None:
-            return self.known
-        found = [self._turn(q.shape[0], *its) for its in self._heads(call, self.turns)]
+    def _sweeps(self, q: Any, call: ForwardCall) -> list[RingSweep]:
+        """The sweeps of a call; cached if calls with this signature differ in nothing but q, k and v."""
+        if self.cached is not None:
+            return self.cached
+        found = [self._sweep(q.shape[0], *group) for group in self._head_groups(call, self.sweeps)]
         if call.plain:
-            self.known = found
+            self.cached = found
         return found
 
-    def _turn(self, batch: int, heads: slice, mine: slice, call: Call) -> Turn:
-        rank, world, alone = self.peers.rank, self.peers.world, _without_sink(call)
-        sink = {name: x for name, x in call.told.items() if name == "sink"}  # it joins what rows see first
-        begun: Spans = ()
-        unseen: list[Span] = []
-        todo: dict[int, list[tuple[Part, bool]]] = {}
-        for share in [(rank - step) % world for step in range(world)]:
-            parts, todo[share] = self._parts(alone, share), []
-            for rows, seen, part in of_parts(parts, alone, batch) or parts:
-                its = Span(rows.start, rows.stop)
-                new = without(its, begun)
-                first = new == (its,)
-                unseen += [] if first else new
-                begun = merged((*begun, its))
-                part = part._replace(options=part.options | sink) if first else part
-                todo[share].append(((rows, seen, part), first))
-        every = Span(0, count(self.queries[rank]))
-        unseen += without(every, begun)
-        return Turn(heads, mine, call, slice(*every), [slice(*span) for span in unseen], todo)
+    def _sweep(self, batch: int, heads: slice, query_heads: slice, call: ForwardCall) -> RingSweep:
+        rank, world, sinkless = self.peers.rank, self.peers.world, _without_sink(call)
+        sink = {name: x for name, x in call.options.items() if name == "sink"}  # the first part of each row has it
+        visited: Spans = ()
+        initial: list[Span] = []
+        todo: dict[int, list[tuple[RingPart, bool]]] = {}
+        for owner in [(rank - step) % world for step in range(world)]:
+            parts, todo[owner] = self._parts(sinkless, owner), []
+            for rows, key_rows, piece in merge_by_lengths(parts, sinkless, batch) or parts:
+                span = Span(rows.start, rows.stop)
+                new = subtract_spans(span, visited)
+                is_first = new == (span,)
+                initial += [] if is_first else new
+                visited = merge_spans((*visited, span))
+                piece = piece._replace(options=piece.options | sink) if is_first else piece
+                todo[owner].append(((rows, key_rows, piece), is_first))
+        all_rows = Span(0, count_tokens(self.queries[rank]))
+        initial += subtract_spans(all_rows, visited)
+        return RingSweep(heads, query_heads, call, slice(*all_rows), [slice(*span) for span in initial], todo)
 
-    def _parts(self, call: Call, share: int) -> list[Part]:
-        """(rows of q, rows of the share, Piece) of what these queries see of it, in as few calls as can be."""
-        found = []
-        for at, span in places(self.queries[self.peers.rank]):
-            for there, keys in places(self.keys[share]):
-                part = call.piece(span, keys, at)
-                if part is not None:
-                    first, key = at + part.rows.start - span.start, there + part.keys.start - keys.start
-                    found.append((slice(first, first + len(part.rows)), slice(key, key + len(part.keys)), part))
-        return fewer(found)
+    def _parts(self, call: ForwardCall, owner: int) -> list[RingPart]:
+        """(rows of q, rows of the shard, CallPiece) of what these queries see of a rank's shard, in few calls."""
+        parts = []
+        for at, span in with_offsets(self.queries[self.peers.rank]):
+            for key_at, keys in with_offsets(self.keys[owner]):
+                piece = call.piece(span, keys, at)
+                if piece is not None:
+                    row, key_row = at + piece.rows.start - span.start, key_at + piece.keys.start - keys.start
+                    parts.append((slice(row, row + len(piece.rows)), slice(key_row, key_row + len(piece.keys)), piece))
+        return merge_parts(parts)
 
-    def _return(self, share: int, of_keys: Any, of_values: Any, dk: Any, dv: Any) -> list[tuple[Pending, Any, Any]]:
-        """The gradients of a share on their way home, and those of this rank's that another one has found: (what is waited for,
-        where it is added, what) of keys and of values."""
+    def _return_gradients(
+        self, owner: int, dkeys: Any, dvalues: Any, dk: Any, dv: Any
+    ) -> list[tuple[PendingMessages, Any, Any]]:
+        """Send the gradients of a shard to its owner, and receive those of this rank's shard that another rank has computed:
+        (messages to wait for, sum, what is added to it) for keys and for values."""
         rank, world = self.peers.rank, self.peers.world
-        if share == rank:
-            return [(Pending(()), dk, of_keys), (Pending(()), dv, of_values)]
-        finder = (2 * rank - share) % world  # who has worked on this rank's share in this step
-        mine = _zeros_like(dk), _zeros_like(dv)
-        pending = self.peers.exchange([(share, x) for x in (of_keys, of_values)], [(finder, x) for x in mine])
-        return [(pending, dk, mine[0]), (pending, dv, mine[1])]
+        if owner == rank:
+            return [(PendingMessages(()), dk, dkeys), (PendingMessages(()), dv, dvalues)]
+        worker = (2 * rank - owner) % world  # the rank that has worked on this rank's shard in this step
+        received = _zeros_like(dk), _zeros_like(dv)
+        pending = self.peers.exchange([(owner, x) for x in (dkeys, dvalues)], [(worker, x) for x in received])
+        return [(pending, dk, received[0]), (pending, dv, received[1])]
 
 
-def _add(back: list[list[tuple[Pending, Any, Any]]]) -> None:
-    """What has come home first to where it belongs."""
-    for pending, total, x in back.pop(0) if back else ():
+def _add_first(returning: list[list[tuple[PendingMessages, Any, Any]]]) -> None:
+    """Remove the first gradients of the list, wait for them, and add them to their sums."""
+    for pending, total, x in returning.pop(0) if returning else ():
         pending.wait()
         total += x
 
 
-def _without_sink(call: Call) -> Call:
-    return call._replace(told={name: x for name, x in call.told.items() if name != "sink"})
+def _without_sink(call: ForwardCall) -> ForwardCall:
+    return call._replace(options={name: x for name, x in call.options.items() if name != "sink"})
 
 
 def _zeros_like(x: Any) -> Any:

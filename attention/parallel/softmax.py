@@ -7,25 +7,24 @@ from typing import Any
 
 import torch
 
-from ..options import flag
-from ..softmax.autograd import adjacent
-from ..softmax.backward.norms import gradients as norm_gradients
-from ..softmax.backward.norms import normalised
-from ..softmax.call_options import differentiated
-from ..softmax.gradient import ONCE, flat, grouped
+from ..options import check_flag
+from ..softmax.autograd import make_tma_contiguous
+from ..softmax.backward.norm_programs import norm_gradients, normalise_rows
+from ..softmax.call_options import requires_grad
+from ..softmax.gradient import NO_SECOND_DERIVATIVES, flatten_arrays, group_arrays
 from . import plans
-from .agreement import agreed, remembered
-from .gradients import Gradients
+from .agreement import agree_on_plan, cached_plan
+from .gradients import GradientAccumulator
 from .orders import Order
-from .peers import of_torch, peers_of, uncompiled
-from .plans import Plan, form, length_of, world_of
-from .whole import cast, check_values
+from .peers import check_torch_tensors, disable_compile, peers_of
+from .plans import ParallelPlan, call_key, length_of, world_of
+from .whole import autocast, check_values
 
 NORMS = "q_norm", "k_norm"
-_AS_IT_IS = nullcontext()
+_NULL_CONTEXT = nullcontext()
 
 
-@uncompiled
+@disable_compile
 def forward(
     q: Any,
     k: Any,
@@ -77,72 +76,74 @@ def forward(
     the ranks is the whole.
 
     ValueError on every rank, before anything travels: ranks disagree in shapes, dtypes or options."""
-    told = {name: x for name, x in options.items() if x is not None}
+    options = {name: x for name, x in options.items() if x is not None}
     if layout == "bhsd":
         q, k, v, out = (x.transpose(1, 2) if isinstance(x, torch.Tensor) and x.ndim == 4 else x for x in (q, k, v, out))
     elif layout != "bshd":
-        told["layout"] = layout  # which `refuse` does, on every rank
-    asked = scheme, order, length, length_k, memory, return_lse
+        options["layout"] = layout  # which `refuse` does, on every rank
+    settings = scheme, order, length, length_k, memory, return_lse
     if stream is None or not getattr(q, "is_cuda", False):
-        found = _call(group, asked, explain, q, k, v, out, told)
+        found = _call(group, settings, explain, q, k, v, out, options)
     else:
         with torch.cuda.stream(stream if isinstance(stream, torch.cuda.Stream) else torch.cuda.ExternalStream(int(stream))):
-            found = _call(group, asked, explain, q, k, v, out, told)
+            found = _call(group, settings, explain, q, k, v, out, options)
     if explain:
         return found
     result = found[0].transpose(1, 2) if layout == "bhsd" else found[0]
     return (result, found[1]) if return_lse else result
 
 
-def _call(group: Any, asked: tuple[Any, ...], explain: bool, q: Any, k: Any, v: Any, out: Any, told: dict) -> Any:
+def _call(group: Any, settings: tuple[Any, ...], explain: bool, q: Any, k: Any, v: Any, out: Any, options: dict) -> Any:
     """(out, lse) on the current stream, or with `explain` the Choice."""
     peers = peers_of(group)
     try:
         if torch.float32 in (q.dtype, k.dtype, v.dtype):
-            q, k, v = cast(q, k, v)
-        if "bias" in told:
-            told["bias"] = _of_few(told["bias"], q.shape[1], length_of(peers, q, asked[2]), world_of(peers))
-        key = form(asked, q, k, v, told)
-        known = remembered(peers, key)
+            q, k, v = autocast(q, k, v)
+        if "bias" in options:
+            options["bias"] = _expand_bias(options["bias"], q.shape[1], length_of(peers, q, settings[2]), world_of(peers))
+        key = call_key(settings, q, k, v, options)
+        known = cached_plan(peers, key)
     except Exception:  # what is wrong `planned` says, so that all ranks hear of it
         key = known = None
-    if flag("explain", explain):
-        return (known or plans.planned(peers, asked, q, k, v, told)[1]).choice
+    if check_flag("explain", explain):
+        return (known or plans.plan_call(peers, settings, q, k, v, options)[1]).choice
     if known is None:
-        known = agreed(peers, key, lambda: plans.planned(peers, asked, q, k, v, told), getattr(q, "device", None))
+        known = agree_on_plan(
+            peers, key, lambda: plans.plan_call(peers, settings, q, k, v, options), getattr(q, "device", None)
+        )
     if known.known is not None and out is None and not torch.is_grad_enabled():  # what most calls are: each line costs them
         return known.scheme.attend(q, k, v, known.known)
-    check_values(told, known.length, known.keys)
-    arrays, others = ({}, told) if known.plain else flat(_shaped(told))
-    if differentiated(q, k, v, *arrays.values()):
-        found = _Attention.apply(known, asked[-1], ("q", "k", "v", *arrays), others, q, k, v, *arrays.values())
-        result, lse = found if asked[-1] else (found, None)
+    check_values(options, known.length, known.keys)
+    arrays, others = ({}, options) if known.plain else flatten_arrays(_with_aux_tuple(options))
+    if requires_grad(q, k, v, *arrays.values()):
+        found = _ShardedAttention.apply(known, settings[-1], ("q", "k", "v", *arrays), others, q, k, v, *arrays.values())
+        result, lse = found if settings[-1] else (found, None)
     else:
-        result, lse = _attend(known, q, k, v, told)
-    return (result if out is None else _written(out, result)), lse
+        result, lse = _attend(known, q, k, v, options)
+    return (result if out is None else _write_out(out, result)), lse
 
 
-def _of_few(bias: Any, rows: int, length: int, world: int) -> Any:
+def _expand_bias(bias: Any, rows: int, length: int, world: int) -> Any:
     """A bias with a row for each of this rank's queries, where these are so few that one row may be that of one query."""
     return bias.expand(-1, -1, rows, -1) if length < 2 * world and bias.shape[2] == 1 else bias
 
 
-def _written(out: Any, result: Any) -> Any:
+def _write_out(out: Any, result: Any) -> Any:
     """out, with the result. TypeError, ValueError."""
-    of_torch(out=out)
+    check_torch_tensors(out=out)
     if (out.shape, out.dtype) != (result.shape, result.dtype):
         raise ValueError(f"out: must have {tuple(result.shape)} of {result.dtype}, and has {tuple(out.shape)} of {out.dtype}")
     return out.copy_(result)
 
 
-class _Attention(torch.autograd.Function):
+class _ShardedAttention(torch.autograd.Function):
     """(out, lse), or out, differentiable once. return_lse: is lse a result? All ranks say the same, so that they know of each
     other whether it may have a gradient. names: of the tensors; others: the remaining options."""
 
     @staticmethod
     def forward(ctx, plan, return_lse, names, others, *tensors):
-        told = grouped(dict(zip(names[3:], tensors[3:]))) | others if names[3:] else others
-        out, lse = _attend(plan, *tensors[:3], told)
+        options = group_arrays(dict(zip(names[3:], tensors[3:]))) | others if names[3:] else others
+        out, lse = _attend(plan, *tensors[:3], options)
         ctx.plan, ctx.return_lse, ctx.names, ctx.others = plan, return_lse, names, others
         ctx.set_materialize_grads(False)  # of results that nobody uses
         ctx.save_for_backward(*tensors, out, lse)
@@ -151,38 +152,38 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout, dlse=None):
         if torch.is_grad_enabled():
-            raise NotImplementedError(f"{ONCE}; leave create_graph=True out")
+            raise NotImplementedError(f"{NO_SECOND_DERIVATIVES}; leave create_graph=True out")
         *tensors, out, lse = ctx.saved_tensors
-        told = grouped(dict(zip(ctx.names[3:], tensors[3:]))) | ctx.others
+        options = group_arrays(dict(zip(ctx.names[3:], tensors[3:]))) | ctx.others
         if torch.are_deterministic_algorithms_enabled():
-            told["deterministic"] = True
+            options["deterministic"] = True
         wanted = [name for name, needs in zip(ctx.names, ctx.needs_input_grad[4:]) if needs]
-        dout = torch.zeros_like(out) if dout is None else adjacent(dout)
+        dout = torch.zeros_like(out) if dout is None else make_tma_contiguous(dout)
         if dlse is not None:
             dlse = dlse.contiguous()
-        elif ctx.return_lse and ctx.plan.scheme.rows_travel:  # so does this, as other ranks may have one
+        elif ctx.return_lse and ctx.plan.scheme.moves_queries:  # so does this, as other ranks may have one
             dlse = torch.zeros_like(lse)
-        found = _differentiate(ctx.plan, dout, dlse, *tensors[:3], out, lse, told, wanted)
+        found = _differentiate(ctx.plan, dout, dlse, *tensors[:3], out, lse, options, wanted)
         return None, None, None, None, *[found.get(name) if name in wanted else None for name in ctx.names]
 
 
-def _attend(plan: Plan, q: Any, k: Any, v: Any, told: dict[str, Any]) -> tuple[Any, Any]:
+def _attend(plan: ParallelPlan, q: Any, k: Any, v: Any, options: dict[str, Any]) -> tuple[Any, Any]:
     """(out, lse), without gradients."""
-    with torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS:
-        if "aux" in told or "k_norm" in told:
-            told = dict(_shaped(told))
-        if "k_norm" in told:
-            k = normalised("k", k.contiguous(), told.pop("k_norm"), told.get("norm_eps", 1e-6), None, "bshd")
-        return plan.scheme.attend(q, k, v, plan.call(q, k, v, told))
+    with torch.no_grad() if torch.is_grad_enabled() else _NULL_CONTEXT:
+        if "aux" in options or "k_norm" in options:
+            options = dict(_with_aux_tuple(options))
+        if "k_norm" in options:
+            k = normalise_rows("k", k.contiguous(), options.pop("k_norm"), options.get("norm_eps", 1e-6), None, "bshd")
+        return plan.scheme.attend(q, k, v, plan.call(q, k, v, options))
 
 
-def _differentiate(plan, dout, dlse, q, k, v, out, lse, told, wanted) -> dict[str, Any]:
+def _differentiate(plan, dout, dlse, q, k, v, out, lse, options, wanted) -> dict[str, Any]:
     """The gradients of `_attend`, by name."""
-    told = dict(_shaped(told))
-    norms, eps = [told.pop(name, None) for name in NORMS], told.pop("norm_eps", 1e-6)
-    rows = [normalised(name, x, norm, eps, None, "bshd") for name, x, norm in zip("qk", (q, k), norms)]
-    call = plan.call_back(rows[0], rows[1], v, told)
-    found = Gradients.begin(rows[0], rows[1], v, call, wanted)
+    options = dict(_with_aux_tuple(options))
+    norms, eps = [options.pop(name, None) for name in NORMS], options.pop("norm_eps", 1e-6)
+    rows = [normalise_rows(name, x, norm, eps, None, "bshd") for name, x, norm in zip("qk", (q, k), norms)]
+    call = plan.backward_call(rows[0], rows[1], v, options)
+    found = GradientAccumulator.zeros(rows[0], rows[1], v, call, wanted)
     plan.scheme.differentiate(dout, dlse, *rows, v, out, lse, call, found)
     results = dict(zip("qkv", found.results(q, k, v))) | found.others
     for name, x, norm in zip("qk", (q, k), norms):
@@ -191,10 +192,10 @@ def _differentiate(plan, dout, dlse, q, k, v, out, lse, told, wanted) -> dict[st
             names = [f"{name}_norm", f"{name}_norm_bias"]
             flat_parts = [y for part in parts for y in (part if isinstance(part, tuple) else (part,))]
             results |= dict(zip(names, flat_parts))
-    given = dict(flat(told)[0])
+    given = dict(flatten_arrays(options)[0])
     return {name: x if name in "qkv" or name not in given else x.to(given[name].dtype) for name, x in results.items()}
 
 
-def _shaped(told: dict[str, Any]) -> dict[str, Any]:
+def _with_aux_tuple(options: dict[str, Any]) -> dict[str, Any]:
     """Options as schemes expect them: a list of aux is a tuple."""
-    return told | {"aux": tuple(told["aux"])} if "aux" in told else told
+    return options | {"aux": tuple(options["aux"])} if "aux" in options else options

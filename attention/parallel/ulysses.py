@@ -1,174 +1,181 @@
-"""Scheme "ulysses": heads for tokens. All tokens of some heads come to a rank, which attends to them as one GPU does, and its
-output goes back; or, on a mesh of two dimensions, as the ranks of the other dimension do together, by another scheme."""
+"""Scheme "ulysses": an all-to-all exchanges tokens for heads. A rank receives all tokens of some heads, attends to them as one
+GPU does, and sends the output back; on a mesh of two dimensions it attends together with the ranks of the other dimension, by
+another scheme. MeshGatherAttention is the scheme "gather" of a mesh's inner dimension."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from .gradients import Gradients
-from .moves import Cut, Moving, Way, all_heads, gathered_sums, move, way
-from .orders import Span, Spans, count, merged
+from .gradients import GradientAccumulator
+from .moves import PendingArrays, Redistribution, ShardRegion, all_heads, plan_redistribution, redistribute, reduce_scatter
+from .orders import Span, Spans, count_tokens, merge_spans
 from .peers import Peers
-from .pieces import Call
+from .pieces import ForwardCall
 
 
-class Heads:
-    """Of ranks that have these queries and these keys each, and `then` a scheme of those that have the same heads."""
+class UlyssesAttention:
+    """Attention by the scheme "ulysses". queries, keys: the spans of each rank. inner: the scheme by which ranks with the same
+    heads attend, or GatherAttention of a single rank."""
 
     name = "ulysses"
-    rows_travel = True
+    moves_queries = True
 
-    def __init__(self, peers: Peers, queries: tuple[Spans, ...], keys: tuple[Spans, ...], then: Any):
-        self.peers, self.queries, self.keys, self.then = peers, queries, keys, then
-        self.known: dict[Any, Any] = {}  # what follows from the call's form, which is always the same
+    def __init__(self, peers: Peers, queries: tuple[Spans, ...], keys: tuple[Spans, ...], inner: Any):
+        self.peers, self.queries, self.keys, self.inner = peers, queries, keys, inner
+        self.cached: dict[Any, Any] = {}  # what depends on the call's signature alone; an object serves calls with one
 
     @staticmethod
-    def shares(heads: int, kv_heads: int, world: int) -> list[tuple[Span, Span]] | None:
-        """The (query heads, key heads) of each rank; None if there are too few to share."""
+    def split_heads(heads: int, kv_heads: int, world: int) -> list[tuple[Span, Span]] | None:
+        """The (query heads, key heads) of each rank; None if heads cannot be divided evenly."""
         if heads % world:
             return None
-        each, group = heads // world, heads // kv_heads
-        if each % group and group % each:
+        size, group = heads // world, heads // kv_heads
+        if size % group and group % size:
             return None
         found = []
         for rank in range(world):
-            first = rank * each // group
-            found.append((Span(rank * each, (rank + 1) * each), Span(first, first + max(1, each // group))))
+            first = rank * size // group
+            found.append((Span(rank * size, (rank + 1) * size), Span(first, first + max(1, size // group))))
         return found
 
-    def attend(self, q: Any, k: Any, v: Any, call: Call) -> tuple[Any, Any]:
+    def attend(self, q: Any, k: Any, v: Any, call: ForwardCall) -> tuple[Any, Any]:
         """(out, lse) of this rank's queries, all heads."""
-        q, k, v = self._moving(call, q=q, k=k, v=v).wait()
-        out, lse = self.then.attend(q, k, v, self._call(call))
-        home = self._home(call, "q")
-        out, lse = move(self.peers, *[(x, home) for x in (out, lse.transpose(1, 2).contiguous())]).wait()
+        q, k, v = self._exchange_for_heads(call, q=q, k=k, v=v).wait()
+        out, lse = self.inner.attend(q, k, v, self._head_call(call))
+        back = self._plan(call, "q", back=True)
+        out, lse = redistribute(self.peers, (out, back), (lse.transpose(1, 2).contiguous(), back)).wait()
         return out, lse.transpose(1, 2)
 
     def differentiate(
-        self, dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, call: Call, found: Gradients
+        self, dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, call: ForwardCall, sums: GradientAccumulator
     ) -> None:
-        """Add the gradients of `attend` to what is found."""
-        of_rows = {name: x.transpose(1, 2).contiguous() for name, x in (("lse", lse), ("dlse", dlse)) if x is not None}
-        dout, q, k, v, out, *rows = self._moving(call, dout=dout, q=q, k=k, v=v, out=out, **of_rows).wait()
+        """Add the gradients of `attend` to `sums`."""
+        row_values = {name: x.transpose(1, 2).contiguous() for name, x in (("lse", lse), ("dlse", dlse)) if x is not None}
+        dout, q, k, v, out, *rows = self._exchange_for_heads(call, dout=dout, q=q, k=k, v=v, out=out, **row_values).wait()
         lse, dlse, *_ = *[x.transpose(1, 2) for x in rows], None
-        theirs = self._call(call)
-        its = Gradients.begin(q, k, v, theirs, found.wanted)
-        self.then.differentiate(dout, dlse, q, k, v, out, lse, theirs, its)
-        mine = zip("qkv", (its.dq, its.dk, its.dv))
-        home = gathered_sums(self.peers, *[(x, self._home(call, name)) for name, x in mine])
-        for total, x in zip((found.dq, found.dk, found.dv), home):
+        head_call = self._head_call(call)
+        head_sums = GradientAccumulator.zeros(q, k, v, head_call, sums.wanted)
+        self.inner.differentiate(dout, dlse, q, k, v, out, lse, head_call, head_sums)
+        gradients = zip("qkv", (head_sums.dq, head_sums.dk, head_sums.dv))
+        returned = reduce_scatter(self.peers, *[(x, self._plan(call, name, back=True)) for name, x in gradients])
+        for total, x in zip((sums.dq, sums.dk, sums.dv), returned):
             total += x
-        for name, x in its.others.items():
-            self._others(found.others[name], name, x, call, theirs)
+        for name, x in head_sums.others.items():
+            self._add_other(sums.others[name], name, x, call, head_call)
 
-    def _others(self, total: Any, name: str, x: Any, call: Call, theirs: Call) -> None:
-        """The gradient of an array that is no q, k or v, of some heads, to what is found of it."""
+    def _add_other(self, total: Any, name: str, x: Any, call: ForwardCall, head_call: ForwardCall) -> None:
+        """Add the gradient of another array than q, k and v, which has some heads, to its sum."""
         if name == "bias" and self._has_rows(total):
-            cuts, every = tuple([Cut(spans, all_heads(total.shape[1])) for spans in self.queries]), together(self.queries)
-            sources = tuple([Cut(every, mine if total.shape[1] > 1 else Span(0, 1)) for mine, _ in self._shares(call)])
-            home = way(self.peers.rank, sources, cuts)
-            total += gathered_sums(self.peers, (x.transpose(1, 2).contiguous(), home))[0].transpose(1, 2)
+            owners = tuple([ShardRegion(spans, all_heads(total.shape[1])) for spans in self.queries])
+            rows, shares = merge_rank_spans(self.queries), self._head_shares(call)
+            sources = tuple([ShardRegion(rows, heads if total.shape[1] > 1 else Span(0, 1)) for heads, _ in shares])
+            back = plan_redistribution(self.peers.rank, sources, owners)
+            total += reduce_scatter(self.peers, (x.transpose(1, 2).contiguous(), back))[0].transpose(1, 2)
         elif name in ("bias", "alibi", "sink"):
             axis = {"bias": 1, "alibi": -1, "sink": 0}[name]
             total = total.movedim(axis, 0)
-            total[slice(*theirs.heads) if len(total) > 1 else slice(None)] += x.movedim(axis, 0)
+            total[slice(*head_call.heads) if len(total) > 1 else slice(None)] += x.movedim(axis, 0)
         else:
             total += x
 
-    def _call(self, call: Call) -> Call:
-        """What this rank's heads are asked for; a bias has rows, which travel."""
-        if call.plain and (found := self.known.get("call")):
+    def _head_call(self, call: ForwardCall) -> ForwardCall:
+        """The call of this rank's heads."""
+        if call.plain and (found := self.cached.get("call")):
             return found
-        found = self._of_heads(call)
+        found = self._select_heads(call)
         if call.plain:
-            self.known["call"] = found
+            self.cached["call"] = found
         return found
 
-    def _of_heads(self, call: Call) -> Call:
-        bias = call.told.get("bias")
-        mine, keys = self._shares(call)[self.peers.rank]
+    def _select_heads(self, call: ForwardCall) -> ForwardCall:
+        """The call of this rank's heads; the rows of a bias are received from all ranks."""
+        bias = call.options.get("bias")
+        heads, key_heads = self._head_shares(call)[self.peers.rank]
         if bias is None or not self._has_rows(bias):
-            return call.of_heads(mine, keys)
-        heads = [share if bias.shape[1] > 1 else Span(0, 1) for share, _ in self._shares(call)]
-        held, every = tuple([Cut(spans, all_heads(bias.shape[1])) for spans in self.queries]), together(self.queries)
-        there = way(self.peers.rank, held, tuple([Cut(every, share) for share in heads]))
-        whole = move(self.peers, (bias.transpose(1, 2), there)).wait()[0].transpose(1, 2)
-        others = call._replace(told={name: x for name, x in call.told.items() if name != "bias"}).of_heads(mine, keys)
-        return others._replace(told=others.told | {"bias": whole})
+            return call.select_heads(heads, key_heads)
+        bias_heads = [share if bias.shape[1] > 1 else Span(0, 1) for share, _ in self._head_shares(call)]
+        sources = tuple([ShardRegion(spans, all_heads(bias.shape[1])) for spans in self.queries])
+        rows = merge_rank_spans(self.queries)
+        plan = plan_redistribution(self.peers.rank, sources, tuple([ShardRegion(rows, share) for share in bias_heads]))
+        received = redistribute(self.peers, (bias.transpose(1, 2), plan)).wait()[0].transpose(1, 2)
+        options = {name: x for name, x in call.options.items() if name != "bias"}
+        selected = call._replace(options=options).select_heads(heads, key_heads)
+        return selected._replace(options=selected.options | {"bias": received})
 
     def _has_rows(self, bias: Any) -> bool:
-        """Has each rank rows of its own queries? Where one has a single query or none, all have: softmax.py sees to it."""
-        return bias.shape[2] > 1 or min(map(count, self.queries)) < 2
+        """Does the bias have the rows of this rank's queries? If some rank has at most one query, all do (see softmax.py)."""
+        return bias.shape[2] > 1 or min(map(count_tokens, self.queries)) < 2
 
-    def _shares(self, call: Call) -> list[tuple[Span, Span]]:
-        found = self.shares(len(call.heads), len(call.kv_heads), self.peers.world)
-        assert found is not None
+    def _head_shares(self, call: ForwardCall) -> list[tuple[Span, Span]]:
+        found = self.split_heads(len(call.heads), len(call.kv_heads), self.peers.world)
+        assert found is not None, "choice.refusal has checked it"
         return found
 
-    def _here(self, call: Call, name: str) -> tuple[Cut, ...]:
-        """What each rank has of an array before, and of what is given back."""
+    def _token_regions(self, call: ForwardCall, name: str) -> tuple[ShardRegion, ...]:
+        """Each rank's region of an array before attention, and of its results."""
         spans, heads = (self.keys, call.kv_heads) if name in "kv" else (self.queries, call.heads)
-        return tuple([Cut(one, all_heads(len(heads))) for one in spans])
+        return tuple([ShardRegion(one, all_heads(len(heads))) for one in spans])
 
-    def _there(self, call: Call, name: str) -> tuple[Cut, ...]:
-        """What each has while it attends."""
-        every = together(self.keys if name in "kv" else self.queries)
-        return tuple([Cut(every, share[name in "kv"]) for share in self._shares(call)])
+    def _head_regions(self, call: ForwardCall, name: str) -> tuple[ShardRegion, ...]:
+        """Each rank's region of an array during attention."""
+        rows = merge_rank_spans(self.keys if name in "kv" else self.queries)
+        return tuple([ShardRegion(rows, share[name in "kv"]) for share in self._head_shares(call)])
 
-    def _moving(self, call: Call, **arrays: Any) -> Moving:
-        return move(self.peers, *[(x, self._way(call, name)) for name, x in arrays.items()])
+    def _exchange_for_heads(self, call: ForwardCall, **arrays: Any) -> PendingArrays:
+        """Start to exchange this rank's tokens of all heads for all tokens of its heads."""
+        return redistribute(self.peers, *[(x, self._plan(call, name)) for name, x in arrays.items()])
 
-    def _way(self, call: Call, name: str, home: bool = False) -> Way:
-        """That of an array of queries or of keys to who attends with it, or `home` from there."""
-        key = name in "kv", home
-        found = self.known.get(key)
+    def _plan(self, call: ForwardCall, name: str, back: bool = False) -> Redistribution:
+        """The Redistribution of queries, or of keys, from tokens to heads, or back."""
+        key = name in "kv", back
+        found = self.cached.get(key)
         if found is None:
-            ends = self._here(call, name), self._there(call, name)
-            found = self.known[key] = way(self.peers.rank, *(ends[::-1] if home else ends))
+            ends = self._token_regions(call, name), self._head_regions(call, name)
+            found = self.cached[key] = plan_redistribution(self.peers.rank, *(ends[::-1] if back else ends))
         return found
 
-    def _home(self, call: Call, name: str) -> Way:
-        return self._way(call, name, True)
 
-
-class Shared:
-    """Keys and values of the ranks of one dimension come together, and `then` is a scheme of what these have together."""
+class MeshGatherAttention:
+    """On a mesh: the ranks of the inner dimension gather their keys and values, and `outer` is the scheme by which the ranks of
+    the outer dimension attend to these."""
 
     name = "gather"
-    rows_travel = False
+    moves_queries = False
 
-    def __init__(self, peers: Peers, queries: tuple[Spans, ...], keys: tuple[Spans, ...], then: Any):
-        self.peers, self.keys, self.then = peers, keys, then
+    def __init__(self, peers: Peers, queries: tuple[Spans, ...], keys: tuple[Spans, ...], outer: Any):
+        self.peers, self.keys, self.outer = peers, keys, outer
 
-    def attend(self, q: Any, k: Any, v: Any, call: Call) -> tuple[Any, Any]:
+    def attend(self, q: Any, k: Any, v: Any, call: ForwardCall) -> tuple[Any, Any]:
         """(out, lse) of this rank's queries."""
-        return self.then.attend(q, *self._fetched(k, v), call)
+        return self.outer.attend(q, *self._gather(k, v), call)
 
     def differentiate(
-        self, dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, call: Call, found: Gradients
+        self, dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, call: ForwardCall, sums: GradientAccumulator
     ) -> None:
-        """Add the gradients of `attend` to what is found."""
-        keys, values = self._fetched(k, v)
-        its = Gradients.begin(q, keys, values, call, found.wanted)
-        its.dq, its.others = found.dq, found.others
-        self.then.differentiate(dout, dlse, q, keys, values, out, lse, call, its)
-        here, there = self._cuts(k)
-        back = way(self.peers.rank, there, here)
-        home = gathered_sums(self.peers, *[(x, back) for x in (its.dk, its.dv)])
-        for total, x in zip((found.dk, found.dv), home):
-            total += x
+        """Add the gradients of `attend` to `sums`."""
+        keys, values = self._gather(k, v)
+        gathered_sums = GradientAccumulator.zeros(q, keys, values, call, sums.wanted)
+        gathered_sums.dq, gathered_sums.others = sums.dq, sums.others
+        self.outer.differentiate(dout, dlse, q, keys, values, out, lse, call, gathered_sums)
+        own, gathered = self._regions(k)
+        back = plan_redistribution(self.peers.rank, gathered, own)
+        dk, dv = reduce_scatter(self.peers, (gathered_sums.dk, back), (gathered_sums.dv, back))
+        sums.dk += dk
+        sums.dv += dv
 
-    def _cuts(self, k: Any) -> tuple[tuple[Cut, ...], tuple[Cut, ...]]:
+    def _regions(self, k: Any) -> tuple[tuple[ShardRegion, ...], tuple[ShardRegion, ...]]:
+        """Each rank's region of keys before and after they are gathered."""
         heads = all_heads(k.shape[2])
-        return tuple([Cut(spans, heads) for spans in self.keys]), (Cut(together(self.keys), heads),) * self.peers.world
+        gathered = ShardRegion(merge_rank_spans(self.keys), heads)
+        return tuple([ShardRegion(spans, heads) for spans in self.keys]), (gathered,) * self.peers.world
 
-    def _fetched(self, k: Any, v: Any) -> list[Any]:
-        its = way(self.peers.rank, *self._cuts(k))
-        return move(self.peers, (k, its), (v, its)).wait()
+    def _gather(self, k: Any, v: Any) -> list[Any]:
+        plan = plan_redistribution(self.peers.rank, *self._regions(k))
+        return redistribute(self.peers, (k, plan), (v, plan)).wait()
 
 
-def together(spans: tuple[Spans, ...]) -> Spans:
-    """What ranks have together, in the sequence's order."""
-    found = merged(tuple([span for one in spans for span in one]))
-    assert count(found) == sum(map(count, spans)), "ranks have no token twice"
+def merge_rank_spans(spans: tuple[Spans, ...]) -> Spans:
+    """The spans of several ranks together, in the sequence's order."""
+    found = merge_spans(tuple([span for one in spans for span in one]))
+    assert count_tokens(found) == sum(map(count_tokens, spans)), "no two ranks have the same token"
     return found

@@ -4,15 +4,16 @@ from typing import Any
 
 from ops.for_attention.taylor_features import BASE, FEATURES
 from tiles.launch import kernel_for
-from tiles.program import Plan, program
+from tiles.plan import Plan
+from tiles.program import program
 from tiles.schema import Problem, Schema
 
-from ..families import needs_hopper
-from ..names import by_other_names
-from ..options import flag, number
+from ..families import require_hopper
+from ..names import suggests_argument_names
+from ..options import check_flag, check_number
 from . import rules
 from .kernels import based_hopper
-from .linear import pair
+from .linear import split_initial_state
 
 BASED = Schema(
     "based",
@@ -31,7 +32,7 @@ BASED = Schema(
 )
 
 
-@by_other_names
+@suggests_argument_names
 def based(
     q: Any,
     k: Any,
@@ -46,7 +47,7 @@ def based(
     out: Any = None,
     stream: Any = None,
 ) -> Any:
-    """Based's causal linear attention: exp taken to the second order of its Taylor series. For every head,
+    """Based's causal linear attention: the weights are the Taylor series of exp to the second order. For every head,
 
         P[i, j] = 1 + s + s ** 2 / 2,  s = scale * q[i] . k[j],  j <= i
         o[i]    = sum_j P[i, j] v[j], and divided by sum_j P[i, j] with normalize=True
@@ -55,8 +56,8 @@ def based(
     Dv a multiple of 16 up to 256. Hk divides H: value head h reads key head h // (H // Hk). scale: Dk^-1/2, which is 1/4, by
     default. cu_seqlens (N + 1,), int32 or int64: B is 1, and sequence n is the tokens cu_seqlens[n] to cu_seqlens[n + 1].
 
-    Sums over earlier chunks of 64 tokens are float32, and are rounded to q's dtype to be multiplied: with float16 they must
-    stay below 65504, and so must P, k[i] k[j] and scale^2 q[i] q[j].
+    Sums over earlier chunks of 64 tokens are float32, and are rounded to q's dtype for products: with float16 they must stay
+    below 65504, and so must P, k[i] k[j] and scale^2 q[i] q[j].
 
     initial_state, and what return_state=True returns as `(out, state)`: float32 (B, H, 160, Dv), or (N, ...), the sum of
     f(k)^T v over the tokens so far; with normalize=True a pair of that and the sum of f(k), (B, H, 160). f(x) has 160
@@ -74,24 +75,24 @@ def based(
 
     (The sum is never less than half the number of tokens.) On Hopper, with addresses and strides that are multiples of 16
     bytes. Returns `out`, the same kind of array as q. Arrays, `stream` and errors are those of attention.forward."""
-    normalize, return_state = flag("normalize", normalize), flag("return_state", return_state)
-    arrays = q, k, v, cu_seqlens, *pair(initial_state, normalize), out, None, None
-    found = _based(stream, arrays, (number("scale", scale), normalize, return_state), layout)
-    return (found[0], found[1:]) if return_state and normalize else found
+    normalize, return_state = check_flag("normalize", normalize), check_flag("return_state", return_state)
+    arrays = q, k, v, cu_seqlens, *split_initial_state(initial_state, normalize), out, None, None
+    results = _based(stream, arrays, (check_number("scale", scale), normalize, return_state), layout)
+    return (results[0], results[1:]) if return_state and normalize else results
 
 
 @program(BASED)
 def _based(problem: Problem, scale: float | None, normalize: bool, return_state: bool) -> Plan:
-    """The Plan of a call of based. The schema's `state` and `z` are results, which a caller cannot give."""
-    rules.check(problem)
-    scale = rules.scale_of(problem, scale)
-    config = based_hopper.Config(rules.DTYPES[problem.dtype], normalize, rules.varlen(problem))
+    """The Plan of a call of based. The schema's `state` and `z` are results, which a caller cannot pass."""
+    rules.check_extents(problem)
+    scale = rules.resolve_scale(problem, scale)
+    config = based_hopper.Config(rules.DTYPES[problem.dtype], normalize, rules.is_varlen(problem))
     batch, length, heads, key_heads, key_dim, value_dim, sequences = problem("BSHGKVN")
     if key_dim != BASE:
         raise ValueError(f"q: key_dim must be {BASE}: {key_dim}, q.shape={problem.shape('q')}")
     if problem.extents["F"] != FEATURES:
         raise ValueError(f"initial_state: must have {FEATURES} features: initial_state.shape={problem.shape('initial_state')}")
-    needs_hopper(problem)
+    require_hopper(problem)
     if not (batch and length and heads):
         if return_state:
             raise ValueError(f"return_state: there must be a token: q.shape={problem.shape('q')}")
@@ -103,11 +104,11 @@ def _based(problem: Problem, scale: float | None, normalize: bool, return_state:
         gK=problem["k"],
         gV=problem["v"],
         gO=problem["out"],
-        gStart=problem["initial_state"],
-        gStartZ=problem["initial_z"],
-        gState=problem["state"] if return_state else None,
-        gZ=problem["z"] if return_state and normalize else None,
-        gEnds=problem["cu_seqlens"],
+        gInitialState=problem["initial_state"],
+        gInitialZ=problem["initial_z"],
+        gFinalState=problem["state"] if return_state else None,
+        gFinalZ=problem["z"] if return_state and normalize else None,
+        gCuSeqlens=problem["cu_seqlens"],
         length=length,
         heads=heads,
         columns=columns,

@@ -1,8 +1,8 @@
-"""From a problem of linear attention to launches of the kernels of chunks (chunk_hopper.py, chunk_ampere.py, heads_hopper.py,
-gla_hopper.py).
+"""The plans of linear attention: which of the chunk kernels (chunk_hopper.py, chunk_ampere.py, heads_hopper.py, gla_hopper.py)
+a call launches.
 
-There is one, or two where few long sequences are cut into segments, and one before it where a normalizer is wanted.
-"""
+A call is one launch. If few long sequences are cut into segments, another one before it computes the local state of each, and
+for many segments a third composes these. A normalizer is computed by a launch of its own."""
 
 import functools
 import math
@@ -13,247 +13,266 @@ from tiles.arrays import Operand
 from tiles.device import machine
 from tiles.launch import kernel_for
 from tiles.lengths import follows
-from tiles.program import Step
+from tiles.plan import Step
 from tiles.schema import Problem
 
 from .kernels import chunk_ampere, chunk_hopper, gla_hopper, gla_states_hopper, heads_hopper, starts
-from .kernels.gates import ByHead, BySteps, ByToken, Gate
-from .kernels.results import Normalizer, Outputs, Result, States
-from .rules import DTYPES, padded, varlen
+from .kernels.gates import Gate, HeadGate, Mamba2Gate, TokenGate
+from .kernels.results import ScanNormalizer, ScanOutputs, ScanResult, ScanStates
+from .rules import DTYPES, is_varlen, pad_key_dim
 
-LEAST = 8  # chunks of a segment of attention.parallel's, beside which others run
-SHORTEST = 4  # chunks of a segment of one GPU's
-STATE = 1.5  # chunks that could be walked while the last pass adds up the state of one segment
-BLOCK = 1.5  # chunks that could be walked while a thread block begins and ends
-FACTORS = 2**-6, 1  # scales that scores in fp16 may be multiplied with: neither too small nor too large for them
-SWAPPED = 0, 1, 3, 2  # the axes of a state that kernels have transposed
-LEFT = """
-    local  NHPVK  float32
-    total  NHPO   float32
-"""  # what `of_segments` finds, as rows of a schema
+MIN_PARALLEL_SEGMENT_CHUNKS = 8  # chunks of a segment, at least, on one of several ranks (attention.parallel)
+MIN_SEGMENT_CHUNKS = 4  # chunks of a segment, at least, on one GPU
+COMPOSE_CHUNKS = 1.5  # the time in which the last pass composes one local state, in chunks
+BLOCK_CHUNKS = 1.5  # the time of a thread block's prologue and epilogue, in chunks
+FOLDED_SCALES = 2**-6, 1  # scales by which fp16 scores can be multiplied without becoming too small or too large
+SWAP_STATE_AXES = 0, 1, 3, 2  # to a transposed state, as chunk kernels have it
+SEGMENT_RESULTS = """
+    local_state  NHPVK  float32
+    total_decay  NHPO   float32
+"""  # the results of plan_segment_states, as rows of a schema
 
-Arrays = dict[str, Operand | None]  # a kernel's, by the names of its parameters
-Scratch = list[tuple[tuple[int, ...], str]]
+
+def join_rows(*tables: str) -> str:
+    """The rows of these tables of a schema as one table."""
+    return "".join([table.rstrip() for table in tables])
+
+
+Arrays = dict[str, Operand | None]  # by the names of a kernel's parameters
+ScratchShapes = list[tuple[tuple[int, ...], str]]
 
 
 @functools.lru_cache(1024)
-def one(kind, *fields):
-    """kind(*fields), one object for equal fields: to look it up takes a tenth of the time that it takes to make it."""
+def intern_value(kind, *fields):
+    """kind(*fields), the same object for equal fields: a look-up takes a tenth of the time of a construction."""
     return kind(*fields)
 
 
 class Costs(NamedTuple):
-    """How long the parts of a member's computation take. The unit is the time for a chunk in the last pass, with one consumer
-    in each block. both: a chunk with two consumers. again: a chunk in the pass before. added: to go on from the state before
-    one segment to the state before the next. launches: two more launches. within: up to so many segments, the last pass itself
-    adds up what segments leave."""
+    """The times of a member's launches. The unit is the time of a chunk in the last pass, with one consumer in each block.
+    two_consumers: a chunk with two consumers in each block. first_pass: a chunk in the pass before, which computes local
+    states. compose: a step from the state before one segment to the state before the next. extra_launches: two more launches.
+    composed_in_scan: up to so many segments, the last pass composes local states itself."""
 
-    both: float
-    again: float
-    added: float
-    launches: float
-    within: int = 1
+    two_consumers: float
+    first_pass: float
+    compose: float
+    extra_launches: float
+    composed_in_scan: int = 1
 
 
 @follows
 @functools.lru_cache(1024)
-def in_launches(items: int, width: int, before: int, chunks: int, places: int, costs: Costs) -> int:
-    """Into how many segments each sequence should be cut, for the shortest time. items: how many sequences there are, counted
-    by head. width: the blocks of columns of their states in the last pass; before: in the pass before. chunks: of each
-    sequence. places: how many thread blocks the GPU runs at once."""
+def choose_segments(items: int, width: int, first_width: int, chunks: int, resident_blocks: int, costs: Costs) -> int:
+    """The number of segments for each sequence that takes the shortest time. items: the number of sequences times heads. width:
+    the number of blocks of columns of a state in the last pass; first_width: in the first pass. chunks: of each sequence.
+    resident_blocks: how many thread blocks the GPU runs at once."""
 
-    def rounds(blocks, width):
-        if blocks * width <= places:
+    def wave_time(blocks, width):
+        if blocks * width <= resident_blocks:
             return 1
-        return math.ceil(blocks * -(-width // 2) / places) * costs.both
+        return math.ceil(blocks * -(-width // 2) / resident_blocks) * costs.two_consumers
 
-    def time(parts):
-        last, walked = rounds(items * parts, width), -(-chunks // parts) + BLOCK
-        if parts == 1:
-            return last * walked
-        between = (parts - 1) * STATE if parts <= costs.within else costs.launches + parts * costs.added
-        return (last + costs.again * rounds(items * parts, before)) * walked + between
+    def time(segments):
+        last_pass, segment = wave_time(items * segments, width), -(-chunks // segments) + BLOCK_CHUNKS
+        if segments == 1:
+            return last_pass * segment
+        if segments <= costs.composed_in_scan:
+            composing = (segments - 1) * COMPOSE_CHUNKS
+        else:
+            composing = costs.extra_launches + segments * costs.compose
+        return (last_pass + costs.first_pass * wave_time(items * segments, first_width)) * segment + composing
 
-    return min(range(1, max(1, min(chunks // SHORTEST, places)) + 1), key=time)
+    return min(range(1, max(1, min(chunks // MIN_SEGMENT_CHUNKS, resident_blocks)) + 1), key=time)
 
 
-BY_CHANNEL = Costs(both=1, again=0.55, added=0.35, launches=2)
-BY_TOKEN = Costs(both=1, again=0.6, added=0.5, launches=3, within=4)
+CHANNEL_COSTS = Costs(two_consumers=1, first_pass=0.55, compose=0.35, extra_launches=2)
+TOKEN_COSTS = Costs(two_consumers=1, first_pass=0.6, compose=0.5, extra_launches=3, composed_in_scan=4)
 
 
-class Scratches:
-    """The scratch memory of a plan. A call with a shape adds a float32 array of that shape and returns it."""
+class ScratchAllocator:
+    """The scratch memory of a plan. A call with a shape allocates a float32 array of that shape and returns it."""
 
     def __init__(self, problem: Problem):
         self.problem = problem
-        self.every: Scratch = []
+        self.shapes: ScratchShapes = []
 
     def __call__(self, *shape: int) -> Operand:
-        self.every.append((shape, "float32"))
-        return self.problem.scratch(len(self.every) - 1, *self.every[-1])
+        self.shapes.append((shape, "float32"))
+        return self.problem.scratch(len(self.shapes) - 1, *self.shapes[-1])
 
 
-def by_token(
+def plan_token_decay(
     problem: Problem,
     arrays: Arrays,
     scale: float,
-    piece: int = 0,
+    vector_bytes: int = 0,
     softplus: bool = False,
     normalizer: Arrays | None = None,
-) -> tuple[list[Step], Scratch]:
-    """(the launches, the scratch memory between them) for decays that are one number for each token and head, or for each
-    head.
+) -> tuple[list[Step], ScratchShapes]:
+    """(launches, scratch memory between them) for decays that are one number for each token and head, or for each head.
 
-    arrays: those of chunk_hopper.py by its parameters' names, the states with their columns first. piece: how many bytes
-    cp.async copies at once, 0 if TMA brings whole tiles. softplus: Mamba-2's option. normalizer: {"gStart": , "gState": } of
-    the sum of keys, if outputs are divided by a normalizer."""
+    arrays: those of chunk_hopper.py's kernel by the names of its parameters, states transposed. vector_bytes: how many bytes a
+    cp.async copies, 0 for TMA. softplus: Mamba-2's dt_softplus. normalizer: the initial and final sum of keys as
+    {"gInitialState": , "gFinalState": }, if outputs are divided by a normalizer."""
     batch, length, heads, key_heads, columns, sequences = problem("BSHGVN")
-    arrays = _as_kernels_have_them(problem, arrays, bool(piece))
+    arrays = _broadcast_arrays(problem, arrays, bool(vector_bytes))
     width, group = -(-columns // chunk_hopper.COLUMNS), heads // key_heads
-    gate = _gate(arrays, softplus, apart=not (piece or FACTORS[0] <= scale <= FACTORS[1]))
-    result = one(Outputs, arrays.get("gSkip") is not None, normalizer is not None, arrays.get("gZ") is not None)
-    main = _config(problem, gate, result, piece, width)
-    local = arrays.get("gLocal")  # what a pass before this one has found that segments leave
-    parts = local.form.shape[2] if local else _parts(problem, main, width)
-    if parts == 1:
-        arrays = {name: x for name, x in arrays.items() if name not in ("gLocal", "gTotal")}
-    if parts == 1 and not piece and heads_hopper.serves(main, group * width):
-        return [_of_heads(problem, main, arrays, width)], []
-    scratched, steps = Scratches(problem), []
+    gate = _choose_gate(arrays, softplus, scale_at_end=not (vector_bytes or FOLDED_SCALES[0] <= scale <= FOLDED_SCALES[1]))
+    result = intern_value(ScanOutputs, arrays.get("gD") is not None, normalizer is not None, arrays.get("gZ") is not None)
+    config = _choose_config(problem, gate, result, vector_bytes, width)
+    local = arrays.get("gLocalStates")  # if the caller has computed these, there is no first pass
+    segments = local.form.shape[2] if local else _count_segments(problem, config, width)
+    if segments == 1:
+        arrays = {name: x for name, x in arrays.items() if name not in ("gLocalStates", "gTotalDecays")}
+    if segments == 1 and not vector_bytes and heads_hopper.supports(config, group * width):
+        return [_scan_shared_heads(problem, config, arrays, width)], []
+    scratch, steps = ScratchAllocator(problem), []
 
-    def launch(config, width: int, segments: int, walked: int, given: Arrays, begun: int = 1) -> Step:
-        return _of_chunks(problem, config, width, segments, walked, given, scale, piece, begun)
+    def launch(config, width: int, segments: int, scanned: int, arrays: Arrays, states_per_sequence: int = 1) -> Step:
+        return _scan_chunks(problem, config, width, segments, scanned, arrays, scale, vector_bytes, states_per_sequence)
 
-    if parts > 1 and not local:
-        steps.append(_alone(problem, arrays, piece, softplus, parts, parts - 1, scratched))
-    begins, begun = arrays.get("gStart"), 1
-    if parts > BY_TOKEN.within:
-        left, first, begun = {name: arrays.pop(name) for name in ("gLocal", "gTotal")}, begins, parts
-        begins = scratched(sequences * parts, heads, columns, problem.extents["K"])
-        steps.append(before_segments(problem, parts, columns, False, gStart=first, gStarts=begins, **left))
+    if segments > 1 and not local:
+        steps.append(_scan_local_states(problem, arrays, vector_bytes, softplus, segments, segments - 1, scratch))
+    initial, states_per_sequence = arrays.get("gInitialState"), 1
+    if segments > TOKEN_COSTS.composed_in_scan:
+        local_states = {name: arrays.pop(name) for name in ("gLocalStates", "gTotalDecays")}
+        before_sequence, states_per_sequence = initial, segments
+        initial = scratch(sequences * segments, heads, columns, problem.extents["K"])
+        steps.append(
+            compose_segments(
+                problem, segments, columns, False, gInitialState=before_sequence, gSegmentStates=initial, **local_states
+            )
+        )
     if normalizer is not None:
-        divisor = scratched(batch, length, heads)
-        start, end = normalizer["gStart"], normalizer["gState"]
-        rows = {"gO": divisor, "gStart": start and start.spread(2, chunk_hopper.COLUMNS), "gState": end and end.spread(2, 1)}
-        steps.append(launch(_config(problem, gate, one(Normalizer), piece, 1), 1, 1, 1, arrays | rows))
-        arrays["gDivisor"] = divisor
-    steps.append(launch(main, width, parts, parts, arrays | {"gStart": begins}, begun))
-    return steps, scratched.every
+        normalizers = scratch(batch, length, heads)
+        z_first, z_last = normalizer["gInitialState"], normalizer["gFinalState"]
+        of_z = {"gO": normalizers, "gInitialState": z_first and z_first.spread(2, chunk_hopper.COLUMNS)}
+        of_z["gFinalState"] = z_last and z_last.spread(2, 1)
+        z_config = _choose_config(problem, gate, intern_value(ScanNormalizer), vector_bytes, 1)
+        steps.append(launch(z_config, 1, 1, 1, arrays | of_z))
+        arrays["gNormalizer"] = normalizers
+    steps.append(launch(config, width, segments, segments, arrays | {"gInitialState": initial}, states_per_sequence))
+    return steps, scratch.shapes
 
 
-def of_segments(problem: Problem, arrays: Arrays, piece: int = 0, softplus: bool = False) -> tuple[list[Step], Scratch]:
-    """(the launch that finds what each segment does to a state, its scratch memory). The scratch memory is what it finds: what
-    the segment leaves of a state of 0, (sequence, head, segment, columns, Dk), and the logarithm to the base 2 of the number
-    by which it multiplies a state, (sequence, head, segment, 1). There are as many segments as by_token would cut, at least
-    one."""
-    arrays = _as_kernels_have_them(problem, arrays, bool(piece))
-    scratched = Scratches(problem)
+def plan_segment_states(
+    problem: Problem, arrays: Arrays, vector_bytes: int = 0, softplus: bool = False
+) -> tuple[list[Step], ScratchShapes]:
+    """(the launch that computes how each segment changes a state, its scratch memory). The scratch memory holds the results:
+    the local state, (sequence, head, segment, columns, Dk), and log2 of the total decay, (sequence, head, segment, 1). The
+    number of segments is plan_token_decay's."""
+    arrays = _broadcast_arrays(problem, arrays, bool(vector_bytes))
+    scratch = ScratchAllocator(problem)
     width = -(-problem.extents["V"] // chunk_hopper.COLUMNS)
-    parts = _parts(problem, _config(problem, _gate(arrays, softplus), one(Outputs), piece, width), width)
-    return [_alone(problem, arrays, piece, softplus, parts, parts, scratched)], scratched.every
+    config = _choose_config(problem, _choose_gate(arrays, softplus), intern_value(ScanOutputs), vector_bytes, width)
+    segments = _count_segments(problem, config, width)
+    return [_scan_local_states(problem, arrays, vector_bytes, softplus, segments, segments, scratch)], scratch.shapes
 
 
-def _alone(
+def _scan_local_states(
     problem: Problem,
     arrays: Arrays,
-    piece: int,
+    vector_bytes: int,
     softplus: bool,
-    parts: int,
-    walked: int,
-    scratched: Callable[..., Operand],
+    segments: int,
+    scanned: int,
+    scratch: Callable[..., Operand],
 ) -> Step:
-    """The launch of the first `walked` of `parts` segments, each from a state of 0. It adds to `arrays` where the results
-    are."""
+    """The launch that computes the local states of the first `scanned` of the `segments`. Adds the results to `arrays`."""
     sequences, heads, columns = problem("NHV")
     width = -(-columns // chunk_hopper.COLUMNS)
-    arrays["gLocal"] = scratched(sequences, heads, walked, columns, problem.extents["K"])
-    arrays["gTotal"] = scratched(sequences, heads, walked, 1)
-    config = _config(problem, _gate(arrays, softplus), one(States), piece, width)  # which know no scale
-    return _of_chunks(problem, config, width, parts, walked, arrays | {"gStart": None, "gO": None}, 1.0, piece)
+    arrays["gLocalStates"] = scratch(sequences, heads, scanned, columns, problem.extents["K"])
+    arrays["gTotalDecays"] = scratch(sequences, heads, scanned, 1)
+    config = _choose_config(problem, _choose_gate(arrays, softplus), intern_value(ScanStates), vector_bytes, width)
+    from_zero = arrays | {"gInitialState": None, "gO": None}
+    return _scan_chunks(problem, config, width, segments, scanned, from_zero, 1.0, vector_bytes)  # no scale without outputs
 
 
-def _of_chunks(
+def _scan_chunks(
     problem: Problem,
     config: chunk_hopper.Config,
     width: int,
     segments: int,
-    walked: int,
-    given: Arrays,
+    scanned: int,
+    arrays: Arrays,
     scale: float,
-    piece: int,
-    begun: int = 1,
+    vector_bytes: int,
+    states_per_sequence: int = 1,
 ) -> Step:
-    """The launch of a kernel of chunks for `walked` of the segments. begun: how many states each sequence is given to begin
-    with."""
+    """The launch of a chunk kernel for the first `scanned` of the `segments`. states_per_sequence: 1 or the number of segments,
+    the number of states in gInitialState for each sequence."""
     length, heads, key_heads, sequences = problem("SHGN")
     group = heads // key_heads
     blocks = group * width // config.consumers
-    return kernel_for(chunk_ampere if piece else chunk_hopper, config, problem.device).bind(
-        sequences * key_heads * walked * blocks,
+    return kernel_for(chunk_ampere if vector_bytes else chunk_hopper, config, problem.device).bind(
+        sequences * key_heads * scanned * blocks,
         length=length,
         blocks=blocks,
         segments=segments,
-        walked=walked,
-        begun=begun,
+        scanned=scanned,
+        states_per_sequence=states_per_sequence,
         heads=key_heads,
         group=group,
         width=width,
         scale=scale,
-        **given,
+        **arrays,
     )
 
 
-def _as_kernels_have_them(problem: Problem, arrays: Mapping[str, Operand | None], by_copies: bool) -> Arrays:
-    """The arrays with one number for each token or column, where the caller gave one for each head. The elements are repeated
-    by steps of 0 bytes."""
+def _broadcast_arrays(problem: Problem, arrays: Mapping[str, Operand | None], by_cp_async: bool) -> Arrays:
+    """The arrays with one number for each token or column, also if the caller passed one for each head, whose elements strides
+    of 0 bytes repeat."""
     batch, length, columns = problem("BSV")
     arrays, chunk = dict(arrays), chunk_hopper.CHUNK
     gates = arrays.get("gGates")
-    if by_copies and gates and len(gates.form.shape) == 1:  # each token's is the head's
+    if by_cp_async and gates and len(gates.form.shape) == 1:  # one for each head
         arrays["gGates"] = gates.spread(0, length).spread(0, batch)
-    for name, extent in ("gGates", chunk), ("gRate", chunk), ("gBias", chunk), ("gSkip", columns):
-        given = arrays.get(name)
-        if given and len(given.form.shape) == 1:
-            arrays[name] = given.spread(1, extent)
+    for name, extent in ("gGates", chunk), ("gA", chunk), ("gDtBias", chunk), ("gD", columns):
+        operand = arrays.get(name)
+        if operand and len(operand.form.shape) == 1:
+            arrays[name] = operand.spread(1, extent)
     return arrays
 
 
-def _gate(arrays: Arrays, softplus: bool, apart: bool = False) -> Gate:
-    """The kind of gates that these arrays hold. apart: is the scale to be multiplied in at the end (see gates.Decay)?"""
-    given = arrays.get("gGates")
-    if given is None:
-        return one(Gate)
-    if arrays.get("gRate"):
-        return one(BySteps, False, softplus)
-    return one(ByHead if len(given.form.shape) == 2 else ByToken, apart)
+def _choose_gate(arrays: Arrays, softplus: bool, scale_at_end: bool = False) -> Gate:
+    """The kind of gates in these arrays. scale_at_end: see gates.DecayGate."""
+    gates = arrays.get("gGates")
+    if gates is None:
+        return intern_value(Gate)
+    if arrays.get("gA"):
+        return intern_value(Mamba2Gate, False, softplus)
+    return intern_value(HeadGate if len(gates.form.shape) == 2 else TokenGate, scale_at_end)
 
 
-def _config(problem: Problem, gate: Gate, result: Result, piece: int, width: int) -> chunk_hopper.Config:
-    """The configuration of the kernel for values of `width` blocks of columns."""
+def _choose_config(problem: Problem, gate: Gate, result: ScanResult, vector_bytes: int, width: int) -> chunk_hopper.Config:
+    """The configuration of the chunk kernel for values of `width` blocks of columns."""
     heads, key_heads, key_dim = problem("HGK")
-    key_dim, dtype = padded(key_dim, chunk_hopper.KEY_DIMS), DTYPES[problem.dtype]
-    if piece:
-        return one(chunk_ampere.Config, key_dim, 1, dtype, gate, result, varlen(problem), piece)
-    consumers = 2 if heads // key_heads * width % 2 == 0 and key_dim <= chunk_hopper.WIDE else 1
-    return one(chunk_hopper.Config, key_dim, consumers, dtype, gate, result, varlen(problem))
+    key_dim, dtype = pad_key_dim(key_dim, chunk_hopper.KEY_DIMS), DTYPES[problem.dtype]
+    if vector_bytes:
+        return intern_value(chunk_ampere.Config, key_dim, 1, dtype, gate, result, is_varlen(problem), vector_bytes)
+    consumers = 2 if heads // key_heads * width % 2 == 0 and key_dim <= chunk_hopper.WIDE_KEY_DIM else 1
+    return intern_value(chunk_hopper.Config, key_dim, consumers, dtype, gate, result, is_varlen(problem))
 
 
-def _parts(problem: Problem, config: chunk_hopper.Config, width: int) -> int:
-    """Into how many segments each sequence is cut."""
-    if not config.segmented:
+def _count_segments(problem: Problem, config: chunk_hopper.Config, width: int) -> int:
+    """The number of segments into which each sequence is cut."""
+    if not config.supports_segments:
         return 1
     batch, length, heads, sequences = problem("BSHN")
     chunks = length * batch // sequences // chunk_hopper.CHUNK
-    places = config.resident * machine(problem.device).processors
-    return in_launches(sequences * heads * width // config.consumers, 1, 1, chunks, places, BY_TOKEN)
+    resident_blocks = config.blocks_per_sm * machine(problem.device).processors
+    return choose_segments(sequences * heads * width // config.consumers, 1, 1, chunks, resident_blocks, TOKEN_COSTS)
 
 
-def _of_heads(problem: Problem, form: chunk_hopper.Config, arrays: Arrays, width: int) -> Step:
-    """The launch of heads_hopper.py that does the work of chunk_hopper.py's kernel of this form."""
+def _scan_shared_heads(problem: Problem, replaced: chunk_hopper.Config, arrays: Arrays, width: int) -> Step:
+    """The launch of heads_hopper.py's kernel in place of chunk_hopper.py's with the configuration `replaced`."""
     length, heads, key_heads, sequences = problem("SHGN")
     group = heads // key_heads
     blocks = group * width // heads_hopper.CONSUMERS
-    config = one(heads_hopper.Config, form.key_dim, form.dtype, form.gate, form.result, form.varlen)
+    config = intern_value(
+        heads_hopper.Config, replaced.key_dim, replaced.dtype, replaced.gate, replaced.result, replaced.varlen
+    )
     return kernel_for(heads_hopper, config, problem.device).bind(
         sequences * key_heads * blocks,
         length=length,
@@ -261,46 +280,49 @@ def _of_heads(problem: Problem, form: chunk_hopper.Config, arrays: Arrays, width
         heads=key_heads,
         group=group,
         width=width,
-        **{name: given for name, given in arrays.items() if name != "gDivisor"},
+        **{name: x for name, x in arrays.items() if name != "gNormalizer"},
     )
 
 
-def by_channel(problem: Problem, arrays: Arrays, scale: float) -> tuple[list[Step], Scratch]:
-    """(the launches, the scratch memory between them) for decays of channels. arrays: those of gla_hopper.py."""
+def plan_channel_decay(problem: Problem, arrays: Arrays, scale: float) -> tuple[list[Step], ScratchShapes]:
+    """(launches, scratch memory between them) for decays of channels. arrays: those of gla_hopper.py's kernel."""
     batch, length, heads, key_heads, key_dim, columns, sequences = problem("BSHGKVN")
-    width, padded_dim = -(-columns // gla_hopper.COLUMNS), padded(key_dim, gla_hopper.STAGES)
-    consumers = 2 if width % 2 == 0 and padded_dim <= gla_hopper.WIDE else 1
+    width, padded_dim = -(-columns // gla_hopper.COLUMNS), pad_key_dim(key_dim, gla_hopper.STAGES)
+    consumers = 2 if width % 2 == 0 and padded_dim <= gla_hopper.WIDE_KEY_DIM else 1
     blocks, chunks = width // consumers, length * batch // sequences // gla_hopper.CHUNK
-    parts = in_launches(sequences * heads, blocks, blocks, chunks, machine(problem.device).processors, BY_CHANNEL)
-    sizes = padded_dim, consumers, DTYPES[problem.forms["decay"].dtype], DTYPES[problem.dtype], varlen(problem)
-    steps, scratch = [], Scratches(problem)
+    segments = choose_segments(sequences * heads, blocks, blocks, chunks, machine(problem.device).processors, CHANNEL_COSTS)
+    sizes = padded_dim, consumers, DTYPES[problem.forms["decay"].dtype], DTYPES[problem.dtype], is_varlen(problem)
+    steps, scratch = [], ScratchAllocator(problem)
 
-    def launch(module, begun: int, **given) -> Step:
-        return kernel_for(module, one(module.Config, *sizes), problem.device).bind(
-            sequences * heads * blocks * begun,
+    def launch(module, grid_segments: int, **arguments) -> Step:
+        return kernel_for(module, intern_value(module.Config, *sizes), problem.device).bind(
+            sequences * heads * blocks * grid_segments,
             length=length,
             blocks=blocks,
-            segments=parts,
+            segments=segments,
             heads=heads,
             group=heads // key_heads,
-            **given,
+            **arguments,
         )
 
-    if parts > 1:
-        left = {"gLocal": scratch(sequences, heads, parts - 1, columns, key_dim)}
-        left["gTotal"] = scratch(sequences, heads, parts - 1, key_dim)
-        begins = scratch(sequences * parts, heads, columns, key_dim)
-        of_keys = {name: arrays[name] for name in ("gK", "gV", "gGates", "gEnds")}
-        steps.append(launch(gla_states_hopper, parts - 1, walked=parts - 1, **left, **of_keys))
-        steps.append(before_segments(problem, parts, columns, True, gStart=arrays["gStart"], gStarts=begins, **left))
-        arrays = arrays | {"gStart": begins}
-    return [*steps, launch(gla_hopper, parts, scale=scale, **arrays)], scratch.every
+    if segments > 1:
+        local_states = {"gLocalStates": scratch(sequences, heads, segments - 1, columns, key_dim)}
+        local_states["gTotalDecays"] = scratch(sequences, heads, segments - 1, key_dim)
+        initial = scratch(sequences * segments, heads, columns, key_dim)
+        inputs = {name: arrays[name] for name in ("gK", "gV", "gGates", "gCuSeqlens")}
+        steps.append(launch(gla_states_hopper, segments - 1, scanned=segments - 1, **local_states, **inputs))
+        first = arrays["gInitialState"]
+        steps.append(
+            compose_segments(problem, segments, columns, True, gInitialState=first, gSegmentStates=initial, **local_states)
+        )
+        arrays = arrays | {"gInitialState": initial}
+    return [*steps, launch(gla_hopper, segments, scale=scale, **arrays)], scratch.shapes
 
 
-def before_segments(problem: Problem, parts: int, columns: int, channels: bool, **arrays: Operand | None) -> Step:
-    """The launch that computes the state before each segment."""
+def compose_segments(problem: Problem, segments: int, columns: int, per_channel: bool, **arrays: Operand | None) -> Step:
+    """The launch of starts.py, which computes the state before each segment from local states."""
     rows, cols = -(-columns // starts.TILE.rows), -(-problem.extents["K"] // starts.TILE.cols)
     sequences, heads = problem("NH")
     grid = sequences * heads * rows * cols
-    kernel = kernel_for(starts, one(starts.Config, channels), problem.device)
-    return kernel.bind(grid, heads=heads, segments=parts, rows=rows, cols=cols, **arrays)
+    kernel = kernel_for(starts, intern_value(starts.Config, per_channel), problem.device)
+    return kernel.bind(grid, heads=heads, segments=segments, rows=rows, cols=cols, **arrays)

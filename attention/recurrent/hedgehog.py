@@ -1,14 +1,15 @@
-"""attention.hedgehog: softmax attention to the newest keys, and linear attention by learned features to all that are older
-(Zhang et al. 2024; LoLCATS)."""
+"""attention.hedgehog: softmax attention to the newest keys, and linear attention with learned features to all older ones (Zhang
+et al. 2024; LoLCATS)."""
 
 from typing import Any
 
 from tiles.launch import kernel_for
-from tiles.program import Plan, program
+from tiles.plan import Plan
+from tiles.program import program
 from tiles.schema import Problem, Schema
 
-from ..families import needs_hopper
-from ..names import by_other_names
+from ..families import require_hopper
+from ..names import suggests_argument_names
 from . import rules
 from .kernels import hedgehog_hopper
 from .kernels.hedgehog_hopper import CHUNK, HALF, HEAD, LOG2_E
@@ -29,7 +30,7 @@ HEDGEHOG = Schema(
 )
 
 
-@by_other_names
+@suggests_argument_names
 def hedgehog(
     q: Any,
     k: Any,
@@ -45,7 +46,7 @@ def hedgehog(
     out: Any = None,
     stream: Any = None,
 ) -> Any:
-    """Softmax attention to the newest keys and, by learned features, linear attention to all older ones. For head h,
+    """Softmax attention to the newest keys and linear attention with learned features to all older ones. For head h,
 
         w[i, j] = betas[h] * exp((q[i] . k[j] - m[i]) / sqrt(D))       j <= i in the `window`-block of i, or the one before it
         w[i, j] = alphas[h] * f(q[i], q_map[h]) . f(k[j], k_map[h])     j in older blocks
@@ -60,8 +61,8 @@ def hedgehog(
     h // (H // Hk). alphas, betas: (H,) float32. window: 64. cu_seqlens (N + 1,), int32 or int64: B is 1, and sequence n is
     the tokens cu_seqlens[n] to cu_seqlens[n + 1].
 
-    There is no state to pass in or out: besides sums of features, the next tokens need the keys and values of up to two
-    blocks.
+    It takes and returns no state: later tokens would need the keys and values of up to two blocks as well as the sums of
+    features.
 
     On Hopper, with addresses and strides that are multiples of 16 bytes. Returns `out`, the same kind of array as q. Arrays,
     `stream` and errors are those of attention.forward."""
@@ -73,17 +74,17 @@ def hedgehog(
 @program(HEDGEHOG)
 def _hedgehog(problem: Problem) -> Plan:
     """The Plan of a call of hedgehog."""
-    rules.check(problem)
+    rules.check_extents(problem)
     batch, length, heads, key_heads, key_dim, value_dim, features, sequences = problem("BSHGKVFN")
     for name, extent in ("q", key_dim), ("v", value_dim):
         if extent > HEAD:
             raise ValueError(f"{name}: head_dim must be at most {HEAD}: {extent}, {name}.shape={problem.shape(name)}")
     if features != HALF:
         raise ValueError(f"q_map: must have {HALF} columns: q_map.shape={problem.shape('q_map')}")
-    needs_hopper(problem)
+    require_hopper(problem)
     if not (batch and length and heads):
         return Plan([])
-    config = hedgehog_hopper.Config(rules.DTYPES[problem.dtype], rules.varlen(problem))
+    config = hedgehog_hopper.Config(rules.DTYPES[problem.dtype], rules.is_varlen(problem))
     launch = kernel_for(hedgehog_hopper, config, problem.device).bind(
         sequences * heads,
         gQ=problem["q"],
@@ -94,7 +95,7 @@ def _hedgehog(problem: Problem) -> Plan:
         gAlphas=problem["alphas"],
         gBetas=problem["betas"],
         gO=problem["out"],
-        gEnds=problem["cu_seqlens"],
+        gCuSeqlens=problem["cu_seqlens"],
         length=length,
         heads=heads,
         group=heads // key_heads,

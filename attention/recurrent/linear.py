@@ -1,4 +1,5 @@
-"""attention.linear and its named members: retention, lightning, gla. They differ in where the decays come from.
+"""attention.linear and the members of its family that have names of their own: retention, lightning, gla. They differ in their
+decays.
 
 | here                          | flash-linear-attention          | S_t =                             |
 | ----------------------------- | ------------------------------- | --------------------------------- |
@@ -31,14 +32,16 @@ from tiles import jax_call, torch_op
 from tiles.arrays import ALIGNMENT
 from tiles.frameworks import Kind, describe, placed
 from tiles.launch import kernel_for
-from tiles.program import Plan, nothing, program
+from tiles.plan import Plan, nothing
+from tiles.program import program
 from tiles.schema import Problem, Schema
 
-from ..families import choose
-from ..names import by_other_names
-from ..options import flag, number
-from . import chunks, rules
-from .kernels import segments, token_loop
+from ..families import choose_family
+from ..names import suggests_argument_names
+from ..options import check_flag, check_number
+from . import chunks, rules, token_plan
+from .chunks import SEGMENT_RESULTS, join_rows
+from .kernels import segments
 
 TOKENS = """
     q              BSGK        tile
@@ -54,20 +57,17 @@ STATES = """
     state          NHKV        float32  made      return_state
     final_z        NHK         float32  made      return_state  normalize
 """
-LINEAR, SEGMENTS = Schema("linear", TOKENS.rstrip() + STATES), Schema("linear_segments", TOKENS)
-LEFT = Schema(
-    "linear_left",
-    chunks.LEFT.rstrip()
-    + """
-    begin  NHVK   float32  optional
-    m      NHO    float32  updated
-    left   NHVK   float32  updated
-""",
-)
-GOING_ON = Schema("linear_going_on", TOKENS.rstrip() + chunks.LEFT.rstrip() + STATES)
+COMPOSED = """
+    initial_state  NHVK   float32  optional
+    decay          NHO    float32  updated
+    final_state    NHVK   float32  updated
+"""
+LINEAR, SEGMENTS = Schema("linear", join_rows(TOKENS, STATES)), Schema("linear_segments", TOKENS)
+COMPOSED_STATES = Schema("linear_composed_states", join_rows(SEGMENT_RESULTS, COMPOSED))
+OUTPUTS_FROM_SEGMENTS = Schema("linear_outputs_from_segments", join_rows(TOKENS, SEGMENT_RESULTS, STATES))
 
 
-@by_other_names
+@suggests_argument_names
 def linear(
     q: Any,
     k: Any,
@@ -84,7 +84,7 @@ def linear(
     stream: Any = None,
     family: str | None = None,
 ) -> Any:
-    """Causal linear attention with decay. For every sequence and head, over its tokens t,
+    """Causal linear attention with decay. For every sequence and head, and its tokens t,
 
         S_t = exp(decay_t) S_(t-1) + k_t v_t^T        o_t = scale S_t^T q_t
 
@@ -92,38 +92,39 @@ def linear(
     float16. Dk and Dv: multiples of 16 up to 256; 64 and 128 are fast. Hk divides H, and value head h reads key head
     h // (H // Hk). Any lengths.
 
-    decay: logarithms, never positive (-inf forgets all), in float32, bfloat16 or float16: None; (H,), the same for all
-    tokens; (B, S, H), for each token; or (B, S, H, Dk), for each token and channel of the keys. scale: Dk^-1/2 by default.
+    decay: log decays, never positive (-inf sets the state to 0), in float32, bfloat16 or float16: None; (H,), the same for
+    all tokens; (B, S, H), for each token; or (B, S, H, Dk), for each token and channel of the keys. scale: Dk^-1/2 by default.
     initial_state: (B, H, Dk, Dv) float32, 0 by default. out: written in place instead of a new array.
 
     normalize: o_t is divided by scale z_t . q_t + 1e-10, where z_t is the sum of the keys so far, decayed as S_t is. Then
     initial_state is a pair (S, z), and so is the returned state; z is (B, H, Dk).
 
-    cu_seqlens: (N + 1,) int32 or int64, on q's device: N sequences lie one after the other in a batch of 1, sequence n from
-    cu_seqlens[n] to cu_seqlens[n + 1]; states are (N, H, Dk, Dv). It must ascend from 0 to S. For arrays in host memory this
-    is checked, and so is that no decay is above 0; on a GPU with TILES_CHECK=1, where the call then waits for what it reads.
-    Where nobody checks, tokens behind the last sequence belong to nobody: they are not read, and their outputs are 0.
+    cu_seqlens: (N + 1,) int32 or int64, on q's device: N packed sequences in a batch of 1, sequence n from cu_seqlens[n] to
+    cu_seqlens[n + 1]; states are (N, H, Dk, Dv). It must ascend from 0 to S. For arrays in host memory this is checked, and so
+    is that no decay is above 0; on a GPU only with TILES_CHECK=1, which makes the call wait for the device. Without a check,
+    tokens after cu_seqlens[-1] are padding: they are not read, and their outputs are 0.
 
     Returns `out`, the same kind of array as q, or with return_state=True `(out, state)`. state is a new float32
     array (B, H, Dk, Dv), C-ordered: that of each sequence after its last token.
 
-    float16: scores scale q . k and the elements of states are read as float16. Beyond 65504 they are infinite and outputs NaN,
-    as after 65504 tokens of keys and values that are all 1. bfloat16 has float32's range. With decays of channels elements of
-    float16 queries and keys must stay below 32 where a channel decays by exp(-15) in a chunk of 64 tokens.
+    float16: scores, scale q . k, and the elements of states are rounded to float16. Beyond 65504 they are infinite and outputs
+    NaN, for example after 65504 tokens of keys and values that are all 1. bfloat16 has float32's range. With decays of
+    channels, elements of float16 queries and keys must stay below 32 where a channel decays by exp(-15) in a chunk of 64
+    tokens.
 
-    Sequences are cut into chunks of 64 tokens, which the tensor cores multiply: on Hopper with tiles loaded by TMA; on other
-    GPUs since Ampere, and where addresses and strides are not multiples of 16 bytes, with copies by cp.async. Decays of
-    channels need the former, and normalize=False; otherwise they are computed token by token: correct, and slow.
+    Sequences are processed in chunks of 64 tokens, on tensor cores: on Hopper with tiles loaded by TMA; on other GPUs since
+    Ampere, and if addresses or strides are not multiples of 16 bytes, with copies by cp.async. Decays of channels need the
+    former, and normalize=False; otherwise they are computed token by token: correct, and slow.
 
     Arrays, `stream`, `family` ("sm_80" is cp.async, or token by token) and errors are those of attention.forward. The head
     of this file has flash-linear-attention's names next to these."""
-    normalize, return_state = flag("normalize", normalize), flag("return_state", return_state)
-    arrays = q, k, v, decay, cu_seqlens, *pair(initial_state, normalize), out, None, None
-    found = _linear(stream, arrays, (number("scale", scale), normalize, return_state, family), layout)
-    return (found[0], found[1:]) if return_state and normalize else found
+    normalize, return_state = check_flag("normalize", normalize), check_flag("return_state", return_state)
+    arrays = q, k, v, decay, cu_seqlens, *split_initial_state(initial_state, normalize), out, None, None
+    results = _linear(stream, arrays, (check_number("scale", scale), normalize, return_state, family), layout)
+    return (results[0], results[1:]) if return_state and normalize else results
 
 
-@by_other_names
+@suggests_argument_names
 def retention(
     q: Any,
     k: Any,
@@ -145,14 +146,14 @@ def retention(
     flash-linear-attention's chunk_retention(q, k, v, scale, initial_state, output_final_state, cu_seqlens) has the same
     decays, default scale and state layout; its output_final_state is return_state here. The decays are copied to a GPU once:
     call it once before you capture a CUDA graph."""
-    decay = _of_heads(q, v, layout, lambda h, heads, log1p: log1p(-(2.0 ** (-5 - h))))
+    decay = _head_decays(q, v, layout, lambda h, heads, log1p: log1p(-(2.0 ** (-5 - h))))
     return linear(
         q, k, v, decay=decay, scale=scale, initial_state=initial_state, return_state=return_state, normalize=normalize,
         cu_seqlens=cu_seqlens, layout=layout, out=out, stream=stream, family=family,
     )  # fmt: skip
 
 
-@by_other_names
+@suggests_argument_names
 def lightning(
     q: Any,
     k: Any,
@@ -177,16 +178,16 @@ def lightning(
     scale and state layout; its layer_idx, num_layers and output_final_state are layer, layers and return_state here. The
     decays are copied to a GPU once: call it once before you capture a CUDA graph."""
     if not (isinstance(layer, Integral) and isinstance(layers, Integral) and 0 <= layer <= layers > 0):
-        raise ValueError(f"layer: must be an integer from 0 to layers, of which there is one or more: {layer=}, {layers=}")
-    slope = 8 * (1 - layer / layers)
-    decay = _of_heads(q, v, layout, lambda h, heads, log1p: -slope * h / heads)
+        raise ValueError(f"layer: must be an integer from 0 to layers, which is 1 or more: {layer=}, {layers=}")
+    rate = 8 * (1 - layer / layers)
+    decay = _head_decays(q, v, layout, lambda h, heads, log1p: -rate * h / heads)
     return linear(
         q, k, v, decay=decay, scale=scale, initial_state=initial_state, return_state=return_state, normalize=normalize,
         cu_seqlens=cu_seqlens, layout=layout, out=out, stream=stream, family=family,
     )  # fmt: skip
 
 
-@by_other_names
+@suggests_argument_names
 def gla(
     q: Any,
     k: Any,
@@ -210,7 +211,9 @@ def gla(
     scale and state layout; its g and output_final_state are decay and return_state here."""
     shape = decay.shape if hasattr(decay, "shape") else describe(decay, "decay").shape
     if len(shape) != 4:
-        raise ValueError(f"decay: must have an axis of channels (linear takes those that have none): decay.shape={shape}")
+        raise ValueError(
+            f"decay: must have an axis of channels (attention.linear takes decays without one): decay.shape={shape}"
+        )
     return linear(
         q, k, v, decay=decay, scale=scale, initial_state=initial_state, return_state=return_state, normalize=normalize,
         cu_seqlens=cu_seqlens, layout=layout, out=out, stream=stream, family=family,
@@ -219,66 +222,68 @@ def gla(
 
 @program(LINEAR)
 def _linear(problem: Problem, scale: float | None, normalize: bool, return_state: bool, family: str | None) -> Plan:
-    """The Plan of a call of linear. The schema's `state` and `final_z` are results, which a caller cannot give."""
-    rules.check(problem)
-    scale, by_channel = rules.scale_of(problem, scale), rules.by_channel(problem)
+    """The Plan of a call of linear. The schema's `state` and `final_z` are results, which a caller cannot pass."""
+    rules.check_extents(problem)
+    scale, by_channel = rules.resolve_scale(problem, scale), rules.has_channel_decay(problem)
     batch, length, heads, value_dim = problem("BSHV")
-    if rules.idle(problem, return_state):
-        choose(problem, family, addressable=True)  # which refuses what it refuses of other calls: nothing is read
+    if rules.has_nothing_to_compute(problem, return_state):
+        choose_family(problem, family, tma=True)  # for its errors; arrays without elements have no address
         return Plan([])
-    arrays = rules.arrays(problem, return_state)
-    sums = {"gStart": problem["initial_z"], "gState": problem["final_z"] if return_state else None}
-    tma = choose(problem, family) == "sm_90"
+    arrays = rules.kernel_arrays(problem, return_state)
+    z = {"gInitialState": problem["initial_z"], "gFinalState": problem["final_z"] if return_state else None}
+    tma = choose_family(problem, family) == "sm_90"
     gates_by_tma = tma and not normalize and problem.bytes_at_once("decay") == ALIGNMENT
     if batch * length and (not by_channel or gates_by_tma):
         arrays |= {"gGates": problem["decay"], "gO": problem["out"]}
-        arrays |= {name: x and x.permuted(chunks.SWAPPED) for name, x in arrays.items() if name in ("gStart", "gState")}
+        states = {name: arrays[name] for name in ("gInitialState", "gFinalState")}
+        arrays |= {name: x and x.permuted(chunks.SWAP_STATE_AXES) for name, x in states.items()}
         if by_channel:
-            return Plan(*chunks.by_channel(problem, arrays, scale))
-        piece = 0 if tma else problem.bytes_at_once()
-        if problem["local"]:
-            arrays |= {"gLocal": problem["local"], "gTotal": problem["total"]}
-        steps, scratch = chunks.by_token(problem, arrays, scale, piece, normalizer=sums if normalize else None)
+            return Plan(*chunks.plan_channel_decay(problem, arrays, scale))
+        vector_bytes = 0 if tma else problem.bytes_at_once()
+        if problem["local_state"]:
+            arrays |= {"gLocalStates": problem["local_state"], "gTotalDecays": problem["total_decay"]}
+        steps, scratch = chunks.plan_token_decay(problem, arrays, scale, vector_bytes, normalizer=z if normalize else None)
         return Plan(steps, scratch)
     if family == "sm_90" and batch * length:
         raise ValueError(
             f"family: sm_90 takes decays of channels whose address and strides are multiples of {ALIGNMENT} bytes, and no "
             f"normalize=True: {family=}, {normalize=}, decay.strides={problem.forms['decay'].strides}"
         )
-    arrays |= {"gDecay": problem["decay"], "gOut": problem["out"], "gStartZ": sums["gStart"], "gStateZ": sums["gState"]}
-    return Plan([token_loop.launch(problem, arrays, scale, normalize)])
+    arrays |= {"gDecay": problem["decay"], "gOut": problem["out"], "gInitialZ": z["gInitialState"], "gFinalZ": z["gFinalState"]}
+    return Plan([token_plan.launch(problem, arrays, scale, normalize)])
 
 
-def left_by_segments(q: Any, k: Any, v: Any, *, decay: Any = None, cu_seqlens: Any = None, family: str | None = None) -> Any:
-    """(local, total): what the segments into which `linear` would cut the sequences do to a state. local: what each leaves of
-    a state of 0, transposed, (N, H, P, Dv, Dk). total: the logarithm to the base 2 of the number by which it multiplies a
-    state, (N, H, P, 1). NotImplementedError, ValueError: decays of channels, Dk above 128."""
-    return _segments(None, (q, k, v, decay, cu_seqlens), (family,))
+def segment_states(q: Any, k: Any, v: Any, *, decay: Any = None, cu_seqlens: Any = None, family: str | None = None) -> Any:
+    """(local_state, total_decay) of the P segments into which `linear` cuts each sequence. local_state: the state after the
+    segment if the state before it is 0, transposed, (N, H, P, Dv, Dk). total_decay: log2 of the decay of a state by the whole
+    segment, (N, H, P, 1). NotImplementedError, ValueError: decays of channels, Dk above 128."""
+    return _segment_states(None, (q, k, v, decay, cu_seqlens), (family,))
 
 
-def left_together(local: Any, total: Any, begin: Any, m: Any, left: Any) -> None:
-    """Write to `left` (N, H, Dv, Dk) the state after all of these segments, which begin with the state `begin`, or 0 if it is
-    None, and to m (N, H, 1) the number by which they multiply a state. All arrays are float32."""
-    _left(None, (local, total, begin, m, left), ())
+def compose_segment_states(local_state: Any, total_decay: Any, initial_state: Any, decay: Any, final_state: Any) -> None:
+    """Write the state after all of these segments to `final_state` (N, H, Dv, Dk), and their decay to `decay` (N, H, 1).
+    initial_state: the state before them, 0 if None. All arrays are float32."""
+    _compose_segment_states(None, (local_state, total_decay, initial_state, decay, final_state), ())
 
 
-@program(LEFT)
-def _left(problem: Problem) -> Plan:
-    """The Plan of a call of left_together."""
-    sequences, heads, parts, columns, key_dim = problem("NHPVK")
+@program(COMPOSED_STATES)
+def _compose_segment_states(problem: Problem) -> Plan:
+    """The Plan of a call of compose_segment_states."""
+    sequences, heads, num_segments, columns, key_dim = problem("NHPVK")
     rows, cols = -(-columns // segments.TILE.rows), -(-key_dim // segments.TILE.cols)
-    arrays = {f"g{name.title()}": problem[name] for name in LEFT.names}
-    kernel = kernel_for(segments, segments.Config("begin" in problem), problem.device)
+    arrays = {"gLocalStates": problem["local_state"], "gTotalDecays": problem["total_decay"], "gDecay": problem["decay"]}
+    arrays |= {"gInitialState": problem["initial_state"], "gFinalState": problem["final_state"]}
+    kernel = kernel_for(segments, segments.Config("initial_state" in problem), problem.device)
     grid = sequences * heads * rows * cols
-    return Plan([kernel.bind(grid, heads=heads, segments=parts, rows=rows, cols=cols, **arrays)], (), nothing)
+    return Plan([kernel.bind(grid, heads=heads, segments=num_segments, rows=rows, cols=cols, **arrays)], (), nothing)
 
 
-def going_on(
+def outputs_from_segments(
     q: Any,
     k: Any,
     v: Any,
-    local: Any,
-    total: Any,
+    local_state: Any,
+    total_decay: Any,
     *,
     decay: Any = None,
     scale: float | None = None,
@@ -286,44 +291,44 @@ def going_on(
     cu_seqlens: Any = None,
     family: str | None = None,
 ) -> Any:
-    """The output of `linear`, computed from what its segments leave (left_by_segments): only the second pass runs."""
-    arrays = q, k, v, decay, cu_seqlens, local, total, initial_state, None, None, None, None
-    return _going_on(None, arrays, (number("scale", scale), False, False, family))
+    """The output of `linear`, computed from the results of segment_states: only the second pass is launched."""
+    arrays = q, k, v, decay, cu_seqlens, local_state, total_decay, initial_state, None, None, None, None
+    return _outputs_from_segments(None, arrays, (check_number("scale", scale), False, False, family))
 
 
 @program(SEGMENTS)
-def _segments(problem: Problem, family: str | None) -> Plan:
-    """The Plan of a call of left_by_segments."""
-    rules.check(problem)
-    if rules.by_channel(problem):
-        raise NotImplementedError("decay: of channels has no segments")
-    piece = 0 if choose(problem, family) == "sm_90" else problem.bytes_at_once()
-    arrays = rules.arrays(problem, False) | {"gGates": problem["decay"], "gO": None}
-    steps, scratch = chunks.of_segments(problem, arrays, piece)
-    return Plan(steps, scratch, lambda every: tuple(every[-2:]))
+def _segment_states(problem: Problem, family: str | None) -> Plan:
+    """The Plan of a call of segment_states."""
+    rules.check_extents(problem)
+    if rules.has_channel_decay(problem):
+        raise NotImplementedError("decay: must have no axis of channels, with which sequences are not cut into segments")
+    vector_bytes = 0 if choose_family(problem, family) == "sm_90" else problem.bytes_at_once()
+    arrays = rules.kernel_arrays(problem, False) | {"gGates": problem["decay"], "gO": None}
+    steps, scratch = chunks.plan_segment_states(problem, arrays, vector_bytes)
+    return Plan(steps, scratch, lambda arrays: tuple(arrays[-2:]))
 
 
-_going_on = program(GOING_ON)(_linear.planner)
+_outputs_from_segments = program(OUTPUTS_FROM_SEGMENTS)(_linear.planner)
 
 
-def pair(initial_state: Any, normalize: bool) -> tuple[Any, Any]:
-    """(state, z) of initial_state as the caller gave it. z is None without `normalize`; both are None if nothing was given.
-    TypeError: a pair is given where an array is needed, or an array where a pair is."""
+def split_initial_state(initial_state: Any, normalize: bool) -> tuple[Any, Any]:
+    """(state, z) of an argument initial_state. z is None without `normalize`; both are None if the argument is. TypeError: it
+    is a pair and must be an array, or the other way round."""
     if initial_state is None or (not normalize and not isinstance(initial_state, tuple)):
         return initial_state, None
     if not normalize:
         raise TypeError("initial_state: must be an array, not a pair, which is for normalize=True")
-    given = tuple(type(x).__name__ for x in initial_state) if isinstance(initial_state, tuple) else type(initial_state).__name__
-    if not isinstance(given, tuple) or len(given) != 2 or "NoneType" in given:
-        raise TypeError(f"initial_state: must be a pair (state, z) with normalize=True, not {given}")
+    types = tuple(type(x).__name__ for x in initial_state) if isinstance(initial_state, tuple) else type(initial_state).__name__
+    if not isinstance(types, tuple) or len(types) != 2 or "NoneType" in types:
+        raise TypeError(f"initial_state: must be a pair (state, z) with normalize=True, not {types}")
     return initial_state
 
 
-# ---- decays that follow from the number of a head ------------------------------------------------------------------
-def _of_heads(q: Any, v: Any, layout: str, decay: Callable[[Any, int, Callable], Any]) -> Any:
-    """decay(h, heads, log1p) for each of v's heads, as an array of q's kind."""
+# ---- decays that are functions of a head's index --------------------------------------------------------------------
+def _head_decays(q: Any, v: Any, layout: str, decay: Callable[[Any, int, Callable], Any]) -> Any:
+    """decay(h, heads, log1p) for each of v's heads, as an array of q's framework."""
     axis = -3 if layout == "bhsd" else -2
-    if torch_op.traced(q):  # in the graph they are computed, as a copy from the host would keep it from being captured
+    if torch_op.traced(q):  # the graph computes them: a copy from the host could not be captured
         torch, heads = sys.modules["torch"], v.shape[axis]
         return decay(torch.arange(heads, dtype=torch.float32, device=q.device), heads, torch.log1p)
     on_tracers = jax_call.tracing(q)
@@ -338,5 +343,5 @@ def _of_heads(q: Any, v: Any, layout: str, decay: Callable[[Any, int, Callable],
 
 @functools.lru_cache
 def _constant(kind: Kind, home: Any, ordinal: int | None, numbers: tuple[float, ...]) -> Any:
-    """A float32 array of these numbers, of this kind and in this place, NumPy's in host memory. It is made once and kept."""
+    """A float32 array of these numbers, of this framework and on this device. Equal arguments get the same array."""
     return placed(np.array(numbers, np.float32), kind, home, ordinal)

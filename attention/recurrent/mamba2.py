@@ -4,14 +4,16 @@ from numbers import Integral
 from typing import Any
 
 from tiles.frameworks import describe
-from tiles.program import Plan, program
+from tiles.plan import Plan
+from tiles.program import program
 from tiles.schema import Problem, Schema
 
-from ..families import choose
-from ..names import by_other_names
-from ..options import flag
+from ..families import choose_family
+from ..names import suggests_argument_names
+from ..options import check_flag
 from . import chunks, rules
-from .packed import packed
+from .chunks import SEGMENT_RESULTS, join_rows
+from .packed import pack_batches
 
 TOKENS = """
     x               BSHV  tile
@@ -33,12 +35,12 @@ STATES = """
     out             BSHV  tile     made
     states          NHVK  float32  made      return_final_states
 """
-MAMBA2 = Schema("mamba2", "".join([table.rstrip() for table in (TOKENS, OTHERS, STEPS, STATES)]))
-SEGMENTS = Schema("mamba2_segments", TOKENS.rstrip() + STEPS)
-GOING_ON = Schema("mamba2_going_on", "".join([table.rstrip() for table in (TOKENS, OTHERS, STEPS, chunks.LEFT, STATES)]))
+MAMBA2 = Schema("mamba2", join_rows(TOKENS, OTHERS, STEPS, STATES))
+SEGMENTS = Schema("mamba2_segments", join_rows(TOKENS, STEPS))
+OUTPUTS_FROM_SEGMENTS = Schema("mamba2_outputs_from_segments", join_rows(TOKENS, OTHERS, STEPS, SEGMENT_RESULTS, STATES))
 
 
-@by_other_names
+@suggests_argument_names
 def mamba2(
     x: Any,
     dt: Any,
@@ -65,9 +67,9 @@ def mamba2(
         S_t  = exp(dt_t A[h]) S_(t-1) + dt_t x_t B_t[g]^T
         y_t  = (S_t C_t[g] + D[h] x_t) silu(z_t)                    the last factor with z only
 
-    This is linear(q=C, k=B, v=dt x, decay=dt A, scale=1) with a transposed state. In float16 dt is never multiplied in before
-    sums are float32, and states have an exponent of their own: where x, B, C, their products and the outputs are within the
-    range of float16, dt x and states may be greater.
+    This is linear(q=C, k=B, v=dt x, decay=dt A, scale=1) with a transposed state. In float16, products with dt are float32 and
+    a state has an exponent of its own: if x, B, C, their products and the outputs are within the range of float16, dt x and
+    states may be greater.
 
     x, z, out: (B, S, H, P). B, C: (B, S, G, N), where G divides H. All bfloat16 or all float16; P and N multiples of 16 up
     to 256. dt: (B, S, H); A, dt_bias: (H,); D: (H,) or (H, P); float32, bfloat16 or float16. A must not be positive.
@@ -86,35 +88,35 @@ def mamba2(
     cu_seqlens: as in attention.linear, which also says when it and A are checked; there is then one state for each sequence.
 
     seq_idx: int32 or int64, the number of the sequence that each token belongs to. The state begins with 0 wherever the
-    number changes, and the returned states are those of each batch's last sequence. Its numbers are read, which waits for
-    the device, and torch.compile, jax.jit and CUDA graphs do not take it: cu_seqlens does the same without.
+    number changes, and the returned states are those of each batch's last sequence. The host reads it, which waits for the
+    device, so torch.compile, jax.jit and CUDA graphs do not take it: cu_seqlens does the same without these limits.
 
     out: written in place instead of a new array. Returns `out`, the same kind of array as x, or with
     return_final_states=True `(out, states)`, float32 (B, H, P, N). On GPUs since Ampere. Arrays, `stream`, `family` and
     errors are those of attention.forward."""
     if chunk_size is not None and not (isinstance(chunk_size, Integral) and chunk_size > 0):
         raise ValueError(f"chunk_size: must be a positive integer or None, and has no effect: {chunk_size=}")
-    options = flag("dt_softplus", dt_softplus), flag("return_final_states", return_final_states), family
+    options = check_flag("dt_softplus", dt_softplus), check_flag("return_final_states", return_final_states), family
     if seq_idx is None:
         return _mamba2(stream, (x, dt, A, B, C, D, z, dt_bias, cu_seqlens, initial_states, out, None), options)
     if initial_states is not None or cu_seqlens is not None:
-        raise ValueError("seq_idx: takes neither initial_states nor cu_seqlens beside it; cu_seqlens takes a state a sequence")
-    sequences = packed(seq_idx, x, stream)
-    x, dt, B, C, z, given = map(sequences.joined, (x, dt, B, C, z, out), ("x", "dt", "B", "C", "z", "out"))
-    if given is not out and describe(given, "out").pointer != describe(out, "out").pointer:
-        raise ValueError(f"out: with seq_idx its batches must follow on each other in memory: out.shape={tuple(out.shape)}")
-    found = _mamba2(stream, (x, dt, A, B, C, D, z, dt_bias, sequences.cu_seqlens, None, given, None), options)
-    result = out if out is not None else sequences.parted(found[0] if return_final_states else found)
-    return (result, sequences.last(found[1])) if return_final_states else result
+        raise ValueError("seq_idx: takes neither initial_states nor cu_seqlens: pass cu_seqlens instead, which takes both")
+    batches = pack_batches(seq_idx, x, stream)
+    x, dt, B, C, z, joined_out = map(batches.join, (x, dt, B, C, z, out), ("x", "dt", "B", "C", "z", "out"))
+    if joined_out is not out and describe(joined_out, "out").pointer != describe(out, "out").pointer:
+        raise ValueError(f"out: with seq_idx its batches must be contiguous in memory: out.shape={tuple(out.shape)}")
+    results = _mamba2(stream, (x, dt, A, B, C, D, z, dt_bias, batches.cu_seqlens, None, joined_out, None), options)
+    result = out if out is not None else batches.split(results[0] if return_final_states else results)
+    return (result, batches.last_states(results[1])) if return_final_states else result
 
 
 @program(MAMBA2)
 def _mamba2(problem: Problem, dt_softplus: bool, return_final_states: bool, family: str | None) -> Plan:
-    """The Plan of a call of mamba2. The schema's `states` is a result, which a caller cannot give."""
-    rules.check(problem, "B", "x")
+    """The Plan of a call of mamba2. The schema's `states` is a result, which a caller cannot pass."""
+    rules.check_extents(problem, "B", "x")
     batch, length, heads, sequences = problem("BSHN")
     if not (batch and length and heads):
-        choose(problem, family, addressable=True)  # which refuses what it refuses of other calls: nothing is read
+        choose_family(problem, family, tma=True)  # for its errors; arrays without elements have no address
         if return_final_states and sequences and heads:
             raise ValueError(f"x: must have a token, for return_final_states=True: x.shape={problem.shape('x')}")
         return Plan([])
@@ -124,22 +126,22 @@ def _mamba2(problem: Problem, dt_softplus: bool, return_final_states: bool, fami
         "gV": problem["x"],
         "gZ": problem["z"],
         "gGates": problem["dt"],
-        "gRate": problem["A"],
-        "gBias": problem["dt_bias"],
-        "gSkip": problem["D"],
-        "gEnds": problem["cu_seqlens"],
-        "gStart": problem["initial_states"],
-        "gState": problem["states"] if return_final_states else None,
+        "gA": problem["A"],
+        "gDtBias": problem["dt_bias"],
+        "gD": problem["D"],
+        "gCuSeqlens": problem["cu_seqlens"],
+        "gInitialState": problem["initial_states"],
+        "gFinalState": problem["states"] if return_final_states else None,
         "gO": problem["out"],
     }
-    if problem["local"]:
-        arrays |= {"gLocal": problem["local"], "gTotal": problem["total"]}
-    piece = 0 if choose(problem, family) == "sm_90" else problem.bytes_at_once()
-    steps, scratch = chunks.by_token(problem, arrays, 1.0, piece, softplus=dt_softplus)
+    if problem["local_state"]:
+        arrays |= {"gLocalStates": problem["local_state"], "gTotalDecays": problem["total_decay"]}
+    vector_bytes = 0 if choose_family(problem, family) == "sm_90" else problem.bytes_at_once()
+    steps, scratch = chunks.plan_token_decay(problem, arrays, 1.0, vector_bytes, softplus=dt_softplus)
     return Plan(steps, scratch)
 
 
-def left_by_segments(
+def segment_states(
     x: Any,
     dt: Any,
     A: Any,
@@ -151,19 +153,19 @@ def left_by_segments(
     cu_seqlens: Any = None,
     family: str | None = None,
 ) -> Any:
-    """(local, total): what the segments into which `mamba2` would cut the sequences do to a state. See
-    linear.left_by_segments."""
-    return _segments(None, (x, dt, A, B, C, dt_bias, cu_seqlens), (flag("dt_softplus", dt_softplus), family))
+    """(local_state, total_decay) of the segments into which `mamba2` cuts each sequence, as linear.segment_states returns
+    them."""
+    return _segment_states(None, (x, dt, A, B, C, dt_bias, cu_seqlens), (check_flag("dt_softplus", dt_softplus), family))
 
 
-def going_on(
+def outputs_from_segments(
     x: Any,
     dt: Any,
     A: Any,
     B: Any,
     C: Any,
-    local: Any,
-    total: Any,
+    local_state: Any,
+    total_decay: Any,
     *,
     D: Any = None,
     z: Any = None,
@@ -173,20 +175,26 @@ def going_on(
     cu_seqlens: Any = None,
     family: str | None = None,
 ) -> Any:
-    """The output of `mamba2`, computed from what its segments leave (left_by_segments): only the second pass runs."""
-    arrays = x, dt, A, B, C, D, z, dt_bias, cu_seqlens, local, total, initial_states, None, None
-    return _going_on(None, arrays, (flag("dt_softplus", dt_softplus), False, family))
+    """The output of `mamba2`, computed from the results of segment_states: only the second pass is launched."""
+    arrays = x, dt, A, B, C, D, z, dt_bias, cu_seqlens, local_state, total_decay, initial_states, None, None
+    return _outputs_from_segments(None, arrays, (check_flag("dt_softplus", dt_softplus), False, family))
 
 
 @program(SEGMENTS)
-def _segments(problem: Problem, dt_softplus: bool, family: str | None) -> Plan:
-    """The Plan of a call of left_by_segments."""
-    rules.check(problem, "B", "x")
-    arrays = {"gQ": problem["C"], "gK": problem["B"], "gV": problem["x"], "gEnds": problem["cu_seqlens"], "gO": None}
-    arrays |= {"gGates": problem["dt"], "gRate": problem["A"], "gBias": problem["dt_bias"], "gStart": None, "gState": None}
-    piece = 0 if choose(problem, family) == "sm_90" else problem.bytes_at_once()
-    steps, scratch = chunks.of_segments(problem, arrays, piece, dt_softplus)
-    return Plan(steps, scratch, lambda every: tuple(every[-2:]))
+def _segment_states(problem: Problem, dt_softplus: bool, family: str | None) -> Plan:
+    """The Plan of a call of segment_states."""
+    rules.check_extents(problem, "B", "x")
+    arrays = {"gQ": problem["C"], "gK": problem["B"], "gV": problem["x"], "gCuSeqlens": problem["cu_seqlens"], "gO": None}
+    arrays |= {
+        "gGates": problem["dt"],
+        "gA": problem["A"],
+        "gDtBias": problem["dt_bias"],
+        "gInitialState": None,
+        "gFinalState": None,
+    }
+    vector_bytes = 0 if choose_family(problem, family) == "sm_90" else problem.bytes_at_once()
+    steps, scratch = chunks.plan_segment_states(problem, arrays, vector_bytes, dt_softplus)
+    return Plan(steps, scratch, lambda arrays: tuple(arrays[-2:]))
 
 
-_going_on = program(GOING_ON)(_mamba2.planner)
+_outputs_from_segments = program(OUTPUTS_FROM_SEGMENTS)(_mamba2.planner)

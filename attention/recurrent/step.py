@@ -1,15 +1,15 @@
-"""attention.linear_step: one token of linear attention, the state read and written once."""
+"""attention.linear_step: one token of linear attention, for which the state is read and written once."""
 
 from typing import Any
 
 from tiles.arrays import ALIGNMENT, Operand
-from tiles.program import Plan, program
+from tiles.plan import Plan
+from tiles.program import program
 from tiles.schema import Problem, Schema
 
-from ..names import by_other_names
-from ..options import number
-from . import rules
-from .kernels import token_loop
+from ..names import suggests_argument_names
+from ..options import check_number
+from . import rules, token_plan
 
 STEP = Schema(
     "linear_step",
@@ -25,7 +25,7 @@ STEP = Schema(
 )
 
 
-@by_other_names
+@suggests_argument_names
 def linear_step(
     state: Any,
     q: Any,
@@ -46,23 +46,23 @@ def linear_step(
     with return_state=True. q, k: (B, Hk, Dk), bfloat16 or float16; value head h reads key head h // (H // Hk). v, out:
     (B, H, Dv). Dk and Dv: multiples of 16 up to 256. B and H: up to 65535.
 
-    decay: logarithms (<= 0), float32, bfloat16 or float16: None (linear attention), (H,) (retention, lightning), (B, H)
+    decay: log decays (<= 0), float32, bfloat16 or float16: None (linear attention), (H,) (retention, lightning), (B, H)
     (simple GLA, gated delta rule) or (B, H, Dk) (GLA, KDA). beta: None, or (B, H) for the delta rule. scale: Dk^-1/2 by
     default.
 
     Mamba-2's step is q=C, k=B, v=dt * x, decay=dt * A, scale=1, plus D * x; its state is transposed. There is no step with
-    normalize=True. JAX arrays cannot be written, so they cannot be a state.
+    normalize=True. JAX arrays cannot be overwritten, so a state cannot be one.
 
     Returns `out`, the same kind of array as q. Arrays, `stream` and errors are those of attention.forward."""
-    return _linear_step(stream, (q, k, v, state, decay, beta, out), (number("scale", scale),))
+    return _linear_step(stream, (q, k, v, state, decay, beta, out), (check_number("scale", scale),))
 
 
 @program(STEP)
 def _linear_step(problem: Problem, scale: float | None) -> Plan:
     """The Plan of a call of linear_step."""
-    rules.check(problem)
-    scale, state = rules.scale_of(problem, scale), problem["state"]
-    rules.by_channel(problem)
+    rules.check_extents(problem)
+    scale, state = rules.resolve_scale(problem, scale), problem["state"]
+    rules.has_channel_decay(problem)
     if state.form.strides[-1] != state.form.itemsize or problem.bytes_at_once("state") < ALIGNMENT:
         raise ValueError(
             f"state: last axis must be contiguous, address and other strides multiples of {ALIGNMENT} bytes: "
@@ -71,10 +71,10 @@ def _linear_step(problem: Problem, scale: float | None) -> Plan:
     if 0 in problem["out"].form.shape:
         return Plan([])
     arrays = {"gQ": "q", "gK": "k", "gV": "v", "gDecay": "decay", "gBeta": "beta", "gOut": "out"}
-    tokens = {parameter: _one_token(problem[name]) for parameter, name in arrays.items()}
-    return Plan([token_loop.launch(problem, tokens | {"gStart": state}, scale, single=True)])
+    tokens = {parameter: _add_token_axis(problem[name]) for parameter, name in arrays.items()}
+    return Plan([token_plan.launch(problem, tokens | {"gInitialState": state}, scale, single=True)])
 
 
-def _one_token(x: Operand | None) -> Operand | None:
-    """The array with an axis of one token. A decay that is one number for each head has none."""
+def _add_token_axis(x: Operand | None) -> Operand | None:
+    """The array with an axis of one token; a decay (H,), which has no such axis, as it is."""
     return x if x is None or len(x.form.shape) == 1 else x.spread(1, 1)

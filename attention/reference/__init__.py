@@ -1,7 +1,7 @@
-"""The formulas, in NumPy, and the rule by which a kernel is judged against them.
+"""Reference implementations in NumPy, and the tolerance that kernels are tested with.
 
-`softmax` is attention.forward's, `gradients` attention.backward's, `linear` the recurrences of linear attention, `tolerance`
-what a result may be off: the rule of tiles.testing.
+softmax.py has attention.forward's formula, gradients.py attention.backward's, linear.py the recurrences of linear attention.
+`tolerance` is how far a result may be off (tiles.testing).
 """
 
 from tiles.testing.compare import assert_close, tolerance

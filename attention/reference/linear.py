@@ -1,16 +1,16 @@
-"""Linear attention: the recurrences themselves, in NumPy, token by token.
+"""Linear attention: the recurrences, in NumPy, token by token.
 
-One head keeps a state S (Dk, Dv). A token with query q, key k and value v gives
+A head has a state S (Dk, Dv). For a token with query q, key k and value v,
 
-    S = exp(decay) * S                decay <= 0: one number, or one per row of S; 0 where there is none
-    v = beta * (v - S^T k)            the delta rule: only what S does not say yet of k; otherwise v stays
+    S = exp(decay) * S                decay <= 0: one number, or one per row of S; 0 if there is none
+    v = beta * (v - S^T k)            the delta rule only
     S = S + k v^T
     o = scale * S^T q
 
-Every function takes host arrays of any float dtype and any framework that `arrays.describe` knows, trusts their shapes, and
-returns float64. With `low=True` it computes as the input dtype allows: in float32, what a tensor core would read (S, the delta
-rule's v, feature maps, weights) and the result rounded to v's dtype, or beyond its range to as many digits. That is what a
-faithful kernel may lose: the yardstick of `tolerance`.
+Every function takes host arrays of any float dtype and any framework that `arrays.describe` knows, does not check their shapes,
+and returns float64. With `low=True` it computes with the precision of the input dtype: in float32, with the operands of tensor
+cores (S, the delta rule's v, feature maps, weights) and the result rounded to v's dtype, or beyond its range to as many digits.
+The error of that is what `tolerance` allows a kernel.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ import numpy as np
 from tiles.schema import ORDER
 from tiles.testing.compare import host
 
-EPSILON = 1e-10  # added to the divisor of `linear`, as in flash-linear-attention
-HEDGEHOG_FLOOR = 1e-6  # the least feature, and what is added to the divisor, as in ThunderKittens
+EPSILON = 1e-10  # added to the normalizer of `linear`, as in flash-linear-attention
+HEDGEHOG_FLOOR = 1e-6  # the smallest feature, and what is added to the normalizer, as in ThunderKittens
 
 
 def linear_step(
     state: Any, q: Any, k: Any, v: Any, *, decay: Any = None, beta: Any = None, scale: float | None = None, low: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(o, the new state) of one token.
+    """(o, state after the token) of one token.
 
     state: (B, H, Dk, Dv); q, k: (B, Hk, Dk), Hk dividing H; v, o: (B, H, Dv); decay: None, (H,), (B, H) or (B, H, Dk);
     beta: None or (B, H).
@@ -57,57 +57,57 @@ def linear(
     layout: str = "bshd",
     low: bool = False,
 ) -> tuple[np.ndarray, Any]:
-    """(o, the last state) of whole sequences: all members of the family that have no feature map.
+    """(o, final state) of whole sequences, for all members of the family that have no feature map.
 
     q, k: (B, S, Hk, Dk); v, o: (B, S, H, Dv); Hk divides H, and value head h reads key head h // (H // Hk). decay: None,
-    (H,), (B, S, H) or (B, S, H, Dk); beta: None or (B, S, H). S and H change places for layout="bhsd". State: (B, H, Dk, Dv).
+    (H,), (B, S, H) or (B, S, H, Dk); beta: None or (B, S, H). S and H are swapped for layout="bhsd". State: (B, H, Dk, Dv).
     scale: Dk^-1/2 by default. cu_seqlens (N + 1,): B is 1, sequence n is the tokens cu_seqlens[n] to cu_seqlens[n + 1], and
     states are (N, H, Dk, Dv).
 
-    normalize: o is divided by scale * z . q + 1e-10, z being the sum of the keys, decayed as S is; both states are then
+    normalize: o is divided by scale * z . q + 1e-10, where z is the sum of the keys, decayed as S is; both states are then
     pairs (S, z), z (B, H, Dk).
     """
-    given = decay, beta, scale, initial_state, normalize, cu_seqlens, np.argsort(ORDER[layout])
-    return _linear(q, k, host(v), *given, _rounding(host(v).dtype, low), np.float32 if low else np.float64)
+    options = decay, beta, scale, initial_state, normalize, cu_seqlens, np.argsort(ORDER[layout])
+    return _linear(q, k, host(v), *options, _rounding_to(host(v).dtype, low), np.float32 if low else np.float64)
 
 
 def _linear(q, k, v, decay, beta, scale, initial_state, normalize, cu_seqlens, axes, rounded, real):
-    """`linear`. axes: those of the arrays that are B, S, H and D. rounded: rounds what a tensor core reads, and the result.
-    real: the dtype of everything else."""
+    """`linear`. axes: the axes B, S, H and D of the arrays. rounded: a function that rounds the operands of tensor cores, and
+    the result. real: the dtype of everything else."""
     q, k, values = (host(x).transpose(axes).astype(real) for x in (q, k, v))
     scale = real(k.shape[-1] ** -0.5 if scale is None else scale)
     q, k = (x.repeat(values.shape[2] // k.shape[2], axis=2) for x in (q, k))
-    decay, beta = (None if x is None else _of_tokens(x, axes, values.shape[:3]).astype(real) for x in (decay, beta))
-    if normalize:  # z is one more column of S: that of a value which is always 1
+    decay, beta = (None if x is None else _expand_to_tokens(x, axes, values.shape[:3]).astype(real) for x in (decay, beta))
+    if normalize:  # z is one more column of S, for a value that is always 1
         values = np.concatenate([values, np.ones_like(values[..., :1])], -1)
 
     sequences = [slice(None)] if cu_seqlens is None else [slice(*ends) for ends in pairwise(host(cu_seqlens))]
     shape = len(values) if cu_seqlens is None else len(sequences), values.shape[2], k.shape[-1], values.shape[-1]
-    state = np.zeros(shape, real) if initial_state is None else _joined(initial_state).astype(real)
+    state = np.zeros(shape, real) if initial_state is None else _append_z(initial_state).astype(real)
     out = np.zeros(values.shape, real)
     for n, tokens in enumerate(sequences):
-        own = slice(None) if cu_seqlens is None else slice(n, n + 1)
-        parts = [None if x is None else x[:, tokens] for x in (q, k, values, decay, beta)]
-        out[:, tokens], state[own] = _recurrence(parts, state[own], rounded)
+        rows = slice(None) if cu_seqlens is None else slice(n, n + 1)
+        inputs = [None if x is None else x[:, tokens] for x in (q, k, values, decay, beta)]
+        out[:, tokens], state[rows] = _scan_tokens(inputs, state[rows], rounded)
     out *= scale
     if not normalize:
         return rounded(out).transpose(axes), state
     return rounded(out[..., :-1] / (out[..., -1:] + EPSILON)).transpose(axes), (state[..., :-1], state[..., -1])
 
 
-def _recurrence(tokens, S, rounded):
-    """(S^T q of every token, the last S): tokens are q, k (B, S, H, Dk), v (B, S, H, Dv), decay None or (B, S, H, 1 or Dk) and
-    beta None or (B, S, H, 1); S (B, H, Dk, Dv)."""
-    q, k, v, decay, beta = tokens
+def _scan_tokens(inputs, S, rounded):
+    """(S^T q of each token, S after the last one). inputs: q, k (B, S, H, Dk), v (B, S, H, Dv), decay None or (B, S, H, 1 or
+    Dk), and beta None or (B, S, H, 1); S (B, H, Dk, Dv)."""
+    q, k, v, decay, beta = inputs
     out = np.empty_like(v)
     for t in range(v.shape[1]):
         value = v[:, t]
         if decay is not None:
             S = np.exp(decay[:, t])[..., None] * S
         if beta is not None:
-            value = rounded(beta[:, t] * (value - _read(S, k[:, t], rounded)))
+            value = rounded(beta[:, t] * (value - _multiply_state(S, k[:, t], rounded)))
         S = S + k[:, t, :, :, None] * value[:, :, None]
-        out[:, t] = _read(S, q[:, t], rounded)
+        out[:, t] = _multiply_state(S, q[:, t], rounded)
     return out, S
 
 
@@ -127,7 +127,7 @@ def mamba2(
     cu_seqlens: Any = None,
     low: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(y, the last state) of Mamba-2's SSD, with mamba_ssm's names and layouts; its state is S transposed, (B, H, P, N).
+    """(y, final state) of Mamba-2's SSD, with mamba_ssm's names and layouts; its state is S transposed, (B, H, P, N).
 
         dt = clip(softplus(dt + dt_bias), dt_limit)         softplus with dt_softplus=True only
         y  = linear(q=C, k=B, v=dt * x, decay=dt * A, scale=1) + D * x
@@ -136,7 +136,7 @@ def mamba2(
     x, z, y: (B, S, H, P); dt: (B, S, H); A, dt_bias: (H,); B, C: (B, S, G, N); D: (H,) or (H, P).
     """
     x, real = host(x), np.float32 if low else np.float64
-    rounded = _rounding(x.dtype, low)
+    rounded = _rounding_to(x.dtype, low)
     values, dt = x.astype(real), host(dt).astype(real)
     if dt_bias is not None:
         dt = dt + host(dt_bias).astype(real)
@@ -159,13 +159,14 @@ def mamba2(
 def based(
     q: Any, k: Any, v: Any, *, scale: float | None = None, normalize: bool = True, layout: str = "bshd", low: bool = False
 ) -> tuple[np.ndarray, Any]:
-    """(o, the last state) with exp(s) taken to the second order: 1 + s + s^2 / 2, s = scale * q . k, scale Dk^-1/2.
+    """(o, final state) with the weights 1 + s + s^2 / 2, the Taylor series of exp to the second order; s = scale * q . k, where
+    scale is Dk^-1/2 by default.
 
-    That is `linear` on the features (1, x, x x^T / sqrt(2)) of x = sqrt(scale) * q and sqrt(scale) * k, of which there are
-    1 + Dk + Dk^2, in this order; a negative scale's sign is q's. normalize: o is divided by the sum of the weights, and the
-    state is a pair: see `linear`.
+    That is `linear` with the 1 + Dk + Dk^2 features (1, x, x x^T / sqrt(2)), in this order, of x = sqrt(scale) * q and
+    sqrt(scale) * k; a negative scale changes the sign of q. normalize: o is divided by the sum of the weights, and the state is
+    a pair (S, z), as in `linear`.
     """
-    rounded = _rounding(host(v).dtype, low)
+    rounded = _rounding_to(host(v).dtype, low)
 
     def features(x, sign=1):
         x = sign * host(x).astype(np.float32 if low else np.float64)
@@ -190,71 +191,71 @@ def hedgehog(
     layout: str = "bshd",
     low: bool = False,
 ) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
-    """(o, (S, z)): softmax attention to the newest keys, linear attention by learned features to all before, for head h
+    """(o, (S, z)): softmax attention to the newest keys, linear attention with learned features to all older ones. For head h,
 
         w[i, j] = betas[h] * exp((q[i] . k[j] - m[i]) / sqrt(D))    j <= i in the `window`-block of i, or the one before it
         w[i, j] = alphas[h] * f(q[i], q_map[h]) . f(k[j], k_map[h]) j in older blocks
         o[i]    = sum_j w[i, j] v[j] / (sum_j w[i, j] + 1e-6)
         f(x, M) = max((softmax(x M), softmax(-x M)), 1e-6)          2 F features
 
-    where m[i] is the greatest q[i] . k[j] of the first line. S (B, H, 2 F, Dv) and z (B, H, 2 F) are the sums of f(k) v^T and
-    of f(k) over the keys that are older blocks' to the token which would come next. q, k: (B, S, H, D); v: (B, S, H, Dv);
+    where m[i] is the largest q[i] . k[j] of the first line. S (B, H, 2 F, Dv) and z (B, H, 2 F) are the sums of f(k) v^T and
+    of f(k) over the keys in the blocks that are older ones for the next token. q, k: (B, S, H, D); v: (B, S, H, Dv);
     maps: (H, D, F); alphas, betas: (H,).
     """
     v, axes, real = host(v), np.argsort(ORDER[layout]), np.float32 if low else np.float64
-    rounded = _rounding(v.dtype, low)
+    rounded = _rounding_to(v.dtype, low)
     q, k, values = (host(x).transpose(axes).astype(real) for x in (q, k, v))
     alphas, betas = (host(x).astype(real)[:, None] for x in (alphas, betas))
-    of_q, of_k = (_hedgehog_features(x, host(M).astype(real), rounded) for x, M in ((q, q_map), (k, k_map)))
+    q_features, k_features = (_hedgehog_features(x, host(M).astype(real), rounded) for x, M in ((q, q_map), (k, k_map)))
     values = np.concatenate([values, np.ones_like(values[..., :1])], -1)  # the last column of S is z
-    S = np.zeros((len(values), values.shape[2], of_k.shape[-1], values.shape[-1]), real)
+    S = np.zeros((len(values), values.shape[2], k_features.shape[-1], values.shape[-1]), real)
     out = np.empty(values.shape, real)
     for t in range(values.shape[1] + 1):
         if t % window == 0 and t >= 2 * window:
             block = slice(t - 2 * window, t - window)
-            S = S + np.einsum("bshf,bshd->bhfd", of_k[:, block], values[:, block])
+            S = S + np.einsum("bshf,bshd->bhfd", k_features[:, block], values[:, block])
         if t < values.shape[1]:
             near = slice(max(0, t // window - 1) * window, t + 1)
             s = np.einsum("bhd,bshd->bhs", q[:, t], k[:, near])
             weights = betas * np.exp((s - s.max(-1, keepdims=True)) / real(np.sqrt(q.shape[-1])))
             exact = np.einsum("bhs,bshd->bhd", rounded(weights), values[:, near])
-            out[:, t] = exact + alphas * _read(S, of_q[:, t], rounded)
+            out[:, t] = exact + alphas * _multiply_state(S, q_features[:, t], rounded)
     o = out[..., :-1] / (out[..., -1:] + real(HEDGEHOG_FLOOR))
     return rounded(o).transpose(axes), (S[..., :-1], S[..., -1])
 
 
 def _hedgehog_features(x, M, rounded):
-    """f of `hedgehog`: x (B, S, H, D), M (H, D, F) -> (B, S, H, 2 F)."""
+    """f(x, M) of `hedgehog`: x (B, S, H, D), M (H, D, F) -> (B, S, H, 2 F)."""
     y = np.einsum("bshd,hdf->bshf", x, M)
-    parts = [np.exp(side - side.max(-1, keepdims=True)) for side in (y, -y)]
-    features = np.concatenate([part / part.sum(-1, keepdims=True) for part in parts], -1)
+    halves = [np.exp(s - s.max(-1, keepdims=True)) for s in (y, -y)]
+    features = np.concatenate([half / half.sum(-1, keepdims=True) for half in halves], -1)
     return rounded(features.clip(x.dtype.type(HEDGEHOG_FLOOR)))
 
 
-def _read(S, x, rounded):
+def _multiply_state(S, x, rounded):
     """S^T x: S (B, H, Dk, Dv), x (B, H, Dk)."""
     return (x[:, :, None] @ rounded(S))[:, :, 0]
 
 
-def _of_tokens(x, axes, tokens):
-    """A decay or beta as (B, S, H, 1 or Dk): from (H,), or (B, S, H) or (B, S, H, Dk) in the caller's order of axes."""
+def _expand_to_tokens(x, axes, tokens):
+    """A decay or beta as (B, S, H, 1 or Dk), from (H,), or from (B, S, H) or (B, S, H, Dk) in the caller's layout."""
     x = host(x)
     if x.ndim == 1:
         return np.broadcast_to(x[:, None], (*tokens, 1))
     return (x if x.ndim == 4 else x[..., None]).transpose(axes)
 
 
-def _joined(state):
-    """A state, z of a pair (S, z) being its last column."""
+def _append_z(state):
+    """A state S, or of a pair (S, z) the state S with z as one more column."""
     if not isinstance(state, tuple):
         return host(state)
     S, z = map(host, state)
     return np.concatenate([S, z[..., None]], -1)
 
 
-def _rounding(dtype, low):
-    """What rounds to dtype and goes on in float32, if `low`; otherwise nothing. What is beyond the range of the dtype is
-    rounded to as many digits."""
+def _rounding_to(dtype, low):
+    """A function that rounds float32 numbers to dtype, if `low`, or returns them unchanged. Beyond the range of the dtype it
+    rounds to as many digits."""
 
     def rounded(x):
         with np.errstate(over="ignore"):

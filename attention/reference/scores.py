@@ -1,17 +1,18 @@
-"""What becomes of scaled scores before the softmax, in NumPy. For query i and key j of head h in sequence b, in this order:
+"""The modifications of scaled scores before the softmax, in NumPy. For query i and key j of head h in sequence b, in this
+order:
 
     x = softcap * tanh(x / softcap)
-    x = x - alibi[b, h] * |d - j|                  d = i + Sk - Sq: the key at i's side, the last ones being aligned
+    x = x - alibi[b, h] * |d - j|                  d = i + Sk - Sq: the last query is aligned with the last key
     x = x + bias[b, h, i, j]
     x = score(x, b, h, i, j, *aux)                 FlexAttention's score_mod
-    s = x where i sees j, otherwise -inf
+    s = x if key j is visible to query i, otherwise -inf
 
-i sees j where all of these hold:
+Key j is visible to query i if all of these hold:
 
     j <= d                                         causal
     d - left <= j <= d + right                     window = (left, right); None is open
     mask(b, h, i, j, *aux)                         FlexAttention's mask_mod
-    the block of (i, j) is listed                  blocks; mask is not asked in a block that is listed as full
+    the block of (i, j) is listed                  blocks; in a block that is listed as full, mask does not count
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ import numpy as np
 
 from tiles.testing.compare import host
 
-STEP = 2.0**-8  # of differences: the maps of ops are of float32
+STEP = 2.0**-8  # of finite differences; large, as the functions of ops compute in float32
 
 
 @dataclass(frozen=True)
-class Variant:
-    """What is asked of scores. alibi: (H,) or (B, H); bias: (B or 1, H or 1, Sq or 1, Sk); blocks: an object with the fields
-    of FlexAttention's BlockMask (kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices, BLOCK_SIZE). Of packed
-    sequences B is their number.
+class ReferenceVariant:
+    """The options of a call that modify scores. alibi: (H,) or (B, H); bias: (B or 1, H or 1, Sq or 1, Sk); blocks: an object
+    with the fields of FlexAttention's BlockMask (kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices, BLOCK_SIZE).
+    B is the number of sequences if these are packed.
 
-    mask and score get integers b and h and index arrays i (n, 1) and j (1, m), and what they return is broadcast."""
+    mask and score get integers b and h and index arrays i (n, 1) and j (1, m); their results are broadcast."""
 
     causal: bool = False
     window: tuple[int | None, int | None] | None = None
@@ -45,21 +46,21 @@ class Variant:
     aux: Any = ()
     blocks: Any = None
 
-    def of(self, real: type) -> Variant:
-        """The same with NumPy's arrays, numbers that are not integers in dtype `real`."""
-        alibi, bias, *aux = (_array(x, real) for x in (self.alibi, self.bias, *self.aux))
+    def cast(self, real: type) -> ReferenceVariant:
+        """The same options with NumPy arrays, whose elements are integers or of dtype `real`."""
+        alibi, bias, *aux = (_cast_array(x, real) for x in (self.alibi, self.bias, *self.aux))
         return replace(self, alibi=alibi, bias=bias, aux=tuple(aux))
 
     def scores(self, x: np.ndarray, b: int, h: int, i: np.ndarray, j: np.ndarray, past: int) -> np.ndarray:
-        """s of scaled scores x (n, m), rows i and columns j; past is Sk - Sq."""
+        """s for scaled scores x (n, m) in rows i and columns j; past is Sk - Sq."""
         real = x.dtype.type
-        x = self.before(x, b, h, i, j, past)
+        x = self.score_input(x, b, h, i, j, past)
         if self.score is not None:
             x = np.broadcast_to(self.score(x, b, h, i, j, *self.aux), x.shape).astype(real)
-        return np.where(self.seen(b, h, i, j, past), x, real(-np.inf))
+        return np.where(self.visible(b, h, i, j, past), x, real(-np.inf))
 
-    def before(self, x: np.ndarray, b: int, h: int, i: np.ndarray, j: np.ndarray, past: int) -> np.ndarray:
-        """What `score` is given."""
+    def score_input(self, x: np.ndarray, b: int, h: int, i: np.ndarray, j: np.ndarray, past: int) -> np.ndarray:
+        """x after softcap, alibi and bias: the first argument of `score`."""
         real = x.dtype.type
         if self.softcap is not None:
             x = real(self.softcap) * np.tanh(x / real(self.softcap))
@@ -70,69 +71,69 @@ class Variant:
             x = x + self.bias[b if batch > 1 else 0, h if heads > 1 else 0][i if rows > 1 else 0, j]
         return x
 
-    def slope(self, x: np.ndarray, b: int, h: int, i: np.ndarray, j: np.ndarray, past: int) -> np.ndarray:
-        """The derivative of `score` by what it is given, for scaled scores x: by differences."""
-        x, score = self.before(x, b, h, i, j, past).astype(float), self.score
+    def score_grad(self, x: np.ndarray, b: int, h: int, i: np.ndarray, j: np.ndarray, past: int) -> np.ndarray:
+        """d score / d x, where x is the first argument of `score`, for scaled scores x; by finite differences."""
+        x, score = self.score_input(x, b, h, i, j, past).astype(float), self.score
         return np.ones(x.shape) if score is None else self._difference(lambda step: score(x + step, b, h, i, j, *self.aux))
 
-    def slope_of(
+    def aux_grad(
         self, n: int, place: tuple[int, ...], x: np.ndarray, b: int, h: int, i: np.ndarray, j: np.ndarray, past: int
     ) -> np.ndarray:
-        """The same by an element of the n-th array of aux."""
-        x, score = self.before(x, b, h, i, j, past).astype(float), self.score
+        """d score / d aux[n][place], for scaled scores x; by finite differences."""
+        x, score = self.score_input(x, b, h, i, j, past).astype(float), self.score
         assert score is not None
 
-        def moved(step):
+        def at_step(step):
             aux = [y.astype(float) if m == n else y for m, y in enumerate(self.aux)]
             aux[n][place] += step
             return np.broadcast_to(score(x, b, h, i, j, *aux), x.shape)
 
-        return self._difference(moved)
+        return self._difference(at_step)
 
     @staticmethod
     def _difference(f: Callable) -> np.ndarray:
         return (np.asarray(f(STEP), float) - np.asarray(f(-STEP), float)) / (2 * STEP)
 
-    def seen(self, b: int, h: int, i: np.ndarray, j: np.ndarray, past: int) -> np.ndarray:
-        """Where i sees j: (n, m)."""
-        found = np.ones((i.size, j.size), bool)
+    def visible(self, b: int, h: int, i: np.ndarray, j: np.ndarray, past: int) -> np.ndarray:
+        """(n, m) booleans: is key j visible to query i?"""
+        visible = np.ones((i.size, j.size), bool)
         if self.causal:
-            found &= j <= i + past
+            visible &= j <= i + past
         left, right = self.window or (None, None)
         if left is not None:
-            found &= j >= i + past - left
+            visible &= j >= i + past - left
         if right is not None:
-            found &= j <= i + past + right
+            visible &= j <= i + past + right
         masked = np.True_ if self.mask is None else np.asarray(self.mask(b, h, i, j, *self.aux))
         if masked.dtype != bool:
             raise TypeError(f"mask: must return booleans, not {masked.dtype}")
         if self.blocks is not None:
-            partial, full = _listed(self.blocks, b, h, i, j)
+            partial, full = _listed_blocks(self.blocks, b, h, i, j)
             masked = masked & partial | full
-        return found & masked
+        return visible & masked
 
 
-def _array(x, real):
-    """None, or NumPy's array: of integers as they are, of other numbers in dtype real."""
+def _cast_array(x, real):
+    """x as a NumPy array, of integers or of dtype `real`; None for None."""
     if x is None:
         return None
     x = host(x)
     return x if x.dtype.kind in "biu" else x.astype(real)
 
 
-def _listed(blocks, b, h, i, j):
-    """Where the block of (i, j) is listed as partial, and where as full."""
+def _listed_blocks(blocks, b, h, i, j):
+    """(is the block of (i, j) listed as partial?, is it listed as full?), as booleans (n, m)."""
     size = blocks.BLOCK_SIZE
     rows, cols = (size, size) if isinstance(size, int) else size
-    found = []
+    results = []
     for counts, indices in (blocks.kv_num_blocks, blocks.kv_indices), (blocks.full_kv_num_blocks, blocks.full_kv_indices):
         if counts is None:
-            found.append(np.False_)
+            results.append(np.False_)
             continue
         counts, indices = host(counts), host(indices)
-        one = b if len(counts) > 1 else 0, h if counts.shape[1] > 1 else 0
+        batch_head = b if len(counts) > 1 else 0, h if counts.shape[1] > 1 else 0
         listed = np.zeros((counts.shape[2], indices.shape[3] + 1 + int(j.max(initial=0)) // cols), bool)
-        for row, count in enumerate(counts[one]):
-            listed[row, indices[one][row, :count]] = True
-        found.append(listed[i // rows, j // cols])
-    return found
+        for row, count in enumerate(counts[batch_head]):
+            listed[row, indices[batch_head][row, :count]] = True
+        results.append(listed[i // rows, j // cols])
+    return results

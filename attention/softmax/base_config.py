@@ -1,5 +1,5 @@
-"""The part of a configuration that all kernels of softmax attention have in common: what a kernel computes, whatever its shape
-and its instructions."""
+"""The fields that configurations of all softmax attention kernels share: what a kernel computes, whatever its tile shapes and
+instructions."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,35 +8,36 @@ from tiles import dtype, st
 from tiles.arguments import Record, record
 
 from .bias_tiles import BiasTiles, NoTiles
-from .key_block_lists import Listed
-from .key_sources import Along, InPages
-from .sequences import Batched, Cached
+from .key_sources import OneBuffer, PagedKeys
+from .listed_keys import ListedTiling
+from .sequences import BatchedLayout, KvCacheLayout
 from .tiling import Tiling
 from .variants import Variant, arrays_of
 
 
 def in_pages(parts: int = 1) -> dict[str, Any]:
-    """The fields of a BaseConfig for keys and values that are cached in pages."""
-    return {"lie": Cached, "held": InPages(parts)}
+    """The fields of a BaseConfig for keys and values in a paged cache."""
+    return {"seq_layout": KvCacheLayout, "kv_source": PagedKeys(parts)}
 
 
 @dataclass(frozen=True)
 class BaseConfig:
-    """What kernels of all families are configured by. head_dim, value_dim: padded. kv: keys of a tile. lie: how sequences lie.
-    held: where their keys and values come from. axes: how many axes each array of aux has. by_list: do lists say which blocks
-    of keys a tile sees? unrounded: is the output float32? joins: is the output joined with that for other keys?"""
+    """The configuration of a kernel of any family. head_dim, value_dim: padded. kv: keys of a block. seq_layout: how
+    sequences lie in memory. kv_source: where keys and values come from. axes: how many axes each array of aux has. by_list: do
+    lists say which key blocks a query tile reads? float32_out: is the output float32? accumulates: is the output combined with
+    the one for other keys that is already there?"""
 
     head_dim: int
     value_dim: int
     dtype: dtype
     variant: Variant
     kv: int
-    lie: type[Batched] = field(default=Batched, kw_only=True)
-    held: Along = field(default=Along(), kw_only=True)
+    seq_layout: type[BatchedLayout] = field(default=BatchedLayout, kw_only=True)
+    kv_source: OneBuffer = field(default=OneBuffer(), kw_only=True)
     axes: tuple[int, ...] = field(default=(), kw_only=True)
     by_list: bool = field(default=False, kw_only=True)
-    unrounded: bool = field(default=False, kw_only=True)
-    joins: bool = field(default=False, kw_only=True)
+    float32_out: bool = field(default=False, kw_only=True)
+    accumulates: bool = field(default=False, kw_only=True)
 
     @property
     def rows(self) -> int:
@@ -45,26 +46,26 @@ class BaseConfig:
 
     @property
     def tiling(self) -> Tiling:
-        """The Tiling, which says what keys a tile's queries see."""
-        return (Listed if self.by_list else Tiling)(self.rows, self.kv, self.variant)
+        """The Tiling, which says which key blocks a query tile reads."""
+        return (ListedTiling if self.by_list else Tiling)(self.rows, self.kv, self.variant)
 
     @property
-    def sequences(self) -> Batched:
-        """The object that says how sequences lie."""
-        return self.lie(self.rows)
+    def sequences(self) -> BatchedLayout:
+        """The layout of sequences for this kernel's tiles."""
+        return self.seq_layout(self.rows)
 
     @property
-    def brought(self) -> NoTiles:
-        """What TMA loads next to a tile of keys (bias_tiles.py)."""
-        brings = self.variant.brings
-        return NoTiles() if brings is None else BiasTiles(self.rows, self.kv, brings)
+    def bias_tiles(self) -> NoTiles:
+        """The object for bias tiles that TMA loads beside tiles of keys (bias_tiles.py)."""
+        dtype = self.variant.tma_bias
+        return NoTiles() if dtype is None else BiasTiles(self.rows, self.kv, dtype)
 
     @property
-    def given(self) -> Record:
-        """The record of the kernel's arguments for the variant, the sequences, the source of keys, lists, and tiles of a
-        bias."""
-        parts = self.variant, self.sequences, self.held, self.tiling, self.brought
-        return record(**{name: what for part in parts for name, what in part.given.items()})
+    def params(self) -> Record:
+        """The record of the kernel's arguments that the variant, the sequences' layout, the source of keys, lists of blocks and
+        bias tiles read."""
+        parts = self.variant, self.sequences, self.kv_source, self.tiling, self.bias_tiles
+        return record(**{name: kind for part in parts for name, kind in part.params.items()})
 
     @property
     def aux(self) -> Record:
@@ -73,21 +74,21 @@ class BaseConfig:
 
     @property
     def query(self) -> st:
-        """A block's tile of Q."""
+        """The type of a CTA's query tile in shared memory."""
         return st(self.rows, self.head_dim, self.dtype)
 
     @property
     def key(self) -> st:
-        """A tile of K."""
+        """The type of a key tile in shared memory."""
         return st(self.kv, self.head_dim, self.dtype)
 
     @property
     def value(self) -> st:
-        """A tile of V."""
+        """The type of a value tile in shared memory."""
         return st(self.kv, self.value_dim, self.dtype)
 
     def __str__(self):
         dims = f"D {self.head_dim}" + f"/{self.value_dim}" * (self.value_dim != self.head_dim)
-        lie = "" if self.lie is Batched else f" {self.lie.__name__.lower()}"
-        lie += f"{self.held}" + " by list" * self.by_list + (" joined" if self.joins else " unrounded" * self.unrounded)
-        return f"{dims} {self.dtype} {self.variant}{lie}, {self.rows} x {self.kv}"
+        kind = self.seq_layout.label + f"{self.kv_source}" + " by list" * self.by_list
+        kind += " joined" if self.accumulates else " unrounded" * self.float32_out
+        return f"{dims} {self.dtype} {self.variant}{kind}, {self.rows} x {self.kv}"

@@ -1,6 +1,5 @@
-"""What TMA brings beside a tile of keys for scores to read: nothing, or tiles of a bias. Two objects with the same methods,
-which say what a ring of the kernel holds, fill it, and give a consumer its part. A kernel opens its shared memory through one
-of them."""
+"""Tiles of a bias that TMA loads beside tiles of keys, or none: two objects with the same methods, which declare the ring of a
+kernel, fill it, and put a consumer's part into the ScoreContext. A kernel opens its shared memory through one of them."""
 
 from typing import Any
 
@@ -15,56 +14,57 @@ ROWS = warpgroup.ROWS
 
 @static
 class NoTiles:
-    """Nothing is brought."""
+    """TMA loads no bias: the methods do nothing."""
 
     @property
-    def given(self) -> dict[str, Any]:
-        """The kernel's arguments that it reads, and what they are."""
+    def params(self) -> dict[str, Any]:
+        """{name: type} of the kernel's arguments that the object reads."""
         return {}
 
     def rings(self, stages: int, readers: int) -> dict[str, ring]:
-        """The ring that it takes in shared memory, as the last item of the plan."""
+        """{name: ring} of bias tiles, the last item of the plan of shared memory."""
         return {}
 
     @inlined
     def open(self, smem):
-        """The items of the kernel's plan, and behind them the ring."""
+        """The items of the kernel's plan of shared memory, with the ring of bias tiles last."""
         return smem.open() + (0,)
 
     @inlined
-    def fill(self, ring, j, given, at):
-        """Fill tile j of the ring with the tile `at` (batch, head, query, tile of keys)."""
+    def fill(self, ring, j, params, at):
+        """Fill stage j of the ring with the tile at coordinates `at` (batch, head, query, key block)."""
 
     @inlined
-    def pass_by(self, ring, j):
-        """Give back tile j, which this consumer does not use."""
+    def skip(self, ring, j):
+        """Release stage j, which this consumer does not use."""
 
     @inlined
-    def by_queries(self, ring, j, at, part):
-        """`at` with the rows of tile j that belong to consumer `part`, queries by keys. Waits for the tile, and gives it
-        back."""
-        return at
+    def load_rows(self, ring, j, ctx, part):
+        """`ctx` with consumer `part`'s rows of stage j (queries by keys) as params.bias. Waits for the tile, and releases
+        it."""
+        return ctx
 
     @inlined
-    def by_keys(self, ring, j, at, part):
-        """The same for a consumer that holds scores keys by queries: columns of the tile. No fence; the tile stays until it is
-        given back."""
-        return at
+    def load_columns(self, ring, j, ctx, part):
+        """`ctx` with consumer `part`'s columns of stage j, transposed to keys by queries. Without a fence: call `release`
+        after it."""
+        return ctx
 
     @inlined
-    def own_rows(self, tile, at, part):
-        """by_queries for a tile that has arrived. No fence; the tile stays until it is given back."""
-        return at
+    def load_rows_of_tile(self, tile, ctx, part):
+        """`load_rows` of a tile that has arrived. Without a fence: call `release` after it."""
+        return ctx
 
     @inlined
-    def give_back(self, ring, j, fenced=False):
-        """Give back tile j after own_rows or by_keys. The fence for their loads is here, because behind stores it would wait
-        for these, too. fenced: there has just been a fence, so none is needed."""
+    def release(self, ring, j, fenced=False):
+        """Release stage j after load_rows_of_tile or load_columns. The fence for their loads is here, so that it comes before
+        later stores, for which it would also wait. fenced: a fence has just been issued, so none is needed."""
 
 
 @static
 class BiasTiles(NoTiles):
-    """Tiles of a bias, (batch, head, query, key), of 2 bytes a number: at.given.bias becomes the consumer's part."""
+    """TMA loads tiles of a bias (batch, head, query, key) of a 2-byte dtype, and params.bias of a ScoreContext becomes the
+    consumer's part of one. queries, keys: of a tile."""
 
     queries: int
     keys: int
@@ -72,11 +72,11 @@ class BiasTiles(NoTiles):
 
     @property
     def tile(self) -> st:
-        """One of them."""
+        """The type of a bias tile in shared memory."""
         return st(self.queries, self.keys, self.dtype)
 
     @property
-    def given(self) -> dict[str, Any]:
+    def params(self) -> dict[str, Any]:
         return {"bias": tiled(self.tile, 4, 2, 3, unit=1)}
 
     def rings(self, stages: int, readers: int) -> dict[str, ring]:
@@ -87,34 +87,34 @@ class BiasTiles(NoTiles):
         return smem.open()
 
     @inlined
-    def fill(self, ring, j, given, at):
-        ring.fill(j, given.bias, at)
+    def fill(self, ring, j, params, at):
+        ring.fill(j, params.bias, at)
 
     @inlined
-    def pass_by(self, ring, j):
+    def skip(self, ring, j):
         ring.wait(j)
         ring.release(j)
 
     @inlined
-    def by_queries(self, ring, j, at, part):
+    def load_rows(self, ring, j, ctx, part):
         x = warpgroup.load(subtile(ring.wait(j), ROWS, part), rt(16, self.keys, self.dtype))
         ring.release(j)
-        return at._replace(given=at.given._replace(bias=x))
+        return ctx._replace(params=ctx.params._replace(bias=x))
 
     @inlined
-    def own_rows(self, tile, at, part):
+    def load_rows_of_tile(self, tile, ctx, part):
         x = warpgroup.load(subtile(tile, ROWS, part), rt(16, self.keys, self.dtype), fenced=False)
-        return at._replace(given=at.given._replace(bias=x))
+        return ctx._replace(params=ctx.params._replace(bias=x))
 
     @inlined
-    def give_back(self, ring, j, fenced=False):
+    def release(self, ring, j, fenced=False):
         if not fenced:
             raw.fence_async()
             cuda.syncwarp()
         ring.release(j)
 
     @inlined
-    def by_keys(self, ring, j, at, part):
-        own = subtile(ring.wait(j), self.queries, 0, ROWS, part)
-        x = turned(warpgroup.load_transposed(own, rt(16, self.queries, self.dtype), fenced=False))
-        return at._replace(given=at.given._replace(bias=x))
+    def load_columns(self, ring, j, ctx, part):
+        rows = subtile(ring.wait(j), self.queries, 0, ROWS, part)
+        x = turned(warpgroup.load_transposed(rows, rt(16, self.queries, self.dtype), fenced=False))
+        return ctx._replace(params=ctx.params._replace(bias=x))

@@ -1,4 +1,4 @@
-"""Dropout of the weights, by draws that follow from their places."""
+"""Dropout of weights, with random numbers that depend on a weight's batch, head, query and key."""
 
 from typing import Any
 
@@ -8,70 +8,70 @@ from ops import abs, bernoulli, maximum, where
 from tiles import fp32, inlined, rt
 from tiles.arguments import ENDS, FLOAT, INT, LONG
 
-from ..dropout import share_of
+from ..dropout import drop_threshold
 from .variants import Variant
 
 SEED_END = 2**63
 
 
 class Dropped(Variant):
-    """A weight becomes 0 with probability given.dropped / 65536; the others are multiplied by 1 / (1 - dropout). The sum of
-    the weights counts all of them."""
+    """Dropout: a weight becomes 0 with probability params.dropped / 65536; the others are multiplied by 1 / (1 - dropout). The
+    row sum counts all weights."""
 
-    draws = True
+    uses_random = True
 
     @property
-    def given(self) -> dict[str, Any]:
-        """See Variant. per_kept: 1 / (1 - dropout)."""
+    def params(self) -> dict[str, Any]:
+        """per_kept: 1 / (1 - dropout)."""
         return {"dropped": INT, "per_kept": FLOAT, "seed": LONG}
 
     @inlined
-    def keep(self, at):
-        """See Variant: the halves of the seed."""
-        return at.given.seed, at.given.seed >> 32
+    def precompute(self, ctx):
+        """(the low half of the seed, the high half)"""
+        return ctx.params.seed, ctx.params.seed >> 32
 
     @inlined
-    def drop(self, p, at, key):
-        return where(self.drawn(p, at, key), 0.0, p)
+    def drop(self, p, ctx, key):
+        return where(self.draw(p, ctx, key), 0.0, p)
 
     @inlined
-    def drawn(self, p, at, key):
-        """1 for the weights that are dropped, else 0."""
-        low, high = at.kept
+    def draw(self, p, ctx, key):
+        """1 for the weights that dropout drops, else 0."""
+        low, high = ctx.precomputed
         shape = rt(p.rows, p.cols, fp32, p.layout)
-        return bernoulli(shape, at.given.dropped, low, high, at.batch, at.head, at.row, key)
+        return bernoulli(shape, ctx.params.dropped, low, high, ctx.batch, ctx.head, ctx.row, key)
 
     @inlined
-    def marked(self, p, at, key):
-        return where(self.drawn(p, at, key), -p, p)
+    def mark_dropped(self, p, ctx, key):
+        return where(self.draw(p, ctx, key), -p, p)
 
     @inlined
-    def left(self, p):
+    def remove_dropped(self, p):
         return maximum(p, 0.0)
 
     @inlined
-    def slope(self, p, dp, delta, at):
-        """See Variant. For a weight that is dropped dp is 0."""
-        return abs(p) * (where(p > 0.0, dp * at.given.per_kept, 0.0) - delta)
+    def score_grad(self, p, dp, delta, ctx):
+        """dS = P (dP - delta), with dP = 0 for a dropped weight."""
+        return abs(p) * (where(p > 0.0, dp * ctx.params.per_kept, 0.0) - delta)
 
     @inlined
-    def output(self, o, at):
-        return o * at.given.per_kept
+    def output(self, o, ctx):
+        return o * ctx.params.per_kept
 
 
-class DroppedAnew(Dropped):
-    """The same with a seed that lies in memory, given.seeds, an array of one element."""
+class DroppedSeedInMemory(Dropped):
+    """Dropout with a seed in device memory: params.seeds, an array of one element."""
 
     @property
-    def given(self) -> dict[str, Any]:
+    def params(self) -> dict[str, Any]:
         return {"dropped": INT, "per_kept": FLOAT, "seeds": ENDS}
 
     @inlined
-    def keep(self, at):
-        seed = int64(at.given.seeds[0])
+    def precompute(self, ctx):
+        seed = int64(ctx.params.seeds[0])
         return seed, seed >> 32
 
 
-def numbers_of(dropout: float) -> dict[str, float]:
-    """{parameter of a kernel: number} for this dropout."""
-    return {"dropped": share_of(dropout), "per_kept": 1 / (1 - dropout)}
+def dropout_numbers(dropout: float) -> dict[str, float]:
+    """{argument of a kernel: number} for this dropout."""
+    return {"dropped": drop_threshold(dropout), "per_kept": 1 / (1 - dropout)}

@@ -1,7 +1,6 @@
-"""How V gets to the second product of fp8 attention, as objects with the same methods. fp8 instructions take only operands
-whose rows run along the contracted axis, so tiles of V must be transposed, with keys in the order in which consumers hold P
-(ops/matmul/zipped.py). Either the producer warpgroup transposes them tile by tile, or a kernel has transposed all of V
-before."""
+"""How V is transposed for the second product of fp8 attention, as objects with the same methods. fp8 wgmma takes only K-major
+operands, so tiles of V must be transposed, with keys in the order in which consumers hold P (ops/matmul/zipped.py). Either the
+producer warpgroup transposes them tile by tile, or a kernel has transposed all of V before."""
 
 from typing import Any, NamedTuple
 
@@ -12,80 +11,80 @@ from tiles import fp8e4m3, gl, inlined, ring, st, static
 from tiles.arguments import tiled
 
 
-class Values(NamedTuple):
-    """Two rings of tiles of V: as they are loaded, and transposed, as they are multiplied."""
+class ValueRings(NamedTuple):
+    """Two rings of tiles of V: as TMA loads them, and transposed, as wgmma reads them."""
 
-    copied: Any
-    turned: Any
+    loaded: Any
+    transposed: Any
 
 
 @static
-class ByProducer:
-    """The producer transposes tiles in shared memory, one tile behind its copies. V is read once, but every block transposes
-    the tiles that it reads."""
+class TransposeInProducer:
+    """The producer transposes tiles in shared memory, one tile behind its loads. V is read once, but every CTA transposes the
+    tiles that it loads."""
 
     before = False
-    behind = 1  # tiles that the producer still has to transpose when all are copied
+    lag = 1  # how many tiles the transpositions are behind the loads
 
     def source(self, keys: int, columns: int) -> gl:
-        """The type of the kernel's parameter for V, of which a tile has so many keys and columns."""
+        """The type of the kernel's parameter for V, with tiles of so many keys and columns."""
         return tiled(st(keys, columns, fp8e4m3), unit=1)
 
     def rings(self, keys: int, columns: int, stages: int, readers: int) -> dict[str, ring]:
-        """The last items of the kernel's plan of shared memory: the rings of V."""
-        copied, turned = st(keys, columns, fp8e4m3), st(columns, keys, fp8e4m3)
+        """The rings of V, the last items of the plan of shared memory."""
+        loaded, transposed = st(keys, columns, fp8e4m3), st(columns, keys, fp8e4m3)
         return {
-            "copied": ring(copied, stages, warpgroup.WARPGROUP),
-            "turned": ring(turned, stages, readers, writers=warpgroup.WARPGROUP),
+            "loaded": ring(loaded, stages, warpgroup.WARPGROUP),
+            "transposed": ring(transposed, stages, readers, writers=warpgroup.WARPGROUP),
         }
 
     @inlined
-    def opened(self, items):
-        """(the ring of queries, the ring of keys, Values) from a plan's items."""
-        q, k, copied, turned = items
-        return q, k, Values(copied, turned)
+    def unpack(self, items):
+        """(ring of queries, ring of keys, ValueRings) from the items of the plan."""
+        q, k, loaded, transposed = items
+        return q, k, ValueRings(loaded, transposed)
 
     @inlined
-    def fill(self, values, j, gV, own, key, head):
-        """Done by the producer: load tile j, whose first key in the sequence is `key`."""
-        values.copied.fill(j, gV, (own.batch, own.key + key, head))
+    def fill(self, values, j, gV, seq, key, head):
+        """The producer loads tile j, from key `key` of the sequence on."""
+        values.loaded.fill(j, gV, (seq.batch, seq.offset_k + key, head))
 
     @inlined
-    def turn(self, values, j, sequences, keys, every):
-        """Done by the producer: transpose tile j of the Blocks `every` for the consumers. keys: how many of the first tile's
-        keys belong to the sequence."""
-        tile = values.copied.wait(j)
+    def transpose(self, values, j, sequences, keys, kv_blocks):
+        """The producer transposes tile j of the KeyBlocks for the consumers. keys: how many keys of the first tile belong to
+        the sequence."""
+        tile = values.loaded.wait(j)
         if j == 0:
-            sequences.clear(tile, keys, 1)
-        every.clear(tile, j, 1)
-        warpgroup.transpose_zipped(values.turned.claim(j), tile)
-        values.turned.publish(j, fenced=True)
-        values.copied.release(j)
+            sequences.zero_foreign_rows(tile, keys, 1)
+        kv_blocks.clear(tile, j, 1)
+        warpgroup.transpose_zipped(values.transposed.claim(j), tile)
+        values.transposed.publish(j, fenced=True)
+        values.loaded.release(j)
 
 
-class Before(ByProducer):
-    """A kernel of its own (transpose_values.py) has transposed V before, to (batch, head, column, key), each element once. The
-    producer only loads tiles, into one ring. Each sequence must have a batch."""
+class TransposedBefore(TransposeInProducer):
+    """A kernel (transpose_values.py) has transposed V to (batch, head, column, key) before, each element once. The producer
+    only loads tiles, into one ring. Each sequence must have a batch."""
 
     before = True
-    behind = 0
+    lag = 0
 
     def source(self, keys: int, columns: int) -> gl:
         return tiled(st(columns, keys, fp8e4m3), 4, 2, 3)
 
     def rings(self, keys: int, columns: int, stages: int, readers: int) -> dict[str, ring]:
-        return {"turned": ring(st(columns, keys, fp8e4m3), stages, readers)}
+        return {"transposed": ring(st(columns, keys, fp8e4m3), stages, readers)}
 
     @inlined
-    def opened(self, items):
-        q, k, turned = items
-        return q, k, Values(0, turned)
+    def unpack(self, items):
+        q, k, transposed = items
+        return q, k, ValueRings(0, transposed)
 
     @inlined
-    def fill(self, values, j, gV, own, key, head):
-        """See ByProducer. Tiles begin at multiples of their number of keys."""
-        values.turned.fill(j, gV, (own.batch, head, 0, int32(key // values.turned.tile.cols)))
+    def fill(self, values, j, gV, seq, key, head):
+        """The producer loads tile j; `key` is a multiple of the tile's keys."""
+        values.transposed.fill(j, gV, (seq.batch, head, 0, int32(key // values.transposed.tile.cols)))
 
     @inlined
-    def turn(self, values, j, sequences, keys, every):
-        """See ByProducer. Nothing is left to do."""
+    def transpose(self, values, j, sequences, keys, kv_blocks):
+        """Tiles are transposed already."""

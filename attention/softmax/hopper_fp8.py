@@ -1,11 +1,11 @@
 """FlashAttention forward in fp8 for Hopper: hopper.py's pipeline with products of e4m3, which tensor cores do twice as fast.
 
-What differs. fp8 instructions take only operands that lie along the contracted axis, so keys must be columns of V's tiles: the
-producer warpgroup turns them, or a kernel has done so with all of V (fp8_values.py). Weights are rounded to e4m3, whose least
-number is 2^-9: the greatest is not 1, but 2^LIFT. The tensor cores cut off all but some 10 bits of a sum of fp8 products, so
-each key block's is its own, and fp32 adds them up: a consumer takes its turn for O += P V and, that waited for, the next
-scores; their softmax runs while another one has its turn. And scores and values have the units that their arrays were divided
-by, one for each sequence and head of keys."""
+Differences. fp8 wgmma takes only K-major operands, so V's tiles must be transposed: the producer warpgroup does it, or a kernel
+has transposed all of V before (fp8_values.py). Weights are rounded to e4m3, whose least number is 2^-9, so the largest weight
+is not 1, but 2^LIFT. Tensor cores keep only some 10 bits of a sum of fp8 products, so the product of each key block is
+separate,
+and fp32 adds them: a consumer takes its turn for O += P V and, after that, the next scores; their softmax runs while another
+consumer has its turn. Scores and values are multiplied by descales, of heads or of blocks of rows (descales.py)."""
 
 import functools
 import itertools
@@ -22,132 +22,134 @@ from tiles import bf16, fp8e4m3, fp32, inlined, ring, rt, shared
 from tiles.arguments import FLOAT, INT, array, tiled
 
 from .base_config import BaseConfig
-from .descales import OfBlocks, OfHeads
-from .fp8_values import Before, ByProducer
+from .descales import BlockDescales, HeadDescales
+from .fp8_values import TransposedBefore, TransposeInProducer
 from .hopper import REGISTERS
-from .online import LOWEST, Softmax
-from .output import Stored
-from .sequences import Batched
-from .variants import At, Variant
+from .online import Softmax
+from .output import StoreOutput
+from .sequences import BatchedLayout
+from .variants import ScoreContext, Variant
 from .visible_keys import CAUSAL, FULL
 
-LIFT, SLACK = 8.0, 0.75  # powers of 2: what a maximum's weight is, and may still grow by; e4m3 ends at 448, 2^8.8
-HEADS, IN_BLOCK = OfHeads(), ByProducer()
+LIFT, SLACK = 8.0, 0.75  # powers of 2: the weight of the row maximum, and how far it may still grow; e4m3 ends at 2^8.8
+HEAD_DESCALES, IN_PRODUCER = HeadDescales(), TransposeInProducer()
 
 
 @dataclass(frozen=True)
 class Config(BaseConfig):
-    """A kernel's configuration. consumers: each has 64 query rows. stages: of the rings of keys and values. units: see
-    descales.py. turned: see fp8_values.py."""
+    """A kernel's configuration. consumers: warpgroups with 64 query rows each. stages: of the rings of keys and values.
+    descales: see descales.py. v_transpose: see fp8_values.py."""
 
     consumers: int
     stages: int = 2
-    units: OfHeads = field(default=HEADS, kw_only=True)
-    turned: ByProducer = field(default=IN_BLOCK, kw_only=True)
+    descales: HeadDescales = field(default=HEAD_DESCALES, kw_only=True)
+    v_transpose: TransposeInProducer = field(default=IN_PRODUCER, kw_only=True)
     persistent = False
 
     @property
     def rows(self):
-        """Query rows of a thread block."""
+        """Query rows of a CTA."""
         return warpgroup.ROWS * self.consumers
 
     @property
     def threads(self):
-        """Threads of a block: the consumers and one producer warpgroup."""
+        """Threads of a CTA: the consumers and one producer warpgroup."""
         return warpgroup.THREADS * (self.consumers + 1)
 
     def __str__(self):
-        return f"{super().__str__()}{self.units}" + " turned before" * self.turned.before
+        return f"{super().__str__()}{self.descales}" + " V transposed before" * self.v_transpose.before
 
     @property
     def registers(self):
-        """(a thread's of the producer, of a consumer). One that only loads needs few."""
-        return (24, 240) if self.turned.before and self.consumers == 2 else REGISTERS[self.consumers]
+        """Registers a thread of (the producer, a consumer). A producer that only loads needs few."""
+        return (24, 240) if self.v_transpose.before and self.consumers == 2 else REGISTERS[self.consumers]
 
     @property
     def masks_second(self):
-        """Is the second key block masked, although it lies within the sequence? Full attention in tiles of 160 keys otherwise
-        has a single loop, in which ptxas 13.5 keeps two numbers a thread in local memory; with two it finds registers."""
+        """Is the second key block masked without need? Full attention with blocks of 160 keys would otherwise have a single
+        loop, for which ptxas 13.5 spills two registers a thread; with two loops it spills none."""
         return (self.value_dim, self.kv, self.variant) == (128, 160, FULL)
 
     @property
-    def part(self):
-        """The columns of the output that are taken up at a time: as many as there are registers for."""
+    def output_cols(self):
+        """How many columns of the output a product has: as many as there are registers for."""
         return min(self.value_dim, 64 if self.consumers > 2 else 128)
 
 
 SHAPES: dict[int, Any] = {64: (128, 3), 128: (256, 2), 256: (96, 2)}  # padded head_dim: kv, consumers
-VARIED: dict[int, Any] = {64: (128, 3), 128: (192, 2), 256: (64, 2)}  # the same of windows, and sequences of many lengths
-SCORED: dict[int, Any] = {64: (96, 3), 128: (128, 2), 256: (64, 2)}  # the same where functions are asked of scores
-BLOCKED: dict[int, Any] = {64: (128, 3), 128: (256, 2)}  # the same of blocks that have units of their own
-BLOCKED_SHORT: dict[int, Any] = BLOCKED | {128: (128, 2)}  # the same of causal attention of up to SHORT keys
+VARIED: dict[int, Any] = {64: (128, 3), 128: (192, 2), 256: (64, 2)}  # for windows, and sequences of many lengths
+SCORED: dict[int, Any] = {64: (96, 3), 128: (128, 2), 256: (64, 2)}  # for score and mask functions
+BLOCKED: dict[int, Any] = {64: (128, 3), 128: (256, 2)}  # for descales of blocks
+BLOCKED_SHORT: dict[int, Any] = BLOCKED | {128: (128, 2)}  # for causal attention with up to SHORT keys
 BLOCKED_VARIED: dict[int, Any] = {64: (64, 3), 128: (128, 2)}
-# Where V is turned before: {padded head_dim: {from so many keys on: kv, consumers, stages}}
-TURNED: dict[int, dict[int, Any]] = {
+# Where V is transposed before: {padded head_dim: {from so many keys on: kv, consumers, stages}}
+TRANSPOSED: dict[int, dict[int, Any]] = {
     64: {8192: (192, 3, 3)},
     128: {0: (128, 3, 3), 8192: (160, 3, 2)},
     256: {0: (128, 2, 2)},
 }
-BLOCKED_TURNED: dict[int, Any] = {128: (128, 3, 3)}  # the same of blocks that have units of their own
+BLOCKED_TRANSPOSED: dict[int, Any] = {128: (128, 3, 3)}  # for descales of blocks
 SHORT = 2048
-MANY = 2048  # query rows that share a head of V, from which on turning it before pays
-ROUNDS = 1.05  # how much longer, by its rows alone, the kernel of TURNED may be busy than the other: it is that much faster
+MANY = 2048  # query rows for each head of V, from which on transposing it before pays
+ROUNDS = 1.05  # how many times as many rows the busiest SM may have with the shapes of TRANSPOSED, which are so much faster
 
 
 def padded_dim(head_dim: int, value_dim: int | None = None) -> int:
-    """The next larger head dim for which there are kernels."""
+    """The next head dim for which there are kernels."""
     return min(d for d in SHAPES if d >= max(head_dim, value_dim or head_dim))
 
 
-def turned_shape(padded: int, keys: float) -> Any:
-    """The shape for V that is transposed before, for so many keys; None if there is none."""
-    return next((shape for least, shape in reversed(TURNED[padded].items()) if keys >= least), None)
+def transposed_shape(padded: int, keys: float) -> Any:
+    """(kv, consumers, stages) for V that is transposed before, for so many keys; None if there is none."""
+    return next((shape for least, shape in reversed(TRANSPOSED[padded].items()) if keys >= least), None)
 
 
 def blocked_shape(padded: int, keys: float, variant: Variant) -> Any:
-    """The shape for descales of blocks."""
-    return None if variant.rising and keys <= SHORT else BLOCKED_TURNED.get(padded)
+    """(kv, consumers, stages) for descales of blocks and V that is transposed before; None if there is none."""
+    return None if variant.monotonic and keys <= SHORT else BLOCKED_TRANSPOSED.get(padded)
 
 
-def pays_to_turn(padded: int, queries: int, keys: float, pairs: int, group: int, processors: int) -> bool:
-    """Is it faster to transpose V before? For plain attention with so many queries and keys in each of `pairs` pairs of head
-    and batch, `group` of which share a head of V."""
-    shape = turned_shape(padded, keys)
+def pays_to_transpose(padded: int, queries: int, keys: float, batch_heads: int, group: int, processors: int) -> bool:
+    """Is it faster to transpose V before? For full or causal attention with so many queries and keys in each of `batch_heads`
+    pairs of head and batch, `group` of which share a head of V."""
+    shape = transposed_shape(padded, keys)
     if shape is None or queries * group < MANY:
         return False
     (_, consumers), (_, more, _) = SHAPES[padded], shape
-    return busy(more, queries, pairs, processors) <= ROUNDS * busy(consumers, queries, pairs, processors)
+    return busiest_rows(more, queries, batch_heads, processors) <= ROUNDS * busiest_rows(
+        consumers, queries, batch_heads, processors
+    )
 
 
-def busy(consumers: int, queries: int, pairs: int, processors: int) -> int:
-    """The number of rows that the busiest multiprocessor works on, if each tile belongs to so many consumers."""
+def busiest_rows(consumers: int, queries: int, batch_heads: int, processors: int) -> int:
+    """How many query rows the busiest SM computes, if a tile has so many consumers."""
     rows = warpgroup.ROWS * consumers
-    return -(-(-(-queries // rows) * pairs) // processors) * rows
+    return -(-(-(-queries // rows) * batch_heads) // processors) * rows
 
 
 def config_for(
     head_dim: int,
     variant: Variant,
     value_dim: int | None = None,
-    units: OfHeads = HEADS,
+    descales: HeadDescales = HEAD_DESCALES,
     keys: float = math.inf,
     before: bool = False,
     **kind: Any,
 ) -> Config:
-    """The configuration for so many keys. before: should V be transposed before, if it can be? kind: further fields of the
-    Config."""
+    """The configuration for so many keys. before: should V be transposed before, if there is a shape for it? kind: further
+    fields of the Config."""
     padded = padded_dim(head_dim, value_dim)
-    plain = variant.plain and kind.get("lie", Batched) is Batched
-    shape = blocked_shape(padded, keys, variant) if units.by_block else turned_shape(padded, keys)
+    plain = variant.cheap_mask and kind.get("seq_layout", BatchedLayout) is BatchedLayout
+    shape = blocked_shape(padded, keys, variant) if descales.by_block else transposed_shape(padded, keys)
     if before and plain and shape:
-        kind |= {"units": units.of_tiles(shape[0]), "turned": Before()}
+        kind |= {"descales": descales.for_blocks_of(shape[0]), "v_transpose": TransposedBefore()}
         return Config(padded, padded, fp8e4m3, variant, *shape, **kind)
-    if units.by_block:
-        short = variant.rising and keys <= SHORT
+    if descales.by_block:
+        short = variant.monotonic and keys <= SHORT
         shapes = BLOCKED_VARIED if not plain else BLOCKED_SHORT if short else BLOCKED
     else:
-        shapes = SCORED if variant.scored or not variant.computed else SHAPES if plain else VARIED
-    return Config(padded, padded, fp8e4m3, variant, *shapes[padded], units=units.of_tiles(shapes[padded][0]), **kind)
+        shapes = SCORED if variant.changes_scores or not variant.positional else SHAPES if plain else VARIED
+    return Config(padded, padded, fp8e4m3, variant, *shapes[padded], descales=descales.for_blocks_of(shapes[padded][0]), **kind)
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
@@ -155,42 +157,44 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
     if arch == "sm_90a":
         for head_dim, variant in itertools.product(SHAPES, (FULL, CAUSAL)):
             yield config_for(head_dim, variant)
-        for head_dim, variant in itertools.product(TURNED, (FULL, CAUSAL)):
-            yield from (config_for(head_dim, variant, keys=keys, before=True) for keys in TURNED[head_dim])
+        for head_dim, variant in itertools.product(TRANSPOSED, (FULL, CAUSAL)):
+            yield from (config_for(head_dim, variant, keys=keys, before=True) for keys in TRANSPOSED[head_dim])
         for head_dim, values in itertools.product(BLOCKED, (True, False)):
-            yield config_for(head_dim, CAUSAL, units=OfBlocks(values))
-        for head_dim, values in itertools.product(BLOCKED_TURNED, (True, False)):
-            yield config_for(head_dim, CAUSAL, units=OfBlocks(values), before=True)
-        yield config_for(128, CAUSAL, units=OfBlocks(True), keys=SHORT)
+            yield config_for(head_dim, CAUSAL, descales=BlockDescales(values))
+        for head_dim, values in itertools.product(BLOCKED_TRANSPOSED, (True, False)):
+            yield config_for(head_dim, CAUSAL, descales=BlockDescales(values), before=True)
+        yield config_for(128, CAUSAL, descales=BlockDescales(True), keys=SHORT)
 
 
-class Units(NamedTuple):
-    """The arrays of the units by which q, k and v are multiplied, and which of their elements belong to a tile."""
+class DescaleArrays(NamedTuple):
+    """The descales of q, k and v, and which of their elements belong to a query tile. seqlen_k: the keys in use of its
+    sequence."""
 
     q: Any
     k: Any
     v: Any
     batch: Any
     kv_head: Any
+    seqlen_k: Any
 
 
-class Tile(NamedTuple):
-    """What a consumer knows about its rows: the queries, the Blocks of keys, where the rows stand, the scale of exponents, the
-    unit of the scores; by how much weights are lifted and how far a maximum may lag, both in units of scores; and where units
-    are found."""
+class ConsumerTile(NamedTuple):
+    """What a consumer knows about its query rows: the queries in shared memory, the KeyBlocks, the ScoreContext, the scale of
+    exponents, the descale of scores, by how much weights are lifted and how far a row maximum may grow before O is rescaled
+    (both in units of scores), and the DescaleArrays."""
 
     queries: Any
-    every: Any
-    at: Any
+    kv_blocks: Any
+    ctx: Any
     scale: Any
-    unit: Any
+    descale: Any
     lift: Any
     slack: Any
-    told: Any
+    descales: Any
 
     @inlined
     def per_scale(self):
-        """One power of 2 of a weight, in units of scores."""
+        """The difference of scores that doubles a weight."""
         return self.lift * float32(1 / LIFT)
 
 
@@ -198,156 +202,161 @@ class Tile(NamedTuple):
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     ROWS, EACH = config.rows, warpgroup.ROWS  # rows of a tile of queries, of a consumer
-    CONSUMERS, GIVEN, AUX = config.consumers, config.given, config.aux
+    CONSUMERS, PARAMS, AUX = config.consumers, config.params, config.aux
     variant, tiling, sequences = config.variant, config.tiling, config.sequences
-    MEASURES, units = variant.measures, config.units
-    BY_BLOCK, (Q_UNIT, K_UNIT, V_UNIT) = units.by_block, units.arrays
-    output, turn = Stored(config.lie.apart), warpgroup.ping_pong(CONSUMERS)
+    RAW_SCORES, LOW_SCORES, descales = variant.needs_raw_scores, variant.allows_low_scores, config.descales
+    BY_BLOCK, (Q_DESCALE, K_DESCALE, V_DESCALE) = descales.by_block, descales.arrays
+    output, turn = StoreOutput(config.seq_layout.bounded_by_array), warpgroup.ping_pong(CONSUMERS)
     PRODUCER, (keep, claim), MASKS_SECOND = CONSUMERS, config.registers, config.masks_second
-    O, PART = rt(16, config.value_dim, fp32), config.part  # a consumer's rows of the output; columns of a product
-    WHOLE, TOGETHER = config.value_dim == PART, config.value_dim <= 128  # halves: have registers room for both?
-    readers, turned = CONSUMERS * warpgroup.WARPGROUP, config.turned
+    O, COLS = rt(16, config.value_dim, fp32), config.output_cols  # a warp's rows of the output; columns of a product
+    ONE_PRODUCT, BOTH_HALVES = config.value_dim == COLS, config.value_dim <= 128  # are there registers for two halves at once?
+    readers, v_transpose = CONSUMERS * warpgroup.WARPGROUP, config.v_transpose
     smem = shared(
         q=ring(config.query, 1, readers),
         k=ring(config.key, config.stages, readers),
-        **turned.rings(config.kv, config.value_dim, config.stages, readers),
+        **v_transpose.rings(config.kv, config.value_dim, config.stages, readers),
     )
-    softmax, OUTPUT = Softmax(O), output.declared(config.value_dim, bf16)
-    VALUES, BEHIND = turned.source(config.kv, config.value_dim), turned.behind
+    softmax, OUTPUT = Softmax(O), output.declare(config.value_dim, bf16)
+    VALUES, LAG = v_transpose.source(config.kv, config.value_dim), v_transpose.lag
 
     @inlined
-    def measured(s, tile, of):
-        """The scores, multiplied by their unit if the variant must know it."""
-        if MEASURES:
-            return units.measured(s, tile, of.unit)
+    def descaled(s, tile, of):
+        """The scores, multiplied by their descale if the variant needs raw scores."""
+        if RAW_SCORES:
+            return descales.multiply(s, tile, of.descale)
         else:
             return s
 
     @inlined
     def lifted(below, lift):
-        """What is subtracted from the scores to get weights that are lifted by a power of 2."""
-        if variant.by_rows:
+        """The row offset for weights that are multiplied by 2^LIFT."""
+        if variant.has_row_offset:
             return below - lift
         else:
             return -lift
 
     @inlined
-    def weighed(s, key, seen, tile, of):
-        """(what has been seen with a block of scores, their weights). The weights are not yet in the sum; they are 2^LIFT at
-        the maximum."""
-        s = variant.score(measured(s, tile, of), of.at, key)
-        below = variant.below(s, of.at, key)
-        return units.weighed(s, below, lifted(below, of.lift), seen, tile, MEASURES, of)
+    def weigh(s, key, state, tile, of):
+        """(the softmax state with the maximum of a block of scores, their weights). The weights are not yet in the row sum;
+        they are 2^LIFT at the maximum."""
+        s = variant.score(descaled(s, tile, of), of.ctx, key)
+        below = variant.row_offset(s, of.ctx, key)
+        return descales.weigh(s, below, lifted(below, of.lift), state, tile, RAW_SCORES, LOW_SCORES, of)
 
     @inlined
-    def cut_and_weighed(s, key, seen, tile, of):
-        """The same of a block that the mask cuts."""
-        s = tiling.mask(variant.score_near(measured(s, tile, of), of.at, key), of.at, key)
-        below = variant.below_near(s, of.at, key)
-        return units.weighed(s, below, lifted(below, of.lift), seen, tile, MEASURES, of)
+    def mask_and_weigh(s, key, state, tile, of):
+        """`weigh` for a block that needs the mask."""
+        s = tiling.mask(variant.score_in_edge_block(descaled(s, tile, of), of.ctx, key), of.ctx, key)
+        below = variant.row_offset_in_edge_block(s, of.ctx, key)
+        return descales.weigh(s, below, lifted(below, of.lift), state, tile, RAW_SCORES, LOW_SCORES, of)
 
     @inlined
-    def gained(o, lag, p, tile):
-        """The output, which lags behind, plus the product of a block's weights and values, which is summed by itself."""
-        if WHOLE:
-            return warpgroup.wait(warpgroup.mm_ABt(p, tile)) + o * lag
-        elif TOGETHER:  # the first half of the columns is taken up while the tensor cores have the second
-            left, right = warpgroup.mm_ABt(p, subtile(tile, PART, 0)), warpgroup.mm_ABt(p, subtile(tile, PART, 1))
-            taken = warpgroup.wait(left, newer=1) + columns(o, PART, 0) * lag
-            return hstack(taken, warpgroup.wait(right) + columns(o, PART, 1) * lag)
-        else:  # one half after the other: there are not registers for more
-            left = warpgroup.wait(warpgroup.mm_ABt(p, subtile(tile, PART, 0))) + columns(o, PART, 0) * lag
-            right = warpgroup.wait(warpgroup.mm_ABt(p, subtile(tile, PART, 1))) + columns(o, PART, 1) * lag
+    def accumulate(o, o_scale, p, tile):
+        """o o_scale + p V, with the product summed by itself. tile: V^T of a block."""
+        if ONE_PRODUCT:
+            return warpgroup.wait(warpgroup.mm_ABt(p, tile)) + o * o_scale
+        elif BOTH_HALVES:  # the first half is added while the tensor cores compute the second
+            left, right = warpgroup.mm_ABt(p, subtile(tile, COLS, 0)), warpgroup.mm_ABt(p, subtile(tile, COLS, 1))
+            added = warpgroup.wait(left, newer=1) + columns(o, COLS, 0) * o_scale
+            return hstack(added, warpgroup.wait(right) + columns(o, COLS, 1) * o_scale)
+        else:  # one half after the other, for want of registers
+            left = warpgroup.wait(warpgroup.mm_ABt(p, subtile(tile, COLS, 0))) + columns(o, COLS, 0) * o_scale
+            right = warpgroup.wait(warpgroup.mm_ABt(p, subtile(tile, COLS, 1))) + columns(o, COLS, 1) * o_scale
             return hstack(left, right)
 
-    def steps(cut):
-        """A tile's key blocks; `cut` by the mask or not."""
+    def build_step(masked):
+        """The step of the pipeline for a block of keys, with the mask or without."""
 
         @inlined
-        def step(j, p, seen, tile, k, values, me, of):
-            """O takes up block j - 1; then scores and softmax of block j, while another consumer has the tensor cores. tile:
-            its units; the next one's are asked for while these are used, for loads, and their addresses, take long."""
-            key = tiling.key(of.every, j, of.at)
+        def step(j, p, state, tile, k, values, me, of):
+            """O += P V of block j - 1, then scores and softmax of block j, while another consumer has the tensor cores. tile:
+            the descales of block j; those of block j + 1 are loaded meanwhile, because loads take long."""
+            key = tiling.key(of.kv_blocks, j, of.ctx)
             turn.take(me)
-            seen = seen._replace(o=gained(seen.o, seen.lag, p, values.turned.wait(j - 1)))
+            state = state._replace(o=accumulate(state.o, state.o_scale, p, values.transposed.wait(j - 1)))
             s = warpgroup.mm_ABt(of.queries, k.wait(j))
             turn.give(me)
-            values.turned.release(j - 1)
+            values.transposed.release(j - 1)
             s = warpgroup.wait(s)
-            if cut:
-                seen, p = cut_and_weighed(s, key, seen, tile, of)
+            if masked:
+                state, p = mask_and_weigh(s, key, state, tile, of)
             else:
-                seen, p = weighed(s, key, seen, tile, of)
-            k.release(j, after=seen.m)
-            ahead = units.of_tile(of.told, tiling.key(of.every, j + 1, of.at), of.unit)
-            return zipped(p), units.summed(seen, p, tile), ahead
+                state, p = weigh(s, key, state, tile, of)
+            k.release(j, after=state.m)
+            next_tile = descales.load_tile(of.descales, tiling.key(of.kv_blocks, j + 1, of.ctx), of.descale)
+            return zipped(p), descales.add(state, p, tile), next_tile
 
         return step
 
-    cut_step, step = steps(True), steps(False)
+    masked_step, step = build_step(True), build_step(False)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def attend_fp8(
         gQ: tiled(config.query, unit=1), gK: tiled(config.key, unit=1), gV: VALUES, gO: OUTPUT,
-        gLse: array(3), given: GIVEN, aux: AUX, blocks: INT, heads: INT, pairs: INT, band: INT, group: INT, scale: FLOAT,
-        gQUnit: Q_UNIT, gKUnit: K_UNIT, gVUnit: V_UNIT, qk_unit: FLOAT, v_unit: FLOAT,
+        gLse: array(3), params: PARAMS, aux: AUX, blocks: INT, heads: INT, batch_heads: INT, raster_group: INT, group: INT,
+        scale: FLOAT, gQDescale: Q_DESCALE, gKDescale: K_DESCALE, gVDescale: V_DESCALE, qk_descale: FLOAT, v_descale: FLOAT,
     ):  # fmt: skip
-        """As hopper.py's `attend`, of arrays that stand for themselves times a unit: the product of a number and of one of each
-        sequence and head of keys, or of each block of rows, too."""
-        q, k, values = turned.opened(smem.open())
+        """O = softmax(Q K^T / sqrt(D)) V like hopper.py's `attend`, of arrays that are multiplied by descales: by the numbers
+        qk_descale and v_descale, and by the elements of gQDescale, gKDescale and gVDescale."""
+        q, k, values = v_transpose.unpack(smem.open())
         me = warpgroup.id()
-        block, pair = tiling.place(persistent_tile(0), blocks, pairs, band)
-        block, batch, head = sequences.find(block, pair, heads, given)
-        if sequences.has(block, batch, given):
-            own, row, kv_head = sequences.sequence(batch, given), ROWS * block, divmod(head, group)[0]
+        block, batch_head = tiling.place(persistent_tile(0), blocks, batch_heads, raster_group)
+        block, batch, head = sequences.find_tile(block, batch_head, heads, params)
+        if sequences.has_tile(block, batch, params):
+            seq, row, kv_head = sequences.sequence(batch, params), ROWS * block, divmod(head, group)[0]
             if me == PRODUCER:
                 warpgroup.release_registers(keep)
-                at = At(batch, head, row, own.keys - own.queries, own.queries, own.keys, given, aux, 0)
-                every = tiling.key_blocks(row, at)
-                q.fill(0, gQ, (own.batch, own.query + row, head))
-                for j in range(int32(every.n + BEHIND)):
-                    if j < every.n:
-                        key = tiling.key(every, j, at)
-                        k.fill(j, gK, (own.batch, own.key + key, kv_head))
-                        turned.fill(values, j, gV, own, key, kv_head)
+                ctx = ScoreContext(batch, head, row, seq.seqlen_k - seq.seqlen_q, seq.seqlen_q, seq.seqlen_k, params, aux, 0)
+                kv_blocks = tiling.key_blocks(row, ctx)
+                q.fill(0, gQ, (seq.batch, seq.offset_q + row, head))
+                for j in range(int32(kv_blocks.n + LAG)):
+                    if j < kv_blocks.n:
+                        key = tiling.key(kv_blocks, j, ctx)
+                        k.fill(j, gK, (seq.batch, seq.offset_k + key, kv_head))
+                        v_transpose.fill(values, j, gV, seq, key, kv_head)
                     if j > 0:
-                        turned.turn(values, int32(j - 1), sequences, own.keys - tiling.key(every, 0, at), every)
+                        v_transpose.transpose(
+                            values, int32(j - 1), sequences, seq.seqlen_k - tiling.key(kv_blocks, 0, ctx), kv_blocks
+                        )
             else:
                 warpgroup.claim_registers(claim)
                 turn.begin(me)
-                mine = row + EACH * me + O.rows * warpgroup.rank()
-                stands = At(batch, head, mine, own.keys - own.queries, own.queries, own.keys, given, aux, 0)
-                at = stands._replace(kept=variant.keep(stands))
-                every = tiling.key_blocks(row, at)
-                told = Units(gQUnit, gKUnit, gVUnit, int32(batch), int32(kv_head))
-                unit = units.of_queries(told, own.query + row + EACH * me, head, qk_unit)
-                scale = scale if MEASURES or BY_BLOCK else scale * unit
+                warp_row = row + EACH * me + O.rows * warpgroup.rank()
+                base_ctx = ScoreContext(
+                    batch, head, warp_row, seq.seqlen_k - seq.seqlen_q, seq.seqlen_q, seq.seqlen_k, params, aux, 0
+                )
+                ctx = base_ctx._replace(precomputed=variant.precompute(base_ctx))
+                kv_blocks = tiling.key_blocks(row, ctx)
+                arrays = DescaleArrays(gQDescale, gKDescale, gVDescale, int32(batch), int32(kv_head), int32(seq.seqlen_k))
+                descale = descales.load_queries(arrays, seq.offset_q + row + EACH * me, head, qk_descale)
+                scale = scale if RAW_SCORES or BY_BLOCK else scale * descale
                 lift, slack = float32(LIFT) / scale, float32(SLACK) / scale
-                of = Tile(subtile(q.wait(0), EACH, me), every, at, scale, unit, lift, slack, told)
-                key = tiling.key(every, 0, at)
-                tile, ahead = units.of_tile(told, key, unit), units.of_tile(told, tiling.key(every, int32(1), at), unit)
+                of = ConsumerTile(subtile(q.wait(0), EACH, me), kv_blocks, ctx, scale, descale, lift, slack, arrays)
+                key = tiling.key(kv_blocks, 0, ctx)
+                tile = descales.load_first_tile(arrays, key, descale)
+                next_tile = descales.load_tile(arrays, tiling.key(kv_blocks, int32(1), ctx), descale)
                 s = warpgroup.wait(warpgroup.mm_ABt(of.queries, k.wait(0)))
                 k.release(0)
-                seen, p = cut_and_weighed(s, key, softmax.begin(variant.lowest(at, LOWEST)), tile, of)
-                p, seen = zipped(p), units.summed(seen, p, tile)
+                state, p = mask_and_weigh(s, key, softmax.init(variant.initial_max(ctx, variant.max_floor)), tile, of)
+                p, state = zipped(p), descales.add(state, p, tile)
                 if MASKS_SECOND:
-                    cut = int32(min(2, every.n))
+                    masked = int32(min(2, kv_blocks.n))
                 else:
-                    cut = int32(max(1, every.cut))
-                for j in range(int32(1), cut):
-                    p, seen, ahead = cut_step(j, p, seen, ahead, k, values, me, of)
-                for j in range(cut, every.n):
-                    p, seen, ahead = step(j, p, seen, ahead, k, values, me, of)
+                    masked = int32(max(1, kv_blocks.masked))
+                for j in range(int32(1), masked):
+                    p, state, next_tile = masked_step(j, p, state, next_tile, k, values, me, of)
+                for j in range(masked, kv_blocks.n):
+                    p, state, next_tile = step(j, p, state, next_tile, k, values, me, of)
                 q.release(0)
-                o = gained(seen.o, seen.lag, p, values.turned.wait(every.n - 1))
-                values.turned.release(every.n - 1)
-                o = o * units.of_output(told, v_unit)
-                o, lse = seen._replace(o=o, m=seen.m - of.lift).finish(scale, variant, at)
-                output.store(gO, o, of.queries, own, row + EACH * me, head)
-                output.store_sums(gLse, lse, own, row + EACH * me, head)
+                o = accumulate(state.o, state.o_scale, p, values.transposed.wait(kv_blocks.n - 1))
+                values.transposed.release(kv_blocks.n - 1)
+                o = o * descales.load_output(arrays, v_descale)
+                o, lse = state._replace(o=o, m=state.m - of.lift).finish(scale, variant, ctx)
+                output.store(gO, o, of.queries, seq, row + EACH * me, head)
+                output.store_lse(gLse, lse, seq, row + EACH * me, head)
         if sequences.packed and me != PRODUCER:
-            some, row = sequences.nobodys(block, batch, given)
+            some, row = sequences.padding_rows(block, batch, params)
             if some:
-                output.clear(O, gO, gLse, int32(row + EACH * me), head)
+                output.clear_padding(O, gO, gLse, int32(row + EACH * me), head)
 
     return attend_fp8, smem

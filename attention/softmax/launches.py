@@ -8,24 +8,24 @@ from tiles.arrays import ALIGNMENT, Operand
 from tiles.device import machine, persistent
 from tiles.dtypes import bf16, fp8e4m3, fp16
 from tiles.launch import kernel_for
-from tiles.program import Fill, Plan, Step, nothing
+from tiles.plan import Fill, Plan, Step, nothing
 from tiles.schema import Problem
 from tiles.targets import has_fp8
 
 from ..cache import quantize_kernels
-from ..families import PartOf, choose, kv_of, needs_hopper
+from ..families import FamilyAndBlock, choose_family, family_block_kv, require_hopper
 from . import ampere, block_masks, hopper, hopper_fp8, norms, transpose_values
 from . import key_block_lists as lists
-from .assembled import Assembled
+from .assembled import VariantSpec
 from .block_masks import Blocked
-from .descales import BLOCK, OfBlocks, OfHeads
-from .fp8 import of_blocks
-from .norms import Layer, Rms
+from .descales import BLOCK, BlockDescales, HeadDescales
+from .fp8 import block_descale_names
+from .norm_parts import LayerNorm, RmsNorm
 from .online import LOG2_E, SLACK
-from .prepared_lists import Listing, check, giving
+from .prepared_lists import BlockListPlan, check_call, return_block_lists
 from .scores import Biased, BiasedByTile
-from .sequences import Batched, InUse, Packed, PackedInUse, Parts
-from .tiling import band_of, even
+from .sequences import BatchedLayout, PackedLayout, PackedSeqUsedLayout, QueryPartsLayout, SeqUsedLayout
+from .tiling import balance_raster_groups, choose_raster_group
 from .variants import Both, Variant
 
 DTYPES = {"bfloat16": bf16, "float16": fp16, "float8_e4m3fn": fp8e4m3}
@@ -34,7 +34,7 @@ Shape = hopper.Config | ampere.Config | hopper_fp8.Config
 KERNELS = {hopper.Config: hopper, ampere.Config: ampere, hopper_fp8.Config: hopper_fp8}
 
 
-class Before:
+class PreparationSteps:
     """The launches that come before that of attention, and the scratch memory that holds their results. scratch: what there is
     of it already."""
 
@@ -65,8 +65,8 @@ class Before:
         batch, rows, heads, columns = narrow.form.shape
         found, count = self.memory((batch, rows, heads, columns), problem.dtype), -(-rows // quantize_kernels.ROWS)
         grid = -(-batch * heads * count // quantize_kernels.WARPS), -(-columns // quantize_kernels.COLUMNS), 1
-        config = quantize_kernels.Config("widen", DTYPES[problem.dtype], False)
-        descale = over(problem, f"{name}_descale", "BG")
+        config = quantize_kernels.Config("dequantize", DTYPES[problem.dtype], False)
+        descale = expand_axes(problem, f"{name}_descale", "BG")
         step = kernel_for(quantize_kernels, config, problem.device)
         told = {"gX": narrow, "gOut": found, "gDescale": descale, "unit": unit, "count": count, "heads": heads}
         self.steps.append(step.bind(grid, **told))
@@ -81,7 +81,7 @@ class Before:
         self.launch(transpose_values, config, batch * heads * blocks, gV=values, gTurned=found, blocks=blocks, heads=heads)
         return found
 
-    def normed_keys(self, keys: Operand, norm: Rms, padded: int, eps: float) -> Operand:
+    def normed_keys(self, keys: Operand, norm: RmsNorm, padded: int, eps: float) -> Operand:
         """The normalised keys, written by a launch."""
         problem = self.problem
         shape = batch, rows, heads, columns = problem("BTGD")
@@ -115,7 +115,7 @@ class Before:
         return found
 
     def listed(
-        self, made: Assembled, varies: tuple[bool, bool], config: Any, blocks: int, told: dict[str, Any], read: dict[str, Any]
+        self, spec: VariantSpec, varies: tuple[bool, bool], config: Any, blocks: int, told: dict[str, Any], read: dict[str, Any]
     ) -> Operand:
         """The lists of key blocks of `blocks` tiles of queries, made by two launches. varies: (do they differ by batch? by
         head?). told: the kernel's arguments for the variant and the sequences. read: the arrays of aux."""
@@ -123,8 +123,8 @@ class Before:
         many, keys = (batch if varies[0] else 1, heads if varies[1] else 1), -(-kv_len // config.kv)
         found, classes = self.memory((*many, blocks, lists.HEAD + keys), "int32"), self.memory((*many, blocks, keys), "int8")
         unseen = self.memory((*many, blocks, lists.BOTH * keys), "int8")
-        survey = lists.Survey(made.variant, config.rows, config.kv, config.axes)
-        compaction = lists.Compaction(made.variant, config.rows, config.kv)
+        survey = lists.Survey(spec.variant, config.rows, config.kv, config.axes)
+        compaction = lists.Compaction(spec.variant, config.rows, config.kv)
         tiles, groups = many[0] * many[1] * blocks, -(-keys // lists.WARPS)
         told |= {"classes": classes, "unseen": unseen, "blocks": blocks, "heads": many[1]}
         self.launch(survey, survey, tiles * groups, groups=groups, **told, **read)
@@ -132,13 +132,13 @@ class Before:
         return found
 
 
-def planned(
+def plan_forward(
     problem: Problem,
-    made: Assembled,
+    spec: VariantSpec,
     return_lse: bool,
-    family: str | PartOf | None,
+    family: str | FamilyAndBlock | None,
     aux: Sequence[Operand] = (),
-    listing: Listing | None = None,
+    listing: BlockListPlan | None = None,
     norm_eps: float = 0.0,
     units: tuple[float, float] = (1.0, 1.0),
 ) -> Plan:
@@ -148,161 +148,171 @@ def planned(
     needed. If the schema has no results, the lists are all that is made, and are returned as BlockLists."""
     batch, q_len, heads, head_dim, kv_len, kv_heads, value_dim = problem("BSHDTGV")
     only_lists = not problem.schema.written
-    joins = not only_lists and problem.schema.arguments["out"].role == "updated"
-    out, lse = problem["out"], problem["lse"] if return_lse or joins else None
-    give = nothing if joins else None
+    accumulates = not only_lists and problem.schema.arguments["out"].role == "updated"
+    out, lse = problem["out"], problem["lse"] if return_lse or accumulates else None
+    give = nothing if accumulates else None
     empty = 0 in (batch, q_len, heads)
     if only_lists and (empty or kv_len == 0):
         raise problem.error("q" if empty else "k", "must not be empty where lists of its blocks are made", "q", "k")
     if empty or kv_len == 0:  # no query sees a key
         if "sink" in problem and not empty:
             raise problem.error("k", "must have at least one key where there is a sink", "k")
-        choose(problem, family, addressable=True)  # which refuses what it refuses of other calls: nothing is read
-        return Plan([Fill(x, value) for x, value in ((out, 0), (lse, -math.inf)) if x and not joins], (), give)
-    where, by_list = sequences_of(problem)[1], listed_keys(problem, listing)
+        choose_family(problem, family, tma=True)  # which refuses what it refuses of other calls: nothing is read
+        return Plan([Fill(x, value) for x, value in ((out, 0), (lse, -math.inf)) if x and not accumulates], (), give)
+    where, by_list = choose_layout(problem)[1], uses_block_lists(problem, listing)
     if only_lists and listing is None:
         raise ValueError("mask: must say which keys are seen, or blocks, where lists are made of them: mask=None, blocks=None")
     if (only_lists or "lists" in problem) and not by_list:
         name = "lengths_k" if "lengths_k" in problem else "cu_seqlens"
         raise problem.error(name, "must be None where lists of key blocks are made or given", name)
-    made, config = chosen(problem, made, family, aux, listing)
-    blocks = tiles_of(problem, config)[0]
-    before, key_norm = Before(problem), norm_of(problem, "k_norm")
-    given = made.numbers | variant_arrays(problem)
+    spec, config = choose_config(problem, spec, family, aux, listing)
+    blocks = count_tiles(problem, config)[0]
+    before, key_norm = PreparationSteps(problem), choose_norm(problem, "k_norm")
+    given = spec.numbers | variant_arrays(problem)
     read = {f"aux{n}": x for n, x in enumerate(aux)}
     if listing and listing.blocked:
         marks = problem["marks"] or before.classes(listing.blocked)
-        given["marks"] = spread(marks, (*problem("NH"), *marks.form.shape[2:]))
+        given["marks"] = broadcast(marks, (*problem("NH"), *marks.form.shape[2:]))
     if listing and by_list:
         if listing.ready_for:
-            check(listing.ready_for, made_for(problem, config, listing))
-        of_scores = {name: x for name, x in given.items() if name in made.variant.given}
-        found = problem["lists"] or before.listed(made, listing.varies, config, blocks, where | of_scores, read)
+            check_call(listing.ready_for, describe_call(problem, config, listing))
+        of_scores = {name: x for name, x in given.items() if name in spec.variant.params}
+        found = problem["lists"] or before.listed(spec, listing.varies, config, blocks, where | of_scores, read)
         if only_lists:
             marked = (marks, listing.blocked.rows, listing.blocked.cols) if listing.blocked else None
-            return Plan(before.steps, before.scratch, giving(made_for(problem, config, listing), found, marked))
-        given["lists"] = spread(found, (batch, heads, *found.form.shape[2:]))
+            return Plan(
+                before.steps, before.scratch, return_block_lists(describe_call(problem, config, listing), found, marked)
+            )
+        given["lists"] = broadcast(found, (batch, heads, *found.form.shape[2:]))
     keys, values = (before.widened(name, unit) for name, unit in zip("kv", units))
-    if isinstance(config, hopper_fp8.Config) and config.turned.before:
+    if isinstance(config, hopper_fp8.Config) and config.v_transpose.before:
         values = before.turned(values)
     keys = keys if key_norm is None else before.normed_keys(keys, key_norm, config.head_dim, norm_eps)
     told = {"gQ": problem["q"], "gK": keys, "gV": values, "gO": out, "gLse": lse, **where, **given, **read}
-    return Plan([*before.steps, launch(problem, made, config, kv_len, **told)], before.scratch, give)
+    return Plan([*before.steps, bind_launch(problem, spec, config, kv_len, **told)], before.scratch, give)
 
 
-def listed_keys(problem: Problem, listing: Listing | None) -> bool:
+def uses_block_lists(problem: Problem, listing: BlockListPlan | None) -> bool:
     """Do lists say which blocks of keys a tile sees?"""
-    return listing is not None and sequences_of(problem)[0] is Batched
+    return listing is not None and choose_layout(problem)[0] is BatchedLayout
 
 
-def chosen(
-    problem: Problem, made: Assembled, family: str | PartOf | None, aux: Sequence[Operand], listing: Listing | None
-) -> tuple[Assembled, Shape]:
+def choose_config(
+    problem: Problem,
+    spec: VariantSpec,
+    family: str | FamilyAndBlock | None,
+    aux: Sequence[Operand],
+    listing: BlockListPlan | None,
+) -> tuple[VariantSpec, Shape]:
     """(the assembled variant as the kernel takes it, the configuration of the kernel) for a problem that has queries and keys:
     see `planned`."""
-    (lie, _), schema, axes = sequences_of(problem), problem.schema, tuple(len(x.form.shape) for x in aux)
-    tma, by_list = choose(problem, family) == "sm_90", listed_keys(problem, listing)
+    (seq_layout, _), schema, axes = choose_layout(problem), problem.schema, tuple(len(x.form.shape) for x in aux)
+    tma, by_list = choose_family(problem, family) == "sm_90", uses_block_lists(problem, listing)
     if tma and problem.dtype != "float8_e4m3fn":
-        made = made._replace(variant=in_tiles(problem, made.variant))
+        spec = spec._replace(variant=load_bias_by_tma(problem, spec.variant))
     written = schema.arguments["out"] if schema.written else None
-    unrounded, joins = bool(written and written.holds == "float32"), bool(written and written.role == "updated")
-    kind = {"lie": lie, "axes": axes, "by_list": by_list, "unrounded": unrounded, "joins": joins}
-    if lie is Batched and not (axes or by_list or unrounded):
+    float32_out, accumulates = bool(written and written.holds == "float32"), bool(written and written.role == "updated")
+    kind = {"seq_layout": seq_layout, "axes": axes, "by_list": by_list, "float32_out": float32_out, "accumulates": accumulates}
+    if seq_layout is BatchedLayout and not (axes or by_list or float32_out):
         kind = {}
     if not tma and problem.dtype == "float8_e4m3fn":
-        needs_hopper(problem)
+        require_hopper(problem)
         raise ValueError(f"family: q of float8_e4m3fn takes sm_90: {family=}")
-    return made, config_of(problem, made, tma, problem("T")[0], kv_of(family), **kind)
+    return spec, config_for_problem(problem, spec, tma, problem("T")[0], family_block_kv(family), **kind)
 
 
-def in_tiles(problem: Problem, of: Variant) -> Variant:
+def load_bias_by_tma(problem: Problem, of: Variant) -> Variant:
     """The variant with its bias loaded in tiles by TMA, if that is possible: it must have 2 bytes a number, contiguous along
     the keys."""
     if isinstance(of, Both):
-        return Both(in_tiles(problem, of.one), in_tiles(problem, of.other))
+        return Both(load_bias_by_tma(problem, of.one), load_bias_by_tma(problem, of.other))
     if type(of) is not Biased:
         return of
     form = problem["bias"].form
     adjacent = form.shape[-1] > 1 and form.strides[-1] == form.itemsize == ELEMENT
     by_tma = adjacent and problem.bytes_at_once("bias") == ALIGNMENT
-    return BiasedByTile(of.last, of.whole, DTYPES[form.dtype]) if by_tma else of
+    return BiasedByTile(of.last, of.in_units_of_one, DTYPES[form.dtype]) if by_tma else of
 
 
-def config_of(problem: Problem, made: Assembled, tma: bool, kv_len: int, kv: int | None = None, **kind: Any) -> Shape:
+def config_for_problem(
+    problem: Problem, spec: VariantSpec, tma: bool, kv_len: int, kv: int | None = None, **kind: Any
+) -> Shape:
     """The configuration for an assembled variant. tma: is it one of Hopper's kernels? kv: how many keys a block must have, if
     it matters. kind: further fields of the Config."""
     head_dim, value_dim = problem("DV")
     dtype, gpu = DTYPES[problem.dtype], machine(problem.device)
     if dtype is fp8e4m3:
-        blocked = of_blocks(problem)
-        units = OfBlocks("v_descale" in blocked, "k_descale" in problem) if blocked else hopper_fp8.HEADS
+        blocked = block_descale_names(problem)
+        descales = BlockDescales("v_descale" in blocked, "k_descale" in problem) if blocked else hopper_fp8.HEAD_DESCALES
         batch, q_len, heads, kv_heads = problem("BSHG")
         load = q_len, kv_len, batch * heads, heads // kv_heads, gpu.processors
-        before = hopper_fp8.pays_to_turn(hopper_fp8.padded_dim(head_dim, value_dim), *load)
-        return hopper_fp8.config_for(head_dim, made.variant, value_dim, units, kv_len, before, **kind)
+        before = hopper_fp8.pays_to_transpose(hopper_fp8.padded_dim(head_dim, value_dim), *load)
+        return hopper_fp8.config_for(head_dim, spec.variant, value_dim, descales, kv_len, before, **kind)
     if tma:
-        config = hopper.config_for(head_dim, dtype, made.variant, min(kv_len, made.reach), value_dim, **kind)
+        config = hopper.config_for(head_dim, dtype, spec.variant, min(kv_len, spec.reach), value_dim, **kind)
         batch, queries, heads = problem("BSH")
-        sequences = problem("E")[0] - 1 if issubclass(config.lie, Packed) else batch
-        of_sequence, pairs = batch * queries / sequences, sequences * heads
-        found = hopper.fitted(config, of_sequence, kv_len, pairs, gpu.processors)
+        sequences = problem("E")[0] - 1 if issubclass(config.seq_layout, PackedLayout) else batch
+        of_sequence, batch_heads = batch * queries / sequences, sequences * heads
+        found = hopper.fit_to_load(config, of_sequence, kv_len, batch_heads, gpu.processors)
         if kv in (None, found.kv):
             return found
-        return hopper.fitted(hopper.of_blocks(config, kv), of_sequence, kv_len, pairs, gpu.processors, kv)
-    room, piece = gpu.shared_bytes, problem.bytes_at_once()
-    own = ampere.config_for(head_dim, dtype, made.variant, room, piece, value_dim, **kind)
-    return own if kv is None else ampere.of_blocks(own, kv, room)
+        return hopper.fit_to_load(hopper.with_kv(config, kv), of_sequence, kv_len, batch_heads, gpu.processors, kv)
+    room, vector_bytes = gpu.shared_bytes, problem.bytes_at_once()
+    own = ampere.config_for(head_dim, dtype, spec.variant, room, vector_bytes, value_dim, **kind)
+    return own if kv is None else ampere.with_kv(own, kv, room)
 
 
-def tiles_of(problem: Problem, config: Shape) -> tuple[int, int]:
+def count_tiles(problem: Problem, config: Shape) -> tuple[int, int]:
     """(how many tiles of queries a pair of head and batch has, how many pairs there are)"""
     batch, q_len, heads = problem("BSH")
-    if issubclass(config.lie, Packed):
+    if issubclass(config.seq_layout, PackedLayout):
         (ends,) = problem("E")
         return q_len // config.rows + ends - 1, heads
-    if config.lie is Parts:
+    if config.seq_layout is QueryPartsLayout:
         (parts,) = problem("Z")
         return parts * -(-(q_len // parts) // config.rows), batch * heads
     return -(-q_len // config.rows), batch * heads
 
 
-def launch(problem: Problem, made: Assembled, config: Shape, most_keys: int, **told: Operand | Any) -> Step:
+def bind_launch(problem: Problem, spec: VariantSpec, config: Shape, most_keys: int, **told: Operand | Any) -> Step:
     """The launch of attention itself. most_keys: of a sequence. told: the kernel's other arguments: arrays, and what it is
     told of the variant, the sequences and the source of keys."""
-    gpu, dtype, variant = machine(problem.device), DTYPES[problem.dtype], made.variant
+    gpu, dtype, variant = machine(problem.device), DTYPES[problem.dtype], spec.variant
     q_len, heads, head_dim, kv_heads, value_dim = problem("SHDGV")
-    blocks, pairs = tiles_of(problem, config)
-    group, grid = heads // kv_heads, pairs * blocks
+    blocks, batch_heads = count_tiles(problem, config)
+    group, grid = heads // kv_heads, batch_heads * blocks
     if config.persistent:
         grid = persistent(gpu, grid)
     nbytes = most_keys * (head_dim + value_dim) * dtype.itemsize / group
-    alike = config.persistent and made.reach < most_keys  # a window's tiles, but for a pair's first ones
-    uneven = not alike and (variant.rising or (config.persistent and q_len % config.rows > 0))
+    alike = config.persistent and spec.reach < most_keys  # a window's tiles, but for a pair's first ones
+    uneven = not alike and (variant.monotonic or (config.persistent and q_len % config.rows > 0))
     if isinstance(config, hopper_fp8.Config):
-        told |= {f"g{name.upper()}Unit": unit_of(problem, name, config.units) for name in "qkv"}
+        told |= {f"g{name.upper()}Descale": descale_argument(problem, name, config.descales) for name in "qkv"}
     else:
-        told["slack"] = SLACK / (made.unit * LOG2_E)
-    band = band_of(grid, gpu.processors, nbytes, gpu.cache_bytes, uneven)
+        told["slack"] = SLACK / (spec.unit * LOG2_E)
+    raster_group = choose_raster_group(grid, gpu.processors, nbytes, gpu.cache_bytes, uneven)
     return kernel_for(KERNELS[type(config)], config, problem.device).bind(
         grid,
         blocks=blocks,
         heads=heads,
-        pairs=pairs,
-        band=band if config.persistent else even(band, pairs, config.lie is Parts),
+        batch_heads=batch_heads,
+        raster_group=raster_group
+        if config.persistent
+        else balance_raster_groups(raster_group, batch_heads, config.seq_layout is QueryPartsLayout),
         group=group,
-        scale=made.unit * LOG2_E,
+        scale=spec.unit * LOG2_E,
         **told,
     )
 
 
-def unit_of(problem: Problem, name: str, units: OfHeads) -> Operand | None:
+def descale_argument(problem: Problem, name: str, descales: HeadDescales) -> Operand | None:
     """The kernel's argument for the descale of q, k or v: see descales.py."""
     which = f"{name}_descale"
-    if which not in problem or not units.by_block or (name == "v" and len(problem.axes(which)) < 3):
-        return over(problem, which, "NG")
+    if which not in problem or not descales.by_block or (name == "v" and len(problem.axes(which)) < 3):
+        return expand_axes(problem, which, "NG")
     batch, rows, kv_heads, heads = problem("NSGH" if name == "q" else "NTGH")
     each, group = len(problem.axes(which)) == 3, heads // kv_heads  # has each block its own?
-    operand: Any = problem[which] if each else over(problem, which, "NG")
+    operand: Any = problem[which] if each else expand_axes(problem, which, "NG")
     first, block, head = operand.form.strides if each else (operand.form.strides[0], 0, operand.form.strides[1])
     shape: tuple[int, ...] = (batch, -(-rows // BLOCK), kv_heads)
     strides: tuple[int, ...] = (first, block, head)
@@ -311,7 +321,7 @@ def unit_of(problem: Problem, name: str, units: OfHeads) -> Operand | None:
     return operand._replace(form=operand.form._replace(shape=shape, strides=strides))
 
 
-def made_for(problem: Problem, config: Any, listing: Listing) -> str:
+def describe_call(problem: Problem, config: Any, listing: BlockListPlan) -> str:
     """The description of the calls that lists serve: see BlockLists."""
     batch, heads, queries, keys = map(int, problem("BHST"))
     each = [f"{name}={n if differ else 'any'}" for name, n, differ in zip(("batch", "heads"), (batch, heads), listing.varies)]
@@ -320,18 +330,18 @@ def made_for(problem: Problem, config: Any, listing: Listing) -> str:
 
 def variant_arrays(problem: Problem) -> dict[str, Operand]:
     """The arrays that variants read, by the names of the kernel's parameters."""
-    slopes = over(problem, "alibi", "NH")
+    slopes = expand_axes(problem, "alibi", "NH")
     if slopes is not None and "Z" in problem.extents:  # a part is a sequence, and all have the same slopes: see _parts
         batch, parts, heads = problem("BZH")
         slopes = slopes._replace(form=slopes.form._replace(shape=(batch * parts, heads)))
-    found = {"slopes": slopes, "sinks": problem["sink"], "bias": over(problem, "bias", "NHST")}
+    found = {"slopes": slopes, "sinks": problem["sink"], "bias": expand_axes(problem, "bias", "NHST")}
     found["seeds"] = problem["seed"]
     return {name: x for name, x in found.items() if x is not None} | norm_arrays(problem, "q_norm", "HD")
 
 
-def norm_of(problem: Problem, name: str) -> Rms | None:
+def choose_norm(problem: Problem, name: str) -> RmsNorm | None:
     """The norm that the arguments of this name ask for, None if there are none."""
-    return None if name not in problem else Layer() if f"{name}_bias" in problem else Rms()
+    return None if name not in problem else LayerNorm() if f"{name}_bias" in problem else RmsNorm()
 
 
 def norm_arrays(problem: Problem, name: str, axes: str) -> dict[str, Operand]:
@@ -339,7 +349,7 @@ def norm_arrays(problem: Problem, name: str, axes: str) -> dict[str, Operand]:
     last axis is not contiguous."""
     found = {}
     for said, which in (("norm_weights", name), ("norm_bias", f"{name}_bias")):
-        operand = over(problem, which, axes)
+        operand = expand_axes(problem, which, axes)
         if operand is not None:
             if operand.form.strides[-1] != operand.form.itemsize:
                 raise ValueError(f"{which}: last axis must be contiguous: {which}.strides={problem.forms[which].strides}")
@@ -347,7 +357,7 @@ def norm_arrays(problem: Problem, name: str, axes: str) -> dict[str, Operand]:
     return found
 
 
-def sequences_of(problem: Problem) -> tuple[type[Batched], dict[str, Any]]:
+def choose_layout(problem: Problem) -> tuple[type[BatchedLayout], dict[str, Any]]:
     """(the class that says how the sequences lie, the kernel's arguments for it). ValueError: arguments for sequences do not
     fit each other."""
     q_len, kv_len = problem("ST")
@@ -359,16 +369,16 @@ def sequences_of(problem: Problem) -> tuple[type[Batched], dict[str, Any]]:
         ends = problem["cu_seqlens"]
         where = {"ends": ends, "ends_k": problem["cu_seqlens_k"] or ends}
         if "lengths_k" in problem:
-            return PackedInUse, where | {"lengths": problem["lengths_k"]}
-        return Packed, where
+            return PackedSeqUsedLayout, where | {"lengths": problem["lengths_k"]}
+        return PackedLayout, where
     if "lengths_k" in problem and "Z" in problem.extents:
-        return Parts, _parts(problem)
+        return QueryPartsLayout, _query_parts_args(problem)
     if "lengths_k" in problem:
-        return InUse, {"q_len": q_len, "lengths": problem["lengths_k"]}
-    return Batched, {"q_len": q_len, "kv_len": kv_len}
+        return SeqUsedLayout, {"q_len": q_len, "lengths": problem["lengths_k"]}
+    return BatchedLayout, {"q_len": q_len, "kv_len": kv_len}
 
 
-def _parts(problem: Problem) -> dict[str, Any]:
+def _query_parts_args(problem: Problem) -> dict[str, Any]:
     """The kernel's arguments for Parts. ValueError, NotImplementedError: lengths_k does not fit, or an argument does not go
     with it."""
     lengths, (q_len, parts, batch) = problem["lengths_k"], problem("SZB")
@@ -394,7 +404,7 @@ def _parts(problem: Problem) -> dict[str, Any]:
     return {"q_len": q_len // parts, "parts": parts, "lengths": flat}
 
 
-def over(problem: Problem, name: str, axes: str) -> Operand | None:
+def expand_axes(problem: Problem, name: str, axes: str) -> Operand | None:
     """An argument as an operand with the extents of `axes`: axes of length 1 are spread, and so is a first axis that it lacks.
     None if it is not given. ValueError: it has another shape."""
     operand = problem[name]
@@ -408,10 +418,10 @@ def over(problem: Problem, name: str, axes: str) -> Operand | None:
     if any(have not in (1, want) for have, want in zip(shape, extents)):
         wanted = ", ".join(f"{want} or 1" if want > 1 and a in "UWXY" else f"{want}" for a, want in zip(lettered, extents))
         raise ValueError(f"{name}: must have the shape ({wanted}): {name}.shape={form.shape}")
-    return spread(operand._replace(form=form._replace(shape=shape, strides=strides)), extents)
+    return broadcast(operand._replace(form=form._replace(shape=shape, strides=strides)), extents)
 
 
-def spread(operand: Operand, extents: tuple[int, ...]) -> Operand:
+def broadcast(operand: Operand, extents: tuple[int, ...]) -> Operand:
     """The operand with these extents. Along axes of length 1 its one element is repeated."""
     form = operand.form
     strides = tuple(0 if have == 1 else stride for have, stride in zip(form.shape, form.strides))

@@ -1,4 +1,4 @@
-"""How the output of a tile is written: an object for each way, with the same methods."""
+"""How consumers write the output of a query tile, as objects with the same methods."""
 
 import math
 from typing import Any
@@ -11,69 +11,68 @@ from tiles.arguments import array, tiled
 
 
 @static
-class Stored:
-    """The consumers write the output, 16 bytes a lane. The slot of a tile's queries is free once its last scores are computed.
-    apart: do rows beyond a sequence's last query belong to no other sequence?"""
+class StoreOutput:
+    """The consumers store the output from registers, 16 bytes a lane. The stage of a tile's queries is released after its last
+    scores. bounded_by_array: see sequences.BatchedLayout."""
 
-    apart: bool
+    bounded_by_array: bool
 
-    def declared(self, value_dim: int, of: dtype) -> Any:
-        """How a kernel declares the output."""
+    def declare(self, value_dim: int, of: dtype) -> Any:
+        """The type of the kernel's parameter for the output."""
         return array(4, of)
 
     @inlined
-    def begin(self, softmax, variant, at, gO, gLse, own, row, scale):
-        """What a consumer's rows of a tile, from `row` on, of a Sequence have seen before their first key."""
-        return softmax.begin(variant.lowest(at, variant.floor))
+    def init_state(self, softmax, variant, ctx, gO, gLse, seq, row, scale):
+        """The softmax state of a consumer's rows, from `row` of the Sequence on, before their first key."""
+        return softmax.init(variant.initial_max(ctx, variant.max_floor))
 
     @inlined
-    def store(self, gO, o, queries, own, row, head):
-        """Write a consumer's rows of a tile, from `row` on, of a Sequence."""
-        at = own.batch, own.query + row, head, 0
-        if self.apart:
+    def store(self, gO, o, queries, seq, row, head):
+        """Store the output o of a consumer's rows, from `row` of the Sequence on."""
+        at = seq.batch, seq.offset_q + row, head, 0
+        if self.bounded_by_array:
             self.write(gO, o, at)
         else:
-            self.write(truncate(gO, 1, own.query + own.queries), o, at)
+            self.write(truncate(gO, 1, seq.offset_q + seq.seqlen_q), o, at)
 
     @inlined
     def write(self, gO, o, at):
-        """Write the rows from `at` on, wherever they end."""
+        """Store rows at the coordinates `at`, as far as the array goes."""
         warpgroup.store(gO, o, at, rows=1, cols=3, aligned=True)
 
     @inlined
-    def store_sums(self, gLse, lse, own, row, head):
-        """Write the log-sum-exp of these rows."""
-        at = own.batch, head, own.query + row
-        if self.apart:
+    def store_lse(self, gLse, lse, seq, row, head):
+        """Store the log-sum-exp of these rows."""
+        at = seq.batch, head, seq.offset_q + row
+        if self.bounded_by_array:
             warpgroup.store(gLse, lse, at)
         else:
-            warpgroup.store(truncate(gLse, 2, own.query + own.queries), lse, at)
+            warpgroup.store(truncate(gLse, 2, seq.offset_q + seq.seqlen_q), lse, at)
 
     @inlined
-    def clear(self, tile, gO, gLse, row, head):
-        """Write what belongs to nobody, a consumer's rows from `row` of the batch on: 0, and -inf like that of a row which sees
-        no key. tile: the type of a tile of output."""
+    def clear_padding(self, tile, gO, gLse, row, head):
+        """Store out = 0 and lse = -inf to padding, a consumer's rows from `row` of the batch on. tile: the type of O."""
         self.write(gO, zeros(tile), (int32(0), row, head, 0))
         warpgroup.store(gLse, full(tile.col_vec, -math.inf), (int32(0), head, row))
 
     @inlined
-    def release(self, q, r):
-        """Called when the scores of the r-th tile have been computed."""
+    def release_queries(self, q, r):
+        """Called after the last scores of the r-th tile: release its queries."""
         q.release(r)
 
     @inlined
-    def release_last(self, q, r):
-        """Called when the output of the r-th tile is on its way."""
+    def release_previous_queries(self, q, r):
+        """Called after the first scores of the r-th tile."""
 
     @inlined
-    def end(self):
-        """Called when there are no more tiles."""
+    def finish(self):
+        """Called after the last tile."""
 
 
-class Unrounded(Stored):
-    """The same in float32, for callers that go on adding to it."""
+class StoreFloat32(StoreOutput):
+    """The consumers store the output in float32, for callers that combine it with others."""
 
-    def declared(self, value_dim: int, of: dtype) -> Any:
+    def declare(self, value_dim: int, of: dtype) -> Any:
         return array(4, fp32)
 
     @inlined
@@ -81,48 +80,49 @@ class Unrounded(Stored):
         warpgroup.store(gO, o, at, rows=1, cols=3)
 
 
-class Joined(Unrounded):
-    """The same for queries that have seen other keys before; the arrays hold the result for those."""
+class AccumulateOutput(StoreFloat32):
+    """The consumers combine the output with that for other keys, which out and lse (both float32) already hold."""
 
     @inlined
-    def clear(self, tile, gO, gLse, row, head):
-        """See Stored: what is nobody's stays as it is."""
+    def clear_padding(self, tile, gO, gLse, row, head):
+        """Padding keeps its values, so nothing is stored."""
 
     @inlined
-    def begin(self, softmax, variant, at, gO, gLse, own, row, scale):
-        """See Stored. If the variant changes the output, it changes the whole of it."""
-        end = own.query + own.queries
-        gO, gLse, row = truncate(gO, 1, end), truncate(gLse, 2, end), own.query + row
-        o = warpgroup.load(gO, softmax.tile, (own.batch, row, at.head, 0), 1, 3, False)
-        lse = warpgroup.load(gLse, softmax.tile.col_vec, (own.batch, at.head, row))
-        return softmax.resume(o / variant.output(1.0, at), lse, variant.lowest(at, variant.floor), scale)
+    def init_state(self, softmax, variant, ctx, gO, gLse, seq, row, scale):
+        """The softmax state after the other keys, from out and lse. If the variant scales the output, as dropout does, out is
+        divided by that scale first."""
+        end = seq.offset_q + seq.seqlen_q
+        gO, gLse, row = truncate(gO, 1, end), truncate(gLse, 2, end), seq.offset_q + row
+        o = warpgroup.load(gO, softmax.tile, (seq.batch, row, ctx.head, 0), 1, 3, False)
+        lse = warpgroup.load(gLse, softmax.tile.col_vec, (seq.batch, ctx.head, row))
+        return softmax.resume(o / variant.output(1.0, ctx), lse, variant.initial_max(ctx, variant.max_floor), scale)
 
 
-class Sent(Stored):
-    """TMA writes the output, from the shared memory of the tile's queries, while the next tile begins. No other sequence may
-    follow, because it would be overwritten."""
+class TmaStoreOutput(StoreOutput):
+    """TMA stores the output from the shared memory of the tile's queries, while the next tile begins. No other sequence may
+    follow in the batch, because its rows would be overwritten."""
 
-    def declared(self, value_dim: int, of: dtype) -> Any:
-        """How a kernel declares the output."""
+    def declare(self, value_dim: int, of: dtype) -> Any:
+        """The type of the kernel's parameter for the output."""
         return tiled(st(warpgroup.ROWS, value_dim, of), unit=1)
 
     @inlined
-    def store(self, gO, o, queries, own, row, head):
+    def store(self, gO, o, queries, seq, row, head):
         warpgroup.store(queries, queries.dtype(o))
-        warpgroup.tma_store(gO, (own.batch, own.query + row, head), queries)
+        warpgroup.tma_store(gO, (seq.batch, seq.offset_q + row, head), queries)
 
     @inlined
-    def release(self, q, r):
-        """Called when the scores of the r-th tile have been computed: its output is then written where its queries lie."""
+    def release_queries(self, q, r):
+        """The stage stays, because the output of the r-th tile is staged where its queries were."""
 
     @inlined
-    def release_last(self, q, r):
-        """Called when the output of the r-th tile is on its way: the one before has been read from shared memory."""
+    def release_previous_queries(self, q, r):
+        """Wait until TMA has read the output of tile r - 1 from shared memory, and release that stage."""
         if r > 0:
             warpgroup.store_wait()
             q.release(r - 1)
 
     @inlined
-    def end(self):
-        """Called when there are no more tiles."""
+    def finish(self):
+        """Called after the last tile."""
         warpgroup.store_wait()

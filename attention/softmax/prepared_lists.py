@@ -24,7 +24,9 @@ class BlockLists:
         return f"BlockLists({self.made_for})"
 
 
-def giving(made_for: str, lists: Operand, marked: tuple[Operand, int, int] | None) -> Callable[[Sequence[Any]], BlockLists]:
+def return_block_lists(
+    made_for: str, lists: Operand, marked: tuple[Operand, int, int] | None
+) -> Callable[[Sequence[Any]], BlockLists]:
     """The `give` of a Plan that makes lists. marked: (the map of a caller's blocks, its rows, its columns), if there is
     one."""
 
@@ -35,7 +37,7 @@ def giving(made_for: str, lists: Operand, marked: tuple[Operand, int, int] | Non
     return give
 
 
-class Listing(NamedTuple):
+class BlockListPlan(NamedTuple):
     """How the key blocks of a call are listed. seen: which keys are seen, in words. varies: (do lists differ by batch? by
     head?). blocked: the caller's blocks. ready_for: if lists are given, the calls that they serve."""
 
@@ -46,13 +48,13 @@ class Listing(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Making:
+class MakeBlockLists:
     """Given as forward's blocks=, it asks for lists to be made, of these blocks and the call's other options."""
 
     blocks: Any
 
 
-def check(made_for: str, call: str, but: str = "nothing") -> None:
+def check_call(made_for: str, call: str, but: str = "nothing") -> None:
     """ValueError: the lists were made for other calls. It names what differs, apart from `but`."""
     both = zip(made_for.split("; "), call.split("; "))
     pairs = [(have, want) for have, want in both if have != want and not have.startswith(f"{but}=")]

@@ -1,7 +1,7 @@
-"""attention.forward for attention.parallel, on Hopper: some queries, with keys and values in two places, a rank's own and those
-that came from other ranks, which are not put together (key_sources.Apart). The latter may still be on their way: then a thread
-block waits, before it reads a block of keys, until the block has arrived (key_sources.Arriving). Blocks of keys are the same as
-in forward, and in the same order, so the bits are the same, too."""
+"""attention.forward for attention.parallel, on Hopper: queries of one rank, with keys and values in two buffers, the rank's own
+and those that came from other ranks (key_sources.TwoBuffers). The second buffer may still be filling: then a CTA waits, before
+it loads a block of keys, until the block has arrived (key_sources.StreamingBuffers). Blocks of keys and their order are those
+of forward, so the bits are the same."""
 
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -11,37 +11,38 @@ from tiles.program import Plan, program
 from tiles.schema import Problem, Schema
 from tiles.targets import is_hopper
 
-from ..families import needs_hopper
-from .assembled import assembled
-from .gradient import ONCE
-from .key_sources import BLOCK, Apart, Arriving
-from .launches import config_of, launch, sequences_of
-from .planning import check_extents, scale_of
+from ..families import require_hopper
+from .assembled import build_variant
+from .gradient import NO_SECOND_DERIVATIVES
+from .key_sources import BLOCK, StreamingBuffers, TwoBuffers
+from .launches import bind_launch, choose_layout, config_for_problem
+from .planning import check_extents, resolve_scale
 
 ARRAYS = """
     q          BSHD  tile
     k          BTGD  tile
     v          BTGV  tile
     lengths_k  BZ    index
-    own_k      BAGD  tile
-    own_v      BAGV  tile
+    local_k    BAGD  tile
+    local_v    BAGV  tile
 """
-COMING = """\
+PROGRESS = """\
     arrived    O     index
-    awaits     y     index
+    required   y     index
 """
 RESULTS = """\
     out        BSHV  tile     made
     lse        BHS   float32  made
 """
-APART, ARRIVING = Schema("forward_apart", ARRAYS + RESULTS), Schema("forward_arriving", ARRAYS + COMING + RESULTS)
+TWO_BUFFERS = Schema("forward_two_buffers", ARRAYS + RESULTS)
+STREAMING = Schema("forward_streaming", ARRAYS + PROGRESS + RESULTS)
 
 
-class Seen(NamedTuple):
-    """What calls are told. keys: how many there are. first, end, second, second_end: the two spans of them, from .. to, of
-    which own_k and own_v have the rows, one span behind the other; k and v have those of all others. Spans begin and end at
-    multiples of key_sources.BLOCK, or where keys end. causal, scale: as forward's. kv: how many keys a block has where one GPU
-    has all queries (families.PartOf)."""
+class KeyPlacement(NamedTuple):
+    """Which keys are in which buffer, and the options of a call. keys: how many there are. first, end, second, second_end: the
+    two spans of keys whose rows are in local_k and local_v, one span after the other; k and v have the rows of all other keys.
+    Spans begin and end at multiples of key_sources.BLOCK, or at the last key. causal, scale: as forward's. kv: how many keys a
+    block has where one GPU has all queries (families.FamilyAndBlock)."""
 
     keys: int
     first: int
@@ -53,27 +54,38 @@ class Seen(NamedTuple):
     kv: int | None = None
 
 
-def apart(q: Any, k: Any, v: Any, lengths_k: Any, own_k: Any, own_v: Any, seen: Seen) -> tuple[Any, Any]:
-    """(out, lse) of forward of parts of queries, (B, parts) of lengths_k, beside all these keys."""
-    return _apart(None, (q, k, v, lengths_k, own_k, own_v, None, None), seen, "bshd")
-
-
-def arriving(
-    q: Any, k: Any, v: Any, lengths_k: Any, own_k: Any, own_v: Any, arrived: Any, awaits: Any, seen: Seen
+def forward_two_buffers(
+    q: Any, k: Any, v: Any, lengths_k: Any, local_k: Any, local_v: Any, placement: KeyPlacement
 ) -> tuple[Any, Any]:
-    """The same while k and v are copied to. arrived: (1) of int32, how many copies are done; it grows meanwhile. awaits:
-    (blocks + 1) of int32, how many of them must be before each block of key_sources.BLOCK keys is here, and how many there
-    are."""
-    return _arriving(None, (q, k, v, lengths_k, own_k, own_v, arrived, awaits, None, None), seen, "bshd")
+    """(out, lse) of forward for parts of queries, one for each element of lengths_k (B, parts), beside all these keys."""
+    return _forward_two_buffers(None, (q, k, v, lengths_k, local_k, local_v, None, None), placement, "bshd")
+
+
+def forward_streaming(
+    q: Any,
+    k: Any,
+    v: Any,
+    lengths_k: Any,
+    local_k: Any,
+    local_v: Any,
+    arrived: Any,
+    required: Any,
+    placement: KeyPlacement,
+) -> tuple[Any, Any]:
+    """(out, lse) like forward_two_buffers, while k and v are still being copied to. arrived: (1) of int32, the number of copies
+    that are done; it grows meanwhile. required: (blocks + 1) of int32, how many copies must be done before each block of
+    key_sources.BLOCK keys may be read, and then the number of all copies."""
+    arrays = q, k, v, lengths_k, local_k, local_v, arrived, required, None, None
+    return _forward_streaming(None, arrays, placement, "bshd")
 
 
 def serves(device: Any, head_dim: int, value_dim: int) -> bool:
-    """Are these functions for a device of torch's, and heads of which blocks of keys are parts of key_sources.BLOCK?"""
+    """Do these functions serve a torch device, and heads whose key blocks divide key_sources.BLOCK?"""
     return is_hopper(machine(device.index).capability) and max(head_dim, value_dim) <= BLOCK
 
 
-@program(APART, no_gradient=ONCE)
-def _apart(
+@program(TWO_BUFFERS, no_gradient=NO_SECOND_DERIVATIVES)
+def _forward_two_buffers(
     problem: Problem,
     keys: int,
     first: int,
@@ -84,17 +96,17 @@ def _apart(
     scale: float | None,
     kv: int | None,
 ) -> Plan:
-    """How calls of this form are done."""
-    needs_hopper(problem)
+    """The Plan of a call of forward_two_buffers or forward_streaming: one launch of forward's kernel for Hopper."""
+    require_hopper(problem)
     check_extents(problem)
-    made, (lie, where) = assembled(scale_of(problem, scale), causal), sequences_of(problem)
-    config = config_of(problem, made, True, keys, kv, lie=lie, axes=(), by_list=False)
-    held = Arriving if "arrived" in problem else Apart
-    config = replace(config, held=held(config.key, config.value))
-    given = {name: problem[name] for name in ("own_k", "own_v", "arrived", "awaits") if name in problem}
-    given |= {"own_first": first, "own_end": end, "own_second": second, "own_second_end": second_end}
+    spec, (seq_layout, args) = build_variant(resolve_scale(problem, scale), causal), choose_layout(problem)
+    config = config_for_problem(problem, spec, True, keys, kv, seq_layout=seq_layout, axes=(), by_list=False)
+    buffers = StreamingBuffers if "arrived" in problem else TwoBuffers
+    config = replace(config, kv_source=buffers(config.key, config.value))
+    args |= {name: problem[name] for name in ("local_k", "local_v", "arrived", "required") if name in problem}
+    args |= {"span0_first": first, "span0_end": end, "span1_first": second, "span1_end": second_end}
     arrays = {"gQ": problem["q"], "gK": problem["k"], "gV": problem["v"], "gO": problem["out"], "gLse": problem["lse"]}
-    return Plan([launch(problem, made, config, keys, **arrays, **where, **made.numbers, **given)])
+    return Plan([bind_launch(problem, spec, config, keys, **arrays, **args, **spec.numbers)])
 
 
-_arriving = program(ARRIVING, no_gradient=ONCE)(_apart.planner)
+_forward_streaming = program(STREAMING, no_gradient=NO_SECOND_DERIVATIVES)(_forward_two_buffers.planner)

@@ -1,4 +1,4 @@
-"""What becomes of a score, and what joins their sum: variants of attention that change weights."""
+"""Variants that change scores or add to the row sum: softcap, ALiBi, bias, score functions, sinks."""
 
 import math
 from collections.abc import Callable
@@ -10,347 +10,344 @@ from ops import abs, col_index, exp2, full, load, maximum, minimum, row_index, t
 from tiles import bf16, dtype, fp32, inlined, rt, static
 from tiles.arguments import FLOAT, array
 
-from .variants import Keys, Queries, Variant
+from .variants import KeyRange, QueryRange, Variant
 
-STEEPEST = 2.0**15  # a derivative of a score: more would not be finite in fp16
+MAX_SCORE_GRAD = 2.0**15  # the largest derivative of a score: larger ones are not finite in fp16
 
 
 class Capped(Variant):
     """cap tanh(score / cap), in units of the cap."""
 
-    scored = measures = bends = True
-    folds = False
+    changes_scores = needs_raw_scores = nonlinear = True
+    fits_folded_backward = False
 
     @property
-    def given(self) -> dict[str, Any]:
-        """See Variant. per_cap: the unit of scores before, divided by the cap."""
+    def params(self) -> dict[str, Any]:
+        """per_cap: the unit of the scores that come in, divided by the cap."""
         return {"per_cap": FLOAT}
 
     @inlined
-    def score(self, s, at, key):
-        return tanh(s * at.given.per_cap)
+    def score(self, s, ctx, key):
+        return tanh(s * ctx.params.per_cap)
 
     @inlined
-    def bent(self, s, at, key):
-        """See Variant: cap tanh(x / cap) has the derivative 1 - tanh(x / cap)^2."""
-        s = self.score(s, at, key)
+    def score_and_grad(self, s, ctx, key):
+        """cap tanh(x / cap) has the derivative 1 - tanh(x / cap)^2."""
+        s = self.score(s, ctx, key)
         return s, 1.0 - s * s
 
 
 @static
 class Sloped(Variant):
-    """score - slope |i + shift - j|, with a slope a head: ALiBi. ordered: no key is seen that comes after the query. last: no
-    function follows that wants the score itself. With both, what depends on i is subtracted from all of a row's scores, and an
-    addition a score is left where the distance takes two. What is added to a score and subtracted again is up to slope times
-    the keys of a block, and its last digits are lost. So each score has its own distance in blocks with keys that a query does
-    not see, or with the key where it stands: those count as cut. Other keys are a place away, and steep slopes leave them
-    nothing. Gradients, whose warps have 16 keys each, add and subtract in all blocks, counted from the warp's eighth key:
-    weights are off by slope 2^-20 (2 % at 20000)."""
+    """ALiBi: score - slope |i + shift - j|, with a slope for each head. ordered: no query sees a key after its own position.
+    last: no score function follows, which would need the score itself. With both, the part of the distance that depends on i
+    only is a row offset, and a score takes one addition where the distance takes two. What is added to a score and subtracted
+    again is up to slope times the keys of a block, so the last digits are lost. Hence blocks that hold a query's own position,
+    or keys that it does not see, count as edge blocks, and have the exact distance; in other blocks a key is at least one
+    position away, and a steep slope makes its weight 0. Gradients, whose warps have 16 keys each, use the row offset in all
+    blocks, counted from the warp's eighth key: weights are off by slope 2^-20 (2 % at 20000)."""
 
-    scored = measures = True
+    changes_scores = needs_raw_scores = True
 
     ordered: bool
     last: bool
 
     @property
-    def by_rows(self) -> bool:  # type: ignore[override]
-        """See Variant."""
+    def has_row_offset(self) -> bool:  # type: ignore[override]
         return self.ordered and self.last
 
-    adds = by_rows
-    folds = False
+    adds_late = has_row_offset
+    fits_folded_backward = False
 
     @property
-    def given(self) -> dict[str, Any]:
-        """See Variant. slopes: (batch, head). per_slope: 1 / the unit of scores."""
+    def params(self) -> dict[str, Any]:
+        """slopes: (batch, head). per_slope: 1 / the unit of scores."""
         return {"slopes": array(2), "per_slope": FLOAT}
 
     @inlined
-    def keys(self, first, last, at):
-        return Keys(0, at.keys, 0, min(at.keys, first + at.shift) if self.by_rows else at.keys)
+    def key_range(self, first, last, ctx):
+        return KeyRange(0, ctx.seqlen_k, 0, min(ctx.seqlen_k, first + ctx.shift) if self.has_row_offset else ctx.seqlen_k)
 
     @inlined
-    def seers(self, first, last, at):
-        return Queries(0, at.queries, max(0, last - at.shift + 1) if self.by_rows else 0, at.queries)
+    def query_range(self, first, last, ctx):
+        return QueryRange(0, ctx.seqlen_q, max(0, last - ctx.shift + 1) if self.has_row_offset else 0, ctx.seqlen_q)
 
     @inlined
-    def score(self, s, at, key):
-        if self.by_rows:
-            return s + col_index(s.row_vec) * at.kept
+    def score(self, s, ctx, key):
+        if self.has_row_offset:
+            return s + col_index(s.row_vec) * ctx.precomputed
         elif self.ordered:
-            return s - (self.place(s, at, key) - col_index(s.row_vec)) * at.kept
+            return s - (self.alibi_position(s, ctx, key) - col_index(s.row_vec)) * ctx.precomputed
         else:
-            return s - abs(self.place(s, at, key) - col_index(s.row_vec)) * at.kept
+            return s - abs(self.alibi_position(s, ctx, key) - col_index(s.row_vec)) * ctx.precomputed
 
     @inlined
-    def score_near(self, s, at, key):
-        if self.by_rows:
-            return s - (self.stands(s, at, key) - col_index(s.row_vec)) * at.kept
+    def score_in_edge_block(self, s, ctx, key):
+        if self.has_row_offset:
+            return s - (self.aligned_position(s, ctx, key) - col_index(s.row_vec)) * ctx.precomputed
         else:
-            return self.score(s, at, key)
+            return self.score(s, ctx, key)
 
     @inlined
-    def score_near_by(self, s, fetched, at, key):
-        return self.score_near(s, at, key)
+    def score_in_edge_block_by(self, s, prefetched, ctx, key):
+        return self.score_in_edge_block(s, ctx, key)
 
     @inlined
-    def bent(self, s, at, key):
-        return (s if self.adds else self.score(s, at, key)), 1.0
+    def score_and_grad(self, s, ctx, key):
+        return (s if self.adds_late else self.score(s, ctx, key)), 1.0
 
     @inlined
-    def added(self, s, at, key, scale):
-        return (col_index(s.row_vec) - float(s.cols // 2)) * (at.kept * scale)
+    def late_term(self, s, ctx, key, scale):
+        return (col_index(s.row_vec) - float(s.cols // 2)) * (ctx.precomputed * scale)
 
     @inlined
-    def below(self, s, at, key):
-        if self.by_rows:
-            return self.place(s, at, key) * at.kept
+    def row_offset(self, s, ctx, key):
+        if self.has_row_offset:
+            return self.alibi_position(s, ctx, key) * ctx.precomputed
         else:
             return None
 
     @inlined
-    def below_near(self, s, at, key):
-        if self.by_rows:
+    def row_offset_in_edge_block(self, s, ctx, key):
+        if self.has_row_offset:
             return zeros(s.col_vec)
         else:
             return None
 
     @inlined
-    def keep(self, at):
-        """See Variant: the head's slope, in units of scores."""
-        return at.given.slopes[at.batch, at.head] * at.given.per_slope
+    def precompute(self, ctx):
+        """The head's slope, in units of scores."""
+        return ctx.params.slopes[ctx.batch, ctx.head] * ctx.params.per_slope
 
     @inlined
-    def stands(self, s, at, key):
-        """Where the rows' queries stand, counted from `key`."""
-        return row_index(s.col_vec) + int32(at.row + at.shift - key)
+    def aligned_position(self, s, ctx, key):
+        """The positions of the rows' queries among keys, aligned bottom right and counted from `key`."""
+        return row_index(s.col_vec) + int32(ctx.row + ctx.shift - key)
 
     @inlined
-    def place(self, s, at, key):
-        """Where they stand in the formula."""
-        return self.stands(s, at, key)
+    def alibi_position(self, s, ctx, key):
+        """The positions of the rows' queries in the formula of the distance, counted from `key`."""
+        return self.aligned_position(s, ctx, key)
 
 
 @static
 class SlopedBy(Sloped):
-    """score + slope (j - i), or score - slope |i - j|, with a slope(b, h, *aux) in units of 1, i and j counted from 0."""
+    """score + slope (j - i), or score - slope |i - j|, recognised in a score function. slope(b, h, *aux) is in units of 1, and
+    i and j count from 0."""
 
     slope: Callable
 
     @property
-    def given(self) -> dict[str, Any]:
-        """See Variant. per_slope: 1 / the unit of scores."""
-        return {"per_slope": FLOAT}
+    def params(self) -> dict[str, Any]:
+        """per_function_slope: 1 / the unit of scores, which may differ from that of `alibi` in the same call."""
+        return {"per_function_slope": FLOAT}
 
-    def counted(self, unit: float) -> tuple[dict[str, float], float]:
-        """(the numbers that the kernel gets, the unit of the scores after it), for scores that come in this unit."""
-        return {"per_slope": 1 / unit}, unit
-
-    @inlined
-    def keep(self, at):
-        return self.slope(at.batch, at.head, *at.aux) * at.given.per_slope
+    def bind_unit(self, unit: float) -> tuple[dict[str, float], float]:
+        """({argument of the kernel: number}, the unit of the changed scores), for scores that come in this unit."""
+        return {"per_function_slope": 1 / unit}, unit
 
     @inlined
-    def below_near(self, s, at, key):
-        if self.by_rows:
-            return zeros(s.col_vec) - float32(at.shift) * at.kept
+    def precompute(self, ctx):
+        return self.slope(ctx.batch, ctx.head, *ctx.aux) * ctx.params.per_function_slope
+
+    @inlined
+    def row_offset_in_edge_block(self, s, ctx, key):
+        if self.has_row_offset:
+            return zeros(s.col_vec) - float32(ctx.shift) * ctx.precomputed
         else:
             return None
 
     @inlined
-    def place(self, s, at, key):
-        """See Sloped: a function's queries are counted from 0."""
-        return row_index(s.col_vec) + int32(at.row - key)
+    def alibi_position(self, s, ctx, key):
+        """The positions of the rows' queries, counted from 0 as a score function counts them."""
+        return row_index(s.col_vec) + int32(ctx.row - key)
 
 
 @static
 class Biased(Variant):
-    """score + bias[b, h, i, j]. last: does no function follow that needs the score itself? whole: are scores brought to units
-    of 1, in which the least number that a bias may have is finite? (Gradients need no such number.)"""
+    """score + bias[b, h, i, j]. last: does no score function follow, which would need the score itself? in_units_of_one: are
+    scores multiplied to units of 1, in which the lowest float of a bias stays finite? (Gradients need not.)"""
 
-    scored = measures = True
-    loads = True
-    lean = folds = light = False
+    changes_scores = needs_raw_scores = True
+    reads_score_matrix = True
+    fits_narrow_backward = fits_folded_backward = fits_wide_backward = False
 
     last: bool
-    whole: bool = False
+    in_units_of_one: bool = False
 
     @property
-    def deep(self) -> bool:  # type: ignore[override]
-        """See Variant."""
-        return self.whole
+    def allows_low_scores(self) -> bool:  # type: ignore[override]
+        return self.in_units_of_one
 
     @property
-    def adds(self) -> bool:  # type: ignore[override]
-        """See Variant."""
+    def adds_late(self) -> bool:  # type: ignore[override]
         return self.last
 
     @property
-    def given(self) -> dict[str, Any]:
-        """See Variant. bias: (batch, head, query, key). per_bias: 1 / the unit of scores, or that unit if they are brought to
-        units of 1."""
+    def params(self) -> dict[str, Any]:
+        """bias: (batch, head, query, key). per_bias: 1 / the unit of scores, or that unit if scores are multiplied to units
+        of 1."""
         return {"bias": array(4), "per_bias": FLOAT}
 
-    def counted(self, unit: float) -> tuple[dict[str, float], float]:
-        """(the numbers that the kernel gets, the unit of the scores after it), for scores that come in this unit."""
-        return ({"per_bias": unit}, 1.0) if self.whole else ({"per_bias": 1 / unit}, unit)
+    def bind_unit(self, unit: float) -> tuple[dict[str, float], float]:
+        """({argument of the kernel: number}, the unit of the changed scores), for scores that come in this unit."""
+        return ({"per_bias": unit}, 1.0) if self.in_units_of_one else ({"per_bias": 1 / unit}, unit)
 
     @inlined
-    def per_unit(self, at):
-        """What a bias is multiplied by."""
-        if self.whole:
+    def bias_factor(self, ctx):
+        """The factor of the bias."""
+        if self.in_units_of_one:
             return 1.0
         else:
-            return at.given.per_bias
+            return ctx.params.per_bias
 
     @inlined
-    def units(self, s, at):
-        """The scores in the units of what is added."""
-        if self.whole:
-            return s * at.given.per_bias
+    def in_bias_unit(self, s, ctx):
+        """The scores in the unit in which the bias is added."""
+        if self.in_units_of_one:
+            return s * ctx.params.per_bias
         else:
             return s
 
     @inlined
-    def score(self, s, at, key):
-        return self.units(s, at) + self.added(s, at, key, 1.0)
+    def score(self, s, ctx, key):
+        return self.in_bias_unit(s, ctx) + self.late_term(s, ctx, key, 1.0)
 
     @inlined
-    def bent(self, s, at, key):
-        return (s if self.adds else self.score(s, at, key)), 1.0
+    def score_and_grad(self, s, ctx, key):
+        return (s if self.adds_late else self.score(s, ctx, key)), 1.0
 
     @inlined
-    def added(self, s, at, key, scale):
-        at_bias, unit = (at.batch, at.head, at.row, int32(key)), self.per_unit(at) * scale
-        return load(at.given.bias, rt(s.rows, s.cols, fp32, s.layout), at_bias, 2, 3, aligned=False) * unit
+    def late_term(self, s, ctx, key, scale):
+        element, unit = (ctx.batch, ctx.head, ctx.row, int32(key)), self.bias_factor(ctx) * scale
+        return load(ctx.params.bias, rt(s.rows, s.cols, fp32, s.layout), element, 2, 3, aligned=False) * unit
 
 
 @static
 class BiasedByKey(Biased):
-    """score + bias[b, h, j], for a bias with one row for all queries. It is read once for each column of a tile, not once for
-    each score. adjacent: are its numbers contiguous?"""
+    """score + bias[b, h, j], for a bias with one row for all queries. It is loaded once for each column of a tile, not once for
+    each score. adjacent: is the row contiguous?"""
 
-    fetches = lean = folds = light = True
+    prefetches_columns = fits_narrow_backward = fits_folded_backward = fits_wide_backward = True
 
     adjacent: bool = False
 
     @inlined
-    def fetch(self, spec, at, key):
-        at_bias = at.batch, at.head, int32(0), int32(key)
-        return load(at.given.bias, spec.row_vec, at_bias, 2, 3, aligned=self.adjacent) * self.per_unit(at)
+    def prefetch(self, spec, ctx, key):
+        element = ctx.batch, ctx.head, int32(0), int32(key)
+        return load(ctx.params.bias, spec.row_vec, element, 2, 3, aligned=self.adjacent) * self.bias_factor(ctx)
 
     @inlined
-    def score_by(self, s, fetched, at, key):
-        return self.units(s, at) + fetched
+    def score_by(self, s, prefetched, ctx, key):
+        return self.in_bias_unit(s, ctx) + prefetched
 
     @inlined
-    def added(self, s, at, key, scale):
-        return self.fetch(rt(s.rows, s.cols, fp32, s.layout), at, key) * scale
+    def late_term(self, s, ctx, key, scale):
+        return self.prefetch(rt(s.rows, s.cols, fp32, s.layout), ctx, key) * scale
 
 
 @static
 class BiasedByTile(Biased):
-    """The same in tiles that TMA loads (bias_tiles.py): given.bias is the consumer's part, in registers."""
+    """score + bias[b, h, i, j], with tiles of the bias that TMA loads (bias_tiles.py): ctx.params.bias is the consumer's part,
+    in registers. bias_dtype: the dtype of the bias."""
 
     loads, lean = False, True
 
-    of: dtype = bf16
+    bias_dtype: dtype = bf16
 
     @property
-    def brings(self) -> dtype:  # type: ignore[override]
-        """See Variant."""
-        return self.of
+    def tma_bias(self) -> dtype:  # type: ignore[override]
+        return self.bias_dtype
 
     @property
-    def given(self) -> dict[str, Any]:
+    def params(self) -> dict[str, Any]:
         return {"per_bias": FLOAT}
 
     @inlined
-    def added(self, s, at, key, scale):
-        return fp32(at.given.bias) * (self.per_unit(at) * scale)
+    def late_term(self, s, ctx, key, scale):
+        return fp32(ctx.params.bias) * (self.bias_factor(ctx) * scale)
 
 
 @static
 class Scored(Variant):
-    """function(score, b, h, i, j, *aux), with scores in units of 1. It gets a tile of scores, a vector i of queries and a
-    vector j of keys."""
+    """function(score, b, h, i, j, *aux), with a tile of scores in units of 1, a column vector i of queries and a row vector j
+    of keys."""
 
-    scored = measures = deep = True
-    lean = folds = light = False
+    changes_scores = needs_raw_scores = allows_low_scores = True
+    fits_narrow_backward = fits_folded_backward = fits_wide_backward = False
 
     function: Callable
 
     @property
-    def given(self) -> dict[str, Any]:
-        """See Variant. score_unit: that of scores before."""
+    def params(self) -> dict[str, Any]:
+        """score_unit: the unit of the scores that come in."""
         return {"score_unit": FLOAT}
 
-    def counted(self, unit: float) -> tuple[dict[str, float], float]:
-        """(the numbers that the kernel gets, the unit of the scores after it), for scores that come in this unit."""
+    def bind_unit(self, unit: float) -> tuple[dict[str, float], float]:
+        """({argument of the kernel: number}, the unit of the changed scores), for scores that come in this unit."""
         return {"score_unit": unit}, 1.0
 
     @inlined
-    def score(self, s, at, key):
-        i, j = row_index(s.col_vec) + at.row, col_index(s.row_vec) + int32(key)
-        return self.function(s * at.given.score_unit, at.batch, at.head, i, j, *at.aux)
+    def score(self, s, ctx, key):
+        i, j = row_index(s.col_vec) + ctx.row, col_index(s.row_vec) + int32(key)
+        return self.function(s * ctx.params.score_unit, ctx.batch, ctx.head, i, j, *ctx.aux)
 
 
 @static
-class ScoredIn(Scored):
-    """The same for a function that takes the scores times a factor, and returns them in a unit of its own."""
+class ScoredInUnit(Scored):
+    """A score function that takes the scores times `factor`, and returns them in units of `unit`."""
 
     unit: float
     factor: float
 
-    def counted(self, unit: float) -> tuple[dict[str, float], float]:
+    def bind_unit(self, unit: float) -> tuple[dict[str, float], float]:
         return {"score_unit": unit * self.factor}, self.unit
 
 
 @static
-class ScoredBack(Scored):
-    """The same where the derivative is needed as well. both: a function (score, derivative with respect to s) of the same
-    arguments. even: is the derivative 1? A weight of 0 must leave a finite derivative, whatever the function yields for scores
-    that nobody sees. So the derivative is clamped to the range of 16 bits, and the scores of queries that do not exist are
-    -inf."""
+class ScoredWithGrad(Scored):
+    """A score function with its derivative, for gradients. with_grad: a function of the same arguments that returns (score,
+    derivative by s). linear: is the derivative 1? A weight of 0 times the derivative must be finite, whatever the function
+    returns for scores that no query sees. So the derivative is clamped to the range of fp16, and the scores of rows behind the
+    last query are -inf."""
 
-    both: Callable
-    even: bool
+    with_grad: Callable
+    linear: bool
 
     @property
-    def bends(self) -> bool:  # type: ignore[override]
-        """See Variant."""
-        return not self.even
+    def nonlinear(self) -> bool:  # type: ignore[override]
+        return not self.linear
 
     @inlined
-    def score(self, s, at, key):
-        i, j = row_index(s.col_vec) + at.row, col_index(s.row_vec) + int32(key)
-        s = self.function(s * at.given.score_unit, at.batch, at.head, i, j, *at.aux)
-        return where(i < at.queries, s, -math.inf)
+    def score(self, s, ctx, key):
+        i, j = row_index(s.col_vec) + ctx.row, col_index(s.row_vec) + int32(key)
+        s = self.function(s * ctx.params.score_unit, ctx.batch, ctx.head, i, j, *ctx.aux)
+        return where(i < ctx.seqlen_q, s, -math.inf)
 
     @inlined
-    def bent(self, s, at, key):
-        i, j = row_index(s.col_vec) + at.row, col_index(s.row_vec) + int32(key)
+    def score_and_grad(self, s, ctx, key):
+        i, j = row_index(s.col_vec) + ctx.row, col_index(s.row_vec) + int32(key)
         tile = rt(s.rows, s.cols, fp32, s.layout)
-        s, slope = self.both(s * at.given.score_unit, at.batch, at.head, i, j, *at.aux)
-        slope = maximum(minimum(full(tile, -0.0) + slope, STEEPEST), -STEEPEST)
-        return where(i < at.queries, s, -math.inf), slope
+        s, slope = self.with_grad(s * ctx.params.score_unit, ctx.batch, ctx.head, i, j, *ctx.aux)
+        slope = maximum(minimum(full(tile, -0.0) + slope, MAX_SCORE_GRAD), -MAX_SCORE_GRAD)
+        return where(i < ctx.seqlen_q, s, -math.inf), slope
 
 
 class Sunk(Variant):
-    """exp(sink), a number for each head, is added to the sum of weights: like a key without a value."""
+    """An attention sink: exp(sink), with a logit for each head, is added to the row sum, like a key whose value is 0."""
 
-    measures = True
+    needs_raw_scores = True
 
     @property
-    def given(self) -> dict[str, Any]:
-        """See Variant. sinks: (head). per_sink: 1 / the unit of scores."""
+    def params(self) -> dict[str, Any]:
+        """sinks: (head). per_sink: 1 / the unit of scores."""
         return {"sinks": array(1), "per_sink": FLOAT}
 
     @inlined
-    def lowest(self, at, floor):
-        """See Variant: the maximum is not below the sink, whose weight is therefore never above 1."""
-        return maximum(floor, at.given.sinks[at.head] * at.given.per_sink)
+    def initial_max(self, ctx, floor):
+        """At least the sink, so that its weight is at most 1."""
+        return maximum(floor, ctx.params.sinks[ctx.head] * ctx.params.per_sink)
 
     @inlined
-    def total(self, l, m, scale, at):
-        return l + exp2((at.given.sinks[at.head] * at.given.per_sink - m) * scale)
+    def finish_row_sum(self, l, m, scale, ctx):
+        return l + exp2((ctx.params.sinks[ctx.head] * ctx.params.per_sink - m) * scale)

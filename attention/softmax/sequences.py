@@ -1,4 +1,4 @@
-"""How sequences lie in memory, as objects with the same methods: which rows of q, k and v a tile has."""
+"""How sequences lie in memory, as objects with the same methods, which say which rows of q, k and v a tile has."""
 
 import math
 from typing import Any, NamedTuple
@@ -11,31 +11,32 @@ from tiles.arguments import ENDS, INT
 
 
 class Sequence(NamedTuple):
-    """A sequence: the batch in which it lies, where its queries and keys begin there, and how many it has of each."""
+    """A sequence in memory. batch: the index of the first axis. offset_q, offset_k: the rows of its first query and key there.
+    seqlen_q, seqlen_k: how many it has of each."""
 
     batch: Any
-    query: Any
-    queries: Any
-    key: Any
-    keys: Any
+    offset_q: Any
+    seqlen_q: Any
+    offset_k: Any
+    seqlen_k: Any
 
 
-GROWING = {"lengths": ENDS, "added": INT, "new_ends": ENDS}  # what `in_use` reads
+APPENDING = {"lengths": ENDS, "added": INT, "new_ends": ENDS}  # the arguments that `in_use` reads
 
 
 @inlined
-def in_use(number, given):
-    """How many keys a sequence has in a cache: given.lengths, plus those that are being appended: given.added for each
-    sequence, and those from given.new_ends[n] to given.new_ends[n + 1], if there are any."""
-    length = int32(given.lengths[number] + given.added)
-    if given.new_ends.shape[0] > 0:
-        length = int32(length + given.new_ends[number + 1] - given.new_ends[number])
+def in_use(number, params):
+    """How many keys a sequence has in a cache: params.lengths[number], plus those that this call appends, which are
+    params.added for each sequence, or params.new_ends[number + 1] - params.new_ends[number] if there are any."""
+    length = int32(params.lengths[number] + params.added)
+    if params.new_ends.shape[0] > 0:
+        length = int32(length + params.new_ends[number + 1] - params.new_ends[number])
     return length
 
 
 @inlined
 def _sequence_of(block, ends, rows):
-    """The packed sequence to which a block of so many rows belongs: see Packed."""
+    """The packed sequence to which a block of `rows` rows belongs, by bisection: see PackedLayout."""
     low, high = int32(0), int32(ends.shape[0] - 1)
     while high - low > 1:
         middle = int32((low + high) // 2)
@@ -47,235 +48,250 @@ def _sequence_of(block, ends, rows):
 
 
 @inlined
-def _behind_the_last(row, batch, rows, ends):
-    """(do some of `rows` rows of a packed sequence, from `row` on, lie behind the last sequence? the first of these)"""
+def _rows_behind_last(row, batch, rows, ends):
+    """(whether some of the `rows` rows from `row` on lie behind the last packed sequence, the first such row)"""
     end = int32(ends[batch + 1] - ends[batch])
     return batch + 2 == ends.shape[0] and row + rows > end, int32(ends[batch] + max(row, end))
 
 
 @static
-class Batched:
-    """Each sequence has a batch, and all have the same length. rows: query rows of the kernel's tiles."""
+class BatchedLayout:
+    """Each sequence has a batch, and all have the same lengths. rows: query rows of the kernel's tiles."""
+
+    label = ""  # in the names of configurations
 
     rows: int
 
     @property
-    def given(self) -> dict[str, Any]:
-        """The kernel's arguments that it reads, and what they are."""
+    def params(self) -> dict[str, Any]:
+        """{name: type} of the kernel's arguments that the layout reads."""
         return {"q_len": INT, "kv_len": INT}
 
-    apart = True  # do rows behind a sequence's end belong to no other sequence?
-    packed = False  # do sequences lie one behind the other, so that tiles begin at any row?
+    bounded_by_array = True  # does a sequence end where its arrays end, so that their bounds suffice?
+    packed = False  # do sequences share a batch, so that tiles begin at any row?
 
     @inlined
-    def find(self, block, pair, heads, given):
-        """(query block of the sequence, the sequence's number, head) of a tile."""
-        batch, head = divmod(pair, heads)
+    def find_tile(self, block, batch_head, heads, params):
+        """(query block of the sequence, the sequence's number, head) of query tile `block` of the grid."""
+        batch, head = divmod(batch_head, heads)
         return block, batch, head
 
     @inlined
-    def has(self, block, batch, given):
-        """Does block number `block` of the sequence's queries exist?"""
+    def has_tile(self, block, batch, params):
+        """Does the sequence have a query block of this number?"""
         return True
 
     @inlined
-    def sequence(self, batch, given):
-        """The Sequence of that number."""
-        return Sequence(batch, int32(0), given.q_len, int32(0), given.kv_len)
+    def sequence(self, batch, params):
+        """The Sequence of this number."""
+        return Sequence(batch, int32(0), params.q_len, int32(0), params.kv_len)
 
     @inlined
-    def find_keys(self, block, pair, heads, rows, given):
-        """The same as `find`, for a block of `rows` keys."""
-        batch, head = divmod(pair, heads)
+    def find_key_block(self, block, batch_head, heads, rows, params):
+        """(key block of the sequence, the sequence's number, head) of block `block` of `rows` keys of the grid."""
+        batch, head = divmod(batch_head, heads)
         return block, batch, head
 
     @inlined
-    def has_keys(self, key, batch, given):
-        """Does the sequence have a key of that number, in use or not?"""
+    def has_key(self, key, batch, params):
+        """Does the sequence have a key of this number, in use or not?"""
         return True
 
     @inlined
-    def nobodys(self, block, batch, given):
-        """(whether rows of a tile of queries lie behind the last sequence, the first of them in the batch). Tiles that the last
-        sequence does not need go on to the end of the batch."""
+    def padding_rows(self, block, batch, params):
+        """(whether rows of a query tile lie behind the last sequence, the first such row of the batch). The tiles behind the
+        last sequence's go on to the end of the batch."""
         return False, int32(0)
 
     @inlined
-    def clear_nobodys(self, tile, gO, gLse, block, batch, head, mine, joins, given):
-        """Write 0, and -inf like that of a row which sees no key, to these rows: a warp's, `mine` rows behind the first, unless
-        the output `joins` what is there. tile: the type of a warp's output."""
+    def clear_padding(self, tile, gO, gLse, block, batch, head, offset, accumulates, params):
+        """Write out = 0 and lse = -inf to the padding rows of a warp, which begin `offset` rows behind the first one of the
+        tile. With `accumulates` they stay as they are. tile: the type of a warp's output."""
 
     @inlined
-    def nobodys_keys(self, key, batch, rows, given):
-        """The same of a block of `rows` keys, from `key` on."""
+    def padding_keys(self, key, batch, rows, params):
+        """(whether some of the `rows` keys from `key` on lie behind the last sequence, the first such row of the batch)"""
         return False, int32(0)
 
     @inlined
-    def first_tile(self, batch, given):
-        """The number of the sequence's first tile of queries among the tiles of a batch; each sequence has whole tiles."""
+    def first_tile(self, batch, params):
+        """The number of the sequence's first query tile among the tiles of a batch. No two sequences share a tile."""
         return int32(0)
 
     @inlined
-    def begins(self, first, tile, rows):
-        """Where tile number `tile` begins, in the units in which TMA counts, for a sequence that begins with row `first`."""
+    def tma_offset(self, first, tile, rows):
+        """The TMA coordinate of tile number `tile`, for a sequence that begins at row `first`."""
         return tile
 
     @inlined
-    def last_key(self, batch, given):
-        """Where the sequence's keys end, in use or not, if another sequence's keys follow."""
+    def end_of_keys(self, batch, params):
+        """The row where the sequence's keys end, in use or not, if another sequence's keys follow."""
         return int32(0)
 
     @inlined
-    def clear(self, values, left, groups):
-        """Zero the rows of a shared tile that belong to other sequences, all but the first `left`: a weight of 0 does not make
-        up for a NaN. Done by the block's first `groups` warpgroups together."""
-        if not self.apart and left < values.rows:
+    def zero_foreign_rows(self, values, left, groups):
+        """Zero the rows of a shared tile that belong to other sequences, all but the first `left`, because a weight of 0 times
+        NaN is NaN. The CTA's first `groups` warpgroups do it together."""
+        if not self.bounded_by_array and left < values.rows:
             warpgroup.zero_rows(values, left, groups)
 
 
-class InUse(Batched):
-    """The same; given.lengths says how many keys of each are in use."""
+class SeqUsedLayout(BatchedLayout):
+    """Each sequence has a batch, of whose keys the first params.lengths[n] are in use (FlashAttention's seqused_k)."""
+
+    label = " in use"
 
     @property
-    def given(self) -> dict[str, Any]:
+    def params(self) -> dict[str, Any]:
         return {"q_len": INT, "lengths": ENDS}
 
-    apart = False
+    bounded_by_array = False
 
     @inlined
-    def sequence(self, batch, given):
-        return Sequence(batch, int32(0), given.q_len, int32(0), int32(given.lengths[batch]))
+    def sequence(self, batch, params):
+        return Sequence(batch, int32(0), params.q_len, int32(0), int32(params.lengths[batch]))
 
 
-class Parts(InUse):
+class QueryPartsLayout(SeqUsedLayout):
     """The queries of a batch are divided into `parts` parts of q_len each, and every part is a sequence by itself. Part n of
-    batch b uses the first given.lengths[parts b + n] keys; its last query stands at the last of them."""
+    batch b sees the first params.lengths[parts b + n] keys, and its last query is aligned with the last of them."""
+
+    label = " parts"
 
     @property
-    def given(self) -> dict[str, Any]:
+    def params(self) -> dict[str, Any]:
         return {"q_len": INT, "lengths": ENDS, "parts": INT}
 
     @inlined
-    def find(self, block, pair, heads, given):
-        batch, head = divmod(pair, heads)
-        part, block = divmod(block, (given.q_len + self.rows - 1) // self.rows)
-        return int32(block), int32(given.parts * batch + part), head
+    def find_tile(self, block, batch_head, heads, params):
+        batch, head = divmod(batch_head, heads)
+        part, block = divmod(block, (params.q_len + self.rows - 1) // self.rows)
+        return int32(block), int32(params.parts * batch + part), head
 
     @inlined
-    def sequence(self, batch, given):
-        place, part = divmod(batch, given.parts)
-        return Sequence(place, int32(given.q_len * part), given.q_len, int32(0), int32(given.lengths[batch]))
+    def sequence(self, batch, params):
+        place, part = divmod(batch, params.parts)
+        return Sequence(place, int32(params.q_len * part), params.q_len, int32(0), int32(params.lengths[batch]))
 
 
-class Packed(Batched):
-    """All sequences lie one behind the other in one batch: sequence n has queries given.ends[n] to given.ends[n + 1], and its
-    keys in the same way.
+class PackedLayout(BatchedLayout):
+    """Packed sequences (varlen): all are in one batch, and sequence n has the queries params.ends[n] to params.ends[n + 1], its
+    keys likewise by params.ends_k (cu_seqlens).
 
-    Its blocks of queries begin at block ends[n] // rows + n, which leaves room for all of them, and is found by bisection; so
-    do its blocks of keys."""
+    Its query blocks have the numbers from ends[n] // rows + n on, which never overlap, and bisection finds the sequence of a
+    number. The same holds for its key blocks."""
+
+    label = " packed"
 
     @property
-    def given(self) -> dict[str, Any]:
+    def params(self) -> dict[str, Any]:
         return {"ends": ENDS, "ends_k": ENDS}
 
-    apart = False
+    bounded_by_array = False
     packed = True
 
     @inlined
-    def find(self, block, pair, heads, given):
-        low = _sequence_of(block, given.ends, self.rows)
-        return int32(block - given.ends[low] // self.rows - low), low, pair
+    def find_tile(self, block, batch_head, heads, params):
+        low = _sequence_of(block, params.ends, self.rows)
+        return int32(block - params.ends[low] // self.rows - low), low, batch_head
 
     @inlined
-    def find_keys(self, block, pair, heads, rows, given):
-        low = _sequence_of(block, given.ends_k, rows)
-        return int32(block - given.ends_k[low] // rows - low), low, pair
+    def find_key_block(self, block, batch_head, heads, rows, params):
+        low = _sequence_of(block, params.ends_k, rows)
+        return int32(block - params.ends_k[low] // rows - low), low, batch_head
 
     @inlined
-    def has(self, block, batch, given):
-        return self.rows * block < given.ends[batch + 1] - given.ends[batch]
+    def has_tile(self, block, batch, params):
+        return self.rows * block < params.ends[batch + 1] - params.ends[batch]
 
     @inlined
-    def sequence(self, batch, given):
-        query, key = int32(given.ends[batch]), int32(given.ends_k[batch])
-        return Sequence(int32(0), query, int32(given.ends[batch + 1] - query), key, int32(given.ends_k[batch + 1] - key))
+    def sequence(self, batch, params):
+        query, key = int32(params.ends[batch]), int32(params.ends_k[batch])
+        return Sequence(int32(0), query, int32(params.ends[batch + 1] - query), key, int32(params.ends_k[batch + 1] - key))
 
     @inlined
-    def has_keys(self, key, batch, given):
-        return key < given.ends_k[batch + 1] - given.ends_k[batch]
+    def has_key(self, key, batch, params):
+        return key < params.ends_k[batch + 1] - params.ends_k[batch]
 
     @inlined
-    def nobodys(self, block, batch, given):
-        return _behind_the_last(self.rows * block, batch, self.rows, given.ends)
+    def padding_rows(self, block, batch, params):
+        return _rows_behind_last(self.rows * block, batch, self.rows, params.ends)
 
     @inlined
-    def clear_nobodys(self, tile, gO, gLse, block, batch, head, mine, joins, given):
-        some, row = self.nobodys(block, batch, given)
-        if some and not joins:
-            store(gO, zeros(tile), (int32(0), int32(row + mine), head, 0), 1, 3)
-            store(gLse, full(tile.col_vec, -math.inf), (int32(0), head, int32(row + mine)))
+    def clear_padding(self, tile, gO, gLse, block, batch, head, offset, accumulates, params):
+        some, row = self.padding_rows(block, batch, params)
+        if some and not accumulates:
+            store(gO, zeros(tile), (int32(0), int32(row + offset), head, 0), 1, 3)
+            store(gLse, full(tile.col_vec, -math.inf), (int32(0), head, int32(row + offset)))
 
     @inlined
-    def nobodys_keys(self, key, batch, rows, given):
-        return _behind_the_last(key, batch, rows, given.ends_k)
+    def padding_keys(self, key, batch, rows, params):
+        return _rows_behind_last(key, batch, rows, params.ends_k)
 
     @inlined
-    def first_tile(self, batch, given):
-        return int32(given.ends[batch] // self.rows + batch)
+    def first_tile(self, batch, params):
+        return int32(params.ends[batch] // self.rows + batch)
 
     @inlined
-    def begins(self, first, tile, rows):
+    def tma_offset(self, first, tile, rows):
         return first + rows * tile
 
     @inlined
-    def last_key(self, batch, given):
-        return int32(given.ends_k[batch + 1])
+    def end_of_keys(self, batch, params):
+        return int32(params.ends_k[batch + 1])
 
 
-class PackedInUse(Packed):
-    """The same; given.lengths says how many keys of each sequence are in use."""
+class PackedSeqUsedLayout(PackedLayout):
+    """Packed sequences, of whose keys the first params.lengths[n] are in use."""
+
+    label = " packed in use"
 
     @property
-    def given(self) -> dict[str, Any]:
+    def params(self) -> dict[str, Any]:
         return {"ends": ENDS, "ends_k": ENDS, "lengths": ENDS}
 
     @inlined
-    def sequence(self, batch, given):
-        query = int32(given.ends[batch])
-        queries = int32(given.ends[batch + 1] - query)
-        return Sequence(int32(0), query, queries, int32(given.ends_k[batch]), int32(given.lengths[batch]))
+    def sequence(self, batch, params):
+        query = int32(params.ends[batch])
+        queries = int32(params.ends[batch + 1] - query)
+        return Sequence(int32(0), query, queries, int32(params.ends_k[batch]), int32(params.lengths[batch]))
 
 
-class Cached(InUse):
-    """Keys lie in caches that may be growing (`in_use`). The keys before given.leftpad[n], if there is such, do not count."""
+class KvCacheLayout(SeqUsedLayout):
+    """The keys of each sequence are in a cache to which this call may append (`in_use`). The keys before params.leftpad[n], if
+    leftpad is not empty, are padding."""
 
-    @property
-    def given(self) -> dict[str, Any]:
-        return {"q_len": INT, "leftpad": ENDS, **GROWING}
-
-    @inlined
-    def sequence(self, batch, given):
-        first, end = _counting(batch, given)
-        return Sequence(batch, int32(0), given.q_len, first, int32(end - first))
-
-
-class PackedCached(Packed):
-    """Queries lie one behind the other, and the keys of each sequence in such a cache."""
+    label = " cached"
 
     @property
-    def given(self) -> dict[str, Any]:
-        return {"ends": ENDS, "leftpad": ENDS, **GROWING}
+    def params(self) -> dict[str, Any]:
+        return {"q_len": INT, "leftpad": ENDS, **APPENDING}
 
     @inlined
-    def sequence(self, batch, given):
-        query, (first, end) = int32(given.ends[batch]), _counting(batch, given)
-        return Sequence(int32(0), query, int32(given.ends[batch + 1] - query), first, int32(end - first))
+    def sequence(self, batch, params):
+        first, end = _valid_keys(batch, params)
+        return Sequence(batch, int32(0), params.q_len, first, int32(end - first))
+
+
+class PackedKvCacheLayout(PackedLayout):
+    """Packed queries, with the keys of each sequence in a cache: see KvCacheLayout."""
+
+    label = " packed cached"
+
+    @property
+    def params(self) -> dict[str, Any]:
+        return {"ends": ENDS, "leftpad": ENDS, **APPENDING}
+
+    @inlined
+    def sequence(self, batch, params):
+        query, (first, end) = int32(params.ends[batch]), _valid_keys(batch, params)
+        return Sequence(int32(0), query, int32(params.ends[batch + 1] - query), first, int32(end - first))
 
 
 @inlined
-def _counting(number, given):
-    """(the first key of a sequence that counts, where its keys end)"""
-    first, end = int32(0), in_use(number, given)
-    if given.leftpad.shape[0] > 0:
-        first = int32(given.leftpad[number])
+def _valid_keys(number, params):
+    """(the first key of a sequence that is no padding, where its keys end)"""
+    first, end = int32(0), in_use(number, params)
+    if params.leftpad.shape[0] > 0:
+        first = int32(params.leftpad[number])
     return first, end

@@ -2,15 +2,16 @@
 query heads that share a key head are rows of one tile, and multiprocessors work on different parts of the keys."""
 
 from tiles.device import machine
-from tiles.program import Plan
+from tiles.plan import Plan
 from tiles.schema import Problem
 
 from .decode import ampere, hopper
-from .decode.caches import Dense
-from .decode.launches import TILES, Asked, Before, of_few, shared_out
-from .decode.norms import AS_THEY_ARE, Norms
+from .decode.caches import DenseLoader
+from .decode.launches import TILES, AppendPlan, DecodeOptions, plan_split_kv, prefers_split_kv
+from .decode.norm_planning import DecodeNorms
+from .decode.norms import PLAIN_KEYS
 from .hopper import MANY
-from .planning import scale_of
+from .planning import resolve_scale
 
 LEAST = 1024  # keys: with fewer, tiles of one consumer do as well
 FEWER = 2  # times as many keys as queries at least, so that the bits of self-attention never depend on the number of heads
@@ -22,16 +23,16 @@ def serves(problem: Problem, family: str | None) -> bool:
     if family is not None or keys < LEAST or keys < FEWER * queries or 0 in problem("BSH"):
         return False
     rows = queries * (heads // kv_heads)
-    if rows <= (hopper.Config.band if problem.by_tma else ampere.MOST):
+    if rows <= (hopper.Config.tile_rows if problem.by_tma else ampere.TALL_ROWS):
         many = batch * heads >= MANY * machine(problem.device).processors  # forward has tiles of one consumer for these
         return heads > kv_heads or not many
-    return shared_out(problem, queries, keys)
+    return prefers_split_kv(problem, queries, keys)
 
 
-def planned(problem: Problem, causal: bool, scale: float | None, return_lse: bool) -> Plan:
+def plan_by_decode(problem: Problem, causal: bool, scale: float | None, return_lse: bool) -> Plan:
     """The Plan of such a call, by decode's kernels. All keys are in use."""
     (keys,) = problem("T")
-    asked = Asked(causal, None, None, None, scale_of(problem, scale), None, None, [])
-    before, norms = Before([], [], problem["q"], {"keys": keys}), Norms([], [], AS_THEY_ARE, {}, {})
-    lse, cache = problem["lse"] if return_lse else None, Dense(problem.bytes_at_once(*TILES))
-    return of_few(problem, asked, before, norms, cache, {}, keys, None, None, problem["out"], lse)
+    options = DecodeOptions(causal, None, None, None, resolve_scale(problem, scale), None, None, [])
+    append, norms = AppendPlan([], [], problem["q"], {"keys": keys}), DecodeNorms([], [], PLAIN_KEYS, {}, {})
+    lse, cache = problem["lse"] if return_lse else None, DenseLoader(problem.bytes_at_once(*TILES))
+    return plan_split_kv(problem, options, append, norms, cache, {}, keys, None, None, problem["out"], lse)

@@ -42,8 +42,8 @@ def make(config: Config):
     def turn(gV: tiled(V, unit=1), gTurned: tiled(TURNED, 4, 2, 3), blocks: INT, heads: INT):
         """Transpose 128 keys of a head. Each head has `blocks` thread blocks."""
         v, turned = smem.open()
-        pair, block = divmod(int32(cuda.blockIdx.x), blocks)
-        batch, head = divmod(pair, heads)
+        batch_head, block = divmod(int32(cuda.blockIdx.x), blocks)
+        batch, head = divmod(batch_head, heads)
         v.fill(0, gV, (batch, KEYS * block, head))
         warpgroup.transpose_zipped(turned, v.wait(0))
         warpgroup.tma_store(gTurned, (batch, head, 0, block), turned)

@@ -1,13 +1,13 @@
-"""What an attention makes of its scores, as objects: which keys a query sees (visible_keys.py), what becomes of a score and
-what joins their sum (scores.py), what becomes of queries and weights (norms.py, dropped.py).
+"""Variants of attention as static objects: which keys a query sees (visible_keys.py), how a score is changed and what is added
+to the row sum (scores.py), how queries and weights are changed (norms.py, dropped.py).
 
     Both(Causal(), Left())                      # a causal window
     Both(Causal(), Capped())                    # tanh of every score
 
-A kernel is made for one such object, and calls its methods where it has a tile of scores. Numbers and arrays that an object
-needs come as arguments of the kernel (`given`, a record), so a window of another width is no other code. Scores are Q K^T at
-first, in units of the softmax's scale; a Capped score is in units of the cap, what a function of scores gives is in units of 1.
-assembled.py makes an object of a call's options, with its arguments and the unit that is left."""
+A kernel is compiled for one such object, and calls its methods where it has a tile of scores. Numbers and arrays that an object
+reads are arguments of the kernel (`params`, a record), so a window of another width is the same code. Scores are Q K^T at
+first, in units of the softmax's scale; a Capped score is in units of the cap, and the result of a score function in units of 1.
+assembled.py builds the object for a call's options, with its arguments and the unit of the final scores."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -19,25 +19,26 @@ from tiles.arguments import Record, array, listed
 from .online import LOWEST, LOWEST_FLOAT
 
 
-class At(NamedTuple):
-    """Where a warp's rows of scores stand. batch, head: of the queries; a packed sequence is a batch. row: the query of the
-    first one. shift: query i and key i + shift stand at the same place. queries, keys: how many there are. given, aux: the
-    kernel's arguments that the variant reads, and those that functions in Python do. kept: what the variant reads of memory
-    once a tile, `keep(at)`."""
+class ScoreContext(NamedTuple):
+    """Which tile of scores a variant gets. batch, head: of the queries; a packed sequence counts as a batch. row: the query of
+    the warp's first row. shift: query i is aligned with key i + shift (bottom right). seqlen_q, seqlen_k: of the sequence.
+    params, aux: the kernel's arguments that the variant reads, and the arrays that functions in Python read. precomputed: what
+    the variant reads from memory once a tile, `precompute(ctx)`."""
 
     batch: Any
     head: Any
     row: Any
     shift: Any
-    queries: Any
-    keys: Any
-    given: Any
+    seqlen_q: Any
+    seqlen_k: Any
+    params: Any
     aux: Any
-    kept: Any
+    precomputed: Any
 
 
-class Keys(NamedTuple):
-    """What some rows see: no key outside [first, end), and all of them every key in [inner_first, inner_end)."""
+class KeyRange(NamedTuple):
+    """The keys that some query rows see: no row sees a key outside [first, end), and every row sees all keys of [inner_first,
+    inner_end), where no mask is needed."""
 
     first: Any
     end: Any
@@ -45,8 +46,9 @@ class Keys(NamedTuple):
     inner_end: Any
 
 
-class Queries(NamedTuple):
-    """Which queries see some keys: none outside [first, end), and every one in [inner_first, inner_end) sees all of them."""
+class QueryRange(NamedTuple):
+    """The queries that see some keys: no query outside [first, end) sees one of them, and every query of [inner_first,
+    inner_end) sees all of them."""
 
     first: Any
     end: Any
@@ -55,195 +57,194 @@ class Queries(NamedTuple):
 
 
 def arrays_of(axes: Sequence[int]) -> Record:
-    """What kernels say of the arrays that a variant's functions read, which have so many axes."""
+    """The kernel's record of the arrays that score_mod and mask_mod functions read (`aux`), which have so many axes."""
     return listed(**{f"aux{n}": array(rank) for n, rank in enumerate(axes)})
 
 
 @static
 class Variant:
-    """Every query sees every key, and scores stay as they are. The attributes below are what kernels and planners ask of a
-    variant."""
+    """Full attention: every query sees every key, and scores stay as they are. Kernels and planners read the attributes below
+    to choose code and configurations."""
 
-    everything = True  # do all queries see all keys?
-    from_first = True  # do all queries see the first key?
-    rising = False  # do later queries see more keys?
-    scored = False  # does it change scores, which takes time?
-    measures = False  # does it take scores in units of the softmax's scale only?
-    computed = True  # does which keys are seen follow from positions alone?
-    by_rows = False  # is anything subtracted from all scores of a row, in blocks of keys that the mask does not cut?
-    ends_early = False  # may all queries' windows end ahead of the last key?
-    within = False  # does a query only see keys that exist, so that no mask is needed behind the last key?
-    plain = False  # do tiles take as long as in plain or causal attention?
-    draws = False  # does it draw random numbers, which takes many registers?
-    lean = (
-        True  # do gradients of narrow heads go the way of plain ones (backward/hopper_narrow.py), which has few registers left?
-    )
-    loads = False  # does it read a number for each score, which takes as many registers?
-    fetches = False  # if so, does it read only one number for each column, while products run?
-    brings = None  # does TMA bring what it reads for each score (bias_tiles.py), and of which dtype?
-    prepares = False  # does it change the queries, before the scores?
-    adds = False  # does it add to scores something that can be added later, when weights are found (`added`)?
-    folds = True  # the same of heads of 128 columns (backward/hopper_folded.py)?
-    light = True  # and of wide heads (backward/hopper_wide.py)?
-    deep = False  # may all scores of a row be very low numbers, and count (online.py)?
-    bends = False  # is the derivative of a changed score by the original one other than 1?
+    sees_all_keys = True  # do all queries see all keys?
+    starts_at_zero = True  # do all queries see the first key?
+    monotonic = False  # do later queries see more keys, as in causal attention?
+    changes_scores = False  # does it change scores?
+    needs_raw_scores = False  # must fp8 scores be multiplied by their descales before the variant gets them?
+    positional = True  # do positions alone say which keys a query sees?
+    has_row_offset = False  # is a number subtracted from all scores of a row, in blocks that need no mask (`row_offset`)?
+    may_end_early = False  # may the windows of all queries end before the last key?
+    ends_at_last_key = False  # does the mask hide what comes after the last key, so that kernels need not?
+    cheap_mask = False  # do tiles take as long as in full or causal attention?
+    uses_random = False  # does it draw random numbers, which need many registers?
+    # Are there registers for it in the backward ...
+    fits_narrow_backward = True  # ... kernel for head dims up to 64 (backward/hopper_narrow.py)?
+    reads_score_matrix = False  # does it load one number for each score, which needs as many registers as scores?
+    prefetches_columns = False  # if so, does it load one number for each column only, while wgmma runs (`prefetch`)?
+    tma_bias = None  # the dtype of a bias that TMA loads in tiles (bias_tiles.py)
+    prepares_queries = False  # does it change the query tile before the scores (`prepare_queries`)?
+    adds_late = False  # in gradients, is its term added to the exponents of weights, not to scores (`late_term`)?
+    fits_folded_backward = True  # ... kernel for head dims up to 128 (backward/hopper_folded.py)?
+    fits_wide_backward = True  # ... kernel for head dims over 128 (backward/hopper_wide.py)?
+    allows_low_scores = False  # may scores below -1e30 be more than masked ones (online.py)?
+    nonlinear = False  # is the derivative of a changed score by the raw score other than 1?
 
     def __str__(self):
         return type(self).__name__.lower()
 
     @property
-    def given(self) -> dict[str, Any]:
-        """The kernel's arguments that it reads, and what they are."""
+    def params(self) -> dict[str, Any]:
+        """{name: type} of the kernel's arguments that it reads."""
         return {}
 
     @property
-    def floor(self) -> float:
-        """Where the maximum of scores starts at the lowest."""
-        return LOWEST_FLOAT if self.deep else LOWEST
+    def max_floor(self) -> float:
+        """The lowest number at which a row's maximum starts."""
+        return LOWEST_FLOAT if self.allows_low_scores else LOWEST
 
     @inlined
-    def of_queries(self, x, at):
-        """What `queries` must know of whole rows of a tile of queries."""
+    def query_stats(self, x, ctx):
+        """Statistics of whole rows of a query tile, which `prepare_queries` needs."""
         return None
 
     @inlined
-    def queries(self, x, of_queries, at, col):
-        """Some columns of a tile of queries, from column `col` on, as the variant changes them."""
+    def prepare_queries(self, x, stats, ctx, col):
+        """The changed columns x of a query tile, from column `col` on."""
         return x
 
     @inlined
-    def ahead(self, spec, col, given):
-        """What `queries_by` reads from memory for some columns, a vector of type `spec`. It is loaded before the queries
-        arrive."""
+    def prefetch_query_params(self, spec, col, params):
+        """What `prepare_queries_by` reads from memory for some columns, a vector of type `spec`. Kernels load it before the
+        queries arrive."""
         return 0
 
     @inlined
-    def queries_by(self, x, of_queries, ahead, at, col):
-        """queries(x, of_queries, at, col), with what was loaded ahead."""
-        return self.queries(x, of_queries, at, col)
+    def prepare_queries_by(self, x, stats, prefetched, ctx, col):
+        """prepare_queries(x, stats, ctx, col), with what was prefetched."""
+        return self.prepare_queries(x, stats, ctx, col)
 
     @inlined
-    def keys(self, first, last, at):
-        """The Keys of rows `first` to `last`."""
-        return Keys(0, at.keys, 0, at.keys)
+    def key_range(self, first, last, ctx):
+        """The KeyRange of query rows `first` to `last`."""
+        return KeyRange(0, ctx.seqlen_k, 0, ctx.seqlen_k)
 
     @inlined
-    def seers(self, first, last, at):
-        """The Queries of keys `first` to `last`: what `keys` says, asked from the other side."""
-        return Queries(0, at.queries, 0, at.queries)
+    def query_range(self, first, last, ctx):
+        """The QueryRange of keys `first` to `last`: the transpose of `key_range`."""
+        return QueryRange(0, ctx.seqlen_q, 0, ctx.seqlen_q)
 
     @inlined
-    def keep(self, at):
-        """What is read from memory once for a tile, and not once for each block of keys; it becomes at.kept."""
+    def precompute(self, ctx):
+        """What the variant reads from memory once for a query tile, not for each block of keys; it becomes ctx.precomputed."""
         return 0
 
     @inlined
-    def score(self, s, at, key):
-        """A tile of scores, whose first key is `key`, as the variant changes them."""
+    def score(self, s, ctx, key):
+        """The changed scores s of a tile whose first key is `key`."""
         return s
 
     @inlined
-    def fetch(self, spec, at, key):
-        """What `score_by` reads from memory for a tile of scores of type `spec`. It is loaded while products run."""
+    def prefetch(self, spec, ctx, key):
+        """What `score_by` reads from memory for a tile of scores of type `spec`. Kernels load it while wgmma runs."""
         return 0
 
     @inlined
-    def score_by(self, s, fetched, at, key):
-        """score(s, at, key), with what was fetched."""
-        return self.score(s, at, key)
+    def score_by(self, s, prefetched, ctx, key):
+        """score(s, ctx, key), with what was prefetched."""
+        return self.score(s, ctx, key)
 
     @inlined
-    def score_near(self, s, at, key):
-        """score(s, at, key) in a block that the mask cuts, where a row's nearest keys may be; what is below is `below_near`."""
-        return self.score(s, at, key)
+    def score_in_edge_block(self, s, ctx, key):
+        """score(s, ctx, key) in a block that needs the mask; its row offset is `row_offset_in_edge_block`."""
+        return self.score(s, ctx, key)
 
     @inlined
-    def score_near_by(self, s, fetched, at, key):
-        """score_near(s, at, key), with what was fetched."""
-        return self.score_by(s, fetched, at, key)
+    def score_in_edge_block_by(self, s, prefetched, ctx, key):
+        """score_in_edge_block(s, ctx, key), with what was prefetched."""
+        return self.score_by(s, prefetched, ctx, key)
 
     @inlined
-    def bent(self, s, at, key):
-        """(score(s, at, key) without what is `added` later, its derivative by s, both in the units of s)."""
-        return self.score(s, at, key), 1.0
+    def score_and_grad(self, s, ctx, key):
+        """(score(s, ctx, key) without `late_term`, its derivative by s), both in the units of s."""
+        return self.score(s, ctx, key), 1.0
 
     @inlined
-    def added(self, s, at, key, scale):
-        """What a variant that adds later adds to scores s, times `scale`: a number for each key, as a vector, or a tile. With
-        it goes what is `below` for the key in the middle of the tile."""
+    def late_term(self, s, ctx, key, scale):
+        """What a variant with `adds_late` adds to scores s, times `scale`: a row vector, or a tile. The row offset that belongs
+        to it is the one for the key in the middle of the tile."""
         return 0.0
 
     @inlined
-    def below(self, s, at, key):
-        """What must also be subtracted from all scores s of a row, as a vector; None if there is nothing."""
+    def row_offset(self, s, ctx, key):
+        """What must still be subtracted from all scores of each row of s, as a column vector; None if nothing."""
         return None
 
     @inlined
-    def below_near(self, s, at, key):
-        """The same in a block that the mask cuts."""
+    def row_offset_in_edge_block(self, s, ctx, key):
+        """`row_offset` in a block that needs the mask."""
         return None
 
     @inlined
-    def mask(self, s, at, key, hidden):
-        """The scores, with `hidden` in place of those that are not seen."""
+    def mask(self, s, ctx, key, hidden):
+        """The scores s, with `hidden` for those that the row's query does not see."""
         return s
 
     @inlined
-    def drop(self, p, at, key):
-        """A tile of weights, whose first key is `key`, without those that are dropped. The sum has counted all of them."""
+    def drop(self, p, ctx, key):
+        """The weights p of a tile whose first key is `key`, with 0 for those that dropout drops. The row sum counts all."""
         return p
 
     @inlined
-    def output(self, o, at):
-        """The output, given the weighted mean of the values."""
+    def output(self, o, ctx):
+        """The output for o, the weighted mean of the values."""
         return o
 
     @inlined
-    def marked(self, p, at, key):
-        """For gradients: a tile of weights, whose first key is `key`, in which those that are dropped have a negative sign."""
+    def mark_dropped(self, p, ctx, key):
+        """For gradients: the weights p of a tile, with a negative sign for those that dropout drops."""
         return p
 
     @inlined
-    def left(self, p):
-        """Marked weights without those that are dropped."""
+    def remove_dropped(self, p):
+        """Marked weights, with 0 for those that dropout drops."""
         return p
 
     @inlined
-    def slope(self, p, dp, delta, at):
-        """The gradient of scores by that of weights, dp; p: marked weights, delta: the sum of each row's dp p."""
+    def score_grad(self, p, dp, delta, ctx):
+        """dS = P (dP - delta). p: marked weights; delta: the row sums of dP P."""
         return p * (dp - delta)
 
     @inlined
-    def lowest(self, at, floor):
-        """Where the maximum of scores starts: not below `floor`, where it starts if nothing else is said."""
+    def initial_max(self, ctx, floor):
+        """Where a row's maximum starts, at least `floor`."""
         return floor
 
     @inlined
-    def total(self, l, m, scale, at):
-        """The sum of weights exp2(scale (s - m)), and what joins it."""
+    def finish_row_sum(self, l, m, scale, ctx):
+        """The row sum l of weights exp2(scale (s - m)), with what the variant adds to it."""
         return l
 
 
 @static
-class Unforeseen(Variant):
-    """Which keys a query sees does not follow from positions: a function or a map must be asked."""
+class DataDependentMask(Variant):
+    """A mask that positions do not determine: kernels must evaluate a function, or read a map of blocks."""
 
-    everything = False
-    computed = False
-    rising = True  # it is true of most masks
-
-    @inlined
-    def keys(self, first, last, at):
-        return Keys(0, at.keys, at.keys, 0)
+    sees_all_keys = False
+    positional = False
+    monotonic = True  # as most masks are
 
     @inlined
-    def seers(self, first, last, at):
-        return Queries(0, at.queries, at.queries, 0)
+    def key_range(self, first, last, ctx):
+        return KeyRange(0, ctx.seqlen_k, ctx.seqlen_k, 0)
+
+    @inlined
+    def query_range(self, first, last, ctx):
+        return QueryRange(0, ctx.seqlen_q, ctx.seqlen_q, 0)
 
 
 @static
 class Both(Variant):
-    """One variant and then another. A query sees the keys that both let it see."""
+    """Variant `one`, and then `other` on its result. A query sees the keys that both let it see."""
 
     one: Variant
     other: Variant
@@ -252,47 +253,47 @@ class Both(Variant):
         return f"{self.one} {self.other}"
 
     @property
-    def given(self) -> dict[str, Any]:
-        return self.one.given | self.other.given
+    def params(self) -> dict[str, Any]:
+        return self.one.params | self.other.params
 
     @property
-    def brings(self) -> dtype | None:  # type: ignore[override]
-        """See Variant. Only one of them does."""
-        return self.one.brings or self.other.brings
+    def tma_bias(self) -> dtype | None:  # type: ignore[override]
+        """The dtype of the one bias that TMA loads."""
+        return self.one.tma_bias or self.other.tma_bias
 
     @inlined
-    def of_queries(self, x, at):
-        """See Variant. Only one of them prepares queries."""
-        if self.one.prepares:
-            return self.one.of_queries(x, at)
+    def query_stats(self, x, ctx):
+        """Statistics for the one part that prepares queries."""
+        if self.one.prepares_queries:
+            return self.one.query_stats(x, ctx)
         else:
-            return self.other.of_queries(x, at)
+            return self.other.query_stats(x, ctx)
 
     @inlined
-    def queries(self, x, of_queries, at, col):
-        if self.one.prepares:
-            return self.one.queries(x, of_queries, at, col)
+    def prepare_queries(self, x, stats, ctx, col):
+        if self.one.prepares_queries:
+            return self.one.prepare_queries(x, stats, ctx, col)
         else:
-            return self.other.queries(x, of_queries, at, col)
+            return self.other.prepare_queries(x, stats, ctx, col)
 
     @inlined
-    def ahead(self, spec, col, given):
-        if self.one.prepares:
-            return self.one.ahead(spec, col, given)
+    def prefetch_query_params(self, spec, col, params):
+        if self.one.prepares_queries:
+            return self.one.prefetch_query_params(spec, col, params)
         else:
-            return self.other.ahead(spec, col, given)
+            return self.other.prefetch_query_params(spec, col, params)
 
     @inlined
-    def queries_by(self, x, of_queries, ahead, at, col):
-        if self.one.prepares:
-            return self.one.queries_by(x, of_queries, ahead, at, col)
+    def prepare_queries_by(self, x, stats, prefetched, ctx, col):
+        if self.one.prepares_queries:
+            return self.one.prepare_queries_by(x, stats, prefetched, ctx, col)
         else:
-            return self.other.queries_by(x, of_queries, ahead, at, col)
+            return self.other.prepare_queries_by(x, stats, prefetched, ctx, col)
 
     @inlined
-    def keys(self, first, last, at):
-        one, other = self.one.keys(first, last, at), self.other.keys(first, last, at)
-        return Keys(
+    def key_range(self, first, last, ctx):
+        one, other = self.one.key_range(first, last, ctx), self.other.key_range(first, last, ctx)
+        return KeyRange(
             max(one.first, other.first),
             min(one.end, other.end),
             max(one.inner_first, other.inner_first),
@@ -300,9 +301,9 @@ class Both(Variant):
         )
 
     @inlined
-    def seers(self, first, last, at):
-        one, other = self.one.seers(first, last, at), self.other.seers(first, last, at)
-        return Queries(
+    def query_range(self, first, last, ctx):
+        one, other = self.one.query_range(first, last, ctx), self.other.query_range(first, last, ctx)
+        return QueryRange(
             max(one.first, other.first),
             min(one.end, other.end),
             max(one.inner_first, other.inner_first),
@@ -310,114 +311,117 @@ class Both(Variant):
         )
 
     @inlined
-    def keep(self, at):
-        return self.one.keep(at), self.other.keep(at)
+    def precompute(self, ctx):
+        return self.one.precompute(ctx), self.other.precompute(ctx)
 
     @inlined
-    def score(self, s, at, key):
-        s = self.one.score(s, at._replace(kept=at.kept[0]), key)
-        return self.other.score(s, at._replace(kept=at.kept[1]), key)
+    def score(self, s, ctx, key):
+        s = self.one.score(s, ctx._replace(precomputed=ctx.precomputed[0]), key)
+        return self.other.score(s, ctx._replace(precomputed=ctx.precomputed[1]), key)
 
     @inlined
-    def fetch(self, spec, at, key):
-        return self.one.fetch(spec, at, key), self.other.fetch(spec, at, key)
+    def prefetch(self, spec, ctx, key):
+        return self.one.prefetch(spec, ctx, key), self.other.prefetch(spec, ctx, key)
 
     @inlined
-    def score_by(self, s, fetched, at, key):
-        s = self.one.score_by(s, fetched[0], at._replace(kept=at.kept[0]), key)
-        return self.other.score_by(s, fetched[1], at._replace(kept=at.kept[1]), key)
+    def score_by(self, s, prefetched, ctx, key):
+        s = self.one.score_by(s, prefetched[0], ctx._replace(precomputed=ctx.precomputed[0]), key)
+        return self.other.score_by(s, prefetched[1], ctx._replace(precomputed=ctx.precomputed[1]), key)
 
     @inlined
-    def score_near(self, s, at, key):
-        s = self.one.score_near(s, at._replace(kept=at.kept[0]), key)
-        return self.other.score_near(s, at._replace(kept=at.kept[1]), key)
+    def score_in_edge_block(self, s, ctx, key):
+        s = self.one.score_in_edge_block(s, ctx._replace(precomputed=ctx.precomputed[0]), key)
+        return self.other.score_in_edge_block(s, ctx._replace(precomputed=ctx.precomputed[1]), key)
 
     @inlined
-    def score_near_by(self, s, fetched, at, key):
-        s = self.one.score_near_by(s, fetched[0], at._replace(kept=at.kept[0]), key)
-        return self.other.score_near_by(s, fetched[1], at._replace(kept=at.kept[1]), key)
+    def score_in_edge_block_by(self, s, prefetched, ctx, key):
+        s = self.one.score_in_edge_block_by(s, prefetched[0], ctx._replace(precomputed=ctx.precomputed[0]), key)
+        return self.other.score_in_edge_block_by(s, prefetched[1], ctx._replace(precomputed=ctx.precomputed[1]), key)
 
     @inlined
-    def bent(self, s, at, key):
-        s, first = self.one.bent(s, at._replace(kept=at.kept[0]), key)
-        s, then = self.other.bent(s, at._replace(kept=at.kept[1]), key)
-        if self.one.bends and self.other.bends:
+    def score_and_grad(self, s, ctx, key):
+        s, first = self.one.score_and_grad(s, ctx._replace(precomputed=ctx.precomputed[0]), key)
+        s, then = self.other.score_and_grad(s, ctx._replace(precomputed=ctx.precomputed[1]), key)
+        if self.one.nonlinear and self.other.nonlinear:
             return s, first * then
-        elif self.one.bends:
+        elif self.one.nonlinear:
             return s, first
         else:
             return s, then
 
     @inlined
-    def added(self, s, at, key, scale):
-        if self.one.adds and self.other.adds:
-            one = self.one.added(s, at._replace(kept=at.kept[0]), key, scale)
-            return one + self.other.added(s, at._replace(kept=at.kept[1]), key, scale)
-        elif self.one.adds:
-            return self.one.added(s, at._replace(kept=at.kept[0]), key, scale)
+    def late_term(self, s, ctx, key, scale):
+        if self.one.adds_late and self.other.adds_late:
+            one = self.one.late_term(s, ctx._replace(precomputed=ctx.precomputed[0]), key, scale)
+            return one + self.other.late_term(s, ctx._replace(precomputed=ctx.precomputed[1]), key, scale)
+        elif self.one.adds_late:
+            return self.one.late_term(s, ctx._replace(precomputed=ctx.precomputed[0]), key, scale)
         else:
-            return self.other.added(s, at._replace(kept=at.kept[1]), key, scale)
+            return self.other.late_term(s, ctx._replace(precomputed=ctx.precomputed[1]), key, scale)
 
     @inlined
-    def below(self, s, at, key):
-        """See Variant. Only one of them has any."""
-        if self.one.by_rows:
-            return self.one.below(s, at._replace(kept=at.kept[0]), key)
+    def row_offset(self, s, ctx, key):
+        """The offset of the one part that has any."""
+        if self.one.has_row_offset:
+            return self.one.row_offset(s, ctx._replace(precomputed=ctx.precomputed[0]), key)
         else:
-            return self.other.below(s, at._replace(kept=at.kept[1]), key)
+            return self.other.row_offset(s, ctx._replace(precomputed=ctx.precomputed[1]), key)
 
     @inlined
-    def below_near(self, s, at, key):
-        if self.one.by_rows:
-            return self.one.below_near(s, at._replace(kept=at.kept[0]), key)
+    def row_offset_in_edge_block(self, s, ctx, key):
+        if self.one.has_row_offset:
+            return self.one.row_offset_in_edge_block(s, ctx._replace(precomputed=ctx.precomputed[0]), key)
         else:
-            return self.other.below_near(s, at._replace(kept=at.kept[1]), key)
+            return self.other.row_offset_in_edge_block(s, ctx._replace(precomputed=ctx.precomputed[1]), key)
 
     @inlined
-    def mask(self, s, at, key, hidden):
-        return self.other.mask(self.one.mask(s, at, key, hidden), at, key, hidden)
+    def mask(self, s, ctx, key, hidden):
+        return self.other.mask(self.one.mask(s, ctx, key, hidden), ctx, key, hidden)
 
     @inlined
-    def drop(self, p, at, key):
-        p = self.one.drop(p, at._replace(kept=at.kept[0]), key)
-        return self.other.drop(p, at._replace(kept=at.kept[1]), key)
+    def drop(self, p, ctx, key):
+        p = self.one.drop(p, ctx._replace(precomputed=ctx.precomputed[0]), key)
+        return self.other.drop(p, ctx._replace(precomputed=ctx.precomputed[1]), key)
 
     @inlined
-    def output(self, o, at):
-        return self.other.output(self.one.output(o, at), at)
+    def output(self, o, ctx):
+        return self.other.output(self.one.output(o, ctx), ctx)
 
     @inlined
-    def marked(self, p, at, key):
-        p = self.one.marked(p, at._replace(kept=at.kept[0]), key)
-        return self.other.marked(p, at._replace(kept=at.kept[1]), key)
+    def mark_dropped(self, p, ctx, key):
+        p = self.one.mark_dropped(p, ctx._replace(precomputed=ctx.precomputed[0]), key)
+        return self.other.mark_dropped(p, ctx._replace(precomputed=ctx.precomputed[1]), key)
 
     @inlined
-    def left(self, p):
-        return self.other.left(self.one.left(p))
+    def remove_dropped(self, p):
+        return self.other.remove_dropped(self.one.remove_dropped(p))
 
     @inlined
-    def slope(self, p, dp, delta, at):
-        """See Variant. Only one of them marks weights."""
-        if self.one.draws:
-            return self.one.slope(p, dp, delta, at)
+    def score_grad(self, p, dp, delta, ctx):
+        """dS by the one part that marks weights."""
+        if self.one.uses_random:
+            return self.one.score_grad(p, dp, delta, ctx)
         else:
-            return self.other.slope(p, dp, delta, at)
+            return self.other.score_grad(p, dp, delta, ctx)
 
     @inlined
-    def lowest(self, at, floor):
-        return maximum(self.one.lowest(at, floor), self.other.lowest(at, floor))
+    def initial_max(self, ctx, floor):
+        return maximum(self.one.initial_max(ctx, floor), self.other.initial_max(ctx, floor))
 
     @inlined
-    def total(self, l, m, scale, at):
-        return self.other.total(self.one.total(l, m, scale, at), m, scale, at)
+    def finish_row_sum(self, l, m, scale, ctx):
+        return self.other.finish_row_sum(self.one.finish_row_sum(l, m, scale, ctx), m, scale, ctx)
 
 
 def _of_both(name: str, fold: Callable[[Any], bool]) -> property:
-    """An attribute that is true of both parts together if it is true of `all`, or of `any`, of them."""
+    """An attribute of Both that is true if it is true of `all` of its parts, or of `any`."""
     return property(lambda self: fold((getattr(self.one, name), getattr(self.other, name))))
 
 
-for _name in "everything from_first computed plain lean folds light".split():
-    setattr(Both, _name, _of_both(_name, all))
-for _name in "rising scored measures by_rows ends_early within draws loads fetches prepares adds deep bends".split():
-    setattr(Both, _name, _of_both(_name, any))
+TRUE_OF_ALL = """sees_all_keys starts_at_zero positional cheap_mask fits_narrow_backward fits_folded_backward
+    fits_wide_backward"""
+TRUE_OF_ANY = """monotonic changes_scores needs_raw_scores has_row_offset may_end_early ends_at_last_key uses_random
+    reads_score_matrix prefetches_columns prepares_queries adds_late allows_low_scores nonlinear"""
+for _names, _fold in ((TRUE_OF_ALL, all), (TRUE_OF_ANY, any)):
+    for _name in _names.split():
+        setattr(Both, _name, _of_both(_name, _fold))

@@ -1,4 +1,4 @@
-"""Which keys a query sees: the variants of attention that mask, built in or by a function."""
+"""Variants that mask: full, causal and windowed attention, and masks that are functions."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,98 +9,98 @@ from ops import causal, col_index, row_index, triu, where
 from tiles import inlined, static
 from tiles.arguments import INT
 
-from .variants import Keys, Queries, Unforeseen, Variant
+from .variants import DataDependentMask, KeyRange, QueryRange, Variant
 
 
 class Full(Variant):
-    """A query sees all keys."""
+    """Every query sees every key."""
 
-    plain = True
+    cheap_mask = True
 
 
 class Causal(Variant):
-    """A query sees the keys up to its own position."""
+    """A query sees the keys up to its own position, aligned bottom right."""
 
-    everything = False
-    rising = True
-    within = True  # the last query stands at the last key
-    plain = True
-
-    @inlined
-    def keys(self, first, last, at):
-        return Keys(0, min(at.keys, last + at.shift + 1), 0, min(at.keys, first + at.shift + 1))
+    sees_all_keys = False
+    monotonic = True
+    ends_at_last_key = True  # the last query is aligned with the last key
+    cheap_mask = True
 
     @inlined
-    def seers(self, first, last, at):
-        return Queries(max(0, first - at.shift), at.queries, max(0, last - at.shift), at.queries)
+    def key_range(self, first, last, ctx):
+        return KeyRange(0, min(ctx.seqlen_k, last + ctx.shift + 1), 0, min(ctx.seqlen_k, first + ctx.shift + 1))
 
     @inlined
-    def mask(self, s, at, key, hidden):
-        return causal(s, at.row + at.shift - key, hidden)
+    def query_range(self, first, last, ctx):
+        return QueryRange(max(0, first - ctx.shift), ctx.seqlen_q, max(0, last - ctx.shift), ctx.seqlen_q)
+
+    @inlined
+    def mask(self, s, ctx, key, hidden):
+        return causal(s, ctx.row + ctx.shift - key, hidden)
 
 
 class Right(Variant):
-    """A query sees the keys up to given.right positions after its own."""
+    """A query sees the keys up to params.right positions after its own: the right edge of a window."""
 
-    everything = False
-    rising = True
-    ends_early = True  # `right` may be negative, where a mask in Python says so
+    sees_all_keys = False
+    monotonic = True
+    may_end_early = True  # a window recognised in a mask function may have a negative `right`
 
     @property
-    def given(self) -> dict[str, Any]:
+    def params(self) -> dict[str, Any]:
         return {"right": INT}
 
     @inlined
-    def keys(self, first, last, at):
-        edge = at.shift + at.given.right + 1
-        return Keys(0, min(at.keys, last + edge), 0, min(at.keys, first + edge))
+    def key_range(self, first, last, ctx):
+        edge = ctx.shift + ctx.params.right + 1
+        return KeyRange(0, min(ctx.seqlen_k, last + edge), 0, min(ctx.seqlen_k, first + edge))
 
     @inlined
-    def seers(self, first, last, at):
-        edge = at.shift + at.given.right
-        return Queries(max(0, first - edge), at.queries, max(0, last - edge), at.queries)
+    def query_range(self, first, last, ctx):
+        edge = ctx.shift + ctx.params.right
+        return QueryRange(max(0, first - edge), ctx.seqlen_q, max(0, last - edge), ctx.seqlen_q)
 
     @inlined
-    def mask(self, s, at, key, hidden):
-        return causal(s, at.row + at.shift + at.given.right - key, hidden)
+    def mask(self, s, ctx, key, hidden):
+        return causal(s, ctx.row + ctx.shift + ctx.params.right - key, hidden)
 
 
 class Left(Variant):
-    """A query sees the keys from given.left positions before its own on."""
+    """A query sees the keys from params.left positions before its own on: the left edge of a window."""
 
-    everything = False
-    from_first = False
+    sees_all_keys = False
+    starts_at_zero = False
 
     @property
-    def given(self) -> dict[str, Any]:
+    def params(self) -> dict[str, Any]:
         return {"left": INT}
 
     @inlined
-    def keys(self, first, last, at):
-        edge = at.shift - at.given.left
-        return Keys(max(0, first + edge), at.keys, max(0, last + edge), at.keys)
+    def key_range(self, first, last, ctx):
+        edge = ctx.shift - ctx.params.left
+        return KeyRange(max(0, first + edge), ctx.seqlen_k, max(0, last + edge), ctx.seqlen_k)
 
     @inlined
-    def seers(self, first, last, at):
-        edge = at.shift - at.given.left
-        return Queries(0, min(at.queries, last - edge + 1), 0, min(at.queries, first - edge + 1))
+    def query_range(self, first, last, ctx):
+        edge = ctx.shift - ctx.params.left
+        return QueryRange(0, min(ctx.seqlen_q, last - edge + 1), 0, min(ctx.seqlen_q, first - edge + 1))
 
     @inlined
-    def mask(self, s, at, key, hidden):
-        return triu(s, at.row + at.shift - at.given.left - key, hidden)
+    def mask(self, s, ctx, key, hidden):
+        return triu(s, ctx.row + ctx.shift - ctx.params.left - key, hidden)
 
 
 @static
-class Masked(Unforeseen):
-    """A query sees the keys for which function(b, h, i, j, *aux) holds. i is a vector of queries, j one of keys, counted from
-    0."""
+class Masked(DataDependentMask):
+    """A query sees the keys for which function(b, h, i, j, *aux) is true. i is a column vector of queries and j a row vector of
+    keys, both counted from 0."""
 
     function: Callable
 
     @inlined
-    def mask(self, s, at, key, hidden):
-        i, j = row_index(s.col_vec) + at.row, col_index(s.row_vec) + int32(key)
-        return where(self.function(at.batch, at.head, i, j, *at.aux), s, hidden)
+    def mask(self, s, ctx, key, hidden):
+        i, j = row_index(s.col_vec) + ctx.row, col_index(s.row_vec) + int32(key)
+        return where(self.function(ctx.batch, ctx.head, i, j, *ctx.aux), s, hidden)
 
 
 FULL, CAUSAL = Full(), Causal()

@@ -1,51 +1,51 @@
-"""Where a consumer's weights lie for their product with values, as objects with the same methods. wgmma takes them from
-registers, which hold them until the product is over, or from shared memory: that costs a store, but then the registers of three
-consumers have room for the scores of 128 keys."""
+"""Where wgmma reads the weights P of O += P V from, as objects with the same methods: from registers, which then hold them
+until the product ends, or from shared memory. That costs a store, but leaves three consumers enough registers for the scores of
+128 keys."""
 
 from typing import Any
 
 from ops import subtile, warpgroup
 from tiles import dtype, inlined, st, static
 
-ROWS = warpgroup.ROWS  # of a consumer
+ROWS = warpgroup.ROWS  # query rows of a consumer
 
 
 @static
-class InRegisters:
+class WeightsInRegisters:
     """The weights of a consumer stay in registers, rounded to the values' dtype."""
 
     dtype: dtype
 
     def memory(self, rows: int, keys: int) -> dict[str, st]:
-        """The items that the weights add to the plan of shared memory, behind q, k and v: none."""
+        """The items for weights in the plan of shared memory, after q, k and v: none."""
         return {}
 
     @inlined
-    def opened(self, items: Any) -> Any:
-        """The items of an opened plan, with the room for weights last."""
+    def unpack(self, items: Any) -> Any:
+        """(q, k, v, ring of bias tiles, shared memory for weights) from the items of the plan."""
         return items + (0,)
 
     @inlined
-    def handed(self, p, room, consumer):
-        """The weights of a consumer, as the product takes them. It must be called after the product before has ended, which
-        may still read them."""
+    def stage(self, p, p_smem, consumer):
+        """The operand of the product for the weights p of a consumer. It must be called after the previous product has ended,
+        which may still read its operand."""
         return self.dtype(p)
 
 
-class InShared(InRegisters):
-    """The weights of a consumer go to shared memory, rounded to the values' dtype, from where the product takes them."""
+class WeightsInShared(WeightsInRegisters):
+    """The weights of a consumer go to shared memory, rounded to the values' dtype."""
 
     def memory(self, rows: int, keys: int) -> dict[str, st]:
         return {"weights": st(rows, keys, self.dtype)}
 
     @inlined
-    def opened(self, items: Any) -> Any:
-        q, k, v, room, tiles = items
-        return q, k, v, tiles, room
+    def unpack(self, items: Any) -> Any:
+        q, k, v, p_smem, tiles = items
+        return q, k, v, tiles, p_smem
 
     @inlined
-    def handed(self, p, room, consumer):
-        mine = subtile(room, ROWS, consumer)
-        warpgroup.store(mine, self.dtype(p))
+    def stage(self, p, p_smem, consumer):
+        rows = subtile(p_smem, ROWS, consumer)
+        warpgroup.store(rows, self.dtype(p))
         warpgroup.sync()
-        return mine
+        return rows

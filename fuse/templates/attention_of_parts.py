@@ -1,87 +1,85 @@
-"""Attention of a few tiles of queries: keys in parts, so that all multiprocessors have work.
+"""Split-KV attention: with few query tiles, each block attends to a part of the keys, so that all multiprocessors are busy.
 
-    y = sum over parts of exp(lse - max(lse)) * attended, divided by the sum of the weights
+    y = sum over parts of exp(lse - max(lse)) * partial output, divided by the sum of these weights
 
-attention.forward gives a block to each 128 queries of a head; where these are too few for the card, each block has a part of
-the keys. Every part is a sequence of its own to forward, all with the same queries, and gives a mean of values, in float32,
-and the logarithm of the sum of its weights. One small kernel joins them."""
+attention.forward gives a block 128 queries of a head. Where there are fewer blocks than multiprocessors, the keys are split
+into equal parts: each part is a sequence of its own to forward, all with the same queries, and gives a partial output, in
+float32, and its log-sum-exp. A second kernel combines them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from .. import terms
+from .. import term_operations
 from ..axes import Axis
-from ..module import Text
+from ..module import KernelText
 from ..names import array, unused
 from ..terms import Term
-from ..writing import Writer
-from .attention import Attention
+from ..writing import ExpressionWriter
+from .attention import AttentionCall
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-QUERIES, LEAST, AXES = 128, 512, 3  # of a block; the fewest keys of a part that are worth it; heads, rows, columns
+QUERIES, LEAST, AXES = 128, 512, 3  # queries of a block; the fewest keys of a part; axes: heads, rows, columns
 
 
-class AttentionOfParts(Attention):
-    """Attention computed on `parts` equal parts of the keys, whose results a kernel joins: see the module."""
+class SplitKVAttention(AttentionCall):
+    """Attention over `parts` equal splits of the keys, whose partial outputs a kernel combines: see the module."""
 
-    launched, early = True, True
-    held: Term  # what is found in each part
-    ahead: tuple[Term, ...] = ()
+    has_launch, early = True, True
+    partial_outputs: Term
+    early_reads: tuple[Term, ...] = ()
 
     @classmethod
-    def of_parts(cls, root: Term, processors: int) -> Iterator[Self]:
-        """The kernel that computes a term, if it is attention with too few blocks for all multiprocessors, and with enough
-        keys to cut them into equal parts."""
-        for one in cls.serving(root):
+    def split_kernels_for(cls, root: Term, processors: int) -> Iterator[Self]:
+        """The kernels that compute a term, if it is attention with fewer blocks than multiprocessors, and with enough keys to
+        split into equal parts."""
+        for one in cls.kernels_for(root):
             heads, queries, _ = one.q.array.extents if one.q.array.ndim == AXES else (processors, 1, 1)
             parts, keys = processors // (heads * -(-queries // QUERIES)), one.k.array.extents[-2]
             parts = 1 << max(0, parts.bit_length() - 1)
             while parts > 1 and (keys % parts or keys // parts < LEAST):
                 parts //= 2
-            if parts > 1 and one.heads is one.root and not (one.causal or one.k.normed or one.few):
-                one.held = terms.attended(one.root, parts)
-                one.roots = one.root, one.held
+            if parts > 1 and one.heads is one.root and not (one.causal or one.k.normalised or one.uses_decode):
+                one.partial_outputs = term_operations.split_outputs(one.root, parts)
+                one.roots = one.root, one.partial_outputs
                 yield one
 
     @property
-    def cut(self) -> Any:
-        """See Attention."""
-        return self.held.what, self.few
+    def text_key(self) -> Any:
+        return self.partial_outputs.attr, self.uses_decode
 
     @property
-    def fixed(self) -> dict[Axis, int]:
-        """See Attention. The number of keys must be a multiple of the parts, and the kernel that joins them has all columns of
-        v in a tile."""
-        keys, columns = self.k.array.names[-2], self.v.names[-1]
-        known = (keys, 5 * self.held.what), (columns, self.v.extents[-1])
-        return super().fixed | {axis.root: n for axis, n in known if axis is not None}
+    def fixed_extents(self) -> dict[Axis, int]:
+        """The extents of a proof's run. The number of keys must be a multiple of the parts, and the kernel that combines has
+        all columns of v in a tile."""
+        keys, columns = self.k.array.axes[-2], self.v.axes[-1]
+        known = (keys, 5 * self.partial_outputs.attr), (columns, self.v.extents[-1])
+        return super().fixed_extents | {axis.root: n for axis, n in known if axis is not None}
 
-    def explained(self) -> str:
+    def describe(self) -> str:
         """What it does, in words."""
-        return f"{super().explained()}, for {self.held.what} parts of the keys, which a small kernel joins"
+        return f"{super().describe()}, for {self.partial_outputs.attr} splits of the keys, combined by a second kernel"
 
-    def text(self, name: str, parameters: dict[Term, str], spoken: dict[Term, str]) -> Text:
-        """See RowMap.text."""
-        writer = Writer({x: parameters[x] for x in self.leaves}, spoken)
+    def text(self, name: str, parameters: dict[Term, str], local_names: dict[Term, str]) -> KernelText:
+        writer = ExpressionWriter({x: parameters[x] for x in self.leaves}, local_names)
         arrays = parameters[self.q.array], parameters[self.k.array], parameters[self.v]
         names = list(dict.fromkeys(arrays))
         cut = {one: unused(f"{one}_parts", parameters.values()) for one in names}
-        y, parts = parameters[self.root], parameters[self.held]
+        y, parts = parameters[self.root], parameters[self.partial_outputs]
         k, v = arrays[1:]
         q, lse = unused("queries", parameters.values()), unused("lse", parameters.values())
-        given = [q, cut[k], cut[v]]
+        arguments = [q, cut[k], cut[v]]
         norms = {"q_norm": self.q.weights, "norm_eps": self.eps}
-        given += [f"{key}={writer.expression(x)}" for key, x in norms.items() if x is not None]
-        given += [f"scale={writer.expression(self.scale) if self.scale is not None else 1.0}", 'layout="bhsd"']
+        arguments += [f"{key}={writer.expression(x)}" for key, x in norms.items() if x is not None]
+        arguments += [f"scale={writer.expression(self.scale) if self.scale is not None else 1.0}", 'layout="bhsd"']
         views = [
             f"{one} = {name}.reshape({name}.shape[0], {parts}.shape[0], -1, {name}.shape[2]).swapaxes(0, 1)"
             for name, one in ((name, cut[name]) for name in dict.fromkeys((k, v)))
         ]
-        text = Text(bounds="32, 1", globals=[f"TILE = rt(16, {-(-self.v.extents[-1] // 16) * 16}, fp32)"])
+        text = KernelText(bounds="32, 1", globals=[f"TILE = rt(16, {-(-self.v.extents[-1] // 16) * 16}, fp32)"])
         lies = array(lse)
         text.kernel = [
             "grid.follow()",
@@ -98,7 +96,7 @@ class AttentionOfParts(Attention):
         text.before = [
             f"{q} = repeated({arrays[0]}, {parts}.shape[0])",
             *views,
-            f"_, {lse} = attention.forward({', '.join(given)}, out={parts}, return_lse=True)",
+            f"_, {lse} = attention.forward({', '.join(arguments)}, out={parts}, return_lse=True)",
         ]
         text.launch = f"(-(-{y}.shape[1] // TILE.rows), {y}.shape[0]), 32, early=True"
         text.arguments = [(array(parts), parts), (lies, lse), (array(y), y)]

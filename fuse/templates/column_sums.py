@@ -1,39 +1,39 @@
-"""Sums over all rows, of what blocks of a row map gathered (row_map.py): a few hundred rows of float32, of each total.
+"""Sums over all rows, from the partial sums that the blocks of a row map wrote (row_map.py): a few hundred rows of float32 for
+each.
 
-    total[col] = gathered[0, col] + gathered[1, col] + ...      in one order, so that every run gives the same bits
+    total[col] = partial_sums[0, col] + partial_sums[1, col] + ...      in a fixed order, so that every run gives the same bits
 
-A block has 32 columns of every total, its warps every so many rows."""
+A block has 32 columns of every total, each of its warps one row in WARPS."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from .. import terms
+from .. import term_operations
 from ..axes import Axis
-from ..module import Text
+from ..module import KernelText
 from ..names import array, unused
 from ..terms import Term
-from .row_map import shares
+from .row_map import count_partial_sums
 
 COLUMNS, WARPS = 32, 8
 
 
 class ColumnSums:
-    """The kernel that adds up what each block of a row map gathered. roots: the totals, of shape (1, c). leaves: what was
-    gathered for each."""
+    """The kernel that adds up the partial sums of a row map. roots: the totals, of shape (1, c). leaves: the partial sums of
+    each."""
 
-    label, operations, most_rows, launched, early = "totals", 0.0, 2**31 - 1, True, True
+    label, operations, most_rows, has_launch, early = "totals", 0.0, 2**31 - 1, True, True
 
     def __init__(self, roots: Sequence[Term], processors: int):
-        self.roots, self.ahead = tuple(roots), list[Term]()
-        self.fixed = dict[Axis, int]()
-        self.leaves = tuple([terms.gathered(x.of[0], shares(x.of[0], processors)) for x in roots])
+        self.roots, self.early_reads = tuple(roots), list[Term]()
+        self.fixed_extents = dict[Axis, int]()
+        self.leaves = tuple([term_operations.partial_sums(x.args[0], count_partial_sums(x.args[0], processors)) for x in roots])
 
     @property
-    def cut(self) -> Any:
-        """See RowMap."""
-        return [x.what for x in self.leaves]
+    def text_key(self) -> Any:
+        return [x.attr for x in self.leaves]
 
     @property
     def bytes(self) -> float:
@@ -46,15 +46,14 @@ class ColumnSums:
         return self.bytes / 4
 
     def __str__(self):
-        return f"totals of {', '.join(str(x.of[0]) for x in self.roots)}"
+        return f"totals of {', '.join(str(x.args[0]) for x in self.roots)}"
 
-    def explained(self) -> str:
+    def describe(self) -> str:
         """What it does, in words."""
-        return "sums over rows, of what each block of the kernel before added up"
+        return "sums over rows, from the partial sums of the kernel before"
 
-    def text(self, name: str, parameters: dict[Term, str], spoken: dict[Term, str]) -> Text:
-        """See RowMap.text."""
-        text, taken = Text(bounds="32 * WARPS, 1"), {*parameters.values(), "col", "first", "row", "scratch"}
+    def text(self, name: str, parameters: dict[Term, str], local_names: dict[Term, str]) -> KernelText:
+        text, taken = KernelText(bounds="32 * WARPS, 1"), {*parameters.values(), "col", "first", "row", "scratch"}
         pairs = [(parameters[one], parameters[x]) for one, x in zip(self.leaves, self.roots)]
         text.globals = [f"WARPS = {WARPS}", f"SUMS = rt(16, {COLUMNS}, fp32)"]
         text.globals.append("smem = shared(scratch=sv(SUMS.cols * WARPS, fp32))")
@@ -62,13 +61,13 @@ class ColumnSums:
         text.kernel.append("col, first = SUMS.cols * int32(cuda.blockIdx.x), SUMS.rows * int32(cuda.threadIdx.x // 32)")
         for sums, total in pairs:
             into = array(sums)
-            found = unused("sums", taken)
-            taken.add(found)
+            partial = unused("sums", taken)
+            taken.add(partial)
             text.kernel += [
-                f"{found} = zeros(SUMS)",
+                f"{partial} = zeros(SUMS)",
                 f"for row in range(first, {into}.shape[0], SUMS.rows * WARPS):",
-                f"    {found} = {found} + load_unordered({into}, SUMS, (row, col))",
-                f"{total} = block.reduce_sum(col_sum({found}), scratch)",
+                f"    {partial} = {partial} + load_unordered({into}, SUMS, (row, col))",
+                f"{total} = block.reduce_sum(col_sum({partial}), scratch)",
             ]
         text.kernel.append("if first == 0:")
         text.kernel += [f"    store_unordered({array(total)}, zeros(SUMS) + {total}, (0, col))" for _, total in pairs]

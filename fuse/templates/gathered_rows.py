@@ -1,70 +1,72 @@
-"""Row maps with sums over rows, which column_sums.py adds up: see row_map.py for the forms.
+"""Row maps that also sum over rows, whose partial sums column_sums.py adds up: see row_map.py for the forms.
 
-row by row:   y = f(x[row, :], ...)  and  total[:] += g(x[row, :], ...), of all rows that a block does"""
+row by row:   y = f(x[row, :], ...)  and  partial_sums[:] += g(x[row, :], ...), over the rows of a block"""
 
 from __future__ import annotations
 
-from ..graph import along
+from ..graph import has_columns
 from ..names import array
 from ..terms import Term
-from .folded_rows import FOLD, Folded
+from .folded_rows import FOLD, FoldedRows
 
 
-class Gathered(Folded):
-    """Rows one after the other, and sums over all rows that a block works on. The sums stay in registers until they are
-    written, or in shared memory if the map takes all registers. They are written in the order in which their columns were
-    read, unordered, and column_sums.py reads them in that order. Vectors are read anew for each row, from L1, because no
-    registers are left for them, nor for a row ahead.
+class SummedRows(FoldedRows):
+    """A block goes from row to row and accumulates sums over its rows. The sums stay in registers, or in shared memory if the
+    map takes all registers. They are written in the order in which their columns were read, unordered, and column_sums.py reads
+    them in that order. Vectors are read anew for each row, from L1, because no registers are left for them, nor for a
+    prefetched row.
 
     warps: of a multiprocessor. most: how many levels of reductions and results there may be beside sums in registers."""
 
     part, warps, most = 32, 16, 5
-    columns, says = FOLD * part, "are tiles of lines, several of a block, which adds up their sums over rows"
-    first = "row"
+    columns, description = FOLD * part, "are tiles of lines, several rows per block, which accumulates their sums over rows"
+    row_variable = "row"
 
     @property
-    def apart(self) -> bool:
+    def sums_in_shared(self) -> bool:
         """Do the sums lie in shared memory?"""
         return len(self.levels()) + len(self.kernel.roots) > self.most
 
-    def extents(self) -> list[str]:
+    def block_constants(self) -> list[str]:
         self.text.bounds = "32 * WARPS, BLOCKS"
         warps = self.kernel.warps
         return [f"WARPS, BLOCKS = {warps}, {self.warps // warps}  # of a block, of a multiprocessor"]
 
-    def memory(self) -> dict[str, str]:
-        sums = [self.parameters[x] for x in self.kernel.sums if self.apart]
-        return super().memory() | dict.fromkeys(sums, f"st({FOLD} * WARPS, {self.part}, fp32)")
+    def shared_memory(self) -> dict[str, str]:
+        sums = [self.parameters[x] for x in self.kernel.partial_sums if self.sums_in_shared]
+        return super().shared_memory() | dict.fromkeys(sums, f"st({FOLD} * WARPS, {self.part}, fp32)")
 
-    def lead(self, x: Term) -> str:
-        return f"{self.parameters[x]}.shape[0], " if x in self.kernel.sums else super().lead(x)
+    def leading_shape(self, x: Term) -> str:
+        return f"{self.parameters[x]}.shape[0], " if x in self.kernel.partial_sums else super().leading_shape(x)
 
-    def held(self, x: Term) -> str:
+    def sum_expression(self, x: Term) -> str:
         """The expression of a sum so far, as a tile in registers."""
-        return f"load({self.parameters[x]}, SUMS)" if self.apart else self.parameters[x]
+        return f"load({self.parameters[x]}, SUMS)" if self.sums_in_shared else self.parameters[x]
 
     def store(self, x: Term, written: str, at: str, store: str) -> list[str]:
-        """The lines that store a result. Sums over rows are not stored for each row: they stay where they are added up."""
-        if x not in self.kernel.sums:
+        """The lines that store a result. Sums over rows are not stored for each row but accumulated."""
+        if x not in self.kernel.partial_sums:
             return super().store(x, written, at, store)
-        name, found = self.parameters[x], f"{self.held(x)} + {self.writer.expression(x.of[0])}"
-        return [f"store({name}, {found})" if self.apart else f"{name} = {found}"]
+        name, total = self.parameters[x], f"{self.sum_expression(x)} + {self.writer.expression(x.args[0])}"
+        return [f"store({name}, {total})" if self.sums_in_shared else f"{name} = {total}"]
 
-    def rounded(self, x: Term, store: str) -> str:
-        return "" if x in self.kernel.sums else super().rounded(x, store)
+    def stored_expression(self, x: Term, store: str) -> str:
+        return "" if x in self.kernel.partial_sums else super().stored_expression(x, store)
 
-    def rows(self, tiles: list[Term], body: list[str]) -> None:
-        text, name, sums = self.text, self.parameters, self.kernel.sums
+    def write_loop(self, tiles: list[Term], body: list[str]) -> None:
+        text, name, sums = self.text, self.parameters, self.kernel.partial_sums
         text.globals.append(f"SUMS = rt({FOLD}, {self.part}, fp32)")
-        if self.apart:
+        if self.sums_in_shared:
             for x in sums:
                 text.kernel.append(f"{name[x]} = subtile({name[x]}, SUMS.rows, int32(cuda.threadIdx.x // 32))")
                 text.kernel.append(f"store({name[x]}, zeros(SUMS))")
         else:
             text.kernel.append(f"{', '.join(name[x] for x in sums)} = {', '.join(['zeros(SUMS)'] * len(sums))}")
-        vectors = [x for x in self.kernel.leaves if along(x) and x not in tiles]
-        lines = [f"{name[t]} = {self.widened(self.loaded(t, 'row, line, 0'))}" for t in tiles]
-        lines += [f"{name[v]} = {self.loaded(v, 'line, 0')}" for v in vectors]
+        vectors = [x for x in self.kernel.leaves if has_columns(x) and x not in tiles]
+        lines = [f"{name[t]} = {self.widen(self.load_expression(t, 'row, line, 0'))}" for t in tiles]
+        lines += [f"{name[v]} = {self.load_expression(v, 'line, 0')}" for v in vectors]
         text.kernel += ["while row < rows:", *(f"    {line}" for line in (*lines, *body, "row += int32(cuda.gridDim.x)"))]
-        text.kernel += [f"store_unordered({array(name[x])}, {self.held(x)}, (int32(cuda.blockIdx.x), line, 0))" for x in sums]
+        text.kernel += [
+            f"store_unordered({array(name[x])}, {self.sum_expression(x)}, (int32(cuda.blockIdx.x), line, 0))" for x in sums
+        ]
         text.launch = f"{name[sums[0]]}.shape[0]"

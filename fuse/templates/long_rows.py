@@ -1,26 +1,27 @@
-"""Row maps of rows too long for a block's registers, a row a block: see row_map.py for the forms.
+"""Row maps of rows too long for a block's registers, one row per block: see row_map.py for the forms.
 
-    one after the other:   tiles of 16 lines of a row's elements, which lie one behind the other in memory
+    one after the other:   tiles of 16 consecutive lines of a row's elements
 
-As many blocks run as there are rows, where sixteen rows of a block would leave most multiprocessors idle, and the rows that
-are read at a time fit L2, so that all passes but the first find them there."""
+As many blocks run as there are rows, where sixteen rows per block would leave most multiprocessors idle, and the rows that are
+read at a time fit L2, so that all passes but the first find them there."""
 
 from __future__ import annotations
 
-from ..graph import along, between, is_index, is_tile
-from ..module import one_number
+from ..graph import between, has_columns, is_index, is_matrix
+from ..module import scalar_load
 from ..names import array
-from ..terms import Term, viewed
-from .row_map_text import FOLLOW, NOTHING
-from .sixteen_rows import LEAST, Looped
+from ..term_views import view_base
+from ..terms import Term
+from .row_map_text import FOLLOW, IDENTITY_ELEMENTS
+from .sixteen_rows import LEAST, LoopedRows
 
 
-class Long(Looped):
-    """One row for each block, read again for each level of reductions, in tiles of `rows` lines. lines: how many columns a
-    line may have; a row must be whole lines."""
+class LongRows(LoopedRows):
+    """One row per block, read again for each level of reductions, in tiles of `rows` lines. lines: the possible columns of a
+    line; a row must be whole lines."""
 
     rows, lines, part = 16, (64, 32), 32
-    says = "are a block's only one each, read {} times, once from memory and then from L2"
+    description = "are read {} times, once from memory and then from L2, one row per block"
 
     @classmethod
     def line(cls, width: int) -> int:
@@ -34,26 +35,26 @@ class Long(Looped):
 
     @property
     def unordered(self) -> bool:  # type: ignore[override]
-        """May columns be read in the order in which they lie? Not if something asks for a column's number."""
-        return self.kernel.alike and not self.places
+        """May columns be read in the order in which they lie? Not if a column's number is needed."""
+        return self.kernel.allows_unordered and not self.needs_column_index
 
-    def begin(self) -> None:
+    def write_prologue(self) -> None:
         kernel, text, name = self.kernel, self.text, self.parameters
         self.writer.names |= dict.fromkeys(self.lengths, "columns")
         self.writer.forms["is_column"] = lambda x: "place == {} - before"
-        tiles, line = [x for x in kernel.leaves if is_tile(x)], self.line(kernel.width)
+        tiles, line = [x for x in kernel.leaves if is_matrix(x)], self.line(kernel.width)
         inside = between(kernel.roots, kernel.leaves)
-        self.picks = [x for x in self.reductions if _is_pick(x) and not any(x.of[0] in y.of for y in inside if y is not x)]
-        alone = {x.of[0] for x in self.picks}
-        self.places = any(y.operation == "is_column" for x in inside if x not in alone for y in x.of)
-        wide = [x for x in (*kernel.leaves, *kernel.roots) if along(x)]
-        numbers = [x for x in self.leaves if not along(x)]
+        self.picks = [x for x in self.reductions if _is_pick(x) and not any(x.args[0] in y.args for y in inside if y is not x)]
+        masked = {x.args[0] for x in self.picks}
+        self.needs_column_index = any(y.operation == "is_column" for x in inside if x not in masked for y in x.args)
+        wide = [x for x in (*kernel.leaves, *kernel.roots) if has_columns(x)]
+        numbers = [x for x in self.leaves if not has_columns(x)]
         self.blocks = kernel.blocks
         several = self.blocks > 1
-        said = f"WARPS, BLOCKS = {kernel.warps}, {self.blocks}  # of a block, of a row" if several else ""
-        text.globals.append(said or f"WARPS = {kernel.warps}  # of a block")
+        constants = f"WARPS, BLOCKS = {kernel.warps}, {self.blocks}  # of a block, of a row" if several else ""
+        text.globals.append(constants or f"WARPS = {kernel.warps}  # of a block")
         text.globals.append(f"TILE = rt({self.rows}, {line}, {kernel.dtype})  # a warp's, lines of a row")
-        if self.places:
+        if self.needs_column_index:
             text.globals.append(f"PLACES = rt({self.rows}, {line}, fp32)")
         if self.reductions:
             parts = ", parts=sv(16, fp32)" * several
@@ -64,23 +65,27 @@ class Long(Looped):
         text.before = [f"rows, lines = {x}.shape[0], ({x}.shape[1] // {line}, {line})"]
         text.launch = f"rows{' * BLOCKS' * several}, 32 * WARPS{', shared=smem' * bool(self.reductions)}"
         text.launch += f"{', cluster=BLOCKS' * several}, early=True"
-        shaped = [(array(name[one]), f"{name[one]}.reshape({'rows, ' * is_tile(one)}*lines)") for one in wide]
+        shaped = [(array(name[one]), f"{name[one]}.reshape({'rows, ' * is_matrix(one)}*lines)") for one in wide]
         others = [
-            (array(name[one]) if one.ndim else name[one], name[one]) for one in (*numbers, *kernel.roots) if not along(one)
+            (array(name[one]) if one.ndim else name[one], name[one])
+            for one in (*numbers, *kernel.roots)
+            if not has_columns(one)
         ]
         columns = [("columns", f"float({x}.shape[1])")] if self.lengths else []
-        asked = [x for x in between([x.of[0].of[1] for x in self.picks], kernel.leaves, with_leaves=True) if x in wide]
-        for one in asked:  # element by element
-            view = f"{name[one]}.reshape({'rows, ' * is_tile(one)}-1, 1)"
-            shaped.append((array(self.there(one)), view))
+        picked_leaves = [
+            x for x in between([x.args[0].args[1] for x in self.picks], kernel.leaves, with_leaves=True) if x in wide
+        ]
+        for one in picked_leaves:  # element by element
+            view = f"{name[one]}.reshape({'rows, ' * is_matrix(one)}-1, 1)"
+            shaped.append((array(self.picked_name(one)), view))
         text.arguments = [*shaped, *others, *columns]
 
-    def there(self, x: Term) -> str:
+    def picked_name(self, x: Term) -> str:
         """The name of a leaf's element in the column that is picked."""
         return f"{self.parameters[x]}_there"
 
     def reduce_in_a_loop(self, wanted: list[Term]) -> None:
-        """See Looped. An element that is picked needs no loop."""
+        """As in LoopedRows. An element that is picked needs no loop."""
         for x in wanted:
             if x in self.picks:
                 self.pick(x)
@@ -94,52 +99,52 @@ class Long(Looped):
 
     def pick(self, x: Term) -> None:
         """Write the lines that compute the element that an index picks, 0 if there is none."""
-        index, inner = self.writer.expression(x.of[0].of[0].of[0]), x.of[0].of[1]
-        needed = [y for y in between([inner], [*self.kernel.leaves, *self.writer.names], with_leaves=True) if along(y)]
+        index, inner = self.writer.expression(x.args[0].args[0].args[0]), x.args[0].args[1]
+        needed = [y for y in between([inner], [*self.kernel.leaves, *self.writer.names], with_leaves=True) if has_columns(y)]
         before, lines = dict(self.writer.names), list[str]()
         for y in (y for y in needed if y in self.kernel.leaves):
-            self.writer.names[y] = self.there(y)
-            at = f"{'row, ' * is_tile(y)}{index}, 0"
-            lines.append(f"    {self.there(y)} = {one_number(array(self.there(y)), at, viewed(y).held_as(self.kernel.held))}")
+            self.writer.names[y] = self.picked_name(y)
+            at, dtype = f"{'row, ' * is_matrix(y)}{index}, 0", view_base(y).stored_dtype(self.kernel.default_dtype)
+            lines.append(f"    {self.picked_name(y)} = {scalar_load(array(self.picked_name(y)), at, dtype)}")
         written, self.writer.names = self.writer.expression(inner), before
-        name = self.named(x)
-        self.text.kernel += [f"{name} = {self.nothing('sum')}", f"if 0 <= {index} < TILE.cols * lines:"]
+        name = self.name_reduction(x)
+        self.text.kernel += [f"{name} = {self.identity_element('sum')}", f"if 0 <= {index} < TILE.cols * lines:"]
         self.text.kernel += [*lines, f"    {name} = float32({written})"]
 
     def width(self, needed: bool) -> None:
         """Write the line that reads how many lines a row has."""
-        wide = next(x for x in self.kernel.leaves if is_tile(x))
+        wide = next(x for x in self.kernel.leaves if is_matrix(x))
         self.text.kernel.append(f"lines = {array(self.parameters[wide])}.shape[1]")
 
-    def nothing(self, kind: str) -> str:
-        """The number that a reduction begins with."""
-        return f"float32({LEAST if kind == LEAST else NOTHING[kind][1]})"
+    def identity_element(self, kind: str) -> str:
+        """The number that a reduction starts from."""
+        return f"float32({LEAST if kind == LEAST else IDENTITY_ELEMENTS[kind][1]})"
 
-    def folded(self, x: Term, fold: str = "tile") -> str:
-        written = self.writer.expression(x.of[0])
-        if self.kernel.filled(x):
-            written = f"lower_fill({written}, lines - line, {NOTHING[x.operation][1]})"
+    def fold_tile(self, x: Term, fold: str = "tile") -> str:
+        written = self.writer.expression(x.args[0])
+        if self.kernel.needs_fill(x):
+            written = f"lower_fill({written}, lines - line, {IDENTITY_ELEMENTS[x.operation][1]})"
         return f"tile_{x.operation}({written})"
 
     def load(self, x: Term) -> str:
         name = self.parameters[x]
-        if along(x):
+        if has_columns(x):
             read = "load_unordered" if self.unordered else "load"
-            read = f"{read}({array(name)}, TILE, ({'row, ' * is_tile(x)}line, 0))"
+            read = f"{read}({array(name)}, TILE, ({'row, ' * is_matrix(x)}line, 0))"
             return f"{name} = {read if self.kernel.dtype == 'fp32' else f'fp32({read})'}"
         if is_index(x):
             return f"{name} = {array(name)}[row]"
-        return f"{name} = {one_number(array(name), 'row, 0', x.held_as(''))}" if x.names[0] else super().load(x)
+        return f"{name} = {scalar_load(array(name), 'row, 0', x.stored_dtype(''))}" if x.axes[0] else super().load(x)
 
-    def stores(self, at: str = "row, line, 0", store: str = "") -> list[str]:
-        return super().stores(at, "store_unordered" if self.unordered else "store")
+    def write_stores(self, at: str = "row, line, 0", store: str = "") -> list[str]:
+        return super().write_stores(at, "store_unordered" if self.unordered else "store")
 
     def store(self, x: Term, written: str, at: str, store: str) -> list[str]:
         """The lines that store a result. A result with one number for each row and 16 bits is stored as a vector of which one
         element counts."""
-        if is_tile(x):
+        if is_matrix(x):
             return super().store(x, written, at, store)
-        if x.held_as(self.kernel.held) == "float32":
+        if x.stored_dtype(self.kernel.default_dtype) == "float32":
             return ["if first == 0:", f"    {array(self.parameters[x])}[row, 0] = {written}"]
         vector = f"zeros(rt(16, 16, fp32).col_vec) + ({written})"
         return ["if first == 0:", f"    store({array(self.parameters[x])}, {vector}, (row, 0), cols=1)"]
@@ -148,13 +153,13 @@ class Long(Looped):
         step = f"TILE.rows * WARPS{' * BLOCKS' * (self.blocks > 1)}"
         self.text.kernel += [f"for line in range(first, lines, {step}):", *(f"    {one}" for one in body)]
 
-    def together(self, kind: str, x: str) -> str:
-        """The expression that joins what the warps of a block have found, and the blocks of a row."""
-        found = super().together(kind, x)
-        return f"{kind}_over_cluster({found}, parts, BLOCKS)" if self.blocks > 1 else found
+    def reduce_across_warps(self, kind: str, x: str) -> str:
+        """The expression that reduces across the warps of a block, and across the blocks of a row."""
+        in_block = super().reduce_across_warps(kind, x)
+        return f"{kind}_over_cluster({in_block}, parts, BLOCKS)" if self.blocks > 1 else in_block
 
     @property
-    def first(self) -> str:
+    def loop_start(self) -> str:
         if self.blocks > 1:
             return "TILE.rows * int32(WARPS * cluster.rank() + cuda.threadIdx.x // 32)"
         return "TILE.rows * int32(cuda.threadIdx.x // 32)" if self.kernel.warps > 1 else "0"
@@ -163,7 +168,7 @@ class Long(Looped):
 
 
 def _is_pick(x: Term) -> bool:
-    """Is the term the sum of a row in which all elements but the one in a certain column are 0?"""
-    if x.operation != "sum" or x.of[0].operation != "where" or x.of[0].of[0].operation != "is_column":
+    """Is the term a sum of a row in which all elements but one column's are masked to 0?"""
+    if x.operation != "sum" or x.args[0].operation != "where" or x.args[0].args[0].operation != "is_column":
         return False
-    return x.of[0].of[2].operation == "number" and x.of[0].of[2].what == 0
+    return x.args[0].args[2].operation == "number" and x.args[0].args[2].attr == 0

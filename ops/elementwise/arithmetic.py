@@ -12,10 +12,9 @@ import operator
 from dataclasses import replace
 
 import numpy as np
-from llvmlite import ir
-from numba.cuda import types
 
 from tiles.builder import f32
+from tiles.numba_names import types
 from tiles.op import OPS, lowers, number, op
 from tiles.types import rt, rv, st, sv, whole
 from tiles.values import Tile
@@ -201,15 +200,15 @@ def fmin(b, x, y):
 
 def _floor_div(b, x, y):
     """floor(x / y): exact for whole numbers below 2 ** 24. By a power of 2, which is multiplied by, in two instructions."""
-    if isinstance(y, ir.Constant) and math.frexp(y.constant)[0] == 0.5:
-        quotient = b.fmul(x, ir.Constant(f32, 1 / y.constant))
+    if (divisor := b.constant(y)) and math.frexp(divisor)[0] == 0.5:
+        quotient = b.fmul(x, f32(1 / divisor))
     else:
         quotient = b.asm(f32, "div.rn.f32 $0, $1, $2;", "=f,f,f", x, y, effect=False)
     return b.llvm("llvm.floor.f32", quotient)
 
 
 def _mod(b, x, y):
-    return _fma(b, b.fsub(ir.Constant(f32, -0.0), y), _floor_div(b, x, y), x)
+    return _fma(b, b.fsub(f32(-0.0), y), _floor_div(b, x, y), x)
 
 
 OPERATORS = {
@@ -257,5 +256,5 @@ def _negation(x):
     return _negated(x) if isinstance(x, (rt, rv)) else None
 
 
-_negated = map_rule("neg", lambda b, x: b.fsub(ir.Constant(f32, -0.0), x))
+_negated = map_rule("neg", lambda b, x: b.fsub(f32(-0.0), x))
 lowers(operator.neg, lambda x: -plain(x))(_negation)

@@ -11,11 +11,10 @@ import operator
 from dataclasses import replace
 
 import numpy as np
-from llvmlite import ir
-from numba.cuda import types
 
-from tiles.builder import f32
+from tiles.builder import Builder, f32
 from tiles.dtypes import fp32
+from tiles.numba_names import types
 from tiles.op import OPS, lowers, number, op
 from tiles.types import rt, rv
 
@@ -66,7 +65,7 @@ COMPARISONS = {  # face: (the operator that says the same of tiles, LLVM's name)
     equal: (operator.eq, "=="),
     not_equal: (operator.ne, "!="),
 }
-ONE, ZERO = ir.Constant(f32, 1.0), ir.Constant(f32, 0.0)
+ONE, ZERO = f32(1.0), f32(0.0)
 
 
 def _holds(b, x):
@@ -104,9 +103,9 @@ def _logical(name, emit, *given):
     return out, lower_map(out, lambda b, *e: b.select(emit(b, *[_holds(b, x) for x in e]), ONE, ZERO), *given)
 
 
-lowers(operator.and_, lambda x, y: (plain(x) != 0) & (plain(y) != 0))(lambda x, y: _logical("and", ir.IRBuilder.and_, x, y))
-lowers(operator.or_, lambda x, y: (plain(x) != 0) | (plain(y) != 0))(lambda x, y: _logical("or", ir.IRBuilder.or_, x, y))
-lowers(operator.invert, lambda x: plain(x) == 0)(lambda x: _logical("not", ir.IRBuilder.not_, x))
+lowers(operator.and_, lambda x, y: (plain(x) != 0) & (plain(y) != 0))(lambda x, y: _logical("and", Builder.and_, x, y))
+lowers(operator.or_, lambda x, y: (plain(x) != 0) | (plain(y) != 0))(lambda x, y: _logical("or", Builder.or_, x, y))
+lowers(operator.invert, lambda x: plain(x) == 0)(lambda x: _logical("not", Builder.not_, x))
 
 
 @op

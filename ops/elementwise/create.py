@@ -3,7 +3,7 @@
 import numpy as np
 
 from tiles.dtypes import bf16, fp16, fp32
-from tiles.numba_types import Static
+from tiles.numba_types import StaticType
 from tiles.op import lowers, number, op
 from tiles.types import rt, rv
 
@@ -14,7 +14,7 @@ EXACT = {fp32: 2**24, fp16: 2**11, bf16: 2**8}  # up to here a dtype holds every
 def _(rows: int, cols: int, dtype, layout):
     """A tile type may be made in the kernel itself, of what is known when the kernel is compiled: `zeros(rt(16, 64, fp32))`."""
     try:
-        return Static(rt(rows, cols, dtype, layout)), lambda b, *_: None
+        return StaticType(rt(rows, cols, dtype, layout)), lambda b, *_: None
     except ValueError as error:
         raise TypeError(str(error)) from None
 

@@ -1,12 +1,11 @@
 """Random draws that follow from the place of an element: see tiles/philox.py."""
 
 import numpy as np
-from llvmlite import ir
 
 from tiles import ptx
 from tiles.builder import f32, i32, i64
 from tiles.dtypes import fp32
-from tiles.interpreter import here
+from tiles.interpreter import current_warp
 from tiles.layout import QUAD
 from tiles.op import integer, lowers, op
 from tiles.philox import HALF, MULTIPLIERS, ROUNDS, STEPS, TILE, WORD, halves
@@ -23,7 +22,7 @@ def bernoulli(shape, share, low, high, batch, head, row, col):
     has 64 bits, a low and a high half. So a draw is the same in any tile, and in NumPy (tiles.philox.halves below share).
     share: 0 to 65535."""
     if row % TILE or col % TILE:
-        raise here().hazard(f"bernoulli: row and col must be multiples of {TILE}: {row=}, {col=}")
+        raise current_warp().hazard(f"bernoulli: row and col must be multiples of {TILE}: {row=}, {col=}")
     rows, cols = (np.arange(n, dtype=np.int64) for n in shape.shape)
     seed = int(low) & WORD | (int(high) & WORD) << 32
     return halves(seed, int(batch), int(head), int(row) + rows[:, None], int(col) + cols) < share
@@ -39,7 +38,7 @@ def bernoulli_of_row(shape, share, low, high, batch, head, row, col, step, unord
 
     unordered: columns are in the order in which load_unordered gives those of arrays of 16 bits; they are a multiple of 32."""
     if col % TILE or step % TILE:
-        raise here().hazard(f"bernoulli_of_row: col and step must be multiples of {TILE}: {col=}, {step=}")
+        raise current_warp().hazard(f"bernoulli_of_row: col and step must be multiples of {TILE}: {col=}, {step=}")
     parts, cols = (np.arange(n, dtype=np.int64) for n in shape.shape)
     cols = cols // 32 * 32 + UNORDERED[cols % 32] if unordered else cols
     seed = int(low) & WORD | (int(high) & WORD) << 32
@@ -48,8 +47,8 @@ def bernoulli_of_row(shape, share, low, high, batch, head, row, col, step, unord
 
 def _wide(b, factor, x):
     """(high, low) word of a product."""
-    product = b.mul(b.zext(x, i64), ir.Constant(i64, factor))
-    return b.trunc(b.lshr(product, ir.Constant(i64, 32)), i32), b.trunc(product, i32)
+    product = b.mul(b.zext(x, i64), i64(factor))
+    return b.trunc(b.lshr(product, i64(32)), i32), b.trunc(product, i32)
 
 
 def philox4x32(b, counter, keys):
@@ -92,7 +91,7 @@ def _keys(b, low, high):
 def _drawn(b, word, upper, bound):
     """1 or 0, by the upper half of a word or the lower one; what is below the half in question decides nothing."""
     draw = word if upper else b.shl(word, b.u32(16))
-    return b.select(b.icmp_unsigned("<", draw, bound), ir.Constant(f32, 1.0), ir.Constant(f32, 0.0))
+    return b.select(b.icmp_unsigned("<", draw, bound), f32(1.0), f32(0.0))
 
 
 @lowers(bernoulli)

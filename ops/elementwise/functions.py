@@ -7,11 +7,9 @@ import builtins
 import math
 
 import numpy as np
-from llvmlite import ir
-from numba.cuda import types
-from numba.cuda.core.errors import TypingError
 
 from tiles.builder import f32, scalar_signature
+from tiles.numba_names import TypingError, types
 from tiles.op import OPS, lowers, number, op
 from tiles.types import rt, rv, st, sv
 from tiles.values import FUNCTION
@@ -27,11 +25,11 @@ def _ptx(instruction):
 
 
 def _times(b, x, factor):
-    return b.fmul(x, ir.Constant(f32, factor) if isinstance(factor, float) else factor, flags=FAST)
+    return b.fmul(x, f32(factor) if isinstance(factor, float) else factor, flags=FAST)
 
 
 def _plus(b, x, y):
-    return b.fadd(x, ir.Constant(f32, y) if isinstance(y, float) else y, flags=FAST)
+    return b.fadd(x, f32(y) if isinstance(y, float) else y, flags=FAST)
 
 
 _exp2, _log2 = _ptx("ex2.approx.ftz.f32"), _ptx("lg2.approx.ftz.f32")
@@ -136,7 +134,7 @@ def _emit_sigmoid(b, x):
 
 
 def _emit_softplus(b, x):
-    zero = ir.Constant(f32, 0.0)
+    zero = f32(0.0)
     small = _exp2(b, _times(b, b.llvm("llvm.nvvm.fabs.f", x), -LOG2_E))  # no overflow, and 1 + small is at most 2
     return _plus(b, fmax(b, x, zero), _times(b, _log2(b, _plus(b, small, 1.0)), LN_2))
 
@@ -157,7 +155,7 @@ FUNCTIONS = {
     log2: _log2,
     log: lambda b, x: _times(b, _log2(b, x), LN_2),
     abs: lambda b, x: b.llvm("llvm.nvvm.fabs.f", x),
-    relu: lambda b, x: fmax(b, x, ir.Constant(f32, 0.0)),
+    relu: lambda b, x: fmax(b, x, f32(0.0)),
     sqrt: _ptx("sqrt.approx.ftz.f32"),
     rsqrt: _ptx("rsqrt.approx.ftz.f32"),
     reciprocal: _reciprocal,

@@ -5,7 +5,6 @@ grown by more than `slack`, most blocks rescale nothing, and a warp vote skips t
 """
 
 import numpy as np
-from llvmlite import ir
 
 from tiles import ptx
 from tiles.builder import f32, i32
@@ -48,21 +47,12 @@ def _(tile, alpha):
         raise TypeError(f"rescale: takes an fp32 tile and its col_vec, got {tile} and {alpha}")
 
     def lower(b, vtile, valpha):
-        elements, factors, one = b.unpack(vtile), b.unpack(valpha), ir.Constant(f32, 1.0)
+        elements, factors, one = b.unpack(vtile), b.unpack(valpha), f32(1.0)
         moved = b.fcmp_unordered("!=", factors[0], one)
         for factor in factors[1:]:
             moved = b.or_(moved, b.fcmp_unordered("!=", factor, one))
         any_lane = ptx.ballot(b, b.zext(moved, i32))
-        before = b.block
-        with b.if_then(b.icmp_unsigned("!=", any_lane, b.u32(0))):
-            index = tile.lane_index(alpha)
-            scaled = [b.fmul(e, factors[k]) for e, k in zip(elements, index)]
-            inside = b.block
-        out = []
-        for e, s in zip(elements, scaled):
-            out.append(b.phi(f32))
-            out[-1].add_incoming(e, before)
-            out[-1].add_incoming(s, inside)
-        return b.pack(out)
+        scaled = lambda: [b.fmul(e, factors[k]) for e, k in zip(elements, tile.lane_index(alpha))]
+        return b.pack(b.choose(b.icmp_unsigned("!=", any_lane, b.u32(0)), scaled, elements))
 
     return tile, lower

@@ -4,7 +4,7 @@ there at once; that of a warpgroup's products (wgmma.py) is pending. `ops.matmul
 
 from tiles import ptx
 from tiles.dtypes import tf32
-from tiles.interpreter import here
+from tiles.interpreter import current_warp
 from tiles.op import lowers, op
 from tiles.types import rt
 
@@ -15,7 +15,7 @@ from .supported import MULTIPLE, SLICE, check, transposed_in
 
 def _array(operand):
     """The elements of a tile, wherever it lies."""
-    return operand.array if hasattr(operand, "array") else here().read(operand, fence=False)
+    return operand.array if hasattr(operand, "array") else current_warp().read(operand, fence=False)
 
 
 def _held(operand, layout):

@@ -14,7 +14,7 @@ import numpy as np
 from tiles import ptx
 from tiles.builder import i32
 from tiles.dtypes import fp8e4m3, fp8e5m2, fp16, fp32
-from tiles.interpreter import here
+from tiles.interpreter import current_warp
 from tiles.op import lowers, op
 from tiles.types import rt, st
 
@@ -74,19 +74,19 @@ _exchange(rezipped, spread)
 def mma_ABt_unzipped(acc, a, b):
     """acc + rezipped(a) @ b.T in fp32, by one warp. acc: rt(m, n, fp32); a: an unzipped rt(m, k, fp16) or st(m, k, fp16);
     b: st(n, k) of fp8, n a multiple of 16 and k of 32."""
-    return acc.array + product(_left(a)[:, _back(a.shape[1])], here().read(b, fence=False).T)
+    return acc.array + product(_left(a)[:, _back(a.shape[1])], current_warp().read(b, fence=False).T)
 
 
 def _left(a):
     """The elements of a left operand, wherever it lies."""
-    return a.array if hasattr(a, "array") else here().read(a, fence=False)
+    return a.array if hasattr(a, "array") else current_warp().read(a, fence=False)
 
 
 @op
 def mma_AB_unzipped(acc, a, b):
     """acc + unzipped(a @ b) in fp32, by one warp. acc: rt(m, n, fp32), unzipped; a: rt(m, k, fp16) or st(m, k, fp16); b:
     st(k, n) of fp8, k a multiple of 16 and n of 32."""
-    sums = product(_left(a), here().read(b, fence=False))
+    sums = product(_left(a), current_warp().read(b, fence=False))
     return acc.array + sums[:, _order(b.shape[1])]
 
 

@@ -20,11 +20,11 @@ import numpy as np
 from tiles import layout, ptx
 from tiles.builder import f32, i32, i64
 from tiles.dtypes import fp32, tf32
-from tiles.interpreter import here, span
+from tiles.interpreter import current_warp, span
 from tiles.numba_types import void
 from tiles.op import lowers, op
 from tiles.types import pending, rt
-from tiles.values import Pending
+from tiles.values import PendingTile
 
 from ..threads.lanes import spread
 from .product import product
@@ -35,9 +35,9 @@ ROWS = 64  # of a warpgroup's tile
 
 def _meaning(name, acc, a, b):
     """Issue the product `name`, computed when it is waited for: what it reads is in use until then."""
-    transposed, warp, from_shared = transposed_in(name), here(), not hasattr(a, "array")
+    transposed, warp, from_shared = transposed_in(name), current_warp(), not hasattr(a, "array")
     tile = _result(name, None if acc is None else acc.spec, a.spec, b.spec)
-    if isinstance(acc, Pending):
+    if isinstance(acc, PendingTile):
         warp.hand_on(acc)
     slab = (acc, None if from_shared else a.array)
 
@@ -47,7 +47,7 @@ def _meaning(name, acc, a, b):
         return out if acc is None else out + np.concatenate([part(c, rank) for rank, (c, _) in enumerate(slabs)])
 
     def part(c, rank):
-        return c.part(rank) if isinstance(c, Pending) else c.array
+        return c.part(rank) if isinstance(c, PendingTile) else c.array
 
     def read(shared, is_transposed):
         array = warp.block.shadow.get(shared)
@@ -56,7 +56,7 @@ def _meaning(name, acc, a, b):
     own = range(16 * warp.rank, 16 * warp.rank + 16)  # its rows of the product
     left = [(a, span(a, cols=own) if transposed.left else span(a, own))] if from_shared else []
     mma, group = warp.issue(compute, slab, *left, (b, span(b)))
-    return Pending(tile, mma, group)
+    return PendingTile(tile, mma, group)
 
 
 def _result(name, acc, a, b):
@@ -174,7 +174,7 @@ for _mm, _mma in ((mm_AB, mma_AB), (mm_ABt, mma_ABt), (mm_AtB, mma_AtB), (mm_AtB
 def wait(tile=None, newer=0):
     """The tile that a pending one promises. It waits for all mmas of this warpgroup except the `newer` newest. Without a tile
     it only waits: what those mmas read from shared memory may then be released."""
-    return here().complete(tile, newer)
+    return current_warp().complete(tile, newer)
 
 
 @lowers(wait)

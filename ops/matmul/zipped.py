@@ -14,7 +14,7 @@ import numpy as np
 
 from tiles import layout, ptx
 from tiles.dtypes import fp8e4m3, fp32
-from tiles.interpreter import here
+from tiles.interpreter import current_warp
 from tiles.layout import WARPGROUP
 from tiles.numba_types import void
 from tiles.op import lowers, op
@@ -56,7 +56,7 @@ def transpose_zipped(target, source):
     """target[:] = source.T, with its columns in the order of layout.zipped, by four warps; each writes its quarter of target's
     rows. Both are shared tiles of fp8e4m3, source st(keys, n) and target st(n, keys), keys a multiple of 32 and n of 64.
     Afterwards the source may be given back and the target published, without a fence of its own."""
-    warp, rows = here(), target.rows // WARPGROUP
+    warp, rows = current_warp(), target.rows // WARPGROUP
     own = range(rows * warp.rank, rows * (warp.rank + 1))
     found = warp.read(source)[layout.zipped(np.arange(source.rows))][:, own.start : own.stop]
     warp.write(target, found.T, own)

@@ -13,7 +13,7 @@ tile by tile. Rows may lie in pages:
 """
 
 from tiles import cp_async, ptx
-from tiles.interpreter import here
+from tiles.interpreter import current_warp
 from tiles.numba_types import void
 from tiles.op import lowers, op
 from tiles.types import st, sv
@@ -26,7 +26,7 @@ def copy_async(tile, source, at, rows=-2, cols=-1, piece=cp_async.CHUNK_BYTES):
     and at[cols] multiples of `piece` bytes: 16, or else 8 or 4, which take 2 and 4 times as many instructions. 2-byte dtypes
     may lie at multiples of 2: the warp then loads and stores them, because cp.async copies 4 bytes or more, and waits for
     memory. A shared vector, of 4-byte numbers, lies along axis `cols` at any stride."""
-    here().copy_async(tile, source, at, rows, cols, piece, range(cp_async.rows_of(tile.spec)))
+    current_warp().copy_async(tile, source, at, rows, cols, piece, range(cp_async.rows_of(tile.spec)))
 
 
 @lowers(copy_async)
@@ -46,7 +46,7 @@ def _(tile, source, at, rows: int, cols: int, piece: int):
 @op
 def look_up(part, pages, size, at, last, begin=None):
     """The pages in which the rows lie that `copy_pages` copies to a tile of type `part`: see tiles.pipeline.look_up."""
-    return here().look_up(pages, size, at, last, range(cp_async.rows_of(part)), begin)
+    return current_warp().look_up(pages, size, at, last, range(cp_async.rows_of(part)), begin)
 
 
 @lowers(look_up)
@@ -62,7 +62,7 @@ def copy_pages(tile, pool, found, at, last, piece=cp_async.CHUNK_BYTES):
     """copy_async of rows in pages. pool: an array (page, row, ..., column). found: the pages, by look_up. at:
     (the tile's first row, ..., column), as if there were no pages; for a vector there is no column. Rows from `last` on
     become 0."""
-    here().copy_pages(tile, pool, found, at, last, piece, range(cp_async.rows_of(tile.spec)))
+    current_warp().copy_pages(tile, pool, found, at, last, piece, range(cp_async.rows_of(tile.spec)))
 
 
 @lowers(copy_pages)
@@ -76,7 +76,7 @@ def _(tile, pool, found, at, last, piece: int):
 @op
 def commit_group():
     """Close a group: this warp's copies since the last one."""
-    here().commit_group()
+    current_warp().commit_group()
 
 
 @lowers(commit_group)
@@ -88,7 +88,7 @@ def _():
 def wait_group(newer=0):
     """Wait until all groups of this warp's copies, except the `newer` newest, are in shared memory. This warp may then read
     them; other warps may after a barrier."""
-    here().wait_group(newer)
+    current_warp().wait_group(newer)
 
 
 @lowers(wait_group)

@@ -10,12 +10,12 @@ but nobody knows how many of them there is room for at a time. In the interprete
 for a later one is a deadlock at once. The numbers are 0 before the grid begins, and nothing else is done to them."""
 
 import numpy as np
-from numba.cuda import types
 
 from tiles import ptx
 from tiles.builder import i64
-from tiles.interpreter import Touched, here, note
+from tiles.interpreter import Touched, current_warp, note
 from tiles.layout import LANES
+from tiles.numba_names import types
 from tiles.numba_types import void
 from tiles.op import integer, lowers, op
 from tiles.ring import elected
@@ -26,7 +26,7 @@ from .shared_tiles import said
 def _there(counts, at):
     """The number, as a view of one element; a Hazard if there is none."""
     if not all(0 <= i < size for i, size in zip(at, counts.shape, strict=True)):
-        raise here().hazard(f"index {at} is out of range for an array of shape {counts.shape}")
+        raise current_warp().hazard(f"index {at} is out of range for an array of shape {counts.shape}")
     return np.asarray(counts)[tuple(slice(int(i), int(i) + 1) for i in at)]
 
 
@@ -35,10 +35,10 @@ def wait_count(counts, at, n):
     """Wait until counts[at] is n or more. What those that counted wrote before is then visible to this warp, and to TMA."""
     there = _there(counts, at)
     what = f"the count at {tuple(map(int, at))}, which is to be {n}; blocks that come later in the grid may not be waited for"
-    here().until(lambda: there.item() >= n, lambda: what)
+    current_warp().until(lambda: there.item() >= n, lambda: what)
     note(Touched, there, False)
-    here().block.cluster.in_turn = True
-    here().fence_async()
+    current_warp().block.cluster.in_turn = True
+    current_warp().fence_async()
 
 
 @op
@@ -46,7 +46,7 @@ def count_up(counts, at):
     """counts[at] += 1, after what this warp has written to global memory is there. For bulk stores the warp must make sure of
     that first (`stores_done`)."""
     _count(counts, at)
-    here().overwritten = None
+    current_warp().overwritten = None
 
 
 @op
@@ -56,12 +56,12 @@ def count_stored(counts, at):
     (`count_up` waits until everything is there that the warp's multiprocessor has under way.) If the warp replaced what was
     there, no addition may overtake it: use `count_up`."""
     _count(counts, at)
-    if here().overwritten:
-        raise here().hazard(f"counts {here().overwritten} as if it had added: count_up", "wait")
+    if current_warp().overwritten:
+        raise current_warp().hazard(f"counts {current_warp().overwritten} as if it had added: count_up", "wait")
 
 
 def _count(counts, at):
-    warp = here()
+    warp = current_warp()
     if warp.stored < warp.stores:
         raise warp.hazard(f"counts up, and nobody has waited until {warp.sent[warp.stored].deed} was done: stores_done", "wait")
     there = _there(counts, at)

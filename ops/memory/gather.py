@@ -3,12 +3,11 @@
 import operator
 
 import numpy as np
-from llvmlite import ir
-from numba.cuda import types
 
-from tiles.builder import f32, i32, i64
+from tiles.builder import f32, i1, i32, i64
 from tiles.dtypes import bf16, fp16, fp32
 from tiles.interpreter import Touched, note, recording
+from tiles.numba_names import types
 from tiles.numba_types import SCALARS, spec_of
 from tiles.op import integer, lowers
 from tiles.types import rt, rv
@@ -80,13 +79,13 @@ def _(array, index):
     def lower(b, array_value, value):
         data, extents, strides = b.array(array, array_value)
         values = b.unpack(value) if isinstance(index, types.BaseTuple) else [value]
-        end = ir.Constant(i64, 2**31 - 1)
+        end = i64(2**31 - 1)
         mosts = [b.trunc(b.select(b.icmp_unsigned("<", extent, end), extent, end), i32) for extent in extents]
         found: dict = {}
         elements = []
         for at in zip(*[lane(b, part, v) for part, v in zip(parts, values, strict=True)], strict=True):
             if at not in found:  # a vector's elements stand in many of a tile's
-                address, inside = data, ir.Constant(ir.IntType(1), 1)
+                address, inside = data, i1(1)
                 for i, extent, most, stride in zip(at, extents, mosts, strides, strict=True):
                     narrow = i.type == i32  # and if it is negative, which zext gets wrong, nothing is read
                     inside = b.and_(inside, b.icmp_unsigned("<", i, most if narrow else extent))

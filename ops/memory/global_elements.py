@@ -6,12 +6,11 @@ one array between sequences.
 """
 
 import numpy as np
-from llvmlite import ir
-from numba.cuda import types
 
 from tiles.builder import f32, i32, i64
 from tiles.dtypes import fp32
-from tiles.interpreter import here
+from tiles.interpreter import current_warp
+from tiles.numba_names import types
 from tiles.numba_types import CAPTURED, SCALARS
 from tiles.op import integer, lowers, op
 from tiles.types import rt, rv
@@ -36,7 +35,7 @@ def window(array, spec, at, rows, cols):
         elif 0 <= start < size:
             index.append(start)
         else:
-            raise here().hazard(f"index {at} is out of range for an array of shape {array.shape}")
+            raise current_warp().hazard(f"index {at} is out of range for an array of shape {array.shape}")
     view = np.asarray(array)[tuple(index)]
     return view.T if len(axes) == 2 and axes[0] > axes[1] else view, tuple(part)
 
@@ -79,13 +78,13 @@ def element_addresses(b, ty, array, spec, at, rows, cols, first_row, adjacent=Fa
     row0 = b.add(at[rows], b.zext(shift[0], i64)) if isinstance(spec, rt) else None
     col0 = b.add(at[cols], b.zext(shift[1], i64))
     for row, col in coordinates:
-        c = b.add(col0, ir.Constant(i64, int(col)))
+        c = b.add(col0, i64(int(col)))
         inside, address = b.icmp_unsigned("<", c, extents[cols]), b.add(base, b.mul(c, strides[cols]))
         if adjacent:
             size = SCALARS[ty.dtype].itemsize
-            address = b.add(b.add(base, b.mul(col0, ir.Constant(i64, size))), ir.Constant(i64, size * int(col)))
+            address = b.add(b.add(base, b.mul(col0, i64(size))), i64(size * int(col)))
         if row0 is not None:
-            r = b.add(row0, ir.Constant(i64, int(row)))
+            r = b.add(row0, i64(int(row)))
             inside = b.and_(inside, b.icmp_unsigned("<", r, extents[rows]))
             address = b.add(address, b.mul(r, strides[rows]))
         yield inside, address

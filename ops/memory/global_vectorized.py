@@ -11,10 +11,8 @@ No lane of an accumulator holds 16 bytes of a row side by side: the lanes of a q
 import itertools
 from dataclasses import dataclass, replace
 
-from llvmlite import ir
-
 from tiles import ptx
-from tiles.builder import f32, i32, i64
+from tiles.builder import BuilderValue, f32, i32, i64, struct
 from tiles.dtypes import bf16
 from tiles.numba_types import SCALARS
 from tiles.types import rt, rv
@@ -82,7 +80,7 @@ def _anew(b, address):
     """The same address, shuffled from this lane to itself. The compiler takes it for a new one, and so does not keep in
     registers what it computed from the old one."""
     low = ptx.shuffle(b, b.trunc(address, i32), b.lane())
-    return b.or_(b.shl(b.lshr(address, ir.Constant(i64, 32)), ir.Constant(i64, 32)), b.zext(low, i64))
+    return b.or_(b.shl(b.lshr(address, i64(32)), i64(32)), b.zext(low, i64))
 
 
 @dataclass(frozen=True)
@@ -91,14 +89,14 @@ class _Place:
     columns; `down`, `across`: its first row and column, inside the array if below `height` and `width`, unsigned, of 32 bits;
     `whole`: a bit, whether the warp can move 16 bytes at a time; None if the kernel promises that it can."""
 
-    start: ir.Value
-    line: ir.Value
-    column: ir.Value
-    down: ir.Value
-    across: ir.Value
-    height: ir.Value
-    width: ir.Value
-    whole: ir.Value | None = None
+    start: BuilderValue
+    line: BuilderValue
+    column: BuilderValue
+    down: BuilderValue
+    across: BuilderValue
+    height: BuilderValue
+    width: BuilderValue
+    whole: BuilderValue | None = None
 
     def moved(self, b, down, across):
         """The place that lies this many rows further down and columns further right."""
@@ -272,15 +270,18 @@ def lower_load(ty, spec, rows, cols, first_row, aligned, ordered=True):
         if aligned:
             found = load(place)
         else:
-            with b.if_else(place.whole) as (at_once, by_words):
-                with at_once:
-                    whole, one = load(place.moved(b, exchange.first_row(b), exchange.first_column(b))), b.block
-                with by_words:
-                    nothing = [[b.u32(0)] * 4 for _ in whole]
-                    pieces = _four_rounds(b, exchange, loaded, place, nothing, _load_word)
-                    pieces = [in_pairs(b, [b.bitcast(x, register) for x in words]) for words in pieces]
-                    other = b.block
-            found = [[b.either((x, one), (y, other)) for x, y in zip(*both)] for both in zip(whole, pieces)]
+
+            def at_once():
+                mine = place.moved(b, exchange.first_row(b), exchange.first_column(b))
+                return [*itertools.chain(*load(mine))]
+
+            def word_by_word():
+                zeros = [[b.u32(0)] * 4 for _ in words_of(exchange, loaded)]
+                accesses = _four_rounds(b, exchange, loaded, place, zeros, _load_word)
+                return [x for words in accesses for x in in_pairs(b, [b.bitcast(x, register) for x in words])]
+
+            words = b.choose(place.whole, at_once, word_by_word)
+            found = [words[k : k + 4] for k in range(0, len(words), 4)]
         value = packed(b, loaded, found)
         return value if loaded == spec else b.from_elements(spec, b.elements(rt(32, 32, loaded.dtype), value))
 
@@ -289,7 +290,7 @@ def lower_load(ty, spec, rows, cols, first_row, aligned, ordered=True):
 
 def load_four(b, address, inside):
     """The four words of an access, as integers; 0 if it is not inside the array."""
-    return b.unpack(b.asm(ir.LiteralStructType([i32] * 4), LOADS, "=&r,=&r,=&r,=&r,l,r", address, inside))
+    return b.unpack(b.asm(struct([i32] * 4), LOADS, "=&r,=&r,=&r,=&r,l,r", address, inside))
 
 
 def packed(b, spec, found):
@@ -312,36 +313,31 @@ def _four_rounds(b, exchange, spec, place, held, move):
     """Move a tile word by word. held: the four words of each of a lane's accesses, before an exchange; returned are the words
     after `word = move(b, bytes an element, word, where)`, where being (is it inside the array, its address) of each element of
     the word. Each round moves one word of every access; the words of a quad lie side by side."""
-    size, origin = spec.dtype.itemsize, b.block
-    elements, loop, done = 4 // size, b.append_basic_block("round"), b.append_basic_block("after.rounds")
+    size = spec.dtype.itemsize
+    elements = 4 // size
     step, section = b.mul(i64(HALF * exchange.lines), place.line), b.mul(i64(exchange.columns), place.column)
     _, low, high, _ = next(words_of(exchange, spec))  # by how many (rows, columns) each bit of the round's number moves it
     first = b.mul(b.and_(b.lane(), b.u32(QUAD - 1)), b.u32(max(elements, 2)))
-    before = [b.u32(0), *itertools.chain(*held)]
-    b.branch(loop)
-    b.position_at_end(loop)
-    number, *words = during = [b.phi(x.type) for x in before]
-    bits = b.and_(number, b.u32(1)), b.lshr(number, b.u32(1))
-    rows, cols = (b.add(*(b.mul(bit, b.u32(by[axis])) for bit, by in zip(bits, (low, high)))) for axis in (0, 1))
-    now = place.moved(b, rows, b.add(first, cols))
-    line = ptx.opaque(b, now.start)  # each address is made of the one before: none is kept in a register over the rounds
-    for row in range(0, spec.rows, HALF * exchange.lines):
-        inside, along = b.icmp_unsigned("<", b.add(now.down, b.u32(row)), now.height), line
-        for col in range(0, spec.cols, exchange.columns):
-            where = []
-            for k in range(elements):
-                fits = b.and_(inside, b.icmp_unsigned("<", b.add(now.across, b.u32(col + k)), now.width))
-                where.append((b.zext(fits, i32), b.add(along, b.mul(i64(k), now.column))))
-            words = [*words[1:4], move(b, size, words[0], where), *words[4:]]
-            words = words[4:] + words[:4]
-            along = ptx.opaque(b, b.add(along, section))
-        line = ptx.opaque(b, b.add(line, step))
-    after = [b.add(number, b.u32(1)), *words]
-    for phi, start, following in zip(during, before, after, strict=True):
-        phi.add_incoming(start, origin)
-        phi.add_incoming(following, loop)
-    b.repeat(b.icmp_unsigned("<", after[0], b.u32(4)), loop, done)
-    b.position_at_end(done)
+
+    def move_one_word(number, words):
+        bits = b.and_(number, b.u32(1)), b.lshr(number, b.u32(1))
+        rows, cols = (b.add(*(b.mul(bit, b.u32(by[axis])) for bit, by in zip(bits, (low, high)))) for axis in (0, 1))
+        now = place.moved(b, rows, b.add(first, cols))
+        line = ptx.opaque(b, now.start)  # each address is made of the one before: none is kept in a register over the rounds
+        for row in range(0, spec.rows, HALF * exchange.lines):
+            inside, along = b.icmp_unsigned("<", b.add(now.down, b.u32(row)), now.height), line
+            for col in range(0, spec.cols, exchange.columns):
+                where = []
+                for k in range(elements):
+                    fits = b.and_(inside, b.icmp_unsigned("<", b.add(now.across, b.u32(col + k)), now.width))
+                    where.append((b.zext(fits, i32), b.add(along, b.mul(i64(k), now.column))))
+                words = [*words[1:4], move(b, size, words[0], where), *words[4:]]
+                words = words[4:] + words[:4]
+                along = ptx.opaque(b, b.add(along, section))
+            line = ptx.opaque(b, b.add(line, step))
+        return words
+
+    words = b.repeat(4, [*itertools.chain(*held)], move_one_word)
     return [words[k : k + 4] for k in range(0, len(words), 4)]
 
 

@@ -13,15 +13,14 @@ A warpgroup's tile can go by way of a shared tile, from which TMA adds it. There
 """
 
 import numpy as np
-from llvmlite import ir
-from numba.cuda import types
 
 from tiles import ptx
-from tiles.builder import f32, i64
+from tiles.builder import f32, i64, struct
 from tiles.dtypes import fp32
-from tiles.interpreter import Touched, here, note
+from tiles.interpreter import Touched, current_warp, note
 from tiles.interpreter.accesses import READ
 from tiles.layout import LANES, WARPGROUP
+from tiles.numba_names import types
 from tiles.numba_types import SCALARS, void
 from tiles.op import integer, lowers, op
 from tiles.types import rt, st
@@ -37,12 +36,12 @@ def _line(array, spec, at, together):
     """The part of a global array from index `at` on that a tile takes, as a line."""
     whole, start = np.asarray(array), int(np.dot([int(i) for i in at], array.strides)) // fp32.itemsize
     if not whole.flags.c_contiguous:
-        raise here().hazard(f"held tiles lie in C-ordered arrays, and this one's strides are {array.strides}")
+        raise current_warp().hazard(f"held tiles lie in C-ordered arrays, and this one's strides are {array.strides}")
     if not 0 <= start <= whole.size - LANES * spec.elements:
-        raise here().hazard(f"index {at} and a tile behind it are out of range for an array of shape {array.shape}")
+        raise current_warp().hazard(f"index {at} and a tile behind it are out of range for an array of shape {array.shape}")
     line = whole.reshape(-1)[start : start + LANES * spec.elements]
     if line.ctypes.data % (together * fp32.itemsize):
-        raise here().hazard(
+        raise current_warp().hazard(
             f"{together} elements go together, and those at index {at} begin at {line.ctypes.data:#x}, no multiple"
         )
     return line
@@ -62,7 +61,7 @@ def add_held(target, value, at, together=1):
     element is added atomically, and nobody waits for it. target: C-ordered, fp32; a tile takes as many elements as it has.
     together: 4 adds four elements of a lane at once, which are then adjacent (sm_90 and later)."""
     line = _line(target, value.spec, at, together)
-    here().touches(target, READ)  # too: two blocks that add to one place must not do so at once
+    current_warp().touches(target, READ)  # too: two blocks that add to one place must not do so at once
     line[_places(value.spec, together)] += value.array
     note(Touched, line, True)
 
@@ -82,7 +81,7 @@ def store_held(tile, value):
     values = np.empty(value.array.size, np.float32)
     values[_places(value.spec, QUAD)] = value.array
     rows = tile.shape[0] // WARPGROUP
-    here().write(tile, values.reshape(rows, ROW), range(rows * here().rank, rows * (here().rank + 1)))
+    current_warp().write(tile, values.reshape(rows, ROW), range(rows * current_warp().rank, rows * (current_warp().rank + 1)))
 
 
 def _check(name, array, spec, at):
@@ -138,7 +137,7 @@ def _(source, spec: type, at, together: int):
             return b.pack([b.asm(f32, "ld.global.f32 $0, [$1];", "=f,l", a) for a in _addresses(b, source, vsource, spec, vat)])
         address, found = _first(b, source, vsource, vat, QUAD), []
         for k in range(0, spec.elements, QUAD):
-            four = ir.LiteralStructType([f32] * QUAD)
+            four = struct([f32] * QUAD)
             load = "ld.global.v4.f32 {$0, $1, $2, $3}, [$4];"
             found += b.unpack(b.asm(four, load, "=f,=f,=f,=f,l", b.add(address, i64(fp32.itemsize * LANES * k))))
         return b.pack(found)

@@ -6,9 +6,9 @@ global_vectorized.py, and global_elements.py for what cannot go by 16 bytes.
 """
 
 import numpy as np
-from numba.cuda import types
 
-from tiles.interpreter import Touched, here, note
+from tiles.interpreter import Touched, current_warp, note
+from tiles.numba_names import types
 from tiles.numba_types import void
 from tiles.op import lowers, op
 from tiles.types import remote, rt, rv, st, sv
@@ -98,23 +98,23 @@ def lower_load(source, spec, rows, cols, is_aligned, first_row):
 def store_rows(target, value, at, rows, cols, is_aligned, rank):
     """The meaning of a store by warp `rank` of those that share the tile."""
     if isinstance(target, SharedTile):
-        return here().write(target, value.array.reshape(-1, *target.shape[1:]), rows_of(value.spec, rank))
+        return current_warp().write(target, value.array.reshape(-1, *target.shape[1:]), rows_of(value.spec, rank))
     if is_aligned and (why := global_vectorized.misaligned(target, value.spec, at, cols, is_aligned)):
-        raise here().hazard(f"aligned store: {why}")
+        raise current_warp().hazard(f"aligned store: {why}")
     at = shifted(value.spec, at, rows, cols, rank)
     view, part = global_elements.window(target, value.spec, at, rows, cols)
     array = value.array if isinstance(value.spec, rt) else value.array.ravel()
-    here().put(view, array[part].astype(view.dtype))
+    current_warp().put(view, array[part].astype(view.dtype))
     note(Touched, view, True)
 
 
 def load_rows(source, spec, at, rows, cols, is_aligned, rank, fenced=True):
     """The meaning of a load by warp `rank` of those that share the tile."""
     if isinstance(source, SharedTile):
-        found = here().read(source, rows_of(spec, rank), fence=fenced and isinstance(source.spec, st))
+        found = current_warp().read(source, rows_of(spec, rank), fence=fenced and isinstance(source.spec, st))
         return found.astype(np.float32).reshape(spec.shape)
     if is_aligned and (why := global_vectorized.misaligned(source, spec, at, cols)):
-        raise here().hazard(f"aligned load: {why}")
+        raise current_warp().hazard(f"aligned load: {why}")
     view, part = global_elements.window(source, spec, shifted(spec, at, rows, cols, rank), rows, cols)
     out = np.zeros(spec.shape if isinstance(spec, rt) else spec.length, np.float32)
     out[part] = view

@@ -6,12 +6,10 @@ layout. 4-byte elements go two at a time, or one by one in column layout; so do 
 
 from dataclasses import replace
 
-from llvmlite import ir
-from numba.cuda import types
-
 from tiles import ptx
-from tiles.builder import f32, i32
+from tiles.builder import f32, i32, struct
 from tiles.layout import WIDTHS
+from tiles.numba_names import types
 from tiles.op import integer
 from tiles.types import rt
 
@@ -191,7 +189,7 @@ def lower_load(tile, spec, first_row, fenced=True):
             parts = [[b.asm(i32, "ld.shared.b8 $0, [$1];", "=r,r", at)] for at in addresses]
             return joined(b, [byte for (byte,) in _take_turns(b, *turn[:2], parts)])
         if by_row:
-            pair, text = ir.LiteralStructType([f32] * 2), "ld.shared.v2.f32 {$0, $1}, [$2];"
+            pair, text = struct([f32] * 2), "ld.shared.v2.f32 {$0, $1}, [$2];"
             parts = [b.unpack(b.asm(pair, text, "=f,=f,r", at)) for at in addresses]
         else:
             parts = [[b.asm(f32, "ld.shared.f32 $0, [$1];", "=f,r", at)] for at in addresses]

@@ -8,14 +8,13 @@ Here, too: `load_row`, a row of a shared tile as a vector, and `last_element`, a
 """
 
 import numpy as np
-from llvmlite import ir
-from numba.cuda import types
 
 from tiles import ptx
-from tiles.builder import f32, i32
+from tiles.builder import f32, i32, struct
 from tiles.dtypes import fp32
-from tiles.interpreter import here
+from tiles.interpreter import current_warp
 from tiles.layout import QUAD
+from tiles.numba_names import types
 from tiles.op import integer, lowers, op
 from tiles.types import rt, rv, st, sv
 
@@ -70,7 +69,7 @@ def load_elements(b, dtype, count, at, where="shared"):
     if dtype.itemsize == 4:
         if count == 1:
             return [b.asm(f32, f"ld.{where}.f32 $0, [$1];", "=f,r", at)]
-        return b.unpack(b.asm(ir.LiteralStructType([f32] * 2), f"ld.{where}.v2.f32 {{$0, $1}}, [$2];", "=f,=f,r", at))
+        return b.unpack(b.asm(struct([f32] * 2), f"ld.{where}.v2.f32 {{$0, $1}}, [$2];", "=f,=f,r", at))
     if count * dtype.itemsize == 2:
         text = f"{{.reg .b16 x;\nld.{where}.b16 x, [$1];\nmov.b32 $0, {{x, x}};}}"
     else:
@@ -110,8 +109,8 @@ def lower_store(vector, spec, first_row):
 def load_row(tile, spec, row):
     """One row of a shared tile as the fp32 row_vec `spec`, by one warp; all its lanes get it."""
     if not 0 <= row < tile.rows:
-        raise here().hazard(f"row {row} lies outside {tile.spec}")
-    return here().read(tile, range(row, row + 1)).astype(np.float32)
+        raise current_warp().hazard(f"row {row} lies outside {tile.spec}")
+    return current_warp().read(tile, range(row, row + 1)).astype(np.float32)
 
 
 @lowers(load_row)
@@ -137,7 +136,7 @@ def _(tile, spec: type, row):
 @op
 def last_element(vector):
     """The last element of a shared vector, as a number."""
-    return here().read(vector, fence=False)[-1]
+    return current_warp().read(vector, fence=False)[-1]
 
 
 @lowers(last_element)

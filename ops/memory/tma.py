@@ -10,12 +10,12 @@ tma_by_warp.py has what one warp does alone.
 """
 
 import numpy as np
-from numba.cuda import types
 
 from tiles import ptx
 from tiles.dtypes import bf16, fp16, fp32
-from tiles.interpreter import here
+from tiles.interpreter import current_warp
 from tiles.layout import LANES
+from tiles.numba_names import types
 from tiles.numba_types import void
 from tiles.op import integer, lowers, op
 from tiles.ring import check_tensor, elected
@@ -37,40 +37,40 @@ def tma_store(target, at, tile):
     array is not written. The four warps meet first, so all their stores are in it. Follow with `store_wait` before the end,
     and with `store_wait` and `sync` before the tile is written again. TMA writes 16 bytes at a time. TypeError: the array's
     columns are not a multiple of that; past its edge TMA would write the tile's own values up to the next multiple."""
-    _to_global(here(), target, at, tile)
+    _to_global(current_warp(), target, at, tile)
 
 
 @op
 def tma_add(target, at, tile):
     """target[at] += a shared tile, as `tma_store`. Each element is added atomically and rounded to the array's dtype every
     time, so any number of blocks may add to one tile in any order."""
-    _to_global(here(), target, at, tile, np.add)
+    _to_global(current_warp(), target, at, tile, np.add)
 
 
 @op
 def tma_min(target, at, tile):
     """target[at] = the lesser of itself and a shared tile, as `tma_add`; bf16 and fp16."""
-    _to_global(here(), target, at, tile, np.fmin)
+    _to_global(current_warp(), target, at, tile, np.fmin)
 
 
 @op
 def tma_max(target, at, tile):
     """target[at] = the greater of itself and a shared tile, as `tma_add`; bf16 and fp16."""
-    _to_global(here(), target, at, tile, np.fmax)
+    _to_global(current_warp(), target, at, tile, np.fmax)
 
 
 @op
 def prefetch(source, at):
     """Load source[at], of a tensor, into the L2 cache, where a later copy finds it; nobody waits for it. By the first lane of
     one warp. What lies outside the array is left out."""
-    here().inside(source, at)
+    current_warp().inside(source, at)
 
 
 @op
 def store_wait(newer=0):
     """Wait until the bulk stores of this warpgroup's first thread, except the `newer` newest, have read their shared tiles."""
-    if here().rank == 0:
-        here().wait_stores(newer)
+    if current_warp().rank == 0:
+        current_warp().wait_stores(newer)
 
 
 def _check(name, target, at):

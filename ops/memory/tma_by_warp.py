@@ -12,7 +12,7 @@ import numpy as np
 
 from tiles import ptx
 from tiles.dtypes import bf16, fp16, fp32
-from tiles.interpreter import here
+from tiles.interpreter import current_warp
 from tiles.layout import LANES
 from tiles.numba_types import void
 from tiles.op import lowers, op
@@ -24,29 +24,29 @@ from .tma import rule, wait_rule
 @op
 def tma_store(target, at, tile):
     """target[at] = a shared tile, a part of one or a shared vector, by one warp: see warpgroup.tma_store and `tma_add`."""
-    here().fence_async()
-    here().store_async(target, at, tile)
+    current_warp().fence_async()
+    current_warp().store_async(target, at, tile)
 
 
 @op
 def tma_add(target, at, tile):
     """target[at] += a shared tile, a part of one or a shared vector, by one warp: see warpgroup.tma_add. It includes what this
     warp wrote, and what others handed to it. Follow with `store_wait` before the tile is given back."""
-    here().fence_async()
-    here().store_async(target, at, tile, np.add)
+    current_warp().fence_async()
+    current_warp().store_async(target, at, tile, np.add)
 
 
 @op
 def store_wait(newer=0):
     """Wait until the bulk stores of this warp, except the `newer` newest, have read their shared tiles."""
-    here().wait_stores(newer)
+    current_warp().wait_stores(newer)
 
 
 @op
 def stores_done():
     """Wait until all bulk stores of this warp are done. What they wrote is then there, and this warp may say
     so (`count_up`, `count_stored`). `store_wait` waits for less."""
-    warp = here()
+    warp = current_warp()
     warp.wait_stores()
     warp.stored = warp.stores
 

@@ -4,7 +4,7 @@
 from dataclasses import replace
 
 from tiles import ptx
-from tiles.interpreter import here
+from tiles.interpreter import current_warp
 from tiles.layout import WARPGROUP
 from tiles.numba_types import void
 from tiles.op import lowers, op
@@ -20,8 +20,8 @@ BASE = 16  # rows of a warp
 def load_transposed(tile, spec, fenced=True):
     """The warp's 16 rows of tile.T, as `spec`: rt(16, tile.rows) of the tile's dtype, from a 2-byte shared tile of 64 columns,
     16 for each warp. This is wgmma's left operand; ldmatrix transposes on the way. fenced: as in `load`."""
-    first = BASE * here().rank
-    return here().read(tile, fence=fenced, cols=range(first, first + BASE)).T
+    first = BASE * current_warp().rank
+    return current_warp().read(tile, fence=fenced, cols=range(first, first + BASE)).T
 
 
 @lowers(load_transposed)
@@ -47,8 +47,8 @@ def _(tile, spec: type, fenced: int):
 @op
 def store_transposed(tile, value):
     """tile.T = value, rounded to the tile's dtype: the warps' rt(16, k) as 16 columns each of a 2-byte shared tile of 64."""
-    first = BASE * here().rank
-    here().write(tile, value.array.T, cols=range(first, first + BASE))
+    first = BASE * current_warp().rank
+    current_warp().write(tile, value.array.T, cols=range(first, first + BASE))
 
 
 @lowers(store_transposed)

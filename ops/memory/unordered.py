@@ -15,13 +15,12 @@ So are fp8 tiles that become 16 bits on their way to shared memory, where column
 from dataclasses import replace
 
 import numpy as np
-from llvmlite import ir
-from numba.cuda import types
 
 from tiles.builder import i64
 from tiles.dtypes import DTYPES, bf16, fp16
-from tiles.interpreter import here
+from tiles.interpreter import current_warp
 from tiles.interpreter.accesses import READ
+from tiles.numba_names import types
 from tiles.numba_types import SCALARS, void
 from tiles.op import integer, lowers, op
 from tiles.types import rt, rv, st
@@ -99,7 +98,7 @@ def load_pages(pool, spec, found, at, last):
     """The fp8 tile of type `spec`, rt(16, n), as load_unordered(aligned=True) would give it, from rows in pages. pool: an
     array (page, row, ..., column). found: the pages, by ops.look_up for st(16, n, dtype, 64). at:
     (the tile's first row, ..., column), as if there were no pages. Rows from `last` on are 0."""
-    warp = here()
+    warp = current_warp()
     if why := global_vectorized.misaligned(pool, spec, (0, 0, *at[1:]), pool.ndim - 1):
         raise warp.hazard(f"load_pages: {why}")
     warp.touches(pool, READ)
@@ -111,7 +110,7 @@ def load_pages(pool, spec, found, at, last):
 def store_widened(tile, value):
     """tile[:] = value, with its columns in their own order again. tile: st(16, n) of 2 bytes an element. value: rt(16, n) of
     fp8, as load_unordered and load_pages give it, n a multiple of 64."""
-    here().write(tile, value.array[:, np.argsort(quad_exchange.order(value.spec, value.dtype))])
+    current_warp().write(tile, value.array[:, np.argsort(quad_exchange.order(value.spec, value.dtype))])
 
 
 def _fits(spec, held):
@@ -142,7 +141,7 @@ def _(pool, spec: type, found, at, last):
             exists = b.zext(b.icmp_signed("<", b.add(own, b.u32(down)), b.u32(vlast)), own.type)
             line = b.add(data, b.add(b.mul(b.sext(number, i64), strides[0]), b.mul(b.zext(inside, i64), strides[1])))
             for col in range(0, spec.cols, QUAD_OF_8):
-                words.append(global_vectorized.load_four(b, b.add(line, ir.Constant(i64, col)), exists))
+                words.append(global_vectorized.load_four(b, b.add(line, i64(col)), exists))
         return global_vectorized.packed(b, spec, words)
 
     return spec, emit

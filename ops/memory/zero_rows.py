@@ -3,7 +3,7 @@
 
 import numpy as np
 
-from tiles.interpreter import here
+from tiles.interpreter import current_warp
 from tiles.layout import WARPGROUP
 from tiles.numba_types import void
 from tiles.op import integer, lowers, op
@@ -31,7 +31,7 @@ def zero_first_rows(tile, end, groups=1):
 
 def _zero(tile, gone, groups):
     """The meaning of both, of the rows in a range."""
-    warp, count = here(), WARPGROUP * groups
+    warp, count = current_warp(), WARPGROUP * groups
     share, mine = -(-len(gone) // count), warp.index if groups > 1 else warp.rank
     if rows := gone[share * mine : share * (mine + 1)]:
         warp.write(tile, np.zeros((len(rows), tile.cols), np.float32), rows)

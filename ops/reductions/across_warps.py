@@ -12,12 +12,12 @@ from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 import numpy as np
-from numba.cuda import types
 
 from tiles import ptx
 from tiles.dtypes import fp32
-from tiles.interpreter import here
+from tiles.interpreter import current_warp
 from tiles.layout import LANES
+from tiles.numba_names import types
 from tiles.numba_types import void
 from tiles.op import lowers, number
 from tiles.ring import elected
@@ -33,7 +33,7 @@ VOTES: WeakKeyDictionary = WeakKeyDictionary()  # barrier: {how often it had ope
 
 def reduced(group, kind, x, scratch):
     """What a reduction means: of the parts that the group's warps bring, element by element."""
-    warp, ufunc, room = here(), FOLDS[kind][0], _room(x)
+    warp, ufunc, room = current_warp(), FOLDS[kind][0], _room(x)
     own, size = group.rank(warp), group.size(warp)
     if size * room > scratch.length:
         raise warp.hazard(f"{size} warps bring {room} elements each, and scratch is {scratch.spec}")
@@ -47,7 +47,7 @@ def reduced(group, kind, x, scratch):
 
 def voted(group, decide, flag):
     """What any and all mean: decide(the flags of all warps)."""
-    warp = here()
+    warp = current_warp()
     barrier = group.barrier(warp)
     flags = VOTES.setdefault(barrier, {}).setdefault(barrier.opened, [])
     flags.append(bool(flag))

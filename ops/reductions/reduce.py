@@ -16,14 +16,13 @@ from functools import partial
 from functools import reduce as fold
 
 import numpy as np
-from llvmlite import ir
-from numba.cuda import types
 
 from tiles import ptx
 from tiles.builder import f32, i32
 from tiles.dtypes import OPERANDS, fp32
-from tiles.interpreter import here
+from tiles.interpreter import current_warp
 from tiles.layout import LANES
+from tiles.numba_names import types
 from tiles.op import lowers, op
 from tiles.types import rt, rv, st, sv, whole
 from tiles.values import SharedTile
@@ -34,13 +33,13 @@ from ..memory import shared_tiles
 CHAINS = 4  # independent partial folds in a lane, so that their latency hides
 STRIP = 64  # elements a lane that are read at once of a shared tile
 IN_QUAD, OF_QUAD = (1, 2), (4, 8, 16)  # the bits of a lane's number that say which lane of its quad it is, and which quad's
-ZERO = ir.Constant(f32, 0.0)
+ZERO = f32(0.0)
 FOLDS = {"max": (np.fmax, fmax), "min": (np.fmin, fmin), "sum": (np.add, fadd), "prod": (np.multiply, fmul)}
 
 
 def _elements(x):
     """What a tile or vector holds, in fp32; a shared tile's elements are read."""
-    return (here().read(x) if isinstance(x, SharedTile) else x.array).astype(np.float32)
+    return (current_warp().read(x) if isinstance(x, SharedTile) else x.array).astype(np.float32)
 
 
 def _reduced(kind, tile, axis, running=None):

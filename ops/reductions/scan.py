@@ -5,7 +5,7 @@ import numpy as np
 
 from tiles import ptx
 from tiles.dtypes import fp32
-from tiles.interpreter import here
+from tiles.interpreter import current_warp
 from tiles.layout import LANES, QUAD
 from tiles.numba_types import void
 from tiles.op import lowers, op
@@ -71,8 +71,8 @@ def _columns(x):
 def cumsum_columns(target, source, least):
     """target[i] = source[0] + ... + source[i], by one warp: running sums in fp32 down each column of a shared tile, of elements
     that are `least` where they are less (NaN stays NaN). target: an fp32 shared tile of source's shape, or source itself."""
-    x = here().read(source, fence=False).astype(np.float32)
-    here().write(target, np.cumsum(np.where(x < least, np.float32(least), x), axis=0, dtype=np.float32))
+    x = current_warp().read(source, fence=False).astype(np.float32)
+    current_warp().write(target, np.cumsum(np.where(x < least, np.float32(least), x), axis=0, dtype=np.float32))
 
 
 @lowers(cumsum_columns)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from tiles.interpreter import here
+from tiles.interpreter import current_warp
 from tiles.layout import WARPGROUP
 from tiles.op import lowers, op
 from tiles.types import rt, rv
@@ -30,7 +30,7 @@ def _own(b, registers):
 def own_rows(vector):
     """The warp's 16 elements of a row_vec of 64, as the col_vec of its rows. It takes a vector from one side of the warpgroup's
     64 x 64 tile to the other."""
-    first = BASE * here().rank
+    first = BASE * current_warp().rank
     return np.ascontiguousarray(vector.array[:, first : first + BASE].T)
 
 
@@ -45,7 +45,7 @@ def _(vector):
 @op
 def own_block(tile):
     """The 16 x 16 block that this warp's rt(16, 64) has on the diagonal of its warpgroup's 64 x 64 tile."""
-    first = BASE * here().rank
+    first = BASE * current_warp().rank
     return tile.array[:, first : first + BASE]
 
 
@@ -60,7 +60,7 @@ def _(tile):
 def on_diagonal(block):
     """The warp's rt(16, 64) of the warpgroup's 64 x 64 tile that has the warps' `block` on its diagonal and 0 elsewhere: the
     inverse of own_block."""
-    out, first = np.zeros((BASE, WARPGROUP * BASE), block.array.dtype), BASE * here().rank
+    out, first = np.zeros((BASE, WARPGROUP * BASE), block.array.dtype), BASE * current_warp().rank
     out[:, first : first + BASE] = block.array
     return out
 

@@ -14,7 +14,7 @@ Of a shared vector, `rows` elements are a part.
 
 from dataclasses import replace
 
-from tiles.interpreter import here
+from tiles.interpreter import current_warp
 from tiles.op import integer, lowers, op
 from tiles.types import remote, st, sv
 from tiles.values import SharedTile
@@ -31,7 +31,7 @@ def subtile(tile, rows, index, cols=0, across=0):
     spec = _part(tile.spec, rows, cols)
     if not (0 <= index < tile.rows // rows and 0 <= across < tile.cols // spec.cols):
         what = f"subtile {index} of {rows} rows" + f", {across} of {cols} columns" * bool(cols)
-        raise here().hazard(f"{what} lies outside {tile.spec}")
+        raise current_warp().hazard(f"{what} lies outside {tile.spec}")
     first, left = index * rows, across * spec.cols
     columns = f", columns {left} to {left + spec.cols - 1}" * (spec.cols < tile.cols)
     name = f"rows {first} to {first + rows - 1}{columns} of {tile.name}"
@@ -42,7 +42,7 @@ def subtile(tile, rows, index, cols=0, across=0):
 def _elements(vector, count, index):
     first = index * count
     if not 0 <= index < vector.length // count:
-        raise here().hazard(f"subtile {index} of {count} elements lies outside {vector.spec}")
+        raise current_warp().hazard(f"subtile {index} of {count} elements lies outside {vector.spec}")
     name = f"elements {first} to {first + count - 1} of {vector.name}"
     address = vector.address + first * vector.dtype.itemsize
     return SharedTile(replace(vector.spec, length=count), address, name, vector.slot, vector.number)

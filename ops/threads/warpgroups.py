@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from tiles import ptx
-from tiles.interpreter import here
+from tiles.interpreter import current_warp
 from tiles.numba_types import compile_time, void
 from tiles.op import integer, lowers, op
 
@@ -14,7 +14,7 @@ from .warps import FOUR_WARPS, MOST_GROUPS, THREADS, TOGETHER
 def sync_several(groups):
     """The block's first `groups` warpgroups meet, 1 (each by itself) to 8. What they wrote to shared memory is then visible to
     all of them, to their wgmmas and to TMA."""
-    meet(here(), groups)
+    meet(current_warp(), groups)
 
 
 @lowers(sync_several)
@@ -71,17 +71,17 @@ class ping_pong:
     def begin(self, me):
         """Once, before the first `take`: the first turn is player 0's (unprimed, all would wait for ever)."""
         if me == self.players - 1:
-            self._arrive(here(), 0, sync=False)
+            self._arrive(current_warp(), 0, sync=False)
 
     @op
     def take(self, me):
         """Wait for my turn."""
-        self._arrive(here(), me, sync=True)
+        self._arrive(current_warp(), me, sync=True)
 
     @op
     def give(self, me):
         """The next player's turn."""
-        self._arrive(here(), me + 1, sync=False)
+        self._arrive(current_warp(), me + 1, sync=False)
 
 
 def _needs_player(name, me):

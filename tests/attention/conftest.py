@@ -1,11 +1,12 @@
 """Both places where the tests of attention run, as fixtures."""
 
 import pytest
-from places import OnCard, OnInterpreter
+from places import SHARES, OnCard, OnInterpreter
 from poison import poison_new_memory
 
 from tiles import program
 from tiles.frameworks import Torch
+from tiles.plan import Recent
 
 
 @pytest.fixture(autouse=True)
@@ -18,6 +19,12 @@ def new_memory_is_poison(monkeypatch):
 def place(request):
     """`put` takes an array there, `get` brings it back."""
     return request.getfixturevalue("card") if request.param == "gpu" else OnInterpreter()
+
+
+@pytest.fixture(scope="session", params=range(SHARES))
+def share(request):
+    """The number of one of the tests that `random_on_the_card` makes."""
+    return request.param
 
 
 @pytest.fixture(autouse=True)
@@ -43,5 +50,5 @@ def card(monkeypatch):
 @pytest.fixture
 def nothing_known(monkeypatch):
     """Nobody has called anything yet, and what is planned now is forgotten afterwards."""
-    monkeypatch.setattr(program, "KNOWN", program.Recent(program.ENTRIES))
-    monkeypatch.setattr(program, "FUNCTIONS", program.Recent(program.KINDS))
+    monkeypatch.setattr(program, "KNOWN", Recent(program.ENTRIES))
+    monkeypatch.setattr(program, "FUNCTIONS", Recent(program.KINDS))

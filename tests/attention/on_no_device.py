@@ -15,7 +15,7 @@ from tiles import program as programs
 from tiles.arrays import ITEMSIZE, Array, Form, contiguous
 from tiles.compiler import Compiled
 from tiles.frameworks import KIND_OF, Kind
-from tiles.program import Recent
+from tiles.plan import Recent
 
 launching = sys.modules["tiles.launch"]
 MEMORY, ROOM = 2**44, 2**42  # where an array may lie: nobody reads it
@@ -105,7 +105,7 @@ def noting_driver(monkeypatch):
     monkeypatch.setattr(
         tma, "move", lambda place, pointer: ctypes.c_uint64.from_address(place + 8).__setattr__("value", pointer)
     )
-    real = bound_launch.Frame
+    real = bound_launch.ParameterFrame
 
     def frame(frames, config):
         new = real(frames, config)
@@ -126,7 +126,7 @@ def noting_driver(monkeypatch):
         launches.append((pointer, pitch, bits, width, height))
         return (ok,)
 
-    monkeypatch.setattr(bound_launch, "Frame", frame)
+    monkeypatch.setattr(bound_launch, "ParameterFrame", frame)
     monkeypatch.setattr(driver, "cuLaunchKernelEx", launch)
     monkeypatch.setattr(driver, "cuMemsetD2D16Async", memset)
     monkeypatch.setattr(driver, "cuMemsetD2D32Async", memset)

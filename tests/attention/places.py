@@ -2,14 +2,26 @@
 
 import os
 
-from hypothesis import settings
+import pytest
+from hypothesis import Phase, settings
 
 from tiles import bf16
 from tiles.testing.backends import to_numpy, to_torch
 
 BF16 = bf16.np
-# Random problems on the card, most of whose time goes to compiling: as many as TILES_EXAMPLES says.
-RANDOMLY = settings(max_examples=int(os.environ.get("TILES_EXAMPLES", 25)), deadline=None, print_blob=True)
+EXAMPLES = int(os.environ.get("TILES_EXAMPLES", 25))
+SHARES = 5
+
+
+def random_on_the_card(test):
+    """EXAMPLES random problems of a `@given` test, on the card.
+
+    Most of their time goes to compiling, so SHARES tests of as many problems each are made of it, which processes divide.
+    A problem that fails is shown as it was drawn: to look for a smaller one would compile for minutes.
+    """
+    phases = [Phase.explicit, Phase.reuse, Phase.generate]
+    drawn = settings(max_examples=-(-EXAMPLES // SHARES), deadline=None, print_blob=True, phases=phases)(test)
+    return pytest.mark.gpu(pytest.mark.usefixtures("share")(drawn))
 
 
 class OnInterpreter:

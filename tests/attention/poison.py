@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from attention.reference.scores import Variant
-from attention.reference.softmax import sequences_of
+from attention.reference.scores import ReferenceVariant
+from attention.reference.softmax import sequence_slices
 from tiles.checks import Check
 from tiles.frameworks import Kind, Torch
 from tiles.schema import ORDER
@@ -73,16 +73,16 @@ def unseen(
     docs/variants.md promises it of windows alone."""
     axes = np.argsort(ORDER[layout])
     known = MASKING if cu_seqlens is None and lengths_k is None else MASKING[:2]
-    variant = Variant(**{name: options[name] for name in known if name in options}).of(np.float64)
+    variant = ReferenceVariant(**{name: options[name] for name in known if name in options}).cast(np.float64)
     found = [poisoned(x.transpose(axes).shape, x.dtype) for x in (q, k, v)]
     heads, kv_heads = found[0].shape[2], found[1].shape[2]
     lies = found[0].shape, found[1].shape, cu_seqlens, cu_seqlens_k, lengths_k
-    for b, place, queries, keys in sequences_of(*lies):
+    for b, place, queries, keys in sequence_slices(*lies):
         found[0][place, queries] = q.transpose(axes)[place, queries]
         i, j = np.arange(queries.stop - queries.start)[:, None], np.arange(keys.stop - keys.start)[None]
         for head in range(kv_heads):
             its = range(head * heads // kv_heads, (head + 1) * heads // kv_heads)
-            seen = np.flatnonzero(np.any([variant.seen(b, h, i, j, j.size - i.size).any(0) for h in its], 0))
+            seen = np.flatnonzero(np.any([variant.visible(b, h, i, j, j.size - i.size).any(0) for h in its], 0))
             if seen.size:
                 rows = np.arange(seen[0], seen[-1] + 1)
                 rows = keys.start + (rows if block is None else rows[np.isin(rows // block, seen // block)])

@@ -14,19 +14,19 @@ from attention.mla import boxes, products
 from attention.mla import hopper as mla_hopper
 from attention.mla import quantised as mla_quantised
 from attention.recurrent.kernels import chunk_ampere, chunk_hopper, gla_hopper, gla_states_hopper, token_loop
-from attention.recurrent.kernels.gates import ByHead, BySteps, ByToken
-from attention.recurrent.kernels.results import Normalizer, Outputs, States
+from attention.recurrent.kernels.gates import HeadGate, Mamba2Gate, TokenGate
+from attention.recurrent.kernels.results import ScanNormalizer, ScanOutputs, ScanStates
 from attention.softmax import ampere, backward, hopper, hopper_fp8
 from attention.softmax.block_masks import BlockedMask
 from attention.softmax.decode import ampere as decode_ampere
-from attention.softmax.decode.caches import Dense, Paged
-from attention.softmax.decode.norms import ByRms, RmsOfRows
-from attention.softmax.decode.products import Same
-from attention.softmax.decode.reach import Reach
-from attention.softmax.decode.results import Part
-from attention.softmax.decode.splits import Shares
+from attention.softmax.decode.caches import DenseLoader, PagedLoader
+from attention.softmax.decode.norms import MultiHeadRmsNorm, RmsNormedKeys
+from attention.softmax.decode.products import SameDtypeProducts
+from attention.softmax.decode.reach import KeyWindow
+from attention.softmax.decode.results import PartialOutput
+from attention.softmax.decode.splits import StreamKSplits
 from attention.softmax.dropped import Dropped
-from attention.softmax.norms import Layer, Normed
+from attention.softmax.norm_parts import LayerNorm, Normed
 from attention.softmax.variants import Both, Variant
 from attention.softmax.visible_keys import CAUSAL, FULL, Left
 from ops import exp2, load, row_max, store
@@ -34,25 +34,36 @@ from tiles import bf16, fp16, fp32, rt
 from tiles.arguments import array
 from tiles.targets import LARGE, MEDIUM, SMALL, capability, shared_bytes
 
-STEPS, MAMBA2, OUTPUTS = BySteps(softplus=True), Outputs(skip=True, silu=True), Outputs()
-PLAIN = Variant(), Reach(False, True, False)
-PART = Part(bf16, 16)
-SHARED = *PLAIN, Paged(16), decode_ampere.either(bf16, 16), Variant(), Shares
-NORMED = Normed(RmsOfRows(True)), PLAIN[1], Dense(16), decode_ampere.either(bf16, 16), Variant(), Shares
+STEPS, MAMBA2, OUTPUTS = Mamba2Gate(softplus=True), ScanOutputs(skip=True, silu=True), ScanOutputs()
+PLAIN = Variant(), KeyWindow(False, True, False)
+PART = PartialOutput(bf16, 16)
+SHARED = *PLAIN, PagedLoader(16), decode_ampere.final_or_partial(bf16, 16), Variant(), StreamKSplits
+NORMED = (
+    Normed(MultiHeadRmsNorm(True)),
+    PLAIN[1],
+    DenseLoader(16),
+    decode_ampere.final_or_partial(bf16, 16),
+    Variant(),
+    StreamKSplits,
+)
 SAMPLE = [  # each GPU with several kernels, and each form with some GPU; `inspect --all --check` takes all of them
-    ("sm_80", chunk_ampere, chunk_ampere.Config(256, 1, bf16, STEPS, MAMBA2, piece=4)),
+    ("sm_80", chunk_ampere, chunk_ampere.Config(256, 1, bf16, STEPS, MAMBA2, vector_bytes=4)),
     ("sm_80", token_loop, token_loop.Config(64, "token", normalize=True)),
     ("sm_90a", write_kernel, write_kernel.Config(bf16, bf16)),
     (
         "sm_80",
         decode_ampere,
-        decode_ampere.config_for(128, 128, Same(bf16), *SHARED, tall=True, room=MEDIUM),
+        decode_ampere.config_for(128, 128, SameDtypeProducts(bf16), *SHARED, tall=True, shared_limit=MEDIUM),
     ),
-    ("sm_90a", decode_ampere, decode_ampere.config_for(128, 128, Same(bf16), *NORMED, early=True, keys_norm=ByRms())),
-    ("sm_80", mla_ampere, mla_ampere.config_for(bf16, PLAIN[1], Paged(16), PART, False, 128, MEDIUM)),
-    ("sm_90a", mla_quantised, mla_quantised.config_for(bf16, PLAIN[1], Paged(16), PART, True, 128)),
-    ("sm_90a", mla_hopper, mla_hopper.Config(products.Same(bf16), PLAIN[1], boxes.Paged(1), PART)),
-    ("sm_90a", mla_hopper, mla_hopper.gathered(bf16, True, PLAIN[1], Paged(16), PART)),
+    (
+        "sm_90a",
+        decode_ampere,
+        decode_ampere.config_for(128, 128, SameDtypeProducts(bf16), *NORMED, pdl=True, keys_norm=RmsNormedKeys()),
+    ),
+    ("sm_80", mla_ampere, mla_ampere.config_for(bf16, PLAIN[1], PagedLoader(16), PART, False, 128, MEDIUM)),
+    ("sm_90a", mla_quantised, mla_quantised.config_for(bf16, PLAIN[1], PagedLoader(16), PART, True, 128)),
+    ("sm_90a", mla_hopper, mla_hopper.Config(products.LatentProducts(bf16), PLAIN[1], boxes.TmaPagedLatents(1), PART)),
+    ("sm_90a", mla_hopper, mla_hopper.gather_config(bf16, True, PLAIN[1], PagedLoader(16), PART)),
     ("sm_89", ampere, ampere.config_for(128, fp16, FULL, SMALL)),
     *(("sm_90a", hopper_fp8, hopper_fp8.config_for(dim, FULL, keys=8192, before=True)) for dim in (64, 256)),
     ("sm_90a", backward.hopper, backward.hopper.config_for(64, bf16, CAUSAL)),
@@ -64,11 +75,11 @@ SAMPLE = [  # each GPU with several kernels, and each form with some GPU; `inspe
     ),
     ("sm_80", backward.ampere, backward.ampere.config_for(256, bf16, CAUSAL)),
     ("sm_120a", backward.ampere, backward.ampere.config_for(128, fp16, FULL)),
-    ("sm_80", backward.norms, backward.norms.Rows(Layer(), 256, bf16, False)),
+    ("sm_80", backward.norms, backward.norms.NormRowGradients(LayerNorm(), 256, bf16, False)),
     ("sm_90a", chunk_hopper, chunk_hopper.Config(256, 1, bf16, STEPS, MAMBA2, varlen=True)),
     ("sm_90a", ampere, ampere.config_for(64, bf16, CAUSAL, LARGE, 8)),
-    ("sm_100a", chunk_ampere, chunk_ampere.Config(256, 1, bf16, ByToken(), Normalizer())),
-    ("sm_120a", chunk_ampere, chunk_ampere.Config(128, 1, bf16, ByToken(), States(), varlen=True, piece=4)),
+    ("sm_100a", chunk_ampere, chunk_ampere.Config(256, 1, bf16, TokenGate(), ScanNormalizer())),
+    ("sm_120a", chunk_ampere, chunk_ampere.Config(128, 1, bf16, TokenGate(), ScanStates(), varlen=True, vector_bytes=4)),
     ("sm_120a", ampere, ampere.config_for(256, bf16, FULL, SMALL, 4)),
     ("sm_120a", token_loop, token_loop.Config(128, "channel", True, single=True)),
 ]
@@ -119,7 +130,10 @@ def test_no_configuration_comes_twice(arch):
 
 
 ALIKE = [  # configurations that differ in one field each
-    *(("sm_90a", chunk_hopper, chunk_hopper.Config(64, 1, bf16, ByHead(apart), OUTPUTS)) for apart in (False, True)),
+    *(
+        ("sm_90a", chunk_hopper, chunk_hopper.Config(64, 1, bf16, HeadGate(scale_at_end), OUTPUTS))
+        for scale_at_end in (False, True)
+    ),
     *(("sm_80", token_loop, token_loop.Config(64, decay)) for decay in ("", "token")),
 ]
 

@@ -30,7 +30,7 @@ def test_main_forward_and_doctor_agree(capability, runs, on):
     form = c_ordered((1, 8, 1, 64), "bfloat16", 0)
     problem = FORWARD.problem(dict.fromkeys("qkv", form))
     try:
-        served = families.choose(problem, None) == ("sm_90" if capability[0] == 9 else "sm_80")
+        served = families.choose_family(problem, None) == ("sm_90" if capability[0] == 9 else "sm_80")
     except ValueError:
         served = False
     assert (main.has_gpu(), served, "too old" not in doctor.runs_on(capability)) == (runs, runs, runs)

@@ -6,7 +6,7 @@ import re
 import pytest
 
 import attention
-from attention.names import TABLE, THEIRS
+from attention.names import ARGUMENT_HINTS, HINTS_BY_NAME
 
 
 def said(function, name):
@@ -19,7 +19,7 @@ def said(function, name):
 KNOWN = [
     (attention.gla, "g", "decay"),
     (attention.lightning, "layer_idx", "layer"),
-    (attention.delta_rule, "use_qk_l2norm_in_kernel", "what q and k are: divide them by their norms before"),
+    (attention.delta_rule, "use_qk_l2norm_in_kernel", "not an argument: divide q and k by their norms before the call"),
     (attention.based, "output_final_state", "return_state"),
     (attention.mamba2, "return_state", "return_final_states"),
     (attention.hedgehog, "head_first", 'layout="bhsd" or "bshd"'),
@@ -68,9 +68,9 @@ def test_every_public_function_answers(function):
 
 def test_every_row_serves():
     """No name stands in two rows, and each answer is an argument of a function, or a sentence."""
-    assert len(THEIRS) == sum(len(names.split()) for names, *_ in TABLE)
+    assert len(HINTS_BY_NAME) == sum(len(names.split()) for names, *_ in ARGUMENT_HINTS)
     known = {name for function in PUBLIC for name in inspect.signature(function).parameters}
-    for theirs, every in THEIRS.items():
+    for theirs, every in HINTS_BY_NAME.items():
         for ours in every:
             name = re.match(r"(\w+)(=|$)", ours)
             assert name is None or name[1] in known, (theirs, ours)

@@ -111,8 +111,8 @@ def test_options_of_a_call():
 
 def test_at_once_is_one_function(monkeypatch):
     """Of the projection, in eager calls and compiled ones; where `attend` is another, or a call has options, it is in parts."""
-    asked, real = [], nn.Projected.apply
-    monkeypatch.setattr(nn.Projected, "apply", lambda *args: asked.append(args[0].shape) or real(*args))
+    asked, real = [], nn.ProjectedAttention.apply
+    monkeypatch.setattr(nn.ProjectedAttention, "apply", lambda *args: asked.append(args[0].shape) or real(*args))
     module, _, x, _ = made("at once")
     x = x[:, :5]
     out = module(x)
@@ -228,19 +228,19 @@ def test_without_memory():
 
 @pytest.mark.parametrize("name", ["causal", "scale", "sink"])
 def test_an_option_of_the_module_is_none_of_a_call(name):
-    with pytest.raises(TypeError, match=f"^{name}: is the module's"):
+    with pytest.raises(TypeError, match=f"^{name}: is an argument of the module"):
         Attention(DIM, 2)(torch.zeros(1, 4, DIM), **{name: None})
 
 
 @pytest.mark.parametrize("name", ["q_norm", "k_norm"])
 def test_its_norms_are_none_of_a_call(name):
-    with pytest.raises(TypeError, match=f"^{name}: is the module's"):
+    with pytest.raises(TypeError, match=f"^{name}: is an argument of the module"):
         Attention(DIM, 2, qk_norm=True)(torch.zeros(1, 4, DIM), **{name: torch.ones(24)})
 
 
 @pytest.mark.parametrize(("name", "value"), [("layout", "bhsd"), ("return_lse", True), ("out", torch.zeros(1, 4, DIM))])
 def test_what_would_change_axes_or_results(name, value):
-    with pytest.raises(TypeError, match=f"^{name}: cannot be given to the module, whose axes and result are its own"):
+    with pytest.raises(TypeError, match=f"^{name}: is not an argument of the module"):
         Attention(DIM, 2, dtype=torch.bfloat16)(torch.zeros(1, 4, DIM).bfloat16(), **{name: value})
 
 

@@ -36,7 +36,7 @@ CASES = {  # what is drawn: (queries, keys), and options
 
 def picture(name, **more):
     q, k, options = CASES[name]
-    return show.drawn(name, q, k, **options | more)
+    return show.draw_mask(name, q, k, **options | more)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -44,17 +44,17 @@ def test_blocks_are_what_their_pairs_say(name):
     """A block at the end is masked where it is not full of keys; queries that there are not count as if there were."""
     of = picture(name)
     for (r, c), kind in np.ndenumerate(of.blocks):
-        pairs = of.seen[r * of.rows : (r + 1) * of.rows, c * of.cols : (c + 1) * of.cols]
+        pairs = of.visible[r * of.rows : (r + 1) * of.rows, c * of.cols : (c + 1) * of.cols]
         if pairs.shape == (of.rows, of.cols):
             assert kind == (show.FULL if pairs.all() else show.PARTIAL if pairs.any() else show.SKIPPED)
         assert not (kind == show.SKIPPED and pairs.any()) and not (kind == show.FULL and not pairs.all())
-    assert of.blocks.any() == of.seen.any()
+    assert of.blocks.any() == of.visible.any()
 
 
 def test_text():
-    assert show.text(show.drawn("window", 140, 140, window=(30, 3), rows=48, cols=32)) == [
+    assert show.text(show.draw_mask("window", 140, 140, window=(30, 3), rows=48, cols=32)) == [
         "window: 140 queries, 140 keys, blocks of 48 x 32: 6 skipped, 9 partial, 0 full;",
-        "worked on: 0.60 of the blocks; seen: 0.22 of the pairs",
+        "computed: 0.60 of the blocks; visible: 0.22 of the pairs",
         "  0 o:::............",
         "    oooo:::.........",
         "    ::ooooo:::......",
@@ -71,8 +71,8 @@ def test_text():
 
 
 def test_text_of_a_long_sequence_fits_a_line():
-    lines = show.text(show.drawn("causal", 400, 400, causal=True, rows=16, cols=16))
-    assert max(map(len, lines)) <= show.WIDE + 4
+    lines = show.text(show.draw_mask("causal", 400, 400, causal=True, rows=16, cols=16))
+    assert max(map(len, lines)) <= show.LINE_WIDTH + 4
     assert sum("#" in line for line in lines) == 24
 
 
@@ -163,7 +163,7 @@ def test_command(file, tmp_path, capsys):
         ("{file}:near --q 64 --head=-1", "batch and head must not be negative: batch=0, head=-1"),
         ("--causal --svg {file}/no/such.svg", "Not a directory"),
         ("--window=-1,0", "window: its ends must not be negative"),
-        ("--window 5", "--window: say left,right, such as 128,0, got '5'"),
+        ("--window 5", "--window: must be left,right, such as 128,0: '5'"),
         ("--block 20", "blocks must be multiples of 16"),
         ("--q 0", "lengths positive"),
     ],

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from fuse.evaluate import InNumPy, evaluate
+from fuse.evaluate import NumPyArithmetic, evaluate
 from tiles.testing import assert_close
 
 
@@ -10,9 +10,9 @@ def compare(kernel, arrays, got, factor=2):
     """By the error rule: as wrong as the definition, each step rounded to the dtype of the arrays, may be, times `factor`."""
     arrays = kernel._arguments(tuple(arrays))
     found, shapes = kernel.trace(arrays), kernel._shapes(arrays)
-    given = {name: x.T if s.turned else x for name, x, s in zip(kernel.names, arrays, shapes)}
+    given = {name: x.T if s.transposed else x for name, x, s in zip(kernel.names, arrays, shapes)}
     dtype = next(x.dtype for x in arrays if hasattr(x, "dtype"))
     wide = {name: np.asarray(x, np.float64) for name, x in given.items()}
-    ref, low = evaluate(found.roots, wide, InNumPy(np.float64)), evaluate(found.roots, given, InNumPy(dtype))
+    ref, low = evaluate(found.roots, wide, NumPyArithmetic(np.float64)), evaluate(found.roots, given, NumPyArithmetic(dtype))
     for y, r, d in zip(got if isinstance(got, tuple) else (got,), ref, low, strict=True):
         assert_close(y, r, d, factor=factor)

@@ -11,7 +11,7 @@ import fuse
 from fuse import operators, rules
 from fuse.proof import identity
 from fuse.rules import Rule
-from fuse.trace import Shape, traced
+from fuse.trace import Shape, trace_definition
 from tiles import bf16
 
 
@@ -43,13 +43,13 @@ def test_few_queries_take_keys_in_parts():
     """One head of keys for all, columns that fill no tile; where parts have one length, are long enough, and blocks are few."""
     arrays = sample((2, 20, 40), (1, 1024, 40), (1, 1024, 24))
     text = PLAIN.source(*arrays)
-    assert "return_lse=True" in text and len(text.splitlines()) <= 80 and "2 parts of the keys" in PLAIN.explain(*arrays)
+    assert "return_lse=True" in text and len(text.splitlines()) <= 80 and "2 splits of the keys" in PLAIN.explain(*arrays)
     compare(PLAIN, arrays, PLAIN.run(*arrays))
     assert PLAIN.proof(*arrays).holds
     for keys, heads in ((1000, 2), (1023, 2), (1024, 80)):
         shapes = ((heads, 20, 40), (heads, keys, 40), (heads, keys, 40))
         (one, *_) = PLAIN.candidates(*[np.zeros(s, bf16.np) for s in shapes])
-        assert "parts" not in one.explained()
+        assert "parts" not in one.describe()
 
 
 def test_what_has_no_kernel_says_why():
@@ -191,10 +191,10 @@ HEADS = next(rule for rule in rules.RULES if "heads" in rule.name)
 
 def _columns(x):
     """A scale of keys taken for one of queries."""
-    if x.operation == "matmul" and x.of[1].operation == "transpose" and x.of[1].of[0].operation == "mul":
-        k, g = x.of[1].of[0].of
-        if g.ndim > 1 and g.extents[-1] == 1 and g.extents == (*x.of[0].extents[:-1], 1):
-            yield x.of[0] @ fuse.transpose(k) * g
+    if x.operation == "matmul" and x.args[1].operation == "transpose" and x.args[1].args[0].operation == "mul":
+        k, g = x.args[1].args[0].args
+        if g.ndim > 1 and g.extents[-1] == 1 and g.extents == (*x.args[0].extents[:-1], 1):
+            yield x.args[0] @ fuse.transpose(k) * g
 
 
 def _heads(x):
@@ -212,8 +212,8 @@ def test_a_wrong_rule_is_caught(wrong):
 
     for definition, shapes in ((scaled, [(2, 6, 8)] * 3), (operators.mla_attention.definition, CASES[operators.mla_attention])):
         names = tuple(inspect.signature(definition).parameters)
-        found = traced(definition, names, tuple(Shape(s, "bfloat16") for s in shapes))
-        forms = [form for form in rules.equal(found.roots, found.space, [HEADS, rule]) if rule in form.rules]
+        found = trace_definition(definition, names, tuple(Shape(s, "bfloat16") for s in shapes))
+        forms = [form for form in rules.equivalent_forms(found.roots, found.table, [HEADS, rule]) if rule in form.rules]
         caught += sum(not identity(found.roots, form.roots, points=1).equal for form in forms[:2])
     assert caught
 

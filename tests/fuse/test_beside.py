@@ -42,5 +42,5 @@ def test_weights_that_lie_otherwise(monkeypatch):
 def test_proof():
     kernel, arrays = fuse.kernel(FUNCTIONS["three"][0]), (normal(70, 72), normal(72, 136), normal(72, 40), normal(72, 264))
     found = kernel.trace(arrays)
-    proof = fuse.proof.proven(kernel.name, found, candidates(found, H200)[0])
+    proof = fuse.proof.prove(kernel.name, found, candidates(found, H200)[0])
     assert proof.holds, proof

@@ -68,19 +68,19 @@ def test_a_narrow_product_of_deep_rows(monkeypatch):
 def test_proof(card):
     kernel, arrays = operators.lora_linear_by_index, sample(70, 3, 24)
     found = kernel.trace(kernel._arguments(arrays))
-    known = proof.proven(kernel.name, found, candidates(found, card)[0])
+    known = proof.prove(kernel.name, found, candidates(found, card)[0])
     assert known.holds and "a (3, 24," in str(known), known
 
 
 def _own(change):
     """A rule that makes something of what rows keep."""
-    return lambda x: (change(*x.of) for _ in range(x.operation == "among"))
+    return lambda x: (change(*x.args) for _ in range(x.operation == "select_columns"))
 
 
 BY_INDEX = next(rule for rule in rules.RULES if "adapters" in rule.name)
 WRONG = {
     "rows keep all": _own(lambda x, index, like: x),
-    "rows keep others": _own(lambda x, index, like: x - fuse.terms.among(x, index, like)),
+    "rows keep others": _own(lambda x, index, like: x - fuse.term_operations.select_columns(x, index, like)),
 }
 
 
@@ -88,9 +88,9 @@ WRONG = {
 def test_a_wrong_rule_is_caught(name):
     kernel, arrays = operators.lora_linear_by_index, sample(70)
     found = kernel.trace(kernel._arguments(arrays))
-    forms = rules.equal(found.roots, found.space, [BY_INDEX, rules.Rule(name, "", WRONG[name])])
-    once = next(form for form in forms if len(form.rules) == 2)
-    assert not proof.identity(found.roots, once.roots).equal
+    forms = rules.equivalent_forms(found.roots, found.table, [BY_INDEX, rules.Rule(name, "", WRONG[name])])
+    wrong = next(form for form in forms if len(form.rules) == 2)
+    assert not proof.identity(found.roots, wrong.roots).equal
 
 
 @pytest.mark.parametrize("function", [operators.lora_linear_by_index, operators.lora_linear_by_index.run])

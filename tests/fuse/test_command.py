@@ -25,12 +25,12 @@ def test_show(capsys):
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
-        (["show", "fuse.operators:nothing", "--shapes", "3x64"], 2, "no function that fuse.kernel made"),
+        (["show", "fuse.operators:nothing", "--shapes", "3x64"], 2, "is not a function decorated with fuse.kernel"),
         (["show", "fuse.operators:rms_norm_linear", "--shapes", "3x64", "64", "48x40"], 1, "(3, 64) and (48, 40)"),
         (["show", "fuse.operators:rms_norm_linear", "--shapes", "3xa"], 1, "--shapes: must be such as 16x4096"),
         pytest.param(
             ["tune", "fuse.operators:rms_norm_linear", "--shapes", "3x64", "64", "64x40"],
-            *(1, "tune: measures on "),
+            *(1, "tune: needs "),
             marks=pytest.mark.skipif(has_gpu(), reason="has a GPU, and would measure"),
         ),
         (

@@ -114,10 +114,10 @@ def with_profile(call):
 
 def with_hook(setter, getter):
     def watched(call):
-        seen = []
+        called = []
 
         def hook(frame, event, argument):
-            seen.append(frame.f_code.co_name)
+            called.append(frame.f_code.co_name)
             return hook
 
         before = getter()
@@ -127,7 +127,7 @@ def with_hook(setter, getter):
             assert getter() is hook
         finally:
             setter(before)
-        return found, "definition" in seen
+        return found, "definition" in called
 
     return watched
 
@@ -150,8 +150,8 @@ def test_a_function_is_traced_while_it_is_watched(how):
 
         return fuse.kernel(definition)
 
-    text, seen = WATCHED[how](lambda: make().source(*ARRAYS))
-    assert seen and text == make().source(*ARRAYS) and "inner = x * rsqrt(" in text
+    text, called = WATCHED[how](lambda: make().source(*ARRAYS))
+    assert called and text == make().source(*ARRAYS) and "inner = x * rsqrt(" in text
 
 
 @pytest.mark.gpu
@@ -181,10 +181,10 @@ def test_variables_of_a_definition():
         return definition(first, 5.0) if n == 2.0 else first
 
     found = fuse.kernel(lambda x: x)  # nothing has a name
-    assert found.trace([ARRAYS[0]]).spoken == ()
+    assert found.trace([ARRAYS[0]]).local_names == ()
     kernel = fuse.kernel(definition)
-    spoken = dict(kernel._trace((*kernel._shapes([ARRAYS[0]]),)).spoken)
-    assert {*spoken} == {"first", "second", "third", "x"}
+    local_names = dict(kernel._trace((*kernel._shapes([ARRAYS[0]]),)).local_names)
+    assert {*local_names} == {"first", "second", "third", "x"}
 
     def wrong(x):
         part = x * 2.0

@@ -6,7 +6,7 @@ from operator_cases import A100, normal
 from references import compare
 
 import fuse
-from fuse import operators, proof, rules, terms
+from fuse import operators, proof, rules, term_operations
 from fuse.candidates import candidates
 from fuse.cost import H200
 from tiles import bf16
@@ -71,25 +71,29 @@ def test_text_and_proof(card):
     kernel, arrays = operators.linear_cross_entropy, sample(70, 264)
     found = kernel.trace(arrays)
     best = candidates(found, card)[0]
-    assert len(best.way.kernels) == 2 and len(best.rules) == 3
-    known = proof.proven(kernel.name, found, best)
+    assert len(best.plan.kernels) == 2 and len(best.rules) == 3
+    known = proof.prove(kernel.name, found, best)
     assert known.holds and "w (24, 264)" in str(known), known
 
 
 def _sums(x, change):
     """A rule on sums of exponentials: change(sums of parts, maxima of parts, shift)."""
-    if x.operation == "sum" and x.of[0].operation == "exp":
-        scores, shift = x.of[0].of[0].of
-        yield fuse.sum(change(*(terms.of_parts(name, scores) for name in ("sum_of_parts", "max_of_parts")), shift))
+    if x.operation == "sum" and x.args[0].operation == "exp":
+        scores, shift = x.args[0].args[0].args
+        yield fuse.sum(
+            change(*(term_operations.reduce_parts(name, scores) for name in ("sum_of_parts", "max_of_parts")), shift)
+        )
 
 
 WRONG = {
     "not rescaled": lambda x: _sums(x, lambda sums, maxima, shift: sums),
     "rescaled the other way": lambda x: _sums(x, lambda sums, maxima, shift: sums * fuse.exp(shift - maxima)),
     "rescaled by a part's own": lambda x: _sums(x, lambda sums, maxima, shift: sums * fuse.exp(maxima - maxima)),
-    "maxima add up": lambda x: (fuse.sum(terms.of_parts("max_of_parts", y)) for y in x.of if x.operation == "max"),
+    "maxima add up": lambda x: (
+        fuse.sum(term_operations.reduce_parts("max_of_parts", y)) for y in x.args if x.operation == "max"
+    ),
     "the greatest of what is picked": lambda x: (
-        fuse.max(terms.of_parts("pick_of_parts", *x.of)) for _ in range(x.operation == "pick")
+        fuse.max(term_operations.reduce_parts("pick_of_parts", *x.args)) for _ in range(x.operation == "pick")
     ),
 }
 
@@ -97,7 +101,7 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_rule_is_caught(name):
     found = operators.linear_cross_entropy.trace(sample(70, 264))
-    forms = rules.equal(found.roots, found.space, [rules.Rule(name, "", WRONG[name])])
+    forms = rules.equivalent_forms(found.roots, found.table, [rules.Rule(name, "", WRONG[name])])
     assert len(forms) > 1 and not any(proof.identity(found.roots, form.roots).equal for form in forms[1:])
 
 
@@ -137,5 +141,5 @@ def test_what_is_picked_without_a_product():
     picked = fuse.kernel(lambda x, index: fuse.pick(x, index) * 2.0)
     given = normal(3, 40), np.array([1, -1, 5])
     got = picked.run(*given)
-    assert "what is picked is the sum" in picked.explain(*given).lower()
+    assert "a picked element is a masked sum" in picked.explain(*given).lower()
     assert np.allclose(got[:, 0].astype(float), normal(3, 40)[[0, 1, 2], [1, 0, 5]].astype(float) * [2, 0, 2])

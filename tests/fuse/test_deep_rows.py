@@ -20,7 +20,7 @@ def rms(x, g):
 
 
 @fuse.kernel
-def turned(x, g, cos, sin):
+def transposed(x, g, cos, sin):
     return operators.rotary.definition(rms(x, g), cos, sin)
 
 
@@ -36,11 +36,11 @@ def normed(x, g, y):
 def test_a_norm_ahead_of_rotary_embedding(shape, positions):
     """One kernel; a half that is in several tiles is read for the norm first."""
     arrays = sample(shape, shape[-1:], positions, positions)
-    text = turned.source(*arrays)
+    text = transposed.source(*arrays)
     assert text.count("@cuda.jit") == 1 and "row_sum(" in text and len(text.splitlines()) < 60
     assert text.count("for col in range(0, width, TILE.cols)") == (2 if shape[-1] > 128 else 0)
-    compare(turned, arrays, turned.run(*arrays))
-    proof = turned.proof(*arrays)
+    compare(transposed, arrays, transposed.run(*arrays))
+    proof = transposed.proof(*arrays)
     assert proof.holds, proof
 
 
@@ -63,10 +63,10 @@ def test_sums_one_after_the_other(columns):
 def test_rows_too_wide_for_a_tile():
     """The norm is a kernel of its own, of a matrix of all rows."""
     arrays = sample((2, 3, 5, 272), (272,), (5, 136), (5, 136))
-    text = turned.source(*arrays)
+    text = transposed.source(*arrays)
     assert text.count("@cuda.jit") == 2 and "x.reshape(-1, x.shape[3])" in text
-    compare(turned, arrays, turned.run(*arrays))
-    proof = turned.proof(*arrays)
+    compare(transposed, arrays, transposed.run(*arrays))
+    proof = transposed.proof(*arrays)
     assert proof.holds, proof
 
 
@@ -80,5 +80,5 @@ def test_what_lies_apart_runs_by_parts():
     """No view is a matrix of all rows."""
     x, g, cos, sin = sample((2, 5, 3, 272), (272,), (5, 136), (5, 136))
     with pytest.warns(RuntimeWarning, match="needs a copy"):
-        got = turned.run(x.swapaxes(1, 2), g, cos, sin)
-    assert np.allclose(got.astype(float), turned(x.swapaxes(1, 2).copy(), g, cos, sin).astype(float), atol=0.05, rtol=0.05)
+        got = transposed.run(x.swapaxes(1, 2), g, cos, sin)
+    assert np.allclose(got.astype(float), transposed(x.swapaxes(1, 2).copy(), g, cos, sin).astype(float), atol=0.05, rtol=0.05)

@@ -7,7 +7,7 @@ from references import compare
 import fuse
 from attention import dropout_mask
 from fuse import operators
-from fuse.draws import kept, kept_in_torch
+from fuse.draws import keep_mask, keep_mask_in_torch
 from tiles import bf16, fp32
 
 SEED = np.array([2**62 + 12345])
@@ -37,13 +37,13 @@ def test_of_16_bits(columns):
 
 def test_as_many_as_were_asked_for():
     assert abs((fuse.dropout(np.ones((64, 1024)), 0.1, SEED) == 0).mean() - 0.1) < 0.01
-    assert (kept((8, 8), 0.0, 7)).all()
+    assert (keep_mask((8, 8), 0.0, 7)).all()
 
 
 def test_draws_of_torch():
     torch = pytest.importorskip("torch")
     x = torch.ones(2, 21, 40)
-    assert (kept_in_torch(x, 0.25, torch.from_numpy(SEED)).numpy() == kept((2, 21, 40), 0.25, int(SEED[0]))).all()
+    assert (keep_mask_in_torch(x, 0.25, torch.from_numpy(SEED)).numpy() == keep_mask((2, 21, 40), 0.25, int(SEED[0]))).all()
 
 
 def test_gradient():
@@ -51,7 +51,7 @@ def test_gradient():
     torch = pytest.importorskip("torch")
     x = torch.randn(5, 40, dtype=torch.bfloat16, requires_grad=True)
     DROPPED(x, torch.from_numpy(SEED)).sum().backward()
-    want = torch.from_numpy(kept((5, 40), 0.25, int(SEED[0])) / 0.75)
+    want = torch.from_numpy(keep_mask((5, 40), 0.25, int(SEED[0])) / 0.75)
     assert (x.grad - want).abs().max() < 0.01
 
 
@@ -64,7 +64,7 @@ def test_ahead_of_a_product_and_behind_one():
 
 
 @pytest.mark.parametrize(
-    ("definition", "error", "says"),
+    ("definition", "error", "description"),
     [
         (lambda x, seed: fuse.dropout(x, 1.0, seed), ValueError, "p must be a number, at least 0 and below 1"),
         (lambda x, seed: fuse.dropout(x, 0.5, x), TypeError, "seed must be an argument, an array of one int64"),
@@ -72,9 +72,9 @@ def test_ahead_of_a_product_and_behind_one():
         (lambda x, seed: x * seed, TypeError, "seed: dtype must be one of"),
     ],
 )
-def test_what_is_refused(definition, error, says):
+def test_what_is_refused(definition, error, description):
     given = np.ones((4, 8), np.float32), SEED
-    with pytest.raises(error, match=says):
+    with pytest.raises(error, match=description):
         fuse.kernel(definition).run(*given)
 
 

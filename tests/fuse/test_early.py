@@ -3,9 +3,9 @@
 import pytest
 
 from fuse import early
-from fuse.early import Early, memory_of
+from fuse.early import EarlyLaunch, memory_of
 from tiles.arrays import Operand, c_ordered
-from tiles.recording import Recorded
+from tiles.recording import RecordedStep
 
 
 class Bound:
@@ -24,7 +24,7 @@ def step(monkeypatch):
     monkeypatch.setattr(early, "WRITTEN", {})
     ran = []
     x, w, y = (Operand(n, c_ordered((16,), "float32", None)) for n in range(3))
-    return Early(Recorded(Bound("early", ran), Bound("late", ran), [0, 1, 2]), [memory_of(w)], [memory_of(y)]), ran
+    return EarlyLaunch(RecordedStep(Bound("early", ran), Bound("late", ran), [0, 1, 2]), [memory_of(w)], [memory_of(y)]), ran
 
 
 LATE, EARLY = [1000, 1060, 940], [2000, 1064, 936]  # where weights lie, beside what was written from 1000 to 1064

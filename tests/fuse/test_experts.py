@@ -6,7 +6,7 @@ from operator_cases import A100, normal
 from references import compare
 
 import fuse
-from fuse import operators, proof, rules, terms
+from fuse import operators, proof, rules, term_operations
 from fuse.cost import H200
 
 EXPERTS, ACROSS, INNER = 8, 128, 72
@@ -52,20 +52,23 @@ EXPERTS_RULE = next(rule for rule in rules.RULES if "experts" in rule.name)
 
 
 def _spread(change):
-    return lambda x: (change(*x.of) for _ in range(x.operation == "spread"))
+    return lambda x: (change(*x.args) for _ in range(x.operation == "repeat_columns"))
 
 
 @pytest.mark.parametrize(
     "wrong",
-    [_spread(lambda p, w: terms.spread(p * p, w)), _spread(lambda p, w: 1.0 - terms.spread(p, w))],
+    [
+        _spread(lambda p, w: term_operations.repeat_columns(p * p, w)),
+        _spread(lambda p, w: 1.0 - term_operations.repeat_columns(p, w)),
+    ],
     ids=["squares", "rest"],
 )
 def test_a_wrong_rule_is_caught(wrong):
     kernel = fuse.kernel(lambda p, x, g, w: fuse.weighted(p, (x @ fuse.transpose(g)) @ w))
     found = kernel.trace((normal(5, EXPERTS), normal(5, INNER), *(normal(EXPERTS, ACROSS, INNER) for _ in range(2))))
-    forms = rules.equal(found.roots, found.space, [EXPERTS_RULE, rules.Rule("wrong", "", wrong)])
-    right, once = (next(form for form in forms if len(form.rules) == n) for n in (1, 2))
-    assert proof.identity(found.roots, right.roots).equal and not proof.identity(found.roots, once.roots).equal
+    forms = rules.equivalent_forms(found.roots, found.table, [EXPERTS_RULE, rules.Rule("wrong", "", wrong)])
+    right, wrong = (next(form for form in forms if len(form.rules) == n) for n in (1, 2))
+    assert proof.identity(found.roots, right.roots).equal and not proof.identity(found.roots, wrong.roots).equal
 
 
 def test_mistakes():

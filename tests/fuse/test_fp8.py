@@ -9,7 +9,7 @@ from references import compare
 import fuse
 from fuse import inspect, operators, proof, rules
 from fuse.cost import card_of
-from fuse.trace import Shape, traced
+from fuse.trace import Shape, trace_definition
 from tiles import bf16, fp8e4m3, fp16
 from tiles.testing import ptx
 
@@ -38,8 +38,8 @@ def test_linear(rows, lying):
     direct = rows <= 64 and lying is np.asfortranarray
     assert text.count("@cuda.jit") == 2 - direct and ("warpgroup.load(subtile(w.wait(i)" in text) == direct
     compare(operators.fp8_linear, arrays, operators.fp8_linear.run(*arrays))
-    proven = operators.fp8_linear.proof(*arrays)
-    assert proven.holds, proven
+    prove = operators.fp8_linear.proof(*arrays)
+    assert prove.holds, prove
 
 
 SCALED = {
@@ -62,7 +62,7 @@ def test_scales(name, rows):
     compare(kernel, arrays, kernel.run(*arrays))
     best = kernel.candidates(*arrays)[0]
     if rows == 5:
-        assert len(best.way.kernels) == 1
+        assert len(best.plan.kernels) == 1
     found = kernel.trace(arrays)
     assert proof.identity(found.roots, best.roots).equal
 
@@ -96,16 +96,16 @@ def test_other_cards(arch, kernels, monkeypatch):
     monkeypatch.setenv("TILES_CHECK", "0")
     kernel, arrays = fuse.kernel(operators.fp8_linear.definition), (normal(5, K), weights(), scales(N))
     if kernels:
-        assert len(kernel.candidates(*arrays)[0].way.kernels) == kernels
+        assert len(kernel.candidates(*arrays)[0].plan.kernels) == kernels
         compare(kernel, arrays, kernel.run(*arrays))
     else:
-        with pytest.warns(RuntimeWarning, match="sm_80 converts nothing to or from fp8"):
+        with pytest.warns(RuntimeWarning, match="sm_80 has no conversions to or from fp8"):
             kernel.run(*arrays)
 
 
 @pytest.mark.parametrize("rows", [16, 64])
 def test_offline(rows):
-    said, bad = inspect.row("sm_90a", inspect.Case("fp8_linear", rows, turned=True))
+    said, bad = inspect.row("sm_90a", inspect.Case("fp8_linear", rows, transposed=True))
     assert not bad, said
 
 
@@ -113,11 +113,11 @@ def test_a_wrong_scale_is_caught():
     """That of columns taken for one of rows."""
 
     def wrong(x):
-        if x.operation == "matmul" and x.of[1].operation == "mul":
-            yield (x.of[0] * x.of[1].of[1]) @ x.of[1].of[0]
+        if x.operation == "matmul" and x.args[1].operation == "mul":
+            yield (x.args[0] * x.args[1].args[1]) @ x.args[1].args[0]
 
     definition = SCALED["of all"][0]
     shapes = Shape((4, 8), "bfloat16"), Shape((8, 8), "float8_e4m3fn"), Shape((8,), "float32")
-    found = traced(definition, tuple(python.signature(definition).parameters), shapes)
-    forms = rules.equal(found.roots, found.space, [rules.Rule("wrong", "", wrong)])[1:]
+    found = trace_definition(definition, tuple(python.signature(definition).parameters), shapes)
+    forms = rules.equivalent_forms(found.roots, found.table, [rules.Rule("wrong", "", wrong)])[1:]
     assert forms and not any(proof.identity(found.roots, form.roots).equal for form in forms)

@@ -7,13 +7,13 @@ import pytest
 
 import fuse
 import fuse.operators as operators
-from fuse import graph, inspect, module, terms
-from fuse.candidates import candidates, chosen
+from fuse import graph, inspect, module, term_operations, terms
+from fuse.candidates import candidates, generate_module
 from fuse.cost import card, card_of
-from fuse.derivative import BACK, NoRule
-from fuse.evaluate import InNumPy, evaluate
+from fuse.derivative import GRADIENT_RULES, NoRule
+from fuse.evaluate import NumPyArithmetic, evaluate
 from fuse.proof import identity
-from fuse.trace import Shape, traced
+from fuse.trace import Shape, trace_definition
 from tiles import bf16, fp16, fp32
 from tiles.testing import assert_close
 
@@ -44,8 +44,8 @@ DEFINITIONS = {  # definitions of x, of another matrix or vector, and what they 
 
 def values(gradient, arrays):
     """What its terms are worth, in float64."""
-    whole = gradient._whole(gradient._shapes(gradient._arguments(arrays)))
-    return evaluate(whole.roots, dict(zip(gradient.names, arrays)), InNumPy(np.float64))
+    whole = gradient._trace_all(gradient._shapes(gradient._arguments(arrays)))
+    return evaluate(whole.roots, dict(zip(gradient.names, arrays)), NumPyArithmetic(np.float64))
 
 
 @pytest.mark.parametrize("name", DEFINITIONS)
@@ -55,15 +55,15 @@ def test_finite_differences(name):
     x, y = (rng.standard_normal(shape).astype(np.float32) for shape in shapes)
 
     def value(*arrays):
-        return evaluate(function.trace((x, y)).roots, dict(zip("xy", arrays)), InNumPy(np.float64))[0]
+        return evaluate(function.trace((x, y)).roots, dict(zip("xy", arrays)), NumPyArithmetic(np.float64))[0]
 
     wide = [np.asarray(a, np.float64) for a in (x, y)]
     by = rng.standard_normal(value(*wide).shape).astype(np.float32)
     for place, got in enumerate(values(function.gradient, (x, y, by))):
-        along = rng.standard_normal(wide[place].shape)
-        ahead, back = ([a if n != place else a + step * along for n, a in enumerate(wide)] for step in (1e-6, -1e-6))
+        direction = rng.standard_normal(wide[place].shape)
+        ahead, back = ([a if n != place else a + step * direction for n, a in enumerate(wide)] for step in (1e-6, -1e-6))
         slope = ((value(*ahead) - value(*back)) * by).sum() / 2e-6
-        assert abs((got.reshape(along.shape) * along).sum() - slope) <= 1e-6 * max(1, abs(slope))
+        assert abs((got.reshape(direction.shape) * direction).sum() - slope) <= 1e-6 * max(1, abs(slope))
 
 
 ROWS = np.zeros((4, 8), np.float32), np.zeros((4, 8), np.float32)
@@ -85,14 +85,14 @@ def _functions():
 
 def test_each_rule_of_the_chain_rule_has_to_be_right(monkeypatch):
     """Differences agree with all gradients; and they see it if one rule of BACK gives 0.1 % too much to one of its operands."""
-    seen = set()
+    visited = set()
     for function, arrays in _functions():
         roots = function.trace(arrays).roots
         by = [np.zeros(x.extents, np.float32) for x in roots]
-        operations = {x.operation for x in graph.walk(*roots) if x.of} - seen - {*NO_GRADIENT, "is_column"}
+        operations = {x.operation for x in graph.walk(*roots) if x.args} - visited - {*NO_GRADIENT, "is_column"}
         assert function.gradient.differences(*arrays, *by).passed
         for operation in operations:
-            right = BACK[operation]
+            right = GRADIENT_RULES[operation]
 
             def wrong(g, y, *of, right=right):
                 parts = [*right(g, y, *of)]
@@ -101,12 +101,12 @@ def test_each_rule_of_the_chain_rule_has_to_be_right(monkeypatch):
                 return parts
 
             with monkeypatch.context() as patch:
-                patch.setitem(BACK, operation, wrong)
+                patch.setitem(GRADIENT_RULES, operation, wrong)
                 known = fuse.kernel(function.definition).gradient.differences(*arrays, *by)
             if not known.passed:  # what shifts a softmax alone is not asked for
                 assert "is NOT the gradient" in str(known)
-                seen.add(operation)
-    assert seen == {*BACK} - {*NO_GRADIENT}
+                visited.add(operation)
+    assert visited == {*GRADIENT_RULES} - {*NO_GRADIENT}
 
 
 def test_a_sum_is_not_dropped_for_being_0_in_one_field():
@@ -123,7 +123,7 @@ def test_a_norm_comes_back_as_one_writes_it():
     function = fuse.kernel(lambda x, g: (x - fuse.mean(x)) * fuse.rsqrt(fuse.var(x) + 1e-5) * g)
     arrays: tuple = tuple(np.zeros(s, bf16.np) for s in ((4, 8), 8, (4, 8)))
     arrays = function.gradient._arguments(arrays)
-    (dx, _) = function.gradient._whole(function.gradient._shapes(arrays)).roots
+    (dx, _) = function.gradient._trace_all(function.gradient._shapes(arrays)).roots
     text = repr(dx)
     assert len(set(re.findall(r"sum\(dy \* g\)|sum\(dy \* g \* \(x - sum\(x\) / 8\)\)", text))) == 2
     (of_softmax,) = fuse.kernel(lambda x: fuse.softmax(x)).gradient._trace(function._shapes(arrays[:1]) * 2).roots
@@ -132,7 +132,7 @@ def test_a_norm_comes_back_as_one_writes_it():
 
 def test_what_has_no_rule():
     x = np.ones((3, 8), np.float32)
-    with pytest.raises(NoRule, match="concatenate: has a gradient of two halves"):
+    with pytest.raises(NoRule, match="concatenate: has a gradient only for two equal halves"):
         fuse.kernel(lambda x: fuse.concatenate([x, x, x])).gradient(x, np.ones((3, 24), np.float32))
     with pytest.raises(NoRule, match="w: no result depends on it"):
         fuse.kernel(lambda x, w: x + 1.0).gradient(x, x, x)
@@ -142,7 +142,7 @@ def test_what_has_no_rule():
         fuse.kernel(lambda x: x * x).gradient(x)
     with pytest.raises(NotImplementedError, match="no second derivatives"):
         fuse.kernel(lambda x: x * x).gradient.gradient(x)
-    assert "fp8e4m3" not in BACK  # what rounds so much has no slope
+    assert "fp8e4m3" not in GRADIENT_RULES  # what rounds so much has no slope
     product = fuse.kernel(lambda x, w: x @ w).gradients.of(("w",), (0,), 1)
     assert (product(x, x.T, np.ones((3, 3), np.float32))[0] == x.T.sum(1, keepdims=True) * 0 + 3).all()
     assert "There is no kernel" in product.explain(x, x.T, np.ones((3, 3), np.float32))
@@ -173,10 +173,10 @@ def sample(name, rows):
 def compare(gradient, arrays, got):
     """By the error rule, with three times what the definition is wrong in the dtype of the arrays."""
     given = gradient._arguments(arrays)
-    whole = gradient._whole(gradient._shapes(given))
-    named = {name: x.T if s.turned else x for name, x, s in zip(gradient.names, given, gradient._shapes(given))}
-    ref = evaluate(whole.roots, {name: np.asarray(x, np.float64) for name, x in named.items()}, InNumPy(np.float64))
-    low = evaluate(whole.roots, named, InNumPy(bf16.np))
+    whole = gradient._trace_all(gradient._shapes(given))
+    named = {name: x.T if s.transposed else x for name, x, s in zip(gradient.names, given, gradient._shapes(given))}
+    ref = evaluate(whole.roots, {name: np.asarray(x, np.float64) for name, x in named.items()}, NumPyArithmetic(np.float64))
+    low = evaluate(whole.roots, named, NumPyArithmetic(bf16.np))
     for x, r, d in zip(got, ref, low, strict=True):
         x = x.T if x.ndim == r.ndim == 2 and x.shape != r.shape and x.T.shape == r.shape else x
         assert_close(x.reshape(r.shape), r, d, factor=3)
@@ -197,7 +197,9 @@ def test_text_and_proof(name):
     lines, kernels = text.splitlines(), text.count("@cuda.jit")
     assert proof.holds, proof
     assert kernels <= SHAPES[name][1] and len(lines) <= 80 * kernels and max(map(len, lines)) <= module.WIDTH
-    assert "dx" in text and ("The framework makes of this" in gradient.explain(*arrays)) == (name not in ("softmax", "rotary"))
+    assert "dx" in text and ("From these the framework computes" in gradient.explain(*arrays)) == (
+        name not in ("softmax", "rotary")
+    )
 
 
 @pytest.mark.parametrize("columns", [72, 2056])
@@ -248,7 +250,7 @@ def test_of_wide_rows():
     """Of many tiles a row is a block's only one, and none of them is read twice."""
     function = fuse.kernel(lambda x, r: ((x + r) * fuse.rsqrt(fuse.mean((x + r) * (x + r)) + 1e-5), x + r))
     gradient, arrays = function.gradient, [np.full((3, 1056), n, bf16.np) for n in (1, 1, 1, 2)]
-    assert "a block's only one" in gradient.explain(*arrays)
+    assert "one row per block" in gradient.explain(*arrays)
     compare(gradient, arrays, gradient.run(*arrays))
 
 
@@ -269,9 +271,9 @@ def rows_and_vectors(kinds, rows, columns):
 def test_sums_over_rows(name, kinds, rows, columns):
     """Rows of tiles that fill them are added up as they go by, in registers or shared memory; none is written to be summed."""
     gradient, arrays = getattr(operators, name).gradient, rows_and_vectors(kinds, rows, columns)
-    text, explained = gradient.source(*arrays), gradient.explain(*arrays)
+    text, explanation = gradient.source(*arrays), gradient.explain(*arrays)
     assert text.count("@cuda.jit") == 2 and len(text.splitlines()) <= 2 * 80 and "for_d" not in text
-    assert "The framework" not in explained and "adds up their sums over rows" in explained
+    assert "The framework" not in explanation and "accumulates their sums over rows" in explanation
     compare(gradient, arrays, gradient.run(*arrays))
     assert gradient.proof(*arrays).holds
 
@@ -284,16 +286,16 @@ def test_no_rows_to_sum():
 
 def test_sums_of_some_rows_add_up():
     """Whatever their number."""
-    found = traced(lambda x: x, ("x",), (Shape((5, 6), "bfloat16"),))
+    found = trace_definition(lambda x: x, ("x",), (Shape((5, 6), "bfloat16"),))
     (x,) = found.roots
-    terms.SPACES.append(found.space)
+    terms.TABLES.append(found.table)
     try:
-        whole = terms.total_along(x, (-2,))
-        parts = [terms.total_along(terms.gathered(x, n), (-2,)) for n in (1, 3, 7)]
+        whole = term_operations.total_along(x, (-2,))
+        parts = [term_operations.total_along(term_operations.partial_sums(x, n), (-2,)) for n in (1, 3, 7)]
     finally:
-        terms.SPACES.pop()
+        terms.TABLES.pop()
     assert all(identity([whole], [one]).equal for one in parts)
-    assert not identity([whole], [terms.total_along(x, (-1,))]).equal
+    assert not identity([whole], [term_operations.total_along(x, (-1,))]).equal
 
 
 def test_lengths_of_other_axes():
@@ -324,7 +326,7 @@ def test_kernels_are_found_for_all_shapes():
             assert candidates(case.operator._trace(inspect.shapes(case)), card_of(arch)), (arch, case)
     case = inspect.Case("gated_mlp", 4096, gradient=True)
     found = case.operator._trace(inspect.shapes(case))
-    text = chosen("gradient", found, candidates(found, card(None))[0]).text
+    text = generate_module("gradient", found, candidates(found, card(None))[0]).text
     assert text.count("@cuda.jit") == 2 and "send(gFor_dgate" in text and "send(gFor_dup" in text
 
 

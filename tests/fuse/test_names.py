@@ -13,7 +13,7 @@ from references import compare
 
 import fuse
 from fuse import inspect, lines, module, names, templates, writing
-from fuse.candidates import candidates, chosen
+from fuse.candidates import candidates, generate_module
 from fuse.cost import H200
 from fuse.templates import attention
 from fuse.trace import Shape
@@ -43,7 +43,7 @@ def imported(text):
     return re.findall(r"^from \S+ import (.*)$", text, re.MULTILINE)
 
 
-def differ(text, other):
+def first_difference(text, other):
     """What two modules have at one place that are the same but for names, where it is not the same thing by another name."""
     there, back = {}, {}
     for (kind, one, place), (its_kind, two, its_place) in zip(tokens(text), tokens(other), strict=True):
@@ -59,11 +59,11 @@ def differ(text, other):
 def test_what_differs():
     """What is told apart by it: names alone, one that hides a global, two that become one, another operation."""
     text = "from ops import exp\n\n\ndef f(x, y):\n    a = exp(x)\n    return a + y\n"
-    assert differ(text, text.replace("x)", "u)").replace("(x", "(u")) is None
-    assert differ(text, "from ops import exp\n\n\ndef f(x, exp):\n    a = exp(x)\n    return a + exp\n")
-    assert differ(text, text.replace("+ y", "+ x")) == ("y", "x")
-    assert differ(text, text.replace("def f", "def a")) is None  # it does not call itself
-    assert differ(text, text.replace("+", "-")) == ("+", "-")
+    assert first_difference(text, text.replace("x)", "u)").replace("(x", "(u")) is None
+    assert first_difference(text, "from ops import exp\n\n\ndef f(x, exp):\n    a = exp(x)\n    return a + exp\n")
+    assert first_difference(text, text.replace("+ y", "+ x")) == ("y", "x")
+    assert first_difference(text, text.replace("def f", "def a")) is None  # it does not call itself
+    assert first_difference(text, text.replace("+", "-")) == ("+", "-")
 
 
 # ---- modules of all templates ----------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ def every():
 def test_all_templates_are_among_them(every):
     known = set()
     for _, _, one in every.values():
-        for kernel in one.way.kernels:
+        for kernel in one.plan.kernels:
             known |= {type(kernel).__name__, getattr(kernel, "form", type(kernel)).__name__}
     files = [importlib.import_module(f"fuse.templates.{one.name}") for one in pkgutil.iter_modules(templates.__path__)]
     all_of = {
@@ -156,7 +156,7 @@ def test_all_templates_are_among_them(every):
     writes = {
         name for one in files for name, its in vars(one).items() if getattr(its, "text", None) or getattr(its, "write", None)
     }
-    assert known >= (all_of & writes) - {"Product", "Writing"}, (all_of & writes) - known
+    assert known >= (all_of & writes) - {"Product", "RowMapWriter"}, (all_of & writes) - known
 
 
 def test_all_names_in_all_places(every, monkeypatch):
@@ -167,22 +167,24 @@ def test_all_names_in_all_places(every, monkeypatch):
     monkeypatch.setattr(writing, "LONG", 10**6)
     first = every[next(iter(every))][1]
     for case, (_, found, candidate) in every.items():
-        places = [len(found.inputs), len(found.outs), 1, len(found.spoken)]
+        places = [len(found.inputs), len(found.outs), 1, len(found.local_names)]
 
         def text(words):
             given = iter(words)
             inputs = tuple([(next(given), x) for _, x in found.inputs])
             outs, name = tuple([next(given) for _ in found.outs]), next(given)
-            spoken = tuple([(next(given), x) for _, x in found.spoken])
-            return chosen.__wrapped__(name, found._replace(inputs=inputs, outs=outs, spoken=spoken), candidate).text
+            local_names = tuple([(next(given), x) for _, x in found.local_names])
+            return generate_module.__wrapped__(
+                name, found._replace(inputs=inputs, outs=outs, local_names=local_names), candidate
+            ).text
 
         free = text([f"neutral{n}n" for n in range(sum(places))])
-        assert differ(free, free) is None
+        assert first_difference(free, free) is None
         words = {word for word in re.findall(r"(?<![\w.])[A-Za-z_]\w*", free) if "eutral" not in word}
         words = sorted(word for word in words.union(LISTED if found is first else ()) if not keyword.iskeyword(word))
         for n in range(len(words)):
             given = [words[(n + m) % len(words)] for m in range(sum(places))]
-            assert not differ(free, text(given)), f"{case}: {given}:\n{free}\n{text(given)}"
+            assert not first_difference(free, text(given)), f"{case}: {given}:\n{free}\n{text(given)}"
 
 
 # ---- which names change, and to what ---------------------------------------------------------------------------------
@@ -216,7 +218,7 @@ smem = shared({x}=1, side=2, {y}=3)
 def f(g{X}, last_{y}, last_part): me = [load(me, RING) for i in range({x})]
 def g({y}, other): return last_{y}
 """
-    marks = names.marks(given)
+    marks = names.make_marks(given)
     capitals = marks[0][0].upper() + marks[0][1:]
     marked = text.replace("g{X}", f"g{capitals}").format(x=marks[0], X=marks[0].upper(), y=marks[1])
     put = names.settle_names(given, marks, marked)
@@ -297,7 +299,7 @@ def test_an_array_that_is_read_in_two_ways(name, card):
     kernel = fuse.kernel(definition)
     found = kernel.trace([normal(*shape), normal(64, 64)])
     for candidate in candidates(found, card):
-        compile(chosen(kernel.name, found, candidate).text, name, "exec")
+        compile(generate_module(kernel.name, found, candidate).text, name, "exec")
 
 
 def test_a_residual():

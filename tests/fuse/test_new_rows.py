@@ -20,8 +20,8 @@ from references import compare
 import attention
 import fuse
 from fuse import inspect, operators
-from fuse.candidates import chosen
-from fuse.classes import BATCH, EXACT, OF_KEYS, OF_PARTS, ROWS, last_alike, representative
+from fuse.candidates import generate_module
+from fuse.classes import BATCH, EXACT, KEY_AXIS, ROWS, SPLIT_KEY_AXIS, last_alike_rows, representative
 from fuse.cost import card
 from fuse.trace import Shape
 from tiles import bf16, lengths
@@ -78,13 +78,13 @@ def gpu(monkeypatch):
         noted.slow = collections.Counter()
 
         def count(name, function):
-            def counted(*given, **named):
+            def counted(*given, **options):
                 noted.slow[name] += 1
-                return function(*given, **named)
+                return function(*given, **options)
 
             monkeypatch.setattr(name, counted)
 
-        for name in ("fuse.trace._run", "fuse.candidates.place.Search", "fuse.candidates.module.assemble"):
+        for name in ("fuse.trace._trace_with_rows", "fuse.candidates.place.PlanSearch", "fuse.candidates.module.assemble"):
             count(name, eval(name, {"fuse": fuse, **sys.modules}))
         count("tiles.program.Program._planned", programs.Program._planned)
         yield noted
@@ -100,8 +100,8 @@ def arrays_of(name, rows, gradient=False, wide=True):
     if gradient:
         every += [((), "float32")] * (len(operator.names) - len(every))
         every += [(x.extents, "bfloat16") for x in operator._trace(tuple(Shape(*one) for one in every)).roots]
-    places = itertools.count(MEMORY, ROOM)
-    return [Tensor(next(places), c_ordered(*one, 0)) if one[0] else 0.5 for one in every]
+    addresses = itertools.count(MEMORY, ROOM)
+    return [Tensor(next(addresses), c_ordered(*one, 0)) if one[0] else 0.5 for one in every]
 
 
 CASES = [(name, False) for name in SHAPES] + [(name, True) for name in GRADIENTS]
@@ -126,11 +126,11 @@ def test_once_for_each_class(gpu, name, gradient):
     for rows, given in every.items():
         gpu.launches.clear()
         function.run(*given)
-        launched = [*gpu.launches]
+        has_launch = [*gpu.launches]
         assert not gpu.slow, (rows, gpu.slow)
         gpu.launches.clear()
         fresh(function.run, *given)
-        assert launched == gpu.launches
+        assert has_launch == gpu.launches
         gpu.slow.clear()
 
 
@@ -140,14 +140,14 @@ def test_few_kernels_for_all_rows(name):
     operator, known, first = getattr(operators, name), {}, 1
     kernels = collections.defaultdict(set)
     while first <= 9000:
-        rows = last_alike(first)
+        rows = last_alike_rows(first)
         for n in {first, rows} if rows <= 1024 else {rows}:
             shapes = [Shape(x.shape, x.dtype) for x in arrays_of(name, n)]
             shapes += [Shape((), "float32")] * (len(operator.names) - len(shapes))
-            found, (best, *_) = operator._ways(tuple(shapes), None)
-            key = best.identity, tuple(getattr(kernel, "schedule", None) for kernel in best.way.kernels)
+            found, (best, *_) = operator._rank_plans(tuple(shapes), None)
+            key = best.identity, tuple(getattr(kernel, "schedule", None) for kernel in best.plan.kernels)
             if key not in known or n < 4096:
-                made = chosen(operator.name, found, best)
+                made = generate_module(operator.name, found, best)
                 assert known.setdefault(key, made.text) == made.text
                 for label, code in made.code:
                     kernels[label].add(code)
@@ -185,11 +185,11 @@ def calls_in(call):
     """How many functions of the library a call calls."""
     count = 0
 
-    def seen(frame, event, _):
+    def profile(frame, event, _):
         nonlocal count
         count += event == "call" and "/tests/" not in frame.f_code.co_filename
 
-    sys.setprofile(seen)
+    sys.setprofile(profile)
     try:
         call()
     finally:
@@ -240,13 +240,13 @@ def test_memory_stays(gpu, monkeypatch):
 
 
 # ---- classes ---------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("how", [ROWS, BATCH, OF_KEYS, OF_PARTS, EXACT])
+@pytest.mark.parametrize("how", [ROWS, BATCH, KEY_AXIS, SPLIT_KEY_AXIS, EXACT])
 def test_what_stands_for_a_length(how):
     for n in [*range(3000), 4096, 9000, 2**31 - 1]:
         stands = representative(n, how)
         assert stands >= n and representative(stands, how) == stands
         assert (n < 2 or how == EXACT) <= (stands == n)
-        if how == OF_PARTS and n > 512:
+        if how == SPLIT_KEY_AXIS and n > 512:
             assert all((stands % parts == 0) == (n % parts == 0) for parts in (2, 4, 8, 16, 32, 64, 128))
         elif how != EXACT:
             assert stands < 2 * n or stands <= 16
@@ -262,7 +262,7 @@ def test_a_definition_that_asks_for_its_rows():
         compare(by_rows, [x], by_rows.run(x))
         assert np.abs(by_rows.run(x).astype(float) - x.astype(float) / rows).max() < 0.01
     shapes = (Shape((3, 64), "bfloat16"),)
-    assert by_rows._hows(shapes)[0] == ((EXACT, EXACT),) and by_columns._hows(shapes)[0] == ((ROWS, EXACT),)
+    assert by_rows._axis_roles(shapes)[0] == ((EXACT, EXACT),) and by_columns._axis_roles(shapes)[0] == ((ROWS, EXACT),)
 
 
 ASKING = {
@@ -291,8 +291,8 @@ def test_what_asks_for_rows(case):
 def test_what_is_no_length():
     """Experts, which an index chooses among; keys, where no kernel of attention's serves."""
     shapes = [Shape(x.shape, x.dtype) for x in arrays_of("lora_linear_by_index", 5)]
-    hows, _ = operators.lora_linear_by_index._hows((*shapes, Shape((), "float32")))
-    assert hows[2][0] == EXACT and hows[4] == (ROWS,)
+    roles, _ = operators.lora_linear_by_index._axis_roles((*shapes, Shape((), "float32")))
+    assert roles[2][0] == EXACT and roles[4] == (ROWS,)
     scores = fuse.kernel(lambda q, k, v: fuse.softmax(q @ fuse.transpose(k)) @ v + 1.0)
     for keys in (40, 48):
         arrays = [normal(20, 64), normal(keys, 64), normal(keys, 64)]

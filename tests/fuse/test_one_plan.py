@@ -77,7 +77,7 @@ SERVED = {  # by kernels: a definition, the shapes of its arguments
 BY_PARTS = {  # what no kernel computes, or not of arrays that lie so
     "split": (lambda x: fuse.split_heads(x, 4) * 2.0, [(32, 256)]),
     "a split product": (lambda x, w: fuse.silu(fuse.split_heads(x @ w, 4)), [(32, 64), (64, 256)]),
-    "merged": (lambda q, w: fuse.merge_heads(q) @ w, [(2, 40, 64), (128, 32)]),
+    "merge_heads": (lambda q, w: fuse.merge_heads(q) @ w, [(2, 40, 64), (128, 32)]),
     "side by side": (lambda x: fuse.concatenate([x, x]) * 2.0, [(5, 64)]),
     "three side by side": (lambda x, y: fuse.concatenate([x, y, x]), [(5, 64), (5, 64)]),
     "products side by side": (lambda x, w, v: fuse.concatenate([x @ w, x @ v]), [(5, 64), (64, 32), (64, 32)]),
@@ -169,11 +169,11 @@ def test_what_a_call_takes_is_what_is_printed(monkeypatch):
     """Whatever comes first, as after measuring."""
     kernel, arrays = fuse.kernel(lambda x, g, w: norm(x, g) @ w), (normal(5, 64), normal(64), normal(64, 32))
     first, second, *_ = kernel.candidates(*arrays)
-    ways = kernel._ways
+    ways = kernel._rank_plans
     kernel.best.cache_clear()
-    monkeypatch.setattr(kernel, "_ways", lambda *given: (ways(*given)[0], [second, first]))
+    monkeypatch.setattr(kernel, "_rank_plans", lambda *given: (ways(*given)[0], [second, first]))
     text, said = kernel.source(*arrays), kernel.explain(*arrays)
-    assert text != fuse.kernel(kernel.definition).source(*arrays) and said == second.explained()
+    assert text != fuse.kernel(kernel.definition).source(*arrays) and said == second.describe()
     planned = []
     monkeypatch.setattr(module, "load", lambda text, *more, load=module.load: planned.append(text) or load(text, *more))
     kernel.run(*arrays)

@@ -8,16 +8,16 @@ from references import compare
 import fuse
 import fuse.operators as operators
 from fuse import inspect, module, tune
-from fuse.candidates import candidates, chosen
+from fuse.candidates import candidates, generate_module
 from fuse.cost import card
 from tiles import bf16, fp16
 
 
 def written(operator, arrays):
     """What the best module writes: results, and what its kernels leave each other."""
-    found = operator.trace(operator._rows(operator._arguments(arrays))[0])
-    made = chosen(operator.name, found, candidates(found, card(None))[0])
-    return [np.empty(x.extents, x.held_as(arrays[0].dtype.name)) for x in made.written]
+    found = operator.trace(operator._flatten_leading(operator._arguments(arrays))[0])
+    made = generate_module(operator.name, found, candidates(found, card(None))[0])
+    return [np.empty(x.extents, x.stored_dtype(arrays[0].dtype.name)) for x in made.written]
 
 
 def test_all_are_here():
@@ -62,7 +62,7 @@ def test_text_at_real_lengths(name, gradient):
         pytest.skip("its gradient is that of its parts")
     case = inspect.Case(name, 4096, gradient=gradient)
     found = case.operator._trace(inspect.shapes(case))
-    lines = chosen(name, found, candidates(found, card(None))[0]).text.splitlines()
+    lines = generate_module(name, found, candidates(found, card(None))[0]).text.splitlines()
     assert len(lines) <= 80 * sum("@cuda.jit" in line for line in lines) and max(map(len, lines)) <= module.WIDTH
 
 
@@ -76,7 +76,7 @@ def test_what_was_measured(monkeypatch, tmp_path):
     operator, arrays = fuse.kernel(operators.rms_norm_linear.definition), sample("rms_norm_linear", 3, bf16)
     by_roofline = operator.candidates(*arrays)
     found = operator.tune(*arrays)
-    assert str(found[0]).endswith("measured 1.0 us") and found[0].way is by_roofline[len(found[: tune.FEW]) - 1].way
+    assert str(found[0]).endswith("measured 1.0 us") and found[0].plan is by_roofline[len(found[: tune.FEW]) - 1].plan
     assert [str(one) for one in operator.candidates(*arrays)] == [str(one) for one in found]
 
 
@@ -85,9 +85,9 @@ def test_every_candidate(rows):
     """What tuning may choose is right, too."""
     operator, arrays = operators.rms_norm_linear, sample("rms_norm_linear", rows, bf16)
     defaults = [p.default for p in operator.signature.parameters.values()][len(arrays) :]
-    found = operator.trace(operator._rows(operator._arguments(arrays))[0])
+    found = operator.trace(operator._flatten_leading(operator._arguments(arrays))[0])
     for one in candidates(found, card(None))[: tune.FEW]:
-        made, space = chosen(operator.name, found, one), {}
+        made, space = generate_module(operator.name, found, one), {}
         exec(made.text, space)
         written = [np.empty(x.extents, bf16.np) for x in made.written]
         space["launch"](*arrays, *defaults, *written)
@@ -99,8 +99,8 @@ def test_every_candidate(rows):
 def test_weights_as_torch_has_them(name, rows):
     """(N, K) in memory: the transpose of what is multiplied by."""
     arrays = sample(name, rows, bf16)
-    turned = [np.asfortranarray(x) if x.ndim == 2 and n else x for n, x in enumerate(arrays)]
-    compare(getattr(operators, name), turned, getattr(operators, name).run(*turned))
+    transposed = [np.asfortranarray(x) if x.ndim == 2 and n else x for n, x in enumerate(arrays)]
+    compare(getattr(operators, name), transposed, getattr(operators, name).run(*transposed))
 
 
 @pytest.mark.gpu

@@ -10,7 +10,7 @@ from references import compare
 import fuse
 from fuse import operators
 from fuse.cost import H200
-from fuse.templates.many_rows import LONE, schedule
+from fuse.templates.many_rows import LONE, choose_schedule
 
 SHAPES = {  # of each operator's arguments; of turned ones the weights lie as torch has them
     "gated_mlp": ((200, 72), (72, 136), (72, 136)),
@@ -25,9 +25,9 @@ def test_results(case, monkeypatch):
     """Of two blocks, the second of which has fewer rows; each brings one of two weights to both, or half of one."""
     monkeypatch.setattr("fuse.definition.card", lambda ordinal: replace(H200, processors=1))
     monkeypatch.setenv("TILES_CHECK", "0")
-    name, _, turned = case.partition(", ")
+    name, _, transposed = case.partition(", ")
     arrays = [normal(*shape) for shape in SHAPES[case]]
-    arrays = [np.ascontiguousarray(x.T).T if turned and n else x for n, x in enumerate(arrays)]
+    arrays = [np.ascontiguousarray(x.T).T if transposed and n else x for n, x in enumerate(arrays)]
     kernel = fuse.kernel(getattr(operators, name).definition)
     assert "BLOCKS = 2, 2, 4, 8, " in kernel.source(*arrays)
     compare(kernel, arrays, kernel.run(*arrays))
@@ -35,9 +35,12 @@ def test_results(case, monkeypatch):
 
 def test_when():
     """Where there are several waves, and hardly a block has no peer; not where no tile leaves."""
-    assert schedule(4096, 6144, 1, 132).blocks == 2 and schedule(512, 6144, 1, 132).blocks == 1
-    assert schedule(128 * (LONE - 1), 6144, 1, 132).blocks == 1 and schedule(128 * (LONE + 1), 6144, 1, 132).blocks == 2
-    assert schedule(4096, 6144, 1, 132, pairs=False).blocks == 1
+    assert choose_schedule(4096, 6144, 1, 132).blocks == 2 and choose_schedule(512, 6144, 1, 132).blocks == 1
+    assert (
+        choose_schedule(128 * (LONE - 1), 6144, 1, 132).blocks == 1
+        and choose_schedule(128 * (LONE + 1), 6144, 1, 132).blocks == 2
+    )
+    assert choose_schedule(4096, 6144, 1, 132, pairs=False).blocks == 1
 
 
 @pytest.mark.gpu

@@ -7,9 +7,9 @@ import sys
 import pytest
 
 from fuse import inspect, operators
-from fuse.candidates import candidates, chosen
+from fuse.candidates import candidates, generate_module
 from fuse.cost import card_of
-from fuse.lines import WIDTH, assigned, broken, cut_at_commas, imports
+from fuse.lines import WIDTH, break_imports, break_lines, cut_at_commas, format_assignments
 
 A, B, C = (letter * 55 for letter in "abc")
 LINES = {  # a line that is too long, and what becomes of it
@@ -43,7 +43,7 @@ def formatted(text):
 @pytest.mark.parametrize("line", LINES, ids=range(len(LINES)))
 def test_lines_that_are_too_long(line):
     """What is said is the same, and ruff leaves it alone."""
-    found = list(broken([line]))
+    found = list(break_lines([line]))
     assert found == LINES[line]
     text, more = "\n".join(found), "\n    pass" * line.endswith(":")
     if line.count(" = ") == text.count(" = "):
@@ -54,16 +54,16 @@ def test_lines_that_are_too_long(line):
 
 def test_what_goes_on_in_the_next_line():
     lines = ["x = f(", "    a,", "    b,", ")", "y = [1,", "2]"]
-    assert list(broken(lines)) == ["x = f(a, b)", "y = [1, 2]"]
+    assert list(break_lines(lines)) == ["x = f(a, b)", "y = [1, 2]"]
     assert cut_at_commas("a, f(b, c), d=(1, 2),") == ["a", "f(b, c)", "d=(1, 2)"]
-    assert list(imports([f"from x import {A}, b, {C}"])) == [f"from x import {A}, b", f"from x import {C}"]
+    assert list(break_imports([f"from x import {A}, b, {C}"])) == [f"from x import {A}, b", f"from x import {C}"]
 
 
 def test_assignments_that_share_a_line():
     """In order; one that needs another is in a later line, an attribute of its name is none of it."""
     values = [("rows", "3"), ("cols", "w.rows"), ("tall", "rows + cols"), ("steps", "f(tall)")]
-    assert assigned(values) == ["rows, cols = 3, w.rows", "tall = rows + cols", "steps = f(tall)"]
-    assert assigned([("a", "x" * 60), ("b", "y" * 60), ("c", "1")]) == [f"a = {'x' * 60}", f"b, c = {'y' * 60}, 1"]
+    assert format_assignments(values) == ["rows, cols = 3, w.rows", "tall = rows + cols", "steps = f(tall)"]
+    assert format_assignments([("a", "x" * 60), ("b", "y" * 60), ("c", "1")]) == [f"a = {'x' * 60}", f"b, c = {'y' * 60}, 1"]
 
 
 CASES = [(arch, case) for arch in ("sm_90a", "sm_80") for case in inspect.cases((), arch) if case.rows in (1, 4096)]
@@ -79,7 +79,7 @@ def test_operators_take_80_lines(name):
             continue
         found = case.operator._trace(inspect.shapes(case))
         if every := candidates(found, card_of(arch)):
-            text = chosen(case.name, found, every[0]).text
+            text = generate_module(case.name, found, every[0]).text
             lines, kernels = len(text.splitlines()), max(1, text.count("@cuda.jit"))
             assert lines <= (83 if case.gradient and "gelu" in name else 80) * kernels, f"{arch} {case}: {lines} lines"
             texts.append(text)

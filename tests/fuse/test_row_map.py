@@ -126,7 +126,7 @@ def test_names_are_those_of_the_definition():
 
 
 @pytest.mark.parametrize(
-    ("definition", "says"),
+    ("definition", "description"),
     [
         (lambda x: np.sin(x), "in line .*np.sin.*; it is written with operators and fuse's abs"),
         (lambda x: x**1.5, "the powers 2 to 8, got 1.5; .*; in line .*x\\*\\*1.5"),
@@ -138,9 +138,9 @@ def test_names_are_those_of_the_definition():
         (lambda x: x[0], "not indexed.*; in line"),
     ],
 )
-def test_what_the_language_has_not(definition, says):
+def test_what_the_language_has_not(definition, description):
     """A TypeError, with the line."""
-    with pytest.raises(TypeError, match=says):
+    with pytest.raises(TypeError, match=description):
         fuse.kernel(definition)(np.ones((3, 4), np.float32))
 
 

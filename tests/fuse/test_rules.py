@@ -6,12 +6,14 @@ import pytest
 
 import fuse
 from fuse import proof, rules
-from fuse.trace import Shape, traced
+from fuse.trace import Shape, trace_definition
 
 
 def trace(definition, *shapes):
     """The definition as terms, of bf16 arrays of these shapes."""
-    return traced(definition, tuple(inspect.signature(definition).parameters), tuple(Shape(s, "bfloat16") for s in shapes))
+    return trace_definition(
+        definition, tuple(inspect.signature(definition).parameters), tuple(Shape(s, "bfloat16") for s in shapes)
+    )
 
 
 def norm_linear(x, g, w):
@@ -43,7 +45,7 @@ DEFINITIONS = {
 @pytest.mark.parametrize("definition", DEFINITIONS)
 def test_what_is_found_is_equal(definition):
     found = trace(definition, *DEFINITIONS[definition])
-    forms = rules.equal(found.roots, found.space)
+    forms = rules.equivalent_forms(found.roots, found.table)
     assert len(forms) > 1
     for form in forms:
         assert proof.identity(found.roots, form.roots).equal, form
@@ -52,15 +54,15 @@ def test_what_is_found_is_equal(definition):
 def test_the_forms_that_count():
     """What the templates wait for is among them."""
     found = trace(norm_linear, (4, 8), (8,), (8, 6))
-    written = [str(form.roots[0]) for form in rules.equal(found.roots, found.space)]
-    assert "((x * g) @ w) * rsqrt(sum(x * x) / 8 + 1e-05)" in written
+    texts = [str(form.roots[0]) for form in rules.equivalent_forms(found.roots, found.table)]
+    assert "((x * g) @ w) * rsqrt(sum(x * x) / 8 + 1e-05)" in texts
     found = trace(lora, (4, 8), (8, 6), (8, 2), (2, 6))
-    assert len(rules.equal(found.roots, found.space)) == 3
+    assert len(rules.equivalent_forms(found.roots, found.table)) == 3
 
 
 def test_a_division_by_zero():
     found = trace(lambda x: x / (x - x), (4, 8))
-    with pytest.raises(ValueError, match="has no inverse"):
+    with pytest.raises(ValueError, match="has a division by 0"):
         proof.identity(found.roots, found.roots)
 
 
@@ -70,5 +72,5 @@ def test_exponents():
     (zero,) = found.roots
     assert proof.identity([zero], [zero * 2.0]).equal
     found = trace(lambda x: (fuse.exp(x), fuse.exp(x * 2.0), fuse.exp(x) * fuse.exp(x)), (4, 8))
-    once, twice, square = found.roots
-    assert proof.identity([twice], [square]).equal and not proof.identity([once], [twice]).equal
+    single, twice, square = found.roots
+    assert proof.identity([twice], [square]).equal and not proof.identity([single], [twice]).equal

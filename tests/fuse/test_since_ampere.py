@@ -10,7 +10,7 @@ from references import compare
 
 import fuse
 from fuse import inspect, module, operators, proof
-from fuse.candidates import candidates, chosen
+from fuse.candidates import candidates, generate_module
 from fuse.cost import H200, card_of
 from fuse.templates import since_ampere
 from fuse.templates.since_ampere import SinceAmpere
@@ -25,15 +25,15 @@ def without_wgmma(monkeypatch):
     monkeypatch.setattr("fuse.definition.card", lambda ordinal: A100)
 
 
-def turned(arrays):
+def transposed(arrays):
     """Weights as torch has them: (N, K) in memory."""
     return [np.asfortranarray(x) if n and np.ndim(x) == 2 else x for n, x in enumerate(arrays)]
 
 
-@pytest.mark.parametrize(("rows", "lying", "dtype"), [(1, turned, fp16), (17, list, bf16), (70, turned, bf16)])
+@pytest.mark.parametrize(("rows", "lying", "dtype"), [(1, transposed, fp16), (17, list, bf16), (70, transposed, bf16)])
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_against_float64(name, rows, lying, dtype, without_wgmma, monkeypatch):
-    if lying is turned:
+    if lying is transposed:
         monkeypatch.setenv("TILES_CHECK", "0")  # Numba has seen the kernel of 17 rows
     kernel = fuse.kernel(getattr(operators, name).definition)
     arrays = lying(sample(name, rows, dtype))
@@ -46,11 +46,11 @@ def test_text_and_proof(name):
     operator = getattr(operators, name)
     found = operator.trace(operator._arguments(sample(name, 17, bf16)))
     best = candidates(found, A100)[0]
-    text = chosen(name, found, best).text
-    assert any(isinstance(kernel, SinceAmpere) for kernel in best.way.kernels)
+    text = generate_module(name, found, best).text
+    assert any(isinstance(kernel, SinceAmpere) for kernel in best.plan.kernels)
     assert not any(word in text for word in ("tensor", "warpgroup", "cluster"))
     assert len(text.splitlines()) <= 80 * text.count("@cuda.jit") and max(map(len, text.splitlines())) <= module.WIDTH
-    run = proof.checked(name, found, best)
+    run = proof.check_kernels(name, found, best)
     assert run.passed, run
 
 
@@ -104,7 +104,7 @@ def test_beyond_the_end_of_rows(name, card, monkeypatch):
     monkeypatch.setattr("fuse.definition.card", lambda ordinal: card)
     definition, shapes = EDGES[name]
     kernel, arrays = fuse.kernel(definition), [normal(*shape) for shape in shapes]
-    assert len(kernel.candidates(*arrays)[0].way.kernels) == len(shapes[-1])  # a row map ahead of a product
+    assert len(kernel.candidates(*arrays)[0].plan.kernels) == len(shapes[-1])  # a row map ahead of a product
     compare(kernel, arrays, kernel.run(*arrays))
 
 
@@ -140,10 +140,10 @@ def test_docstrings_say_shapes():
 def test_modules_have_all_names(arch):
     """At lengths that are served: a kernel finds what it calls, whatever the module's other kernels and its launches name."""
     for case in inspect.cases(arch=arch):
-        if case.rows in (1, 4096) and not case.turned:
+        if case.rows in (1, 4096) and not case.transposed:
             operator = getattr(operators, case.name)
             found = operator._trace(inspect.shapes(case))
-            made = module.load(chosen(case.name, found, candidates(found, card_of(arch))[0]).text, case.name)
+            made = module.load(generate_module(case.name, found, candidates(found, card_of(arch))[0]).text, case.name)
             functions = [getattr(x, "py_func", x) for x in vars(made).values()]
             codes = [x.__code__ for x in functions if getattr(x, "__globals__", None) is vars(made)]
             asked = {one.argval for code in codes for one in dis.get_instructions(code) if one.opname == "LOAD_GLOBAL"}
@@ -160,4 +160,4 @@ def test_a_maximum_of_rows_comes_from_memory(without_wgmma):
     """Sums alone ride along k, here and where there is wgmma."""
     kernel, arrays = fuse.kernel(lambda x, w: (x @ w) * fuse.max(x) + fuse.sum(x)), (normal(5, 72), normal(72, 40))
     compare(kernel, arrays, kernel.run(*arrays))
-    assert "sum(x) rides along" in kernel.explain(*arrays)
+    assert "sum(x) alongside" in kernel.explain(*arrays)

@@ -6,7 +6,7 @@ from operator_cases import A100, normal
 from references import compare
 
 import fuse
-from fuse.candidates import candidates, chosen
+from fuse.candidates import candidates, generate_module
 from fuse.cost import H200, card
 from fuse.inspect import Case, shapes
 from fuse.trace import Shape
@@ -33,8 +33,8 @@ def test_results(name, rows, card, monkeypatch):
     kernel, arrays = fuse.kernel(FUNCTIONS[name]), (normal(rows, 72), normal(72, 136), normal(72, 136), normal(rows, 136))
     compare(kernel, arrays, kernel.run(*arrays))
     if rows == 131:
-        way = kernel.candidates(*arrays)[0].way
-        assert len(way.kernels[-1].roots) == len(kernel.trace(arrays).roots) and way.kernels[-1].label == "many"
+        best_plan = kernel.candidates(*arrays)[0].plan
+        assert len(best_plan.kernels[-1].roots) == len(kernel.trace(arrays).roots) and best_plan.kernels[-1].label == "many"
 
 
 def test_proof_and_compiler():
@@ -54,7 +54,7 @@ def test_a_batch(monkeypatch):
     kernel = fuse.kernel(lambda x, a, b: (fuse.silu(x @ a) * (x @ b), fuse.relu(x @ a)))
     arrays = normal(2, 70, 72), normal(2, 72, 40), normal(2, 72, 40)
     compare(kernel, arrays, kernel.run(*arrays))
-    assert [len(one.roots) for one in kernel.candidates(*arrays)[0].way.kernels] == [2]
+    assert [len(one.roots) for one in kernel.candidates(*arrays)[0].plan.kernels] == [2]
 
 
 def test_the_gradient_of_a_gated_mlp():
@@ -62,15 +62,15 @@ def test_the_gradient_of_a_gated_mlp():
     product of the gradient is read."""
     for name, labels in (("gated_mlp", ["many", "many"]), ("gated_mlp_down", ["many", "many", "many"])):
         case = Case(name, 4096, gradient=True)
-        way = candidates(case.operator._trace(shapes(case)), card(None))[0].way
-        assert [kernel.label for kernel in way.kernels] == labels
+        best_plan = candidates(case.operator._trace(shapes(case)), card(None))[0].plan
+        assert [kernel.label for kernel in best_plan.kernels] == labels
 
 
 def test_nothing_is_computed_twice():
     """A product that lies beside others, too, has no kernel of its own."""
     case = Case("gated_mlp", 4096, gradient=True)
     for one in candidates(case.operator._trace(shapes(case)), card(None)):
-        roots = [x for kernel in one.way.kernels for x in kernel.roots]
+        roots = [x for kernel in one.plan.kernels for x in kernel.roots]
         assert len(roots) == len(set(roots))
 
 
@@ -78,7 +78,7 @@ def test_other_products_do_not_leave_with_them():
     """One kernel's tiles are of one shape: results of other columns are other kernels'."""
     kernel = fuse.kernel(lambda x, a, b: (fuse.silu(x @ a), fuse.relu(x @ b)))
     found = kernel._trace(tuple(Shape(s, "bfloat16") for s in ((128, 64), (64, 128), (64, 256))))
-    assert chosen(kernel.name, found, candidates(found, H200)[0]).text.count("@cuda.jit") == 2
+    assert generate_module(kernel.name, found, candidates(found, H200)[0]).text.count("@cuda.jit") == 2
 
 
 @pytest.mark.gpu

@@ -35,8 +35,8 @@ def test_compiled():
     for rows in (3, 5, 9):
         x = torch.randn(rows, 40, dtype=torch.bfloat16)
         assert torch.equal(step(x, g, w), operators.rms_norm_linear(x * 2, g, w) + 1)
-    turned = w.t().contiguous().t()
-    assert torch.equal(step(x, g, turned), operators.rms_norm_linear(x * 2, g, turned) + 1)
+    transposed = w.t().contiguous().t()
+    assert torch.equal(step(x, g, transposed), operators.rms_norm_linear(x * 2, g, transposed) + 1)
 
 
 @pytest.mark.parametrize(("dynamic", "graphs"), [(True, 1), (None, 2)])
@@ -169,11 +169,11 @@ def test_one_gradient_by_kernels_another_by_parts():
 
 def test_backend(monkeypatch):
     """A norm, a gated MLP and the residual are taken out of a graph; the rest is left."""
-    seen = []
+    targets = []
 
     def rest(graph, inputs, config_patches):
         assert config_patches == {"fx_graph_cache": False}  # a graph with our functions has no name
-        seen.append([node.target for node in graph.graph.nodes if node.op.startswith("call")])
+        targets.append([node.target for node in graph.graph.nodes if node.op.startswith("call")])
         return graph.forward
 
     monkeypatch.setattr("torch._dynamo.lookup_backend", lambda name: rest)
@@ -185,7 +185,7 @@ def test_backend(monkeypatch):
     given = tensors((3, 40), (40,), (40, 24), (40, 24), (24, 40))
     with torch.no_grad():
         close(torch.compile(layer, backend=fuse.backend, fullgraph=True)(*given), layer(*[t.double() for t in given]))
-    assert len(seen[0]) == 2 and "fused" in seen[0][0] and seen[0][1] is torch.cumsum
+    assert len(targets[0]) == 2 and "fused" in targets[0][0] and targets[0][1] is torch.cumsum
 
 
 def test_gradients_with_the_backend(monkeypatch):

@@ -19,7 +19,7 @@ def normal(*shape, dtype=bf16):
 
 def form(kernel, *arrays):
     """The form of the row map that serves these arrays."""
-    (one,) = kernel.candidates(*arrays)[0].way.kernels
+    (one,) = kernel.candidates(*arrays)[0].plan.kernels
     return getattr(one, "inner", one).form.__name__
 
 
@@ -143,7 +143,7 @@ def test_halves(case):
         got = kernel.run(*arrays)
     wide = arrays[0].shape[-1] if len(arrays) == 1 else arrays[1].shape[-1]
     assert got.shape == (*arrays[0].shape[:-1], wide if definition is rotary_of_whole_angles else wide // 2)
-    (flat, lead), columns = kernel._rows(arrays), got.shape[-1]
+    (flat, lead), columns = kernel._flatten_leading(arrays), got.shape[-1]
     compare(kernel, flat, got.reshape(-1, columns) if lead else got)
     assert kernel.proof(*arrays).holds
 

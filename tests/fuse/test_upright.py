@@ -10,7 +10,7 @@ import fuse.operators as operators
 from fuse.candidates import candidates
 from fuse.cost import H200, card
 from fuse.inspect import Case, shapes
-from fuse.proof import proven
+from fuse.proof import prove
 from fuse.templates.few_rows import UPRIGHT, FewRows
 
 FUNCTIONS = {  # of x (m, 200), w (200, 136), g (200,), t (m, 136), b (136,)
@@ -21,29 +21,29 @@ FUNCTIONS = {  # of x (m, 200), w (200, 136), g (200,), t (m, 136), b (136,)
 
 
 @pytest.fixture
-def upright(monkeypatch):
+def rows_on_left(monkeypatch):
     """It is taken wherever it can be, not only where it is fastest."""
-    monkeypatch.setattr(FewRows, "_microseconds", lambda self, rows, columns, blocks: float(columns != UPRIGHT))
+    monkeypatch.setattr(FewRows, "_estimate_microseconds", lambda self, rows, columns, blocks: float(columns != UPRIGHT))
     candidates.cache_clear()
     yield
     candidates.cache_clear()
 
 
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("rows", [37, 64])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_results(name, rows, turned, upright, monkeypatch):
+def test_results(name, rows, transposed, rows_on_left, monkeypatch):
     """At lengths of which none is a multiple of a tile's, of weights (K, N) and (N, K)."""
     if rows == 37:
         monkeypatch.setenv("TILES_CHECK", "0")
     kernel = fuse.kernel(FUNCTIONS[name])
     arrays = [normal(rows, 200), normal(200, 136), normal(200), normal(rows, 136), normal(136)]
-    arrays[1] = np.asfortranarray(arrays[1]) if turned else arrays[1]
+    arrays[1] = np.asfortranarray(arrays[1]) if transposed else arrays[1]
     assert f"= 64, {UPRIGHT}, " in kernel.source(*arrays)
     compare(kernel, arrays, kernel.run(*arrays))
 
 
-def test_products_side_by_side_do_not(upright, monkeypatch):
+def test_products_side_by_side_do_not(rows_on_left, monkeypatch):
     """Their tiles leave transposed, whatever would be fastest for the first of them alone."""
     monkeypatch.setenv("TILES_CHECK", "0")
     kernel = fuse.kernel(lambda x, k, v: (x @ k, x @ v))
@@ -53,10 +53,10 @@ def test_products_side_by_side_do_not(upright, monkeypatch):
     compare(kernel, arrays, kernel.run(*arrays))
 
 
-def test_proof(upright):
+def test_proof(rows_on_left):
     kernel, arrays = operators.rms_norm_linear, (normal(64, 200), normal(200), normal(200, 136))
     found = kernel.trace(kernel._arguments(arrays))
-    proof = proven(kernel.name, found, candidates(found, H200)[0])
+    proof = prove(kernel.name, found, candidates(found, H200)[0])
     assert proof.holds, proof
 
 
@@ -64,15 +64,15 @@ def test_proof(upright):
 def test_where_it_serves(rows, columns):
     """Where 96 columns leave fewer multiprocessors idle than 128 do, and take in less of x than 64: 6144 of them."""
     case = Case("rms_norm_linear", rows)
-    (kernel,) = candidates(case.operator._trace(shapes(case)), card(None))[0].way.kernels
+    (kernel,) = candidates(case.operator._trace(shapes(case)), card(None))[0].plan.kernels
     assert kernel.schedule.columns == columns
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("rows", [37, 64])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_on_the_card(name, rows, turned):
+def test_on_the_card(name, rows, transposed):
     torch = pytest.importorskip("torch")
     from tiles.testing.backends import to_numpy, to_torch
 
@@ -80,7 +80,7 @@ def test_on_the_card(name, rows, turned):
     sizes = (rows, 1000), (1000, 6136), (1000,), (rows, 6136), (6136,)
     arrays = [normal(*s) for s in sizes]
     given = [*map(to_torch, arrays)]
-    given[1] = given[1].t().contiguous().t() if turned else given[1]
+    given[1] = given[1].t().contiguous().t() if transposed else given[1]
     assert f"= 64, {UPRIGHT}, " in kernel.source(*given)
     got = kernel(*given)
     torch.cuda.synchronize()

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 import fuse
-from fuse.evaluate import InNumPy, evaluate
-from fuse.trace import Shape, traced
+from fuse.evaluate import NumPyArithmetic, evaluate
+from fuse.trace import Shape, trace_definition
 from fuse.writing import equations, expression
 
 DEFINITIONS = [
@@ -30,8 +30,8 @@ DEFINITIONS = [
 def test_parentheses(definition):
     rng = np.random.default_rng(0)
     given = {name: rng.uniform(0.5, 2, (4, 4)) for name in "xyw"}
-    found = traced(definition, tuple("xyw"), tuple(Shape((4, 4), "float32") for _ in range(3)))
-    (want,) = evaluate(found.roots, given, InNumPy(np.float64))
+    found = trace_definition(definition, tuple("xyw"), tuple(Shape((4, 4), "float32") for _ in range(3)))
+    (want,) = evaluate(found.roots, given, NumPyArithmetic(np.float64))
     words = {"exp": np.exp, "maximum": np.maximum}
     assert np.allclose(eval(expression(found.roots[0]), words, given), want)
     exec(equations({"y": found.roots[0]}, {}), words, given)

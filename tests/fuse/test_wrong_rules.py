@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 import fuse
-from fuse import candidates, float_check, graph, identity, prime_fields, proof, rules, terms
+from fuse import candidates, float_check, graph, identity, prime_fields, proof, rules, term_operations, terms
 from fuse.cost import card
 from fuse.functions import MAPS
 from fuse.rules import Rule
-from fuse.trace import Shape, traced
+from fuse.trace import Shape, trace_definition
 from tiles import bf16
 
 MERSENNE = 2**61 - 1
@@ -21,7 +21,7 @@ X, W, SQUARE, VECTOR = (4, 8), (8, 6), (8, 8), (8,)
 
 
 def trace(function, *shapes, dtype="bfloat16"):
-    return traced(function, tuple(inspect.signature(function).parameters), tuple(Shape(s, dtype) for s in shapes))
+    return trace_definition(function, tuple(inspect.signature(function).parameters), tuple(Shape(s, dtype) for s in shapes))
 
 
 def answers(function, shapes, rule):
@@ -30,7 +30,7 @@ def answers(function, shapes, rule):
     found = trace(function, *shapes, dtype="float32")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rules, "MOST", 3)
-        forms = rules.equal(found.roots, found.space, [rule])[1:]
+        forms = rules.equivalent_forms(found.roots, found.table, [rule])[1:]
     assert forms, "the rule says nothing of its definition"
     declared = [rule.loses] if rule.loses else []
     return [
@@ -41,20 +41,20 @@ def answers(function, shapes, rule):
 
 def of(operation, change):
     """A rule on terms of one operation, whose operands `change` takes."""
-    return lambda x: (y for y in [change(*x.of) if x.operation == operation else None] if y is not None)
+    return lambda x: (y for y in [change(*x.args) if x.operation == operation else None] if y is not None)
 
 
 def two(operation, change):
     """A change of what is a map of two."""
-    return lambda x: change(*x.of) if x.operation == operation else None
+    return lambda x: change(*x.args) if x.operation == operation else None
 
 
 def of_number(change):
     """A rule on sums and products with a number."""
 
     def rule(x):
-        if x.operation in MAPS and len(x.of) == 2 and x.of[1].operation == "number":
-            yield terms.apply(x.operation, x.of[0], change(x.of[1].what))
+        if x.operation in MAPS and len(x.args) == 2 and x.args[1].operation == "number":
+            yield terms.apply(x.operation, x.args[0], change(x.args[1].attr))
 
     return rule
 
@@ -105,29 +105,31 @@ def _naive_softmax(x):
 
 
 def _sum_without_maximum(x):
-    if x.operation == "sum" and x.of[0].operation == "exp" and x.of[0].of[0].operation == "sub":
-        scores, greatest = x.of[0].of[0].of
+    if x.operation == "sum" and x.args[0].operation == "exp" and x.args[0].args[0].operation == "sub":
+        scores, greatest = x.args[0].args[0].args
         yield fuse.sum(fuse.exp(scores)) * fuse.exp(-greatest)
 
 
 def _naive_lse(x):
-    if x.operation == "add" and x.of[0].operation == "log" and x.of[1].operation == "max":
-        yield fuse.log(fuse.sum(fuse.exp(x.of[1].of[0])))
+    if x.operation == "add" and x.args[0].operation == "log" and x.args[1].operation == "max":
+        yield fuse.log(fuse.sum(fuse.exp(x.args[1].args[0])))
 
 
 def _variance_of_squares(x):
     """The mean of squared differences as that of squares less the mean's square."""
-    if x.operation == "div" and x.of[0].operation == "sum" and x.of[0].of[0].operation == "mul":
-        one = x.of[0].of[0].of[0]
+    if x.operation == "div" and x.args[0].operation == "sum" and x.args[0].args[0].operation == "mul":
+        one = x.args[0].args[0].args[0]
         if one.operation == "sub":
-            yield fuse.mean(one.of[0] * one.of[0]) - fuse.mean(one.of[0]) * fuse.mean(one.of[0])
+            yield fuse.mean(one.args[0] * one.args[0]) - fuse.mean(one.args[0]) * fuse.mean(one.args[0])
 
 
 def _parts(change):
     def rule(x):
-        if x.operation == "sum" and x.of[0].operation == "exp" and x.of[0].of[0].operation == "sub":
-            scores, shift = x.of[0].of[0].of
-            yield fuse.sum(change(*(terms.of_parts(name, scores) for name in ("sum_of_parts", "max_of_parts")), shift))
+        if x.operation == "sum" and x.args[0].operation == "exp" and x.args[0].args[0].operation == "sub":
+            scores, shift = x.args[0].args[0].args
+            yield fuse.sum(
+                change(*(term_operations.reduce_parts(name, scores) for name in ("sum_of_parts", "max_of_parts")), shift)
+            )
 
     return rule
 
@@ -140,7 +142,7 @@ def _cast(x, dtype):
 CONSTANTS = {
     "eps is 2^-61 of it, in a norm": (norm, (X, VECTOR), of_number(lambda c: c * 2.0**-61)),
     "eps is 2^-61 of it, before a product": (norm_linear, (X, VECTOR, W), of_number(lambda c: c * 2.0**-61)),
-    "a bound is 2^-61 of it": (bounded, (X,), of("maximum", lambda a, b: fuse.maximum(a, b.what * 2.0**-61))),
+    "a bound is 2^-61 of it": (bounded, (X,), of("maximum", lambda a, b: fuse.maximum(a, b.attr * 2.0**-61))),
     "a constant is 2^61 times it": (norm, (X, VECTOR), of_number(lambda c: c * 2.0**61)),
     "a constant is 2^122 times it": (norm, (X, VECTOR), of_number(lambda c: c * 2.0**122)),
     "a constant has another last bit": (norm, (X, VECTOR), of_number(lambda c: math.nextafter(c, 1))),
@@ -159,7 +161,7 @@ PLACES = {
     "eps inside of the mean": (
         norm,
         (X, VECTOR),
-        of("add", lambda m, e: (m.of[0] + e) / m.of[1] if m.operation == "div" else None),
+        of("add", lambda m, e: (m.args[0] + e) / m.args[1] if m.operation == "div" else None),
     ),
     "eps moves into the square": (norm, (X, VECTOR), of("mul", lambda a, b: (a + 1e-5) * b if a is b else None)),
     "the root of a sum is that of a part": (norm, (X, VECTOR), of("rsqrt", two("add", lambda a, b: fuse.rsqrt(a)))),
@@ -168,14 +170,18 @@ PLACES = {
     "rsqrt is sqrt": (norm, (X, VECTOR), of("rsqrt", lambda s: fuse.sqrt(s))),
     "a mean is a sum": (norm, (X, VECTOR), of("div", lambda a, b: a if b.operation == "length" else None)),
     "a mean is over eight": (lambda x: fuse.mean(x), (X,), of("div", lambda a, b: a / 8.0)),
-    "the other axis's length": (mean, (SQUARE,), of("div", lambda a, b: a / terms.length(fuse.transpose(a.of[0])))),
-    "a sum over the other axis": (centred, (SQUARE,), of("sum", lambda x: fuse.transpose(terms.total_along(x, (-2,))))),
-    "a sum of all rows": (centred, (X,), of("sum", lambda x: terms.total_along(x, (-2, -1)) + fuse.max(x) * 0.0)),
+    "the other axis's length": (mean, (SQUARE,), of("div", lambda a, b: a / terms.length(fuse.transpose(a.args[0])))),
+    "a sum over the other axis": (
+        centred,
+        (SQUARE,),
+        of("sum", lambda x: fuse.transpose(term_operations.total_along(x, (-2,)))),
+    ),
+    "a sum of all rows": (centred, (X,), of("sum", lambda x: term_operations.total_along(x, (-2, -1)) + fuse.max(x) * 0.0)),
     "a sum of squares is a square": (norm, (X, VECTOR), of("sum", two("mul", lambda a, b: fuse.sum(a) * fuse.sum(b)))),
     "a scale of columns leaves a product": (
         norm_linear,
         (X, VECTOR, SQUARE),
-        of("matmul", lambda a, w: (a.of[0] @ w) * a.of[1] if a.of[1].ndim == 1 else None),
+        of("matmul", lambda a, w: (a.args[0] @ w) * a.args[1] if a.args[1].ndim == 1 else None),
     ),
     "the mean is of one more": (norm, (X, VECTOR), of("div", lambda a, b: a / (b + 1.0) if b.operation == "length" else None)),
 }
@@ -185,7 +191,7 @@ PRODUCTS = {
     "a product is turned without its parts": (
         lambda x, w: (x @ w).T,
         (SQUARE, SQUARE),
-        of("transpose", lambda y: y.of[0].T @ y.of[1].T if y.operation == "matmul" else None),
+        of("transpose", lambda y: y.args[0].T @ y.args[1].T if y.operation == "matmul" else None),
     ),
     "a difference turns round": (difference, (X, X), of("sub", lambda a, b: b - a)),
     "a quotient turns round": (lambda x, y: x / y, (X, X), of("div", lambda a, b: b / a)),
@@ -193,7 +199,7 @@ PRODUCTS = {
     "a difference of products is their sum": (
         lambda x, w, v: x @ w - x @ v,
         (X, W, W),
-        of("sub", lambda a, b: a.of[0] @ (a.of[1] + b.of[1])),
+        of("sub", lambda a, b: a.args[0] @ (a.args[1] + b.args[1])),
     ),
     "halves change places": (
         lambda x: fuse.concatenate(fuse.halves(x)),
@@ -216,7 +222,7 @@ FUNCTIONS = {
     "a minimum is a maximum": (lambda x, y: fuse.minimum(x, y), (X, X), of("minimum", lambda a, b: fuse.maximum(a, b))),
     "less is less or equal": (lambda x, y: fuse.where(x < y, x, 1.0), (X, X), of("less", lambda a, b: a <= b)),
     "where turns round": (lambda x, y: fuse.where(x < y, x, y), (X, X), of("where", lambda m, a, b: fuse.where(m, b, a))),
-    "the root of a square is the number": (lambda x: fuse.sqrt(x * x), (X,), of("sqrt", lambda s: s.of[0])),
+    "the root of a square is the number": (lambda x: fuse.sqrt(x * x), (X,), of("sqrt", lambda s: s.args[0])),
     "exp of a product": (lambda x, y: fuse.exp(x * y), (X, X), of("exp", two("mul", lambda a, b: fuse.exp(a) * fuse.exp(b)))),
     "a cast is lost": (lambda x: fuse.cast(x * x, bf16) * x, (X,), of("bf16", lambda x: x)),
     "a cast moves out of a sum": (
@@ -232,7 +238,7 @@ PARTS = {
     "a log of a sum of exponentials without its maximum": (loss, (X,), _naive_lse),
     "parts are not rescaled": (loss, (X,), _parts(lambda sums, maxima, shift: sums)),
     "parts are rescaled the other way": (loss, (X,), _parts(lambda sums, maxima, shift: sums * fuse.exp(shift - maxima))),
-    "the greatest part is all": (loss, (X,), of("sum", lambda e: terms.of_parts("sum_of_parts", e.of[0]))),
+    "the greatest part is all": (loss, (X,), of("sum", lambda e: term_operations.reduce_parts("sum_of_parts", e.args[0]))),
 }
 REFUSED = CONSTANTS | PLACES | PRODUCTS | FUNCTIONS | PARTS
 LOSES = {  # right in the field of numbers, and not in floats: (definition, shapes, rule, a place that is named)
@@ -251,7 +257,7 @@ LOSES = {  # right in the field of numbers, and not in floats: (definition, shap
 }
 DIVIDES_BY_0 = {  # (definition, shapes, rule, a kind of rows where they differ)
     "what is divided by itself is 1": (lambda x: x / x, (X,), of("div", lambda a, b: a * 0.0 + 1.0), "zero"),
-    "a factor is divided away": (lambda x, y: x * y / y, (X, X), of("div", lambda a, b: a.of[0]), "zero"),
+    "a factor is divided away": (lambda x, y: x * y / y, (X, X), of("div", lambda a, b: a.args[0]), "zero"),
     "a factor and its divisor come": (lambda x, y: x + y, (X, X), of("add", lambda a, b: a + b * a / a), "zero"),
     "a row is divided by its sum and back": (
         lambda x: x * x,
@@ -303,14 +309,14 @@ def test_the_proof_of_a_kernel_by_a_wrong_rule_does_not_hold(name, monkeypatch):
     """The kernel runs, and is right at the numbers that a run takes; the proof says what is wrong."""
     monkeypatch.setattr(rules, "RULES", (Rule(name, "", KERNELS[name][2]),))
     function, arrays, _ = KERNELS[name]
-    found = fuse.kernel(function)._served(arrays)[0]
+    found = fuse.kernel(function)._is_supported(arrays)[0]
     candidates.candidates.cache_clear()
     wrong = [one for one in candidates.candidates(found, card(None)) if one.rules]
     candidates.candidates.cache_clear()
     assert wrong
-    known = proof.proven(name, found, wrong[0])
+    known = proof.prove(name, found, wrong[0])
     assert not known.holds and ("NOT the definition" in str(known) or "NO rule declares" in str(known))
-    assert proof.proven(name, found, wrong[0]._replace(roots=found.roots, rules=())).identity.equal
+    assert proof.prove(name, found, wrong[0]._replace(roots=found.roots, rules=())).identity.equal
 
 
 # ---- what the proof says of itself -----------------------------------------------------------------------------------
@@ -340,7 +346,7 @@ def test_primes():
 def test_constants_are_exact_and_apart(monkeypatch):
     """m * 2^e modulo p is just that; primes in which two constants become one are drawn anew."""
     drawn = [prime_fields.PrimeField(MERSENNE, 1321, 3), *map(prime_fields.random_field, [Random(0)] * 2)]
-    arithmetic = identity.InField(drawn[1], {}, b"")
+    arithmetic = identity.FieldArithmetic(drawn[1], {}, b"")
     for c in (1e-5, 0.1, 2.0**-1074, 1.7e308, -3.0, 1e-5 * 2.0**-61):
         for part, n in zip(arithmetic.embedded(c), drawn[1][:2]):
             assert (part * Fraction(c).denominator - Fraction(c).numerator) % n == 0
@@ -369,7 +375,7 @@ def test_infinite_constants_are_told_apart():
 def test_degrees_are_counted(function, shapes, up, down):
     """Of the numerator and the denominator of the results, by hand."""
     found = trace(function, *shapes)
-    axes = identity.elementary(name for x in identity.walk(*found.roots) for name in x.names)
+    axes = identity.base_axes(name for x in identity.walk(*found.roots) for name in x.axes)
     size = identity._sizes(found.roots, dict.fromkeys(axes, 4))[found.roots[0]]
     assert (size.up, size.down) == (up, down)
 
@@ -379,7 +385,7 @@ def test_the_bound_is_no_lie(monkeypatch):
     monkeypatch.setattr(prime_fields, "BITS", 8)
     monkeypatch.setattr(identity, "BITS", 8)
     monkeypatch.setattr(identity, "TRIES", 1)
-    x = terms.source("x", (), "float32")
+    x = terms.input_term("x", (), "float32")
     one, other = x * x, x * x + math.prod((x - float(n) for n in range(12)), start=1.0)
     tests = [identity.identity([one], [other], seed, points=1) for seed in range(600)]
     assert 0 < sum(test.equal for test in tests) / len(tests) <= tests[0].bound < 1
@@ -389,4 +395,4 @@ def test_lengths_are_no_constants():
     """A mean is over no fixed number, whichever extents a point has."""
     found = trace(mean, X)
     for n in range(2, 10):
-        assert not identity.identity(found.roots, [found.roots[0].of[0] / float(n)]).equal
+        assert not identity.identity(found.roots, [found.roots[0].args[0] / float(n)]).equal

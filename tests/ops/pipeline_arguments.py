@@ -3,7 +3,7 @@
 from numba import types
 
 from tiles import fp32, pipeline, rt, st
-from tiles.op import OPS, Name
+from tiles.op import OPS, TypeArgument
 
 PIPE, N, X32 = pipeline(st(32, 64, fp32), 2, 4), types.int64, types.float32
 TWO, THREE = types.UniTuple(N, 2), types.UniTuple(N, 3)
@@ -34,8 +34,8 @@ REFUSED = [
     (pipeline.fill_pages, [PIPE, N, A3, FOUND, TWO, N, X32, 16], "fill_pages: end must be an integer"),
     (pipeline.own, [PIPE, N, -1], "own: newer must be 0 or more, got -1"),
     (pipeline.wait, [PIPE, N, -1], "wait: newer must be 0 or more, got -1"),
-    (pipeline.reuse, [PIPE, Name(st(72, 64, fp32))], "reuse: takes the type of a shared tile of up to the 16384 bytes"),
-    (pipeline.reuse, [PIPE, Name(rt(16, 64, fp32))], "reuse: takes the type of a shared tile of up to the 16384 bytes"),
+    (pipeline.reuse, [PIPE, TypeArgument(st(72, 64, fp32))], "reuse: takes the type of a shared tile of up to the 16384 bytes"),
+    (pipeline.reuse, [PIPE, TypeArgument(rt(16, 64, fp32))], "reuse: takes the type of a shared tile of up to the 16384 bytes"),
 ]  # fmt: skip
 TAKEN = [
     (pipeline.fill, [PIPE, N, A2, TWO, -2, -1, N, 4]),
@@ -45,5 +45,5 @@ TAKEN = [
     (pipeline.look_up, [PIPE, TABLE, N, TWO, N, N]),
     (pipeline.own, [PIPE, N, 0]),
     (pipeline.wait, [PIPE, N, 0]),
-    (pipeline.reuse, [PIPE, Name(st(64, 64, fp32))]),
+    (pipeline.reuse, [PIPE, TypeArgument(st(64, 64, fp32))]),
 ]

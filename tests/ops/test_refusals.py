@@ -11,7 +11,7 @@ import ops
 from ops import block, cluster, cluster_sum, grid, warpgroup
 from ops.for_attention import triangular_inverse
 from tiles import barrier, bf16, fp8e4m3, fp16, fp32, rt, st, sv
-from tiles.op import OPS, Name
+from tiles.op import OPS, TypeArgument
 from tiles.types import remote
 
 T, B, COLUMNS, SIXTEEN = rt(16, 64, fp32), rt(16, 64, bf16), rt(16, 64, fp32, "col"), rt(16, 16, fp32)
@@ -20,7 +20,7 @@ PARTIAL = replace(T.col_vec, partial=True)
 N, X, TWO = types.int64, types.float32, types.UniTuple(types.int64, 2)
 A, COUNTS, BYTES = (types.Array(t, 2, "C") for t in (types.float32, types.int32, types.uint8))
 LENGTHS, COMPLEX = types.Array(types.int32, 1, "C"), types.Array(types.complex128, 1, "C")
-PART, FOUND = Name(rt(16, 64, fp8e4m3)), types.UniTuple(types.int64, 4)
+PART, FOUND = TypeArgument(rt(16, 64, fp8e4m3)), types.UniTuple(types.int64, 4)
 
 REFUSED = [  # an op, types of arguments of which one does not fit, and how the message begins
     (cluster.own, [T], "cluster.own: takes a shared tile of this block"),

@@ -9,7 +9,7 @@ from tiles import Hazard, bf16, ring, rt, st, tensor
 from tiles.arguments import parameters, types_of
 from tiles.compiler import compile_kernel
 from tiles.emulator import emulate
-from tiles.sass import Instruction
+from tiles.sass import SassInstruction
 from tiles.testing import blank, close, meaning, wide
 from tiles.wgmma_overwrites import _destination, overwritten
 
@@ -116,4 +116,4 @@ def test_a_is_left_alone(kernel, given):
 ])  # fmt: skip
 def test_what_is_written(text, register):
     opcode, operands = text.split(" ", 1)
-    assert _destination(Instruction(0, "", opcode, operands)) == register
+    assert _destination(SassInstruction(0, "", opcode, operands)) == register

@@ -9,7 +9,8 @@ torch = pytest.importorskip("torch")
 
 from tiles import frameworks  # noqa: E402
 from tiles import program as programs  # noqa: E402
-from tiles.program import Recent, program  # noqa: E402
+from tiles.plan import Recent  # noqa: E402
+from tiles.program import program  # noqa: E402
 from tiles.schema import Schema  # noqa: E402
 
 RUNS, STREAM, NUMBERS = [], [7], itertools.count()

@@ -11,11 +11,11 @@ from attention.mla import quantised as mla_quantised
 from attention.softmax import ampere
 from attention.softmax.decode import ampere as decode_ampere
 from attention.softmax.decode import combine
-from attention.softmax.decode.caches import Dense, Paged
-from attention.softmax.decode.products import Narrow, Same
-from attention.softmax.decode.reach import Reach
-from attention.softmax.decode.results import Either, Part, Whole
-from attention.softmax.decode.splits import Parted, Shares
+from attention.softmax.decode.caches import DenseLoader, PagedLoader
+from attention.softmax.decode.products import Fp8Products, SameDtypeProducts
+from attention.softmax.decode.reach import KeyWindow
+from attention.softmax.decode.results import FinalOrPartialOutput, FinalOutput, PartialOutput
+from attention.softmax.decode.splits import FixedSplits, StreamKSplits
 from attention.softmax.variants import Variant
 from attention.softmax.visible_keys import FULL
 from fuse.cost import card_of
@@ -52,8 +52,8 @@ def test_what_is_shipped_for_it(arch):
     _, _, early, fp8, _ = HAS[arch]
     for module in (decode_ampere, combine, mla_ampere):
         configs = list(module.space(arch, True))
-        assert configs and {config.early for config in configs} == {early}
-    assert any(type(c.product) is Narrow for c in decode_ampere.space(arch, False)) == fp8 == card_of(arch).fp8
+        assert configs and {config.overlaps_previous for config in configs} == {early}
+    assert any(type(c.product) is Fp8Products for c in decode_ampere.space(arch, False)) == fp8 == card_of(arch).fp8
     assert bool([*mla_quantised.space(arch, True)]) == fp8
     names = {f"{name} {config}" for name, _, config in inspect.configurations(False, arch, ("append",))}
     assert any("fp8" in name or "e4m3" in name for name in names) == fp8, names
@@ -62,27 +62,27 @@ def test_what_is_shipped_for_it(arch):
 def test_more_shared_memory_than_today_s(monkeypatch):
     """A GPU with more takes what the largest has today; a row for it in the tables of shapes leaves all rules as they are."""
     more = 300 * 1024
-    reach, result = Reach(False, False, False), Either(Whole(bf16, 16), Part(bf16, 16))
+    window, result = KeyWindow(False, False, False), FinalOrPartialOutput(FinalOutput(bf16, 16), PartialOutput(bf16, 16))
 
     def chosen(room):
         yield from (ampere.config_for(dim, bf16, FULL, room) for dim in (64, 128, 192, 256))
         for dim in (64, 96, 128, 192, 256):
-            for product in (Same(bf16), Narrow(bf16, True)):
-                for split in (Parted, Shares):
+            for product in (SameDtypeProducts(bf16), Fp8Products(bf16, True)):
+                for split in (FixedSplits, StreamKSplits):
                     for tall in (False, True):
-                        kind = product, Variant(), reach, Dense(16), result, Variant(), split
-                        yield decode_ampere.config_for(dim, dim, *kind, tall=tall, room=room)
+                        kind = product, Variant(), window, DenseLoader(16), result, Variant(), split
+                        yield decode_ampere.config_for(dim, dim, *kind, tall=tall, shared_limit=room)
         for rows in (1, 128):
-            yield mla_ampere.config_for(bf16, reach, Dense(16), Whole(bf16, 16), True, rows, room)
-            yield mla_quantised.config_for(bf16, reach, Paged(16), Whole(bf16, 16), True, rows, room)
+            yield mla_ampere.config_for(bf16, window, DenseLoader(16), FinalOutput(bf16, 16), True, rows, room)
+            yield mla_quantised.config_for(bf16, window, PagedLoader(16), FinalOutput(bf16, 16), True, rows, room)
 
     largest = list(chosen(LARGE))
     assert list(chosen(more)) == largest != list(chosen(SMALL))
     for module, names in {
         ampere: ["ROOMS"],
-        decode_ampere: ["ROOMS", "TALL"],
-        mla_ampere: ["ROOMS"],
-        mla_quantised: ["ROOMS"],
+        decode_ampere: ["SHAPES_BY_LIMIT", "TALL_SHAPES"],
+        mla_ampere: ["SHAPES_BY_LIMIT"],
+        mla_quantised: ["SHAPES_BY_LIMIT"],
     }.items():
         for name in names:
             table = getattr(module, name)

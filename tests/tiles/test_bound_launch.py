@@ -44,8 +44,10 @@ def test_maps_are_encoded_once_and_moved(gpu, encoded):
 def test_the_same_addresses_write_nothing(gpu, monkeypatch):
     """And other ones, without maps, nothing else."""
     x, gpu.count, written = on_device(16, 16), 19, []
-    real = bound_launches.Frame.place
-    monkeypatch.setattr(bound_launches.Frame, "place", lambda frame, what, at: written.append(at) or real(frame, what, at))
+    real = bound_launches.ParameterFrame.place
+    monkeypatch.setattr(
+        bound_launches.ParameterFrame, "place", lambda frame, what, at: written.append(at) or real(frame, what, at)
+    )
     bound = tiles.launch(scale, 1, 32).bind(x, x, 2.0)
     for stream, *addresses in ((3, 16, 32), (3, 16, 32), (3, 16, 48), (4, 16, 48), (4, 16, 48), (3, 16, 48)):
         bound(stream, *addresses)
@@ -66,8 +68,10 @@ def test_a_list_of_addresses_that_changes_is_written(gpu):
 def test_inputs_that_take_turns_are_written_once(gpu, encoded, monkeypatch):
     """As many as frames are kept; of more the one used longest ago is forgotten, and its frame written anew."""
     bound, written, kept = bound_to_maps(gpu), [], bound_launches.RECENT
-    real = bound_launches.Frame.write
-    monkeypatch.setattr(bound_launches.Frame, "write", lambda frame, *args: written.append(frame) or real(frame, *args))
+    real = bound_launches.ParameterFrame.write
+    monkeypatch.setattr(
+        bound_launches.ParameterFrame, "write", lambda frame, *args: written.append(frame) or real(frame, *args)
+    )
     for n in [*range(kept), *range(kept), 0, kept, 0, 1, 2]:  # 0 was used a moment before `kept` came, 1 was not
         bound(0, 4096 * n, 0, 0)
         assert gpu.launches[-1][1][0] == 4096 * n and len(frames_of(bound)) <= kept

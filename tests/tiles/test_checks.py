@@ -9,9 +9,10 @@ from cuda.bindings import driver
 
 from tiles import program as programs
 from tiles.arrays import Array
-from tiles.checks import Asked, asked
+from tiles.checks import CheckOptions, asked
 from tiles.frameworks import KIND_OF, Kind, describe
-from tiles.program import Plan, Recent, program
+from tiles.plan import Plan, Recent
+from tiles.program import program
 from tiles.schema import Schema
 
 RUNS = []
@@ -190,9 +191,9 @@ def test_what_is_asked(monkeypatch):
     said = {"": ("sm_90a", False), "0": (None, False), "1": ("sm_90a", True), "sm_80": ("sm_80", False)}
     for value, meaning in said.items():
         monkeypatch.setenv("TILES_CHECK", value)
-        assert asked() == Asked(*meaning)
+        assert asked() == CheckOptions(*meaning)
     monkeypatch.setenv("TILES_CHECK", "yes")
     with pytest.raises(ValueError, match="^TILES_CHECK must be 0, 1 or an architecture such as sm_80, got 'yes'"):
         asked()
     monkeypatch.delenv("TILES_CHECK")
-    assert asked() == Asked("sm_90a", False)
+    assert asked() == CheckOptions("sm_90a", False)

@@ -1,10 +1,10 @@
 """`python -m tiles doctor` speaks wherever Python starts, and tells what is wrong."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -84,20 +84,11 @@ def test_an_import_that_fails_points_to_the_doctor(tmp_path):
     assert "it is broken; `python -m tiles doctor` says what to do" in done.stderr
 
 
-@pytest.mark.parametrize(
-    "numpy, source, broken", [("2.5.0", "np.row_stack", 1), ("2.4.6", "np.row_stack", 0), ("2.6.1", "", 0)]
-)
-def test_numpy_without_row_stack(numpy, source, broken, tmp_path, monkeypatch):
-    file = tmp_path / "numba/cuda/np/arrayobj.py"
-    file.parent.mkdir(parents=True)
-    file.write_text(f"overload({source})")
-    monkeypatch.setattr(doctor, "version", {"numpy": numpy, "numba-cuda": "0.30.4"}.get)
-    spec = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
-    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: spec)
-    found = list(doctor.numpy_fits())
-    assert len(found) == broken
-    if broken:
-        assert found[0].broken and found[0].advice == "pip install 'numpy<2.5'" and "NumPy 2.5.0" in found[0].text
+@pytest.mark.parametrize("name", ["nvidia-nvjitlink", "nvidia-nvvm"])
+def test_the_compilers_that_pip_may_install_are_those_that_were_tested(name):
+    (first, _), (last, minor) = doctor.TESTED
+    said = re.search(f'"{name}>=(.*),<(.*)"', (doctor.ROOT / "pyproject.toml").read_text())
+    assert said and said[1].startswith(f"{first}.0.") and said[2] == f"{last}.{minor + 1}"
 
 
 class Driver:

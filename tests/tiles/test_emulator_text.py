@@ -6,7 +6,7 @@ import pytest
 
 from tiles.emulator.flow import meets, pressure
 from tiles.emulator.table import TYPES, literal, meaning
-from tiles.emulator.text import Address, Imm, Name, Reg, read
+from tiles.emulator.text import Address, Imm, Reg, Symbol, read
 
 
 def program(body, parameters=".param .u64 p"):
@@ -85,9 +85,9 @@ def test_vectors_addresses_and_names():
     assert to == Address(to.base, 0) and bar.offset == 8
     assert source.coordinates[2] == Imm("3") and all(isinstance(x, Reg) for x in source.coordinates[:2])
     (unpacked, _), *_ = [at.operands for at in program(declared + "mov.b64 {a, _}, p;").code]
-    assert isinstance(unpacked[0], Reg) and unpacked[1] == Name("_")
+    assert isinstance(unpacked[0], Reg) and unpacked[1] == Symbol("_")
     pair, special, symbol = only(declared + "shfl.sync.bfly.b32 a|b, %tid.x, dynamic_smem;").operands
-    assert len(pair) == 2 and special == Name("%tid.x") and symbol == Name("dynamic_smem")
+    assert len(pair) == 2 and special == Symbol("%tid.x") and symbol == Symbol("dynamic_smem")
 
 
 def test_lines_of_python_and_of_the_text():

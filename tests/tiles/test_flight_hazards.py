@@ -5,7 +5,7 @@ from numba import cuda
 
 from ops import full, load, raw, store, warpgroup, zeros
 from tiles import bf16, rt
-from tiles.interpreter import here
+from tiles.interpreter import current_warp
 from tiles.op import lowers, op
 
 broken = Cases()
@@ -131,7 +131,7 @@ def no_fence_between_a_write_and_a_copy(small):
 @op
 def bare_load(tile, spec):
     """ops.load, without the fence that follows it."""
-    return here().read(tile, fence=False)
+    return current_warp().read(tile, fence=False)
 
 
 @lowers(bare_load)

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 from tiles import frameworks  # noqa: E402
 from tiles import program as programs  # noqa: E402
 from tiles.lengths import made  # noqa: E402
-from tiles.program import Plan, Recent  # noqa: E402
+from tiles.plan import Plan, Recent  # noqa: E402
 
 SUM = "x SD real\n y SD real\n z S float32 optional\n out SD float32 made\n sums S float32 made want_sums"
 

@@ -117,3 +117,21 @@ def test_garbage_is_left_while_modules_are_imported(enabled):
         assert gc.isenabled() == enabled
     finally:
         (gc.enable if before else gc.disable)()
+
+
+def test_numpy_without_row_stack():
+    """NumPy 2.5 no longer has it, numba-cuda 0.30 names it, and afterwards nobody sees that it was there."""
+    code = """
+import numpy
+numpy.__dict__.pop("row_stack", None)
+others = numpy.__getattr__
+def without(name):
+    if name == "row_stack":
+        raise AttributeError(name)
+    return others(name)
+numpy.__getattr__ = without
+import tiles
+assert not hasattr(numpy, "row_stack")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=200)
+    assert done.returncode == 0, done.stderr

@@ -11,9 +11,9 @@ from tiles import bf16, fp32, rt, shared, st
 from tiles.__main__ import main as tiles_main
 from tiles.arguments import FLOAT, INT, array, tiled
 from tiles.inspect import Inspection, command
-from tiles.inspect.code import Line
+from tiles.inspect.code import SassLine
 from tiles.inspect.command import find, main
-from tiles.line_table import Place
+from tiles.line_table import SourcePlace
 
 small = shared(a=st(16, 16, bf16))
 SOURCE = """
@@ -156,7 +156,7 @@ def test_neither_file_nor_kernel(capsys):
 
 def test_what_is_printed(file, capsys, tmp_path, monkeypatch):
     def look(kernel, *args, arch, shared, block):
-        line = Line(f"RET R{len(arch)}", Place())
+        line = SassLine(f"RET R{len(arch)}", SourcePlace())
         return Inspection("plain", arch, len(args), 0, 0, shared.nbytes, block, [], {"RET": 1}, "", (line,), (line,))
 
     monkeypatch.setattr(command, "inspect", look)

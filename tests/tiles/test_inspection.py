@@ -17,9 +17,9 @@ from tiles.arguments import INT, array, tiled
 from tiles.compiler import Compiled, CompileError, Lowered, compile_kernel
 from tiles.inspect import figures as look
 from tiles.inspect.code import function_at
-from tiles.inspect.compare import Row, aligned
+from tiles.inspect.compare import ComparedRow, aligned
 from tiles.inspect.occupancy import Occupancy, occupancy
-from tiles.line_table import Place
+from tiles.line_table import SourcePlace
 
 MATRIX = np.zeros((16, 16), np.float32)
 FILE = python.getsourcefile(plain.py_func)
@@ -117,7 +117,12 @@ def test_difference(found, changed):
 
 
 def test_rows_are_aligned():
-    assert list(aligned("abd", "acd", str)) == [Row("a", "a"), Row("b", None), Row(None, "c"), Row("d", "d")]
+    assert list(aligned("abd", "acd", str)) == [
+        ComparedRow("a", "a"),
+        ComparedRow("b", None),
+        ComparedRow(None, "c"),
+        ComparedRow("d", "d"),
+    ]
     assert [row.mark for row in aligned("abd", "acd", str)] == [" ", "-", "+", " "]
     often = "ab" * 150  # what comes up often is aligned, too
     assert [row.mark for row in aligned(f"x{often}", f"{often}y", str)] == ["-", *" " * 300, "+"]
@@ -238,11 +243,11 @@ def test_complaints_come_once_with_op_and_line():
 def test_complaints_about_no_line(log, said):
     lowered = object.__new__(Lowered)
     lowered.kernel, lowered.arch, lowered.name, lowered.lines = product, "sm_80", "_Zk", True
-    assert lowered._refused(log).complaints == [(text, Place()) for text in said]
+    assert lowered._refused(log).complaints == [(text, SourcePlace()) for text in said]
 
 
 def test_many_places_are_not_all_shown():
-    places = [Place((("k.py", n),)) for n in range(20)]
+    places = [SourcePlace((("k.py", n),)) for n in range(20)]
     text = str(CompileError("k", "sm_80", [("never", place) for place in places]))
     assert text.count("never") == 8 and text.endswith("and 12 more places")
 

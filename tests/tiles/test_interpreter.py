@@ -16,7 +16,7 @@ from numba import cuda
 from ops import full, load, log2, raw, row_sum, store, warpgroup, zeros
 from tiles import Hazard, barrier, emulator, fp32, inlined, launch, rt, shared
 from tiles.emulator import emulate
-from tiles.interpreter import here, interpret
+from tiles.interpreter import current_warp, interpret
 from tiles.numba_types import void
 from tiles.op import lowers, op
 
@@ -79,7 +79,7 @@ SEEN = []
 @op
 def peek(tile):
     """Note what lies in a shared tile, whatever its state."""
-    SEEN.append(here().block.shadow.get(tile).astype(np.float32))
+    SEEN.append(current_warp().block.shadow.get(tile).astype(np.float32))
 
 
 @lowers(peek)

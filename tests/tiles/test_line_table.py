@@ -1,7 +1,7 @@
 """tiles/line_table.py: chains of lines, as PTX and nvdisasm tell them."""
 
 from tiles.emulator.text import read
-from tiles.line_table import APART, Place, of_ptx, of_sass
+from tiles.line_table import APART, SourcePlace, of_ptx, of_sass
 
 PTX = """
 .visible .entry kernel()
@@ -32,7 +32,7 @@ SASS = """
         /*0030*/                   MOV R3, 3 ;
 """
 FIRST, HELPER, LAST = (("/home/k.py", 20),), (("/home/k.py", 7), ("/home/k.py", 22)), (("/home/k.py", 23),)
-PLACES = [Place(FIRST), Place(HELPER, "row_max"), Place(HELPER, "row_max"), Place(LAST)]
+PLACES = [SourcePlace(FIRST), SourcePlace(HELPER, "row_max"), SourcePlace(HELPER, "row_max"), SourcePlace(LAST)]
 
 
 def test_both_tell_the_same():
@@ -41,13 +41,13 @@ def test_both_tell_the_same():
 
 
 def test_before_the_first_line_is_nowhere():
-    assert of_ptx(PTX)[0] == of_sass(SASS)[0] == Place() and str(Place()) == "?" and Place().source == ""
+    assert of_ptx(PTX)[0] == of_sass(SASS)[0] == SourcePlace() and str(SourcePlace()) == "?" and SourcePlace().source == ""
 
 
 def test_an_op_of_an_op_is_the_one_that_the_kernel_calls():
     op = APART + 1
-    assert Place.of([("<cut>", op), ("<round>", op), ("k.py", 3)]) == Place((("k.py", 3),), "round")
-    assert Place.of([("<cut>", op)]) == Place()
+    assert SourcePlace.of([("<cut>", op), ("<round>", op), ("k.py", 3)]) == SourcePlace((("k.py", 3),), "round")
+    assert SourcePlace.of([("<cut>", op)]) == SourcePlace()
 
 
 def test_the_emulator_names_the_helper_and_not_the_op():

@@ -10,7 +10,8 @@ from stand_in import on_device
 from tiles import loaded_code
 from tiles.arguments import array
 from tiles.compiler import Compiled
-from tiles.program import Plan, program
+from tiles.plan import Plan
+from tiles.program import program
 from tiles.schema import Schema
 
 launching = sys.modules["tiles.launch"]

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiles.program import Plan, program
+from tiles.plan import Plan
+from tiles.program import program
 from tiles.schema import Schema
 
 ROWS = Schema("rows", "x SD tile\ny SD tile\nout SD tile made")

@@ -12,7 +12,8 @@ import pytest
 from tiles import program as programs
 from tiles.frameworks import KIND_OF as known_kinds
 from tiles.frameworks import Kind, describe
-from tiles.program import Fill, Plan, Recent, program
+from tiles.plan import Fill, Plan, Recent
+from tiles.program import program
 from tiles.schema import Schema
 
 RUNS, PLANNED = [], []

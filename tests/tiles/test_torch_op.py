@@ -2,7 +2,8 @@
 
 import pytest
 
-from tiles.program import Plan, Program, program
+from tiles.plan import Plan
+from tiles.program import Program, program
 from tiles.schema import Schema
 
 torch = pytest.importorskip("torch")

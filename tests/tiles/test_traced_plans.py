@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 from tiles import traced_plans  # noqa: E402
 from tiles.lengths import Trace, made  # noqa: E402
-from tiles.program import Plan  # noqa: E402
+from tiles.plan import Plan  # noqa: E402
 
 MANY = "x BSD real\n y BSD real\n out BSD float32 made"
 

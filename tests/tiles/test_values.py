@@ -9,8 +9,8 @@ from hypothesis import strategies as some
 
 import ops  # operators get their meanings  # noqa: F401
 from tiles import Tile, bf16, fp32, pending, rt, st, tensor
-from tiles.op import Name
-from tiles.values import Pending, spec_of, wrap
+from tiles.op import TypeArgument
+from tiles.values import PendingTile, spec_of, wrap
 
 TILE = st(8, 16, bf16)  # small, so that edges are many
 
@@ -106,7 +106,7 @@ def test_a_branch_cannot_depend_on_a_tile():
 @pytest.mark.parametrize("name", ["add", "sub", "mul", "truediv", "iadd", "imul"])
 def test_a_pending_tile_is_refused_in_the_same_words_everywhere(name):
     words = r"this tile is still in flight: pending rt\(16, 16, fp32\); take it with warpgroup.wait\(...\) first"
-    tile, use = Pending(rt(16, 16, fp32), None, 1), getattr(operator, name)
+    tile, use = PendingTile(rt(16, 16, fp32), None, 1), getattr(operator, name)
     for arguments in ((tile, 2.0), (2.0, tile), (tile, tile), (Tile(rt(16, 16, fp32), 1.0), tile)):
         with pytest.raises(TypeError, match=words):
             use(*arguments)
@@ -116,18 +116,18 @@ def test_a_pending_tile_is_refused_in_the_same_words_everywhere(name):
 
 def test_a_branch_cannot_depend_on_a_pending_tile_either():
     with pytest.raises(TypeError, match=r"pending rt\(16, 16, fp32\)"):
-        bool(Pending(rt(16, 16, fp32), None, 1))
+        bool(PendingTile(rt(16, 16, fp32), None, 1))
 
 
 def test_values_have_types():
     tile = Tile(rt(16, 16, fp32), 1.0)
     assert spec_of(tile) == rt(16, 16, fp32)
-    assert spec_of(Pending(rt(16, 16, fp32), None, 1)) == pending(rt(16, 16, fp32))
+    assert spec_of(PendingTile(rt(16, 16, fp32), None, 1)) == pending(rt(16, 16, fp32))
     assert (str(spec_of(3)), spec_of(3, fixed=True), str(spec_of(2.5)), str(spec_of(True))) == ("int64", 3, "float32", "bool")
     assert spec_of(np.True_, fixed=True) is True
     assert [str(spec_of(x)) for x in (np.int32(3), np.float64(1))] == ["int64", "float32"]
     assert len(spec_of((1, 2, 3))) == 3 and spec_of(np.zeros((2, 3), np.float32)).ndim == 2
-    assert spec_of(rt(16, 16, fp32)) == Name(rt(16, 16, fp32)), "the name of a type is no value of it"
+    assert spec_of(rt(16, 16, fp32)) == TypeArgument(rt(16, 16, fp32)), "the name of a type is no value of it"
 
 
 def test_results_are_wrapped_in_the_type_that_was_announced():

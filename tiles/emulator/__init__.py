@@ -28,19 +28,19 @@ from ..interpreter.shadow import Agents
 from ..layout import LANES
 from . import arithmetic, barriers, copies, matrices, moves  # noqa: F401  # they fill the table
 from .flow import meets
-from .memory import BASE, Global, Shared
+from .memory import BASE, EmulatedSharedMemory, Global
 from .table import meaning
-from .text import Program, read
-from .warp import Warp
+from .text import PtxProgram, read
+from .warp import EmulatedWarp
 
-__all__ = ["Counts", "emulate", "forget", "program"]
+__all__ = ["ExecutionCounts", "emulate", "forget", "program"]
 
 PARAMETERS = 1 << 40  # the address of a launch's parameter block; no array lies there
 ALIGN = 1024  # bytes: no variable asks for more
 MBARRIERS = 128  # how many a block may set up besides those of its plan
 
 
-class Machine(Cluster):
+class EmulatedCluster(Cluster):
     """The blocks of a cluster, executing a program. memory: the launch's arrays. parameters: its parameter block. maps: tensor
     maps by their addresses."""
 
@@ -58,7 +58,7 @@ class Machine(Cluster):
 
     def warp(self, block, index, program, _):
         """One of a block's warps, about to begin."""
-        warp = Warp(block, index, program)
+        warp = EmulatedWarp(block, index, program)
         agent, time = block.ready
         warp.clocks[:, agent] = time
         return warp
@@ -71,7 +71,7 @@ class _Block(Block):
         super().__init__(cluster, rank, index, resident)
         declared, self.dynamic = cluster.program.shared_bytes, smem.nbytes if smem else 0  # bytes: the kernel's, the launch's
         self.declared = -(-(BASE + self.dynamic) // ALIGN) * ALIGN  # where the kernel's lie
-        self.shadow = Shared(self.declared - BASE + declared if declared else self.dynamic, self.agents)
+        self.shadow = EmulatedSharedMemory(self.declared - BASE + declared if declared else self.dynamic, self.agents)
         self.mma_agents = [self.agents.new() for _ in range(self.size)]  # of each warp: none knows when another's is over
         self.ready = self.agents.new(), 1  # from its beginning on
         self.barriers_at, self.votes = {}, {}
@@ -80,7 +80,7 @@ class _Block(Block):
 _programs: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # kernel: {(types, arch): Program}
 
 
-def program(kernel, types, arch, lowered=None) -> Program:
+def program(kernel, types, arch, lowered=None) -> PtxProgram:
     """What a kernel is compiled to for these types of arguments, ready to be executed."""
     known = _programs.setdefault(kernel, {})
     found = known.get((types, arch))
@@ -106,7 +106,7 @@ def _with_lines(kernel, types, arch):
     return read(Lowered(kernel(), types, arch, lines=True).ptx()).code
 
 
-class Counts(NamedTuple):
+class ExecutionCounts(NamedTuple):
     """What a run did: how often warps executed each opcode; and for each opcode the worst bank conflict: how many different
     words an access to shared memory asked one bank for."""
 
@@ -114,7 +114,9 @@ class Counts(NamedTuple):
     ways: dict
 
 
-def emulate(kernel, grid, threads, args, shared=None, seed=None, cluster=(1, 1, 1), arch="sm_90a", lowered=None) -> Counts:
+def emulate(
+    kernel, grid, threads, args, shared=None, seed=None, cluster=(1, 1, 1), arch="sm_90a", lowered=None
+) -> ExecutionCounts:
     """Run kernel[grid, threads](*args) as compiled for `arch`, cluster by cluster; arguments as for interpreter.interpret.
     lowered: what it was compiled to, if that is at hand.
 
@@ -129,7 +131,7 @@ def emulate(kernel, grid, threads, args, shared=None, seed=None, cluster=(1, 1, 
             at, size = next(places)
             block.extend(bytes(at + size - len(block)))
             if p.encoding and p.array:
-                maps[PARAMETERS + at] = copies.Map(p.encoding, p.array.pointer)
+                maps[PARAMETERS + at] = copies.TensorMap(p.encoding, p.array.pointer)
             else:
                 block[at : at + size] = (slot & 2 ** (8 * size) - 1).to_bytes(size, "little")
     flat = [part for a in args for part in (a if isinstance(a, tuple) else (a,))]
@@ -137,12 +139,12 @@ def emulate(kernel, grid, threads, args, shared=None, seed=None, cluster=(1, 1, 
     spans = [np.lib.array_utils.byte_bounds(a) for a in arrays if isinstance(a, np.ndarray) and a.size]
     bounds = kernel.targetoptions.get("launch_bounds")
     resident = bounds[1] if isinstance(bounds, tuple) and len(bounds) > 1 else 1
-    rng, memory, counts = seeded(seed), Global(spans), Counts(Counter(), {})
+    rng, memory, counts = seeded(seed), Global(spans), ExecutionCounts(Counter(), {})
     every = list(clusters(grid, cluster))
     progress = Progress(kernel.py_func.__name__, len(every), math.prod(cluster))
     with contextlib.closing(progress), np.errstate(all="ignore"):
         for n, indices in enumerate(every):
-            machine = Machine(indices, grid, threads // LANES, shared, rng, what, memory, block, maps, resident, counts)
+            machine = EmulatedCluster(indices, grid, threads // LANES, shared, rng, what, memory, block, maps, resident, counts)
             machine.tick = progress.tick
             machine.run(what, None)
             machine.end()

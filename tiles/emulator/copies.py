@@ -77,7 +77,7 @@ def _(match, w, at):
 
 
 # ---- tensor maps ---------------------------------------------------------------------------------------------------
-class Map:
+class TensorMap:
     """A tensor map: what cuTensorMapEncodeTiled was told of an array at an address, and what it makes of that."""
 
     def __init__(self, encoding, pointer):

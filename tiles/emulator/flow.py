@@ -1,7 +1,7 @@
 """Control flow: where lanes that diverge at a branch meet again (the branch's immediate postdominator), and how many registers
 are live at once."""
 
-from .text import Address, Program, Reg
+from .text import Address, PtxProgram, Reg
 
 READS = ("st.", "red.", "bar", "cp.", "wgmma.", "nanosleep", "setmaxnreg")  # opcodes whose first operand is read, too
 
@@ -17,7 +17,7 @@ def _ways(program):
     return follow
 
 
-def meets(program: Program) -> list[int]:
+def meets(program: PtxProgram) -> list[int]:
     """For each instruction, its immediate postdominator: the first one that every path to the end comes through."""
     end, follow = len(program.code), _ways(program)
     before: list[list[int]] = [[] for _ in range(end + 1)]
@@ -60,7 +60,7 @@ def meets(program: Program) -> list[int]:
     return [end if p < 0 else p for p in parent[:end]]
 
 
-def pressure(program: Program) -> int:
+def pressure(program: PtxProgram) -> int:
     """The most registers of four bytes that are live at once, if instructions stay in the order of the text.
 
     ptxas reorders them and needs some more registers, but a kernel that stays far below the limit here does not spill there."""

@@ -109,7 +109,7 @@ def _bits(w, given):
 
 
 # ---- wgmma ---------------------------------------------------------------------------------------------------------
-class Pending:
+class WgmmaRegister:
     """One register that a wgmma is to write, or has written: `value`."""
 
     def __init__(self, mma, index):
@@ -121,13 +121,13 @@ class Pending:
         return self.mma.place
 
 
-class Mma:
+class WarpWgmma:
     """A warp's part of a wgmma, 16 rows. compute: multiplies the operands, from registers and shared memory. held: {slot:
     value} of A's registers, which must not change before the wait."""
 
     def __init__(self, place, registers, compute, held):
         self.place, self.compute, self.held = place, compute, held
-        self.results = [Pending(self, k) for k in range(registers)]
+        self.results = [WgmmaRegister(self, k) for k in range(registers)]
 
     def finish(self):
         """Compute it."""
@@ -194,11 +194,11 @@ def _(match, w, at):
         product = signs[0] * rows @ (signs[1] * matrix(b_cells, right).T)
         sums = _accumulators(product)
         if adds:
-            sums += np.stack([x.value if isinstance(x, Pending) else x for x in adds]).view(np.float32)
+            sums += np.stack([x.value if isinstance(x, WgmmaRegister) else x for x in adds]).view(np.float32)
         return sums.astype(np.float32).view(np.uint32)
 
     held = {reg.slot: w.r[reg.slot] for reg in a} if from_registers else {}
-    mma = w.mmas[-1] = Mma(w.place(), n // 2, compute, held)
+    mma = w.mmas[-1] = WarpWgmma(w.place(), n // 2, compute, held)
     for reg, result in zip(acc, mma.results, strict=True):
         w.r[reg.slot] = result
         w.pending.add(reg.slot)
@@ -207,7 +207,7 @@ def _(match, w, at):
 def _accumulator(w, reg):
     """A register's promise, or its value."""
     value = w.r[reg.slot]
-    return value if isinstance(value, Pending) else w.get(_fenced(w, reg))
+    return value if isinstance(value, WgmmaRegister) else w.get(_fenced(w, reg))
 
 
 def _fenced(w, reg: Reg):

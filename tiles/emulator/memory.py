@@ -58,7 +58,7 @@ class Global:
         raise IndexError(f"bytes {first:#x} to {last:#x} are not all of one array that the launch was given")
 
 
-class Shared:
+class EmulatedSharedMemory:
     """One block's shared memory. Cells are a slice, or an array of indices. `ask.know(agents)` gives the times up to which the
     one who asks knows these agents' accesses, as an array of the same shape as the cells."""
 

@@ -5,7 +5,7 @@ import numpy as np
 from ..layout import LANES
 from .memory import BASE, LOCAL, SHARED, SPAN, WINDOW
 from .table import TYPES, into, literal, means, operand
-from .text import BYTES, Address, Imm, Name, Reg
+from .text import BYTES, Address, Imm, Reg, Symbol
 
 
 # ---- mov -----------------------------------------------------------------------------------------------------------
@@ -67,7 +67,7 @@ def _(match, w, at):
 # ---- ld, st --------------------------------------------------------------------------------------------------------
 def address(w, given: Address, kind=np.uint64):
     """The address that each lane names."""
-    if isinstance(given.base, Name):
+    if isinstance(given.base, Symbol):
         base = _special(w, given.base.name, np.dtype(kind).itemsize)
     else:
         base = operand(given.base, kind)(w)

@@ -21,7 +21,7 @@ import ml_dtypes
 import numpy as np
 
 from ..layout import LANES
-from .text import Imm, Instruction, Reg
+from .text import Imm, PtxInstruction, Reg
 
 TYPES = {
     "f16": np.float16,
@@ -83,7 +83,7 @@ def pure(pattern, result, *operands):
     return declare
 
 
-def meaning(at: Instruction) -> Run:
+def meaning(at: PtxInstruction) -> Run:
     """The function of the warp that executes an instruction. NotImplementedError, which names the instruction: it is not in the
     table."""
     found = _found(at.opcode)

@@ -42,7 +42,7 @@ class Imm(NamedTuple):
     text: str
 
 
-class Name(NamedTuple):
+class Symbol(NamedTuple):
     """A special register, a symbol of shared memory, a parameter, or `_`."""
 
     name: str
@@ -57,7 +57,7 @@ class Address(NamedTuple):
 
 
 @dataclass
-class Instruction:
+class PtxInstruction:
     """`@guard opcode operands;`. number: its line in the text. index: its own. target: of a branch, the index of an
     instruction."""
 
@@ -73,7 +73,7 @@ class Instruction:
 
 
 @dataclass
-class Program:
+class PtxProgram:
     """A kernel's text, read. parameters: name -> (offset, bytes) in the parameter block. local: name -> offset in a thread's
     own memory, of local_bytes. shared: the same of what the kernel itself declares in shared memory. dynamic: names of the
     memory that a launch adds. widths: of each register. runs: the function that executes each instruction. meets: for each
@@ -88,10 +88,10 @@ class Program:
     shared_bytes: int = 0
     dynamic: set[str] = field(default_factory=set)
     widths: list[int] = field(default_factory=list)
-    code: list[Instruction] = field(default_factory=list)
+    code: list[PtxInstruction] = field(default_factory=list)
     runs: list[Any] = field(default_factory=list)
     meets: list[int] = field(default_factory=list)
-    with_lines: Callable[[], list[Instruction]] | None = None
+    with_lines: Callable[[], list[PtxInstruction]] | None = None
 
     @functools.cached_property
     def shown(self):
@@ -138,13 +138,13 @@ class _Scope:
         raise ValueError(f"no label {name}")
 
 
-def read(text: str) -> Program:
+def read(text: str) -> PtxProgram:
     """Reads a PTX module with one kernel. ValueError: a statement is not understood."""
     files = dict(_FILE.findall(text))
     entry = _ENTRY.search(text)
     if not entry:
         raise ValueError("the text has no kernel")
-    program, at = Program(entry[1]), 0
+    program, at = PtxProgram(entry[1]), 0
     for kind, name, count in _PARAMETER.findall(entry[2]):
         size = BYTES[kind] * int(count or 1)
         at = -(-at // min(size, 64)) * min(size, 64)  # a number lies at a multiple of its size, a map of 64 bytes
@@ -156,7 +156,7 @@ def read(text: str) -> Program:
         else:
             _variable(program, found["variable"])
     scope, place = _Scope(), ("?", 0)
-    jumps: list[tuple[Instruction, _Scope, str]] = []
+    jumps: list[tuple[PtxInstruction, _Scope, str]] = []
     number, position = text.count("\n", 0, entry.end()) + 1, entry.end()
     while True:
         token = _TOKEN.match(text, position)
@@ -197,7 +197,7 @@ def _statement(program, scope, text, number, place, jumps):
     match = _STATEMENT.fullmatch(text)
     guard = match["guard"] and scope.register(program, match["guard"])
     opcode, operands = match["opcode"], match["operands"].strip()
-    made = Instruction(opcode, [], guard, match["no"] == "!", number, place, " ".join(text.split()), len(program.code))
+    made = PtxInstruction(opcode, [], guard, match["no"] == "!", number, place, " ".join(text.split()), len(program.code))
     if opcode.startswith("bra"):
         jumps.append((made, scope, operands))
     else:
@@ -249,4 +249,4 @@ def _read_operand(program, scope, text):
         return [_operand(program, scope, part) for part in text.split("|")]
     if text[0].isdigit() or text[0] == "-":
         return Imm(text)
-    return scope.register(program, text) or Name(text)
+    return scope.register(program, text) or Symbol(text)

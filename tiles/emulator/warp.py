@@ -11,9 +11,9 @@ from collections import Counter
 import numpy as np
 from greenlet import greenlet
 
-from ..interpreter.hazard import Hazard, Place
+from ..interpreter.hazard import Hazard, WarpPlace
 from ..interpreter.shadow import POISON, VALID, Event
-from ..interpreter.warp import Warp as Interpreted
+from ..interpreter.warp import InterpretedWarp
 from ..layout import LANES, WARPGROUP
 from .memory import LOCAL, WINDOW, Ask
 
@@ -29,7 +29,7 @@ def _busiest(at, size):
     return max(max(Counter(word % 32 for word in asked).values()) for asked in passes)
 
 
-class At(Place):
+class InstructionPlace(WarpPlace):
     """A warp and the instruction that it is at; within: its program, the instruction."""
 
     @property
@@ -58,7 +58,7 @@ class Thread:
         self.index = warp.index
 
 
-class Warp(greenlet):
+class EmulatedWarp(greenlet):
     """Warp `index` of a block, at the beginning of a program."""
 
     def __init__(self, block, index, program):
@@ -87,13 +87,13 @@ class Warp(greenlet):
 
     # -- time, messages: as in the interpreter
     until, hazard, together, set_registers, close_deeds = (
-        Interpreted.until,
-        Interpreted.hazard,
-        Interpreted.together,
-        Interpreted.set_registers,
-        Interpreted.close_deeds,
+        InterpretedWarp.until,
+        InterpretedWarp.hazard,
+        InterpretedWarp.together,
+        InterpretedWarp.set_registers,
+        InterpretedWarp.close_deeds,
     )
-    _allowed, __str__ = Interpreted._allowed, Interpreted.__str__
+    _allowed, __str__ = InterpretedWarp._allowed, InterpretedWarp.__str__
     _not_awaited = staticmethod(lambda cause: "")  # the instructions say it
 
     def tick(self):
@@ -118,7 +118,7 @@ class Warp(greenlet):
 
     def place(self):
         """The instruction, and the line of Python that it comes from."""
-        return At(self.block.index, self.index, (self.program, self.instruction))
+        return InstructionPlace(self.block.index, self.index, (self.program, self.instruction))
 
     def converged(self, deed):
         """All lanes must be here."""

@@ -9,14 +9,14 @@ from textwrap import dedent
 from typing import NamedTuple
 
 from .. import line_table, sass
-from ..line_table import Place
+from ..line_table import SourcePlace
 
 
-class Line(NamedTuple):
+class SassLine(NamedTuple):
     """An instruction, as text, and where it comes from."""
 
     text: str
-    place: Place
+    place: SourcePlace
 
 
 class Source(NamedTuple):
@@ -32,17 +32,17 @@ def mnemonic(text: str) -> str:
     return text[text.startswith("@") and text.index(" ") + 1 :].split(" ", 1)[0].split(".", 1)[0]
 
 
-def of_cubin(cubin: bytes) -> tuple[Line, ...]:
+def of_cubin(cubin: bytes) -> tuple[SassLine, ...]:
     """The instructions and labels of a cubin."""
     found, labels = [], {at: name for name, at in sass.labels(cubin).items()}
     for at, one in enumerate(sass.listing(cubin)):
         if at in labels:
-            found.append(Line(f"{labels[at]}:", one.place))
-        found.append(Line(str(one), one.place))
+            found.append(SassLine(f"{labels[at]}:", one.place))
+        found.append(SassLine(str(one), one.place))
     return tuple(found)
 
 
-def of_ptx(text: str, name: str) -> tuple[Line, ...]:
+def of_ptx(text: str, name: str) -> tuple[SassLine, ...]:
     """The instructions and labels of a PTX kernel; its parameters by their numbers."""
     depth, found = 0, []  # of braces: inline assembly has its own
     for line, place in zip(text.splitlines(), line_table.of_ptx(text)):
@@ -53,7 +53,7 @@ def of_ptx(text: str, name: str) -> tuple[Line, ...]:
         if depth and not after:
             break
         if depth and line and not line.startswith((".loc", ".reg", ".pragma")):
-            found.append(Line(line, place))
+            found.append(SassLine(line, place))
         depth = after
     return tuple(found)
 

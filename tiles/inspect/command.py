@@ -25,15 +25,14 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from numba.cuda.core.errors import NumbaError
-
 from .. import arguments, dtypes, launch
 from ..compiler import check_arch, title
+from ..numba_names import NumbaError
 from .figures import Figures
 from .report import ARCH, Inspection, inspect
 
 
-class Found(NamedTuple):
+class InspectedLaunch(NamedTuple):
     """A kernel, and how it would be launched: what its arguments are, its plan and its threads as far as is known."""
 
     kernel: Any
@@ -42,30 +41,30 @@ class Found(NamedTuple):
     block: Any = None
 
 
-class Launched(BaseException):
+class StopAtLaunch(BaseException):
     """Ends a script at the launch that it was run for. No `except Exception` of the script stops it."""
 
 
 @contextlib.contextmanager
 def first_launch(name):
     """Runs what is inside up to the first launch of a kernel of this name, which ends up in the list that this gives."""
-    seen: list[Found] = []
+    seen: list[InspectedLaunch] = []
 
     def watch(kernel, types, threads, shared):
         if title(kernel) == name:
-            seen.append(Found(kernel, tuple(types), shared, threads))
-            raise Launched
+            seen.append(InspectedLaunch(kernel, tuple(types), shared, threads))
+            raise StopAtLaunch
 
     watchers = sys.modules[launch.__module__].watchers
     watchers.append(watch)
     try:
-        with contextlib.suppress(Launched), contextlib.redirect_stdout(sys.stderr):
+        with contextlib.suppress(StopAtLaunch), contextlib.redirect_stdout(sys.stderr):
             yield seen
     finally:
         watchers.remove(watch)
 
 
-def find(target: str, args: str | None = None) -> Found:
+def find(target: str, args: str | None = None) -> InspectedLaunch:
     """The kernel that FILE:KERNEL names. ValueError, TypeError: there is none, or its arguments are not known."""
     file, colon, name = target.rpartition(":")
     if not colon:
@@ -83,9 +82,9 @@ def find(target: str, args: str | None = None) -> Found:
         raise TypeError(f"{target} is no @cuda.jit function but {kernel!r}")
     if kernel and args is not None:
         words = {**vars(dtypes), **vars(arguments), **names}
-        return Found(kernel, tuple(eval(f"[{args}]", words)), shared)
+        return InspectedLaunch(kernel, tuple(eval(f"[{args}]", words)), shared)
     if kernel and (shared is not None or _declares(kernel)):
-        return Found(kernel, (), shared)
+        return InspectedLaunch(kernel, (), shared)
     stopped = ""
     with first_launch(title(kernel) if kernel else name) as seen:
         try:

@@ -7,14 +7,14 @@ from difflib import SequenceMatcher
 from os.path import basename
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .code import Line, mnemonic
+from .code import SassLine, mnemonic
 from .page import page_of_difference
 
 if TYPE_CHECKING:
     from .report import Inspection
 
 
-class Row(NamedTuple):
+class ComparedRow(NamedTuple):
     """What stands beside each other; None: one side has nothing there."""
 
     before: Any
@@ -26,14 +26,14 @@ class Row(NamedTuple):
         return " " if self.before == self.after else "+" if self.before is None else "-" if self.after is None else "~"
 
 
-def aligned(before: list, after: list, key) -> Iterator[Row]:
+def aligned(before: list, after: list, key) -> Iterator[ComparedRow]:
     """Two lists, what has equal keys beside each other."""
     for kind, i, j, k, m in SequenceMatcher(None, [*map(key, before)], [*map(key, after)], autojunk=False).get_opcodes():
         if kind == "equal":
-            yield from map(Row, before[i:j], after[k:m])
+            yield from map(ComparedRow, before[i:j], after[k:m])
         else:
-            yield from (Row(one, None) for one in before[i:j])
-            yield from (Row(None, one) for one in after[k:m])
+            yield from (ComparedRow(one, None) for one in before[i:j])
+            yield from (ComparedRow(None, one) for one in after[k:m])
 
 
 @dataclass(frozen=True, repr=False)
@@ -63,11 +63,11 @@ class Difference:
         return rows + sorted(changed, key=lambda row: -abs(row[2] - row[1]))
 
     @property
-    def lines(self) -> list[Row]:
+    def lines(self) -> list[ComparedRow]:
         """Lines of Python beside each other: (file, text, how many instructions it became)."""
         return list(aligned(_lines(self.before), _lines(self.after), lambda line: line[:2]))
 
-    def instructions(self, kind: str = "sass") -> list[Row]:
+    def instructions(self, kind: str = "sass") -> list[ComparedRow]:
         """Instructions beside each other, "sass" or "ptx": those of one mnemonic, in whatever registers."""
         before, after = (list(getattr(one, kind)) for one in (self.before, self.after))
         return list(aligned(before, after, lambda line: line.text if line.text.endswith(":") else mnemonic(line.text)))
@@ -90,7 +90,7 @@ class Difference:
         """All instructions as a diff, under the lines of Python that they come from."""
         parts, last = [], None
         for row in self.instructions(kind):
-            line: Line = row.after or row.before
+            line: SassLine = row.after or row.before
             if line.place != last:
                 parts.append(f"  {line.place}")
             parts.append(f"{row.mark if None in row else ' '}     {line.text}")

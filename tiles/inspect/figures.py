@@ -9,10 +9,9 @@ from functools import cache as once
 from pathlib import Path
 from typing import Any
 
-from numba.cuda import types
-
 from .. import cache, digest, sass
 from ..compiler import Compiled, compile_kernel, title
+from ..numba_names import types
 from .occupancy import Occupancy, occupancy
 
 

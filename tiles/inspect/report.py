@@ -22,15 +22,14 @@ from functools import cached_property
 from os.path import basename
 from typing import Any
 
-from numba.cuda import types
-
 from ..arguments import parameter, parameters, same_place, signature, types_of
 from ..compiler import Lowered
 from ..device import device
+from ..numba_names import types
 from ..numba_types import Value
 from ..shared import shared as Plan
 from ..types import gl
-from .code import Line, Source, function_at, mnemonic, of_cubin, of_ptx
+from .code import SassLine, Source, function_at, mnemonic, of_cubin, of_ptx
 from .compare import Difference
 from .figures import Figures, measured, threads
 from .page import page
@@ -45,8 +44,8 @@ class Inspection(Figures):
     """What `tiles.inspect` finds: the figures, and every instruction of the machine code (sass) and of the PTX that it is
     assembled from (ptx), with its place."""
 
-    sass: tuple[Line, ...] = field(repr=False, default=())
-    ptx: tuple[Line, ...] = field(repr=False, default=())
+    sass: tuple[SassLine, ...] = field(repr=False, default=())
+    ptx: tuple[SassLine, ...] = field(repr=False, default=())
 
     @cached_property
     def counts(self) -> dict[tuple[str, int], Counter]:

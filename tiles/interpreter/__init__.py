@@ -38,17 +38,17 @@ import numpy as np
 
 from ..layout import LANES
 from .accesses import deeds
-from .barriers import Mbarrier, Named
+from .barriers import Mbarrier, NamedBarrier
 from .block import Block
-from .cluster import Cluster, Recorded, seeded
+from .cluster import Cluster, RecordingCluster, seeded
 from .hazard import KINDS, Hazard
-from .language import Bounded, getcurrent, here, rebind
+from .language import Bounded, current_warp, getcurrent, rebind
 from .processes import run_all
 from .progress import Progress
 from .record import Arrived, Did, Feeds, Issued, Started, Touched, Waited, note, record, recording
 from .rings import Slot
 from .shadow import span
-from .warp import Warp
+from .warp import InterpretedWarp
 
 __all__ = [
     "KINDS",
@@ -58,17 +58,17 @@ __all__ = [
     "Did",
     "Feeds",
     "Hazard",
+    "InterpretedWarp",
     "Issued",
     "Mbarrier",
-    "Named",
+    "NamedBarrier",
     "Slot",
     "Started",
     "Touched",
     "Waited",
-    "Warp",
+    "current_warp",
     "deeds",
     "hazard_line",
-    "here",
     "interpret",
     "note",
     "record",
@@ -81,7 +81,7 @@ __all__ = [
 def hazard_line():
     """The running warp and its line, as the end of a message; empty outside a kernel."""
     warp = getcurrent()
-    return f"\n  at {warp}" if isinstance(warp, Warp) else ""
+    return f"\n  at {warp}" if isinstance(warp, InterpretedWarp) else ""
 
 
 def interpret(kernel, grid, threads, args, shared=None, seed=None, cluster=(1, 1, 1)):
@@ -99,7 +99,7 @@ def interpret(kernel, grid, threads, args, shared=None, seed=None, cluster=(1, 1
 def recorded(kernel, grid, threads, args, shared, which):
     """Run the clusters `which` of kernel[grid, threads](*args), each the indices of its blocks, in the strict order, and yield
     what the warps of each have done: {(block, warp): its steps}, see record.py. Other arguments: as for `interpret`."""
-    run, given = _runs(Recorded, kernel, grid, threads, shared, None), _arguments(args)
+    run, given = _runs(RecordingCluster, kernel, grid, threads, shared, None), _arguments(args)
     for n, indices in enumerate(which):
         cluster = run(indices, n, given)
         yield {(block.index, warp.index): warp.steps for block in cluster.blocks for warp in block.crew}

@@ -14,8 +14,8 @@ import copy
 import mmap
 
 import numpy as np
-from numba.cuda import types
 
+from ..numba_names import types
 from ..types import gl
 from .stores import Claims, Clash, Stores
 

@@ -167,7 +167,7 @@ class Mbarrier:
             raise Hazard("bytes", f"the block ends, and {self.name} still expects {self.bytes} bytes", self.expected)
 
 
-class Named:
+class NamedBarrier:
     """A named barrier (bar.sync, bar.arrive)."""
 
     def __init__(self, number, threads, block):

@@ -3,7 +3,7 @@
 from greenlet import getcurrent
 
 from ..layout import LANES, WARPGROUP
-from .barriers import Named
+from .barriers import NamedBarrier
 from .hazard import Hazard
 from .shadow import Event, Shadow
 
@@ -38,7 +38,7 @@ class Block:
         if threads % LANES or not 0 < threads <= LANES * self.size:
             text = f"named barrier {number} is to wait for {threads} threads, in a block of {LANES * self.size}"
             raise getcurrent().hazard(text, "collective")
-        return self.named_barriers.setdefault(number, Named(number, threads, self))
+        return self.named_barriers.setdefault(number, NamedBarrier(number, threads, self))
 
     def check_met(self, warp, nth):
         """A Hazard unless the warps of a warpgroup have met since its setmaxnreg before the `nth` (PTX ISA, "setmaxnreg")."""

@@ -13,12 +13,12 @@ from .block import Block
 from .hazard import Hazard
 from .record import Arrived, Waited, note
 from .shadow import Agents
-from .warp import Warp
+from .warp import InterpretedWarp
 
 PATIENCE = 0.5  # with a seed: the probability that a warp gives way, or a copy in flight lands, at each opportunity
 
 
-class Work:
+class AsyncWork:
     """Asynchronous work that has been started: what it is, how many bytes it moves, who started it."""
 
     def __init__(self, land, deed, nbytes, place):
@@ -49,7 +49,7 @@ class Cluster:
     # -- asynchronous work
     def start(self, land, deed, nbytes, place):
         """Start asynchronous work; it finishes when no warp can go on (or, with a seed, whenever it likes)."""
-        work = Work(land, deed, nbytes, place)
+        work = AsyncWork(land, deed, nbytes, place)
         self.flying.append(work)
         return work
 
@@ -89,7 +89,7 @@ class Cluster:
 
     def warp(self, block, index, kernel, args):
         """One of a block's warps, about to begin."""
-        return Warp(block, index, kernel, args)
+        return InterpretedWarp(block, index, kernel, args)
 
     def end(self):
         """Free the memory of a cluster that has run. Its blocks, warps and lanes refer to each other, so it would otherwise
@@ -122,7 +122,7 @@ class Cluster:
         return Hazard("deadlock", f"nobody can go on in {where}" + "".join(lines), *places)
 
 
-class Recorded(Cluster):
+class RecordingCluster(Cluster):
     """A cluster whose warps keep a record of their steps."""
 
     def warp(self, block, index, kernel, args):

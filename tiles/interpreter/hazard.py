@@ -25,7 +25,7 @@ KINDS = {
 }
 
 
-class Place(NamedTuple):
+class WarpPlace(NamedTuple):
     """A warp and the statement that it executes. within: (code, offset in it) of each function that it is in, the innermost
     first. code: the instruction, if the kernel runs as compiled."""
 

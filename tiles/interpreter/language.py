@@ -8,10 +8,10 @@ import types as python
 import numpy as np
 from greenlet import getcurrent
 from numba import cuda
-from numba.cuda.descriptor import cuda_target
 
 from ..layout import LANES
 from ..numba_members import plain_function
+from ..numba_names import cuda_target
 from ..numba_types import member
 from ..op import OPS
 from ..types import is_static
@@ -19,13 +19,13 @@ from ..unsupported import REFUSED, check_print, refuse_values
 from ..values import Tile
 from .accesses import READ, WRITE
 from .record import Touched, note, recording
-from .warp import Warp
+from .warp import InterpretedWarp
 
 
-def here() -> Warp:
+def current_warp() -> InterpretedWarp:
     """The warp that is running."""
     warp = getcurrent()
-    if not isinstance(warp, Warp):
+    if not isinstance(warp, InterpretedWarp):
         raise RuntimeError("this op has a meaning only inside a kernel: run it with tiles.launch")
     return warp
 
@@ -52,7 +52,7 @@ class Lanes:
     def _refuse(self, use):
         instead = "; branch on the warp, cuda.threadIdx.x // 32, or choose by tiles, where" if use == "a branch" else ""
         cause = f"{use} takes one number for the whole warp, and this one differs from lane to lane: {self}{instead}"
-        raise here().hazard(cause, "divergence")
+        raise current_warp().hazard(cause, "divergence")
 
     @property
     def spec(self):
@@ -98,22 +98,22 @@ class Cuda:
     """What `cuda` means inside an interpreted kernel."""
 
     laneid = property(lambda self: Lanes(np.arange(LANES)))
-    threadIdx = property(lambda self: _xyz(Lanes(LANES * here().index + np.arange(LANES)), 0, 0))
-    blockIdx = property(lambda self: _xyz(*here().block.index))
-    gridDim = property(lambda self: _xyz(*here().block.grid))
-    blockDim = property(lambda self: _xyz(LANES * here().block.size, 1, 1))
+    threadIdx = property(lambda self: _xyz(Lanes(LANES * current_warp().index + np.arange(LANES)), 0, 0))
+    blockIdx = property(lambda self: _xyz(*current_warp().block.index))
+    gridDim = property(lambda self: _xyz(*current_warp().block.grid))
+    blockDim = property(lambda self: _xyz(LANES * current_warp().block.size, 1, 1))
 
     def syncthreads(self):
         """Every thread of the block meets here."""
-        block = here().block
-        block.named(0, LANES * block.size).meet(here(), LANES * block.size, what="syncthreads: ")
+        block = current_warp().block
+        block.named(0, LANES * block.size).meet(current_warp(), LANES * block.size, what="syncthreads: ")
 
     def syncwarp(self, mask=-1):
         """The lanes of a warp meet. Here they never diverge, so nothing is to be done."""
 
     def __getattr__(self, name):
         instead = INSTEAD_OF_CUDA.get(name, "use tiles and ops")
-        raise here().hazard(f"cuda.{name} has no meaning for a whole warp; {instead}", "language")
+        raise current_warp().hazard(f"cuda.{name} has no meaning for a whole warp; {instead}", "language")
 
 
 class Bounded(np.ndarray):
@@ -130,7 +130,7 @@ class Bounded(np.ndarray):
 
     def __setitem__(self, index, value):
         index = self._inside(index, WRITE)
-        if isinstance(warp := getcurrent(), Warp):
+        if isinstance(warp := getcurrent(), InterpretedWarp):
             warp.put(np.asarray(self)[tuple([*index, ...])], value)
         else:
             super().__setitem__(index, value)
@@ -142,16 +142,16 @@ class Bounded(np.ndarray):
 
     def _inside(self, index, deed):
         warp = getcurrent()
-        if not isinstance(warp, Warp):
+        if not isinstance(warp, InterpretedWarp):
             return index
         index = index if isinstance(index, tuple) else (index,)
         if len(index) > self.ndim or not all(isinstance(i, (slice, Lanes)) or hasattr(i, "__index__") for i in index):
             cause = f"index {index} for an array of shape {self.shape}: integers and slices, one per axis"
-            raise here().hazard(cause, "language")
+            raise current_warp().hazard(cause, "language")
         index = tuple(i if isinstance(i, slice) else operator.index(i) for i in index)
         for axis, (i, size) in enumerate(zip(index, self.shape)):
             if not isinstance(i, slice) and not 0 <= i < size:
-                raise here().hazard(f"index {i} is out of range for axis {axis} of an array of shape {self.shape}")
+                raise current_warp().hazard(f"index {i} is out of range for axis {axis} of an array of shape {self.shape}")
         if deed == WRITE or not any(isinstance(i, slice) for i in index):  # what a slice gives is a view
             warp.touches(self, deed)
         return index
@@ -166,7 +166,7 @@ class Captured(Bounded):
 def say(*values, **options):
     """print, by a warp."""
     refuse_values(check_print, *values)
-    builtins.print(f"[block {here().block.index}, warp {here().index}]", *values, **options)
+    builtins.print(f"[block {current_warp().block.index}, warp {current_warp().index}]", *values, **options)
 
 
 class Module:
@@ -180,12 +180,12 @@ class Module:
         return value
 
 
-class Static:
+class InterpretedStatic:
     """A static object (static.py) as an interpreted kernel sees it: its fields and properties, and its methods rebound (see
     `rebind`). To all other code it is equal to the object itself."""
 
     def __init__(self, value, seen):
-        self.__dict__.update(_Static__value=value, _Static__seen=seen)
+        self.__dict__.update(_InterpretedStatic__value=value, _InterpretedStatic__seen=seen)
 
     __class__ = property(lambda self: type(self.__value))
 
@@ -199,7 +199,7 @@ class Static:
             try:
                 found = member(self.__value, name)
             except TypeError as error:
-                raise TypeError(f"{error}\n  at {here()}") from None
+                raise TypeError(f"{error}\n  at {current_warp()}") from None
             is_code = isinstance(found, python.FunctionType) and found not in OPS
             found = rebind(found, self.__seen) if is_code else _swap(found, self.__seen)
         self.__dict__[name] = found
@@ -209,7 +209,7 @@ class Static:
         setattr(self.__value, name, value)  # raises: the object is frozen
 
     def __eq__(self, other):
-        return self.__value == getattr(other, "_Static__value", other)
+        return self.__value == getattr(other, "_InterpretedStatic__value", other)
 
     def __hash__(self):
         return hash(self.__value)
@@ -245,7 +245,9 @@ GUARDED = {function: _guarded(function, row) for row in REFUSED for function in 
 
 
 def _super(*_):
-    raise here().hazard("super() has no meaning in a kernel: give the base's method a second name, and call that", "language")
+    raise current_warp().hazard(
+        "super() has no meaning in a kernel: give the base's method a second name, and call that", "language"
+    )
 
 
 BUILTINS = {name: GUARDED[getattr(builtins, name)] for name in ("divmod", "len", "max", "min", "sum")} | {"super": _super}
@@ -265,7 +267,7 @@ def _swap(value, seen):
     if isinstance(value, python.ModuleType):
         return Module(value, seen)
     if is_static(value):
-        return Static(value, seen)
+        return InterpretedStatic(value, seen)
     if isinstance(value, tuple):
         items = (_swap(item, seen) for item in value)
         return _named(type(value), seen)(*items) if hasattr(value, "_fields") else tuple(items)
@@ -287,7 +289,7 @@ def _known_to_numba(function):
 
 def _plain(function):
     def refuse(*_, **__):
-        raise here().hazard(plain_function(function.__qualname__.rpartition("<locals>.")[2]), "language")
+        raise current_warp().hazard(plain_function(function.__qualname__.rpartition("<locals>.")[2]), "language")
 
     return refuse
 

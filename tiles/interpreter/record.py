@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 from greenlet import getcurrent
 
-from .hazard import Place
+from .hazard import WarpPlace
 
 
 class Did(NamedTuple):
     """An op's work in the warp itself: its name, the types of its arguments, that of its result."""
 
-    place: Place
+    place: WarpPlace
     name: str
     takes: tuple
     gives: Any
@@ -22,7 +22,7 @@ class Did(NamedTuple):
 class Touched(NamedTuple):
     """An ordinary access to global memory: the NumPy view, and whether it was written."""
 
-    place: Place
+    place: WarpPlace
     view: Any
     written: bool
 
@@ -30,7 +30,7 @@ class Touched(NamedTuple):
 class Started(NamedTuple):
     """A copy that goes on without the warp, between shared memory and this view of global memory."""
 
-    place: Place
+    place: WarpPlace
     work: Any
     how: str
     view: Any
@@ -40,14 +40,14 @@ class Started(NamedTuple):
 class Issued(NamedTuple):
     """The warp's part of a product of its warpgroup, which starts when all four have issued it."""
 
-    place: Place
+    place: WarpPlace
     mma: Any
 
 
 class Feeds(NamedTuple):
     """`work`, when it is done, counts for `what`."""
 
-    place: Place
+    place: WarpPlace
     work: Any
     what: Any
 
@@ -55,14 +55,14 @@ class Feeds(NamedTuple):
 class Arrived(NamedTuple):
     """The warp counts for `what`."""
 
-    place: Place
+    place: WarpPlace
     what: Any
 
 
 class Waited(NamedTuple):
     """The warp went on when all of these had happened; `why` names what for."""
 
-    place: Place
+    place: WarpPlace
     what: tuple
     why: str
 

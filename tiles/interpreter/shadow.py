@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..types import sv
-from .hazard import Place
+from .hazard import WarpPlace
 
 CELL = 16
 NEVER, FILLING, VALID, RELEASED = range(4)
@@ -33,7 +33,7 @@ class Event(NamedTuple):
 
     kind: str
     deed: str
-    place: Place
+    place: WarpPlace
 
     def __str__(self):
         return self.place.by(self.deed)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .hazard import Hazard, Place
+from .hazard import Hazard, WarpPlace
 
 with contextlib.suppress(ImportError):  # of Windows, where nothing is forked
     import fcntl
@@ -26,13 +26,13 @@ class Clash(Exception):
     """Two clusters that run in several processes do something to one place whose outcome hangs on which comes first."""
 
 
-class Stored(NamedTuple):
+class StoreRecord(NamedTuple):
     """A store: the first block of its cluster, which warp, at which of its times, where."""
 
     cluster: tuple
     agent: int
     time: int
-    place: Place
+    place: WarpPlace
 
 
 class Stores:
@@ -58,7 +58,7 @@ class Stores:
         cluster = warp.block.cluster
         if not cluster.in_turn and np.count_nonzero(numbers):
             self._check(numbers, view, values, cluster.blocks[0].index, clock, place)
-        self.events.append(Stored(cluster.blocks[0].index, warp.agent, time, place))
+        self.events.append(StoreRecord(cluster.blocks[0].index, warp.agent, time, place))
         numbers[...] = len(self.events) - 1
 
     def _check(self, numbers, view, values, cluster, clock, place):

@@ -10,12 +10,12 @@ from ..layout import WARPGROUP
 from ..types import sv
 from .accesses import READ, WRITE
 from .copies import cut, inside, misaligned, remedy
-from .hazard import Hazard, Place
+from .hazard import Hazard, WarpPlace
 from .record import Issued, Started, Waited, note
 from .shadow import FILLING, VALID, Event, span
 
 
-class Warp(greenlet):
+class InterpretedWarp(greenlet):
     """One warp: a coroutine that gives way when it waits."""
 
     def __init__(self, block, index, kernel, args):
@@ -43,7 +43,7 @@ class Warp(greenlet):
             while at:
                 within += [(at.tb_frame.f_code, at.tb_lasti)] * (id(at.tb_frame.f_code) in source)
                 at = at.tb_next
-            where = Place(self.block.index, self.index, tuple(within[::-1]))
+            where = WarpPlace(self.block.index, self.index, tuple(within[::-1]))
             why = "compiled, this kernel would go on with whatever lies there"
             raise UnboundLocalError(f"{error} on this way through the kernel; {why}\n  at {where}") from error
 
@@ -76,7 +76,7 @@ class Warp(greenlet):
             if code is self.kernel:
                 break
             frame = frame.f_back
-        return Place(self.block.index, self.index, tuple(within))
+        return WarpPlace(self.block.index, self.index, tuple(within))
 
     def __str__(self):
         return str(self.place())
@@ -372,7 +372,7 @@ class Warp(greenlet):
         self.together("mma on " + " and ".join(f"{tile.name}, {tile.spec}" for tile, _ in operands))
         mmas, agent = block.mmas[self.group], block.mma_agents[self.index]
         if self.mmas == len(mmas):
-            mmas.append(Mma(compute))
+            mmas.append(AsyncMma(compute))
         mma = mmas[self.mmas]
         self.mmas += 1
         place = self.place()
@@ -449,7 +449,7 @@ class Warp(greenlet):
             )
 
 
-class Mma:
+class AsyncMma:
     """One asynchronous mma of a warpgroup."""
 
     def __init__(self, compute):

@@ -26,17 +26,17 @@ from ..fallback import Interpreted
 from ..interpreter import Hazard
 from ..launch import Bound, Launch
 from .card import Code, Peaks, code, median_times, origin, peaks, rehearsed, replaced
-from .counts import SAMPLE, Counts, chosen, counted
+from .counts import SAMPLE, LaunchCounts, chosen, counted
 from .model import Model
 from .schedule import COPIES, TENSOR, Bar, schedule
 from .timeline import Timeline
 
-__all__ = ["COPIES", "TENSOR", "Bar", "Counts", "Launched", "Model", "Profile", "Timeline", "profile"]
+__all__ = ["COPIES", "TENSOR", "Bar", "LaunchCounts", "Model", "Profile", "ProfiledLaunch", "Timeline", "profile"]
 
 REPEAT = 20  # calls that are timed
 
 
-class Launched(NamedTuple):
+class ProfiledLaunch(NamedTuple):
     """A launch of the function. seconds: None in the interpreter. counts: None if `uncounted` says why. code: registers and the
     like, on a card."""
 
@@ -45,7 +45,7 @@ class Launched(NamedTuple):
     threads: int
     shared_bytes: int
     seconds: float | None
-    counts: Counts | None
+    counts: LaunchCounts | None
     timeline: Timeline | None
     code: Code | None = None
     uncounted: str = ""
@@ -64,7 +64,7 @@ class Launched(NamedTuple):
 class Profile:
     """What `profile` returns; print it for a table. launches: a Launched each, in their order. peaks: of the card, or None."""
 
-    def __init__(self, where: str, launches: list[Launched], limits: Peaks | None = None):
+    def __init__(self, where: str, launches: list[ProfiledLaunch], limits: Peaks | None = None):
         self.where, self.launches, self.peaks = where, launches, limits
 
     @property
@@ -82,7 +82,7 @@ class Profile:
         )
         return longest.timeline if longest else None
 
-    def share_of_peaks(self, launch: Launched) -> tuple[float | None, float | None]:
+    def share_of_peaks(self, launch: ProfiledLaunch) -> tuple[float | None, float | None]:
         """How much of the tensor cores' rate, and of the memory's bandwidth, a launch attains."""
         if not (self.peaks and launch.counts and launch.seconds):
             return None, None
@@ -175,7 +175,7 @@ class _Watch:
         """A launch that is interpreted, while it is."""
         counts, record = counted(kernel, grid, threads, args, shared, cluster, chosen(grid, cluster), self.block)
         timeline = self.timeline(launch.title, record)
-        return Launched(launch.title, grid, threads, shared.nbytes if shared else 0, None, counts, timeline)
+        return ProfiledLaunch(launch.title, grid, threads, shared.nbytes if shared else 0, None, counts, timeline)
 
     def timeline(self, title, record):
         """Of a record, if the block that is wanted was in it."""
@@ -196,7 +196,7 @@ class _Watch:
             why = str(error)
         threads = bound.threads[0] * bound.threads[1] * bound.threads[2]
         found = seconds, counts, timeline, code(bound), why
-        return Launched(bound.title, bound.contents.grid, threads, bound.nbytes, *found)
+        return ProfiledLaunch(bound.title, bound.contents.grid, threads, bound.nbytes, *found)
 
 
 def profile(
@@ -224,7 +224,7 @@ def profile(
     calls = watch.look(call)
     if not calls:
         raise ValueError("profile: the function launches no kernel of this library")
-    if isinstance(calls[0], Launched):
+    if isinstance(calls[0], ProfiledLaunch):
         return Profile("in the interpreter", calls)
     calls = list(watch.look(call))  # once more: of the first some were compiled
     gpu: Device = calls[0][0].code.target

@@ -11,7 +11,7 @@ from .model import HALF, product, specials
 SAMPLE = 4  # clusters of a launch on a card that are counted
 
 
-class Counts:
+class LaunchCounts:
     """Sums over a launch. flop: of matrix products, 2 m n k each, masked or not. halves: the same with those of 8-bit elements
     at half, of tf32 at twice their number, as the tensor cores' time goes. special: exp2, 1/x and the like, by element. read,
     written: bytes of global memory that warps and copies ask for. once: bytes that come from memory if the caches are good: of
@@ -84,9 +84,9 @@ def chosen(grid, cluster, most: int | None = None) -> list:
     return [every[(2 * k + 1) * len(every) // (2 * most)] for k in range(most)]
 
 
-def counted(kernel, grid, threads, args, shared, cluster, which: Iterable, keep=None) -> tuple[Counts, dict | None]:
+def counted(kernel, grid, threads, args, shared, cluster, which: Iterable, keep=None) -> tuple[LaunchCounts, dict | None]:
     """(Counts of these clusters, the record of the one that has block `keep`, by default of the first)."""
-    found, kept = Counts(args, math.prod(grid) // math.prod(cluster)), None
+    found, kept = LaunchCounts(args, math.prod(grid) // math.prod(cluster)), None
     for record in recorded(kernel, grid, threads, args, shared, which):
         found.add(record)
         if any(block == keep for block, _ in record) or (keep is None and kept is None):

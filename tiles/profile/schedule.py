@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..interpreter import Arrived, Did, Feeds, Issued, Started, Touched, Waited
-from ..interpreter.hazard import Place
+from ..interpreter.hazard import WarpPlace
 from .model import HALF, SCHEDULERS, Model, Price, price, product
 
 COPIES, TENSOR = "copies in flight", "tensor cores"  # lanes of what goes on by itself
@@ -29,7 +29,7 @@ class Bar:
     end: float
     kind: str
     name: str
-    place: Place
+    place: WarpPlace
     cause: "Bar | None" = None
 
     @property

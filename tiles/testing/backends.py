@@ -11,18 +11,18 @@ from typing import Any
 
 import numpy as np
 from numba import cuda
-from numba.cuda.cudadrv.devicearray import DeviceNDArray
 
 from .. import digest
 from ..arguments import parameters, types_of
 from ..compiler import Lowered
 from ..device import INTERPRETER
 from ..dtypes import bf16, fp8e4m3
-from ..emulator import Counts, emulate, forget, program
+from ..emulator import ExecutionCounts, emulate, forget, program
 from ..emulator.flow import pressure
 from ..fallback import check_room, instead
 from ..interpreter import interpret
 from ..launch import Launch
+from ..numba_names import DeviceNDArray
 from ..values import tensor
 
 ONE = 1, 1, 1
@@ -45,7 +45,7 @@ def meaning(kernel: Any, *args: Any, **options: Any) -> Any:
     return _run(interpret, kernel, args, options)
 
 
-def ptx(kernel: Any, *args: Any, arch: str = "sm_90a", **options: Any) -> Counts | Any:
+def ptx(kernel: Any, *args: Any, arch: str = "sm_90a", **options: Any) -> ExecutionCounts | Any:
     """Run kernel(*args) as compiled for `arch`, on the CPU (docs/emulator.md); returns counts of what it did. Arguments as in
     `meaning`.
 

@@ -3,13 +3,13 @@
     P[i, j] = 1 + s + s ** 2 / 2,  s = scale q_i . k_j,  j <= i          o_i = sum_j P[i, j] v_j / sum_j P[i, j]
 
 The weights are products of features, P = f(q) f(k)^T (`ops.taylor`: the 136 products of two of 16 numbers, the 16 themselves
-and 1), so the sum over all earlier chunks is f(q) S, S = sum f(k)^T v. A block walks one head's chunks of 64 tokens for 64
-columns of the values and keeps its part of S in registers, transposed, 64 x 160; of a chunk,
+and 1), so the inter-chunk part is f(q) S, where S = sum f(k)^T v over all earlier chunks. A thread block scans the chunks of 64
+tokens of one head for 64 columns of the values and keeps their part of S in registers, transposed, 64 x 160. For a chunk,
 
-    O   = f(Q) S + tril(P) V        f(Q) is made in registers; S comes from shared memory, rounded
-    S^T = S^T + V^T f(K)            f(K) is made in registers, and read from shared memory
+    O   = f(Q) S + tril(P) V        f(Q) is computed in registers; S is read from shared memory, rounded
+    S^T = S^T + V^T f(K)            f(K) is computed in registers and read from shared memory
 
-The divisor's sum over earlier chunks is n + q . z + q^T Z q / 2 with n tokens, z = sum k and Z = sum k^T k, all of it in
+The normalizer's sum over earlier chunks is n + q . z + q^T Z q / 2 with n tokens, z = sum k and Z = sum k^T k, all of it in
 registers.
 """
 
@@ -50,17 +50,17 @@ from ops.for_attention.taylor_features import BASE, FEATURES, HALF
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st
 from tiles.arguments import ENDS, FLOAT, INT, array, tiled
 
-from .tokens import CHUNK, COLUMNS, Sequences
+from .tokens import CHUNK, COLUMNS, SequenceLayout
 
 STAGES = 4  # chunks in flight
-LOADER, THREADS, RESIDENT = 1, 2 * warpgroup.THREADS, 2  # the loading warpgroup; threads; blocks of a multiprocessor
-KEEP, CLAIM = 24, 232  # registers a thread of the loader and of the other warpgroup
+LOADER, THREADS, BLOCKS_PER_SM = 1, 2 * warpgroup.THREADS, 2  # LOADER: the index of the loading warpgroup
+LOADER_REGISTERS, CONSUMER_REGISTERS = 24, 232  # of a thread
 
 
 @dataclass(frozen=True)
 class Config:
     """A kernel's configuration. dtype: of q, k, v and out. normalize: are outputs divided by the sum of their weights? varlen:
-    do the sequences follow one another in a single batch?"""
+    are sequences packed (cu_seqlens)?"""
 
     dtype: dtype
     normalize: bool = True
@@ -72,12 +72,12 @@ class Config:
 
     @property
     def key(self):
-        """A chunk's tile of Q or K."""
+        """The tile of Q or K for a chunk."""
         return st(CHUNK, BASE, self.dtype)
 
     @property
     def value(self):
-        """A chunk's tile of V."""
+        """The tile of V or the output for a chunk."""
         return st(CHUNK, COLUMNS, self.dtype)
 
 
@@ -91,10 +91,10 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    INPUT, NORMALIZE, sequences = config.dtype, config.normalize, Sequences(config.varlen)
+    INPUT, NORMALIZE, seq_layout = config.dtype, config.normalize, SequenceLayout(config.varlen)
     X, ONES, STATE = rt(16, BASE, INPUT), rt(16, CHUNK, INPUT), rt(16, FEATURES, fp32)
     SQUARE, KEYS = rt(BASE, BASE, fp32), tiled(config.key, unit=1)
-    DOWN, ALONG = SQUARE.col_vec, SQUARE.row_vec
+    COL_VEC, ROW_VEC = SQUARE.col_vec, SQUARE.row_vec
     smem = shared(
         q=ring(config.key, STAGES),
         k=ring(config.key, STAGES),
@@ -105,73 +105,78 @@ def make(config: Config):
     )
 
     @inlined
-    def weigh(s):
+    def taylor_weights(s):
         """tril(1 + s + s ** 2 / 2)"""
         return warpgroup.tril(fma(s, fma(s, 0.5, 1.0), 1.0), 0, 0.0)
 
     @inlined
-    def apart(d):
-        """A mask: 1 where a column is d to the right of its row, counted around the end."""
-        far = col_index(SQUARE) - row_index(SQUARE) - d
-        return equal(far, 0.0) + equal(far, -float(BASE))
+    def is_diagonal(d):
+        """The d-th diagonal of Z as a mask: 1 where (column - row) % 16 = d, otherwise 0."""
+        offset = col_index(SQUARE) - row_index(SQUARE) - d
+        return equal(offset, 0.0) + equal(offset, -float(BASE))
 
     @inlined
     def load_sums(gZ, sequence, head):
-        """(n, z, Z), the number of tokens, the sum of k and the sum of k^T k, from the sums of features in memory."""
-        zz, last = zeros(SQUARE), load(gZ, DOWN, (sequence, head, BASE * HALF), cols=2)
+        """(n, z, Z), the number of tokens, sum k and sum k^T k, from the sum of features in memory."""
+        zz, last = zeros(SQUARE), load(gZ, COL_VEC, (sequence, head, BASE * HALF), cols=2)
         for d in range(HALF):
-            zz = zz + apart(d) * load(gZ, DOWN, (sequence, head, BASE * d), cols=2)
-        zz = zz + apart(HALF) * where(less(row_index(DOWN), HALF), last, 0.0)
-        z = zeros(SQUARE) + load(gZ, ALONG, (sequence, head, BASE * (HALF + 1)), cols=2, aligned=False)
-        return tile_sum(where(equal(row_index(DOWN), HALF), last, 0.0)), z, zz + transpose(zz)
+            zz = zz + is_diagonal(d) * load(gZ, COL_VEC, (sequence, head, BASE * d), cols=2)
+        zz = zz + is_diagonal(HALF) * where(less(row_index(COL_VEC), HALF), last, 0.0)
+        z = zeros(SQUARE) + load(gZ, ROW_VEC, (sequence, head, BASE * (HALF + 1)), cols=2, aligned=False)
+        return tile_sum(where(equal(row_index(COL_VEC), HALF), last, 0.0)), z, zz + transpose(zz)
 
     @inlined
     def store_sums(gZ, sequence, head, count, z, zz):
-        """Store these as sums of features. Each warp has all of them."""
+        """Store n, z and Z as the sum of features. Each warp has all of them."""
         for d in range(HALF):
-            share = 0.5 if d == 0 else 1.0
-            store(gZ, row_sum(apart(d) * zz) * share, (sequence, head, BASE * d), cols=2)
-        last = where(equal(row_index(DOWN), HALF), count, 0.0)
-        store(gZ, where(less(row_index(DOWN), HALF), row_sum(apart(HALF) * zz), last), (sequence, head, BASE * HALF), cols=2)
+            factor = 0.5 if d == 0 else 1.0  # f halves the squares
+            store(gZ, row_sum(is_diagonal(d) * zz) * factor, (sequence, head, BASE * d), cols=2)
+        last = where(equal(row_index(COL_VEC), HALF), count, 0.0)
+        store(
+            gZ,
+            where(less(row_index(COL_VEC), HALF), row_sum(is_diagonal(HALF) * zz), last),
+            (sequence, head, BASE * HALF),
+            cols=2,
+        )
         store(gZ, col_max(z), (sequence, head, BASE * (HALF + 1)), cols=2, aligned=False)
 
-    @cuda.jit(launch_bounds=(THREADS, RESIDENT), fastmath=True)
+    @cuda.jit(launch_bounds=(THREADS, BLOCKS_PER_SM), fastmath=True)
     def scan(
-        gQ: KEYS, gK: KEYS, gV: tiled(config.value, unit=1), gO: sequences.output(config.value),
-        gStart: array(4), gStartZ: array(3), gState: array(4), gZ: array(3), gEnds: ENDS,
+        gQ: KEYS, gK: KEYS, gV: tiled(config.value, unit=1), gO: seq_layout.output_argument(config.value),
+        gInitialState: array(4), gInitialZ: array(3), gFinalState: array(4), gFinalZ: array(3), gCuSeqlens: ENDS,
         length: INT, heads: INT, columns: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
-        """The outputs of one of the `heads` of the values, of which `group` share a key head, in one of `columns` blocks of 64
-        columns."""
+        """The outputs and the final state of one of the `heads`, of which `group` share a key head, for one of `columns` blocks
+        of 64 value columns."""
         q, k, v, state, features, out = smem.open()
-        pair, column = divmod(cuda.blockIdx.x, columns)
-        sequence, head = divmod(pair, heads)
-        span = sequences.span(gEnds, sequence, length)
-        n = span.chunks()
+        batch_head, column = divmod(cuda.blockIdx.x, columns)
+        sequence, head = divmod(batch_head, heads)
+        seq = seq_layout.sequence_tokens(gCuSeqlens, sequence, length)
+        n = seq.num_chunks()
         if warpgroup.id() == LOADER:
-            warpgroup.release_registers(KEEP)
+            warpgroup.release_registers(LOADER_REGISTERS)
             key_head, _ = divmod(head, group)
             for j in range(n):
-                token = span.token(j)
-                q.fill(j, gQ, (span.batch, token, key_head))
-                k.fill(j, gK, (span.batch, token, key_head))
-                v.fill(j, gV, (span.batch, token, head, column))
+                token = seq.chunk_start(j)
+                q.fill(j, gQ, (seq.batch, token, key_head))
+                k.fill(j, gK, (seq.batch, token, key_head))
+                v.fill(j, gV, (seq.batch, token, head, column))
         else:
-            warpgroup.claim_registers(CLAIM)
-            s_t = warpgroup.load(gStart, STATE, (sequence, head, 0, COLUMNS * column), rows=3, cols=2)
+            warpgroup.claim_registers(CONSUMER_REGISTERS)
+            s_t = warpgroup.load(gInitialState, STATE, (sequence, head, 0, COLUMNS * column), rows=3, cols=2)
             if NORMALIZE:
-                earlier, z, zz = load_sums(gStartZ, sequence, head)
+                n_earlier, z, zz = load_sums(gInitialZ, sequence, head)
             warpgroup.store(state, s_t)
             warpgroup.sync()
             for j in range(n):
                 keys, values = k.wait(j), v.wait(j)
-                sequences.clear(keys, span.left(j))
-                sequences.clear(values, span.left(j))
+                seq_layout.zero_other_rows(keys, seq.remaining(j))
+                seq_layout.zero_other_rows(values, seq.remaining(j))
                 queries = warpgroup.load(q.wait(j), X) * scale
                 q.release(j)
                 s = warpgroup.mm_ABt(queries, keys)
                 o = warpgroup.mm_ABt(taylor(queries, 1.0), state)
-                p = weigh(warpgroup.wait(s, newer=1))
+                p = taylor_weights(warpgroup.wait(s, newer=1))
                 if NORMALIZE:
                     sums = finish_sum(lane_sum(p))
                 o = warpgroup.mma_AB(o, INPUT(p), values)
@@ -180,11 +185,11 @@ def make(config: Config):
                 s_t = warpgroup.mma_AtB(s_t, values, features)
                 o = warpgroup.wait(o, newer=1)
                 if NORMALIZE:
-                    before = row_sum(fp32(queries) * mma_ABt(z, queries, INPUT(zz * 0.5))) + earlier + CHUNK * j
+                    earlier_sums = row_sum(fp32(queries) * mma_ABt(z, queries, INPUT(zz * 0.5))) + n_earlier + CHUNK * j
                     z, zz = mma_AB(z, ones(ONES), keys), mma_AtB(zz, keys, keys)
-                    o = o / (sums + before)
-                sequences.store(gO, out, o, span, span.token(j), head, column)
-                if sequences.varlen:
+                    o = o / (sums + earlier_sums)
+                seq_layout.store(gO, out, o, seq, seq.chunk_start(j), head, column)
+                if seq_layout.varlen:
                     warpgroup.sync()
                 s_t = warpgroup.wait(s_t)
                 warpgroup.store(state, s_t)
@@ -192,9 +197,9 @@ def make(config: Config):
                 warpgroup.sync()
                 k.release(j)
                 v.release(j)
-            warpgroup.store(gState, s_t, (sequence, head, 0, COLUMNS * column), rows=3, cols=2)
-            sequences.store_nobodys(gO, gEnds, sequence, length, head, column)
+            warpgroup.store(gFinalState, s_t, (sequence, head, 0, COLUMNS * column), rows=3, cols=2)
+            seq_layout.zero_padding(gO, gCuSeqlens, sequence, length, head, column)
             if NORMALIZE and column == 0:
-                store_sums(gZ, sequence, head, earlier + float32(span.end - span.first), z, zz)
+                store_sums(gFinalZ, sequence, head, n_earlier + float32(seq.end - seq.start), z, zz)
 
     return scan, smem

@@ -1,98 +1,100 @@
-"""Decays of the delta rule that are one number for each token and head, as objects with the same methods (delta_hopper.py,
-delta_states_hopper.py). What a strong chunk is stands at the head of delta_hopper.py."""
+"""The decays of the delta rule that are one number for each token and head, as objects with the same methods (delta_hopper.py,
+delta_states_hopper.py). A chunk is `strong` if it decays by more than numbers can hold: see delta_hopper.py."""
 
 from ops import cumsum, exp2, last_element, load, store, tile_min, transpose, truncate, warpgroup, zeros
 from tiles import bf16, dtype, fp16, fp32, inlined, rt, static
 
-from .gates import DOWN, LOG2_E, floored
+from .gates import CHUNK_COL_VEC, LOG2_E, clamp_gates
 from .tokens import CHUNK
 
-LEAST = {bf16: -90, fp16: -1}  # powers of 2: a chunk is strong that decays to less, as 1 / it times a value might overflow
+# A chunk is strong if it decays by less than 2 to the power of this: 1 / its decay, times a value, might overflow
+MIN_LOG2_DECAY = {bf16: -90, fp16: -1}
 SCORES = rt(16, CHUNK, fp32)
-ROWS, ALONG = SCORES.col_vec, SCORES.row_vec
+COL_VEC, ROW_VEC = SCORES.col_vec, SCORES.row_vec
 
 
 @static
-class NoDecay:
-    """The gates of a call without decays: no chunk is strong, and the vectors of sums and factors are neither written nor
-    read. `Decay` says what a kernel does with gates."""
+class UngatedDelta:
+    """The delta rule without decays: no chunk is strong, and the vectors b, exp_b and v_factor are neither written nor read.
+    GatedDelta says what the methods do with gates."""
 
     dtype: dtype
 
     @inlined
-    def load(self, gGates, span, at):
-        """Begin to load the gates of the chunk whose first token is at `at`, and return them."""
+    def load_gates(self, gGates, seq, at):
+        """Start to load the gates of the chunk whose first token is at `at`, and return them."""
         return 0.0
 
     @inlined
-    def sum_up(self, b, since, factor, j, g):
-        """Done by one warp, for the j-th chunk with the gates g: write their running sums, in powers of 2, to `b`; exp2 of the
-        sums to `since`; and to `factor` what scales the values, or in a strong chunk what the chunk adds to the state."""
+    def store_cumsum(self, b, exp_b, v_factor, j, g):
+        """One warp writes the vectors of the j-th chunk with the gates g: to `b` their cumulative sum in powers of 2; to
+        `exp_b` exp2(b); to `v_factor` exp2(-b), which scales the values, or in a strong chunk exp2(b_last - b), which scales
+        what the chunk adds to the state."""
 
     @inlined
     def wait(self, vectors, j):
-        """The vector of the j-th chunk in a ring of sums or factors."""
+        """The vector of the j-th chunk in a ring of b, exp_b or v_factor."""
         return 0
 
     @inlined
     def release(self, vectors, j):
-        """Say that the vector of the j-th chunk has been read."""
+        """Release the vector of the j-th chunk."""
 
     @inlined
-    def is_strong(self, since):
-        """Is the chunk strong: does it decay by more than numbers can hold?"""
+    def is_strong(self, exp_b):
+        """Does the chunk decay by more than numbers can hold?"""
         return False
 
     @inlined
-    def scores(self, s, since, b):
-        """The scores s of a chunk's tokens with each other. In a strong chunk element (i, j) is multiplied by the decay from
-        token j to token i. Elements above the diagonal do not matter."""
+    def decay_scores(self, s, exp_b, b):
+        """The scores s of a chunk's tokens with each other; in a strong chunk exp2(b - b^T) * s. Elements above the diagonal do
+        not matter."""
         return s
 
     @inlined
-    def begin(self, values, u, o, since, factor, strong):
-        """(what is multiplied by T, the outputs' part that comes from the state). values: V^T. u: S^T K^T. o: S^T Q^T."""
+    def decay_inputs(self, values, u, o, exp_b, v_factor, strong):
+        """(what T multiplies, the part of the outputs that comes from the state). values: V^T. u: S^T K^T. o: S^T Q^T."""
         return values - u, o
 
     @inlined
-    def decayed(self, s_t, since, when):
-        """The transposed state, decayed by the whole chunk if `when`: a strong chunk's before the chunk is added to it,
-        another's afterwards."""
+    def decay_state(self, s_t, exp_b, when):
+        """exp2(b_last) S^T if `when`, S^T otherwise. A strong chunk decays the state before it adds to it, another one
+        afterwards."""
         return s_t
 
     @inlined
-    def remaining(self, u, factor, strong):
-        """U^T as it is added to the state: in a strong chunk, what remains of it at the chunk's end."""
+    def decay_update(self, u, v_factor, strong):
+        """U^T as it is added to the state: in a strong chunk decayed to the chunk's end."""
         return u
 
     @inlined
-    def end(self, o, since, strong):
-        """The outputs, decayed since the chunk began where that has not been done."""
+    def decay_outputs(self, o, exp_b, strong):
+        """The outputs, decayed since the start of the chunk if decay_inputs has not done so."""
         return o
 
 
-class Decay(NoDecay):
-    """Gates that are one number for each token and head."""
+class GatedDelta(UngatedDelta):
+    """The gated delta rule: a gate for each token and head."""
 
     @property
-    def least(self):
+    def min_decay(self):
         """The decay of a whole chunk below which it is strong."""
-        return 2.0 ** LEAST[self.dtype]
+        return 2.0 ** MIN_LOG2_DECAY[self.dtype]
 
     @inlined
-    def load(self, gGates, span, at):
-        return load(truncate(gGates, 1, span.end), DOWN, at, cols=1)
+    def load_gates(self, gGates, seq, at):
+        return load(truncate(gGates, 1, seq.end), CHUNK_COL_VEC, at, cols=1)
 
     @inlined
-    def sum_up(self, b, since, factor, j, g):
-        sums = cumsum(floored(transpose(g)) * LOG2_E)
-        total = tile_min(sums)
+    def store_cumsum(self, b, exp_b, v_factor, j, g):
+        sums = cumsum(clamp_gates(transpose(g)) * LOG2_E)
+        b_last = tile_min(sums)
         store(b.claim(j), sums)
         b.publish(j)
-        store(since.claim(j), exp2(sums))
-        since.publish(j)
-        store(factor.claim(j), exp2((total if exp2(total) < self.least else 0.0) - sums))
-        factor.publish(j)
+        store(exp_b.claim(j), exp2(sums))
+        exp_b.publish(j)
+        store(v_factor.claim(j), exp2((b_last if exp2(b_last) < self.min_decay else 0.0) - sums))
+        v_factor.publish(j)
 
     @inlined
     def wait(self, vectors, j):
@@ -103,41 +105,41 @@ class Decay(NoDecay):
         vectors.release(j)
 
     @inlined
-    def is_strong(self, since):
-        return last_element(since) < self.least
+    def is_strong(self, exp_b):
+        return last_element(exp_b) < self.min_decay
 
     @inlined
-    def scores(self, s, since, b):
-        if self.is_strong(since):
-            return s * exp2(zeros(SCORES) + warpgroup.load(b, ROWS) - load(b, ALONG))
+    def decay_scores(self, s, exp_b, b):
+        if self.is_strong(exp_b):
+            return s * exp2(zeros(SCORES) + warpgroup.load(b, COL_VEC) - load(b, ROW_VEC))
         else:
             return s
 
     @inlined
-    def begin(self, values, u, o, since, factor, strong):
+    def decay_inputs(self, values, u, o, exp_b, v_factor, strong):
         if strong:
-            before = load(since, ALONG)
-            return values - u * before, o * before
+            decay = load(exp_b, ROW_VEC)
+            return values - u * decay, o * decay
         else:
-            return values * load(factor, ALONG) - u, o
+            return values * load(v_factor, ROW_VEC) - u, o
 
     @inlined
-    def decayed(self, s_t, since, when):
+    def decay_state(self, s_t, exp_b, when):
         if when:
-            return s_t * last_element(since)
+            return s_t * last_element(exp_b)
         else:
             return s_t
 
     @inlined
-    def remaining(self, u, factor, strong):
+    def decay_update(self, u, v_factor, strong):
         if strong:
-            return u * load(factor, ALONG)
+            return u * load(v_factor, ROW_VEC)
         else:
             return u
 
     @inlined
-    def end(self, o, since, strong):
+    def decay_outputs(self, o, exp_b, strong):
         if strong:
             return o
         else:
-            return o * load(since, ALONG)
+            return o * load(exp_b, ROW_VEC)

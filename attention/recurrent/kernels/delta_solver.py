@@ -1,37 +1,38 @@
-"""The solver of the delta rule (delta_hopper.py, delta_states_hopper.py): T = (I + A)^-1 beta of each chunk, for which nobody
-needs to know the state."""
+"""The UT transform of the delta rule (delta_hopper.py, delta_states_hopper.py): T = (I + A)^-1 beta of each chunk, which does
+not depend on the state."""
 
 from ops import warpgroup
 from ops.for_attention.triangular_inverse import inverse_transposed
 from tiles import inlined, static
 
-from .delta_decay import ROWS, NoDecay
-from .tokens import Sequences
+from .delta_decay import COL_VEC, UngatedDelta
+from .tokens import SequenceLayout
 
 
 @static
-class Solver:
-    """The work of the warpgroup that computes T for each chunk, from its keys, the strengths beta of its tokens and their
-    decays. readers: how many warpgroups read the keys; together they clear rows that are another sequence's."""
+class UTTransform:
+    """The work of the solver, the warpgroup that computes T of each chunk from its keys, their beta and their decays. readers:
+    how many warpgroups read the keys; together they zero the rows that belong to another sequence."""
 
-    sequences: Sequences
-    decay: NoDecay
+    seq_layout: SequenceLayout
+    decay: UngatedDelta
     readers: int
 
     @inlined
-    def solve(self, j, left, rings, triangles):
-        """Compute T of chunk j and put it into its ring. left: how many tokens of the sequence are left."""
-        k, t, beta, b, since = rings
+    def solve(self, j, remaining, rings, triangles):
+        """Compute T of chunk j and write it to its ring. remaining: the number of tokens of the sequence from the chunk's first
+        one on. A = tril(beta exp2(b - b^T) * K K^T, -1), where b counts in a strong chunk only."""
+        k, t, beta, b, exp_b = rings
         high, low = triangles
         keys = k.wait(j)
-        self.sequences.clear(keys, left, self.readers)
+        self.seq_layout.zero_other_rows(keys, remaining, self.readers)
         s = warpgroup.wait(warpgroup.mm_ABt(keys, keys))
         k.release(j)
-        strength = warpgroup.load(beta.wait(j), ROWS)
-        a = self.decay.scores(s, self.decay.wait(since, j), self.decay.wait(b, j)) * strength
-        self.decay.release(since, j)
+        beta_rows = warpgroup.load(beta.wait(j), COL_VEC)
+        a = self.decay.decay_scores(s, self.decay.wait(exp_b, j), self.decay.wait(b, j)) * beta_rows
+        self.decay.release(exp_b, j)
         self.decay.release(b, j)
         x = inverse_transposed(a, high, low)
-        warpgroup.store(t.claim(j), x * warpgroup.load(beta.wait(j), ROWS))
+        warpgroup.store(t.claim(j), x * warpgroup.load(beta.wait(j), COL_VEC))
         t.publish(j)
         beta.release(j)

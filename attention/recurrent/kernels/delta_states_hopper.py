@@ -1,18 +1,16 @@
-"""What the delta rule leaves of a state, for Hopper: delta_hopper.py without queries and outputs.
+"""The state after a sequence or a segment under the delta rule, for Hopper: delta_hopper.py without queries and outputs.
 
     u_t = beta_t (v_t - exp(g_t) k_t S_(t-1))        S_t = exp(g_t) S_(t-1) + k_t^T u_t
 
-S may have more columns than values: v_t is 0 in those. There S is multiplied by what the tokens do to any state, whatever it
-was, so that one pass from [0 | I] gives what a part of a sequence leaves of a state of 0, and the matrix that it multiplies
-one by. TMA brings zeros for columns that values have not, and reads nothing.
+The tokens of a segment take a state S to M S + N, whatever S is. S may have more columns than v; v_t is 0 in those, for which
+TMA writes zeros without a read. So a scan that starts from [0 | I] ends with [N | M]. With `from_identity` the kernel does that
+for each segment of a sequence by itself, and maps_hopper.py composes the results.
 
-Of each of a sequence's segments by themselves it is found so (`mapped`): maps_hopper.py adds up what they leave.
+Tokens whose effect on the final state has decayed to nothing need not be scanned: gSkippedChunks is the number of chunks to
+skip at the start of each sequence and head, together with the state before them, if there are decays.
 
-What has decayed to nothing by the end need not be walked: where there are decays `gSkipped` says of each sequence and head how
-many chunks are left out at its beginning, with the state before them.
-
-A chunk is what it is in delta_hopper.py, so the solver makes the same T. What is left of the weigher is a loader: one of its
-warps has TMA bring keys and values, the others sum up the gates.
+The solver computes T of each chunk as in delta_hopper.py. In place of the scorer there is a loader: one of its warps starts the
+TMA loads of keys and values, the others compute b.
 """
 
 import functools
@@ -29,27 +27,27 @@ from tiles import bf16, fp16, fp32, ring, rt, shared, st, sv
 from tiles.arguments import ENDS, INT, array, tiled
 
 from . import delta_hopper
-from .delta_decay import ROWS, Decay, NoDecay
+from .delta_decay import COL_VEC, GatedDelta, UngatedDelta
 from .delta_hopper import VECTORS
-from .delta_solver import Solver
-from .gates import DOWN
-from .tokens import CHUNK, COLUMNS, Sequences, Span, assigned
+from .delta_solver import UTTransform
+from .gates import CHUNK_COL_VEC
+from .tokens import CHUNK, COLUMNS, SequenceLayout, TokenRange, block_coord
 
 REGISTERS = {1: (56, 104, 240), 2: (48, 96, 184)}  # consumers -> registers a thread of loader, solver and consumer
 STAGES = 4  # chunks in flight
-AHEAD = 3  # chunks that the solver may be ahead
-SUMMING = warpgroup.WARPGROUP - 1  # warps of the loader that sum up gates, a chunk each in turn
+AHEAD = 3  # chunks by which the solver may be ahead of consumers
+CUMSUM_WARPS = warpgroup.WARPGROUP - 1  # warps of the loader that compute b, a chunk each in turn
 
 
 @dataclass(frozen=True)
 class Config(delta_hopper.Config):
-    """A kernel's configuration: see delta_hopper.py. consumers: each has 64 columns of a state. mapped: do states begin as [0
-    | 1], instead of given ones?"""
+    """A kernel's configuration: that of delta_hopper.py. consumers: warpgroups that have 64 columns of a state each.
+    from_identity: is the state before each segment [0 | I], and not loaded?"""
 
-    mapped: bool = False
+    from_identity: bool = False
 
     def __str__(self):
-        return f"states{', mapped' * self.mapped}, {super().__str__()}"
+        return f"states{', mapped' * self.from_identity}, {super().__str__()}"
 
 
 KEY_DIMS = 64, 128  # as padded
@@ -61,90 +59,97 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
     if arch == "sm_90a":
         for of, size, varlen in itertools.product((bf16, fp16) if everything else (bf16,), SIZES, (False, True)):
             if not varlen or size == (128, 2) or (everything and of is bf16):
-                yield from (Config(*size, of, gated, varlen, mapped) for gated in (False, True) for mapped in (False, True))
+                for gated, from_identity in itertools.product((False, True), (False, True)):
+                    yield Config(*size, of, gated, varlen, from_identity)
 
 
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     CONSUMERS, INPUT, STATE = config.consumers, config.dtype, rt(16, config.key_dim, fp32)
-    VALUES, sequences = rt(16, CHUNK, INPUT), Sequences(config.varlen)
-    SKIPS, MAPPED, decay = config.gated and not config.mapped, config.mapped, (Decay if config.gated else NoDecay)(INPUT)
-    SOLVER, LOADER, (keep, solve, claim) = CONSUMERS, CONSUMERS + 1, REGISTERS[CONSUMERS]
+    VALUES, seq_layout = rt(16, CHUNK, INPUT), SequenceLayout(config.varlen)
+    SKIPS, FROM_IDENTITY = config.gated and not config.from_identity, config.from_identity
+    decay = (GatedDelta if config.gated else UngatedDelta)(INPUT)
+    SOLVER, LOADER, (loader_registers, solver_registers, consumer_registers) = CONSUMERS, CONSUMERS + 1, REGISTERS[CONSUMERS]
     WARPS, READERS = warpgroup.WARPGROUP, CONSUMERS + 1  # warpgroups that read keys
-    solver, readers = Solver(sequences, decay, READERS), CONSUMERS * WARPS
+    solver, readers = UTTransform(seq_layout, decay, READERS), CONSUMERS * WARPS
     smem = shared(
         k=ring(config.key, STAGES, readers + WARPS),
         v=ring(config.values, STAGES, readers),
         t=ring(st(CHUNK, CHUNK, INPUT), AHEAD, readers, writers=WARPS),
         beta=ring(sv(CHUNK, fp32), VECTORS, WARPS, writers=1),
         b=ring(sv(CHUNK, fp32), VECTORS, WARPS, writers=1),
-        since=ring(sv(CHUNK, fp32), VECTORS, readers + WARPS, writers=1),
-        factor=ring(sv(CHUNK, fp32), VECTORS, readers, writers=1),
+        exp_b=ring(sv(CHUNK, fp32), VECTORS, readers + WARPS, writers=1),
+        v_factor=ring(sv(CHUNK, fp32), VECTORS, readers, writers=1),
         high=TRIANGLE,
         low=TRIANGLE,
     )
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def scan(
-        gK: tiled(config.key, unit=1), gV: tiled(config.values, unit=1), gBeta: array(3), gGates: array(3), gStart: array(4),
-        gState: array(4), gSkipped: array(3), gEnds: ENDS, length: INT, blocks: INT, segments: INT, walked: INT, heads: INT,
-        group: INT, values: INT,
+        gK: tiled(config.key, unit=1), gV: tiled(config.values, unit=1), gBeta: array(3), gGates: array(3),
+        gInitialState: array(4), gFinalState: array(4), gSkippedChunks: array(3), gCuSeqlens: ENDS, length: INT, blocks: INT,
+        segments: INT, scanned: INT, heads: INT, group: INT, values: INT,
     ):  # fmt: skip
-        """The state after each of `walked` of the `segments` of a sequence. values: how many of its columns have values; those
-        of the others are 0. `group` value heads share a key head; each is `blocks` blocks of columns wide."""
-        k, v, t, beta, b, since, factor, high, low = smem.open()
-        me = warpgroup.id()
-        block, segment, value_head, sequence = assigned(cuda.blockIdx.x, blocks, walked, heads * group)
-        head, _ = divmod(value_head, group)
-        whole = sequences.segment(gEnds, sequence, length, segment, segments)
-        skipped = int32(tile_max(load(gSkipped, ROWS, (sequence, value_head, 0)))) if SKIPS else int32(0)
-        span = Span(int32(min(whole.end, whole.first + CHUNK * skipped)), whole.end, whole.batch)
-        n = span.chunks()
-        if me == LOADER:
-            warpgroup.release_registers(keep)
+        """The state after each of the first `scanned` of the `segments` of a sequence. values: the number of columns of v,
+        which is 0 in further columns of the state. `group` value heads share a key head; each is `blocks` blocks of columns
+        wide."""
+        k, v, t, beta, b, exp_b, v_factor, high, low = smem.open()
+        wg = warpgroup.id()
+        block, segment, value_head, sequence = block_coord(cuda.blockIdx.x, blocks, scanned, heads * group)
+        key_head, _ = divmod(value_head, group)
+        segment_range = seq_layout.segment_tokens(gCuSeqlens, sequence, length, segment, segments)
+        skipped_chunks = int32(tile_max(load(gSkippedChunks, COL_VEC, (sequence, value_head, 0)))) if SKIPS else int32(0)
+        start = int32(min(segment_range.end, segment_range.start + CHUNK * skipped_chunks))
+        seq = TokenRange(start, segment_range.end, segment_range.batch)
+        n = seq.num_chunks()
+        if wg == LOADER:
+            warpgroup.release_registers(loader_registers)
             warp = warpgroup.rank()
             if warp == 0:
                 for j in range(n):
-                    k.fill(j, gK, (span.batch, span.token(j), head))
-                    v.fill(j, gV, (span.batch, span.token(j), value_head, block))
+                    k.fill(j, gK, (seq.batch, seq.chunk_start(j), key_head))
+                    v.fill(j, gV, (seq.batch, seq.chunk_start(j), value_head, block))
             else:
-                betas = truncate(gBeta, 1, span.end)
-                for j in range(warp - 1, n, SUMMING):
-                    at = span.batch, span.token(j), value_head
-                    strength, g = load(betas, DOWN, at, cols=1), decay.load(gGates, span, at)
-                    store(beta.claim(j), strength)
+                betas = truncate(gBeta, 1, seq.end)
+                for j in range(warp - 1, n, CUMSUM_WARPS):
+                    at = seq.batch, seq.chunk_start(j), value_head
+                    beta_chunk, g = load(betas, CHUNK_COL_VEC, at, cols=1), decay.load_gates(gGates, seq, at)
+                    store(beta.claim(j), beta_chunk)
                     beta.publish(j)
-                    decay.sum_up(b, since, factor, j, g)
-        elif me == SOLVER:
-            warpgroup.release_registers(solve)
+                    decay.store_cumsum(b, exp_b, v_factor, j, g)
+        elif wg == SOLVER:
+            warpgroup.release_registers(solver_registers)
             for j in range(n):
-                solver.solve(j, span.left(j), (k, t, beta, b, since), (high, low))
+                solver.solve(j, seq.remaining(j), (k, t, beta, b, exp_b), (high, low))
         else:
-            warpgroup.claim_registers(claim)
-            column = COLUMNS * (CONSUMERS * block + me)
-            if MAPPED:
-                one = equal(warpgroup.row_index(ROWS) + float32(column - values), col_index(STATE))
-                s_t = where(one, 1.0, zeros(STATE))
+            warpgroup.claim_registers(consumer_registers)
+            column = COLUMNS * (CONSUMERS * block + wg)
+            if FROM_IDENTITY:
+                identity = equal(warpgroup.row_index(COL_VEC) + float32(column - values), col_index(STATE))
+                s_t = where(identity, 1.0, zeros(STATE))
             else:
-                s_t = warpgroup.load(gStart, STATE, (sequence, value_head, 0, column), 3, 2) * (0.0 if skipped > 0 else 1.0)
+                s_t = warpgroup.load(gInitialState, STATE, (sequence, value_head, 0, column), 3, 2)
+                s_t = s_t * (0.0 if skipped_chunks > 0 else 1.0)
             for j in range(n):
                 keys = k.wait(j)
-                sequences.clear(keys, span.left(j), READERS)
-                known = warpgroup.mm_ABt(INPUT(s_t), keys)
-                values = fp32(warpgroup.load_transposed(subtile(v.wait(j), CHUNK, 0, COLUMNS, me), VALUES))
+                seq_layout.zero_other_rows(keys, seq.remaining(j), READERS)
+                s_k = warpgroup.mm_ABt(INPUT(s_t), keys)
+                values = fp32(warpgroup.load_transposed(subtile(v.wait(j), CHUNK, 0, COLUMNS, wg), VALUES))
                 v.release(j)
-                before, added = decay.wait(since, j), decay.wait(factor, j)
-                strong, known = decay.is_strong(before), warpgroup.wait(known)
-                u, _ = decay.begin(sequences.without_others(values, span.left(j)), known, known, before, added, strong)
+                exp_b_chunk, factors = decay.wait(exp_b, j), decay.wait(v_factor, j)
+                strong, s_k = decay.is_strong(exp_b_chunk), warpgroup.wait(s_k)
+                u, _ = decay.decay_inputs(
+                    seq_layout.zero_other_columns(values, seq.remaining(j)), s_k, s_k, exp_b_chunk, factors, strong
+                )
                 u = warpgroup.wait(warpgroup.mm_AB(INPUT(u), t.wait(j)))
                 t.release(j)
-                s_t = decay.decayed(s_t, before, strong)
-                s_t = warpgroup.wait(warpgroup.mma_AB(s_t, INPUT(decay.remaining(u, added, strong)), keys))
+                s_t = decay.decay_state(s_t, exp_b_chunk, strong)
+                s_t = warpgroup.wait(warpgroup.mma_AB(s_t, INPUT(decay.decay_update(u, factors, strong)), keys))
                 k.release(j)
-                decay.release(factor, j)
-                s_t = decay.decayed(s_t, before, not strong)
-                decay.release(since, j)
-            warpgroup.store(gState, s_t, (sequence * walked + segment, value_head, 0, column), 3, 2)
+                decay.release(v_factor, j)
+                s_t = decay.decay_state(s_t, exp_b_chunk, not strong)
+                decay.release(exp_b, j)
+            warpgroup.store(gFinalState, s_t, (sequence * scanned + segment, value_head, 0, column), 3, 2)
 
     return scan, smem

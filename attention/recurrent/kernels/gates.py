@@ -1,12 +1,13 @@
-"""The kinds of gates that are one number for a token and head, or for a head (chunk_hopper.py, chunk_ampere.py).
+"""Gates of linear attention that are one number for a token and head, or for a head (chunk_hopper.py, chunk_ampere.py).
 
-g is a token's gate, the logarithm of its decay and never positive, w the weight of its key, and b the running sum of a chunk's
-gates, in powers of 2: exp2 is an instruction, exp two. A weight is never negative, so that it is an exponent, too: what a key
-counts for a later query, exp2(b_query - b_key) w, takes the vector a = b - log2(w) and no other; without weights a is b.
+g is a token's gate: the logarithm of its decay, never positive. w is the weight of its key. b is the cumulative sum of the
+gates of a chunk, in powers of 2: exp2 is one instruction, exp two. A weight is never negative, so it becomes an exponent as
+well: a key counts exp2(b_query - b_key) w = exp2(b_query - a_key) for a later query, where a = b - log2(w). Without weights a
+is b.
 
-`Gate` says what a kernel asks of every kind. Where b is loaded, Hopper's kernels have it from rings of vectors, which warps
-of the producer fill; Ampere's from two vectors in shared memory, which one warp writes before the block meets anyway.
-"""
+`Gate` has the methods that a kernel calls. If b is loaded from memory, Hopper's kernels pass b and a through rings of vectors,
+which warps of the producer fill. Ampere's pass them through two vectors in shared memory, which one warp writes before a
+barrier of the block that there is in any case."""
 
 import math
 
@@ -34,194 +35,194 @@ from tiles import fp32, inlined, rt, static
 
 from .tokens import CHUNK
 
-TILE = rt(16, CHUNK, fp32)
-ROWS, ALONG = TILE.col_vec, TILE.row_vec
-DOWN = rt(CHUNK, 16, fp32).col_vec  # a chunk's tokens, of which a lane holds half as many as of ALONG
+TILE = rt(16, CHUNK, fp32)  # a warp's 16 rows of a chunk's scores
+COL_VEC, ROW_VEC = TILE.col_vec, TILE.row_vec  # a number for each of the 16 rows; for each of the 64 columns
+CHUNK_COL_VEC = rt(CHUNK, 16, fp32).col_vec  # a number for each of 64 rows: a lane has half as many as of ROW_VEC
 LOG2_E = math.log2(math.e)
-FLOOR = -100.0  # exp of it is 0 in fp32; sums of greater numbers would say less of small gates beside them
+FLOOR = -100.0  # exp of it is 0 in fp32. Sums of lower gates would have fewer digits left for small gates beside them
 
 
 @inlined
-def floored(g):
-    """g with all gates below FLOOR raised to it. NaN stays NaN."""
+def clamp_gates(g):
+    """max(g, FLOOR), where NaN stays NaN."""
     return where(less(g, FLOOR), FLOOR, g)
 
 
 @static
 class Gate:
-    """No decay: all gates are 0. It says what a kernel asks of gates of every kind; other kinds override it.
+    """No decay: all gates are 0. It has the methods that a kernel calls for gates of every kind; other kinds override them.
 
-    left: how many tokens of the sequence are left from the chunk's first on."""
+    remaining: the number of tokens of the sequence from the chunk's first one on."""
 
     kind = ""
-    loaded = False  # is there a gate for each token?
+    per_token = False  # is there a gate for each token, in memory?
     weighted = False  # do keys have weights, so that a is not b?
-    scales = False  # is the scale one more factor among the decays, and not multiplied in at the end?
-    rank = 3  # of the array that they come in
+    folds_scale = False  # is the softmax scale added to b as log2(scale)? If not, outputs are multiplied by it
+    rank = 3  # axes of the array of gates
 
     def __str__(self):
         return f"gates by {self.kind}" if self.kind else ""
 
     @inlined
-    def decayed(self, x, b):
-        """exp2(b) x"""
+    def decay(self, x, b):
+        """exp2(b) * x"""
         return x
 
     @inlined
-    def scores(self, s, rows, along):
-        """tril(exp2(b - a^T) * s)"""
+    def decay_scores(self, s, b, a):
+        """tril(exp2(b - a^T) * s), for b of this warp's rows and a of all columns"""
         return warpgroup.causal(s, 0, 0.0)
 
     @inlined
-    def remaining(self, v_t, along, end):
-        """exp2(b_last - a) v, for transposed values v."""
+    def decay_values(self, v_t, a, b_last):
+        """exp2(b_last - a) * v, for transposed values v_t"""
         return v_t
 
     @inlined
-    def of_head(self, gGates, head):
-        """If all tokens of a head have the same gate, that gate, in powers of 2."""
+    def load_head_gate(self, gGates, head):
+        """The gate of a head, in powers of 2, if all of its tokens have the same; 0 otherwise."""
         return float32(0)
 
     @inlined
-    def sum_up(self, b, a, j, gGates, gRate, gBias, batch, token, end, head):
-        """Hopper: one warp loads the gates of the chunk that begins at `token`, and puts their running sums into the j-th
-        slots of the rings."""
+    def produce_cumsum(self, b, a, j, gGates, gA, gDtBias, batch, token, end, head):
+        """Hopper's producer: one warp loads the gates of the chunk that starts at `token`, and writes b and a to the j-th slots
+        of the rings."""
 
     @inlined
-    def sums(self, b, a, j, g, left):
-        """Hopper: (b of this warp's rows, all of a, the last b) of a chunk, whose sums are in the j-th slots of the rings. g:
-        what of_head gave."""
+    def consume_cumsum(self, b, a, j, g, remaining):
+        """Hopper's consumer: (b of this warp's rows, a of all tokens, b_last) of the chunk in the j-th slots of the rings. g:
+        the result of load_head_gate."""
         return 0.0, 0.0, float32(0)
 
     @inlined
-    def rate_and_bias(self, gRate, gBias, head):
-        """(A, dt_bias) of a head, for gates that Mamba-2's steps become."""
+    def load_rate_and_bias(self, gA, gDtBias, head):
+        """(A, dt_bias) of a head for Mamba-2's gates, dt A; (0, 0) otherwise."""
         return 0.0, 0.0
 
     @inlined
-    def fetch(self, gGates, batch, token, end, head):
-        """Ampere: begin to load what the caller gave for the gates of the chunk that begins at `token`, and return it."""
+    def load_gates(self, gGates, batch, token, end, head):
+        """Ampere: start to load the gates (Mamba-2: dt) of the chunk that starts at `token`, and return them."""
         return 0.0
 
     @inlined
-    def share(self, b, a, g, rate, bias, left):
-        """Ampere: one warp writes b and a to shared memory, for the chunk that `fetch` returned g for."""
+    def store_cumsum(self, b, a, g, rate, bias, remaining):
+        """Ampere: one warp writes b and a of a chunk to shared memory. g: the result of load_gates."""
 
     @inlined
-    def load(self, vector, kind):
-        """Ampere: b or a, or a warp's part of it, from shared memory."""
+    def load_cumsum(self, vector, kind):
+        """Ampere: b or a, or a warp's part of it, from shared memory, as a register vector of this type."""
         return 0.0
 
     @inlined
-    def last(self, b):
-        """Ampere: the last element of b."""
+    def load_last(self, b):
+        """Ampere: b_last, from shared memory."""
         return 0.0
 
 
 @static
-class Decay(Gate):
-    """What all gates have in common that decay. apart: is the scale multiplied in at the end? It is if as one more factor
-    among the decays it would make scores too small or too large for fp16."""
+class DecayGate(Gate):
+    """Gates that are not all 0. scale_at_end: are outputs multiplied by the scale, instead of log2(scale) being added to b?
+    They are if the scale would make scores too small or too large for fp16."""
 
-    apart: bool = False
+    scale_at_end: bool = False
 
     @property
-    def scales(self):
-        """See Gate."""
-        return not self.apart
+    def folds_scale(self):
+        """Is log2(scale) added to b?"""
+        return not self.scale_at_end
 
     def __str__(self):
-        return super().__str__() + ", apart" * self.apart
+        return super().__str__() + ", apart" * self.scale_at_end
 
     @inlined
-    def decayed(self, x, b):
+    def decay(self, x, b):
         return x * exp2(b)
 
     @inlined
-    def scores(self, s, rows, along):
-        return warpgroup.causal(s * exp2(zeros(TILE) + rows - along), 0, 0.0)
+    def decay_scores(self, s, b, a):
+        return warpgroup.causal(s * exp2(zeros(TILE) + b - a), 0, 0.0)
 
 
-class ByHead(Decay):
-    """One gate for each head, the same for all of its tokens. Used on Hopper only; elsewhere the gate is repeated for each
-    token."""
+class HeadGate(DecayGate):
+    """One gate for each head, the same for all of its tokens: b = g (1, 2, .., 64), without a load. Only Hopper's kernels have
+    it; Ampere's get the gate repeated for each token."""
 
     kind, rank = "head", 2
 
     @inlined
-    def of_head(self, gGates, head):
-        return float32(tile_max(floored(load(gGates, ROWS, (head, 0)))) * LOG2_E)
+    def load_head_gate(self, gGates, head):
+        return float32(tile_max(clamp_gates(load(gGates, COL_VEC, (head, 0)))) * LOG2_E)
 
     @inlined
-    def sums(self, b, a, j, g, left):
-        rows, along = g * (warpgroup.row_index(ROWS) + 1.0), g * (col_index(ALONG) + 1.0)
-        return rows, along, g * float32(min(CHUNK, left))
+    def consume_cumsum(self, b, a, j, g, remaining):
+        b_rows, b_cols = g * (warpgroup.row_index(COL_VEC) + 1.0), g * (col_index(ROW_VEC) + 1.0)
+        return b_rows, b_cols, g * float32(min(CHUNK, remaining))
 
     @inlined
-    def remaining(self, v_t, along, end):
-        return v_t * exp2(minimum(end - along, 0.0))  # the same gate goes on beyond the last token
+    def decay_values(self, v_t, a, b_last):
+        return v_t * exp2(minimum(b_last - a, 0.0))  # a goes on falling after the last token of the sequence
 
 
-class ByToken(Decay):
+class TokenGate(DecayGate):
     """One gate for each token and head."""
 
-    kind, loaded = "token", True
+    kind, per_token = "token", True
 
     @inlined
-    def summed(self, g, rate, bias, left):
-        """(b, a) of a chunk. g: what the caller gave for its gates."""
-        b = cumsum(floored(g) * LOG2_E)
+    def compute_cumsum(self, g, rate, bias, remaining):
+        """(b, a) of a chunk, from its gates in memory (Mamba-2: dt)."""
+        b = cumsum(clamp_gates(g) * LOG2_E)
         return b, b
 
     @inlined
-    def remaining(self, v_t, along, end):
-        return v_t * exp2(end - along)
+    def decay_values(self, v_t, a, b_last):
+        return v_t * exp2(b_last - a)
 
     @inlined
-    def sum_up(self, b, a, j, gGates, gRate, gBias, batch, token, end, head):
-        rate, bias = self.rate_and_bias(gRate, gBias, head)
-        g = load(truncate(gGates, 1, end), ALONG, (batch, token, head), cols=1)
-        down, along = self.summed(g, rate, bias, end - token)
+    def produce_cumsum(self, b, a, j, gGates, gA, gDtBias, batch, token, end, head):
+        rate, bias = self.load_rate_and_bias(gA, gDtBias, head)
+        g = load(truncate(gGates, 1, end), ROW_VEC, (batch, token, head), cols=1)
+        b_chunk, a_chunk = self.compute_cumsum(g, rate, bias, end - token)
         if self.weighted:
-            store(a.claim(j), along)
+            store(a.claim(j), a_chunk)
             a.publish(j)
-        store(b.claim(j), down)
+        store(b.claim(j), b_chunk)
         b.publish(j)
 
     @inlined
-    def sums(self, b, a, j, g, left):
-        down = b.wait(j)
-        rows, end = warpgroup.load(down, ROWS), last_element(down)
-        along = load(a.wait(j) if self.weighted else down, ALONG)
+    def consume_cumsum(self, b, a, j, g, remaining):
+        b_chunk = b.wait(j)
+        b_rows, b_last = warpgroup.load(b_chunk, COL_VEC), last_element(b_chunk)
+        a_cols = load(a.wait(j) if self.weighted else b_chunk, ROW_VEC)
         b.release(j)
         if self.weighted:
             a.release(j)
-        return rows, along, end
+        return b_rows, a_cols, b_last
 
     @inlined
-    def fetch(self, gGates, batch, token, end, head):
-        return load(truncate(gGates, 1, end), DOWN, (batch, token, head), cols=1)
+    def load_gates(self, gGates, batch, token, end, head):
+        return load(truncate(gGates, 1, end), CHUNK_COL_VEC, (batch, token, head), cols=1)
 
     @inlined
-    def share(self, b, a, g, rate, bias, left):
-        down, along = self.summed(transpose(g), rate, bias, left)
-        store(b, down)
+    def store_cumsum(self, b, a, g, rate, bias, remaining):
+        b_chunk, a_chunk = self.compute_cumsum(transpose(g), rate, bias, remaining)
+        store(b, b_chunk)
         if self.weighted:
-            store(a, along)
+            store(a, a_chunk)
 
     @inlined
-    def load(self, vector, kind):
+    def load_cumsum(self, vector, kind):
         return load(vector, kind)
 
     @inlined
-    def last(self, b):
+    def load_last(self, b):
         return last_element(b)
 
 
 @static
-class BySteps(ByToken):
-    """Gates from Mamba-2's steps dt: g = dt A, w = max(dt, 0). softplus: is dt softplus of what the caller gave plus a
-    bias?"""
+class Mamba2Gate(TokenGate):
+    """Gates and weights from Mamba-2's dt: g = dt A, w = max(dt, 0). softplus: is dt = softplus(x + dt_bias) for the x in
+    memory, instead of x + dt_bias?"""
 
     kind, weighted = "step", True
     softplus: bool = False
@@ -230,14 +231,14 @@ class BySteps(ByToken):
         return super().__str__() + ", softplus" * self.softplus
 
     @inlined
-    def rate_and_bias(self, gRate, gBias, head):
-        return tile_max(load(gRate, ROWS, (head, 0))), tile_max(load(gBias, ROWS, (head, 0)))
+    def load_rate_and_bias(self, gA, gDtBias, head):
+        return tile_max(load(gA, COL_VEC, (head, 0))), tile_max(load(gDtBias, COL_VEC, (head, 0)))
 
     @inlined
-    def summed(self, g, rate, bias, left):
+    def compute_cumsum(self, g, rate, bias, remaining):
         dt = g + bias
         if self.softplus:
             dt = softplus(dt)
-        dt = where(less(dt, 0.0), 0.0, where(less(col_index(ALONG), float32(left)), dt, 0.0))
-        b = cumsum(floored(dt * rate) * LOG2_E)
+        dt = where(less(dt, 0.0), 0.0, where(less(col_index(ROW_VEC), float32(remaining)), dt, 0.0))
+        b = cumsum(clamp_gates(dt * rate) * LOG2_E)
         return b, b - log2(dt)

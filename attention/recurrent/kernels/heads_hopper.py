@@ -1,17 +1,17 @@
 """Mamba-2 for Hopper where heads share queries and keys, chunk by chunk.
 
-    S_t = exp(g_t) S_(t-1) + w_t k_t^T v_t        o_t = q_t S_t        g_t and w_t of each head, q_t and k_t of all
+    S_t = exp(g_t) S_(t-1) + w_t k_t^T v_t        o_t = q_t S_t        heads share q_t and k_t, but not g_t and w_t
 
-Seen from where a chunk begins, nothing decays: with b the running sum of its gates, in powers of 2,
+The decays are taken out of the chunk: with b the cumulative sum of its gates, in powers of 2,
 
     V' = exp2(-b) w V        O = exp2(b) (Q S + tril(Q K^T) V')        S = exp2(b_last) (S + K^T V')
 
-tril(Q K^T) is then the same for all heads. One warpgroup, the weigher, makes it (and sums up the gates, each warp those of a
-chunk and head), while consumers, of 64 value columns of a head each, carry the state through the chunk that is ready,
-transposed, 64 x Dk. They have the three products in flight at once.
+so that the intra-chunk scores P = tril(Q K^T) are the same for all heads. One warpgroup, the scorer, computes them, and b, each
+of its warps that of a chunk and head. Consumers, of 64 value columns of a head each, update the state with the chunk that is
+ready; they hold it transposed, 64 x Dk, and have three products in flight at once.
 
-A strong chunk decays by more than numbers can hold. There a consumer weighs the scores itself, as chunk_hopper.py does; no
-exponent is then positive.
+A chunk is strong if it decays by more than numbers can hold. A consumer then decays the scores of its head itself, as
+chunk_hopper.py does; no exponent is positive.
 """
 
 import functools
@@ -26,33 +26,33 @@ from ops import divmod, exp2, last_element, load, silu, store, subtile, tile_min
 from tiles import bf16, dtype, fp32, ring, rt, shared, st, sv
 from tiles.arguments import ENDS, INT, array, tiled
 
-from .gates import ALONG, DOWN, ROWS, BySteps
-from .results import Outputs
-from .tokens import CHUNK, COLUMNS, Sequences, assigned
+from .gates import CHUNK_COL_VEC, COL_VEC, ROW_VEC, Mamba2Gate
+from .results import ScanOutputs
+from .tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 from .transposed_state import TransposedState
 
 CONSUMERS = 2
-REGISTERS = 24, 72, 208  # a thread of the producer, the weigher and a consumer
+REGISTERS = 24, 72, 208  # a thread of the producer, the scorer and a consumer
 KEY_DIMS = 64, 128  # as padded
-AHEAD = 2  # chunks that the weigher may be ahead
-VECTORS = 8  # chunks whose gates are kept
-LEAST = 2.0**-90  # a chunk that decays by less is strong
+AHEAD = 2  # chunks by which the scorer may be ahead of consumers
+VECTORS = 8  # chunks whose gates are in shared memory
+MIN_DECAY = 2.0**-90  # a chunk that decays by less is strong
 
 
 @dataclass(frozen=True)
 class Config:
-    """A kernel's configuration. key_dim: the channels of keys, padded. gate: the kind of gates. result: what a pass computes.
-    varlen: do the sequences follow one another in a single batch?"""
+    """A kernel's configuration. key_dim: the channels of keys, padded. gate: Mamba-2's gates. result: what of D and z there is.
+    varlen: are sequences packed (cu_seqlens)?"""
 
     key_dim: int
     dtype: dtype
-    gate: BySteps
-    result: Outputs
+    gate: Mamba2Gate
+    result: ScanOutputs
     varlen: bool = False
 
     @property
     def threads(self):
-        """Threads of a block: the consumers, the weigher, the producer."""
+        """The threads of a block, those of the consumers, the scorer and the producer."""
         return warpgroup.THREADS * (CONSUMERS + 2)
 
     @property
@@ -67,7 +67,7 @@ class Config:
 
     @property
     def stages(self):
-        """Chunks in flight."""
+        """The number of chunks in flight, as shared memory allows."""
         return 2 if self.result.silu else 3
 
     def __str__(self):
@@ -75,18 +75,18 @@ class Config:
         return ", ".join(filter(None, (f"Dk {self.key_dim} {self.dtype}", *kinds)))
 
 
-def serves(form, columns: int) -> bool:
-    """Can this kernel do the work? form: the chunk_hopper.Config that would do it otherwise. columns: how many blocks of 64
-    value columns, of all heads together, share a key head."""
-    fits = isinstance(form.gate, BySteps) and form.dtype is bf16 and form.key_dim in KEY_DIMS
-    return fits and isinstance(form.result, Outputs) and columns % CONSUMERS == 0
+def supports(config, column_blocks: int) -> bool:
+    """Can this kernel take the place of chunk_hopper.py's with that configuration? column_blocks: how many blocks of 64 value
+    columns, of all heads together, share a key head."""
+    fits = isinstance(config.gate, Mamba2Gate) and config.dtype is bf16 and config.key_dim in KEY_DIMS
+    return fits and isinstance(config.result, ScanOutputs) and column_blocks % CONSUMERS == 0
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
     """The configurations; without `everything` those of the plainest result only."""
     if arch == "sm_90a":
-        full = BySteps(softplus=True), Outputs(skip=True, silu=True)
-        for key_dim, form, varlen in itertools.product(KEY_DIMS, ((BySteps(), Outputs()), full), (False, True)):
+        full = Mamba2Gate(softplus=True), ScanOutputs(skip=True, silu=True)
+        for key_dim, form, varlen in itertools.product(KEY_DIMS, ((Mamba2Gate(), ScanOutputs()), full), (False, True)):
             if everything or (form is not full and not varlen):
                 yield Config(key_dim, bf16, *form, varlen)
 
@@ -94,13 +94,14 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    WEIGHER, PRODUCER, WARPS, (keep, weighs, claim) = CONSUMERS, CONSUMERS + 1, warpgroup.WARPGROUP, REGISTERS
+    SCORER, PRODUCER, WARPS = CONSUMERS, CONSUMERS + 1, warpgroup.WARPGROUP
+    producer_registers, scorer_registers, consumer_registers = REGISTERS
     INPUT, STATE, STAGES, gate, result = config.dtype, rt(16, config.key_dim, fp32), config.stages, config.gate, config.result
-    ROUND, GROUPS, WEIGHTS = WARPS // CONSUMERS, CONSUMERS + 1, rt(16, CHUNK, INPUT)
+    CHUNKS_AT_ONCE, GROUPS, SCORES_TILE = WARPS // CONSUMERS, CONSUMERS + 1, rt(16, CHUNK, INPUT)
     readers = CONSUMERS * WARPS
-    sequences = Sequences(config.varlen)
-    state = TransposedState(config.key_dim, INPUT, sequences)
-    KEYS_OF_TMA, VALUES_OF_TMA = tiled(config.key, unit=1), tiled(config.value, unit=1)
+    seq_layout = SequenceLayout(config.varlen)
+    state = TransposedState(config.key_dim, INPUT, seq_layout)
+    TMA_KEYS, TMA_VALUES = tiled(config.key, unit=1), tiled(config.value, unit=1)
     keys = ring(config.key, STAGES, readers + WARPS)
     values = ring(config.value, STAGES * CONSUMERS, WARPS)
     vectors = ring(sv(CHUNK, fp32), VECTORS * CONSUMERS, WARPS, writers=1)
@@ -112,113 +113,115 @@ def make(config: Config):
         p=ring(st(CHUNK, CHUNK, INPUT), AHEAD, readers, writers=WARPS),
         b=vectors,
         a=vectors,
-        since=vectors,
-        factor=vectors,
+        exp_b=vectors,
+        v_factor=vectors,
         out=st(CHUNK * CONSUMERS, COLUMNS, INPUT),
     )
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def scan(
-        gQ: KEYS_OF_TMA, gK: KEYS_OF_TMA, gV: VALUES_OF_TMA, gZ: VALUES_OF_TMA, gGates: array(3), gRate: array(2),
-        gBias: array(2), gSkip: array(2), gO: sequences.output(config.value), gStart: array(4), gState: array(4), gEnds: ENDS,
-        length: INT, blocks: INT, heads: INT, group: INT, width: INT,
+        gQ: TMA_KEYS, gK: TMA_KEYS, gV: TMA_VALUES, gZ: TMA_VALUES, gGates: array(3), gA: array(2), gDtBias: array(2),
+        gD: array(2), gO: seq_layout.output_argument(config.value), gInitialState: array(4), gFinalState: array(4),
+        gCuSeqlens: ENDS, length: INT, blocks: INT, heads: INT, group: INT, width: INT,
     ):  # fmt: skip
         """The outputs and the state after each sequence. `group` value heads share a key head; each is `width` blocks of 64
         columns wide, and together they have `blocks` thread blocks."""
-        q, k, v, z, p, b, a, since, factor, staged = smem.open()
-        me = warpgroup.id()
-        block, _, key_head, sequence = assigned(cuda.blockIdx.x, blocks, 1, heads)
-        span = sequences.span(gEnds, sequence, length)
-        n = span.chunks()
-        if me == PRODUCER:
-            warpgroup.release_registers(keep)
+        q, k, v, z, p, b, a, exp_b, v_factor, out_tiles = smem.open()
+        wg = warpgroup.id()
+        block, _, key_head, sequence = block_coord(cuda.blockIdx.x, blocks, 1, heads)
+        seq = seq_layout.sequence_tokens(gCuSeqlens, sequence, length)
+        n = seq.num_chunks()
+        if wg == PRODUCER:
+            warpgroup.release_registers(producer_registers)
             if warpgroup.rank() == 0:
                 for j in range(n):
-                    token = span.token(j)
-                    k.fill(j, gK, (span.batch, token, key_head))
-                    q.fill(j, gQ, (span.batch, token, key_head))
+                    token = seq.chunk_start(j)
+                    k.fill(j, gK, (seq.batch, token, key_head))
+                    q.fill(j, gQ, (seq.batch, token, key_head))
                     for c in range(CONSUMERS):
-                        shared_by, column = divmod(CONSUMERS * block + c, width)
-                        result.fill(v, z, CONSUMERS * j + c, gV, gZ, (span.batch, token, key_head * group + shared_by, column))
-        elif me == WEIGHER:
-            warpgroup.release_registers(weighs)
-            ahead, c = divmod(warpgroup.rank(), CONSUMERS)  # of whose gates this warp sums up
-            shared_by, _ = divmod(CONSUMERS * block + c, width)
-            head, steps = key_head * group + shared_by, truncate(gGates, 1, span.end)
-            rate, bias = gate.rate_and_bias(gRate, gBias, head)
-            g = load(steps, DOWN, (span.batch, span.token(ahead), head), cols=1)
-            for j in range(-ROUND, n):  # chunks to come are summed up, chunk j is weighed
-                if j % ROUND == 0:
-                    chunk = int32(j + ROUND + ahead)
-                    mine = CONSUMERS * chunk + c
+                        group_head, column = divmod(CONSUMERS * block + c, width)
+                        result.fill_values(
+                            v, z, CONSUMERS * j + c, gV, gZ, (seq.batch, token, key_head * group + group_head, column)
+                        )
+        elif wg == SCORER:
+            warpgroup.release_registers(scorer_registers)
+            ahead, c = divmod(warpgroup.rank(), CONSUMERS)  # of the chunk whose b this warp computes
+            group_head, _ = divmod(CONSUMERS * block + c, width)
+            head, dts = key_head * group + group_head, truncate(gGates, 1, seq.end)
+            rate, bias = gate.load_rate_and_bias(gA, gDtBias, head)
+            g = load(dts, CHUNK_COL_VEC, (seq.batch, seq.chunk_start(ahead), head), cols=1)
+            for j in range(-CHUNKS_AT_ONCE, n):  # computes b of later chunks, and P of chunk j
+                if j % CHUNKS_AT_ONCE == 0:
+                    chunk = int32(j + CHUNKS_AT_ONCE + ahead)
+                    slot = CONSUMERS * chunk + c
                     if chunk < n:
-                        sums, minus = gate.summed(transpose(g), rate, bias, span.left(chunk))
-                        total = tile_min(sums)
-                        store(b.claim(mine), sums)
-                        b.publish(mine)
-                        store(a.claim(mine), minus)
-                        a.publish(mine)
-                        store(since.claim(mine), exp2(sums))
-                        since.publish(mine)
-                        store(factor.claim(mine), exp2((total if exp2(total) < LEAST else 0.0) - minus))
-                        factor.publish(mine)
-                    g = load(steps, DOWN, (span.batch, span.token(chunk + ROUND), head), cols=1)
+                        b_chunk, a_chunk = gate.compute_cumsum(transpose(g), rate, bias, seq.remaining(chunk))
+                        b_last = tile_min(b_chunk)
+                        store(b.claim(slot), b_chunk)
+                        b.publish(slot)
+                        store(a.claim(slot), a_chunk)
+                        a.publish(slot)
+                        store(exp_b.claim(slot), exp2(b_chunk))
+                        exp_b.publish(slot)
+                        store(v_factor.claim(slot), exp2((b_last if exp2(b_last) < MIN_DECAY else 0.0) - a_chunk))
+                        v_factor.publish(slot)
+                    g = load(dts, CHUNK_COL_VEC, (seq.batch, seq.chunk_start(chunk + CHUNKS_AT_ONCE), head), cols=1)
                 if j >= 0:
                     keys = k.wait(j)
-                    sequences.clear(keys, span.left(j), GROUPS)
+                    seq_layout.zero_other_rows(keys, seq.remaining(j), GROUPS)
                     s = warpgroup.wait(warpgroup.mm_ABt(q.wait(j), keys))
                     k.release(j)
                     q.release(j)
                     warpgroup.store(p.claim(j), warpgroup.causal(s, 0, 0.0))
                     p.publish(j)
         else:
-            warpgroup.claim_registers(claim)
-            shared_by, column = divmod(CONSUMERS * block + me, width)
-            head, row, out = int32(key_head * group + shared_by), int32(COLUMNS * column), subtile(staged, CHUNK, me)
-            s_t = warpgroup.load(gStart, STATE, (sequence, head, row, 0), aligned=False)
-            d = warpgroup.load(gSkip, ROWS, (head, row))
+            warpgroup.claim_registers(consumer_registers)
+            group_head, column = divmod(CONSUMERS * block + wg, width)
+            head, row, out = int32(key_head * group + group_head), int32(COLUMNS * column), subtile(out_tiles, CHUNK, wg)
+            s_t = warpgroup.load(gInitialState, STATE, (sequence, head, row, 0), aligned=False)
+            d = warpgroup.load(gD, COL_VEC, (head, row))
             for j in range(n):
-                mine = CONSUMERS * j + me
+                slot = CONSUMERS * j + wg
                 keys, queries = k.wait(j), q.wait(j)
-                sequences.clear(keys, span.left(j), GROUPS)
-                given = v.wait(mine)
-                values = sequences.without_others(warpgroup.load_transposed(given, state.values), span.left(j))
-                before, added = since.wait(mine), factor.wait(mine)
-                sums, minus = b.wait(mine), a.wait(mine)
+                seq_layout.zero_other_rows(keys, seq.remaining(j), GROUPS)
+                v_tile = v.wait(slot)
+                values = seq_layout.zero_other_columns(warpgroup.load_transposed(v_tile, state.values), seq.remaining(j))
+                exp_b_chunk, factors = exp_b.wait(slot), v_factor.wait(slot)
+                b_chunk, a_chunk = b.wait(slot), a.wait(slot)
                 o = warpgroup.mm_ABt(INPUT(s_t), queries)
-                v_t = INPUT(fp32(values) * load(added, ALONG))
-                weights, last = p.wait(j), last_element(before)
-                if last < LEAST:
-                    o = warpgroup.wait(o) * load(before, ALONG)
-                    s = fp32(warpgroup.load(weights, WEIGHTS))
-                    s = warpgroup.causal(gate.scores(s, warpgroup.load(sums, ROWS), load(minus, ALONG)), 0, 0.0)
+                v_t = INPUT(fp32(values) * load(factors, ROW_VEC))
+                p_tile, decay = p.wait(j), last_element(exp_b_chunk)
+                if decay < MIN_DECAY:
+                    o = warpgroup.wait(o) * load(exp_b_chunk, ROW_VEC)
+                    s = fp32(warpgroup.load(p_tile, SCORES_TILE))
+                    s = warpgroup.causal(gate.decay_scores(s, warpgroup.load(b_chunk, COL_VEC), load(a_chunk, ROW_VEC)), 0, 0.0)
                     warpgroup.store_wait()
                     warpgroup.sync()
                     warpgroup.store(out, s)
                     warpgroup.sync()
                     o = warpgroup.wait(warpgroup.mma_ABt(o, values, out))
-                    s_t = warpgroup.wait(warpgroup.mma_AB(s_t * last, v_t, keys))
+                    s_t = warpgroup.wait(warpgroup.mma_AB(s_t * decay, v_t, keys))
                 else:
-                    o = warpgroup.mma_ABt(o, v_t, weights)
+                    o = warpgroup.mma_ABt(o, v_t, p_tile)
                     s_t = warpgroup.mma_AB(s_t, v_t, keys)
-                    o = warpgroup.wait(o, newer=1) * load(before, ALONG)
-                    s_t = warpgroup.wait(s_t) * last
+                    o = warpgroup.wait(o, newer=1) * load(exp_b_chunk, ROW_VEC)
+                    s_t = warpgroup.wait(s_t) * decay
                 q.release(j)
                 k.release(j)
                 p.release(j)
-                since.release(mine)
-                factor.release(mine)
-                b.release(mine)
-                a.release(mine)
+                exp_b.release(slot)
+                v_factor.release(slot)
+                b.release(slot)
+                a.release(slot)
                 if result.skip:
-                    o = o + fp32(warpgroup.load_transposed(given, state.values)) * d
-                v.release(mine)
+                    o = o + fp32(warpgroup.load_transposed(v_tile, state.values)) * d
+                v.release(slot)
                 if result.silu:
-                    o = o * silu(fp32(warpgroup.load_transposed(z.wait(mine), state.values)))
-                    z.release(mine)
-                state.store(gO, out, o, span, span.token(j), head, column)
+                    o = o * silu(fp32(warpgroup.load_transposed(z.wait(slot), state.values)))
+                    z.release(slot)
+                state.store_output(gO, out, o, seq, seq.chunk_start(j), head, column)
             warpgroup.store_wait()
-            warpgroup.store(gState, s_t, (sequence, head, row, 0), aligned=False)
-            sequences.store_nobodys(gO, gEnds, sequence, length, head, column)
+            warpgroup.store(gFinalState, s_t, (sequence, head, row, 0), aligned=False)
+            seq_layout.zero_padding(gO, gCuSeqlens, sequence, length, head, column)
 
     return scan, smem

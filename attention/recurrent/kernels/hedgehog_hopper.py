@@ -5,10 +5,11 @@ to all that are older, under one divisor, for Hopper. With blocks of 64 tokens,
     w_ij = alpha f(q_i M_q) . f(k_j M_k)              j in older blocks;  f(x) = max([softmax(x), softmax(-x)], 1e-6)
     o_i  = sum_j w_ij v_j / (sum_j w_ij + 1e-6)
 
-A block walks one head's chunks of 64 tokens, all columns of the values, with four warpgroups. One loads; one makes the weights
-of the window; one makes the features; one multiplies them by the values and by the state S = sum f(k)^T v over older blocks:
+A thread block scans the chunks of 64 tokens of one head, for all columns of the values, with four warpgroups. One loads; one
+computes the weights of the window; one computes the features; one multiplies these by the values and by the state
+S = sum f(k)^T v over older blocks:
 
-    O   = W_far V_old + W_near V + f(Q) S        S comes from shared memory, rounded
+    O   = W_far V_old + W_near V + f(Q) S        S is read from shared memory, rounded
     S^T = S^T + V_old^T f(K_old)                 in registers, transposed: 128 x 128
 """
 
@@ -25,20 +26,19 @@ from ops import divmod, exp2, hstack, load, maximum, right_fill, row_max, row_mi
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, sv
 from tiles.arguments import ENDS, FLOAT, INT, array, tiled
 
-from .tokens import CHUNK, COLUMNS, Sequences
+from .tokens import CHUNK, COLUMNS, SequenceLayout
 
 HEAD = 128  # columns of queries, keys and values
 HALF = 64  # columns of a map: half of the features
-WINDOW, FEATURES, SUMS, LOADER = range(4)  # the warpgroups
+WINDOW, FEATURES, OUTPUT, LOADER = range(4)  # the indices of the warpgroups
 THREADS = 4 * warpgroup.THREADS
-REGISTERS = 24, 136, 224  # a thread's, of LOADER, FEATURES and SUMS; all start with 128, and WINDOW keeps them
+REGISTERS = 24, 136, 224  # of a thread of LOADER, FEATURES and OUTPUT; all start with 128, and WINDOW keeps these
 FLOOR, LOG2_E = 1e-6, math.log2(math.e)
 
 
 @dataclass(frozen=True)
 class Config:
-    """A kernel's configuration. dtype: of q, k, v, the maps and out. varlen: do the sequences follow one another in a single
-    batch?"""
+    """A kernel's configuration. dtype: of q, k, v, the maps and out. varlen: are sequences packed (cu_seqlens)?"""
 
     dtype: dtype
     varlen: bool = False
@@ -67,18 +67,18 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    INPUT, WARPS, sequences = config.dtype, warpgroup.WARPGROUP, Sequences(config.varlen)
+    INPUT, WARPS, seq_layout = config.dtype, warpgroup.WARPGROUP, SequenceLayout(config.varlen)
     QUERY, STATE, O, TRANSPOSED = rt(16, HEAD, INPUT), rt(16, 2 * HALF, fp32), rt(16, HEAD, fp32), rt(16, CHUNK, INPUT)
     ROWS, MAP = tiled(config.rows, unit=1), tiled(config.map, 3, 1, 2)
-    Z, (FEW, MORE, MOST) = rt(16, HALF, fp32).row_vec, REGISTERS
+    Z, (loader_registers, features_registers, output_registers) = rt(16, HALF, fp32).row_vec, REGISTERS
     smem = shared(
         q=ring(config.rows, 1, readers=2 * WARPS),
         k=ring(config.rows, 3, readers=2 * WARPS),
         v=ring(config.rows, 3),
         maps=ring(config.map, 2),
         window=ring(st(CHUNK, CHUNK, INPUT), 2, writers=WARPS),
-        of_q=ring(st(CHUNK, 2 * HALF, INPUT), 1, writers=WARPS),
-        of_k=ring(st(CHUNK, 2 * HALF, INPUT), 1, writers=WARPS),
+        q_features=ring(st(CHUNK, 2 * HALF, INPUT), 1, writers=WARPS),
+        k_features=ring(st(CHUNK, 2 * HALF, INPUT), 1, writers=WARPS),
         state=st(HEAD, 2 * HALF, INPUT),
         near_sum=ring(sv(CHUNK, fp32), 1, writers=WARPS),
         far_sum=ring(sv(CHUNK, fp32), 1, writers=WARPS),
@@ -88,45 +88,45 @@ def make(config: Config):
 
     @inlined
     def features(x, weight):
-        """weight * f(x), as its two halves. x: the product with the map."""
+        """The two halves of weight * f(x). x: the product of queries or keys with the map."""
         x = x * LOG2_E
         up, down = exp2(x - row_max(x)), exp2(row_min(x) - x)
-        over, under = row_sum(up), row_sum(down)
-        return maximum(up, over * FLOOR) * (weight / over), maximum(down, under * FLOOR) * (weight / under)
+        up_sum, down_sum = row_sum(up), row_sum(down)
+        return maximum(up, up_sum * FLOOR) * (weight / up_sum), maximum(down, down_sum * FLOOR) * (weight / down_sum)
 
     @inlined
-    def put(ring, j, tile):
-        """Put the warpgroup's tile into the j-th slot of a ring."""
+    def write_slot(ring, j, tile):
+        """Write the warpgroup's tile to the j-th slot of a ring."""
         warpgroup.store(ring.claim(j), tile)
         ring.publish(j)
 
     @inlined
-    def own_sums(tile, half):
-        """The sums over the rows of a tile, for one half of its columns. Each warp has those of 16 columns."""
+    def feature_sums(tile, half):
+        """The sums of a tile's columns, in one half of it. Each warp has those of 16 columns."""
         return row_sum(fp32(warpgroup.load_transposed(subtile(tile, CHUNK, 0, HALF, half), TRANSPOSED)))
 
     @cuda.jit(launch_bounds=(THREADS, 1), fastmath=True)
     def attend(
         gQ: ROWS, gK: ROWS, gV: ROWS, gQMap: MAP, gKMap: MAP, gAlphas: array(1), gBetas: array(1), gO: array(4, INPUT),
-        gEnds: ENDS, length: INT, heads: INT, group: INT, scale: FLOAT,
+        gCuSeqlens: ENDS, length: INT, heads: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
-        """The outputs of one of the heads of the values, of which `group` share a key head. scale: log2(e) / sqrt(D)."""
-        q, k, v, maps, window, of_q, of_k, state, near_sum, far_sum, z_up, z_down = smem.open()
+        """The outputs of one of the `heads`, of which `group` share a key head. scale: log2(e) / sqrt(D)."""
+        q, k, v, maps, window, q_features, k_features, state, near_sum, far_sum, z_up, z_down = smem.open()
         sequence, head = divmod(cuda.blockIdx.x, heads)
         key_head, _ = divmod(head, group)
-        span = sequences.span(gEnds, sequence, length)
-        n = span.chunks()
-        me = warpgroup.id()
-        if me == LOADER:
-            warpgroup.release_registers(FEW)
+        seq = seq_layout.sequence_tokens(gCuSeqlens, sequence, length)
+        n = seq.num_chunks()
+        wg = warpgroup.id()
+        if wg == LOADER:
+            warpgroup.release_registers(loader_registers)
             maps.fill(0, gQMap, (key_head, 0, 0))
             maps.fill(1, gKMap, (key_head, 0, 0))
             for j in range(n):
-                token = span.token(j)
-                q.fill(j, gQ, (span.batch, token, key_head))
-                k.fill(j, gK, (span.batch, token, key_head))
-                v.fill(j, gV, (span.batch, token, head))
-        elif me == WINDOW:
+                token = seq.chunk_start(j)
+                q.fill(j, gQ, (seq.batch, token, key_head))
+                k.fill(j, gK, (seq.batch, token, key_head))
+                v.fill(j, gV, (seq.batch, token, head))
+        elif wg == WINDOW:
             beta = gBetas[head]
             for j in range(n):
                 queries = warpgroup.load(q.wait(j), QUERY)
@@ -139,11 +139,11 @@ def make(config: Config):
                     k.release(j - 1)
                 top = row_max(near, row_max(far)) * scale
                 near, far = exp2(near * scale - top) * beta, exp2(far * scale - top) * beta
-                put(window, 2 * j, INPUT(far))
-                put(window, 2 * j + 1, INPUT(near))
-                put(near_sum, j, row_sum(near, row_sum(far)))
-        elif me == FEATURES:
-            warpgroup.claim_registers(MORE)
+                write_slot(window, 2 * j, INPUT(far))
+                write_slot(window, 2 * j + 1, INPUT(near))
+                write_slot(near_sum, j, row_sum(near, row_sum(far)))
+        elif wg == FEATURES:
+            warpgroup.claim_registers(features_registers)
             alpha, q_map, k_map = gAlphas[head], maps.wait(0), maps.wait(1)
             sums_up, sums_down = zeros(O.col_vec), zeros(O.col_vec)
             warpgroup.store(z_up, sums_up)
@@ -152,48 +152,48 @@ def make(config: Config):
                 queries = warpgroup.load(q.wait(j), QUERY)
                 q.release(j)
                 up, down = features(warpgroup.wait(warpgroup.mm_AB(queries, q_map)), alpha)
-                put(of_q, j, INPUT(hstack(up, down)))
+                write_slot(q_features, j, INPUT(hstack(up, down)))
                 warpgroup.sync()
-                put(far_sum, j, row_sum(up * load(z_up, Z) + down * load(z_down, Z)))
+                write_slot(far_sum, j, row_sum(up * load(z_up, Z) + down * load(z_down, Z)))
                 if j > 0:
                     up, down = features(warpgroup.wait(warpgroup.mm_AB(k.wait(j - 1), k_map)), 1.0)
                     k.release(j - 1)
-                    f = of_k.claim(j - 1)
+                    f = k_features.claim(j - 1)
                     warpgroup.store(f, INPUT(hstack(up, down)))
                     warpgroup.sync()
-                    sums_up, sums_down = sums_up + own_sums(f, 0), sums_down + own_sums(f, 1)
-                    of_k.publish(j - 1)
+                    sums_up, sums_down = sums_up + feature_sums(f, 0), sums_down + feature_sums(f, 1)
+                    k_features.publish(j - 1)
                     warpgroup.store(z_up, sums_up)
                     warpgroup.store(z_down, sums_down)
         else:
-            warpgroup.claim_registers(MOST)
-            left, right = zeros(STATE), zeros(STATE)
+            warpgroup.claim_registers(output_registers)
+            s_t_0, s_t_1 = zeros(STATE), zeros(STATE)
             for j in range(n):
-                warpgroup.store(subtile(state, CHUNK, 0), left)
-                warpgroup.store(subtile(state, CHUNK, 1), right)
+                warpgroup.store(subtile(state, CHUNK, 0), s_t_0)
+                warpgroup.store(subtile(state, CHUNK, 1), s_t_1)
                 warpgroup.sync()
-                values, old = v.wait(j), v.wait(max(j - 1, 0))
-                sequences.clear(values, span.left(j))
-                o = warpgroup.mm_AB(window.wait(2 * j), old)
+                values, old_values = v.wait(j), v.wait(max(j - 1, 0))
+                seq_layout.zero_other_rows(values, seq.remaining(j))
+                o = warpgroup.mm_AB(window.wait(2 * j), old_values)
                 o = warpgroup.mma_AB(o, window.wait(2 * j + 1), values)
-                o = warpgroup.mma_ABt(o, of_q.wait(j), state)
+                o = warpgroup.mma_ABt(o, q_features.wait(j), state)
                 if j > 0:
-                    f = of_k.wait(j - 1)
-                    left = warpgroup.mma_AtB(left, subtile(old, CHUNK, 0, HALF, 0), f)
-                    right = warpgroup.mma_AtB(right, subtile(old, CHUNK, 0, HALF, 1), f)
-                    left, right = warpgroup.wait(left), warpgroup.wait(right)
-                    of_k.release(j - 1)
+                    f = k_features.wait(j - 1)
+                    s_t_0 = warpgroup.mma_AtB(s_t_0, subtile(old_values, CHUNK, 0, HALF, 0), f)
+                    s_t_1 = warpgroup.mma_AtB(s_t_1, subtile(old_values, CHUNK, 0, HALF, 1), f)
+                    s_t_0, s_t_1 = warpgroup.wait(s_t_0), warpgroup.wait(s_t_1)
+                    k_features.release(j - 1)
                     v.release(j - 1)
                 o = warpgroup.wait(o)
                 window.release(2 * j)
                 window.release(2 * j + 1)
-                of_q.release(j)
+                q_features.release(j)
                 o = o / (warpgroup.load(near_sum.wait(j), O.col_vec) + warpgroup.load(far_sum.wait(j), O.col_vec) + FLOOR)
                 near_sum.release(j)
                 far_sum.release(j)
-                sequences.store_rows(gO, o, span, span.token(j), head, 0)
+                seq_layout.store_rows(gO, o, seq, seq.chunk_start(j), head, 0)
                 warpgroup.sync()
             for block in range(HEAD // COLUMNS):
-                sequences.store_nobodys(gO, gEnds, sequence, length, head, block)
+                seq_layout.zero_padding(gO, gCuSeqlens, sequence, length, head, block)
 
     return attend, smem

@@ -1,9 +1,8 @@
-"""What a sequence's segments by themselves do to a state under the delta rule, for Hopper, where every channel of a key decays
-by itself: kda_hopper.py without queries and outputs.
+"""How each segment of a sequence changes a state under the delta rule, for Hopper where every channel of a key decays by
+itself: kda_hopper.py without queries and outputs.
 
-A state begins as [0 | 1], and values are 0 in the columns that they have not (TMA brings zeros for these). So the pass gives
-[N | M], what a segment leaves of a state of 0, and the matrix that it multiplies one by: maps_hopper.py adds up these.
-"""
+A segment takes a state S to M S + N. The scan starts from [0 | I], where v is 0 in the columns of I (TMA writes zeros for
+these), and so ends with [N | M]. maps_hopper.py composes these."""
 
 import functools
 import itertools
@@ -18,15 +17,15 @@ from tiles import fp32, inlined, ring, rt, shared, st
 from tiles.arguments import ENDS, INT, array, tiled
 
 from . import decay_frame
-from .decay_frame import FLAG, NUMBER, TOKENS
+from .decay_frame import FLAG, FLAG_VEC, TOKEN_GROUP
 from .kda_hopper import KEY_DIMS, REGISTERS, STAGES
-from .tokens import CHUNK, COLUMNS, Sequences, assigned
+from .tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 
 SIZES = tuple(itertools.product(KEY_DIMS, REGISTERS))  # padded key dim, consumers
 
 
 class Config(decay_frame.Config):
-    """A kernel's configuration: see decay_frame.py. consumers: each has 64 columns of a state."""
+    """A kernel's configuration: that of decay_frame.py. consumers: warpgroups that have 64 columns of a state each."""
 
     def __str__(self):
         return f"states, {super().__str__()}"
@@ -34,116 +33,117 @@ class Config(decay_frame.Config):
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
     """The configurations. Without `everything`, varlen ones come in one size only, and fp16 is left out."""
-    return decay_frame.space(Config, SIZES, arch, everything)
+    return decay_frame.channel_space(Config, SIZES, arch, everything)
 
 
-class Frame(decay_frame.Frame):
-    """The frame without queries."""
+class KdaStatesDecay(decay_frame.ChannelDecay):
+    """The decays of a chunk without queries: k* and k' only."""
 
     @inlined
-    def change_keys(self, keys, decayed, sums, ends, factor, flag, warp, strong):
-        """See `change`: write k* over k, and k' to `decayed`."""
-        start, finish = ends * (0.0 if strong else 0.5), ends * (1.0 if strong else 0.5)
-        for i in range(CHUNK // TOKENS):
-            b, key = load(self.some(sums, i, warp), self.few), load(self.some(keys, i, warp), self.few)
+    def factor_key_decays(self, keys, decayed_keys, sums, b_last, state_decay, flag, warp, strong):
+        """Overwrite k by k* and write k' to `decayed_keys`; everything else is as in factor_decays."""
+        r_query, r_key = b_last * (0.0 if strong else 0.5), b_last * (1.0 if strong else 0.5)
+        for i in range(CHUNK // TOKEN_GROUP):
+            b = load(self.group_part(sums, i, warp), self.group_tile)
+            key = load(self.group_part(keys, i, warp), self.group_tile)
             b = b * decay_frame.LOG2_E
-            store(self.some(decayed, i, warp), key * exp2(b - start))
-            store(self.some(keys, i, warp), key * exp2(finish - b))
-        store(subtile(factor, self.share.cols, warp), exp2(finish))
+            store(self.group_part(decayed_keys, i, warp), key * exp2(b - r_query))
+            store(self.group_part(keys, i, warp), key * exp2(r_key - b))
+        store(subtile(state_decay, self.warp_tile.cols, warp), exp2(r_key))
         if warp == 0:
-            store(flag, zeros(NUMBER) + (1.0 if strong else 0.0))
+            store(flag, zeros(FLAG_VEC) + (1.0 if strong else 0.0))
 
 
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     CONSUMERS, INPUT, IN_PLACE, KEY_DIM = config.consumers, config.dtype, config.gates is fp32, config.key_dim
-    PREPARER, (prepare, claim), CLAIMS = CONSUMERS, REGISTERS[CONSUMERS], CONSUMERS > 1
+    PREPARER, (preparer_registers, consumer_registers), CLAIMS = CONSUMERS, REGISTERS[CONSUMERS], CONSUMERS > 1
     STATE, SCORES = rt(16, KEY_DIM, fp32), rt(16, CHUNK, fp32)
-    ROWS, WARPS, VALUES = SCORES.col_vec, warpgroup.WARPGROUP, rt(16, CHUNK, INPUT)
+    COL_VEC, WARPS, VALUES = SCORES.col_vec, warpgroup.WARPGROUP, rt(16, CHUNK, INPUT)
     readers = CONSUMERS * WARPS
     smem = shared(
         k=ring(config.key, STAGES, readers + WARPS),
-        kept=ring(config.key, STAGES, readers + WARPS, writers=WARPS),
+        k_decayed=ring(config.key, STAGES, readers + WARPS, writers=WARPS),
         g=ring(config.gate, 1, WARPS),
         v=ring(config.value, STAGES * CONSUMERS, WARPS),
         t=ring(st(CHUNK, CHUNK, INPUT), STAGES, readers, writers=WARPS),
-        factor=ring(config.factor, STAGES, readers, writers=WARPS),
+        state_decay=ring(config.state_decay, STAGES, readers, writers=WARPS),
         flag=ring(FLAG, STAGES, readers, writers=WARPS),
         high=TRIANGLE,
         low=TRIANGLE,
-        totals=config.sums,
+        gate_sums=config.gate_sums,
     )
-    sequences, frame = Sequences(config.varlen), Frame(KEY_DIM, INPUT, CONSUMERS, SCORES)
+    seq_layout, decay = SequenceLayout(config.varlen), KdaStatesDecay(KEY_DIM, INPUT, CONSUMERS, SCORES)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def scan(
         gK: tiled(config.key, unit=1), gV: tiled(config.value, unit=1), gBeta: array(3), gGates: tiled(config.gate, unit=1),
-        gState: array(4), gEnds: ENDS, length: INT, blocks: INT, segments: INT, walked: INT, heads: INT, group: INT,
+        gFinalState: array(4), gCuSeqlens: ENDS, length: INT, blocks: INT, segments: INT, scanned: INT, heads: INT, group: INT,
         values: INT,
     ):  # fmt: skip
-        """[N | M] (maps_hopper.py) of each of `walked` of the `segments` of a sequence. values: how many columns have values,
-        those of N. `group` value heads share a key head; each is `blocks` blocks of columns wide."""
-        k, kept, g, v, t, factor, flag, high, low, totals = smem.open()
-        me = warpgroup.id()
-        block, segment, head, sequence = assigned(cuda.blockIdx.x, blocks, walked, heads * group)
-        span = sequences.segment(gEnds, sequence, length, segment, segments)
-        n = span.chunks()
-        if me == PREPARER:
+        """[N | M] of each of the first `scanned` of the `segments` of a sequence. values: the number of columns of v and N.
+        `group` value heads share a key head; each is `blocks` blocks of columns wide."""
+        k, k_decayed, g, v, t, state_decay, flag, high, low, gate_sums = smem.open()
+        wg = warpgroup.id()
+        block, segment, head, sequence = block_coord(cuda.blockIdx.x, blocks, scanned, heads * group)
+        seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, segment, segments)
+        n = seq.num_chunks()
+        if wg == PREPARER:
             if CLAIMS:
-                warpgroup.release_registers(prepare)
-            betas, (key_head, _) = truncate(gBeta, 1, span.end), divmod(head, group)
+                warpgroup.release_registers(preparer_registers)
+            betas, (key_head, _) = truncate(gBeta, 1, seq.end), divmod(head, group)
             warp = int32(cuda.threadIdx.x // 32) - PREPARER * WARPS
             rings, arrays = (k, v, g), (gK, gV, gGates)
-            frame.fill_keys(rings, arrays, 0, n, span, head, key_head, block)
+            decay.fill_keys(rings, arrays, 0, n, seq, head, key_head, block)
             for j in range(n):
                 keys, gates = k.wait(j), g.wait(j)
-                sequences.clear(keys, span.left(j))
-                sequences.clear(gates, span.left(j))
-                beta = warpgroup.load(betas, ROWS, (span.batch, span.token(j), head), cols=1)
-                sums = gates if IN_PLACE else totals
-                ends, strong = frame.sum_up(sums, gates, warp)
+                seq_layout.zero_other_rows(keys, seq.remaining(j))
+                seq_layout.zero_other_rows(gates, seq.remaining(j))
+                beta = warpgroup.load(betas, COL_VEC, (seq.batch, seq.chunk_start(j), head), cols=1)
+                sums = gates if IN_PLACE else gate_sums
+                b_last, strong = decay.cumsum_gates(sums, gates, warp)
                 if strong:
-                    store_parts(high, low, frame.one_by_one(keys, keys, sums, 0))
+                    store_parts(high, low, decay.exact_scores(keys, keys, sums, 0))
                     warpgroup.sync()
-                decayed = kept.claim(j)
-                frame.change_keys(keys, decayed, sums, ends, factor.claim(j), flag.claim(j), warp, strong)
-                kept.publish(j)
-                factor.publish(j)
+                decayed_keys = k_decayed.claim(j)
+                decay.factor_key_decays(keys, decayed_keys, sums, b_last, state_decay.claim(j), flag.claim(j), warp, strong)
+                k_decayed.publish(j)
+                state_decay.publish(j)
                 flag.publish(j)
                 g.release(j)
                 warpgroup.sync()
-                frame.fill_keys(rings, arrays, j + 1, n, span, head, key_head, block)
+                decay.fill_keys(rings, arrays, j + 1, n, seq, head, key_head, block)
                 if strong:
                     a = warpgroup.load(high, SCORES) + warpgroup.load(low, SCORES)
                 else:
-                    a = warpgroup.wait(warpgroup.mm_ABt(decayed, keys))
-                kept.release(j)
+                    a = warpgroup.wait(warpgroup.mm_ABt(decayed_keys, keys))
+                k_decayed.release(j)
                 k.release(j)
                 x = inverse_transposed(a * beta, high, low)
                 warpgroup.store(t.claim(j), x * beta)
                 t.publish(j)
         else:
             if CLAIMS:
-                warpgroup.claim_registers(claim)
-            column = int32(COLUMNS * (CONSUMERS * block + me))
-            one = equal(warpgroup.row_index(ROWS) + float32(column - values), col_index(STATE))
-            s_t = where(one, 1.0, zeros(STATE))
+                warpgroup.claim_registers(consumer_registers)
+            column = int32(COLUMNS * (CONSUMERS * block + wg))
+            identity = equal(warpgroup.row_index(COL_VEC) + float32(column - values), col_index(STATE))
+            s_t = where(identity, 1.0, zeros(STATE))
             for j in range(n):
-                decayed, scale_by, strong = kept.wait(j), factor.wait(j), frame.is_strong(flag.wait(j))
-                s_t = frame.scaled(s_t, scale_by, not strong)
-                known = warpgroup.mm_ABt(INPUT(s_t), decayed)
-                own = fp32(warpgroup.load_transposed(v.wait(CONSUMERS * j + me), VALUES))
-                v.release(CONSUMERS * j + me)
-                u = sequences.without_others(own, span.left(j)) - warpgroup.wait(known)
-                kept.release(j)
+                decayed_keys, state_factor, strong = k_decayed.wait(j), state_decay.wait(j), decay.is_strong(flag.wait(j))
+                s_t = decay.decay_state(s_t, state_factor, not strong)
+                s_k = warpgroup.mm_ABt(INPUT(s_t), decayed_keys)
+                values_t = fp32(warpgroup.load_transposed(v.wait(CONSUMERS * j + wg), VALUES))
+                v.release(CONSUMERS * j + wg)
+                u = seq_layout.zero_other_columns(values_t, seq.remaining(j)) - warpgroup.wait(s_k)
+                k_decayed.release(j)
                 u = INPUT(warpgroup.wait(warpgroup.mm_AB(INPUT(u), t.wait(j))))
                 t.release(j)
-                s_t = warpgroup.wait(warpgroup.mma_AB(frame.scaled(s_t, scale_by, strong), u, k.wait(j)))
+                s_t = warpgroup.wait(warpgroup.mma_AB(decay.decay_state(s_t, state_factor, strong), u, k.wait(j)))
                 k.release(j)
-                s_t = frame.scaled(s_t, scale_by, not strong)
-                factor.release(j)
+                s_t = decay.decay_state(s_t, state_factor, not strong)
+                state_decay.release(j)
                 flag.release(j)
-            warpgroup.store(gState, s_t, (sequence * walked + segment, head, 0, column), 3, 2)
+            warpgroup.store(gFinalState, s_t, (sequence * scanned + segment, head, 0, column), 3, 2)
 
     return scan, smem

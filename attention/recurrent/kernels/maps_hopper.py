@@ -2,9 +2,9 @@
 
     S_0 = the sequence's first        S_(p+1) = M_p S_p + N_p
 
-[N_p | M_p] is what a segment makes of a state [0 | 1]: what it leaves of a state of 0, and the matrix that it multiplies one by
-(delta_states_hopper.py). Loaders, a warpgroup for 64 rows each, part the next matrix into bf16 high and low; another warpgroup
-carries on the transpose of 64 columns of the state, parted as well: three products of four are fp32's to some 16 bits.
+[N_p | M_p] is the state after segment p from a state [0 | I] (delta_states_hopper.py, kda_states_hopper.py). Loaders, a
+warpgroup for 64 rows each, split the next matrix M into bf16 high and low parts. Another warpgroup, the composer, keeps the
+transpose of 64 columns of the state and splits it too; three of the four products of the parts give some 16 bits of precision.
 """
 
 import functools
@@ -22,8 +22,8 @@ from .tokens import COLUMNS
 
 KEY_DIMS = 64, 128  # as padded
 STAGES = 2  # matrices in flight
-ROWS = 64  # of a matrix, that a loader has
-REGISTERS = 104, 240  # a thread of two loaders, and of the warpgroup beside them
+LOADER_ROWS = 64  # rows of a matrix that a loader has
+REGISTERS = 104, 240  # of a thread of two loaders, of the composer
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,12 @@ class Config:
 
     @property
     def loaders(self):
-        """The warpgroups that load a matrix."""
-        return self.key_dim // ROWS
+        """The number of warpgroups that load a matrix."""
+        return self.key_dim // LOADER_ROWS
 
     @property
     def threads(self):
-        """Threads of a block."""
+        """The threads of a block, those of the composer and the loaders."""
         return warpgroup.THREADS * (1 + self.loaders)
 
     def __str__(self):
@@ -47,7 +47,7 @@ class Config:
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
-    """The legal configurations."""
+    """The configurations, one for each padded key dim."""
     if arch == "sm_90a":
         yield from map(Config, KEY_DIMS)
 
@@ -56,49 +56,50 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     KEY_DIM, STATE, WARPS = config.key_dim, rt(16, config.key_dim, fp32), warpgroup.WARPGROUP
-    (loads, claim), CLAIMS = REGISTERS, config.loaders > 1
+    (loader_registers, composer_registers), CLAIMS = REGISTERS, config.loaders > 1
     matrices = ring(st(KEY_DIM, KEY_DIM, bf16), STAGES, WARPS, writers=WARPS * config.loaders)
     smem = shared(high=matrices, low=matrices)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def carry_on(
-        gLeft: array(4), gStart: array(4), gStarts: array(4), blocks: INT, segments: INT, heads: INT, values: INT,
+        gTransitions: array(4), gInitialState: array(4), gSegmentStates: array(4), blocks: INT, segments: INT, heads: INT,
+        values: INT,
     ):  # fmt: skip
-        """The states before the `segments` of a head, for one of `blocks` blocks of columns. values: how many columns a state
-        has."""
+        """The states before the `segments` of a head, for one of `blocks` blocks of columns. values: the number of columns of a
+        state, and of N."""
         high, low = smem.open()
-        pair, block = divmod(cuda.blockIdx.x, blocks)
-        sequence, head = divmod(pair, heads)
-        before, first, last = int32(sequence * segments), int32(sequence * (segments - 1)), int32(segments - 1)
+        batch_head, block = divmod(cuda.blockIdx.x, blocks)
+        sequence, head = divmod(batch_head, heads)
+        first_state, first_transition, last = int32(sequence * segments), int32(sequence * (segments - 1)), int32(segments - 1)
         column = int32(COLUMNS * block)
-        me = warpgroup.id()
-        if me > 0:
+        wg = warpgroup.id()
+        if wg > 0:
             if CLAIMS:
-                warpgroup.release_registers(loads)
-            part = int32(me - 1)
+                warpgroup.release_registers(loader_registers)
+            part = int32(wg - 1)
             for p in range(last):
-                m = warpgroup.load(gLeft, STATE, (first + p, head, ROWS * part, values), aligned=True)
+                m = warpgroup.load(gTransitions, STATE, (first_transition + p, head, LOADER_ROWS * part, values), aligned=True)
                 rounded, upper, lower = bf16(m), high.claim(p), low.claim(p)
-                warpgroup.store(subtile(upper, ROWS, part), rounded)
-                warpgroup.store(subtile(lower, ROWS, part), m - fp32(rounded))
+                warpgroup.store(subtile(upper, LOADER_ROWS, part), rounded)
+                warpgroup.store(subtile(lower, LOADER_ROWS, part), m - fp32(rounded))
                 high.publish(p)
                 low.publish(p)
         else:
             if CLAIMS:
-                warpgroup.claim_registers(claim)
-            s_t = warpgroup.load(gStart, STATE, (sequence, head, 0, column), 3, 2)
+                warpgroup.claim_registers(composer_registers)
+            s_t = warpgroup.load(gInitialState, STATE, (sequence, head, 0, column), 3, 2)
             for p in range(last):
-                warpgroup.store(gStarts, s_t, (before + p, head, 0, column), 3, 2)
+                warpgroup.store(gSegmentStates, s_t, (first_state + p, head, 0, column), 3, 2)
                 rounded = bf16(s_t)
-                rest = bf16(s_t - fp32(rounded))
-                left = warpgroup.load(gLeft, STATE, (first + p, head, 0, column), 3, 2)
+                residual = bf16(s_t - fp32(rounded))
+                n_t = warpgroup.load(gTransitions, STATE, (first_transition + p, head, 0, column), 3, 2)
                 upper, lower = high.wait(p), low.wait(p)
-                carried = warpgroup.mm_ABt(rounded, upper)
-                carried = warpgroup.mma_ABt(carried, rest, upper)
-                carried = warpgroup.mma_ABt(carried, rounded, lower)
-                s_t = warpgroup.wait(carried) + left
+                m_s = warpgroup.mm_ABt(rounded, upper)
+                m_s = warpgroup.mma_ABt(m_s, residual, upper)
+                m_s = warpgroup.mma_ABt(m_s, rounded, lower)
+                s_t = warpgroup.wait(m_s) + n_t
                 high.release(p)
                 low.release(p)
-            warpgroup.store(gStarts, s_t, (before + last, head, 0, column), 3, 2)
+            warpgroup.store(gSegmentStates, s_t, (first_state + last, head, 0, column), 3, 2)
 
     return carry_on, smem

@@ -1,6 +1,6 @@
-"""What a pass over a sequence results in (chunk_hopper.py, chunk_ampere.py): outputs, their normalizer, or nothing but states.
+"""What a scan over a sequence computes (chunk_hopper.py, chunk_ampere.py): outputs, their normalizer, or only states.
 
-The methods are Hopper's, where values and z come by rings, and `ones` is a shared tile full of ones.
+The methods are Hopper's, where values and z come through rings, and `ones` is a shared tile full of ones.
 """
 
 import itertools
@@ -9,127 +9,131 @@ from collections.abc import Iterator
 from ops import row_max, silu, truncate, warpgroup
 from tiles import fp32, inlined, static
 
-from .gates import ROWS, BySteps, Gate
+from .gates import COL_VEC, Gate, Mamba2Gate
 
-TINY = 1e-10  # added to a normalizer, as flash-linear-attention does
+NORMALIZER_EPSILON = 1e-10  # added to a normalizer, as flash-linear-attention does
 
 
 @static
-class Result:
-    """What a pass over a sequence computes. These are the defaults; `skip`, `divided` and `silu` are explained at Outputs."""
+class ScanResult:
+    """The base of what a scan can compute. has_outputs: does it compute outputs, or a normalizer, so that it reads queries?
+    reads_values: does it read values? If not, all of them are 1. skip, normalized, silu: see ScanOutputs."""
 
-    outputs = True  # are there any? If so, queries are read
-    values = True  # are values read? If not, all of them are 1
-    skip = divided = silu = False
+    has_outputs = True
+    reads_values = True
+    skip = normalized = silu = False
+    label = ""
 
     def __str__(self):
-        return type(self).__name__.lower()
+        return self.label
 
     @inlined
-    def fill(self, v, z, j, gV, gZ, at):
-        """Have TMA bring the j-th tile of values, and of z, from the coordinates `at`."""
+    def fill_values(self, v, z, j, gV, gZ, at):
+        """Have TMA load the j-th tile of values, and of z, from the coordinates `at`."""
         v.fill(j, gV, at)
 
     @inlined
-    def wait(self, v, ones, j):
-        """The j-th tile of values."""
+    def wait_values(self, v, ones, j):
+        """The j-th tile of values, once it is loaded."""
         return v.wait(j)
 
     @inlined
-    def release(self, v, j):
-        """Say that the j-th tile of values has been read."""
+    def release_values(self, v, j):
+        """Release the j-th tile of values."""
         v.release(j)
 
     @inlined
-    def skipped(self, o, values, d, kind):
+    def add_skip(self, o, values, d, kind):
         """o + D v. d: D of the tile's columns. kind: the type of a warp's part of v and of z."""
         return o
 
     @inlined
-    def finish(self, o, z, j, gDivisor, at, kind):
-        """The outputs as they are stored. at: the coordinates of their divisors. kind: see skipped."""
+    def normalize_and_gate(self, o, z, j, gNormalizer, at, kind):
+        """o / normalizer * silu(z). at: the coordinates of the normalizers. kind: as in add_skip."""
         return o
 
     @inlined
-    def store(self, sequences, gO, tile, o, span, token, head, column):
-        """Write the outputs of the chunk that begins at `token`: through a shared tile, or from registers if sequences follow
-        one another. The warps meet here, so that all have read the state before the next one replaces it."""
-        if sequences.varlen:
+    def store_output(self, seq_layout, gO, tile, o, seq, token, head, column):
+        """Store the outputs of the chunk that starts at `token`, through a shared tile or, if sequences are packed, from
+        registers. The warps synchronise here, so that all have read the state before it is overwritten by the next one."""
+        if seq_layout.varlen:
             warpgroup.sync()
-        sequences.store(gO, tile, o, span, token, head, column)
+        seq_layout.store(gO, tile, o, seq, token, head, column)
 
 
-class States(Result):
-    """Only states: what segments leave by themselves."""
+class ScanStates(ScanResult):
+    """Only the states: what each segment makes of a state of 0."""
 
-    outputs = False
+    has_outputs, label = False, "states"
 
 
-class Normalizer(Result):
-    """The numbers that outputs are divided by: the outputs for values that are all 1, one fp32 number for each row and
+class ScanNormalizer(ScanResult):
+    """The normalizer, by which outputs are divided: the output for values that are all 1, one fp32 number for each token and
     head."""
 
-    values = False
+    reads_values, label = False, "normalizer"
 
     @inlined
-    def fill(self, v, z, j, gV, gZ, at):
+    def fill_values(self, v, z, j, gV, gZ, at):
         pass
 
     @inlined
-    def wait(self, v, ones, j):
+    def wait_values(self, v, ones, j):
         return ones
 
     @inlined
-    def release(self, v, j):
+    def release_values(self, v, j):
         pass
 
     @inlined
-    def store(self, sequences, gO, tile, o, span, token, head, column):
+    def store_output(self, seq_layout, gO, tile, o, seq, token, head, column):
         """Store one of the columns, which are all the same."""
-        warpgroup.sync()  # no store by TMA, before which the warps would meet
-        warpgroup.store(truncate(gO, 1, span.end), row_max(o), (span.batch, token, head), cols=1)
+        warpgroup.sync()  # no TMA store follows, which would synchronise the warps
+        warpgroup.store(truncate(gO, 1, seq.end), row_max(o), (seq.batch, token, head), cols=1)
 
 
 @static
-class Outputs(Result):
-    """(o + D v) / normalizer * silu(z). skip: is D v added? divided: is there a normalizer? silu: is there z?"""
+class ScanOutputs(ScanResult):
+    """The outputs, (o + D v) / normalizer * silu(z). skip: is D v added? normalized: is o divided by a normalizer? silu: is o
+    multiplied by silu(z)?"""
 
     skip: bool = False
-    divided: bool = False
+    normalized: bool = False
     silu: bool = False
 
     def __str__(self):
-        return ", ".join(name for name in ("skip", "divided", "silu") if getattr(self, name))
+        labels = {"skip": self.skip, "divided": self.normalized, "silu": self.silu}
+        return ", ".join(label for label, used in labels.items() if used)
 
     @inlined
-    def fill(self, v, z, j, gV, gZ, at):
+    def fill_values(self, v, z, j, gV, gZ, at):
         v.fill(j, gV, at)
         if self.silu:
             z.fill(j, gZ, at)
 
     @inlined
-    def skipped(self, o, values, d, kind):
+    def add_skip(self, o, values, d, kind):
         if self.skip:
             o = o + fp32(warpgroup.load(values, kind)) * d
         return o
 
     @inlined
-    def finish(self, o, z, j, gDivisor, at, kind):
-        if self.divided:
-            o = o / (warpgroup.load(gDivisor, ROWS, at, cols=1) + TINY)
+    def normalize_and_gate(self, o, z, j, gNormalizer, at, kind):
+        if self.normalized:
+            o = o / (warpgroup.load(gNormalizer, COL_VEC, at, cols=1) + NORMALIZER_EPSILON)
         if self.silu:
             o = o * silu(fp32(warpgroup.load(z.wait(j), kind)))
             z.release(j)
         return o
 
 
-def forms(kind: type[Gate], everything: bool) -> Iterator[tuple[Gate, Result, bool]]:
-    """(gate, result, varlen) of all that is computed with gates of this kind, except for scales `apart`. The plainest comes
-    first, the others with `everything` only. Mamba-2's additions come all at once."""
-    yield kind(), Outputs(), False
-    if everything and kind is BySteps:
-        yield from ((BySteps(), States(), False), (BySteps(), Outputs(), True))
-        yield from ((BySteps(softplus=True), Outputs(skip=True, silu=True), varlen) for varlen in (False, True))
+def scan_forms(kind: type[Gate], everything: bool) -> Iterator[tuple[Gate, ScanResult, bool]]:
+    """(gate, result, varlen) of all scans with gates of this kind, except for gates with `scale_at_end`. The plainest comes
+    first, the others with `everything` only. Mamba-2's D, z and softplus come together."""
+    yield kind(), ScanOutputs(), False
+    if everything and kind is Mamba2Gate:
+        yield from ((Mamba2Gate(), ScanStates(), False), (Mamba2Gate(), ScanOutputs(), True))
+        yield from ((Mamba2Gate(softplus=True), ScanOutputs(skip=True, silu=True), varlen) for varlen in (False, True))
     elif everything:
-        yield kind(), Outputs(), True
-        yield from itertools.product((kind(),), (States(), Normalizer(), Outputs(divided=True)), (False, True))
+        yield kind(), ScanOutputs(), True
+        yield from itertools.product((kind(),), (ScanStates(), ScanNormalizer(), ScanOutputs(normalized=True)), (False, True))

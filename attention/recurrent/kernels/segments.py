@@ -1,8 +1,8 @@
-"""What the segments of a sequence leave of a state together: linear attention's state behind its last token.
+"""The state of linear attention after all segments of a sequence, and their decay, from local states and total decays.
 
-    M = exp2(total_0 + total_1 + ..)        S = M begin + sum_p exp2(total_(p+1) + total_(p+2) + ..) local_p
+    M = exp2(total_0 + total_1 + ..)        S = M initial + sum_p exp2(total_(p+1) + total_(p+2) + ..) local_p
 
-A warp adds up one tile of a head's state, as if segments were tokens."""
+A warp computes one tile of a head's state, segment after segment."""
 
 import functools
 from collections.abc import Iterator
@@ -21,44 +21,44 @@ TILE = rt(16, 64, fp32)
 
 @dataclass(frozen=True)
 class Config:
-    """A kernel's configuration. begun: is there a state to begin with?"""
+    """A kernel's configuration. has_initial_state: is there one? If not, it is 0."""
 
-    begun: bool
+    has_initial_state: bool
     threads = LANES
 
     def __str__(self):
-        return "segments" + " begun" * self.begun
+        return "segments" + " begun" * self.has_initial_state
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
-    """The configurations."""
+    """The configurations, without and with an initial state."""
     yield from (Config(False), Config(True))
 
 
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    BEGUN = config.begun
+    HAS_INITIAL_STATE = config.has_initial_state
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def add_up(
-        gLocal: array(5), gTotal: array(4), gBegin: array(4), gM: array(3), gLeft: array(4),
+        gLocalStates: array(5), gTotalDecays: array(4), gInitialState: array(4), gDecay: array(3), gFinalState: array(4),
         heads: INT, segments: INT, rows: INT, cols: INT,
     ):  # fmt: skip
-        """Add up one of the `rows` x `cols` tiles of a state."""
-        pair, tile = divmod(cuda.blockIdx.x, rows * cols)
-        number, head = divmod(pair, heads)
+        """Compute one of the `rows` x `cols` tiles of a state, and with the first of them the decay."""
+        batch_head, tile = divmod(cuda.blockIdx.x, rows * cols)
+        sequence, head = divmod(batch_head, heads)
         row, col = divmod(tile, cols)
         row, col, m = int32(TILE.rows * row), int32(TILE.cols * col), float32(1.0)
-        if BEGUN:
-            state = load(gBegin, TILE, (number, head, row, col))
+        if HAS_INITIAL_STATE:
+            state = load(gInitialState, TILE, (sequence, head, row, col))
         else:
             state = zeros(TILE)
-        for n in range(segments):
-            kept = exp2(gTotal[number, head, n, 0])
-            state, m = state * kept + load(gLocal, TILE, (number, head, n, row, col)), m * kept
-        store(gLeft, state, (number, head, row, col))
+        for p in range(segments):
+            decay = exp2(gTotalDecays[sequence, head, p, 0])
+            state, m = state * decay + load(gLocalStates, TILE, (sequence, head, p, row, col)), m * decay
+        store(gFinalState, state, (sequence, head, row, col))
         if tile == 0:
-            gM[number, head, 0] = m
+            gDecay[sequence, head, 0] = m
 
     return add_up, None

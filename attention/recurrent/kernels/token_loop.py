@@ -1,16 +1,14 @@
-"""Linear attention token by token: every member that has no feature map, on any GPU since Ampere.
+"""Linear attention token by token (a recurrent kernel): every member that has no feature map, on any GPU since Ampere.
 
     S = exp(decay) S;  v = beta (v - S^T k);  S = S + k v^T;  o = scale S^T q
 
-A warp holds all rows of some columns of a head's state in its registers, so sums over the rows stay inside it and no warp
-waits for another. States of more rows than registers hold are shared out to the warps of a block, which add up their sums.
-Of a single token (attention.linear_step) all that takes time is moving the state: 16 bytes a lane, everything on its way
-before anything is used. Sequences are walked where no kernel of chunks serves them.
-"""
+A warp holds all rows of some columns of a head's state in its registers, so sums over the rows stay inside it and no warp waits
+for another. If a state has more rows than registers hold, the warps of a block have some of the rows each, and reduce their
+sums. The time of a single token (attention.linear_step) is that of reading and writing the state: 16 bytes a lane, all loads in
+flight before the first use. Sequences are served here if no chunk kernel serves them."""
 
 import functools
 import itertools
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -19,29 +17,29 @@ from numba import cuda
 from ops import block, col_sum, divmod, exp, fma, load, store, tile_max, tile_sum, zeros
 from tiles import bf16, fp32, inlined, rt, shared, sv
 from tiles.arguments import ENDS, FLOAT, INT, array
-from tiles.arrays import Operand
-from tiles.launch import kernel_for
-from tiles.program import Step
-from tiles.schema import Problem
 
-from ..rules import varlen
-from .tokens import Sequences
+from .results import NORMALIZER_EPSILON
+from .tokens import SequenceLayout
 
 WARPS = 4  # of a block
-COLUMNS = 16  # of the state, a warp
-BLOCKS = {64: 5, 80: 4, 144: 3, 256: 2}  # rows of a warp, up to -> blocks of an SM, as registers allow
-WIDE = 128  # key dim, up to which a warp holds all rows
-GREATEST = 64, 80, WIDE, 256  # key dims that fill a warp's registers as far as its blocks allow: if these do not spill, none do
-MOST = 65535  # blocks along the second and third axis of a grid
-TINY = 1e-10  # added to a normalizer, as flash-linear-attention does
+WARP_COLUMNS = 16  # columns of the state that a warp has
+BLOCKS_PER_SM = {64: 5, 80: 4, 144: 3, 256: 2}  # rows of a warp, up to -> blocks of an SM, as registers allow
+MAX_WARP_KEY_DIM = 128  # up to which a warp holds all rows
+LARGEST_KEY_DIMS = (
+    64,
+    80,
+    MAX_WARP_KEY_DIM,
+    256,
+)  # that fill the registers of their number of blocks: if these do not spill, none do
+MAX_GRID_YZ = 65535  # blocks along the second and third axis of a grid
 FLAGS = "delta", "normalize", "varlen", "single"
 
 
 @dataclass(frozen=True)
 class Config:
     """A kernel's configuration. key_dim: the rows of a state. decay: "token" or "channel", what has a decay of its own, "" if
-    nothing decays. delta: is it the delta rule? normalize: are outputs normalized? varlen: do the sequences follow one another
-    in a single batch? single: is there one token only, with states that can be moved 16 bytes at a time?"""
+    nothing decays. delta: is it the delta rule? normalize: are outputs normalized? varlen: are sequences packed (cu_seqlens)?
+    single: is there one token only, with states that allow accesses of 16 bytes?"""
 
     key_dim: int
     decay: str = ""
@@ -51,42 +49,42 @@ class Config:
     single: bool = False
 
     @property
-    def together(self):
-        """Do the warps of a block share the rows of a state?"""
-        return self.key_dim > WIDE
+    def splits_rows(self):
+        """Do the warps of a block have some of the rows of a state each?"""
+        return self.key_dim > MAX_WARP_KEY_DIM
 
     @property
-    def breadth(self):
-        """By how much the usual numbers of warps and columns are multiplied. For a single token all time goes into moving the
-        state; a block with few columns then moves twice as many, 128 bytes of a row."""
-        return 2 if self.together and self.single else 1
+    def width_factor(self):
+        """What the numbers of warps and of columns are multiplied by. A single token's time is that of reading and writing the
+        state: blocks whose warps split its rows then have twice as many columns, 128 bytes of a row."""
+        return 2 if self.splits_rows and self.single else 1
 
     @property
     def warps(self):
-        """Warps of a block."""
-        return WARPS * self.breadth
+        """The number of warps of a block."""
+        return WARPS * self.width_factor
 
     @property
     def columns(self):
-        """Columns of a state that a warp has."""
-        return COLUMNS * self.breadth
+        """The columns of a state that a warp has."""
+        return WARP_COLUMNS * self.width_factor
 
     @property
     def rows(self):
-        """Rows of a state that a warp has."""
-        return 16 * -(-self.key_dim // (16 * self.warps)) if self.together else self.key_dim
+        """The rows of a state that a warp has."""
+        return 16 * -(-self.key_dim // (16 * self.warps)) if self.splits_rows else self.key_dim
 
     @property
-    def blocks(self):
-        """Blocks that share a multiprocessor, by the registers that they take. z takes as many as the state. Sums that are
-        added up, or all vectors that may be needed, take as many as 16 rows of it."""
-        sums = 16 * (self.together or (self.delta and self.decay == "channel"))
-        rows = self.rows * (self.breadth + self.normalize) + sums
-        return next(blocks for limit, blocks in BLOCKS.items() if rows <= limit) // self.breadth
+    def blocks_per_sm(self):
+        """How many thread blocks the registers of an SM allow. z takes as many registers as 16 columns of the state. Sums over
+        warps, or all vectors of a token of KDA, take as many as 16 rows."""
+        sums = 16 * (self.splits_rows or (self.delta and self.decay == "channel"))
+        rows = self.rows * (self.width_factor + self.normalize) + sums
+        return next(blocks for limit, blocks in BLOCKS_PER_SM.items() if rows <= limit) // self.width_factor
 
     @property
     def threads(self):
-        """Threads of a block."""
+        """The number of threads of a block."""
         return 32 * self.warps
 
     def __str__(self):
@@ -95,9 +93,9 @@ class Config:
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
-    """The configurations that take the most registers, those of the greatest key dims: with decays of channels or a
-    normalizer, and with `everything` all others."""
-    for key_dim, decay, delta in itertools.product(GREATEST, ("", "token", "channel"), (False, True)):
+    """The configurations that take the most registers, those of LARGEST_KEY_DIMS: with decays of channels or a normalizer; with
+    `everything` all others, too."""
+    for key_dim, decay, delta in itertools.product(LARGEST_KEY_DIMS, ("", "token", "channel"), (False, True)):
         if everything or decay == "channel":
             yield from (Config(key_dim, decay, delta, varlen=not single, single=single) for single in (True, False))
         if not delta and (everything or decay == "token"):
@@ -108,121 +106,74 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     DECAY, DELTA, NORMALIZE = config.decay, config.delta, config.normalize
-    SINGLE, TOGETHER, sequences = config.single, config.together, Sequences(config.varlen)
+    SINGLE, SPLITS_ROWS, seq_layout = config.single, config.splits_rows, SequenceLayout(config.varlen)
     STATE = rt(config.rows, config.columns, fp32)
     KEYS, VALUES = STATE.col_vec, STATE.row_vec
     smem = shared(sums=sv(config.columns * config.warps, fp32), products=sv(4 * config.warps, fp32))
 
     @inlined
-    def total(x, scratch):
-        """The sum of what the warps that share a state have."""
-        if TOGETHER:
+    def sum_over_warps(x, scratch):
+        """The sum of x over the warps that have rows of the same state."""
+        if SPLITS_ROWS:
             return block.reduce_sum(x, scratch)
         else:
             return x
 
     @inlined
-    def decayed_by(gDecay, which, token, head, row, column):
-        """The factor by which a state decays. If it is one for each token, it is the same for all rows and columns, and lies
-        in memory once."""
+    def load_decay(gDecay, batch, token, head, row, column):
+        """The factor by which a state decays, exp(decay). One for each token is loaded as a vector of columns, whose elements
+        are the same."""
         if DECAY == "channel":
-            return exp(load(gDecay, KEYS, (which, token, head, row), aligned=True))
+            return exp(load(gDecay, KEYS, (batch, token, head, row), aligned=True))
         elif DECAY == "token":
-            return exp(load(gDecay, VALUES, (which, token, head, column), aligned=False))
+            return exp(load(gDecay, VALUES, (batch, token, head, column), aligned=False))
         else:
             return 1.0
 
-    @cuda.jit(launch_bounds=(config.threads, config.blocks), fastmath=True)
+    @cuda.jit(launch_bounds=(config.threads, config.blocks_per_sm), fastmath=True)
     def token_loop(
         gQ: array(4, bf16), gK: array(4, bf16), gV: array(4, bf16), gDecay: array(4), gBeta: array(4), gOut: array(4, bf16),
-        gStart: array(4), gState: array(4), gStartZ: array(3), gStateZ: array(3), gEnds: ENDS,
+        gInitialState: array(4), gFinalState: array(4), gInitialZ: array(3), gFinalZ: array(3), gCuSeqlens: ENDS,
         parts: INT, group: INT, length: INT, scale: FLOAT,
     ):  # fmt: skip
-        """Each block works on a head of a sequence. `parts` blocks, or warps, share the columns of a state. `group` heads
-        share a key head."""
+        """Each block serves a head of a sequence. The columns of a state are divided among `parts` blocks, or warps. `group`
+        heads share a key head."""
         warp, head, sequence = cuda.threadIdx.x // 32, cuda.blockIdx.y, cuda.blockIdx.z
-        if TOGETHER:
+        if SPLITS_ROWS:
             sums, products = smem.open()
             part, row = cuda.blockIdx.x, STATE.rows * warp
         else:
             sums = products = row = 0
             part = cuda.blockIdx.x * WARPS + warp
         if part < parts:
-            shared_by, _ = divmod(head, group)
+            key_head, _ = divmod(head, group)
             column = STATE.cols * part
-            first, end, batch = sequences.span(gEnds, sequence, 1 if SINGLE else length)
-            s = load(gStart, STATE, (sequence, head, row, column), aligned=SINGLE)
+            first, end, batch = seq_layout.sequence_tokens(gCuSeqlens, sequence, 1 if SINGLE else length)
+            s = load(gInitialState, STATE, (sequence, head, row, column), aligned=SINGLE)
             if NORMALIZE:
-                z = load(gStartZ, KEYS, (sequence, head, row))
+                z = load(gInitialZ, KEYS, (sequence, head, row))
             for t in range(first, end):
-                k = load(gK, KEYS, (batch, t, shared_by, row), aligned=True)
+                k = load(gK, KEYS, (batch, t, key_head, row), aligned=True)
                 v = load(gV, VALUES, (batch, t, head, column), aligned=True)
-                kept = decayed_by(gDecay, batch, t, head, row, column)
+                decay = load_decay(gDecay, batch, t, head, row, column)
                 beta = load(gBeta, VALUES, (batch, t, head, column), aligned=False) if DELTA else 0.0
-                q = load(gQ, KEYS, (batch, t, shared_by, row), aligned=True)
-                s = s * kept
+                q = load(gQ, KEYS, (batch, t, key_head, row), aligned=True)
+                s = s * decay
                 if DELTA:
-                    v = beta * v - beta * total(col_sum(s * k), sums)
+                    v = beta * v - beta * sum_over_warps(col_sum(s * k), sums)
                 s = fma(k, v, s)
-                o = scale * total(col_sum(s * q), sums)
+                o = scale * sum_over_warps(col_sum(s * q), sums)
                 if NORMALIZE:
-                    z = z * (tile_max(kept) if DECAY == "token" else kept) + k
-                    o = o / (scale * total(tile_sum(z * q), products) + TINY)
+                    z = z * (tile_max(decay) if DECAY == "token" else decay) + k
+                    o = o / (scale * sum_over_warps(tile_sum(z * q), products) + NORMALIZER_EPSILON)
                 if row == 0:
                     store(gOut, o, (batch, t, head, column), aligned=False)
-            nobodys = sequences.nobodys(gEnds, sequence, length)
-            for t in range(nobodys.first, nobodys.end):
+            padding = seq_layout.padding_tokens(gCuSeqlens, sequence, length)
+            for t in range(padding.start, padding.end):
                 if row == 0:
-                    store(gOut, zeros(VALUES), (nobodys.batch, t, head, column), aligned=False)
-            store(gStart if SINGLE else gState, s, (sequence, head, row, column), aligned=SINGLE)
+                    store(gOut, zeros(VALUES), (padding.batch, t, head, column), aligned=False)
+            store(gInitialState if SINGLE else gFinalState, s, (sequence, head, row, column), aligned=SINGLE)
             if NORMALIZE and part == 0:
-                store(gStateZ, z, (sequence, head, row))
+                store(gFinalZ, z, (sequence, head, row))
 
-    return token_loop, smem if TOGETHER else None
-
-
-def launch(
-    problem: Problem,
-    arrays: dict[str, Operand | None],
-    scale: float,
-    normalize: bool = False,
-    single: bool = False,
-    columns: int = 0,
-) -> Step:
-    """The launch for arrays (B, S, H, D), by the names of the kernel's parameters. single: see Config. columns: of a state, if
-    it has more than there are values."""
-    length, heads, key_heads, key_dim, value_dim, sequences = (problem.extents.get(axis, 1) for axis in "SHGKVN")
-    columns = columns or value_dim
-    decay = arrays.get("gDecay")
-    config = Config(
-        key_dim,
-        "" if decay is None else "channel" if len(decay.form.shape) == 4 else "token",
-        arrays.get("gBeta") is not None,
-        normalize,
-        varlen(problem),
-        single,
-    )
-    if max(heads, sequences) > MOST:
-        raise ValueError(f"q: must have at most {MOST} heads and sequences: {heads}, {sequences}")
-    wide = max(key_dim, columns)
-    arrays = arrays | {name: _of_tokens(arrays.get(name), problem, wide) for name in ("gDecay", "gBeta")}
-    parts = -(-columns // config.columns)
-    blocks = parts if config.together else -(-parts // WARPS)
-    return kernel_for(sys.modules[__name__], config, problem.device).bind(
-        (blocks, heads, sequences),  # in the order in which states lie: others took 6 % longer
-        parts=parts,
-        group=heads // key_heads,
-        length=length,
-        scale=scale,
-        **arrays,
-    )
-
-
-def _of_tokens(given: Operand | None, problem: Problem, columns: int) -> Operand | None:
-    """A decay or beta of each token as (B, S, H, columns): along axes that it lacks, its elements are repeated by steps of 0
-    bytes. A decay of channels is returned as it is."""
-    if given is None or len(given.form.shape) == 4:
-        return given
-    if len(given.form.shape) == 1:
-        given = given.spread(0, problem.extents.get("S", 1)).spread(0, problem.extents["B"])
-    return given.spread(3, columns)
+    return token_loop, smem if SPLITS_ROWS else None

@@ -1,4 +1,4 @@
-"""Which tokens, head and columns a thread block works on: what the kernels that walk sequences in chunks have in common."""
+"""The work of a thread block in kernels that scan sequences chunk by chunk: which tokens, head and value columns it has."""
 
 from typing import Any, NamedTuple
 
@@ -8,113 +8,114 @@ from ops import divmod, right_fill, truncate, warpgroup, zeros
 from tiles import fp32, inlined, rt, static
 from tiles.arguments import array, tiled
 
-CHUNK, COLUMNS = 64, 64  # tokens; value columns of a consumer
+CHUNK, COLUMNS = 64, 64  # tokens of a chunk; value columns of a consumer
 
 
-class Span(NamedTuple):
-    """The tokens [first, end) of a sequence or of a segment, and the number of the batch in which they lie."""
+class TokenRange(NamedTuple):
+    """The tokens [start, end) of a sequence or of a segment, and the index of the batch that holds them."""
 
-    first: Any
+    start: Any
     end: Any
     batch: Any
 
     @inlined
-    def chunks(self):
+    def num_chunks(self):
         """The number of chunks. The last one may be shorter than the others."""
-        return int32((self.end - self.first + CHUNK - 1) // CHUNK)
+        return int32((self.end - self.start + CHUNK - 1) // CHUNK)
 
     @inlined
-    def token(self, j):
+    def chunk_start(self, j):
         """The first token of the j-th chunk."""
-        return int32(self.first + CHUNK * j)
+        return int32(self.start + CHUNK * j)
 
     @inlined
-    def left(self, j):
-        """The number of tokens from the j-th chunk on."""
-        return int32(self.end - self.first - CHUNK * j)
+    def remaining(self, j):
+        """The number of tokens from the start of the j-th chunk to the end of the range."""
+        return int32(self.end - self.start - CHUNK * j)
 
 
 @inlined
-def assigned(x, blocks, segments, heads):
-    """(block of columns, segment, head, sequence) that thread block x works on."""
-    x, block = divmod(x, blocks)
-    x, segment = divmod(x, segments)
-    sequence, head = divmod(x, heads)
+def block_coord(block_index, blocks, segments, heads):
+    """(block of columns, segment, head, sequence) of the thread block with this index in the grid."""
+    index, block = divmod(block_index, blocks)
+    index, segment = divmod(index, segments)
+    sequence, head = divmod(index, heads)
     return block, segment, head, sequence
 
 
 @static
-class Sequences:
-    """Where sequences lie: each in a batch of its own, or with `varlen` one after another in a single batch (cu_seqlens).
-    There the last chunk of one sequence overlaps the next sequence, whose numbers must not be read, for they may be NaN, nor
-    overwritten."""
+class SequenceLayout:
+    """The layout of sequences in memory: each in a batch of its own, or with `varlen` packed in a single batch (cu_seqlens).
+    The last chunk of a packed sequence overlaps the next sequence. Rows of the next sequence must not be read, because they may
+    be NaN, nor be overwritten."""
 
     varlen: bool = False
 
-    def output(self, tile):
-        """How a kernel declares an output that is written by tiles of this type."""
+    def output_argument(self, tile):
+        """The type of a kernel's output argument that is written by tiles of this type."""
         return array(4, tile.dtype) if self.varlen else tiled(tile, unit=1)
 
     @inlined
-    def span(self, gEnds, sequence, length):
-        """The Span of a sequence."""
+    def sequence_tokens(self, gCuSeqlens, sequence, length):
+        """The TokenRange of a sequence."""
         if self.varlen:
-            return Span(int32(gEnds[sequence]), int32(gEnds[sequence + 1]), int32(0))
+            return TokenRange(int32(gCuSeqlens[sequence]), int32(gCuSeqlens[sequence + 1]), int32(0))
         else:
-            return Span(int32(0), int32(length), int32(sequence))
+            return TokenRange(int32(0), int32(length), int32(sequence))
 
     @inlined
-    def segment(self, gEnds, sequence, length, segment, segments):
-        """The Span of one of a sequence's segments. Each is a number of whole chunks, except at the end of the sequence."""
-        first, end, batch = self.span(gEnds, sequence, length)
-        step = CHUNK * ((end - first + CHUNK * segments - 1) // (CHUNK * segments))
-        return Span(int32(min(end, first + segment * step)), int32(min(end, first + (segment + 1) * step)), batch)
+    def segment_tokens(self, gCuSeqlens, sequence, length, segment, segments):
+        """The TokenRange of one of the `segments` of a sequence: a number of whole chunks, except at the end of the
+        sequence."""
+        start, end, batch = self.sequence_tokens(gCuSeqlens, sequence, length)
+        step = CHUNK * ((end - start + CHUNK * segments - 1) // (CHUNK * segments))
+        return TokenRange(int32(min(end, start + segment * step)), int32(min(end, start + (segment + 1) * step)), batch)
 
     @inlined
-    def nobodys(self, gEnds, sequence, length):
-        """The Span of tokens behind the last sequence, which belong to nobody, if this is the last one; otherwise an empty one.
-        length: of all sequences together, and of these tokens."""
+    def padding_tokens(self, gCuSeqlens, sequence, length):
+        """The TokenRange of the padding, the tokens after cu_seqlens[-1], if this is the last sequence; an empty one otherwise.
+        length: the number of all tokens, padding included."""
         if self.varlen:
-            end = int32(gEnds[sequence + 1])
-            return Span(end, int32(length if sequence + 2 == gEnds.shape[0] else end), int32(0))
+            end = int32(gCuSeqlens[sequence + 1])
+            return TokenRange(end, int32(length if sequence + 2 == gCuSeqlens.shape[0] else end), int32(0))
         else:
-            return Span(int32(0), int32(0), int32(0))
+            return TokenRange(int32(0), int32(0), int32(0))
 
     @inlined
-    def clear(self, tile, left, groups=1):
-        """Set to zero the rows of a shared tile that belong to another sequence, all but the first `left`. groups: how many
-        warpgroups do this together."""
-        if self.varlen and left < CHUNK:
-            warpgroup.zero_rows(tile, left, groups)
+    def zero_other_rows(self, tile, remaining, warpgroups=1):
+        """Set to zero the rows of a shared tile that belong to another sequence, those from `remaining` on. warpgroups: how
+        many of them do this together."""
+        if self.varlen and remaining < CHUNK:
+            warpgroup.zero_rows(tile, remaining, warpgroups)
 
     @inlined
-    def without_others(self, v_t, left):
-        """The same for transposed values in registers."""
+    def zero_other_columns(self, v_t, remaining):
+        """The transposed values v_t, in registers, with zeros in the columns that belong to another sequence."""
         if self.varlen:
-            return right_fill(v_t, left, 0.0)
+            return right_fill(v_t, remaining, 0.0)
         else:
             return v_t
 
     @inlined
-    def store_rows(self, gO, o, span, token, head, block):
-        """Write 64 columns of o, the outputs of the chunk that begins at `token`; only the rows that belong to the
-        sequence."""
-        at = span.batch, token, head, COLUMNS * block
-        warpgroup.store(truncate(gO, 1, span.end), o, at, rows=1, cols=3, aligned=True)
+    def store_rows(self, gO, o, seq, token, head, block):
+        """Store o, 64 columns of the outputs of the chunk that starts at `token`: only the rows that belong to the sequence."""
+        at = seq.batch, token, head, COLUMNS * block
+        warpgroup.store(truncate(gO, 1, seq.end), o, at, rows=1, cols=3, aligned=True)
 
     @inlined
-    def store_nobodys(self, gO, gEnds, sequence, length, head, block):
-        """Write 0 to 64 columns of the outputs of tokens that belong to nobody. The last segment of a sequence does it."""
+    def zero_padding(self, gO, gCuSeqlens, sequence, length, head, block):
+        """Store 0 to 64 columns of the outputs of the padding. The last segment of the last sequence does so."""
         if self.varlen:
-            span = self.nobodys(gEnds, sequence, length)
-            for j in range(span.chunks()):
-                self.store_rows(gO, zeros(rt(16, COLUMNS, fp32)), span, span.token(j), head, block)
+            padding = self.padding_tokens(gCuSeqlens, sequence, length)
+            for j in range(padding.num_chunks()):
+                self.store_rows(gO, zeros(rt(16, COLUMNS, fp32)), padding, padding.chunk_start(j), head, block)
 
     @inlined
-    def store(self, gO, tile, o, span, token, head, block):
-        """The same; from a shared tile by TMA, if no other sequence follows that it would overwrite."""
+    def store(self, gO, tile, o, seq, token, head, block):
+        """Store o as store_rows does, but through a shared tile by TMA if sequences are not packed, as no row that follows
+        belongs to another sequence then."""
         if self.varlen:
-            self.store_rows(gO, o, span, token, head, block)
+            self.store_rows(gO, o, seq, token, head, block)
         else:
             warpgroup.store(tile, o)
-            warpgroup.tma_store(gO, (span.batch, token, head, block), tile)
+            warpgroup.tma_store(gO, (seq.batch, token, head, block), tile)

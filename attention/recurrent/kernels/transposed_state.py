@@ -1,10 +1,10 @@
-"""What a consumer does with a state that it holds transposed, 64 value columns x Dk: U and O are then transposed as well, and
-the product of one step, rounded, is the left operand of the next."""
+"""A chunk state that a consumer holds transposed, S^T: 64 value columns x Dk. U and O are then transposed as well, and the
+product of one step, rounded, is the left operand of the next one without leaving the registers."""
 
 from ops import columns, subtile, warpgroup
 from tiles import dtype, inlined, rt, static
 
-from .tokens import CHUNK, Sequences
+from .tokens import CHUNK, SequenceLayout
 
 
 @static
@@ -13,7 +13,7 @@ class TransposedState:
 
     key_dim: int
     dtype: dtype
-    sequences: Sequences
+    seq_layout: SequenceLayout
 
     @property
     def values(self):
@@ -21,7 +21,7 @@ class TransposedState:
         return rt(16, CHUNK, self.dtype)
 
     @inlined
-    def read(self, s_t, keys, queries):
+    def apply(self, s_t, keys, queries):
         """(S^T K^T, S^T Q^T), computed from 64 columns of S^T at a time, because registers do not hold all of it rounded."""
         state = self.dtype(columns(s_t, 64, 0))
         u = warpgroup.mm_ABt(state, subtile(keys, CHUNK, 0, 64, 0))
@@ -44,13 +44,13 @@ class TransposedState:
         return u, o
 
     @inlined
-    def store(self, gO, tile, o, span, token, head, block):
-        """Write the transposed outputs of the chunk that begins at `token`, through the consumer's shared tile."""
+    def store_output(self, gO, tile, o, seq, token, head, block):
+        """Store the transposed outputs of the chunk that starts at `token`, through the consumer's shared tile."""
         warpgroup.store_wait()
         warpgroup.sync()
         warpgroup.store_transposed(tile, o)
-        if self.sequences.varlen:
+        if self.seq_layout.varlen:
             warpgroup.sync()
-            self.sequences.store_rows(gO, warpgroup.load(tile, self.values), span, token, head, block)
+            self.seq_layout.store_rows(gO, warpgroup.load(tile, self.values), seq, token, head, block)
         else:
-            warpgroup.tma_store(gO, (span.batch, token, head, block), tile)
+            warpgroup.tma_store(gO, (seq.batch, token, head, block), tile)

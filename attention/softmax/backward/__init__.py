@@ -1,10 +1,11 @@
 """The gradients of softmax attention: three launches, bound as one program.
 
-`prepare` sums what the softmax subtracts from every row, `hopper` goes through all scores once more and gives dK and dV, and dQ
-as sums in float32; `finish` rounds these. `norms` has programs of their own, for norms of queries and keys around it.
+`prepare` computes lse in powers of 2 and delta = rowsum(dout out) for every query. `hopper` (or `ampere`, or another module of
+this package: see `choice`) computes all scores once more and from them dK and dV, and adds up dQ in float32. `finish` rounds
+dQ. `norms` has programs of their own for norms of queries and keys, before and after.
 
-On Hopper each of these is launched early (ops/grid.py): its blocks come as those of the launch before go, and wait before they
-read or write memory. All but the last then say that the next one may come. So no two of them are at work at once: whoever
-passes its wait knows that the launch before is done, which had passed its own, and so on. That holds for the next call, too,
-which uses the same scratch memory, for calls on one stream and for those of a CUDA graph; and as the last launch says nothing,
-what follows, early or not, begins when all is done."""
+On Hopper each kernel uses programmatic dependent launch (ops/grid.py): its thread blocks are scheduled while the launch before
+it ends, and wait for that before they read or write memory. All but the last then allow the next launch to be scheduled. No two
+of them work at once: a thread block that passes its wait knows that the launch before is complete, which had itself waited, and
+so on. The same holds for the next call, which uses the same scratch memory, for calls on one stream and in a CUDA graph. The
+last kernel allows nothing, so whatever follows, with PDL or without, begins when all is complete."""

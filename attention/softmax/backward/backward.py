@@ -1,28 +1,29 @@
-"""attention.backward: from a user's arrays to the launches that give gradients."""
+"""attention.backward: the public function, and the programs that plan its launches."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from tiles.arrays import Number
-from tiles.program import Plan, program
+from tiles.plan import Plan
+from tiles.program import program
 from tiles.schema import REAL, Problem, Schema
 
-from ...names import by_other_names
-from ...options import flag, number, positive
-from ..assembled import assembled
-from ..call_options import OF_AUX, OF_BLOCKS, blocks_of, eight, ends_of, random_of, without_gradients
-from ..gradient import ONCE
-from ..index_checks import Asking, indexed
-from ..planning import as_window, bias_of, check_extents, dropped, functions_of, listing_of, scale_of
-from ..python_functions import named
-from ..score_derivative import derivatives
-from ..scores import ScoredBack
-from . import norms
-from .launches import planned
-from .query_lists import FACING
-from .score_gradients import GRADIENTS, read_by
+from ...names import suggests_argument_names
+from ...options import check_flag, check_number, check_positive
+from ..assembled import build_variant
+from ..call_options import OF_AUX, OF_BLOCKS, block_options, dropout_options, pad_aux, window_ends, without_gradients
+from ..gradient import NO_SECOND_DERIVATIVES
+from ..index_checks import IndexingFunctions, plan_index_checks
+from ..planning import bias_part, check_extents, dropout_part, load_functions, plan_block_lists, reduce_to_window, resolve_scale
+from ..python_functions import register_function
+from ..score_derivative import differentiate
+from ..scores import ScoredWithGrad
+from . import norm_programs
+from .launches import plan_launches
+from .query_lists import MAX_SURVEY_QUERIES
+from .score_gradients import GRADIENTS, reads_of
 
-OF_FORWARD = """
+FORWARD_ROWS = """
     dout BSHV  tile
     q    BSHD  tile
     k    BTGD  tile
@@ -31,12 +32,12 @@ OF_FORWARD = """
     lse  BHS   float32
     dlse BHS   float32  optional
 """
-OF_INPUTS = """\
+INPUT_GRADIENT_ROWS = """\
     dq   BSHD  tile  made
     dk   BTGD  tile  made
     dv   BTGV  tile  made
 """
-GIVEN = f"""{OF_FORWARD}\
+INPUTS = f"""{FORWARD_ROWS}\
     alibi  H|UH  float32  optional
     sink   H     float32  optional
     bias   WXYT  real     optional
@@ -46,7 +47,7 @@ GIVEN = f"""{OF_FORWARD}\
     seed   O     index   optional
 {OF_BLOCKS}    marks  *     any      optional
 {OF_AUX}"""
-MADE = f"""{OF_INPUTS}\
+CREATED_ROWS = f"""{INPUT_GRADIENT_ROWS}\
     dbias  =bias  float32  made  also:dbias
     dalibi =alibi float32  made  also:dalibi
     dsink  H      float32  made  also:dsink
@@ -59,7 +60,7 @@ MADE = f"""{OF_INPUTS}\
     daux6  =aux6  float32  made  also:daux6
     daux7  =aux7  float32  made  also:daux7
 """
-ADDED = """\
+ACCUMULATED_ROWS = """\
     dq   BSHD  float32  updated
     dk   BTGD  float32  updated
     dv   BTGV  float32  updated
@@ -75,11 +76,11 @@ ADDED = """\
     daux6  =aux6  float32  updated?
     daux7  =aux7  float32  updated?
 """
-BACKWARD = Schema("backward", OF_FORWARD + OF_INPUTS)
-VARIANTS, INTO = Schema("backward_variant", GIVEN + MADE), Schema("backward_into", GIVEN + ADDED)
+BACKWARD = Schema("backward", FORWARD_ROWS + INPUT_GRADIENT_ROWS)
+VARIANTS, INTO = Schema("backward_variant", INPUTS + CREATED_ROWS), Schema("backward_into", INPUTS + ACCUMULATED_ROWS)
 
 
-@by_other_names
+@suggests_argument_names
 @without_gradients
 def backward(
     dout: Any,
@@ -130,28 +131,28 @@ def backward(
         dS = P (dout v^T - rowsum(dout out) + dlse)    dq = scale dS k    dk = scale dS^T q
 
     dout: as out. out, lse: what forward returned, with return_lse=True. dlse: as lse, float32; None where L does not depend on
-    lse. It takes no more time than without. For queries that see nothing it may be anything, also inf or NaN. q, k, v, causal,
-    window, softcap, alibi, sink, bias, mask, score, aux, blocks, cu_seqlens, cu_seqlens_k, lengths_k, dropout, seed, scale,
-    layout: what forward was called with; dS is then that of q k^T, before all these. The gradients of heads that share a key
-    head are summed. Queries that see nothing have gradients of 0, and so have keys that are not in use.
+    lse. It costs no time. For queries that see no key it may be anything, also inf or NaN. q, k, v, causal, window, softcap,
+    alibi, sink, bias, mask, score, aux, blocks, cu_seqlens, cu_seqlens_k, lengths_k, dropout, seed, scale, layout: what forward
+    was called with; dS is then the gradient of q k^T, before all of these. The gradients of heads that share a key head are
+    summed. Queries that see no key have gradients of 0, and so have keys that are not in use.
 
-    dq, dk, dv, dsink, dq_norm, dk_norm: written in place instead of new arrays. accumulate: they must be given, in float32,
-    and the gradients are added to what they hold, unrounded; the same holds for dbias, dalibi and daux, if they are asked
-    for. dsink: False where it is not wanted.
+    dq, dk, dv, dsink, dq_norm, dk_norm: arrays to write to instead of new ones. accumulate: they must be float32 arrays, and
+    the gradients are added to what they hold, unrounded; so must dbias, dalibi and daux, where they are wanted. dsink: False
+    where it is not wanted.
 
     dbias, dalibi: True for the gradients of a bias (summed over axes of length 1) and of slopes; or an array to write to; False
     or None: not wanted. daux: True for the gradients of all arrays of aux that do not hold integers, as far as score reads
     them; or, for each array, True, an array to write to, or None or False. They are float32. Each is computed from the scores
-    once more, in a fixed order: the same bits every time. With packed sequences, entries of a bias that belong to no sequence
+    once more, in a fixed order: the same bits every time. With packed sequences, elements of a bias that belong to no sequence
     get 0.
 
-    The derivative of score is found by running it once on symbolic terms. So score may do all that it may in forward, except
-    `map`. Tiles of queries that see no key of a block are skipped, as forward skips blocks of keys.
+    The derivative of score is computed by running it once on symbolic terms. So score may do all that it may in forward, except
+    `map`. Query tiles that see no key of a block are skipped, as forward skips key blocks.
 
-    deterministic: sums are taken in float32 and rounded once; but where few blocks of keys would leave multiprocessors idle,
-    dk and dv are summed of several parts, each of which was rounded. Sums of dq are taken as they come, so its last bits differ
-    from call to call; with deterministic=True they are taken in a fixed order, and all bits are the same in every call on
-    the same kind of GPU.
+    deterministic: sums are computed in float32 and rounded once; but where few key blocks would leave multiprocessors idle, dk
+    and dv are sums of several partial gradients, each of which is rounded. Key blocks add to dq in any order, so its last bits
+    differ from call to call; with deterministic=True they add in a fixed order, and all bits are the same in every call on the
+    same kind of GPU.
 
     q_norm, k_norm, norm_eps: norms of queries and keys, as forward has them. dq and dk are those of q and k before the
     norms; the gradients of the normalised rows are rounded to their dtype on the way, or kept in float32 with
@@ -161,98 +162,104 @@ def backward(
     forward's other options have no gradient yet. stream, family: as in forward.
 
     Returns (dq, dk, dv), followed, in this order, by dbias and dalibi, if asked for; dsink, if there is a sink; each of daux
-    that is asked for; those of norms. They are the same kind of arrays as q, and have no derivatives themselves: torch's
-    tensors may require grad, and what is returned does not. Arrays and errors are those of forward."""
-    no_scores = window is softcap is alibi is sink is bias is mask is score is blocks is q_norm is k_norm is None
-    no_more = cu_seqlens is cu_seqlens_k is lengths_k is dbias is dalibi is dsink is daux is dq_norm is dk_norm is None
-    if no_scores and no_more and isinstance(aux, (tuple, list)) and not (dropout or accumulate or aux):
-        simple = flag("causal", causal), number("scale", scale), flag("deterministic", deterministic), family
-        return _backward(stream, (dout, q, k, v, out, lse, dlse, dq, dk, dv), simple, layout)
-    of_sequences, random, read = (cu_seqlens, cu_seqlens_k, lengths_k), random_of(dropout, seed), eight(aux)
+    that is wanted; those of norms. They are the same kind of arrays as q, and have no derivatives themselves: torch tensors may
+    require grad, and what is returned does not. Arrays and errors are those of forward."""
+    plain_scores = window is softcap is alibi is sink is bias is mask is score is blocks is q_norm is k_norm is None
+    plain_gradients = cu_seqlens is cu_seqlens_k is lengths_k is dbias is dalibi is dsink is daux is dq_norm is dk_norm is None
+    if plain_scores and plain_gradients and isinstance(aux, (tuple, list)) and not (dropout or accumulate or aux):
+        options = check_flag("causal", causal), check_number("scale", scale), check_flag("deterministic", deterministic), family
+        return _backward(stream, (dout, q, k, v, out, lse, dlse, dq, dk, dv), options, layout)
+    sequences, random, aux = (cu_seqlens, cu_seqlens_k, lengths_k), dropout_options(dropout, seed), pad_aux(aux)
     dsink = sink is not None if dsink is None else dsink
     if dsink is not False and sink is None:
         raise ValueError(f"dsink: must be None where there is no sink: {dsink=!r:.60}")
-    norms.check("q", q_norm, dq_norm)
-    norms.check("k", k_norm, dk_norm)
-    besides = [None if x is False else x for x in (dbias, dalibi, dsink, *each_of(daux, read))]
-    if flag("accumulate", accumulate):
+    norm_programs.check_norm_gradient("q", q_norm, dq_norm)
+    norm_programs.check_norm_gradient("k", k_norm, dk_norm)
+    extra = [None if x is False else x for x in (dbias, dalibi, dsink, *aux_gradients(daux, aux))]
+    if check_flag("accumulate", accumulate):
         norms_of = {"dq_norm": (dq_norm, q_norm), "dk_norm": (dk_norm, k_norm)}
-        check_given({"dq": dq, "dk": dk, "dv": dv} | {name: x for name, (x, norm) in norms_of.items() if norm is not None})
-        check_given({name: x for name, x in zip(GRADIENTS, besides) if x is not None})
-    eps, rows = positive("norm_eps", norm_eps), {"q": (q, q_norm), "k": (k, k_norm)}
-    of_q, of_k = (norms.normalised(name, x, norm, eps, stream, layout) for name, (x, norm) in rows.items())
+        check_accumulators(
+            {"dq": dq, "dk": dk, "dv": dv} | {name: x for name, (x, norm) in norms_of.items() if norm is not None}
+        )
+        check_accumulators({name: x for name, x in zip(GRADIENTS, extra) if x is not None})
+    eps, rows = check_positive("norm_eps", norm_eps), {"q": (q, q_norm), "k": (k, k_norm)}
+    normed_q, normed_k = (norm_programs.normalise_rows(name, x, norm, eps, stream, layout) for name, (x, norm) in rows.items())
     into = [dx if norm is None else None for dx, norm in ((dq, q_norm), (dk, k_norm))]
     if accumulate:
-        into = [norms.cleared("q", q, q_norm, dq, stream, layout), norms.cleared("k", k, k_norm, dk, stream, layout)]
-    size, ready_for, (*lists, _, marks) = blocks_of(blocks)
-    also = " ".join([name for name, x in zip(GRADIENTS, besides) if x is not None])
-    places = [None if x is True else x for x in besides]
-    of_scores = alibi, sink, bias, *of_sequences, random.seeds, *lists, marks, *read
-    given = dout, of_q, of_k, v, out, lse, dlse, *of_scores, *into, dv
+        buffers = ("q", q, q_norm, dq), ("k", k, k_norm, dk)
+        into = [norm_programs.gradient_buffer(*x, stream, layout) for x in buffers]
+    size, ready_for, (*lists, _, marks) = block_options(blocks)
+    wanted = " ".join([name for name, x in zip(GRADIENTS, extra) if x is not None])
+    extra_out = [None if x is True else x for x in extra]
+    score_arrays = alibi, sink, bias, *sequences, random.seeds, *lists, marks, *aux
+    arrays = dout, normed_q, normed_k, v, out, lse, dlse, *score_arrays, *into, dv
     options = (
-        flag("causal", causal),
-        *ends_of(window),
-        positive("softcap", softcap),
-        *[None if f is None else named(n, f) for n, f in (("mask", mask), ("score", score))],
+        check_flag("causal", causal),
+        *window_ends(window),
+        check_positive("softcap", softcap),
+        *[None if f is None else register_function(n, f) for n, f in (("mask", mask), ("score", score))],
         *size,
         ready_for,
         random.dropout,
         random.seed,
-        number("scale", scale),
-        flag("deterministic", deterministic),
-        also,
+        check_number("scale", scale),
+        check_flag("deterministic", deterministic),
+        wanted,
         family,
     )
     if accumulate:
-        _into(stream, (*given, *places), options, layout)
-        found = *into, dv, *[x for x in places if x is not None]
+        _into(stream, (*arrays, *extra_out), options, layout)
+        gradients = *into, dv, *[x for x in extra_out if x is not None]
     else:
-        found = _variant(stream, (*given, *places), options, layout)
+        gradients = _variant(stream, (*arrays, *extra_out), options, layout)
     if q_norm is k_norm is None:
-        return found
-    dq, of_q_norm = norms.gradients("q", q, found[0], q_norm, eps, dq, stream, layout, dq_norm, accumulate)
-    dk, of_k_norm = norms.gradients("k", k, found[1], k_norm, eps, dk, stream, layout, dk_norm, accumulate)
-    return dq, dk, *found[2:], *of_q_norm, *of_k_norm
+        return gradients
+    dq, d_q_norm = norm_programs.norm_gradients("q", q, gradients[0], q_norm, eps, dq, stream, layout, dq_norm, accumulate)
+    dk, d_k_norm = norm_programs.norm_gradients("k", k, gradients[1], k_norm, eps, dk, stream, layout, dk_norm, accumulate)
+    return dq, dk, *gradients[2:], *d_q_norm, *d_k_norm
 
 
-def plain(
-    of: tuple, causal: bool, scale: float | None, deterministic: bool, family: str | None, layout: str
+def backward_without_options(
+    arrays: tuple, causal: bool, scale: float | None, deterministic: bool, family: str | None, layout: str
 ) -> tuple[Any, Any, Any]:
-    """backward of (dout, q, k, v, out, lse, dlse) on the current stream, with no more options than these."""
-    return _backward(None, (*of, None, None, None), (causal, scale, deterministic, family), layout)
+    """backward of the arrays (dout, q, k, v, out, lse, dlse) on the current stream, for calls that have no other options."""
+    return _backward(None, (*arrays, None, None, None), (causal, scale, deterministic, family), layout)
 
 
-def check_given(arrays: dict[str, Any]) -> None:
-    """TypeError: one of these, to which gradients are to be added, is none."""
+def check_accumulators(arrays: dict[str, Any]) -> None:
+    """TypeError: one of these arguments is no array that gradients can be added to."""
     for name, x in arrays.items():
         if x is None or x is True:
-            raise TypeError(f"{name}: must be given, of float32, with accumulate=True")
+            raise TypeError(f"{name}: must be a float32 array with accumulate=True, got {name}={x}")
 
 
-def each_of(daux: Any, aux: tuple) -> tuple:
-    """What is to become of the gradient of each array of aux: True, an array to write to, None or False; TypeError."""
+def aux_gradients(daux: Any, aux: tuple) -> tuple:
+    """For each array of aux: True or an array to write to where its gradient is wanted, else None or False. TypeError: daux
+    does not fit aux."""
     if daux is None or isinstance(daux, bool):
-        return tuple([daux and (True if x is not None and is_real(x) else None) for x in aux])
+        return tuple([daux and (True if x is not None and is_floating(x) else None) for x in aux])
     count = sum(x is not None for x in aux)
     if not isinstance(daux, (tuple, list)) or len(daux) != count:
-        raise TypeError(f"daux: must be True, or for each of {count} arrays of aux True, an array or None")
+        raise TypeError(
+            f"daux: must be True, or a tuple of True, an array or None for each of {count} arrays of aux: {daux=!r:.60}"
+        )
     return *daux, *(None,) * (len(aux) - len(daux))
 
 
-def is_real(x: Any) -> bool:
-    """Is this an array of real numbers, not of integers or truth values?"""
+def is_floating(x: Any) -> bool:
+    """Is this an array of floating-point numbers, rather than of integers or booleans?"""
     return any(name in str(getattr(x, "dtype", "")) for name in REAL)
 
 
-@program(BACKWARD, no_gradient=ONCE)
+@program(BACKWARD, no_gradient=NO_SECOND_DERIVATIVES)
 def _backward(problem: Problem, causal: bool, scale: float | None, deterministic: bool, family: str | None) -> Plan:
-    """How backward does calls of this form."""
+    """The launches of a call without other options."""
     check_extents(problem)
-    scale = scale_of(problem, scale)
-    return planned(problem, assembled(scale, causal), scale, deterministic, family)
+    scale = resolve_scale(problem, scale)
+    return plan_launches(problem, build_variant(scale, causal), scale, deterministic, family)
 
 
-@program(VARIANTS, no_gradient=ONCE)
+@program(VARIANTS, no_gradient=NO_SECOND_DERIVATIVES)
 def _variant(
     problem: Problem,
     causal: bool,
@@ -271,33 +278,38 @@ def _variant(
     also: str,
     family: str | None,
 ) -> Plan:
-    """The same with options; mask and score are the names that python_functions.py knows functions by, also the names of the
-    gradients that are asked for besides dq, dk and dv."""
+    """The launches of a call with any options. mask, score: the names of functions in python_functions.py. also: the names of
+    gradients to compute besides dq, dk and dv."""
     check_extents(problem)
-    scale = scale_of(problem, scale)  # the sink is in lse, and nowhere else
-    masking, scoring, aux = functions_of(problem, mask, score)
-    asking = Asking(masking, scoring, aux, causal, left, right, problem("T")[0])
-    looks = indexed(problem, asking, listed=ready_for is not None)
+    scale = resolve_scale(problem, scale)  # of the sink nothing but lse knows
+    masking, scoring, aux = load_functions(problem, mask, score)
+    asking = IndexingFunctions(masking, scoring, aux, causal, left, right, problem("T")[0])
+    index_checks = plan_index_checks(problem, asking, listed=ready_for is not None)
     size = None if block_rows is None or block_cols is None else (block_rows, block_cols)
-    more: list[Any] = [dropped(problem, dropout, seed_value)] if dropout is not None else []
+    more: list[Any] = [dropout_part(problem, dropout, seed_value)] if dropout is not None else []
     axes = [len(x.form.shape) for x in aux]
-    masking, causal, (left, right) = as_window(problem, masking, axes, causal, (left, right))
-    listing = listing_of(problem, masking, f"{mask=!s}; window={(left, 0 if causal else right)}", size, FACING, ready_for)
+    masking, causal, (left, right) = reduce_to_window(problem, masking, axes, causal, (left, right))
+    listing = plan_block_lists(
+        problem, masking, f"{mask=!s}; window={(left, 0 if causal else right)}", size, MAX_SURVEY_QUERIES, ready_for
+    )
     blocked = listing and listing.blocked
-    of_scores = softcap, "alibi" in problem, bias_of(problem, last=scoring is None)
-    found = scoring and derivatives(scoring, axes)
-    made = assembled(
+    score_options = softcap, "alibi" in problem, bias_part(problem, last=scoring is None)
+    score_derivatives = scoring and differentiate(scoring, axes)
+    scored = None
+    if scoring and score_derivatives:
+        scored = ScoredWithGrad(scoring, score_derivatives.score_and_grad, score_derivatives.linear)
+    spec = build_variant(
         scale,
         causal,
         (left, right),
-        *of_scores,
+        *score_options,
         mask=None if blocked else masking,
-        score=ScoredBack(scoring, found.bent, found.even) if scoring and found else None,
+        score=scored,
         more=[*more, (blocked, {})] if blocked else more,
     )
-    reads = {name: read_by(problem, name, found) for name in also.split() if name != "dsink"}
-    plan = planned(problem, made, scale, deterministic, family, aux, listing, reads, "dsink" in also.split())
-    return plan._replace(steps=[*looks, *plan.steps])
+    reads = {name: reads_of(problem, name, score_derivatives) for name in also.split() if name != "dsink"}
+    plan = plan_launches(problem, spec, scale, deterministic, family, aux, listing, reads, "dsink" in also.split())
+    return plan._replace(steps=[*index_checks, *plan.steps])
 
 
-_into = program(INTO, no_gradient=ONCE)(_variant.planner)
+_into = program(INTO, no_gradient=NO_SECOND_DERIVATIVES)(_variant.planner)

@@ -1,5 +1,4 @@
-"""The part of a configuration that the families share for gradients: of kernels whose thread blocks have a block of keys
-each."""
+"""What the configurations of the main kernels of backward have in common: a thread block has a block of keys."""
 
 from dataclasses import dataclass, field
 
@@ -7,79 +6,82 @@ from tiles import fp32, st, sv
 from tiles.arguments import Record, record
 
 from ..base_config import BaseConfig
-from .dq_order import UNORDERED, Ordered, Unordered
-from .query_lists import facing
-from .results import Added, Written
-from .slopes import UNASKED, Unasked
-from .tiling import Facing
+from .dq_order import UNORDERED, AscendingAdds, UnorderedAdds
+from .listed_queries import query_tiling
+from .results import AccumulateGradient, StoreGradient
+from .slopes import NO_SLOPE_GRADIENT, NoSlopeGradient
+from .tiling import QueryTiling
 
-DIMS = 64, 128, 256  # to which head dims are padded, but by hopper_wide.py
+DIMS = 64, 128, 256  # head dims are padded to one of these; hopper_wide.py has DIMS of its own
 
 
 def padded_dim(head_dim: int, value_dim: int | None = None) -> int:
-    """The next larger one of DIMS, which must hold both."""
+    """The least of DIMS that holds both head dims."""
     return min(d for d in DIMS if d >= max(head_dim, value_dim or head_dim))
 
 
 @dataclass(frozen=True)
 class BackwardConfig(BaseConfig):
-    """The fields of such a configuration. queries: rows of a tile. ordered, stores: see dq_order.py. adds: see results.py.
-    learns: see slopes.py. spans: do thread blocks share the queries that see their keys? See shares.py."""
+    """The configuration of a main kernel of backward. queries: of a tile. deterministic: is dQ summed in a fixed order?
+    stores_first: see dq_order.py. accumulate: are gradients added to what their arrays hold? slope_gradient: see slopes.py.
+    splits_queries: do several thread blocks have the same keys, each some of the query tiles? See shares.py."""
 
     queries: int
-    ordered: bool = field(default=False, kw_only=True)
-    stores: bool = field(default=False, kw_only=True)
-    adds: bool = field(default=False, kw_only=True)
-    learns: Unasked = field(default=UNASKED, kw_only=True)
-    spans: bool = field(default=False, kw_only=True)
-    early = False  # whether it begins while the grid before it ends
-    piece = 16  # the bytes that addresses and strides are multiples of
-    alone = False  # whether a block has all keys, and writes dQ
+    deterministic: bool = field(default=False, kw_only=True)
+    stores_first: bool = field(default=False, kw_only=True)
+    accumulate: bool = field(default=False, kw_only=True)
+    slope_gradient: NoSlopeGradient = field(default=NO_SLOPE_GRADIENT, kw_only=True)
+    splits_queries: bool = field(default=False, kw_only=True)
+    overlaps_previous = False  # does it begin while the grid before it ends (PDL)?
+    vector_bytes = 16  # the bytes that addresses and strides are multiples of
+    single_block = False  # does a thread block have all keys, and store dQ itself?
 
     @property
-    def in_order(self) -> Ordered:
-        """How blocks add to dQ in a fixed order; each family defines it."""
+    def ordered_adds(self) -> AscendingAdds:
+        """The order of dQ's sums with `deterministic`; each family defines it."""
         raise NotImplementedError
 
     @property
-    def in_any(self) -> Unordered:
-        """How blocks add to dQ if the order does not matter."""
+    def unordered_adds(self) -> UnorderedAdds:
+        """The order of dQ's sums without `deterministic`."""
         return UNORDERED
 
     @property
-    def order(self) -> Unordered:
-        """In which order blocks add to dQ."""
-        return self.in_order if self.ordered else self.in_any
+    def order(self) -> UnorderedAdds:
+        """The order of dQ's sums."""
+        return self.ordered_adds if self.deterministic else self.unordered_adds
 
     @property
-    def result(self) -> Written:
-        """How gradients are stored."""
-        return Added(fp32) if self.adds else Written(self.dtype)
+    def result(self) -> StoreGradient:
+        """How dQ, dK and dV reach their arrays."""
+        return AccumulateGradient(fp32) if self.accumulate else StoreGradient(self.dtype)
 
     @property
-    def given(self) -> Record:
-        """The kernel's arguments for the variant, for sequences, for lists, for the order and for slopes."""
-        return record(**super().given.fields, **self.order.given, **self.learns.given)
+    def params(self) -> Record:
+        """The kernel's parameters for the variant, sequences, lists, the order of dQ's sums and slopes."""
+        return record(**super().params.fields, **self.order.params, **self.slope_gradient.params)
 
     @property
     def rows(self) -> int:
-        """Query rows of a tile."""
+        """The number of query rows of a tile."""
         return self.queries
 
     @property
-    def tiling(self) -> Facing:
-        """Which queries see a block of keys."""
-        return facing(self.by_list, self.ordered, self.spans)(self.rows, self.kv, self.variant, self.lie.apart)
+    def tiling(self) -> QueryTiling:
+        """The object that says which query tiles see a key block."""
+        tiling = query_tiling(self.by_list, self.deterministic, self.splits_queries)
+        return tiling(self.rows, self.kv, self.variant, self.seq_layout.bounded_by_array)
 
     @property
-    def of_rows(self) -> sv:
-        """Two numbers for each row of a tile: first the log-sum-exps of all rows, then their sums of dO O."""
+    def lse_delta(self) -> sv:
+        """The type of lse and delta in shared memory: of all rows of a query tile first lse, then delta."""
         return sv(2 * self.rows, fp32)
 
     @property
     def dout(self) -> st:
-        """A tile of dO."""
+        """The type of a tile of dO in shared memory."""
         return st(self.rows, self.value_dim, self.dtype)
 
     def __str__(self):
-        return super().__str__() + str(self.order) + " spans" * self.spans + " adds" * self.adds + str(self.learns)
+        flags = " splits" * self.splits_queries + " accumulates" * self.accumulate
+        return super().__str__() + str(self.order) + flags + str(self.slope_gradient)

@@ -1,4 +1,4 @@
-"""Which kernels serve the gradients of a problem, in which configuration."""
+"""The choice of the main kernel of backward, and of its configuration, for a problem."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -8,71 +8,80 @@ from tiles.arrays import Operand
 from tiles.device import machine
 from tiles.schema import Problem
 
-from ...families import PartOf, choose, name_of
-from ..assembled import Assembled
-from ..launches import DTYPES, in_tiles, sequences_of
-from ..prepared_lists import Listing
-from ..sequences import Batched
+from ...families import FamilyAndBlock, choose_family, family_name
+from ..assembled import VariantSpec
+from ..launches import DTYPES, choose_layout, load_bias_by_tma
+from ..prepared_lists import BlockListPlan
+from ..sequences import BatchedLayout
 from ..variants import Variant
 from . import ampere, hopper, hopper_folded, hopper_narrow, hopper_wide, slopes
-from .recomputed_scores import Added
+from .recomputed_scores import BiasRead
 
-FEW = {64: 1024, 128: 1024}  # by head_dim: up to how many keys those store dQ's parts first that have the last ones
+LAST_BLOCK_STORES = {64: 1024, 128: 1024}  # by head_dim: up to how many keys dq_order.LastBlockStores is faster
 
 
-class Choice(NamedTuple):
-    """The module of the main kernel, and its configuration. plain: do Hopper's kernels serve nothing but a variant that is
-    computed, of sequences that all have the same lengths?"""
+class KernelChoice(NamedTuple):
+    """The module of the main kernel, and its configuration. plain: is this a kernel for Hopper, for sequences of equal lengths,
+    without lists, without arrays that functions in Python read, without dropout and without accumulation?"""
 
     module: Any
     config: Any
     plain: bool
 
 
-def chosen(
+def choose_kernel(
     problem: Problem,
-    made: Assembled,
-    ordered: bool,
-    family: str | PartOf | None,
+    spec: VariantSpec,
+    deterministic: bool,
+    family: str | FamilyAndBlock | None,
     aux: Sequence[Operand],
-    listing: Listing | None,
-    reads: Mapping[str, Sequence[Added]],
-) -> Choice:
-    """The Choice for an assembled variant: see launches.planned."""
+    listing: BlockListPlan | None,
+    reads: Mapping[str, Sequence[BiasRead]],
+) -> KernelChoice:
+    """The KernelChoice for the variant `spec`; launches.plan_launches documents the arguments."""
     q_len, head_dim, kv_len, value_dim = problem("SDTV")
-    (lie, _), dtype, variant = sequences_of(problem), DTYPES[problem.dtype], made.variant
-    adds = problem.schema.arguments["dq"].role == "updated"
-    tma = choose(problem, family) == "sm_90"
-    plain = tma and lie is Batched and not (aux or reads.keys() - {"dbias"} or listing or adds or variant.draws)
+    (seq_layout, _), dtype, variant = choose_layout(problem), DTYPES[problem.dtype], spec.variant
+    accumulate = problem.schema.arguments["dq"].role == "updated"
+    tma = choose_family(problem, family) == "sm_90"
+    plain = (
+        tma
+        and seq_layout is BatchedLayout
+        and not (aux or reads.keys() - {"dbias"} or listing or accumulate or variant.uses_random)
+    )
     shape = None
     if plain and not reads:
         if hopper_wide.serves(head_dim, variant, value_dim):
-            return Choice(hopper_wide, hopper_wide.config_for(head_dim, dtype, variant, value_dim), True)
-        if not (ordered or name_of(family)):  # in order parts of sequences give the bits of the whole, which may be long
-            shape = ampere.short(head_dim, value_dim, variant, q_len, kv_len)
+            return KernelChoice(hopper_wide, hopper_wide.config_for(head_dim, dtype, variant, value_dim), True)
+        if not (deterministic or family_name(family)):  # deterministic parts of long sequences must have the bits of the whole
+            shape = ampere.short_shape(head_dim, value_dim, variant, q_len, kv_len)
             tma = plain = shape is None
-    by_list = listing is not None and lie is Batched
-    alike = lie is Batched and not by_list and each_sees(variant, q_len, kv_len)
-    few, block = FEW.get(head_dim, 0) if plain and variant.rising else 0, hopper.block_of(head_dim, value_dim)
-    in_order: dict[str, Any] = {"ordered": ordered, "stores": tma and alike and (ordered or kv_len <= max(few, block))}
-    learns = slopes.UNASKED
-    if "dalibi" in reads and (not tma or hopper.finds_slopes(head_dim, value_dim, lie)):
-        learns = slopes.asked(variant, reads["dalibi"][0])
-    kind = {"axes": tuple([len(x.form.shape) for x in aux]), "by_list": by_list, "lie": lie, "adds": adds, "learns": learns}
+    by_list = listing is not None and seq_layout is BatchedLayout
+    all_see_first = seq_layout is BatchedLayout and not by_list and all_see_first_block(variant, q_len, kv_len)
+    max_keys, block = (
+        LAST_BLOCK_STORES.get(head_dim, 0) if plain and variant.monotonic else 0,
+        hopper.block_of(head_dim, value_dim),
+    )
+    stores_first = tma and all_see_first and (deterministic or kv_len <= max(max_keys, block))
+    order: dict[str, Any] = {"deterministic": deterministic, "stores_first": stores_first}
+    slope_gradient = slopes.NO_SLOPE_GRADIENT
+    if "dalibi" in reads and (not tma or hopper.computes_slopes(head_dim, value_dim, seq_layout)):
+        slope_gradient = slopes.choose_slope_gradient(variant, reads["dalibi"][0])
+    kind = {"axes": tuple([len(x.form.shape) for x in aux]), "by_list": by_list, "seq_layout": seq_layout}
+    kind |= {"accumulate": accumulate, "slope_gradient": slope_gradient}
     if not tma:
-        at_once, gpu = problem.bytes_at_once(), machine(problem.device).capability
-        config = ampere.config_for(head_dim, dtype, variant, at_once, value_dim, gpu, shape, **kind, **in_order)
-        return Choice(ampere, replace(config, alone=alike and kv_len <= config.kv), plain)
-    by_tile = in_tiles(problem, variant)
+        vector_bytes, capability = problem.bytes_at_once(), machine(problem.device).capability
+        config = ampere.config_for(head_dim, dtype, variant, vector_bytes, value_dim, capability, shape, **kind, **order)
+        return KernelChoice(ampere, replace(config, single_block=all_see_first and kv_len <= config.kv), plain)
+    by_tile = load_bias_by_tma(problem, variant)
     if plain and hopper_narrow.serves(head_dim, by_tile, value_dim):
-        return Choice(hopper_narrow, hopper_narrow.config_for(head_dim, dtype, by_tile, value_dim, **in_order), plain)
+        return KernelChoice(hopper_narrow, hopper_narrow.config_for(head_dim, dtype, by_tile, value_dim, **order), plain)
     if plain and hopper_folded.serves(head_dim, variant, value_dim):
-        return Choice(hopper_folded, hopper_folded.config_for(head_dim, dtype, variant, value_dim, **in_order), plain)
-    return Choice(hopper, hopper.config_for(head_dim, dtype, by_tile, value_dim, **kind, **in_order), plain)
+        return KernelChoice(hopper_folded, hopper_folded.config_for(head_dim, dtype, variant, value_dim, **order), plain)
+    return KernelChoice(hopper, hopper.config_for(head_dim, dtype, by_tile, value_dim, **kind, **order), plain)
 
 
-def each_sees(variant: Variant, queries: int, keys: int) -> bool:
-    """Does each query see the first key? Then the first block of keys that has a part of a tile of queries can store it, so
-    that nobody clears the sums: in order; where later queries see more and keys are few (dq_order.Heading); or where a block
-    has all keys, and may even write dQ."""
-    return variant.from_first and (variant.everything or (variant.within and queries <= keys))
+def all_see_first_block(variant: Variant, queries: int, keys: int) -> bool:
+    """Does each query see the first key? Then the first thread block that adds to a query tile can store its parts of dQ, so
+    that nobody has to clear the sums: in a fixed order; where later queries see more and there are few keys
+    (dq_order.LastBlockStores); or where a thread block has all keys, and stores dQ itself."""
+    return variant.starts_at_zero and (variant.sees_all_keys or (variant.ends_at_last_key and queries <= keys))

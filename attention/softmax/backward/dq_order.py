@@ -1,4 +1,5 @@
-"""In which order blocks of keys add to dQ: an object for each way, with the same methods."""
+"""The order in which thread blocks add their parts of dQ to the sums in global memory. A thread block has a block of keys, so
+several add to the dQ of one query tile. One class for each order, all with the methods of UnorderedAdds."""
 
 from typing import Any
 
@@ -6,244 +7,250 @@ from numpy import int32
 
 from ops import count_stored, count_up, stores_done, tma_add, tma_store, wait_count
 from tiles import inlined, static
-from tiles.arguments import TURNS
+from tiles.arguments import SEMAPHORES
 
-SHARING = 6  # multiprocessors that work on one pair at a time, if later queries see more keys: see launches.band_of
-GROUP = 3  # the same for Snaking; also the number of blocks of keys in one of its groups
+SMS_PER_HEAD = 6  # multiprocessors that work on one head at a time, if later queries see more keys: see choose_raster_group
+SNAKE_GROUP = 3  # the same for SnakeAdds, and the number of key blocks in one of its groups
 
 
 @static
-class Unordered:
-    """Blocks add as they come, so the last bits of dQ differ from call to call."""
+class UnorderedAdds:
+    """Thread blocks add whenever their parts are ready, so the last bits of dQ differ from call to call."""
 
-    sharing = SHARING
+    sms_per_head = SMS_PER_HEAD
 
     def __str__(self):
         return ""
 
     @property
-    def given(self) -> dict[str, Any]:
-        """The kernel's arguments that it reads, and what they are."""
+    def params(self) -> dict[str, Any]:
+        """The names and types of the kernel parameters that this order reads."""
         return {}
 
     @property
-    def clears(self) -> bool:
-        """Must sums be cleared before the first block adds to them?"""
+    def needs_zeros(self) -> bool:
+        """Must the sums be 0 before the first thread block adds to them?"""
         return True
 
     @inlined
-    def place(self, tiling, number, blocks, pairs, band):
-        """The (block of keys, pair of share and batch) of a thread block: see Facing."""
-        return tiling.place(number, blocks, pairs, band)
+    def place(self, tiling, number, blocks, batch_heads, raster_group):
+        """The (key block, batch and partial) of thread block `number`: see QueryTiling.place."""
+        return tiling.place(number, blocks, batch_heads, raster_group)
 
     @inlined
-    def nth(self, n, i):
-        """Which of the n tiles of queries that see a block of keys is the i-th that the block works on."""
+    def visit_index(self, n, i):
+        """Which of the n query tiles that see a key block is the i-th that its thread block works on."""
         return i
 
     @inlined
-    def start(self, tiles):
-        """The tile that it works on first, if the tiles stand in a row."""
-        return int32(tiles.first)
+    def first_visited(self, q_tiles):
+        """The query tile that a thread block works on first, if the tiles are contiguous."""
+        return int32(q_tiles.first)
 
     @inlined
-    def following(self, tiles, head, tile):
-        """(head, tile) behind this one; behind the last tile of a head comes the first of the next. (They are counted: a
-        division would take the producer's time, a nested loop its registers.)"""
+    def next_tile(self, q_tiles, head, tile):
+        """(head, tile) to work on after this one. The first tile of the next head follows the last tile of a head. (Counters
+        replace a division, which would take the producer's time, and a nested loop, which would take its registers.)"""
         tile = int32(tile + 1)
-        if tile == tiles.first + tiles.n:
-            head, tile = int32(head + 1), int32(tiles.first)
+        if tile == q_tiles.first + q_tiles.n:
+            head, tile = int32(head + 1), int32(q_tiles.first)
         return head, tile
 
     @inlined
-    def behind(self, tiling, block, tile, at, group):
-        """How many blocks add to a tile of queries before this block of keys does."""
-        return tiling.before(block, tile, at, group)
+    def prior_adds(self, tiling, block, tile, ctx, group):
+        """The number of key blocks that add to a query tile before this one does."""
+        return tiling.blocks_before(block, tile, ctx, group)
 
     @inlined
-    def begin(self, given, pair, tile):
-        """Prepare a tile of queries, before any block adds to it; done by one warp."""
+    def init_semaphores(self, params, batch_head, tile):
+        """Set the semaphores of a query tile to 0, before any thread block adds to it. One warp calls this."""
 
     @inlined
-    def take(self, given, pair, tile, line, behind):
-        """Wait until a warp may add its parts to a tile of queries of a pair of head and batch: until `behind` blocks have
-        added."""
+    def wait(self, params, batch_head, tile, semaphore, prior):
+        """Wait until `prior` key blocks have added to a query tile, so that this warp may add its parts."""
 
     @inlined
-    def add(self, sums, at, part, behind):
-        """Add a part of dQ to the sums at `at`, by TMA; done by one warp."""
-        tma_add(sums, at, part)
+    def add(self, dq_accum, index, part, prior):
+        """dq_accum[index] += part, a part of dQ in shared memory, by TMA. One warp calls this."""
+        tma_add(dq_accum, index, part)
 
     @inlined
-    def give(self, given, pair, tile, line, behind):
-        """Say that the warp has added its parts to the tile."""
+    def arrive(self, params, batch_head, tile, semaphore, prior):
+        """Signal that this warp has added its parts to a query tile."""
 
 
 @static
-class Turns(Unordered):
-    """What the ways below have in common: a counter for each tile says how often blocks of keys have added to it, and blocks
-    wait for a value of it. `warps` warps of a block add to a tile, `in_bulk` by TMA or else by themselves. The parts of a tile
-    may be divided into several `lines`, which are added to in order, each without waiting for the others. stores: the first
-    block stores its parts, so nothing is cleared; this is for tiles that all see some key.
+class OrderedAdds(UnorderedAdds):
+    """The base of orders in which thread blocks wait for one another. A semaphore of each query tile counts the warps that have
+    added to it, and a thread block waits until it has a certain value.
 
-    given.turns: how many warps have added to a tile, (pair of head and batch, line).
+    warps: how many warps of a thread block add to a tile. by_tma: do they add by TMA? semaphores: of each tile; each orders
+    some of the tile's parts, independently of the others. stores_first: the first thread block stores its parts instead of
+    adding them, so that nobody has to clear the sums; for tiles that all see some key.
 
-    A warp counts when its bulk copies are done, which means not that they have been read, but that they have come to the L2,
-    where the next ones are added. So the count behind an addition need not be a release. But a *store* must also be ordered
-    before the additions of other blocks. So its count is a release. The counts that follow are part of its release sequence,
-    and whoever waits acquires one of them before its own copies begin (with a fence of TMA's proxy behind the acquire:
-    ops.wait_count)."""
+    params.dq_semaphores: (batch and head, `semaphores` for each tile).
+
+    A warp counts when its bulk copies are complete, which means not only that their source has been read, but also that they
+    have reached the L2, where the next ones are added. So the count after an addition need not be a release. But a *store* must
+    also be ordered before the additions of other thread blocks. So its count is a release. The counts that follow are part of
+    its release sequence, and whoever waits acquires one of them before its own copies begin (with a fence of TMA's proxy after
+    the acquire: ops.wait_count)."""
 
     warps: int
-    in_bulk: bool
-    lines: int = 1
-    stores: bool = False
+    by_tma: bool
+    semaphores: int = 1
+    stores_first: bool = False
 
     @property
-    def given(self) -> dict[str, Any]:
-        return {"turns": TURNS}
+    def params(self) -> dict[str, Any]:
+        return {"dq_semaphores": SEMAPHORES}
 
     @property
-    def clears(self) -> bool:
-        return not self.stores
+    def needs_zeros(self) -> bool:
+        return not self.stores_first
 
     @inlined
-    def begin(self, given, pair, tile):
-        for line in range(self.lines):
-            given.turns[pair, self.lines * tile + line] = int32(0)
+    def init_semaphores(self, params, batch_head, tile):
+        for semaphore in range(self.semaphores):
+            params.dq_semaphores[batch_head, self.semaphores * tile + semaphore] = int32(0)
 
     @inlined
-    def take(self, given, pair, tile, line, behind):
-        wait_count(given.turns, (pair, int32(self.lines * tile + line)), int32(self.warps * behind))
+    def wait(self, params, batch_head, tile, semaphore, prior):
+        wait_count(params.dq_semaphores, (batch_head, int32(self.semaphores * tile + semaphore)), int32(self.warps * prior))
 
     @inlined
-    def add(self, sums, at, part, behind):
-        if self.stores:
-            if behind == 0:
-                tma_store(sums, at, part)
+    def add(self, dq_accum, index, part, prior):
+        if self.stores_first:
+            if prior == 0:
+                tma_store(dq_accum, index, part)
             else:
-                tma_add(sums, at, part)
+                tma_add(dq_accum, index, part)
         else:
-            tma_add(sums, at, part)
+            tma_add(dq_accum, index, part)
 
     @inlined
-    def give(self, given, pair, tile, line, behind):
-        turn = pair, int32(self.lines * tile + line)
-        if self.in_bulk:
+    def arrive(self, params, batch_head, tile, semaphore, prior):
+        index = batch_head, int32(self.semaphores * tile + semaphore)
+        if self.by_tma:
             stores_done()
-        if self.in_bulk and not (self.stores and behind == 0):
-            count_stored(given.turns, turn)
+        if self.by_tma and not (self.stores_first and prior == 0):
+            count_stored(params.dq_semaphores, index)
         else:
-            count_up(given.turns, turn)
+            count_up(params.dq_semaphores, index)
 
 
 @static
-class Ordered(Turns):
-    """Blocks add one after the other, from the first keys to the last, so that dQ has the same bits in every call.
+class AscendingAdds(OrderedAdds):
+    """Key blocks add one after the other, from the first keys to the last, so that dQ has the same bits in every call.
 
-    A block waits only for blocks of earlier keys, which have begun before it: there is no deadlock, however few run at once.
-    Every block works on its queries from the last to the first, because the last query sees all keys that any query sees. So
-    blocks that begin at the same time wait once, each for the first tile of the block before it, and then follow at that
-    distance. (If they went from the first query to the last, and later queries see more keys, each would wait until the block
-    before it comes to where it begins itself.) Few blocks stand in this line if several pairs are worked on at once:
-    launches.band_of. If lists say which tiles see a block, a block waits only for blocks whose lists contain the tile:
-    query_lists.Ranking."""
+    A thread block waits only for those of earlier keys, which were launched before it: there is no deadlock, however few run
+    at once. Each works on its query tiles from the last to the first, because the last query sees every key that any query
+    sees. So thread blocks that begin at the same time wait once, each for the first tile of the one before it, and then follow
+    at that distance. (If they went from the first query to the last, and later queries see more keys, each would wait until the
+    one before it comes to where it begins itself.) Few thread blocks wait for one another if several heads are worked on at
+    once: launches.choose_raster_group. If lists say which tiles see a key block, it waits only for key blocks whose lists
+    contain the tile: query_lists.RankKeyBlocks."""
 
     def __str__(self):
-        return " ordered" + " stores" * self.stores
+        return " ordered" + " stores" * self.stores_first
 
     @inlined
-    def nth(self, n, i):
+    def visit_index(self, n, i):
         return int32(n - 1 - i)
 
     @inlined
-    def start(self, tiles):
-        return int32(tiles.first + tiles.n - 1)
+    def first_visited(self, q_tiles):
+        return int32(q_tiles.first + q_tiles.n - 1)
 
     @inlined
-    def following(self, tiles, head, tile):
+    def next_tile(self, q_tiles, head, tile):
         tile = int32(tile - 1)
-        if tile < tiles.first:
-            head, tile = int32(head + 1), int32(tiles.first + tiles.n - 1)
+        if tile < q_tiles.first:
+            head, tile = int32(head + 1), int32(q_tiles.first + q_tiles.n - 1)
         return head, tile
 
 
 @static
-class Snaking(Ordered):
-    """The same where later queries see more keys, and all see the first: in groups of GROUP blocks, in turns from the group's
-    last keys to its first and from its first to its last.
+class SnakeAdds(AscendingAdds):
+    """A fixed order for masks under which later queries see more keys, and every query sees the first: key blocks add in groups
+    of SNAKE_GROUP, alternately from the group's last keys to its first and from its first to its last.
 
-        keys of a block     0  1  2 |  3  4  5 |  6  7 ..
-        it begins, adds     2  1  0 |  3  4  5 |  8  7 ..
+        key block       0  1  2 |  3  4  5 |  6  7 ..
+        begins and adds as number
+                        2  1  0 |  3  4  5 |  8  7 ..
 
-    So many begin at once, of a pair. All take their queries from the last to the first, so each must begin behind the one
-    before it by the time that adding takes, and waits for that if they begin together. From the first keys to the last each is
-    shorter than the one before it, and all of a group end together: the next group's would wait again. From the last keys to
-    the first each is longer, and they end one after the other, by more than they began: so the next group's begin as they
-    must, and if each of them is shorter, end so, too. Only the first group waits.
+    A group's thread blocks begin at the same time. All take their query tiles from the last to the first, so each must begin
+    later than the one before it by the time that adding takes, and waits for that if they begin together. In ascending order
+    each is shorter than the one before it, and all of a group end together: the next group would wait again. In descending
+    order each is longer, and they end one after the other, by more than they began: so the next group's thread blocks begin as
+    they must, and if each of them is shorter, also end one after the other. Only the first group waits.
 
-    Thread blocks begin in the order in which they add, so each waits for those alone that have begun before it, as in Ordered:
-    no deadlock. Which block adds as which depends on the block's number, and on nothing else: the same bits for any heads."""
+    Thread blocks begin in the order in which they add, so each waits only for those that have begun before it, as in
+    AscendingAdds: no deadlock. A key block's place in the order depends on its number alone: any number of heads has the same
+    bits."""
 
-    sharing = GROUP
+    sms_per_head = SNAKE_GROUP
 
     def __str__(self):
-        return " snaking" + " stores" * self.stores
+        return " snaking" + " stores" * self.stores_first
 
     @inlined
-    def place(self, tiling, number, blocks, pairs, band):
-        block, pair = tiling.place(number, blocks, pairs, band)
-        if block % (2 * GROUP) < GROUP:
-            first = block - block % GROUP
-            block = first + min(first + GROUP, blocks) - 1 - block
-        return int32(block), pair
+    def place(self, tiling, number, blocks, batch_heads, raster_group):
+        block, batch_head = tiling.place(number, blocks, batch_heads, raster_group)
+        if block % (2 * SNAKE_GROUP) < SNAKE_GROUP:
+            first = block - block % SNAKE_GROUP
+            block = first + min(first + SNAKE_GROUP, blocks) - 1 - block
+        return int32(block), batch_head
 
     @inlined
-    def behind(self, tiling, block, tile, at, group):
-        """See Unordered: of a group from its last keys on, those that come after this block and that the tile sees, too."""
-        if block % (2 * GROUP) < GROUP:
-            first = block - block % GROUP
-            return int32(first + min(first + GROUP, tiling.end(tile, at)) - 1 - block)
+    def prior_adds(self, tiling, block, tile, ctx, group):
+        """See UnorderedAdds. In a descending group the key blocks after this one that the tile also sees add before it."""
+        if block % (2 * SNAKE_GROUP) < SNAKE_GROUP:
+            first = block - block % SNAKE_GROUP
+            return int32(first + min(first + SNAKE_GROUP, tiling.end_block(tile, ctx)) - 1 - block)
         else:
             return int32(block)
 
 
 @static
-class Heading(Turns):
-    """Blocks add as they come, except that the block with the last keys that a tile of queries sees stores its parts, before
-    the others add. If later queries see more keys, those are the first tiles that a block works on. Blocks begin from the last
-    keys to the first, so each waits only for blocks that have begun before it, for what these do first, and hardly ever long.
-    The longest blocks come last, so this is for grids of few blocks. The last bits of dQ differ from call to call."""
+class LastBlockStores(OrderedAdds):
+    """Key blocks add whenever they are ready, but the one with the last keys that a query tile sees stores its parts first.
+
+    If later queries see more keys, those are the first tiles that the last key blocks work on. Thread blocks begin from the
+    last keys to the first, so each waits only for those that have begun before it, for the first thing that these do, and
+    hardly ever long. The longest thread blocks come last, so this is for grids of few of them. The last bits of dQ differ from
+    call to call."""
 
     def __str__(self):
         return " heading"
 
     @inlined
-    def place(self, tiling, number, blocks, pairs, band):
-        block, pair = tiling.place(number, blocks, pairs, band)
-        return int32(blocks - 1 - block), pair
+    def place(self, tiling, number, blocks, batch_heads, raster_group):
+        block, batch_head = tiling.place(number, blocks, batch_heads, raster_group)
+        return int32(blocks - 1 - block), batch_head
 
     @inlined
-    def behind(self, tiling, block, tile, at, group):
-        """See Unordered: 0 of those that store, else 1."""
-        return int32(block + 1 < tiling.end(tile, at))
+    def prior_adds(self, tiling, block, tile, ctx, group):
+        """0 for the key block that stores, and 1 for all others, which wait for it alone."""
+        return int32(block + 1 < tiling.end_block(tile, ctx))
 
     @inlined
-    def give(self, given, pair, tile, line, behind):
-        """See Unordered. Nobody waits for what is added, only for what is stored."""
-        if behind == 0:
+    def arrive(self, params, batch_head, tile, semaphore, prior):
+        """Signal what was stored; no thread block waits for what was added."""
+        if prior == 0:
             stores_done()
-            count_up(given.turns, (pair, int32(self.lines * tile + line)))
+            count_up(params.dq_semaphores, (batch_head, int32(self.semaphores * tile + semaphore)))
 
 
 @static
-class LastFirst(Unordered):
-    """The same, each block from its last tile of queries to its first, as in Ordered. For blocks that have all keys, where the
-    order matters: their dK and dV are sums in the order in which many blocks take them, each of which has some of the keys."""
+class ReverseTiles(UnorderedAdds):
+    """UnorderedAdds with each thread block's query tiles from the last to the first, as in AscendingAdds. For thread blocks
+    that have all keys: the dK and dV of their keys are summed over queries in the same order as if many thread blocks had some
+    of the keys each."""
 
     @inlined
-    def nth(self, n, i):
+    def visit_index(self, n, i):
         return int32(n - 1 - i)
 
 
-UNORDERED, LAST_FIRST = Unordered(), LastFirst()
+UNORDERED, REVERSE_TILES = UnorderedAdds(), ReverseTiles()

@@ -1,7 +1,7 @@
-"""How the product dQ = dS K is cut into parts of 64 rows, which are computed one after the other or one by each consumer: an
-object for each way, with the same methods. Parts are summed in global memory, in float32 and in the order in which lanes hold
-them (ops/memory/held.py): an array (pair of head and batch, row, column), in which a tile of queries has the rows of all its
-parts."""
+"""The parts of the product dQ = dS K of a query tile: computed one after the other, or one by each consumer, and summed over
+key blocks in global memory. One class for each way of dividing it, with the same methods. The sums are float32, in the order of
+the registers of a tensor core's product (ops/memory/held.py): an array (batch and head, row, column), in which each query tile
+has the rows of all its parts."""
 
 from typing import Any
 
@@ -13,14 +13,13 @@ from ops.memory.held import QUAD
 from tiles import dtype, fp32, inlined, rt, st, static
 from tiles.arguments import array
 
-ROWS, BAND, PANEL = warpgroup.ROWS, 16, 64  # rows of a part; rows of a warp; columns of a part that a warp adds
-LINE = 32  # columns of the shared tiles that parts go through
+ROWS, WARP_ROWS, PANEL = warpgroup.ROWS, 16, 64  # rows of a part; rows of a warp; columns of a part that a warp adds
+TMA_COLUMNS = 32  # columns of the shared tiles from which TMA adds parts
 
 
 @static
-class ByRows:
-    """Parts are 64 queries of dQ each. The kernel's tiles have `queries` queries, its blocks `keys` keys, heads `columns`
-    columns."""
+class RowParts:
+    """Each part has 64 rows of dQ, and all columns. queries: of a tile. keys: of a block. columns: of a head, padded."""
 
     queries: int
     keys: int
@@ -29,146 +28,146 @@ class ByRows:
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """The number of parts of a query tile."""
         return self.queries // ROWS
 
     @property
-    def across(self) -> int:
-        """Columns of a part."""
+    def part_columns(self) -> int:
+        """The number of columns of the product that is a part."""
         return self.columns
 
     @property
-    def tile(self) -> st:
-        """A part in shared memory."""
-        return st(ROWS * self.across // LINE, LINE, fp32)
+    def part_tile(self) -> st:
+        """The type of a part in shared memory."""
+        return st(ROWS * self.part_columns // TMA_COLUMNS, TMA_COLUMNS, fp32)
 
     @property
-    def width(self) -> int:
-        """Columns of the sums."""
-        return LINE
+    def sum_columns(self) -> int:
+        """The number of columns of the array of sums."""
+        return TMA_COLUMNS
 
     @property
-    def rows(self) -> int:
-        """Rows of a tile's sums."""
-        return self.count * self.tile.rows
+    def sum_rows(self) -> int:
+        """The number of rows of a query tile in the array of sums."""
+        return self.count * self.part_tile.rows
 
     @inlined
-    def product(self, n, ds, keys):
-        """Part n, pending."""
-        return warpgroup.mm_AB(part_of(ds, ROWS, n), keys)
+    def start_dq(self, n, ds, k):
+        """Part n of ds k, of tiles in shared memory; pending until warpgroup.wait."""
+        return warpgroup.mm_AB(part_of(ds, ROWS, n), k)
 
     @property
-    def bands(self) -> int:
-        """How many warps share the work of finishing a tile of queries."""
-        return self.count * ROWS // BAND
+    def warp_tiles(self) -> int:
+        """The number of warp tiles in which the kernel of finish.py converts a query tile."""
+        return self.count * ROWS // WARP_ROWS
 
     @property
-    def finished(self) -> rt:
-        """The type of what one of these warps finishes."""
-        return rt(BAND, self.across, fp32)
+    def warp_tile(self) -> rt:
+        """The type of such a warp tile."""
+        return rt(WARP_ROWS, self.part_columns, fp32)
 
     @inlined
-    def load(self, gSum, pair, tile, band):
-        """What one of these warps finishes: 16 rows of a tile's parts."""
-        row = self.rows * tile + BAND * self.across // LINE * band
-        return load_held(gSum, self.finished, (pair, int32(row), 0), QUAD)
+    def load_sums(self, gDQAccum, batch_head, tile, n):
+        """Warp tile n of the sums of a query tile."""
+        row = self.sum_rows * tile + WARP_ROWS * self.part_columns // TMA_COLUMNS * n
+        return load_held(gDQAccum, self.warp_tile, (batch_head, int32(row), 0), QUAD)
 
     @inlined
-    def finish(self, gDQ, x, batch, row, head, band, result):
-        """Write these rows to dQ. row: the tile's first query. result: see results.py."""
-        result.store(gDQ, x, (batch, row + BAND * band, head, 0), True)
+    def store_dq(self, gDQ, x, batch, row, head, n, result):
+        """Store x, warp tile n of a query tile whose first row is `row`, in dQ. result: see results.py."""
+        result.store(gDQ, x, (batch, row + WARP_ROWS * n, head, 0), True)
 
 
-class ByColumns(ByRows):
-    """Parts are 64 columns of dQ each, computed as dQ^T = K^T dS^T: for any number of queries."""
+class ColumnParts(RowParts):
+    """Each part has 64 columns of dQ, computed as dQ^T = K^T dS^T: for any number of queries in a tile."""
 
     @property
     def count(self) -> int:
         return self.columns // ROWS
 
     @property
-    def across(self) -> int:
+    def part_columns(self) -> int:
         return self.queries
 
     @inlined
-    def product(self, n, ds, keys):
-        return warpgroup.mm_AtBt(part_of(keys, self.keys, 0, ROWS, n), ds)
+    def start_dq(self, n, ds, k):
+        return warpgroup.mm_AtBt(part_of(k, self.keys, 0, ROWS, n), ds)
 
     @inlined
-    def finish(self, gDQ, x, batch, row, head, band, result):
-        result.store(gDQ, transpose(result.dtype(x)), (batch, row, head, BAND * band), True)
+    def store_dq(self, gDQ, x, batch, row, head, n, result):
+        result.store(gDQ, transpose(result.dtype(x)), (batch, row, head, WARP_ROWS * n), True)
 
 
 @static
-class Held(ByRows):
-    """Parts are 16 queries and 64 columns of dQ each, which warps add without TMA. piece: the bytes that the address and
-    strides of dQ are multiples of. together: how many of its elements a lane adds at once."""
+class WarpParts(RowParts):
+    """Each part has 16 rows and 64 columns of dQ, and a warp adds it without TMA. vector_bytes: the bytes that the address and
+    strides of dQ are multiples of. elements_per_add: how many adjacent elements a lane adds at once."""
 
-    piece: int
-    together: int
+    vector_bytes: int
+    elements_per_add: int
 
     @property
     def count(self) -> int:
-        return self.queries * self.columns // (BAND * PANEL)
+        return self.queries * self.columns // (WARP_ROWS * PANEL)
 
     @property
-    def array(self) -> Any:
-        """The type of the array to which parts are added."""
+    def accum_array(self) -> Any:
+        """The type of the array that parts are added to."""
         return array(3)
 
     @inlined
-    def add(self, gSum, part, pair, tile, n, unit):
-        """Add part n of a tile of queries to its sums."""
-        add_held(gSum, part, self.place(pair, tile, n), self.together)
+    def add(self, gDQAccum, part, batch_head, tile, n, unit):
+        """Add part n of a query tile to its sums."""
+        add_held(gDQAccum, part, self.sum_index(batch_head, tile, n), self.elements_per_add)
 
     @property
-    def width(self) -> int:
+    def sum_columns(self) -> int:
         return self.columns
 
     @property
-    def rows(self) -> int:
+    def sum_rows(self) -> int:
         return self.queries
 
     @property
-    def bands(self) -> int:
+    def warp_tiles(self) -> int:
         return self.count
 
     @inlined
-    def place(self, pair, tile, n):
-        """The index of part n of a tile of queries among the sums."""
-        return pair, int32(self.queries * tile + BAND * PANEL // self.columns * n), 0
+    def sum_index(self, batch_head, tile, n):
+        """The index of part n of a query tile in the array of sums."""
+        return batch_head, int32(self.queries * tile + WARP_ROWS * PANEL // self.columns * n), 0
 
     @property
-    def finished(self) -> rt:
-        return rt(BAND, PANEL, fp32)
+    def warp_tile(self) -> rt:
+        return rt(WARP_ROWS, PANEL, fp32)
 
     @inlined
-    def load(self, gSum, pair, tile, band):
-        return load_held(gSum, self.finished, self.place(pair, tile, band), self.together)
+    def load_sums(self, gDQAccum, batch_head, tile, n):
+        return load_held(gDQAccum, self.warp_tile, self.sum_index(batch_head, tile, n), self.elements_per_add)
 
     @inlined
-    def finish(self, gDQ, x, batch, row, head, band, result):
-        down, right = divmod(band, self.columns // PANEL)
-        result.store(gDQ, x, (batch, row + BAND * down, head, PANEL * right), self.piece)
+    def store_dq(self, gDQ, x, batch, row, head, n, result):
+        down, right = divmod(n, self.columns // PANEL)
+        result.store(gDQ, x, (batch, row + WARP_ROWS * down, head, PANEL * right), self.vector_bytes)
 
 
 @static
-class Direct(Held):
-    """The same where a block has all keys: its parts are all there is of dQ, and are written at once, times `unit`. result: see
-    results.py."""
+class DirectParts(WarpParts):
+    """WarpParts where a thread block has all keys: its parts are all of dQ, and are stored in dQ itself, times `unit`. result:
+    see results.py."""
 
     result: Any
 
     @property
-    def array(self) -> Any:
+    def accum_array(self) -> Any:
         return array(4, self.result.dtype)
 
     @inlined
-    def add(self, gDQ, part, pair, tile, n, unit):
-        batch, head = divmod(pair, int32(gDQ.shape[2]))
-        self.finish(gDQ, part * unit, batch, int32(self.queries * tile), head, n, self.result)
+    def add(self, gDQ, part, batch_head, tile, n, unit):
+        batch, head = divmod(batch_head, int32(gDQ.shape[2]))
+        self.store_dq(gDQ, part * unit, batch, int32(self.queries * tile), head, n, self.result)
 
 
-def parts_of(queries: int, keys: int, columns: int, dtype: dtype, consumers: int) -> ByRows:
-    """By rows if that gives all consumers the same work, else by columns."""
-    return (ByColumns if queries % (consumers * ROWS) else ByRows)(queries, keys, columns, dtype)
+def parts_of(queries: int, keys: int, columns: int, dtype: dtype, consumers: int) -> RowParts:
+    """RowParts if these give all consumers the same work, else ColumnParts."""
+    return (ColumnParts if queries % (consumers * ROWS) else RowParts)(queries, keys, columns, dtype)

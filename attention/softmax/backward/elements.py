@@ -1,9 +1,10 @@
-"""The gradients of the elements of arrays that scores read: ALiBi's slopes, and what a score in Python indexes.
+"""The gradients of arrays whose elements scores read at indices of their own: ALiBi's slopes, and what a score in Python
+indexes.
 
-Which element a score reads is known only when the kernel runs. So every warp has a row of sums in global memory, one sum for
-each element. The warp goes through its share of the tiles of scores. In each tile it looks up which elements occur, from the
-least index to the greatest, and adds up what each of them gets. The kernel `total` then adds the rows. It is fixed which warp
-has which tile, and so are all orders: the same bits every time.
+Which element a score reads is known only when the kernel runs. So every warp has a row of partial sums in global memory, one
+sum for each element. The warp goes through its score tiles. In each it goes through the elements between the least index and
+the greatest that occur, and adds up the contributions to each. The kernel `sum_rows` then sums the rows. Each tile has a fixed
+warp, so all sums have a fixed order: the same bits every time.
 """
 
 import functools
@@ -20,108 +21,113 @@ from tiles.cp_async import PIECES
 from tiles.layout import LANES
 
 from ..scores import Sloped
-from ..variants import At
+from ..variants import ScoreContext
 from . import recomputed_scores
-from .results import of_sums
+from .results import float32_output
 
-NOWHERE = 2.0**24  # an index greater than all others: indices are float32
-AT_ONCE = 64  # sums that a warp clears or adds at once
-BYTES = 2**28  # the most memory for all rows of sums, unless a single thread block needs more
-SHARED_BY = 4  # the most thread blocks that share a multiprocessor
+MAX_ELEMENTS = 2.0**24  # of an array: indices are float32, and this one is greater than all
+COLUMNS_AT_ONCE = 64  # sums of a row that a warp clears or adds up at once
+MAX_BYTES = 2**28  # of all rows of sums, unless a single thread block needs more
+MAX_BLOCKS_PER_SM = 4
 
 
 @functools.cache
 def make(config: recomputed_scores.Config):
     """(kernel, shared memory) of a configuration."""
-    INPUT, GIVEN, AUX, WARPS, PACKED = config.dtype, config.given, config.aux, config.warps, config.sequences.packed
-    scores, sequences, read = recomputed_scores.recomputed(config), config.sequences, config.read
+    INPUT, PARAMS, AUX, WARPS, PACKED = config.dtype, config.params, config.aux, config.warps, config.sequences.packed
+    scores, sequences, read = recomputed_scores.recomputation(config), config.sequences, config.read
     S = scores.tile
-    smem = shared(**recomputed_scores.room(config))
+    smem = shared(**recomputed_scores.tile_buffers(config))
 
     @inlined
-    def added(n, tile, number, at, own, group, rooms, arrays, gSums, gFound, mine, scale):
-        """Add up a tile of scores, of a tile of queries and a block of keys. Returns how many tiles the block has gone
-        through."""
-        w, i, j, here = scores.weighted(n, tile, number, at, own, group, rooms, arrays, gSums, scale)
-        place = zeros(S) + read.place(i, j, here)
-        counts = (place >= 0.0) & (w != 0.0)
-        least, most = tile_min(where(counts, place, NOWHERE)), tile_max(where(counts, place, -1.0))
-        for element in range(int32(least), int32(most) + 1):
-            found = gFound[mine, element] + tile_sum(where(place == element, w, 0.0))
+    def add_tile(n, tile, number, ctx, seq, group, buffers, arrays, gLseDelta, gPartials, row, scale):
+        """Add the contributions of the scores of a query tile and a key block to the warp's row of sums. Returns the number of
+        score tiles that the thread block has gone through."""
+        w, i, j, warp_ctx = scores.weighted_ds(n, tile, number, ctx, seq, group, buffers, arrays, gLseDelta, scale)
+        index = zeros(S) + read.element(i, j, warp_ctx)
+        reads = (index >= 0.0) & (w != 0.0)
+        lowest, highest = tile_min(where(reads, index, MAX_ELEMENTS)), tile_max(where(reads, index, -1.0))
+        for element in range(int32(lowest), int32(highest) + 1):
+            total = gPartials[row, element] + tile_sum(where(index == element, w, 0.0))
             cuda.syncwarp()  # all of the warp's threads have read it
-            gFound[mine, element] = found
+            gPartials[row, element] = total
             cuda.syncwarp()
         n = int32(n + 1)
         block.sync()
         return n
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
-    def elements(
-        gQ: array(4, INPUT), gK: array(4, INPUT), gV: array(4, INPUT), gDO: array(4, INPUT), gSums: array(3), gFound: array(2),
-        given: GIVEN, aux: AUX, first: INT, batches: INT, heads: INT, tiles: INT, blocks: INT, group: INT, scale: FLOAT,
+    def element_gradients(
+        gQ: array(4, INPUT), gK: array(4, INPUT), gV: array(4, INPUT), gDO: array(4, INPUT), gLseDelta: array(3),
+        gPartials: array(2), params: PARAMS, aux: AUX, first: INT, batches: INT, heads: INT, tiles: INT, blocks: INT,
+        group: INT, scale: FLOAT,
     ):  # fmt: skip
-        """Add up the tiles of this thread block (its number, and every gridDim-th after that) in its warps' rows of sums, from
-        row `first` on. A pair of head and batch has `tiles` tiles of queries (of packed sequences a head has those of all), and
-        `blocks` blocks of keys (of packed sequences as many shares of the blocks that a tile sees)."""
+        """Sum the contributions of this thread block's score tiles (number blockIdx and every gridDim-th after that) in its
+        warps' rows of gPartials, from row `first` on. A head has `tiles` query tiles (of all sequences, if they are packed),
+        and each of these `blocks` key blocks (or, if sequences are packed, its visible key blocks are dealt to so many thread
+        blocks)."""
         q, k, v, do = smem.open()
-        mine = int32(first + WARPS * cuda.blockIdx.x + cuda.threadIdx.x // LANES)
-        for element in range(0, gFound.shape[1], AT_ONCE):
-            store(gFound, zeros(rt(16, AT_ONCE, fp32).row_vec), (mine, int32(element)))
+        row = int32(first + WARPS * cuda.blockIdx.x + cuda.threadIdx.x // LANES)
+        for element in range(0, gPartials.shape[1], COLUMNS_AT_ONCE):
+            store(gPartials, zeros(rt(16, COLUMNS_AT_ONCE, fp32).row_vec), (row, int32(element)))
         cuda.syncwarp()
         n = int32(0)
         for m in range(cuda.blockIdx.x, batches * heads * tiles * blocks, cuda.gridDim.x):
             rest, number = divmod(int32(m), blocks)
-            pair, tile = divmod(rest, tiles)
-            tile, batch, head = sequences.find(tile, pair, heads, given)
-            own = sequences.sequence(batch, given)
-            at = At(batch, head, int32(0), own.keys - own.queries, own.queries, own.keys, given, aux, 0)
-            arrays, rooms = (gQ, gK, gV, gDO), (q, k, v, do)
+            batch_head, tile = divmod(rest, tiles)
+            tile, batch, head = sequences.find_tile(tile, batch_head, heads, params)
+            seq = sequences.sequence(batch, params)
+            ctx = ScoreContext(batch, head, int32(0), seq.seqlen_k - seq.seqlen_q, seq.seqlen_q, seq.seqlen_k, params, aux, 0)
+            arrays, buffers = (gQ, gK, gV, gDO), (q, k, v, do)
             if PACKED:
-                if sequences.has(tile, batch, given):
-                    every = scores.tiling.key_blocks(scores.rows * tile, at)
-                    for seen in range(int32(every.first + number), int32(every.first + every.n), blocks):
-                        n = added(n, tile, int32(seen), at, own, group, rooms, arrays, gSums, gFound, mine, scale)
-            elif scores.seen(tile, number, at):
-                n = added(n, tile, number, at, own, group, rooms, arrays, gSums, gFound, mine, scale)
+                if sequences.has_tile(tile, batch, params):
+                    kv_blocks = scores.tiling.key_blocks(scores.rows * tile, ctx)
+                    for block_index in range(int32(kv_blocks.first + number), int32(kv_blocks.first + kv_blocks.n), blocks):
+                        n = add_tile(
+                            n, tile, int32(block_index), ctx, seq, group, buffers, arrays, gLseDelta, gPartials, row, scale
+                        )
+            elif scores.may_see(tile, number, ctx):
+                n = add_tile(n, tile, number, ctx, seq, group, buffers, arrays, gLseDelta, gPartials, row, scale)
 
-    return elements, smem
+    return element_gradients, smem
 
 
 @dataclass(frozen=True)
-class Total:
-    """The configuration of the kernel that adds rows of sums. adds: to what the array holds."""
+class SumElementRows:
+    """The configuration of the kernel that sums rows of partial sums. accumulate: it adds the result to what the array
+    holds."""
 
-    adds: bool = False
+    accumulate: bool = False
 
     @property
     def threads(self):
-        """Threads of a block."""
+        """The number of threads of a thread block: one warp."""
         return LANES
 
     def __str__(self):
-        return "rows of sums" + ", adds" * self.adds
+        return "sums of element rows" + ", accumulates" * self.accumulate
 
     @staticmethod
     @functools.cache
-    def make(config: "Total"):
-        """(kernel, shared memory)."""
-        X, result = rt(16, AT_ONCE, fp32), of_sums(config.adds)
+    def make(config: "SumElementRows"):
+        """(kernel, shared memory) of a configuration."""
+        X, result = rt(16, COLUMNS_AT_ONCE, fp32), float32_output(config.accumulate)
 
         @cuda.jit(launch_bounds=(LANES, 1), fastmath=True)
-        def total(gFound: array(2), gOut: array(2)):
-            """The sums of some columns, in a row."""
-            first, found = int32(AT_ONCE * cuda.blockIdx.x), zeros(X)
-            for row in range(0, gFound.shape[0], X.rows):
-                found = found + load(gFound, X, (int32(row), first))
-            result.store_vector(gOut, col_sum(found), X.row_vec, (int32(0), first))
+        def sum_rows(gPartials: array(2), gOut: array(2)):
+            """gOut[0] = the sum of the rows of gPartials, for COLUMNS_AT_ONCE columns."""
+            first, total = int32(COLUMNS_AT_ONCE * cuda.blockIdx.x), zeros(X)
+            for row in range(0, gPartials.shape[0], X.rows):
+                total = total + load(gPartials, X, (int32(row), first))
+            result.store_vector(gOut, col_sum(total), X.row_vec, (int32(0), first))
 
-        return total, None
+        return sum_rows, None
 
 
 def space(arch: str, everything: bool) -> Iterator[recomputed_scores.Config]:
-    """What an architecture is served with: bf16, whole pieces."""
+    """Configurations to compile and inspect for an architecture: bf16, rows that begin at multiples of 16 bytes."""
     for padded, (queries, kv) in recomputed_scores.SHAPES.items():
-        read, others = recomputed_scores.Slope(None, False), 64
+        read, main_rows = recomputed_scores.SlopeRead(None, False), 64
         yield recomputed_scores.Config(
-            padded, padded, bf16, Sloped(True, True), kv, queries, others, None, PIECES[0], None, read
+            padded, padded, bf16, Sloped(True, True), kv, queries, main_rows, None, PIECES[0], None, read
         )

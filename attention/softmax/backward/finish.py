@@ -1,4 +1,5 @@
-"""Runs after the main kernel of the gradients: makes dQ of its sums, which are float32 and in the order of the tensor cores."""
+"""The kernel that runs after the main kernel of the gradients: it converts the sums of dQ, which are in float32 and in the
+order in which the tensor cores leave them, to the array dQ."""
 
 import functools
 import itertools
@@ -12,79 +13,77 @@ from ops import divmod, grid, truncate, zeros
 from tiles.arguments import FLOAT, INT, Record, array, record
 from tiles.layout import LANES
 
-from ..sequences import Batched
+from ..sequences import BatchedLayout
 from . import ampere, hopper
-from .dq_parts import ByRows
-from .results import Written
+from .dq_parts import RowParts
+from .results import StoreGradient
 
-WARPS = 4  # of a thread block
+WARPS = 4  # warps of a thread block
 
 
 @dataclass(frozen=True)
 class Config:
-    """The kernel's configuration: how dQ is cut, how sequences lie, how the gradient is stored, and whether the kernel begins
-    while the main kernel's grid ends."""
+    """The kernel's configuration: the parts that dQ is summed in, the layout of sequences, how the gradient is stored, and
+    whether the kernel begins while the main kernel's grid ends."""
 
-    parts: ByRows
-    result: Written
-    lie: type[Batched] = field(default=Batched, kw_only=True)
-    early: bool = field(default=False, kw_only=True)
+    parts: RowParts
+    result: StoreGradient
+    seq_layout: type[BatchedLayout] = field(default=BatchedLayout, kw_only=True)
+    overlaps_previous: bool = field(default=False, kw_only=True)
     threads = LANES * WARPS
 
     @property
-    def sequences(self) -> Batched:
-        """How they lie."""
-        return self.lie(self.parts.queries)
+    def sequences(self) -> BatchedLayout:
+        return self.seq_layout(self.parts.queries)
 
     @property
-    def given(self) -> Record:
-        """What the kernel is told of sequences."""
-        return record(**self.sequences.given)
+    def params(self) -> Record:
+        return record(**self.sequences.params)
 
     def __str__(self):
         parts, result = self.parts, type(self.result).__name__.lower()
         return (
             f"D {parts.columns} {parts.dtype}, {parts.queries} queries, {type(parts).__name__.lower()}, {result}"
-            + " early" * self.early
+            + " PDL" * self.overlaps_previous
         )
 
 
 def config_of(config: hopper.Config | ampere.Config) -> Config:
-    """The configuration that finishes what this kernel began."""
-    return Config(config.parts, config.result, lie=config.lie, early=config.early)
+    """The configuration that converts the sums of dQ of this main kernel."""
+    return Config(config.parts, config.result, seq_layout=config.seq_layout, overlaps_previous=config.overlaps_previous)
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
-    """What problems are served with: what the main kernel's are."""
+    """Configurations to compile and inspect for an architecture: one for each of the main kernel's."""
     configs = itertools.chain.from_iterable(module.space(arch, everything) for module in (hopper, ampere))
-    yield from dict.fromkeys(config_of(config) for config in configs if not config.alone)
+    yield from dict.fromkeys(config_of(config) for config in configs if not config.single_block)
 
 
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    parts, BANDS, QUERIES, result = config.parts, config.parts.bands, config.parts.queries, config.result
-    sequences, GIVEN, OUT, EARLY = config.sequences, config.given, config.result.dtype, config.early
+    parts, WARP_TILES, QUERIES, result = config.parts, config.parts.warp_tiles, config.parts.queries, config.result
+    sequences, PARAMS, OUT, PDL = config.sequences, config.params, config.result.dtype, config.overlaps_previous
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
-    def finish(gSum: array(3), gDQ: array(4, OUT), given: GIVEN, blocks: INT, heads: INT, unit: FLOAT):
-        """dQ = `unit` times the sums, for a tile of queries, one of the `blocks` of a pair; 0 for what belongs to nobody."""
-        if EARLY:
+    def finish(gDQAccum: array(3), gDQ: array(4, OUT), params: PARAMS, blocks: INT, heads: INT, unit: FLOAT):
+        """dQ = `unit` times its sums for a query tile, one of the `blocks` of a head; 0 for rows of no sequence."""
+        if PDL:
             grid.wait()
-        pair, tile = divmod(cuda.blockIdx.x, blocks)
-        block, batch, head = sequences.find(tile, pair, heads, given)
+        batch_head, tile = divmod(cuda.blockIdx.x, blocks)
+        block, batch, head = sequences.find_tile(tile, batch_head, heads, params)
         if sequences.packed:
-            some, row = sequences.nobodys(block, batch, given)
-            if some:
-                for band in range(cuda.threadIdx.x // LANES, BANDS, WARPS):
-                    parts.finish(gDQ, zeros(parts.finished), int32(0), row, head, int32(band), result)
-        if sequences.has(block, batch, given):
-            own = sequences.sequence(batch, given)
-            row = int32(own.query + QUERIES * block)
+            has_padding, row = sequences.padding_rows(block, batch, params)
+            if has_padding:
+                for n in range(cuda.threadIdx.x // LANES, WARP_TILES, WARPS):
+                    parts.store_dq(gDQ, zeros(parts.warp_tile), int32(0), row, head, int32(n), result)
+        if sequences.has_tile(block, batch, params):
+            seq = sequences.sequence(batch, params)
+            row = int32(seq.offset_q + QUERIES * block)
             if sequences.packed:
-                gDQ = truncate(gDQ, 1, own.query + own.queries)
-            for band in range(cuda.threadIdx.x // LANES, BANDS, WARPS):
-                x = parts.load(gSum, pair, tile, int32(band)) * unit
-                parts.finish(gDQ, x, own.batch, row, head, int32(band), result)
+                gDQ = truncate(gDQ, 1, seq.offset_q + seq.seqlen_q)
+            for n in range(cuda.threadIdx.x // LANES, WARP_TILES, WARPS):
+                x = parts.load_sums(gDQAccum, batch_head, tile, int32(n)) * unit
+                parts.store_dq(gDQ, x, seq.batch, row, head, int32(n), result)
 
     return finish, None

@@ -1,4 +1,4 @@
-"""The launches of attention.backward: what kernels are bound to (choice.py says which)."""
+"""The launches of attention.backward: the arguments that kernels are bound to. choice.py says which kernels."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,196 +10,214 @@ from tiles import fp32
 from tiles.arrays import Operand
 from tiles.device import machine
 from tiles.launch import kernel_for
-from tiles.program import Fill, Plan, nothing
+from tiles.plan import Fill, Plan, nothing
 from tiles.schema import Problem
 
-from ..assembled import Assembled
-from ..launches import DTYPES, LOG2_E, Before, made_for, sequences_of, spread, variant_arrays
-from ..prepared_lists import Listing, check
-from . import finish, hopper_wide, hopper_wide_queries, prepare, shares, sinks, slopes
-from .choice import chosen
-from .dq_order import UNORDERED, Heading, Ordered, Turns, Unordered
-from .query_lists import listed
-from .recomputed_scores import Added
-from .results import Written
-from .score_gradients import Learned
+from ..assembled import VariantSpec
+from ..launches import DTYPES, LOG2_E, PreparationSteps, broadcast, choose_layout, describe_call, variant_arrays
+from ..prepared_lists import BlockListPlan, check_call
+from . import finish, hopper_wide, hopper_wide_queries, prepare, sinks, slopes
+from .choice import choose_kernel
+from .dq_order import UNORDERED, AscendingAdds, LastBlockStores, OrderedAdds, UnorderedAdds
+from .list_launches import launch_query_lists
+from .query_split import QuerySplit, choose_split, partial_arguments
+from .recomputed_scores import BiasRead
+from .results import StoreGradient
+from .score_gradients import ScoreGradients
 
-CLOSE, SHORT = 8, 2048  # multiprocessors that work on one pair at a time, causal, up to how many keys
-IN_LINE = 16  # multiprocessors that work on one pair at a time in order, where no query sees more keys than others
+SHORT, SHORT_SMS_PER_HEAD = 2048, 8  # up to so many keys, so many multiprocessors work on one head at a time, unordered
+FULL_SMS_PER_HEAD = 16  # in order, where no query sees more keys than others
 
 
-def planned(
+def plan_launches(
     problem: Problem,
-    made: Assembled,
+    spec: VariantSpec,
     scale: float,
-    ordered: bool,
+    deterministic: bool,
     family: str | None,
     aux: Sequence[Operand] = (),
-    listing: Listing | None = None,
-    reads: Mapping[str, Sequence[Added]] = MappingProxyType({}),
-    sunk: bool = False,
+    listing: BlockListPlan | None = None,
+    reads: Mapping[str, Sequence[BiasRead]] = MappingProxyType({}),
+    dsink: bool = False,
 ) -> Plan:
-    """The launches of the gradients of an assembled variant of scores that were `scale` q k^T at first. ordered: dQ is summed
-    in a fixed order. aux: the arrays that its functions read. listing: how it is listed which tiles of queries see a block of
-    keys; None: there is no need to. reads: by the name of a gradient what reads the array that it belongs to. sunk: is the
-    sinks' gradient asked for?"""
+    """The launches of the gradients of the variant `spec`, whose scores were `scale` q k^T at first. deterministic: dQ is
+    summed in a fixed order. aux: the arrays that its functions read. listing: how lists say which query tiles see a key block;
+    None where no lists are needed. reads: by the name of a gradient, how scores read the array that it belongs to. dsink: is
+    the gradient of the sinks wanted?"""
     batch, q_len, heads, head_dim, kv_len, kv_heads, value_dim = problem("BSHDTGV")
-    gradients = [problem[name] for name in ("dq", "dk", "dv", *["dsink"] * sunk, *reads)]
-    adds = problem.schema.arguments["dq"].role == "updated"
-    give = nothing if adds else None
+    gradients = [problem[name] for name in ("dq", "dk", "dv", *["dsink"] * dsink, *reads)]
+    accumulate = problem.schema.arguments["dq"].role == "updated"
+    outputs = nothing if accumulate else None
     if any(0 in problem[name].form.shape for name in ("q", "k")):  # no query sees a key
-        return Plan([] if adds else [Fill(x, 0.0) for x in gradients if 0 not in x.form.shape], (), give)
-    (lie, where), gpu = sequences_of(problem), machine(problem.device)
-    module, config, plain = chosen(problem, made, ordered, family, aux, listing, reads)
+        return Plan([] if accumulate else [Fill(x, 0.0) for x in gradients if 0 not in x.form.shape], (), outputs)
+    (seq_layout, seq_args), gpu = choose_layout(problem), machine(problem.device)
+    module, config, plain = choose_kernel(problem, spec, deterministic, family, aux, listing, reads)
     if module is hopper_wide:
-        return planned_wide(problem, made, scale, config, ordered, sunk)
-    learns, by_list = config.learns, config.by_list
-    parts, cut = config.parts, shares.Cut()
-    if lie.packed:  # see there, how many blocks that takes
+        return plan_wide_launches(problem, spec, scale, config, deterministic, dsink)
+    slope_gradient, by_list = config.slope_gradient, config.by_list
+    parts, split = config.parts, QuerySplit()
+    if seq_layout.packed:  # see sequences.Packed: each sequence begins a tile of its own
         (ends,) = problem("E")
         tiles, blocks = q_len // config.rows + ends - 1, kv_len // config.kv + ends - 1
     else:
         tiles, blocks = -(-q_len // config.rows), -(-kv_len // config.kv)
-    early = Before(problem)
-    if not (adds or listing):
-        longest_first = made.variant.rising and not isinstance(config.order, Heading)
-        cut = shares.cut_of(problem, blocks, tiles, ordered, longest_first, gpu.processors)
-    if learns is not slopes.UNASKED:  # all spans of a subgroup would have the same places
-        cut = cut._replace(spans=1)
-    late = Before(problem, early.scratch)
-    of_keys, config = shares.arguments(early, late, config, cut), replace(config, spans=cut.spans > 1)
-    of_rows = early.memory((batch, heads, 2 * tiles * config.rows), "float32")
-    sums = problem["dq"] if config.alone else early.memory((batch * heads, tiles * parts.rows, parts.width), "float32")
-    turns = {}
-    if isinstance(config.order, Turns):
-        turns["turns"] = early.memory((batch * heads, config.order.lines * tiles), "int32")
-    told = where | turns
-    given = made.numbers | {name: x for name, x in variant_arrays(problem).items() if name in made.variant.given}
-    read = {f"aux{n}": x for n, x in enumerate(aux)}
+    before_main = PreparationSteps(problem)
+    if not (accumulate or listing):
+        longest_first = spec.variant.monotonic and not isinstance(config.order, LastBlockStores)
+        split = choose_split(problem, blocks, tiles, deterministic, longest_first, gpu.processors)
+    if slope_gradient is not slopes.NO_SLOPE_GRADIENT:  # splits of a head group would store to the same rows of slope_sums
+        split = split._replace(splits=1)
+    after_main = PreparationSteps(problem, before_main.scratch)
+    partial_args = partial_arguments(before_main, after_main, config, split)
+    config = replace(config, splits_queries=split.splits > 1)
+    lse_delta = before_main.memory((batch, heads, 2 * tiles * config.rows), "float32")
+    if config.single_block:
+        dq_accum = problem["dq"]
+    else:
+        dq_accum = before_main.memory((batch * heads, tiles * parts.sum_rows, parts.sum_columns), "float32")
+    order_args = dict(seq_args)
+    if isinstance(config.order, OrderedAdds):
+        semaphores = config.order.semaphores * tiles
+        order_args["dq_semaphores"] = before_main.memory((batch * heads, semaphores), "int32")
+    variant_args = spec.numbers | {name: x for name, x in variant_arrays(problem).items() if name in spec.variant.params}
+    aux_args = {f"aux{n}": x for n, x in enumerate(aux)}
     if listing and listing.blocked:
-        marks = problem["marks"] or early.classes(listing.blocked)
-        given["marks"] = spread(marks, (*problem("NH"), *marks.form.shape[2:]))
-    listed_by, surveyed = {}, {}
+        marks = problem["marks"] or before_main.classes(listing.blocked)
+        variant_args["marks"] = broadcast(marks, (*problem("NH"), *marks.form.shape[2:]))
+    list_args, survey_args = {}, {}
     if listing and by_list:
         if listing.ready_for:
-            check(listing.ready_for, made_for(problem, config, listing), but="tiles")
-        found = listed(early, made, listing.varies, config, where | given, read)
-        surveyed = {"classes": spread(classes := found.pop("classes"), (batch, heads, *classes.form.shape[2:]))}
-        listed_by = {name: spread(x, (batch, kv_heads, *x.form.shape[2:])) for name, x in found.items()}
-    learnt: dict[str, Any] = {}
-    if learns is not slopes.UNASKED:
-        rows = config.learners * blocks * (1 if lie.packed else batch)
+            check_call(listing.ready_for, describe_call(problem, config, listing), but="tiles")
+        lists = launch_query_lists(before_main, spec, listing.varies, config, seq_args | variant_args, aux_args)
+        survey_args = {"classes": broadcast(classes := lists.pop("classes"), (batch, heads, *classes.form.shape[2:]))}
+        list_args = {name: broadcast(x, (batch, kv_heads, *x.form.shape[2:])) for name, x in lists.items()}
+    slope_args: dict[str, Any] = {}
+    if slope_gradient is not slopes.NO_SLOPE_GRADIENT:
+        rows = config.slope_warps * blocks * (1 if seq_layout.packed else batch)
         size = math.prod(problem["dalibi"].form.shape)
-        learnt["found"] = early.memory((rows, size), "float32")
-        early.steps.append(Fill(learnt["found"], 0.0))
+        slope_args["slope_sums"] = before_main.memory((rows, size), "float32")
+        before_main.steps.append(Fill(slope_args["slope_sums"], 0.0))
     main = kernel_for(module, config, problem.device).bind(
-        of_keys["pairs"] * blocks,
+        partial_args["batch_heads"] * blocks,
         gQ=problem["q"],
         gK=problem["k"],
         gV=problem["v"],
         gDO=problem["dout"],
-        gSums=of_rows,
-        gSum=sums,
+        gLseDelta=lse_delta,
+        gDQAccum=dq_accum,
         blocks=blocks,
-        band=band_of(made.variant.rising, config.order, gpu.processors, kv_len if plain else math.inf),
-        scale=made.unit * LOG2_E,
+        raster_group=choose_raster_group(spec.variant.monotonic, config.order, gpu.processors, kv_len if plain else math.inf),
+        scale=spec.unit * LOG2_E,
         unit=scale,
-        **of_keys,
-        **told,
-        **given,
-        **listed_by,
-        **read,
-        **learnt,
+        **partial_args,
+        **order_args,
+        **variant_args,
+        **list_args,
+        **aux_args,
+        **slope_args,
     )
-    before = _of_queries(problem, prepare.config_of(config), of_rows, of_rows if config.alone else sums, tiles, told)
-    steps = [*early.steps, before, main]
-    if not config.alone:
-        after = kernel_for(finish, finish.config_of(config), problem.device)
-        told = {"blocks": tiles, "heads": heads, "unit": scale} | where
-        steps.append(after.bind(batch * heads * tiles, gSum=sums, gDQ=problem["dq"], **told))
-    if sunk:
-        steps.append(_of_sinks(problem, sinks.config_of(config), of_rows, batch, tiles))
-    arrays = {"gQ": problem["q"], "gK": problem["k"], "gV": problem["v"], "gDO": problem["dout"], "gSums": of_rows}
-    learned = Learned(problem, made, config, late, arrays | where | given | surveyed | read, gpu.processors)
-    for name, readers in reads.items():
-        if name == "dalibi" and learnt:
-            learned.add_up(name, learnt["found"])
+    zeroed = lse_delta if config.single_block else dq_accum  # with a single block of keys there is nothing to clear
+    preparation = _bind_prepare(problem, prepare.config_of(config), lse_delta, zeroed, tiles, order_args)
+    steps = [*before_main.steps, preparation, main]
+    if not config.single_block:
+        finishing = kernel_for(finish, finish.config_of(config), problem.device)
+        finish_args = {"blocks": tiles, "heads": heads, "unit": scale} | seq_args
+        steps.append(finishing.bind(batch * heads * tiles, gDQAccum=dq_accum, gDQ=problem["dq"], **finish_args))
+    if dsink:
+        steps.append(_bind_sinks(problem, sinks.config_of(config), lse_delta, batch, tiles))
+    arrays = {"gQ": problem["q"], "gK": problem["k"], "gV": problem["v"], "gDO": problem["dout"], "gLseDelta": lse_delta}
+    score_args = arrays | seq_args | variant_args | survey_args | aux_args
+    score_gradients = ScoreGradients(problem, spec, config, after_main, score_args, gpu.processors)
+    for name, reads_of_array in reads.items():
+        if name == "dalibi" and slope_args:
+            score_gradients.launch_sum(name, slope_args["slope_sums"])
         else:
-            learned.launch(name, readers)
-    return Plan([*steps, *late.steps], early.scratch, give)
+            score_gradients.launch(name, reads_of_array)
+    return Plan([*steps, *after_main.steps], before_main.scratch, outputs)
 
 
-def band_of(rising: bool, order: Unordered, processors: int, keys: float = math.inf) -> int:
-    """How many pairs of share and batch are gone through at once: see tiling.band_of. keys: of a sequence. Blocks that add
-    to dQ in order wait for each other when they begin, the longer the more of a pair begin at once."""
-    ordered = isinstance(order, Ordered)
-    sharing = CLOSE if keys <= SHORT and not ordered else order.sharing
-    return max(1, processors // sharing) if rising else max(1, processors // IN_LINE) if ordered else 1
+def choose_raster_group(monotonic: bool, order: UnorderedAdds, processors: int, keys: float = math.inf) -> int:
+    """How many pairs of batch and head are worked on at once: see softmax/tiling.py. keys: of a sequence. Thread blocks that
+    add to dQ in a fixed order wait for one another when they begin, the longer the more of one head begin at once."""
+    deterministic = isinstance(order, AscendingAdds)
+    sms_per_head = SHORT_SMS_PER_HEAD if keys <= SHORT and not deterministic else order.sms_per_head
+    if monotonic:
+        return max(1, processors // sms_per_head)
+    return max(1, processors // FULL_SMS_PER_HEAD) if deterministic else 1
 
 
-def planned_wide(
-    problem: Problem, made: Assembled, scale: float, by_keys: hopper_wide.Config, ordered: bool, sunk: bool
+def plan_wide_launches(
+    problem: Problem, spec: VariantSpec, scale: float, by_keys: hopper_wide.Config, deterministic: bool, dsink: bool
 ) -> Plan:
-    """The launches of the gradients of wide heads: dK and dV, and dQ by itself. Of dQ nothing is summed in memory."""
+    """The launches of the gradients of wide heads: a kernel for dK and dV, and one for dQ, which sums nothing in global
+    memory."""
     batch, q_len, heads, head_dim, kv_len, kv_heads, value_dim = problem("BSHDTGV")
     dtype, gpu = DTYPES[problem.dtype], machine(problem.device)
-    by_queries = hopper_wide_queries.config_for(head_dim, dtype, made.variant, value_dim)
-    (_, where), early, tiles = sequences_of(problem), Before(problem), -(-q_len // by_keys.rows)
-    blocks, group, late = -(-kv_len // by_keys.kv), heads // kv_heads, Before(problem, early.scratch)
-    cut = shares.cut_of(problem, blocks, tiles, ordered, made.variant.rising, gpu.processors)
-    of_keys, by_keys = shares.arguments(early, late, by_keys, cut), replace(by_keys, spans=cut.spans > 1)
-    of_rows = early.memory((batch, heads, 2 * tiles * by_keys.rows), "float32")
-    before = _of_queries(problem, prepare.without_sums(by_keys), of_rows, of_rows, tiles, where)  # there are none to clear
-    of_queries = {"heads": heads, "pairs": batch * heads, "group": group, "gDQ": problem["dq"]}
-    steps = [before]
-    for module, config, count, own in [
-        (hopper_wide, by_keys, blocks, of_keys),
-        (hopper_wide_queries, by_queries, -(-q_len // by_queries.rows), of_queries),
+    by_queries = hopper_wide_queries.config_for(head_dim, dtype, spec.variant, value_dim)
+    (_, seq_args), before_main, tiles = choose_layout(problem), PreparationSteps(problem), -(-q_len // by_keys.rows)
+    blocks, group, after_main = -(-kv_len // by_keys.kv), heads // kv_heads, PreparationSteps(problem, before_main.scratch)
+    split = choose_split(problem, blocks, tiles, deterministic, spec.variant.monotonic, gpu.processors)
+    partial_args = partial_arguments(before_main, after_main, by_keys, split)
+    by_keys = replace(by_keys, splits_queries=split.splits > 1)
+    lse_delta = before_main.memory((batch, heads, 2 * tiles * by_keys.rows), "float32")
+    preparation = _bind_prepare(problem, prepare.without_sums(by_keys), lse_delta, lse_delta, tiles, seq_args)  # clears nothing
+    dq_args = {"heads": heads, "batch_heads": batch * heads, "group": group, "gDQ": problem["dq"]}
+    steps = [preparation]
+    for module, config, count, args in [
+        (hopper_wide, by_keys, blocks, partial_args),
+        (hopper_wide_queries, by_queries, -(-q_len // by_queries.rows), dq_args),
     ]:
         steps.append(
             kernel_for(module, config, problem.device).bind(
-                own["pairs"] * count,
+                args["batch_heads"] * count,
                 gQ=problem["q"],
                 gK=problem["k"],
                 gV=problem["v"],
                 gDO=problem["dout"],
-                gSums=of_rows,
+                gLseDelta=lse_delta,
                 blocks=count,
-                band=band_of(made.variant.rising, UNORDERED, gpu.processors),
-                scale=made.unit * LOG2_E,
+                raster_group=choose_raster_group(spec.variant.monotonic, UNORDERED, gpu.processors),
+                scale=spec.unit * LOG2_E,
                 unit=scale,
-                **where,
-                **own,
-                **made.numbers,
-                **{name: x for name, x in variant_arrays(problem).items() if name in made.variant.given},
+                **seq_args,
+                **args,
+                **spec.numbers,
+                **{name: x for name, x in variant_arrays(problem).items() if name in spec.variant.params},
             )
         )
-    if sunk:
-        steps.append(_of_sinks(problem, sinks.Config(by_keys.rows, Written(fp32)), of_rows, batch, tiles))
-    return Plan([*steps, *late.steps], early.scratch)
+    if dsink:
+        steps.append(_bind_sinks(problem, sinks.Config(by_keys.rows, StoreGradient(fp32)), lse_delta, batch, tiles))
+    return Plan([*steps, *after_main.steps], before_main.scratch)
 
 
-def _of_queries(problem: Problem, config: prepare.Config, of_rows: Any, sums: Any, tiles: int, told: Mapping[str, Any]) -> Any:
-    """The launch that finds two numbers of each query, and clears the sums."""
+def _bind_prepare(
+    problem: Problem, config: prepare.Config, lse_delta: Any, dq_accum: Any, tiles: int, args: Mapping[str, Any]
+) -> Any:
+    """The launch that computes lse and delta of each query, and clears the sums of dQ."""
     batch, heads = problem("BH")
     dlse = {} if (x := problem["dlse"]) is None else {"dlse": x}
-    return kernel_for(prepare, replace(config, of_lse=bool(dlse)), problem.device).bind(
+    return kernel_for(prepare, replace(config, has_dlse=bool(dlse)), problem.device).bind(
         batch * heads * tiles,
         gO=problem["out"],
         gDO=problem["dout"],
         gLse=problem["lse"],
-        gSums=of_rows,
-        gSum=sums,
+        gLseDelta=lse_delta,
+        gDQAccum=dq_accum,
         blocks=tiles,
         heads=heads,
         **dlse,
-        **told,
+        **args,
     )
 
 
-def _of_sinks(problem: Problem, config: sinks.Config, of_rows: Any, batches: int, tiles: int) -> Any:
-    """The launch that finds the sinks' gradients."""
+def _bind_sinks(problem: Problem, config: sinks.Config, lse_delta: Any, batches: int, tiles: int) -> Any:
+    """The launch that computes the gradients of the sinks."""
     (heads,) = problem("H")
     return kernel_for(sinks, config, problem.device).bind(
-        -(-heads // sinks.HEADS), gSums=of_rows, gSink=problem["sink"], gDSink=problem["dsink"], batches=batches, tiles=tiles
+        -(-heads // sinks.HEADS),
+        gLseDelta=lse_delta,
+        gSink=problem["sink"],
+        gDSink=problem["dsink"],
+        batches=batches,
+        tiles=tiles,
     )

@@ -1,9 +1,9 @@
-"""Runs before the main kernel of the gradients. For every query it computes the sum of dO O, which the softmax subtracts from
-dP, less the gradient of the log-sum-exp, if it has one; and the log-sum-exp in powers of 2. And it clears the sums of dQ,
-unless the first block stores there.
+"""The kernel that runs before the main kernel of the gradients. For every query it computes the log-sum-exp in powers of 2, and
+delta = rowsum(dO O) - dlse, which is subtracted from dP. It also sets the sums of dQ to 0, unless a thread block stores there
+before others add.
 
 A score's gradient is dS = P (dP - delta), delta = sum(dO O) - dlse, because P is also the derivative of lse by the scores. Of a
-sink, a score without a value, it is P (0 - delta). So whatever reads delta takes the gradient of lse into account."""
+sink, a score without a value, it is P (0 - delta). So all that reads delta takes the gradient of lse into account."""
 
 import functools
 from collections.abc import Iterator
@@ -19,122 +19,130 @@ from tiles.arguments import INT, Record, array, record
 from tiles.cp_async import PIECES
 from tiles.layout import LANES
 
-from ..sequences import Batched
+from ..sequences import BatchedLayout
 from . import ampere, hopper, hopper_wide
-from .dq_order import UNORDERED, Unordered
-from .dq_parts import BAND, ByRows
+from .dq_order import UNORDERED, UnorderedAdds
+from .dq_parts import WARP_ROWS, RowParts
 
 LOG2_E = np.float32(np.log2(np.e))
-NEVER = 1e30  # the log-sum-exp of a row that sees no key, or does not exist: its weights exp2(s - lse) are exact zeros
+MASKED_LSE = 1e30  # the log-sum-exp of a row that sees no key, or does not exist: its weights exp2(s - lse) are exact zeros
 
 
 @dataclass(frozen=True)
 class Config:
     """The kernel's configuration: the padded columns of O, queries of a tile, how dQ is cut (if it is summed), whether rows of
-    O and dO begin at multiples of 16 bytes, how sequences lie, in which order dQ is summed, whether the kernel begins while the
-    grid before it ends, and whether the log-sum-exp has a gradient."""
+    O and dO begin at multiples of 16 bytes, how sequences seq_layout, in which order dQ is summed, whether the kernel begins
+    while the grid before it ends, and whether the log-sum-exp has a gradient."""
 
     value_dim: int
     rows: int
     dtype: dtype
-    parts: ByRows | None
+    parts: RowParts | None
     aligned: bool = True
-    lie: type[Batched] = field(default=Batched, kw_only=True)
-    order: Unordered = field(default=UNORDERED, kw_only=True)
-    early: bool = field(default=False, kw_only=True)
-    of_lse: bool = field(default=False, kw_only=True)
+    seq_layout: type[BatchedLayout] = field(default=BatchedLayout, kw_only=True)
+    order: UnorderedAdds = field(default=UNORDERED, kw_only=True)
+    overlaps_previous: bool = field(default=False, kw_only=True)
+    has_dlse: bool = field(default=False, kw_only=True)
 
     @property
     def threads(self):
-        """Threads of a block: a warp has 16 queries of a tile."""
-        return LANES * self.rows // BAND
+        """The number of threads of a thread block, each of whose warps has 16 queries of a tile."""
+        return LANES * self.rows // WARP_ROWS
 
     @property
-    def sequences(self) -> Batched:
-        """How they lie."""
-        return self.lie(self.rows)
+    def sequences(self) -> BatchedLayout:
+        return self.seq_layout(self.rows)
 
     @property
-    def given(self) -> Record:
-        """What the kernel is told of sequences and of the order, and the gradient of the log-sum-exp."""
-        of_lse = {"dlse": array(3)} if self.of_lse else {}
-        return record(**self.sequences.given, **self.order.given, **of_lse)
+    def params(self) -> Record:
+        """The kernel's parameters for sequences, for the order of dQ's sums, and for the gradient of the log-sum-exp."""
+        has_dlse = {"dlse": array(3)} if self.has_dlse else {}
+        return record(**self.sequences.params, **self.order.params, **has_dlse)
 
     def __str__(self):
         parts = type(self.parts).__name__.lower() if self.parts else "no sums"
-        more = ", by elements" * (not self.aligned) + str(self.order) + " early" * self.early + ", dlse" * self.of_lse
+        more = (
+            ", by elements" * (not self.aligned) + str(self.order) + " PDL" * self.overlaps_previous + ", dlse" * self.has_dlse
+        )
         return f"D {self.value_dim} {self.dtype}, {self.rows} queries, {parts}{more}"
 
 
 def config_of(config: hopper.Config | ampere.Config) -> Config:
-    """The configuration that prepares for this kernel."""
+    """The configuration that runs before this main kernel."""
     aligned, parts = True, config.parts
     if isinstance(config, ampere.Config):
-        aligned, parts = config.piece == PIECES[0], replace(config.parts, piece=PIECES[0])
+        aligned, parts = config.vector_bytes == PIECES[0], replace(config.parts, vector_bytes=PIECES[0])
     shape = config.value_dim, config.rows, config.dtype
-    return Config(*shape, None if config.alone else parts, aligned, lie=config.lie, order=config.order, early=config.early)
+    return Config(
+        *shape,
+        None if config.single_block else parts,
+        aligned,
+        seq_layout=config.seq_layout,
+        order=config.order,
+        overlaps_previous=config.overlaps_previous,
+    )
 
 
 def without_sums(config: hopper_wide.Config) -> Config:
-    """The configuration that prepares for kernels which sum no dQ in memory."""
-    return Config(config.value_dim, config.rows, config.dtype, None, early=config.early)
+    """The configuration that runs before a main kernel that sums no dQ in global memory."""
+    return Config(config.value_dim, config.rows, config.dtype, None, overlaps_previous=config.overlaps_previous)
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
-    """What problems are served with: what the main kernel's are, each with a gradient of lse, too."""
-    found = [config_of(config) for module in (hopper, ampere) for config in module.space(arch, everything)]
-    found += [without_sums(config) for config in hopper_wide.space(arch, everything)]
-    of_lse = [replace(config, of_lse=True) for config in (found if everything else found[:1])]
-    yield from dict.fromkeys(found + of_lse)
+    """Configurations to compile and inspect for an architecture: one for each of the main kernel's, also with dlse."""
+    configs = [config_of(config) for module in (hopper, ampere) for config in module.space(arch, everything)]
+    configs += [without_sums(config) for config in hopper_wide.space(arch, everything)]
+    with_dlse = [replace(config, has_dlse=True) for config in (configs if everything else configs[:1])]
+    yield from dict.fromkeys(configs + with_dlse)
 
 
 @inlined
-def less_dlse(delta, there, spec, at, given):
-    """delta less the gradient of the log-sum-exp, vectors of type `spec`, of rows that are there and see a key. In that of
-    others no score has a part, so that it may be anything."""
-    return where(there, delta - load(given.dlse, spec, at), 0.0)
+def subtract_dlse(delta, visible, spec, at, params):
+    """delta - dlse, vectors of type `spec`, where `visible`, and 0 elsewhere. dlse of a row that sees no key or does not exist
+    may be anything."""
+    return where(visible, delta - load(params.dlse, spec, at), 0.0)
 
 
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    ALIGNED, EARLY, OF_LSE = True if config.aligned else None, config.early, config.of_lse
-    ROWS, INPUT, PART, GIVEN = config.rows, config.dtype, rt(BAND, 64, fp32), config.given
+    ALIGNED, PDL, HAS_DLSE = True if config.aligned else None, config.overlaps_previous, config.has_dlse
+    ROWS, INPUT, PART, PARAMS = config.rows, config.dtype, rt(WARP_ROWS, 64, fp32), config.params
     parts, sequences, order = config.parts, config.sequences, config.order
-    COLUMNS, WARPS = config.value_dim, config.rows // BAND
-    X, HEIGHT = (rt(BAND, parts.width, fp32), parts.rows) if parts and order.clears else (PART, 0)
-    BANDS = HEIGHT // BAND
+    COLUMNS, WARPS = config.value_dim, config.rows // WARP_ROWS
+    X, SUM_ROWS = (rt(WARP_ROWS, parts.sum_columns, fp32), parts.sum_rows) if parts and order.needs_zeros else (PART, 0)
+    ZERO_TILES = SUM_ROWS // WARP_ROWS
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def prepare(
-        gO: array(4, INPUT), gDO: array(4, INPUT), gLse: array(3), gSums: array(3), gSum: array(3),
-        given: GIVEN, blocks: INT, heads: INT,
+        gO: array(4, INPUT), gDO: array(4, INPUT), gLse: array(3), gLseDelta: array(3), gDQAccum: array(3),
+        params: PARAMS, blocks: INT, heads: INT,
     ):  # fmt: skip
-        """Prepares a tile of queries, one of the `blocks` of a pair. O and dO are (batch, row, head, column), all other arrays
-        (batch, head, row)."""
-        if EARLY:
+        """lse and delta of a query tile, one of the `blocks` of a head, and zeros for its dQ. O and dO are (batch, row, head,
+        column), lse is (batch, head, row)."""
+        if PDL:
             grid.follow()
-        pair, tile = divmod(cuda.blockIdx.x, blocks)
-        block, batch, head = sequences.find(tile, pair, heads, given)
-        own, warp = sequences.sequence(batch, given), int32(cuda.threadIdx.x // LANES)
-        row, to = int32(ROWS * block + BAND * warp), int32(2 * ROWS * tile + BAND * warp)
+        batch_head, tile = divmod(cuda.blockIdx.x, blocks)
+        block, batch, head = sequences.find_tile(tile, batch_head, heads, params)
+        seq, warp = sequences.sequence(batch, params), int32(cuda.threadIdx.x // LANES)
+        row, index = int32(ROWS * block + WARP_ROWS * warp), int32(2 * ROWS * tile + WARP_ROWS * warp)
         if sequences.packed:
-            gO, gDO = truncate(gO, 1, own.query + own.queries), truncate(gDO, 1, own.query + own.queries)
-        lse = load(gLse, PART.col_vec, (own.batch, head, own.query + row)) * LOG2_E
+            gO, gDO = truncate(gO, 1, seq.offset_q + seq.seqlen_q), truncate(gDO, 1, seq.offset_q + seq.seqlen_q)
+        lse = load(gLse, PART.col_vec, (seq.batch, head, seq.offset_q + row)) * LOG2_E
         delta = lane_sum(zeros(PART))
         for col in range(0, COLUMNS, PART.cols):
-            at = own.batch, own.query + row, head, col
+            at = seq.batch, seq.offset_q + row, head, col
             delta = delta + lane_sum(load_unordered(gO, PART, at, 1, 3, ALIGNED) * load_unordered(gDO, PART, at, 1, 3, ALIGNED))
         delta = finish_sum(delta)
-        lse = where(lse <= -NEVER, NEVER, lse)  # not where it is NaN
-        lse = where(row_index(PART.col_vec) + row < own.queries, lse, NEVER)
-        if OF_LSE:
-            delta = less_dlse(delta, lse < NEVER, PART.col_vec, (own.batch, head, own.query + row), given)
-        store(gSums, delta, (own.batch, head, int32(to + ROWS)))
-        store(gSums, lse, (own.batch, head, to))
+        lse = where(lse <= -MASKED_LSE, MASKED_LSE, lse)  # not where it is NaN
+        lse = where(row_index(PART.col_vec) + row < seq.seqlen_q, lse, MASKED_LSE)
+        if HAS_DLSE:
+            delta = subtract_dlse(delta, lse < MASKED_LSE, PART.col_vec, (seq.batch, head, seq.offset_q + row), params)
+        store(gLseDelta, delta, (seq.batch, head, int32(index + ROWS)))
+        store(gLseDelta, lse, (seq.batch, head, index))
         if warp == 0:
-            order.begin(given, pair, tile)
-        for band in range(warp, BANDS, WARPS):  # BANDS is 0 if nothing needs to be cleared
-            store(gSum, zeros(X), (pair, int32(HEIGHT * tile + BAND * band), 0), 1, 2, True)
+            order.init_semaphores(params, batch_head, tile)
+        for n in range(warp, ZERO_TILES, WARPS):  # 0 if nothing needs to be cleared
+            store(gDQAccum, zeros(X), (batch_head, int32(SUM_ROWS * tile + WARP_ROWS * n), 0), 1, 2, True)
 
     return prepare, None

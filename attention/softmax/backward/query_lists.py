@@ -1,96 +1,35 @@
-"""Lists of tiles of queries: key_block_lists.py, seen from the keys.
+"""Lists of the query tiles that see a key block: key_block_lists.py, seen from the keys.
 
-The same survey finds the classes of all tiles of queries and blocks of keys. `Gathering` then goes through those of a block of
-keys, for all query heads that share its head, and writes its list, a row of integers: how many tiles of queries see some of its
-keys; how many of them must be masked; how many keys at the block's beginning, and at its end, no query sees; the numbers of the
-tiles that must be masked, and from the end of the row on backwards the numbers of the others, both from the first on.
+The same survey finds the class of each query tile with each key block: no key visible, some, or all. `BuildQueryLists` then
+goes through the query tiles of a key block, for all query heads that share its key head, and writes its list, a row of
+integers: how many query tiles see some of its keys; how many of them must be masked; how many keys at the block's beginning,
+and at its end, no query sees; the indices of the tiles that must be masked, and backwards from the end of the row the indices
+of the others, each from the first on.
 
-Blocks that add to dQ in order (dq_order.py) must know how many blocks before them add to a tile, too: those whose lists have
-it. `Ranking` goes through the blocks of keys for a tile of queries, and counts them."""
+Thread blocks that add to dQ in a fixed order (dq_order.py) must also know how many key blocks add to a tile before theirs:
+those whose lists contain the tile. `RankKeyBlocks` goes through the key blocks of a query tile and counts them."""
 
 import functools
 from dataclasses import dataclass
-from typing import Any
 
 from numba import cuda
 from numpy import int32
 
 from ops import divmod
-from tiles import inlined
 from tiles.arguments import INT, Record, record
-from tiles.arrays import Operand
 from tiles.layout import LANES
 
-from ..assembled import Assembled
-from ..key_block_lists import AHEAD, BEHIND, BOTH, CLASSES, HEAD, LISTS, MOST, WARPS, Survey
-from ..launches import Before
-from ..variants import At, Variant
-from .tiling import Facing, Spanning, Tiles
+from ..listed_keys import AHEAD, BEHIND, BOTH, CLASSES, HEAD, LISTS, MOST
+from ..variants import ScoreContext, Variant
+from .listed_queries import class_of_group
+from .tiling import QueryTiling
 
-FACING = 128  # queries that a warp asks for at once, at most
-
-
-@inlined
-def class_of(classes, batch, head, group, tile, block):
-    """The class of a tile and a block for `group` heads together, beginning with head `head`."""
-    some, whole = int32(0), int32(0)
-    for h in range(group):
-        found = classes[batch, head + h, tile, block]
-        some, whole = int32(some + (found > 0)), int32(whole + (found == 2))
-    return int32(0) if some == 0 else int32(2) if whole == group else int32(1)
-
-
-class Listed(Facing):
-    """A list says which tiles of queries see a block of keys: given.lists, by batch, head of keys and block. at.head: the first
-    of the query heads that share the head of keys."""
-
-    @property
-    def given(self) -> dict[str, Any]:
-        return {"lists": LISTS}
-
-    @inlined
-    def tiles(self, key, at, group):
-        lists, head, block = at.given.lists, at.head // group, key // self.kv
-        n, cut = int32(lists[at.batch, head, block, 0]), int32(lists[at.batch, head, block, 1])
-        ahead, behind = int32(lists[at.batch, head, block, 2]), int32(lists[at.batch, head, block, 3])
-        return Tiles(int32(0), n, cut, int32(0), ahead, behind)
-
-    @inlined
-    def tile(self, tiles, i, key, at, group):
-        return self.number(tiles, max(0, min(i, tiles.n - 1)), key, at, group)  # kernels ask ahead
-
-    @inlined
-    def number(self, tiles, place, key, at, group):
-        lists = at.given.lists
-        place = HEAD + place if place < tiles.left else lists.shape[3] - 1 - place + tiles.left
-        return int32(lists[at.batch, at.head // group, key // self.kv, place])
-
-    @inlined
-    def cut(self, tiles, i):
-        return i < tiles.left
-
-
-class Ranked(Listed):
-    """The same for blocks that add to dQ in order: given.ranks says, by batch, head of keys, tile and block, how many earlier
-    blocks have the tile in their lists."""
-
-    @property
-    def given(self) -> dict[str, Any]:
-        return {"lists": LISTS, "ranks": LISTS}
-
-    @inlined
-    def before(self, block, tile, at, group):
-        return int32(at.given.ranks[at.batch, at.head // group, tile, block])
-
-
-def facing(by_list: bool, ordered: bool, spans: bool) -> type[Facing]:
-    """The class that says which tiles of queries see a block of keys: from a list, or from the variant, all or a span."""
-    return (Ranked if ordered else Listed) if by_list else Spanning if spans else Facing
+MAX_SURVEY_QUERIES = 128  # queries for which a warp of the survey evaluates the mask at once, at most
 
 
 @dataclass(frozen=True)
-class Gathering:
-    """Lists from classes, of a variant, tiles of `rows` queries and blocks of `kv` keys."""
+class BuildQueryLists:
+    """The configuration of the kernel that writes lists: of a variant, tiles of `rows` queries and blocks of `kv` keys."""
 
     variant: Variant
     rows: int
@@ -98,97 +37,69 @@ class Gathering:
     threads = LANES
 
     @property
-    def given(self) -> Record:
-        """What the kernel is told of the variant, and where the survey's results and lists are."""
-        return record(classes=CLASSES, unseen=CLASSES, lists=LISTS, **self.variant.given)
+    def params(self) -> Record:
+        """The kernel's parameters: the survey's results, the lists, and the parameters of the variant."""
+        return record(classes=CLASSES, unseen=CLASSES, lists=LISTS, **self.variant.params)
 
     @staticmethod
     @functools.cache
-    def make(config: "Gathering"):
+    def make(config: "BuildQueryLists"):
         """(kernel, shared memory) of a configuration."""
-        KV, GIVEN, tiling = config.kv, config.given, Facing(config.rows, config.kv, config.variant)
+        KV, PARAMS, tiling = config.kv, config.params, QueryTiling(config.rows, config.kv, config.variant)
 
         @cuda.jit
-        def gathering(given: GIVEN, q_len: INT, kv_len: INT, blocks: INT, heads: INT, group: INT):
-            """The list of one of the `blocks` blocks of keys of one of `heads` heads; `group` heads of the classes share it."""
-            pair, block = divmod(cuda.blockIdx.x, blocks)
-            batch, head = divmod(pair, heads)
-            at = At(batch, group * head, int32(0), kv_len - q_len, q_len, kv_len, given, 0, 0)
-            every = tiling.tiles(int32(KV * block), at, group)
-            some, whole, ahead, behind = int32(0), int32(0), int32(MOST), int32(MOST)
-            for i in range(every.n):
-                tile = int32(every.first + i)
-                found = class_of(at.given.classes, batch, group * head, group, tile, block)
+        def build_query_lists(params: PARAMS, q_len: INT, kv_len: INT, blocks: INT, heads: INT, group: INT):
+            """The list of one of the `blocks` key blocks of one of `heads` heads, which `group` heads of the classes share."""
+            batch_head, block = divmod(cuda.blockIdx.x, blocks)
+            batch, head = divmod(batch_head, heads)
+            ctx = ScoreContext(batch, group * head, int32(0), kv_len - q_len, q_len, kv_len, params, 0, 0)
+            q_tiles = tiling.query_tiles(int32(KV * block), ctx, group)
+            masked, full, ahead, behind = int32(0), int32(0), int32(MOST), int32(MOST)
+            for i in range(q_tiles.n):
+                tile = int32(q_tiles.first + i)
+                visibility = class_of_group(ctx.params.classes, batch, group * head, group, tile, block)
                 for h in range(group * head, group * head + group):
-                    ahead = int32(min(ahead, at.given.unseen[batch, h, tile, BOTH * block + AHEAD]))
-                    behind = int32(min(behind, at.given.unseen[batch, h, tile, BOTH * block + BEHIND]))
-                if found > 0:
-                    place = HEAD + some if found == 1 else at.given.lists.shape[3] - 1 - whole
-                    at.given.lists[batch, head, block, place] = tile
-                some, whole = int32(some + (found == 1)), int32(whole + (found == 2))
-            at.given.lists[batch, head, block, 0] = some + whole
-            at.given.lists[batch, head, block, 1] = some
-            at.given.lists[batch, head, block, 2] = ahead
-            at.given.lists[batch, head, block, 3] = behind
+                    ahead = int32(min(ahead, ctx.params.unseen[batch, h, tile, BOTH * block + AHEAD]))
+                    behind = int32(min(behind, ctx.params.unseen[batch, h, tile, BOTH * block + BEHIND]))
+                if visibility > 0:
+                    place = HEAD + masked if visibility == 1 else ctx.params.lists.shape[3] - 1 - full
+                    ctx.params.lists[batch, head, block, place] = tile
+                masked, full = int32(masked + (visibility == 1)), int32(full + (visibility == 2))
+            ctx.params.lists[batch, head, block, 0] = masked + full
+            ctx.params.lists[batch, head, block, 1] = masked
+            ctx.params.lists[batch, head, block, 2] = ahead
+            ctx.params.lists[batch, head, block, 3] = behind
 
-        return gathering, None
+        return build_query_lists, None
 
 
-class Ranking(Gathering):
-    """How many blocks of keys before each one have a tile of queries in their lists: from classes, of the same variant, tiles
-    and blocks."""
+class RankKeyBlocks(BuildQueryLists):
+    """The configuration of the kernel that counts, for each query tile and key block, the earlier key blocks whose lists have
+    the tile. It has the fields of BuildQueryLists."""
 
     @property
-    def given(self) -> Record:
-        """What the kernel is told of the variant, and where classes and ranks are."""
-        return record(classes=CLASSES, ranks=LISTS, **self.variant.given)
+    def params(self) -> Record:
+        """The kernel's parameters: the classes, the ranks, and the parameters of the variant."""
+        return record(classes=CLASSES, ranks=LISTS, **self.variant.params)
 
     @staticmethod
     @functools.cache
-    def make(config: "Ranking"):
+    def make(config: "RankKeyBlocks"):
         """(kernel, shared memory) of a configuration."""
-        KV, GIVEN, tiling = config.kv, config.given, Facing(config.rows, config.kv, config.variant)
+        KV, PARAMS, tiling = config.kv, config.params, QueryTiling(config.rows, config.kv, config.variant)
 
         @cuda.jit
-        def ranking(given: GIVEN, q_len: INT, kv_len: INT, tiles: INT, blocks: INT, heads: INT, group: INT):
-            """Of one of the `tiles` tiles of queries of one of `heads` heads of `blocks` blocks of keys."""
-            pair, tile = divmod(cuda.blockIdx.x, tiles)
-            batch, head = divmod(pair, heads)
-            at = At(batch, group * head, int32(0), kv_len - q_len, q_len, kv_len, given, 0, 0)
-            before = int32(0)
+        def rank_key_blocks(params: PARAMS, q_len: INT, kv_len: INT, tiles: INT, blocks: INT, heads: INT, group: INT):
+            """The ranks of `blocks` key blocks for one of the `tiles` query tiles of one of `heads` heads."""
+            batch_head, tile = divmod(cuda.blockIdx.x, tiles)
+            batch, head = divmod(batch_head, heads)
+            ctx = ScoreContext(batch, group * head, int32(0), kv_len - q_len, q_len, kv_len, params, 0, 0)
+            rank = int32(0)
             for block in range(blocks):
-                at.given.ranks[batch, head, tile, block] = before
-                every = tiling.tiles(int32(KV * block), at, group)
-                if every.first <= tile < every.first + every.n:
-                    found = class_of(at.given.classes, batch, group * head, group, tile, int32(block))
-                    before = int32(before + (found > 0))
+                ctx.params.ranks[batch, head, tile, block] = rank
+                q_tiles = tiling.query_tiles(int32(KV * block), ctx, group)
+                if q_tiles.first <= tile < q_tiles.first + q_tiles.n:
+                    visibility = class_of_group(ctx.params.classes, batch, group * head, group, tile, int32(block))
+                    rank = int32(rank + (visibility > 0))
 
-        return ranking, None
-
-
-def listed(
-    before: Before, made: Assembled, varies: tuple[bool, bool], config: Any, told: dict[str, Any], read: dict[str, Any]
-) -> dict[str, Operand]:
-    """The lists of tiles of queries of all blocks of keys, made before, the classes that they were made of, and if blocks add
-    in order their ranks. varies: do they differ by batch, by head? told, read: what kernels are told of the variant and of
-    sequences, and the arrays that its functions read."""
-    batch, heads, kv_heads, q_len, kv_len = before.problem("BHGST")
-    batches, by_head = batch if varies[0] else 1, varies[1]
-    tiles, blocks = -(-q_len // config.rows), -(-kv_len // config.kv)
-    many, of_keys = heads if by_head else 1, kv_heads if by_head else 1
-    classes = before.memory((batches, many, tiles, blocks), "int8")
-    made_of = made.variant, config.rows, config.kv
-    unseen = before.memory((batches, many, tiles, BOTH * blocks), "int8")
-    found = {"lists": before.memory((batches, of_keys, blocks, HEAD + tiles), "int32"), "classes": classes}
-    survey = Survey(*made_of, config.axes)
-    groups = -(-blocks // WARPS)
-    asked = {"classes": classes, "unseen": unseen, "groups": groups, "blocks": tiles, "heads": many}
-    before.launch(survey, survey, batches * many * tiles * groups, **asked, **told, **read)
-    numbers = {"blocks": blocks, "heads": of_keys, "group": many // of_keys}
-    gathering, ranking = Gathering(*made_of), Ranking(*made_of)
-    before.launch(gathering, gathering, batches * of_keys * blocks, unseen=unseen, **found, **numbers, **told)
-    if config.ordered:
-        found["ranks"] = before.memory((batches, of_keys, tiles, blocks), "int32")
-        of_tiles = {"classes": classes, "ranks": found["ranks"], "tiles": tiles}
-        before.launch(ranking, ranking, batches * of_keys * tiles, **of_tiles, **numbers, **told)
-    return found
+        return rank_key_blocks, None

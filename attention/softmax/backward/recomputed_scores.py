@@ -1,7 +1,7 @@
 """Scores, computed once more for the gradients of what they depend on besides q and k: a bias, ALiBi's slopes, arrays that a
-score in Python reads. Each gradient is a sum, over the scores that read an element, of dS times a derivative. Kernels of their
-own take these sums in a fixed order: bias.py, elements.py. This module has what they share: a tile of queries and keys at a
-time, of which each warp has 16 queries, by mma.sync, for every GPU."""
+score in Python reads. The gradient of an element is the sum, over the scores that read it, of dS times the score's derivative
+by the element. Kernels of their own compute these sums in a fixed order: bias.py, elements.py. This module has what they share:
+dS of a query tile and a key block at a time, 16 queries to a warp, by mma.sync, for every GPU."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,88 +16,90 @@ from tiles.arguments import Record, record
 from tiles.layout import LANES
 
 from ..base_config import BaseConfig
-from ..key_block_lists import CLASSES
-from ..sequences import Batched
+from ..listed_keys import CLASSES
+from ..sequences import BatchedLayout
 from ..tiling import Tiling
 from ..variants import Variant
-from .dq_parts import BAND
+from .dq_parts import WARP_ROWS
 
 SHAPES = {64: (64, 64), 128: (64, 64), 256: (32, 32)}  # padded head_dim: (queries, keys) of a tile
 
 
 @static
-class Added:
-    """How a score depends on an element of a bias, which is added before a function in Python. both: that function's (score,
-    derivative), or None. The subclasses say the same for other arrays that a score reads."""
+class BiasRead:
+    """How a score depends on an element of a bias, which is added before the score in Python, if there is one. score_and_grad:
+    that function's (score, derivative), or None. Subclasses: how a score depends on elements of other arrays."""
 
-    both: Callable | None
+    score_and_grad: Callable | None
 
     @inlined
-    def by(self, s, i, j, at):
-        """The derivative of a score by the element; s is what the function is given."""
-        if self.both is None:
+    def grad(self, s, i, j, ctx):
+        """The derivative of a score by the element that it reads. s: the argument of the score in Python."""
+        if self.score_and_grad is None:
             return 1.0
         else:
-            s, slope = self.both(s, at.batch, at.head, i, j, *at.aux)
-            return slope
+            s, grad = self.score_and_grad(s, ctx.batch, ctx.head, i, j, *ctx.aux)
+            return grad
 
     @inlined
-    def place(self, i, j, at):
-        """Which element of the array a score reads, counted from the first; -1 if it reads none."""
+    def element(self, i, j, ctx):
+        """The flat index of the element that a score reads; -1 if it reads none."""
         return -1.0
 
 
 @static
-class Slope(Added):
-    """How a score depends on ALiBi's slopes: one for each head, or for each head of each sequence."""
+class SlopeRead(BiasRead):
+    """How a score depends on ALiBi's slopes: one for each head, or, per_batch, for each head of each sequence."""
 
-    each: bool
+    per_batch: bool
 
     @inlined
-    def by(self, s, i, j, at):
-        distance = abs(i + at.shift - j)
-        if self.both is None:
+    def grad(self, s, i, j, ctx):
+        distance = abs(i + ctx.shift - j)
+        if self.score_and_grad is None:
             return -distance
         else:
-            s, slope = self.both(s, at.batch, at.head, i, j, *at.aux)
-            return -distance * slope
+            s, grad = self.score_and_grad(s, ctx.batch, ctx.head, i, j, *ctx.aux)
+            return -distance * grad
 
     @inlined
-    def place(self, i, j, at):
-        if self.each:
-            return at.batch * at.given.slopes.shape[1] + at.head
+    def element(self, i, j, ctx):
+        if self.per_batch:
+            return ctx.batch * ctx.params.slopes.shape[1] + ctx.head
         else:
-            return at.head
+            return ctx.head
 
 
 @static
-class Element(Added):
-    """How a score depends on an element of an array that the function reads: see score_derivative.Read."""
+class ElementRead(BiasRead):
+    """How a score in Python depends on an element of an array that it reads: see score_derivative.Read. derivative: of the
+    score by the element. which: the element's flat index."""
 
     derivative: Callable
     which: Callable
 
     @inlined
-    def by(self, s, i, j, at):
-        return self.derivative(s, at.batch, at.head, i, j, *at.aux)
+    def grad(self, s, i, j, ctx):
+        return self.derivative(s, ctx.batch, ctx.head, i, j, *ctx.aux)
 
     @inlined
-    def place(self, i, j, at):
-        return self.which(at.batch, at.head, i, j, *at.aux)
+    def element(self, i, j, ctx):
+        return self.which(ctx.batch, ctx.head, i, j, *ctx.aux)
 
 
 @dataclass(frozen=True)
 class Config(BaseConfig):
-    """Of such a kernel: queries of a tile; how many queries the main kernel's tiles have, of which `prepare` left two numbers a
-    row, and how many keys its blocks have, if there is a survey of these; the bytes that bases and strides are multiples of;
-    what becomes of scores before a function, if there is one; what they read."""
+    """The configuration of such a kernel. queries: of a tile. main_rows: queries of the main kernel's tiles, in which `prepare`
+    stores lse and delta. surveyed_keys: keys of the main kernel's blocks, if a survey says which of these a query tile sees.
+    vector_bytes: the bytes that addresses and strides are multiples of. score_before: the variant that comes before the score
+    in Python, if there is one. read: how scores depend on the array whose gradient this is."""
 
     queries: int
-    others: int
-    surveyed: int | None
-    piece: int
-    before: Variant | None
-    read: Added
+    main_rows: int
+    surveyed_keys: int | None
+    vector_bytes: int
+    score_before: Variant | None
+    read: BiasRead
 
     @property
     def rows(self) -> int:
@@ -105,109 +107,112 @@ class Config(BaseConfig):
         return self.queries
 
     @property
-    def given(self) -> Record:
-        """What the kernel is told of the variant, of sequences, and of the survey."""
-        classes = {"classes": CLASSES} if self.surveyed else {}
-        return record(**self.variant.given, **self.sequences.given, **classes)
+    def params(self) -> Record:
+        """The kernel's parameters for the variant, for sequences, and for the survey."""
+        classes = {"classes": CLASSES} if self.surveyed_keys else {}
+        return record(**self.variant.params, **self.sequences.params, **classes)
 
     @property
     def warps(self) -> int:
-        """Of a thread block."""
-        return self.queries // BAND
+        """The number of warps of a thread block."""
+        return self.queries // WARP_ROWS
 
     @property
     def threads(self) -> int:
-        """Threads of a block."""
+        """The number of threads of a thread block."""
         return LANES * self.warps
 
     def __str__(self):
         return f"{super().__str__()}, {type(self.read).__name__.lower()}"
 
 
-def room(config: Config) -> dict[str, Any]:
-    """The items of a kernel's shared memory."""
+def tile_buffers(config: Config) -> dict[str, Any]:
+    """The shared memory of a kernel for its tiles of Q, K, V and dO."""
     tiles = {"q": config.query, "k": config.key, "v": config.value, "do": st(config.rows, config.value_dim, config.dtype)}
     return {name: pipeline(tile, 1, config.warps) for name, tile in tiles.items()}
 
 
 @static
-class Recomputed:
-    """Computes the tiles of such a kernel: see Config."""
+class ScoreRecomputation:
+    """The device functions of such a kernel, for the fields of its Config."""
 
     rows: int
     kv: int
-    others: int
-    surveyed: int | None
-    piece: int
+    main_rows: int
+    surveyed_keys: int | None
+    vector_bytes: int
     variant: Variant
-    before: Variant | None
-    read: Added
-    sequences: Batched
-    summed: Batched  # the same sequences, in tiles of the main kernel's
+    score_before: Variant | None
+    read: BiasRead
+    sequences: BatchedLayout
+    main_sequences: BatchedLayout  # the same sequences, in tiles of main_rows
 
     @property
     def tile(self) -> rt:
-        """A warp's scores."""
-        return rt(BAND, self.kv, fp32)
+        """The type of a warp's scores."""
+        return rt(WARP_ROWS, self.kv, fp32)
 
     @property
     def tiling(self) -> Tiling:
-        """Which keys a tile's queries see."""
+        """The Tiling of such tiles and key blocks."""
         return Tiling(self.rows, self.kv, self.variant)
 
     @inlined
-    def seen(self, tile, block, at):
-        """May the tile's queries see keys of a block?"""
-        every = self.tiling.key_blocks(self.rows * tile, at)
-        within = every.first <= block < every.first + every.n
+    def may_see(self, tile, block, ctx):
+        """May queries of this tile see keys of this block?"""
+        kv_blocks = self.tiling.key_blocks(self.rows * tile, ctx)
+        in_range = kv_blocks.first <= block < kv_blocks.first + kv_blocks.n
         if self.sequences.packed:
-            return within and self.rows * tile < at.queries
-        elif self.surveyed is None:
-            return within
+            return in_range and self.rows * tile < ctx.seqlen_q
+        elif self.surveyed_keys is None:
+            return in_range
         else:
-            row, key = self.rows * tile // self.others, self.kv * block // self.surveyed
-            return within and at.given.classes[at.batch, at.head, row, key] > 0
+            row, key = self.rows * tile // self.main_rows, self.kv * block // self.surveyed_keys
+            return in_range and ctx.params.classes[ctx.batch, ctx.head, row, key] > 0
 
     @inlined
-    def weighted(self, n, tile, block, at, own, group, rooms, arrays, sums, scale):
-        """(dS times the derivatives of a warp's scores by what they read, for one tile and one block of keys of a sequence; i;
-        j; `at` of these scores). n: how many tiles came before."""
-        q, k, v, do = rooms
+    def weighted_ds(self, n, tile, block, ctx, seq, group, buffers, arrays, lse_delta, scale):
+        """(dS times the derivatives of a warp's scores by the elements that they read, for a query tile and a key block of a
+        sequence; i; j; the context of these scores). n: the number of tiles that were computed before."""
+        q, k, v, do = buffers
         gQ, gK, gV, gDO = arrays
-        if not self.sequences.apart:  # behind the ends lie rows of another sequence
-            gK, gV = truncate(gK, 1, own.key + own.keys), truncate(gV, 1, own.key + own.keys)
+        if not self.sequences.bounded_by_array:  # rows after the ends belong to another sequence
+            gK, gV = truncate(gK, 1, seq.offset_k + seq.seqlen_k), truncate(gV, 1, seq.offset_k + seq.seqlen_k)
         if self.sequences.packed:
-            gQ, gDO = truncate(gQ, 1, own.query + own.queries), truncate(gDO, 1, own.query + own.queries)
+            gQ, gDO = truncate(gQ, 1, seq.offset_q + seq.seqlen_q), truncate(gDO, 1, seq.offset_q + seq.seqlen_q)
         variant = self.variant
         first, key, warp = int32(self.rows * tile), int32(self.kv * block), int32(cuda.threadIdx.x // LANES)
-        q.fill(n, gQ, (own.batch, own.query + first, at.head, 0), 1, 3, n + 1, self.piece)
-        do.fill(n, gDO, (own.batch, own.query + first, at.head, 0), 1, 3, n + 1, self.piece)
-        k.fill(n, gK, (own.batch, own.key + key, at.head // group, 0), 1, 3, n + 1, self.piece)
-        v.fill(n, gV, (own.batch, own.key + key, at.head // group, 0), 1, 3, n + 1, self.piece)
-        row = int32(first + BAND * warp)
-        here = at._replace(row=row)
-        at = here._replace(kept=variant.keep(here))
-        queries, dout = subtile(q.wait(n, 0), BAND, warp), subtile(do.wait(n, 0), BAND, warp)
-        x = mma_ABt(zeros(self.tile), queries, k.wait(n, 0))
-        s = variant.score_near(x, at, key)
-        above = self.summed.first_tile(at.batch, at.given)
-        place = int32(2 * self.others * (above + row // self.others) + row % self.others)
-        lse = load(sums, self.tile.col_vec, (own.batch, at.head, place))
-        if variant.by_rows:
-            lse = lse + variant.below_near(s, at, key) * scale
-        p = exp2(self.tiling.mask(s, at, key) * scale - lse)
-        dp = mma_ABt(zeros(self.tile), dout, v.wait(n, 0))  # now that few registers hold anything but p
-        delta = load(sums, self.tile.col_vec, (own.batch, at.head, int32(place + self.others)))
-        ds = variant.slope(variant.marked(p, at, key), dp, delta, at)
+        q.fill(n, gQ, (seq.batch, seq.offset_q + first, ctx.head, 0), 1, 3, n + 1, self.vector_bytes)
+        do.fill(n, gDO, (seq.batch, seq.offset_q + first, ctx.head, 0), 1, 3, n + 1, self.vector_bytes)
+        k.fill(n, gK, (seq.batch, seq.offset_k + key, ctx.head // group, 0), 1, 3, n + 1, self.vector_bytes)
+        v.fill(n, gV, (seq.batch, seq.offset_k + key, ctx.head // group, 0), 1, 3, n + 1, self.vector_bytes)
+        row = int32(first + WARP_ROWS * warp)
+        warp_ctx = ctx._replace(row=row)
+        ctx = warp_ctx._replace(precomputed=variant.precompute(warp_ctx))
+        q_rows, do_rows = subtile(q.wait(n, 0), WARP_ROWS, warp), subtile(do.wait(n, 0), WARP_ROWS, warp)
+        x = mma_ABt(zeros(self.tile), q_rows, k.wait(n, 0))
+        s = variant.score_in_edge_block(x, ctx, key)
+        tiles_before = self.main_sequences.first_tile(ctx.batch, ctx.params)
+        index = int32(2 * self.main_rows * (tiles_before + row // self.main_rows) + row % self.main_rows)
+        lse = load(lse_delta, self.tile.col_vec, (seq.batch, ctx.head, index))
+        if variant.has_row_offset:
+            lse = lse + variant.row_offset_in_edge_block(s, ctx, key) * scale
+        p = exp2(self.tiling.mask(s, ctx, key) * scale - lse)
+        dp = mma_ABt(zeros(self.tile), do_rows, v.wait(n, 0))  # only now, when few registers hold anything but p
+        delta = load(lse_delta, self.tile.col_vec, (seq.batch, ctx.head, int32(index + self.main_rows)))
+        ds = variant.score_grad(variant.mark_dropped(p, ctx, key), dp, delta, ctx)
         i, j = row_index(self.tile.col_vec) + row, col_index(self.tile.row_vec) + key
-        if self.before is None:
-            return where(p == 0.0, 0.0, ds * self.read.by(x, i, j, at)), i, j, at
+        if self.score_before is None:
+            return where(p == 0.0, 0.0, ds * self.read.grad(x, i, j, ctx)), i, j, ctx
         else:
-            x = self.before.score(x, here._replace(kept=self.before.keep(here)), key) * at.given.score_unit
-            return where(p == 0.0, 0.0, ds * self.read.by(x, i, j, at)), i, j, at
+            before_ctx = warp_ctx._replace(precomputed=self.score_before.precompute(warp_ctx))
+            x = self.score_before.score(x, before_ctx, key) * ctx.params.score_unit
+            return where(p == 0.0, 0.0, ds * self.read.grad(x, i, j, ctx)), i, j, ctx
 
 
-def recomputed(config: Config) -> Recomputed:
-    """The object that computes this kernel's tiles."""
-    shape = config.rows, config.kv, config.others, config.surveyed, config.piece
-    return Recomputed(*shape, config.variant, config.before, config.read, config.sequences, config.lie(config.others))
+def recomputation(config: Config) -> ScoreRecomputation:
+    """The ScoreRecomputation of this configuration."""
+    shape = config.rows, config.kv, config.main_rows, config.surveyed_keys, config.vector_bytes
+    return ScoreRecomputation(
+        *shape, config.variant, config.score_before, config.read, config.sequences, config.seq_layout(config.main_rows)
+    )

@@ -1,5 +1,8 @@
-"""The gradient of sinks. A sink is a key without a value, so dsink[h] is the sum, over all rows, of the sink's weight in a row
-times -sum(dO O) of the row. The order of the sum is fixed: the same bits every time."""
+"""The gradient of sinks. A sink is a key without a value:
+
+    dsink[head] = -sum over batches and rows of exp(sink[head] - lse[row]) delta[row]
+
+The order of the sum is fixed: the same bits every time."""
 
 import functools
 from collections.abc import Iterator
@@ -15,19 +18,19 @@ from tiles.arguments import INT, array
 from tiles.layout import LANES
 
 from . import ampere, hopper
-from .results import Written, of_sums
+from .results import StoreGradient, float32_output
 
-WARPS, HEADS, TOGETHER = 16, 16, 32  # warps and heads of a thread block; queries of each head that a warp takes at once
+WARPS, HEADS, QUERIES = 16, 16, 32  # warps and heads of a thread block; queries of each head that a warp takes at once
 LOG2_E = np.float32(np.log2(np.e))
 
 
 @dataclass(frozen=True)
 class Config:
-    """The kernel's configuration: queries of a tile, for whose rows `prepare` left two numbers each; how the gradient is
-    stored."""
+    """The kernel's configuration. rows: queries of the main kernel's tiles, in which `prepare` stores lse and delta. result:
+    how the gradient is stored."""
 
     rows: int
-    result: Written
+    result: StoreGradient
     threads = LANES * WARPS
 
     def __str__(self):
@@ -35,38 +38,38 @@ class Config:
 
 
 def config_of(config: hopper.Config | ampere.Config) -> Config:
-    """The configuration that goes with this kernel."""
-    return Config(config.rows, of_sums(config.adds))
+    """The configuration that goes with this main kernel."""
+    return Config(config.rows, float32_output(config.accumulate))
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
-    """What problems are served with: what the main kernel's are."""
+    """Configurations to compile and inspect for an architecture: one for each of the main kernel's."""
     yield from dict.fromkeys(config_of(config) for module in (hopper, ampere) for config in module.space(arch, everything))
 
 
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    ROWS, X, PARTS, result = config.rows, rt(HEADS, TOGETHER, fp32), config.rows // TOGETHER, config.result
-    smem = shared(sums=sv(HEADS * WARPS, fp32))
+    ROWS, X, PARTS, result = config.rows, rt(HEADS, QUERIES, fp32), config.rows // QUERIES, config.result
+    smem = shared(scratch=sv(HEADS * WARPS, fp32))
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
-    def sinks(gSums: array(3), gSink: array(1), gDSink: array(1), batches: INT, tiles: INT):
-        """The gradients of 16 heads' sinks. gSums is (batch, head, row): for each tile the log-sum-exps of all rows, then their
-        sums of dO O."""
-        (sums,) = smem.open()
+    def sinks(gLseDelta: array(3), gSink: array(1), gDSink: array(1), batches: INT, tiles: INT):
+        """The gradients of the sinks of HEADS heads. gLseDelta is (batch, head, row): of each query tile lse of all rows, then
+        delta of all rows."""
+        (scratch,) = smem.open()
         head, warp = int32(HEADS * cuda.blockIdx.x), int32(cuda.threadIdx.x // LANES)
         sink = load(gSink, X.col_vec, (head,)) * LOG2_E
         total = lane_sum(zeros(X))
         for n in range(warp, batches * tiles * PARTS, WARPS):
             batch, rest = divmod(int32(n), tiles * PARTS)
             tile, part = divmod(rest, PARTS)
-            at = int32(2 * ROWS * tile + TOGETHER * part)
-            lse = load(gSums, X, (batch, head, at), 1, 2, True)
-            delta = load(gSums, X, (batch, head, int32(at + ROWS)), 1, 2, True)
+            at = int32(2 * ROWS * tile + QUERIES * part)
+            lse = load(gLseDelta, X, (batch, head, at), 1, 2, True)
+            delta = load(gLseDelta, X, (batch, head, int32(at + ROWS)), 1, 2, True)
             total = total + lane_sum(exp2(sink - lse) * delta)
-        found = block.reduce_sum(finish_sum(total), sums)
+        total = block.reduce_sum(finish_sum(total), scratch)
         if warp == 0:
-            result.store_vector(gDSink, -found, X.col_vec, (head,))
+            result.store_vector(gDSink, -total, X.col_vec, (head,))
 
     return sinks, smem

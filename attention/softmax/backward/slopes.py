@@ -1,8 +1,10 @@
-"""The gradient of ALiBi's slopes, computed where dS is: asked for or not, two objects with the same methods.
+"""The gradient of ALiBi's slopes, computed by the main kernel, where dS is in registers anyway.
 
-A slope's gradient is the sum of dS times -|i + shift - j| over all scores of a head. Here that costs two instructions a score;
-a kernel of its own, which computes scores once more, would take two fifths of the time of backward. A warp leaves one number
-for each head that it has gone through, and elements.Total adds these rows of numbers, in a fixed order."""
+    dslope[head] = -sum over i, j of dS[i, j] |i + shift - j|
+
+One class for kernels that compute it and one for kernels that do not, with the same methods. It costs two instructions a score
+here; a kernel of its own, which computes scores once more, takes two fifths of the time of backward. A warp stores one number
+for each head that it has gone through, and elements.SumElementRows adds these rows of numbers in a fixed order."""
 
 from typing import Any
 
@@ -15,78 +17,75 @@ from tiles.arguments import array
 from ..scores import Sloped, Sunk
 from ..variants import Both, Variant
 from ..visible_keys import Causal, Left
-from .recomputed_scores import Added, Slope
+from .recomputed_scores import BiasRead, SlopeRead
 
 
 @static
-class Unasked:
-    """The gradient is not asked for."""
+class NoSlopeGradient:
+    """The kernel computes no gradient of slopes."""
 
     def __str__(self):
         return ""
 
     @property
-    def given(self) -> dict[str, Any]:
-        """The kernel's arguments that it reads, and what they are."""
+    def params(self) -> dict[str, Any]:
+        """The names and types of the kernel parameters that this object reads."""
         return {}
 
     @inlined
-    def begin(self, scores):
-        """A warp's sum before the first tile of a head. scores: the type of its tiles, keys by queries."""
+    def init(self, scores):
+        """A warp's dslope before the first tile of a head. scores: the type of its tiles, keys by queries."""
         return 0
 
     @inlined
-    def add(self, sum, ds, at, key):
-        """The sum, with dS of one more tile, queries by keys, added to it."""
-        return sum
+    def add(self, dslope, ds, ctx, key):
+        """A warp's dslope after one more tile of dS, queries by keys, from key `key` on."""
+        return dslope
 
     @inlined
-    def give(self, sum, given, at, row):
-        """Store a warp's sum for a head that it has gone through, as the slope's element of this row."""
+    def store(self, dslope, params, ctx, row):
+        """Store a warp's dslope of the head `ctx.head`, in row `row` of the sums."""
 
 
 @static
-class Asked(Unasked):
-    """The gradient is asked for. Sequences share their slopes, and no key is seen that comes after the query.
+class SlopeGradient(NoSlopeGradient):
+    """The kernel computes the gradient of slopes that all sequences share, under a mask that hides later keys.
 
-    given.found: (a warp of a block of keys of a batch, slope), zeros at first."""
+    params.slope_sums: (a warp of a key block of a batch, head), zeros before the kernel runs."""
 
     def __str__(self):
         return " dalibi"
 
     @property
-    def given(self) -> dict[str, Any]:
-        return {"found": array(2)}
+    def params(self) -> dict[str, Any]:
+        return {"slope_sums": array(2)}
 
     @inlined
-    def begin(self, scores):
+    def init(self, scores):
         return lane_sum(zeros(scores))
 
     @inlined
-    def add(self, sum, ds, at, key):
+    def add(self, dslope, ds, ctx, key):
         ds = turned(ds)
-        distances = int32(at.row + at.shift - key) - row_index(ds.col_vec)  # of the first query from each key
-        return sum + lane_moment(ds) + lane_sum(ds) * distances
+        distances = int32(ctx.row + ctx.shift - key) - row_index(ds.col_vec)  # of the first query from each key
+        return dslope + lane_moment(ds) + lane_sum(ds) * distances
 
     @inlined
-    def give(self, sum, given, at, row):
-        given.found[row, at.head] = -tile_sum(finish_sum(sum))
+    def store(self, dslope, params, ctx, row):
+        params.slope_sums[row, ctx.head] = -tile_sum(finish_sum(dslope))
 
 
-UNASKED = Unasked()
-ASKED = Asked()
+NO_SLOPE_GRADIENT, SLOPE_GRADIENT = NoSlopeGradient(), SlopeGradient()
+COMPATIBLE = Causal, Left, Sloped, Sunk  # parts of a variant that leave registers for it: with others the kernel would spill
 
 
-SERVED = Causal, Left, Sloped, Sunk  # other parts of a variant need registers, and this would spill more
+def choose_slope_gradient(variant: Variant, read: BiasRead) -> NoSlopeGradient:
+    """SLOPE_GRADIENT if the main kernel can compute the gradient of the slopes that `read` reads, else NO_SLOPE_GRADIENT."""
+    parts = _parts_of(variant)
+    hides_later = any(isinstance(x, Sloped) and x.has_row_offset for x in parts) and all(type(x) in COMPATIBLE for x in parts)
+    return SLOPE_GRADIENT if hides_later and isinstance(read, SlopeRead) and not read.per_batch else NO_SLOPE_GRADIENT
 
 
-def asked(variant: Variant, read: Added) -> Unasked:
-    """Asked, if the main kernel can compute the gradient of this variant's slopes, which `read` reads; else Unasked."""
-    parts = _parts(variant)
-    ordered = any(isinstance(x, Sloped) and x.by_rows for x in parts) and all(type(x) in SERVED for x in parts)
-    return ASKED if ordered and isinstance(read, Slope) and not read.each else UNASKED
-
-
-def _parts(of: Variant) -> list[Variant]:
-    """What a variant is made of."""
-    return [*_parts(of.one), *_parts(of.other)] if isinstance(of, Both) else [of]
+def _parts_of(variant: Variant) -> list[Variant]:
+    """The variants that `Both` joins, or the variant itself."""
+    return [*_parts_of(variant.one), *_parts_of(variant.other)] if isinstance(variant, Both) else [variant]

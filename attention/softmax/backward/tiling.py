@@ -1,4 +1,4 @@
-"""Which tiles of queries see a block of keys: softmax/tiling.py, seen from the keys."""
+"""Which query tiles see a key block: softmax/tiling.py, seen from the keys."""
 
 import math
 from typing import Any, NamedTuple
@@ -8,112 +8,118 @@ from numpy import int32
 from ops import divmod, rasterize, right_fill
 from tiles import inlined, static
 
-from ..tiling import Tiling, clear_ahead, clear_behind
+from ..tiling import Tiling, zero_first_keys, zero_last_keys
 
 
-class Tiles(NamedTuple):
-    """The tiles of queries that see a block of keys: n of them, from tile `first` on. Those from the left-th to before the
-    right-th need no mask. ahead, behind: how many of the block's first keys, and of its last ones, no query sees, so that they
-    must not be multiplied: see tiling.Blocks."""
+class QueryTiles(NamedTuple):
+    """The query tiles that see a key block: n of them, from tile `first` on. Those from number inner_first to before inner_end,
+    counted from `first`, need no mask. unseen_ahead, unseen_behind: how many of the block's first keys, and of its last ones,
+    no query sees. Such keys must not be multiplied: see softmax/tiling.py."""
 
     first: Any
     n: Any
-    left: Any
-    right: Any
-    ahead: Any
-    behind: Any
+    inner_first: Any
+    inner_end: Any
+    unseen_ahead: Any
+    unseen_behind: Any
 
     @inlined
     def clear(self, tile, groups):
-        """Zero these keys in a shared tile of the block. Done by the thread block's first `groups` warpgroups together."""
-        clear_ahead(tile, self.ahead, groups)
-        clear_behind(tile, self.behind, groups)
+        """Zero the keys that no query sees in a shared tile of the key block. The first `groups` warpgroups of the thread block
+        call this together."""
+        zero_first_keys(tile, self.unseen_ahead, groups)
+        zero_last_keys(tile, self.unseen_behind, groups)
 
 
 @static
-class Facing(Tiling):
-    """For kernels whose blocks have `kv` keys and whose tiles have `rows` queries, under a variant. apart: every block has keys
-    that queries may see."""
+class QueryTiling(Tiling):
+    """For kernels whose thread blocks have a block of `kv` keys each and go through tiles of `rows` queries, under a variant.
+    always_visible: does every key block have keys that queries may see?"""
 
-    apart: bool = True
-
-    @inlined
-    def place(self, block, blocks, pairs, band):
-        """The (block of keys, pair of share and batch) of a thread block: one band of pairs after the other. The first keys,
-        which most queries see where later queries see more, come first."""
-        pair, block = rasterize(block, pairs, blocks, band)
-        return block, pair
+    always_visible: bool = True
 
     @inlined
-    def tiles(self, key, at, group):
-        """The Tiles of the keys from `key` on; `group` query heads share their head."""
-        seen = self.variant.seers(key, key + self.kv - 1, at)
-        first = seen.first // self.rows
-        n = max(0, (min(seen.end, at.queries) + self.rows - 1) // self.rows - first)
-        left = max(0, (seen.inner_first + self.rows - 1) // self.rows - first)
-        right = n if seen.inner_end >= at.queries else seen.inner_end // self.rows - first
-        if not self.variant.within and key + self.kv > at.keys:  # what lies behind the last key must be masked, too
-            left = n
-        if not self.apart and key >= at.keys:
+    def place(self, number, blocks, batch_heads, raster_group):
+        """The (key block, batch and partial) of thread block `number`: `raster_group` pairs of batch and partial at a time, and
+        of these the first key blocks first, because most queries see them where later queries see more."""
+        batch_head, block = rasterize(number, batch_heads, blocks, raster_group)
+        return block, batch_head
+
+    @inlined
+    def query_tiles(self, key, ctx, group):
+        """The QueryTiles of the block of keys from `key` on. `group` query heads share a key head."""
+        queries = self.variant.query_range(key, key + self.kv - 1, ctx)
+        first = queries.first // self.rows
+        n = max(0, (min(queries.end, ctx.seqlen_q) + self.rows - 1) // self.rows - first)
+        inner_first = max(0, (queries.inner_first + self.rows - 1) // self.rows - first)
+        inner_end = n if queries.inner_end >= ctx.seqlen_q else queries.inner_end // self.rows - first
+        if not self.variant.ends_at_last_key and key + self.kv > ctx.seqlen_k:  # keys after the last one must be masked, too
+            inner_first = n
+        if not self.always_visible and key >= ctx.seqlen_k:
             n = 0
-        return Tiles(
-            int32(first), int32(n), int32(left), int32(right), self.unseen_ahead(key, at), self.unseen_behind(key + self.kv, at)
+        return QueryTiles(
+            int32(first),
+            int32(n),
+            int32(inner_first),
+            int32(inner_end),
+            self.unseen_ahead(key, ctx),
+            self.unseen_behind(key + self.kv, ctx),
         )
 
     @inlined
-    def span(self, tiles, number, spans):
-        """What a thread block takes of the Tiles: all of them."""
-        return tiles
+    def take_split(self, q_tiles, split, splits):
+        """Those of the QueryTiles that a thread block works on: all of them."""
+        return q_tiles
 
     @inlined
-    def tile(self, tiles, i, key, at, group):
-        """The number of the i-th of these tiles."""
-        return int32(tiles.first + i)
+    def tile_index(self, q_tiles, i, key, ctx, group):
+        """The index of the i-th of these tiles among all query tiles of a head."""
+        return int32(q_tiles.first + i)
 
     @inlined
-    def number(self, tiles, place, key, at, group):
-        """The number of the tile at a place in their row, which begins at tiles.first: see dq_order.py."""
+    def tile_at(self, q_tiles, place, key, ctx, group):
+        """The index of the tile at `place`, a number that UnorderedAdds.next_tile counts, which begins at q_tiles.first."""
         return place
 
     @inlined
-    def before(self, block, tile, at, group):
-        """How many blocks of keys that a tile of queries sees come before this one."""
-        if self.variant.from_first:
+    def blocks_before(self, block, tile, ctx, group):
+        """The number of key blocks before this one that a query tile sees."""
+        if self.variant.starts_at_zero:
             return block
         else:
             row = self.rows * tile
-            return int32(block - self.variant.keys(row, row + self.rows - 1, at).first // self.kv)
+            return int32(block - self.variant.key_range(row, row + self.rows - 1, ctx).first // self.kv)
 
     @inlined
-    def end(self, tile, at):
-        """The number behind that of the last block of keys that a tile of queries sees."""
+    def end_block(self, tile, ctx):
+        """The index after the last key block that a query tile sees."""
         row = self.rows * tile
-        return (self.variant.keys(row, row + self.rows - 1, at).end + self.kv - 1) // self.kv
+        return (self.variant.key_range(row, row + self.rows - 1, ctx).end + self.kv - 1) // self.kv
 
     @inlined
-    def cut(self, tiles, i):
+    def needs_mask(self, q_tiles, i):
         """Must the i-th of these tiles be masked?"""
-        if self.variant.from_first:
-            return i < tiles.left
+        if self.variant.starts_at_zero:
+            return i < q_tiles.inner_first
         else:
-            return i < tiles.left or i >= tiles.right
+            return i < q_tiles.inner_first or i >= q_tiles.inner_end
 
     @inlined
-    def mask(self, s, at, key):
-        """-inf for the scores that must not be seen, of keys from `key` on."""
-        if not self.variant.within:
-            s = right_fill(s, at.keys - key, -math.inf)
-        return self.variant.mask(s, at, key, -math.inf)
+    def mask(self, s, ctx, key):
+        """Scores s of keys from `key` on, with -inf for those that must not be seen."""
+        if not self.variant.ends_at_last_key:
+            s = right_fill(s, ctx.seqlen_k - key, -math.inf)
+        return self.variant.mask(s, ctx, key, -math.inf)
 
 
-class Spanning(Facing):
-    """The same for thread blocks that take one of several spans of the tiles each: see shares.py."""
+class SplitQueryTiling(QueryTiling):
+    """QueryTiling for thread blocks that each take one of several parts of the query tiles: see shares.py."""
 
     @inlined
-    def span(self, tiles, number, spans):
-        """One of `spans` spans, of as many tiles each, but for the last ones."""
-        each, _ = divmod(int32(tiles.n + spans - 1), spans)
-        first = min(each * number, tiles.n)
-        n = min(each, tiles.n - first)
-        left, right = int32(tiles.left - first), int32(tiles.right - first)
-        return tiles._replace(first=int32(tiles.first + first), n=int32(n), left=left, right=right)
+    def take_split(self, q_tiles, split, splits):
+        """The `split`-th of `splits` parts, which have the same number of tiles, except for the last ones."""
+        length, _ = divmod(int32(q_tiles.n + splits - 1), splits)
+        first = min(length * split, q_tiles.n)
+        n = min(length, q_tiles.n - first)
+        inner_first, inner_end = int32(q_tiles.inner_first - first), int32(q_tiles.inner_end - first)
+        return q_tiles._replace(first=int32(q_tiles.first + first), n=int32(n), inner_first=inner_first, inner_end=inner_end)

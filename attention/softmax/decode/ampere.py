@@ -1,11 +1,12 @@
-"""Attention of a few query tokens, over a part of the keys: cp.async, ldmatrix and mma.sync, for sm_80 and later.
+"""Split-KV attention of a few query tokens, for sm_80 and later: cp.async, ldmatrix and mma.sync.
 
-Memory sets the speed: keys and values are read once, and each serves only a few rows. So the rows of one tile are all tokens,
-and all query heads that share a key head. The warps of a block share the keys: each has some of every tile, which it loads,
-reads and weighs by itself, so that no warp waits for another before the end. There their partial results are merged; if several
-blocks share the keys of a sequence, combine.py merges those of the blocks. splits.py says which keys a block works on.
+Memory bandwidth sets the speed: keys and values are read once, and each serves only a few rows. So the rows of a tile are all
+tokens and all query heads that share a key head. The warps of a block share out the keys of every tile: each loads its own, and
+computes their scores and its own partial O, so that no warp waits for another in the loop over keys. After it the warps' O are
+merged; if several blocks share out the keys of a sequence (splits.py), combine.py merges theirs.
 
-On Hopper the kernel begins while the one before it ends, and waits for it before it reads; so does the kernel of combine.py.
+On Hopper the kernel begins while the previous launch ends (programmatic dependent launch), and waits for it before it reads; so
+does combine.py's.
 """
 
 import functools
@@ -40,378 +41,383 @@ from tiles.cp_async import PIECES
 from tiles.layout import LANES
 from tiles.targets import LARGE, MEDIUM, SMALL, capability, has_early_launch, has_fp8, shared_bytes
 
-from ..norms import Normed
+from ..norm_parts import Normed
 from ..online import LOWEST_FLOAT, Softmax, over_sum
-from ..variants import At, Variant, arrays_of
-from .caches import Dense, Indexed, Paged
-from .norms import AS_THEY_ARE, AsTheyAre, ByLayer, ByRms, LayerOfRows, RmsOfRows
-from .products import Narrow, NarrowByKey, Same
-from .reach import Everything, Reach
-from .results import Either, Part, PartOfPacked, Spot, Whole
-from .splits import Parted, Shares
-from .tokens import Alike, OneBehindTheOther
+from ..variants import ScoreContext, Variant, arrays_of
+from .caches import DenseLoader, IndexedLoader, PagedLoader
+from .norms import PLAIN_KEYS, LayerNormedKeys, MultiHeadLayerNorm, MultiHeadRmsNorm, PlainKeys, RmsNormedKeys
+from .products import Fp8KeyScaledProducts, Fp8Products, SameDtypeProducts
+from .reach import KeyWindow, WholeCacheWindow
+from .results import FinalOrPartialOutput, FinalOutput, OutputTile, PackedPartialOutput, PartialOutput
+from .splits import FixedSplits, StreamKSplits
+from .tokens import PackedRows, UniformRows
 
-PANEL = 32  # columns of O that a warp adds up at once: a panel of float32
+SLAB_COLS = 32  # columns of O that a warp merges at a time: one panel of float32
 
 
 @dataclass(frozen=True)
 class Config:
-    """A kernel's configuration. What it computes: reach, cache and variant say which keys it reads and what becomes of their
-    scores; sums: what is added to the sum of weights; split: which keys a block works on; result: where the output goes; lie:
-    how query tokens lie; axes: how many axes each array of aux has; keys_norm: the norm of keys before their scores. Its
-    shape: `band` rows of a tile, `warps` with `keys` keys of every tile each, the stages of the pipelines, and `resident`
-    blocks on a multiprocessor. early: may it begin before the launch ahead of it has ended?"""
+    """A kernel's configuration. product: the dtypes of the products. variant: what is done to scores. window: which keys are
+    visible.
+    cache: where they are. result: where O goes. sink: a variant that adds to the row sums of final outputs. split: which keys a
+    block works on. overlaps_previous: may the kernel begin before the previous launch has ended (PDL)? tile_rows: rows of a
+    tile.
+    warp_keys: keys of each tile that a warp has. stages: of the pipelines. resident: blocks that a multiprocessor is to hold.
+    seq_layout: how query tokens are laid out. axes: the number of axes of each array of aux. keys_norm: the norm of the cache's
+    keys."""
 
     head_dim: int
     value_dim: int
-    product: Same
+    product: SameDtypeProducts
     variant: Variant
-    reach: Reach
-    cache: Dense
-    result: Whole | Either
-    sums: Variant
-    split: type[Parted]
-    early: bool
-    band: int
-    keys: int
+    window: KeyWindow
+    cache: DenseLoader
+    result: FinalOutput | FinalOrPartialOutput
+    sink: Variant
+    split: type[FixedSplits]
+    overlaps_previous: bool
+    tile_rows: int
+    warp_keys: int
     warps: int
     stages: int
     resident: int
-    lie: type[Alike] = Alike
+    seq_layout: type[UniformRows] = UniformRows
     axes: tuple[int, ...] = ()
-    keys_norm: AsTheyAre = AS_THEY_ARE
+    keys_norm: PlainKeys = PLAIN_KEYS
 
     @property
     def kv(self):
-        """Keys of a tile."""
-        return self.keys * self.warps
+        """The number of keys of a tile."""
+        return self.warp_keys * self.warps
 
     @property
     def threads(self):
-        """Threads of a block."""
+        """The number of threads of a block."""
         return LANES * self.warps
 
     @property
-    def given(self):
-        """The record of what all these need in the kernel."""
-        parts = self.reach, self.cache, self.product, self.keys_norm, self.variant, self.sums, self.result, self.lie(self.band)
-        return record(**{name: what for part in parts for name, what in part.given.items()})
+    def params(self):
+        """The record of parameters that the parts of the configuration read."""
+        parts = self.window, self.cache, self.product, self.keys_norm, self.variant, self.sink, self.result
+        parts = *parts, self.seq_layout(self.tile_rows)
+        return record(**{name: what for part in parts for name, what in part.params.items()})
 
     def __str__(self):
         dims = f"D {self.head_dim}" + f"/{self.value_dim}" * (self.value_dim != self.head_dim)
-        scores = f" {self.variant}" * (type(self.variant) is not Variant) + f" {self.sums}" * (type(self.sums) is not Variant)
-        kind = f"{dims} {self.product}{self.keys_norm} {self.reach} {self.cache}{scores}{self.lie(self.band)} {self.result}"
-        return f"{kind}, {self.band} x {self.kv}" + " early" * self.early
+        scores = f" {self.variant}" * (type(self.variant) is not Variant) + f" {self.sink}" * (type(self.sink) is not Variant)
+        parts = f"{dims} {self.product}{self.keys_norm} {self.window} {self.cache}{scores}{self.seq_layout(self.tile_rows)}"
+        return f"{parts} {self.result}, {self.tile_rows} x {self.kv}" + " PDL" * self.overlaps_previous
 
 
-BAND = 16  # rows of a tile
-MOST = 2 * BAND  # rows of a tall tile
-SHAPES = {  # padded head_dim: (keys, warps, stages, resident)
-    64: (32, 4, 2, 2),
-    96: (16, 4, 3, 2),
-    128: (16, 4, 2, 2),
-    192: (16, 4, 2, 1),
-    256: (16, 4, 2, 1),
-}
-ROOMS = {  # bytes of shared memory that a block may have: other shapes. A multiprocessor has little more than one such block
+TILE_ROWS = 16  # rows of a tile
+TALL_ROWS = 2 * TILE_ROWS  # rows of a tall tile
+# padded head_dim: (warp_keys, warps, stages, resident)
+SHAPES = {64: (32, 4, 2, 2), 96: (16, 4, 3, 2), 128: (16, 4, 2, 2), 192: (16, 4, 2, 1), 256: (16, 4, 2, 1)}
+SHAPES_BY_LIMIT = {  # {bytes of shared memory that a block may have: shapes that differ}. An SM has little more in all
     SMALL: {64: (32, 4, 2, 1), 96: (16, 4, 3, 1), 128: (16, 4, 2, 1), 192: (16, 2, 3, 1), 256: (16, 2, 2, 1)},
     MEDIUM: {},
     LARGE: {64: (32, 4, 3, 2), 96: (16, 4, 4, 2), 128: (16, 4, 3, 2), 192: (16, 4, 2, 2), 256: (16, 4, 3, 1)},
 }
-SHARED = {128: (32, 4, 2, 1)}  # the same of dense caches of 16 bits, and of shares, where a block begins and ends several times
-PLAIN = {96: (32, 4, 2, 1), 192: (32, 4, 2, 1)}  # and of plain attention over dense caches alone
-NARROW = {128: (32, 4, 3, 2)}  # and of fp8 where a sequence is parted; timed of descales of heads over dense caches alone
-SHARED_TALL = {128: (32, 4, 2, 1)}  # and of tiles of twice as many rows; timed of plain attention over dense caches alone
-TALL = {  # the same of tiles of twice as many rows, where they serve: half of all warps' parts of O must fit where values were
+DENSE_SHAPES = {128: (32, 4, 2, 1)}  # LARGE: of dense caches of 16 bits, and of stream-K, where a block has several epilogues
+PLAIN_SHAPES = {96: (32, 4, 2, 1), 192: (32, 4, 2, 1)}  # LARGE: the same if neither scores nor keys are changed
+FP8_SPLIT_SHAPES = {128: (32, 4, 3, 2)}  # LARGE: of fp8 with fixed splits; timed with descales of heads over dense caches alone
+TALL_SHAPES = {  # of tall tiles, where they pay: half of all warps' O must fit into the values' stages
     SMALL: {64: (32, 4, 2, 1)},
     MEDIUM: {64: (32, 4, 2, 1), 96: (16, 4, 4, 1), 128: (16, 4, 3, 1)},
     LARGE: {64: (32, 4, 3, 2), 96: (16, 4, 4, 1), 128: (16, 4, 4, 1)},
 }
-NORMS = (RmsOfRows(True), ByRms()), (LayerOfRows(False), ByLayer())  # of queries and of keys
+TALL_STREAM_K_SHAPES = {128: (32, 4, 2, 1)}  # LARGE: of tall tiles with stream-K; timed without score changes, dense
+NORMS = (MultiHeadRmsNorm(True), RmsNormedKeys()), (MultiHeadLayerNorm(False), LayerNormedKeys())  # of queries and of keys
 
 
 def config_for(
-    head_dim: int, value_dim: int, product: Same, variant: Variant, reach: Reach, cache: Dense, result: Whole | Either,
-    sums: Variant, split: type[Parted] = Parted, early: bool = False, tall: bool = False, room: int = LARGE,
-    lie: type[Alike] = Alike, axes: tuple[int, ...] = (), keys_norm: AsTheyAre = AS_THEY_ARE, brief: bool = False,
+    head_dim: int, value_dim: int, product: SameDtypeProducts, variant: Variant, window: KeyWindow, cache: DenseLoader,
+    result: FinalOutput | FinalOrPartialOutput, sink: Variant, split: type[FixedSplits] = FixedSplits, pdl: bool = False,
+    tall: bool = False, shared_limit: int = LARGE, seq_layout: type[UniformRows] = UniformRows, axes: tuple[int, ...] = (),
+    keys_norm: PlainKeys = PLAIN_KEYS, few_keys: bool = False,
 ) -> Config:  # fmt: skip
-    """The configuration for a problem, on a GPU whose blocks may use `room` bytes of shared memory. Dims are rounded up to the
-    next for which there are kernels; the greater of the two decides the shape. tall: are there rows for more than one tile?
-    brief: does each block have all keys of a sequence, and are these few?"""
-    padded, wide = (min(d for d in SHAPES if d >= dim) for dim in (head_dim, value_dim))
-    room = max(r for r in ROOMS if r <= room)
-    short, high, dim = SHAPES | ROOMS[room], TALL[room], max(padded, wide)
-    plain = type(variant) is Variant and type(product) is Same and type(cache) is Dense and keys_norm is AS_THEY_ARE
-    if room >= LARGE and not brief and (split is Shares or (type(product) is Same and type(cache) is Dense)):
-        short |= SHARED | (PLAIN if plain else {})
-    if room >= LARGE and split is Shares and plain:
-        high = high | SHARED_TALL
-    tall = tall and keys_norm.slim and dim in high
-    band, (keys, warps, stages, resident) = (2 * BAND, high[dim]) if tall else (BAND, short[dim])
-    parted = split is Parted and room >= LARGE and band == BAND and dim in NARROW
-    if parted and type(product) is Narrow and type(cache) is Dense:
-        keys, warps, stages, resident = NARROW[dim]
-    elif product.held.itemsize == 1:  # twice the warps, so that a stage has as many bytes, and there is twice the work for each
-        warps, resident = 2 * warps, 1
-    if product.by_key and band > BAND and keys > BAND:  # there are not registers for the numbers of so many
+    """The configuration for a problem, on a GPU whose blocks may use `shared_limit` bytes of shared memory. Dims are rounded up
+    to the next one of SHAPES; the larger of the two decides the shape. tall: are there rows for more than one tile? few_keys:
+    does each block have all keys of a sequence, and are these few?"""
+    padded, padded_value = (min(d for d in SHAPES if d >= dim) for dim in (head_dim, value_dim))
+    shared_limit = max(limit for limit in SHAPES_BY_LIMIT if limit <= shared_limit)
+    is_large = shared_limit >= LARGE
+    shapes, tall_shapes, dim = SHAPES | SHAPES_BY_LIMIT[shared_limit], TALL_SHAPES[shared_limit], max(padded, padded_value)
+    is_dense = type(product) is SameDtypeProducts and type(cache) is DenseLoader
+    is_plain = is_dense and type(variant) is Variant and keys_norm is PLAIN_KEYS
+    if is_large and not few_keys and (split is StreamKSplits or is_dense):
+        shapes |= DENSE_SHAPES | (PLAIN_SHAPES if is_plain else {})
+    if is_large and split is StreamKSplits and is_plain:
+        tall_shapes = tall_shapes | TALL_STREAM_K_SHAPES
+    tall = tall and keys_norm.allows_tall_tiles and dim in tall_shapes
+    tile_rows, (keys, warps, stages, blocks) = (TALL_ROWS, tall_shapes[dim]) if tall else (TILE_ROWS, shapes[dim])
+    fp8_split = split is FixedSplits and is_large and not tall and dim in FP8_SPLIT_SHAPES
+    if fp8_split and type(product) is Fp8Products and type(cache) is DenseLoader:
+        keys, warps, stages, blocks = FP8_SPLIT_SHAPES[dim]
+    elif product.cache_dtype.itemsize == 1:  # twice the warps, so that a stage has as many bytes
+        warps, blocks = 2 * warps, 1
+    if product.has_key_descales and tall and keys > TILE_ROWS:  # there are no registers for the descales of so many keys
         keys, stages = keys // 2, 2 * stages
-    shape = band, keys, warps, stages, resident
-    return Config(padded, wide, product, variant, reach, cache, result, sums, split, early, *shape, lie, axes, keys_norm)
+    parts = product, variant, window, cache, result, sink, split, pdl
+    return Config(padded, padded_value, *parts, tile_rows, keys, warps, stages, blocks, seq_layout, axes, keys_norm)
 
 
-def either(of: dtype, piece: int) -> Either:
-    """The object that stores results, if some are whole and others parts."""
-    return Either(Whole(of, piece), Part(of, piece))
+def final_or_partial(of: dtype, vector_bytes: int) -> FinalOrPartialOutput:
+    """The output of blocks of which some read all keys of their rows, and others a part of them."""
+    return FinalOrPartialOutput(FinalOutput(of, vector_bytes), PartialOutput(of, vector_bytes))
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
-    """The configurations that an architecture is served with: for bf16, one token and whole pieces, or for `everything`. fp16
-    takes as many registers as bf16."""
-    plain, target = Variant(), capability(arch)
-    room, early, fp8 = shared_bytes(target), has_early_launch(target), has_fp8(target)
-    kinds: list[tuple[Reach, type[Dense], Callable[[dtype, int], Whole | Either], type[Parted]]]
-    kinds = [(Reach(False, False, False), Dense, either, Shares), (Reach(False, True, False), Paged, either, Shares)]
+    """The configurations that an architecture is served with: for bf16, one token and vectors of 16 bytes, or for `everything`.
+    fp16 takes as many registers as bf16."""
+    plain, target, size = Variant(), capability(arch), PIECES[0]
+    limit, pdl, fp8 = shared_bytes(target), has_early_launch(target), has_fp8(target)
+    one_token, causal = KeyWindow(False, False, False), KeyWindow(False, True, False)
+    Result = Callable[[dtype, int], FinalOutput | FinalOrPartialOutput]
+    kinds: list[tuple[KeyWindow, type[DenseLoader], Result, type[FixedSplits]]]
+    kinds = [(one_token, DenseLoader, final_or_partial, StreamKSplits), (causal, PagedLoader, final_or_partial, StreamKSplits)]
     if everything:
-        kinds += [(Reach(True, True, False), Indexed, Part, Parted), (Reach(False, True, True), Paged, Whole, Parted)]
-    forms: list[tuple[Same, int]] = [(Same(bf16), PIECES[0])] + [(Narrow(bf16, True), PIECES[0])] * fp8
+        kinds.append((KeyWindow(True, True, False), IndexedLoader, PartialOutput, FixedSplits))
+        kinds.append((KeyWindow(False, True, True), PagedLoader, FinalOutput, FixedSplits))
+    products: list[tuple[SameDtypeProducts, int]] = [(SameDtypeProducts(bf16), size)] + [(Fp8Products(bf16, True), size)] * fp8
     if everything:
-        forms += [*((Same(bf16), piece) for piece in PIECES[1:]), (Same(fp16), PIECES[0])]
-    found = [
-        config_for(dim, dim, of, plain, reach, cache(piece), result(of.wide, piece), plain, split, early, tall, room)
-        for (of, piece), dim, (reach, cache, result, split), tall in itertools.product(forms, SHAPES, kinds, (False, True))
+        products += [*((SameDtypeProducts(bf16), n) for n in PIECES[1:]), (SameDtypeProducts(fp16), size)]
+    configs = [
+        config_for(dim, dim, product, plain, window, cache(n), result(product.q_dtype, n), plain, split, pdl, tall, limit)
+        for (product, n), dim, (window, cache, result, split), tall in itertools.product(products, SHAPES, kinds, (False, True))
     ]
-    if fp8:  # keys that have numbers of their own
-        by_key, causal, piece = NarrowByKey(bf16, True), Reach(False, True, False), PIECES[0]
-        dense, part = Dense(piece), Part(bf16, piece)
-        found.append(config_for(128, 128, Narrow(bf16, True), plain, causal, dense, part, plain, Parted, early, False, room))
-        for dim, cache, tall in itertools.product(SHAPES if everything else (128,), (Dense, Paged), (False, True)):
-            lies, given = cache(piece), either(bf16, piece)
-            found.append(config_for(dim, dim, by_key, plain, causal, lies, given, plain, Shares, early, tall, room))
-    if everything:  # queries one behind the other
-        kind = (
-            Same(bf16),
-            plain,
-            Reach(False, True, False),
-            Paged(PIECES[0]),
-            PartOfPacked(bf16, PIECES[0]),
-            plain,
-            Parted,
-            early,
-        )
-        found += [config_for(dim, dim, *kind, tall, room, OneBehindTheOther) for dim in SHAPES for tall in (False, True)]
-        read = Reach(False, True, False), Dense(PIECES[0]), either(bf16, PIECES[0])
-        for (rows, keys), dim, tall in itertools.product(NORMS, SHAPES, (False, True)):
-            if keys.slim or dim < max(SHAPES) or room > SMALL:  # but for what spills 32 bytes
-                normed = Same(bf16), Normed(rows), *read, plain, Shares, early, tall, room
-                found.append(config_for(dim, dim, *normed, keys_norm=keys))
-    yield from dict.fromkeys(found)
+    if fp8:
+        dense, part = DenseLoader(size), PartialOutput(bf16, size)
+        kind = Fp8Products(bf16, True), plain, causal, dense, part, plain, FixedSplits, pdl
+        configs.append(config_for(128, 128, *kind, False, limit))
+        for dim, cache, tall in itertools.product(SHAPES if everything else (128,), (DenseLoader, PagedLoader), (False, True)):
+            kind = Fp8KeyScaledProducts(bf16, True), plain, causal, cache(size), final_or_partial(bf16, size), plain
+            configs.append(config_for(dim, dim, *kind, StreamKSplits, pdl, tall, limit))
+    if everything:
+        same, packed = SameDtypeProducts(bf16), PackedPartialOutput(bf16, size)
+        kind = same, plain, causal, PagedLoader(size), packed, plain, FixedSplits, pdl
+        configs += [config_for(dim, dim, *kind, tall, limit, PackedRows) for dim in SHAPES for tall in (False, True)]
+        for (q_norm, keys_norm), dim, tall in itertools.product(NORMS, SHAPES, (False, True)):
+            if keys_norm.allows_tall_tiles or dim < max(SHAPES) or limit > SMALL:  # the other one spills 32 bytes
+                kind = same, Normed(q_norm), causal, DenseLoader(size), final_or_partial(bf16, size), plain, StreamKSplits, pdl
+                configs.append(config_for(dim, dim, *kind, tall, limit, keys_norm=keys_norm))
+    yield from dict.fromkeys(configs)
 
 
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    BAND, KEYS, WARPS, KV, STAGES = config.band, config.keys, config.warps, config.kv, config.stages
-    INPUT, HELD, GIVEN = config.product.wide, config.product.held, config.given
+    ROWS, KEYS, WARPS, KV, STAGES = config.tile_rows, config.warp_keys, config.warps, config.kv, config.stages
+    INPUT, CACHE, PARAMS = config.product.q_dtype, config.product.cache_dtype, config.params
     product = config.product
-    variant, reach, cache, result, sums = config.variant, config.reach, config.cache, config.result, config.sums
-    split, lie, EARLY, AUX = config.split(reach, KV), config.lie(BAND), config.early, arrays_of(config.axes)
-    norm, PREPARES = config.keys_norm, variant.prepares or config.keys_norm.prepares
-    WIDTH = 0 if norm.slim else 64  # of a panel of queries, in bytes: half as much for a warp to hold, where it matters
-    IN_PARTS, DEEP = type(result) is not Whole, variant.deep
-    QUERY, VALUES = st(BAND, config.head_dim, INPUT, WIDTH), st(KV, config.value_dim, HELD)
-    SOON = PREPARES and norm.slim and QUERY.panels <= WARPS and BAND < MOST  # has a warp one panel, and registers for more?
-    TAKEN, SAME = st(BAND, config.head_dim, product.takes, WIDTH), product.takes is INPUT and not PREPARES
-    Q, ROWS = rt(BAND, QUERY.panel_cols, fp32 if PREPARES else INPUT), rt(BAND, config.head_dim, fp32)
-    KEY = rt(KEYS, st(KEYS, config.head_dim, HELD).panel_cols, fp32)
-    S, O = rt(BAND, KEYS, fp32), rt(BAND, config.value_dim, fp32)
-    room = STAGES * KV * config.value_dim * HELD.itemsize  # where values lie: O goes through it in so many parts
-    PARTS = next(
-        n for n in (1, 2, 3) if WARPS * BAND * config.value_dim * fp32.itemsize <= n * room and O.cols % (PANEL * n) == 0
-    )
-    COLUMNS, ALL_COLUMNS = config.value_dim // PARTS, config.value_dim
-    ADDENDS, SLAB, SLABS = st(WARPS * BAND, COLUMNS, fp32), rt(BAND, PANEL, fp32), COLUMNS // PANEL
-    FAR = O.rows * O.cols <= 16 * 192 and not product.by_key  # are tiles looked up two ahead? There are registers for it
-    KNOWS = type(reach) is Everything and not reach.padded and config.lie is Alike  # from numbers alone, where its keys lie?
-    PIPES = product.pipes(KV, STAGES, WARPS)
-    GROUPS, AHEAD = 2 + len(PIPES), STAGES - 1  # groups of copies that bring a tile; tiles under way
-    NEWER = GROUPS * (STAGES - 2) + GROUPS // 2  # groups that are younger than keys, or values, that are waited for
+    variant, window, cache, result, sink = config.variant, config.window, config.cache, config.result, config.sink
+    split, layout, PDL = config.split(window, KV), config.seq_layout(ROWS), config.overlaps_previous
+    AUX, ALLOWS_LOW_SCORES, IS_PARTIAL = arrays_of(config.axes), variant.allows_low_scores, type(result) is not FinalOutput
+    norm, PREPARES = config.keys_norm, variant.prepares_queries or config.keys_norm.prepares_queries
+    PANEL_BYTES = 0 if norm.allows_tall_tiles else 64  # of Q: narrow panels take half of the registers, where these are short
+    QUERY, VALUES = st(ROWS, config.head_dim, INPUT, PANEL_BYTES), st(KV, config.value_dim, CACHE)
+    # has a warp one panel of Q at most, and registers to load what multiplies it ahead of the keys?
+    PREFETCHES = PREPARES and norm.allows_tall_tiles and QUERY.panels <= WARPS and ROWS < TALL_ROWS
+    Q_OPERAND = st(ROWS, config.head_dim, product.mma_dtype, PANEL_BYTES)
+    KEEPS_Q = product.mma_dtype is INPUT and not PREPARES  # does the product take queries as they are?
+    Q, Q_ROWS = rt(ROWS, QUERY.panel_cols, fp32 if PREPARES else INPUT), rt(ROWS, config.head_dim, fp32)
+    K_PANEL = rt(KEYS, st(KEYS, config.head_dim, CACHE).panel_cols, fp32)
+    S, O = rt(ROWS, KEYS, fp32), rt(ROWS, config.value_dim, fp32)
+    value_bytes = STAGES * KV * config.value_dim * CACHE.itemsize  # there the warps' O are merged, in O_PARTS parts
+    o_bytes = WARPS * ROWS * config.value_dim * fp32.itemsize
+    O_PARTS = next(n for n in (1, 2, 3) if o_bytes <= n * value_bytes and O.cols % (SLAB_COLS * n) == 0)
+    COLUMNS, ALL_COLUMNS = config.value_dim // O_PARTS, config.value_dim
+    WARPS_O, SLAB, SLABS = st(WARPS * ROWS, COLUMNS, fp32), rt(ROWS, SLAB_COLS, fp32), COLUMNS // SLAB_COLS
+    # are pages looked up two tiles ahead? If there are registers for it
+    LOOKS_TWO_AHEAD = O.rows * O.cols <= 16 * 192 and not product.has_key_descales
+    # does a block know which keys it has without a read from global memory?
+    KNOWS_KEYS = type(window) is WholeCacheWindow and not window.padded and config.seq_layout is UniformRows
+    DESCALES = product.descale_pipelines(KV, STAGES, WARPS)
+    GROUPS, AHEAD = 2 + len(DESCALES), STAGES - 1  # commit groups of a tile; tiles that are being copied
+    NEWER = GROUPS * (STAGES - 2) + GROUPS // 2  # commit groups that follow the keys, or the values, that are waited for
     smem = shared(
         q=pipeline(QUERY, 1, WARPS),
-        k=pipeline(st(KV, config.head_dim, HELD), STAGES, WARPS),
+        k=pipeline(st(KV, config.head_dim, CACHE), STAGES, WARPS),
         v=pipeline(VALUES, STAGES, WARPS),
-        scratch=sv(WARPS * BAND, fp32),
-        **PIPES,
+        scratch=sv(WARPS * ROWS, fp32),
+        **DESCALES,
     )
     softmax = Softmax(O)
 
     @inlined
-    def following(there, k, gK, sequence, key, end, given):
-        """Look up where the next tile lies, from `key` on; and the tile after it, if that is looked up ahead."""
-        if FAR:
-            return there, cache.look(k, gK, sequence, int32(key + KV), end, given)
-        return cache.look(k, gK, sequence, key, end, given), there
+    def look_up_next(lookup, k, gK, sequence, key, end, params):
+        """(where the next tile's keys are, from `key` on; where those of the tile after it are, if that is looked up
+        already)"""
+        if LOOKS_TWO_AHEAD:
+            return lookup, cache.look_up(k, gK, sequence, int32(key + KV), end, params)
+        return cache.look_up(k, gK, sequence, key, end, params), lookup
 
     @inlined
-    def whole_rows(tile, at):
-        """What the variant needs to know of whole rows of queries, taken before the rows are overwritten."""
-        if variant.prepares:
-            found = variant.of_queries(load(tile, ROWS), at)
+    def compute_query_stats(tile, ctx):
+        """What the variant needs of whole rows of queries, computed before the rows are overwritten."""
+        if variant.prepares_queries:
+            stats = variant.query_stats(load(tile, Q_ROWS), ctx)
             block.sync()
-            return found
+            return stats
         else:
             return None
 
     @inlined
-    def ahead(i, head, given):
-        """Load what panel i of the queries is multiplied by, ahead of its use."""
+    def prefetch_panel(i, head, params):
+        """Load what panel i of the queries is multiplied by."""
         col = int32(Q.cols * i)
-        return variant.ahead(Q.row_vec, col, given), norm.ahead(Q.row_vec, head, col, given)
+        return variant.prefetch_query_params(Q.row_vec, col, params), norm.prefetch(Q.row_vec, head, col, params)
 
     @inlined
-    def panel(tile, made, i, known, of_queries, asked, at, head):
-        """Prepare panel i of the queries for the products. Returns `known`, with what is known of this panel added."""
-        x = variant.queries_by(load(subtile(tile, BAND, 0, Q.cols, i), Q), of_queries, asked[0], at, Q.cols * i)
-        y = product.queries(norm.queries(x, asked[1]))
-        store(subtile(made, BAND, 0, Q.cols, i), y)
-        return norm.more(known, x, y, head, Q.cols * i, at.given)
+    def prepare_panel(tile, operand, i, sums, stats, prefetched, ctx, head):
+        """Write panel i of the queries to `operand`, as the product takes it. Returns `sums` with this panel's added."""
+        x = variant.prepare_queries_by(load(subtile(tile, ROWS, 0, Q.cols, i), Q), stats, prefetched[0], ctx, Q.cols * i)
+        y = product.convert_q(norm.weight_queries(x, prefetched[1]))
+        store(subtile(operand, ROWS, 0, Q.cols, i), y)
+        return norm.add_query_sums(sums, x, y, head, Q.cols * i, ctx.params)
 
     @inlined
-    def taken(q, at, head, asked, scratch):
-        """(the queries as the products take them, once they have arrived; what scores need to know of them). asked: what was
-        loaded ahead for the warp's own panel, or None."""
+    def prepare_queries(q, ctx, head, prefetched, scratch):
+        """Wait for the queries. Returns (the queries as the product takes them, the sums over their columns that scores need).
+        prefetched: of the warp's own panel, or None."""
         tile = q.wait(0, GROUPS * AHEAD)
-        if SAME:
+        if KEEPS_Q:
             return tile, None
-        made, of_queries, known = q.reuse(TAKEN), whole_rows(tile, at), norm.begin(zeros(O.col_vec))
+        operand, stats, sums = q.reuse(Q_OPERAND), compute_query_stats(tile, ctx), norm.init_query_sums(zeros(O.col_vec))
         warp = warp_index()
-        if SOON:
+        if PREFETCHES:
             if warp < QUERY.panels:
-                known = panel(tile, made, warp, known, of_queries, asked, at, head)
+                sums = prepare_panel(tile, operand, warp, sums, stats, prefetched, ctx, head)
         else:
             for i in range(warp, QUERY.panels, WARPS):
-                known = panel(tile, made, i, known, of_queries, ahead(i, head, at.given), at, head)
+                sums = prepare_panel(tile, operand, i, sums, stats, prefetch_panel(i, head, ctx.params), ctx, head)
         block.sync(fenced=True)
-        return made, norm.whole(known, scratch)
+        return operand, norm.reduce_query_sums(sums, scratch)
 
     @inlined
-    def add_up(o, l, unit, col, v, spot, given):
-        """Add up some columns of O, from `col` on, over all warps, and store them."""
-        addends, warp = v.reuse(ADDENDS), warp_index()  # anew: nothing that follows from it is held over the keys
-        store(subtile(addends, BAND, warp), o)
+    def merge_warps(o, l, v_descale, col, v, out_tile, params):
+        """Add the warps' O, of the columns from `col` on, in the values' stages, and store o / l. Each warp adds some slabs."""
+        warps_o, warp = v.reuse(WARPS_O), warp_index()  # computed here again: no register holds it over the loop over keys
+        store(subtile(warps_o, ROWS, warp), o)
         block.sync()
         for slab in range(warp, SLABS, WARPS):
             o = zeros(SLAB)
             for other in range(WARPS):
-                o = o + load(subtile(addends, BAND, other, PANEL, slab), SLAB)
-            o = product.columns(o, unit)
-            result.store(over_sum(o, l), spot, int32(col + PANEL * slab), given)
+                o = o + load(subtile(warps_o, ROWS, other, SLAB_COLS, slab), SLAB)
+            o = product.finish_columns(o, v_descale)
+            result.store(over_sum(o, l), out_tile, int32(col + SLAB_COLS * slab), params)
 
     @inlined
-    def clear_nobodys(rows, tokens, head, row, part, warp, group, scale, given):
-        """Store 0, and lse -inf, for the tile's rows from `row` on whose tokens lie behind the last sequence."""
-        first, last = lie.nobodys(rows, tokens, group, given)
+    def clear_unused_rows(tile, tokens, head, row, part, warp, group, scale, params):
+        """Store O = 0 and lse = -inf for the tile's rows from `row` on whose tokens are behind the last sequence."""
+        first, last = layout.unused_tokens(tile, tokens, group, params)
         if first <= last:
-            row = int32(max(row, first * group))  # what is ahead of it in the tile is the last sequence's
-            spot = Spot(int32(0), head, part, int32(0), False, row, first, last, group)
-            for slab in range(warp, ALL_COLUMNS // PANEL, WARPS):
-                result.store(zeros(SLAB), spot, int32(PANEL * slab), given)
+            row = int32(max(row, first * group))  # the rows before it are the last sequence's
+            out_tile = OutputTile(int32(0), head, part, int32(0), False, row, first, last, group)
+            for slab in range(warp, ALL_COLUMNS // SLAB_COLS, WARPS):
+                result.store(zeros(SLAB), out_tile, int32(SLAB_COLS * slab), params)
             if warp == 0:
-                result.store_sums(full(O.col_vec, -math.inf), scale, spot, given)
+                result.store_lse(full(O.col_vec, -math.inf), scale, out_tile, params)
 
     @cuda.jit(launch_bounds=(config.threads, config.resident), fastmath=True)
     def attend(
-        gQ: array(5, INPUT), gK: array(4, HELD), gV: array(4, HELD), given: GIVEN, aux: AUX,
-        heads: INT, bands: INT, splits: INT, sequences: INT, tokens: INT, group: INT, scale: FLOAT, slack: FLOAT,
+        gQ: array(5, INPUT), gK: array(4, CACHE), gV: array(4, CACHE), params: PARAMS, aux: AUX,
+        heads: INT, row_tiles: INT, splits: INT, sequences: INT, tokens: INT, group: INT, scale: FLOAT, slack: FLOAT,
     ):  # fmt: skip
-        """Attention of one of `bands` tiles of rows (a row is one of `group` query heads of one of `tokens` tokens) of a key
-        head, over one of `splits` parts of the keys. The weight of a score s is exp2(`scale` s). slack: by how much the
-        maximum may lag behind the scores."""
-        opened = smem.open()
-        q, k, v, scratch, pipes = opened[0], opened[1], opened[2], opened[3], opened[4:]
-        if EARLY and IN_PARTS:
-            grid.release()  # the blocks of combine.py may begin, and wait
-        rest, band = divmod(cuda.blockIdx.x, bands)
-        number, head = divmod(rest, heads)  # heads' rows are neighbours in memory: they are read at the same time
-        if EARLY and not KNOWS:
-            grid.wait(int32(number + head + band))
-        rows, all_tokens = lie.find(band, tokens, group, given), tokens
-        warp, row, tokens, begin = warp_index(), rows.row, rows.tokens, int32(rows.start * group)
-        end = int32(tokens * group)
-        last_row = int32(min(row + BAND, end) - 1)
+        """Attention of one of `row_tiles` tiles of rows of a key head, over one of `splits` splits of the keys. A row is one of
+        the `group` query heads of one of `tokens` tokens. The weight of a score s is exp2(`scale` s). slack: by how much the
+        row maximum may lag behind the scores."""
+        memory = smem.open()
+        q, k, v, scratch, pipes = memory[0], memory[1], memory[2], memory[3], memory[4:]
+        if PDL and IS_PARTIAL:
+            grid.release()  # combine.py's blocks may begin, and wait
+        rest, index = divmod(cuda.blockIdx.x, row_tiles)
+        number, head = divmod(rest, heads)  # heads' rows are neighbours in memory: neighbouring blocks read them
+        if PDL and not KNOWS_KEYS:
+            grid.wait(int32(number + head + index))
+        tile, all_tokens = layout.find_tile(index, tokens, group, params), tokens
+        warp, row, tokens, first_row = warp_index(), tile.row, tile.tokens, int32(tile.seq_start * group)
+        end_row = int32(tokens * group)
+        last_row = int32(min(row + ROWS, end_row) - 1)
         first_token, last_token = int32(row // group), int32(last_row // group)
-        work = split.first(lie.number(number, splits, rows), splits, sequences, tokens, given)
-        while work.left > 0 and lie.has(rows, group):
-            sequence, batch, whole = work.sequence, lie.batch(work.sequence), work.end - work.tile == work.tiles
-            of, first_out, last_out = lie.batch(work.of), int32(rows.start + first_token), int32(rows.start + last_token)
-            spot = Spot(batch, head, work.part, of, whole, int32(begin + row), first_out, last_out, group)
-            every = reach.keys(sequence, 0, tokens - 1, tokens, given)
-            sees = reach.keys(sequence, first_token, last_token, tokens, given)
-            tile = int32(max(work.tile, (sees.first - every.first) // KV))
-            first = int32(every.first + KV * tile)
-            n = int32(max(0, min(work.end - tile, (sees.end - first + KV - 1) // KV)))
-            if EARLY and KNOWS:
+        work = split.first_work(layout.block_number(number, splits, tile), splits, sequences, tokens, params)
+        while work.tiles_left > 0 and layout.has_rows(tile, group):
+            sequence, batch, is_final = work.sequence, layout.batch_of(work.sequence), work.end_tile - work.tile == work.tiles
+            part_batch = layout.batch_of(work.part_batch)
+            first_out, last_out = int32(tile.seq_start + first_token), int32(tile.seq_start + last_token)
+            out_row = int32(first_row + row)
+            out_tile = OutputTile(batch, head, work.part, part_batch, is_final, out_row, first_out, last_out, group)
+            seq_span = window.key_span(sequence, 0, tokens - 1, tokens, params)
+            span = window.key_span(sequence, first_token, last_token, tokens, params)
+            first_tile = int32(max(work.tile, (span.first - seq_span.first) // KV))
+            first = int32(seq_span.first + KV * first_tile)
+            n = int32(max(0, min(work.end_tile - first_tile, (span.end - first + KV - 1) // KV)))
+            if PDL and KNOWS_KEYS:
                 grid.wait(int32(first + n))
-            asked = ahead(warp_index(), head, given) if SOON else None  # ahead of the keys: behind them it would arrive late
-            place = q.look_up(None, group, (0, spot.row), begin + end)  # only the rows of one token lie side by side
-            here = cache.look(k, gK, sequence, first, sees.end, given)
-            there = cache.look(k, gK, sequence, int32(first + KV), sees.end, given) if FAR else here
-            numbers = product.look(pipes, cache, sequence, first, sees.end, given)
-            q.fill_pages(0, gQ, place, (spot.row, batch, head, 0), begin + end, None, cache.piece)
+            prefetched = prefetch_panel(warp_index(), head, params) if PREFETCHES else None  # after the keys it would come late
+            q_lookup = q.look_up(None, group, (0, out_tile.row), first_row + end_row)  # only a token's rows are contiguous
+            lookup = cache.look_up(k, gK, sequence, first, span.end, params)
+            next_lookup = cache.look_up(k, gK, sequence, int32(first + KV), span.end, params) if LOOKS_TWO_AHEAD else lookup
+            descale_lookup = product.look_up_descales(pipes, cache, sequence, first, span.end, params)
+            q.fill_pages(0, gQ, q_lookup, (out_tile.row, batch, head, 0), first_row + end_row, None, cache.vector_bytes)
             for i in range(AHEAD):
                 key, later = int32(first + KV * i), int32(first + KV * (i + 1))
-                product.fill_keys(pipes, i, cache, numbers, sequence, key, head, sees.end, n, given)
-                cache.fill(k, i, gK, here, sequence, key, head, sees.end, n, given)
-                product.fill_values(pipes, i, cache, numbers, sequence, key, head, sees.end, n, given)
-                cache.fill(v, i, gV, here, sequence, key, head, sees.end, n, given)
-                here, there = following(there, k, gK, sequence, later, sees.end, given)
-                numbers = product.look(pipes, cache, sequence, later, sees.end, given)
-            of_rows = row_index(O.col_vec) + row
-            token = of_rows // group
-            at = At(sequence, of_rows - token * group + head * group, token, sees.shift, tokens, sees.end, given, aux, 0)
-            at = at._replace(kept=variant.keep(at))
-            k_unit, v_unit = product.units(sequence, head, given)
-            (queries, known), seen, o_unit = taken(q, at, head, asked, scratch), softmax.begin(variant.floor), product.unit()
+                product.fill_k_descales(pipes, i, cache, descale_lookup, sequence, key, head, span.end, n, params)
+                cache.fill(k, i, gK, lookup, sequence, key, head, span.end, n, params)
+                product.fill_v_descales(pipes, i, cache, descale_lookup, sequence, key, head, span.end, n, params)
+                cache.fill(v, i, gV, lookup, sequence, key, head, span.end, n, params)
+                lookup, next_lookup = look_up_next(next_lookup, k, gK, sequence, later, span.end, params)
+                descale_lookup = product.look_up_descales(pipes, cache, sequence, later, span.end, params)
+            rows = row_index(O.col_vec) + row
+            token = rows // group
+            ctx = ScoreContext(
+                sequence, rows - token * group + head * group, token, span.shift, tokens, span.end, params, aux, 0
+            )
+            ctx = ctx._replace(precomputed=variant.precompute(ctx))
+            k_descale, v_descale = product.head_descales(sequence, head, params)
+            queries, q_sums = prepare_queries(q, ctx, head, prefetched, scratch)
+            state, o_unit = softmax.init(variant.max_floor), product.initial_unit()
             for i in range(n):
                 key, later = int32(first + KV * i + KEYS * warp), int32(first + KV * (i + AHEAD))
                 keys = k.own(i, NEWER)
-                product.fill_keys(pipes, i + AHEAD, cache, numbers, sequence, later, head, sees.end, n, given)
-                cache.fill(k, i + AHEAD, gK, here, sequence, later, head, sees.end, n, given)
-                of_keys = product.of_keys(k_unit, pipes, i, NEWER + GROUPS // 2, S.row_vec)
-                s = product.scores(zeros(S), queries, keys, of_keys)
-                s = norm.scores(s, keys, KEY, of_keys, known, given)
+                product.fill_k_descales(pipes, i + AHEAD, cache, descale_lookup, sequence, later, head, span.end, n, params)
+                cache.fill(k, i + AHEAD, gK, lookup, sequence, later, head, span.end, n, params)
+                k_descales = product.k_descales(k_descale, pipes, i, NEWER + GROUPS // 2, S.row_vec)
+                s = product.mma_qk(zeros(S), queries, keys, k_descales)
+                s = norm.normalise_scores(s, keys, K_PANEL, k_descales, q_sums, params)
                 values = v.own(i, NEWER)
-                product.fill_values(pipes, i + AHEAD, cache, numbers, sequence, later, head, sees.end, n, given)
-                cache.fill(v, i + AHEAD, gV, here, sequence, later, head, sees.end, n, given)
-                here, there = following(there, k, gK, sequence, int32(later + KV), sees.end, given)
-                numbers = product.look(pipes, cache, sequence, int32(later + KV), sees.end, given)
-                s = reach.mask(variant.mask(variant.score(s, at, key), at, key, -math.inf), at, key, sees.end)
-                seen = seen.moved(s, None, scale, slack)
-                of_values = product.of_values(v_unit, pipes, i, NEWER + GROUPS // 2, S.row_vec)
-                o, o_unit = product.rescaled(seen, o_unit, of_values)
-                p = seen.weights(s, None, scale, DEEP)
-                seen = seen._replace(o=product.weigh(o, p, values, o_unit, of_values)).add(p)
+                product.fill_v_descales(pipes, i + AHEAD, cache, descale_lookup, sequence, later, head, span.end, n, params)
+                cache.fill(v, i + AHEAD, gV, lookup, sequence, later, head, span.end, n, params)
+                lookup, next_lookup = look_up_next(next_lookup, k, gK, sequence, int32(later + KV), span.end, params)
+                descale_lookup = product.look_up_descales(pipes, cache, sequence, int32(later + KV), span.end, params)
+                s = window.mask(variant.mask(variant.score(s, ctx, key), ctx, key, -math.inf), ctx, key, span.end)
+                state = state.update_max(s, None, scale, slack)
+                v_descales = product.v_descales(v_descale, pipes, i, NEWER + GROUPS // 2, S.row_vec)
+                o, o_unit = product.rescale_o(state, o_unit, v_descales)
+                p = state.weights(s, None, scale, ALLOWS_LOW_SCORES)
+                state = state._replace(o=product.mma_pv(o, p, values, o_unit, v_descales)).add(p)
 
-            m = block.reduce_max(seen.m, scratch)
-            if result.joins(spot):
-                m = maximum(m, sums.lowest(at, LOWEST_FLOAT))
-            weight = exp2((seen.m - m) * scale)
-            l = block.reduce_sum(finish_sum(seen.l) * weight, scratch)
-            if result.joins(spot):
-                l = sums.total(l, m, scale, at)
-            o = seen.o * product.weight(weight, o_unit)  # the warps have met, so the values are no longer read
-            add_up(columns(o, COLUMNS, 0), l, v_unit, 0, v, spot, given)
-            if PARTS > 1:
+            m = block.reduce_max(state.m, scratch)
+            if result.is_final(out_tile):
+                m = maximum(m, sink.initial_max(ctx, LOWEST_FLOAT))
+            weight = exp2((state.m - m) * scale)
+            l = block.reduce_sum(finish_sum(state.l) * weight, scratch)
+            if result.is_final(out_tile):
+                l = sink.finish_row_sum(l, m, scale, ctx)
+            o = state.o * product.merge_weight(weight, o_unit)  # the reductions were barriers: no warp reads values any more
+            merge_warps(columns(o, COLUMNS, 0), l, v_descale, 0, v, out_tile, params)
+            if O_PARTS > 1:
                 block.sync()
-                add_up(columns(o, COLUMNS, 1), l, v_unit, COLUMNS, v, spot, given)
-            if PARTS > 2:
+                merge_warps(columns(o, COLUMNS, 1), l, v_descale, COLUMNS, v, out_tile, params)
+            if O_PARTS > 2:
                 block.sync()
-                add_up(columns(o, COLUMNS, 2), l, v_unit, 2 * COLUMNS, v, spot, given)
+                merge_warps(columns(o, COLUMNS, 2), l, v_descale, 2 * COLUMNS, v, out_tile, params)
             if warp == 0:
-                result.store_sums(m + log2(l) / scale, scale, spot, given)
-            work = split.next(work, tokens, given)
-            if work.left > 0:
-                block.sync()  # the addends are no longer read; values will come to their place
-        if lie.packed:
-            clear_nobodys(rows, all_tokens, head, int32(begin + row), work.part, warp, group, scale, given)
+                result.store_lse(m + log2(l) / scale, scale, out_tile, params)
+            work = split.next_work(work, tokens, params)
+            if work.tiles_left > 0:
+                block.sync()  # the warps' O have been read: values may be copied to their place
+        if layout.is_packed:
+            clear_unused_rows(tile, all_tokens, head, int32(first_row + row), work.part, warp, group, scale, params)
 
     return attend, smem

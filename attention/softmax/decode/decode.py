@@ -1,33 +1,34 @@
-"""attention.decode: from a user's arrays to its launches."""
+"""attention.decode: from the caller's arrays to the Plan of a call."""
 
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tiles.program import Fill, Plan, program
+from tiles.plan import Fill, Plan
+from tiles.program import program
 from tiles.schema import Problem, Schema
 from tiles.torch_op import traced
 
 from ...cache import append as appending
-from ...families import choose
-from ...names import by_other_names
-from ...options import flag, norm_parts, number, positive
-from ..call_options import OF_AUX, eight, ends_of
-from ..index_checks import Asking, indexed
-from ..planning import check_extents, functions_of, scale_of
-from ..python_functions import named
-from .launches import Asked, appended, cache_of, of_few, of_many, shared_out
-from .norms import norms_of
-from .page_checks import placed
+from ...families import choose_family
+from ...names import suggests_argument_names
+from ...options import check_flag, check_number, check_positive, split_norm
+from ..call_options import OF_AUX, pad_aux, window_ends
+from ..index_checks import IndexingFunctions, plan_index_checks
+from ..planning import check_extents, load_functions, resolve_scale
+from ..python_functions import register_function
+from .launches import DecodeOptions, plan_new_keys, plan_prefill, plan_split_kv, prefers_split_kv, select_loader
+from .norm_planning import select_norms
+from .page_checks import plan_page_checks
 
-MOST_SPLITS = 1024
-MANY = 64  # query tokens of a sequence, from which on forward's tiles serve it: bench/notes/decode.md has the estimate
-HELD = """
+MAX_SPLITS = 1024
+MANY_TOKENS = 64  # query tokens of a sequence, from which on forward's kernels serve it (bench/notes/decode.md)
+CACHES = """
     q               BSHD  tile
     k               CTGD  cache
     v               CTGV  cache
 """
-KEYS = """
+KEY_ARRAYS = """
     lengths         N     key_lengths  optional
     pages           NM    index    optional
     batch_index     N     index    optional
@@ -37,11 +38,11 @@ KEYS = """
     k_descale       G|NG|CTG  float32  optional
     v_descale       G|NG|CTG  float32  optional
 """
-MADE = """
+RESULTS = """
     out             BSHV  tile     in_place
     lse             BHS   float32  made      return_lse
 """
-PACKED = """
+PACKED_QUERIES = """
     cu_seqlens      E     ends     optional
 """
 NORMS = """
@@ -50,7 +51,7 @@ NORMS = """
     k_norm          D|GD  real     optional
     k_norm_bias     D|GD  real     optional
 """
-NEW = """
+NEW_KEYS = """
     k_new           BsGD  tile
     v_new           BsGV  tile
     k_new_norm      D|GD  real     optional
@@ -60,21 +61,22 @@ NEW = """
     sin             ZR    real      optional
     positions       N     index     optional
 """
-GROWN, BEGUN = HELD.replace("cache", "cache  updated"), KEYS.replace("key_lengths  optional", "key_lengths")
+WRITTEN_CACHES = CACHES.replace("cache", "cache  updated")
+NEEDED_LENGTHS = KEY_ARRAYS.replace("key_lengths  optional", "key_lengths")
 
 
 def _schema(name: str, *tables: str) -> Schema:
     return Schema(name, "\n".join(row for table in tables for row in table.splitlines() if row.strip()))
 
 
-DECODE = _schema("decode", HELD, KEYS, MADE)
-VARIANT = _schema("decode_variant", HELD, PACKED, KEYS, NORMS, OF_AUX, MADE)
-OF_APPEND = GROWN, PACKED, BEGUN, NORMS, OF_AUX, NEW, MADE
-APPENDING = _schema("decode_append", *OF_APPEND)
-QUANTISING = _schema("decode_append_quantising", *map(appending.with_descales_found, OF_APPEND))
+DECODE = _schema("decode", CACHES, KEY_ARRAYS, RESULTS)
+VARIANT = _schema("decode_variant", CACHES, PACKED_QUERIES, KEY_ARRAYS, NORMS, OF_AUX, RESULTS)
+APPEND_TABLES = WRITTEN_CACHES, PACKED_QUERIES, NEEDED_LENGTHS, NORMS, OF_AUX, NEW_KEYS, RESULTS
+APPENDING = _schema("decode_append", *APPEND_TABLES)
+QUANTISING = _schema("decode_append_quantising", *map(appending.with_token_descales, APPEND_TABLES))
 
 
-@by_other_names
+@suggests_argument_names
 def decode(
     q: Any,
     k: Any,
@@ -123,7 +125,7 @@ def decode(
     are fast.
 
     lengths: (B), int32 or int64, on q's device; the host never reads them. Neither plans nor kernels depend on them, so a
-    CUDA graph that holds the call serves sequences as they grow. None: all keys that there is room for are in use.
+    CUDA graph that holds the call serves sequences as they grow. None: all keys of the cache are in use.
 
     pages: (B, most pages), int32 or int64. Then k and v are pools, (pages, page size, Hk, D) and Dv, or for layout="bhsd"
     (pages, Hk, page size, D), and key j of sequence b is row j % size of page pages[b, j // size]. Any page size. Entries
@@ -132,12 +134,11 @@ def decode(
 
     k and v of float8_e4m3fn (since Ada), at multiples of 4 bytes: they are converted to fp16, exactly, and queries are
     rounded to fp16. k_descale, v_descale: float32, positive, by which they are multiplied; both or none. (Hk) or (B, Hk). Or
-    one for each token, at the place of k and v: (B, Sk, Hk), or (pages, page size, Hk), for layout="bhsd" with Hk in the
-    middle, with any strides; those of keys that are not looked at may be anything. Query tokens then go in as many small
-    tiles as it takes.
+    one for each token and head, shaped as k and v are: (B, Sk, Hk), or (pages, page size, Hk), for layout="bhsd" with Hk in the
+    middle, with any strides; those of unused keys may be anything. Many query tokens are then served by split-KV, too.
 
-    cu_seqlens: (N + 1), ascending from 0 to Sq: the query tokens of N sequences lie one after the other in a batch of 1,
-    those of sequence n from cu_seqlens[n] to cu_seqlens[n + 1]. Caches and all that is said of them are then of N sequences.
+    cu_seqlens: (N + 1), ascending from 0 to Sq: the query tokens of N sequences are packed in a batch of 1, those of sequence n
+    from cu_seqlens[n] to cu_seqlens[n + 1]. Caches, lengths and pages are then those of N sequences.
 
     k_new, v_new: (B, S, Hk, D) and Dv: keys and values that are first written into the caches, in place, from key lengths[b]
     on; `lengths` does not count them yet. This is attention.append, by the same kernel, in the same call; it also writes the
@@ -152,15 +153,14 @@ def decode(
     once, before it is rotated and written, and the cache holds normalised keys, as Qwen3's does. k_norm: the cache holds
     keys as they came, and all of them are normalised in every call, on the way to their scores, in float32; nothing of that
     is written, and k is read once. Neither implies the other, so nothing is normalised twice. q is normalised before it is
-    rotated. With k_norm there is no rotary, which comes after a norm, and query tokens go in as many small tiles as it
-    takes.
+    rotated. With k_norm there is no rotary, which comes after a norm, and many query tokens are served by split-KV, too.
 
-    Which keys a token sees. The last token stands at the last key: token t is at place p = lengths[b] - Sq + t, where
-    lengths include the new ones. causal: keys up to p. window: (left, right), keys from p - left to p + right; None is open.
+    Which keys a token sees. The last token is at the last key: token t is at key p = lengths[b] - Sq + t, where lengths include
+    the new keys. causal: keys up to p. window: (left, right), keys from p - left to p + right; None is open.
     mask: mask(b, h, i, j, *aux), in Python, for query token i, counted from the sequence's first, and key j. A token that
     sees no key gives 0.
 
-    What becomes of a score: softcap, alibi, score(s, b, h, i, j, *aux), sink and scale, as in forward; so are mask, score
+    How scores are changed: softcap, alibi, score(s, b, h, i, j, *aux), sink and scale, as in forward; so are mask, score
     and aux. Here h may be a vector, the heads of the rows.
 
     splits: the number of parts that each sequence's keys are split into; multiprocessors work on different parts, and a
@@ -176,77 +176,85 @@ def decode(
     Returns `out`, or with return_lse=True `(out, lse)`, lse (B, H, Sq) as in forward.
 
     ValueError, TypeError: name the argument and print the values, before anything is launched."""
-    left, right = ends_of(window)
+    left, right = window_ends(window)
     options = (  # of every step of a server: each line costs it
-        flag("causal", causal),
+        check_flag("causal", causal),
         left,
         right,
-        None if softcap is None else positive("softcap", softcap),
-        parts_of(splits),
-        None if mask is None else named("mask", mask),
-        None if score is None else named("score", score),
-        flag("interleaved", interleaved),
-        0.0 if q_norm is k_norm is k_new_norm is None else positive("norm_eps", norm_eps),
-        None if scale is None else number("scale", scale),
-        flag("return_lse", return_lse),
+        None if softcap is None else check_positive("softcap", softcap),
+        check_splits(splits),
+        None if mask is None else register_function("mask", mask),
+        None if score is None else register_function("score", score),
+        check_flag("interleaved", interleaved),
+        0.0 if q_norm is k_norm is k_new_norm is None else check_positive("norm_eps", norm_eps),
+        None if scale is None else check_number("scale", scale),
+        check_flag("return_lse", return_lse),
         family,
     )
     if k_new is v_new is rotary is None:
         if not (cu_seqlens_new is positions is k_new_norm is None):
-            told = {"positions": positions, "cu_seqlens_new": cu_seqlens_new, "k_new_norm": k_new_norm}
-            raise ValueError(f"{next(name for name, x in told.items() if x is not None)}: takes k_new, too, which is None")
+            passed = {"positions": positions, "cu_seqlens_new": cu_seqlens_new, "k_new_norm": k_new_norm}
+            name = next(name for name, x in passed.items() if x is not None)
+            raise ValueError(f"{name}: must be None unless k_new and v_new are passed: k_new=None")
         if cu_seqlens is mask is score is q_norm is k_norm is None and isinstance(aux, tuple) and not aux:
-            given = q, k, v, lengths, pages, batch_index, leftpad, alibi, sink, k_descale, v_descale, out, None
-            return _decode(stream, given, options, layout)
-    arrays, keys = (q, k, v), (lengths, pages, batch_index, leftpad, alibi, sink, k_descale, v_descale)
-    norms = *norm_parts("q_norm", q_norm), *norm_parts("k_norm", k_norm)
+            arrays = q, k, v, lengths, pages, batch_index, leftpad, alibi, sink, k_descale, v_descale, out, None
+            return _decode(stream, arrays, options, layout)
+    tensors, keys = (q, k, v), (lengths, pages, batch_index, leftpad, alibi, sink, k_descale, v_descale)
+    norms = *split_norm("q_norm", q_norm), *split_norm("k_norm", k_norm)
     if k_new is v_new is rotary is None:
-        return _variant(stream, (*arrays, cu_seqlens, *keys, *norms, *eight(aux), out, None), options, layout)
+        return _variant(stream, (*tensors, cu_seqlens, *keys, *norms, *pad_aux(aux), out, None), options, layout)
     if k_new is None or v_new is None:
-        name = "k_new" if k_new is None else "v_new"
-        raise ValueError(f"{name}: must be given where {'rotary' if k_new is v_new is None else 'the other'} is: {name}=None")
+        name, other = ("k_new", "v_new") if k_new is None else ("v_new", "k_new")
+        raise ValueError(f"{name}: must be passed together with {'rotary' if k_new is v_new is None else other}: {name}=None")
     if k_norm is not None and rotary is not None:
         raise ValueError(
-            "k_norm: normalises the keys of the cache, which with rotary are rotated, and a norm comes before that: k_new_norm "
-            "normalises k_new alone, and first"
+            "k_norm: must be None with rotary: it would normalise keys that are rotated already, and a norm comes before the "
+            "rotation; k_new_norm normalises the new keys before they are rotated"
         )
-    if traced(q):  # torch makes no functional op of what writes in place and has several results: here they are two
+    if traced(q):  # a torch op either writes in place or returns new tensors: here two ops
         new = k_new, v_new, cu_seqlens_new, rotary, positions, q_norm, k_new_norm, norm_eps
         descales = {"k_descale": k_descale, "v_descale": v_descale}
-        turned, after = _appended_before(q, k, v, lengths, pages, batch_index, cu_seqlens, new, options, layout, descales)
-        keys = after, *keys[1:], *((None, None) if rotary is not None else norms[:2]), *norms[2:]
-        return _variant(stream, (turned, k, v, cu_seqlens, *keys, *eight(aux), out, None), options, layout)
-    new = k_new, v_new, *norm_parts("k_new_norm", k_new_norm), cu_seqlens_new, *appending.tables_of(rotary), positions
-    call = _append_quantising if appending.of_tokens(k_descale, v_descale) else _append
-    return call(stream, (*arrays, cu_seqlens, *keys, *norms, *eight(aux), *new, out, None), options, layout)
+        place = lengths, pages, batch_index, cu_seqlens
+        q_rotated, lengths_after = _append_before(q, k, v, place, new, options, layout, descales)
+        keys = lengths_after, *keys[1:], *((None, None) if rotary is not None else norms[:2]), *norms[2:]
+        return _variant(stream, (q_rotated, k, v, cu_seqlens, *keys, *pad_aux(aux), out, None), options, layout)
+    new = k_new, v_new, *split_norm("k_new_norm", k_new_norm), cu_seqlens_new, *appending.rotary_tables(rotary), positions
+    call = _append_quantising if appending.has_token_descales(k_descale, v_descale) else _append
+    return call(stream, (*tensors, cu_seqlens, *keys, *norms, *pad_aux(aux), *new, out, None), options, layout)
 
 
-def _appended_before(q, k, v, lengths, pages, batch_index, cu_seqlens, new, options, layout, descales) -> tuple[Any, Any]:
-    """(the queries, and the keys in use) after attention.append has written new keys, as torch's tensors."""
-    k_new, v_new, cu_seqlens_new, rotary, positions, q_norm, k_new_norm, norm_eps = new
+def _append_before(q, k, v, place, new, options, layout, descales) -> tuple[Any, Any]:
+    """Append new keys by attention.append, on torch's tensors. Returns (the queries, rotated if that was asked for; the lengths
+    after it)."""
+    (lengths, pages, batch_index, cu_seqlens), (k_new, v_new, cu_seqlens_new, rotary, positions, *norms) = place, new
+    (q_norm, k_new_norm, norm_eps) = norms
     causal, left, right, *_, interleaved, _, _, _, _ = options
     ends = cu_seqlens if cu_seqlens_new is None else cu_seqlens_new
-    turn = (lambda x: x.transpose(1, 2)) if layout == "bhsd" else lambda x: x
-    told: dict[str, Any] = {"pages": pages, "batch_index": batch_index, "cu_seqlens": ends, "positions": positions, **descales}
-    told |= {} if k_new_norm is None else {"k_new_norm": k_new_norm, "norm_eps": norm_eps}
+    to_bshd = (lambda x: x.transpose(1, 2)) if layout == "bhsd" else lambda x: x  # and back
+    args: dict[str, Any] = {"pages": pages, "batch_index": batch_index, "cu_seqlens": ends, "positions": positions, **descales}
+    args |= {} if k_new_norm is None else {"k_new_norm": k_new_norm, "norm_eps": norm_eps}
     if rotary is not None:
         if cu_seqlens_new is not None:
-            raise NotImplementedError("cu_seqlens_new: is not served together with rotary where torch traces the call")
+            raise NotImplementedError(
+                "cu_seqlens_new: is not supported with rotary under torch.compile: call attention.append first, then decode"
+            )
         local = causal or left is not None or right is not None
-        told |= {"rotary": rotary, "interleaved": interleaved, "q": turn(q), "causal": local}
-        told |= {} if q_norm is None else {"q_norm": q_norm, "norm_eps": norm_eps}
-    turned = appending.append(turn(k), turn(v), turn(k_new), turn(v_new), lengths=lengths, **told)
-    return q if turned is None else turn(turned), lengths + (turn(k_new).shape[1] if ends is None else ends[1:] - ends[:-1])
+        args |= {"rotary": rotary, "interleaved": interleaved, "q": to_bshd(q), "causal": local}
+        args |= {} if q_norm is None else {"q_norm": q_norm, "norm_eps": norm_eps}
+    k_new, v_new = to_bshd(k_new), to_bshd(v_new)
+    q_rotated = appending.append(to_bshd(k), to_bshd(v), k_new, v_new, lengths=lengths, **args)
+    lengths_after = lengths + (k_new.shape[1] if ends is None else ends[1:] - ends[:-1])
+    return q if q_rotated is None else to_bshd(q_rotated), lengths_after
 
 
-def parts_of(splits):
-    """The number of splits that is asked for, None for none. TypeError, ValueError: it is not an integer, or out of range."""
+def check_splits(splits):
+    """splits as an int, or None. TypeError, ValueError: it is not an integer, or not from 1 to MAX_SPLITS."""
     if splits is None:
         return None
     if isinstance(splits, bool) or not hasattr(splits, "__index__"):
         raise TypeError(f"splits: must be an integer or None: {splits=}")
-    if not 1 <= splits <= MOST_SPLITS:
-        raise ValueError(f"splits: must be from 1 to {MOST_SPLITS}: {splits=}")
+    if not 1 <= splits <= MAX_SPLITS:
+        raise ValueError(f"splits: must be from 1 to {MAX_SPLITS}: {splits=}")
     return int(splits)
 
 
@@ -269,32 +277,33 @@ def _decode(
     return_lse: bool,
     family: str | None,
 ) -> Plan:
-    """The Plan of a call of decode. The schema's `lse` is a result, which a caller cannot give."""
+    """The Plan of a call of decode. The schema's `lse` is always a result: callers have no argument for it."""
     check_extents(problem)
-    cache, most_keys, of_cache = cache_of(problem)
-    before = appended(problem, interleaved, causal or left is not None or right is not None, norm_eps, most_keys)
+    cache, most_keys, cache_args = select_loader(problem)
+    append = plan_new_keys(problem, interleaved, causal or left is not None or right is not None, norm_eps, most_keys)
     batch, tokens, heads, sequences = problem("BSHN")
     out, lse = problem["out"], problem["lse"] if return_lse else None
     if 0 in (batch, tokens, heads) or most_keys == 0:  # no token sees a key
         if "sink" in problem and 0 not in (batch, tokens, heads):
-            raise problem.error("k", "must have at least one key where there is a sink", "k")
-        choose(problem, family, addressable=True)  # which refuses what it refuses of other calls: nothing is read
-        nothing = [Fill(x, value) for x, value in ((out, 0), (lse, -math.inf)) if x]
-        return Plan([*before.steps, *nothing], before.scratch)
-    if mask is None:  # what a mask leaves out need not be there
-        before = before._replace(steps=[*placed(problem, left), *before.steps])
-    *functions, aux = functions_of(problem, mask, score, most_keys)
-    looks = indexed(problem, Asking(functions[0], functions[1], aux, causal, left, right, most_keys))
-    before = before._replace(steps=[*looks, *before.steps])
-    asked = Asked(causal, left, right, softcap, scale_of(problem, scale), functions[0], functions[1], aux)
-    counted = "leftpad" in problem and (mask or score)  # functions count a cache's keys from its first, forward from leftpad
-    several = tokens >= MANY * (sequences if "cu_seqlens" in problem else 1)
-    norms = norms_of(problem, norm_eps)
-    few = counted or norms.keys.prepares or "lengths" not in problem or problem["k"].form.dtype != problem.dtype
-    few = few or (several and splits is None and shared_out(problem, tokens, most_keys, left, family))
-    if several and splits in (None, 1) and not few:
-        return of_many(problem, asked, before, norms, most_keys, family, out, lse)
-    return of_few(problem, asked, before, norms, cache, of_cache, most_keys, splits, family, out, lse)
+            raise problem.error("k", "must have at least one key where sink is passed", "k")
+        choose_family(problem, family, tma=True)  # for its errors alone
+        fills = [Fill(x, value) for x, value in ((out, 0), (lse, -math.inf)) if x]
+        return Plan([*append.steps, *fills], append.scratch)
+    if mask is None:  # pages of keys that a mask hides may be missing
+        append = append._replace(steps=[*plan_page_checks(problem, left), *append.steps])
+    *functions, aux = load_functions(problem, mask, score, most_keys)
+    checks = plan_index_checks(problem, IndexingFunctions(functions[0], functions[1], aux, causal, left, right, most_keys))
+    append = append._replace(steps=[*checks, *append.steps])
+    options = DecodeOptions(causal, left, right, softcap, resolve_scale(problem, scale), functions[0], functions[1], aux)
+    shifts_keys = "leftpad" in problem and (mask or score)  # forward would pass functions key indices that begin at leftpad
+    many_tokens = tokens >= MANY_TOKENS * (sequences if "cu_seqlens" in problem else 1)
+    norms = select_norms(problem, norm_eps)
+    other_dtype = problem["k"].form.dtype != problem.dtype
+    split_kv = shifts_keys or norms.keys.prepares_queries or "lengths" not in problem or other_dtype
+    split_kv = split_kv or (many_tokens and splits is None and prefers_split_kv(problem, tokens, most_keys, left, family))
+    if many_tokens and splits in (None, 1) and not split_kv:
+        return plan_prefill(problem, options, append, norms, most_keys, family, out, lse)
+    return plan_split_kv(problem, options, append, norms, cache, cache_args, most_keys, splits, family, out, lse)
 
 
 _variant = program(VARIANT, no_gradient=NO_GRADIENT)(_decode.planner)

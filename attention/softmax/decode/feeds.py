@@ -1,5 +1,5 @@
-"""How keys and values come to the rings of Hopper's decoding kernel: by TMA or by cp.async, two objects with the same
-methods."""
+"""How the producer warpgroup of Hopper's decoding kernel loads tiles of K and V into their rings: by TMA or by cp.async, as
+classes with the same methods."""
 
 from typing import Any
 
@@ -11,94 +11,94 @@ from tiles.arguments import array
 from tiles.layout import WARPGROUP
 from tiles.types import st
 
-from ..key_sources import TABLE, Along
+from ..key_sources import PAGE_TABLE, OneBuffer
 from ..sequences import Sequence
 
 
 @static
-class ByTma:
-    """TMA brings keys and values, from where they are `held`. kv: keys of a tile."""
+class TmaFeed:
+    """TMA loads keys and values from `kv_source`. kv: keys of a tile."""
 
     kv: int
-    held: Along
-    writers = 0  # warps that store tiles
+    kv_source: OneBuffer
+    writers = 0  # warps that store to the rings; TMA is none
 
     def __str__(self):
-        return f"tma{self.held}"
+        return f"tma{self.kv_source}"
 
     @property
-    def given(self) -> dict[str, Any]:
-        """{kernel's argument: its type} of what this needs in the kernel."""
-        return self.held.given
+    def params(self) -> dict[str, Any]:
+        """{parameter: its type} of the kernel's parameters that these methods read."""
+        return self.kv_source.params
 
     def source(self, tile: st) -> Any:
-        """How a kernel declares the array that tiles of this type are loaded from."""
-        return self.held.source(tile)
+        """The declaration of the kernel's array from which tiles of this type are loaded."""
+        return self.kv_source.source(tile)
 
     @inlined
-    def bring(self, k, v, j, n, gK, gV, sequence, first, head, end, given):
-        """Bring `n` tiles of keys and of values to both rings, from the rings' tile j on: the sequence's rows from `first` on.
-        Rows beyond `end` may hold anything. The producer's warps call it."""
-        own = Sequence(sequence, int32(0), int32(0), int32(0), end)
+    def load_tiles(self, k, v, j, n, gK, gV, sequence, first, head, end, params):
+        """Load `n` tiles of keys and of values, from the rings' tile j on: the sequence's rows from `first` on. Rows from `end`
+        on may hold anything. All warps of the producer call it."""
+        seq = Sequence(sequence, int32(0), int32(0), int32(0), end)
         for i in range(n):
             key = int32(first + self.kv * i)
-            self.held.fill(k, int32(j + i), gK, own, sequence, key, head, given)
-            self.held.fill(v, int32(j + i), gV, own, sequence, key, head, given)
+            self.kv_source.fill(k, int32(j + i), gK, seq, sequence, key, head, params)
+            self.kv_source.fill(v, int32(j + i), gV, seq, sequence, key, head, params)
 
     @inlined
-    def end(self, k, v, j):
-        """Called after the last tile. j: how many tiles there were."""
+    def finish(self, k, v, j):
+        """Publish the tiles that are still being copied, after the last load_tiles. j: how many tiles there were."""
 
 
 @static
-class Gathered:
-    """cp.async brings keys and values, from pages of any size whose numbers are given.pages[n]. Each of the producer's warps
-    brings a quarter of a tile's rows, of types `key` and `value`. A tile is published when the next `late` ones are on their
-    way. piece: the number of bytes of which addresses are multiples."""
+class GatherFeed:
+    """cp.async gathers keys and values from pages of any size, params.pages[n] of sequence n. Each of the producer's warps
+    copies a quarter of a tile's rows, of types `key` and `value`. A tile is published after the copies of the next `late` tiles
+    have begun.
+    vector_bytes: the bytes that addresses are multiples of."""
 
     key: st
     value: st
     late: int
-    piece: int
+    vector_bytes: int
     writers = WARPGROUP
 
     def __str__(self):
-        return "gathered" + f" by {self.piece} bytes" * (self.piece != 16)
+        return "gathered" + f" by {self.vector_bytes} bytes" * (self.vector_bytes != 16)
 
     @property
-    def given(self) -> dict[str, Any]:
-        """See ByTma."""
-        return {"pages": TABLE}
+    def params(self) -> dict[str, Any]:
+        return {"pages": PAGE_TABLE}
 
     def source(self, tile: st) -> Any:
-        """See ByTma."""
         return array(4, tile.dtype)
 
     @inlined
-    def bring(self, k, v, j, n, gK, gV, sequence, first, head, end, given):
-        """See ByTma. Rows beyond `end` become 0."""
+    def load_tiles(self, k, v, j, n, gK, gV, sequence, first, head, end, params):
+        """Load `n` tiles of keys and of values, from the rings' tile j on: the sequence's rows from `first` on, zeros from
+        `end` on."""
         rows, rank = self.key.rows, warpgroup.rank()
         key = int32(first + rows * rank)
-        keys, values = self.look(gK, sequence, key, end, given)
+        keys, values = self.look_up(gK, sequence, key, end, params)
         for i in range(int32(j), int32(j + n)):
-            copy_pages(subtile(k.claim(i), rows, rank), gK, keys, (key, head, 0), end, self.piece)
-            copy_pages(subtile(v.claim(i), rows, rank), gV, values, (key, head, 0), end, self.piece)
+            copy_pages(subtile(k.claim(i), rows, rank), gK, keys, (key, head, 0), end, self.vector_bytes)
+            copy_pages(subtile(v.claim(i), rows, rank), gV, values, (key, head, 0), end, self.vector_bytes)
             commit_group()
             key = int32(key + WARPGROUP * rows)
-            keys, values = self.look(gK, sequence, key, end, given)
+            keys, values = self.look_up(gK, sequence, key, end, params)
             if i >= self.late:
                 wait_group(self.late)
                 self.publish(k, v, int32(i - self.late))
 
     @inlined
-    def look(self, gK, sequence, key, end, given):
-        """Look up where a warp's rows of keys and of values lie, from `key` on. Tiles with panels of the same width share the
+    def look_up(self, gK, sequence, key, end, params):
+        """Look up where a warp's rows of keys and of values are, from `key` on. Tiles with panels of the same width share the
         result."""
-        keys = look_up(self.key, given.pages, gK.shape[1], (sequence, key), end)
+        keys = look_up(self.key, params.pages, gK.shape[1], (sequence, key), end)
         if self.key.width == self.value.width:
             return keys, keys
         else:
-            return keys, look_up(self.value, given.pages, gK.shape[1], (sequence, key), end)
+            return keys, look_up(self.value, params.pages, gK.shape[1], (sequence, key), end)
 
     @inlined
     def publish(self, k, v, j):
@@ -107,8 +107,7 @@ class Gathered:
         v.publish(j, fenced=True)
 
     @inlined
-    def end(self, k, v, j):
-        """See ByTma."""
+    def finish(self, k, v, j):
         wait_group(0)
         for i in range(int32(max(0, j - self.late)), int32(j)):
             self.publish(k, v, i)

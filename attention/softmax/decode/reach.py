@@ -1,8 +1,9 @@
-"""Which keys query tokens see: those in use, from a place on and up to a place. And what depends on how far a key is away.
+"""Which keys query tokens see: those in use, limited by a window and by left padding. And what depends on the distance of a
+key.
 
 Query heads that share a key head, and the query tokens, are the rows of a tile: row r of the tile that begins at `row` belongs
-to token (row + r) // group. So what is a number where rows are queries is a vector here: At.row are the rows' tokens, At.head
-their heads. Token t stands at key t + shift, the last one at the last key."""
+to token (row + r) // group. So what is a number where rows are queries of one head is a vector here: ScoreContext.row has the
+rows' tokens, ScoreContext.head their heads. Token t is at key t + shift, so that the last token is at the last key."""
 
 import math
 from typing import Any, NamedTuple
@@ -14,13 +15,13 @@ from tiles import inlined, static
 from tiles.arguments import ENDS, FLOAT, INT, array
 
 from ..scores import Scored
-from ..sequences import GROWING, in_use
+from ..sequences import APPENDING, in_use
 from ..variants import Variant
 from ..visible_keys import Masked
 
 
-class Stretch(NamedTuple):
-    """Keys `first` to before `end`: no row sees others. shift: see the module."""
+class KeySpan(NamedTuple):
+    """Some tokens see no keys but those from `first` to before `end`. shift: token t is at key t + shift."""
 
     first: Any
     end: Any
@@ -28,124 +29,126 @@ class Stretch(NamedTuple):
 
 
 @static
-class Reach:
-    """Of the keys in use (`in_use`) those from given.left places before a token's own on, and up to given.right places after
-    it, as far as these are said; and none before given.leftpad[n], if the cache is padded."""
+class KeyWindow:
+    """Of the keys in use, a token at key p sees those from p - params.left on if `left`, and up to p + params.right if `right`;
+    and none before params.leftpad[n] of sequence n if `padded`."""
 
     left: bool
     right: bool
     padded: bool
 
     def __str__(self):
-        said = {"left": self.left, "right": self.right, "padded": self.padded}
-        return " ".join(name for name, is_so in said.items() if is_so) or "all"
+        flags = {"left": self.left, "right": self.right, "padded": self.padded}
+        return " ".join(name for name, is_set in flags.items() if is_set) or "all"
 
     @property
-    def given(self) -> dict[str, Any]:
-        """The kernel's arguments that it reads, and what they are."""
-        given: dict[str, Any] = {**self.counted}
-        given |= {"left": INT} if self.left else {}
-        given |= {"right": INT} if self.right else {}
-        return given | ({"leftpad": ENDS} if self.padded else {})
+    def params(self) -> dict[str, Any]:
+        """{parameter: its type} of the kernel's parameters that these methods read."""
+        params: dict[str, Any] = {**self.length_params}
+        params |= {"left": INT} if self.left else {}
+        params |= {"right": INT} if self.right else {}
+        return params | ({"leftpad": ENDS} if self.padded else {})
 
     @property
-    def counted(self) -> dict[str, Any]:
-        """{kernel's argument: its type} of those that say how many keys are in use."""
-        return GROWING
+    def length_params(self) -> dict[str, Any]:
+        """{parameter: its type} of those that say how many keys are in use."""
+        return APPENDING
 
     @inlined
-    def in_use(self, sequence, given):
+    def in_use(self, sequence, params):
         """How many keys of a sequence are in use."""
-        return in_use(sequence, given)
+        return in_use(sequence, params)
 
     @inlined
-    def keys(self, sequence, first, last, tokens, given):
-        """The Stretch of tokens `first` to `last` of `tokens`."""
-        length = self.in_use(sequence, given)
+    def key_span(self, sequence, first, last, tokens, params):
+        """The KeySpan of tokens `first` to `last` of the `tokens` that a sequence has."""
+        length = self.in_use(sequence, params)
         begin, end, shift = int32(0), length, int32(length - tokens)
         if self.padded:
-            begin = int32(given.leftpad[sequence])
+            begin = int32(params.leftpad[sequence])
         if self.left:
-            begin = int32(max(begin, first + shift - given.left))
+            begin = int32(max(begin, first + shift - params.left))
         if self.right:
-            end = int32(min(end, last + shift + given.right + 1))
-        return Stretch(begin, end, shift)
+            end = int32(min(end, last + shift + params.right + 1))
+        return KeySpan(begin, end, shift)
 
     @inlined
-    def line_up(self, size, first, count, before, tile, tokens, given):
-        """The keys that all tokens of a sequence together see, in tiles: see ops.line_up."""
-        begins = given.leftpad if self.padded else None
-        most = int32(tokens + given.left if self.left else 2**31 - 1)
-        return line_up(given.lengths, begins, most, size, first, count, before, tile)
+    def line_up(self, size, first, count, before, tile, tokens, params):
+        """ops.line_up of the tiles of `size` keys that any token of a sequence sees."""
+        begins = params.leftpad if self.padded else None
+        most = int32(tokens + params.left if self.left else 2**31 - 1)
+        return line_up(params.lengths, begins, most, size, first, count, before, tile)
 
     @inlined
-    def mask(self, s, at, key, end):
-        """-inf for the scores that must not be seen, of keys from `key` on."""
-        s, place, j = right_fill(s, int32(end - key), -math.inf), at.row + int32(at.shift - key), col_index(s.row_vec)
+    def mask(self, s, ctx, key, end):
+        """s, of keys from `key` on, with -inf where a row does not see the key. end: the end of the keys in use."""
+        s, place, j = right_fill(s, int32(end - key), -math.inf), ctx.row + int32(ctx.shift - key), col_index(s.row_vec)
         if self.right:
-            s = where(j <= place + at.given.right, s, -math.inf)
+            s = where(j <= place + ctx.params.right, s, -math.inf)
         if self.left:
-            s = where(j >= place - at.given.left, s, -math.inf)
+            s = where(j >= place - ctx.params.left, s, -math.inf)
         return s
 
 
-class Growing(Reach):
-    """The same where given.added keys are being appended; the tiles that are shared out include them."""
+class GrowingKeyWindow(KeyWindow):
+    """A KeyWindow while the same call appends params.added keys, which stream-K shares out, too."""
 
     @inlined
-    def line_up(self, size, first, count, before, tile, tokens, given):
-        begins = given.leftpad if self.padded else None
-        most = int32(tokens + given.left if self.left else 2**31 - 1)
-        return line_up(given.lengths, begins, most, size, first, count, before, tile, given.added)
+    def line_up(self, size, first, count, before, tile, tokens, params):
+        begins = params.leftpad if self.padded else None
+        most = int32(tokens + params.left if self.left else 2**31 - 1)
+        return line_up(params.lengths, begins, most, size, first, count, before, tile, params.added)
 
 
-class Everything(Reach):
-    """All keys that there is room for, given.keys in each sequence. All sequences are equally long, so their keys are split
-    into parts and not shared out."""
+class WholeCacheWindow(KeyWindow):
+    """A KeyWindow over caches that are full: params.keys keys of each sequence are in use. As all sequences are equally long,
+    their keys go to fixed splits, not to stream-K."""
 
     def __str__(self):
         return f"{super().__str__()} of whole caches"
 
     @property
-    def counted(self) -> dict[str, Any]:
+    def length_params(self) -> dict[str, Any]:
         return {"keys": INT}
 
     @inlined
-    def in_use(self, sequence, given):
-        return int32(given.keys)
+    def in_use(self, sequence, params):
+        return int32(params.keys)
 
 
-class Sloped(Variant):
-    """score - slope |t + shift - j|, with a slope a head: ALiBi."""
+class AlibiRows(Variant):
+    """score - slope |t + shift - j|, with a slope for each head: ALiBi, for rows of several tokens and heads."""
 
-    scored = True
+    changes_scores = True
 
     @property
-    def given(self) -> dict[str, Any]:
-        """See Variant. slopes: (sequence, head). per_slope: 1 / the unit of scores."""
+    def params(self) -> dict[str, Any]:
+        """{parameter: its type}. slopes: (sequence, head). per_slope: 1 / the unit of scores."""
         return {"slopes": array(2), "per_slope": FLOAT}
 
     @inlined
-    def keep(self, at):
-        """See Variant: the rows' slopes, in units of scores."""
-        return at.given.slopes[at.batch, at.head] * at.given.per_slope
+    def precompute(self, ctx):
+        """The rows' slopes, in units of scores."""
+        return ctx.params.slopes[ctx.batch, ctx.head] * ctx.params.per_slope
 
     @inlined
-    def score(self, s, at, key):
-        return s - abs(at.row + int32(at.shift - key) - col_index(s.row_vec)) * at.kept
+    def score(self, s, ctx, key):
+        return s - abs(ctx.row + int32(ctx.shift - key) - col_index(s.row_vec)) * ctx.precomputed
 
 
 class ScoredRows(Scored):
-    """A score in Python, for rows that belong to several tokens and heads."""
+    """A score in Python (score_mod), for rows of several tokens and heads."""
 
     @inlined
-    def score(self, s, at, key):
-        return self.function(s * at.given.score_unit, at.batch, at.head, at.row, col_index(s.row_vec) + int32(key), *at.aux)
+    def score(self, s, ctx, key):
+        return self.function(
+            s * ctx.params.score_unit, ctx.batch, ctx.head, ctx.row, col_index(s.row_vec) + int32(key), *ctx.aux
+        )
 
 
 class MaskedRows(Masked):
-    """A mask in Python, for such rows."""
+    """A mask in Python (mask_mod), for rows of several tokens and heads."""
 
     @inlined
-    def mask(self, s, at, key, hidden):
-        return where(self.function(at.batch, at.head, at.row, col_index(s.row_vec) + int32(key), *at.aux), s, hidden)
+    def mask(self, s, ctx, key, hidden):
+        return where(self.function(ctx.batch, ctx.head, ctx.row, col_index(s.row_vec) + int32(key), *ctx.aux), s, hidden)

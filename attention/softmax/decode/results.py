@@ -1,5 +1,5 @@
-"""Where a block's rows of the output go, as objects with the same methods: to the caller, or to the parts of a sequence that
-combine.py merges."""
+"""Where a block stores its rows of O and their log-sum-exp: to the caller's arrays if it has read all keys of these rows, or as
+a partial output (split-KV), which combine.py merges with those of the other splits. These classes have the same methods."""
 
 import math
 from typing import Any, NamedTuple
@@ -13,126 +13,135 @@ from tiles.arguments import array
 LN2 = math.log(2)
 
 
-class Spot(NamedTuple):
-    """Where the rows of a tile belong: the rows from `row` on, of heads that share a key head and of tokens `first` to `last`
-    of a batch, with `group` rows for each token. sequence: the batch, that of one sequence or of several. part, of: the first
-    two indices into an array of parts, for the keys that they have seen. whole: are these all keys?"""
+class OutputTile(NamedTuple):
+    """A tile of rows of the output. The rows begin at `row`; a row is a query head of key head `head`, and a token; each token
+    has `group` rows; the tokens are `first_token` to `last_token` of batch `batch`. part, part_batch: the first two indices of
+    these rows' place in the arrays of partial outputs. is_final: has the block read all keys of these rows?"""
 
-    sequence: Any
+    batch: Any
     head: Any
     part: Any
-    of: Any
-    whole: Any
+    part_batch: Any
+    is_final: Any
     row: Any
-    first: Any
-    last: Any
+    first_token: Any
+    last_token: Any
     group: Any
 
 
 @static
-class Whole:
-    """Results go to the caller's arrays. piece: the number of bytes of which addresses are multiples."""
+class FinalOutput:
+    """O and lse go to the caller's arrays. vector_bytes: the number of bytes of which addresses are multiples."""
 
     dtype: dtype
-    piece: int
+    vector_bytes: int
+
+    label = "final"
 
     def __str__(self):
-        return type(self).__name__.lower()
+        return self.label
 
     @property
-    def given(self) -> dict[str, Any]:
-        """The kernel's arguments that it writes. out: (sequence, token, key head, which of its query heads, column). lse:
-        (sequence, key head, which of its query heads, token)."""
+    def params(self) -> dict[str, Any]:
+        """{parameter: its type} of the arrays that are written. out: (batch, token, key head, query head of the group, column).
+        lse: (batch, key head, query head of the group, token)."""
         return {"out": array(5, self.dtype), "lse": array(4)}
 
     @inlined
-    def joins(self, spot):
-        """Do these rows have all their weights, so that a sink may join the sum?"""
+    def is_final(self, out_tile):
+        """Does the sum of weights of these rows cover all keys? Only then may a sink be added to it."""
         return True
 
     @inlined
-    def store(self, o, spot, col, given):
-        """Write some columns of O, from `col` on. The rows of a token lie side by side; other rows are left out as out of
-        range."""
-        for token in range(spot.first, spot.last + 1):
-            at = spot.sequence, token, spot.head, int32(spot.row - token * spot.group), col
-            store(given.out, o, at, 3, 4, self.piece)
+    def store(self, o, out_tile, col, params):
+        """Store the columns of O from `col` on. The rows of a token are contiguous; the store masks out the rows of others."""
+        for token in range(out_tile.first_token, out_tile.last_token + 1):
+            at = out_tile.batch, token, out_tile.head, int32(out_tile.row - token * out_tile.group), col
+            store(params.out, o, at, 3, 4, self.vector_bytes)
 
     @inlined
-    def store_sums(self, sums, scale, spot, given):
-        """Write the logarithms of the sums of weights; exp2(scale x) is the sum that x stands for."""
-        for token in range(spot.first, spot.last + 1):
-            at = spot.sequence, spot.head, int32(spot.row - token * spot.group), token
-            store(given.lse, sums * (scale * LN2), at, cols=2)
+    def store_lse(self, lse, scale, out_tile, params):
+        """Store the log-sum-exp of the rows. lse: in units of scores and to the base 2, so that a row's sum of weights is
+        exp2(scale lse)."""
+        for token in range(out_tile.first_token, out_tile.last_token + 1):
+            ctx = out_tile.batch, out_tile.head, int32(out_tile.row - token * out_tile.group), token
+            store(params.lse, lse * (scale * LN2), ctx, cols=2)
 
 
-class Part(Whole):
-    """Results go to scratch memory, for each part of the keys."""
+class PartialOutput(FinalOutput):
+    """O and lse go to scratch memory, in float32, as the partial output of one split of the keys."""
+
+    label = "partial"
 
     @property
-    def given(self) -> dict[str, Any]:
-        """See Whole. parts: (part, of, key head, row, column). sums: the same without columns."""
-        return {"parts": array(5), "sums": array(4)}
+    def params(self) -> dict[str, Any]:
+        """{parameter: its type}. out_partial: (part, part_batch, key head, row, column). lse_partial: the same without
+        columns."""
+        return {"out_partial": array(5), "lse_partial": array(4)}
 
     @inlined
-    def joins(self, spot):
+    def is_final(self, out_tile):
         return False
 
     @inlined
-    def store(self, o, spot, col, given):
-        store(given.parts, o, (spot.part, spot.of, spot.head, spot.row, col), 3, 4, True)
+    def store(self, o, out_tile, col, params):
+        at = out_tile.part, out_tile.part_batch, out_tile.head, out_tile.row, col
+        store(params.out_partial, o, at, 3, 4, True)
 
     @inlined
-    def store_sums(self, sums, scale, spot, given):
-        store(given.sums, sums, (spot.part, spot.of, spot.head, spot.row))
+    def store_lse(self, lse, scale, out_tile, params):
+        ctx = out_tile.part, out_tile.part_batch, out_tile.head, out_tile.row
+        store(params.lse_partial, lse, ctx)
 
 
-class PartOfPacked(Part):
-    """The same if the rows of another sequence follow: a tile ends with the rows of its last token."""
+class PackedPartialOutput(PartialOutput):
+    """A partial output of packed sequences (cu_seqlens): the rows after the tile's last token are another sequence's, and are
+    not stored."""
+
+    label = "packed partial"
 
     @inlined
-    def store(self, o, spot, col, given):
-        end = int32((spot.last + 1) * spot.group)
-        store(truncate(given.parts, 3, end), o, (spot.part, spot.of, spot.head, spot.row, col), 3, 4, True)
+    def store(self, o, out_tile, col, params):
+        end = int32((out_tile.last_token + 1) * out_tile.group)
+        at = out_tile.part, out_tile.part_batch, out_tile.head, out_tile.row, col
+        store(truncate(params.out_partial, 3, end), o, at, 3, 4, True)
 
     @inlined
-    def store_sums(self, sums, scale, spot, given):
-        end = int32((spot.last + 1) * spot.group)
-        store(truncate(given.sums, 3, end), sums, (spot.part, spot.of, spot.head, spot.row))
+    def store_lse(self, lse, scale, out_tile, params):
+        end = int32((out_tile.last_token + 1) * out_tile.group)
+        ctx = out_tile.part, out_tile.part_batch, out_tile.head, out_tile.row
+        store(truncate(params.lse_partial, 3, end), lse, ctx)
 
 
 @static
-class Either:
-    """Results go to the caller's arrays if they are for all keys of their rows, otherwise to scratch memory."""
+class FinalOrPartialOutput:
+    """O and lse of a tile go to the caller's arrays if the block has read all keys of its rows, otherwise to scratch memory."""
 
-    whole: Whole
-    part: Part
+    final: FinalOutput
+    partial: PartialOutput
 
     def __str__(self):
-        return "either"
+        return f"{self.final} or {self.partial}"
 
     @property
-    def given(self) -> dict[str, Any]:
-        """See Whole."""
-        return self.whole.given | self.part.given
+    def params(self) -> dict[str, Any]:
+        """{parameter: its type} of the arrays of both."""
+        return self.final.params | self.partial.params
 
     @inlined
-    def joins(self, spot):
-        """See Whole."""
-        return spot.whole
+    def is_final(self, out_tile):
+        return out_tile.is_final
 
     @inlined
-    def store(self, o, spot, col, given):
-        """See Whole."""
-        if spot.whole:
-            self.whole.store(o, spot, col, given)
+    def store(self, o, out_tile, col, params):
+        if out_tile.is_final:
+            self.final.store(o, out_tile, col, params)
         else:
-            self.part.store(o, spot, col, given)
+            self.partial.store(o, out_tile, col, params)
 
     @inlined
-    def store_sums(self, sums, scale, spot, given):
-        """See Whole."""
-        if spot.whole:
-            self.whole.store_sums(sums, scale, spot, given)
+    def store_lse(self, lse, scale, out_tile, params):
+        if out_tile.is_final:
+            self.final.store_lse(lse, scale, out_tile, params)
         else:
-            self.part.store_sums(sums, scale, spot, given)
+            self.partial.store_lse(lse, scale, out_tile, params)

@@ -1,8 +1,8 @@
-"""Which keys a block works on, as objects with the same methods. Keys come in tiles; what a block has seen of a sequence is a
-part of it, and combine.py makes one of several parts.
+"""Split-KV: which tiles of keys a thread block works on, as classes with the same methods. What a block computes for a sequence
+is a part of its output, and combine.py merges the parts.
 
-Lengths lie on the device and are never read by the host, so that a plan, and a CUDA graph, serves sequences as they grow: each
-block finds out for itself what it has to do, from all lengths."""
+Lengths are on the device and the host never reads them, so that a plan, or a CUDA graph, serves sequences as they grow: each
+block computes its work from all lengths."""
 
 import functools
 from typing import Any, NamedTuple
@@ -14,186 +14,191 @@ from tiles import inlined, static
 from tiles.layout import LANES
 from tiles.lengths import follows
 
-from .reach import Reach
+from .reach import KeyWindow
 
-MOST = 128  # parts
-BEGIN, COMBINE = 1, 3  # the time of a block's beginning and end, and of the launch that combines, in tiles (a guess)
-TOGETHER = 16  # parts that are combined in this time
-LONG = 2048  # keys: with fewer, forward's tiles are as fast as parts of the keys
-TILE = 128  # queries of one of forward's tiles
-FULL = 0.95  # at least this share of the places for blocks should be taken
+MAX_SPLITS = 128  # of a sequence, when the number is chosen here
+BLOCK_TILES, COMBINE_TILES = (
+    1,
+    3,
+)  # a block's prologue and epilogue, and the combining launch, take as long as so many tiles (guesses)
+COMBINED_AT_ONCE = 16  # parts that combine.py adds in the time of COMBINE_TILES
+LONG = 2048  # keys: with fewer, forward's tiles are as fast as split-KV
+FORWARD_ROWS = 128  # queries of a tile of forward
+ENOUGH = 0.95  # the share of the places for blocks that a number of shares should use
 
 
-class Work(NamedTuple):
-    """Tiles `tile` to before `end` of the `tiles` that a sequence has. left: how many tiles the block still has to do, these
-    included. part, of: the indices along the first two axes of an array of parts, to which the result goes."""
+class SplitWork(NamedTuple):
+    """What a block works on next: tiles `tile` to `end_tile` of the `tiles` that a sequence has. part, part_batch: the first
+    two indices of its result in the arrays of partial outputs. tiles_left: how many tiles the block still has to do, these
+    included."""
 
     sequence: Any
     tile: Any
-    end: Any
+    end_tile: Any
     tiles: Any
     part: Any
-    of: Any
-    left: Any
+    part_batch: Any
+    tiles_left: Any
 
 
-class Parts(NamedTuple):
-    """Which parts make up a sequence: `count` from number `first` on, of number `of` on the second axis."""
+class SequenceParts(NamedTuple):
+    """The `count` partial outputs of a sequence, from index `first` on, with index `part_batch` on the second axis."""
 
     sequence: Any
     first: Any
-    of: Any
+    part_batch: Any
     count: Any
 
 
 @static
-class Parted:
-    """The tiles of each sequence are divided evenly into given.splits parts: the same bits, whatever other sequences there are.
-    reach: which keys are seen. kv: keys of a tile."""
+class FixedSplits:
+    """Each sequence's tiles are divided evenly into params.splits parts, so its result has the same bits whatever other
+    sequences there are. window: which keys are visible. kv: keys of a tile."""
 
-    reach: Reach | None = None
+    window: KeyWindow | None = None
     kv: int = 1
 
     def __str__(self):
-        return "parted"
+        return "fixed splits"
 
     @property
-    def given(self) -> dict[str, Any]:
-        """{argument of combine.py's kernel: its type} of what it needs to find the parts."""
+    def params(self) -> dict[str, Any]:
+        """{parameter: its type} of what combine.py's kernel needs to find a sequence's parts."""
         return {}
 
     @inlined
-    def tiles(self, sequence, tokens, given):
-        """How many tiles a sequence has: at least one, so that its output is written."""
-        seen = self.reach.keys(sequence, 0, tokens - 1, tokens, given)
-        return int32(max(1, (seen.end - seen.first + self.kv - 1) // self.kv))
+    def count_tiles(self, sequence, tokens, params):
+        """How many tiles of keys a sequence has: at least one, so that some block stores its output."""
+        span = self.window.key_span(sequence, 0, tokens - 1, tokens, params)
+        return int32(max(1, (span.end - span.first + self.kv - 1) // self.kv))
 
     @inlined
-    def first(self, number, splits, sequences, tokens, given):
-        """The first Work of block `number` among those with the same head and the same rows."""
+    def first_work(self, number, splits, sequences, tokens, params):
+        """The first SplitWork of block `number` of those with the same head and the same rows."""
         sequence, split = divmod(number, splits)
-        tiles = self.tiles(sequence, tokens, given)
-        each, _ = divmod(int32(tiles + splits - 1), splits)
-        tile = int32(min(each * split, tiles))
-        return Work(sequence, tile, int32(min(tile + each, tiles)), tiles, split, sequence, int32(1))
+        tiles = self.count_tiles(sequence, tokens, params)
+        split_tiles, _ = divmod(int32(tiles + splits - 1), splits)
+        tile = int32(min(split_tiles * split, tiles))
+        return SplitWork(sequence, tile, int32(min(tile + split_tiles, tiles)), tiles, split, sequence, int32(1))
 
     @inlined
-    def next(self, work, tokens, given):
-        """The next Work; nothing is left to do if its `left` is 0."""
-        return work._replace(left=int32(0))
+    def next_work(self, work, tokens, params):
+        """The SplitWork after this one; its tiles_left is 0 if there is none."""
+        return work._replace(tiles_left=int32(0))
 
     @inlined
-    def parts(self, number, splits, sequences, tokens, given):
-        """The Parts of the sequence that block number `number` combines."""
-        return Parts(number, int32(0), number, splits)
+    def parts_of(self, number, splits, sequences, tokens, params):
+        """The SequenceParts that block `number` of combine.py merges."""
+        return SequenceParts(number, int32(0), number, splits)
 
 
-class Shares(Parted):
-    """The tiles of all sequences, one sequence behind the other, are divided into equal shares, as many as blocks run at a
-    time: so no block with a long sequence is left at the end. A share begins and ends anywhere. The part of share i and
-    sequence n has number i + n: so the parts of a sequence are neighbours, and no two parts have the same number."""
+class StreamKSplits(FixedSplits):
+    """Stream-K over keys: the tiles of all sequences, in order, are divided into equal shares, one for each block that runs at
+    a time, so that no block with a long sequence runs on alone. A share begins and ends anywhere in a sequence. The part of
+    share i of sequence n has index i + n: a sequence's parts are adjacent, and no two parts have the same index."""
 
     def __str__(self):
-        return "shared"
+        return "stream-K"
 
     @property
-    def given(self) -> dict[str, Any]:
-        return self.reach.given if self.reach else {}
+    def params(self) -> dict[str, Any]:
+        return self.window.params if self.window else {}
 
     @inlined
-    def before(self, sequence, tokens, given):
+    def count_tiles_before(self, sequence, tokens, params):
         """The number of tiles of the sequences before this one."""
         end = int32(0)
         for first in range(0, sequence, LANES):
-            _, _, end = self.reach.line_up(self.kv, int32(first), sequence, end, int32(0), tokens, given)
+            _, _, end = self.window.line_up(self.kv, int32(first), sequence, end, int32(0), tokens, params)
         return end
 
     @inlined
-    def find(self, tile, sequences, tokens, given):
-        """(the sequence in which a tile lies, the number of tiles of the sequences before it)"""
+    def find_sequence(self, tile, sequences, tokens, params):
+        """(the sequence that has a tile of all sequences' tiles, the number of tiles of the sequences before it)"""
         sequence, begin, end = int32(0), int32(0), int32(0)
         for first in range(0, sequences, LANES):
-            passed, last, every = self.reach.line_up(self.kv, int32(first), sequences, end, tile, tokens, given)
-            sequence, begin, end = int32(sequence + passed), last, every
+            passed, last, total = self.window.line_up(self.kv, int32(first), sequences, end, tile, tokens, params)
+            sequence, begin, end = int32(sequence + passed), last, total
             if end > tile:
                 break
         return sequence, begin
 
     @inlined
-    def each(self, shares, sequences, tokens, given):
+    def share_size(self, shares, sequences, tokens, params):
         """(the number of tiles of a share, the number of tiles of all sequences)"""
-        every = self.before(sequences, tokens, given)
-        return divmod(int32(every + shares - 1), shares)[0], every
+        total = self.count_tiles_before(sequences, tokens, params)
+        return divmod(int32(total + shares - 1), shares)[0], total
 
     @inlined
-    def first(self, number, shares, sequences, tokens, given):
-        each, every = self.each(shares, sequences, tokens, given)
-        begin = int32(min(each * number, every - 1))
-        sequence, before = self.find(begin, sequences, tokens, given)
-        tiles, tile, left = self.tiles(sequence, tokens, given), int32(begin - before), int32(min(each, every - each * number))
-        return Work(sequence, tile, int32(min(tile + left, tiles)), tiles, int32(number + sequence), int32(0), left)
+    def first_work(self, number, shares, sequences, tokens, params):
+        share, total = self.share_size(shares, sequences, tokens, params)
+        begin = int32(min(share * number, total - 1))
+        sequence, before = self.find_sequence(begin, sequences, tokens, params)
+        tiles, tile = self.count_tiles(sequence, tokens, params), int32(begin - before)
+        left = int32(min(share, total - share * number))
+        return SplitWork(sequence, tile, int32(min(tile + left, tiles)), tiles, int32(number + sequence), int32(0), left)
 
     @inlined
-    def next(self, work, tokens, given):
-        left, sequence, tiles = int32(work.left - (work.end - work.tile)), work.sequence, work.tiles
+    def next_work(self, work, tokens, params):
+        left, sequence, tiles = int32(work.tiles_left - (work.end_tile - work.tile)), work.sequence, work.tiles
         if left > 0:
             sequence = int32(sequence + 1)
-            tiles = self.tiles(sequence, tokens, given)
-        return Work(sequence, int32(0), int32(min(left, tiles)), tiles, int32(work.part + 1), int32(0), left)
+            tiles = self.count_tiles(sequence, tokens, params)
+        return SplitWork(sequence, int32(0), int32(min(left, tiles)), tiles, int32(work.part + 1), int32(0), left)
 
     @inlined
-    def parts(self, number, shares, sequences, tokens, given):
-        """See Parted. There is a block for each sequence; or for the end of each share, if there are fewer shares than
-        sequences, because the end of a share cuts at most one sequence."""
-        each, every = self.each(shares, sequences, tokens, given)
-        sequence, before, end = number, int32(0), int32(each * (number + 1))
+    def parts_of(self, number, shares, sequences, tokens, params):
+        """The SequenceParts that block `number` of combine.py merges. It has a block for each sequence or, if there are fewer
+        shares than sequences, for the end of each share: the end of a share splits at most one sequence."""
+        share_tiles, total = self.share_size(shares, sequences, tokens, params)
+        sequence, before, end = number, int32(0), int32(share_tiles * (number + 1))
         if sequences <= shares:
-            before = self.before(sequence, tokens, given)
-        elif end < every:
-            sequence, before = self.find(end, sequences, tokens, given)
-        share, _ = divmod(before, each)
-        last, _ = divmod(int32(before + self.tiles(sequence, tokens, given) - 1), each)
+            before = self.count_tiles_before(sequence, tokens, params)
+        elif end < total:
+            sequence, before = self.find_sequence(end, sequences, tokens, params)
+        share, _ = divmod(before, share_tiles)
+        last, _ = divmod(int32(before + self.count_tiles(sequence, tokens, params) - 1), share_tiles)
         count = int32(last - share + 1)
-        if sequences > shares and (end >= every or share != number):
-            count = int32(1)  # it is another block's, or has one part only
-        return Parts(sequence, int32(share + sequence), int32(0), count)
+        if sequences > shares and (end >= total or share != number):
+            count = int32(1)  # another block merges this sequence's parts, or it has only one
+        return SequenceParts(sequence, int32(share + sequence), int32(0), count)
 
 
 @follows
-def shares_for(blocks: int, places: int) -> int:
-    """How many shares leave few of the `places` for blocks idle, if `blocks` blocks work on each share. Preferably few, because
-    each share has the cost of beginning and ending."""
-    return _few(blocks, places)
+def choose_share_count(blocks: int, places: int) -> int:
+    """The number of stream-K shares that leaves few of the `places` for blocks idle, if each share takes `blocks` blocks. Few
+    shares are better, because each has a prologue and an epilogue."""
+    return _choose_share_count(blocks, places)
 
 
 @functools.lru_cache(4096)
-def _few(blocks, places):
-    def used(shares):
-        every = shares * blocks
-        return every / (-(-every // places) * places)
+def _choose_share_count(blocks, places):
+    def utilization(shares):
+        total = shares * blocks
+        return total / (-(-total // places) * places)
 
     counts = [max(1, rounds * places // blocks) for rounds in (1, 2, 3, 4)]
-    return next((n for n in counts if used(n) >= FULL), max(counts, key=used))
+    return next((n for n in counts if utilization(n) >= ENOUGH), max(counts, key=utilization))
 
 
-def idle(batch: int, queries: int, heads: int, keys: int, processors: int) -> bool:
-    """Would forward's tiles of queries leave half of the multiprocessors idle, for longer than it takes to combine parts?"""
-    return keys >= LONG and 2 * batch * heads * -(-queries // TILE) <= processors
+def underfills_gpu(batch: int, queries: int, heads: int, keys: int, processors: int) -> bool:
+    """Would forward's tiles of queries leave half of the multiprocessors idle, for longer than combining parts takes?"""
+    return keys >= LONG and 2 * batch * heads * -(-queries // FORWARD_ROWS) <= processors
 
 
 @follows
-def splits_for(blocks: int, tiles: int, places: int, together: int = TOGETHER) -> int:
-    """The fewest splits with which a call ends soonest, by shapes alone. blocks: without splits, each of which has up to
-    `tiles` tiles of keys. places: for blocks at a time. A multiprocessor works at the speed of its share of memory, on one
-    block or several at a time, so what counts is how many blocks a place gets. together: parts that are combined in the time
-    COMBINE."""
-    return _soonest(blocks, tiles, places, together)
+def choose_split_count(blocks: int, tiles: int, places: int, combined_at_once: int = COMBINED_AT_ONCE) -> int:
+    """The smallest number of splits with which a call ends soonest, by shapes alone. blocks: without splits, each with up to
+    `tiles` tiles of keys. places: blocks that run at a time. A multiprocessor runs at the speed of its share of memory
+    bandwidth, with one block or several at a time, so what counts is how many blocks a place gets. combined_at_once: parts that
+    are combined in the time of COMBINE_TILES."""
+    return _choose_split_count(blocks, tiles, places, combined_at_once)
 
 
 @functools.lru_cache(4096)
-def _soonest(blocks, tiles, places, together):
+def _choose_split_count(blocks, tiles, places, combined_at_once):
     def time(splits):
-        each = -(-tiles // splits) + BEGIN
-        return -(-blocks * splits // places) * each + COMBINE * -(-splits // together) * (splits > 1)
+        block_tiles = -(-tiles // splits) + BLOCK_TILES
+        return -(-blocks * splits // places) * block_tiles + COMBINE_TILES * -(-splits // combined_at_once) * (splits > 1)
 
-    return min(range(1, max(1, min(MOST, tiles)) + 1), key=time)
+    return min(range(1, max(1, min(MAX_SPLITS, tiles)) + 1), key=time)

@@ -1,5 +1,5 @@
-"""How query tokens lie, as objects with the same methods: which rows a block's tile has. A sequence and a key head have a row
-for each token and each query head that shares the key head."""
+"""How query tokens are laid out, and which rows a block's tile has, as classes with the same methods. For a sequence and a key
+head there is a row for each token and each query head of the group that shares the key head (as pack_gqa does)."""
 
 from typing import Any, NamedTuple
 
@@ -9,101 +9,104 @@ from tiles import inlined, static
 from tiles.arguments import ENDS
 
 
-class Rows(NamedTuple):
-    """A tile of rows, from `row` on, of `tokens` tokens, the first of which is token `start` of its batch. sequence: the
-    sequence of these tokens, if it follows from the tile."""
+class RowTile(NamedTuple):
+    """A tile of rows of a sequence of `tokens` query tokens, from `row` on. seq_start: the index in its batch of the sequence's
+    first token. sequence: its number, if the tile decides it."""
 
     sequence: Any
-    start: Any
+    seq_start: Any
     tokens: Any
     row: Any
 
 
 @static
-class Alike:
-    """Each sequence has a batch, and all have the same number of tokens. band: rows of a tile."""
+class UniformRows:
+    """Each sequence is a batch, and all have the same number of tokens. tile_rows: rows of a tile."""
 
-    band: int
+    tile_rows: int
+
+    is_packed = False
 
     def __str__(self):
         return ""
 
     @property
-    def given(self) -> dict[str, Any]:
-        """{kernel's argument: its type} of what this needs in the kernel."""
+    def params(self) -> dict[str, Any]:
+        """{parameter: its type} of the kernel's parameters that these methods read."""
         return {}
 
     @inlined
-    def find(self, band, tokens, group, given):
-        """The Rows of tile number `band`; there are `tokens` tokens, with `group` rows each."""
-        return Rows(int32(0), int32(0), int32(tokens), int32(self.band * band))
+    def find_tile(self, index, tokens, group, params):
+        """The RowTile with this index. tokens: of a batch. group: rows of a token."""
+        return RowTile(int32(0), int32(0), int32(tokens), int32(self.tile_rows * index))
 
     @inlined
-    def number(self, number, splits, rows):
-        """The number of a block among the blocks of all sequences, each of which has `splits` parts."""
+    def block_number(self, number, splits, tile):
+        """A block's number among the blocks of all sequences, with `splits` splits each."""
         return number
 
     @inlined
-    def batch(self, sequence):
-        """The batch in which the tokens of a sequence lie."""
+    def batch_of(self, sequence):
+        """The batch that has the tokens of a sequence."""
         return sequence
 
-    packed = False  # do the tokens of other sequences follow, or nobody's?
-
     @inlined
-    def has(self, rows, group):
+    def has_rows(self, tile, group):
         """Does the tile have any rows?"""
         return True
 
     @inlined
-    def nobodys(self, rows, tokens, group, given):
-        """(the first token of a tile that lies behind the last sequence, the last one), of a batch of `tokens` tokens. There
-        are none if the last one comes first. Tiles that the last sequence does not need go on to the end of the batch."""
+    def unused_tokens(self, tile, tokens, group, params):
+        """(first, last) of the tokens behind the last sequence, in a batch of `tokens`, whose rows this tile has to clear; none
+        if first > last."""
         return int32(0), int32(-1)
 
 
-class OneBehindTheOther(Alike):
-    """All sequences lie in one batch; sequence n has the tokens from given.ends[n] to given.ends[n + 1]. Its tiles begin at
-    tile ends[n] group // band + n, which leaves room for all of them; some tiles have no rows."""
+class PackedRows(UniformRows):
+    """All sequences are in one batch (varlen): sequence n has the tokens from params.ends[n] to params.ends[n + 1], which are
+    cu_seqlens. Its tiles begin at index ends[n] group // tile_rows + n, which leaves room for all of them; some tiles have no
+    rows."""
+
+    is_packed = True
 
     def __str__(self):
         return " packed"
 
     @property
-    def given(self) -> dict[str, Any]:
+    def params(self) -> dict[str, Any]:
         return {"ends": ENDS}
 
     @inlined
-    def find(self, band, tokens, group, given):
-        """See Alike. The sequence is found by bisection."""
-        low, high = int32(0), int32(given.ends.shape[0] - 1)
+    def find_tile(self, index, tokens, group, params):
+        """The RowTile with this index; its sequence is found by bisection."""
+        low, high = int32(0), int32(params.ends.shape[0] - 1)
         while high - low > 1:
             middle = int32((low + high) // 2)
-            if given.ends[middle] * group // self.band + middle <= band:
+            if params.ends[middle] * group // self.tile_rows + middle <= index:
                 low = middle
             else:
                 high = middle
-        start = int32(given.ends[low])
-        first = int32(start * group // self.band + low)
-        return Rows(low, start, int32(given.ends[low + 1] - start), int32(self.band * (band - first)))
+        start = int32(params.ends[low])
+        first = int32(start * group // self.tile_rows + low)
+        return RowTile(low, start, int32(params.ends[low + 1] - start), int32(self.tile_rows * (index - first)))
 
     @inlined
-    def number(self, number, splits, rows):
-        """See Alike. Here the tile decides the sequence, and the block decides the part."""
-        return int32(rows.sequence * splits + number)
+    def block_number(self, number, splits, tile):
+        """A block's number among the blocks of all sequences: the tile decides the sequence, `number` the split."""
+        return int32(tile.sequence * splits + number)
 
     @inlined
-    def batch(self, sequence):
+    def batch_of(self, sequence):
         return int32(0)
 
-    packed = True
+    @inlined
+    def has_rows(self, tile, group):
+        return tile.row < tile.tokens * group
 
     @inlined
-    def has(self, rows, group):
-        return rows.row < rows.tokens * group
-
-    @inlined
-    def nobodys(self, rows, tokens, group, given):
-        row, end = int32(rows.start * group + rows.row), int32(rows.start + rows.tokens)
-        last = min((row + self.band - 1) // group, tokens - 1) if rows.sequence + 2 == given.ends.shape[0] else -1
+    def unused_tokens(self, tile, tokens, group, params):
+        """(first, last) of the tokens behind the last sequence that this tile clears: tiles of the last sequence go on to the
+        end of the batch."""
+        row, end = int32(tile.seq_start * group + tile.row), int32(tile.seq_start + tile.tokens)
+        last = min((row + self.tile_rows - 1) // group, tokens - 1) if tile.sequence + 2 == params.ends.shape[0] else -1
         return int32(max(end, row // group)), int32(last)

@@ -1,4 +1,4 @@
-"""attention/cache/paged.py: two thousand random steps beside lists of tokens; and what the frameworks' arrays are told."""
+"""PagedCache: two thousand random steps against a model of lists of tokens; and append with each framework's arrays."""
 
 import random
 
@@ -18,7 +18,7 @@ def pools(pages, size, heads=1, head=1, dtype=np.float32, layers=1):
 
 
 def write(cache, sequence, tokens):
-    """The newest tokens, by hand where the tables say, to all layers."""
+    """Write the newest tokens to all layers, at the places that the tables name."""
     assert cache.lengths[sequence] - cache.starts[sequence] == len(tokens)
     for n, token in enumerate(tokens, cache.starts[sequence]):
         page, slot = cache.pages[sequence, n // cache.page_size], n % cache.page_size
@@ -27,7 +27,7 @@ def write(cache, sequence, tokens):
 
 
 def tokens_of(cache, sequence):
-    """A sequence's tokens, by its tables alone; the layers agree."""
+    """A sequence's tokens, read by its row of the page table; all layers agree."""
     length, size = cache.lengths[sequence], cache.page_size
     at = np.arange(length)
     found = []
@@ -40,14 +40,14 @@ def tokens_of(cache, sequence):
 
 
 class Model:
-    """The same with lists: tokens by sequence, and how many are reserved behind them."""
+    """A model of the cache: {sequence: its tokens}, and how many tokens each has reserved."""
 
     def __init__(self, cache, pages, size, sequences, tokens):
         self.cache, self.all, self.size, self.sequences, self.tokens = cache, pages, size, sequences, tokens
         self.lists: dict[int, list[int]] = {}
 
     def check(self):
-        """The tables give the lists; all pages are free or held, and shared by as many as hold them."""
+        """Tables and model agree; each page is free, or its reference count is the number of sequences that have it."""
         cache = self.cache
         assert cache.sequences == sorted(self.lists)
         for sequence, tokens in self.lists.items():
@@ -55,7 +55,7 @@ class Model:
         rows = cache.pages[cache.pages >= 0]
         held, counts = np.unique(rows, return_counts=True)
         assert len(held) + cache.free_pages == self.all
-        assert [cache._sharers[page] for page in held] == counts.tolist() and sum(cache._sharers) == counts.sum()
+        assert [cache._ref_counts[page] for page in held] == counts.tolist() and sum(cache._ref_counts) == counts.sum()
         unused = [n for n in range(self.sequences) if n not in self.lists]
         assert (cache.pages[unused] == -1).all() and (cache.lengths[unused] == 0).all()
 
@@ -65,13 +65,13 @@ class Model:
             cache.pages.tobytes(),
             cache.lengths.tobytes(),
             cache.starts.tobytes(),
-            list(cache._sharers),
-            sorted(cache._free),
-            sorted(cache._places),
+            list(cache._ref_counts),
+            sorted(cache._free_pages),
+            sorted(cache._free_numbers),
         )
 
     def refused(self, call, *args):
-        """Full changes nothing; was it?"""
+        """Call; True if it raised Full, which must change nothing."""
         before = self.snapshot()
         try:
             return call(*args), False
@@ -80,7 +80,7 @@ class Model:
             return None, True
 
     def needed(self, chosen, counts):
-        """The pages that room for these takes, from the tables alone."""
+        """How many pages a reservation needs, computed from the tables."""
         cache, size, leaving, pages = self.cache, self.size, [], 0
         for s, n in zip(chosen, counts):
             length = len(self.lists[s])
@@ -94,7 +94,7 @@ class Model:
 
 @pytest.mark.parametrize("size, pages, steps", [(4, 40, 2000), (1, 60, 500), (16, 12, 500)])
 def test_two_thousand_steps(size, pages, steps):
-    """Sequences added, forked, extended together, rewound and freed, in a pool that is full most of the time."""
+    """Sequences are added, forked, extended together, rewound and freed, in a pool that is full most of the time."""
     rng, sequences, most = random.Random(size), 9, 50
     cache = PagedCache(pools(pages, size, layers=2), sequences=sequences, tokens=most)
     model, number, full = Model(cache, pages, size, sequences, most), 0, 0
@@ -144,8 +144,8 @@ def test_two_thousand_steps(size, pages, steps):
     assert cache.free_pages == pages and (cache.pages == -1).all()
 
 
-def test_who_writes_last_keeps_the_page():
-    """Of three that share one, two copies are made; all at once, or one after the other."""
+def test_copy_on_write():
+    """Of three sequences that share a page, two get copies, and the last keeps it; all at once, or one after the other."""
     for together in (True, False):
         cache = PagedCache(pools(6, 4), sequences=3, tokens=16)
         a = cache.add()
@@ -159,7 +159,7 @@ def test_who_writes_last_keeps_the_page():
         assert all(tokens_of(cache, s) == [*range(6)] for s in (a, b, c))
 
 
-def test_what_is_reserved_is_not_shared():
+def test_a_fork_does_not_share_reserved_pages():
     cache = PagedCache(pools(6, 4), sequences=2, tokens=16)
     a = cache.add()
     cache.reserve([a], 12)
@@ -174,21 +174,24 @@ def test_what_is_reserved_is_not_shared():
     assert (tokens_of(cache, a), tokens_of(cache, b)) == ([0, 1, 2, 3, 5], [0, 1, 2, 3, 7, 8])
 
 
-def test_mistakes_are_named():
+def test_mistakes_name_the_argument():
     cache, two = PagedCache(pools(4, 4), sequences=2, tokens=16), PagedCache(pools(4, 4, layers=2), sequences=1, tokens=16)
     a = cache.add()
     two.add()
     for call, said in [
         (lambda: cache.free(1), "sequence 1 is not in use; those in use: [0]"),
         (lambda: cache.fork(7), "sequence 7 is not in use"),
-        (lambda: cache.reserve([a, a], 1), "sequences: must be different ones"),
-        (lambda: cache.reserve([a], [1, 2]), "tokens: must be a number from 0 on for each sequence"),
-        (lambda: cache.reserve([a], -1), "tokens: must be a number from 0 on"),
-        (lambda: cache.append([a], *np.zeros((2, 1, 1, 1, 1)), layer=1), "layer: there are 1: layer=1"),
-        (lambda: two.append([0], *np.zeros((2, 1, 1, 1, 1)), layer=1), "layer: the first one was not extended by these tokens"),
+        (lambda: cache.reserve([a, a], 1), "sequences: must not repeat a number"),
+        (lambda: cache.reserve([a], [1, 2]), "tokens: must be an integer >= 0 for each sequence"),
+        (lambda: cache.reserve([a], -1), "tokens: must be an integer >= 0"),
+        (lambda: cache.append([a], *np.zeros((2, 1, 1, 1, 1)), layer=1), "layer: must be from 0 to 0: layer=1"),
+        (
+            lambda: two.append([0], *np.zeros((2, 1, 1, 1, 1)), layer=1),
+            "layer: append to layer 0 first, with the same sequences",
+        ),
         (lambda: cache.rewind(a, 1), "length: must be from 0 to the 0 tokens of sequence 0"),
-        (lambda: cache.append([a], np.zeros((2, 1, 1, 1)), None), "k_new: must have (1, 1) batches and tokens"),
-        (lambda: cache.append([a], np.zeros((1, 3, 1, 1)), None, tokens=[2]), "k_new: must have (1, 2)"),
+        (lambda: cache.append([a], np.zeros((2, 1, 1, 1)), None), "k_new: must have 1 batches and 1 tokens"),
+        (lambda: cache.append([a], np.zeros((1, 3, 1, 1)), None, tokens=[2]), "k_new: must have 1 batches and 2 tokens"),
         (lambda: PagedCache([], sequences=1, tokens=1), "layers: must be pairs of pools"),
         (lambda: PagedCache(pools(4, 4) + pools(5, 4), sequences=1, tokens=1), "layers: must be pairs of pools"),
         (lambda: PagedCache(pools(4, 4), sequences=0, tokens=1), "layers, sequences, tokens: must not be empty"),
@@ -204,17 +207,17 @@ def test_mistakes_are_named():
             PagedCache(wrong, sequences=1, tokens=1)
     with pytest.raises(TypeError, match="tokens: must be an integer: tokens='64'"):
         PagedCache(pools(4, 4), sequences=1, tokens="64")
-    with pytest.raises(TypeError, match="sequences: must be a list of their numbers: sequences=0"):
+    with pytest.raises(TypeError, match="sequences: must be a list of sequence numbers: sequences=0"):
         cache.append(a, *np.zeros((2, 1, 1, 1, 1)))
     other = type("Other", (), {"shape": (1, 1, 1, 1), "__dlpack__": None, "__dlpack_device__": None})()
-    with pytest.raises(TypeError, match="a paged cache is made of arrays of"):
+    with pytest.raises(TypeError, match="k: must be an array of NumPy, torch, CuPy or JAX"):
         PagedCache([(other, other)], sequences=1, tokens=1)
     with pytest.raises(Full, match="sequence 0 has room for 16 tokens: 0 are there, 17 to come"):
         cache.reserve([a], 17)
     cache.add()
-    with pytest.raises(Full, match="there are 2 sequences, as many as there can be"):
+    with pytest.raises(Full, match="all 2 sequence numbers are in use"):
         cache.add()
-    with pytest.raises(Full, match="there are 2 sequences"):
+    with pytest.raises(Full, match="all 2 sequence numbers are in use"):
         cache.fork(a)
 
 
@@ -248,8 +251,8 @@ FRAMEWORKS = [as_numpy, as_torch, as_jax, pytest.param(on_card, marks=pytest.mar
 
 
 @pytest.mark.parametrize("put", FRAMEWORKS)
-def test_append_writes_where_the_tables_say(put):
-    """Two layers; a prompt, a fork, a token each, and of both some, one behind the other."""
+def test_append_writes_by_the_page_table(put):
+    """Two layers; a prompt, a fork, a token for each, and packed tokens of both."""
     rng = np.random.default_rng(0)
     draw = lambda *shape: rng.standard_normal((*shape, 2, 16)).astype(BF16)
     cos, sin = rng.standard_normal((2, 32, 4)).astype(np.float32)
@@ -264,7 +267,7 @@ def test_append_writes_where_the_tables_say(put):
         return np.concatenate([first * c - second * s, second * c + first * s, rest], -1).astype(BF16)
 
     def append(sequences, *shape, tokens=None):
-        """To both layers, K of the second being -K of the first."""
+        """Append to both layers; the second one's K is -K of the first."""
         k_new, v_new, q = draw(*shape), draw(*shape), draw(*shape)
         starts = [len(lists.setdefault(s, ([], []))[0]) for s in sequences]
         for layer, sign in (0, 1), (1, -1):
@@ -315,7 +318,7 @@ def test_append_writes_where_the_tables_say(put):
 
 @pytest.mark.parametrize("put", FRAMEWORKS)
 def test_a_cache_keeps_descales(put):
-    """Of each token and head, in both layers; a fork shares them, and its own page has its own."""
+    """One for each token and head, in both layers; a fork shares them, until its page is copied."""
     rng = np.random.default_rng(1)
     draw = lambda *shape: (rng.standard_normal((*shape, 2, 16)) * 10 ** rng.uniform(-3, 3, (*shape, 2, 1))).astype(BF16)
     cache = PagedCache(
@@ -346,32 +349,32 @@ def test_a_cache_keeps_descales(put):
         q, turned = put(draw(2, 1)), cache.tables([b, a])
         out = attention.decode(q, *cache.layers[1], **cache.descales[1], lengths=turned[1], pages=turned[0])
         assert np.isfinite(back(out)).all()
-    with pytest.raises(ValueError, match="k_descale: is the cache's own"):
+    with pytest.raises(ValueError, match="k_descale: must not be passed to a cache that keeps its own"):
         cache.append([a], put(draw(1, 1)), put(draw(1, 1)), k_descale=None)
 
 
 def test_a_cache_with_descales_is_of_fp8():
-    with pytest.raises(TypeError, match="scaled: is for pools of float8_e4m3fn"):
+    with pytest.raises(TypeError, match="scaled: must be False unless all pools are float8_e4m3fn"):
         PagedCache(pools(4, 4), sequences=1, tokens=1, scaled=True)
 
 
-def test_of_jax_not_all_options_are_served():
+def test_unsupported_options_of_jax():
     k = as_jax(np.zeros((2, 4, 1, 8), BF16))
     cache = PagedCache([(k, k)], sequences=1, tokens=8)
-    with pytest.raises(NotImplementedError, match="positions: is not served on JAX's arrays"):
+    with pytest.raises(NotImplementedError, match="positions: is not supported for JAX arrays"):
         cache.append([cache.add()], k[:1, :1], k[:1, :1], positions=None)
 
 
-def test_what_append_of_a_cache_is_told():
-    """Refused in its own words before anything changes."""
+def test_append_refuses_wrong_arguments():
+    """Each error names the argument, and nothing has changed."""
     pool, new = (np.zeros((6, 16, 2, 64), BF16) for _ in range(2)), np.ones((1, 2, 2, 64), BF16)
     cache = PagedCache([tuple(pool)], sequences=3, tokens=64)
     a = cache.add()
     for error, words, sequences, options in (
-        (ValueError, "lengths: is the cache's own", [a], dict(lengths=np.zeros(1, np.int32))),
-        (ValueError, "layout: is the cache's own, whose pools are", [a], dict(layout="bhsd")),
+        (ValueError, "lengths: must not be passed: the cache sets it", [a], dict(lengths=np.zeros(1, np.int32))),
+        (ValueError, "layout: must not be passed: the cache sets it, and its pools are", [a], dict(layout="bhsd")),
         (TypeError, "tokens: must be a list, one for each sequence: tokens=5", [a], dict(tokens=5)),
-        (TypeError, "sequences: must be numbers that `add` gave: 0.0", [0.0], {}),
+        (TypeError, "sequences: must be integers that `add` or `fork` returned: 0.0", [0.0], {}),
         (
             TypeError,
             r"append\(\) got an unexpected keyword argument 'is_causal'; here that is causal",

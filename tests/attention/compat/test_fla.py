@@ -140,7 +140,7 @@ def test_packed_sequences_and_rates_of_heads(calls, draw):
         expected, last, _ = recurrence("chunk_simple_gla", q[0, tokens], k[0, tokens], v[0, tokens], [g], np.zeros((H, DK, DV)))
         np.testing.assert_allclose(o[0, tokens], expected)
         np.testing.assert_allclose(state[n], last)
-    with pytest.raises(ValueError, match="g: must be None where there is g_gamma"):
+    with pytest.raises(ValueError, match="g: must be None if g_gamma is given"):
         fla.chunk_simple_gla(q, k, v, g=rates, g_gamma=rates)
 
 

@@ -131,7 +131,7 @@ def test_plans_of_a_graph_stay_where_they_are(draw):
         both, cache, *where = paged(draw, lengths)
         wrapper.plan(*where, HEADS, KV_HEADS, COLUMNS, SIZE)
         agree(*wrapper.run(q, cache, return_lse=True), q, both, range(3))
-        where = [wrapper.told[name].__array_interface__["data"] for name in ("pages", "lengths")]
+        where = [wrapper.planned[name].__array_interface__["data"] for name in ("pages", "lengths")]
         assert first in (None, where)
         first = where
     *_, indptr, indices, last = paged(draw, (80, 1))
@@ -145,7 +145,7 @@ def test_plans_of_a_graph_write_into_no_array_of_the_caller(draw):
     first, then = (np.array(ends, np.int32) for ends in ((0, 3, 5), (0, 1, 5)))
     for ends in first, then:
         wrapper.plan(ends, *where, HEADS, KV_HEADS, COLUMNS, SIZE)
-    assert wrapper.told["cu_seqlens"].tolist() == [0, 1, 5] and first.tolist() == [0, 3, 5]
+    assert wrapper.planned["cu_seqlens"].tolist() == [0, 1, 5] and first.tolist() == [0, 3, 5]
 
 
 def test_what_cannot_be_served_says_so():
@@ -157,7 +157,7 @@ def test_what_cannot_be_served_says_so():
     with pytest.raises(RuntimeError, match="plan must be called first"):
         wrapper.run(np.zeros((1, 1, 32), BF16), None)
     for option in {"pos_encoding_mode": "ALIBI"}, {"fixed_split_size": 4}:
-        with pytest.raises(NotImplementedError, match=f"^{min(option)}: is not served"):
+        with pytest.raises(NotImplementedError, match=f"^{min(option)}: is not supported"):
             wrapper.plan(ends, ends[:1], ends[1:], 1, 1, 32, 8, **option)
     with pytest.raises(TypeError, match="^indptr: must be an array of int32: indptr=.0, 1."):
         wrapper.plan([0, 1], ends[:1], ends[1:], 1, 1, 32, 8)
@@ -195,10 +195,10 @@ def test_arrays_that_are_not_as_planned(which, monkeypatch):
         monkeypatch.setattr(flashinfer.attention, name, lambda *_, **__: pytest.fail("was called"))
     heads = {"Decode": r"\(2, 4, 32\)"}.get(which, r"\(5, 4, 32\)")
     for changes, said in [
-        ({"head_dim": 64}, rf"^q: must have \(num_qo_heads, head_dim\) = \(4, 64\), as was planned, .* q.shape={heads}"),
+        ({"head_dim": 64}, rf"^q: must have \(num_qo_heads, head_dim\) = \(4, 64\), as in plan, .* q.shape={heads}"),
         ({"num_qo_heads": 8}, r"^q: must have .* = \(8, 32\)"),
         ({"num_kv_heads": 1}, r"^k: must have \((page_size, )?num_kv_heads, head_dim\) = \((8, )?1, 32\), .* k.shape="),
-        ({"q_data_type": "float16"}, "^q: must be float16, the q_data_type that was planned: q.dtype=bfloat16"),
+        ({"q_data_type": "float16"}, "^q: must be float16, the q_data_type of plan: q.dtype=bfloat16"),
         ({"q_data_type": BF16, "kv_data_type": np.float16}, "^k: must be float16, the kv_data_type .* k.dtype=bfloat16"),
     ]:
         wrapper, given = planned(which, **changes)
@@ -210,7 +210,7 @@ def test_arrays_that_are_not_as_planned(which, monkeypatch):
             wrapper.run(wrong, *rest)
     wrapper, given = planned(which, o_data_type=np.float32)
     with pytest.raises(
-        NotImplementedError, match="^o_data_type: is not served; out has q's dtype, bfloat16, and o_data_type=f"
+        NotImplementedError, match="^o_data_type: is not supported; out has q's dtype, bfloat16, and o_data_type=f"
     ):
         wrapper.run(*given)
     if which == "Ragged":

@@ -14,7 +14,7 @@ import pytest
 from eager import arguments, attend
 
 from attention.compat import captured, flex, rewritten
-from attention.compat.flex import WHOLE, flex_attention, listed
+from attention.compat.flex import NO_MASK_BLOCK_SIZE, flex_attention, listed
 from attention.softmax.prepared_lists import BlockLists
 
 ROWS, COLS = 6, 9
@@ -22,7 +22,7 @@ I, J = np.arange(ROWS)[:, None], np.arange(COLS)
 SLOPES, REACH, THIRDS, LIMIT = np.array([0.5, 2.0]), 2, np.arange(COLS) % 3, np.array(3)
 
 
-def block_mask(mask_mod, size=WHOLE, **lists):
+def block_mask(mask_mod, size=NO_MASK_BLOCK_SIZE, **lists):
     """What flex_attention reads of torch's BlockMask."""
     empty = dict.fromkeys(("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"))
     return SimpleNamespace(**empty | lists, BLOCK_SIZE=(size, size), mask_mod=mask_mod)
@@ -123,7 +123,7 @@ def test_what_was_written_keeps_no_module(tmp_path):
     spec = importlib.util.spec_from_file_location("masks", tmp_path / "masks.py")
     masks = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(masks)
-    captured.freed({"mask": masks.alike})
+    captured.lift_captured_arrays({"mask": masks.alike})
     held = [weakref.ref(x) for x in (masks.alike, masks.unread)]
     del masks
     gc.collect()
@@ -148,7 +148,7 @@ def test_blocks_are_passed_on(calls, qkv):
     assert calls[0]["blocks"] is lists
 
 
-@pytest.mark.parametrize("size", [WHOLE, 16])
+@pytest.mark.parametrize("size", [NO_MASK_BLOCK_SIZE, 16])
 def test_blocks_that_are_listed_once(size):
     """Give the same bits as those that are listed in each call."""
     docs, ones = np.arange(COLS) // 4, np.ones((1, 1, 1), np.int32)
@@ -168,7 +168,7 @@ def test_torch_in_a_function_becomes_ops(calls, qkv, monkeypatch):
         [flex_attention(*qkv, lambda s, b, h, i, j: 2 * torch.tanh(s / 2))],
         [attend(*qkv, change=lambda s: 2 * np.tanh(s / 2))[0]],
     )
-    with pytest.raises(NotImplementedError, match="score: calls torch.erf, which ops has not"):
+    with pytest.raises(NotImplementedError, match="score: calls torch.erf, which ops does not have"):
         flex_attention(*qkv, lambda s, b, h, i, j: torch.erf(s))
 
 
@@ -298,8 +298,8 @@ def of_torch():
 
 
 REFUSED = {
-    "no function": (math.prod, "mask: is not served; pass a function"),
-    "what ops has not": (of_torch(), "mask: calls torch.sin, which ops has not"),
+    "no function": (math.prod, "mask: is not supported; pass a Python function"),
+    "what ops has not": (of_torch(), "mask: calls torch.sin, which ops does not have"),
     "no source": (
         eval("lambda b, h, i, j: SLOPES[b] > 0"),
         "mask: captures arrays or calls torch, and its source was not found",

@@ -16,7 +16,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next  # noqa: E402
 
 import attention  # noqa: E402
 from attention.compat import huggingface, huggingface_linear  # noqa: E402
-from attention.compat.huggingface_masks import documents_of, mask_of, read  # noqa: E402
+from attention.compat.huggingface_masks import create_mask, find_documents, read_mask  # noqa: E402
 
 VOCABULARY, PROMPT, NEW, PAD = 64, 20, 5, 3
 COMMON = dict(
@@ -64,7 +64,7 @@ def recurrent_layers(model, name):
     assert huggingface.linear_layers(model) is model
     yield
     home = sys.modules[type(model).__module__]
-    for key in huggingface_linear.LAYERS:
+    for key in huggingface_linear.REPLACEMENTS:
         if hasattr(home, key):
             setattr(home, key, getattr(home, key).replaces)
 
@@ -187,17 +187,17 @@ def test_positions_are_read_once(monkeypatch):
     """Of all layers, until they are written anew; in inference mode torch counts no writes. Where graphs are made none is."""
     reads, positions = [], torch.tensor([[0, 1, 2, 0, 1, 5, 6, 6]])
     monkeypatch.setattr(torch.Tensor, "any", lambda x, any=torch.Tensor.any: reads.append(x) or any(x))
-    assert documents_of(positions).tolist() == documents_of(positions).tolist() == [[0, 0, 0, 1, 1, 1, 1, 2]]
-    assert len(reads) == 1 and documents_of(positions).dtype == torch.int32
+    assert find_documents(positions).tolist() == find_documents(positions).tolist() == [[0, 0, 0, 1, 1, 1, 1, 2]]
+    assert len(reads) == 1 and find_documents(positions).dtype == torch.int32
     positions.copy_(torch.arange(8))
-    assert documents_of(positions) is documents_of(positions) is None and len(reads) == 2
+    assert find_documents(positions) is find_documents(positions) is None and len(reads) == 2
     with torch.inference_mode():
         positions = torch.arange(5, 13)[None]
-        assert documents_of(positions) is None
+        assert find_documents(positions) is None
         positions[:, 4:] = torch.arange(4)
-        assert documents_of(positions).tolist() == [[0] * 4 + [1] * 4]
+        assert find_documents(positions).tolist() == [[0] * 4 + [1] * 4]
     reads.clear()
-    traced = torch.compile(lambda x: documents_of(x) + 0, fullgraph=True, backend="eager")
+    traced = torch.compile(lambda x: find_documents(x) + 0, fullgraph=True, backend="eager")
     assert traced(torch.arange(8)[None]).tolist() == [[0] * 8] and not reads
 
 
@@ -211,9 +211,9 @@ def test_what_positions_say_and_do_not_say():
     torch.testing.assert_close(apart, torch.cat(each, 1), atol=0.02, rtol=0.02)
     twice = [x.expand(2, -1, -1, -1) for x in (q, k, v)]  # of one row of positions, as models make them
     assert torch.equal(attended(layer, *twice, position_ids=packed), apart.expand(2, -1, -1, -1))
-    seen = torch.ones(1, 1, 8, 8, dtype=torch.bool).tril()
-    assert torch.equal(attended(layer, q, k, v, seen, position_ids=packed), attended(layer, q, k, v, seen))
-    ours = mask_of(1, 8, 8, mask_function=FUNCTIONS["chunked of 20"])
+    visible = torch.ones(1, 1, 8, 8, dtype=torch.bool).tril()
+    assert torch.equal(attended(layer, q, k, v, visible, position_ids=packed), attended(layer, q, k, v, visible))
+    ours = create_mask(1, 8, 8, mask_function=FUNCTIONS["chunked of 20"])
     torch.testing.assert_close(attended(layer, q, k, v, ours, position_ids=packed), apart, atol=0.02, rtol=0.02)
     for positions in packed[0], packed.expand(3, 1, 8), packed[:, :4], torch.arange(8)[None]:
         assert torch.equal(attended(layer, q, k, v, position_ids=positions), whole)
@@ -229,10 +229,10 @@ def test_other_masks_are_served(of):
         mask[0, 5:8] = mask[1, 12] = 0
         masks = [mask] * 3
     else:
-        seen = torch.ones(2, 4 if of.endswith("heads") else 1, PROMPT, PROMPT, dtype=torch.bool).tril()
-        seen[0, -1, 10:, 4] = seen[1, 0, 8:, 2:6] = False
-        floats = torch.where(seen, 0.0, -1e30)
-        masks = [floats.bfloat16() if of == "floats" else seen, floats.bfloat16(), floats]
+        visible = torch.ones(2, 4 if of.endswith("heads") else 1, PROMPT, PROMPT, dtype=torch.bool).tril()
+        visible[0, -1, 10:, 4] = visible[1, 0, 8:, 2:6] = False
+        floats = torch.where(visible, 0.0, -1e30)
+        masks = [floats.bfloat16() if of == "floats" else visible, floats.bfloat16(), floats]
     rows = mask == 1 if of == "holes" else mask >= 0
     with torch.no_grad():
         check_close(*[m(ids, attention_mask=x, use_cache=False).logits[rows] for m, x in zip((ours, low, exact), masks)])
@@ -268,7 +268,7 @@ def test_norms_in_float32_are_rounded_and_the_rest_is_refused():
     found = attended({}, q.float(), k.float(), v)
     assert torch.equal(found, attended({}, q, k, v))
     for refused in dict(output_attentions=True), dict(cache=object()), dict(indices=q), dict(block_indices=q):
-        with pytest.raises(NotImplementedError, match=f"{next(iter(refused))}: is not served"):
+        with pytest.raises(NotImplementedError, match=f"{next(iter(refused))}: is not supported"):
             attended({}, q, k, v, **refused)
     with pytest.raises(
         ValueError, match="model: has no layers that call one of torch_chunk_gated_delta_rule.*LlamaForCausalLM"
@@ -290,17 +290,17 @@ def opened(mask, queries, keys, place, begin):
     """A mask of ours as sdpa's: which keys each query sees."""
     if mask is not None and mask.dtype in (torch.bool, torch.uint8):
         return mask.view(torch.bool)
-    seen = read(mask)
+    info = read_mask(mask)
     i, j = torch.arange(queries)[:, None], torch.arange(keys)
-    end = torch.full((2,), keys) if seen.end is None else seen.end
+    end = torch.full((2,), keys) if info.end is None else info.end
     past = i - queries + end[:, None, None, None] - j  # how far a key is behind a query
     see = past >= 0
-    if seen.window:
-        see = see & (past < seen.window)
-    if seen.first is not None:
-        see = see & (j >= seen.first[:, None, None, None])
-    if seen.documents is not None:
-        see = see & (seen.documents[:, None, :, None] == seen.documents[:, None, None])
+    if info.window:
+        see = see & (past < info.window)
+    if info.first is not None:
+        see = see & (j >= info.first[:, None, None, None])
+    if info.documents is not None:
+        see = see & (info.documents[:, None, :, None] == info.documents[:, None, None])
     return see
 
 
@@ -335,7 +335,7 @@ def test_masks_say_what_transformers_masks_say(function, padding):
             tokens[0, first:last] = False
         asked = dict(mask_function=FUNCTIONS[function], attention_mask=None if padding == "all" and static else tokens)
         at = torch.tensor(place) if static else place
-        made = mask_of(2, queries, keys, at, begin, **asked)
+        made = create_mask(2, queries, keys, at, begin, **asked)
         theirs = masking_utils.sdpa_mask(2, queries, keys, at, begin, allow_is_causal_skip=False, **asked)
         counts = tokens[:, None, place:, None] & theirs.any(-1, keepdim=True)
         assert torch.equal(opened(made, queries, keys, place, begin) & counts, theirs & counts), (queries, place, room, begin)
@@ -353,7 +353,7 @@ def test_masks_of_documents():
     for window in None, 3:
         function = FUNCTIONS["causal"] if window is None else masking_utils.sliding_window_causal_mask_function(window)
         function = masking_utils.and_masks(function, masking_utils.packed_sequence_mask_function(documents))
-        made = mask_of(2, 8, 8, mask_function=function)
+        made = create_mask(2, 8, 8, mask_function=function)
         assert made.shape == (2, window or 1, 5, 8) and torch.equal(
             opened(made, 8, 8, 0, 0), masking_utils.sdpa_mask(2, 8, 8, mask_function=function, allow_is_causal_skip=False)
         )
@@ -365,14 +365,14 @@ def test_masks_are_read_as_they_were_made():
     left[1, :4] = False
     window = FUNCTIONS["window"]
     for queries, function, tokens in itertools.product((1, 50), (FUNCTIONS["causal"], window), (None, left)):
-        made = mask_of(2, queries, 50, 50 - queries, mask_function=function, attention_mask=tokens)
+        made = create_mask(2, queries, 50, 50 - queries, mask_function=function, attention_mask=tokens)
         if made is None:
             assert queries == 50 and function is not window and tokens is None
             continue
         assert made.ndim == 4 and made.untyped_storage().nbytes() <= 32
-        kept = read(made)
-        del made.seen
-        again = read(made)
+        kept = read_mask(made)
+        del made.info
+        again = read_mask(made)
         assert kept.window == again.window
         for one, other in zip(kept[1:4], again[1:4]):
             assert one is other is None or torch.equal(one, other)

@@ -154,9 +154,9 @@ def test_what_makes_no_sense(decode):
     x = np.zeros((1, 4, 2, 16), BF16)
     call = flash_attn.flash_attn_with_kvcache
     for options, said in [
-        (dict(k=x, v=x), "cache_seqlens: must be given where k is"),
-        (dict(k=x, cache_seqlens=0), "k: must be given where v is"),
-        (dict(rotary_cos=x, rotary_sin=x), "rotary_cos: takes k and v, too"),
+        (dict(k=x, v=x), "cache_seqlens: is required with k"),
+        (dict(k=x, cache_seqlens=0), "v: must not be None"),
+        (dict(rotary_cos=x, rotary_sin=x), "rotary_cos: requires k and v"),
     ]:
         with pytest.raises(ValueError, match=said):
             call(x, x.copy(), x.copy(), **options)
@@ -165,7 +165,7 @@ def test_what_makes_no_sense(decode):
 @pytest.mark.parametrize("name", ["qv", "cu_seqlens_k_new", "q_descale", "attention_chunk"])
 def test_what_cannot_be_served_says_so(name, decode):
     x = np.ones((1, 1, 1, 8))
-    with pytest.raises(NotImplementedError, match=f"^{name}: is not served; "):
+    with pytest.raises(NotImplementedError, match=f"^{name}: is not supported; "):
         flash_attn_interface.flash_attn_with_kvcache(x, x, x, **{name: x if name != "attention_chunk" else 5})
 
 

@@ -14,13 +14,13 @@ from planned_launches import PlannedLaunch, form_of
 
 import attention
 from attention.parallel import gather, gather_in_order, pieces, plans, softmax, ulysses, whole
-from attention.parallel.moves import Moving
-from attention.parallel.orders import Span, order_of
-from attention.parallel.peers import Peers, Pending
+from attention.parallel.moves import PendingArrays
+from attention.parallel.orders import Span, find_order
+from attention.parallel.peers import Peers, PendingMessages
 from attention.softmax import sequences
 from attention.softmax.backward.base_config import BackwardConfig
 from attention.softmax.base_config import BaseConfig
-from attention.softmax.variants import At
+from attention.softmax.variants import ScoreContext
 from tiles.arrays import Array
 
 EACH = 16  # every 16th query is looked at, for its neighbours see the same blocks
@@ -30,7 +30,7 @@ class SilentRank(Peers):
     """A rank whose messages go nowhere."""
 
     def exchange(self, sends, receives):
-        return Pending(())
+        return PendingMessages(())
 
 
 @contextlib.contextmanager
@@ -39,7 +39,7 @@ def noted(monkeypatch, gpu):
     with planned_launches.noted(monkeypatch, gpu) as found, monkeypatch.context() as patched:
         for module in plans, whole:
             patched.setattr(module, "describe", lambda x, name: Array(0 if x.is_meta else x.data_ptr(), form_of(x), x, None))
-        patched.setattr(pieces, "lengths_of", lambda ends, batch, device: torch.tensor([ends] * batch, dtype=torch.int32))
+        patched.setattr(pieces, "key_lengths", lambda ends, batch, device: torch.tensor([ends] * batch, dtype=torch.int32))
         yield found
 
 
@@ -123,7 +123,7 @@ def results(q, k, v):
 
 def on_ranks(monkeypatch, gpu, problem, world, scheme="gather", order="zigzag", back=False):
     """The same of each rank; back: of gradients in order."""
-    order = order_of(order)
+    order = find_order(order)
     queries, keys = order.spans(problem.length, world), order.spans(problem.length_k, world)
     found = []
     for rank in range(world):
@@ -136,7 +136,7 @@ def on_ranks(monkeypatch, gpu, problem, world, scheme="gather", order="zigzag", 
             if "bias" in told and told["bias"].shape[2] > 1:
                 bias = told["bias"]
                 told["bias"] = bias.new_empty((*bias.shape[:2], sum(map(len, queries[rank])), bias.shape[3]))
-            _, plan = plans.planned((peers,), (scheme, order, problem.length, problem.length_k, None, False), *arrays, told)
+            _, plan = plans.plan_call((peers,), (scheme, order, problem.length, problem.length_k, None, False), *arrays, told)
             its.clear()
             plan.scheme.attend(*arrays, plan.call(*arrays, told))
             if back:
@@ -144,7 +144,7 @@ def on_ranks(monkeypatch, gpu, problem, world, scheme="gather", order="zigzag", 
                 softmax._differentiate(plan, out, None, *arrays, out, lse, told, ["q", "k", "v"])
         for one in its:
             if isinstance(one.config, BackwardConfig if back else BaseConfig):
-                k = np.arange(problem.length_k) if "own_k" in one.arrays else places.of(one.arrays["k"])
+                k = np.arange(problem.length_k) if "local_k" in one.arrays else places.of(one.arrays["k"])
                 own = one.arrays["k"].untyped_storage()._cdata == arrays[1].untyped_storage()._cdata
                 assert (np.diff(k) == 1).all(), f"keys of a launch lie one behind the other: {k}"
                 found.append(NotedLaunch(one, places.of(one.arrays["q"]), k, own))
@@ -154,10 +154,10 @@ def on_ranks(monkeypatch, gpu, problem, world, scheme="gather", order="zigzag", 
 @contextlib.contextmanager
 def _moved(monkeypatch, places):
     """Arrays that would be on their way are made, and where their rows belong is noted."""
-    real = {module: module.way for module in (gather, gather_in_order, ulysses)}
+    real = {module: module.plan_redistribution for module in (gather, gather_in_order, ulysses)}
     wanted = {}
 
-    def way(of):
+    def plan_redistribution(of):
         def found(rank, sources, targets):
             its = of(rank, sources, targets)
             wanted[id(its)] = targets[rank]
@@ -165,16 +165,16 @@ def _moved(monkeypatch, places):
 
         return found
 
-    def move(peers, *routes):
-        made = [x if its.nothing else x.new_empty((x.shape[0], *its.shape, *x.shape[3:])) for x, its in routes]
+    def redistribute(peers, *routes):
+        made = [x if its.is_identity else x.new_empty((x.shape[0], *its.shape, *x.shape[3:])) for x, its in routes]
         for x, (_, its) in zip(made, routes):
             places.note(x, wanted[id(its)].spans)
-        return Moving(made, Pending(()), [])
+        return PendingArrays(made, PendingMessages(()), [])
 
     with monkeypatch.context() as patched:
         for module, of in real.items():
-            patched.setattr(module, "way", way(of))
-            patched.setattr(module, "move", move)
+            patched.setattr(module, "plan_redistribution", plan_redistribution(of))
+            patched.setattr(module, "redistribute", redistribute)
         yield
 
 
@@ -186,7 +186,7 @@ def key_orders(noted, problem, each=EACH):
     for query, queries, key, n in _sequences(config, told, arrays):
         for tile in range(0, queries, config.rows):
             mine = rows[query + tile : query + min(queries, tile + config.rows)]
-            at = At(0, 0, tile, n - queries, queries, n, given, (), 0)
+            at = ScoreContext(0, 0, tile, n - queries, queries, n, given, (), 0)
             if config.by_list:
                 blocks = _listed(config, mine, keys[key : key + n], problem)
             else:
@@ -235,12 +235,12 @@ def visible(problem, rows):
 
 def _sequences(config, told, arrays):
     """[(first query, how many, first key, how many)] of each sequence of a launch, of one batch."""
-    if issubclass(config.lie, sequences.Packed):
+    if issubclass(config.seq_layout, sequences.PackedLayout):
         ends = arrays["cu_seqlens"].tolist()
         ends_k = ends if arrays.get("cu_seqlens_k") is None else arrays["cu_seqlens_k"].tolist()
         return [(a, b - a, c, d - c) for a, b, c, d in zip(ends, ends[1:], ends_k, ends_k[1:])]
-    if config.lie is sequences.Parts:
+    if config.seq_layout is sequences.QueryPartsLayout:
         return [(told["q_len"] * n, told["q_len"], 0, end) for n, end in enumerate(arrays["lengths_k"][0].tolist())]
-    if config.lie is sequences.InUse:
+    if config.seq_layout is sequences.SeqUsedLayout:
         return [(0, told["q_len"], 0, int(arrays["lengths_k"][0]))]
     return [(0, told["q_len"], 0, told["kv_len"])]

@@ -13,26 +13,26 @@ from threads import Thread, together
 import attention
 from attention import parallel
 from attention.parallel import arrival
-from attention.parallel.arrival import arrival_of
-from attention.parallel.gather_in_place import Others
-from attention.parallel.orders import Span, order_of
-from attention.parallel.pieces import Call
+from attention.parallel.arrival import plan_copies
+from attention.parallel.gather_in_place import InPlaceGather
+from attention.parallel.orders import Span, find_order
+from attention.parallel.pieces import ForwardCall
 
 
 class Copying(Thread):
     """One whose copies are done before attention begins. What does not come is NaN."""
 
-    arrives = True
+    overlaps_copies = True
 
-    def arrive(self, arrival, k, v):
+    def start_copies(self, arrival, k, v):
         found = []
         for x in (k, v):
             others = torch.full((1, arrival.rows, *x.shape[2:]), torch.nan, dtype=x.dtype)
-            shares = self.told(x)
+            shares = self.all_gather_text(x)
             for rank, source, place in arrival.copies:
                 others[:, slice(*place)] = shares[rank][:, slice(*source)]
             found.append(others)
-        return *found, arrival.awaits[-1:]
+        return *found, arrival.required[-1:]
 
 
 @pytest.mark.parametrize(("world", "length"), [(2, 512), (2, 1024), (3, 768)])
@@ -41,8 +41,8 @@ def test_bits_are_those_of_one(monkeypatch, world, length):
     q, k, v = drawn(length)
     wanted = attention.forward(q, k, v, causal=True, return_lse=True)
     called = []
-    arrive = Copying.arrive
-    monkeypatch.setattr(Copying, "arrive", lambda *x: called.append(x) or arrive(*x))
+    start_copies = Copying.start_copies
+    monkeypatch.setattr(Copying, "start_copies", lambda *x: called.append(x) or start_copies(*x))
 
     def rank(peers):
         mine = [parallel.shard(x, peers) for x in (q, k, v)]
@@ -58,8 +58,8 @@ def test_bits_are_those_of_one(monkeypatch, world, length):
 def test_others_stay_apart(monkeypatch, world, length, order):
     """Messages: own keys stay where they are, where a rank's parts are as long, and the bits are those of one."""
     q, k, v = drawn(length)
-    wanted, called, attend = attention.forward(q, k, v, causal=True, scale=0.2), [], Others.attend
-    monkeypatch.setattr(Others, "attend", lambda *x: called.append(x) or attend(*x))
+    wanted, called, attend = attention.forward(q, k, v, causal=True, scale=0.2), [], InPlaceGather.attend
+    monkeypatch.setattr(InPlaceGather, "attend", lambda *x: called.append(x) or attend(*x))
 
     def rank(peers):
         mine = [parallel.shard(x, peers, order=order) for x in (q, k, v)]
@@ -71,9 +71,9 @@ def test_others_stay_apart(monkeypatch, world, length, order):
 
 
 def planned(world, rank, length, order="zigzag", **told):
-    spans = order_of(order).spans(length, world)
-    call = Call(told, length, length, Span(0, 4), Span(0, 2), (64, 64), torch.device("cpu"), True)
-    return arrival_of(rank, spans, spans, 1, call)
+    spans = find_order(order).spans(length, world)
+    call = ForwardCall(told, length, length, Span(0, 4), Span(0, 2), (64, 64), torch.device("cpu"), True)
+    return plan_copies(rank, spans, spans, 1, call)
 
 
 def test_what_comes_first_is_read_first():
@@ -84,20 +84,20 @@ def test_what_comes_first_is_read_first():
         (2, Span(0, 512), Span(256, 768)),
         (1, Span(0, 256), Span(0, 256)),
     )
-    assert (found.rows, found.most, found.seen) == (1024, 512, (1536, 0, 256, 1280, 1536, True, None, None))
-    assert found.awaits.tolist() == [0, 0, 3, 3, 2, 2, 2, 2, 1, 1, 0, 0, 3]
+    assert (found.rows, found.max_rows, found.placement) == (1024, 512, (1536, 0, 256, 1280, 1536, True, None, None))
+    assert found.required.tolist() == [0, 0, 3, 3, 2, 2, 2, 2, 1, 1, 0, 0, 3]
     last = planned(3, 2, 1536, causal=True)
     assert last.copies == ((1, Span(0, 256), Span(256, 512)), (0, Span(0, 256), Span(0, 256)))
-    assert (last.rows, last.seen[:5]) == (512, (1024, 512, 1024, 1024, 1024))
-    assert last.awaits.tolist() == [2, 2, 1, 1, 0, 0, 0, 0, 2]
+    assert (last.rows, last.placement[:5]) == (512, (1024, 512, 1024, 1024, 1024))
+    assert last.required.tolist() == [2, 2, 1, 1, 0, 0, 0, 0, 2]
 
 
 def test_large_spans_come_in_pieces(monkeypatch):
     """Of so many bytes that a copy is worth the host's time, in whole blocks."""
-    monkeypatch.setattr(arrival, "LEAST", 256 * 2 * 2 * 128)  # 256 rows of keys and values
+    monkeypatch.setattr(arrival, "MIN_COPY_BYTES", 256 * 2 * 2 * 128)  # 256 rows of keys and values
     found = planned(2, 1, 4096, causal=True)
-    assert [copy.place for copy in found.copies] == [Span(768, 1024), Span(512, 768), Span(256, 512), Span(0, 256)]
-    assert found.awaits.tolist() == [4] * 2 + [3] * 2 + [2] * 2 + [1] * 2 + [0] * 16 + [4]
+    assert [copy.target for copy in found.copies] == [Span(768, 1024), Span(512, 768), Span(256, 512), Span(0, 256)]
+    assert found.required.tolist() == [4] * 2 + [3] * 2 + [2] * 2 + [1] * 2 + [0] * 16 + [4]
 
 
 @pytest.mark.parametrize(

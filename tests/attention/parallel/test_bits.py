@@ -15,7 +15,7 @@ from planned_launches import GPUS
 
 from attention.parallel import plans
 from attention.parallel.orders import Zigzag
-from attention.softmax.backward.dq_order import LastFirst, Ordered, Snaking
+from attention.softmax.backward.dq_order import AscendingAdds, ReverseTiles, SnakeAdds
 
 PROBLEMS = int(os.environ.get("TILES_EXAMPLES", 40))  # 1,000 take a minute
 WHOLE_TILES = Zigzag(384)  # parts that begin with whole tiles in every kernel
@@ -41,7 +41,7 @@ def bent(s, b, h, i, j):
     return s + 0.1 * (i * j)
 
 
-def sloped(s, b, h, i, j, slopes):
+def use_alibi(s, b, h, i, j, slopes):
     return s - slopes[h] * (i - j)
 
 
@@ -53,7 +53,7 @@ CASES = {  # (problem, ranks, order) of which other lengths, another variant, or
     "batches": (WholeCall(4866, 1, 1, (64, 64), CAUSAL, batch=2), 5, "contiguous"),
     "alibi": (WholeCall(1456, 4, 2, (128, 128), CAUSAL | dict(alibi=array(4))), 4, "contiguous"),
     "a score": (WholeCall(2528, 4, 2, (128, 128), dict(score=bent)), 3, "zigzag"),
-    "a score that is alibi": (WholeCall(2003, 2, 2, (128, 128), CAUSAL | dict(score=sloped, aux=(array(2),))), 3, "zigzag"),
+    "a score that is alibi": (WholeCall(2003, 2, 2, (128, 128), CAUSAL | dict(score=use_alibi, aux=(array(2),))), 3, "zigzag"),
     "packed": (WholeCall(7845, 128, 8, (64, 64), CAUSAL | dict(cu_seqlens=ends(*range(0, 7845, 500), 7845))), 8, "zigzag"),
     "short parts": (WholeCall(200, 8, 8, (128, 128), CAUSAL, batch=70), 4, "contiguous"),
     "a bias of one row": (WholeCall(1025, 2, 2, (128, 128), dict(bias=array(1, 2, 1025, 1025))), 4, "zigzag"),
@@ -78,7 +78,7 @@ def test_ranks_take_the_blocks_of_one_gpu(monkeypatch, name):
     """And would not, if they chose by what they have themselves."""
     problem, world, order = CASES[name]
     assert not differs(monkeypatch, "H200", problem, world, order)
-    monkeypatch.setattr(plans, "keys_of_a_block", lambda *_: None)
+    monkeypatch.setattr(plans, "find_kv_block", lambda *_: None)
     assert differs(monkeypatch, "H200", problem, world, order)
 
 
@@ -86,7 +86,7 @@ def test_a_mask_that_is_a_window_is_one_for_ranks(monkeypatch):
     i, j = np.arange(2280)[:, None], np.arange(2280)[None]
     problem = WholeCall(2280, 4, 2, (64, 64), dict(mask=near), seen=(j <= i) & (j > i - 700))
     assert not differs(monkeypatch, "RTX 4090", problem, 2, WHOLE_TILES)
-    monkeypatch.setattr(plans, "windowed", lambda told, *_: told)
+    monkeypatch.setattr(plans, "use_window", lambda options, *_: options)
     assert differs(monkeypatch, "RTX 4090", problem, 2, WHOLE_TILES)
 
 
@@ -161,9 +161,9 @@ def launches_of_gradients(monkeypatch, gpu, problem, world=1, order=None):
     for (config, _, told), rows, keys, own in found:
         if not hasattr(config, "order") or "gQ" not in told or "gO" in told:
             continue
-        module, back = type(config).__module__, isinstance(config.order, (Ordered, LastFirst))
+        module, back = type(config).__module__, isinstance(config.order, (AscendingAdds, ReverseTiles))
         first = rows[0] % config.rows == 0 if len(rows) else True
-        blocks = type(config.order) if isinstance(config.order, Snaking) else None
+        blocks = type(config.order) if isinstance(config.order, SnakeAdds) else None
         if not (ranks and own):
             of_dq.add((module, config.kv, blocks, bool(keys[0] % config.kv == 0)))
         if not ranks or own:

@@ -17,7 +17,7 @@ SMALL = 4096  # bytes of what else there may be
 
 def most(monkeypatch, world, rank, **options):
     """Bytes that a call takes beyond its shards, its output and lse."""
-    monkeypatch.setattr(agreement, "_KNOWN", {})
+    monkeypatch.setattr(agreement, "_CACHED", {})
     counted, own = counts(world, rank, LENGTH, HEADS, KV_HEADS, DIM, **options)
     return counted.most - own
 
@@ -26,7 +26,7 @@ def most(monkeypatch, world, rank, **options):
 @pytest.mark.parametrize(("world", "rank"), [(2, 0), (2, 1), (4, 1), (4, 3)])
 def test_gather_takes_the_keys_and_values_of_others_and_no_more(monkeypatch, world, rank, in_turn):
     """Those that its last query does not see are left out. In turns, own ones are put with them."""
-    monkeypatch.setattr(gather, "LONG", 0 if in_turn else 2**40)
+    monkeypatch.setattr(gather, "STEP_BYTES", 0 if in_turn else 2**40)
     found = most(monkeypatch, world, rank, scheme="gather", causal=True)
     seen = KEYS * (2 * world - rank) / (2 * world)
     lse = 4 * HEADS * LENGTH // world if in_turn else 0  # of the heads that are computed, which is copied to its place

@@ -95,14 +95,14 @@ def test_rows_come_by_copies_between_processes(monkeypatch):
 def by_copies(world):
     """Other arrays in every call, and in the end longer ones, which take more memory than there is."""
 
-    def gathered(said, device):
+    def all_gather_bytes(said, device):
         found = [None] * world
         dist.all_gather_object(found, said)
         return found
 
-    importlib.import_module("attention.parallel.mapped").PATIENCE = 60_000
+    importlib.import_module("attention.parallel.mapped").TIMEOUT = 60_000
     peers = parallel.mapped()
-    vars(peers)["gathered"] = gathered  # gloo has no all-gather of a GPU's tensors
+    vars(peers)["gathered"] = all_gather_bytes  # gloo has no all-gather of a GPU's tensors
     wrong = torch.zeros((), device="cuda")
     for n in range(40):
         length = 1024 if n < 30 else 3001

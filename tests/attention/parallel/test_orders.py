@@ -9,14 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attention.parallel.choice import SCHEMES, choose, least_turns, turns_of
-from attention.parallel.gather import Gather
-from attention.parallel.moves import Cut, common, wide
-from attention.parallel.orders import Contiguous, Span, Zigzag, count, merged, order_of, without
-from attention.parallel.peers import Peers, Pending
-from attention.parallel.pieces import Call
-from attention.parallel.ring import Ring
-from attention.reference.scores import Variant
+from attention.parallel.choice import SCHEMES, choose, min_sweeps, plan_sweeps
+from attention.parallel.gather import GatherAttention
+from attention.parallel.moves import ShardRegion, intersect_regions, widen
+from attention.parallel.orders import Contiguous, Span, Zigzag, count_tokens, find_order, merge_spans, subtract_spans
+from attention.parallel.peers import Peers, PendingMessages
+from attention.parallel.pieces import ForwardCall
+from attention.parallel.ring import RingAttention
+from attention.reference.scores import ReferenceVariant
 
 ORDERS = st.sampled_from([Zigzag(), Contiguous(), Zigzag(64), Contiguous(1)])
 
@@ -26,7 +26,7 @@ def test_ranks_have_every_token_once_and_as_many_blocks(order, length, world):
     spans = order.spans(length, world)
     every = np.concatenate([np.arange(*span) for one in spans for span in one] or [np.arange(0)])
     np.testing.assert_array_equal(np.sort(every), np.arange(length))
-    tokens = np.array([count(one) for one in spans])
+    tokens = np.array([count_tokens(one) for one in spans])
     assert tokens.max() <= tokens.mean() + order.block or tokens.max() - tokens.min() <= 2 * (1 + length // (2 * world))
     blocks = [-(-n // order.block) for n in tokens]
     assert length < 2 * world * order.block or max(blocks) <= sum(blocks) / world + 1
@@ -49,11 +49,11 @@ def test_blocks_that_cannot_be(order, block):
 def test_an_order_that_does_not_exist():
     for order in "reversed", ["zigzag"]:
         with pytest.raises(ValueError, match="^order: must be one of"):
-            order_of(order)
+            find_order(order)
 
 
-def call(length, keys, heads=4, kv_heads=2, **told):
-    return Call(told, length, keys, Span(0, heads), Span(0, kv_heads), (64, 64), "cpu")
+def call(length, keys, heads=4, kv_heads=2, **options):
+    return ForwardCall(options, length, keys, Span(0, heads), Span(0, kv_heads), (64, 64), "cpu")
 
 
 WINDOWS = st.sampled_from([None, (7, None), (0, 0), (30, 4), (None, 9), (200, 0), (3, 50)])
@@ -63,21 +63,21 @@ WINDOWS = st.sampled_from([None, (7, None), (0, 0), (30, 4), (None, 9), (200, 0)
 @given(st.integers(1, 90), st.integers(0, 40), st.integers(1, 4), ORDERS, st.booleans(), WINDOWS, st.booleans())
 def test_pieces_see_what_the_whole_sees_each_key_once(length, more, world, order, causal, window, by_ring):
     keys = length + more - 20 if length + more > 20 else length
-    told = ({"causal": True} if causal else {}) | ({"window": window} if window else {})
-    one, whole = call(length, keys, **told), Variant(causal=causal, window=window)
+    options = ({"causal": True} if causal else {}) | ({"window": window} if window else {})
+    one, whole = call(length, keys, **options), ReferenceVariant(causal=causal, window=window)
     found = np.zeros((length, keys), int)
     shares = [span for spans in order.spans(keys, world) for span in spans]
     for q in [span for spans in order.spans(length, world) for span in spans]:
-        for k in shares if by_ring else [one.reach(q)]:
+        for k in shares if by_ring else [one.key_range(q)]:
             part = one.piece(q, k)
             if part is None:
                 continue
             i, j = np.arange(len(part.rows))[:, None], np.arange(len(part.keys))[None]
-            seen = Variant(causal=part.options.get("causal", False), window=part.options.get("window"))
+            seen = ReferenceVariant(causal=part.options.get("causal", False), window=part.options.get("window"))
             rows, columns = slice(*part.rows), slice(*part.keys)
-            found[rows, columns] += seen.seen(0, 0, i, j, len(part.keys) - len(part.rows))
+            found[rows, columns] += seen.visible(0, 0, i, j, len(part.keys) - len(part.rows))
     i, j = np.arange(length)[:, None], np.arange(keys)[None]
-    np.testing.assert_array_equal(found, whole.seen(0, 0, i, j, keys - length))
+    np.testing.assert_array_equal(found, whole.visible(0, 0, i, j, keys - length))
 
 
 @settings(max_examples=100)
@@ -85,30 +85,34 @@ def test_pieces_see_what_the_whole_sees_each_key_once(length, more, world, order
 def test_ring_sees_what_the_whole_sees_in_few_calls(length, world, order, causal, window):
     """Of each share what its calls see, where neighbours are one and where parts of queries are. Causal attention of even parts
     takes a call a share."""
-    told = ({"causal": True} if causal else {}) | ({"window": window} if window else {})
-    one, whole, spans = call(length, length, **told), Variant(causal=causal, window=window), order.spans(length, world)
+    options = ({"causal": True} if causal else {}) | ({"window": window} if window else {})
+    one, whole, spans = (
+        call(length, length, **options),
+        ReferenceVariant(causal=causal, window=window),
+        order.spans(length, world),
+    )
     every = [np.array([n for span in mine for n in range(*span)], int) for mine in spans]
     found, even = np.zeros((length, length), int), length % (2 * world * order.block) == 0 and world > 1
     for rank in range(world):
-        scheme = Ring(Peers(None, rank, world, tuple(range(world))), spans, spans)
-        for turn in scheme._turns(torch.empty(1, len(every[rank]), 4, 8), one):
-            for share, parts in turn.todo.items():
+        scheme = RingAttention(Peers(None, rank, world, tuple(range(world))), spans, spans)
+        for sweep in scheme._sweeps(torch.empty(1, len(every[rank]), 4, 8), one):
+            for share, parts in sweep.todo.items():
                 assert len(parts) == 1 or window or order == Contiguous(order.block) or not even, (share, rank)
                 for (rows, seen, part), _ in parts:
                     i, j = every[rank][rows], every[share][seen]
                     ends = part.options.get("lengths_k", torch.tensor([[len(j)]])).flatten().tolist()
-                    its = Variant(causal=part.options.get("causal", False), window=part.options.get("window"))
+                    its = ReferenceVariant(causal=part.options.get("causal", False), window=part.options.get("window"))
                     for mine, end in zip(np.split(i, len(ends)), ends):
                         a, b = np.arange(len(mine))[:, None], np.arange(end)[None]
-                        found[np.ix_(mine, j[:end])] += its.seen(0, 0, a, b, end - len(mine))
+                        found[np.ix_(mine, j[:end])] += its.visible(0, 0, a, b, end - len(mine))
     i, j = np.arange(length)[:, None], np.arange(length)[None]
-    np.testing.assert_array_equal(found, whole.seen(0, 0, i, j, 0))
+    np.testing.assert_array_equal(found, whole.visible(0, 0, i, j, 0))
 
 
 @given(st.integers(0, 30), st.integers(0, 30), st.lists(st.tuples(st.integers(0, 30), st.integers(0, 9)), max_size=4))
 def test_a_span_without_others(start, size, others):
-    others = merged(tuple([Span(first, first + n) for first, n in others if n]))
-    left = without(Span(start, start + size), others)
+    others = merge_spans(tuple([Span(first, first + n) for first, n in others if n]))
+    left = subtract_spans(Span(start, start + size), others)
     assert [n for span in left for n in range(*span)] == [
         n for n in range(start, start + size) if not any(a <= n < b for a, b in others)
     ]
@@ -118,8 +122,8 @@ def test_a_span_without_others(start, size, others):
 def test_only_a_windows_halo_is_fetched():
     one = call(64 * 1024, 64 * 1024, window=(4096, 0))
     for spans in Zigzag().spans(64 * 1024, 8):
-        needs = count(merged(tuple(map(one.reach, spans))))
-        assert needs <= count(spans) + 2 * (4096 + 128)
+        needs = count_tokens(merge_spans(tuple(map(one.key_range, spans))))
+        assert needs <= count_tokens(spans) + 2 * (4096 + 128)
 
 
 class Silent(Peers):
@@ -127,7 +131,7 @@ class Silent(Peers):
 
     def exchange(self, sends, receives):
         self.sent.extend([x for _, x in sends])
-        return Pending(())
+        return PendingMessages(())
 
 
 def test_gather_holds_the_keys_that_queries_see_and_nothing_else():
@@ -135,23 +139,23 @@ def test_gather_holds_the_keys_that_queries_see_and_nothing_else():
     length, spans = 1024, Zigzag().spans(1024, 2)
     peers, k = Silent(None, 0, 2, (0, 1)), torch.zeros(1, 512, 8, 16, dtype=torch.bfloat16)
     vars(peers)["sent"] = []
-    scheme, one = Gather(peers, spans, spans), call(length, length, 8, 8, causal=True)
-    held = [x for heads in (Span(0, 2), Span(2, 8)) for x in scheme._fetch(k, k, one, heads).wait()]
+    scheme, one = GatherAttention(peers, spans, spans), call(length, length, 8, 8, causal=True)
+    held = [x for heads in (Span(0, 2), Span(2, 8)) for x in scheme._gather(k, k, one, heads).wait()]
     assert sum([x.nbytes for x in held]) == length * 8 * 16 * 4
     memory = [(x.data_ptr(), x.data_ptr() + x.nbytes) for x in (k, *held)]
     assert peers.sent and all(any(first <= x.data_ptr() < end for first, end in memory) for x in peers.sent)
 
 
 def test_what_two_cuts_have_in_common():
-    source, target = Cut((Span(0, 8), Span(20, 30)), Span(0, 4)), Cut((Span(4, 24),), Span(2, 4))
-    found = common(source, target)
+    source, target = ShardRegion((Span(0, 8), Span(20, 30)), Span(0, 4)), ShardRegion((Span(4, 24),), Span(2, 4))
+    found = intersect_regions(source, target)
     assert [(box.rows, box.to_rows) for box in found] == [(slice(4, 8), slice(0, 4)), (slice(8, 12), slice(16, 20))]
     assert all((box.heads, box.to_heads) == (slice(2, 4), slice(0, 2)) for box in found)
-    assert common(source, Cut((Span(0, 8),), Span(4, 6))) == []
+    assert intersect_regions(source, ShardRegion((Span(0, 8),), Span(4, 6))) == []
 
 
 @pytest.mark.parametrize(
-    ("told", "heads", "world", "limit", "scheme"),
+    ("options", "heads", "world", "limit", "scheme"),
     [
         (dict(causal=True), (32, 8), 8, float("inf"), "gather"),
         (dict(causal=True), (4, 4), 8, 2e8, "ring"),  # keys of all tokens would take 0.3 GB, and heads are too few
@@ -159,10 +163,10 @@ def test_what_two_cuts_have_in_common():
         (dict(lengths_k=None, window=(9, 9)), (32, 8), 8, float("inf"), "ulysses"),  # which alone keeps positions
     ],
 )
-def test_auto_chooses_by_time_and_memory(told, heads, world, limit, scheme):
+def test_auto_chooses_by_time_and_memory(options, heads, world, limit, scheme):
     length = 2**18
     spans = Zigzag().spans(length, world)
-    found = choose(call(length, length, *heads, **told), 1, spans, spans, limit)
+    found = choose(call(length, length, *heads, **options), 1, spans, spans, limit)
     assert found.scheme == scheme, str(found)
     assert all(name in str(found) for name in SCHEMES)
 
@@ -170,8 +174,8 @@ def test_auto_chooses_by_time_and_memory(told, heads, world, limit, scheme):
 def test_ring_goes_round_as_often_as_memory_asks_for():
     """At 16k tokens, 32 heads of 8: its result in float32 alone would be 4 times the share on its way."""
     spans, one = Zigzag().spans(2**14, 2), call(2**14, 2**14, 32, 8, causal=True)._replace(head_dims=(128, 128))
-    turns = [turns_of(one, 1, spans, spans, limit) for limit in (float("inf"), 169e6, 168e6, 67.2e6, 1.0)]
-    assert turns == [1, 1, 2, 4, 8]
+    sweeps = [plan_sweeps(one, 1, spans, spans, limit) for limit in (float("inf"), 169e6, 168e6, 67.2e6, 1.0)]
+    assert sweeps == [1, 1, 2, 4, 8]
     said = choose(one, 1, spans, spans, 67.2e6)
     assert "in 4 turns" in str(said.estimates[2]) and said.estimates[2].held <= 67.2e6 and said.scheme == "gather"
 
@@ -179,9 +183,9 @@ def test_ring_goes_round_as_often_as_memory_asks_for():
 def test_long_turns_hold_two_shares():
     """At 64k tokens, 32 heads of 8, a turn in four takes 6 ms; gradients go round as seldom as they can."""
     spans, one = Zigzag().spans(2**16, 2), call(2**16, 2**16, 32, 8, causal=True)._replace(head_dims=(128, 128))
-    assert turns_of(one, 1, spans, spans, float("inf")) == 4 and least_turns(one, 1, spans, spans, float("inf")) == 1
+    assert plan_sweeps(one, 1, spans, spans, float("inf")) == 4 and min_sweeps(one, 1, spans, spans, float("inf")) == 1
     said = choose(one, 1, spans, spans, float("inf")).estimates[2]
-    assert said.turns == 4 and said.held <= 2 * 2**15 * 8 * 128 * 4
+    assert said.sweeps == 4 and said.held <= 2 * 2**15 * 8 * 128 * 4
 
 
 def test_auto_says_why_no_scheme_can():
@@ -192,10 +196,12 @@ def test_auto_says_why_no_scheme_can():
 
 def test_bytes_are_copied_eight_at_a_time_where_all_lie_so():
     x = torch.randn(2, 6, 3, 16).bfloat16()
-    both = wide(x[:, 1:, :2], torch.empty(2, 5, 2, 16, dtype=torch.bfloat16))
+    both = widen(x[:, 1:, :2], torch.empty(2, 5, 2, 16, dtype=torch.bfloat16))
     both[1].copy_(both[0])
     assert both[1].dtype == torch.float64 and torch.equal(both[1].view(torch.bfloat16), x[:, 1:, :2])
-    assert all([y.dtype == x.dtype for y in wide(x, x[..., 1:9])]) and wide(x.transpose(2, 3))[0].dtype == x.dtype
+    assert all([y.dtype == x.dtype for y in widen(x, x[..., 1:9])]) and widen(x.transpose(2, 3))[0].dtype == x.dtype
     assert (
-        wide(x[..., 0, :])[0].dtype == x.dtype and wide(x[..., :6])[0].dtype == x.dtype and wide(x.double())[0].shape == x.shape
+        widen(x[..., 0, :])[0].dtype == x.dtype
+        and widen(x[..., :6])[0].dtype == x.dtype
+        and widen(x.double())[0].shape == x.shape
     )

@@ -17,12 +17,12 @@ from threads import PATIENCE, Thread, compared, together
 import attention
 from attention import parallel
 from attention.parallel import agreement, gather, moves, parts
-from attention.parallel.gather import Gather
-from attention.parallel.mapped import Mapped, Memory
+from attention.parallel.gather import GatherAttention
+from attention.parallel.mapped import MappedPeers, SymmetricBuffers
 from attention.parallel.orders import ORDERS, Span
-from attention.parallel.peers import Pending
-from attention.parallel.recurrent import Delta
-from attention.parallel.ring import Ring
+from attention.parallel.peers import PendingMessages
+from attention.parallel.recurrent import ShardedDeltaRule
+from attention.parallel.ring import RingAttention
 from attention.recurrent import chunks
 from attention.softmax import hopper, shared_out
 
@@ -97,8 +97,8 @@ def test_parts_have_the_blocks_of_keys_of_the_whole(monkeypatch, dim, options):
 def test_a_window_is_begun_before_keys_come(monkeypatch, order, world):
     """Most queries see their own rank's keys alone; the bits are those of one, of which a mask asks for its place, too."""
     q, k, v = drawn(1024 * world, 1, 1)
-    by_rows, turns = Gather._by_rows, []
-    monkeypatch.setattr(Gather, "_by_rows", lambda *given: turns.append(by_rows(*given)) or turns[-1])
+    by_rows, turns = GatherAttention._window_steps, []
+    monkeypatch.setattr(GatherAttention, "_window_steps", lambda *given: turns.append(by_rows(*given)) or turns[-1])
     for told in dict(window=(100, 0)), dict(window=(100, 0), causal=True, mask=lambda b, h, i, j: (i + j) % 7 > 0):
         wanted = attention.forward(q, k, v, **told, return_lse=True)
 
@@ -109,7 +109,7 @@ def test_a_window_is_begun_before_keys_come(monkeypatch, order, world):
             for its, spans in zip(x, ORDERS[order].spans(q.shape[1], world), strict=True):
                 rows = [n for span in spans for n in range(*span)]
                 assert torch.equal(its, y[:, rows] if axis == 1 else y[:, :, rows])
-    assert len(turns) == 2 * world and all([2 * computed(turn[0]) >= 1024 and turn[0].way is None for turn in turns])
+    assert len(turns) == 2 * world and all([2 * computed(turn[0]) >= 1024 and turn[0].plan is None for turn in turns])
 
 
 @pytest.mark.parametrize(("scheme", "world"), [("gather", 2), ("gather", 3), ("ulysses", 2), ("ring", 3)])
@@ -152,11 +152,11 @@ def test_gradients_of_some_heads_come_home_under_those_of_others(monkeypatch):
     wanted = torch.autograd.grad(attention.forward(*whole, causal=True), whole, dout)
     monkeypatch.setattr(gather, "TILE", 1)
     for full, turns in (1, 2), (10**6, 1):
-        monkeypatch.setattr(gather, "FULL", full)
-        agreement._KNOWN.clear()
+        monkeypatch.setattr(gather, "FULL_GPU_TILES", full)
+        agreement._CACHED.clear()
         sent = []
-        send = lambda *given, sent=sent, **told: sent.append(0) or moves.sums_on_their_way(*given, **told)
-        monkeypatch.setattr(gather, "sums_on_their_way", send)
+        send = lambda *given, sent=sent, **told: sent.append(0) or moves.start_reduce_scatter(*given, **told)
+        monkeypatch.setattr(gather, "start_reduce_scatter", send)
 
         def rank(peers):
             mine = [share(x.detach(), peers, "zigzag").requires_grad_() for x in whole]
@@ -198,18 +198,20 @@ def test_ranks_whose_losses_are_of_different_results(scheme, in_order):
 def test_sums_are_in_the_order_of_ranks():
     """Wherever they are taken, and whatever arrives first."""
     parts = torch.tensor([1e8, 1.0, -1e8, 3.0])
-    cuts = tuple([moves.Cut((Span(rank, rank + 1),), Span(0, 1)) for rank in range(4)])
-    every = (moves.Cut((Span(0, 4),), Span(0, 1)),) * 4
+    cuts = tuple([moves.ShardRegion((Span(rank, rank + 1),), Span(0, 1)) for rank in range(4)])
+    every = (moves.ShardRegion((Span(0, 4),), Span(0, 1)),) * 4
 
     def rank(peers):
         x = parts[peers.rank].expand(1, 4, 1, 1).contiguous()
-        return moves.gathered_sums(peers, (x, moves.way(peers.rank, every, cuts)))[0].item()
+        return moves.reduce_scatter(peers, (x, moves.plan_redistribution(peers.rank, every, cuts)))[0].item()
 
     assert together(4, rank) == [((parts[0] + parts[1]) + parts[2] + parts[3]).item()] * 4
 
 
 IN_TURNS = {
-    "a mask of heads": dict(mask=lambda b, h, i, j: (i + 2 * j + h) % 3 != 0),
+    "a mask of heads, rows without keys, sinks of -inf": dict(
+        mask=lambda b, h, i, j: ((i + 2 * j + h) % 3 != 0) & (i % 7 > 0), sink=torch.tensor([0.5, -torch.inf, 2.0, -torch.inf])
+    ),
     "a sink": dict(causal=True, sink=torch.tensor([0.5, -1.0, 2.0, 0.0])),
     "a window": dict(window=(20, 0)),
 }
@@ -218,8 +220,8 @@ IN_TURNS = {
 @pytest.mark.parametrize("name", IN_TURNS)
 def test_ring_in_turns(monkeypatch, name):
     """A key head each, since there is no memory for more; the same as in one turn."""
-    went, go = [], Ring._go_round
-    monkeypatch.setattr(Ring, "_go_round", lambda self, k, *given: went.append(k.shape[2]) or go(self, k, *given))
+    went, go = [], RingAttention._go_around
+    monkeypatch.setattr(RingAttention, "_go_around", lambda self, k, *given: went.append(k.shape[2]) or go(self, k, *given))
     shapes, learned = dict(heads=4, kv_heads=2), ["sink"] * ("sink" in IN_TURNS[name])
     compared(2, 70, "ring", shapes=shapes, bitwise=(), learned=learned, asked=dict(memory=1), **IN_TURNS[name])
     assert went == [1] * 8  # two turns, on two ranks, there and back
@@ -267,7 +269,7 @@ def recurrent(name, arrays, whole=(), **options):
 @pytest.fixture
 def cut(monkeypatch):
     """The interpreter has three multiprocessors: parts of one head are cut into as many segments as they have chunks."""
-    monkeypatch.setattr(chunks, "LEAST", 1)
+    monkeypatch.setattr(chunks, "MIN_PARALLEL_SEGMENT_CHUNKS", 1)
 
 
 def members(batch=1):
@@ -290,20 +292,22 @@ def test_the_delta_rule_in_segments(cut, channels):
 
 def test_what_is_forgotten_is_not_walked(cut, monkeypatch):
     """Of a head that decays soon, and of one that does not."""
-    monkeypatch.setattr(parts, "WORTH", 1)
-    asked, forgotten = [], parts.Part.forgotten
-    monkeypatch.setattr(parts.Part, "forgotten", lambda *given: asked.append(forgotten(*given)) or asked[-1])
+    monkeypatch.setattr(parts, "MIN_CHUNKS", 1)
+    counts, count_forgotten = [], parts.SequenceShard.count_forgotten_chunks
+    monkeypatch.setattr(
+        parts.SequenceShard, "count_forgotten_chunks", lambda *args: counts.append(count_forgotten(*args)) or counts[-1]
+    )
     q, k, v, beta = (x.repeat_interleave(2, 2) for x in members())
     decay = torch.tensor([-0.9, -0.01]) * torch.ones(1, LENGTH, 2)
     recurrent("delta_rule", (q, k, v, beta), decay=decay, initial_state=torch.randn(1, 2, 16, 16), return_state=True)
-    skipped = torch.stack([x.amax(0)[:, 0] for x in asked])
+    skipped = torch.stack([x.amax(0)[:, 0] for x in counts])
     assert (skipped[:, 1] == 0).all() and skipped[:, 0].max() > 0
 
 
 @pytest.mark.parametrize(("strength", "rate", "alike"), [(1, 1.0, False), (1, 0.1, False), (3, 2.0, False), (3, 1.0, True)])
 def test_only_what_is_forgotten_is_skipped(monkeypatch, strength, rate, alike):
     """Tokens with beta |k|^2 above 2 add to a state, so that it may grow though it decays."""
-    monkeypatch.setattr(parts, "WORTH", 1)
+    monkeypatch.setattr(parts, "MIN_CHUNKS", 1)
     torch.manual_seed(0)
     length, heads = 64 * 5 - 9, 3
     k, v = torch.randn(2, 1, length, heads, 16).bfloat16()
@@ -311,8 +315,8 @@ def test_only_what_is_forgotten_is_skipped(monkeypatch, strength, rate, alike):
     beta, decay = strength * torch.rand(1, length, heads), -rate * torch.rand(1, length, heads)
     if alike:
         k, beta = k[:, :1].expand_as(k), torch.full_like(beta, strength)
-    place = parts.Part(Span(0, length), 1, None, "cpu")
-    skipped = Delta((k, k, v, beta), {"decay": decay})._forgotten(place)[0, :, 0].int()
+    shard = parts.SequenceShard(Span(0, length), 1, None, "cpu")
+    skipped = ShardedDeltaRule((k, k, v, beta), {"decay": decay})._forgotten_chunks(shard)[0, :, 0].int()
     assert (skipped.min() > 0) == (rate >= 1 and not alike)
     for head, n in enumerate(skipped.tolist()):
         m = torch.eye(16, dtype=torch.float64)
@@ -350,7 +354,7 @@ def test_mamba2_in_segments(cut):
         (dict(decay=-0.1), "decay: must be an array"),
         (dict(family="sm_70"), "family: must be None or one of"),
         (dict(return_state="no"), "return_state: must be a bool"),
-        (dict(out=torch.zeros(1, 1, 1, 16).bfloat16()), "out: is not served on several ranks"),
+        (dict(out=torch.zeros(1, 1, 1, 16).bfloat16()), "out: is not supported on several ranks"),
         (dict(cu_seqlens=torch.tensor([0, 1, 9])), "cu_seqlens: must end at 1"),
         (dict(cu_seqlens=torch.tensor([1, 1])), "cu_seqlens: must begin at 0"),
     ],
@@ -409,27 +413,27 @@ def test_torch_compile_does_not_look_inside():
 def test_arrays_that_are_not_torchs():
     """In words, whatever is asked."""
     q, k, v, *_ = members()
-    with pytest.raises(TypeError, match="^v: must be a tensor of torch, .* not ndarray"):
+    with pytest.raises(TypeError, match="^v: must be a torch tensor, .* not ndarray"):
         parallel.linear(q, k, v.float().numpy())
-    with pytest.raises(TypeError, match="^beta: must be a tensor of torch, .* not float"):
+    with pytest.raises(TypeError, match="^beta: must be a torch tensor, .* not float"):
         parallel.delta_rule(q, k, v, 0.5)
 
 
 def test_no_gradient_is_said_on_every_rank():
     q, k, v, _ = members()
-    with torch.enable_grad(), pytest.raises(NotImplementedError, match="the backward pass is not there yet"):
+    with torch.enable_grad(), pytest.raises(NotImplementedError, match="there is no backward pass on several ranks"):
         parallel.linear(q.requires_grad_(), k, v)
 
 
 class Lent:
     """Memory of a thread that all others read: see mapped.Memory. every: the two halves of each."""
 
-    open, by_engines, half, late = True, False, 0, 0
+    available, uses_copy_engines, half, late = True, False, 0, 0
 
     def __init__(self, every, meeting):
         self.every, self.meeting = every, meeting
 
-    def turn(self, nbytes):
+    def switch_half(self, nbytes):
         assert nbytes <= self.every[0].shape[1]
         self.half ^= 1
 
@@ -437,17 +441,17 @@ class Lent:
         size = dtype.itemsize * torch.Size(shape).numel()
         return self.every[rank, self.half, at + first * size : at + end * size].view(dtype).view(1, end - first, *shape)
 
-    def copied(self, own, copies):
-        for place, x in own:
+    def copy(self, local, copies):
+        for place, x in local:
             place.copy_(x)
         self.meeting.wait(PATIENCE)
         time.sleep(self.late)
         for place, x in copies:
             place.copy_(x)
-        return Pending(())
+        return PendingMessages(())
 
 
-class Mapping(Mapped, Thread):
+class Mapping(MappedPeers, Thread):
     """Ranks that are threads and map each other's memory."""
 
 
@@ -470,17 +474,17 @@ def test_rows_come_by_copies(world):
     together(world, rank)
 
 
-class Engines(Memory):
+class Engines(SymmetricBuffers):
     """Memory of a thread that all others read, and what stands for streams."""
 
-    open = by_engines = True
+    available = uses_copy_engines = True
 
     def __init__(self, every, meeting):
         self.every, self.meeting, self.views, self.half, self.nbytes = every, meeting, {}, 0, every[0].numel() // 2
         self.handle = self
-        self.now = self.stream = self.event = SimpleNamespace(wait_event=lambda event: None, record=lambda stream: None)
+        self.caller = self.stream = self.event = SimpleNamespace(wait_event=lambda event: None, record=lambda stream: None)
 
-    def turn(self, nbytes):
+    def switch_half(self, nbytes):
         assert nbytes <= self.nbytes
         self.half = 0 if self.half else self.nbytes
 

@@ -43,10 +43,10 @@ def members(world):
     q, k, v = (torch.randn(1, LENGTH, heads, 16).bfloat16() for heads in (1, 1, 2))
     k = torch.nn.functional.normalize(k.float(), dim=-1).bfloat16()
     beta, ends, state = torch.rand(1, LENGTH, 2), integers(0, 30, 30, 71, LENGTH), torch.randn(1, 2, 16, 16)
-    of_heads, of_tokens, of_channels = (-torch.rand(shape) * 0.1 for shape in ((2,), (1, LENGTH, 2), (1, LENGTH, 2, 16)))
+    select_heads, of_tokens, of_channels = (-torch.rand(shape) * 0.1 for shape in ((2,), (1, LENGTH, 2), (1, LENGTH, 2, 16)))
     compared("linear", (q, k, v))
-    compared("linear", (q, k, v), decay=of_heads, initial_state=state, return_state=True)
-    compared("linear", (q, k, v), decay=of_heads, cu_seqlens=ends, return_state=True)
+    compared("linear", (q, k, v), decay=select_heads, initial_state=state, return_state=True)
+    compared("linear", (q, k, v), decay=select_heads, cu_seqlens=ends, return_state=True)
     compared("linear", (q, k, v), decay=of_tokens, return_state=True, initial_state=state)
     compared("linear", (q, k, v), decay=of_channels, cu_seqlens=ends, return_state=True)
     compared("delta_rule", (q, k, v, beta), return_state=True)
@@ -59,7 +59,7 @@ def members(world):
         compared("linear", [x.float() for x in (q, k, v)], decay=of_tokens)
         compared("delta_rule", [x.float() for x in (q, k, v, beta)])
         compared("mamba2", [x.float() for x in (v, steps, rate, k, q)], whole=(2,), z=v.float())
-    with pytest.raises(ValueError, match=r"ask for different things:\nrank 0: scale=1.0\nranks 1, 2: scale=2.0"):
+    with pytest.raises(ValueError, match=r"make different calls:\nrank 0: scale=1.0\nranks 1, 2: scale=2.0"):
         parallel.linear(*map(part, (q, k, v)), length=LENGTH, scale=2.0 if dist.get_rank() else 1.0)
     with pytest.raises(NotImplementedError, match="normalize"):
         parallel.linear(*map(part, (q, k, v)), length=LENGTH, normalize=True)

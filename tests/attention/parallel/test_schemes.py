@@ -97,7 +97,7 @@ def dropped():
 def faults():
     """The same error on every rank, which says what differs; nothing has travelled, and the next call is as ever."""
     given, rank = [parallel.shard(x) for x in drawn(48)], dist.get_rank()
-    with pytest.raises(ValueError, match=r"(?s)ranks ask for different things.*rank 0: .*causal=False.*rank 1: .*causal=True"):
+    with pytest.raises(ValueError, match=r"(?s)ranks make different calls.*rank 0: .*causal=False.*rank 1: .*causal=True"):
         parallel.forward(*given, causal=bool(rank))
     with pytest.raises(ValueError, match=r"(?s)rank 0: .*q: 1 x 2 x 16 of torch.float16.*rank 1: .*bfloat16"):
         parallel.forward(*[x.half() if rank == 0 else x for x in given])
@@ -111,9 +111,9 @@ def faults():
         parallel.forward(*given, length=39)
     with pytest.raises(NotImplementedError, match="alibi: by ring"):
         parallel.forward(*given, scheme="ring", causal=True, alibi=numbers(2))
-    with pytest.raises(ValueError, match=r"(?s)rank 0: memory=None; turns=1\nrank 1: memory=1; turns=2"):
+    with pytest.raises(ValueError, match=r"(?s)rank 0: memory=None; sweeps=1\nrank 1: memory=1; sweeps=2"):
         parallel.forward(*[parallel.shard(x) for x in drawn(48, 4, 2)], scheme="ring", memory=1 if rank else None)
-    with pytest.raises(ValueError, match="rank 0: length=None of shares of 24: give length where these differ.*\n.*of 16"):
+    with pytest.raises(ValueError, match="rank 0: length=None of shards of 24: give length where these differ.*\n.*of 16"):
         parallel.forward(*[parallel.shard(x) for x in drawn(40)])
     for wrong in dict(layout="sbhd"), dict(memory=0):
         with pytest.raises(ValueError, match=f"{next(iter(wrong))}: must be"):
@@ -130,14 +130,14 @@ def faults():
 
 
 ALONE_WRONG = (  # what one rank asks for, and what all of them are told
-    (dict(q=np.zeros((1, 24, 2, 16))), TypeError, "q: must be a tensor of torch, .* not ndarray"),
+    (dict(q=np.zeros((1, 24, 2, 16))), TypeError, "q: must be a torch tensor, .* not ndarray"),
     (dict(q=torch.zeros(24)), ValueError, r"q: must have the axes B, S, H, D: q.shape=\(24,\)"),
     (dict(k=torch.zeros(1, 24, 1, 16).to(torch.float8_e4m3fn)), NotImplementedError, "k: float8_e4m3fn is not served"),
     (dict(bias=torch.zeros(2, 24, 48)), ValueError, r"bias: must have the axes .*: bias.shape=\(2, 24, 48\)"),
     (dict(bias=torch.zeros(1, 2, 48, 48)), ValueError, "bias: must have a row for each query of this rank"),
     (dict(bias=torch.zeros(1, 2, 24, 24)), ValueError, "bias: sequence must equal k's"),
     (dict(bias=torch.zeros(1, 3, 24, 48)), ValueError, r"bias: must have the shape \(1, 2 or 1, 48 or 1, 48\)"),
-    (dict(bias=[0.5]), TypeError, "bias: must be a tensor of torch"),
+    (dict(bias=[0.5]), TypeError, "bias: must be a torch tensor"),
     (dict(sink=torch.zeros(3)), ValueError, "sink: heads must equal q's"),
     (dict(lengths_k=torch.tensor([49])), ValueError, r"lengths_k: must be from 0 to 48: lengths_k\[0\]=49"),
     (dict(lengths_k=torch.tensor([[9, 9]])), NotImplementedError, "lengths_k: of parts of queries"),
@@ -161,7 +161,7 @@ def refused_by_one():
             parallel.forward(told.pop("q"), told.pop("k"), told.pop("v"), **told)
     with pytest.raises(ValueError, match="dim: must be an axis of x: dim=4"):
         parallel.unshard(q, dim=4 if dist.get_rank() else 1)
-    with pytest.raises(TypeError, match="k: must be a tensor of torch"):
+    with pytest.raises(TypeError, match="k: must be a torch tensor"):
         parallel.linear(k, 3.0 if dist.get_rank() else k, v)
     with pytest.raises(ValueError, match="out: must have"):
         parallel.forward(q, k, v, out=torch.zeros_like(q[..., :8]))
@@ -186,7 +186,7 @@ def forgotten():
     """Ranks forget the forms of a group's calls at the same call, whatever other groups they are in."""
     given, alone = [parallel.shard(x) for x in drawn(48)], dist.new_group([0])
     limit, agreement.FORMS = agreement.FORMS, 4
-    agreement._KNOWN.clear()
+    agreement._CACHED.clear()
     for scale in 0.1, 0.2, 0.3:
         if dist.get_rank() == 0:
             parallel.forward(*given, group=alone, scale=scale)

@@ -10,7 +10,7 @@ from ranks import differentiated, drawn
 
 import attention
 from attention import parallel
-from attention.parallel.peers import Peers, Pending
+from attention.parallel.peers import Peers, PendingMessages
 
 PATIENCE = 60  # seconds, in which the others come
 
@@ -32,14 +32,14 @@ class Thread(Peers):
         for rank, x in receives:
             if x.numel():
                 x.copy_(self.room[rank, self.rank].get(timeout=PATIENCE).reshape(x.shape))
-        return Pending(())
+        return PendingMessages(())
 
-    def collected(self, x):
-        return self.told(x.clone())
+    def all_gather(self, x):
+        return self.all_gather_text(x.clone())
 
-    def told(self, said):
+    def all_gather_text(self, text):
         for rank in range(self.world):
-            self.room[self.rank, rank].put(said)
+            self.room[self.rank, rank].put(text)
         return [self.room[rank, self.rank].get(timeout=PATIENCE) for rank in range(self.world)]
 
 

@@ -1,4 +1,4 @@
-"""What the tests of the delta rule have in common, whatever its decays."""
+"""Inputs, comparisons and tests of the delta rule that its test files share."""
 
 from types import SimpleNamespace
 
@@ -11,11 +11,11 @@ from attention.recurrent import delta_rule as module
 from attention.recurrent.delta_rule import delta_rule
 
 BF16, FP16 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)
-STATE = 2.0**-8  # times the factor, of the greatest element of a state: the products' operands are bf16
+STATE = 2.0**-8  # tolerance of a state, relative to its largest element and times `factor`: operands of products are bf16
 
 
 def inputs(batch, length, heads, key_dim, value_dim, dtype=BF16, key_heads=None, gate=0.1, seed=0):
-    """q, k (of length 1), v, beta, and decays of -gate on the mean."""
+    """q, k (of length 1), v, beta, and decays with a mean of -gate."""
     draw = np.random.default_rng(seed)
     q, k = (draw.standard_normal((batch, length, key_heads or heads, key_dim), np.float32) for _ in range(2))
     q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
@@ -26,11 +26,11 @@ def inputs(batch, length, heads, key_dim, value_dim, dtype=BF16, key_heads=None,
 
 
 def agree(place, q, k, v, beta, decay, factor=2, **options):
-    """Run into a poisoned output, and judge output and state."""
+    """Call delta_rule with a poisoned out, and compare outputs and final state with the reference."""
     put = lambda x: place.put(x) if isinstance(x, np.ndarray) else x
-    given = {name: put(x) for name, x in options.items()}
+    args = {name: put(x) for name, x in options.items()}
     out = place.put(np.full(v.shape, np.nan, v.dtype))
-    found, state = delta_rule(*map(put, (q, k, v, beta)), decay=put(decay), return_state=True, out=out, **given)
+    found, state = delta_rule(*map(put, (q, k, v, beta)), decay=put(decay), return_state=True, out=out, **args)
     assert found is out
     options |= {"beta": beta, "decay": decay}
     (ref, last), (low, _) = (reference.linear(q, k, v, low=low, **options) for low in (False, True))
@@ -39,8 +39,9 @@ def agree(place, q, k, v, beta, decay, factor=2, **options):
     return place.get(out), place.get(state)
 
 
-class Sequences:
-    """Tests of sequences. inputs: makes them, as `inputs` does; BETWEEN_PARTS: how far one in parts may be from the whole."""
+class DeltaRuleTests:
+    """Tests for decays of tokens and for decays of channels. inputs: a function like `inputs` above. BETWEEN_PARTS: how far the
+    outputs of a sequence in two calls may be from those of one call."""
 
     BETWEEN_PARTS = 2**-7
     inputs = staticmethod(inputs)
@@ -63,20 +64,20 @@ class Sequences:
     @pytest.mark.parametrize("processors", [1, 1000], ids=["two consumers", "one"])
     @pytest.mark.parametrize(("key_dim", "dtype"), [(64, FP16), (128, BF16)])
     def test_consumers_of_a_block(self, place, monkeypatch, nothing_known, processors, key_dim, dtype):
-        """Whatever the card has room for."""
+        """One if there are SMs enough for each 64 columns, two otherwise."""
         monkeypatch.setattr(module, "machine", lambda _: SimpleNamespace(processors=processors))
         agree(place, *self.inputs(1, 189, 2, key_dim, 128, dtype))
 
-    def test_values_that_share_keys(self, place):
+    def test_shared_keys(self, place):
         agree(place, *self.inputs(1, 130, 4, 64, 64, key_heads=2))
 
     @pytest.mark.parametrize(("batch", "length", "heads"), [(2, 64, 2), (1, 70, 2), (2, 200, 1)])
-    def test_a_state_to_start_with(self, place, batch, length, heads):
+    def test_an_initial_state(self, place, batch, length, heads):
         start = 0.3 * np.random.default_rng(1).standard_normal((batch, heads, 128, 128), np.float32)
         agree(place, *self.inputs(batch, length, heads, 128, 128), initial_state=start)
 
-    def test_a_sequence_in_parts(self, place):
-        """The state after one part is where the next begins."""
+    def test_a_sequence_in_two_calls(self, place):
+        """The final state of the first is the initial state of the second."""
         q, k, v, beta, decay = self.inputs(1, 200, 2, 64, 128)
         whole, last = agree(place, q, k, v, beta, decay)
         first, state = agree(place, *(x[:, :90] for x in (q, k, v, beta, decay)))

@@ -1,4 +1,4 @@
-"""The whole family in one table, for what all of its members must do."""
+"""A table of the members of linear attention, for tests of all of them."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -17,8 +17,8 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class Member(NamedTuple):
-    """call: of arrays by name. tokens(rng, batch, length): those that have an axis of tokens, (B, S, ...). fixed(): others.
-    formula: the reference, which takes the same. start, keep: what it calls the state to begin with, and to give back."""
+    """call: the function, which takes arrays by name. formula: its reference. tokens(rng, batch, length): arrays with an axis
+    of tokens, (B, S, ...). fixed(): other arrays. start, keep: its names for initial_state and return_state."""
 
     call: Callable
     formula: Callable
@@ -34,12 +34,12 @@ class Member(NamedTuple):
 
     def run(self, arrays, state=None, **more):
         """(out, state)"""
-        given = {self.start: state, self.keep: True} if self.start else {}
-        found = self.call(**arrays, **self.options, **given, **more)
+        args = {self.start: state, self.keep: True} if self.start else {}
+        found = self.call(**arrays, **self.options, **args, **more)
         return found if self.start else (found, None)
 
-    def judged(self, out, arrays):
-        """Assert that out is what the formula says."""
+    def assert_close(self, out, arrays):
+        """Compare out with the reference."""
         ref, low = (self.formula(**arrays, **self.options, low=low)[0] for low in (False, True))
         reference.assert_close(out, ref, low)
 
@@ -52,7 +52,7 @@ def _qkv(rng, batch, length, key_dim=64, value_dim=48):
 
 
 def _with(decay="", beta=False, gate=0.1):
-    """Queries, keys and values, and decays of tokens or channels."""
+    """A function that draws queries, keys and values, and decays of tokens or channels."""
 
     def tokens(rng, batch, length):
         made, shape = _qkv(rng, batch, length), (batch, length, HEADS)

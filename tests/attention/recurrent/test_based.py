@@ -23,7 +23,7 @@ def inputs(batch, length, heads, value_dim, dtype=BF16, key_heads=None, seed=0):
 
 
 def agree(place, q, k, v, **options):
-    """Run into a poisoned output and judge by the rule."""
+    """Call the function with a poisoned out, and compare it with the reference."""
     out = place.put(np.full(v.shape, np.nan, v.dtype))
     assert based(*map(place.put, (q, k, v)), out=out, **options) is out
     ref, low = (reference.based(q, k, v, low=low, **options)[0] for low in (False, True))
@@ -39,11 +39,11 @@ def test_lengths_around_every_chunk(place, length, normalize):
 
 
 @pytest.mark.parametrize(("value_dim", "dtype"), [(16, BF16), (64, FP16), (80, BF16), (128, BF16), (256, FP16)])
-def test_columns_of_the_values(place, value_dim, dtype):
+def test_value_dims(place, value_dim, dtype):
     agree(place, *inputs(2, 100, 2, value_dim, dtype))
 
 
-def test_values_that_share_keys(place):
+def test_shared_keys(place):
     agree(place, *inputs(2, 130, 4, 64, key_heads=2))
 
 
@@ -58,8 +58,8 @@ def test_layouts_agree(place):
     assert (place.get(turned).swapaxes(1, 2) == agree(place, q, k, v)).all()
 
 
-def test_the_future_does_not_matter(place):
-    """What comes later changes no bit, and no neighbour: not even NaN, if it lies in another chunk."""
+def test_later_tokens_change_nothing(place):
+    """Later tokens of another chunk change no bit, not even NaN."""
     q, k, v = inputs(2, 200, 2, 64)
     before = agree(place, q, k, v)[0, :128, 0].copy()
     for x in (q, k, v):
@@ -76,7 +76,7 @@ def test_weights_that_are_one():
 
 
 def features_of(x):
-    """f of the rows of x, one by one: the docstring's words."""
+    """f(x) for each row of x, as attention.based's docstring defines it."""
     out = np.zeros((*x.shape[:-1], 160))
     for i in range(16):
         for d in range(9 if i < 8 else 8):
@@ -92,14 +92,14 @@ def states(k, v):
 
 
 def near(got, want):
-    """States are sums of rounded products."""
+    """Compare states, whose error is that of sums of rounded products."""
     assert got.dtype == np.float32 and got.shape == want.shape
     np.testing.assert_allclose(got, want, rtol=2**-7, atol=2**-7 * np.abs(want).max())
 
 
 @pytest.mark.parametrize("length", [1, 64, 100, 200])
 def test_states(place, length):
-    """What is returned, and what comes of it: two halves of a sequence are the whole."""
+    """The returned state, and as an initial state: a sequence in two calls has the outputs of one call."""
     q, k, v = inputs(2, 2 * length, 2, 80)
     whole = agree(place, q, k, v)
     halves = [tuple(place.put(x[:, part].copy()) for x in (q, k, v)) for part in (slice(length), slice(length, None))]
@@ -120,8 +120,8 @@ def test_a_state_of_sums(place):
 
 
 @pytest.mark.parametrize("normalize", [True, False])
-def test_sequences_of_one_batch(place, normalize):
-    """Each as if it were alone, whatever lies beside it: one has NaN, another no token."""
+def test_packed_sequences(place, normalize):
+    """Each has the outputs that it has by itself; one has NaN, another no token."""
     ends = np.array([0, 65, 65, 192, 193, 300], np.int32)
     q, k, v = inputs(1, 300, 2, 64)
     for x in (q, k, v):
@@ -140,7 +140,7 @@ def test_sequences_of_one_batch(place, normalize):
 
 @pytest.mark.gpu
 def test_a_long_sequence(card):
-    """The divisor counts a quarter of a million tokens: with equal values the output is that value."""
+    """The normalizer counts a quarter of a million tokens: if all values are equal, the output is that value."""
     q, k, v = inputs(1, 2**18, 1, 64)
     v[...] = 1.5
     out = card.get(based(*map(card.put, (q, k, v)))).astype(np.float64)
@@ -149,7 +149,7 @@ def test_a_long_sequence(card):
 
 @pytest.mark.parametrize("dtype, normalize, varlen", [(bf16, 1, 1), (fp16, 0, 0)], ids=str)
 def test_machine_code(dtype, normalize, varlen):
-    """No spills, and no product waits for another."""
+    """No spills, and no wgmma serialised by ptxas."""
     config = module.Config(dtype, bool(normalize), bool(varlen))
     compiled = compile_kernel(module.make(config)[0], signature(module.make(config)[0]), "sm_90a")
     assert (compiled.spill_bytes, compiled.local_bytes, compiled.warnings) == (0, 0, [])
@@ -167,14 +167,14 @@ def test_machine_code(dtype, normalize, varlen):
         ),
     ],
 )
-def test_what_it_refuses(change, message):
+def test_errors(change, message):
     arrays = dict(zip("qkv", inputs(1, 8, 1, 64))) | change
     with pytest.raises(ValueError, match=message):
         based(**arrays)
 
 
 @pytest.mark.parametrize("shape", [(0, 8, 1), (1, 0, 1)])
-def test_nothing_to_do(shape):
+def test_no_token(shape):
     x = np.zeros((*shape, 16), BF16)
     assert based(x, x, x).shape == x.shape
     with pytest.raises(ValueError, match="return_state: there must be a token"):

@@ -1,4 +1,4 @@
-"""attention/recurrent/kernels/chunk_ampere.py: what GPUs without TMA do, and every GPU with arrays that TMA cannot read."""
+"""attention/recurrent/kernels/chunk_ampere.py: the chunk kernel of GPUs without TMA, and of arrays that TMA cannot read."""
 
 import numpy as np
 import pytest
@@ -6,27 +6,26 @@ import test_mamba2 as mamba2s
 from test_linear import HEADS, bf16, check, f16, f32, inputs
 
 from attention import reference
-from attention.recurrent import chunks
+from attention.recurrent import chunks, token_plan
 from attention.recurrent import linear as of_decays
 from attention.recurrent import mamba2 as of_steps
-from attention.recurrent.kernels import token_loop
 from attention.recurrent.linear import linear
 
 DECAYS = "none", "head", "token"
 
 
 @pytest.fixture(autouse=True)
-def by_copies(monkeypatch, nothing_known):
-    """Nothing comes by TMA, and nothing is walked."""
+def by_cp_async(monkeypatch, nothing_known):
+    """All calls are served by chunk_ampere.py."""
     for module in of_decays, of_steps:
-        monkeypatch.setattr(module, "choose", lambda *_: "sm_80")
-    monkeypatch.setattr(token_loop, "launch", lambda *_: pytest.fail("token by token"))
+        monkeypatch.setattr(module, "choose_family", lambda *_: "sm_80")
+    monkeypatch.setattr(token_plan, "launch", lambda *_: pytest.fail("the token loop was launched"))
 
 
-def off(x, elements, poison=np.nan):
-    """The same array, its base and strides multiples of so many elements, NaN between its rows."""
-    room = np.full((*x.shape[:-1], x.shape[-1] + 2 * elements), poison, x.dtype)
-    view = room[..., elements : elements + x.shape[-1]]
+def unaligned_copy(x, elements, poison=np.nan):
+    """A copy whose address and strides are multiples of so many elements only, with NaN between its rows."""
+    buffer = np.full((*x.shape[:-1], x.shape[-1] + 2 * elements), poison, x.dtype)
+    view = buffer[..., elements : elements + x.shape[-1]]
     view[...] = x
     return view
 
@@ -54,62 +53,62 @@ def test_dtypes(place, dtype, gates):
 
 @pytest.mark.parametrize("decay", DECAYS)
 def test_layout_and_scale(place, decay):
-    given = inputs(length=70, decay=decay)
-    turned = {name: x.swapaxes(1, 2).copy() if x.ndim > 1 and name != "initial_state" else x for name, x in given.items()}
+    args = inputs(length=70, decay=decay)
+    turned = {name: x.swapaxes(1, 2).copy() if x.ndim > 1 and name != "initial_state" else x for name, x in args.items()}
     check(place, turned, layout="bhsd", scale=0.3)
 
 
 @pytest.mark.parametrize("decay", DECAYS)
 def test_normalize(place, decay):
-    given = inputs(length=70, decay=decay)
-    given["q"], given["k"] = abs(given["q"]), abs(given["k"])
-    given["initial_state"] = abs(given["initial_state"]), np.ones((2, HEADS, 64), f32)
-    check(place, given, normalize=True)
+    args = inputs(length=70, decay=decay)
+    args["q"], args["k"] = abs(args["q"]), abs(args["k"])
+    args["initial_state"] = abs(args["initial_state"]), np.ones((2, HEADS, 64), f32)
+    check(place, args, normalize=True)
 
 
 @pytest.mark.parametrize("elements", [1, 2, 4])
 @pytest.mark.parametrize("key_dim", [48, 64, 256])
-def test_pieces_of_2_4_and_8_bytes(monkeypatch, elements, key_dim):
-    """NaN lies between the rows, and `out` like the rest."""
-    given = inputs(1, 70, key_dim, 80, "token")
-    apart = {name: off(given[name], elements) for name in "qkv"}
-    out = off(np.zeros_like(given["v"]), elements)
-    ref, last = reference.linear(**given)
-    got, state = linear(**given | apart, out=out, return_state=True)
-    reference.assert_close(got, ref, reference.linear(**given, low=True)[0])
+def test_vector_bytes_of_2_4_and_8(monkeypatch, elements, key_dim):
+    """The rows of all arrays have NaN between them, which is not written."""
+    args = inputs(1, 70, key_dim, 80, "token")
+    unaligned = {name: unaligned_copy(args[name], elements) for name in "qkv"}
+    out = unaligned_copy(np.zeros_like(args["v"]), elements)
+    ref, last = reference.linear(**args)
+    got, state = linear(**args | unaligned, out=out, return_state=True)
+    reference.assert_close(got, ref, reference.linear(**args, low=True)[0])
     np.testing.assert_allclose(state, last, rtol=0, atol=2**-7 * np.abs(last).max())
     edge = out.base[..., :elements], out.base[..., -elements:]
     assert got is out and all(np.isnan(x.astype(f32)).all() for x in edge), "memory around out was written"
 
 
 @pytest.mark.parametrize("decay", DECAYS)
-def test_sequences_of_one_batch(place, decay):
-    """One is empty; a NaN in the first does not reach the others."""
-    given = inputs(1, 150, decay=decay)
-    given["initial_state"] = np.random.default_rng(1).standard_normal((3, HEADS, 64, 64)).astype(f32)
-    given["cu_seqlens"] = np.array([0, 70, 70, 150], np.int32)
+def test_packed_sequences(place, decay):
+    """One of three sequences is empty. A NaN in the first one does not reach the others."""
+    args = inputs(1, 150, decay=decay)
+    args["initial_state"] = np.random.default_rng(1).standard_normal((3, HEADS, 64, 64)).astype(f32)
+    args["cu_seqlens"] = np.array([0, 70, 70, 150], np.int32)
     for name in "qkv":
-        given[name][0, 69] = np.nan
-    out, state = linear(**{name: place.put(x) for name, x in given.items()}, return_state=True)
-    del given["cu_seqlens"]
-    tail = {name: x[:, 70:] if x.ndim > 1 and name != "initial_state" else x for name, x in given.items()}
-    tail["initial_state"] = given["initial_state"][2:]
+        args[name][0, 69] = np.nan
+    out, state = linear(**{name: place.put(x) for name, x in args.items()}, return_state=True)
+    del args["cu_seqlens"]
+    tail = {name: x[:, 70:] if x.ndim > 1 and name != "initial_state" else x for name, x in args.items()}
+    tail["initial_state"] = args["initial_state"][2:]
     ref, last = reference.linear(**tail)
     reference.assert_close(place.get(out)[:, 70:], ref, reference.linear(**tail, low=True)[0])
     np.testing.assert_allclose(place.get(state)[2:], last, rtol=0, atol=2**-7 * np.abs(last).max())
-    np.testing.assert_array_equal(place.get(state)[1], given["initial_state"][1])
+    np.testing.assert_array_equal(place.get(state)[1], args["initial_state"][1])
 
 
-def test_the_end_of_a_sequence_from_within(place):
-    """Rows past the first sequence's end are NaN, and it ends inside a chunk."""
-    given = inputs(1, 100, decay="token") | {"cu_seqlens": np.array([0, 70, 100], np.int32)}
-    given["initial_state"] = np.random.default_rng(1).standard_normal((2, HEADS, 64, 64)).astype(f32)
+def test_a_sequence_that_ends_inside_a_chunk(place):
+    """The rows of the next sequence are NaN, and do not reach it."""
+    args = inputs(1, 100, decay="token") | {"cu_seqlens": np.array([0, 70, 100], np.int32)}
+    args["initial_state"] = np.random.default_rng(1).standard_normal((2, HEADS, 64, 64)).astype(f32)
     for name in "q", "k", "v", "decay":
-        given[name][0, 70:] = np.nan
-    out, _ = linear(**{name: place.put(x) for name, x in given.items()}, return_state=True)
-    del given["cu_seqlens"]
-    head = {name: x[:, :70] if x.ndim > 1 and name != "initial_state" else x for name, x in given.items()}
-    head["initial_state"] = given["initial_state"][:1]
+        args[name][0, 70:] = np.nan
+    out, _ = linear(**{name: place.put(x) for name, x in args.items()}, return_state=True)
+    del args["cu_seqlens"]
+    head = {name: x[:, :70] if x.ndim > 1 and name != "initial_state" else x for name, x in args.items()}
+    head["initial_state"] = args["initial_state"][:1]
     ref, _ = reference.linear(**head)
     reference.assert_close(place.get(out)[:, :70], ref, reference.linear(**head, low=True)[0])
 
@@ -117,24 +116,24 @@ def test_the_end_of_a_sequence_from_within(place):
 @pytest.mark.parametrize("gate", [-50.0, -1e3])
 @pytest.mark.parametrize("decay", ["head", "token"])
 def test_strong_decays(place, decay, gate):
-    """No overflow and no NaN, where some tokens forget all and others nothing."""
-    given = inputs(1, 70, decay=decay)
-    given["decay"] = np.where(np.random.default_rng(2).random(given["decay"].shape) < 0.3, gate, -0.01).astype(f32)
-    check(place, given)
+    """No overflow and no NaN if some tokens set the state to nearly 0 and others keep it."""
+    args = inputs(1, 70, decay=decay)
+    args["decay"] = np.where(np.random.default_rng(2).random(args["decay"].shape) < 0.3, gate, -0.01).astype(f32)
+    check(place, args)
 
 
 @pytest.mark.parametrize("decay", DECAYS)
 def test_segments(place, monkeypatch, decay):
-    """A sequence that is cut into three gives what it gives in one piece."""
-    monkeypatch.setattr(chunks, "_parts", lambda *_: 3)
+    """Three segments."""
+    monkeypatch.setattr(chunks, "_count_segments", lambda *_: 3)
     check(place, inputs(1, 300, decay=decay))
 
 
 @pytest.mark.parametrize("decay", DECAYS)
-def test_a_state_nobody_wants_is_not_stored(place, decay):
-    given = {name: place.put(x) for name, x in inputs(1, 70, decay=decay).items()}
-    out, _ = linear(**given, return_state=True)
-    assert (place.get(linear(**given)) == place.get(out)).all()
+def test_no_final_state_without_return_state(place, decay):
+    args = {name: place.put(x) for name, x in inputs(1, 70, decay=decay).items()}
+    out, _ = linear(**args, return_state=True)
+    assert (place.get(linear(**args)) == place.get(out)).all()
 
 
 @pytest.mark.parametrize("length, P, N, groups", [(1, 64, 64, 1), (150, 64, 128, 1), (70, 32, 16, 4)])
@@ -143,13 +142,13 @@ def test_mamba2(place, length, P, N, groups):
 
 
 @pytest.mark.parametrize("columns", [False, True], ids=["D of heads", "D of columns"])
-def test_mamba2_with_everything(place, columns):
-    mamba2s.test_everything_at_once(place, columns)
+def test_mamba2_with_all_options(place, columns):
+    mamba2s.test_all_options(place, columns)
 
 
-def test_mamba2_without_negative_steps(place):
-    mamba2s.test_steps_are_never_negative(place)
+def test_mamba2_clamps_negative_dt(place):
+    mamba2s.test_negative_dt_is_clamped(place)
 
 
-def test_mamba2_in_sequences(place):
-    mamba2s.test_sequences_of_one_batch(place)
+def test_mamba2_with_packed_sequences(place):
+    mamba2s.test_cu_seqlens(place)

@@ -1,4 +1,4 @@
-"""The delta rule's states alone, against its recurrence in float64, in the interpreter and on the card."""
+"""final_states of the delta rule against its recurrence in float64."""
 
 import numpy as np
 import pytest
@@ -7,26 +7,25 @@ from places import OnInterpreter
 from poison import Packing, as_on_a_device, poisoned
 
 from attention import reference
-from attention.recurrent.delta_rule import states
+from attention.recurrent.delta_rule import final_states
 
 
 def agree(place, k, v, beta, decay, more=None, ends=None, **options):
-    """From [S | 1] of some S, or with `more` columns otherwise: each half as near as delta_rule's states are. Of what has
-    become less than a 64th of what it was nobody asks more."""
+    """Compare the final state from [S | I], where I has `more` columns, with the reference: each part within the tolerance of
+    delta_rule's states, or relative to 2^-6 if it has decayed below that."""
     heads, value_dim, key_dim = *v.shape[2:], k.shape[3]
     sequences, more = len(k) if ends is None else len(ends) - 1, key_dim if more is None else more
     start = np.zeros((sequences, heads, key_dim, value_dim + more), np.float32)
     start[..., :value_dim] = 0.3 * np.random.default_rng(1).standard_normal((sequences, heads, key_dim, value_dim), np.float32)
     start[..., value_dim:] = np.eye(key_dim, more)
     put = lambda x: None if x is None else place.put(x)
-    told = {"decay": put(decay), "cu_seqlens": put(ends), **options}
-    found = place.get(states(*map(put, (k, v, beta, start)), **told))
+    options = {"decay": put(decay), "cu_seqlens": put(ends), **options}
+    final = place.get(final_states(*map(put, (k, v, beta, start)), **options))
     wide = np.concatenate([v.astype(np.float32), np.zeros((*v.shape[:3], more), np.float32)], -1)
-    told = {"beta": beta, "decay": decay, "initial_state": start, "cu_seqlens": ends}
-    _, last = reference.linear(k, k, wide, **told)
+    _, last = reference.linear(k, k, wide, beta=beta, decay=decay, initial_state=start, cu_seqlens=ends)
     for columns in slice(value_dim), slice(value_dim, None):
-        one, other = found[..., columns], last[..., columns]
-        assert np.abs(one - other).max(initial=0) <= 2 * STATE * np.abs(other).max(initial=2**-6)
+        got, want = final[..., columns], last[..., columns]
+        assert np.abs(got - want).max(initial=0) <= 2 * STATE * np.abs(want).max(initial=2**-6)
 
 
 @pytest.mark.parametrize(("key_dim", "value_dim", "dtype"), [(128, 128, BF16), (64, 64, FP16), (16, 16, BF16), (80, 208, FP16)])
@@ -42,7 +41,7 @@ def test_lengths(place, length):
 
 
 def test_strong_decays_of_shared_keys(place):
-    """A chunk that decays by more than numbers hold, and one that forgets all."""
+    """A strong chunk, one with a decay of -inf, and decays of heads."""
     _, k, v, beta, decay = inputs(1, 200, 2, 64, 64, gate=2, key_heads=1)
     decay[0, 70:75] = -np.inf
     agree(place, k, v, beta, decay)
@@ -50,8 +49,8 @@ def test_strong_decays_of_shared_keys(place):
 
 
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
-def test_sequences_one_behind_the_other(place, monkeypatch, gated):
-    """An empty one between two, among poison: of each the state that it leaves alone."""
+def test_packed_sequences(place, monkeypatch, gated):
+    """An empty one between two, with poison around them: each has the final state that it has by itself."""
     packing = Packing([30, 0, 65])
     _, k, v, beta, decay = inputs(1, 95, 1, 64, 64)
     arrays = [k, v, beta, decay if gated else None]
@@ -61,23 +60,23 @@ def test_sequences_one_behind_the_other(place, monkeypatch, gated):
     of_all = poisoned((len(packing.ends) - 1, *start.shape[1:]), start.dtype)
     of_all[packing.which] = start
     runs = (lambda x: x, start, packing.alone), (packing.spread, of_all, packing.ends)
-    found = []
+    final = []
     for lay, begin, ends in runs:
         k, v, beta, decay = (None if x is None else place.put(lay(x)) for x in arrays)
-        found.append(place.get(states(k, v, beta, place.put(begin), decay=decay, cu_seqlens=place.put(ends))))
-    assert (found[1][packing.which] == found[0]).all() and (found[0][1] == start[1]).all()
+        final.append(place.get(final_states(k, v, beta, place.put(begin), decay=decay, cu_seqlens=place.put(ends))))
+    assert (final[1][packing.which] == final[0]).all() and (final[0][1] == start[1]).all()
 
 
-def test_chunks_that_are_skipped(place):
-    """With what was before them. More than there are: all that was."""
+def test_skipped_chunks(place):
+    """The initial state is skipped with them. If more chunks are skipped than there are, the final state is 0."""
     _, k, v, beta, decay = inputs(1, 400, 2, 64, 64, gate=0.5)
     decay[..., 1] *= 2e-3
     start = np.random.default_rng(1).standard_normal((1, 2, 64, 64), np.float32)
     put, skipped = place.put, np.array([[[4], [0]]], np.float32)
-    whole = place.get(states(*map(put, (k, v, beta, start)), decay=put(decay)))
-    found = place.get(states(*map(put, (k, v, beta, start)), decay=put(decay), skipped=put(skipped)))
-    assert np.abs(found - whole).max() <= 2**-20
-    none = place.get(states(*map(put, (k, v, beta, start)), decay=put(decay), skipped=put(skipped + 5)))
+    unskipped = place.get(final_states(*map(put, (k, v, beta, start)), decay=put(decay)))
+    final = place.get(final_states(*map(put, (k, v, beta, start)), decay=put(decay), skipped=put(skipped)))
+    assert np.abs(final - unskipped).max() <= 2**-20
+    none = place.get(final_states(*map(put, (k, v, beta, start)), decay=put(decay), skipped=put(skipped + 5)))
     assert (none[:, 0] == 0).all() and np.abs(none[:, 1]).max() > 0
 
 
@@ -88,8 +87,8 @@ def test_token_by_token(place):
 
 def test_too_few_columns():
     _, k, v, beta, _ = inputs(1, 20, 1, 64, 32)
-    with pytest.raises(ValueError, match="initial_state: must have a column for each of v's"):
-        states(k, v, beta, np.zeros((1, 1, 64, 16), np.float32))
+    with pytest.raises(ValueError, match="initial_state: must have at least as many columns as v"):
+        final_states(k, v, beta, np.zeros((1, 1, 64, 16), np.float32))
 
 
 def test_as_compiled_for_hopper(as_compiled):

@@ -27,7 +27,7 @@ def inputs(batch, length, heads, head_dim=128, value_dim=128, dtype=BF16, seed=0
 
 
 def agree(place, *arrays, **options):
-    """Run into a poisoned output and judge by the rule."""
+    """Call the function with a poisoned out, and compare it with the reference."""
     v = arrays[2]
     out = place.put(np.full(v.shape, np.nan, v.dtype))
     assert hedgehog(*map(place.put, arrays), out=out, **options) is out
@@ -39,7 +39,7 @@ def agree(place, *arrays, **options):
 @pytest.mark.smoke
 @pytest.mark.parametrize("length", [1, 64, 65, 128, 129, 192, 400])
 def test_lengths_around_every_block(place, length):
-    """From the third block on there are features."""
+    """Features count from the third block on."""
     agree(place, *inputs(1, length, 1))
 
 
@@ -49,9 +49,9 @@ def test_head_dims(place, head_dim, value_dim, dtype):
 
 
 @pytest.mark.parametrize("which", ["window", "features", "least features"])
-def test_one_part_alone(place, which):
-    """alpha = 0 leaves the window; beta = 0 the features, and nothing at all for the first two blocks. Of large numbers nearly
-    all features are the least that there are."""
+def test_window_or_features_alone(place, which):
+    """With alpha = 0 only the window counts; with beta = 0 only the features, so that the first two blocks have outputs of 0.
+    Large numbers make nearly all features the floor."""
     *arrays, alphas, betas = inputs(1, 300, 1)
     if which == "least features":
         arrays[0], arrays[1] = arrays[0] * BF16.type(32), arrays[1] * BF16.type(32)
@@ -60,7 +60,7 @@ def test_one_part_alone(place, which):
     assert which == "window" or not out[:, :128].any()
 
 
-def test_values_that_share_keys(place):
+def test_shared_keys(place):
     q, k, v, *maps, alphas, betas = inputs(1, 200, 4)
     q, k, maps = q[:, :, ::2].copy(), k[:, :, ::2].copy(), [m[::2].copy() for m in maps]
     shared = hedgehog(*map(place.put, (q, k, v, *maps, alphas, betas)))
@@ -74,8 +74,8 @@ def test_layouts_agree(place):
     assert (place.get(turned).swapaxes(1, 2) == agree(place, q, k, v, *rest)).all()
 
 
-def test_the_future_does_not_matter(place):
-    """What comes later changes no bit, and no neighbour: not even NaN, if it lies in another block."""
+def test_later_tokens_change_nothing(place):
+    """Later tokens of another block change no bit, not even NaN."""
     q, k, v, *rest = inputs(2, 300, 2)
     before = agree(place, q, k, v, *rest)[0, :256, 0].copy()
     for x in (q, k, v):
@@ -83,8 +83,8 @@ def test_the_future_does_not_matter(place):
     assert (place.get(hedgehog(*map(place.put, (q, k, v, *rest))))[0, :256, 0] == before).all()
 
 
-def test_sequences_of_one_batch(place):
-    """Each as if it were alone, whatever lies beside it: one has NaN, another no token."""
+def test_packed_sequences(place):
+    """Each has the outputs that it has by itself; one has NaN, another no token."""
     ends = np.array([0, 65, 65, 192, 193, 400], np.int32)
     q, k, v, *rest = inputs(1, 400, 2)
     for x in (q, k, v):
@@ -104,7 +104,7 @@ def test_large_scores(place):
 
 @pytest.mark.parametrize(("dtype", "varlen"), [(bf16, True), (fp16, False)], ids=str)
 def test_machine_code(dtype, varlen):
-    """No spills, and no product waits for another."""
+    """No spills, and no wgmma serialised by ptxas."""
     config = module.Config(dtype, varlen)
     compiled = compile_kernel(module.make(config)[0], signature(module.make(config)[0]), "sm_90a")
     assert (compiled.spill_bytes, compiled.local_bytes, compiled.warnings) == (0, 0, [])
@@ -120,12 +120,12 @@ def test_machine_code(dtype, varlen):
         (dict(alphas=np.zeros(2, np.float32)), "alphas: heads must equal v's"),
     ],
 )
-def test_what_it_refuses(change, message):
+def test_errors(change, message):
     arrays = dict(zip("q k v q_map k_map alphas betas".split(), inputs(1, 8, 1))) | change
     with pytest.raises(ValueError, match=message):
         hedgehog(**arrays)
 
 
-def test_nothing_to_do():
+def test_no_token():
     q, k, v, *rest = inputs(1, 0, 1)
     assert hedgehog(q, k, v, *rest).shape == v.shape

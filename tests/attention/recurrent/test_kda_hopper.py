@@ -3,18 +3,19 @@ on the card."""
 
 import numpy as np
 import pytest
-from delta_cases import BF16, FP16, Sequences, agree
+from delta_cases import BF16, FP16, DeltaRuleTests, agree
 from delta_cases import inputs as inputs_of_tokens
 
+from attention.recurrent import token_plan
 from attention.recurrent.delta_rule import delta_rule
-from attention.recurrent.kernels import decay_frame, kda_hopper, token_loop
+from attention.recurrent.kernels import decay_frame, kda_hopper
 from tiles import bf16, fp16, fp32
 from tiles.arguments import signature
 from tiles.compiler import compile_kernel
 
 
 def inputs(batch, length, heads, key_dim, value_dim, dtype=BF16, key_heads=None, gate=0.02, seed=0):
-    """q, k (of length 1), v, beta, and decays of -gate on the mean."""
+    """q, k (of length 1), v, beta, and decays with a mean of -gate."""
     q, k, v, beta, _ = inputs_of_tokens(batch, length, heads, key_dim, value_dim, dtype, key_heads, seed=seed)
     draw = np.random.default_rng(seed + 1)
     return q, k, v, beta, -gate * draw.standard_exponential((batch, length, heads, key_dim), np.float32)
@@ -22,12 +23,12 @@ def inputs(batch, length, heads, key_dim, value_dim, dtype=BF16, key_heads=None,
 
 @pytest.fixture(autouse=True)
 def in_chunks(monkeypatch, nothing_known):
-    """Nothing here is walked token by token."""
-    monkeypatch.setattr(token_loop, "launch", lambda *_: pytest.fail("token by token"))
+    """No call is served by the token loop."""
+    monkeypatch.setattr(token_plan, "launch", lambda *_: pytest.fail("the token loop was launched"))
 
 
-class TestSequences(Sequences):
-    """With decays of channels, whose keys are rounded once more."""
+class TestDeltaRule(DeltaRuleTests):
+    """With decays of channels, which round keys once more."""
 
     BETWEEN_PARTS = 2**-6
     inputs = staticmethod(inputs)
@@ -41,7 +42,7 @@ def test_lengths_around_every_chunk(place, length):
 
 @pytest.mark.parametrize(("gate", "dtype"), [(0.3, BF16), (50, FP16), (1e-4, BF16)])
 def test_gates_of_any_size(place, gate, dtype):
-    """Those of channels and chunks may differ as much as they like, 0 and the end of all memory included."""
+    """Gates of channels and chunks that differ much, with 0 and -inf among them."""
     q, k, v, beta, decay = inputs(1, 120, 1, 64, 64, dtype, gate=gate)
     decay[0, 50:70, :, ::3] = -50
     decay[0, 80:90] = 0
@@ -51,15 +52,15 @@ def test_gates_of_any_size(place, gate, dtype):
 
 @pytest.mark.parametrize("strength", [0.99, 1.01], ids=["weak", "strong"])
 @pytest.mark.parametrize(("dtype", "of"), [(BF16, bf16), (FP16, fp16)])
-def test_chunks_as_strong_as_a_dtype_holds(place, strength, dtype, of):
-    """On both sides of the limit."""
+def test_strong_chunks(place, strength, dtype, of):
+    """Chunks on both sides of the limit."""
     q, k, v, beta, decay = inputs(1, 130, 1, 128, 64, dtype)
-    decay[:] = strength * 2 * decay_frame.LEAST[of] / decay_frame.LOG2_E / 64
+    decay[:] = strength * 2 * decay_frame.MIN_LOG2_DECAY[of] / decay_frame.LOG2_E / 64
     agree(place, q, k, v, beta, decay)
 
 
-def test_the_same_key_again_and_again(place):
-    """A is as far from 0 as it can be, and its powers are large; and the keys that it is made of are rounded in their frame."""
+def test_repeated_keys(place):
+    """A and its powers are as large as they can be, and the factored keys that A is computed from are rounded."""
     q, k, v, beta, decay = inputs(1, 200, 1, 64, 64, gate=1e-3)
     k[:] = k[:, :1]
     beta[:] = 1
@@ -75,28 +76,28 @@ def test_dtypes_of_beta_and_decay(place, gate, dtype):
 @pytest.mark.parametrize(
     ("ends", "gate"), [([0, 64, 128], 0.02), ([0, 1, 70, 70, 200, 263], 0.02), ([0, 1, 40, 40, 110], 6), ([0, 300], 0.02)]
 )
-def test_sequences_one_behind_the_other(place, ends, gate):
-    """As each by itself; its neighbours may be NaN."""
+def test_packed_sequences(place, ends, gate):
+    """Each has the outputs and the state that it has by itself, also next to NaN."""
     ends = np.array(ends, np.int32)
     arrays = inputs(1, ends[-1], 1, 64, 128, gate=gate)
     start = 0.3 * np.random.default_rng(1).standard_normal((len(ends) - 1, 1, 64, 128), np.float32)
     out, state = agree(place, *arrays, cu_seqlens=ends, initial_state=start)
     for n in range(0, len(ends) - 1, 2):
-        mine = slice(ends[n], ends[n + 1])
+        own_tokens = slice(ends[n], ends[n + 1])
         poisoned = [np.full_like(x, np.nan) for x in arrays]
         for x, p in zip(arrays, poisoned, strict=True):
-            p[:, mine] = x[:, mine]
-        *others, decay = map(place.put, poisoned)
+            p[:, own_tokens] = x[:, own_tokens]
+        *arguments, decay = map(place.put, poisoned)
         got, last = delta_rule(
-            *others, decay=decay, cu_seqlens=place.put(ends), initial_state=place.put(start), return_state=True
+            *arguments, decay=decay, cu_seqlens=place.put(ends), initial_state=place.put(start), return_state=True
         )
-        assert (place.get(got)[:, mine] == out[:, mine]).all()
+        assert (place.get(got)[:, own_tokens] == out[:, own_tokens]).all()
         assert (place.get(last)[n] == state[n]).all()
 
 
 @pytest.mark.parametrize("schedule", [0, 1])
 def test_other_schedules(monkeypatch, schedule):
-    """Whatever order the warps take."""
+    """In any order of the warps."""
     monkeypatch.setenv("TILES_SEED", str(schedule))
     place = type("Here", (), {"put": staticmethod(lambda x: x), "get": staticmethod(lambda x: x)})
     q, k, v, beta, decay = inputs(1, 200, 1, 64, 128)
@@ -112,8 +113,8 @@ CONFIGS = [
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_machine_code(config):
-    """Nothing spills, and no wgmma waits for another; a block has room."""
+    """No spills, no wgmma serialised by ptxas, and shared memory for one block."""
     kernel, smem = kda_hopper.make(config)
-    found = compile_kernel(kernel, signature(kernel), "sm_90a")
-    assert (found.spill_bytes, found.local_bytes, found.warnings) == (0, 0, [])
+    compiled = compile_kernel(kernel, signature(kernel), "sm_90a")
+    assert (compiled.spill_bytes, compiled.local_bytes, compiled.warnings) == (0, 0, [])
     assert smem.nbytes <= 227 * 1024

@@ -1,4 +1,4 @@
-"""attention/recurrent/linear.py and token_loop.py: every member beside its recurrence in float64, in chunks or not."""
+"""attention/recurrent/linear.py: all members against their recurrence in float64, by chunk kernels and by the token loop."""
 
 import inspect
 
@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from attention import reference
-from attention.recurrent import chunks, rules
+from attention.recurrent import chunks, rules, token_plan
 from attention.recurrent import linear as members
-from attention.recurrent.kernels import decay_frame, token_loop
+from attention.recurrent.kernels import decay_frame
 from attention.recurrent.linear import LINEAR, gla, lightning, linear, retention
 from tiles import bf16 as tiles_bf16
 from tiles import fp16 as tiles_f16
@@ -21,25 +21,26 @@ DECAYS = {"none": "", "head": "h", "token": "bth", "channel": "bthk"}  # axes: b
 
 
 def inputs(batch=2, length=70, key_dim=64, value_dim=64, decay="none", key_heads=1, dtype=bf16, gates=f32, seed=0, heads=HEADS):
-    """The arguments of a call, and a state to begin with."""
+    """The arguments of a call, an initial state included."""
     rng = np.random.default_rng(seed)
     q, k = rng.standard_normal((2, batch, length, key_heads, key_dim)).astype(dtype)
     v = rng.standard_normal((batch, length, heads, value_dim)).astype(dtype)
-    given = dict(q=q, k=k, v=v, initial_state=rng.standard_normal((batch, heads, key_dim, value_dim)).astype(f32))
+    args = dict(q=q, k=k, v=v, initial_state=rng.standard_normal((batch, heads, key_dim, value_dim)).astype(f32))
     if axes := DECAYS[decay]:
         sizes = dict(b=batch, t=length, h=heads, k=key_dim)
-        given["decay"] = -rng.exponential(0.2, [sizes[axis] for axis in axes]).astype(gates)
-    return given
+        args["decay"] = -rng.exponential(0.2, [sizes[axis] for axis in axes]).astype(gates)
+    return args
 
 
-def check(place, given, function=linear, **options):
-    """A call in this place, the state given back: both beside the reference, whose decays may be the function's own."""
-    own = options.pop("own", {})
-    on = {name: tuple(map(place.put, x)) if isinstance(x, tuple) else place.put(x) for name, x in given.items()}
+def check(place, args, function=linear, **options):
+    """Call the function in this place and compare outputs and final state with the reference. decays: arguments of the
+    reference alone, for functions that compute their decays themselves."""
+    decays = options.pop("decays", {})
+    on = {name: tuple(map(place.put, x)) if isinstance(x, tuple) else place.put(x) for name, x in args.items()}
     out, state = function(**on, **options, return_state=True)
     known = {name: x for name, x in options.items() if name not in ("layer", "layers")}
-    ref, last = reference.linear(**given, **known, **own)
-    low, _ = reference.linear(**given, **known, **own, low=True)
+    ref, last = reference.linear(**args, **known, **decays)
+    low, _ = reference.linear(**args, **known, **decays, low=True)
     reference.assert_close(place.get(out), ref, low)
     for got, want in zip(*((x if isinstance(x, tuple) else (x,)) for x in (state, last)), strict=True):
         np.testing.assert_allclose(place.get(got), want, rtol=0, atol=2**-7 * np.abs(want).max())
@@ -71,16 +72,16 @@ def test_dtypes(place, dtype, gates, decay):
 
 @pytest.mark.parametrize("decay", ["none", "token", "channel"])
 def test_layout_and_scale(place, decay):
-    given = inputs(length=20, decay=decay)
-    turned = {name: x.swapaxes(1, 2).copy() if name != "initial_state" else x for name, x in given.items()}
+    args = inputs(length=20, decay=decay)
+    turned = {name: x.swapaxes(1, 2).copy() if name != "initial_state" else x for name, x in args.items()}
     check(place, turned, layout="bhsd", scale=0.3)
 
 
 @pytest.mark.parametrize("decay", ["token", "channel"])
-def test_a_decay_that_forgets_all(place, decay):
-    given = inputs(1, 70, decay=decay)
-    given["decay"][0, [20, 66]] = -np.inf
-    check(place, given)
+def test_a_decay_of_minus_infinity(place, decay):
+    args = inputs(1, 70, decay=decay)
+    args["decay"][0, [20, 66]] = -np.inf
+    check(place, args)
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.3, 7.0])
@@ -91,202 +92,204 @@ def test_any_scale(place, decay, scale):
 
 @pytest.mark.parametrize("decay, key_dim", [*((decay, 64) for decay in DECAYS), ("channel", 144)])
 def test_normalize(place, decay, key_dim):
-    given = inputs(length=30, key_dim=key_dim, decay=decay)
-    small = given["q"].dtype.type(2**-12)  # so that a divisor is, too, but not beside what is added to it
-    given["q"], given["k"] = small * abs(given["q"]), abs(given["k"])
-    given["initial_state"] = abs(given["initial_state"]), np.ones((2, HEADS, key_dim), f32)
-    check(place, given, normalize=True)
+    args = inputs(length=30, key_dim=key_dim, decay=decay)
+    small = args["q"].dtype.type(2**-12)  # so that a normalizer is small, too, but not in comparison with the epsilon
+    args["q"], args["k"] = small * abs(args["q"]), abs(args["k"])
+    args["initial_state"] = abs(args["initial_state"]), np.ones((2, HEADS, key_dim), f32)
+    check(place, args, normalize=True)
 
 
 @pytest.mark.parametrize("ends", [np.int32, np.int64])
 @pytest.mark.parametrize("decay", DECAYS)
-def test_sequences_of_one_batch(place, decay, ends):
-    """One is empty; a NaN in the first does not reach the others."""
-    given = inputs(1, 150, decay=decay)
-    given["initial_state"] = np.random.default_rng(1).standard_normal((3, HEADS, 64, 64)).astype(f32)
-    given["cu_seqlens"] = np.array([0, 70, 70, 150], ends)
-    given["v"][0, 69] = np.nan
-    out, state = linear(**{name: place.put(x) for name, x in given.items()}, return_state=True)
-    del given["cu_seqlens"]
-    tail = {name: x[:, 70:] if x.ndim > 1 and name != "initial_state" else x for name, x in given.items()}
-    tail["initial_state"] = given["initial_state"][2:]
+def test_packed_sequences(place, decay, ends):
+    """One of three sequences is empty. A NaN in the first one does not reach the others."""
+    args = inputs(1, 150, decay=decay)
+    args["initial_state"] = np.random.default_rng(1).standard_normal((3, HEADS, 64, 64)).astype(f32)
+    args["cu_seqlens"] = np.array([0, 70, 70, 150], ends)
+    args["v"][0, 69] = np.nan
+    out, state = linear(**{name: place.put(x) for name, x in args.items()}, return_state=True)
+    del args["cu_seqlens"]
+    tail = {name: x[:, 70:] if x.ndim > 1 and name != "initial_state" else x for name, x in args.items()}
+    tail["initial_state"] = args["initial_state"][2:]
     ref, last = reference.linear(**tail)
     low, _ = reference.linear(**tail, low=True)
     reference.assert_close(place.get(out)[:, 70:], ref, low)
     np.testing.assert_allclose(place.get(state)[2:], last, rtol=0, atol=2**-7 * np.abs(last).max())
-    np.testing.assert_array_equal(place.get(state)[1], given["initial_state"][1])
+    np.testing.assert_array_equal(place.get(state)[1], args["initial_state"][1])
 
 
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize(("decay", "key_dim"), [*((decay, 64) for decay in DECAYS), ("token", 256)])
-def test_sequences_of_many_chunks(place, decay, key_dim, normalize):
-    """Whole ones, where nothing has to be cleared, for which the warps would meet: none replaces the state that others read."""
-    given = inputs(1, 210, key_dim, decay=decay)
+def test_packed_sequences_of_whole_chunks(place, decay, key_dim, normalize):
+    """No rows need to be zeroed there, which would synchronise the warps: no warp overwrites the state that others still
+    read."""
+    args = inputs(1, 210, key_dim, decay=decay)
     state = abs(np.random.default_rng(1).standard_normal((2, HEADS, key_dim, 64))).astype(f32)
-    given["initial_state"] = state
+    args["initial_state"] = state
     if normalize:
-        given["q"], given["k"] = abs(given["q"]), abs(given["k"])
-        given["initial_state"] = state, np.ones((2, HEADS, key_dim), f32)
-    given["cu_seqlens"] = np.array([0, 192, 210], np.int32)
-    check(place, given, normalize=normalize)
+        args["q"], args["k"] = abs(args["q"]), abs(args["k"])
+        args["initial_state"] = state, np.ones((2, HEADS, key_dim), f32)
+    args["cu_seqlens"] = np.array([0, 192, 210], np.int32)
+    check(place, args, normalize=normalize)
 
 
 @pytest.mark.parametrize("sequences", [False, True])
 @pytest.mark.parametrize("decay", ["none", "head", "token"])
-def test_keys_of_two_parts(place, decay, sequences):
-    """On Hopper two warpgroups have half of the keys each, of the normalizer, too."""
-    given = inputs(1, 150, 256, decay=decay)
-    given["q"], given["k"] = abs(given["q"]), abs(given["k"])
+def test_key_dim_split_between_two_warpgroups(place, decay, sequences):
+    """On Hopper two warpgroups have half of the channels each, for the normalizer, too."""
+    args = inputs(1, 150, 256, decay=decay)
+    args["q"], args["k"] = abs(args["q"]), abs(args["k"])
     count = 3 if sequences else 1
     state = abs(np.random.default_rng(1).standard_normal((count, HEADS, 256, 64))).astype(f32)
-    given["initial_state"] = state, np.ones((count, HEADS, 256), f32)
+    args["initial_state"] = state, np.ones((count, HEADS, 256), f32)
     if sequences:
-        given["cu_seqlens"] = np.array([0, 70, 70, 150], np.int32)
-    check(place, given, normalize=True)
+        args["cu_seqlens"] = np.array([0, 70, 70, 150], np.int32)
+    check(place, args, normalize=True)
 
 
 @pytest.mark.parametrize("key_dim", [64, 256])
 @pytest.mark.parametrize("decay", ["none", "head", "token"])
 def test_segments(place, monkeypatch, nothing_known, decay, key_dim):
-    """A sequence in three, the last chunk not whole: each starts from what those before it add up to."""
-    monkeypatch.setattr(chunks, "_parts", lambda *_: 3)
+    """Three segments, whose last chunk is shorter: each starts from the state composed of those before it."""
+    monkeypatch.setattr(chunks, "_count_segments", lambda *_: 3)
     check(place, inputs(1, 300, key_dim, decay=decay))
 
 
 @pytest.mark.parametrize(("decay", "family"), [("none", "sm_80"), ("head", "sm_90"), ("token", "sm_80"), ("token", "sm_90")])
-def test_both_passes_apart_are_what_they_are_together(place, monkeypatch, nothing_known, decay, family):
-    """And what segments leave makes up the state behind the last token: attention.parallel composes it."""
-    monkeypatch.setattr(chunks, "_parts", lambda *_: 3)
-    given = {name: place.put(x) for name, x in inputs(1, 300, 16, 16, decay=decay).items()}
-    wanted, state = (place.get(x) for x in linear(**given, return_state=True, family=family))
-    first = given.pop("initial_state")
-    local, total = members.left_by_segments(**given, family=family)
-    q, k, v = (given.pop(name) for name in "qkv")
-    out = members.going_on(q, k, v, local, total, **given, initial_state=first, family=family)
+def test_two_passes_in_two_calls(place, monkeypatch, nothing_known, decay, family):
+    """segment_states and outputs_from_segments give the outputs of one call, and compose_segment_states its final state."""
+    monkeypatch.setattr(chunks, "_count_segments", lambda *_: 3)
+    args = {name: place.put(x) for name, x in inputs(1, 300, 16, 16, decay=decay).items()}
+    wanted, state = (place.get(x) for x in linear(**args, return_state=True, family=family))
+    start = args.pop("initial_state")
+    local, total = members.segment_states(**args, family=family)
+    q, k, v = (args.pop(name) for name in "qkv")
+    out = members.outputs_from_segments(q, k, v, local, total, **args, initial_state=start, family=family)
     np.testing.assert_array_equal(place.get(out), wanted)
-    first, kept = place.get(first), np.exp2(place.get(total).sum(2))
-    m, left = (place.put(np.full(shape, np.nan, f32)) for shape in (kept.shape, (*kept.shape[:2], 16, 16)))
-    for begin, missing in (place.put(first.swapaxes(2, 3)), 0), (None, first * kept[..., None]):
-        members.left_together(local, total, begin, m, left)
-        np.testing.assert_allclose(place.get(left).swapaxes(2, 3) + missing, state, rtol=1e-5, atol=1e-4)
-        np.testing.assert_allclose(place.get(m), kept, rtol=1e-5)
+    start, whole_decay = place.get(start), np.exp2(place.get(total).sum(2))
+    shapes = whole_decay.shape, (*whole_decay.shape[:2], 16, 16)
+    decay_out, state_out = (place.put(np.full(shape, np.nan, f32)) for shape in shapes)
+    for initial, missing in (place.put(start.swapaxes(2, 3)), 0), (None, start * whole_decay[..., None]):
+        members.compose_segment_states(local, total, initial, decay_out, state_out)
+        np.testing.assert_allclose(place.get(state_out).swapaxes(2, 3) + missing, state, rtol=1e-5, atol=1e-4)
+        np.testing.assert_allclose(place.get(decay_out), whole_decay, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
     ("decay", "gate"), [("head", -50.0), ("head", -1e3), ("token", -50.0), ("token", -1e3), ("channel", -1e3)]
 )
 def test_strong_decays(place, decay, gate):
-    """No overflow and no NaN, where some tokens forget all and others nothing."""
-    given = inputs(1, 70, decay=decay)
-    given["decay"] = np.where(np.random.default_rng(2).random(given["decay"].shape) < 0.3, gate, -0.01).astype(f32)
-    check(place, given)
+    """No overflow and no NaN if some tokens set the state to nearly 0 and others keep it."""
+    args = inputs(1, 70, decay=decay)
+    args["decay"] = np.where(np.random.default_rng(2).random(args["decay"].shape) < 0.3, gate, -0.01).astype(f32)
+    check(place, args)
 
 
 @pytest.mark.parametrize("decay", ["head", "token", "channel"])
-def test_a_state_that_is_forgotten(place, decay):
-    """exp(-30) of a million is nothing."""
-    given = inputs(1, 3, decay=decay)
-    given["initial_state"] = np.full_like(given["initial_state"], 1e6)
-    given["decay"] = np.full_like(given["decay"], -30)
-    check(place, given)
+def test_an_initial_state_that_decays_to_nothing(place, decay):
+    """1e6 exp(-30) is 1e-7 in the first output."""
+    args = inputs(1, 3, decay=decay)
+    args["initial_state"] = np.full_like(args["initial_state"], 1e6)
+    args["decay"] = np.full_like(args["decay"], -30)
+    check(place, args)
 
 
 @pytest.mark.parametrize("scale", [2.0**-20, 2.0**14])
-def test_scales_that_float16_does_not_hold(place, scale):
-    """Scores times such a scale would be too small or too large for it, outputs are not."""
-    given = inputs(1, 70, decay="token", dtype=f16)
+def test_scales_beyond_the_range_of_float16_scores(place, scale):
+    """float16 could not hold scores times such a scale, but it holds the outputs."""
+    args = inputs(1, 70, decay="token", dtype=f16)
     if scale > 1:
-        given["v"], given["initial_state"] = given["v"] * f16(2.0**-12), given["initial_state"] * f32(2.0**-12)
+        args["v"], args["initial_state"] = args["v"] * f16(2.0**-12), args["initial_state"] * f32(2.0**-12)
     else:
-        given["v"], given["initial_state"] = given["v"] * f16(2.0**10), given["initial_state"] * f32(2.0**10)
-    check(place, given, scale=scale)
+        args["v"], args["initial_state"] = args["v"] * f16(2.0**10), args["initial_state"] * f32(2.0**10)
+    check(place, args, scale=scale)
 
 
 WEAK, STRONG = 0.99, 1.01
 STRENGTHS = [(64, bf16, f32, WEAK), (64, bf16, f32, STRONG), (128, f16, f16, WEAK), (128, f16, f16, STRONG)]
-STRENGTHS += [(256, bf16, bf16, WEAK)]
+STRENGTHS += [(256, bf16, bf16, STRONG)]  # a state that is read in two halves
 
 
 @pytest.mark.parametrize("key_dim, dtype, gates, strength", STRENGTHS)
-def test_channels_as_strong_as_a_dtype_holds(place, key_dim, dtype, gates, strength):
-    """On both sides of the limit, weak chunks and strong ones in turn, a last one that is not whole."""
-    given = inputs(1, 200, key_dim, 128, "channel", dtype=dtype, gates=gates)
-    limit = 2 * decay_frame.LEAST[tiles_f16 if dtype is f16 else tiles_bf16] / decay_frame.LOG2_E / 64
-    given["decay"][:] = -0.01
-    given["decay"][:, 64:128, :, ::3] = strength * limit
-    given["decay"][:, 192:, :, 5] = 1.1 * limit
-    check(place, given)
+def test_strong_chunks_with_decays_of_channels(place, key_dim, dtype, gates, strength):
+    """Chunks on both sides of the limit, in turn, of which the last is shorter."""
+    args = inputs(1, 200, key_dim, 128, "channel", dtype=dtype, gates=gates)
+    limit = 2 * decay_frame.MIN_LOG2_DECAY[tiles_f16 if dtype is f16 else tiles_bf16] / decay_frame.LOG2_E / 64
+    args["decay"][:] = -0.01
+    args["decay"][:, 64:128, :, ::3] = strength * limit
+    args["decay"][:, 192:, :, 5] = 1.1 * limit
+    check(place, args)
 
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
 def test_retention(place, layout):
-    given = inputs(length=70)
+    args = inputs(length=70)
     if layout == "bhsd":
-        given |= {name: given[name].swapaxes(1, 2).copy() for name in "qkv"}
-    check(place, given, retention, layout=layout, own={"decay": np.log(1 - 2.0 ** (-5 - np.arange(HEADS)))})
+        args |= {name: args[name].swapaxes(1, 2).copy() for name in "qkv"}
+    check(place, args, retention, layout=layout, decays={"decay": np.log(1 - 2.0 ** (-5 - np.arange(HEADS)))})
 
 
 def test_lightning(place):
-    own = {"decay": -8 / HEADS * (1 - 3 / 12) * np.arange(HEADS)}
-    check(place, inputs(length=70), lightning, layer=3, layers=12, own=own)
+    decays = {"decay": -8 / HEADS * (1 - 3 / 12) * np.arange(HEADS)}
+    check(place, inputs(length=70), lightning, layer=3, layers=12, decays=decays)
 
 
 def test_gla(place):
     check(place, inputs(length=20, decay="channel"), gla)
 
 
-def test_the_parts_of_a_sequence(place):
-    """A state given back begins what follows."""
-    given = {name: x for name, x in inputs(1, 100, decay="head").items() if name != "initial_state"}
+def test_a_sequence_in_two_calls(place):
+    """The final state of the first call is the initial state of the second."""
+    args = {name: x for name, x in inputs(1, 100, decay="head").items() if name != "initial_state"}
     first, rest = (
-        {name: place.put(x[:, part].copy() if x.ndim > 1 else x) for name, x in given.items()}
+        {name: place.put(x[:, part].copy() if x.ndim > 1 else x) for name, x in args.items()}
         for part in (slice(0, 70), slice(70, 100))
     )
-    whole = place.get(linear(**{name: place.put(x) for name, x in given.items()}))
+    whole = place.get(linear(**{name: place.put(x) for name, x in args.items()}))
     out, state = linear(**first, return_state=True)
     assert (place.get(out) == whole[:, :70]).all()
-    ref, low = (reference.linear(**given, low=low)[0][:, 70:] for low in (False, True))
+    ref, low = (reference.linear(**args, low=low)[0][:, 70:] for low in (False, True))
     reference.assert_close(place.get(linear(**rest, initial_state=state)), ref, low)
 
 
 @pytest.mark.parametrize("decay", DECAYS)
-def test_arrays_that_tma_cannot_read(monkeypatch, nothing_known, decay):
-    """Rows 4 bytes past a multiple of 16: in chunks by cp.async (test_chunk_ampere.py), with decays of channels token by token.
-    Without return_state there is nothing but `out`."""
-    given = inputs(1, 20, decay=decay)
-    calls, launch = [], token_loop.launch
-    monkeypatch.setattr(token_loop, "launch", lambda *args: calls.append(args) or launch(*args))
-    apart = {name: np.full((1, 20, x.shape[2], 66), np.nan, bf16)[..., :64] for name, x in given.items() if name in "qkv"}
-    for name, x in apart.items():
-        x[...] = given[name]
+def test_unaligned_rows(monkeypatch, nothing_known, decay):
+    """Rows 4 bytes past a multiple of 16: chunk kernels take them by cp.async (test_chunk_ampere.py), with decays of channels
+    the token loop does."""
+    args = inputs(1, 20, decay=decay)
+    calls, launch = [], token_plan.launch
+    monkeypatch.setattr(token_plan, "launch", lambda *args: calls.append(args) or launch(*args))
+    unaligned = {name: np.full((1, 20, x.shape[2], 66), np.nan, bf16)[..., :64] for name, x in args.items() if name in "qkv"}
+    for name, x in unaligned.items():
+        x[...] = args[name]
     out = np.full((1, 20, HEADS, 64), np.nan, bf16)
-    ref, _ = reference.linear(**given)
-    assert linear(**given | apart, out=out) is out and len(calls) == (decay == "channel")
-    reference.assert_close(out, ref, reference.linear(**given, low=True)[0])
+    ref, _ = reference.linear(**args)
+    assert linear(**args | unaligned, out=out) is out and len(calls) == (decay == "channel")
+    reference.assert_close(out, ref, reference.linear(**args, low=True)[0])
 
 
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("decay", DECAYS)
-def test_a_state_nobody_wants_is_not_stored(place, decay, normalize):
-    """The same outputs, and no memory for states."""
-    given = {name: place.put(abs(x) if name in "qk" else x) for name, x in inputs(1, 70, decay=decay).items()}
-    state = given.pop("initial_state")
+def test_no_final_state_without_return_state(place, decay, normalize):
+    """The outputs are the same, and no memory is allocated for states."""
+    args = {name: place.put(abs(x) if name in "qk" else x) for name, x in inputs(1, 70, decay=decay).items()}
+    state = args.pop("initial_state")
     if not normalize:
-        given["initial_state"] = state
-    out, _ = linear(**given, normalize=normalize, return_state=True)
-    assert (place.get(linear(**given, normalize=normalize)) == place.get(out)).all()
-    problem = LINEAR.problem({name: describe(given[name], name).form for name in LINEAR.names if name in given})
+        args["initial_state"] = state
+    out, _ = linear(**args, normalize=normalize, return_state=True)
+    assert (place.get(linear(**args, normalize=normalize)) == place.get(out)).all()
+    problem = LINEAR.problem({name: describe(args[name], name).form for name in LINEAR.names if name in args})
     plan = members._linear.planner(problem, None, normalize, False, None)
-    divisors = [((1, 70, HEADS), "float32")] if normalize and decay != "channel" else []
-    assert list(plan.scratch) == divisors
+    normalizers = [((1, 70, HEADS), "float32")] if normalize and decay != "channel" else []
+    assert list(plan.scratch) == normalizers
 
 
 @pytest.mark.parametrize("length", [0, 5])
 def test_no_token_or_no_sequence(length):
-    given = inputs(2 if length == 0 else 0, length, decay="token")
-    out, state = linear(**given, return_state=True)
-    assert out.shape == given["v"].shape and (state == given["initial_state"]).all()
-    assert linear(**given).shape == out.shape
+    args = inputs(2 if length == 0 else 0, length, decay="token")
+    out, state = linear(**args, return_state=True)
+    assert out.shape == args["v"].shape and (state == args["initial_state"]).all()
+    assert linear(**args).shape == out.shape
 
 
 @pytest.mark.parametrize(
@@ -304,26 +307,26 @@ def test_errors(change, message):
     assert str(raised.value).startswith(message)
 
 
-def test_named_members_have_their_own_decays():
-    given = inputs()
-    for call in (lambda: retention(**given, decay=None), lambda: lightning(**given, layer=1, layers=2, decay=None)):
+def test_named_members_take_no_decay():
+    args = inputs()
+    for call in (lambda: retention(**args, decay=None), lambda: lightning(**args, layer=1, layers=2, decay=None)):
         with pytest.raises(TypeError, match="unexpected keyword argument 'decay'"):
             call()
 
 
 @pytest.mark.parametrize(("function", "more"), [(retention, []), (lightning, ["layer", "layers"]), (gla, ["decay"])])
-def test_named_members_take_what_linear_takes(function, more):
-    """By the same names, with the same defaults; and an unknown name is refused by the function that was called."""
-    whole, mine = (inspect.signature(f).parameters for f in (linear, function))
-    assert list(mine) == ["q", "k", "v", *more, *(name for name in list(whole)[3:] if name != "decay")]
-    assert all(mine[name] == whole[name] for name in mine if name not in more)
+def test_named_members_have_the_parameters_of_linear(function, more):
+    """With the same names and defaults; the error about an unknown name speaks of the function that was called."""
+    of_linear, parameters = (inspect.signature(f).parameters for f in (linear, function))
+    assert list(parameters) == ["q", "k", "v", *more, *(name for name in list(of_linear)[3:] if name != "decay")]
+    assert all(parameters[name] == of_linear[name] for name in parameters if name not in more)
     message = rf"^{function.__name__}\(\) got an unexpected keyword argument 'output_final_state'; here that is return_state$"
     with pytest.raises(TypeError, match=message):
         function(**inputs(), **dict.fromkeys(more, 1), output_final_state=True)
 
 
-def test_names_that_are_nowhere():
-    """As Python says it: of a function that has no such thing, and of errors that come from further inside."""
+def test_unknown_arguments_without_a_hint():
+    """Python's own message, also for TypeErrors of other kinds."""
     with pytest.raises(TypeError, match="argument 'layer_idx'$"):
         retention(**inputs(), layer_idx=1)
     with pytest.raises(TypeError, match="missing 2 required positional arguments: 'k' and 'v'$"):
@@ -331,21 +334,21 @@ def test_names_that_are_nowhere():
 
 
 def test_each_option_reaches_linear(monkeypatch):
-    """Under its own name."""
+    """retention, lightning and gla pass all options on by their names."""
     monkeypatch.setattr(members, "linear", lambda *arrays, decay, **options: options)
-    given = {name: name for name in list(inspect.signature(linear).parameters)[4:]}
+    args = {name: name for name in list(inspect.signature(linear).parameters)[4:]}
     arrays = [inputs(decay="channel")[name] for name in ("q", "k", "v", "decay")]
-    assert retention(*arrays[:3], **given) == lightning(*arrays[:3], 1, 2, **given) == gla(*arrays, **given) == given
+    assert retention(*arrays[:3], **args) == lightning(*arrays[:3], 1, 2, **args) == gla(*arrays, **args) == args
 
 
 @pytest.mark.parametrize("decay", DECAYS)
-def test_the_walk_on_its_own(place, monkeypatch, nothing_known, decay):
-    """Token by token everything is right to one rounding, states to a few of float32."""
-    given = inputs(1, 40, 32, 48, decay)
-    given["initial_state"] = np.random.default_rng(3).standard_normal((1, HEADS, 32, 48)).astype(f32)
-    monkeypatch.setattr(rules, "by_channel", lambda _: True)  # as if it were so: none of sm_80's kernels of chunks serves it
-    monkeypatch.setattr(chunks, "by_token", lambda *_, **__: pytest.fail("in chunks"))
-    out, state = linear(**{name: place.put(x) for name, x in given.items()}, return_state=True, family="sm_80")
-    ref, last = reference.linear(**given)
+def test_the_token_loop(place, monkeypatch, nothing_known, decay):
+    """Outputs have one rounding error, states a few of float32."""
+    args = inputs(1, 40, 32, 48, decay)
+    args["initial_state"] = np.random.default_rng(3).standard_normal((1, HEADS, 32, 48)).astype(f32)
+    monkeypatch.setattr(rules, "has_channel_decay", lambda _: True)  # which no chunk kernel of sm_80 serves
+    monkeypatch.setattr(chunks, "plan_token_decay", lambda *_, **__: pytest.fail("a chunk kernel was launched"))
+    out, state = linear(**{name: place.put(x) for name, x in args.items()}, return_state=True, family="sm_80")
+    ref, last = reference.linear(**args)
     reference.assert_close(place.get(out), ref, ref.astype(bf16))
     np.testing.assert_allclose(place.get(state), last, rtol=1e-5, atol=1e-4)

@@ -1,5 +1,5 @@
-"""What every member of the linear-attention family must do: go on from a state, keep sequences apart, take gates of any size,
-everybody's arrays, a family by hand."""
+"""Tests of all members of linear attention: initial states, packed sequences, gates of any size, arrays of all frameworks, the
+argument `family`."""
 
 import itertools
 
@@ -30,11 +30,11 @@ KERNELS = ["linear, divided", "decays of heads", "simple GLA", "GLA", "Mamba-2",
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_as_compiled_for_hopper(name, as_compiled):
-    """The PTX of every member's kernels, through three chunks, the last one short; others have one of these, or less of it."""
+    """The PTX of the kernels of these members, for three chunks of which the last is shorter."""
     member = MEMBERS[name]
     as_compiled("sm_90a")
     tokens, fixed = member.inputs(140)
-    member.judged(member.run(tokens | fixed)[0], tokens | fixed)
+    member.assert_close(member.run(tokens | fixed)[0], tokens | fixed)
 
 
 @pytest.mark.parametrize("name", ["Mamba-2", "gated delta rule"])
@@ -44,30 +44,30 @@ def test_strong_chunks_as_compiled(name, as_compiled):
     tokens, fixed = MEMBERS[name].inputs(140)
     decays = fixed if name == "Mamba-2" else tokens
     decays["A" if name == "Mamba-2" else "decay"] *= 40
-    MEMBERS[name].judged(MEMBERS[name].run(tokens | fixed)[0], tokens | fixed)
+    MEMBERS[name].assert_close(MEMBERS[name].run(tokens | fixed)[0], tokens | fixed)
 
 
 @pytest.mark.parametrize("name", ["simple GLA", "linear, divided", "KDA"])
 def test_as_compiled_for_all(name, as_compiled):
-    """The same of those for every GPU since Ampere."""
+    """The PTX of kernels for every GPU since Ampere."""
     as_compiled("sm_80")
     member = MEMBERS[name]
     tokens, fixed = member.inputs(70)
-    member.judged(member.run(tokens | fixed, family="sm_80")[0], tokens | fixed)
+    member.assert_close(member.run(tokens | fixed, family="sm_80")[0], tokens | fixed)
 
 
 # ---- states ----------------------------------------------------------------------------------------------------------
 @stated
 @settings(max_examples=2, deadline=None)
 @given(length=some.integers(2, 140), cuts=some.sets(some.integers(1, 139), min_size=1, max_size=2), seed=some.integers(0, 9))
-def test_a_sequence_in_parts_is_the_whole(member, length, cuts, seed):
-    """Wherever it is cut: the state after one part is where the next begins."""
+def test_a_sequence_in_several_calls(member, length, cuts, seed):
+    """The final state of each is the initial state of the next, wherever the sequence is cut."""
     tokens, fixed = member.inputs(length, seed=seed)
     ends, outs, state = [0, *sorted(cut for cut in cuts if cut < length), length], [], None
     for part in (slice(*pair) for pair in itertools.pairwise(ends)):
         out, state = member.run({name: x[:, part] for name, x in tokens.items()} | fixed, state)
         outs.append(out)
-    member.judged(np.concatenate(outs, axis=1), tokens | fixed)
+    member.assert_close(np.concatenate(outs, axis=1), tokens | fixed)
     _, last = member.run(tokens | fixed)
     for got, want in zip(both(state), both(last), strict=True):
         np.testing.assert_allclose(got, want, rtol=0, atol=2**-6 * np.abs(want).max())
@@ -77,8 +77,8 @@ STEPS = [name for name in STATED if name not in ("linear, divided", "based")]
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_a_step_goes_on_from_the_state_of_a_sequence(place, name):
-    """linear_step after 70 tokens is token 71, as the docstrings say of each."""
+def test_linear_step_after_a_sequence(place, name):
+    """linear_step from the final state of 70 tokens computes token 71."""
     member = MEMBERS[name]
     tokens, fixed = member.inputs(71)
     on = {key: place.put(x[:, :70].copy()) for key, x in tokens.items()} | {key: place.put(x) for key, x in fixed.items()}
@@ -103,7 +103,7 @@ def test_a_step_goes_on_from_the_state_of_a_sequence(place, name):
 
 
 def features_of(token):
-    """Based's, of one token: see its docstring."""
+    """f(x) of based for one token, as attention.based's docstring defines it."""
 
     def features(x, half):
         x, out = x.astype(float), np.zeros((*x.shape[:-1], 160))
@@ -125,8 +125,8 @@ FAMILIES = [(name, None) for name in MEMBERS] + [
 
 @pytest.mark.parametrize(("name", "family"), FAMILIES)
 def test_packed_sequences_among_poison(place, monkeypatch, name, family):
-    """Lengths around a chunk's, among neighbours of which everything is poison: each is what it is alone, to the bit. Those
-    without tokens leave their states as they were; tokens that belong to nobody have outputs of 0."""
+    """Lengths around a chunk's, next to poison: each sequence has the bits that it has by itself. One without tokens keeps its
+    state; padding has outputs of 0."""
     as_on_a_device(monkeypatch)
     member, more = MEMBERS[name], {} if family is None else {"family": family}
     tokens, fixed = member.inputs(PACKED.alone[-1])
@@ -152,11 +152,11 @@ def test_packed_sequences_among_poison(place, monkeypatch, name, family):
 
 @every
 def test_packed_sequences_are_sequences(member):
-    """Each by itself."""
+    """Each sequence is one of a batch of its own."""
     tokens, fixed = member.inputs(75)
     out, _ = member.run(tokens | fixed, cu_seqlens=np.array([0, 0, 5, 5, 75, 75], np.int32))
     for part in slice(5), slice(5, None):
-        member.judged(out[:, part], {name: x[:, part] for name, x in tokens.items()} | fixed)
+        member.assert_close(out[:, part], {name: x[:, part] for name, x in tokens.items()} | fixed)
 
 
 # ---- float16 --------------------------------------------------------------------------------------------------------
@@ -165,9 +165,9 @@ NARROW = {"based": 1e3, "based, sums": 1e3}  # members whose state grows faster:
 
 @every
 @pytest.mark.parametrize("great", ["values", "keys", "queries"])
-def test_great_numbers_of_float16(member, great):
-    """Nothing that is rounded on the way has a narrower range than arrays and results: values of 30000, keys a hundred times
-    as long as queries, and the other way round."""
+def test_the_range_of_float16(member, great):
+    """Intermediate results overflow no sooner than arrays and outputs: values of 30000, keys a hundred times as long as
+    queries, and the other way round."""
     tokens, fixed = member.inputs(70)
     name = next(name for name, found in MEMBERS.items() if found is member)
     by = {"values": {"v": NARROW.get(name, 8e3)}, "keys": {"k": 100, "q": 0.01}, "queries": {"k": 0.01, "q": 100}}[great]
@@ -190,8 +190,8 @@ GATED = ["simple GLA", "GLA", "gated delta rule", "KDA"]
 
 @pytest.mark.parametrize("name", GATED)
 def test_a_long_sequence_of_any_gates(name):
-    """1k tokens with gates from 0 to -50: no overflow, no NaN, and the end is right. The reference begins where a gate of -50
-    has made everything before it 1e-22 of what it was."""
+    """1k tokens with gates from 0 to -50: no overflow, no NaN, and the last outputs are right. The reference starts after a
+    gate of -50, which has multiplied the state by 1e-22."""
     member, length, known = MEMBERS[name], 2**10, 200
     tokens, _ = member.inputs(length, seed=3)
     tokens = {key: x[:, :, :1].copy() for key, x in tokens.items()}
@@ -202,14 +202,14 @@ def test_a_long_sequence_of_any_gates(name):
     decay[:, 850:875] = decay[:, -known] = -50
     out, state = member.run(tokens)
     assert np.isfinite(out.astype(F32)).all() and np.isfinite(state).all()
-    member.judged(out[:, -known:], {key: x[:, -known:] for key, x in tokens.items()})
+    member.assert_close(out[:, -known:], {key: x[:, -known:] for key, x in tokens.items()})
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", GATED)
 def test_a_million_tokens(card, name):
-    """Of one head, gates from 0 to -50 among them. Those of the last 2^13 tokens leave 1e-14 of what was before: there the
-    reference begins, and its last 2^10 outputs, and its state, are the kernel's."""
+    """One head, with gates from 0 to -50. Those of the last 2^13 tokens multiply the state by 1e-14: there the reference
+    starts, and its last 2^10 outputs and its final state are compared."""
     member, length, since, judged = MEMBERS[name], 2**20, 2**13, 2**10
     tokens, _ = member.inputs(length, seed=5)
     tokens = {key: x[:, :, :1].copy() for key, x in tokens.items()}
@@ -228,7 +228,7 @@ def test_a_million_tokens(card, name):
 # ---- decays ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("layout", "dtype"), [("bshd", F32), ("bhsd", BF16), ("bshd", np.dtype(np.float16))], ids=str)
 @pytest.mark.parametrize("name", ["decays of heads", *GATED, "delta rule, decays of heads"])
-def test_decays_of_every_form(name, dtype, layout):
+def test_shapes_and_layouts_of_decays(name, dtype, layout):
     member = MEMBERS[name]
     tokens, fixed = member.inputs(70, batch=2)
     arrays = {key: x.astype(dtype) if key in ("decay", "beta") else x for key, x in (tokens | fixed).items()}
@@ -245,30 +245,30 @@ CHOOSES = [name for name in MEMBERS if name not in ("based", "based, sums", "hed
 
 @pytest.mark.parametrize("family", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("name", CHOOSES)
-def test_a_family_by_hand(place, name, family):
+def test_family(place, name, family):
     member = MEMBERS[name]
     tokens, fixed = member.inputs(80)
     out, _ = member.run({key: place.put(x) for key, x in (tokens | fixed).items()}, family=family)
-    member.judged(place.get(out), tokens | fixed)
+    member.assert_close(place.get(out), tokens | fixed)
 
 
 @pytest.mark.parametrize("name", CHOOSES)
-def test_a_family_that_does_not_exist(name):
+def test_unknown_family(name):
     tokens, fixed = MEMBERS[name].inputs(10)
     with pytest.raises(ValueError, match=r"^family: must be None or one of \('sm_80', 'sm_90'\): family='sm_70'"):
         MEMBERS[name].run(tokens | fixed, family="sm_70")
 
 
 @pytest.mark.parametrize("name", CHOOSES)
-def test_a_family_that_does_not_exist_for_no_tokens(name):
-    """attention.parallel asks so what is refused, before ranks wait for each other."""
+def test_unknown_family_without_tokens(name):
+    """attention.parallel makes such a call for its errors, before ranks wait for each other."""
     tokens, fixed = MEMBERS[name].inputs(0)
     with pytest.raises(ValueError, match=r"^family: must be None or one of \('sm_80', 'sm_90'\): family='sm_70'"):
         MEMBERS[name].call(**tokens, **fixed, family="sm_70")
 
 
 @pytest.mark.parametrize("name", ["GLA", "KDA"])
-def test_what_sm_90_does_not_take(name):
+def test_sm_90_needs_aligned_arrays(name):
     tokens, _ = MEMBERS[name].inputs(10)
     shifted = np.zeros((1, 10, HEADS, 66), F32)[..., 2:]
     shifted[...] = tokens["decay"]
@@ -278,13 +278,13 @@ def test_what_sm_90_does_not_take(name):
     MEMBERS[name].run(tokens)
 
 
-def test_a_divisor_with_decays_of_channels_is_not_for_sm_90():
+def test_sm_90_has_no_normalizer_with_decays_of_channels():
     tokens, _ = MEMBERS["GLA"].inputs(10)
     with pytest.raises(ValueError, match="^family: sm_90 takes decays of channels .* no normalize=True: family='sm_90'"):
         linear(**tokens, normalize=True, family="sm_90")
 
 
-def test_long_keys_with_decays_of_channels_are_not_for_sm_90():
+def test_sm_90_has_no_wide_keys_with_decays_of_channels():
     for length in 5, 0:
         x, beta = np.zeros((1, length, 1, 256), BF16), np.zeros((1, length, 1), F32)
         with pytest.raises(ValueError, match="^family: sm_90 takes keys of at most 128 columns: family='sm_90', q has 256"):
@@ -342,19 +342,19 @@ PLACES = [
 @every
 @pytest.mark.parametrize(("put", "device"), PLACES)
 def test_arrays_of_every_framework(member, put, device):
-    """Outputs and states are of the caller's kind. CuPy and Numba have no bf16: float16."""
+    """Outputs and states are arrays of the caller's framework. float16, as CuPy and Numba have no bf16."""
     tokens, fixed = member.inputs(70)
     dtype = np.float16 if put in (as_cupy, as_numba) else BF16
     arrays = {key: x.astype(dtype) if x.dtype == BF16 else x for key, x in (tokens | fixed).items()}
-    given = {key: put(x, device) for key, x in arrays.items()}
-    out, state = member.run(given)
+    args = {key: put(x, device) for key, x in arrays.items()}
+    out, state = member.run(args)
     for x in (out, *both(state)) if member.start else (out,):
-        assert type(x) is type(next(iter(given.values())))
-    member.judged(on_host(out).astype(dtype), arrays)
+        assert type(x) is type(next(iter(args.values())))
+    member.assert_close(on_host(out).astype(dtype), arrays)
 
 
 def odd(x):
-    """The same elements, 2 bytes past a multiple of 4, their strides odd multiples of 2, and NaN between the rows."""
+    """A copy with an address 2 bytes past a multiple of 4, strides that are odd multiples of 2 bytes, and NaN between rows."""
     room = np.full((*x.shape[:-1], x.shape[-1] + 3), np.nan, x.dtype)
     room[..., 1:-2] = x
     return room[..., 1:-2]
@@ -371,32 +371,32 @@ ANYWHERE = [name for name in MEMBERS if not name.startswith(("based", "hedgehog"
 @pytest.mark.parametrize("view", ANYHOW)
 @pytest.mark.parametrize("name", ANYWHERE)
 def test_arrays_at_any_even_address(name, view):
-    """None is copied, whatever its strides; what lies around `out` stays."""
+    """Arrays are not copied, whatever their strides, and memory around `out` is not written."""
     member = MEMBERS[name]
     tokens, fixed = member.inputs(70)
-    given = {key: ANYHOW[view](x) if x.dtype == BF16 else x for key, x in tokens.items()}
-    plain = {key: np.ascontiguousarray(x) for key, x in given.items()}
+    args = {key: ANYHOW[view](x) if x.dtype == BF16 else x for key, x in tokens.items()}
+    plain = {key: np.ascontiguousarray(x) for key, x in args.items()}
     out = ANYHOW["odd" if view == "heads share" else view](np.zeros_like(tokens["x" if "x" in tokens else "v"]))
-    member.run(given | fixed, out=out)
-    member.judged(out, plain | fixed)
+    member.run(args | fixed, out=out)
+    member.assert_close(out, plain | fixed)
     assert np.isnan(out.base.astype(F32)).sum() == 3 * out.size // out.shape[-1], "memory around out was written"
 
 
 @every
 def test_out_and_stream(member):
-    """`out` is written and given back; a stream must be one."""
+    """`out` is written and returned; an invalid stream is an error."""
     tokens, fixed = member.inputs(20)
     values = tokens["x" if "x" in tokens else "v"]
     out = np.full_like(values, np.nan)
     assert member.run(tokens | fixed, out=out)[0] is out
-    member.judged(out, tokens | fixed)
+    member.assert_close(out, tokens | fixed)
     with pytest.raises(TypeError, match="^stream: must be a handle"):
         member.run(tokens | fixed, stream="x")
 
 
 @every
 def test_grads_are_refused(member):
-    """Of every array that could want one, by its name."""
+    """With the name of the array that requires grad."""
     torch = pytest.importorskip("torch")
     tokens, fixed = member.inputs(5)
     arrays = {key: as_torch(x, "cpu") for key, x in (tokens | fixed).items()}

@@ -1,43 +1,46 @@
-"""attention/recurrent/kernels: what the kernels of chunks are made for is a value, and only what has a meaning can be said."""
+"""The configurations of the chunk kernels: they compare by value, and combinations without a meaning cannot be constructed."""
 
 import pytest
 
 from attention.recurrent.kernels import chunk_ampere, chunk_hopper
-from attention.recurrent.kernels.gates import ByHead, BySteps, ByToken, Gate
-from attention.recurrent.kernels.results import Normalizer, Outputs, States
+from attention.recurrent.kernels.gates import Gate, HeadGate, Mamba2Gate, TokenGate
+from attention.recurrent.kernels.results import ScanNormalizer, ScanOutputs, ScanStates
 from tiles import bf16
 
 
 def test_configurations_are_values():
-    """The same gates and results, made twice, find the kernel that was made before."""
-    one, same, other = (chunk_hopper.Config(64, 1, bf16, ByToken(apart), Outputs(skip=True)) for apart in (False, False, True))
+    """Equal gates and results find the kernel that was made before."""
+    one, same, other = (
+        chunk_hopper.Config(64, 1, bf16, TokenGate(scale_at_end), ScanOutputs(skip=True))
+        for scale_at_end in (False, False, True)
+    )
     assert one == same and hash(one) == hash(same) and one != other
     assert chunk_hopper.make(one) is chunk_hopper.make(same) is not chunk_hopper.make(other)
 
 
-@pytest.mark.parametrize("kind", [States, Normalizer])
-@pytest.mark.parametrize("field", ["skip", "divided", "silu"])
+@pytest.mark.parametrize("kind", [ScanStates, ScanNormalizer])
+@pytest.mark.parametrize("field", ["skip", "normalized", "silu"])
 def test_only_outputs_have_an_epilogue(kind, field):
-    assert getattr(Outputs(**{field: True}), field) and not getattr(kind(), field)
+    assert getattr(ScanOutputs(**{field: True}), field) and not getattr(kind(), field)
     with pytest.raises(TypeError, match=field):
         kind(**{field: True})
 
 
-def test_only_decays_can_be_apart_from_the_scale():
-    assert ByHead().scales and not ByHead(apart=True).scales and not Gate().scales
-    with pytest.raises(TypeError, match="apart"):
-        Gate(apart=True)
+def test_only_decays_have_a_scale_at_the_end():
+    assert HeadGate().folds_scale and not HeadGate(scale_at_end=True).folds_scale and not Gate().folds_scale
+    with pytest.raises(TypeError, match="scale_at_end"):
+        Gate(scale_at_end=True)
     with pytest.raises(TypeError, match="softplus"):
-        ByToken(softplus=True)
+        TokenGate(softplus=True)
 
 
 @pytest.mark.parametrize("module, arch", [(chunk_hopper, "sm_90a"), (chunk_ampere, "sm_80")])
 def test_spaces(module, arch):
-    """Every kind of gates and results is there, and what Ampere's kernel cannot do is not: segments of wide keys."""
+    """All kinds of gates and results are there, but for segments of wide keys in Ampere's kernel."""
     shipped = list(module.space(arch, True))
-    kinds = {Gate, ByHead, ByToken, BySteps} if module is chunk_hopper else {Gate, ByToken, BySteps}
+    kinds = {Gate, HeadGate, TokenGate, Mamba2Gate} if module is chunk_hopper else {Gate, TokenGate, Mamba2Gate}
     assert {type(config.gate) for config in shipped} == kinds
-    assert {type(config.result) for config in shipped} == {States, Normalizer, Outputs}
-    assert all(config.segmented for config in shipped if not config.result.outputs)
+    assert {type(config.result) for config in shipped} == {ScanStates, ScanNormalizer, ScanOutputs}
+    assert all(config.supports_segments for config in shipped if not config.result.has_outputs)
     assert {config.key_dim for config in shipped} == set(chunk_hopper.KEY_DIMS)
     assert not list(chunk_hopper.space("sm_80", True))

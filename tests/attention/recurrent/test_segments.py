@@ -1,5 +1,4 @@
-"""Sequences in segments, of every member that has them: against the recurrence in float64, in the interpreter and on the card;
-and the rule that says how many there are."""
+"""Sequences cut into segments, by all members that do so, against the recurrence in float64; and the choice of their number."""
 
 from types import SimpleNamespace
 
@@ -12,7 +11,7 @@ from poison import Packing, as_on_a_device, poisoned
 from attention import reference
 from attention.recurrent import chunks
 from attention.recurrent import delta_rule as module
-from attention.recurrent.chunks import Costs, in_launches
+from attention.recurrent.chunks import Costs, choose_segments
 from attention.recurrent.delta_rule import delta_rule
 from attention.recurrent.kernels import gla_states_hopper, kda_states_hopper, maps_hopper, starts
 from attention.recurrent.linear import linear
@@ -24,7 +23,7 @@ KINDS = "none", "head", "token", "channel"  # of decays
 
 
 def case(delta, kind, length=300, key_dim=64, value_dim=64, heads=1, dtype=BF16, gate=0.05, sequences=1, seed=0):
-    """Arguments by name: q, k (of length 1), v, decays of -gate on the mean, a state to begin with; beta for the delta rule."""
+    """Arguments by name: q, k (of length 1), v, decays with a mean of -gate, an initial state; beta for the delta rule."""
     q, k, v, beta, decay = inputs(1, length, heads, key_dim, value_dim, dtype, gate=gate, seed=seed)
     draw = np.random.default_rng(seed + 1)
     if kind == "channel":
@@ -32,19 +31,19 @@ def case(delta, kind, length=300, key_dim=64, value_dim=64, heads=1, dtype=BF16,
     elif kind == "head":
         decay = decay[0, 0]
     start = draw.standard_normal((sequences, heads, key_dim, value_dim), np.float32)
-    given = {"q": q, "k": k, "v": v, "decay": None if kind == "none" else decay, "initial_state": start}
-    return given | {"beta": beta} if delta else given
+    args = {"q": q, "k": k, "v": v, "decay": None if kind == "none" else decay, "initial_state": start}
+    return args | {"beta": beta} if delta else args
 
 
-def agree(place, given, factor=2, **more):
-    """Output and state, as near to float64's as one pass is to be."""
+def agree(place, args, factor=2, **more):
+    """Compare outputs and final state with the reference, within the tolerance of a call with one segment."""
     put = lambda x: place.put(x) if isinstance(x, np.ndarray) else x
-    out = place.put(np.full(given["v"].shape, np.nan, given["v"].dtype))
-    function = delta_rule if "beta" in given else linear
-    told = {name: put(x) for name, x in (given | more).items()}
-    _, state = function(**told, return_state=True, out=out)
-    q, k, v, *_ = given.values()
-    options = {name: x for name, x in (given | more).items() if name not in ("q", "k", "v", "family")}
+    out = place.put(np.full(args["v"].shape, np.nan, args["v"].dtype))
+    function = delta_rule if "beta" in args else linear
+    on_device = {name: put(x) for name, x in (args | more).items()}
+    _, state = function(**on_device, return_state=True, out=out)
+    q, k, v, *_ = args.values()
+    options = {name: x for name, x in (args | more).items() if name not in ("q", "k", "v", "family")}
     (ref, last), (low, _) = (reference.linear(q, k, v, low=low, **options) for low in (False, True))
     reference.assert_close(place.get(out), ref, low, factor=factor)
     assert np.abs(place.get(state) - last).max() <= factor * STATE * np.abs(last).max()
@@ -53,14 +52,14 @@ def agree(place, given, factor=2, **more):
 
 @pytest.fixture
 def cut(monkeypatch, nothing_known):
-    """cut(n): from here on every sequence is cut into n segments."""
-    return lambda n: monkeypatch.setattr(chunks, "in_launches", lambda *_: n)
+    """cut(n): calls cut every sequence into n segments from then on."""
+    return lambda n: monkeypatch.setattr(chunks, "choose_segments", lambda *_: n)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("delta", [False, True])
 def test_three_segments(place, cut, delta, kind):
-    """The last chunk is not whole."""
+    """Of which the last has a shorter chunk at its end."""
     cut(3)
     agree(place, case(delta, kind))
 
@@ -68,14 +67,14 @@ def test_three_segments(place, cut, delta, kind):
 @pytest.mark.parametrize(("delta", "kind"), [(False, "channel"), (True, "token"), (True, "channel"), (False, "token")])
 def test_two_consumers_of_shared_keys(place, cut, delta, kind):
     cut(2)
-    given = case(delta, kind, 190, 128, 128, heads=2)
-    agree(place, given | {"q": given["q"][:, :, :1].copy(), "k": given["k"][:, :, :1].copy()})
+    args = case(delta, kind, 190, 128, 128, heads=2)
+    agree(place, args | {"q": args["q"][:, :, :1].copy(), "k": args["k"][:, :, :1].copy()})
 
 
 @pytest.mark.parametrize(("key_dim", "value_dim", "dtype"), [(80, 96, FP16), (16, 16, BF16), (64, 80, FP16)])
 @pytest.mark.parametrize(("delta", "kind"), [(False, "channel"), (True, "none"), (True, "channel")])
 def test_sizes_of_keys_and_values(place, cut, delta, kind, key_dim, value_dim, dtype):
-    """Of which a tile has more."""
+    """Smaller than the tiles of the kernels."""
     cut(2)
     agree(place, case(delta, kind, 130, key_dim, value_dim, dtype=dtype, gate=0.02))
 
@@ -85,34 +84,34 @@ def test_wide_keys_of_channels(place, cut):
     agree(place, case(False, "channel", 130, 256, 64))
 
 
-@pytest.mark.parametrize("parts", [2, 4, 5, 6, 9, 12])
+@pytest.mark.parametrize("segments", [2, 4, 5, 6, 9, 12])
 @pytest.mark.parametrize("kind", ["token", "channel"])
-def test_any_number_of_segments(place, cut, kind, parts):
-    """Also more than there are chunks: some have no tokens."""
-    cut(parts)
-    agree(place, case(False, kind, 64 * min(parts, 7) - 3, 16, 16))
+def test_any_number_of_segments(place, cut, kind, segments):
+    """Also more than there are chunks, so that some have no tokens."""
+    cut(segments)
+    agree(place, case(False, kind, 64 * min(segments, 7) - 3, 16, 16))
 
 
-@pytest.mark.parametrize("parts", [2, 5, 7])
+@pytest.mark.parametrize("segments", [2, 5, 7])
 @pytest.mark.parametrize("kind", ["none", "channel"])
-def test_any_number_of_maps(place, cut, kind, parts):
-    cut(parts)
-    agree(place, case(True, kind, 64 * min(parts, 6) - 3, 16, 16))
+def test_any_number_of_segments_of_the_delta_rule(place, cut, kind, segments):
+    cut(segments)
+    agree(place, case(True, kind, 64 * min(segments, 6) - 3, 16, 16))
 
 
 @pytest.mark.parametrize("kind", ["token", "channel"])
 @pytest.mark.parametrize("delta", [False, True])
-def test_sequences_one_behind_the_other(place, cut, monkeypatch, delta, kind):
-    """Empty ones, ones that have fewer chunks than segments, and one whose segments end where chunks do, among poison."""
+def test_packed_sequences(place, cut, monkeypatch, delta, kind):
+    """Empty ones, ones with fewer chunks than segments, and one whose segments are whole chunks, with poison around them."""
     cut(3)
     packing = Packing([0, 70, 192, 1], neighbour=2, nobodys=5)
-    given = case(delta, kind, 263, 64, 64, sequences=4)
-    out, state = agree(place, given, cu_seqlens=packing.alone)
+    args = case(delta, kind, 263, 64, 64, sequences=4)
+    out, state = agree(place, args, cu_seqlens=packing.alone)
     as_on_a_device(monkeypatch)
-    start = poisoned((len(packing.ends) - 1, *given["initial_state"].shape[1:]), np.float32)
-    start[packing.which] = given["initial_state"]
-    told = {name: place.put(start if name == "initial_state" else packing.spread(x)) for name, x in given.items()}
-    got, last = (delta_rule if delta else linear)(**told, cu_seqlens=place.put(packing.ends), return_state=True)
+    start = poisoned((len(packing.ends) - 1, *args["initial_state"].shape[1:]), np.float32)
+    start[packing.which] = args["initial_state"]
+    on_device = {name: place.put(start if name == "initial_state" else packing.spread(x)) for name, x in args.items()}
+    got, last = (delta_rule if delta else linear)(**on_device, cu_seqlens=place.put(packing.ends), return_state=True)
     assert (packing.gather(place.get(got)) == out).all() and (place.get(got)[:, packing.nobodys].astype(float) == 0).all()
     assert (place.get(last)[packing.which] == state).all()
 
@@ -120,50 +119,50 @@ def test_sequences_one_behind_the_other(place, cut, monkeypatch, delta, kind):
 @pytest.mark.parametrize("kind", ["token", "channel"])
 @pytest.mark.parametrize("delta", [False, True])
 def test_strong_decays(place, cut, delta, kind):
-    """A chunk that decays by more than numbers hold, and a token that forgets all."""
+    """A strong chunk, and a token with a decay of -inf."""
     cut(3)
-    given = case(delta, kind, 250, gate=0.1)
-    given["decay"][0, 70:100] *= 100
-    given["decay"][0, 140] = -np.inf
-    agree(place, given)
+    args = case(delta, kind, 250, gate=0.1)
+    args["decay"][0, 70:100] *= 100
+    args["decay"][0, 140] = -np.inf
+    agree(place, args)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_state_that_only_decays(place, cut, kind):
-    """It comes through all segments as if it had not been parted into high and low, nor what multiplies it."""
+    """Splitting states and matrices into high and low bf16 parts costs no more than 2^-14."""
     cut(4)
-    given = case(True, kind, 256, 128, 64)
-    given["beta"][:] = 0
+    args = case(True, kind, 256, 128, 64)
+    args["beta"][:] = 0
     if kind != "none":
-        given["decay"] = np.full_like(given["decay"], -1e-3)
-    told = {name: x if x is None else place.put(x) for name, x in given.items()}
-    _, state = delta_rule(**told, return_state=True)
-    wanted = given["initial_state"] * (1 if kind == "none" else np.exp(-0.256))
+        args["decay"] = np.full_like(args["decay"], -1e-3)
+    on_device = {name: x if x is None else place.put(x) for name, x in args.items()}
+    _, state = delta_rule(**on_device, return_state=True)
+    wanted = args["initial_state"] * (1 if kind == "none" else np.exp(-0.256))
     assert np.abs(place.get(state) - wanted).max() <= 2.0**-14 * np.abs(wanted).max()
 
 
 @pytest.mark.parametrize(("delta", "kind"), [(False, "channel"), (True, "token")])
-def test_without_a_state_to_begin_with(place, cut, delta, kind):
+def test_without_an_initial_state(place, cut, delta, kind):
     cut(2)
     agree(place, case(delta, kind, 130) | {"initial_state": None})
 
 
 @pytest.mark.parametrize(("delta", "kind"), [(False, "token"), (False, "channel"), (True, "token"), (True, "channel")])
-def test_as_many_as_the_rule_says(monkeypatch, nothing_known, delta, kind):
-    """And when lengths alone are new, as many as it says of these."""
-    found, rule = [], chunks.in_launches
-    monkeypatch.setattr(chunks, "in_launches", lambda *given: found.append(rule(*given)) or found[-1])
+def test_calls_use_the_chosen_number(monkeypatch, nothing_known, delta, kind):
+    """Also when only the length of a repeated call is new."""
+    numbers, choose = [], chunks.choose_segments
+    monkeypatch.setattr(chunks, "choose_segments", lambda *args: numbers.append(choose(*args)) or numbers[-1])
     for place in chunks, module:
         monkeypatch.setattr(place, "machine", lambda _: SimpleNamespace(processors=9))
     for length in 1300, 1000, 200, 64:
         agree(OnInterpreter(), case(delta, kind, length, 16, 16))
-    assert found[0] > 1 and int(found[-1]) == 1
+    assert numbers[0] > 1 and int(numbers[-1]) == 1
 
 
 @pytest.mark.parametrize("schedule", [0, 1])
 @pytest.mark.parametrize(("delta", "kind"), [(False, "channel"), (True, "none"), (True, "channel")])
 def test_other_schedules(monkeypatch, cut, delta, kind, schedule):
-    """Whatever order the warps take."""
+    """In any order of the warps."""
     monkeypatch.setenv("TILES_SEED", str(schedule))
     cut(2)
     agree(OnInterpreter(), case(delta, kind, 450, 64, 128))
@@ -176,28 +175,32 @@ def test_as_compiled_for_hopper(as_compiled, cut, delta, kind):
     agree(OnInterpreter(), case(delta, kind, 130))
 
 
-COSTS = Costs(both=1.5, again=0.8, added=0.5, launches=3)
+COSTS = Costs(two_consumers=1.5, first_pass=0.8, compose=0.5, extra_launches=3)
 
 
-def test_the_rule_cuts_what_leaves_multiprocessors_idle():
-    """Few sequences, until they fill the GPU; none where heads do so already, nor short ones."""
-    assert in_launches(4, 1, 1, 512, 132, COSTS) == 32
-    assert in_launches(132, 1, 1, 512, 132, COSTS) == 1
-    assert in_launches(100, 1, 1, 512, 132, COSTS) == 1  # a second segment of all would not find room
-    assert in_launches(8, 1, 1, 7, 132, COSTS) == 1
-    assert in_launches(0, 1, 1, 512, 132, COSTS) >= 1
+def test_choose_segments_fills_the_gpu():
+    """Few sequences are cut until they fill it; not if heads fill it already, nor if sequences are short."""
+    assert choose_segments(4, 1, 1, 512, 132, COSTS) == 32
+    assert choose_segments(132, 1, 1, 512, 132, COSTS) == 1
+    assert choose_segments(100, 1, 1, 512, 132, COSTS) == 1  # second segments of all would take a second wave
+    assert choose_segments(8, 1, 1, 7, 132, COSTS) == 1
+    assert choose_segments(0, 1, 1, 512, 132, COSTS) >= 1
 
 
-def test_the_rule_counts_every_cost():
-    """Each makes segments fewer, or wider passes."""
-    assert in_launches(2, 1, 1, 256, 132, COSTS) == 32
-    assert in_launches(2, 1, 1, 256, 132, COSTS._replace(added=4)) == 10
-    assert in_launches(2, 1, 1, 256, 132, COSTS._replace(added=0)) == 64
-    assert in_launches(8, 2, 4, 16, 132, COSTS) == 4 and in_launches(8, 2, 4, 16, 132, COSTS._replace(launches=20)) == 1
-    assert in_launches(30, 2, 2, 128, 132, COSTS) == 4 and in_launches(30, 2, 8, 128, 132, COSTS) == 1  # columns before
-    assert in_launches(30, 2, 4, 128, 132, COSTS) == 1 and in_launches(30, 2, 4, 128, 132, COSTS._replace(again=0.5)) == 4
-    assert in_launches(16, 2, 2, 128, 132, COSTS) == 8 and in_launches(16, 2, 2, 128, 132, COSTS._replace(both=2)) == 4
-    assert in_launches(20, 2, 2, 128, 132, COSTS) == 6  # thirteen, if blocks began and ended in no time
+def test_choose_segments_counts_all_costs():
+    """A higher cost gives fewer segments."""
+    assert choose_segments(2, 1, 1, 256, 132, COSTS) == 32
+    assert choose_segments(2, 1, 1, 256, 132, COSTS._replace(compose=4)) == 10
+    assert choose_segments(2, 1, 1, 256, 132, COSTS._replace(compose=0)) == 64
+    assert choose_segments(8, 2, 4, 16, 132, COSTS) == 4
+    assert choose_segments(8, 2, 4, 16, 132, COSTS._replace(extra_launches=20)) == 1
+    assert choose_segments(30, 2, 2, 128, 132, COSTS) == 4
+    assert choose_segments(30, 2, 8, 128, 132, COSTS) == 1  # wider first pass
+    assert choose_segments(30, 2, 4, 128, 132, COSTS) == 1
+    assert choose_segments(30, 2, 4, 128, 132, COSTS._replace(first_pass=0.5)) == 4
+    assert choose_segments(16, 2, 2, 128, 132, COSTS) == 8
+    assert choose_segments(16, 2, 2, 128, 132, COSTS._replace(two_consumers=2)) == 4
+    assert choose_segments(20, 2, 2, 128, 132, COSTS) == 6  # 13 if prologue and epilogue took no time
 
 
 SHIPPED = [
@@ -212,8 +215,8 @@ SHIPPED = [
 
 @pytest.mark.parametrize(("kernels", "config"), SHIPPED, ids=lambda x: str(x) if hasattr(x, "threads") else "")
 def test_machine_code(kernels, config):
-    """Nothing spills, and no wgmma waits for another; a block has room."""
+    """No spills, no wgmma serialised by ptxas, and shared memory for one block."""
     kernel, smem = kernels.make(config)
-    found = compile_kernel(kernel, signature(kernel), "sm_90a")
-    assert (found.spill_bytes, found.local_bytes, found.warnings) == (0, 0, [])
+    compiled = compile_kernel(kernel, signature(kernel), "sm_90a")
+    assert (compiled.spill_bytes, compiled.local_bytes, compiled.warnings) == (0, 0, [])
     assert smem is None or smem.nbytes <= 227 * 1024

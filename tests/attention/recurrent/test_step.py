@@ -1,4 +1,4 @@
-"""attention/recurrent/step.py: one token of every member, beside the recurrence in float64."""
+"""attention/recurrent/step.py: one token of all members, against the recurrence in float64."""
 
 import itertools
 
@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from attention import reference
-from attention.recurrent.kernels import token_loop
-from attention.recurrent.kernels.token_loop import GREATEST, Config, make
+from attention.recurrent import token_plan
+from attention.recurrent.kernels.token_loop import LARGEST_KEY_DIMS, Config, make
 from attention.recurrent.step import linear_step
 from tiles.arguments import signature
 from tiles.compiler import compile_kernel
@@ -18,24 +18,24 @@ DECAYS = {"none": None, "head": (4,), "token": (3, 4), "channel": (3, 4, None)}
 
 
 def inputs(key_dim, value_dim, decay="none", delta=False, dtype=bf16, key_heads=4, gates=f32, seed=0):
-    """The arguments of a step of 3 sequences and 4 heads."""
+    """The arguments of a step for 3 sequences and 4 heads."""
     rng = np.random.default_rng(seed)
     q, k = rng.standard_normal((2, 3, key_heads, key_dim))
     k /= np.linalg.norm(k, axis=-1, keepdims=True)
-    given = dict(q=q.astype(dtype), k=k.astype(dtype), v=rng.standard_normal((3, 4, value_dim)).astype(dtype))
-    given["state"] = rng.standard_normal((3, 4, key_dim, value_dim)).astype(f32)
+    args = dict(q=q.astype(dtype), k=k.astype(dtype), v=rng.standard_normal((3, 4, value_dim)).astype(dtype))
+    args["state"] = rng.standard_normal((3, 4, key_dim, value_dim)).astype(f32)
     if DECAYS[decay]:
-        given["decay"] = -rng.exponential(1, [n or key_dim for n in DECAYS[decay]]).astype(gates)
+        args["decay"] = -rng.exponential(1, [n or key_dim for n in DECAYS[decay]]).astype(gates)
     if delta:
-        given["beta"] = rng.uniform(0, 1, (3, 4)).astype(gates)
-    return given
+        args["beta"] = rng.uniform(0, 1, (3, 4)).astype(gates)
+    return args
 
 
-def check(place, given, **options):
-    """A step in this place: out is right to one rounding, the state to a few of float32."""
-    on = {name: place.put(x.copy()) for name, x in given.items()}
+def check(place, args, **options):
+    """Make a step in this place: out has one rounding error, the state a few of float32."""
+    on = {name: place.put(x.copy()) for name, x in args.items()}
     out = place.get(linear_step(**on, **options))
-    ref, state = reference.linear_step(**given, **options)
+    ref, state = reference.linear_step(**args, **options)
     reference.assert_close(out, ref, ref.astype(out.dtype))
     np.testing.assert_allclose(place.get(on["state"]), state, rtol=1e-5, atol=1e-5)
     return out
@@ -67,12 +67,12 @@ def test_scale(place):
     check(place, inputs(32, 32), scale=-2)
 
 
-def test_strong_decays_forget(place):
-    """No NaN from exp(-50 ...), whatever the state was."""
-    given = inputs(32, 32, "channel", True)
-    given["decay"][:] = np.linspace(-50, -1e4, 32)
-    given["decay"][0] = -np.inf
-    check(place, given)
+def test_strong_decays(place):
+    """exp(-50 ...) makes no NaN, whatever the state is."""
+    args = inputs(32, 32, "channel", True)
+    args["decay"][:] = np.linspace(-50, -1e4, 32)
+    args["decay"][0] = -np.inf
+    check(place, args)
 
 
 def test_many_steps_are_a_sequence(place):
@@ -90,14 +90,14 @@ def test_many_steps_are_a_sequence(place):
 
 
 def test_strides_and_out():
-    """Tokens of a longer sequence, states of more heads than are stepped, and `out` among other outputs."""
-    given = inputs(32, 16, "channel")
-    wide = {name: np.full((x.shape[0], 2, *x.shape[1:]), np.nan, x.dtype) for name, x in given.items()}
-    for name, x in given.items():
+    """Views of a longer sequence, of states with more heads, and of a larger out."""
+    args = inputs(32, 16, "channel")
+    wide = {name: np.full((x.shape[0], 2, *x.shape[1:]), np.nan, x.dtype) for name, x in args.items()}
+    for name, x in args.items():
         wide[name][:, 1] = x
     outs = np.full((3, 5, 4, 16), np.nan, bf16)
     out = linear_step(**{name: x[:, 1] for name, x in wide.items()}, out=outs[:, 2])
-    ref, state = reference.linear_step(**given)
+    ref, state = reference.linear_step(**args)
     assert out.base is outs and np.isnan(np.delete(outs, 2, 1).astype(f32)).all()
     reference.assert_close(outs[:, 2], ref, ref.astype(bf16))
     np.testing.assert_allclose(wide["state"][:, 1], state, rtol=1e-5, atol=1e-5)
@@ -105,23 +105,23 @@ def test_strides_and_out():
 
 
 @pytest.mark.parametrize("elements", [1, 2, 4])
-def test_tokens_anywhere(elements):
-    """So many elements past a multiple of 16 bytes; sequences backwards, heads apart."""
-    given = inputs(32, 16, "channel", True)
-    moved = dict(given, state=given["state"].copy())
+def test_unaligned_tokens(elements):
+    """Addresses so many elements past a multiple of 16 bytes, a negative stride of sequences, gaps between heads."""
+    args = inputs(32, 16, "channel", True)
+    moved = dict(args, state=args["state"].copy())
     for name in "qkv":
-        room = np.full((3, 4, given[name].shape[-1] + elements), np.nan, bf16)[::-1, :, elements:]
-        room[...] = given[name]
+        room = np.full((3, 4, args[name].shape[-1] + elements), np.nan, bf16)[::-1, :, elements:]
+        room[...] = args[name]
         moved[name] = room
     out = linear_step(**moved)
-    ref, state = reference.linear_step(**given)
+    ref, state = reference.linear_step(**args)
     reference.assert_close(out, ref, ref.astype(bf16))
     np.testing.assert_allclose(moved["state"], state, rtol=1e-5, atol=1e-5)
 
 
 def test_no_sequence():
-    given = {name: x[:0] for name, x in inputs(32, 16, "token", True).items()}
-    assert linear_step(**given).shape == (0, 4, 16)
+    args = {name: x[:0] for name, x in inputs(32, 16, "token", True).items()}
+    assert linear_step(**args).shape == (0, 4, 16)
 
 
 @pytest.mark.parametrize(
@@ -136,23 +136,23 @@ def test_no_sequence():
         (lambda x: x.astype(bf16), "state: dtype must be one of ('float32',)"),
     ],
 )
-def test_states_that_cannot_be_moved(change, message):
-    given = inputs(32, 32)
-    given["state"] = change(given["state"])
+def test_states_without_accesses_of_16_bytes(change, message):
+    args = inputs(32, 32)
+    args["state"] = change(args["state"])
     with pytest.raises((ValueError, TypeError)) as raised:
-        linear_step(**given)
+        linear_step(**args)
     assert str(raised.value).startswith(message)
 
 
 def test_more_sequences_than_a_grid_has_room_for(monkeypatch):
-    monkeypatch.setattr(token_loop, "MOST", 2)
-    with pytest.raises(ValueError, match="^q: must have at most 2 heads and sequences: 4, 3"):
+    monkeypatch.setattr(token_plan, "MAX_GRID_YZ", 2)
+    with pytest.raises(ValueError, match="^q: must have at most 2 heads and sequences: heads=4, sequences=3"):
         linear_step(**inputs(48, 80))
 
 
-@pytest.mark.parametrize(("key_dim", "decay"), [*itertools.product(GREATEST, ("", "token", "channel"))][::2])
+@pytest.mark.parametrize(("key_dim", "decay"), [*itertools.product(LARGEST_KEY_DIMS, ("", "token", "channel"))][::2])
 def test_the_state_stays_in_registers(key_dim, decay):
-    """Of the greatest key dim that so many blocks of an SM must do with, by the delta rule, which takes most."""
+    """No spills for the largest key dim of each number of blocks of an SM, with the delta rule, which takes most registers."""
     config = Config(key_dim, decay, delta=True, single=True)
-    found = compile_kernel(make(config)[0], signature(make(config)[0]), "sm_90a")
-    assert (found.spill_bytes, found.local_bytes, found.warnings) == (0, 0, [])
+    compiled = compile_kernel(make(config)[0], signature(make(config)[0]), "sm_90a")
+    assert (compiled.spill_bytes, compiled.local_bytes, compiled.warnings) == (0, 0, [])

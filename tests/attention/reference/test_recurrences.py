@@ -1,4 +1,4 @@
-"""attention/reference/linear.py: each recurrence beside a closed form, which is quadratic in the length and has no state."""
+"""attention/reference/linear.py: each recurrence against a closed form, which is quadratic in the length and has no state."""
 
 import ml_dtypes
 import numpy as np
@@ -22,7 +22,7 @@ def inputs(seed=0, shared=1, decay="token", batch=BATCH):
 
 
 def closed_form(q, k, v, decay, beta, state, scale):
-    """(o, the last state) by matrices over pairs of tokens; with beta, by solving for all corrected values at once."""
+    """(o, final state) from matrices of all pairs of tokens; with beta, from a solution for all corrected values at once."""
     q, k = (x.repeat(HEADS // x.shape[2], axis=2) for x in (q, k))
     full = (*v.shape[:3], DK)
     gates = np.zeros(full) if decay is None else np.broadcast_to(decay.reshape(decay.shape + (1,) * (decay.ndim != 4)), full)
@@ -61,7 +61,7 @@ def test_the_closed_form(decay, delta, shared):
 
 
 @pytest.mark.parametrize("decay", DECAYS)
-def test_steps_make_the_sequence(decay):
+def test_linear_step_repeated(decay):
     q, k, v, gates, beta, state = inputs(2, 2, decay)
     out, last = linear(q, k, v, decay=gates, beta=beta, initial_state=state)
     for t in range(LENGTH):
@@ -72,7 +72,7 @@ def test_steps_make_the_sequence(decay):
 
 
 @pytest.mark.parametrize("normalize", [False, True])
-def test_a_state_carries_on(normalize):
+def test_initial_state(normalize):
     q, k, v, gates, _, _ = inputs(3)
     q, k = abs(q), abs(k)
     whole, last = linear(q, k, v, decay=gates, normalize=normalize)
@@ -89,8 +89,8 @@ def test_normalized_weights_sum_to_one():
 
 
 @pytest.mark.parametrize("decay", DECAYS)
-def test_sequences_of_one_batch(decay):
-    """A neighbour's NaN does not leak in; an empty sequence keeps its state."""
+def test_packed_sequences(decay):
+    """NaN in one sequence does not reach the others; an empty sequence keeps its state."""
     q, k, v, gates, beta, _ = inputs(5, 2, decay, batch=1)
     states = np.random.default_rng(6).standard_normal((3, HEADS, DK, DV))
     ends = np.array([0, 7, 7, LENGTH])
@@ -111,7 +111,7 @@ def test_layouts(decay):
 
 
 def test_the_delta_rule_remembers_orthonormal_keys():
-    """With beta = 1 and no decay, S^T k is the value last given with k, however often."""
+    """With beta = 1 and no decay, S^T k is the last value of key k, however often k repeats."""
     k = np.eye(DK)[[0, 1, 2, 0, 1, 0]][None, :, None]
     v = np.random.default_rng(8).standard_normal((1, 6, 1, DV))
     out, state = linear(k, k, v, beta=np.ones((1, 6, 1)), scale=1)
@@ -119,7 +119,7 @@ def test_the_delta_rule_remembers_orthonormal_keys():
     np.testing.assert_allclose(state[0, 0, :3], v[0, [5, 4, 2], 0], rtol=1e-12)
 
 
-def test_the_strongest_decay_forgets():
+def test_a_decay_of_minus_infinity():
     q, k, v, gates, beta, state = inputs(9)
     out, _ = linear(q, k, v, decay=0 * gates - 1e4, initial_state=state)
     np.testing.assert_allclose(out, DK**-0.5 * (q * k).sum(-1, keepdims=True) * v, rtol=1e-12)
@@ -203,7 +203,7 @@ def test_hedgehog_is_a_matrix_of_two_kinds_of_weights(window):
 
 
 def members(dtype):
-    """(name, function of low) on inputs of this dtype."""
+    """(name, function of `low`) for inputs of this dtype."""
     q, k, v, gates, beta, state = inputs(15)
     q, k, v = (x.astype(dtype) for x in (q, k / np.linalg.norm(k, axis=-1, keepdims=True), v))
     maps = np.random.default_rng(16).standard_normal((2, HEADS, DK, 4)).astype(dtype)

@@ -1,4 +1,4 @@
-"""attention/reference/scores.py and the variants of softmax.py: against loops over b, h, i and j, written apart."""
+"""attention/reference/scores.py and the options of softmax.py, against independent loops over b, h, i and j."""
 
 import math
 from types import SimpleNamespace
@@ -14,8 +14,8 @@ from attention.reference import forward, forward_low, tolerance
 
 def naive(q, k, v, *, causal=False, window=None, softcap=None, alibi=None, sink=None, bias=None, mask=None, score=None, aux=(),
           dropout=0.0, keep=None, scale=None):  # fmt: skip
-    """out (Sq, H, Dv) and lse (H, Sq) of one sequence, with lists and math alone; alibi (H,), bias (H, Sq, Sk), mask and score
-    of (h, i, j), keep (H, Sq, Sk)."""
+    """out (Sq, H, Dv) and lse (H, Sq) of one sequence, with lists and math only; alibi (H,), bias (H, Sq, Sk), mask and score
+    are functions of (h, i, j), keep (H, Sq, Sk)."""
     (rows, heads, width), (cols, kv_heads, _) = q.shape, k.shape
     scale = 1 / math.sqrt(width) if scale is None else scale
     out, lse = np.zeros((rows, heads, v.shape[2])), np.full((heads, rows), -np.inf)
@@ -76,7 +76,7 @@ PARTS = "softcap", "alibi", "sink", "bias", "mask", "score", "drop", "scale"
     st.sets(st.sampled_from((0, 1, 2))),
 )  # fmt: skip
 def test_any_combination(seed, rows, cols, heads, causal, window, on, one):
-    """Two sequences, of which each has its own biases, slopes and masks; biases are the same along the axes in `one`."""
+    """Two sequences, each with its own bias, ALiBi slopes and mask; a bias has an extent of 1 along the axes in `one`."""
     rng, q, k, v = draw(seed, 2, rows, cols, *heads)
     heads = heads[0]
     docs, slopes = rng.integers(0, 2, (2, rows + cols)), rng.standard_normal((2, heads))
@@ -112,7 +112,7 @@ def packed(causal):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("shorter", [False, True])
 def test_packed_sequences(causal, shorter):
-    """Each is attention by itself; NaN lies in keys that are not in use, which lengths_k ends."""
+    """Each has the result that it has by itself; keys from lengths_k on are NaN."""
     rng, q, k, v = draw(0, 1, 9, 11, 2, 1)
     ends, ends_k, lengths = [0, 4, 4, 9], [0, 5, 7, 11], np.array([3, 2, 4] if shorter else [5, 2, 4])
     options = packed(causal) | {"mask": lambda b, h, i, j: (i + j + b) % 4 > 0}
@@ -129,14 +129,14 @@ def test_packed_sequences(causal, shorter):
         close((found[0][0, rows], found[1][0, :, rows]), (out, lse))
 
 
-def test_one_list_of_ends_is_for_queries_and_keys():
+def test_cu_seqlens_k_is_cu_seqlens_by_default():
     _, q, k, v = draw(1, 1, 6, 6, 2, 2)
     ends = np.array([0, 2, 6])
     close(forward(q, k, v, causal=True, cu_seqlens=ends), forward(q, k, v, causal=True, cu_seqlens=ends, cu_seqlens_k=ends))
 
 
-def test_lengths_of_keys_align_what_is_in_use():
-    """The last query sees the last key that is in use, and poison behind it does no harm."""
+def test_lengths_k_aligns_the_last_query():
+    """The last query is aligned with the last key of lengths_k, and poison after it does not matter."""
     _, q, k, v = draw(2, 2, 3, 8, 2, 1)
     k[1, 5:] = v[1, 5:] = np.nan
     found = forward(q, k, v, causal=True, lengths_k=np.array([8, 5]))
@@ -144,15 +144,15 @@ def test_lengths_of_keys_align_what_is_in_use():
     close(found, map(np.stack, zip(*alone)))
 
 
-def test_a_sink_alone():
-    """Rows that see nothing: 0, and the logarithm of what is in the denominator."""
+def test_a_sink_without_keys():
+    """Rows without visible keys have out = 0 and lse = sink."""
     _, q, k, v = draw(3, 1, 2, 2, 2, 2)
     out, lse = forward(q, k, v, mask=lambda b, h, i, j: (i > j) & (j > i), sink=np.array([0.5, -1.0]))
     assert (out == 0).all() and (lse == np.array([0.5, -1])[:, None]).all()
 
 
 def test_norms():
-    """By hand, a row at a time: the root mean square, and mean and deviation."""
+    """RMS norm and layer norm, against a row at a time."""
     rng, q, k, v = draw(4, 1, 3, 4, 2, 1)
     weights, wide, shift = rng.standard_normal(4), rng.standard_normal((1, 4)), rng.standard_normal(4)
     rms = np.array([[[row / math.sqrt(sum(x * x for x in row) / 4 + 1e-3) for row in token] for token in q[0]]]) * weights
@@ -164,7 +164,8 @@ def test_norms():
 
 
 def test_blocks():
-    """Listed as partial: the mask is asked. Listed as full: it is not. Not listed, or listed behind the count: not seen."""
+    """mask counts in blocks listed as partial, not in those listed as full; others, also those after the count, are not
+    visible."""
     _, q, k, v = draw(5, 2, 4, 6, 2, 2)
     blocks = SimpleNamespace(
         BLOCK_SIZE=(2, 3),
@@ -194,7 +195,7 @@ def test_a_mask_that_returns_numbers():
 
 
 def test_low_is_near():
-    """In bfloat16: off by roundings, in the dtypes that it promises."""
+    """In bfloat16: rounding errors only, and the documented dtypes."""
     rng, *qkv = draw(7, 1, 8, 8, 2, 2, 16, 8)
     q, k, v = (x.astype(ml_dtypes.bfloat16) for x in qkv)
     options = dict(

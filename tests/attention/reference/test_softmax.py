@@ -1,4 +1,4 @@
-"""attention/reference/softmax.py: the formula by its properties, and what the rule makes of one wrong element."""
+"""attention/reference/softmax.py: properties of the formula, and that `tolerance` finds one wrong element."""
 
 import ml_dtypes
 import numpy as np
@@ -37,7 +37,7 @@ def test_by_hand():
 
 @given(problems())
 def test_rows_of_p_sum_to_one(problem):
-    """With v = 1, out is the row's sum of P = exp(s - lse): 1, or 0 for a row without keys."""
+    """With v = 1, out is the sum of a row of P = exp(s - lse): 1, or 0 for a row without keys."""
     q, k, v, causal = problem
     out, lse = forward(q, k, np.ones_like(v), causal=causal)
     keys = ~np.isneginf(lse).transpose(0, 2, 1)[..., None]
@@ -47,7 +47,7 @@ def test_rows_of_p_sum_to_one(problem):
 
 
 @given(problems(), st.floats(-3, 3))
-def test_a_constant_added_to_the_scores_moves_lse_alone(problem, shift):
+def test_a_constant_added_to_the_scores_changes_only_lse(problem, shift):
     """One more column, 1 in q and the same in every key, adds a constant to a row's scores."""
     q, k, v, causal = problem
     wide_q = np.concatenate([q, np.ones_like(q)], -1)
@@ -147,7 +147,7 @@ def test_low_is_near_and_not_equal(dtype, error):
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", [bf16, np.float16])
-def test_low_passes_its_own_rule(dtype, causal):
+def test_low_is_within_tolerance(dtype, causal):
     q, k, v = low_problem(dtype)
     (out, lse), (low, low_lse) = (f(q, k[:, :20], v[:, :20], causal=causal) for f in (forward, forward_low))
     assert_close(low, out, low)

@@ -1,4 +1,4 @@
-"""attention.backward: gradients against float64 and finite differences; lengths around tile edges; what is refused."""
+"""attention.backward: gradients against float64 and finite differences, lengths around tile edges, errors."""
 
 import itertools
 import math
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from judged import draw, inputs, there
 from judged_gradients import NAMES, agree, agree_among_poison
-from places import BF16, RANDOMLY, OnCard, OnInterpreter
+from places import BF16, OnCard, OnInterpreter, random_on_the_card
 from poison import Packing, as_on_a_device, edges, unseen
 
 import attention
@@ -30,8 +30,8 @@ EDGES = [(1, 1), (1, 130), (63, 65), (64, 64), (128, 128), (129, 127), (130, 257
 )
 @pytest.mark.parametrize("family", ["sm_90", "sm_80"])
 def test_lengths_around_every_tile_edge(place, lengths, head_dim, causal, family):
-    """Tiles of 64 and 128 queries, blocks of 64 and 128 keys; more queries than keys leaves rows with no key."""
-    agree(place, *inputs(1, *lengths, 1, 1, head_dim), family, causal=bool(causal), whole=True)
+    """Query tiles and key blocks of 64 and 128. With more queries than keys some rows see no key."""
+    agree(place, *inputs(1, *lengths, 1, 1, head_dim), family, causal=bool(causal), run_forward=True)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_lengths_around_every_tile_edge(place, lengths, head_dim, causal, family
 )
 @pytest.mark.parametrize("family", ["sm_90", "sm_80"])
 def test_every_head_dim(place, head_dim, value_dim, dtype, family):
-    """Padded inside to the next kernel's; never reading a neighbour head, whose values are huge here."""
+    """Head dims are padded inside the kernel, which never reads a neighbouring head: its values are large here."""
     q, k, v = inputs(1, 70, 90, 2, 2, head_dim, dtype, value_dim=value_dim)
     for x in (q, k, v):
         x[:, :, 1] *= 100
@@ -71,8 +71,8 @@ def test_shared_key_heads_and_layouts(place, heads, heads_kv, layout, family):
     ],
 )
 def test_wide_heads(place, lengths, heads, options):
-    """Several tiles of queries and blocks of keys, heads that share keys, rows and keys that see nothing."""
-    agree(place, *inputs(1, *lengths, *heads, 136), "sm_90", of_lse=True, **options)
+    """Several query tiles and key blocks, heads that share keys, rows that see no key and keys that no row sees."""
+    agree(place, *inputs(1, *lengths, *heads, 136), "sm_90", with_dlse=True, **options)
 
 
 @pytest.mark.parametrize(
@@ -89,13 +89,13 @@ def test_wide_heads(place, lengths, heads, options):
         (136, (16, 16), FULL, None),
     ],
 )
-def test_short_sequences_have_shapes_of_their_own(head_dim, lengths, variant, shape):
-    found = ampere.short(head_dim, 8, variant, *lengths)
-    assert (found and found[:2]) == shape
+def test_shapes_for_short_sequences(head_dim, lengths, variant, shape):
+    chosen = ampere.short_shape(head_dim, 8, variant, *lengths)
+    assert (chosen and chosen[:2]) == shape
 
 
 def test_warps_have_equal_parts_of_dq():
-    with pytest.raises(ValueError, match="4 warps cannot have as many of 2 parts of dQ each"):
+    with pytest.raises(ValueError, match="warps: must divide the 2 parts of dQ: self.warps=4"):
         ampere.config_for(64, bf16, FULL, shape=(64, 32, 16, 32, False, 3))
 
 
@@ -106,19 +106,19 @@ SHORT = [(16, 16), (64, 64), (49, 64), (1, 1), (33, 300), (30, 20), (100, 128)]
     ("lengths", "head_dim", "causal"), [*zip(SHORT, itertools.cycle([64, 128, 40]), [0, 1, 1, 0, 1, 1, 0])]
 )
 def test_short_sequences(place, lengths, head_dim, causal):
-    """Where a block has all keys, and each query sees one, dQ is written at once."""
-    agree(place, *inputs(2, *lengths, 4, 2, head_dim), of_lse=True, causal=bool(causal))
+    """A thread block that has all keys stores dQ itself, if each query sees a key."""
+    agree(place, *inputs(2, *lengths, 4, 2, head_dim), with_dlse=True, causal=bool(causal))
 
 
 @pytest.mark.parametrize("lengths", [(40, 64), (100, 60)])
-def test_what_is_written_at_once_can_be_added(place, lengths):
+def test_single_block_accumulates(place, lengths):
     q, k, v = inputs(1, *lengths, 2, 1, 64)
     dout, (out, lse) = draw(q.shape, q.dtype), reference.forward_low(q, k, v)
-    given = [place.put(x) for x in (dout, q, k, v, out, lse)]
-    there_were = [draw(x.shape, F32, 5) for x in (q, k, v)]
-    into = [place.put(x.copy()) for x in there_were]
-    attention.backward(*given, accumulate=True, family="sm_80", **dict(zip(NAMES, into)))
-    for name, before, x, ref in zip(NAMES, there_were, into, reference.backward(dout, q, k, v)):
+    arrays = [place.put(x) for x in (dout, q, k, v, out, lse)]
+    initial = [draw(x.shape, F32, 5) for x in (q, k, v)]
+    into = [place.put(x.copy()) for x in initial]
+    attention.backward(*arrays, accumulate=True, family="sm_80", **dict(zip(NAMES, into)))
+    for name, before, x, ref in zip(NAMES, initial, into, reference.backward(dout, q, k, v)):
         np.testing.assert_allclose(place.get(x) - before, ref, rtol=0.03, atol=0.03 * np.abs(ref).max(), err_msg=name)
 
 
@@ -145,10 +145,10 @@ VARIANTS = {
 @pytest.mark.parametrize("family", ["sm_90", "sm_80"])
 def test_variants(place, name, head_dim, family):
     batch = 2 if "sequence" in name else 1
-    agree(place, *inputs(batch, 90, 170, 2, 1, head_dim), family, of_lse=True, **VARIANTS[name])
+    agree(place, *inputs(batch, 90, 170, 2, 1, head_dim), family, with_dlse=True, **VARIANTS[name])
 
 
-BROUGHT = [  # head_dim, options. At 128 tiles have 128 queries and 64 keys, of which some see or do not see one, at an edge
+TMA_BIASES = [  # head_dim, options. At 128, tiles have 128 queries and 64 keys; windows begin and end inside and at their edges
     (64, dict(bias=draw((2, 1, 140, 136), BF16, 3), softcap=2.0, causal=True)),
     (128, dict(bias=draw((1, 2, 135, 136), FP16, 3), alibi=np.array([0.5, 0.1], F32), window=(2, 0))),
     (128, dict(bias=draw((1, 1, 128, 216), BF16, 3), window=(150, 60))),
@@ -157,9 +157,9 @@ BROUGHT = [  # head_dim, options. At 128 tiles have 128 queries and 64 keys, of 
 ]
 
 
-@pytest.mark.parametrize(("head_dim", "options"), BROUGHT)
-def test_a_bias_that_tma_brings(place, head_dim, options):
-    """Its gradient, too, which has a kernel of its own, but of wide heads."""
+@pytest.mark.parametrize(("head_dim", "options"), TMA_BIASES)
+def test_bias_loaded_by_tma(place, head_dim, options):
+    """Its gradient has a kernel of its own, except for wide heads."""
     q, k, v = inputs(2, *options["bias"].shape[2:], 2, 1, head_dim)
     dout, given, put = draw(q.shape, q.dtype), there(place, options), [place.put(x) for x in unseen(q, k, v, **options)]
     out, lse = attention.forward(*put, return_lse=True, **given)
@@ -170,9 +170,9 @@ def test_a_bias_that_tma_brings(place, head_dim, options):
         reference.assert_close(*each, factor=3, name=name)
 
 
-def test_what_sees_nothing_has_no_gradient(place):
-    """More queries than keys: the first see none. A window: the first keys are seen by none."""
-    dq, *_ = agree(place, *inputs(1, 200, 60, 1, 1, 128), of_lse=True, causal=True)
+def test_rows_without_keys_have_no_gradient(place):
+    """With more queries than keys the first queries see no key. With a window no query sees the first keys."""
+    dq, *_ = agree(place, *inputs(1, 200, 60, 1, 1, 128), with_dlse=True, causal=True)
     assert (dq[:, :140].astype(F32) == 0).all()
     _, dk, dv = agree(place, *inputs(1, 30, 300, 1, 1, 64), window=(10, 0))
     assert (dk[:, :250].astype(F32) == 0).all() and (dv[:, :250].astype(F32) == 0).all()
@@ -188,40 +188,40 @@ DROPPED = {
 @pytest.mark.parametrize(("case", "head_dim"), [*zip(DROPPED, [128, 64, 256])])
 @pytest.mark.parametrize("family", ["sm_90", "sm_80"])
 def test_dropout(place, case, head_dim, family):
-    """The same weights as in forward; sums of dO O, which are of those that are left, are subtracted from all."""
-    agree(place, *inputs(1, 90, 140, 2, 1, head_dim), family, of_lse=True, **DROPPED[case])
+    """The same weights are dropped as in forward, and delta is subtracted from the gradients of all, dropped or not."""
+    agree(place, *inputs(1, 90, 140, 2, 1, head_dim), family, with_dlse=True, **DROPPED[case])
 
 
-def test_what_is_learned_under_dropout(place):
-    """A bias and slopes: the weights that count are those that are left."""
+def test_bias_and_slopes_under_dropout(place):
+    """The gradients of a bias and of slopes are those of the scores whose weights were not dropped."""
     (q, k, v), dout = inputs(1, 40, 70, 2, 1, 64), draw((1, 40, 2, 64), BF16)
     options = dict(bias=draw((1, 2, 1, 70), F32, 3), alibi=np.array([0.5, 0.1], F32), dropout=0.4, seed=11)
     put, given = [place.put(x) for x in (dout, q, k, v)], there(place, options)
     out, lse = attention.forward(*put[1:], return_lse=True, **given)
     *_, dbias, dalibi = attention.backward(*put, out, lse, **given, dbias=True, dalibi=True)
-    *_, bias, alibi = reference.backward(dout, q, k, v, **options, dbias=True, dalibi=True, by=place.get(out))
+    *_, bias, alibi = reference.backward(dout, q, k, v, **options, dbias=True, dalibi=True, out=place.get(out))
     for got, want in ((dbias, bias), (dalibi, alibi)):
         assert np.abs(place.get(got) - want).max() < 0.02 * np.abs(want).max() + 1e-3
 
 
 @pytest.mark.parametrize(("head_dim", "family"), [(64, "sm_90"), (128, "sm_90"), (72, "sm_80")])
-def test_gradients_are_added_to_what_is_there(place, head_dim, family):
-    """By accumulate=True, in float32, whatever the strides; there are none of keys that nobody sees."""
+def test_accumulate(place, head_dim, family):
+    """accumulate=True adds in float32, for any strides, and adds 0 for keys that no query sees."""
     q, k, v = inputs(1, 50, 150, 2, 1, head_dim)
     sink, dout, options = np.array([0.5, -1], F32), draw(q.shape, BF16), dict(window=(30, 0))
     put, given = [place.put(x) for x in (dout, q, k, v)], options | {"sink": place.put(sink)}
     out, lse = attention.forward(*put[1:], return_lse=True, **given)
     before = [draw((*x.shape[:-1], 2 * x.shape[-1]), F32) for x in (q, k, v, sink)]
-    rooms = [place.put(x.copy()) for x in before]
-    made = dict(zip(NAMES, (x[..., ::2] for x in rooms)))
-    got = attention.backward(*put, out, lse, accumulate=True, family=family, **given, **made)
-    assert all(x is y for x, y in zip(got, made.values(), strict=True))
-    found = [place.get(x) - y for x, y in zip(rooms, before)]
-    assert not any(x[..., 1::2].any() for x in found) and not found[1][:, :70].any()
-    of = dict(zip(NAMES, attention.backward(*put, out, lse, **given, family=family)))
-    np.testing.assert_allclose(found[3][::2], place.get(of["dsink"]), rtol=1e-4, atol=1e-5)
+    storage = [place.put(x.copy()) for x in before]
+    outputs = dict(zip(NAMES, (x[..., ::2] for x in storage)))
+    got = attention.backward(*put, out, lse, accumulate=True, family=family, **given, **outputs)
+    assert all(x is y for x, y in zip(got, outputs.values(), strict=True))
+    added = [place.get(x) - y for x, y in zip(storage, before)]
+    assert not any(x[..., 1::2].any() for x in added) and not added[1][:, :70].any()
+    expected = dict(zip(NAMES, attention.backward(*put, out, lse, **given, family=family)))
+    np.testing.assert_allclose(added[3][::2], place.get(expected["dsink"]), rtol=1e-4, atol=1e-5)
     ref, low = (f(dout, q, k, v, sink=sink, **options) for f in (reference.backward, reference.backward_low))
-    for each in zip(found[:3], ref, low):
+    for each in zip(added[:3], ref, low):
         reference.assert_close(each[0][..., ::2], *each[1:], factor=3)
 
 
@@ -242,13 +242,13 @@ PACKED = {
 @pytest.mark.parametrize("family", ["sm_90", "sm_80"])
 def test_packed_sequences(place, case, head_dim, family):
     q, k, v = inputs(1, 130, 170, 2, 1, head_dim)
-    agree(place, q, k, v, family, of_lse=True, cu_seqlens=ENDS, cu_seqlens_k=ENDS_K, **PACKED[case])
+    agree(place, q, k, v, family, with_dlse=True, cu_seqlens=ENDS, cu_seqlens_k=ENDS_K, **PACKED[case])
 
 
 @pytest.mark.parametrize(("family", "head_dim"), [("sm_90", 64), ("sm_80", 64), ("sm_90", 128), ("sm_80", 128)])
 @pytest.mark.parametrize("options", [dict(causal=True), dict(window=(20, 5))], ids=["causal", "window"])
 def test_packed_lengths_around_every_tile_edge(place, family, head_dim, options, monkeypatch):
-    """Whatever lies before and behind a sequence, and 0 behind the last one."""
+    """Rows before and after a sequence are not read, and gradients after the last sequence are 0."""
     as_on_a_device(monkeypatch)
     module = {"sm_90": hopper, "sm_80": ampere}[family]
     config = module.config_for(head_dim, bf16, CAUSAL)
@@ -258,8 +258,8 @@ def test_packed_lengths_around_every_tile_edge(place, family, head_dim, options,
 
 
 @pytest.mark.parametrize(("family", "head_dim"), [("sm_90", 64), ("sm_80", 64), ("sm_90", 128), ("sm_90", 136)])
-def test_a_key_that_does_not_exist_has_no_weight(place, family, head_dim):
-    """Not even where that of score 0 would be infinite: all scores are near -200, and the last tile lacks one key."""
+def test_keys_after_the_last_have_no_weight(place, family, head_dim):
+    """The last block lacks one key. All scores are near -200, so that the weight of a score of 0 would be infinite."""
     q, k, v = inputs(1, 20, 127, 1, 1, head_dim)
     scale = 200 / (16 * head_dim)
     agree(place, (q * 0.05 + 4).astype(BF16), (k * 0.05 - 4).astype(BF16), v, family, scale=scale, by_output=True)
@@ -268,7 +268,7 @@ def test_a_key_that_does_not_exist_has_no_weight(place, family, head_dim):
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("family", ["sm_90", "sm_80"])
 def test_keys_in_use(place, packed, family):
-    """What lies behind them is not read, and has no gradient; the last query belongs to the last of them."""
+    """Keys after those in use are not read, and have no gradient. The last query is aligned with the last key in use."""
     if packed:
         (q, k, v), options = inputs(1, 130, 170, 1, 1, 64), dict(cu_seqlens=ENDS, cu_seqlens_k=ENDS_K, lengths_k=IN_USE)
         used = np.concatenate([np.arange(start, start + n) for start, n in zip(ENDS_K, IN_USE)])[None]
@@ -277,7 +277,7 @@ def test_keys_in_use(place, packed, family):
     else:
         (q, k, v), options = inputs(3, 40, 150, 1, 1, 64), dict(lengths_k=np.array([30, 0, 133], np.int32), causal=True)
         unused = np.arange(150) >= options["lengths_k"][:, None]
-    _, *got = agree(place, q, k, v, family, of_lse=True, **options)
+    _, *got = agree(place, q, k, v, family, with_dlse=True, **options)
     assert all((x[unused].astype(F32) == 0).all() for x in got)
 
 
@@ -314,7 +314,7 @@ def test_empty(place, seq_q, seq_kv, batch):
 
 @pytest.mark.parametrize("skip", [1, 2, 4])
 def test_arrays_that_tma_cannot_address(place, skip):
-    """Bases and strides of 2, 4 or 8 bytes, of results, too."""
+    """Addresses and strides of inputs and outputs are multiples of 2, 4 or 8 bytes only."""
     room = [place.put(x) for x in (*inputs(1, 70, 90, 2, 1, 64 + skip), *inputs(1, 70, 90, 2, 1, 64 + skip))]
     q, k, v, dq, dk, dv = (x[..., skip:] for x in room)
     out, lse = attention.forward(q, k, v, causal=True, return_lse=True)
@@ -333,33 +333,32 @@ def test_no_hazard_under_random_orders(seed, monkeypatch):
 
 @pytest.mark.parametrize(("arch", "family"), [("sm_90a", "sm_90"), ("sm_80", "sm_80")])
 def test_as_compiled(as_compiled, arch, family):
-    """In the emulator."""
-    of_lse = family == "sm_80"  # of the other below
-    agree(OnInterpreter(), *inputs(1, 20, 24, 1, 1, 64), family, lambda: as_compiled(arch), causal=True, of_lse=of_lse)
+    """Compiled kernels in the emulator."""
+    with_dlse = family == "sm_80"  # for sm_90 the next test has a dlse
+    agree(OnInterpreter(), *inputs(1, 20, 24, 1, 1, 64), family, lambda: as_compiled(arch), causal=True, with_dlse=with_dlse)
 
 
 def test_packed_sequences_as_compiled(as_compiled):
-    """In order, and not all keys in use. (Of the other family with what is learned: test_backward_functions.py.)"""
+    """Compiled kernels in the emulator: deterministic, and not all keys in use. (test_backward_functions.py has sm_80.)"""
     ends, q_k_v = np.array([0, 9, 20], np.int32), inputs(1, 20, 20, 1, 1, 64)
-    options = dict(cu_seqlens=ends, lengths_k=np.array([9, 0], np.int32), deterministic=True, of_lse=True)
+    options = dict(cu_seqlens=ends, lengths_k=np.array([9, 0], np.int32), deterministic=True, with_dlse=True)
     agree(OnInterpreter(), *q_k_v, "sm_90", lambda: as_compiled("sm_90a"), **options)
 
 
-@pytest.mark.gpu
-@RANDOMLY
+@random_on_the_card
 @given(
     st.integers(1, 3), st.integers(1, 900), st.integers(1, 900), st.integers(1, 3), st.integers(1, 4),
     st.sampled_from([40, 128, 200]), st.booleans(), st.sampled_from(["bshd", "bhsd"]), st.floats(0.01, 1),
 )  # fmt: skip
 def test_random_problems_on_the_card(batch, seq_q, seq_kv, heads_kv, group, head_dim, causal, layout, scale):
-    """Head dims that three kernels serve, for compiling takes the time. The interpreter has the others."""
+    """Head dims for three kernels, because compiling takes most of the time. The interpreter tests the others."""
     pytest.importorskip("torch")
     q, k, v = inputs(batch, seq_q, seq_kv, heads_kv * group, heads_kv, head_dim, BF16, layout)
     agree(OnCard(), q, k, v, causal=causal, layout=layout, scale=scale, by_output=True)
 
 
-# ---- the formula -----------------------------------------------------------------------------------------------------
-FORMULA = {
+# ---- the reference -----------------------------------------------------------------------------------------------------
+REFERENCE = {
     "plain": {},
     "causal": dict(causal=True, scale=0.7),
     "dropout": dict(dropout=0.3, seed=3, causal=True),
@@ -367,9 +366,9 @@ FORMULA = {
 }
 
 
-@pytest.mark.parametrize("name", [*VARIANTS, *FORMULA])
-def test_the_formula_agrees_with_finite_differences(name):
-    options = (VARIANTS | FORMULA)[name]
+@pytest.mark.parametrize("name", [*VARIANTS, *REFERENCE])
+def test_reference_agrees_with_finite_differences(name):
+    options = (VARIANTS | REFERENCE)[name]
     q, k, v, dout = (draw((2, n, h, 8), np.float64, seed) for seed, (n, h) in enumerate([(7, 2), (9, 1), (9, 1), (7, 2)]))
     given, step = {"q": q, "k": k, "v": v} | {name: options[name].astype(float) for name in ("sink",) if name in options}, 1e-5
     dlse = draw((2, 2, 7), np.float64, 8)
@@ -383,30 +382,29 @@ def test_the_formula_agrees_with_finite_differences(name):
 
 
 @pytest.mark.parametrize("variant", [FULL, CAUSAL, Right(), Left(), Both(Right(), Left())], ids=str)
-def test_what_keys_are_seen_by(variant):
-    """`seers` is what `keys` says, asked from the other side."""
+def test_query_range_agrees_with_key_range(variant):
     from types import SimpleNamespace
 
     for queries, keys in ((9, 9), (5, 12), (12, 5)):
-        at = SimpleNamespace(shift=keys - queries, queries=queries, keys=keys, given=SimpleNamespace(left=2, right=1))
+        ctx = SimpleNamespace(shift=keys - queries, seqlen_q=queries, seqlen_k=keys, params=SimpleNamespace(left=2, right=1))
         sees = np.zeros((queries, keys), bool)
         for i in range(queries):
-            one = variant.keys(i, i, at)
+            one = variant.key_range(i, i, ctx)
             sees[i, max(0, one.first) : max(0, one.end)] = True
         for first, last in ((0, 0), (1, 3), (4, 4)):
-            found, some, all_ = (
-                variant.seers(first, last, at),
+            visible, some, all_ = (
+                variant.query_range(first, last, ctx),
                 sees[:, first : last + 1].any(1),
                 sees[:, first : last + 1].all(1),
             )
-            inside = np.arange(queries)
-            assert not some[(inside < found.first) | (inside >= found.end)].any()
-            assert all_[(inside >= found.inner_first) & (inside < found.inner_end)].all()
+            row = np.arange(queries)
+            assert not some[(row < visible.first) | (row >= visible.end)].any()
+            assert all_[(row >= visible.inner_first) & (row < visible.inner_end)].all()
 
 
-# ---- what is refused -------------------------------------------------------------------------------------------------
+# ---- errors -------------------------------------------------------------------------------------------------
 def call(**other):
-    """A call of which something is other."""
+    """A valid call, except for these arguments."""
     q, k, v = inputs(1, 8, 8, 2, 1, 64)
     given = {"dout": q, "q": q, "k": k, "v": v, "out": q.copy(), "lse": np.zeros((1, 2, 8), F32)} | other
     return attention.backward(*[given.pop(name) for name in ("dout", "q", "k", "v", "out", "lse")], **given)
@@ -416,7 +414,7 @@ def call(**other):
     ("other", "error", "words"),
     [
         (dict(deterministic=1), TypeError, "deterministic: must be"),
-        (dict(accumulate=True), TypeError, "dq: must be given, of float32, with accumulate=True"),
+        (dict(accumulate=True), TypeError, "dq: must be a float32 array with accumulate=True, got dq=None"),
         (dict(aux=None), TypeError, "aux: must be a tuple of arrays"),
         (dict(aux=([1.0, 2.0],), daux=True), TypeError, "aux0: must be an array"),
         (dict(dsink=True), ValueError, "dsink: must be None where there is no sink: dsink=True"),
@@ -428,7 +426,7 @@ def call(**other):
             (
                 dict(accumulate=True, **{n: np.zeros((1, 8, 2, 64), F32) for n in NAMES[:3]}) | other,
                 TypeError,
-                f"{name}: must be given",
+                f"{name}: must be a float32 array",
             )
             for name, other in (
                 ("dalibi", dict(alibi=np.ones(2, F32), dalibi=True)),
@@ -452,39 +450,38 @@ def call(**other):
         (dict(dout=np.zeros((1, 8, 2, 65), BF16)[..., 1:], family="sm_90"), ValueError, "multiples of 16 bytes"),
     ],
 )
-def test_what_is_refused_before_any_launch(other, error, words):
+def test_errors_before_any_launch(other, error, words):
     with pytest.raises(error, match=words):
         call(**other)
 
 
 @pytest.mark.parametrize("no", [None, False])
-def test_what_is_not_wanted_is_not_computed(place, no):
-    """None or False; of a sink, which has a gradient if nothing is said, False. They are not touched where they are added
-    to."""
+def test_unwanted_gradients_are_not_computed(place, no):
+    """None and False mean that a gradient is not wanted; for a sink, whose gradient is computed by default, only False does."""
     (q, k, v), (sink, slopes) = inputs(1, 20, 30, 2, 1, 64), (np.array([0.5, -1], F32), np.array([0.5, 0.1], F32))
     read = dict(bias=draw((1, 2, 20, 30), F32), alibi=slopes, sink=sink, score=lambda s, b, h, i, j, t: s * t[h], aux=(slopes,))
-    put, told = [place.put(x) for x in (q, q, k, v)], there(place, read)
-    out, lse = attention.forward(*put[1:], return_lse=True, **told)
-    asked = {"dbias": no, "dalibi": no, "daux": no, "dsink": False}
-    assert len(attention.backward(*put, out, lse, **told, **asked)) == 3
-    assert len(attention.backward(*put, out, lse, **told, **asked | {"daux": [no], "dsink": None})) == 4
+    arrays, args = [place.put(x) for x in (q, q, k, v)], there(place, read)
+    out, lse = attention.forward(*arrays[1:], return_lse=True, **args)
+    unwanted = {"dbias": no, "dalibi": no, "daux": no, "dsink": False}
+    assert len(attention.backward(*arrays, out, lse, **args, **unwanted)) == 3
+    assert len(attention.backward(*arrays, out, lse, **args, **unwanted | {"daux": [no], "dsink": None})) == 4
     sums = {name: place.put(np.zeros(x.shape, F32)) for name, x in zip(NAMES, (q, k, v))}
-    assert len(attention.backward(*put, out, lse, accumulate=True, **told, **asked, **sums)) == 3
+    assert len(attention.backward(*arrays, out, lse, accumulate=True, **args, **unwanted, **sums)) == 3
     assert all(place.get(x).any() for x in sums.values())
 
 
-def test_results_must_lie_apart():
+def test_outputs_must_not_overlap():
     q, k, v = inputs(1, 8, 8, 1, 1, 64)
-    room, out = np.zeros(q.shape, BF16), np.zeros(q.shape, BF16)
+    shared, out = np.zeros(q.shape, BF16), np.zeros(q.shape, BF16)
     with pytest.raises(ValueError, match="d[kv]: .*d[kv]|share memory|overlap"):
-        attention.backward(q, q, k, v, out, np.zeros((1, 1, 8), F32), dk=room, dv=room)
+        attention.backward(q, q, k, v, out, np.zeros((1, 1, 8), F32), dk=shared, dv=shared)
 
 
 def test_every_head_dim_has_a_configuration_that_fits():
     for head_dim, (module, room) in itertools.product(range(8, 257, 8), ((hopper, 227), (ampere, 99))):
         config = module.config_for(head_dim, bf16, CAUSAL)
         assert config.head_dim >= head_dim and module.make(config)[1].nbytes <= room * 1024, config
-    for gpu, dim, variant, piece in itertools.product(MULTIPROCESSORS, (64, 128, 256), (FULL, CAUSAL), (16, 8)):
-        config = ampere.config_for(dim, bf16, variant, piece, capability=gpu)
-        least, room = ampere.make(config)[1].nbytes + RESERVED, MULTIPROCESSORS[gpu][2] * 1024
-        assert least * (config.resident if room > LARGE else 1) <= room, (gpu, config)
+    for capability, dim, variant, vector_bytes in itertools.product(MULTIPROCESSORS, ampere.SHAPES, (FULL, CAUSAL), (16, 8)):
+        config = ampere.config_for(dim, bf16, variant, vector_bytes, capability=capability)
+        block_bytes, available = ampere.make(config)[1].nbytes + RESERVED, MULTIPROCESSORS[capability][2] * 1024
+        assert block_bytes * (config.resident if available > LARGE else 1) <= available, (capability, config)

@@ -1,4 +1,4 @@
-"""attention.backward with masks, scores and blocks of the caller's."""
+"""attention.backward with masks and scores in Python, block masks, and gradients of the arrays that scores read."""
 
 import itertools
 
@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from judged import inputs, there
 from judged_gradients import NOISE, agree, gradient_of_lse
-from places import RANDOMLY, OnCard, OnInterpreter
-from poison import unseen
+from places import OnCard, OnInterpreter, random_on_the_card
+from poison import FAR_LSE, Packing, as_on_a_device, unseen
 from test_backward import call
 
 import attention
 from attention import reference
 from attention.softmax.backward import launches as module
-from attention.softmax.backward.tiling import Facing
+from attention.softmax.backward.tiling import QueryTiling
 from attention.softmax.tiling import Tiling
 from attention.softmax.variants import Both
 from attention.softmax.visible_keys import CAUSAL, Left, Masked, Right
@@ -31,7 +31,7 @@ FUNCTIONS = {
     "documents": dict(mask=lambda b, h, i, j, docs: docs[i] == docs[j], aux=(DOCS,), window=(None, 20)),
     "score": dict(score=lambda s, b, h, i, j: where(j <= i, s * 1.5, tanh(s)) - sigmoid(s), window=(60, None)),
     "scales": dict(score=lambda s, b, h, i, j, scales: s * scales[h], aux=(SCALES,), causal=True, alibi=SCALES),
-    "poles where nobody sees": dict(
+    "poles at masked scores": dict(
         score=lambda s, b, h, i, j: rsqrt(s * s + (i % 5) * (80 - i)), softcap=3.0, mask=lambda b, h, i, j: i % 5 > 0
     ),
     "distances": dict(score=lambda s, b, h, i, j, t: s + t[h, j - i + 80], aux=(TABLE,), sink=SCALES),
@@ -50,55 +50,56 @@ BLOCKS = {
 def test_functions_and_blocks(place, name, family):
     batch = 2 if "sequence" in name or name == "blocks" else 1
     head_dim = 128 if family == "sm_90" else 64
-    agree(place, *inputs(batch, 80, 140, 2, 1, head_dim), family, of_lse=True, **(FUNCTIONS | BLOCKS)[name])
+    agree(place, *inputs(batch, 80, 140, 2, 1, head_dim), family, with_dlse=True, **(FUNCTIONS | BLOCKS)[name])
 
 
-def test_lists_that_are_ready(family="sm_80"):
-    """Serve backward, too: what they were made of is listed from the side of the keys."""
+def test_prepared_lists(family="sm_80"):
+    """Lists that attention.block_lists prepared also serve backward, which lists query tiles for key blocks."""
     q, k, v = inputs(1, 40, 70, 2, 1, 64)
     for options in (FUNCTIONS["documents"], {"blocks": block_mask(drawn(1, 2, 3, 4), (16, 20))}):
         options = options | {"family": family}
         out, lse = attention.forward(q, k, v, return_lse=True, **options)
-        ready = options | {"blocks": attention.block_lists(q, k, v, **options)}
-        for x, y in zip(*(attention.backward(out, q, k, v, out, lse, **told) for told in (options, ready)), strict=True):
+        prepared = options | {"blocks": attention.block_lists(q, k, v, **options)}
+        for x, y in zip(*(attention.backward(out, q, k, v, out, lse, **args) for args in (options, prepared)), strict=True):
             np.testing.assert_allclose(x.astype(F32), y.astype(F32), atol=1e-2)
         with pytest.raises(ValueError, match="blocks: these lists were made for queries=40, and this call has queries=39"):
-            attention.backward(out[:, :39], q[:, :39], k, v, out[:, :39], lse[..., :39], **ready)
+            attention.backward(out[:, :39], q[:, :39], k, v, out[:, :39], lse[..., :39], **prepared)
 
 
-def test_tiles_that_see_nothing_are_passed_by(monkeypatch):
-    """Of queries, for the keys of each block: those of lists, and no others."""
-    looked = []
-    keep = module.Before.launch
+def test_unlisted_query_tiles_are_skipped(monkeypatch):
+    """The lists are built by a survey of the mask, and by nothing else."""
+    launches = []
+    original = module.Before.launch
 
     def launch(self, kernel, config, grid, **arguments):
-        looked.append(type(kernel).__name__)
-        keep(self, kernel, config, grid, **arguments)
+        launches.append(type(kernel).__name__)
+        original(self, kernel, config, grid, **arguments)
 
     monkeypatch.setattr(module.Before, "launch", launch)
     q, k, v = inputs(1, 64, 64, 1, 1, 64)
     attention.backward(q, q, k, v, q, np.zeros((1, 1, 64), F32), mask=lambda b, h, i, j: (j <= i) | (j < 3), family="sm_80")
-    assert looked == ["Survey", "Gathering"]
+    assert launches == ["Survey", "BuildQueryLists"]
 
 
 VARIANTS = CAUSAL, Right(), Left(), Both(Right(), Left()), Masked(lambda b, h, i, j: j < i)
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_tiles_and_blocks_are_the_same_from_both_sides(variant):
-    """So that lists of tiles are made of classes that were found."""
+def test_query_tiling_agrees_with_tiling(variant):
+    """A query tile that sees a key block according to QueryTiling has this block among its key blocks, where the survey
+    looks."""
     from types import SimpleNamespace
 
     for queries, keys in ((300, 300), (100, 270), (270, 100)):
-        given = SimpleNamespace(left=40, right=30)
-        at = SimpleNamespace(shift=keys - queries, queries=queries, keys=keys, given=given, head=0)
-        tiling, facing = Tiling(64, 32, variant), Facing(64, 32, variant)
+        params = SimpleNamespace(left=40, right=30)
+        ctx = SimpleNamespace(shift=keys - queries, seqlen_q=queries, seqlen_k=keys, params=params, head=0)
+        tiling, query_tiling = Tiling(64, 32, variant), QueryTiling(64, 32, variant)
         blocks, tiles = range(-(-keys // 32)), range(-(-queries // 64))
-        asked = [tiling.key_blocks(64 * tile, at) for tile in tiles]
+        kv_blocks = [tiling.key_blocks(64 * tile, ctx) for tile in tiles]
         for block in blocks:
-            seen = facing.tiles(32 * block, at, 1)
-            for tile in range(seen.first, seen.first + seen.n):
-                assert asked[tile].first <= block < asked[tile].first + asked[tile].n
+            q_tiles = query_tiling.query_tiles(32 * block, ctx, 1)
+            for tile in range(q_tiles.first, q_tiles.first + q_tiles.n):
+                assert kv_blocks[tile].first <= block < kv_blocks[tile].first + kv_blocks[tile].n
 
 
 @pytest.mark.parametrize(("options", "what"), [
@@ -108,14 +109,14 @@ def test_tiles_and_blocks_are_the_same_from_both_sides(variant):
     (dict(aux=SCALES), "aux: must be a tuple of arrays"),
     (dict(mask=3), "mask: must be a Python function"),
 ])  # fmt: skip
-def test_what_is_refused_before_any_launch(options, what):
+def test_errors_before_any_launch(options, what):
     with pytest.raises(TypeError, match=what):
         call(**options)
 
 
-# ---- what scores read besides q and k --------------------------------------------------------------------------------
+# ---- gradients of arrays that scores read --------------------------------------------------------------------------------
 def normal(*shape):
-    """Float32."""
+    """Normal random numbers in float32."""
     return np.random.default_rng(5).standard_normal(shape).astype(F32)
 
 
@@ -123,7 +124,7 @@ def relative(s, b, h, i, j, table, buckets, scales):
     return s * scales[h] + tanh(s) * table[h, buckets[j - i + 80]] + 0.1 * table[b, 3]
 
 
-LEARNED = {
+ARRAYS = {
     "a bias": dict(bias=normal(1, 2, 40, 70)),
     "a bias of each sequence, for all heads and queries": dict(
         bias=normal(2, 1, 1, 70), causal=True, score=lambda s, b, h, i, j: s * tanh(s)
@@ -140,63 +141,63 @@ LEARNED = {
 
 
 def judge(options, dout, q, k, v, out, lse, got, place):
-    """What is learned, by the output as it was rounded: a few sums of many errors have no error worth comparing with."""
-    asked = {f"d{name}": True for name in ("bias", "alibi", "aux") if name in options}
-    wanted = reference.backward(dout, q, k, v, by=place.get(out), **options, **asked)
-    for n, (x, y) in enumerate(zip(map(place.get, got), wanted, strict=True)):
+    """Judge all gradients. The reference computes delta from the rounded output: a sum of many rounding errors says nothing."""
+    wanted = {f"d{name}": True for name in ("bias", "alibi", "aux") if name in options}
+    ref = reference.backward(dout, q, k, v, out=place.get(out), **options, **wanted)
+    for n, (x, y) in enumerate(zip(map(place.get, got), ref, strict=True)):
         assert x.shape == y.shape
         np.testing.assert_allclose(x.astype(F32), y, atol=(2e-2 if n < 3 else 4e-3) * np.abs(y).max() + NOISE)
 
 
-def also_of_lse(place, lse, options, told):
-    """The same options of the formula and of backward where the loss depends on lse, too."""
+def add_dlse(place, lse, options, args):
+    """The options of the reference and the arguments of backward, with a gradient of lse."""
     dlse = gradient_of_lse(place.get(lse))
-    return options | {"dlse": dlse}, told | {"dlse": place.put(dlse)}
+    return options | {"dlse": dlse}, args | {"dlse": place.put(dlse)}
 
 
-@pytest.mark.parametrize(("name", "family"), [*zip(LEARNED, itertools.cycle(["sm_90", "sm_80"]))])
-def test_what_scores_are_made_of(place, name, family):
-    options = LEARNED[name]
+@pytest.mark.parametrize(("name", "family"), [*zip(ARRAYS, itertools.cycle(["sm_90", "sm_80"]))])
+def test_gradients_of_what_scores_read(place, name, family):
+    options = ARRAYS[name]
     batch = 2 if "sequence" in name or "tables" in name else 1
     q, k, v = inputs(batch, 40, 70, 2, 1, 64)
     dout = inputs(batch, 40, 70, 2, 1, 64)[0]
-    put, told = [place.put(x) for x in (dout, q, k, v)], there(place, options | {"family": family})
-    out, lse = attention.forward(*put[1:], return_lse=True, **told)
-    options, told = also_of_lse(place, lse, options, told)
-    asked = {f"d{name}": True for name in ("bias", "alibi", "aux") if name in options}
-    got, again = (attention.backward(*put, out, lse, **told, **asked) for _ in range(2))
+    arrays, args = [place.put(x) for x in (dout, q, k, v)], there(place, options | {"family": family})
+    out, lse = attention.forward(*arrays[1:], return_lse=True, **args)
+    options, args = add_dlse(place, lse, options, args)
+    wanted = {f"d{name}": True for name in ("bias", "alibi", "aux") if name in options}
+    got, again = (attention.backward(*arrays, out, lse, **args, **wanted) for _ in range(2))
     judge(options, dout, q, k, v, out, lse, got, place)
     for x, y in zip(got[3:], again[3:], strict=True):
         assert (place.get(x) == place.get(y)).all()  # the same bits
 
 
 @pytest.mark.parametrize("rows", [1, 20])
-def test_what_is_learned_is_added_to_what_is_there(place, rows):
-    """By accumulate=True, in float32: to arrays of any strides, and of aux to those that are given."""
+def test_accumulate(place, rows):
+    """accumulate=True adds in float32 to arrays of any strides; of aux only to those that are given."""
     score, q_k_v = lambda s, b, h, i, j, t, scales, x: s * scales[h] + t[j - i + 20], inputs(1, 20, 30, 2, 1, 64)
-    aux = normal(50), np.array([1, 0.5], F32), normal(3)  # of which nobody reads the last
+    aux = normal(50), np.array([1, 0.5], F32), normal(3)  # the score does not read the last one
     arrays = dict(bias=normal(1, 1, rows, 30), alibi=np.array([0.5, 0.1], F32), sink=SCALES, aux=aux)
-    put, told = [place.put(x) for x in (q_k_v[0], *q_k_v)], there(place, arrays | dict(score=score))
-    out, lse = attention.forward(*put[1:], return_lse=True, **told)
-    asked = dict(dbias=True, dalibi=True, daux=[None, True, True])
-    wanted = [place.get(x) for x in attention.backward(*put, out, lse, **told, **asked)]
+    arrays, args = [place.put(x) for x in (q_k_v[0], *q_k_v)], there(place, arrays | dict(score=score))
+    out, lse = attention.forward(*arrays[1:], return_lse=True, **args)
+    wanted = dict(dbias=True, dalibi=True, daux=[None, True, True])
+    wanted = [place.get(x) for x in attention.backward(*arrays, out, lse, **args, **wanted)]
     shapes = [x.shape for x in wanted]
     before = [normal(*shape[:-1], 2 * shape[-1])[..., ::2] for shape in shapes[:4]] + [normal(*shape) for shape in shapes[4:]]
-    made = [place.put(x.copy()) for x in before]
-    told |= dict(zip(("dq", "dk", "dv", "dbias", "dalibi", "dsink"), made)) | {"daux": [None, *made[6:]]}
-    got = attention.backward(*put, out, lse, accumulate=True, **told)
-    assert len(got) == len(made) and all(x is y for x, y in zip(got, made))
-    for x, y, want in zip(made, before, wanted):
+    outputs = [place.put(x.copy()) for x in before]
+    args |= dict(zip(("dq", "dk", "dv", "dbias", "dalibi", "dsink"), outputs)) | {"daux": [None, *outputs[6:]]}
+    got = attention.backward(*arrays, out, lse, accumulate=True, **args)
+    assert len(got) == len(outputs) and all(x is y for x, y in zip(got, outputs))
+    for x, y, want in zip(outputs, before, wanted):
         np.testing.assert_allclose(
             place.get(x) - y, want.astype(F32), rtol=0.01, atol=0.01 * np.abs(want.astype(F32)).max() + NOISE
         )
 
 
 ENDS, ENDS_K = np.array([0, 17, 17, 90], np.int32), np.array([0, 30, 40, 120], np.int32)  # the second has no queries
-LYING = {"cu_seqlens": ENDS, "cu_seqlens_k": ENDS_K}
-LEARNED_BY_SEQUENCES = {
-    "slopes, a bias of keys": LYING | dict(alibi=normal(3, 2) ** 2, bias=normal(3, 1, 1, 120), causal=True),
-    "a table, a bias of all places, few keys in use": LYING | dict(
+PACKED = {"cu_seqlens": ENDS, "cu_seqlens_k": ENDS_K}
+OF_SEQUENCES = {
+    "slopes, a bias of keys": PACKED | dict(alibi=normal(3, 2) ** 2, bias=normal(3, 1, 1, 120), causal=True),
+    "a table, a bias of all positions, few keys in use": PACKED | dict(
         score=lambda s, b, h, i, j, t: s + t[b, j - i + 80], aux=(normal(3, 170),), bias=normal(1, 2, 90, 120),
         lengths_k=np.array([30, 7, 70], np.int32), softcap=2.0,
     ),
@@ -207,32 +208,48 @@ LEARNED_BY_SEQUENCES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "family"), [*zip(LEARNED_BY_SEQUENCES, ["sm_90", "sm_80", "sm_90"])])
-def test_what_scores_of_sequences_are_made_of(place, name, family):
-    """Of packed ones, and of keys that are in use: others are not read, and neither is what is another sequence's."""
-    options = LEARNED_BY_SEQUENCES[name]
+@pytest.mark.parametrize(("name", "family"), [*zip(OF_SEQUENCES, ["sm_90", "sm_80", "sm_90"])])
+def test_gradients_of_what_scores_of_sequences_read(place, name, family):
+    """Packed sequences, and keys in use: other keys are not read, and neither are rows of other sequences."""
+    options = OF_SEQUENCES[name]
     batch, queries = (1, 90) if "cu_seqlens" in options else (3, 30)
     q, k, v = inputs(batch, queries, 120, 2, 1, 64)
     dout = inputs(batch, queries, 120, 2, 1, 64)[0]
-    put, told = [place.put(x) for x in (dout, *unseen(q, k, v, **options))], there(place, options | {"family": family})
-    out, lse = attention.forward(*put[1:], return_lse=True, **told)
-    options, told = also_of_lse(place, lse, options, told)
-    asked = {f"d{name}": True for name in ("bias", "alibi", "aux") if name in options}
-    judge(options, dout, q, k, v, out, lse, attention.backward(*put, out, lse, **told, **asked), place)
+    arrays, args = [place.put(x) for x in (dout, *unseen(q, k, v, **options))], there(place, options | {"family": family})
+    out, lse = attention.forward(*arrays[1:], return_lse=True, **args)
+    options, args = add_dlse(place, lse, options, args)
+    wanted = {f"d{name}": True for name in ("bias", "alibi", "aux") if name in options}
+    judge(options, dout, q, k, v, out, lse, attention.backward(*arrays, out, lse, **args, **wanted), place)
+
+
+def test_learned_gradients_of_sequences_between_neighbours_of_poison(place, monkeypatch):
+    """The gradients of each sequence's bias and slopes are as if its neighbours were not there."""
+    as_on_a_device(monkeypatch)
+    packing = Packing((17, 40), nobodys=20)
+    (q, k, v), bias, slopes, ours = inputs(1, 57, 57, 2, 1, 64), normal(4, 1, 1, 79), normal(4, 2) ** 2, packing.which
+    options = dict(cu_seqlens=packing.ends, bias=bias, alibi=slopes)
+    alone = dict(cu_seqlens=packing.alone, bias=bias[ours][..., :57], alibi=slopes[ours])
+    out, lse = reference.forward_low(q, k, v, **alone)
+    put = [place.put(packing.spread(x)) for x in (q, q, k, v, out)]
+    lse = place.put(packing.spread(lse, 2, FAR_LSE))
+    got = attention.backward(*put, lse, **there(place, options), dbias=True, dalibi=True)
+    want = reference.backward(q, q, k, v, out=out, **alone, dbias=True, dalibi=True)
+    for x, y in zip(map(place.get, got[3:]), want[3:], strict=True):
+        np.testing.assert_allclose(x[ours][..., : y.shape[-1]], y, atol=4e-3 * np.abs(y).max() + NOISE)
 
 
 @pytest.mark.parametrize("family", ["sm_90", "sm_80"])
 @pytest.mark.parametrize("options", [{}, dict(window=(50, 0), sink=SCALES)], ids=["causal", "window"])
-def test_slopes_that_packed_sequences_share(place, family, options):
-    """Their gradient is found where dS is, with no kernel that computes scores once more; of two blocks of keys, and twice
-    the same bits."""
+def test_shared_slopes_of_packed_sequences(place, family, options):
+    """The main kernel computes the gradient of these slopes, without a kernel that computes scores once more. There are two key
+    blocks, and a second call has the same bits."""
     ends, ends_k = np.array([0, 17, 17, 90], np.int32), np.array([0, 30, 40, 180], np.int32)
     options = dict(cu_seqlens=ends, cu_seqlens_k=ends_k, alibi=np.array([0.2, 0.05], F32), causal=True) | options
     (q, k, v), dout = inputs(1, 90, 180, 2, 1, 128), inputs(1, 90, 180, 2, 1, 128)[0]
-    put, told = [place.put(x) for x in (dout, q, k, v)], there(place, options | {"family": family})
-    out, lse = attention.forward(*put[1:], return_lse=True, **told)
-    options, told = also_of_lse(place, lse, options, told)
-    got, again = (attention.backward(*put, out, lse, **told, dalibi=True) for _ in range(2))
+    arrays, args = [place.put(x) for x in (dout, q, k, v)], there(place, options | {"family": family})
+    out, lse = attention.forward(*arrays[1:], return_lse=True, **args)
+    options, args = add_dlse(place, lse, options, args)
+    got, again = (attention.backward(*arrays, out, lse, **args, dalibi=True) for _ in range(2))
     judge(options, dout, q, k, v, out, lse, got, place)
     assert (place.get(got[3]) == place.get(again[3])).all()
 
@@ -242,16 +259,16 @@ MASK = st.sampled_from([None, lambda b, h, i, j: (i + j + h) % 3 > 0, lambda b, 
 
 
 def combination(place, lengths, heads, score, mask, softcap, window, shape, slopes, family):
-    """One of a random problem's."""
+    """Judge all gradients of one random problem."""
     (queries, keys), (kv_heads, group), batch = lengths, heads, 2
     rows, heads = (1 if one else n for one, n in zip(shape, (queries, kv_heads * group)))
     options = dict(score=score, mask=mask, softcap=softcap, window=window, bias=normal(1 + (not shape[2]), heads, rows, keys))
     options |= {"alibi": np.abs(normal(kv_heads * group))} if slopes else {}
     q, k, v = inputs(batch, queries, keys, kv_heads * group, kv_heads, 64)
-    put, told = [place.put(x) for x in (q, q, k, v)], there(place, options | {"family": family})
-    out, lse = attention.forward(*put[1:], return_lse=True, **told)
-    options, told = also_of_lse(place, lse, options, told)
-    got = attention.backward(*put, out, lse, **told, dbias=True, **({"dalibi": True} if slopes else {}))
+    arrays, args = [place.put(x) for x in (q, q, k, v)], there(place, options | {"family": family})
+    out, lse = attention.forward(*arrays[1:], return_lse=True, **args)
+    options, args = add_dlse(place, lse, options, args)
+    got = attention.backward(*arrays, out, lse, **args, dbias=True, **({"dalibi": True} if slopes else {}))
     judge(options, q, q, k, v, out, lse, got, place)
 
 
@@ -268,8 +285,7 @@ def test_random_combinations(drawn):
     combination(OnInterpreter(), *drawn)
 
 
-@pytest.mark.gpu
-@RANDOMLY
+@random_on_the_card
 @given(COMBINATIONS)
 def test_random_combinations_on_the_card(drawn):
     pytest.importorskip("torch")
@@ -277,19 +293,19 @@ def test_random_combinations_on_the_card(drawn):
 
 
 def test_as_compiled(as_compiled):
-    """In the emulator; of two blocks of keys, which share a tile of queries, in the order that lists say."""
+    """Compiled kernels in the emulator: two key blocks add to one query tile, in the order that lists say."""
     q, k, v = inputs(1, 10, 70, 1, 1, 64)
     score = lambda s, b, h, i, j, t: tanh(s) + s * t[h, (j - i + 16) // 20]
     options = dict(score=score, mask=lambda b, h, i, j, t: (i < 6) | (j < 64), aux=(normal(1, 5),))
     out, lse = attention.forward(q, k, v, return_lse=True, **options)
     as_compiled("sm_80")
-    options, _ = also_of_lse(OnInterpreter(), lse, options, {})
+    options, _ = add_dlse(OnInterpreter(), lse, options, {})
     got = attention.backward(q, q, k, v, out, lse, family="sm_80", daux=True, deterministic=True, **options)
     judge(options, q, q, k, v, out, lse, got, OnInterpreter())
 
 
 def test_packed_sequences_as_compiled(as_compiled):
-    """In the emulator; in order, and not all keys in use."""
+    """Compiled kernels in the emulator: deterministic, and not all keys in use."""
     q, k, v = inputs(1, 20, 20, 1, 1, 64)
     options = dict(cu_seqlens=np.array([0, 9, 20], np.int32), lengths_k=np.array([9, 7], np.int32), alibi=normal(2, 1) ** 2)
     out, lse = attention.forward(q, k, v, return_lse=True, **options)
@@ -300,13 +316,13 @@ def test_packed_sequences_as_compiled(as_compiled):
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_torch_tensors_that_require_grad(device):
-    """Of all that scores are made of: what backward gives, through autograd and under torch.compile."""
+    """Autograd and torch.compile give the gradients of attention.backward, of all arrays that scores read."""
     torch = pytest.importorskip("torch")
     q, k, v = (torch.from_numpy(x.astype(F32)).to(device).bfloat16().requires_grad_() for x in inputs(1, 20, 24, 2, 1, 64))
     arrays = normal(1, 2, 1, 24), SCALES, normal(2, 10)
     bias, alibi, table = (torch.from_numpy(x).to(device).requires_grad_() for x in arrays)
     buckets, sink = torch.arange(160, device=device) // 16, torch.tensor([0.5, 1.0], device=device, requires_grad=True)
-    learned = q, k, v, sink, alibi, bias, table
+    leaves = q, k, v, sink, alibi, bias, table
     score = lambda s, b, h, i, j, table, buckets: s + tanh(s) * table[h, buckets[j - i + 80]]
     options = dict(mask=lambda b, h, i, j, *aux: j < i + 9, score=score, softcap=9.0)
 
@@ -314,33 +330,33 @@ def test_torch_tensors_that_require_grad(device):
         out = attention.forward(q, k, v, sink=sink, alibi=alibi, bias=bias.bfloat16(), aux=(table, buckets), **options)
         return out.float().square().sum()
 
-    got = torch.autograd.grad(loss(*learned), learned)
+    got = torch.autograd.grad(loss(*leaves), leaves)
     with torch.no_grad():
-        told = options | dict(sink=sink, alibi=alibi, bias=bias.bfloat16(), aux=(table, buckets))
-        out, lse = attention.forward(q, k, v, return_lse=True, **told)
-        asked = dict(dbias=True, dalibi=True, daux=True)
+        args = options | dict(sink=sink, alibi=alibi, bias=bias.bfloat16(), aux=(table, buckets))
+        out, lse = attention.forward(q, k, v, return_lse=True, **args)
+        wanted = dict(dbias=True, dalibi=True, daux=True)
         dq, dk, dv, dbias, dalibi, dsink, daux = attention.backward(
-            (2 * out.float()).bfloat16(), q, k, v, out, lse, **told, **asked
+            (2 * out.float()).bfloat16(), q, k, v, out, lse, **args, **wanted
         )
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    for one in (got, torch.autograd.grad(compiled(*learned), learned)):
+    for one in (got, torch.autograd.grad(compiled(*leaves), leaves)):
         for x, y in zip(one, (dq, dk, dv, dsink, dalibi, dbias, daux), strict=True):
             torch.testing.assert_close(x, y, rtol=2**-6, atol=2**-6, check_dtype=False)
-    (only,) = torch.autograd.grad(loss(*[x.detach() for x in learned[:-1]], table), table)
+    (only,) = torch.autograd.grad(loss(*[x.detach() for x in leaves[:-1]], table), table)
     torch.testing.assert_close(only, daux, rtol=2**-8, atol=2**-8)
 
 
-def test_what_flex_attention_captures_has_gradients():
-    """As the formula in torch has them."""
+def test_gradients_of_arrays_that_flex_attention_captures():
+    """They agree with the formula in torch."""
     torch = pytest.importorskip("torch")
     from attention.compat.flex import flex_attention
 
     q, k, v = (torch.from_numpy(x.astype(F32)).bfloat16().requires_grad_() for x in inputs(1, 20, 20, 2, 2, 64, layout="bhsd"))
     table, scales = (torch.from_numpy(x).requires_grad_() for x in (normal(2, 50), SCALES))
-    learned, places = (q, k, v, table, scales), torch.arange(20) - torch.arange(20)[:, None] + 30
+    leaves, places = (q, k, v, table, scales), torch.arange(20) - torch.arange(20)[:, None] + 30
     got = flex_attention(q, k, v, lambda s, b, h, i, j: s * scales[h] + table[h, j - i + 30], return_lse=True)
     s = q.float() @ k.float().mT / 8 * scales[:, None, None] + table[:, places]
     wanted = torch.softmax(s, -1) @ v.float(), torch.logsumexp(s, -1)
     losses = [out.float().square().sum() + lse.square().sum() for out, lse in (got, wanted)]
-    for x, y in zip(*(torch.autograd.grad(loss, learned) for loss in losses), strict=True):
+    for x, y in zip(*(torch.autograd.grad(loss, leaves) for loss in losses), strict=True):
         torch.testing.assert_close(x.float(), y.float(), rtol=0.02, atol=0.02 * float(y.abs().max()))

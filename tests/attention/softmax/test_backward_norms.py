@@ -12,7 +12,7 @@ from poison import as_on_a_device, poisoned, unseen
 import attention
 from attention import reference
 from attention.reference import gradients as formula
-from attention.softmax.backward import norms
+from attention.softmax.backward import norm_programs
 from tiles import fp16
 
 F32, FP16 = np.dtype(np.float32), fp16.np
@@ -40,15 +40,17 @@ def agree(place, q, k, v, **options):
     return got
 
 
-def of_norm(place, x, dy, norm):
+def gradients_of_layer_norm(place, x, dy, norm):
     """[dx, dweights, dbias] by the kernels."""
-    dx, (parts,) = norms.gradients("q", *map(place.put, (x, dy)), tuple(map(place.put, norm)), 1e-6, None, None, "bshd")
+    dx, (parts,) = norm_programs.norm_gradients(
+        "q", *map(place.put, (x, dy)), tuple(map(place.put, norm)), 1e-6, None, None, "bshd"
+    )
     return [place.get(y) for y in (dx, *parts)]
 
 
 def assert_is_the_formula(got, x, dy, norm):
-    """Sums are taken in float32, dx is rounded once."""
-    exact = formula._of_norm(x.astype(float), norm, dy.astype(float), 1e-6, float)
+    """Assert that dx has the error of one rounding, and sums that of float32."""
+    exact = formula.norm_backward(x.astype(float), norm, dy.astype(float), 1e-6, float)
     for mine, ref in zip(got, exact, strict=True):
         unit = 2.0 ** (-20 if mine.dtype == F32 else -8)
         np.testing.assert_allclose(mine.astype(float), ref, rtol=unit, atol=unit * np.abs(ref).max())
@@ -66,8 +68,8 @@ def test_norms(place, ours, theirs, family):
     agree(place, q + BF16.type(2), k - BF16.type(1), v, family=family, causal=True, norm_eps=1e-2, **some)
 
 
-def test_what_no_query_sees_has_no_part_in_weights(place, monkeypatch):
-    """Tokens of nobody, keys that are not in use, and keys ahead of windows."""
+def test_unseen_rows_do_not_contribute_to_weights(place, monkeypatch):
+    """Tokens of no sequence, keys that are not in use, and keys before all windows."""
     as_on_a_device(monkeypatch)
     ends, ends_k, lengths = (np.array(x, np.int32) for x in ([0, 10, 30], [0, 20, 40], [15, 20]))
     norms = {"q_norm": weights(64), "k_norm": (weights(64), draw((64,), F32))}
@@ -76,32 +78,32 @@ def test_what_no_query_sees_has_no_part_in_weights(place, monkeypatch):
 
 
 @pytest.mark.parametrize(("head_dim", "layout"), [(8, "bshd"), (72, "bhsd"), (256, "bshd")])
-def test_columns_that_are_padding_do_not_count(place, head_dim, layout):
+def test_padding_columns_do_not_contribute(place, head_dim, layout):
     q, k, v = inputs(1, 20, 30, 2, 2, head_dim, FP16, layout)
     layer = weights(head_dim), weights(2, head_dim)
     agree(place, q + FP16.type(1), k, v, q_norm=layer, k_norm=weights(2, head_dim), layout=layout, softcap=3.0)
 
 
-def test_arrays_that_are_not_aligned():
+def test_unaligned_arrays():
     room = inputs(1, 20, 20, 1, 1, 65)
     q, k, v = (x[..., 1:] for x in room)
     agree(OnInterpreter(), *map(np.asarray, (q, k, v)), q_norm=weights(64), k_norm=weights(64))
 
 
-def test_many_rows_are_shared_out(place):
-    """Sums of columns by several thread blocks, the same at each call."""
+def test_many_rows(place):
+    """Several thread blocks sum the columns, with the same bits in every call."""
     x, dy = (draw((3, 500, 2, 8), BF16, seed) for seed in (1, 2))
     norm = weights(8), draw((2, 8), F32)
-    mine, again = (of_norm(place, x, dy, norm) for _ in range(2))
-    for got, same in zip(mine, again, strict=True):
-        np.testing.assert_array_equal(got, same)
-    assert_is_the_formula(mine, x, dy, norm)
+    first, second = (gradients_of_layer_norm(place, x, dy, norm) for _ in range(2))
+    for one, again in zip(first, second, strict=True):
+        np.testing.assert_array_equal(one, again)
+    assert_is_the_formula(first, x, dy, norm)
 
 
 def test_many_heads_share_weights(place):
     x, dy = (draw((1, 10, 20, 8), BF16, seed) for seed in (1, 2))
     norm = weights(8), draw((20, 8), F32)
-    assert_is_the_formula(of_norm(place, x, dy, norm), x, dy, norm)
+    assert_is_the_formula(gradients_of_layer_norm(place, x, dy, norm), x, dy, norm)
 
 
 def test_empty():
@@ -117,7 +119,7 @@ def test_empty():
 def test_as_compiled(as_compiled):
     as_compiled("sm_90a")
     x, dy, norm = draw((1, 20, 1, 40), BF16, 1), draw((1, 20, 1, 40), BF16, 2), (weights(40), weights(1, 40))
-    assert_is_the_formula(of_norm(OnInterpreter(), x, dy, norm), x, dy, norm)
+    assert_is_the_formula(gradients_of_layer_norm(OnInterpreter(), x, dy, norm), x, dy, norm)
 
 
 @pytest.mark.parametrize("name", ["rms", "layer"])
@@ -125,11 +127,11 @@ def test_the_formula_agrees_with_finite_differences(name):
     x, dy, weights_, bias = (draw(shape, float, n) for n, shape in enumerate([(2, 5, 2, 8), (2, 5, 2, 8), (8,), (2, 8)]))
     layer, step = name == "layer", 1e-5
     given = [x, weights_, bias][: 2 + layer]
-    normed = lambda x, *norm: reference.softmax.normed(x, norm if layer else norm[0], 1e-3, float, float)
-    found = formula._of_norm(x, (weights_, bias) if layer else weights_, dy, 1e-3, float)
+    normalize_rows = lambda x, *norm: reference.softmax.normalize_rows(x, norm if layer else norm[0], 1e-3, float, float)
+    found = formula.norm_backward(x, (weights_, bias) if layer else weights_, dy, 1e-3, float)
     for n, gradient in enumerate(found[: len(given)]):
         along = draw(given[n].shape, float, 9)
-        ends = [(normed(*[y + s * step * along * (m == n) for m, y in enumerate(given)]) * dy).sum() for s in (1, -1)]
+        ends = [(normalize_rows(*[y + s * step * along * (m == n) for m, y in enumerate(given)]) * dy).sum() for s in (1, -1)]
         assert math.isclose((ends[0] - ends[1]) / (2 * step), (gradient * along).sum(), rel_tol=1e-6, abs_tol=1e-7)
 
 
@@ -139,7 +141,7 @@ def test_the_formula_agrees_with_finite_differences(name):
     (dict(k_norm=(weights(64),)), r"k_norm: must be weights, or a pair \(weights, bias\)"),
     (dict(q_norm=weights(64), norm_eps=0.0), "norm_eps: must be positive"),
 ])  # fmt: skip
-def test_what_is_refused(options, what):
+def test_errors(options, what):
     q, k, v = inputs(1, 4, 4, 2, 1, 64)
     with pytest.raises((TypeError, ValueError), match=what):
         attention.backward(q, q, k, v, q, np.zeros((1, 2, 4), F32), **options)
@@ -148,7 +150,7 @@ def test_what_is_refused(options, what):
 @pytest.mark.parametrize(("room", "what"), [
     ((32,), r"dq_norm: must have q_norm's shape: dq_norm.shape=\(32,\)"), ((64,), "dq_norm: dtype must be float32"),
     (None, "dq_norm: must be an array, as q_norm is")], ids=["shape", "dtype", "pair"])  # fmt: skip
-def test_a_norms_gradient_has_room_before_anything_is_added(room, what):
+def test_arguments_are_checked_before_anything_is_added(room, what):
     q, k, v = inputs(1, 4, 4, 2, 1, 64)
     out, lse = attention.forward(q, k, v, q_norm=weights(64), return_lse=True)
     sums = {name: np.zeros(x.shape, F32) for name, x in (("dq", q), ("dk", k), ("dv", v))}
@@ -160,14 +162,14 @@ def test_a_norms_gradient_has_room_before_anything_is_added(room, what):
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 3.0}], ids=["plain", "softcap"])
 @pytest.mark.parametrize("name", ["dq_norm", "dk_norm"])
-def test_room_for_the_gradient_of_no_norm_is_refused(name, options):
+def test_gradient_of_a_norm_that_is_not_there_is_refused(name, options):
     q, k, v = inputs(1, 4, 4, 2, 1, 64)
     with pytest.raises(ValueError, match=f"{name}: must be None where there is no {name[1:]}"):
         attention.backward(q, q, k, v, q, np.zeros((1, 2, 4), F32), **{name: np.zeros(64, F32)}, **options)
 
 
 def test_torch():
-    """Through autograd, and compiled: what backward gives, in the weights' dtype."""
+    """Autograd, also compiled, gives the gradients of attention.backward, in the weights' dtype."""
     torch = pytest.importorskip("torch")
     q, k, v = (torch.randn(1, 12, 2, 64).bfloat16().requires_grad_() for _ in range(3))
     w, b = torch.randn(64).bfloat16().requires_grad_(), torch.randn(2, 64).requires_grad_()
@@ -189,8 +191,8 @@ def test_torch():
 
 
 @pytest.mark.parametrize("ours", ["layer", None])
-def test_gradients_through_norms_are_added_to_what_is_there(place, ours, layout="bhsd"):
-    """By accumulate=True, those of the norms, too, in float32; without it all are written where they are wanted."""
+def test_accumulate_through_norms(place, ours, layout="bhsd"):
+    """accumulate=True adds all gradients in float32, those of norms, too. Without it they are stored in the given arrays."""
     q_k_v = inputs(1, 10, 20, 2, 1, 64, layout=layout)
     some = {"q_norm": weights_of(2, 64).get(ours), "k_norm": weights_of(1, 64)["rms of heads"], "layout": layout}
     some = there(place, {name: x for name, x in some.items() if x is not None})

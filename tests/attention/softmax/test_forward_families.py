@@ -42,7 +42,7 @@ def test_arrays_that_tma_cannot_address(place, family, skip, head_dim):
 @pytest.mark.parametrize(("room", "head_dim"), [(99 * 1024, 96), (99 * 1024, 128), (99 * 1024, 192), (163 * 1024, 192)])
 def test_kernels_for_gpus_with_less_shared_memory(place, room, head_dim, monkeypatch, nothing_known):
     """Their shapes run everywhere."""
-    taken, config_of = [], launches.config_of
+    taken, config_of = [], launches.config_for_problem
     monkeypatch.setattr(launches, "machine", lambda _: Interpreter(shared_bytes=room))
     monkeypatch.setattr(launches, "config_of", lambda *args: taken.append(config_of(*args)) or taken[-1])
     for causal in (False, True):
@@ -122,8 +122,9 @@ def problem_on(capability, monkeypatch, piece=16):
 )  # fmt: skip
 def test_the_family_by_default(capability, piece, chosen, monkeypatch):
     """Hopper's where it runs, sm_80's for all other GPUs and arrays."""
-    assert families.choose(problem_on(capability, monkeypatch, piece), None) == chosen
-    assert families.choose(problem_on(capability, monkeypatch), None, piece == 16) == chosen, "where the caller knows better"
+    assert families.choose_family(problem_on(capability, monkeypatch, piece), None) == chosen
+    by_caller = families.choose_family(problem_on(capability, monkeypatch), None, piece == 16)
+    assert by_caller == chosen, "the caller says whether TMA can be used"
 
 
 @pytest.mark.parametrize("name", "qkv")
@@ -133,7 +134,7 @@ def test_one_array_decides_the_family(name, monkeypatch):
     form = c_ordered((1, 8, 1, 64), "bfloat16", 0)
     for other in form._replace(past=8), form._replace(strides=(1032, 136, 136, 2), shape=(1, 2, 1, 64)):
         forms = {one: other if one == name else form._replace(shape=other.shape) for one in "qkv"}
-        assert families.choose(forward_programs.FORWARD.problem(forms), None) == "sm_80"
+        assert families.choose_family(forward_programs.FORWARD.problem(forms), None) == "sm_80"
 
 
 @pytest.mark.parametrize(
@@ -143,7 +144,7 @@ def test_one_array_decides_the_family(name, monkeypatch):
 )
 def test_a_family_that_does_not_run_there(capability, family, words, monkeypatch):
     with pytest.raises(ValueError, match=words):
-        families.choose(problem_on(capability, monkeypatch), family)
+        families.choose_family(problem_on(capability, monkeypatch), family)
 
 
 @pytest.mark.parametrize(
@@ -154,10 +155,10 @@ def test_a_family_that_does_not_run_there(capability, family, words, monkeypatch
 def test_what_is_for_hopper_only(capability, piece, words, monkeypatch):
     problem = problem_on(capability, monkeypatch, piece)
     if words is None:
-        families.needs_hopper(problem)
+        families.require_hopper(problem)
     else:
         with pytest.raises(ValueError, match=words):
-            families.needs_hopper(problem)
+            families.require_hopper(problem)
 
 
 def test_a_family_that_does_not_exist():

@@ -11,10 +11,12 @@ from poison import poisoned, unseen
 import attention
 from attention import reference
 from attention.softmax import forward_programs, hopper_fp8
+from ops import where
 from tiles.frameworks import describe
 
 E4M3, FP16 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(np.float16)
 UNITS = "q_descale", "k_descale", "v_descale"
+LOW_ROWS = lambda s, b, h, i, j: where(i % 3 == 0, s, where(i % 3 == 1, -1.1e8, -1e31))  # all the scores of a row
 
 
 def inputs(batch, seq_q, seq_kv, heads, heads_kv, head_dim, value_dim=None):
@@ -81,6 +83,7 @@ def test_on_the_card(card, head_dim):
         dict(alibi=np.float32([0.1, 0.4]), causal=True, **units(2, 1, "k_descale")),
         dict(lengths_k=np.int32([70, 3]), v_descale=0.5, q_descale=2.0),
         dict(score=lambda s, b, h, i, j: s * 0.5 + h, mask=lambda b, h, i, j: (i + j) % 3 < 2, k_descale=np.float32([0.5])),
+        dict(score=LOW_ROWS, causal=True),
     ],
     ids=lambda options: " ".join(options),
 )
@@ -105,6 +108,7 @@ def block_units(q, k, v, *names):
     [(200, 400, 128, dict(causal=True)), (129, 130, 64, {}), (1, 257, 96, {}), (130, 300, 64, dict(window=(150, 0)))]
     + [(70, 200, 64, dict(softcap=2.0, alibi=np.float32([0.02, 0.1]), sink=np.float32([1, -2])))]
     + [(70, 200, 64, dict(score=lambda s, b, h, i, j: s * 0.5 + h, mask=lambda b, h, i, j: (i + j) % 3 < 2))]
+    + [(70, 200, 64, dict(score=LOW_ROWS))]
     + [(140, 200, 64, dict(lengths_k=np.int32([131, 0]), q_descale=0.25))],
     ids=lambda x: "+".join(x) if isinstance(x, dict) else str(x),
 )
@@ -146,6 +150,13 @@ def test_descales_of_blocks_of_many_columns_are_refused():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("by_block", [False, True])
+def test_rows_of_low_scores_on_the_card(card, by_block):
+    q, k, v = inputs(2, 200, 700, 4, 2, 128)
+    agree(card, q, k, v, score=LOW_ROWS, **(block_units(q, k, v) if by_block else units(2, 2)))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_descales_of_blocks_on_the_card(card, head_dim):
     for seq_q, seq_kv in ((1, 1), (200, 700), (333, 129), (130, 2300)):
@@ -158,6 +169,35 @@ def test_descales_of_blocks_as_compiled(as_compiled):
     as_compiled("sm_90a")
     q, k, v = inputs(1, 5, 140, 1, 1, 128)
     agree(OnInterpreter(), q, k, v, **block_units(q, k, v))
+
+
+@pytest.mark.parametrize("blocks", [dict(q=(), k=(), v=()), dict(q=(1,), k=(2,), v=(2,))], ids=["of heads", "of blocks"])
+@pytest.mark.parametrize("on", ["interpreter", "sm_90a", pytest.param("card", marks=pytest.mark.gpu)])
+def test_nan_descales(request, on, blocks):
+    """Each reaches the outputs of its head, and of no other head."""
+    if on == "sm_90a":
+        request.getfixturevalue("as_compiled")(on)
+    place = request.getfixturevalue("card") if on == "card" else OnInterpreter()
+    descales = {name: np.ones((1, *blocks[name[0]], 4), np.float32) for name in UNITS}
+    for head, x in enumerate(descales.values()):
+        x[..., head] = np.nan
+    arrays = [place.put(x) for x in inputs(1, 3, 200, 4, 4, 64)]
+    out = place.get(attention.forward(*arrays, **{name: place.put(x) for name, x in descales.items()})).astype(np.float32)
+    assert np.isnan(out[:, :, :3]).all() and np.isfinite(out[:, :, 3]).all()
+
+
+@pytest.mark.parametrize("by_block", [True, False], ids=["of blocks", "of heads"])
+def test_descales_without_keys(by_block):
+    """Descales of blocks after the last key in use, and of a sequence without keys, may be NaN."""
+    q, k, v = inputs(2, 5, 300, 1, 1, 128)
+    descales, found = block_units(q, k, v) if by_block else units(2, 1), []
+    for _ in range(2):
+        found.append(attention.forward(q, k, v, lengths_k=np.int32([128, 0]), return_lse=True, **descales))
+        descales = {name: x.copy() for name, x in descales.items()}
+        for x in descales.values():
+            x[1], x[:, 1:] = np.nan, np.nan
+    for x, y in zip(*found):
+        np.testing.assert_array_equal(x.astype(float), y.astype(float))
 
 
 def test_descales_of_blocks_in_another_layout():
@@ -193,15 +233,15 @@ def turned_before(monkeypatch):
     """V is turned by a kernel before, wherever there is one for it, and read as for so many keys."""
 
     def of(keys=0):
-        shape = hopper_fp8.turned_shape
-        monkeypatch.setattr(hopper_fp8, "turned_shape", lambda padded, _: shape(padded, keys))
-        monkeypatch.setattr(hopper_fp8, "pays_to_turn", lambda padded, *_: shape(padded, keys) is not None)
+        shape = hopper_fp8.transposed_shape
+        monkeypatch.setattr(hopper_fp8, "transposed_shape", lambda padded, _: shape(padded, keys))
+        monkeypatch.setattr(hopper_fp8, "pays_to_transpose", lambda padded, *_: shape(padded, keys) is not None)
 
     of()
     return of
 
 
-FORMS = [(dim, keys) for dim, shapes in hopper_fp8.TURNED.items() for keys in shapes]
+FORMS = [(dim, keys) for dim, shapes in hopper_fp8.TRANSPOSED.items() for keys in shapes]
 
 
 @pytest.mark.parametrize(
@@ -260,14 +300,21 @@ def test_values_turned_before_with_descales_of_blocks(turned_before, place, monk
 
 
 @pytest.mark.gpu
-def test_values_turned_before_on_the_card(card):
+@pytest.mark.parametrize(
+    ("keys", "key_heads", "head_dim", "options"),
+    [
+        (700, 3, 128, units(1, 3)),
+        (2300, 3, 128, dict(causal=True)),
+        (8200, 3, 128, {}),
+        (8200, 3, 64, dict(causal=True)),
+        (2300, 3, 256, dict(causal=True)),
+    ],
+    ids=str,
+)
+def test_values_turned_before_on_the_card(card, keys, key_heads, head_dim, options):
     """Where nobody asks for it: many queries read them."""
-    assert hopper_fp8.pays_to_turn(128, 2100, 700, 12, 4, 132)
-    agree(card, *inputs(1, 2100, 700, 12, 3, 128), **units(1, 3))
-    agree(card, *inputs(1, 2100, 2300, 12, 3, 128), causal=True)
-    agree(card, *inputs(1, 2100, 8200, 12, 3, 128))
-    agree(card, *inputs(1, 2100, 8200, 12, 3, 64), causal=True)
-    agree(card, *inputs(1, 2100, 2300, 12, 3, 256), causal=True)
+    assert hopper_fp8.pays_to_transpose(128, 2100, 700, 12, 4, 132)
+    agree(card, *inputs(1, 2100, keys, 12, key_heads, head_dim), **options)
 
 
 @pytest.mark.parametrize(
@@ -283,8 +330,8 @@ def test_values_turned_before_on_the_card(card):
         ((256, 16384, 16384, 8, 1, 132), True),
     ],
 )
-def test_when_it_pays_to_turn_values_before(problem, pays):
-    assert hopper_fp8.pays_to_turn(*problem) is pays
+def test_when_it_pays_to_transpose_values_before(problem, pays):
+    assert hopper_fp8.pays_to_transpose(*problem) is pays
 
 
 def test_what_turns_values_is_launched_before():

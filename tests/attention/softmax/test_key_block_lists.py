@@ -10,7 +10,7 @@ from places import OnInterpreter
 from poison import poisoned
 
 import attention
-from attention.softmax.launches import Before
+from attention.softmax.launches import PreparationSteps
 
 odd = lambda b, h, i, j: (i + j) % 2 == 1
 
@@ -95,7 +95,7 @@ def test_lists_that_are_ready(place, family, case, monkeypatch):
     wanted = place.get(attention.forward(q, k, v, **options))
     lists = attention.block_lists(q, k, v, **options)
     for what in "listed", "classes":
-        monkeypatch.setattr(Before, what, lambda *_: pytest.fail("lists blocks anew"))
+        monkeypatch.setattr(PreparationSteps, what, lambda *_: pytest.fail("lists blocks anew"))
     assert (place.get(attention.forward(q, k, v, **options | {"blocks": lists})) == wanted).all()
 
 

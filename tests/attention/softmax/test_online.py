@@ -20,17 +20,17 @@ SCALE, BLOCKS = 0.7, 5
 
 
 @inlined
-def block(seen, scores, values, j, slack):
+def block(state, scores, values, j, slack):
     s = load(scores, S, (0, 32 * j))
-    seen = seen.moved(s, None, SCALE, slack)
-    p = seen.weights(s, None, SCALE)
-    return seen._replace(o=mma_AB(seen.rescaled(), bf16(p), load(values, V, (32 * j, 0)))).add(p)
+    state = state.update_max(s, None, SCALE, slack)
+    p = state.weights(s, None, SCALE)
+    return state._replace(o=mma_AB(state.rescale(), bf16(p), load(values, V, (32 * j, 0)))).add(p)
 
 
 @cuda.jit
 def attend(scores, values, out, lse, first, slack):
     """Blocks before `first` are one part, the others another."""
-    left, right = softmax.begin(LOWEST), softmax.begin(LOWEST)
+    left, right = softmax.init(LOWEST), softmax.init(LOWEST)
     for j in range(first):
         left = block(left, scores, values, j, slack)
     for j in range(first, BLOCKS):

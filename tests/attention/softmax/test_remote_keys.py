@@ -1,4 +1,4 @@
-"""softmax/remote_keys.py: keys that lie in two places, and are still coming to one, give the bits of keys that lie in one."""
+"""softmax/remote_keys.py: keys in two buffers, one of which is still filling, give the bits of keys in one buffer."""
 
 import pytest
 
@@ -8,8 +8,8 @@ import torch
 
 import attention
 from attention.softmax import hopper, remote_keys
-from attention.softmax.key_sources import Apart, Arriving
-from attention.softmax.remote_keys import Seen
+from attention.softmax.key_sources import StreamingBuffers, TwoBuffers
+from attention.softmax.remote_keys import KeyPlacement
 from tiles.interpreter import Hazard
 
 ROWS, PARTS = 256, 2
@@ -46,30 +46,32 @@ def split(x, spans):
         (512, 128, 64, (0, 0, 0, 128)),
     ],
 )
-def test_own_keys_stay_where_they_are(keys, dim, value_dim, spans):
+def test_local_keys_stay_where_they_are(keys, dim, value_dim, spans):
     q, k, v, lengths, wanted = problem(keys, dim, value_dim)
-    (own_k, k), (own_v, v) = split(k, spans), split(v, spans)
-    found = remote_keys.apart(q, k, v, lengths, own_k, own_v, Seen(keys, *spans, True))
+    (local_k, k), (local_v, v) = split(k, spans), split(v, spans)
+    found = remote_keys.forward_two_buffers(q, k, v, lengths, local_k, local_v, KeyPlacement(keys, *spans, True))
     assert all(torch.equal(x, y) for x, y in zip(found, wanted))
 
 
 def test_a_scale_and_no_mask():
     q, k, v, lengths, _ = problem(512, 64)
     wanted = attention.forward(q, k, v, lengths_k=lengths, scale=0.3, family="sm_90")
-    (own_k, k), (own_v, v) = split(k, OUTER), split(v, OUTER)
-    assert torch.equal(remote_keys.apart(q, k, v, lengths, own_k, own_v, Seen(512, *OUTER, scale=0.3))[0], wanted)
+    (local_k, k), (local_v, v) = split(k, OUTER), split(v, OUTER)
+    assert torch.equal(
+        remote_keys.forward_two_buffers(q, k, v, lengths, local_k, local_v, KeyPlacement(512, *OUTER, scale=0.3))[0], wanted
+    )
 
 
 @pytest.mark.parametrize("dim", [64, 128])
-def test_a_block_is_read_when_it_has_come(dim):
-    """One that has not is waited for, for ever here."""
+def test_a_block_is_read_after_it_has_arrived(dim):
+    """A kernel waits for a block that has not arrived, here for ever."""
     q, k, v, lengths, wanted = problem(512, dim)
-    (own_k, k), (own_v, v) = split(k, OUTER), split(v, OUTER)
-    awaits = torch.tensor([0, 2, 1, 0, 2], dtype=torch.int32)
+    (local_k, k), (local_v, v) = split(k, OUTER), split(v, OUTER)
+    required = torch.tensor([0, 2, 1, 0, 2], dtype=torch.int32)
 
     def call(there):
-        return remote_keys.arriving(
-            q, k, v, lengths, own_k, own_v, torch.tensor([there]).int(), awaits, Seen(512, *OUTER, True)
+        return remote_keys.forward_streaming(
+            q, k, v, lengths, local_k, local_v, torch.tensor([there]).int(), required, KeyPlacement(512, *OUTER, True)
         )
 
     assert all(torch.equal(x, y) for x, y in zip(call(2), wanted))
@@ -78,29 +80,34 @@ def test_a_block_is_read_when_it_has_come(dim):
             call(there)
 
 
-def test_what_is_not_awaited_is_not_waited_for():
-    """Even if others are still to come."""
+def test_a_kernel_waits_for_required_copies_only():
+    """Other copies may still be under way."""
     q, k, v, lengths, wanted = problem(512, 64)
-    (own_k, k), (own_v, v) = split(k, OUTER), split(v, OUTER)
-    awaits, arrived = torch.tensor([0, 1, 1, 0, 2]).int(), torch.ones(1).int()
+    (local_k, k), (local_v, v) = split(k, OUTER), split(v, OUTER)
+    required, arrived = torch.tensor([0, 1, 1, 0, 2]).int(), torch.ones(1).int()
     assert torch.equal(
-        remote_keys.arriving(q, k, v, lengths, own_k, own_v, arrived, awaits, Seen(512, *OUTER, True))[0], wanted[0]
+        remote_keys.forward_streaming(q, k, v, lengths, local_k, local_v, arrived, required, KeyPlacement(512, *OUTER, True))[
+            0
+        ],
+        wanted[0],
     )
 
 
-def test_they_are_shipped():
-    """So that they are compiled for Hopper without spills."""
+def test_kernels_are_in_the_space():
+    """`inspect` compiles what the space lists, and checks it for spills."""
     for everything in (False, True):
-        kinds = [type(config.held) for config in hopper.space("sm_90a", everything)]
-        assert Apart in kinds and Arriving in kinds
+        kinds = [type(config.kv_source) for config in hopper.space("sm_90a", everything)]
+        assert TwoBuffers in kinds and StreamingBuffers in kinds
 
 
 @pytest.mark.gpu
 def test_on_a_gpu():
     spans = (0, 1024, 3072, 4096)
     q, k, v, lengths, wanted = problem(4096, 128, where="cuda")
-    (own_k, k), (own_v, v) = split(k, spans), split(v, spans)
-    awaits, arrived = torch.ones(33, device="cuda").int(), torch.ones(1, device="cuda").int()
-    seen = Seen(4096, *spans, True)
-    assert torch.equal(remote_keys.apart(q, k, v, lengths, own_k, own_v, seen)[0], wanted[0])
-    assert torch.equal(remote_keys.arriving(q, k, v, lengths, own_k, own_v, arrived, awaits, seen)[0], wanted[0])
+    (local_k, k), (local_v, v) = split(k, spans), split(v, spans)
+    required, arrived = torch.ones(33, device="cuda").int(), torch.ones(1, device="cuda").int()
+    placement = KeyPlacement(4096, *spans, True)
+    assert torch.equal(remote_keys.forward_two_buffers(q, k, v, lengths, local_k, local_v, placement)[0], wanted[0])
+    assert torch.equal(
+        remote_keys.forward_streaming(q, k, v, lengths, local_k, local_v, arrived, required, placement)[0], wanted[0]
+    )

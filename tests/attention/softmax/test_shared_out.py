@@ -18,13 +18,13 @@ PROCESSORS = 40
 
 @pytest.fixture
 def shared(monkeypatch, nothing_known):
-    """With more multiprocessors than a problem here has tiles, and where 100 keys are many. The calls of of_few that come."""
-    of_few, calls = launches.of_few, []
+    """The calls of plan_split_kv, on a GPU with more multiprocessors than problems here have tiles; 100 keys are many."""
+    plan_split_kv, calls = launches.plan_split_kv, []
     monkeypatch.setattr(launches, "machine", lambda ordinal: Interpreter(processors=PROCESSORS))
     monkeypatch.setattr(shared_out, "LEAST", 60)
     monkeypatch.setattr(splits, "LONG", 100)
     for module in (shared_out, importlib.import_module("attention.softmax.decode.decode")):
-        monkeypatch.setattr(module, "of_few", lambda *told: calls.append(told) or of_few(*told))
+        monkeypatch.setattr(module, "plan_split_kv", lambda *args: calls.append(args) or plan_split_kv(*args))
     return calls
 
 
@@ -101,4 +101,4 @@ def test_decode(shared, place, tokens, lengths, size, more, wanted):
     ],
 )
 def test_what_leaves_multiprocessors_idle(batch, queries, heads, keys, wanted):
-    assert splits.idle(batch, queries, heads, keys, 132) is wanted
+    assert splits.underfills_gpu(batch, queries, heads, keys, 132) is wanted

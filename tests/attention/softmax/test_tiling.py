@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from attention.softmax import hopper
-from attention.softmax.sequences import Packed
-from attention.softmax.tiling import Tiling, band_of, even
-from attention.softmax.variants import At, Both
+from attention.softmax.sequences import PackedLayout
+from attention.softmax.tiling import Tiling, balance_raster_groups, choose_raster_group
+from attention.softmax.variants import Both, ScoreContext
 from attention.softmax.visible_keys import CAUSAL, FULL, Left, Masked, Right
 from tiles import bf16
 
@@ -17,7 +17,7 @@ L2 = 50 * 2**20
 
 
 def at(queries, keys, **given):
-    return At(0, 0, 0, keys - queries, queries, keys, SimpleNamespace(**given), (), 0)
+    return ScoreContext(0, 0, 0, keys - queries, queries, keys, SimpleNamespace(**given), (), 0)
 
 
 def walked(sees, pairs, blocks, band):
@@ -40,7 +40,7 @@ def shares(config, length, grid, band=None, **given):
     """What each block of a persistent grid has to do for 16384 tokens and 2048 columns: its tiles' key blocks, and 1.2 for the
     the beginning and end of one, as far as there are rows. given: what the variant reads."""
     pairs, blocks, nbytes = 16384 // length * 2048 // config.head_dim, -(-length // config.rows), 4 * length * config.head_dim
-    band = band or band_of(grid, grid, nbytes, L2, config.variant.rising or length % config.rows > 0)
+    band = band or choose_raster_group(grid, grid, nbytes, L2, config.variant.monotonic or length % config.rows > 0)
     assert band * nbytes <= L2 / 2
     work = [0.0] * grid
     for tile, (block, _) in enumerate(walked(config.tiling, pairs, blocks, band)):
@@ -84,15 +84,19 @@ def test_pair_by_pair_the_same_blocks_would_get_all_short_tiles():
 
 
 def test_a_band_has_a_pair_at_least():
-    assert band_of(132, 132, 2**40, L2, True) == 1 and band_of(1, 1, 1, L2, True) == 1 and band_of(9, 2, 1, L2, True) == 1
+    assert (
+        choose_raster_group(132, 132, 2**40, L2, True) == 1
+        and choose_raster_group(1, 1, 1, L2, True) == 1
+        and choose_raster_group(9, 2, 1, L2, True) == 1
+    )
 
 
 def test_query_blocks_that_take_as_long_as_each_other_need_no_bands():
-    assert band_of(132, 132, 1, L2, False) == 1 and band_of(2048, 132, 1, L2, False) == 1
+    assert choose_raster_group(132, 132, 1, L2, False) == 1 and choose_raster_group(2048, 132, 1, L2, False) == 1
 
 
 def test_more_blocks_than_processors_share_what_they_read():
-    assert band_of(2048, 132, 2**21, L2, True) == 22
+    assert choose_raster_group(2048, 132, 2**21, L2, True) == 22
 
 
 SEEN = {  # variant: (what it is given, does query i see key j where they stand `shift` apart)
@@ -118,10 +122,12 @@ def test_key_blocks_are_those_that_some_row_sees(variant, q_len, kv_len):
         some = {block for block in range(-(-kv_len // 32)) if seen[:, 32 * block : 32 * block + 32].any()}
         found = tiling.key_blocks(row, place)
         blocks = [tiling.key(found, i, place) // 32 for i in range(found.n)]
-        assert 0 <= found.cut <= found.n == len(set(blocks))
-        assert blocks == sorted(blocks[: found.cut])[::-1] + sorted(blocks[found.cut :])[::-1]
+        assert 0 <= found.masked <= found.n == len(set(blocks))
+        assert blocks == sorted(blocks[: found.masked])[::-1] + sorted(blocks[found.masked :])[::-1]
         assert set(blocks) == some or (not some and len(blocks) == 1)
-        assert all(32 * block + 32 <= kv_len and seen[:, 32 * block : 32 * block + 32].all() for block in blocks[found.cut :])
+        assert all(
+            32 * block + 32 <= kv_len and seen[:, 32 * block : 32 * block + 32].all() for block in blocks[found.masked :]
+        )
 
 
 @pytest.mark.parametrize("variant", SEEN, ids=str)
@@ -133,7 +139,7 @@ def test_key_blocks_where_edges_of_a_mask_meet_those_of_blocks(variant):
 
 def test_blocks_of_a_mask_in_python_are_all_masked():
     found = Tiling(64, 32, Masked(lambda b, h, i, j: j < 100)).key_blocks(0, at(64, 320))
-    assert found.n == found.cut == 10
+    assert found.n == found.masked == 10
 
 
 @pytest.mark.parametrize("tile", range(4))
@@ -141,19 +147,19 @@ def test_tiles_of_packed_sequences(tile):
     """Every block of queries of every sequence has a number of its own, and a search by halves finds it."""
     rng = np.random.default_rng(tile)
     ends = np.concatenate([[0], np.cumsum(rng.integers(0, 300, 37))]).astype(np.int32)
-    packed, given = Packed(64), SimpleNamespace(ends=ends, ends_k=ends)
-    found = [packed.find(block, 0, 1, given)[:2] for block in range(int(ends[-1]) // 64 + 37)]
+    packed, given = PackedLayout(64), SimpleNamespace(ends=ends, ends_k=ends)
+    found = [packed.find_tile(block, 0, 1, given)[:2] for block in range(int(ends[-1]) // 64 + 37)]
     wanted = {(block, n) for n in range(37) for block in range(-(-int(ends[n + 1] - ends[n]) // 64))}
-    assert wanted == {(int(block), int(n)) for block, n in found if packed.has(block, n, given)} and len(set(found)) == len(
-        found
-    )
+    assert wanted == {(int(block), int(n)) for block, n in found if packed.has_tile(block, n, given)} and len(
+        set(found)
+    ) == len(found)
 
 
 def test_bands_of_which_none_is_short():
     """Of 24 pairs two would come last by themselves. Ten behind 22 stay as they are, but where there are parts of sequences."""
-    assert [even(22, pairs, False) for pairs in (8, 22, 24, 32, 44, 48, 128)] == [22, 22, 12, 22, 22, 16, 22]
-    assert [even(22, pairs, True) for pairs in (1, 24, 28, 32, 128)] == [1, 12, 14, 16, 22]
-    assert even(1, 9, True) == even(1, 9, False) == 1
+    assert [balance_raster_groups(22, pairs, False) for pairs in (8, 22, 24, 32, 44, 48, 128)] == [22, 22, 12, 22, 22, 16, 22]
+    assert [balance_raster_groups(22, pairs, True) for pairs in (1, 24, 28, 32, 128)] == [1, 12, 14, 16, 22]
+    assert balance_raster_groups(1, 9, True) == balance_raster_groups(1, 9, False) == 1
 
 
 @pytest.mark.parametrize("variant", [FULL, CAUSAL, Right(), Left(), Both(Right(), Left()), Both(CAUSAL, Left())], ids=str)
@@ -167,16 +173,16 @@ def test_blocks_of_keys_at_every_edge(variant):
         here = at(queries, keys, left=left, right=right)
         sees = np.zeros((queries, keys), bool)
         for i in range(queries):
-            one = variant.keys(i, i, here)
+            one = variant.key_range(i, i, here)
             sees[i, max(0, one.first) : max(0, one.end)] = True
         seen = np.flatnonzero(sees.any(0))
         for row in range(0, queries, rows):
             blocks, its = tiling.key_blocks(row, here), sees[row : row + rows]
             order = [int(tiling.key(blocks, i, here)) for i in range(blocks.n)]
             assert {int(j) // kv * kv for j in np.flatnonzero(its.any(0))} <= set(order)
-            assert all(key + kv <= keys and its[:, key : key + kv].all() for key in order[max(1, blocks.cut) :])
-            cleared = {order[max(1, blocks.cut) - 1] + n for n in range(min(kv, max(0, blocks.ahead)))}
-            cleared |= {order[0] + kv - 1 - n for n in range(min(kv, max(0, blocks.behind)))}
+            assert all(key + kv <= keys and its[:, key : key + kv].all() for key in order[max(1, blocks.masked) :])
+            cleared = {order[max(1, blocks.masked) - 1] + n for n in range(min(kv, max(0, blocks.unseen_ahead)))}
+            cleared |= {order[0] + kv - 1 - n for n in range(min(kv, max(0, blocks.unseen_behind)))}
             if seen.size:
                 unseen = {j for key in order for j in range(key, min(key + kv, keys)) if not seen[0] <= j <= seen[-1]}
                 assert unseen <= cleared and not cleared & set(seen.tolist())

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from judged import agree, agree_among_poison, draw, inputs, there
-from places import BF16, RANDOMLY, OnCard, OnInterpreter
+from places import BF16, OnCard, OnInterpreter, random_on_the_card
 from poison import Packing, as_on_a_device, edges
 
 import attention
@@ -75,12 +75,18 @@ CASES = {
     "mask of documents": dict(mask=documents, aux=(np.arange(COLS) // 50,)),
     "mask of other blocks of each sequence": dict(mask=lambda b, h, i, j: j // 100 == h + b),
     "mask, and a window": dict(mask=strange, window=(60, 30)),
+    "mask, and a window without a key in common": dict(mask=lambda b, h, i, j: j > i + 90, window=(70, 20)),
+    "mask of what is not causal, causal": dict(mask=lambda b, h, i, j: j > i + COLS - ROWS, causal=True),
     "mask that holds nowhere": dict(mask=lambda b, h, i, j: j < 0),
     "mask that holds nowhere, sink": dict(mask=lambda b, h, i, j: j < 0, sink=np.array([1.5, -2], F32)),
     "mask of bools of each sequence": dict(mask=lambda b, h, i, j, on: on[b, j] & ~on[b, i], aux=(numbers(2, COLS) > 0,)),
     "score": dict(score=twisted, aux=(numbers(HEADS, 800),)),
     "score, capped": dict(score=lambda s, b, h, i, j, of: s * of[h], aux=(np.array([2, 1], F32),), softcap=2.0, causal=True),
     "score, sink": dict(score=lambda s, b, h, i, j: abs(s) * 2.0 - s, sink=np.array([1.5, 2], F32)),
+    "slopes built in and in Python, a bias, of each sequence": dict(
+        alibi=np.array([0.05, 0.1], F32), bias=numbers(2, HEADS, 1, COLS),
+        score=lambda s, b, h, i, j: s + 0.1 * (j - i) * (h + b),
+    ),
     "everything": dict(
         window=(80, 20), softcap=3.0, alibi=np.array([0.05, 0.1], F32), bias=numbers(1, HEADS, 1, COLS), sink=numbers(HEADS),
         mask=lambda b, h, i, j, docs, w: docs[i] <= docs[j], score=lambda s, b, h, i, j, docs, w: s + w[docs[j]] - 0.2 * b,
@@ -412,8 +418,7 @@ def test_random_combinations(family, problem):
     combined(OnInterpreter(), family, problem)
 
 
-@pytest.mark.gpu
-@RANDOMLY
+@random_on_the_card
 @given(combinations(700))
 def test_random_combinations_on_the_card(family, problem):
     pytest.importorskip("torch")
