@@ -230,7 +230,8 @@ def _plan(
     tiles, places = -(-most_keys // config.kv), gpu.processors * config.resident
     split_count = choose_split_count(batch * row_tiles, tiles, places, MAX_SPLITS) if splits is None else splits
     args = {"splits": split_count, "tokens": tokens, "group": heads, "scale": unit * LOG2_E}
-    out_args, steps, scratch = {"out": _one_head(out, 2), "lse": lse and _one_head(lse, 1)}, [], []
+    out_args: dict[str, Any] = {"out": _one_head(out, 2), "lse": lse and _one_head(lse, 1)}
+    steps, scratch = [], []
     if split_count == 1:
         config = config_for(window, final)
     else:

@@ -245,7 +245,7 @@ def variant_of(
     causal, left, right, softcap, mask, score, block_rows, block_cols, ready_for = options
     masking, scoring, aux = load_functions(problem, mask, score)
     if (mask or score) and "Z" in problem.extents:
-        raise NotImplementedError("lengths_k: of parts of queries it is not served with mask or score")
+        raise NotImplementedError("lengths_k: of shape (B, C) is not supported with mask or score")
     asking = IndexingFunctions(masking, scoring, aux, causal, left, right, problem("T")[0])
     looks = plan_index_checks(problem, asking, listed=ready_for is not None)
     axes, more = [len(x.form.shape) for x in aux], [*more]

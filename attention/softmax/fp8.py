@@ -52,7 +52,7 @@ def refuse_with_fp8(**options: Any) -> None:
     """NotImplementedError: one of these arguments was passed, and no kernel serves it."""
     for name, what in options.items():
         if not (what is None or what is False):
-            raise NotImplementedError(f"{name}: is not served with k and v of float8_e4m3fn; convert them to bfloat16")
+            raise NotImplementedError(f"{name}: is not supported with k and v of float8_e4m3fn; convert them to bfloat16")
 
 
 def split_descale(name: str, descale: Any) -> tuple[float, Any]:
@@ -77,9 +77,9 @@ def block_descale_names(problem: Problem) -> list[str]:
         if problem(blocks) != (-(-problem(rows)[0] // BLOCK),):
             raise problem.error(name, f"must have a number for each block of {BLOCK} rows of {of}", name, of)
     if found and ("cu_seqlens" in problem or "Z" in problem.extents):
-        raise NotImplementedError(f"{found[0]}: of blocks is not served with sequences that share a batch")
+        raise NotImplementedError(f"{found[0]}: of blocks is not supported with sequences that share a batch")
     if found and max(problem("DV")) > MAX_BLOCK_COLUMNS:
-        raise NotImplementedError(f"{found[0]}: of blocks is served with up to {MAX_BLOCK_COLUMNS} columns: {problem('DV')}")
+        raise NotImplementedError(f"{found[0]}: of blocks is supported for up to {MAX_BLOCK_COLUMNS} columns: {problem('DV')}")
     return found
 
 

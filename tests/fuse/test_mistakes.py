@@ -43,7 +43,10 @@ def test_arrays_that_do_not_fit():
         product(x, w, out=np.ones((4, 31), BF16))
     with pytest.raises(TypeError, match=r"no template computes matmul of float32 \(4, 64\), float32 \(64, 32\)"):
         product.source(x.astype(np.float32), w.astype(np.float32))
-    with pytest.warns(RuntimeWarning, match="must have one dtype, got x.dtype='float16', w.dtype='bfloat16'; it runs by parts"):
+    with pytest.warns(
+        RuntimeWarning,
+        match="must have one dtype, got x.dtype='float16', w.dtype='bfloat16': cast one of them; it runs by parts",
+    ):
         found = product.run(x.astype(F16), w)
     assert found.dtype == F16 and (found == 64).all()
     with pytest.warns(RuntimeWarning, match="w: .* float16, got bfloat16; it runs by parts"):

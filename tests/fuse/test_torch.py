@@ -158,7 +158,7 @@ def test_one_gradient_by_kernels_another_by_parts():
     with pytest.warns(RuntimeWarning, match="no template computes concat"):
         given = function(x, y)
     (given[0].sum() + given[1].sum()).backward()
-    assert [*function.gradients.known.values()] == [("x",)]
+    assert [*function.gradients.served_names.values()] == [("x",)]
     s = x.detach().double().sigmoid()
     close(x.grad, 2 * s * (1 + x.detach().double() * (1 - s)))
     assert (y.grad == 3).all()

@@ -40,7 +40,7 @@ def test_the_gradient_of_a_vector_with_an_axis_for_rows():
 def test_the_proof_of_rows_that_one_warp_folds(dtype):
     """It runs at no length that the block has too few warps for."""
     x, g = normal(5, 1024, dtype=dtype), normal(1024, dtype=dtype)
-    assert form(rms_norm, x, g) == "Folded" and rms_norm.proof(x, g).holds
+    assert form(rms_norm, x, g) == "FoldedRows" and rms_norm.proof(x, g).holds
     dropped = fuse.kernel(lambda x, seed: fuse.dropout(x, 0.5, seed) * fuse.rsqrt(fuse.mean(x * x)))
     assert dropped.proof(normal(5, 1024), np.array([7])).holds
 
@@ -91,7 +91,8 @@ def quantised(x):
 
 @pytest.mark.parametrize("dtype", [bf16, fp16, fp32])
 @pytest.mark.parametrize(
-    ("columns", "expected"), [(32, "Short"), (96, "Short"), (128, "Short"), (17440, "Long"), (16416, "Long")]
+    ("columns", "expected"),
+    [(32, "ShortRows"), (96, "ShortRows"), (128, "ShortRows"), (17440, "LongRows"), (16416, "LongRows")],
 )
 def test_short_and_long_rows(columns, expected, dtype):
     """Rows that one warp holds, and rows that a block reads piece by piece."""

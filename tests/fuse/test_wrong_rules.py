@@ -309,7 +309,7 @@ def test_the_proof_of_a_kernel_by_a_wrong_rule_does_not_hold(name, monkeypatch):
     """The kernel runs, and is right at the numbers that a run takes; the proof says what is wrong."""
     monkeypatch.setattr(rules, "RULES", (Rule(name, "", KERNELS[name][2]),))
     function, arrays, _ = KERNELS[name]
-    found = fuse.kernel(function)._is_supported(arrays)[0]
+    found = fuse.kernel(function)._plan_call(arrays)[0]
     candidates.candidates.cache_clear()
     wrong = [one for one in candidates.candidates(found, card(None)) if one.rules]
     candidates.candidates.cache_clear()
@@ -376,7 +376,7 @@ def test_degrees_are_counted(function, shapes, up, down):
     """Of the numerator and the denominator of the results, by hand."""
     found = trace(function, *shapes)
     axes = identity.base_axes(name for x in identity.walk(*found.roots) for name in x.axes)
-    size = identity._sizes(found.roots, dict.fromkeys(axes, 4))[found.roots[0]]
+    size = identity._degree_bounds(found.roots, dict.fromkeys(axes, 4))[found.roots[0]]
     assert (size.up, size.down) == (up, down)
 
 

@@ -70,19 +70,19 @@ def plan_launches(
     after_main = PreparationSteps(problem, before_main.scratch)
     partial_args = partial_arguments(before_main, after_main, config, split)
     config = replace(config, splits_queries=split.splits > 1)
-    lse_delta = before_main.memory((batch, heads, 2 * tiles * config.rows), "float32")
+    lse_delta = before_main.allocate((batch, heads, 2 * tiles * config.rows), "float32")
     if config.single_block:
         dq_accum = problem["dq"]
     else:
-        dq_accum = before_main.memory((batch * heads, tiles * parts.sum_rows, parts.sum_columns), "float32")
+        dq_accum = before_main.allocate((batch * heads, tiles * parts.sum_rows, parts.sum_columns), "float32")
     order_args = dict(seq_args)
     if isinstance(config.order, OrderedAdds):
         semaphores = config.order.semaphores * tiles
-        order_args["dq_semaphores"] = before_main.memory((batch * heads, semaphores), "int32")
+        order_args["dq_semaphores"] = before_main.allocate((batch * heads, semaphores), "int32")
     variant_args = spec.numbers | {name: x for name, x in variant_arrays(problem).items() if name in spec.variant.params}
     aux_args = {f"aux{n}": x for n, x in enumerate(aux)}
     if listing and listing.blocked:
-        marks = problem["marks"] or before_main.classes(listing.blocked)
+        marks = problem["marks"] or before_main.classify_blocks(listing.blocked)
         variant_args["marks"] = broadcast(marks, (*problem("NH"), *marks.form.shape[2:]))
     list_args, survey_args = {}, {}
     if listing and by_list:
@@ -95,7 +95,7 @@ def plan_launches(
     if slope_gradient is not slopes.NO_SLOPE_GRADIENT:
         rows = config.slope_warps * blocks * (1 if seq_layout.packed else batch)
         size = math.prod(problem["dalibi"].form.shape)
-        slope_args["slope_sums"] = before_main.memory((rows, size), "float32")
+        slope_args["slope_sums"] = before_main.allocate((rows, size), "float32")
         before_main.steps.append(Fill(slope_args["slope_sums"], 0.0))
     main = kernel_for(module, config, problem.device).bind(
         partial_args["batch_heads"] * blocks,
@@ -159,7 +159,7 @@ def plan_wide_launches(
     split = choose_split(problem, blocks, tiles, deterministic, spec.variant.monotonic, gpu.processors)
     partial_args = partial_arguments(before_main, after_main, by_keys, split)
     by_keys = replace(by_keys, splits_queries=split.splits > 1)
-    lse_delta = before_main.memory((batch, heads, 2 * tiles * by_keys.rows), "float32")
+    lse_delta = before_main.allocate((batch, heads, 2 * tiles * by_keys.rows), "float32")
     preparation = _bind_prepare(problem, prepare.without_sums(by_keys), lse_delta, lse_delta, tiles, seq_args)  # clears nothing
     dq_args = {"heads": heads, "batch_heads": batch * heads, "group": group, "gDQ": problem["dq"]}
     steps = [preparation]

@@ -63,7 +63,7 @@ def partial_arguments(
     if split.partials == 1:
         return {"gDK": dk, "gDV": dv, **args}
     keys, columns = dk.form.shape[1], [-(-x.form.shape[3] // COLUMN_MULTIPLE) * COLUMN_MULTIPLE for x in (dk, dv)]
-    partial_dk, partial_dv = [before_main.memory((batch, keys, partial_heads, n), problem.dtype) for n in columns]
+    partial_dk, partial_dv = [before_main.allocate((batch, keys, partial_heads, n), problem.dtype) for n in columns]
     combine = Config(
         split.partials, config.head_dim, config.value_dim, config.dtype, config.vector_bytes, config.overlaps_previous
     )

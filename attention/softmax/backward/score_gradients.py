@@ -116,7 +116,7 @@ class ScoreGradients:
             return
         max_grid = max(1, elements.MAX_BYTES // (4 * size * warps * len(reads)))
         grid = min(batches * heads * tiles * blocks, elements.MAX_BLOCKS_PER_SM * self.processors, max_grid)
-        partials = self.after_main.memory((len(reads) * grid * warps, size), "float32")
+        partials = self.after_main.allocate((len(reads) * grid * warps, size), "float32")
         for n, read in enumerate(reads):
             extents = {"batches": batches, "heads": heads, "tiles": tiles, "blocks": blocks, "first": n * grid * warps}
             self.after_main.launch(

@@ -188,19 +188,20 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
     ]
     if fp8:
         dense, part = DenseLoader(size), PartialOutput(bf16, size)
-        kind = Fp8Products(bf16, True), plain, causal, dense, part, plain, FixedSplits, pdl
-        configs.append(config_for(128, 128, *kind, False, limit))
-        for dim, cache, tall in itertools.product(SHAPES if everything else (128,), (DenseLoader, PagedLoader), (False, True)):
-            kind = Fp8KeyScaledProducts(bf16, True), plain, causal, cache(size), final_or_partial(bf16, size), plain
-            configs.append(config_for(dim, dim, *kind, StreamKSplits, pdl, tall, limit))
+        by_head = Fp8Products(bf16, True), plain, causal, dense, part, plain, FixedSplits, pdl
+        configs.append(config_for(128, 128, *by_head, False, limit))
+        for dim, loader, tall in itertools.product(SHAPES if everything else (128,), (DenseLoader, PagedLoader), (False, True)):
+            by_key = Fp8KeyScaledProducts(bf16, True), plain, causal, loader(size), final_or_partial(bf16, size), plain
+            configs.append(config_for(dim, dim, *by_key, StreamKSplits, pdl, tall, limit))
     if everything:
-        same, packed = SameDtypeProducts(bf16), PackedPartialOutput(bf16, size)
-        kind = same, plain, causal, PagedLoader(size), packed, plain, FixedSplits, pdl
-        configs += [config_for(dim, dim, *kind, tall, limit, PackedRows) for dim in SHAPES for tall in (False, True)]
+        same, output = SameDtypeProducts(bf16), PackedPartialOutput(bf16, size)
+        packed = same, plain, causal, PagedLoader(size), output, plain, FixedSplits, pdl
+        configs += [config_for(dim, dim, *packed, tall, limit, PackedRows) for dim in SHAPES for tall in (False, True)]
         for (q_norm, keys_norm), dim, tall in itertools.product(NORMS, SHAPES, (False, True)):
             if keys_norm.allows_tall_tiles or dim < max(SHAPES) or limit > SMALL:  # the other one spills 32 bytes
-                kind = same, Normed(q_norm), causal, DenseLoader(size), final_or_partial(bf16, size), plain, StreamKSplits, pdl
-                configs.append(config_for(dim, dim, *kind, tall, limit, keys_norm=keys_norm))
+                variant, outputs = Normed(q_norm), final_or_partial(bf16, size)
+                normed = same, variant, causal, DenseLoader(size), outputs, plain, StreamKSplits, pdl
+                configs.append(config_for(dim, dim, *normed, tall, limit, keys_norm=keys_norm))
     yield from dict.fromkeys(configs)
 
 

@@ -435,7 +435,7 @@ def call(**other):
             )
         ],
         (dict(dsink=np.ones(2, F32)), ValueError, "dsink: must be None where there is no sink"),
-        (dict(cu_seqlens_k=np.zeros(2, np.int32)), ValueError, "cu_seqlens_k: takes cu_seqlens, too"),
+        (dict(cu_seqlens_k=np.zeros(2, np.int32)), ValueError, "cu_seqlens_k: needs cu_seqlens"),
         (dict(family="sm_70"), ValueError, "family: must be None or one of"),
         (dict(lse=np.zeros((1, 1, 8), F32)), ValueError, "lse: heads must equal dout's"),
         (dict(lse=np.zeros((1, 2, 8), np.float64)), TypeError, "lse: "),

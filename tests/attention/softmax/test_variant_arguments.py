@@ -107,8 +107,8 @@ INVALID = [
     (dict(bias=zeros(1, 1, 1, 7) > 0), T, "bias: dtype must be one of ('float32', 'bfloat16', 'float16'): bias.dtype='bool'"),
     # sequences
     (dict(cu_seqlens=ends(0, 3, 7), batch=2), V, "cu_seqlens: batch must be 1, all sequences one after the other: cu_seqlens"),
-    (dict(cu_seqlens_k=ends(0, 3, 7)), V, "cu_seqlens_k: takes cu_seqlens, too, which is None"),
-    (dict(cu_seqlens=ends(0, 3, 7), cols=9), V, "cu_seqlens_k: must be given where keys are more or fewer than queries: q.sha"),
+    (dict(cu_seqlens_k=ends(0, 3, 7)), V, "cu_seqlens_k: needs cu_seqlens, which is None"),
+    (dict(cu_seqlens=ends(0, 3, 7), cols=9), V, "cu_seqlens_k: is required if q and k have different numbers of rows: q.sha"),
     (dict(cu_seqlens=ends(0, 3, 7), cu_seqlens_k=ends(0, 7)), V, "cu_seqlens_k: length must equal cu_seqlens's: cu_seqlens_k."),
     (dict(cu_seqlens=ends(0)), V, "cu_seqlens: must have two elements or more: cu_seqlens.shape=(1,)"),
     (dict(cu_seqlens=zeros(3)), T, "cu_seqlens: dtype must be one of ('int32', 'int64'): cu_seqlens.dtype='float32'"),
@@ -148,7 +148,7 @@ def test_indices_of_long_sequences_are_not_whole_numbers_in_float32(option):
     q = zeros(1, 1, 1, 16, dtype=f16)
     long = np.broadcast_to(q, (1, 2**24, 1, 16))
     function = {"mask": lambda b, h, i, j: j <= i, "score": lambda s, b, h, i, j: s + j}[option]
-    words = rf"^{option}: counts queries and keys in float32, so there must be fewer than 2\*\*24 .*1, 16777216, 1, 16"
+    words = rf"^{option}: has float32 indices of queries and keys: there must be fewer than 2\*\*24 .*1, 16777216, 1, 16"
     for given in (q, long, long), (long, q, q):
         with pytest.raises(ValueError, match=words):
             attention.forward(*given, **{option: function})
