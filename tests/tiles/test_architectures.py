@@ -79,7 +79,7 @@ def test_more_shared_memory_than_today_s(monkeypatch):
     largest = list(chosen(LARGE))
     assert list(chosen(more)) == largest != list(chosen(SMALL))
     for module, names in {
-        ampere: ["ROOMS"],
+        ampere: ["BY_SHARED_MEMORY"],
         decode_ampere: ["SHAPES_BY_LIMIT", "TALL_SHAPES"],
         mla_ampere: ["SHAPES_BY_LIMIT"],
         mla_quantised: ["SHAPES_BY_LIMIT"],
