@@ -12,7 +12,7 @@ from typing import TypeVar, cast
 
 F = TypeVar("F", bound=Callable)
 BIAS, MASK = "bias=, which is added to the scores, or mask=, a function of b, h, i, j", "mask=, a function of b, h, i, j"
-# Names of other libraries, and hints: the first that is a sentence, or an argument that the function has, is given.
+# (names of other libraries, hints ...): the first hint counts that is a sentence, or an argument that the function has
 ARGUMENT_HINTS = (
     ("sm_scale softmax_scale scaling", "scale"),
     ("is_causal use_causal_mask", "causal"),

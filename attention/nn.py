@@ -13,11 +13,11 @@ from tiles.frameworks import with_tangents
 from tiles.torch_op import exporting, traced
 
 from .options import check_flag, check_positive
-from .softmax.autograd import adjacent
-from .softmax.call_options import ends_of
-from .softmax.gradient import ONCE
+from .softmax.autograd import make_tma_contiguous
+from .softmax.call_options import window_ends
+from .softmax.gradient import NO_SECOND_DERIVATIVES
 from .softmax.projected import projected, projected_backward
-from .softmax.rotary import SERVED
+from .softmax.rotary import HEAD_DIMS
 
 NORMS = "q_norm", "k_norm"
 NO_OPTION = "layout", "out", "lse", "return_lse", "accumulate", "stream"  # of a call of the module
@@ -58,12 +58,16 @@ class Attention(nn.Module):
         self.rotary = check_positive("rotary", rotary)
         for name, x in {"causal": causal, "sink": sink, "qk_norm": qk_norm, "bias": bias}.items():
             check_flag(name, x)
-        ends_of(window), check_positive("softcap", softcap), check_positive("scale", scale)  # which refuse what a call would
+        (
+            window_ends(window),
+            check_positive("softcap", softcap),
+            check_positive("scale", scale),
+        )  # which refuse what a call would
         self.options = {"causal": causal, "window": window, "softcap": softcap, "scale": scale}
-        place: dict[str, Any] = {"dtype": dtype, "device": device}
-        self.project = nn.Linear(dim, (self.heads + 2 * self.kv_heads) * self.head_dim, bias=bias, **place)
-        self.out = nn.Linear(self.heads * self.head_dim, dim, bias=bias, **place)
-        self.q_norm, self.k_norm = (nn.RMSNorm(self.head_dim, 1e-6, **place) if qk_norm else None for _ in range(2))
+        factory: dict[str, Any] = {"dtype": dtype, "device": device}
+        self.project = nn.Linear(dim, (self.heads + 2 * self.kv_heads) * self.head_dim, bias=bias, **factory)
+        self.out = nn.Linear(self.heads * self.head_dim, dim, bias=bias, **factory)
+        self.q_norm, self.k_norm = (nn.RMSNorm(self.head_dim, 1e-6, **factory) if qk_norm else None for _ in range(2))
         self.sink = nn.Parameter(torch.zeros(heads, device=device)) if sink else None
 
     def reset_parameters(self) -> None:
@@ -122,7 +126,7 @@ class Attention(nn.Module):
     def can_fuse_projection(self, positions: torch.Tensor | None) -> bool:
         """Can norms, rotary and attention be one function with one gradient? Yes if `attend` is not overridden, positions are
         not learned, and neither forward-mode derivatives nor torch.func transforms are active."""
-        if self.rotary is None or self.head_dim not in SERVED or type(self).attend is not Attention.attend:
+        if self.rotary is None or self.head_dim not in HEAD_DIMS or type(self).attend is not Attention.attend:
             return False
         if with_tangents() or (positions is not None and positions.requires_grad):
             return False
@@ -139,7 +143,7 @@ class Attention(nn.Module):
         """forward's norms, rotary and attention of x's projection (B, S, all heads, head_dim), as one function."""
         cos, sin = (table.squeeze(-2) for table in self.angles(heads, positions))
         norms = [None if weights is None else weights.float() for weights in (q_norm, k_norm)]
-        window = ends_of(self.options["window"])
+        window = window_ends(self.options["window"])
         options = eps, self.options["causal"], *window, self.options["softcap"], self.options["scale"]
         sink = None if self.sink is None else self.sink.float()
         if exporting():
@@ -187,13 +191,15 @@ class ProjectedAttention(torch.autograd.Function):
         """The gradients of all inputs. NotImplementedError: second derivatives."""
         heads, *inputs, out, lse, rows = ctx.saved_tensors
         if not torch.compiler.is_compiling() and torch.is_grad_enabled():  # create_graph=True
-            raise NotImplementedError(f"{ONCE}; leave create_graph=True out")
+            raise NotImplementedError(f"{NO_SECOND_DERIVATIVES}; leave create_graph=True out")
         kv_heads, options = ctx.saved
         has_norms, has_sink = inputs[2] is not None, inputs[4] is not None
         parts = heads.split([heads.shape[2] - 2 * kv_heads, kv_heads, kv_heads], 2)
-        wanted = torch.are_deterministic_algorithms_enabled(), has_norms, has_sink, None
-        found = projected_backward(None, (adjacent(dout), *parts, *inputs, out, lse, rows, *(None,) * 4), (*options, *wanted))
-        dx, *more = found if has_norms or has_sink else (found,)
+        requests = torch.are_deterministic_algorithms_enabled(), has_norms, has_sink, None
+        gradients = projected_backward(
+            None, (make_tma_contiguous(dout), *parts, *inputs, out, lse, rows, *(None,) * 4), (*options, *requests)
+        )
+        dx, *more = gradients if has_norms or has_sink else (gradients,)
         of_norms = more[:2] if has_norms else (None, None)
         return dx, None, None, *of_norms, more[-1] if has_sink else None, None, None
 

@@ -89,11 +89,11 @@ def _environment():
 
 def _hash(*parts) -> bytes:
     """A digest of these parts; their lengths go in, so that ("ab", "c") and ("a", "bc") differ."""
-    whole = hashlib.sha256()
+    combined = hashlib.sha256()
     for part in parts:
         part = part.encode() if isinstance(part, str) else part
-        whole.update(len(part).to_bytes(8, "little") + part)
-    return whole.digest()
+        combined.update(len(part).to_bytes(8, "little") + part)
+    return combined.digest()
 
 
 def covered(name) -> bool:

@@ -172,8 +172,8 @@ class PagedCache:
                 if self._ref_counts[page] - leaving.get(page, 0) > 1:  # the last sequence that shares it needs no copy
                     leaving[page] = leaving.get(page, 0) + 1
                     to_copy.append(sequence)
-        if (wanted := needed + len(to_copy)) > len(self._free_pages):
-            raise Full(f"{len(self._free_pages)} pages of {len(self._ref_counts)} are free, {wanted} are needed: {counts}")
+        if (total := needed + len(to_copy)) > len(self._free_pages):
+            raise Full(f"{len(self._free_pages)} pages of {len(self._ref_counts)} are free, {total} are needed: {counts}")
         for sequence in to_copy:
             self._copy_page(sequence, int(self._lengths[sequence]) // self.page_size)
         for sequence, count in counts.items():
@@ -218,16 +218,16 @@ class PagedCache:
             raise ValueError(f"{name}: must not be passed: the cache sets it, and its pools are (pages, page size, Hk, D)")
         if not 0 <= layer < len(self.layers):
             raise ValueError(f"layer: must be from 0 to {len(self.layers) - 1}: {layer=}")
-        ends, wanted = None, (len(sequences), int(k_new.shape[1]))
+        ends, expected = None, (len(sequences), int(k_new.shape[1]))
         if tokens is not None:
             if not hasattr(tokens, "__len__"):
                 raise TypeError(f"tokens: must be a list, one for each sequence: {tokens=}")
             ends = np.cumsum([0, *tokens], dtype=np.int32)
-            wanted = 1, int(ends[-1])
-        if tuple(k_new.shape[:2]) != wanted:
+            expected = 1, int(ends[-1])
+        if tuple(k_new.shape[:2]) != expected:
             values = f"k_new.shape={tuple(k_new.shape)}, {sequences=}, {tokens=}"
-            raise ValueError(f"k_new: must have {wanted[0]} batches and {wanted[1]} tokens: {values}")
-        counts = self._counts(sequences, wanted[1] if tokens is None else tokens)
+            raise ValueError(f"k_new: must have {expected[0]} batches and {expected[1]} tokens: {values}")
+        counts = self._counts(sequences, expected[1] if tokens is None else tokens)
         rows = list(counts)
         if layer == 0:
             self.extend(rows, list(counts.values()))

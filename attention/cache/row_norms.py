@@ -14,7 +14,7 @@ from tiles.arguments import FLOAT, array
 
 @static
 class NoRowNorm:
-    """Rows are not normalised."""
+    """Rows of keys or queries are written as they are."""
 
     is_norm = False
 

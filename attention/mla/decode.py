@@ -23,10 +23,10 @@ from ..softmax.decode.page_checks import plan_page_checks
 from ..softmax.decode.reach import KeyWindow
 from ..softmax.decode.results import FinalOutput, PartialOutput
 from ..softmax.decode.splits import MAX_SPLITS, choose_split_count
-from ..softmax.fp8 import of_fp8
+from ..softmax.fp8 import is_fp8
 from ..softmax.launches import DTYPES, LOG2_E
 from ..softmax.online import SLACK
-from ..softmax.planning import scale_of
+from ..softmax.planning import resolve_scale
 from ..softmax.variants import Variant
 from . import ampere, boxes, combine, hopper, quantised
 from .products import LatentProducts
@@ -90,30 +90,30 @@ def mla_decode(
     each head.
 
     q: (B, Sq, H, 576), the 64 rotated columns last; one query token a sequence or several. latent: (B, Sk, 576). Sequence b
-    uses the first lengths[b] rows, including those of the new tokens; the others are not looked at. bfloat16 or float16. Any
-    base addresses, and any strides with a contiguous last axis; multiples of 16 bytes are fast.
+    uses the first lengths[b] rows, including those of the new tokens; the others are not read. bfloat16 or float16. Any base
+    addresses, and any strides with a contiguous last axis; multiples of 16 bytes are fast.
 
     scale: scores are scale q . k. There is no default, because it depends on how wide heads were before the absorption: (128
-    + 64)**-0.5 in DeepSeek's models, times what a longer context asks for.
+    + 64)**-0.5 in DeepSeek's models, times a factor for longer contexts (YaRN).
 
     lengths: (B), int32 or int64, on q's device. The host never reads them, so a CUDA graph that holds the call serves
     sequences as they grow.
 
-    rotary, descale: for a cache of float8_e4m3fn, which has latents alone, (B, Sk, 512). The latents are multiplied by
-    descale, (B, Sk) in float32, one number a token; the rotated columns are an array of their own, (B, Sk, 64), in q's
-    dtype. Queries and weights are rounded to float16. The three may be parts of one array of bytes, such as rows of 656 of
-    which 512, 4 and 128 are in use. It needs Ada, Hopper or later.
+    rotary, descale: for a cache of float8_e4m3fn, which has latents alone, (B, Sk, 512). The latents are multiplied by descale,
+    (B, Sk) in float32, one number a token; the rotated columns are an array of their own, (B, Sk, 64), in q's dtype. Queries
+    and weights are rounded to float16. The three may be views of one array of bytes, such as rows of 656 bytes of which 512, 4
+    and 128 are in use. It needs Ada, Hopper or later.
 
-    pages: (B, most pages), int32 or int64. Then latent is a pool, (pages, page size, 576), and key j of sequence b is row j
-    % size of page pages[b, j // size]; the same holds for rotary and descale. Any page size. Entries behind a sequence's
-    last page are not read. batch_index: (B), sequence b lies in batch batch_index[b] of latent, which may have more.
+    pages: (B, most pages), int32 or int64. Then latent is a pool, (pages, page size, 576), and key j of sequence b is row j %
+    size of page pages[b, j // size]; the same holds for rotary and descale. Any page size. Entries after a sequence's last page
+    are not read. batch_index: (B), sequence b is batch batch_index[b] of latent, which may have more.
 
     To write new latents, call attention.append with the rotated columns as the keys of one head and the others as its values:
     attention.append(latent[:, :, None, 512:], latent[:, :, None, :512], rotated, latents, lengths=before, rotary=(cos, sin)).
     So the pools of a PagedCache may be two such views of one pool of latents.
 
-    causal: the last token stands at the last key, and token t sees keys up to lengths[b] - Sq + t. Otherwise a token sees
-    all keys. A token that sees no key gives 0.
+    causal: the last token is at the last key, and token t sees keys up to lengths[b] - Sq + t. Otherwise a token sees all keys.
+    A token that sees no key gives 0.
 
     splits, return_lse, stream: as in decode. out: (B, Sq, H, 512), where to write. family: None, "sm_90" (Hopper) or
     "sm_80", the instructions of every GPU since Ampere.
@@ -134,7 +134,7 @@ def mla_decode(
         name, other = ("rotary", "descale") if rotary is None else ("descale", "rotary")
         raise TypeError(f"{name}: must be passed together with {other}, with a cache of float8_e4m3fn: {name}=None")
     if rotary is None:
-        if of_fp8(latent):
+        if is_fp8(latent):
             values = f"latent.dtype={latent.dtype}, latent.shape={tuple(latent.shape)}"
             raise TypeError(f"latent: in float8_e4m3fn must have {LATENT} columns; pass rotary= and descale=, too: {values}")
         return _mla_decode(stream, (q, latent, lengths, pages, batch_index, out, None), options)
@@ -180,8 +180,8 @@ def _mla_decode_fp8(
 ) -> Plan:
     """The Plan of a call of mla_decode on a cache of float8_e4m3fn."""
     if problem("DVK") != (COLUMNS, LATENT, ROTARY):
-        wanted = f"q must have {COLUMNS} columns, a cache of float8_e4m3fn {LATENT}, and rotary {ROTARY}"
-        raise problem.error("latent", wanted, "q", "latent", "rotary")
+        rule = f"q must have {COLUMNS} columns, a cache of float8_e4m3fn {LATENT}, and rotary {ROTARY}"
+        raise problem.error("latent", rule, "q", "latent", "rotary")
     _check_heads(problem)
     vector_bytes = problem.bytes_at_once(*(name for name in ("q", "latent", "rotary", "out") if name in problem))
     chosen = choose_family(problem, family, vector_bytes == hopper.VECTOR_BYTES)
@@ -222,7 +222,7 @@ def _plan(
     out, lse = problem["out"], problem["lse"] if return_lse else None
     if 0 in (batch, tokens) or most_keys == 0:
         return Plan([Fill(x, value) for x, value in ((out, 0), (lse, -math.inf)) if x])
-    dtype, gpu, rows, unit = DTYPES[problem.dtype], machine(problem.device), tokens * heads, scale_of(problem, scale)
+    dtype, gpu, rows, unit = DTYPES[problem.dtype], machine(problem.device), tokens * heads, resolve_scale(problem, scale)
     window, final = KeyWindow(False, causal and tokens > 1, False), FinalOutput(dtype, vector_bytes)
     key_args = {"lengths": problem["lengths"], "added": 0} | ({"right": 0} if window.right else {})
     config = config_for(window, PartialOutput(dtype, vector_bytes))
@@ -230,7 +230,8 @@ def _plan(
     tiles, places = -(-most_keys // config.kv), gpu.processors * config.resident
     split_count = choose_split_count(batch * row_tiles, tiles, places, MAX_SPLITS) if splits is None else splits
     args = {"splits": split_count, "tokens": tokens, "group": heads, "scale": unit * LOG2_E}
-    out_args, steps, scratch = {"out": _one_head(out, 2), "lse": lse and _one_head(lse, 1)}, [], []
+    out_args: dict[str, Any] = {"out": _one_head(out, 2), "lse": lse and _one_head(lse, 1)}
+    steps, scratch = [], []
     if split_count == 1:
         config = config_for(window, final)
     else:

@@ -2,10 +2,9 @@
 
 A tile has 64 rows, which are heads and tokens, and 64 keys, whose first 512 columns are the values: it is in shared memory
 once, for both products. O, 64 x 512, is more than one warpgroup can hold, so two consumers have half of the columns each, and
-share out the
-scores: one computes those of even tiles, the other those of odd ones, and sends their weights and row maxima to the other
-through shared memory. While one's softmax runs, the tensor cores have the other's products (as in FlashMLA, DeepSeek 2025).
-"""
+share out the scores: one computes those of even tiles, the other those of odd ones, and sends their weights and row maxima to
+the other through shared memory. While one's softmax runs, the tensor cores have the other's products (as in FlashMLA, DeepSeek
+2025)."""
 
 import functools
 from collections.abc import Iterator
@@ -231,9 +230,9 @@ def make(config: Config):
     ):  # fmt: skip
         """The same attention, with the same parameters, as of ampere.py's kernel. gRotary: rotated columns, of gLatent's array
         or their own. gDescale: (batch or page, row)."""
-        opened = smem.open()
-        row_sum, descales = opened[6], opened[7] if HAS_DESCALES else None
-        tiles = LatentTiles(opened[0], opened[1], opened[2], opened[3], opened[4], opened[5], descales)
+        memory = smem.open()
+        row_sum, descales = memory[6], memory[7] if HAS_DESCALES else None
+        tiles = LatentTiles(memory[0], memory[1], memory[2], memory[3], memory[4], memory[5], descales)
         if not IS_FINAL:
             grid.release()  # combine.py's blocks may begin, and wait
         grid.wait()

@@ -15,7 +15,7 @@ from ..options import check_flag
 from ..recurrent import chunks
 from ..recurrent import linear as linear_functions
 from ..recurrent.kernels.tokens import CHUNK, COLUMNS
-from ..softmax.call_options import differentiated
+from ..softmax.call_options import requires_grad
 from .agreement import agree_on_plan, cache_key, describe_value
 from .orders import Contiguous, Span, count_tokens
 from .parts import GatheredSummaries, SequenceShard
@@ -74,7 +74,7 @@ class ShardedRecurrence:
         try:
             self._autocast()
             option_keys = [(name, cache_key(x)) for name, x in self.options.items()]
-            needs_gradient = differentiated(*self.arrays, *self.options.values())
+            needs_gradient = requires_grad(*self.arrays, *self.options.values())
             array_keys = [(x.device, cache_key(x)) for x in self.arrays]
             key = type(self), length, needs_gradient, *array_keys, *option_keys
             hash(key)
@@ -169,7 +169,7 @@ class ShardedRecurrence:
             value = self.options.get(option, False)
             if getattr(value, "ndim", 0) or value not in (False, "bshd"):  # `in` cannot compare arrays
                 raise NotImplementedError(f"{option}: is not supported on several ranks; leave it out")
-        if differentiated(*self.arrays, *self.options.values()):
+        if requires_grad(*self.arrays, *self.options.values()):
             raise NotImplementedError(
                 f"{function_name}: an array requires grad, and there is no backward pass on several ranks; call it under "
                 "torch.no_grad()"

@@ -43,7 +43,7 @@ ScratchShapes = list[tuple[tuple[int, ...], str]]
 
 
 @functools.lru_cache(1024)
-def interned(kind, *fields):
+def intern_value(kind, *fields):
     """kind(*fields), the same object for equal fields: a look-up takes a tenth of the time of a construction."""
     return kind(*fields)
 
@@ -119,7 +119,7 @@ def plan_token_decay(
     arrays = _broadcast_arrays(problem, arrays, bool(vector_bytes))
     width, group = -(-columns // chunk_hopper.COLUMNS), heads // key_heads
     gate = _choose_gate(arrays, softplus, scale_at_end=not (vector_bytes or FOLDED_SCALES[0] <= scale <= FOLDED_SCALES[1]))
-    result = interned(ScanOutputs, arrays.get("gD") is not None, normalizer is not None, arrays.get("gZ") is not None)
+    result = intern_value(ScanOutputs, arrays.get("gD") is not None, normalizer is not None, arrays.get("gZ") is not None)
     config = _choose_config(problem, gate, result, vector_bytes, width)
     local = arrays.get("gLocalStates")  # if the caller has computed these, there is no first pass
     segments = local.form.shape[2] if local else _count_segments(problem, config, width)
@@ -149,7 +149,7 @@ def plan_token_decay(
         z_first, z_last = normalizer["gInitialState"], normalizer["gFinalState"]
         of_z = {"gO": normalizers, "gInitialState": z_first and z_first.spread(2, chunk_hopper.COLUMNS)}
         of_z["gFinalState"] = z_last and z_last.spread(2, 1)
-        z_config = _choose_config(problem, gate, interned(ScanNormalizer), vector_bytes, 1)
+        z_config = _choose_config(problem, gate, intern_value(ScanNormalizer), vector_bytes, 1)
         steps.append(launch(z_config, 1, 1, 1, arrays | of_z))
         arrays["gNormalizer"] = normalizers
     steps.append(launch(config, width, segments, segments, arrays | {"gInitialState": initial}, states_per_sequence))
@@ -165,7 +165,7 @@ def plan_segment_states(
     arrays = _broadcast_arrays(problem, arrays, bool(vector_bytes))
     scratch = ScratchAllocator(problem)
     width = -(-problem.extents["V"] // chunk_hopper.COLUMNS)
-    config = _choose_config(problem, _choose_gate(arrays, softplus), interned(ScanOutputs), vector_bytes, width)
+    config = _choose_config(problem, _choose_gate(arrays, softplus), intern_value(ScanOutputs), vector_bytes, width)
     segments = _count_segments(problem, config, width)
     return [_scan_local_states(problem, arrays, vector_bytes, softplus, segments, segments, scratch)], scratch.shapes
 
@@ -184,7 +184,7 @@ def _scan_local_states(
     width = -(-columns // chunk_hopper.COLUMNS)
     arrays["gLocalStates"] = scratch(sequences, heads, scanned, columns, problem.extents["K"])
     arrays["gTotalDecays"] = scratch(sequences, heads, scanned, 1)
-    config = _choose_config(problem, _choose_gate(arrays, softplus), interned(ScanStates), vector_bytes, width)
+    config = _choose_config(problem, _choose_gate(arrays, softplus), intern_value(ScanStates), vector_bytes, width)
     from_zero = arrays | {"gInitialState": None, "gO": None}
     return _scan_chunks(problem, config, width, segments, scanned, from_zero, 1.0, vector_bytes)  # no scale without outputs
 
@@ -239,10 +239,10 @@ def _choose_gate(arrays: Arrays, softplus: bool, scale_at_end: bool = False) -> 
     """The kind of gates in these arrays. scale_at_end: see gates.DecayGate."""
     gates = arrays.get("gGates")
     if gates is None:
-        return interned(Gate)
+        return intern_value(Gate)
     if arrays.get("gA"):
-        return interned(Mamba2Gate, False, softplus)
-    return interned(HeadGate if len(gates.form.shape) == 2 else TokenGate, scale_at_end)
+        return intern_value(Mamba2Gate, False, softplus)
+    return intern_value(HeadGate if len(gates.form.shape) == 2 else TokenGate, scale_at_end)
 
 
 def _choose_config(problem: Problem, gate: Gate, result: ScanResult, vector_bytes: int, width: int) -> chunk_hopper.Config:
@@ -250,9 +250,9 @@ def _choose_config(problem: Problem, gate: Gate, result: ScanResult, vector_byte
     heads, key_heads, key_dim = problem("HGK")
     key_dim, dtype = pad_key_dim(key_dim, chunk_hopper.KEY_DIMS), DTYPES[problem.dtype]
     if vector_bytes:
-        return interned(chunk_ampere.Config, key_dim, 1, dtype, gate, result, is_varlen(problem), vector_bytes)
+        return intern_value(chunk_ampere.Config, key_dim, 1, dtype, gate, result, is_varlen(problem), vector_bytes)
     consumers = 2 if heads // key_heads * width % 2 == 0 and key_dim <= chunk_hopper.WIDE_KEY_DIM else 1
-    return interned(chunk_hopper.Config, key_dim, consumers, dtype, gate, result, is_varlen(problem))
+    return intern_value(chunk_hopper.Config, key_dim, consumers, dtype, gate, result, is_varlen(problem))
 
 
 def _count_segments(problem: Problem, config: chunk_hopper.Config, width: int) -> int:
@@ -270,7 +270,9 @@ def _scan_shared_heads(problem: Problem, replaced: chunk_hopper.Config, arrays: 
     length, heads, key_heads, sequences = problem("SHGN")
     group = heads // key_heads
     blocks = group * width // heads_hopper.CONSUMERS
-    config = interned(heads_hopper.Config, replaced.key_dim, replaced.dtype, replaced.gate, replaced.result, replaced.varlen)
+    config = intern_value(
+        heads_hopper.Config, replaced.key_dim, replaced.dtype, replaced.gate, replaced.result, replaced.varlen
+    )
     return kernel_for(heads_hopper, config, problem.device).bind(
         sequences * key_heads * blocks,
         length=length,
@@ -293,7 +295,7 @@ def plan_channel_decay(problem: Problem, arrays: Arrays, scale: float) -> tuple[
     steps, scratch = [], ScratchAllocator(problem)
 
     def launch(module, grid_segments: int, **arguments) -> Step:
-        return kernel_for(module, interned(module.Config, *sizes), problem.device).bind(
+        return kernel_for(module, intern_value(module.Config, *sizes), problem.device).bind(
             sequences * heads * blocks * grid_segments,
             length=length,
             blocks=blocks,
@@ -322,5 +324,5 @@ def compose_segments(problem: Problem, segments: int, columns: int, per_channel:
     rows, cols = -(-columns // starts.TILE.rows), -(-problem.extents["K"] // starts.TILE.cols)
     sequences, heads = problem("NH")
     grid = sequences * heads * rows * cols
-    kernel = kernel_for(starts, interned(starts.Config, per_channel), problem.device)
+    kernel = kernel_for(starts, intern_value(starts.Config, per_channel), problem.device)
     return kernel.bind(grid, heads=heads, segments=segments, rows=rows, cols=cols, **arrays)

@@ -141,7 +141,7 @@ def _delta_rule(problem: Problem, scale: float | None, return_state: bool, famil
     on_hopper = choose_family(problem, family, by_tma) == "sm_90"
     if on_hopper and key_dim <= widest and batch * length:
         arrays |= {"gGates": problem["decay"], "gO": problem["out"]}
-        return Plan(*_plan_segments(problem, arrays, by_channel, scale))
+        return Plan(*_plan_chunks(problem, arrays, by_channel, scale))
     return Plan([token_plan.launch(problem, arrays | {"gDecay": problem["decay"], "gOut": problem["out"]}, scale)])
 
 
@@ -183,7 +183,7 @@ def _final_states(problem: Problem, family: str | None) -> Plan:
     return Plan([token_plan.launch(problem, arrays, 0.0, columns=columns)], [outputs])
 
 
-def _plan_segments(problem: Problem, arrays: dict, by_channel: bool, scale: float) -> tuple[list[Step], chunks.ScratchShapes]:
+def _plan_chunks(problem: Problem, arrays: dict, by_channel: bool, scale: float) -> tuple[list[Step], chunks.ScratchShapes]:
     """(launches of Hopper's kernels, scratch memory between them). There is one launch, or three if sequences are cut into
     segments: the first computes how each segment changes a state, the second the state before each segment, the third the
     outputs."""
@@ -196,13 +196,13 @@ def _plan_segments(problem: Problem, arrays: dict, by_channel: bool, scale: floa
         costs = costs._replace(compose=costs.compose * pad_key_dim(key_dim, maps_hopper.KEY_DIMS) / max(maps_hopper.KEY_DIMS))
         segments = chunks.choose_segments(sequences * heads, width, first_width, each, processors, costs)
     if segments > 1:
-        scanned, both = segments - 1, columns + key_dim  # columns of [N | M]
-        transitions = scratch(sequences * scanned, heads, key_dim, both)
+        scanned, both_columns = segments - 1, columns + key_dim  # of [N | M]
+        transitions = scratch(sequences * scanned, heads, key_dim, both_columns)
         segment_states = scratch(sequences * segments, heads, key_dim, columns)
         inputs = {name: x for name, x in arrays.items() if name not in ("gQ", "gO", "gInitialState")}
         inputs["gFinalState"] = transitions
         grid = {"segments": segments, "scanned": scanned}
-        steps.append(_scan_chunks(problem, inputs, both, first_pass, scanned, True, values=columns, **grid))
+        steps.append(_scan_chunks(problem, inputs, both_columns, first_pass, scanned, True, values=columns, **grid))
         config = maps_hopper.Config(pad_key_dim(key_dim, maps_hopper.KEY_DIMS))
         steps.append(
             kernel_for(maps_hopper, config, problem.device).bind(

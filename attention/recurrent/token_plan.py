@@ -1,4 +1,4 @@
-"""The launch of the kernel that goes token by token (kernels/token_loop.py)."""
+"""The plan of calls that kernels/token_loop.py serves, token by token."""
 
 from tiles.arrays import Operand
 from tiles.launch import kernel_for

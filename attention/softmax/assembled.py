@@ -1,4 +1,4 @@
-"""From a call's options to the variant that they ask for."""
+"""From the options of a call to the variant that kernels are compiled for."""
 
 import functools
 import math
@@ -13,9 +13,9 @@ from .visible_keys import CAUSAL, FULL, Left, Masked, Right
 
 
 class VariantSpec(NamedTuple):
-    """A variant of attention, ready for a kernel. numbers: {parameter of the kernel: number}. unit: of its scores, so that
-    weights are exp(unit s). reach: the most keys that a query sees, infinite if no window limits them. before: the part of the
-    variant that changes scores before a function in Python does."""
+    """A variant of attention with its numbers. numbers: {argument of the kernel: number}. unit: of its scores: weights are
+    exp(unit s). reach: the most keys that a query sees, infinite without a window. before: the part of the variant that
+    changes scores before a score function does."""
 
     variant: Variant
     numbers: dict[str, float | Number]
@@ -36,11 +36,11 @@ def build_variant(
     score: Scored | SlopedBy | None = None,
     more: Sequence[tuple[Variant, dict[str, float | Number]]] = (),
 ) -> VariantSpec:
-    """The variant for these options and for `more`, with their numbers. alibi and sink: whether there is one. bias: how it is
-    read. Scores are capped, then get slopes and bias, then go through a function; what is masked stays masked."""
+    """The variant for these options and for `more`, with their numbers. alibi, sink: are there any? bias: the variant that
+    reads it. Softcap comes first, then ALiBi, bias, and the score function; masked scores stay masked."""
     (left, right), unit = window, scale
     parts = [part for part, _ in more]
-    numbers = {name: x for _, its in more for name, x in its.items()}
+    numbers = {name: x for _, part_numbers in more for name, x in part_numbers.items()}
     ordered = causal or right == 0
     if ordered:
         parts.append(CAUSAL)
@@ -60,26 +60,26 @@ def build_variant(
         numbers["per_slope"] = 1 / unit
     if bias is not None:
         parts.append(bias)
-        its, unit = bias.bind_unit(unit)
-        numbers = _and(numbers, its)
-    before = _all_of(parts)
+        added, unit = bias.bind_unit(unit)
+        numbers = _merge(numbers, added)
+    before = _chain(parts)
     if score is not None:
         parts.append(score)
-        its, unit = score.bind_unit(unit)
-        numbers = _and(numbers, its)
+        added, unit = score.bind_unit(unit)
+        numbers = _merge(numbers, added)
     if sink:
         parts.append(Sunk())
         numbers["per_sink"] = 1 / unit
     end = 0 if ordered else right
-    return VariantSpec(_all_of(parts), numbers, unit, math.inf if left is None or end is None else left + end + 1, before)
+    return VariantSpec(_chain(parts), numbers, unit, math.inf if left is None or end is None else left + end + 1, before)
 
 
-def _and(numbers: dict[str, float | Number], its: dict[str, float]) -> dict[str, float | Number]:
-    """The numbers of two parts of a variant, whose parameters have different names: each counts in a unit of its own."""
-    assert numbers.keys().isdisjoint(its), f"two parts of a variant read {sorted(numbers.keys() & its.keys())}"
-    return numbers | its
+def _merge(numbers: dict[str, float | Number], added: dict[str, float]) -> dict[str, float | Number]:
+    """The numbers of several parts of a variant. Their names must differ, because each part has a unit of its own."""
+    assert numbers.keys().isdisjoint(added), f"two parts of a variant read {sorted(numbers.keys() & added.keys())}"
+    return numbers | added
 
 
-def _all_of(parts: Sequence[Variant]) -> Variant:
-    """The variant that applies these one after the other."""
+def _chain(parts: Sequence[Variant]) -> Variant:
+    """The variant that applies these parts one after the other."""
     return functools.reduce(Both, parts) if parts else FULL

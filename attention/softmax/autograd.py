@@ -14,18 +14,18 @@ from tiles.frameworks import refuse_tangent, with_tangents
 from tiles.torch_op import DEVICES
 
 from .backward import backward
-from .call_options import differentiated, eight
+from .call_options import pad_aux, requires_grad
 from .forward import forward
 from .forward import plain as without_options
 from .forward_programs import FORWARD
-from .gradient import DIFFERENTIABLE, OF_AUX, ONCE, flat, gradients, grouped
+from .gradient import DIFFERENTIABLE, NO_SECOND_DERIVATIVES, OF_AUX, compute_gradients, flatten_arrays, group_arrays
 from .planning import INDICES
 
 ELEMENTS = 8  # 16 bytes of a tile's elements, which TMA moves
 OVER = -2  # the level of a tensor whose transform, one of torch.func's, is over
 
 
-class Attention(torch.autograd.Function):
+class AttentionFunction(torch.autograd.Function):
     """(out, lse) of softmax attention for torch's autograd, or out. names: what the tensors are called (gradient.py). options:
     those that both forward and backward take. return_lse: is lse a result? Graphs of torch.compile make zeros of the gradient
     of a result that nobody uses."""
@@ -34,7 +34,7 @@ class Attention(torch.autograd.Function):
     def forward(ctx, names, options, return_lse, *tensors):
         """Computed without recording gradients."""
         made = _forward(names, options, *tensors)
-        _keep(ctx, names, options, tensors, made)
+        _save(ctx, names, options, tensors, made)
         return made if return_lse else made[0]
 
     @staticmethod
@@ -45,17 +45,17 @@ class Attention(torch.autograd.Function):
             return (None,) * (3 + len(ctx.names))
         *tensors, out, lse = saved = ctx.saved_tensors
         if not torch.compiler.is_compiling():  # which knows no transforms
-            *tensors, out, lse = map(_alive, saved)
-            if _again((dout, dlse), tensors, out is not saved[-2]):
-                raise NotImplementedError(f"{ONCE}; leave create_graph=True out")
+            *tensors, out, lse = map(_unwrap, saved)
+            if _is_second_derivative((dout, dlse), tensors, out is not saved[-2]):
+                raise NotImplementedError(f"{NO_SECOND_DERIVATIVES}; leave create_graph=True out")
         with torch.no_grad():
             options = {**ctx.options, **({"deterministic": True} if torch.are_deterministic_algorithms_enabled() else {})}
             wanted = [name for name, needs in zip(ctx.names, ctx.needs_input_grad[3:]) if needs]
-            made = gradients(_of_out(dout, out), dlse, dict(zip(ctx.names, tensors)), out, lse, options, wanted)
+            made = compute_gradients(_out_gradient(dout, out), dlse, dict(zip(ctx.names, tensors)), out, lse, options, wanted)
         return None, None, None, *[made.get(name) for name in ctx.names]
 
 
-class Plain(torch.autograd.Function):
+class PlainAttentionFunction(torch.autograd.Function):
     """The same for q, k and v only, without options that are arrays. Most calls are like this, and the host takes a third of
     the time. told: causal, scale, deterministic, family, layout. return_lse: is lse a result? That costs torch 6 us."""
 
@@ -75,19 +75,19 @@ class Plain(torch.autograd.Function):
             return (None,) * 5
         saved = ctx.saved_tensors
         if torch.is_grad_enabled() and _requires_grad(dout, dlse, *saved):
-            raise NotImplementedError(f"{ONCE}; leave create_graph=True out")
+            raise NotImplementedError(f"{NO_SECOND_DERIVATIVES}; leave create_graph=True out")
         causal, scale, deterministic, family, layout = ctx.told
         in_order = deterministic or torch.are_deterministic_algorithms_enabled()
-        of = _of_out(dout, saved[3]), *saved, dlse
+        of = _out_gradient(dout, saved[3]), *saved, dlse
         return *backward.backward_without_options(of, causal, scale, in_order, family, layout), None, None
 
 
-class Transformed(torch.autograd.Function):
+class TransformedAttentionFunction(torch.autograd.Function):
     """The same as Attention, in the form that torch.func's transforms need, which keep nothing but arguments and results: lse
     is one of them. torch takes 30 us more to call it."""
 
     generate_vmap_rule = True
-    backward = staticmethod(Attention.backward)
+    backward = staticmethod(AttentionFunction.backward)
 
     @staticmethod
     def forward(names, options, return_lse, *tensors):
@@ -98,7 +98,7 @@ class Transformed(torch.autograd.Function):
     def setup_context(ctx, inputs, output):
         """Save what the backward pass needs."""
         names, options, _, *tensors = inputs
-        _keep(ctx, names, options, tensors, output)
+        _save(ctx, names, options, tensors, output)
 
     @staticmethod
     def jvp(ctx, *tangents):
@@ -107,16 +107,16 @@ class Transformed(torch.autograd.Function):
 
 
 def _forward(names: tuple[str, ...], options: dict[str, Any], *tensors: Any) -> tuple[Any, Any]:
-    return forward(**grouped(dict(zip(names, tensors))), return_lse=True, **options)
+    return forward(**group_arrays(dict(zip(names, tensors))), return_lse=True, **options)
 
 
-def _keep(ctx: Any, names: tuple[str, ...], options: dict[str, Any], tensors: Sequence[Any], made: tuple[Any, Any]) -> None:
+def _save(ctx: Any, names: tuple[str, ...], options: dict[str, Any], tensors: Sequence[Any], made: tuple[Any, Any]) -> None:
     ctx.names, ctx.options = names, options
     ctx.set_materialize_grads(False)  # see Plain
     ctx.save_for_backward(*tensors, *made)
 
 
-def _alive(x: Any) -> Any:
+def _unwrap(x: Any) -> Any:
     """x itself, or the tensor that it wraps if its transform of torch.func is over. That is so when the function is called
     that torch.func.vjp returned."""
     return torch._C._functorch.get_unwrapped(x) if torch._C._functorch.maybe_get_level(x) == OVER else x
@@ -127,12 +127,12 @@ def _requires_grad(*tensors: Any) -> bool:
     return any([x is not None and x.requires_grad for x in tensors])
 
 
-def _of_out(dout: Any, out: Any) -> Any:
+def _out_gradient(dout: Any, out: Any) -> Any:
     """The gradient of out, for kernels: zeros where a loss depends on lse alone."""
-    return torch.zeros_like(out) if dout is None else adjacent(dout)
+    return torch.zeros_like(out) if dout is None else make_tma_contiguous(dout)
 
 
-def _again(of_results: Sequence[Any], tensors: Sequence[Any], over: bool) -> bool:
+def _is_second_derivative(of_results: Sequence[Any], tensors: Sequence[Any], over: bool) -> bool:
     """Are the gradients that are being computed to be differentiated themselves? (torch's `once_differentiable` does not see
     this where these of the results are constants, and leaves out the derivatives.) over: is the transform that computes them
     over? If not, it is one of those that enclose this."""
@@ -151,14 +151,14 @@ def plain(q: Any, k: Any, v: Any, told: tuple, return_lse: bool) -> Any:
     if forward_ad._current_level >= 0 or torch._C._is_any_autocast_enabled():
         return None
     try:
-        return Plain.apply(q, k, v, told, return_lse)
+        return PlainAttentionFunction.apply(q, k, v, told, return_lse)
     except TypeError:
         if not any([not isinstance(x, torch.Tensor) and hasattr(x, "shape") for x in (q, k, v)]):
             raise
         return None  # one of them is NumPy's, say
 
 
-def prepare(q: Form, k: Form, v: Form, options: tuple, layout: str) -> None:
+def prepare_backward(q: Form, k: Form, v: Form, options: tuple, layout: str) -> None:
     """Compile the kernels that differentiate such calls. options: those of `_forward`. The kernels are those that sum in any
     order; if a call asks for a fixed order, the backward pass compiles its own."""
     causal, scale, _, family = options
@@ -173,14 +173,16 @@ def differentiable(told: dict[str, Any], return_lse: bool) -> Any:
     """out of attention.forward, or (out, lse), differentiable once with respect to the arrays of gradient.DIFFERENTIABLE. told:
     forward's arguments by name. NotImplementedError, ValueError, TypeError name one with which there is no gradient, or that
     has none and requires one."""
-    eight(told["aux"])  # which refuses what is none of these
-    arrays, options = flat(told)  # torch keeps nothing but tensors for the backward pass
+    pad_aux(told["aux"])  # which refuses what is none of these
+    arrays, options = flatten_arrays(told)  # torch keeps nothing but tensors for the backward pass
     arrays = {name: told[name] for name in "qkv"} | arrays
-    arrays = {name: x if isinstance(x, torch.Tensor) or not hasattr(x, "shape") else copied(x) for name, x in arrays.items()}
+    arrays = {
+        name: x if isinstance(x, torch.Tensor) or not hasattr(x, "shape") else copy_to_torch(x) for name, x in arrays.items()
+    }
     for name, x in arrays.items():
-        if name not in DIFFERENTIABLE and differentiated(x):
+        if name not in DIFFERENTIABLE and requires_grad(x):
             raise NotImplementedError(f"{name}: requires grad, and has no gradient; pass {name}.detach()")
-        if name in OF_AUX and x.numel() >= INDICES and differentiated(x):  # else the backward pass would say so
+        if name in OF_AUX and x.numel() >= INDICES and requires_grad(x):  # else the backward pass would say so
             cure = f"pass it as bias, or pass {name}.detach(): {name}.shape={tuple(x.shape)}"
             raise ValueError(f"{name}: requires grad, and has 2**24 elements or more, which get no gradient; {cure}")
     if len(getattr(arrays.get("lengths_k"), "shape", ())) > 1:
@@ -194,14 +196,14 @@ def differentiable(told: dict[str, Any], return_lse: bool) -> Any:
         to = torch.get_autocast_dtype(kind)
         arrays |= {name: arrays[name].to(to) for name in "qkv" if getattr(arrays[name], "dtype", None) is torch.float32}
     if torch.compiler.is_compiling():
-        return Attention.apply(tuple(arrays), options, return_lse, *apart(arrays.values()))
+        return AttentionFunction.apply(tuple(arrays), options, return_lse, *make_distinct(arrays.values()))
     if torch._C._functorch.peek_interpreter_stack() is None:
-        return Attention.apply(tuple(arrays), options, return_lse, *arrays.values())
-    made = Transformed.apply(tuple(arrays), options, True, *arrays.values())
+        return AttentionFunction.apply(tuple(arrays), options, return_lse, *arrays.values())
+    made = TransformedAttentionFunction.apply(tuple(arrays), options, True, *arrays.values())
     return made if return_lse else made[0]
 
 
-def apart(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+def make_distinct(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """The same, none of them twice, which Dynamo does not serve: a view instead."""
     found: list[torch.Tensor] = []
     for x in tensors:
@@ -209,14 +211,14 @@ def apart(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return found
 
 
-def copied(x: Any) -> torch.Tensor:
+def copy_to_torch(x: Any) -> torch.Tensor:
     """A tensor of another framework's array, whose memory may be written to before the backward pass, and torch not know."""
     if str(x.dtype) == "bfloat16":  # which torch does not read of NumPy
         return torch.tensor(np.asarray(x).view(np.int16)).view(torch.bfloat16)
     return torch.tensor(x, device="cuda" if hasattr(x, "__cuda_array_interface__") else "cpu")
 
 
-def adjacent(x: Any) -> Any:
+def make_tma_contiguous(x: Any) -> Any:
     """A gradient in a form that TMA can read. That which torch passes may be a single number, expanded."""
     if x.is_contiguous():
         return x

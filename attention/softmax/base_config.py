@@ -9,7 +9,7 @@ from tiles.arguments import Record, record
 
 from .bias_tiles import BiasTiles, NoTiles
 from .key_sources import OneBuffer, PagedKeys
-from .listed_keys import Listed
+from .listed_keys import ListedTiling
 from .sequences import BatchedLayout, KvCacheLayout
 from .tiling import Tiling
 from .variants import Variant, arrays_of
@@ -47,7 +47,7 @@ class BaseConfig:
     @property
     def tiling(self) -> Tiling:
         """The Tiling, which says which key blocks a query tile reads."""
-        return (Listed if self.by_list else Tiling)(self.rows, self.kv, self.variant)
+        return (ListedTiling if self.by_list else Tiling)(self.rows, self.kv, self.variant)
 
     @property
     def sequences(self) -> BatchedLayout:

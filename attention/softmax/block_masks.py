@@ -1,9 +1,9 @@
-"""Lists of blocks that a caller has, FlexAttention's BlockMask for one: which keys they let a query see.
+"""Block-sparse masks that a caller passes as lists of blocks, such as FlexAttention's BlockMask.
 
-Such lists name blocks of keys for each block of queries, in two lists: one of blocks in which a mask is asked, and one of those
-that are seen whole. Blocks of another size than a kernel's tiles, they become a map first, by the small kernel that `make`
-gives: a class for each, 0 for a block that is not listed. What a query sees then is a variant as any other, from which the
-lists of key blocks follow as from a mask in Python (key_block_lists.py)."""
+For each block of queries there are two lists of key blocks: partial ones, in which the mask function is evaluated, and full
+ones. Their block sizes differ from a kernel's tiles, so a small kernel (`make`) writes a map first: a class for each block, 0
+for one that is not listed. The map makes a variant, from which lists of a kernel's key blocks follow as from any mask function
+(key_block_lists.py)."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -22,38 +22,37 @@ from tiles.numba_names import types
 from .variants import DataDependentMask
 
 FIELDS = "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"  # a BlockMask's, besides BLOCK_SIZE
-PARTIAL, WHOLE = 1, 2  # classes of blocks: those of which the mask is asked, and those that are seen whole
+PARTIAL, FULL_BLOCK = 1, 2  # classes of blocks
 MARKS, COUNTS, INDICES = types.Array(types.int8, 4, "A"), types.Array(types.int32, 3, "A"), types.Array(types.int32, 4, "A")
-BAND, KEYS = 32, 128  # rows of a warp in forward, and keys of a tile, at most
-WARPS = 4  # of a thread block, each of which marks a row of blocks
+MAX_WARP_ROWS, KEYS = 32, 128  # the most query rows of a warp in forward, and the most keys of a tile
+WARPS = 4  # of a CTA, each of which writes a row of the map
 
 
 @static
 class Blocked(DataDependentMask):
-    """Only keys in blocks that a caller has listed are seen. rows, cols: queries and keys of such a block. band: the most
-    queries for which a warp asks at once, beginning with a multiple of that number."""
+    """Queries see only keys in listed blocks. rows, cols: queries and keys of such a block. warp_rows: the most query rows of a
+    warp's tile, whose first row is a multiple of that number."""
 
     rows: int
     cols: int
-    band: int
+    warp_rows: int
 
     @property
     def params(self) -> dict[str, Any]:
-        """See Variant. marks: the classes, (batch, head, block of queries, block of keys)."""
+        """marks: the classes, (batch, head, query block, key block)."""
         return {"marks": MARKS}
 
     @property
     def large(self) -> bool:
-        """Do a warp's rows always belong to one block, and a tile's keys to two at most?"""
-        return self.rows % self.band == 0 and self.cols >= KEYS
+        """Are a warp's rows always in one block, and a tile's keys in at most two?"""
+        return self.rows % self.warp_rows == 0 and self.cols >= KEYS
 
     @inlined
     def classes(self, s, i, j, ctx, key):
-        """The classes of the blocks that queries i and keys j belong to: a tile, or if blocks are large a vector with one for
-        each key."""
+        """The classes of the blocks of queries i and keys j: a tile, or for large blocks a row vector."""
         marks = ctx.params.marks
         if self.large:
-            row, end = min(ctx.row // self.rows, marks.shape[2] - 1), marks.shape[3] - 1  # tiles may lie beyond both
+            row, end = min(ctx.row // self.rows, marks.shape[2] - 1), marks.shape[3] - 1  # tiles may begin behind both
             first, last = min(int32(key) // self.cols, end), min((int32(key) + s.cols - 1) // self.cols, end)
             return where(j < last * self.cols, marks[ctx.batch, ctx.head, row, first], marks[ctx.batch, ctx.head, row, last])
         else:
@@ -67,7 +66,7 @@ class Blocked(DataDependentMask):
 
 @static
 class BlockedMask(Blocked):
-    """The same; in blocks that are listed as partial, only the keys for which function(b, h, i, j, *aux) holds are seen."""
+    """Queries see only keys in listed blocks and, in partial ones, only those for which function(b, h, i, j, *aux) is true."""
 
     function: Callable
 
@@ -75,22 +74,22 @@ class BlockedMask(Blocked):
     def mask(self, s, ctx, key, hidden):
         i, j = row_index(s.col_vec) + ctx.row, col_index(s.row_vec) + int32(key)
         found = self.classes(s, i, j, ctx, key)
-        seen = (found == WHOLE) | ((found == PARTIAL) & self.function(ctx.batch, ctx.head, i, j, *ctx.aux))
+        seen = (found == FULL_BLOCK) | ((found == PARTIAL) & self.function(ctx.batch, ctx.head, i, j, *ctx.aux))
         return where(seen, s, hidden)
 
 
 @dataclass(frozen=True)
 class Config:
-    """The configuration of the kernel that makes the map of blocks."""
+    """The configuration of the kernel that writes the map of blocks."""
 
     @property
     def threads(self):
-        """Threads of a block."""
+        """Threads of a CTA."""
         return LANES * WARPS
 
     @property
     def rows(self):
-        """Rows of blocks that a thread block works on."""
+        """Rows of the map that a CTA writes."""
         return WARPS
 
     def __str__(self):
@@ -98,7 +97,7 @@ class Config:
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
-    """The only configuration."""
+    """The one configuration that there is."""
     yield Config()
 
 
@@ -108,27 +107,27 @@ def make(config: Config):
     PARAMS = record(**dict.fromkeys(FIELDS[::2], COUNTS), **dict.fromkeys(FIELDS[1::2], INDICES), marks=MARKS)
 
     @inlined
-    def mark(classes, counts, indices, batch, head, row, cols, what):
-        """Write a class into the map for all blocks of a list."""
+    def mark(classes, counts, indices, batch, head, row, cols, kind):
+        """Write the class `kind` into the map for all blocks of a list."""
         for n in range(counts[batch, head, row]):
             col = indices[batch, head, row, n]
             if 0 <= col < cols:
-                classes[batch, head, row, col] = what
+                classes[batch, head, row, col] = kind
 
     @inlined
     def mark_all(params, batch, head, row, cols):
-        """Write the classes of a row of blocks."""
+        """Write the classes of a row of the map."""
         for col in range(cols):
             params.marks[batch, head, row, col] = 0
         cuda.syncwarp()
         mark(params.marks, params.kv_num_blocks, params.kv_indices, batch, head, row, cols, PARTIAL)
         cuda.syncwarp()
         if params.full_kv_num_blocks.shape[2] > 0:
-            mark(params.marks, params.full_kv_num_blocks, params.full_kv_indices, batch, head, row, cols, WHOLE)
+            mark(params.marks, params.full_kv_num_blocks, params.full_kv_indices, batch, head, row, cols, FULL_BLOCK)
 
     @cuda.jit
     def classify(params: PARAMS, rows: INT, cols: INT, heads: INT):
-        """Write the classes of all blocks, for each batch and head that has lists. rows, cols: how many blocks there are."""
+        """Write the map for each batch and head that has lists. rows, cols: how many blocks there are."""
         batch_head, group = divmod(cuda.blockIdx.x, (rows + WARPS - 1) // WARPS)
         batch, head = divmod(batch_head, heads)
         row = int32(group * WARPS + cuda.threadIdx.x // LANES)

@@ -12,7 +12,7 @@ from tiles.torch_op import exporting, transformed
 from ..options import check_number
 from .block_masks import FIELDS
 from .dropped import SEED_END
-from .prepared_lists import BlockLists, Making
+from .prepared_lists import BlockLists, MakeBlockLists
 
 F = TypeVar("F", bound=Callable)
 AUX = 8  # the most arrays that functions in Python may read
@@ -26,7 +26,7 @@ OF_BLOCKS = """\
 """
 
 
-def differentiated(*arrays: Any) -> bool:
+def requires_grad(*arrays: Any) -> bool:
     """Does torch want gradients with respect to one of these arrays?"""
     torch = sys.modules.get("torch")
     if torch is None or not torch.is_grad_enabled():
@@ -46,14 +46,14 @@ def without_gradients(function: F) -> F:
         torch = sys.modules.get("torch")
         if torch is None or not torch.is_grad_enabled():  # as in most calls
             return function(*args, **kwargs)
-        several = [x for parts in kwargs.values() if isinstance(parts, (tuple, list)) for x in parts]
-        with torch.no_grad() if differentiated(*args, *kwargs.values(), *several) and not transformed() else nullcontext():
+        as_tuple = [x for parts in kwargs.values() if isinstance(parts, (tuple, list)) for x in parts]
+        with torch.no_grad() if requires_grad(*args, *kwargs.values(), *as_tuple) and not transformed() else nullcontext():
             return function(*args, **kwargs)
 
     return cast(F, call)
 
 
-def ends_of(window: Any) -> tuple[int | None, int | None]:
+def window_ends(window: Any) -> tuple[int | None, int | None]:
     """(left, right) of a window, (None, None) if there is none. TypeError, ValueError: it is not a pair of integers or None,
     or an end is negative or too large."""
     if window is None:
@@ -69,7 +69,7 @@ def ends_of(window: Any) -> tuple[int | None, int | None]:
     return left, right
 
 
-def eight(aux: Any) -> tuple:
+def pad_aux(aux: Any) -> tuple:
     """The arrays of aux, filled up to eight with None. TypeError: aux is not a sequence of up to eight arrays."""
     if not isinstance(aux, (tuple, list)):
         raise TypeError(f"aux: must be a tuple of arrays, (array,) of one: it is of {type(aux).__name__}")
@@ -79,7 +79,7 @@ def eight(aux: Any) -> tuple:
     return *aux, *(None,) * (AUX - len(aux))
 
 
-class Random(NamedTuple):
+class DropoutOptions(NamedTuple):
     """dropout: the probability, None if nothing is dropped. seed: if it is a number. seeds: if it is an array."""
 
     dropout: float | None
@@ -87,10 +87,10 @@ class Random(NamedTuple):
     seeds: Any
 
 
-KEPT = Random(None, None, None)
+NO_DROPOUT = DropoutOptions(None, None, None)
 
 
-def random_of(dropout: Any, seed: Any) -> Random:
+def dropout_options(dropout: Any, seed: Any) -> DropoutOptions:
     """The Random of a call. TypeError, ValueError: dropout is not from 0 to below 1, or the seed is missing or not of its
     kind."""
     share = check_number("dropout", dropout)
@@ -99,19 +99,19 @@ def random_of(dropout: Any, seed: Any) -> Random:
     if isinstance(seed, (bool, float, str)):
         raise TypeError(f"seed: must be an integer, or an array of one: {seed=}")
     if share == 0:
-        return KEPT
+        return NO_DROPOUT
     if seed is None:
         raise ValueError(f"seed: must be given where something is dropped: {dropout=}")
     if not isinstance(seed, int):  # Dynamo's symbolic integers are ints, and can be asked for nothing else
         if getattr(seed, "shape", ()) or not hasattr(seed, "__index__"):
-            return Random(share, None, seed)
+            return DropoutOptions(share, None, seed)
         seed = operator.index(seed)
     if not 0 <= seed < SEED_END:
         raise ValueError(f"seed: must be from 0 to below 2**63: {seed=}")
-    return Random(share, seed, None)
+    return DropoutOptions(share, seed, None)
 
 
-class Asked(NamedTuple):
+class BlockOptions(NamedTuple):
     """What a call's `blocks` asks for. size: (rows, columns) of a caller's blocks. ready_for: which calls lists that were made
     before serve. arrays: the caller's lists, the lists that were made before, and their map. What is not given is None."""
 
@@ -120,17 +120,17 @@ class Asked(NamedTuple):
     arrays: tuple = (None,) * (len(FIELDS) + 2)
 
 
-EVERY_BLOCK = Asked()
+NO_BLOCKS = BlockOptions()
 
 
-def blocks_of(blocks: Any) -> Asked:
+def block_options(blocks: Any) -> BlockOptions:
     """The Asked of a BlockMask, of BlockLists or of None. TypeError, ValueError: a field is missing or not of its kind."""
-    if isinstance(blocks, Making):
+    if isinstance(blocks, MakeBlockLists):
         blocks = blocks.blocks
     if blocks is None:
-        return EVERY_BLOCK
+        return NO_BLOCKS
     if isinstance(blocks, BlockLists):
-        return Asked(blocks.size, blocks.made_for, (*(None,) * len(FIELDS), blocks.lists, blocks.marks))
+        return BlockOptions(blocks.size, blocks.made_for, (*(None,) * len(FIELDS), blocks.lists, blocks.marks))
     missing = [name for name in ("BLOCK_SIZE", *FIELDS) if not hasattr(blocks, name)]
     if missing:
         raise TypeError(f"blocks: must have the fields of a BlockMask: {type(blocks).__name__} has no {', '.join(missing)}")
@@ -142,9 +142,9 @@ def blocks_of(blocks: Any) -> Asked:
     if any([x is None for x in lists[:2]]) or (lists[2] is None) != (lists[3] is None):
         what = [name for name, x in zip(FIELDS, lists) if x is None]
         raise ValueError(f"blocks: must have lists of partly seen blocks, and none or both of whole ones: {what} are None")
-    return Asked(tuple(size), None, (*lists, None, None))
+    return BlockOptions(tuple(size), None, (*lists, None, None))
 
 
-def several(norm: Any) -> tuple:
+def as_tuple(norm: Any) -> tuple:
     """The arrays of a norm as a tuple; whatever else was passed as a tuple of one."""
     return norm if type(norm) is tuple else (norm,)

@@ -1,4 +1,4 @@
-"""Dropout of the weights, by draws that follow from their places."""
+"""Dropout of weights, with random numbers that depend on a weight's batch, head, query and key."""
 
 from typing import Any
 
@@ -15,35 +15,35 @@ SEED_END = 2**63
 
 
 class Dropped(Variant):
-    """A weight becomes 0 with probability params.dropped / 65536; the others are multiplied by 1 / (1 - dropout). The sum of
-    the weights counts all of them."""
+    """Dropout: a weight becomes 0 with probability params.dropped / 65536; the others are multiplied by 1 / (1 - dropout). The
+    row sum counts all weights."""
 
     uses_random = True
 
     @property
     def params(self) -> dict[str, Any]:
-        """See Variant. per_kept: 1 / (1 - dropout)."""
+        """per_kept: 1 / (1 - dropout)."""
         return {"dropped": INT, "per_kept": FLOAT, "seed": LONG}
 
     @inlined
     def precompute(self, ctx):
-        """See Variant: the halves of the seed."""
+        """(the low half of the seed, the high half)"""
         return ctx.params.seed, ctx.params.seed >> 32
 
     @inlined
     def drop(self, p, ctx, key):
-        return where(self.drawn(p, ctx, key), 0.0, p)
+        return where(self.draw(p, ctx, key), 0.0, p)
 
     @inlined
-    def drawn(self, p, ctx, key):
-        """1 for the weights that are dropped, else 0."""
+    def draw(self, p, ctx, key):
+        """1 for the weights that dropout drops, else 0."""
         low, high = ctx.precomputed
         shape = rt(p.rows, p.cols, fp32, p.layout)
         return bernoulli(shape, ctx.params.dropped, low, high, ctx.batch, ctx.head, ctx.row, key)
 
     @inlined
     def mark_dropped(self, p, ctx, key):
-        return where(self.drawn(p, ctx, key), -p, p)
+        return where(self.draw(p, ctx, key), -p, p)
 
     @inlined
     def remove_dropped(self, p):
@@ -51,7 +51,7 @@ class Dropped(Variant):
 
     @inlined
     def score_grad(self, p, dp, delta, ctx):
-        """See Variant. For a weight that is dropped dp is 0."""
+        """dS = P (dP - delta), with dP = 0 for a dropped weight."""
         return abs(p) * (where(p > 0.0, dp * ctx.params.per_kept, 0.0) - delta)
 
     @inlined
@@ -59,8 +59,8 @@ class Dropped(Variant):
         return o * ctx.params.per_kept
 
 
-class DroppedAnew(Dropped):
-    """The same with a seed that lies in memory, params.seeds, an array of one element."""
+class DroppedSeedInMemory(Dropped):
+    """Dropout with a seed in device memory: params.seeds, an array of one element."""
 
     @property
     def params(self) -> dict[str, Any]:
@@ -72,6 +72,6 @@ class DroppedAnew(Dropped):
         return seed, seed >> 32
 
 
-def numbers_of(dropout: float) -> dict[str, float]:
-    """{parameter of a kernel: number} for this dropout."""
+def dropout_numbers(dropout: float) -> dict[str, float]:
+    """{argument of a kernel: number} for this dropout."""
     return {"dropped": drop_threshold(dropout), "per_kept": 1 / (1 - dropout)}

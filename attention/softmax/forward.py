@@ -11,7 +11,7 @@ from tiles.torch_op import mapped_with_grad, traced
 
 from ..names import suggests_argument_names
 from ..options import check_flag, check_number, check_positive, split_norm
-from .call_options import blocks_of, differentiated, eight, ends_of, random_of, several
+from .call_options import as_tuple, block_options, dropout_options, pad_aux, requires_grad, window_ends
 from .forward_programs import (
     _block_lists,
     _forward,
@@ -22,9 +22,9 @@ from .forward_programs import (
     _variant,
     autograd,
 )
-from .fp8 import of_fp8, refuse_with_fp8, unit_of
-from .prepared_lists import BlockLists, Making
-from .python_functions import named
+from .fp8 import is_fp8, refuse_with_fp8, split_descale
+from .prepared_lists import BlockLists, MakeBlockLists
+from .python_functions import register_function
 
 ROUNDED = 2  # bytes of an element of q's dtype
 
@@ -150,10 +150,10 @@ def forward(
 
     ValueError, TypeError: name the argument and print the values, before anything is launched."""
     common = check_number("scale", scale), check_flag("return_lse", return_lse), family
-    keys_fp8, descales = of_fp8(k), (q_descale, k_descale, v_descale)
+    keys_fp8, descales = is_fp8(k), (q_descale, k_descale, v_descale)
     if keys_fp8 or not (q_descale is k_descale is v_descale is None):
         others = {"bias": bias, "q_norm": q_norm, "k_norm": k_norm, "dropout": dropout or None}
-        _refuse_beside_fp8(q, keys_fp8, descales, others, isinstance(blocks, Making))
+        _refuse_beside_fp8(q, keys_fp8, descales, others, isinstance(blocks, MakeBlockLists))
     if deterministic is not False and check_flag("deterministic", deterministic) and tracing(q):
         raise NotImplementedError("deterministic: of JAX's gradients there is no fixed order yet; attention.backward has it")
     of_keys = window is mask is blocks is cu_seqlens is cu_seqlens_k is lengths_k is None
@@ -161,7 +161,7 @@ def forward(
     simple = of_keys and of_scores and not keys_fp8 and not dropout and isinstance(aux, tuple) and not aux
     # Most calls are simple. They end here, and each line up to here costs them.
     if simple and stream is lse is None and accumulate is False:
-        if not differentiated(q, k, v):
+        if not requires_grad(q, k, v):
             if out is None or getattr(out, "itemsize", 0) == ROUNDED:
                 try:
                     return _forward(None, (q, k, v, out, None), (check_flag("causal", causal), *common), layout)
@@ -174,13 +174,13 @@ def forward(
             if made is not None:
                 return made
     # Calls of which torch wants a gradient.
-    read = several(tuple(aux) if isinstance(aux, list) else aux)
-    learned = q, k, v, bias, alibi, sink, *read, *several(q_norm), *several(k_norm)
-    if keys_fp8 and differentiated(*learned):
+    read = as_tuple(tuple(aux) if isinstance(aux, list) else aux)
+    learned = q, k, v, bias, alibi, sink, *read, *as_tuple(q_norm), *as_tuple(k_norm)
+    if keys_fp8 and requires_grad(*learned):
         raise NotImplementedError(
             "q: requires_grad, and there are no gradients of fp8 attention; call it under torch.no_grad()"
         )
-    if (differentiated(*learned) or mapped_with_grad(learned)) and not isinstance(blocks, Making):
+    if (requires_grad(*learned) or mapped_with_grad(learned)) and not isinstance(blocks, MakeBlockLists):
         _refuse_beside_gradient(out=out, lse=lse, stream=stream, accumulate=check_flag("accumulate", accumulate) or None)
         told = {"q": q, "k": k, "v": v, "causal": causal, "scale": scale, "layout": layout, "family": family}
         told |= {"window": window, "mask": mask, "blocks": blocks, "lengths_k": lengths_k}
@@ -199,21 +199,21 @@ def forward(
         raise TypeError("lse: is written with return_lse=True")
     if simple and not (unrounded or joins):
         return _forward(stream, (q, k, v, out, lse), (check_flag("causal", causal), *common), layout)
-    left, right = ends_of(window)
-    random, (size, ready_for, lists) = random_of(dropout, seed), blocks_of(blocks)
+    left, right = window_ends(window)
+    random, (size, ready_for, lists) = dropout_options(dropout, seed), block_options(blocks)
     normed = *split_norm("q_norm", q_norm), *split_norm("k_norm", k_norm)
-    functions = [None if f is None else named(n, f) for n, f in (("mask", mask), ("score", score))]
+    functions = [None if f is None else register_function(n, f) for n, f in (("mask", mask), ("score", score))]
     seen = check_flag("causal", causal), left, right, check_positive("softcap", softcap), *functions, *size, ready_for
     if keys_fp8:
-        units, descales = zip(*[unit_of(f"{name}_descale", x) for name, x in zip("qkv", descales)])
-        if of_fp8(q):
-            inputs = q, k, v, alibi, sink, cu_seqlens, cu_seqlens_k, lengths_k, *descales, *lists, *eight(aux), out, lse
+        units, descales = zip(*[split_descale(f"{name}_descale", x) for name, x in zip("qkv", descales)])
+        if is_fp8(q):
+            inputs = q, k, v, alibi, sink, cu_seqlens, cu_seqlens_k, lengths_k, *descales, *lists, *pad_aux(aux), out, lse
             return _of_fp8(stream, inputs, (*seen, *units, *common), layout)
-    arrays = alibi, sink, bias, cu_seqlens, cu_seqlens_k, lengths_k, *normed, random.seeds, *lists, *eight(aux)
+    arrays = alibi, sink, bias, cu_seqlens, cu_seqlens_k, lengths_k, *normed, random.seeds, *lists, *pad_aux(aux)
     options = *seen, check_positive("norm_eps", norm_eps), random.dropout, random.seed, *common
     if keys_fp8:
         return _fp8_cache(stream, (q, k, v, *arrays, *descales[1:], out, lse), (*units[1:], *options), layout)
-    if isinstance(blocks, Making):
+    if isinstance(blocks, MakeBlockLists):
         return _block_lists(stream, (q, k, v, *arrays), options, layout)
     if joins:
         _joined(stream, (q, k, v, *arrays, out, lse), options, layout)
@@ -225,7 +225,7 @@ def _refuse_beside_fp8(q: Any, keys_fp8: bool, descales: tuple, others: dict[str
     """NotImplementedError: an argument is given that attention on fp8 does not serve. ValueError: descales are given, and
     nothing is of fp8. others: bias, norms and dropout, None where there is none. lists: is the call for block_lists?"""
     q_descale, *_ = descales
-    if keys_fp8 and of_fp8(q):
+    if keys_fp8 and is_fp8(q):
         refuse_with_fp8(**others, block_lists=lists)
     elif keys_fp8:
         refuse_with_fp8(q_descale=q_descale, block_lists=lists)
@@ -270,4 +270,4 @@ def block_lists(q: Any, k: Any, v: Any, *, blocks: Any = None, **variant: Any) -
         raise TypeError("q: lists are made outside of what torch.compile or jax.jit traces, and passed in")
     torch = sys.modules.get("torch")
     with nullcontext() if torch is None else torch.no_grad():  # of tensors that require grad, too
-        return forward(q, k, v, blocks=Making(blocks), **variant)
+        return forward(q, k, v, blocks=MakeBlockLists(blocks), **variant)

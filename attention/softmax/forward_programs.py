@@ -13,16 +13,25 @@ from tiles.program import program
 from tiles.schema import Problem, Schema
 
 from . import shared_out
-from .algebra import score_of
+from .algebra import score_variant
 from .assembled import VariantSpec, build_variant
-from .block_masks import BAND
+from .block_masks import MAX_WARP_ROWS
 from .call_options import OF_AUX, OF_BLOCKS
-from .fp8 import OF_FP8, check_output, of_fp8_cache
-from .gradient import ONCE, gradient
-from .index_checks import Asking, indexed
-from .launches import chosen, planned
-from .planning import as_window, bias_of, check_extents, functions_of, is_ordered, listing_of, parts_of, scale_of
-from .prepared_lists import Listing
+from .fp8 import FP8_SCHEMA, check_output, fp8_cache_schema
+from .gradient import NO_SECOND_DERIVATIVES, program_gradient
+from .index_checks import IndexingFunctions, plan_index_checks
+from .launches import choose_config, plan_forward
+from .planning import (
+    bias_part,
+    check_extents,
+    is_ordered,
+    load_functions,
+    norm_and_dropout_parts,
+    plan_block_lists,
+    reduce_to_window,
+    resolve_scale,
+)
+from .prepared_lists import BlockListPlan
 from .variants import Variant
 
 FORWARD = Schema(
@@ -67,7 +76,7 @@ JOINED = """
 """
 VARIANTS, LISTS = Schema("forward_variant", INPUTS.rstrip() + MADE), Schema("block_lists", INPUTS)
 IN_FLOAT32, INTO = Schema("forward_unrounded", INPUTS.rstrip() + UNROUNDED), Schema("forward_joined", INPUTS.rstrip() + JOINED)
-FP8_CACHE = Schema("forward_fp8_cache", of_fp8_cache(INPUTS.rstrip() + MADE))
+FP8_CACHE = Schema("forward_fp8_cache", fp8_cache_schema(INPUTS.rstrip() + MADE))
 
 PACKAGE = sys.modules[__package__]
 
@@ -90,13 +99,13 @@ def _prepare_gradient(arrays: list, options: tuple, layout: str) -> None:
         autograd().prepare(*[x.form for x in (q, k, v)], options, layout)
 
 
-@program(FORWARD, gradient, ONCE, _prepare_gradient)
+@program(FORWARD, program_gradient, NO_SECOND_DERIVATIVES, _prepare_gradient)
 def _forward(problem: Problem, causal: bool, scale: float | None, return_lse: bool, family: str | None) -> Plan:
     """The Plan of a call without options that are arrays."""
     check_extents(problem)
     if shared_out.serves(problem, family):
-        return shared_out.planned(problem, causal, scale, return_lse)
-    return planned(problem, build_variant(scale_of(problem, scale), causal), return_lse, family)
+        return shared_out.plan_by_decode(problem, causal, scale, return_lse)
+    return plan_forward(problem, build_variant(resolve_scale(problem, scale), causal), return_lse, family)
 
 
 class ScoreOptions(NamedTuple):
@@ -116,7 +125,7 @@ class ScoreOptions(NamedTuple):
 
 
 # The parameters of these planners are the options of torch's ops, one by one.
-@program(VARIANTS, gradient, ONCE)
+@program(VARIANTS, program_gradient, NO_SECOND_DERIVATIVES)
 def _variant(
     problem: Problem,
     causal: bool,
@@ -137,7 +146,7 @@ def _variant(
 ) -> Plan:
     """The Plan of a call with variants (see Seen), norms and dropout."""
     check_extents(problem)
-    more = parts_of(problem, norm_eps, dropout, seed_value)
+    more = norm_and_dropout_parts(problem, norm_eps, dropout, seed_value)
     options = ScoreOptions(causal, left, right, softcap, mask, score, block_rows, block_cols, ready_for)
     return planned_variant(problem, options, scale, return_lse, family, more, norm_eps)
 
@@ -146,7 +155,7 @@ _block_lists, _unrounded = program(LISTS)(_variant.planner), program(IN_FLOAT32)
 _joined = program(INTO)(_variant.planner)
 
 
-@program(OF_FP8, no_gradient=ONCE)
+@program(FP8_SCHEMA, no_gradient=NO_SECOND_DERIVATIVES)
 def _of_fp8(
     problem: Problem,
     causal: bool,
@@ -173,7 +182,7 @@ def _of_fp8(
     return planned_variant(problem, options, scale, return_lse, family, numbers=numbers)
 
 
-@program(FP8_CACHE, no_gradient=ONCE)
+@program(FP8_CACHE, no_gradient=NO_SECOND_DERIVATIVES)
 def _fp8_cache(
     problem: Problem,
     k_unit: float,
@@ -197,7 +206,7 @@ def _fp8_cache(
     """The Plan of a call with q of 16 bits, and k and v of float8_e4m3fn, which are converted to q's dtype first. k_unit and
     v_unit: the descales that are numbers."""
     check_extents(problem)
-    more = parts_of(problem, norm_eps, dropout, seed_value)
+    more = norm_and_dropout_parts(problem, norm_eps, dropout, seed_value)
     options = ScoreOptions(causal, left, right, softcap, mask, score, block_rows, block_cols, ready_for)
     return planned_variant(problem, options, scale, return_lse, family, more, norm_eps, units=(k_unit, v_unit))
 
@@ -217,7 +226,7 @@ def planned_variant(
     told besides. units: the descales of keys and values that are converted before."""
     spec, aux, listing, looks = variant_of(problem, options, scale, more)
     spec = spec._replace(numbers=spec.numbers | (numbers or {}))
-    plan = planned(problem, spec, return_lse, family, aux, listing, norm_eps, units)
+    plan = plan_forward(problem, spec, return_lse, family, aux, listing, norm_eps, units)
     return plan._replace(steps=[*looks, *plan.steps])
 
 
@@ -226,35 +235,37 @@ def keys_of_a_block(
 ) -> int:
     """How many keys a block has in the kernel that serves a call of _variant, or the same call of _forward."""
     spec, aux, listing, _ = variant_of(problem, options, scale, more)
-    return chosen(problem, spec, family, aux, listing)[1].kv
+    return choose_config(problem, spec, family, aux, listing)[1].kv
 
 
 def variant_of(
     problem: Problem, options: ScoreOptions, scale: float | None, more: Sequence[tuple[Variant, dict[str, float | Number]]]
-) -> tuple[VariantSpec, list[Operand], Listing | None, list[Step]]:
+) -> tuple[VariantSpec, list[Operand], BlockListPlan | None, list[Step]]:
     """(the assembled variant, the arrays of aux, how lists of key blocks are made, the checks of what aux is indexed by)"""
     causal, left, right, softcap, mask, score, block_rows, block_cols, ready_for = options
-    masking, scoring, aux = functions_of(problem, mask, score)
+    masking, scoring, aux = load_functions(problem, mask, score)
     if (mask or score) and "Z" in problem.extents:
-        raise NotImplementedError("lengths_k: of parts of queries it is not served with mask or score")
-    asking = Asking(masking, scoring, aux, causal, left, right, problem("T")[0])
-    looks = indexed(problem, asking, listed=ready_for is not None)
+        raise NotImplementedError("lengths_k: of shape (B, C) is not supported with mask or score")
+    asking = IndexingFunctions(masking, scoring, aux, causal, left, right, problem("T")[0])
+    looks = plan_index_checks(problem, asking, listed=ready_for is not None)
     axes, more = [len(x.form.shape) for x in aux], [*more]
     size = None if block_rows is None or block_cols is None else (block_rows, block_cols)
-    masking, causal, (left, right) = as_window(problem, masking, axes, causal, (left, right))
-    listing = listing_of(problem, masking, f"{mask=!s}; window={(left, 0 if causal else right)}", size, BAND, ready_for)
+    masking, causal, (left, right) = reduce_to_window(problem, masking, axes, causal, (left, right))
+    listing = plan_block_lists(
+        problem, masking, f"{mask=!s}; window={(left, 0 if causal else right)}", size, MAX_WARP_ROWS, ready_for
+    )
     if listing and listing.blocked:
         more.append((listing.blocked, {}))
     spec = build_variant(
-        scale_of(problem, scale),
+        resolve_scale(problem, scale),
         causal,
         (left, right),
         softcap,
         "alibi" in problem,
-        bias_of(problem, last=scoring is None, in_units_of_one=True),
+        bias_part(problem, last=scoring is None, in_units_of_one=True),
         "sink" in problem,
         None if listing and listing.blocked else masking,
-        scoring and score_of(scoring, axes, is_ordered(problem, 0 if causal else right)),
+        scoring and score_variant(scoring, axes, is_ordered(problem, 0 if causal else right)),
         more,
     )
     return spec, aux, listing, looks

@@ -10,9 +10,9 @@ from ..options import check_number
 from .call_options import OF_AUX, OF_BLOCKS
 from .descales import BLOCK
 
-BLOCKED = 128  # columns of what has descales of blocks, at most
+MAX_BLOCK_COLUMNS = 128  # columns of what has descales of blocks, at most
 DESCALES = "q_descale", "k_descale", "v_descale"
-OF_FP8 = Schema(
+FP8_SCHEMA = Schema(
     "forward_fp8",
     f"""
     q             BSHD  tile8
@@ -34,7 +34,7 @@ OF_FP8 = Schema(
 )
 
 
-def of_fp8_cache(table: str) -> str:
+def fp8_cache_schema(table: str) -> str:
     """The rows of a schema for forward's arguments, changed to those for k and v of fp8."""
     for name, axes in ("k", "BTGD"), ("v", "BTGV"):
         table = re.sub(rf"\n    {name} .*", f"\n    {name} {axes} fp8", table)
@@ -42,7 +42,7 @@ def of_fp8_cache(table: str) -> str:
     return f"{rows}\n k_descale G|BG float32 optional\n v_descale G|BG float32 optional{behind}{results}"
 
 
-def of_fp8(x: Any) -> bool:
+def is_fp8(x: Any) -> bool:
     """Does an array hold float8_e4m3fn?"""
     dtype = getattr(x, "dtype", None)
     return getattr(dtype, "itemsize", 2) == 1 and "float8_e4m3fn" in str(dtype)
@@ -52,10 +52,10 @@ def refuse_with_fp8(**options: Any) -> None:
     """NotImplementedError: one of these arguments was passed, and no kernel serves it."""
     for name, what in options.items():
         if not (what is None or what is False):
-            raise NotImplementedError(f"{name}: is not served with k and v of float8_e4m3fn; convert them to bfloat16")
+            raise NotImplementedError(f"{name}: is not supported with k and v of float8_e4m3fn; convert them to bfloat16")
 
 
-def unit_of(name: str, descale: Any) -> tuple[float, Any]:
+def split_descale(name: str, descale: Any) -> tuple[float, Any]:
     """(the number, None) or (1.0, the array) of a descale. TypeError, ValueError: it is not a positive number in float32's
     range."""
     if descale is None:
@@ -68,7 +68,7 @@ def unit_of(name: str, descale: Any) -> tuple[float, Any]:
     return found, None
 
 
-def of_blocks(problem: Problem) -> list[str]:
+def block_descale_names(problem: Problem) -> list[str]:
     """The names of the descales that are given for blocks of rows. ValueError, NotImplementedError: they have not one number
     for each block, or the call is one that does not take such descales."""
     found = [name for name in DESCALES if name in problem and len(problem.axes(name)) == 3]
@@ -77,9 +77,9 @@ def of_blocks(problem: Problem) -> list[str]:
         if problem(blocks) != (-(-problem(rows)[0] // BLOCK),):
             raise problem.error(name, f"must have a number for each block of {BLOCK} rows of {of}", name, of)
     if found and ("cu_seqlens" in problem or "Z" in problem.extents):
-        raise NotImplementedError(f"{found[0]}: of blocks is not served with sequences that share a batch")
-    if found and max(problem("DV")) > BLOCKED:
-        raise NotImplementedError(f"{found[0]}: of blocks is served with up to {BLOCKED} columns: {problem('DV')}")
+        raise NotImplementedError(f"{found[0]}: of blocks is not supported with sequences that share a batch")
+    if found and max(problem("DV")) > MAX_BLOCK_COLUMNS:
+        raise NotImplementedError(f"{found[0]}: of blocks is supported for up to {MAX_BLOCK_COLUMNS} columns: {problem('DV')}")
     return found
 
 

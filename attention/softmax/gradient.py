@@ -16,44 +16,44 @@ from ..options import split_norm
 from .block_masks import FIELDS
 from .call_options import AUX
 from .prepared_lists import BlockLists
-from .python_functions import known
+from .python_functions import find_function
 
 NORMS = "q_norm", "k_norm"
 OF_NORMS = "q_norm", "q_norm_bias", "k_norm", "k_norm_bias"
 OF_AUX = tuple([f"aux{n}" for n in range(AUX)])
-ASKED = "bias", "alibi", *OF_AUX  # whose gradients backward is asked for
+ON_REQUEST = "bias", "alibi", *OF_AUX  # whose gradients backward is asked for
 DIFFERENTIABLE = "q", "k", "v", "bias", "alibi", "sink", *OF_AUX, *OF_NORMS  # in the order of backward's results
 BLOCKS = *FIELDS, "lists", "marks"  # blocks= as arrays
-SEVERAL = frozenset((*OF_NORMS, *OF_AUX))  # of one argument
+GROUPED = frozenset((*OF_NORMS, *OF_AUX))  # of one argument
 ARRAYS = frozenset("q k v alibi sink bias cu_seqlens cu_seqlens_k lengths_k".split())  # whose names are their arguments'
-ONCE = "attention.forward: has no second derivatives"
-STOP = "put jax.lax.stop_gradient around"
+NO_SECOND_DERIVATIVES = "attention.forward: has no second derivatives"
+STOP_GRADIENT_HINT = "put jax.lax.stop_gradient around"
 
 
-def gradients(
+def compute_gradients(
     dout: Any, dlse: Any, inputs: dict[str, Any], out: Any, lse: Any, options: dict[str, Any], wanted: Sequence[str]
 ) -> dict[str, Any]:
     """{name: gradient} of a call of forward with these arrays and options that returned out and lse, computed by
     attention.backward of their gradients; dlse: None if lse has none. wanted: the names of the arrays whose gradients are
     needed; there may be more."""
-    arrays = grouped(inputs)
+    arrays = group_arrays(inputs)
     q, k, v = (arrays.pop(name) for name in "qkv")
     asked: dict[str, Any] = {f"d{name}": True for name in ("bias", "alibi") if name in wanted}
     if any([name in wanted for name in OF_AUX]):
         asked["daux"] = [True if name in wanted else None for name in OF_AUX if name in inputs]
     found = attention.backward(dout, q, k, v, out, lse, dlse=dlse, **arrays, **options, **asked)
-    names = [name for name in DIFFERENTIABLE if name in inputs and (name in wanted or name not in ASKED)]
-    flat = [x for one in found for x in (one if isinstance(one, tuple) else (one,))]
-    return dict(zip(names, flat, strict=True))
+    names = [name for name in DIFFERENTIABLE if name in inputs and (name in wanted or name not in ON_REQUEST)]
+    results = [x for one in found for x in (one if isinstance(one, tuple) else (one,))]
+    return dict(zip(names, results, strict=True))
 
 
-def unserved(told: Iterable[str]) -> list[str]:
+def unsupported_arguments(told: Iterable[str]) -> list[str]:
     """Those of these arguments of forward that attention.backward does not take."""
-    taken = backward_takes()
+    taken = backward_parameters()
     return [name for name in told if name not in taken]
 
 
-def backward_takes() -> tuple[str, ...]:
+def backward_parameters() -> tuple[str, ...]:
     """The names of backward's arguments."""
     return _parameters()
 
@@ -63,14 +63,14 @@ def _parameters() -> tuple[str, ...]:
     return tuple(signature(attention.backward).parameters)
 
 
-backward_takes._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile does not look inside
+backward_parameters._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile does not look inside
 
 
-def grouped(arrays: dict[str, Any]) -> dict[str, Any]:
+def group_arrays(arrays: dict[str, Any]) -> dict[str, Any]:
     """Arrays by the names of forward's arguments, from arrays by their flat names."""
-    if SEVERAL.isdisjoint(arrays):
+    if GROUPED.isdisjoint(arrays):
         return {**arrays}
-    found = {name: x for name, x in arrays.items() if name not in SEVERAL}
+    found = {name: x for name, x in arrays.items() if name not in GROUPED}
     for name in NORMS:
         if name in arrays:
             found[name] = (arrays[name], arrays[f"{name}_bias"]) if f"{name}_bias" in arrays else arrays[name]
@@ -79,7 +79,7 @@ def grouped(arrays: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def flat(told: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def flatten_arrays(told: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """(arrays by their flat names, everything else) of forward's arguments. Arguments that are None are left out."""
     arrays: dict[str, Any] = {}
     others: dict[str, Any] = {}
@@ -97,12 +97,12 @@ def flat(told: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 # ---- of programs -----------------------------------------------------------------------------------------------------
-def gradient(names: Sequence[str], options: dict[str, Any], layout: str) -> Callable[..., dict[str, Any]]:
+def program_gradient(names: Sequence[str], options: dict[str, Any], layout: str) -> Callable[..., dict[str, Any]]:
     """The gradient of forward's programs, as `tiles.program` asks for it for JAX. NotImplementedError: an argument in `names`
     has no gradient, or there is none with an argument that is given."""
     for name in names:
         if name not in DIFFERENTIABLE:
-            raise NotImplementedError(f"{name}: has no gradient yet; {STOP} it")
+            raise NotImplementedError(f"{name}: has no gradient yet; {STOP_GRADIENT_HINT} it")
     return partial(_gradients, options=options, layout=layout, wanted=names)
 
 
@@ -118,21 +118,21 @@ def _gradients(
     are needed."""
     if not of_results:
         return {}
-    told, arrays = _told(inputs, options), {name: x for name, x in inputs.items() if name not in BLOCKS}
-    if refused := unserved([*told, *grouped(arrays)]):
-        raise NotImplementedError(f"{refused[0]}: there is no backward pass with it yet; {STOP} q, k and v")
+    told, arrays = _forward_arguments(inputs, options), {name: x for name, x in inputs.items() if name not in BLOCKS}
+    if refused := unsupported_arguments([*told, *group_arrays(arrays)]):
+        raise NotImplementedError(f"{refused[0]}: there is no backward pass with it yet; {STOP_GRADIENT_HINT} q, k and v")
     dout, dlse = (of_results.get(name) for name in ("out", "lse"))
     if dout is None:  # of a loss of lse alone
         dout = sys.modules["jax"].numpy.zeros_like(made["out"])
-    return gradients(dout, dlse, arrays, made["out"], made["lse"], told | {"layout": layout}, wanted)
+    return compute_gradients(dout, dlse, arrays, made["out"], made["lse"], told | {"layout": layout}, wanted)
 
 
-def _told(inputs: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+def _forward_arguments(inputs: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     """A program's options as arguments of forward, without those that have their defaults."""
     ends = options.get("left"), options.get("right")
     told = {name: options.get(name) for name in ("causal", "softcap", "scale", "family", "dropout")}
     told |= {"window": None if ends == (None, None) else ends, "seed": options.get("seed_value")}
-    told |= {name: known(options.get(name)) for name in ("mask", "score")}
+    told |= {name: find_function(options.get(name)) for name in ("mask", "score")}
     size = options.get("block_rows"), options.get("block_cols")
     if "lists" in inputs:
         told["blocks"] = BlockLists(inputs["lists"], options["ready_for"], inputs.get("marks"), size)

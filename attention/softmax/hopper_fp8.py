@@ -293,14 +293,14 @@ def make(config: Config):
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def attend_fp8(
         gQ: tiled(config.query, unit=1), gK: tiled(config.key, unit=1), gV: VALUES, gO: OUTPUT,
-        gLse: array(3), params: PARAMS, aux: AUX, blocks: INT, heads: INT, batch_heads: INT, band: INT, group: INT,
+        gLse: array(3), params: PARAMS, aux: AUX, blocks: INT, heads: INT, batch_heads: INT, raster_group: INT, group: INT,
         scale: FLOAT, gQDescale: Q_DESCALE, gKDescale: K_DESCALE, gVDescale: V_DESCALE, qk_descale: FLOAT, v_descale: FLOAT,
     ):  # fmt: skip
         """O = softmax(Q K^T / sqrt(D)) V like hopper.py's `attend`, of arrays that are multiplied by descales: by the numbers
         qk_descale and v_descale, and by the elements of gQDescale, gKDescale and gVDescale."""
         q, k, values = v_transpose.unpack(smem.open())
         me = warpgroup.id()
-        block, batch_head = tiling.place(persistent_tile(0), blocks, batch_heads, band)
+        block, batch_head = tiling.place(persistent_tile(0), blocks, batch_heads, raster_group)
         block, batch, head = sequences.find_tile(block, batch_head, heads, params)
         if sequences.has_tile(block, batch, params):
             seq, row, kv_head = sequences.sequence(batch, params), ROWS * block, divmod(head, group)[0]

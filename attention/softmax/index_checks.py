@@ -12,19 +12,26 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tiles.arrays import Operand
-from tiles.checks import asked, read
+from tiles.checks import check_options, read
 from tiles.plan import Step
 from tiles.schema import Problem
 
 from .block_masks import FIELDS
-from .python_functions import reads
-from .symbolic import below, traced
+from .python_functions import reads_argument
+from .symbolic import subterms, trace_function
 
-AT_ONCE = 2**20  # scores that a function is asked for
-COUNTS = "cu_seqlens", "cu_seqlens_k", "cu_seqlens_new", "lengths", "lengths_k", "leftpad"  # that say which keys there are
+MAX_SCORES = 2**20  # scores that a function is asked for
+LENGTH_ARGUMENTS = (
+    "cu_seqlens",
+    "cu_seqlens_k",
+    "cu_seqlens_new",
+    "lengths",
+    "lengths_k",
+    "leftpad",
+)  # that say which keys there are
 
 
-class Asking(NamedTuple):
+class IndexingFunctions(NamedTuple):
     """A mask and a score that read aux, and what else decides which keys a query sees. most_keys: of a sequence."""
 
     mask: Callable | None
@@ -36,7 +43,7 @@ class Asking(NamedTuple):
     most_keys: int
 
 
-def indexed(problem: Problem, asking: Asking, listed: bool = False) -> list[Step]:
+def plan_index_checks(problem: Problem, asking: IndexingFunctions, listed: bool = False) -> list[Step]:
     """[the step that checks indices], if numbers are looked at in this call; otherwise []. listed: were the blocks of keys
     listed before, so that nobody knows here which they are? ValueError: an array is too short for the call's numbers of
     queries, keys, batches or heads."""
@@ -46,21 +53,21 @@ def indexed(problem: Problem, asking: Asking, listed: bool = False) -> list[Step
     if queries > 0 and batch > 0 and heads > 0 and asking.most_keys > 0:
         known = {"b": batch, "h": heads}
         whole = known | ({} if blocks or "cu_seqlens" in problem else {"i": queries})
-        whole |= {} if blocks or any([name in problem for name in COUNTS]) else {"j": asking.most_keys}
+        whole |= {} if blocks or any([name in problem for name in LENGTH_ARGUMENTS]) else {"j": asking.most_keys}
         _check_forms(asking, asking.mask, whole, scored=False)
         _check_forms(asking, asking.score, known if asking.mask else whole, scored=True)
-    return [Indices(problem, asking)] if not blocks and (problem.device is None or asked().values) else []
+    return [IndexCheck(problem, asking)] if not blocks and (problem.device is None or check_options().values) else []
 
 
-def _check_forms(asking: Asking, function: Callable | None, most: dict[str, int], scored: bool) -> None:
+def _check_forms(asking: IndexingFunctions, function: Callable | None, most: dict[str, int], scored: bool) -> None:
     """ValueError: an axis is indexed by plain b, h, i or j, and is shorter than the number of these."""
     if function is None:
         return
     try:
-        found = traced(function, [len(x.form.shape) for x in asking.aux], scored)
+        found = trace_function(function, [len(x.form.shape) for x in asking.aux], scored)
     except TypeError:  # it cannot be read as terms
         return
-    for element in [x for x in below(found.term) if x.does == "element"]:
+    for element in [x for x in subterms(found.term) if x.does == "element"]:
         array, *index = element.of
         shape = asking.aux[int(array.does.removeprefix("aux"))].form.shape
         for axis, place in enumerate(index):
@@ -71,26 +78,26 @@ def _check_forms(asking: Asking, function: Callable | None, most: dict[str, int]
                 raise ValueError(f"{name}: {must}: {name}.shape={shape}")
 
 
-class Indices(NamedTuple):
+class IndexCheck(NamedTuple):
     """A step of a plan that calls the functions for all pairs of query and key, and launches nothing."""
 
     problem: Problem
-    asking: Asking
+    asking: IndexingFunctions
 
     def run(self, stream: int, addresses: Sequence[int]) -> None:
         """Check the arrays at these addresses. ValueError: it names the array, the index and the extent, and where the
         function read."""
-        names = [name for name in COUNTS if name in self.problem]
+        names = [name for name in LENGTH_ARGUMENTS if name in self.problem]
         found = {name: read(addresses[(x := self.problem[name]).source], x.form, stream) for name in names}
         arrays = [read(addresses[x.source], x.form, stream) for x in self.asking.aux]
         if any([x is None for x in (*found.values(), *arrays)]):  # a CUDA graph is being captured
             return
         mask, score, _, causal, left, right, _ = self.asking
         right = 0 if causal else right
-        by_head = (mask and reads(mask, 1)) or (score and reads(score, 2))
+        by_head = (mask and reads_argument(mask, 1)) or (score and reads_argument(score, 2))
         heads = self.problem("H")[0] if by_head else 1
         for b, queries, first, keys in self._sequences(found):
-            rows = max(1, AT_ONCE // max(keys, 1))
+            rows = max(1, MAX_SCORES // max(keys, 1))
             for h, row in ((h, row) for h in range(heads) for row in range(0, queries if keys > first else 0, rows)):
                 i, j = np.arange(row, min(row + rows, queries))[:, None], np.arange(first, keys)[None]
                 place, seen = i + keys - queries, np.ones((len(i), j.size), bool)
@@ -102,7 +109,9 @@ class Indices(NamedTuple):
                     for option, function in ("mask", mask), ("score", score):
                         if function is None:
                             continue
-                        watched = [Supervised(f"aux{n}", x, option, seen, (b, h, row, first)) for n, x in enumerate(arrays)]
+                        watched = [
+                            BoundsCheckedArray(f"aux{n}", x, option, seen, (b, h, row, first)) for n, x in enumerate(arrays)
+                        ]
                         scores = [np.zeros(seen.shape, np.float32)] if function is score else []
                         made = function(*scores, b, h, i, j, *watched)
                         seen = seen & made if function is mask else seen
@@ -125,7 +134,7 @@ class Indices(NamedTuple):
         return ((n, int(queries[n]), int(first[n]), int(keys[n])) for n in range(count))
 
 
-class Supervised:
+class BoundsCheckedArray:
     """An array as a function reads it, which refuses indices outside of it for pairs (query, key) that are seen."""
 
     def __init__(self, name: str, array: np.ndarray, option: str, seen: np.ndarray, first: tuple[int, int, int, int]):

@@ -1,11 +1,11 @@
-"""Lists of key blocks: which ones a mask in Python lets a tile of queries see, found by asking it for every query and key.
+"""Lists of the key blocks that a query tile reads under a mask function, which two kernels evaluate for every query and key.
 
-Two kernels make them. `Survey` asks, a warp a block of keys, and notes a class: 0 where no query of the tile sees a key of the
-block, 2 where all see all, else 1; and how many keys at the block's beginning, and at its end, none of them sees.
-`Compaction` goes through a tile's classes and writes its list, a row of integers: how many blocks there are; how many of them
-must be masked; how many keys at the beginning of the last of these, and at the end of the first one, no query of the tile sees
-(see tiling.KeyBlocks); the numbers of those, and from the end of the row on backwards the numbers of the others, both from the
-last block on. Of a tile that sees nothing it names the block behind the last key.
+`Survey`, with a warp for each key block, writes a class: 0 (skipped) if no query of the tile sees a key of the block, 2 (full)
+if all queries see all keys, else 1 (partial); and how many keys at the block's beginning and end no query of the tile sees.
+`Compaction` turns a tile's classes into its list, a row of integers: the number of blocks; how many of them need the mask; how
+many keys at the beginning of the last of these, and at the end of the first block, no query of the tile sees
+(tiling.KeyBlocks); the numbers of the partial blocks, and from the end of the row backwards the numbers of the full ones, both
+from the last block on. For a tile that sees nothing it lists the block behind the last key.
 """
 
 import functools
@@ -23,14 +23,14 @@ from .listed_keys import AHEAD, BEHIND, BOTH, CLASSES, HEAD, LISTS, MOST
 from .tiling import Tiling
 from .variants import ScoreContext, Variant, arrays_of
 
-WARPS, ROWS = 4, 16  # warps of a thread block, each of which asks for a key block; what a tile's rows are a multiple of
-AT_ONCE = 2 * ROWS  # rows that it asks for at once, where that divides a tile: what a mask reads for keys is read once for them
+WARPS, ROWS = 4, 16  # warps of a CTA, each with a key block; query tiles have a multiple of so many rows
+AT_ONCE = 2 * ROWS  # rows for which a mask is evaluated at once, where that divides a tile, so that reads by key are shared
 
 
 @dataclass(frozen=True)
 class Survey:
-    """The kernel that finds the class of each block of keys for a tile of queries: skipped, partial or full. rows, kv: queries
-    of a tile, keys of a block. axes: how many axes each array of aux has."""
+    """The kernel that classifies key blocks for query tiles: skipped, partial or full. rows, kv: queries of a tile, keys of a
+    block. axes: how many axes each array of aux has."""
 
     variant: Variant
     rows: int
@@ -40,8 +40,8 @@ class Survey:
 
     @property
     def params(self) -> Record:
-        """The record of what the kernel needs for the variant, and of what it writes, by batch, head, tile and block: classes,
-        and the numbers of unseen keys."""
+        """The record of the variant's arguments, and of the results by batch, head, tile and block: the classes, and the counts
+        of unseen keys."""
         return record(classes=CLASSES, unseen=CLASSES, **self.variant.params)
 
     @property
@@ -60,8 +60,7 @@ class Survey:
 
         @cuda.jit
         def survey(params: PARAMS, aux: AUX, q_len: INT, kv_len: INT, blocks: INT, heads: INT, groups: INT):
-            """Find the classes of a few blocks of keys, for one of the `blocks` tiles of queries of a head. `groups` thread
-            blocks together find all."""
+            """Classify WARPS key blocks for one of the `blocks` query tiles of a head. `groups` CTAs together classify all."""
             rest, group = divmod(cuda.blockIdx.x, groups)
             batch_head, tile = divmod(rest, blocks)
             batch, head = divmod(batch_head, heads)
@@ -70,18 +69,18 @@ class Survey:
             block = WARPS * group + cuda.threadIdx.x // 32
             if block < kv_blocks.n:
                 seen, key = lane_sum(zeros(S)), int32((kv_blocks.first + block) * KV)
-                for band in range(0, TILE, EACH):
-                    seen = seen + lane_sum(variant.mask(ones(S), ctx._replace(row=int32(TILE * tile + band)), key, 0.0))
+                for first_row in range(0, TILE, EACH):
+                    seen = seen + lane_sum(variant.mask(ones(S), ctx._replace(row=int32(TILE * tile + first_row)), key, 0.0))
                 count, place = tile_sum(finish_sum(seen)), kv_blocks.first + block
                 all_of_it = count == TILE * KV and key + KV <= kv_len
                 found = 0 if count == 0.0 else 2 if all_of_it else 1
-                first = last = float32(KV if found == 2 else 0)  # KV, less the first key that is seen; the last one, and 1
-                if found == 1:  # asked once more, for few blocks are cut
+                first = last = float32(KV if found == 2 else 0)  # KV - the first key that is seen; the last one + 1
+                if found == 1:  # evaluate the mask again: few blocks are partial
                     j = col_index(S.row_vec)
-                    for band in range(0, TILE, EACH):
-                        row = int32(TILE * tile + band)
+                    for first_row in range(0, TILE, EACH):
+                        row = int32(TILE * tile + first_row)
                         s = variant.mask(ones(S), ctx._replace(row=row), key, 0.0)
-                        s = where((row_index(S.col_vec) < q_len - row) & (j < kv_len - key), s, 0.0)  # those that exist
+                        s = where((row_index(S.col_vec) < q_len - row) & (j < kv_len - key), s, 0.0)  # rows and keys that exist
                         first, last = max(first, tile_max(s * (KV - j))), max(last, tile_max(s * (j + 1.0)))
                     found = 1 if first > 0.0 else 0
                 ctx.params.classes[batch, head, tile, place] = found
@@ -93,7 +92,7 @@ class Survey:
 
 @dataclass(frozen=True)
 class Compaction:
-    """The kernel that makes lists from these classes."""
+    """The kernel that turns classes of key blocks into lists."""
 
     variant: Variant
     rows: int
@@ -102,7 +101,7 @@ class Compaction:
 
     @property
     def params(self) -> Record:
-        """The record of what the kernel needs for the variant, of what the survey has found, and of the lists."""
+        """The record of the variant's arguments, the survey's results, and the lists."""
         return record(classes=CLASSES, unseen=CLASSES, lists=LISTS, **self.variant.params)
 
     @staticmethod
@@ -113,27 +112,27 @@ class Compaction:
 
         @cuda.jit
         def compaction(params: PARAMS, q_len: INT, kv_len: INT, blocks: INT, heads: INT):
-            """Make the list of one of the `blocks` tiles of queries of a head."""
+            """Write the list of one of the `blocks` query tiles of a head."""
             batch_head, tile = divmod(cuda.blockIdx.x, blocks)
             batch, head = divmod(batch_head, heads)
             ctx = ScoreContext(batch, head, TILE * tile, kv_len - q_len, q_len, kv_len, params, 0, 0)
             kv_blocks = tiling.key_blocks(TILE * tile, ctx)
-            some, whole, ahead, behind = int32(0), int32(0), int32(0), int32(0)
+            partial, full, ahead, behind = int32(0), int32(0), int32(0), int32(0)
             for i in range(kv_blocks.n):
                 number = int32(kv_blocks.first + kv_blocks.n - 1 - i)
                 found = ctx.params.classes[batch, head, tile, number]
                 if found == 1:
                     ahead = int32(ctx.params.unseen[batch, head, tile, BOTH * number + AHEAD])
-                    behind = int32(ctx.params.unseen[batch, head, tile, BOTH * number + BEHIND]) if some == 0 else behind
+                    behind = int32(ctx.params.unseen[batch, head, tile, BOTH * number + BEHIND]) if partial == 0 else behind
                 if found > 0:
-                    place = HEAD + some if found == 1 else ctx.params.lists.shape[3] - 1 - whole
+                    place = HEAD + partial if found == 1 else ctx.params.lists.shape[3] - 1 - full
                     ctx.params.lists[batch, head, tile, place] = number
-                some, whole = int32(some + (found == 1)), int32(whole + (found == 2))
-            if some + whole == 0:
+                partial, full = int32(partial + (found == 1)), int32(full + (found == 2))
+            if partial + full == 0:
                 ctx.params.lists[batch, head, tile, HEAD] = (kv_len + KV - 1) // KV
-                some = int32(1)
-            ctx.params.lists[batch, head, tile, 0] = some + whole
-            ctx.params.lists[batch, head, tile, 1] = some
+                partial = int32(1)
+            ctx.params.lists[batch, head, tile, 0] = partial + full
+            ctx.params.lists[batch, head, tile, 1] = partial
             ctx.params.lists[batch, head, tile, 2] = ahead
             ctx.params.lists[batch, head, tile, 3] = behind
 

@@ -1,4 +1,4 @@
-"""From an assembled variant of attention to its launches: which kernels serve a problem, and what they are told."""
+"""From a VariantSpec to the launches of forward: which kernels and configurations serve a problem, and with which arguments."""
 
 import math
 from collections.abc import Sequence
@@ -19,83 +19,83 @@ from . import key_block_lists as lists
 from .assembled import VariantSpec
 from .block_masks import Blocked
 from .descales import BLOCK, BlockDescales, HeadDescales
-from .fp8 import of_blocks
-from .norm_parts import Layer, Rms
+from .fp8 import block_descale_names
+from .norm_parts import LayerNorm, RmsNorm
 from .online import LOG2_E, SLACK
-from .prepared_lists import Listing, check, giving
+from .prepared_lists import BlockListPlan, check_call, return_block_lists
 from .scores import Biased, BiasedByTile
 from .sequences import BatchedLayout, PackedLayout, PackedSeqUsedLayout, QueryPartsLayout, SeqUsedLayout
-from .tiling import band_of, even
+from .tiling import balance_raster_groups, choose_raster_group
 from .variants import Both, Variant
 
 DTYPES = {"bfloat16": bf16, "float16": fp16, "float8_e4m3fn": fp8e4m3}
-ELEMENT = 2  # bytes of what TMA brings for each score
+BIAS_ITEM = 2  # bytes of an element of a bias that TMA loads
 Shape = hopper.Config | ampere.Config | hopper_fp8.Config
 KERNELS = {hopper.Config: hopper, ampere.Config: ampere, hopper_fp8.Config: hopper_fp8}
 
 
-class Before:
-    """The launches that come before that of attention, and the scratch memory that holds their results. scratch: what there is
-    of it already."""
+class PreparationSteps:
+    """The launches before (or after) that of attention, and the scratch memory for their results. scratch: the memory that is
+    already reserved."""
 
     def __init__(self, problem: Problem, scratch: list[tuple[tuple[int, ...], str]] | None = None):
         self.problem = problem
         self.steps: list[Step] = []
         self.scratch = [] if scratch is None else scratch
 
-    def memory(self, shape: tuple[int, ...], dtype: str) -> Operand:
-        """More scratch memory, of this shape and dtype."""
+    def allocate(self, shape: tuple[int, ...], dtype: str) -> Operand:
+        """Reserve scratch memory of this shape and dtype."""
         self.scratch.append((shape, dtype))
         return self.problem.scratch(len(self.scratch) - 1, shape, dtype)
 
     def launch(self, module: Any, config: Any, grid: int, **arguments: Any) -> None:
-        """Add a launch."""
+        """Add a launch of a module's kernel to the steps."""
         self.steps.append(kernel_for(module, config, self.problem.device).bind(grid, **arguments))
 
-    def widened(self, name: str, unit: float) -> Operand:
-        """Keys or values of fp8 in q's dtype, times their descale and `unit`; a launch converts them. Those that are not fp8
-        are returned as they are."""
+    def dequantize(self, name: str, unit: float) -> Operand:
+        """Keys or values of fp8, converted to q's dtype by a launch, and multiplied by their descale and `unit`. Those that are
+        not fp8 are returned as they are."""
         problem, narrow = self.problem, self.problem[name]
         if narrow.form.dtype != "float8_e4m3fn" or problem.dtype == narrow.form.dtype:
             return narrow
         if not has_fp8(machine(problem.device).capability):
             raise ValueError(
-                f"{name}: fp8 takes a GPU of compute capability 8.9 or later; it lies on {machine(problem.device)}"
+                f"{name}: float8_e4m3fn needs a GPU of compute capability 8.9 or later; it is on {machine(problem.device)}"
             )
         batch, rows, heads, columns = narrow.form.shape
-        found, count = self.memory((batch, rows, heads, columns), problem.dtype), -(-rows // quantize_kernels.ROWS)
+        found, count = self.allocate((batch, rows, heads, columns), problem.dtype), -(-rows // quantize_kernels.ROWS)
         grid = -(-batch * heads * count // quantize_kernels.WARPS), -(-columns // quantize_kernels.COLUMNS), 1
         config = quantize_kernels.Config("dequantize", DTYPES[problem.dtype], False)
-        descale = over(problem, f"{name}_descale", "BG")
+        descale = expand_axes(problem, f"{name}_descale", "BG")
         step = kernel_for(quantize_kernels, config, problem.device)
-        told = {"gX": narrow, "gOut": found, "gDescale": descale, "unit": unit, "count": count, "heads": heads}
-        self.steps.append(step.bind(grid, **told))
+        args = {"gX": narrow, "gOut": found, "gDescale": descale, "unit": unit, "count": count, "heads": heads}
+        self.steps.append(step.bind(grid, **args))
         return found
 
-    def turned(self, values: Operand) -> Operand:
-        """V of fp8, transposed by a launch of transpose_values.py."""
+    def transpose_v(self, values: Operand) -> Operand:
+        """V of fp8, transposed by a launch (transpose_values.py)."""
         batch, rows, heads, columns = values.form.shape
         blocks = -(-rows // transpose_values.KEYS)
-        found = self.memory((batch, heads, columns, transpose_values.KEYS * blocks), values.form.dtype)
+        found = self.allocate((batch, heads, columns, transpose_values.KEYS * blocks), values.form.dtype)
         config = transpose_values.Config(hopper_fp8.padded_dim(columns))
-        self.launch(transpose_values, config, batch * heads * blocks, gV=values, gTurned=found, blocks=blocks, heads=heads)
+        self.launch(transpose_values, config, batch * heads * blocks, gV=values, gTransposed=found, blocks=blocks, heads=heads)
         return found
 
-    def normed_keys(self, keys: Operand, norm: Rms, padded: int, eps: float) -> Operand:
-        """The normalised keys, written by a launch."""
+    def normalize_keys(self, keys: Operand, norm: RmsNorm, padded: int, eps: float) -> Operand:
+        """The keys, normalised by a launch (norms.py)."""
         problem = self.problem
         shape = batch, rows, heads, columns = problem("BTGD")
         config = norms.Config(
             norm, padded, DTYPES[problem.dtype], keys.source != problem["k"].source or problem.bytes_at_once("k") == ALIGNMENT
         )
-        found, blocks = self.memory(shape, problem.dtype), -(-rows // config.rows)
+        found, blocks = self.allocate(shape, problem.dtype), -(-rows // config.rows)
         numbers = {"norm_eps": eps, "columns": columns}
         arrays = {"gX": keys, "gOut": found, **norm_arrays(problem, "k_norm", "GD")}
         self.launch(norms, config, batch * heads * blocks, blocks=blocks, heads=heads, **numbers, **arrays)
         return found
 
-    def classes(self, blocked: Blocked) -> Operand:
-        """The map of a caller's lists of blocks, written by a launch. ValueError: the lists do not fit the call."""
+    def classify_blocks(self, blocked: Blocked) -> Operand:
+        """The map of a BlockMask, written by a launch (block_masks.py). ValueError: its lists do not fit the call."""
         problem = self.problem
         batch, heads, rows = problem("IJP")
         q_len, kv_len, sequences, all_heads = problem("STNH")
@@ -107,45 +107,55 @@ class Before:
                 "kv_num_blocks", f"must have all rows of blocks of {blocked.rows} queries", "kv_num_blocks", "q"
             )
         shape = batch, heads, rows, -(-kv_len // blocked.cols)
-        found = self.memory(shape, "int8")
-        given = {name: problem[name] for name in block_masks.FIELDS if name in problem}
+        found = self.allocate(shape, "int8")
+        lists = {name: problem[name] for name in block_masks.FIELDS if name in problem}
         grid = batch * heads * -(-rows // block_masks.WARPS)
         numbers = {"rows": rows, "cols": shape[3], "heads": heads}
-        self.launch(block_masks, block_masks.Config(), grid, marks=found, **numbers, **given)
+        self.launch(block_masks, block_masks.Config(), grid, marks=found, **numbers, **lists)
         return found
 
-    def listed(
-        self, spec: VariantSpec, varies: tuple[bool, bool], config: Any, blocks: int, told: dict[str, Any], read: dict[str, Any]
+    def list_key_blocks(
+        self,
+        spec: VariantSpec,
+        varies: tuple[bool, bool],
+        config: Any,
+        blocks: int,
+        args: dict[str, Any],
+        aux_args: dict[str, Any],
     ) -> Operand:
-        """The lists of key blocks of `blocks` tiles of queries, made by two launches. varies: (do they differ by batch? by
-        head?). told: the kernel's arguments for the variant and the sequences. read: the arrays of aux."""
+        """The lists of key blocks of `blocks` query tiles, written by two launches (key_block_lists.py). varies: (do they
+        differ by batch? by head?). args: the kernel's arguments for the variant and the sequences. aux_args: the arrays of
+        aux."""
         batch, heads, kv_len = self.problem("BHT")
         many, keys = (batch if varies[0] else 1, heads if varies[1] else 1), -(-kv_len // config.kv)
-        found, classes = self.memory((*many, blocks, lists.HEAD + keys), "int32"), self.memory((*many, blocks, keys), "int8")
-        unseen = self.memory((*many, blocks, lists.BOTH * keys), "int8")
+        found, classes = (
+            self.allocate((*many, blocks, lists.HEAD + keys), "int32"),
+            self.allocate((*many, blocks, keys), "int8"),
+        )
+        unseen = self.allocate((*many, blocks, lists.BOTH * keys), "int8")
         survey = lists.Survey(spec.variant, config.rows, config.kv, config.axes)
         compaction = lists.Compaction(spec.variant, config.rows, config.kv)
         tiles, groups = many[0] * many[1] * blocks, -(-keys // lists.WARPS)
-        told |= {"classes": classes, "unseen": unseen, "blocks": blocks, "heads": many[1]}
-        self.launch(survey, survey, tiles * groups, groups=groups, **told, **read)
-        self.launch(compaction, compaction, tiles, lists=found, **told)
+        args |= {"classes": classes, "unseen": unseen, "blocks": blocks, "heads": many[1]}
+        self.launch(survey, survey, tiles * groups, groups=groups, **args, **aux_args)
+        self.launch(compaction, compaction, tiles, lists=found, **args)
         return found
 
 
-def planned(
+def plan_forward(
     problem: Problem,
     spec: VariantSpec,
     return_lse: bool,
     family: str | FamilyAndBlock | None,
     aux: Sequence[Operand] = (),
-    listing: Listing | None = None,
+    listing: BlockListPlan | None = None,
     norm_eps: float = 0.0,
     units: tuple[float, float] = (1.0, 1.0),
 ) -> Plan:
-    """The Plan of an assembled variant. Launches that may come before attention: those that normalise keys, convert or
-    transpose fp8, make the map of a caller's blocks; and those that make lists of key blocks, if it cannot be known in advance
-    which keys are seen, and each sequence lies in a batch of its own. listing: how these lists are made, None if none are
-    needed. If the schema has no results, the lists are all that is made, and are returned as BlockLists."""
+    """The Plan of a VariantSpec. Launches before attention normalise keys, convert or transpose fp8, and write the map of a
+    BlockMask; if the variant is data-dependent, and each sequence has a batch of its own, launches also write lists of key
+    blocks. listing: how these lists are written, None if none are needed. If the schema has no results, the Plan only writes
+    the lists, and returns them as BlockLists."""
     batch, q_len, heads, head_dim, kv_len, kv_heads, value_dim = problem("BSHDTGV")
     only_lists = not problem.schema.written
     accumulates = not only_lists and problem.schema.arguments["out"].role == "updated"
@@ -154,56 +164,64 @@ def planned(
     empty = 0 in (batch, q_len, heads)
     if only_lists and (empty or kv_len == 0):
         raise problem.error("q" if empty else "k", "must not be empty where lists of its blocks are made", "q", "k")
-    if empty or kv_len == 0:  # no query sees a key
+    if empty or kv_len == 0:  # there is no score
         if "sink" in problem and not empty:
             raise problem.error("k", "must have at least one key where there is a sink", "k")
-        choose_family(problem, family, tma=True)  # which refuses what it refuses of other calls: nothing is read
+        choose_family(problem, family, tma=True)  # raises the same errors as for other calls; nothing is read
         return Plan([Fill(x, value) for x, value in ((out, 0), (lse, -math.inf)) if x and not accumulates], (), give)
-    where, by_list = sequences_of(problem)[1], listed_keys(problem, listing)
+    layout_args, by_list = choose_layout(problem)[1], uses_block_lists(problem, listing)
     if only_lists and listing is None:
-        raise ValueError("mask: must say which keys are seen, or blocks, where lists are made of them: mask=None, blocks=None")
+        raise ValueError("mask: lists of key blocks need a mask or blocks: mask=None, blocks=None")
     if (only_lists or "lists" in problem) and not by_list:
         name = "lengths_k" if "lengths_k" in problem else "cu_seqlens"
-        raise problem.error(name, "must be None where lists of key blocks are made or given", name)
-    spec, config = chosen(problem, spec, family, aux, listing)
-    blocks = tiles_of(problem, config)[0]
-    before, key_norm = Before(problem), norm_of(problem, "k_norm")
-    given = spec.numbers | variant_arrays(problem)
-    read = {f"aux{n}": x for n, x in enumerate(aux)}
+        raise problem.error(name, "must be None with lists of key blocks", name)
+    spec, config = choose_config(problem, spec, family, aux, listing)
+    blocks = count_tiles(problem, config)[0]
+    before, key_norm = PreparationSteps(problem), choose_norm(problem, "k_norm")
+    variant_args = spec.numbers | variant_arrays(problem)
+    aux_args = {f"aux{n}": x for n, x in enumerate(aux)}
     if listing and listing.blocked:
-        marks = problem["marks"] or before.classes(listing.blocked)
-        given["marks"] = spread(marks, (*problem("NH"), *marks.form.shape[2:]))
+        marks = problem["marks"] or before.classify_blocks(listing.blocked)
+        variant_args["marks"] = broadcast(marks, (*problem("NH"), *marks.form.shape[2:]))
     if listing and by_list:
         if listing.ready_for:
-            check(listing.ready_for, made_for(problem, config, listing))
-        of_scores = {name: x for name, x in given.items() if name in spec.variant.params}
-        found = problem["lists"] or before.listed(spec, listing.varies, config, blocks, where | of_scores, read)
+            check_call(listing.ready_for, describe_call(problem, config, listing))
+        scores_args = {name: x for name, x in variant_args.items() if name in spec.variant.params}
+        found = problem["lists"] or before.list_key_blocks(
+            spec, listing.varies, config, blocks, layout_args | scores_args, aux_args
+        )
         if only_lists:
             marked = (marks, listing.blocked.rows, listing.blocked.cols) if listing.blocked else None
-            return Plan(before.steps, before.scratch, giving(made_for(problem, config, listing), found, marked))
-        given["lists"] = spread(found, (batch, heads, *found.form.shape[2:]))
-    keys, values = (before.widened(name, unit) for name, unit in zip("kv", units))
+            return Plan(
+                before.steps, before.scratch, return_block_lists(describe_call(problem, config, listing), found, marked)
+            )
+        variant_args["lists"] = broadcast(found, (batch, heads, *found.form.shape[2:]))
+    keys, values = (before.dequantize(name, unit) for name, unit in zip("kv", units))
     if isinstance(config, hopper_fp8.Config) and config.v_transpose.before:
-        values = before.turned(values)
-    keys = keys if key_norm is None else before.normed_keys(keys, key_norm, config.head_dim, norm_eps)
-    told = {"gQ": problem["q"], "gK": keys, "gV": values, "gO": out, "gLse": lse, **where, **given, **read}
-    return Plan([*before.steps, launch(problem, spec, config, kv_len, **told)], before.scratch, give)
+        values = before.transpose_v(values)
+    keys = keys if key_norm is None else before.normalize_keys(keys, key_norm, config.head_dim, norm_eps)
+    args = {"gQ": problem["q"], "gK": keys, "gV": values, "gO": out, "gLse": lse, **layout_args, **variant_args, **aux_args}
+    return Plan([*before.steps, bind_launch(problem, spec, config, kv_len, **args)], before.scratch, give)
 
 
-def listed_keys(problem: Problem, listing: Listing | None) -> bool:
-    """Do lists say which blocks of keys a tile sees?"""
-    return listing is not None and sequences_of(problem)[0] is BatchedLayout
+def uses_block_lists(problem: Problem, listing: BlockListPlan | None) -> bool:
+    """Do lists say which key blocks a query tile reads?"""
+    return listing is not None and choose_layout(problem)[0] is BatchedLayout
 
 
-def chosen(
-    problem: Problem, spec: VariantSpec, family: str | FamilyAndBlock | None, aux: Sequence[Operand], listing: Listing | None
+def choose_config(
+    problem: Problem,
+    spec: VariantSpec,
+    family: str | FamilyAndBlock | None,
+    aux: Sequence[Operand],
+    listing: BlockListPlan | None,
 ) -> tuple[VariantSpec, Shape]:
-    """(the assembled variant as the kernel takes it, the configuration of the kernel) for a problem that has queries and keys:
-    see `planned`."""
-    (seq_layout, _), schema, axes = sequences_of(problem), problem.schema, tuple(len(x.form.shape) for x in aux)
-    tma, by_list = choose_family(problem, family) == "sm_90", listed_keys(problem, listing)
+    """(the VariantSpec as the kernel takes it, the kernel's configuration), for a problem that has queries and keys: see
+    `plan_forward`."""
+    (seq_layout, _), schema, axes = choose_layout(problem), problem.schema, tuple(len(x.form.shape) for x in aux)
+    tma, by_list = choose_family(problem, family) == "sm_90", uses_block_lists(problem, listing)
     if tma and problem.dtype != "float8_e4m3fn":
-        spec = spec._replace(variant=in_tiles(problem, spec.variant))
+        spec = spec._replace(variant=load_bias_by_tma(problem, spec.variant))
     written = schema.arguments["out"] if schema.written else None
     float32_out, accumulates = bool(written and written.holds == "float32"), bool(written and written.role == "updated")
     kind = {"seq_layout": seq_layout, "axes": axes, "by_list": by_list, "float32_out": float32_out, "accumulates": accumulates}
@@ -211,30 +229,32 @@ def chosen(
         kind = {}
     if not tma and problem.dtype == "float8_e4m3fn":
         require_hopper(problem)
-        raise ValueError(f"family: q of float8_e4m3fn takes sm_90: {family=}")
-    return spec, config_of(problem, spec, tma, problem("T")[0], family_block_kv(family), **kind)
+        raise ValueError(f"family: must be sm_90 for q of float8_e4m3fn: {family=}")
+    return spec, config_for_problem(problem, spec, tma, problem("T")[0], family_block_kv(family), **kind)
 
 
-def in_tiles(problem: Problem, of: Variant) -> Variant:
-    """The variant with its bias loaded in tiles by TMA, if that is possible: it must have 2 bytes a number, contiguous along
-    the keys."""
+def load_bias_by_tma(problem: Problem, of: Variant) -> Variant:
+    """The variant with its bias loaded in tiles by TMA, if possible: its dtype must have 2 bytes, and its keys must be
+    contiguous."""
     if isinstance(of, Both):
-        return Both(in_tiles(problem, of.one), in_tiles(problem, of.other))
+        return Both(load_bias_by_tma(problem, of.one), load_bias_by_tma(problem, of.other))
     if type(of) is not Biased:
         return of
     form = problem["bias"].form
-    adjacent = form.shape[-1] > 1 and form.strides[-1] == form.itemsize == ELEMENT
+    adjacent = form.shape[-1] > 1 and form.strides[-1] == form.itemsize == BIAS_ITEM
     by_tma = adjacent and problem.bytes_at_once("bias") == ALIGNMENT
     return BiasedByTile(of.last, of.in_units_of_one, DTYPES[form.dtype]) if by_tma else of
 
 
-def config_of(problem: Problem, spec: VariantSpec, tma: bool, kv_len: int, kv: int | None = None, **kind: Any) -> Shape:
-    """The configuration for an assembled variant. tma: is it one of Hopper's kernels? kv: how many keys a block must have, if
-    it matters. kind: further fields of the Config."""
+def config_for_problem(
+    problem: Problem, spec: VariantSpec, tma: bool, kv_len: int, kv: int | None = None, **kind: Any
+) -> Shape:
+    """The configuration for a VariantSpec. tma: of a kernel for Hopper? kv: how many keys a block must have, None for any.
+    kind: further fields of the Config."""
     head_dim, value_dim = problem("DV")
     dtype, gpu = DTYPES[problem.dtype], machine(problem.device)
     if dtype is fp8e4m3:
-        blocked = of_blocks(problem)
+        blocked = block_descale_names(problem)
         descales = BlockDescales("v_descale" in blocked, "k_descale" in problem) if blocked else hopper_fp8.HEAD_DESCALES
         batch, q_len, heads, kv_heads = problem("BSHG")
         load = q_len, kv_len, batch * heads, heads // kv_heads, gpu.processors
@@ -244,18 +264,18 @@ def config_of(problem: Problem, spec: VariantSpec, tma: bool, kv_len: int, kv: i
         config = hopper.config_for(head_dim, dtype, spec.variant, min(kv_len, spec.reach), value_dim, **kind)
         batch, queries, heads = problem("BSH")
         sequences = problem("E")[0] - 1 if issubclass(config.seq_layout, PackedLayout) else batch
-        of_sequence, batch_heads = batch * queries / sequences, sequences * heads
-        found = hopper.fitted(config, of_sequence, kv_len, batch_heads, gpu.processors)
+        mean_queries, batch_heads = batch * queries / sequences, sequences * heads
+        found = hopper.fit_to_load(config, mean_queries, kv_len, batch_heads, gpu.processors)
         if kv in (None, found.kv):
             return found
-        return hopper.fitted(hopper.of_blocks(config, kv), of_sequence, kv_len, batch_heads, gpu.processors, kv)
-    room, vector_bytes = gpu.shared_bytes, problem.bytes_at_once()
-    own = ampere.config_for(head_dim, dtype, spec.variant, room, vector_bytes, value_dim, **kind)
-    return own if kv is None else ampere.of_blocks(own, kv, room)
+        return hopper.fit_to_load(hopper.with_kv(config, kv), mean_queries, kv_len, batch_heads, gpu.processors, kv)
+    shared_limit, vector_bytes = gpu.shared_bytes, problem.bytes_at_once()
+    config = ampere.config_for(head_dim, dtype, spec.variant, shared_limit, vector_bytes, value_dim, **kind)
+    return config if kv is None else ampere.with_kv(config, kv, shared_limit)
 
 
-def tiles_of(problem: Problem, config: Shape) -> tuple[int, int]:
-    """(how many tiles of queries a pair of head and batch has, how many pairs there are)"""
+def count_tiles(problem: Problem, config: Shape) -> tuple[int, int]:
+    """(how many query tiles a pair of batch and head has, how many pairs there are)"""
     batch, q_len, heads = problem("BSH")
     if issubclass(config.seq_layout, PackedLayout):
         (ends,) = problem("E")
@@ -266,80 +286,84 @@ def tiles_of(problem: Problem, config: Shape) -> tuple[int, int]:
     return -(-q_len // config.rows), batch * heads
 
 
-def launch(problem: Problem, spec: VariantSpec, config: Shape, most_keys: int, **told: Operand | Any) -> Step:
-    """The launch of attention itself. most_keys: of a sequence. told: the kernel's other arguments: arrays, and what it is
-    told of the variant, the sequences and the source of keys."""
+def bind_launch(problem: Problem, spec: VariantSpec, config: Shape, most_keys: int, **args: Operand | Any) -> Step:
+    """The launch of attention itself. most_keys: of a sequence. args: the kernel's other arguments, arrays and the arguments of
+    the variant, the sequences' layout and the source of keys."""
     gpu, dtype, variant = machine(problem.device), DTYPES[problem.dtype], spec.variant
     q_len, heads, head_dim, kv_heads, value_dim = problem("SHDGV")
-    blocks, batch_heads = tiles_of(problem, config)
+    blocks, batch_heads = count_tiles(problem, config)
     group, grid = heads // kv_heads, batch_heads * blocks
     if config.persistent:
         grid = persistent(gpu, grid)
     nbytes = most_keys * (head_dim + value_dim) * dtype.itemsize / group
-    alike = config.persistent and spec.reach < most_keys  # a window's tiles, but for a pair's first ones
+    alike = config.persistent and spec.reach < most_keys  # windows: all tiles but the first ones take as long
     uneven = not alike and (variant.monotonic or (config.persistent and q_len % config.rows > 0))
     if isinstance(config, hopper_fp8.Config):
-        told |= {f"g{name.upper()}Descale": descale_argument(problem, name, config.descales) for name in "qkv"}
+        args |= {f"g{name.upper()}Descale": descale_argument(problem, name, config.descales) for name in "qkv"}
     else:
-        told["slack"] = SLACK / (spec.unit * LOG2_E)
-    band = band_of(grid, gpu.processors, nbytes, gpu.cache_bytes, uneven)
+        args["slack"] = SLACK / (spec.unit * LOG2_E)
+    raster_group = choose_raster_group(grid, gpu.processors, nbytes, gpu.cache_bytes, uneven)
     return kernel_for(KERNELS[type(config)], config, problem.device).bind(
         grid,
         blocks=blocks,
         heads=heads,
         batch_heads=batch_heads,
-        band=band if config.persistent else even(band, batch_heads, config.seq_layout is QueryPartsLayout),
+        raster_group=raster_group
+        if config.persistent
+        else balance_raster_groups(raster_group, batch_heads, config.seq_layout is QueryPartsLayout),
         group=group,
         scale=spec.unit * LOG2_E,
-        **told,
+        **args,
     )
 
 
 def descale_argument(problem: Problem, name: str, descales: HeadDescales) -> Operand | None:
-    """The kernel's argument for the descale of q, k or v: see descales.py."""
+    """The kernel's argument for the descale of q, k or v (descales.py)."""
     which = f"{name}_descale"
     if which not in problem or not descales.by_block or (name == "v" and len(problem.axes(which)) < 3):
-        return over(problem, which, "NG")
+        return expand_axes(problem, which, "NG")
     batch, rows, kv_heads, heads = problem("NSGH" if name == "q" else "NTGH")
-    each, group = len(problem.axes(which)) == 3, heads // kv_heads  # has each block its own?
-    operand: Any = problem[which] if each else over(problem, which, "NG")
-    first, block, head = operand.form.strides if each else (operand.form.strides[0], 0, operand.form.strides[1])
+    by_block, group = len(problem.axes(which)) == 3, heads // kv_heads
+    operand: Any = problem[which] if by_block else expand_axes(problem, which, "NG")
+    first, block, head = operand.form.strides if by_block else (operand.form.strides[0], 0, operand.form.strides[1])
     shape: tuple[int, ...] = (batch, -(-rows // BLOCK), kv_heads)
     strides: tuple[int, ...] = (first, block, head)
-    if name == "q":  # one of each of its own heads, or of those that share one of keys
-        shape, strides = (*shape, group), (first, block, group * head, head) if each else (*strides, 0)
+    if name == "q":  # one for each query head, or for each key head
+        shape, strides = (*shape, group), (first, block, group * head, head) if by_block else (*strides, 0)
     return operand._replace(form=operand.form._replace(shape=shape, strides=strides))
 
 
-def made_for(problem: Problem, config: Any, listing: Listing) -> str:
-    """The description of the calls that lists serve: see BlockLists."""
+def describe_call(problem: Problem, config: Any, listing: BlockListPlan) -> str:
+    """The description of the calls that lists serve, for BlockLists.made_for."""
     batch, heads, queries, keys = map(int, problem("BHST"))
     each = [f"{name}={n if differ else 'any'}" for name, n, differ in zip(("batch", "heads"), (batch, heads), listing.varies)]
-    return "; ".join([f"{queries=}; {keys=}", *each, f"tiles={config.rows} x {config.kv}", listing.seen])
+    return "; ".join([f"{queries=}; {keys=}", *each, f"tiles={config.rows} x {config.kv}", listing.description])
 
 
 def variant_arrays(problem: Problem) -> dict[str, Operand]:
-    """The arrays that variants read, by the names of the kernel's parameters."""
-    slopes = over(problem, "alibi", "NH")
-    if slopes is not None and "Z" in problem.extents:  # a part is a sequence, and all have the same slopes: see _parts
+    """{argument of the kernel: array} of the arrays that variants read."""
+    slopes = expand_axes(problem, "alibi", "NH")
+    if (
+        slopes is not None and "Z" in problem.extents
+    ):  # each part is a sequence, and all have the same slopes: see _query_parts_args
         batch, parts, heads = problem("BZH")
         slopes = slopes._replace(form=slopes.form._replace(shape=(batch * parts, heads)))
-    found = {"slopes": slopes, "sinks": problem["sink"], "bias": over(problem, "bias", "NHST")}
+    found = {"slopes": slopes, "sinks": problem["sink"], "bias": expand_axes(problem, "bias", "NHST")}
     found["seeds"] = problem["seed"]
     return {name: x for name, x in found.items() if x is not None} | norm_arrays(problem, "q_norm", "HD")
 
 
-def norm_of(problem: Problem, name: str) -> Rms | None:
-    """The norm that the arguments of this name ask for, None if there are none."""
-    return None if name not in problem else Layer() if f"{name}_bias" in problem else Rms()
+def choose_norm(problem: Problem, name: str) -> RmsNorm | None:
+    """The norm object for the arguments of this name, None if there are none."""
+    return None if name not in problem else LayerNorm() if f"{name}_bias" in problem else RmsNorm()
 
 
 def norm_arrays(problem: Problem, name: str, axes: str) -> dict[str, Operand]:
-    """The arrays of a norm, weights and if there is one a bias, by the names of the kernel's parameters. ValueError: their
-    last axis is not contiguous."""
+    """{argument of the kernel: array} of a norm: its weights, and its bias if there is one. ValueError: their last axis is not
+    contiguous."""
     found = {}
     for said, which in (("norm_weights", name), ("norm_bias", f"{name}_bias")):
-        operand = over(problem, which, axes)
+        operand = expand_axes(problem, which, axes)
         if operand is not None:
             if operand.form.strides[-1] != operand.form.itemsize:
                 raise ValueError(f"{which}: last axis must be contiguous: {which}.strides={problem.forms[which].strides}")
@@ -347,34 +371,34 @@ def norm_arrays(problem: Problem, name: str, axes: str) -> dict[str, Operand]:
     return found
 
 
-def sequences_of(problem: Problem) -> tuple[type[BatchedLayout], dict[str, Any]]:
-    """(the class that says how the sequences lie, the kernel's arguments for it). ValueError: arguments for sequences do not
-    fit each other."""
+def choose_layout(problem: Problem) -> tuple[type[BatchedLayout], dict[str, Any]]:
+    """(the layout of the sequences, the kernel's arguments for it). ValueError: arguments of sequences contradict each
+    other."""
     q_len, kv_len = problem("ST")
     if "cu_seqlens_k" in problem and "cu_seqlens" not in problem:
-        raise ValueError("cu_seqlens_k: takes cu_seqlens, too, which is None")
+        raise ValueError("cu_seqlens_k: needs cu_seqlens, which is None")
     if "cu_seqlens" in problem:
         if "cu_seqlens_k" not in problem and q_len != kv_len:
-            raise problem.error("cu_seqlens_k", "must be given where keys are more or fewer than queries", "q", "k")
+            raise problem.error("cu_seqlens_k", "is required if q and k have different numbers of rows", "q", "k")
         ends = problem["cu_seqlens"]
-        where = {"ends": ends, "ends_k": problem["cu_seqlens_k"] or ends}
+        args = {"ends": ends, "ends_k": problem["cu_seqlens_k"] or ends}
         if "lengths_k" in problem:
-            return PackedSeqUsedLayout, where | {"lengths": problem["lengths_k"]}
-        return PackedLayout, where
+            return PackedSeqUsedLayout, args | {"lengths": problem["lengths_k"]}
+        return PackedLayout, args
     if "lengths_k" in problem and "Z" in problem.extents:
-        return QueryPartsLayout, _parts(problem)
+        return QueryPartsLayout, _query_parts_args(problem)
     if "lengths_k" in problem:
         return SeqUsedLayout, {"q_len": q_len, "lengths": problem["lengths_k"]}
     return BatchedLayout, {"q_len": q_len, "kv_len": kv_len}
 
 
-def _parts(problem: Problem) -> dict[str, Any]:
-    """The kernel's arguments for Parts. ValueError, NotImplementedError: lengths_k does not fit, or an argument does not go
-    with it."""
+def _query_parts_args(problem: Problem) -> dict[str, Any]:
+    """The kernel's arguments for QueryPartsLayout. ValueError, NotImplementedError: lengths_k does not fit, or another argument
+    is not supported with it."""
     lengths, (q_len, parts, batch) = problem["lengths_k"], problem("SZB")
     form = lengths.form
     if parts == 0 or q_len % parts:
-        raise problem.error("lengths_k", "must have so many parts as queries are divided into", "lengths_k", "q")
+        raise problem.error("lengths_k", "must have a number of parts that divides the queries", "lengths_k", "q")
     if form.strides != (parts * form.itemsize, form.itemsize):
         raise ValueError(f"lengths_k: must be contiguous: lengths_k.strides={form.strides}")
     others = {
@@ -389,14 +413,14 @@ def _parts(problem: Problem) -> dict[str, Any]:
         others["alibi"] = "slopes of each batch in alibi"
     for name, said in others.items():
         if name in problem:
-            raise NotImplementedError(f"lengths_k: of parts of queries it is not served with {said}")
+            raise NotImplementedError(f"lengths_k: of shape (B, C) is not supported with {said}")
     flat = lengths._replace(form=form._replace(shape=(batch * parts,), strides=(form.itemsize,)))
     return {"q_len": q_len // parts, "parts": parts, "lengths": flat}
 
 
-def over(problem: Problem, name: str, axes: str) -> Operand | None:
-    """An argument as an operand with the extents of `axes`: axes of length 1 are spread, and so is a first axis that it lacks.
-    None if it is not given. ValueError: it has another shape."""
+def expand_axes(problem: Problem, name: str, axes: str) -> Operand | None:
+    """An argument as an operand with the extents of `axes`: axes of length 1, and a missing first axis, are broadcast. None if
+    the argument is None. ValueError: it has another shape."""
     operand = problem[name]
     if operand is None:
         return None
@@ -408,11 +432,11 @@ def over(problem: Problem, name: str, axes: str) -> Operand | None:
     if any(have not in (1, want) for have, want in zip(shape, extents)):
         wanted = ", ".join(f"{want} or 1" if want > 1 and a in "UWXY" else f"{want}" for a, want in zip(lettered, extents))
         raise ValueError(f"{name}: must have the shape ({wanted}): {name}.shape={form.shape}")
-    return spread(operand._replace(form=form._replace(shape=shape, strides=strides)), extents)
+    return broadcast(operand._replace(form=form._replace(shape=shape, strides=strides)), extents)
 
 
-def spread(operand: Operand, extents: tuple[int, ...]) -> Operand:
-    """The operand with these extents. Along axes of length 1 its one element is repeated."""
+def broadcast(operand: Operand, extents: tuple[int, ...]) -> Operand:
+    """The operand broadcast to these extents along its axes of length 1."""
     form = operand.form
     strides = tuple(0 if have == 1 else stride for have, stride in zip(form.shape, form.strides))
     return operand._replace(form=form._replace(shape=extents, strides=strides))

@@ -2,44 +2,46 @@
 
 from typing import Any
 
-from numpy import int32
+from numpy import int32, uint32
 
 from tiles import inlined, static
 from tiles.numba_names import types
 
 from .tiling import KeyBlocks, Tiling
 
-HEAD = 4  # integers of a list before the blocks
+HEAD = 4  # integers of a list before the block numbers
 
 
 LISTS, CLASSES = types.Array(types.int32, 4, "A"), types.Array(types.int8, 4, "A")
 
 
-AHEAD, BEHIND, BOTH, MOST = 0, 1, 2, 127  # the two numbers of unseen keys, which lie side by side; the most that int8 holds
+AHEAD, BEHIND, BOTH, MOST = 0, 1, 2, 127  # the two adjacent counts of unseen keys; the greatest int8
 
 
 @static
-class Listed(Tiling):
-    """A Tiling in which a list says which key blocks a tile works on: params.lists, by batch, head and block of queries."""
+class ListedTiling(Tiling):
+    """A Tiling whose key blocks are listed in params.lists, by batch, head and query block. Indices are unsigned: one that may
+    be negative is compared with 0, and takes two registers."""
 
     @property
     def params(self) -> dict[str, Any]:
         return {"lists": LISTS}
 
     @property
-    def ends_within(self) -> bool:
-        """See Tiling. Some lists name a block beyond the last key."""
+    def masks_end(self) -> bool:
+        """False: some lists name a block behind the last key."""
         return False
 
     @inlined
     def key_blocks(self, row, ctx):
-        lists, batch, head, tile = ctx.params.lists, ctx.batch, ctx.head, row // self.rows
-        n, cut = lists[batch, head, tile, 0], lists[batch, head, tile, 1]
+        lists, batch, head, tile = ctx.params.lists, uint32(ctx.batch), uint32(ctx.head), uint32(row // self.rows)
+        n, masked = lists[batch, head, tile, 0], lists[batch, head, tile, 1]
         ahead, behind = lists[batch, head, tile, 2], lists[batch, head, tile, 3]
-        return KeyBlocks(int32(0), int32(n), int32(0), int32(cut), int32(ahead), int32(behind))
+        return KeyBlocks(int32(0), int32(n), int32(0), int32(masked), int32(ahead), int32(behind))
 
     @inlined
     def key(self, blocks, i, ctx):
-        i = min(i, blocks.n - 1)  # kernels ask ahead
+        i = min(i, blocks.n - 1)  # kernels prefetch behind the last
         place = HEAD + i if i < blocks.masked else ctx.params.lists.shape[3] - 1 - i + blocks.masked
-        return int32(ctx.params.lists[ctx.batch, ctx.head, ctx.row // self.rows, place] * self.kv)
+        batch, head, tile = uint32(ctx.batch), uint32(ctx.head), uint32(ctx.row // self.rows)
+        return int32(ctx.params.lists[batch, head, tile, uint32(place)] * self.kv)

@@ -10,41 +10,41 @@ from .variants import Variant
 
 
 @static
-class Rms:
+class RmsNorm:
     """x / sqrt(mean(x^2) + eps) * weights."""
 
     def __str__(self):
-        return type(self).__name__.lower()
+        return type(self).__name__.lower().removesuffix("norm")
 
     @property
     def params(self) -> dict[str, Any]:
-        """The kernel's arguments that it reads, and what they are. norm_weights: (head, column). columns: of a row."""
+        """{name: type} of the kernel's arguments that the norm reads. norm_weights: (head, column). columns: of a row."""
         return {"norm_weights": array(2), "norm_eps": FLOAT, "columns": INT}
 
     @inlined
     def of_rows(self, x, params):
-        """(mean, 1 / deviation) of the rows of a tile; the mean is 0 for this norm. The tile's columns from params.columns on
-        are 0."""
+        """(mean, 1 / standard deviation) of the rows of a tile; the mean is 0 for this norm. The tile's columns from
+        params.columns on are 0."""
         return zeros(x.col_vec), rsqrt(row_sum(x * x) / params.columns + params.norm_eps)
 
     @inlined
     def part(self, x, of_rows, head, col, params):
-        """Some columns of these rows, normalised: those of a head from column `col` on."""
+        """The normalised columns x of these rows, from column `col` of the head on."""
         _, scale = of_rows
         return x * scale * self.columns(params.norm_weights, x, head, col)
 
     @inlined
     def columns(self, of, x, head, col):
-        """The elements of an array (head, column) for these columns."""
+        """The elements of an array `of` (head, column) for these columns."""
         return load(of, x.row_vec, (head, col), 0, 1, True)
 
 
-class Layer(Rms):
-    """The same of x - mean(x), plus a bias."""
+class LayerNorm(RmsNorm):
+    """(x - mean(x)) / sqrt(var(x) + eps) * weights + bias."""
 
     @property
     def params(self) -> dict[str, Any]:
-        """See Rms. norm_bias: (head, column)."""
+        """The arguments of RmsNorm, and norm_bias: (head, column)."""
         return {"norm_weights": array(2), "norm_bias": array(2), "norm_eps": FLOAT, "columns": INT}
 
     @inlined
@@ -62,12 +62,12 @@ class Layer(Rms):
 
 @static
 class Normed(Variant):
-    """A variant whose queries are normalised by `norm`."""
+    """A variant that normalises the query tile by `norm`."""
 
     cheap_mask = True
     prepares_queries = True
 
-    norm: Rms
+    norm: RmsNorm
 
     def __str__(self):
         return f"{self.norm} queries"
@@ -81,5 +81,5 @@ class Normed(Variant):
         return self.norm.of_rows(x, ctx.params)
 
     @inlined
-    def prepare_queries(self, x, of_queries, ctx, col):
-        return self.norm.part(x, of_queries, ctx.head, col, ctx.params)
+    def prepare_queries(self, x, stats, ctx, col):
+        return self.norm.part(x, stats, ctx.head, col, ctx.params)

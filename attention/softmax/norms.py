@@ -1,8 +1,8 @@
 """Norms of each head's rows, before the scores.
 
-Queries are normalised where a kernel of attention has them, in shared memory, once a tile. Keys, which every tile of queries
-reads, are normalised once before it, by the kernel here, into scratch memory. (To multiply the scores by 1 / rms of their keys
-would save writing K, and cost every score a product; a layer norm's bias would take sums over rows besides.)"""
+The attention kernels normalise a query tile in shared memory. Keys, which every query tile reads, are normalised once before
+attention, by the kernel here, into scratch memory. (Multiplying scores by 1 / rms of their keys instead would save writing K,
+and cost a product for each score; a layer norm's bias would also need row sums.)"""
 
 import functools
 import itertools
@@ -18,29 +18,29 @@ from tiles.arguments import INT, array, record
 from tiles.layout import LANES
 
 from .hopper import SHAPES
-from .norm_parts import Layer, Rms
+from .norm_parts import LayerNorm, RmsNorm
 
-WARPS, ROWS = 8, 16  # of a thread block of the kernel; rows of each
+WARPS, ROWS = 8, 16  # of a CTA; rows of a warp
 
 
 @dataclass(frozen=True)
 class Config:
-    """The configuration of the kernel that normalises keys. norm: which. head_dim: columns of a row, padded. aligned: do rows
-    begin at multiples of 16 bytes?"""
+    """The configuration of the kernel that normalises keys. head_dim: columns of a row, padded. aligned: do rows begin at
+    multiples of 16 bytes?"""
 
-    norm: Rms
+    norm: RmsNorm
     head_dim: int
     dtype: dtype
     aligned: bool
 
     @property
     def threads(self):
-        """Threads of a block."""
+        """Threads of a CTA."""
         return LANES * WARPS
 
     @property
     def rows(self):
-        """Rows of a block."""
+        """Rows of a CTA."""
         return ROWS * WARPS
 
     def __str__(self):
@@ -48,8 +48,8 @@ class Config:
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
-    """The configurations, the same for all GPUs."""
-    for of, norm, head_dim in itertools.product((bf16, fp16) if everything else (bf16,), (Rms(), Layer()), SHAPES):
+    """The configurations, which are the same for all GPUs."""
+    for of, norm, head_dim in itertools.product((bf16, fp16) if everything else (bf16,), (RmsNorm(), LayerNorm()), SHAPES):
         yield Config(norm, head_dim, of, True)
 
 
@@ -62,12 +62,12 @@ def make(config: Config):
 
     @cuda.jit(launch_bounds=(config.threads, 1))
     def normalise(gX: array(4, INPUT), gOut: array(4, INPUT), params: PARAMS, blocks: INT, heads: INT):
-        """The norm of every row of X (batch, row, head, column)."""
+        """Out = norm(X), row by row. X: (batch, row, head, column)."""
         batch_head, block = divmod(cuda.blockIdx.x, blocks)
         batch, head = divmod(batch_head, heads)
         row = ROWS * (WARPS * block + int32(cuda.threadIdx.x // LANES))
         of_rows = norm.of_rows(load(gX, X, (batch, row, head, 0), 1, 3, ALIGNED), params)
-        for col in range(0, X.cols, PART.cols):  # again, from near: all at once would take too many registers
+        for col in range(0, X.cols, PART.cols):  # reloaded from cache: all columns at once would need too many registers
             at = batch, row, head, col
             store(gOut, INPUT(norm.part(load(gX, PART, at, 1, 3, ALIGNED), of_rows, head, col, params)), at, 1, 3, True)
 

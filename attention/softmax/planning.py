@@ -1,4 +1,4 @@
-"""What the planners of attention.forward, its gradients and decode find in a problem and its options."""
+"""Helpers of the planners of forward, its gradients and decode: parts of variants, functions, windows, lists, checks."""
 
 from collections.abc import Callable, Sequence
 
@@ -6,149 +6,149 @@ from tiles.arrays import Number, Operand
 from tiles.schema import Problem
 
 from ..options import SCALE_RANGE
-from .algebra import ends_of_mask, least
+from .algebra import mask_bounds, min_end
 from .block_masks import FIELDS, Blocked, BlockedMask
 from .call_options import AUX
-from .dropped import Dropped, DroppedAnew, numbers_of
-from .launches import norm_of
+from .dropped import Dropped, DroppedSeedInMemory, dropout_numbers
+from .launches import choose_norm
 from .norm_parts import Normed
-from .prepared_lists import Listing
-from .python_functions import evaluated, known, reads
+from .prepared_lists import BlockListPlan
+from .python_functions import check_function, find_function, reads_argument
 from .scores import Biased, BiasedByKey
 from .variants import Variant
 
-INDICES = 2**24  # tiles of indices are of float32: whole numbers below this
+INDICES = 2**24  # indices in kernels are float32, exact below this
 
 
-def parts_of(
+def norm_and_dropout_parts(
     problem: Problem, norm_eps: float, dropout: float | None, seed_value: Number | None
 ) -> list[tuple[Variant, dict[str, float | Number]]]:
-    """[(variant, its numbers)] for norms of queries and for dropout."""
+    """[(variant, {argument: number})] for norms of queries and for dropout."""
     found: list[tuple[Variant, dict[str, float | Number]]] = []
-    if norm := norm_of(problem, "q_norm"):
+    if norm := choose_norm(problem, "q_norm"):
         found.append((Normed(norm), {"norm_eps": norm_eps, "columns": problem("D")[0]}))
     if dropout is not None:
-        found.append(dropped(problem, dropout, seed_value))
+        found.append(dropout_part(problem, dropout, seed_value))
     return found
 
 
-def dropped(problem: Problem, dropout: float, seed: Number | None) -> tuple[Dropped, dict[str, float | Number]]:
-    """(the variant for dropout, its numbers). seed: None if it lies in memory. ValueError: an array for the seed has not one
-    element."""
+def dropout_part(problem: Problem, dropout: float, seed: Number | None) -> tuple[Dropped, dict[str, float | Number]]:
+    """(the variant for dropout, {argument: number}). seed: None if it is in device memory. ValueError: an array for the seed
+    has more than one element."""
     if "seed" in problem and problem("O") != (1,):
         raise problem.error("seed", "must have one element", "seed")
     if seed is None:
-        return DroppedAnew(), {**numbers_of(dropout)}
-    return Dropped(), {**numbers_of(dropout), "seed": seed}
+        return DroppedSeedInMemory(), {**dropout_numbers(dropout)}
+    return Dropped(), {**dropout_numbers(dropout), "seed": seed}
 
 
-def bias_of(problem: Problem, last: bool, in_units_of_one: bool = False) -> Biased | None:
+def bias_part(problem: Problem, last: bool, in_units_of_one: bool = False) -> Biased | None:
     """The variant for the problem's bias, None if there is none. It follows from the bias's strides. last, whole: see
     Biased."""
     if "bias" not in problem:
         return None
     form = problem["bias"].form
     one_row = form.shape[-2] == 1 or form.strides[-2] == 0
-    adjacent = form.shape[-1] > 1 and form.strides[-1] == form.itemsize  # what is alone is spread: see launches.over
+    adjacent = (
+        form.shape[-1] > 1 and form.strides[-1] == form.itemsize
+    )  # an axis of length 1 is broadcast: see launches.expand_axes
     return BiasedByKey(last, in_units_of_one, adjacent) if one_row else Biased(last, in_units_of_one)
 
 
-def functions_of(
+def load_functions(
     problem: Problem, mask: str | None, score: str | None, most_keys: int | None = None
 ) -> tuple[Callable | None, Callable | None, list[Operand]]:
-    """(mask, score, [the arrays of aux]) from the names that functions are known by. most_keys: of a sequence, if keys do not
-    lie one behind the other. ValueError, TypeError: there are too many keys to count in float32, or a function cannot be
-    called."""
+    """(mask, score, [the arrays of aux]) from the names under which functions are registered. most_keys: of a sequence, if keys
+    are in a paged cache. ValueError, TypeError: there are too many keys for float32 indices, or a function cannot be called."""
     q_len, kv_len = problem("ST")
     kv_len = kv_len if most_keys is None else most_keys
     if (mask or score) and max(q_len, kv_len) >= INDICES:
         name = "mask" if mask else "score"
-        raise problem.error(name, "counts queries and keys in float32, so there must be fewer than 2**24 of each", "q", "k")
+        raise problem.error(name, "has float32 indices of queries and keys: there must be fewer than 2**24 of each", "q", "k")
     aux = [x for x in (problem[f"aux{n}"] for n in range(AUX)) if x is not None]
-    masking, scoring = known(mask), known(score)
+    masking, scoring = find_function(mask), find_function(score)
     for name, function in ("mask", masking), ("score", scoring):
         if function is not None:
-            evaluated(name, function, [x.form for x in aux])
+            check_function(name, function, [x.form for x in aux])
     return masking, scoring, aux
 
 
-def as_window(
+def reduce_to_window(
     problem: Problem,
     mask: Callable | None,
     axes: Sequence[int],
     causal: bool,
     window: tuple[int | None, int | None],
 ) -> tuple[Callable | None, bool, tuple[int | None, int | None]]:
-    """(mask, causal, window), with None for the mask if it is only a window, which the others then say. The window must be at
-    the same place in all sequences, and there must be no lists of blocks, neither given nor asked for. axes: how many axes
-    each array of aux has."""
+    """(mask, causal, window), with the mask replaced by a window if it is one. All sequences must have the same lengths, and
+    there must be no lists of blocks, neither as an argument nor as the result. axes: how many axes each array of aux has."""
     listed = not problem.schema.written or "lists" in problem or FIELDS[0] in problem
-    if mask is None or listed or _ragged(problem):
+    if mask is None or listed or _is_ragged(problem):
         return mask, causal, window
-    found = window_of(mask, axes, causal, window, *problem("ST"))
+    found = window_of_mask(mask, axes, causal, window, *problem("ST"))
     return (mask, causal, window) if found is None else (None, False, found)
 
 
-def window_of(
+def window_of_mask(
     mask: Callable, axes: Sequence[int], causal: bool, window: tuple[int | None, int | None], queries: int, keys: int
 ) -> tuple[int | None, int | None] | None:
-    """The window that a mask is, together with causal and another window, for so many queries and keys; None if it is more
-    than a window. axes: how many axes each array of aux has."""
-    ends = ends_of_mask(mask, axes)
+    """The window that a mask function amounts to, intersected with causal and another window, for so many queries and keys;
+    None if the mask is no window. axes: how many axes each array of aux has."""
+    ends = mask_bounds(mask, axes)
     if ends is None:
         return None
     shift, (left, right) = keys - queries, window
-    left = least(left, None if ends.left is None else ends.left + shift)
-    right = least(0 if causal else right, None if ends.right is None else ends.right - shift)
+    left = min_end(left, None if ends.left is None else ends.left + shift)
+    right = min_end(0 if causal else right, None if ends.right is None else ends.right - shift)
     if left is not None and right is not None and left + right < 0:
-        return None, -(queries + keys)  # nobody sees a key: the window of each query ends ahead of the first
+        return None, -(queries + keys)  # no query sees a key: every window ends before the first key
     return left, right
 
 
 def is_ordered(problem: Problem, right: int | None) -> bool:
-    """Does no query see a key that comes after it, both counted from 0? right: the end of the window."""
+    """Does no query i see a key j > i, both counted from 0? right: the right edge of the window."""
     queries, keys = problem("ST")
-    return right is not None and not _ragged(problem) and right + keys - queries <= 0
+    return right is not None and not _is_ragged(problem) and right + keys - queries <= 0
 
 
-def _ragged(problem: Problem) -> bool:
-    """Does each sequence have its own number of queries or keys?"""
+def _is_ragged(problem: Problem) -> bool:
+    """May sequences have different numbers of queries or keys?"""
     return any([name in problem for name in ("cu_seqlens", "cu_seqlens_k", "lengths_k")])
 
 
-def listing_of(
+def plan_block_lists(
     problem: Problem,
     mask: Callable | None,
-    seen: str,
+    description: str,
     size: tuple[int, int] | None,
-    band: int,
+    warp_rows: int,
     ready_for: str | None,
-) -> Listing | None:
-    """How lists of key blocks are made for a mask and for a caller's blocks of this size; None if none are needed. seen: in
-    words. band: the most queries for which a kernel asks at once. ready_for: what given lists were made for."""
+) -> BlockListPlan | None:
+    """How lists of key blocks are written for a mask and a BlockMask with blocks of this size; None if none are needed.
+    description: of the mask and the window. warp_rows: see Blocked. ready_for: what lists in `blocks` were made for."""
     listing = None
     if mask is not None or ready_for:
-        varies = (reads(mask, 0), reads(mask, 1)) if mask else (False, False)
-        listing = Listing(seen, varies, None, ready_for)
+        varies = (reads_argument(mask, 0), reads_argument(mask, 1)) if mask else (False, False)
+        listing = BlockListPlan(description, varies, None, ready_for)
     if size is not None:
         batches, heads = problem["marks"].form.shape[:2] if ready_for else problem("IJ")
-        blocked = Blocked(*size, band) if mask is None else BlockedMask(*size, band, mask)
+        blocked = Blocked(*size, warp_rows) if mask is None else BlockedMask(*size, warp_rows, mask)
         by_batch, by_head = listing.varies if listing else (False, False)
-        listing = Listing(seen, (bool(by_batch or batches > 1), bool(by_head or heads > 1)), blocked, ready_for)
+        listing = BlockListPlan(description, (bool(by_batch or batches > 1), bool(by_head or heads > 1)), blocked, ready_for)
     return listing
 
 
-def scale_of(problem: Problem, scale: float | None) -> float:
+def resolve_scale(problem: Problem, scale: float | None) -> float:
     """The scale of scores, D^-1/2 by default. ValueError: it is not positive, or too large or small for float32."""
     (head_dim,) = problem("D")
     scale = head_dim**-0.5 if scale is None else scale
-    if not SCALE_RANGE[0] <= scale <= SCALE_RANGE[1]:  # a masked score is -inf, and must be -inf when scaled
+    if not SCALE_RANGE[0] <= scale <= SCALE_RANGE[1]:  # a masked score of -inf must stay -inf when scaled
         raise ValueError(f"scale: must be positive, and finite in float32: {scale=}")
     return scale
 
 
 def check_extents(problem: Problem, multiple: int = 8) -> None:
-    """ValueError: the formula or the kernels do not take these extents. multiple: what head dims must be a multiple of."""
+    """ValueError: the kernels do not support these extents. multiple: of head dims."""
     q_len, heads, head_dim, kv_len, kv_heads, value_dim = problem("SHDTGV")
     for name, dim, which in (("q", head_dim, "head_dim"), ("v", value_dim, "value_dim")):
         if dim % multiple or not multiple <= dim <= 256:
@@ -157,8 +157,8 @@ def check_extents(problem: Problem, multiple: int = 8) -> None:
     if kv_heads == 0:
         raise problem.error("k", "must have at least one head", "k")
     if heads % kv_heads:
-        turned = problem.layout == "bshd" and kv_len and q_len % kv_len == 0  # what is here a sequence
-        other = ', or are they (B, H, S, D)? That is layout="bhsd"' if turned else ""
+        swapped = problem.layout == "bshd" and kv_len and q_len % kv_len == 0  # are the sequence and head axes swapped?
+        other = ', or are they (B, H, S, D)? That is layout="bhsd"' if swapped else ""
         raise problem.error("q", f"heads must be a multiple of k's{other}: {heads=}, {kv_heads=}", "q", "k")
     if q_len >= 2**31 or kv_len >= 2**31:
         raise problem.error("q" if q_len >= 2**31 else "k", "sequence must be shorter than 2**31", "q", "k")

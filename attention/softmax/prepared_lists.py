@@ -1,4 +1,4 @@
-"""Lists of key blocks that are made once and serve many calls: attention.block_lists."""
+"""Lists of key blocks that are written once and serve many calls: attention.block_lists."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,9 +11,9 @@ from .block_masks import Blocked
 
 @dataclass(frozen=True, eq=False)
 class BlockLists:
-    """The result of `attention.block_lists`, for forward's `blocks`. lists: which blocks of keys each tile of queries sees
-    (key_block_lists.py). made_for: the calls that they serve, in words: `name=value; name=value`. marks, size: if they were
-    made from a BlockMask, its map of blocks, and the (rows, columns) of a block."""
+    """The result of `attention.block_lists`, for forward's `blocks`. lists: which key blocks each query tile reads
+    (key_block_lists.py). made_for: a description of the calls that they serve, `name=value; name=value`. marks, size: if they
+    were made from a BlockMask, its map of blocks, and the (rows, columns) of a block."""
 
     lists: Any
     made_for: str
@@ -24,38 +24,43 @@ class BlockLists:
         return f"BlockLists({self.made_for})"
 
 
-def giving(made_for: str, lists: Operand, marked: tuple[Operand, int, int] | None) -> Callable[[Sequence[Any]], BlockLists]:
-    """The `give` of a Plan that makes lists. marked: (the map of a caller's blocks, its rows, its columns), if there is
-    one."""
+def return_block_lists(
+    made_for: str, lists: Operand, marked: tuple[Operand, int, int] | None
+) -> Callable[[Sequence[Any]], BlockLists]:
+    """The `give` of a Plan that writes lists. marked: (the map of a BlockMask, the rows and the columns of its blocks), if
+    there is one."""
 
-    def give(every: Sequence[Any]) -> BlockLists:
-        found = every[lists.source]
-        return BlockLists(found, made_for, every[marked[0].source], marked[1:]) if marked else BlockLists(found, made_for)
+    def give(arrays: Sequence[Any]) -> BlockLists:
+        found = arrays[lists.source]
+        return BlockLists(found, made_for, arrays[marked[0].source], marked[1:]) if marked else BlockLists(found, made_for)
 
     return give
 
 
-class Listing(NamedTuple):
-    """How the key blocks of a call are listed. seen: which keys are seen, in words. varies: (do lists differ by batch? by
-    head?). blocked: the caller's blocks. ready_for: if lists are given, the calls that they serve."""
+class BlockListPlan(NamedTuple):
+    """How the key blocks of a call are listed. description: of the mask and the window. varies: (do lists differ by batch? by
+    head?). blocked: the variant of a BlockMask. ready_for: if the call passes lists, a description of the calls that they
+    serve."""
 
-    seen: str
+    description: str
     varies: tuple[bool, bool]
     blocked: Blocked | None = None
     ready_for: str | None = None
 
 
 @dataclass(frozen=True)
-class Making:
-    """Given as forward's blocks=, it asks for lists to be made, of these blocks and the call's other options."""
+class MakeBlockLists:
+    """As forward's blocks=, it requests lists of these blocks and the call's other options instead of an output."""
 
     blocks: Any
 
 
-def check(made_for: str, call: str, but: str = "nothing") -> None:
-    """ValueError: the lists were made for other calls. It names what differs, apart from `but`."""
+def check_call(made_for: str, call: str, but: str = "nothing") -> None:
+    """ValueError: the lists were made for other calls. It names what differs, except for `but`."""
     both = zip(made_for.split("; "), call.split("; "))
     pairs = [(have, want) for have, want in both if have != want and not have.startswith(f"{but}=")]
     if pairs:
-        made, here = (", ".join(words) for words in zip(*pairs))
-        raise ValueError(f"blocks: these lists were made for {made}, and this call has {here}: make them with its arguments")
+        made, wanted = (", ".join(words) for words in zip(*pairs))
+        raise ValueError(
+            f"blocks: these lists were made for {made}, and this call has {wanted}: call block_lists with its arguments"
+        )

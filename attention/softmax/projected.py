@@ -17,7 +17,7 @@ from tiles.schema import Problem, Schema
 from . import forward_programs, rotary
 from .backward import backward
 from .backward.norms import PART, SumNormPartials
-from .gradient import ONCE
+from .gradient import NO_SECOND_DERIVATIVES
 from .launches import DTYPES
 
 INPUTS = """
@@ -55,7 +55,7 @@ BACKWARD = Schema(
 )
 
 
-class _Inner(Problem):
+class _InnerProblem(Problem):
     """The problem of forward or of backward as a part of one of ours, with these operands."""
 
     def __init__(self, outer: Problem, schema: Schema, operands: dict[str, Operand | None], parts: list[ArrayView]):
@@ -71,7 +71,7 @@ class _Inner(Problem):
         return self.outer.scratch(len(self.parts) + number, shape, dtype)
 
 
-def _heads(problem: Problem, whole: Operand, first: int, count: int, parts: list[ArrayView]) -> Operand:
+def _view_heads(problem: Problem, whole: Operand, first: int, count: int, parts: list[ArrayView]) -> Operand:
     """`count` heads of an array (batch, row, head, column), from number `first` on."""
     batch, rows, _, columns = whole.form.shape
     form = whole.form._replace(shape=(batch, rows, count, columns))
@@ -79,11 +79,11 @@ def _heads(problem: Problem, whole: Operand, first: int, count: int, parts: list
     return Operand(len(problem.schema.places) + len(parts) - 1, form)
 
 
-def _turning(problem: Problem) -> tuple[rotary.Rows, dict[str, Any], int]:
+def _rotary_arguments(problem: Problem) -> tuple[rotary.RotaryConfig, dict[str, Any], int]:
     """(the Rows that are rotated, the arguments of both kernels, the number of tiles of rows). ValueError: the arrays do not
     fit each other."""
     batch, rows, heads, columns, kv_heads, pairs = problem("BSHDGR")
-    if columns not in rotary.SERVED:
+    if columns not in rotary.HEAD_DIMS:
         raise problem.error("q", f"head_dim must be one of {rotary.SERVED}", "q")
     if pairs * 2 != columns:
         raise problem.error("cos", "must have a column for each pair of q's", "cos", "q")
@@ -102,10 +102,10 @@ def _turning(problem: Problem) -> tuple[rotary.Rows, dict[str, Any], int]:
     told = {"gQ": problem["q"], "gK": problem["k"], "gCos": tables["cos"], "gSin": tables["sin"]}
     told |= {"gQNorm": norms.get("q_norm"), "gKNorm": norms.get("k_norm")}
     told |= {"heads": heads, "kv_heads": kv_heads, "cuts": -(-(heads + kv_heads) // rotary.WARPS)}
-    return rotary.Rows(columns, DTYPES[problem.dtype], "q_norm" in problem), told, -(-rows // rotary.ROWS)
+    return rotary.RotaryConfig(columns, DTYPES[problem.dtype], "q_norm" in problem), told, -(-rows // rotary.ROWS)
 
 
-def _meanwhile(arrays: list, options: tuple, layout: str) -> None:
+def _prepare_backward(arrays: list, options: tuple, layout: str) -> None:
     """See `meanwhile` of tiles.program: while the kernels of a call are compiled, compile those of its backward pass, with
     sums in any order."""
     if not any([x is not None and getattr(x.owner, "requires_grad", False) for x in arrays]):
@@ -118,7 +118,7 @@ def _meanwhile(arrays: list, options: tuple, layout: str) -> None:
     projected_backward.prepare({"dout": made["out"], **forms, **made}, (*options[:-1], *asked, options[-1]), layout)
 
 
-@program(FORWARD, no_gradient=ONCE, meanwhile=_meanwhile)
+@program(FORWARD, no_gradient=NO_SECOND_DERIVATIVES, meanwhile=_prepare_backward)
 def projected(
     problem: Problem,
     norm_eps: float,
@@ -131,23 +131,23 @@ def projected(
 ) -> Plan:
     """The Plan for out, lse and the rotated rows."""
     parts: list[ArrayView] = []
-    of, told, tiles = _turning(problem)
+    of, told, tiles = _rotary_arguments(problem)
     batch, heads, kv_heads = problem("BHG")
-    q, k = (_heads(problem, problem["rows"], *of_heads, parts) for of_heads in ((0, heads), (heads, kv_heads)))
+    q, k = (_view_heads(problem, problem["rows"], *of_heads, parts) for of_heads in ((0, heads), (heads, kv_heads)))
     operands = {"q": q, "k": k} | {name: problem[name] for name in ("v", "sink", "out", "lse")}
-    inner = _Inner(problem, forward_programs.VARIANTS, operands, parts)
+    inner = _InnerProblem(problem, forward_programs.VARIANTS, operands, parts)
     ends = left, right
     plan = forward_programs._variant.planner(
         inner, causal, *ends, softcap, None, None, None, None, None, norm_eps, None, None, scale, True, family
     )
     if not tiles * batch:
         return plan._replace(scratch=[*parts, *plan.scratch])
-    turn = kernel_for(rotary, rotary.Turn(*of.of), problem.device)
+    turn = kernel_for(rotary, rotary.RotateConfig(*of.of), problem.device)
     first = turn.bind(batch * tiles * told["cuts"], gOut=problem["rows"], tiles=tiles, eps=norm_eps, **told)
     return plan._replace(steps=[first, *plan.steps], scratch=[*parts, *plan.scratch])
 
 
-@program(BACKWARD, no_gradient=ONCE)
+@program(BACKWARD, no_gradient=NO_SECOND_DERIVATIVES)
 def projected_backward(
     problem: Problem,
     norm_eps: float,
@@ -164,7 +164,7 @@ def projected_backward(
     """The Plan for dx, the gradients of q, k and v one behind the other, and for the gradients of norms and sinks. normed,
     sunk: are there norms? sinks?"""
     parts: list[ArrayView] = []
-    of, told, tiles = _turning(problem)
+    of, told, tiles = _rotary_arguments(problem)
     batch, heads, kv_heads, all_rows, columns = problem("BHGrD")
     if all_rows != heads + kv_heads:
         raise problem.error("rows", "must have the heads of q and k", "rows", "q", "k")
@@ -175,10 +175,10 @@ def projected_backward(
     for whole, names in ((rows, ("q", "k")), (dx, ("dq", "dk", "dv"))):
         at = 0
         for name, count in zip(names, (heads, kv_heads, kv_heads)):
-            operands[name] = _heads(problem, whole, at, count, parts)
+            operands[name] = _view_heads(problem, whole, at, count, parts)
             at += count
     operands |= {"dsink": problem["dsink"]} if sunk else {}
-    inner = _Inner(problem, backward.VARIANTS, operands, parts)
+    inner = _InnerProblem(problem, backward.VARIANTS, operands, parts)
     also = "dsink" if sunk else ""
     plan = backward._variant.planner(
         inner, causal, left, right, softcap, None, None, None, None, None, None, None, scale, deterministic, also, family
@@ -187,7 +187,7 @@ def projected_backward(
     scratch: list[Any] = [*parts, *plan.scratch]
     if not tiles * batch:
         return plan._replace(steps=[*plan.steps, *[Fill(x, 0.0) for x in made.values()]], scratch=scratch)
-    config = rotary.Return(*of.of)
+    config = rotary.RotateBackwardConfig(*of.of)
     shares = -(-tiles // config.steps)
     counts = {"dq_norm": batch * shares * heads, "dk_norm": batch * shares * kv_heads}
     sums = {}

@@ -13,10 +13,10 @@ from tiles.targets import is_hopper
 
 from ..families import require_hopper
 from .assembled import build_variant
-from .gradient import ONCE
+from .gradient import NO_SECOND_DERIVATIVES
 from .key_sources import BLOCK, StreamingBuffers, TwoBuffers
-from .launches import config_of, launch, sequences_of
-from .planning import check_extents, scale_of
+from .launches import bind_launch, choose_layout, config_for_problem
+from .planning import check_extents, resolve_scale
 
 ARRAYS = """
     q          BSHD  tile
@@ -84,7 +84,7 @@ def serves(device: Any, head_dim: int, value_dim: int) -> bool:
     return is_hopper(machine(device.index).capability) and max(head_dim, value_dim) <= BLOCK
 
 
-@program(TWO_BUFFERS, no_gradient=ONCE)
+@program(TWO_BUFFERS, no_gradient=NO_SECOND_DERIVATIVES)
 def _forward_two_buffers(
     problem: Problem,
     keys: int,
@@ -99,14 +99,14 @@ def _forward_two_buffers(
     """The Plan of a call of forward_two_buffers or forward_streaming: one launch of forward's kernel for Hopper."""
     require_hopper(problem)
     check_extents(problem)
-    spec, (seq_layout, args) = build_variant(scale_of(problem, scale), causal), sequences_of(problem)
-    config = config_of(problem, spec, True, keys, kv, seq_layout=seq_layout, axes=(), by_list=False)
+    spec, (seq_layout, args) = build_variant(resolve_scale(problem, scale), causal), choose_layout(problem)
+    config = config_for_problem(problem, spec, True, keys, kv, seq_layout=seq_layout, axes=(), by_list=False)
     buffers = StreamingBuffers if "arrived" in problem else TwoBuffers
     config = replace(config, kv_source=buffers(config.key, config.value))
     args |= {name: problem[name] for name in ("local_k", "local_v", "arrived", "required") if name in problem}
     args |= {"span0_first": first, "span0_end": end, "span1_first": second, "span1_end": second_end}
     arrays = {"gQ": problem["q"], "gK": problem["k"], "gV": problem["v"], "gO": problem["out"], "gLse": problem["lse"]}
-    return Plan([launch(problem, spec, config, keys, **arrays, **args, **spec.numbers)])
+    return Plan([bind_launch(problem, spec, config, keys, **arrays, **args, **spec.numbers)])
 
 
-_forward_streaming = program(STREAMING, no_gradient=ONCE)(_forward_two_buffers.planner)
+_forward_streaming = program(STREAMING, no_gradient=NO_SECOND_DERIVATIVES)(_forward_two_buffers.planner)

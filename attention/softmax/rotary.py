@@ -28,12 +28,12 @@ from tiles.layout import LANES
 from .backward.results import times
 
 WARPS, ROWS = 8, 16  # of a thread block; rows that a warp has at a time
-STEPS = 16  # how often, where it sums over rows
-SERVED = (64, 128)  # columns: quarters are tiles, and a warp has registers for them
+TILES_PER_WARP = 16  # how often, where it sums over rows
+HEAD_DIMS = (64, 128)  # columns: quarters are tiles, and a warp has registers for them
 
 
 @inlined
-def pair(gX, PART, batch, row, head, col):
+def load_pair(gX, PART, batch, row, head, col):
     """(some columns of the first half, the same of the second half) of 16 rows of a head. All columns at once would take too
     many registers."""
     other = int32(2 * PART.cols + col)
@@ -41,34 +41,34 @@ def pair(gX, PART, batch, row, head, col):
 
 
 @inlined
-def turning(gCos, gSin, PART, batch, row, col):
+def load_cos_sin(gCos, gSin, PART, batch, row, col):
     """(cos, sin) for some pairs of columns of 16 rows."""
     return load(gCos, PART, (batch, row, col), 1, 2, True), load(gSin, PART, (batch, row, col), 1, 2, True)
 
 
 @inlined
-def returned(gDX, gCos, gSin, PART, batch, row, head, col):
+def rotate_back(gDX, gCos, gSin, PART, batch, row, head, col):
     """(dn1, dn2), the gradients before the rotation, for some pairs of columns of 16 rows of a head."""
-    first, second = pair(gDX, PART, batch, row, head, col)
-    cos, sin = turning(gCos, gSin, PART, batch, row, col)
+    first, second = load_pair(gDX, PART, batch, row, head, col)
+    cos, sin = load_cos_sin(gCos, gSin, PART, batch, row, col)
     return first * cos + second * sin, second * cos - first * sin
 
 
 @inlined
-def weights(gNorm, PART, col):
+def load_weights(gNorm, PART, col):
     """The weights of a norm for some pairs of columns."""
     other = int32(2 * PART.cols + col)
     return load(gNorm, PART.row_vec, (0, col), 0, 1, True), load(gNorm, PART.row_vec, (0, other), 0, 1, True)
 
 
 @inlined
-def per_deviation(squares, PART, eps):
+def inverse_rms(squares, PART, eps):
     """1 / sqrt(mean(x^2) + eps) of rows, from the sums of their squares."""
     return rsqrt(squares / (4.0 * PART.cols) + eps)
 
 
 @dataclass(frozen=True)
-class Rows:
+class RotaryConfig:
     """What is rotated: rows of queries and keys. normed: are they normalised before?"""
 
     head_dim: int
@@ -87,7 +87,7 @@ class Rows:
         return 128 // self.head_dim
 
 
-class Turn(Rows):
+class RotateConfig(RotaryConfig):
     """The kernel that computes y, the normalised and rotated rows."""
 
     def __str__(self):
@@ -95,7 +95,7 @@ class Turn(Rows):
 
     @staticmethod
     @functools.cache
-    def make(config: "Turn"):
+    def make(config: "RotateConfig"):
         """(kernel, shared memory) of a configuration."""
         INPUT, PART, NORMED = config.dtype, rt(ROWS, config.head_dim // 4, fp32), config.normed
 
@@ -115,23 +115,23 @@ class Turn(Rows):
                 squares = zeros(PART.col_vec)
                 if NORMED:
                     for n in range(2):
-                        first, second = pair(gX, PART, batch, row, own, int32(PART.cols * n))
+                        first, second = load_pair(gX, PART, batch, row, own, int32(PART.cols * n))
                         squares = squares + row_sum(first * first + second * second)
-                scale = per_deviation(squares, PART, eps)
+                scale = inverse_rms(squares, PART, eps)
                 for n in range(2):
                     col = int32(PART.cols * n)
-                    first, second = pair(gX, PART, batch, row, own, col)
+                    first, second = load_pair(gX, PART, batch, row, own, col)
                     if NORMED:
-                        of_first, of_second = weights(gNorm, PART, col)
+                        of_first, of_second = load_weights(gNorm, PART, col)
                         first, second = first * scale * of_first, second * scale * of_second
-                    cos, sin = turning(gCos, gSin, PART, batch, row, col)
+                    cos, sin = load_cos_sin(gCos, gSin, PART, batch, row, col)
                     store(gOut, INPUT(first * cos - second * sin), (batch, row, head, col), 1, 3, True)
                     store(gOut, INPUT(second * cos + first * sin), (batch, row, head, int32(2 * PART.cols + col)), 1, 3, True)
 
         return turn, None
 
 
-class Return(Rows):
+class RotateBackwardConfig(RotaryConfig):
     """The kernel that writes dx over dy, and sums dweights."""
 
     def __str__(self):
@@ -140,11 +140,11 @@ class Return(Rows):
     @property
     def steps(self) -> int:
         """The number of tiles of rows that a warp works on."""
-        return STEPS if self.normed else 1
+        return TILES_PER_WARP if self.normed else 1
 
     @staticmethod
     @functools.cache
-    def make(config: "Return"):
+    def make(config: "RotateBackwardConfig"):
         """(kernel, shared memory) of a configuration."""
         INPUT, PART, COUNT = config.dtype, rt(ROWS, config.head_dim // 4, fp32), config.steps
         NORMED, HALF = config.normed, config.head_dim // 2
@@ -157,9 +157,9 @@ class Return(Rows):
         @inlined
         def through_norm(gX, gDX, gCos, gSin, gNorm, batch, row, own, head, col, scale, along):
             """(sums over rows of dn z, of both halves) of some pairs, of which dx goes to memory."""
-            d_first, d_second = returned(gDX, gCos, gSin, PART, batch, row, head, col)
-            first, second = pair(gX, PART, batch, row, own, col)
-            of_first, of_second = weights(gNorm, PART, col)
+            d_first, d_second = rotate_back(gDX, gCos, gSin, PART, batch, row, head, col)
+            first, second = load_pair(gX, PART, batch, row, own, col)
+            of_first, of_second = load_weights(gNorm, PART, col)
             first, second = first * scale, second * scale
             sums = col_sum(times(d_first, first)), col_sum(times(d_second, second))
             d_first, d_second = d_first * of_first - times(along, first), d_second * of_second - times(along, second)
@@ -188,12 +188,12 @@ class Return(Rows):
                         squares, along = zeros(PART.col_vec), zeros(PART.col_vec)
                         for n in range(2):
                             col = int32(PART.cols * n)
-                            d_first, d_second = returned(gDX, gCos, gSin, PART, batch, row, head, col)
-                            first, second = pair(gX, PART, batch, row, own, col)
-                            of_first, of_second = weights(gNorm, PART, col)
+                            d_first, d_second = rotate_back(gDX, gCos, gSin, PART, batch, row, head, col)
+                            first, second = load_pair(gX, PART, batch, row, own, col)
+                            of_first, of_second = load_weights(gNorm, PART, col)
                             squares = squares + row_sum(first * first + second * second)
                             along = along + row_sum(times(d_first * of_first, first) + times(d_second * of_second, second))
-                        scale = per_deviation(squares, PART, eps)
+                        scale = inverse_rms(squares, PART, eps)
                         along = times(along, scale) / (2.0 * HALF)
                         a, c = through_norm(gX, gDX, gCos, gSin, gNorm, batch, row, own, head, 0, scale, along)
                         b, d = through_norm(gX, gDX, gCos, gSin, gNorm, batch, row, own, head, PART.cols, scale, along)
@@ -201,7 +201,7 @@ class Return(Rows):
                     else:
                         for n in range(2):
                             col = int32(PART.cols * n)
-                            d_first, d_second = returned(gDX, gCos, gSin, PART, batch, row, head, col)
+                            d_first, d_second = rotate_back(gDX, gCos, gSin, PART, batch, row, head, col)
                             store_pair(gDX, d_first, d_second, batch, row, head, col)
                 if NORMED:
                     gParts, count = gQParts, heads  # only now: over the rows they would take registers
@@ -216,14 +216,14 @@ class Return(Rows):
         return turn_back, None
 
 
-def space(arch: str, everything: bool) -> Iterator[Rows]:
+def space(arch: str, everything: bool) -> Iterator[RotaryConfig]:
     """The configurations, the same for all GPUs."""
     for of in (bf16, fp16) if everything else (bf16,):
-        for kind, head_dim, normed in itertools.product((Turn, Return), SERVED, (False, True)):
+        for kind, head_dim, normed in itertools.product((RotateConfig, RotateBackwardConfig), HEAD_DIMS, (False, True)):
             yield kind(head_dim, of, normed)
 
 
 @functools.cache
-def make(config: Turn | Return):
+def make(config: RotateConfig | RotateBackwardConfig):
     """(kernel, shared memory) of a configuration."""
     return config.make(config)

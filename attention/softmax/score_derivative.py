@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from ops import exp, sigmoid, tanh, where
 
-from .symbolic import Array, Term, below, traced, written
+from .symbolic import ScoreTerm, TracedArray, build_function, subterms, trace_function
 
 LN_2 = math.log(2)
 CUBIC, SLOPE = 0.044715, math.sqrt(2 / math.pi)  # of gelu_tanh
@@ -29,17 +29,17 @@ CUBIC, SLOPE = 0.044715, math.sqrt(2 / math.pi)  # of gelu_tanh
 
 # ---- the chain rule --------------------------------------------------------------------------------------------------
 def _plus(x: Any, y: Any) -> Any:
-    return y if _is(x, 0) else x if _is(y, 0) else x + y
+    return y if _is_number(x, 0) else x if _is_number(y, 0) else x + y
 
 
 def _times(x: Any, y: Any) -> Any:
-    if _is(x, 0) or _is(y, 0):
+    if _is_number(x, 0) or _is_number(y, 0):
         return 0.0
-    return y if _is(x, 1) else x if _is(y, 1) else x * y
+    return y if _is_number(x, 1) else x if _is_number(y, 1) else x * y
 
 
-def _is(x: Any, value: float) -> bool:
-    return not isinstance(x, Term) and x == value
+def _is_number(x: Any, value: float) -> bool:
+    return not isinstance(x, ScoreTerm) and x == value
 
 
 def _gelu(g, y, x):
@@ -52,7 +52,7 @@ def _gelu_tanh(g, y, x):
     return (g * (0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * (SLOPE + 3 * SLOPE * CUBIC * x * x)),)
 
 
-BACK: dict[str, Callable] = {  # of y = f(x, ..) with the derivative g by y: those by x, ..
+GRADIENT_RULES: dict[str, Callable] = {  # of y = f(x, ..) with the derivative g by y: those by x, ..
     "add": lambda g, y, a, b: (g, g),
     "sub": lambda g, y, a, b: (g, _times(-1.0, g)),
     "mul": lambda g, y, a, b: (_times(g, b), _times(g, a)),
@@ -84,7 +84,7 @@ BACK: dict[str, Callable] = {  # of y = f(x, ..) with the derivative g by y: tho
 
 
 # ---- what follows ----------------------------------------------------------------------------------------------------
-class Read(NamedTuple):
+class AuxRead(NamedTuple):
     """A place at which a score reads an element of an array of aux. array: which array. place(b, h, i, j, *aux): the number of
     the element in C order, -1 if the index is outside. by(s, b, h, i, j, *aux): the score's derivative with respect to the
     element."""
@@ -100,41 +100,44 @@ class Derivatives(NamedTuple):
 
     score_and_grad: Callable
     linear: bool
-    reads: tuple[Read, ...]
+    reads: tuple[AuxRead, ...]
 
 
-def derivatives(score: Callable, axes: Sequence[int]) -> Derivatives:
+def differentiate(score: Callable, axes: Sequence[int]) -> Derivatives:
     """The Derivatives of a score. axes: how many axes each array of aux has. TypeError: an operation of the score has no
     derivative here."""
     try:
-        found = traced(score, axes, scored=True)
-        slopes = _back(found.term)
+        found = trace_function(score, axes, scored=True)
+        slopes = _backpropagate(found.term)
         s, elements = found.arguments[0], [x for x in slopes if x.does == "element"]
         slope, names = slopes.get(s, 0.0), found.names
-        if any([y is s for x in elements for y in below(*x.of)]):
+        if any([y is s for x in elements for y in subterms(*x.of)]):
             raise TypeError("reads an array where s says")
         number = {name: n - names.index("j") - 1 for n, name in enumerate(names)}
-        reads = [Read(number[x.of[0].does], written(names[1:], _place(*x.of)), written(names, slopes[x])) for x in elements]
-        return Derivatives(written(names, (found.term, slope)), _is(slope, 1), tuple(reads))
+        reads = [
+            AuxRead(number[x.of[0].does], build_function(names[1:], _element_index(*x.of)), build_function(names, slopes[x]))
+            for x in elements
+        ]
+        return Derivatives(build_function(names, (found.term, slope)), _is_number(slope, 1), tuple(reads))
     except TypeError as error:
         raise TypeError(f"score: has no derivative: {score.__name__} {error}") from None
 
 
-def _place(array: Array, *index: Any) -> Term:
+def _element_index(array: TracedArray, *index: Any) -> ScoreTerm:
     """The number of the element that an index names, -1 if it is outside."""
-    flat: Any = Term("mul", 0, array.shape[0])
-    inside: Any = Term("le", 0, array.shape[0])
+    flat: Any = ScoreTerm("mul", 0, array.shape[0])
+    inside: Any = ScoreTerm("le", 0, array.shape[0])
     for extent, at in zip(array.shape, index):
         flat, inside = flat * extent + at, inside & (at >= 0) & (at < extent)
-    return Term("where", inside, flat, -1.0)
+    return ScoreTerm("where", inside, flat, -1.0)
 
 
-def _back(root: Any) -> dict[Term, Any]:
+def _backpropagate(root: Any) -> dict[ScoreTerm, Any]:
     """The derivatives of a term with respect to those that it was made of, where there are any."""
-    slopes: dict[Term, Any] = {root: 1.0} if isinstance(root, Term) else {}
-    for y in reversed(below(root)):
+    slopes: dict[ScoreTerm, Any] = {root: 1.0} if isinstance(root, ScoreTerm) else {}
+    for y in reversed(subterms(root)):
         if y in slopes and y.moves and y.does not in ("s", "element"):
-            for x, slope in zip(y.of, BACK[y.does](slopes[y], y, *y.of)):
-                if isinstance(x, Term) and x.moves:
+            for x, slope in zip(y.of, GRADIENT_RULES[y.does](slopes[y], y, *y.of)):
+                if isinstance(x, ScoreTerm) and x.moves:
                     slopes[x] = _plus(slopes.get(x, 0.0), slope)
     return slopes

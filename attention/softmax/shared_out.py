@@ -11,7 +11,7 @@ from .decode.launches import TILES, AppendPlan, DecodeOptions, plan_split_kv, pr
 from .decode.norm_planning import DecodeNorms
 from .decode.norms import PLAIN_KEYS
 from .hopper import MANY
-from .planning import scale_of
+from .planning import resolve_scale
 
 LEAST = 1024  # keys: with fewer, tiles of one consumer do as well
 FEWER = 2  # times as many keys as queries at least, so that the bits of self-attention never depend on the number of heads
@@ -29,10 +29,10 @@ def serves(problem: Problem, family: str | None) -> bool:
     return prefers_split_kv(problem, queries, keys)
 
 
-def planned(problem: Problem, causal: bool, scale: float | None, return_lse: bool) -> Plan:
+def plan_by_decode(problem: Problem, causal: bool, scale: float | None, return_lse: bool) -> Plan:
     """The Plan of such a call, by decode's kernels. All keys are in use."""
     (keys,) = problem("T")
-    options = DecodeOptions(causal, None, None, None, scale_of(problem, scale), None, None, [])
+    options = DecodeOptions(causal, None, None, None, resolve_scale(problem, scale), None, None, [])
     append, norms = AppendPlan([], [], problem["q"], {"keys": keys}), DecodeNorms([], [], PLAIN_KEYS, {}, {})
     lse, cache = problem["lse"] if return_lse else None, DenseLoader(problem.bytes_at_once(*TILES))
     return plan_split_kv(problem, options, append, norms, cache, {}, keys, None, None, problem["out"], lse)

@@ -1,4 +1,4 @@
-"""Which query rows a tile has and which blocks of keys they see: the same for every family and every variant of attention."""
+"""The tile scheduler of forward: the order of query tiles, and which key blocks a tile reads, for every family and variant."""
 
 import functools
 import math
@@ -12,39 +12,42 @@ from tiles.lengths import follows
 
 from .variants import Variant
 
-SHARING = 6  # multiprocessors that should read one pair's keys at a time: 4 to 8 are as good (bench/notes/forward.md)
+SMS_PER_HEAD = (
+    6  # SMs that should read the keys of one (batch, head) pair at a time: 4 to 8 are as fast (bench/notes/forward.md)
+)
 
 
 @follows
-def band_of(grid: int, processors: int, nbytes: float, cache: int, uneven: bool) -> int:
-    """How many pairs of head and batch are gone through at once, query block by query block. uneven: some query blocks of a
-    pair take longer than others, as causal ones do, or a last one that has few rows; else a pair at a time will do.
+def choose_raster_group(grid: int, processors: int, nbytes: float, cache: int, uneven: bool) -> int:
+    """The size of a raster group: how many (batch, head) pairs a grid of so many CTAs goes through at once, query block by
+    query block. uneven: do some query blocks of a pair take longer than others, as in causal attention, or because the last one
+    has few rows? Otherwise one pair at a time is best.
 
-    With all pairs at once every query block would fetch its keys and values from memory anew, and nothing else would set the
-    speed. A grid of more blocks than processors goes through as many pairs as leave several multiprocessors to each: what one
-    reads comes from L2 for the others. A persistent grid is for short problems, whose keys and values, of `nbytes` a pair, can
-    stay in half of the L2 `cache` until the band's last query block has read them. There an even number of bands' rows should
-    fill the grid, so that the order of tiles, which turns back after every round, gives each block as much work as the others;
-    pair by pair the same multiprocessors would get all last blocks, wherever the number of blocks divides the grid."""
+    With all pairs at once every query block would load its keys and values from memory anew, and memory would set the speed. A
+    grid of more CTAs than SMs goes through as many pairs as leave several SMs to each, so that most loads hit L2. A persistent
+    grid is for short problems, whose keys and values (`nbytes` a pair) stay in half of the L2 `cache` until the group's last
+    query block has read them. There an even number of groups' rows should fill the grid: the order of tiles reverses after each
+    wave, which then gives every CTA equal work. Pair by pair the same CTAs would get all last blocks, wherever the number of
+    blocks divides the grid."""
     if not uneven:
         return 1
     if grid > processors:
-        return max(1, processors // SHARING)
+        return max(1, processors // SMS_PER_HEAD)
     return next((n for n in _halves(grid) if n * nbytes <= cache // 2), 1)
 
 
 @follows
-def even(band: int, batch_heads: int, always: bool) -> int:
-    """As many pairs to a band, in as many bands, so that none is shorter than the others: always, or where the last one has
-    less than a quarter of a band, whose few long tiles would leave most of the GPU idle (bench/notes/parallel.md)."""
-    bands = (batch_heads + band - 1) // band
-    last = batch_heads - band * (bands - 1)
-    return (batch_heads + bands - 1) // bands if always or 4 * last < band else band
+def balance_raster_groups(raster_group: int, batch_heads: int, always: bool) -> int:
+    """The raster group size for as many groups of equal size: `always`, or where the last group would have less than a quarter
+    of the pairs of the others, so that its few long tiles would leave most of the GPU idle (bench/notes/parallel.md)."""
+    groups = (batch_heads + raster_group - 1) // raster_group
+    last = batch_heads - raster_group * (groups - 1)
+    return (batch_heads + groups - 1) // groups if always or 4 * last < raster_group else raster_group
 
 
 @functools.cache
 def _halves(grid: int) -> list[int]:
-    """The numbers that divide a grid an even number of times, greatest first."""
+    """The numbers n with 2 n dividing `grid`, greatest first."""
     return [n for n in range(grid // 2, 0, -1) if grid % (2 * n) == 0]
 
 
@@ -87,7 +90,7 @@ class KeyBlocks(NamedTuple):
 
 @static
 class Tiling:
-    """For kernels whose tiles have `rows` query rows, and whose key blocks have `kv` keys, under a variant."""
+    """The tile scheduler for query tiles of `rows` rows and key blocks of `kv` keys, under a variant."""
 
     rows: int
     kv: int
@@ -95,19 +98,19 @@ class Tiling:
 
     @property
     def params(self) -> dict[str, Any]:
-        """The kernel's arguments that it reads, and what they are."""
+        """{name: type} of the kernel's arguments that the scheduler reads."""
         return {}
 
     @property
-    def ends_within(self) -> bool:
-        """Does the variant mask the keys of a block behind the last key?"""
+    def masks_end(self) -> bool:
+        """Does the variant's mask hide what comes after the last key?"""
         return self.variant.ends_at_last_key
 
     @inlined
-    def place(self, tile, blocks, batch_heads, band):
-        """The tile's (query block, pair of head and batch): one band of pairs after the other (see `band_of`); where later rows
-        see more keys a band's longest blocks first."""
-        batch_head, block = rasterize(tile, batch_heads, blocks, band)
+    def place(self, tile, blocks, batch_heads, raster_group):
+        """(query block, (batch, head) pair) of a tile: one raster group after the other (see `choose_raster_group`); in causal
+        attention the longest tiles of a group first."""
+        batch_head, block = rasterize(tile, batch_heads, blocks, raster_group)
         if self.variant.monotonic:
             return blocks - 1 - block, batch_head
         else:
@@ -115,8 +118,7 @@ class Tiling:
 
     @inlined
     def key_blocks(self, row, ctx):
-        """The Blocks of a tile whose first query is `row`. One is counted even if there is no need to: kernels begin
-        with it."""
+        """The KeyBlocks of a tile whose first query is `row`. There is at least one, because kernels peel the first."""
         keys = self.variant.key_range(row, row + self.rows - 1, ctx)
         first, end = 0 if self.variant.starts_at_zero else keys.first // self.kv, keys.end
         if self.variant.may_end_early:
@@ -133,8 +135,8 @@ class Tiling:
 
     @inlined
     def key(self, blocks, i, ctx):
-        """The first key of the i-th block to be worked on: those that the mask cuts, from the last one on, and then the others,
-        from the last one on. A list of blocks (key_block_lists.py) has the same order, so that a mask in Python gives the same
+        """The first key of the i-th block that the tile reads: first the blocks that need the mask, then the others, both from
+        the last one on. Lists of blocks (key_block_lists.py) have the same order, so that a mask function gives the same
         bits."""
         if self.variant.starts_at_zero:
             return int32((blocks.n - 1 - i) * self.kv)
@@ -145,8 +147,8 @@ class Tiling:
 
     @inlined
     def unseen_ahead(self, key, ctx):
-        """How many of the keys from `key` on no query of the sequence sees, because all windows begin behind them; 0 or less if
-        there are none."""
+        """How many of the keys from `key` on no query of the sequence sees, because all windows begin later; 0 or less if there
+        are none."""
         if self.variant.starts_at_zero:
             return int32(0)
         else:
@@ -154,7 +156,8 @@ class Tiling:
 
     @inlined
     def unseen_behind(self, end, ctx):
-        """The same of the keys up to `end`, because all windows end ahead of them."""
+        """How many of the keys before `end` no query of the sequence sees, because all windows end earlier; 0 or less if there
+        are none."""
         if self.variant.may_end_early:
             return int32(end - self.variant.key_range(0, ctx.seqlen_q - 1, ctx).end)
         else:
@@ -162,17 +165,16 @@ class Tiling:
 
     @inlined
     def score(self, s, ctx, key):
-        """What the variant makes of a tile of scores."""
+        """The variant's scores for a tile of raw scores."""
         return self.variant.score(s, ctx, key)
 
     @inlined
-    def weights(self, s, lse, cut, ctx, key, scale):
-        """exp2(scale s - lse), the weights of scores s once more, if the variant has bent them, lse being their rows'
-        log-sum-exp; marked where it drops them. cut: must they be masked? What is added here, not to scores at first, takes no
-        registers while these wait for products."""
+    def weights(self, s, lse, masked, ctx, key, scale):
+        """exp2(scale s - lse), the recomputed weights of changed scores s, with negative signs for dropped ones. masked: does
+        the block need the mask? The variant's late term is added here, so that it takes no registers while wgmma runs."""
         if self.variant.has_row_offset:
             lse = lse + self.variant.row_offset(s, ctx, int32(key + s.cols // 2)) * scale
-        if cut:
+        if masked:
             s = self.mask(s, ctx, key)
         if self.variant.adds_late:
             p = exp2(s * scale - (lse - self.variant.late_term(s, ctx, key, scale)))
@@ -182,7 +184,7 @@ class Tiling:
 
     @inlined
     def mask(self, s, ctx, key):
-        """-inf for the scores that must not be seen, of keys from `key` on."""
-        if not self.ends_within:
+        """The scores of keys from `key` on, with -inf for those that a row's query does not see."""
+        if not self.masks_end:
             s = right_fill(s, ctx.seqlen_k - key, -math.inf)
         return self.variant.mask(s, ctx, key, -math.inf)

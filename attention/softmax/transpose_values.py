@@ -1,5 +1,5 @@
-"""V of fp8 with keys as columns, in the order in which fp8 attention has weights: (batch, key, head, column) becomes (batch,
-head, column, key), the keys of each sixteen as layout.zipped says, and zeros behind the last one."""
+"""The kernel that transposes V of fp8 for fp8 attention: (batch, key, head, column) becomes (batch, head, column, key), with
+the keys of each sixteen in the order of layout.zipped, and zeros after the last key."""
 
 import functools
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from ops import divmod, warpgroup
 from tiles import fp8e4m3, ring, shared, st
 from tiles.arguments import INT, tiled
 
-KEYS = 128  # of a block; what is made has a multiple of them
+KEYS = 128  # of a CTA; the result has a multiple of them
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,11 @@ class Config:
     threads = warpgroup.THREADS
 
     def __str__(self):
-        return f"fp8e4m3 values turned, {KEYS} x {self.columns}"
+        return f"fp8e4m3 values transposed, {KEYS} x {self.columns}"
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
-    """The configurations, on architectures whose kernels need this."""
+    """The configurations, for architectures with fp8 kernels."""
     if arch == "sm_90a":
         yield from map(Config, (64, 128, 256))
 
@@ -35,18 +35,18 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    V, TURNED = st(KEYS, config.columns, fp8e4m3), st(config.columns, KEYS, fp8e4m3)
-    smem = shared(v=ring(V, 1), turned=TURNED)
+    V, TRANSPOSED = st(KEYS, config.columns, fp8e4m3), st(config.columns, KEYS, fp8e4m3)
+    smem = shared(v=ring(V, 1), transposed=TRANSPOSED)
 
     @cuda.jit(launch_bounds=(config.threads, 1))
-    def turn(gV: tiled(V, unit=1), gTurned: tiled(TURNED, 4, 2, 3), blocks: INT, heads: INT):
-        """Transpose 128 keys of a head. Each head has `blocks` thread blocks."""
-        v, turned = smem.open()
+    def transpose(gV: tiled(V, unit=1), gTransposed: tiled(TRANSPOSED, 4, 2, 3), blocks: INT, heads: INT):
+        """Transpose 128 keys of a head. Each head has `blocks` CTAs."""
+        v, transposed = smem.open()
         batch_head, block = divmod(int32(cuda.blockIdx.x), blocks)
         batch, head = divmod(batch_head, heads)
         v.fill(0, gV, (batch, KEYS * block, head))
-        warpgroup.transpose_zipped(turned, v.wait(0))
-        warpgroup.tma_store(gTurned, (batch, head, 0, block), turned)
+        warpgroup.transpose_zipped(transposed, v.wait(0))
+        warpgroup.tma_store(gTransposed, (batch, head, 0, block), transposed)
         warpgroup.store_wait()
 
-    return turn, smem
+    return transpose, smem

@@ -12,10 +12,13 @@ from tiles.arguments import INT
 from .variants import DataDependentMask, KeyRange, QueryRange, Variant
 
 
-class Full(Variant):
+class FullAttention(Variant):
     """Every query sees every key."""
 
     cheap_mask = True
+
+    def __str__(self):
+        return "full"
 
 
 class Causal(Variant):
@@ -103,4 +106,4 @@ class Masked(DataDependentMask):
         return where(self.function(ctx.batch, ctx.head, i, j, *ctx.aux), s, hidden)
 
 
-FULL, CAUSAL = Full(), Causal()
+FULL, CAUSAL = FullAttention(), Causal()

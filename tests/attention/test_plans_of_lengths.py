@@ -20,7 +20,7 @@ from attention.softmax.decode.decode import _append as _decode_append
 from attention.softmax.decode.decode import _decode
 from attention.softmax.forward_programs import _forward, _variant
 from attention.softmax.projected import projected, projected_backward
-from attention.softmax.python_functions import named
+from attention.softmax.python_functions import register_function
 from tiles import program as programs
 from tiles.arrays import ITEMSIZE, Form, contiguous
 from tiles.schema import VARY
@@ -274,7 +274,7 @@ def test_a_seed_is_no_length_and_no_option(gpu, monkeypatch):
 
 def test_what_a_score_indexes_is_asked_of_every_length(gpu, monkeypatch):
     """One plan serves lengths for which an array of aux has elements; at another it is refused, as at the first."""
-    plans, score = planned(monkeypatch, _variant), named("score", lambda s, b, h, i, j, table: s + table[j])
+    plans, score = planned(monkeypatch, _variant), register_function("score", lambda s, b, h, i, j, table: s + table[j])
     options = dict.fromkeys(_variant.options) | {"causal": True, "score": score, "norm_eps": 1e-6, "return_lse": False}
     table = Lent(MEMORY + 4 * ROOM, Form((4000,), (4,), "float32", 0, 4))
 

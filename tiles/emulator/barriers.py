@@ -66,9 +66,9 @@ def mbarrier(w, home, at, asks):
     return bar
 
 
-def _lanes(w, given):
+def _lanes(w, operand_text):
     """(lane, its thread, block, address there) of the active lanes."""
-    at = address(w, given, np.uint32)
+    at = address(w, operand_text, np.uint32)
     return [(lane, w.threads[lane], *w.home(int(at[lane]))) for lane in np.flatnonzero(w.mask)]
 
 
@@ -177,8 +177,8 @@ class _Together:
         self.warp.learn(clock)
 
 
-def _uniform(w, given, deed):
-    values = operand(given, np.uint32)(w)
+def _uniform(w, operand_text, deed):
+    values = operand(operand_text, np.uint32)(w)
     if (values != values[0]).any():
         raise w.hazard(f"{deed}: the lanes name different barriers or numbers of threads", "divergence")
     return int(values[0])

@@ -26,7 +26,7 @@ def _busiest(at, size):
     int64."""
     words, lanes = (np.frombuffer(at, np.int64)[:, None] + np.arange(0, size, 4)) // 4, max(1, min(LANES, 128 // size))
     passes = (set(words[first : first + lanes].ravel().tolist()) for first in range(0, len(words), lanes))
-    return max(max(Counter(word % 32 for word in asked).values()) for asked in passes)
+    return max(max(Counter(word % 32 for word in requested).values()) for requested in passes)
 
 
 class InstructionPlace(WarpPlace):

@@ -125,7 +125,7 @@ def _document(name, title, head, left, right):
 
 
 def _cards(found: Figures):
-    held = found.occupancy
+    resident = found.occupancy
     cards = [
         _card("registers a thread", found.registers),
         _card("bytes spilled", found.spill_bytes, bad=found.spill_bytes),
@@ -133,9 +133,9 @@ def _cards(found: Figures):
         _card("bytes of shared memory", found.shared_bytes),
         _card("instructions", sum(found.instructions.values())),
     ]
-    if held:
-        more = f"{held.blocks} x {found.threads} threads; {' and '.join(held.by)}"
-        cards.append(_card("occupancy", f"{held.warps} of {held.most} warps <small>{more}</small>"))
+    if resident:
+        more = f"{resident.blocks} x {found.threads} threads; {' and '.join(resident.by)}"
+        cards.append(_card("occupancy", f"{resident.warps} of {resident.most} warps <small>{more}</small>"))
     return "".join(cards)
 
 

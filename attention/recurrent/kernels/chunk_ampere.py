@@ -110,7 +110,7 @@ def make(config: Config):
     INPUT, STATE, OUT = config.dtype, rt(WARP_COLUMNS, config.key_dim, fp32), rt(CHUNK, WARP_COLUMNS, fp32)
     Z_TILE, TRANSPOSED, STAGES = rt(WARP_COLUMNS, WARP_COLUMNS, fp32), rt(WARP_COLUMNS, CHUNK, INPUT), config.stages
     VECTOR_BYTES, gate, result = config.vector_bytes, config.gate, config.result
-    COMPOSES = config.supports_segments and result.has_outputs and result.reads_values  # earlier segments, into a first state
+    COMPOSES = config.supports_segments and result.has_outputs and result.reads_values  # earlier segments' local states
     V_NEWER = STAGES - 1  # groups of copies committed after those of a chunk's values: of later keys
     Q_NEWER = (3 if result.silu else 2) * V_NEWER  # groups of copies committed after those of its queries
     seq_layout, block_exponent = SequenceLayout(config.varlen), BlockExponent(gate.weighted and INPUT is fp16)
@@ -134,7 +134,7 @@ def make(config: Config):
 
     @inlined
     def normalize_and_gate(o, z, j, gNormalizer, at):
-        """The output as it is stored: divided by the normalizer, times silu(z), if the result is such. See results.Outputs."""
+        """o / normalizer * silu(z), as far as the result has these (results.ScanOutputs)."""
         if result.normalized:
             o = o / (load(gNormalizer, OUT.col_vec, at, cols=1) + NORMALIZER_EPSILON)
         if result.silu:
@@ -160,7 +160,7 @@ def make(config: Config):
         group_head, column = divmod(block, width)
         head, col = int32(key_head * group + group_head), int32(COLUMNS * column)
         first_column = int32(col + WARP_COLUMNS * warp)  # of this warp
-        gOut = gO
+        gPaddedO = gO
         gQ, gK, gV, gZ, gO = (
             truncate(gQ, 1, end),
             truncate(gK, 1, end),
@@ -227,7 +227,8 @@ def make(config: Config):
                 if seq_layout.varlen and result.reads_values:
                     padding = seq_layout.padding_tokens(gCuSeqlens, sequence, length)
                     for j in range(padding.num_chunks()):
-                        store(gOut, zeros(OUT), (padding.batch, padding.chunk_start(j), head, first_column), 1, 3, VECTOR_BYTES)
+                        at = padding.batch, padding.chunk_start(j), head, first_column
+                        store(gPaddedO, zeros(OUT), at, 1, 3, VECTOR_BYTES)
         else:
             store(gLocalStates, s_t, (sequence, head, segment, first_column, 0), aligned=False)
             store(gTotalDecays, zeros(COL_VEC) + segment_b, (sequence, head, segment, 0))

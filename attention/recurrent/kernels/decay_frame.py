@@ -114,7 +114,7 @@ def channel_space(config: type[Config], sizes, arch: str, everything: bool) -> I
 @static
 class ChannelDecay:
     """The decays of a chunk's channels. A preparer, whose warps each have some of the channels, calls `cumsum_gates`,
-    `factor_decays` and `exact_scores`; the warpgroups that read what it made call `is_strong` and `decay_state`.
+    `factor_decays` and `exact_scores`; the warpgroups that read its results call `is_strong` and `decay_state`.
 
     scores: the type of the tiles that `exact_scores` returns."""
 
@@ -153,7 +153,7 @@ class ChannelDecay:
 
     @inlined
     def fill_keys(self, rings, arrays, j, n, seq, head, key_head, block):
-        """`fill` without queries."""
+        """Have TMA load the keys, values and gates of the j-th of a sequence's n chunks, if there is one."""
         (k, v, g), (gK, gV, gGates) = rings, arrays
         if j < n:
             token = seq.start + CHUNK * j

@@ -150,17 +150,17 @@ def make(config: Config):
                     q.fill(j, gQ, (seq.batch, token, key_head))
                     v.fill(j, gV, (seq.batch, token, value_head, block))
                 if j > 0:
-                    scored = j - 1
-                    keys = k.wait(scored)
-                    seq_layout.zero_other_rows(keys, seq.remaining(scored), GROUPS)
-                    s = warpgroup.wait(warpgroup.mm_ABt(q.wait(scored), keys))
-                    k.release(scored)
-                    q.release(scored)
-                    s = decay.decay_scores(s, decay.wait(exp_b, scored), decay.wait(b, scored))
-                    decay.release(exp_b, scored)
-                    decay.release(b, scored)
-                    warpgroup.store(p.claim(scored), warpgroup.causal(s, 0, 0.0))
-                    p.publish(scored)
+                    chunk = j - 1
+                    keys = k.wait(chunk)
+                    seq_layout.zero_other_rows(keys, seq.remaining(chunk), GROUPS)
+                    s = warpgroup.wait(warpgroup.mm_ABt(q.wait(chunk), keys))
+                    k.release(chunk)
+                    q.release(chunk)
+                    s = decay.decay_scores(s, decay.wait(exp_b, chunk), decay.wait(b, chunk))
+                    decay.release(exp_b, chunk)
+                    decay.release(b, chunk)
+                    warpgroup.store(p.claim(chunk), warpgroup.causal(s, 0, 0.0))
+                    p.publish(chunk)
                 if j % WARPS == 0:
                     slot = int32(j + AHEAD + warp)
                     if slot >= 0 and slot < n:

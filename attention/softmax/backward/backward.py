@@ -11,12 +11,12 @@ from tiles.schema import REAL, Problem, Schema
 from ...names import suggests_argument_names
 from ...options import check_flag, check_number, check_positive
 from ..assembled import build_variant
-from ..call_options import OF_AUX, OF_BLOCKS, blocks_of, eight, ends_of, random_of, without_gradients
-from ..gradient import ONCE
-from ..index_checks import Asking, indexed
-from ..planning import as_window, bias_of, check_extents, dropped, functions_of, listing_of, scale_of
-from ..python_functions import named
-from ..score_derivative import derivatives
+from ..call_options import OF_AUX, OF_BLOCKS, block_options, dropout_options, pad_aux, window_ends, without_gradients
+from ..gradient import NO_SECOND_DERIVATIVES
+from ..index_checks import IndexingFunctions, plan_index_checks
+from ..planning import bias_part, check_extents, dropout_part, load_functions, plan_block_lists, reduce_to_window, resolve_scale
+from ..python_functions import register_function
+from ..score_derivative import differentiate
 from ..scores import ScoredWithGrad
 from . import norm_programs
 from .launches import plan_launches
@@ -169,7 +169,7 @@ def backward(
     if plain_scores and plain_gradients and isinstance(aux, (tuple, list)) and not (dropout or accumulate or aux):
         options = check_flag("causal", causal), check_number("scale", scale), check_flag("deterministic", deterministic), family
         return _backward(stream, (dout, q, k, v, out, lse, dlse, dq, dk, dv), options, layout)
-    sequences, random, aux = (cu_seqlens, cu_seqlens_k, lengths_k), random_of(dropout, seed), eight(aux)
+    sequences, random, aux = (cu_seqlens, cu_seqlens_k, lengths_k), dropout_options(dropout, seed), pad_aux(aux)
     dsink = sink is not None if dsink is None else dsink
     if dsink is not False and sink is None:
         raise ValueError(f"dsink: must be None where there is no sink: {dsink=!r:.60}")
@@ -188,16 +188,16 @@ def backward(
     if accumulate:
         buffers = ("q", q, q_norm, dq), ("k", k, k_norm, dk)
         into = [norm_programs.gradient_buffer(*x, stream, layout) for x in buffers]
-    size, ready_for, (*lists, _, marks) = blocks_of(blocks)
+    size, ready_for, (*lists, _, marks) = block_options(blocks)
     wanted = " ".join([name for name, x in zip(GRADIENTS, extra) if x is not None])
     extra_out = [None if x is True else x for x in extra]
     score_arrays = alibi, sink, bias, *sequences, random.seeds, *lists, marks, *aux
     arrays = dout, normed_q, normed_k, v, out, lse, dlse, *score_arrays, *into, dv
     options = (
         check_flag("causal", causal),
-        *ends_of(window),
+        *window_ends(window),
         check_positive("softcap", softcap),
-        *[None if f is None else named(n, f) for n, f in (("mask", mask), ("score", score))],
+        *[None if f is None else register_function(n, f) for n, f in (("mask", mask), ("score", score))],
         *size,
         ready_for,
         random.dropout,
@@ -251,15 +251,15 @@ def is_floating(x: Any) -> bool:
     return any(name in str(getattr(x, "dtype", "")) for name in REAL)
 
 
-@program(BACKWARD, no_gradient=ONCE)
+@program(BACKWARD, no_gradient=NO_SECOND_DERIVATIVES)
 def _backward(problem: Problem, causal: bool, scale: float | None, deterministic: bool, family: str | None) -> Plan:
     """The launches of a call without other options."""
     check_extents(problem)
-    scale = scale_of(problem, scale)
+    scale = resolve_scale(problem, scale)
     return plan_launches(problem, build_variant(scale, causal), scale, deterministic, family)
 
 
-@program(VARIANTS, no_gradient=ONCE)
+@program(VARIANTS, no_gradient=NO_SECOND_DERIVATIVES)
 def _variant(
     problem: Problem,
     causal: bool,
@@ -281,20 +281,20 @@ def _variant(
     """The launches of a call with any options. mask, score: the names of functions in python_functions.py. also: the names of
     gradients to compute besides dq, dk and dv."""
     check_extents(problem)
-    scale = scale_of(problem, scale)  # of the sink nothing but lse knows
-    masking, scoring, aux = functions_of(problem, mask, score)
-    asking = Asking(masking, scoring, aux, causal, left, right, problem("T")[0])
-    index_checks = indexed(problem, asking, listed=ready_for is not None)
+    scale = resolve_scale(problem, scale)  # of the sink nothing but lse knows
+    masking, scoring, aux = load_functions(problem, mask, score)
+    asking = IndexingFunctions(masking, scoring, aux, causal, left, right, problem("T")[0])
+    index_checks = plan_index_checks(problem, asking, listed=ready_for is not None)
     size = None if block_rows is None or block_cols is None else (block_rows, block_cols)
-    more: list[Any] = [dropped(problem, dropout, seed_value)] if dropout is not None else []
+    more: list[Any] = [dropout_part(problem, dropout, seed_value)] if dropout is not None else []
     axes = [len(x.form.shape) for x in aux]
-    masking, causal, (left, right) = as_window(problem, masking, axes, causal, (left, right))
-    listing = listing_of(
+    masking, causal, (left, right) = reduce_to_window(problem, masking, axes, causal, (left, right))
+    listing = plan_block_lists(
         problem, masking, f"{mask=!s}; window={(left, 0 if causal else right)}", size, MAX_SURVEY_QUERIES, ready_for
     )
     blocked = listing and listing.blocked
-    score_options = softcap, "alibi" in problem, bias_of(problem, last=scoring is None)
-    score_derivatives = scoring and derivatives(scoring, axes)
+    score_options = softcap, "alibi" in problem, bias_part(problem, last=scoring is None)
+    score_derivatives = scoring and differentiate(scoring, axes)
     scored = None
     if scoring and score_derivatives:
         scored = ScoredWithGrad(scoring, score_derivatives.score_and_grad, score_derivatives.linear)
@@ -312,4 +312,4 @@ def _variant(
     return plan._replace(steps=[*index_checks, *plan.steps])
 
 
-_into = program(INTO, no_gradient=ONCE)(_variant.planner)
+_into = program(INTO, no_gradient=NO_SECOND_DERIVATIVES)(_variant.planner)

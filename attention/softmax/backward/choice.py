@@ -10,8 +10,8 @@ from tiles.schema import Problem
 
 from ...families import FamilyAndBlock, choose_family, family_name
 from ..assembled import VariantSpec
-from ..launches import DTYPES, in_tiles, sequences_of
-from ..prepared_lists import Listing
+from ..launches import DTYPES, choose_layout, load_bias_by_tma
+from ..prepared_lists import BlockListPlan
 from ..sequences import BatchedLayout
 from ..variants import Variant
 from . import ampere, hopper, hopper_folded, hopper_narrow, hopper_wide, slopes
@@ -35,12 +35,12 @@ def choose_kernel(
     deterministic: bool,
     family: str | FamilyAndBlock | None,
     aux: Sequence[Operand],
-    listing: Listing | None,
+    listing: BlockListPlan | None,
     reads: Mapping[str, Sequence[BiasRead]],
 ) -> KernelChoice:
     """The KernelChoice for the variant `spec`; launches.plan_launches documents the arguments."""
     q_len, head_dim, kv_len, value_dim = problem("SDTV")
-    (seq_layout, _), dtype, variant = sequences_of(problem), DTYPES[problem.dtype], spec.variant
+    (seq_layout, _), dtype, variant = choose_layout(problem), DTYPES[problem.dtype], spec.variant
     accumulate = problem.schema.arguments["dq"].role == "updated"
     tma = choose_family(problem, family) == "sm_90"
     plain = (
@@ -69,10 +69,10 @@ def choose_kernel(
     kind = {"axes": tuple([len(x.form.shape) for x in aux]), "by_list": by_list, "seq_layout": seq_layout}
     kind |= {"accumulate": accumulate, "slope_gradient": slope_gradient}
     if not tma:
-        vector_bytes, shared_limit = problem.bytes_at_once(), machine(problem.device).shared_bytes
-        config = ampere.config_for(head_dim, dtype, variant, vector_bytes, value_dim, shared_limit, shape, **kind, **order)
+        vector_bytes, capability = problem.bytes_at_once(), machine(problem.device).capability
+        config = ampere.config_for(head_dim, dtype, variant, vector_bytes, value_dim, capability, shape, **kind, **order)
         return KernelChoice(ampere, replace(config, single_block=all_see_first and kv_len <= config.kv), plain)
-    by_tile = in_tiles(problem, variant)
+    by_tile = load_bias_by_tma(problem, variant)
     if plain and hopper_narrow.serves(head_dim, by_tile, value_dim):
         return KernelChoice(hopper_narrow, hopper_narrow.config_for(head_dim, dtype, by_tile, value_dim, **order), plain)
     if plain and hopper_folded.serves(head_dim, variant, value_dim):

@@ -14,8 +14,8 @@ from tiles.plan import Fill, Plan, nothing
 from tiles.schema import Problem
 
 from ..assembled import VariantSpec
-from ..launches import DTYPES, LOG2_E, Before, made_for, sequences_of, spread, variant_arrays
-from ..prepared_lists import Listing, check
+from ..launches import DTYPES, LOG2_E, PreparationSteps, broadcast, choose_layout, describe_call, variant_arrays
+from ..prepared_lists import BlockListPlan, check_call
 from . import finish, hopper_wide, hopper_wide_queries, prepare, sinks, slopes
 from .choice import choose_kernel
 from .dq_order import UNORDERED, AscendingAdds, LastBlockStores, OrderedAdds, UnorderedAdds
@@ -36,7 +36,7 @@ def plan_launches(
     deterministic: bool,
     family: str | None,
     aux: Sequence[Operand] = (),
-    listing: Listing | None = None,
+    listing: BlockListPlan | None = None,
     reads: Mapping[str, Sequence[BiasRead]] = MappingProxyType({}),
     dsink: bool = False,
 ) -> Plan:
@@ -50,7 +50,7 @@ def plan_launches(
     outputs = nothing if accumulate else None
     if any(0 in problem[name].form.shape for name in ("q", "k")):  # no query sees a key
         return Plan([] if accumulate else [Fill(x, 0.0) for x in gradients if 0 not in x.form.shape], (), outputs)
-    (seq_layout, seq_args), gpu = sequences_of(problem), machine(problem.device)
+    (seq_layout, seq_args), gpu = choose_layout(problem), machine(problem.device)
     module, config, plain = choose_kernel(problem, spec, deterministic, family, aux, listing, reads)
     if module is hopper_wide:
         return plan_wide_launches(problem, spec, scale, config, deterministic, dsink)
@@ -61,41 +61,41 @@ def plan_launches(
         tiles, blocks = q_len // config.rows + ends - 1, kv_len // config.kv + ends - 1
     else:
         tiles, blocks = -(-q_len // config.rows), -(-kv_len // config.kv)
-    before_main = Before(problem)
+    before_main = PreparationSteps(problem)
     if not (accumulate or listing):
         longest_first = spec.variant.monotonic and not isinstance(config.order, LastBlockStores)
         split = choose_split(problem, blocks, tiles, deterministic, longest_first, gpu.processors)
     if slope_gradient is not slopes.NO_SLOPE_GRADIENT:  # splits of a head group would store to the same rows of slope_sums
         split = split._replace(splits=1)
-    after_main = Before(problem, before_main.scratch)
+    after_main = PreparationSteps(problem, before_main.scratch)
     partial_args = partial_arguments(before_main, after_main, config, split)
     config = replace(config, splits_queries=split.splits > 1)
-    lse_delta = before_main.memory((batch, heads, 2 * tiles * config.rows), "float32")
+    lse_delta = before_main.allocate((batch, heads, 2 * tiles * config.rows), "float32")
     if config.single_block:
         dq_accum = problem["dq"]
     else:
-        dq_accum = before_main.memory((batch * heads, tiles * parts.sum_rows, parts.sum_columns), "float32")
+        dq_accum = before_main.allocate((batch * heads, tiles * parts.sum_rows, parts.sum_columns), "float32")
     order_args = dict(seq_args)
     if isinstance(config.order, OrderedAdds):
         semaphores = config.order.semaphores * tiles
-        order_args["dq_semaphores"] = before_main.memory((batch * heads, semaphores), "int32")
+        order_args["dq_semaphores"] = before_main.allocate((batch * heads, semaphores), "int32")
     variant_args = spec.numbers | {name: x for name, x in variant_arrays(problem).items() if name in spec.variant.params}
     aux_args = {f"aux{n}": x for n, x in enumerate(aux)}
     if listing and listing.blocked:
-        marks = problem["marks"] or before_main.classes(listing.blocked)
-        variant_args["marks"] = spread(marks, (*problem("NH"), *marks.form.shape[2:]))
+        marks = problem["marks"] or before_main.classify_blocks(listing.blocked)
+        variant_args["marks"] = broadcast(marks, (*problem("NH"), *marks.form.shape[2:]))
     list_args, survey_args = {}, {}
     if listing and by_list:
         if listing.ready_for:
-            check(listing.ready_for, made_for(problem, config, listing), but="tiles")
+            check_call(listing.ready_for, describe_call(problem, config, listing), but="tiles")
         lists = launch_query_lists(before_main, spec, listing.varies, config, seq_args | variant_args, aux_args)
-        survey_args = {"classes": spread(classes := lists.pop("classes"), (batch, heads, *classes.form.shape[2:]))}
-        list_args = {name: spread(x, (batch, kv_heads, *x.form.shape[2:])) for name, x in lists.items()}
+        survey_args = {"classes": broadcast(classes := lists.pop("classes"), (batch, heads, *classes.form.shape[2:]))}
+        list_args = {name: broadcast(x, (batch, kv_heads, *x.form.shape[2:])) for name, x in lists.items()}
     slope_args: dict[str, Any] = {}
     if slope_gradient is not slopes.NO_SLOPE_GRADIENT:
         rows = config.slope_warps * blocks * (1 if seq_layout.packed else batch)
         size = math.prod(problem["dalibi"].form.shape)
-        slope_args["slope_sums"] = before_main.memory((rows, size), "float32")
+        slope_args["slope_sums"] = before_main.allocate((rows, size), "float32")
         before_main.steps.append(Fill(slope_args["slope_sums"], 0.0))
     main = kernel_for(module, config, problem.device).bind(
         partial_args["batch_heads"] * blocks,
@@ -154,12 +154,12 @@ def plan_wide_launches(
     batch, q_len, heads, head_dim, kv_len, kv_heads, value_dim = problem("BSHDTGV")
     dtype, gpu = DTYPES[problem.dtype], machine(problem.device)
     by_queries = hopper_wide_queries.config_for(head_dim, dtype, spec.variant, value_dim)
-    (_, seq_args), before_main, tiles = sequences_of(problem), Before(problem), -(-q_len // by_keys.rows)
-    blocks, group, after_main = -(-kv_len // by_keys.kv), heads // kv_heads, Before(problem, before_main.scratch)
+    (_, seq_args), before_main, tiles = choose_layout(problem), PreparationSteps(problem), -(-q_len // by_keys.rows)
+    blocks, group, after_main = -(-kv_len // by_keys.kv), heads // kv_heads, PreparationSteps(problem, before_main.scratch)
     split = choose_split(problem, blocks, tiles, deterministic, spec.variant.monotonic, gpu.processors)
     partial_args = partial_arguments(before_main, after_main, by_keys, split)
     by_keys = replace(by_keys, splits_queries=split.splits > 1)
-    lse_delta = before_main.memory((batch, heads, 2 * tiles * by_keys.rows), "float32")
+    lse_delta = before_main.allocate((batch, heads, 2 * tiles * by_keys.rows), "float32")
     preparation = _bind_prepare(problem, prepare.without_sums(by_keys), lse_delta, lse_delta, tiles, seq_args)  # clears nothing
     dq_args = {"heads": heads, "batch_heads": batch * heads, "group": group, "gDQ": problem["dq"]}
     steps = [preparation]

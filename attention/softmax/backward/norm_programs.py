@@ -11,10 +11,10 @@ from tiles.schema import Problem, Schema
 
 from ...options import split_norm
 from .. import norms
-from ..gradient import ONCE
+from ..gradient import NO_SECOND_DERIVATIVES
 from ..hopper import SHAPES
 from ..launches import DTYPES, norm_arrays
-from ..norm_parts import Layer, Rms
+from ..norm_parts import LayerNorm, RmsNorm
 from .norms import PART, ROWS_OF, TILES_PER_BLOCK, NormColumnSums, NormRowGradients, SumNormPartials
 
 
@@ -30,7 +30,7 @@ def _normalise_program(x: str, axes: str) -> Program:
         """,
     )
 
-    @program(schema, no_gradient=ONCE)
+    @program(schema, no_gradient=NO_SECOND_DERIVATIVES)
     def normalise(problem: Problem, norm_eps: float) -> Plan:
         """The launch of the kernel that normalises rows."""
         batch, rows, heads, columns = problem(axes)
@@ -38,7 +38,7 @@ def _normalise_program(x: str, axes: str) -> Program:
         if 0 in (batch, rows, heads):
             return Plan([])
         padded = min(dim for dim in SHAPES if dim >= columns)
-        norm = Layer() if f"{x}_norm_bias" in problem else Rms()
+        norm = LayerNorm() if f"{x}_norm_bias" in problem else RmsNorm()
         config = norms.Config(norm, padded, DTYPES[problem.dtype], problem.bytes_at_once(x) == ALIGNMENT)
         blocks, numbers = -(-rows // config.rows), {"norm_eps": norm_eps, "columns": columns}
         arrays = {"gX": problem[x], "gOut": problem["normed"]} | params
@@ -65,7 +65,7 @@ def _gradient_program(x: str, axes: str, accumulate: bool = False) -> Program:
         """,
     )
 
-    @program(schema, no_gradient=ONCE)
+    @program(schema, no_gradient=NO_SECOND_DERIVATIVES)
     def differentiate(problem: Problem, norm_eps: float, layer: bool) -> Plan:
         """The launches that compute these gradients."""
         batch, rows, heads, columns = problem(axes)
@@ -75,7 +75,7 @@ def _gradient_program(x: str, axes: str, accumulate: bool = False) -> Program:
             return Plan(
                 [Fill(problem[name], 0.0) for name in sums if not accumulate and 0 not in problem[name].form.shape], (), outputs
             )
-        norm, dtype = Layer() if layer else Rms(), DTYPES[problem.dtype]
+        norm, dtype = LayerNorm() if layer else RmsNorm(), DTYPES[problem.dtype]
         padded = min(dim for dim in SHAPES if dim >= columns)
         config = NormRowGradients(norm, padded, dtype, problem.bytes_at_once() == ALIGNMENT, accumulate)
         tiles, blocks, panels = -(-rows // PART.rows), -(-rows // config.rows), -(-columns // PART.cols)
@@ -114,7 +114,7 @@ def _as_groups(x: Operand) -> Operand:
 def _zeros_program(x: str, axes: str) -> Program:
     """The program that creates a float32 array of zeros, in which the gradients of x's normalised rows accumulate."""
 
-    @program(Schema(f"zeros_{x}", f"{x} {axes} tile\n zeros {axes} float32 made"), no_gradient=ONCE)
+    @program(Schema(f"zeros_{x}", f"{x} {axes} tile\n zeros {axes} float32 made"), no_gradient=NO_SECOND_DERIVATIVES)
     def zeros_like(problem: Problem) -> Plan:
         """The step that writes the zeros."""
         return Plan([Fill(problem["zeros"], 0.0)] if 0 not in problem[x].form.shape else [])

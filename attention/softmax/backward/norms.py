@@ -25,7 +25,7 @@ from tiles.arguments import INT, array, record
 from tiles.layout import LANES
 
 from ..hopper import SHAPES
-from ..norm_parts import Layer, Rms
+from ..norm_parts import LayerNorm, RmsNorm
 from .results import StoreGradient, float32_output, times
 
 WARPS, PART = 8, rt(16, 32, fp32)  # warps of a thread block; the tile that a warp works on at a time
@@ -58,7 +58,7 @@ class NormRowGradients:
     """The configuration of the kernel that computes dx: the norm, the columns of a row, padded, whether rows begin at multiples
     of 16 bytes, and whether dx is added to what the array holds."""
 
-    norm: Rms
+    norm: RmsNorm
     head_dim: int
     dtype: dtype
     aligned: bool
@@ -80,7 +80,7 @@ class NormRowGradients:
     def make(config: "NormRowGradients"):
         """(kernel, shared memory) of a configuration."""
         INPUT, X, ALIGNED = config.dtype, rt(PART.rows, config.head_dim, fp32), config.aligned or None
-        norm, CENTRED, PARAMS = config.norm, isinstance(config.norm, Layer), record(**config.norm.params)
+        norm, CENTRED, PARAMS = config.norm, isinstance(config.norm, LayerNorm), record(**config.norm.params)
         result, OUT = config.result, config.result.dtype
 
         @cuda.jit(launch_bounds=(config.threads, 1))
@@ -195,7 +195,9 @@ class SumNormPartials:
 def space(arch: str, everything: bool) -> Iterator[NormRowGradients | NormColumnSums | SumNormPartials]:
     """Configurations to compile and inspect, the same for all architectures."""
     for input_dtype in (bf16, fp16) if everything else (bf16,):
-        for norm, head_dim, aligned in itertools.product((Rms(), Layer()), SHAPES, (True, False) if everything else (True,)):
+        for norm, head_dim, aligned in itertools.product(
+            (RmsNorm(), LayerNorm()), SHAPES, (True, False) if everything else (True,)
+        ):
             yield NormRowGradients(norm, head_dim, input_dtype, aligned)
         yield from (NormColumnSums(input_dtype, bias) for bias in (False, True))
     yield SumNormPartials()

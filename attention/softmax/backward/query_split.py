@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 from tiles.schema import Problem
 
-from ..launches import Before
+from ..launches import PreparationSteps
 from . import shares
 from .base_config import BackwardConfig
 from .shares import ROWS, Config
@@ -50,7 +50,9 @@ def split_queries(group: int, thread_blocks: int, tiles: int, wanted: int) -> Qu
     return QuerySplit(head_groups, splits)
 
 
-def partial_arguments(before_main: Before, after_main: Before, config: BackwardConfig, split: QuerySplit) -> dict[str, Any]:
+def partial_arguments(
+    before_main: PreparationSteps, after_main: PreparationSteps, config: BackwardConfig, split: QuerySplit
+) -> dict[str, Any]:
     """The main kernel's arguments that say how its queries are split, and where it stores dK and dV. If there are several
     partials, memory for them is reserved in `before_main`, and the launch that combines them is put in `after_main`."""
     problem = before_main.problem
@@ -61,7 +63,7 @@ def partial_arguments(before_main: Before, after_main: Before, config: BackwardC
     if split.partials == 1:
         return {"gDK": dk, "gDV": dv, **args}
     keys, columns = dk.form.shape[1], [-(-x.form.shape[3] // COLUMN_MULTIPLE) * COLUMN_MULTIPLE for x in (dk, dv)]
-    partial_dk, partial_dv = [before_main.memory((batch, keys, partial_heads, n), problem.dtype) for n in columns]
+    partial_dk, partial_dv = [before_main.allocate((batch, keys, partial_heads, n), problem.dtype) for n in columns]
     combine = Config(
         split.partials, config.head_dim, config.value_dim, config.dtype, config.vector_bytes, config.overlaps_previous
     )

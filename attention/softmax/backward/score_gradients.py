@@ -10,7 +10,7 @@ from tiles.schema import REAL, Problem
 
 from ..assembled import VariantSpec
 from ..call_options import AUX
-from ..launches import LOG2_E, Before
+from ..launches import LOG2_E, PreparationSteps
 from ..score_derivative import Derivatives
 from . import bias, elements, hopper_bias, recomputed_scores
 
@@ -44,7 +44,13 @@ class ScoreGradients:
     kernels have in common."""
 
     def __init__(
-        self, problem: Problem, spec: VariantSpec, config: Any, after_main: Before, args: dict[str, Any], processors: int
+        self,
+        problem: Problem,
+        spec: VariantSpec,
+        config: Any,
+        after_main: PreparationSteps,
+        args: dict[str, Any],
+        processors: int,
     ):
         self.problem, self.spec, self.config, self.after_main = problem, spec, config, after_main
         self.args, self.processors = args, processors
@@ -110,7 +116,7 @@ class ScoreGradients:
             return
         max_grid = max(1, elements.MAX_BYTES // (4 * size * warps * len(reads)))
         grid = min(batches * heads * tiles * blocks, elements.MAX_BLOCKS_PER_SM * self.processors, max_grid)
-        partials = self.after_main.memory((len(reads) * grid * warps, size), "float32")
+        partials = self.after_main.allocate((len(reads) * grid * warps, size), "float32")
         for n, read in enumerate(reads):
             extents = {"batches": batches, "heads": heads, "tiles": tiles, "blocks": blocks, "first": n * grid * warps}
             self.after_main.launch(

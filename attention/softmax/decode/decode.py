@@ -13,10 +13,10 @@ from ...cache import append as appending
 from ...families import choose_family
 from ...names import suggests_argument_names
 from ...options import check_flag, check_number, check_positive, split_norm
-from ..call_options import OF_AUX, eight, ends_of
-from ..index_checks import Asking, indexed
-from ..planning import check_extents, functions_of, scale_of
-from ..python_functions import named
+from ..call_options import OF_AUX, pad_aux, window_ends
+from ..index_checks import IndexingFunctions, plan_index_checks
+from ..planning import check_extents, load_functions, resolve_scale
+from ..python_functions import register_function
 from .launches import DecodeOptions, plan_new_keys, plan_prefill, plan_split_kv, prefers_split_kv, select_loader
 from .norm_planning import select_norms
 from .page_checks import plan_page_checks
@@ -118,19 +118,18 @@ def decode(
     """Attention of new tokens over caches of keys and values, which are read once. It is what a server does for each token and,
     with many query tokens, for a prompt or a part of one.
 
-    q: (B, Sq, H, D): one query token a sequence, several, as in speculative decoding, or any number. k: (B, Sk, Hk, D) and
-    v: (B, Sk, Hk, Dv): the caches. Sequence b uses the first lengths[b] keys, including those of the new tokens; the others
-    are not looked at. bfloat16 or float16; D and Dv multiples of 8 up to 256; H a multiple of Hk. With layout="bhsd":
-    (B, H, Sq, D) and (B, Hk, Sk, D). Any base addresses, and any strides with a contiguous last axis; multiples of 16 bytes
-    are fast.
+    q: (B, Sq, H, D): one query token a sequence, several, as in speculative decoding, or any number. k: (B, Sk, Hk, D) and v:
+    (B, Sk, Hk, Dv): the caches. Sequence b uses the first lengths[b] keys, including those of the new tokens; the others are
+    not read. bfloat16 or float16; D and Dv multiples of 8 up to 256; H a multiple of Hk. With layout="bhsd": (B, H, Sq, D)
+    and (B, Hk, Sk, D). Any base addresses, and any strides with a contiguous last axis; multiples of 16 bytes are fast.
 
     lengths: (B), int32 or int64, on q's device; the host never reads them. Neither plans nor kernels depend on them, so a
     CUDA graph that holds the call serves sequences as they grow. None: all keys of the cache are in use.
 
     pages: (B, most pages), int32 or int64. Then k and v are pools, (pages, page size, Hk, D) and Dv, or for layout="bhsd"
-    (pages, Hk, page size, D), and key j of sequence b is row j % size of page pages[b, j // size]. Any page size. Entries
-    behind a sequence's last page are not read. batch_index: (B), sequence b lies in batch batch_index[b] of k and v, which
-    may have more. leftpad: (B), keys before leftpad[b] are not looked at.
+    (pages, Hk, page size, D), and key j of sequence b is row j % size of page pages[b, j // size]. Any page size. Entries after
+    a sequence's last page are not read. batch_index: (B), sequence b is batch batch_index[b] of k and v, which may have more.
+    leftpad: (B), keys before leftpad[b] are not read.
 
     k and v of float8_e4m3fn (since Ada), at multiples of 4 bytes: they are converted to fp16, exactly, and queries are
     rounded to fp16. k_descale, v_descale: float32, positive, by which they are multiplied; both or none. (Hk) or (B, Hk). Or
@@ -151,23 +150,22 @@ def decode(
     q_norm, k_norm, k_new_norm: norms of the rows of the argument of that name, as forward has them: weights of an RMS norm,
     or a pair (weights, bias) of a layer norm. What your cache holds decides which you need. k_new_norm: k_new is normalised
     once, before it is rotated and written, and the cache holds normalised keys, as Qwen3's does. k_norm: the cache holds
-    keys as they came, and all of them are normalised in every call, on the way to their scores, in float32; nothing of that
+    keys without a norm, and all of them are normalised in every call, on the way to their scores, in float32; nothing of that
     is written, and k is read once. Neither implies the other, so nothing is normalised twice. q is normalised before it is
     rotated. With k_norm there is no rotary, which comes after a norm, and many query tokens are served by split-KV, too.
 
     Which keys a token sees. The last token is at the last key: token t is at key p = lengths[b] - Sq + t, where lengths include
-    the new keys. causal: keys up to p. window: (left, right), keys from p - left to p + right; None is open.
-    mask: mask(b, h, i, j, *aux), in Python, for query token i, counted from the sequence's first, and key j. A token that
-    sees no key gives 0.
+    the new keys. causal: keys up to p. window: (left, right), keys from p - left to p + right; None is open. mask: mask(b, h,
+    i, j, *aux), in Python, for query token i, counted from the sequence's first, and key j. A token that sees no key gives 0.
 
-    How scores are changed: softcap, alibi, score(s, b, h, i, j, *aux), sink and scale, as in forward; so are mask, score
-    and aux. Here h may be a vector, the heads of the rows.
+    How scores are changed: softcap, alibi, score(s, b, h, i, j, *aux), sink and scale, as in forward; so are mask, score and
+    aux. Here h may be a vector, the heads of the rows.
 
-    splits: the number of parts that each sequence's keys are split into; multiprocessors work on different parts, and a
-    second launch combines them. The same splits give a sequence the same bits among any other sequences, if queries are not
-    packed (then the kernel follows from how many a sequence has on average). By default the keys of all sequences are
-    divided evenly, by the lengths as the device finds them: the bits of a sequence then depend on the lengths of the others.
-    If queries are packed, or caches are whole, the number of parts follows from the shapes.
+    splits: the number of splits of each sequence's keys (split-KV); multiprocessors work on different splits, and a second
+    launch combines their outputs. The same splits give a sequence the same bits among any other sequences, if queries are not
+    packed (then the kernel follows from how many a sequence has on average). By default the keys of all sequences are divided
+    evenly among the blocks that run at a time (stream-K), by the lengths on the device: the bits of a sequence then depend on
+    the lengths of the others. If queries are packed, or lengths is None, the number of splits follows from the shapes.
 
     out, return_lse, stream: as in forward. family: None, "sm_80", the instructions of every GPU since Ampere, or "sm_90",
     Hopper's. These serve many query tokens; they also serve few, in caches of q's dtype, by default if tokens times the
@@ -176,15 +174,15 @@ def decode(
     Returns `out`, or with return_lse=True `(out, lse)`, lse (B, H, Sq) as in forward.
 
     ValueError, TypeError: name the argument and print the values, before anything is launched."""
-    left, right = ends_of(window)
+    left, right = window_ends(window)
     options = (  # of every step of a server: each line costs it
         check_flag("causal", causal),
         left,
         right,
         None if softcap is None else check_positive("softcap", softcap),
         check_splits(splits),
-        None if mask is None else named("mask", mask),
-        None if score is None else named("score", score),
+        None if mask is None else register_function("mask", mask),
+        None if score is None else register_function("score", score),
         check_flag("interleaved", interleaved),
         0.0 if q_norm is k_norm is k_new_norm is None else check_positive("norm_eps", norm_eps),
         None if scale is None else check_number("scale", scale),
@@ -202,7 +200,7 @@ def decode(
     tensors, keys = (q, k, v), (lengths, pages, batch_index, leftpad, alibi, sink, k_descale, v_descale)
     norms = *split_norm("q_norm", q_norm), *split_norm("k_norm", k_norm)
     if k_new is v_new is rotary is None:
-        return _variant(stream, (*tensors, cu_seqlens, *keys, *norms, *eight(aux), out, None), options, layout)
+        return _variant(stream, (*tensors, cu_seqlens, *keys, *norms, *pad_aux(aux), out, None), options, layout)
     if k_new is None or v_new is None:
         name, other = ("k_new", "v_new") if k_new is None else ("v_new", "k_new")
         raise ValueError(f"{name}: must be passed together with {'rotary' if k_new is v_new is None else other}: {name}=None")
@@ -217,10 +215,10 @@ def decode(
         place = lengths, pages, batch_index, cu_seqlens
         q_rotated, lengths_after = _append_before(q, k, v, place, new, options, layout, descales)
         keys = lengths_after, *keys[1:], *((None, None) if rotary is not None else norms[:2]), *norms[2:]
-        return _variant(stream, (q_rotated, k, v, cu_seqlens, *keys, *eight(aux), out, None), options, layout)
+        return _variant(stream, (q_rotated, k, v, cu_seqlens, *keys, *pad_aux(aux), out, None), options, layout)
     new = k_new, v_new, *split_norm("k_new_norm", k_new_norm), cu_seqlens_new, *appending.rotary_tables(rotary), positions
     call = _append_quantising if appending.has_token_descales(k_descale, v_descale) else _append
-    return call(stream, (*tensors, cu_seqlens, *keys, *norms, *eight(aux), *new, out, None), options, layout)
+    return call(stream, (*tensors, cu_seqlens, *keys, *norms, *pad_aux(aux), *new, out, None), options, layout)
 
 
 def _append_before(q, k, v, place, new, options, layout, descales) -> tuple[Any, Any]:
@@ -291,10 +289,10 @@ def _decode(
         return Plan([*append.steps, *fills], append.scratch)
     if mask is None:  # pages of keys that a mask hides may be missing
         append = append._replace(steps=[*plan_page_checks(problem, left), *append.steps])
-    *functions, aux = functions_of(problem, mask, score, most_keys)
-    checks = indexed(problem, Asking(functions[0], functions[1], aux, causal, left, right, most_keys))
+    *functions, aux = load_functions(problem, mask, score, most_keys)
+    checks = plan_index_checks(problem, IndexingFunctions(functions[0], functions[1], aux, causal, left, right, most_keys))
     append = append._replace(steps=[*checks, *append.steps])
-    options = DecodeOptions(causal, left, right, softcap, scale_of(problem, scale), functions[0], functions[1], aux)
+    options = DecodeOptions(causal, left, right, softcap, resolve_scale(problem, scale), functions[0], functions[1], aux)
     shifts_keys = "leftpad" in problem and (mask or score)  # forward would pass functions key indices that begin at leftpad
     many_tokens = tokens >= MANY_TOKENS * (sequences if "cu_seqlens" in problem else 1)
     norms = select_norms(problem, norm_eps)

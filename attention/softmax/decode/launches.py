@@ -17,7 +17,7 @@ from ...cache.append_plan import AppendNames, has_descale_per_key, norm_operands
 from ...families import choose_family
 from ..assembled import build_variant
 from ..key_sources import IndexedCache, OneBuffer, PagedKeys
-from ..launches import DTYPES, LOG2_E, over
+from ..launches import DTYPES, LOG2_E, expand_axes
 from ..online import SLACK
 from ..planning import INDICES
 from ..scores import Capped, Scored, Sunk
@@ -243,8 +243,8 @@ def select_loader(problem: Problem) -> tuple[DenseLoader, int, dict[str, Operand
         return IndexedLoader(vector_bytes), rows if batches else 0, {"batch_index": problem["batch_index"]}
     if batches != batch:
         if "cu_seqlens" in problem:
-            wanted = f"batch must equal the number of sequences, {batch}, unless pages or batch_index is passed"
-            raise problem.error("k", wanted, "k")
+            rule = f"batch must equal the number of sequences, {batch}, unless pages or batch_index is passed"
+            raise problem.error("k", rule, "k")
         raise problem.error("k", "batch must equal q's unless pages or batch_index is passed", "k", "q")
     return DenseLoader(vector_bytes), rows, {}
 
@@ -271,7 +271,7 @@ def _select_product(problem: Problem) -> tuple[SameDtypeProducts, dict[str, Any]
             raise problem.error(name, f"last axis must be contiguous: {name}.strides={form.strides} bytes", name)
     names = "k_descale", "v_descale"
     per_key = has_descale_per_key(problem)
-    args = {name: problem[name] if per_key else over(problem, name, "NG") for name in names}
+    args = {name: problem[name] if per_key else expand_axes(problem, name, "NG") for name in names}
     missing = [name for name, descale in args.items() if descale is None]
     if len(missing) == 1:
         (other,) = set(names) - set(missing)
@@ -317,7 +317,7 @@ def _build_scores(
         args["per_cap"], unit = unit / options.softcap, options.softcap
     if "alibi" in problem:
         parts.append(AlibiRows())
-        args |= {"slopes": over(problem, "alibi", "NH"), "per_slope": 1 / unit}
+        args |= {"slopes": expand_axes(problem, "alibi", "NH"), "per_slope": 1 / unit}
     if options.score is not None:
         parts.append(ScoredRows(options.score))
         args["score_unit"], unit = unit, 1.0

@@ -16,11 +16,11 @@ from ops import block, col_index, finish_sum, lane_sum, load, maximum, row_sum, 
 from tiles import fp32, inlined, static
 from tiles.arguments import FLOAT, INT, array
 
-from ..norm_parts import Layer, Normed, Rms
+from ..norm_parts import LayerNorm, Normed, RmsNorm
 
 
 @static
-class MultiHeadRmsNorm(Rms):
+class MultiHeadRmsNorm(RmsNorm):
     """An RMS norm of rows that belong to several heads. same_weights: do these heads have the same weights and bias?"""
 
     same_weights: bool
@@ -49,7 +49,7 @@ class MultiHeadRmsNorm(Rms):
             return self.part(x, of_rows, head, col, params)
 
 
-class MultiHeadLayerNorm(MultiHeadRmsNorm, Layer):
+class MultiHeadLayerNorm(MultiHeadRmsNorm, LayerNorm):
     """A layer norm of rows that belong to several heads."""
 
     label = "layer"

@@ -1,4 +1,4 @@
-"""attention/cache/append.py: the same bits as by hand, where there is room, and not a byte elsewhere."""
+"""attention.append: the same bits as in NumPy, and no byte written elsewhere."""
 
 import ml_dtypes
 import numpy as np
@@ -92,7 +92,7 @@ def inputs(heads=2, head=32, value=None, dtype=BF16, cache=None, lengths=(3, 0, 
 
 
 def check(given, put=lambda x: x, get=lambda x: x, **options):
-    """Every bit of both caches, and of what is given back."""
+    """Compare every bit of both caches, and of the result."""
     wanted = {**given, "k": given["k"].copy(), "v": given["v"].copy()}
     out = by_hand(**wanted, **options)
     ours = {name: tuple(map(put, x)) if name == "rotary" else put(x) for name, x in given.items()}
@@ -134,7 +134,7 @@ def test_the_same_bits_as_by_hand(place, case, interleaved):
     ("sm_80", "half of the columns", True),
 ])  # fmt: skip
 def test_as_compiled(arch, case, interleaved, as_compiled):
-    """What the kernel's PTX computes."""
+    """The compiled PTX, run by the emulator."""
     as_compiled(arch)
     check(inputs(**CASES[case]), interleaved=interleaved)
 
@@ -155,13 +155,13 @@ def test_products_that_cancel(place):
 
 
 def test_products_that_cancel_as_compiled(as_compiled):
-    """No product is made one instruction with a sum."""
+    """The compiled PTX contracts no product and sum to an fma."""
     as_compiled("sm_90a")
     check(cancelling(True), interleaved=True)
 
 
 def check_found(given, put=lambda x: x, get=lambda x: x, heads_first=False, **options):
-    """A cache of fp8 whose descales are found: they are the greatest numbers / 448, and nothing else is written."""
+    """An fp8 cache whose descales are computed: max(abs(row)) / 448, and nothing else is written."""
     rows = {name: np.full(given[name].shape, np.nan, F32) for name in "kv"}
     wanted = by_hand(**given | rows, **options)
     ours = {name: tuple(map(put, x)) if name == "rotary" else put(x) for name, x in given.items()}
@@ -197,16 +197,16 @@ FOUND = {
 
 @pytest.mark.parametrize("case", FOUND)
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_descales_that_are_found(place, case, interleaved):
-    """Rotation makes K's numbers greater, by 2 ** 0.5 at most: that comes first."""
+def test_computed_descales(place, case, interleaved):
+    """The descale is of the rotated row, whose numbers may be larger by 2 ** 0.5."""
     if interleaved and "rotary" not in FOUND[case]:
         pytest.skip("nothing is rotated")
     check_found(inputs(cache=F8, **FOUND[case]), place.put, place.get, heads_first=interleaved, interleaved=interleaved)
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_descales_are_found_of_what_is_normalised(bias):
-    """Norm, rotation, descale: what the same call writes into a cache of 16 bits says how large rows are."""
+def test_descales_of_normalised_rows(bias):
+    """Norm, rotation, then descale: those of the rows that the same call writes to a cache of 16 bits."""
     given = inputs(rotary=16, heads=3)
     weights = np.random.default_rng(4).standard_normal((2, 3, 32)).astype(F32)
     norm = (weights[0], weights[1]) if bias else weights[0]
@@ -222,7 +222,7 @@ def test_descales_are_found_of_what_is_normalised(bias):
 
 
 def test_rows_of_zeros_and_of_nan_have_a_descale():
-    """What is not finite stays so: a row with an infinity is NaN when it is read, or infinite."""
+    """Rows that are not finite stay so: one with an infinity is NaN or infinite when it is read."""
     given = inputs(cache=F8, heads=1, lengths=(0,), new=3)
     given["v_new"][0, 0] = 0
     given["k_new"][0, 1, 0, 3] = np.nan
@@ -235,7 +235,7 @@ def test_rows_of_zeros_and_of_nan_have_a_descale():
     assert not np.isfinite(wide["k"][0, 2, 0, 3])
 
 
-def test_descales_found_as_compiled(as_compiled):
+def test_computed_descales_as_compiled(as_compiled):
     as_compiled("sm_90a")
     check_found(inputs(cache=F8, rotary=16, head=40, heads=1, lengths=(3,), new=1), interleaved=True)
 
@@ -255,8 +255,8 @@ def test_queries_of_another_number_and_in_place():
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_queries_in_place_are_normalised_by_what_they_were(bias):
-    """By rows of several tiles of columns, of which none is written before all of them are read."""
+def test_queries_in_place_are_normalised(bias):
+    """Rows of several tiles of columns: none is written before all are read."""
     given = inputs(head=96, rotary=16, queries=2)
     weights = np.random.default_rng(4).standard_normal((2, 96)).astype(F32)
     norm = tuple(weights) if bias else weights[0]
@@ -269,8 +269,8 @@ def test_positions_are_not_lengths(place):
     check(inputs(rotary=32, queries=2) | {"positions": np.array([0, 9, 4], np.int32)}, place.put, place.get)
 
 
-def test_caches_of_others(place):
-    """batch_index: of five caches three, in another order."""
+def test_batch_index(place):
+    """Three of five caches, in another order."""
     given = inputs(rotary=16)
     for name in "kv":
         given[name] = poisoned((5, *given[name].shape[1:]), BF16)
@@ -279,7 +279,7 @@ def test_caches_of_others(place):
 
 @pytest.mark.parametrize("past", [0, 1, 4])
 def test_anywhere_in_memory(past):
-    """K and V of a token side by side, as caches of some have them; new ones are parts of what a linear layer gave."""
+    """K and V of a token are neighbours in memory; new ones are views of a linear layer's output."""
     given = inputs(rotary=16, heads=3, paged=4)
     pool = poisoned((*given["k"].shape[:2], 2, 3, 32 + past), BF16)
     new = np.concatenate([given["k_new"], given["v_new"]], axis=2)
@@ -293,7 +293,7 @@ def test_anywhere_in_memory(past):
 
 
 def test_the_same_bits_as_torch():
-    """As a model writes it, in float32."""
+    """Against rotary embedding as models write it, in float32."""
     torch = pytest.importorskip("torch")
     put = lambda x: torch.from_numpy(bits(x)).view(torch.bfloat16) if x.dtype == BF16 else torch.from_numpy(x)
     given = inputs(rotary=32, new=4, size=10, queries=2)
@@ -315,7 +315,7 @@ def test_the_same_bits_as_torch():
 
 
 def test_nan_and_infinity_go_through():
-    """Rows are moved as they are; beyond fp8's greatest number there is that one."""
+    """Rows are copied bit by bit; in fp8 what is beyond 448 becomes 448."""
     given = inputs(heads=1, lengths=(0,), new=1)
     given["v_new"][0, 0, 0, :3] = np.inf, np.nan, 1e30
     attention.append(**given)
@@ -334,15 +334,15 @@ FULL = {
 
 
 @pytest.mark.parametrize("said", FULL)
-def test_what_has_no_room_is_refused(said):
+def test_a_full_cache_is_refused(said):
     given = inputs(**FULL[said])
     with pytest.raises(ValueError, match=said.replace("[", r"\[").replace("]", r"\]")):
         attention.append(**given)
     assert (bits(given["k"]) == POISON[2]).all()
 
 
-def test_a_place_that_no_sequence_has_is_not_written():
-    """As PagedCache says of one: it begins at -1, and has no pages."""
+def test_unused_rows_of_a_paged_cache_are_not_written():
+    """In PagedCache.starts and pages an unused row has start -1 and pages -1."""
     given = inputs(paged=4, lengths=(6, 3))
     given["lengths"][0], given["pages"][0] = -1, -1
     before = bits(given["k"]).copy()
@@ -364,8 +364,8 @@ def test_pages_outside_the_pool_are_refused(entry):
     attention.append(**given)
 
 
-def test_what_has_no_room_is_not_written(monkeypatch):
-    """As on a device, where nobody reads lengths: all other tokens are written, and queries beyond the tables are NaN."""
+def test_tokens_beyond_the_cache_are_not_written(monkeypatch):
+    """Without the check, as on a device: all other tokens are written, and queries beyond the tables are NaN."""
     monkeypatch.setattr(RoomCheck, "run", lambda *_: None)
     given = inputs(rotary=16, lengths=(8, -1, 6, 0), new=3, queries=1)
     wanted = given["k"].copy()

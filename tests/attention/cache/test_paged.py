@@ -1,4 +1,4 @@
-"""attention/cache/paged.py: two thousand random steps beside lists of tokens; and what the frameworks' arrays are told."""
+"""PagedCache: two thousand random steps against a model of lists of tokens; and append with each framework's arrays."""
 
 import random
 
@@ -18,7 +18,7 @@ def pools(pages, size, heads=1, head=1, dtype=np.float32, layers=1):
 
 
 def write(cache, sequence, tokens):
-    """The newest tokens, by hand where the tables say, to all layers."""
+    """Write the newest tokens to all layers, at the places that the tables name."""
     assert cache.lengths[sequence] - cache.starts[sequence] == len(tokens)
     for n, token in enumerate(tokens, cache.starts[sequence]):
         page, slot = cache.pages[sequence, n // cache.page_size], n % cache.page_size
@@ -27,7 +27,7 @@ def write(cache, sequence, tokens):
 
 
 def tokens_of(cache, sequence):
-    """A sequence's tokens, by its tables alone; the layers agree."""
+    """A sequence's tokens, read by its row of the page table; all layers agree."""
     length, size = cache.lengths[sequence], cache.page_size
     at = np.arange(length)
     found = []
@@ -40,14 +40,14 @@ def tokens_of(cache, sequence):
 
 
 class Model:
-    """The same with lists: tokens by sequence, and how many are reserved behind them."""
+    """A model of the cache: {sequence: its tokens}, and how many tokens each has reserved."""
 
     def __init__(self, cache, pages, size, sequences, tokens):
         self.cache, self.all, self.size, self.sequences, self.tokens = cache, pages, size, sequences, tokens
         self.lists: dict[int, list[int]] = {}
 
     def check(self):
-        """The tables give the lists; all pages are free or held, and shared by as many as hold them."""
+        """Tables and model agree; each page is free, or its reference count is the number of sequences that have it."""
         cache = self.cache
         assert cache.sequences == sorted(self.lists)
         for sequence, tokens in self.lists.items():
@@ -71,7 +71,7 @@ class Model:
         )
 
     def refused(self, call, *args):
-        """Full changes nothing; was it?"""
+        """Call; True if it raised Full, which must change nothing."""
         before = self.snapshot()
         try:
             return call(*args), False
@@ -80,7 +80,7 @@ class Model:
             return None, True
 
     def needed(self, chosen, counts):
-        """The pages that room for these takes, from the tables alone."""
+        """How many pages a reservation needs, computed from the tables."""
         cache, size, leaving, pages = self.cache, self.size, [], 0
         for s, n in zip(chosen, counts):
             length = len(self.lists[s])
@@ -94,7 +94,7 @@ class Model:
 
 @pytest.mark.parametrize("size, pages, steps", [(4, 40, 2000), (1, 60, 500), (16, 12, 500)])
 def test_two_thousand_steps(size, pages, steps):
-    """Sequences added, forked, extended together, rewound and freed, in a pool that is full most of the time."""
+    """Sequences are added, forked, extended together, rewound and freed, in a pool that is full most of the time."""
     rng, sequences, most = random.Random(size), 9, 50
     cache = PagedCache(pools(pages, size, layers=2), sequences=sequences, tokens=most)
     model, number, full = Model(cache, pages, size, sequences, most), 0, 0
@@ -144,8 +144,8 @@ def test_two_thousand_steps(size, pages, steps):
     assert cache.free_pages == pages and (cache.pages == -1).all()
 
 
-def test_who_writes_last_keeps_the_page():
-    """Of three that share one, two copies are made; all at once, or one after the other."""
+def test_copy_on_write():
+    """Of three sequences that share a page, two get copies, and the last keeps it; all at once, or one after the other."""
     for together in (True, False):
         cache = PagedCache(pools(6, 4), sequences=3, tokens=16)
         a = cache.add()
@@ -159,7 +159,7 @@ def test_who_writes_last_keeps_the_page():
         assert all(tokens_of(cache, s) == [*range(6)] for s in (a, b, c))
 
 
-def test_what_is_reserved_is_not_shared():
+def test_a_fork_does_not_share_reserved_pages():
     cache = PagedCache(pools(6, 4), sequences=2, tokens=16)
     a = cache.add()
     cache.reserve([a], 12)
@@ -174,7 +174,7 @@ def test_what_is_reserved_is_not_shared():
     assert (tokens_of(cache, a), tokens_of(cache, b)) == ([0, 1, 2, 3, 5], [0, 1, 2, 3, 7, 8])
 
 
-def test_mistakes_are_named():
+def test_mistakes_name_the_argument():
     cache, two = PagedCache(pools(4, 4), sequences=2, tokens=16), PagedCache(pools(4, 4, layers=2), sequences=1, tokens=16)
     a = cache.add()
     two.add()
@@ -251,8 +251,8 @@ FRAMEWORKS = [as_numpy, as_torch, as_jax, pytest.param(on_card, marks=pytest.mar
 
 
 @pytest.mark.parametrize("put", FRAMEWORKS)
-def test_append_writes_where_the_tables_say(put):
-    """Two layers; a prompt, a fork, a token each, and of both some, one behind the other."""
+def test_append_writes_by_the_page_table(put):
+    """Two layers; a prompt, a fork, a token for each, and packed tokens of both."""
     rng = np.random.default_rng(0)
     draw = lambda *shape: rng.standard_normal((*shape, 2, 16)).astype(BF16)
     cos, sin = rng.standard_normal((2, 32, 4)).astype(np.float32)
@@ -267,7 +267,7 @@ def test_append_writes_where_the_tables_say(put):
         return np.concatenate([first * c - second * s, second * c + first * s, rest], -1).astype(BF16)
 
     def append(sequences, *shape, tokens=None):
-        """To both layers, K of the second being -K of the first."""
+        """Append to both layers; the second one's K is -K of the first."""
         k_new, v_new, q = draw(*shape), draw(*shape), draw(*shape)
         starts = [len(lists.setdefault(s, ([], []))[0]) for s in sequences]
         for layer, sign in (0, 1), (1, -1):
@@ -318,7 +318,7 @@ def test_append_writes_where_the_tables_say(put):
 
 @pytest.mark.parametrize("put", FRAMEWORKS)
 def test_a_cache_keeps_descales(put):
-    """Of each token and head, in both layers; a fork shares them, and its own page has its own."""
+    """One for each token and head, in both layers; a fork shares them, until its page is copied."""
     rng = np.random.default_rng(1)
     draw = lambda *shape: (rng.standard_normal((*shape, 2, 16)) * 10 ** rng.uniform(-3, 3, (*shape, 2, 1))).astype(BF16)
     cache = PagedCache(
@@ -358,7 +358,7 @@ def test_a_cache_with_descales_is_of_fp8():
         PagedCache(pools(4, 4), sequences=1, tokens=1, scaled=True)
 
 
-def test_of_jax_not_all_options_are_served():
+def test_unsupported_options_of_jax():
     k = as_jax(np.zeros((2, 4, 1, 8), BF16))
     cache = PagedCache([(k, k)], sequences=1, tokens=8)
     with pytest.raises(NotImplementedError, match="positions: is not supported for JAX arrays"):

@@ -1,4 +1,4 @@
-"""attention.quantize against NumPy, and with attention.forward."""
+"""attention.quantize against NumPy, and as input of attention.forward."""
 
 import ml_dtypes
 import numpy as np
@@ -67,7 +67,7 @@ def test_each_block_has_a_descale(place, shape, centred):
 
 @pytest.mark.parametrize("options", [{"centred": True}, {"centred": True, "block": 128}], ids=["heads", "blocks"])
 def test_the_same_bits_always(place, options, monkeypatch):
-    """Of a head alone and among others, whichever part of its sums is ready first."""
+    """For a head alone and among others, in whatever order the warps run."""
     x = sample(3, 1100, 2, 40)
     several = [place.get(y) for y in attention.quantize(place.put(x), **options)]
     for seed in (1, 2):
@@ -86,7 +86,7 @@ def test_blocks_in_another_layout():
 
 
 def through_fp8(q, k, v, centred=True, **how):
-    """attention.forward, causal, of what quantize makes of all three: out, lse, and what K's mean, taken out, adds to that."""
+    """(out, lse) of causal attention.forward of quantised q, k, v, with what K's subtracted mean adds to lse."""
     (q8, q_descale), (v8, v_descale) = attention.quantize(q, **how), attention.quantize(v, **how)
     k8, k_descale, *mean = attention.quantize(k, centred=centred, **how)
     told = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
@@ -124,8 +124,8 @@ def test_zeros_stay_zeros():
     assert (out.astype(F32) == 0).all() and (descale > 0).all()
 
 
-def test_keys_that_have_much_in_common_are_rounded_finer_without_it():
-    """Attention through fp8: what a query makes of keys is the same without their mean."""
+def test_centring_makes_similar_keys_more_precise():
+    """Subtracting the keys' mean changes no weight, and makes fp8 keys more precise."""
     q, k, v = (sample(1, 70, 1, 64) for _ in range(3))
     k = (0.3 * np.random.default_rng(1).standard_normal(k.shape) + 8).astype(BF16)
     q8, q_descale = attention.quantize(q)

@@ -1,4 +1,4 @@
-"""attention.mla_decode against float64, both families, on both backends from one body."""
+"""attention.mla_decode against float64, in both families, by one test body for the interpreter and the card."""
 
 import itertools
 
@@ -27,7 +27,7 @@ def draw(shape, dtype=BF16, seed=7):
 
 
 def case(lengths, tokens=1, heads=16, room=None, dtype=BF16):
-    """(q, latent) of sequences of these lengths; poison behind a length."""
+    """(q, latent) of sequences of these lengths; NaN after each length."""
     batch, room = len(lengths), room or max(*lengths, 1)
     latent = draw((batch, room, COLUMNS), dtype)
     unused = np.arange(room) >= np.array(lengths)[:, None]
@@ -35,7 +35,7 @@ def case(lengths, tokens=1, heads=16, room=None, dtype=BF16):
 
 
 def quantise(latent):
-    """(the latents in fp8, what they are to be multiplied by, the rotated columns), and what these mean in float32."""
+    """((the latents in fp8, their descales, the rotated columns), the same dequantised in float32)"""
     latents = latent[..., :LATENT].astype(np.float32)
     descale = np.abs(latents).max(-1) / 448
     held = (latents / descale[..., None]).astype(fp8e4m3.np)
@@ -44,7 +44,7 @@ def quantise(latent):
 
 
 def known(q, latent, lengths, causal):
-    """The formula in float64, and as q's dtype allows: [(out, lse)] of each, a sequence at a time."""
+    """[(out, lse)] of the reference in float64, and of the one that rounds as q's dtype does, a sequence at a time."""
     found = []
     for formula in (reference.forward, reference.forward_low):
         keys = [latent[b : b + 1, :n, None] for b, n in enumerate(lengths)]
@@ -83,7 +83,7 @@ def agree(place, q, latent, lengths, *, size=None, splits=None, causal=True, fam
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("lengths", [(0, 1, 63), (64, 65, 129)])
 def test_lengths_around_every_edge(place, lengths, family):
-    """Of tiles and splits, some of which have no keys; a sequence may have none, and a token see none."""
+    """Edges of tiles and splits, some of which have no keys; a sequence may have none, and a token see none."""
     splits = 1 + (0 in lengths)
     agree(place, *case(lengths, 2, 16 // splits, 140), lengths, splits=splits, family=family)
 
@@ -91,7 +91,7 @@ def test_lengths_around_every_edge(place, lengths, family):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("heads", "tokens"), [(1, 1), (5, 4), (128, 1)])
 def test_heads_and_tokens_are_rows(heads, tokens, family):
-    """One to eight tiles of them; tokens that stand before the first key see none."""
+    """One to eight tiles of rows; tokens before the first key see none."""
     agree(OnInterpreter(), *case((2, 67), tokens, heads), (2, 67), splits=tokens, family=family)
 
 
@@ -99,7 +99,7 @@ def test_heads_and_tokens_are_rows(heads, tokens, family):
     ("family", "size"), [("sm_80", 1), ("sm_90", 128), ("sm_90", 1), ("sm_90", 20), ("fp8", 1), ("fp8", 64), ("fp8 sm_80", 24)]
 )
 def test_pages(place, family, size):
-    """In any order, NaN in what no sequence uses. They change no bit, where tiles are the same: of 18 rows."""
+    """Pages in any order, NaN in unused rows: the same bits as without pages if tiles are the same, as with 18 rows."""
     q, latent = case((130, 0), 2, 9)
     paged, _ = agree(place, q, latent, (130, 0), size=size, splits=2, family=family)
     np.testing.assert_array_equal(paged, agree(place, q, latent, (130, 0), splits=2, family=family)[0])
@@ -115,14 +115,14 @@ def test_tokens_that_see_later_ones_and_fp16(family):
     agree(OnInterpreter(), *case((66, 2), 3, dtype=FP16), (66, 2), causal=False, family=family)
 
 
-def test_many_parts(place):
-    """Which decode's own kernel combines."""
+def test_many_splits(place):
+    """More than combine.MAX_PARTS: decode's combine.py merges them."""
     agree(place, *case((200, 5), 2, 3), (200, 5), splits=combine.FEW + 1, family="sm_80")
 
 
 @pytest.mark.parametrize("family", FAMILIES[:2])
-def test_a_cache_of_more_batches(family):
-    """Sequences lie in any of them; the others hold NaN. Rows of the cache may be apart."""
+def test_batch_index(family):
+    """Sequences are any batches of a larger cache; the others hold NaN. Rows of the cache may have any stride."""
     place = OnInterpreter()
     q, latent = case((70, 20))
     held = poisoned((5, 70, COLUMNS + 8), BF16)
@@ -133,7 +133,7 @@ def test_a_cache_of_more_batches(family):
 
 
 def test_rows_that_begin_anywhere():
-    """At any even byte: what TMA cannot address, the others' kernel reads."""
+    """Rows at any even byte: what TMA cannot address, ampere.py's kernel reads."""
     place = OnInterpreter()
     q, latent = case((40,))
     wide = unaligned(latent, 1, 8).base
@@ -145,7 +145,7 @@ def test_rows_that_begin_anywhere():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_given_split_has_the_same_bits_always(place, family):
-    """Alone, and among others in a cache with more room: of several tiles each, the last one of fewer, or of none."""
+    """Alone, and among other sequences in a larger cache: splits have several tiles, the last one fewer or none."""
     q, latent = case((400, 200))
     several = agree(place, q, latent, (400, 200), splits=3, family=family)
     for n, length in enumerate((400, 200)):
@@ -155,7 +155,7 @@ def test_a_given_split_has_the_same_bits_always(place, family):
 
 
 def test_a_given_split_has_the_same_kernel_always(monkeypatch):
-    """Whatever other sequences there are, and however many keys there is room for: planned for many, without a device."""
+    """Whatever other sequences there are, and however large the cache is: planned for many GPUs, without a device."""
     torch = pytest.importorskip("torch")
     from planned_launches import GPUS, made, noted
 
@@ -177,8 +177,8 @@ def test_a_given_split_has_the_same_kernel_always(monkeypatch):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_parts_that_nobody_wrote(family):
-    """Of short sequences some splits have no keys; what memory held before is no part of the sum."""
+def test_splits_without_keys(family):
+    """Splits of short sequences may have no keys: uninitialised scratch memory must not reach the sum."""
     agree(OnInterpreter(), *case((3,), heads=2, room=140), (3,), splits=3, family=family)
 
 
@@ -202,7 +202,7 @@ def test_random_problems(length, tokens, heads, splits, size, causal, family):
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.integers(0, 3000), min_size=1, max_size=5), st.integers(1, 8), st.integers(2, 8), st.booleans())
 def test_random_problems_on_the_card(card, family, lengths, heads, splits, paged):
-    """For the kernels that are compiled above."""
+    """Random lengths, heads and splits, for kernels that other tests compile as well."""
     size = {"sm_80": 1, "sm_90": 128, "fp8": 1, "fp8 sm_80": 24}[family] if paged else None
     agree(card, *case(lengths, 2, heads), lengths, size=size, splits=splits, family=family)
 
@@ -218,14 +218,14 @@ def test_random_problems_on_the_card(card, family, lengths, heads, splits, paged
     ],
 )
 def test_as_compiled(as_compiled, arch, family, size):
-    """What the GPU would run, by the emulator."""
+    """The compiled PTX, run by the emulator."""
     as_compiled(arch)
     agree(OnInterpreter(), *case((70,), 2, 3), (70,), size=size, splits=1, family=family)
 
 
 @pytest.mark.gpu
 def test_a_graph_serves_sequences_as_they_grow(card):
-    """Captured once; nothing is planned anew as lengths grow."""
+    """A CUDA graph is captured once and replayed as lengths grow."""
     torch = pytest.importorskip("torch")
     q, latent = case((300, 300), 2)
     lengths, given = torch.zeros(2, dtype=torch.int32, device="cuda"), [card.put(x) for x in (q, latent)]
@@ -242,7 +242,7 @@ def test_a_graph_serves_sequences_as_they_grow(card):
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a"])
 def test_every_shape_fits(arch):
-    """Into a block's shared memory."""
+    """A block's shared memory is large enough for each shape."""
     for module in ampere, hopper, quantised:
         for config in module.space(arch, False):
             _, smem = module.make(config)
@@ -295,7 +295,7 @@ def test_mistakes_about_a_quantised_cache_name_the_argument():
 
 
 def test_parts_of_one_array_of_bytes():
-    """Rows of 656 bytes: 512 of latents, a number, and behind 12 that nobody reads the rotated columns."""
+    """Rows of 656 bytes: 512 of latents, 4 of the descale, 12 unused, 128 of rotated columns."""
     q, latent = case((40,))
     (held, descale, rotary), _ = quantise(latent)
     rows = np.full((1, 40, 656), 0x7F, np.uint8)
@@ -316,7 +316,7 @@ def test_arguments_are_documented():
 
 
 def test_latents_are_appended_as_keys_and_values_of_one_head():
-    """Into a cache, and into a pool by way of a PagedCache: the same rows, rotated on the way, and the same output."""
+    """Into a cache, and into a pool by a PagedCache: the same rows, rotated, and the same output."""
     angles = np.arange(64)[:, None] * 10_000.0 ** (-np.arange(32) / 32)
     rotary = np.cos(angles, dtype=np.float32), np.sin(angles, dtype=np.float32)
     new, q = draw((1, 21, 1, COLUMNS)), draw((1, 1, 16, COLUMNS))

@@ -1,4 +1,4 @@
-"""The arguments of linear attention's members: what a valid call becomes; every invalid one says which argument and values."""
+"""The arguments of linear attention's members: the problems of valid calls, and errors with the argument's name and values."""
 
 import ml_dtypes
 import numpy as np
@@ -16,7 +16,7 @@ from tiles.frameworks import describe
 
 bf16, f16, f32 = ml_dtypes.bfloat16, np.float16, np.float32
 EXTENTS = dict(B=2, S=5, G=3, H=6, K=32, V=16, N=2, E=2, F=160)
-MEMBERS = {  # name: the function, its schema, extents that are its own
+MEMBERS = {  # name: (function, schema, extents that differ from EXTENTS)
     "linear": (linear, LINEAR, {}),
     "delta_rule": (delta_rule, DELTA_RULE, {}),
     "mamba2": (mamba2, MAMBA2, {}),
@@ -24,7 +24,7 @@ MEMBERS = {  # name: the function, its schema, extents that are its own
     "based": (based, BASED, {"K": 16}),
     "hedgehog": (hedgehog, HEDGEHOG, {"F": 64}),
 }
-every = pytest.mark.parametrize("member", MEMBERS)
+all_members = pytest.mark.parametrize("member", MEMBERS)
 
 
 def zeros(*shape, dtype=bf16):
@@ -32,32 +32,32 @@ def zeros(*shape, dtype=bf16):
 
 
 def valid(member, name, choice=0, **extents):
-    """A plain valid argument."""
-    _, schema, own = MEMBERS[member]
+    """A valid argument: zeros of the shape and dtype that the schema names."""
+    _, schema, extents_of_member = MEMBERS[member]
     argument = schema.arguments[name]
     dtype = bf16 if argument.holds == "tile" else np.dtype(argument.dtypes[0])
-    return np.zeros([(EXTENTS | own | extents)[axis] for axis in argument.axes[choice]], dtype)
+    return np.zeros([(EXTENTS | extents_of_member | extents)[axis] for axis in argument.axes[choice]], dtype)
 
 
-def needed(member, **extents):
-    """All that must be given, and is valid."""
+def required_arrays(member, **extents):
+    """Valid arrays for all arguments that have no default."""
     schema = MEMBERS[member][1]
     return {name: valid(member, name, **extents) for name in schema.names if schema.arguments[name].needed}
 
 
 def call(member="linear", options=None, **arrays):
-    """The function, of NumPy arrays; what it needs is there and valid unless given."""
-    return MEMBERS[member][0](**needed(member) | arrays, **(options or {}))
+    """Call the function with these NumPy arrays, and valid ones for all other arguments that have no default."""
+    return MEMBERS[member][0](**required_arrays(member) | arrays, **(options or {}))
 
 
 def problem(member="linear", layout="bshd", **arrays):
-    """What a call becomes."""
+    """The Problem of such a call, checked."""
     schema = MEMBERS[member][1]
-    args = needed(member) | arrays
+    args = required_arrays(member) | arrays
     forms = {name: describe(args[name], name).form for name in schema.names if name in args}
-    found = schema.problem(forms, layout)
-    rules.check_extents(found, *(("B", "x") if member == "mamba2" else ()))
-    return found
+    result = schema.problem(forms, layout)
+    rules.check_extents(result, *(("B", "x") if member == "mamba2" else ()))
+    return result
 
 
 # ---- valid calls -----------------------------------------------------------------------------------------------------
@@ -70,8 +70,8 @@ def test_extents_and_results():
     assert p.by_tma and rules.resolve_scale(p, None) == 32**-0.5 and not rules.has_channel_decay(p) and not rules.is_varlen(p)
 
 
-@every
-def test_the_first_argument_says_whose_arrays_are_made(member):
+@all_members
+def test_the_first_argument_decides_the_framework_of_results(member):
     schema = MEMBERS[member][1]
     assert problem(member).member == schema.name == member
     first = schema.arguments[schema.names[0]]
@@ -92,7 +92,7 @@ def test_a_step_has_no_sequence():
 
 @pytest.mark.parametrize("member", ["linear", "delta_rule"])
 @pytest.mark.parametrize("choice, shape", list(enumerate([(6,), (2, 5, 6), (2, 5, 6, 32)])))
-def test_forms_of_decay(member, choice, shape):
+def test_shapes_of_decay(member, choice, shape):
     decay = valid(member, "decay", choice)
     p = problem(member, decay=decay)
     assert p["decay"].form.shape == shape and rules.has_channel_decay(p) == (choice == 2)
@@ -100,16 +100,16 @@ def test_forms_of_decay(member, choice, shape):
 
 
 @pytest.mark.parametrize("member", ["linear", "delta_rule"])
-def test_sequences_of_one_batch(member):
-    one = needed(member, B=1, S=9)
+def test_packed_sequences(member):
+    args = required_arrays(member, B=1, S=9)
     ends = zeros(4, dtype=np.int64)
-    p = problem(member, **one, cu_seqlens=ends, initial_state=zeros(3, 6, 32, 16, dtype=f32))
+    p = problem(member, **args, cu_seqlens=ends, initial_state=zeros(3, 6, 32, 16, dtype=f32))
     assert p("BNS") == (1, 3, 9) and p.made("state")[0] == (3, 6, 32, 16) and rules.is_varlen(p)
     assert p["cu_seqlens"].form.dtype == "int64"
 
 
 def test_layouts_differ_only_in_the_callers_axes():
-    arrays = needed("delta_rule") | {"decay": valid("delta_rule", "decay", 2)}
+    arrays = required_arrays("delta_rule") | {"decay": valid("delta_rule", "decay", 2)}
     turned = {name: x.swapaxes(1, 2) for name, x in arrays.items()}
     bshd, bhsd = problem("delta_rule", **arrays), problem("delta_rule", "bhsd", **turned)
     assert bhsd.forms == bshd.forms and bhsd.extents == bshd.extents
@@ -120,7 +120,7 @@ def test_layouts_differ_only_in_the_callers_axes():
 @pytest.mark.parametrize("member", ["linear", "delta_rule", "mamba2", "based", "hedgehog"])
 @pytest.mark.parametrize("empty", [{"B": 0, "N": 0}, {"S": 0}])
 def test_empty_tensors(member, empty):
-    args = needed(member, **empty)
+    args = required_arrays(member, **empty)
     values = args["x" if member == "mamba2" else "v"]
     assert call(member, **args).shape == values.shape
 
@@ -131,7 +131,7 @@ def test_strides_that_do_not_matter_and_broadcast_gates():
     assert p.by_tma and p["decay"].form.strides == (0, 0, 0)
 
 
-def test_a_state_may_lie_as_it_likes():
+def test_any_strides_of_a_state():
     turned = zeros(2, 6, 16, 32, dtype=f32).swapaxes(2, 3)
     assert problem(initial_state=turned)["initial_state"].form.strides == (6 * 16 * 128, 16 * 128, 4, 128)
 
@@ -148,7 +148,7 @@ VIEWS = {
 @pytest.mark.parametrize("name", "qkv")
 @pytest.mark.parametrize("member", ["linear", "delta_rule"])
 def test_any_strides(member, name, view):
-    """Negative ones and 0, of each argument; and of out."""
+    """Negative strides and strides of 0, of each argument and of out."""
     rng = np.random.default_rng(0)
     args = {key: (rng.standard_normal((1, 70, 2, 64)) / 4).astype(bf16) for key in "qkv"}
     beta = {"beta": np.full((1, 70, 2), 0.5, f32)} if member == "delta_rule" else {}
@@ -159,11 +159,11 @@ def test_any_strides(member, name, view):
     reference.assert_close(out, reference.linear(**plain)[0], reference.linear(**plain, low=True)[0])
 
 
-@every
+@all_members
 def test_inputs_may_overlap(member):
-    """Whatever is not written."""
+    """Arrays that are not written may overlap."""
     _, schema, _ = MEMBERS[member]
-    args = needed(member, G=6, K=16)
+    args = required_arrays(member, G=6, K=16)
     memory = np.zeros(max(x.nbytes for x in args.values()), np.uint8)
     shared = {name: np.ndarray(x.shape, x.dtype, memory) for name, x in args.items() if not schema.arguments[name].written}
     assert call(member, **args | shared).shape == args["x" if member == "mamba2" else "v"].shape
@@ -277,17 +277,17 @@ def test_invalid(arguments, error, message):
         assert str(raised.value).startswith(message)
 
 
-@every
+@all_members
 def test_a_missing_array_is_named(member):
-    for name in needed(member):
+    for name in required_arrays(member):
         with pytest.raises(TypeError, match=rf"^{name}: must be an array"):
             call(member, **{name: None})
 
 
-@every
+@all_members
 def test_devices(member):
     schema = MEMBERS[member][1]
-    forms = {name: describe(x, name).form for name, x in needed(member).items()}
+    forms = {name: describe(x, name).form for name, x in required_arrays(member).items()}
     for name in schema.names[1:]:
         if name in forms:
             with pytest.raises(ValueError, match=rf"^{name}: must lie where {schema.names[0]} does .*{name}\.device=1"):
@@ -307,7 +307,7 @@ def test_addresses_between_elements(member, name):
 
 
 @pytest.mark.parametrize("member", ["based", "hedgehog"])
-def test_what_is_for_hopper_wants_multiples_of_16_bytes(member):
+def test_hopper_only_members_need_multiples_of_16_bytes(member):
     plain = valid(member, "v")
     shifted = np.ndarray(plain.shape, bf16, np.zeros(plain.nbytes + 16, np.uint8), offset=8)
     for v in shifted, plain[:, ::-1]:
@@ -318,7 +318,7 @@ def test_what_is_for_hopper_wants_multiples_of_16_bytes(member):
 
 
 @pytest.mark.parametrize("name", ["q", "decay", "initial_state"])
-def test_out_lies_apart(name):
+def test_out_must_not_overlap(name):
     args = valid("linear", name, 1 if name == "decay" else 0)
     memory = np.zeros(2 * args.nbytes + 2 * 5 * 6 * 32, np.uint8)
     overlapping = np.ndarray(args.shape, args.dtype, memory)
@@ -327,7 +327,7 @@ def test_out_lies_apart(name):
         call(**{name: overlapping}, out=out)
 
 
-def test_a_step_s_state_lies_apart():
+def test_the_state_of_a_step_must_not_overlap():
     state, q = valid("linear_step", "state"), valid("linear_step", "q")
     inside = np.ndarray(q.shape, bf16, state)
     with pytest.raises(ValueError, match=r"^state: must not overlap q: state at 0x\w+, q at 0x\w+, state\.shape="):
@@ -337,40 +337,40 @@ def test_a_step_s_state_lies_apart():
 
 
 @pytest.mark.parametrize("member, name", [("linear", "out"), ("linear_step", "state"), ("mamba2", "out"), ("hedgehog", "out")])
-def test_what_is_written_must_be_writable(member, name):
-    args = valid(member, name)
-    args.flags.writeable = False
+def test_outputs_must_be_writable(member, name):
+    array = valid(member, name)
+    array.flags.writeable = False
     with pytest.raises(ValueError, match=f"^{name}: must be writable, and this array is read-only"):
-        call(member, **{name: args})
+        call(member, **{name: array})
 
 
-def test_the_state_of_a_step_must_be_one_piece_of_memory_each():
+def test_the_state_of_a_step_must_not_have_strides_of_0():
     state = np.lib.stride_tricks.as_strided(zeros(6, 32, 16, dtype=f32), (2, 6, 32, 16), (0, 2048, 64, 4))
     with pytest.raises(ValueError, match="^state: its elements must not overlap each other: state.strides=.0, "):
         call("linear_step", state=state)
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------
-@every
-def test_values_that_are_forbidden(member):
-    """Decays above 0 and ends that are none are refused before anything is launched, in every shape they may have."""
-    schema, one = MEMBERS[member][1], {"B": 1, "N": 1} if "cu_seqlens" in MEMBERS[member][1].names else {}
+@all_members
+def test_checked_values(member):
+    """Decays above 0 and an invalid cu_seqlens raise errors before any launch, in all of their shapes."""
+    schema, extents = MEMBERS[member][1], {"B": 1, "N": 1} if "cu_seqlens" in MEMBERS[member][1].names else {}
     for name, argument in schema.arguments.items():
         for choice in range(len(argument.axes)):
-            wrong = valid(member, name, choice, **one)
+            wrong = valid(member, name, choice, **extents)
             if argument.holds in ("log", "rate"):
                 wrong.flat[-1] = 0.5
                 at = ", ".join(str(n - 1) for n in wrong.shape)
-                said = rf"^{name}: must not be above 0: {name}\[{at}\]=0.5, {name}.shape="
+                message = rf"^{name}: must not be above 0: {name}\[{at}\]=0.5, {name}.shape="
             elif argument.holds == "ends":
-                said = r"^cu_seqlens: must end at 5, the length of all sequences together: cu_seqlens\[1\]=0"
+                message = r"^cu_seqlens: must end at 5, the length of all sequences together: cu_seqlens\[1\]=0"
             else:
                 continue
-            with pytest.raises(ValueError, match=said):
-                call(member, **needed(member, **one) | {name: wrong})
+            with pytest.raises(ValueError, match=message):
+                call(member, **required_arrays(member, **extents) | {name: wrong})
 
 
-def test_who_says_what_values_must_be():
+def test_arguments_with_checked_values():
     holds = {(row.holds, name) for _, schema, _ in MEMBERS.values() for name, row in schema.arguments.items()}
     assert {("log", "decay"), ("rate", "A"), ("ends", "cu_seqlens")} <= holds
     assert not {("real", "decay"), ("real", "A"), ("index", "cu_seqlens")} & holds

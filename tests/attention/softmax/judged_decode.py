@@ -1,4 +1,4 @@
-"""What the tests of attention.decode share: sequences, their pages, the formula a sequence at a time, what judges."""
+"""What the tests of attention.decode share: problems, their pages, the reference a sequence at a time, and the judgement."""
 
 import numpy as np
 from judged import TANH, ULP, draw
@@ -10,11 +10,11 @@ from attention import reference
 from tiles import fp8e4m3
 
 FP8 = fp8e4m3.np
-HELD = "lengths", "pages", "batch_index", "leftpad", "alibi", "sink", "q_norm", "k_norm"
+ARRAYS = "lengths", "pages", "batch_index", "leftpad", "alibi", "sink", "q_norm", "k_norm"
 
 
 def case(lengths, tokens=1, heads=4, kv_heads=2, head_dim=64, room=None, dtype=BF16, value_dim=None, first=None):
-    """(q, k, v) of sequences of these lengths; poison behind a length, and before `first` of each."""
+    """(q, k, v) of sequences of these lengths; NaN after each length, and before the first[b] of sequence b."""
     batch, room = len(lengths), room or max(*lengths, 1)
     q = draw((batch, tokens, heads, head_dim), dtype)
     k, v = (draw((batch, room, kv_heads, dim), dtype) for dim in (head_dim, value_dim or head_dim))
@@ -26,7 +26,7 @@ def case(lengths, tokens=1, heads=4, kv_heads=2, head_dim=64, room=None, dtype=B
 
 
 def ahead_of_windows(q, k, v, lengths, leftpad=None, causal=True, window=None, **options):
-    """(k, v, the first key of each sequence that any of its tokens sees), with poison in front of those."""
+    """(k, v, the first key of each sequence that any of its tokens sees), with NaN before those keys."""
     found, firsts = (k.copy(), v.copy()), []
     for b, n in enumerate(lengths):
         first = 0 if leftpad is None else leftpad[b]
@@ -40,7 +40,7 @@ def ahead_of_windows(q, k, v, lengths, leftpad=None, causal=True, window=None, *
 
 
 def known(q, k, v, lengths, leftpad=None, **options):
-    """The formula in float64, and as q's dtype allows: [(out, lse)] of each, a sequence at a time."""
+    """[(out, lse)] of the reference in float64, and of the one that rounds as q's dtype does, a sequence at a time."""
     found = []
     for formula in (reference.forward, reference.forward_low):
         outs = []
@@ -53,19 +53,19 @@ def known(q, k, v, lengths, leftpad=None, **options):
 
 
 def put(place, x):
-    """An array, or those of a layer norm."""
+    """An array, or a layer norm's pair of arrays, on the test's device."""
     return tuple(map(place.put, x)) if isinstance(x, tuple) else place.put(x)
 
 
 def agree(place, q, k, v, lengths, *, leftpad=None, size=None, splits=None, causal=True, family=None, **options):
-    """Run and judge by the rule: out and lse against float64, no NaN, every element written. What no token
-    sees is poison, and the pages of it, where keys lie in such, are in no table."""
+    """Call decode, and judge by the error rule: out and lse against float64, no NaN, every element written. Keys that no token
+    sees are NaN, and with pages (`size` keys each) no table names their pages."""
     told = {"lengths": np.array(lengths, np.int32)} | options
     told |= {} if leftpad is None else {"leftpad": np.array(leftpad, np.int64)}
     keys, values, firsts = ahead_of_windows(q, k, v, lengths, leftpad, causal, **options)
     if size is not None:
         (keys, values), told["pages"] = in_pages((keys, values), lengths, size, firsts)
-    told = {name: put(place, x) if name in HELD else x for name, x in told.items()}
+    told = {name: put(place, x) if name in ARRAYS else x for name, x in told.items()}
     out = place.put(poisoned((*q.shape[:-1], v.shape[-1]), q.dtype))
     given = place.put(q), place.put(keys), place.put(values)
     got, lse = attention.decode(*given, out=out, return_lse=True, splits=splits, causal=causal, family=family, **told)

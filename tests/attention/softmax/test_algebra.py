@@ -7,22 +7,22 @@ from places import OnInterpreter
 
 import attention
 from attention.softmax import launches
-from attention.softmax.algebra import Ends, ends_of_mask, score_of
+from attention.softmax.algebra import RelativeWindow, mask_bounds, score_variant
 from attention.softmax.scores import Scored, ScoredInUnit, SlopedBy
 from ops import exp2, less_equal, tanh
 
 I, J = np.arange(40)[:, None], np.arange(50)[None]
 MASKS = {
-    "causal": (lambda b, h, i, j: j <= i, Ends(None, 0)),
-    "window": (lambda b, h, i, j: (j <= i) & (i - j < 9), Ends(8, 0)),
-    "by an op": (lambda b, h, i, j: less_equal(j, i + 2), Ends(None, 2)),
-    "distance": (lambda b, h, i, j: abs(i - j) <= 7, Ends(7, 7)),
-    "distance, turned": (lambda b, h, i, j: abs(j - i + 1) < 3, Ends(3, 1)),
-    "itself": (lambda b, h, i, j: i == j, Ends(0, 0)),
-    "negated": (lambda b, h, i, j: ~(j > i + 3), Ends(None, 3)),
-    "a fraction": (lambda b, h, i, j: i - j < 9.5, Ends(9, None)),
-    "far behind": (lambda b, h, i, j: (j <= i - 10) & (i <= j + 20), Ends(20, -10)),
-    "twice": (lambda b, h, i, j: 2 * j - j <= -1 * -i, Ends(None, 0)),
+    "causal": (lambda b, h, i, j: j <= i, RelativeWindow(None, 0)),
+    "window": (lambda b, h, i, j: (j <= i) & (i - j < 9), RelativeWindow(8, 0)),
+    "by an op": (lambda b, h, i, j: less_equal(j, i + 2), RelativeWindow(None, 2)),
+    "distance": (lambda b, h, i, j: abs(i - j) <= 7, RelativeWindow(7, 7)),
+    "distance, turned": (lambda b, h, i, j: abs(j - i + 1) < 3, RelativeWindow(3, 1)),
+    "itself": (lambda b, h, i, j: i == j, RelativeWindow(0, 0)),
+    "negated": (lambda b, h, i, j: ~(j > i + 3), RelativeWindow(None, 3)),
+    "a fraction": (lambda b, h, i, j: i - j < 9.5, RelativeWindow(9, None)),
+    "far behind": (lambda b, h, i, j: (j <= i - 10) & (i <= j + 20), RelativeWindow(20, -10)),
+    "twice": (lambda b, h, i, j: 2 * j - j <= -1 * -i, RelativeWindow(None, 0)),
     "either": (lambda b, h, i, j: (j <= i) | (j < 5), None),
     "the first keys": (lambda b, h, i, j: j < 5, None),
     "even ones": (lambda b, h, i, j: 2 * j <= i, None),
@@ -37,7 +37,7 @@ MASKS = {
 @pytest.mark.parametrize("name", MASKS)
 def test_masks(name):
     mask, ends = MASKS[name]
-    assert ends_of_mask(mask, [1] * (name == "of an array")) == ends
+    assert mask_bounds(mask, [1] * (name == "of an array")) == ends
     if ends:
         seen = np.ones((40, 50), bool)
         seen &= True if ends.left is None else I - ends.left <= J
@@ -75,7 +75,7 @@ def _axes(function):
 @pytest.mark.parametrize("name", SCORES)
 def test_scores(name):
     function, kind, said = SCORES[name]
-    found = score_of(function, _axes(function), ordered=False)
+    found = score_variant(function, _axes(function), ordered=False)
     assert type(found) is kind
     if said is not None:
         assert said == (found.ordered if kind is SlopedBy else pytest.approx((found.unit, found.factor)))
@@ -116,7 +116,7 @@ def test_a_mask_joins_a_window(option):
 
 def test_the_same_bits_as_what_is_built_in(monkeypatch):
     """Gradients, too; and no lists are made."""
-    monkeypatch.setattr(launches.Before, "listed", None)
+    monkeypatch.setattr(launches.PreparationSteps, "listed", None)
     (q, k, v), options = _case("window", 70, 70)
     mine, theirs = ({"mask": options["mask"]}, {"window": (8, 0)})
     found = []

@@ -1,4 +1,4 @@
-"""attention.decode against float64, on both backends from one body."""
+"""attention.decode against float64, by one test body for the interpreter and the card."""
 
 import itertools
 
@@ -24,13 +24,13 @@ EDGES = [(0, 1, 63), (64, 65, 127), (128, 129, 200)]
 @pytest.mark.parametrize("splits", [None, 1, 3])
 @pytest.mark.parametrize("lengths", EDGES)
 def test_lengths_around_every_edge(place, lengths, splits):
-    """Of tiles and splits, some of which have no keys; a sequence may have none."""
+    """Edges of tiles and of splits, some of which have no keys; a sequence may have none."""
     agree(place, *case(lengths, head_dim=128, room=210), lengths, splits=splits)
 
 
 @pytest.mark.parametrize(("batch", "tokens", "options"), [(1, 1, {}), (3, 3, {"window": (70, 0), "leftpad": (0, 9, 90)})])
 def test_whole_caches(place, batch, tokens, options):
-    """Where no lengths are said: the same bits as with those that there is room for."""
+    """lengths=None gives the same bits as lengths that fill the caches."""
     arrays = [place.put(x) for x in case((100,) * batch, tokens, 2, 1)]
     told = {name: place.put(np.array(x)) if name == "leftpad" else x for name, x in options.items()} | {"return_lse": True}
     found = attention.decode(*arrays, lengths=None, splits=2, **told)
@@ -42,8 +42,8 @@ def test_whole_caches(place, batch, tokens, options):
 
 
 @pytest.mark.parametrize("name", ["pages", "batch_index"])
-def test_whole_caches_by_numbers(name):
-    """All that tables name are in use, and must be there."""
+def test_whole_caches_by_tables(name):
+    """lengths=None with pages or batch_index: all entries are in use, and must exist."""
     q, k, v = case((32, 32), 1, 2, 1, room=16)
     numbers = np.array([[1, 0], [0, 1]] if name == "pages" else [1, 0], np.int32)
     wanted = np.full(2, 32 if name == "pages" else 16)
@@ -55,7 +55,7 @@ def test_whole_caches_by_numbers(name):
 
 
 def test_many_sequences_of_very_different_lengths(place):
-    """More of them than a warp looks at at once, and than there are shares."""
+    """More sequences than a warp's lanes, and than stream-K has shares."""
     lengths = (1, 700, *[1, 0, 130, 64, 3] * 7, 65)
     agree(place, *case(lengths, 1, 2, 1), lengths)
     agree(place, *case((1, 1000, 2), 3, 2, 2), (1, 1000, 2), window=(300, 0), leftpad=(0, 600, 1))
@@ -64,11 +64,11 @@ def test_many_sequences_of_very_different_lengths(place):
 @pytest.mark.parametrize("tokens", [2, 4])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (5, 1), (12, 2), (18, 1)])
 def test_heads_and_tokens_are_rows(place, heads, kv_heads, tokens):
-    """One to five tiles of them, of 16 or 32 rows; tokens that stand before the first key see none."""
+    """One to five tiles of 16 or 32 rows; tokens before the first key see none."""
     agree(place, *case((2, 70), tokens, heads, kv_heads), (2, 70), splits=tokens - 1, family="sm_80")
 
 
-TALL = [  # lengths, tokens, heads, what is asked: more rows a key head than 32
+TALL = [  # lengths, tokens, heads, options: more than 32 rows a key head
     ((130, 0, 65), 8, 16, {}),
     ((2, 200), 9, 16, {"splits": 2}),
     ((200, 3, 64), 8, 10, {"window": (70, 0), "leftpad": (0, 1, 9), "causal": False}),
@@ -77,21 +77,21 @@ TALL = [  # lengths, tokens, heads, what is asked: more rows a key head than 32
 
 @pytest.mark.parametrize(("size", "window"), [(None, None), (64, None), (24, None), (None, (70, 0))])
 def test_lengths_around_every_edge_of_tiles_of_64(place, size, window):
-    """Poison behind each, and ahead of windows."""
+    """NaN after each length, and before windows."""
     lengths = edges(hopper.KV, 2 * hopper.KV)
     agree(place, *case(lengths, 3, 2, 1), lengths, size=size, window=window, splits=2 - (size is None), family="sm_90")
 
 
 @pytest.mark.parametrize(("problem", "size"), [*zip(itertools.cycle(TALL), [None, 1, 16, 64, 16, 64])])
 def test_many_rows_go_to_tiles_of_64(place, problem, size):
-    """Of two warpgroups that take every other tile of keys; by TMA, or gathered where tiles have several pages, or begin within
+    """Two consumers take every other tile of keys, which TMA loads, or cp.async if a tile has several pages or begins within
     one."""
-    lengths, tokens, heads, asked = problem
-    agree(place, *case(lengths, tokens, heads, first=asked.get("leftpad")), lengths, size=size, **asked)
+    lengths, tokens, heads, options = problem
+    agree(place, *case(lengths, tokens, heads, first=options.get("leftpad")), lengths, size=size, **options)
 
 
-def test_what_becomes_of_scores_in_tiles_of_64():
-    """Rows of a tile are of different heads, each with its own slope and sink; a cache of more batches."""
+def test_score_options_in_tiles_of_64():
+    """Rows of a tile belong to different heads, each with its own slope and sink. And a batch_index."""
     slopes, sink = draw((2, 10), np.float32) ** 2, draw((10,), np.float32)
     told = {"alibi": slopes, "sink": sink, "softcap": 5.0, "scale": 0.3}
     agree(OnInterpreter(), *case((100, 5), 8, 10, value_dim=128), (100, 5), **told)
@@ -105,7 +105,7 @@ def test_what_becomes_of_scores_in_tiles_of_64():
 
 @pytest.mark.parametrize(("head_dim", "value_dim", "size"), [(96, 128, 40), (192, 192, None), (256, 256, None)])
 def test_every_head_dim_in_tiles_of_64(place, head_dim, value_dim, size):
-    """Also in pages of which the last is full, behind which the table ends: nothing is looked up there."""
+    """Also in pages the last of which is full, where the table ends: no entry is looked up after it."""
     lengths = (70, 120)
     agree(place, *case(lengths, 2, head_dim=head_dim, value_dim=value_dim, dtype=FP16), lengths, size=size, family="sm_90")
 
@@ -113,9 +113,9 @@ def test_every_head_dim_in_tiles_of_64(place, head_dim, value_dim, size):
 @pytest.mark.parametrize(
     ("head_dim", "size"), [(64, None), (96, None), (128, None), (128, 64), (128, 16), (192, None), (256, None)]
 )
-def test_tiles_of_64_go_round(head_dim, size):
-    """One block's keys fill each ring more than twice: no consumer takes a phase for the one before the last, whatever TMA
-    brings first."""
+def test_rings_wrap_around(head_dim, size):
+    """One block's keys fill each ring more than twice: no consumer confuses two phases of the same parity, in whatever order
+    TMA's tiles arrive."""
     keys = hopper.KV * (2 * max(hopper.STAGES.values()) + 1)
     agree(OnInterpreter(), *case((keys,), 2, 2, 1, head_dim=head_dim), (keys,), size=size, splits=1, family="sm_90")
 
@@ -131,7 +131,7 @@ def test_values_of_another_width_and_fp16(place):
 
 @pytest.mark.parametrize("size", [1, 16, 40, 64, 128])
 def test_pages(place, size):
-    """In any order, NaN in what no sequence uses. They change no bit."""
+    """Pages in any order, NaN in unused rows: the same bits as without pages."""
     lengths = (130, 0, 65)
     q, k, v = case(lengths, 2, head_dim=64)
     np.testing.assert_array_equal(
@@ -148,12 +148,12 @@ def test_windows(place, window, causal):
 
 @pytest.mark.parametrize(("tokens", "size"), [(64, None), (70, 16), (100, 5), (130, 64), (4, 16)])
 def test_windows_of_many_tokens(place, tokens, size):
-    """Which forward's kernels serve: what lies ahead of all windows is not multiplied, and its pages are not read."""
+    """By forward's kernels: keys before all windows are not multiplied, and their pages are not read."""
     agree(place, *case((131, 304), tokens), (131, 304), window=(20, 0), size=size)
 
 
-def test_nan_reaches_the_output_from_every_part(place):
-    """Of a key, of a value, of a sink."""
+def test_nan_reaches_the_output_from_every_split(place):
+    """A NaN in a key, in a value, in a sink."""
     q, k, v = case((200, 200, 200), head_dim=64)
     k[0, 150], v[1, 150] = np.nan, np.nan
     told = {"lengths": place.put(np.array([200, 200, 200], np.int32)), "splits": 3}
@@ -169,8 +169,8 @@ def test_tokens_that_see_later_ones(place):
 
 
 @pytest.mark.parametrize("splits", [1, 2])
-def test_what_becomes_of_scores(place, splits):
-    """Rows of a tile are of different heads, each with its own slope and sink."""
+def test_score_options(place, splits):
+    """Rows of a tile belong to different heads, each with its own slope and sink."""
     slopes = np.array([[0.5, 0.1, 0.02, 0.3], [0.4, 0.0, 0.01, 0.2]], np.float32)
     sink = np.array([0.5, -3.0, 20.0, 1.0], np.float32)
     agree(place, *case((100, 0), 2), (100, 0), softcap=5.0, alibi=slopes, sink=sink, scale=0.3, splits=splits)
@@ -183,8 +183,8 @@ def test_padding_on_the_left(place, size):
     agree(place, *case(lengths, 2, first=leftpad), lengths, leftpad=leftpad, size=size, splits=2)
 
 
-def test_a_cache_of_more_batches(place):
-    """Sequences lie in any of them; the others hold NaN."""
+def test_batch_index(place):
+    """Sequences are any batches of a larger cache; the others hold NaN."""
     lengths = (70, 20)
     q, k, v = case(lengths)
     held = [poisoned((5, *x.shape[1:]), x.dtype) for x in (k, v)]
@@ -197,7 +197,7 @@ def test_a_cache_of_more_batches(place):
 
 
 def test_layouts_and_strides(place):
-    """Heads before tokens, and rows that begin at any even byte."""
+    """layout="bhsd", and rows that begin at any even byte."""
     lengths = (70, 20)
     q, k, v = case(lengths, 2)
     told = {"lengths": place.put(np.array(lengths, np.int32)), "splits": 2}
@@ -213,7 +213,7 @@ def test_layouts_and_strides(place):
 
 
 def test_a_given_split_has_the_same_bits_always(place):
-    """Alone, and among others in a cache with more room; that much more splits change no more than rounding."""
+    """Alone, and among other sequences in a larger cache; other numbers of splits differ by rounding alone."""
     q, k, v = case((384, 200))
     several = agree(place, q, k, v, (384, 200), splits=3)
     alone = agree(place, q[:1], k[:1, :384], v[:1, :384], (384,), splits=3)
@@ -224,7 +224,7 @@ def test_a_given_split_has_the_same_bits_always(place):
 
 
 def test_a_given_split_has_the_same_kernel_always(monkeypatch):
-    """Whatever other sequences there are, and however many keys there is room for: planned for many, without a device."""
+    """Whatever other sequences there are, and however large the cache is: planned for many GPUs, without a device."""
     torch = pytest.importorskip("torch")
     from planned_launches import GPUS, made, noted
 
@@ -240,8 +240,8 @@ def test_a_given_split_has_the_same_kernel_always(monkeypatch):
         assert all([other == one for other in others]), f"{tokens} tokens, {h} heads of {dim}, splits={parts}: {one} {others}"
 
 
-def test_parts_that_nobody_wrote():
-    """Of short sequences some splits have no keys; what memory held before is no part of the sum."""
+def test_splits_without_keys():
+    """Splits of short sequences may have no keys: uninitialised scratch memory must not reach the sum."""
     agree(OnInterpreter(), *case((3, 67), head_dim=88, room=210), (3, 67), splits=3)
 
 
@@ -263,8 +263,8 @@ def test_empty(tokens):
 
 @pytest.mark.parametrize(("tokens", "heads", "splits"), [((0, 1, 15, 16, 17), 2, 2), ((4, 0), 4, 1), ((70, 3, 64), 4, None)])
 def test_packed_tokens_around_every_tile_edge(place, tokens, heads, splits, monkeypatch):
-    """Whatever lies before and behind those of a sequence; 0 and -inf behind the last one. By forward's kernels, too, where
-    tokens are many."""
+    """Each sequence is as if alone, whatever its neighbours hold; 0 and -inf after the last one. With many tokens by forward's
+    kernels."""
     as_on_a_device(monkeypatch)
     packing = Packing(tokens, nobodys=40)
     lengths = [x for n in tokens for x in (1, n + 40)]
@@ -311,7 +311,7 @@ def test_random_problems_on_the_card(lengths, tokens, kv_heads, group, splits, e
     [("sm_80", None, 1, None), ("sm_90a", 16, None, None), ("sm_90a", None, None, "sm_90"), ("sm_90a", 5, 1, "sm_90")],
 )
 def test_as_compiled(as_compiled, arch, size, splits, family):
-    """What the GPU would run, by the emulator."""
+    """The compiled PTX, run by the emulator."""
     as_compiled(arch)
     lengths = (70,) if splits else (70, 3)
     agree(OnInterpreter(), *case(lengths, 2, 3, 1), lengths, size=size, splits=splits, family=family)
@@ -319,7 +319,7 @@ def test_as_compiled(as_compiled, arch, size, splits, family):
 
 @pytest.mark.gpu
 def test_a_graph_serves_sequences_as_they_grow(card):
-    """Captured once; nothing is planned anew as lengths grow."""
+    """A CUDA graph is captured once and replayed as lengths grow."""
     torch = pytest.importorskip("torch")
     q, k, v = case((300, 300), head_dim=128)
     lengths, given = torch.zeros(2, dtype=torch.int32, device="cuda"), [card.put(x) for x in (q, k, v)]
@@ -338,7 +338,7 @@ def test_a_graph_serves_sequences_as_they_grow(card):
     ("head_dim", "size", "more"), [(128, None, {}), (64, 16, {"window": (20, 0)}), (192, None, {"tokens": 3})]
 )
 def test_many_short_caches(place, head_dim, size, more, monkeypatch, nothing_known):
-    """A block has all keys of a sequence; nothing is shared out, or combined."""
+    """A block has all keys of a sequence: neither stream-K nor splits, and no combining launch."""
     lengths = (5, 130, 1, 0, 70, 64, 90, 33, 127, 128, 129, 2, 99) * (1 if isinstance(place, OnInterpreter) else 50)
     q, k, v = case(lengths, head_dim=head_dim, tokens=more.get("tokens", 1))
     monkeypatch.setattr(launches, "choose_share_count", None)
@@ -355,13 +355,13 @@ def test_splits_fill_the_multiprocessors(blocks, tiles, wanted):
 
 
 @pytest.mark.parametrize(("blocks", "tiles", "wanted"), [(1, 512, 47), (1, 64, 16), (2, 64, 16)])
-def test_many_parts_take_time_to_combine(blocks, tiles, wanted):
+def test_many_splits_take_time_to_combine(blocks, tiles, wanted):
     assert splits.choose_split_count(blocks, tiles, 132) == wanted
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a"])
 def test_every_shape_fits(arch):
-    """Shared memory holds as many blocks as a multiprocessor is to have, each with 1 KB that CUDA keeps for itself."""
+    """Shared memory holds `resident` blocks a multiprocessor, each with 1 KB that CUDA reserves."""
     most = shared_bytes(capability(arch))
     for config in ampere.space(arch, False):
         _, smem = ampere.make(config)

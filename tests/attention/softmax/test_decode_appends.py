@@ -1,5 +1,5 @@
-"""attention.decode that appends and rotates, of queries one behind the other, with functions in Python, and of many query
-tokens: the same bits as by hand, or the formula in float64."""
+"""attention.decode that appends and rotates, with packed queries, with functions in Python, and with many query tokens: the
+same bits as attention.append and decode, or the reference in float64."""
 
 import importlib
 
@@ -25,7 +25,7 @@ COS, SIN = np.cos(ANGLES).astype(np.float32), np.sin(ANGLES).astype(np.float32)
 @pytest.fixture(params=["few", "many"])
 def tiles(request, monkeypatch, nothing_known):
     """Of few query tokens, or of as many as there are."""
-    monkeypatch.setattr(decoding, "MANY", 1 if request.param == "many" else 10**6)
+    monkeypatch.setattr(decoding, "MANY_TOKENS", 1 if request.param == "many" else 10**6)
     return request.param
 
 
@@ -39,7 +39,7 @@ def cases(names, here, on_card):
 
 
 def by_sequence(formula, q, k, v, lengths, ends=None, mask=None, score=None, **options):
-    """[(out, lse)] of each sequence; mask and score are told its number."""
+    """[(out, lse)] of each sequence; mask and score get its number as b."""
     found = []
     for b, n in enumerate(lengths):
         rows = (slice(b, b + 1), slice(None)) if ends is None else (slice(0, 1), slice(ends[b], ends[b + 1]))
@@ -50,7 +50,7 @@ def by_sequence(formula, q, k, v, lengths, ends=None, mask=None, score=None, **o
 
 
 def agree(place, q, k, v, lengths, *, ends=None, size=None, splits=None, aux=(), family=None, **options):
-    """Run and judge by the rule: see test_decode.agree."""
+    """Call decode, and judge by the error rule, as judged_decode.agree does."""
     told = {"lengths": place.put(np.array(lengths, np.int32)), "splits": splits, "family": family, **options}
     told |= {} if ends is None else {"cu_seqlens": place.put(np.array(ends, np.int64))}
     told |= {"aux": tuple(map(place.put, aux))} if aux else {}
@@ -100,8 +100,8 @@ ON_CARD = ("half a head, interleaved", "few"), ("packed, pages", "few"), ("packe
 
 
 @pytest.mark.parametrize("size", [None, 16])
-def test_new_keys_are_quantised_with_descales_of_their_own(place, size):
-    """The same bits as attention.append first, and then decode of what it left."""
+def test_new_keys_are_quantised_with_token_descales(place, size):
+    """The same bits as attention.append, and then decode."""
     lengths = np.array((0, 14, 70), np.int32)
     q, k, v = case(lengths, 2, 2, 1, room=80)
     new = draw((3, 2, 1, 64), BF16, 5), draw((3, 2, 1, 64), BF16, 6)
@@ -127,7 +127,7 @@ def test_new_keys_are_quantised_with_descales_of_their_own(place, size):
 @pytest.mark.smoke
 @cases(("way", "tiles"), HERE, ON_CARD)
 def test_new_keys_are_rotated_written_and_seen(place, way, tiles):
-    """The same bits as attention.append first, and then decode of what it left."""
+    """The same bits as attention.append, and then decode."""
     said = {"tokens": 1, "pairs": 32, "causal": True} | WAYS[way]
     tokens, pairs, size, ends = (said.pop(name, None) for name in ("tokens", "pairs", "size", "ends"))
     interleaved, new = said.pop("interleaved", False), said.pop("new", tokens)
@@ -166,8 +166,8 @@ def test_new_keys_are_rotated_written_and_seen(place, way, tiles):
 
 
 @pytest.mark.parametrize("options", [{}, {"window": (20, 0), "leftpad": (0, 1, 40)}], ids=["all", "window"])
-def test_new_keys_are_shared_out_with_all_others(place, options):
-    """A new key that begins a tile is one more for those who share tiles out: the same bits as by hand, by default, too."""
+def test_stream_k_counts_new_keys(place, options):
+    """A new key that begins a tile adds a tile to those that stream-K shares out: the same bits as append, and then decode."""
     lengths, tokens = np.array((127, 0, 61), np.int32), 3
     _, k, v = case(lengths, 1, 2, 1, room=140)
     q, *new = (draw((3, tokens, heads, 64), BF16) for heads in (2, 1, 1))
@@ -180,8 +180,8 @@ def test_new_keys_are_shared_out_with_all_others(place, options):
     assert place.get(found).tobytes() == place.get(wanted).tobytes()
 
 
-def test_new_keys_by_ends_of_their_own(place):
-    """Of other numbers than the queries'."""
+def test_cu_seqlens_new(place):
+    """Sequences have other numbers of new keys than of queries."""
     lengths, ends, ends_new = np.array((3, 0), np.int32), np.array((0, 1, 3)), np.array((0, 4, 5))
     _, k, v = case(lengths, room=80)
     q, k_new, v_new = draw((1, 3, 4, 64), BF16), draw((1, 5, 2, 64), BF16), draw((1, 5, 2, 64), BF16)
@@ -201,8 +201,8 @@ TURNED = [  # in which ways queries and keys are rotated where each has ends of 
 
 
 @pytest.mark.parametrize("ways", TURNED, ids=lambda ways: ", ".join(ways) or "plain")
-def test_queries_and_new_keys_are_rotated_by_ends_of_their_own(place, ways):
-    """The same bits as by append, which rotates the ones and then writes the others."""
+def test_rotary_with_cu_seqlens_new(place, ways):
+    """The same bits as two calls of append, one of which rotates the queries, while the other writes the keys."""
     lengths, ends, ends_new = (place.put(np.array(x, np.int32)) for x in ((3, 0), (0, 1, 3), (0, 4, 9)))
     _, k, v = case((3, 0), room=80)
     q, *new = (place.put(draw((1, tokens, heads, 64), BF16)) for tokens, heads in ((3, 4), (9, 2), (9, 2)))
@@ -221,7 +221,7 @@ def test_queries_and_new_keys_are_rotated_by_ends_of_their_own(place, ways):
 
 @pytest.mark.gpu
 def test_a_graph_holds_a_step(card):
-    """Captured once: it writes, rotates and attends where lengths say, as they grow."""
+    """A CUDA graph is captured once; it writes, rotates and attends by the lengths, as they grow."""
     torch = pytest.importorskip("torch")
     _, k, v = case((70, 70), 1, 2, 1)
     q, k_new, v_new = (draw((2, 1, heads, 64), BF16) for heads in (2, 1, 1))
@@ -242,7 +242,7 @@ def test_a_graph_holds_a_step(card):
         assert torch.equal(out, wanted) and all(map(torch.equal, caches, by_hand))
 
 
-def test_without_queries_new_keys_are_written_all_the_same():
+def test_new_keys_are_written_without_queries():
     q, k, v = case((5,))
     new, told = draw((1, 1, 2, 64), BF16), {"lengths": np.array([4]), "rotary": (COS, SIN)}
     out = attention.decode(q[:, :0], k, v, k_new=new, v_new=new, **told)
@@ -256,7 +256,7 @@ PACKED = ((0, 1, 2, 3), None), ((0, 0, 20, 23), 16), ((0, 9, 9, 10), None)
 @pytest.mark.smoke
 @cases(("tiles", "ends", "size"), [(tiles, *ends) for tiles in ("few", "many") for ends in PACKED], [("few", *PACKED[1])])
 def test_packed_queries(place, tiles, ends, size):
-    """Tiles of two sequences share nothing; a sequence may have no query tokens, or no keys, or fewer keys than queries."""
+    """Tiles never span two sequences; a sequence may have no query tokens, no keys, or fewer keys than queries."""
     lengths = (130, 12, 0)
     splits = 2 if tiles == "few" else None
     _, k, v = case(lengths, 1, 3, 1, room=140)
@@ -264,7 +264,7 @@ def test_packed_queries(place, tiles, ends, size):
 
 
 def test_packed_queries_have_the_bits_of_each(place):
-    """If there are as many of each: of splits of several tiles, whatever others are beside them."""
+    """The same bits as each sequence alone, with the same splits, if all have as many tokens."""
     lengths, ends = (500, 390), (0, 3, 6)
     _, k, v = case(lengths)
     q = draw((1, 6, 4, 64), BF16)
@@ -300,7 +300,7 @@ def test_masks_and_scores_in_python(place, tiles, functions):
 
 
 def test_functions_count_padded_keys_as_the_cache_does(tiles):
-    """j is a key's place in the cache, whether or not the first ones count."""
+    """j is a key's index in the cache, also with leftpad."""
     q, k, v = case((70,), 4, first=(9,))
     told = {"lengths": np.array([70]), "leftpad": np.array([9])}
     found = attention.decode(q, k, v, mask=lambda b, h, i, j: j % 2 == 0, **told)
@@ -321,15 +321,15 @@ PROMPTS = [
 
 
 @cases(("tokens", "lengths", "size", "family", "options"), PROMPTS, PROMPTS[::3])
-def test_parts_of_prompts(place, tokens, lengths, size, family, options):
-    """Behind a prefix of any length, also where there are fewer keys than tokens; in pages of which some lie behind the end."""
+def test_chunked_prefill(place, tokens, lengths, size, family, options):
+    """After a prefix of any length, also with fewer keys than tokens; the page table may be longer than the sequence."""
     agree(place, *case(lengths, tokens, 2, 1), lengths, size=size, family=family, **options)
 
 
 @cases(("size",), [(1,), (24,), (64,), (256,)], [(24,), (64,)])
 def test_prompts_over_pages(place, size, monkeypatch, nothing_known):
-    """Of any size: by TMA in parts of a tile, or row by row. They change no bit within a family."""
-    monkeypatch.setattr(decoding, "MANY", 1)
+    """Pages of any size, loaded by TMA in boxes, or row by row: the same bits within a family."""
+    monkeypatch.setattr(decoding, "MANY_TOKENS", 1)
     lengths = (130, 0, 65)
     q, k, v = case(lengths, 3, 1, 1)
     family = "sm_80" if size % 8 else None
@@ -339,7 +339,7 @@ def test_prompts_over_pages(place, size, monkeypatch, nothing_known):
 
 @pytest.mark.parametrize("where", ["batch_index", "leftpad", "leftpad, pages"])
 def test_prompts_in_other_caches_and_padded(where, monkeypatch, nothing_known):
-    monkeypatch.setattr(decoding, "MANY", 1)
+    monkeypatch.setattr(decoding, "MANY_TOKENS", 1)
     lengths, leftpad = (100, 70), (37, 70) if "leftpad" in where else (0, 0)
     q, k, v = case(lengths, 3, first=leftpad)
     keys, values, told = k, v, {}
@@ -357,7 +357,7 @@ def test_prompts_in_other_caches_and_padded(where, monkeypatch, nothing_known):
 
 
 def test_sequences_that_differ_a_thousandfold(place):
-    """In one call, of few tokens and of many."""
+    """Lengths in one call, with few tokens and with many."""
     lengths = (3, 3000)
     _, k, v = case(lengths, 1, 1, 1, head_dim=16)
     agree(place, draw((2, 1, 1, 16), BF16), k, v, lengths, size=64)
@@ -388,15 +388,15 @@ def run_random(place, sequences, kv_heads, group, size, causal, splits, many, he
     ends = np.cumsum([0, *counts])
     _, k, v = case(lengths, 1, group * kv_heads, kv_heads, head_dim, room=max(*lengths, 1))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decoding, "MANY", many)
+        patch.setattr(decoding, "MANY_TOKENS", many)
         q = draw((1, int(ends[-1]), group * kv_heads, head_dim), BF16)
         agree(place, q, k, v, lengths, ends=ends, size=size, causal=causal, splits=None if many == 1 else splits)
 
 
 def test_as_compiled(as_compiled, monkeypatch, nothing_known):
-    """What a Hopper GPU would run, by the emulator: packed queries over pages, which TMA brings in parts."""
+    """The compiled PTX for Hopper, run by the emulator: packed queries over pages, which TMA loads in boxes."""
     as_compiled("sm_90a")
-    monkeypatch.setattr(decoding, "MANY", 1)
+    monkeypatch.setattr(decoding, "MANY_TOKENS", 1)
     _, k, v = case((20, 3), 1, 1, 1)
     agree(OnInterpreter(), draw((1, 3, 1, 64), BF16), k, v, (20, 3), ends=(0, 2, 3), size=16)
 

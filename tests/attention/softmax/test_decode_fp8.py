@@ -1,4 +1,4 @@
-"""attention.decode on caches of fp8, with descales of heads and of each token, against float64."""
+"""attention.decode on fp8 caches, with descales of heads and of each token, against float64."""
 
 import numpy as np
 import pytest
@@ -55,18 +55,18 @@ def test_other_caches_of_fp8(head_dim, tokens, size, per, splits):
     ("head_dim", "tokens", "size", "splits"), [(128, 9, 16, None), (64, 1, None, 2), (64, 9, 1, 1), (256, 1, 40, None)]
 )
 def test_descales_of_each_token(place, head_dim, tokens, size, splits):
-    """Behind a length they are NaN."""
+    """Descales after a length are NaN."""
     fp8_agrees(place, (150, 0, 70), head_dim, tokens, size, "BTG", splits)
 
 
 def test_descales_of_each_token_that_grow(place):
-    """A warp has several tiles of keys: what it has of values so far is then in another unit."""
+    """A warp's O changes its unit when a later tile has a larger descale."""
     fp8_agrees(place, (900,), 64, 1, None, "BTG", 1)
 
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_descales_of_each_token_and_norms_of_keys(bias):
-    """What a norm adds to the mean of squares counts in units of the keys themselves."""
+    """norm_eps is in units of the keys, not of the stored numbers."""
     lengths = (70, 5)
     q, k, v = case(lengths, 2)
     eight = [np.nan_to_num(x.astype(np.float32) * 8).astype(FP8) for x in (k, v)]
@@ -81,7 +81,7 @@ def test_descales_of_each_token_and_norms_of_keys(bias):
 
 
 def test_descales_of_each_token_anywhere(place):
-    """Heads ahead of keys in memory, in a cache of more batches that is padded on the left, and in the other layout."""
+    """Strided descales with batch_index and leftpad, in both layouts."""
     lengths, leftpad, index = (70, 20), (3, 0), [3, 1]
     q, k, v = case(lengths, 2)
     eight = [np.nan_to_num(x.astype(np.float32)).astype(FP8) for x in (k, v)]

@@ -1,4 +1,4 @@
-"""Norms of attention.decode and attention.append: of queries, of the keys in a cache, and of those that are appended."""
+"""Norms of attention.decode and attention.append: of queries, of the cache's keys, and of new keys."""
 
 import importlib
 
@@ -25,7 +25,7 @@ def weights(*shape, dtype=F32):
 
 
 def norms_of(heads, dim):
-    """Weights of all heads or one row each, alone or with a bias."""
+    """Weights of all heads, or of each head, alone or with a bias."""
     return {
         "rms": weights(dim),
         "rms of heads": weights(heads, dim, dtype=BF16),
@@ -35,7 +35,7 @@ def norms_of(heads, dim):
 
 
 def norms(ours, theirs, heads=4, kv_heads=2, dim=64):
-    """The options of a call."""
+    """q_norm and k_norm for a call, without those that are None."""
     found = {"q_norm": norms_of(heads, dim).get(ours), "k_norm": norms_of(kv_heads, dim).get(theirs), "norm_eps": EPS}
     return {name: x for name, x in found.items() if x is not None}
 
@@ -52,7 +52,7 @@ PAIRS = [("rms", "rms of heads"), ("rms of heads", "rms"), ("layer", "layer of h
 @pytest.mark.smoke
 @pytest.mark.parametrize(("ours", "theirs"), PAIRS)
 def test_norms(place, ours, theirs):
-    """Several heads and tokens are rows of a tile, each with its own weights; a block works on several sequences, or one."""
+    """Rows of a tile belong to several heads, each with its own weights; a block works on several sequences, or one."""
     lengths = (70, 0, 9)
     decoded(place, *shifted(*case(lengths, 3)), lengths, **norms(ours, theirs), splits=2 if theirs == "rms" else None)
 
@@ -65,13 +65,13 @@ def test_columns_that_are_padding_do_not_count(dim, value_dim, theirs):
 
 
 def test_keys_far_from_0():
-    """A layer norm's variance is the difference of two means, of which float32 leaves enough."""
+    """A layer norm's variance is the difference of two means, for which float32 is precise enough."""
     q, k, v = case((40,))
     decoded(OnInterpreter(), q, k + BF16.type(30), v, (40,), **norms(None, "layer"), splits=1)
 
 
 def test_with_other_options(place):
-    """In pages, with padding, a window, and what becomes of scores."""
+    """With pages, padding, a window, and options of scores."""
     lengths, leftpad, sink = (70, 33), (20, 33), np.array([0.5, -3.0, 2.0, 1.0], F32)
     q, k, v = shifted(*case(lengths, 2, first=leftpad))
     told = norms("rms of heads", "rms") | {"leftpad": leftpad, "window": (30, 0), "softcap": 5.0, "sink": sink}
@@ -80,8 +80,8 @@ def test_with_other_options(place):
 
 @pytest.mark.parametrize(("many", "theirs"), [(1, None), (1, "rms"), (10**6, "layer")])
 def test_packed_queries(many, theirs, monkeypatch, nothing_known):
-    """In tiles of many query tokens, too, but where keys are normalised."""
-    monkeypatch.setattr(decoding, "MANY", many)
+    """With few and with many tokens; k_norm is served by split-KV in both cases."""
+    monkeypatch.setattr(decoding, "MANY_TOKENS", many)
     lengths, ends = (30, 12), (0, 1, 6)
     _, k, v = case(lengths, 1, 3, 1)
     told = norms("rms of heads", theirs, 3, 1)
@@ -90,7 +90,7 @@ def test_packed_queries(many, theirs, monkeypatch, nothing_known):
 
 @pytest.mark.parametrize(("theirs", "per"), [("rms", ""), ("rms of heads", "BG"), ("layer", "G")])
 def test_caches_of_fp8(theirs, per):
-    """What keys are multiplied by counts before the norm, beside norm_eps."""
+    """Keys are multiplied by their descales before the norm: norm_eps is in units of the product."""
     lengths, rng = (40, 7), np.random.default_rng(5)
     q, k, v = shifted(*case(lengths, 2))
     eight = [np.clip(x.astype(F32) * 8, -448, 448).astype(FP8) for x in (k, v)]
@@ -105,7 +105,7 @@ def test_caches_of_fp8(theirs, per):
 
 # ---- appended --------------------------------------------------------------------------------------------------------
 def rotated(x, positions, interleaved):
-    """In float64."""
+    """The rows of x, normalised in float64."""
     x, pairs = x.copy(), COS.shape[1]
     one, other = (slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)) if interleaved else (slice(pairs), slice(pairs, 2 * pairs))
     cos, sin = (table[positions][:, None].astype(F64) for table in (COS, SIN))
@@ -122,7 +122,7 @@ APPENDS = [
 
 @pytest.mark.parametrize(("dim", "ours", "theirs", "interleaved", "size"), APPENDS)
 def test_new_rows_are_normalised_then_rotated(place, dim, ours, theirs, interleaved, size):
-    """Rounded once. decode does the same, to the bit; the cache's other keys, normalised before, stay as they are."""
+    """The result is rounded once. decode gives the same bits; the cache's other keys, normalised before, do not change."""
     lengths, told = (3, 20), norms(ours, theirs, dim=dim)
     told["k_new_norm"] = told.pop("k_norm")
     q, k, v = case(lengths, 2, head_dim=dim, room=24)
@@ -152,8 +152,9 @@ def test_new_rows_are_normalised_then_rotated(place, dim, ours, theirs, interlea
         assert place.get(x).tobytes() == place.get(y).tobytes()
 
 
-def test_without_rotary_queries_are_normalised_by_attention_itself():
-    """New keys may come by ends of their own, and an fp8 cache quantises what is normalised."""
+def test_norms_without_rotary():
+    """The attention kernel normalises queries then. New keys may have cu_seqlens_new, and an fp8 cache quantises normalised
+    keys."""
     lengths, told, norm = np.array([3, 9]), norms("rms", None), weights(2, 64)
     q, k, v = case(lengths, room=16)
     k_new, v_new = draw((2, 1, 2, 64), BF16), draw((2, 1, 2, 64), BF16)
@@ -166,7 +167,7 @@ def test_without_rotary_queries_are_normalised_by_attention_itself():
     assert found.tobytes() == wanted.tobytes()
 
 
-def test_queries_that_lie_by_other_ends_than_new_keys():
+def test_norms_with_cu_seqlens_new():
     lengths, ends, told = np.array([3, 0]), {"cu_seqlens": np.array([0, 1, 3])}, {"rotary": (COS, SIN), "norm_eps": EPS}
     _, k, v = case(lengths, room=8)
     q, new, norm = draw((1, 3, 4, 64), BF16), [draw((1, 4, 2, 64), BF16) for _ in "kv"], weights(4, 64)
@@ -180,7 +181,7 @@ def test_queries_that_lie_by_other_ends_than_new_keys():
 
 # ---- compiled --------------------------------------------------------------------------------------------------------
 def test_as_compiled(as_compiled):
-    """What the GPU would run, by the emulator."""
+    """The compiled PTX, run by the emulator."""
     as_compiled("sm_90a")
     decoded(OnInterpreter(), *shifted(*case((20,), 1, 2, 1)), (20,), **norms("layer of heads", "layer", 2, 1), splits=1)
 
@@ -207,6 +208,6 @@ def test_wrong_norms_are_refused(options, what):
     assert np.isnan(out.astype(F32)).all()
 
 
-def test_a_norm_of_queries_takes_queries():
+def test_append_refuses_q_norm_without_q():
     with pytest.raises(ValueError, match="q_norm: normalises q, and needs it"):
         attention.append(NEW.copy(), NEW.copy(), NEW, NEW, lengths=np.array([0]), q_norm=weights(64))

@@ -9,7 +9,7 @@ from poison import poisoned
 
 import attention
 from attention.softmax.assembled import build_variant
-from attention.softmax.dropped import Dropped, numbers_of
+from attention.softmax.dropped import Dropped, dropout_numbers
 from attention.softmax.forward_programs import _variant
 from tiles.arrays import Number
 from tiles.dtypes import bf16, fp16
@@ -82,8 +82,10 @@ def test_no_dropout_is_plain():
 
 
 def test_what_kernels_are_told():
-    assert numbers_of(0.5) == {"dropped": 32768, "per_kept": 2} and numbers_of(1 - 2**-20)["dropped"] == 65535
-    assert set(build_variant(1.0, more=[(Dropped(), numbers_of(0.5) | {"seed": Number(-1)})]).numbers) == set(Dropped().params)
+    assert dropout_numbers(0.5) == {"dropped": 32768, "per_kept": 2} and dropout_numbers(1 - 2**-20)["dropped"] == 65535
+    assert set(build_variant(1.0, more=[(Dropped(), dropout_numbers(0.5) | {"seed": Number(-1)})]).numbers) == set(
+        Dropped().params
+    )
 
 
 @pytest.mark.parametrize(("options", "what"), [

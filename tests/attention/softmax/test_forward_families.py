@@ -42,7 +42,7 @@ def test_arrays_that_tma_cannot_address(place, family, skip, head_dim):
 @pytest.mark.parametrize(("room", "head_dim"), [(99 * 1024, 96), (99 * 1024, 128), (99 * 1024, 192), (163 * 1024, 192)])
 def test_kernels_for_gpus_with_less_shared_memory(place, room, head_dim, monkeypatch, nothing_known):
     """Their shapes run everywhere."""
-    taken, config_of = [], launches.config_of
+    taken, config_of = [], launches.config_for_problem
     monkeypatch.setattr(launches, "machine", lambda _: Interpreter(shared_bytes=room))
     monkeypatch.setattr(launches, "config_of", lambda *args: taken.append(config_of(*args)) or taken[-1])
     for causal in (False, True):

@@ -145,7 +145,7 @@ def test_a_block_of_zeros_counts_in_the_sum_of_weights():
 
 def test_descales_of_blocks_of_many_columns_are_refused():
     q, k, v = inputs(1, 8, 8, 1, 1, 144)
-    with pytest.raises(NotImplementedError, match="q_descale: of blocks is served with up to 128 columns"):
+    with pytest.raises(NotImplementedError, match="q_descale: of blocks is supported for up to 128 columns"):
         attention.forward(q, k, v, **block_units(q, k, v))
 
 
@@ -372,15 +372,15 @@ def test_as_compiled(as_compiled):
 
 
 REFUSED = {
-    "bias: is not served with k and v of float8_e4m3fn": dict(bias=np.zeros((1, 1, 8, 8), np.float32)),
+    "bias: is not supported with k and v of float8_e4m3fn": dict(bias=np.zeros((1, 1, 8, 8), np.float32)),
     "dropout: is not served": dict(dropout=0.5, seed=1),
     "q_norm: is not served": dict(q_norm=np.ones(64, np.float32)),
     "k_norm: is not served": dict(k_norm=np.ones(64, np.float32)),
-    "family: q of float8_e4m3fn takes sm_90: family='sm_80'": dict(family="sm_80"),
+    "family: must be sm_90 for q of float8_e4m3fn: family='sm_80'": dict(family="sm_80"),
     "q_descale: must be positive": dict(q_descale=-1.0),
     "k_descale: heads must equal k's": dict(k_descale=np.ones((1, 2), np.float32)),
     "k_descale: must have a number for each block of 128 rows of k": dict(k_descale=np.ones((1, 2, 1), np.float32)),
-    "k_descale: of blocks is not served with sequences that share": dict(
+    "k_descale: of blocks is not supported with sequences that share": dict(
         k_descale=np.ones((2, 1, 1), np.float32), cu_seqlens=np.int32([0, 3, 8])
     ),
     "out: dtype must be one of": dict(out=np.zeros((1, 8, 1, 64), np.float32)),
@@ -440,5 +440,5 @@ def test_queries_of_16_bits(family, options):
 
 def test_queries_of_16_bits_have_no_descale():
     q, k, v = inputs(1, 8, 8, 1, 1, 64)
-    with pytest.raises(NotImplementedError, match="q_descale: is not served with"):
+    with pytest.raises(NotImplementedError, match="q_descale: is not supported with"):
         attention.forward(q.astype(BF16), k, v, q_descale=2.0)

@@ -10,7 +10,7 @@ from places import OnInterpreter
 from poison import poisoned
 
 import attention
-from attention.softmax.launches import Before
+from attention.softmax.launches import PreparationSteps
 
 odd = lambda b, h, i, j: (i + j) % 2 == 1
 
@@ -94,8 +94,8 @@ def test_lists_that_are_ready(place, family, case, monkeypatch):
     options = there(place, READY[case] | {"family": family})
     wanted = place.get(attention.forward(q, k, v, **options))
     lists = attention.block_lists(q, k, v, **options)
-    for what in "listed", "classes":
-        monkeypatch.setattr(Before, what, lambda *_: pytest.fail("lists blocks anew"))
+    for what in "list_key_blocks", "classify_blocks":
+        monkeypatch.setattr(PreparationSteps, what, lambda *_: pytest.fail("lists blocks anew"))
     assert (place.get(attention.forward(q, k, v, **options | {"blocks": lists})) == wanted).all()
 
 
@@ -132,9 +132,9 @@ def test_ready_lists_of_another_call(shape, options, what):
 
 
 @pytest.mark.parametrize(("options", "what"), [
-    (dict(causal=True), "mask: must say which keys are seen, or blocks, where lists are made of them"),
-    (dict(mask=odd, lengths_k=np.array([3], np.int32)), "lengths_k: must be None where lists of key blocks are made or given"),
-    (dict(mask=odd, cu_seqlens=np.array([0, 8], np.int32)), "cu_seqlens: must be None where lists of key blocks"),
+    (dict(causal=True), "mask: lists of key blocks need a mask or blocks"),
+    (dict(mask=odd, lengths_k=np.array([3], np.int32)), "lengths_k: must be None with lists of key blocks"),
+    (dict(mask=odd, cu_seqlens=np.array([0, 8], np.int32)), "cu_seqlens: must be None with lists of key blocks"),
     (dict(mask=odd, out=np.zeros(1)), "out: is forward's; block_lists writes no output"),
     (dict(mask=odd, masks=odd), "unexpected keyword argument 'masks'"),
     (dict(mask=lambda b, h, i, j: j), "mask: must give truth values"),

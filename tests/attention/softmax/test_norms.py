@@ -9,7 +9,7 @@ from poison import poisoned
 import attention
 from attention.softmax import ampere, hopper
 from attention.softmax.assembled import build_variant
-from attention.softmax.norm_parts import Layer, Normed, Rms
+from attention.softmax.norm_parts import LayerNorm, Normed, RmsNorm
 from tiles import bf16
 from tiles.dtypes import fp16
 from tiles.targets import LARGE
@@ -81,7 +81,7 @@ def test_as_compiled(as_compiled):
 
 def test_a_plain_kernels_shape_serves_norms():
     """Norms leave a kernel's tiles as long as they were, so tiles follow each other where plain attention's do."""
-    for norm in Rms(), Layer():
+    for norm in RmsNorm(), LayerNorm():
         variant = build_variant(1.0, True, more=[(Normed(norm), {})]).variant
         config = hopper.config_for(128, bf16, variant, 1000)
         assert config.persistent and config.q_stages == 2 and hopper.make(config)[1].nbytes <= LARGE

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 import ops
-from attention.softmax.score_derivative import BACK, derivatives
-from attention.softmax.symbolic import EVEN
+from attention.softmax.score_derivative import GRADIENT_RULES, differentiate
+from attention.softmax.symbolic import WITHOUT_GRADIENT
 from tiles import fp32
 
 STEP = 2.0**-8
@@ -29,7 +29,7 @@ SCORES = {
 @pytest.mark.parametrize("name", SCORES)
 def test_by_the_score(name):
     score, at = SCORES[name], (0, 1, I, J)
-    found = derivatives(score, ())
+    found = differentiate(score, ())
     value, slope = found.score_and_grad(S, *at)
     np.testing.assert_allclose(value, score(S, *at), rtol=1e-6)
     wanted = (np.asarray(score(S + STEP, *at), float) - score(S - STEP, *at)) / (2 * STEP)
@@ -42,7 +42,7 @@ def test_every_map_has_one():
     from ops.elementwise import arithmetic, compare, functions
 
     faces = {name for module in (arithmetic, compare, functions) for name in vars(module) if name in ops.__all__}
-    assert faces - {"map"} <= {*BACK, *EVEN}
+    assert faces - {"map"} <= {*GRADIENT_RULES, *WITHOUT_GRADIENT}
 
 
 def test_by_what_it_reads():
@@ -50,7 +50,7 @@ def test_by_what_it_reads():
         return scales[h] * s * s + table[h, buckets[j - i + 4]] * table[h, buckets[j - i + 4]] * scales[h]
 
     arrays, at = (TABLE, BUCKETS, np.array([0.5, 2])), (0, 1, I, J)
-    found = derivatives(score, (2, 1, 1))
+    found = differentiate(score, (2, 1, 1))
     where = {0: TABLE, 2: arrays[2]}
     sums = {n: np.zeros(x.shape) for n, x in where.items()}
     for read in found.reads:

@@ -8,7 +8,7 @@ import pytest
 
 from attention.softmax import hopper
 from attention.softmax.sequences import PackedLayout
-from attention.softmax.tiling import Tiling, band_of, even
+from attention.softmax.tiling import Tiling, balance_raster_groups, choose_raster_group
 from attention.softmax.variants import Both, ScoreContext
 from attention.softmax.visible_keys import CAUSAL, FULL, Left, Masked, Right
 from tiles import bf16
@@ -40,7 +40,7 @@ def shares(config, length, grid, band=None, **given):
     """What each block of a persistent grid has to do for 16384 tokens and 2048 columns: its tiles' key blocks, and 1.2 for the
     the beginning and end of one, as far as there are rows. given: what the variant reads."""
     pairs, blocks, nbytes = 16384 // length * 2048 // config.head_dim, -(-length // config.rows), 4 * length * config.head_dim
-    band = band or band_of(grid, grid, nbytes, L2, config.variant.monotonic or length % config.rows > 0)
+    band = band or choose_raster_group(grid, grid, nbytes, L2, config.variant.monotonic or length % config.rows > 0)
     assert band * nbytes <= L2 / 2
     work = [0.0] * grid
     for tile, (block, _) in enumerate(walked(config.tiling, pairs, blocks, band)):
@@ -84,15 +84,19 @@ def test_pair_by_pair_the_same_blocks_would_get_all_short_tiles():
 
 
 def test_a_band_has_a_pair_at_least():
-    assert band_of(132, 132, 2**40, L2, True) == 1 and band_of(1, 1, 1, L2, True) == 1 and band_of(9, 2, 1, L2, True) == 1
+    assert (
+        choose_raster_group(132, 132, 2**40, L2, True) == 1
+        and choose_raster_group(1, 1, 1, L2, True) == 1
+        and choose_raster_group(9, 2, 1, L2, True) == 1
+    )
 
 
 def test_query_blocks_that_take_as_long_as_each_other_need_no_bands():
-    assert band_of(132, 132, 1, L2, False) == 1 and band_of(2048, 132, 1, L2, False) == 1
+    assert choose_raster_group(132, 132, 1, L2, False) == 1 and choose_raster_group(2048, 132, 1, L2, False) == 1
 
 
 def test_more_blocks_than_processors_share_what_they_read():
-    assert band_of(2048, 132, 2**21, L2, True) == 22
+    assert choose_raster_group(2048, 132, 2**21, L2, True) == 22
 
 
 SEEN = {  # variant: (what it is given, does query i see key j where they stand `shift` apart)
@@ -153,9 +157,9 @@ def test_tiles_of_packed_sequences(tile):
 
 def test_bands_of_which_none_is_short():
     """Of 24 pairs two would come last by themselves. Ten behind 22 stay as they are, but where there are parts of sequences."""
-    assert [even(22, pairs, False) for pairs in (8, 22, 24, 32, 44, 48, 128)] == [22, 22, 12, 22, 22, 16, 22]
-    assert [even(22, pairs, True) for pairs in (1, 24, 28, 32, 128)] == [1, 12, 14, 16, 22]
-    assert even(1, 9, True) == even(1, 9, False) == 1
+    assert [balance_raster_groups(22, pairs, False) for pairs in (8, 22, 24, 32, 44, 48, 128)] == [22, 22, 12, 22, 22, 16, 22]
+    assert [balance_raster_groups(22, pairs, True) for pairs in (1, 24, 28, 32, 128)] == [1, 12, 14, 16, 22]
+    assert balance_raster_groups(1, 9, True) == balance_raster_groups(1, 9, False) == 1
 
 
 @pytest.mark.parametrize("variant", [FULL, CAUSAL, Right(), Left(), Both(Right(), Left()), Both(CAUSAL, Left())], ids=str)

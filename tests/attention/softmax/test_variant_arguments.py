@@ -12,7 +12,7 @@ from numpy import minimum
 
 import attention
 from attention.softmax import forward_programs, launches, python_functions
-from attention.softmax.python_functions import named
+from attention.softmax.python_functions import register_function
 from ops import where
 from tiles.frameworks import describe
 
@@ -107,8 +107,8 @@ INVALID = [
     (dict(bias=zeros(1, 1, 1, 7) > 0), T, "bias: dtype must be one of ('float32', 'bfloat16', 'float16'): bias.dtype='bool'"),
     # sequences
     (dict(cu_seqlens=ends(0, 3, 7), batch=2), V, "cu_seqlens: batch must be 1, all sequences one after the other: cu_seqlens"),
-    (dict(cu_seqlens_k=ends(0, 3, 7)), V, "cu_seqlens_k: takes cu_seqlens, too, which is None"),
-    (dict(cu_seqlens=ends(0, 3, 7), cols=9), V, "cu_seqlens_k: must be given where keys are more or fewer than queries: q.sha"),
+    (dict(cu_seqlens_k=ends(0, 3, 7)), V, "cu_seqlens_k: needs cu_seqlens, which is None"),
+    (dict(cu_seqlens=ends(0, 3, 7), cols=9), V, "cu_seqlens_k: is required if q and k have different numbers of rows: q.sha"),
     (dict(cu_seqlens=ends(0, 3, 7), cu_seqlens_k=ends(0, 7)), V, "cu_seqlens_k: length must equal cu_seqlens's: cu_seqlens_k."),
     (dict(cu_seqlens=ends(0)), V, "cu_seqlens: must have two elements or more: cu_seqlens.shape=(1,)"),
     (dict(cu_seqlens=zeros(3)), T, "cu_seqlens: dtype must be one of ('int32', 'int64'): cu_seqlens.dtype='float32'"),
@@ -148,7 +148,7 @@ def test_indices_of_long_sequences_are_not_whole_numbers_in_float32(option):
     q = zeros(1, 1, 1, 16, dtype=f16)
     long = np.broadcast_to(q, (1, 2**24, 1, 16))
     function = {"mask": lambda b, h, i, j: j <= i, "score": lambda s, b, h, i, j: s + j}[option]
-    words = rf"^{option}: counts queries and keys in float32, so there must be fewer than 2\*\*24 .*1, 16777216, 1, 16"
+    words = rf"^{option}: has float32 indices of queries and keys: there must be fewer than 2\*\*24 .*1, 16777216, 1, 16"
     for given in (q, long, long), (long, q, q):
         with pytest.raises(ValueError, match=words):
             attention.forward(*given, **{option: function})
@@ -158,7 +158,7 @@ def test_indices_of_long_sequences_are_not_whole_numbers_in_float32(option):
 def test_functions_that_read_the_same_go_by_one_name():
     """Written twice, or with numbers of their own."""
     made = lambda reach: lambda b, h, i, j: j <= i + reach
-    assert named("mask", made(3)) == named("mask", made(3)) != named("mask", made(4))
+    assert register_function("mask", made(3)) == register_function("mask", made(3)) != register_function("mask", made(4))
 
 
 def test_functions_of_objects_that_cannot_be_told_apart():
@@ -166,8 +166,8 @@ def test_functions_of_objects_that_cannot_be_told_apart():
     for n in range(200):
         layer = SimpleNamespace(reach=n, lock=threading.Lock())
         mask = lambda b, h, i, j, layer=layer: j <= i + layer.reach
-        name = named("mask", mask)
-        assert python_functions.known(name) is mask
+        name = register_function("mask", mask)
+        assert python_functions.find_function(name) is mask
     q, k, v = inputs(1, 5, 9, 1, 1, 16)
     for reach in 0, 3:
         layer = SimpleNamespace(reach=reach, lock=threading.Lock())
@@ -176,18 +176,18 @@ def test_functions_of_objects_that_cannot_be_told_apart():
 
 
 def test_names_of_one_call_are_forgotten_in_time(monkeypatch):
-    python_functions._PASSING.clear()
+    python_functions._SINGLE_USE.clear()
     monkeypatch.setattr(python_functions, "REMEMBERED", 2)
     made = lambda layer: lambda b, h, i, j: j <= i + layer.reach
     with monkeypatch.context() as graph:
         graph.setattr(python_functions, "compiling", lambda: True)
         graph.setattr(python_functions, "_held", lambda option, function: ())
-        in_graph = named("mask", made(SimpleNamespace(reach=9, lock=threading.Lock())))
-    first, *others = [named("mask", made(SimpleNamespace(reach=n, lock=threading.Lock()))) for n in range(3)]
-    assert callable(python_functions.known(in_graph))
-    assert all(callable(python_functions.known(name)) for name in others)
+        in_graph = register_function("mask", made(SimpleNamespace(reach=9, lock=threading.Lock())))
+    first, *others = [register_function("mask", made(SimpleNamespace(reach=n, lock=threading.Lock()))) for n in range(3)]
+    assert callable(python_functions.find_function(in_graph))
+    assert all(callable(python_functions.find_function(name)) for name in others)
     with pytest.raises(ValueError, match="this process knows no function by that name"):
-        python_functions.known(first)
+        python_functions.find_function(first)
 
 
 def test_the_cure_for_functions_of_math():
@@ -206,16 +206,20 @@ def test_a_score_is_tried_without_a_word():
 def test_what_a_function_holds_would_go_stale_in_a_graph(monkeypatch):
     """Dynamo guards a function's code, and those numbers that are written out for it."""
     reach, table = 3, [3]
-    names = [named("mask", function) for function in (sees, lambda b, h, i, j: j <= i + reach)]
+    names = [register_function("mask", function) for function in (sees, lambda b, h, i, j: j <= i + reach)]
     monkeypatch.setattr(python_functions, "compiling", lambda: True)
-    assert names == [named("mask", function) for function in (sees, lambda b, h, i, j: j <= i + reach)]
+    assert names == [register_function("mask", function) for function in (sees, lambda b, h, i, j: j <= i + reach)]
     for hashes, half in (True, hash(0.5)), (False, "0.5"):  # since torch 2.13, and before
         monkeypatch.setattr(python_functions, "_hashes", lambda hashes=hashes: hashes)
-        assert python_functions._held("mask", lambda b, h, i, j, more=0.5, *, less=True: j <= i + reach) == (3, half, True)
+        assert python_functions._captured_values("mask", lambda b, h, i, j, more=0.5, *, less=True: j <= i + reach) == (
+            3,
+            half,
+            True,
+        )
     with pytest.raises(TypeError, match=r"^mask: holds \('table',\), of which torch.compile would keep the first value"):
-        named("mask", lambda b, h, i, j: j <= i + table[0])
+        register_function("mask", lambda b, h, i, j: j <= i + table[0])
     with pytest.raises(TypeError, match="^mask: must be a Python function"):
-        named("mask", 5)
+        register_function("mask", 5)
 
 
 def test_numpys_types_and_numbers_are_no_functions():
