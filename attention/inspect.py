@@ -99,14 +99,14 @@ def configurations(everything=False, arch="sm_90a", only=()):
 def lines(make) -> int:
     """How many lines the kernel that `make` writes and its helpers in any module have, without blanks, comments and
     docstrings."""
-    helpers, found = set(), [make]
-    while found:
-        one = inspect.unwrap(found.pop())
-        if one not in helpers:
-            helpers.add(one)
-            if inspect.isfunction(one):  # a class's own helpers are its methods
-                named = [inspect.getmodule(one).__dict__.get(name) for name in _names(one.__code__)]
-                found += [x for x in named if callable(x) and getattr(x, "__module__", "").startswith(__package__)]
+    helpers, pending = set(), [make]
+    while pending:
+        item = inspect.unwrap(pending.pop())
+        if item not in helpers:
+            helpers.add(item)
+            if inspect.isfunction(item):  # a class's own helpers are its methods
+                named = [inspect.getmodule(item).__dict__.get(name) for name in _names(item.__code__)]
+                pending += [x for x in named if callable(x) and getattr(x, "__module__", "").startswith(__package__)]
     return sum(_kernel_lines(textwrap.dedent(inspect.getsource(x))) for x in helpers)
 
 
@@ -135,9 +135,9 @@ def _kernel_lines(source: str) -> int:
 def row(name, module, config, arch) -> dict:
     """Compile one configuration, unless its figures are cached, and describe the result."""
     kernel, smem = module.make(config)
-    found = figures(kernel, signature(kernel), arch, smem, config.threads)
+    measured = figures(kernel, signature(kernel), arch, smem, config.threads)
     described = {"kernel": name, "config": str(config), "lines": lines(getattr(type(config), "make", module.make))}
-    return {**vars(found), **described}
+    return {**vars(measured), **described}
 
 
 def bad(one: dict) -> bool:
@@ -179,10 +179,10 @@ def main(arch="sm_90a", everything=False, check=False, as_json=False, jobs: int 
     if none := no_rows_message(everything, arch, only):
         print(f"python -m attention inspect: error: {none}", file=sys.stderr)
         return 2
-    found: list[dict] = []
+    printed: list[dict] = []
     first: dict[str, str] = {}  # digest: the first row that has it
     for one in rows(everything, arch, jobs, tuple(only)):
-        found.append(one)
+        printed.append(one)
         title = f"{one['kernel']:8} {arch:7} {one['config']:36}"
         if (other := first.setdefault(one["digest"], title)) != title:
             one["warnings"].append(f"the same code as {other}")
@@ -196,5 +196,5 @@ def main(arch="sm_90a", everything=False, check=False, as_json=False, jobs: int 
                 flush=True,
             )
     if as_json:
-        print(json.dumps(found, indent=1))
-    return int(check and any(map(bad, found)))
+        print(json.dumps(printed, indent=1))
+    return int(check and any(map(bad, printed)))

@@ -64,10 +64,10 @@ class Attention(nn.Module):
             check_positive("scale", scale),
         )  # which refuse what a call would
         self.options = {"causal": causal, "window": window, "softcap": softcap, "scale": scale}
-        place: dict[str, Any] = {"dtype": dtype, "device": device}
-        self.project = nn.Linear(dim, (self.heads + 2 * self.kv_heads) * self.head_dim, bias=bias, **place)
-        self.out = nn.Linear(self.heads * self.head_dim, dim, bias=bias, **place)
-        self.q_norm, self.k_norm = (nn.RMSNorm(self.head_dim, 1e-6, **place) if qk_norm else None for _ in range(2))
+        factory: dict[str, Any] = {"dtype": dtype, "device": device}
+        self.project = nn.Linear(dim, (self.heads + 2 * self.kv_heads) * self.head_dim, bias=bias, **factory)
+        self.out = nn.Linear(self.heads * self.head_dim, dim, bias=bias, **factory)
+        self.q_norm, self.k_norm = (nn.RMSNorm(self.head_dim, 1e-6, **factory) if qk_norm else None for _ in range(2))
         self.sink = nn.Parameter(torch.zeros(heads, device=device)) if sink else None
 
     def reset_parameters(self) -> None:
@@ -195,11 +195,11 @@ class ProjectedAttention(torch.autograd.Function):
         kv_heads, options = ctx.saved
         has_norms, has_sink = inputs[2] is not None, inputs[4] is not None
         parts = heads.split([heads.shape[2] - 2 * kv_heads, kv_heads, kv_heads], 2)
-        wanted = torch.are_deterministic_algorithms_enabled(), has_norms, has_sink, None
-        found = projected_backward(
-            None, (make_tma_contiguous(dout), *parts, *inputs, out, lse, rows, *(None,) * 4), (*options, *wanted)
+        requests = torch.are_deterministic_algorithms_enabled(), has_norms, has_sink, None
+        gradients = projected_backward(
+            None, (make_tma_contiguous(dout), *parts, *inputs, out, lse, rows, *(None,) * 4), (*options, *requests)
         )
-        dx, *more = found if has_norms or has_sink else (found,)
+        dx, *more = gradients if has_norms or has_sink else (gradients,)
         of_norms = more[:2] if has_norms else (None, None)
         return dx, None, None, *of_norms, more[-1] if has_sink else None, None, None
 

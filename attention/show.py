@@ -96,8 +96,8 @@ def draw_mask(
     unseen = np.zeros((1, 1, q_tiles, lists.BOTH * kv_blocks), np.int8)
     arrays = [describe(classes, "classes"), describe(unseen, "unseen"), *arrays]
     params: dict[str, Any] = {name: x for name, x in spec.numbers.items() if name in spec.variant.params}
-    for place, array in enumerate(arrays):
-        params[f"aux{place - 2}" if place > 1 else ("classes", "unseen")[place]] = Operand(place, array.form)
+    for argument, array in enumerate(arrays):
+        params[f"aux{argument - 2}" if argument > 1 else ("classes", "unseen")[argument]] = Operand(argument, array.form)
     survey = lists.Survey(spec.variant, rows, cols, tuple(len(x.form.shape) for x in arrays[2:]))
     groups = -(-kv_blocks // lists.WARPS)
     launch = kernel_for(survey, survey, None).bind(
@@ -164,9 +164,9 @@ def panel(drawing: MaskDrawing) -> draw.Panel:
 
     def box(x, y, top, bottom, left, right, fill, style="stroke:none"):
         bottom, right = min(bottom, drawing.size[0]), min(right, drawing.size[1])
-        place = f'x="{x + left * unit:g}" y="{y + top * unit:g}"'
+        position = f'x="{x + left * unit:g}" y="{y + top * unit:g}"'
         size = f'width="{(right - left) * unit:g}" height="{(bottom - top) * unit:g}"'
-        return f'<rect {place} {size} fill="{fill}" style="{style}"/>'
+        return f'<rect {position} {size} fill="{fill}" style="{style}"/>'
 
     def parts(x, y):
         for (r, c), kind in np.ndenumerate(drawing.blocks):
@@ -189,18 +189,18 @@ def panel(drawing: MaskDrawing) -> draw.Panel:
 
 
 # ---- command -------------------------------------------------------------------------------------------------------
-def load_mask(place: str) -> tuple[Callable, tuple]:
+def load_mask(location: str) -> tuple[Callable, tuple]:
     """(the function, the arrays that it reads) of "file.py:function". ValueError: the file has no such function or array."""
-    path, _, name = place.rpartition(":")
+    path, _, name = location.rpartition(":")
     if not Path(path).is_file():
-        raise ValueError(f"{place}: must be a Python file and a function in it, such as masks.py:documents")
+        raise ValueError(f"{location}: must be a Python file and a function in it, such as masks.py:documents")
     module = module_at(path)
     function = getattr(module, name, None)
     if not inspect.isfunction(function):
-        raise ValueError(f"{place}: {path} has no function {name}")
+        raise ValueError(f"{location}: {path} has no function {name}")
     missing = [x for x in [*inspect.signature(function).parameters][4:] if not hasattr(module, x)]
     if missing:
-        raise ValueError(f"{place}: takes {', '.join(missing)}, and {path} has no array of that name to show it with")
+        raise ValueError(f"{location}: takes {', '.join(missing)}, and {path} has no array of that name to show it with")
     return function, tuple(np.asarray(getattr(module, x)) for x in [*inspect.signature(function).parameters][4:])
 
 

@@ -138,7 +138,7 @@ def assemble(
         if len(users) <= 1 and all(len(one) <= WIDTH or one in launches for one in inside):
             named = {x: re.sub(rf"\b{view_name}\b", lambda _: value, its) for x, its in named.items() if x != view_name}
             launches = inside
-    docstring = f'    """{name}, on arrays of any framework; what is last is written."""'
+    docstring = f'    """{name}, on arrays of any framework; the last arrays are written."""'
     ahead = [f"    {line}" for line in format_assignments(named.items())]
     launches = ["", "", f"def launch({', '.join(parameters)}):", docstring, *ahead, *launches]
     body = list(break_lines([*constants, *bodies, *launches]))

@@ -273,7 +273,7 @@ def input_term(name: str, extents: Sequence[int], dtype: str) -> Term:
 
 
 def number(value: float) -> Term:
-    """A constant."""
+    """A constant, as a term without axes."""
     return make_term("number", (), float(value))
 
 

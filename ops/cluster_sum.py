@@ -126,7 +126,7 @@ class RowSums:
 
     @property
     def vector(self):
-        """What `receive` gives."""
+        """The type of the vector that `receive` returns."""
         return rt(BAND, self.rows, fp32).row_vec
 
     @inlined
@@ -161,22 +161,22 @@ class RowSums:
 def sum_over_cluster(x, parts, blocks):
     """The sum of what the `blocks` of a cluster bring, each a number that all its threads have. parts: sv(16, fp32)."""
     _bring(x, parts)
-    found = x
+    total = x
     for further in range(1, blocks):
-        found = found + tile_sum(_brought(parts, further, blocks)) / COPIES
+        total = total + tile_sum(_brought(parts, further, blocks)) / COPIES
     cluster.sync()
-    return found
+    return total
 
 
 @inlined
 def max_over_cluster(x, parts, blocks):
     """The greatest of the same."""
     _bring(x, parts)
-    found = x
+    total = x
     for further in range(1, blocks):
-        found = maximum(found, tile_max(_brought(parts, further, blocks)))
+        total = maximum(total, tile_max(_brought(parts, further, blocks)))
     cluster.sync()
-    return found
+    return total
 
 
 @inlined

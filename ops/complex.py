@@ -30,7 +30,7 @@ def add(x, y):
 
 @inlined
 def sub(x, y):
-    """x - y"""
+    """x - y, of complex numbers given as (real, imaginary) tiles."""
     return Complex(x.re - y.re, x.im - y.im)
 
 

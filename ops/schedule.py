@@ -126,8 +126,8 @@ def _(lengths, begins, most, size: int, first, count, before, tile, added):
         letter, register = ("r", i32) if array.dtype.bitwidth == 32 else ("l", i64)
         kind = f"b{array.dtype.bitwidth}"
         text = f"{{.reg .pred p;\nsetp.ne.u32 p, $2, 0;\nmov.{kind} $0, 0;\n@p ld.global.{kind} $0, [$1];}}"
-        found = b.asm(register, text, f"={letter},l,r", b.add(data, b.mul(b.zext(n, i64), stride)), b.zext(exists, i32))
-        return b.u32(found)
+        value = b.asm(register, text, f"={letter},l,r", b.add(data, b.mul(b.zext(n, i64), stride)), b.zext(exists, i32))
+        return b.u32(value)
 
     def lower(b, vlengths, vbegins, most, _, first, count, before, tile, vadded):
         lane = b.lane()

@@ -65,7 +65,7 @@ def _has_heads_inside_tokens(x: Any) -> bool:
     return strides is not None and abs(strides[1]) < abs(strides[2])
 
 
-def dropout_options(dropout: float, x: Any) -> dict[str, Any]:
+def draw_dropout_options(dropout: float, x: Any) -> dict[str, Any]:
     """forward's dropout and seed, if there is any dropout. For torch tensors the seed is drawn from the generator that
     torch.manual_seed sets, otherwise from numpy.random.seed's: a run can be repeated, but does not drop the weights that the
     other library would drop. Under torch.compile and CUDA graphs the seed is an array that is drawn anew in every replay.

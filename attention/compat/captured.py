@@ -85,7 +85,7 @@ def _constant_paths(names: tuple[str, ...], *functions: Any) -> tuple:
     """(function name, path) of each number or string that the rewritten source contains as a constant."""
     kinds = "numbers", "others"
     reads = [(name, _find_reads(name, f, ()).walk(kind)) for name, f in zip(names, functions) for kind in kinds]
-    return tuple([(name, path) for name, found in reads for _, x, path in found if isinstance(x, (int, float, str))])
+    return tuple([(name, path) for name, objects in reads for _, x, path in objects if isinstance(x, (int, float, str))])
 
 
 def _register_for_graph(names: tuple[str, ...], constants: tuple, *functions: Any) -> tuple[int, tuple]:
@@ -126,13 +126,13 @@ def _with_axis(x: Any) -> Any:
 
 
 def _rewrite_all(functions: dict[str, Any]) -> RewrittenFunctions:
-    found = {name: _find_reads(name, f, ()) for name, f in functions.items()}
-    reads_of_arrays = [(name, *one) for name, reads in found.items() for one in reads.walk("arrays")]
+    reads_of = {name: _find_reads(name, f, ()) for name, f in functions.items()}
+    reads_of_arrays = [(name, *one) for name, reads in reads_of.items() for one in reads.walk("arrays")]
     # an array that is read twice is one argument
     distinct = [*{id(x): one for one in reversed(reads_of_arrays) for x in [one[2]]}.values()][::-1]
     new_arguments = tuple(f"{text.replace('.', '_')}_{n}" for n, (_, text, *_) in enumerate(distinct))
     new = {id(x): argument for argument, (_, _, x, _) in zip(new_arguments, distinct)}
-    written = {name: _rewrite_with_arrays(name, reads, new, new_arguments) for name, reads in found.items()}
+    written = {name: _rewrite_with_arrays(name, reads, new, new_arguments) for name, reads in reads_of.items()}
     return RewrittenFunctions(written, [x for _, _, x, _ in distinct], [(name, path) for name, *_, path in distinct])
 
 
@@ -243,18 +243,18 @@ def _read_attributes(code: CodeType, outside: dict[str, Any]) -> Iterator[tuple[
 @functools.lru_cache(256)
 def _attribute_chains(code: CodeType) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """(name, attributes) of each chain of attribute reads in the code: ("self", ("inner", "table"))."""
-    found: list[tuple[str, tuple[str, ...]]] = []
+    chains: list[tuple[str, tuple[str, ...]]] = []
     root, names = "", tuple[str, ...]()
     for instruction in dis.get_instructions(code):
         if root and instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
             names = (*names, instruction.argval)
             continue
         if names:
-            found.append((root, names))
+            chains.append((root, names))
         name = instruction.argval[-1] if isinstance(instruction.argval, tuple) else instruction.argval
         is_name = isinstance(name, str) and instruction.opname.startswith("LOAD_") and instruction.opname != "LOAD_CONST"
         root, names = name if is_name else "", ()
-    return tuple(found)
+    return tuple(chains)
 
 
 def _is_user_function(x: Any) -> bool:

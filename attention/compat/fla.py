@@ -231,8 +231,8 @@ def _call(
     **more: Any,
 ) -> tuple[Any, Any]:
     options = drop_none(scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, layout="bhsd" if head_first else None)
-    found = function(*arrays, **options, **more, return_state=bool(final))
-    return found if final else (found, None)
+    result = function(*arrays, **options, **more, return_state=bool(final))
+    return result if final else (result, None)
 
 
 def _refuse_order(state_v_first: bool) -> None:

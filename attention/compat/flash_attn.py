@@ -5,7 +5,7 @@
 | softmax_scale, causal, alibi_slopes    | scale, causal, alibi                                                   |
 | window_size=(left, right), -1: open    | window=(left, right), None: open                                       |
 | softcap=0.0: no softcap                | softcap=None                                                           |
-| dropout_p                              | dropout; the seed is drawn, see `dropout_options`                     |
+| dropout_p                              | dropout; the seed is drawn, see `draw_dropout_options`                |
 | qkv (.., 3, H, D), kv (.., 2, H, D)    | views of them as q, k, v                                               |
 | q (total, H, D), cu_seqlens_q, .._k    | q (1, total, H, D), cu_seqlens, cu_seqlens_k                           |
 | deterministic                          | the same, for gradients                                                |
@@ -35,7 +35,7 @@ from typing import Any
 
 import attention
 
-from .asked import ERRORS, drop_none, dropout_options, integers, refuse, rename_arguments
+from .asked import ERRORS, draw_dropout_options, drop_none, integers, refuse, rename_arguments
 
 OPEN = (-1, -1)
 SCORES = {"scale": "softmax_scale", "window": "window_size", "alibi": "alibi_slopes"}  # {our name: FlashAttention's}, in errors
@@ -66,7 +66,7 @@ def flash_attn_func(
 ) -> Any:
     """out, or with return_attn_probs=True (out, lse, None). q, out: (B, Sq, H, D); k, v: (B, Sk, Hk, D)."""
     refuse_probabilities(return_attn_probs, dropout_p)
-    options = score_options(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic) | dropout_options(
+    options = score_options(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic) | draw_dropout_options(
         dropout_p, q
     )
     return with_probabilities(attend(q, k, v, return_attn_probs, **options), return_attn_probs)
@@ -150,14 +150,14 @@ def flash_attn_varlen_func(
         options |= {"pages": block_table, "cu_seqlens": cu_seqlens_q}
         lengths = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
         _check_packed("q", q)
-        found = attend_cache(q[None], k, v, None, None, lengths, (None, None, True), None, return_attn_probs, options, PAGED)
-        found = (found[0][0], found[1][0]) if return_attn_probs else found[0]
-        return with_probabilities(found, return_attn_probs)
-    options = score_options(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic) | dropout_options(
+        result = attend_cache(q[None], k, v, None, None, lengths, (None, None, True), None, return_attn_probs, options, PAGED)
+        result = (result[0][0], result[1][0]) if return_attn_probs else result[0]
+        return with_probabilities(result, return_attn_probs)
+    options = score_options(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic) | draw_dropout_options(
         dropout_p, q
     )
-    found = attend_packed(q, k, v, return_attn_probs, cu_seqlens=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **options)
-    return with_probabilities(found, return_attn_probs)
+    result = attend_packed(q, k, v, return_attn_probs, cu_seqlens=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **options)
+    return with_probabilities(result, return_attn_probs)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -277,8 +277,8 @@ def attend_packed(q: Any, k: Any, v: Any, return_lse: bool, **options: Any) -> A
     """attention.forward's result for packed sequences, without the batch of 1: out (total, H, D), lse (H, total)."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         _check_packed(name, x)
-    found = attend(q[None], k[None], v[None], return_lse, **options)
-    return (found[0][0], found[1][0]) if return_lse else found[0]
+    result = attend(q[None], k[None], v[None], return_lse, **options)
+    return (result[0][0], result[1][0]) if return_lse else result[0]
 
 
 def _check_packed(name: str, x: Any) -> None:
@@ -335,6 +335,6 @@ def refuse_probabilities(return_attn_probs: bool, dropout_p: float) -> None:
     )
 
 
-def with_probabilities(found: Any, return_attn_probs: bool) -> Any:
+def with_probabilities(result: Any, return_attn_probs: bool) -> Any:
     """FlashAttention-2's result: (out, lse, P), where P is None, because only dropout would need it."""
-    return (*found, None) if return_attn_probs else found
+    return (*result, None) if return_attn_probs else result

@@ -158,10 +158,10 @@ def flash_attn_with_kvcache(
         options |= drop_none(cu_seqlens=cu_seqlens_q, cu_seqlens_new=None if same else cu_seqlens_k_new)
         q, new = q[None], (k, v) if k is None else (k[None], v[None])
     caches, rest = (q, k_cache, v_cache, *new, cache_seqlens), (rotary, rotary_seqlens, return_softmax_lse, options)
-    found = attend_cache(*caches, *rest, CACHES_FA3)
+    result = attend_cache(*caches, *rest, CACHES_FA3)
     if cu_seqlens_q is None:
-        return found
-    return (found[0][0], found[1][0]) if return_softmax_lse else found[0]
+        return result
+    return (result[0][0], result[1][0]) if return_softmax_lse else result[0]
 
 
 def _refuse_unsupported(qv, attention_chunk):

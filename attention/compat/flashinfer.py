@@ -32,19 +32,19 @@ LOG2_E = math.log2(math.e)
 MAX_MASK_BITS = 2**24  # bits of a custom mask: their indices are computed in float32
 
 
-def _format_results(found: Any, out: Any, lse: Any, return_lse: bool, v_scale: Any) -> Any:
+def _format_results(results: Any, out: Any, lse: Any, return_lse: bool, v_scale: Any) -> Any:
     """What `run` returns: out (total, H, D) and lse (total, H), from attention's results (1, total, H, D) and (1, H, total)."""
-    made, sums = (found[0][0], found[1][0]) if return_lse else (found[0], None)
+    values, lse_values = (results[0][0], results[1][0]) if return_lse else (results[0], None)
     if v_scale is not None:
-        made *= v_scale
-    made = made if out is None else out
-    if sums is None:
-        return made
-    sums = sums.swapaxes(0, 1) * LOG2_E
+        values *= v_scale
+    values = values if out is None else out
+    if lse_values is None:
+        return values
+    lse_values = lse_values.swapaxes(0, 1) * LOG2_E
     if lse is not None:
-        lse[...] = sums
-        sums = lse
-    return made, sums
+        lse[...] = lse_values
+        lse_values = lse
+    return values, lse_values
 
 
 class BatchDecodeWithPagedKVCacheWrapper(PlannedWrapper):
@@ -121,12 +121,12 @@ class BatchDecodeWithPagedKVCacheWrapper(PlannedWrapper):
         k, v = self.split_caches(q, paged_kv_cache)
         total, heads, columns = q.shape
         rows = -1 if total else 0, self.each, heads
-        result = {} if out is None else {"out": out.reshape(*rows, out.shape[-1])}
-        found = attention.decode(q.reshape(*rows, columns), k, v, return_lse=return_lse, **planned, **result)
-        made, sums = found if return_lse else (found, None)
-        made = made.reshape(1, total, heads, made.shape[-1])
-        sums = sums if sums is None else sums.swapaxes(1, 2).reshape(1, total, heads).swapaxes(1, 2)
-        return _format_results((made, sums) if return_lse else made, out, lse, return_lse, v_scale)
+        out_options = {} if out is None else {"out": out.reshape(*rows, out.shape[-1])}
+        results = attention.decode(q.reshape(*rows, columns), k, v, return_lse=return_lse, **planned, **out_options)
+        values, lse_values = results if return_lse else (results, None)
+        values = values.reshape(1, total, heads, values.shape[-1])
+        lse_values = lse_values if lse_values is None else lse_values.swapaxes(1, 2).reshape(1, total, heads).swapaxes(1, 2)
+        return _format_results((values, lse_values) if return_lse else values, out, lse, return_lse, v_scale)
 
 
 class BatchPrefillWithPagedKVCacheWrapper(PlannedWrapper):
@@ -223,8 +223,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PlannedWrapper):
         """out (total, H, D), or with return_lse=True (out, lse), lse (total, H) to the base 2; q (total, H, D)."""
         planned = self.merge_options(q_scale, k_scale, window_left, sinks) | ({} if out is None else {"out": out[None]})
         k, v = self.split_caches(q, paged_kv_cache)
-        found = attention.decode(q[None], k, v, return_lse=return_lse, **planned)
-        return _format_results(found, out, lse, return_lse, v_scale)
+        results = attention.decode(q[None], k, v, return_lse=return_lse, **planned)
+        return _format_results(results, out, lse, return_lse, v_scale)
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(PlannedWrapper):
@@ -313,8 +313,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(PlannedWrapper):
         for name, x in ("k", k), ("v", v):
             if x.shape[0] != self.keys and not (self.graph and x.shape[0] > self.keys):
                 raise ValueError(f"{name}: must have the {self.keys} tokens that were planned: {name}.shape={tuple(x.shape)}")
-        found = attention.forward(q[None], k[None], v[None], return_lse=return_lse, **planned)
-        return _format_results(found, out, lse, return_lse, v_scale)
+        results = attention.forward(q[None], k[None], v[None], return_lse=return_lse, **planned)
+        return _format_results(results, out, lse, return_lse, v_scale)
 
 
 def _read_custom_mask(b: Any, h: Any, i: Any, j: Any, bits: Any, first: Any, keys: Any) -> Any:
@@ -328,8 +328,10 @@ def _mask_options(bits: Any, ends: Any, keys: Any, hold_for_graph: Any) -> dict[
     if len(bits) >= MAX_MASK_BITS:
         raise ValueError(f"custom_mask: must have fewer than 2**24 bits; use attention.decode(.., mask=): {len(bits)=}")
     sizes = (ends[1:] - ends[:-1]) * keys
-    if len(bits) != (wanted := int(sizes.sum())):
-        raise ValueError(f"custom_mask: must have a bit for each query token and key of each sequence, {wanted}: {len(bits)=}")
+    if len(bits) != (expected := int(sizes.sum())):
+        raise ValueError(
+            f"custom_mask: must have a bit for each query token and key of each sequence, {expected}: {len(bits)=}"
+        )
     first = sizes.cumsum(0) - sizes
     return {
         "mask": _read_custom_mask,

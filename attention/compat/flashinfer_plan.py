@@ -31,14 +31,14 @@ class PlannedWrapper:
         """The array that `run` will read; with CUDA graphs a copy at an address that stays the same in later plans."""
         if not self.graph:
             return array
-        held = self.graph_arrays.get(name)
-        if held is None:  # a copy: the caller's own array must not change in a later plan
-            held = self.graph_arrays[name] = array.clone() if hasattr(array, "clone") else array.copy()
-            return held
-        if held.shape != array.shape:
-            raise ValueError(f"{name}: must have the same shape in every plan of a graph: {array.shape}, {held.shape}")
-        held[...] = array
-        return held
+        copy = self.graph_arrays.get(name)
+        if copy is None:  # a copy: the caller's own array must not change in a later plan
+            copy = self.graph_arrays[name] = array.clone() if hasattr(array, "clone") else array.copy()
+            return copy
+        if copy.shape != array.shape:
+            raise ValueError(f"{name}: must have the same shape in every plan of a graph: {array.shape}, {copy.shape}")
+        copy[...] = array
+        return copy
 
     def score_options(
         self,
@@ -91,9 +91,9 @@ class PlannedWrapper:
             if name in self.dtypes and _dtype(x.dtype) != self.dtypes[name]:
                 argument = "q_data_type" if name == "q" else "kv_data_type"
                 raise ValueError(f"{name}: must be {self.dtypes[name]}, the {argument} of plan: {name}.dtype={x.dtype}")
-        wanted, made = self.dtypes.get("out"), _dtype(q.dtype)
-        if wanted not in (None, made):
-            refuse("o_data_type", True, f"out has q's dtype, {made}, and o_data_type={wanted} was planned: convert it")
+        planned_dtype, dtype = self.dtypes.get("out"), _dtype(q.dtype)
+        if planned_dtype not in (None, dtype):
+            refuse("o_data_type", True, f"out has q's dtype, {dtype}, and o_data_type={planned_dtype} was planned: convert it")
 
     def page_options(self, indptr: Any, indices: Any, last_page_len: Any, size: int, prefix: str = "") -> dict[str, Any]:
         """decode's pages and lengths. prefix: of these arguments' names in errors. ValueError: the arguments do not match each
@@ -110,8 +110,8 @@ class PlannedWrapper:
         xp, (indptr, last) = namespace(indices), (to_device_of(x, indices) for x in (indptr, last_page_len))
         lengths = ((indptr[1:] - indptr[:-1] - 1) * size + last).clip(0)
         batch, most = len(counts), int(counts.max(initial=0))
-        place = indptr[:-1, None] + to_device_of(xp.arange(most, dtype=indptr.dtype), indices)[None]
-        table = indices[place.clip(0, max(0, len(indices) - 1))]  # entries beyond a sequence's own pages are never read
+        entries = indptr[:-1, None] + to_device_of(xp.arange(most, dtype=indptr.dtype), indices)[None]
+        table = indices[entries.clip(0, max(0, len(indices) - 1))]  # entries beyond a sequence's own pages are never read
         if self.graph:
             room = self.workspace.reshape(-1).view(xp.int32)
             width = len(room) // max(1, batch)
@@ -148,12 +148,12 @@ def _read_integers(name: str, x: Any) -> np.ndarray:
     """A small array of integers, copied to host memory, for which the host waits. TypeError: it is not one."""
     if not hasattr(x, "shape"):
         raise TypeError(f"{name}: must be an array of int32: {name}={x!r:.60}")
-    found = np.asarray(x.cpu() if hasattr(x, "cpu") else x.get() if hasattr(x, "get") else x)
-    if found.ndim != 1 or found.dtype.kind != "i":
+    array = np.asarray(x.cpu() if hasattr(x, "cpu") else x.get() if hasattr(x, "get") else x)
+    if array.ndim != 1 or array.dtype.kind != "i":
         raise TypeError(
-            f"{name}: must be an array of int32 with one axis: {name}.shape={found.shape}, {name}.dtype={found.dtype}"
+            f"{name}: must be an array of int32 with one axis: {name}.shape={array.shape}, {name}.dtype={array.dtype}"
         )
-    return found
+    return array
 
 
 def read_indptr(name: str, indptr: Any, of: Any = None, its_name: str = "") -> np.ndarray:

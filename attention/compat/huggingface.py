@@ -15,7 +15,7 @@ Prompts and training use attention.forward, steps of generation attention.decode
 | position_ids that restart, cu_seq_lens_q       | a mask of documents, cu_seqlens                                 |
 | any other mask: booleans, floats               | a mask that reads it, bias                                      |
 | position_bias                                  | bias                                                            |
-| dropout                                        | dropout; the seed is drawn, see `dropout_options`               |
+| dropout                                        | dropout; the seed is drawn, see `draw_dropout_options`          |
 
 huggingface_masks.py says how masks are represented. Sequences that are packed by position_ids alone do not see each other, as
 with flash_attention_2, if all keys are new: see `find_documents`. Results of queries that are padding are undefined, and differ
@@ -31,7 +31,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 import attention
 
-from .asked import drop_none, dropout_options, refuse
+from .asked import draw_dropout_options, drop_none, refuse
 from .huggingface_linear import linear_layers as linear_layers
 from .huggingface_masks import MAX_DECODE_TOKENS, MaskInfo, create_mask, find_documents, read_mask, split_documents
 
@@ -102,7 +102,7 @@ def attend(
         if info.known_end is not None:  # the static cache has unused entries after it
             key, value, info = key[:, :, : info.known_end], value[:, :, : info.known_end], info._replace(end=None)
         more = _options_of_mask_info(info, cu_seq_lens_q, cu_seq_lens_k)
-    options = drop_none(window=window, softcap=softcap, sink=sink, scale=scaling, bias=position_bias) | dropout_options(
+    options = drop_none(window=window, softcap=softcap, sink=sink, scale=scaling, bias=position_bias) | draw_dropout_options(
         dropout, query
     )
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
@@ -161,5 +161,5 @@ def look_up_mask(b, h, i, j, mask):
 
 
 def look_up_mask_of_head(b, h, i, j, mask):
-    """mask[b, h, i, j]."""
+    """mask[b, h, i, j], with a mask for each head."""
     return mask[b, h, i, j]

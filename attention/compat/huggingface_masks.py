@@ -175,7 +175,7 @@ def _closure_values(function: Callable) -> list[Any]:
 
 
 def _add_padding(
-    info: MaskInfo, batch: int, queries: int, keys: int, place: Any, begin: int, attention_mask: Any, device: Any
+    info: MaskInfo, batch: int, queries: int, keys: int, offset: Any, begin: int, attention_mask: Any, device: Any
 ) -> MaskInfo | None:
     """The info with the first key and the end of each sequence; None if there is padding between tokens, or if that cannot be
     known yet."""
@@ -192,11 +192,11 @@ def _add_padding(
             if most > 1:
                 return None
             first = first.int() if last else None  # padding at the end affects only queries that are padding
-    if isinstance(place, torch.Tensor) and queries > MAX_DECODE_TOKENS and not is_tracing(place):
-        place = int(place)  # a prompt is faster if the host knows the number of keys
-    if isinstance(place, torch.Tensor):
-        return info._replace(first=first, end=(place + queries - begin).int().expand(batch))
-    known_end = place + queries - begin
+    if isinstance(offset, torch.Tensor) and queries > MAX_DECODE_TOKENS and not is_tracing(offset):
+        offset = int(offset)  # a prompt is faster if the host knows the number of keys
+    if isinstance(offset, torch.Tensor):
+        return info._replace(first=first, end=(offset + queries - begin).int().expand(batch))
+    known_end = offset + queries - begin
     if queries > MAX_DECODE_TOKENS and known_end == keys:
         return info._replace(first=first)
     return info._replace(

@@ -120,8 +120,8 @@ class _RewriteNames(ast.NodeTransformer):
             by_module = isinstance(f.value, ast.Name) and f.value.id in self.torch
             operands = [self.visit(x) for x in (*([] if by_module else [f.value]), *node.args)]
             keywords = {x.arg: x.value for x in node.keywords}
-            if (found := _express_with_ops(f.attr, operands, keywords)) is not None:
-                return found
+            if (expression := _express_with_ops(f.attr, operands, keywords)) is not None:
+                return expression
         return self.generic_visit(node)
 
     def visit_BinOp(self, node):
@@ -143,10 +143,10 @@ def _express_with_ops(name: str, operands: list[Any], keywords: dict[str, Any]) 
     """A call of a torch function as operators and functions of `ops`; None if there is no such expression."""
     if name in ("clamp", "clip"):
         ends = dict(zip(("min", "max"), operands[1:])) | keywords
-        found = operands[0]
+        expression = operands[0]
         for end, op in ("min", "maximum"), ("max", "minimum"):
-            found = _call(op, found, ends[end]) if end in ends and not _is_none(ends[end]) else found
-        return found
+            expression = _call(op, expression, ends[end]) if end in ends and not _is_none(ends[end]) else expression
+        return expression
     if name == "div" and len(operands) == 2:
         mode = keywords.get("rounding_mode")
         if mode is None or getattr(mode, "value", "") == "floor":
@@ -232,14 +232,14 @@ def _find_source(name: str, f: FunctionType) -> Any:
         its = [x.arg for x in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
         return code.co_firstlineno - ahead in lines and its == arguments
 
-    found: list[Any] = [node for tree, ahead in _parse_sources(f) for node in ast.walk(tree) if is_its(node, ahead)]
-    if len(found) > 1 and kind is ast.Lambda and hasattr(code, "co_positions"):  # since Python 3.11
+    nodes: list[Any] = [node for tree, ahead in _parse_sources(f) for node in ast.walk(tree) if is_its(node, ahead)]
+    if len(nodes) > 1 and kind is ast.Lambda and hasattr(code, "co_positions"):  # since Python 3.11
         starts = {(line, column) for line, _, column, _ in code.co_positions()}
-        found = [node for node in found if (node.body.lineno, node.body.col_offset) in starts]
-    if len(found) != 1:
+        nodes = [node for node in nodes if (node.body.lineno, node.body.col_offset) in starts]
+    if len(nodes) != 1:
         advice = "write it as a `def` in a file, or call attention.forward with mask=, score= and aux="
         raise NotImplementedError(f"{name}: captures arrays or calls torch, and its source was not found; {advice}")
-    return found[0]
+    return nodes[0]
 
 
 @functools.cache

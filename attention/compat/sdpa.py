@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .asked import ERRORS, attend_heads_first, drop_none, dropout_options, namespace, refuse, rename_arguments
+from .asked import ERRORS, attend_heads_first, draw_dropout_options, drop_none, namespace, refuse, rename_arguments
 
 ARGUMENT_NAMES = {"q": "query", "k": "key", "v": "value", "bias": "attn_mask", "dropout": "dropout_p", "causal": "is_causal"}
 
@@ -30,7 +30,7 @@ def scaled_dot_product_attention(
     | attn_mask of booleans, true where seen      | bias of 0 and -inf                                           |
     | is_causal: aligned at the top left          | causal where Sq = Sk; `align_top_left` says how otherwise    |
     | causal_upper_left, causal_lower_right       | the same; causal                                             |
-    | dropout_p                                   | dropout; the seed is drawn, see `dropout_options`           |
+    | dropout_p                                   | dropout; the seed is drawn, see `draw_dropout_options`      |
     | enable_gqa                                  | ignored: GQA follows from the shapes                         |
 
     If query's heads lie inside its tokens in memory, as in x.transpose(1, 2), so do the output's and the gradients'. A query
@@ -41,11 +41,11 @@ def scaled_dot_product_attention(
     is_causal_bias = type(attn_mask).__module__ == "torch.nn.attention.bias"  # a CausalBias has no elements
     if query.ndim == 3:
         attn_mask = attn_mask if attn_mask is None or is_causal_bias or attn_mask.ndim < 3 else attn_mask[:, None]
-        found = scaled_dot_product_attention(
+        result = scaled_dot_product_attention(
             query[:, None], key[:, None], value[:, None], attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-        return found[:, 0]
-    options = drop_none(scale=scale) | dropout_options(dropout_p, query)
+        return result[:, 0]
+    options = drop_none(scale=scale) | draw_dropout_options(dropout_p, query)
     if is_causal_bias:
         of, sizes = (attn_mask.seq_len_q, attn_mask.seq_len_kv), (query.shape[2], key.shape[2])
         if of != sizes:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
-from tiles.checks import asked
+from tiles.checks import check_options
 
 from ..softmax.block_masks import FIELDS
 from ..softmax.python_functions import register_function
@@ -37,8 +37,8 @@ def agree_on_plan(peers: tuple[Peers, ...], key: Hashable, plan: Callable[[], tu
     raise one with the same message. If some ranks have the key cached and others do not, they wait for each other until torch's
     timeout; TILES_CHECK=1 caches nothing."""
     cached = _CACHED.setdefault(peers, {})
-    if key is not None and (found := cached.get(key)) is not None:
-        return found
+    if key is not None and (cached_result := cached.get(key)) is not None:
+        return cached_result
     error, plan_result, description = None, None, ""
     try:
         description, plan_result = plan()
@@ -48,9 +48,9 @@ def agree_on_plan(peers: tuple[Peers, ...], key: Hashable, plan: Callable[[], tu
     if any([one.world > 1 for one in peers]):
         digest, all_equal = hashlib.sha256(description.encode()).digest(), True
         for one in reversed(peers):  # along a row of the mesh, then along its column
-            found = one.all_gather_bytes(digest, one.device if device is None else device)
-            all_equal &= len(set(found)) == 1
-            digest = hashlib.sha256(b"".join(found)).digest()
+            digests = one.all_gather_bytes(digest, one.device if device is None else device)
+            all_equal &= len(set(digests)) == 1
+            digest = hashlib.sha256(b"".join(digests)).digest()
         if not all_equal:
             for one in reversed(peers):
                 descriptions = [part for parts in one.all_gather_text("\0".join(descriptions)) for part in parts.split("\0")]
@@ -64,7 +64,7 @@ def agree_on_plan(peers: tuple[Peers, ...], key: Hashable, plan: Callable[[], tu
         raise ValueError("group: its ranks make different calls:\n" + describe_differences(descriptions))
     if len(cached) >= MAX_SIGNATURES:
         cached.clear()
-    if not asked().values:
+    if not check_options().values:
         cached[key] = plan_result
     return plan_result  # type: ignore[return-value]
 

@@ -152,11 +152,11 @@ class SymmetricBuffers:
     def view(self, offset: int, dtype: Any, shape: Sequence[int], rank: int, first: int, end: int) -> Any:
         """Rows [first, end) of the array that begins at a byte offset of a rank's half."""
         key = self.half, offset, dtype, shape, rank, first, end
-        found = self.views.get(key)
-        if found is None:
+        view = self.views.get(key)
+        if view is None:
             begin = (self.half + offset) // dtype.itemsize + first * math.prod(shape)
-            found = self.views[key] = self.handle.get_buffer(rank, (1, end - first, *shape), dtype, begin)
-        return found
+            view = self.views[key] = self.handle.get_buffer(rank, (1, end - first, *shape), dtype, begin)
+        return view
 
     def copy(self, local: Sequence[tuple[Any, Any]], copies: Sequence[tuple[Any, Any]]) -> Any:
         """Copy pairs (to, from): local ones, then, after a barrier of all ranks, the others. Returns an event to wait for."""

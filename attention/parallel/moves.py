@@ -40,7 +40,7 @@ class ShardRegion(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(rows, heads)"""
+        """(rows, heads) = (count_tokens(spans), len(heads))"""
         return count_tokens(self.spans), len(self.heads)
 
 

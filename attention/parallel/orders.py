@@ -70,13 +70,15 @@ class Zigzag:
         """The spans of each rank, in the order in which it holds them."""
         block = _block_size(self.block, length, world)
         first, last = 0, -(-length // block)
-        found = []
+        spans_of_ranks = []
         for part in _blocks_per_rank(last, world):
             early = (part + 1) // 2
             ends = first + early, last - (part - early)
-            found.append(_drop_empty_spans([_span(first, ends[0], block, length), _span(ends[1], last, block, length)]))
+            spans_of_ranks.append(
+                _drop_empty_spans([_span(first, ends[0], block, length), _span(ends[1], last, block, length)])
+            )
             first, last = ends
-        return tuple(found)
+        return tuple(spans_of_ranks)
 
 
 Order = Contiguous | Zigzag
@@ -94,13 +96,13 @@ def find_order(order: str | Order) -> Order:
 
 def merge_spans(spans: Spans) -> Spans:
     """The same tokens, sorted, as spans that neither touch nor overlap."""
-    found: list[Span] = []
+    merged: list[Span] = []
     for span in sorted(spans):
-        if found and span.start <= found[-1].stop:
-            found[-1] = Span(found[-1].start, max(found[-1].stop, span.stop))
+        if merged and span.start <= merged[-1].stop:
+            merged[-1] = Span(merged[-1].start, max(merged[-1].stop, span.stop))
         else:
-            found.append(span)
-    return tuple(found)
+            merged.append(span)
+    return tuple(merged)
 
 
 def subtract_spans(span: Span, others: Spans) -> Spans:
@@ -115,7 +117,7 @@ def count_tokens(spans: Spans) -> int:
 
 
 def _block_size(block: int, length: int, world: int) -> int:
-    """Tokens of a block: `block`, or so few that each rank has two."""
+    """Tokens of a block: `block`, or fewer, so that each rank has two blocks."""
     while block > 1 and 2 * world * block > length:
         block //= 2
     return block
@@ -143,10 +145,10 @@ def with_offsets(spans: Spans) -> list[tuple[int, Span]]:
 
 def contiguous_runs(spans: Spans) -> list[tuple[int, Span]]:
     """`with_offsets`, where adjacent spans that continue each other are one."""
-    found: list[tuple[int, Span]] = []
+    runs: list[tuple[int, Span]] = []
     for at, span in with_offsets(spans):
-        if found and found[-1][1].stop == span.start:
-            found[-1] = found[-1][0], Span(found[-1][1].start, span.stop)
+        if runs and runs[-1][1].stop == span.start:
+            runs[-1] = runs[-1][0], Span(runs[-1][1].start, span.stop)
         else:
-            found.append((at, span))
-    return found
+            runs.append((at, span))
+    return runs

@@ -105,20 +105,20 @@ class Peers:
 
     def all_gather_bytes(self, data: bytes, device: Any) -> list[bytes]:
         """Each rank's `data`, as many bytes on all ranks."""
-        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
-        return [bytes(x.cpu().tolist()) for x in self.all_gather(mine)]
+        local = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+        return [bytes(x.cpu().tolist()) for x in self.all_gather(local)]
 
     def all_gather(self, x: Any) -> Sequence[Any]:
         """Each rank's tensor of this shape, which is not empty."""
-        found = x.new_empty((self.world * x.shape[0], *x.shape[1:]))
-        GATHER(found, x, group=self.group)
-        return found.chunk(self.world)
+        gathered = x.new_empty((self.world * x.shape[0], *x.shape[1:]))
+        GATHER(gathered, x, group=self.group)
+        return gathered.chunk(self.world)
 
     def all_gather_text(self, text: str) -> list[str]:
-        """Each rank's text."""
-        found: list[Any] = [None] * self.world
-        dist.all_gather_object(found, text, group=self.group)
-        return found
+        """The texts of all ranks, this rank's being `text`."""
+        texts: list[Any] = [None] * self.world
+        dist.all_gather_object(texts, text, group=self.group)
+        return texts
 
 
 @functools.lru_cache(64)
@@ -184,7 +184,9 @@ def check_torch_tensors(**arrays: Any) -> None:
 
 def one_dimensional_peers(group: Any) -> Peers:
     """The Peers of a group that must have one dimension. ValueError."""
-    found = peers_of(group)
-    if len(found) != 1:
-        raise ValueError(f"group: must have one dimension, a process group or a dimension of a DeviceMesh: it has {len(found)}")
-    return found[0]
+    dimensions = peers_of(group)
+    if len(dimensions) != 1:
+        raise ValueError(
+            f"group: must have one dimension, a process group or a dimension of a DeviceMesh: it has {len(dimensions)}"
+        )
+    return dimensions[0]

@@ -34,7 +34,7 @@ POSITIONAL = frozenset(
 )  # options that depend on queries' positions
 TILE = 128  # rows of a query tile of the backward pass; some tiles have twice as many
 TILE_MULTIPLE = 384  # a multiple of the rows of a query tile in every kernel for windows
-WINDOW_END = 2**30  # see call_options.ends_of
+WINDOW_END = 2**30  # see call_options.window_ends
 SEED_COUNT = 2**63
 SEED_FACTOR = 0x9E3779B97F4A7C15  # odd, with random-looking bits, so that the seeds of different pieces differ in many bits
 
@@ -102,12 +102,12 @@ class ForwardCall(NamedTuple):
     def select_key_heads(self, heads: Span) -> tuple[slice, ForwardCall]:
         """(the query heads that read these key heads, the same call for these heads)"""
         group = len(self.heads) // len(self.kv_heads)
-        own_heads = Span(heads.start * group, heads.stop * group)
-        at = [
-            Span(every.start + one.start, every.start + one.stop)
-            for every, one in zip((self.heads, self.kv_heads), (own_heads, heads))
+        query_heads = Span(heads.start * group, heads.stop * group)
+        spans = [
+            Span(total.start + part.start, total.start + part.stop)
+            for total, part in ((self.heads, query_heads), (self.kv_heads, heads))
         ]
-        return slice(*own_heads), self.select_heads(*at)
+        return slice(*query_heads), self.select_heads(*spans)
 
     def key_range(self, q: Span) -> Span:
         """The keys that these queries may see, from the beginning of a block of keys."""
@@ -180,11 +180,11 @@ class ForwardCall(NamedTuple):
     def _visibility_options(self, q: Span, k: Span) -> dict[str, Any]:
         """The options of a piece that decide which keys are seen: causal, window, and the ends of sequences."""
         (left, right), key_offset, options = self.window, self.key_offset, self.options
-        whole, excess = q == Span(0, self.length) and k == Span(0, self.keys), k.stop - q.stop - key_offset
-        aligned = excess == 0 or whole
-        found: dict[str, Any] = {}
+        is_whole, excess = q == Span(0, self.length) and k == Span(0, self.keys), k.stop - q.stop - key_offset
+        aligned = excess == 0 or is_whole
+        visibility: dict[str, Any] = {}
         ends = [name for name in ("cu_seqlens", "cu_seqlens_k", "lengths_k", "alibi") if name in options]
-        if whole:
+        if is_whole:
             return {name: options[name] for name in ("causal", "window") if name in options}
         if "cu_seqlens_k" in options or {"cu_seqlens", "lengths_k"} <= options.keys():
             raise NotImplementedError(f"{ends[1]}: packed sequences with other keys than queries need scheme='ulysses'")
@@ -197,17 +197,17 @@ class ForwardCall(NamedTuple):
         before = right is not None and k.stop - 1 <= q.start + key_offset + right
         if "lengths_k" in options:
             if left is right is None:
-                found["lengths_k"] = (options["lengths_k"] - k.start).clamp(0, len(k))
+                visibility["lengths_k"] = (options["lengths_k"] - k.start).clamp(0, len(k))
             elif right == 0 and k.start == 0:
-                found["lengths_k"] = (options["lengths_k"] - (self.length - q.stop)).clamp(0)
-                return found | {"causal": True, "window": None if left is None else (left, None)}
+                visibility["lengths_k"] = (options["lengths_k"] - (self.length - q.stop)).clamp(0)
+                return visibility | {"causal": True, "window": None if left is None else (left, None)}
             else:
                 raise NotImplementedError(
                     "lengths_k: with a window to the right, or with scheme='ring', it needs scheme='ulysses'"
                 )
         if "cu_seqlens" in options:
-            found["cu_seqlens"] = (options["cu_seqlens"] - q.start).clamp(0, len(q))
-            found["cu_seqlens_k"] = (options["cu_seqlens"] - k.start).clamp(0, len(k))
+            visibility["cu_seqlens"] = (options["cu_seqlens"] - q.start).clamp(0, len(q))
+            visibility["cu_seqlens_k"] = (options["cu_seqlens"] - k.start).clamp(0, len(k))
             if not aligned and (left is not None or not (before or right is None)):
                 raise NotImplementedError("window: with cu_seqlens it needs scheme='gather' or 'ulysses', and causal=True")
         if "alibi" in options and not aligned:
@@ -217,7 +217,7 @@ class ForwardCall(NamedTuple):
                 raise NotImplementedError(
                     "blocks: together with causal or window it needs scheme='ulysses'; or express these in mask"
                 )
-            found["blocks"] = self._blocks(q, k)
+            visibility["blocks"] = self._blocks(q, k)
         if right is not None and (aligned or not before):
             right -= excess
         elif before:
@@ -227,8 +227,8 @@ class ForwardCall(NamedTuple):
         elif left is not None and not aligned:
             left = None
         if right == 0:
-            found["causal"], right = True, None
-        return found if left is right is None else found | {"window": (left, right)}
+            visibility["causal"], right = True, None
+        return visibility if left is right is None else visibility | {"window": (left, right)}
 
     def _bias(self, q: Span, k: Span, first: int) -> dict[str, Any]:
         bias = self.options.get("bias")
@@ -255,20 +255,20 @@ class ForwardCall(NamedTuple):
     def _offset_options(self, q: Span, k: Span) -> dict[str, Any]:
         """The options that count queries, keys and heads from 0, changed to count from the beginning of the piece."""
         options = self.options
-        found: dict[str, Any] = {}
+        shifted: dict[str, Any] = {}
         functions = [name for name in ("mask", "score") if options.get(name) is not None]
         if functions:
             at = self.heads.start, q.start, k.start
             offsets = (
                 piece_offsets(*at, self.device) if "cu_seqlens" not in options else sequence_offsets(*at, options["cu_seqlens"])
             )
-            found["aux"] = (offsets, *options.get("aux", ()))
+            shifted["aux"] = (offsets, *options.get("aux", ()))
             for name in functions:
-                found[name] = (shift_mask if name == "mask" else shift_score)(options[name], "cu_seqlens" in options)
+                shifted[name] = (shift_mask if name == "mask" else shift_score)(options[name], "cu_seqlens" in options)
         if options.get("dropout"):
             number = (self.heads.start * self.length + q.start) * self.keys + k.start
-            found["seed"] = (options["seed"] ^ (number * SEED_FACTOR % SEED_COUNT)) if number else options["seed"]
-        return found
+            shifted["seed"] = (options["seed"] ^ (number * SEED_FACTOR % SEED_COUNT)) if number else options["seed"]
+        return shifted
 
 
 def write_unseen(out: Any, lse: Any, call: ForwardCall) -> None:
@@ -290,8 +290,10 @@ def use_alibi(call: ForwardCall, batch: int) -> ForwardCall:
         return call
     heads = torch.arange(call.heads.start, call.heads.stop, device=call.device)
     slopes = slope(torch.arange(batch, device=call.device)[:, None], heads[None], *aux).float()
-    kept = [name for name in options if name != "score" and (name != "aux" or options.get("mask") is not None)]
-    return call._replace(options={name: options[name] for name in kept} | {"alibi": slopes[0] if len(slopes) == 1 else slopes})
+    remaining = [name for name in options if name != "score" and (name != "aux" or options.get("mask") is not None)]
+    return call._replace(
+        options={name: options[name] for name in remaining} | {"alibi": slopes[0] if len(slopes) == 1 else slopes}
+    )
 
 
 def use_window(options: dict[str, Any], length: int, keys: int) -> dict[str, Any]:
@@ -301,10 +303,10 @@ def use_window(options: dict[str, Any], length: int, keys: int) -> dict[str, Any
         return options
     mask = find_function(register_function("mask", options["mask"]))
     window, axes = options.get("window") or (None, None), [x.ndim for x in options.get("aux", ())]
-    found = mask and window_of_mask(mask, axes, bool(options.get("causal")), window, length, keys)
-    if not found or not all([end is None or 0 <= end < WINDOW_END for end in found]):
+    equal_window = mask and window_of_mask(mask, axes, bool(options.get("causal")), window, length, keys)
+    if not equal_window or not all([end is None or 0 <= end < WINDOW_END for end in equal_window]):
         return options
-    return {name: x for name, x in options.items() if name not in ("mask", "causal")} | {"window": found}
+    return {name: x for name, x in options.items() if name not in ("mask", "causal")} | {"window": equal_window}
 
 
 @functools.lru_cache(256)

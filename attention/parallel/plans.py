@@ -1,5 +1,5 @@
-"""What calls of attention.parallel.forward of one form have in common, found out once: that all ranks ask for the same, the
-scheme, and how long the whole is."""
+"""Plans of calls of attention.parallel.forward, made once for each call signature: that all ranks make the same call, the
+scheme, and the lengths of the whole sequence."""
 
 from __future__ import annotations
 
@@ -30,152 +30,165 @@ from .ring import RingAttention
 from .ulysses import MeshGatherAttention, UlyssesAttention, merge_rank_spans
 from .whole import COUNTS, check_tensors, check_values, check_whole, find_kv_block, parse_length
 
-SHARED_OUT = {"causal", "scale", "deterministic", "family"}  # options of calls that softmax/shared_out.py may serve
-WRITTEN = "lse", "accumulate"  # of attention.forward's arguments those that are not served
-INDICES = 2**24  # see softmax/forward.py
-ASKED = "it was asked for"
-PRODUCTS = ("gather", "ulysses"), ("ring", "ulysses"), ("ring", "gather")
+SPLIT_KV_OPTIONS = {"causal", "scale", "deterministic", "family"}  # of calls that one GPU may compute by split-KV
+UNSUPPORTED = "lse", "accumulate"  # arguments of attention.forward that are not supported here
+MAX_POSITIONS = 2**24  # see softmax/forward.py
+REQUESTED = "it was requested"
+MESH_SCHEMES = ("gather", "ulysses"), ("ring", "ulysses"), ("ring", "gather")
 
 
 class ParallelPlan:
-    """What calls of one form have in common: the scheme, how long the whole is, and why; and of those that are told no arrays
-    all that is told."""
+    """What calls with one signature have in common: the scheme, the lengths of the whole sequence, and why the scheme was
+    chosen. cached_call: the call itself, if no option is an array."""
 
     def __init__(self, scheme: Any, length: int, keys: int, choice: SchemeChoice, call: ForwardCall):
         self.scheme, self.length, self.keys, self.choice = scheme, length, keys, choice
         self.plain, self.family = call.plain, call.options["family"]
-        self.known = call if call.plain and "k_norm" not in call.options else None
+        self.cached_call = call if call.plain and "k_norm" not in call.options else None
 
     def call(self, q: Any, k: Any, v: Any, options: dict[str, Any]) -> ForwardCall:
-        """A call of this form."""
-        return self.known or make_call(self.length, self.keys, q, k, v, options | {"family": self.family})
+        """The ForwardCall for these arrays."""
+        return self.cached_call or make_call(self.length, self.keys, q, k, v, options | {"family": self.family})
 
     def backward_call(self, q: Any, k: Any, v: Any, options: dict[str, Any]) -> ForwardCall:
-        """The call whose gradients are computed: keys are cut as for `call`, and the family is the one that was asked for."""
+        """The ForwardCall whose gradients are computed: with blocks of as many keys as `call`, and the family that the caller
+        requested."""
         kv, family = family_block_kv(self.family), options.get("family")
         options = options if kv is None else options | {"family": FamilyAndBlock(family, kv)}
         return make_call(self.length, self.keys, q, k, v, options)
 
 
 def make_call(length: int, keys: int, q: Any, k: Any, v: Any, options: dict[str, Any]) -> ForwardCall:
-    """A call on these arrays, or ones like them."""
+    """The ForwardCall for these arrays, or arrays like them."""
     heads, kv_heads = all_heads(q.shape[2]), all_heads(k.shape[2])
     options = use_window(options, length, keys)
     plain = "seed" not in options and all(
-        [type(x) in PLAIN_TYPES or inspect.isfunction(x) or _of_numbers(x) for x in options.values()]
+        [type(x) in PLAIN_TYPES or inspect.isfunction(x) or _has_plain_items(x) for x in options.values()]
     )
     return ForwardCall(options, length, keys, heads, kv_heads, (q.shape[3], v.shape[3]), q.device, plain)
 
 
-def _of_numbers(x: Any) -> bool:
+def _has_plain_items(x: Any) -> bool:
     return isinstance(x, (tuple, list)) and all([one is None or type(one) in PLAIN_TYPES for one in x])
 
 
 def call_key(settings: tuple[Any, ...], q: Any, k: Any, v: Any, options: dict) -> Any:
-    """What decides how a group's call is done: everything but what arrays hold, and a seed."""
+    """The key of a call's signature: everything except the values of arrays, and the seed."""
     if "seed" in options:
         options = options | {"seed": None}
-    forms = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device
-    return (*settings, *forms, *options, *map(cache_key, options.values()))
+    array_texts = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device
+    return (*settings, *array_texts, *options, *map(cache_key, options.values()))
 
 
 def plan_call(
     peers: Sequence[Peers], settings: tuple[Any, ...], q: Any, k: Any, v: Any, options: dict[str, Any]
 ) -> tuple[str, ParallelPlan]:
-    """What all ranks must have in common, in words, and the Plan. TypeError, ValueError, NotImplementedError."""
-    refuse(options)
+    """(a description of what must be equal on all ranks, the ParallelPlan). TypeError, ValueError, NotImplementedError."""
+    check_option_names(options)
     check_tensors(q=q, k=k, v=v)
     scheme, order, *lengths, memory, return_lse = settings
     length, length_k = map(parse_length, ("length", "length_k"), lengths)
     order = find_order(order)
     check_flag("return_lse", return_lse)
-    world = world_of(peers)
+    world = count_ranks(peers)
     if k.shape[1] != v.shape[1]:
         raise ValueError(f"v: must have k's tokens: {tuple(k.shape)=}, {tuple(v.shape)=}")
-    total = length_of(peers, q, length)
+    total = total_length(peers, q, length)
     if length_k is None:
         length_k = total if k.shape[1] == q.shape[1] else k.shape[1] * world
     queries, keys = order.spans(total, world), order.spans(length_k, world)
     rank = functools.reduce(lambda at, one: at * one.world + one.rank, peers, 0)
-    for name, x, spans, whole in ("length", q, queries, total), ("length_k", k, keys, length_k):
+    for name, x, spans, expected in ("length", q, queries, total), ("length_k", k, keys, length_k):
         if count_tokens(spans[rank]) != x.shape[1]:
-            had = f"rank {rank} of {world} has {x.shape[1]} tokens, and would have {count_tokens(spans[rank])} of {whole}"
-            raise ValueError(f"{name}: {had} by {order}: give {name}, the number of all tokens, as shards may differ")
-    plain = {name: x for name, x in options.items() if name not in ("blocks", "sink", "bias", *COUNTS)}
+            had = f"rank {rank} of {world} has {x.shape[1]} tokens, and would have {count_tokens(spans[rank])} of {expected}"
+            raise ValueError(
+                f"{name}: {had} by {order}: give {name}, the number of all tokens, because shards may differ in length"
+            )
+    empty_call_options = {name: x for name, x in options.items() if name not in ("blocks", "sink", "bias", *COUNTS)}
     with torch.no_grad():
-        attention.forward(*[x.detach()[:, :0] for x in (q, k, v)], **plain)  # no query, no key: checked, but nothing launched
+        attention.forward(*[x.detach()[:, :0] for x in (q, k, v)], **empty_call_options)  # checks all, launches nothing
         check_whole(q, k, v, total, length_k, options)
-    if ("mask" in options or "score" in options) and max(total, length_k) >= INDICES:
+    if ("mask" in options or "score" in options) and max(total, length_k) >= MAX_POSITIONS:
         raise ValueError(
-            f"mask: counts queries and keys in float32, so there must be fewer than 2**24 of each: {total}, {length_k}"
+            f"mask: its positions are float32, so there must be fewer than 2**24 queries and keys: {total}, {length_k}"
         )
     check_values(options, total, length_k, planning=True)
-    call = make_call(total, length_k, q, k, v, options | {"family": _family(q, k, v, options)})
-    limit = _limit(memory, q)
-    choice = _choice(peers, scheme, call, q.shape[0], queries, keys, limit)
+    call = make_call(total, length_k, q, k, v, options | {"family": _select_family(q, k, v, options)})
+    limit = _memory_limit(memory, q)
+    choice = _choose_scheme(peers, scheme, call, q.shape[0], queries, keys, limit)
     name = choice.scheme
-    if "ring" not in name:  # the bits are those of one GPU
+    if "ring" not in name:  # then the bits are those of one GPU
         with torch.no_grad():
             kv = find_kv_block(q, k, v, total, length_k, options)
         call = call._replace(
             options=call.options | {"family": FamilyAndBlock(call.options["family"], kv) if kv else call.options["family"]}
         )
-    found, sweeps = _scheme(name, peers, call, q.shape[0], queries, keys, limit)
-    forms = [f"{n}: {x.shape[0]} x {x.shape[2]} x {x.shape[3]} of {x.dtype}" for n, x in (("q", q), ("k", k), ("v", v))]
-    named = [f"{name}={describe_value(name, x)}" for name, x in sorted(options.items()) if name not in ("seed", "bias")]
-    named += [f"bias={_words_of_bias(options['bias'], total < 2 * world)}"] if "bias" in options else []
-    of_shares = [f"length=None of shares of {q.shape[1]}: give length where these differ"] if lengths[0] is None else []
-    plan = of_shares or [f"length={total}"]
-    plan += [f"length_k={length_k}", f"{scheme=}", f"chosen={name}", f"{memory=}", f"{sweeps=}", f"{order=}", f"{return_lse=}"]
-    return "; ".join([*forms, *plan, *named]), ParallelPlan(found, total, length_k, choice, call)
+    attention_scheme, sweeps = _build_scheme(name, peers, call, q.shape[0], queries, keys, limit)
+    array_texts = [f"{n}: {x.shape[0]} x {x.shape[2]} x {x.shape[3]} of {x.dtype}" for n, x in (("q", q), ("k", k), ("v", v))]
+    option_texts = [f"{name}={describe_value(name, x)}" for name, x in sorted(options.items()) if name not in ("seed", "bias")]
+    option_texts += [f"bias={_describe_bias(options['bias'], total < 2 * world)}"] if "bias" in options else []
+    shard_text = [f"length=None of shards of {q.shape[1]}: give length where these differ"] if lengths[0] is None else []
+    settings_texts = shard_text or [f"length={total}"]
+    settings_texts += [
+        f"length_k={length_k}",
+        f"{scheme=}",
+        f"chosen={name}",
+        f"{memory=}",
+        f"{sweeps=}",
+        f"{order=}",
+        f"{return_lse=}",
+    ]
+    return "; ".join([*array_texts, *settings_texts, *option_texts]), ParallelPlan(
+        attention_scheme, total, length_k, choice, call
+    )
 
 
-def world_of(peers: Sequence[Peers]) -> int:
-    """How many ranks all dimensions have."""
+def count_ranks(peers: Sequence[Peers]) -> int:
+    """How many ranks all dimensions of the group have together."""
     return math.prod([one.world for one in peers])
 
 
-def length_of(peers: Sequence[Peers], x: Any, length: int | None) -> int:
-    """The number of all tokens, this rank having those of x."""
-    return x.shape[1] * world_of(peers) if length is None else length
+def total_length(peers: Sequence[Peers], x: Any, length: int | None) -> int:
+    """The number of all tokens, of which this rank has those of x."""
+    return x.shape[1] * count_ranks(peers) if length is None else length
 
 
-def _words_of_bias(bias: Any, few: bool) -> str:
-    """Its form, less how many rows this rank has; few: see `_of_few`."""
+def _describe_bias(bias: Any, few: bool) -> str:
+    """A bias's shape and dtype, without the number of rows, which differs between ranks. few: see softmax._expand_bias."""
     batch, heads, rows, keys = bias.shape
     return f"{batch} x {heads} x {'1 row' if rows == 1 and not few else 'rows of queries'} x {keys} of {bias.dtype}"
 
 
-def _family(q: Any, k: Any, v: Any, options: dict[str, Any]) -> str | None:
-    """The family of kernels. A plain call names the one that it would get: if none is named, forward serves few queries of many
-    keys, as a rank has them, by decode's kernels, and the last bits would be others than one GPU's."""
-    if options.get("family") or not options.keys() <= SHARED_OUT:
+def _select_family(q: Any, k: Any, v: Any, options: dict[str, Any]) -> str | None:
+    """The family of kernels. A plain call gets the name that one GPU would select: without a name, forward computes few queries
+    with many keys, as a rank has them, by split-KV, whose last bits differ from one GPU's."""
+    if options.get("family") or not options.keys() <= SPLIT_KV_OPTIONS:
         return options.get("family")
     forms = {name: describe(x.detach(), name).form for name, x in zip("qkv", (q, k, v))}
     return choose_family(FORWARD.problem(forms, "bshd"), None)
 
 
-def _limit(memory: Any, q: Any) -> float:
-    """Bytes that a scheme should hold."""
+def _memory_limit(memory: Any, q: Any) -> float:
+    """How many bytes a scheme may hold beyond its shards."""
     if memory is not None:
         if not isinstance(memory, (int, float)) or not memory > 0:
-            raise ValueError(f"memory: must be a number of bytes, more than 0: {memory=}")
+            raise ValueError(f"memory: must be a positive number of bytes: {memory=}")
         return float(memory)
     return MEMORY_FRACTION * torch.cuda.get_device_properties(q.device).total_memory if q.is_cuda else math.inf
 
 
-def refuse(options: dict[str, Any]) -> None:
-    """TypeError, ValueError: what attention.forward does not take."""
+def check_option_names(options: dict[str, Any]) -> None:
+    """TypeError, ValueError: attention.parallel.forward does not take an option of this name."""
     if "layout" in options:
         raise ValueError(f'layout: must be "bshd" or "bhsd": layout={options["layout"]!r}')
-    unknown = [name for name in options if name not in inspect.signature(attention.forward).parameters or name in WRITTEN]
+    unknown = [name for name in options if name not in inspect.signature(attention.forward).parameters or name in UNSUPPORTED]
     if unknown:
-        known = [name for name in inspect.signature(attention.forward).parameters if name not in WRITTEN]
+        known = [name for name in inspect.signature(attention.forward).parameters if name not in UNSUPPORTED]
         hint = argument_hint(unknown[0], known)
-        raise TypeError(f"attention.parallel.forward: takes no {unknown[0]}{f'; {hint}' if hint else ''}")
+        raise TypeError(f"attention.parallel.forward: takes no argument {unknown[0]}{f'; {hint}' if hint else ''}")
 
 
-def _choice(
+def _choose_scheme(
     peers: Sequence[Peers],
     scheme: Any,
     call: ForwardCall,
@@ -184,22 +197,22 @@ def _choice(
     keys: tuple[Spans, ...],
     limit: float,
 ) -> SchemeChoice:
-    """What is asked for, or by "auto" what is best; of two dimensions the first of PRODUCTS that serves the call."""
+    """The requested scheme, or with "auto" the best one; on a mesh the first of MESH_SCHEMES that supports the call."""
     if len(peers) > 2:
         raise ValueError(f"group: must have one or two dimensions, not {len(peers)}")
     if len(peers) == 2:
-        if scheme not in ("auto", *PRODUCTS):
-            raise ValueError(f'scheme: of a group of two dimensions must be "auto" or one of {PRODUCTS}: {scheme=}')
+        if scheme not in ("auto", *MESH_SCHEMES):
+            raise ValueError(f'scheme: for a group of two dimensions it must be "auto" or one of {MESH_SCHEMES}: {scheme=}')
         refused = []
-        for pair in PRODUCTS if scheme == "auto" else (scheme,):
+        for pair in MESH_SCHEMES if scheme == "auto" else (scheme,):
             try:
-                _scheme(pair, peers, call, batch, queries, keys, limit)
+                _build_scheme(pair, peers, call, batch, queries, keys, limit)
             except NotImplementedError as error:
                 refused.append(f"{pair}: {error}")
             else:
-                why = "; ".join(["the first that serves the call" if scheme == "auto" else ASKED, *refused])
+                why = "; ".join(["it is the first that supports the call" if scheme == "auto" else REQUESTED, *refused])
                 return SchemeChoice(pair, why, ())
-        raise NotImplementedError(f"scheme: none can serve this call: {'; '.join(refused)}")
+        raise NotImplementedError(f"scheme: none supports this call: {'; '.join(refused)}")
     if scheme == "auto":
         return choose(call, batch, queries, keys, limit)
     if scheme not in SCHEMES:
@@ -207,10 +220,10 @@ def _choice(
     if why := refusal(scheme, call, queries, keys):
         raise NotImplementedError(why)
     estimates = [estimate(one, call, batch, queries, keys, MachineSpeeds(), limit) for one in SCHEMES]
-    return SchemeChoice(scheme, ASKED, tuple(estimates))
+    return SchemeChoice(scheme, REQUESTED, tuple(estimates))
 
 
-def _scheme(
+def _build_scheme(
     name: Any,
     peers: Sequence[Peers],
     call: ForwardCall,
@@ -219,11 +232,13 @@ def _scheme(
     keys: tuple[Spans, ...],
     limit: float,
 ) -> tuple[Any, int]:
-    """The scheme of this name, or of a pair of names: the outer one of what the ranks of the inner dimension have together. And
-    how often it goes round."""
+    """(the object for the scheme of this name, or for a mesh's pair of names, sweeps). Of a pair, the first scheme works along
+    the outer dimension, on what the ranks of the inner dimension have together."""
 
-    def by(name: str, peers: Peers, call: ForwardCall, queries: tuple[Spans, ...], keys: tuple[Spans, ...]) -> tuple[Any, int]:
-        """The scheme of this name, of ranks that share a sequence."""
+    def build(
+        name: str, peers: Peers, call: ForwardCall, queries: tuple[Spans, ...], keys: tuple[Spans, ...]
+    ) -> tuple[Any, int]:
+        """(the scheme of this name along one dimension, sweeps)"""
         if why := refusal(name, call, queries, keys):
             raise NotImplementedError(why)
         if name == "ring":
@@ -234,25 +249,26 @@ def _scheme(
 
     if isinstance(name, str):
         if name == "ulysses":
-            return UlyssesAttention(peers[0], queries, keys, _alone(call)), 1
-        return by(name, peers[0], call, queries, keys)
+            return UlyssesAttention(peers[0], queries, keys, _single_rank_attention(call)), 1
+        return build(name, peers[0], call, queries, keys)
     outer, inner = peers
-    mine = slice(outer.rank * inner.world, (outer.rank + 1) * inner.world)
+    row = slice(outer.rank * inner.world, (outer.rank + 1) * inner.world)
     rows = [slice(at * inner.world, (at + 1) * inner.world) for at in range(outer.world)]
-    if name[1] == "gather":  # a rank keeps its queries, and has the keys of its row
-        own = [queries[at.start + inner.rank] for at in rows]
-        then, sweeps = by(name[0], outer, call, tuple(own), tuple([merge_rank_spans(keys[at]) for at in rows]))
-        return MeshGatherAttention(inner, queries[mine], keys[mine], then), sweeps
+    if name[1] == "gather":  # a rank keeps its queries, and gathers the keys of its row of the mesh
+        column = [queries[at.start + inner.rank] for at in rows]
+        outer_scheme, sweeps = build(name[0], outer, call, tuple(column), tuple([merge_rank_spans(keys[at]) for at in rows]))
+        return MeshGatherAttention(inner, queries[row], keys[row], outer_scheme), sweeps
     shares = UlyssesAttention.split_heads(len(call.heads), len(call.kv_heads), inner.world)
     if shares is None:
         raise NotImplementedError(
-            f"scheme: {len(call.heads)} heads of {len(call.kv_heads)} key heads are not for {inner.world} ranks"
+            f"scheme: {len(call.heads)} heads and {len(call.kv_heads)} key heads cannot be divided evenly among "
+            f"{inner.world} ranks"
         )
-    of_rows = [tuple([merge_rank_spans(spans[at]) for at in rows]) for spans in (queries, keys)]
-    then, sweeps = by(name[0], outer, call.select_heads(*shares[inner.rank]), *of_rows)
-    return UlyssesAttention(inner, queries[mine], keys[mine], then), sweeps
+    row_spans = [tuple([merge_rank_spans(spans[at]) for at in rows]) for spans in (queries, keys)]
+    outer_scheme, sweeps = build(name[0], outer, call.select_heads(*shares[inner.rank]), *row_spans)
+    return UlyssesAttention(inner, queries[row], keys[row], outer_scheme), sweeps
 
 
-def _alone(call: ForwardCall) -> GatherAttention:
-    """The scheme of one rank that has everything."""
+def _single_rank_attention(call: ForwardCall) -> GatherAttention:
+    """The scheme of one rank that has all tokens."""
     return GatherAttention(SINGLE_RANK, ((Span(0, call.length),),), ((Span(0, call.keys),),))

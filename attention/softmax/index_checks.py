@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tiles.arrays import Operand
-from tiles.checks import asked, read
+from tiles.checks import check_options, read
 from tiles.plan import Step
 from tiles.schema import Problem
 
@@ -57,7 +57,7 @@ def plan_index_checks(problem: Problem, asking: IndexingFunctions, listed: bool 
         whole |= {} if blocks or any([name in problem for name in LENGTH_ARGUMENTS]) else {"j": asking.most_keys}
         _check_forms(asking, asking.mask, whole, scored=False)
         _check_forms(asking, asking.score, known if asking.mask else whole, scored=True)
-    return [IndexCheck(problem, asking)] if not blocks and (problem.device is None or asked().values) else []
+    return [IndexCheck(problem, asking)] if not blocks and (problem.device is None or check_options().values) else []
 
 
 def _check_forms(asking: IndexingFunctions, function: Callable | None, most: dict[str, int], scored: bool) -> None:

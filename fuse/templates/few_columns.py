@@ -54,7 +54,7 @@ class FewColumns(ManyRows):
         ((product, weight),) = self.products.items()
         x, w, y = parameters[self.x], parameters[weight.array], parameters[self.root]
         words = ProductWriter(
-            self, parameters, local_names, ("acc", "at", "row", "me", "warp", "band", "share", "own", "place")
+            self, parameters, local_names, ("acc", "at", "row", "me", "warp", "band", "share", "selected", "column")
         )
         place = "row_index(ACC.col_vec) + at", "col_index(ACC.row_vec)"
         epilogue, written = words.epilogue({product: "acc"}, lambda y, its: read_expression(y, its, "ACC", "at", "0"), *place)

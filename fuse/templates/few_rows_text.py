@@ -16,9 +16,8 @@ from .product_text import AdjacentProduct, KernelArray, ProductWriter, extent, i
 if TYPE_CHECKING:
     from .few_rows import FewRows
 
-NAMES = (
-    "u me inner batch col first band turn tile made right low weights mine steps narrow product total sums own place".split()
-)  # ours
+NAMES = "u me inner batch col first band turn tile operand".split()  # variables of the kernel
+NAMES += "right low weights mine steps narrow product total sums selected column".split()
 
 
 class StreamedWeight(NamedTuple):
@@ -64,13 +63,13 @@ class StreamedWeight(NamedTuple):
 
 
 class ClusterRowSum(NamedTuple):
-    """A sum of rows that is computed alongside the product. inner: the expression that is summed. parts, known: the shared
+    """A sum of rows that is computed alongside the product. inner: the expression that is summed. parts, ready: the shared
     memory and the barrier for the sums that other blocks of the cluster send."""
 
     name: str
     inner: str
     parts: str
-    known: str
+    ready: str
 
 
 class NarrowProductStream(NamedTuple):
@@ -113,8 +112,8 @@ def template_gaps(kernel: FewRows, parameters: dict[Term, str], local_names: dic
     prologue, operand, summed = words.prologue(inside)
     band = dtype if kernel.plain and not kernel.row_sums else "fp32"
     if kernel.narrow and band == "fp32":
-        prologue, operand = [*prologue, f"made = {dtype}({operand})"], "made"
-    sides = [ClusterRowSum(*one, f"{one[0]}_parts", f"known_{n}" if n > 1 else "known") for n, one in enumerate(summed, 1)]
+        prologue, operand = [*prologue, f"operand = {dtype}({operand})"], "operand"
+    sides = [ClusterRowSum(*one, f"{one[0]}_parts", f"ready_{n}" if n > 1 else "ready") for n, one in enumerate(summed, 1)]
 
     # products and epilogue
     narrow = None
@@ -136,7 +135,7 @@ def template_gaps(kernel: FewRows, parameters: dict[Term, str], local_names: dic
 
     shared_names = [x.name, *(v.name for v in vectors), *(["u"] if not kernel.plain else [])]
     shared_names += [part for p in products for part in (p.ring, p.parts, p.full)]
-    shared_names += [part for s in sides for part in (s.parts, s.known)]
+    shared_names += [part for s in sides for part in (s.parts, s.ready)]
     rings = [*products, *([narrow.first, narrow.second] if narrow else [])]
     shared_names += [narrow.first.ring, narrow.second.ring, "narrow"] if narrow else []
     arguments = [(x.array, f"tensor({x.name}, X)"), *((v.array, f"tensor({v.name}, {v.tile})") for v in vectors)]

@@ -41,7 +41,7 @@ class LongRows(LoopedRows):
     def write_prologue(self) -> None:
         kernel, text, name = self.kernel, self.text, self.parameters
         self.writer.names |= dict.fromkeys(self.lengths, "columns")
-        self.writer.forms["is_column"] = lambda x: "place == {} - before"
+        self.writer.forms["is_column"] = lambda x: "column == {} - before"
         tiles, line = [x for x in kernel.leaves if is_matrix(x)], self.line(kernel.width)
         inside = between(kernel.roots, kernel.leaves)
         self.picks = [x for x in self.reductions if _is_pick(x) and not any(x.args[0] in y.args for y in inside if y is not x)]
@@ -164,7 +164,7 @@ class LongRows(LoopedRows):
             return "TILE.rows * int32(WARPS * cluster.rank() + cuda.threadIdx.x // 32)"
         return "TILE.rows * int32(cuda.threadIdx.x // 32)" if self.kernel.warps > 1 else "0"
 
-    place = "before, place = TILE.cols * (row_index(PLACES.col_vec) + line), col_index(PLACES.row_vec)"
+    place = "before, column = TILE.cols * (row_index(PLACES.col_vec) + line), col_index(PLACES.row_vec)"
 
 
 def _is_pick(x: Term) -> bool:

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 STEP = 64  # extent of a tile along k
 BAND = 16  # the raster group: rows of tiles that are computed together, and share weights in L2
-NAMES = "batch tall more last rank row col part n m me y width own place".split()  # variables of the kernel
-NAMES += "following known nothing greatest higher total picked scores here chosen end".split()
+NAMES = "batch tall more last rank row col part n m me y width selected column".split()  # variables of the kernel
+NAMES += "following state initial greatest higher total picked scores is_picked chosen end".split()
 
 
 class StoredResult(NamedTuple):
@@ -175,9 +175,9 @@ def _folded(folds: SoftmaxPartials, parts: int, extra_arguments: str) -> list[li
     two parts."""
     lines, call_arguments = list[list[str]](), f"{'chosen, ' * bool(folds.index_parameter)}end{extra_arguments}"
     for n in range(parts):
-        lines.append([f"known = fold({'known' if n % 2 else 'nothing'}, row, col, last, {n}, {call_arguments})"])
+        lines.append([f"state = update({'state' if n % 2 else 'initial'}, row, col, last, {n}, {call_arguments})"])
         if n % 2:
-            lines[-1].append(f"keep({', '.join(folds.arrays)}, known, row, {_nth('col // 2', n // 2)})")
+            lines[-1].append(f"store_partials({', '.join(folds.arrays)}, state, row, {_nth('col // 2', n // 2)})")
     return lines
 
 

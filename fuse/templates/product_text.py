@@ -139,18 +139,18 @@ class ColumnSelection(NamedTuple):
 
     @property
     def arguments(self) -> list[tuple[str, str]]:
-        """(kernel's parameter, its argument)."""
+        """The kernel's parameter for the index, and its argument."""
         return [(array(self.index_array), self.index_array)]
 
     def lines(self, rows: str, columns: str) -> list[str]:
         """The lines that compute, for each row, its first selected column, and the numbers of the tile's columns. rows,
         columns: the expressions of the numbers of the tile's rows and columns."""
         times = f"{self.width} * " if self.width > 1 else ""
-        return [f"own = {times}{array(self.index_array)}[{rows}]", f"place = {columns}"]
+        return [f"selected = {times}{array(self.index_array)}[{rows}]", f"column = {columns}"]
 
     def written(self, x: Term) -> str:
         """The form of a selection: see ExpressionWriter.forms."""
-        return f"where((place >= own) & (place < own + {self.width}), {{0}}, 0.0)"
+        return f"where((column >= selected) & (column < selected + {self.width}), {{0}}, 0.0)"
 
 
 class ProductWriter:
@@ -214,5 +214,5 @@ def write_selection(writer: ExpressionWriter, kernel: Product, parameters: Mappi
     if selection:
         writer.names |= {x.args[2]: "" for x in kernel.selections}
         writer.forms["select_columns"] = selection.written
-        writer.forms["is_column"] = lambda x: "place == own"
+        writer.forms["is_column"] = lambda x: "column == selected"
     return selection

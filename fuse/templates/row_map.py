@@ -302,7 +302,7 @@ class RowMap:
 
     @property
     def has_dropout(self) -> bool:
-        """Is there a dropout?"""
+        """Is one of the operations between leaves and roots a dropout?"""
         return any(x.operation == "dropout" for x in between(self.roots, self.leaves))
 
     def text(self, name: str, parameters: dict[Term, str], local_names: dict[Term, str]) -> KernelText:

@@ -47,7 +47,7 @@ class RowMapWriter:
         self.writer = ExpressionWriter({x: parameters[x] for x in kernel.leaves}, local_names)
         self.text.bounds = "32 * WARPS, 1"
         self.needs_column_index = any(x.operation == "is_column" for x in inside)  # is a column's number used?
-        self.writer.forms["is_column"] = lambda x: "place == {}"
+        self.writer.forms["is_column"] = lambda x: "column == {}"
         self.prepare_dropout([x for x in inside if x.operation == "dropout"], inside)
         self.write()
 

@@ -33,7 +33,7 @@ class ShortRows(RowMapWriter):
             self.needs_column_index or any(map(is_index, kernel.leaves))
         )
         text.kernel += [FOLLOW, "row = TILE.rows * int32(WARPS * cuda.blockIdx.x + cuda.threadIdx.x // 32)"]
-        text.kernel += ["place = col_index(PLACES.row_vec)"] * self.needs_column_index
+        text.kernel += ["column = col_index(PLACES.row_vec)"] * self.needs_column_index
         text.kernel += [self.load(x) for x in kernel.leaves if x.ndim]
         for level in self.levels():
             text.kernel += self.writer.assignments([x.args[0] for x in level], self.parameters.values(), kernel.roots)

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tiles.lengths import made
+from tiles.lengths import watched_call
 
 from ..axes import PART, Axis
 from ..module import DTYPES, KernelText, render
@@ -30,9 +30,8 @@ GROUP = 8  # the raster group: rows of tiles that share weights in L2
 PROCESSORS = 108  # an A100's multiprocessors: with fewer large tiles, smaller ones serve
 ROOM = 96 * 1024  # bytes of shared memory for tiles, of the 100 KB of sm_86, sm_89 and sm_120
 WARP = 8 * 4  # the columns of a narrow product are a multiple: each of four warps copies a multiple of 8
-NAMES = (
-    "batch made wide part band row col rows cols steps later product smem i scores greatest at chosen end own place".split()
-)  # ours
+NAMES = "batch operand wide part band row col rows cols steps".split()  # variables of the kernel
+NAMES += "later product smem i scores greatest at chosen end selected column".split()
 
 
 class AmpereSchedule(NamedTuple):
@@ -80,7 +79,7 @@ class SinceAmpere(Product):
 
     def schedule_at(self, known: Mapping[Axis, Any]) -> AmpereSchedule:
         """The schedule for other extents of axes."""
-        return made(choose_schedule, *self.sizes(known), len(self.products), self.rank, bool(self.softmax_partials))
+        return watched_call(choose_schedule, *self.sizes(known), len(self.products), self.rank, bool(self.softmax_partials))
 
     @property
     def rank(self) -> int:
@@ -212,7 +211,7 @@ def _template_gaps(kernel: SinceAmpere, parameters: dict[Term, str], local_names
     else:
         mine, operand = f"load({mine}, LEFT)", f"{dtype}({operand})"
         if several or kernel.narrow:
-            prologue, operand = [*prologue, f"made = {operand}"], "made"
+            prologue, operand = [*prologue, f"operand = {operand}"], "operand"
     narrow = None
     if kernel.narrow:
         ((first, second),) = kernel.narrow.values()

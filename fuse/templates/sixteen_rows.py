@@ -12,7 +12,7 @@ from ..names import unused
 from ..terms import Term
 from .row_map_text import IDENTITY_ELEMENTS, RowMapWriter
 
-PLACE = "place = col_index(TILE.row_vec) + col"
+PLACE = "column = col_index(TILE.row_vec) + col"
 LEAST = "-3e38"  # close to the least finite number of float32 and bfloat16
 
 
@@ -109,7 +109,7 @@ class LoopedRows(RowMapWriter):
         is subtracted from itself, which gives NaN for -inf. rest: other reductions that are computed in the same loop."""
         most, accumulate = self.name_reduction(greatest), self.name_reduction(total)
         taken = {*self.writer.names.values(), *self.parameters.values()}
-        higher, warp_max = unused("higher", taken), unused("own", taken)
+        higher, warp_max = unused("higher", taken), unused("warp_max", taken)
         before, inner = dict(self.writer.names), [greatest.args[0], *(x.args[0] for x in rest)]
         among = [*inner, total.args[0]]
         body = [*self.loads(inner), *self.writer.assignments(inner, {*taken, higher, warp_max}, among)]

@@ -56,14 +56,14 @@ def _product(vectors):
 def broadcast(name, *specs):
     """The type of a map of these; None if none of them is a tile or vector."""
     _needs_registers(name, *specs)
-    given = [s for s in specs if isinstance(s, (rt, rv))]
-    if not given:
+    tiles = [s for s in specs if isinstance(s, (rt, rv))]
+    if not tiles:
         return None
     if not all(isinstance(s, (rt, rv)) or number(s) for s in specs):
         raise TypeError(f"{name}: takes tiles, vectors and numbers, got {_listed(specs)}")
-    out = next((s for s in given if isinstance(s, rt)), None) or _product(given)
+    out = next((s for s in tiles if isinstance(s, rt)), None) or _product(tiles)
     partners = (out, out.col_vec, out.row_vec) if isinstance(out, rt) else (whole(out),)
-    if not all((whole(s) if isinstance(s, rv) else s) in partners for s in given):
+    if not all((whole(s) if isinstance(s, rv) else s) in partners for s in tiles):
         raise TypeError(
             f"{name}: {_listed(specs)} do not broadcast: with {out} goes {', '.join(map(str, partners))} or a number"
         )

@@ -69,7 +69,7 @@ ONE, ZERO = f32(1.0), f32(0.0)
 
 
 def _holds(b, x):
-    """Is a register true?"""
+    """Is an element's truth value, a float register, not 0?"""
     return b.fcmp_unordered("!=", x, ZERO)
 
 
@@ -94,13 +94,13 @@ for _face, (_operator, _sign) in COMPARISONS.items():
 
 
 # ---- what holds together -------------------------------------------------------------------------------------------
-def _logical(name, emit, *given):
+def _logical(name, emit, *operands):
     """The type and lowering of an operator between what comparisons give; between numbers it is Numba's, not ours."""
-    out = broadcast(name, *[types.float32 if x == types.boolean else x for x in given])
+    out = broadcast(name, *[types.float32 if x == types.boolean else x for x in operands])
     if out is None:
         return None
     out = replace(out, dtype=fp32)
-    return out, lower_map(out, lambda b, *e: b.select(emit(b, *[_holds(b, x) for x in e]), ONE, ZERO), *given)
+    return out, lower_map(out, lambda b, *e: b.select(emit(b, *[_holds(b, x) for x in e]), ONE, ZERO), *operands)
 
 
 lowers(operator.and_, lambda x, y: (plain(x) != 0) & (plain(y) != 0))(lambda x, y: _logical("and", Builder.and_, x, y))

@@ -66,25 +66,25 @@ def _exchanged(b, odd, words):
     first 8 rows and the upper one for the next. odd: is the lane's column? If so `words` are those of the odd row, else of the
     even one; the lane of the neighbouring column has the others."""
     is_odd = b.icmp_unsigned("!=", odd, b.u32(0))
-    here, there = (b.select(is_odd, b.u32(x), b.u32(y)) for x, y in ((HIGH, LOW), (LOW, HIGH)))
-    mine = [halves_of(b, *words[n : n + 2], here) for n in (0, 2)]
-    its = [ptx.shuffle_xor(b, halves_of(b, *words[n : n + 2], there), QUAD) for n in (0, 2)]
+    kept, sent = (b.select(is_odd, b.u32(x), b.u32(y)) for x, y in ((HIGH, LOW), (LOW, HIGH)))
+    mine = [halves_of(b, *words[n : n + 2], kept) for n in (0, 2)]
+    its = [ptx.shuffle_xor(b, halves_of(b, *words[n : n + 2], sent), QUAD) for n in (0, 2)]
     even = [b.select(is_odd, y, x) for x, y in zip(mine, its)]
     return even, [b.select(is_odd, x, y) for x, y in zip(mine, its)]
 
 
-def _check(name, shape, given, layouts, columns=1):
+def _check(name, shape, integers, layouts, columns=1):
     if not (isinstance(shape, rt) and shape.layout in layouts and shape.dtype is fp32):
-        said = "an fp32 register tile type" + " in row layout" * (len(layouts) == 1)
-        raise TypeError(f"{name}: shape must be {said}, such as rt(16, 64, fp32), got {shape}")
-    if not all(map(integer, given)):
-        raise TypeError(f"{name}: takes integers, got {', '.join(map(str, given))}")
+        expected = "an fp32 register tile type" + " in row layout" * (len(layouts) == 1)
+        raise TypeError(f"{name}: shape must be {expected}, such as rt(16, 64, fp32), got {shape}")
+    if not all(map(integer, integers)):
+        raise TypeError(f"{name}: takes integers, got {', '.join(map(str, integers))}")
     if shape.cols % columns:
         raise TypeError(f"{name}: what is unordered has a multiple of {columns} columns, got {shape}")
 
 
 def _keys(b, low, high):
-    """Of each round."""
+    """The two Philox keys of each round."""
     return [[b.add(k, b.u32(n * step & WORD)) for k, step in zip((low, high), STEPS)] for n in range(ROUNDS)]
 
 
@@ -115,8 +115,8 @@ def _(shape: type, share, low, high, batch, head, row, col):
             place = i // TILE, j // TILE
             if place not in words:
                 counter = b.add(first, b.u32(place[0] * HALF)), b.add(across, b.u32(place[1] * HALF // 2)), head, batch
-                found = philox4x32(b, counter, keys)
-                words[place] = found if by_rows else _exchanged(b, odd, found)
+                drawn = philox4x32(b, counter, keys)
+                words[place] = drawn if by_rows else _exchanged(b, odd, drawn)
             if by_rows:
                 out.append(_drawn(b, words[place][i % TILE // HALF + j % TILE // HALF * 2], j % 2, bound))
             else:

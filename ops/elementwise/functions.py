@@ -62,7 +62,7 @@ def log(x):
 
 @op
 def abs(x):
-    """|x|."""
+    """The absolute value of each element, |x|."""
     return np.abs(plain(x))
 
 
@@ -181,8 +181,8 @@ def map(x, function, y=None, z=None):
     call, such as a plain Python function under `@tiles.inlined`. It may capture what is known at compile time; pass a number
     that comes later as y: map(tile, leaky, slope). Numba takes a literal like 0.5 for float64, and computes what it touches
     in float64; np.float32(0.5) does not."""
-    given = np.broadcast_arrays(*[plain(v) for v in (x, y, z) if v is not None])
-    return np.array([function(*e) for e in zip(*(array.flat for array in given))], np.float32).reshape(given[0].shape)
+    operands = np.broadcast_arrays(*[plain(v) for v in (x, y, z) if v is not None])
+    return np.array([function(*e) for e in zip(*(array.flat for array in operands))], np.float32).reshape(operands[0].shape)
 
 
 @lowers(map)
@@ -193,18 +193,18 @@ def _(x, function, y, z):
         raise TypeError(f"map: takes a function of numbers (a Python function under @tiles.inlined), got {function}")
     if y is None and z is not None:
         raise TypeError(f"map: has a z, {z}, and no y")
-    given = [v for v in (x, y, z) if v is not None]
-    out = broadcast("map", *given)
+    operands = [v for v in (x, y, z) if v is not None]
+    out = broadcast("map", *operands)
     if isinstance(function, types.Callable):
         try:
-            result = scalar_signature(function, len(given)).return_type
+            result = scalar_signature(function, len(operands)).return_type
         except TypingError as error:
-            raise TypeError(f"map: the function does not take {len(given)} numbers: {error}") from None
+            raise TypeError(f"map: the function does not take {len(operands)} numbers: {error}") from None
         if not number(result):
             raise TypeError(f"map: the function must return a number, got {result}")
 
     def lower(b, value, python_function, *others):
-        emit = lower_map(out, lambda b, *e: b.apply(function, python_function, *e), *given)
-        return emit(b, value, *others[: len(given) - 1])
+        emit = lower_map(out, lambda b, *e: b.apply(function, python_function, *e), *operands)
+        return emit(b, value, *others[: len(operands) - 1])
 
     return out, lower

@@ -54,8 +54,8 @@ def _(x, squares):
                 return (right, left) if pairs else (left, right)
             wraps = b.icmp_unsigned("<", t, b.u32(pairs))
             source = b.or_(quad, b.and_(b.add(t, b.u32(pairs)), b.u32(QUAD - 1)))
-            given = b.select(wraps, right, left), b.select(wraps, left, right)
-            return tuple(ptx.shuffle(b, half, source) for half in given)
+            sent = b.select(wraps, right, left), b.select(wraps, left, right)
+            return tuple(ptx.shuffle(b, half, source) for half in sent)
 
         def between(first, second):
             """The upper element of one register, then the lower one of the other."""

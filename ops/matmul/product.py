@@ -11,7 +11,7 @@ def product(a, b):
     computes on one thread: more threads make a product this small up to 600 times slower when the cores are busy."""
     a, b = a.astype(np.float64), b.astype(np.float64)
     step = max(1, ONE_THREAD // (a.shape[0] * b.shape[1]))
-    found = a[:, :step] @ b[:step]
+    total = a[:, :step] @ b[:step]
     for k in range(step, a.shape[1], step):
-        found += a[:, k : k + step] @ b[k : k + step]
-    return found.astype(np.float32)
+        total += a[:, k : k + step] @ b[k : k + step]
+    return total.astype(np.float32)

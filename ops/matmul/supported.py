@@ -94,21 +94,23 @@ def _words(name, spaces, pairs):
     """What the op takes of these pairs of dtypes."""
     transposed, rows = transposed_in(name), ROWS[name[: name.index("mm")]]
 
-    def said(kinds, layout, shape):
+    def describe_operand(kinds, layout, shape):
         note = {rt: ", col" * (layout == "col"), st: ""}
         return " or ".join(f"{kind.__name__}({shape(kind)}{note[kind]})" for kind in kinds)
 
-    a = said(spaces.a, transposed.layouts[0], lambda kind: f"k, {rows[kind]}" if transposed.left else f"{rows[kind]}, k")
-    b = said(spaces.b, transposed.layouts[1], lambda _: "n, k" if transposed.right else "k, n")
+    a = describe_operand(
+        spaces.a, transposed.layouts[0], lambda kind: f"k, {rows[kind]}" if transposed.left else f"{rows[kind]}, k"
+    )
+    b = describe_operand(spaces.b, transposed.layouts[1], lambda _: "n, k" if transposed.right else "k, n")
     return f"acc rt({rows[rt]}, n, fp32), a {a}, b {b}, {_dtypes(pairs)}"
 
 
 def _listed(scope, name):
     """What `name` takes, and the other products of its scope."""
-    found = {form: cells(f"{scope}mma_{form}") for form in TRANSPOSED}
-    mine = found.pop(name.rpartition("_")[2])
+    spaces_of = {form: cells(f"{scope}mma_{form}") for form in TRANSPOSED}
+    mine = spaces_of.pop(name.rpartition("_")[2])
     takes = [_words(name, spaces, [pair for pair in mine if mine[pair] == spaces]) for spaces in dict.fromkeys(mine.values())]
-    others = [f"mma_{form} ({_names(found[form])})" for form in found]
+    others = [f"mma_{form} ({_names(spaces_of[form])})" for form in spaces_of]
     return f"takes {'; or '.join(takes)}. There are also {', '.join(others)}"
 
 
@@ -116,8 +118,8 @@ def check(name, acc, a, b):
     """(m, n, k) of the product `name` ("mma_AB", "warpgroup.mm_AtB"; mm_* add to nothing, and acc is None), m as one warp has
     it; TypeError if the table has none of these operands. acc may be in flight if the scope is the warpgroup's."""
     scope, transposed = name[: name.index("mm")], transposed_in(name)
-    given = getattr(a, "dtype", None), getattr(b, "dtype", None)
-    spaces = cells(f"{scope}mma_{name.rpartition('_')[2]}").get(given)
+    dtypes = getattr(a, "dtype", None), getattr(b, "dtype", None)
+    spaces = cells(f"{scope}mma_{name.rpartition('_')[2]}").get(dtypes)
     if spaces and all(map(_may_lie, (a, b), spaces, transposed.layouts)):
         (m, k), (along, n) = a.shape[:: -1 if transposed.left else 1], b.shape[:: -1 if transposed.right else 1]
         fits = along == k and not (m % MULTIPLE or n % MULTIPLE or k * a.dtype.itemsize % SLICE)
@@ -125,9 +127,9 @@ def check(name, acc, a, b):
             fits, m = fits and m == ROWS[scope][type(a)] and n <= WIDEST, ROWS[scope][rt]
         if fits and acc in (None, rt(m, n, fp32), pending(rt(m, n, fp32))):
             return m, n, k
-    said = f"{', '.join(str(x) for x in (acc, a, b) if x is not None)}{_wrong(name, acc, a, b, spaces)}"
+    operands = f"{', '.join(str(x) for x in (acc, a, b) if x is not None)}{_wrong(name, acc, a, b, spaces)}"
     rest = f"m and n multiples of {MULTIPLE}, k of {SLICE} bytes" + f"; n up to {WIDEST}; only acc in flight" * bool(scope)
-    raise TypeError(f"{name}: got {said}; {_listed(scope, name)} ({rest})")
+    raise TypeError(f"{name}: got {operands}; {_listed(scope, name)} ({rest})")
 
 
 COLUMNS = ', "col"'

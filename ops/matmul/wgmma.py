@@ -53,8 +53,8 @@ def _meaning(name, acc, a, b):
         array = warp.block.shadow.get(shared)
         return array.T if is_transposed else array
 
-    own = range(16 * warp.rank, 16 * warp.rank + 16)  # its rows of the product
-    left = [(a, span(a, cols=own) if transposed.left else span(a, own))] if from_shared else []
+    rows = range(16 * warp.rank, 16 * warp.rank + 16)  # its rows of the product
+    left = [(a, span(a, cols=rows) if transposed.left else span(a, rows))] if from_shared else []
     mma, group = warp.issue(compute, slab, *left, (b, span(b)))
     return PendingTile(tile, mma, group)
 

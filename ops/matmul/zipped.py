@@ -57,9 +57,9 @@ def transpose_zipped(target, source):
     rows. Both are shared tiles of fp8e4m3, source st(keys, n) and target st(n, keys), keys a multiple of 32 and n of 64.
     Afterwards the source may be given back and the target published, without a fence of its own."""
     warp, rows = current_warp(), target.rows // WARPGROUP
-    own = range(rows * warp.rank, rows * (warp.rank + 1))
-    found = warp.read(source)[layout.zipped(np.arange(source.rows))][:, own.start : own.stop]
-    warp.write(target, found.T, own)
+    rows_of_warp = range(rows * warp.rank, rows * (warp.rank + 1))
+    matrices = warp.read(source)[layout.zipped(np.arange(source.rows))][:, rows_of_warp.start : rows_of_warp.stop]
+    warp.write(target, matrices.T, rows_of_warp)
     warp.fence_async()
 
 
@@ -90,8 +90,8 @@ def _(target, source):
             row_start, turn = b.row_address(target, to, first)
             for batch in range(0, source.rows, KEYS * TOGETHER):
                 keys = range(batch, min(batch + KEYS * TOGETHER, source.rows), KEYS)
-                found = [ptx.ldmatrix(b, b.add(read, b.u32(key * source.width)), transposed=True) for key in keys]
-                for key, four in zip(keys, found, strict=True):
+                matrices = [ptx.ldmatrix(b, b.add(read, b.u32(key * source.width)), transposed=True) for key in keys]
+                for key, four in zip(keys, matrices, strict=True):
                     turned = [halves_of(b, *four[k : k + 2], how) for k in (0, 2) for how in pick]
                     panel, byte = divmod(key, target.width)
                     inside = b.xor(b.add(b.mul(group, b.u32(CHUNK)), b.u32(byte)), turn)

@@ -20,7 +20,7 @@ from tiles.numba_types import void
 from tiles.op import integer, lowers, op
 from tiles.ring import elected
 
-from .shared_tiles import said
+from .shared_tiles import describe_index
 
 
 def _there(counts, at):
@@ -80,7 +80,9 @@ def _check(name, counts, at, *others):
     if not (isinstance(counts, types.Array) and counts.dtype == types.int32):
         raise TypeError(f"{name}: takes a global array of int32, got {counts}")
     if not (isinstance(at, types.BaseTuple) and len(at) == counts.ndim and all(map(integer, at))):
-        raise TypeError(f"{name}: `at` must be {counts.ndim} integers for an array of {counts.ndim} axes, got {said(at)}")
+        raise TypeError(
+            f"{name}: `at` must be {counts.ndim} integers for an array of {counts.ndim} axes, got {describe_index(at)}"
+        )
     if not all(map(integer, others)):
         raise TypeError(f"{name}: takes an integer, got {', '.join(map(str, others))}")
 
@@ -98,7 +100,7 @@ def _(counts, at, n):
 
 
 def _counting(name, order):
-    """Such an op's rule."""
+    """The rule of an op that adds to a count, with this memory order."""
 
     def rule(counts, at):
         _check(name, counts, at)

@@ -35,12 +35,12 @@ def gathered(source, index):
     index = index if isinstance(index, tuple) else (index,)
     places = np.broadcast_arrays(*[np.trunc(i.array).astype(np.int64) if isinstance(i, Tile) else np.int64(i) for i in index])
     inside = np.logical_and.reduce([(i >= 0) & (i < size) for i, size in zip(places, source.shape, strict=True)])
-    found = np.zeros(inside.shape, np.float32)
-    found[inside] = np.asarray(source)[tuple(i[inside] for i in places)].astype(np.float32)
+    values = np.zeros(inside.shape, np.float32)
+    values[inside] = np.asarray(source)[tuple(i[inside] for i in places)].astype(np.float32)
     if recording() and inside.any():  # so many elements of it, here or there
         first = np.asarray(source)[(slice(0, 1),) * source.ndim].reshape(1)
         note(Touched, np.broadcast_to(first, np.count_nonzero(inside)), False)
-    return found
+    return values
 
 
 @lowers(operator.getitem, gathered)
@@ -81,18 +81,18 @@ def _(array, index):
         values = b.unpack(value) if isinstance(index, types.BaseTuple) else [value]
         end = i64(2**31 - 1)
         mosts = [b.trunc(b.select(b.icmp_unsigned("<", extent, end), extent, end), i32) for extent in extents]
-        found: dict = {}
+        words: dict = {}
         elements = []
         for at in zip(*[lane(b, part, v) for part, v in zip(parts, values, strict=True)], strict=True):
-            if at not in found:  # a vector's elements stand in many of a tile's
+            if at not in words:  # a vector's elements stand in many of a tile's
                 address, inside = data, i1(1)
                 for i, extent, most, stride in zip(at, extents, mosts, strides, strict=True):
                     narrow = i.type == i32  # and if it is negative, which zext gets wrong, nothing is read
                     inside = b.and_(inside, b.icmp_unsigned("<", i, most if narrow else extent))
                     address = b.add(address, b.mul(b.zext(i, i64) if narrow else i, stride))
                 word = b.asm(register, text, f"={letter},l,r", address, b.zext(inside, i32), effect=False)
-                found[at] = real(b, word)
-            elements.append(found[at])
+                words[at] = real(b, word)
+            elements.append(words[at])
         return b.from_elements(out, elements)
 
     return out, lower

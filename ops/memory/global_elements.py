@@ -15,7 +15,7 @@ from tiles.numba_types import CAPTURED, SCALARS
 from tiles.op import integer, lowers, op
 from tiles.types import rt, rv
 
-from .shared_tiles import bytes_of, joined, said, shifts
+from .shared_tiles import bytes_of, describe_index, joined, shifts
 
 
 def window(array, spec, at, rows, cols):
@@ -51,7 +51,9 @@ def check(name, array, spec, at, rows, cols):
     if array.ndim < len(axes):
         raise TypeError(f"{name}: {spec} lies along {len(axes)} axes of the array, and {array} has {array.ndim}")
     if not (isinstance(at, types.BaseTuple) and len(at) == array.ndim and all(map(integer, at))):
-        raise TypeError(f"{name}: `at` must be {array.ndim} integers for an array of {array.ndim} axes, got {said(at)}")
+        raise TypeError(
+            f"{name}: `at` must be {array.ndim} integers for an array of {array.ndim} axes, got {describe_index(at)}"
+        )
     if not all(-array.ndim <= axis < array.ndim for axis in axes) or len({axis % array.ndim for axis in axes}) < len(axes):
         raise TypeError(f"{name}: {spec} lies along {len(axes)} axes of the array, got {axes} of {array.ndim}")
 
@@ -119,8 +121,8 @@ def _together(b, dtype, spec, parts):
     """The value of these elements."""
     if dtype.itemsize == 1 and spec.dtype is dtype and isinstance(spec, rt):
         return b.pack(joined(b, parts))
-    held = rt(32, 32, dtype)
-    return b.from_elements(spec, parts if dtype is fp32 else [b.elements(held, b.pack([word]))[0] for word in parts])
+    stored = rt(32, 32, dtype)
+    return b.from_elements(spec, parts if dtype is fp32 else [b.elements(stored, b.pack([word]))[0] for word in parts])
 
 
 def lower_store(ty, spec, rows, cols, first_row):

@@ -28,7 +28,7 @@ from .quad_exchange import (
     WIDE,
     Row,
     access_bytes,
-    as_held,
+    as_stored,
     coordinates_of,
     exchange_for,
     words_of,
@@ -76,7 +76,7 @@ def misaligned(array, spec, at, cols, aligned=True):
     return None
 
 
-def _anew(b, address):
+def _recomputed_address(b, address):
     """The same address, shuffled from this lane to itself. The compiler takes it for a new one, and so does not keep in
     registers what it computed from the old one."""
     low = ptx.shuffle(b, b.trunc(address, i32), b.lane())
@@ -84,10 +84,10 @@ def _anew(b, address):
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where a lane's part of a tile lies. `start`: the address of its first access; `line`, `column`: the strides of rows and
-    columns; `down`, `across`: its first row and column, inside the array if below `height` and `width`, unsigned, of 32 bits;
-    `whole`: a bit, whether the warp can move 16 bytes at a time; None if the kernel promises that it can."""
+class _LanePosition:
+    """The position of a lane's part of a tile. `start`: the address of its first access; `line`, `column`: the strides of rows
+    and columns; `down`, `across`: its first row and column, inside the array if below `height` and `width`, unsigned, of 32
+    bits; `is_wide`: a bit, whether the warp can move 16 bytes at a time; None if the kernel promises that it can."""
 
     start: BuilderValue
     line: BuilderValue
@@ -96,15 +96,15 @@ class _Place:
     across: BuilderValue
     height: BuilderValue
     width: BuilderValue
-    whole: BuilderValue | None = None
+    is_wide: BuilderValue | None = None
 
     def moved(self, b, down, across):
-        """The place that lies this many rows further down and columns further right."""
+        """The position this many rows further down and columns further right."""
         start = _address(b, self.start, [b.zext(down, i64), b.zext(across, i64)], [self.line, self.column])
         return replace(self, start=start, down=b.add(self.down, down), across=b.add(self.across, across))
 
 
-def _wide(b, at):
+def _widen_indices(b, at):
     """An index, widened to 64 bits."""
     return [b.sext(x, i64) if x.type.width < 64 else x for x in b.unpack(at)]
 
@@ -116,18 +116,18 @@ def _address(b, data, at, strides):
     return data
 
 
-def _promised(b, ty, exchange, array, spec, at, rows, cols, first_row):
-    """The place of an aligned tile: its indices and extents are below 2**31."""
+def _aligned_position(b, ty, exchange, array, spec, at, rows, cols, first_row):
+    """The position in an aligned tile: its indices and extents are below 2**31."""
     data, extents, strides = b.array(ty, array)
-    at, r, c = _wide(b, at), rows % ty.ndim, cols % ty.ndim
+    at, r, c = _widen_indices(b, at), rows % ty.ndim, cols % ty.ndim
     own_row = b.add(b.lshr(b.lane(), b.u32(2)), exchange.first_row(b))
     at[r] = b.add(at[r], b.zext(b.add(own_row, first_row), i64))
     at[c] = b.add(at[c], b.zext(exchange.first_column(b), i64))
     start = _address(b, data, at, strides)
-    return _Place(start, strides[r], strides[c], *(b.trunc(x, i32) for x in (at[r], at[c], extents[r], extents[c])))
+    return _LanePosition(start, strides[r], strides[c], *(b.trunc(x, i32) for x in (at[r], at[c], extents[r], extents[c])))
 
 
-def _seen(b, at, extent, most):
+def _visible_range(b, at, extent, most):
     """(begin, end) of the rows or columns, among the first `most` of a tile at index `at`, that lie inside the array."""
     zero, most = i64(0), i64(most)
 
@@ -138,12 +138,12 @@ def _seen(b, at, extent, most):
     return within(b.sub(zero, at)), within(b.sub(extent, at))
 
 
-def _looked_at(b, ty, exchange, array, spec, at, rows, cols, first_row, stores=False):
-    """The place of any tile or vector, for a lane that begins where its quad does. 16 bytes can be moved at a time if the
+def _check_at_run_time(b, ty, exchange, array, spec, at, rows, cols, first_row, stores=False):
+    """The position in any tile or vector, of a lane that begins where its quad does. 16 bytes can be moved at a time if the
     address and the stride of rows are multiples of 16 bytes, columns are adjacent, and the array begins and ends between two
     accesses."""
     data, extents, strides = b.array(ty, array)
-    at, r, c, size = _wide(b, at), rows % ty.ndim, cols % ty.ndim, spec.dtype.itemsize
+    at, r, c, size = _widen_indices(b, at), rows % ty.ndim, cols % ty.ndim, spec.dtype.itemsize
     start = _address(b, data, at, strides)
     if isinstance(spec, Row):  # stored by the first quad
         row, line, top, bottom = b.u32(0), i64(0), b.u32(0), b.u32(1)
@@ -151,20 +151,20 @@ def _looked_at(b, ty, exchange, array, spec, at, rows, cols, first_row, stores=F
             bottom = b.zext(b.icmp_unsigned("<", b.lane(), b.u32(QUAD)), i32)
     else:
         row, line = b.add(b.lshr(b.lane(), b.u32(2)), first_row), strides[r]
-        top, bottom = _seen(b, at[r], extents[r], 1 << 30)
-    left, right = _seen(b, at[c], extents[c], spec.cols)
+        top, bottom = _visible_range(b, at[r], extents[r], 1 << 30)
+    left, right = _visible_range(b, at[c], extents[c], spec.cols)
     bits = b.or_(b.trunc(b.or_(start, line), i32), b.mul(b.or_(left, right), b.u32(size)))
-    whole = b.icmp_unsigned("==", b.and_(bits, b.u32(WIDE - 1)), b.u32(0))
+    is_wide = b.icmp_unsigned("==", b.and_(bits, b.u32(WIDE - 1)), b.u32(0))
     if ty.layout != "C" or c != ty.ndim - 1:
-        whole = b.and_(whole, b.icmp_unsigned("==", strides[c], i64(size)))
+        is_wide = b.and_(is_wide, b.icmp_unsigned("==", strides[c], i64(size)))
     zero = b.u32(0)
     inside = b.sub(zero, top), b.sub(zero, left), b.sub(bottom, top), b.sub(right, left)
-    return _Place(start, line, strides[c], *inside, ptx.vote_all(b, whole)).moved(b, row, zero)
+    return _LanePosition(start, line, strides[c], *inside, ptx.vote_all(b, is_wide)).moved(b, row, zero)
 
 
 def _accesses(b, exchange, spec, place, anew=False, column=None):
     """(is it inside the array, its address) of each of this lane's accesses. column: the stride of columns; None: adjacent."""
-    line = _anew(b, place.start) if anew else place.start
+    line = _recomputed_address(b, place.start) if anew else place.start
     step = b.mul(i64(HALF * exchange.lines), place.line)
     for row in range(0, spec.rows, HALF * exchange.lines):
         inside = b.icmp_unsigned("<", b.add(place.down, b.u32(row)), place.height)
@@ -190,38 +190,38 @@ LOADS = "{.reg .pred p;\nsetp.ne.u32 p, $5, 0;\n" + "".join(f"mov.b32 ${k}, 0;\n
 LOADS += "@p ld.global.v4.b32 {$0, $1, $2, $3}, [$4];}"
 
 
-def _kept(_, words):
-    """Stands for an exchange where there is none: every lane keeps its words."""
+def _no_exchange(_, words):
+    """The exchange in which every lane keeps its words."""
     return words
 
 
 def lower_store(ty, spec, rows, cols, first_row, aligned, ordered=True):
     """The lowering of a store by a warp whose first row is `first_row(b)` of the tile. aligned: the kernel's promise. ordered:
     whether the tile's columns are in the array's order; otherwise each lane holds the 16 bytes that it accesses."""
-    stored = as_held(spec, SCALARS[ty.dtype])
+    stored = as_stored(spec, SCALARS[ty.dtype])
     access = access_bytes(aligned)
     exchange, text = exchange_for(stored, stored.dtype.itemsize, access), STORES[access]
-    side_by_side, in_pairs = (exchange, _kept) if ordered else (_kept, exchange)
+    side_by_side, in_pairs = (exchange, _no_exchange) if ordered else (_no_exchange, exchange)
 
     def lower(b, array, value, at, *_):
         value = value if stored == spec else b.from_elements(rt(32, 32, stored.dtype), b.elements(spec, value))
-        held = dict(zip(coordinates_of(stored), b.unpack(value), strict=True))
+        words_at = dict(zip(coordinates_of(stored), b.unpack(value), strict=True))
         where = b, ty, exchange, array, stored, at, rows, cols, first_row(b)
-        place = _promised(*where) if aligned else _looked_at(*where, stores=True)
+        place = _aligned_position(*where) if aligned else _check_at_run_time(*where, stores=True)
 
         def store(place):
             for (fits, address), four in zip(_accesses(b, exchange, stored, place), words_of(exchange, stored), strict=True):
-                b.do(text, address, *(b.bitcast(x, i32) for x in side_by_side(b, [held[at] for at in four])), fits)
+                b.do(text, address, *(b.bitcast(x, i32) for x in side_by_side(b, [words_at[at] for at in four])), fits)
 
         if aligned:
             return store(place)
-        with b.if_else(place.whole) as (at_once, by_words):
+        with b.if_else(place.is_wide) as (at_once, by_words):
             with at_once:
                 store(place.moved(b, exchange.first_row(b), exchange.first_column(b)))
             with by_words:
-                words = [in_pairs(b, [held[at] for at in four]) for four in words_of(exchange, stored)]
-                given = [[b.bitcast(x, i32) for x in four] for four in words]
-                _four_rounds(b, exchange, stored, place, given, _store_word)
+                words = [in_pairs(b, [words_at[at] for at in four]) for four in words_of(exchange, stored)]
+                values = [[b.bitcast(x, i32) for x in four] for four in words]
+                _four_rounds(b, exchange, stored, place, values, _store_word)
 
     return lower
 
@@ -229,23 +229,23 @@ def lower_store(ty, spec, rows, cols, first_row, aligned, ordered=True):
 def lower_store_bytes(ty, spec, rows, cols, first_row):
     """The lowering of a store to an fp8 array, of a tile in which each lane holds 16 bytes of a 2-byte array, so eight adjacent
     columns at a time. They are stored together, or one by one where the array does not allow it."""
-    like, held_as = rt(spec.rows, spec.cols, bf16), SCALARS[ty.dtype]
-    exchange, stored = EXCHANGES[2][0], rt(spec.rows, spec.cols, held_as)
+    like, stored_dtype = rt(spec.rows, spec.cols, bf16), SCALARS[ty.dtype]
+    exchange, stored = EXCHANGES[2][0], rt(spec.rows, spec.cols, stored_dtype)
 
     def lower(b, array, value, at, *_):
-        held = {spec.element(0, k): x for k, x in enumerate(b.elements(spec, value))}
-        runs = [[held[row, col + k] for row, col in four for k in (0, 1)] for four in words_of(exchange, like)]
-        words = [[b.quad(held_as, *run[k : k + 4]) for k in (0, 4)] for run in runs]
-        place = _looked_at(b, ty, exchange, array, stored, at, rows, cols, first_row(b), stores=True)
+        elements = {spec.element(0, k): x for k, x in enumerate(b.elements(spec, value))}
+        runs = [[elements[row, col + k] for row, col in four for k in (0, 1)] for four in words_of(exchange, like)]
+        words = [[b.quad(stored_dtype, *run[k : k + 4]) for k in (0, 4)] for run in runs]
+        place = _check_at_run_time(b, ty, exchange, array, stored, at, rows, cols, first_row(b), stores=True)
         mine = place.moved(b, exchange.first_row(b), exchange.first_column(b))
-        with b.if_else(place.whole) as (at_once, by_bytes):
+        with b.if_else(place.is_wide) as (at_once, by_bytes):
             with at_once:
                 for (fits, address), pair in zip(_accesses(b, exchange, stored, mine), words, strict=True):
                     b.do(HALF_STORE, address, *pair, fits)
             with by_bytes:
                 for k in range(8):
-                    here = mine.moved(b, b.u32(0), b.u32(k))
-                    strided = _accesses(b, exchange, stored, here, column=here.column)
+                    shifted = mine.moved(b, b.u32(0), b.u32(k))
+                    strided = _accesses(b, exchange, stored, shifted, column=shifted.column)
                     for (fits, address), pair in zip(strided, words, strict=True):
                         b.do(f"{{{GUARD}{STORE[1]}}}", address, b.lshr(pair[k // 4], b.u32(8 * (k % 4))), fits)
 
@@ -254,21 +254,21 @@ def lower_store_bytes(ty, spec, rows, cols, first_row):
 
 def lower_load(ty, spec, rows, cols, first_row, aligned, ordered=True):
     """The lowering of a load; arguments as for `lower_store`."""
-    loaded = as_held(spec, SCALARS[ty.dtype])
+    loaded = as_stored(spec, SCALARS[ty.dtype])
     exchange, register = exchange_for(loaded, loaded.dtype.itemsize), f32 if loaded.dtype.itemsize == 4 else i32
-    side_by_side, in_pairs = (exchange, _kept) if ordered else (_kept, exchange)
+    side_by_side, in_pairs = (exchange, _no_exchange) if ordered else (_no_exchange, exchange)
 
     def lower(b, array, _, at, *__):
-        find = _promised if aligned else _looked_at
+        find = _aligned_position if aligned else _check_at_run_time
         place = find(b, ty, exchange, array, loaded, at, rows, cols, first_row(b))
 
         def load(place):
             accesses = list(_accesses(b, exchange, loaded, place, True))
-            brought = [load_four(b, address, fits) for fits, address in accesses]
-            return [side_by_side(b, [b.bitcast(x, register) for x in words]) for words in brought]
+            loaded_words = [load_four(b, address, fits) for fits, address in accesses]
+            return [side_by_side(b, [b.bitcast(x, register) for x in words]) for words in loaded_words]
 
         if aligned:
-            found = load(place)
+            accesses = load(place)
         else:
 
             def at_once():
@@ -280,9 +280,9 @@ def lower_load(ty, spec, rows, cols, first_row, aligned, ordered=True):
                 accesses = _four_rounds(b, exchange, loaded, place, zeros, _load_word)
                 return [x for words in accesses for x in in_pairs(b, [b.bitcast(x, register) for x in words])]
 
-            words = b.choose(place.whole, at_once, word_by_word)
-            found = [words[k : k + 4] for k in range(0, len(words), 4)]
-        value = packed(b, loaded, found)
+            words = b.choose(place.is_wide, at_once, word_by_word)
+            accesses = [words[k : k + 4] for k in range(0, len(words), 4)]
+        value = packed(b, loaded, accesses)
         return value if loaded == spec else b.from_elements(spec, b.elements(rt(32, 32, loaded.dtype), value))
 
     return lower
@@ -293,26 +293,26 @@ def load_four(b, address, inside):
     return b.unpack(b.asm(struct([i32] * 4), LOADS, "=&r,=&r,=&r,=&r,l,r", address, inside))
 
 
-def packed(b, spec, found):
-    """The tile of type `spec` that consists of these words, four for each of a lane's accesses."""
-    held = {}
-    for coordinates, words in zip(words_of(exchange_for(spec, spec.dtype.itemsize), spec), found, strict=True):
-        held |= zip(coordinates, words, strict=True)
-    return b.pack([held[at] for at in coordinates_of(spec)])
+def packed(b, spec, accesses):
+    """The tile of type `spec` made of these words, four for each of a lane's accesses."""
+    words_at = {}
+    for coordinates, words in zip(words_of(exchange_for(spec, spec.dtype.itemsize), spec), accesses, strict=True):
+        words_at |= zip(coordinates, words, strict=True)
+    return b.pack([words_at[at] for at in coordinates_of(spec)])
 
 
 def accesses_of(b, spec, value):
-    """The reverse of `packed`: (where in the tile lane 0's first word lies, the words) of each of a lane's accesses."""
-    held = dict(zip(coordinates_of(spec), b.unpack(value), strict=True))
+    """The inverse of `packed`: (tile coordinates of lane 0's first word, the words) of each of a lane's accesses."""
+    words_at = dict(zip(coordinates_of(spec), b.unpack(value), strict=True))
     for coordinates in words_of(exchange_for(spec, spec.dtype.itemsize), spec):
-        yield coordinates[0], [held[at] for at in coordinates]
+        yield coordinates[0], [words_at[at] for at in coordinates]
 
 
 # ---- word by word --------------------------------------------------------------------------------------------------
-def _four_rounds(b, exchange, spec, place, held, move):
-    """Move a tile word by word. held: the four words of each of a lane's accesses, before an exchange; returned are the words
+def _four_rounds(b, exchange, spec, place, accesses, move):
+    """Move a tile word by word. accesses: the four words of each of a lane's accesses, before an exchange. Returns the words
     after `word = move(b, bytes an element, word, where)`, where being (is it inside the array, its address) of each element of
-    the word. Each round moves one word of every access; the words of a quad lie side by side."""
+    the word. Each round moves one word of every access; the words of a quad are adjacent."""
     size = spec.dtype.itemsize
     elements = 4 // size
     step, section = b.mul(i64(HALF * exchange.lines), place.line), b.mul(i64(exchange.columns), place.column)
@@ -337,22 +337,22 @@ def _four_rounds(b, exchange, spec, place, held, move):
             line = ptx.opaque(b, b.add(line, step))
         return words
 
-    words = b.repeat(4, [*itertools.chain(*held)], move_one_word)
+    words = b.repeat(4, [*itertools.chain(*accesses)], move_one_word)
     return [words[k : k + 4] for k in range(0, len(words), 4)]
 
 
 def _load_word(b, size, _, where):
-    """Loads the elements of a word; the word, as an integer."""
+    """Load the elements of a word; returns the word, as an integer."""
     word, letter = (f32, "f") if size == 4 else (i32, "r")
     text = f"{{{GUARD}{LOAD[size]}}}"
-    found = [b.asm(word, text, f"={letter},l,r", address, inside) for inside, address in where]
+    elements = [b.asm(word, text, f"={letter},l,r", address, inside) for inside, address in where]
     if size == 2:
-        return b.or_(b.and_(found[0], b.u32(0xFFFF)), b.shl(found[1], b.u32(16)))
-    return b.bitcast(found[0], i32) if size == 4 else joined(b, found)[0]
+        return b.or_(b.and_(elements[0], b.u32(0xFFFF)), b.shl(elements[1], b.u32(16)))
+    return b.bitcast(elements[0], i32) if size == 4 else joined(b, elements)[0]
 
 
 def _store_word(b, size, word, where):
-    """Stores the elements of a word; the word."""
+    """Store the elements of a word; returns the word."""
     for k, (inside, address) in enumerate(where):
         element = b.bitcast(word, f32) if size == 4 else b.lshr(word, b.u32(8 * size * k))
         b.do(f"{{{GUARD}{STORE[size]}}}", address, element, inside)

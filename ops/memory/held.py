@@ -1,16 +1,17 @@
-"""A warp's tile in global memory as its lanes hold it: sums that many blocks add to, and that a later kernel takes up again.
+"""A warp's tile in global memory in the order in which its lanes hold it: sums that many blocks add to, and that a later kernel
+loads.
 
     add_held(sums, part, (pair, row, 0))
     part = load_held(sums, rt(16, 64, fp32), (pair, row, 0))
 
-The lanes' first elements lie side by side, then their second ones, and so on: each instruction of a warp adds or loads 128
-bytes that lie together, from one address. What order rows and columns have there only a load of the same type knows.
+The lanes' first elements are adjacent, then their second ones, and so on: each instruction of a warp adds or loads 128 adjacent
+bytes, from one address. Only a load of the same type knows the order of rows and columns.
 
-A warpgroup's tile can go by way of a shared tile, from which TMA adds it. There a lane's elements lie by fours, 16 bytes:
+A warpgroup's tile can go through a shared tile, from which TMA adds it. There a lane's elements are adjacent by fours, 16
+bytes:
 
     warpgroup.store_held(tile, part)
-    part = load_held(sums, rt(16, 64, fp32), (pair, row, 0), 4)
-"""
+    part = load_held(sums, rt(16, 64, fp32), (pair, row, 0), 4)"""
 
 import numpy as np
 
@@ -26,20 +27,20 @@ from tiles.op import integer, lowers, op
 from tiles.types import rt, st
 
 from ..threads.warps import FOUR_WARPS
-from .shared_tiles import said
+from .shared_tiles import describe_index
 
-QUAD = 4  # elements of a lane that lie together in shared memory
+QUAD = 4  # elements of a lane that are adjacent in shared memory
 ROW = 8 * QUAD  # columns of a shared tile that takes held ones: eight lanes' elements, a row of all banks
 
 
 def _line(array, spec, at, together):
-    """The part of a global array from index `at` on that a tile takes, as a line."""
-    whole, start = np.asarray(array), int(np.dot([int(i) for i in at], array.strides)) // fp32.itemsize
-    if not whole.flags.c_contiguous:
+    """The elements of a global array, from index `at` on, that a tile takes."""
+    flat, start = np.asarray(array), int(np.dot([int(i) for i in at], array.strides)) // fp32.itemsize
+    if not flat.flags.c_contiguous:
         raise current_warp().hazard(f"held tiles lie in C-ordered arrays, and this one's strides are {array.strides}")
-    if not 0 <= start <= whole.size - LANES * spec.elements:
+    if not 0 <= start <= flat.size - LANES * spec.elements:
         raise current_warp().hazard(f"index {at} and a tile behind it are out of range for an array of shape {array.shape}")
-    line = whole.reshape(-1)[start : start + LANES * spec.elements]
+    line = flat.reshape(-1)[start : start + LANES * spec.elements]
     if line.ctypes.data % (together * fp32.itemsize):
         raise current_warp().hazard(
             f"{together} elements go together, and those at index {at} begin at {line.ctypes.data:#x}, no multiple"
@@ -48,7 +49,7 @@ def _line(array, spec, at, together):
 
 
 def _places(spec, together=1):
-    """Where in that line each of a tile's elements lies, so many of a lane's side by side."""
+    """The position among them of each of a tile's elements, with so many adjacent ones of a lane."""
     lane, index = np.arange(LANES)[:, None], np.arange(spec.elements)
     places = np.empty(spec.shape, np.int64)
     places[spec.element(lane, index)] = (LANES * (index // together) + lane) * together + index % together
@@ -58,8 +59,8 @@ def _places(spec, together=1):
 @op
 def add_held(target, value, at, together=1):
     """Add an fp32 tile in registers to a global array, from index `at` on, in the order in which the lanes hold it. Each
-    element is added atomically, and nobody waits for it. target: C-ordered, fp32; a tile takes as many elements as it has.
-    together: 4 adds four elements of a lane at once, which are then adjacent (sm_90 and later)."""
+    element is added atomically, and nothing waits for the sums. target: C-ordered, fp32; a tile takes as many elements as it
+    has. together: 4 adds four elements of a lane at once, which are then adjacent (sm_90 and later)."""
     line = _line(target, value.spec, at, together)
     current_warp().touches(target, READ)  # too: two blocks that add to one place must not do so at once
     line[_places(value.spec, together)] += value.array
@@ -90,7 +91,9 @@ def _check(name, array, spec, at):
     if not isinstance(array, types.Array) or SCALARS.get(array.dtype) is not fp32:
         raise TypeError(f"{name}: takes a global array of fp32, got {array}")
     if not (isinstance(at, types.BaseTuple) and len(at) == array.ndim and all(map(integer, at))):
-        raise TypeError(f"{name}: `at` must be {array.ndim} integers for an array of {array.ndim} axes, got {said(at)}")
+        raise TypeError(
+            f"{name}: `at` must be {array.ndim} integers for an array of {array.ndim} axes, got {describe_index(at)}"
+        )
 
 
 def _first(b, array, value, at, together=1):
@@ -102,7 +105,7 @@ def _first(b, array, value, at, together=1):
 
 
 def _addresses(b, array, value, spec, at):
-    """Of this lane's elements."""
+    """The addresses of this lane's elements."""
     address = _first(b, array, value, at)
     return [b.add(address, i64(LANES * fp32.itemsize * k)) for k in range(spec.elements)]
 
@@ -114,13 +117,13 @@ def _(target, value, at, together: int):
         raise TypeError(f"add_held: 1 or {QUAD} of a lane's elements lie together, got {together}")
 
     def emit(b, vtarget, registers, vat, _):
-        held = b.unpack(registers)
+        elements = b.unpack(registers)
         if together == QUAD:
             address = _first(b, target, vtarget, vat, QUAD)
             for k in range(0, value.elements, QUAD):
-                ptx.add_four_global(b, b.add(address, i64(fp32.itemsize * LANES * k)), held[k : k + QUAD])
+                ptx.add_four_global(b, b.add(address, i64(fp32.itemsize * LANES * k)), elements[k : k + QUAD])
             return
-        for address, x in zip(_addresses(b, target, vtarget, value, vat), held, strict=True):
+        for address, x in zip(_addresses(b, target, vtarget, value, vat), elements, strict=True):
             ptx.add_global(b, address, x)
 
     return void, emit
@@ -135,12 +138,12 @@ def _(source, spec: type, at, together: int):
     def emit(b, vsource, _, vat, __):
         if together == 1:
             return b.pack([b.asm(f32, "ld.global.f32 $0, [$1];", "=f,l", a) for a in _addresses(b, source, vsource, spec, vat)])
-        address, found = _first(b, source, vsource, vat, QUAD), []
+        address, elements = _first(b, source, vsource, vat, QUAD), []
         for k in range(0, spec.elements, QUAD):
             four = struct([f32] * QUAD)
             load = "ld.global.v4.f32 {$0, $1, $2, $3}, [$4];"
-            found += b.unpack(b.asm(four, load, "=f,=f,=f,=f,l", b.add(address, i64(fp32.itemsize * LANES * k))))
-        return b.pack(found)
+            elements += b.unpack(b.asm(four, load, "=f,=f,=f,=f,l", b.add(address, i64(fp32.itemsize * LANES * k))))
+        return b.pack(elements)
 
     return spec, emit
 

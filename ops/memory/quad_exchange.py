@@ -1,8 +1,7 @@
-"""How the lanes of a quad exchange what they hold of a tile for 16 bytes of an array that lie side by side.
+"""How the lanes of a quad exchange elements of a register tile so that each accesses 16 adjacent bytes of an array.
 
-A lane of an accumulator holds pairs of neighbouring columns (runs of four if they are bytes). The lanes of a quad hold a row
-between them, in sections of eight columns (of bytes sixteen), and exchange pairs so that each ends up with 16 bytes that lie
-side by side:
+A lane of an accumulator has pairs of neighbouring columns (runs of four if they are bytes). The lanes of a quad have a row
+between them, in sections of eight columns (of bytes sixteen), and exchange pairs so that each ends up with 16 adjacent bytes:
 
     2 bytes an element          before: columns 2t, 2t+1 of each of four sections             lane t of the quad
                                 after:  all eight columns of section t
@@ -12,10 +11,9 @@ side by side:
     4 bytes                     before: columns 2t, 2t+1 of each of two sections
                                 after:  four columns of section t % 2, the first four if t < 2
 
-The exchange is its own inverse: after a load it turns 16 bytes that lie side by side into a lane's pairs. Where the order of
-columns does not matter (unordered.py), 16 bytes stay with the lane that loaded them, and only what is moved word by word is
-exchanged.
-"""
+The exchange is its own inverse: after a load it turns 16 adjacent bytes into a lane's pairs. Where the order of columns does
+not matter (unordered.py), 16 bytes stay with the lane that loaded them, and only elements that are moved word by word are
+exchanged."""
 
 import itertools
 from dataclasses import dataclass
@@ -114,9 +112,9 @@ class Row:
         return 0, row_vec_element(lane, index)
 
 
-def as_held(spec, held):
-    """The type of the same tile or vector with the elements of the array, of dtype `held`."""
-    return rt(spec.rows, spec.cols, held) if isinstance(spec, rt) else Row(spec.length, held)
+def as_stored(spec, stored_dtype):
+    """The type of the same tile or vector with the array's dtype."""
+    return rt(spec.rows, spec.cols, stored_dtype) if isinstance(spec, rt) else Row(spec.length, stored_dtype)
 
 
 def columns_at_once(size):
@@ -124,17 +122,17 @@ def columns_at_once(size):
     return EXCHANGES[size][0].columns
 
 
-def order(spec, held):
-    """For each column of a tile or vector of type `spec` the column of the array, of dtype `held`, if lanes exchange
+def order(spec, stored_dtype):
+    """For each column of a tile or vector of type `spec` the column of the array, of dtype `stored_dtype`, if lanes exchange
     nothing."""
-    exchange, elements, columns = EXCHANGES[held.itemsize][0], 4 // held.itemsize, spec.shape[1]
-    lanes, (low, high), found = np.arange(QUAD), exchange.column, np.empty(columns, int)
+    exchange, elements, columns = EXCHANGES[stored_dtype.itemsize][0], 4 // stored_dtype.itemsize, spec.shape[1]
+    lanes, (low, high), columns_of = np.arange(QUAD), exchange.column, np.empty(columns, int)
     lane_first = (lanes & 1) * low + (lanes >> 1) * high
-    for first, words in zip(range(0, columns, exchange.columns), words_of(exchange, as_held(spec, held))):
+    for first, words in zip(range(0, columns, exchange.columns), words_of(exchange, as_stored(spec, stored_dtype))):
         for k, (_, col) in enumerate(words):
             for e in range(elements):
-                found[col + max(elements, 2) * lanes + e] = first + lane_first + elements * k + e
-    return found
+                columns_of[col + max(elements, 2) * lanes + e] = first + lane_first + elements * k + e
+    return columns_of
 
 
 def words_of(exchange, spec):
@@ -147,6 +145,6 @@ def words_of(exchange, spec):
 
 
 def coordinates_of(spec):
-    """Where in the tile lane 0's words lie, in the order of its registers."""
+    """The tile coordinates of lane 0's words, in the order of its registers."""
     step = 4 // spec.dtype.itemsize
     return [spec.element(0, k) for k in range(0, spec.elements, step)]

@@ -16,7 +16,7 @@ from tiles.types import rt
 from ..elementwise.convert import converted
 
 
-def said(at):
+def describe_index(at):
     """The type of an index in a user's words: (int, float32)."""
     return f"({', '.join('int' if integer(i) else str(i) for i in at)})" if isinstance(at, types.BaseTuple) else at
 
@@ -38,7 +38,7 @@ def check(name, tile, verb, spec, at, warps):
     except ValueError as error:
         raise TypeError(f"{name}: {tile} does not {verb} {spec}: {error}") from None
     if at is not None:
-        raise TypeError(f"{name}: `at` is for global arrays; a shared tile is taken whole, got {said(at)}")
+        raise TypeError(f"{name}: `at` is for global arrays; a shared tile is taken whole, got {describe_index(at)}")
 
 
 def shifts(b, run=2):
@@ -149,42 +149,42 @@ def _by_matrices(tile, spec):
 
 def lower_store(tile, spec, first_row):
     """The lowering of a store to rows first_row(b).. of a shared tile."""
-    held, by_row = replace(spec, dtype=tile.dtype), spec.layout == "row"
+    stored, by_row = replace(spec, dtype=tile.dtype), spec.layout == "row"
 
     def lower(b, address, value, *_):
         row = first_row(b)
-        registers = converted(b, spec, held, value)
+        registers = converted(b, spec, stored, value)
         if tile.dtype.itemsize == 4:
             step = 2 if by_row else 1
             text = "st.shared.v2.f32 [$0], {$1, $2};" if by_row else "st.shared.f32 [$0], $1;"
-            turn = _turn(b, tile, held)
+            turn = _turn(b, tile, stored)
             parts = _take_turns(b, *turn[:2], [registers[k : k + step] for k in range(0, len(registers), step)])
-            for at, part in zip(lane_addresses(b, tile, held, address, row, step, turn), parts, strict=True):
+            for at, part in zip(lane_addresses(b, tile, stored, address, row, step, turn), parts, strict=True):
                 b.do(text, at, *part)
             return
         matrices = b.since(90)
-        if _by_matrices(tile, held):
+        if _by_matrices(tile, stored):
             with b.if_then(matrices):
-                for k, at in enumerate(matrix_addresses(b, tile, held, address, row)):
+                for k, at in enumerate(matrix_addresses(b, tile, stored, address, row)):
                     ptx.stmatrix(b, at, registers[4 * k : 4 * k + 4], transposed=not by_row)
             with b.if_then(b.not_(matrices)):
-                _store_words(b, tile, held, address, registers, row)
+                _store_words(b, tile, stored, address, registers, row)
         else:
-            _store_words(b, tile, held, address, registers, row)
+            _store_words(b, tile, stored, address, registers, row)
 
     return lower
 
 
 def lower_load(tile, spec, first_row, fenced=True):
     """The lowering of a load from rows first_row(b).. of a shared tile. fenced: may TMA write there then?"""
-    held, by_row = replace(spec, dtype=tile.dtype), spec.layout == "row"
+    stored, by_row = replace(spec, dtype=tile.dtype), spec.layout == "row"
 
     def read(b, address, row):
-        if _by_matrices(tile, held):
-            addresses = matrix_addresses(b, tile, held, address, row)
+        if _by_matrices(tile, stored):
+            addresses = matrix_addresses(b, tile, stored, address, row)
             return [register for at in addresses for register in ptx.ldmatrix(b, at, transposed=not by_row)]
-        turn = _turn(b, tile, held)
-        addresses = lane_addresses(b, tile, held, address, row, 2 if by_row else 1, turn)
+        turn = _turn(b, tile, stored)
+        addresses = lane_addresses(b, tile, stored, address, row, 2 if by_row else 1, turn)
         if tile.dtype.itemsize == 1:
             parts = [[b.asm(i32, "ld.shared.b8 $0, [$1];", "=r,r", at)] for at in addresses]
             return joined(b, [byte for (byte,) in _take_turns(b, *turn[:2], parts)])
@@ -199,6 +199,6 @@ def lower_load(tile, spec, first_row, fenced=True):
         registers = read(b, address, first_row(b))
         if fenced:
             ptx.reads_done(b)
-        return b.pack(converted(b, held, spec, b.pack(registers)))
+        return b.pack(converted(b, stored, spec, b.pack(registers)))
 
     return lower

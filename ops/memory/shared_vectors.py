@@ -39,10 +39,10 @@ def check(name, vector, verb, spec, at, warps):
 def addresses(b, vector, spec, address, first):
     """The elements that go together (two if the lane's lie in pairs, else one) and the address of each such access."""
     lane, step = b.lane(), 1 if spec.by_quad else 2
-    own = b.lshr(lane, b.u32(2)) if spec.by_quad else b.mul(b.and_(lane, b.u32(3)), b.u32(2))
+    index = b.lshr(lane, b.u32(2)) if spec.by_quad else b.mul(b.and_(lane, b.u32(3)), b.u32(2))
     if spec.axis == "col_vec":
-        own = b.add(own, first)
-    start = ptx.opaque(b, b.add(address, b.mul(own, b.u32(vector.dtype.itemsize))))
+        index = b.add(index, first)
+    start = ptx.opaque(b, b.add(address, b.mul(index, b.u32(vector.dtype.itemsize))))
     for i in range(0, spec.elements, step):
         yield slice(i, i + step), b.add(start, b.u32(spec.element(0, i) * vector.dtype.itemsize))
 
@@ -81,15 +81,15 @@ def store_elements(b, dtype, elements, at, instruction="st.shared", *bars):
     """Store neighbours (as many as load_elements brings), given as fp32, at an address in shared memory. bars: the address that
     an asynchronous instruction is told last; such store 4 bytes or more."""
     if dtype.itemsize == 4:
-        given, kind = b.unpack(b.from_elements(rt(16, 16, dtype), elements)), ["f32", "v2.f32"][len(elements) - 1]
+        values, kind = b.unpack(b.from_elements(rt(16, 16, dtype), elements)), ["f32", "v2.f32"][len(elements) - 1]
     else:
         word = b.pair if dtype.itemsize == 2 else b.quad
-        given, kind = [word(dtype, *(elements * dtype.run)[: dtype.run])], f"b{8 * len(elements) * dtype.itemsize}"
+        values, kind = [word(dtype, *(elements * dtype.run)[: dtype.run])], f"b{8 * len(elements) * dtype.itemsize}"
     if kind == "b16":
-        b.do(f"{{.reg .b16 lo, hi;\nmov.b32 {{lo, hi}}, $1;\n{instruction}.b16 [$0], lo;}}", at, *given)
+        b.do(f"{{.reg .b16 lo, hi;\nmov.b32 {{lo, hi}}, $1;\n{instruction}.b16 [$0], lo;}}", at, *values)
         return
-    names, tail = "$1" if len(given) == 1 else "{$1, $2}", "".join(f", [${1 + len(given)}]" for _ in bars)
-    b.do(f"{instruction}.{kind} [$0], {names}{tail};", at, *given, *bars)
+    names, tail = "$1" if len(values) == 1 else "{$1, $2}", "".join(f", [${1 + len(values)}]" for _ in bars)
+    b.do(f"{instruction}.{kind} [$0], {names}{tail};", at, *values, *bars)
 
 
 def lower_store(vector, spec, first_row):

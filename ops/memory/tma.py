@@ -22,7 +22,7 @@ from tiles.ring import check_tensor, elected
 from tiles.types import st, sv
 
 from ..threads.warps import FOUR_WARPS, THREADS
-from .shared_tiles import said
+from .shared_tiles import describe_index
 
 
 def _to_global(warp, target, at, tile, fold=None):
@@ -76,7 +76,7 @@ def store_wait(newer=0):
 def _check(name, target, at):
     check_tensor(name, target)
     if not (isinstance(at, types.BaseTuple) and 1 <= len(at) <= target.rank and all(map(integer, at))):
-        raise TypeError(f"{name}: `at` must be up to {target.rank} integers, got {said(at)}")
+        raise TypeError(f"{name}: `at` must be up to {target.rank} integers, got {describe_index(at)}")
 
 
 def rule(name, fold, dtypes=None, meet=FOUR_WARPS.emit_meet, threads=THREADS):

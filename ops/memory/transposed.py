@@ -56,10 +56,10 @@ def _(tile, value):
     ok = isinstance(tile, st) and tile.dtype.itemsize == 2 and tile.cols == tile.panel_cols == WARPGROUP * BASE
     if not (ok and isinstance(value, rt) and value.shape == (BASE, tile.rows) and value.layout == "row"):
         raise TypeError(f"store_transposed: takes a 2-byte st(k, 64) and rt(16, k) in row layout, got {tile} and {value}")
-    held, transpose = replace(value, dtype=tile.dtype), rt(tile.rows, BASE, tile.dtype, "col")
+    stored, transpose = replace(value, dtype=tile.dtype), rt(tile.rows, BASE, tile.dtype, "col")
 
     def emit(b, address, registers):
-        registers = b.unpack(registers if held == value else b.from_elements(held, b.elements(value, registers)))
+        registers = b.unpack(registers if stored == value else b.from_elements(stored, b.elements(value, registers)))
         first = b.mul(FOUR_WARPS.emit_rank(b), b.u32(BASE))
         for k, at in enumerate(matrix_addresses(b, tile, transpose, address, b.u32(0), first_col=first)):
             ptx.stmatrix(b, at, registers[4 * k : 4 * k + 4], transposed=True)

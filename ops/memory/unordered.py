@@ -49,24 +49,24 @@ def load_unordered(source, spec, at, rows=-2, cols=-1, aligned=None):
 def store_unordered(target, value, at, rows=-2, cols=-1):
     """target[...] = value, as `store`, for a tile with columns as `load_unordered` gave them: those of arrays with as many
     bytes an element; for an fp8 array those of 2-byte arrays, unless the tile itself is fp8."""
-    held = DTYPES[target.dtype]
-    places = np.argsort(quad_exchange.order(value.spec, bf16 if _narrows(value.spec, held) else held))
-    store_rows(target, Tile(value.spec, held.round(value.array[:, places])), at, rows, cols, None, 0)
+    stored_dtype = DTYPES[target.dtype]
+    places = np.argsort(quad_exchange.order(value.spec, bf16 if _narrows(value.spec, stored_dtype) else stored_dtype))
+    store_rows(target, Tile(value.spec, stored_dtype.round(value.array[:, places])), at, rows, cols, None, 0)
 
 
-def _narrows(spec, held):
+def _narrows(spec, stored_dtype):
     """Does a tile become fp8 as it is stored?"""
-    return held.itemsize == 1 < spec.dtype.itemsize
+    return stored_dtype.itemsize == 1 < spec.dtype.itemsize
 
 
 def _check(name, array, spec, rows, cols, stores=False):
     vector = isinstance(spec, rv) and not stores
     if not isinstance(array, types.Array) or not (isinstance(spec, rt) or vector):
         raise TypeError(f"{name}: takes register tiles and global arrays, got {spec} and {array}")
-    held, moved = SCALARS[array.dtype], spec
-    if stores and _narrows(spec, held) and spec.cols % QUAD_OF_16 == 0:
-        moved = replace(spec, dtype=held)
-    columns = quad_exchange.columns_at_once(2 if moved is not spec else held.itemsize)
+    stored_dtype, moved = SCALARS[array.dtype], spec
+    if stores and _narrows(spec, stored_dtype) and spec.cols % QUAD_OF_16 == 0:
+        moved = replace(spec, dtype=stored_dtype)
+    columns = quad_exchange.columns_at_once(2 if moved is not spec else stored_dtype.itemsize)
     if not global_vectorized.suits(array, moved, rows, cols) or spec.shape[1] % columns:
         raise TypeError(
             f"{name}: takes tiles in row layout of a multiple of {columns} columns, along the later of two axes, "
@@ -113,19 +113,19 @@ def store_widened(tile, value):
     current_warp().write(tile, value.array[:, np.argsort(quad_exchange.order(value.spec, value.dtype))])
 
 
-def _fits(spec, held):
+def _fits(spec, stored_dtype):
     """Is it a type that these take, of elements of type `held`?"""
     shaped = isinstance(spec, rt) and spec.rows == BAND and spec.cols % QUAD_OF_8 == 0
-    return shaped and spec.dtype is held and held.itemsize == 1 and spec.layout == "row"
+    return shaped and spec.dtype is stored_dtype and stored_dtype.itemsize == 1 and spec.layout == "row"
 
 
 @lowers(load_pages)
 def _(pool, spec: type, found, at, last):
-    held = SCALARS.get(pool.dtype) if isinstance(pool, types.Array) else None
-    if not _fits(spec, held):
+    stored_dtype = SCALARS.get(pool.dtype) if isinstance(pool, types.Array) else None
+    if not _fits(spec, stored_dtype):
         raise TypeError(f"load_pages: takes an fp8 array and a type rt({BAND}, {QUAD_OF_8} n) of its dtype, got {spec}, {pool}")
     if not (isinstance(found, types.UniTuple) and found.count in (2 * BAND // quad_exchange.HALF, 2 * BAND)):
-        raise TypeError(f"load_pages: takes what look_up has found for st({BAND}, n, {held}, {QUAD_OF_8}), got {found}")
+        raise TypeError(f"load_pages: takes what look_up has found for st({BAND}, n, {stored_dtype}, {QUAD_OF_8}), got {found}")
     if not (isinstance(at, types.BaseTuple) and len(at) == pool.ndim - 1 and all(map(integer, (last, *at)))):
         raise TypeError(f"load_pages: `at` must be {pool.ndim - 1} integers and `last` one, got {at} and {last}")
 
@@ -136,9 +136,9 @@ def _(pool, spec: type, found, at, last):
             data = b.add(data, b.mul(b.sext(index, i64) if index.type.width < 64 else index, stride))
         lane, rows = b.lane(), b.unpack(vfound)
         data = b.add(data, b.zext(b.mul(b.and_(lane, b.u32(3)), b.u32(16)), i64))
-        own, words = b.add(b.u32(first), b.lshr(lane, b.u32(2))), []
+        row, words = b.add(b.u32(first), b.lshr(lane, b.u32(2))), []
         for down, number, inside in zip(range(0, BAND, quad_exchange.HALF), rows[::2], rows[1::2], strict=True):
-            exists = b.zext(b.icmp_signed("<", b.add(own, b.u32(down)), b.u32(vlast)), own.type)
+            exists = b.zext(b.icmp_signed("<", b.add(row, b.u32(down)), b.u32(vlast)), row.type)
             line = b.add(data, b.add(b.mul(b.sext(number, i64), strides[0]), b.mul(b.zext(inside, i64), strides[1])))
             for col in range(0, spec.cols, QUAD_OF_8):
                 words.append(global_vectorized.load_four(b, b.add(line, i64(col)), exists))
@@ -151,8 +151,8 @@ def _widened(b, spec, words, to):
     """Words of four fp8 elements each, as words of two of dtype `to`. fp16 holds them as they are."""
     if to is fp16:
         return [b.halves(spec.dtype, word, part) for word in words for part in ("lo", "hi")]
-    found = b.elements(spec, b.pack(words))
-    return [b.pair(to, *found[k : k + 2]) for k in range(0, len(found), 2)]
+    elements = b.elements(spec, b.pack(words))
+    return [b.pair(to, *elements[k : k + 2]) for k in range(0, len(elements), 2)]
 
 
 @lowers(store_widened)

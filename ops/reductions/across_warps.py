@@ -34,11 +34,11 @@ VOTES: WeakKeyDictionary = WeakKeyDictionary()  # barrier: {how often it had ope
 def reduced(group, kind, x, scratch):
     """What a reduction means: of the parts that the group's warps bring, element by element."""
     warp, ufunc, room = current_warp(), FOLDS[kind][0], _room(x)
-    own, size = group.rank(warp), group.size(warp)
+    rank, size = group.rank(warp), group.size(warp)
     if size * room > scratch.length:
         raise warp.hazard(f"{size} warps bring {room} elements each, and scratch is {scratch.spec}")
     group.meet(warp, fence=False)
-    warp.write(scratch, np.broadcast_to(_wide(x), room), range(room * own, room * (own + 1)))
+    warp.write(scratch, np.broadcast_to(_wide(x), room), range(room * rank, room * (rank + 1)))
     group.meet(warp, fence=False)
     parts = warp.read(scratch, range(room * size), fence=False).reshape(size, room)
     out = ufunc.reduce(parts, axis=0)
@@ -101,7 +101,7 @@ def _reduction(group, name, kind):
         if not (isinstance(scratch, sv) and scratch.dtype is fp32 and scratch.length >= room * (group.warps or 1)):
             least = f"{group.warps} x {room} elements or more" if group.warps else f"{room} elements a warp"
             raise TypeError(f"{group.name}.{name}: scratch must be an fp32 shared vector of {least}, got {scratch}")
-        held = replace(x, dtype=fp32) if isinstance(x, rv) else None
+        stored = replace(x, dtype=fp32) if isinstance(x, rv) else None
         parts = group.warps or scratch.length // room
 
         def at(b, address, part):
@@ -109,27 +109,27 @@ def _reduction(group, name, kind):
 
         def lower(b, value, address):
             group.emit_meet(b, fence=False)
-            own = at(b, address, group.emit_rank(b))
-            if held:
-                shared_vectors.lower_store(scratch, held, lambda b: b.u32(0))(b, own, b.pack(b.elements(x, value)))
+            own_address = at(b, address, group.emit_rank(b))
+            if stored:
+                shared_vectors.lower_store(scratch, stored, lambda b: b.u32(0))(b, own_address, b.pack(b.elements(x, value)))
             else:
                 with b.if_then(elected(b, LANES)):
-                    b.do("st.shared.f32 [$0], $1;", own, b.real(value))
+                    b.do("st.shared.f32 [$0], $1;", own_address, b.real(value))
             group.emit_meet(b, fence=False)
             size, folded = group.emit_warps(b), None
             for k in range(parts):
-                found = at(b, address, k)
-                found = (
-                    shared_vectors.read(b, scratch, held, found, b.u32(0))
-                    if held
-                    else shared_vectors.load_elements(b, fp32, 1, found)
+                values = at(b, address, k)
+                values = (
+                    shared_vectors.read(b, scratch, stored, values, b.u32(0))
+                    if stored
+                    else shared_vectors.load_elements(b, fp32, 1, values)
                 )
                 if not group.warps:  # scratch may have room for more warps than there are
                     present = b.icmp_unsigned(">", size, b.u32(k))
-                    found = [b.select(present, e, b.real(NEUTRAL[kind])) for e in found]
-                folded = [combine(b, e, f) for e, f in zip(folded, found, strict=True)] if folded else found
-            return b.from_elements(x, folded) if held else folded[0]
+                    values = [b.select(present, e, b.real(NEUTRAL[kind])) for e in values]
+                folded = [combine(b, e, f) for e, f in zip(folded, values, strict=True)] if folded else values
+            return b.from_elements(x, folded) if stored else folded[0]
 
-        return x if held else types.float32, lower
+        return x if stored else types.float32, lower
 
     return rule

@@ -224,10 +224,10 @@ def _(tile):
     def emit(b, value):
         elements = b.elements(tile, value)
         weighted = [fmul(b, x, b.real(n)) for x, n in zip(elements, numbers, strict=True)]
-        found = _fold_lane(b, tile, out, weighted, fadd)
+        partial = _fold_lane(b, tile, out, weighted, fadd)
         sums = _fold_lane(b, tile, out, elements, fadd)
         further = b.real(b.mul(b.and_(b.lane(), b.u32(3)), b.u32(2)))
-        return b.from_elements(out, [fadd(b, x, fmul(b, y, further)) for x, y in zip(found, sums, strict=True)])
+        return b.from_elements(out, [fadd(b, x, fmul(b, y, further)) for x, y in zip(partial, sums, strict=True)])
 
     return out, emit
 
@@ -317,8 +317,8 @@ def _vote(name, sign):
 
         def lower(b, v):
             compare = b.fcmp_unordered if sign == "!=" else b.fcmp_ordered
-            found = fold(b.or_, [compare(sign, e, ZERO) for _, elements in _strips(b, mask, v) for e in elements])
-            return b.icmp_unsigned("!=" if sign == "!=" else "==", ptx.ballot(b, b.zext(found, i32)), b.u32(0))
+            partial = fold(b.or_, [compare(sign, e, ZERO) for _, elements in _strips(b, mask, v) for e in elements])
+            return b.icmp_unsigned("!=" if sign == "!=" else "==", ptx.ballot(b, b.zext(partial, i32)), b.u32(0))
 
         return types.boolean, lower
 

@@ -97,8 +97,8 @@ def _(target, source, least):
                 return b.add(b.add(start, b.mul(panel, b.u32(tile.panel_bytes))), b.xor(byte, swizzle))
 
             def some(start):
-                found = [load_elements(b, source.dtype, 1, at(source, source_address, i))[0] for i in batch(start)]
-                return [b.select(b.fcmp_ordered("<", x, least), least, x) for x in found]
+                elements = [load_elements(b, source.dtype, 1, at(source, source_address, i))[0] for i in batch(start)]
+                return [b.select(b.fcmp_ordered("<", x, least), least, x) for x in elements]
 
             def batch(start):
                 return range(start, min(start + AT_ONCE, source.rows))

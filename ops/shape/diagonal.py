@@ -19,11 +19,11 @@ BASE = 16  # rows of a warp
 def _own(b, registers):
     """This warp's quarter of registers, of which every warp has all four."""
     rank, count = FOUR_WARPS.emit_rank(b), len(registers) // WARPGROUP
-    own = registers[:count]
+    kept = registers[:count]
     for w in range(1, WARPGROUP):
         is_mine = b.icmp_unsigned("==", rank, b.u32(w))
-        own = [b.select(is_mine, x, y) for x, y in zip(registers[w * count :][:count], own, strict=True)]
-    return own
+        kept = [b.select(is_mine, x, y) for x, y in zip(registers[w * count :][:count], kept, strict=True)]
+    return kept
 
 
 @op

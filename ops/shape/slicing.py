@@ -43,8 +43,8 @@ def vstack(upper, lower):
 
 def _coordinates(spec, registers):
     """Where in the tile the first element of each of lane 0's registers lies."""
-    found = [spec.element(0, k * spec.elements // registers) for k in range(registers)]
-    return found if isinstance(spec, rt) else [(x, 0) if spec.axis == "col_vec" else (0, x) for x in found]
+    coordinates = [spec.element(0, k * spec.elements // registers) for k in range(registers)]
+    return coordinates if isinstance(spec, rt) else [(x, 0) if spec.axis == "col_vec" else (0, x) for x in coordinates]
 
 
 def _lies_along(spec, axis):
@@ -78,9 +78,9 @@ def _part(face, axis):
 
         def emit(b, value, *_):
             registers = b.unpack(value)
-            whole = dict(zip(_coordinates(tile, len(registers)), registers, strict=True))
+            registers_at = dict(zip(_coordinates(tile, len(registers)), registers, strict=True))
             wanted = _coordinates(out, len(registers) * out.elements // tile.elements)
-            return b.pack([whole[_moved(at, axis, index * count)] for at in wanted])
+            return b.pack([registers_at[_moved(at, axis, index * count)] for at in wanted])
 
         return out, emit
 
@@ -99,11 +99,13 @@ def _stack(face, axis):
         out = _resized(first, axis, sum(extents))
 
         def emit(b, *values):
-            found = {}
+            registers_at = {}
             for tile, value, by in zip((first, second), values, (0, first.shape[axis]), strict=True):
                 registers = b.unpack(value)
-                found |= {_moved(p, axis, by): r for p, r in zip(_coordinates(tile, len(registers)), registers, strict=True)}
-            return b.pack([found[at] for at in _coordinates(out, len(found))])
+                registers_at |= {
+                    _moved(p, axis, by): r for p, r in zip(_coordinates(tile, len(registers)), registers, strict=True)
+                }
+            return b.pack([registers_at[at] for at in _coordinates(out, len(registers_at))])
 
         return out, emit
 

@@ -71,9 +71,9 @@ def _(x):
 def _matrices(b, spec, out, registers, to):
     """The registers of `out`, whose 8x8 matrix at `to(row, col)` is the transpose of the one at (row, col)."""
     step = 2 if spec.dtype.itemsize == 4 else 1  # registers that a lane holds of an 8x8 matrix
-    given = {spec.element(0, 2 * k): registers[step * k : step * (k + 1)] for k in range(spec.elements // 2)}
+    sent = {spec.element(0, 2 * k): registers[step * k : step * (k + 1)] for k in range(spec.elements // 2)}
     transposed = _exchange(b) if step == 2 else lambda pair: [ptx.movmatrix(b, *pair)]
-    moved = {to(*at): transposed(pair) for at, pair in given.items()}
+    moved = {to(*at): transposed(pair) for at, pair in sent.items()}
     return [register for k in range(out.elements // 2) for register in moved[out.element(0, 2 * k)]]
 
 
@@ -91,8 +91,8 @@ def _exchange(b):
     sources = first, b.xor(first, b.u32(4))
 
     def exchange(pair):
-        given = b.select(odd, pair[1], pair[0]), b.select(odd, pair[0], pair[1])
-        got = [ptx.shuffle(b, x, source) for x, source in zip(given, sources, strict=True)]
+        sent = b.select(odd, pair[1], pair[0]), b.select(odd, pair[0], pair[1])
+        got = [ptx.shuffle(b, x, source) for x, source in zip(sent, sources, strict=True)]
         return [b.select(odd, got[1], got[0]), b.select(odd, got[0], got[1])]
 
     return exchange

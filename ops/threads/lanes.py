@@ -18,9 +18,9 @@ def _in_quad(b):
     return t, *is_set, first
 
 
-def _exchange(b, given, source, other):
+def _exchange(b, words, source, other):
     """Two rounds: the first of `given` from lane `source`, the second from the lane that differs in the bit `other`."""
-    return ptx.shuffle(b, given[0], source), ptx.shuffle(b, given[1], b.xor(source, b.u32(other)))
+    return ptx.shuffle(b, words[0], source), ptx.shuffle(b, words[1], b.xor(source, b.u32(other)))
 
 
 def _swapped(b, swap, x, y):

@@ -34,7 +34,7 @@ def meet(warp, groups):
 
 
 def emit_meet(b, groups):
-    """As `meet`."""
+    """Emit the code of `meet` for so many warpgroups."""
     if groups == 1:
         return FOUR_WARPS.emit_meet(b)
     ptx.fence_async(b)
@@ -75,12 +75,12 @@ class ping_pong:
 
     @op
     def take(self, me):
-        """Wait for my turn."""
+        """Wait for the turn of player `me`."""
         self._arrive(current_warp(), me, sync=True)
 
     @op
     def give(self, me):
-        """The next player's turn."""
+        """Grant the next player its turn."""
         self._arrive(current_warp(), me + 1, sync=False)
 
 

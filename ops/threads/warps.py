@@ -55,7 +55,7 @@ class Group:
         return b.u32(0), b.special("ntid.x")
 
     def emit_meet(self, b, fence=True):
-        """As `meet`."""
+        """Emit the code of `meet`."""
         if fence:
             ptx.fence_async(b)
         ptx.named_barrier(b, *self.emit_barrier(b))

@@ -91,10 +91,10 @@ class ScoreGradients:
         else:
             one_row = rows == 1
             tiles, blocks = 1 if one_row else self.tiles, self.blocks
-            config = bias.Config(**self.config_fields(read), one_row=one_row, accumulate=self.config.accumulate)
+            bias_config = bias.Config(**self.config_fields(read), one_row=one_row, accumulate=self.config.accumulate)
             grid = batches * bias_heads * tiles * blocks
             self.after_main.launch(
-                bias, config, grid, bias_q_tiles=tiles, blocks=blocks, tiles=self.tiles // tiles, **bias_args
+                bias, bias_config, grid, bias_q_tiles=tiles, blocks=blocks, tiles=self.tiles // tiles, **bias_args
             )
 
     def work_extents(self) -> tuple[int, int, int, int]:

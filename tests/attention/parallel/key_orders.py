@@ -141,7 +141,7 @@ def on_ranks(monkeypatch, gpu, problem, world, scheme="gather", order="zigzag", 
             plan.scheme.attend(*arrays, plan.call(*arrays, told))
             if back:
                 out, lse = results(*arrays)
-                softmax._differentiate(plan, out, None, *arrays, out, lse, told, ["q", "k", "v"])
+                softmax._run_backward(plan, out, None, *arrays, out, lse, told, ["q", "k", "v"])
         for one in its:
             if isinstance(one.config, BackwardConfig if back else BaseConfig):
                 k = np.arange(problem.length_k) if "local_k" in one.arrays else places.of(one.arrays["k"])

@@ -177,15 +177,15 @@ def test_ring_goes_round_as_often_as_memory_asks_for():
     sweeps = [plan_sweeps(one, 1, spans, spans, limit) for limit in (float("inf"), 169e6, 168e6, 67.2e6, 1.0)]
     assert sweeps == [1, 1, 2, 4, 8]
     said = choose(one, 1, spans, spans, 67.2e6)
-    assert "in 4 turns" in str(said.estimates[2]) and said.estimates[2].held <= 67.2e6 and said.scheme == "gather"
+    assert "in 4 sweeps" in str(said.estimates[2]) and said.estimates[2].extra_bytes <= 67.2e6 and said.scheme == "gather"
 
 
-def test_long_turns_hold_two_shares():
+def test_long_sweeps_hold_two_shares():
     """At 64k tokens, 32 heads of 8, a turn in four takes 6 ms; gradients go round as seldom as they can."""
     spans, one = Zigzag().spans(2**16, 2), call(2**16, 2**16, 32, 8, causal=True)._replace(head_dims=(128, 128))
     assert plan_sweeps(one, 1, spans, spans, float("inf")) == 4 and min_sweeps(one, 1, spans, spans, float("inf")) == 1
     said = choose(one, 1, spans, spans, float("inf")).estimates[2]
-    assert said.sweeps == 4 and said.held <= 2 * 2**15 * 8 * 128 * 4
+    assert said.sweeps == 4 and said.extra_bytes <= 2 * 2**15 * 8 * 128 * 4
 
 
 def test_auto_says_why_no_scheme_can():
