@@ -298,19 +298,19 @@ def test_functional_transforms():
 def test_torchs_deterministic_mode_asks_for_deterministic_gradients(monkeypatch, options):
     """Plain calls go a shorter way, by plain(of, causal, scale, deterministic, ..)."""
     q, k, v = (x.requires_grad_() for x in Inputs().qkv())
-    told, backward, plain = [], attention.backward, backwards.plain
+    call_options, backward, plain = [], attention.backward, backwards.plain
 
     @functools.wraps(backward)  # whose arguments are asked for
     def watched(*x, deterministic=False, **more):
-        told.append(deterministic)
+        call_options.append(deterministic)
         return backward(*x, deterministic=deterministic, **more)
 
     monkeypatch.setattr(attention, "backward", watched)
-    monkeypatch.setattr(backwards, "plain", lambda *x: (told.append(x[3]), plain(*x))[1])
+    monkeypatch.setattr(backwards, "plain", lambda *x: (call_options.append(x[3]), plain(*x))[1])
     for mode in True, False:
         monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda mode=mode: mode)
         attention.forward(q, k, v, **options).sum().backward()
-    assert told == [True, False]
+    assert call_options == [True, False]
 
 
 @pytest.mark.gpu
