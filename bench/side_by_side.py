@@ -24,6 +24,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 ROTATED_BYTES, GRAPH_MS, MOST_SETS = 256 * 2**20, 8.0, 8
 TOKENS, WIDTH = 16384, 2048  # of forward and backward: as bench/test_forward.py
@@ -56,20 +57,26 @@ def _forward(head_dim: int, length: int, fp8=False, **options):
     return functools.partial(attention.forward, **options), _rotated(inputs, 3 * TOKENS * WIDTH * (1 if fp8 else 2))
 
 
-def _backward(head_dim: int, length: int, causal: bool, **options):
+def _backward(head_dim: int, length: int, causal: bool, masking: dict[str, Any] | None = None, **options):
+    """(call, sets of its arguments) of a gradient. masking: options of both directions that hide keys, beside `causal`.
+    options: those of backward alone."""
     import torch
 
     import attention
 
     def inputs():
         q, k, v = _softmax_inputs(head_dim, length)
-        out, lse = attention.forward(q, k, v, causal=causal, return_lse=True)
+        out, lse = attention.forward(q, k, v, causal=causal, return_lse=True, **(masking or {}))
         return _normal(*q.shape), q, k, v, out, lse, *(torch.empty_like(q) for _ in range(3))
 
     def call(dout, q, k, v, out, lse, dq, dk, dv):
-        attention.backward(dout, q, k, v, out, lse, causal=causal, dq=dq, dk=dk, dv=dv, **options)
+        attention.backward(dout, q, k, v, out, lse, causal=causal, dq=dq, dk=dk, dv=dv, **(masking or {}), **options)
 
     return call, _rotated(inputs, 8 * TOKENS * WIDTH * 2)
+
+
+def _same_document(b, h, i, j):
+    return i // 1024 == j // 1024
 
 
 def _decode(batch: int, keys: int, heads: int, kv_heads: int, page=None, tokens=1):
@@ -158,6 +165,8 @@ def _problems() -> Iterator[tuple[str, Callable]]:
     for head_dim in (64, 128):
         for name, option in {"window": {"window": (1024, 0)}, "softcap": {"softcap": 30.0}}.items():
             yield f"forward {name} D {head_dim} causal 4096", functools.partial(_forward, head_dim, 4096, causal=True, **option)
+        for name, masking in {"window": {"window": (1024, 0)}, "mask": {"mask": _same_document}}.items():
+            yield f"backward {name} D {head_dim} causal 4096", functools.partial(_backward, head_dim, 4096, True, masking)
     for head_dim, causal in itertools.product((64, 128), (False, True)):
         what = f"by sm_80's kernels D {head_dim} {'causal' if causal else 'full'} 4096"
         yield f"forward {what}", functools.partial(_forward, head_dim, 4096, causal=causal, family="sm_80")

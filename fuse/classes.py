@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from tiles.lengths import Length, made
+from tiles.lengths import Length, watched_call
 
 from . import graph
 from .axes import Axis, base_axes, extent
@@ -98,7 +98,7 @@ def round_lengths(shapes: Sequence[Shape], roles: Sequence[Sequence[str]]) -> tu
         inside = []
         for n, one in zip(s.in_memory, role):
             if one:
-                representatives.append(made(representative, n, one))
+                representatives.append(watched_call(representative, n, one))
             inside.append(0 if one else int(n))
         extents = tuple(inside)
         known.append(s._replace(extents=extents[::-1] if s.transposed else extents))

@@ -18,7 +18,7 @@ from tiles.arrays import Operand, c_ordered
 from tiles.compiler import Compiled, compile_kernel
 from tiles.frameworks import without_grad
 from tiles.launch import watchers
-from tiles.lengths import made
+from tiles.lengths import watched_call
 from tiles.plan import Recent
 from tiles.recording import recorded
 
@@ -244,7 +244,7 @@ class Definition:
         with self._reraise_for(shapes, lambda shapes: self._rank_plans(shapes, ordinal)):
             for roles in self._axis_roles(shapes):
                 known, axis_roles = classes.round_lengths(shapes, roles)
-                best = classes.fixed_value(made(self.best, known, ordinal, roles, *axis_roles))
+                best = classes.fixed_value(watched_call(self.best, known, ordinal, roles, *axis_roles))
                 if best is not None:
                     return best
         raise AssertionError("the roles that are all EXACT always serve")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tiles.arrays import Operand
-from tiles.checks import Check, asked
+from tiles.checks import Check, check_options
 from tiles.plan import Plan
 from tiles.program import Program
 from tiles.recording import RecordedStep, recorded
@@ -130,7 +130,7 @@ def plan_launches(function: Definition, problem: Any, shapes: tuple[Shape, ...],
         raise NoKernel(f"{function.name}: {message}") from None
     early = iter(generated.early)
     steps = [step if step.late is None else _early(step, next(early), operands) for step in steps]
-    checks = index_checks(traced, problem) if problem.device is None or asked().values else []
+    checks = index_checks(traced, problem) if problem.device is None or check_options().values else []
     return Plan([*checks, *steps], [*scratch, *more])
 
 

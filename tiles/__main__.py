@@ -17,14 +17,14 @@ def main(arguments) -> int:
     """Run a command's module, whose `main` takes the remaining arguments and returns the exit code."""
     if arguments[:1] and arguments[0] in COMMANDS:
         return importlib.import_module(f".{COMMANDS[arguments[0]][0]}", __package__).main(arguments[1:])
-    asked = arguments[:1] in (["-h"], ["--help"])
-    place = sys.stdout if asked else sys.stderr
-    if arguments and not asked:
+    wants_help = arguments[:1] in (["-h"], ["--help"])
+    place = sys.stdout if wants_help else sys.stderr
+    if arguments and not wants_help:
         print(f"python -m tiles: there is no command {arguments[0]!r}", file=place)
     print("usage: python -m tiles COMMAND", file=place)
     for name, (_, text) in COMMANDS.items():
         print(f"  {name:<10} {text}", file=place)
-    return 0 if asked else 2
+    return 0 if wants_help else 2
 
 
 if __name__ == "__main__":

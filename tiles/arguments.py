@@ -27,7 +27,7 @@ from . import tma
 from .arrays import Array, Form
 from .dtypes import dtype, fp32
 from .frameworks import describe
-from .lengths import Length, made
+from .lengths import Length, watched_call
 from .numba_names import TypingError, from_dtype, types
 from .numba_types import SCALARS, Value
 from .types import gl, rt, rv, st, sv
@@ -127,13 +127,13 @@ def _names(function) -> tuple[str, ...]:
 
 def signature(kernel) -> tuple[types.Type, ...]:
     """The Numba types of a kernel's declared parameters."""
-    every = [Value(what) if isinstance(what, gl) else what for what in declared(kernel.py_func).values()]
-    return grouped(kernel, every, Record.type)
+    specs = [Value(what) if isinstance(what, gl) else what for what in declared(kernel.py_func).values()]
+    return grouped(kernel, specs, Record.type)
 
 
-def grouped(kernel, every: Sequence[Any], make: Callable[[Record, list], Any] = Record.value):
+def grouped(kernel, specs: Sequence[Any], make: Callable[[Record, list], Any] = Record.value):
     """One value for each name in `declared`, grouped as the kernel takes them: `make` puts the parts of a record together."""
-    rest, said, found = iter(every), kernel.py_func.__annotations__, []
+    rest, said, found = iter(specs), kernel.py_func.__annotations__, []
     for name in _names(kernel.py_func):
         what = said.get(name)
         found.append(make(what, [next(rest) for _ in what.fields]) if isinstance(what, Record) else next(rest))
@@ -157,7 +157,7 @@ def parameter(name: str, value: Any) -> Parameter:
     """How the argument `name` is passed. If it cannot be, a TypeError, ValueError or OverflowError names it."""
     scalar = _SCALARS.get(type(value.value if isinstance(value, Length) else value))
     if scalar:
-        return Parameter(name, scalar, (made(number_slot, name, scalar, value, CURES.get(_CODES[scalar], "")),), value)
+        return Parameter(name, scalar, (watched_call(number_slot, name, scalar, value, CURES.get(_CODES[scalar], "")),), value)
     if isinstance(value, tensor):
         array = describe(value.array, name)
         encoding = map_encoding(name, value.spec, array.form)

@@ -24,10 +24,10 @@ log = logging.getLogger(__name__)
 
 def limit() -> int:
     """Bytes that the cache may take. ValueError: TILES_CACHE_BYTES is no positive integer."""
-    given = os.environ.get("TILES_CACHE_BYTES") or str(LIMIT)
-    if not given.isdecimal() or not int(given):
-        raise ValueError(f"TILES_CACHE_BYTES must be a positive number of bytes, got {given!r}")
-    return int(given)
+    cache_bytes = os.environ.get("TILES_CACHE_BYTES") or str(LIMIT)
+    if not cache_bytes.isdecimal() or not int(cache_bytes):
+        raise ValueError(f"TILES_CACHE_BYTES must be a positive number of bytes, got {cache_bytes!r}")
+    return int(cache_bytes)
 
 
 def folder() -> Path | None:

@@ -151,7 +151,7 @@ def refused(folder: Folder) -> list[str]:
     found = []
     for file in entries(folder.path):
         try:
-            with opened(file, folder.trusted):
+            with open_checked(file, folder.trusted):
                 pass
         except OSError as error:
             found.append(str(error))
@@ -159,7 +159,7 @@ def refused(folder: Folder) -> list[str]:
 
 
 @contextlib.contextmanager
-def opened(file: "Path | os.DirEntry", trusted: bool):
+def open_checked(file: "Path | os.DirEntry", trusted: bool):
     """(descriptor, status) of a file that is safe to read. OSError: it is not there, or is none; Refused: it is not safe."""
     descriptor = os.open(file, READ)
     try:
@@ -177,7 +177,7 @@ def read(folder: Folder, name: str, most: int) -> bytes:
     """An entry's bytes, and note that it was read just now. OSError: it is not there or has more bytes than `most`; Refused:
     somebody else could have written it."""
     file = entry_path(folder.path, name)
-    with opened(file, folder.trusted) as (descriptor, found):
+    with open_checked(file, folder.trusted) as (descriptor, found):
         if found.st_size > most:
             raise OSError(f"{file} has {found.st_size} bytes, and the whole cache may have {most}")
         with open(descriptor, "rb", closefd=False) as stream:
@@ -204,8 +204,8 @@ def write(folder: Folder, name: str, content: bytes, most: int) -> None:
         with contextlib.suppress(OSError):
             unfinished.unlink()
         raise
-    held = _held.get(folder.path, most) + len(content)  # where nobody has looked yet, as if it were full
-    _held[folder.path] = held if held <= most else shrink(folder.path, most)
+    cached_bytes = _held.get(folder.path, most) + len(content)  # where nobody has looked yet, as if it were full
+    _held[folder.path] = cached_bytes if cached_bytes <= most else shrink(folder.path, most)
 
 
 _held: dict[Path, int] = {}  # bytes that this process found in a folder when it last looked, and has written there since

@@ -25,7 +25,7 @@ class CheckOptions(NamedTuple):
     values: bool
 
 
-def asked() -> CheckOptions:
+def check_options() -> CheckOptions:
     """What TILES_CHECK says: docs/debugging.md has the table."""
     said = os.environ.get("TILES_CHECK", "")
     if said.startswith("sm_"):

@@ -269,8 +269,8 @@ class Lowered:
         the kernel is compiled once more, with a table of lines."""
         with contextlib.suppress(FileNotFoundError, RuntimeError):
             if is_hopper(capability(self.arch)) and overwritten(cubin):
-                if not self.lines and (told := complaints(self._with_lines()._linked()[0])):
-                    return told
+                if not self.lines and (complaints_found := complaints(self._with_lines()._linked()[0])):
+                    return complaints_found
                 return complaints(cubin)
         return []
 
@@ -290,7 +290,7 @@ class Lowered:
 
 
 def title(kernel) -> str:
-    """A kernel's name."""
+    """The kernel's name, as errors and reports give it."""
     return kernel.py_func.__name__
 
 

@@ -36,8 +36,8 @@ def _value(function, definition, args):
     if isinstance(definition, (ir.Const, ir.Global, ir.FreeVar)):
         return definition.value
     if isinstance(definition, ir.Arg):
-        given = args[definition.index] if args else None
-        return given.spec if isinstance(given, StaticType) else UNKNOWN
+        argument = args[definition.index] if args else None
+        return argument.spec if isinstance(argument, StaticType) else UNKNOWN
     if not isinstance(definition, ir.Expr):
         return UNKNOWN
     if definition.op == "binop":

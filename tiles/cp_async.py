@@ -84,10 +84,10 @@ def _place(b, tile, address, share, first):
     chunks = tile.width // CHUNK_BYTES  # of a panel's row
     step = layout.LANES // chunks
     lane = b.lane()
-    own = b.udiv(lane, b.u32(chunks))
-    row, byte = b.add(own, first), b.mul(b.and_(lane, b.u32(chunks - 1)), b.u32(CHUNK_BYTES))
+    lane_row = b.udiv(lane, b.u32(chunks))
+    row, byte = b.add(lane_row, first), b.mul(b.and_(lane, b.u32(chunks - 1)), b.u32(CHUNK_BYTES))
     start, swizzle = b.row_address(tile, address, row)
-    guard = b.zext(b.icmp_unsigned("<", own, b.u32(min(step, share))), i32)
+    guard = b.zext(b.icmp_unsigned("<", lane_row, b.u32(min(step, share))), i32)
     return lane, step, row, byte, start, b.xor(byte, swizzle), guard
 
 
@@ -154,10 +154,10 @@ def _numbers(b, tile, address, share, first):
     """(number, its address, does it exist?) for each of a lane's numbers, among `share` numbers of a vector from `first` on."""
     lane = b.lane()
     for down in range(0, share, layout.LANES):
-        own = b.add(lane, b.u32(down))
-        guard = b.zext(b.icmp_unsigned("<", own, b.u32(share)), i32)
-        own = b.add(own, first)
-        yield own, b.add(address, b.mul(own, b.u32(NUMBER))), guard
+        lane_row = b.add(lane, b.u32(down))
+        guard = b.zext(b.icmp_unsigned("<", lane_row, b.u32(share)), i32)
+        lane_row = b.add(lane_row, first)
+        yield lane_row, b.add(address, b.mul(lane_row, b.u32(NUMBER))), guard
 
 
 def lower_copy_numbers(b, ty, tile, address, array, at, axis, share, first):
@@ -167,8 +167,8 @@ def lower_copy_numbers(b, ty, tile, address, array, at, axis, share, first):
     for k in range(ty.ndim):
         if k != axis:
             data = b.add(data, b.mul(at[k], strides[k]))
-    for own, to, guard in _numbers(b, tile, address, share, first):
-        place = b.add(at[axis], b.zext(own, i64))
+    for lane_row, to, guard in _numbers(b, tile, address, share, first):
+        place = b.add(at[axis], b.zext(lane_row, i64))
         exists = b.and_(b.icmp_signed(">=", place, i64(0)), b.icmp_signed("<", place, extents[axis]))
         origin = b.add(data, b.mul(place, strides[axis]))
         ptx.copy_async(b, to, origin, b.select(exists, b.u32(NUMBER), b.u32(0)), guard, NUMBER)
@@ -181,8 +181,8 @@ def lower_number_pages(b, ty, tile, address, pool, found, at, last, share, first
     for axis in range(2, ty.ndim):
         data = b.add(data, b.mul(at[axis - 1], strides[axis]))
     numbers = _numbers(b, tile, address, share, first)
-    for (own, to, guard), number, inside in zip(numbers, found[::2], found[1::2], strict=True):
-        exists = b.icmp_signed("<", b.add(b.trunc(at[0], i32), own), b.u32(last))
+    for (lane_row, to, guard), number, inside in zip(numbers, found[::2], found[1::2], strict=True):
+        exists = b.icmp_signed("<", b.add(b.trunc(at[0], i32), lane_row), b.u32(last))
         origin = b.add(b.add(data, b.mul(b.sext(number, i64), strides[0])), b.mul(b.zext(inside, i64), strides[1]))
         ptx.copy_async(b, to, origin, b.select(exists, b.u32(NUMBER), b.u32(0)), guard, NUMBER)
 
@@ -190,7 +190,7 @@ def lower_number_pages(b, ty, tile, address, pool, found, at, last, share, first
 def _ownrows_of(b, tile, share, first):
     """(row, does it exist?) for each row of which a lane copies a part."""
     if isinstance(tile, sv):
-        return [(own, guard) for own, _, guard in _numbers(b, tile, b.u32(0), share, first)]
+        return [(lane_row, guard) for lane_row, _, guard in _numbers(b, tile, b.u32(0), share, first)]
     _, step, row, *_, guard = _place(b, tile, b.u32(0), share, first)
     return [(b.add(row, b.u32(down)), guard) for down in range(0, share, step)]
 
@@ -266,8 +266,8 @@ def found_type(tile, share, pages, size, at, last, before=None):
     found = types.UniTuple(types.int32, 2 * _looked_up(tile, share))
 
     def emit(b, first, value, vsize, vat, vlast, vbefore):
-        given = table, value, vsize, vat, vlast, vbefore if bounded else None
-        return b.context.make_tuple(b, found, lower_look_up(b, tile, *given, share, first))
+        operands = table, value, vsize, vat, vlast, vbefore if bounded else None
+        return b.context.make_tuple(b, found, lower_look_up(b, tile, *operands, share, first))
 
     return found, emit
 

@@ -89,11 +89,11 @@ def _environment():
 
 def _hash(*parts) -> bytes:
     """A digest of these parts; their lengths go in, so that ("ab", "c") and ("a", "bc") differ."""
-    whole = hashlib.sha256()
+    combined = hashlib.sha256()
     for part in parts:
         part = part.encode() if isinstance(part, str) else part
-        whole.update(len(part).to_bytes(8, "little") + part)
-    return whole.digest()
+        combined.update(len(part).to_bytes(8, "little") + part)
+    return combined.digest()
 
 
 def covered(name) -> bool:
@@ -204,7 +204,7 @@ class Digest:
         return self._static(value) if is_static(value) else self._instance(value, device)
 
     def _definition(self, value, device):
-        """A function or class."""
+        """Digest the definition of a function or a class: its code, and what it refers to."""
         if _named(value):
             return [value.__module__, value.__qualname__]
         if isinstance(value, type):

@@ -159,7 +159,7 @@ def text(x, y, words, kind="note"):
 
 
 def cell(x, y, width, height, fill):
-    """A box."""
+    """Draw the box of one element with its text."""
     return f'<rect x="{x}" y="{y}" width="{width}" height="{height}" fill="{fill}"/>'
 
 
@@ -261,26 +261,26 @@ def main(arguments) -> int:
     parser.add_argument("--access", choices=ACCESSES, help="of a shared tile: what the banks do")
     parser.add_argument("--svg", type=Path, help="draw the picture to this file, too")
     parser.add_argument("--png", type=Path, help="the same as PNG, by CairoSVG (pip install cairosvg)")
-    given = parser.parse_args(arguments)
-    foreign = (given.width or given.access) if given.kind == "rt" else given.layout != "row"
+    options = parser.parse_args(arguments)
+    foreign = (options.width or options.access) if options.kind == "rt" else options.layout != "row"
     if foreign:
         parser.error("--width and --access are for st, --layout is for rt")
     try:
-        shape = given.rows, given.cols, names[given.dtype]
-        tile = rt(*shape, given.layout) if given.kind == "rt" else st(*shape, given.width)
+        shape = options.rows, options.cols, names[options.dtype]
+        tile = rt(*shape, options.layout) if options.kind == "rt" else st(*shape, options.width)
     except ValueError as error:
         parser.error(str(error))
     if isinstance(tile, rt):
         lines, panels = register_text(tile), [register_panel(tile)]
     else:
         lines, panels = shared_text(tile), shared_panels(tile)
-    print(*lines, *(access_text(tile, given.access) if given.access else ()), sep="\n")
+    print(*lines, *(access_text(tile, options.access) if options.access else ()), sep="\n")
     picture = svg(*panels)
     try:
-        if given.svg:
-            given.svg.write_text(picture)
-        if given.png:
-            given.png.write_bytes(png(picture))
+        if options.svg:
+            options.svg.write_text(picture)
+        if options.png:
+            options.png.write_bytes(png(picture))
     except (OSError, RuntimeError) as error:
         parser.error(str(error))
     return 0

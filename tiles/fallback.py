@@ -12,7 +12,7 @@ from cuda.bindings import driver
 
 from .arguments import grouped, parameters, types_of
 from .arrays import ABSENT, Number, Operand, numpy_view
-from .checks import asked
+from .checks import check_options
 from .compiler import check_types
 from .device import INTERPRETER, check
 from .interpreter import interpret
@@ -75,8 +75,8 @@ class Interpreted:
         """The same, for a sequence of addresses in which the launch's arrays know their places. execute: runs the kernel in
         place of the interpreter; it takes the same arguments."""
         _announce(self.launch.title)
-        here = [(value, spec) for value, spec in self.values if isinstance(value, Operand)]
-        places = [(0 if value.source == ABSENT else addresses[value.source], value.form) for value, _ in here]
+        operands = [(value, spec) for value, spec in self.values if isinstance(value, Operand)]
+        places = [(0 if value.source == ABSENT else addresses[value.source], value.form) for value, _ in operands]
         with contextlib.ExitStack() as stack:
             if self.target is None:
                 views = [numpy_view(*place) for place in places]
@@ -84,7 +84,7 @@ class Interpreted:
                 views = stack.enter_context(mirrored(self.target, stream, places))
             rest, args = iter(views), []
             for value, spec in self.values:
-                view = next(rest) if isinstance(value, Operand) else told(value, addresses)
+                view = next(rest) if isinstance(value, Operand) else resolve_number(value, addresses)
                 args.append(_cut(view, spec) if spec and view is not None else view)
             args = grouped(self.launch.kernel, args)
             self._check(args)
@@ -97,7 +97,7 @@ class Interpreted:
         """Refuses what a GPU or its compiler would refuse: ValueError for too much shared memory, or Numba's own errors."""
         launch, gpu = self.launch, INTERPRETER if self.target is None else self.target
         check_room(launch.shared, gpu)
-        arch = asked().types
+        arch = check_options().types
         if arch is None:
             return
         types = types_of(launch.kernel, parameters(launch.kernel, args))
@@ -107,7 +107,7 @@ class Interpreted:
             known.add((types, arch))
 
 
-def told(value, addresses):
+def resolve_number(value, addresses):
     """The value of a Number, which comes with the addresses; any other value as it is."""
     return addresses[value.source] if isinstance(value, Number) else value
 

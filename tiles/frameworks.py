@@ -16,7 +16,7 @@ from cuda.bindings import driver
 
 from .arrays import ALIGNMENT, Array, Form, contiguous, numpy_view
 from .device import check, device, machine, uncaptured
-from .lengths import made
+from .lengths import watched_call
 
 PAST = ALIGNMENT - 1  # the bits of an address that its form holds
 LEGACY_STREAM = 1  # CUDA's handle of the legacy default stream where 0 would mean "none given"
@@ -48,7 +48,7 @@ def persistent_blocks(tiles: int, x: Any, each: int = 1, cluster: int = 1) -> in
     """How many blocks a persistent kernel has, whose blocks work on one tile after the other (ops.persistent_tile): as many as
     run at once, or one for each tile where there are fewer tiles; of clusters of so many blocks, of which each works on a tile
     of its own. x: an array that is worked on. each: blocks that run at once on a multiprocessor."""
-    return cluster * made(min, tiles, each * processors(x) // cluster)
+    return cluster * watched_call(min, tiles, each * processors(x) // cluster)
 
 
 def kind_of(x: Any, name: str) -> Kind:
@@ -374,9 +374,9 @@ def _find_kind(x: Any, name: str) -> Kind:
         return _INTERFACE
     if hasattr(cls, "__dlpack__") and hasattr(cls, "__dlpack_device__"):
         return _DLPACK
-    given = f"{cls.__module__}.{cls.__qualname__}"
+    class_name = f"{cls.__module__}.{cls.__qualname__}"
     said = f"{name}={x!r:.60}; NumPy's, torch's, CuPy's, JAX's and Numba's are"
-    raise TypeError(f"{name}: must be an array with __cuda_array_interface__ or __dlpack__, not {given}: {said}")
+    raise TypeError(f"{name}: must be an array with __cuda_array_interface__ or __dlpack__, not {class_name}: {said}")
 
 
 def _name(dtype: np.dtype) -> str:

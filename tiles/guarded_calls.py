@@ -50,19 +50,19 @@ def guarded(
     names: of the arrays, from the schema. lengths: what Program._read read of these arrays. free: (the array's place, SHAPE or
     STRIDES, axis) of each extent or stride in which calls may differ. plan: a function from the values of these to what is
     known of such calls, or to None if the generated function does not serve them."""
-    given = [place for place, x in enumerate(arrays) if x is not None]
-    if known.device is None or any([lengths[place][PAST] for place in given]):  # some address is 0 or not aligned
+    present = [place for place, x in enumerate(arrays) if x is not None]
+    if known.device is None or any([lengths[place][PAST] for place in present]):  # some address is 0 or not aligned
         return None
-    fixed: list[Any] = [[[*lengths[place][part]] for place in given] for part in (SHAPE, STRIDES)]
+    fixed: list[Any] = [[[*lengths[place][part]] for place in present] for part in (SHAPE, STRIDES)]
     for place, part, axis in free:
-        fixed[part][given.index(place)][axis] = None
-    ways = known.kind.alike([arrays[place] for place in given], *fixed)
+        fixed[part][present.index(place)][axis] = None
+    ways = known.kind.alike([arrays[place] for place in present], *fixed)
     if ways is None:
         return None
     places = tuple([place for place, _ in known.makers])
     sources = tuple([source for source, _ in known.parts])
-    apart = tuple([(a, b) for a, b, _, _ in known.apart])
-    shape = tuple(names), tuple(given), places, sources, len(known.beyond), apart, len(known.steps)
+    disjoint = tuple([(a, b) for a, b, _, _ in known.disjoint])
+    shape = tuple(names), tuple(present), places, sources, len(known.beyond), disjoint, len(known.steps)
     values: Any = _values(known)
     if plan is None:
         return _factory(*shape)(*ways, known.device, *values)
@@ -74,7 +74,7 @@ def _values(known: PreparedCall | None) -> tuple | None:
     """What differs between forms that are the same except for lengths, in the order in which `_factory` takes it."""
     if known is None:
         return None
-    ends = [end for *_, low, high in known.apart for end in (low, high)]
+    ends = [end for *_, low, high in known.disjoint for end in (low, high)]
     makers, offsets = [make for _, make in known.makers], [offset for _, offset in known.parts]
     return *makers, *offsets, *known.beyond, *ends, *known.steps, known.give
 
@@ -82,11 +82,11 @@ def _values(known: PreparedCall | None) -> tuple | None:
 @functools.lru_cache(1024)
 def _factory(
     names: tuple[str, ...],
-    given: tuple[int, ...],
+    present: tuple[int, ...],
     places: tuple[int, ...],
     sources: tuple[int, ...],
     beyond: int,
-    apart: tuple[tuple[int, int], ...],
+    disjoint: tuple[tuple[int, int], ...],
     steps: int,
     free: tuple[tuple[int, int, int], ...] = (),
 ) -> Callable[..., Callable]:
@@ -96,24 +96,24 @@ def _factory(
 
     given: the places of the arrays that are passed. places: those of the arrays to allocate. sources: the array that each part
     lies in. beyond: how many scratch arrays follow the last part. apart: pairs of arrays that must not overlap."""
-    every, at = [*names], [f"at_{name}" if place in given else "0" for place, name in enumerate(names)]
-    there, absent = [names[place] for place in given], [name for place, name in enumerate(names) if place not in given]
+    array_names, at = [*names], [f"at_{name}" if place in present else "0" for place, name in enumerate(names)]
+    there, absent = [names[place] for place in present], [name for place, name in enumerate(names) if place not in present]
     values = [f"make{n}" for n in range(len(places))] + [f"offset{n}" for n in range(len(sources))]
-    values += [f"beyond{n}" for n in range(beyond)] + [f"{end}{n}" for n in range(len(apart)) for end in ("low", "high")]
+    values += [f"beyond{n}" for n in range(beyond)] + [f"{end}{n}" for n in range(len(disjoint)) for end in ("low", "high")]
     values += [*[f"step{n}" for n in range(steps)], "give"]
-    asked = ["stream is not None", *([f"not ({' is '.join(absent)} is None)"] if absent else [])]
-    asked += [f"{name}.is_nested" for name in there]  # `alike` would crash the process on a nested tensor
-    asked += ["busy()", "forward_ad._current_level >= 0", f"not alike({', '.join(there)})"]
-    lines = ["try:", f"    if {' or '.join(asked)}: return OTHER", "except AttributeError: return OTHER"]  # no tensor
+    conditions = ["stream is not None", *([f"not ({' is '.join(absent)} is None)"] if absent else [])]
+    conditions += [f"{name}.is_nested" for name in there]  # `alike` would crash the process on a nested tensor
+    conditions += ["busy()", "forward_ad._current_level >= 0", f"not alike({', '.join(there)})"]
+    lines = ["try:", f"    if {' or '.join(conditions)}: return OTHER", "except AttributeError: return OTHER"]  # no tensor
     lines += [f"at_{name} = {name}.data_ptr()" for name in there]
-    lines += [f"if ({' | '.join(at[place] for place in given)}) & {ALIGNMENT - 1}: return OTHER"]
-    lines += [f"if not ({' and '.join(at[place] for place in given)}): return OTHER"]
+    lines += [f"if ({' | '.join(at[place] for place in present)}) & {ALIGNMENT - 1}: return OTHER"]
+    lines += [f"if not ({' and '.join(at[place] for place in present)}): return OTHER"]
     if free:
         now = "".join([f"{READS[part].format(names[place], axis)}, " for place, part, axis in free])
         lines += [f"now = ({now})", "values = recent.get(now)", "if values is None:"]
         lines += [f"    if len(recent) >= {RECENT}: recent.clear()", "    values = recent[now] = plan(*now)"]
         lines += ["if not values: return OTHER", f"{', '.join(values)} = values"]
-    for n, (a, b) in enumerate(apart):
+    for n, (a, b) in enumerate(disjoint):
         lines += [f"if low{n} < {at[b]} - {at[a]} < high{n}: return OTHER"]  # the usual way refuses it, and names it
     lines += ["handle = stream_of(device)"]
     at += [""] * len(sources)
@@ -123,7 +123,7 @@ def _factory(
         if place < len(names):
             at[place] = f"at_{name}"
         else:
-            every.append(name)
+            array_names.append(name)
             at.append(f"at_{name}")
     for n, whose in enumerate(sources):
         lines += [f"part{n} = {at[whose]} + offset{n}"]
@@ -131,7 +131,7 @@ def _factory(
     at += [f"{at[-1]} + beyond{n}" for n in range(beyond)]
     lines += [f"addresses = ({', '.join(at)}, *numbers)", *[f"step{n}.run(handle, addresses)" for n in range(steps)]]
     taken = ["recent", "plan"] if free else values
-    body = "\n        ".join([*lines, f"return give(({', '.join(every)},))"])
+    body = "\n        ".join([*lines, f"return give(({', '.join(array_names)},))"])
     source = (
         f"def make(alike, busy, forward_ad, stream_of, device, {', '.join(taken)}):\n"
         f"    def again(stream, numbers, {', '.join(names)}):\n        {body}\n    return again\n"

@@ -35,18 +35,18 @@ def call(program: AnyProgram, stream: Any, arrays: tuple, options: tuple, layout
     jax, schema = sys.modules["jax"], program.schema
     if stream is not None:
         raise TypeError("stream: must be None under jax.jit: calls run on XLA's stream")
-    given = {name: x for name, x in zip(schema.names, arrays) if x is not None}
-    for name in given:
+    passed = {name: x for name, x in zip(schema.names, arrays) if x is not None}
+    for name in passed:
         if schema.arguments[name].written:
             raise TypeError(f"{name}: JAX's arrays cannot be written; under jax.jit results are new arrays")
-    problem = schema.problem({name: c_ordered(x.shape, str(np.dtype(x.dtype)), None) for name, x in given.items()}, layout)
+    problem = schema.problem({name: c_ordered(x.shape, str(np.dtype(x.dtype)), None) for name, x in passed.items()}, layout)
 
     def make(options: tuple, *values: Any) -> tuple:
         """What is made of these arrays, with these options."""
         results = schema.results(dict(zip(program.options, options)))
 
         def run(context, out, *buffers):
-            known = dict(zip(given, buffers)) | dict(zip(results, out))
+            known = dict(zip(passed, buffers)) | dict(zip(results, out))
             stream = None if buffers[0].__dlpack_device__()[0] in HOST else context.stream
             program.run(stream, tuple([known.get(name) for name in schema.names]), options, layout)
 
@@ -54,11 +54,11 @@ def call(program: AnyProgram, stream: Any, arrays: tuple, options: tuple, layout
         return tuple(_buffer_callback()(run, shapes, vmap_method="sequential")(*values))
 
     if program.gradient is None:
-        traced = _without_gradient(jax, tuple(given), program.no_gradient, partial(make, options))
+        traced = _without_gradient(jax, tuple(passed), program.no_gradient, partial(make, options))
     else:
         gradient = partial(program.gradient, options=dict(zip(program.options, options)), layout=layout)
-        traced = _with_gradient(jax, tuple(given), program, options, gradient, make)
-    found = traced(*given.values())
+        traced = _with_gradient(jax, tuple(passed), program, options, gradient, make)
+    found = traced(*passed.values())
     return found[0] if len(found) == 1 else found
 
 
@@ -81,22 +81,24 @@ def _with_gradient(
     is made that options can ask for, as the gradient may read it."""
     schema = program.schema
     asking = {option for row in schema.arguments.values() for option in row.asked}
-    every = tuple([name in asking or value for name, value in zip(program.options, options)])
-    results, all_results = (schema.results(dict(zip(program.options, x))) for x in (options, every))
+    all_options = tuple([name in asking or value for name, value in zip(program.options, options)])
+    results, all_results = (schema.results(dict(zip(program.options, x))) for x in (options, all_options))
     traced = jax.custom_vjp(partial(make, options))
-    once = _without_gradient(jax, names, program.no_gradient, partial(make, every))  # who differentiates this does so again
+    once = _without_gradient(
+        jax, names, program.no_gradient, partial(make, all_options)
+    )  # who differentiates this does so again
 
     def forward(*inputs):
         wanted = {name: None for name, x in zip(names, inputs) if x.perturbed}  # to JAX a tree without leaves
         gradient(tuple(wanted))
         values = [x.value for x in inputs]
-        made = dict(zip(all_results, once(*values)))
-        return tuple([made[name] for name in results]), (values, made, wanted)
+        outputs = dict(zip(all_results, once(*values)))
+        return tuple([outputs[name] for name in results]), (values, outputs, wanted)
 
     def backward(kept, gradients):
-        values, made, wanted = kept
+        values, outputs, wanted = kept
         some = {n: x for n, x in zip(results, gradients) if not isinstance(x, jax.custom_derivatives.SymbolicZero)}
-        found = gradient(tuple(wanted))(dict(zip(names, values)), made, some)
+        found = gradient(tuple(wanted))(dict(zip(names, values)), outputs, some)
         return tuple([None if name not in found else found[name].astype(x.dtype) for name, x in zip(names, values)])
 
     traced.defvjp(forward, backward, symbolic_zeros=True)

@@ -45,7 +45,7 @@ from .bound_launch import Bound, Contents, Frames, Late
 from .device import device
 from .fallback import Interpreted, forced
 from .frameworks import current_stream, finish, stream_handle
-from .lengths import Length, made
+from .lengths import Length, watched_call
 from .loaded_code import Loaded, load
 from .numba_types import Value
 from .recording import RecordedStep
@@ -112,7 +112,7 @@ class Kernel:
         self.nbytes = shared.nbytes if shared else 0
         self.codes: dict[tuple, Loaded] = {}  # by the parameters whose elements are others than declared: (place, dtype)
 
-    def bind(self, grid, **given: Any) -> "Bound | Interpreted":
+    def bind(self, grid, **operands: Any) -> "Bound | Interpreted":
         """The launch of so many blocks, an Operand, a number or a Number for each parameter by its name. An array that is not
         given is absent: all loads from it are 0, and stores are left out. ValueError, TypeError that name the parameter: TMA
         cannot take an array, a number is missing, there is no such parameter."""
@@ -120,10 +120,10 @@ class Kernel:
         if watchers:
             _tell(self.kernel, signature(self.kernel), self.threads, self.shared)
         if self.interpreted:
-            return self._interpreted(grid, given)
+            return self._interpreted(grid, operands)
         numbers, plain, maps = self.blank.copy(), [], []
         others: tuple[tuple[str, str], ...] = ()
-        for name, value in given.items():
+        for name, value in operands.items():
             if name not in self.parameters:
                 raise TypeError(f"{self.title} has no parameter {name}")
             what, elements, place, at, end = self.parameters[name]
@@ -143,15 +143,15 @@ class Kernel:
                 plain.append((place, value.source))
                 numbers[at:end] = array_numbers(form)
         try:
-            block = made(self.format.pack, *numbers)
+            block = watched_call(self.format.pack, *numbers)
         except (struct.error, OverflowError):
-            self._check_numbers(given)
+            self._check_numbers(operands)
             raise
         code = self.codes.get(others) or self._load(others)
-        contents = made(Contents, grid, block, plain, maps)
-        return made(Bound, code, self.title, (self.threads, 1, 1), None, self.nbytes, contents, self.frames, self.early)
+        contents = watched_call(Contents, grid, block, plain, maps)
+        return watched_call(Bound, code, self.title, (self.threads, 1, 1), None, self.nbytes, contents, self.frames, self.early)
 
-    def given(self, bound: "Bound") -> dict[str, Any]:
+    def bound_arguments(self, bound: "Bound") -> dict[str, Any]:
         """What a launch of this kernel was bound to, read back from its parameter block: numbers, and an Operand for each
         array, by the parameters' names."""
         contents, found = bound.contents, {}
@@ -170,11 +170,11 @@ class Kernel:
                 found[name] = Operand(plain[place], Form(shape, strides, others.get(name, elements), self.ordinal, size))
         return found
 
-    def _check_numbers(self, given):
+    def _check_numbers(self, operands):
         """TypeError, OverflowError that name the parameter: a number that is missing, or does not fit."""
         for name, (what, elements, *_) in self.parameters.items():
-            if not elements and not isinstance(given.get(name), Number):
-                number_slot(name, what, given.get(name))
+            if not elements and not isinstance(operands.get(name), Number):
+                number_slot(name, what, operands.get(name))
 
     def _load(self, others):
         dtypes = dict(others)
@@ -188,14 +188,14 @@ class Kernel:
             self.codes[others] = code
         return code
 
-    def _interpreted(self, grid, given):
+    def _interpreted(self, grid, operands):
         """The same launch in the interpreter; what a GPU would refuse is refused."""
-        if unknown := given.keys() - self.parameters.keys():
+        if unknown := operands.keys() - self.parameters.keys():
             raise TypeError(f"{self.title} has no parameter {', '.join(unknown)}")
-        self._check_numbers(given)
+        self._check_numbers(operands)
         bound = []
         for name, (what, elements, *_) in self.parameters.items():
-            value = given.get(name)
+            value = operands.get(name)
             if value is None and elements is not TILES:
                 value = Operand(ABSENT, c_ordered((0,) * what.ndim, elements, None))
             elif value is not None and elements is TILES:
@@ -246,7 +246,7 @@ class Launch:
 
     @property
     def title(self):
-        """The kernel's name."""
+        """The kernel's name, as errors give it."""
         return self.kernel.py_func.__name__
 
     def __str__(self):
@@ -257,22 +257,22 @@ class Launch:
         settled here; arrays in host memory, or TILES_INTERPRET=1, give the same call in the interpreter."""
         return self._bind(parameters(self.kernel, args))
 
-    def _bind(self, given, told=False):
-        if watchers and not told:
-            _tell(self.kernel, types_of(self.kernel, given), math.prod(self.block), self.shared)
-        place = same_place(given)
+    def _bind(self, params, announced=False):
+        if watchers and not announced:
+            _tell(self.kernel, types_of(self.kernel, params), math.prod(self.block), self.shared)
+        place = same_place(params)
         if place is None or forced():
-            arrays = iter(range(len(given)))
+            arrays = iter(range(len(params)))
             values = [
                 (p.value if p.array is None else Operand(next(arrays), p.array.form), p.value.spec if p.encoding else None)
-                for p in given
+                for p in params
             ]
             return Interpreted(self, values, None if place is None else device(place))
         nbytes = self.shared.nbytes if self.shared else 0
-        code = load(self.kernel, types_of(self.kernel, given), device(place), nbytes)
+        code = load(self.kernel, types_of(self.kernel, params), device(place), nbytes)
         slots: list[Any] = []
         plain, maps, places, arrays = [], [], [], 0
-        for p in given:
+        for p in params:
             if p.encoding:
                 maps.append((len(places), arrays, p.encoding))
                 places.append(len(slots))
@@ -280,16 +280,16 @@ class Launch:
                 plain.append((len(slots) + p.place, arrays))
             arrays += p.array is not None
             slots.extend(p.slots)
-        contents = made(Contents, self.grid, made(struct.pack, f"<{len(slots)}Q", *slots), plain, maps)
+        contents = watched_call(Contents, self.grid, watched_call(struct.pack, f"<{len(slots)}Q", *slots), plain, maps)
         frames = Frames(len(slots), places)
-        return made(Bound, code, self.title, self.block, self.cluster, nbytes, contents, frames, self.early)
+        return watched_call(Bound, code, self.title, self.block, self.cluster, nbytes, contents, frames, self.early)
 
     def __call__(self, *args, **named) -> None:
         if named:
             raise TypeError(f"{self.title} takes its arguments in their order, without names; got {', '.join(named)}=")
-        given = parameters(self.kernel, args)
-        bound = self._bind(given)
-        arrays = [p.array for p in given if p.array is not None]
+        params = parameters(self.kernel, args)
+        bound = self._bind(params)
+        arrays = [p.array for p in params if p.array is not None]
         if (recording := recording_now()) is not None:
             sources = [array.pointer for array in arrays]
             of = bound.value if isinstance(bound, Length) else bound
@@ -308,13 +308,13 @@ class Launch:
 MOST_BLOCKS = 65535  # along a grid's second and third axis: CUDA has no more
 
 
-def _extents(name, given):
+def _extents(name, value):
     """A grid, block or cluster as (x, y, z)."""
-    extents = given if isinstance(given, tuple) else (given,)
+    extents = value if isinstance(value, tuple) else (value,)
     if not 1 <= len(extents) <= 3 or not all(hasattr(n, "__index__") and n > 0 for n in extents):
-        raise ValueError(f"launch: {name} must be a positive integer or a tuple of up to three, got {given!r}")
+        raise ValueError(f"launch: {name} must be a positive integer or a tuple of up to three, got {value!r}")
     if name == "grid" and any(n > MOST_BLOCKS for n in extents[1:]):
-        raise ValueError(f"launch: grid must have at most {MOST_BLOCKS} blocks along its second and third axis, got {given!r}")
+        raise ValueError(f"launch: grid must have at most {MOST_BLOCKS} blocks along its second and third axis, got {value!r}")
     return tuple([n if isinstance(n, Length) else int(n) for n in extents]) + (1,) * (3 - len(extents))
 
 

@@ -94,13 +94,13 @@ class Length:
         return other // self, other % self
 
     def __floor__(self) -> Any:
-        return made(math.floor, self)
+        return watched_call(math.floor, self)
 
     def __ceil__(self) -> Any:
-        return made(math.ceil, self)
+        return watched_call(math.ceil, self)
 
     def __round__(self, digits: int | None = None) -> Any:
-        return made(round, self, digits)
+        return watched_call(round, self, digits)
 
     def __repr__(self) -> str:
         return f"{self.text}={self.value}"
@@ -245,7 +245,7 @@ def _trace_of(x: Any) -> Trace | None:
     return None
 
 
-def made(function: Callable, *args: Any) -> Any:
+def watched_call(function: Callable, *args: Any) -> Any:
     """function(*args), or where Lengths are among these, in tuples and lists, too, a Length that has this value. The function
     must depend on nothing else, and change nothing."""
     trace = _trace_of(args)
@@ -257,4 +257,4 @@ def made(function: Callable, *args: Any) -> Any:
 
 def follows(function: Callable) -> Callable:
     """A function of numbers whose result follows from the lengths among them: see `made`."""
-    return functools.wraps(function)(functools.partial(made, function))
+    return functools.wraps(function)(functools.partial(watched_call, function))

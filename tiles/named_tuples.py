@@ -71,8 +71,8 @@ class Replace(types.BoundFunction):
         found = [types.unliteral(kws.get(name, old)) for name, old in zip(fields, self.this)]
         result = types.BaseTuple.from_types(found, self.this.instance_class)
         parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None) for name in fields]
-        given = [kws.get(name, types.Omitted(None)) for name in fields]
-        return signature(result, *given, recvr=self.this).replace(pysig=inspect.Signature(parameters))
+        replaced = [kws.get(name, types.Omitted(None)) for name in fields]
+        return signature(result, *replaced, recvr=self.this).replace(pysig=inspect.Signature(parameters))
 
     def get_call_signatures(self):
         return (), True
@@ -86,9 +86,9 @@ register_model(Replace)(lambda manager, ty: manager[ty.this])
 
 @registry.lower(Replace, types.BaseNamedTuple, types.VarArg(types.Any))
 def _replace(context, builder, sig, values):
-    old, *given = values
+    old, *replaced = values
     fields = []
-    for i, (have, want, value) in enumerate(zip(sig.args[1:], sig.return_type, given)):
+    for i, (have, want, value) in enumerate(zip(sig.args[1:], sig.return_type, replaced)):
         kept = isinstance(have, types.Omitted)
         fields.append(builder.extract_value(old, i) if kept else context.cast(builder, value, have, want))
     return context.make_tuple(builder, sig.return_type, fields)

@@ -210,15 +210,15 @@ def teach_numba(op):
                 raise TypeError(f"{error}{kernel_line()}") from None
             if found is None:
                 return None
-            if not is_ours and args not in seen:
-                seen.add(args)
+            if not is_ours and args not in resolved:
+                resolved.add(args)
                 registry.lower(op.face, *args)(lower)
             return signature(numba_type(found[0]), *args).replace(pysig=op.signature)
 
         def get_impl_key(self, sig):
             return lower
 
-    seen: set = set()
+    resolved: set = set()
     is_ours = inspect.isfunction(op.face)  # an operator is registered for each of our types by itself
     for key in (lower, op.face) if is_ours else (lower,):
         registry.lower(key, types.VarArg(types.Any))(lower)

@@ -146,9 +146,9 @@ def _part(pipe):
 
 
 def _share(pipe, j, warp):
-    whole, (part, nbytes) = _tile(pipe, j), _part(pipe)
+    full_tile, (part, nbytes) = _tile(pipe, j), _part(pipe)
     first = 0 if isinstance(part, sv) else pipe.share * warp
-    return SharedTile(part, whole.address + nbytes * warp, f"warp {warp}'s rows of {whole.name}", first=first)
+    return SharedTile(part, full_tile.address + nbytes * warp, f"warp {warp}'s rows of {full_tile.name}", first=first)
 
 
 # ---- lowerings -----------------------------------------------------------------------------------------------------

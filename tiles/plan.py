@@ -40,7 +40,7 @@ class Plan(NamedTuple):
     give: Callable[[Sequence[Any]], Any] | None = None
 
 
-def nothing(every: Sequence[Any]) -> None:
+def nothing(all_arrays: Sequence[Any]) -> None:
     """A Plan's `give` if all results are written into arrays that were given."""
 
 
@@ -88,7 +88,7 @@ class PreparedCall(NamedTuple):
     """What calls of one form have in common. It keeps no array alive.
 
     makers: (the place of an array, the function that allocates it). parts: (the place of an array, bytes) of each ArrayView.
-    beyond: how far the second and further scratch arrays lie behind the first, in one piece of memory. apart: (the places of
+    beyond: how far the second and further scratch arrays lie behind the first, in one piece of memory. disjoint: (the places of
     two arrays that must not share memory, and the two distances of their addresses between which they would)."""
 
     kind: Kind
@@ -96,7 +96,7 @@ class PreparedCall(NamedTuple):
     makers: list[tuple[int, Callable[[], Any]]]
     parts: Sequence[ArrayView]
     beyond: Sequence[int]
-    apart: list[tuple]
+    disjoint: list[tuple]
     steps: Sequence[Step]
     give: Callable[[Sequence[Any]], Any]
 
@@ -114,4 +114,4 @@ class AnyProgram(Protocol):
 
     def run(self, stream: Any, arrays: tuple, options: tuple, layout: str, eager: bool = False) -> Any: ...
 
-    def steps(self, given: dict[str, Form], device: int | None, options: tuple, layout: str) -> tuple: ...
+    def steps(self, forms: dict[str, Form], device: int | None, options: tuple, layout: str) -> tuple: ...

@@ -43,9 +43,9 @@ import numpy as np
 
 from . import guarded_calls, jax_call, nvtx, recording, torch_op
 from .arrays import ITEMSIZE, Array, Form, Number, ascending
-from .checks import asked
+from .checks import check_options
 from .frameworks import describe, kind_of, stream_handle
-from .lengths import Trace, made
+from .lengths import Trace, watched_call
 from .loaded_code import together
 from .plan import ArrayView, Plan, PreparedCall, Recent
 from .schema import Schema
@@ -71,7 +71,7 @@ def program(
     The planner is called with the Problem and the options; it raises ValueError or TypeError, or returns a Plan.
 
     gradient: gradient(names, options=, layout=) refuses what it cannot differentiate, with respect to these arguments of the
-    schema, or returns f(given, made, gradients) -> {name: gradient}, all by the schema's names: the arguments, all results,
+    schema, or returns f(forms, made, gradients) -> {name: gradient}, all by the schema's names: the arguments, all results,
     and the gradients of those that have one. JAX asks it (jax_call.py). no_gradient: what is said where there is none, or
     none of second order.
 
@@ -112,17 +112,19 @@ class Program:
 
     def __call__(self, stream: Any, arrays: tuple, options: tuple, layout: str = "bshd") -> Any:
         if not self.compiling():
-            numbers, told = self._numbers(options) if self.numbers else ((), options)
+            numbers, key_options = self._numbers(options) if self.numbers else ((), options)
             try:
-                expected = KNOWN.get((self, told, layout))  # guarded functions for the forms that came last with these options
+                expected = KNOWN.get(
+                    (self, key_options, layout)
+                )  # guarded functions for the forms that came last with these options
             except TypeError:  # an option that cannot be looked up, such as a list
                 expected = None
             for call in expected or ():
-                made = call(stream, numbers, *arrays)
-                if made is not guarded_calls.OTHER:
+                returned = call(stream, numbers, *arrays)
+                if returned is not guarded_calls.OTHER:
                     if call is not expected[0]:
-                        KNOWN.put((self, told, layout), (call, *[other for other in expected if other is not call]))
-                    return made
+                        KNOWN.put((self, key_options, layout), (call, *[other for other in expected if other is not call]))
+                    return returned
         if torch_op.traced(arrays[0]):
             return torch_op.call(self, stream, arrays, options, layout)
         try:
@@ -138,35 +140,35 @@ class Program:
         by a function that is written for its form (guarded_calls.py)."""
         read = self.readers.get(type(arrays[0])) or self._reader(arrays[0])
         try:
-            sort, lengths, addresses, held = read(*arrays)
+            sort, lengths, addresses, described = read(*arrays)
         except (AttributeError, RuntimeError, TypeError):  # not all are tensors in memory: `describe` says what is wrong
-            sort, lengths, addresses, held = self._read(*arrays)
+            sort, lengths, addresses, described = self._read(*arrays)
         numbers, options = self._numbers(options) if self.numbers else ((), options)
         try:
             found = KNOWN.get((self, sort, lengths, options, layout))
         except TypeError:  # an option that cannot be looked up, such as a list
-            known = self._planned(held or self._described(arrays), options, layout)
+            known = self._planned(described or self._described(arrays), options, layout)
         else:
             if found is None:
-                known = self._learn(arrays, sort, lengths, held, options, layout, eager and stream is None)
+                known = self._learn(arrays, sort, lengths, described, options, layout, eager and stream is None)
             else:
                 known, call = found
                 if eager and stream is None and call is not False:
                     self._again(call, known, arrays, sort, lengths, options, layout)
         current = 0 if known.device is None else known.kind.stream(arrays[0], known.device)
         handle = current if stream is None else stream_handle(stream)
-        for a, b, low, high in known.apart:
+        for a, b, low, high in known.disjoint:
             if low < addresses[b] - addresses[a] < high:
                 self._check_apart(self._described(arrays), a, b)
-        every: Sequence[Any] = arrays
+        all_arrays: Sequence[Any] = arrays
         if known.makers or known.parts:
-            every, addresses = [*arrays], [*addresses, *known.parts]
+            all_arrays, addresses = [*arrays], [*addresses, *known.parts]
             for place, make in known.makers:
                 new = make() if handle == current else known.kind.make_on(handle, known.device, make)
                 if place < len(arrays):
-                    every[place], addresses[place] = new, known.kind.address(new)
+                    all_arrays[place], addresses[place] = new, known.kind.address(new)
                 else:  # scratch: kept until all steps are on the stream
-                    every.append(new)
+                    all_arrays.append(new)
                     addresses.append(known.kind.address(new))
             for place, (source, offset) in enumerate(known.parts, len(arrays)):
                 addresses[place] = addresses[source] + offset
@@ -178,29 +180,31 @@ class Program:
             step.run(handle, addresses)
         if known.kind.waits and known.device is not None:
             known.kind.finish(handle)
-        return known.give(every)
+        return known.give(all_arrays)
 
     def _numbers(self, options: tuple) -> tuple[list, tuple]:
-        """(the numbers among the options, for the kernels; the options with a Number for each of them that was given)"""
+        """(the numbers among the options, for the kernels; the options with a Number for each of them that was forms)"""
         found = [*options]
         for place, number in self.numbers:
             found[place] = None if found[place] is None else number
         return [options[place] or 0 for place, _ in self.numbers], tuple(found)
 
-    def _again(self, call: Callable | None, known: PreparedCall, arrays: tuple, sort: Any, lengths: tuple, *told: Any) -> None:
+    def _again(
+        self, call: Callable | None, known: PreparedCall, arrays: tuple, sort: Any, lengths: tuple, *call_key: Any
+    ) -> None:
         """A call of a form that came before, of these options and this layout. call: what was written for it, None if nothing
         was yet. If it was asked, and declined, it is for another mode of this thread."""
-        if call is None or call in (KNOWN.get((self, *told)) or ()):
+        if call is None or call in (KNOWN.get((self, *call_key)) or ()):
             call = guarded_calls.guarded(self.names, known, arrays, lengths)
-            KNOWN.put((self, sort, lengths, *told), (known, call or False))
+            KNOWN.put((self, sort, lengths, *call_key), (known, call or False))
         if call:
-            self._expect(call, *told)
+            self._expect(call, *call_key)
 
-    def _expect(self, call: Callable, *told: Any) -> None:
+    def _expect(self, call: Callable, *call_key: Any) -> None:
         """That the next call of these options and this layout may be for this function."""
-        before = KNOWN.get((self, *told)) or ()
+        before = KNOWN.get((self, *call_key)) or ()
         if call not in before:
-            KNOWN.put((self, *told), (call, *before[: EXPECTED - 1]))
+            KNOWN.put((self, *call_key), (call, *before[: EXPECTED - 1]))
 
     def _described(self, arrays: tuple) -> list:
         """An Array for each, or None; TypeError that names one that is no array, or is missing."""
@@ -227,7 +231,7 @@ class Program:
         return self.readers.setdefault(type(first), reader or self._read)
 
     def _learn(
-        self, arrays: tuple, sort: Any, lengths: tuple, held: list | None, options: tuple, layout: str, eager: bool
+        self, arrays: tuple, sort: Any, lengths: tuple, described: list | None, options: tuple, layout: str, eager: bool
     ) -> PreparedCall:
         """What calls of this form have in common: from a function of lengths, or planned, and watched for the next time."""
         key = self, sort, options, layout
@@ -237,15 +241,16 @@ class Program:
             if known:
                 if traced is not functions[0]:  # lengths that grow ask for the same one again
                     FUNCTIONS.put(key, (traced, *[other for other in functions if other is not traced]))
-                if eager and held is None and (call := traced.grow(self.names, known, arrays, lengths)):
+                if eager and described is None and (call := traced.grow(self.names, known, arrays, lengths)):
                     self._expect(call, options, layout)
                 break
         else:
-            described = held or self._described(arrays)
+            read_one_by_one = described is not None
+            described = described or self._described(arrays)
             known = self._planned(described, options, layout)
             if len(functions) < TURNS and self._of_lengths(described, known):
                 with suppress(TypeError, ValueError):  # of a planner that takes numbers, but not to be watched: Untraceable
-                    traced = self._watched(described, held is None, options, layout)
+                    traced = self._watched(described, not read_one_by_one, options, layout)
                     traced.last = lengths
                     FUNCTIONS.put(key, (*functions, traced))
         KNOWN.put((self, sort, lengths, options, layout), (known, None))
@@ -253,41 +258,41 @@ class Program:
 
     def _planned(self, described: list, options: tuple, layout: str) -> PreparedCall:
         """The plan for these arrays alone."""
-        given = {name: array.form for name, array in zip(self.names, described) if array}
+        forms = {name: array.form for name, array in zip(self.names, described) if array}
         with together() as coming:
-            known = self._plan(given, described[0], options, layout)
+            known = self._plan(forms, described[0], options, layout)
             if coming and self.meanwhile:
                 threading.Thread(target=_unheard, args=(self.meanwhile, described, options, layout)).start()
-        return self._plan(given, described[0], options, layout) if coming else known
+        return self._plan(forms, described[0], options, layout) if coming else known
 
-    def prepare(self, given: dict[str, Form], options: tuple, layout: str = "bshd") -> None:
+    def prepare(self, forms: dict[str, Form], options: tuple, layout: str = "bshd") -> None:
         """Have the machine code for calls with arrays of these forms, by the schema's names, on a device."""
         with together():
-            self.steps(given, next(iter(given.values())).device, options, layout)
+            self.steps(forms, next(iter(forms.values())).device, options, layout)
 
-    def _plan(self, given: dict[str, Form], first: Array, options: tuple, layout: str) -> PreparedCall:
+    def _plan(self, forms: dict[str, Form], first: Array, options: tuple, layout: str) -> PreparedCall:
         """ValueError or TypeError: the schema or the planner refuses these forms."""
-        problem, (steps, scratch, give), results = self.steps(given, first.device, options, layout)
+        problem, (steps, scratch, give), results = self.steps(forms, first.device, options, layout)
         order, kind = self.schema.places, first.kind
         home = kind.home(first)
-        makers = [(order[name], made(kind.maker, home, *problem.made(name))) for name in results if name not in given]
+        makers = [(order[name], watched_call(kind.maker, home, *problem.made(name))) for name in results if name not in forms]
         parts: Any = [x for x in scratch if isinstance(x, ArrayView)]
         memory: Any = scratch[len(parts) :]
         memory, beyond = (memory, []) if give or first.device is None else _joined(memory)
-        makers += [(place, made(kind.maker, home, *what)) for place, what in enumerate(memory, len(order) + len(parts))]
-        apart = []
-        for a, b in self.schema.apart(given):
-            (first_at, mine), (last_at, its) = ascending(given[a]), ascending(given[b])
+        makers += [(place, watched_call(kind.maker, home, *what)) for place, what in enumerate(memory, len(order) + len(parts))]
+        disjoint = []
+        for a, b in self.schema.apart(forms):
+            (first_at, mine), (last_at, its) = ascending(forms[a]), ascending(forms[b])
             shift = first_at - last_at
-            apart.append((order[a], order[b], shift - its.extent, shift + mine.extent))
+            disjoint.append((order[a], order[b], shift - its.extent, shift + mine.extent))
         give = give or itemgetter(*[order[name] for name in results])
-        return PreparedCall(kind, first.device, makers, parts, beyond, apart, steps, give)
+        return PreparedCall(kind, first.device, makers, parts, beyond, disjoint, steps, give)
 
-    def steps(self, given: dict[str, Form], device: int | None, options: tuple, layout: str) -> tuple:
+    def steps(self, forms: dict[str, Form], device: int | None, options: tuple, layout: str) -> tuple:
         """For arrays of these forms: (the Problem, the Plan with what is checked before, the names of the results)."""
-        problem = self.schema.problem(given, layout)
+        problem = self.schema.problem(forms, layout)
         plan = self.planner(problem, *options)
-        if (device is None or asked().values) and (check := self.schema.check(problem, given)):
+        if (device is None or check_options().values) and (check := self.schema.check(problem, forms)):
             plan = plan._replace(steps=[check, *plan.steps])
         return problem, plan, self.schema.results(dict(zip(self.options, options)))
 
@@ -301,7 +306,7 @@ class Program:
 
     def _watched(self, described: list, in_elements: bool, options: tuple, layout: str) -> TracedPlan:
         """The function of lengths that plans as the planner does for these arrays."""
-        trace, names, given = Trace(), [], {}
+        trace, names, forms = Trace(), [], {}
         variables: list[Variable] = []
 
         def variable(value: int, *where: int) -> Any:
@@ -319,9 +324,9 @@ class Program:
             past = variable(form.past, place, guarded_calls.PAST)
             names.append(f"({_pattern(shape)}, {_pattern(strides)}, {past.text})")
             past = max(past, 0)  # so that the function is none for arrays that lie nowhere
-            whole = form._replace(shape=tuple(shape), strides=tuple([unit * stride for stride in strides]), past=past)
-            given[name] = self.schema.with_lengths(name, whole, layout)
-        return TracedPlan(trace, f"{', '.join(names)},", variables, self._plan(given, described[0], options, layout))
+            full_form = form._replace(shape=tuple(shape), strides=tuple([unit * stride for stride in strides]), past=past)
+            forms[name] = self.schema.with_lengths(name, full_form, layout)
+        return TracedPlan(trace, f"{', '.join(names)},", variables, self._plan(forms, described[0], options, layout))
 
     def _check_apart(self, described: list, a: int, b: int) -> None:
         """ValueError if the arrays in these places share memory."""

@@ -40,7 +40,7 @@ class Recording:
         self.scratch: list[tuple[tuple[int, ...], str]] = []
 
     def memory(self, shape: tuple[int, ...], dtype: str, device: int | None) -> Operand:
-        """Some more of it."""
+        """Add scratch memory to the recording, and return its Operand."""
         self.scratch.append((shape, dtype))
         return Operand(self.places + len(self.scratch) - 1, c_ordered(shape, dtype, device))
 
@@ -73,16 +73,16 @@ def call(program: Any, stream: Any, arrays: tuple, options: tuple, layout: str) 
     assert recording is not None
     if stream is not None:
         raise TypeError("stream: must be None in a call that is recorded: it runs on that of the program")
-    given = {name: x for name, x in zip(program.names, arrays) if x is not None}
-    forms = {name: program.schema.with_lengths(name, x.form, layout) for name, x in given.items()}
+    operands = {name: x for name, x in zip(program.names, arrays) if x is not None}
+    forms = {name: program.schema.with_lengths(name, x.form, layout) for name, x in operands.items()}
     device = arrays[0].form.device
     problem, (steps, scratch, give), results = program.steps(forms, device, options, layout)
     for name in results:
-        if name not in given:
+        if name not in operands:
             shape, dtype = problem.made(name)
-            given[name] = recording.memory(shape, dtype, device)
-    every = [*map(given.get, program.names), *(recording.memory(shape, dtype, device) for shape, dtype in scratch)]
-    sources = [x.source if x else 0 for x in every]  # what is left out no step asks for
+            operands[name] = recording.memory(shape, dtype, device)
+    all_operands = [*map(operands.get, program.names), *(recording.memory(shape, dtype, device) for shape, dtype in scratch)]
+    sources = [x.source if x else 0 for x in all_operands]  # what is left out no step asks for
     recording.steps += [RecordedStep(step, None, sources) for step in steps]
-    found = tuple(given[name] for name in results)
-    return give(every) if give else found[0] if len(found) == 1 else found
+    found = tuple(operands[name] for name in results)
+    return give(all_operands) if give else found[0] if len(found) == 1 else found

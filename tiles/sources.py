@@ -37,16 +37,16 @@ def _part_of(folders, name):
 
 def content() -> bytes | None:
     """A digest of what the files hold that take part in compiling; None if one cannot be read."""
-    whole = hashlib.sha256()
+    combined = hashlib.sha256()
     try:
         for folder in FOLDERS:
             for file in sorted(folder.rglob("*.py")):
                 if takes_part(file) and file.is_file():
                     name, text = f"{folder.name}/{file.relative_to(folder)}".encode(), file.read_bytes()
-                    whole.update(b"%d %d " % (len(name), len(text)) + name + text)
+                    combined.update(b"%d %d " % (len(name), len(text)) + name + text)
     except OSError:
         return None
-    return whole.digest()
+    return combined.digest()
 
 
 IMPORTED = content()

@@ -56,13 +56,13 @@ def static(cls):
     if "__static__" in vars(cls):  # a subclass that says so itself
         return cls
     is_first = not hasattr(cls, "__static__")
-    made = dataclass(frozen=True, eq=False)(cls)
-    made.__static__, made.__eq__, made.__hash__ = True, _equal, _hash
-    made.__digests__ = OrderedDict()  # {mark: digest}, the last one used last
+    result = dataclass(frozen=True, eq=False)(cls)
+    result.__static__, result.__eq__, result.__hash__ = True, _equal, _hash
+    result.__digests__ = OrderedDict()  # {mark: digest}, the last one used last
     if is_first:
-        compile_time(made)
-        made.__init_subclass__ = classmethod(functools.partial(_subclass, made))
-    return made
+        compile_time(result)
+        result.__init_subclass__ = classmethod(functools.partial(_subclass, result))
+    return result
 
 
 def _subclass(base, cls, **options):

@@ -59,6 +59,6 @@ def has_tma(capability: tuple) -> bool:
 
 def shared_bytes(capability: tuple) -> int:
     """Bytes of shared memory that a block may have; where that is not known here, what it may have since Ampere."""
-    if (held := MULTIPROCESSORS.get(capability[:2])) is None:
+    if (codes := MULTIPROCESSORS.get(capability[:2])) is None:
         return SMALL
-    return held[2] * 1024 - RESERVED
+    return codes[2] * 1024 - RESERVED

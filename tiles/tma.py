@@ -141,8 +141,8 @@ def encode(form: Encoding, pointer: int):
 def encoded(form: Encoding) -> bytes:
     """A map of some array of this form, to be moved to its address. Often several have it: a call's keys and values, queries of
     one call and the next. Some context must be current."""
-    made = encode(form, SOMEWHERE)  # which owns what getPtr points to, and must outlive the copy
-    return ctypes.string_at(made.getPtr(), MAP_BYTES)
+    driver_map = encode(form, SOMEWHERE)  # which owns what getPtr points to, and must outlive the copy
+    return ctypes.string_at(driver_map.getPtr(), MAP_BYTES)
 
 
 def move(tensor_map, pointer: int):

@@ -56,7 +56,7 @@ def traced(x: Any) -> bool:
 
 
 def compiling() -> bool:
-    """Does Dynamo trace this?"""
+    """Is the call traced by Dynamo, so that the op stands for it?"""
     torch = sys.modules.get("torch")
     return torch is not None and torch.compiler.is_compiling()
 
@@ -103,8 +103,10 @@ def call(program: AnyProgram, stream: Any, arrays: tuple, options: tuple, layout
     if stream is not None:
         raise TypeError("stream: must be None where torch traces or transforms the call: its ops run on the current stream")
     name, taken, given_back = program.op()
-    made = getattr(getattr(sys.modules["torch"].ops, NAMESPACE), name).default(*[arrays[n] for n in taken], *options, layout)
-    results = list(made) if isinstance(made, (list, tuple)) else [made]
+    returned = getattr(getattr(sys.modules["torch"].ops, NAMESPACE), name).default(
+        *[arrays[n] for n in taken], *options, layout
+    )
+    results = list(returned) if isinstance(returned, (list, tuple)) else [returned]
     if any([arrays[n] is not None for n in given_back]):
         _copy(program, arrays, options, results)
     return results[0] if len(results) == 1 else tuple(results)
@@ -112,9 +114,9 @@ def call(program: AnyProgram, stream: Any, arrays: tuple, options: tuple, layout
 
 def _copy(program: AnyProgram, arrays: tuple, options: tuple, results: list) -> None:
     """Results to where the caller wants them."""
-    given = dict(zip(program.schema.names, arrays))
+    arrays_by_name = dict(zip(program.schema.names, arrays))
     for place, name in enumerate(program.schema.results(dict(zip(program.options, options)))):
-        out = given[name]
+        out = arrays_by_name[name]
         if out is not None:
             if out.shape != results[place].shape or out.dtype != results[place].dtype:
                 wanted = f"shape={tuple(results[place].shape)}, dtype={results[place].dtype}"
@@ -126,14 +128,14 @@ def registered(program: AnyProgram) -> Callable[[], tuple[str, list[int], list[i
     """A function that registers the program's op, if it is not yet, and gives its name, the places of the arrays that it takes,
     and of those that it gives back. Dynamo calls it and goes on with what it returned, without a look inside and a guard for
     each thing that it saw there: that says the attribute, which torch.compiler.assume_constant_result sets."""
-    made: list[_Op] = []
+    ops: list[_Op] = []
     rows = [*enumerate(program.schema.arguments.values())]
     what = program.schema.name, [n for n, row in rows if not row.result], [n for n, row in rows if row.result]
 
     def op() -> tuple[str, list[int], list[int]]:
         with _LOCK:
-            if not made:
-                made.append(_Op(program))
+            if not ops:
+                ops.append(_Op(program))
         return what
 
     op._dynamo_marked_constant = True  # type: ignore[attr-defined]
@@ -202,8 +204,8 @@ class _Op:
         written = [f"({next(letters)}!)" if row.written else "" for row in self.rows]
         tensors = [f"Tensor{mark}{'' if row.needed else '?'} {token(row.name)}" for mark, row in zip(written, self.rows)]
         options = [f"{TYPES[kind]} {token(name)}" for name, kind in _options(self.program.planner).items()]
-        made = "Tensor[]" if self.several else "Tensor" if self.results else "()"
-        return f"({', '.join([*tensors, *options, 'str layout'])}) -> {made}"
+        returns = "Tensor[]" if self.several else "Tensor" if self.results else "()"
+        return f"({', '.join([*tensors, *options, 'str layout'])}) -> {returns}"
 
     def parts(self, args: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any], str]:
         """(tensors, one for each row that is no result; options by name; layout)"""
@@ -213,28 +215,28 @@ class _Op:
     def run(self, *args: Any) -> Any:
         """On tensors in memory. Where torch.compile gives up on the frame that called, it looks into all that is called next;
         but what plans and launches is not for it to trace."""
-        return (self.unseen if "torch._dynamo" in sys.modules else self.made)(*args)
+        return (self.unseen if "torch._dynamo" in sys.modules else self.run_eagerly)(*args)
 
     @cached_property
     def unseen(self) -> Callable[..., Any]:
-        """`made`, into which Dynamo does not look: this takes 0.4 us."""
-        return self.torch.compiler.disable(self.made)
+        """`run_eagerly`, into which Dynamo does not look: this takes 0.4 us."""
+        return self.torch.compiler.disable(self.run_eagerly)
 
-    def made(self, *args: Any) -> Any:
-        """What the program gives."""
-        made = self.program.run(None, self.arrays((*args, None)), args[len(self.rows) : -1], args[-1])
-        return (list(made) if isinstance(made, tuple) else [made]) if self.several else made
+    def run_eagerly(self, *args: Any) -> Any:
+        """The results of the program for these arrays, in the op's form."""
+        results = self.program.run(None, self.arrays((*args, None)), args[len(self.rows) : -1], args[-1])
+        return (list(results) if isinstance(results, tuple) else [results]) if self.several else results
 
     def fake(self, *args: Any) -> Any:
         """On tensors without memory: the results' shapes, strides and dtypes. Of extents nothing is asked (Schema.shapes)."""
         tensors, options, layout = self.parts(args)
-        given = {row.name: x for row, x in zip(self.rows, tensors) if x is not None}
-        self.schema.check_dtypes({name: str(x.dtype).removeprefix("torch.") for name, x in given.items()})
-        shapes, first = self.schema.shapes({name: x.shape for name, x in given.items()}, layout), tensors[0]
+        present = {row.name: x for row, x in zip(self.rows, tensors) if x is not None}
+        self.schema.check_dtypes({name: str(x.dtype).removeprefix("torch.") for name, x in present.items()})
+        shapes, first = self.schema.shapes({name: x.shape for name, x in present.items()}, layout), tensors[0]
         rows = [self.schema.arguments[name] for name in self.schema.results(options)]
         dtypes = [first.dtype if row.holds == "tile" else getattr(self.torch, row.dtypes[0]) for row in rows]
-        made = [first.new_empty(shapes[row.name], dtype=dtype) for row, dtype in zip(rows, dtypes)]
-        return made if self.several else made[0] if made else None
+        results = [first.new_empty(shapes[row.name], dtype=dtype) for row, dtype in zip(rows, dtypes)]
+        return results if self.several else results[0] if results else None
 
     def without_gradient(self, keys: Any, *args: Any) -> Any:
         """Where autograd would write down what is done. If nothing but memory comes after it the call is made from here, for
@@ -291,13 +293,13 @@ class _Op:
             each = [self.op(*[x if d is None else x[n] for x, d in zip(moved, dims)], *rest) for n in range(count)]
             if not self.results:
                 return None, None
-            made = [self.torch.stack(of) for of in zip(*each)] if self.several else self.torch.stack(each)
+            stacked = [self.torch.stack(of) for of in zip(*each)] if self.several else self.torch.stack(each)
         else:
             found = self.op(*folded, *rest)
             if not self.results:
                 return None, None
-            made = [_unfold(x, count) for x in found] if self.several else _unfold(found, count)
-        return made, [0] * len(made) if self.several else 0
+            stacked = [_unfold(x, count) for x in found] if self.several else _unfold(found, count)
+        return stacked, [0] * len(stacked) if self.several else 0
 
     def _fold(self, row: Argument, x: Any, mapped: bool, count: int, layout: str) -> Any:
         """A tensor whose batch is `count` times as long; None if it has none, or was not given."""

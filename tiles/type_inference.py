@@ -29,16 +29,16 @@ def _not_lowered(statement, types_of):
         return ELEMENTWISE if isinstance(types_of[statement.value.name], types.Array) else None
     if not isinstance(statement, ir.Assign):
         return None
-    found, made = types_of[statement.target.name], statement.value
+    found, built = types_of[statement.target.name], statement.value
     if isinstance(found, (types.List, types.Set)):
         return f"kernels have no {'lists' if isinstance(found, types.List) else 'sets'}: use a tuple"
-    call = types_of[made.func.name] if isinstance(made, ir.Expr) and made.op == "call" else None
+    call = types_of[built.func.name] if isinstance(built, ir.Expr) and built.op == "call" else None
     if isinstance(found, types.UnicodeType) or getattr(call, "typing_key", None) is str:
         return "kernels make no text: print(...) takes literal text and numbers, one after the other"
-    if isinstance(found, types.Array) and isinstance(made, ir.Expr):
+    if isinstance(found, types.Array) and isinstance(built, ir.Expr):
         return (
             ELEMENTWISE
-            if str(call).startswith("BoundFunction(array.copy") or made.op in ("binop", "inplace_binop", "unary")
+            if str(call).startswith("BoundFunction(array.copy") or built.op in ("binop", "inplace_binop", "unary")
             else None
         )
     return None
@@ -48,20 +48,20 @@ def _gives_a_tile(statement, types_of):
     """Does an op make a tile here that gets no name? `wait` is also called for the wait alone."""
     if not isinstance(statement, ir.Assign) or not statement.target.name.startswith("$"):
         return False
-    made, found = statement.value, getattr(types_of.get(statement.target.name), "spec", None)
-    if not isinstance(found, (rt, rv, pending)) or getattr(made, "op", "") != "call":
+    built, found = statement.value, getattr(types_of.get(statement.target.name), "spec", None)
+    if not isinstance(found, (rt, rv, pending)) or getattr(built, "op", "") != "call":
         return False
-    op = OPS.get(getattr(types_of.get(made.func.name), "typing_key", None))
+    op = OPS.get(getattr(types_of.get(built.func.name), "typing_key", None))
     return op is not None and (isinstance(found, pending) or not op.takes_pending)
 
 
 def refuse_dropped(blocks, types_of):
     """TypeError: a kernel calls an op for a tile, as `mma_AB(c, a, b)`, and leaves it. What was meant to change has not."""
     statements = [statement for block in blocks.values() for statement in block.body]
-    if not (made := [each for each in statements if _gives_a_tile(each, types_of)]):
+    if not (built := [each for each in statements if _gives_a_tile(each, types_of)]):
         return
     named = Counter(var.name for each in statements for var in each.list_vars())
-    for statement in made:
+    for statement in built:
         if named[name := statement.target.name] == 1:  # where it is made
             call = statement.value
             op = OPS[types_of[call.func.name].typing_key].name
@@ -104,10 +104,10 @@ class _Typing(compiler.CUDACompiler):
     """Numba's pipeline for kernels up to there."""
 
     def define_pipelines(self):
-        (whole,) = super().define_pipelines()
+        (combined,) = super().define_pipelines()
         passes = PassManager("typing")
-        kinds = [kind for kind, _ in whole.passes]
-        passes.passes = whole.passes[: kinds.index(NopythonTypeInference) + 1]
+        kinds = [kind for kind, _ in combined.passes]
+        passes.passes = combined.passes[: kinds.index(NopythonTypeInference) + 1]
         passes.add_pass(_Typed, "all is typed")
         passes.finalize()
         return [passes]

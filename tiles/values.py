@@ -129,8 +129,8 @@ class tensor:
 
     def __init__(self, array, tile: "st | sv", rows: int = -2, cols: int = -1, unit: int | None = None):
         if not hasattr(array, "shape") or not isinstance(tile, (st, sv)):
-            given = f"{array!r:.60}" if not hasattr(array, "shape") else str(tile)
-            raise TypeError(f"tensor: takes an array and a tile in shared memory, st or sv, got {given}")
+            argument = f"{array!r:.60}" if not hasattr(array, "shape") else str(tile)
+            raise TypeError(f"tensor: takes an array and a tile in shared memory, st or sv, got {argument}")
         rank, is_tile = len(array.shape), isinstance(tile, st)
         if not 1 + is_tile <= rank <= 5:
             raise ValueError(f"tensor: TMA takes arrays of {1 + is_tile} to 5 axes for {tile}, got shape {tuple(array.shape)}")
@@ -217,6 +217,6 @@ def wrap(spec, value):
                 return Tile(spec, value)
         except ValueError:
             pass
-        given = "None" if value is None else f"an array of shape {np.shape(value)}"
-        raise TypeError(f"its meaning must give the elements of {spec}, and gives {given}")
+        argument = "None" if value is None else f"an array of shape {np.shape(value)}"
+        raise TypeError(f"its meaning must give the elements of {spec}, and gives {argument}")
     return np.float32(value) if spec.__class__ is numba.Float else value

@@ -83,14 +83,14 @@ def _suspects(code):
 
 def _in_flight(code, at):
     """The numbers of the instructions that may run while the wgmma at `at` is in flight."""
-    seen, ways = set(), [(at, -1)]  # the instruction, and how many groups were closed after that of the wgmma
+    visited, ways = set(), [(at, -1)]  # the instruction, and how many groups were closed after that of the wgmma
     while ways:
-        here, younger = ways.pop()
-        while here < len(code) and (here, younger) not in seen:
-            seen.add((here, younger))
-            low, high = code[here]
+        position, younger = ways.pop()
+        while position < len(code) and (position, younger) not in visited:
+            visited.add((position, younger))
+            low, high = code[position]
             opcode, always = low & 0xFFF, low >> 12 & 0xF == ALWAYS
-            here += 1
+            position += 1
             if opcode & 0xFF0 in (GMMA, GMMA_OF_REGISTERS):
                 younger = min(younger + (high >> 20 & 7 != ALWAYS), GROUPS)
             elif opcode == WARPGROUP and low & DEPBAR and always:
@@ -98,10 +98,10 @@ def _in_flight(code, at):
                     break
             elif opcode == BRA:
                 ahead = (low >> 34) - (low >> 63 << 30)  # signed
-                ways.append((here + 64 * ahead + (low >> 18 & 0x3F), younger))
+                ways.append((position + 64 * ahead + (low >> 18 & 0x3F), younger))
                 if always and not low >> 24 & 0xFF and high >> 23 & 0x1F == ALWAYS:  # not BRA.DIV, and no other condition
                     break
             elif opcode in (BRX, EXIT, RET) and always:
                 break
             else:
-                yield here - 1
+                yield position - 1

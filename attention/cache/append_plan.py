@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tiles.arrays import Operand
-from tiles.checks import asked, read
+from tiles.checks import check_options, read
 from tiles.device import machine
 from tiles.schema import Problem
 from tiles.targets import has_fp8
@@ -71,7 +71,7 @@ def plan_append(problem: Problem, interleaved: bool, causal: bool, names: Append
         in_place=bool(queries and "out" in problem and queries[1].source == problem["out"].source),
         **placement,
     )
-    if problem.device is None or asked().values:
+    if problem.device is None or check_options().values:
         return [RoomCheck(problem, names), step]
     return [step]
 

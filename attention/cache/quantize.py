@@ -51,9 +51,9 @@ def quantize(
     float32, positive; by default it is computed so that the largest absolute value of a head becomes 448. What is beyond 448 is
     clamped to it.
 
-    block: 128, or None. Each block of rows then has a descale of its own, (B, blocks, H), or with layout="bhsd"
-    (B, H, blocks), which is always computed here. So large numbers in some blocks do not take the range of e4m3, 2^-9 to 448,
-    from small ones in others.
+    block: 128, or None. Each block of rows then has a descale of its own, (B, blocks, H), or with layout="bhsd" (B, H, blocks),
+    which is always computed here. So large numbers in some blocks do not take the range of e4m3, 2^-9 to 448, from small ones
+    in others.
 
     centred: the mean of each head's rows is subtracted first. For keys this changes no weight: all scores of a query change
     by one number, scale q_i . mean, and lse is less by it (add it if you need lse). Keys that have much in common are then
@@ -63,8 +63,8 @@ def quantize(
     Returns (out, descale), or (out, descale, mean) with centred=True, mean (B, H, D) in float32; without the descale if you
     gave it. out: written in place of a new array. Sums are in float32, in a fixed order: always the same bits.
 
-    attention.append does the same for new rows of a cache. Arrays, `stream` and errors are those of
-    attention.forward; a GPU of compute capability 8.9 or later."""
+    attention.append does the same for new rows of a cache. Arrays, `stream` and errors are those of attention.forward; a GPU of
+    compute capability 8.9 or later."""
     if block is None:
         return _quantize(stream, (x, descale, out, None, None), (check_flag("centred", centred), descale is None), layout)
     if isinstance(block, bool) or block != BLOCK:

@@ -3,8 +3,7 @@
 All heads and all tokens share one row of the cache for each key, and its first 512 columns are the value of them all. So a
 tile's rows are heads and tokens, as in attention.decode, but O is too wide for one warp's registers: for S = Q K^T warps share
 out a tile's keys, for O += P V they share out O's columns. In between there are three barriers: two of the row maxima's
-reduction, one after P is stored.
-"""
+reduction, one after P is stored."""
 
 import functools
 import itertools
@@ -36,9 +35,9 @@ KEYS, WARPS = 16, 4  # keys of a warp's scores; warps of a block, which share ou
 @dataclass(frozen=True)
 class Config:
     """A kernel's configuration. dtype: of cache, queries and output. window: which keys a token sees. cache: how latents are
-    loaded.
-    result: where O goes. overlaps_previous: may the kernel begin before the previous launch has ended (PDL)? tile_rows: rows of
-    a tile, heads and tokens. kv: keys of a tile. stages: of the pipeline. resident: blocks that a multiprocessor is to hold."""
+    loaded. result: where O goes. overlaps_previous: may the kernel begin before the previous launch has ended (PDL)? tile_rows:
+    rows of a tile, heads and tokens. kv: keys of a tile. stages: of the pipeline. resident: blocks that a multiprocessor is to
+    hold."""
 
     dtype: dtype
     window: KeyWindow

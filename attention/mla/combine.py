@@ -25,8 +25,8 @@ SLABS = LATENT // COLUMNS
 
 @dataclass(frozen=True)
 class Config:
-    """A kernel's configuration. result: where the output goes. overlaps_previous: may the kernel begin before
-    the previous launch has ended (PDL)? A block is one warp."""
+    """A kernel's configuration. result: where the output goes. overlaps_previous: may the kernel begin before the previous
+    launch has ended (PDL)? A block is one warp."""
 
     result: FinalOutput
     overlaps_previous: bool

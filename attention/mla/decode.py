@@ -90,30 +90,30 @@ def mla_decode(
     each head.
 
     q: (B, Sq, H, 576), the 64 rotated columns last; one query token a sequence or several. latent: (B, Sk, 576). Sequence b
-    uses the first lengths[b] rows, including those of the new tokens; the others are not looked at. bfloat16 or float16. Any
-    base addresses, and any strides with a contiguous last axis; multiples of 16 bytes are fast.
+    uses the first lengths[b] rows, including those of the new tokens; the others are not read. bfloat16 or float16. Any base
+    addresses, and any strides with a contiguous last axis; multiples of 16 bytes are fast.
 
     scale: scores are scale q . k. There is no default, because it depends on how wide heads were before the absorption: (128
-    + 64)**-0.5 in DeepSeek's models, times what a longer context asks for.
+    + 64)**-0.5 in DeepSeek's models, times a factor for longer contexts (YaRN).
 
     lengths: (B), int32 or int64, on q's device. The host never reads them, so a CUDA graph that holds the call serves
     sequences as they grow.
 
-    rotary, descale: for a cache of float8_e4m3fn, which has latents alone, (B, Sk, 512). The latents are multiplied by
-    descale, (B, Sk) in float32, one number a token; the rotated columns are an array of their own, (B, Sk, 64), in q's
-    dtype. Queries and weights are rounded to float16. The three may be parts of one array of bytes, such as rows of 656 of
-    which 512, 4 and 128 are in use. It needs Ada, Hopper or later.
+    rotary, descale: for a cache of float8_e4m3fn, which has latents alone, (B, Sk, 512). The latents are multiplied by descale,
+    (B, Sk) in float32, one number a token; the rotated columns are an array of their own, (B, Sk, 64), in q's dtype. Queries
+    and weights are rounded to float16. The three may be views of one array of bytes, such as rows of 656 bytes of which 512, 4
+    and 128 are in use. It needs Ada, Hopper or later.
 
-    pages: (B, most pages), int32 or int64. Then latent is a pool, (pages, page size, 576), and key j of sequence b is row j
-    % size of page pages[b, j // size]; the same holds for rotary and descale. Any page size. Entries behind a sequence's
-    last page are not read. batch_index: (B), sequence b lies in batch batch_index[b] of latent, which may have more.
+    pages: (B, most pages), int32 or int64. Then latent is a pool, (pages, page size, 576), and key j of sequence b is row j %
+    size of page pages[b, j // size]; the same holds for rotary and descale. Any page size. Entries after a sequence's last page
+    are not read. batch_index: (B), sequence b is batch batch_index[b] of latent, which may have more.
 
     To write new latents, call attention.append with the rotated columns as the keys of one head and the others as its values:
     attention.append(latent[:, :, None, 512:], latent[:, :, None, :512], rotated, latents, lengths=before, rotary=(cos, sin)).
     So the pools of a PagedCache may be two such views of one pool of latents.
 
-    causal: the last token stands at the last key, and token t sees keys up to lengths[b] - Sq + t. Otherwise a token sees
-    all keys. A token that sees no key gives 0.
+    causal: the last token is at the last key, and token t sees keys up to lengths[b] - Sq + t. Otherwise a token sees all keys.
+    A token that sees no key gives 0.
 
     splits, return_lse, stream: as in decode. out: (B, Sq, H, 512), where to write. family: None, "sm_90" (Hopper) or
     "sm_80", the instructions of every GPU since Ampere.
@@ -230,7 +230,8 @@ def _plan(
     tiles, places = -(-most_keys // config.kv), gpu.processors * config.resident
     split_count = choose_split_count(batch * row_tiles, tiles, places, MAX_SPLITS) if splits is None else splits
     args = {"splits": split_count, "tokens": tokens, "group": heads, "scale": unit * LOG2_E}
-    out_args, steps, scratch = {"out": _one_head(out, 2), "lse": lse and _one_head(lse, 1)}, [], []
+    out_args: dict[str, Any] = {"out": _one_head(out, 2), "lse": lse and _one_head(lse, 1)}
+    steps, scratch = [], []
     if split_count == 1:
         config = config_for(window, final)
     else:

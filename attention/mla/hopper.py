@@ -2,10 +2,9 @@
 
 A tile has 64 rows, which are heads and tokens, and 64 keys, whose first 512 columns are the values: it is in shared memory
 once, for both products. O, 64 x 512, is more than one warpgroup can hold, so two consumers have half of the columns each, and
-share out the
-scores: one computes those of even tiles, the other those of odd ones, and sends their weights and row maxima to the other
-through shared memory. While one's softmax runs, the tensor cores have the other's products (as in FlashMLA, DeepSeek 2025).
-"""
+share out the scores: one computes those of even tiles, the other those of odd ones, and sends their weights and row maxima to
+the other through shared memory. While one's softmax runs, the tensor cores have the other's products (as in FlashMLA, DeepSeek
+2025)."""
 
 import functools
 from collections.abc import Iterator

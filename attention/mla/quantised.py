@@ -2,8 +2,7 @@
 speed.
 
 The algorithm is ampere.py's. Latents are in shared memory in fp8, and each product converts them to fp16, exactly. A key's
-descale multiplies its scores and its weights, not its latent, which so is not rounded again.
-"""
+descale multiplies its scores and its weights, not its latent, which so is not rounded again."""
 
 import functools
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What a token's row of a cache is: the latent, which is also the value of all heads; behind it what is rotated by place."""
+"""The columns of a cache's row: the latent, which is the value of all heads, then the columns that are rotated by position."""
 
 LATENT, ROTARY = 512, 64
 COLUMNS = LATENT + ROTARY

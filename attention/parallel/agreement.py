@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
-from tiles.checks import asked
+from tiles.checks import check_options
 
 from ..softmax.block_masks import FIELDS
 from ..softmax.python_functions import register_function
@@ -64,7 +64,7 @@ def agree_on_plan(peers: tuple[Peers, ...], key: Hashable, plan: Callable[[], tu
         raise ValueError("group: its ranks make different calls:\n" + describe_differences(descriptions))
     if len(cached) >= MAX_SIGNATURES:
         cached.clear()
-    if not asked().values:
+    if not check_options().values:
         cached[key] = plan_result
     return plan_result  # type: ignore[return-value]
 

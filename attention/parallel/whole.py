@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tiles.arrays import Form, Number
-from tiles.checks import ENDS, KEY_ENDS, KEY_LENGTHS, Check, asked
+from tiles.checks import ENDS, KEY_ENDS, KEY_LENGTHS, Check, check_options
 from tiles.frameworks import describe
 
 from ..options import check_positive, split_norm
@@ -95,7 +95,7 @@ def check_values(options: Mapping[str, Any], length: int, length_k: int, plannin
     are read only when planning with TILES_CHECK."""
     for name in COUNTS.keys() & options.keys():
         x = options[name]
-        if x.is_cuda and not (planning and asked().values):
+        if x.is_cuda and not (planning and check_options().values):
             continue
         array = describe(x, name)
         stream = 0 if array.device is None else array.kind.stream(x, array.device)

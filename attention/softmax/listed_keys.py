@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from numpy import int32
+from numpy import int32, uint32
 
 from tiles import inlined, static
 from tiles.numba_names import types
@@ -20,7 +20,8 @@ AHEAD, BEHIND, BOTH, MOST = 0, 1, 2, 127  # the two adjacent counts of unseen ke
 
 @static
 class ListedTiling(Tiling):
-    """A Tiling whose key blocks are listed in params.lists, by batch, head and query block."""
+    """A Tiling whose key blocks are listed in params.lists, by batch, head and query block. Indices are unsigned: one that may
+    be negative is compared with 0, and takes two registers."""
 
     @property
     def params(self) -> dict[str, Any]:
@@ -33,7 +34,7 @@ class ListedTiling(Tiling):
 
     @inlined
     def key_blocks(self, row, ctx):
-        lists, batch, head, tile = ctx.params.lists, ctx.batch, ctx.head, row // self.rows
+        lists, batch, head, tile = ctx.params.lists, uint32(ctx.batch), uint32(ctx.head), uint32(row // self.rows)
         n, masked = lists[batch, head, tile, 0], lists[batch, head, tile, 1]
         ahead, behind = lists[batch, head, tile, 2], lists[batch, head, tile, 3]
         return KeyBlocks(int32(0), int32(n), int32(0), int32(masked), int32(ahead), int32(behind))
@@ -42,4 +43,5 @@ class ListedTiling(Tiling):
     def key(self, blocks, i, ctx):
         i = min(i, blocks.n - 1)  # kernels prefetch behind the last
         place = HEAD + i if i < blocks.masked else ctx.params.lists.shape[3] - 1 - i + blocks.masked
-        return int32(ctx.params.lists[ctx.batch, ctx.head, ctx.row // self.rows, place] * self.kv)
+        batch, head, tile = uint32(ctx.batch), uint32(ctx.head), uint32(ctx.row // self.rows)
+        return int32(ctx.params.lists[batch, head, tile, uint32(place)] * self.kv)

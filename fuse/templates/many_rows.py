@@ -17,7 +17,7 @@ import functools
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tiles.lengths import made
+from tiles.lengths import watched_call
 
 from ..axes import PART, Axis
 from ..graph import is_matrix
@@ -98,7 +98,7 @@ class ManyRows(Product):
         """The schedule for other extents of axes."""
         step, (batch, rows, _) = PART if self.softmax_partials else 64, self.sizes(known)
         sizes = rows, self.columns, len(self.products), self.processors, batch
-        return made(choose_schedule, *sizes, step, len(self.results), not self.softmax_partials and self.batch is None)
+        return watched_call(choose_schedule, *sizes, step, len(self.results), not self.softmax_partials and self.batch is None)
 
     @classmethod
     def kernels_for(cls, root: Term, processors: int, few: int = MOST_ROWS) -> Iterator[Self]:

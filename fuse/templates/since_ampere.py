@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tiles.lengths import made
+from tiles.lengths import watched_call
 
 from ..axes import PART, Axis
 from ..module import DTYPES, KernelText, render
@@ -79,7 +79,7 @@ class SinceAmpere(Product):
 
     def schedule_at(self, known: Mapping[Axis, Any]) -> AmpereSchedule:
         """The schedule for other extents of axes."""
-        return made(choose_schedule, *self.sizes(known), len(self.products), self.rank, bool(self.softmax_partials))
+        return watched_call(choose_schedule, *self.sizes(known), len(self.products), self.rank, bool(self.softmax_partials))
 
     @property
     def rank(self) -> int:

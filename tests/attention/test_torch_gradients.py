@@ -228,8 +228,10 @@ def test_autograd_is_deterministic_where_torch_is(monkeypatch, options):
     from attention.softmax import autograd
 
     backward = importlib.import_module("attention.softmax.backward.backward")
-    (q, *_), asked, real, plain = torch_inputs(1, 8, 1, 64), [], autograd.gradients, backward.backward_without_options
-    monkeypatch.setattr(autograd, "gradients", lambda *args: asked.append(args[5].get("deterministic", False)) or real(*args))
+    (q, *_), asked, real, plain = torch_inputs(1, 8, 1, 64), [], autograd.compute_gradients, backward.backward_without_options
+    monkeypatch.setattr(
+        autograd, "compute_gradients", lambda *args: asked.append(args[5].get("deterministic", False)) or real(*args)
+    )
     monkeypatch.setattr(backward, "backward_without_options", lambda *args: asked.append(args[3]) or plain(*args))
     for on, of_call in ((False, False), (True, False), (False, True)):
         torch.use_deterministic_algorithms(on)

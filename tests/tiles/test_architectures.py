@@ -9,7 +9,6 @@ from attention import inspect
 from attention.mla import ampere as mla_ampere
 from attention.mla import quantised as mla_quantised
 from attention.softmax import ampere
-from attention.softmax.backward import ampere as backward_ampere
 from attention.softmax.decode import ampere as decode_ampere
 from attention.softmax.decode import combine
 from attention.softmax.decode.caches import DenseLoader, PagedLoader
@@ -67,7 +66,6 @@ def test_more_shared_memory_than_today_s(monkeypatch):
 
     def chosen(room):
         yield from (ampere.config_for(dim, bf16, FULL, room) for dim in (64, 128, 192, 256))
-        yield from (backward_ampere.config_for(dim, bf16, FULL, shared_limit=room) for dim in (64, 128, 256))
         for dim in (64, 96, 128, 192, 256):
             for product in (SameDtypeProducts(bf16), Fp8Products(bf16, True)):
                 for split in (FixedSplits, StreamKSplits):
@@ -81,7 +79,7 @@ def test_more_shared_memory_than_today_s(monkeypatch):
     largest = list(chosen(LARGE))
     assert list(chosen(more)) == largest != list(chosen(SMALL))
     for module, names in {
-        ampere: ["ROOMS"],
+        ampere: ["BY_SHARED_MEMORY"],
         decode_ampere: ["SHAPES_BY_LIMIT", "TALL_SHAPES"],
         mla_ampere: ["SHAPES_BY_LIMIT"],
         mla_quantised: ["SHAPES_BY_LIMIT"],

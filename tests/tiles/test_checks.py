@@ -9,7 +9,7 @@ from cuda.bindings import driver
 
 from tiles import program as programs
 from tiles.arrays import Array
-from tiles.checks import CheckOptions, asked
+from tiles.checks import CheckOptions, check_options
 from tiles.frameworks import KIND_OF, Kind, describe
 from tiles.plan import Plan, Recent
 from tiles.program import program
@@ -191,9 +191,9 @@ def test_what_is_asked(monkeypatch):
     said = {"": ("sm_90a", False), "0": (None, False), "1": ("sm_90a", True), "sm_80": ("sm_80", False)}
     for value, meaning in said.items():
         monkeypatch.setenv("TILES_CHECK", value)
-        assert asked() == CheckOptions(*meaning)
+        assert check_options() == CheckOptions(*meaning)
     monkeypatch.setenv("TILES_CHECK", "yes")
     with pytest.raises(ValueError, match="^TILES_CHECK must be 0, 1 or an architecture such as sm_80, got 'yes'"):
-        asked()
+        check_options()
     monkeypatch.delenv("TILES_CHECK")
-    assert asked() == CheckOptions("sm_90a", False)
+    assert check_options() == CheckOptions("sm_90a", False)

@@ -108,7 +108,7 @@ def test_a_kernel_refuses_by_the_parameter_s_name(gpu, case, place):
 def test_a_launch_can_be_read_back(gpu, changes):
     """From its parameter block: what it was bound to, for a profile."""
     kernel, arguments = declared_kernel(), given(**changes)
-    assert kernel.given(kernel.bind(6, **arguments)) == {name: x for name, x in arguments.items() if x is not None}
+    assert kernel.bound_arguments(kernel.bind(6, **arguments)) == {name: x for name, x in arguments.items() if x is not None}
 
 
 @cuda.jit

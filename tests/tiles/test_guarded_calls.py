@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 from tiles import frameworks  # noqa: E402
 from tiles import program as programs  # noqa: E402
-from tiles.lengths import made  # noqa: E402
+from tiles.lengths import watched_call  # noqa: E402
 from tiles.plan import Plan, Recent  # noqa: E402
 
 SUM = "x SD real\n y SD real\n z S float32 optional\n out SD float32 made\n sums S float32 made want_sums"
@@ -31,7 +31,7 @@ def summed():
         places = tuple(
             [problem[name].source for name in names] + [problem.scratch(n, *what).source for n, what in enumerate(scratch)]
         )
-        return Plan([made(noted, places, rows * factor)], scratch)
+        return Plan([watched_call(noted, places, rows * factor)], scratch)
 
     return Counted(SUM, planner)
 

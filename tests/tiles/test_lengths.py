@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiles.frameworks import persistent_blocks
-from tiles.lengths import Length, Trace, Untraceable, follows, made
+from tiles.lengths import Length, Trace, Untraceable, follows, watched_call
 
 
 def watched(planner, *values):
@@ -34,9 +34,9 @@ EXPRESSIONS = {
     "equality": lambda a, b: (a == b, a != 3, a in (1, 2, b)),
     "as a number": lambda a, b: [b] * (int(a % 3)) + list(range(a % 2)),
     "as a float": lambda a, b: float(a % 2) + b,
-    "a call": lambda a, b: made(struct.pack, "<qd", a + b, 0.5),
-    "a call in a call": lambda a, b: made(divmod, made(pow, a, 2), b),
-    "what does not depend": lambda a, b: (made(pow, 2, 3), a * 0, "text", None, True),
+    "a call": lambda a, b: watched_call(struct.pack, "<qd", a + b, 0.5),
+    "a call in a call": lambda a, b: watched_call(divmod, watched_call(pow, a, 2), b),
+    "what does not depend": lambda a, b: (watched_call(pow, 2, 3), a * 0, "text", None, True),
     "a sum": lambda a, b: sum([a, b, a * b], 5),
 }
 
@@ -63,7 +63,7 @@ def test_a_number_that_was_asked_for_is_the_only_one():
 
 def test_what_refuses_lengths_refuses_them():
     """The planner, whose words the caller is to read, is asked then."""
-    function = watched(lambda a, b: made(struct.pack, "<i", a // b), 4, 2)
+    function = watched(lambda a, b: watched_call(struct.pack, "<i", a // b), 4, 2)
     assert function((4, 2)) == struct.pack("<i", 2) and function((2**40, 2)) is None and function((4, 0)) is None
 
 
@@ -82,7 +82,7 @@ def test_tuples_keep_their_kind_and_constants_their_identity():
 
 def test_nothing_is_computed_that_nobody_uses():
     calls = []
-    function = watched(lambda a: (made(lambda n: calls.append(n), a), a + 1)[1], 1)
+    function = watched(lambda a: (watched_call(lambda n: calls.append(n), a), a + 1)[1], 1)
     assert function((3,)) == 4 and calls == [1]
 
 

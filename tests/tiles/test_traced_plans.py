@@ -10,7 +10,7 @@ from noting import RUNS, Counted, gpu, noted  # noqa: F401
 torch = pytest.importorskip("torch")
 
 from tiles import traced_plans  # noqa: E402
-from tiles.lengths import Trace, made  # noqa: E402
+from tiles.lengths import Trace, watched_call  # noqa: E402
 from tiles.plan import Plan  # noqa: E402
 
 MANY = "x BSD real\n y BSD real\n out BSD float32 made"
@@ -24,7 +24,7 @@ def many():
             raise ValueError("x: has too many rows")
         number = batch * rows + (1000 if rows > 30 else 0)
         places = tuple([problem[name].source for name in ("x", "y", "out")])
-        return Plan([made(noted, places, number)], [((batch, rows), "float32")])
+        return Plan([watched_call(noted, places, number)], [((batch, rows), "float32")])
 
     return Counted(MANY, planner)
 

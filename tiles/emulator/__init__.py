@@ -123,10 +123,10 @@ def emulate(
     Hazard: what went wrong, at which instruction and line. NotImplementedError: an instruction that has no meaning yet."""
     if threads % LANES or not 0 < threads <= 1024:
         raise ValueError(f"threads: a multiple of {LANES} up to 1024, got {threads}")
-    given = parameters(kernel, args)
-    what = program(kernel, types_of(kernel, given), arch, lowered)
+    params = parameters(kernel, args)
+    what = program(kernel, types_of(kernel, params), arch, lowered)
     block, maps, places = bytearray(), {}, iter(what.parameters.values())
-    for p in given:
+    for p in params:
         for slot in p.slots:
             at, size = next(places)
             block.extend(bytes(at + size - len(block)))
@@ -140,10 +140,10 @@ def emulate(
     bounds = kernel.targetoptions.get("launch_bounds")
     resident = bounds[1] if isinstance(bounds, tuple) and len(bounds) > 1 else 1
     rng, memory, counts = seeded(seed), Global(spans), ExecutionCounts(Counter(), {})
-    every = list(clusters(grid, cluster))
-    progress = Progress(kernel.py_func.__name__, len(every), math.prod(cluster))
+    cluster_indices = list(clusters(grid, cluster))
+    progress = Progress(kernel.py_func.__name__, len(cluster_indices), math.prod(cluster))
     with contextlib.closing(progress), np.errstate(all="ignore"):
-        for n, indices in enumerate(every):
+        for n, indices in enumerate(cluster_indices):
             machine = EmulatedCluster(indices, grid, threads // LANES, shared, rng, what, memory, block, maps, resident, counts)
             machine.tick = progress.tick
             machine.run(what, None)

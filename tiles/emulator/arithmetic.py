@@ -23,7 +23,7 @@ def flush(x):
 
 
 def _flushed(function):
-    return lambda _, *given: flush(function(*map(flush, given)))
+    return lambda _, *operands: flush(function(*map(flush, operands)))
 
 
 # ---- integers ------------------------------------------------------------------------------------------------------

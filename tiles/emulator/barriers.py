@@ -66,14 +66,14 @@ def mbarrier(w, home, at, asks):
     return bar
 
 
-def _lanes(w, given):
+def _lanes(w, operand_text):
     """(lane, its thread, block, address there) of the active lanes."""
-    at = address(w, given, np.uint32)
+    at = address(w, operand_text, np.uint32)
     return [(lane, w.threads[lane], *w.home(int(at[lane]))) for lane in np.flatnonzero(w.mask)]
 
 
 def the_lane(w, deed):
-    """The one active lane."""
+    """The number of the lane that is active, of which there must be one."""
     lanes = np.flatnonzero(w.mask)
     if len(lanes) != 1:
         raise w.hazard(f"{deed} by {len(lanes)} lanes: each would do it once", "divergence")
@@ -137,7 +137,7 @@ class _Unsaid:
         self.agent, self.block, self.place, self.hazard = thread.agent, thread.block, thread.place, thread.hazard
 
     def tick(self):
-        """A new time."""
+        """Advance the clock, and return the new time."""
         time = self.thread.tick()
         self.clock[self.agent] = time
         return time
@@ -168,7 +168,7 @@ class _Together:
         self.met, self.waited, self.met_at = warp.met, warp.waited, warp.met_at
 
     def tick(self):
-        """A new time."""
+        """Advance the clock, and return the new time."""
         self.clock[self.agent : self.agent + LANES] = time = self.warp.tick()
         return time
 
@@ -177,8 +177,8 @@ class _Together:
         self.warp.learn(clock)
 
 
-def _uniform(w, given, deed):
-    values = operand(given, np.uint32)(w)
+def _uniform(w, operand_text, deed):
+    values = operand(operand_text, np.uint32)(w)
     if (values != values[0]).any():
         raise w.hazard(f"{deed}: the lanes name different barriers or numbers of threads", "divergence")
     return int(values[0])

@@ -38,12 +38,12 @@ def _(match, w, at):
         memory._bytes(w, sources[counts == n], 1), memory._bytes(w, sources[counts == n] + np.uint64(n - 1), 1)
 
     def land():
-        brought = np.zeros(cells.shape, np.uint8)
+        arrived = np.zeros(cells.shape, np.uint8)
         for n in {int(n) for n in counts} - {0}:
             which = counts == n
             inside, where = memory._bytes(w, sources[which], 1)
-            brought[which, :n] = inside[where + np.arange(n)]
-        home.shadow.bytes[cells] = brought
+            arrived[which, :n] = inside[where + np.arange(n)]
+        home.shadow.bytes[cells] = arrived
         home.shadow.state[cells] = VALID
 
     copy = w.block.cluster.start(land, "the copy into shared memory", cells.size, w.place())
@@ -116,10 +116,10 @@ def _map(w, operand_, deed):
     return found
 
 
-def _box(w, given, deed):
+def _box(w, octets, deed):
     lane = the_lane(w, deed)
-    what = _map(w, given, deed)
-    at = [int(operand(x, np.int32)(w)[lane]) for x in given.coordinates]
+    what = _map(w, octets, deed)
+    at = [int(operand(x, np.int32)(w)[lane]) for x in octets.coordinates]
     if len(at) != len(what.encoding.box):
         raise w.hazard(f"{deed}: {len(at)} coordinates for a tensor map of {len(what.encoding.box)} axes", "plan")
     offsets, inside = (x.reshape(-1) for x in what.box(at))
@@ -178,11 +178,11 @@ def _load(w, lane, home, what, first, where, places, inside, memory, deed):
     w._allowed(shadow.unwritable(w.asks_lane(lane, True), span), deed)
 
     def land():
-        brought = np.zeros((len(cells), what.size), np.uint8)
-        brought[inside] = memory[places[inside][:, None] + np.arange(what.size)]
+        arrived = np.zeros((len(cells), what.size), np.uint8)
+        arrived[inside] = memory[places[inside][:, None] + np.arange(what.size)]
         if what.encoding.dtype == "TFLOAT32":
-            brought = _to_tf32(brought)
-        shadow.bytes[cells] = brought
+            arrived = _to_tf32(arrived)
+        shadow.bytes[cells] = arrived
         shadow.state[span] = VALID
         bar.end_copy(copy)
 
@@ -218,12 +218,12 @@ def _(match, w, at):
     agent, kind, fold = w.block.store_agents[w.index], ELEMENTS[what.encoding.dtype], match[2]
 
     def land():
-        given = shadow.bytes[cells[inside]]
+        octets = shadow.bytes[cells[inside]]
         into = places[inside][:, None] + np.arange(what.size)
         if fold:
             old = np.ascontiguousarray(memory[into]).view(kind)
-            given = FOLDS[fold](old, given.view(kind)).astype(kind).view(np.uint8)
-        memory[into] = given
+            octets = FOLDS[fold](old, octets.view(kind)).astype(kind).view(np.uint8)
+        memory[into] = octets
 
     store = w.block.cluster.start(land, deed, what.nbytes, w.place())
     store.lane = lane
@@ -243,8 +243,8 @@ def _(_, w, at):
 @means(r"cp\.async\.bulk\.wait_group(\.read)?")
 def _(match, w, at):
     newer, lanes = int(at.operands[0].text), np.flatnonzero(w.mask)
-    own = [k for k, group in enumerate(w.store_groups, 1) if any(store.lane in lanes for store in group)]
-    done = own[: len(own) - newer] if newer else own
+    group_numbers = [k for k, group in enumerate(w.store_groups, 1) if any(store.lane in lanes for store in group)]
+    done = group_numbers[: len(group_numbers) - newer] if newer else group_numbers
     waited = [store for k in done for store in w.store_groups[k - 1]]
     w.until(lambda: all(store.done for store in waited), lambda: "its TMA stores")
     if done:
@@ -262,8 +262,8 @@ def _(match, w, at):
     to, values, bar = at.operands
     parts = values if isinstance(values, list) else [values]
     kind = np.dtype(f"u{np.dtype(TYPES[match[2]]).itemsize}")
-    given = np.concatenate([operand(v, kind)(w)[w.mask][:, None].view(np.uint8) for v in parts], 1)
-    home, lanes, cells = w._cells(address(w, to, np.uint32), given.shape[1])
+    octets = np.concatenate([operand(v, kind)(w)[w.mask][:, None].view(np.uint8) for v in parts], 1)
+    home, lanes, cells = w._cells(address(w, to, np.uint32), octets.shape[1])
     wheres = {int(x) for x in address(w, bar, np.uint32)[w.mask]}
     if len(wheres) != 1:
         raise w.hazard("lanes store and tell different barriers", "divergence")
@@ -277,11 +277,11 @@ def _(match, w, at):
     w._allowed(shadow.unwritable(w.asks(lanes), cells), "st.async writes shared memory")
 
     def land():
-        shadow.bytes[cells] = given
+        shadow.bytes[cells] = octets
         shadow.state[cells] = VALID
         barrier.end_copy(copy)
 
-    copy = w.block.cluster.start(land, "the store", given.size, w.place())
+    copy = w.block.cluster.start(land, "the store", octets.size, w.place())
     time = barrier.begin_copy(thread, copy)
     for each in lanes:
         barrier.learn(w.clocks[each])

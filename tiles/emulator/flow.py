@@ -26,12 +26,12 @@ def meets(program: PtxProgram) -> list[int]:
             before[way].append(k)
     order: list[int] = []  # each instruction stands after those that lead to it
     rank, todo = [-1] * (end + 1), [(end, iter(before[end]))]
-    seen = {end}
+    visited = {end}
     while todo:
         node, rest = todo[-1]
         for k in rest:
-            if k not in seen:
-                seen.add(k)
+            if k not in visited:
+                visited.add(k)
                 todo.append((k, iter(before[k])))
                 break
         else:
@@ -64,13 +64,13 @@ def pressure(program: PtxProgram) -> int:
     """The most registers of four bytes that are live at once, if instructions stay in the order of the text.
 
     ptxas reorders them and needs some more registers, but a kernel that stays far below the limit here does not spill there."""
-    follow, used, made = _ways(program), [], []
+    follow, used, defined = _ways(program), [], []
     for at in program.code:
         wide = _bits(at.operands[1:] if at.operands else [])
         first = _bits(at.operands[:1])
         reads = at.opcode.startswith(READS) or (at.operands and isinstance(at.operands[0], Address))
         used.append(wide | (first if reads else 0) | (1 << at.guard.slot if at.guard else 0))
-        made.append(0 if reads or at.guard else first)
+        defined.append(0 if reads or at.guard else first)
     ones = sum(1 << slot for slot, width in enumerate(program.widths) if width > 1)
     twos = sum(1 << slot for slot, width in enumerate(program.widths) if width > 4)
     live = [0] * (len(program.code) + 1)
@@ -81,7 +81,7 @@ def pressure(program: PtxProgram) -> int:
             after = 0
             for way in follow[k]:
                 after |= live[way]
-            now = after & ~made[k] | used[k]
+            now = after & ~defined[k] | used[k]
             if now != live[k]:
                 live[k], changed = now, True
     return max((now & ones).bit_count() + (now & twos).bit_count() for now in live)

@@ -103,9 +103,9 @@ def _(match, w, at):
         w.set(to, value)
 
 
-def _bits(w, given):
+def _bits(w, source):
     """An fp32 operand's bits: a register's, or a literal's."""
-    return w.get(given) if given.__class__ is Reg else operand(given, np.float32)(w).view(np.uint32)
+    return w.get(source) if source.__class__ is Reg else operand(source, np.float32)(w).view(np.uint32)
 
 
 # ---- wgmma ---------------------------------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ class WgmmaRegister:
 
     @property
     def place(self):
-        """Where the wgmma stands."""
+        """The place in the program of the wgmma that writes the register."""
         return self.mma.place
 
 
@@ -125,12 +125,12 @@ class WarpWgmma:
     """A warp's part of a wgmma, 16 rows. compute: multiplies the operands, from registers and shared memory. held: {slot:
     value} of A's registers, which must not change before the wait."""
 
-    def __init__(self, place, registers, compute, held):
-        self.place, self.compute, self.held = place, compute, held
+    def __init__(self, place, registers, compute, a_registers):
+        self.place, self.compute, self.held = place, compute, a_registers
         self.results = [WgmmaRegister(self, k) for k in range(registers)]
 
     def finish(self):
-        """Compute it."""
+        """Compute the product and write the registers of the result."""
         for result, value in zip(self.results, self.compute(), strict=True):
             result.value = value
 
@@ -197,8 +197,8 @@ def _(match, w, at):
             sums += np.stack([x.value if isinstance(x, WgmmaRegister) else x for x in adds]).view(np.float32)
         return sums.astype(np.float32).view(np.uint32)
 
-    held = {reg.slot: w.r[reg.slot] for reg in a} if from_registers else {}
-    mma = w.mmas[-1] = WarpWgmma(w.place(), n // 2, compute, held)
+    a_registers = {reg.slot: w.r[reg.slot] for reg in a} if from_registers else {}
+    mma = w.mmas[-1] = WarpWgmma(w.place(), n // 2, compute, a_registers)
     for reg, result in zip(acc, mma.results, strict=True):
         w.r[reg.slot] = result
         w.pending.add(reg.slot)

@@ -14,14 +14,14 @@ def _(match, w, at):
     to, source = at.operands
     kind = TYPES[match[1]]
     if isinstance(to, list):  # to the parts of a register
-        whole, at_byte = w.get(source)[:, None].view(np.uint8), 0
+        octets, at_byte = w.get(source)[:, None].view(np.uint8), 0
         for part in to:
             if isinstance(part, Reg):
-                piece = np.ascontiguousarray(whole[:, at_byte : at_byte + part.width])
+                piece = np.ascontiguousarray(octets[:, at_byte : at_byte + part.width])
                 w.set(part, piece.view(f"u{part.width}")[:, 0])
                 at_byte += part.width
             else:
-                at_byte += whole.shape[1] // len(to)
+                at_byte += octets.shape[1] // len(to)
     elif isinstance(source, list):
         width = to.width // len(source)
         w.set(to, np.stack([operand(part, f"u{width}")(w) for part in source], 1).view(f"u{to.width}")[:, 0])
@@ -59,23 +59,25 @@ def _special(w, name, width):
 @means(r"cvta(\.to)?\.(param|global|shared|local)\.u64")
 def _(match, w, at):
     """Between a space's addresses and generic ones, which are the same but for shared memory."""
-    given = operand(at.operands[1], np.uint64)(w) if isinstance(at.operands[1], Reg) else _special(w, at.operands[1].name, 8)
+    source_operand = (
+        operand(at.operands[1], np.uint64)(w) if isinstance(at.operands[1], Reg) else _special(w, at.operands[1].name, 8)
+    )
     shift = np.uint64(SHARED if match[2] == "shared" else 0)
-    w.set(at.operands[0], given - shift if match[1] else given + shift)
+    w.set(at.operands[0], source_operand - shift if match[1] else source_operand + shift)
 
 
 # ---- ld, st --------------------------------------------------------------------------------------------------------
-def address(w, given: Address, kind=np.uint64):
+def address(w, source_operand: Address, kind=np.uint64):
     """The address that each lane names."""
-    if isinstance(given.base, Symbol):
-        base = _special(w, given.base.name, np.dtype(kind).itemsize)
+    if isinstance(source_operand.base, Symbol):
+        base = _special(w, source_operand.base.name, np.dtype(kind).itemsize)
     else:
-        base = operand(given.base, kind)(w)
-    return base + np.array(given.offset).astype(kind) if given.offset else base
+        base = operand(source_operand.base, kind)(w)
+    return base + np.array(source_operand.offset).astype(kind) if source_operand.offset else base
 
 
-def _targets(given):
-    return given if isinstance(given, list) else [given]
+def _targets(source_operand):
+    return source_operand if isinstance(source_operand, list) else [source_operand]
 
 
 KINDS = r"(?:\.(v2|v4))?\.([subf](?:8|16|32|64))"
@@ -108,11 +110,11 @@ def _in_spaces(w, space, where):
     w.mask, w.full = active, full
 
 
-def _reach(w, space, given):
+def _reach(w, space, source_operand):
     """The same for an operand."""
     if space and space.startswith(".shared"):
-        return [(".shared", address(w, given, np.uint32))]
-    return _in_spaces(w, space, address(w, given))
+        return [(".shared", address(w, source_operand, np.uint32))]
+    return _in_spaces(w, space, address(w, source_operand))
 
 
 def _raw(kind):
@@ -174,8 +176,8 @@ def _(match, w, at):
 # ---- lanes ---------------------------------------------------------------------------------------------------------
 @means(r"shfl\.sync\.(bfly|idx|up|down)\.b32")
 def _(match, w, at):
-    to, *given = at.operands
-    value, by, clamp, members = (operand(x, np.uint32)(w) for x in given)
+    to, *source_operand = at.operands
+    value, by, clamp, members = (operand(x, np.uint32)(w) for x in source_operand)
     everyone(w, "shfl.sync", members)
     lane = np.arange(LANES)
     by, bound, segment = by.astype(np.int64) & 31, clamp.astype(np.int64) & 31, clamp.astype(np.int64) >> 8 & 31

@@ -95,19 +95,19 @@ def meaning(at: PtxInstruction) -> Run:
     return build(match, at)
 
 
-def operand(given, kind):
+def operand(source, kind):
     """A function from a warp to an operand's 32 numbers of a type: a register's lowest bytes, or a literal."""
     size, unsigned = _bits_of(kind)
-    if isinstance(given, Reg):
-        if size == given.width:
+    if isinstance(source, Reg):
+        if size == source.width:
             if np.dtype(kind) == unsigned and size > 1:  # as registers hold them
-                return lambda w: w.get(given)
-            return lambda w: w.get(given).view(kind)
-        return lambda w: w.get(given).astype(unsigned).view(kind)
-    if isinstance(given, Imm):
-        value = _everywhere(given.text, kind)
+                return lambda w: w.get(source)
+            return lambda w: w.get(source).view(kind)
+        return lambda w: w.get(source).astype(unsigned).view(kind)
+    if isinstance(source, Imm):
+        value = _everywhere(source.text, kind)
         return lambda w: value
-    raise NotImplementedError(f"an operand {given}")
+    raise NotImplementedError(f"an operand {source}")
 
 
 @functools.cache
@@ -145,7 +145,7 @@ def into(w, reg, value):
 
 def _computes(function, to, types, at):
     target, *sources = at.operands
-    gets = [operand(given, kind) for given, kind in zip(sources, types, strict=True)]
+    gets = [operand(source, kind) for source, kind in zip(sources, types, strict=True)]
     unsigned = _bits_of(to)[1]
     raw = np.dtype(to) if np.dtype(to).kind in "iu" else unsigned
 

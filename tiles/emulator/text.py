@@ -122,7 +122,7 @@ class _Scope:
         return None
 
     def declare(self, program, name, width):
-        """A new register."""
+        """Give a register of the text its slot in the warp's registers."""
         program.widths.append(width)
         self.operands.clear()
         self.names[name] = reg = Reg(len(program.widths) - 1, width)
@@ -197,12 +197,12 @@ def _statement(program, scope, text, number, place, jumps):
     match = _STATEMENT.fullmatch(text)
     guard = match["guard"] and scope.register(program, match["guard"])
     opcode, operands = match["opcode"], match["operands"].strip()
-    made = PtxInstruction(opcode, [], guard, match["no"] == "!", number, place, " ".join(text.split()), len(program.code))
+    parsed = PtxInstruction(opcode, [], guard, match["no"] == "!", number, place, " ".join(text.split()), len(program.code))
     if opcode.startswith("bra"):
-        jumps.append((made, scope, operands))
+        jumps.append((parsed, scope, operands))
     else:
-        made.operands = [_operand(program, scope, part) for part in _split(operands)] if operands else []
-    program.code.append(made)
+        parsed.operands = [_operand(program, scope, part) for part in _split(operands)] if operands else []
+    program.code.append(parsed)
 
 
 def _variable(program, text):

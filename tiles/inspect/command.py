@@ -48,18 +48,18 @@ class StopAtLaunch(BaseException):
 @contextlib.contextmanager
 def first_launch(name):
     """Runs what is inside up to the first launch of a kernel of this name, which ends up in the list that this gives."""
-    seen: list[InspectedLaunch] = []
+    launches: list[InspectedLaunch] = []
 
     def watch(kernel, types, threads, shared):
         if title(kernel) == name:
-            seen.append(InspectedLaunch(kernel, tuple(types), shared, threads))
+            launches.append(InspectedLaunch(kernel, tuple(types), shared, threads))
             raise StopAtLaunch
 
     watchers = sys.modules[launch.__module__].watchers
     watchers.append(watch)
     try:
         with contextlib.suppress(StopAtLaunch), contextlib.redirect_stdout(sys.stderr):
-            yield seen
+            yield launches
     finally:
         watchers.remove(watch)
 
@@ -69,15 +69,15 @@ def find(target: str, args: str | None = None) -> InspectedLaunch:
     file, colon, name = target.rpartition(":")
     if not colon:
         raise ValueError(f"say FILE:KERNEL, got {target!r}, as in examples/gemm.py:gemm")
-    with first_launch(name) as seen:
+    with first_launch(name) as launches:
         names = vars(module_at(file))
-    if seen:
-        return seen[0]
+    if launches:
+        return launches[0]
     try:
-        made = eval(name, names)
+        value = eval(name, names)
     except NameError:
-        made = None  # a kernel that only a function of the file knows
-    kernel, shared = made if isinstance(made, tuple) else (made, None)
+        value = None  # a kernel that only a function of the file knows
+    kernel, shared = value if isinstance(value, tuple) else (value, None)
     if kernel is not None and not hasattr(kernel, "py_func"):
         raise TypeError(f"{target} is no @cuda.jit function but {kernel!r}")
     if kernel and args is not None:
@@ -86,13 +86,13 @@ def find(target: str, args: str | None = None) -> InspectedLaunch:
     if kernel and (shared is not None or _declares(kernel)):
         return InspectedLaunch(kernel, (), shared)
     stopped = ""
-    with first_launch(title(kernel) if kernel else name) as seen:
+    with first_launch(title(kernel) if kernel else name) as launches:
         try:
             _run(file)
         except Exception as error:
             stopped = f"; it stops with {type(error).__name__}: {error}"
-    if seen:
-        return seen[0]
+    if launches:
+        return launches[0]
     if kernel:
         raise ValueError(f"{target}: annotate its parameters, say --args, or launch it: {file} as a script does not{stopped}")
     raise ValueError(f"{file} has no kernel {name}, and launches none of that name{stopped}")
@@ -121,7 +121,7 @@ def module_at(file: str) -> Any:
 
 def _run(file):
     """A file or module, run as a script."""
-    asked, sys.argv = sys.argv, [file]
+    saved_argv, sys.argv = sys.argv, [file]
     try:
         with contextlib.suppress(SystemExit):
             if Path(file).is_file():
@@ -129,7 +129,7 @@ def _run(file):
             else:
                 runpy.run_module(file, run_name="__main__", alter_sys=True)
     finally:
-        sys.argv = asked
+        sys.argv = saved_argv
 
 
 def _look(target, options, arch=None) -> Inspection:

@@ -76,7 +76,7 @@ document.querySelectorAll('button').forEach(b => b.onclick = () => {
 
 
 def page(found: "Inspection") -> str:
-    """An inspection."""
+    """The HTML page of an inspection."""
     lines = {line.place.lines[0] for line in (*found.sass, *found.ptx) if line.place.lines}
     numbers = {at: number for number, at in enumerate(sorted(lines))}
     left = "".join(_source(one, found, numbers) for one in found.sources)
@@ -94,7 +94,7 @@ def page(found: "Inspection") -> str:
 
 
 def page_of_difference(found: "Difference") -> str:
-    """Two inspections."""
+    """The HTML page of two inspections side by side."""
     kinds = [row for row in found.figures if row[0].startswith(" ")]
     cards = "".join(_card(name, f"{a} → {b}" if a != b else a) for name, a, b in found.figures if not name.startswith(" "))
     left = []
@@ -125,7 +125,7 @@ def _document(name, title, head, left, right):
 
 
 def _cards(found: Figures):
-    held = found.occupancy
+    resident = found.occupancy
     cards = [
         _card("registers a thread", found.registers),
         _card("bytes spilled", found.spill_bytes, bad=found.spill_bytes),
@@ -133,9 +133,9 @@ def _cards(found: Figures):
         _card("bytes of shared memory", found.shared_bytes),
         _card("instructions", sum(found.instructions.values())),
     ]
-    if held:
-        more = f"{held.blocks} x {found.threads} threads; {' and '.join(held.by)}"
-        cards.append(_card("occupancy", f"{held.warps} of {held.most} warps <small>{more}</small>"))
+    if resident:
+        more = f"{resident.blocks} x {found.threads} threads; {' and '.join(resident.by)}"
+        cards.append(_card("occupancy", f"{resident.warps} of {resident.most} warps <small>{more}</small>"))
     return "".join(cards)
 
 

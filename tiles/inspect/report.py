@@ -110,11 +110,11 @@ def inspect(kernel, *args: Any, arch: str | None = None, shared: Any = None, blo
     TypeError, ValueError: an argument is wrong. CompileError: ptxas or the linker refuse the kernel."""
     if not hasattr(kernel, "py_func"):
         raise TypeError(f"inspect: kernel must be a @cuda.jit function, got {kernel!r}")
-    given, home = _given(kernel, args)
+    types_of_arguments, home = _types_of_arguments(kernel, args)
     bounds = kernel.targetoptions.get("launch_bounds")
     block = block or (bounds[0] if isinstance(bounds, tuple) else bounds)
     arch = arch or (ARCH if home is None else device(home).arch)
-    lowered = Lowered(kernel, given, arch, lines=True)
+    lowered = Lowered(kernel, types_of_arguments, arch, lines=True)
     compiled = lowered.machine_code()
     found = measured(kernel, arch, compiled, opened_plan(kernel.py_func) if shared is None else shared)
     ptx = of_ptx(lowered.ptx(), lowered.name)
@@ -133,7 +133,7 @@ def opened_plan(function) -> Plan | None:
     return None
 
 
-def _given(kernel, args) -> tuple[tuple[types.Type, ...], int | None]:
+def _types_of_arguments(kernel, args) -> tuple[tuple[types.Type, ...], int | None]:
     """The Numba types of a kernel's arguments, and the GPU that arrays among them lie on, if any."""
     code = kernel.py_func.__code__
     names = code.co_varnames[: code.co_argcount]

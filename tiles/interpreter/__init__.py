@@ -90,18 +90,23 @@ def interpret(kernel, grid, threads, args, shared=None, seed=None, cluster=(1, 1
     grid: (x, y, z). threads: a multiple of 32. shared: the `tiles.shared` plan that the kernel opens. seed: None for the
     strict order (asynchronous work as late as possible), a number for a random one. cluster: (x, y, z) blocks, which run
     together; others one after the other, or as if they did (processes.py). Hazard: what went wrong, where."""
-    every, run = list(clusters(grid, cluster)), _runs(Cluster, kernel, grid, threads, shared, seed)
-    progress = Progress(getattr(kernel, "py_func", kernel).__name__, len(every), math.prod(cluster))
+    indices_of_clusters, run = list(clusters(grid, cluster)), _runs(Cluster, kernel, grid, threads, shared, seed)
+    progress = Progress(getattr(kernel, "py_func", kernel).__name__, len(indices_of_clusters), math.prod(cluster))
     with contextlib.closing(progress):
-        run_all(len(every), lambda n, *given: run(every[n], n, *given, progress.tick).end(), _arguments(args), progress)
+        run_all(
+            len(indices_of_clusters),
+            lambda n, *arguments: run(indices_of_clusters[n], n, *arguments, progress.tick).end(),
+            _arguments(args),
+            progress,
+        )
 
 
 def recorded(kernel, grid, threads, args, shared, which):
     """Run the clusters `which` of kernel[grid, threads](*args), each the indices of its blocks, in the strict order, and yield
     what the warps of each have done: {(block, warp): its steps}, see record.py. Other arguments: as for `interpret`."""
-    run, given = _runs(RecordingCluster, kernel, grid, threads, shared, None), _arguments(args)
+    run, arguments = _runs(RecordingCluster, kernel, grid, threads, shared, None), _arguments(args)
     for n, indices in enumerate(which):
-        cluster = run(indices, n, given)
+        cluster = run(indices, n, arguments)
         yield {(block.index, warp.index): warp.steps for block in cluster.blocks for warp in block.crew}
 
 
@@ -109,13 +114,13 @@ def _runs(kind, kernel, grid, threads, shared, seed):
     """run(indices, n, args) runs the n-th cluster, that of the blocks with these indices, and gives it back."""
     if threads % LANES or not 0 < threads <= 1024:
         raise ValueError(f"launch: block must be a multiple of {LANES} up to 1024, got {threads}")
-    seen = {}
+    rebound = {}
     bounds = getattr(kernel, "targetoptions", {}).get("launch_bounds")
     resident = bounds[1] if isinstance(bounds, tuple) and len(bounds) > 1 else 1
-    function = rebind(kernel, seen)
+    function = rebind(kernel, rebound)
 
     def run(indices, n, args, accesses=None, tick=Cluster.tick):
-        one = kind(indices, grid, threads // LANES, shared, seeded(seed, n), seen, resident)
+        one = kind(indices, grid, threads // LANES, shared, seeded(seed, n), rebound, resident)
         one.accesses, one.tick = accesses, tick
         with np.errstate(all="ignore"):
             one.run(function, args)

@@ -98,5 +98,5 @@ def deeds(parameters, specs, result):
     """What an op does to the global arrays among its arguments: [(place, READ or WRITE)]."""
     if isinstance(result, types.Array):
         return ()
-    given = [k for k, spec in enumerate(specs) if isinstance(spec, (types.Array, gl))]
-    return tuple((k, deed) for k in given for deed in DEEDS.get(parameters[k], (READ, WRITE)))
+    array_places = [k for k, spec in enumerate(specs) if isinstance(spec, (types.Array, gl))]
+    return tuple((k, deed) for k in array_places for deed in DEEDS.get(parameters[k], (READ, WRITE)))

@@ -164,7 +164,7 @@ class Captured(Bounded):
 
 
 def say(*values, **options):
-    """print, by a warp."""
+    """print() inside a kernel, done by one warp."""
     refuse_values(check_print, *values)
     builtins.print(f"[block {current_warp().block.index}, warp {current_warp().index}]", *values, **options)
 
@@ -172,8 +172,8 @@ def say(*values, **options):
 class Module:
     """A module seen from a kernel: `helpers.step`, `numba.cuda.blockIdx`."""
 
-    def __init__(self, module, seen):
-        self.__dict__.update(_module=module, _seen=seen)
+    def __init__(self, module, rebound):
+        self.__dict__.update(_module=module, _seen=rebound)
 
     def __getattr__(self, name):
         value = self.__dict__[name] = _swap(getattr(self._module, name), self._seen)
@@ -184,8 +184,8 @@ class InterpretedStatic:
     """A static object (static.py) as an interpreted kernel sees it: its fields and properties, and its methods rebound (see
     `rebind`). To all other code it is equal to the object itself."""
 
-    def __init__(self, value, seen):
-        self.__dict__.update(_InterpretedStatic__value=value, _InterpretedStatic__seen=seen)
+    def __init__(self, value, rebound):
+        self.__dict__.update(_InterpretedStatic__value=value, _InterpretedStatic__seen=rebound)
 
     __class__ = property(lambda self: type(self.__value))
 
@@ -220,17 +220,17 @@ class InterpretedStatic:
     __repr__ = __str__
 
 
-def _named(cls, seen):
+def _named(cls, rebound):
     """A class of named tuples with its methods rebound (see `rebind`)."""
-    if cls not in seen:
-        new = seen[cls] = type(cls.__name__, (cls,), {"__slots__": (), "__qualname__": cls.__qualname__})
+    if cls not in rebound:
+        new = rebound[cls] = type(cls.__name__, (cls,), {"__slots__": (), "__qualname__": cls.__qualname__})
         for name in dir(cls):
             face = inspect.getattr_static(cls, name)
             if isinstance(face, python.FunctionType) and hasattr(face, "dispatcher"):
-                setattr(new, name, rebind(face, seen))
+                setattr(new, name, rebind(face, rebound))
             elif isinstance(face, python.FunctionType) and name[0] != "_":
                 setattr(new, name, _plain(face))
-    return seen[cls]
+    return rebound[cls]
 
 
 def _guarded(function, row):
@@ -253,7 +253,7 @@ def _super(*_):
 BUILTINS = {name: GUARDED[getattr(builtins, name)] for name in ("divmod", "len", "max", "min", "sum")} | {"super": _super}
 
 
-def _swap(value, seen):
+def _swap(value, rebound):
     if value is cuda:
         return Cuda()
     if isinstance(value, np.integer):
@@ -265,16 +265,16 @@ def _swap(value, seen):
     if isinstance(value, (python.BuiltinFunctionType, np.ufunc)) and value in GUARDED:
         return GUARDED[value]
     if isinstance(value, python.ModuleType):
-        return Module(value, seen)
+        return Module(value, rebound)
     if is_static(value):
-        return InterpretedStatic(value, seen)
+        return InterpretedStatic(value, rebound)
     if isinstance(value, tuple):
-        items = (_swap(item, seen) for item in value)
-        return _named(type(value), seen)(*items) if hasattr(value, "_fields") else tuple(items)
+        items = (_swap(item, rebound) for item in value)
+        return _named(type(value), rebound)(*items) if hasattr(value, "_fields") else tuple(items)
     if isinstance(value, type) and issubclass(value, tuple) and hasattr(value, "_fields"):
-        return _named(value, seen)
+        return _named(value, rebound)
     if hasattr(value, "py_func") or hasattr(value, "dispatcher"):
-        return rebind(value, seen)
+        return rebind(value, rebound)
     return value if not isinstance(value, python.FunctionType) or value in OPS or _known_to_numba(value) else _plain(value)
 
 
@@ -294,21 +294,21 @@ def _plain(function):
     return refuse
 
 
-def rebind(function, seen):
+def rebind(function, rebound):
     """The plain function with `cuda`, `print`, modules and every helper in its globals and closure replaced in turn; `seen`
     collects them: plain function -> replaced one."""
     function = getattr(function, "py_func", function)
-    if function in seen:
-        return seen[function]
+    if function in rebound:
+        return rebound[function]
     space = {"__builtins__": builtins, "print": say, **BUILTINS}
     cells = tuple(python.CellType() for _ in function.__closure__ or ())
-    new = seen[function] = python.FunctionType(function.__code__, space, function.__name__, function.__defaults__, cells)
+    new = rebound[function] = python.FunctionType(function.__code__, space, function.__name__, function.__defaults__, cells)
     new.__kwdefaults__ = function.__kwdefaults__
     for name in _names(function.__code__):
         if name in function.__globals__:
-            space[name] = _swap(function.__globals__[name], seen)
+            space[name] = _swap(function.__globals__[name], rebound)
     for cell, old in zip(cells, function.__closure__ or ()):
-        cell.cell_contents = _swap(old.cell_contents, seen)
+        cell.cell_contents = _swap(old.cell_contents, rebound)
     return new
 
 

@@ -45,14 +45,14 @@ def jobs():
         if not said.isdecimal() or int(said) < 1:
             raise ValueError(f"TILES_JOBS must be a number of processes, got {said!r}")
         return int(said)
-    alone = threading.active_count() == 1 and sys.gettrace() is None and "jax" not in sys.modules
-    return len(os.sched_getaffinity(0)) if alone else 1
+    can_fork = threading.active_count() == 1 and sys.gettrace() is None and "jax" not in sys.modules
+    return len(os.sched_getaffinity(0)) if can_fork else 1
 
 
 def run_all(count, run, args, progress, clock=time.monotonic):
     """run(n, args, accesses) for n from 0 to count - 1, in order or as if in order."""
     arrays = arrays_of(args)
-    accesses, words, asked = Accesses(arrays), {}, False
+    accesses, words, considered = Accesses(arrays), {}, False
     for n in range(count):
         if n in words:
             sys.stdout.write(words[n])
@@ -61,11 +61,11 @@ def run_all(count, run, args, progress, clock=time.monotonic):
         run(n, args, accesses)
         progress.done(n + 1)
         left = count - n - 1
-        if not asked and left > 1 and left * (clock() - start) > WORTH:
+        if not considered and left > 1 and left * (clock() - start) > WORTH:
             most = min(jobs(), left)
-            asked = most == 1 or accesses.clash
-            if not asked:
-                words, asked = _forked(range(n + 1, count), run, args, arrays, accesses, progress, most), True
+            considered = most == 1 or accesses.clash
+            if not considered:
+                words, considered = _forked(range(n + 1, count), run, args, arrays, accesses, progress, most), True
 
 
 def _forked(numbers, run, args, arrays, accesses, progress, most):

@@ -90,7 +90,7 @@ class Agents:
         self.next, self.count = 4 * warps, 4 * warps + others
 
     def new(self):
-        """A new agent's number."""
+        """Add an agent, and return its number."""
         self.next += 1
         assert self.next <= self.count
         return self.next - 1
@@ -140,13 +140,13 @@ class Shadow:
 
     def unwritable(self, clock, cells, asynchronous):
         """What forbids one who knows `clock` to overwrite these cells: (kind, cause), or None."""
-        seen = self._seen(clock, asynchronous)
-        bad = seen[cells.of(self.writer)] < cells.of(self.written)
+        known = self._seen(clock, asynchronous)
+        bad = known[cells.of(self.writer)] < cells.of(self.written)
         if np.count_nonzero(bad):
             return self._overtaken(clock, cells, bad)
         for agent, times in self.read.items():
             times = cells.of(times)
-            unseen = times > seen[agent]
+            unseen = times > known[agent]
             if np.count_nonzero(unseen):
                 late = int(times[unseen].min())
                 if late > clock[agent]:

@@ -97,15 +97,15 @@ class Claims(Stores):
             self.owners[start] = unit, owners
 
     def note(self, warp, clock, time, place, view, values, span):
-        """As of Stores; Clash."""
+        """Note a store as Stores.note does, in one of several processes. Clash: another process stores there."""
         unit, owners = self.owners[span[0]]
         mine = _elements(view, span[0], unit, owners)
         if mine is not None:
             (x, y, z), (width, height, _) = warp.block.cluster.blocks[0].index, warp.block.cluster.grid
-            own = 1 + x + width * (y + height * z)
+            block_number = 1 + x + width * (y + height * z)
             fcntl.lockf(self.lock, fcntl.LOCK_EX)  # which a process that dies lets go
-            others = np.count_nonzero((mine != 0) & (mine != own))
-            mine[...] = own
+            others = np.count_nonzero((mine != 0) & (mine != block_number))
+            mine[...] = block_number
             fcntl.lockf(self.lock, fcntl.LOCK_UN)
             if others:
                 self.give_up()

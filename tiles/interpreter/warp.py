@@ -61,7 +61,7 @@ class InterpretedWarp(greenlet):
         return int(self.clock[self.agent])
 
     def learn(self, clock):
-        """Know what `clock` knows."""
+        """From now on the warp knows all that `clock` knows."""
         np.maximum(self.clock, clock, out=self.clock)
 
     # -- messages
@@ -157,7 +157,7 @@ class InterpretedWarp(greenlet):
         barrier.learn(self.clock)  # what completes it is a release (PTX ISA, "st.async")
 
     def fence_async(self):
-        """fence.proxy.async"""
+        """Order ordinary accesses before asynchronous ones: fence.proxy.async."""
         self.block.agents.fence(self.clock)
 
     def _started(self, work, how, view, written):
@@ -235,10 +235,10 @@ class InterpretedWarp(greenlet):
         self.clock[agent] = max(known, done)
 
     # -- copies by cp.async
-    def copy_async(self, tile, source, at, rows, cols, piece, own):
+    def copy_async(self, tile, source, at, rows, cols, piece, rows_of_tile):
         """Start copying rows `own` of the tile at `at` of a global array into a shared tile, `piece` bytes at a time."""
         if isinstance(tile.spec, sv):
-            return self._copy_numbers(tile, source, at, cols % source.ndim, own)
+            return self._copy_numbers(tile, source, at, cols % source.ndim, rows_of_tile)
         rows, cols = rows % source.ndim, cols % source.ndim
         self.touches(source, READ)
         if why := misaligned(source, at, cols, piece):
@@ -246,26 +246,26 @@ class InterpretedWarp(greenlet):
         for axis, (index, size) in enumerate(zip(at, source.shape)):
             if axis not in (rows, cols) and not 0 <= index < size:
                 raise self.hazard(f"index {index} is out of range for axis {axis} of an array of shape {source.shape}")
-        at = tuple(int(index) + (own.start if axis == rows else 0) for axis, index in enumerate(at))
-        array, shape = np.asarray(source), (len(own), tile.spec.cols)
+        at = tuple(int(index) + (rows_of_tile.start if axis == rows else 0) for axis, index in enumerate(at))
+        array, shape = np.asarray(source), (len(rows_of_tile), tile.spec.cols)
         view = lambda: inside(array, at, shape, rows, cols)[0]
-        self._copies(tile, own, lambda: cut(array, at, shape, rows, cols), view)
+        self._copies(tile, rows_of_tile, lambda: cut(array, at, shape, rows, cols), view)
 
-    def _copy_numbers(self, tile, source, at, axis, own):
+    def _copy_numbers(self, tile, source, at, axis, rows_of_tile):
         """The same of a vector that lies along one axis."""
         self.touches(source, READ)
         for k, (index, size) in enumerate(zip(at, source.shape)):
             if k != axis and not 0 <= index < size:
                 raise self.hazard(f"index {index} is out of range for axis {k} of an array of shape {source.shape}")
         line = np.moveaxis(np.asarray(source), axis, -1)[tuple(int(i) for k, i in enumerate(at) if k != axis)]
-        at = 0, int(at[axis]) + own.start
-        view = lambda: inside(line[None], at, (1, len(own)), 0, 1)[0]
-        self._copies(tile, own, lambda: cut(line[None], at, (1, len(own)), 0, 1)[0], view)
+        at = 0, int(at[axis]) + rows_of_tile.start
+        view = lambda: inside(line[None], at, (1, len(rows_of_tile)), 0, 1)[0]
+        self._copies(tile, rows_of_tile, lambda: cut(line[None], at, (1, len(rows_of_tile)), 0, 1)[0], view)
 
-    def look_up(self, pages, size, at, last, own, begin=None):
+    def look_up(self, pages, size, at, last, rows_of_tile, begin=None):
         """In which pages rows `own` of a tile lie: see pipeline.look_up. Of each row the page's number and its place there."""
         sequence, first = map(int, at)
-        rows = range(first + own.start, first + own.stop)
+        rows = range(first + rows_of_tile.start, first + rows_of_tile.stop)
         if pages is None:
             return tuple([x for row in rows for x in divmod(row, size)])
         self.touches(pages, READ)
@@ -277,21 +277,23 @@ class InterpretedWarp(greenlet):
             found += int(table[sequence, row // size]) if exists else 0, row % size
         return tuple(found)
 
-    def copy_pages(self, tile, pool, found, at, last, piece, own):
+    def copy_pages(self, tile, pool, found, at, last, piece, rows_of_tile):
         """Start copying rows `own` of a tile from the pages that they lie in: see pipeline.fill_pages."""
         self.touches(pool, READ)
         if isinstance(tile.spec, sv):  # as tiles of one column
-            values, view = self.from_pages(np.asarray(pool)[..., None], found, (*at, 0), last, own, 1)
-            return self._copies(tile, own, lambda: values()[:, 0], view)
+            values, view = self.from_pages(np.asarray(pool)[..., None], found, (*at, 0), last, rows_of_tile, 1)
+            return self._copies(tile, rows_of_tile, lambda: values()[:, 0], view)
         if why := misaligned(pool, where := (0, 0, *at[1:]), pool.ndim - 1, piece):
             raise self.hazard(f"copy in pieces of {piece} bytes: {why}; {remedy(pool, where, pool.ndim - 1)}")
-        self._copies(tile, own, *self.from_pages(np.asarray(pool), found, at, last, own, tile.spec.cols))
+        self._copies(tile, rows_of_tile, *self.from_pages(np.asarray(pool), found, at, last, rows_of_tile, tile.spec.cols))
 
-    def from_pages(self, array, found, at, last, own, cols):
+    def from_pages(self, array, found, at, last, rows_of_tile, cols):
         """(what gives the values of these rows, of so many columns; what gives a view of where they lie)"""
         first, *rest, col = map(int, at)
         lines = []
-        for row, number, place in zip(range(first + own.start, first + own.stop), found[::2], found[1::2], strict=True):
+        for row, number, place in zip(
+            range(first + rows_of_tile.start, first + rows_of_tile.stop), found[::2], found[1::2], strict=True
+        ):
             line = np.zeros((1, cols), array.dtype)
             if row < last:
                 if not 0 <= number < len(array):
@@ -303,17 +305,17 @@ class InterpretedWarp(greenlet):
             lines.append(line)
         return lambda: np.concatenate(lines), lambda: None
 
-    def _copies(self, tile, own, values, view):
+    def _copies(self, tile, rows_of_tile, values, view):
         """From now on `values()` are on their way to rows `own` of a shared tile, from `view()` of global memory."""
-        shadow, cells, agent = self.block.shadow, span(tile, own), self.copier
+        shadow, cells, agent = self.block.shadow, span(tile, rows_of_tile), self.copier
         self._allowed(shadow.unwritable(self.clock, cells, False), f"copies into {tile.name}")
         shadow.poison(cells)
 
         def land():
-            shadow.put(tile, values(), own)
+            shadow.put(tile, values(), rows_of_tile)
             cells.of(shadow.state)[...] = VALID
 
-        nbytes = len(own) * (1 if isinstance(tile.spec, sv) else tile.spec.cols) * tile.spec.dtype.itemsize
+        nbytes = len(rows_of_tile) * (1 if isinstance(tile.spec, sv) else tile.spec.cols) * tile.spec.dtype.itemsize
         copy = self.block.cluster.start(land, f"the copy into {tile.name}", nbytes, self.place())
         self._started(copy, "cp.async", view, False)
         self.copies.append(copy)

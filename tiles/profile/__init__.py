@@ -150,13 +150,13 @@ class _Watch:
         self.bind, self.run, self.interpret = Launch._bind, Bound.run, Interpreted.run
 
     def look(self, function):
-        """Call it."""
+        """Call the function under the profiler's watch."""
         watch = self
 
-        def bind(launch, given):
-            bound = watch.bind(launch, given)
+        def bind(launch, arguments):
+            bound = watch.bind(launch, arguments)
             if isinstance(bound, Bound):
-                watch.origins[id(bound)] = bound, launch, given
+                watch.origins[id(bound)] = bound, launch, arguments
             return bound
 
         def run(bound, stream, addresses):
@@ -164,7 +164,9 @@ class _Watch:
             watch.run(bound, stream, addresses)
 
         def interpret(step, stream, addresses, execute=None):
-            watch.interpret(step, stream, addresses, lambda *given: watch.calls.append(watch.counted(step.launch, *given)))
+            watch.interpret(
+                step, stream, addresses, lambda *arguments: watch.calls.append(watch.counted(step.launch, *arguments))
+            )
 
         self.calls.clear()
         with replaced(Launch, _bind=bind), replaced(Bound, run=run), replaced(Interpreted, run=interpret):
@@ -189,8 +191,8 @@ class _Watch:
         """A launch on a card."""
         counts, timeline, why = None, None, ""
         try:
-            _, launch, given = self.origins.get(id(bound), (None, None, None))
-            counts, record = rehearsed(bound, launch and origin(launch, given), addresses, sample, self.block)
+            _, launch, arguments = self.origins.get(id(bound), (None, None, None))
+            counts, record = rehearsed(bound, launch and origin(launch, arguments), addresses, sample, self.block)
             timeline = self.timeline(bound.title, record)
         except (Hazard, LookupError, ValueError) as error:
             why = str(error)

@@ -9,7 +9,7 @@ from cuda.bindings import driver
 from ..arguments import grouped
 from ..arrays import ABSENT, Form, Operand
 from ..device import Device, check
-from ..fallback import Interpreted, span, told
+from ..fallback import Interpreted, resolve_number, span
 from ..launch import Bound, Launch
 from ..values import tensor
 from .counts import SAMPLE, chosen, counted
@@ -46,7 +46,7 @@ class Code(NamedTuple):
 
 
 def code(bound: Bound) -> Code:
-    """Of a launch."""
+    """Registers, local memory and resident blocks of a launch."""
     function, threads = bound.code.function, int(np.prod(bound.threads))
     with bound.code.target.current():
         registers = check(driver.cuFuncGetAttribute(_FUNCTION.CU_FUNC_ATTRIBUTE_NUM_REGS, function))
@@ -64,7 +64,7 @@ class Clock:
             self.flushed = check(driver.cuMemAlloc(FLUSH))
 
     def close(self):
-        """Give back its memory."""
+        """Free the card's memory that the profile allocated."""
         with self.gpu.current():
             check(driver.cuMemFree(self.flushed))
 
@@ -171,7 +171,7 @@ def rehearsed(bound: Bound, origin, addresses, sample: int | None = SAMPLE, keep
         if isinstance(value, Operand):
             address = 0 if value.source == ABSENT else addresses[value.source]
             value = _stand_in(value.form, address, bound.code.target, memory)
-        value = told(value, addresses)
+        value = resolve_number(value, addresses)
         args.append(tensor(value, spec.tile, spec.rows, spec.cols, spec.unit) if spec and value is not None else value)
     args = grouped(launch.kernel, args)
     cluster = launch.cluster or (1, 1, 1)
@@ -183,14 +183,14 @@ def _declared(bound):
     kernel = bound.frames.kernel
     if kernel is None:
         raise LookupError(f"{bound} was bound before it was profiled: profile the launch, with its arguments")
-    made = kernel._interpreted(bound.contents.grid, kernel.given(bound))
-    return made.launch, made.values
+    interpreted = kernel._interpreted(bound.contents.grid, kernel.bound_arguments(bound))
+    return interpreted.launch, interpreted.values
 
 
-def origin(launch: Launch, given):
+def origin(launch: Launch, params):
     """What `rehearsed` wants to know of a launch with these parameters."""
-    number, values = iter(range(len(given))), []
-    for p in given:
+    number, values = iter(range(len(params))), []
+    for p in params:
         values.append((p.value if p.array is None else Operand(next(number), p.array.form), p.encoding and p.value.spec))
     Interpreted(launch, values, None)  # ValueError: the interpreter does not run such blocks
     return launch, values

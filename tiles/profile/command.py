@@ -21,29 +21,29 @@ def main(arguments) -> int:
     parser.add_argument("--all", action="store_true", help="on a card: count all blocks, not four")
     parser.add_argument("--no-ncu", action="store_true", help="on a card: do without ncu, even if it is there")
     parser.add_argument("--once", action="store_true", help=argparse.SUPPRESS)  # what ncu runs
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        function = find(given.target)
-        shown = [float(cycle) for cycle in given.cycles.split(":") if cycle]
+        function = find(options.target)
+        shown = [float(cycle) for cycle in options.cycles.split(":") if cycle]
     except (AttributeError, FileNotFoundError, ValueError) as error:
         parser.error(str(error))
-    if given.once:
+    if options.once:
         return _once(function)
-    block = None if given.block is None else (given.block, 0, 0)
-    found = profile(function, block=block, sample=None if given.all else SAMPLE)
+    block = None if options.block is None else (options.block, 0, 0)
+    found = profile(function, block=block, sample=None if options.all else SAMPLE)
     print(found)
     if timeline := found.timeline:
         print(timeline)
-        if given.svg:
+        if options.svg:
             try:
-                timeline.save(given.svg, *shown)
+                timeline.save(options.svg, *shown)
             except (OSError, ValueError) as error:
                 parser.error(str(error))
-            print(f"  drawn: {given.svg}")
+            print(f"  drawn: {options.svg}")
     elif block:
-        parser.error(f"--block: no launch has a block {given.block} that is counted: grids are {_grids(found)}")
-    if found.peaks and not given.no_ncu:
-        _ncu(given.target)
+        parser.error(f"--block: no launch has a block {options.block} that is counted: grids are {_grids(found)}")
+    if found.peaks and not options.no_ncu:
+        _ncu(options.target)
     return 0
 
 

@@ -78,10 +78,10 @@ def _arrays(args):
 
 def chosen(grid, cluster, most: int | None = None) -> list:
     """The clusters of a launch, or `most` of them, each the middle one of as many equal parts."""
-    every = list(clusters(grid, cluster))
-    if most is None or len(every) <= most:
-        return every
-    return [every[(2 * k + 1) * len(every) // (2 * most)] for k in range(most)]
+    cluster_indices = list(clusters(grid, cluster))
+    if most is None or len(cluster_indices) <= most:
+        return cluster_indices
+    return [cluster_indices[(2 * k + 1) * len(cluster_indices) // (2 * most)] for k in range(most)]
 
 
 def counted(kernel, grid, threads, args, shared, cluster, which: Iterable, keep=None) -> tuple[LaunchCounts, dict | None]:

@@ -79,8 +79,8 @@ def product(step: Did):
 
 def specials(step: Did):
     """How many special functions an op takes."""
-    given = _values([step.gives, *step.takes])
-    return given[0].elements * LANES if step.name in SPECIAL and given else 0
+    values = _values([step.gives, *step.takes])
+    return values[0].elements * LANES if step.name in SPECIAL and values else 0
 
 
 def price(step: Did, model: Model) -> Price | None:
@@ -90,14 +90,14 @@ def price(step: Did, model: Model) -> Price | None:
         return None if is_async else Price("tensor", flop * size / HALF / model.tensor / model.mma_sync)
     if step.name in FREE or isinstance(step.gives, (st, sv, remote)):  # a shared tile by another name
         return None
-    given = _values([step.gives, *step.takes])
+    values = _values([step.gives, *step.takes])
     shared = [s.item if isinstance(s, remote) else s for s in step.takes]
     if tiles := [s for s in shared if isinstance(s, (st, sv))]:
-        elements = given[0].elements * LANES if given else tiles[0].rows * tiles[0].cols
+        elements = values[0].elements * LANES if values else tiles[0].rows * tiles[0].cols
         return Price("shared", elements * tiles[0].dtype.itemsize / model.shared, model.shared_latency)
-    if not given:
+    if not values:
         return None
     if step.name in SPECIAL:
-        return Price("special", given[0].elements * LANES / model.special)
-    elements = max(value.elements for value in given)
+        return Price("special", values[0].elements * LANES / model.special)
+    elements = max(value.elements for value in values)
     return Price("issue", max(model.least, elements / 2 if step.name in NARROW else elements))

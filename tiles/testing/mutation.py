@@ -45,7 +45,7 @@ class _Changed(importlib.abc.SourceLoader):
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds that module first."""
+    """An importer, asked before all others, that loads the module with the fault."""
 
     def __init__(self, spec, loader):
         self.spec, self.loader = spec, loader
@@ -61,16 +61,16 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 @contextlib.contextmanager
 def _broken(caller, module, old, new) -> Iterator[None]:
-    name, here = caller["__name__"], caller.get("__file__")
+    name, source_file = caller["__name__"], caller.get("__file__")
     spec = caller.get("__spec__") if module == name else importlib.util.find_spec(module)
-    path = here if module == name else spec and spec.origin
+    path = source_file if module == name else spec and spec.origin
     if not path or not Path(path).is_file():
         raise ValueError(f"broken: {module!r} is no module with a file of its own")
     if (count := Path(path).read_text().count(old)) != 1:
         raise ValueError(f"broken: {old!r} stands {count} times in {path}, not once")
     loader, ops, names = _Changed(path, old, new), set(OPS), dict(caller)
     finder = _Finder(spec, loader)
-    package, folder = module.partition(".")[0], here and Path(here).parent
+    package, folder = module.partition(".")[0], source_file and Path(source_file).parent
 
     def concerned():
         """Modules of the package, and those beside the calling file, but for that itself."""
@@ -84,9 +84,9 @@ def _broken(caller, module, old, new) -> Iterator[None]:
         for known in kept:
             del sys.modules[known]
         sys.meta_path.insert(0, finder)
-        if here:
-            text = loader.get_data(path) if module == name else Path(here).read_bytes()
-            exec(compile(text, here, "exec", dont_inherit=True), caller)
+        if source_file:
+            text = loader.get_data(path) if module == name else Path(source_file).read_bytes()
+            exec(compile(text, source_file, "exec", dont_inherit=True), caller)
         yield from _failing(f"no test failed with {new!r} in place of {old!r} in {path}")
     finally:
         sys.meta_path.remove(finder)

@@ -33,7 +33,7 @@ from .delta_solver import UTTransform
 from .gates import CHUNK_COL_VEC
 from .tokens import CHUNK, COLUMNS, SequenceLayout, TokenRange, block_coord
 
-REGISTERS = {1: (56, 104, 240), 2: (48, 88, 184)}  # consumers -> registers a thread of loader, solver and consumer
+REGISTERS = {1: (56, 104, 240), 2: (48, 96, 184)}  # consumers -> registers a thread of loader, solver and consumer
 STAGES = 4  # chunks in flight
 AHEAD = 3  # chunks by which the solver may be ahead of consumers
 CUMSUM_WARPS = warpgroup.WARPGROUP - 1  # warps of the loader that compute b, a chunk each in turn

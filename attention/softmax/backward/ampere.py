@@ -26,7 +26,7 @@ from tiles import bf16, dtype, fp16, fp32, inlined, pipeline, rt, shared, st
 from tiles.arguments import FLOAT, INT, array
 from tiles.cp_async import PIECES
 from tiles.layout import LANES, WARPGROUP
-from tiles.targets import LARGE, SMALL, capability, shared_bytes
+from tiles.targets import LARGE, capability, is_hopper, shared_bytes
 
 from ..variants import ScoreContext, Variant
 from ..visible_keys import CAUSAL, FULL
@@ -100,7 +100,8 @@ SHAPES: dict[int, Shape] = {  # by padded head_dim
     256: (32, 32, 16, 32, True, 1),
 }
 PLAIN = SHAPES | {128: (64, 64, 32, 64, True, 2)}  # where the variant takes no registers
-ROOMY = PLAIN | {64: (128, 128, 32, 32, False, 2)}  # and a multiprocessor holds two blocks of 97 KB: sm_90 and sm_100
+ROOMY = PLAIN | {64: (128, 128, 32, 32, False, 2)}  # and a multiprocessor holds two blocks of 97 KB: sm_90
+FEWER_QUERIES = PLAIN | {64: (128, 64, 32, 16, False, 2)}  # where 128 queries spill: sm_100; sm_90, full, by less than 16 bytes
 Shorts = dict[int, list[tuple[float, float, Shape]]]
 SHORT: Shorts = {  # ... and sequences have up to so many queries and keys: sm_90
     64: [(64, math.inf, (64, 64, 16, 32, False, 3)), (128, 128, ROOMY[64])],
@@ -130,30 +131,36 @@ def config_for(
     variant: Variant,
     vector_bytes: int = 16,
     value_dim: int | None = None,
-    shared_limit: int = SMALL,
+    capability: tuple = (8, 0),
     shape: Shape | None = None,
     **kind: Any,
 ) -> Config:
-    """The configuration for a problem on a GPU whose thread blocks may have `shared_limit` bytes of shared memory: both head
-    dims padded to the same of DIMS. shape: see short_shape. kind: other fields of BackwardConfig."""
-    since_hopper = shared_limit >= LARGE
-    shapes = SHAPES if variant.changes_scores or variant.uses_random else ROOMY if since_hopper else PLAIN
-    padded = padded_dim(head_dim, value_dim)
-    return Config(padded, padded, dtype, variant, *(shape or shapes[padded]), QUAD if since_hopper else 1, vector_bytes, **kind)
+    """The configuration for a problem on a GPU of compute capability `capability`: both head dims padded to the same of DIMS.
+    shape: see short_shape. kind: other fields of BackwardConfig."""
+    hopper, padded = is_hopper(capability), padded_dim(head_dim, value_dim)
+    if variant.changes_scores or variant.uses_random:
+        shapes = SHAPES
+    elif shared_bytes(capability) < LARGE:
+        shapes = PLAIN
+    else:
+        shapes = ROOMY if hopper and (variant is not FULL or vector_bytes == PIECES[0]) else FEWER_QUERIES
+    elements_per_add = QUAD if hopper else 1  # with a quad sm_100 spills
+    return Config(padded, padded, dtype, variant, *(shape or shapes[padded]), elements_per_add, vector_bytes, **kind)
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
     """Configurations to compile and inspect for an architecture: bf16 and addresses that are multiples of 16 bytes, or all."""
     forms = [(bf16, PIECES[0]), *((bf16, vector_bytes) for vector_bytes in PIECES[1:]), (fp16, PIECES[0])]
+    gpu = capability(arch)
     for (input_dtype, vector_bytes), head_dim, variant in itertools.product(
         forms[: len(forms) if everything else 1], SHAPES, (FULL, CAUSAL)
     ):
-        config = config_for(head_dim, input_dtype, variant, vector_bytes, shared_limit=shared_bytes(capability(arch)))
+        config = config_for(head_dim, input_dtype, variant, vector_bytes, capability=gpu)
         yield from (config, replace(config, single_block=True))
-        if arch == "sm_90a":
+        if arch == "sm_90a" and vector_bytes == PIECES[0]:  # short_shape is asked only where TMA could load the arrays
             for _, _, shape in shorts(variant).get(head_dim, []):
                 if shape != ROOMY[head_dim]:
-                    of_short = config_for(head_dim, input_dtype, variant, vector_bytes, shared_limit=LARGE, shape=shape)
+                    of_short = config_for(head_dim, input_dtype, variant, vector_bytes, capability=gpu, shape=shape)
                     yield from (of_short, replace(of_short, single_block=True))
 
 

@@ -69,8 +69,8 @@ def choose_kernel(
     kind = {"axes": tuple([len(x.form.shape) for x in aux]), "by_list": by_list, "seq_layout": seq_layout}
     kind |= {"accumulate": accumulate, "slope_gradient": slope_gradient}
     if not tma:
-        vector_bytes, shared_limit = problem.bytes_at_once(), machine(problem.device).shared_bytes
-        config = ampere.config_for(head_dim, dtype, variant, vector_bytes, value_dim, shared_limit, shape, **kind, **order)
+        vector_bytes, capability = problem.bytes_at_once(), machine(problem.device).capability
+        config = ampere.config_for(head_dim, dtype, variant, vector_bytes, value_dim, capability, shape, **kind, **order)
         return KernelChoice(ampere, replace(config, single_block=all_see_first and kv_len <= config.kv), plain)
     by_tile = load_bias_by_tma(problem, variant)
     if plain and hopper_narrow.serves(head_dim, by_tile, value_dim):

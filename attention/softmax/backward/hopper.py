@@ -41,6 +41,12 @@ class Config(hopper_pipeline.Config):
         """The number of threads of a thread block: the consumers and one producer warpgroup."""
         return warpgroup.THREADS * (CONSUMERS + 1)
 
+    @property
+    def recomputes_warpgroup_id(self) -> bool:
+        """Does a consumer compute its warpgroup's number again for each product with its rows of V? The descriptors of these
+        rows, held over the loop, made registers spill under ALiBi and lists. Other variants would pay some instructions."""
+        return self.head_dim == 128 and not (self.sequences.packed or self.variant.nonlinear)
+
 
 SHAPES: dict[int, dict[str, Any]] = {  # by padded head_dim
     64: {"kv": 128, "queries": 128},
@@ -96,7 +102,7 @@ def make(config: Config):
     K_COLS, V_COLS = config.head_dim // PER_KEY, config.value_dim // PER_KEY
     DK, DV, S = rt(16, K_COLS, fp32), rt(16, V_COLS, fp32), rt(ROWS, 16, fp32, "col")
     SCORES, slope_gradient, SLOPE_WARPS = rt(16, ROWS, fp32), config.slope_gradient, config.slope_warps
-    PRODUCER_REGISTERS, CONSUMER_REGISTERS = REGISTERS
+    RECOMPUTE_WG, (PRODUCER_REGISTERS, CONSUMER_REGISTERS) = config.recomputes_warpgroup_id, REGISTERS
     smem = hopper_pipeline.memory(config)
     load_tiles, add_dq = hopper_pipeline.make_load(config, extra_tile=True), hopper_pipeline.make_add_dq(config)
 
@@ -116,10 +122,11 @@ def make(config: Config):
         return tile
 
     @inlined
-    def step(j, s, dk, dv, dslope, masked, rings, k_rows, v_rows, wg, ctx, next_row, key, scale):
+    def step(j, s, dk, dv, dslope, masked, rings, k_rows, v_tile, wg, ctx, next_row, key, scale):
         """(the scores of the next query tile, whose first query is `next_row`; dK, dV and the gradient of the slope) after
         query tile j, whose scores are s."""
         k, q, do, ds_ring, dq_ring, lse_delta, bias = rings
+        v_rows = subtile(v_tile, EACH, (warpgroup.id() if RECOMPUTE_WG else wg) // PER_KEY)
         dp = warpgroup.mm_ABt(v_rows, clear_tail(do.wait(j), ctx.seqlen_q - ctx.row))
         ctx = bias_tiles.load_columns(bias, j, ctx, wg // PER_KEY)
         vectors = lse_delta.wait(j)
@@ -211,12 +218,12 @@ def make(config: Config):
                 add_dq(gDQAccum, dq_ring, block, divmod(batch_head, splits)[0], q_tiles, key, ctx, group, tiles_before)
         else:
             warpgroup.claim_registers(CONSUMER_REGISTERS)
-            k_rows, v_rows = k.wait(0), v.wait(0)
-            sequences.zero_foreign_rows(k_rows, seq.seqlen_k - key, CONSUMERS)
-            sequences.zero_foreign_rows(v_rows, seq.seqlen_k - key, CONSUMERS)
-            q_tiles.clear(k_rows, CONSUMERS)
-            q_tiles.clear(v_rows, CONSUMERS)
-            k_rows, v_rows = subtile(k_rows, EACH, wg // PER_KEY), subtile(v_rows, EACH, wg // PER_KEY)
+            k_tile, v_tile = k.wait(0), v.wait(0)
+            sequences.zero_foreign_rows(k_tile, seq.seqlen_k - key, CONSUMERS)
+            sequences.zero_foreign_rows(v_tile, seq.seqlen_k - key, CONSUMERS)
+            q_tiles.clear(k_tile, CONSUMERS)
+            q_tiles.clear(v_tile, CONSUMERS)
+            k_rows = subtile(k_tile, EACH, wg // PER_KEY)
             warp_key = int32(key + EACH * (wg // PER_KEY) + S.cols * warpgroup.rank())
             rings = k, q, do, ds_ring, dq_ring, lse_delta, bias
             q_tile = clear_tail(
@@ -235,7 +242,7 @@ def make(config: Config):
                     next_row = ROWS * tiling.tile_index(q_tiles, next_index, key, ctx, group)
                     masked = tiling.needs_mask(q_tiles, index)
                     s, dk, dv, dslope = step(
-                        j, s, dk, dv, dslope, masked, rings, k_rows, v_rows, wg, tile_ctx, next_row, warp_key, scale
+                        j, s, dk, dv, dslope, masked, rings, k_rows, v_tile, wg, tile_ctx, next_row, warp_key, scale
                     )
                     j = int32(j + 1)
                 warp_row = SLOPE_WARPS * slope_row + warpgroup.WARPGROUP * wg + warpgroup.rank()

@@ -74,9 +74,10 @@ def make(config: Config):
         return tiling.weights(s, lse, masked, ctx, key, scale)
 
     @inlined
-    def compute_ds(j, p, dv, v_rows, rings, wg):
+    def compute_ds(j, p, dv, v_tile, rings, wg):
         """(dS^T of query tile j, for dK; dV, pending), where p is P of the tile. dS is also stored in shared memory, for dQ."""
         q, do, ds_ring, dq_ring, lse_delta, bias = rings
+        v_rows = subtile(v_tile, EACH, warpgroup.id())  # not `wg`: descriptors held over the loop spill registers
         dp = warpgroup.mm_ABt(v_rows, do.wait(j))
         p16 = INPUT(turned(p))
         dv = warpgroup.mma_AB(dv, p16, do.wait(j))
@@ -100,7 +101,7 @@ def make(config: Config):
         @inlined
         def step(j, ds, dk, dv, masked, rings, kv, wg, ctx, key, scale):
             q, do, ds_ring, dq_ring, lse_delta, bias = rings
-            k_rows, v_rows, k = kv
+            k_rows, v_tile, k = kv
             s = warpgroup.mm_ABt(k_rows, q.wait(j + 1))
             dk = warpgroup.mma_AB(dk, ds, q.wait(j))
             if with_dq:
@@ -114,7 +115,7 @@ def make(config: Config):
             q.release(j)
             if with_dq:
                 store_dq(j - 1, part, rings, wg)
-            ds, dv = compute_ds(j + 1, p, dv, v_rows, rings, wg)
+            ds, dv = compute_ds(j + 1, p, dv, v_tile, rings, wg)
             if with_dq:
                 dq_ring.publish(PARTS * (j - 1) + wg, True)
             dv = warpgroup.wait(dv)
@@ -158,11 +159,11 @@ def make(config: Config):
             if tiles > 0:
                 tile_ctx = ctx._replace(row=int32(ROWS * order.first_visited(q_tiles)))
                 tile_ctx = tile_ctx._replace(precomputed=variant.precompute(tile_ctx))
-                k_rows, v_rows = k.wait(0), v.wait(0)
-                q_tiles.clear(k_rows, CONSUMERS)
-                q_tiles.clear(v_rows, CONSUMERS)
+                k_tile, v_tile = k.wait(0), v.wait(0)
+                q_tiles.clear(k_tile, CONSUMERS)
+                q_tiles.clear(v_tile, CONSUMERS)
                 rings = q, do, ds_ring, dq_ring, lse_delta, bias
-                kv = subtile(k_rows, EACH, wg), subtile(v_rows, EACH, wg), k
+                kv = subtile(k_tile, EACH, wg), v_tile, k
                 warp_key, i = int32(key + EACH * wg + S.cols * warpgroup.rank()), int32(0)
                 s = warpgroup.mm_ABt(kv[0], q.wait(0))
                 p = compute_p(

@@ -6,8 +6,7 @@ computes their scores and its own partial O, so that no warp waits for another i
 merged; if several blocks share out the keys of a sequence (splits.py), combine.py merges theirs.
 
 On Hopper the kernel begins while the previous launch ends (programmatic dependent launch), and waits for it before it reads; so
-does combine.py's.
-"""
+does combine.py's."""
 
 import functools
 import itertools
@@ -58,13 +57,11 @@ SLAB_COLS = 32  # columns of O that a warp merges at a time: one panel of float3
 @dataclass(frozen=True)
 class Config:
     """A kernel's configuration. product: the dtypes of the products. variant: what is done to scores. window: which keys are
-    visible.
-    cache: where they are. result: where O goes. sink: a variant that adds to the row sums of final outputs. split: which keys a
-    block works on. overlaps_previous: may the kernel begin before the previous launch has ended (PDL)? tile_rows: rows of a
-    tile.
-    warp_keys: keys of each tile that a warp has. stages: of the pipelines. resident: blocks that a multiprocessor is to hold.
-    seq_layout: how query tokens are laid out. axes: the number of axes of each array of aux. keys_norm: the norm of the cache's
-    keys."""
+    visible. cache: how they are loaded. result: where O goes. sink: a variant that adds to the row sums of final outputs.
+    split: which keys a block works on. overlaps_previous: may the kernel begin before the previous launch has ended (PDL)?
+    tile_rows: rows of a tile. warp_keys: keys of each tile that a warp has. stages: of the pipelines. resident: blocks that a
+    multiprocessor is to hold. seq_layout: how query tokens are laid out. axes: the number of axes of each array of aux.
+    keys_norm: the norm of the cache's keys."""
 
     head_dim: int
     value_dim: int
@@ -188,19 +185,20 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
     ]
     if fp8:
         dense, part = DenseLoader(size), PartialOutput(bf16, size)
-        kind = Fp8Products(bf16, True), plain, causal, dense, part, plain, FixedSplits, pdl
-        configs.append(config_for(128, 128, *kind, False, limit))
-        for dim, cache, tall in itertools.product(SHAPES if everything else (128,), (DenseLoader, PagedLoader), (False, True)):
-            kind = Fp8KeyScaledProducts(bf16, True), plain, causal, cache(size), final_or_partial(bf16, size), plain
-            configs.append(config_for(dim, dim, *kind, StreamKSplits, pdl, tall, limit))
+        by_head = Fp8Products(bf16, True), plain, causal, dense, part, plain, FixedSplits, pdl
+        configs.append(config_for(128, 128, *by_head, False, limit))
+        for dim, loader, tall in itertools.product(SHAPES if everything else (128,), (DenseLoader, PagedLoader), (False, True)):
+            by_key = Fp8KeyScaledProducts(bf16, True), plain, causal, loader(size), final_or_partial(bf16, size), plain
+            configs.append(config_for(dim, dim, *by_key, StreamKSplits, pdl, tall, limit))
     if everything:
-        same, packed = SameDtypeProducts(bf16), PackedPartialOutput(bf16, size)
-        kind = same, plain, causal, PagedLoader(size), packed, plain, FixedSplits, pdl
-        configs += [config_for(dim, dim, *kind, tall, limit, PackedRows) for dim in SHAPES for tall in (False, True)]
+        same, output = SameDtypeProducts(bf16), PackedPartialOutput(bf16, size)
+        packed = same, plain, causal, PagedLoader(size), output, plain, FixedSplits, pdl
+        configs += [config_for(dim, dim, *packed, tall, limit, PackedRows) for dim in SHAPES for tall in (False, True)]
         for (q_norm, keys_norm), dim, tall in itertools.product(NORMS, SHAPES, (False, True)):
             if keys_norm.allows_tall_tiles or dim < max(SHAPES) or limit > SMALL:  # the other one spills 32 bytes
-                kind = same, Normed(q_norm), causal, DenseLoader(size), final_or_partial(bf16, size), plain, StreamKSplits, pdl
-                configs.append(config_for(dim, dim, *kind, tall, limit, keys_norm=keys_norm))
+                variant, outputs = Normed(q_norm), final_or_partial(bf16, size)
+                normed = same, variant, causal, DenseLoader(size), outputs, plain, StreamKSplits, pdl
+                configs.append(config_for(dim, dim, *normed, tall, limit, keys_norm=keys_norm))
     yield from dict.fromkeys(configs)
 
 
@@ -216,7 +214,7 @@ def make(config: Config):
     norm, PREPARES = config.keys_norm, variant.prepares_queries or config.keys_norm.prepares_queries
     PANEL_BYTES = 0 if norm.allows_tall_tiles else 64  # of Q: narrow panels take half of the registers, where these are short
     QUERY, VALUES = st(ROWS, config.head_dim, INPUT, PANEL_BYTES), st(KV, config.value_dim, CACHE)
-    # has a warp one panel of Q at most, and registers to load what multiplies it ahead of the keys?
+    # is a panel of Q loaded with its factors before the keys? If a warp has one panel at most, and registers for it
     PREFETCHES = PREPARES and norm.allows_tall_tiles and QUERY.panels <= WARPS and ROWS < TALL_ROWS
     Q_OPERAND = st(ROWS, config.head_dim, product.mma_dtype, PANEL_BYTES)
     KEEPS_Q = product.mma_dtype is INPUT and not PREPARES  # does the product take queries as they are?
@@ -309,7 +307,7 @@ def make(config: Config):
 
     @inlined
     def clear_unused_rows(tile, tokens, head, row, part, warp, group, scale, params):
-        """Store O = 0 and lse = -inf for the tile's rows from `row` on whose tokens are behind the last sequence."""
+        """Store O = 0 and lse = -inf for the tile's rows from `row` on whose tokens come after the last sequence."""
         first, last = layout.unused_tokens(tile, tokens, group, params)
         if first <= last:
             row = int32(max(row, first * group))  # the rows before it are the last sequence's
@@ -328,7 +326,7 @@ def make(config: Config):
         the `group` query heads of one of `tokens` tokens. The weight of a score s is exp2(`scale` s). slack: by how much the
         row maximum may lag behind the scores."""
         memory = smem.open()
-        q, k, v, scratch, pipes = memory[0], memory[1], memory[2], memory[3], memory[4:]
+        q, k, v, scratch, descale_pipes = memory[0], memory[1], memory[2], memory[3], memory[4:]
         if PDL and IS_PARTIAL:
             grid.release()  # combine.py's blocks may begin, and wait
         rest, index = divmod(cuda.blockIdx.x, row_tiles)
@@ -358,16 +356,16 @@ def make(config: Config):
             q_lookup = q.look_up(None, group, (0, out_tile.row), first_row + end_row)  # only a token's rows are contiguous
             lookup = cache.look_up(k, gK, sequence, first, span.end, params)
             next_lookup = cache.look_up(k, gK, sequence, int32(first + KV), span.end, params) if LOOKS_TWO_AHEAD else lookup
-            descale_lookup = product.look_up_descales(pipes, cache, sequence, first, span.end, params)
+            descale_lookup = product.look_up_descales(descale_pipes, cache, sequence, first, span.end, params)
             q.fill_pages(0, gQ, q_lookup, (out_tile.row, batch, head, 0), first_row + end_row, None, cache.vector_bytes)
             for i in range(AHEAD):
                 key, later = int32(first + KV * i), int32(first + KV * (i + 1))
-                product.fill_k_descales(pipes, i, cache, descale_lookup, sequence, key, head, span.end, n, params)
+                product.fill_k_descales(descale_pipes, i, cache, descale_lookup, sequence, key, head, span.end, n, params)
                 cache.fill(k, i, gK, lookup, sequence, key, head, span.end, n, params)
-                product.fill_v_descales(pipes, i, cache, descale_lookup, sequence, key, head, span.end, n, params)
+                product.fill_v_descales(descale_pipes, i, cache, descale_lookup, sequence, key, head, span.end, n, params)
                 cache.fill(v, i, gV, lookup, sequence, key, head, span.end, n, params)
                 lookup, next_lookup = look_up_next(next_lookup, k, gK, sequence, later, span.end, params)
-                descale_lookup = product.look_up_descales(pipes, cache, sequence, later, span.end, params)
+                descale_lookup = product.look_up_descales(descale_pipes, cache, sequence, later, span.end, params)
             rows = row_index(O.col_vec) + row
             token = rows // group
             ctx = ScoreContext(
@@ -380,19 +378,23 @@ def make(config: Config):
             for i in range(n):
                 key, later = int32(first + KV * i + KEYS * warp), int32(first + KV * (i + AHEAD))
                 keys = k.own(i, NEWER)
-                product.fill_k_descales(pipes, i + AHEAD, cache, descale_lookup, sequence, later, head, span.end, n, params)
+                product.fill_k_descales(
+                    descale_pipes, i + AHEAD, cache, descale_lookup, sequence, later, head, span.end, n, params
+                )
                 cache.fill(k, i + AHEAD, gK, lookup, sequence, later, head, span.end, n, params)
-                k_descales = product.k_descales(k_descale, pipes, i, NEWER + GROUPS // 2, S.row_vec)
+                k_descales = product.k_descales(k_descale, descale_pipes, i, NEWER + GROUPS // 2, S.row_vec)
                 s = product.mma_qk(zeros(S), queries, keys, k_descales)
                 s = norm.normalise_scores(s, keys, K_PANEL, k_descales, q_sums, params)
                 values = v.own(i, NEWER)
-                product.fill_v_descales(pipes, i + AHEAD, cache, descale_lookup, sequence, later, head, span.end, n, params)
+                product.fill_v_descales(
+                    descale_pipes, i + AHEAD, cache, descale_lookup, sequence, later, head, span.end, n, params
+                )
                 cache.fill(v, i + AHEAD, gV, lookup, sequence, later, head, span.end, n, params)
                 lookup, next_lookup = look_up_next(next_lookup, k, gK, sequence, int32(later + KV), span.end, params)
-                descale_lookup = product.look_up_descales(pipes, cache, sequence, int32(later + KV), span.end, params)
+                descale_lookup = product.look_up_descales(descale_pipes, cache, sequence, int32(later + KV), span.end, params)
                 s = window.mask(variant.mask(variant.score(s, ctx, key), ctx, key, -math.inf), ctx, key, span.end)
                 state = state.update_max(s, None, scale, slack)
-                v_descales = product.v_descales(v_descale, pipes, i, NEWER + GROUPS // 2, S.row_vec)
+                v_descales = product.v_descales(v_descale, descale_pipes, i, NEWER + GROUPS // 2, S.row_vec)
                 o, o_unit = product.rescale_o(state, o_unit, v_descales)
                 p = state.weights(s, None, scale, ALLOWS_LOW_SCORES)
                 state = state._replace(o=product.mma_pv(o, p, values, o_unit, v_descales)).add(p)

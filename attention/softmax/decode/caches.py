@@ -14,8 +14,7 @@ from ..key_sources import PAGE_TABLE
 
 @static
 class DenseLoader:
-    """Sequence n is batch n of an array (batch, row, head, column). vector_bytes: the bytes that
-    addresses are multiples of."""
+    """Sequence n is batch n of an array (batch, row, head, column). vector_bytes: the bytes that addresses are multiples of."""
 
     vector_bytes: int
 

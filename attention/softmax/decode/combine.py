@@ -30,8 +30,7 @@ FIXED_SPLITS = FixedSplits()
 @dataclass(frozen=True)
 class Config:
     """The kernel's configuration. dtype: of the output. sink: a variant that adds to the row sums. split: which blocks had
-    which keys.
-    overlaps_previous: may it begin before the launch of attention has ended (PDL)?"""
+    which keys. overlaps_previous: may it begin before the launch of attention has ended (PDL)?"""
 
     dtype: dtype
     sink: Variant

@@ -118,19 +118,18 @@ def decode(
     """Attention of new tokens over caches of keys and values, which are read once. It is what a server does for each token and,
     with many query tokens, for a prompt or a part of one.
 
-    q: (B, Sq, H, D): one query token a sequence, several, as in speculative decoding, or any number. k: (B, Sk, Hk, D) and
-    v: (B, Sk, Hk, Dv): the caches. Sequence b uses the first lengths[b] keys, including those of the new tokens; the others
-    are not looked at. bfloat16 or float16; D and Dv multiples of 8 up to 256; H a multiple of Hk. With layout="bhsd":
-    (B, H, Sq, D) and (B, Hk, Sk, D). Any base addresses, and any strides with a contiguous last axis; multiples of 16 bytes
-    are fast.
+    q: (B, Sq, H, D): one query token a sequence, several, as in speculative decoding, or any number. k: (B, Sk, Hk, D) and v:
+    (B, Sk, Hk, Dv): the caches. Sequence b uses the first lengths[b] keys, including those of the new tokens; the others are
+    not read. bfloat16 or float16; D and Dv multiples of 8 up to 256; H a multiple of Hk. With layout="bhsd": (B, H, Sq, D)
+    and (B, Hk, Sk, D). Any base addresses, and any strides with a contiguous last axis; multiples of 16 bytes are fast.
 
     lengths: (B), int32 or int64, on q's device; the host never reads them. Neither plans nor kernels depend on them, so a
     CUDA graph that holds the call serves sequences as they grow. None: all keys of the cache are in use.
 
     pages: (B, most pages), int32 or int64. Then k and v are pools, (pages, page size, Hk, D) and Dv, or for layout="bhsd"
-    (pages, Hk, page size, D), and key j of sequence b is row j % size of page pages[b, j // size]. Any page size. Entries
-    behind a sequence's last page are not read. batch_index: (B), sequence b lies in batch batch_index[b] of k and v, which
-    may have more. leftpad: (B), keys before leftpad[b] are not looked at.
+    (pages, Hk, page size, D), and key j of sequence b is row j % size of page pages[b, j // size]. Any page size. Entries after
+    a sequence's last page are not read. batch_index: (B), sequence b is batch batch_index[b] of k and v, which may have more.
+    leftpad: (B), keys before leftpad[b] are not read.
 
     k and v of float8_e4m3fn (since Ada), at multiples of 4 bytes: they are converted to fp16, exactly, and queries are
     rounded to fp16. k_descale, v_descale: float32, positive, by which they are multiplied; both or none. (Hk) or (B, Hk). Or
@@ -151,23 +150,22 @@ def decode(
     q_norm, k_norm, k_new_norm: norms of the rows of the argument of that name, as forward has them: weights of an RMS norm,
     or a pair (weights, bias) of a layer norm. What your cache holds decides which you need. k_new_norm: k_new is normalised
     once, before it is rotated and written, and the cache holds normalised keys, as Qwen3's does. k_norm: the cache holds
-    keys as they came, and all of them are normalised in every call, on the way to their scores, in float32; nothing of that
+    keys without a norm, and all of them are normalised in every call, on the way to their scores, in float32; nothing of that
     is written, and k is read once. Neither implies the other, so nothing is normalised twice. q is normalised before it is
     rotated. With k_norm there is no rotary, which comes after a norm, and many query tokens are served by split-KV, too.
 
     Which keys a token sees. The last token is at the last key: token t is at key p = lengths[b] - Sq + t, where lengths include
-    the new keys. causal: keys up to p. window: (left, right), keys from p - left to p + right; None is open.
-    mask: mask(b, h, i, j, *aux), in Python, for query token i, counted from the sequence's first, and key j. A token that
-    sees no key gives 0.
+    the new keys. causal: keys up to p. window: (left, right), keys from p - left to p + right; None is open. mask: mask(b, h,
+    i, j, *aux), in Python, for query token i, counted from the sequence's first, and key j. A token that sees no key gives 0.
 
-    How scores are changed: softcap, alibi, score(s, b, h, i, j, *aux), sink and scale, as in forward; so are mask, score
-    and aux. Here h may be a vector, the heads of the rows.
+    How scores are changed: softcap, alibi, score(s, b, h, i, j, *aux), sink and scale, as in forward; so are mask, score and
+    aux. Here h may be a vector, the heads of the rows.
 
-    splits: the number of parts that each sequence's keys are split into; multiprocessors work on different parts, and a
-    second launch combines them. The same splits give a sequence the same bits among any other sequences, if queries are not
-    packed (then the kernel follows from how many a sequence has on average). By default the keys of all sequences are
-    divided evenly, by the lengths as the device finds them: the bits of a sequence then depend on the lengths of the others.
-    If queries are packed, or caches are whole, the number of parts follows from the shapes.
+    splits: the number of splits of each sequence's keys (split-KV); multiprocessors work on different splits, and a second
+    launch combines their outputs. The same splits give a sequence the same bits among any other sequences, if queries are not
+    packed (then the kernel follows from how many a sequence has on average). By default the keys of all sequences are divided
+    evenly among the blocks that run at a time (stream-K), by the lengths on the device: the bits of a sequence then depend on
+    the lengths of the others. If queries are packed, or lengths is None, the number of splits follows from the shapes.
 
     out, return_lse, stream: as in forward. family: None, "sm_80", the instructions of every GPU since Ampere, or "sm_90",
     Hopper's. These serve many query tokens; they also serve few, in caches of q's dtype, by default if tokens times the

@@ -54,8 +54,7 @@ class TmaFeed:
 class GatherFeed:
     """cp.async gathers keys and values from pages of any size, params.pages[n] of sequence n. Each of the producer's warps
     copies a quarter of a tile's rows, of types `key` and `value`. A tile is published after the copies of the next `late` tiles
-    have begun.
-    vector_bytes: the bytes that addresses are multiples of."""
+    have begun. vector_bytes: the bytes that addresses are multiples of."""
 
     key: st
     value: st

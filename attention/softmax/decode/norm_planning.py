@@ -13,8 +13,7 @@ from .norms import PLAIN_KEYS, LayerNormedKeys, MultiHeadLayerNorm, MultiHeadNor
 class DecodeNorms(NamedTuple):
     """The norms that attention's kernels apply. queries: [(variant, its arguments)] for tiles whose rows belong to one head.
     rows: [variant] for tiles whose rows belong to several heads. Both are empty without a norm. keys: of the cache's keys.
-    query_args,
-    key_args: the kernel's arguments for `rows` and for `keys`."""
+    query_args, key_args: the kernel's arguments for `rows` and for `keys`."""
 
     queries: list[tuple[Variant, dict[str, Any]]]
     rows: list[Variant]

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tiles.checks import asked, read
+from tiles.checks import check_options, read
 from tiles.plan import Step
 from tiles.schema import Problem
 
@@ -45,4 +45,4 @@ class PageCheck(NamedTuple):
 def plan_page_checks(problem: Problem, left: int | None = None) -> list[Step]:
     """[PageCheck], if there are pages or batch_index and values are checked (tiles/checks.py says where); else []."""
     has_table = "pages" in problem or "batch_index" in problem
-    return [PageCheck(problem, left)] if has_table and (problem.device is None or asked().values) else []
+    return [PageCheck(problem, left)] if has_table and (problem.device is None or check_options().values) else []

@@ -58,7 +58,8 @@ class SameDtypeProducts:
 
     @inlined
     def look_up_descales(self, pipes, cache, sequence, key, end, params):
-        """Look up where the descales of a tile of keys are, from `key` on (caches.py)."""
+        """Look up where the descales of a tile of keys are, from `key` on, by `cache`, a loader. pipes: those of
+        descale_pipelines, in this and the methods below."""
         return int32(0)
 
     @inlined

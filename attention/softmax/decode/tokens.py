@@ -57,7 +57,7 @@ class UniformRows:
 
     @inlined
     def unused_tokens(self, tile, tokens, group, params):
-        """(first, last) of the tokens behind the last sequence, in a batch of `tokens`, whose rows this tile has to clear; none
+        """(first, last) of the tokens after the last sequence, in a batch of `tokens`, whose rows this tile has to clear; none
         if first > last."""
         return int32(0), int32(-1)
 
@@ -105,7 +105,7 @@ class PackedRows(UniformRows):
 
     @inlined
     def unused_tokens(self, tile, tokens, group, params):
-        """(first, last) of the tokens behind the last sequence that this tile clears: tiles of the last sequence go on to the
+        """(first, last) of the tokens after the last sequence that this tile clears: tiles of the last sequence go on to the
         end of the batch."""
         row, end = int32(tile.seq_start * group + tile.row), int32(tile.seq_start + tile.tokens)
         last = min((row + self.tile_rows - 1) // group, tokens - 1) if tile.sequence + 2 == params.ends.shape[0] else -1

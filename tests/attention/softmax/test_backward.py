@@ -18,6 +18,7 @@ from attention.softmax.backward import ampere, hopper
 from attention.softmax.variants import Both
 from attention.softmax.visible_keys import CAUSAL, FULL, Left, Right
 from tiles import bf16, fp16
+from tiles.targets import LARGE, MULTIPROCESSORS, RESERVED
 
 F32, FP16 = np.float32, fp16.np
 EDGES = [(1, 1), (1, 130), (63, 65), (64, 64), (128, 128), (129, 127), (130, 257), (5, 200), (200, 70)]
@@ -480,3 +481,7 @@ def test_every_head_dim_has_a_configuration_that_fits():
     for head_dim, (module, room) in itertools.product(range(8, 257, 8), ((hopper, 227), (ampere, 99))):
         config = module.config_for(head_dim, bf16, CAUSAL)
         assert config.head_dim >= head_dim and module.make(config)[1].nbytes <= room * 1024, config
+    for capability, dim, variant, vector_bytes in itertools.product(MULTIPROCESSORS, ampere.SHAPES, (FULL, CAUSAL), (16, 8)):
+        config = ampere.config_for(dim, bf16, variant, vector_bytes, capability=capability)
+        block_bytes, available = ampere.make(config)[1].nbytes + RESERVED, MULTIPROCESSORS[capability][2] * 1024
+        assert block_bytes * (config.resident if available > LARGE else 1) <= available, (capability, config)

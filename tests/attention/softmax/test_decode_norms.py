@@ -81,7 +81,7 @@ def test_with_other_options(place):
 @pytest.mark.parametrize(("many", "theirs"), [(1, None), (1, "rms"), (10**6, "layer")])
 def test_packed_queries(many, theirs, monkeypatch, nothing_known):
     """With few and with many tokens; k_norm is served by split-KV in both cases."""
-    monkeypatch.setattr(decoding, "MANY", many)
+    monkeypatch.setattr(decoding, "MANY_TOKENS", many)
     lengths, ends = (30, 12), (0, 1, 6)
     _, k, v = case(lengths, 1, 3, 1)
     told = norms("rms of heads", theirs, 3, 1)
