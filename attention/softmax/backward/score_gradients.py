@@ -36,7 +36,7 @@ def reads_of(problem: Problem, name: str, derivatives: Derivatives | None) -> Se
         return [recomputed_scores.SlopeRead(score_and_grad, len(form.shape) == 2 and form.shape[0] > 1)]
     number = int(array.removeprefix("aux"))
     reads = derivatives.reads if derivatives else []
-    return [recomputed_scores.ElementRead(score_and_grad, x.by, x.place) for x in reads if x.array == number]
+    return [recomputed_scores.ElementRead(score_and_grad, x.gradient, x.element_index) for x in reads if x.array == number]
 
 
 class ScoreGradients:
