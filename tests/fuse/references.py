@@ -1,4 +1,4 @@
-"""What fused kernels give, against their definitions in float64."""
+"""Comparison of fused kernels with their definitions in float64."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ from tiles.testing import assert_close
 
 
 def compare(kernel, arrays, got, factor=2):
-    """By the error rule: as wrong as the definition, each step rounded to the dtype of the arrays, may be, times `factor`."""
+    """The error rule: the error may be `factor` times that of the definition with each step rounded to the arrays' dtype."""
     arrays = kernel._arguments(tuple(arrays))
     found, shapes = kernel.trace(arrays), kernel._shapes(arrays)
     given = {name: x.T if s.transposed else x for name, x, s in zip(kernel.names, arrays, shapes)}

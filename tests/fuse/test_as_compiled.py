@@ -1,4 +1,4 @@
-"""Fused kernels as they are compiled for Hopper, on the CPU: each template once."""
+"""Fused kernels as compiled for Hopper, run on the CPU: each template once."""
 
 import numpy as np
 import pytest
@@ -69,7 +69,7 @@ def test_as_compiled(case):
 
 
 def test_sums_over_rows():
-    """By blocks, and of what they found: the interpreter's."""
+    """The partial sums of blocks, and their total, agree with the interpreter's."""
     gradient, vector = operators.residual_layer_norm.gradient, matrix(512)
     arrays = matrix(3, 512), matrix(3, 512), vector, vector, matrix(3, 512), matrix(3, 512)
     for got, want in zip(ptx(gradient.run, *arrays), gradient.run(*arrays), strict=True):

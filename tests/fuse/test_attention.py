@@ -27,7 +27,7 @@ MEANS = fuse.kernel(lambda x, y: x + y * 2.0)
 
 @pytest.mark.parametrize("run", [GRAM, GRAM.run])
 def test_leading_axes_that_are_no_rows(run):
-    """As rows, all would be multiplied with all."""
+    """If they were rows, all queries would be multiplied with all keys."""
     (x,) = sample((2, 6, 40))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
@@ -40,7 +40,7 @@ PLAIN = fuse.kernel(lambda q, k, v: fuse.attention(q, k, v, 0.125))
 
 
 def test_few_queries_take_keys_in_parts():
-    """One head of keys for all, columns that fill no tile; where parts have one length, are long enough, and blocks are few."""
+    """Few query blocks and many keys split the keys: with one head of keys for all, and columns that fill no tile."""
     arrays = sample((2, 20, 40), (1, 1024, 40), (1, 1024, 24))
     text = PLAIN.source(*arrays)
     assert "return_lse=True" in text and len(text.splitlines()) <= 80 and "2 splits of the keys" in PLAIN.explain(*arrays)
@@ -59,7 +59,7 @@ def test_what_has_no_kernel_says_why():
 
 
 def test_leading_axes_that_do_not_fit():
-    """(12, 40) is no (2, 6, 40), though they have as many rows."""
+    """(12, 40) is not (2, 6, 40), though both have as many rows."""
     with pytest.raises(ValueError, match="do not broadcast"):
         MEANS(*sample((2, 6, 40), (12, 40)))
     with pytest.raises(TypeError, match=r"fuse.transpose swaps the last two"):
@@ -148,8 +148,8 @@ CASES = {
 
 @pytest.mark.parametrize("kernel", CASES, ids=lambda kernel: kernel.name)
 def test_attention(kernel):
-    """One call of attention.forward, or of decode where few queries meet keys that are to be normalised, which gives what the
-    definition says."""
+    """A definition becomes one call of attention.forward, or of decode where few queries meet keys that are to be
+    normalised."""
     arrays = sample(*CASES[kernel])
     text = kernel.source(*arrays)
     name = "decode" if kernel in (normed, normed_keys) else "forward"
@@ -162,7 +162,7 @@ def test_attention(kernel):
 
 @pytest.mark.parametrize("kernel", [causal, normed_keys, rotated, block_of_heads], ids=lambda kernel: kernel.name)
 def test_proof(kernel, monkeypatch):
-    """Of those that test_operators.py does not see."""
+    """Proofs of the cases that test_operators.py does not have."""
     monkeypatch.setenv("TILES_CHECK", "0")  # Numba has seen them above
     proof = kernel.proof(*sample(*CASES[kernel]))
     assert proof.holds, proof
@@ -178,7 +178,7 @@ NOT_ATTENTION = {
 
 @pytest.mark.parametrize("name", NOT_ATTENTION)
 def test_what_attention_does_not_take(name):
-    """It runs by parts, and is right: where products of a batch might do, TMA cannot take rows so short."""
+    """Such attention runs by parts, and is right: TMA cannot address rows so short, as products of a batch would."""
     definition, shapes = NOT_ATTENTION[name]
     kernel, arrays = fuse.kernel(definition), sample(*shapes)
     with pytest.warns(RuntimeWarning, match="no template computes|multiples of 16 bytes"):
@@ -190,7 +190,7 @@ HEADS = next(rule for rule in rules.RULES if "heads" in rule.name)
 
 
 def _columns(x):
-    """A scale of keys taken for one of queries."""
+    """A wrong rule: a scale of keys is taken for one of queries."""
     if x.operation == "matmul" and x.args[1].operation == "transpose" and x.args[1].args[0].operation == "mul":
         k, g = x.args[1].args[0].args
         if g.ndim > 1 and g.extents[-1] == 1 and g.extents == (*x.args[0].extents[:-1], 1):
@@ -198,7 +198,7 @@ def _columns(x):
 
 
 def _heads(x):
-    """Heads that change places with rows."""
+    """A wrong rule: heads and rows are exchanged."""
     if x.operation == "heads":
         yield fuse.terms.transpose(fuse.terms.transpose(x)) * 2.0
 

@@ -1,4 +1,4 @@
-"""Products of a batch: matrices that lie one behind the other, and what broadcasts along them."""
+"""Products of a batch of matrices, and operands that broadcast along the batch."""
 
 import numpy as np
 import pytest
@@ -51,7 +51,7 @@ def test_what_does_not_fit():
 
 @pytest.mark.parametrize("card", [H200, A100], ids=["H200", "A100"])
 def test_more_products_than_a_grid_has_blocks(card):
-    """It is said before a launch; a call then runs by parts."""
+    """The error is raised before a launch; a call then runs by parts."""
     kernel = fuse.kernel(lambda x, w: x @ w)
     with pytest.raises(ValueError, match="launch: grid must have at most 65535 blocks along its second and third axis"):
         kernel.launches([Shape((65536, 16, 64), "bfloat16"), Shape((65536, 64, 64), "bfloat16")], card)

@@ -19,7 +19,7 @@ FUNCTIONS = {  # and how many kernels there are, of few rows and of many, where 
 @pytest.mark.parametrize(("rows", "card"), [(3, H200), (70, H200), (70, A100)], ids=str)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_results(name, rows, card, monkeypatch):
-    """Columns of none of which are a multiple of a tile's."""
+    """No result's columns are a multiple of a tile's."""
     monkeypatch.setattr("fuse.definition.card", lambda ordinal: card)
     monkeypatch.setenv("TILES_CHECK", "0")
     definition, (few, many) = FUNCTIONS[name]
@@ -30,7 +30,7 @@ def test_results(name, rows, card, monkeypatch):
 
 
 def test_weights_that_lie_otherwise(monkeypatch):
-    """One tile has one form: then they are two kernels."""
+    """Weights of two layouts are multiplied by two kernels."""
     monkeypatch.setenv("TILES_CHECK", "0")
     kernel, w = fuse.kernel(lambda x, k, v: (x @ k, x @ v)), np.asfortranarray(normal(72, 40))
     for weights, kernels in (((w, w * 2), 1), ((w, normal(72, 40)), 2)):

@@ -1,4 +1,4 @@
-"""Matrices of which each row has its own, by an index: adapters."""
+"""Products with a matrix per row, chosen by an index: adapters."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ def sample(rows, adapters=3, rank=16):
 
 
 def wanted(x, w, a, b, index, scale=1.0):
-    """Row by row, in float64."""
+    """The results in float64, row by row."""
     x, w, a, b = (y.astype(np.float64) for y in (x, w, a, b))
     own = [x[m] @ a[e].T @ b[e] if e >= 0 else 0 * w[0] for m, e in enumerate(index)]
     return x @ w + scale * np.stack(own)
@@ -30,7 +30,7 @@ def wanted(x, w, a, b, index, scale=1.0):
 @CARDS
 @pytest.mark.parametrize(("rows", "adapters", "rank"), [(1, 3, 16), (17, 5, 8), (70, 2, 8), (70, 3, 24)])
 def test_against_float64(rows, adapters, rank, card, monkeypatch):
-    """Of few rows and many, whose products with all adapters are narrow, or several steps of the second product."""
+    """Few rows and many; the products with all adapters are narrow, or take several steps along k."""
     monkeypatch.setattr("fuse.definition.card", lambda ordinal: card)
     monkeypatch.setenv("TILES_CHECK", "0")
     kernel, arrays = fuse.kernel(operators.lora_linear_by_index.definition), sample(rows, adapters, rank)
@@ -45,7 +45,7 @@ def test_against_float64(rows, adapters, rank, card, monkeypatch):
 @pytest.mark.parametrize("lying", [list, lambda arrays: [arrays[0], np.asfortranarray(arrays[1]), *arrays[2:]]])
 @pytest.mark.parametrize("rows", [5, 70])
 def test_weights_as_torch_has_them(rows, lying, monkeypatch):
-    """What lies otherwise than the adapters is another product; else it is the same one, of more steps along k."""
+    """Weights with another layout than the adapters' are another product; with the same, they are further steps along k."""
     monkeypatch.setenv("TILES_CHECK", "0")
     arrays = lying(sample(rows, 3, 24))
     assert operators.lora_linear_by_index.source(*arrays).count("@cuda.jit") == (2 if lying is list else 3)
@@ -54,7 +54,7 @@ def test_weights_as_torch_has_them(rows, lying, monkeypatch):
 
 
 def test_a_narrow_product_of_deep_rows(monkeypatch):
-    """Clusters of four share k where there are few columns."""
+    """Clusters of four split k where there are few columns."""
     monkeypatch.setenv("TILES_CHECK", "0")
     kernel, arrays = fuse.kernel(lambda x, w: x @ w), (normal(3, 1032), normal(1032, 40))
     assert (
@@ -73,7 +73,7 @@ def test_proof(card):
 
 
 def _own(change):
-    """A rule that makes something of what rows keep."""
+    """A wrong rule on the columns that each row keeps."""
     return lambda x: (change(*x.args) for _ in range(x.operation == "select_columns"))
 
 
@@ -105,7 +105,7 @@ def test_mistakes(function):
 
 
 def test_one_product_by_itself():
-    """It has no kernel, and says why."""
+    """A single product by an index has no kernel, and the error says why."""
     kernel, (x, _, a, _, index) = fuse.kernel(lambda x, w, index: fuse.matmul_by(x, w, index)), sample(6)
     w = np.ascontiguousarray(a.swapaxes(1, 2))
     with pytest.warns(RuntimeWarning, match="no template computes matmul_by"):

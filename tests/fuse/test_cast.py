@@ -1,4 +1,4 @@
-"""Casts: results of other dtypes than the first argument's, and rows that are quantised."""
+"""Casts: results with other dtypes than the first argument's, and quantised rows."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ def normal(*shape, dtype=bf16):
 
 @pytest.mark.parametrize(("rows", "columns"), [(19, 264), (3, 1088), (2, 2056)])
 def test_quantised_rows(rows, columns):
-    """Half a unit of three bits of mantissa is 1/16; the greatest of a row is 448."""
+    """Half a unit of three bits of mantissa is 1/16; the greatest element of a row becomes 448."""
     x, residual, g = normal(rows, columns), normal(rows, columns)[::-1].copy(), normal(columns)
     q, scale, h = operators.residual_rms_norm_quantise.run(x, residual, g)
     assert (q.dtype, scale.dtype, h.dtype) == (fp8e4m3.np, np.float32, bf16.np) and scale.shape == (rows, 1)
@@ -36,7 +36,7 @@ def test_rows_of_zeros():
 
 @pytest.mark.parametrize("dtype", [fp32, bf16, fp16, fp8e4m3], ids=str)
 def test_dtypes(dtype):
-    """What is cast on the way is rounded there; beyond the end of fp8 is its greatest number."""
+    """A cast of an intermediate rounds it; fp8 saturates."""
     kernel = fuse.kernel(lambda x: (fuse.cast(x * 300.0, dtype), fuse.cast(x * 0.3, dtype) * 3.0))
     x = normal(5, 72, dtype=fp16)
     got = kernel.run(x)
@@ -58,7 +58,7 @@ KERNELS = {  # of a scale, which comes first, so that results have its dtype; ea
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_results_of_another_dtype_than_the_arrays(name):
-    """What is read by 16 bits is not in the order in which 32 bits are written."""
+    """Elements read unordered as 16 bits cannot be written as 32 bits, whose order differs."""
     kernel = fuse.kernel(KERNELS[name])
     arrays = np.array([2], np.float32), normal(5, 2048), normal(5, 2048)[::-1].copy()
     got = kernel.run(*arrays)
@@ -67,7 +67,7 @@ def test_results_of_another_dtype_than_the_arrays(name):
 
 
 def test_one_number_a_row():
-    """Beside rows that are folded."""
+    """One number per row is read beside folded rows."""
     kernel = fuse.kernel(lambda x: (x - fuse.mean(x), fuse.cast(fuse.mean(x), fp32)))
     x = normal(5, 2048)
     assert "PART" in kernel.source(x) and kernel.proof(x).holds
@@ -75,7 +75,7 @@ def test_one_number_a_row():
 
 
 def test_behind_a_product():
-    """A kernel of its own: products are stored as their operands are."""
+    """A cast after a product is a kernel of its own: products are stored in their operands' dtype."""
     kernel = fuse.kernel(lambda x, w: fuse.cast(x @ w, fp32))
     x, w = normal(5, 40), normal(40, 24)
     assert kernel.source(x, w).count("@cuda.jit") == 2

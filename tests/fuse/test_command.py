@@ -54,7 +54,7 @@ BAD = dict(spill_bytes=4), dict(local_bytes=8), dict(warnings=["C7510"]), dict(s
 
 @pytest.mark.parametrize("wrong", [{}, *BAD], ids=str)
 def test_a_bad_kernel_is_found(wrong, monkeypatch):
-    """Among good ones. What inspect says so of makes its exit code 1."""
+    """A spilling kernel among good ones makes the exit code of inspect 1."""
     made = [Figures("k", "sm_90a", **GOOD | more, instructions={}, digest="") for more in ({}, wrong, {})]
     monkeypatch.setattr(inspect, "compiled", lambda case, arch: made)
     text, bad = inspect.row("sm_90a", inspect.Case("gated_mlp", 16))

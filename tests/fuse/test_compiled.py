@@ -1,4 +1,4 @@
-"""Machine code ahead of time, with no card: registers hold everything, and ptxas has nothing to say."""
+"""Machine code ahead of time, without a GPU: no spills and no warnings of ptxas."""
 
 import re
 
@@ -29,7 +29,7 @@ def test_no_spills(name, monkeypatch, tmp_path):
 
 
 def test_numbers_have_their_defaults(monkeypatch):
-    """Ahead of time, too; and fuse.operators is there without an import of its own."""
+    """Shapes of numbers may be left out ahead of time; fuse.operators needs no import of its own."""
     monkeypatch.setenv("TILES_CACHE", "0")
     function = fuse.__getattr__("operators").rms_norm_linear
     assert function is operators.rms_norm_linear
@@ -40,7 +40,7 @@ def test_numbers_have_their_defaults(monkeypatch):
 
 
 def test_a_scale_does_not_move_in_fp16():
-    """x is large and its norm is not: what is multiplied must be the norm."""
+    """x is large and its norm is not: in fp16 the norm must be the operand of the product."""
     x = np.full((3, 64), 60000, np.float16)
     w = np.full((64, 32), 1.0, np.float16)
     found = operators.rms_norm_linear.candidates(x, np.full(64, 2.0, np.float16), w)

@@ -1,4 +1,4 @@
-"""Fused functions are copied, pickled and watched by profilers as functions are."""
+"""Fused functions are copied, pickled and profiled as Python functions are."""
 
 import copy
 import cProfile
@@ -40,7 +40,7 @@ class Holder:
 @pytest.mark.parametrize("called", [False, True])
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, *(functools.partial(pickle.dumps, protocol=n) for n in range(6))])
 def test_a_copy_is_the_function_itself(copied, called):
-    """As of functions, before it was called and after."""
+    """Before the first call and after."""
     function = doubled if called else fuse.kernel(doubled.definition)
     if called:
         function.run(*ARRAYS)
@@ -54,7 +54,7 @@ def test_a_copy_is_the_function_itself(copied, called):
 
 
 def test_what_a_pickle_finds():
-    """A function that has its definition's name, the definition, what stands in a class, a part of a gradient."""
+    """A function under its definition's name, the definition itself, a method, a part of a gradient."""
     assert pickle.loads(pickle.dumps(Holder.inside)) is Holder.inside
     assert pickle.loads(pickle.dumps(operators.rms_norm_linear)) is operators.rms_norm_linear
     found = pickle.loads(pickle.dumps(by_another_name))
@@ -77,7 +77,7 @@ def test_what_no_pickle_finds(function):
 
 
 def test_another_process():
-    """Which begins with nothing."""
+    """Unpickling works in a process that has imported nothing."""
     x, r, g = normal(3, 64), normal(3, 64), normal(64)
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         found = pool.apply(operators.residual_rms_norm, (x, r, g))
@@ -85,7 +85,7 @@ def test_another_process():
 
 
 def test_modules_of_torch():
-    """A module that holds a function, copied and saved."""
+    """A torch module that holds a fused function is copied and saved."""
     torch = pytest.importorskip("torch")
 
     class Norm(torch.nn.Module):
@@ -141,7 +141,7 @@ WATCHED = {
 
 @pytest.mark.parametrize("how", WATCHED)
 def test_a_function_is_traced_while_it_is_watched(how):
-    """It is seen by who watches, who watches on; and the text has the definition's words, as otherwise."""
+    """A profiler sees the definition traced and stays active; the text keeps the definition's names."""
 
     def make():
         def definition(x, g):
@@ -167,8 +167,8 @@ def test_copied_and_profiled_on_the_card():
 
 
 def test_variables_of_a_definition():
-    """Those that it has when it returns: also of terms from a generator, of another function, and of one that calls itself; and
-    none after an error."""
+    """The local variables when it returns are known: also terms from a generator, another function, and recursion; none after
+    an error."""
 
     def other(x):
         hidden_from_all = x * 2.0

@@ -1,4 +1,4 @@
-"""Scores of which only a softmax is wanted: they never lie in memory."""
+"""Scores that only a softmax reads are never stored."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from tiles import bf16
 
 @fuse.kernel
 def softened(x, w, b, index, heat=2.0):
-    """The logarithm of a softmax at an index, of scores with a bias that are made softer."""
+    """The log-softmax at an index, of scores with a bias and a temperature."""
     scores = 4.0 * fuse.tanh((x @ w + b) / heat)
     return fuse.pick(scores, index) - fuse.log(fuse.sum(fuse.exp(scores - fuse.max(scores)))) - fuse.max(scores)
 
@@ -26,7 +26,7 @@ def log_sum(x, w):
 
 
 def sample(rows, columns, inner=72):
-    """x, w, and targets, the first of which is to be ignored."""
+    """x, w, and targets, the first of which is ignored."""
     targets = np.random.default_rng(rows).integers(0, columns, rows)
     targets[0] = -100
     return normal(rows, inner), normal(inner, columns), targets
@@ -55,7 +55,7 @@ def test_against_float64(rows, columns, card, monkeypatch):
 @CARDS
 @pytest.mark.parametrize("kernel", [softened, log_sum], ids=lambda kernel: kernel.name)
 def test_forms(kernel, card, monkeypatch):
-    """Weights as torch has them, an epilogue, and no index."""
+    """Weights as (N, K), an epilogue, and no index."""
     monkeypatch.setattr("fuse.definition.card", lambda ordinal: card)
     monkeypatch.setenv("TILES_CHECK", "0")
     x, w, index = sample(70, 264)
@@ -67,7 +67,7 @@ def test_forms(kernel, card, monkeypatch):
 
 @CARDS
 def test_text_and_proof(card):
-    """There are several parts, and nothing speaks against what was found."""
+    """There are several blocks of columns, and the proof holds."""
     kernel, arrays = operators.linear_cross_entropy, sample(70, 264)
     found = kernel.trace(arrays)
     best = candidates(found, card)[0]
@@ -77,7 +77,7 @@ def test_text_and_proof(card):
 
 
 def _sums(x, change):
-    """A rule on sums of exponentials: change(sums of parts, maxima of parts, shift)."""
+    """A wrong rule on sums of exponentials: change(sums of blocks, maxima of blocks, shift)."""
     if x.operation == "sum" and x.args[0].operation == "exp":
         scores, shift = x.args[0].args[0].args
         yield fuse.sum(
@@ -106,7 +106,7 @@ def test_a_wrong_rule_is_caught(name):
 
 
 def test_far_below_0():
-    """Where all scores are so low that exp of minus the greatest overflows, what lies beyond the parts must not count."""
+    """If all scores are so low that exp(-maximum) overflows, elements past the end of the row must not count."""
     x = np.full((3, 64), -8, bf16.np)
     w, targets = np.full((64, 40), 1, bf16.np), np.arange(3)
     loss, lse = operators.linear_cross_entropy.run(x, w, targets)
@@ -137,7 +137,7 @@ def test_mistakes(function):
 
 
 def test_what_is_picked_without_a_product():
-    """It is a sum of rows."""
+    """Picking is then a masked sum of rows."""
     picked = fuse.kernel(lambda x, index: fuse.pick(x, index) * 2.0)
     given = normal(3, 40), np.array([1, -1, 5])
     got = picked.run(*given)

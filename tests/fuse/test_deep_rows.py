@@ -1,4 +1,4 @@
-"""Row maps of arrays with more axes, where these are no rows of the whole definition; halves of what is computed."""
+"""Row maps of arrays with leading axes that are no rows of the whole definition; halves of intermediates."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ def transposed(x, g, cos, sin):
 
 @fuse.kernel
 def normed(x, g, y):
-    """y lacks the batch, so leading axes are none of all."""
+    """y lacks the batch, so leading axes are not rows."""
     return fuse.concatenate([a * b for a, b in zip(fuse.halves(fuse.softmax(rms(x, g))), fuse.halves(y))])
 
 
@@ -34,7 +34,7 @@ def normed(x, g, y):
     ("shape", "positions"), [((2, 3, 19, 48), (19, 24)), ((19, 48), (19, 24)), ((2, 19, 3, 256), (19, 1, 128))]
 )
 def test_a_norm_ahead_of_rotary_embedding(shape, positions):
-    """One kernel; a half that is in several tiles is read for the norm first."""
+    """One kernel does both; a half that takes several tiles is read for the norm first."""
     arrays = sample(shape, shape[-1:], positions, positions)
     text = transposed.source(*arrays)
     assert text.count("@cuda.jit") == 1 and "row_sum(" in text and len(text.splitlines()) < 60
@@ -46,7 +46,7 @@ def test_a_norm_ahead_of_rotary_embedding(shape, positions):
 
 @pytest.mark.parametrize("columns", [96, 240])
 def test_sums_one_after_the_other(columns):
-    """The second is of what the first gives."""
+    """The second sum depends on the first."""
 
     @fuse.kernel
     def twice(x, g):
@@ -61,7 +61,7 @@ def test_sums_one_after_the_other(columns):
 
 
 def test_rows_too_wide_for_a_tile():
-    """The norm is a kernel of its own, of a matrix of all rows."""
+    """The norm is then a kernel of its own, on the matrix of all rows."""
     arrays = sample((2, 3, 5, 272), (272,), (5, 136), (5, 136))
     text = transposed.source(*arrays)
     assert text.count("@cuda.jit") == 2 and "x.reshape(-1, x.shape[3])" in text
@@ -77,7 +77,7 @@ def test_maxima_are_no_sums_of_halves():
 
 
 def test_what_lies_apart_runs_by_parts():
-    """No view is a matrix of all rows."""
+    """Rows with gaps between them are not viewed as a matrix."""
     x, g, cos, sin = sample((2, 5, 3, 272), (272,), (5, 136), (5, 136))
     with pytest.warns(RuntimeWarning, match="needs a copy"):
         got = transposed.run(x.swapaxes(1, 2), g, cos, sin)

@@ -1,4 +1,4 @@
-"""Dropout: its draws are the same in kernels, in NumPy and in torch, wherever rows lie and however wide they are."""
+"""Dropout draws the same mask in kernels, in NumPy and in torch, for any layout and width of rows."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ DROPPED = fuse.kernel(lambda x, seed, p=0.25: fuse.dropout(x, p, seed) - fuse.me
 
 @pytest.mark.parametrize("shape", [(1, 8), (35, 264), (2, 9, 130), (3, 1280), (2, 2056)])
 def test_what_is_dropped(shape):
-    """Ones show it."""
+    """dropout(ones) shows the mask."""
     ones = np.ones(shape, fp32.np)
     said, got = fuse.dropout(ones, 0.25, SEED), DROPPED.run(ones, SEED)
     assert got.shape == shape and (got == said).all() and set(np.unique(got)) <= {0, np.float32(1 / 0.75)}
@@ -27,7 +27,7 @@ def test_what_is_dropped(shape):
 
 @pytest.mark.parametrize("columns", [1024, 1040, 1088, 2048])
 def test_of_16_bits(columns):
-    """Their columns come unordered, and so do draws; but not where rows are no whole lines."""
+    """16-bit columns are read unordered, and draws follow that order; not where rows are no whole lines."""
     rng = np.random.default_rng(0)
     arrays = [rng.standard_normal(shape).astype(bf16.np) for shape in ((19, columns), (19, columns), (columns,), (columns,))]
     operator = operators.dropout_residual_layer_norm
@@ -47,7 +47,7 @@ def test_draws_of_torch():
 
 
 def test_gradient():
-    """Of the definition, with the same draws."""
+    """The gradient has the same mask."""
     torch = pytest.importorskip("torch")
     x = torch.randn(5, 40, dtype=torch.bfloat16, requires_grad=True)
     DROPPED(x, torch.from_numpy(SEED)).sum().backward()
@@ -79,7 +79,7 @@ def test_what_is_refused(definition, error, description):
 
 
 def test_another_seed_is_no_other_kernel():
-    """It lies in memory: a call that was captured draws anew."""
+    """The seed is in memory: a captured call draws anew."""
     x = np.ones((4, 264), bf16.np)
     g, b = x[0], x[0]
     calls = [operators.dropout_residual_layer_norm.run(x, x, g, b, np.array([seed]))[1] for seed in (1, 2, 1)]

@@ -1,4 +1,4 @@
-"""Launches that begin before the one before them is done: not where that one writes their weights."""
+"""Launches that overlap the previous one (PDL), unless that one writes their weights."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from tiles.recording import RecordedStep
 
 
 class Bound:
-    """What stands for a launch: it notes that it ran."""
+    """A stand-in for a launch, which notes that it ran."""
 
     def __init__(self, name, ran):
         self.name, self.ran = name, ran
@@ -20,7 +20,7 @@ class Bound:
 
 @pytest.fixture
 def step(monkeypatch):
-    """A step on x, w and y of 64 bytes each, at the places 0, 1 and 2, and what it ran."""
+    """A step on x, w and y of 64 bytes each, at the places 0, 1 and 2, and a list of what it ran."""
     monkeypatch.setattr(early, "WRITTEN", {})
     ran = []
     x, w, y = (Operand(n, c_ordered((16,), "float32", None)) for n in range(3))

@@ -1,4 +1,4 @@
-"""Mixtures of experts: rows' weights of them, and what they give, added up."""
+"""Mixtures of experts: the weighted sum of the experts' outputs."""
 
 import numpy as np
 import pytest
@@ -13,14 +13,14 @@ EXPERTS, ACROSS, INNER = 8, 128, 72
 
 
 def sample(rows):
-    """Rows that have favourites: whatever is rounded, the same two experts are best."""
+    """Rows with clear favourites, so that rounding does not change the best two experts."""
     rng = np.random.default_rng(rows)
     x, router = normal(rows, INNER), (8 * rng.standard_normal((INNER, EXPERTS))).astype(normal(1, 1).dtype)
     return x, router, *(normal(EXPERTS, ACROSS, INNER) for _ in range(3))
 
 
 def wanted(x, router, gate, up, down):
-    """Row by row, by the two experts that are best for it alone, in float64."""
+    """The results in float64, row by row, from the row's two best experts only."""
     x, router, gate, up, down = (one.astype(np.float64) for one in (x, router, gate, up, down))
     scores, found = x @ router, []
     for row, its in zip(x, scores):
@@ -33,7 +33,7 @@ def wanted(x, router, gate, up, down):
 
 @pytest.mark.parametrize(("rows", "card"), [(3, H200), (70, H200), (17, A100)], ids=str)
 def test_of_two_experts(rows, card, monkeypatch):
-    """Each row has what its own experts give, as a loop over rows says."""
+    """Each row has the weighted outputs of its own experts, as a loop over rows computes them."""
     monkeypatch.setattr("fuse.definition.card", lambda ordinal: card)
     monkeypatch.setenv("TILES_CHECK", "0")
     kernel, arrays = fuse.kernel(operators.mixture_of_experts.definition), sample(rows)

@@ -1,4 +1,4 @@
-"""Weights of fp8: read as they lie, widened in registers or ahead of a product, their scales where the algebra puts them."""
+"""fp8 weights: read as bytes, converted in registers or before a product, their scales moved by the rules."""
 
 import inspect as python
 
@@ -25,14 +25,14 @@ def scales(*shape):
 
 
 def weights(k=K, n=N, seed=0):
-    """As nn.Linear has them: (N, K) in memory."""
+    """Weights as nn.Linear stores them: (N, K) in memory."""
     return normal(n, k, dtype=fp8e4m3, seed=seed).T
 
 
 @pytest.mark.parametrize("lying", [np.asfortranarray, np.ascontiguousarray], ids=["turned", "as they are"])
 @pytest.mark.parametrize("rows", [1, 17, 70])
 def test_linear(rows, lying):
-    """Few rows and turned: one kernel, which reads bytes; else they are widened ahead."""
+    """Few rows and (N, K) weights are one kernel, which reads bytes; otherwise a first kernel converts them."""
     arrays = normal(rows, K), lying(weights()), scales(N)
     text = operators.fp8_linear.source(*arrays)
     direct = rows <= 64 and lying is np.asfortranarray
@@ -55,7 +55,7 @@ SCALED = {
 @pytest.mark.parametrize("rows", [5, 70])
 @pytest.mark.parametrize("name", SCALED)
 def test_scales(name, rows):
-    """No kernel multiplies weights by scales."""
+    """No kernel multiplies weights by their scales."""
     definition, shape = SCALED[name]
     kernel, w = fuse.kernel(definition), np.asfortranarray(weights())
     arrays = normal(rows, K), w.T if "turned" in name else w, scales(*shape) if shape else 0.5
@@ -84,14 +84,14 @@ def test_other_operators(name):
 
 
 def test_as_compiled():
-    """The bytes' way into wgmma's left operand."""
+    """Bytes are converted on their way into wgmma's left operand."""
     arrays = normal(5, 48), weights(48, 64), scales(64)
     compare(operators.fp8_linear, arrays, ptx(operators.fp8_linear.run, *arrays))
 
 
 @pytest.mark.parametrize(("arch", "kernels"), [("sm_89", 2), ("sm_80", 0)])
 def test_other_cards(arch, kernels, monkeypatch):
-    """Without wgmma they are widened ahead, without fp8 nothing serves."""
+    """Without wgmma a first kernel converts; without fp8 conversions no kernel serves."""
     monkeypatch.setattr("fuse.definition.card", lambda ordinal: card_of(arch))
     monkeypatch.setenv("TILES_CHECK", "0")
     kernel, arrays = fuse.kernel(operators.fp8_linear.definition), (normal(5, K), weights(), scales(N))
@@ -110,7 +110,7 @@ def test_offline(rows):
 
 
 def test_a_wrong_scale_is_caught():
-    """That of columns taken for one of rows."""
+    """A scale of columns is taken for one of rows."""
 
     def wrong(x):
         if x.operation == "matmul" and x.args[1].operation == "mul":

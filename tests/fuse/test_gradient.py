@@ -43,7 +43,7 @@ DEFINITIONS = {  # definitions of x, of another matrix or vector, and what they 
 
 
 def values(gradient, arrays):
-    """What its terms are worth, in float64."""
+    """The values of terms in float64."""
     whole = gradient._trace_all(gradient._shapes(gradient._arguments(arrays)))
     return evaluate(whole.roots, dict(zip(gradient.names, arrays)), NumPyArithmetic(np.float64))
 
@@ -76,7 +76,7 @@ NO_GRADIENT = "less", "less_equal", "greater", "greater_equal"
 
 
 def _functions():
-    """(function, arrays, gradients by its results) of all definitions."""
+    """(function, arrays, gradients with respect to its results) of all definitions."""
     for definition, *shapes in DEFINITIONS.values():
         yield fuse.kernel(definition), [np.zeros(shape, np.float32) for shape in shapes]
     for definition, *arrays in MORE.values():
@@ -84,7 +84,7 @@ def _functions():
 
 
 def test_each_rule_of_the_chain_rule_has_to_be_right(monkeypatch):
-    """Differences agree with all gradients; and they see it if one rule of BACK gives 0.1 % too much to one of its operands."""
+    """Finite differences agree with all gradients, and detect a GRADIENT_RULES row that is 0.1 % too large for one operand."""
     visited = set()
     for function, arrays in _functions():
         roots = function.trace(arrays).roots
@@ -110,7 +110,7 @@ def test_each_rule_of_the_chain_rule_has_to_be_right(monkeypatch):
 
 
 def test_a_sum_is_not_dropped_for_being_0_in_one_field():
-    """m a - m (a 2^-61) is 0 modulo 2^61 - 1, and the maximum has a gradient all the same."""
+    """m a - m (a 2^-61) is 0 modulo 2^61 - 1, and the maximum still has a gradient."""
     x, a = np.array([[1.0, 2.0, 0.5, 3.0]], np.float32), np.full((1, 4), 2.0, np.float32)
     kernel = fuse.kernel(lambda x, a: fuse.max(x) * a - fuse.max(x) * (a * 2.0**-61))
     dx, _ = values(kernel.gradient, (x, a, np.ones((1, 4), np.float32)))
@@ -118,8 +118,7 @@ def test_a_sum_is_not_dropped_for_being_0_in_one_field():
 
 
 def test_a_norm_comes_back_as_one_writes_it():
-    """No sum waits for another one that it need not wait for; what a mean was taken from sums up to nothing; softmax's maximum
-    is not asked for."""
+    """No sum depends on another without need; the sum of x - mean(x) is dropped; softmax's maximum has no gradient."""
     function = fuse.kernel(lambda x, g: (x - fuse.mean(x)) * fuse.rsqrt(fuse.var(x) + 1e-5) * g)
     arrays: tuple = tuple(np.zeros(s, bf16.np) for s in ((4, 8), 8, (4, 8)))
     arrays = function.gradient._arguments(arrays)
@@ -163,7 +162,7 @@ EXTRA = {"softmax": fuse.kernel(lambda x: fuse.softmax(x))}
 
 
 def sample(name, rows):
-    """The gradient of an operator, and what it takes."""
+    """The gradient of an operator, and its arguments."""
     rng = np.random.default_rng(rows)
     function = EXTRA[name] if name in EXTRA else getattr(operators, name)
     shapes = [tuple(rows if n == "m" else n for n in shape) for shape in SHAPES[name][0]]
@@ -171,7 +170,7 @@ def sample(name, rows):
 
 
 def compare(gradient, arrays, got):
-    """By the error rule, with three times what the definition is wrong in the dtype of the arrays."""
+    """The error rule with three times the definition's error in the arrays' dtype."""
     given = gradient._arguments(arrays)
     whole = gradient._trace_all(gradient._shapes(given))
     named = {name: x.T if s.transposed else x for name, x, s in zip(gradient.names, given, gradient._shapes(given))}
@@ -191,7 +190,7 @@ def test_against_float64(name, rows):
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_text_and_proof(name):
-    """Of its kernels, as any other function's: few enough, short, proven."""
+    """A gradient's kernels are few and short, and the proof holds."""
     gradient, arrays = sample(name, 19)
     text, proof = gradient.source(*arrays), gradient.proof(*arrays)
     lines, kernels = text.splitlines(), text.count("@cuda.jit")
@@ -204,7 +203,7 @@ def test_text_and_proof(name):
 
 @pytest.mark.parametrize("columns", [72, 2056])
 def test_cross_entropy(columns):
-    """One kernel each, forward and backward, with what is to be ignored."""
+    """Forward and backward are one kernel each, with ignored targets."""
 
     @fuse.kernel
     def cross_entropy(x, target):
@@ -229,7 +228,7 @@ def test_cross_entropy(columns):
 
 
 def test_cross_entropy_of_a_product():
-    """The scores, what comes back to them, and what comes back to x, by three kernels."""
+    """The scores, their gradient and that of x are three kernels."""
     rng, rows = np.random.default_rng(0), 5
     x, w = (rng.standard_normal(s).astype(bf16.np) for s in ((rows, K), (K, N)))
     given = x, w, np.array([3, -1, 0, N - 1, 7]), np.ones((rows, 1), np.float32)
@@ -247,7 +246,7 @@ def test_leading_axes_and_weights_as_torch_has_them():
 
 
 def test_of_wide_rows():
-    """Of many tiles a row is a block's only one, and none of them is read twice."""
+    """Rows of many tiles have one block each, and no tile is read twice."""
     function = fuse.kernel(lambda x, r: ((x + r) * fuse.rsqrt(fuse.mean((x + r) * (x + r)) + 1e-5), x + r))
     gradient, arrays = function.gradient, [np.full((3, 1056), n, bf16.np) for n in (1, 1, 1, 2)]
     assert "one row per block" in gradient.explain(*arrays)
@@ -255,7 +254,7 @@ def test_of_wide_rows():
 
 
 def rows_and_vectors(kinds, rows, columns):
-    """Of each letter an array: x of rows and columns, g along the columns."""
+    """An array for each letter: x of rows and columns, g along the columns."""
     rng = np.random.default_rng(rows)
     return [rng.standard_normal((rows, columns) if kind == "x" else columns).astype(bf16.np) for kind in kinds]
 
@@ -269,7 +268,8 @@ def rows_and_vectors(kinds, rows, columns):
     ],
 )
 def test_sums_over_rows(name, kinds, rows, columns):
-    """Rows of tiles that fill them are added up as they go by, in registers or shared memory; none is written to be summed."""
+    """Sums over rows are accumulated in registers or shared memory while rows are read, if rows fill their tiles; the summands
+    are not stored."""
     gradient, arrays = getattr(operators, name).gradient, rows_and_vectors(kinds, rows, columns)
     text, explanation = gradient.source(*arrays), gradient.explain(*arrays)
     assert text.count("@cuda.jit") == 2 and len(text.splitlines()) <= 2 * 80 and "for_d" not in text
@@ -285,7 +285,7 @@ def test_no_rows_to_sum():
 
 
 def test_sums_of_some_rows_add_up():
-    """Whatever their number."""
+    """Partial sums add up to the total, for any number of them."""
     found = trace_definition(lambda x: x, ("x",), (Shape((5, 6), "bfloat16"),))
     (x,) = found.roots
     terms.TABLES.append(found.table)
@@ -299,7 +299,7 @@ def test_sums_of_some_rows_add_up():
 
 
 def test_lengths_of_other_axes():
-    """An epilogue asks how long other rows are than those that are multiplied."""
+    """An epilogue reads the length of rows other than the product's."""
     rng = np.random.default_rng(0)
     function = fuse.kernel(lambda a, b, q: (a @ b) * fuse.rsqrt(fuse.mean(q * q)))
     a, b, q = (rng.standard_normal(s).astype(bf16.np) for s in ((8, 40), (40, 16), (8, 24)))
@@ -312,15 +312,15 @@ def test_lengths_of_other_axes():
 
 @pytest.mark.parametrize(("name", "arch"), [("residual_layer_norm", "sm_90a"), ("normalised_step", "sm_80")])
 def test_no_spills(name, arch):
-    """And nothing is added to memory, in an order that nobody knows: sums over rows have the same bits each time."""
+    """No spills and no atomic adds: sums over rows have the same bits each time."""
     found = inspect.compiled(inspect.Case(name, 4096, gradient=True), arch)
     assert not any(map(inspect.bad, found))
     assert not {"RED", "REDG", "ATOM", "ATOMG"} & {name for one in found for name in one.instructions}
 
 
 def test_kernels_are_found_for_all_shapes():
-    """Those that are inspected, on cards with wgmma and without; what comes back to a gated MLP's products leaves
-    with them."""
+    """The inspected shapes have kernels on cards with wgmma and without; the gradients of a gated MLP's products are stored
+    together."""
     for case in (one for one in inspect.cases() if one.gradient and one.rows > 64):
         for arch in ("sm_90a", "sm_80"):
             assert candidates(case.operator._trace(inspect.shapes(case)), card_of(arch)), (arch, case)
@@ -331,7 +331,7 @@ def test_kernels_are_found_for_all_shapes():
 
 
 def test_arrays_of_several_dtypes():
-    """What is float32 gets its gradient in float32."""
+    """A float32 argument gets its gradient in float32."""
     gradient = operators.residual_rms_norm.gradient
     x = np.ones((3, 8), bf16.np)
     dx, dr, dg = gradient(x, x, np.ones(8, fp32.np), x, x)
@@ -355,7 +355,7 @@ def test_on_the_card(name, rows):
 @pytest.mark.parametrize("rows", [1, 300])
 @pytest.mark.parametrize(("name", "kinds"), [("residual_layer_norm", "xxggxx"), ("normalised_step", "xxgx")])
 def test_sums_over_rows_on_the_card(name, kinds, rows):
-    """The same bits each time, too."""
+    """The sums have the same bits each time."""
     torch = pytest.importorskip("torch")
     from tiles.testing.backends import to_numpy, to_torch
 

@@ -15,7 +15,7 @@ def arrays(*shapes):
 
 
 def test_gradients():
-    """By kernels, of what is asked for."""
+    """Kernels compute the gradients that are asked for."""
     x, g = arrays((2, 3, 40), (40,))
 
     def fused(x, g):
@@ -40,7 +40,7 @@ def test_what_has_none():
 
 @pytest.mark.filterwarnings("ignore:.*runs by parts:RuntimeWarning")
 def test_what_no_template_computes():
-    """An array of JAX's comes back, of the first one's dtype; under jax.jit it is refused when it is traced."""
+    """An eager call returns a JAX array of the first one's dtype; under jax.jit it is refused when it is traced."""
     (x,) = arrays((3, 40))
     transposed, odd = fuse.kernel(lambda x: fuse.exp(fuse.transpose(x))), fuse.kernel(lambda x, w: (x @ w) * 2.0)
     for function, given, want in (

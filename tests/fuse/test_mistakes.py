@@ -1,4 +1,4 @@
-"""What a definition cannot say, and arrays that it does not take: refused in words that say what to do."""
+"""Definitions that cannot be traced, and arrays that are refused: the errors name the argument and the remedy."""
 
 import math
 import warnings
@@ -67,7 +67,7 @@ def test_what_is_no_function_or_shape():
 
 
 def test_what_is_said_of_an_array_has_its_own_name():
-    """Not that of the parameter in the kernel that was written."""
+    """An error has the name of the argument, not of the generated kernel's parameter."""
     x, w = np.ones((300, 136), BF16)[:, 1:129], np.ones((128, 64), BF16)
     with pytest.warns(RuntimeWarning, match="^scaled: x_in: the address must be a multiple of 16 bytes, .*; it runs by parts"):
         fuse.kernel(scaled).run(x, w)
@@ -91,7 +91,7 @@ def in_a_dictionary(x, w):
 
 @pytest.mark.parametrize("dtype", [BF16, F16])
 def test_kernels_and_parts_give_back_what_the_definition_does(dtype):
-    """One result by itself, or a tuple of one; of a dictionary a tuple. Of arrays of two dtypes by parts."""
+    """An array, a tuple of one, or the values of a dictionary; by kernels, and by parts where dtypes differ."""
     x, w = np.ones((4, 64), dtype), np.ones((64, 48), BF16)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
@@ -104,7 +104,7 @@ def test_kernels_and_parts_give_back_what_the_definition_does(dtype):
 
 
 def test_out_is_written_by_parts_too():
-    """Of two dtypes; and where TMA cannot address what was given."""
+    """Where dtypes differ, and where TMA cannot address the arrays."""
     into = np.zeros((4, 32), F16)
     with pytest.warns(RuntimeWarning, match="it runs by parts"):
         assert product.run(np.ones((4, 64), F16), np.ones((64, 32), BF16), out=into) is into
@@ -116,7 +116,7 @@ def test_out_is_written_by_parts_too():
 
 
 def test_by_parts_there_is_no_other_stream():
-    """Of the arrays' framework: what is asked for is refused, not forgotten."""
+    """Parts run on the framework's own stream, so `stream` is refused."""
     with pytest.raises(ValueError, match="^stream: must be None where a call runs by parts, .* must have one dtype"):
         product.run(np.ones((4, 64), F16), np.ones((64, 32), BF16), stream=0)
 
@@ -133,7 +133,7 @@ def test_out_with_leading_axes():
 
 
 def test_a_result_that_is_there_twice():
-    """It runs by parts; what is one only after a rewriting has another way."""
+    """Two equal results run by parts; results that become equal by rewriting have another plan."""
     x, w = np.ones((4, 64), BF16), np.ones((64, 48), BF16)
     with pytest.warns(RuntimeWarning, match="two results are equal: x @ w, x @ w; it runs by parts"):
         found = fuse.kernel(lambda x, w: (x @ w, x @ w)).run(x, w)
@@ -143,7 +143,7 @@ def test_a_result_that_is_there_twice():
 
 
 def test_a_result_of_one_row_beside_others():
-    """Each block has rows of its own: no kernel writes what is one row for all."""
+    """No kernel writes a result with one row for all, since each block has rows of its own."""
     x, g = np.ones((5, 64), BF16), np.ones((1, 64), BF16)
     with pytest.raises(TypeError, match=r"no template computes mul of \(1, 64\), \(\): g \* 2"):
         fuse.kernel(lambda x, g: (x + g, g * 2.0)).source(x, g)
@@ -169,7 +169,7 @@ def test_out_of_several_results(function):
 
 @pytest.mark.parametrize("shape", [(0, 64), (2, 0, 64)])
 def test_no_rows(shape):
-    """Nothing becomes of nothing, without a word."""
+    """Empty arrays give empty results without a warning."""
     x, w = np.ones(shape, BF16), np.ones((64, 48), BF16)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -178,7 +178,7 @@ def test_no_rows(shape):
 
 
 def test_numbers_of_other_sorts():
-    """NumPy's and truth values are numbers; an array without axes is neither a number nor an array that a kernel takes."""
+    """NumPy's scalars and booleans are numbers; an array without axes is refused."""
     scaled_by = fuse.kernel(lambda x, w, a: (x * a) @ w)
     x, w = np.ones((4, 64), BF16), np.ones((64, 32), BF16)
     for number, value in ((np.float32(2), 128), (np.float64(0.5), 32), (np.int64(3), 192), (True, 64)):
@@ -190,7 +190,7 @@ def test_numbers_of_other_sorts():
 
 
 def test_what_runs_by_parts_has_the_first_arrays_dtype():
-    """Of NumPy's arrays too, whatever the reason; and it is rounded once, as the definition's result is."""
+    """Also for NumPy arrays, whatever the reason; and it is rounded once."""
     gated, narrow = fuse.kernel(lambda x, w: fuse.silu(x @ w)), fuse.kernel(lambda x: fuse.transpose(x) * 2.0)
     x, w = (np.random.default_rng(n).standard_normal(shape).astype(BF16) for n, shape in enumerate([(4, 30), (30, 32)]))
     for function, arrays in ((gated, (x, w)), (narrow, (x,))):
@@ -201,7 +201,7 @@ def test_what_runs_by_parts_has_the_first_arrays_dtype():
 
 
 def test_explain_says_what_runs_by_parts():
-    """What no template computes, and what one would, but for these arrays' strides."""
+    """What no template computes, and what only these arrays' strides prevent."""
     x, w = np.ones((4, 64), BF16), np.ones((64, 32), BF16)
     assert product.explain(x, w).startswith("The definition is not rewritten.\nOne kernel")
     said = product.explain(x[:, :30], w[:30].copy())
@@ -212,7 +212,7 @@ def test_explain_says_what_runs_by_parts():
 
 
 def test_arrays_of_several_frameworks():
-    """NumPy's beside torch's on the host: all of them run, in the interpreter."""
+    """NumPy's beside torch's on the host run in the interpreter."""
     torch = pytest.importorskip("torch")
     x, w = np.ones((4, 64), BF16), torch.ones(64, 32, dtype=torch.bfloat16)
     found = product(x, w)

@@ -1,4 +1,4 @@
-"""Functions, arguments, results and variables may be called as what a kernel has of its own."""
+"""Functions, arguments, results and variables may have any name that a generated module uses itself."""
 
 import importlib
 import keyword
@@ -23,8 +23,8 @@ TOKEN = re.compile(r"""(?P<quoted>"[^"\n]*")|(?P<name>(?<![\w.])[^\W\d]\w*(?P<ke
 
 
 def tokens(text):
-    """(what it is, the token, where its name comes from) of a module, without comments, docstrings and imports. A name comes
-    from a function that has it for itself, or from outside of all functions."""
+    """(kind, token, scope of its name) of a module's tokens, without comments, docstrings and imports. A name's scope is the
+    function that binds it, or the module."""
     table = symtable.symtable(text, "module", "exec")
     own = {one.get_name(): {*one.get_locals()} for one in table.get_children()}
     place = ""
@@ -44,7 +44,7 @@ def imported(text):
 
 
 def first_difference(text, other):
-    """What two modules have at one place that are the same but for names, where it is not the same thing by another name."""
+    """The first place where two modules differ by more than a consistent renaming; None if they are equal up to names."""
     there, back = {}, {}
     for (kind, one, place), (its_kind, two, its_place) in zip(tokens(text), tokens(other), strict=True):
         if kind != its_kind or bool(place) != bool(its_place) or (kind == "else" and one != two):
@@ -57,7 +57,7 @@ def first_difference(text, other):
 
 
 def test_what_differs():
-    """What is told apart by it: names alone, one that hides a global, two that become one, another operation."""
+    """first_difference sees a renaming, a hidden global, two merged names, another operation."""
     text = "from ops import exp\n\n\ndef f(x, y):\n    a = exp(x)\n    return a + y\n"
     assert first_difference(text, text.replace("x)", "u)").replace("(x", "(u")) is None
     assert first_difference(text, "from ops import exp\n\n\ndef f(x, exp):\n    a = exp(x)\n    return a + exp\n")
@@ -123,7 +123,7 @@ WRITTEN = [
 
 
 def cases():
-    """(what it is, its name, the definition as terms, the card) of each."""
+    """(title, name, the definition as terms, the card) of each case."""
     for arch, said, rows in SHIPPED:
         name, _, gradient = said.partition(" ")
         case = inspect.Case(name, rows, gradient=bool(gradient))
@@ -140,7 +140,7 @@ LISTED = """relu sigmoid tanh exp rsqrt sqrt abs maximum row_sum transpose rt fp
 
 @pytest.fixture(scope="module")
 def every():
-    """{what it is: (its name, its terms, its best candidate)}"""
+    """{title: (name, terms, best candidate)}"""
     return {case: (name, found, candidates(found, CARDS[arch])[0]) for case, name, found, arch in cases()}
 
 
@@ -160,8 +160,8 @@ def test_all_templates_are_among_them(every):
 
 
 def test_all_names_in_all_places(every, monkeypatch):
-    """Each name that a module has of its own, and each of LISTED, as the function's, each argument's, each result's and each
-    variable's: the module is the one that it is with names that nothing else has, but for these names."""
+    """With each name that a module binds, and each of LISTED, as the function's, an argument's, a result's or a variable's
+    name, the module is the same up to names."""
     for place in (module, lines, attention):  # where a line ends is another matter
         monkeypatch.setattr(place, "WIDTH", 10**6)
     monkeypatch.setattr(writing, "LONG", 10**6)
@@ -227,7 +227,7 @@ def g({y}, other): return last_{y}
 
 
 def test_keys_that_are_no_names():
-    """Of a dictionary of results: identifiers, each another than what there is."""
+    """Keys of a dictionary of results become distinct identifiers."""
     keys = ["import", "a b", "a_b", 1, "", None, (1, 2), "x", "\N{MATHEMATICAL BOLD SMALL X}", "größe", "2 ü"]
     made = names.identifiers(keys, ["x"])
     assert made == ("import_2", "a_b", "a_b_2", "out_1", "out_", "None_2", "_1__2_", "x_2", "x_3", "größe", "out_2_ü")
@@ -240,7 +240,7 @@ def test_keys_that_are_no_names():
 
 @pytest.mark.parametrize("name", LISTED)
 def test_functions_of_all_names_run(name):
-    """With arguments and variables whose names would hide what it calls."""
+    """Also with arguments and variables whose names would hide what the module calls."""
     text = f"def {name}(W, tanh):\n    sigmoid = fuse.tanh(W * tanh)\n    return fuse.gelu(sigmoid) + sigmoid * W\n"
     exec(text, scope := {"fuse": fuse})
     kernel, arrays = fuse.kernel(scope[name]), (normal(5, 64), normal(64))
@@ -268,7 +268,7 @@ def test_arguments_of_all_names_run(name):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", LISTED)
 def test_functions_of_all_names_on_the_card(name):
-    """As torch's ops, too, which have the function's name."""
+    """Also as torch ops, which have the function's name."""
     torch = pytest.importorskip("torch")
     from tiles.testing.backends import to_numpy, to_torch
 
@@ -294,7 +294,7 @@ IN_TWO_WAYS = {  # functions of x and w, of which one is read in two ways
 @pytest.mark.parametrize("card", [H200, A100], ids=["H200", "A100"])
 @pytest.mark.parametrize("name", IN_TWO_WAYS)
 def test_an_array_that_is_read_in_two_ways(name, card):
-    """Each way to compute it is a module that Python takes: a kernel's parameters have each a name of their own."""
+    """Every candidate is a valid module: the parameters of a kernel have distinct names."""
     definition, shape = IN_TWO_WAYS[name]
     kernel = fuse.kernel(definition)
     found = kernel.trace([normal(*shape), normal(64, 64)])

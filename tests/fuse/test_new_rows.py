@@ -1,5 +1,5 @@
-"""Calls with a new number of rows, on a device that is none: what is planned, once for each class of lengths (fuse/classes.py),
-and what such a call takes."""
+"""Calls with a new number of rows, on a stand-in device: what is planned, once per class of lengths (fuse/classes.py), and what
+such a call costs."""
 
 import collections
 import itertools
@@ -35,7 +35,7 @@ GRADIENTS = ("residual_rms_norm", "gated_mlp", "rms_norm_linear", "layer_norm_li
 
 
 class Tensor(Lent):
-    """An array on a device that is none, with as much of a tensor's as fused functions ask for."""
+    """An array on a stand-in device, with what fused functions need of a tensor."""
 
     dtype = property(lambda self: self.form.dtype)
     shape = property(lambda self: self.form.shape)
@@ -68,7 +68,7 @@ class Tensor(Lent):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """See noting_driver. `.slow` counts what a plan of a new class takes: searches, modules that are rendered."""
+    """See noting_driver. `.slow` counts the searches and rendered modules of a plan for a new class."""
     with noting_driver(monkeypatch) as noted:
         monkeypatch.setitem(KIND_OF, Tensor, KIND_OF[Lent])
         monkeypatch.setattr(OnDevice, "maker", lambda self, home, *form: lambda: Tensor(2**60, c_ordered(*form, 0)))
@@ -108,15 +108,15 @@ CASES = [(name, False) for name in SHAPES] + [(name, True) for name in GRADIENTS
 
 
 def function_of(name, gradient):
-    """The operator, or its gradient, of which nothing is known yet."""
+    """The operator, or its gradient, with empty caches."""
     function = fuse.kernel(getattr(operators, name).definition)
     return function.gradient if gradient else function
 
 
 @pytest.mark.parametrize(("name", "gradient"), CASES)
 def test_once_for_each_class(gpu, name, gradient):
-    """A new number of rows of a class that is known is not traced, searched, written down or planned; and what it launches is
-    what it does where nothing is known."""
+    """A new number of rows of a known class is not traced, searched, generated or planned again, and launches what it launches
+    with empty caches."""
     function = function_of(name, gradient)
     for rows in (9, 40, 300, 2500):
         function.run(*arrays_of(name, rows, gradient))
@@ -136,7 +136,7 @@ def test_once_for_each_class(gpu, name, gradient):
 
 @pytest.mark.parametrize("name", [one for one in SHAPES if inspect.described(one)])
 def test_few_kernels_for_all_rows(name):
-    """From 1 row to 9000: of each launch no more than 10 are compiled. The text follows from what a plan is looked up by."""
+    """For 1 to 9000 rows at most 10 kernels of each launch are compiled. The key of a plan decides the text."""
     operator, known, first = getattr(operators, name), {}, 1
     kernels = collections.defaultdict(set)
     while first <= 9000:
@@ -156,7 +156,7 @@ def test_few_kernels_for_all_rows(name):
 
 
 def test_classes_in_turns(gpu, monkeypatch):
-    """More of them than functions are tried at once: what was compiled for each serves it when its turn comes again."""
+    """More classes than the cache tries at once: the function compiled for each is used again in its turn."""
     function, compiled, real = function_of("rms_norm_linear", False), [], lengths._function
     monkeypatch.setattr(lengths, "_function", lambda *given: compiled.append(given) or real(*given))
     classes = 2, 17, 33, 129, 257, 513
@@ -167,7 +167,7 @@ def test_classes_in_turns(gpu, monkeypatch):
 
 
 def test_late_at_new_rows(gpu, monkeypatch):
-    """Of a plan for other lengths, too, a launch whose weights the one before it wrote is not early."""
+    """A launch whose weights the previous one wrote is not early, also by a plan for other lengths."""
     product, attributes, launch = fuse.kernel(lambda x, w: x @ w), [], driver.cuLaunchKernelEx
     monkeypatch.setattr(driver, "cuLaunchKernelEx", lambda *given: attributes.append(given[0].numAttrs) or launch(*given))
     w, square, other = (Tensor(MEMORY + n * ROOM, c_ordered((256, 256), "bfloat16", 0)) for n in range(3))
@@ -182,7 +182,7 @@ def test_late_at_new_rows(gpu, monkeypatch):
 
 
 def calls_in(call):
-    """How many functions of the library a call calls."""
+    """How many Python functions of the library a call runs."""
     count = 0
 
     def profile(frame, event, _):
@@ -198,7 +198,7 @@ def calls_in(call):
 
 
 def test_what_a_new_number_of_rows_takes(gpu):
-    """In functions that are called: not much more than a new length of attention.forward's, for each launch."""
+    """It takes few more function calls per launch than a new length of attention.forward."""
 
     def usual(call, lengths):
         return statistics.median([calls_in(lambda n=n: call(n)) for n in lengths][20:])
@@ -300,7 +300,7 @@ def test_what_is_no_length():
 
 
 def test_the_table():
-    """Of an explanation: each number of rows once, and what is said of it is what serves it."""
+    """explain's table has each number of rows once, with the kernels that serve it."""
     arrays = sample("rms_norm_linear", 5, bf16)
     table = operators.rms_norm_linear.table(arrays, 700)
     ranges = sorted(one for some in table.values() for one in some)
@@ -318,7 +318,7 @@ def test_the_table():
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", SHAPES)
 def test_many_rows_on_the_card(name):
-    """Calls with new numbers of rows, in a random order, give what each gives where nothing is known."""
+    """Calls with new numbers of rows, in a random order, give what each gives with empty caches."""
     torch = pytest.importorskip("torch")
     from tiles.testing.backends import to_numpy, to_torch
 

@@ -1,6 +1,6 @@
-"""Arrays of one number, as scales and gates are: whatever their dtype, in the interpreter and as kernels are compiled.
+"""Arrays of one number, as scales and gates are, of any dtype, in the interpreter and as compiled.
 
-Numba reads an element of an array of 16 bits as an integer; a kernel must not."""
+Numba reads an element of a 16-bit array as an integer; a kernel must not."""
 
 import ml_dtypes
 import numpy as np

@@ -1,4 +1,4 @@
-"""What `explain`, `source`, `candidates` and `proof` say of arrays is what a call with them does: kernels, or parts."""
+"""`explain`, `source`, `candidates` and `proof` agree with a call on whether kernels or parts serve the arrays."""
 
 import re
 import warnings
@@ -17,7 +17,7 @@ from tiles import bf16, fp16
 
 
 def attend(x, wq, wk, wv):
-    """The case that was served by name only: results with the axes that split_heads makes."""
+    """Results with the axes that split_heads makes."""
     q, k, v = (fuse.split_heads(x @ w, 4) for w in (wq, wk, wv))
     return fuse.attention(q, k, v, q.shape[-1] ** -0.5)
 
@@ -31,7 +31,7 @@ def norm(x, g):
 
 
 def deep(x, g, y):
-    """y lacks the batch, so leading axes are none of all."""
+    """y lacks the batch, so leading axes are not rows."""
     return fuse.concatenate([a * b for a, b in zip(fuse.halves(x * fuse.softmax(g)), fuse.halves(y))])
 
 
@@ -98,7 +98,7 @@ DIFFERENTIABLE = [one for one in (*SERVED, *BY_PARTS) if one not in re.split(r",
 
 
 def verdict(call):
-    """ "kernels", or "parts" if the call says that there is none for it."""
+    """ "kernels", or "parts" if the call raises NoKernel."""
     try:
         found = call()
     except NoKernel:
@@ -107,7 +107,7 @@ def verdict(call):
 
 
 def ran(call):
-    """(what a call gives, "kernels" or "parts" by its warnings)"""
+    """(the result of a call, "kernels" or "parts" by its warnings)"""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         found = call()
@@ -134,7 +134,7 @@ def test_all_say_the_same(case, monkeypatch):
 
 @pytest.mark.parametrize("case", DIFFERENTIABLE)
 def test_all_say_the_same_of_gradients(case, monkeypatch):
-    """By kernels or by parts; where the framework does it all, there is no text."""
+    """By kernels or by parts; a gradient that the framework computes alone has no text."""
     monkeypatch.setenv("TILES_CHECK", "0")
     definition, shapes = (SERVED | BY_PARTS)[case]
     kernel, arrays = fuse.kernel(definition), [normal(*shape) for shape in shapes]
@@ -155,7 +155,7 @@ def test_all_say_the_same_of_gradients(case, monkeypatch):
 
 
 def test_arrays_that_a_kernel_cannot_read():
-    """Of two dtypes, and at addresses that TMA does not take: source and proof say why, as the call does."""
+    """Two dtypes, and addresses that TMA does not take: source and proof raise the call's error."""
     product, x, w = fuse.kernel(lambda x, w: (x * 2.0) @ w), normal(300, 136), normal(128, 64)
     for arrays, words in (((x[:, 1:129], w), "x: the address"), ((x[:, :128].astype(fp16.np), w.astype(bf16.np)), "w: ")):
         assert ran(lambda: product.run(*arrays))[1] == "parts"
@@ -166,7 +166,7 @@ def test_arrays_that_a_kernel_cannot_read():
 
 
 def test_what_a_call_takes_is_what_is_printed(monkeypatch):
-    """Whatever comes first, as after measuring."""
+    """Whichever candidate is first, as after tuning."""
     kernel, arrays = fuse.kernel(lambda x, g, w: norm(x, g) @ w), (normal(5, 64), normal(64), normal(64, 32))
     first, second, *_ = kernel.candidates(*arrays)
     ways = kernel._rank_plans
@@ -190,7 +190,7 @@ def test_axes_of_results_offline():
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", SERVED)
 def test_served_on_the_card(case):
-    """By kernels, which give what they give in the interpreter, by the error rule; gradients as torch's autograd has them."""
+    """Kernels agree with the interpreter by the error rule, and gradients with torch's autograd."""
     pytest.importorskip("torch")
     from tiles.testing.backends import to_numpy, to_torch
 

@@ -1,4 +1,4 @@
-"""The operators that come with fuse: against float64 for few rows and many, proven, as text, and on the card."""
+"""The operators of fuse.operators: against float64 for few rows and many, their proofs and texts, and on the GPU."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from tiles import bf16, fp16
 
 
 def written(operator, arrays):
-    """What the best module writes: results, and what its kernels leave each other."""
+    """Arrays for the results and scratch of the best module."""
     found = operator.trace(operator._flatten_leading(operator._arguments(arrays))[0])
     made = generate_module(operator.name, found, candidates(found, card(None))[0])
     return [np.empty(x.extents, x.stored_dtype(arrays[0].dtype.name)) for x in made.written]
@@ -27,7 +27,7 @@ def test_all_are_here():
 @pytest.mark.parametrize(("rows", "dtype"), [(1, bf16), (64, fp16), (131, bf16)])
 @pytest.mark.parametrize("name", SHAPES)
 def test_against_float64(name, rows, dtype, monkeypatch):
-    """Numba sees the kernels of few rows and of many, in either dtype."""
+    """The kernels of few rows and of many also pass Numba's typing, in either dtype."""
     if rows in (1, 64):
         monkeypatch.setenv("TILES_CHECK", "0")
     arrays = sample(name, rows, dtype)
@@ -37,7 +37,7 @@ def test_against_float64(name, rows, dtype, monkeypatch):
 @pytest.mark.parametrize("rows", [3, 150])
 @pytest.mark.parametrize("name", SHAPES)
 def test_text_and_proof(name, rows, monkeypatch):
-    """The module is short; run by itself it computes bitwise what the call does; nothing speaks against it."""
+    """The module is short, gives the same bits as the call, and the proof holds."""
     monkeypatch.setenv("TILES_CHECK", "0")  # Numba has seen such kernels above
     operator, arrays = getattr(operators, name), sample(name, rows, bf16)
     text, proof = operator.source(*arrays), operator.proof(*arrays)
@@ -57,7 +57,7 @@ def test_text_and_proof(name, rows, monkeypatch):
     "name", ["rms_norm_linear", "gated_mlp", "expert_linear", "lora_linear", "residual_layer_norm", "mla_attention"]
 )
 def test_text_at_real_lengths(name, gradient):
-    """It is as short."""
+    """The text is as short at the lengths of models."""
     if gradient and name in inspect.BY_PARTS:
         pytest.skip("its gradient is that of its parts")
     case = inspect.Case(name, 4096, gradient=gradient)
@@ -67,7 +67,7 @@ def test_text_at_real_lengths(name, gradient):
 
 
 def test_what_was_measured(monkeypatch, tmp_path):
-    """It decides, and candidates say it: on a card that is not there."""
+    """Measured times decide, and candidates report them, on a stand-in GPU."""
     monkeypatch.setenv("TILES_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TILES_CACHE", "1")
     monkeypatch.setattr("fuse.definition.ordinal_of", lambda arrays: 0)
@@ -82,7 +82,7 @@ def test_what_was_measured(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("rows", [3, 150])
 def test_every_candidate(rows):
-    """What tuning may choose is right, too."""
+    """Every candidate that tuning may choose is right."""
     operator, arrays = operators.rms_norm_linear, sample("rms_norm_linear", rows, bf16)
     defaults = [p.default for p in operator.signature.parameters.values()][len(arrays) :]
     found = operator.trace(operator._flatten_leading(operator._arguments(arrays))[0])
@@ -97,7 +97,7 @@ def test_every_candidate(rows):
 @pytest.mark.parametrize("rows", [5, 70])
 @pytest.mark.parametrize("name", ["rms_norm_linear", "lora_linear", "gated_mlp"])
 def test_weights_as_torch_has_them(name, rows):
-    """(N, K) in memory: the transpose of what is multiplied by."""
+    """Weights are (N, K) in memory, the transpose of the operand."""
     arrays = sample(name, rows, bf16)
     transposed = [np.asfortranarray(x) if x.ndim == 2 and n else x for n, x in enumerate(arrays)]
     compare(getattr(operators, name), transposed, getattr(operators, name).run(*transposed))
@@ -119,7 +119,7 @@ def test_on_the_card(name, rows):
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [16, 300])
 def test_tuned_on_the_card(rows, monkeypatch, tmp_path):
-    """Every candidate is measured, the fastest is taken and remembered, and what is taken is right."""
+    """Every candidate is measured, and the fastest is taken, remembered, and right."""
     pytest.importorskip("torch")
     from tiles.testing.backends import to_numpy, to_torch
 
@@ -136,8 +136,8 @@ def test_tuned_on_the_card(rows, monkeypatch, tmp_path):
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 300])
 def test_early_on_the_card(rows):
-    """Launches that overlap, in a stream and in a graph, give what they give one after the other: what the one before writes
-    is an operand of the next, or its weights."""
+    """Overlapping launches, in a stream and in a graph, give the same as sequential ones: the previous launch writes an operand
+    of the next, or its weights."""
     torch = pytest.importorskip("torch")
     torch.manual_seed(rows)
     x, h, g, a, b, *w = (
@@ -169,7 +169,7 @@ def test_early_on_the_card(rows):
 
 @pytest.mark.parametrize(("rows", "inner", "columns"), [(3, 100, 64), (3, 104, 60), (70, 100, 64)])
 def test_what_tma_cannot_take(rows, inner, columns):
-    """Rows of no multiple of 16 bytes: by parts, and it says why."""
+    """Rows that are no multiple of 16 bytes run by parts, and the warning says why."""
     rng = np.random.default_rng(0)
     arrays = [rng.standard_normal(s).astype(bf16.np) for s in ((rows, inner), (inner,), (inner, columns))]
     with pytest.warns(RuntimeWarning, match="multiples of 16 bytes.*runs by parts"):

@@ -1,4 +1,4 @@
-"""Products of many rows whose blocks work by pairs, which read tiles of weights once: those of several waves."""
+"""Products of many rows by pairs of blocks, which read tiles of weights once."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ SHAPES = {  # of each operator's arguments; of turned ones the weights lie as to
 
 @pytest.mark.parametrize("case", SHAPES)
 def test_results(case, monkeypatch):
-    """Of two blocks, the second of which has fewer rows; each brings one of two weights to both, or half of one."""
+    """Two blocks, the second with fewer rows; each loads one of two weights for both, or half of one."""
     monkeypatch.setattr("fuse.definition.card", lambda ordinal: replace(H200, processors=1))
     monkeypatch.setenv("TILES_CHECK", "0")
     name, _, transposed = case.partition(", ")
@@ -34,7 +34,7 @@ def test_results(case, monkeypatch):
 
 
 def test_when():
-    """Where there are several waves, and hardly a block has no peer; not where no tile leaves."""
+    """Pairs are used for several waves with hardly a block without a peer, and not for softmax partials."""
     assert choose_schedule(4096, 6144, 1, 132).blocks == 2 and choose_schedule(512, 6144, 1, 132).blocks == 1
     assert (
         choose_schedule(128 * (LONE - 1), 6144, 1, 132).blocks == 1
@@ -46,7 +46,7 @@ def test_when():
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["gated_mlp", "gated_mlp_down"])
 def test_on_the_card(name):
-    """Several waves, the last block without a peer; and gradients, of which three leave together."""
+    """Several waves, the last block without a peer; and gradients with three results of one kernel."""
     torch = pytest.importorskip("torch")
     from tiles.testing.backends import to_numpy, to_torch
 

@@ -1,4 +1,4 @@
-"""What somebody might write: operators in combinations that no other test has, against float64, by kernels and not by parts.
+"""Operators in plausible combinations that no other test has, against float64, by kernels and not by parts.
 
 Arguments, by letters: x rows and columns, p rows and the inner extent, w weights from there to the columns, g and h of the
 columns, c of the rows, i a column for each row, m a mask to be added, e weights of fp8, 0 a number, 1 an array of one."""
@@ -114,7 +114,7 @@ def test_plausible(case, rows, columns, dtype, monkeypatch):
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0), (2, 0, 1)])
 @pytest.mark.parametrize("columns", [72, 96, 704, 17440])
 def test_dtypes_in_any_order(order, columns):
-    """The first array's is the result's."""
+    """The result has the first array's dtype."""
     arrays = [
         np.random.default_rng(n).standard_normal((3, columns)).astype(t) for n, t in enumerate((np.float32, BF16, np.float16))
     ]

@@ -1,4 +1,4 @@
-"""Long lines of printed text, and how long the text of each operator is: as ruff format lays it out."""
+"""Generated text breaks long lines as ruff format does, and each operator's text is short."""
 
 import ast
 import subprocess
@@ -34,7 +34,7 @@ LINES = {  # a line that is too long, and what becomes of it
 
 
 def formatted(text):
-    """As ruff lays it out; the test is skipped where there is no ruff."""
+    """The text as ruff formats it; the test is skipped where there is no ruff."""
     pytest.importorskip("ruff")
     command = [sys.executable, "-m", "ruff", "format", "--isolated", "--line-length", str(WIDTH), "-"]
     return subprocess.run(command, input=text, capture_output=True, text=True, check=True).stdout
@@ -42,7 +42,7 @@ def formatted(text):
 
 @pytest.mark.parametrize("line", LINES, ids=range(len(LINES)))
 def test_lines_that_are_too_long(line):
-    """What is said is the same, and ruff leaves it alone."""
+    """Broken lines parse to the same code, and ruff leaves them as they are."""
     found = list(break_lines([line]))
     assert found == LINES[line]
     text, more = "\n".join(found), "\n    pass" * line.endswith(":")
@@ -60,7 +60,7 @@ def test_what_goes_on_in_the_next_line():
 
 
 def test_assignments_that_share_a_line():
-    """In order; one that needs another is in a later line, an attribute of its name is none of it."""
+    """In order; one that reads another's name is in a later line, and an attribute of that name does not count."""
     values = [("rows", "3"), ("cols", "w.rows"), ("tall", "rows + cols"), ("steps", "f(tall)")]
     assert format_assignments(values) == ["rows, cols = 3, w.rows", "tall = rows + cols", "steps = f(tall)"]
     assert format_assignments([("a", "x" * 60), ("b", "y" * 60), ("c", "1")]) == [f"a = {'x' * 60}", f"b, c = {'y' * 60}, 1"]
@@ -71,8 +71,8 @@ CASES = [(arch, case) for arch in ("sm_90a", "sm_80") for case in inspect.cases(
 
 @pytest.mark.parametrize("name", operators.__all__)
 def test_operators_take_80_lines(name):
-    """A kernel, that is, with its imports and its launch, at lengths of models, few rows and many; and ruff leaves it alone. Of
-    gradients, those of the gated MLP with GELU may take a few more."""
+    """A kernel with its imports and its launch has at most 80 lines, at lengths of models, few rows and many; some gradients of
+    gated MLPs take a few more."""
     texts = []
     for arch, case in CASES:
         if case.name != name:

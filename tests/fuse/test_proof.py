@@ -1,4 +1,4 @@
-"""What a proof calls proven: each of its answers, with faults that it must see. Wrong rules are in test_wrong_rules.py."""
+"""Each check of a proof detects the faults that it must. Wrong rules are in test_wrong_rules.py."""
 
 import inspect
 
@@ -55,7 +55,7 @@ def test_a_fault_in_a_kernel_is_seen(name, monkeypatch):
 
 
 def test_what_is_printed_is_what_runs():
-    """Bitwise: the module that `source` prints gives what `run` gives, and one with another constant does not."""
+    """`source` gives the same bits as `run`, and a module with another constant does not."""
     x = np.random.default_rng(0).standard_normal((5, 64)).astype(bf16.np)
     run = norm_linear.run(x, G, W)
     for change, same in ((lambda text: text, True), (lambda text: text.replace("1e-05", "1e-01"), False)):
@@ -76,7 +76,7 @@ def test_what_is_printed_is_what_runs():
     ],
 )
 def test_what_zeros_or_infinities_are_right_for(definition):
-    """A row of zeros is left out where it gives no number, and infinities of the definition are right where they stand."""
+    """A row of zeros is left out where the definition gives NaN for it, and the definition's infinities are expected."""
     proof = fuse.kernel(definition).proof(X)
     assert proof.holds, proof
 
@@ -108,8 +108,8 @@ def _forms():
 
 
 def test_all_rules_hold():
-    """Each rule of the table, wherever it applies in an operator: by identity, and in floats, where it loses no more than it
-    declares. What it declares, it does lose somewhere."""
+    """Each rule holds wherever it applies in an operator: by identity, and in floats, where it loses no more than it declares,
+    and loses that somewhere."""
     used, lost = set[str](), set[str]()
     for found in _forms():
         for form in rules.equivalent_forms(found.roots, found.table):
@@ -125,7 +125,7 @@ def test_all_rules_hold():
 
 
 def test_a_rule_that_keeps_the_range_of_16_bits():
-    """fp16 ends at 65504, so a form by a rule that moves a scale behind a product is no candidate there."""
+    """fp16 ends at 65504, so a form by a rule that moves a scale after a product is no candidate there."""
     x, g, w = (np.full(shape, value, fp16.np) for shape, value in (((5, 64), 2.0**11), (64, 2.0**6), ((64, 64), 1.0)))
     assert not any(one.rules for one in norm_linear.candidates(x, g, w))
     assert (norm_linear.run(x, g, w) == 2.0**12).all()  # where x * g would be 2^17

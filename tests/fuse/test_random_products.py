@@ -1,6 +1,6 @@
-"""Random terms with products: what stands before and behind them, for few rows and many, with the proof of what was found.
+"""Random terms with products, prologues and epilogues, for few rows and many, with their proofs.
 
-FUSE_EXAMPLES=100 looks at so many; on the card (`-m gpu`) too."""
+FUSE_EXAMPLES=100 tries so many; on the GPU (`-m gpu`) too."""
 
 import os
 import warnings
@@ -68,7 +68,7 @@ def sample(rows):
 @PROFILE
 @given(definitions(), st.sampled_from([3, 17, 70]))
 def test_random_products(definition, rows):
-    """The term that was found is the definition, and its kernels in the interpreter compute it, at ragged sizes."""
+    """The rewritten term equals the definition, and its kernels in the interpreter compute it, at ragged sizes."""
     os.environ["TILES_CHECK"] = "0"  # test_as_compiled.py has the templates compiled
     try:
         proof = fuse.kernel(definition).proof(*sample(rows))

@@ -1,4 +1,4 @@
-"""Rotary embedding: maps of halves of rows, and what broadcasts along heads."""
+"""Rotary embedding: maps of halves of rows, with cos and sin that broadcast along heads."""
 
 import numpy as np
 import pytest
@@ -49,7 +49,7 @@ def test_proof(name):
 
 
 def test_everything_is_asked_for_at_once():
-    """By many warps, with small tiles, whatever the width."""
+    """Many warps with small tiles issue all loads at once, whatever the width."""
     for columns in 64, 66, 4096:
         text = operators.rotary.source(*sample((9, columns), (9, columns // 2), (9, columns // 2)))
         assert "TILE = rt(16, 32, fp32)" in text and ("pieces" in text) == (columns > 64)
@@ -59,7 +59,7 @@ def test_everything_is_asked_for_at_once():
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_120a"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_no_registers_are_spilled(arch, dtype):
-    """Where so many blocks are asked for."""
+    """Launch bounds for many blocks cause no spills."""
     shapes = [Shape(shape, dtype) for shape in ((64, 512), (64, 256), (64, 256))]
     ((kernel, types, threads, shared),) = operators.rotary.launches(shapes, card_of(arch))
     found = figures(kernel, types, arch, shared, threads)
@@ -68,7 +68,7 @@ def test_no_registers_are_spilled(arch, dtype):
 
 @pytest.mark.parametrize("dtype", [np.float32, fp16.np])
 def test_angles_of_another_dtype(dtype):
-    """Float32's bytes are in another order than those of x."""
+    """float32 elements are in another order than those of x."""
     x, cos, sin = sample((19, 96), (19, 48), (19, 48))
     arrays = x, cos.astype(dtype), sin.astype(dtype)
     assert ("load_unordered" in operators.rotary.source(*arrays)) == (dtype is fp16.np)
@@ -76,14 +76,14 @@ def test_angles_of_another_dtype(dtype):
 
 
 def test_warps_side_by_side_read_the_same_angles():
-    """And the pieces of one row, which lie side by side."""
+    """So do the tiles of one row, which lie side by side."""
     text = operators.rotary.source(*sample((2, 3, 19, 272), (19, 136), (19, 136)))
     assert text.index("piece = divmod(") < text.index("head = divmod(rest") < text.index("band, batch = divmod(rest")
 
 
 @pytest.mark.parametrize("columns", [80, 400])
 def test_one_half(columns):
-    """A gate that comes beside what it gates."""
+    """A gate and its columns are the two halves of one array."""
     gated = fuse.kernel(lambda x: fuse.silu(fuse.halves(x)[0]) * fuse.halves(x)[1])
     arrays = sample((19, columns))
     text = gated.source(*arrays)

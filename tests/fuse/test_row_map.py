@@ -1,4 +1,4 @@
-"""Row maps: what is traced, what is written, and that it computes the definition."""
+"""Row maps: the traced terms, the text, and the results."""
 
 import math
 import os
@@ -62,7 +62,7 @@ def test_against_float64(kernel, rows, columns, dtype):
 
 
 def test_a_long_softmax_begins_with_nothing():
-    """Its maximum and its sum, in one pass, go over tiles of -inf."""
+    """Its maximum and its sum, in one pass, are right for tiles of -inf."""
     x = np.zeros((3, 4100), bf16.np)
     x[0, :4000], x[1, 200:], x[2, 7] = -np.inf, -np.inf, 9
     assert softmax.source(x).count("for col in") == 2
@@ -84,7 +84,7 @@ def test_results_go_where_they_are_wanted():
 
 @pytest.mark.parametrize("columns", [100, 3000])
 def test_the_text_is_the_kernel(columns):
-    """A module that is short, has no line too long, and computes bitwise what the call does."""
+    """The module is short, has no long line, and gives the same bits as the call."""
     rng = np.random.default_rng(1)
     arrays = [sample(rng, kind, 5, columns, bf16) for kind in "xxgg"]
     text = layer_norm.source(*arrays)
@@ -102,8 +102,8 @@ LINES = [(512, "right"), (544, "right"), (768, "lower"), (1024, ""), (1040, "rig
 
 @pytest.mark.parametrize(("columns", "filled"), LINES)
 def test_rows_of_whole_lines(columns, filled):
-    """Columns may come in any order; beyond a row's end lines are cut off, where tiles are not as wide as rows. Then a module
-    that is kept takes no others."""
+    """Columns may be read in any order; past a row's end lines are masked if tiles are not as wide as rows. A module without a
+    mask refuses other widths."""
     rng = np.random.default_rng(0)
     arrays = [sample(rng, kind, 5, columns, bf16) for kind in "xxgg"]
     text = layer_norm.source(*arrays)
@@ -120,7 +120,7 @@ def test_rows_of_whole_lines(columns, filled):
 
 
 def test_names_are_those_of_the_definition():
-    """What the definition calls a term the kernel calls it, too."""
+    """The kernel's variables have the definition's names."""
     text = layer_norm.source(*[np.zeros(s, bf16.np) for s in ((5, 100), (5, 100), 100, 100)])
     assert "centred = h - total / width" in text and text.startswith('"""h = x + residual\ncentred = h - mean(h)\n')
 
@@ -139,7 +139,7 @@ def test_names_are_those_of_the_definition():
     ],
 )
 def test_what_the_language_has_not(definition, description):
-    """A TypeError, with the line."""
+    """A TypeError with the line of the definition."""
     with pytest.raises(TypeError, match=description):
         fuse.kernel(definition)(np.ones((3, 4), np.float32))
 
@@ -187,7 +187,7 @@ def test_random_terms(definition, rows, columns):
 
 
 def test_numbers_without_digits():
-    """In a kernel they are math's, too."""
+    """In a kernel infinity and NaN are math.inf and math.nan."""
     x = np.random.default_rng(0).standard_normal((5, 40)).astype(bf16.np)
     got = fuse.kernel(lambda x: fuse.where(x > 0, x, -math.inf)).run(x)
     assert (got == np.where(x > 0, x, -np.inf).astype(x.dtype)).all()
@@ -195,7 +195,7 @@ def test_numbers_without_digits():
 
 @pytest.mark.parametrize("power", [2, 3.0, 4, 8, 0.5, -0.5])
 def test_powers(power):
-    """Products and roots, whose derivative there is."""
+    """Powers are products and roots, which have derivatives."""
     raised = fuse.kernel(lambda x: x**power)
     x = np.random.default_rng(0).uniform(0.5, 1.5, (3, 48)).astype(np.float32)
     for found in (raised(x), raised.run(x)):
@@ -205,7 +205,7 @@ def test_powers(power):
 
 
 def test_proof_of_what_takes_no_negative_numbers():
-    """It is run on others; of what gives NaN whatever it is given, nothing is proven."""
+    """Absolute values are taken; if the definition gives NaN for these as well, nothing is proven."""
     x = np.ones((3, 48), bf16.np)
     for definition in (lambda x: fuse.log(x) * 2.0, lambda x: fuse.sqrt(x) + fuse.mean(x)):
         assert fuse.kernel(definition).proof(x).holds

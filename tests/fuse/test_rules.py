@@ -1,4 +1,4 @@
-"""The algebra: what the rules find, and that it is equal. Wrong rules are in test_wrong_rules.py."""
+"""The rewrite rules: the forms that they lead to are found and are equal. Wrong rules are in test_wrong_rules.py."""
 
 import inspect
 
@@ -52,7 +52,7 @@ def test_what_is_found_is_equal(definition):
 
 
 def test_the_forms_that_count():
-    """What the templates wait for is among them."""
+    """The forms that templates match are among those found."""
     found = trace(norm_linear, (4, 8), (8,), (8, 6))
     texts = [str(form.roots[0]) for form in rules.equivalent_forms(found.roots, found.table)]
     assert "((x * g) @ w) * rsqrt(sum(x * x) / 8 + 1e-05)" in texts
@@ -67,7 +67,7 @@ def test_a_division_by_zero():
 
 
 def test_exponents():
-    """exp is a homomorphism, and no more: what its argument is decides."""
+    """exp is a homomorphism, and has no other property: it is a function of its argument."""
     found = trace(lambda x, y: fuse.exp(x + y) - fuse.exp(x) * fuse.exp(y), (4, 8), (4, 8))
     (zero,) = found.roots
     assert proof.identity([zero], [zero * 2.0]).equal

@@ -1,4 +1,4 @@
-"""Products on cards without wgmma: every operator against float64, proven, as text, as PTX for sm_80, and as machine code."""
+"""Products on GPUs without wgmma: every operator against float64, its proof, its text, PTX for sm_80, and machine code."""
 
 import builtins
 import dis
@@ -21,7 +21,7 @@ PRODUCTS = [name for name in SHAPES if "linear" in name or "mlp" in name]
 
 @pytest.fixture
 def without_wgmma(monkeypatch):
-    """Arrays in host memory are those of an A100."""
+    """Arrays in host memory are planned for an A100."""
     monkeypatch.setattr("fuse.definition.card", lambda ordinal: A100)
 
 
@@ -42,7 +42,7 @@ def test_against_float64(name, rows, lying, dtype, without_wgmma, monkeypatch):
 
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_text_and_proof(name):
-    """The best module has a kernel of this template, needs nothing since Hopper, is short, and nothing speaks against it."""
+    """The best module has a kernel of this template, needs nothing since Hopper, is short, and its proof holds."""
     operator = getattr(operators, name)
     found = operator.trace(operator._arguments(sample(name, 17, bf16)))
     best = candidates(found, A100)[0]
@@ -72,7 +72,7 @@ def test_forms(name, without_wgmma, monkeypatch):
 
 
 def test_large_tiles(without_wgmma, monkeypatch):
-    """More rows than 64 where there are enough tiles for all multiprocessors."""
+    """Tiles of 128 rows where there are enough of them for all multiprocessors."""
     monkeypatch.setattr(since_ampere, "PROCESSORS", 1)
     kernel, arrays = fuse.kernel(operators.rms_norm_linear.definition), sample("rms_norm_linear", 70, bf16)
     assert "ROWS, COLUMNS, DEPTH, STAGES, GROUP = 128, 128, 32" in kernel.source(*arrays)
@@ -80,7 +80,7 @@ def test_large_tiles(without_wgmma, monkeypatch):
 
 
 def test_as_ptx(without_wgmma, monkeypatch):
-    """What sm_80 would execute."""
+    """The PTX for sm_80, run on the CPU."""
     monkeypatch.setenv("TILES_INTERPRET", "sm_80")
     kernel, arrays = (
         fuse.kernel(operators.lora_linear.definition),
@@ -99,7 +99,7 @@ EDGES = {
 @pytest.mark.parametrize("card", [H200, A100], ids=lambda card: card.name)
 @pytest.mark.parametrize("name", EDGES)
 def test_beyond_the_end_of_rows(name, card, monkeypatch):
-    """Tiles hold zeros there. What a prologue makes of them must not count: it is done ahead."""
+    """Tiles hold zeros past the end. A prologue that makes them count is computed by a kernel before."""
     monkeypatch.setenv("TILES_CHECK", "0")
     monkeypatch.setattr("fuse.definition.card", lambda ordinal: card)
     definition, shapes = EDGES[name]
@@ -109,7 +109,7 @@ def test_beyond_the_end_of_rows(name, card, monkeypatch):
 
 
 def test_what_cannot_be_copied_runs_by_parts(without_wgmma):
-    """cp.async takes 16 bytes from multiples of 16."""
+    """cp.async copies 16 bytes from multiples of 16."""
     kernel = fuse.kernel(lambda x, w: x @ w)
     with pytest.warns(RuntimeWarning, match="w must have an address and strides of multiples of 16 bytes, has 4"):
         y = kernel.run(normal(5, 40), normal(40, 26)[:, :24])
@@ -120,7 +120,7 @@ def test_what_cannot_be_copied_runs_by_parts(without_wgmma):
 @pytest.mark.parametrize("rows", [1, 17, 70, 300])
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_on_the_card(name, rows, without_wgmma):
-    """Any card since Ampere executes them; on one that has wgmma they are asked for."""
+    """Any GPU since Ampere runs them; on one with wgmma they are chosen explicitly."""
     torch = pytest.importorskip("torch")
     from tiles.testing.backends import to_numpy, to_torch
 
@@ -132,13 +132,13 @@ def test_on_the_card(name, rows, without_wgmma):
 
 # ---- machine code ----------------------------------------------------------------------------------------------------
 def test_docstrings_say_shapes():
-    """So that inspect finds all operators: what it takes for numbers has a default."""
+    """So that inspect finds all operators: each argument without a shape has a default."""
     assert all(map(inspect.described, operators.__all__))
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_modules_have_all_names(arch):
-    """At lengths that are served: a kernel finds what it calls, whatever the module's other kernels and its launches name."""
+    """A kernel's globals are defined at lengths of models, whatever other kernels and launches define."""
     for case in inspect.cases(arch=arch):
         if case.rows in (1, 4096) and not case.transposed:
             operator = getattr(operators, case.name)
@@ -151,13 +151,13 @@ def test_modules_have_all_names(arch):
 
 
 def test_nothing_spills():
-    """One of many: `python -m fuse inspect` takes all operators on all targets, in minutes."""
+    """One of many cases: `python -m fuse inspect` compiles all operators on all targets, in minutes."""
     text, bad = inspect.row("sm_86", inspect.Case("gated_mlp", 4096, True))
     assert not bad and text.startswith("sm_86 ") and "   0 spilled" in text, text
 
 
 def test_a_maximum_of_rows_comes_from_memory(without_wgmma):
-    """Sums alone ride along k, here and where there is wgmma."""
+    """Only sums are computed alongside a product, here and with wgmma."""
     kernel, arrays = fuse.kernel(lambda x, w: (x @ w) * fuse.max(x) + fuse.sum(x)), (normal(5, 72), normal(72, 40))
     compare(kernel, arrays, kernel.run(*arrays))
     assert "sum(x) alongside" in kernel.explain(*arrays)

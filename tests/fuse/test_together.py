@@ -1,4 +1,4 @@
-"""Several maps of the same products, which leave together: one kernel, whose tiles leave as several arrays."""
+"""Several maps of the same products, stored by one kernel as several arrays."""
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ FUNCTIONS = {  # of x (m, 72), a and b (72, 136), d (m, 136)
 @pytest.mark.parametrize(("rows", "card"), [(5, H200), (131, H200), (70, A100)], ids=str)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_results(name, rows, card, monkeypatch):
-    """At lengths of which none is a multiple of a tile's; where no kernel has several results, by several."""
+    """No length is a multiple of a tile's; where no kernel has several results, several kernels compute them."""
     monkeypatch.setattr("fuse.definition.card", lambda ordinal: card)
     monkeypatch.setenv("TILES_CHECK", "0")
     kernel, arrays = fuse.kernel(FUNCTIONS[name]), (normal(rows, 72), normal(72, 136), normal(72, 136), normal(rows, 136))
@@ -38,7 +38,7 @@ def test_results(name, rows, card, monkeypatch):
 
 
 def test_proof_and_compiler():
-    """Nothing speaks against it; Numba sees it, and fp16."""
+    """The proof holds; Numba types the kernels, in fp16 too."""
     kernel, arrays = (
         fuse.kernel(gates),
         [normal(s, n).astype(np.float16) for s, n in ((131, 72), (72, 40), (72, 40), (131, 40))],
@@ -49,7 +49,7 @@ def test_proof_and_compiler():
 
 
 def test_a_batch(monkeypatch):
-    """Of products that lie one behind the other."""
+    """The products are a batch."""
     monkeypatch.setenv("TILES_CHECK", "0")
     kernel = fuse.kernel(lambda x, a, b: (fuse.silu(x @ a) * (x @ b), fuse.relu(x @ a)))
     arrays = normal(2, 70, 72), normal(2, 72, 40), normal(2, 72, 40)
@@ -58,8 +58,8 @@ def test_a_batch(monkeypatch):
 
 
 def test_the_gradient_of_a_gated_mlp():
-    """What comes back to both products leaves with them: no map has a kernel. Of the whole MLP three arrays leave, and a
-    product of the gradient is read."""
+    """The gradients of both products are stored by one kernel, and no map has its own. Of the whole MLP one kernel stores three
+    arrays."""
     for name, labels in (("gated_mlp", ["many", "many"]), ("gated_mlp_down", ["many", "many", "many"])):
         case = Case(name, 4096, gradient=True)
         best_plan = candidates(case.operator._trace(shapes(case)), card(None))[0].plan
@@ -67,7 +67,7 @@ def test_the_gradient_of_a_gated_mlp():
 
 
 def test_nothing_is_computed_twice():
-    """A product that lies beside others, too, has no kernel of its own."""
+    """A product that another kernel computes beside others has no kernel of its own."""
     case = Case("gated_mlp", 4096, gradient=True)
     for one in candidates(case.operator._trace(shapes(case)), card(None)):
         roots = [x for kernel in one.plan.kernels for x in kernel.roots]
@@ -75,7 +75,7 @@ def test_nothing_is_computed_twice():
 
 
 def test_other_products_do_not_leave_with_them():
-    """One kernel's tiles are of one shape: results of other columns are other kernels'."""
+    """One kernel's results have the same columns: results with others are other kernels'."""
     kernel = fuse.kernel(lambda x, a, b: (fuse.silu(x @ a), fuse.relu(x @ b)))
     found = kernel._trace(tuple(Shape(s, "bfloat16") for s in ((128, 64), (64, 128), (64, 256))))
     assert generate_module(kernel.name, found, candidates(found, H200)[0]).text.count("@cuda.jit") == 2

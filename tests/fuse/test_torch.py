@@ -29,7 +29,7 @@ def test_values():
 
 
 def test_compiled():
-    """In one graph, of any number of rows, and of weights as nn.Linear has them."""
+    """One graph, for any number of rows, and weights as nn.Linear stores them."""
     x, g, w = tensors((3, 40), (40,), (40, 24))
     step = torch.compile(lambda x, g, w: operators.rms_norm_linear(x * 2, g, w) + 1, fullgraph=True, backend="aot_eager")
     for rows in (3, 5, 9):
@@ -41,7 +41,7 @@ def test_compiled():
 
 @pytest.mark.parametrize(("dynamic", "graphs"), [(True, 1), (None, 2)])
 def test_compiled_for_all_rows(dynamic, graphs):
-    """Whatever class they are of. Without dynamic=True torch takes the first number for the only one."""
+    """One graph serves all classes of rows. Without dynamic=True torch specialises on the first number."""
     made = []
 
     def backend(graph, _):
@@ -56,7 +56,7 @@ def test_compiled_for_all_rows(dynamic, graphs):
 
 
 def test_compiled_with_names_that_are_not_ascii():
-    """Torch's signatures know ASCII alone."""
+    """Torch's op signatures allow ASCII only."""
     x, w = tensors((5, 64), (64, 32))
 
     @fuse.kernel
@@ -67,7 +67,7 @@ def test_compiled_with_names_that_are_not_ascii():
 
 
 def test_other_dtypes_compiled():
-    """fp8 in and out, scales of float32, a seed that lies in memory."""
+    """fp8 in and out, scales of float32, a seed in memory."""
     x, r, g = tensors((5, 48), (5, 48), (48,))
     w, scale = torch.randn(32, 48).to(torch.float8_e4m3fn).t(), torch.rand(32)
     quantise = torch.compile(lambda *given: operators.residual_rms_norm_quantise(*given), fullgraph=True, backend="aot_eager")
@@ -112,7 +112,7 @@ def test_gradients(compiled):
 
 
 def test_gradients_by_kernels(monkeypatch):
-    """No op of the definition's is run backward; compiled, in one graph and of any number of rows, they are the same."""
+    """No op of the definition runs backward; compiled, in one graph and for any number of rows, gradients are the same."""
     monkeypatch.setattr(fuse.autograd, "by_parts", None)
     monkeypatch.setattr(fuse.fused.Fused, "_by_parts", None)
     norm = operators.residual_rms_norm
@@ -128,7 +128,7 @@ def test_gradients_by_kernels(monkeypatch):
 
 
 def test_pieces_by_parts():
-    """Where kernels cannot take what they are given, torch's operations on a gradient's terms make its pieces."""
+    """Where kernels cannot take the arrays, torch's ops on a gradient's terms compute the kernel outputs."""
     x, cos, dy = tensors((3, 48), (3, 24), (3, 48))
     gradient = operators.rotary.gradient
     for got, want in zip(gradient._by_parts(*gradient._arguments((x, cos, cos, dy))), gradient(x, cos, cos, dy)):
@@ -140,7 +140,7 @@ def test_pieces_by_parts():
 
 
 def test_gradients_under_autocast():
-    """Of float32, which no template multiplies: by parts, and back in float32."""
+    """float32 products, which no template computes, run by parts, with float32 gradients."""
     x, g, w = (torch.randn(s, requires_grad=True) for s in ((3, 40), (40,), (40, 24)))
     with torch.autocast("cpu", torch.bfloat16), pytest.warns(RuntimeWarning, match="no template computes matmul"):
         y = operators.rms_norm_linear(x, g, w)
@@ -168,7 +168,7 @@ def test_one_gradient_by_kernels_another_by_parts():
 
 
 def test_backend(monkeypatch):
-    """A norm, a gated MLP and the residual are taken out of a graph; the rest is left."""
+    """A norm, a gated MLP and the residual are fused; the rest of the graph is left to inductor."""
     targets = []
 
     def rest(graph, inputs, config_patches):
@@ -189,7 +189,7 @@ def test_backend(monkeypatch):
 
 
 def test_gradients_with_the_backend(monkeypatch):
-    """Of what is taken out of a graph, by kernels."""
+    """Kernels compute the gradients of the fused subgraphs."""
     aot = torch._dynamo.lookup_backend("aot_eager")
     monkeypatch.setattr("torch._dynamo.lookup_backend", lambda name: lambda graph, inputs, **_: aot(graph, inputs))
     monkeypatch.setattr(fuse.fused.Fused, "_by_parts", None)
@@ -222,14 +222,14 @@ def test_backend_leaves_what_it_would_change(function, monkeypatch):
 
 
 def test_numbers_beside_a_mask():
-    """They are numbers like the others', not truth values."""
+    """Numbers become numbers of the other arguments' dtype, not booleans."""
     x = torch.tensor([[3.0, -1.0, 2.0], [-4.0, -2.0, -3.0]], dtype=torch.bfloat16)
     assert torch.equal(fuse.where(x > 0, x, -2.5), torch.where(x > 0, x, torch.tensor(-2.5, dtype=x.dtype)))
     assert fuse.top(x, 2).tolist() == [[3, 0, 2], [0, -2, -3]]
 
 
 def test_experts():
-    """The definition on torch's tensors, whose gradient reaches the experts."""
+    """The definition runs on torch's tensors, and its gradient reaches the experts."""
     *given, down = tensors((3, 16), (16, 8), (8, 128, 16), (8, 128, 16), (8, 128, 16))
     given = *given, down
     close(operators.mixture_of_experts(*given), operators.mixture_of_experts.definition(*[t.double() for t in given]), 5)
@@ -239,7 +239,7 @@ def test_experts():
 
 
 def test_what_says_how_it_is_computed_takes_what_requires_grad():
-    """As a model's weights do: nothing is computed that could be differentiated."""
+    """explain, source and proof take tensors that require grad, as a model's weights do."""
     given = [x.requires_grad_() for x in tensors((3, 40), (40,), (40, 24))]
     plain = [x.detach() for x in given]
     for name, how in ("explain", {}), ("source", {}), ("proof", {"seed": 1}):
@@ -248,7 +248,7 @@ def test_what_says_how_it_is_computed_takes_what_requires_grad():
 
 
 def test_what_has_no_kernel():
-    """It runs by parts, and says why."""
+    """It runs by parts, and the warning says why."""
     kernel = fuse.kernel(lambda x: fuse.concatenate([x, x]) * 2.0)
     (x,) = tensors((3, 40))
     with pytest.warns(RuntimeWarning, match="no template computes concat"):
@@ -257,7 +257,7 @@ def test_what_has_no_kernel():
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_gradient_of_cross_entropy(compiled):
-    """By parts, with what is to be ignored left out by the caller."""
+    """By parts, with ignored targets left out by the caller."""
     x, w = (t.requires_grad_() for t in tensors((5, 40), (40, 24)))
     target = torch.tensor([3, 0, -100, 23, 7])
     function = operators.linear_cross_entropy
@@ -275,7 +275,7 @@ def test_gradient_of_cross_entropy(compiled):
 
 
 def test_adapters_by_index():
-    """Their values, and that gradients reach the adapters that were chosen."""
+    """Their values, and gradients that reach the chosen adapters only."""
     x, w, a, b = tensors((5, 40), (40, 24), (2, 8, 40), (2, 8, 24))
     index = torch.tensor([1, -1, 1, 1, 1])
     own = (x.double()[:, None] @ a.double()[1].T @ b.double()[1])[:, 0] * (index >= 0)[:, None]
@@ -292,7 +292,7 @@ def scaled_norm(x, g):
 
 
 def test_transforms_of_torch_func():
-    """By parts, which these know: torch's kernels differentiate and map them."""
+    """They run by parts, whose torch ops support vmap and grad."""
     x, g = torch.randn(3, 5, 64).bfloat16(), torch.randn(3, 64).bfloat16()
     total = lambda x, g: scaled_norm(x, g).float().square().sum()
     each = [x.clone().requires_grad_(), g.clone().requires_grad_()]

@@ -1,4 +1,4 @@
-"""Functions and lengths that users have and no other test does: each once gave an error, or a proof that does not hold."""
+"""Functions and lengths of users that no other test has: each once raised an error, or had a proof that did not hold."""
 
 import warnings
 
@@ -29,7 +29,7 @@ def affine(x, scale, shift):
 
 
 def test_the_gradient_of_a_vector_with_an_axis_for_rows():
-    """(1, N) broadcasts along the rows; that its one row is no axis is known before lengths are."""
+    """(1, N) broadcasts along the rows, which is known before lengths are."""
     x, scale, shift, dy = normal(3, 5120), normal(3, 1), normal(1, 5120), normal(3, 5120)
     dx, dscale, dshift = affine.gradient.run(x, scale, shift, dy)
     assert dshift.shape == (1, 5120) and np.allclose(dshift.astype(float), dy.astype(float).sum(0), atol=0.05)
@@ -38,7 +38,7 @@ def test_the_gradient_of_a_vector_with_an_axis_for_rows():
 
 @pytest.mark.parametrize("dtype", [bf16, fp32])
 def test_the_proof_of_rows_that_one_warp_folds(dtype):
-    """It runs at no length that the block has too few warps for."""
+    """The proof runs at no length that the block has too few warps for."""
     x, g = normal(5, 1024, dtype=dtype), normal(1024, dtype=dtype)
     assert form(rms_norm, x, g) == "FoldedRows" and rms_norm.proof(x, g).holds
     dropped = fuse.kernel(lambda x, seed: fuse.dropout(x, 0.5, seed) * fuse.rsqrt(fuse.mean(x * x)))
@@ -76,7 +76,7 @@ def two_norms(x, residual, g, h):
 
 @fuse.kernel
 def smoothed(x, index, number):
-    """Cross entropy, with labels smoothed, of scores that are scaled row by row."""
+    """Cross entropy with label smoothing, of scores that are scaled row by row."""
     scores = x * number
     greatest = fuse.max(scores)
     lse = fuse.log(fuse.sum(fuse.exp(scores - greatest))) + greatest
@@ -95,7 +95,7 @@ def quantised(x):
     [(32, "ShortRows"), (96, "ShortRows"), (128, "ShortRows"), (17440, "LongRows"), (16416, "LongRows")],
 )
 def test_short_and_long_rows(columns, expected, dtype):
-    """Rows that one warp holds, and rows that a block reads piece by piece."""
+    """Rows that one warp holds, and rows that a block reads tile by tile."""
     rows = 70 if columns < 1000 else 3
     index = np.arange(rows, dtype=np.int32) * 7 % columns
     index[0], index[-1] = columns - 1, -1
@@ -118,7 +118,7 @@ def gated_halves(x):
 
 
 def rotary_of_whole_angles(x, cos, sin):
-    """As transformers has it: cos and sin have as many columns as x."""
+    """transformers' form: cos and sin have as many columns as x."""
     first, second = fuse.halves(x)
     return x * cos + fuse.concatenate([-second, first]) * sin
 
@@ -136,7 +136,7 @@ HALVES = {
 
 @pytest.mark.parametrize("case", HALVES)
 def test_halves(case):
-    """Results of half as many columns, and halves that meet what is whole: by kernels, not by parts."""
+    """Results with half as many columns, and halves combined with whole rows: by kernels, not by parts."""
     definition, *shapes = HALVES[case]
     kernel, arrays = fuse.kernel(definition), [normal(*shape) for shape in shapes]
     with warnings.catch_warnings():
@@ -163,7 +163,7 @@ def test_the_gradient_of_halves():
     ("rows", "columns"), [(70, 96), (300, 128), (3, 17440), (8, 128256), (130, 32000), (40, 2880), (5, 768)]
 )
 def test_rows_on_the_card(rows, columns):
-    """In every form that they have, by clusters of blocks where they are few and long; and scales of one number."""
+    """Every form of row map, by clusters of blocks where rows are few and long; and scales of one number."""
     torch = pytest.importorskip("torch")
     from tiles.testing.backends import to_numpy, to_torch
 

@@ -1,4 +1,4 @@
-"""Products of up to 64 rows whose rows stand on wgmma's left: tiles of 96 columns."""
+"""Products of up to 64 rows whose rows are wgmma's left operand: tiles of 96 columns."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ FUNCTIONS = {  # of x (m, 200), w (200, 136), g (200,), t (m, 136), b (136,)
 
 @pytest.fixture
 def rows_on_left(monkeypatch):
-    """It is taken wherever it can be, not only where it is fastest."""
+    """The schedule is taken wherever it can be, not only where it is fastest."""
     monkeypatch.setattr(FewRows, "_estimate_microseconds", lambda self, rows, columns, blocks: float(columns != UPRIGHT))
     candidates.cache_clear()
     yield
@@ -33,7 +33,7 @@ def rows_on_left(monkeypatch):
 @pytest.mark.parametrize("rows", [37, 64])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_results(name, rows, transposed, rows_on_left, monkeypatch):
-    """At lengths of which none is a multiple of a tile's, of weights (K, N) and (N, K)."""
+    """No length is a multiple of a tile's; weights are (K, N) and (N, K)."""
     if rows == 37:
         monkeypatch.setenv("TILES_CHECK", "0")
     kernel = fuse.kernel(FUNCTIONS[name])
@@ -44,7 +44,7 @@ def test_results(name, rows, transposed, rows_on_left, monkeypatch):
 
 
 def test_products_side_by_side_do_not(rows_on_left, monkeypatch):
-    """Their tiles leave transposed, whatever would be fastest for the first of them alone."""
+    """Adjacent products use tiles with weights on the left, whatever is fastest for the first of them alone."""
     monkeypatch.setenv("TILES_CHECK", "0")
     kernel = fuse.kernel(lambda x, k, v: (x @ k, x @ v))
     arrays = [normal(37, 200), normal(200, 136), normal(200, 40)]
@@ -62,7 +62,7 @@ def test_proof(rows_on_left):
 
 @pytest.mark.parametrize(("rows", "columns"), [(16, 128), (64, UPRIGHT)])
 def test_where_it_serves(rows, columns):
-    """Where 96 columns leave fewer multiprocessors idle than 128 do, and take in less of x than 64: 6144 of them."""
+    """At 6144 columns, tiles of 96 leave fewer multiprocessors idle than 128 do, and load less of x than 64."""
     case = Case("rms_norm_linear", rows)
     (kernel,) = candidates(case.operator._trace(shapes(case)), card(None))[0].plan.kernels
     assert kernel.schedule.columns == columns

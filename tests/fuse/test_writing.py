@@ -1,4 +1,4 @@
-"""Terms as text mean what the terms mean."""
+"""Terms written as text evaluate to the terms' values."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Rules that are wrong: each is refused by the identity test, or in floats, or is named as one that loses range."""
+"""Wrong rules: the identity test or the float check refuses each, or reports the range it loses."""
 
 import inspect
 import math
@@ -25,8 +25,8 @@ def trace(function, *shapes, dtype="bfloat16"):
 
 
 def answers(function, shapes, rule):
-    """[(identity, floats)] of every form that the rule leads to; there is one at least. Arrays are of float32, whose numbers
-    have digits to lose."""
+    """[(identity, floats)] of every form that the rule leads to, of which there is at least one. Arrays are float32, which has
+    digits to lose."""
     found = trace(function, *shapes, dtype="float32")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rules, "MOST", 3)
@@ -40,12 +40,12 @@ def answers(function, shapes, rule):
 
 
 def of(operation, change):
-    """A rule on terms of one operation, whose operands `change` takes."""
+    """A rule on terms of one operation, whose operands `change` gets."""
     return lambda x: (y for y in [change(*x.args) if x.operation == operation else None] if y is not None)
 
 
 def two(operation, change):
-    """A change of what is a map of two."""
+    """A change of terms that are a map of two operands."""
     return lambda x: change(*x.args) if x.operation == operation else None
 
 
@@ -116,7 +116,7 @@ def _naive_lse(x):
 
 
 def _variance_of_squares(x):
-    """The mean of squared differences as that of squares less the mean's square."""
+    """The mean of squared differences as the mean of squares less the squared mean."""
     if x.operation == "div" and x.args[0].operation == "sum" and x.args[0].args[0].operation == "mul":
         one = x.args[0].args[0].args[0]
         if one.operation == "sub":
@@ -306,7 +306,7 @@ KERNELS = {  # definitions, what they are given, rules, and the value that is ri
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_the_proof_of_a_kernel_by_a_wrong_rule_does_not_hold(name, monkeypatch):
-    """The kernel runs, and is right at the numbers that a run takes; the proof says what is wrong."""
+    """The kernel is right at the numbers of its run; the proof still reports the wrong rule."""
     monkeypatch.setattr(rules, "RULES", (Rule(name, "", KERNELS[name][2]),))
     function, arrays, _ = KERNELS[name]
     found = fuse.kernel(function)._plan_call(arrays)[0]
@@ -330,7 +330,7 @@ def test_a_proof_is_repeated_by_its_seed():
 
 
 def test_primes():
-    """The test of primes against division, and against numbers that pass tests with fewer witnesses."""
+    """The prime test against trial division, and against numbers that pass with fewer witnesses."""
     small = [n for n in range(3000) if n > 1 and all(n % m for m in range(2, math.isqrt(n) + 1))]
     assert [n for n in range(3000) if prime_fields.is_prime(n)] == small
     assert prime_fields.is_prime(MERSENNE) and prime_fields.is_prime(2**64 - 59)
@@ -344,7 +344,7 @@ def test_primes():
 
 
 def test_constants_are_exact_and_apart(monkeypatch):
-    """m * 2^e modulo p is just that; primes in which two constants become one are drawn anew."""
+    """A constant is m * 2^e modulo p; primes at which two constants are equal are drawn anew."""
     drawn = [prime_fields.PrimeField(MERSENNE, 1321, 3), *map(prime_fields.random_field, [Random(0)] * 2)]
     arithmetic = identity.FieldArithmetic(drawn[1], {}, b"")
     for c in (1e-5, 0.1, 2.0**-1074, 1.7e308, -3.0, 1e-5 * 2.0**-61):
@@ -373,7 +373,7 @@ def test_infinite_constants_are_told_apart():
     ],
 )
 def test_degrees_are_counted(function, shapes, up, down):
-    """Of the numerator and the denominator of the results, by hand."""
+    """The degrees of numerators and denominators of the results, counted by hand."""
     found = trace(function, *shapes)
     axes = identity.base_axes(name for x in identity.walk(*found.roots) for name in x.axes)
     size = identity._degree_bounds(found.roots, dict.fromkeys(axes, 4))[found.roots[0]]
@@ -381,7 +381,7 @@ def test_degrees_are_counted(function, shapes, up, down):
 
 
 def test_the_bound_is_no_lie(monkeypatch):
-    """With primes of 9 bits terms that differ are equal now and then, and no more often than the bound says."""
+    """With primes of 9 bits different terms are sometimes equal, and no more often than the bound says."""
     monkeypatch.setattr(prime_fields, "BITS", 8)
     monkeypatch.setattr(identity, "BITS", 8)
     monkeypatch.setattr(identity, "TRIES", 1)
