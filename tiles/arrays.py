@@ -98,12 +98,12 @@ class Array(NamedTuple):
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """In bytes."""
+        """The distance between elements along each axis, in bytes."""
         return self.form.strides
 
     @property
     def dtype(self) -> str:
-        """'bfloat16', 'float16', 'float32', ..."""
+        """The name of the elements' dtype: 'bfloat16', 'float16', 'float32', ..."""
         return self.form.dtype
 
     @property
@@ -156,7 +156,7 @@ class Operand(NamedTuple):
         return self._replace(form=form._replace(shape=shape, strides=strides))
 
     def swapaxes(self, one: int, other: int) -> Operand:
-        """With two axes swapped."""
+        """The same array seen with two axes swapped."""
         order = list(range(len(self.form.shape)))
         order[one], order[other] = order[other], order[one]
         return self.permuted(order)

@@ -197,6 +197,6 @@ class Late(NamedTuple):
     frames: Frames
 
     def run(self, stream: int, addresses: Sequence[int]) -> None:
-        """See Bound."""
+        """Launch on `stream`, with the arrays at these addresses (see Bound.run)."""
         of = self.bound
         Bound(of.code, of.title, of.threads, of.cluster, of.nbytes, of.contents, self.frames).run(stream, addresses)

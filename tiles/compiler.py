@@ -290,7 +290,7 @@ class Lowered:
 
 
 def title(kernel) -> str:
-    """A kernel's name."""
+    """The kernel's name, as errors and reports give it."""
     return kernel.py_func.__name__
 
 

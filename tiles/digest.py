@@ -204,7 +204,7 @@ class Digest:
         return self._static(value) if is_static(value) else self._instance(value, device)
 
     def _definition(self, value, device):
-        """A function or class."""
+        """Digest the definition of a function or a class: its code, and what it refers to."""
         if _named(value):
             return [value.__module__, value.__qualname__]
         if isinstance(value, type):

@@ -159,7 +159,7 @@ def text(x, y, words, kind="note"):
 
 
 def cell(x, y, width, height, fill):
-    """A box."""
+    """Draw the box of one element with its text."""
     return f'<rect x="{x}" y="{y}" width="{width}" height="{height}" fill="{fill}"/>'
 
 

@@ -23,7 +23,7 @@ class dtype:
 
     @property
     def itemsize(self) -> int:
-        """Bytes an element."""
+        """Bytes that one element takes."""
         return self.np.itemsize
 
     @property
@@ -66,7 +66,7 @@ def _to_tf32(array, to_even=False):
 
 
 def _saturating(to):
-    """cvt.rn.satfinite."""
+    """Round to fp8 as cvt.rn.satfinite does: what is out of range becomes the largest finite number."""
     greatest = np.float32(ml_dtypes.finfo(to).max)
 
     def rounded(array):

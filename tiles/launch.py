@@ -246,7 +246,7 @@ class Launch:
 
     @property
     def title(self):
-        """The kernel's name."""
+        """The kernel's name, as errors give it."""
         return self.kernel.py_func.__name__
 
     def __str__(self):

@@ -113,7 +113,7 @@ def _future(kernel, signature, target) -> tuple[Future, bool]:
 
 
 def _make(future, kernel, signature, target):
-    """Compile and load."""
+    """Compile and load the kernel, and give the outcome to those who wait for the future."""
     try:
         with uncaptured():
             future.set_result(Loaded(machine_code(kernel, signature, target), target))

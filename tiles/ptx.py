@@ -21,7 +21,7 @@ def mbarrier_fence(b):
 
 
 def mbarrier_arrive(b, bar):
-    """One arrival."""
+    """Arrive once at the mbarrier (mbarrier.arrive.shared::cta.b64)."""
     b.do("mbarrier.arrive.shared::cta.b64 _, [$0];", bar)
 
 

@@ -40,7 +40,7 @@ class Recording:
         self.scratch: list[tuple[tuple[int, ...], str]] = []
 
     def memory(self, shape: tuple[int, ...], dtype: str, device: int | None) -> Operand:
-        """Some more of it."""
+        """Add scratch memory to the recording, and return its Operand."""
         self.scratch.append((shape, dtype))
         return Operand(self.places + len(self.scratch) - 1, c_ordered(shape, dtype, device))
 

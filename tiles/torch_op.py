@@ -56,7 +56,7 @@ def traced(x: Any) -> bool:
 
 
 def compiling() -> bool:
-    """Does Dynamo trace this?"""
+    """Is the call traced by Dynamo, so that the op stands for it?"""
     torch = sys.modules.get("torch")
     return torch is not None and torch.compiler.is_compiling()
 
@@ -223,7 +223,7 @@ class _Op:
         return self.torch.compiler.disable(self.run_eagerly)
 
     def run_eagerly(self, *args: Any) -> Any:
-        """What the program gives."""
+        """The results of the program for these arrays, in the op's form."""
         results = self.program.run(None, self.arrays((*args, None)), args[len(self.rows) : -1], args[-1])
         return (list(results) if isinstance(results, tuple) else [results]) if self.several else results
 

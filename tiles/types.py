@@ -46,7 +46,7 @@ class rt:
 
     @property
     def shape(self):
-        """(rows, cols)"""
+        """The extents as a tuple (rows, cols)."""
         return self.rows, self.cols
 
     @property
@@ -160,12 +160,12 @@ class st:
 
     @property
     def shape(self):
-        """(rows, cols)"""
+        """The extents as a tuple (rows, cols)."""
         return self.rows, self.cols
 
     @property
     def nbytes(self):
-        """Bytes of its elements."""
+        """Bytes that the elements take together."""
         return self.rows * self.cols * self.dtype.itemsize
 
     @property
@@ -180,7 +180,7 @@ class st:
 
     @property
     def panels(self):
-        """How many panels."""
+        """How many panels it is divided into."""
         return self.cols // self.panel_cols
 
     @property
@@ -237,7 +237,7 @@ class sv:
 
     @property
     def nbytes(self):
-        """Bytes of its elements."""
+        """Bytes that the elements take together."""
         return self.length * self.dtype.itemsize
 
     @property
@@ -252,7 +252,7 @@ class sv:
 
     @property
     def panels(self):
-        """How many parts."""
+        """How many panels it is divided into."""
         return self.length // self.panel_cols
 
     @property

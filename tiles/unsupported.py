@@ -35,7 +35,7 @@ class UnsupportedUse:
 
     @property
     def faces(self):
-        """What Numba calls them."""
+        """The functions and operators, as Numba calls them, by which one would do it."""
         names = [*self.operators, *(f"i{name}" for name in self.operators if name in ARITHMETIC)]
         return [*(getattr(operator, name) for name in names), *self.functions]
 

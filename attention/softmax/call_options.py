@@ -15,8 +15,8 @@ from .dropped import SEED_END
 from .prepared_lists import BlockLists, MakeBlockLists
 
 F = TypeVar("F", bound=Callable)
-AUX = 8  # the most arrays that functions in Python may read
-# Rows of schemas, for these arrays and for a caller's lists of blocks.
+AUX = 8  # the most arrays of aux
+# Rows of schemas for the arrays of aux, and of a BlockMask
 OF_AUX = "".join([f"    aux{n}  *  any  optional\n" for n in range(AUX)])
 OF_BLOCKS = """\
     kv_num_blocks       IJP   index  optional
@@ -27,19 +27,19 @@ OF_BLOCKS = """\
 
 
 def requires_grad(*arrays: Any) -> bool:
-    """Does torch want gradients with respect to one of these arrays?"""
+    """Is one of these a torch tensor that requires grad, in grad mode?"""
     torch = sys.modules.get("torch")
     if torch is None or not torch.is_grad_enabled():
         return False
-    for x in arrays:  # half of what `any` takes
+    for x in arrays:  # a loop takes half the time of `any`
         if getattr(x, "requires_grad", False):
-            return not exporting()  # then it is the op's to refuse it
+            return not exporting()  # when exporting, the op itself refuses it
     return False
 
 
 def without_gradients(function: F) -> F:
-    """Decorator: of tensors that require grad the function computes plain results, as torch.autograd.grad does. Under
-    torch.func's transforms such tensors are refused, as their derivatives would be zeros."""
+    """Decorator: the function runs under torch.no_grad() if a tensor requires grad. Under torch.func's transforms such tensors
+    are refused, because their derivatives would be zeros."""
 
     @functools.wraps(function)
     def call(*args, **kwargs):
@@ -54,8 +54,8 @@ def without_gradients(function: F) -> F:
 
 
 def window_ends(window: Any) -> tuple[int | None, int | None]:
-    """(left, right) of a window, (None, None) if there is none. TypeError, ValueError: it is not a pair of integers or None,
-    or an end is negative or too large."""
+    """(left, right) of a window, (None, None) for None. TypeError, ValueError: it is not a pair of integers or None, or an end
+    is negative or too large."""
     if window is None:
         return None, None
     if not isinstance(window, (tuple, list)) or len(window) != 2:
@@ -70,9 +70,9 @@ def window_ends(window: Any) -> tuple[int | None, int | None]:
 
 
 def pad_aux(aux: Any) -> tuple:
-    """The arrays of aux, filled up to eight with None. TypeError: aux is not a sequence of up to eight arrays."""
+    """The arrays of aux, padded to AUX with None. TypeError: aux is not a sequence of up to AUX arrays."""
     if not isinstance(aux, (tuple, list)):
-        raise TypeError(f"aux: must be a tuple of arrays, (array,) of one: it is of {type(aux).__name__}")
+        raise TypeError(f"aux: must be a tuple of arrays, (array,) for a single one, and not {type(aux).__name__}")
     if len(aux) > AUX or any([x is None for x in aux]):
         what = [type(x).__name__ for x in aux]
         raise TypeError(f"aux: must be up to {AUX} arrays: {len(aux)} of {what}")
@@ -80,7 +80,7 @@ def pad_aux(aux: Any) -> tuple:
 
 
 class DropoutOptions(NamedTuple):
-    """dropout: the probability, None if nothing is dropped. seed: if it is a number. seeds: if it is an array."""
+    """Options of dropout. dropout: the probability, None for no dropout. seed: an integer seed. seeds: an array of one seed."""
 
     dropout: float | None
     seed: int | None
@@ -91,29 +91,29 @@ NO_DROPOUT = DropoutOptions(None, None, None)
 
 
 def dropout_options(dropout: Any, seed: Any) -> DropoutOptions:
-    """The Random of a call. TypeError, ValueError: dropout is not from 0 to below 1, or the seed is missing or not of its
-    kind."""
-    share = check_number("dropout", dropout)
-    if share is None or not 0 <= share < 1:
+    """The DropoutOptions of a call. TypeError, ValueError: dropout is not in [0, 1), or the seed is missing, negative, too
+    large, or of a wrong type."""
+    probability = check_number("dropout", dropout)
+    if probability is None or not 0 <= probability < 1:
         raise ValueError(f"dropout: must be from 0 to below 1: {dropout=}")
     if isinstance(seed, (bool, float, str)):
         raise TypeError(f"seed: must be an integer, or an array of one: {seed=}")
-    if share == 0:
+    if probability == 0:
         return NO_DROPOUT
     if seed is None:
         raise ValueError(f"seed: must be given where something is dropped: {dropout=}")
-    if not isinstance(seed, int):  # Dynamo's symbolic integers are ints, and can be asked for nothing else
+    if not isinstance(seed, int):  # Dynamo's symbolic integers are ints without __index__
         if getattr(seed, "shape", ()) or not hasattr(seed, "__index__"):
-            return DropoutOptions(share, None, seed)
+            return DropoutOptions(probability, None, seed)
         seed = operator.index(seed)
     if not 0 <= seed < SEED_END:
         raise ValueError(f"seed: must be from 0 to below 2**63: {seed=}")
-    return DropoutOptions(share, seed, None)
+    return DropoutOptions(probability, seed, None)
 
 
 class BlockOptions(NamedTuple):
-    """What a call's `blocks` asks for. size: (rows, columns) of a caller's blocks. ready_for: which calls lists that were made
-    before serve. arrays: the caller's lists, the lists that were made before, and their map. What is not given is None."""
+    """The contents of a call's `blocks`. size: (rows, columns) of a BlockMask's blocks. ready_for: BlockLists.made_for. arrays:
+    the lists of a BlockMask, then the lists and the map of BlockLists; None for what there is not."""
 
     size: tuple[int | None, int | None] = None, None
     ready_for: str | None = None
@@ -140,11 +140,13 @@ def block_options(blocks: Any) -> BlockOptions:
         raise ValueError(f"blocks: BLOCK_SIZE must be a positive integer, or two: {blocks.BLOCK_SIZE=}")
     lists = [getattr(blocks, name) for name in FIELDS]
     if any([x is None for x in lists[:2]]) or (lists[2] is None) != (lists[3] is None):
-        what = [name for name, x in zip(FIELDS, lists) if x is None]
-        raise ValueError(f"blocks: must have lists of partly seen blocks, and none or both of whole ones: {what} are None")
+        missing = [name for name, x in zip(FIELDS, lists) if x is None]
+        raise ValueError(
+            f"blocks: needs kv_num_blocks and kv_indices, and full_kv_num_blocks only with full_kv_indices: {missing} are None"
+        )
     return BlockOptions(tuple(size), None, (*lists, None, None))
 
 
 def as_tuple(norm: Any) -> tuple:
-    """The arrays of a norm as a tuple; whatever else was passed as a tuple of one."""
+    """A tuple as it is, anything else as a tuple of one."""
     return norm if type(norm) is tuple else (norm,)

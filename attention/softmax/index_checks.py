@@ -1,8 +1,8 @@
-"""Do a mask and a score in Python read arrays where these have elements? A kernel reads 0 elsewhere, or what lies there.
+"""Bounds checks of the array reads in mask and score functions. In kernels a read out of range gives 0, or other memory.
 
-What forms alone say is refused for every call: `docs[i]`, where docs is shorter than the queries. What takes the numbers in
-the arrays, `learned[h, buckets[j - i + S]]`, is asked where numbers are looked at (tiles/checks.py says where): for all keys
-that a query sees, and of a score for those that the mask lets it see, too."""
+Shapes alone are checked for every call: `docs[i]`, with docs shorter than the queries. Indices that depend on the contents of
+arrays, `learned[h, buckets[j - i + S]]`, are checked where contents are (tiles/checks.py): for all keys that a query sees,
+those of a score function only where the mask function is true."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .block_masks import FIELDS
 from .python_functions import reads_argument
 from .symbolic import subterms, trace_function
 
-MAX_SCORES = 2**20  # scores that a function is asked for
+MAX_SCORES = 2**20  # scores for which a function is called at once
 LENGTH_ARGUMENTS = (
     "cu_seqlens",
     "cu_seqlens_k",
@@ -32,7 +32,8 @@ LENGTH_ARGUMENTS = (
 
 
 class IndexingFunctions(NamedTuple):
-    """A mask and a score that read aux, and what else decides which keys a query sees. most_keys: of a sequence."""
+    """A mask and a score function that read aux, and the options that decide which keys a query sees. most_keys: of a
+    sequence."""
 
     mask: Callable | None
     score: Callable | None
@@ -44,9 +45,9 @@ class IndexingFunctions(NamedTuple):
 
 
 def plan_index_checks(problem: Problem, asking: IndexingFunctions, listed: bool = False) -> list[Step]:
-    """[the step that checks indices], if numbers are looked at in this call; otherwise []. listed: were the blocks of keys
-    listed before, so that nobody knows here which they are? ValueError: an array is too short for the call's numbers of
-    queries, keys, batches or heads."""
+    """[the step that checks indices], if contents are checked in this call; otherwise []. listed: does the call pass lists of
+    key blocks, so that the seen keys are unknown here? ValueError: an array is too short for the call's queries, keys, batches
+    or heads."""
     if not asking.aux:
         return []
     (queries, batch, heads), blocks = problem("SNH"), listed or FIELDS[0] in problem
@@ -60,33 +61,33 @@ def plan_index_checks(problem: Problem, asking: IndexingFunctions, listed: bool 
 
 
 def _check_forms(asking: IndexingFunctions, function: Callable | None, most: dict[str, int], scored: bool) -> None:
-    """ValueError: an axis is indexed by plain b, h, i or j, and is shorter than the number of these."""
+    """ValueError: an axis is indexed by b, h, i or j itself, and is shorter than their number."""
     if function is None:
         return
     try:
         found = trace_function(function, [len(x.form.shape) for x in asking.aux], scored)
-    except TypeError:  # it cannot be read as terms
+    except TypeError:  # it cannot be traced
         return
-    for element in [x for x in subterms(found.term) if x.does == "element"]:
-        array, *index = element.of
-        shape = asking.aux[int(array.does.removeprefix("aux"))].form.shape
+    for element in [x for x in subterms(found.term) if x.op == "element"]:
+        array, *index = element.args
+        shape = asking.aux[int(array.op.removeprefix("aux"))].form.shape
         for axis, place in enumerate(index):
-            said = getattr(place, "does", None)
-            if said in most and shape[axis] < most[said]:
-                name, option = array.does, "score" if scored else "mask"
-                must = f"must have {most[said]} elements or more along axis {axis}, which {option} indexes by {said}"
+            position = getattr(place, "op", None)
+            if position in most and shape[axis] < most[position]:
+                name, option = array.op, "score" if scored else "mask"
+                must = f"must have {most[position]} elements or more along axis {axis}, which {option} indexes by {position}"
                 raise ValueError(f"{name}: {must}: {name}.shape={shape}")
 
 
 class IndexCheck(NamedTuple):
-    """A step of a plan that calls the functions for all pairs of query and key, and launches nothing."""
+    """A step of a plan that calls the functions for all pairs of query and key on the host, and launches nothing."""
 
     problem: Problem
     asking: IndexingFunctions
 
     def run(self, stream: int, addresses: Sequence[int]) -> None:
-        """Check the arrays at these addresses. ValueError: it names the array, the index and the extent, and where the
-        function read."""
+        """Check the reads of the arrays at these addresses. ValueError: it names the array, the index, the shape, and the
+        arguments b, h, i and j of the read."""
         names = [name for name in LENGTH_ARGUMENTS if name in self.problem]
         found = {name: read(addresses[(x := self.problem[name]).source], x.form, stream) for name in names}
         arrays = [read(addresses[x.source], x.form, stream) for x in self.asking.aux]
@@ -126,7 +127,7 @@ class IndexCheck(NamedTuple):
             new_ends = found.get("cu_seqlens_new", ends)
             if "k_new" in self.problem:
                 keys += self.problem("s")[0] if new_ends is None else np.diff(new_ends)
-        elif ends is not None and "C" not in self.problem.extents:  # of caches, nothing lies one behind the other
+        elif ends is not None and "C" not in self.problem.extents:  # caches are not packed
             keys = np.diff(found.get("cu_seqlens_k", ends))
         if "lengths_k" in found:
             keys = np.minimum(keys, found["lengths_k"])
@@ -135,7 +136,7 @@ class IndexCheck(NamedTuple):
 
 
 class BoundsCheckedArray:
-    """An array as a function reads it, which refuses indices outside of it for pairs (query, key) that are seen."""
+    """An array that raises ValueError for indices out of range, for pairs (query, key) that are seen."""
 
     def __init__(self, name: str, array: np.ndarray, option: str, seen: np.ndarray, first: tuple[int, int, int, int]):
         self.name, self.option, self.seen, self.first = name, option, seen, first

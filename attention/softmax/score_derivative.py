@@ -1,4 +1,4 @@
-"""The derivatives of a score in Python, as another function in Python.
+"""Derivatives of a score function, as other functions that kernels call.
 
     def score_and_grad(s, b, h, i, j, caps):        # lambda s, b, h, i, j, caps: caps[h] * tanh(s / caps[h])
         t0 = caps[h]
@@ -7,10 +7,10 @@
         ...
         return (t3, t6,)                            # the score, and its derivative by s
 
-The function is run once, on terms that note what is done to them; the chain rule goes back through these, and what it finds is
-written down as a function of the same arguments, for kernels to call where they call a score. A derivative by s that is 1, as
-that of everything that adds to s, is known to be. So are the elements of arrays that a score reads, their indices and its
-derivatives by them (`Read`): what is needed for the arrays' own gradients.
+The function is traced once (symbolic.py); the chain rule goes back through the terms, and the results are built as functions of
+the same arguments, which kernels call in place of the score. A derivative by s that is 1, as of any term added to s, is
+recognised. For gradients of the arrays of aux there are also the elements that a score reads, their indices, and its
+derivatives by them (`AuxRead`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _is_number(x: Any, value: float) -> bool:
 
 
 def _gelu(g, y, x):
-    normal = where(x == 0.0, 0.5, y / x)  # the share of a normal distribution that is below x
+    normal = where(x == 0.0, 0.5, y / x)  # the normal distribution function of x
     return (g * (normal + x * exp(x * x * -0.5) * (1 / math.sqrt(2 * math.pi))),)
 
 
@@ -52,7 +52,9 @@ def _gelu_tanh(g, y, x):
     return (g * (0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * (SLOPE + 3 * SLOPE * CUBIC * x * x)),)
 
 
-GRADIENT_RULES: dict[str, Callable] = {  # of y = f(x, ..) with the derivative g by y: those by x, ..
+GRADIENT_RULES: dict[
+    str, Callable
+] = {  # {op: (g, y, *args) -> the derivatives by args}, for y = op(*args) with the derivative g by y
     "add": lambda g, y, a, b: (g, g),
     "sub": lambda g, y, a, b: (g, _times(-1.0, g)),
     "mul": lambda g, y, a, b: (_times(g, b), _times(g, a)),
@@ -83,15 +85,14 @@ GRADIENT_RULES: dict[str, Callable] = {  # of y = f(x, ..) with the derivative g
 }
 
 
-# ---- what follows ----------------------------------------------------------------------------------------------------
+# ---- the derivatives ---------------------------------------------------------------------------------------------------
 class AuxRead(NamedTuple):
-    """A place at which a score reads an element of an array of aux. array: which array. place(b, h, i, j, *aux): the number of
-    the element in C order, -1 if the index is outside. by(s, b, h, i, j, *aux): the score's derivative with respect to the
-    element."""
+    """A read of an element of an array of aux. array: the array's number. element_index(b, h, i, j, *aux): the index of the
+    element in C order, -1 if it is out of range. gradient(s, b, h, i, j, *aux): the score's derivative by the element."""
 
     array: int
-    place: Callable
-    by: Callable
+    element_index: Callable
+    gradient: Callable
 
 
 class Derivatives(NamedTuple):
@@ -104,27 +105,27 @@ class Derivatives(NamedTuple):
 
 
 def differentiate(score: Callable, axes: Sequence[int]) -> Derivatives:
-    """The Derivatives of a score. axes: how many axes each array of aux has. TypeError: an operation of the score has no
-    derivative here."""
+    """The Derivatives of a score function. axes: how many axes each array of aux has. TypeError: an operation of the score has
+    no derivative here."""
     try:
         found = trace_function(score, axes, scored=True)
-        slopes = _backpropagate(found.term)
-        s, elements = found.arguments[0], [x for x in slopes if x.does == "element"]
-        slope, names = slopes.get(s, 0.0), found.names
-        if any([y is s for x in elements for y in subterms(*x.of)]):
-            raise TypeError("reads an array where s says")
+        grads = _backpropagate(found.term)
+        s, elements = found.arguments[0], [x for x in grads if x.op == "element"]
+        grad, names = grads.get(s, 0.0), found.names
+        if any([y is s for x in elements for y in subterms(*x.args)]):
+            raise TypeError("indexes an array by s")
         number = {name: n - names.index("j") - 1 for n, name in enumerate(names)}
         reads = [
-            AuxRead(number[x.of[0].does], build_function(names[1:], _element_index(*x.of)), build_function(names, slopes[x]))
+            AuxRead(number[x.args[0].op], build_function(names[1:], _element_index(*x.args)), build_function(names, grads[x]))
             for x in elements
         ]
-        return Derivatives(build_function(names, (found.term, slope)), _is_number(slope, 1), tuple(reads))
+        return Derivatives(build_function(names, (found.term, grad)), _is_number(grad, 1), tuple(reads))
     except TypeError as error:
         raise TypeError(f"score: has no derivative: {score.__name__} {error}") from None
 
 
 def _element_index(array: TracedArray, *index: Any) -> ScoreTerm:
-    """The number of the element that an index names, -1 if it is outside."""
+    """The index in C order of an element, -1 if it is out of range."""
     flat: Any = ScoreTerm("mul", 0, array.shape[0])
     inside: Any = ScoreTerm("le", 0, array.shape[0])
     for extent, at in zip(array.shape, index):
@@ -133,11 +134,11 @@ def _element_index(array: TracedArray, *index: Any) -> ScoreTerm:
 
 
 def _backpropagate(root: Any) -> dict[ScoreTerm, Any]:
-    """The derivatives of a term with respect to those that it was made of, where there are any."""
-    slopes: dict[ScoreTerm, Any] = {root: 1.0} if isinstance(root, ScoreTerm) else {}
+    """{subterm: the derivative of the term by it}, where it is not 0."""
+    grads: dict[ScoreTerm, Any] = {root: 1.0} if isinstance(root, ScoreTerm) else {}
     for y in reversed(subterms(root)):
-        if y in slopes and y.moves and y.does not in ("s", "element"):
-            for x, slope in zip(y.of, GRADIENT_RULES[y.does](slopes[y], y, *y.of)):
-                if isinstance(x, ScoreTerm) and x.moves:
-                    slopes[x] = _plus(slopes.get(x, 0.0), slope)
-    return slopes
+        if y in grads and y.has_gradient and y.op not in ("s", "element"):
+            for x, grad in zip(y.args, GRADIENT_RULES[y.op](grads[y], y, *y.args)):
+                if isinstance(x, ScoreTerm) and x.has_gradient:
+                    grads[x] = _plus(grads.get(x, 0.0), grad)
+    return grads

@@ -152,7 +152,7 @@ def test_command(file, tmp_path, capsys):
         ("{file}:docs", "has no function docs"),
         ("nowhere.py:documents", "must be a Python file and a function in it, such as masks.py:documents"),
         ("{file}:trees", "takes leave, and .* has no array of that name"),
-        ("{file}:numbers", "mask: must give truth values"),
+        ("{file}:numbers", "mask: must return booleans"),
         (
             "{file}:documents --q 65",
             r"documents: index 64 is out .*, for batch=0, head=0, q=65, k=65 and arrays of shapes \(64,\)",

@@ -228,8 +228,10 @@ def test_autograd_is_deterministic_where_torch_is(monkeypatch, options):
     from attention.softmax import autograd
 
     backward = importlib.import_module("attention.softmax.backward.backward")
-    (q, *_), asked, real, plain = torch_inputs(1, 8, 1, 64), [], autograd.gradients, backward.backward_without_options
-    monkeypatch.setattr(autograd, "gradients", lambda *args: asked.append(args[5].get("deterministic", False)) or real(*args))
+    (q, *_), asked, real, plain = torch_inputs(1, 8, 1, 64), [], autograd.compute_gradients, backward.backward_without_options
+    monkeypatch.setattr(
+        autograd, "compute_gradients", lambda *args: asked.append(args[5].get("deterministic", False)) or real(*args)
+    )
     monkeypatch.setattr(backward, "backward_without_options", lambda *args: asked.append(args[3]) or plain(*args))
     for on, of_call in ((False, False), (True, False), (False, True)):
         torch.use_deterministic_algorithms(on)
@@ -373,10 +375,10 @@ def test_lists_that_are_made_where_a_gradient_is_to_come():
     """As within a model that is trained: they depend on no tensor that requires grad."""
     torch = pytest.importorskip("torch")
     given, docs = torch_inputs(1, 24, 2, 64), torch.arange(24) // 9
-    told = dict(mask=lambda b, h, i, j, docs: docs[i] == docs[j], aux=(docs,))
-    wanted = torch.autograd.grad(attention.forward(*given, **told).float().square().sum(), given)
-    lists = attention.block_lists(*given, **told)
-    got = torch.autograd.grad(attention.forward(*given, blocks=lists, **told).float().square().sum(), given)
+    call_options = dict(mask=lambda b, h, i, j, docs: docs[i] == docs[j], aux=(docs,))
+    wanted = torch.autograd.grad(attention.forward(*given, **call_options).float().square().sum(), given)
+    lists = attention.block_lists(*given, **call_options)
+    got = torch.autograd.grad(attention.forward(*given, blocks=lists, **call_options).float().square().sum(), given)
     for x, y in zip(got, wanted, strict=True):
         torch.testing.assert_close(x, y, rtol=2**-6, atol=2**-8)
 

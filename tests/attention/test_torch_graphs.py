@@ -165,7 +165,7 @@ def test_masks_of_a_graph():
     with pytest.raises(Exception, match=r"mask: holds \('inputs',\)"):
         inputs = [q]
         compiled(q, k, v, mask=lambda b, h, i, j: j <= i + len(inputs))
-    with pytest.raises(ValueError, match="^nobody: this process knows no function by that name"):
+    with pytest.raises(ValueError, match="^nobody: no function is registered under this name"):
         nothing = [None] * (len(VARIANTS.names) - len(("q", "k", "v", "out", "lse")))
         options = dict.fromkeys(_variant.options) | {"causal": False, "mask": "nobody", "norm_eps": 1e-6, "return_lse": False}
         torch.ops.tiles.forward_variant(q, k, v, *nothing, *options.values(), "bshd")
@@ -298,19 +298,19 @@ def test_functional_transforms():
 def test_torchs_deterministic_mode_asks_for_deterministic_gradients(monkeypatch, options):
     """Plain calls go a shorter way, by plain(of, causal, scale, deterministic, ..)."""
     q, k, v = (x.requires_grad_() for x in Inputs().qkv())
-    told, backward, plain = [], attention.backward, backwards.plain
+    call_options, backward, plain = [], attention.backward, backwards.plain
 
     @functools.wraps(backward)  # whose arguments are asked for
     def watched(*x, deterministic=False, **more):
-        told.append(deterministic)
+        call_options.append(deterministic)
         return backward(*x, deterministic=deterministic, **more)
 
     monkeypatch.setattr(attention, "backward", watched)
-    monkeypatch.setattr(backwards, "plain", lambda *x: (told.append(x[3]), plain(*x))[1])
+    monkeypatch.setattr(backwards, "plain", lambda *x: (call_options.append(x[3]), plain(*x))[1])
     for mode in True, False:
         monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda mode=mode: mode)
         attention.forward(q, k, v, **options).sum().backward()
-    assert told == [True, False]
+    assert call_options == [True, False]
 
 
 @pytest.mark.gpu

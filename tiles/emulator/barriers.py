@@ -73,7 +73,7 @@ def _lanes(w, operand_text):
 
 
 def the_lane(w, deed):
-    """The one active lane."""
+    """The number of the lane that is active, of which there must be one."""
     lanes = np.flatnonzero(w.mask)
     if len(lanes) != 1:
         raise w.hazard(f"{deed} by {len(lanes)} lanes: each would do it once", "divergence")
@@ -137,7 +137,7 @@ class _Unsaid:
         self.agent, self.block, self.place, self.hazard = thread.agent, thread.block, thread.place, thread.hazard
 
     def tick(self):
-        """A new time."""
+        """Advance the clock, and return the new time."""
         time = self.thread.tick()
         self.clock[self.agent] = time
         return time
@@ -168,7 +168,7 @@ class _Together:
         self.met, self.waited, self.met_at = warp.met, warp.waited, warp.met_at
 
     def tick(self):
-        """A new time."""
+        """Advance the clock, and return the new time."""
         self.clock[self.agent : self.agent + LANES] = time = self.warp.tick()
         return time
 

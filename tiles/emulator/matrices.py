@@ -117,7 +117,7 @@ class WgmmaRegister:
 
     @property
     def place(self):
-        """Where the wgmma stands."""
+        """The place in the program of the wgmma that writes the register."""
         return self.mma.place
 
 
@@ -130,7 +130,7 @@ class WarpWgmma:
         self.results = [WgmmaRegister(self, k) for k in range(registers)]
 
     def finish(self):
-        """Compute it."""
+        """Compute the product and write the registers of the result."""
         for result, value in zip(self.results, self.compute(), strict=True):
             result.value = value
 

@@ -40,12 +40,12 @@ class Global:
         raise warp.hazard(f"{size} bytes at {first:#x} to {last:#x} are not all of one array that the launch was given")
 
     def load(self, warp, addresses, size):
-        """(n, size) bytes."""
+        """Read `size` bytes at each of n addresses, as an array (n, size)."""
         memory, at = self._bytes(warp, addresses, size)
         return memory[at]
 
     def store(self, warp, addresses, values):
-        """Store (n, size) bytes."""
+        """Write the rows of an array (n, size) of bytes at n addresses."""
         memory, at = self._bytes(warp, addresses, values.shape[1])
         memory[at] = values
         self.writes += 1

@@ -122,7 +122,7 @@ class _Scope:
         return None
 
     def declare(self, program, name, width):
-        """A new register."""
+        """Give a register of the text its slot in the warp's registers."""
         program.widths.append(width)
         self.operands.clear()
         self.names[name] = reg = Reg(len(program.widths) - 1, width)

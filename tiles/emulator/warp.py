@@ -104,7 +104,7 @@ class EmulatedWarp(greenlet):
 
     @property
     def clock(self):
-        """What some lane knows."""
+        """The times of all agents that some active lane knows of."""
         return self.clocks.max(0)
 
     def learn(self, clock):
@@ -128,7 +128,7 @@ class EmulatedWarp(greenlet):
 
     # -- registers
     def get(self, reg):
-        """A register's value."""
+        """The value of a register in all lanes."""
         value = self.r[reg.slot]
         if value.__class__ is not np.ndarray:
             if value is None:
@@ -237,7 +237,7 @@ class EmulatedWarp(greenlet):
         return Ask(self.clocks[self.mask].min(0), self.agents.ordinary)
 
     def asks_lane(self, lane, asynchronous=False):
-        """What one lane knows."""
+        """An Ask by what this one lane knows."""
         return Ask(self.clocks[lane], self.agents.ordinary, asynchronous)
 
     def within(self, first, last, align, home=None):

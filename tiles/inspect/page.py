@@ -76,7 +76,7 @@ document.querySelectorAll('button').forEach(b => b.onclick = () => {
 
 
 def page(found: "Inspection") -> str:
-    """An inspection."""
+    """The HTML page of an inspection."""
     lines = {line.place.lines[0] for line in (*found.sass, *found.ptx) if line.place.lines}
     numbers = {at: number for number, at in enumerate(sorted(lines))}
     left = "".join(_source(one, found, numbers) for one in found.sources)
@@ -94,7 +94,7 @@ def page(found: "Inspection") -> str:
 
 
 def page_of_difference(found: "Difference") -> str:
-    """Two inspections."""
+    """The HTML page of two inspections side by side."""
     kinds = [row for row in found.figures if row[0].startswith(" ")]
     cards = "".join(_card(name, f"{a} → {b}" if a != b else a) for name, a, b in found.figures if not name.startswith(" "))
     left = []

@@ -84,7 +84,7 @@ class Mbarrier:
         np.maximum(self.clock, clock, out=self.clock)
 
     def end_copy(self, copy):
-        """A copy has landed."""
+        """Count the bytes of a copy that has landed, and complete the phase if it was the last."""
         self.flying.remove(copy)
         self.bytes -= copy.nbytes
         self._settle(None, copy.place)

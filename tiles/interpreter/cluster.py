@@ -54,7 +54,7 @@ class Cluster:
         return work
 
     def land(self, work):
-        """Finish asynchronous work."""
+        """Finish asynchronous work that has been started."""
         self.flying.remove(work)
         work.land()
         work.done = True
@@ -108,7 +108,7 @@ class Cluster:
         return self.codes
 
     def deadlock(self, live):
-        """Who waits for what."""
+        """The message of a deadlock: which warp waits for what."""
         waiting = {}
         for warp in live:
             waiting.setdefault((warp.block.index, warp.group, warp.at.line, warp.why()), []).append(warp)
@@ -152,7 +152,7 @@ class Meeting:
             self.published[self.opened] = self.clock.copy()
 
     def wait(self, warp):
-        """Until all have."""
+        """Wait until all blocks of the cluster have arrived."""
         if warp.met == warp.waited:
             raise warp.hazard("waits on the cluster's barrier, and has not arrived", "wait")
         warp.until(lambda: self.opened >= warp.met, self._lacks)

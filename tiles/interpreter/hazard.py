@@ -74,7 +74,7 @@ class Hazard(Exception):
 
     @property
     def warp(self):
-        """The guilty warp."""
+        """The warp that caused the hazard."""
         return self.places[0].warp
 
     @property

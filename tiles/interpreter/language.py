@@ -164,7 +164,7 @@ class Captured(Bounded):
 
 
 def say(*values, **options):
-    """print, by a warp."""
+    """print() inside a kernel, done by one warp."""
     refuse_values(check_print, *values)
     builtins.print(f"[block {current_warp().block.index}, warp {current_warp().index}]", *values, **options)
 

@@ -28,23 +28,23 @@ class Progress:
             self.mute()
 
     def done(self, clusters):
-        """So many have ended."""
+        """Show that so many clusters have ended."""
         self.finished = clusters * self.size
         self.tick()
 
     def tick(self):
-        """Time has passed."""
+        """Show the progress if enough time has passed."""
         now = self.clock()
         if now >= self.due:
             self.say(now - self.start)
             self.due = now + REDRAW if self.terminal else now + (now - self.start)  # elsewhere at 5, 10, 20, 40, ... seconds
 
     def mute(self):
-        """Say nothing any more."""
+        """Write nothing from now on."""
         self.due = float("inf")
 
     def say(self, seconds):
-        """Write a line."""
+        """Write a line to stderr."""
         line = f"{self.title}: {self.finished} of {self.blocks} blocks done, {seconds:.0f} s"
         if self.finished:
             line += f", about {seconds / self.finished * (self.blocks - self.finished):.0f} s to go"

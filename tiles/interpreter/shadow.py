@@ -90,7 +90,7 @@ class Agents:
         self.next, self.count = 4 * warps, 4 * warps + others
 
     def new(self):
-        """A new agent's number."""
+        """Add an agent, and return its number."""
         self.next += 1
         assert self.next <= self.count
         return self.next - 1

@@ -97,7 +97,7 @@ class Claims(Stores):
             self.owners[start] = unit, owners
 
     def note(self, warp, clock, time, place, view, values, span):
-        """As of Stores; Clash."""
+        """Note a store as Stores.note does, in one of several processes. Clash: another process stores there."""
         unit, owners = self.owners[span[0]]
         mine = _elements(view, span[0], unit, owners)
         if mine is not None:

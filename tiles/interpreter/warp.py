@@ -61,7 +61,7 @@ class InterpretedWarp(greenlet):
         return int(self.clock[self.agent])
 
     def learn(self, clock):
-        """Know what `clock` knows."""
+        """From now on the warp knows all that `clock` knows."""
         np.maximum(self.clock, clock, out=self.clock)
 
     # -- messages
@@ -157,7 +157,7 @@ class InterpretedWarp(greenlet):
         barrier.learn(self.clock)  # what completes it is a release (PTX ISA, "st.async")
 
     def fence_async(self):
-        """fence.proxy.async"""
+        """Order ordinary accesses before asynchronous ones: fence.proxy.async."""
         self.block.agents.fence(self.clock)
 
     def _started(self, work, how, view, written):

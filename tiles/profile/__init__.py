@@ -150,7 +150,7 @@ class _Watch:
         self.bind, self.run, self.interpret = Launch._bind, Bound.run, Interpreted.run
 
     def look(self, function):
-        """Call it."""
+        """Call the function under the profiler's watch."""
         watch = self
 
         def bind(launch, arguments):

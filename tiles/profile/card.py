@@ -46,7 +46,7 @@ class Code(NamedTuple):
 
 
 def code(bound: Bound) -> Code:
-    """Of a launch."""
+    """Registers, local memory and resident blocks of a launch."""
     function, threads = bound.code.function, int(np.prod(bound.threads))
     with bound.code.target.current():
         registers = check(driver.cuFuncGetAttribute(_FUNCTION.CU_FUNC_ATTRIBUTE_NUM_REGS, function))
@@ -64,7 +64,7 @@ class Clock:
             self.flushed = check(driver.cuMemAlloc(FLUSH))
 
     def close(self):
-        """Give back its memory."""
+        """Free the card's memory that the profile allocated."""
         with self.gpu.current():
             check(driver.cuMemFree(self.flushed))
 

@@ -34,7 +34,7 @@ class Bar:
 
     @property
     def cycles(self) -> float:
-        """How long it takes."""
+        """How many cycles it takes."""
         return self.end - self.start
 
 
@@ -111,7 +111,7 @@ class _Run:
         return start, start + cycles
 
     def bar(self, lane, start, end, kind, name, place, cause=None):
-        """One more bar."""
+        """Add a bar to the timeline."""
         bar = Bar(lane, start, end, kind, name, place, cause)
         if end > start:
             self.found.append(bar)

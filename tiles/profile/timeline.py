@@ -169,7 +169,7 @@ def _side_by_side(bars):
 
 
 def _names(lanes):
-    """Which warps: "warps 0-3"."""
+    """The warps that share a row of the picture, as text: "warps 0-3"."""
     numbers = [number for _, number in lanes]
     first, last = numbers[0], numbers[-1]
     said = f"{first}–{last}" if numbers == list(range(first, last + 1)) and last > first else ", ".join(map(str, numbers))
@@ -214,7 +214,7 @@ def _arrow(x, origin, y):
 
 
 def _axis(left, y, first, last):
-    """Ticks, in cycles."""
+    """The axis of time with its ticks, in cycles."""
     span = last - first
     step = next(10**power * first for power in range(12) for first in (1, 2, 5) if span / (10**power * first) <= 10)
     begin = -(-int(first) // step) * step
@@ -225,7 +225,7 @@ def _axis(left, y, first, last):
 
 
 def _legend(left, y):
-    """What the colours mean."""
+    """The legend that says what each colour means."""
     for kind, words in WORDS.items():
         yield f'<rect x="{left}" y="{y - 9}" width="11" height="11" fill="{COLOURS[kind]}"/>'
         yield draw.text(left + 15, y, words)

@@ -45,7 +45,7 @@ class _Changed(importlib.abc.SourceLoader):
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds that module first."""
+    """An importer, asked before all others, that loads the module with the fault."""
 
     def __init__(self, spec, loader):
         self.spec, self.loader = spec, loader

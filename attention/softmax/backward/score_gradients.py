@@ -36,7 +36,7 @@ def reads_of(problem: Problem, name: str, derivatives: Derivatives | None) -> Se
         return [recomputed_scores.SlopeRead(score_and_grad, len(form.shape) == 2 and form.shape[0] > 1)]
     number = int(array.removeprefix("aux"))
     reads = derivatives.reads if derivatives else []
-    return [recomputed_scores.ElementRead(score_and_grad, x.by, x.place) for x in reads if x.array == number]
+    return [recomputed_scores.ElementRead(score_and_grad, x.gradient, x.element_index) for x in reads if x.array == number]
 
 
 class ScoreGradients:
@@ -91,10 +91,10 @@ class ScoreGradients:
         else:
             one_row = rows == 1
             tiles, blocks = 1 if one_row else self.tiles, self.blocks
-            config = bias.Config(**self.config_fields(read), one_row=one_row, accumulate=self.config.accumulate)
+            bias_config = bias.Config(**self.config_fields(read), one_row=one_row, accumulate=self.config.accumulate)
             grid = batches * bias_heads * tiles * blocks
             self.after_main.launch(
-                bias, config, grid, bias_q_tiles=tiles, blocks=blocks, tiles=self.tiles // tiles, **bias_args
+                bias, bias_config, grid, bias_q_tiles=tiles, blocks=blocks, tiles=self.tiles // tiles, **bias_args
             )
 
     def work_extents(self) -> tuple[int, int, int, int]:

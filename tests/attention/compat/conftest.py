@@ -10,7 +10,7 @@ from attention import reference
 @pytest.fixture
 def calls(monkeypatch):
     """From here on attention.forward is the reference, in float64; a list of what it was told, call by call."""
-    told = []
+    call_options = []
 
     def forward(
         q, k, v, *, causal=False, window=None, softcap=None, alibi=None, sink=None, bias=None, mask=None, score=None, aux=(),
@@ -24,13 +24,13 @@ def calls(monkeypatch):
         )  # fmt: skip
         assert window is None or all(end is None or end >= 0 for end in window)
         others = {"seed": seed, "deterministic": deterministic, "return_lse": return_lse}
-        told.append(options | others | {"q": q, "k": k, "v": v})
+        call_options.append(options | others | {"q": q, "k": k, "v": v})
         keep = None if seed is None else lambda b, h, i, j: (i * 7 + j * 3 + h + b + seed) % 5 > 0
         both = reference.forward(q, k, v, **options, keep=keep)
         return both if return_lse else both[0]
 
     monkeypatch.setattr(attention, "forward", forward)
-    return told
+    return call_options
 
 
 @pytest.fixture

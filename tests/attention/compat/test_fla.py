@@ -40,10 +40,10 @@ RATES = {"chunk_retention": np.log(1 - 2.0 ** (-5 - HEADS)), "chunk_lightning_at
 @pytest.fixture
 def calls(monkeypatch):
     """From here on our functions are the reference's recurrence; a list of their names."""
-    told = []
+    call_options = []
 
     def ours(name, arguments, *, return_state, normalize=False, **options):
-        told.append((name, options))
+        call_options.append((name, options))
         for key, rates in RATES.items():
             if CALLS[key][1] == name:
                 assert name == "retention" or arguments == (1, 4)
@@ -57,7 +57,7 @@ def calls(monkeypatch):
     for name in {function for _, function in CALLS.values()}:
         called = lambda q, k, v, *rest, name=name, **options: ours(name, rest, q=q, k=k, v=v, **options)
         monkeypatch.setattr(attention, name, called)
-    return told
+    return call_options
 
 
 def extras(kind, draw, *shape):
@@ -108,7 +108,7 @@ def test_formulas(name, head_first, calls, draw):
     o, state = getattr(fla, name)(*turned, scale=0.4, output_final_state=True, head_first=head_first, **given)
     alone = getattr(fla, name)(*turned, scale=0.4, head_first=head_first, **given)
     assert isinstance(alone, tuple) and alone[1] is None and (alone[0] == o).all()
-    assert [told[0] for told in calls] == [called, called]
+    assert [call_options[0] for call_options in calls] == [called, called]
     o = o.swapaxes(1, 2) if head_first else o
     for b in range(B):
         of_one = [x[b] if isinstance(x, np.ndarray) else x for x in more]

@@ -78,9 +78,13 @@ def test_plain_calls_are_plain(calls, draw):
     q = draw((1, 3, 2, 8))
     assert isinstance(flash_attn.flash_attn_func(q, q, q), np.ndarray)
     assert flash_attn_interface.flash_attn_func(q, q, q, num_splits=3, pack_gqa=True, sm_margin=4).shape == q.shape
-    for told in calls:
-        asked = {name for name, x in told.items() if x is not None and name not in ("q", "k", "v", "aux", "norm_eps", "layout")}
-        assert not any(told[name] for name in asked)
+    for call_options in calls:
+        asked = {
+            name
+            for name, x in call_options.items()
+            if x is not None and name not in ("q", "k", "v", "aux", "norm_eps", "layout")
+        }
+        assert not any(call_options[name] for name in asked)
 
 
 @pytest.mark.parametrize("rows", [(), (2,)])
@@ -100,7 +104,7 @@ def test_dropout_draws_a_seed(calls, draw):
         np.random.seed(5)
         flash_attn.flash_attn_func(q, q, q, 0.25)
     flash_attn.flash_attn_func(q, q, q, 0.25)
-    assert [told["dropout"] for told in calls] == [0.25] * 3
+    assert [call_options["dropout"] for call_options in calls] == [0.25] * 3
     assert calls[0]["seed"] == calls[1]["seed"] != calls[2]["seed"]
 
 
@@ -223,12 +227,12 @@ def test_what_is_refused(module, name, options, words, calls):
 def test_fp8_has_descales():
     """Of each batch, or sequence, and head of keys."""
     q, k, v = np.random.default_rng(1).standard_normal((3, 1, 5, 2, 64), np.float32).astype(ml_dtypes.float8_e4m3fn)
-    told = {f"{name}_descale": np.float32([[0.5, n]]) for n, name in enumerate("qkv", 1)}
-    wanted = attention.forward(q, k, v, causal=True, **told)
-    found = [flash_attn_interface.flash_attn_func(q, k, v, causal=True, **told)]
-    found.append(flash_attn_interface.flash_attn_qkvpacked_func(np.stack([q, k, v], 2), causal=True, **told))
+    call_options = {f"{name}_descale": np.float32([[0.5, n]]) for n, name in enumerate("qkv", 1)}
+    wanted = attention.forward(q, k, v, causal=True, **call_options)
+    found = [flash_attn_interface.flash_attn_func(q, k, v, causal=True, **call_options)]
+    found.append(flash_attn_interface.flash_attn_qkvpacked_func(np.stack([q, k, v], 2), causal=True, **call_options))
     ends = np.int32([0, 5])
-    packed = flash_attn_interface.flash_attn_varlen_func(q[0], k[0], v[0], ends, ends, 5, 5, causal=True, **told)
+    packed = flash_attn_interface.flash_attn_varlen_func(q[0], k[0], v[0], ends, ends, 5, 5, causal=True, **call_options)
     for x in (*found, packed[None]):
         np.testing.assert_array_equal(x.astype(float), wanted.astype(float))
 

@@ -61,8 +61,8 @@ def test_decode(way, draw):
     out, sums = np.full_like(q, np.nan), np.full((4, HEADS), np.nan, np.float32)
     found = wrapper.run(q, CACHES[way](cache), return_lse=True, out=out, lse=sums, sinks=sink, q_scale=0.5)
     assert found[0] is out and found[1] is sums
-    told = dict(window=(6, None), softcap=5.0, sink=sink, scale=0.5 * COLUMNS**-0.5)
-    agree(out, sums, q, both, range(5), **told)
+    call_options = dict(window=(6, None), softcap=5.0, sink=sink, scale=0.5 * COLUMNS**-0.5)
+    agree(out, sums, q, both, range(5), **call_options)
     again = wrapper.run(q, CACHES[way](cache), sinks=sink, q_scale=0.5, window_left=6)
     assert (again == out).all()
 
@@ -169,18 +169,18 @@ def test_what_cannot_be_served_says_so():
 def planned(which, **changes):
     """(a wrapper whose plan is (9, 5) keys, of which 3 and 2 are queries, or what `changes` say; what its run takes)"""
     both, cache, *where = paged(lambda *shape: np.ones(shape, BF16), (9, 5))
-    told = dict(num_qo_heads=HEADS, num_kv_heads=KV_HEADS) | (dict(page_size=SIZE) if which != "Ragged" else {})
+    call_options = dict(num_qo_heads=HEADS, num_kv_heads=KV_HEADS) | (dict(page_size=SIZE) if which != "Ragged" else {})
     if which == "Decode":
         names = "indptr", "indices", "last_page_len"
         wrapper, q = flashinfer.BatchDecodeWithPagedKVCacheWrapper(None), 2
-        told |= dict(zip(names, where)) | {"head_dim": COLUMNS}
+        call_options |= dict(zip(names, where)) | {"head_dim": COLUMNS}
     else:
         names = "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len"
         wrapper, q = getattr(flashinfer, f"BatchPrefillWith{which}KVCacheWrapper")(None), 5
-        told |= {"head_dim_qk": COLUMNS, "qo_indptr": np.array([0, 3, 5], np.int32)}
-        told |= dict(zip(names, where)) if which == "Paged" else {"kv_indptr": np.array([0, 9, 14], np.int32)}
+        call_options |= {"head_dim_qk": COLUMNS, "qo_indptr": np.array([0, 3, 5], np.int32)}
+        call_options |= dict(zip(names, where)) if which == "Paged" else {"kv_indptr": np.array([0, 9, 14], np.int32)}
     short = {"head_dim": "head_dim_qk", "indptr": "paged_kv_indptr" if which == "Paged" else "kv_indptr"}
-    wrapper.plan(**told | {name if name in told else short.get(name, name): x for name, x in changes.items()})
+    wrapper.plan(**call_options | {name if name in call_options else short.get(name, name): x for name, x in changes.items()})
     kv = [cache] if which != "Ragged" else [np.concatenate(x) for x in zip(*both)]
     return wrapper, [np.ones((q, HEADS, COLUMNS), BF16), *kv]
 

@@ -71,9 +71,9 @@ def test_captured_arrays_become_arguments(calls, qkv):
     see = (docs[I] == docs[J]) | (J % 3 == 0)
     expected, _ = attend(*qkv, change=lambda s: s * SLOPES[b] + slopes[h] * factor * J, see=see)
     close([found], [expected])
-    told = calls[0]
-    assert len(told["aux"]) == 4 and {x.size for x in told["aux"]} == {COLS, 2, 4}
-    for f in told["mask"], told["score"]:
+    call_options = calls[0]
+    assert len(call_options["aux"]) == 4 and {x.size for x in call_options["aux"]} == {COLS, 2, 4}
+    for f in call_options["mask"], call_options["score"]:
         assert f.__closure__ is None and not {"docs", "slopes", "SLOPES", "more"} & {*f.__code__.co_names}
 
 

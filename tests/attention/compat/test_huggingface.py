@@ -46,13 +46,13 @@ huggingface.register()
 @pytest.fixture
 def calls(monkeypatch):
     """The names of our functions, call by call."""
-    told = []
+    call_options = []
     for name in "forward", "decode", "linear_step", "delta_rule", "mamba2":
         function = getattr(attention, name)
         monkeypatch.setattr(
-            attention, name, lambda *a, name=name, function=function, **o: told.append(name) or function(*a, **o)
+            attention, name, lambda *a, name=name, function=function, **o: call_options.append(name) or function(*a, **o)
         )
-    return told
+    return call_options
 
 
 @contextlib.contextmanager
@@ -110,9 +110,11 @@ def check_generates(name, device, tokens=PROMPT, padded=True, **options):
     """Each token is the one that eager finds likeliest, but where two are as likely as rounding can tell."""
     ours, low, exact = models(name, device)
     ids, mask = prompts(tokens, padded, device)
-    told = dict(attention_mask=mask, max_new_tokens=NEW, do_sample=False, output_logits=True, return_dict_in_generate=True)
+    call_options = dict(
+        attention_mask=mask, max_new_tokens=NEW, do_sample=False, output_logits=True, return_dict_in_generate=True
+    )
     with recurrent_layers(ours, name):
-        made = ours.generate(ids, **told, **options)
+        made = ours.generate(ids, **call_options, **options)
     found, sequences = torch.stack(made.logits, 1), made.sequences
     assert sequences.shape == (2, tokens + NEW)
     mask = torch.cat([mask, mask.new_ones(2, NEW)], 1)[:, :-1]
@@ -179,8 +181,8 @@ def test_packed_sequences_are_apart(name, cached):
         alone = [torch.cat([m(x, use_cache=False).logits for x in ids.split(lengths, 1)], 1) for m in (low, exact)]
         check_close(ours(ids, position_ids=positions, use_cache=cached).logits, *alone)
         ends = torch.tensor([0, 9, PROMPT], dtype=torch.int32)
-        told = dict(cu_seq_lens_q=ends, cu_seq_lens_k=ends, max_length_q=11, max_length_k=11, use_cache=cached)
-        check_close(ours(ids[:1], position_ids=positions[:1], **told).logits, *[x[:1] for x in alone])
+        call_options = dict(cu_seq_lens_q=ends, cu_seq_lens_k=ends, max_length_q=11, max_length_k=11, use_cache=cached)
+        check_close(ours(ids[:1], position_ids=positions[:1], **call_options).logits, *[x[:1] for x in alone])
 
 
 def test_positions_are_read_once(monkeypatch):
@@ -324,13 +326,13 @@ def test_masks_say_what_transformers_masks_say(function, padding):
         (12, 0, 0, 0, False), (1, 11, 0, 0, False), (4, 8, 0, 0, False), (40, 0, 0, 0, False), (12, 0, 9, 0, True),
         (1, 11, 9, 0, True), (40, 8, 5, 0, True), (3, 9, 0, 6, False),
     ]:  # fmt: skip
-        told, keys = place + queries, place + queries + room - begin
-        tokens = torch.ones(2, told, dtype=torch.bool)
+        call_options, keys = place + queries, place + queries + room - begin
+        tokens = torch.ones(2, call_options, dtype=torch.bool)
         left, right, *hole = MASKS[padding]
         for n, count in enumerate(left):
             tokens[n, :count] = False
         for n, count in enumerate(right):
-            tokens[n, told - count :] = False
+            tokens[n, call_options - count :] = False
         for first, last in hole:
             tokens[0, first:last] = False
         asked = dict(mask_function=FUNCTIONS[function], attention_mask=None if padding == "all" and static else tokens)
@@ -387,12 +389,14 @@ def test_compiled_whole():
         for given in {}, dict(attention_mask=mask):
             one, other = (f(ids, use_cache=False, **given).logits[mask == 1] for f in (compiled, ours))
             torch.testing.assert_close(one, other)
-    told = dict(attention_mask=mask, max_new_tokens=NEW, do_sample=False, cache_implementation="static", disable_compile=True)
-    expected = ours.generate(ids, **told)
+    call_options = dict(
+        attention_mask=mask, max_new_tokens=NEW, do_sample=False, cache_implementation="static", disable_compile=True
+    )
+    expected = ours.generate(ids, **call_options)
     with torch._dynamo.config.patch(recompile_limit=3):
         torch._dynamo.reset()
         ours.forward = compiled
-        assert torch.equal(ours.generate(ids, **told), expected)
+        assert torch.equal(ours.generate(ids, **call_options), expected)
 
 
 def test_compiled_packed():

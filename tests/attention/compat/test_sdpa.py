@@ -39,8 +39,8 @@ def test_masks(shape, calls, draw):
     see, add = draw(shape) > -0.5, draw(shape).astype(np.float32)
     close(scaled_dot_product_attention(q, k, v, see), attend(q, k, v, see=see)[0])
     close(scaled_dot_product_attention(q, k, v, attn_mask=add), attend(q, k, v, add=add)[0])
-    for told in calls:
-        bias = told["bias"]
+    for call_options in calls:
+        bias = call_options["bias"]
         assert bias.dtype == np.float32 and bias.ndim == 4 and bias.shape[-1] == 6
 
 

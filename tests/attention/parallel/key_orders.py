@@ -132,16 +132,18 @@ def on_ranks(monkeypatch, gpu, problem, world, scheme="gather", order="zigzag", 
             arrays, spans = drawn(queries[rank], keys[rank], problem)
             for x, of in zip(arrays, spans):
                 places.note(x, of)
-            told = problem.options | ({"deterministic": True} if back else {})
-            if "bias" in told and told["bias"].shape[2] > 1:
-                bias = told["bias"]
-                told["bias"] = bias.new_empty((*bias.shape[:2], sum(map(len, queries[rank])), bias.shape[3]))
-            _, plan = plans.plan_call((peers,), (scheme, order, problem.length, problem.length_k, None, False), *arrays, told)
+            call_options = problem.options | ({"deterministic": True} if back else {})
+            if "bias" in call_options and call_options["bias"].shape[2] > 1:
+                bias = call_options["bias"]
+                call_options["bias"] = bias.new_empty((*bias.shape[:2], sum(map(len, queries[rank])), bias.shape[3]))
+            _, plan = plans.plan_call(
+                (peers,), (scheme, order, problem.length, problem.length_k, None, False), *arrays, call_options
+            )
             its.clear()
-            plan.scheme.attend(*arrays, plan.call(*arrays, told))
+            plan.scheme.attend(*arrays, plan.call(*arrays, call_options))
             if back:
                 out, lse = results(*arrays)
-                softmax._run_backward(plan, out, None, *arrays, out, lse, told, ["q", "k", "v"])
+                softmax._run_backward(plan, out, None, *arrays, out, lse, call_options, ["q", "k", "v"])
         for one in its:
             if isinstance(one.config, BackwardConfig if back else BaseConfig):
                 k = np.arange(problem.length_k) if "local_k" in one.arrays else places.of(one.arrays["k"])
@@ -181,9 +183,9 @@ def _moved(monkeypatch, places):
 def key_orders(noted, problem, each=EACH):
     """{query: (the first keys of blocks that it sees, in the order in which they are taken)} of every `each`-th query of a
     launch, of one head."""
-    (config, arrays, told), rows, keys, _ = noted
-    given, found = SimpleNamespace(**{name: x for name, x in told.items() if isinstance(x, (int, float))}), {}
-    for query, queries, key, n in _sequences(config, told, arrays):
+    (config, arrays, call_options), rows, keys, _ = noted
+    given, found = SimpleNamespace(**{name: x for name, x in call_options.items() if isinstance(x, (int, float))}), {}
+    for query, queries, key, n in _sequences(config, call_options, arrays):
         for tile in range(0, queries, config.rows):
             mine = rows[query + tile : query + min(queries, tile + config.rows)]
             at = ScoreContext(0, 0, tile, n - queries, queries, n, given, (), 0)
@@ -233,14 +235,16 @@ def visible(problem, rows):
     return low, high
 
 
-def _sequences(config, told, arrays):
+def _sequences(config, call_options, arrays):
     """[(first query, how many, first key, how many)] of each sequence of a launch, of one batch."""
     if issubclass(config.seq_layout, sequences.PackedLayout):
         ends = arrays["cu_seqlens"].tolist()
         ends_k = ends if arrays.get("cu_seqlens_k") is None else arrays["cu_seqlens_k"].tolist()
         return [(a, b - a, c, d - c) for a, b, c, d in zip(ends, ends[1:], ends_k, ends_k[1:])]
     if config.seq_layout is sequences.QueryPartsLayout:
-        return [(told["q_len"] * n, told["q_len"], 0, end) for n, end in enumerate(arrays["lengths_k"][0].tolist())]
+        return [
+            (call_options["q_len"] * n, call_options["q_len"], 0, end) for n, end in enumerate(arrays["lengths_k"][0].tolist())
+        ]
     if config.seq_layout is sequences.SeqUsedLayout:
-        return [(0, told["q_len"], 0, int(arrays["lengths_k"][0]))]
-    return [(0, told["q_len"], 0, told["kv_len"])]
+        return [(0, call_options["q_len"], 0, int(arrays["lengths_k"][0]))]
+    return [(0, call_options["q_len"], 0, call_options["kv_len"])]

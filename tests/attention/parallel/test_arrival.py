@@ -63,16 +63,16 @@ def test_others_stay_apart(monkeypatch, world, length, order):
 
     def rank(peers):
         mine = [parallel.shard(x, peers, order=order) for x in (q, k, v)]
-        told = dict(group=peers, order=order, length=length, scheme="gather", causal=True, scale=0.2)
-        return torch.equal(parallel.forward(*mine, **told), parallel.shard(wanted, peers, order=order))
+        call_options = dict(group=peers, order=order, length=length, scheme="gather", causal=True, scale=0.2)
+        return torch.equal(parallel.forward(*mine, **call_options), parallel.shard(wanted, peers, order=order))
 
     assert all(together(world, rank))
     assert len(called) == (1 if length == 1000 else world if order == "zigzag" else world - 1)
 
 
-def planned(world, rank, length, order="zigzag", **told):
+def planned(world, rank, length, order="zigzag", **call_options):
     spans = find_order(order).spans(length, world)
-    call = ForwardCall(told, length, length, Span(0, 4), Span(0, 2), (64, 64), torch.device("cpu"), True)
+    call = ForwardCall(call_options, length, length, Span(0, 4), Span(0, 2), (64, 64), torch.device("cpu"), True)
     return plan_copies(rank, spans, spans, 1, call)
 
 
@@ -101,10 +101,10 @@ def test_large_spans_come_in_pieces(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "told", [dict(length=1000), dict(window=(100, 0)), dict(causal=True, softcap=5.0), dict(length=1280 + 64)]
+    "call_options", [dict(length=1000), dict(window=(100, 0)), dict(causal=True, softcap=5.0), dict(length=1280 + 64)]
 )
-def test_others_are_waited_for(told):
+def test_others_are_waited_for(call_options):
     """On all ranks or on none: all of them meet."""
-    told = dict(told)
-    length = told.pop("length", 1024)
-    assert [planned(2, rank, length, **{"causal": True, **told}) for rank in range(2)] == [None, None]
+    call_options = dict(call_options)
+    length = call_options.pop("length", 1024)
+    assert [planned(2, rank, length, **{"causal": True, **call_options}) for rank in range(2)] == [None, None]

@@ -158,8 +158,8 @@ def launches_of_gradients(monkeypatch, gpu, problem, world=1, order=None):
         on_ranks(monkeypatch, gpu, problem, world, "gather", order, True) if ranks else of_backward(monkeypatch, gpu, problem)
     )
     of_dq, of_dk = set(), set()
-    for (config, _, told), rows, keys, own in found:
-        if not hasattr(config, "order") or "gQ" not in told or "gO" in told:
+    for (config, _, call_options), rows, keys, own in found:
+        if not hasattr(config, "order") or "gQ" not in call_options or "gO" in call_options:
             continue
         module, back = type(config).__module__, isinstance(config.order, (AscendingAdds, ReverseTiles))
         first = rows[0] % config.rows == 0 if len(rows) else True
@@ -167,7 +167,7 @@ def launches_of_gradients(monkeypatch, gpu, problem, world=1, order=None):
         if not (ranks and own):
             of_dq.add((module, config.kv, blocks, bool(keys[0] % config.kv == 0)))
         if not ranks or own:
-            of_dk.add((module, config.rows, back, bool(first), told.get("shares"), told.get("group")))
+            of_dk.add((module, config.rows, back, bool(first), call_options.get("shares"), call_options.get("group")))
     return of_dq, of_dk
 
 

@@ -38,8 +38,10 @@ def test_ranks_without_tokens(order):
     """There are fewer tokens than ranks, each of which has a head."""
     q, k, v = drawn(2, 3, 3, dim=80, seed=0)
     out, lse = attention.forward(q, k, v, causal=True, return_lse=True)
-    told = dict(causal=True, scheme="ulysses", order=order, length=2, return_lse=True)
-    found = together(3, lambda peers: parallel.forward(*[share(x, peers, order) for x in (q, k, v)], group=peers, **told))
+    call_options = dict(causal=True, scheme="ulysses", order=order, length=2, return_lse=True)
+    found = together(
+        3, lambda peers: parallel.forward(*[share(x, peers, order) for x in (q, k, v)], group=peers, **call_options)
+    )
     for (its, sums), mine in zip(found, ORDERS[order].spans(2, 3), strict=True):
         rows = [n for span in mine for n in range(*span)]
         assert torch.equal(its, out[:, rows]) and torch.equal(sums, lse[:, :, rows])
@@ -54,8 +56,10 @@ def test_any_length(length, world, scheme, order, options, seed):
     """gather and ulysses are bitwise what one gives."""
     q, k, v = drawn(length, world if scheme == "ulysses" else 2, world if scheme == "ulysses" else 1, dim=80, seed=seed)
     out, lse = attention.forward(q, k, v, return_lse=True, **options)
-    told = dict(options, scheme=scheme, order=order, length=length, return_lse=True)
-    found = together(world, lambda peers: parallel.forward(*[share(x, peers, order) for x in (q, k, v)], group=peers, **told))
+    call_options = dict(options, scheme=scheme, order=order, length=length, return_lse=True)
+    found = together(
+        world, lambda peers: parallel.forward(*[share(x, peers, order) for x in (q, k, v)], group=peers, **call_options)
+    )
     spans = ORDERS[order].spans(length, world)
     for (its, sums), mine in zip(found, spans, strict=True):
         rows = [n for span in mine for n in range(*span)]
@@ -73,8 +77,8 @@ def test_few_queries_of_a_rank_take_the_kernels_of_all(monkeypatch):
     out = attention.forward(q, k, v)
     few = attention.forward(q[:, :60], k, v)
     assert not torch.equal(few, out[:, :60])  # as it would be without
-    told = dict(scheme="gather", order="contiguous", length=190)
-    found = together(3, lambda peers: parallel.forward(*[share(x, peers) for x in (q, k, v)], group=peers, **told))
+    call_options = dict(scheme="gather", order="contiguous", length=190)
+    found = together(3, lambda peers: parallel.forward(*[share(x, peers) for x in (q, k, v)], group=peers, **call_options))
     assert torch.equal(torch.cat(found, 1), out)
 
 
@@ -86,8 +90,10 @@ def test_parts_have_the_blocks_of_keys_of_the_whole(monkeypatch, dim, options):
     monkeypatch.setitem(hopper.BY_LENGTH, (64, True), {300.5: short, 301.5: longer[0]})
     q, k, v = drawn(330, 1, 1, dim=dim)
     out, lse = attention.forward(q, k, v, causal=True, return_lse=True, **options)
-    told = dict(options, causal=True, scheme="gather", length=330, return_lse=True)
-    found = together(2, lambda peers: parallel.forward(*[share(x, peers, "zigzag") for x in (q, k, v)], group=peers, **told))
+    call_options = dict(options, causal=True, scheme="gather", length=330, return_lse=True)
+    found = together(
+        2, lambda peers: parallel.forward(*[share(x, peers, "zigzag") for x in (q, k, v)], group=peers, **call_options)
+    )
     for (its, sums), spans in zip(found, ORDERS["zigzag"].spans(330, 2), strict=True):
         rows = [n for span in spans for n in range(*span)]
         assert torch.equal(its, out[:, rows]) and torch.equal(sums, lse[:, :, rows])
@@ -99,11 +105,13 @@ def test_a_window_is_begun_before_keys_come(monkeypatch, order, world):
     q, k, v = drawn(1024 * world, 1, 1)
     by_rows, turns = GatherAttention._window_steps, []
     monkeypatch.setattr(GatherAttention, "_window_steps", lambda *given: turns.append(by_rows(*given)) or turns[-1])
-    for told in dict(window=(100, 0)), dict(window=(100, 0), causal=True, mask=lambda b, h, i, j: (i + j) % 7 > 0):
-        wanted = attention.forward(q, k, v, **told, return_lse=True)
+    for call_options in dict(window=(100, 0)), dict(window=(100, 0), causal=True, mask=lambda b, h, i, j: (i + j) % 7 > 0):
+        wanted = attention.forward(q, k, v, **call_options, return_lse=True)
 
-        told |= dict(order=order, scheme="gather", return_lse=True)
-        ranks = lambda peers, told=told: parallel.forward(*[share(x, peers, order) for x in (q, k, v)], group=peers, **told)
+        call_options |= dict(order=order, scheme="gather", return_lse=True)
+        ranks = lambda peers, call_options=call_options: parallel.forward(
+            *[share(x, peers, order) for x in (q, k, v)], group=peers, **call_options
+        )
         found = together(world, ranks)
         for x, y, axis in zip(zip(*found), wanted, (1, 2)):
             for its, spans in zip(x, ORDERS[order].spans(q.shape[1], world), strict=True):
@@ -120,18 +128,18 @@ def test_what_no_query_sees_reaches_nothing(scheme, world):
     bad = [x.clone() for x in (q, k, v)]
     ((*_, last),) = ORDERS["contiguous"].spans(190, world)[-1:]
     documents = dict(cu_seqlens=torch.tensor([0, 40, 131, 190], dtype=torch.int32))
-    for told, first in ((documents, 131), *[(dict(causal=True), last.start)] * (scheme != "ulysses")):
+    for call_options, first in ((documents, 131), *[(dict(causal=True), last.start)] * (scheme != "ulysses")):
         for x, clean in zip(bad, (q, k, v)):
             x.copy_(clean)[:, first:] = torch.nan
         whole = {"order": "contiguous", "scheme": scheme, "length": 190}
 
-        def rank(peers, told=told, whole=whole):
+        def rank(peers, call_options=call_options, whole=whole):
             found = []
             for arrays in (q, k, v), bad:
                 mine = [share(x, peers).requires_grad_() for x in arrays]
                 with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
-                    out = parallel.forward(*mine, group=peers, **whole, **told)
-                    grads = torch.autograd.grad(out, mine, share(arrays[0], peers)) if "cu_seqlens" in told else []
+                    out = parallel.forward(*mine, group=peers, **whole, **call_options)
+                    grads = torch.autograd.grad(out, mine, share(arrays[0], peers)) if "cu_seqlens" in call_options else []
                 found.append([out.detach(), *grads])
             return found
 
@@ -155,7 +163,7 @@ def test_gradients_of_some_heads_come_home_under_those_of_others(monkeypatch):
         monkeypatch.setattr(gather, "FULL_GPU_TILES", full)
         agreement._CACHED.clear()
         sent = []
-        send = lambda *given, sent=sent, **told: sent.append(0) or moves.start_reduce_scatter(*given, **told)
+        send = lambda *given, sent=sent, **call_options: sent.append(0) or moves.start_reduce_scatter(*given, **call_options)
         monkeypatch.setattr(gather, "start_reduce_scatter", send)
 
         def rank(peers):
@@ -223,7 +231,7 @@ def test_ring_in_turns(monkeypatch, name):
     went, go = [], RingAttention._go_around
     monkeypatch.setattr(RingAttention, "_go_around", lambda self, k, *given: went.append(k.shape[2]) or go(self, k, *given))
     shapes, learned = dict(heads=4, kv_heads=2), ["sink"] * ("sink" in IN_TURNS[name])
-    compared(2, 70, "ring", shapes=shapes, bitwise=(), learned=learned, asked=dict(memory=1), **IN_TURNS[name])
+    compared(2, 70, "ring", shapes=shapes, bitwise=(), learned=learned, requested=dict(memory=1), **IN_TURNS[name])
     assert went == [1] * 8  # two turns, on two ranks, there and back
 
 
@@ -239,10 +247,10 @@ def test_scores_that_are_alibi(scheme, kind):
     """One GPU finds out by algebra that they are, and subtracts from maxima; so do ranks, of what starts in the middle, and
     have the same bits; of slopes that are computed they do not."""
     q, k, v = drawn(70, 2, 2)
-    told = dict(causal=True, score=SLOPED[kind], aux=(torch.tensor([0.3, 0.01]),), return_lse=True)
-    wanted = attention.forward(q, k, v, **told)
+    call_options = dict(causal=True, score=SLOPED[kind], aux=(torch.tensor([0.3, 0.01]),), return_lse=True)
+    wanted = attention.forward(q, k, v, **call_options)
     ranks = lambda peers: parallel.forward(
-        *[share(x, peers) for x in (q, k, v)], group=peers, length=70, order="contiguous", scheme=scheme, **told
+        *[share(x, peers) for x in (q, k, v)], group=peers, length=70, order="contiguous", scheme=scheme, **call_options
     )
     for x, y, axis in zip(zip(*together(2, ranks)), wanted, (1, 2)):
         x = torch.cat(x, axis)
@@ -258,8 +266,8 @@ def recurrent(name, arrays, whole=(), **options):
 
     def rank(peers):
         mine = [x if n in whole else share(x, peers) for n, x in enumerate(arrays)]
-        told = {n: share(x, peers) if n == "decay" and x.ndim > 1 else x for n, x in options.items()}
-        return getattr(parallel, name)(*mine, group=peers, length=arrays[0].shape[1], **told)
+        call_options = {n: share(x, peers) if n == "decay" and x.ndim > 1 else x for n, x in options.items()}
+        return getattr(parallel, name)(*mine, group=peers, length=arrays[0].shape[1], **call_options)
 
     found, (out, state) = together(3, rank), wanted
     for x, y in (torch.cat([its for its, _ in found], 1), out), *[(its, state) for _, its in found]:
@@ -341,12 +349,14 @@ def test_decays_of_channels_in_segments(cut):
 
 def test_mamba2_in_segments(cut):
     q, k, v, beta = members()
-    told = dict(dt_bias=torch.rand(1), dt_softplus=True, initial_states=torch.randn(1, 1, 16, 16), return_final_states=True)
-    recurrent("mamba2", (v, 0.1 * beta, -torch.rand(1), k, q), whole=(2,), **told)
+    call_options = dict(
+        dt_bias=torch.rand(1), dt_softplus=True, initial_states=torch.randn(1, 1, 16, 16), return_final_states=True
+    )
+    recurrent("mamba2", (v, 0.1 * beta, -torch.rand(1), k, q), whole=(2,), **call_options)
 
 
 @pytest.mark.parametrize(
-    ("told", "said"),
+    ("call_options", "said"),
     [
         (dict(initial_state=torch.zeros(1, 1, 16, 15)), "initial_state: value_dim must equal v's"),
         (dict(decay=torch.zeros(3)), "decay: heads must equal v's"),
@@ -359,7 +369,7 @@ def test_mamba2_in_segments(cut):
         (dict(cu_seqlens=torch.tensor([1, 1])), "cu_seqlens: must begin at 0"),
     ],
 )
-def test_what_a_recurrence_refuses_is_said_on_every_rank(told, said):
+def test_what_a_recurrence_refuses_is_said_on_every_rank(call_options, said):
     """By ranks that have no tokens, and by those that no initial state is asked of: nobody waits for who has given up."""
     q, k, v, beta = (x[:, :1] for x in members())
     raised = []
@@ -368,7 +378,7 @@ def test_what_a_recurrence_refuses_is_said_on_every_rank(told, said):
         mine = [share(x, peers) for x in (q, k, v, beta)]
         with pytest.raises((TypeError, ValueError, NotImplementedError), match=said):
             parallel.delta_rule(
-                *mine, group=peers, length=1, **(told if peers.rank == 0 or "initial_state" not in told else {})
+                *mine, group=peers, length=1, **(call_options if peers.rank == 0 or "initial_state" not in call_options else {})
             )
         raised.append(peers.rank)
 

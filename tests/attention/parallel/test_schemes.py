@@ -156,9 +156,9 @@ def refused_by_one():
     """Every rank raises the same, with the same words, and none waits for the one that raised first."""
     q, k, v = (parallel.shard(x) for x in drawn(48))
     for wrong, kind, said in ALONE_WRONG:
-        told = dict(q=q, k=k, v=v) | (wrong if dist.get_rank() else {})
+        call_options = dict(q=q, k=k, v=v) | (wrong if dist.get_rank() else {})
         with pytest.raises(kind, match=said):
-            parallel.forward(told.pop("q"), told.pop("k"), told.pop("v"), **told)
+            parallel.forward(call_options.pop("q"), call_options.pop("k"), call_options.pop("v"), **call_options)
     with pytest.raises(ValueError, match="dim: must be an axis of x: dim=4"):
         parallel.unshard(q, dim=4 if dist.get_rank() else 1)
     with pytest.raises(TypeError, match="k: must be a torch tensor"):

@@ -64,7 +64,7 @@ def together(world, body):
 
 
 def compared(
-    world, length, scheme, where="cpu", order="zigzag", learned=(), shapes=None, bitwise=(0, 1), asked=None, **options
+    world, length, scheme, where="cpu", order="zigzag", learned=(), shapes=None, bitwise=(0, 1), requested=None, **options
 ):
     """A call on so many ranks against the same call on one, as ranks.compared does: out, lse and gradients, those of `bitwise`,
     by number, bit by bit. learned: options that every rank has whole and that have gradients; asked: what forward of ranks is
@@ -77,9 +77,11 @@ def compared(
     def rank(peers):
         part = lambda x, dim=1: parallel.shard(x.detach(), peers, dim, order)
         mine = [x.detach().clone().requires_grad_() for x in arrays]
-        told = options | dict(zip(names, mine)) | dict(group=peers, scheme=scheme, order=order, length=length) | (asked or {})
+        call_options = (
+            options | dict(zip(names, mine)) | dict(group=peers, scheme=scheme, order=order, length=length) | (requested or {})
+        )
         with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):  # a GPU's thread would wait for itself
-            of_ranks = lambda *x: parallel.forward(*x, **told, return_lse=True)
+            of_ranks = lambda *x: parallel.forward(*x, **call_options, return_lse=True)
             its = differentiated(of_ranks, [*map(part, whole)], part(dout), part(dlse, 2), mine)
         return its, [part(alone[0]), part(alone[1], 2), *map(part, alone[2:5])]
 

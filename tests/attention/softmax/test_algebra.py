@@ -116,7 +116,7 @@ def test_a_mask_joins_a_window(option):
 
 def test_the_same_bits_as_what_is_built_in(monkeypatch):
     """Gradients, too; and no lists are made."""
-    monkeypatch.setattr(launches.PreparationSteps, "listed", None)
+    monkeypatch.setattr(launches.PreparationSteps, "list_key_blocks", None)
     (q, k, v), options = _case("window", 70, 70)
     mine, theirs = ({"mask": options["mask"]}, {"window": (8, 0)})
     found = []

@@ -103,9 +103,9 @@ def test_query_tiling_agrees_with_tiling(variant):
 
 
 @pytest.mark.parametrize(("options", "what"), [
-    (dict(score=lambda s, b, h, i, j: s if h else -s), "score: has no derivative: <lambda> decides by a value"),
-    (dict(score=lambda s, b, h, i, j, t: s + t[(s > 0) * 1], aux=(SCALES,)), "reads an array where s says"),
-    (dict(mask=lambda b, h, i, j: j), "mask: must give truth values"),
+    (dict(score=lambda s, b, h, i, j: s if h else -s), "score: has no derivative: <lambda> converts a value to bool"),
+    (dict(score=lambda s, b, h, i, j, t: s + t[(s > 0) * 1], aux=(SCALES,)), "indexes an array by s"),
+    (dict(mask=lambda b, h, i, j: j), "mask: must return booleans"),
     (dict(aux=SCALES), "aux: must be a tuple of arrays"),
     (dict(mask=3), "mask: must be a Python function"),
 ])  # fmt: skip

@@ -174,7 +174,7 @@ def test_fewer_consumers_give_the_same_bits(place, head_dim, causal, seq_kv, mon
         shapes.add((config.consumers, found.consumers))
         return found
 
-    monkeypatch.setattr(hopper, "fitted", fitted)
+    monkeypatch.setattr(hopper, "fit_to_load", fitted)
     heads = 3 if isinstance(place, OnInterpreter) else 132
     q, k, v = inputs(1, 190, seq_kv, heads, heads, head_dim)
     told = {"causal": causal, "return_lse": True}

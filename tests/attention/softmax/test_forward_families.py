@@ -42,9 +42,9 @@ def test_arrays_that_tma_cannot_address(place, family, skip, head_dim):
 @pytest.mark.parametrize(("room", "head_dim"), [(99 * 1024, 96), (99 * 1024, 128), (99 * 1024, 192), (163 * 1024, 192)])
 def test_kernels_for_gpus_with_less_shared_memory(place, room, head_dim, monkeypatch, nothing_known):
     """Their shapes run everywhere."""
-    taken, config_of = [], launches.config_for_problem
+    taken, config_for_problem = [], launches.config_for_problem
     monkeypatch.setattr(launches, "machine", lambda _: Interpreter(shared_bytes=room))
-    monkeypatch.setattr(launches, "config_of", lambda *args: taken.append(config_of(*args)) or taken[-1])
+    monkeypatch.setattr(launches, "config_for_problem", lambda *args: taken.append(config_for_problem(*args)) or taken[-1])
     for causal in (False, True):
         agree(place, *inputs(1, 147, 171, 1, 1, head_dim), causal=causal)
     assert set(taken) == {ampere.config_for(head_dim, bf16, seen, room) for seen in (FULL, CAUSAL)}

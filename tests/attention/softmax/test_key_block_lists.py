@@ -137,7 +137,7 @@ def test_ready_lists_of_another_call(shape, options, what):
     (dict(mask=odd, cu_seqlens=np.array([0, 8], np.int32)), "cu_seqlens: must be None with lists of key blocks"),
     (dict(mask=odd, out=np.zeros(1)), "out: is forward's; block_lists writes no output"),
     (dict(mask=odd, masks=odd), "unexpected keyword argument 'masks'"),
-    (dict(mask=lambda b, h, i, j: j), "mask: must give truth values"),
+    (dict(mask=lambda b, h, i, j: j), "mask: must return booleans"),
 ])  # fmt: skip
 def test_lists_that_are_not_made(options, what):
     with pytest.raises((TypeError, ValueError), match=what):

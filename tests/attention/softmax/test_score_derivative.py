@@ -54,9 +54,9 @@ def test_by_what_it_reads():
     where = {0: TABLE, 2: arrays[2]}
     sums = {n: np.zeros(x.shape) for n, x in where.items()}
     for read in found.reads:
-        place = np.broadcast_to(read.place(*at, *arrays), S.shape).astype(int)
-        np.add.at(sums[read.array].reshape(-1), place, np.broadcast_to(read.by(S, *at, *arrays), S.shape))
-        assert (read.place(0, 5, I, J, *arrays) == -1).all()  # there is no such head
+        place = np.broadcast_to(read.element_index(*at, *arrays), S.shape).astype(int)
+        np.add.at(sums[read.array].reshape(-1), place, np.broadcast_to(read.gradient(S, *at, *arrays), S.shape))
+        assert (read.element_index(0, 5, I, J, *arrays) == -1).all()  # there is no such head
     for n, x in where.items():
         for place in np.ndindex(x.shape):
             ends = []

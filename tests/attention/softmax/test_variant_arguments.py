@@ -33,42 +33,42 @@ def call(batch=1, cols=ROWS, **options):
 
 INVALID = [
     # what functions give
-    (dict(mask=lambda b, h, i, j: 1.0 * (j <= i)), T, "mask: must give truth values, such as j <= i; mask(b, h, i, j) gives f"),
-    (dict(mask=lambda b, h, i, j: j), T, "mask: must give truth values, such as j <= i; mask(b, h, i, j) gives int64"),
-    (dict(score=lambda s, b, h, i, j: j <= i), T, "score: must give numbers; score(s, b, h, i, j) gives bool"),
-    (dict(score=lambda s, b, h, i, j: 0.0), T, "score: must give a number for each query and key, as s + j does; score(s, b,"),
-    (dict(score=lambda s, b, h, i, j: j), T, "score: must give a number for each query and key, as s + j does; score(s, b,"),
-    (dict(score=lambda s, b, h, i, j: "s"), T, "score: must give numbers; score(s, b, h, i, j) gives <U1"),
+    (dict(mask=lambda b, h, i, j: 1.0 * (j <= i)), T, "mask: must return booleans, such as j <= i; mask(b, h, i, j) returns f"),
+    (dict(mask=lambda b, h, i, j: j), T, "mask: must return booleans, such as j <= i; mask(b, h, i, j) returns int64"),
+    (dict(score=lambda s, b, h, i, j: j <= i), T, "score: must return numbers; score(s, b, h, i, j) returns bool"),
+    (dict(score=lambda s, b, h, i, j: 0.0), T, "score: must return a number for each query and key, as s + j does; score(s"),
+    (dict(score=lambda s, b, h, i, j: j), T, "score: must return a number for each query and key, as s + j does; score(s, b,"),
+    (dict(score=lambda s, b, h, i, j: "s"), T, "score: must return numbers; score(s, b, h, i, j) returns <U1"),
     (dict(mask=lambda b, h, i, j: i < 3 and j < 3), T, "mask: mask(b, h, i, j) fails on NumPy arrays: ValueError: The truth"),
     (dict(mask=lambda b, h, i, j: 0 <= i - j < 3), T, "mask: mask(b, h, i, j) fails on NumPy arrays: ValueError: The truth "
      "value of an array with more than one element is ambiguous. Use a.any() or a.all(); it has no `if`, `and`, `or`, `not"),
-    (dict(score=lambda s, b, h, i, j: (s, j)), T, "score: score(s, b, h, i, j) fails on NumPy arrays: TypeError: it gives a t"),
-    (dict(mask=lambda b, h, i, j: None), T, "mask: mask(b, h, i, j) fails on NumPy arrays: TypeError: it gives nothing"),
+    (dict(score=lambda s, b, h, i, j: (s, j)), T, "score: score(s, b, h, i, j) fails on NumPy arrays: TypeError: it returns a"),
+    (dict(mask=lambda b, h, i, j: None), T, "mask: mask(b, h, i, j) fails on NumPy arrays: TypeError: it returns None"),
     (dict(mask=lambda b, h, i, j: (i < 3)[0, 0, 0]), T, "mask: mask(b, h, i, j) fails on NumPy arrays: IndexError: "),
     # how they are called
     (dict(mask=lambda b, h, i: b), T, "mask: mask(b, h, i, j) fails on NumPy arrays: TypeError: <lambda>() takes 3 positional"),
     (dict(score=lambda b, h, i, j: j), T, "score: score(s, b, h, i, j) fails on NumPy arrays: TypeError: <lambda>() takes 4"),
     (dict(mask=sees), T, "mask: mask(b, h, i, j) fails on NumPy arrays: TypeError: <lambda>() missing 1 required"),
     (dict(mask=sees, aux=(AROUND, AROUND)), T, "mask: mask(b, h, i, j, aux0, aux1) fails on NumPy arrays: TypeError: <lambda>"),
-    (dict(mask=lambda b, h, i, j: HOLDER.inner.at[i] == j), T, "mask: reads the array HOLDER.inner.at from around it: pass it"),
-    (dict(mask=lambda b, h, i, j: AROUND[i] == j), T, "mask: reads the array AROUND from around it: pass it in aux, and take"),
+    (dict(mask=lambda b, h, i, j: HOLDER.inner.at[i] == j), T, "mask: reads the array HOLDER.inner.at from outside: pass it"),
+    (dict(mask=lambda b, h, i, j: AROUND[i] == j), T, "mask: reads the array AROUND from outside: pass it in aux, and take"),
     # what they call
-    (dict(mask=lambda b, h, i, j: np.where(i < 3, j < 2, j <= i)), T, "mask: calls np.where, which kernels have not; use "),
-    (dict(score=lambda s, b, h, i, j: minimum(s, 0.0) + j), T, "score: calls minimum, which kernels have not; use ops.minimum"),
+    (dict(mask=lambda b, h, i, j: np.where(i < 3, j < 2, j <= i)), T, "mask: calls np.where, which kernels do not have; use "),
+    (dict(score=lambda s, b, h, i, j: minimum(s, 0.0) + j), T, "score: calls minimum, which kernels do not have; use ops."),
     (dict(score=lambda s, b, h, i, j: math.exp(s)), T, "score: score(s, b, h, i, j) fails on NumPy arrays: TypeError: only"),
-    (dict(mask=lambda b, h, i, j: np.linalg.norm(i - j) < 3), T, "mask: calls np.linalg.norm, which kernels have not; "),
+    (dict(mask=lambda b, h, i, j: np.linalg.norm(i - j) < 3), T, "mask: calls np.linalg.norm, which kernels do not have; "),
     # what they are
     (dict(mask=functools.partial(sees, at=AROUND)), T, "mask: must be a Python function, such as lambda b, h, i, j: j <= i: m"),
     (dict(mask=max), T, "mask: must be a Python function, such as lambda b, h, i, j: j <= i: mask=<built-in function max>"),
     (dict(score=np.add), T, "score: must be a Python function, such as lambda s, b, h, i, j: s + j - i: score=<ufunc 'add'>"),
-    (dict(mask=np.ones((7, 7), bool)), T, "mask: must be a Python function, such as lambda b, h, i, j: j <= i, and this is an "
-     "array of shape (7, 7); a mask that is an array goes in aux: mask=lambda b, h, i, j, seen: seen[i, j], aux=(seen,)"),
+    (dict(mask=np.ones((7, 7), bool)), T, "mask: must be a Python function, such as lambda b, h, i, j: j <= i, not an array "
+     "of shape (7, 7); a mask that is an array goes in aux: mask=lambda b, h, i, j, allowed: allowed[i, j], aux=(allowed,)"),
     (dict(mask=True), T, "mask: must be a Python function, such as lambda b, h, i, j: j <= i: mask=True"),
     (dict(score="s"), T, "score: must be a Python function, such as lambda s, b, h, i, j: s + j - i: score='s'"),
     # what they read
-    (dict(mask=sees, aux=5), T, "aux: must be a tuple of arrays, (array,) of one: it is of int"),
-    (dict(mask=sees, aux=AROUND), T, "aux: must be a tuple of arrays, (array,) of one: it is of ndarray"),
-    (dict(aux=AROUND), T, "aux: must be a tuple of arrays, (array,) of one: it is of ndarray"),
+    (dict(mask=sees, aux=5), T, "aux: must be a tuple of arrays, (array,) for a single one, and not int"),
+    (dict(mask=sees, aux=AROUND), T, "aux: must be a tuple of arrays, (array,) for a single one, and not ndarray"),
+    (dict(aux=AROUND), T, "aux: must be a tuple of arrays, (array,) for a single one, and not ndarray"),
     (dict(mask=sees, aux=(None,)), T, "aux: must be up to 8 arrays: 1 of ['NoneType']"),
     (dict(mask=lambda b, h, i, j, *aux: j <= i, aux=(AROUND,) * 9), T, "aux: must be up to 8 arrays: 9 of ['ndarray', "),
     (dict(mask=sees, aux=([5],)), T, "aux0: must be an array with __cuda_array_interface__ or __dlpack__, not builtins.list"),
@@ -177,16 +177,16 @@ def test_functions_of_objects_that_cannot_be_told_apart():
 
 def test_names_of_one_call_are_forgotten_in_time(monkeypatch):
     python_functions._SINGLE_USE.clear()
-    monkeypatch.setattr(python_functions, "REMEMBERED", 2)
+    monkeypatch.setattr(python_functions, "MAX_SINGLE_USE", 2)
     made = lambda layer: lambda b, h, i, j: j <= i + layer.reach
     with monkeypatch.context() as graph:
         graph.setattr(python_functions, "compiling", lambda: True)
-        graph.setattr(python_functions, "_held", lambda option, function: ())
+        graph.setattr(python_functions, "_captured_values", lambda option, function: ())
         in_graph = register_function("mask", made(SimpleNamespace(reach=9, lock=threading.Lock())))
     first, *others = [register_function("mask", made(SimpleNamespace(reach=n, lock=threading.Lock()))) for n in range(3)]
     assert callable(python_functions.find_function(in_graph))
     assert all(callable(python_functions.find_function(name)) for name in others)
-    with pytest.raises(ValueError, match="this process knows no function by that name"):
+    with pytest.raises(ValueError, match="no function is registered under this name"):
         python_functions.find_function(first)
 
 
@@ -210,13 +210,13 @@ def test_what_a_function_holds_would_go_stale_in_a_graph(monkeypatch):
     monkeypatch.setattr(python_functions, "compiling", lambda: True)
     assert names == [register_function("mask", function) for function in (sees, lambda b, h, i, j: j <= i + reach)]
     for hashes, half in (True, hash(0.5)), (False, "0.5"):  # since torch 2.13, and before
-        monkeypatch.setattr(python_functions, "_hashes", lambda hashes=hashes: hashes)
+        monkeypatch.setattr(python_functions, "_dynamo_hashes_floats", lambda hashes=hashes: hashes)
         assert python_functions._captured_values("mask", lambda b, h, i, j, more=0.5, *, less=True: j <= i + reach) == (
             3,
             half,
             True,
         )
-    with pytest.raises(TypeError, match=r"^mask: holds \('table',\), of which torch.compile would keep the first value"):
+    with pytest.raises(TypeError, match=r"^mask: captures \('table',\), whose first value torch.compile would keep"):
         register_function("mask", lambda b, h, i, j: j <= i + table[0])
     with pytest.raises(TypeError, match="^mask: must be a Python function"):
         register_function("mask", 5)
