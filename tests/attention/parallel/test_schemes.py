@@ -185,14 +185,14 @@ def cast():
 def forgotten():
     """Ranks forget the forms of a group's calls at the same call, whatever other groups they are in."""
     given, alone = [parallel.shard(x) for x in drawn(48)], dist.new_group([0])
-    limit, agreement.FORMS = agreement.FORMS, 4
+    limit, agreement.MAX_SIGNATURES = agreement.FORMS, 4
     agreement._CACHED.clear()
     for scale in 0.1, 0.2, 0.3:
         if dist.get_rank() == 0:
             parallel.forward(*given, group=alone, scale=scale)
     for scale in 0.1, 0.2, 0.1, 0.3, 0.4, 0.5, 0.1, 0.5:
         parallel.forward(*given, causal=True, scale=scale)
-    agreement.FORMS = limit
+    agreement.MAX_SIGNATURES = limit
 
 
 def test_a_dead_peer_ends_in_torchs_timeout():
