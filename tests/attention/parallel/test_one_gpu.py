@@ -1,5 +1,5 @@
-"""The same on one GPU, whose ranks are threads: kernels and plans at sizes at which tiles are whole. What only two GPUs show,
-messages and streams, is in test_nccl.py, which finds on disk what these have compiled; `-n 8` shares the compiling out."""
+"""attention.parallel on one GPU, whose ranks are threads: kernels and plans at sizes with whole tiles. test_nccl.py has the
+tests that need two GPUs, of messages and streams, and finds these kernels on disk; `-n 8` compiles them in parallel."""
 
 import importlib
 
@@ -68,7 +68,7 @@ def test_forward_and_gradients(name, world):
 @pytest.mark.parametrize("name", ["linear", "delta_rule", "delta_rule without decays", "mamba2"])
 @pytest.mark.parametrize(("length", "heads"), [(20000, 4), (3000, 72)])
 def test_recurrences(name, length, heads):
-    """Parts in as many segments as the GPU has room for, and in one, of heads that fill it."""
+    """Shards in as many segments as the GPU has room for, and in one segment, if the heads fill the GPU."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, length, heads, 128, device="cuda").bfloat16() for _ in range(3))
     k = torch.nn.functional.normalize(k.float(), dim=-1).bfloat16()
@@ -95,7 +95,7 @@ def test_rows_come_by_copies_between_processes(monkeypatch):
 
 
 def by_copies(world):
-    """Other arrays in every call, and in the end longer ones, which take more memory than there is."""
+    """New arrays in every call, and at the end longer ones, for which larger buffers are allocated."""
 
     def all_gather_bytes(said, device):
         found = [None] * world

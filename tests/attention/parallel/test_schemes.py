@@ -165,7 +165,7 @@ def refused_by_one():
         parallel.linear(k, 3.0 if dist.get_rank() else k, v)
     with pytest.raises(ValueError, match="out: must have"):
         parallel.forward(q, k, v, out=torch.zeros_like(q[..., :8]))
-    with pytest.raises(NotImplementedError, match="bias: of packed sequences"):
+    with pytest.raises(NotImplementedError, match="bias: with cu_seqlens"):
         parallel.forward(q, k, v, bias=torch.zeros(1, 2, 24, 48), cu_seqlens=integers(0, 9, 48), scheme="gather")
     if dist.get_rank() == 0:  # nobody else is asked
         assert parallel.forward(q, k, v, softcap=7.0, explain=True).scheme == "gather"
@@ -195,7 +195,7 @@ def forgotten():
     agreement.FORMS = limit
 
 
-def test_a_peer_that_dies_is_an_error_of_torchs():
+def test_a_dead_peer_ends_in_torchs_timeout():
     start(2, dies)
 
 

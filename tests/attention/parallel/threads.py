@@ -1,5 +1,5 @@
-"""Ranks as threads of one process: what attention.parallel computes with whatever number of ranks, without a process group, in
-the interpreter or on one GPU."""
+"""Ranks as threads of one process: computes what attention.parallel computes with any number of ranks, without a process group,
+in the interpreter or on one GPU."""
 
 import queue
 import threading
@@ -12,11 +12,11 @@ import attention
 from attention import parallel
 from attention.parallel.peers import Peers, PendingMessages
 
-PATIENCE = 60  # seconds, in which the others come
+PATIENCE = 60  # seconds that a rank waits for the others
 
 
 class Thread(Peers):
-    """One of them. room: the messages between any two, by (from, to)."""
+    """A rank that is a thread. room: queues of messages, by (sender, receiver)."""
 
     @classmethod
     def of(cls, room, rank, world):
@@ -44,7 +44,7 @@ class Thread(Peers):
 
 
 def together(world, body):
-    """[body(peers) of each rank]. What one of them raises is raised."""
+    """[body(peers) of each rank], computed at the same time. An exception in one of them is raised."""
     room, found, errors = defaultdict(queue.SimpleQueue), [None] * world, []
 
     def run(rank):
@@ -66,9 +66,9 @@ def together(world, body):
 def compared(
     world, length, scheme, where="cpu", order="zigzag", learned=(), shapes=None, bitwise=(0, 1), requested=None, **options
 ):
-    """A call on so many ranks against the same call on one, as ranks.compared does: out, lse and gradients, those of `bitwise`,
-    by number, bit by bit. learned: options that every rank has whole and that have gradients; asked: what forward of ranks is
-    told besides."""
+    """Compare a call on so many ranks with the same call on one, like ranks.compared: out, lse and gradients; those whose
+    numbers are in `bitwise` bit by bit. learned: options that every rank has whole and that have gradients; requested: further
+    arguments of attention.parallel.forward."""
     q, k, v = whole = [x.to(where) for x in drawn(length, **shapes or {})]
     dout, dlse = torch.randn_like(q), torch.randn(q.shape[0], q.shape[2], q.shape[1], device=where)
     names, arrays = [*learned], [options[name].requires_grad_() for name in learned]
