@@ -91,7 +91,7 @@ def test_nothing_spills(arch, module, config):
     found = inspect.row(name, module, config, arch)
     assert not inspect.bad(found)
     assert found["shared_bytes"] <= shared_bytes(capability(arch))
-    assert module is not ampere or found["lines"] <= 70
+    assert module is not ampere or found["lines"] <= 80
 
 
 SPILLED = [  # until their tiles were chosen for them, their indices made cheaper, or descriptors not held over a loop
