@@ -58,11 +58,7 @@ class Attention(nn.Module):
         self.rotary = check_positive("rotary", rotary)
         for name, x in {"causal": causal, "sink": sink, "qk_norm": qk_norm, "bias": bias}.items():
             check_flag(name, x)
-        (
-            window_ends(window),
-            check_positive("softcap", softcap),
-            check_positive("scale", scale),
-        )  # which refuse what a call would
+        window_ends(window), check_positive("softcap", softcap), check_positive("scale", scale)  # raise a call's errors now
         self.options = {"causal": causal, "window": window, "softcap": softcap, "scale": scale}
         factory: dict[str, Any] = {"dtype": dtype, "device": device}
         self.project = nn.Linear(dim, (self.heads + 2 * self.kv_heads) * self.head_dim, bias=bias, **factory)

@@ -44,13 +44,13 @@ class Counted(TorchDispatchMode):
         return found
 
 
-class Silent(Peers):
+class SilentPeers(Peers):
     """A rank whose messages go nowhere; they hold what they would read until they are waited for."""
 
     exchanges = 0
 
     def exchange(self, sends, receives):
-        Silent.exchanges += 1
+        SilentPeers.exchanges += 1
         return PendingMessages((), [x for _, x in (*sends, *receives)])
 
     def all_gather_bytes(self, said, device):
@@ -82,7 +82,7 @@ def computing_nothing():
 
 def counts(world, rank, length, heads, kv_heads, dim, **options):
     """(what a call counts, bytes of its output and lse) on one of so many ranks."""
-    peers = Silent(None, rank, world, tuple(range(world)))
+    peers = SilentPeers(None, rank, world, tuple(range(world)))
     rows = sum(map(len, parallel.Zigzag().spans(length, world)[rank]))
     q, k, v = (torch.empty(1, rows, n, dim, dtype=torch.bfloat16) for n in (heads, kv_heads, kv_heads))
     call = lambda: parallel.forward(q, k, v, group=peers, length=length, **options)

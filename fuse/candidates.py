@@ -122,7 +122,7 @@ def _write_view(x: Term, parameters: dict[Term, str]) -> str:
 class GeneratedModule(NamedTuple):
     """A candidate as Python source. text: the module. names: the names of the arguments there. outs: the names of the results.
     scratch: the terms that are kept in memory between kernels. written: the results and the scratch. kernels: in the order of
-    their launches. terms: the term that each parameter of the module's `launch` stands for. early: for each launch that may
+    their launches. terms: the term of each parameter of the module's `launch`. early: for each launch that may
     begin early, the places among these parameters of what it reads then and of what it writes; None for other launches. code:
     for each kernel its name and all that decides its machine code."""
 

@@ -54,8 +54,8 @@ def differentiable(function: Fused, arrays: Sequence[Any]) -> Any:
 
 
 class GradientFunctions:
-    """The gradients of a fused function: the Gradient objects by what is asked of them, and which arguments' gradients kernels
-    compute."""
+    """The gradients of a fused function: a Gradient for each choice of arguments and results, and the arguments whose gradients
+    kernels compute."""
 
     def __init__(self, function: Fused):
         self.function = function
@@ -96,7 +96,7 @@ class GradientFunctions:
         return names, lambda: self.of(names, places, len(by)).run(*arrays, *by_results) if names else ()
 
     def all_by_kernels(self, arrays: Sequence[Any], needed: Sequence[bool]) -> bool:
-        """Do kernels compute all gradients that are needed? torch.compile asks this before it knows lengths."""
+        """Do kernels compute all gradients that are needed? torch.compile calls this before lengths are known."""
         device = next(x.device for x in arrays if hasattr(x, "shape"))
         ordinal = device.index if device.type == "cuda" else None
         return self.all_of(kinds_of(self.function._shapes(arrays)), tuple(needed), ordinal)

@@ -1,4 +1,4 @@
-"""What can be done to tiles inside kernels. The ops in this module are what one warp does with its own tile. `ops.warpgroup`
+"""The operations on tiles inside kernels. The ops in this module are one warp's, on its own tile. `ops.warpgroup`
 has what four warps do together, `ops.block` what all warps of a block do, `ops.cluster` what several blocks do. `ops.raw`
 has instructions without their guards.
 

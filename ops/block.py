@@ -16,26 +16,26 @@ def sync(fenced=False):
 
 @op
 def reduce_max(x, scratch):
-    """The greatest of what the block's warps bring, vectors element by element or numbers: reduce_max(tile_max(tile), scratch).
+    """The maximum over the block's warps of vectors, element by element, or numbers: reduce_max(tile_max(tile), scratch).
     scratch: an fp32 shared vector of x's length for each warp; of 4 for numbers. All warps get the result."""
     return reduced(ALL_WARPS, "max", x, scratch)
 
 
 @op
 def reduce_min(x, scratch):
-    """The least of what the block's warps bring; see reduce_max."""
+    """The minimum over the block's warps; see reduce_max."""
     return reduced(ALL_WARPS, "min", x, scratch)
 
 
 @op
 def reduce_sum(x, scratch):
-    """The sum of what the block's warps bring, taken in fp32; see reduce_max."""
+    """The sum over the block's warps, in fp32; see reduce_max."""
     return reduced(ALL_WARPS, "sum", x, scratch)
 
 
 @op
 def reduce_prod(x, scratch):
-    """The product of what the block's warps bring, taken in fp32; see reduce_max."""
+    """The product over the block's warps, in fp32; see reduce_max."""
     return reduced(ALL_WARPS, "prod", x, scratch)
 
 

@@ -1,12 +1,12 @@
 """Blocks of a cluster, launched by tiles.launch(..., cluster=n): they run at the same time, close together, and reach into each
-other's shared memory. Rings with `blocks=n` share what TMA brings; see tiles.ring. For what the blocks compute:
+other's shared memory. Rings with `blocks=n` share the tiles that TMA loads; see tiles.ring. For what the blocks compute:
 
     peer = cluster.rank() ^ 1
     theirs = cluster.map(tile, peer)          # the peer's shared tile of the same name
     cluster.store(theirs, x)                  # by one warp; theirs may also be loaded from
-    cluster.sync()                            # all blocks of the cluster meet, and see what was written
+    cluster.sync()                            # a barrier of all blocks of the cluster, after which all see earlier writes
     ...
-    cluster.sync()                            # at the end: nobody goes while a peer may still reach into its shared memory
+    cluster.sync()                            # at the end: no block exits while a peer may still access its shared memory
 
 or, from one warp to those that wait for it, with barriers of the plan:
 
@@ -152,7 +152,7 @@ def _check(name, verb, target, value):
 
 
 def _step(spec):
-    """How many neighbours in memory a lane holds side by side."""
+    """How many elements that are adjacent in memory a lane has in adjacent registers."""
     if isinstance(spec, rv):
         return 1 if spec.by_quad else 2
     return spec.dtype.run if spec.layout == "row" else 1
@@ -168,7 +168,7 @@ def _accesses(b, item, spec, address):
 
 
 def _lower_store(item, spec, instruction):
-    """The lowering of a store by `instruction`, which is told of a barrier last if there is one."""
+    """The lowering of a store by `instruction`, whose last operand is the barrier if there is one."""
 
     def lower(b, address, value, *bars):
         elements = b.elements(spec, value)

@@ -6,7 +6,7 @@ which all get.
     ...
     total.send(acc, parts, full)                      # by each of the warps: to the block that finishes its tile
     if total.mine():
-        acc = total.receive(acc, parts, full)         # and what the peers have of it
+        acc = total.receive(acc, parts, full)         # plus the peers' parts of it
 
 Warp w of all blocks works on the same tile of the result, and block w // finishers finishes it: all blocks get as much of that
 work. What is sent goes from registers to the peer's shared memory (st.async) and counts on a barrier there.
@@ -57,7 +57,8 @@ class ClusterSum:
 
     @property
     def parts(self):
-        """Room in shared memory for what a block receives of its peers, the next one's first; of one block, next to none."""
+        """The shared memory for the tiles that a block receives from its peers, the next one's first; of one block, next to
+        none."""
         return st(BAND * max(1, self.warps - self.finishers), self.tile.cols, fp32)
 
     @property
@@ -91,7 +92,7 @@ class ClusterSum:
 
     @inlined
     def receive(self, tile, parts, full):
-        """tile, and what the peers have sent of it. By a warp whose tile is `mine`."""
+        """tile plus the peers' tiles. By a warp whose tile is `mine`."""
         if self.blocks > 1:
             raw.expect(full, self.nbytes)
             cluster.receive(full, 1)
@@ -116,7 +117,7 @@ class RowSums:
 
     @property
     def parts(self):
-        """Room in shared memory for what a block receives: 16 sums from each warp of the cluster."""
+        """The shared memory for the sums that a block receives: 16 from each warp of the cluster."""
         return sv(self.blocks * warpgroup.WARPGROUP * BAND, fp32)
 
     @property
@@ -159,7 +160,7 @@ class RowSums:
 # ---- numbers -------------------------------------------------------------------------------------------------------
 @inlined
 def sum_over_cluster(x, parts, blocks):
-    """The sum of what the `blocks` of a cluster bring, each a number that all its threads have. parts: sv(16, fp32)."""
+    """The sum over the `blocks` of a cluster of a number that all threads of a block have. parts: sv(16, fp32)."""
     _bring(x, parts)
     total = x
     for further in range(1, blocks):

@@ -4,7 +4,7 @@ not write, such as weights.
 
     if me == PRODUCER:
         w.fill(...)                # not written by the grid before
-        grid.wait()                # it is done, and what it wrote is visible
+        grid.wait()                # the previous grid is done, and its writes are visible
         grid.release()             # the next grid may begin: as soon as all blocks have said so, and there is room
         x.fill(...)
 
@@ -20,9 +20,9 @@ from tiles.op import inlined, integer, lowers, op
 
 @op
 def wait(after=None):
-    """Wait until the grid before this one is done. What it wrote is then visible to this thread, and to what waits for it.
-    after: an integer that is computed before. The compiler begins with a wait as soon as it can, and leaves behind it what a
-    block might compute meanwhile, such as where its tiles lie."""
+    """Wait until the grid before this one is done. Its writes are then visible to this thread, and to others that synchronise
+    with it. after: an integer that is computed before. The compiler begins with a wait as soon as it can, and leaves behind it
+    what a block might compute meanwhile, such as where its tiles lie."""
 
 
 @op

@@ -16,7 +16,7 @@ ARGUMENTS = 32  # that vprintf takes
 
 
 def _holders(spec):
-    """Who holds which value: an array of (lane, element) of the tile's shape."""
+    """The (lane, element) that holds each value, as an array of the tile's shape."""
     out = np.empty(spec.shape, object)
     for lane in range(layout.LANES):
         for index in range(spec.elements):

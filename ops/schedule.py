@@ -48,7 +48,7 @@ def _(index, extent):
 @op
 def warp_index():
     """Which of its block's warps this is: 0, 1, ... The compiler knows it to be the same for all lanes of the warp, unlike
-    `cuda.threadIdx.x // 32`: what is computed from it alone takes uniform registers."""
+    `cuda.threadIdx.x // 32`: values computed from it alone are in uniform registers."""
     return current_warp().index
 
 
@@ -83,7 +83,7 @@ def _(r, cluster: int):
 def rasterize(index, rows, cols, height):
     """(row, col) of tile number `index` in a grid of rows x cols tiles, taken in groups of `height` rows (the last may have
     fewer), each group column by column. Tiles that are computed at the same time then lie in few rows *and* few columns, so
-    a product finds what it reads for them in the L2 cache. height 1 is row by row."""
+    their products' operands stay in the L2 cache. height 1 is row by row."""
     group, inside = divmod(index, height * cols)
     col, row = divmod(inside, min(height, rows - height * group))
     return height * group + row, col

@@ -104,26 +104,26 @@ def sync(fenced=False):
 
 @op
 def reduce_max(x, scratch):
-    """The greatest of what the four warps bring, vectors element by element or numbers: reduce_max(col_max(tile), scratch).
+    """The maximum over the four warps of vectors, element by element, or numbers: reduce_max(col_max(tile), scratch).
     scratch: an fp32 shared vector of 4 x length elements or more; of 16 for numbers. All four get the result."""
     return reduced(FOUR_WARPS, "max", x, scratch)
 
 
 @op
 def reduce_min(x, scratch):
-    """The least of what the four warps bring; see reduce_max."""
+    """The minimum over the four warps; see reduce_max."""
     return reduced(FOUR_WARPS, "min", x, scratch)
 
 
 @op
 def reduce_sum(x, scratch):
-    """The sum of what the four warps bring, taken in fp32; see reduce_max."""
+    """The sum over the four warps, in fp32; see reduce_max."""
     return reduced(FOUR_WARPS, "sum", x, scratch)
 
 
 @op
 def reduce_prod(x, scratch):
-    """The product of what the four warps bring, taken in fp32; see reduce_max."""
+    """The product over the four warps, in fp32; see reduce_max."""
     return reduced(FOUR_WARPS, "prod", x, scratch)
 
 

@@ -61,7 +61,7 @@ class SchemeEstimate(NamedTuple):
 
     def __str__(self):
         if self.why:
-            return f"{self.scheme:8} cannot: {self.why}"
+            return f"{self.scheme:8} unsupported: {self.why}"
         figures = f"{1e3 * self.seconds:9.3f} ms  {self.nbytes / 1e6:10.1f} MB received  {self.extra_bytes / 1e6:10.1f} MB held"
         return f"{self.scheme:8} {figures}" + f", in {self.sweeps} sweeps" * (self.sweeps > 1)
 

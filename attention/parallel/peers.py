@@ -24,9 +24,8 @@ def disable_compile(function: F) -> F:
         return function(*args, **kwargs)
 
     wrapper = cast(F, call)
-    wrapper.__code__ = wrapper.__code__.replace(
-        co_name=function.__name__
-    )  # a code object of its own, because Dynamo counts compilations of each
+    # a code object of its own, because Dynamo limits the compilations of each
+    wrapper.__code__ = wrapper.__code__.replace(co_name=function.__name__)
     return wrapper
 
 

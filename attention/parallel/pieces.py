@@ -29,9 +29,8 @@ from ..softmax.python_functions import find_function, register_function
 from .orders import Span, Spans, merge_spans
 from .placed import key_lengths, piece_offsets, sequence_offsets, shift_mask, shift_score
 
-POSITIONAL = frozenset(
-    "mask score bias blocks cu_seqlens cu_seqlens_k lengths_k".split()
-)  # options that depend on queries' positions
+# options that depend on queries' positions
+POSITIONAL = frozenset("mask score bias blocks cu_seqlens cu_seqlens_k lengths_k".split())
 TILE = 128  # rows of a query tile of the backward pass; some tiles have twice as many
 TILE_MULTIPLE = 384  # a multiple of the rows of a query tile in every kernel for windows
 WINDOW_END = 2**30  # see call_options.window_ends

@@ -109,9 +109,8 @@ def _call(group: Any, settings: tuple[Any, ...], explain: bool, q: Any, k: Any, 
         return (plan or plans.plan_call(peers, settings, q, k, v, options)[1]).choice
     if plan is None:
         plan = agree_on_plan(peers, key, lambda: plans.plan_call(peers, settings, q, k, v, options), getattr(q, "device", None))
-    if (
-        plan.cached_call is not None and out is None and not torch.is_grad_enabled()
-    ):  # the common case: each further line would cost host time
+    # the common case: each further line would cost host time
+    if plan.cached_call is not None and out is None and not torch.is_grad_enabled():
         return plan.scheme.attend(q, k, v, plan.cached_call)
     check_values(options, plan.length, plan.keys)
     arrays, others = ({}, options) if plan.plain else flatten_arrays(_with_aux_tuple(options))

@@ -23,7 +23,7 @@ FAST = ("contract",)
 
 
 def plain(x):
-    """The array of a tile, a number as it is."""
+    """The array of a tile; a number unchanged."""
     return x.array.astype(np.float32) if isinstance(x, Tile) else np.float32(x)
 
 
@@ -72,7 +72,7 @@ def broadcast(name, *specs):
 
 
 def _partial(name, specs, out):
-    """Partial sums may be added to each other and scaled by whole numbers and vectors; nothing else makes sense of them."""
+    """Partial sums may only be added to each other and scaled by numbers and whole vectors."""
     partial = [isinstance(s, rv) and s.partial for s in specs]
     allowed = {"add": all(partial), "sub": all(partial), "mul": not all(partial), "truediv": not partial[-1]}.get(name)
     if any(partial) and (isinstance(out, rt) or not allowed):

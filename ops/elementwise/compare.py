@@ -93,9 +93,9 @@ for _face, (_operator, _sign) in COMPARISONS.items():
     lowers(_operator, OPS[_face].meaning)(_comparison(_face.__name__, _sign, True))
 
 
-# ---- what holds together -------------------------------------------------------------------------------------------
+# ---- logic ---------------------------------------------------------------------------------------------------------
 def _logical(name, emit, *operands):
-    """The type and lowering of an operator between what comparisons give; between numbers it is Numba's, not ours."""
+    """The type and lowering of an operator between masks; between numbers it is Numba's, not ours."""
     out = broadcast(name, *[types.float32 if x == types.boolean else x for x in operands])
     if out is None:
         return None

@@ -1,4 +1,4 @@
-"""Tiles from nothing: constants, and the numbers of rows and columns."""
+"""Tiles without operands: constants, and the indices of rows and columns."""
 
 import numpy as np
 
@@ -12,7 +12,7 @@ EXACT = {fp32: 2**24, fp16: 2**11, bf16: 2**8}  # up to here a dtype holds every
 
 @lowers(rt, rt)
 def _(rows: int, cols: int, dtype, layout):
-    """A tile type may be made in the kernel itself, of what is known when the kernel is compiled: `zeros(rt(16, 64, fp32))`."""
+    """A tile type may be made in the kernel itself, of compile-time values: `zeros(rt(16, 64, fp32))`."""
     try:
         return StaticType(rt(rows, cols, dtype, layout)), lambda b, *_: None
     except ValueError as error:

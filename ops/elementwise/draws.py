@@ -89,7 +89,7 @@ def _keys(b, low, high):
 
 
 def _drawn(b, word, upper, bound):
-    """1 or 0, by the upper half of a word or the lower one; what is below the half in question decides nothing."""
+    """1 or 0, by the upper half of a word or the lower one; lower bits do not count."""
     draw = word if upper else b.shl(word, b.u32(16))
     return b.select(b.icmp_unsigned("<", draw, bound), f32(1.0), f32(0.0))
 

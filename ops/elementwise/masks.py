@@ -140,7 +140,7 @@ def outside_rule(name, first_row=None):
 
 @op
 def outside_fill(tile, rows, cols, value):
-    """tile, with `value` in every row from `rows` on and every column from `cols` on: what lies outside a ragged tile."""
+    """tile, with `value` in every row from `rows` on and every column from `cols` on: the outside of a ragged tile."""
     return outside_filled(tile, rows, cols, value)
 
 

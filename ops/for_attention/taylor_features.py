@@ -1,4 +1,4 @@
-"""The features of a second-order Taylor series, of 16 numbers a row: what Based's linear attention has for a key.
+"""The features of a second-order Taylor series, of 16 numbers a row: the feature map of Based's linear attention.
 
     taylor(q, 1.0) @ taylor(k, 0.5).T = 1 + q k^T + (q k^T) ** 2 / 2
 
@@ -18,7 +18,7 @@ from tiles.types import rt
 
 from ..threads import lanes
 
-BASE, HALF = 16, 8  # numbers a row; the farthest apart that two of them are, going round
+BASE, HALF = 16, 8  # numbers of a row; the greatest cyclic distance of two of them
 FEATURES = BASE * (HALF + 2)
 
 

@@ -89,7 +89,7 @@ def _substitute(b, value):
 
 
 def _register(row, column):
-    """Which of a lane's registers holds the rows that begin at `row` (0 or 8) of a column."""
+    """The index of a lane's register with the rows that begin at `row` (0 or 8) of a column."""
     return column // HALF * 4 + row // HALF * 2 + column % 2
 
 

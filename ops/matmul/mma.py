@@ -24,7 +24,7 @@ def _held(operand, layout):
 
 
 def _fragments(b, operand, value):
-    """Four registers at a time: what an instruction takes of 16 rows of a left operand. Of tf32 a lane holds columns 2t and
+    """Four registers at a time: an instruction's part of 16 rows of a left operand. Of tf32 a lane has columns 2t and
     2t + 1 of eight along k, where the instruction means t and t + 4. That is another order of k, which a and b share: the
     sum over k is the same."""
     registers = b.unpack(value)
@@ -44,7 +44,7 @@ def left_operand(b, operand, value, layout):
 
 def _right(b, operand, value, layout):
     """fragments(column, along): the right operand's two registers for eight columns of the product and those for the next
-    eight. The instruction takes registers that are neighbours, as ldmatrix brings them; of others two would have to be moved
+    eight. The instruction takes registers that are neighbours, as ldmatrix loads them; of others two would have to be moved
     for each product."""
     steps = operand.shape[layout == "row"] * operand.dtype.itemsize // SLICE
     if isinstance(operand, rt):

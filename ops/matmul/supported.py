@@ -136,7 +136,7 @@ COLUMNS = ', "col"'
 
 
 def _wrong(name, acc, a, b, spaces):
-    """What is wrong with these operands, where it is one thing."""
+    """The fault of these operands as text, if it is a single one."""
     transposed = transposed_in(name)
     for letter, x in zip("ab", (a, b)):
         if isinstance(x, (ring, pipeline)):

@@ -7,7 +7,7 @@ A pending accumulator may be handed to the next `mma_*` (the tensor cores keep t
     for j in range(1, steps):
         acc = warpgroup.mma_AB(acc, a.wait(j), b.wait(j))
         warpgroup.wait(newer=1)         # mma j may go on; those before it are done,
-        a.release(j - 1)                # so what they read can be given back
+        a.release(j - 1)                # so the tiles that they read can be released
         b.release(j - 1)
     acc = warpgroup.wait(acc)
 
@@ -34,7 +34,7 @@ ROWS = 64  # of a warpgroup's tile
 
 
 def _meaning(name, acc, a, b):
-    """Issue the product `name`, computed when it is waited for: what it reads is in use until then."""
+    """Issue the product `name`, computed when it is waited for: its operands are in use until then."""
     transposed, warp, from_shared = transposed_in(name), current_warp(), not hasattr(a, "array")
     tile = _result(name, None if acc is None else acc.spec, a.spec, b.spec)
     if isinstance(acc, PendingTile):
@@ -173,7 +173,7 @@ for _mm, _mma in ((mm_AB, mma_AB), (mm_ABt, mma_ABt), (mm_AtB, mma_AtB), (mm_AtB
 @op(takes_pending=True)
 def wait(tile=None, newer=0):
     """The tile that a pending one promises. It waits for all mmas of this warpgroup except the `newer` newest. Without a tile
-    it only waits: what those mmas read from shared memory may then be released."""
+    it only waits: shared tiles that those mmas read may then be released."""
     return current_warp().complete(tile, newer)
 
 

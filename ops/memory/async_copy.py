@@ -5,7 +5,7 @@
     wait_group(newer=1)                     all groups but the youngest are here: for this warp
     cuda.syncthreads()                      ... and for all warps, if these waited, too
 
-`tiles.pipeline` does this for all warps of a block, stage by stage. Warps that bring tiles for others, a ring's writers, do it
+`tiles.pipeline` does this for all warps of a block, stage by stage. Warps that load tiles for others, a ring's writers, do it
 tile by tile. Rows may lie in pages:
 
     found = look_up(part, pages, size, (sequence, row), last)           a tile ahead

@@ -7,7 +7,7 @@
 
 A block may only wait for what blocks with lower numbers do, or its own other warps: blocks begin in the order of their numbers,
 but nobody knows how many of them there is room for at a time. In the interpreter, which runs blocks one after the other, a wait
-for a later one is a deadlock at once. The numbers are 0 before the grid begins, and nothing else is done to them."""
+for a later one is a deadlock at once. The numbers must be 0 before the grid begins, and only these ops may access them."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Reading a global array at the indices that a vector or a tile holds: `docs[i]`, `bias[head, i, j]`."""
+"""Gathering from a global array at the indices of a vector or a tile: `docs[i]`, `bias[head, i, j]`."""
 
 import operator
 

@@ -154,8 +154,8 @@ def lower_load(ty, spec, rows, cols, first_row, adjacent=False):
 
 @op
 def truncate(array, axis, end):
-    """The array without what lies from index `end` on along `axis`: loads give zeros there, stores leave it alone. `axis` must
-    be known when the kernel is compiled."""
+    """The array without its elements from index `end` on along `axis`: loads give zeros there, stores leave it alone. `axis`
+    must be known when the kernel is compiled."""
     return array[(slice(None),) * axis + (slice(0, max(end, 0)),)]
 
 

@@ -30,7 +30,7 @@ from ..threads.warps import FOUR_WARPS
 from .shared_tiles import describe_index
 
 QUAD = 4  # elements of a lane that are adjacent in shared memory
-ROW = 8 * QUAD  # columns of a shared tile that takes held ones: eight lanes' elements, a row of all banks
+ROW = 8 * QUAD  # columns of the shared tile of store_held: eight lanes' elements, a row of all banks
 
 
 def _line(array, spec, at, together):

@@ -1,7 +1,7 @@
 """Between registers and memory: a warp's tile or vector to and from global arrays and shared tiles.
 
 `load` and `store` take either: a shared tile of as many rows as the register tile, for a vector a shared vector, or a global
-array with the index of the tile's first element. How each is done stands in shared_tiles.py, shared_vectors.py,
+array with the index of the tile's first element. Their lowerings are in shared_tiles.py, shared_vectors.py,
 global_vectorized.py, and global_elements.py for what cannot go by 16 bytes.
 """
 
@@ -19,7 +19,7 @@ from . import global_elements, global_vectorized, shared_tiles, shared_vectors
 
 # ---- both scopes ---------------------------------------------------------------------------------------------------
 def rows_of(spec, rank):
-    """The rows of a warpgroup's tile, or the elements of its vector, that its warp `rank` holds."""
+    """The rows of a warpgroup's tile, or the elements of its vector, of its warp `rank`."""
     if isinstance(spec, rv):
         return shared_vectors.part(spec, rank)
     return range(spec.rows * rank, spec.rows * (rank + 1))

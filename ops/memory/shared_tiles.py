@@ -42,7 +42,7 @@ def check(name, tile, verb, spec, at, warps):
 
 
 def shifts(b, run=2):
-    """What this lane's elements are apart from lane 0's: along the axis where quads differ, and along that of the runs."""
+    """The distance of this lane's elements from lane 0's: along the axis where quads differ, and along that of the runs."""
     lane = b.lane()
     return b.lshr(lane, b.u32(2)), b.mul(b.and_(lane, b.u32(3)), b.u32(run))
 

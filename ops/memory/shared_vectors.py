@@ -20,7 +20,7 @@ from tiles.types import rt, rv, st, sv
 
 
 def part(spec, rank):
-    """The elements of a shared vector that warp `rank` of those that share it holds: along rows its own, along columns all."""
+    """The elements of a shared vector that warp `rank` of its group loads: along rows its own, along columns all."""
     first = spec.length * rank if spec.axis == "col_vec" else 0
     return range(first, first + spec.length)
 
@@ -78,8 +78,8 @@ def load_elements(b, dtype, count, at, where="shared"):
 
 
 def store_elements(b, dtype, elements, at, instruction="st.shared", *bars):
-    """Store neighbours (as many as load_elements brings), given as fp32, at an address in shared memory. bars: the address that
-    an asynchronous instruction is told last; such store 4 bytes or more."""
+    """Store adjacent elements (as many as load_elements loads), given as fp32, at an address in shared memory. bars: the
+    address that an asynchronous instruction is told last; such store 4 bytes or more."""
     if dtype.itemsize == 4:
         values, kind = b.unpack(b.from_elements(rt(16, 16, dtype), elements)), ["f32", "v2.f32"][len(elements) - 1]
     else:
@@ -104,7 +104,7 @@ def lower_store(vector, spec, first_row):
     return lower
 
 
-# ---- parts of what is shared -----------------------------------------------------------------------------------------
+# ---- rows of shared tiles, elements of shared vectors ----------------------------------------------------------------
 @op
 def load_row(tile, spec, row):
     """One row of a shared tile as the fp32 row_vec `spec`, by one warp; all its lanes get it."""

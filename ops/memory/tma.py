@@ -1,4 +1,4 @@
-"""Shared memory to global memory by TMA, and what TMA can do on the way: add, take the lesser or greater; prefetch to L2.
+"""Shared memory to global memory by TMA, with TMA's reductions (add, min, max); prefetch to L2.
 
     warpgroup.tma_store(y, (i, j), tile)           y[i, j]  = tile
     warpgroup.tma_add(y, (i, j), tile)             y[i, j] += tile, element by element, atomically
@@ -61,8 +61,8 @@ def tma_max(target, at, tile):
 
 @op
 def prefetch(source, at):
-    """Load source[at], of a tensor, into the L2 cache, where a later copy finds it; nobody waits for it. By the first lane of
-    one warp. What lies outside the array is left out."""
+    """Load source[at], of a tensor, into the L2 cache, where a later copy finds it; no thread waits for it. By the first lane
+    of one warp. What lies outside the array is left out."""
     current_warp().inside(source, at)
 
 

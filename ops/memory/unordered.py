@@ -55,7 +55,7 @@ def store_unordered(target, value, at, rows=-2, cols=-1):
 
 
 def _narrows(spec, stored_dtype):
-    """Does a tile become fp8 as it is stored?"""
+    """Is a tile converted to fp8 when it is stored?"""
     return stored_dtype.itemsize == 1 < spec.dtype.itemsize
 
 
@@ -114,7 +114,7 @@ def store_widened(tile, value):
 
 
 def _fits(spec, stored_dtype):
-    """Is it a type that these take, of elements of type `held`?"""
+    """Do these ops take tiles of this type from arrays of dtype `stored_dtype`?"""
     shaped = isinstance(spec, rt) and spec.rows == BAND and spec.cols % QUAD_OF_8 == 0
     return shaped and spec.dtype is stored_dtype and stored_dtype.itemsize == 1 and spec.layout == "row"
 
@@ -148,7 +148,7 @@ def _(pool, spec: type, found, at, last):
 
 
 def _widened(b, spec, words, to):
-    """Words of four fp8 elements each, as words of two of dtype `to`. fp16 holds them as they are."""
+    """Words of four fp8 elements each, as words of two of dtype `to`. fp16 represents them exactly."""
     if to is fp16:
         return [b.halves(spec.dtype, word, part) for word in words for part in ("lo", "hi")]
     elements = b.elements(spec, b.pack(words))

@@ -1,4 +1,4 @@
-"""Reductions across warps: of what the four of a warpgroup, or all of a block, have each reduced for themselves.
+"""Reductions across the four warps of a warpgroup, or all warps of a block, of values that each warp has reduced itself.
 
     most = warpgroup.reduce_max(col_max(tile), scratch)        of 64 rows: each warp has reduced its own sixteen
     size = block.reduce_sum(tile_sum(tile * tile), scratch)
@@ -32,7 +32,7 @@ VOTES: WeakKeyDictionary = WeakKeyDictionary()  # barrier: {how often it had ope
 
 
 def reduced(group, kind, x, scratch):
-    """What a reduction means: of the parts that the group's warps bring, element by element."""
+    """The meaning of a reduction across the group's warps, element by element."""
     warp, ufunc, room = current_warp(), FOLDS[kind][0], _room(x)
     rank, size = group.rank(warp), group.size(warp)
     if size * room > scratch.length:

@@ -38,7 +38,7 @@ FOLDS = {"max": (np.fmax, fmax), "min": (np.fmin, fmin), "sum": (np.add, fadd), 
 
 
 def _elements(x):
-    """What a tile or vector holds, in fp32; a shared tile's elements are read."""
+    """The elements of a tile or vector, in fp32; a shared tile's are read."""
     return (current_warp().read(x) if isinstance(x, SharedTile) else x.array).astype(np.float32)
 
 
@@ -112,7 +112,7 @@ def _fold(b, elements, combine):
 
 
 def _held(name, tile):
-    """The register tile that holds what a shared one does."""
+    """The type of a register tile with the elements of a shared one."""
     if tile.dtype in OPERANDS:
         raise TypeError(f"{name}: tiles of {tile.dtype} are only for products: load it and convert it, fp32(x); got {tile}")
     try:
@@ -145,7 +145,7 @@ def _fold_strips(b, tile, axis, value, combine):
 
 
 def _vector(tile, axis):
-    """The type of what is left of a tile when its rows or its columns are reduced."""
+    """The type of a tile's reduction along its rows or its columns."""
     return tile.col_vec if axis == "row" else tile.row_vec
 
 
@@ -234,7 +234,7 @@ def _(tile):
 
 @op
 def finish_sum(vector):
-    """The col_vec whose lanes' shares a partial sum holds."""
+    """The col_vec of which a partial sum has each lane's share."""
     return vector.array
 
 

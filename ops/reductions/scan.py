@@ -56,7 +56,7 @@ def _(x):
 
 
 def _columns(x):
-    """For each column of which a lane holds elements, which of them in order; a vector is one."""
+    """For each column of which a lane has elements, their indices in order; a vector is one column."""
     if isinstance(x, rv):
         return [list(range(x.elements))]
     columns = {}

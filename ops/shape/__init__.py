@@ -1,1 +1,1 @@
-"""Tiles that are parts of others, put together from others, or transposed: nothing is computed."""
+"""Tiles that are parts, concatenations or transposes of others: data movement without arithmetic."""

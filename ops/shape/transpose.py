@@ -99,14 +99,14 @@ def _exchange(b):
 
 
 def _to_pairs(b, registers):
-    """Lane L has elements 8i + L/4, and wants 8i + 2(L%4) + {0, 1}."""
+    """Lane L has elements 8i + L/4, and gets 8i + 2(L%4) + {0, 1}."""
     source = b.mul(b.and_(b.lane(), b.u32(3)), b.u32(8))
     sources = source, b.or_(source, b.u32(4))
     return [ptx.shuffle(b, x, source) for x in registers for source in sources]
 
 
 def to_quads(b, registers):
-    """Lane L has elements 8i + 2(L%4) + {0, 1}, and wants 8i + L/4: lanes of odd rows give their second element."""
+    """Lane L has elements 8i + 2(L%4) + {0, 1}, and gets 8i + L/4: lanes of odd rows send their second element."""
     lane = b.lane()
     row = b.lshr(lane, b.u32(2))
     source, odd = b.add(b.mul(b.and_(row, b.u32(1)), b.u32(4)), b.lshr(row, b.u32(1))), _is_odd(b, row)

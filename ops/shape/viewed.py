@@ -19,8 +19,8 @@ def _type(tile, spec):
 
 @op
 def viewed(tile, spec):
-    """The bytes of a shared tile as a tile of type `spec`, with as many rows of the same length. No copy: what is stored
-    through one is what the other then holds."""
+    """The bytes of a shared tile as a tile of type `spec`, with as many rows of the same length. No copy: both names are the
+    same memory."""
     return SharedTile(_type(tile.spec, spec), tile.address, tile.name, tile.slot, tile.number, tile.first)
 
 

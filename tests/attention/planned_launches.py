@@ -1,5 +1,5 @@
-"""What a call would launch on a GPU that need not be there. Only planners run: tensors lie on torch's device "meta", which has
-shapes and no memory, and launches are noted."""
+"""What a call would launch on a GPU that need not exist. Only planners run: tensors are on torch's device "meta", with shapes
+and without memory, and launches are recorded."""
 
 import contextlib
 import sys
@@ -21,15 +21,15 @@ GPUS = {  # what planners ask of a GPU
 
 
 class PlannedLaunch(NamedTuple):
-    """A launch that was planned: its configuration, the arrays of the call by name, and what the kernel is told."""
+    """A planned launch: its configuration, the call's arrays by name, and the kernel's arguments."""
 
     config: object
     arrays: dict
-    told: dict
+    call_options: dict
 
 
 def form_of(x):
-    """The Form of a tensor, also of one without memory, which lies at an address that TMA takes if its offset does."""
+    """The Form of a tensor; one without memory gets an address that TMA supports if its offset does."""
     size = x.element_size()
     strides = tuple([size * stride for stride in x.stride()])
     past = size * x.storage_offset() % 16 if x.is_meta else x.data_ptr() % 16
@@ -38,19 +38,19 @@ def form_of(x):
 
 @contextlib.contextmanager
 def noted(monkeypatch, gpu):
-    """What is planned inside is noted in the list that this gives, for a GPU of this name. What comes back from calls is on no
-    device, either."""
+    """Yields a list to which launches planned inside, for a GPU of this name, are appended. Results of calls have no memory
+    either."""
     found = []
     target = SimpleNamespace(**GPUS[gpu], ordinal=0)
 
     def kernel_for(family, config, ordinal):
-        return SimpleNamespace(bind=lambda grid, **told: SimpleNamespace(config=config, told=told))
+        return SimpleNamespace(bind=lambda grid, **call_options: SimpleNamespace(config=config, call_options=call_options))
 
     def call(self, stream, arrays, options, layout="bshd"):
         given = {name: form_of(x) for name, x in zip(self.names, arrays) if x is not None}
         problem, plan, results = self.steps(given, None, options, layout)
         every = dict(zip(self.names, arrays))
-        found.extend([PlannedLaunch(step.config, every, step.told) for step in plan.steps if hasattr(step, "config")])
+        found.extend([PlannedLaunch(step.config, every, step.call_options) for step in plan.steps if hasattr(step, "config")])
         out = [every[name] if every.get(name) is not None else made(*problem.made(name)) for name in results]
         return out[0] if len(out) == 1 else tuple(out)
 
@@ -65,5 +65,5 @@ def noted(monkeypatch, gpu):
 
 
 def made(shape, dtype):
-    """A tensor without memory."""
+    """A tensor on the meta device."""
     return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")

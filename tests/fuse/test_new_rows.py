@@ -216,7 +216,7 @@ def test_what_a_new_number_of_rows_takes(gpu):
 
 
 def test_memory_stays(gpu, monkeypatch):
-    """Over thousands of numbers of rows, the lines of modules included."""
+    """Memory stays bounded over thousands of numbers of rows, linecache included."""
     monkeypatch.setattr(programs, "KNOWN", programs.Recent(64))
     monkeypatch.setattr(programs, "FUNCTIONS", programs.Recent(64))
     function, numbers = function_of("rms_norm_linear", False), [*range(1, 9001)]
@@ -254,7 +254,8 @@ def test_what_stands_for_a_length(how):
 
 
 def test_a_definition_that_asks_for_its_rows():
-    """It means what it says: its rows stand for no others. One that asks for columns has rows as any other."""
+    """A definition that reads its number of rows is planned for that number alone; one that reads columns has classes of
+    rows."""
     by_rows = fuse.kernel(lambda x: x * (1.0 / x.shape[0]))
     by_columns = fuse.kernel(lambda x: x * (1.0 / x.shape[-1]))
     for rows in (3, 5):
@@ -279,7 +280,7 @@ ASKING = {
 
 @pytest.mark.parametrize("case", ASKING)
 def test_what_asks_for_rows(case):
-    """In whatever way, and of lengths that it is not tried with at first, too."""
+    """Any way of reading an extent counts, also of lengths that are not tried first."""
     kernel, factor = fuse.kernel(lambda x: x * ASKING[case](x)), ASKING[case]
     for rows in (3, 5, 16):
         x = normal(rows, 64)

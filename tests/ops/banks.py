@@ -1,6 +1,6 @@
-"""How shared memory's banks are met."""
+"""Counts of shared memory bank conflicts."""
 
 
 def ways(counts, prefix=""):
-    """How often at most one bank was asked for different words in a pass, by instructions whose opcodes begin so."""
+    """The most different words of one bank in a pass, over all instructions whose opcodes begin with this text."""
     return {times for opcode, times in counts.ways.items() if opcode.startswith(prefix)}

@@ -1,4 +1,4 @@
-"""Kernels with one mistake each, and what must be said of them: `says` registers one, `check` runs it."""
+"""Kernels with one mistake each, and the error they must raise: `says` registers one, `check` runs it."""
 
 from pathlib import Path
 
@@ -35,7 +35,7 @@ class Cases:
 
 
 def check(backend, mistake, message):
-    """The message, then the kernel's line."""
+    """The error has the message, then the kernel's line."""
     with pytest.raises(TypeError) as error:
         backend(cuda.jit(mistake), np.zeros((64, 64), np.float32), tensor(blank((64, 64), bf16), S), warps=4, shared=smem)
     said, line = str(error.value).split("\n", 1)

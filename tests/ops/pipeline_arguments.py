@@ -1,4 +1,4 @@
-"""What the rules of pipelines refuse and take, for test_refusals.py."""
+"""Arguments that the rules of pipelines refuse and accept, for test_refusals.py."""
 
 from numba import types
 

@@ -1,4 +1,4 @@
-"""ops/reductions/across_warps.py: what the warps of a warpgroup, or of a block, reduce together."""
+"""ops/reductions/across_warps.py: reductions across the warps of a warpgroup or of a block."""
 
 import math
 import re
@@ -17,14 +17,14 @@ N = rt(16, 16, fp32).row_vec  # numbers are stored as vectors
 
 
 def error_of(kind, X):
-    """What fp32 may be wrong by over all rows."""
+    """The error that an fp32 reduction over all rows may have."""
     return {"sum": np.abs(X).sum(0), "prod": np.abs(X.prod(0)) * len(X)}.get(kind, 0) * EPS[fp32] * 4
 
 
 @pytest.mark.parametrize(("scope", "warps"), [("warpgroup", 4), ("block", 2), ("block", 8)])
 @pytest.mark.parametrize(("cols", "dtype", "side"), pairs([32, 16, 64], [fp32, bf16, fp16], ["row", "col"]))
 def test_columns(run, sample, scope, warps, cols, dtype, side):
-    """Of the warps' tiles, one below the other: of each column, and every warp gets them. (A block's second warpgroup has the
+    """Each column of the warps' stacked tiles is reduced, and every warp gets the result. (A block's second warpgroup has the
     same rows as its first.)"""
     T, W, group, rows = rt(16, cols, dtype, side), rt(16, cols, fp32, side), getattr(ops, scope), 16 * min(warps, 4)
     plan = shared(scratch=sv(8 * cols, fp32))
@@ -50,7 +50,7 @@ def test_columns(run, sample, scope, warps, cols, dtype, side):
 
 @pytest.mark.parametrize(("scope", "warps"), [("warpgroup", 4), ("block", 3), ("block", 8)])
 def test_numbers(run, sample, scope, warps):
-    """Of each warp its own."""
+    """One number per warp is reduced."""
     T, group = rt(16, 32, fp32), getattr(ops, scope)
     plan = shared(scratch=sv(16 if scope == "warpgroup" else 64, fp32))
     most, least, total, product = (getattr(group, f"reduce_{kind}") for kind in KINDS)
@@ -89,7 +89,7 @@ def test_a_vector_is_rounded_to_its_own_dtype(run, sample):
 
 
 def test_two_warpgroups_reduce_apart(run, sample):
-    """Each with scratch of its own, and at its own pace."""
+    """Each warpgroup has scratch of its own, and goes at its own pace."""
     T, plan = rt(16, 32, fp32), shared(first=sv(128, fp32), second=sv(128, fp32))
 
     @cuda.jit
@@ -113,7 +113,7 @@ def test_two_warpgroups_reduce_apart(run, sample):
 @pytest.mark.parametrize("scope", ["warpgroup", "block"])
 @pytest.mark.parametrize("true", [(), (2,), (0, 1, 3), (0, 1, 2, 3)], ids=str)
 def test_any_and_all(run, scope, true):
-    """Each warp brings its own condition; all of them branch alike."""
+    """Each warp has a condition of its own, and all warps branch alike."""
     group, T = getattr(ops, scope), rt(16, 16, fp32)
     some, every = group.reduce_any, group.reduce_all
 
@@ -135,7 +135,7 @@ def test_any_and_all(run, scope, true):
 
 
 def test_each_warp_reduces_its_quarter_of_a_shared_tile(run, sample):
-    """Rows by quarters, columns across the warps."""
+    """Rows are reduced by quarters, columns across the warps."""
     S = st(64, 48, bf16)
     plan = shared(s=S, scratch=sv(256, fp32))
     T = rt(16, 48, bf16)
@@ -225,7 +225,7 @@ def test_mistakes(backend, mistake):
 
 
 def test_scratch_for_more_warps_than_there_are(run):
-    """What the others would bring changes nothing."""
+    """The scratch of absent warps does not change the result."""
     plan = shared(scratch=sv(16, fp32))
 
     @cuda.jit
@@ -242,7 +242,7 @@ def test_scratch_for_more_warps_than_there_are(run):
 
 
 def test_scratch_for_fewer_warps_than_there_are():
-    """How many warps a block has is known when it is launched."""
+    """The launch raises the error, because only then is the number of warps known."""
 
     @cuda.jit
     def body():

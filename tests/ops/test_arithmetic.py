@@ -131,7 +131,7 @@ def test_fma_rounds_once(run, sample, shape, dtype, side):
 
 
 def test_a_product_is_rounded_for_itself(run, sample):
-    """The very bits of three operations, where an fma would save one rounding."""
+    """The bits are those of three separate operations, where an fma would save one rounding."""
     T = rt(16, 32, fp32)
 
     @cuda.jit

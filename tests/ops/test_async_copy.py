@@ -15,7 +15,7 @@ from tiles.testing import blank, pairs, ptx
 
 
 def padded(x, columns, skip=0):
-    """x inside an array of poison with so many columns, whose rows then begin at multiples of as many bytes; the first `skip`
+    """x inside an array of poison with so many columns, so that rows begin at multiples of as many bytes; the first `skip`
     columns are not part of it."""
     root = np.full((x.shape[0], columns), 7, x.dtype)
     root[:, skip : skip + x.shape[1]] = x
@@ -27,7 +27,7 @@ SHAPES = [*pairs(WIDTHS, [*DTYPES, fp8e4m3], [16, 8, 4, 16]), (128, bf16, 2), (6
 
 @pytest.mark.parametrize(("width", "dtype", "piece"), SHAPES)
 def test_tiles_ragged_on_every_side(run, sample, width, dtype, piece):
-    """Tiles begin at each multiple of a piece, left of the array, too; a panel, or part of a chunk, may lie before it."""
+    """Tiles begin at each multiple of a piece, also left of the array; a panel, or part of a chunk, may lie before it."""
     S, T, step = st(16, 64, dtype, min(width, 64 * dtype.itemsize)), rt(16, 64, dtype), max(piece // dtype.itemsize, 1)
     aligned = [(row, col // step * step) for row, col in (*PLACES, (0, -1), (1, -43))]
     n = len(aligned)
@@ -52,7 +52,7 @@ def test_tiles_ragged_on_every_side(run, sample, width, dtype, piece):
 
 @pytest.mark.parametrize(("warps", "stages", "width"), pairs([1, 2, 4], [1, 2, 3, 4], [128, 64, 32]))
 def test_a_pipeline_brings_every_tile(run, sample, warps, stages, width):
-    """Along axes 1 and 3 of four, the last tile ragged, the groups after it empty."""
+    """A pipeline loads tiles along axes 1 and 3 of four; the last tile is ragged, and the groups after it are empty."""
     S, count = st(16 * warps, 64, bf16, width), 6
     smem = tiles.shared(first=st(8, 64, bf16), k=pipeline(S, stages, warps))
     whole = rt(S.rows, 64, bf16)
@@ -206,7 +206,7 @@ def test_what_a_pipeline_of_vectors_refuses():
 
 
 def test_memory_that_is_used_again(run, sample):
-    """When all tiles are read, another type of tile lies where they were."""
+    """After all tiles are read, a tile of another type uses the same memory."""
     smem = tiles.shared(first=st(8, 64, bf16), k=pipeline(st(32, 64, bf16), 2, 2))
     ROOM = st(32, 64, fp32)
 
@@ -227,7 +227,7 @@ def test_memory_that_is_used_again(run, sample):
 
 
 def test_shares_of_fewer_rows_than_a_warp_copies_at_once(run, sample):
-    """Eight rows each, where 32 lanes copy sixteen of 32 bytes; of the second tile one row lies outside."""
+    """Eight rows per warp, where 32 lanes copy sixteen of 32 bytes; one row of the second tile lies outside."""
     S = st(32, 16, bf16)
     smem = tiles.shared(k=pipeline(S, 2, 4))
 
@@ -265,7 +265,7 @@ TURNS = {"backwards": np.s_[::-1], "every third row, backwards": np.s_[::-3], "o
 @pytest.mark.parametrize("piece", [16, 4, 2])
 @pytest.mark.parametrize("turn", TURNS)
 def test_rows_in_any_order(run, sample, turn, piece):
-    """Strides that are negative or 0, in whole tiles and in those that the end cuts."""
+    """Strides are negative or 0, in whole tiles and in ragged ones."""
     S, skip = st(16, 64, bf16), piece // 2
     smem = tiles.shared(a=S)
 

@@ -67,7 +67,7 @@ def test_every_block_stores_to_the_next_and_loads_from_it(run, sample, dtype, si
 
 @pytest.mark.parametrize("blocks", [2, 4])
 def test_numbers_of_all_blocks(run, blocks):
-    """Their sum and the greatest, twice, by blocks of several warps."""
+    """The sum and the maximum over blocks of several warps, twice."""
     smem, TILE = shared(parts=sv(16, fp32)), rt(16, 16, fp32)
 
     @cuda.jit
@@ -91,7 +91,7 @@ MESSAGES = [(fp32, "row"), (fp32, "col"), (bf16, "row"), (fp16, "row"), (fp8e5m2
 
 @pytest.mark.parametrize(("dtype", "side"), MESSAGES)
 def test_messages(run, sample, dtype, side):
-    """A pair of blocks sends each other tiles, again and again: st.async to a barrier there, and a signal when it was read."""
+    """Two blocks send each other tiles repeatedly: st.async to a barrier of the peer, and a signal once a tile was read."""
     S, T, N, rounds = st(16, 32, dtype), rt(16, 32, dtype, side), st(16, 32, dtype).nbytes, 5
     smem = shared(a=S, full=barrier(1), free=barrier(1))
 
@@ -118,7 +118,7 @@ def test_messages(run, sample, dtype, side):
 
 
 def test_what_a_signal_says(run, sample):
-    """A vector that is sent, its bytes counted once though eight lanes hold each element; one that is stored, and a signal."""
+    """A vector is sent, its bytes counted once though eight lanes hold each element; another is stored and signalled."""
     V, N = rt(16, 32, fp32).row_vec, sv(32, fp32).nbytes
     smem = shared(sent=sv(32, fp32), stored=sv(32, fp32), full=barrier(1), said=barrier(1))
 
@@ -144,7 +144,7 @@ def test_what_a_signal_says(run, sample):
 
 
 def test_a_peer_reads_what_tma_brings_again(run, sample):
-    """TMA may overwrite what a peer says that it has loaded."""
+    """TMA may overwrite a tile once the peer signals that it has loaded it."""
     S, T = st(16, 32, fp32), rt(16, 32, fp32)
     smem = shared(a=S, full=barrier(1), there=barrier(1), free=barrier(1))
 
@@ -173,7 +173,7 @@ def test_a_peer_reads_what_tma_brings_again(run, sample):
 
 @pytest.mark.parametrize(("dtype", "blocks", "width"), pairs([bf16, fp32, fp16], [2, 4], [128, 64]))
 def test_a_ring_that_blocks_share(run, sample, dtype, blocks, width):
-    """Each brings its part of the rows to all; all see whole tiles, zeros where they lie outside."""
+    """Each block loads its part of the rows for all; all see whole tiles, with zeros outside the array."""
     S, T, count = st(64, 64, dtype, width), rt(16, 64, dtype), 6
     smem = shared(first=st(8, 64, dtype), r=ring(S, 2, readers=4, blocks=blocks))
 
@@ -344,7 +344,7 @@ def test_a_block_that_the_cluster_has_not(rank):
 
 
 def test_bytes_that_count_at_another_block():
-    """A tile of the next block, and a barrier of this one."""
+    """A tile of the next block's memory, and a barrier of this block."""
     S, T = st(16, 64, fp32), rt(16, 64, fp32)
     smem = shared(first=sv(16, fp32), a=S, full=barrier(1))
 

@@ -1,4 +1,4 @@
-"""ops/cluster_sum.py: tiles that the blocks of a cluster add up, sums along rows that all of them get; ops/grid.py."""
+"""ops/cluster_sum.py: sums of tiles over the blocks of a cluster, sums along rows for all blocks; ops/grid.py."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from tiles.testing import blank
 
 @pytest.mark.parametrize(("blocks", "warps", "rows"), [(2, 8, 32), (4, 4, 16)])
 def test_a_tile_is_finished_once(run, sample, blocks, warps, rows):
-    """y = the sum over blocks, each block has written its share of the warps' tiles."""
+    """y is the sum over blocks, each of which writes its share of the warps' tiles."""
     tile = rt(16, rows, fp32)
     total = ClusterSum(blocks, warps, tile)
     smem = shared(parts=total.parts, full=barrier(total.finishers))
@@ -35,7 +35,7 @@ def test_a_tile_is_finished_once(run, sample, blocks, warps, rows):
 
 @pytest.mark.parametrize(("blocks", "rows"), [(2, 16), (4, 32)])
 def test_every_block_gets_the_sums(run, sample, blocks, rows):
-    """A warp brings the sums of its band of rows; warps of one band, and the blocks, are added up."""
+    """The sums of a band of rows are added up over the warps of the band and over the blocks."""
     sums = RowSums(blocks, rows)
     smem = shared(parts=sums.parts, full=barrier(4))
     band = rt(16, 16, fp32).col_vec
@@ -57,7 +57,7 @@ def test_every_block_gets_the_sums(run, sample, blocks, rows):
 
 @pytest.mark.parametrize(("blocks", "rows"), [(2, 32), (4, 64)])
 def test_a_band_s_sums(run, sample, blocks, rows):
-    """The same where rows stand upright: a warp gets those of its own 16 rows."""
+    """A warp gets the sums of its own 16 rows, as for rows on wgmma's left."""
     sums = RowSums(blocks, rows)
     smem = shared(parts=sums.parts, full=barrier(4))
     band = rt(16, 16, fp32)

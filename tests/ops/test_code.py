@@ -1,4 +1,4 @@
-"""What the ops become on Hopper: the instructions that were meant, and no others. No GPU is needed, but nvdisasm is."""
+"""The machine code of ops on Hopper: the expected instructions and no others. No GPU is needed, but nvdisasm is."""
 
 import functools
 from collections import Counter
@@ -48,7 +48,7 @@ plan = tiles.shared(x=st(16, 128, fp32), y=st(16, 128, bf16), h=st(16, 128, fp16
 
 
 def code(kernel, *args):
-    """The cubin for sm_90a of a kernel that takes such arguments; not a byte of local memory, not a warning."""
+    """The cubin for sm_90a of a kernel with these arguments, which must have no local memory and no warning."""
     found = compile_kernel(kernel, [parameter(f"argument {k}", a).type for k, a in enumerate(args)], "sm_90a")
     assert (found.local_bytes, found.spill_bytes, found.warnings) == (0, 0, [])
     assert not {"LDL", "STL"} & set(sass.instructions(found.cubin))
@@ -62,7 +62,7 @@ def opcodes(cubin):
 
 @functools.cache
 def around():
-    """What loading a tile, storing it and taking two arguments needs."""
+    """The instructions that load a tile, store it and read two arguments."""
 
     @cuda.jit
     def body(scale, n):
@@ -73,7 +73,7 @@ def around():
 
 
 def made_of(function):
-    """The opcodes that stand between loading a tile from shared memory and storing function(tile, scale, n) there."""
+    """The opcodes between loading a tile from shared memory and storing function(tile, scale, n) there."""
 
     @cuda.jit
     def body(scale, n):
@@ -276,7 +276,7 @@ def test_tma_takes_one_instruction_a_panel():
 
 
 def test_the_loop_of_an_online_softmax():
-    """Two products and a softmax a round: what the maths needs, and at most 80 instructions of addresses and barriers."""
+    """Two products and a softmax per iteration: the maths' instructions, and at most 80 of addresses and barriers."""
     K, V, Q = st(128, 128, bf16), st(128, 128, bf16), st(64, 128, bf16)
     O, rounds = T, 7
     smem = tiles.shared(q=ring(Q, 1), k=ring(K, 2), v=ring(V, 2))
@@ -328,7 +328,7 @@ PARTIAL = replace(T.col_vec, partial=True)
 
 @pytest.mark.parametrize("held", [False, True])
 def test_a_grid_waits_when_told(held):
-    """A wait is the first that a block does, unless it comes after a quotient."""
+    """grid.follow is a block's first instruction, unless it comes after a quotient."""
 
     @cuda.jit
     def body(y, n):

@@ -27,7 +27,7 @@ NAMES = list(SIGNS)
     pairs([NAMES[:3], NAMES[3:]], [(16, 16), (32, 48), (16, 32)], [fp32, bf16, fp16], ["row", "col"]),
 )
 def test_comparisons(run, sample, names, shape, dtype, side):
-    """Between tiles, with a vector of either kind, with a number; of equal numbers, NaN and infinities."""
+    """Tiles are compared with tiles, vectors of either kind and numbers; equal numbers, NaN and infinities occur."""
     T = rt(*shape, dtype, side)
     f, g, h = (getattr(ops, name) for name in names)
 
@@ -58,7 +58,7 @@ def test_comparisons(run, sample, names, shape, dtype, side):
 
 @pytest.mark.parametrize(("shape", "dtype", "side"), pairs([(16, 16), (32, 48)], [fp32, bf16], ["col", "row"]))
 def test_where(run, sample, shape, dtype, side):
-    """Masks of tiles and vectors; tiles, vectors and numbers to choose from; what is not chosen may be NaN."""
+    """Masks of tiles and vectors choose from tiles, vectors and numbers; elements that are not chosen may be NaN."""
     T = rt(*shape, dtype, side)
 
     @cuda.jit
@@ -100,7 +100,7 @@ def test_ones_are_counted(run, sample):
 
 
 def test_a_mask_is_what_is_not_0(run):
-    """Negative numbers and NaN are not."""
+    """Negative numbers and NaN count as true."""
     V = rt(16, 16, fp32).row_vec
 
     @cuda.jit
@@ -122,7 +122,7 @@ def test_a_mask_is_what_is_not_0(run):
 
 
 def test_and_or_not(run):
-    """Of masks and of numbers, each pair: 1 and 0 come of it."""
+    """Each pair of masks and numbers gives 1 or 0."""
     V = rt(16, 16, fp32).row_vec
 
     @cuda.jit

@@ -16,7 +16,7 @@ from tiles.testing import blank, close, pairs, wide
 
 
 def corners(to):
-    """Numbers at which rounding to `to` is decided: ties, the next ones beside them, the ends of the range."""
+    """Numbers that decide the rounding to `to`: ties, their neighbours, the ends of the range."""
     info = {bf16: (8, 127, -126), fp16: (11, 15, -14)}[to]
     digits, top, bottom = info
     ulp = 2.0 ** (1 - digits)
@@ -53,7 +53,7 @@ def rounded(x, to):
 
 
 def decisive(dtype):
-    """Numbers at which rounding to fp8 is decided, as many as 64 x 32 take."""
+    """Numbers that decide the rounding to fp8, as many as 64 x 32 take."""
     ladder, _ = values(dtype)
     middles = (ladder[1:] + ladder[:-1]) / 2
     end = ladder[-1]
@@ -68,7 +68,7 @@ NARROW = [(a, b) for a, b in itertools.product(ALL, ALL) if {a, b} & {tf32, fp8e
 
 @pytest.mark.parametrize(("source_and_target", "layout"), pairs(NARROW, ["row", "col", "col"]), ids=str)
 def test_every_dtype_to_every_other(run, sample, source_and_target, layout):
-    """Ties to even and saturating to fp8; ties away from zero to tf32, also when it is loaded."""
+    """fp8 rounds ties to even and saturates; tf32 rounds ties away from zero, also when it is loaded."""
     source, to = source_and_target
     T = rt(64, 32, source, layout)
 
@@ -108,7 +108,7 @@ SHARED = pytest.mark.parametrize(
 
 @SHARED
 def test_fp8_through_shared_memory(run, sample, dtype, layout, width):
-    """Rounded in registers, stored, loaded and widened."""
+    """A tile is rounded in registers, stored, loaded and widened."""
     T, narrow = rt(32, 128, fp32, layout), rt(32, 128, dtype, layout)
     smem = tiles.shared(a=st(32, 128, dtype, width))
 
@@ -126,7 +126,7 @@ def test_fp8_through_shared_memory(run, sample, dtype, layout, width):
 
 @SHARED
 def test_loads_and_stores_convert_fp8(run, sample, dtype, layout, width):
-    """fp32 into an fp8 tile, fp8 into a tf32 tile, each to fp8, bf16 and back."""
+    """fp32 goes into an fp8 tile, fp8 into a tf32 tile, each to fp8, bf16 and back."""
     T, H, narrow = rt(32, 128, fp32, layout), rt(32, 128, bf16, layout), rt(32, 128, dtype, layout)
     smem = tiles.shared(a=st(32, 128, dtype, width), b=st(32, 128, tf32))
 
@@ -164,7 +164,7 @@ def test_by_four_warps(run, sample, dtype):
 
 @pytest.mark.parametrize("dtype", [fp8e4m3, fp8e5m2, tf32])
 def test_by_tma(run, sample, dtype):
-    """Copied as bytes, or rounded to tf32 on the way in."""
+    """TMA copies bytes, or rounds to tf32 on the way in."""
     T, S = rt(16, 64, dtype), st(64, 64, dtype)
     smem = tiles.shared(a=ring(S, 1), b=S)
 
@@ -193,7 +193,7 @@ def test_by_tma(run, sample, dtype):
 
 
 def test_what_an_a100_lacks():
-    """fp8 comes with sm_89: a launch says so before it starts."""
+    """fp8 needs sm_89: the launch raises the error before it starts."""
     T = rt(16, 32, fp32)
 
     @cuda.jit
@@ -208,7 +208,7 @@ def test_what_an_a100_lacks():
 
 
 def test_ties_of_tf32():
-    """Away from zero, or to even, as asked; half a unit less goes down."""
+    """Ties go away from zero, or to even, as requested; less than half a unit goes down."""
     x = np.float32([1 + 2**-11, -1 - 2**-11, 1 + 3 * 2**-11, 1 + 2**-11 - 2**-23])
     assert (_to_tf32(x) == [1 + 2**-10, -1 - 2**-10, 1 + 2**-9, 1]).all()
     assert (_to_tf32(x, to_even=True) == [1, -1, 1 + 2**-9, 1]).all()

@@ -1,4 +1,4 @@
-"""ops/memory/counts.py: blocks that take turns."""
+"""ops/memory/counts.py: counters in global memory by which blocks take turns."""
 
 import numpy as np
 import pytest
@@ -14,8 +14,8 @@ SMEM = shared(x=TILE)
 
 
 def in_turn(first, step):
-    """A kernel whose blocks each make 2 x + 1 of x, by two warps that do so one after the other: block b behind
-    `first + step b` others."""
+    """A kernel whose blocks compute 2 x + 1 of x, by two warps one after the other: block b waits for `first + step b`
+    others."""
 
     @cuda.jit
     def kernel(turns, x):
@@ -41,7 +41,7 @@ def test_blocks_take_turns(run):
     ],
 )
 def test_what_cannot_come(turns, first, step, why):
-    """A block that waits for a later one; a place that there is not."""
+    """A block waits for a later one, or for a count that does not exist."""
     with pytest.raises(Hazard, match=why):
         meaning(in_turn(first, step), turns.astype(np.int32), np.zeros((16, 16), np.float32), warps=2, grid=2)
 
@@ -55,7 +55,7 @@ def test_waiting_for_a_later_block_does_not_hang_as_compiled():
 
 @pytest.mark.parametrize("count", [count_up, count_stored])
 def test_bulk_stores_are_done_first(run, count):
-    """It is not enough that they have read."""
+    """A count waits for the stores' writes, not only for their reads of shared memory."""
 
     def kernel(wait):
         @cuda.jit
@@ -78,7 +78,7 @@ def test_bulk_stores_are_done_first(run, count):
 
 @pytest.mark.parametrize("count", [count_up, count_stored])
 def test_what_is_stored_comes_before_what_is_added(run, count):
-    """The first block stores, over what is there, and then counts so that nothing overtakes it."""
+    """The first block's store is ordered before its count."""
 
     @cuda.jit
     def kernel(turns, x, y):

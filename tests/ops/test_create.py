@@ -1,4 +1,4 @@
-"""ops/elementwise/create.py: tiles from nothing."""
+"""ops/elementwise/create.py: tiles of constants and indices."""
 
 import re
 
@@ -84,7 +84,7 @@ def test_row_indices_count_through_the_warpgroup(run):
 
 
 def test_types_made_in_the_kernel(run, sample):
-    """Of what is known when the kernel is compiled: numbers, names from outside, dtypes, and other types' parts."""
+    """A tile type may be made of all that is known at compile time: numbers, globals, dtypes, and parts of other types."""
     N, D = 48, bf16
 
     @cuda.jit

@@ -1,4 +1,4 @@
-"""ops/shape/diagonal.py: a warp's share of what lies across its warpgroup's rows."""
+"""ops/shape/diagonal.py: a warp's block of a tile whose rows are shared by a warpgroup."""
 
 import numpy as np
 import pytest

@@ -38,7 +38,7 @@ def test_where_the_words_lie():
 
 
 def test_draws_are_independent_enough():
-    """Of neighbours and of other seeds, heads and batches; each share as often as it should be."""
+    """Draws of neighbours and of other seeds, heads and batches are uncorrelated; each share is as frequent as it should be."""
     i, j = np.arange(256)[:, None], np.arange(256)
     draws = [halves(*at, i, j) / 65536 - 0.5 for at in ((0, 0, 0), (1, 0, 0), (2**32, 0, 0), (0, 1, 0), (0, 0, 1))]
     pairs = [(draws[0], other) for other in draws[1:]] + [(draws[0][1:], draws[0][:-1]), (draws[0][:, 1:], draws[0][:, :-1])]
@@ -75,7 +75,7 @@ def test_draws_of_a_row_in_parts(run, row, col, step):
 
 @pytest.mark.parametrize(("row", "col", "step"), [(0, 0, 64), (5, 32, 64), (2**20 + 12, 16, 256)])
 def test_draws_of_a_row_whose_columns_are_unordered(run, row, col, step):
-    """Stored as such tiles are, they are those of their places."""
+    """A tile of unordered columns, stored as such, has the draws of its elements' positions."""
     WIDE = rt(32, 64, fp32)
 
     @cuda.jit
@@ -91,7 +91,7 @@ def test_draws_of_a_row_whose_columns_are_unordered(run, row, col, step):
 @pytest.mark.parametrize("share", [0, 1, 0x27D5, 0x8000, 65535])
 @pytest.mark.parametrize("drawn", [drawn, drawn_by_columns])
 def test_draws(run, drawn, share):
-    """A seed's two halves may have any sign; a tile may lie anywhere."""
+    """A seed's two halves may have any sign, and a tile any position."""
     for seed, batch, head, row, col in ((0, 0, 0, 0, 0), (2**64 - 3, 3, 70, 4096, 112), (5 << 31, 1, 2, 16, 2**20)):
         out = blank((32, 48), fp32)
         run(drawn, out, share, *np.array([seed], np.uint64).view(np.int32).tolist(), batch, head, row, col)

@@ -1,5 +1,5 @@
-"""What mistakes say: a TypeError in a user's words, with what was given and what is possible, the same on both backends. Here
-those of maps, reductions, masks and types; test_errors_of_memory.py has the others."""
+"""Errors of wrong arguments: a TypeError in a user's terms, with the values and the alternatives, the same on both backends.
+These are about maps, reductions, masks and types; test_errors_of_memory.py has the others."""
 
 from dataclasses import replace
 

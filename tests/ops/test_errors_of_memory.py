@@ -1,4 +1,4 @@
-"""What mistakes say, see test_errors.py: those of products, loads and stores, and of warpgroups."""
+"""Errors of wrong arguments (see test_errors.py) to products, loads, stores and warpgroups."""
 
 import numpy as np
 from mistakes import S8, WIDE, B, Cases, E, S, T, check, smem

@@ -153,7 +153,7 @@ def between(x, low, high):
 
 
 def test_map_of_several(run, sample):
-    """A number that the kernel knows only when it runs, and tiles and vectors that go together."""
+    """A number that is known at run time only, and tiles and vectors that broadcast."""
     T, B = rt(16, 32, fp32), rt(32, 32, bf16, "col")
 
     @cuda.jit

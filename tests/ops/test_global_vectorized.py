@@ -15,7 +15,7 @@ HALVES, DTYPES = [bf16, fp16], [bf16, fp16, fp32]
 
 
 def placed(shape, at, tile):
-    """What an array of this shape, NaN everywhere, holds after a 2-d tile was stored to it at `at`."""
+    """The contents of an array of this shape, NaN everywhere, after a 2-d tile was stored to it at `at`."""
     out = np.full(shape, np.nan, np.float32)
     rows, cols = (np.arange(size) + start for size, start in zip(tile.shape, at, strict=True))
     r, c = (rows >= 0) & (rows < shape[0]), (cols >= 0) & (cols < shape[1])
@@ -29,7 +29,7 @@ def same(got, want):
 
 @pytest.mark.parametrize(("cols", "held", "dtype"), pairs(COLS, [bf16, fp16, fp32], [*HALVES, *HALVES[::-1]]))
 def test_every_width_at_every_edge(run, sample, cols, held, dtype):
-    """Rows and columns over every edge, before the array's first and after its last: 8 columns are in it or are not."""
+    """Rows and columns cross every edge of the array; each 8 columns are inside or outside."""
     shape = (21, cols + 24)
     places = [(0, 0), (0, 24), (5, 8), (9, 40), (-3, -8), (-16, 0), (20, cols), (2, -16), (0, cols + 16), (100, 0), (0, -cols)]
     T, n = rt(16, cols, held), len(places)
@@ -48,7 +48,7 @@ def test_every_width_at_every_edge(run, sample, cols, held, dtype):
 
 
 def test_fp32_comes_by_four_columns(run, sample):
-    """Tiles of 16, 32, 48, ... columns at every edge; a bf16 tile is stored as fp32, too."""
+    """Tiles of 16, 32, 48, ... columns cross every edge; a bf16 tile is stored as fp32, too."""
     shape, places = (37, 60), [(0, 0), (3, 4), (-7, -4), (30, 52), (-16, 0), (0, 56), (100, 8)]
     T, H, n = rt(16, 48, fp32), rt(32, 16, bf16), len(places)
 
@@ -69,7 +69,7 @@ def test_fp32_comes_by_four_columns(run, sample):
 
 @pytest.mark.parametrize(("cols", "dtype", "held"), pairs([32, 64, 96, 128], [fp8e4m3, fp8e5m2], [fp8e4m3, fp8e5m2, fp8e5m2]))
 def test_fp8_comes_by_sixteen_columns(run, sample, cols, dtype, held):
-    """From an array of the one kind to one of the other, at every edge."""
+    """Tiles are loaded from an array of one fp8 dtype and stored to one of the other, at every edge."""
     shape, places = (37, cols + 48), [(0, 0), (3, 16), (-7, -16), (30, 48), (-32, 0), (0, cols), (100, 32)]
     T, n = rt(32, cols, held), len(places)
 
@@ -97,7 +97,7 @@ def test_fp8_comes_by_sixteen_columns(run, sample, cols, dtype, held):
 
 @pytest.mark.parametrize(("cols", "held", "dtype"), pairs(COLS, [bf16, fp16, fp32], [*HALVES, *HALVES[::-1]]))
 def test_stores_of_pairs(run, sample, cols, held, dtype):
-    """Columns by two, and rows that begin 4 bytes past a multiple of 8, or 2 past a multiple of 4."""
+    """Columns are stored in pairs, to rows that begin 4 bytes past a multiple of 8, or 2 past a multiple of 4."""
     shape, places = (21, cols + 22), [(0, 0), (0, 22), (5, 6), (-3, -2), (-16, 0), (20, cols), (0, cols + 20), (100, 0)]
     T, n = rt(16, cols, held), len(places)
 
@@ -121,7 +121,7 @@ def test_stores_of_pairs(run, sample, cols, held, dtype):
 
 @pytest.mark.parametrize(("cols", "held", "dtype"), pairs(COLS, DTYPES, [*DTYPES, bf16]))
 def test_loads_at_every_edge(run, sample, cols, held, dtype):
-    """What lies outside is 0, as for any load."""
+    """Elements outside the array are 0, as for any load."""
     shape = (21, cols + 24)
     places = [(0, 0), (0, 24), (5, 8), (-3, -8), (-16, 0), (20, cols), (2, -16), (0, cols + 16), (100, 0), (0, -cols)]
     T, n = rt(16, cols, held), len(places)
@@ -186,7 +186,7 @@ def test_by_four_warps(run, sample, rows, cols, dtype):
 
 @pytest.mark.parametrize(("order", "step", "dtype"), pairs([(0, 1, 2, 3), (2, 0, 1, 3), (1, 2, 0, 3)], [1, 2], HALVES))
 def test_strided_axes(run, sample, order, step, dtype):
-    """(B, S, H, D) as attention has it, and transposed; rows along any axis, every `step`-th element of the others."""
+    """(B, S, H, D) as in attention, and transposed; rows along any axis, every `step`-th element of the others."""
     T = rt(16, 64, dtype)
 
     @cuda.jit
@@ -221,7 +221,7 @@ def test_an_axis_of_one_may_have_any_stride(run, sample):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("start", [0, 7, -3, 40])
 def test_vectors(run, sample, start, dtype):
-    """Of adjacent elements at any address, with zeros outside the array; by one warp, and by four along rows."""
+    """Vectors of adjacent elements at any address, with zeros outside the array; by one warp, and by four along rows."""
     T = rt(32, 48, fp32)
 
     @cuda.jit
@@ -253,7 +253,7 @@ def test_one_instruction_for_eight_columns():
 
 
 def test_a_copy_in_fp32_moves_16_bytes_an_instruction():
-    """All loads are on their way before the first store."""
+    """All loads are issued before the first store."""
     T = rt(32, 32, fp32)
 
     @cuda.jit

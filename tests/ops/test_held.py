@@ -1,4 +1,4 @@
-"""ops/memory/held.py: tiles that are added to global memory as their lanes hold them."""
+"""ops/memory/held.py: tiles that are added to global memory in the order in which their lanes hold them."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from tiles.testing import blank, meaning, ptx
 
 @pytest.mark.parametrize(("shape", "together"), [((16, 16), 1), ((16, 64), 1), ((32, 48), 1), ((16, 64), 4)])
 def test_what_was_added_comes_back(run, sample, shape, together):
-    """By two warps, twice each, to the second of three places; what lies around it stays."""
+    """Two warps add twice each to the second of three tiles; the others stay unchanged."""
     T, size = rt(*shape, fp32), shape[0] * shape[1]
 
     @cuda.jit
@@ -35,7 +35,7 @@ def test_what_was_added_comes_back(run, sample, shape, together):
 
 @pytest.mark.parametrize("cols", [16, 64, 80])
 def test_by_way_of_a_shared_tile(run, sample, cols):
-    """Four warps' tiles are added twice by TMA, and come back; lanes meet no bank conflicts."""
+    """TMA adds four warps' tiles twice, and they are loaded again; lanes have no bank conflicts."""
     T, S = rt(16, cols, fp32), st(2 * cols, 32, fp32)
     smem = tiles.shared(part=ring(S, 1, 1, 4))
 

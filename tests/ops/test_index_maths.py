@@ -15,7 +15,7 @@ ROWS, COLS = np.arange(16)[:, None], np.arange(64)[None]
 
 
 def test_comparisons_and_logic(run, sample):
-    """By operators, of tiles, vectors and numbers from either side; a number that is true or false joins in."""
+    """Operators compare tiles, vectors and numbers on either side; booleans may be operands."""
 
     @cuda.jit
     def body(x, y, n):
@@ -44,7 +44,7 @@ def test_a_row_vector_and_a_column_vector_give_a_tile(run, layout):
 
 @pytest.mark.parametrize("divisor", [1, 3, 7, 64, 100, 4097.0])
 def test_floor_division(run, divisor):
-    """Exact for whole numbers to 2 ** 24, on both sides of 0, by constants and by numbers that come at run time."""
+    """Exact for integers up to 2 ** 24, on both sides of 0, by constants and by run-time numbers."""
 
     @cuda.jit
     def body(x, by_constant, left, by_number, rest, n):
@@ -65,7 +65,7 @@ def test_floor_division(run, divisor):
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint32, np.int8, np.uint8, np.int16, np.bool_, np.float32, bf16.np])
 def test_gather(run, dtype):
-    """By vectors and by tiles of indices, with integers among them, at any strides; what lies outside is 0."""
+    """Vectors and tiles of indices, with integers among them, gather at any strides; elements outside are 0."""
 
     @cuda.jit
     def body(docs, table, rows, cols, tiles, head):
@@ -85,7 +85,7 @@ def test_gather(run, dtype):
 
 
 def test_ops_of_numpy_arrays():
-    """Outside kernels the maps take arrays: a mask or score in Python has one text for both."""
+    """Outside kernels the maps take arrays: a mask or score in Python has one source for both."""
     x = np.linspace(-2, 2, 9)
     assert np.allclose(ops.exp2(x), 2**x) and (ops.where(x > 0, x, -1.0) == np.where(x > 0, x, -1)).all()
     assert (ops.maximum(x, 0.5) == np.maximum(x, 0.5)).all() and np.allclose(ops.tanh(x[:, None]), np.tanh(x[:, None]))

@@ -117,7 +117,7 @@ def test_the_array_and_the_tile_may_differ_in_dtype(run, sample):
 
 
 def test_indices_are_64_bits_wide(run):
-    """An index past 2 ** 31 lies outside; cut off to 32 bits it would lie inside."""
+    """An index past 2 ** 31 is outside the array; truncated to 32 bits it would be inside."""
     T, far = rt(16, 16, fp32), (1 << 32) + 4
 
     @cuda.jit
@@ -184,7 +184,7 @@ def test_shared_and_back(run, sample, width, dtype, shape, side):
 
 @pytest.mark.parametrize(("width", "dtype"), pairs(WIDTHS, [*DTYPES, bf16]))
 def test_both_layouts_see_the_same_tile(run, sample, width, dtype):
-    """Stored in one layout, loaded in the other: ldmatrix with .trans and without."""
+    """A tile is stored in one layout and loaded in the other: ldmatrix with .trans and without."""
     S, R, C = st(32, 64, dtype, width), rt(32, 64, dtype), rt(32, 64, dtype, "col")
     smem = tiles.shared(a=S, b=S)
 
@@ -205,7 +205,7 @@ def test_both_layouts_see_the_same_tile(run, sample, width, dtype):
 @pytest.mark.parametrize("side", ["row", "col"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_where_there_is_no_stmatrix(sample, dtype, side):
-    """The same on sm_80, by plain stores."""
+    """On sm_80, plain stores give the same."""
     S, T = st(32, 64, dtype), rt(32, 64, dtype, side)
     smem = tiles.shared(a=S)
 
@@ -262,8 +262,8 @@ SIDES = [(fp32, "row"), (fp32, "col"), (bf16, "row"), (fp16, "col"), (fp8e4m3, "
 
 @pytest.mark.parametrize(("case", "arch"), pairs([*itertools.product(SIDES, WIDTHS)], ["sm_90a", "sm_80"]), ids=str)
 def test_no_bank_conflicts(sample, case, arch):
-    """The addresses that the kernel forms, counted bank by bank: the lanes that the banks serve at once (8 of ldmatrix, 16 of
-    fp32 pairs, all of words) touch each bank once."""
+    """The kernel's addresses, counted bank by bank: the lanes that the banks serve at once (8 of ldmatrix, 16 of fp32 pairs,
+    all of words) touch each bank once."""
     (dtype, side), width = case
     S, T = st(32, 128, dtype, width), rt(32, 128, dtype, side)
     smem = tiles.shared(a=S)
@@ -299,7 +299,7 @@ def test_clip(run, sample, end):
 @pytest.mark.parametrize("batch", [-1, 2])
 @pytest.mark.parametrize("stores", [False, True])
 def test_an_index_beside_the_array(batch, stores):
-    """Rows and columns may lie outside, other axes may not."""
+    """Rows and columns may be outside the array, other axes may not."""
     T = rt(16, 16, fp32)
 
     @cuda.jit

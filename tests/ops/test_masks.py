@@ -1,4 +1,4 @@
-"""ops/elementwise/masks.py, and warpgroup.causal: every place of the edge, from nothing kept to nothing masked."""
+"""ops/elementwise/masks.py, and warpgroup.causal: every position of the edge, from nothing kept to nothing masked."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ FILLS = [-np.inf, 0.0, 7.5]
 
 
 def edges(size):
-    """Where an edge may lie along `size` elements: everywhere once, outside, and far outside."""
+    """Positions of an edge along `size` elements: everywhere once, outside, and far outside."""
     return [*range(-2, size + 3), -(10**6), 10**6, -(2**31) + 200, 2**31 - 200]
 
 
@@ -57,7 +57,7 @@ def test_every_mask(run, sample, names, shape, dtype, fill, side):
 
 @pytest.mark.parametrize("names", [["lower_fill", "upper_fill"], ["tril", "triu"]], ids=" ".join)
 def test_every_mask_counts_rows_through_the_warpgroup(run, sample, names):
-    """And bounds: rows and columns at once, of a warp and of a warpgroup."""
+    """Masks and bounds of rows and columns, of a warp and of a warpgroup."""
     T, at = rt(16, 32, fp32), [-3, 0, 5, 16, 17, 31, 40, 63, 64, 90]
     first, second = (getattr(warpgroup, name) for name in names)
     n = len(at)
@@ -118,7 +118,7 @@ def test_causal_counts_rows_through_the_warpgroup(run, sample, rows, cols):
 
 
 def test_nan_under_the_mask_disappears(run):
-    """Masked scores may come from keys that are not there."""
+    """Masked scores may come from keys that do not exist."""
     T = rt(16, 32, fp32)
 
     @cuda.jit

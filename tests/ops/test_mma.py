@@ -1,4 +1,4 @@
-"""ops/matmul/mma.py: the products of one warp, from registers and from shared memory, and the table of what there is."""
+"""ops/matmul/mma.py: the products of one warp, from registers and from shared memory, and the table of supported products."""
 
 import itertools
 
@@ -29,7 +29,7 @@ MIXED = [(fp8e4m3, fp8e5m2), (fp8e5m2, fp8e4m3)]
 
 
 def exact(a, b, acc):
-    """acc + a @ b, and how far sums in fp32 may be from it."""
+    """acc + a @ b, and the error that fp32 sums may have."""
     A, B = wide(a), wide(b)
     return A @ B + acc, (np.abs(A) @ np.abs(B) + np.abs(acc)).max() * EPS[fp32] * (A.shape[1] + 2)
 
@@ -89,7 +89,7 @@ def test_products(run, sample, name, dtypes, placed, shape):
 
 @pytest.mark.parametrize("form", TRANSPOSED)
 def test_tf32_of_what_lies_in_shared_memory_as_fp32(run, sample, form):
-    """What loads rounds: operands of any form, from tiles that TMA or cp.async filled with fp32 numbers."""
+    """Loads round to tf32: operands of any form, from tiles that TMA or cp.async filled with fp32 numbers."""
     op, (left, right) = getattr(ops, f"mma_{form}"), transposed_in(form).layouts
     A, B = (
         (rows, cols)[:: -1 if turned else 1] for rows, cols, turned in zip((32, 32), (32, 16), TRANSPOSED[form], strict=True)
@@ -121,7 +121,7 @@ def test_operands_in_shared_memory_are_read_without_conflicts(sample, form):
 
 @pytest.mark.parametrize("form", TRANSPOSED)
 def test_operands_in_shared_memory_arrive_where_the_products_take_them(form):
-    """Hardly a register is moved: two a product, if ldmatrix brings the matrices in another order."""
+    """At most two register moves per product, where ldmatrix loads the matrices in another order."""
     op, (left, right) = getattr(ops, f"mma_{form}"), TRANSPOSED[form]
     C, smem = rt(32, 64, fp32), tiles.shared(a=st(*((64, 32) if left else (32, 64)), bf16), b=st(64, 64, bf16))
 
@@ -150,7 +150,7 @@ CELLS = [  # each with one of the GPUs that have it, in turn: a pair of dtypes m
 
 @pytest.mark.parametrize(("name", "dtypes", "places", "arch"), CELLS, ids=str)
 def test_every_cell_compiles_for_every_gpu_that_has_it(name, dtypes, places, arch):
-    """wgmma's cells, which Hopper alone has: test_wgmma.py."""
+    """wgmma's rows of the table, which only Hopper has, are in test_wgmma.py."""
     placed = "".join(kinds[-1].__name__[0] for kinds in places)
     body, _, left, right = kernel_of(name, 32, 32, 32, dtypes, placed)
     arrays = blank(left, dtypes[0]), blank(right, dtypes[1]), blank((32, 32)), blank((32, 32))
@@ -160,7 +160,7 @@ def test_every_cell_compiles_for_every_gpu_that_has_it(name, dtypes, places, arc
 
 @pytest.mark.parametrize(("m", "n", "k"), [(16, 80, 96), (64, 128, 256), (32, 256, 128)])
 def test_a_rows_bits_do_not_depend_on_its_place(m, n, k):
-    """In the interpreter, whatever BLAS does: attention of part of the queries is compared bit by bit."""
+    """This holds in the interpreter, whatever BLAS does: tests compare attention of part of the queries bit by bit."""
     a, b = (np.random.default_rng(0).standard_normal(shape, np.float32) for shape in ((m, k), (k, n)))
     found = product(a, b)
     close(found, a.astype(np.float64) @ b, atol=EPS[fp32] * (np.abs(a) @ np.abs(b)).max() * (k + 2))

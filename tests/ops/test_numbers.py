@@ -11,7 +11,7 @@ from tiles.testing import blank
 
 @pytest.mark.parametrize("dtype", [bf16, fp16, fp32, fp8e4m3], ids=str)
 def test_one_number(run, dtype):
-    """In every lane, of an array with one element, and of one with one a row."""
+    """Every lane gets the number of an array with one element, and of one with one per row."""
 
     TILE = rt(16, 16, fp32)
 

@@ -1,4 +1,4 @@
-"""ops/for_attention/online_softmax.py: a maximum that seldom moves, a rescale that is seldom done."""
+"""ops/for_attention/online_softmax.py: the maximum is updated, and sums rescaled, only when it grows by more than a slack."""
 
 import numpy as np
 import pytest
@@ -45,7 +45,7 @@ def test_the_growth_of_2_byte_vectors_is_not_rounded(run, dtype):
 
 @pytest.mark.parametrize(("shape", "moved"), pairs([(16, 32), (48, 16)], [[], [0], [15, 8], range(16)]), ids=str)
 def test_rescale_is_a_product(run, sample, shape, moved):
-    """Whether no row has a factor other than 1, one has, or all have; NaN and infinity are factors, too."""
+    """No row, one row or all rows have a factor other than 1; NaN and infinity are factors, too."""
     T = rt(*shape, fp32)
 
     @cuda.jit

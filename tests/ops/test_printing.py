@@ -1,4 +1,4 @@
-"""ops/printing.py: print(tile) says the same in the interpreter and on the card."""
+"""ops/printing.py: print(tile) prints the same in the interpreter and on the GPU."""
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ def kernel_of(spec):
 
 
 def printed(spec, to_device, capture):
-    """What a kernel prints of 0, 1, 2, ... minus a quarter; the words before the numbers, and the numbers."""
+    """A kernel's output for 0, 1, 2, ... minus a quarter: the words before the numbers, and the numbers."""
     shape = spec.shape if isinstance(spec, rt) else (spec.length,)
     x = (np.arange(np.prod(shape)).reshape(shape) % 128 - 0.25).astype(spec.dtype.np)
     tiles.launch(kernel_of(spec), 1, 32)(to_device(x))

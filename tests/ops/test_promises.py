@@ -1,4 +1,4 @@
-"""ops/memory/global_vectorized.py: what keeps arrays from aligned accesses, as the interpreter and types see it."""
+"""ops/memory/global_vectorized.py: broken promises of alignment, as the interpreter and types see them."""
 
 import numpy as np
 import pytest
@@ -61,7 +61,7 @@ def test_a_broken_promise(case, words, scope):
 
 
 def test_a_broken_promise_in_fp32():
-    """Columns come by four."""
+    """fp32 columns are accessed by four."""
     T, y = rt(16, 32, fp32), guarded((16, 40), fp32, aligned=True)[0]
 
     @cuda.jit

@@ -39,7 +39,7 @@ def test_a_copy_made_of_raw_ops(run, sample, dtype, width):
 
 
 def test_copies_of_parts(run, sample):
-    """The panels of a part are as far apart as the whole tile's."""
+    """The panels of a part have the stride of the whole tile's."""
     S, PART = st(128, 128, bf16), st(64, 128, bf16)
     smem = tiles.shared(x=S, full=barrier(1))
 
@@ -61,8 +61,7 @@ def test_copies_of_parts(run, sample):
 
 
 def test_arrive_and_named_arrive(run, sample):
-    """A barrier that counts two warps' arrivals, and a named barrier at which only one side waits: for what the other does
-    after it."""
+    """A barrier counts two warps' arrivals, and at a named barrier one side only arrives while the other waits."""
     T = rt(16, 16, fp32)
     smem = tiles.shared(x=st(16, 16, fp32), ready=barrier(2), gone=barrier(1))
 

@@ -1,4 +1,4 @@
-"""ops/reductions/reduce.py: along rows and columns, in one go or by lanes first, and of a whole tile."""
+"""ops/reductions/reduce.py: reductions along rows and columns, at once or by lanes first, and of a whole tile."""
 
 import re
 
@@ -16,7 +16,7 @@ KINDS = {"max": np.max, "min": np.min, "sum": np.sum, "prod": np.prod}
 
 
 def error_of(kind, X, axis):
-    """What fp32 may be wrong by: of a sum in proportion to the numbers' sizes, of a product to the result."""
+    """The fp32 error of a sum, proportional to the sizes of its terms, or of a product, to the result."""
     if kind in ("max", "min"):
         return 0
     size = np.abs(X).sum(axis=axis) if kind == "sum" else np.abs(X.prod(axis=axis)) * X.size
@@ -87,7 +87,7 @@ def test_a_whole_tile_or_vector_gives_a_number(run, sample, shape, dtype, side):
 
 @pytest.mark.parametrize(("shape", "dtype"), pairs([(16, 16), (48, 64), (80, 32)], [fp32, bf16, fp16]))
 def test_shared_tiles(run, sample, shape, dtype):
-    """As the same tile in registers; by rows, by columns, whole; with running values."""
+    """A shared tile reduces like the same tile in registers: by rows, by columns, whole; with running values."""
     S, T, O = st(*shape, dtype), rt(*shape, dtype), rt(16, shape[1], fp32).row_vec
     plan = shared(s=S)
 
@@ -138,7 +138,7 @@ def test_shared_tiles_that_registers_cannot_hold(backend):
 
 @pytest.mark.parametrize("where", ["nowhere", "everywhere", "at the last element", "but at the last element"])
 def test_any_and_all_decide_a_branch(run, where):
-    """Of tiles and of vectors held by quads and by places."""
+    """Of tiles, and of vectors in either register layout."""
     T, K = rt(16, 32, fp32), rt(32, 16, fp32, "col")
 
     @cuda.jit
@@ -179,7 +179,7 @@ def test_partial_sums_are_finished_once(run, sample, dtype, side):
 
 @pytest.mark.parametrize("shape", [(16, 16), (32, 48), (16, 128)])
 def test_first_moments_of_rows(run, sample, shape):
-    """Each element times the number of its column; added to another partial sum before it is finished."""
+    """Each element is multiplied by the number of its column, and added to another partial sum before that is finished."""
     T = rt(*shape, fp32)
 
     @cuda.jit

@@ -1,5 +1,5 @@
-"""What the rules of ops refuse, and the edges of what they take: types alone, no kernel is run or compiled. Mistakes that
-people make, and what they are told on both backends, are in test_errors.py and test_errors_of_memory.py."""
+"""The arguments that rules of ops refuse, and the limits of those they accept: types alone, no kernel is run or compiled. The
+errors that users see on both backends are in test_errors.py and test_errors_of_memory.py."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""ring.release(j, after=vector): what it means does not change, and what it waits for is always true. ring(..., once=True)."""
+"""ring.release(j, after=vector): its meaning does not change, and its condition is always true. ring(..., once=True)."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ MARK = 0x7FEDCBA9  # the NaN that no arithmetic makes
 
 @pytest.mark.parametrize("dtype", [fp32, bf16, fp16])
 def test_slots_go_round(run, sample, dtype):
-    """Three stages, eleven tiles, vectors of every dtype, infinite and NaN in places: the producer is let in each time."""
+    """Three stages, eleven tiles, vectors of every dtype with infinities and NaN: the producer gets each slot back."""
     count, V = 11, rt(16, 64, dtype)
     smem = tiles.shared(x=ring(S, 3, readers=4))
 
@@ -49,7 +49,7 @@ def test_slots_go_round(run, sample, dtype):
 
 @pytest.mark.parametrize("once,blocks", [(False, 1), (True, 1), (True, 2)])
 def test_what_is_read_once_leaves_the_cache_first(run, sample, once, blocks):
-    """Its copies carry the policy of createpolicy's evict_first, those of other rings none; and bring what all rings do."""
+    """Copies of such a ring have createpolicy's evict_first, those of other rings have none; both load the same."""
     smem = tiles.shared(x=ring(S, 2, readers=4, blocks=blocks, once=once))
 
     @cuda.jit
@@ -96,7 +96,7 @@ SPECIAL = [
 
 @op
 def said(vector):
-    """What `computed` says in each lane of its registers of a vector."""
+    """The value of `computed` in each lane for its registers of a vector."""
 
 
 @lowers(said)
@@ -112,7 +112,7 @@ def says(bits, out):
 @settings(deadline=None)
 @given(some.lists(some.one_of(some.integers(0, 2**32 - 1), some.sampled_from([*SPECIAL, MARK])), min_size=16, max_size=16))
 def test_always_true(bits):
-    """Whatever bits a lane's registers hold (rows g and g + 8, g = lane // 4), except the mark."""
+    """For any bits in a lane's registers (rows g and g + 8, g = lane // 4), except the mark."""
     bits, out = np.array(bits, np.uint32), np.full(32, 7, np.int32)
     emulate(says, (1, 1, 1), 32, [bits.view(np.float32), out])
     row = np.arange(32) // 4
@@ -120,7 +120,7 @@ def test_always_true(bits):
 
 
 def test_no_arithmetic_makes_the_mark():
-    """It is a NaN, and not the one that operations make here; the GPU's own is 0x7FFFFFFF."""
+    """The mark is a NaN that no operation returns here; the GPU's own is 0x7FFFFFFF."""
     with np.errstate(all="ignore"):
         made = np.array([np.inf], np.float32) * np.float32(0)
     assert np.isnan(np.array([MARK], np.uint32).view(np.float32)).all()
@@ -128,7 +128,7 @@ def test_no_arithmetic_makes_the_mark():
 
 
 def test_the_compiler_keeps_the_comparison():
-    """The arrival stands behind a comparison with the mark, which nothing folds away, and before the mma is waited for."""
+    """The arrival comes after a comparison with the mark, which the compiler does not fold, and before the wait for the mma."""
     smem = tiles.shared(x=ring(S, 2))
 
     def kernel(after):
@@ -221,7 +221,7 @@ def test_the_slot_of_a_wait_is_uniform():
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_fence_for_two_rings(sample, late):
-    """A product reads both tiles: the fence of the one published first holds for what was stored before it, not after."""
+    """A product reads both tiles: the fence of the one published first covers stores before it, not after."""
     T = rt(16, 64, bf16)
     smem = tiles.shared(a=ring(S, 1, 4, 4), b=ring(S, 1, 4, 4))
 

@@ -21,7 +21,7 @@ V = rt(16, 16, fp32).row_vec
 
 @cuda.jit
 def persistent(tiles, log, count):
-    """log[tile] = how often it was taken, and by which block, in which round; count[block] = how many it took."""
+    """log[tile]: how often it was taken, by which block, in which round; count[block]: how many it took."""
     r = 0
     while persistent_tile(r) < tiles:
         log[persistent_tile(r), 0] += 1
@@ -40,7 +40,8 @@ def by_ptx(blocks, tiles, log, count):
 
 
 def check(blocks, tiles, log, count):
-    """Each tile once; a block's tiles in rising order; counts that differ by one at most, of rounds that go back and forth."""
+    """Each tile is taken once; a block's tiles are ascending; the blocks' counts differ by one at most, and rounds alternate
+    their direction."""
     assert (log[:, 0] == 1).all()
     assert count.sum() == tiles and count.max() - count.min() <= 1
     for tile, (_, block, r) in enumerate(log):
@@ -94,7 +95,7 @@ def one_tile(r, out):
 @settings(deadline=None)
 @given(blocks=some.integers(1, 40), data=some.data())
 def test_up_to_the_last_tile(blocks, data):
-    """Of number 2**31 - 1."""
+    """The last tile has number 2**31 - 1."""
     last = 2**31 // blocks - 1
     r = data.draw(some.one_of(some.integers(0, last), some.integers(max(0, last - 1), last)))
     out, said, block = np.zeros(blocks, np.int64), np.zeros(blocks, np.int64), np.arange(blocks)
@@ -107,7 +108,7 @@ def test_up_to_the_last_tile(blocks, data):
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("backend", [emulate, interpret])
 def test_the_blocks_of_a_cluster_take_a_tile_together(backend, size):
-    """As if the cluster were one block."""
+    """The blocks of a cluster take the same tile, as one block would."""
 
     def kernel(of_cluster):
         @cuda.jit
@@ -124,7 +125,7 @@ def test_the_blocks_of_a_cluster_take_a_tile_together(backend, size):
 
 
 def test_longest_first_shares_the_work():
-    """What the order is for: causal tiles, whose lengths fall from first to last; round robin would give block 0 more."""
+    """Causal tiles get shorter from first to last; round robin would give block 0 more work."""
     blocks, tiles = 8, 64
     log, count = np.zeros((tiles, 3), np.int64), np.zeros(blocks, np.int64)
     by_meaning(blocks, tiles, log, count)
@@ -133,7 +134,7 @@ def test_longest_first_shares_the_work():
 
 
 def test_compiles_to_32_bits():
-    """One multiplication and a selection, in registers of 32 bits."""
+    """The code is one multiplication and a selection, in 32-bit registers."""
 
     @cuda.jit
     def kernel(r, out):
@@ -158,7 +159,7 @@ def test_mistakes(given):
 
 @pytest.mark.parametrize("rows, cols, height", [(5, 3, 2), (4, 4, 4), (3, 2, 8), (1, 5, 1), (7, 1, 3)])
 def test_grouped(run, rows, cols, height):
-    """Every tile once; band after band, each column by column, the last band lower."""
+    """Every tile is taken once; raster group after group, each column by column, the last group lower."""
 
     @cuda.jit
     def body(rows, cols, height, order):
@@ -192,7 +193,7 @@ def test_divmod(run):
 
 @pytest.mark.parametrize(("index", "extent"), [(-7, 3), (2**31, 3), (7, 0), (7, -3), (7, 2**31)])
 def test_divmod_of_what_32_bits_without_a_sign_do_not_hold(index, extent):
-    """Compiled it goes wrong in silence; its meaning does not."""
+    """Compiled code is silently wrong beyond unsigned 32 bits; the interpreter is not."""
 
     @cuda.jit
     def body(y, index, extent):
@@ -212,7 +213,7 @@ def test_divmod_takes_integers(index, extent):
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize(("sequences", "most"), [(1, 1000), (31, 50), (70, 2**31 - 1)])
 def test_sequences_one_behind_the_other(sequences, most, padded):
-    """Every tile is found in the sequence that has it, whatever warps look at; by both meanings."""
+    """Every tile of packed sequences is found in its sequence, by the interpreter and as compiled."""
     rng = np.random.default_rng(sequences)
     lengths = rng.integers(0, 200, sequences).astype(np.int64 if padded else np.int32)
     begins = rng.integers(0, 3, sequences).astype(np.int32)

@@ -55,7 +55,7 @@ MISTAKES = {
 @pytest.mark.parametrize("backend", [meaning, ptx])
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda f: f.__name__)
 def test_mistakes(backend, mistake):
-    """The same words from both backends, and the kernel's line."""
+    """Both backends raise the same message, with the kernel's line."""
     with pytest.raises(TypeError, match=f"^{re.escape(MISTAKES[mistake])}") as error:
         backend(cuda.jit(mistake), np.zeros((16, 16), np.float32))
     assert re.search(rf"test_scopes\.py(:|\", line ){mistake.__code__.co_firstlineno + 1}\b", str(error.value))
@@ -70,7 +70,7 @@ def test_names_of_no_op_are_missing_as_in_any_module(module):
 
 
 def test_every_op_of_a_warp_is_public():
-    """What `ops` itself says is in ops.__all__; what has no place there is private or lies in another scope."""
+    """ops.__all__ has every op of a warp; others are private or in another scope."""
     public = {
         name for name in vars(ops) if not name.startswith("_") and callable(getattr(ops, name)) and getattr(ops, name) in OPS
     }

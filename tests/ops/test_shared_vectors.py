@@ -64,7 +64,7 @@ def test_four_warps_share_a_col_vec(run, sample, dtype, layout):
 
 @pytest.mark.parametrize(("dtype", "axis"), pairs(DTYPES, [*AXES, *AXES[::-1]]))
 def test_rounded_on_the_way(run, sample, dtype, axis):
-    """To the dtype of the shared vector, of the one in registers, of the array."""
+    """To the dtype of the shared vector, of the register vector, or of the array."""
     n, other = 64, fp32 if dtype is fp16 else fp16
     V, W = (getattr(rt(n, n, d), axis) for d in (other, dtype))
     smem = tiles.shared(a=sv(n, dtype), b=sv(n, other))
@@ -104,7 +104,7 @@ def test_no_bank_conflicts(sample, dtype, axis):
 
 @pytest.mark.parametrize(("dtype", "cols"), [(fp32, 32), (fp32, 80), (bf16, 64), (fp16, 144), (fp8e4m3, 96)])
 def test_load_row(run, sample, dtype, cols):
-    """Every row of a tile, whatever its panels and its swizzle."""
+    """Every row of a tile, with any panels and swizzle."""
     S, T, V = st(16, cols, dtype), rt(16, cols, dtype), rt(16, cols, fp32).row_vec
     smem = tiles.shared(first=st(8, 32, dtype), tile=S)
 
@@ -122,7 +122,7 @@ def test_load_row(run, sample, dtype, cols):
 
 
 def test_rows_of_what_tma_brings(run, sample):
-    """A tile may be given back as soon as its row is loaded."""
+    """A tile may be released as soon as its row is loaded."""
     S, V = st(16, 32, fp32), rt(16, 32, fp32).row_vec
     smem = tiles.shared(r=ring(S, 1, readers=1))
 

@@ -15,8 +15,8 @@ LENGTHS = [(64, 8), (16, 24), (256, 1), (384, 3), (512, 13)]  # of a vector; by 
 
 @pytest.mark.parametrize(("length", "short", "dtype"), [(*n, d) for n, d in pairs(LENGTHS, COMPUTED)])
 def test_a_ring_of_vectors(run, sample, length, short, dtype):
-    """Through a ring, doubled, and out by TMA: what lies outside is zero on load and left alone on store. TMA stores arrays
-    of whole 16 bytes only, others go out from registers."""
+    """Vectors go through a ring, are doubled, and stored by TMA: outside the array loads give zero and stores do nothing. TMA
+    stores arrays of multiples of 16 bytes only, others are stored from registers."""
     parts, V = 5, rt(16, length, dtype).row_vec
     size = parts * length - short
     by_tma = size * dtype.itemsize % 16 == 0
@@ -74,7 +74,7 @@ def test_along_any_axis_of_an_array(run, sample):
 
 @pytest.mark.parametrize("dtype", [fp8e4m3, fp8e5m2, tf32])
 def test_tma_brings_and_takes_what_is_only_stored(run, sample, dtype):
-    """Bytes as they are; fp32 numbers rounded to tf32."""
+    """Bytes are copied; fp32 numbers are rounded to tf32."""
     S, V = sv(64, dtype), rt(16, 64, dtype).row_vec
     smem = tiles.shared(r=ring(S, 1), out=S)
 

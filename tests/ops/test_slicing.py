@@ -1,4 +1,4 @@
-"""ops/shape/slicing.py: parts of a register tile, and tiles put together from them."""
+"""ops/shape/slicing.py: parts of a register tile, and tiles concatenated from them."""
 
 import re
 
@@ -17,7 +17,7 @@ DTYPES, SIDES = [fp32, bf16, fp16], ["row", "row", "col", "col"]
 
 @pytest.mark.parametrize(("shape", "count", "dtype", "side"), pairs(SHAPES, COUNTS, DTYPES, SIDES))
 def test_columns(run, sample, shape, count, dtype, side):
-    """Every part of a tile, in its place again."""
+    """Every part of a tile is put back in its place."""
     W, last = rt(*shape, dtype, side), shape[1] // count - 1
 
     @cuda.jit
@@ -52,7 +52,7 @@ def test_rows(run, sample, shape, count, dtype, side):
 
 @pytest.mark.parametrize(("dtype", "side"), pairs(DTYPES, ["row", "col"]))
 def test_stacks(run, sample, dtype, side):
-    """Beside and below each other; and what was taken apart is whole again."""
+    """Tiles beside and below each other; parts concatenated again are the whole."""
     A, B, C = rt(32, 16, dtype, side), rt(32, 48, dtype, side), rt(16, 48, dtype, side)
 
     @cuda.jit
@@ -73,7 +73,7 @@ def test_stacks(run, sample, dtype, side):
 
 @pytest.mark.parametrize(("dtype", "side"), pairs(DTYPES + [fp8e4m3], ["row", "col"]))
 def test_vectors(run, sample, dtype, side):
-    """Their parts go with the tile's."""
+    """Parts of vectors match those of the tile."""
     W = rt(48, 96, fp32, side)
 
     @cuda.jit
@@ -93,7 +93,7 @@ def test_vectors(run, sample, dtype, side):
 
 
 def test_operands_of_products(run, sample):
-    """fp8 tiles are taken apart, too: by base tiles of 32 along the contracted axis."""
+    """fp8 tiles are split, too: by base tiles of 32 along the contracted axis."""
     W, V = rt(32, 64, fp8e4m3), rt(64, 32, fp8e4m3, "col")
 
     @cuda.jit

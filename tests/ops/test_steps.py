@@ -1,4 +1,4 @@
-"""ops/matmul/steps.py: products along k of what comes through rings; warpgroup.send by several shared tiles in turn."""
+"""ops/matmul/steps.py: products along k of tiles from rings; warpgroup.send by several shared tiles in turn."""
 
 import numpy as np
 import pytest
@@ -73,7 +73,7 @@ def test_what_is_sent_by_tiles_in_turn(run, sample, newer):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_tile_is_written_too_soon(seed):
-    """It waits for the one before it alone: three are under way."""
+    """The store waits only for the previous one, while three are in flight."""
     body, smem = sending(3)
     with pytest.raises(Hazard, match="nothing orders this after the TMA store"):
         interpret(body, (1, 1, 1), 128, [np.zeros((64, 16), bf16.np), tensor(np.zeros((192, 48), bf16.np), S)], smem, seed)

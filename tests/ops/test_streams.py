@@ -1,4 +1,4 @@
-"""ops/streams.py, and rings whose tiles come in parts: one kernel, whatever fills its ring."""
+"""ops/streams.py, and rings whose tiles are filled in parts: one kernel for every stream."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ PAGE = st(TILE.rows // PAGES, 64, bf16)
 
 
 def sums(stream, place):
-    """(kernel, shared memory): y = the sum of COUNT tiles that the stream brings, the j-th from place(j)."""
+    """(kernel, shared memory): y = the sum of COUNT tiles that the stream loads, the j-th from place(j)."""
     smem = shared(k=ring(TILE, 2, readers=4, writers=stream.writers))
 
     @cuda.jit(launch_bounds=(256, 1))
@@ -66,7 +66,7 @@ def row_of_second(j):
 
 
 def test_dense(run, sample):
-    """The last tile is cut by the array's end."""
+    """The array's end cuts the last tile."""
     x = sample((2, 64 * COUNT - 7, 3, 64), bf16)
     whole = np.zeros((64 * COUNT, 64))
     whole[:-7] = wide(x[1, :, 2])
@@ -75,7 +75,7 @@ def test_dense(run, sample):
 
 @pytest.mark.parametrize("heads", [True, False])
 def test_paged(run, sample, heads):
-    """Pages in any order, one of them twice."""
+    """Pages are in any order, one of them used twice."""
     table = np.random.default_rng(1).permutation(30)[: 2 * PAGES * COUNT].reshape(2, -1).astype(np.int32)
     table[1, 2] = table[1, 7]
     x = sample((30, 16, 3, 64), bf16)
@@ -101,8 +101,8 @@ class Looked:
 @pytest.mark.parametrize("numbers", [np.int32, np.int64])
 @pytest.mark.parametrize(("end", "begin"), [(64 * COUNT, 48), (64 * COUNT - 70, 47), (1, None)])
 def test_pages_that_are_looked_up(run, sample, numbers, end, begin):
-    """A part of a tile lies in one page; what lies behind the last page that is in use is 0, and its number is not read; nor
-    what lies ahead of the first one."""
+    """A part of a tile is in one page; rows past the last used page, and before the first one, are 0, and their page numbers
+    are not read."""
     x, used = sample((30, 32, 3, 64), bf16), -(-end // 32)
     table = np.full((2, 2 * COUNT), -7, numbers)
     table[1, :used] = np.random.default_rng(1).permutation(30)[:used]
@@ -117,7 +117,7 @@ def test_pages_that_are_looked_up(run, sample, numbers, end, begin):
 
 @pytest.mark.parametrize("length", [64 * COUNT, 64 * COUNT - 1, 65, 0])
 def test_ragged(run, sample, length):
-    """What lies behind the sequence is the next one's, NaN here."""
+    """The rows after a sequence belong to the next one, and are NaN here."""
     x = sample((5 + 64 * COUNT + 9, 2, 64), bf16)
     x[5 + length :] = np.nan
     whole = np.zeros((64 * COUNT, 64))
@@ -126,7 +126,7 @@ def test_ragged(run, sample, length):
 
 
 def test_rows_before_the_array(run, sample):
-    """Are zeros, whatever lies there: NaN here."""
+    """Rows before the array are zeros; the memory there is NaN here."""
     x = sample((5 + 64 * COUNT, 2, 64), bf16)
     x[:5] = np.nan
     x = x[5:]
@@ -147,7 +147,8 @@ BESIDE = st(64, 128, bf16)
 
 @pytest.mark.parametrize("blocks", [1, 2])
 def test_parts_of_columns(run, sample, blocks):
-    """The left half of a tile from one place, the right half from another; each by another of two blocks, for both."""
+    """The left half of a tile comes from one place, the right half from another; each is loaded by one of two blocks, for
+    both."""
     smem = shared(k=ring(BESIDE, 2, readers=4, blocks=blocks))
 
     @cuda.jit(launch_bounds=(256, 1))

@@ -30,7 +30,7 @@ def test_of_types():
 
 @pytest.mark.parametrize(("width", "dtype", "rows", "cols"), WHOLES)
 def test_by_one_warp(run, sample, width, dtype, rows, cols):
-    """Written part by part and read whole; written whole and read part by part, the parts in reverse; a part of a part."""
+    """A tile is written part by part and read whole, written whole and read part by part in reverse; also a part of a part."""
     n, last = 3, rows // 16 - 1
     S, T, ALL, SLICE = st(n * rows, cols, dtype, width), rt(rows, cols, dtype), rt(n * rows, cols, dtype), rt(16, cols, dtype)
     smem = tiles.shared(first=st(8, 32, bf16), a=S, b=S)
@@ -166,7 +166,7 @@ RING = tiles.shared(x=ring(S, 1, readers=8))
 
 
 def stopped(kernel, *args, warps, shared):
-    """The Hazard, the same on several schedules."""
+    """The Hazard that several schedules all raise."""
     for seed in (None, 1, 2, 3):
         with pytest.raises(Hazard) as caught:
             interpret(cuda.jit(kernel), (1, 1, 1), 32 * warps, args, shared, seed)
@@ -229,7 +229,7 @@ def test_a_part_of_what_was_released():
 
 
 def test_columns_that_an_mma_reads():
-    """The other columns may be written meanwhile; they themselves may not."""
+    """Other columns may be written meanwhile; those that the mma reads may not."""
     S, T = st(64, 128, bf16), rt(16, 64, bf16)
     plan = tiles.shared(a=S)
 

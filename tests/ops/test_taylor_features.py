@@ -12,7 +12,7 @@ from tiles.testing import EPS, blank, close, wide
 
 @pytest.mark.parametrize("dtype", [bf16, fp16])
 def test_taylor(run, sample, dtype):
-    """Every feature is one rounded product; those of two rows multiply to 1 + x + x ** 2 / 2."""
+    """Every feature is one rounded product; the features of two rows multiply to 1 + x + x ** 2 / 2."""
     X = rt(16, 16, dtype)
 
     @cuda.jit

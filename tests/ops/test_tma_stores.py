@@ -1,4 +1,4 @@
-"""ops/memory/tma.py: TMA adds, keeps the lesser or greater, prefetches; waiting for all stores but the newest."""
+"""ops/memory/tma.py: TMA adds, takes minima and maxima, prefetches; waits for all stores but the newest."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ FOLDS = {warpgroup.tma_add: np.add, warpgroup.tma_min: np.fmin, warpgroup.tma_ma
     ids=lambda v: getattr(v, "__name__", None),
 )
 def test_folds(run, sample, fold, dtype):
-    """Onto a ragged array, twice; what lies outside is left alone."""
+    """Twice onto a ragged array; memory outside is left alone."""
     S, T = st(64, 128, dtype), rt(16, 128, dtype)
     smem = tiles.shared(first=st(8, 64, dtype), a=S)
 
@@ -61,7 +61,7 @@ def test_vectors_add_up(run, sample):
 
 
 def test_one_warp_adds_what_others_hand_it(run, sample):
-    """A ring's tiles, twice each; the warp wrote none of them."""
+    """A warp adds a ring's tiles, twice each, of which it wrote none."""
     S, T = st(64, 64, fp32), rt(16, 64, fp32)
     smem = tiles.shared(sums=ring(S, 2, 1, 4))
 
@@ -106,7 +106,7 @@ def test_one_warp_sends_what_it_wrote(run, sample, send):
 
 @pytest.mark.parametrize("missing", ["wait", "publish"])
 def test_a_tile_that_is_not_handed_on(missing):
-    """Given back while TMA still reads it; taken before it is written."""
+    """A tile is released while TMA still reads it, or taken before it is written."""
     S, T = st(64, 64, fp32), rt(16, 64, fp32)
     smem = tiles.shared(sums=ring(S, 1, 1, 4))
 
@@ -149,7 +149,7 @@ def test_prefetch_changes_nothing(run, sample):
 
 
 def test_all_but_the_newest(run, sample):
-    """Two tiles in turn: each is written again when its own store is done, while the other's may still run."""
+    """Two tiles in turn: each is written again after its own store is done, while the other's may still run."""
     S, T = st(64, 64, fp32), rt(16, 64, fp32)
     smem = tiles.shared(a=S, b=S)
 
@@ -175,7 +175,7 @@ def test_all_but_the_newest(run, sample):
 @pytest.mark.parametrize("seed", [None, 1, 2, 3])
 @pytest.mark.parametrize("newer", [1, 2])
 def test_too_many_stay_in_flight(newer, seed):
-    """One tile, stored again and again: its own store is the newest."""
+    """With one tile stored repeatedly, its own store is the newest."""
     S, T = st(64, 64, bf16), rt(16, 64, bf16)
 
     def kernel(x, y):
@@ -226,7 +226,7 @@ def test_what_tma_cannot_fold(backend, fold):
 
 
 def test_tiles_that_begin_at_any_row(run, sample):
-    """`unit` rows at a time: a chunk of a sequence in an array of many."""
+    """`unit` rows at a time, as for a chunk of one of many sequences in an array."""
     S, T = st(64, 64, bf16), rt(16, 64, bf16)
     smem = tiles.shared(x=ring(S, 1))
 

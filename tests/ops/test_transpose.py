@@ -35,7 +35,7 @@ def test_transpose(run, sample, shape, dtype, side):
 
 @pytest.mark.parametrize(("shape", "dtype", "side"), pairs([(16, 48), (32, 16), (64, 32)], [fp32, bf16, fp16], ["row", "col"]))
 def test_swap_layout(run, sample, shape, dtype, side):
-    """The other layout's tile goes with the other layout's vectors; transposed, it is what lies in the same registers."""
+    """A tile in the other layout goes with vectors in the other layout; its transpose is the same registers."""
     T, O = rt(*shape, dtype, side), rt(*shape, dtype, "col" if side == "row" else "row")
 
     @cuda.jit
@@ -72,7 +72,7 @@ def test_turned_is_the_transpose_in_the_other_layout(run, sample, shape, dtype, 
 
 
 def test_operands_of_products(run, sample):
-    """tf32 tiles are turned as fp32 is; vectors whatever they hold."""
+    """tf32 tiles transpose as fp32 ones; vectors of any dtype do, too."""
     T, V = rt(32, 16, tf32), rt(32, 64, fp8e5m2).row_vec
 
     @cuda.jit

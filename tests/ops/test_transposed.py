@@ -13,7 +13,7 @@ from tiles.testing import blank
 
 @pytest.mark.parametrize(("rows", "dtype"), [(16, bf16), (64, bf16), (128, fp16)])
 def test_load_transposed(run, sample, rows, dtype):
-    """TMA brings the second tile to where the first one was read."""
+    """TMA loads the second tile into the slot from which the first one was read."""
     S, T = st(rows, 64, dtype), rt(16, rows, dtype)
     smem = tiles.shared(x=ring(S, 1))
 
@@ -52,7 +52,7 @@ def test_store_transposed(run, sample, rows, dtype):
 
 
 def test_a_warp_reads_its_own_columns_at_once(run, sample):
-    """What it has stored there itself, and no other warp."""
+    """A warp reads the columns that it has stored itself without a barrier, and no other warp's."""
     smem, T = tiles.shared(x=st(64, 64, bf16)), rt(16, 64, bf16)
 
     @cuda.jit
@@ -68,7 +68,7 @@ def test_a_warp_reads_its_own_columns_at_once(run, sample):
 
 
 def test_columns_are_read_when_all_warps_have_stored_theirs():
-    """The interpreter knows whose columns lie where, swizzle or not."""
+    """The interpreter knows which warp stored which columns, with any swizzle."""
     S, T = st(64, 64, bf16), rt(16, 64, fp32)
     smem = tiles.shared(x=S)
 

@@ -23,7 +23,7 @@ def invert_block(x, y):
 
 
 def test_a_block(run, sample):
-    """(I + L)^-1, whatever stands on and above the diagonal."""
+    """(I + L)^-1, whatever is on and above the diagonal."""
     x, y = 0.3 * sample((16, 16)), blank((16, 16))
     x[np.triu_indices(16)] = np.nan
     run(invert_block, x, y)
@@ -31,7 +31,7 @@ def test_a_block(run, sample):
 
 
 def test_a_block_of_all_ones(run):
-    """Whose powers are as large as binomials, and whose inverse has nothing but 1 and -1: it is exact."""
+    """Its powers are as large as binomials, and its inverse has only 1 and -1: the result is exact."""
     x, y = np.ones((16, 16), np.float32), blank((16, 16))
     run(invert_block, x, y)
     assert (y == np.eye(16) - np.eye(16, k=-1)).all()
@@ -64,7 +64,7 @@ def invert(x, y):
 
 @pytest.mark.parametrize("scale", [0.02, 0.2])
 def test_inverse_transposed(run, sample, scale):
-    """What stands on and above the diagonal does not matter."""
+    """Elements on and above the diagonal do not matter."""
     x, y = scale * sample((2, 64, 64)), blank((2, 64, 64))
     run(invert, x, y, warps=4, shared=PLAN)
     want = np.linalg.inv(np.eye(64) + np.tril(wide(x), -1)).transpose(0, 2, 1)
@@ -72,7 +72,7 @@ def test_inverse_transposed(run, sample, scale):
 
 
 def test_of_all_ones(run):
-    """It has powers as large as 64 over 32, and an inverse of nothing but 1 and -1."""
+    """Its powers are as large as 64 over 32, and its inverse has only 1 and -1."""
     x, y = np.ones((2, 64, 64), np.float32), blank((2, 64, 64))
     run(invert, x, y, warps=4, shared=PLAN)
     close(y, np.broadcast_to(np.eye(64) - np.eye(64, k=1), (2, 64, 64)), atol=2.0**-13)

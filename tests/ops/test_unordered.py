@@ -1,4 +1,4 @@
-"""ops/memory/unordered.py: tiles whose columns' order is of no concern."""
+"""ops/memory/unordered.py: tiles whose columns may be in any order."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ FORMS = [  # (shape, held, dtype, first): of each three of these all combination
 
 @pytest.mark.parametrize("shape, held, dtype, first", FORMS, ids=str)
 def test_maps_and_sums_of_rows(run, sample, shape, held, dtype, first):
-    """Of arrays of `held` as tiles of `dtype`, one of which ends within the tile."""
+    """Tiles of `dtype` from arrays of `held`, one of which ends inside the tile."""
     T = rt(*shape, dtype)
 
     @cuda.jit
@@ -40,7 +40,7 @@ def test_maps_and_sums_of_rows(run, sample, shape, held, dtype, first):
 
 @pytest.mark.parametrize("held, dtype, first", [(bf16, fp32, 0), (fp16, fp32, 1), (fp32, fp32, 0), (bf16, bf16, 0)], ids=str)
 def test_vectors_along_columns(run, sample, held, dtype, first):
-    """Their columns are those of tiles; the array ends within the vector."""
+    """Vectors have the column order of tiles; the array ends inside the vector."""
     T = rt(16, 96, dtype)
 
     @cuda.jit
@@ -58,7 +58,7 @@ def test_vectors_along_columns(run, sample, held, dtype, first):
 
 @pytest.mark.parametrize(("first", "rows"), [(0, 16), (0, 9), (1, 16)], ids=["eight bytes", "fewer rows", "byte by byte"])
 def test_to_bytes(run, sample, first, rows):
-    """What was 16 bits, rounded and stored as fp8; beyond the end is the greatest number."""
+    """16-bit tiles are rounded and stored as fp8, saturated to its greatest number."""
     T = rt(16, 64, bf16)
 
     @cuda.jit
@@ -72,7 +72,7 @@ def test_to_bytes(run, sample, first, rows):
 
 
 def test_order_is_not_the_arrays(sample):
-    """Whoever stores it by `store` sees so in the interpreter, too."""
+    """The interpreter shows the order to a kernel that uses plain `store`."""
     T = rt(16, 32, fp32)
 
     @cuda.jit
@@ -107,7 +107,7 @@ def test_what_is_refused():
 
 @pytest.mark.parametrize(("dtype", "to"), [(fp8e4m3, bf16), (fp8e5m2, bf16), (fp8e4m3, fp16), (fp8e5m2, fp16)], ids=str)
 def test_bytes_become_16_bits_on_their_way_to_shared_memory(run, sample, dtype, to):
-    """Of an array, and of pages; rows behind the end are 0, no place behind it is looked up."""
+    """From an array, and from pages; rows past the end are 0, and their pages are not looked up."""
     HELD, WIDE, PART, LAST, SIZE = rt(16, 128, dtype), rt(16, 128, to), st(16, 128, dtype, 64), 27, 3
     smem = tiles.shared(first=st(8, 64, to), t=st(32, 128, to))
 

@@ -1,5 +1,5 @@
-"""ops/memory/global_vectorized.py: what no kernel promised the warp finds out: 16 bytes at a time where the array
-allows it, else word by word, and the same numbers. (Promised accesses: test_global_vectorized.py.)"""
+"""ops/memory/global_vectorized.py: without a promise the warp checks at run time: 16 bytes at a time where the array allows it,
+else word by word, with the same numbers. (Promised accesses: test_global_vectorized.py.)"""
 
 import re
 from pathlib import Path
@@ -42,7 +42,7 @@ def made(case, dtype):
 
 
 def cut(array, at, shape):
-    """What a tile of this shape at `at` covers, zeros where that is outside the array; and which part of the tile is inside."""
+    """The elements that a tile of this shape at `at` covers, zeros outside the array; and which part of the tile is inside."""
     out, inside = np.zeros(shape, np.float32), np.zeros(shape, bool)
     for index in np.ndindex(*shape):
         there = tuple(np.add(index, at))
@@ -211,7 +211,7 @@ def rms_norm():
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_80"])
 def test_rms_norm(arch):
-    """Nothing of it is promised, and all loads and stores but those of the loops word by word are of 128 bits."""
+    """Without any promise, all loads and stores but those of the word-by-word loops are of 128 bits."""
     x = np.zeros((16, 128), bf16.np)
     found = compile_kernel(rms_norm(), [parameter("argument", a).type for a in (x, x[0], x, 1e-6)], arch)
     assert found.registers <= 100 and not found.spill_bytes and not found.local_bytes

@@ -57,7 +57,7 @@ def test_what_is_no_view():
 
 @pytest.mark.parametrize(("rows", "keys", "dim"), [(16, 16, 64), (32, 32, 128), (16, 32, 96)])
 def test_products(run, sample, rows, keys, dim):
-    """Q K^T and P V, as attention has them."""
+    """Q K^T and P V, as in attention."""
     Q, S, P, O, KEYS = (
         rt(rows, dim, fp16),
         rt(rows, keys, fp32),

@@ -1,4 +1,4 @@
-"""ops/warpgroup.py: TMA stores and meetings. (Products: test_wgmma.py.)"""
+"""ops/warpgroup.py: TMA stores and barriers. (Products: test_wgmma.py.)"""
 
 import numpy as np
 import pytest
@@ -14,7 +14,8 @@ TMA = pairs([bf16, fp32, fp16, bf16], [128, 64, 32], [(37, 72), (64, 64), (130, 
 
 @pytest.mark.parametrize(("dtype", "width", "shape"), [case for case in TMA if case[2][1] * case[0].itemsize % 16 == 0])
 def test_tma_load_and_store_ragged(run, sample, dtype, width, shape):
-    """Tiles over every edge: zeros come in, nothing goes out past the array, whose columns are a multiple of 16 bytes."""
+    """Tiles cross every edge: loads give zeros outside, and stores write nothing there. The array's columns are a multiple of
+    16 bytes."""
     S, T = st(64, 64, dtype, width), rt(16, 64, dtype)
     smem = tiles.shared(x=ring(S, 2), y=S)
     down, right = -(-shape[0] // 64), -(-shape[1] // 64)
@@ -51,7 +52,7 @@ RAGGED = pairs([bf16, fp32, fp16], [128, 64, 32], [(37, 70), (64, 61), (130, 10)
 
 @pytest.mark.parametrize(("dtype", "width", "shape"), RAGGED)
 def test_tma_load_of_part_of_a_chunk(run, sample, dtype, width, shape):
-    """Columns that end inside 16 bytes: what lies behind them in memory is not loaded."""
+    """Columns end inside 16 bytes: the memory after them is not loaded."""
     S, T = st(64, 64, dtype, width), rt(16, 64, dtype)
     smem = tiles.shared(x=ring(S, 2))
     down, right = -(-shape[0] // 64), -(-shape[1] // 64)
@@ -77,7 +78,7 @@ def test_tma_load_of_part_of_a_chunk(run, sample, dtype, width, shape):
 @pytest.mark.parametrize("backend", [meaning, ptx, pytest.param(gpu, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(("dtype", "cols"), [(bf16, 70), (fp16, 4), (fp32, 63)])
 def test_tma_store_to_part_of_a_chunk_is_refused(backend, dtype, cols):
-    """TMA writes 16 bytes at a time: what lies behind the array's columns would be overwritten."""
+    """TMA writes 16 bytes at a time, and would overwrite memory after the array's columns."""
     S, T = st(64, 64, dtype), rt(16, 64, dtype)
     smem = tiles.shared(y=S)
 
@@ -100,7 +101,7 @@ def test_tma_store_to_part_of_a_chunk_is_refused(backend, dtype, cols):
 
 
 def test_a_raw_tma_store_to_part_of_a_chunk():
-    """The instruction without its guard: the interpreter stops it, the card would write past the columns."""
+    """The interpreter stops the unguarded instruction; a GPU would write past the columns."""
     S = st(16, 64, bf16)
     smem = tiles.shared(y=S)
 
@@ -119,7 +120,7 @@ def test_a_raw_tma_store_to_part_of_a_chunk():
 
 @pytest.mark.parametrize("backend", [meaning, ptx])
 def test_an_array_is_no_tensor(backend):
-    """TMA takes tensors; of a plain array the message says how to make one."""
+    """TMA takes tensors; for a plain array the message gives the call that makes one."""
     S = st(64, 64, bf16)
     smem = tiles.shared(x=ring(S, 1), y=S)
 
@@ -147,7 +148,7 @@ def test_an_array_is_no_tensor(backend):
 
 
 def test_tma_along_any_axes(run, sample):
-    """(B, S, H, D) as attention has it: rows along axis 1, columns along the last, the others indexed."""
+    """(B, S, H, D) as in attention: rows along axis 1, columns along the last, the others indexed."""
     S, T = st(64, 64, bf16), rt(16, 64, bf16)
     smem = tiles.shared(x=ring(S, 1), y=S)
 

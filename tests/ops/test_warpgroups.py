@@ -1,4 +1,4 @@
-"""ops/threads/warpgroups.py and ops/memory/zero_rows.py: several warpgroups meet, clear rows, take turns."""
+"""ops/threads/warpgroups.py and ops/memory/zero_rows.py: several warpgroups meet, zero rows, take turns."""
 
 import functools
 
@@ -16,7 +16,7 @@ FIRST = pytest.mark.parametrize("first", [-1, 0, 5, 63, 64, 90])
 
 @functools.cache
 def clearing(cols, dtype, groups, ahead):
-    """(kernel, its shared memory): rows from `first` on become 0, or those `ahead` of it. One kernel, whatever that is."""
+    """(kernel, its shared memory): rows from `first` on become 0, or those `ahead` of it; one kernel for any value."""
     S, T = st(64, cols, dtype), rt(16, cols, dtype)
     smem = tiles.shared(x=ring(S, 1, readers=4 * groups))
 
@@ -64,7 +64,7 @@ def test_zero_first_rows(run, sample, first, groups):
 
 @pytest.mark.parametrize("groups", [1, 2, 3, 8])
 def test_meet(run, sample, groups):
-    """What each warpgroup writes, the next one reads, and TMA without another fence; one that is alone, its own."""
+    """The next warpgroup, and TMA without another fence, read what each warpgroup writes; a single one reads its own."""
     S, T = st(64 * groups, 64, bf16), rt(16, 64, bf16)
     smem = tiles.shared(x=S)
 
@@ -86,7 +86,7 @@ def test_meet(run, sample, groups):
 
 
 def test_seven_meet_and_the_eighth_by_itself(run):
-    """Theirs are different barriers."""
+    """They use different barriers."""
     V = rt(16, 16, fp32).row_vec
 
     @cuda.jit

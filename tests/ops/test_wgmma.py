@@ -1,4 +1,4 @@
-"""ops/matmul/wgmma.py: a warpgroup's products, all there are, waited for at once, together, one after the other."""
+"""ops/matmul/wgmma.py: all products of a warpgroup, waited for at once, together, or one after the other."""
 
 import numpy as np
 import pytest
@@ -32,7 +32,7 @@ def products(form, pairs_of_dtypes, every_n, every_k):
 
 
 def exact(a, b, acc=0.0):
-    """(the product in float64, how wrong sums of it may be: in fp32, or of fp8 products in the tensor cores' 13 bits)"""
+    """(the product in float64, the error that its sums may have: in fp32, or for fp8 in the tensor cores' 13 bits)"""
     unit = 2.0**-12 if a.itemsize == 1 else EPS[fp32] * 8
     return acc + wide(a) @ wide(b), (np.abs(acc) + np.abs(wide(a)) @ np.abs(wide(b))) * unit
 
@@ -55,7 +55,7 @@ RUNS = [
 
 @pytest.mark.parametrize("run, form, n, k, dtypes, width, left_width, registers", RUNS, ids=str, indirect=["run"])
 def test_products(run, sample, form, n, k, dtypes, width, left_width, registers):
-    """All four forms, alone and added to an accumulator, a from shared memory and from registers."""
+    """All four forms, with and without an accumulator, a from shared memory and from registers."""
     mm, mma, (left_turned, turned) = getattr(warpgroup, f"mm_{form}"), getattr(warpgroup, f"mma_{form}"), TRANSPOSED[form]
     A = st(*((k, 64) if left_turned else (64, k)), dtypes[0], left_width)
     B = st(*((n, k) if turned else (k, n)), dtypes[1], width)
@@ -94,7 +94,7 @@ CHAINS = [("AB", False), ("ABt", True), ("AB", True), ("ABt", False), ("AtB", Fa
 
 @pytest.mark.parametrize("form, from_registers", CHAINS)
 def test_accumulator_in_flight(run, sample, form, from_registers):
-    """A sum over five tiles whose mmas follow each other without a wait, and one more that starts from registers."""
+    """A sum over five tiles whose mmas are issued without a wait between them, and one more that starts from registers."""
     mm, mma, steps = getattr(warpgroup, f"mm_{form}"), getattr(warpgroup, f"mma_{form}"), 5
     A, B, T, O = st(64, 64, bf16), st(64, 64, bf16), rt(16, 64, bf16), rt(16, 64, fp32)
     smem = tiles.shared(a=ring(A, steps), b=ring(B, steps))
@@ -138,7 +138,8 @@ def test_accumulator_in_flight(run, sample, form, from_registers):
 
 
 def test_two_in_flight_and_what_ordinary_stores_wrote(run, sample):
-    """The attention pattern: S and O in flight together, S waited for first; operands written by stores, seen after sync."""
+    """The pattern of attention: S and O in flight together, S waited for first; operands written by stores, visible after
+    sync."""
     K, V, T, O = st(64, 64, bf16), st(64, 96, bf16), rt(16, 64, bf16), rt(16, 96, fp32)
     W = rt(16, 96, bf16)
     smem = tiles.shared(q=K, k=K, v=V)

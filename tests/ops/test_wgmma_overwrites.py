@@ -1,4 +1,4 @@
-"""tiles/wgmma_overwrites.py: A of a wgmma lies in registers that the next round of the loop writes, before the wait."""
+"""tiles/wgmma_overwrites.py: the registers of a wgmma's A that the next iteration writes before the wait."""
 
 import pytest
 from numba import cuda
@@ -66,18 +66,18 @@ def by_turns(gA, gB, out, steps):
 
 @pytest.fixture
 def given(sample):
-    """(the arguments, what is to come out)"""
+    """(the arguments, the expected result)"""
     a, b = sample((64, 64 * STEPS), bf16), sample((64 * STEPS, 64), bf16)
     return (tensor(a, TILE), tensor(b, TILE), blank((64, 64)), STEPS), wide(a) @ wide(b)
 
 
 def emulated(kernel, args):
-    """Run it as compiled, whatever is said of the machine code."""
+    """Run the kernel as compiled, in the emulator, whatever the check of the machine code reports."""
     emulate(kernel, (1, 1, 1), 128, args, plan, None, (1, 1, 1), "sm_90a")
 
 
 def test_a_is_loaded_ahead(given):
-    """The kernel means what is meant; the card may do something else, and both the machine code and its text show it."""
+    """The emulator gives the intended result, a GPU may not; the check of the machine code and its text report it."""
     args, want = given
     meaning(ahead, *args, warps=4, shared=plan)
     close(args[2], want, atol=1e-2)
@@ -92,7 +92,7 @@ def test_a_is_loaded_ahead(given):
 
 
 def test_no_disassembler(given, monkeypatch):
-    """Then nothing is said, and the kernel is compiled all the same."""
+    """Without one nothing is reported, and the kernel compiles."""
 
     def missing(cubin):
         raise FileNotFoundError("nvdisasm")

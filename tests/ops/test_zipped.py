@@ -36,7 +36,7 @@ SHAPES = [(32, 64), (96, 64), (224, 128), (128, 256), (192, 192)]
 
 @pytest.mark.parametrize(("keys", "cols"), SHAPES)
 def test_transpose_zipped(run, sample, keys, cols):
-    """Every width of a panel of both, several of them, and a number of matrices that no batch divides."""
+    """Every panel width of both tiles, several panels, and a number of matrices that no batch divides."""
     S, T = st(keys, cols, fp8e4m3), st(cols, keys, fp8e4m3)
     smem = tiles.shared(x=ring(S, 1), y=T)
 
@@ -55,7 +55,7 @@ def test_transpose_zipped(run, sample, keys, cols):
 
 
 def test_a_product_of_both(run, sample):
-    """o + P V, as attention has it."""
+    """o + P V, as in attention."""
     V, T, P, O = st(64, 64, fp8e4m3), st(64, 64, fp8e4m3), rt(16, 64, fp32), rt(16, 64, fp32)
     smem = tiles.shared(v=ring(V, 1), turned=T)
 

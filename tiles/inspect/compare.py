@@ -5,13 +5,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from os.path import basename
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from .code import SassLine, mnemonic
 from .page import page_of_difference
-
-if TYPE_CHECKING:
-    from .report import Inspection
 
 
 class ComparedRow(NamedTuple):
@@ -40,8 +37,8 @@ def aligned(before: list, after: list, key) -> Iterator[ComparedRow]:
 class Difference:
     """What `after - before` gives for two inspections."""
 
-    before: "Inspection"
-    after: "Inspection"
+    before: Any  # Inspections (report.py)
+    after: Any
 
     @property
     def titles(self) -> tuple[str, str]:
@@ -102,7 +99,7 @@ class Difference:
         return page_of_difference(self)
 
 
-def _lines(one: "Inspection") -> list[tuple[str, str, int]]:
+def _lines(one: Any) -> list[tuple[str, str, int]]:
     found = []
     for file, first, lines in one.sources:
         name = basename(file) if len(one.sources) > 1 else ""

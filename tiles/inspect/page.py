@@ -7,13 +7,9 @@ the same, besides its number. Pointing at one side shows the other, a click keep
 from collections import Counter
 from html import escape
 from os.path import basename
-from typing import TYPE_CHECKING
+from typing import Any
 
 from .figures import Figures
-
-if TYPE_CHECKING:
-    from .compare import Difference
-    from .report import Inspection
 
 TOP = 5  # mnemonics shown of a line
 COLOURS = "#e69f00 #56b4e9 #009e73 #f0e442 #0072b2 #d55e00 #cc79a7 #999999".split()
@@ -75,8 +71,8 @@ document.querySelectorAll('button').forEach(b => b.onclick = () => {
 """
 
 
-def page(found: "Inspection") -> str:
-    """The HTML page of an inspection."""
+def page(found: Any) -> str:
+    """The HTML page of an Inspection (report.py)."""
     lines = {line.place.lines[0] for line in (*found.sass, *found.ptx) if line.place.lines}
     numbers = {at: number for number, at in enumerate(sorted(lines))}
     left = "".join(_source(one, found, numbers) for one in found.sources)
@@ -93,8 +89,8 @@ def page(found: "Inspection") -> str:
     return _document(f"{found.title}, {found.arch}", title, head, left, f"<nav>{buttons}</nav>{right}")
 
 
-def page_of_difference(found: "Difference") -> str:
-    """The HTML page of two inspections side by side."""
+def page_of_difference(found: Any) -> str:
+    """The HTML page of a Difference (compare.py): two inspections side by side."""
     kinds = [row for row in found.figures if row[0].startswith(" ")]
     cards = "".join(_card(name, f"{a} → {b}" if a != b else a) for name, a, b in found.figures if not name.startswith(" "))
     left = []
@@ -143,7 +139,7 @@ def _card(name, value, bad=False):
     return f"<div{' class=bad' if bad else ''}><dt>{escape(name)}</dt><dd>{value}</dd></div>"
 
 
-def _source(one, found: "Inspection", numbers):
+def _source(one, found: Any, numbers):
     most = max((sum(kinds.values()) for kinds in found.counts.values()), default=1)
     rows = []
     for number, text in enumerate(one.lines, one.first):

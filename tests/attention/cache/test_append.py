@@ -68,34 +68,34 @@ def inputs(heads=2, head=32, value=None, dtype=BF16, cache=None, lengths=(3, 0, 
     value, cache = value or head, cache or dtype
     batch, tokens = (1, packed[-1]) if packed else (count, new)
     draw = lambda *shape, to=dtype: rng.standard_normal(shape).astype(to)
-    given = dict(k_new=draw(batch, tokens, heads, head), v_new=draw(batch, tokens, heads, value))
+    arguments = dict(k_new=draw(batch, tokens, heads, head), v_new=draw(batch, tokens, heads, value))
     caches = (count, size)
     if packed:
-        given["cu_seqlens"] = np.array(packed, index)
+        arguments["cu_seqlens"] = np.array(packed, index)
     if paged:
         most = [-(-(length + n) // paged) for length, n in zip(lengths, np.diff(packed) if packed else [new] * count)]
         pool = rng.permutation(sum(most) + 3)
-        given["pages"] = np.full((count, max(most) + 1), -77, index)  # behind the pages in use
+        arguments["pages"] = np.full((count, max(most) + 1), -77, index)  # behind the pages in use
         for b, n in enumerate(most):
-            given["pages"][b, :n], pool = pool[:n], pool[n:]
+            arguments["pages"][b, :n], pool = pool[:n], pool[n:]
         caches = (sum(most) + 3, paged)
-    given["k"], given["v"] = poisoned((*caches, heads, head), cache), poisoned((*caches, heads, value), cache)
-    given["lengths"] = np.array(lengths, index)
+    arguments["k"], arguments["v"] = poisoned((*caches, heads, head), cache), poisoned((*caches, heads, value), cache)
+    arguments["lengths"] = np.array(lengths, index)
     if rotary:
-        given["rotary"] = draw(12, rotary // 2, to=tables), draw(12, rotary // 2, to=tables)
+        arguments["rotary"] = draw(12, rotary // 2, to=tables), draw(12, rotary // 2, to=tables)
     if queries:
-        given["q"] = draw(batch, tokens, queries, head)
+        arguments["q"] = draw(batch, tokens, queries, head)
     if scales:
         shape = (count, heads)[2 - scales :]
-        given |= {name: 2.0 ** rng.integers(-6, 2, shape).astype(F32) for name in ("k_descale", "v_descale")}
-    return given
+        arguments |= {name: 2.0 ** rng.integers(-6, 2, shape).astype(F32) for name in ("k_descale", "v_descale")}
+    return arguments
 
 
-def check(given, put=lambda x: x, get=lambda x: x, **options):
+def check(arguments, put=lambda x: x, get=lambda x: x, **options):
     """Compare every bit of both caches, and of the result."""
-    wanted = {**given, "k": given["k"].copy(), "v": given["v"].copy()}
+    wanted = {**arguments, "k": arguments["k"].copy(), "v": arguments["v"].copy()}
     out = by_hand(**wanted, **options)
-    ours = {name: tuple(map(put, x)) if name == "rotary" else put(x) for name, x in given.items()}
+    ours = {name: tuple(map(put, x)) if name == "rotary" else put(x) for name, x in arguments.items()}
     found = attention.append(**ours, **options)
     assert (found is None) == (out is None)
     for name, x, y in ("k", ours["k"], wanted["k"]), ("v", ours["v"], wanted["v"]), ("q", found, out):
@@ -142,12 +142,12 @@ def test_as_compiled(arch, case, interleaved, as_compiled):
 def cancelling(interleaved):
     """Rows whose rotated columns are 0 if both products are rounded, for cos = sin, and the columns of a pair are alike or
     opposite; an fma leaves what a product lost."""
-    given = inputs(heads=2, head=32, rotary=32, queries=2, dtype=F16, lengths=(3, 0))
-    given["rotary"] = (given["rotary"][0],) * 2
-    for x in given["k_new"], given["q"]:
+    arguments = inputs(heads=2, head=32, rotary=32, queries=2, dtype=F16, lengths=(3, 0))
+    arguments["rotary"] = (arguments["rotary"][0],) * 2
+    for x in arguments["k_new"], arguments["q"]:
         first, second = (x[..., ::2], x[..., 1::2]) if interleaved else (x[..., :16], x[..., 16:])
         second[...] = first * np.tile([1, -1], 8).astype(F16)
-    return given
+    return arguments
 
 
 def test_products_that_cancel(place):
@@ -160,14 +160,14 @@ def test_products_that_cancel_as_compiled(as_compiled):
     check(cancelling(True), interleaved=True)
 
 
-def check_found(given, put=lambda x: x, get=lambda x: x, heads_first=False, **options):
+def check_found(arguments, put=lambda x: x, get=lambda x: x, heads_first=False, **options):
     """An fp8 cache whose descales are computed: max(abs(row)) / 448, and nothing else is written."""
-    rows = {name: np.full(given[name].shape, np.nan, F32) for name in "kv"}
-    wanted = by_hand(**given | rows, **options)
-    ours = {name: tuple(map(put, x)) if name == "rotary" else put(x) for name, x in given.items()}
+    rows = {name: np.full(arguments[name].shape, np.nan, F32) for name in "kv"}
+    wanted = by_hand(**arguments | rows, **options)
+    ours = {name: tuple(map(put, x)) if name == "rotary" else put(x) for name, x in arguments.items()}
     for name in "kv":
-        room = poisoned((given[name].size // given[name].shape[-1], 2), BF16).view(F32)  # NaN
-        shape = given[name].shape[:3]
+        room = poisoned((arguments[name].size // arguments[name].shape[-1], 2), BF16).view(F32)  # NaN
+        shape = arguments[name].shape[:3]
         ours[f"{name}_descale"] = put(room.reshape(shape[0], shape[2], shape[1])).swapaxes(1, 2) if heads_first else put(
             room.reshape(shape))  # fmt: skip
     out = attention.append(**ours, **options)
@@ -175,15 +175,15 @@ def check_found(given, put=lambda x: x, get=lambda x: x, heads_first=False, **op
     if out is not None:
         np.testing.assert_array_equal(bits(get(out)), bits(wanted))
     for name, row in rows.items():
-        found, held = get(ours[f"{name}_descale"]), get(ours[name])
+        found, storage = get(ours[f"{name}_descale"]), get(ours[name])
         greatest = np.abs(row).max(-1)
         np.testing.assert_allclose(found, np.maximum(greatest / 448, 2.0**-120), rtol=2.0**-22)  # NaN where nothing is written
         new = ~np.isnan(greatest)
-        assert new.any() and (bits(held)[~new] == POISON[1]).all()
+        assert new.any() and (bits(storage)[~new] == POISON[1]).all()
         quotient = (row / found[..., None])[new]
         low, high = (rounded(quotient * (1 + sign * 2.0**-21), F8) for sign in (-1, 1))
-        assert ((held[new] == low) | (held[new] == high)).all()
-        assert (np.abs(held[new].astype(F32)).max(-1) == 448)[greatest[new] > 0].all()
+        assert ((storage[new] == low) | (storage[new] == high)).all()
+        assert (np.abs(storage[new].astype(F32)).max(-1) == 448)[greatest[new] > 0].all()
     return ours
 
 
@@ -207,29 +207,29 @@ def test_computed_descales(place, case, interleaved):
 @pytest.mark.parametrize("bias", [False, True])
 def test_descales_of_normalised_rows(bias):
     """Norm, rotation, then descale: those of the rows that the same call writes to a cache of 16 bits."""
-    given = inputs(rotary=16, heads=3)
+    arguments = inputs(rotary=16, heads=3)
     weights = np.random.default_rng(4).standard_normal((2, 3, 32)).astype(F32)
     norm = (weights[0], weights[1]) if bias else weights[0]
-    attention.append(**given, k_new_norm=norm)
-    small = given | {name: poisoned(given[name].shape, F8) for name in "kv"}
-    descales = {f"{name}_descale": np.full(given[name].shape[:3], np.nan, F32) for name in "kv"}
+    attention.append(**arguments, k_new_norm=norm)
+    small = arguments | {name: poisoned(arguments[name].shape, F8) for name in "kv"}
+    descales = {f"{name}_descale": np.full(arguments[name].shape[:3], np.nan, F32) for name in "kv"}
     attention.append(**small, **descales, k_new_norm=norm)
-    greatest = np.abs(given["k"].astype(F32)).max(-1)
+    greatest = np.abs(arguments["k"].astype(F32)).max(-1)
     assert (np.isnan(greatest) == np.isnan(descales["k_descale"])).all() and not np.isnan(greatest).all()
     np.testing.assert_allclose(descales["k_descale"], greatest / 448, rtol=2.0**-8)
     wide = small["k"].astype(F32) * descales["k_descale"][..., None]
-    np.testing.assert_allclose(wide, given["k"].astype(F32), rtol=2.0**-3.9, atol=2.0**-9 * np.nanmax(greatest) / 448)
+    np.testing.assert_allclose(wide, arguments["k"].astype(F32), rtol=2.0**-3.9, atol=2.0**-9 * np.nanmax(greatest) / 448)
 
 
 def test_rows_of_zeros_and_of_nan_have_a_descale():
     """Rows that are not finite stay so: one with an infinity is NaN or infinite when it is read."""
-    given = inputs(cache=F8, heads=1, lengths=(0,), new=3)
-    given["v_new"][0, 0] = 0
-    given["k_new"][0, 1, 0, 3] = np.nan
-    given["k_new"][0, 2, 0, 3] = np.inf
+    arguments = inputs(cache=F8, heads=1, lengths=(0,), new=3)
+    arguments["v_new"][0, 0] = 0
+    arguments["k_new"][0, 1, 0, 3] = np.nan
+    arguments["k_new"][0, 2, 0, 3] = np.inf
     descales = {f"{name}_descale": np.zeros((1, 9, 1), F32) for name in "kv"}
-    attention.append(**given, **descales)
-    wide = {name: given[name].astype(F32) * descales[f"{name}_descale"][..., None] for name in "kv"}
+    attention.append(**arguments, **descales)
+    wide = {name: arguments[name].astype(F32) * descales[f"{name}_descale"][..., None] for name in "kv"}
     assert (wide["v"][0, 0] == 0).all() and np.isfinite(wide["v"][0, :3]).all()
     assert np.isnan(wide["k"][0, 1, 0, 3]) and np.isnan(wide["k"][0, 1]).sum() == 1
     assert not np.isfinite(wide["k"][0, 2, 0, 3])
@@ -245,24 +245,24 @@ def test_queries_at_one_position(place):
 
 
 def test_queries_of_another_number_and_in_place():
-    given = inputs(rotary=32, queries=2, new=3)
+    arguments = inputs(rotary=32, queries=2, new=3)
     for tokens in (1, 2, 3):
-        few = given | {name: given[name][:, :tokens].copy() for name in ("k_new", "v_new")}
-        check(few | {"k": given["k"].copy(), "v": given["v"].copy()})
-    wanted = by_hand(**given)
-    assert attention.append(**given, out=given["q"]) is given["q"]
-    assert (bits(given["q"]) == bits(wanted)).all()
+        few = arguments | {name: arguments[name][:, :tokens].copy() for name in ("k_new", "v_new")}
+        check(few | {"k": arguments["k"].copy(), "v": arguments["v"].copy()})
+    wanted = by_hand(**arguments)
+    assert attention.append(**arguments, out=arguments["q"]) is arguments["q"]
+    assert (bits(arguments["q"]) == bits(wanted)).all()
 
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_queries_in_place_are_normalised(bias):
     """Rows of several tiles of columns: none is written before all are read."""
-    given = inputs(head=96, rotary=16, queries=2)
+    arguments = inputs(head=96, rotary=16, queries=2)
     weights = np.random.default_rng(4).standard_normal((2, 96)).astype(F32)
     norm = tuple(weights) if bias else weights[0]
-    wanted = attention.append(**given, q_norm=norm)
-    assert attention.append(**given, q_norm=norm, out=given["q"]) is given["q"]
-    np.testing.assert_array_equal(bits(given["q"]), bits(wanted))
+    wanted = attention.append(**arguments, q_norm=norm)
+    assert attention.append(**arguments, q_norm=norm, out=arguments["q"]) is arguments["q"]
+    np.testing.assert_array_equal(bits(arguments["q"]), bits(wanted))
 
 
 def test_positions_are_not_lengths(place):
@@ -271,24 +271,24 @@ def test_positions_are_not_lengths(place):
 
 def test_batch_index(place):
     """Three of five caches, in another order."""
-    given = inputs(rotary=16)
+    arguments = inputs(rotary=16)
     for name in "kv":
-        given[name] = poisoned((5, *given[name].shape[1:]), BF16)
-    check(given | {"batch_index": np.array([4, 0, 3], np.int32)}, place.put, place.get)
+        arguments[name] = poisoned((5, *arguments[name].shape[1:]), BF16)
+    check(arguments | {"batch_index": np.array([4, 0, 3], np.int32)}, place.put, place.get)
 
 
 @pytest.mark.parametrize("past", [0, 1, 4])
 def test_anywhere_in_memory(past):
     """K and V of a token are neighbours in memory; new ones are views of a linear layer's output."""
-    given = inputs(rotary=16, heads=3, paged=4)
-    pool = poisoned((*given["k"].shape[:2], 2, 3, 32 + past), BF16)
-    new = np.concatenate([given["k_new"], given["v_new"]], axis=2)
+    arguments = inputs(rotary=16, heads=3, paged=4)
+    pool = poisoned((*arguments["k"].shape[:2], 2, 3, 32 + past), BF16)
+    new = np.concatenate([arguments["k_new"], arguments["v_new"]], axis=2)
     room = poisoned((*new.shape[:3], 32 + past), BF16)
     room[..., past:] = new
     wanted = pool.copy()
-    by_hand(**given | {"k": wanted[:, :, 0, :, past:], "v": wanted[:, :, 1, :, past:]})
+    by_hand(**arguments | {"k": wanted[:, :, 0, :, past:], "v": wanted[:, :, 1, :, past:]})
     caches = {"k": pool[:, :, 0, :, past:], "v": pool[:, :, 1, :, past:]}
-    attention.append(**given | caches | {"k_new": room[:, :, :3, past:], "v_new": room[:, :, 3:, past:]})
+    attention.append(**arguments | caches | {"k_new": room[:, :, :3, past:], "v_new": room[:, :, 3:, past:]})
     np.testing.assert_array_equal(bits(pool), bits(wanted))
 
 
@@ -296,31 +296,31 @@ def test_the_same_bits_as_torch():
     """Against rotary embedding as models write it, in float32."""
     torch = pytest.importorskip("torch")
     put = lambda x: torch.from_numpy(bits(x)).view(torch.bfloat16) if x.dtype == BF16 else torch.from_numpy(x)
-    given = inputs(rotary=32, new=4, size=10, queries=2)
-    given = {name: tuple(map(put, x)) if name == "rotary" else put(x) for name, x in given.items()}
-    cos, sin = given["rotary"]
-    at = given["lengths"][:, None] + torch.arange(4)
+    arguments = inputs(rotary=32, new=4, size=10, queries=2)
+    arguments = {name: tuple(map(put, x)) if name == "rotary" else put(x) for name, x in arguments.items()}
+    cos, sin = arguments["rotary"]
+    at = arguments["lengths"][:, None] + torch.arange(4)
 
     def embedded(x):
         x1, x2 = x.float().chunk(2, -1)
         c, s = cos[at.long()][:, :, None], sin[at.long()][:, :, None]
         return torch.cat([x1 * c - x2 * s, x2 * c + x1 * s], -1).to(x.dtype)
 
-    out = attention.append(**given)
-    assert torch.equal(out, embedded(given["q"]))
-    keys = embedded(given["k_new"])
-    for b, start in enumerate(given["lengths"].tolist()):
-        assert torch.equal(given["k"][b, start : start + 4], keys[b])
-        assert torch.equal(given["v"][b, start : start + 4], given["v_new"][b])
+    out = attention.append(**arguments)
+    assert torch.equal(out, embedded(arguments["q"]))
+    keys = embedded(arguments["k_new"])
+    for b, start in enumerate(arguments["lengths"].tolist()):
+        assert torch.equal(arguments["k"][b, start : start + 4], keys[b])
+        assert torch.equal(arguments["v"][b, start : start + 4], arguments["v_new"][b])
 
 
 def test_nan_and_infinity_go_through():
     """Rows are copied bit by bit; in fp8 what is beyond 448 becomes 448."""
-    given = inputs(heads=1, lengths=(0,), new=1)
-    given["v_new"][0, 0, 0, :3] = np.inf, np.nan, 1e30
-    attention.append(**given)
-    assert np.isposinf(given["v"][0, 0, 0, 0]) and np.isnan(given["v"][0, 0, 0, 1])
-    small = given | {name: poisoned((1, 9, 1, 32), F8) for name in "kv"}
+    arguments = inputs(heads=1, lengths=(0,), new=1)
+    arguments["v_new"][0, 0, 0, :3] = np.inf, np.nan, 1e30
+    attention.append(**arguments)
+    assert np.isposinf(arguments["v"][0, 0, 0, 0]) and np.isnan(arguments["v"][0, 0, 0, 1])
+    small = arguments | {name: poisoned((1, 9, 1, 32), F8) for name in "kv"}
     attention.append(**small)
     assert small["v"][0, 0, 0, 0] == small["v"][0, 0, 0, 2] == 448 and np.isnan(small["v"][0, 0, 0, 1].astype(F32))
 
@@ -333,47 +333,47 @@ FULL = {
 }
 
 
-@pytest.mark.parametrize("said", FULL)
-def test_a_full_cache_is_refused(said):
-    given = inputs(**FULL[said])
-    with pytest.raises(ValueError, match=said.replace("[", r"\[").replace("]", r"\]")):
-        attention.append(**given)
-    assert (bits(given["k"]) == POISON[2]).all()
+@pytest.mark.parametrize("message", FULL)
+def test_a_full_cache_is_refused(message):
+    arguments = inputs(**FULL[message])
+    with pytest.raises(ValueError, match=message.replace("[", r"\[").replace("]", r"\]")):
+        attention.append(**arguments)
+    assert (bits(arguments["k"]) == POISON[2]).all()
 
 
 def test_unused_rows_of_a_paged_cache_are_not_written():
     """In PagedCache.starts and pages an unused row has start -1 and pages -1."""
-    given = inputs(paged=4, lengths=(6, 3))
-    given["lengths"][0], given["pages"][0] = -1, -1
-    before = bits(given["k"]).copy()
-    attention.append(**given)
-    rows = (bits(given["k"]) != before).any((2, 3)).sum()
-    assert rows == given["k_new"].shape[1]
-    given["pages"][0, 0] = 0  # a page to write to
+    arguments = inputs(paged=4, lengths=(6, 3))
+    arguments["lengths"][0], arguments["pages"][0] = -1, -1
+    before = bits(arguments["k"]).copy()
+    attention.append(**arguments)
+    rows = (bits(arguments["k"]) != before).any((2, 3)).sum()
+    assert rows == arguments["k_new"].shape[1]
+    arguments["pages"][0, 0] = 0  # a page to write to
     with pytest.raises(ValueError, match="lengths: sequence 0 has room for"):
-        attention.append(**given)
+        attention.append(**arguments)
 
 
 @pytest.mark.parametrize("entry", [-1, 9])
 def test_pages_outside_the_pool_are_refused(entry):
-    given = inputs(paged=4, lengths=(6, 3))
-    given["pages"][0, 1] = entry + (entry > 0) * len(given["k"])
+    arguments = inputs(paged=4, lengths=(6, 3))
+    arguments["pages"][0, 1] = entry + (entry > 0) * len(arguments["k"])
     with pytest.raises(ValueError, match=r"pages: must be from 0 to \d: pages\[0, 1\]="):
-        attention.append(**given)
-    given["pages"][0, 1], given["pages"][0, 0] = 0, entry  # in use, but not written
-    attention.append(**given)
+        attention.append(**arguments)
+    arguments["pages"][0, 1], arguments["pages"][0, 0] = 0, entry  # in use, but not written
+    attention.append(**arguments)
 
 
 def test_tokens_beyond_the_cache_are_not_written(monkeypatch):
     """Without the check, as on a device: all other tokens are written, and queries beyond the tables are NaN."""
     monkeypatch.setattr(RoomCheck, "run", lambda *_: None)
-    given = inputs(rotary=16, lengths=(8, -1, 6, 0), new=3, queries=1)
-    wanted = given["k"].copy()
+    arguments = inputs(rotary=16, lengths=(8, -1, 6, 0), new=3, queries=1)
+    wanted = arguments["k"].copy()
     some = [(0, 8, 0), *((2, 6 + i, i) for i in range(3)), *((3, i, i) for i in range(3))]
     for b, at, i in some:
-        wanted[b, at] = rotated(given["k_new"][b, i], *(table[at] for table in given["rotary"]), False)
-    out = attention.append(**given)
-    np.testing.assert_array_equal(bits(given["k"]), bits(wanted))
+        wanted[b, at] = rotated(arguments["k_new"][b, i], *(table[at] for table in arguments["rotary"]), False)
+    out = attention.append(**arguments)
+    np.testing.assert_array_equal(bits(arguments["k"]), bits(wanted))
     assert np.isnan(out[1, 0].astype(F32)).all() and not np.isnan(out[1, 1:].astype(F32)).any()
     paged = inputs(paged=4, lengths=(6, 3), new=3, index=np.int64)
     paged["pages"][0] = [0, -1, 2, 10**6]
@@ -385,9 +385,9 @@ def test_tokens_beyond_the_cache_are_not_written(monkeypatch):
 
 def test_tables_that_end_early(monkeypatch):
     monkeypatch.setattr(RoomCheck, "run", lambda *_: None)
-    given = inputs(rotary=16, lengths=(10,), new=4, size=20, queries=1)
-    out = attention.append(**given)
-    assert (bits(given["k"])[0, 10:12] != POISON[2]).any((1, 2)).all() and (bits(given["k"])[0, 12:] == POISON[2]).all()
+    arguments = inputs(rotary=16, lengths=(10,), new=4, size=20, queries=1)
+    out = attention.append(**arguments)
+    assert (bits(arguments["k"])[0, 10:12] != POISON[2]).any((1, 2)).all() and (bits(arguments["k"])[0, 12:] == POISON[2]).all()
     assert np.isnan(out[0, 2:].astype(F32)).all() and not np.isnan(out[0, :2].astype(F32)).any()
 
 
@@ -420,18 +420,18 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("said", REFUSED)
-def test_refused(said):
-    given = inputs()
-    given |= {name: change(given.get(name)) for name, change in REFUSED[said].items()}
-    with pytest.raises((TypeError, ValueError), match=f"^({said})"):
-        attention.append(**given)
+@pytest.mark.parametrize("message", REFUSED)
+def test_refused(message):
+    arguments = inputs()
+    arguments |= {name: change(arguments.get(name)) for name, change in REFUSED[message].items()}
+    with pytest.raises((TypeError, ValueError), match=f"^({message})"):
+        attention.append(**arguments)
 
 
 def test_nothing_to_append():
-    given = inputs(new=0)
-    assert attention.append(**given) is None
-    assert (bits(given["k"]) == POISON[2]).all()
+    arguments = inputs(new=0)
+    assert attention.append(**arguments) is None
+    assert (bits(arguments["k"]) == POISON[2]).all()
 
 
 def across(x):
@@ -445,14 +445,14 @@ def test_heads_before_tokens(dtype, paged):
     rng = np.random.default_rng(7)
     k_new, v_new, q = (rng.standard_normal((2, 3, heads, 64)).astype(BF16) for heads in (2, 2, 4))
     k, v = (poisoned((6, 16, 2, 64) if paged else (2, 32, 2, 64), dtype) for _ in range(2))
-    given = dict(lengths=np.array([5, 14], np.int32), rotary=tuple(rng.standard_normal((2, 40, 16)).astype(F32)))
+    arguments = dict(lengths=np.array([5, 14], np.int32), rotary=tuple(rng.standard_normal((2, 40, 16)).astype(F32)))
     if paged:
-        given["pages"] = np.array([[0, 3], [4, 1]], np.int32)
+        arguments["pages"] = np.array([[0, 3], [4, 1]], np.int32)
     scales = {name: np.ones(k.shape[:3], F32) for name in ("k_descale", "v_descale")} if dtype is F8 else {}
     turned = {name: across(x) for name, x in scales.items()}
     caches = across(k), across(v)
-    out = attention.append(k, v, k_new, v_new, q=q, **scales, **given)
-    q_out = attention.append(*caches, *map(across, (k_new, v_new)), q=across(q), layout="bhsd", **turned, **given)
+    out = attention.append(k, v, k_new, v_new, q=q, **scales, **arguments)
+    q_out = attention.append(*caches, *map(across, (k_new, v_new)), q=across(q), layout="bhsd", **turned, **arguments)
     assert (bits(across(q_out)) == bits(out)).all()
     for ours, theirs in (*zip((k, v), caches), *zip(scales.values(), turned.values())):
         assert (across(theirs).view(np.uint8) == ours.view(np.uint8)).all()

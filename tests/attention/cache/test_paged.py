@@ -53,9 +53,9 @@ class Model:
         for sequence, tokens in self.lists.items():
             assert tokens_of(cache, sequence) == tokens and cache.length(sequence) == len(tokens)
         rows = cache.pages[cache.pages >= 0]
-        held, counts = np.unique(rows, return_counts=True)
-        assert len(held) + cache.free_pages == self.all
-        assert [cache._ref_counts[page] for page in held] == counts.tolist() and sum(cache._ref_counts) == counts.sum()
+        used, counts = np.unique(rows, return_counts=True)
+        assert len(used) + cache.free_pages == self.all
+        assert [cache._ref_counts[page] for page in used] == counts.tolist() and sum(cache._ref_counts) == counts.sum()
         unused = [n for n in range(self.sequences) if n not in self.lists]
         assert (cache.pages[unused] == -1).all() and (cache.lengths[unused] == 0).all()
 
@@ -178,7 +178,7 @@ def test_mistakes_name_the_argument():
     cache, two = PagedCache(pools(4, 4), sequences=2, tokens=16), PagedCache(pools(4, 4, layers=2), sequences=1, tokens=16)
     a = cache.add()
     two.add()
-    for call, said in [
+    for call, message in [
         (lambda: cache.free(1), "sequence 1 is not in use; those in use: [0]"),
         (lambda: cache.fork(7), "sequence 7 is not in use"),
         (lambda: cache.reserve([a, a], 1), "sequences: must not repeat a number"),
@@ -198,12 +198,12 @@ def test_mistakes_name_the_argument():
     ]:
         with pytest.raises(ValueError) as caught:
             call()
-        assert said in str(caught.value)
-    for wrong, said in (
+        assert message in str(caught.value)
+    for wrong, message in (
         (pools(4, 4)[0], "a pair for each layer, got .'ndarray"),
         (pools(4, 4)[0][0], "a pair for each layer, got"),
     ):
-        with pytest.raises(TypeError, match=f"layers: must be a list of pairs .k, v. of pools, {said}"):
+        with pytest.raises(TypeError, match=f"layers: must be a list of pairs .k, v. of pools, {message}"):
             PagedCache(wrong, sequences=1, tokens=1)
     with pytest.raises(TypeError, match="tokens: must be an integer: tokens='64'"):
         PagedCache(pools(4, 4), sequences=1, tokens="64")
@@ -257,7 +257,7 @@ def test_append_writes_by_the_page_table(put):
     draw = lambda *shape: rng.standard_normal((*shape, 2, 16)).astype(BF16)
     cos, sin = rng.standard_normal((2, 32, 4)).astype(np.float32)
     cache = PagedCache([tuple(map(put, pair)) for pair in pools(8, 4, 2, 16, BF16, layers=2)], sequences=3, tokens=20)
-    held = cache.pages, cache.lengths, cache.starts
+    used = cache.pages, cache.lengths, cache.starts
     rotary, lists = (put(cos), put(sin)), {}
 
     def rotated(x, start):
@@ -304,7 +304,7 @@ def test_append_writes_by_the_page_table(put):
     del lists[a]
     check()
     if put is not as_jax:
-        assert cache.pages is held[0] and cache.lengths is held[1] and cache.starts is held[2]  # as CUDA graphs want it
+        assert cache.pages is used[0] and cache.lengths is used[1] and cache.starts is used[2]  # as CUDA graphs want it
     poisoned = np.isnan(back(cache.layers[0][0])).all((2, 3)).sum()
     assert poisoned == 32 - (4 + 3 + 5 + 3)  # the shared page, a's other, those of b, and c's
     if put is not as_jax:

@@ -89,8 +89,8 @@ def through_fp8(q, k, v, centred=True, **how):
     """(out, lse) of causal attention.forward of quantised q, k, v, with what K's subtracted mean adds to lse."""
     (q8, q_descale), (v8, v_descale) = attention.quantize(q, **how), attention.quantize(v, **how)
     k8, k_descale, *mean = attention.quantize(k, centred=centred, **how)
-    told = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
-    out, lse = attention.forward(q8, k8, v8, causal=True, return_lse=True, **told)
+    kwargs = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    out, lse = attention.forward(q8, k8, v8, causal=True, return_lse=True, **kwargs)
     each = np.repeat(q_descale, 128, 1)[:, : q.shape[1]] if how else q_descale[:, None]
     of_mean = [np.einsum("bshd,bhd->bhs", q8.astype(F32) * each[..., None], x) * q.shape[-1] ** -0.5 for x in mean]
     return out.astype(float), lse, *of_mean

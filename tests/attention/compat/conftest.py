@@ -1,4 +1,4 @@
-"""attention.forward as the reference: a table of names needs no kernel to be tested."""
+"""attention.forward is replaced by the reference: a table of argument names can be tested without kernels."""
 
 import numpy as np
 import pytest
@@ -9,8 +9,8 @@ from attention import reference
 
 @pytest.fixture
 def calls(monkeypatch):
-    """From here on attention.forward is the reference, in float64; a list of what it was told, call by call."""
-    told = []
+    """Replace attention.forward by the reference in float64. Returns a list of the options of each call."""
+    call_options = []
 
     def forward(
         q, k, v, *, causal=False, window=None, softcap=None, alibi=None, sink=None, bias=None, mask=None, score=None, aux=(),
@@ -24,16 +24,16 @@ def calls(monkeypatch):
         )  # fmt: skip
         assert window is None or all(end is None or end >= 0 for end in window)
         others = {"seed": seed, "deterministic": deterministic, "return_lse": return_lse}
-        told.append(options | others | {"q": q, "k": k, "v": v})
+        call_options.append(options | others | {"q": q, "k": k, "v": v})
         keep = None if seed is None else lambda b, h, i, j: (i * 7 + j * 3 + h + b + seed) % 5 > 0
         both = reference.forward(q, k, v, **options, keep=keep)
         return both if return_lse else both[0]
 
     monkeypatch.setattr(attention, "forward", forward)
-    return told
+    return call_options
 
 
 @pytest.fixture
 def draw():
-    """draw(*shape): an array of numbers, each time others."""
+    """draw(*shape): an array of random numbers, other ones each time."""
     return np.random.default_rng(0).standard_normal

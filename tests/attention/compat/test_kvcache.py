@@ -1,4 +1,4 @@
-"""flash_attn_with_kvcache of both modules: what attention.decode is asked for, and what is written, by attention.append."""
+"""flash_attn_with_kvcache of both modules: the options that attention.decode gets, and what attention.append writes."""
 
 import ml_dtypes
 import numpy as np
@@ -16,14 +16,14 @@ MODULES = {2: flash_attn, 3: flash_attn_interface}
 
 @pytest.fixture
 def decode(monkeypatch):
-    """attention.decode is eager attention in float64 from here on, as far as these tests ask for it; what it was told."""
-    told = []
+    """Replace attention.decode by eager attention in float64, for the options of these tests. Returns a list of the options."""
+    call_options = []
 
     def decode(
         q, k, v, *, lengths, pages=None, batch_index=None, leftpad=None, causal=True, window=None, softcap=None, alibi=None,
         scale=None, splits=None, return_lse=False, k_new=None, v_new=None, rotary=None, interleaved=False, positions=None,
     ):  # fmt: skip
-        told.append(dict(causal=causal, window=window, softcap=softcap, alibi=alibi, scale=scale, splits=splits))
+        call_options.append(dict(causal=causal, window=window, softcap=softcap, alibi=alibi, scale=scale, splits=splits))
         if k_new is not None:
             turn = {"rotary": rotary, "interleaved": interleaved, "positions": positions} if rotary else {}
             turn |= {"q": q, "causal": causal or window is not None} if rotary else {}
@@ -42,7 +42,7 @@ def decode(monkeypatch):
         return (out, lse) if return_lse else out
 
     monkeypatch.setattr(attention, "decode", decode)
-    return told
+    return call_options
 
 
 def seen(q, k, v, causal, ends, softcap, scale):
@@ -56,7 +56,7 @@ def seen(q, k, v, causal, ends, softcap, scale):
 
 
 def turned(x, cos, sin, interleaved):
-    """Rows (H, D) at a position."""
+    """Rows (H, D) rotated to a position."""
     pairs, y = len(cos), x.astype(np.float32)
     parts = (np.s_[0 : 2 * pairs : 2], np.s_[1 : 2 * pairs : 2]) if interleaved else (np.s_[:pairs], np.s_[pairs : 2 * pairs])
     one, other = (y[:, part].copy() for part in parts)
@@ -123,7 +123,8 @@ def test_new_keys_are_written_and_seen(module, case, decode):
 @pytest.mark.parametrize("module", [2, 3])
 @pytest.mark.parametrize("lengths", [None, 5, np.array([5, 5])])
 def test_keys_that_are_there(module, lengths, decode):
-    """No new ones: an integer is the length of all, None all that there is. A result without lse is no tuple."""
+    """Without new keys: an integer is the length of all sequences, None means full caches. Without lse the result is no
+    tuple."""
     q, k, v = np.random.default_rng(0).standard_normal((3, 2, 5, 2, 8))
     if lengths is not None:
         k, v = (np.concatenate([x, np.full_like(x, np.nan)], 1) for x in (k, v))
@@ -195,23 +196,25 @@ def test_kernels_serve_it(module):
 
 
 def test_caches_of_fp8_have_descales():
-    """Of each sequence and head, as FlashAttention-3 has them; or of each token and head, which are then written."""
+    """Descales for each sequence and head, as in FlashAttention-3; or for each token and head, which are then written."""
     rng = np.random.default_rng(3)
     draw = lambda *shape: rng.standard_normal(shape).astype(BF16)
     q, k, v, lengths = draw(1, 1, 2, 32), draw(1, 1, 2, 32), draw(1, 1, 2, 32), np.array([3], np.int32)
     for shape in (1, 2), (1, 5, 2):
         caches = [draw(1, 5, 2, 32).astype(ml_dtypes.float8_e4m3fn) for _ in "kv"]
-        told = {name: np.full(shape, 0.5, np.float32) for name in ("k_descale", "v_descale")}
-        mine, its = [x.copy() for x in caches], {name: x.copy() for name, x in told.items()}
-        out = flash_attn_interface.flash_attn_with_kvcache(q, *caches, k, v, cache_seqlens=lengths, **told)
+        call_options = {name: np.full(shape, 0.5, np.float32) for name in ("k_descale", "v_descale")}
+        mine, its = [x.copy() for x in caches], {name: x.copy() for name, x in call_options.items()}
+        out = flash_attn_interface.flash_attn_with_kvcache(q, *caches, k, v, cache_seqlens=lengths, **call_options)
         wanted = attention.decode(q, *mine, lengths=lengths, k_new=k, v_new=v, causal=False, **its)
         np.testing.assert_array_equal(out.astype(float), wanted.astype(float))
-        assert (told["k_descale"] == its["k_descale"]).all() and ((told["k_descale"] != 0.5).sum() == 2) == (len(shape) == 3)
+        assert (call_options["k_descale"] == its["k_descale"]).all() and ((call_options["k_descale"] != 0.5).sum() == 2) == (
+            len(shape) == 3
+        )
 
 
 @pytest.mark.parametrize("options", [{}, dict(causal=True, window_size=(3, 0), softcap=2.0, alibi_slopes=True)])
 def test_packed_sequences_in_pages(options):
-    """flash_attn_varlen_func(block_table=): what it gives of the pages gathered, of sequences of 3, 0 and 2 queries."""
+    """flash_attn_varlen_func(block_table=) equals the call on gathered pages, for sequences of 3, 0 and 2 queries."""
     rng, options = np.random.default_rng(4), dict(options)
     draw = lambda *shape: rng.standard_normal(shape).astype(BF16)
     options |= {"alibi_slopes": np.array([0.5, 0.25], np.float32)} if options else {}
@@ -274,7 +277,7 @@ def swept(place, tokens, keys, new, size, said, heads, columns):
             expected[0][b, length + i], expected[1][b, length + i] = turn(k[b][i], length + i), v[b][i]
         for x in (*caches, *expected):
             x[b, after[b] :] = np.nan
-    told, held = {"cache_seqlens": lengths}, caches
+    call_options, held = {"cache_seqlens": lengths}, caches
     if size:
         each = -(-keys // size)
         table = rng.permutation(3 * each).astype(np.int32).reshape(3, each)
@@ -284,20 +287,22 @@ def swept(place, tokens, keys, new, size, said, heads, columns):
                 pool[table[b, rows // size], rows % size] = x[b]
         for b in range(3):
             table[b, -(-after[b] // size) :] = -7
-        told["page_table"] = table
+        call_options["page_table"] = table
     elif other:
         held = [np.concatenate([np.full((1, *x.shape[1:]), np.nan, BF16), x[::-1]]) for x in caches]
-        told["cache_batch_idx"] = np.array([3, 2, 1], np.int32)
+        call_options["cache_batch_idx"] = np.array([3, 2, 1], np.int32)
     starts = np.minimum(after, [0, 5, 1]) if leftpad else np.zeros(3, int)
-    told |= {"cache_leftpad": starts.astype(np.int32)} if leftpad else {}
-    told |= {"rotary_cos": cos, "rotary_sin": sin} if rotary else {}
+    call_options |= {"cache_leftpad": starts.astype(np.int32)} if leftpad else {}
+    call_options |= {"rotary_cos": cos, "rotary_sin": sin} if rotary else {}
     lie = np.concatenate if packed else np.stack
     given = [lie(q), *held, *((lie(k), lie(v)) if new else ())]
     if packed:
         ends = np.cumsum([0, *counts]).astype(np.int32)
-        told |= {"cu_seqlens_q": ends} | ({"cu_seqlens_k_new": ends} if new else {})
-    told = {name: place.put(x) for name, x in told.items()}
-    out, lse = flash_attn_interface.flash_attn_with_kvcache(*map(place.put, given), return_softmax_lse=True, **told, **said)
+        call_options |= {"cu_seqlens_q": ends} | ({"cu_seqlens_k_new": ends} if new else {})
+    call_options = {name: place.put(x) for name, x in call_options.items()}
+    out, lse = flash_attn_interface.flash_attn_with_kvcache(
+        *map(place.put, given), return_softmax_lse=True, **call_options, **said
+    )
     out, lse = place.get(out), place.get(lse)
     left, right = (None if end < 0 else end for end in said.get("window_size", (-1, -1)))
     options = {"causal": said.get("causal", False), "window": (left, right), "softcap": said.get("softcap")}

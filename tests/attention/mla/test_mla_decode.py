@@ -38,9 +38,9 @@ def quantise(latent):
     """((the latents in fp8, their descales, the rotated columns), the same dequantised in float32)"""
     latents = latent[..., :LATENT].astype(np.float32)
     descale = np.abs(latents).max(-1) / 448
-    held = (latents / descale[..., None]).astype(fp8e4m3.np)
-    meant = np.concatenate([held.astype(np.float32) * descale[..., None], latent[..., LATENT:].astype(np.float32)], -1)
-    return (held, descale, np.ascontiguousarray(latent[..., LATENT:])), meant
+    latent_fp8 = (latents / descale[..., None]).astype(fp8e4m3.np)
+    meant = np.concatenate([latent_fp8.astype(np.float32) * descale[..., None], latent[..., LATENT:].astype(np.float32)], -1)
+    return (latent_fp8, descale, np.ascontiguousarray(latent[..., LATENT:])), meant
 
 
 def known(q, latent, lengths, causal):
@@ -57,18 +57,18 @@ def known(q, latent, lengths, causal):
 def agree(place, q, latent, lengths, *, size=None, splits=None, causal=True, family=None):
     """Run and judge by the rule: out and lse against float64, no NaN, every element written. family: "fp8" is Hopper's kernel
     of a quantised cache, "fp8 sm_80" the other one."""
-    cache, told = (latent,), {"lengths": np.array(lengths, np.int32)}
+    cache, kwargs = (latent,), {"lengths": np.array(lengths, np.int32)}
     narrow = family is not None and "fp8" in family
     if narrow:
         cache, latent = quantise(latent)
     if size is not None:
-        cache, told["pages"] = in_pages(cache, lengths, size)
+        cache, kwargs["pages"] = in_pages(cache, lengths, size)
     if narrow:
-        family, (told["descale"], told["rotary"]) = "sm_80" if "sm_80" in family else "sm_90", cache[1:]
-    told = {name: place.put(x) for name, x in told.items()}
+        family, (kwargs["descale"], kwargs["rotary"]) = "sm_80" if "sm_80" in family else "sm_90", cache[1:]
+    kwargs = {name: place.put(x) for name, x in kwargs.items()}
     out = place.put(poisoned((*q.shape[:-1], LATENT), q.dtype))
-    told |= {"scale": SCALE, "splits": splits, "causal": causal, "family": family}
-    got, lse = attention.mla_decode(place.put(q), place.put(cache[0]), out=out, return_lse=True, **told)
+    kwargs |= {"scale": SCALE, "splits": splits, "causal": causal, "family": family}
+    got, lse = attention.mla_decode(place.put(q), place.put(cache[0]), out=out, return_lse=True, **kwargs)
     assert got is out
     (ref, ref_lse), (low, low_lse) = known(q, latent, lengths, causal)
     reference.assert_close(place.get(out), ref, low)
@@ -117,7 +117,7 @@ def test_tokens_that_see_later_ones_and_fp16(family):
 
 def test_many_splits(place):
     """More than combine.MAX_PARTS: decode's combine.py merges them."""
-    agree(place, *case((200, 5), 2, 3), (200, 5), splits=combine.FEW + 1, family="sm_80")
+    agree(place, *case((200, 5), 2, 3), (200, 5), splits=combine.MAX_PARTS + 1, family="sm_80")
 
 
 @pytest.mark.parametrize("family", FAMILIES[:2])
@@ -125,10 +125,10 @@ def test_batch_index(family):
     """Sequences are any batches of a larger cache; the others hold NaN. Rows of the cache may have any stride."""
     place = OnInterpreter()
     q, latent = case((70, 20))
-    held = poisoned((5, 70, COLUMNS + 8), BF16)
-    held[[3, 1], :, :COLUMNS] = latent
-    told = {"lengths": place.put(np.array([70, 20])), "batch_index": place.put(np.array([3, 1], np.int32))}
-    got = attention.mla_decode(place.put(q), place.put(held)[..., :COLUMNS], scale=SCALE, family=family, **told)
+    latent_fp8 = poisoned((5, 70, COLUMNS + 8), BF16)
+    latent_fp8[[3, 1], :, :COLUMNS] = latent
+    kwargs = {"lengths": place.put(np.array([70, 20])), "batch_index": place.put(np.array([3, 1], np.int32))}
+    got = attention.mla_decode(place.put(q), place.put(latent_fp8)[..., :COLUMNS], scale=SCALE, family=family, **kwargs)
     np.testing.assert_array_equal(place.get(got), agree(place, q, latent, (70, 20), family=family)[0])
 
 
@@ -161,12 +161,12 @@ def test_a_given_split_has_the_same_kernel_always(monkeypatch):
 
     def kernels(gpu, batch, room, tokens, heads, narrow, parts):
         q, latent = made((batch, tokens, heads, COLUMNS), "bfloat16"), made((batch, room, COLUMNS), "bfloat16")
-        told = {"lengths": torch.full((batch,), room), "scale": SCALE, "splits": parts}
+        kwargs = {"lengths": torch.full((batch,), room), "scale": SCALE, "splits": parts}
         if narrow:
-            told |= {"rotary": latent[..., LATENT:].contiguous(), "descale": made((batch, room), "float32")}
+            kwargs |= {"rotary": latent[..., LATENT:].contiguous(), "descale": made((batch, room), "float32")}
             latent = made((batch, room, LATENT), "float8_e4m3fn")
         with noted(monkeypatch, gpu) as found:
-            attention.mla_decode(q, latent, **told)
+            attention.mla_decode(q, latent, **kwargs)
         return [(x.config, x.told["splits"]) for x in found]
 
     for gpu, tokens, heads, narrow, parts in itertools.product(GPUS, (1, 2), (1, 16, 128), (False, True), (1, 3, 70)):
@@ -228,11 +228,11 @@ def test_a_graph_serves_sequences_as_they_grow(card):
     """A CUDA graph is captured once and replayed as lengths grow."""
     torch = pytest.importorskip("torch")
     q, latent = case((300, 300), 2)
-    lengths, given = torch.zeros(2, dtype=torch.int32, device="cuda"), [card.put(x) for x in (q, latent)]
-    attention.mla_decode(*given, lengths=lengths, scale=SCALE)
+    lengths, inputs = torch.zeros(2, dtype=torch.int32, device="cuda"), [card.put(x) for x in (q, latent)]
+    attention.mla_decode(*inputs, lengths=lengths, scale=SCALE)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = attention.mla_decode(*given, lengths=lengths, scale=SCALE)
+        out = attention.mla_decode(*inputs, lengths=lengths, scale=SCALE)
     for now in ((1, 5), (64, 200), (300, 299)):
         lengths.copy_(torch.tensor(now))
         graph.replay()
@@ -274,12 +274,12 @@ def test_mistakes_name_the_argument():
 
 
 def test_mistakes_about_a_quantised_cache_name_the_argument():
-    (held, descale, rotary), _ = quantise(case((5,))[1])
-    fp8 = {"latent": held, "descale": descale, "rotary": rotary}
-    refused(TypeError, "^rotary: must be passed together with descale", latent=held, descale=descale)
-    refused(TypeError, "^descale: must be passed together with rotary", latent=held, rotary=rotary)
+    (latent_fp8, descale, rotary), _ = quantise(case((5,))[1])
+    fp8 = {"latent": latent_fp8, "descale": descale, "rotary": rotary}
+    refused(TypeError, "^rotary: must be passed together with descale", latent=latent_fp8, descale=descale)
+    refused(TypeError, "^descale: must be passed together with rotary", latent=latent_fp8, rotary=rotary)
     refused(TypeError, "^latent: dtype must be one of", **fp8 | {"latent": draw((1, 5, LATENT))})
-    whole = np.concatenate([held, held[..., :ROTARY]], -1)
+    whole = np.concatenate([latent_fp8, latent_fp8[..., :ROTARY]], -1)
     refused(
         TypeError,
         "^latent: in float8_e4m3fn must have 512 columns; pass rotary= and descale=, too: .*576",
@@ -288,7 +288,9 @@ def test_mistakes_about_a_quantised_cache_name_the_argument():
     refused(ValueError, "^latent: q must have 576 columns", **fp8 | {"rotary": draw((1, 5, 2 * ROTARY))})
     refused(ValueError, "^descale: sequence must equal latent's", **fp8 | {"descale": descale[:, :4]})
     refused(
-        ValueError, "^latent: last axis must be contiguous", **fp8 | {"latent": np.zeros((1, 5, 1024), held.dtype)[..., ::2]}
+        ValueError,
+        "^latent: last axis must be contiguous",
+        **fp8 | {"latent": np.zeros((1, 5, 1024), latent_fp8.dtype)[..., ::2]},
     )
     apart = {"rotary": np.zeros((1, 5, ROTARY + 2), BF16)[..., :ROTARY]}
     refused(ValueError, "^family: sm_90 takes addresses and positive strides", family="sm_90", **fp8 | apart)
@@ -297,14 +299,18 @@ def test_mistakes_about_a_quantised_cache_name_the_argument():
 def test_parts_of_one_array_of_bytes():
     """Rows of 656 bytes: 512 of latents, 4 of the descale, 12 unused, 128 of rotated columns."""
     q, latent = case((40,))
-    (held, descale, rotary), _ = quantise(latent)
+    (latent_fp8, descale, rotary), _ = quantise(latent)
     rows = np.full((1, 40, 656), 0x7F, np.uint8)
     rows[..., :512], rows[..., 512:516], rows[..., 528:] = (
-        held.view(np.uint8),
+        latent_fp8.view(np.uint8),
         descale[..., None].view(np.uint8),
         rotary.view(np.uint8),
     )
-    cut = rows[..., :512].view(held.dtype), rows[..., 512:516].view(np.float32)[..., 0], rows[..., 528:].view(rotary.dtype)
+    cut = (
+        rows[..., :512].view(latent_fp8.dtype),
+        rows[..., 512:516].view(np.float32)[..., 0],
+        rows[..., 528:].view(rotary.dtype),
+    )
     lengths = np.array([40])
     got = attention.mla_decode(q, cut[0], descale=cut[1], rotary=cut[2], lengths=lengths, scale=SCALE)
     np.testing.assert_array_equal(got, agree(OnInterpreter(), q, latent, (40,), family="fp8 sm_80")[0])

@@ -1,7 +1,7 @@
 """In which blocks, and in which order, launches take the keys of each query: on one GPU, and on ranks.
 
-Only planners run (planned_launches.py). What decides the bits of a result is the family, the keys of a block, and the order in
-which a query comes to the blocks that it sees; blocks of which it sees nothing change no bit."""
+Only planners run (planned_launches.py). The bits of a result depend on the family, on the keys of a block, and on the order in
+which a query meets the blocks of which it sees any key; other blocks change no bit."""
 
 import contextlib
 from types import SimpleNamespace
@@ -23,11 +23,11 @@ from attention.softmax.base_config import BaseConfig
 from attention.softmax.variants import ScoreContext
 from tiles.arrays import Array
 
-EACH = 16  # every 16th query is looked at, for its neighbours see the same blocks
+EACH = 16  # every 16th query is compared, because its neighbours see the same blocks
 
 
 class SilentRank(Peers):
-    """A rank whose messages go nowhere."""
+    """A rank that sends and receives nothing."""
 
     def exchange(self, sends, receives):
         return PendingMessages(())
@@ -35,7 +35,7 @@ class SilentRank(Peers):
 
 @contextlib.contextmanager
 def noted(monkeypatch, gpu):
-    """What is planned inside, also by ranks: see planned_launches.noted."""
+    """The launches planned inside, including those of ranks: see planned_launches.noted."""
     with planned_launches.noted(monkeypatch, gpu) as found, monkeypatch.context() as patched:
         for module in plans, whole:
             patched.setattr(module, "describe", lambda x, name: Array(0 if x.is_meta else x.data_ptr(), form_of(x), x, None))
@@ -44,13 +44,13 @@ def noted(monkeypatch, gpu):
 
 
 class Places:
-    """Which rows of the whole each array's rows are: known of arrays that are noted, and of all their views."""
+    """The rows of the whole sequence that each array has, for arrays that were noted and all their views."""
 
     def __init__(self):
         self.rows = {}
 
     def note(self, x, spans):
-        """x has the rows of these spans, one behind the other."""
+        """Remember that x has the rows of these spans, packed; return x."""
         self.rows[x.untyped_storage()._cdata] = np.concatenate([np.arange(0), *[np.arange(*span) for span in spans]]), x
         return x
 
@@ -62,7 +62,7 @@ class Places:
 
 
 def drawn(spans, keys, problem):
-    """q, k and v with the rows of these spans, without memory."""
+    """q, k and v with the rows of these spans, on the meta device."""
     heads, kv_heads, dims, dtype = problem.heads, problem.kv_heads, problem.dims, problem.dtype
     shapes = (spans, heads, dims[0]), (keys, kv_heads, dims[0]), (keys, kv_heads, dims[1])
     made = [torch.empty((problem.batch, sum(map(len, of)), h, d), dtype=dtype, device="meta") for of, h, d in shapes]
@@ -70,8 +70,8 @@ def drawn(spans, keys, problem):
 
 
 class WholeCall(NamedTuple):
-    """A call on a whole sequence. options: those of attention.forward; a bias is the whole. seen: (queries, keys), which keys a
-    mask in Python lets a query see; None if there is none."""
+    """A call on a whole sequence. options: those of attention.forward, with the bias of the whole. seen: (queries, keys), where
+    a mask in Python is true; None without one."""
 
     length: int
     heads: int
@@ -89,7 +89,8 @@ class WholeCall(NamedTuple):
 
 
 class NotedLaunch(NamedTuple):
-    """A launch; the rows of the whole that its queries and its keys are; and whether its keys are a rank's own share."""
+    """A launch; the rows of the whole sequence that its queries and its keys have; and whether its keys are a rank's own
+    shard."""
 
     launch: PlannedLaunch
     rows: np.ndarray
@@ -98,7 +99,7 @@ class NotedLaunch(NamedTuple):
 
 
 def of_forward(monkeypatch, gpu, problem):
-    """Every launch of attention as NotedLaunch, of the call on one GPU."""
+    """Every launch of attention of the call on one GPU, as NotedLaunch."""
     with noted(monkeypatch, gpu) as found:
         arrays, _ = drawn((Span(0, problem.length),), (Span(0, problem.length_k),), problem)
         attention.forward(*arrays, **problem.options, return_lse=True)
@@ -107,7 +108,7 @@ def of_forward(monkeypatch, gpu, problem):
 
 
 def of_backward(monkeypatch, gpu, problem):
-    """The same of its gradients, in order."""
+    """Every launch of the deterministic backward pass of the call on one GPU."""
     with noted(monkeypatch, gpu) as found:
         arrays, _ = drawn((Span(0, problem.length),), (Span(0, problem.length_k),), problem)
         out, lse = results(*arrays)
@@ -117,12 +118,12 @@ def of_backward(monkeypatch, gpu, problem):
 
 
 def results(q, k, v):
-    """Where out and lse of these would be."""
+    """Arrays with the shapes of out and lse."""
     return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
 
 
 def on_ranks(monkeypatch, gpu, problem, world, scheme="gather", order="zigzag", back=False):
-    """The same of each rank; back: of gradients in order."""
+    """Every launch of all ranks; with back=True those of the deterministic backward pass."""
     order = find_order(order)
     queries, keys = order.spans(problem.length, world), order.spans(problem.length_k, world)
     found = []
@@ -132,16 +133,18 @@ def on_ranks(monkeypatch, gpu, problem, world, scheme="gather", order="zigzag", 
             arrays, spans = drawn(queries[rank], keys[rank], problem)
             for x, of in zip(arrays, spans):
                 places.note(x, of)
-            told = problem.options | ({"deterministic": True} if back else {})
-            if "bias" in told and told["bias"].shape[2] > 1:
-                bias = told["bias"]
-                told["bias"] = bias.new_empty((*bias.shape[:2], sum(map(len, queries[rank])), bias.shape[3]))
-            _, plan = plans.plan_call((peers,), (scheme, order, problem.length, problem.length_k, None, False), *arrays, told)
+            call_options = problem.options | ({"deterministic": True} if back else {})
+            if "bias" in call_options and call_options["bias"].shape[2] > 1:
+                bias = call_options["bias"]
+                call_options["bias"] = bias.new_empty((*bias.shape[:2], sum(map(len, queries[rank])), bias.shape[3]))
+            _, plan = plans.plan_call(
+                (peers,), (scheme, order, problem.length, problem.length_k, None, False), *arrays, call_options
+            )
             its.clear()
-            plan.scheme.attend(*arrays, plan.call(*arrays, told))
+            plan.scheme.attend(*arrays, plan.call(*arrays, call_options))
             if back:
                 out, lse = results(*arrays)
-                softmax._run_backward(plan, out, None, *arrays, out, lse, told, ["q", "k", "v"])
+                softmax._run_backward(plan, out, None, *arrays, out, lse, call_options, ["q", "k", "v"])
         for one in its:
             if isinstance(one.config, BackwardConfig if back else BaseConfig):
                 k = np.arange(problem.length_k) if "local_k" in one.arrays else places.of(one.arrays["k"])
@@ -153,7 +156,7 @@ def on_ranks(monkeypatch, gpu, problem, world, scheme="gather", order="zigzag", 
 
 @contextlib.contextmanager
 def _moved(monkeypatch, places):
-    """Arrays that would be on their way are made, and where their rows belong is noted."""
+    """Redistributed arrays are allocated but not received, and their rows are noted."""
     real = {module: module.plan_redistribution for module in (gather, gather_in_order, ulysses)}
     wanted = {}
 
@@ -179,11 +182,11 @@ def _moved(monkeypatch, places):
 
 
 def key_orders(noted, problem, each=EACH):
-    """{query: (the first keys of blocks that it sees, in the order in which they are taken)} of every `each`-th query of a
-    launch, of one head."""
-    (config, arrays, told), rows, keys, _ = noted
-    given, found = SimpleNamespace(**{name: x for name, x in told.items() if isinstance(x, (int, float))}), {}
-    for query, queries, key, n in _sequences(config, told, arrays):
+    """{query: (the first keys of the blocks of which it sees any key, in their order)} for every `each`-th query of a launch,
+    for one head."""
+    (config, arrays, call_options), rows, keys, _ = noted
+    given, found = SimpleNamespace(**{name: x for name, x in call_options.items() if isinstance(x, (int, float))}), {}
+    for query, queries, key, n in _sequences(config, call_options, arrays):
         for tile in range(0, queries, config.rows):
             mine = rows[query + tile : query + min(queries, tile + config.rows)]
             at = ScoreContext(0, 0, tile, n - queries, queries, n, given, (), 0)
@@ -204,7 +207,7 @@ def key_orders(noted, problem, each=EACH):
 
 
 def _listed(config, rows, keys, problem):
-    """The key blocks that lists of a tile name, in their order: partly seen ones first, both from the last on."""
+    """The key blocks in the lists of a tile, in their order: partly visible ones first, both kinds from the last on."""
     low, high = visible(problem, rows)
     j = keys[None]
     seen = problem.seen[np.ix_(rows, keys)] & (j >= low[:, None]) & (j < high[:, None])
@@ -217,7 +220,7 @@ def _listed(config, rows, keys, problem):
 
 
 def visible(problem, rows):
-    """From which key on, and before which, each query sees keys, by causal, window and the ends of sequences."""
+    """(first key, key after the last) that each query sees by causal, window and cu_seqlens."""
     options, shift = problem.options, problem.length_k - problem.length
     left, right = options.get("window") or (None, None)
     right = 0 if options.get("causal") else right
@@ -233,14 +236,16 @@ def visible(problem, rows):
     return low, high
 
 
-def _sequences(config, told, arrays):
-    """[(first query, how many, first key, how many)] of each sequence of a launch, of one batch."""
+def _sequences(config, call_options, arrays):
+    """(first query, how many, first key, how many) of each sequence of a launch, for one batch."""
     if issubclass(config.seq_layout, sequences.PackedLayout):
         ends = arrays["cu_seqlens"].tolist()
         ends_k = ends if arrays.get("cu_seqlens_k") is None else arrays["cu_seqlens_k"].tolist()
         return [(a, b - a, c, d - c) for a, b, c, d in zip(ends, ends[1:], ends_k, ends_k[1:])]
     if config.seq_layout is sequences.QueryPartsLayout:
-        return [(told["q_len"] * n, told["q_len"], 0, end) for n, end in enumerate(arrays["lengths_k"][0].tolist())]
+        return [
+            (call_options["q_len"] * n, call_options["q_len"], 0, end) for n, end in enumerate(arrays["lengths_k"][0].tolist())
+        ]
     if config.seq_layout is sequences.SeqUsedLayout:
-        return [(0, told["q_len"], 0, int(arrays["lengths_k"][0]))]
-    return [(0, told["q_len"], 0, told["kv_len"])]
+        return [(0, call_options["q_len"], 0, int(arrays["lengths_k"][0]))]
+    return [(0, call_options["q_len"], 0, call_options["kv_len"])]

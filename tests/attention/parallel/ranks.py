@@ -1,5 +1,5 @@
-"""What processes do that tests of attention.parallel start: every rank runs `body`, one spawn for many cases, as imports take
-longer than they do. A failed assertion ends all, with its words."""
+"""The processes that tests of attention.parallel start: every rank runs `body`. Many cases share one spawn, because imports
+take longer than the cases. A failed assertion ends all processes, and its message is reported."""
 
 import os
 import socket
@@ -27,13 +27,13 @@ def start(world, body, backend="gloo"):
 
 
 class Waiting:
-    """So many processes that run one body after the other: they import, and begin to talk, once."""
+    """Processes that run several bodies one after the other, so that they import and initialise once."""
 
     def __init__(self, world, backend):
         self.world, self.backend, self.processes = world, backend, []
 
     def run(self, body):
-        """body(world) in all of them. What one of them raises ends all, with its words."""
+        """Run body(world) in all processes. An exception in one of them ends all of them and is reported."""
         if not self.processes:
             context = mp.get_context("spawn")
             self.todo, self.done = [context.SimpleQueue() for _ in range(self.world)], context.Queue()
@@ -52,7 +52,7 @@ class Waiting:
                 raise AssertionError(error)
 
     def end(self):
-        """End them."""
+        """Kill the processes."""
         for one in self.processes:
             one.kill()
             one.join()
@@ -75,7 +75,7 @@ def _rank_that_waits(rank, todo, done, world, backend, port):
 
 @contextmanager
 def _path():
-    """What is imported here is found there, too."""
+    """Inside, spawned processes find the modules of this directory."""
     path = os.environ.get("PYTHONPATH", "")
     os.environ["PYTHONPATH"] = os.pathsep.join([os.path.dirname(__file__), *sys.path, path])
     try:
@@ -108,14 +108,15 @@ def device():
 
 
 def drawn(length, heads=2, kv_heads=1, dim=16, keys=None, seed=0, batch=1):
-    """q, k and v of the whole, the same on every rank."""
+    """q, k and v of the whole sequence, the same on every rank."""
     torch.manual_seed(seed)
     shapes = [(batch, n, h, dim) for n, h in ((length, heads), (keys or length, kv_heads), (keys or length, kv_heads))]
     return [torch.randn(shape).bfloat16().to(device()) for shape in shapes]
 
 
 def differentiated(function, arrays, dout, dlse, learned=()):
-    """[result, lse, gradients of arrays and of learned ones], of a loss of both results, or of one: the other's is None."""
+    """[out, lse, gradients of `arrays` and of `learned`] of a loss of both results, or of one, if the other's gradient is
+    None."""
     given = [x.detach().clone().requires_grad_() for x in arrays]
     out, lse = function(*given)
     used = [(x, dx) for x, dx in ((out, dout), (lse, dlse)) if dx is not None]

@@ -1,5 +1,5 @@
-"""Keys and values that are copied while attention reads them: the plan of it, by ranks that are threads; test_nccl.py has the
-copies, which take two GPUs."""
+"""Keys and values that are copied while attention reads them: the schedule, on ranks that are threads; test_nccl.py tests the
+copies themselves, which take two GPUs."""
 
 import pytest
 
@@ -19,8 +19,8 @@ from attention.parallel.orders import Span, find_order
 from attention.parallel.pieces import ForwardCall
 
 
-class Copying(Thread):
-    """One whose copies are done before attention begins. What does not come is NaN."""
+class CopyingThread(Thread):
+    """A rank whose copies are done before attention begins. Rows that are not copied are NaN."""
 
     overlaps_copies = True
 
@@ -36,13 +36,13 @@ class Copying(Thread):
 
 
 @pytest.mark.parametrize(("world", "length"), [(2, 512), (2, 1024), (3, 768)])
-def test_bits_are_those_of_one(monkeypatch, world, length):
-    monkeypatch.setattr(threads, "Thread", Copying)
+def test_streaming_copies_have_the_bits_of_one_gpu(monkeypatch, world, length):
+    monkeypatch.setattr(threads, "Thread", CopyingThread)
     q, k, v = drawn(length)
     wanted = attention.forward(q, k, v, causal=True, return_lse=True)
     called = []
-    start_copies = Copying.start_copies
-    monkeypatch.setattr(Copying, "start_copies", lambda *x: called.append(x) or start_copies(*x))
+    start_copies = CopyingThread.start_copies
+    monkeypatch.setattr(CopyingThread, "start_copies", lambda *x: called.append(x) or start_copies(*x))
 
     def rank(peers):
         mine = [parallel.shard(x, peers) for x in (q, k, v)]
@@ -55,29 +55,29 @@ def test_bits_are_those_of_one(monkeypatch, world, length):
 
 @pytest.mark.parametrize(("world", "length"), [(2, 512), (2, 1000), (3, 1536)])
 @pytest.mark.parametrize("order", ["zigzag", "contiguous"])
-def test_others_stay_apart(monkeypatch, world, length, order):
-    """Messages: own keys stay where they are, where a rank's parts are as long, and the bits are those of one."""
+def test_own_keys_stay_in_place(monkeypatch, world, length, order):
+    """By messages: a rank's own keys stay where they are if its parts are equally long, and the bits are those of one GPU."""
     q, k, v = drawn(length)
     wanted, called, attend = attention.forward(q, k, v, causal=True, scale=0.2), [], InPlaceGather.attend
     monkeypatch.setattr(InPlaceGather, "attend", lambda *x: called.append(x) or attend(*x))
 
     def rank(peers):
         mine = [parallel.shard(x, peers, order=order) for x in (q, k, v)]
-        told = dict(group=peers, order=order, length=length, scheme="gather", causal=True, scale=0.2)
-        return torch.equal(parallel.forward(*mine, **told), parallel.shard(wanted, peers, order=order))
+        call_options = dict(group=peers, order=order, length=length, scheme="gather", causal=True, scale=0.2)
+        return torch.equal(parallel.forward(*mine, **call_options), parallel.shard(wanted, peers, order=order))
 
     assert all(together(world, rank))
     assert len(called) == (1 if length == 1000 else world if order == "zigzag" else world - 1)
 
 
-def planned(world, rank, length, order="zigzag", **told):
+def planned(world, rank, length, order="zigzag", **call_options):
     spans = find_order(order).spans(length, world)
-    call = ForwardCall(told, length, length, Span(0, 4), Span(0, 2), (64, 64), torch.device("cpu"), True)
+    call = ForwardCall(call_options, length, length, Span(0, 4), Span(0, 2), (64, 64), torch.device("cpu"), True)
     return plan_copies(rank, spans, spans, 1, call)
 
 
-def test_what_comes_first_is_read_first():
-    """Blocks of keys are read from the last to the first."""
+def test_copies_are_in_the_order_of_reading():
+    """Blocks of keys are read from the last to the first, so copies are in this order."""
     found = planned(3, 0, 1536, causal=True)
     assert found.copies == (
         (1, Span(256, 512), Span(768, 1024)),
@@ -92,8 +92,8 @@ def test_what_comes_first_is_read_first():
     assert last.required.tolist() == [2, 2, 1, 1, 0, 0, 0, 0, 2]
 
 
-def test_large_spans_come_in_pieces(monkeypatch):
-    """Of so many bytes that a copy is worth the host's time, in whole blocks."""
+def test_large_spans_are_split_into_copies(monkeypatch):
+    """A span is copied in several copies of whole blocks, each large enough to be worth its host time."""
     monkeypatch.setattr(arrival, "MIN_COPY_BYTES", 256 * 2 * 2 * 128)  # 256 rows of keys and values
     found = planned(2, 1, 4096, causal=True)
     assert [copy.target for copy in found.copies] == [Span(768, 1024), Span(512, 768), Span(256, 512), Span(0, 256)]
@@ -101,10 +101,10 @@ def test_large_spans_come_in_pieces(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "told", [dict(length=1000), dict(window=(100, 0)), dict(causal=True, softcap=5.0), dict(length=1280 + 64)]
+    "call_options", [dict(length=1000), dict(window=(100, 0)), dict(causal=True, softcap=5.0), dict(length=1280 + 64)]
 )
-def test_others_are_waited_for(told):
-    """On all ranks or on none: all of them meet."""
-    told = dict(told)
-    length = told.pop("length", 1024)
-    assert [planned(2, rank, length, **{"causal": True, **told}) for rank in range(2)] == [None, None]
+def test_unsupported_calls_have_no_schedule(call_options):
+    """Either all ranks read while they copy or none does, because all of them meet at the barrier."""
+    call_options = dict(call_options)
+    length = call_options.pop("length", 1024)
+    assert [planned(2, rank, length, **{"causal": True, **call_options}) for rank in range(2)] == [None, None]

@@ -1,5 +1,5 @@
 """attention.parallel gives the bits of one GPU: each query of a rank takes its keys in the blocks of one GPU, in their order.
-Only planners run (key_orders.py), for GPUs that need not be there."""
+Only planners run (key_orders.py), so no GPU is needed."""
 
 import os
 import random
@@ -46,7 +46,7 @@ def use_alibi(s, b, h, i, j, slopes):
 
 
 CAUSAL = dict(causal=True)
-CASES = {  # (problem, ranks, order) of which other lengths, another variant, or fewer sequences would give blocks of other keys
+CASES = {  # (problem, ranks, order) where a rank's own lengths, variant or number of sequences would give other blocks of keys
     "part of few keys": (WholeCall(4703, 4, 2, (64, 64), CAUSAL), 2, "zigzag"),
     "shorter": (WholeCall(2443, 4, 2, (16, 16), CAUSAL), 6, "contiguous"),
     "joined parts": (WholeCall(2560, 4, 2, (64, 64), CAUSAL), 2, "zigzag"),
@@ -63,7 +63,7 @@ CASES = {  # (problem, ranks, order) of which other lengths, another variant, or
 
 
 def differs(monkeypatch, gpu, problem, world, order, scheme="gather"):
-    """Of every EACH-th query those that ranks compute in another way than one GPU."""
+    """Every EACH-th query whose keys ranks take in other blocks, or another order, than one GPU."""
     whole = of_forward(monkeypatch, gpu, problem)
     orders = [key_orders(one, problem) for one in whole]
     one, ranks = {row: keys for its in orders for row, keys in its.items()}, {}
@@ -75,14 +75,14 @@ def differs(monkeypatch, gpu, problem, world, order, scheme="gather"):
 
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_take_the_blocks_of_one_gpu(monkeypatch, name):
-    """And would not, if they chose by what they have themselves."""
+    """They would not, if they chose blocks by their own shards."""
     problem, world, order = CASES[name]
     assert not differs(monkeypatch, "H200", problem, world, order)
     monkeypatch.setattr(plans, "find_kv_block", lambda *_: None)
     assert differs(monkeypatch, "H200", problem, world, order)
 
 
-def test_a_mask_that_is_a_window_is_one_for_ranks(monkeypatch):
+def test_masks_equal_to_a_window_become_one(monkeypatch):
     i, j = np.arange(2280)[:, None], np.arange(2280)[None]
     problem = WholeCall(2280, 4, 2, (64, 64), dict(mask=near), seen=(j <= i) & (j > i - 700))
     assert not differs(monkeypatch, "RTX 4090", problem, 2, WHOLE_TILES)
@@ -91,7 +91,7 @@ def test_a_mask_that_is_a_window_is_one_for_ranks(monkeypatch):
 
 
 def drawn_problem(draw):
-    """(WholeCall, ranks, order, GPU, whether its parts must begin with whole tiles)"""
+    """(WholeCall, ranks, order, GPU), drawn at random."""
     kind, keys, seen = draw.choice(KINDS), 0, None
     length = draw.choice([draw.randint(100, 1200), draw.randint(1200, 3000), draw.randint(3000, 9000)])
     group, kv_heads, dim = draw.choice([1, 2, 4]), draw.choice([1, 2, 8]), draw.choice([16, 64, 64, 96, 128, 128, 192, 256])
@@ -137,7 +137,8 @@ KINDS += ["alibi and window"]
 
 @pytest.mark.parametrize("part", range(4))
 def test_drawn_problems(monkeypatch, part):
-    """Of all variants, on 2 to 8 ranks, by gather and ulysses; windows and masks of parts that begin with whole tiles."""
+    """Random problems of all variants, on 2 to 8 ranks, by gather and ulysses; windows and masks with parts that begin with
+    whole tiles."""
     draw = random.Random(part)
     for number in range(PROBLEMS // 4):
         problem, world, order, gpu = drawn_problem(draw)
@@ -151,15 +152,15 @@ def test_drawn_problems(monkeypatch, part):
 
 
 def launches_of_gradients(monkeypatch, gpu, problem, world=1, order=None):
-    """What decides the bits of gradients in order, of each launch: of dq, keys of a block and the order of blocks; of dk and
-    dv, rows of a tile, the order of tiles, and the shares of heads."""
+    """What decides the bits of deterministic gradients, for each launch: for dq, the keys of a block and the order of blocks;
+    for dk and dv, the rows of a tile, the order of tiles, and the shares of heads."""
     ranks = order is not None
     found = (
         on_ranks(monkeypatch, gpu, problem, world, "gather", order, True) if ranks else of_backward(monkeypatch, gpu, problem)
     )
     of_dq, of_dk = set(), set()
-    for (config, _, told), rows, keys, own in found:
-        if not hasattr(config, "order") or "gQ" not in told or "gO" in told:
+    for (config, _, call_options), rows, keys, own in found:
+        if not hasattr(config, "order") or "gQ" not in call_options or "gO" in call_options:
             continue
         module, back = type(config).__module__, isinstance(config.order, (AscendingAdds, ReverseTiles))
         first = rows[0] % config.rows == 0 if len(rows) else True
@@ -167,19 +168,19 @@ def launches_of_gradients(monkeypatch, gpu, problem, world=1, order=None):
         if not (ranks and own):
             of_dq.add((module, config.kv, blocks, bool(keys[0] % config.kv == 0)))
         if not ranks or own:
-            of_dk.add((module, config.rows, back, bool(first), told.get("shares"), told.get("group")))
+            of_dk.add((module, config.rows, back, bool(first), call_options.get("shares"), call_options.get("group")))
     return of_dq, of_dk
 
 
-def test_gradients_have_the_halo_that_came(monkeypatch):
-    """Keys that begin behind the first, in each of a rank's parts, at a block of the kernel that forward takes."""
+def test_gradients_use_the_gathered_halo(monkeypatch):
+    """The keys of each of a rank's parts begin after the first key, at a block of the forward kernel."""
     problem = WholeCall(2304, 1, 1, (64, 64), dict(window=(200, 0)))
     found = on_ranks(monkeypatch, "H200", problem, 3, back=True)
     assert any([one.keys[0] % 384 for one in found])
 
 
-def test_gradients_in_order(monkeypatch):
-    """The same of gradients with deterministic=True, but for windows that look ahead."""
+def test_deterministic_gradients(monkeypatch):
+    """Gradients with deterministic=True have the bits of one GPU, except for windows that look ahead."""
     draw, tried = random.Random(0), 0
     while tried < PROBLEMS // 2:
         problem, world, order, gpu = drawn_problem(draw)

@@ -1,4 +1,5 @@
-"""What calls of attention.parallel take besides their shards, as bench/ranks_memory.py counts it. And how often they talk."""
+"""How much memory calls of attention.parallel hold besides their shards, as bench/ranks_memory.py counts it, and how many
+messages they send."""
 
 import pytest
 
@@ -8,7 +9,7 @@ import torch
 
 from attention import parallel
 from attention.parallel import agreement, gather
-from bench.ranks_memory import Silent, counts
+from bench.ranks_memory import SilentPeers, counts
 
 LENGTH, HEADS, KV_HEADS, DIM = 4096, 4, 4, 64
 KEYS = LENGTH * KV_HEADS * DIM * 4  # bytes of all keys and values
@@ -16,7 +17,7 @@ SMALL = 4096  # bytes of what else there may be
 
 
 def most(monkeypatch, world, rank, **options):
-    """Bytes that a call takes beyond its shards, its output and lse."""
+    """Bytes that a call holds beyond its shards, its output and lse."""
     monkeypatch.setattr(agreement, "_CACHED", {})
     counted, own = counts(world, rank, LENGTH, HEADS, KV_HEADS, DIM, **options)
     return counted.most - own
@@ -24,8 +25,9 @@ def most(monkeypatch, world, rank, **options):
 
 @pytest.mark.parametrize("in_turn", [False, True])
 @pytest.mark.parametrize(("world", "rank"), [(2, 0), (2, 1), (4, 1), (4, 3)])
-def test_gather_takes_the_keys_and_values_of_others_and_no_more(monkeypatch, world, rank, in_turn):
-    """Those that its last query does not see are left out. In turns, own ones are put with them."""
+def test_gather_holds_only_remote_keys(monkeypatch, world, rank, in_turn):
+    """Keys that its last query does not see are not received. In two steps, its own keys are copied next to the received
+    ones."""
     monkeypatch.setattr(gather, "STEP_BYTES", 0 if in_turn else 2**40)
     found = most(monkeypatch, world, rank, scheme="gather", causal=True)
     seen = KEYS * (2 * world - rank) / (2 * world)
@@ -34,15 +36,15 @@ def test_gather_takes_the_keys_and_values_of_others_and_no_more(monkeypatch, wor
     assert needed - lse <= found <= needed + SMALL
 
 
-def test_a_window_takes_its_halo(monkeypatch):
+def test_a_window_holds_its_halo(monkeypatch):
     found = most(monkeypatch, 4, 2, scheme="gather", window=(128, 0))
     own, halo = KEYS / 4, 2 * 256 * KV_HEADS * DIM * 4  # of two parts; halos begin at a block of keys of any kernel
     assert own < found <= own + halo + 4 * HEADS * LENGTH // 8 + SMALL
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_ring_takes_two_shares_and_a_result(monkeypatch, world):
-    """In float32, to which each share's is added."""
+def test_ring_holds_two_shards_and_a_result(monkeypatch, world):
+    """The result is in float32, and each shard's attention is added to it."""
     share, result = KEYS / world, LENGTH // world * HEADS * (DIM * 4 + 4)
     found = most(monkeypatch, world, 1, scheme="ring", causal=True)
     assert found <= min(2, world - 1) * share + result + SMALL
@@ -50,22 +52,22 @@ def test_ring_takes_two_shares_and_a_result(monkeypatch, world):
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("shares", [2.0, 1.0, 4.0])
-def test_ring_takes_what_it_may(monkeypatch, world, shares):
-    """In turns: the goal is two shares, of which results in float32 alone would be as many."""
+def test_ring_respects_its_memory_limit(monkeypatch, world, shares):
+    """In several sweeps; the target is two shards, while the float32 result alone would be as much."""
     found = most(monkeypatch, world, 1, scheme="ring", causal=True, memory=shares * KEYS / world)
     assert found <= max(shares, 1.3) * KEYS / world + SMALL
 
 
 @pytest.mark.parametrize(("world", "most"), [(2, 4), (4, 4)])
-def test_a_known_form_takes_few_operations(world, most):
-    """Of the host's time they are what grows: an allocation of keys and of values, and what attention makes. See
-    bench/test_host_ranks.py."""
+def test_cached_calls_make_few_operations(world, most):
+    """The number of torch operations is the part of the host time that grows: allocations of keys and of values, and
+    attention's own. See bench/test_host_ranks.py."""
     assert counts(world, 0, LENGTH, HEADS, KV_HEADS, DIM, scheme="gather", causal=True)[0].calls <= most
 
 
 @pytest.mark.parametrize("order", ["zigzag", "contiguous"])
-def test_between_attention_and_a_recurrence_ranks_talk_once(order):
-    peers, other = Silent(None, 1, 4, (0, 1, 2, 3)), {"zigzag": "contiguous", "contiguous": "zigzag"}[order]
-    before = Silent.exchanges
+def test_reorder_is_one_exchange(order):
+    peers, other = SilentPeers(None, 1, 4, (0, 1, 2, 3)), {"zigzag": "contiguous", "contiguous": "zigzag"}[order]
+    before = SilentPeers.exchanges
     parallel.reorder(torch.zeros(1, LENGTH // 4, 2, 8), peers, order=order, to=other)
-    assert Silent.exchanges == before + 1
+    assert SilentPeers.exchanges == before + 1

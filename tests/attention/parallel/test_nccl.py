@@ -1,5 +1,5 @@
-"""The same on two GPUs, by NCCL, two processes for all tests: messages, streams, and again and again while the GPU is busy. Of
-few variants, for compiling takes longer than all else: test_one_gpu.py has them all, and run before leaves kernels on disk."""
+"""attention.parallel on two GPUs, by NCCL, with two processes for all tests: messages, streams, and repetition under load. Few
+variants, because compiling takes longest: test_one_gpu.py has them all, and leaves its kernels on disk if it runs before."""
 
 import pytest
 
@@ -21,7 +21,7 @@ EVERY = 0, 1, 2, 3, 4
 
 @pytest.fixture(scope="module")
 def two():
-    """Two processes, for all tests here."""
+    """The two processes of all tests in this module."""
     found = Waiting(2, "nccl")
     yield found
     found.end()
@@ -67,7 +67,7 @@ def test_everything_runs_on_the_callers_stream(two):
 
 
 def on_a_stream(world):
-    """What the arrays hold is written there after a while: who reads them on another stream reads NaN."""
+    """The arrays are written late on a side stream: a reader on another stream would see NaN."""
     stream, whole = torch.cuda.Stream(), drawn(4096, **WIDE)
     wanted = {scheme: parallel.shard(attention.forward(*whole, causal=True)) for scheme in ("gather", "ulysses", "ring")}
     mine = [parallel.shard(x) for x in whole]
@@ -100,13 +100,13 @@ def again(world):
     assert wrong.item() == 0
 
 
-def test_keys_come_while_they_are_read(two):
+def test_attention_overlaps_copies(two):
     two.run(arriving)
 
 
 def arriving(world):
-    """Other arrays in every call, of two lengths in turns, on one stream or another, while the GPU is busy: one GPU's bits;
-    and no message is sent."""
+    """New arrays in every call, of two lengths that alternate, on two streams, while the GPU is busy: the bits of one GPU, and
+    no message is sent."""
     group, busy, side = parallel.mapped(), torch.cuda.Stream(), torch.cuda.Stream()
     other, wrong = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16), torch.zeros((), device="cuda")
     vars(group)["exchange"] = None

@@ -1,5 +1,5 @@
-"""The same on one GPU, whose ranks are threads: kernels and plans at sizes at which tiles are whole. What only two GPUs show,
-messages and streams, is in test_nccl.py, which finds on disk what these have compiled; `-n 8` shares the compiling out."""
+"""attention.parallel on one GPU, whose ranks are threads: kernels and plans at sizes with whole tiles. test_nccl.py has the
+tests that need two GPUs, of messages and streams, and finds these kernels on disk; `-n 8` compiles them in parallel."""
 
 import importlib
 
@@ -50,23 +50,25 @@ def test_forward_and_gradients(name, world):
     length, scheme, options = CASES[name]
     if scheme == "ulysses" and world == 3:
         pytest.skip("8 heads are not for three ranks")
-    told = dict(options)
-    if "mask" in told and "cu_seqlens" not in told:
-        told["aux"] = (torch.arange(length, device="cuda", dtype=torch.int32) // 777,)
+    call_options = dict(options)
+    if "mask" in call_options and "cu_seqlens" not in call_options:
+        call_options["aux"] = (torch.arange(length, device="cuda", dtype=torch.int32) // 777,)
     for array, of in ("cu_seqlens", torch.int32), ("sink", torch.float32):
-        if array in told:
-            told[array] = torch.tensor(told[array], device="cuda", dtype=of)
-    learned = ["sink"] if "sink" in told else []
-    bitwise = () if scheme == "ring" else EVERY if told.get("deterministic") else (0, 1)
+        if array in call_options:
+            call_options[array] = torch.tensor(call_options[array], device="cuda", dtype=of)
+    learned = ["sink"] if "sink" in call_options else []
+    bitwise = () if scheme == "ring" else EVERY if call_options.get("deterministic") else (0, 1)
     shapes = NARROW if "few keys" in name else WIDE
-    for asked in ({}, dict(memory=1)) if scheme == "ring" else ({},):
-        compared(world, length, scheme, "cuda", shapes=shapes, bitwise=bitwise, learned=learned, asked=asked, **told)
+    for requested in ({}, dict(memory=1)) if scheme == "ring" else ({},):
+        compared(
+            world, length, scheme, "cuda", shapes=shapes, bitwise=bitwise, learned=learned, requested=requested, **call_options
+        )
 
 
 @pytest.mark.parametrize("name", ["linear", "delta_rule", "delta_rule without decays", "mamba2"])
 @pytest.mark.parametrize(("length", "heads"), [(20000, 4), (3000, 72)])
 def test_recurrences(name, length, heads):
-    """Parts in as many segments as the GPU has room for, and in one, of heads that fill it."""
+    """Shards in as many segments as the GPU has room for, and in one segment, if the heads fill the GPU."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, length, heads, 128, device="cuda").bfloat16() for _ in range(3))
     k = torch.nn.functional.normalize(k.float(), dim=-1).bfloat16()
@@ -78,8 +80,8 @@ def test_recurrences(name, length, heads):
 
     def rank(peers):
         part = lambda x: x if x is rate else parallel.shard(x, peers, order="contiguous")
-        told = {n: part(x) for n, x in options.items()}
-        return getattr(parallel, function)(*map(part, arrays), group=peers, length=length, **told)
+        call_options = {n: part(x) for n, x in options.items()}
+        return getattr(parallel, function)(*map(part, arrays), group=peers, length=length, **call_options)
 
     off = (torch.cat(together(2, rank), 1).float() - wanted.float()).abs().max()
     assert off <= 2**-6 * wanted.float().abs().max()
@@ -93,7 +95,7 @@ def test_rows_come_by_copies_between_processes(monkeypatch):
 
 
 def by_copies(world):
-    """Other arrays in every call, and in the end longer ones, which take more memory than there is."""
+    """New arrays in every call, and at the end longer ones, for which larger buffers are allocated."""
 
     def all_gather_bytes(said, device):
         found = [None] * world
@@ -102,7 +104,7 @@ def by_copies(world):
 
     importlib.import_module("attention.parallel.mapped").TIMEOUT = 60_000
     peers = parallel.mapped()
-    vars(peers)["gathered"] = all_gather_bytes  # gloo has no all-gather of a GPU's tensors
+    vars(peers)["all_gather_bytes"] = all_gather_bytes  # gloo has no all-gather of a GPU's tensors
     wrong = torch.zeros((), device="cuda")
     for n in range(40):
         length = 1024 if n < 30 else 3001

@@ -1,4 +1,5 @@
-"""Which tokens ranks have, and that pieces of a call see together what the whole sees, each key once: no process is started."""
+"""Which tokens ranks hold, and that the pieces of a call together see what the whole call sees, each key once: no process is
+started."""
 
 import numpy as np
 import pytest
@@ -41,12 +42,12 @@ def test_zigzag_gives_causal_attention_as_much_work_for_each(world, each):
 
 @pytest.mark.parametrize("order", [Zigzag, Contiguous])
 @pytest.mark.parametrize("block", [0, -128, 1.5])
-def test_blocks_that_cannot_be(order, block):
+def test_invalid_block_sizes(order, block):
     with pytest.raises(ValueError, match=f"^block: must be an integer, one or more: block={block}"):
         order(block)
 
 
-def test_an_order_that_does_not_exist():
+def test_unknown_orders():
     for order in "reversed", ["zigzag"]:
         with pytest.raises(ValueError, match="^order: must be one of"):
             find_order(order)
@@ -83,8 +84,8 @@ def test_pieces_see_what_the_whole_sees_each_key_once(length, more, world, order
 @settings(max_examples=100)
 @given(st.integers(1, 90), st.integers(1, 4), ORDERS, st.booleans(), WINDOWS)
 def test_ring_sees_what_the_whole_sees_in_few_calls(length, world, order, causal, window):
-    """Of each share what its calls see, where neighbours are one and where parts of queries are. Causal attention of even parts
-    takes a call a share."""
+    """The calls for each shard see what the whole call sees of it, also where adjacent parts are merged. Causal attention of
+    even parts takes one call for each shard."""
     options = ({"causal": True} if causal else {}) | ({"window": window} if window else {})
     one, whole, spans = (
         call(length, length, **options),
@@ -126,8 +127,8 @@ def test_only_a_windows_halo_is_fetched():
         assert needs <= count_tokens(spans) + 2 * (4096 + 128)
 
 
-class Silent(Peers):
-    """A rank whose messages go nowhere."""
+class SilentPeers(Peers):
+    """A rank whose messages are recorded and not sent."""
 
     def exchange(self, sends, receives):
         self.sent.extend([x for _, x in sends])
@@ -135,9 +136,9 @@ class Silent(Peers):
 
 
 def test_gather_holds_the_keys_that_queries_see_and_nothing_else():
-    """What is sent lies in the shares, or among what is held."""
+    """Sent tensors are views of the shards, or of the gathered arrays."""
     length, spans = 1024, Zigzag().spans(1024, 2)
-    peers, k = Silent(None, 0, 2, (0, 1)), torch.zeros(1, 512, 8, 16, dtype=torch.bfloat16)
+    peers, k = SilentPeers(None, 0, 2, (0, 1)), torch.zeros(1, 512, 8, 16, dtype=torch.bfloat16)
     vars(peers)["sent"] = []
     scheme, one = GatherAttention(peers, spans, spans), call(length, length, 8, 8, causal=True)
     held = [x for heads in (Span(0, 2), Span(2, 8)) for x in scheme._gather(k, k, one, heads).wait()]
@@ -146,7 +147,7 @@ def test_gather_holds_the_keys_that_queries_see_and_nothing_else():
     assert peers.sent and all(any(first <= x.data_ptr() < end for first, end in memory) for x in peers.sent)
 
 
-def test_what_two_cuts_have_in_common():
+def test_intersection_of_regions():
     source, target = ShardRegion((Span(0, 8), Span(20, 30)), Span(0, 4)), ShardRegion((Span(4, 24),), Span(2, 4))
     found = intersect_regions(source, target)
     assert [(box.rows, box.to_rows) for box in found] == [(slice(4, 8), slice(0, 4)), (slice(8, 12), slice(16, 20))]
@@ -171,8 +172,8 @@ def test_auto_chooses_by_time_and_memory(options, heads, world, limit, scheme):
     assert all(name in str(found) for name in SCHEMES)
 
 
-def test_ring_goes_round_as_often_as_memory_asks_for():
-    """At 16k tokens, 32 heads of 8: its result in float32 alone would be 4 times the share on its way."""
+def test_ring_sweeps_follow_the_memory_limit():
+    """For 16k tokens and 32 heads over 8 key heads, where the float32 result alone is 4 times as large as a received shard."""
     spans, one = Zigzag().spans(2**14, 2), call(2**14, 2**14, 32, 8, causal=True)._replace(head_dims=(128, 128))
     sweeps = [plan_sweeps(one, 1, spans, spans, limit) for limit in (float("inf"), 169e6, 168e6, 67.2e6, 1.0)]
     assert sweeps == [1, 1, 2, 4, 8]
@@ -180,21 +181,22 @@ def test_ring_goes_round_as_often_as_memory_asks_for():
     assert "in 4 sweeps" in str(said.estimates[2]) and said.estimates[2].extra_bytes <= 67.2e6 and said.scheme == "gather"
 
 
-def test_long_sweeps_hold_two_shares():
-    """At 64k tokens, 32 heads of 8, a turn in four takes 6 ms; gradients go round as seldom as they can."""
+def test_long_sweeps_hold_two_shards():
+    """For 64k tokens and 32 heads over 8 key heads a sweep of four takes 6 ms; the backward pass takes as few sweeps as it
+    can."""
     spans, one = Zigzag().spans(2**16, 2), call(2**16, 2**16, 32, 8, causal=True)._replace(head_dims=(128, 128))
     assert plan_sweeps(one, 1, spans, spans, float("inf")) == 4 and min_sweeps(one, 1, spans, spans, float("inf")) == 1
     said = choose(one, 1, spans, spans, float("inf")).estimates[2]
     assert said.sweeps == 4 and said.extra_bytes <= 2 * 2**15 * 8 * 128 * 4
 
 
-def test_auto_says_why_no_scheme_can():
+def test_auto_reports_why_no_scheme_works():
     spans = Zigzag().spans(4096, 3)
     with pytest.raises(NotImplementedError, match="gather: lengths_k.*ulysses: 4 heads.*ring: lengths_k"):
         choose(call(4096, 4096, lengths_k=None, window=(9, 9)), 1, spans, spans, float("inf"))
 
 
-def test_bytes_are_copied_eight_at_a_time_where_all_lie_so():
+def test_copies_use_elements_of_eight_bytes():
     x = torch.randn(2, 6, 3, 16).bfloat16()
     both = widen(x[:, 1:, :2], torch.empty(2, 5, 2, 16, dtype=torch.bfloat16))
     both[1].copy_(both[0])

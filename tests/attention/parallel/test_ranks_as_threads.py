@@ -1,4 +1,5 @@
-"""attention.parallel on any number of ranks, which are threads here: of any lengths, and recurrences whose parts are cut."""
+"""attention.parallel on any number of ranks, which are threads here: sequences of any length, and recurrences whose shards are
+split into segments."""
 
 import threading
 import time
@@ -35,11 +36,13 @@ def share(x, peers, order="contiguous", dim=1):
 
 @pytest.mark.parametrize("order", ["contiguous", "zigzag"])
 def test_ranks_without_tokens(order):
-    """There are fewer tokens than ranks, each of which has a head."""
+    """There are fewer tokens than ranks, and each rank has a head."""
     q, k, v = drawn(2, 3, 3, dim=80, seed=0)
     out, lse = attention.forward(q, k, v, causal=True, return_lse=True)
-    told = dict(causal=True, scheme="ulysses", order=order, length=2, return_lse=True)
-    found = together(3, lambda peers: parallel.forward(*[share(x, peers, order) for x in (q, k, v)], group=peers, **told))
+    call_options = dict(causal=True, scheme="ulysses", order=order, length=2, return_lse=True)
+    found = together(
+        3, lambda peers: parallel.forward(*[share(x, peers, order) for x in (q, k, v)], group=peers, **call_options)
+    )
     for (its, sums), mine in zip(found, ORDERS[order].spans(2, 3), strict=True):
         rows = [n for span in mine for n in range(*span)]
         assert torch.equal(its, out[:, rows]) and torch.equal(sums, lse[:, :, rows])
@@ -51,11 +54,13 @@ def test_ranks_without_tokens(order):
     st.sampled_from(OPTIONS), st.integers(0, 99),
 )  # fmt: skip
 def test_any_length(length, world, scheme, order, options, seed):
-    """gather and ulysses are bitwise what one gives."""
+    """gather and ulysses have the bits of one call; ring is close."""
     q, k, v = drawn(length, world if scheme == "ulysses" else 2, world if scheme == "ulysses" else 1, dim=80, seed=seed)
     out, lse = attention.forward(q, k, v, return_lse=True, **options)
-    told = dict(options, scheme=scheme, order=order, length=length, return_lse=True)
-    found = together(world, lambda peers: parallel.forward(*[share(x, peers, order) for x in (q, k, v)], group=peers, **told))
+    call_options = dict(options, scheme=scheme, order=order, length=length, return_lse=True)
+    found = together(
+        world, lambda peers: parallel.forward(*[share(x, peers, order) for x in (q, k, v)], group=peers, **call_options)
+    )
     spans = ORDERS[order].spans(length, world)
     for (its, sums), mine in zip(found, spans, strict=True):
         rows = [n for span in mine for n in range(*span)]
@@ -67,43 +72,48 @@ def test_any_length(length, world, scheme, order, options, seed):
 
 
 def test_few_queries_of_a_rank_take_the_kernels_of_all(monkeypatch):
-    """Where forward by itself would serve so few by decode's, whose last bits are others."""
+    """attention.forward alone would compute so few queries by split-KV, with other last bits."""
     monkeypatch.setattr(shared_out, "LEAST", 64)
     q, k, v = drawn(190, 1, 1, dim=64)
     out = attention.forward(q, k, v)
     few = attention.forward(q[:, :60], k, v)
     assert not torch.equal(few, out[:, :60])  # as it would be without
-    told = dict(scheme="gather", order="contiguous", length=190)
-    found = together(3, lambda peers: parallel.forward(*[share(x, peers) for x in (q, k, v)], group=peers, **told))
+    call_options = dict(scheme="gather", order="contiguous", length=190)
+    found = together(3, lambda peers: parallel.forward(*[share(x, peers) for x in (q, k, v)], group=peers, **call_options))
     assert torch.equal(torch.cat(found, 1), out)
 
 
 @pytest.mark.parametrize(("dim", "options"), [(64, {}), (128, dict(softcap=5.0))])
 def test_parts_have_the_blocks_of_keys_of_the_whole(monkeypatch, dim, options):
-    """Where short sequences have smaller blocks, too, or those of few registers: the same bits. Here all that have fewer keys
-    than the whole are short: that is what 2048 keys are."""
+    """The bits are the same where short sequences have smaller blocks, or blocks that need fewer registers. Here every sequence
+    shorter than the whole counts as short, which usually starts at 2048 keys."""
     short, *longer = hopper.BY_LENGTH[64, True].values()
     monkeypatch.setitem(hopper.BY_LENGTH, (64, True), {300.5: short, 301.5: longer[0]})
     q, k, v = drawn(330, 1, 1, dim=dim)
     out, lse = attention.forward(q, k, v, causal=True, return_lse=True, **options)
-    told = dict(options, causal=True, scheme="gather", length=330, return_lse=True)
-    found = together(2, lambda peers: parallel.forward(*[share(x, peers, "zigzag") for x in (q, k, v)], group=peers, **told))
+    call_options = dict(options, causal=True, scheme="gather", length=330, return_lse=True)
+    found = together(
+        2, lambda peers: parallel.forward(*[share(x, peers, "zigzag") for x in (q, k, v)], group=peers, **call_options)
+    )
     for (its, sums), spans in zip(found, ORDERS["zigzag"].spans(330, 2), strict=True):
         rows = [n for span in spans for n in range(*span)]
         assert torch.equal(its, out[:, rows]) and torch.equal(sums, lse[:, :, rows])
 
 
 @pytest.mark.parametrize(("order", "world"), [("zigzag", 2), ("contiguous", 2)])
-def test_a_window_is_begun_before_keys_come(monkeypatch, order, world):
-    """Most queries see their own rank's keys alone; the bits are those of one, of which a mask asks for its place, too."""
+def test_local_queries_of_a_window_come_first(monkeypatch, order, world):
+    """Most queries see only their own rank's keys, and are computed first; the bits are those of one call, also with a mask
+    that depends on positions."""
     q, k, v = drawn(1024 * world, 1, 1)
     by_rows, turns = GatherAttention._window_steps, []
     monkeypatch.setattr(GatherAttention, "_window_steps", lambda *given: turns.append(by_rows(*given)) or turns[-1])
-    for told in dict(window=(100, 0)), dict(window=(100, 0), causal=True, mask=lambda b, h, i, j: (i + j) % 7 > 0):
-        wanted = attention.forward(q, k, v, **told, return_lse=True)
+    for call_options in dict(window=(100, 0)), dict(window=(100, 0), causal=True, mask=lambda b, h, i, j: (i + j) % 7 > 0):
+        wanted = attention.forward(q, k, v, **call_options, return_lse=True)
 
-        told |= dict(order=order, scheme="gather", return_lse=True)
-        ranks = lambda peers, told=told: parallel.forward(*[share(x, peers, order) for x in (q, k, v)], group=peers, **told)
+        call_options |= dict(order=order, scheme="gather", return_lse=True)
+        ranks = lambda peers, call_options=call_options: parallel.forward(
+            *[share(x, peers, order) for x in (q, k, v)], group=peers, **call_options
+        )
         found = together(world, ranks)
         for x, y, axis in zip(zip(*found), wanted, (1, 2)):
             for its, spans in zip(x, ORDERS[order].spans(q.shape[1], world), strict=True):
@@ -113,25 +123,26 @@ def test_a_window_is_begun_before_keys_come(monkeypatch, order, world):
 
 
 @pytest.mark.parametrize(("scheme", "world"), [("gather", 2), ("gather", 3), ("ulysses", 2), ("ring", 3)])
-def test_what_no_query_sees_reaches_nothing(scheme, world):
+def test_unseen_nan_does_not_spread(scheme, world):
     """NaN in the last rank's tokens, which no causal query of the others sees, and in a document that begins in the middle of a
-    share, from which the others' gradients stay free. (Heads of all tokens multiply it by 0 within a tile, as one GPU does.)"""
+    shard: the others' results and gradients stay free of NaN. (With ulysses a rank has all tokens of its heads, and a tile
+    multiplies unseen values by 0, as on one GPU.)"""
     q, k, v = (x[:, :, :2].contiguous() for x in drawn(190, 2, 2))
     bad = [x.clone() for x in (q, k, v)]
     ((*_, last),) = ORDERS["contiguous"].spans(190, world)[-1:]
     documents = dict(cu_seqlens=torch.tensor([0, 40, 131, 190], dtype=torch.int32))
-    for told, first in ((documents, 131), *[(dict(causal=True), last.start)] * (scheme != "ulysses")):
+    for call_options, first in ((documents, 131), *[(dict(causal=True), last.start)] * (scheme != "ulysses")):
         for x, clean in zip(bad, (q, k, v)):
             x.copy_(clean)[:, first:] = torch.nan
         whole = {"order": "contiguous", "scheme": scheme, "length": 190}
 
-        def rank(peers, told=told, whole=whole):
+        def rank(peers, call_options=call_options, whole=whole):
             found = []
             for arrays in (q, k, v), bad:
                 mine = [share(x, peers).requires_grad_() for x in arrays]
                 with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
-                    out = parallel.forward(*mine, group=peers, **whole, **told)
-                    grads = torch.autograd.grad(out, mine, share(arrays[0], peers)) if "cu_seqlens" in told else []
+                    out = parallel.forward(*mine, group=peers, **whole, **call_options)
+                    grads = torch.autograd.grad(out, mine, share(arrays[0], peers)) if "cu_seqlens" in call_options else []
                 found.append([out.detach(), *grads])
             return found
 
@@ -141,12 +152,12 @@ def test_what_no_query_sees_reaches_nothing(scheme, world):
 
 
 def computed(turn):
-    """Of queries that it computes."""
+    """How many queries a step computes."""
     return sum([one.stop - one.start for one, _, _ in turn.parts])
 
 
-def test_gradients_of_some_heads_come_home_under_those_of_others(monkeypatch):
-    """In two turns, and at once; of a rank whose parts are adjacent, and of one whose are not."""
+def test_gradients_return_in_groups_of_heads(monkeypatch):
+    """In two groups of heads, and at once; for a rank whose parts are adjacent, and one whose parts are not."""
     q, k, v = drawn(128, 4, 2)
     dout, whole = torch.randn_like(q), [x.requires_grad_() for x in (q, k, v)]
     wanted = torch.autograd.grad(attention.forward(*whole, causal=True), whole, dout)
@@ -155,7 +166,7 @@ def test_gradients_of_some_heads_come_home_under_those_of_others(monkeypatch):
         monkeypatch.setattr(gather, "FULL_GPU_TILES", full)
         agreement._CACHED.clear()
         sent = []
-        send = lambda *given, sent=sent, **told: sent.append(0) or moves.start_reduce_scatter(*given, **told)
+        send = lambda *given, sent=sent, **call_options: sent.append(0) or moves.start_reduce_scatter(*given, **call_options)
         monkeypatch.setattr(gather, "start_reduce_scatter", send)
 
         def rank(peers):
@@ -172,8 +183,9 @@ def test_gradients_of_some_heads_come_home_under_those_of_others(monkeypatch):
 
 
 @pytest.mark.parametrize(("scheme", "in_order"), [("gather", False), ("gather", True), ("ring", False), ("ulysses", False)])
-def test_ranks_whose_losses_are_of_different_results(scheme, in_order):
-    """Of out on one rank, of lse on the other: where the rows of both travel, so do those of a gradient that is 0."""
+def test_losses_of_different_results(scheme, in_order):
+    """The loss depends on out on one rank, and on lse on the other: a rank without a gradient of lse sends zeros if queries
+    move."""
     options = dict(causal=True, return_lse=True, deterministic=in_order)
     whole = [x.requires_grad_() for x in drawn(128, 4, 2)]
     results, of_results = attention.forward(*whole, **options), (torch.randn(1, 128, 4, 16).bfloat16(), torch.randn(1, 4, 128))
@@ -195,8 +207,8 @@ def test_ranks_whose_losses_are_of_different_results(scheme, in_order):
             assert (x.float() - y[:, rows].float()).abs().max() <= 2.0**-6 * y.float().abs().max()
 
 
-def test_sums_are_in_the_order_of_ranks():
-    """Wherever they are taken, and whatever arrives first."""
+def test_reduce_scatter_adds_in_the_order_of_ranks():
+    """On every rank, whatever arrives first."""
     parts = torch.tensor([1e8, 1.0, -1e8, 3.0])
     cuts = tuple([moves.ShardRegion((Span(rank, rank + 1),), Span(0, 1)) for rank in range(4)])
     every = (moves.ShardRegion((Span(0, 4),), Span(0, 1)),) * 4
@@ -218,12 +230,12 @@ IN_TURNS = {
 
 
 @pytest.mark.parametrize("name", IN_TURNS)
-def test_ring_in_turns(monkeypatch, name):
-    """A key head each, since there is no memory for more; the same as in one turn."""
+def test_ring_in_several_sweeps(monkeypatch, name):
+    """One key head in each sweep, because memory allows no more; the results are those of one sweep."""
     went, go = [], RingAttention._go_around
     monkeypatch.setattr(RingAttention, "_go_around", lambda self, k, *given: went.append(k.shape[2]) or go(self, k, *given))
     shapes, learned = dict(heads=4, kv_heads=2), ["sink"] * ("sink" in IN_TURNS[name])
-    compared(2, 70, "ring", shapes=shapes, bitwise=(), learned=learned, asked=dict(memory=1), **IN_TURNS[name])
+    compared(2, 70, "ring", shapes=shapes, bitwise=(), learned=learned, requested=dict(memory=1), **IN_TURNS[name])
     assert went == [1] * 8  # two turns, on two ranks, there and back
 
 
@@ -236,13 +248,13 @@ SLOPED = {
 
 @pytest.mark.parametrize(("scheme", "kind"), [("gather", "signed"), ("ulysses", "absolute"), ("gather", "computed")])
 def test_scores_that_are_alibi(scheme, kind):
-    """One GPU finds out by algebra that they are, and subtracts from maxima; so do ranks, of what starts in the middle, and
-    have the same bits; of slopes that are computed they do not."""
+    """One GPU recognises them as ALiBi by algebra; so do ranks, for pieces that begin anywhere, and the bits are the same,
+    unless slopes are computed."""
     q, k, v = drawn(70, 2, 2)
-    told = dict(causal=True, score=SLOPED[kind], aux=(torch.tensor([0.3, 0.01]),), return_lse=True)
-    wanted = attention.forward(q, k, v, **told)
+    call_options = dict(causal=True, score=SLOPED[kind], aux=(torch.tensor([0.3, 0.01]),), return_lse=True)
+    wanted = attention.forward(q, k, v, **call_options)
     ranks = lambda peers: parallel.forward(
-        *[share(x, peers) for x in (q, k, v)], group=peers, length=70, order="contiguous", scheme=scheme, **told
+        *[share(x, peers) for x in (q, k, v)], group=peers, length=70, order="contiguous", scheme=scheme, **call_options
     )
     for x, y, axis in zip(zip(*together(2, ranks)), wanted, (1, 2)):
         x = torch.cat(x, axis)
@@ -253,13 +265,13 @@ LENGTH = 64 * 6 + 12  # 192, 128 and 76 tokens a rank: three segments, two, and 
 
 
 def recurrent(name, arrays, whole=(), **options):
-    """A call on three ranks, whose parts are cut into segments, against the same call on one."""
+    """Compare a call on three ranks, whose shards are split into segments, with the same call on one."""
     wanted = getattr(attention, name)(*arrays, **options)
 
     def rank(peers):
         mine = [x if n in whole else share(x, peers) for n, x in enumerate(arrays)]
-        told = {n: share(x, peers) if n == "decay" and x.ndim > 1 else x for n, x in options.items()}
-        return getattr(parallel, name)(*mine, group=peers, length=arrays[0].shape[1], **told)
+        call_options = {n: share(x, peers) if n == "decay" and x.ndim > 1 else x for n, x in options.items()}
+        return getattr(parallel, name)(*mine, group=peers, length=arrays[0].shape[1], **call_options)
 
     found, (out, state) = together(3, rank), wanted
     for x, y in (torch.cat([its for its, _ in found], 1), out), *[(its, state) for _, its in found]:
@@ -268,7 +280,7 @@ def recurrent(name, arrays, whole=(), **options):
 
 @pytest.fixture
 def cut(monkeypatch):
-    """The interpreter has three multiprocessors: parts of one head are cut into as many segments as they have chunks."""
+    """The interpreter has three multiprocessors: a shard of one head is split into as many segments as it has chunks."""
     monkeypatch.setattr(chunks, "MIN_PARALLEL_SEGMENT_CHUNKS", 1)
 
 
@@ -281,7 +293,7 @@ def members(batch=1):
 
 @pytest.mark.parametrize("channels", [False, True])
 def test_the_delta_rule_in_segments(cut, channels):
-    """Of a state given, and of sequences of which some have no chunk in a part."""
+    """With an initial state, and with sequences that have no chunk in some shard."""
     q, k, v, beta = members()
     decay = -0.02 * torch.rand(1, LENGTH, 1, *[16] * channels)
     recurrent("delta_rule", (q, k, v, beta), decay=decay, initial_state=torch.randn(1, 1, 16, 16), return_state=True)
@@ -290,8 +302,8 @@ def test_the_delta_rule_in_segments(cut, channels):
         recurrent("delta_rule", (q, k, v, beta), cu_seqlens=ends, return_state=True)
 
 
-def test_what_is_forgotten_is_not_walked(cut, monkeypatch):
-    """Of a head that decays soon, and of one that does not."""
+def test_forgotten_chunks_are_skipped(cut, monkeypatch):
+    """One head forgets within a few chunks, and the other does not."""
     monkeypatch.setattr(parts, "MIN_CHUNKS", 1)
     counts, count_forgotten = [], parts.SequenceShard.count_forgotten_chunks
     monkeypatch.setattr(
@@ -305,8 +317,8 @@ def test_what_is_forgotten_is_not_walked(cut, monkeypatch):
 
 
 @pytest.mark.parametrize(("strength", "rate", "alike"), [(1, 1.0, False), (1, 0.1, False), (3, 2.0, False), (3, 1.0, True)])
-def test_only_what_is_forgotten_is_skipped(monkeypatch, strength, rate, alike):
-    """Tokens with beta |k|^2 above 2 add to a state, so that it may grow though it decays."""
+def test_remembered_chunks_are_not_skipped(monkeypatch, strength, rate, alike):
+    """Tokens with beta |k|^2 above 2 make a state grow, although it decays."""
     monkeypatch.setattr(parts, "MIN_CHUNKS", 1)
     torch.manual_seed(0)
     length, heads = 64 * 5 - 9, 3
@@ -332,7 +344,7 @@ def test_batches_in_segments(cut):
 
 
 def test_decays_of_channels_in_segments(cut):
-    """Of which some forget all."""
+    """Some channels forget everything at one token."""
     q, k, v, _ = members()
     decay = -0.02 * torch.rand(1, LENGTH, 1, 16)
     decay[:, 130:132, :, :3] = -torch.inf
@@ -341,12 +353,14 @@ def test_decays_of_channels_in_segments(cut):
 
 def test_mamba2_in_segments(cut):
     q, k, v, beta = members()
-    told = dict(dt_bias=torch.rand(1), dt_softplus=True, initial_states=torch.randn(1, 1, 16, 16), return_final_states=True)
-    recurrent("mamba2", (v, 0.1 * beta, -torch.rand(1), k, q), whole=(2,), **told)
+    call_options = dict(
+        dt_bias=torch.rand(1), dt_softplus=True, initial_states=torch.randn(1, 1, 16, 16), return_final_states=True
+    )
+    recurrent("mamba2", (v, 0.1 * beta, -torch.rand(1), k, q), whole=(2,), **call_options)
 
 
 @pytest.mark.parametrize(
-    ("told", "said"),
+    ("call_options", "said"),
     [
         (dict(initial_state=torch.zeros(1, 1, 16, 15)), "initial_state: value_dim must equal v's"),
         (dict(decay=torch.zeros(3)), "decay: heads must equal v's"),
@@ -359,8 +373,8 @@ def test_mamba2_in_segments(cut):
         (dict(cu_seqlens=torch.tensor([1, 1])), "cu_seqlens: must begin at 0"),
     ],
 )
-def test_what_a_recurrence_refuses_is_said_on_every_rank(told, said):
-    """By ranks that have no tokens, and by those that no initial state is asked of: nobody waits for who has given up."""
+def test_errors_of_a_recurrence_are_raised_on_every_rank(call_options, said):
+    """Also on ranks without tokens, and on ranks that get no initial state: no rank waits for one that has raised."""
     q, k, v, beta = (x[:, :1] for x in members())
     raised = []
 
@@ -368,7 +382,7 @@ def test_what_a_recurrence_refuses_is_said_on_every_rank(told, said):
         mine = [share(x, peers) for x in (q, k, v, beta)]
         with pytest.raises((TypeError, ValueError, NotImplementedError), match=said):
             parallel.delta_rule(
-                *mine, group=peers, length=1, **(told if peers.rank == 0 or "initial_state" not in told else {})
+                *mine, group=peers, length=1, **(call_options if peers.rank == 0 or "initial_state" not in call_options else {})
             )
         raised.append(peers.rank)
 
@@ -376,8 +390,8 @@ def test_what_a_recurrence_refuses_is_said_on_every_rank(told, said):
     assert sorted(raised) == [0, 1, 2]
 
 
-def test_ends_of_sequences_are_looked_at_in_every_call():
-    """Not only in the first of their form, which is planned."""
+def test_cu_seqlens_are_checked_in_every_call():
+    """cu_seqlens are checked in every call, not only in the first with a signature, which is planned."""
     q, k, v, _ = (x[:, :8] for x in members())
 
     def rank(peers):
@@ -390,14 +404,14 @@ def test_ends_of_sequences_are_looked_at_in_every_call():
     together(2, rank)
 
 
-def test_a_decay_of_linear_that_is_no_array():
+def test_decays_must_be_arrays():
     q, k, v, _ = (x[:, :8] for x in members())
     with pytest.raises(TypeError, match="^decay: must be an array"):
         parallel.linear(q, k, v, decay=-0.1)
 
 
-def test_torch_compile_does_not_look_inside():
-    """It breaks its graph there, and the gradients are the same."""
+def test_torch_compile_breaks_its_graph():
+    """It breaks the graph at the functions, and the gradients are the same."""
     q, k, v = (x.requires_grad_() for x in drawn(24, 1))
 
     def sums(*given):
@@ -410,8 +424,8 @@ def test_torch_compile_does_not_look_inside():
         assert torch.equal(x, y)
 
 
-def test_arrays_that_are_not_torchs():
-    """In words, whatever is asked."""
+def test_arrays_must_be_torch_tensors():
+    """The error names the array, whatever the call is."""
     q, k, v, *_ = members()
     with pytest.raises(TypeError, match="^v: must be a torch tensor, .* not ndarray"):
         parallel.linear(q, k, v.float().numpy())
@@ -419,14 +433,14 @@ def test_arrays_that_are_not_torchs():
         parallel.delta_rule(q, k, v, 0.5)
 
 
-def test_no_gradient_is_said_on_every_rank():
+def test_recurrences_refuse_gradients():
     q, k, v, _ = members()
     with torch.enable_grad(), pytest.raises(NotImplementedError, match="there is no backward pass on several ranks"):
         parallel.linear(q.requires_grad_(), k, v)
 
 
-class Lent:
-    """Memory of a thread that all others read: see mapped.Memory. every: the two halves of each."""
+class SharedBuffers:
+    """Memory of a thread that all others read, in place of mapped.SymmetricBuffers. every: the two halves of each rank."""
 
     available, uses_copy_engines, half, late = True, False, 0, 0
 
@@ -451,19 +465,19 @@ class Lent:
         return PendingMessages(())
 
 
-class Mapping(MappedPeers, Thread):
+class MappedThreads(MappedPeers, Thread):
     """Ranks that are threads and map each other's memory."""
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_rows_come_by_copies(world):
-    """Again and again, some ranks being late: calls of two forms, their arrays other ones each time; no message is sent."""
+def test_mapped_rows_are_copied(world):
+    """Repeated calls with two signatures and new arrays, some ranks being late: no message is sent."""
     every, meeting = torch.zeros(world, 2, 2**16, dtype=torch.uint8), threading.Barrier(world)
     calls = [(61 + 9 * (n % 2), drawn(61 + 9 * (n % 2), seed=n)) for n in range(6)]
     wanted = [attention.forward(*whole, causal=True) for _, whole in calls]
 
     def rank(peers):
-        mine = Mapping(None, peers.rank, world, peers.ranks, memory := Lent(every, meeting))
+        mine = MappedThreads(None, peers.rank, world, peers.ranks, memory := SharedBuffers(every, meeting))
         vars(mine).update(room=peers.room, exchange=None)
         for n, (length, whole) in enumerate(calls):
             memory.late = 0.05 * ((n + peers.rank) % world)
@@ -474,8 +488,8 @@ def test_rows_come_by_copies(world):
     together(world, rank)
 
 
-class Engines(SymmetricBuffers):
-    """Memory of a thread that all others read, and what stands for streams."""
+class StreamingSharedBuffers(SymmetricBuffers):
+    """SymmetricBuffers whose memory the other threads read, with stand-ins for streams."""
 
     available = uses_copy_engines = True
 
@@ -499,8 +513,9 @@ class Engines(SymmetricBuffers):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_keys_are_copied_to_where_they_are_read(monkeypatch, world):
-    """Again and again, of two forms in turns, k once not contiguous: no message is sent, and the bits are those of one."""
+def test_mapped_keys_are_streamed(monkeypatch, world):
+    """Repeated calls with two alternating signatures, once with a k that is not contiguous: no message is sent, and the bits
+    are those of one call."""
     monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
     every, meeting = torch.zeros(world, 2**17, dtype=torch.uint8), threading.Barrier(world)
     lengths = [256 * world * (1 + n % 2) for n in range(4)]
@@ -508,7 +523,7 @@ def test_keys_are_copied_to_where_they_are_read(monkeypatch, world):
     wanted = [attention.forward(*whole, causal=True) for whole in calls]
 
     def rank(peers):
-        mine = Mapping(None, peers.rank, world, peers.ranks, Engines(every, meeting))
+        mine = MappedThreads(None, peers.rank, world, peers.ranks, StreamingSharedBuffers(every, meeting))
         vars(mine).update(room=peers.room, exchange=None)
         for n, whole in enumerate(calls):
             q, k, v = (share(x, peers, "zigzag") for x in whole)

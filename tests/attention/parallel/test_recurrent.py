@@ -25,7 +25,7 @@ def part(x, length=LENGTH):
 
 
 def compared(name, arrays, whole=(), **options):
-    """A call on all ranks against that on one: outputs and the state behind the last token. whole: what has no tokens."""
+    """Compare a call on all ranks with the call on one: outputs and the final state. whole: the arrays without tokens."""
     of_tokens = {n: part(x) if n in ("decay", "z") and x.ndim > 1 else x for n, x in options.items()}
     wanted = getattr(attention, name)(*arrays, **options)
     mine = [x if n in whole else part(x) for n, x in enumerate(arrays)]

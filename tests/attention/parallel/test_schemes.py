@@ -156,16 +156,16 @@ def refused_by_one():
     """Every rank raises the same, with the same words, and none waits for the one that raised first."""
     q, k, v = (parallel.shard(x) for x in drawn(48))
     for wrong, kind, said in ALONE_WRONG:
-        told = dict(q=q, k=k, v=v) | (wrong if dist.get_rank() else {})
+        call_options = dict(q=q, k=k, v=v) | (wrong if dist.get_rank() else {})
         with pytest.raises(kind, match=said):
-            parallel.forward(told.pop("q"), told.pop("k"), told.pop("v"), **told)
+            parallel.forward(call_options.pop("q"), call_options.pop("k"), call_options.pop("v"), **call_options)
     with pytest.raises(ValueError, match="dim: must be an axis of x: dim=4"):
         parallel.unshard(q, dim=4 if dist.get_rank() else 1)
     with pytest.raises(TypeError, match="k: must be a torch tensor"):
         parallel.linear(k, 3.0 if dist.get_rank() else k, v)
     with pytest.raises(ValueError, match="out: must have"):
         parallel.forward(q, k, v, out=torch.zeros_like(q[..., :8]))
-    with pytest.raises(NotImplementedError, match="bias: of packed sequences"):
+    with pytest.raises(NotImplementedError, match="bias: with cu_seqlens"):
         parallel.forward(q, k, v, bias=torch.zeros(1, 2, 24, 48), cu_seqlens=integers(0, 9, 48), scheme="gather")
     if dist.get_rank() == 0:  # nobody else is asked
         assert parallel.forward(q, k, v, softcap=7.0, explain=True).scheme == "gather"
@@ -185,17 +185,17 @@ def cast():
 def forgotten():
     """Ranks forget the forms of a group's calls at the same call, whatever other groups they are in."""
     given, alone = [parallel.shard(x) for x in drawn(48)], dist.new_group([0])
-    limit, agreement.FORMS = agreement.FORMS, 4
+    limit, agreement.MAX_SIGNATURES = agreement.FORMS, 4
     agreement._CACHED.clear()
     for scale in 0.1, 0.2, 0.3:
         if dist.get_rank() == 0:
             parallel.forward(*given, group=alone, scale=scale)
     for scale in 0.1, 0.2, 0.1, 0.3, 0.4, 0.5, 0.1, 0.5:
         parallel.forward(*given, causal=True, scale=scale)
-    agreement.FORMS = limit
+    agreement.MAX_SIGNATURES = limit
 
 
-def test_a_peer_that_dies_is_an_error_of_torchs():
+def test_a_dead_peer_ends_in_torchs_timeout():
     start(2, dies)
 
 

@@ -1,5 +1,5 @@
-"""Ranks as threads of one process: what attention.parallel computes with whatever number of ranks, without a process group, in
-the interpreter or on one GPU."""
+"""Ranks as threads of one process: computes what attention.parallel computes with any number of ranks, without a process group,
+in the interpreter or on one GPU."""
 
 import queue
 import threading
@@ -12,11 +12,11 @@ import attention
 from attention import parallel
 from attention.parallel.peers import Peers, PendingMessages
 
-PATIENCE = 60  # seconds, in which the others come
+PATIENCE = 60  # seconds that a rank waits for the others
 
 
 class Thread(Peers):
-    """One of them. room: the messages between any two, by (from, to)."""
+    """A rank that is a thread. room: queues of messages, by (sender, receiver)."""
 
     @classmethod
     def of(cls, room, rank, world):
@@ -44,7 +44,7 @@ class Thread(Peers):
 
 
 def together(world, body):
-    """[body(peers) of each rank]. What one of them raises is raised."""
+    """[body(peers) of each rank], computed at the same time. An exception in one of them is raised."""
     room, found, errors = defaultdict(queue.SimpleQueue), [None] * world, []
 
     def run(rank):
@@ -64,11 +64,11 @@ def together(world, body):
 
 
 def compared(
-    world, length, scheme, where="cpu", order="zigzag", learned=(), shapes=None, bitwise=(0, 1), asked=None, **options
+    world, length, scheme, where="cpu", order="zigzag", learned=(), shapes=None, bitwise=(0, 1), requested=None, **options
 ):
-    """A call on so many ranks against the same call on one, as ranks.compared does: out, lse and gradients, those of `bitwise`,
-    by number, bit by bit. learned: options that every rank has whole and that have gradients; asked: what forward of ranks is
-    told besides."""
+    """Compare a call on so many ranks with the same call on one, like ranks.compared: out, lse and gradients; those whose
+    numbers are in `bitwise` bit by bit. learned: options that every rank has whole and that have gradients; requested: further
+    arguments of attention.parallel.forward."""
     q, k, v = whole = [x.to(where) for x in drawn(length, **shapes or {})]
     dout, dlse = torch.randn_like(q), torch.randn(q.shape[0], q.shape[2], q.shape[1], device=where)
     names, arrays = [*learned], [options[name].requires_grad_() for name in learned]
@@ -77,9 +77,11 @@ def compared(
     def rank(peers):
         part = lambda x, dim=1: parallel.shard(x.detach(), peers, dim, order)
         mine = [x.detach().clone().requires_grad_() for x in arrays]
-        told = options | dict(zip(names, mine)) | dict(group=peers, scheme=scheme, order=order, length=length) | (asked or {})
+        call_options = (
+            options | dict(zip(names, mine)) | dict(group=peers, scheme=scheme, order=order, length=length) | (requested or {})
+        )
         with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):  # a GPU's thread would wait for itself
-            of_ranks = lambda *x: parallel.forward(*x, **told, return_lse=True)
+            of_ranks = lambda *x: parallel.forward(*x, **call_options, return_lse=True)
             its = differentiated(of_ranks, [*map(part, whole)], part(dout), part(dlse, 2), mine)
         return its, [part(alone[0]), part(alone[1], 2), *map(part, alone[2:5])]
 

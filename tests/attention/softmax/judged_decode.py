@@ -60,15 +60,15 @@ def put(place, x):
 def agree(place, q, k, v, lengths, *, leftpad=None, size=None, splits=None, causal=True, family=None, **options):
     """Call decode, and judge by the error rule: out and lse against float64, no NaN, every element written. Keys that no token
     sees are NaN, and with pages (`size` keys each) no table names their pages."""
-    told = {"lengths": np.array(lengths, np.int32)} | options
-    told |= {} if leftpad is None else {"leftpad": np.array(leftpad, np.int64)}
+    kwargs = {"lengths": np.array(lengths, np.int32)} | options
+    kwargs |= {} if leftpad is None else {"leftpad": np.array(leftpad, np.int64)}
     keys, values, firsts = ahead_of_windows(q, k, v, lengths, leftpad, causal, **options)
     if size is not None:
-        (keys, values), told["pages"] = in_pages((keys, values), lengths, size, firsts)
-    told = {name: put(place, x) if name in ARRAYS else x for name, x in told.items()}
+        (keys, values), kwargs["pages"] = in_pages((keys, values), lengths, size, firsts)
+    kwargs = {name: put(place, x) if name in ARRAYS else x for name, x in kwargs.items()}
     out = place.put(poisoned((*q.shape[:-1], v.shape[-1]), q.dtype))
-    given = place.put(q), place.put(keys), place.put(values)
-    got, lse = attention.decode(*given, out=out, return_lse=True, splits=splits, causal=causal, family=family, **told)
+    inputs = place.put(q), place.put(keys), place.put(values)
+    got, lse = attention.decode(*inputs, out=out, return_lse=True, splits=splits, causal=causal, family=family, **kwargs)
     assert got is out
     (ref, ref_lse), (low, low_lse) = known(q, k, v, lengths, leftpad, causal=causal, **options)
     cap = options.get("softcap") or 0.0

@@ -161,10 +161,10 @@ TMA_BIASES = [  # head_dim, options. At 128, tiles have 128 queries and 64 keys;
 def test_bias_loaded_by_tma(place, head_dim, options):
     """Its gradient has a kernel of its own, except for wide heads."""
     q, k, v = inputs(2, *options["bias"].shape[2:], 2, 1, head_dim)
-    dout, given, put = draw(q.shape, q.dtype), there(place, options), [place.put(x) for x in unseen(q, k, v, **options)]
-    out, lse = attention.forward(*put, return_lse=True, **given)
+    dout, args, arrays = draw(q.shape, q.dtype), there(place, options), [place.put(x) for x in unseen(q, k, v, **options)]
+    out, lse = attention.forward(*arrays, return_lse=True, **args)
     dbias = place.put(np.full(options["bias"].shape, np.nan, F32))
-    got = attention.backward(place.put(dout), *put, out, lse, **given, dbias=dbias, family="sm_90")
+    got = attention.backward(place.put(dout), *arrays, out, lse, **args, dbias=dbias, family="sm_90")
     ref, low = (f(dout, q, k, v, **options, dbias=True) for f in (reference.backward, reference.backward_low))
     for name, *each in zip(("dq", "dk", "dv", "dbias"), map(place.get, got), ref, low, strict=True):
         reference.assert_close(*each, factor=3, name=name)
@@ -196,9 +196,9 @@ def test_bias_and_slopes_under_dropout(place):
     """The gradients of a bias and of slopes are those of the scores whose weights were not dropped."""
     (q, k, v), dout = inputs(1, 40, 70, 2, 1, 64), draw((1, 40, 2, 64), BF16)
     options = dict(bias=draw((1, 2, 1, 70), F32, 3), alibi=np.array([0.5, 0.1], F32), dropout=0.4, seed=11)
-    put, given = [place.put(x) for x in (dout, q, k, v)], there(place, options)
-    out, lse = attention.forward(*put[1:], return_lse=True, **given)
-    *_, dbias, dalibi = attention.backward(*put, out, lse, **given, dbias=True, dalibi=True)
+    arrays, args = [place.put(x) for x in (dout, q, k, v)], there(place, options)
+    out, lse = attention.forward(*arrays[1:], return_lse=True, **args)
+    *_, dbias, dalibi = attention.backward(*arrays, out, lse, **args, dbias=True, dalibi=True)
     *_, bias, alibi = reference.backward(dout, q, k, v, **options, dbias=True, dalibi=True, out=place.get(out))
     for got, want in ((dbias, bias), (dalibi, alibi)):
         assert np.abs(place.get(got) - want).max() < 0.02 * np.abs(want).max() + 1e-3
@@ -209,16 +209,16 @@ def test_accumulate(place, head_dim, family):
     """accumulate=True adds in float32, for any strides, and adds 0 for keys that no query sees."""
     q, k, v = inputs(1, 50, 150, 2, 1, head_dim)
     sink, dout, options = np.array([0.5, -1], F32), draw(q.shape, BF16), dict(window=(30, 0))
-    put, given = [place.put(x) for x in (dout, q, k, v)], options | {"sink": place.put(sink)}
-    out, lse = attention.forward(*put[1:], return_lse=True, **given)
+    arrays, args = [place.put(x) for x in (dout, q, k, v)], options | {"sink": place.put(sink)}
+    out, lse = attention.forward(*arrays[1:], return_lse=True, **args)
     before = [draw((*x.shape[:-1], 2 * x.shape[-1]), F32) for x in (q, k, v, sink)]
     storage = [place.put(x.copy()) for x in before]
     outputs = dict(zip(NAMES, (x[..., ::2] for x in storage)))
-    got = attention.backward(*put, out, lse, accumulate=True, family=family, **given, **outputs)
+    got = attention.backward(*arrays, out, lse, accumulate=True, family=family, **args, **outputs)
     assert all(x is y for x, y in zip(got, outputs.values(), strict=True))
     added = [place.get(x) - y for x, y in zip(storage, before)]
     assert not any(x[..., 1::2].any() for x in added) and not added[1][:, :70].any()
-    expected = dict(zip(NAMES, attention.backward(*put, out, lse, **given, family=family)))
+    expected = dict(zip(NAMES, attention.backward(*arrays, out, lse, **args, family=family)))
     np.testing.assert_allclose(added[3][::2], place.get(expected["dsink"]), rtol=1e-4, atol=1e-5)
     ref, low = (f(dout, q, k, v, sink=sink, **options) for f in (reference.backward, reference.backward_low))
     for each in zip(added[:3], ref, low):
@@ -370,13 +370,13 @@ REFERENCE = {
 def test_reference_agrees_with_finite_differences(name):
     options = (VARIANTS | REFERENCE)[name]
     q, k, v, dout = (draw((2, n, h, 8), np.float64, seed) for seed, (n, h) in enumerate([(7, 2), (9, 1), (9, 1), (7, 2)]))
-    given, step = {"q": q, "k": k, "v": v} | {name: options[name].astype(float) for name in ("sink",) if name in options}, 1e-5
+    arrays, step = {"q": q, "k": k, "v": v} | {name: options[name].astype(float) for name in ("sink",) if name in options}, 1e-5
     dlse = draw((2, 2, 7), np.float64, 8)
-    for gradient, name in zip(reference.backward(dout, q, k, v, dlse=dlse, **options), given, strict=True):
-        along = draw(given[name].shape, np.float64, 9)
+    for gradient, name in zip(reference.backward(dout, q, k, v, dlse=dlse, **options), arrays, strict=True):
+        along = draw(arrays[name].shape, np.float64, 9)
         ends = []
         for sign in (1, -1):
-            out, lse = reference.forward(**options | given | {name: given[name] + sign * step * along})
+            out, lse = reference.forward(**options | arrays | {name: arrays[name] + sign * step * along})
             ends.append((out * dout).sum() + (np.where(np.isinf(lse), 0, lse) * dlse).sum())
         assert math.isclose((ends[0] - ends[1]) / (2 * step), (gradient * along).sum(), rel_tol=1e-6, abs_tol=1e-7)
 
@@ -406,8 +406,8 @@ def test_query_range_agrees_with_key_range(variant):
 def call(**other):
     """A valid call, except for these arguments."""
     q, k, v = inputs(1, 8, 8, 2, 1, 64)
-    given = {"dout": q, "q": q, "k": k, "v": v, "out": q.copy(), "lse": np.zeros((1, 2, 8), F32)} | other
-    return attention.backward(*[given.pop(name) for name in ("dout", "q", "k", "v", "out", "lse")], **given)
+    arrays = {"dout": q, "q": q, "k": k, "v": v, "out": q.copy(), "lse": np.zeros((1, 2, 8), F32)} | other
+    return attention.backward(*[arrays.pop(name) for name in ("dout", "q", "k", "v", "out", "lse")], **arrays)
 
 
 @pytest.mark.parametrize(

@@ -28,9 +28,9 @@ def agree(place, q, k, v, **options):
     put, given = [place.put(x) for x in unseen(q, k, v, **options)], there(place, options)
     out, lse = attention.forward(*put, return_lse=True, **given)
     options["dlse"] = dlse = gradient_of_lse(place.get(lse))
-    made = {name: place.put(poisoned(x.shape, x.dtype)) for name, x in (("dq", q), ("dk", k))}
-    got = attention.backward(place.put(dout), *put, out, lse, dlse=place.put(dlse), **given, **made)
-    assert got[0] is made["dq"] and got[1] is made["dk"]
+    outputs = {name: place.put(poisoned(x.shape, x.dtype)) for name, x in (("dq", q), ("dk", k))}
+    got = attention.backward(place.put(dout), *put, out, lse, dlse=place.put(dlse), **given, **outputs)
+    assert got[0] is outputs["dq"] and got[1] is outputs["dk"]
     options.pop("family", None)
     ref, low = (flat(f(dout, q, k, v, **options)) for f in (reference.backward, reference.backward_low))
     got = [place.get(x) for x in flat(got)]
@@ -128,8 +128,8 @@ def test_the_formula_agrees_with_finite_differences(name):
     layer, step = name == "layer", 1e-5
     given = [x, weights_, bias][: 2 + layer]
     normalize_rows = lambda x, *norm: reference.softmax.normalize_rows(x, norm if layer else norm[0], 1e-3, float, float)
-    found = formula.norm_backward(x, (weights_, bias) if layer else weights_, dy, 1e-3, float)
-    for n, gradient in enumerate(found[: len(given)]):
+    gradients = formula.norm_backward(x, (weights_, bias) if layer else weights_, dy, 1e-3, float)
+    for n, gradient in enumerate(gradients[: len(given)]):
         along = draw(given[n].shape, float, 9)
         ends = [(normalize_rows(*[y + s * step * along * (m == n) for m, y in enumerate(given)]) * dy).sum() for s in (1, -1)]
         assert math.isclose((ends[0] - ends[1]) / (2 * step), (gradient * along).sum(), rel_tol=1e-6, abs_tol=1e-7)
@@ -205,9 +205,9 @@ def test_accumulate_through_norms(place, ours, layout="bhsd"):
         before = [draw(x.shape, F32 if accumulate or n > 2 else BF16) for n, x in enumerate(host)]
         rooms = [place.put(x.copy()) for x in before]
         parted = [*rooms[:3], tuple(rooms[3:5]), *rooms[5:]] if ours else rooms
-        made = dict(zip(names, parted, strict=True))
-        got = attention.backward(*put, out, lse, accumulate=accumulate, **some, **made)
+        outputs = dict(zip(names, parted, strict=True))
+        got = attention.backward(*put, out, lse, accumulate=accumulate, **some, **outputs)
         assert all(x is y for x, y in zip(flat(got), rooms, strict=True))
         for n, (x, y, want) in enumerate(zip(rooms, before, host, strict=True)):
-            found = place.get(x).astype(F32) - y * accumulate
-            np.testing.assert_allclose(found, want, rtol=0.01, atol=0.02 * np.abs(want).max() + 1e-4, err_msg=f"{n}")
+            got_x = place.get(x).astype(F32) - y * accumulate
+            np.testing.assert_allclose(got_x, want, rtol=0.01, atol=0.02 * np.abs(want).max() + 1e-4, err_msg=f"{n}")

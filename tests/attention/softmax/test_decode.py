@@ -32,12 +32,12 @@ def test_lengths_around_every_edge(place, lengths, splits):
 def test_whole_caches(place, batch, tokens, options):
     """lengths=None gives the same bits as lengths that fill the caches."""
     arrays = [place.put(x) for x in case((100,) * batch, tokens, 2, 1)]
-    told = {name: place.put(np.array(x)) if name == "leftpad" else x for name, x in options.items()} | {"return_lse": True}
-    found = attention.decode(*arrays, lengths=None, splits=2, **told)
-    wanted = attention.decode(*arrays, lengths=place.put(np.full(batch, 100)), splits=2, **told)
+    kwargs = {name: place.put(np.array(x)) if name == "leftpad" else x for name, x in options.items()} | {"return_lse": True}
+    found = attention.decode(*arrays, lengths=None, splits=2, **kwargs)
+    wanted = attention.decode(*arrays, lengths=place.put(np.full(batch, 100)), splits=2, **kwargs)
     for x, y in zip(found, wanted):
         np.testing.assert_array_equal(place.get(x), place.get(y))
-    found, wanted = (place.get(x).astype(np.float32) for x in (attention.decode(*arrays, lengths=None, **told)[0], wanted[0]))
+    found, wanted = (place.get(x).astype(np.float32) for x in (attention.decode(*arrays, lengths=None, **kwargs)[0], wanted[0]))
     np.testing.assert_allclose(found, wanted, atol=2**-6)
 
 
@@ -93,13 +93,13 @@ def test_many_rows_go_to_tiles_of_64(place, problem, size):
 def test_score_options_in_tiles_of_64():
     """Rows of a tile belong to different heads, each with its own slope and sink. And a batch_index."""
     slopes, sink = draw((2, 10), np.float32) ** 2, draw((10,), np.float32)
-    told = {"alibi": slopes, "sink": sink, "softcap": 5.0, "scale": 0.3}
-    agree(OnInterpreter(), *case((100, 5), 8, 10, value_dim=128), (100, 5), **told)
+    kwargs = {"alibi": slopes, "sink": sink, "softcap": 5.0, "scale": 0.3}
+    agree(OnInterpreter(), *case((100, 5), 8, 10, value_dim=128), (100, 5), **kwargs)
     q, k, v = case((100, 5), 8, 10)
-    held = [poisoned((3, *x.shape[1:]), x.dtype) for x in (k, v)]
-    for mine, x in zip(held, (k, v)):
-        mine[[2, 0]] = x
-    got = attention.decode(q, *held, lengths=np.array([100, 5]), batch_index=np.array([2, 0]), family="sm_90")
+    caches = [poisoned((3, *x.shape[1:]), x.dtype) for x in (k, v)]
+    for cache, x in zip(caches, (k, v)):
+        cache[[2, 0]] = x
+    got = attention.decode(q, *caches, lengths=np.array([100, 5]), batch_index=np.array([2, 0]), family="sm_90")
     np.testing.assert_array_equal(got, agree(OnInterpreter(), q, k, v, (100, 5))[0])
 
 
@@ -156,11 +156,11 @@ def test_nan_reaches_the_output_from_every_split(place):
     """A NaN in a key, in a value, in a sink."""
     q, k, v = case((200, 200, 200), head_dim=64)
     k[0, 150], v[1, 150] = np.nan, np.nan
-    told = {"lengths": place.put(np.array([200, 200, 200], np.int32)), "splits": 3}
-    out = place.get(attention.decode(*map(place.put, (q, k, v)), **told)).astype(np.float32)
+    kwargs = {"lengths": place.put(np.array([200, 200, 200], np.int32)), "splits": 3}
+    out = place.get(attention.decode(*map(place.put, (q, k, v)), **kwargs)).astype(np.float32)
     assert np.isnan(out[:2]).all() and not np.isnan(out[2]).any()
     sink = place.put(np.array([np.nan, 0, 0, 0], np.float32))
-    out = place.get(attention.decode(*map(place.put, (q, k, v)), sink=sink, **told)).astype(np.float32)
+    out = place.get(attention.decode(*map(place.put, (q, k, v)), sink=sink, **kwargs)).astype(np.float32)
     assert np.isnan(out[2, :, 0]).all() and not np.isnan(out[2, :, 1:]).any()
 
 
@@ -187,12 +187,12 @@ def test_batch_index(place):
     """Sequences are any batches of a larger cache; the others hold NaN."""
     lengths = (70, 20)
     q, k, v = case(lengths)
-    held = [poisoned((5, *x.shape[1:]), x.dtype) for x in (k, v)]
-    for mine, x in zip(held, (k, v)):
-        mine[[3, 1]] = x
-    given = [place.put(x) for x in (q, *held)]
-    told = {"lengths": place.put(np.array(lengths)), "batch_index": place.put(np.array([3, 1], np.int32))}
-    got = attention.decode(*given, **told)
+    caches = [poisoned((5, *x.shape[1:]), x.dtype) for x in (k, v)]
+    for cache, x in zip(caches, (k, v)):
+        cache[[3, 1]] = x
+    given = [place.put(x) for x in (q, *caches)]
+    kwargs = {"lengths": place.put(np.array(lengths)), "batch_index": place.put(np.array([3, 1], np.int32))}
+    got = attention.decode(*given, **kwargs)
     np.testing.assert_array_equal(place.get(got), agree(place, q, k, v, lengths)[0])
 
 
@@ -200,16 +200,18 @@ def test_layouts_and_strides(place):
     """layout="bhsd", and rows that begin at any even byte."""
     lengths = (70, 20)
     q, k, v = case(lengths, 2)
-    told = {"lengths": place.put(np.array(lengths, np.int32)), "splits": 2}
+    kwargs = {"lengths": place.put(np.array(lengths, np.int32)), "splits": 2}
     wanted, _ = agree(place, q, k, v, lengths, splits=2)
-    turned = [place.put(np.ascontiguousarray(x.transpose(0, 2, 1, 3))) for x in (q, k, v)]
-    np.testing.assert_array_equal(place.get(attention.decode(*turned, layout="bhsd", **told)).transpose(0, 2, 1, 3), wanted)
+    transposed = [place.put(np.ascontiguousarray(x.transpose(0, 2, 1, 3))) for x in (q, k, v)]
+    np.testing.assert_array_equal(
+        place.get(attention.decode(*transposed, layout="bhsd", **kwargs)).transpose(0, 2, 1, 3), wanted
+    )
     for past in (1, 2, 4):
         wide = [np.full((*x.shape[:-1], x.shape[-1] + 8 + past), np.nan, x.dtype) for x in (q, k, v)]
         for x, root in zip((q, k, v), wide):
             root[..., past : past + 64] = x
         cut = [place.put(root)[..., past : past + 64] for root in wide]
-        np.testing.assert_array_equal(place.get(attention.decode(*cut, **told)), wanted)
+        np.testing.assert_array_equal(place.get(attention.decode(*cut, **kwargs)), wanted)
 
 
 def test_a_given_split_has_the_same_bits_always(place):
@@ -248,10 +250,10 @@ def test_splits_without_keys():
 def test_the_output_in_place_of_the_queries(place):
     q, k, v = case((70,), 2)
     wanted, _ = agree(place, q, k, v, (70,), splits=2)
-    mine = place.put(q.copy())
-    told = {"lengths": place.put(np.array([70])), "splits": 2}
-    assert attention.decode(mine, place.put(k), place.put(v), out=mine, **told) is mine
-    np.testing.assert_array_equal(place.get(mine), wanted)
+    cache = place.put(q.copy())
+    kwargs = {"lengths": place.put(np.array([70])), "splits": 2}
+    assert attention.decode(cache, place.put(k), place.put(v), out=cache, **kwargs) is cache
+    np.testing.assert_array_equal(place.get(cache), wanted)
 
 
 @pytest.mark.parametrize("tokens", [0, 1])
@@ -272,10 +274,10 @@ def test_packed_tokens_around_every_tile_edge(place, tokens, heads, splits, monk
     _, k, v = case(lengths)
     for x in (k, v):
         x[::2] = poisoned((), x.dtype)  # of the neighbours
-    told = {"cu_seqlens": packing.ends, "lengths": np.array(lengths, np.int32)}
+    kwargs = {"cu_seqlens": packing.ends, "lengths": np.array(lengths, np.int32)}
     put = [place.put(x) for x in (packing.spread(q), k, v)]
-    told = {name: place.put(x) for name, x in told.items()} | {"splits": splits}
-    out, lse = map(place.get, attention.decode(*put, return_lse=True, **told))
+    kwargs = {name: place.put(x) for name, x in kwargs.items()} | {"splits": splits}
+    out, lse = map(place.get, attention.decode(*put, return_lse=True, **kwargs))
     assert (out[:, packing.nobodys].astype(float) == 0).all() and (lse[:, :, packing.nobodys] == -np.inf).all()
     for n, (first, end) in enumerate(itertools.pairwise(packing.alone)):
         of = q[:, first:end], *(x[2 * n + 1 :, : lengths[2 * n + 1]][:1] for x in (k, v))

@@ -51,16 +51,16 @@ def by_sequence(formula, q, k, v, lengths, ends=None, mask=None, score=None, **o
 
 def agree(place, q, k, v, lengths, *, ends=None, size=None, splits=None, aux=(), family=None, **options):
     """Call decode, and judge by the error rule, as judged_decode.agree does."""
-    told = {"lengths": place.put(np.array(lengths, np.int32)), "splits": splits, "family": family, **options}
-    told |= {} if ends is None else {"cu_seqlens": place.put(np.array(ends, np.int64))}
-    told |= {"aux": tuple(map(place.put, aux))} if aux else {}
-    told |= {name: place.put(options[name]) for name in ("alibi", "sink") if name in options}
+    kwargs = {"lengths": place.put(np.array(lengths, np.int32)), "splits": splits, "family": family, **options}
+    kwargs |= {} if ends is None else {"cu_seqlens": place.put(np.array(ends, np.int64))}
+    kwargs |= {"aux": tuple(map(place.put, aux))} if aux else {}
+    kwargs |= {name: place.put(options[name]) for name in ("alibi", "sink") if name in options}
     keys, values = k, v
     if size is not None:
         (keys, values), table = in_pages((k, v), lengths, size)
-        told["pages"] = place.put(table)
+        kwargs["pages"] = place.put(table)
     out = place.put(poisoned((*q.shape[:-1], v.shape[-1]), q.dtype))
-    _, lse = attention.decode(place.put(q), place.put(keys), place.put(values), out=out, return_lse=True, **told)
+    _, lse = attention.decode(place.put(q), place.put(keys), place.put(values), out=out, return_lse=True, **kwargs)
     options = {"causal": True, **options} | ({"aux": aux} if aux else {})
     (ref, its_lse), (low, low_lse) = (
         [np.concatenate(x, axis) for x, axis in zip(zip(*by_sequence(formula, q, k, v, lengths, ends, **options)), axes)]
@@ -107,18 +107,18 @@ def test_new_keys_are_quantised_with_token_descales(place, size):
     new = draw((3, 2, 1, 64), BF16, 5), draw((3, 2, 1, 64), BF16, 6)
     caches = [np.nan_to_num(x.astype(np.float32)).astype(FP8) for x in (k, v)]
     caches += [np.full(k.shape[:3], 0.25, np.float32), np.full(k.shape[:3], 0.5, np.float32)]
-    told = {"rotary": (place.put(COS), place.put(SIN))}
+    kwargs = {"rotary": (place.put(COS), place.put(SIN))}
     if size:
         _, table = in_pages((k, v), lengths + 2, size)
         caches = [x for n in (0, 2) for x in in_pages(caches[n : n + 2], lengths + 2, size)[0]]
-        told["pages"] = place.put(table)
+        kwargs["pages"] = place.put(table)
     mine, its = ([place.put(x.copy()) for x in caches] for _ in "12")
     put = {"k_new": place.put(new[0]), "v_new": place.put(new[1])}
     descales = lambda of: {"k_descale": of[2], "v_descale": of[3]}
-    out = attention.decode(place.put(q), *mine[:2], lengths=place.put(lengths), splits=2, **put, **told, **descales(mine))
-    turned = attention.append(*its[:2], **put, lengths=place.put(lengths), q=place.put(q), **told, **descales(its))
-    told.pop("rotary")
-    same = attention.decode(turned, *its[:2], lengths=place.put(lengths + 2), splits=2, **told, **descales(its))
+    out = attention.decode(place.put(q), *mine[:2], lengths=place.put(lengths), splits=2, **put, **kwargs, **descales(mine))
+    q_rotated = attention.append(*its[:2], **put, lengths=place.put(lengths), q=place.put(q), **kwargs, **descales(its))
+    kwargs.pop("rotary")
+    same = attention.decode(q_rotated, *its[:2], lengths=place.put(lengths + 2), splits=2, **kwargs, **descales(its))
     for x, y in zip((out, *mine), (same, *its)):
         np.testing.assert_array_equal(place.get(x).astype(np.float32), place.get(y).astype(np.float32))
     assert (np.nan_to_num(place.get(mine[2])) != np.nan_to_num(caches[2])).sum() == 6
@@ -136,12 +136,12 @@ def test_new_keys_are_rotated_written_and_seen(place, way, tiles):
     _, k, v = case(lengths, 1, 2, 1, room=80)
     q, k_new, v_new = draw((batch, tokens, 2, 64), BF16), draw((batch, new, 1, 64), BF16), draw((batch, new, 1, 64), BF16)
     counts = np.diff(ends) if packed else np.full(3, new)
-    told = {"cu_seqlens": np.array(ends)} if packed else {}
+    kwargs = {"cu_seqlens": np.array(ends)} if packed else {}
     if size:
-        (k, v), told["pages"] = in_pages((k, v), lengths + counts, size)
+        (k, v), kwargs["pages"] = in_pages((k, v), lengths + counts, size)
     if said.pop("batch_index", False):
         k, v = (np.concatenate([x[::-1], poisoned((1, *x.shape[1:]), BF16)]) for x in (k, v))
-        told["batch_index"] = np.array([2, 1, 0], np.int32)
+        kwargs["batch_index"] = np.array([2, 1, 0], np.int32)
     padding = {"leftpad": np.array((0, 3, 69), np.int32)} if said.pop("leftpad", False) else {}
     rotary, turn = ((COS[:, :pairs], SIN[:, :pairs]), {"interleaved": interleaved}) if pairs else ((), {})
     at, said = said.pop("positions", None), said | {"splits": 2 if tiles == "few" else None, "return_lse": True}
@@ -152,11 +152,11 @@ def test_new_keys_are_rotated_written_and_seen(place, way, tiles):
 
     new, turn = (put(k_new), put(v_new)), {"rotary": tuple(map(put, rotary))} | turn if rotary else {}
     turn |= {"positions": put(np.array(at))} if at else {}
-    where = {name: put(x) for name, x in told.items()}
+    where = {name: put(x) for name, x in kwargs.items()}
     padding = {name: put(x) for name, x in padding.items()}
     by_hand, mine, asked = (put(k), put(v)), (put(k), put(v)), put(q)
-    turned = {"q": put(q), "causal": said["causal"] or "window" in said} if rotary else {}
-    queries = attention.append(*by_hand, *new, lengths=put(lengths), **where, **turn, **turned)
+    rotated = {"q": put(q), "causal": said["causal"] or "window" in said} if rotary else {}
+    queries = attention.append(*by_hand, *new, lengths=put(lengths), **where, **turn, **rotated)
     said |= where | padding
     wanted = attention.decode(put(q) if queries is None else queries, *by_hand, lengths=put(after), **said)
     found = attention.decode(asked, *mine, k_new=new[0], v_new=new[1], lengths=put(lengths), **turn, **said)
@@ -171,12 +171,12 @@ def test_stream_k_counts_new_keys(place, options):
     lengths, tokens = np.array((127, 0, 61), np.int32), 3
     _, k, v = case(lengths, 1, 2, 1, room=140)
     q, *new = (draw((3, tokens, heads, 64), BF16) for heads in (2, 1, 1))
-    told = {name: place.put(np.array(x)) if name == "leftpad" else x for name, x in options.items()}
+    kwargs = {name: place.put(np.array(x)) if name == "leftpad" else x for name, x in options.items()}
     mine, by_hand = ([place.put(x.copy()) for x in (k, v)] for _ in range(2))
     new, asked = [place.put(x) for x in new], place.put(q)
-    found = attention.decode(asked, *mine, k_new=new[0], v_new=new[1], lengths=place.put(lengths), **told)
+    found = attention.decode(asked, *mine, k_new=new[0], v_new=new[1], lengths=place.put(lengths), **kwargs)
     attention.append(*by_hand, *new, lengths=place.put(lengths))
-    wanted = attention.decode(asked, *by_hand, lengths=place.put(lengths + tokens), **told)
+    wanted = attention.decode(asked, *by_hand, lengths=place.put(lengths + tokens), **kwargs)
     assert place.get(found).tobytes() == place.get(wanted).tobytes()
 
 
@@ -207,15 +207,15 @@ def test_rotary_with_cu_seqlens_new(place, ways):
     _, k, v = case((3, 0), room=80)
     q, *new = (place.put(draw((1, tokens, heads, 64), BF16)) for tokens, heads in ((3, 4), (9, 2), (9, 2)))
     ways = {name: place.put(x) if isinstance(x, np.ndarray) else x for name, x in ways.items()}
-    told, causal = {"lengths": lengths, "rotary": (place.put(COS), place.put(SIN))} | ways, ways.get("causal", True)
+    kwargs, causal = {"lengths": lengths, "rotary": (place.put(COS), place.put(SIN))} | ways, ways.get("causal", True)
     caches, others = ([place.put(x.copy()) for x in (k, v)] for _ in "12")
-    found = attention.decode(q, *caches, cu_seqlens=ends, cu_seqlens_new=ends_new, k_new=new[0], v_new=new[1], **told)
+    found = attention.decode(q, *caches, cu_seqlens=ends, cu_seqlens_new=ends_new, k_new=new[0], v_new=new[1], **kwargs)
     room = [place.put(np.zeros_like(x)) for x in (k, v)]
-    turned = attention.append(*room, q[:, :, :2], q[:, :, :2], cu_seqlens=ends, q=q, **told)
-    told.pop("q_norm", None)
-    attention.append(*others, *new, cu_seqlens=ends_new, **told)
+    q_rotated = attention.append(*room, q[:, :, :2], q[:, :, :2], cu_seqlens=ends, q=q, **kwargs)
+    kwargs.pop("q_norm", None)
+    attention.append(*others, *new, cu_seqlens=ends_new, **kwargs)
     after = {"cu_seqlens": ends, "lengths": place.put(np.array((7, 5), np.int32)), "causal": causal}
-    for x, y in zip((found, *caches), (attention.decode(turned, *others, **after), *others), strict=True):
+    for x, y in zip((found, *caches), (attention.decode(q_rotated, *others, **after), *others), strict=True):
         assert place.get(x).tobytes() == place.get(y).tobytes()
 
 
@@ -226,26 +226,26 @@ def test_a_graph_holds_a_step(card):
     _, k, v = case((70, 70), 1, 2, 1)
     q, k_new, v_new = (draw((2, 1, heads, 64), BF16) for heads in (2, 1, 1))
     lengths, caches = torch.zeros(2, dtype=torch.int32, device="cuda"), [card.put(k), card.put(v)]
-    told = {"lengths": lengths, "rotary": (card.put(COS), card.put(SIN)), "splits": 2}
+    kwargs = {"lengths": lengths, "rotary": (card.put(COS), card.put(SIN)), "splits": 2}
     new = {"k_new": card.put(k_new), "v_new": card.put(v_new)}
     queries = card.put(q)
-    attention.decode(queries, *caches, **told, **new)
+    attention.decode(queries, *caches, **kwargs, **new)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = attention.decode(queries, *caches, **told, **new)
+        out = attention.decode(queries, *caches, **kwargs, **new)
     by_hand = [x.clone() for x in caches]
     for now in (0, 60), (1, 61), (69, 3):
         lengths.copy_(torch.tensor(now))
         graph.replay()
-        turned = attention.append(*by_hand, *new.values(), q=queries, lengths=lengths, rotary=told["rotary"])
-        wanted = attention.decode(turned, *by_hand, lengths=lengths + 1, splits=2)
+        q_rotated = attention.append(*by_hand, *new.values(), q=queries, lengths=lengths, rotary=kwargs["rotary"])
+        wanted = attention.decode(q_rotated, *by_hand, lengths=lengths + 1, splits=2)
         assert torch.equal(out, wanted) and all(map(torch.equal, caches, by_hand))
 
 
 def test_new_keys_are_written_without_queries():
     q, k, v = case((5,))
-    new, told = draw((1, 1, 2, 64), BF16), {"lengths": np.array([4]), "rotary": (COS, SIN)}
-    out = attention.decode(q[:, :0], k, v, k_new=new, v_new=new, **told)
+    new, kwargs = draw((1, 1, 2, 64), BF16), {"lengths": np.array([4]), "rotary": (COS, SIN)}
+    out = attention.decode(q[:, :0], k, v, k_new=new, v_new=new, **kwargs)
     assert out.shape == (1, 0, 4, 64) and (v[:, 4:] == new).all()
 
 
@@ -302,8 +302,8 @@ def test_masks_and_scores_in_python(place, tiles, functions):
 def test_functions_count_padded_keys_as_the_cache_does(tiles):
     """j is a key's index in the cache, also with leftpad."""
     q, k, v = case((70,), 4, first=(9,))
-    told = {"lengths": np.array([70]), "leftpad": np.array([9])}
-    found = attention.decode(q, k, v, mask=lambda b, h, i, j: j % 2 == 0, **told)
+    kwargs = {"lengths": np.array([70]), "leftpad": np.array([9])}
+    found = attention.decode(q, k, v, mask=lambda b, h, i, j: j % 2 == 0, **kwargs)
     (ref, _), (low, _) = (
         formula(q, k[:, 9:], v[:, 9:], causal=True, mask=lambda b, h, i, j: j % 2 == 1)
         for formula in (reference.forward, reference.forward_low)
@@ -342,16 +342,16 @@ def test_prompts_in_other_caches_and_padded(where, monkeypatch, nothing_known):
     monkeypatch.setattr(decoding, "MANY_TOKENS", 1)
     lengths, leftpad = (100, 70), (37, 70) if "leftpad" in where else (0, 0)
     q, k, v = case(lengths, 3, first=leftpad)
-    keys, values, told = k, v, {}
+    keys, values, kwargs = k, v, {}
     if where == "batch_index":
         keys, values = (np.concatenate([poisoned((1, *x.shape[1:]), BF16), x[::-1]]) for x in (k, v))
-        told["batch_index"] = np.array([2, 1])
+        kwargs["batch_index"] = np.array([2, 1])
     else:
-        told["leftpad"] = np.array(leftpad)
+        kwargs["leftpad"] = np.array(leftpad)
     if "pages" in where:
         (keys, values), table = in_pages((k, v), lengths, 16)
-        told["pages"] = table
-    found = attention.decode(q, keys, values, lengths=np.array(lengths), **told)
+        kwargs["pages"] = table
+    found = attention.decode(q, keys, values, lengths=np.array(lengths), **kwargs)
     (ref, _), (low, _) = known(q, k, v, lengths, leftpad, causal=True)
     reference.assert_close(found, ref, low)
 

@@ -23,19 +23,19 @@ def fp8_agrees(place, lengths, head_dim, tokens, size, per, splits):
         descales = [descales[0], (1e-12 * 10 ** rng.uniform(0, 3, descales[1].shape)).astype(np.float32)]
         for b, n in enumerate(lengths):
             descales[0][b, n:] = descales[1][b, n:] = np.nan
-        held = [x.astype(np.float32) * d[..., None] for x, d in zip(eight, descales)]
+        caches = [x.astype(np.float32) * d[..., None] for x, d in zip(eight, descales)]
     else:
-        held = [x.astype(np.float32) * (d[..., None, :, None] if per else 1) for x, d in zip(eight, descales)]
-    told = {"lengths": np.array(lengths, np.int32)}
+        caches = [x.astype(np.float32) * (d[..., None, :, None] if per else 1) for x, d in zip(eight, descales)]
+    kwargs = {"lengths": np.array(lengths, np.int32)}
     if per:
-        told |= {"k_descale": descales[0], "v_descale": descales[1]}
+        kwargs |= {"k_descale": descales[0], "v_descale": descales[1]}
     if size:
-        eight, told["pages"] = in_pages(eight, lengths, size)
+        eight, kwargs["pages"] = in_pages(eight, lengths, size)
     if size and "T" in per:
-        (told["k_descale"], told["v_descale"]), _ = in_pages(descales, lengths, size)
-    told, scale = {name: place.put(x) for name, x in told.items()}, None if per else 0.01
-    got = attention.decode(place.put(q), *[place.put(x) for x in eight], scale=scale, splits=splits, **told)
-    (ref, _), (low, _) = known(q, *held, lengths, causal=True, scale=scale)
+        (kwargs["k_descale"], kwargs["v_descale"]), _ = in_pages(descales, lengths, size)
+    kwargs, scale = {name: place.put(x) for name, x in kwargs.items()}, None if per else 0.01
+    got = attention.decode(place.put(q), *[place.put(x) for x in eight], scale=scale, splits=splits, **kwargs)
+    (ref, _), (low, _) = known(q, *caches, lengths, causal=True, scale=scale)
     reference.assert_close(place.get(got), ref, low, factor=4)
 
 
@@ -73,10 +73,10 @@ def test_descales_of_each_token_and_norms_of_keys(bias):
     units = [np.exp2(draw((2, 70, 2), np.float32, seed) - 6) for seed in (8, 9)]
     weights = draw((2, 2, 64), np.float32, 10)
     norm = (weights[0], weights[1]) if bias else weights[0]
-    told = {"k_descale": units[0], "v_descale": units[1], "lengths": np.int32(lengths)}
-    got = attention.decode(q, *eight, **told, k_norm=norm, norm_eps=0.01, splits=2)
-    held = [x.astype(np.float32) * d[..., None] for x, d in zip(eight, units)]
-    (ref, _), (low, _) = known(q, *held, lengths, causal=True, k_norm=norm, norm_eps=0.01)
+    kwargs = {"k_descale": units[0], "v_descale": units[1], "lengths": np.int32(lengths)}
+    got = attention.decode(q, *eight, **kwargs, k_norm=norm, norm_eps=0.01, splits=2)
+    caches = [x.astype(np.float32) * d[..., None] for x, d in zip(eight, units)]
+    (ref, _), (low, _) = known(q, *caches, lengths, causal=True, k_norm=norm, norm_eps=0.01)
     reference.assert_close(got, ref, low, factor=4)
 
 
@@ -86,20 +86,20 @@ def test_descales_of_each_token_anywhere(place):
     q, k, v = case(lengths, 2)
     eight = [np.nan_to_num(x.astype(np.float32)).astype(FP8) for x in (k, v)]
     units = [np.exp2(draw((2, 70, 2), np.float32, seed) - 6) for seed in (8, 9)]
-    held, descales = [poisoned((5, *x.shape[1:]), FP8) for x in eight], [poisoned((5, 2, 70), np.float32) for _ in units]
+    caches, descales = [poisoned((5, *x.shape[1:]), FP8) for x in eight], [poisoned((5, 2, 70), np.float32) for _ in units]
     for b, n in enumerate(lengths):
         for i in range(2):
-            held[i][index[b], leftpad[b] : n] = eight[i][b, leftpad[b] : n]
+            caches[i][index[b], leftpad[b] : n] = eight[i][b, leftpad[b] : n]
             descales[i][index[b], :, leftpad[b] : n] = units[i][b, leftpad[b] : n].T
-    told = {"lengths": np.int32(lengths), "leftpad": np.int32(leftpad), "batch_index": np.int32(index)}
-    told = {name: place.put(x) for name, x in told.items()} | {"splits": 2}
-    given, descales = [place.put(x) for x in (q, *held)], [place.put(x).swapaxes(1, 2) for x in descales]
-    got = attention.decode(*given, k_descale=descales[0], v_descale=descales[1], **told)
+    kwargs = {"lengths": np.int32(lengths), "leftpad": np.int32(leftpad), "batch_index": np.int32(index)}
+    kwargs = {name: place.put(x) for name, x in kwargs.items()} | {"splits": 2}
+    inputs, descales = [place.put(x) for x in (q, *caches)], [place.put(x).swapaxes(1, 2) for x in descales]
+    got = attention.decode(*inputs, k_descale=descales[0], v_descale=descales[1], **kwargs)
     wide = [x.astype(np.float32) * d[..., None] for x, d in zip(eight, units)]
     (ref, _), (low, _) = known(q, *wide, lengths, leftpad, causal=True)
     reference.assert_close(place.get(got), ref, low, factor=4)
-    turned = [x.swapaxes(1, 2) for x in (*given, *descales)]
-    again = attention.decode(*turned[:3], k_descale=turned[3], v_descale=turned[4], layout="bhsd", **told)
+    transposed = [x.swapaxes(1, 2) for x in (*inputs, *descales)]
+    again = attention.decode(*transposed[:3], k_descale=transposed[3], v_descale=transposed[4], layout="bhsd", **kwargs)
     np.testing.assert_array_equal(place.get(again).swapaxes(1, 2), place.get(got))
 
 

@@ -59,9 +59,9 @@ def test_norms(place, ours, theirs):
 
 @pytest.mark.parametrize(("dim", "value_dim", "theirs"), [(8, 8, "rms"), (72, 136, "layer"), (256, 256, "rms of heads")])
 def test_columns_that_are_padding_do_not_count(dim, value_dim, theirs):
-    lengths, told = (20,), norms("layer" if dim == 72 else "rms", theirs, dim=dim)
+    lengths, kwargs = (20,), norms("layer" if dim == 72 else "rms", theirs, dim=dim)
     inputs = shifted(*case(lengths, 2, head_dim=dim, value_dim=value_dim))
-    decoded(OnInterpreter(), *inputs, lengths, **told, splits=1)
+    decoded(OnInterpreter(), *inputs, lengths, **kwargs, splits=1)
 
 
 def test_keys_far_from_0():
@@ -74,8 +74,8 @@ def test_with_other_options(place):
     """With pages, padding, a window, and options of scores."""
     lengths, leftpad, sink = (70, 33), (20, 33), np.array([0.5, -3.0, 2.0, 1.0], F32)
     q, k, v = shifted(*case(lengths, 2, first=leftpad))
-    told = norms("rms of heads", "rms") | {"leftpad": leftpad, "window": (30, 0), "softcap": 5.0, "sink": sink}
-    decoded(place, q, k, v, lengths, size=16, splits=2, **told)
+    kwargs = norms("rms of heads", "rms") | {"leftpad": leftpad, "window": (30, 0), "softcap": 5.0, "sink": sink}
+    decoded(place, q, k, v, lengths, size=16, splits=2, **kwargs)
 
 
 @pytest.mark.parametrize(("many", "theirs"), [(1, None), (1, "rms"), (10**6, "layer")])
@@ -84,8 +84,8 @@ def test_packed_queries(many, theirs, monkeypatch, nothing_known):
     monkeypatch.setattr(decoding, "MANY_TOKENS", many)
     lengths, ends = (30, 12), (0, 1, 6)
     _, k, v = case(lengths, 1, 3, 1)
-    told = norms("rms of heads", theirs, 3, 1)
-    appended(OnInterpreter(), draw((1, ends[-1], 3, 64), BF16), k, v, lengths, ends=ends, **told)
+    kwargs = norms("rms of heads", theirs, 3, 1)
+    appended(OnInterpreter(), draw((1, ends[-1], 3, 64), BF16), k, v, lengths, ends=ends, **kwargs)
 
 
 @pytest.mark.parametrize(("theirs", "per"), [("rms", ""), ("rms of heads", "BG"), ("layer", "G")])
@@ -96,10 +96,10 @@ def test_caches_of_fp8(theirs, per):
     eight = [np.clip(x.astype(F32) * 8, -448, 448).astype(FP8) for x in (k, v)]
     shape = [{"B": 2, "G": 2}[axis] for axis in per]
     descales = [rng.uniform(0.01, 0.03, shape).astype(F32) for _ in "kv"]
-    held = [x.astype(F32) * (d[..., None, :, None] if per else 1) for x, d in zip(eight, descales)]
-    told, of_norms = dict(zip(("k_descale", "v_descale"), descales)) if per else {}, norms("rms", theirs)
-    found = attention.decode(q, *eight, lengths=np.array(lengths), splits=1, **told, **of_norms)
-    (ref, _), (low, _) = known(q, *held, lengths, causal=True, **of_norms)
+    caches = [x.astype(F32) * (d[..., None, :, None] if per else 1) for x, d in zip(eight, descales)]
+    kwargs, of_norms = dict(zip(("k_descale", "v_descale"), descales)) if per else {}, norms("rms", theirs)
+    found = attention.decode(q, *eight, lengths=np.array(lengths), splits=1, **kwargs, **of_norms)
+    (ref, _), (low, _) = known(q, *caches, lengths, causal=True, **of_norms)
     reference.assert_close(found, ref, low, factor=4)
 
 
@@ -123,8 +123,8 @@ APPENDS = [
 @pytest.mark.parametrize(("dim", "ours", "theirs", "interleaved", "size"), APPENDS)
 def test_new_rows_are_normalised_then_rotated(place, dim, ours, theirs, interleaved, size):
     """The result is rounded once. decode gives the same bits; the cache's other keys, normalised before, do not change."""
-    lengths, told = (3, 20), norms(ours, theirs, dim=dim)
-    told["k_new_norm"] = told.pop("k_norm")
+    lengths, kwargs = (3, 20), norms(ours, theirs, dim=dim)
+    kwargs["k_new_norm"] = kwargs.pop("k_norm")
     q, k, v = case(lengths, 2, head_dim=dim, room=24)
     k_new, v_new = draw((2, 2, 2, dim), BF16) + BF16.type(1), draw((2, 2, 2, dim), BF16)
     where = {}
@@ -132,22 +132,22 @@ def test_new_rows_are_normalised_then_rotated(place, dim, ours, theirs, interlea
         for x in (k, v):
             x[0, 3:5] = x[1, 20:22] = 0
         (k, v), where["pages"] = in_pages((k, v), [n + 2 for n in lengths], size)
-    given = {name: put(place, x) for name, x in told.items() if name != "norm_eps"}
-    given |= {"norm_eps": EPS, "lengths": place.put(np.array(lengths)), "interleaved": interleaved}
-    given |= {"rotary": put(place, (COS, SIN))} | {name: place.put(x) for name, x in where.items()}
+    inputs = {name: put(place, x) for name, x in kwargs.items() if name != "norm_eps"}
+    inputs |= {"norm_eps": EPS, "lengths": place.put(np.array(lengths)), "interleaved": interleaved}
+    inputs |= {"rotary": put(place, (COS, SIN))} | {name: place.put(x) for name, x in where.items()}
     hand, new, out = put(place, (k.copy(), v.copy())), put(place, (k_new, v_new)), place.put(poisoned(q.shape, BF16))
-    attention.append(*hand, *new, q=place.put(q), out=out, **given)
+    attention.append(*hand, *new, q=place.put(q), out=out, **inputs)
     for b, n in enumerate(lengths):
         at = np.arange(n, n + 2)
         page, row = (where["pages"][b, at // size], at % size) if size else (b, at)
         for found, x, name in ((place.get(hand[0])[page, row], k_new, "k_new_norm"), (place.get(out)[b], q, "q_norm")):
-            wanted = rotated(normalize_rows(x[b : b + 1].astype(F64), told[name], EPS, F64, F64)[0], at, interleaved)
+            wanted = rotated(normalize_rows(x[b : b + 1].astype(F64), kwargs[name], EPS, F64, F64)[0], at, interleaved)
             np.testing.assert_allclose(found.astype(F64), wanted, rtol=2**-8, atol=1e-5)
         np.testing.assert_array_equal(place.get(hand[1])[page, row], v_new[b])
     after = {"lengths": place.put(np.array(lengths) + 2), "splits": 2} | {name: place.put(x) for name, x in where.items()}
     wanted = attention.decode(out, *hand, **after)
     mine = put(place, (k.copy(), v.copy()))
-    found = attention.decode(place.put(q), *mine, k_new=new[0], v_new=new[1], splits=2, **given)
+    found = attention.decode(place.put(q), *mine, k_new=new[0], v_new=new[1], splits=2, **inputs)
     for x, y in zip((found, *mine), (wanted, *hand), strict=True):
         assert place.get(x).tobytes() == place.get(y).tobytes()
 
@@ -155,28 +155,28 @@ def test_new_rows_are_normalised_then_rotated(place, dim, ours, theirs, interlea
 def test_norms_without_rotary():
     """The attention kernel normalises queries then. New keys may have cu_seqlens_new, and an fp8 cache quantises normalised
     keys."""
-    lengths, told, norm = np.array([3, 9]), norms("rms", None), weights(2, 64)
+    lengths, kwargs, norm = np.array([3, 9]), norms("rms", None), weights(2, 64)
     q, k, v = case(lengths, room=16)
     k_new, v_new = draw((2, 1, 2, 64), BF16), draw((2, 1, 2, 64), BF16)
     eight = [np.zeros(k.shape, FP8) for _ in "kv"]
     attention.append(*eight, k_new, v_new, lengths=lengths, k_new_norm=norm, norm_eps=EPS)
     wanted = normalize_rows(k_new.astype(F64), norm, EPS, F64, F64)[:, 0]
     np.testing.assert_allclose(eight[0][[0, 1], lengths].astype(F64), wanted, rtol=2**-4, atol=2**-9)
-    found = attention.decode(q, k, v, k_new=k_new, v_new=v_new, lengths=lengths, k_new_norm=norm, splits=1, **told)
-    wanted = attention.decode(q, k, v, lengths=lengths + 1, splits=1, **told)
+    found = attention.decode(q, k, v, k_new=k_new, v_new=v_new, lengths=lengths, k_new_norm=norm, splits=1, **kwargs)
+    wanted = attention.decode(q, k, v, lengths=lengths + 1, splits=1, **kwargs)
     assert found.tobytes() == wanted.tobytes()
 
 
 def test_norms_with_cu_seqlens_new():
-    lengths, ends, told = np.array([3, 0]), {"cu_seqlens": np.array([0, 1, 3])}, {"rotary": (COS, SIN), "norm_eps": EPS}
+    lengths, ends, kwargs = np.array([3, 0]), {"cu_seqlens": np.array([0, 1, 3])}, {"rotary": (COS, SIN), "norm_eps": EPS}
     _, k, v = case(lengths, room=8)
     q, new, norm = draw((1, 3, 4, 64), BF16), [draw((1, 4, 2, 64), BF16) for _ in "kv"], weights(4, 64)
     caches, copies = [k, v], [k.copy(), v.copy()]
     of_new = {"k_new": new[0], "v_new": new[1], "cu_seqlens_new": np.array([0, 3, 4])}
-    found = attention.decode(q, *caches, lengths=lengths, splits=1, q_norm=norm, **ends, **of_new, **told)
-    turned = attention.append(*copies, q[:, :, :2], q[:, :, :2], lengths=lengths, q=q, q_norm=norm, **ends, **told)
-    attention.append(*copies, *new, lengths=lengths, cu_seqlens=of_new["cu_seqlens_new"], **told)
-    assert found.tobytes() == attention.decode(turned, *copies, lengths=lengths + [3, 1], splits=1, **ends).tobytes()
+    found = attention.decode(q, *caches, lengths=lengths, splits=1, q_norm=norm, **ends, **of_new, **kwargs)
+    q_rotated = attention.append(*copies, q[:, :, :2], q[:, :, :2], lengths=lengths, q=q, q_norm=norm, **ends, **kwargs)
+    attention.append(*copies, *new, lengths=lengths, cu_seqlens=of_new["cu_seqlens_new"], **kwargs)
+    assert found.tobytes() == attention.decode(q_rotated, *copies, lengths=lengths + [3, 1], splits=1, **ends).tobytes()
 
 
 # ---- compiled --------------------------------------------------------------------------------------------------------

@@ -205,14 +205,14 @@ def test_deterministic_under_load(family, head_dim, case):
     torch, options = pytest.importorskip("torch"), DETERMINISTIC[case]
     q, k, v = (torch.randn(2, 2000, 4, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     out, lse = attention.forward(q, k, v, return_lse=True, **options)
-    found = []
+    results = []
     torch.cuda.synchronize()
     for stream in [torch.cuda.Stream() for _ in range(8)] * 5:
         with torch.cuda.stream(stream):
-            found.append(attention.backward(q, q, k, v, out, lse, deterministic=True, family=family, **options))
+            results.append(attention.backward(q, q, k, v, out, lse, deterministic=True, family=family, **options))
     torch.cuda.synchronize()
-    for one in found[1:]:
-        assert all(torch.equal(x, y) for x, y in zip(one, found[0], strict=True))
+    for one in results[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(one, results[0], strict=True))
 
 
 @pytest.mark.gpu
@@ -225,12 +225,12 @@ def test_uncleared_sums(head_dim, length, options, deterministic):
     torch = pytest.importorskip("torch")
     q, k, v, dout = (torch.randn(1, length, 8, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     out, lse = attention.forward(q, k, v, return_lse=True, **options)
-    poison, found = [torch.full((2**28,), torch.nan, device="cuda") for _ in range(2)], []
+    poison, results = [torch.full((2**28,), torch.nan, device="cuda") for _ in range(2)], []
     del poison
     torch.cuda.synchronize()
     for stream in [torch.cuda.Stream() for _ in range(8)] * 3:
         with torch.cuda.stream(stream):
-            found.append(attention.backward(dout, q, k, v, out, lse, deterministic=deterministic, **options)[0])
+            results.append(attention.backward(dout, q, k, v, out, lse, deterministic=deterministic, **options)[0])
     torch.cuda.synchronize()
     one, key, value, its_dout = (x[0, :, -1].double() for x in (q, k, v, dout))
     for rows in torch.arange(length, device="cuda").split(2048):
@@ -239,11 +239,11 @@ def test_uncleared_sums(head_dim, length, options, deterministic):
             s.masked_fill_(torch.arange(length, device="cuda") > rows[:, None], -torch.inf)
         p, dp = s.softmax(-1), its_dout[rows] @ value.T
         want = p * (dp - (dp * p).sum(-1, keepdim=True)) @ key * head_dim**-0.5
-        for dq in found:
+        for dq in results:
             error = (dq[0, rows, -1].double() - want).abs().max()
             assert error <= 2**-6 * want.abs().max(), (rows[0], error, want.abs().max())
     if deterministic:
-        assert all(torch.equal(x, found[0]) for x in found[1:])
+        assert all(torch.equal(x, results[0]) for x in results[1:])
 
 
 # ---- overlapping launches (PDL) ----------------------------------------------------------------------------------------
