@@ -117,7 +117,7 @@ def test_lists_of_blocks():
         lists = attention.block_lists(*arrays, mask=same, aux=(docs,))
         function = lambda *x, **blocks: attention.forward(*x[:3], mask=same, aux=x[3:], **blocks)
         assert_same(jax.jit(lambda *x: function(*x, blocks=lists))(*arrays, docs), function(*arrays, docs))
-        with pytest.raises(TypeError, match="^q: lists are made outside of what torch.compile or jax.jit traces"):
+        with pytest.raises(TypeError, match="^q: call block_lists outside of torch.compile and jax.jit"):
             jax.jit(lambda *x: attention.block_lists(*x, mask=same, aux=(docs,)))(*arrays)
 
 

@@ -182,7 +182,7 @@ def test_lists_of_blocks_in_a_graph():
     assert_same(compiled(q, k, v, blocks=lists, **options), attention.forward(q, k, v, **options))
     with torch._subclasses.FakeTensorMode() as fakes:
         fake = [fakes.from_tensor(y) for y in (q, k, v)]
-        with pytest.raises(TypeError, match="^q: lists are made outside of what torch.compile or jax.jit traces"):
+        with pytest.raises(TypeError, match="^q: call block_lists outside of torch.compile and jax.jit"):
             attention.block_lists(*fake, **options)
 
 
