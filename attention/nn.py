@@ -13,10 +13,10 @@ from tiles.frameworks import with_tangents
 from tiles.torch_op import exporting, traced
 
 from .options import check_flag, check_positive
-from .softmax.projected import projected, projected_backward
 from .softmax.autograd import make_tma_contiguous
 from .softmax.call_options import window_ends
 from .softmax.gradient import NO_SECOND_DERIVATIVES
+from .softmax.projected import projected, projected_backward
 from .softmax.rotary import HEAD_DIMS
 
 NORMS = "q_norm", "k_norm"
