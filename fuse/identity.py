@@ -206,7 +206,7 @@ class IdentityCheck:
         chances = " + ".join(str(one) for one in self.comparisons)
         text += f"; terms that differ are equal at one with a chance of at most {TRIES} ({chances}) / 2^{BITS}"
         text += f", at all with {self.bound:.0e}"
-        return text + (f"; stood in for by random functions: {', '.join(self.outside)}" if self.outside else "")
+        return text + (f"; replaced by random functions: {', '.join(self.outside)}" if self.outside else "")
 
 
 def identity(
