@@ -1,15 +1,14 @@
-"""attention.decode beside cuDNN and FlashAttention-2 (both through torch) and FlashAttention-4, where they are installed, and
-beside a copy that reads and writes as many bytes as K and V have.
+"""attention.decode beside cuDNN and FlashAttention-2 (both through torch) and FlashAttention-4, if installed, and beside a copy
+that reads and writes as many bytes as K and V have.
 
-One query token, all of the cache in use, bf16, D 128; TB/s are those of K and V read. `pages 16` and its like are ours from a
-pool whose pages lie in any order; `4 tokens` has four; `norms` normalises q and all of K as it reads them. `fp8` reads caches
-of e4m3, with a descale a head, or a token and head; its TB/s, too, are of K and V in bf16. `step` appends a token first, and
-`step fp8 by token` finds its descales. Calls are replayed from a CUDA graph, through caches that together exceed L2 several
-times over. `latents` and what follows it is attention.mla_decode, of 576 columns, beside a copy that reads and writes together
-as many bytes as there are of latents. See measure.py for the protocol. Kernels are compiled before, by a process for each
-provider; all of it takes a minute, and FlashAttention-4's own compiler longer.
-`pytest bench/test_decode.py --benchmark-json=decode.json`.
-"""
+One query token, all of the cache in use, bf16, D 128; TB/s are those of K and V read. `pages 16`, for example, reads a pool
+whose pages are in random order; `4 tokens` has four; `norms` normalises q and all of K as it reads them. `fp8` reads caches of
+e4m3, with a descale a head, or a token and head; its TB/s, too, are of K and V in bf16. `step` appends a token first, and `step
+fp8 by token` computes its descales. Calls are replayed from a CUDA graph, through caches that together exceed L2 several times
+over. `latents` and the rows after it are attention.mla_decode, of 576 columns, beside a copy that moves as many bytes as the
+latents have, reads and writes together. See measure.py for the protocol. Kernels are compiled first, by a process for each
+provider; that takes a minute, and FlashAttention-4's compiler longer. `pytest bench/test_decode.py
+--benchmark-json=decode.json`."""
 
 import functools
 import subprocess
@@ -68,7 +67,7 @@ def _inputs(batch, keys, heads, kv_heads):
 
 
 def _ours(tokens=1, page=None):
-    """A call of ours on such inputs."""
+    """A call of attention.decode on the arrays of _inputs."""
 
     def call(q, k, v, lengths, tables, *_):
         if page is None:
@@ -81,7 +80,7 @@ def _ours(tokens=1, page=None):
 
 @functools.cache
 def _weights():
-    """Of a norm."""
+    """The weights of q_norm and k_norm."""
     return torch.rand(HEAD_DIM, device="cuda")
 
 
@@ -89,18 +88,19 @@ def _normed(q, k, v, lengths, *_):
     return attention.decode(q[:, :1], k, v, lengths=lengths, q_norm=_weights(), k_norm=_weights())
 
 
-def _narrow(by_token=False, page=None, append=False, eight=True):
-    """The same of caches of fp8; append: the last token is written first, and is here."""
+def _fp8(by_token=False, page=None, append=False, eight=True):
+    """A call of attention.decode on fp8 caches, or with eight=False on those in bf16. append: the last token is written
+    first."""
 
-    def call(q, k, v, lengths, tables, narrow, descales, step):
-        held, units, told = (narrow if eight else (k, v)), descales[by_token], {"lengths": lengths}
+    def call(q, k, v, lengths, tables, fp8, descales, step):
+        cache, cache_descales, kwargs = (fp8 if eight else (k, v)), descales[by_token], {"lengths": lengths}
         if append:
-            told = dict(zip(("k_new", "v_new", "lengths"), step, strict=True))
+            kwargs = dict(zip(("k_new", "v_new", "lengths"), step, strict=True))
         if page is not None:
-            held, units = ([x.view(-1, page, *x.shape[2:]) for x in of] for of in (held, units))
-            told["pages"] = tables[PAGES.index(page)]
-        told |= dict(zip(("k_descale", "v_descale"), units)) if eight else {}
-        return attention.decode(q[:, :1], *held, **told)
+            cache, cache_descales = ([x.view(-1, page, *x.shape[2:]) for x in xs] for xs in (cache, cache_descales))
+            kwargs["pages"] = tables[PAGES.index(page)]
+        kwargs |= dict(zip(("k_descale", "v_descale"), cache_descales)) if eight else {}
+        return attention.decode(q[:, :1], *cache, **kwargs)
 
     return call
 
@@ -123,12 +123,12 @@ def _flash4(q, k, v, *_):
     return peers.library("flash_attn.cute.interface", "flash_attn_func", causal=True)(q[:, :1], k, v)
 
 
-NARROW = (
-    *(_narrow(), _narrow(True), _narrow(True, 16)),
-    *(_narrow(append=True, eight=False), _narrow(append=True), _narrow(True, append=True)),
+FP8_CALLS = (
+    *(_fp8(), _fp8(True), _fp8(True, 16)),
+    *(_fp8(append=True, eight=False), _fp8(append=True), _fp8(True, append=True)),
 )
 OURS = {"tiles": _ours()} | {f"pages {n}": _ours(page=n) for n in PAGES} | {f"{n} tokens": _ours(n) for n in TOKENS}
-OURS |= {"norms": _normed} | dict(zip(FP8, NARROW, strict=True))
+OURS |= {"norms": _normed} | dict(zip(FP8, FP8_CALLS, strict=True))
 THEIRS = {"cudnn": _sdpa(SDPBackend.CUDNN_ATTENTION), "flash4": _flash4, "flash2": _sdpa(SDPBackend.FLASH_ATTENTION)}
 
 
@@ -159,7 +159,7 @@ def _times(shape):
 @pytest.mark.parametrize("provider", PROVIDERS)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "B {} S {} H {}/{}".format(*s))
 def test_decode(benchmark, shape, provider):
-    """Rows of a group are what one reads: the same problem, one provider each."""
+    """A group has one problem, with a row for each provider."""
     times = _times(shape)[provider]
     if isinstance(times, str):
         pytest.skip(f"{provider}: {times}")
@@ -181,30 +181,30 @@ def _latents(batch, keys, heads):
     """q for the most tokens, latents, the same in fp8 with their descales and rotated columns, lengths, tables, half a copy."""
     latent = torch.randn((batch, keys, LATENT + ROTARY), device="cuda", dtype=torch.bfloat16)
     descale = latent[..., :LATENT].abs().amax(-1).float() / 448
-    held = (latent[..., :LATENT] / descale[..., None]).to(torch.float8_e4m3fn)
+    latent_fp8 = (latent[..., :LATENT] / descale[..., None]).to(torch.float8_e4m3fn)
     tables = {n: torch.randperm(batch * keys // n, device="cuda").int().view(batch, keys // n) for n in (1, 64)}
     lengths = torch.full((batch,), keys, dtype=torch.int32, device="cuda")
     q = torch.randn((batch, 4, heads, LATENT + ROTARY), device="cuda", dtype=torch.bfloat16)
     half = torch.empty(latent.numel() // 2, device="cuda", dtype=torch.bfloat16)
-    return q, latent, (held, descale, latent[..., LATENT:].contiguous()), lengths, tables, half
+    return q, latent, (latent_fp8, descale, latent[..., LATENT:].contiguous()), lengths, tables, half
 
 
 def _mla(tokens=1, page=None, fp8=False):
-    """A call of ours on such inputs."""
+    """A call of attention.mla_decode on the arrays of _latents."""
 
-    def call(q, latent, small, lengths, tables, half):
-        told = {"lengths": lengths, "scale": SCALE}
+    def call(q, latent, fp8_cache, lengths, tables, half):
+        kwargs = {"lengths": lengths, "scale": SCALE}
         if fp8:
-            held, descale, rotary = small
-            return attention.mla_decode(q[:, :tokens], held, descale=descale, rotary=rotary, **told)
+            latent_fp8, descale, rotary = fp8_cache
+            return attention.mla_decode(q[:, :tokens], latent_fp8, descale=descale, rotary=rotary, **kwargs)
         if page is None:
-            return attention.mla_decode(q[:, :tokens], latent, **told)
-        return attention.mla_decode(q[:, :tokens], latent.view(-1, page, LATENT + ROTARY), pages=tables[page], **told)
+            return attention.mla_decode(q[:, :tokens], latent, **kwargs)
+        return attention.mla_decode(q[:, :tokens], latent.view(-1, page, LATENT + ROTARY), pages=tables[page], **kwargs)
 
     return call
 
 
-def _copy_half(q, latent, small, lengths, tables, half):
+def _copy_half(q, latent, fp8_cache, lengths, tables, half):
     """Reads and writes as many bytes together as there are of latents."""
     half.copy_(latent.view(-1)[: half.numel()])
 

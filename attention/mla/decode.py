@@ -218,16 +218,16 @@ def _plan(
     """The Plan of a call: the launch of attention and, if there are several splits, the one that merges their outputs. kernels:
     the kernel's module. config_for(window, result): its configuration. arrays: its other arguments."""
     batch, tokens, heads, batches, keys = problem("BSHCT")
-    most_keys = keys * (problem("M")[0] if "pages" in problem else 1) if batches else 0
+    max_keys = keys * (problem("M")[0] if "pages" in problem else 1) if batches else 0
     out, lse = problem["out"], problem["lse"] if return_lse else None
-    if 0 in (batch, tokens) or most_keys == 0:
+    if 0 in (batch, tokens) or max_keys == 0:
         return Plan([Fill(x, value) for x, value in ((out, 0), (lse, -math.inf)) if x])
     dtype, gpu, rows, unit = DTYPES[problem.dtype], machine(problem.device), tokens * heads, resolve_scale(problem, scale)
     window, final = KeyWindow(False, causal and tokens > 1, False), FinalOutput(dtype, vector_bytes)
     key_args = {"lengths": problem["lengths"], "added": 0} | ({"right": 0} if window.right else {})
     config = config_for(window, PartialOutput(dtype, vector_bytes))
     row_tiles = -(-rows // config.tile_rows)
-    tiles, places = -(-most_keys // config.kv), gpu.processors * config.resident
+    tiles, places = -(-max_keys // config.kv), gpu.processors * config.resident
     split_count = choose_split_count(batch * row_tiles, tiles, places, MAX_SPLITS) if splits is None else splits
     args = {"splits": split_count, "tokens": tokens, "group": heads, "scale": unit * LOG2_E}
     out_args: dict[str, Any] = {"out": _one_head(out, 2), "lse": lse and _one_head(lse, 1)}

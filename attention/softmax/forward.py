@@ -1,5 +1,4 @@
-"""attention.forward and attention.block_lists: from a user's arguments to the program that serves them, which is one of
-forward_programs.py."""
+"""attention.forward and attention.block_lists: they check a user's arguments and choose the program of forward_programs.py."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -26,7 +25,7 @@ from .fp8 import is_fp8, refuse_with_fp8, split_descale
 from .prepared_lists import BlockLists, MakeBlockLists
 from .python_functions import register_function
 
-ROUNDED = 2  # bytes of an element of q's dtype
+ITEM_BYTES = 2  # of bfloat16 and float16
 
 
 @suggests_argument_names
@@ -155,75 +154,75 @@ def forward(
         others = {"bias": bias, "q_norm": q_norm, "k_norm": k_norm, "dropout": dropout or None}
         _refuse_beside_fp8(q, keys_fp8, descales, others, isinstance(blocks, MakeBlockLists))
     if deterministic is not False and check_flag("deterministic", deterministic) and tracing(q):
-        raise NotImplementedError("deterministic: of JAX's gradients there is no fixed order yet; attention.backward has it")
+        raise NotImplementedError(
+            "deterministic: is not supported for JAX's gradients; call attention.backward with deterministic=True"
+        )
     of_keys = window is mask is blocks is cu_seqlens is cu_seqlens_k is lengths_k is None
     of_scores = softcap is alibi is sink is bias is score is q_norm is k_norm is None
     simple = of_keys and of_scores and not keys_fp8 and not dropout and isinstance(aux, tuple) and not aux
-    # Most calls are simple. They end here, and each line up to here costs them.
+    # Most calls are simple. They return here, so each line before costs them time.
     if simple and stream is lse is None and accumulate is False:
         if not requires_grad(q, k, v):
-            if out is None or getattr(out, "itemsize", 0) == ROUNDED:
+            if out is None or getattr(out, "itemsize", 0) == ITEM_BYTES:
                 try:
                     return _forward(None, (q, k, v, out, None), (check_flag("causal", causal), *common), layout)
-                except NotImplementedError:  # the tensors beneath those of torch.vmap may require grad
+                except NotImplementedError:  # tensors inside those of torch.vmap may require grad
                     if not mapped_with_grad((q, k, v)):
                         raise
         elif out is None:
-            few = check_flag("causal", causal), common[0], deterministic, family, layout
-            made = autograd().plain(q, k, v, few, common[1])
-            if made is not None:
-                return made
-    # Calls of which torch wants a gradient.
+            options = check_flag("causal", causal), common[0], deterministic, family, layout
+            results = autograd().attend_without_options(q, k, v, options, common[1])
+            if results is not None:
+                return results
+    # Calls with tensors that require grad.
     read = as_tuple(tuple(aux) if isinstance(aux, list) else aux)
     learned = q, k, v, bias, alibi, sink, *read, *as_tuple(q_norm), *as_tuple(k_norm)
     if keys_fp8 and requires_grad(*learned):
-        raise NotImplementedError(
-            "q: requires_grad, and there are no gradients of fp8 attention; call it under torch.no_grad()"
-        )
+        raise NotImplementedError("q: requires grad, and fp8 attention has no gradients; call it under torch.no_grad()")
     if (requires_grad(*learned) or mapped_with_grad(learned)) and not isinstance(blocks, MakeBlockLists):
         _refuse_beside_gradient(out=out, lse=lse, stream=stream, accumulate=check_flag("accumulate", accumulate) or None)
-        told = {"q": q, "k": k, "v": v, "causal": causal, "scale": scale, "layout": layout, "family": family}
-        told |= {"window": window, "mask": mask, "blocks": blocks, "lengths_k": lengths_k}
-        told |= {"cu_seqlens": cu_seqlens, "cu_seqlens_k": cu_seqlens_k, "aux": aux}
-        told |= {"softcap": softcap, "alibi": alibi, "sink": sink, "bias": bias, "score": score}
-        told |= {} if q_norm is k_norm is None else {"q_norm": q_norm, "k_norm": k_norm, "norm_eps": norm_eps}
-        told |= {"dropout": dropout, "seed": seed} if dropout else {}
-        told |= {"deterministic": True} if deterministic else {}
-        return autograd().differentiable(told, common[1])
-    # All other calls: the program that serves one, and its arrays and options in the order of the program.
-    unrounded = out is not None and getattr(out, "itemsize", 0) != ROUNDED and "float32" in str(getattr(out, "dtype", ""))
-    joins = accumulate is not False and check_flag("accumulate", accumulate)
-    if joins and (keys_fp8 or out is None or lse is None):
-        raise TypeError("accumulate: takes out and lse of float32, and k and v that are not of fp8")
-    if lse is not None and not (joins or return_lse):
-        raise TypeError("lse: is written with return_lse=True")
-    if simple and not (unrounded or joins):
+        arguments = {"q": q, "k": k, "v": v, "causal": causal, "scale": scale, "layout": layout, "family": family}
+        arguments |= {"window": window, "mask": mask, "blocks": blocks, "lengths_k": lengths_k}
+        arguments |= {"cu_seqlens": cu_seqlens, "cu_seqlens_k": cu_seqlens_k, "aux": aux}
+        arguments |= {"softcap": softcap, "alibi": alibi, "sink": sink, "bias": bias, "score": score}
+        arguments |= {} if q_norm is k_norm is None else {"q_norm": q_norm, "k_norm": k_norm, "norm_eps": norm_eps}
+        arguments |= {"dropout": dropout, "seed": seed} if dropout else {}
+        arguments |= {"deterministic": True} if deterministic else {}
+        return autograd().attend_with_gradients(arguments, common[1])
+    # All other calls: choose the program, and pass its arrays and options in their order.
+    float32_out = out is not None and getattr(out, "itemsize", 0) != ITEM_BYTES and "float32" in str(getattr(out, "dtype", ""))
+    accumulates = accumulate is not False and check_flag("accumulate", accumulate)
+    if accumulates and (keys_fp8 or out is None or lse is None):
+        raise TypeError("accumulate: needs out and lse of float32, and k and v that are not fp8")
+    if lse is not None and not (accumulates or return_lse):
+        raise TypeError("lse: needs return_lse=True")
+    if simple and not (float32_out or accumulates):
         return _forward(stream, (q, k, v, out, lse), (check_flag("causal", causal), *common), layout)
     left, right = window_ends(window)
     random, (size, ready_for, lists) = dropout_options(dropout, seed), block_options(blocks)
     normed = *split_norm("q_norm", q_norm), *split_norm("k_norm", k_norm)
     functions = [None if f is None else register_function(n, f) for n, f in (("mask", mask), ("score", score))]
-    seen = check_flag("causal", causal), left, right, check_positive("softcap", softcap), *functions, *size, ready_for
+    score_options = check_flag("causal", causal), left, right, check_positive("softcap", softcap), *functions, *size, ready_for
     if keys_fp8:
         units, descales = zip(*[split_descale(f"{name}_descale", x) for name, x in zip("qkv", descales)])
         if is_fp8(q):
             inputs = q, k, v, alibi, sink, cu_seqlens, cu_seqlens_k, lengths_k, *descales, *lists, *pad_aux(aux), out, lse
-            return _of_fp8(stream, inputs, (*seen, *units, *common), layout)
+            return _of_fp8(stream, inputs, (*score_options, *units, *common), layout)
     arrays = alibi, sink, bias, cu_seqlens, cu_seqlens_k, lengths_k, *normed, random.seeds, *lists, *pad_aux(aux)
-    options = *seen, check_positive("norm_eps", norm_eps), random.dropout, random.seed, *common
+    options = *score_options, check_positive("norm_eps", norm_eps), random.dropout, random.seed, *common
     if keys_fp8:
         return _fp8_cache(stream, (q, k, v, *arrays, *descales[1:], out, lse), (*units[1:], *options), layout)
     if isinstance(blocks, MakeBlockLists):
         return _block_lists(stream, (q, k, v, *arrays), options, layout)
-    if joins:
+    if accumulates:
         _joined(stream, (q, k, v, *arrays, out, lse), options, layout)
         return (out, lse) if return_lse else out
-    return (_unrounded if unrounded else _variant)(stream, (q, k, v, *arrays, out, lse), options, layout)
+    return (_unrounded if float32_out else _variant)(stream, (q, k, v, *arrays, out, lse), options, layout)
 
 
 def _refuse_beside_fp8(q: Any, keys_fp8: bool, descales: tuple, others: dict[str, Any], lists: bool) -> None:
-    """NotImplementedError: an argument is given that attention on fp8 does not serve. ValueError: descales are given, and
-    nothing is of fp8. others: bias, norms and dropout, None where there is none. lists: is the call for block_lists?"""
+    """NotImplementedError: fp8 attention does not support an argument. ValueError: there are descales, but no array of fp8.
+    others: bias, norms and dropout. lists: is the call for block_lists?"""
     q_descale, *_ = descales
     if keys_fp8 and is_fp8(q):
         refuse_with_fp8(**others, block_lists=lists)
@@ -231,20 +230,22 @@ def _refuse_beside_fp8(q: Any, keys_fp8: bool, descales: tuple, others: dict[str
         refuse_with_fp8(q_descale=q_descale, block_lists=lists)
     else:
         name = next(name for name, x in zip(("q_descale", "k_descale", "v_descale"), descales) if x is not None)
-        raise ValueError(f"{name}: is for q, k and v of float8_e4m3fn; leave it out, or make them by attention.quantize")
+        raise ValueError(f"{name}: needs k and v of float8_e4m3fn, as attention.quantize makes them; otherwise omit it")
 
 
 def _refuse_beside_gradient(**arguments: Any) -> None:
-    """NotImplementedError: one of these is passed in a call whose gradient torch asks for."""
+    """NotImplementedError: one of these is passed in a call whose tensors require grad."""
     for name, x in arguments.items():
         if x is not None:
             raise NotImplementedError(
-                f"{name}: cannot be given where a gradient is to come; leave it out, or call under torch.no_grad()"
+                f"{name}: is not supported for tensors that require grad; omit it, or call under torch.no_grad()"
             )
 
 
-def plain(q: Any, k: Any, v: Any, causal: bool, scale: float | None, family: str | None, layout: str) -> tuple[Any, Any]:
-    """(out, lse) of forward on the current stream, with no more options than these."""
+def forward_without_options(
+    q: Any, k: Any, v: Any, causal: bool, scale: float | None, family: str | None, layout: str
+) -> tuple[Any, Any]:
+    """(out, lse) of forward on the current stream, with these options only."""
     return _forward(None, (q, k, v, None, None), (causal, scale, True, family), layout)
 
 
@@ -265,9 +266,9 @@ def block_lists(q: Any, k: Any, v: Any, *, blocks: Any = None, **variant: Any) -
 
     ValueError, TypeError: as forward; or there is neither a mask nor blocks; or sequences are packed, or have lengths_k."""
     if refused := {"out", "return_lse"} & variant.keys():
-        raise TypeError(f"{min(refused)}: is forward's; block_lists writes no output")
+        raise TypeError(f"{min(refused)}: is an argument of forward; block_lists has no output")
     if traced(q) or tracing(q):
-        raise TypeError("q: lists are made outside of what torch.compile or jax.jit traces, and passed in")
+        raise TypeError("q: call block_lists outside of torch.compile and jax.jit, and pass the lists in")
     torch = sys.modules.get("torch")
     with nullcontext() if torch is None else torch.no_grad():  # of tensors that require grad, too
         return forward(q, k, v, blocks=MakeBlockLists(blocks), **variant)

@@ -1,7 +1,7 @@
-"""The programs of attention.forward (tiles/program.py): what arrays each takes, and the planner that finds its launches.
+"""The programs of attention.forward (tiles/program.py): the schema of each, and the planner of its launches.
 
-Most calls have no option that is an array, and are FORWARD's. The others differ in what they take or give, so that torch's op
-and JAX's call of each have a type: variants, lists of key blocks, results in float32, results that are updated, fp8."""
+Most calls have no options that are arrays, and use FORWARD. The other programs differ in their arrays, so that torch's op and
+JAX's call of each have a fixed type: variants, lists of key blocks, float32 results, accumulated results, fp8."""
 
 import sys
 from collections.abc import Sequence
@@ -62,29 +62,32 @@ INPUTS = f"""
 {OF_BLOCKS}    lists         *     any      optional
     marks         *     any      optional
 {OF_AUX}"""
-MADE = """
+OUTPUTS = """
     out           BSHV  tile     in_place
     lse           BHS   float32  made      return_lse
 """
-UNROUNDED = """
+FLOAT32_OUTPUTS = """
     out           BSHV  float32  made
     lse           BHS   float32  made      return_lse
 """
-JOINED = """
+ACCUMULATED_OUTPUTS = """
     out           BSHV  float32  updated
     lse           BHS   float32  updated
 """
-VARIANTS, LISTS = Schema("forward_variant", INPUTS.rstrip() + MADE), Schema("block_lists", INPUTS)
-IN_FLOAT32, INTO = Schema("forward_unrounded", INPUTS.rstrip() + UNROUNDED), Schema("forward_joined", INPUTS.rstrip() + JOINED)
-FP8_CACHE = Schema("forward_fp8_cache", fp8_cache_schema(INPUTS.rstrip() + MADE))
+VARIANTS, LISTS = Schema("forward_variant", INPUTS.rstrip() + OUTPUTS), Schema("block_lists", INPUTS)
+IN_FLOAT32, INTO = (
+    Schema("forward_unrounded", INPUTS.rstrip() + FLOAT32_OUTPUTS),
+    Schema("forward_joined", INPUTS.rstrip() + ACCUMULATED_OUTPUTS),
+)
+FP8_CACHE = Schema("forward_fp8_cache", fp8_cache_schema(INPUTS.rstrip() + OUTPUTS))
 
 PACKAGE = sys.modules[__package__]
 
 
 def autograd() -> Any:
-    """The module autograd.py, which takes tensors that require grad. It imports torch, which is there if they are. It is looked
-    up, for an import statement would take a microsecond of every call: the package has it once it is ready. While another
-    thread imports it, sys.modules has it, but the package does not, and the import statement waits for that thread."""
+    """The module autograd.py, for tensors that require grad. It imports torch, which must be imported already. It is looked up
+    in the package, because an import statement would cost a microsecond in every call. While another thread imports it,
+    sys.modules has it, but the package does not, and the import statement waits for that thread."""
     found = getattr(PACKAGE, "autograd", None)
     if found is None:
         from . import autograd as found
@@ -92,7 +95,7 @@ def autograd() -> Any:
 
 
 def _prepare_gradient(arrays: list, options: tuple, layout: str) -> None:
-    """While the kernels of a call are compiled, compile those of its backward pass, if there is to be one (see `meanwhile` of
+    """Compile the kernels of a call's backward pass, if it may have one, while those of the call are compiled (`meanwhile` of
     tiles.program)."""
     q, k, v, *_ = arrays
     if any([getattr(x.owner, "requires_grad", False) for x in (q, k, v)]):
@@ -101,7 +104,7 @@ def _prepare_gradient(arrays: list, options: tuple, layout: str) -> None:
 
 @program(FORWARD, program_gradient, NO_SECOND_DERIVATIVES, _prepare_gradient)
 def _forward(problem: Problem, causal: bool, scale: float | None, return_lse: bool, family: str | None) -> Plan:
-    """The Plan of a call without options that are arrays."""
+    """The Plan of a call without options that are arrays: causal and scale alone."""
     check_extents(problem)
     if shared_out.serves(problem, family):
         return shared_out.plan_by_decode(problem, causal, scale, return_lse)
@@ -109,9 +112,9 @@ def _forward(problem: Problem, causal: bool, scale: float | None, return_lse: bo
 
 
 class ScoreOptions(NamedTuple):
-    """Which keys a query sees, and what becomes of their scores: the options of a variant that are no arrays. left, right: the
-    ends of the window. mask, score: the names that python_functions.py knows the functions by. block_rows, block_cols: the
-    size of a caller's blocks. ready_for: which calls the given lists of key blocks serve (prepared_lists.py)."""
+    """The options of a variant that are no arrays. left, right: of the window. mask, score: the names under which
+    python_functions.py has registered the functions. block_rows, block_cols: the block size of a BlockMask. ready_for:
+    BlockLists.made_for of lists that the call passes (prepared_lists.py)."""
 
     causal: bool
     left: int | None
@@ -124,7 +127,7 @@ class ScoreOptions(NamedTuple):
     ready_for: str | None
 
 
-# The parameters of these planners are the options of torch's ops, one by one.
+# The parameters of these planners are the parameters of torch's ops.
 @program(VARIANTS, program_gradient, NO_SECOND_DERIVATIVES)
 def _variant(
     problem: Problem,
@@ -144,7 +147,7 @@ def _variant(
     return_lse: bool,
     family: str | None,
 ) -> Plan:
-    """The Plan of a call with variants (see Seen), norms and dropout."""
+    """The Plan of a call with ScoreOptions, norms and dropout."""
     check_extents(problem)
     more = norm_and_dropout_parts(problem, norm_eps, dropout, seed_value)
     options = ScoreOptions(causal, left, right, softcap, mask, score, block_rows, block_cols, ready_for)
@@ -222,18 +225,18 @@ def planned_variant(
     numbers: dict[str, float | Number] | None = None,
     units: tuple[float, float] = (1.0, 1.0),
 ) -> Plan:
-    """The Plan of a variant. more: further parts of it, with the numbers that each tells its kernels. numbers: what kernels are
-    told besides. units: the descales of keys and values that are converted before."""
-    spec, aux, listing, looks = variant_of(problem, options, scale, more)
+    """The Plan of a variant. more: its further parts, with {argument of the kernel: number}. numbers: further numbers. units:
+    the descales of keys and values that are converted first."""
+    spec, aux, listing, index_checks = variant_of(problem, options, scale, more)
     spec = spec._replace(numbers=spec.numbers | (numbers or {}))
     plan = plan_forward(problem, spec, return_lse, family, aux, listing, norm_eps, units)
-    return plan._replace(steps=[*looks, *plan.steps])
+    return plan._replace(steps=[*index_checks, *plan.steps])
 
 
 def keys_of_a_block(
     problem: Problem, options: ScoreOptions, scale: float | None, family: str | None, more: Sequence[tuple[Variant, dict]]
 ) -> int:
-    """How many keys a block has in the kernel that serves a call of _variant, or the same call of _forward."""
+    """How many keys a block has in the kernel for a call of _variant, or for the same call of _forward."""
     spec, aux, listing, _ = variant_of(problem, options, scale, more)
     return choose_config(problem, spec, family, aux, listing)[1].kv
 
@@ -241,13 +244,13 @@ def keys_of_a_block(
 def variant_of(
     problem: Problem, options: ScoreOptions, scale: float | None, more: Sequence[tuple[Variant, dict[str, float | Number]]]
 ) -> tuple[VariantSpec, list[Operand], BlockListPlan | None, list[Step]]:
-    """(the assembled variant, the arrays of aux, how lists of key blocks are made, the checks of what aux is indexed by)"""
+    """(the VariantSpec, the arrays of aux, how lists of key blocks are written, the steps that check the indices of aux)"""
     causal, left, right, softcap, mask, score, block_rows, block_cols, ready_for = options
     masking, scoring, aux = load_functions(problem, mask, score)
     if (mask or score) and "Z" in problem.extents:
         raise NotImplementedError("lengths_k: of shape (B, C) is not supported with mask or score")
-    asking = IndexingFunctions(masking, scoring, aux, causal, left, right, problem("T")[0])
-    looks = plan_index_checks(problem, asking, listed=ready_for is not None)
+    indexing = IndexingFunctions(masking, scoring, aux, causal, left, right, problem("T")[0])
+    index_checks = plan_index_checks(problem, indexing, listed=ready_for is not None)
     axes, more = [len(x.form.shape) for x in aux], [*more]
     size = None if block_rows is None or block_cols is None else (block_rows, block_cols)
     masking, causal, (left, right) = reduce_to_window(problem, masking, axes, causal, (left, right))
@@ -268,4 +271,4 @@ def variant_of(
         scoring and score_variant(scoring, axes, is_ordered(problem, 0 if causal else right)),
         more,
     )
-    return spec, aux, listing, looks
+    return spec, aux, listing, index_checks

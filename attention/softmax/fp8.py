@@ -1,4 +1,4 @@
-"""What a call of attention.forward on float8_e4m3fn takes and refuses."""
+"""The schema and the checks of attention.forward for float8_e4m3fn."""
 
 import re
 from typing import Any
@@ -10,7 +10,7 @@ from ..options import check_number
 from .call_options import OF_AUX, OF_BLOCKS
 from .descales import BLOCK
 
-MAX_BLOCK_COLUMNS = 128  # columns of what has descales of blocks, at most
+MAX_BLOCK_COLUMNS = 128  # the largest head dims with descales of blocks
 DESCALES = "q_descale", "k_descale", "v_descale"
 FP8_SCHEMA = Schema(
     "forward_fp8",
@@ -35,7 +35,7 @@ FP8_SCHEMA = Schema(
 
 
 def fp8_cache_schema(table: str) -> str:
-    """The rows of a schema for forward's arguments, changed to those for k and v of fp8."""
+    """The rows of a schema of forward, with k and v of fp8 and their descales."""
     for name, axes in ("k", "BTGD"), ("v", "BTGV"):
         table = re.sub(rf"\n    {name} .*", f"\n    {name} {axes} fp8", table)
     rows, behind, results = table.partition("\n    out")
@@ -49,28 +49,27 @@ def is_fp8(x: Any) -> bool:
 
 
 def refuse_with_fp8(**options: Any) -> None:
-    """NotImplementedError: one of these arguments was passed, and no kernel serves it."""
-    for name, what in options.items():
-        if not (what is None or what is False):
+    """NotImplementedError: one of these arguments is not None or False, and no kernel supports it."""
+    for name, x in options.items():
+        if not (x is None or x is False):
             raise NotImplementedError(f"{name}: is not supported with k and v of float8_e4m3fn; convert them to bfloat16")
 
 
 def split_descale(name: str, descale: Any) -> tuple[float, Any]:
-    """(the number, None) or (1.0, the array) of a descale. TypeError, ValueError: it is not a positive number in float32's
-    range."""
+    """(the number, None) or (1.0, the array) of a descale. TypeError, ValueError: a number is not from 2^-60 to 2^60."""
     if descale is None:
         return 1.0, None
     if hasattr(descale, "shape") and not isinstance(descale, float):
         return 1.0, descale
     found = check_number(name, descale)
     if not found or not 2.0**-60 <= found <= 2.0**60:
-        raise ValueError(f"{name}: must be positive, and far from float32's ends: {name}={descale!r}")
+        raise ValueError(f"{name}: must be from 2**-60 to 2**60: {name}={descale!r}")
     return found, None
 
 
 def block_descale_names(problem: Problem) -> list[str]:
-    """The names of the descales that are given for blocks of rows. ValueError, NotImplementedError: they have not one number
-    for each block, or the call is one that does not take such descales."""
+    """The names of the descales that have one number for each block of rows. ValueError, NotImplementedError: they have another
+    number of blocks, or the call does not support such descales."""
     found = [name for name in DESCALES if name in problem and len(problem.axes(name)) == 3]
     for name in found:
         of, rows, blocks = ("q", "S", "x") if name == "q_descale" else ("k", "T", "y")
@@ -84,8 +83,8 @@ def block_descale_names(problem: Problem) -> list[str]:
 
 
 def check_output(problem: Problem) -> None:
-    """ValueError: the kernels cannot write this output 16 bytes at a time."""
+    """ValueError: the kernels cannot store this output 16 bytes at a time."""
     out = problem.forms.get("out")
     if out and (problem.bytes_at_once("out") < ALIGNMENT or (out.strides[-1] != out.itemsize and out.shape[-1] > 1)):
-        wanted = f"must have adjacent columns, and an address and strides that are multiples of {ALIGNMENT} bytes"
+        wanted = f"must have contiguous columns, and an address and strides that are multiples of {ALIGNMENT} bytes"
         raise ValueError(f"out: {wanted}: out.strides={out.strides}, {out.past} bytes past such an address")

@@ -1,6 +1,6 @@
-"""What is differentiated of a call of forward: for torch by autograd.py, and by programs for JAX (tiles/jax_call.py).
+"""The gradients of a call of forward: for torch's autograd (autograd.py), and for JAX (tiles/jax_call.py).
 
-Arrays go by flat names here, as forward's schema has them: a norm (weights, bias) is q_norm and q_norm_bias, aux is aux0 ..."""
+Arrays have flat names here, those of forward's schema: a norm (weights, bias) is q_norm and q_norm_bias, aux is aux0 ..."""
 
 import functools
 import sys
@@ -21,11 +21,11 @@ from .python_functions import find_function
 NORMS = "q_norm", "k_norm"
 OF_NORMS = "q_norm", "q_norm_bias", "k_norm", "k_norm_bias"
 OF_AUX = tuple([f"aux{n}" for n in range(AUX)])
-ON_REQUEST = "bias", "alibi", *OF_AUX  # whose gradients backward is asked for
+ON_REQUEST = "bias", "alibi", *OF_AUX  # arrays whose gradients backward computes on request
 DIFFERENTIABLE = "q", "k", "v", "bias", "alibi", "sink", *OF_AUX, *OF_NORMS  # in the order of backward's results
-BLOCKS = *FIELDS, "lists", "marks"  # blocks= as arrays
-GROUPED = frozenset((*OF_NORMS, *OF_AUX))  # of one argument
-ARRAYS = frozenset("q k v alibi sink bias cu_seqlens cu_seqlens_k lengths_k".split())  # whose names are their arguments'
+BLOCKS = *FIELDS, "lists", "marks"  # the arrays of blocks=
+GROUPED = frozenset((*OF_NORMS, *OF_AUX))  # arrays that share an argument
+ARRAYS = frozenset("q k v alibi sink bias cu_seqlens cu_seqlens_k lengths_k".split())  # arrays that are arguments by themselves
 NO_SECOND_DERIVATIVES = "attention.forward: has no second derivatives"
 STOP_GRADIENT_HINT = "put jax.lax.stop_gradient around"
 
@@ -33,28 +33,27 @@ STOP_GRADIENT_HINT = "put jax.lax.stop_gradient around"
 def compute_gradients(
     dout: Any, dlse: Any, inputs: dict[str, Any], out: Any, lse: Any, options: dict[str, Any], wanted: Sequence[str]
 ) -> dict[str, Any]:
-    """{name: gradient} of a call of forward with these arrays and options that returned out and lse, computed by
-    attention.backward of their gradients; dlse: None if lse has none. wanted: the names of the arrays whose gradients are
-    needed; there may be more."""
+    """{name: gradient} of a call of forward with these arrays and options, which returned out and lse, by attention.backward.
+    dlse: None if lse has no gradient. wanted: the names of the arrays whose gradients are needed; the result may have more."""
     arrays = group_arrays(inputs)
     q, k, v = (arrays.pop(name) for name in "qkv")
-    asked: dict[str, Any] = {f"d{name}": True for name in ("bias", "alibi") if name in wanted}
+    requests: dict[str, Any] = {f"d{name}": True for name in ("bias", "alibi") if name in wanted}
     if any([name in wanted for name in OF_AUX]):
-        asked["daux"] = [True if name in wanted else None for name in OF_AUX if name in inputs]
-    found = attention.backward(dout, q, k, v, out, lse, dlse=dlse, **arrays, **options, **asked)
+        requests["daux"] = [True if name in wanted else None for name in OF_AUX if name in inputs]
+    found = attention.backward(dout, q, k, v, out, lse, dlse=dlse, **arrays, **options, **requests)
     names = [name for name in DIFFERENTIABLE if name in inputs and (name in wanted or name not in ON_REQUEST)]
     results = [x for one in found for x in (one if isinstance(one, tuple) else (one,))]
     return dict(zip(names, results, strict=True))
 
 
-def unsupported_arguments(told: Iterable[str]) -> list[str]:
-    """Those of these arguments of forward that attention.backward does not take."""
-    taken = backward_parameters()
-    return [name for name in told if name not in taken]
+def unsupported_arguments(names: Iterable[str]) -> list[str]:
+    """The arguments of forward among these that attention.backward does not take."""
+    supported = backward_parameters()
+    return [name for name in names if name not in supported]
 
 
 def backward_parameters() -> tuple[str, ...]:
-    """The names of backward's arguments."""
+    """The names of attention.backward's arguments."""
     return _parameters()
 
 
@@ -67,7 +66,7 @@ backward_parameters._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def group_arrays(arrays: dict[str, Any]) -> dict[str, Any]:
-    """Arrays by the names of forward's arguments, from arrays by their flat names."""
+    """{argument of forward: array or tuple of arrays} from {flat name: array}."""
     if GROUPED.isdisjoint(arrays):
         return {**arrays}
     found = {name: x for name, x in arrays.items() if name not in GROUPED}
@@ -79,11 +78,11 @@ def group_arrays(arrays: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def flatten_arrays(told: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(arrays by their flat names, everything else) of forward's arguments. Arguments that are None are left out."""
+def flatten_arrays(arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """({flat name: array}, {argument: value}) of forward's arguments, without those that are None."""
     arrays: dict[str, Any] = {}
     others: dict[str, Any] = {}
-    for name, x in told.items():
+    for name, x in arguments.items():
         if x is None:
             continue
         if name in NORMS:
@@ -96,10 +95,10 @@ def flatten_arrays(told: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
     return arrays, others
 
 
-# ---- of programs -----------------------------------------------------------------------------------------------------
+# ---- for programs ----------------------------------------------------------------------------------------------------
 def program_gradient(names: Sequence[str], options: dict[str, Any], layout: str) -> Callable[..., dict[str, Any]]:
-    """The gradient of forward's programs, as `tiles.program` asks for it for JAX. NotImplementedError: an argument in `names`
-    has no gradient, or there is none with an argument that is given."""
+    """The gradient of forward's programs for JAX, as `tiles.program` takes it. NotImplementedError: an argument in `names` has
+    no gradient, or there is none with another argument of the call."""
     for name in names:
         if name not in DIFFERENTIABLE:
             raise NotImplementedError(f"{name}: has no gradient yet; {STOP_GRADIENT_HINT} it")
@@ -108,35 +107,34 @@ def program_gradient(names: Sequence[str], options: dict[str, Any], layout: str)
 
 def _gradients(
     inputs: dict[str, Any],
-    made: dict[str, Any],
+    results: dict[str, Any],
     of_results: dict[str, Any],
     options: dict[str, Any],
     layout: str,
     wanted: Sequence[str],
 ) -> dict[str, Any]:
-    """{name: gradient} of a program's arrays. of_results: the gradients with respect to its results. wanted: the names that
-    are needed."""
+    """{name: gradient} of a program's arrays. of_results: {result: its gradient}. wanted: the names that are needed."""
     if not of_results:
         return {}
-    told, arrays = _forward_arguments(inputs, options), {name: x for name, x in inputs.items() if name not in BLOCKS}
-    if refused := unsupported_arguments([*told, *group_arrays(arrays)]):
+    arguments, arrays = _forward_arguments(inputs, options), {name: x for name, x in inputs.items() if name not in BLOCKS}
+    if refused := unsupported_arguments([*arguments, *group_arrays(arrays)]):
         raise NotImplementedError(f"{refused[0]}: there is no backward pass with it yet; {STOP_GRADIENT_HINT} q, k and v")
     dout, dlse = (of_results.get(name) for name in ("out", "lse"))
-    if dout is None:  # of a loss of lse alone
-        dout = sys.modules["jax"].numpy.zeros_like(made["out"])
-    return compute_gradients(dout, dlse, arrays, made["out"], made["lse"], told | {"layout": layout}, wanted)
+    if dout is None:  # the loss depends on lse alone
+        dout = sys.modules["jax"].numpy.zeros_like(results["out"])
+    return compute_gradients(dout, dlse, arrays, results["out"], results["lse"], arguments | {"layout": layout}, wanted)
 
 
 def _forward_arguments(inputs: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """A program's options as arguments of forward, without those that have their defaults."""
+    """A program's options as arguments of forward, without those that are None."""
     ends = options.get("left"), options.get("right")
-    told = {name: options.get(name) for name in ("causal", "softcap", "scale", "family", "dropout")}
-    told |= {"window": None if ends == (None, None) else ends, "seed": options.get("seed_value")}
-    told |= {name: find_function(options.get(name)) for name in ("mask", "score")}
+    arguments = {name: options.get(name) for name in ("causal", "softcap", "scale", "family", "dropout")}
+    arguments |= {"window": None if ends == (None, None) else ends, "seed": options.get("seed_value")}
+    arguments |= {name: find_function(options.get(name)) for name in ("mask", "score")}
     size = options.get("block_rows"), options.get("block_cols")
     if "lists" in inputs:
-        told["blocks"] = BlockLists(inputs["lists"], options["ready_for"], inputs.get("marks"), size)
+        arguments["blocks"] = BlockLists(inputs["lists"], options["ready_for"], inputs.get("marks"), size)
     elif "kv_indices" in inputs:
-        told["blocks"] = SimpleNamespace(**{name: inputs.get(name) for name in FIELDS}, BLOCK_SIZE=size)
-    told |= {"norm_eps": options["norm_eps"]} if {*NORMS} & inputs.keys() else {}
-    return {name: value for name, value in told.items() if value is not None}
+        arguments["blocks"] = SimpleNamespace(**{name: inputs.get(name) for name in FIELDS}, BLOCK_SIZE=size)
+    arguments |= {"norm_eps": options["norm_eps"]} if {*NORMS} & inputs.keys() else {}
+    return {name: value for name, value in arguments.items() if value is not None}

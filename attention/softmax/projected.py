@@ -1,10 +1,10 @@
-"""Attention of queries, keys and values that are columns of one projection, with norms and rotary positions: one program, and
-one for the gradients, all of which go to one array, so that what is differentiated behind it is one product of matrices.
+"""Attention with QK norm and rotary embedding, for q, k and v that are columns of one projection: a program, and one for the
+gradients. These all go to one array, so that the backward pass of the projection is one matrix product.
 
-    y = turned(norm(q)), turned(norm(k))    rotary.py: heads of queries and keys, one behind the other, in one array
+    y = rotary(norm(q)), rotary(norm(k))    rotary.py: the heads of queries and then those of keys, in one array
     out = softmax(scale y_q y_k^T) v        the launches of forward_programs.py, on parts of that array
 
-Backwards the launches of backward/ write dy and dv to the one array of gradients, and dy becomes dq and dk where it lies."""
+In the backward pass the launches of backward/ write dy and dv to the array of gradients, and dy becomes dq and dk in place."""
 
 from typing import Any
 
@@ -56,7 +56,7 @@ BACKWARD = Schema(
 
 
 class _InnerProblem(Problem):
-    """The problem of forward or of backward as a part of one of ours, with these operands."""
+    """The problem of forward or backward inside one of these programs, with these operands."""
 
     def __init__(self, outer: Problem, schema: Schema, operands: dict[str, Operand | None], parts: list[ArrayView]):
         self.operands, self.outer, self.parts = {n: x for n, x in operands.items() if x is not None}, outer, parts
@@ -67,12 +67,12 @@ class _InnerProblem(Problem):
         return self.operands.get(name)
 
     def scratch(self, number: int, shape: tuple[int, ...], dtype: str) -> Operand:
-        """See Problem. The parts of arrays come before it."""
+        """Scratch memory of the outer problem; the views of arrays come before it."""
         return self.outer.scratch(len(self.parts) + number, shape, dtype)
 
 
 def _view_heads(problem: Problem, whole: Operand, first: int, count: int, parts: list[ArrayView]) -> Operand:
-    """`count` heads of an array (batch, row, head, column), from number `first` on."""
+    """A view of `count` heads of an array (batch, row, head, column), from head `first` on."""
     batch, rows, _, columns = whole.form.shape
     form = whole.form._replace(shape=(batch, rows, count, columns))
     parts.append(ArrayView(whole.source, first * form.strides[2]))
@@ -80,15 +80,15 @@ def _view_heads(problem: Problem, whole: Operand, first: int, count: int, parts:
 
 
 def _rotary_arguments(problem: Problem) -> tuple[rotary.RotaryConfig, dict[str, Any], int]:
-    """(the Rows that are rotated, the arguments of both kernels, the number of tiles of rows). ValueError: the arrays do not
-    fit each other."""
+    """(the RotaryConfig, the arguments of both kernels, the number of tiles of rows). ValueError: the arrays contradict each
+    other."""
     batch, rows, heads, columns, kv_heads, pairs = problem("BSHDGR")
     if columns not in rotary.HEAD_DIMS:
-        raise problem.error("q", f"head_dim must be one of {rotary.SERVED}", "q")
+        raise problem.error("q", f"head_dim must be one of {rotary.HEAD_DIMS}", "q")
     if pairs * 2 != columns:
         raise problem.error("cos", "must have a column for each pair of q's", "cos", "q")
     if ("q_norm" in problem) != ("k_norm" in problem):
-        raise ValueError("q_norm: must be given where k_norm is, and nowhere else")
+        raise ValueError("q_norm: must be passed with k_norm, and only with it")
     if problem.bytes_at_once("q", "k", "v", "cos", "sin") != ALIGNMENT:
         raise problem.error(
             "q", f"addresses and strides, as those of k, v, cos and sin, must be multiples of {ALIGNMENT} bytes", "q"
@@ -99,23 +99,23 @@ def _rotary_arguments(problem: Problem) -> tuple[rotary.RotaryConfig, dict[str, 
         if x.form.strides[-1] != x.form.itemsize and 0 not in x.form.shape:
             raise ValueError(f"{name}: last axis must be contiguous: {name}.strides={problem.forms[name].strides}")
     norms = {name: x.spread(0, 1) for name in ("q_norm", "k_norm") if (x := problem[name]) is not None}
-    told = {"gQ": problem["q"], "gK": problem["k"], "gCos": tables["cos"], "gSin": tables["sin"]}
-    told |= {"gQNorm": norms.get("q_norm"), "gKNorm": norms.get("k_norm")}
-    told |= {"heads": heads, "kv_heads": kv_heads, "cuts": -(-(heads + kv_heads) // rotary.WARPS)}
-    return rotary.RotaryConfig(columns, DTYPES[problem.dtype], "q_norm" in problem), told, -(-rows // rotary.ROWS)
+    args = {"gQ": problem["q"], "gK": problem["k"], "gCos": tables["cos"], "gSin": tables["sin"]}
+    args |= {"gQNorm": norms.get("q_norm"), "gKNorm": norms.get("k_norm")}
+    args |= {"heads": heads, "kv_heads": kv_heads, "cuts": -(-(heads + kv_heads) // rotary.WARPS)}
+    return rotary.RotaryConfig(columns, DTYPES[problem.dtype], "q_norm" in problem), args, -(-rows // rotary.ROWS)
 
 
 def _prepare_backward(arrays: list, options: tuple, layout: str) -> None:
-    """See `meanwhile` of tiles.program: while the kernels of a call are compiled, compile those of its backward pass, with
-    sums in any order."""
+    """Compile the kernels of a call's backward pass, without a deterministic order, while those of the call are compiled
+    (`meanwhile` of tiles.program)."""
     if not any([x is not None and getattr(x.owner, "requires_grad", False) for x in arrays]):
         return
     names = FORWARD.names[:-3]
     forms = {name: x.form for name, x in zip(names, arrays) if x is not None}
     problem = FORWARD.problem(forms, layout)
-    made = {name: c_ordered(*problem.made(name), problem.device) for name in ("out", "lse", "rows")}
-    asked = False, "q_norm" in forms, "sink" in forms
-    projected_backward.prepare({"dout": made["out"], **forms, **made}, (*options[:-1], *asked, options[-1]), layout)
+    results = {name: c_ordered(*problem.made(name), problem.device) for name in ("out", "lse", "rows")}
+    flags = False, "q_norm" in forms, "sink" in forms
+    projected_backward.prepare({"dout": results["out"], **forms, **results}, (*options[:-1], *flags, options[-1]), layout)
 
 
 @program(FORWARD, no_gradient=NO_SECOND_DERIVATIVES, meanwhile=_prepare_backward)
@@ -129,9 +129,9 @@ def projected(
     scale: float | None,
     family: str | None,
 ) -> Plan:
-    """The Plan for out, lse and the rotated rows."""
+    """The Plan of the rotated rows, and of out and lse."""
     parts: list[ArrayView] = []
-    of, told, tiles = _rotary_arguments(problem)
+    config, args, tiles = _rotary_arguments(problem)
     batch, heads, kv_heads = problem("BHG")
     q, k = (_view_heads(problem, problem["rows"], *of_heads, parts) for of_heads in ((0, heads), (heads, kv_heads)))
     operands = {"q": q, "k": k} | {name: problem[name] for name in ("v", "sink", "out", "lse")}
@@ -142,8 +142,8 @@ def projected(
     )
     if not tiles * batch:
         return plan._replace(scratch=[*parts, *plan.scratch])
-    turn = kernel_for(rotary, rotary.RotateConfig(*of.of), problem.device)
-    first = turn.bind(batch * tiles * told["cuts"], gOut=problem["rows"], tiles=tiles, eps=norm_eps, **told)
+    turn = kernel_for(rotary, rotary.RotateConfig(*config.fields), problem.device)
+    first = turn.bind(batch * tiles * args["cuts"], gOut=problem["rows"], tiles=tiles, eps=norm_eps, **args)
     return plan._replace(steps=[first, *plan.steps], scratch=[*parts, *plan.scratch])
 
 
@@ -161,10 +161,10 @@ def projected_backward(
     sunk: bool,
     family: str | None,
 ) -> Plan:
-    """The Plan for dx, the gradients of q, k and v one behind the other, and for the gradients of norms and sinks. normed,
-    sunk: are there norms? sinks?"""
+    """The Plan of dx, the gradients of q, k and v in one array, and of the gradients of norms and sinks. normed, sunk: are
+    there norms? sinks?"""
     parts: list[ArrayView] = []
-    of, told, tiles = _rotary_arguments(problem)
+    config, args, tiles = _rotary_arguments(problem)
     batch, heads, kv_heads, all_rows, columns = problem("BHGrD")
     if all_rows != heads + kv_heads:
         raise problem.error("rows", "must have the heads of q and k", "rows", "q", "k")
@@ -173,43 +173,43 @@ def projected_backward(
     rows, dx = problem["rows"], problem["dx"]
     operands = {name: problem[name] for name in ("dout", "v", "sink", "out", "lse")}
     for whole, names in ((rows, ("q", "k")), (dx, ("dq", "dk", "dv"))):
-        at = 0
+        first = 0
         for name, count in zip(names, (heads, kv_heads, kv_heads)):
-            operands[name] = _view_heads(problem, whole, at, count, parts)
-            at += count
+            operands[name] = _view_heads(problem, whole, first, count, parts)
+            first += count
     operands |= {"dsink": problem["dsink"]} if sunk else {}
     inner = _InnerProblem(problem, backward.VARIANTS, operands, parts)
     also = "dsink" if sunk else ""
     plan = backward._variant.planner(
         inner, causal, left, right, softcap, None, None, None, None, None, None, None, scale, deterministic, also, family
     )
-    made = {name: problem[name].spread(0, 1) for name in (("dq_norm", "dk_norm") if normed else ())}
+    norm_grads = {name: problem[name].spread(0, 1) for name in (("dq_norm", "dk_norm") if normed else ())}
     scratch: list[Any] = [*parts, *plan.scratch]
     if not tiles * batch:
-        return plan._replace(steps=[*plan.steps, *[Fill(x, 0.0) for x in made.values()]], scratch=scratch)
-    config = rotary.RotateBackwardConfig(*of.of)
+        return plan._replace(steps=[*plan.steps, *[Fill(x, 0.0) for x in norm_grads.values()]], scratch=scratch)
+    config = rotary.RotateBackwardConfig(*config.fields)
     shares = -(-tiles // config.steps)
     counts = {"dq_norm": batch * shares * heads, "dk_norm": batch * shares * kv_heads}
     sums = {}
-    for name in made:
+    for name in norm_grads:
         shape = 1, counts[name], columns
         sums[name] = problem.scratch(len(scratch), shape, "float32")
         scratch.append((shape, "float32"))
     steps = [
         *plan.steps,
         kernel_for(rotary, config, problem.device).bind(
-            batch * shares * told["cuts"],
+            batch * shares * args["cuts"],
             gDX=dx,
             gQParts=sums.get("dq_norm"),
             gKParts=sums.get("dk_norm"),
             tiles=tiles,
             shares=shares,
             eps=norm_eps,
-            **told,
+            **args,
         ),
     ]
-    cuts, total = -(-columns // PART.cols), SumNormPartials()
-    for name, target in made.items():
-        adding = kernel_for(total, total, problem.device)
-        steps.append(adding.bind(cuts, gParts=sums[name], gSum=target, cuts=cuts, parts=counts[name]))
+    panels, kernel = -(-columns // PART.cols), SumNormPartials()
+    for name, target in norm_grads.items():
+        launch = kernel_for(kernel, kernel, problem.device)
+        steps.append(launch.bind(panels, gPartials=sums[name], gSum=target, panels=panels, splits=counts[name]))
     return plan._replace(steps=steps, scratch=scratch)

@@ -1,4 +1,4 @@
-"""Both places where the tests of attention run, as fixtures."""
+"""Fixtures for the two places where the tests of attention run: the interpreter and the GPU."""
 
 import pytest
 from places import SHARES, OnCard, OnInterpreter
@@ -17,31 +17,31 @@ def new_memory_is_poison(monkeypatch):
 
 @pytest.fixture(params=["interpreter", pytest.param("gpu", marks=pytest.mark.gpu)])
 def place(request):
-    """`put` takes an array there, `get` brings it back."""
+    """The place: `put` makes an array there, `get` copies it to the host."""
     return request.getfixturevalue("card") if request.param == "gpu" else OnInterpreter()
 
 
 @pytest.fixture(scope="session", params=range(SHARES))
 def share(request):
-    """The number of one of the tests that `random_on_the_card` makes."""
+    """The number of a test that `random_on_the_card` makes."""
     return request.param
 
 
 @pytest.fixture(autouse=True)
 def unchecked(monkeypatch):
-    """Numba need not type here what test_inspect.py compiles."""
+    """Skip Numba's typing of kernels that test_inspect.py compiles anyway."""
     monkeypatch.setenv("TILES_CHECK", "0")
 
 
 @pytest.fixture
 def as_compiled(monkeypatch):
-    """as_compiled(arch): from here on launches run what kernels are compiled to for that architecture (docs/emulator.md)."""
+    """as_compiled(arch): launches run the kernels compiled for that architecture, in the emulator (docs/emulator.md)."""
     return lambda arch: monkeypatch.setenv("TILES_INTERPRET", arch)
 
 
 @pytest.fixture
 def card(monkeypatch):
-    """The latter alone, for tests that also carry `@pytest.mark.gpu`."""
+    """The GPU alone, for tests that also carry `@pytest.mark.gpu`."""
     pytest.importorskip("torch")
     poison_new_memory(monkeypatch, Torch)
     return OnCard()
@@ -49,6 +49,6 @@ def card(monkeypatch):
 
 @pytest.fixture
 def nothing_known(monkeypatch):
-    """Nobody has called anything yet, and what is planned now is forgotten afterwards."""
+    """Empty caches of calls and plans, which are cleared again afterwards."""
     monkeypatch.setattr(program, "KNOWN", Recent(program.ENTRIES))
     monkeypatch.setattr(program, "FUNCTIONS", Recent(program.KINDS))

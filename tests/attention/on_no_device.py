@@ -1,4 +1,4 @@
-"""A GPU that is none: arrays that are said to lie on it, and a driver that notes what launches read."""
+"""A simulated GPU: arrays that claim to lie on it, and a driver that records what launches read."""
 
 import contextlib
 import ctypes
@@ -22,7 +22,7 @@ MEMORY, ROOM = 2**44, 2**42  # where an array may lie: nobody reads it
 
 
 class Lent:
-    """An array of a form, said to lie on a GPU; it answers what tensors do."""
+    """An array with a given form that claims to lie on a GPU; it has the attributes of a tensor."""
 
     is_nested = False
 
@@ -40,7 +40,7 @@ class Lent:
 
 
 class OnDevice(Kind):
-    """What is made lies one behind the other. What is read of arrays are elements, as it is of tensors."""
+    """An allocator whose arrays lie one after the other. Indexing them gives elements, as with tensors."""
 
     def __init__(self):
         self.made = []
@@ -80,8 +80,8 @@ class OnDevice(Kind):
 
 @contextlib.contextmanager
 def noting_driver(monkeypatch):
-    """A Hopper whose driver notes what launches read: `.launches`. `.call(program, arrays, options, layout)` gives what a call
-    did: what was made and launched, or the error."""
+    """A simulated Hopper GPU whose driver records launches in `.launches`. `.call(program, arrays, options, layout)` returns
+    what a call allocated and launched, or its error."""
     ok, kind = driver.CUresult.CUDA_SUCCESS, OnDevice()
     target = SimpleNamespace(
         ordinal=0, capability=(9, 0), processors=132, cache_bytes=50 * 2**20, shared_bytes=227 * 1024, arch="sm_90a"
@@ -144,8 +144,8 @@ def noting_driver(monkeypatch):
 
 
 def lent(draw, argument, shape, dtype, layout, pointer, gaps, past):
-    """An array of a canonical shape in a larger one, in the caller's order of axes. past: a multiple of ALIGNMENT; None: an
-    element."""
+    """An array of a canonical shape inside a larger one, in the caller's order of axes. past: how far it begins beyond a
+    multiple of ALIGNMENT; None: by one element."""
     size = ITEMSIZE[dtype]
     outer = [n + gap * (axis > 0) for axis, (n, gap) in enumerate(zip(shape, gaps))]
     if gaps[0] == 0:
@@ -159,7 +159,7 @@ def lent(draw, argument, shape, dtype, layout, pointer, gaps, past):
 
 
 def fresh(call, *given):
-    """What the call does where nothing is known."""
+    """The result of the call with empty caches."""
     known, functions = programs.KNOWN, programs.FUNCTIONS
     programs.KNOWN, programs.FUNCTIONS = Recent(8), Recent(8)
     try:

@@ -1,4 +1,4 @@
-"""Where a test of attention runs: the interpreter with NumPy's arrays, the card with torch's."""
+"""Where a test of attention runs: in the interpreter with NumPy arrays, or on the GPU with torch tensors."""
 
 import os
 
@@ -25,7 +25,7 @@ def random_on_the_card(test):
 
 
 class OnInterpreter:
-    """NumPy arrays as they are."""
+    """The interpreter, with NumPy arrays."""
 
     def put(self, x):
         return x
@@ -34,6 +34,6 @@ class OnInterpreter:
 
 
 class OnCard:
-    """torch tensors."""
+    """The GPU, with torch tensors."""
 
     put, get = staticmethod(to_torch), staticmethod(to_numpy)

@@ -1,5 +1,5 @@
-"""What a call would launch on a GPU that need not be there. Only planners run: tensors lie on torch's device "meta", which has
-shapes and no memory, and launches are noted."""
+"""What a call would launch on a GPU that need not exist. Only planners run: tensors are on torch's device "meta", with shapes
+and without memory, and launches are recorded."""
 
 import contextlib
 import sys
@@ -21,7 +21,7 @@ GPUS = {  # what planners ask of a GPU
 
 
 class PlannedLaunch(NamedTuple):
-    """A launch that was planned: its configuration, the arrays of the call by name, and what the kernel is told."""
+    """A planned launch: its configuration, the call's arrays by name, and the kernel's arguments."""
 
     config: object
     arrays: dict
@@ -29,7 +29,7 @@ class PlannedLaunch(NamedTuple):
 
 
 def form_of(x):
-    """The Form of a tensor, also of one without memory, which lies at an address that TMA takes if its offset does."""
+    """The Form of a tensor; one without memory gets an address that TMA supports if its offset does."""
     size = x.element_size()
     strides = tuple([size * stride for stride in x.stride()])
     past = size * x.storage_offset() % 16 if x.is_meta else x.data_ptr() % 16
@@ -38,8 +38,8 @@ def form_of(x):
 
 @contextlib.contextmanager
 def noted(monkeypatch, gpu):
-    """What is planned inside is noted in the list that this gives, for a GPU of this name. What comes back from calls is on no
-    device, either."""
+    """Yields a list to which launches planned inside, for a GPU of this name, are appended. Results of calls have no memory
+    either."""
     found = []
     target = SimpleNamespace(**GPUS[gpu], ordinal=0)
 
@@ -65,5 +65,5 @@ def noted(monkeypatch, gpu):
 
 
 def made(shape, dtype):
-    """A tensor without memory."""
+    """A tensor on the meta device."""
     return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")

@@ -29,12 +29,12 @@ FAR_LSE = -509.0  # of a neighbour's row: exp(score + 509) is no float32
 
 
 def poisoned(shape: Any, dtype: Any) -> np.ndarray:
-    """Poison everywhere."""
+    """A NumPy array filled with poison."""
     return _filled(np.empty(shape, dtype))
 
 
 def _filled(x: Any) -> Any:
-    """An array of NumPy or torch, C-ordered, filled with poison."""
+    """A C-ordered array of NumPy or torch, filled with poison."""
     if isinstance(x, np.ndarray):
         x.reshape(-1).view(np.uint8)[:] = BYTE
     elif x.numel():
@@ -52,7 +52,7 @@ def spoiled(x: np.ndarray, where: Any) -> np.ndarray:
 
 
 def only(x: np.ndarray, where: Any) -> np.ndarray:
-    """A copy with poison everywhere but at this index."""
+    """A copy with poison everywhere except at this index."""
     found = poisoned(x.shape, x.dtype)
     found[where] = x[where]
     return found
@@ -145,7 +145,7 @@ class Packing:
 
 
 def as_on_a_device(monkeypatch: Any) -> None:
-    """From here on nobody looks at the values of cu_seqlens and lengths in host memory, as nobody does in a GPU's."""
+    """Skip checks of the values of cu_seqlens and lengths in host memory, as on a GPU."""
     monkeypatch.setattr(Check, "run", lambda *_: None)
 
 

@@ -1,4 +1,5 @@
-"""attention.forward on everybody's arrays, streams, graphs, threads and devices; judged by NumPy's result."""
+"""attention.forward on the arrays of every framework, with streams, graphs, threads and devices; compared with NumPy's
+result."""
 
 import threading
 
@@ -78,7 +79,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
 def test_a_call_is_refused_also_if_one_like_it_was_made(framework):
-    """What is remembered of a call is never taken for another that is almost the same."""
+    """A cached call is never used for another call that differs in one detail."""
     memory = np.zeros((4, 8192), BF16)
     room = memory if framework == "numpy" else to_torch(memory, "cpu")
     at = lambda row, start: room[row, start : start + 1024].reshape(1, 8, 2, 64)
@@ -130,7 +131,8 @@ def test_numba():
 
 @pytest.mark.gpu
 def test_a_stream_of_ones_own():
-    """Inputs made on a stream, attention on it (the current one, then by argument), result read on it."""
+    """Inputs are made on a stream, attention runs on it (as the current stream, then by argument), and the result is read on
+    it."""
     torch = pytest.importorskip("torch")
     inputs, stream = host_inputs(), torch.cuda.Stream()
     sources = list(map(to_torch, inputs))
@@ -148,7 +150,7 @@ def test_a_stream_of_ones_own():
 
 @pytest.mark.gpu
 def test_a_graph_captured_from_the_first_call_on():
-    """Maps and lse of a form never seen before are made during the capture; replays read new contents."""
+    """TMA descriptors and lse of a new signature are made during capture; replays read new contents."""
     torch = pytest.importorskip("torch")
     shape = (1, 333, 3, 64)
     tensors = [to_torch(x) for x in host_inputs(shape=shape)]
@@ -221,7 +223,7 @@ def test_offsets_past_two_to_the_31_elements():
 
 @pytest.mark.gpu
 def test_many_addresses_use_many_maps():
-    """Freed and reused addresses, views at odd places: a map always belongs to what it is used for."""
+    """Addresses are freed and reused, and views begin at odd offsets: each TMA descriptor belongs to its array."""
     torch = pytest.importorskip("torch")
     room = torch.randn(3, 400_000, device="cuda").bfloat16()
     for start in range(0, 8 * 400, 8 * 37):

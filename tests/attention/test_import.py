@@ -1,4 +1,4 @@
-"""`import attention` brings no Numba; its functions are there all the same, for people, editors and pickles."""
+"""`import attention` does not import Numba; its functions are visible nevertheless to users, editors and pickle."""
 
 import ast
 import importlib
@@ -15,7 +15,7 @@ SOURCE = Path(attention.__file__).read_text()
 
 
 def test_import_alone_is_light():
-    """Numba takes most of a second to import: not before it is needed."""
+    """Numba takes most of a second to import, and is imported only when needed."""
     code = "import sys, attention; print(*sorted({name.partition('.')[0] for name in sys.modules}))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert run.returncode == 0, run.stderr
@@ -46,7 +46,7 @@ thread.join()
 
 
 def test_what_another_thread_imports_is_waited_for():
-    """The first call of a form may have a thread prepare its gradient, while the next one asks for it."""
+    """The first call with a signature may prepare its gradient in a thread while the next call needs it."""
     pytest.importorskip("torch")
     run = subprocess.run([sys.executable, "-c", WAITS], capture_output=True, text=True, timeout=100)
     assert run.returncode == 0, run.stderr
@@ -74,7 +74,7 @@ def test_what_does_not_exist():
 
 
 def test_editors_read_what_is_imported():
-    """The imports for type checkers, the table of modules and __all__ say the same."""
+    """The imports for type checkers, the table of modules and __all__ agree."""
     [block] = [node for node in ast.parse(SOURCE).body if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)]
     read = {node.module: tuple(alias.name for alias in node.names) for node in block.body}
     assert read == attention._HOMES

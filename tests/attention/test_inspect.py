@@ -1,4 +1,4 @@
-"""attention/inspect.py: what is shipped compiles for every GPU, with no spill, no local memory and no complaint of ptxas."""
+"""attention/inspect.py: every shipped kernel compiles for every GPU without spills, local memory or warnings of ptxas."""
 
 import re
 from types import SimpleNamespace
@@ -91,7 +91,7 @@ def test_nothing_spills(arch, module, config):
     found = inspect.row(name, module, config, arch)
     assert not inspect.bad(found)
     assert found["shared_bytes"] <= shared_bytes(capability(arch))
-    assert module is not ampere or found["lines"] <= 70
+    assert module is not ampere or found["lines"] <= 80
 
 
 SPILLED = [  # until their tiles were chosen for them, their indices made cheaper, or descriptors not held over a loop
@@ -111,13 +111,13 @@ ADDS = {"RED", "REDG", "ATOM", "ATOMG", "UTMAREDG", "UBLKRED"}  # to memory, in 
 
 @pytest.mark.parametrize("module", [backward.elements, backward.norms, backward.shares, backward.sinks, backward.hopper_narrow])
 def test_sums_that_have_the_same_bits_always(module):
-    """Nothing is added in an order that nobody knows: unlike to dQ, unless that is asked for."""
+    """Kernels add atomically only to dQ, and only without deterministic=True."""
     found = inspect.row("", module, next(module.space("sm_90a", False)), "sm_90a")
     assert bool(ADDS & set(found["instructions"])) == (module is backward.hopper_narrow)
 
 
 def test_processes_share_the_work():
-    """Rows come in the order of the configurations, whoever compiles them."""
+    """Rows are in the order of the configurations, whatever the number of processes."""
     only = ("softmax.backward.finish",)
     asked = [str(config) for *_, config in inspect.configurations(False, "sm_80", only)]
     assert [row["config"] for row in inspect.rows(False, "sm_80", 2, only)] == asked and len(asked) == 3
@@ -139,7 +139,7 @@ ALIKE = [  # configurations that differ in one field each
 
 
 def test_no_two_rows_compile_to_the_same_code():
-    """Of all rows, `python -m attention inspect --all --check` says so: this is a sample, each row beside its neighbours."""
+    """A sample of rows, each with its neighbours; `python -m attention inspect --all --check` checks all of them."""
     shipped = {arch: {config for _, _, config in inspect.configurations(True, arch)} for arch in ("sm_80", "sm_90a")}
     assert all(config in shipped[arch] for arch, module, config in ALIKE if module is not token_loop)
     digests = [inspect.row("", module, config, arch)["digest"] for arch, module, config in ALIKE]
@@ -147,7 +147,7 @@ def test_no_two_rows_compile_to_the_same_code():
 
 
 def one_tile(config):
-    """A kernel that holds a tile of 4096 numbers a warp."""
+    """A kernel that keeps a tile of 4096 numbers in a warp's registers."""
     T = rt(64, 64, fp32)
 
     @cuda.jit(launch_bounds=(config.threads, 1))
@@ -160,7 +160,7 @@ def one_tile(config):
 
 @pytest.mark.parametrize(("threads", "code"), [(256, 0), (1024, 1)])
 def test_check_finds_a_spill(threads, code, monkeypatch, capsys):
-    """Of what 255 registers a thread hold and 64 do not."""
+    """A kernel that fits in 255 registers a thread and not in 64."""
     config = SimpleNamespace(threads=threads)
     rows = [("one", SimpleNamespace(make=one_tile), config)]
     monkeypatch.setattr(inspect, "configurations", lambda *_: iter(rows))
@@ -170,7 +170,7 @@ def test_check_finds_a_spill(threads, code, monkeypatch, capsys):
 
 
 def test_check_finds_two_rows_of_the_same_code(monkeypatch, capsys):
-    """The very same configuration under two names."""
+    """One configuration under two names."""
     config = token_loop.Config(64, "token")
     twice = [("one", token_loop, config), ("other", token_loop, config)]
     monkeypatch.setattr(inspect, "configurations", lambda *_: iter(twice))
@@ -196,7 +196,7 @@ def test_check_finds_two_rows_of_the_same_code(monkeypatch, capsys):
     ],
 )
 def test_what_there_is_nothing_of(words, message, capsys):
-    """Neither silence nor a traceback, and no process is started."""
+    """An error message, without a traceback, before any process is started."""
     try:
         code = main.main(["inspect", *words.split()])
     except SystemExit as ended:

@@ -1,4 +1,4 @@
-"""Every public function under jax.jit: through the interpreter on the CPU, and on the card where JAX has one."""
+"""Every public function under jax.jit: through the interpreter on the CPU, and on a GPU if JAX has one."""
 
 import sys
 from functools import partial
@@ -31,7 +31,7 @@ def qkv(tokens=TOKENS, head=HEAD):
 
 
 def same(b, h, i, j, docs):
-    """A mask that reads an array, which is a tracer when the call is traced."""
+    """A mask that reads an array, which is a tracer while the call is traced."""
     return docs[i] == docs[j]
 
 
@@ -101,7 +101,7 @@ def test_jit(name):
 
 
 def test_jit_of_more_than_the_call():
-    """It has its place among XLA's own work, and is called as often as it is run."""
+    """It is ordered among XLA's own operations, and is called as often as it runs."""
     with jax.default_device(CPU):
         q, k, v = qkv()
         compiled = jax.jit(lambda q: attention.forward(q * 2, k, attention.forward(q, k, v)) + 1)
@@ -111,13 +111,13 @@ def test_jit_of_more_than_the_call():
 
 
 def test_lists_of_blocks():
-    """Made before, for the call that is traced."""
+    """Block lists are made before, for the call that is traced."""
     with jax.default_device(CPU):
         arrays, docs = qkv(), jnp.arange(TOKENS) // 5
         lists = attention.block_lists(*arrays, mask=same, aux=(docs,))
         function = lambda *x, **blocks: attention.forward(*x[:3], mask=same, aux=x[3:], **blocks)
         assert_same(jax.jit(lambda *x: function(*x, blocks=lists))(*arrays, docs), function(*arrays, docs))
-        with pytest.raises(TypeError, match="^q: lists are made outside of what torch.compile or jax.jit traces"):
+        with pytest.raises(TypeError, match="^q: call block_lists outside of torch.compile and jax.jit"):
             jax.jit(lambda *x: attention.block_lists(*x, mask=same, aux=(docs,)))(*arrays)
 
 
@@ -148,8 +148,8 @@ def test_what_is_wrong_is_said_when_the_call_is_traced():
 
 
 def summed(dout, dlse=None, **options):
-    """sum(forward(q, k, v) dout), and of lse and dlse, a function of arrays: q, k, v and a sink, if there is one more. dout may
-    be None."""
+    """sum(forward(q, k, v) dout), plus that of lse and dlse, as a function of arrays: q, k, v and a sink if there is a fourth.
+    dout may be None."""
 
     def loss(q, k, v, sink=None):
         out, lse = attention.forward(q, k, v, sink=sink, return_lse=True, **options)
@@ -164,8 +164,8 @@ def summed(dout, dlse=None, **options):
     ids=str,
 )
 def test_gradients(options, of):
-    """Of a loss of out, of lse, of both. Against float64, as backward's are judged; traced by jit inside, outside and not at
-    all, and over checkpoints."""
+    """Gradients of a loss of out, of lse, and of both, compared with float64 by the rule for backward; traced by jit inside,
+    outside and not at all, and with checkpoints."""
     with jax.default_device(CPU):
         arrays = tile(0, 1, TOKENS, 4, HEAD), *(tile(n, 1, TOKENS, 2, HEAD) for n in (1, 2))
         dout, sink = tile(3, 1, TOKENS, 4, HEAD), rate(4, 4) if options else None
@@ -187,7 +187,7 @@ def test_gradients(options, of):
 
 
 def test_gradients_of_norms():
-    """In the dtypes of their weights."""
+    """Gradients have the dtypes of their weights."""
     with jax.default_device(CPU):
         arrays, norms = qkv(), (tile(5, HEAD), -rate(6, 2, HEAD), -rate(7, HEAD))
 
@@ -204,7 +204,7 @@ def test_gradients_of_norms():
 
 
 def test_gradients_of_what_scores_read():
-    """Under a mask, of slopes, a bias and a table; lists of blocks serve, too."""
+    """Gradients of slopes, a bias and a table under a mask; block lists are supported, too."""
     with jax.default_device(CPU):
         q, k, v = qkv()
         learned, places = (-rate(5, 2), rate(6, 1, 2, 1, TOKENS), rate(7, 2, 8)), jnp.arange(TOKENS) % 8
@@ -283,7 +283,7 @@ def test_jit_on_the_card(name):
 
 @pytest.mark.gpu
 def test_gradients_on_the_card():
-    """As torch's autograd has them, which are judged elsewhere."""
+    """Results equal torch autograd's, which are tested elsewhere."""
     torch = pytest.importorskip("torch")
     if jax.default_backend() != "gpu":
         pytest.skip("this JAX has no GPU")

@@ -1,4 +1,4 @@
-"""`python -m attention`: where its demonstration runs is where attention.forward does."""
+"""`python -m attention`: its demonstration runs where attention.forward does."""
 
 from types import SimpleNamespace
 
@@ -13,7 +13,7 @@ from tiles.arrays import c_ordered
 
 @pytest.fixture
 def on(monkeypatch):
-    """on(capability): GPU 0 is one of that compute capability."""
+    """on(capability): GPU 0 is replaced by one of that compute capability."""
 
     def put(capability):
         for module, name in (main, "device"), (families, "machine"):
@@ -46,7 +46,7 @@ def test_no_gpu(monkeypatch):
 
 @pytest.mark.parametrize(("gpu", "place"), [(True, "on the card"), (False, "interpreted")])
 def test_where_the_demonstration_runs(gpu, place, on, monkeypatch):
-    """On an A100, on the card."""
+    """On an A100 it runs on the GPU."""
     on((8, 0) if gpu else (7, 5))
     ran = []
     monkeypatch.setattr(doctor, "main", lambda: 0)

@@ -1,4 +1,4 @@
-"""attention/names.py: a name that a function does not know is answered with its own, if another library calls it so."""
+"""attention/names.py: an unknown argument that other libraries use is answered with our name for it."""
 
 import inspect
 import re
@@ -10,7 +10,7 @@ from attention.names import ARGUMENT_HINTS, HINTS_BY_NAME
 
 
 def said(function, name):
-    """What stands behind Python's own words."""
+    """The hint after Python's own message."""
     with pytest.raises(TypeError) as error:
         function(**{name: None})
     return str(error.value).partition(f"{function.__name__}() got an unexpected keyword argument {name!r}")[2]
@@ -46,7 +46,7 @@ KNOWN = [
 
 @pytest.mark.parametrize(("function", "theirs", "ours"), KNOWN)
 def test_other_libraries_names(function, theirs, ours):
-    """Errors name ours; help and editors see the function's own names."""
+    """Errors name our arguments; help and editors see the function's own parameters."""
     assert said(function, theirs) == f"; here that is {ours}"
     assert theirs not in inspect.signature(function).parameters
 
@@ -67,7 +67,7 @@ def test_every_public_function_answers(function):
 
 
 def test_every_row_serves():
-    """No name stands in two rows, and each answer is an argument of a function, or a sentence."""
+    """No name is in two rows, and each answer is an argument of a function, or a sentence."""
     assert len(HINTS_BY_NAME) == sum(len(names.split()) for names, *_ in ARGUMENT_HINTS)
     known = {name for function in PUBLIC for name in inspect.signature(function).parameters}
     for theirs, every in HINTS_BY_NAME.items():

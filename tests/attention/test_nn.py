@@ -1,4 +1,5 @@
-"""attention.nn.Attention beside the same written in plain torch, in float32; on torch's CPU wheel through the interpreter."""
+"""attention.nn.Attention, compared with the same module in plain torch, in float32; on torch's CPU wheel through the
+interpreter."""
 
 import pytest
 
@@ -27,7 +28,7 @@ every_case = pytest.mark.parametrize("name", CASES)
 
 
 def made(name, dtype=torch.bfloat16, device="cpu"):
-    """(the module, its call's options, what it is given and what its gradient begins with)"""
+    """(the module, the options of its call, its input, and the gradient of its output)"""
     torch.manual_seed(0)
     arguments, options = CASES[name]
     module = Attention(DIM, **arguments, dtype=dtype, device=device)
@@ -39,7 +40,7 @@ def made(name, dtype=torch.bfloat16, device="cpu"):
 
 
 def plain(module, x, positions=None):
-    """What the module's class says, in x's dtype."""
+    """The formula of the class's docstring, in x's dtype."""
     W, tokens, dim = {name: p.to(x.dtype) for name, p in module.named_parameters()}, x.shape[1], module.head_dim
     y = torch.nn.functional.linear(x, W["project.weight"], W.get("project.bias")).unflatten(-1, (-1, dim)).transpose(1, 2)
     q, k, v = y.split([module.heads, module.kv_heads, module.kv_heads], 1)
@@ -68,13 +69,13 @@ def plain(module, x, positions=None):
 
 
 def assert_near(got, wanted, name):
-    """As bfloat16 allows."""
+    """Close within the precision of bfloat16."""
     assert (got.double() - wanted).abs().max() < 0.03 * wanted.abs().max() + 1e-6, name
 
 
 @every_case
 def test_is_what_it_says(name):
-    """Its output, and all gradients."""
+    """The module's output, and all gradients."""
     module, options, x, dout = made(name)
     out = module(x, **options)
     out.backward(dout)
@@ -100,7 +101,7 @@ def test_autocast(name):
 
 
 def test_options_of_a_call():
-    """A mask in Python, which reads an array."""
+    """A mask in Python that reads an array."""
     module, _, x, _ = made("plain")
     docs = torch.arange(TOKENS) // 7
     with torch.no_grad():
@@ -110,7 +111,8 @@ def test_options_of_a_call():
 
 
 def test_at_once_is_one_function(monkeypatch):
-    """Of the projection, in eager calls and compiled ones; where `attend` is another, or a call has options, it is in parts."""
+    """Projection, norms, rotary and attention are one function, in eager and compiled calls; they are separate if `attend` is
+    overridden or a call has options."""
     asked, real = [], nn.ProjectedAttention.apply
     monkeypatch.setattr(nn.ProjectedAttention, "apply", lambda *args: asked.append(args[0].shape) or real(*args))
     module, _, x, _ = made("at once")
@@ -174,7 +176,7 @@ def test_positions_of_another_shape(head_dim, shape):
 
 @pytest.mark.parametrize("head_dim", [16, 64])
 def test_positions_that_are_learned(head_dim):
-    """Which kernels do not differentiate: they are by torch's own steps."""
+    """Transforms that our fused function does not support take torch's own steps."""
     module = Attention(DIM, 1, head_dim=head_dim, rotary=100.0, dtype=torch.bfloat16)
     x, positions = torch.randn(1, TOKENS, DIM).bfloat16(), torch.rand(TOKENS, requires_grad=True)
     (got,) = torch.autograd.grad(module(x, positions).float().square().sum(), positions)
@@ -191,7 +193,7 @@ class Halved(torch.nn.RMSNorm):
 @pytest.mark.parametrize("rotary", [None, 100.0])
 @pytest.mark.parametrize("how", ["class", "hook", "epsilon", "one"])
 def test_norms_that_are_others(rotary, how):
-    """A norm that somebody has put in is called, and so is one with hooks: kernels know torch's RMS norms, two of a kind."""
+    """A replaced norm is called, and so is one with hooks: kernels support two RMSNorms of torch alone."""
     module, wanted = (Attention(DIM, 1, head_dim=64, rotary=rotary, qk_norm=True, dtype=torch.bfloat16) for _ in range(2))
     x = torch.randn(1, 9, DIM).bfloat16()
     wanted.load_state_dict(module.state_dict())
@@ -218,7 +220,7 @@ def test_of_another_shape(shape):
 
 
 def test_without_memory():
-    """Shapes alone, forward and backward."""
+    """Forward and backward on the meta device."""
     module = Attention(DIM, heads=3, causal=True, rotary=10_000, device="meta", dtype=torch.bfloat16)
     x = torch.empty(2, 9, DIM, device="meta", dtype=torch.bfloat16)
     y = module(x)
@@ -246,7 +248,7 @@ def test_what_would_change_axes_or_results(name, value):
 
 @pytest.mark.parametrize("learned", ["project", "q_norm", "sink"])
 def test_second_derivatives_of_what_is_learned_alone(learned):
-    """The result depends on nothing else that requires grad, its gradient on nothing at all."""
+    """The result depends on no other tensor that requires grad, and its gradient on none."""
     module = Attention(DIM, 1, head_dim=64, rotary=100.0, qk_norm=True, sink=True, dtype=torch.bfloat16).requires_grad_(False)
     parameter = getattr(module, learned)
     parameter = parameter if learned == "sink" else parameter.weight
@@ -257,7 +259,7 @@ def test_second_derivatives_of_what_is_learned_alone(learned):
 
 
 def test_memory_comes_later():
-    """As it does where a model is spread over ranks: made without memory, then every module sets its own."""
+    """A model is made on the meta device, as for FSDP, and every module then initialises its own parameters."""
     module = Attention(DIM, 2, head_dim=16, sink=True, qk_norm=True, device="meta").to_empty(device="cpu")
     with torch.no_grad():
         module.sink.fill_(torch.nan)
@@ -273,7 +275,7 @@ def test_what_is_printed():
 @pytest.mark.gpu
 @every_case
 def test_on_the_card(name):
-    """Beside the interpreter's."""
+    """The GPU's results are close to the interpreter's."""
     results = []
     for device in "cpu", "cuda":
         module, options, x, dout = made(name)

@@ -1,6 +1,5 @@
-"""All programs on a device that is none: a call whose plan is found by a function of lengths, or that is served by what was
-written for the form of those before (tiles/guarded_calls.py), launches what a call does that is planned anew, and is refused in
-the same words."""
+"""All programs on a simulated GPU: a call whose plan is a function of lengths, or whose host code was generated for earlier
+calls (tiles/guarded_calls.py), makes the same launches as a newly planned call, and raises the same errors."""
 
 import itertools
 import sys
@@ -52,7 +51,7 @@ LENGTH = st.one_of(st.integers(0, 5), st.integers(1, 300), st.integers(1, 5000),
 
 @st.composite
 def calls(draw, name):
-    """(arrays, options, layout) of several calls that have in common what is no length."""
+    """(arrays, options, layout) of several calls that differ in lengths alone."""
     program = PROGRAMS[name]
     schema, layout = program.schema, draw(st.sampled_from(["bshd", "bshd", "bhsd"]))
     columns = {axis: draw(st.sampled_from(COLUMNS.get(name, {}).get(axis, [64, 64, 128, 80, 24]))) for axis in "DKVF"}
@@ -154,14 +153,14 @@ def test_the_same_as_planned_anew(gpu, name, data):
 
 
 def tokens(batch, length, heads, columns, pointer=MEMORY, capacity=None, dtype="bfloat16"):
-    """An array (B, S, H, D) in one that holds `capacity` tokens."""
+    """An array (B, S, H, D) inside one with room for `capacity` tokens."""
     size = ITEMSIZE[dtype]
     strides = contiguous((batch, capacity or length, heads, columns), size)
     return Lent(pointer, Form((batch, length, heads, columns), strides, dtype, 0, size))
 
 
 def planned(monkeypatch, program):
-    """A list that grows with every call that is planned."""
+    """A list to which every planned call is appended."""
     found, plans = [], program._planned
     monkeypatch.setattr(program, "_planned", lambda *args: found.append(1) or plans(*args))
     return found
@@ -169,7 +168,7 @@ def planned(monkeypatch, program):
 
 @pytest.mark.parametrize("paged", [False, True])
 def test_appends_are_planned_a_few_times(gpu, monkeypatch, paged):
-    """Of any number of sequences and tokens."""
+    """Calls with any number of sequences and tokens."""
     plans, names = planned(monkeypatch, _append), _append.names
     for batch, new in (2, 1), (2, 700), (64, 1), (3, 5), (1, 9000):
         arrays = dict.fromkeys(names)
@@ -188,8 +187,8 @@ def test_appends_are_planned_a_few_times(gpu, monkeypatch, paged):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_generation_is_planned_a_few_times(gpu, monkeypatch, causal):
-    """A key more each call: planned anew where the kernel changes, or what the planner asks has another answer. Long contexts
-    are shared out, and combined."""
+    """One more key in each call: planned anew when the kernel or an answer to the planner's questions changes. Long contexts
+    are split and combined."""
     plans = planned(monkeypatch, _forward)
     for length in range(1, 5000, 7):
         q, k, v = tokens(2, 1, 8, 128), *(tokens(2, length, 2, 128, MEMORY + n * ROOM, 8192) for n in (1, 2))
@@ -200,7 +199,7 @@ def test_generation_is_planned_a_few_times(gpu, monkeypatch, causal):
 
 
 def test_prompts_are_planned_a_few_times(gpu, monkeypatch):
-    """Of any length, in arrays of their own, to linear: with more segments and without."""
+    """linear with any length and new arrays: with several segments and with one."""
     linear = PROGRAMS["linear"]
     plans = planned(monkeypatch, linear)
     for length in range(1, 9000, 13):
@@ -211,7 +210,7 @@ def test_prompts_are_planned_a_few_times(gpu, monkeypatch):
 
 
 def test_gradients_of_norms_are_planned_a_few_times(gpu, monkeypatch):
-    """Of a layer norm whose weights are one for all heads, its bias one for each."""
+    """A layer norm whose weights are shared by all heads, and whose bias differs."""
     program, dim = DIFFERENTIATE["k"], 64
     norm = [
         Lent(MEMORY + n * ROOM, Form(shape, contiguous(shape, 4), "float32", 0, 4)) for n, shape in ((2, (dim,)), (3, (2, dim)))
@@ -228,7 +227,7 @@ def test_gradients_of_norms_are_planned_a_few_times(gpu, monkeypatch):
 
 
 def test_projections_are_planned_a_few_times(gpu, monkeypatch):
-    """Queries, keys and values are columns of one array; parts of results lie where these do, before all scratch memory."""
+    """Queries, keys and values are columns of one array; parts of results lie in the same way, before all scratch memory."""
     heads, kv_heads, dim = 4, 2, 64
     both = projected, projected_backward
     made, count = [planned(monkeypatch, program) for program in both], 0
@@ -259,7 +258,8 @@ def test_projections_are_planned_a_few_times(gpu, monkeypatch):
 
 
 def test_a_seed_is_no_length_and_no_option(gpu, monkeypatch):
-    """It is written where addresses are, into one slot: another one is not planned, nor is another length with it."""
+    """A seed is written into one slot of the arguments, like addresses: a new seed is not planned, nor is a new length with
+    it."""
     plans, found = planned(monkeypatch, _variant), {}
     options = dict.fromkeys(_variant.options) | {"causal": False, "norm_eps": 1e-6, "dropout": 0.5, "return_lse": False}
     for length, seed in (4000, 2**62 + 5), (4000, 0), (4000, 7), (3999, 7):
@@ -273,7 +273,8 @@ def test_a_seed_is_no_length_and_no_option(gpu, monkeypatch):
 
 
 def test_what_a_score_indexes_is_asked_of_every_length(gpu, monkeypatch):
-    """One plan serves lengths for which an array of aux has elements; at another it is refused, as at the first."""
+    """One plan serves all lengths for which an array of aux has enough elements; a longer one is refused, as in the first
+    call."""
     plans, score = planned(monkeypatch, _variant), register_function("score", lambda s, b, h, i, j, table: s + table[j])
     options = dict.fromkeys(_variant.options) | {"causal": True, "score": score, "norm_eps": 1e-6, "return_lse": False}
     table = Lent(MEMORY + 4 * ROOM, Form((4000,), (4,), "float32", 0, 4))
@@ -288,7 +289,7 @@ def test_what_a_score_indexes_is_asked_of_every_length(gpu, monkeypatch):
 
 
 def test_threads(gpu):
-    """Eight of them, with lengths and addresses of their own: every launch is one of those that should be."""
+    """Eight threads with their own lengths and addresses: every launch is one that was expected."""
 
     def arrays(thread, length):
         q, out = (tokens(1, 1, 8, 64, MEMORY + (4 * thread + n) * ROOM) for n in (0, 1))
@@ -318,7 +319,7 @@ def test_threads(gpu):
 
 
 def test_functions_are_limited(gpu, monkeypatch):
-    """A planner that asks for the very length is planned for each, and watched a few times only."""
+    """A planner that depends on the exact length plans each call, and is watched only a few times."""
     watched, real = [], _forward._watched
     monkeypatch.setattr(_forward, "_watched", lambda *args: watched.append(1) or real(*args))
     monkeypatch.setattr(_forward, "planner", lambda problem, *_: int(problem.extents["T"]) and programs.Plan([]))
@@ -329,7 +330,7 @@ def test_functions_are_limited(gpu, monkeypatch):
 
 
 def insists(problem, *_):
-    """A planner that takes nothing but an int."""
+    """A planner that requires an int."""
     if type(problem.extents["T"]) is not int:
         raise ValueError("T: must be an int")
     return programs.Plan([])
@@ -337,7 +338,7 @@ def insists(problem, *_):
 
 @pytest.mark.parametrize("planner", [lambda problem, *_: {problem.extents["T"]} and programs.Plan([]), insists])
 def test_who_cannot_be_watched_plans_each_call(gpu, monkeypatch, planner):
-    """One that looks a length up in a table, or wants an int."""
+    """A planner that looks a length up in a table, or requires an int."""
     monkeypatch.setattr(_forward, "planner", planner)
     for length in range(1, 9):
         arrays = tokens(1, 1, 8, 64), *(tokens(1, length, 8, 64, MEMORY + n * ROOM) for n in (1, 2)), None, None

@@ -1,4 +1,4 @@
-"""attention/show.py: the blocks that it draws are those that the mask's pairs make."""
+"""attention/show.py: the blocks that it draws agree with the pairs of the mask."""
 
 import re
 import xml.etree.ElementTree as ElementTree
@@ -41,7 +41,7 @@ def picture(name, **more):
 
 @pytest.mark.parametrize("name", CASES)
 def test_blocks_are_what_their_pairs_say(name):
-    """A block at the end is masked where it is not full of keys; queries that there are not count as if there were."""
+    """The last block is masked if it is not full of keys; missing queries count as visible."""
     of = picture(name)
     for (r, c), kind in np.ndenumerate(of.blocks):
         pairs = of.visible[r * of.rows : (r + 1) * of.rows, c * of.cols : (c + 1) * of.cols]
@@ -77,7 +77,7 @@ def test_text_of_a_long_sequence_fits_a_line():
 
 
 def test_svg():
-    """The picture is as large as it says, and has every block once."""
+    """The SVG has the size that it states, and each block once."""
     of = picture("documents")
     root = ElementTree.fromstring(draw.svg(show.panel(of)))
     _, _, width, height = map(float, root.attrib["viewBox"].split())

@@ -29,12 +29,12 @@ GROWTH = 16 * 2**20  # bytes: what allocators may still take then
 
 
 def _heads(rng, batch, length):
-    """For forward: four query heads, two of keys."""
+    """For forward: four query heads and two key heads."""
     return {name: rng.standard_normal((batch, length, n, 64)).astype(BF16) for name, n in dict(q=4, k=2, v=2).items()}
 
 
 def _states(rng, batch, length):
-    """For linear_step, tokens being sequences: each brings its state along."""
+    """For linear_step, where tokens are sequences, each with its state."""
     made = {name: rng.standard_normal((batch, length, n, 16)).astype(BF16) for name, n in dict(q=1, k=1, v=2).items()}
     return made | {"state": rng.standard_normal((batch, length, 2, 16, 16)).astype(F32)}
 
@@ -52,10 +52,10 @@ EVERY = MEMBERS | {
 
 
 class OnInterpreter(places.OnInterpreter):
-    """NumPy's arrays."""
+    """NumPy arrays."""
 
     def copy(self, x, past):
-        """A copy that begins `past` bytes into memory of its own."""
+        """A copy that begins `past` bytes into its own memory."""
         room = np.empty(past + x.nbytes, np.uint8)[past:].view(x.dtype).reshape(x.shape)
         room[...] = x
         return room
@@ -68,7 +68,7 @@ class OnInterpreter(places.OnInterpreter):
 
 
 class OnCard(places.OnCard):
-    """torch's tensors; a thread has a stream of its own."""
+    """torch tensors; each thread has its own stream."""
 
     def copy(self, x, past):
         import torch
@@ -90,13 +90,13 @@ class OnCard(places.OnCard):
 
 
 def resident():
-    """Bytes of this process's memory that are in use."""
+    """Bytes of memory that this process uses."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 class Soak:
-    """Threads that call members until the time is over. calls: how many there were. wrong: (member, length) of a call whose
-    results differed. errors: what a thread ended with. grown: bytes of memory that were added after the warm-up."""
+    """Threads that call members for a while. calls: how many calls there were. wrong: (member, length) of calls whose results
+    differed. errors: what threads raised. grown: bytes of memory added after the warm-up."""
 
     def __init__(self, members, place, lengths):
         self.members, self.place, self.lengths = members, place, lengths
@@ -109,7 +109,7 @@ class Soak:
         return [{name: self.place.put(x) for name, x in arrays.items()} for arrays in (tokens, fixed)]
 
     def run(self, threads, seconds):
-        """Call, for so long."""
+        """Call members until the time is over."""
         self.end = time.monotonic() + seconds
         started = [threading.Thread(target=self._work, args=(n,)) for n in range(threads)]
         for thread in started:
@@ -130,7 +130,7 @@ class Soak:
             self.errors.append(error)
 
     def call(self, name, length, draw):
-        """Call a member on so many tokens, at addresses of no one else, and compare."""
+        """Call a member on so many tokens, at new addresses, and compare."""
         tokens, fixed = self.arrays[name]
         given = {which: self.place.copy(x[:, :length], 16 * draw.randrange(64)) for which, x in tokens.items()}
         given |= {which: self.place.copy(x, 16 * draw.randrange(64)) for which, x in fixed.items()}
@@ -143,7 +143,7 @@ class Soak:
 
 
 def _flat(results):
-    """The arrays among results, which may be tuples of tuples."""
+    """The arrays in results, which may be nested tuples."""
     if isinstance(results, tuple):
         return [x for result in results for x in _flat(result)]
     return [] if results is None else [results]

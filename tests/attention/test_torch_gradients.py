@@ -1,4 +1,4 @@
-"""The gradients of attention.forward through torch: autograd, torch.compile, checkpoints, torch.func."""
+"""Gradients of attention.forward through torch: autograd, torch.compile, checkpoints, torch.func."""
 
 import importlib
 
@@ -28,7 +28,8 @@ LOSSES = {  # (of out and lse, its gradients by them)
 @pytest.mark.parametrize("options", [dict(causal=True), dict(causal=True, window=(9, None))], ids=["plain", "window"])
 @pytest.mark.parametrize("of", LOSSES)
 def test_torch_tensors_that_require_grad(of, options, device):
-    """Through autograd, under torch.compile and checkpointed, of a loss of out, of lse, of both: what backward gives."""
+    """Gradients through autograd, under torch.compile and with checkpoints, of a loss of out, of lse and of both, equal
+    attention.backward's."""
     torch = pytest.importorskip("torch")
     given = torch_inputs(1, 24, 2, 64, device=device)
     of_results, gradients = LOSSES[of]
@@ -61,7 +62,7 @@ def of_softmax(q, k, v):
 
 
 def joined(q, k, v):
-    """Of the keys in two parts, merged by lse."""
+    """Attention of two parts of the keys, merged by lse."""
     (out, lse), (more, its) = (attended(q, k[..., part, :], v[..., part, :]) for part in (slice(9), slice(9, None)))
     every = lse.logaddexp(its)
     return (lse - every).exp()[..., None] * out.double() + (its - every).exp()[..., None] * more.double(), every
@@ -76,7 +77,7 @@ USES = {
 
 @pytest.mark.parametrize("use", USES)
 def test_what_lse_is_used_for(use):
-    """It trains as the formula does."""
+    """A few optimiser steps give the formula's losses."""
     torch = pytest.importorskip("torch")
     function, of_results = USES[use]
     given = torch_inputs(1, 2, 24, 64)
@@ -87,7 +88,8 @@ def test_what_lse_is_used_for(use):
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 1e4}], ids=["plain", "softcap"])
 def test_lse_of_a_query_that_sees_nothing_has_no_part_in_gradients(options):
-    """It is -inf, and so may its gradient be, or NaN. With a sink it is the sink, and has."""
+    """lse of a row without keys is -inf, and its gradient may be -inf or NaN. With a sink lse is the sink, and has a
+    gradient."""
     torch = pytest.importorskip("torch")
     q, (k, v) = torch_inputs(1, 1, 24, 64)[0], torch_inputs(1, 1, 16, 64)[:2]
     out, lse = attended(q, k, v, causal=True, **options)
@@ -114,7 +116,7 @@ WAYS = {  # of the gradient of a loss of q
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("options", [{}, {"softcap": 3.0}], ids=["plain", "softcap"])
 def test_results_that_nobody_uses_cost_nothing(way, options, monkeypatch):
-    """Of lse no zeros are made, and no other kernels run; of neither nothing is computed."""
+    """Without a gradient of lse no zeros are made, and the same kernels run; without any gradient nothing is computed."""
     torch = pytest.importorskip("torch")
     backward, asked = importlib.import_module("attention.softmax.backward.backward"), []
     programs = [getattr(backward, name) for name in ("_backward", "_variant")]
@@ -128,7 +130,7 @@ def test_results_that_nobody_uses_cost_nothing(way, options, monkeypatch):
 
 
 def test_no_graph_has_zeros_for_an_lse_that_is_not_returned():
-    """torch.compile makes them of each result that is."""
+    """torch.compile makes zeros for each result without a gradient."""
     torch = pytest.importorskip("torch")
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
@@ -145,8 +147,8 @@ def test_no_graph_has_zeros_for_an_lse_that_is_not_returned():
 
 
 def test_backward_of_tensors_that_require_grad():
-    """It computes plain tensors, as torch.autograd.grad does. Under torch.func.grad they would count as constants, so it says
-    that they have no derivatives."""
+    """Gradients are plain tensors, as torch.autograd.grad returns them. torch.func.grad would treat them as constants, so the
+    error says that they have no derivatives."""
     torch = pytest.importorskip("torch")
     given, ones = torch_inputs(1, 8, 1, 64), torch.ones(64, requires_grad=True)
     options = {"sink": ones[:1].detach().requires_grad_(), "q_norm": (ones.detach(), ones)}
@@ -165,7 +167,7 @@ def test_backward_of_tensors_that_require_grad():
 
 @pytest.mark.parametrize("case", ["keys are values", "one array of ends"])
 def test_one_tensor_in_two_places(case):
-    """Eagerly and in a graph: as what is queries, keys and values, or says where queries and keys end."""
+    """Eagerly and in a graph: an array that is q, k and v at once, or both cu_seqlens."""
     torch = pytest.importorskip("torch")
     q, k, v = torch_inputs(1, 24, 2, 64)
     ends = torch.tensor([0, 9, 24], dtype=torch.int32)
@@ -182,8 +184,8 @@ def test_one_tensor_in_two_places(case):
 
 
 def test_what_dynamo_gives_up_on():
-    """It traces torch.func.grad, but not an autograd.Function in it: then all runs as it is, and Dynamo, which looks at every
-    function that is called next, does not look into the program. With fullgraph=True the error says what to do."""
+    """Dynamo traces torch.func.grad, but not an autograd.Function inside: the call runs eagerly, and Dynamo does not trace into
+    the program. With fullgraph=True the error says what to do."""
     torch = pytest.importorskip("torch")
     q = torch_inputs(1, 24, 2, 64)[0].detach()
     derived = torch.func.grad(lambda x: attention.forward(x, x, x, causal=True).float().square().sum())
@@ -203,7 +205,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize("case", OPTIONS)
 def test_torch_tensors_with_options(case):
-    """Through autograd and under torch.compile: what backward gives."""
+    """Gradients through autograd and under torch.compile equal attention.backward's."""
     torch = pytest.importorskip("torch")
     given = torch_inputs(1, 24, 1, 64)
     options = {name: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for name, x in OPTIONS[case].items()}
@@ -223,7 +225,7 @@ def test_torch_tensors_with_options(case):
 
 @pytest.mark.parametrize("options", [{}, {"window": (3, None)}])
 def test_autograd_is_deterministic_where_torch_is(monkeypatch, options):
-    """In either of its ways: of q, k and v alone, and with more."""
+    """deterministic algorithms are respected for q, k and v alone, and with further gradients."""
     torch = pytest.importorskip("torch")
     from attention.softmax import autograd
 
@@ -269,7 +271,7 @@ def test_nested_tensors_are_told_of_packed_ones(layout, grad):
 
 @pytest.mark.parametrize("slopes", [False, True])
 def test_gradients_are_added_to_tensors(slopes):
-    """By accumulate=True, in eager calls and in those that torch compiles, which then knows of the writes, to what is given."""
+    """accumulate=True adds to the arrays, in eager calls and in compiled ones, where torch sees the writes."""
     torch = pytest.importorskip("torch")
     q, k, v = (x.detach() for x in torch_inputs(1, 12, 1, 64))
     options = {"alibi": torch.tensor([0.2])} if slopes else {}
@@ -309,23 +311,24 @@ def test_what_autograd_refuses():
     twice = torch.func.grad(lambda x: torch.func.grad(lambda y: attention.forward(y, y, y).float().sum())(x).float().sum())
     with pytest.raises(NotImplementedError, match="no second derivatives"):
         twice(q.detach())
-    with pytest.raises(NotImplementedError, match="out: cannot be given where a gradient is to come; leave it out"):
+    with pytest.raises(NotImplementedError, match="out: is not supported for tensors that require grad; omit it"):
         attention.forward(q, k, v, out=torch.empty_like(q.detach()))
 
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 3.0}], ids=["plain", "softcap"])
 @pytest.mark.parametrize("name", ["lse", "accumulate"])
 def test_what_would_be_forgotten_is_refused(name, options):
-    """lse= was not written, and nothing was added to anything."""
+    """A failed call has neither written lse= nor added to any array."""
     torch = pytest.importorskip("torch")
     q, k, v = torch_inputs(1, 8, 1, 64)
     given = {"lse": {"lse": torch.zeros(1, 1, 8), "return_lse": True}, "accumulate": {"accumulate": True}}[name]
-    with pytest.raises(NotImplementedError, match=f"{name}: cannot be given where a gradient is to come"):
+    with pytest.raises(NotImplementedError, match=f"{name}: is not supported for tensors that require grad"):
         attention.forward(q, k, v, **given, **options)
 
 
 def test_options_that_are_numpys():
-    """They serve tensors in host memory without gradients, and so with them: torch keeps nothing else for the backward pass."""
+    """NumPy arrays as options are supported for tensors in host memory, with and without gradients: torch saves nothing else
+    for the backward pass."""
     torch = pytest.importorskip("torch")
     q, k, v = torch_inputs(1, 8, 1, 64)
     for theirs, ours in (
@@ -337,7 +340,8 @@ def test_options_that_are_numpys():
 
 
 def test_options_that_are_numpys_may_change_before_the_backward_pass():
-    """As a seed does that counts up from layer to layer: torch would notice of a tensor, and can not of an array."""
+    """An array is changed between forward and backward, like a seed that counts up per layer: torch would notice it of a
+    tensor, and cannot of an array."""
     torch = pytest.importorskip("torch")
     q, k, v = torch_inputs(1, 8, 1, 64)
     seed, bias = np.array([3]), np.ones((1, 1, 8, 8), bf16.np)  # of which torch knows no dtype
@@ -363,7 +367,7 @@ def test_a_list_is_no_array(name):
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 3.0}], ids=["plain", "softcap"])
 def test_keys_that_are_numpys(options):
-    """As without gradients, where tensors lie in host memory."""
+    """As without gradients, for tensors in host memory."""
     torch = pytest.importorskip("torch")
     q, k, v = torch_inputs(1, 8, 1, 64)
     held = k.detach().view(torch.int16).numpy().view(bf16.np)
@@ -372,7 +376,7 @@ def test_keys_that_are_numpys(options):
 
 
 def test_lists_that_are_made_where_a_gradient_is_to_come():
-    """As within a model that is trained: they depend on no tensor that requires grad."""
+    """Inside a module that is trained: they depend on no tensor that requires grad."""
     torch = pytest.importorskip("torch")
     given, docs = torch_inputs(1, 24, 2, 64), torch.arange(24) // 9
     call_options = dict(mask=lambda b, h, i, j, docs: docs[i] == docs[j], aux=(docs,))
@@ -386,7 +390,7 @@ def test_lists_that_are_made_where_a_gradient_is_to_come():
 def test_what_has_no_gradient_is_named():
     torch = pytest.importorskip("torch")
     q = torch_inputs(1, 8, 1, 64)[0]
-    with pytest.raises(NotImplementedError, match=r"^lengths_k: there is no gradient where it has a number for each part"):
+    with pytest.raises(NotImplementedError, match=r"^lengths_k: of shape \(B, C\) it has no gradient"):
         attention.forward(q, q, q, lengths_k=torch.tensor([[4, 8]]))
     with pytest.raises(NotImplementedError, match=r"^lengths_k: requires grad, and has no gradient; pass lengths_k\.detach"):
         attention.forward(q, q, q, lengths_k=torch.tensor([4.0], requires_grad=True))

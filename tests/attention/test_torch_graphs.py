@@ -1,4 +1,4 @@
-"""Every public function in torch's graphs: torch.compile, torch.export, CUDA graphs, and what a graph is guarded by."""
+"""Every public function in torch's graphs: torch.compile, torch.export, CUDA graphs, and the guards of graphs."""
 
 import functools
 import subprocess
@@ -109,7 +109,7 @@ EXPORTED = {
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("kind", EXPORTED)
 def test_what_is_exported_loses_no_gradient(kind, strict):
-    """It is exported with parameters that require grad, runs without gradients, and refuses to lose them."""
+    """Exported with parameters that require grad, it runs without gradients, and raises an error where they would be lost."""
     layer, x = EXPORTED[kind](), torch.randn(1, TOKENS, HEAD).bfloat16()
     module = torch.export.export(layer, (x,), strict=strict).module()
     with torch.no_grad():
@@ -151,7 +151,7 @@ def test_what_a_graph_cannot_do_is_said():
 
 
 def test_masks_of_a_graph():
-    """A function goes by the digest of its code: another one is another graph, and so is one that holds another number."""
+    """A function is identified by the digest of its code: another function, or another captured number, is another graph."""
     q, k, v = Inputs().qkv()
     torch._dynamo.reset()
     compiled = torch.compile(attention.forward, fullgraph=True, backend="aot_eager")
@@ -172,7 +172,7 @@ def test_masks_of_a_graph():
 
 
 def test_lists_of_blocks_in_a_graph():
-    """They are made before, and read by it."""
+    """Block lists are made before the graph, and read by it."""
     x, near = Inputs(), lambda b, h, i, j, docs: docs[i] == docs[j]
     q, k, v = x.qkv()
     options = {"mask": near, "aux": (x.documents()[0],)}
@@ -182,12 +182,12 @@ def test_lists_of_blocks_in_a_graph():
     assert_same(compiled(q, k, v, blocks=lists, **options), attention.forward(q, k, v, **options))
     with torch._subclasses.FakeTensorMode() as fakes:
         fake = [fakes.from_tensor(y) for y in (q, k, v)]
-        with pytest.raises(TypeError, match="^q: lists are made outside of what torch.compile or jax.jit traces"):
+        with pytest.raises(TypeError, match="^q: call block_lists outside of torch.compile and jax.jit"):
             attention.block_lists(*fake, **options)
 
 
 def test_seeds_of_a_graph():
-    """Are numbers that may change: the third one compiles nothing anew."""
+    """Numbers become symbols: the third value compiles nothing anew."""
     from torch._dynamo.testing import CompileCounterWithBackend
 
     q, k, v = Inputs().qkv()
@@ -200,7 +200,7 @@ def test_seeds_of_a_graph():
 
 
 def test_the_first_call_may_be_one_that_is_compiled():
-    """attention was imported first, and no function looked up, nor an op registered, before Dynamo traces."""
+    """attention is imported first; no function is looked up, and no op registered, before Dynamo traces."""
     code = """
 import attention, torch
 q = torch.randn(1, 16, 1, 64).half()
@@ -215,7 +215,7 @@ assert torch.equal(compiled(q), attention.retention(q, q, q))
 @every_call
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_inductor(name, mode):
-    """Inductor's code, and the CUDA graphs that it captures; fresh numbers at every replay."""
+    """Inductor's code, and the CUDA graphs that it captures, with new values in every replay."""
     torch._dynamo.reset()
     compiled = torch.compile(CALLS[name][0], fullgraph=True, mode=mode)
     for _ in range(4):
@@ -246,7 +246,7 @@ def test_cuda_graph(name):
 
 # ---- whole steps of training -----------------------------------------------------------------------------------------
 def model(device, dtype=torch.bfloat16):
-    """A layer with all that it can have, and what it is trained to give."""
+    """A layer with every feature, and its training target."""
     from attention.nn import Attention
 
     torch.manual_seed(0)
@@ -258,7 +258,7 @@ def model(device, dtype=torch.bfloat16):
 
 
 def step(layer, optimiser, x, wanted):
-    """One step; the loss."""
+    """One optimiser step; returns the loss."""
     optimiser.zero_grad(set_to_none=True)
     loss = (layer(x).float() - wanted.float()).square().mean()
     loss.backward()
@@ -268,7 +268,7 @@ def step(layer, optimiser, x, wanted):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoints(reentrant):
-    """What is computed again is the same."""
+    """Recomputed activations are equal."""
     layer, x, _ = model("cpu")
     x.requires_grad_()
     given = [x, *layer.parameters()]
@@ -296,9 +296,9 @@ def test_functional_transforms():
 
 @pytest.mark.parametrize("options", [{}, {"window": (2, 0)}], ids=["plain", "window"])
 def test_torchs_deterministic_mode_asks_for_deterministic_gradients(monkeypatch, options):
-    """Plain calls go a shorter way, by plain(of, causal, scale, deterministic, ..)."""
+    """A plain call takes the short path, backward_without_options."""
     q, k, v = (x.requires_grad_() for x in Inputs().qkv())
-    call_options, backward, plain = [], attention.backward, backwards.plain
+    call_options, backward, plain = [], attention.backward, backwards.backward_without_options
 
     @functools.wraps(backward)  # whose arguments are asked for
     def watched(*x, deterministic=False, **more):
@@ -306,7 +306,7 @@ def test_torchs_deterministic_mode_asks_for_deterministic_gradients(monkeypatch,
         return backward(*x, deterministic=deterministic, **more)
 
     monkeypatch.setattr(attention, "backward", watched)
-    monkeypatch.setattr(backwards, "plain", lambda *x: (call_options.append(x[3]), plain(*x))[1])
+    monkeypatch.setattr(backwards, "backward_without_options", lambda *x: (call_options.append(x[3]), plain(*x))[1])
     for mode in True, False:
         monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda mode=mode: mode)
         attention.forward(q, k, v, **options).sum().backward()
@@ -365,7 +365,7 @@ def test_inductor_trains():
 
 
 def of_torch(q, k, v):
-    """The same by torch, in float32."""
+    """The same layer in torch, in float32."""
     turned = [x.transpose(1, 2).float() for x in (q, k, v)]
     return torch.nn.functional.scaled_dot_product_attention(*turned, enable_gqa=True).transpose(1, 2)
 
@@ -373,8 +373,8 @@ def of_torch(q, k, v):
 @pytest.mark.gpu
 @pytest.mark.parametrize("number", range(2))
 def test_forms_that_came_before(number):
-    """What is written for them (tiles/guarded_calls.py) is told of new arrays, lengths, streams and modes, on each GPU,
-    whichever is current, and may be captured."""
+    """Generated host code (tiles/guarded_calls.py) handles new arrays, lengths, streams and modes on each GPU, whichever is
+    current, and may be captured."""
     if number >= torch.cuda.device_count():
         pytest.skip("there is one GPU")
     device = torch.device("cuda", number)

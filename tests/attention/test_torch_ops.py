@@ -92,7 +92,7 @@ REFUSED = r"k: requires grad.*torch\.no_grad\(\)"
 
 
 def test_a_tensor_that_requires_grad_is_refused_everywhere():
-    """Not detached, where nobody would notice: what has no backward pass yet, and the op of what has one."""
+    """An error instead of a detached result: for functions without a backward pass, and for the ops of those that have one."""
     q, k, v = Inputs().qkv()
     k.requires_grad_()
     attention.register_torch_ops()
@@ -145,7 +145,7 @@ def autocast(device="cpu", dtype=torch.bfloat16):
 @pytest.mark.parametrize("name", ["forward, lse", "linear, state", "mamba2", "linear_step"])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_autocast(name, compiled):
-    """Tiles of float32 become what autocast says; gates and states are float32 as before."""
+    """float32 tiles are cast by autocast; gates and states stay float32."""
     seeded = lambda dtype: (torch.manual_seed(0), prepared(name, dtype=dtype))[1]
     (_, low, low_options), (function, args, options) = seeded(torch.bfloat16), seeded(torch.float32)
     wanted = function(*low, **low_options)
@@ -159,7 +159,7 @@ def test_autocast(name, compiled):
 
 
 def test_autocast_of_some():
-    """What is low already is left, also where it comes first."""
+    """Arrays of low precision are left as they are, also if they come first."""
     q, k, v = Inputs().qkv()
     with autocast():
         assert_same(attention.forward(q, k.float(), v), attention.forward(q, k, v))

@@ -11,7 +11,7 @@ from torch_calls import HEAD, TOKENS, Inputs, Recording, assert_same, leaves, ne
 
 
 def mapped(function, in_dims, arrays, **options):
-    """What torch.vmap should give: a call for each element, stacked."""
+    """The expected result of torch.vmap: a call for each element, stacked."""
     count = next(x.shape[d] for x, d in zip(arrays, in_dims) if d is not None)
     each = [
         leaves(function(*(x if d is None else x.select(d, n) for x, d in zip(arrays, in_dims)), **options))
@@ -41,7 +41,7 @@ def test_vmap_is_one_call():
 @pytest.mark.parametrize("in_dims", [(0, 0, 0), (0, None, None), (None, 0, 1)])
 @pytest.mark.parametrize("options", [{}, {"window": (3, 3)}, {"return_lse": True}], ids=str)
 def test_gradients_through_vmap(in_dims, options):
-    """Of tensors that require grad outside, as stacked parameters of several models do."""
+    """Tensors that require grad outside of vmap, as stacked parameters of several models do."""
     arrays = [x if d is None else torch.stack([x, x * 2, -x], d) for x, d in zip(Inputs(batch=2).qkv(), in_dims)]
     arrays = [x.contiguous().requires_grad_() for x in arrays]
     function = lambda q, k, v: leaves(attention.forward(q, k, v, **options))[0]
@@ -55,7 +55,7 @@ def test_gradients_through_vmap(in_dims, options):
 
 
 def test_vmap_where_a_mask_counts_batches():
-    """b is the number of a sequence in each element's batch, not in all of them together."""
+    """b is the number of a sequence in each element's batch, not in the flattened batch."""
     x = Inputs(batch=2, heads=2)
     (q, k, v), docs = x.qkv(), x.documents()
     docs[1] += torch.arange(TOKENS) // 3
@@ -74,7 +74,8 @@ def test_vmap_in_vmap():
 @pytest.mark.parametrize("name", ["linear, state", "mamba2", "hedgehog", "delta_rule", "linear, sequences", "linear, sums"])
 @pytest.mark.parametrize("rates", [False, True])
 def test_vmap_of_the_others(name, rates):
-    """All arguments are mapped over; or all but rates of heads, maps and ends, which have no batch and ask for a call each."""
+    """All arguments are mapped over; or all but those without a batch axis (decays of heads, maps and ends), which need a call
+    each."""
     function, args, options = prepared(name)
     flat, spec = torch.utils._pytree.tree_flatten((args, options))
     tensor = lambda x: isinstance(x, torch.Tensor)

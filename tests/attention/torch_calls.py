@@ -23,7 +23,7 @@ class Inputs:
         return torch.randn(shape, device=self.device).to(self.dtype)
 
     def qkv(self, head=HEAD):
-        """Keys have length 1: the delta rule is stable then."""
+        """Keys are normalised, so that the delta rule is stable."""
         shape = self.batch, self.tokens, self.heads
         keys = torch.nn.functional.normalize(torch.randn((*shape, head), device=self.device), dim=-1).to(self.dtype)
         return self.tile(*shape, head), keys, self.tile(*shape, HEAD)
@@ -38,26 +38,26 @@ class Inputs:
         return torch.randn((self.batch, self.heads, *shape), device=self.device)
 
     def documents(self):
-        """Which document each token belongs to: (batch, sequence)."""
+        """The document number of each token, (batch, sequence)."""
         return (torch.arange(self.tokens, device=self.device) // 5).repeat(self.batch, 1)
 
     def ends(self):
         return torch.tensor([0, 3, self.tokens], dtype=torch.int32, device=self.device)
 
     def lengths(self):
-        """Keys in use of each cache."""
+        """How many keys each cache holds."""
         return 3 + torch.arange(self.batch, dtype=torch.int32, device=self.device)
 
     def pages(self):
-        """Two pages a sequence."""
+        """A page table with two pages for each sequence."""
         return 6 - torch.arange(2 * self.batch, dtype=torch.int32, device=self.device).reshape(-1, 2)
 
     def eights(self, *shape):
-        """K and V of a cache."""
+        """Keys and values of a cache."""
         return [self.tile(*shape, self.heads, HEAD).to(torch.float8_e4m3fn) for _ in "kv"]
 
     def descales(self, *shape):
-        """Of each token and head of it."""
+        """Descales for each token and head of the cache."""
         return {name: -self.rate(*shape, self.heads) for name in ("k_descale", "v_descale")}
 
     def of_projection(self):
@@ -72,12 +72,12 @@ class Inputs:
 
 
 def swapped(*arrays):
-    """The same, laid out as (batch, head, sequence, column)."""
+    """The same call with layout="bhsd"."""
     return [x.transpose(1, 2).contiguous() for x in arrays]
 
 
 def near(b, h, i, j, docs):
-    """A mask that reads all that it is told."""
+    """A mask that reads all of its arguments."""
     return (docs[b, i] == docs[b, j]) & (j <= i + h)
 
 
@@ -86,7 +86,7 @@ def warmer(s, b, h, i, j, docs):
 
 
 def normalised(q, *norm):
-    """Rows of q as forward normalises them."""
+    """Rows of q, normalised by forward."""
     return norms.normalised("q", q, norm if norm[1:] else norm[0], 1e-6, None, "bshd")
 
 
@@ -281,7 +281,8 @@ def leaves(tree):
 
 
 def assert_same(got, wanted):
-    """The same numbers, shapes, dtypes and strides. (Decays of heads that torch computes differ by a rounding.)"""
+    """The results have equal numbers, shapes, dtypes and strides. (Decays of heads that torch computes differ by a
+    rounding.)"""
     got, wanted = leaves(got), leaves(wanted)
     assert len(got) == len(wanted) > 0
     for x, y in zip(got, wanted):

@@ -277,11 +277,11 @@ def _decode(
 ) -> Plan:
     """The Plan of a call of decode. The schema's `lse` is always a result: callers have no argument for it."""
     check_extents(problem)
-    cache, most_keys, cache_args = select_loader(problem)
-    append = plan_new_keys(problem, interleaved, causal or left is not None or right is not None, norm_eps, most_keys)
+    cache, max_keys, cache_args = select_loader(problem)
+    append = plan_new_keys(problem, interleaved, causal or left is not None or right is not None, norm_eps, max_keys)
     batch, tokens, heads, sequences = problem("BSHN")
     out, lse = problem["out"], problem["lse"] if return_lse else None
-    if 0 in (batch, tokens, heads) or most_keys == 0:  # no token sees a key
+    if 0 in (batch, tokens, heads) or max_keys == 0:  # no token sees a key
         if "sink" in problem and 0 not in (batch, tokens, heads):
             raise problem.error("k", "must have at least one key where sink is passed", "k")
         choose_family(problem, family, tma=True)  # for its errors alone
@@ -289,8 +289,8 @@ def _decode(
         return Plan([*append.steps, *fills], append.scratch)
     if mask is None:  # pages of keys that a mask hides may be missing
         append = append._replace(steps=[*plan_page_checks(problem, left), *append.steps])
-    *functions, aux = load_functions(problem, mask, score, most_keys)
-    checks = plan_index_checks(problem, IndexingFunctions(functions[0], functions[1], aux, causal, left, right, most_keys))
+    *functions, aux = load_functions(problem, mask, score, max_keys)
+    checks = plan_index_checks(problem, IndexingFunctions(functions[0], functions[1], aux, causal, left, right, max_keys))
     append = append._replace(steps=[*checks, *append.steps])
     options = DecodeOptions(causal, left, right, softcap, resolve_scale(problem, scale), functions[0], functions[1], aux)
     shifts_keys = "leftpad" in problem and (mask or score)  # forward would pass functions key indices that begin at leftpad
@@ -298,10 +298,10 @@ def _decode(
     norms = select_norms(problem, norm_eps)
     other_dtype = problem["k"].form.dtype != problem.dtype
     split_kv = shifts_keys or norms.keys.prepares_queries or "lengths" not in problem or other_dtype
-    split_kv = split_kv or (many_tokens and splits is None and prefers_split_kv(problem, tokens, most_keys, left, family))
+    split_kv = split_kv or (many_tokens and splits is None and prefers_split_kv(problem, tokens, max_keys, left, family))
     if many_tokens and splits in (None, 1) and not split_kv:
-        return plan_prefill(problem, options, append, norms, most_keys, family, out, lse)
-    return plan_split_kv(problem, options, append, norms, cache, cache_args, most_keys, splits, family, out, lse)
+        return plan_prefill(problem, options, append, norms, max_keys, family, out, lse)
+    return plan_split_kv(problem, options, append, norms, cache, cache_args, max_keys, splits, family, out, lse)
 
 
 _variant = program(VARIANT, no_gradient=NO_GRADIENT)(_decode.planner)

@@ -60,12 +60,12 @@ class AppendPlan(NamedTuple):
     length_args: dict[str, Any]
 
 
-def plan_new_keys(problem: Problem, interleaved: bool, local: bool, norm_eps: float, most_keys: int) -> AppendPlan:
+def plan_new_keys(problem: Problem, interleaved: bool, local: bool, norm_eps: float, max_keys: int) -> AppendPlan:
     """The AppendPlan of a call; without k_new it has no steps. local: is each query rotated by its own position? ValueError:
     arguments for new keys do not fit each other."""
     args: dict[str, Any] = {"lengths": problem["lengths"], "added": 0}
     if "lengths" not in problem:
-        args = {"keys": most_keys}
+        args = {"keys": max_keys}
     if "k_new" not in problem:
         return AppendPlan([], [], problem["q"], args)
     ends = problem["cu_seqlens_new"] or problem["cu_seqlens"]
@@ -97,7 +97,7 @@ def plan_prefill(
     options: DecodeOptions,
     append: AppendPlan,
     norms: DecodeNorms,
-    most_keys: int,
+    max_keys: int,
     family: str | None,
     out: Operand,
     lse: Operand | None,
@@ -107,7 +107,7 @@ def plan_prefill(
     features = "alibi" in problem, None, "sink" in problem
     spec = build_variant(scale, causal, (left, right), softcap, *features, mask, score and Scored(score), norms.queries)
     args = {"gO": out, "gLse": lse, **append.length_args}
-    step = many_queries.plan_launch(problem, spec, family, append.queries, most_keys, aux, args)
+    step = many_queries.plan_launch(problem, spec, family, append.queries, max_keys, aux, args)
     return Plan([*append.steps, step], append.scratch)
 
 
@@ -129,7 +129,7 @@ def plan_split_kv(
     norms: DecodeNorms,
     cache: DenseLoader,
     cache_args: dict[str, Operand],
-    most_keys: int,
+    max_keys: int,
     splits: int | None,
     family: str | None,
     out: Operand,
@@ -144,7 +144,7 @@ def plan_split_kv(
     group, dtype, gpu = heads // kv_heads, DTYPES[problem.dtype], machine(problem.device)
     rows, vector_bytes = tokens * group, problem.bytes_at_once(*TILES)
     product, product_args = _select_product(problem)
-    window, key_args, visible = _select_window(problem, options, most_keys)
+    window, key_args, visible = _select_window(problem, options, max_keys)
     key_args |= append.length_args
     variant, sink, unit, score_args, sink_args = _build_scores(problem, options, norms)
     pdl, final = has_early_launch(gpu.capability), FinalOutput(dtype, vector_bytes)
@@ -293,7 +293,7 @@ def _select_product(problem: Problem) -> tuple[SameDtypeProducts, dict[str, Any]
     return Fp8Products(dtype, not missing), {} if missing else args
 
 
-def _select_window(problem: Problem, options: DecodeOptions, most_keys: int) -> tuple[KeyWindow, dict[str, Any], int]:
+def _select_window(problem: Problem, options: DecodeOptions, max_keys: int) -> tuple[KeyWindow, dict[str, Any], int]:
     """(which keys tokens see, the kernel's arguments for it, the most keys that the rows of a tile see). A single token is at
     the last key, so its window has no right end."""
     (tokens,), left, right = problem("S"), options.left, 0 if options.causal else options.right
@@ -301,7 +301,7 @@ def _select_window(problem: Problem, options: DecodeOptions, most_keys: int) -> 
         right = None
     args: dict[str, Any] = {name: end for name, end in (("left", left), ("right", right)) if end is not None}
     args |= {"leftpad": problem["leftpad"]} if "leftpad" in problem else {}
-    visible = most_keys if left is None else min(most_keys, left + tokens + (right or 0))
+    visible = max_keys if left is None else min(max_keys, left + tokens + (right or 0))
     kind = KeyWindow if "lengths" in problem else WholeCacheWindow
     return kind(left is not None, right is not None, "leftpad" in problem), args, visible
 

@@ -24,18 +24,18 @@ def plan_launch(
     spec: VariantSpec,
     family: str | None,
     queries: Operand,
-    most_keys: int,
+    max_keys: int,
     aux: Sequence[Operand],
     args: dict[str, Any],
 ) -> Step:
-    """The launch of forward's kernel for a variant. most_keys: of a sequence. aux: the arrays that functions in Python read.
+    """The launch of forward's kernel for a variant. max_keys: of a sequence. aux: the arrays that functions in Python read.
     args: the kernel's arguments for lengths and output. ValueError: the family cannot serve the call."""
     packed, paged = "cu_seqlens" in problem, "pages" in problem
     seq_layout = PackedKvCacheLayout if packed else KvCacheLayout
     kind: dict[str, Any] = {"seq_layout": seq_layout, "axes": tuple(len(x.form.shape) for x in aux)}
     cached = packed or "batch_index" in problem
     kind["kv_source"] = PagedKeys(1, "left" in spec.variant.params) if paged else IndexedCache() if cached else OneBuffer()
-    hopper, parts = config_for_problem(problem, spec, True, most_keys, **kind), 1
+    hopper, parts = config_for_problem(problem, spec, True, max_keys, **kind), 1
     if paged:
         part = math.gcd(hopper.kv, int(problem("T")[0]))
         parts = 0 if part % BOX_ROWS or "leftpad" in problem else hopper.kv // part
@@ -45,7 +45,7 @@ def plan_launch(
             f"k.shape={problem.shape('k')}, {family=} (the default, None, serves any)"
         )
     tma = choose_family(problem, family, problem.by_tma and parts > 0) == "sm_90"
-    config: Shape = hopper if tma else config_for_problem(problem, spec, False, most_keys, **kind)
+    config: Shape = hopper if tma else config_for_problem(problem, spec, False, max_keys, **kind)
     if tma and paged:
         config = replace(hopper, kv_source=PagedKeys(parts, "left" in spec.variant.params))
     arrays = {"gQ": queries, "gK": problem["k"], "gV": problem["v"], "leftpad": problem["leftpad"]}
@@ -55,4 +55,4 @@ def plan_launch(
     arrays |= {f"aux{n}": x for n, x in enumerate(aux)}
     params = spec.variant.params  # without those of q's norm if q is normalised before
     read = {name: x for name, x in variant_arrays(problem).items() if name in params}
-    return bind_launch(problem, spec, config, most_keys, **arrays, **args, **spec.numbers, **read)
+    return bind_launch(problem, spec, config, max_keys, **arrays, **args, **spec.numbers, **read)

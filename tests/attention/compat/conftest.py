@@ -1,4 +1,4 @@
-"""attention.forward as the reference: a table of names needs no kernel to be tested."""
+"""attention.forward is replaced by the reference: a table of argument names can be tested without kernels."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from attention import reference
 
 @pytest.fixture
 def calls(monkeypatch):
-    """From here on attention.forward is the reference, in float64; a list of what it was told, call by call."""
+    """Replace attention.forward by the reference in float64. Returns a list of the options of each call."""
     call_options = []
 
     def forward(
@@ -35,5 +35,5 @@ def calls(monkeypatch):
 
 @pytest.fixture
 def draw():
-    """draw(*shape): an array of numbers, each time others."""
+    """draw(*shape): an array of random numbers, other ones each time."""
     return np.random.default_rng(0).standard_normal

@@ -1,4 +1,4 @@
-"""attention/compat/bert_padding.py: what is packed comes back where it lay, and so do gradients."""
+"""attention/compat/bert_padding.py: unpadding and padding are inverse, for values and for gradients."""
 
 import pytest
 
@@ -30,7 +30,7 @@ def test_room_that_is_not_used():
 
 
 def test_with_attention():
-    """Of each sequence by itself."""
+    """Attention of packed sequences equals attention of each sequence alone."""
     q = torch.randn(3, 5, 1, 16).bfloat16()
     packed, indices, ends, longest, _ = unpad_input(q, MASK)
     out = pad_input(flash_attn_varlen_func(packed, packed, packed, ends, ends, longest, longest), indices, 3, 5)

@@ -1,4 +1,4 @@
-"""attention/compat as a whole: light to import, and tables over functions that are there."""
+"""attention/compat as a whole: imports are cheap, and every table names functions that exist."""
 
 import inspect
 import subprocess
@@ -14,7 +14,7 @@ from attention.compat import fla, flash_attn, flash_attn_interface, flex, sdpa
 
 
 def test_import_is_light():
-    """No torch, and Numba not before it is needed."""
+    """Importing them imports neither torch nor, before a kernel is needed, Numba."""
     modules = "fla, flash_attn, flash_attn_interface, flashinfer, flex, sdpa"
     code = f"from attention.compat import {modules}; import sys; print(*sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
@@ -29,7 +29,7 @@ def test_forward_takes_what_the_tables_pass(request):
 
 
 def test_kernels_serve_plain_calls():
-    """In the interpreter: the same bits as by our own names."""
+    """In the interpreter: the same bits as through our own argument names."""
     q, k, v = np.random.default_rng(0).standard_normal((3, 1, 16, 2, 16)).astype(ml_dtypes.bfloat16)
     expected, lse = attention.forward(q, k, v, causal=True, scale=0.5, return_lse=True)
     out, its_lse, _ = flash_attn.flash_attn_func(q, k, v, 0.0, 0.5, True, return_attn_probs=True)
@@ -73,7 +73,7 @@ def swapped(x):
 
 @pytest.mark.parametrize("case", KERNELS)
 def test_kernels_serve_variants(case):
-    """In the interpreter, through the signature of another library."""
+    """In the interpreter, through the other library's signature."""
     call, options = KERNELS[case]
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((1, n, h, 16)).astype(ml_dtypes.bfloat16) for n, h in ((5, 2), (9, 1), (9, 1)))
@@ -83,7 +83,7 @@ def test_kernels_serve_variants(case):
 
 
 def test_errors_have_the_names_of_the_caller():
-    """Of the argument at fault, and of those that it is compared with."""
+    """Errors name the caller's argument at fault, and the caller's arguments that it is compared with."""
     x, of_2 = np.zeros((2, 3, 4, 16), np.float16), flash_attn.flash_attn_with_kvcache
     of_3, pool = flash_attn_interface.flash_attn_with_kvcache, "page_table: must have the axes sequences, pages of each: page_"
     numbers, flat, packed = np.array([1, 2, 3], np.int32), np.array([0, 1], np.int32), (np.zeros(3, np.int32),) * 2

@@ -39,7 +39,7 @@ RATES = {"chunk_retention": np.log(1 - 2.0 ** (-5 - HEADS)), "chunk_lightning_at
 
 @pytest.fixture
 def calls(monkeypatch):
-    """From here on our functions are the reference's recurrence; a list of their names."""
+    """Replace our functions by the reference's recurrence. Returns a list of their names and options."""
     call_options = []
 
     def ours(name, arguments, *, return_state, normalize=False, **options):
@@ -61,7 +61,7 @@ def calls(monkeypatch):
 
 
 def extras(kind, draw, *shape):
-    """The arguments behind q, k and v, in their order."""
+    """The arguments after q, k and v, in order."""
     made = {
         "layers": [1, 4],
         "g": [-np.abs(draw(shape))],
@@ -72,7 +72,7 @@ def extras(kind, draw, *shape):
 
 
 def recurrence(name, q, k, v, more, S0):
-    """(o, S) of flash-linear-attention's naive loops: (T, H, D) of one sequence."""
+    """(o, S) of flash-linear-attention's naive loops, for one sequence (T, H, D)."""
     named = dict(zip([x.partition("=")[0] for x in SIGNATURES[name].split(", ")[3:]], more))
     g, beta = named.get("g"), named.get("beta")
     if name in RATES:
@@ -121,7 +121,7 @@ def test_formulas(name, head_first, calls, draw):
 
 
 def test_states_of_normalized_attention_go_on(calls, draw):
-    """z has an axis of one there; two halves are the whole."""
+    """flash-linear-attention's z has an axis of one; two calls with half of the tokens each equal one call."""
     q, k, v = np.abs(draw((B, 6, H, DK))), np.abs(draw((B, 6, H, DK))), draw((B, 6, H, DV))
     whole, (S, z) = fla.chunk_linear_attn(q, k, v, output_final_state=True)
     _, state = fla.chunk_linear_attn(q[:, :2], k[:, :2], v[:, :2], output_final_state=True)

@@ -1,4 +1,5 @@
-"""attention/compat/flash_attn.py and flash_attn_interface.py: each name and default, and what becomes of each argument."""
+"""attention/compat/flash_attn.py and flash_attn_interface.py: each name and default, and the option that each argument
+becomes."""
 
 import ml_dtypes
 import numpy as np
@@ -74,7 +75,7 @@ def test_scores(module, ends, causal, calls, draw):
 
 
 def test_plain_calls_are_plain(calls, draw):
-    """So that they are those of a forward that knows of no variants, and as fast."""
+    """Defaults pass no option, so that a plain call takes the kernel without variants."""
     q = draw((1, 3, 2, 8))
     assert isinstance(flash_attn.flash_attn_func(q, q, q), np.ndarray)
     assert flash_attn_interface.flash_attn_func(q, q, q, num_splits=3, pack_gqa=True, sm_margin=4).shape == q.shape
@@ -109,7 +110,7 @@ def test_dropout_draws_a_seed(calls, draw):
 
 
 def test_dropout_is_drawn_anew_by_a_graph():
-    """Of torch.compile, whose backward pass drops what the forward pass has dropped."""
+    """torch.compile draws a seed, and the backward pass drops the same weights as the forward pass."""
     torch = pytest.importorskip("torch")
     q = torch.randn(1, 9, 2, 64).bfloat16().requires_grad_()
     graph = torch.compile(lambda q: flash_attn.flash_attn_func(q, q, q, 0.5), fullgraph=True, backend="aot_eager")
@@ -125,7 +126,7 @@ def test_dropout_is_drawn_anew_by_a_graph():
 
 @pytest.mark.gpu
 def test_dropout_is_drawn_anew_by_a_cuda_graph():
-    """In each replay, by torch's generator of that GPU."""
+    """Each replay draws a new seed from torch's generator of that GPU."""
     torch = pytest.importorskip("torch")
     q = torch.randn(1, 64, 2, 64, device="cuda").bfloat16()
     flash_attn.flash_attn_func(q, q, q, 0.5)  # which compiles
@@ -150,7 +151,7 @@ def test_dropout_is_not_drawn_once_for_all_calls():
 
 @pytest.mark.parametrize("name", ["flash_attn_func", "flash_attn_varlen_func"])
 def test_packed_arrays(name, calls, draw):
-    """The functions of one array, or two, are that of three."""
+    """The functions with packed arrays call the one with three arrays."""
     three, packed = getattr(flash_attn, name), name.replace("_func", "_{}packed_func")
     q, k, v = draw((3, 2, 6, 2, 8)) if name == "flash_attn_func" else draw((3, 12, 2, 8))
     ends = () if name == "flash_attn_func" else (np.array([0, 5, 12]), np.array([0, 5, 12]), 7, 7)
@@ -162,7 +163,7 @@ def test_packed_arrays(name, calls, draw):
 
 
 def test_packed_heads(calls, draw):
-    """FlashAttention-3's qkv: an axis of three, or heads of keys and values behind those of queries."""
+    """FlashAttention-3's qkv: an axis of three, or heads of keys and values after those of queries."""
     q, k, v = draw((1, 4, 4, 8)), draw((1, 4, 2, 8)), draw((1, 4, 2, 8))
     found = flash_attn_interface.flash_attn_qkvpacked_func(np.concatenate([q, k, v], 2), causal=True, num_heads_q=4)
     close([found], [flash_attn_interface.flash_attn_func(q, k, v, causal=True)])
@@ -172,7 +173,7 @@ def test_packed_heads(calls, draw):
 
 @BOTH
 def test_packed_sequences(module, calls, draw):
-    """Each sequence by itself, in the shapes of FlashAttention: no batch, lse (H, total)."""
+    """Each sequence equals the sequence alone, in FlashAttention's shapes: no batch, lse (H, total)."""
     q, k, v = draw((7, 4, 8)), draw((9, 2, 8)), draw((9, 2, 6))
     ends, ends_k = np.array([0, 3, 7]), np.array([0, 5, 9])
     out, lse, *_ = module.flash_attn_varlen_func(q, k, v, ends, ends_k, 4, 5, causal=True, return_attn_probs=True)
@@ -225,7 +226,7 @@ def test_what_is_refused(module, name, options, words, calls):
 
 
 def test_fp8_has_descales():
-    """Of each batch, or sequence, and head of keys."""
+    """Descales of each batch or sequence, and each key head."""
     q, k, v = np.random.default_rng(1).standard_normal((3, 1, 5, 2, 64), np.float32).astype(ml_dtypes.float8_e4m3fn)
     call_options = {f"{name}_descale": np.float32([[0.5, n]]) for n, name in enumerate("qkv", 1)}
     wanted = attention.forward(q, k, v, causal=True, **call_options)
@@ -241,7 +242,7 @@ ON_THE_CARD = [{}, {"causal": True}, {"window_size": (50, 0)}, {"causal": True, 
 
 
 def peer(name, options):
-    """FlashAttention-2's function, or the one that CuTe compiles, FlashAttention-4's; it has other names and open ends."""
+    """FlashAttention-2's function, or FlashAttention-4's from CuTe, which has other names and open ends."""
     if name == "2":
         theirs = pytest.importorskip("flash_attn")
         return lambda *args: getattr(theirs, f"flash_attn_{'varlen_' * (len(args) > 3)}func")(
@@ -257,7 +258,7 @@ def peer(name, options):
 @pytest.mark.parametrize("name", ["2", "CuTe"])
 @pytest.mark.parametrize("options", ON_THE_CARD, ids=str)
 def test_beside_the_library_on_the_card(options, name):
-    """Both round to bfloat16; how exact forward is, the reference judges elsewhere."""
+    """Both round to bfloat16; the accuracy of forward is tested elsewhere."""
     torch, theirs = pytest.importorskip("torch"), peer(name, options)
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, s, h, 64, device="cuda", dtype=torch.bfloat16) for s, h in ((200, 4), (333, 2), (333, 2)))

@@ -1,4 +1,4 @@
-"""attention/compat/flashinfer.py: plan and run, against the formula in float64."""
+"""attention/compat/flashinfer.py: plan and run, compared with the formula in float64."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,8 @@ def draw():
 
 
 def paged(draw, lengths):
-    """(k, v of each sequence, the cache (pages, 2, size, Hk, D), indptr, indices, last_page_len), NaN where no keys lie."""
+    """(k, v of each sequence, the cache (pages, 2, size, Hk, D), indptr, indices, last_page_len), NaN where there are no
+    keys."""
     rng, counts = np.random.default_rng(1), [-(-n // SIZE) for n in lengths]
     indptr = np.cumsum([0, *counts]).astype(np.int32)
     indices = rng.permutation(indptr[-1] + 3)[: indptr[-1]].astype(np.int32)
@@ -33,7 +34,7 @@ def paged(draw, lengths):
 
 
 def agree(out, lse, q, both, ends, of=lambda b: {}, **options):
-    """By the rule, a sequence at a time; lse is to the base 2."""
+    """Compare each sequence with the reference by the error rule; lse is to the base 2."""
     for b, (k, v) in enumerate(both):
         rows = slice(ends[b], ends[b + 1])
         given = q[None, rows], k[None], v[None]
@@ -52,7 +53,7 @@ CACHES = {
 
 @pytest.mark.parametrize("way", CACHES)
 def test_decode(way, draw):
-    """Lengths around a page's edges, and a sequence without keys."""
+    """Lengths around the edges of pages, and a sequence without keys."""
     lengths = (9, 0, 8, 30)
     both, cache, *where = paged(draw, lengths)
     q, sink = draw(4, HEADS, COLUMNS), np.array([0.5, 0, -1, 2], np.float32)
@@ -98,7 +99,7 @@ def test_prefill(causal, draw):
 
 
 def test_masks_of_bits(draw):
-    """A bit for each query token and key of each sequence, in both wrappers; causal counts no more."""
+    """A bit for each query token and key of each sequence, in both wrappers; causal is ignored."""
     lengths, ends = (9, 20), np.array([0, 3, 10], np.int32)
     both, cache, *where = paged(draw, lengths)
     q, seen = draw(10, HEADS, COLUMNS), [np.random.default_rng(b).random((n, m)) > 0.4 for b, n, m in ((0, 3, 9), (1, 7, 20))]
@@ -124,7 +125,7 @@ def test_ragged_prefill(layout, draw):
 
 
 def test_plans_of_a_graph_stay_where_they_are(draw):
-    """A graph has captured the arrays of the first plan; later ones write into them."""
+    """A CUDA graph has captured the arrays of the first plan, and later plans write into them."""
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(np.empty(64, np.uint8), use_cuda_graph=True)
     q, first = draw(2, HEADS, COLUMNS), None
     for lengths in (1, 1), (9, 60), (0, 17):
@@ -167,7 +168,7 @@ def test_what_cannot_be_served_says_so():
 
 
 def planned(which, **changes):
-    """(a wrapper whose plan is (9, 5) keys, of which 3 and 2 are queries, or what `changes` say; what its run takes)"""
+    """(a wrapper planned for (9, 5) keys and (3, 2) queries, with `changes`; the arrays of its run)"""
     both, cache, *where = paged(lambda *shape: np.ones(shape, BF16), (9, 5))
     call_options = dict(num_qo_heads=HEADS, num_kv_heads=KV_HEADS) | (dict(page_size=SIZE) if which != "Ragged" else {})
     if which == "Decode":
@@ -190,7 +191,7 @@ WRAPPERS = "Decode", "Paged", "Ragged"
 
 @pytest.mark.parametrize("which", WRAPPERS)
 def test_arrays_that_are_not_as_planned(which, monkeypatch):
-    """Are refused by run, by name and with their values, before anything else is done."""
+    """Run raises errors with names and values before any launch."""
     for name in "decode", "forward":
         monkeypatch.setattr(flashinfer.attention, name, lambda *_, **__: pytest.fail("was called"))
     heads = {"Decode": r"\(2, 4, 32\)"}.get(which, r"\(5, 4, 32\)")
@@ -250,7 +251,7 @@ def test_plans_that_contradict_themselves(which):
 
 @pytest.mark.gpu
 def test_on_the_card(card, draw):
-    """A captured graph serves plans that come later."""
+    """A captured graph computes with plans that are made later."""
     torch = pytest.importorskip("torch")
     lengths = (700, 64, 3)
     both, cache, *where = paged(draw, lengths)

@@ -1,4 +1,5 @@
-"""attention/compat/flex.py and captured.py against torch's formula, softmax(score_mod(q k^T)) v where mask_mod."""
+"""attention/compat/flex.py and captured.py, compared with torch's formula softmax(score_mod(q k^T)) v where mask_mod is
+true."""
 
 import functools
 import gc
@@ -23,7 +24,7 @@ SLOPES, REACH, THIRDS, LIMIT = np.array([0.5, 2.0]), 2, np.arange(COLS) % 3, np.
 
 
 def block_mask(mask_mod, size=NO_MASK_BLOCK_SIZE, **lists):
-    """What flex_attention reads of torch's BlockMask."""
+    """A stand-in for torch's BlockMask with the fields that flex_attention reads."""
     empty = dict.fromkeys(("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"))
     return SimpleNamespace(**empty | lists, BLOCK_SIZE=(size, size), mask_mod=mask_mod)
 
@@ -58,11 +59,11 @@ def test_functions_that_capture_nothing_are_passed_on(calls, qkv):
 
 
 def test_captured_arrays_become_arguments(calls, qkv):
-    """Of the function around, global ones, and of defaults; numbers stay."""
+    """Arrays that are captured from the enclosing function, from globals and from defaults; numbers stay constants."""
     docs, slopes, factor = np.arange(COLS) // 4, np.array([1.0, 2.0, 3.0, 4.0]), 0.5
 
     def document(b, h, i, j, more=THIRDS):
-        """With a docstring and a local variable."""
+        """A score with a docstring and a local variable."""
         same = docs[i] == docs[j]
         return same | (more[j] == 0)
 
@@ -118,7 +119,7 @@ def alike(b, h, i, j):
 
 
 def test_what_was_written_keeps_no_module(tmp_path):
-    """A function that its module names, and an array of the module that it does not read, live no longer than elsewhere."""
+    """A function that its module names does not keep alive an array of the module that it does not read."""
     (tmp_path / "masks.py").write_text(MASKS)
     spec = importlib.util.spec_from_file_location("masks", tmp_path / "masks.py")
     masks = importlib.util.module_from_spec(spec)
@@ -131,7 +132,7 @@ def test_what_was_written_keeps_no_module(tmp_path):
 
 
 def test_a_function_of_a_page_that_is_no_python(tmp_path, calls, qkv):
-    """As in a page of documentation, whose blocks are run, or a notebook's cell with a word of its own."""
+    """Sources from a documentation page whose blocks are executed, or from a notebook cell with a magic."""
     page = tmp_path / "page.md"
     page.write_text("# A page\n\nSome words.\n\n    late = lambda b, h, i, j: docs[j] > i\n")
     space = {"docs": np.arange(COLS)}
@@ -140,7 +141,7 @@ def test_a_function_of_a_page_that_is_no_python(tmp_path, calls, qkv):
 
 
 def test_blocks_are_passed_on(calls, qkv):
-    """What is not listed is not seen, and of what is listed as full the mask is not asked."""
+    """Blocks that are not listed are not visible, and in full blocks the mask is not evaluated."""
     counts, ones = np.ones((1, 1, 2), np.int32), np.zeros((1, 1, 2, 3), np.int32)
     lists = block_mask(lambda b, h, i, j: j > i, 3, kv_num_blocks=counts, kv_indices=ones,
                        full_kv_num_blocks=counts, full_kv_indices=ones + 1)  # fmt: skip
@@ -150,7 +151,7 @@ def test_blocks_are_passed_on(calls, qkv):
 
 @pytest.mark.parametrize("size", [NO_MASK_BLOCK_SIZE, 16])
 def test_blocks_that_are_listed_once(size):
-    """Give the same bits as those that are listed in each call."""
+    """Listed block masks give the same bits as blocks that are listed in each call."""
     docs, ones = np.arange(COLS) // 4, np.ones((1, 1, 1), np.int32)
     q, k, v = (np.random.default_rng(0).standard_normal((1, 2, n, 16)).astype(np.float16) for n in (ROWS, COLS, COLS))
     lists = block_mask(lambda b, h, i, j: docs[i] == docs[j], size, kv_num_blocks=ones, kv_indices=0 * ones[..., None])
@@ -173,7 +174,7 @@ def test_torch_in_a_function_becomes_ops(calls, qkv, monkeypatch):
 
 
 class Layer:
-    """Functions of the caller's whose arrays and numbers are attributes."""
+    """Functions whose arrays and numbers are attributes of the caller's objects."""
 
     def __init__(self, reach=2):
         self.inner, self.reach = SimpleNamespace(docs=np.arange(COLS) // 4), reach
@@ -190,13 +191,13 @@ def alike(docs, b, h, i, j):
 
 
 def calling(limit=LIMIT, docs=THIRDS):
-    """Of a function that calls another, each of which captures; of an array of one number."""
+    """A function that calls another, each with captured arrays; and an array of one number."""
     inner = lambda b, h, i, j: docs[i] == docs[j]
     return lambda b, h, i, j: inner(b, h, i, j) | (j <= limit)
 
 
 def joined(symbol, *mask_mods):
-    """What torch's functions give, without torch."""
+    """The functions that torch's and_masks and or_masks make, without torch."""
     made = lambda b, h, i, j: mask_mods
     made.__module__, made.__qualname__ = "torch.nn.attention.flex_attention", f"{symbol}_masks.<locals>.{symbol}_mask"
     return made
@@ -223,7 +224,7 @@ TORCH = types.ModuleType("torch")
 
 @pytest.mark.parametrize("case", SERVED)
 def test_what_is_written_anew(case, calls, qkv):
-    """Each is asked twice, and written once."""
+    """Each function is passed twice, and rewritten once."""
     mask, see = SERVED[case]
     for _ in range(2):
         close([flex_attention(*qkv, block_mask=block_mask(mask))], [attend(*qkv, see=np.broadcast_to(see, (ROWS, COLS)))[0]])
@@ -231,7 +232,7 @@ def test_what_is_written_anew(case, calls, qkv):
 
 
 def test_attributes_and_powers_in_a_score(calls, qkv):
-    """A module of torch's is asked for its `forward`; a number that changes is another function."""
+    """A torch module is called by its `forward`; a number that changes gives another function."""
     layer = Layer(reach=2)
     for layer.reach in 2, 3:
         expected = attend(*qkv, change=lambda s: s * layer.reach + J // 4)[0]
@@ -252,7 +253,7 @@ def test_an_array_that_two_functions_read_is_one_argument(calls, qkv):
 
 
 def test_in_kernels():
-    """What is written is kernel code: with functions that it calls, and arrays of one number."""
+    """The rewritten functions compile as kernel code: with the functions that they call, and with arrays of one number."""
     q, k, v = (np.random.default_rng(0).standard_normal((1, 2, n, 16)).astype(np.float16) for n in (ROWS, COLS, COLS))
     for mask, see in SERVED.values():
         found = flex_attention(q, k, v, block_mask=block_mask(mask))
@@ -260,8 +261,7 @@ def test_in_kernels():
 
 
 def test_compiled():
-    """torch.compile(flex_attention), which has seen none of these: one graph, that is taken again for another array, and made
-    anew for another number."""
+    """torch.compile(flex_attention) is one graph, which is reused for another array, and recompiled for another number."""
     torch = pytest.importorskip("torch")
     from torch.nn.attention.flex_attention import and_masks, create_block_mask
 

@@ -1,4 +1,4 @@
-"""Gradients through attention/compat, on torch's tensors, against torch's autograd of the formula in float64."""
+"""Gradients through attention/compat, on torch tensors, compared with torch's autograd of the formula in float64."""
 
 import math
 
@@ -17,18 +17,18 @@ WHICH = torch.bucketize(torch.arange(ROWS), ENDS[1:2], right=True), torch.bucket
 
 
 def swapped(function, *options, **named):
-    """A function of (B, H, S, D) as one of (B, S, H, D)."""
+    """A function of (B, H, S, D) as a function of (B, S, H, D)."""
     return lambda *arrays: function(*(x.transpose(1, 2) for x in arrays), *options, **named).transpose(1, 2)
 
 
 def packed(q, k, v):
-    """FlashAttention's packed sequences."""
+    """FlashAttention's function of packed sequences."""
     out, lse, _ = flash_attn.flash_attn_varlen_func(q[0], k[0], v[0], ENDS, PACKED, 5, 7, return_attn_probs=True)
     return out[None], lse[None]
 
 
 def ragged(q, k, v):
-    """FlashInfer's, whose lse is to the base 2."""
+    """FlashInfer's wrapper, whose lse is to the base 2."""
     wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(torch.zeros(0))
     wrapper.plan(ENDS, PACKED, HEADS, KEYS, DIM)
     out, lse = wrapper.run(q[0], k[0], v[0], return_lse=True)
@@ -36,7 +36,7 @@ def ragged(q, k, v):
 
 
 def of_flex(q, k, v):
-    """With lse."""
+    """The function's (out, lse)."""
     out, lse = flex.flex_attention(*(x.transpose(1, 2) for x in (q, k, v)), score_mod=loud, return_lse=True)
     return out.transpose(1, 2), lse
 
@@ -78,7 +78,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_gradients(name):
-    """Of out, of lse, and of q, k and v by both."""
+    """Gradients of out, of lse, and of both, for q, k and v."""
     ours, changed = CASES[name]
     torch.manual_seed(0)
     low = [torch.randn(1, n, h, DIM).bfloat16().requires_grad_() for n, h in ((ROWS, HEADS), (COLS, KEYS), (COLS, KEYS))]

@@ -1,5 +1,5 @@
-"""compat/huggingface: small models of transformers with random weights, beside eager attention in float32, on torch's CPU wheel
-through the interpreter. Both libraries come from outside: without one of them nothing here is run."""
+"""compat/huggingface: small transformers models with random weights, compared with eager attention in float32, on torch's CPU
+wheel through the interpreter. Skipped without torch or transformers."""
 
 import contextlib
 import itertools
@@ -57,7 +57,7 @@ def calls(monkeypatch):
 
 @contextlib.contextmanager
 def recurrent_layers(model, name):
-    """Ours within, and afterwards transformers' own again, which models of the other implementations call, too."""
+    """Our recurrent layers, and afterwards transformers' own again, because models of other implementations call them too."""
     if name not in RECURRENT:
         yield
         return
@@ -90,7 +90,7 @@ def models(name, device="cpu"):
 
 
 def prompts(tokens=PROMPT, padded=True, device="cpu"):
-    """(two sequences, where they are no padding): the second begins with padding."""
+    """(two sequences, where they are not padding): the second begins with padding."""
     ids = torch.randint(2, VOCABULARY, (2, tokens), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
     if padded:
@@ -99,7 +99,7 @@ def prompts(tokens=PROMPT, padded=True, device="cpu"):
 
 
 def check_close(ours, low, exact, what=""):
-    """What rounding does to eager in bfloat16 it may do to ours twice."""
+    """Our error is at most twice the rounding error of eager attention in bfloat16."""
     scale = exact.float().std()
     error, usual = ((x.float() - exact.float()).abs().max() for x in (ours, low))
     assert error <= 2 * usual + 0.02 * scale, f"{what}: {error:.3g}, eager in bfloat16 {usual:.3g}, of {scale:.3g}"
@@ -107,7 +107,7 @@ def check_close(ours, low, exact, what=""):
 
 
 def check_generates(name, device, tokens=PROMPT, padded=True, **options):
-    """Each token is the one that eager finds likeliest, but where two are as likely as rounding can tell."""
+    """Each generated token is eager's most likely one, unless two are equally likely within rounding."""
     ours, low, exact = models(name, device)
     ids, mask = prompts(tokens, padded, device)
     call_options = dict(
@@ -143,7 +143,7 @@ def test_generates_with_a_static_cache(name, padded):
 
 
 def step(model, ids, mask, **options):
-    """(the loss, the gradients by the parameters' names) of a step on all tokens that follow on one."""
+    """(the loss, the gradients by parameter names) of a training step on next-token prediction."""
     labels = ids.masked_fill(mask == 0, -100)
     labels[:, 1:][mask[:, :-1] == 0] = -100  # of a query that is padding
     model.train().zero_grad()
@@ -153,7 +153,7 @@ def step(model, ids, mask, **options):
 
 
 def check_trains(name, device, **options):
-    """The loss and each gradient are as near to eager's in float32 as eager's in bfloat16 are."""
+    """The loss and each gradient are as close to eager's in float32 as eager's in bfloat16 are."""
     three = models(name, device)
     with recurrent_layers(three[0], name):  # which a step goes past
         (ours, grads), (low, of_low), (exact, of_exact) = (step(model, *prompts(**options, device=device)) for model in three)
@@ -172,7 +172,7 @@ def test_trains_as_eager(name):
 @pytest.mark.parametrize("name", ["llama", "gpt_oss"])  # whose masks hear of positions, and do not
 @pytest.mark.parametrize("cached", [False, True])  # where no mask hears of them
 def test_packed_sequences_are_apart(name, cached):
-    """Positions that begin anew are documents, and so are ends; each gives what it gives alone."""
+    """Positions that restart delimit documents, and so do cu_seqlens; each document gives what it gives alone."""
     ours, low, exact = models(name)
     ids, _ = prompts(padded=False)
     lengths = 9, PROMPT - 9
@@ -186,7 +186,8 @@ def test_packed_sequences_are_apart(name, cached):
 
 
 def test_positions_are_read_once(monkeypatch):
-    """Of all layers, until they are written anew; in inference mode torch counts no writes. Where graphs are made none is."""
+    """The host reads positions once for all layers, until they are written to; in inference mode torch counts no writes. While
+    graphs are recorded nothing is read."""
     reads, positions = [], torch.tensor([[0, 1, 2, 0, 1, 5, 6, 6]])
     monkeypatch.setattr(torch.Tensor, "any", lambda x, any=torch.Tensor.any: reads.append(x) or any(x))
     assert find_documents(positions).tolist() == find_documents(positions).tolist() == [[0, 0, 0, 1, 1, 1, 1, 2]]
@@ -204,7 +205,7 @@ def test_positions_are_read_once(monkeypatch):
 
 
 def test_what_positions_say_and_do_not_say():
-    """Nothing do those of tokens behind a cache, of other axes than the tokens', and beside a mask of the caller's."""
+    """Positions are ignored after cached keys, with other shapes than the tokens', and beside the caller's own mask."""
     q, k, v = (torch.randn(1, heads, 8, 16).bfloat16() for heads in (4, 2, 2))
     packed = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
     layer = dict(is_causal=True)
@@ -241,14 +242,14 @@ def test_other_masks_are_served(of):
 
 
 def attended(layer, q, k, v, mask=None, **options):
-    """What the layer's function gives."""
+    """The result of the layer's function."""
     out, weights = huggingface.attend(SimpleNamespace(**layer), q, k, v, mask, **options)
     assert weights is None
     return out.float()
 
 
 def test_what_a_layer_says_by_itself():
-    """Without a mask the layer says what is seen: all keys, a window; and adds a bias."""
+    """Without a mask the layer decides what is visible: all keys, or a window; and it adds a bias."""
     q, k, v = (torch.randn(2, heads, 20, 16).bfloat16() for heads in (4, 2, 2))
     k, v = k[:, :, :12], v[:, :, :12]  # keys of another sequence
     bias = torch.randn(1, 4, 20, 12)
@@ -289,7 +290,7 @@ def test_recurrent_layers_are_replaced_once():
 
 # ---- masks -----------------------------------------------------------------------------------------------------------
 def opened(mask, queries, keys, place, begin):
-    """A mask of ours as sdpa's: which keys each query sees."""
+    """One of our masks as sdpa's: which keys each query sees."""
     if mask is not None and mask.dtype in (torch.bool, torch.uint8):
         return mask.view(torch.bool)
     info = read_mask(mask)
@@ -321,7 +322,8 @@ FUNCTIONS = {
 @pytest.mark.parametrize("padding", MASKS)
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_masks_say_what_transformers_masks_say(function, padding):
-    """For prompts, further tokens, static caches that are not full, sliding ones that begin late; of queries that count."""
+    """For prompts, further tokens, static caches that are not full, and sliding ones that begin late; padding queries
+    excluded."""
     for queries, place, room, begin, static in [
         (12, 0, 0, 0, False), (1, 11, 0, 0, False), (4, 8, 0, 0, False), (40, 0, 0, 0, False), (12, 0, 9, 0, True),
         (1, 11, 9, 0, True), (40, 8, 5, 0, True), (3, 9, 0, 6, False),
@@ -362,7 +364,8 @@ def test_masks_of_documents():
 
 
 def test_masks_are_read_as_they_were_made():
-    """Whether one asks the numbers, as a compiled graph does, or what is kept beside them; they take no memory for queries."""
+    """Whether read from the tensor, as a compiled graph does, or from the attribute beside it; it has no elements for
+    queries."""
     left = torch.ones(2, 50, dtype=torch.bool)
     left[1, :4] = False
     window = FUNCTIONS["window"]
@@ -381,7 +384,7 @@ def test_masks_are_read_as_they_were_made():
 
 
 def test_compiled_whole():
-    """A step, with the mask that is made before it, is one graph, which serves all steps; so is a model without a cache."""
+    """A step with its mask is one graph, which is reused for all steps; so is a model without a cache."""
     ours = models("llama")[0]
     ids, mask = prompts()
     compiled = torch.compile(ours.forward, fullgraph=True, backend="aot_eager")
@@ -400,7 +403,8 @@ def test_compiled_whole():
 
 
 def test_compiled_packed():
-    """A graph cannot read positions, and torch.compile does not say what gpt-oss' masks hold: documents are apart still."""
+    """A graph cannot read positions, and torch.compile does not show what gpt-oss' masks capture: documents are still
+    separate."""
     ours, ids = models("gpt_oss")[0], prompts(padded=False)[0]
     compiled = torch.compile(ours.forward, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
@@ -418,5 +422,5 @@ def test_generates_on_the_card(name):
 
 @pytest.mark.gpu
 def test_trains_on_the_card():
-    """Without experts: among 150 tokens some go to others for a last bit, and gradients with them."""
+    """Without experts: among 150 tokens some would be routed differently by a last bit, and so would their gradients."""
     check_trains("llama", "cuda", tokens=150)

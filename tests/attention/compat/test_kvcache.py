@@ -1,4 +1,4 @@
-"""flash_attn_with_kvcache of both modules: what attention.decode is asked for, and what is written, by attention.append."""
+"""flash_attn_with_kvcache of both modules: the options that attention.decode gets, and what attention.append writes."""
 
 import ml_dtypes
 import numpy as np
@@ -16,7 +16,7 @@ MODULES = {2: flash_attn, 3: flash_attn_interface}
 
 @pytest.fixture
 def decode(monkeypatch):
-    """attention.decode is eager attention in float64 from here on, as far as these tests ask for it; what it was told."""
+    """Replace attention.decode by eager attention in float64, for the options of these tests. Returns a list of the options."""
     call_options = []
 
     def decode(
@@ -56,7 +56,7 @@ def seen(q, k, v, causal, ends, softcap, scale):
 
 
 def turned(x, cos, sin, interleaved):
-    """Rows (H, D) at a position."""
+    """Rows (H, D) rotated to a position."""
     pairs, y = len(cos), x.astype(np.float32)
     parts = (np.s_[0 : 2 * pairs : 2], np.s_[1 : 2 * pairs : 2]) if interleaved else (np.s_[:pairs], np.s_[pairs : 2 * pairs])
     one, other = (y[:, part].copy() for part in parts)
@@ -123,7 +123,8 @@ def test_new_keys_are_written_and_seen(module, case, decode):
 @pytest.mark.parametrize("module", [2, 3])
 @pytest.mark.parametrize("lengths", [None, 5, np.array([5, 5])])
 def test_keys_that_are_there(module, lengths, decode):
-    """No new ones: an integer is the length of all, None all that there is. A result without lse is no tuple."""
+    """Without new keys: an integer is the length of all sequences, None means full caches. Without lse the result is no
+    tuple."""
     q, k, v = np.random.default_rng(0).standard_normal((3, 2, 5, 2, 8))
     if lengths is not None:
         k, v = (np.concatenate([x, np.full_like(x, np.nan)], 1) for x in (k, v))
@@ -195,7 +196,7 @@ def test_kernels_serve_it(module):
 
 
 def test_caches_of_fp8_have_descales():
-    """Of each sequence and head, as FlashAttention-3 has them; or of each token and head, which are then written."""
+    """Descales for each sequence and head, as in FlashAttention-3; or for each token and head, which are then written."""
     rng = np.random.default_rng(3)
     draw = lambda *shape: rng.standard_normal(shape).astype(BF16)
     q, k, v, lengths = draw(1, 1, 2, 32), draw(1, 1, 2, 32), draw(1, 1, 2, 32), np.array([3], np.int32)
@@ -213,7 +214,7 @@ def test_caches_of_fp8_have_descales():
 
 @pytest.mark.parametrize("options", [{}, dict(causal=True, window_size=(3, 0), softcap=2.0, alibi_slopes=True)])
 def test_packed_sequences_in_pages(options):
-    """flash_attn_varlen_func(block_table=): what it gives of the pages gathered, of sequences of 3, 0 and 2 queries."""
+    """flash_attn_varlen_func(block_table=) equals the call on gathered pages, for sequences of 3, 0 and 2 queries."""
     rng, options = np.random.default_rng(4), dict(options)
     draw = lambda *shape: rng.standard_normal(shape).astype(BF16)
     options |= {"alibi_slopes": np.array([0.5, 0.25], np.float32)} if options else {}

@@ -1,4 +1,4 @@
-"""attention/compat/sdpa.py against the formula that torch documents, and on the card against torch."""
+"""attention/compat/sdpa.py, compared with the formula in torch's documentation, and on a GPU with torch itself."""
 
 import ml_dtypes
 import numpy as np
@@ -34,7 +34,7 @@ MASKS = {
 
 @pytest.mark.parametrize("shape", MASKS.values(), ids=MASKS)
 def test_masks(shape, calls, draw):
-    """Of booleans, true where a key is seen, and of floats, which are added; broadcast as torch does."""
+    """Masks of booleans, true where a key is visible, and of floats, which are added; they broadcast as in torch."""
     q, k, v = draw((2, 2, 4, 8)), draw((2, 2, 6, 8)), draw((2, 2, 6, 8))
     see, add = draw(shape) > -0.5, draw(shape).astype(np.float32)
     close(scaled_dot_product_attention(q, k, v, see), attend(q, k, v, see=see)[0])
@@ -73,7 +73,7 @@ def test_what_is_refused(calls, draw):
 
 
 def test_torch_on_the_cpu(calls):
-    """Both formulas, theirs and the reference's, on torch's tensors."""
+    """Compare torch's formula and the reference with the function, on torch tensors."""
     torch = pytest.importorskip("torch")
     q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 4, 7, 8)
     for options in {}, {"is_causal": True}, {"attn_mask": torch.rand(5, 7) > 0.3}, {"attn_mask": torch.randn(2, 1, 5, 7)}:
@@ -83,7 +83,7 @@ def test_torch_on_the_cpu(calls):
 
 @pytest.mark.parametrize("axes", [3, 4])
 def test_causal_biases(axes, calls):
-    """torch's stand-ins for masks: tensors whose elements mean nothing."""
+    """torch's CausalBias tensors, whose elements are undefined."""
     torch = pytest.importorskip("torch")
     from torch.nn.attention import bias
 
@@ -98,13 +98,13 @@ def test_causal_biases(axes, calls):
 
 
 def flat(x):
-    """(B, S, H D), a view."""
+    """(B, S, H D) as a view of x."""
     return x.transpose(1, 2).view(x.shape[0], x.shape[2], -1)
 
 
 @pytest.mark.parametrize("attend", [scaled_dot_product_attention, flex_attention])
 def test_results_lie_as_queries_do(attend):
-    """Also what a compiled graph expects of them, gradients, and with keys that lie otherwise."""
+    """A compiled graph expects these strides too, for the output and for gradients, also if keys have other strides."""
     torch = pytest.importorskip("torch")
     x = torch.randn(2, 5, 3, 16, dtype=torch.bfloat16)
     q, k = x.requires_grad_().transpose(1, 2), torch.randn(2, 1, 7, 16, dtype=torch.bfloat16, requires_grad=True)
@@ -124,7 +124,7 @@ def test_results_lie_as_queries_do(attend):
 
 
 def test_results_of_views_of_arrays(calls, draw):
-    """NumPy's, also where one axis has one element, or none; JAX's lie in the order of their axes always."""
+    """NumPy arrays, also with one element, or none, along an axis; JAX arrays are always in the order of their axes."""
     for shape in (2, 5, 3, 8), (2, 1, 3, 8), (2, 5, 1, 8):
         q = draw(shape).swapaxes(1, 2)
         out = scaled_dot_product_attention(q, q, q)
@@ -141,7 +141,7 @@ def test_results_of_views_of_arrays(calls, draw):
 @pytest.mark.parametrize("family", ["sm_90", "sm_80"])
 @pytest.mark.parametrize(("rows", "cols"), [(200, 200), (130, 300), (300, 130)])
 def test_on_the_card(rows, cols, family, monkeypatch):
-    """Beside torch in bfloat16, within the rule, the reference being torch in float64."""
+    """Compared with torch in bfloat16 by the error rule, with torch in float64 as the reference."""
     torch = pytest.importorskip("torch")
     import attention
     from attention.reference import tolerance

@@ -90,11 +90,11 @@ def test_keys_in_parts_are_refused():
         dict(lse=lse),
         dict(out=out, lse=lse, q=q.astype(fp8e4m3.np), k=k.astype(fp8e4m3.np), v=v.astype(fp8e4m3.np)),
     ):
-        with pytest.raises(TypeError, match="accumulate: takes out and lse of float32"):
+        with pytest.raises(TypeError, match="accumulate: needs out and lse of float32"):
             attention.forward(**(dict(q=q, k=k, v=v, accumulate=True) | wrong))
     with pytest.raises(TypeError, match="out: dtype must be"):
         attention.forward(q, k, v, out=np.zeros_like(q), lse=lse, accumulate=True)
-    with pytest.raises(TypeError, match="lse: is written with return_lse=True"):
+    with pytest.raises(TypeError, match="lse: needs return_lse=True"):
         attention.forward(q, k, v, lse=lse)
     assert attention.forward(q, k[:, :0], v[:, :0], out=out, lse=lse, accumulate=True) is out
 
@@ -104,12 +104,12 @@ def test_parts_are_refused_with_what_counts_queries(family):
     ends = np.array([[20, 40]], np.int32)
     with pytest.raises(NotImplementedError, match=r"lengths_k: of shape \(B, C\) is not supported with mask or score"):
         attention.forward(q, k, v, lengths_k=ends, mask=lambda b, h, i, j: j < i)
-    with pytest.raises(NotImplementedError, match="not served with bias"):
+    with pytest.raises(NotImplementedError, match="not supported with bias"):
         attention.forward(q, k, v, lengths_k=ends, bias=np.zeros((1, 1, 40, 40), np.float32))
-    with pytest.raises(ValueError, match="so many parts as queries are divided into"):
+    with pytest.raises(ValueError, match="must have a number of parts that divides the queries"):
         attention.forward(q, k, v, lengths_k=np.array([[20, 40, 40]], np.int32))
     twice, both = (np.concatenate([x, x]) for x in (q, k)), np.concatenate([ends, ends])
-    with pytest.raises(NotImplementedError, match="not served with slopes of each batch in alibi"):
+    with pytest.raises(NotImplementedError, match="not supported with slopes of each batch in alibi"):
         attention.forward(*twice, np.concatenate([v, v]), lengths_k=both, alibi=np.zeros((2, 2), np.float32))
 
 

@@ -384,7 +384,7 @@ REFUSED = {
         k_descale=np.ones((2, 1, 1), np.float32), cu_seqlens=np.int32([0, 3, 8])
     ),
     "out: dtype must be one of": dict(out=np.zeros((1, 8, 1, 64), np.float32)),
-    "out: must have adjacent columns": dict(out=np.zeros((1, 8, 1, 128), BF16)[..., ::2]),
+    "out: must have contiguous columns": dict(out=np.zeros((1, 8, 1, 128), BF16)[..., ::2]),
 }
 
 
@@ -410,7 +410,7 @@ def test_arrays_that_are_refused(message, change):
 
 def test_descales_are_for_fp8():
     q, k, v = (x.astype(BF16) for x in inputs(1, 8, 8, 1, 1, 64))
-    with pytest.raises(ValueError, match="q_descale: is for q, k and v of float8_e4m3fn"):
+    with pytest.raises(ValueError, match="q_descale: needs k and v of float8_e4m3fn"):
         attention.forward(q, k, v, q_descale=1.0)
 
 

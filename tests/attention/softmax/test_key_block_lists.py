@@ -135,7 +135,7 @@ def test_ready_lists_of_another_call(shape, options, what):
     (dict(causal=True), "mask: lists of key blocks need a mask or blocks"),
     (dict(mask=odd, lengths_k=np.array([3], np.int32)), "lengths_k: must be None with lists of key blocks"),
     (dict(mask=odd, cu_seqlens=np.array([0, 8], np.int32)), "cu_seqlens: must be None with lists of key blocks"),
-    (dict(mask=odd, out=np.zeros(1)), "out: is forward's; block_lists writes no output"),
+    (dict(mask=odd, out=np.zeros(1)), "out: is an argument of forward; block_lists has no output"),
     (dict(mask=odd, masks=odd), "unexpected keyword argument 'masks'"),
     (dict(mask=lambda b, h, i, j: j), "mask: must return booleans"),
 ])  # fmt: skip

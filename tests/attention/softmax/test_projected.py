@@ -139,7 +139,7 @@ def test_nothing_at_all(place):
 @pytest.mark.parametrize(("changes", "words"), [
     (dict(q=(1, 8, 2, 32), k=(1, 8, 1, 32), v=(1, 8, 1, 32), cos=(8, 16), sin=(8, 16)), "q: head_dim must be one of"),
     (dict(cos=(8, 16), sin=(8, 16)), "cos: must have a column for each pair of q's: cos.shape=.8, 16., q.shape="),
-    (dict(q_norm=(64,)), "q_norm: must be given where k_norm is"),
+    (dict(q_norm=(64,)), "q_norm: must be passed with k_norm"),
     (dict(cos=(9, 32)), "cos: sequence must equal q's"),
 ])  # fmt: skip
 def test_what_is_refused(changes, words):
