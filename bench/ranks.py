@@ -30,14 +30,14 @@ TURNS, CALLS = 5, 3
 
 
 def drawn(length, heads, kv_heads, dim=128):
-    """q, k and v of the whole, the same on every rank."""
+    """q, k and v of the whole sequence, the same on every rank."""
     torch.manual_seed(0)
     shapes = [(1, length, n, dim) for n in (heads, kv_heads, kv_heads)]
     return [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes]
 
 
 def milliseconds(function, calls):
-    """Of a call, on this GPU."""
+    """Milliseconds of a call on this GPU."""
     begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     dist.barrier()
     torch.cuda.synchronize()
@@ -50,14 +50,14 @@ def milliseconds(function, calls):
 
 
 def slowest(x):
-    """Of all ranks."""
+    """The largest value of all ranks."""
     found = torch.tensor([x], device="cuda")
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return found.item()
 
 
 def timed(functions, turns=TURNS, calls=CALLS):
-    """Milliseconds of each, by name, in turns."""
+    """Milliseconds of each function, by name, measured alternately."""
     found = {name: [] for name in functions}
     for function in functions.values():
         function()
@@ -68,13 +68,13 @@ def timed(functions, turns=TURNS, calls=CALLS):
 
 
 def say(**told):
-    """A line of results."""
+    """Print a line of results as JSON, on the first rank."""
     if dist.get_rank() == 0:
         print(json.dumps({n: round(x, 4) if isinstance(x, float) else x for n, x in told.items()}), flush=True)
 
 
 def scaling(what, functions, **options):
-    """Time them, of which "one" is on one GPU, and say the shares of perfect scaling."""
+    """Time the functions, of which "one" runs on one GPU, and print the shares of perfect scaling."""
     times, world = timed(functions, **options), dist.get_world_size()
     shares = {f"share {n}": times["one"] / world / t for n, t in times.items() if n != "one"}
     say(what=what, **{f"ms {n}": t for n, t in times.items()}, **shares)
@@ -92,7 +92,7 @@ CASES = (  # head_dim, tokens, options, schemes; gradients, too?
 
 
 def check():
-    """Gather is bitwise what one GPU gives, gradients, too, with deterministic=True; again and again, while the GPU is busy."""
+    """Gather has the bits of one GPU, gradients too with deterministic=True, repeatedly while the GPU is busy."""
     for dim, length, options, schemes, gradients in CASES:
         q, k, v = drawn(length, 4, 2, dim)
         dout = torch.randn_like(q)
@@ -128,7 +128,7 @@ def check():
 
 
 def forward():
-    """Forward, beside torch's."""
+    """The forward pass, beside torch's."""
     shapes = (16384, 32, 8, CAUSAL), (65536, 32, 8, CAUSAL), (65536, 16, 16, CAUSAL), (131072, 32, 8, dict(window=(4096, 0)))
     for length, heads, kv_heads, options in shapes:
         q, k, v = drawn(length, heads, kv_heads)
@@ -151,8 +151,8 @@ def forward():
 
 
 def theirs(q, k, v, ours):
-    """torch's context_parallel on these. It takes the place of torch.nn.functional's function, so that is called by this name;
-    is what it gives what `ours`, a call, gives? (Its balanced order is zigzag, too.)"""
+    """torch's context_parallel on these arrays. It replaces torch.nn.functional's function, so that is called by this name; its
+    result must equal that of `ours`. (Its balanced order is zigzag, too.)"""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.nn import functional
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -174,7 +174,7 @@ def theirs(q, k, v, ours):
 
 
 def backward():
-    """Gradients alone."""
+    """The backward pass alone."""
     for length, heads, kv_heads in (16384, 32, 8), (65536, 32, 8):
         q, k, v = drawn(length, heads, kv_heads)
         dout = torch.randn_like(q)
@@ -189,8 +189,8 @@ def backward():
 
 
 def linear():
-    """Simple GLA, the gated delta rule and Mamba-2: heads that leave most of a GPU idle where it does not cut sequences, and as
-    many as fill it; and what the delta rule's pass for states takes beside one with outputs."""
+    """Simple GLA, the gated delta rule and Mamba-2: with so few heads that most of a GPU idles unless sequences are split, and
+    with as many as fill it; and the delta rule's pass for states beside the one with outputs."""
     for length, heads in (262144, 16), (65536, 64):
         q, k, v = drawn(length, heads, heads)
         k = torch.nn.functional.normalize(k.float(), dim=-1).bfloat16()
@@ -219,7 +219,7 @@ def linear():
 
 
 def of_the_host(function):
-    """Microseconds of the host's that a call takes, several in a row."""
+    """Microseconds of host time of a call, with several calls in a row."""
     for _ in range(20):
         function()
     times = []
@@ -235,7 +235,7 @@ def of_the_host(function):
 
 
 def copies():
-    """Keys and values that come by copy engines while attention reads them, beside messages."""
+    """Keys and values that copy engines copy while attention reads them, beside messages."""
     group = parallel.mapped()
     for length, heads, kv_heads in (1024, 32, 8), (8192, 32, 8), (16384, 32, 8), (65536, 32, 8), (65536, 16, 16):
         whole = drawn(length, heads, kv_heads)
@@ -251,7 +251,7 @@ def copies():
 
 
 def messages_of(call):
-    """What a call of parallel.forward exchanges, once: a function that does no more."""
+    """A function that repeats the exchange of a call of parallel.forward, and nothing else."""
     caught, real = [], Peers.exchange
 
     def exchange(peers, sends, receives):
@@ -265,7 +265,7 @@ def messages_of(call):
 
 
 def host():
-    """What a call costs the host beyond its collectives and attention.forward's own; and the link's speed."""
+    """The host time of a call beyond its collectives and attention.forward; and the speed of the link."""
     mine = [parallel.shard(x) for x in drawn(1024, 8, 2)]
     whole = drawn(512, 8, 2)
     gather = lambda: parallel.forward(*mine, scheme="gather", **CAUSAL)
@@ -290,7 +290,7 @@ PARTS = {"host": host, "forward": forward, "check": check, "backward": backward,
 
 
 def rank(number, world, names, port):
-    """What a process does."""
+    """The measurements of one process."""
     torch.cuda.set_device(number)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("nccl", rank=number, world_size=world, device_id=torch.device("cuda", number))
@@ -304,7 +304,7 @@ def rank(number, world, names, port):
 
 
 def main():
-    """The command."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}")
     names = parser.parse_args().parts or list(PARTS)

@@ -1,10 +1,10 @@
-"""What calls of attention.parallel hold beyond their shards, counted without a GPU: one rank of several runs, its messages go
-nowhere, and its attention computes nothing. Every array that torch makes is counted while it is in use.
+"""How many bytes calls of attention.parallel hold beyond their shards, counted without a GPU: one rank of several runs, sends
+nothing, and its attention computes nothing. Every array that torch allocates is counted while it is in use.
 
     python -m bench.ranks_memory [--length 16384 --heads 32 --kv-heads 8 --dim 128 --ranks 2]
 
-A table: for each scheme the most bytes that are in use at a time, beyond shards, output and its sums, and which arrays these
-are. `memory=` of ring is in shares of keys and values."""
+A table: for each scheme the most bytes that are in use at a time, beyond shards, output and lse, and which arrays these are.
+`memory=` of ring is in shards of keys and values."""
 
 import argparse
 from collections import Counter
@@ -23,7 +23,8 @@ from attention.softmax import remote_keys
 
 
 class Counted(TorchDispatchMode):
-    """Counts bytes that were allocated inside and are in use, the most there were, of which arrays, and torch's operations."""
+    """Counts the bytes of tensors that are allocated inside and in use: the maximum, and of which arrays; and torch's
+    operations."""
 
     def __init__(self, *given):
         super().__init__()
@@ -45,7 +46,7 @@ class Counted(TorchDispatchMode):
 
 
 class SilentPeers(Peers):
-    """A rank whose messages go nowhere; they hold what they would read until they are waited for."""
+    """A rank that sends nothing; its messages keep the arrays that they would read until they are waited for."""
 
     exchanges = 0
 
@@ -58,14 +59,14 @@ class SilentPeers(Peers):
 
 
 def nothing(q, k, v, *, out=None, return_lse=False, **options):
-    """What attention.forward makes."""
+    """Results with the shapes of attention.forward's."""
     made = q.new_empty((*q.shape[:3], v.shape[3])) if out is None else out
     return made, torch.empty(q.shape[0], q.shape[2], q.shape[1])
 
 
 @contextmanager
 def computing_nothing():
-    """Inside, attention computes nothing, but calls are planned as ever."""
+    """Inside, attention computes nothing, but calls are planned as always."""
     forward, planned = attention.forward, plans.plan_call
 
     def in_earnest(*given):
@@ -81,7 +82,7 @@ def computing_nothing():
 
 
 def counts(world, rank, length, heads, kv_heads, dim, **options):
-    """(what a call counts, bytes of its output and lse) on one of so many ranks."""
+    """(the counters of a call on one of so many ranks, bytes of its output and lse)"""
     peers = SilentPeers(None, rank, world, tuple(range(world)))
     rows = sum(map(len, parallel.Zigzag().spans(length, world)[rank]))
     q, k, v = (torch.empty(1, rows, n, dim, dtype=torch.bfloat16) for n in (heads, kv_heads, kv_heads))
@@ -94,15 +95,15 @@ def counts(world, rank, length, heads, kv_heads, dim, **options):
 
 
 def main():
-    """The command."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     for name, default in ("length", 16384), ("heads", 32), ("kv_heads", 8), ("dim", 128), ("ranks", 2):
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
     asked = parser.parse_args()
     shape = asked.length, asked.heads, asked.kv_heads, asked.dim
     share = asked.length * asked.kv_heads * asked.dim * 4 / asked.ranks
-    print(f"{asked}; a share of keys and values {share / 1e6:.1f} MB")
-    cases = {"gather": {}, "ring": {}, "ring, two shares": dict(memory=2 * share), "ring, least": dict(memory=1)}
+    print(f"{asked}; a shard of keys and values {share / 1e6:.1f} MB")
+    cases = {"gather": {}, "ring": {}, "ring, two shards": dict(memory=2 * share), "ring, least": dict(memory=1)}
     if asked.kv_heads % asked.ranks == 0:
         cases["ulysses"] = {}
     for name, options in cases.items():

@@ -33,14 +33,14 @@ CASES = {
 
 
 def attends_to_nothing(q, k, v, *, out=None, return_lse=False, **options):
-    """What attention.forward makes, not computed."""
+    """Results with the shapes of attention.forward's, not computed."""
     made = torch.empty_like(q) if out is None else out
     return made, torch.empty((q.shape[0], q.shape[2], q.shape[1]), device=q.device)
 
 
 @contextmanager
 def one_of_two():
-    """Be one of two ranks. Plans are made as ever: only calls are not."""
+    """This process is one of two ranks. Plans are made as always, but nothing is sent or computed."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     real, planned = attention.forward, plans.plan_call

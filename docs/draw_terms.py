@@ -1,4 +1,4 @@
-"""Draws docs/terms.svg for docs/fuse.md: a norm and a product as graphs, as they are written and as they are computed.
+"""Draws docs/terms.svg for docs/fuse.md: a norm and a product as expression graphs, before and after rewriting.
 `python docs/draw_terms.py`."""
 
 from collections.abc import Sequence
@@ -20,18 +20,18 @@ SIGNS = {"matmul": "@", "mul": "*", "div": "/", "add": "+", "sub": "-"}
 
 
 def label(x: Term) -> str:
-    """What stands in its box."""
+    """The text of a term in its box."""
     if not x.args:
         return {"input": "{0[0]}", "number": "{0:g}", "length": "columns"}[x.operation].format(x.attr)
     return SIGNS.get(x.operation, x.operation)
 
 
 def depths(root: Term) -> dict[Term, int]:
-    """How many steps each term is above what it is made of."""
-    found: dict[Term, int] = {}
+    """The longest path from each term down to a leaf."""
+    levels: dict[Term, int] = {}
     for x in walk(root):
-        found[x] = max((found[y] + 1 for y in x.args), default=0)
-    return found
+        levels[x] = max((levels[y] + 1 for y in x.args), default=0)
+    return levels
 
 
 def panel(title: str, root: Term, left: int, kernels: Sequence[tuple[str, list[Term]]]) -> tuple[str, int, int]:
@@ -67,8 +67,8 @@ def panel(title: str, root: Term, left: int, kernels: Sequence[tuple[str, list[T
 def svg() -> str:
     """The whole picture."""
     arrays = [np.zeros(s, bf16.np) for s in ((16, 4096), (4096,), (4096, 6144))]
-    found = operators.rms_norm_linear.trace(operators.rms_norm_linear._arguments(arrays))
-    (before,), (after,) = found.roots, equivalent_forms(found.roots, found.table)[-1].roots
+    traced = operators.rms_norm_linear.trace(operators.rms_norm_linear._arguments(arrays))
+    (before,), (after,) = traced.roots, equivalent_forms(traced.roots, traced.table)[-1].roots
     rows, product = [x for x in walk(before) if x.args and x is not before], [before]
     one, wide, high = panel("as it is written", before, 20, [("a kernel", rows), ("another", product)])
     inside = [x for x in walk(after) if x.args]

@@ -58,7 +58,7 @@ def main(arguments: list[str]) -> int:
 def show(function: Fused, shapes: list[tuple[tuple[int, ...], bool]], dtype: str, seed: int | None = None) -> int:
     """Print the candidates for arrays of these shapes, the best one in words and as text, and its proof by this seed. It needs
     no GPU. Returns 0 if the proof holds, else 1."""
-    arrays = [_turned(np.zeros(shape, DTYPES[dtype]), transposed) for shape, transposed in shapes]
+    arrays = [_transpose_if(np.zeros(shape, DTYPES[dtype]), transposed) for shape, transposed in shapes]
     for line in ("\n".join(map(str, function.candidates(*arrays))), function.explain(*arrays), function.source(*arrays)):
         print(f"{line}\n")
     proof = function.proof(*arrays, seed=seed)
@@ -77,7 +77,7 @@ def tune(function: Fused, shapes: list[tuple[tuple[int, ...], bool]], dtype: str
     if not torch.cuda.is_available():
         raise RuntimeError("tune: needs a GPU, and torch.cuda.is_available() is False; `show` and `inspect` need none")
     kind = getattr(torch, np.dtype(DTYPES[dtype]).name)
-    arrays = [_turned(torch.randn(shape, device="cuda", dtype=kind), transposed) for shape, transposed in shapes]
+    arrays = [_transpose_if(torch.randn(shape, device="cuda", dtype=kind), transposed) for shape, transposed in shapes]
     ranked = function.tune(*arrays, say=lambda text: print(f"\r{text:<60}", end="", file=sys.stderr, flush=True))
     print(file=sys.stderr)
     for candidate in ranked:
@@ -95,7 +95,7 @@ def _extents(text: str) -> tuple[tuple[int, ...], bool]:
     return (extents[::-1], True) if text.endswith(".T") else (extents, False)
 
 
-def _turned(x: Any, transposed: bool) -> Any:
+def _transpose_if(x: Any, transposed: bool) -> Any:
     return x.T if transposed else x
 
 

@@ -261,11 +261,11 @@ class Gradient(Fused):
         return self.wanted or tuple(name for name, x in arrays if x.ndim and x.attr[1] in FLOATS)
 
     def _trace(self, shapes: tuple[Shape, ...]) -> TracedDefinition:
-        return self._traced(self.definition, shapes)
+        return self._trace_definition(self.definition, shapes)
 
     def _trace_all(self, shapes: tuple[Shape, ...]) -> TracedDefinition:
         """The gradients as terms, for arrays of these shapes."""
-        return self._traced(self.gradients_definition, shapes)
+        return self._trace_definition(self.gradients_definition, shapes)
 
     def kernel_outputs_for(self, shapes: tuple[Shape, ...]) -> list[Term]:
         """The terms that kernels compute for this gradient, for arrays of these shapes."""
@@ -279,7 +279,7 @@ class Gradient(Fused):
     def differences(self, *arrays: Any) -> DerivativeCheck:
         """The finite-difference check of the gradients, as terms for these arrays (derivative_check.py)."""
         shapes = self._shapes(self._flatten_leading(self._arguments(arrays))[0])
-        traced = self._traced(self.checked_definition, shapes)
+        traced = self._trace_definition(self.checked_definition, shapes)
         arguments = [x for _, x in traced.inputs][: len(self.function.names)]
         names = self.wanted_names(arguments)
         gradients = {base_array(arguments[self.function.names.index(n)]): x for n, x in zip(names, traced.roots)}
@@ -292,7 +292,7 @@ class Gradient(Fused):
         a function of its own because a program serves all lengths."""
         return Gradient(self.function, self.wanted, self.by, self.count, sums=False)
 
-    def _traced(self, definition: Callable, shapes: tuple[Shape, ...]) -> TracedDefinition:
+    def _trace_definition(self, definition: Callable, shapes: tuple[Shape, ...]) -> TracedDefinition:
         if not self.count:
             self._set_result_count(len(shapes) - len(self.function.names))
         return trace_definition(definition, tuple(self.names), shapes)

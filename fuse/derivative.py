@@ -55,7 +55,7 @@ class ScaledTerm(NamedTuple):
             return ScaledTerm(self.by / other.attr, self.term)
         return self._replace(term=self.term / other)
 
-    def scaled(self, number: float) -> ScaledTerm:
+    def scale(self, number: float) -> ScaledTerm:
         """The summand times a number."""
         return self._replace(by=self.by * number)
 
@@ -68,7 +68,7 @@ GradientRule = Callable[..., Sequence["ScaledTerm | None"]]
 
 
 def _mul(g: ScaledTerm, y: Term, a: Term, b: Term) -> Sequence[ScaledTerm | None]:
-    return (g.times(a).scaled(2), None) if a is b else (g.times(b), g.times(a))
+    return (g.times(a).scale(2), None) if a is b else (g.times(b), g.times(a))
 
 
 def _gelu(g: ScaledTerm, y: Term, x: Term) -> Sequence[ScaledTerm]:
@@ -122,18 +122,18 @@ def _linear(operation: Callable[[Term, Term], Term]) -> GradientRule:
 
 GRADIENT_RULES: dict[str, GradientRule] = {  # {operation: (g, y, *args) -> gradients of its args}, where y = operation(*args)
     "add": lambda g, y, a, b: (g, g),
-    "sub": lambda g, y, a, b: (g, g.scaled(-1)),
+    "sub": lambda g, y, a, b: (g, g.scale(-1)),
     "mul": _mul,
-    "div": lambda g, y, a, b: (g.over(b), g.times(y).over(b).scaled(-1)),
-    "neg": lambda g, y, x: (g.scaled(-1),),
+    "div": lambda g, y, a, b: (g.over(b), g.times(y).over(b).scale(-1)),
+    "neg": lambda g, y, x: (g.scale(-1),),
     "where": lambda g, y, mask, a, b: (None, g.where(mask), g.where(mask, otherwise=True)),
     "maximum": lambda g, y, a, b: (g.where(a >= b), g.where(a >= b, otherwise=True)),
     "minimum": lambda g, y, a, b: (g.where(a <= b), g.where(a <= b, otherwise=True)),
     "exp": lambda g, y, x: (g.times(y),),
-    "exp2": lambda g, y, x: (g.times(y).scaled(LN_2),),
+    "exp2": lambda g, y, x: (g.times(y).scale(LN_2),),
     "log": lambda g, y, x: (g.over(x),),
-    "sqrt": lambda g, y, x: (g.over(y).scaled(0.5),),
-    "rsqrt": lambda g, y, x: (g.times(y * y * y).scaled(-0.5),),
+    "sqrt": lambda g, y, x: (g.over(y).scale(0.5),),
+    "rsqrt": lambda g, y, x: (g.times(y * y * y).scale(-0.5),),
     "tanh": lambda g, y, x: (g.times(1.0 - y * y),),
     "sigmoid": lambda g, y, x: (g.times(y * (1.0 - y)),),
     "silu": _silu,
@@ -266,7 +266,7 @@ def _reduce_to_operand(part: ScaledTerm, x: Term, y: Term) -> ScaledTerm | None:
             summed = _sum_rows(part.term)
             if summed is None:
                 return None
-            part = summed.scaled(part.by)
+            part = summed.scale(part.by)
     extra = [n for n in range(1, part.term.ndim + 1) if part.term.axes[-n] is not None and (n > y.ndim or y.axes[-n] is None)]
     return ScaledTerm(part.by, term_operations.total(part.term, y)) if extra else part
 
@@ -286,7 +286,7 @@ def _sum_rows(x: Term) -> ScaledTerm | None:
             return None
         if all(map(has_columns, x.args)) and any(_split_row_scales(y)[0] for y in x.args):
             a, b = map(_sum_rows, x.args)
-            return _sum_parts([part for part in (a, b and b.scaled(-1 if x.operation == "sub" else 1)) if part])
+            return _sum_parts([part for part in (a, b and b.scale(-1 if x.operation == "sub" else 1)) if part])
     return ScaledTerm(1.0, row_sum)
 
 

@@ -52,7 +52,7 @@ class DerivativeCheck:
         if self.wrong:
             return f"differences: what the chain rule made is NOT the gradient: {', '.join(self.wrong)}"
         message = f"differences: the gradients by {', '.join(self.arguments)} agree with differences of the function in float64"
-        return f"{message} to {DIGITS:.0e}; not looked into: kinks, ties, and numbers that are not normally distributed"
+        return f"{message} to {DIGITS:.0e}; not checked: kinks, ties, and numbers that are not normally distributed"
 
 
 def compare_with_differences(

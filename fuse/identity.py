@@ -68,7 +68,7 @@ class FieldArithmetic:
         self.maxima: dict[int, set[int]] = {}  # {value of a maximum: the elements that it is the maximum of}
 
     # ---- numbers -----------------------------------------------------------------------------------------------------
-    def embedded(self, value: float) -> FieldNumber:
+    def embed(self, value: float) -> FieldNumber:
         """A constant: m * 2^e modulo p and q. Infinities and NaN are random numbers."""
         if not math.isfinite(value):
             return self.opaque("number", repr(value))
@@ -113,7 +113,7 @@ class FieldArithmetic:
 
     # ---- arrays of them ----------------------------------------------------------------------------------------------
     def number(self, value: float) -> Any:
-        return _array(self.embedded(value))
+        return _array(self.embed(value))
 
     def length(self, axis: Axis | None, extent: int) -> Any:
         return self.number(extent if axis is None else extent_of(axis, self.sizes))
@@ -206,7 +206,7 @@ class IdentityCheck:
         chances = " + ".join(str(one) for one in self.comparisons)
         text += f"; terms that differ are equal at one with a chance of at most {TRIES} ({chances}) / 2^{BITS}"
         text += f", at all with {self.bound:.0e}"
-        return text + (f"; stood in for by random functions: {', '.join(self.outside)}" if self.outside else "")
+        return text + (f"; replaced by random functions: {', '.join(self.outside)}" if self.outside else "")
 
 
 def identity(
@@ -289,7 +289,7 @@ class DegreeBound(NamedTuple):
         (a, i, b, j), (c, k, d, n) = self, other
         return DegreeBound(max(a + d, c + b), max(i + n, k + j) + 1, b + d, j + n)
 
-    def summed(self, n: int) -> DegreeBound:
+    def bound_of_sum(self, n: int) -> DegreeBound:
         """The bound of a sum of n such functions, whose denominators may all differ."""
         a, i, b, j = self
         return DegreeBound(a + (n - 1) * b, i + (n - 1) * j + n.bit_length(), n * b, n * j)
@@ -348,9 +348,9 @@ def _degree_bounds(roots: Sequence[Term], sizes: Mapping[Axis, int]) -> dict[Ter
         elif name in ("sum", "matmul", "matmul_by", "weighted", "total", "partial_sums"):
             places = x.attr if name == "total" else (-2,) if name == "partial_sums" else (-1,)
             n = math.prod(extent_in(x.args[0].axes[place], sizes) for place in places)
-            bounds[x] = (args[0] if len(args) == 1 else args[0].times(args[1])).summed(n)
+            bounds[x] = (args[0] if len(args) == 1 else args[0].times(args[1])).bound_of_sum(n)
         elif name == "sum_of_parts":
-            bounds[x] = VARIABLE.summed(extent_in(x.args[0].axes[-1], sizes))
+            bounds[x] = VARIABLE.bound_of_sum(extent_in(x.args[0].axes[-1], sizes))
         elif name in SELECTIONS:
             bounds[x] = _max_bound(
                 [y for y, term in zip(args, x.args) if not graph.is_index(term)] + [VARIABLE] * (name == "causal")

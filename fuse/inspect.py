@@ -60,7 +60,7 @@ class Case(NamedTuple):
 def cases(only: Sequence[str] = (), arch: str = "sm_90a") -> Iterator[Case]:
     """The cases to inspect on an architecture, which may lack fp8. only: texts, one of which an operator's name must contain;
     all operators if there are none."""
-    for name in filter(described, operators.__all__):
+    for name in filter(has_documented_shapes, operators.__all__):
         served = card_of(arch).fp8 or "fp8" not in (getattr(operators, name).__doc__ or "")
         if served and (not only or any(one in name for one in only)):
             weights = any(map(of_weights, letters(getattr(operators, name)).values()))
@@ -69,7 +69,7 @@ def cases(only: Sequence[str] = (), arch: str = "sm_90a") -> Iterator[Case]:
                 yield from (Case(name, rows, gradient=True) for rows in ROWS[1::2])
 
 
-def described(name: str) -> bool:
+def has_documented_shapes(name: str) -> bool:
     """Does the operator's docstring give the shapes of all arrays?"""
     operator = getattr(operators, name)
     shapes_of = letters(operator)
@@ -107,7 +107,7 @@ def shapes(case: Case) -> tuple[Shape, ...]:
     return tuple(result)
 
 
-def compiled(case: Case, arch: str) -> list[Figures]:
+def compile_case(case: Case, arch: str) -> list[Figures]:
     """The figures of a case's kernels on an architecture, in the order of their launches. Attention's own are left out: `python
     -m attention inspect` has them."""
     launches = case.operator.launches(shapes(case), card_of(arch))
@@ -115,25 +115,25 @@ def compiled(case: Case, arch: str) -> list[Figures]:
     return [figures(kernel, types, arch, shared, threads) for kernel, types, threads, shared in own_launches]
 
 
-def bad(one: Figures) -> bool:
+def is_bad(one: Figures) -> bool:
     """Does the kernel spill, use local memory, warn, or not fit a multiprocessor?"""
     return bool(one.spill_bytes or one.local_bytes or one.warnings or not (one.occupancy and one.occupancy.blocks))
 
 
-def row(arch: str, case: Case) -> tuple[str, bool]:
+def report_case(arch: str, case: Case) -> tuple[str, bool]:
     """(a line for each kernel of a case, whether one of them is bad)"""
-    kernels = compiled(case, arch)
+    kernels = compile_case(case, arch)
     lines = [
         f"{arch:8} {case!s:42} {one.title:32} {one.registers:4} registers {one.spill_bytes:4} spilled "
-        f"{one.local_bytes:4} local {one.shared_bytes:7} shared {'; '.join(one.warnings)}{'  BAD' * bad(one)}"
+        f"{one.local_bytes:4} local {one.shared_bytes:7} shared {'; '.join(one.warnings)}{'  BAD' * is_bad(one)}"
         for one in kernels
     ]
-    return "\n".join(line.rstrip() for line in lines), any(map(bad, kernels))
+    return "\n".join(line.rstrip() for line in lines), any(map(is_bad, kernels))
 
 
-def _row(arch_and_case: tuple[str, Case]) -> tuple[str, bool]:
+def _report_or_error(arch_and_case: tuple[str, Case]) -> tuple[str, bool]:
     try:
-        return row(*arch_and_case)
+        return report_case(*arch_and_case)
     except Exception as error:  # the other cases are still inspected
         return f"{arch_and_case[0]:8} {arch_and_case[1]!s:42} {type(error).__name__}: {error}  BAD", True
 
@@ -160,7 +160,7 @@ def main(arguments: Sequence[str]) -> int:
     wrong = 0
     with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
         pairs = ((arch, case) for arch in options.arch for case in cases(options.only, arch))
-        for text, is_bad in pool.imap(_row, pairs):
+        for text, spills in pool.imap(_report_or_error, pairs):
             print(text, flush=True)
-            wrong += is_bad
+            wrong += spills
     return int(wrong > 0)

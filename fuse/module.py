@@ -92,8 +92,10 @@ def rename_globals(name: str, kernels: Sequence[tuple[str, KernelText]]) -> list
     """The kernels of a module, (name, KernelText) of each, with new names for the globals and helpers of all but the last one.
     name: that of the function, with which the kernels' names begin."""
     last = next((text for _, text in kernels[::-1] if text.kernel), None)
-    renamed = [{} if text is last else _marks(kernel.removeprefix(f"{name}_"), text) for kernel, text in kernels]
-    return [(kernel, text.with_names(functools.partial(_marked, marks=its))) for (kernel, text), its in zip(kernels, renamed)]
+    renamed = [{} if text is last else _make_marks(kernel.removeprefix(f"{name}_"), text) for kernel, text in kernels]
+    return [
+        (kernel, text.with_names(functools.partial(_apply_marks, marks=its))) for (kernel, text), its in zip(kernels, renamed)
+    ]
 
 
 def outline(kernels: Sequence[tuple[str, KernelText]], parameters: Sequence[str], views: Sequence[str]) -> str:
@@ -180,14 +182,14 @@ def _imports(text: str) -> list[str]:
     return [line for part in parts if part for line in ("", *part)][1:]
 
 
-def _marks(label: str, text: KernelText) -> dict[str, str]:
+def _make_marks(label: str, text: KernelText) -> dict[str, str]:
     """{name: new name} for the globals and helpers of a kernel that is not the module's last one, so that no two kernels use
     one name."""
     defined = global_names([*text.globals, *text.helpers])
     return {name: f"{label.upper() if name.isupper() else label}_{name}" for name in defined}
 
 
-def _marked(line: str, marks: dict[str, str]) -> str:
+def _apply_marks(line: str, marks: dict[str, str]) -> str:
     return re.sub(r"(?<![\w.])[^\W\d]\w*(?!\w*=[^=])", lambda match: marks.get(match[0], match[0]), line) if marks else line
 
 

@@ -56,9 +56,9 @@ class KernelRun:
         rows = f", rows times {' and '.join(f'{x:.2g}' for x in self.scales)} among them," if self.scales else ""
         return (
             f"kernel: at {shapes}{rows} the greatest error is {self.error:.2g}, where the rule allows {verdict}; "
-            "not looked into: other numbers, and lengths at which 16 bits overflow\n"
+            "not checked: other numbers, and lengths at which 16 bits overflow\n"
             "interpreter: the same run had no race, no deadlock and no read of what is in flight; "
-            "not looked into: other lengths, and schedules other than the latest that each wait allows"
+            "not checked: other lengths, and schedules other than the latest that each wait allows"
         )
 
 

@@ -131,7 +131,7 @@ def template_gaps(kernel: FewRows, parameters: dict[Term, str], local_names: dic
     place = "col_index(rt(16, ROWS, fp32).row_vec)", "row_index(rt(16, ROWS, fp32).col_vec) + mine"
     if rows_on_left:
         place = "row_index(rt(16, COLUMNS, fp32).col_vec) + mine", "col_index(rt(16, COLUMNS, fp32).row_vec) + COLUMNS * col"
-    epilogue, written = words.epilogue(known, _read_upright if rows_on_left else _read, *place)
+    epilogue, written = words.epilogue(known, _read_operand_with_rows_on_left if rows_on_left else _read_operand, *place)
 
     shared_names = [x.name, *(v.name for v in vectors), *(["u"] if not kernel.plain else [])]
     shared_names += [part for p in products for part in (p.ring, p.parts, p.full)]
@@ -191,12 +191,12 @@ def template_gaps(kernel: FewRows, parameters: dict[Term, str], local_names: dic
     }  # fmt: skip
 
 
-def _read_upright(y: Term, name: str) -> str:
+def _read_operand_with_rows_on_left(y: Term, name: str) -> str:
     """The expression that reads another operand of the epilogue, for a tile whose rows are rows of x."""
     return read_expression(y, name, "rt(16, COLUMNS, fp32)", "mine", "COLUMNS * col")
 
 
-def _read(y: Term, name: str) -> str:
+def _read_operand(y: Term, name: str) -> str:
     """The expression that reads another operand of the epilogue, transposed as the accumulator is."""
     if y.operation == "repeat_columns":
         return f"load({name}, rt(16, ROWS, fp32).row_vec, (0, divmod(mine, each)[0]), cols=0)"

@@ -63,15 +63,15 @@ class Halves:
         """The kernels that compute a term. wgmma: see Card."""
         parts = root.args if root.operation == "concat" else (root,)
         if root.operation in MAPS and any(x.operation == "concat" for x in between([root], _not_maps(root), True)):
-            parts = _half(root, 0), _half(root, 1)  # halves of a concatenation, and of terms with as many columns
-        if 2 <= root.ndim <= 2 + len(PLACES) and has_columns(root) and all(map(_halved, parts)):
-            for each in dict.fromkeys([tuple(map(_of_halves, parts)), parts]):
+            parts = _take_half(root, 0), _take_half(root, 1)  # halves of a concatenation, and of terms with as many columns
+        if 2 <= root.ndim <= 2 + len(PLACES) and has_columns(root) and all(map(_is_map_of_halves, parts)):
+            for each in dict.fromkeys([tuple(map(_push_halves_to_arrays, parts)), parts]):
                 yield from cls._of(root, each, wgmma)
 
     @classmethod
     def _of(cls, root: Term, parts: tuple[Term, ...], wgmma: bool) -> Iterator[Self]:
         """The kernel that stores these parts, if there can be one."""
-        read, sums = _read(parts)
+        read, sums = _find_reads(parts)
         summed = [x for some in sums.values() for x in some]
         inside = between([*parts, *summed], [*read, *sums])
         if len({(x.extents, x.axes[-1] and x.axes[-1].root) for x in parts}) != 1 or len(parts) > 2:
@@ -99,7 +99,7 @@ class Halves:
     @property
     def leaves(self) -> list[Term]:
         """The arrays that it reads."""
-        return list(dict.fromkeys(_array(x) for x in self.read_arrays))
+        return list(dict.fromkeys(_array_of(x) for x in self.read_arrays))
 
     @property
     def inside(self) -> list[Term]:
@@ -140,7 +140,7 @@ class Halves:
     @property
     def unordered(self) -> bool:
         """May columns be read in the order in which they lie, 16 bytes a lane? They may if all arrays have 16 bits."""
-        dtypes = {_array(x).stored_dtype(self.default_dtype) for x in self.read_arrays if x.ndim} | {
+        dtypes = {_array_of(x).stored_dtype(self.default_dtype) for x in self.read_arrays if x.ndim} | {
             self.root.stored_dtype(self.default_dtype)
         }
         return dtypes <= {*SIXTEEN}
@@ -176,7 +176,7 @@ class Halves:
         split, taken = {x for x in self.read_arrays if x.operation == "half"}, set(parameters.values())
         names = {}
         for x in self.read_arrays:
-            its = parameters[_array(x)]
+            its = parameters[_array_of(x)]
             names[x] = unused(f"{its}_{x.attr + 1}", taken) if x in split else its
         writer = ExpressionWriter(names, local_names)
 
@@ -185,7 +185,9 @@ class Halves:
         text.globals += [f"TILE = rt({ROWS}, {self.columns}, fp32)  # of a warp"]
         text.kernel = [FOLLOW, *self.place(text, y)]
         taken |= {*names.values(), *at.values(), *COUNTED}
-        loads = {names[x]: f"{names[x]} = {self.load(x, array(parameters[_array(x)]), at)}" for x in self.read_arrays if x.ndim}
+        loads = {
+            names[x]: f"{names[x]} = {self.load(x, array(parameters[_array_of(x)]), at)}" for x in self.read_arrays if x.ndim
+        }
 
         def passed(lines: list[str]) -> list[str]:
             """The lines, with those that read what they need; in a loop over the tiles if a half has several."""
@@ -213,9 +215,9 @@ class Halves:
             body.append(f"store{'_unordered' * self.unordered}({array(y)}, {writer.expression(part)}, {place}{rows})")
         text.kernel += passed(body)
 
-        cut = {_array(x) for x in split} | ({self.root} if two else set())
+        cut = {_array_of(x) for x in split} | ({self.root} if two else set())
         pairs = [(x, parameters[x]) for x in (*self.leaves, self.root)]
-        arguments = [(array(its) if x.ndim else its, _cut(x, its) if x in cut else its) for x, its in pairs]
+        arguments = [(array(its) if x.ndim else its, _split_columns(x, its) if x in cut else its) for x, its in pairs]
         text.arguments = [*arguments, *((name, name) for name, _ in text.counts[:-1])]
         text.launch = "-(-warps // WARPS), 32 * WARPS, early=True"
         return text
@@ -264,7 +266,7 @@ class Halves:
         return f"({', '.join([*places, col])}{',' * (not places)})", "" if rows == len(places) - 1 else f", rows={rows}"
 
 
-def _half(x: Term, which: int) -> Term:
+def _take_half(x: Term, which: int) -> Term:
     """One half of the columns of a term, with halves of its operands where the term is a map, and one of the two parts where it
     is a concatenation."""
     if not has_columns(x):
@@ -272,7 +274,9 @@ def _half(x: Term, which: int) -> Term:
     if x.operation == "concat" and len(x.args) == 2 and x.args[0].extents == x.args[1].extents:
         return x.args[which]
     return (
-        terms.apply(x.operation, *[_half(y, which) for y in x.args]) if x.operation in MAPS else term_operations.half(x, which)
+        terms.apply(x.operation, *[_take_half(y, which) for y in x.args])
+        if x.operation in MAPS
+        else term_operations.half(x, which)
     )
 
 
@@ -292,21 +296,23 @@ def _maps(root: Term) -> set[Term]:
     return maps
 
 
-def _halved(root: Term) -> bool:
+def _is_map_of_halves(root: Term) -> bool:
     """Is the term a map of halves?"""
     return any(x.operation == "half" for x in _maps(root))
 
 
-def _of_halves(root: Term) -> Term:
+def _push_halves_to_arrays(root: Term) -> Term:
     """The same term, with halves taken of arrays only and not of maps."""
     maps, rewritten = _maps(root), dict[Term, Term]()
     for x in graph.walk(root):
         of = [rewritten.get(y, y) for y in x.args]
-        rewritten[x] = x if x not in maps else _half(of[0], x.attr) if x.operation == "half" else terms.apply(x.operation, *of)
+        rewritten[x] = (
+            x if x not in maps else _take_half(of[0], x.attr) if x.operation == "half" else terms.apply(x.operation, *of)
+        )
     return rewritten[root]
 
 
-def _read(parts: tuple[Term, ...]) -> tuple[list[Term], Sums]:
+def _find_reads(parts: tuple[Term, ...]) -> tuple[list[Term], Sums]:
     """(the inputs of the parts: arrays, numbers and halves of arrays; {sum of a row: the terms that are summed}, each after the
     sums that it needs)"""
     columns, sources, sums = parts[0].axes[-1], dict[Term, None](), Sums()
@@ -321,7 +327,7 @@ def _read(parts: tuple[Term, ...]) -> tuple[list[Term], Sums]:
         elif x.operation == "sum":
             axis = x.args[0].axes[-1]
             of_half = axis is not None and columns is not None and axis.root is columns.root
-            sums[x] = x.args if of_half else (_half(x.args[0], 0), _half(x.args[0], 1))
+            sums[x] = x.args if of_half else (_take_half(x.args[0], 0), _take_half(x.args[0], 1))
             stack += sums[x][::-1]
         elif x.operation not in ("number", "length"):
             sources[x] = None
@@ -329,11 +335,11 @@ def _read(parts: tuple[Term, ...]) -> tuple[list[Term], Sums]:
     return list(sources), {x: sums[x] for x in order}
 
 
-def _array(x: Term) -> Term:
+def _array_of(x: Term) -> Term:
     """The array that is read for this term."""
     return x.args[0] if x.operation == "half" else x
 
 
-def _cut(x: Term, name: str) -> str:
+def _split_columns(x: Term, name: str) -> str:
     """The expression of an array with an axis for the halves of its columns."""
     return f"{name}.reshape(*{name}.shape[:-1], 2, -1)"

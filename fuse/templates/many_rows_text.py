@@ -38,7 +38,7 @@ class StoredResult(NamedTuple):
 
     slot: str
     array: str
-    made: str
+    expression: str
 
 
 class PrefetchedTile(NamedTuple):
@@ -80,7 +80,9 @@ def template_gaps(kernel: ManyRows, parameters: dict[Term, str], local_names: di
     loads_ahead = not kernel.softmax_partials and kernel.batch is None  # a batch leaves no registers for prefetching
     ahead = [y for y in kernel.epilogue_inputs if loads_ahead and y.operation != "repeat_columns" and is_matrix(y)]
     prefetched = [PrefetchedTile.of(y, parameters[y], kernel.dtype) for y in ahead]
-    others = [KernelArray(parameters[y], array(parameters[y]), _read(y, array(parameters[y]))) for y in kernel.epilogue_inputs]
+    others = [
+        KernelArray(parameters[y], array(parameters[y]), _read_operand(y, array(parameters[y]))) for y in kernel.epilogue_inputs
+    ]
     taken = {*parameters.values(), *NAMES}
     epilogue = selection.lines(tile_rows, tile_columns) if selection else []
     epilogue += [
@@ -135,9 +137,9 @@ def template_gaps(kernel: ManyRows, parameters: dict[Term, str], local_names: di
     into = ", ".join([*(name for name, _ in outs), *slots])
     blocks = f"tiles.persistent_blocks(rows * cols, {result}{', cluster=BLOCKS' * (s.blocks > 1)})"
     leaves = (
-        _folded(folds, s.parts, extra_arguments)
+        _write_partials(folds, s.parts, extra_arguments)
         if folds
-        else _sent(s.parts, several, extra_arguments, "batch, " * batch, into, plain, prefetched)
+        else _write_sends(s.parts, several, extra_arguments, "batch, " * batch, into, plain, prefetched)
     )
     arguments = [*operands, *outs, *arrays.items()]
     return {
@@ -156,7 +158,7 @@ def template_gaps(kernel: ManyRows, parameters: dict[Term, str], local_names: di
     }  # fmt: skip
 
 
-def _sent(
+def _write_sends(
     parts: int, several: bool, extra_arguments: str, lead: str, into: str, plain: bool, prefetched: Sequence[PrefetchedTile]
 ) -> list[list[str]]:
     """For each part of a tile, the lines that store it. several: is a part of each product needed? plain: is the product stored
@@ -170,7 +172,7 @@ def _sent(
     return [[f"{targets}{' = ' * bool(targets)}send({into}, {lead}row, col, last, {one}{extra_arguments})"] for one in of]
 
 
-def _folded(folds: SoftmaxPartials, parts: int, extra_arguments: str) -> list[list[str]]:
+def _write_partials(folds: SoftmaxPartials, parts: int, extra_arguments: str) -> list[list[str]]:
     """For each part of a tile, the lines that fold it into the softmax statistics of its rows, which are written after every
     two parts."""
     lines, call_arguments = list[list[str]](), f"{'chosen, ' * bool(folds.index_parameter)}end{extra_arguments}"
@@ -185,7 +187,7 @@ def _nth(first: str, n: int) -> str:
     return f"{first} + {n}" if n else first
 
 
-def _read(y: Term, name: str) -> str:
+def _read_operand(y: Term, name: str) -> str:
     """The expression that reads another operand of the epilogue, for the part of a tile that is being stored."""
     row, col = "ROWS * row", "PART * (col + n)"
     if y.operation == "repeat_columns":

@@ -148,7 +148,7 @@ class ColumnSelection(NamedTuple):
         times = f"{self.width} * " if self.width > 1 else ""
         return [f"selected = {times}{array(self.index_array)}[{rows}]", f"column = {columns}"]
 
-    def written(self, x: Term) -> str:
+    def form(self, x: Term) -> str:
         """The form of a selection: see ExpressionWriter.forms."""
         return f"where((column >= selected) & (column < selected + {self.width}), {{0}}, 0.0)"
 
@@ -213,6 +213,6 @@ def write_selection(writer: ExpressionWriter, kernel: Product, parameters: Mappi
     selection = ColumnSelection.of(kernel, parameters)
     if selection:
         writer.names |= {x.args[2]: "" for x in kernel.selections}
-        writer.forms["select_columns"] = selection.written
+        writer.forms["select_columns"] = selection.form
         writer.forms["is_column"] = lambda x: "column == selected"
     return selection

@@ -79,7 +79,7 @@ def load_elements(b, dtype, count, at, where="shared"):
 
 def store_elements(b, dtype, elements, at, instruction="st.shared", *bars):
     """Store adjacent elements (as many as load_elements loads), given as fp32, at an address in shared memory. bars: the
-    address that an asynchronous instruction is told last; such store 4 bytes or more."""
+    barrier address that is the last operand of an asynchronous instruction, which stores 4 bytes or more."""
     if dtype.itemsize == 4:
         values, kind = b.unpack(b.from_elements(rt(16, 16, dtype), elements)), ["f32", "v2.f32"][len(elements) - 1]
     else:

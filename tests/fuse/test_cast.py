@@ -102,5 +102,5 @@ def test_cards_without_fp8():
 
 
 def test_offline():
-    said, bad = inspect.row("sm_90a", inspect.Case("residual_rms_norm_quantise", 4096))
+    said, bad = inspect.report_case("sm_90a", inspect.Case("residual_rms_norm_quantise", 4096))
     assert not bad, said

@@ -56,6 +56,6 @@ BAD = dict(spill_bytes=4), dict(local_bytes=8), dict(warnings=["C7510"]), dict(s
 def test_a_bad_kernel_is_found(wrong, monkeypatch):
     """A spilling kernel among good ones makes the exit code of inspect 1."""
     made = [Figures("k", "sm_90a", **GOOD | more, instructions={}, digest="") for more in ({}, wrong, {})]
-    monkeypatch.setattr(inspect, "compiled", lambda case, arch: made)
-    text, bad = inspect.row("sm_90a", inspect.Case("gated_mlp", 16))
+    monkeypatch.setattr(inspect, "compile_case", lambda case, arch: made)
+    text, bad = inspect.report_case("sm_90a", inspect.Case("gated_mlp", 16))
     assert bad == bool(wrong) and text.count("BAD") == len(wrong)

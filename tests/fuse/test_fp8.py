@@ -105,7 +105,7 @@ def test_other_cards(arch, kernels, monkeypatch):
 
 @pytest.mark.parametrize("rows", [16, 64])
 def test_offline(rows):
-    said, bad = inspect.row("sm_90a", inspect.Case("fp8_linear", rows, transposed=True))
+    said, bad = inspect.report_case("sm_90a", inspect.Case("fp8_linear", rows, transposed=True))
     assert not bad, said
 
 

@@ -313,8 +313,8 @@ def test_lengths_of_other_axes():
 @pytest.mark.parametrize(("name", "arch"), [("residual_layer_norm", "sm_90a"), ("normalised_step", "sm_80")])
 def test_no_spills(name, arch):
     """No spills and no atomic adds: sums over rows have the same bits each time."""
-    found = inspect.compiled(inspect.Case(name, 4096, gradient=True), arch)
-    assert not any(map(inspect.bad, found))
+    found = inspect.compile_case(inspect.Case(name, 4096, gradient=True), arch)
+    assert not any(map(inspect.is_bad, found))
     assert not {"RED", "REDG", "ATOM", "ATOMG"} & {name for one in found for name in one.instructions}
 
 

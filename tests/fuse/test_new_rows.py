@@ -134,7 +134,7 @@ def test_once_for_each_class(gpu, name, gradient):
         gpu.slow.clear()
 
 
-@pytest.mark.parametrize("name", [one for one in SHAPES if inspect.described(one)])
+@pytest.mark.parametrize("name", [one for one in SHAPES if inspect.has_documented_shapes(one)])
 def test_few_kernels_for_all_rows(name):
     """For 1 to 9000 rows at most 10 kernels of each launch are compiled. The key of a plan decides the text."""
     operator, known, first = getattr(operators, name), {}, 1

@@ -133,7 +133,7 @@ def test_on_the_card(name, rows, without_wgmma):
 # ---- machine code ----------------------------------------------------------------------------------------------------
 def test_docstrings_say_shapes():
     """So that inspect finds all operators: each argument without a shape has a default."""
-    assert all(map(inspect.described, operators.__all__))
+    assert all(map(inspect.has_documented_shapes, operators.__all__))
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
@@ -152,7 +152,7 @@ def test_modules_have_all_names(arch):
 
 def test_nothing_spills():
     """One of many cases: `python -m fuse inspect` compiles all operators on all targets, in minutes."""
-    text, bad = inspect.row("sm_86", inspect.Case("gated_mlp", 4096, True))
+    text, bad = inspect.report_case("sm_86", inspect.Case("gated_mlp", 4096, True))
     assert not bad and text.startswith("sm_86 ") and "   0 spilled" in text, text
 
 

@@ -18,8 +18,10 @@ from tiles.compiler import Compiled, CompileError, Lowered, compile_kernel
 from tiles.inspect import figures as look
 from tiles.inspect.code import function_at
 from tiles.inspect.compare import ComparedRow, aligned
+from tiles.inspect.figures import measured
 from tiles.inspect.occupancy import Occupancy, occupancy
 from tiles.line_table import SourcePlace
+from tiles.numba_names import types
 
 MATRIX = np.zeros((16, 16), np.float32)
 FILE = python.getsourcefile(plain.py_func)
@@ -292,3 +294,17 @@ def test_figures_are_remembered(monkeypatch, tmp_path, request):
     home.reading.cache_clear()
     look(make(2), (array(1),), "sm_90a")  # or another way to read it is another key
     assert compiled == ["sm_90a", "sm_90a", "sm_80", "sm_90a", "sm_90a"]
+
+
+def test_digest_does_not_depend_on_what_was_compiled_before():
+    """A division of 64 bits is a call, whose name in the machine code has a number of Numba's."""
+
+    def digest():
+        @cuda.jit
+        def kernel(x):
+            x[0] = x[1] // x[2]
+
+        arguments = (types.Array(types.int64, 1, "A"),)
+        return measured(kernel, "sm_90a", compile_kernel(kernel, arguments, "sm_90a"))["digest"]
+
+    assert digest() == digest()

@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from .. import cache, digest, sass
 from ..compiler import Compiled, compile_kernel, title
 from ..numba_names import types
 from .occupancy import Occupancy, occupancy
+
+MANGLED = re.compile(r"_Z\w+")  # a function's name, which has a number of Numba's: how many it had compiled before
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,7 @@ def measured(kernel, arch: str, compiled: Compiled, shared: Any = None) -> dict[
         "shared_bytes": compiled.shared_bytes + (shared.nbytes if shared else 0),
         "warnings": compiled.warnings,
         "instructions": dict(sass.instructions(compiled.cubin)),
-        "digest": hashlib.sha256("\n".join(map(str, code)).encode()).hexdigest()[:16],
+        "digest": hashlib.sha256(MANGLED.sub("", "\n".join(map(str, code))).encode()).hexdigest()[:16],
     }
 
 

@@ -1,4 +1,4 @@
-"""attention.parallel.linear, delta_rule and mamba2 on 3 processes against one."""
+"""attention.parallel.linear, delta_rule and mamba2 on 3 processes, compared with one."""
 
 import pytest
 

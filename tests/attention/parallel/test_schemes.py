@@ -1,4 +1,4 @@
-"""attention.parallel.forward on 2, 3 and 4 processes against one: all schemes, orders and variants."""
+"""attention.parallel.forward on 2, 3 and 4 processes, compared with one: all schemes, orders and variants."""
 
 import os
 from types import SimpleNamespace
@@ -25,7 +25,8 @@ OF_SEQUENCES = dict(  # functions of where queries and keys are in their own seq
 
 
 def test_on_two_ranks():
-    """Each variant by gather; and by those others that can keep its positions. D 128 and rows of 128 are tiles of Hopper's."""
+    """Each variant by gather, and by the other schemes that support it. With D 128, 128 rows are a whole tile of Hopper's
+    kernels."""
     start(2, two)
 
 
@@ -66,7 +67,8 @@ def two(world):
 
 
 def every_other_block(length, size):
-    """Lists as a BlockMask has them: of each row of blocks those of its parity, and mask is asked in none."""
+    """Block lists with the fields of a BlockMask: each row of blocks has full blocks of its own parity, so the mask is never
+    evaluated."""
     count = length // size
     seen = [[j for j in range(count) if (i + j) % 2 == 0] for i in range(count)]
     full = torch.tensor([[row + [0] * (count - len(row)) for row in seen]], dtype=torch.int32)[None]
@@ -78,7 +80,7 @@ def every_other_block(length, size):
 
 
 def dropped():
-    """The same weights are dropped in every call, on every rank others."""
+    """The same weights are dropped in every call, and other ones on every rank."""
     given = [parallel.shard(x) for x in drawn(48)]
     found = [parallel.forward(*given, dropout=0.5, seed=seed) for seed in (3, 3, 4)]
     assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
@@ -95,7 +97,7 @@ def dropped():
 
 
 def faults():
-    """The same error on every rank, which says what differs; nothing has travelled, and the next call is as ever."""
+    """The same error on every rank says what differs; nothing has been sent, and the next call works."""
     given, rank = [parallel.shard(x) for x in drawn(48)], dist.get_rank()
     with pytest.raises(ValueError, match=r"(?s)ranks make different calls.*rank 0: .*causal=False.*rank 1: .*causal=True"):
         parallel.forward(*given, causal=bool(rank))
@@ -153,7 +155,7 @@ ALONE_WRONG = (  # what one rank asks for, and what all of them are told
 
 
 def refused_by_one():
-    """Every rank raises the same, with the same words, and none waits for the one that raised first."""
+    """Every rank raises the same error with the same message, and none waits for the one that raised first."""
     q, k, v = (parallel.shard(x) for x in drawn(48))
     for wrong, kind, said in ALONE_WRONG:
         call_options = dict(q=q, k=k, v=v) | (wrong if dist.get_rank() else {})
@@ -172,7 +174,7 @@ def refused_by_one():
 
 
 def cast():
-    """torch.autocast does to shares what it does to the whole."""
+    """torch.autocast casts shards as it casts the whole."""
     whole = [x.float().requires_grad_() for x in drawn(48)]
     mine = [parallel.shard(x.detach()).requires_grad_() for x in whole]
     with torch.autocast("cpu", torch.bfloat16):
@@ -183,9 +185,9 @@ def cast():
 
 
 def forgotten():
-    """Ranks forget the forms of a group's calls at the same call, whatever other groups they are in."""
+    """Ranks clear a group's cached plans at the same call, whatever other groups they are in."""
     given, alone = [parallel.shard(x) for x in drawn(48)], dist.new_group([0])
-    limit, agreement.MAX_SIGNATURES = agreement.FORMS, 4
+    limit, agreement.MAX_SIGNATURES = agreement.MAX_SIGNATURES, 4
     agreement._CACHED.clear()
     for scale in 0.1, 0.2, 0.3:
         if dist.get_rank() == 0:
@@ -212,7 +214,7 @@ def dies(world):
 
 
 def test_on_three_ranks():
-    """Lengths that do not divide, of which some ranks have nothing; moves there and back."""
+    """Lengths that ranks do not divide, and ranks without tokens; redistribution there and back."""
     start(3, three)
 
 
@@ -240,7 +242,7 @@ def three(world):
 
 
 def test_on_four_ranks():
-    """Products of schemes on a mesh of two dimensions, and a dimension of a mesh by itself."""
+    """Pairs of schemes on a mesh of two dimensions, and one dimension of a mesh by itself."""
     start(4, four)
 
 
