@@ -140,7 +140,7 @@ def row(name, module, config, arch) -> dict:
     return {**vars(measured), **described}
 
 
-def bad(one: dict) -> bool:
+def has_faults(one: dict) -> bool:
     """Does the row's kernel have spills, local memory or warnings?"""
     return bool(one["spill_bytes"] or one["local_bytes"] or one["warnings"])
 
@@ -197,4 +197,4 @@ def main(arch="sm_90a", everything=False, check=False, as_json=False, jobs: int 
             )
     if as_json:
         print(json.dumps(printed, indent=1))
-    return int(check and any(map(bad, printed)))
+    return int(check and any(map(has_faults, printed)))

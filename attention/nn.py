@@ -89,7 +89,7 @@ class Attention(nn.Module):
         heads = self.project(x).unflatten(-1, (-1, self.head_dim))
         kernel_norms = self.norms()
         if not options and kernel_norms is not None and self.can_fuse_projection(positions):
-            return self.out(self.projected(heads, positions, *kernel_norms).flatten(-2))
+            return self.out(self.attend_projection(heads, positions, *kernel_norms).flatten(-2))
         q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], -2)  # views, with one gradient for all three
         if kernel_norms is None:
             q, k = (y if norm is None else norm(y) for y, norm in ((q, self.q_norm), (k, self.k_norm)))
@@ -128,7 +128,7 @@ class Attention(nn.Module):
             return False
         return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None
 
-    def projected(
+    def attend_projection(
         self,
         heads: torch.Tensor,
         positions: torch.Tensor | None,

@@ -36,14 +36,14 @@ def rename_arguments(error: Exception, theirs: Mapping[str, str]) -> None:
     error.args = (message,)
 
 
-def namespace(x: Any) -> ModuleType:
+def array_namespace(x: Any) -> ModuleType:
     """The module whose functions make arrays like x: numpy, torch, jax.numpy, cupy."""
     return x.__array_namespace__() if hasattr(x, "__array_namespace__") else sys.modules[type(x).__module__.partition(".")[0]]
 
 
-def integers(count: int, value: int, like: Any) -> Any:
+def full_int32(count: int, value: int, like: Any) -> Any:
     """An int32 array (count) that holds `value` everywhere, of the framework and on the device of `like`."""
-    xp = namespace(like)
+    xp = array_namespace(like)
     device = {"device": like.device} if xp.__name__ == "torch" else {}
     return xp.full((count,), value, dtype=xp.int32, **device)
 
@@ -72,7 +72,7 @@ def draw_dropout_options(dropout: float, x: Any) -> dict[str, Any]:
     NotImplementedError: under jax.jit the seed would be drawn only once."""
     if not dropout:
         return {}
-    xp = namespace(x)
+    xp = array_namespace(x)
     if xp.__name__ == "torch":
         if xp.compiler.is_compiling() or (x.is_cuda and xp.cuda.is_current_stream_capturing()):
             return {"dropout": dropout, "seed": xp.randint(2**31, (1,), device=x.device)}

@@ -35,7 +35,7 @@ from typing import Any
 
 import attention
 
-from .asked import ERRORS, draw_dropout_options, drop_none, integers, refuse, rename_arguments
+from .asked import ERRORS, draw_dropout_options, drop_none, full_int32, refuse, rename_arguments
 
 OPEN = (-1, -1)
 SCORES = {"scale": "softmax_scale", "window": "window_size", "alibi": "alibi_slopes"}  # {our name: FlashAttention's}, in errors
@@ -69,7 +69,7 @@ def flash_attn_func(
     options = score_options(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic) | draw_dropout_options(
         dropout_p, q
     )
-    return with_probabilities(attend(q, k, v, return_attn_probs, **options), return_attn_probs)
+    return append_probabilities(attend(q, k, v, return_attn_probs, **options), return_attn_probs)
 
 
 def flash_attn_kvpacked_func(
@@ -152,12 +152,12 @@ def flash_attn_varlen_func(
         _check_packed("q", q)
         result = attend_cache(q[None], k, v, None, None, lengths, (None, None, True), None, return_attn_probs, options, PAGED)
         result = (result[0][0], result[1][0]) if return_attn_probs else result[0]
-        return with_probabilities(result, return_attn_probs)
+        return append_probabilities(result, return_attn_probs)
     options = score_options(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic) | draw_dropout_options(
         dropout_p, q
     )
     result = attend_packed(q, k, v, return_attn_probs, cu_seqlens=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **options)
-    return with_probabilities(result, return_attn_probs)
+    return append_probabilities(result, return_attn_probs)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -310,7 +310,7 @@ def attend_cache(
             raise ValueError("cache_seqlens: is required with k, because it says where k is written")
         lengths = k_cache.shape[1] * (options["pages"].shape[1] if "pages" in options else 1)
     if isinstance(lengths, int):
-        lengths = integers(len(options["cu_seqlens"]) - 1 if "cu_seqlens" in options else q.shape[0], lengths, q)
+        lengths = full_int32(len(options["cu_seqlens"]) - 1 if "cu_seqlens" in options else q.shape[0], lengths, q)
     if (k is None) != (v is None):
         raise ValueError(f"{'k' if k is None else 'v'}: must not be None: k and v are written into the caches together")
     if k is None and not cos is sin is None:
@@ -335,6 +335,6 @@ def refuse_probabilities(return_attn_probs: bool, dropout_p: float) -> None:
     )
 
 
-def with_probabilities(result: Any, return_attn_probs: bool) -> Any:
+def append_probabilities(result: Any, return_attn_probs: bool) -> Any:
     """FlashAttention-2's result: (out, lse, P), where P is None, because only dropout would need it."""
     return (*result, None) if return_attn_probs else result

@@ -92,12 +92,14 @@ class BatchDecodeWithPagedKVCacheWrapper(PlannedWrapper):
     ) -> None:
         """The pages of sequence b are indices[indptr[b] : indptr[b + 1]], and the last of them has last_page_len[b] keys."""
         refuse("fixed_split_size", fixed_split_size is not None, "disable_split_kv=True gives the same bits in any batch")
-        where = self.page_options(indptr, indices, last_page_len, page_size)
-        several, q_type, kv_type = q_len_per_req or 1, q_data_type or data_type, kv_data_type or data_type
-        tokens = len(where["lengths"]) * several
+        pages = self.page_options(indptr, indices, last_page_len, page_size)
+        q_type, kv_type = q_data_type or data_type, kv_data_type or data_type
+        self.tokens_per_request = q_len_per_req or 1
+        tokens = len(pages["lengths"]) * self.tokens_per_request
         self.record_expected(num_qo_heads, num_kv_heads, head_dim, None, tokens, q_type, kv_type, o_data_type)
-        score_options = self.score_options(several > 1, sm_scale, window_left, logits_soft_cap, pos_encoding_mode, head_dim)
-        self.planned, self.each = where | score_options | drop_none(splits=1 if disable_split_kv else None), several
+        causal = self.tokens_per_request > 1
+        score_options = self.score_options(causal, sm_scale, window_left, logits_soft_cap, pos_encoding_mode, head_dim)
+        self.planned = pages | score_options | drop_none(splits=1 if disable_split_kv else None)
 
     begin_forward = plan
 
@@ -120,7 +122,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PlannedWrapper):
         planned = self.merge_options(q_scale, k_scale, window_left, sinks)
         k, v = self.split_caches(q, paged_kv_cache)
         total, heads, columns = q.shape
-        rows = -1 if total else 0, self.each, heads
+        rows = -1 if total else 0, self.tokens_per_request, heads
         out_options = {} if out is None else {"out": out.reshape(*rows, out.shape[-1])}
         results = attention.decode(q.reshape(*rows, columns), k, v, return_lse=return_lse, **planned, **out_options)
         values, lse_values = results if return_lse else (results, None)
@@ -192,7 +194,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PlannedWrapper):
         refuse("fixed_split_size", fixed_split_size is not None, "pass disable_split_kv=True: no sequence is split")
         items = prefix_len_ptr is not None or token_pos_in_items_ptr is not None or max_item_len_ptr is not None
         refuse("token_pos_in_items_ptr", items, "call attention.decode(.., mask=, aux=)")
-        where = self.page_options(paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size, "paged_kv_")
+        pages = self.page_options(paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size, "paged_kv_")
         tokens = int(read_indptr_like("qo_indptr", qo_indptr, "paged_kv_indptr", paged_kv_indptr)[-1])
         self.record_expected(
             num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, tokens, q_data_type, kv_data_type, o_data_type
@@ -200,8 +202,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PlannedWrapper):
         ends = self.hold_for_graph("qo_indptr", to_device_of(qo_indptr, paged_kv_indices))
         causal = causal and custom_mask is None
         score_options = self.score_options(causal, sm_scale, window_left, logits_soft_cap, pos_encoding_mode, head_dim_qk)
-        masked = {} if custom_mask is None else _mask_options(custom_mask, ends, where["lengths"], self.hold_for_graph)
-        self.planned = where | {"cu_seqlens": ends} | score_options | masked | drop_none(splits=1 if disable_split_kv else None)
+        masked = {} if custom_mask is None else _mask_options(custom_mask, ends, pages["lengths"], self.hold_for_graph)
+        self.planned = pages | {"cu_seqlens": ends} | score_options | masked | drop_none(splits=1 if disable_split_kv else None)
 
     begin_forward = plan
 

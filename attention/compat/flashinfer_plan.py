@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .asked import drop_none, namespace, refuse
+from .asked import array_namespace, drop_none, refuse
 
 
 class PlannedWrapper:
@@ -107,7 +107,7 @@ class PlannedWrapper:
             b = int(over.argmax())
             raise ValueError(f"{name}: must be from 0 to page_size={size}: {name}[{b}]={last[b]}")
         self.page_size = size
-        xp, (indptr, last) = namespace(indices), (to_device_of(x, indices) for x in (indptr, last_page_len))
+        xp, (indptr, last) = array_namespace(indices), (to_device_of(x, indices) for x in (indptr, last_page_len))
         lengths = ((indptr[1:] - indptr[:-1] - 1) * size + last).clip(0)
         batch, most = len(counts), int(counts.max(initial=0))
         entries = indptr[:-1, None] + to_device_of(xp.arange(most, dtype=indptr.dtype), indices)[None]
@@ -184,4 +184,4 @@ def _dtype(x: Any) -> str:
 
 def to_device_of(x: Any, like: Any) -> Any:
     """x on the device of `like`."""
-    return x.to(like.device) if namespace(like).__name__ == "torch" else x
+    return x.to(like.device) if array_namespace(like).__name__ == "torch" else x

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .asked import ERRORS, attend_heads_first, draw_dropout_options, drop_none, namespace, refuse, rename_arguments
+from .asked import ERRORS, array_namespace, attend_heads_first, draw_dropout_options, drop_none, refuse, rename_arguments
 
 ARGUMENT_NAMES = {"q": "query", "k": "key", "v": "value", "bias": "attn_mask", "dropout": "dropout_p", "causal": "is_causal"}
 
@@ -77,7 +77,7 @@ def align_top_left(queries: int, key: Any, value: Any) -> tuple[Any, Any, dict[s
 
 def as_bias(attn_mask: Any, keys: int) -> Any:
     """A mask that broadcasts to (B, H, Sq, Sk) as forward's bias (B or 1, H or 1, Sq or 1, Sk)."""
-    xp = namespace(attn_mask)
+    xp = array_namespace(attn_mask)
     if len(attn_mask.shape) > 4 or not attn_mask.shape or attn_mask.shape[-1] not in (1, keys):
         raise ValueError(f"attn_mask: must broadcast to (B, H, Sq, Sk), Sk={keys}: attn_mask.shape={tuple(attn_mask.shape)}")
     if "int" in str(attn_mask.dtype):

@@ -17,7 +17,7 @@ from ..softmax.key_sources import BLOCK
 from ..softmax.remote_keys import KeyPlacement
 from .choice import ITEM_BYTES
 from .gather_in_place import build_key_placement, count_keys_before, supports_options
-from .orders import Span, Spans, count_tokens, with_offsets
+from .orders import Span, Spans, count_tokens, spans_with_offsets
 from .pieces import ForwardCall
 
 # a span is copied in at most so many copies of at least so many bytes: the first arrives soon, each takes 10 us of host time
@@ -60,7 +60,7 @@ def plan_copies(
     assert piece is not None, "plan_copies returned None otherwise"
     bytes_per_key, copies_by_rows = ITEM_BYTES * len(call.kv_heads) * sum(call.head_dims), []
     for other in [one for one in range(len(keys)) if one != rank]:
-        for at, span in with_offsets(keys[other]):
+        for at, span in spans_with_offsets(keys[other]):
             visible = span.within(piece.keys)
             for part in _split_span(visible, min(MAX_COPIES, len(visible) * bytes_per_key // MIN_COPY_BYTES)):
                 first, target = at + part.start - span.start, part.start - count_keys_before(own_keys, part.start)

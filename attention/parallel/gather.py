@@ -31,7 +31,7 @@ from .moves import (
     redistribute,
     start_reduce_scatter,
 )
-from .orders import Span, Spans, contiguous_runs, count_tokens, with_offsets
+from .orders import Span, Spans, contiguous_runs, count_tokens, spans_with_offsets
 from .peers import Peers
 from .pieces import TILE, CallPiece, ForwardCall, use_alibi, write_unseen
 
@@ -242,7 +242,7 @@ class GatherAttention:
         """(rows, CallPiece, rows of the gathered keys) of each of this rank's spans, or of `runs`, (offset, span); the
         CallPiece is None where no key is seen."""
         spans = self.queries[self.peers.rank]
-        for at, span in with_offsets(spans) if runs is None else runs:
+        for at, span in spans_with_offsets(spans) if runs is None else runs:
             piece = call.piece(span, call.key_range(span), at)
             keys = gathered_rows(call.key_ranges(spans), piece.keys) if piece else slice(0)
             yield slice(at, at + len(span)), piece, keys
@@ -250,5 +250,5 @@ class GatherAttention:
 
 def gathered_rows(spans: Spans, one: Span) -> slice:
     """The rows of a span in an array that has the rows of `spans`."""
-    found = [at + one.start - span.start for at, span in with_offsets(spans) if span.start <= one.start < span.stop]
+    found = [at + one.start - span.start for at, span in spans_with_offsets(spans) if span.start <= one.start < span.stop]
     return slice(found[0], found[0] + len(one))

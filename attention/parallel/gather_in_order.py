@@ -13,7 +13,7 @@ import attention
 from .gather import GatherAttention, gathered_rows
 from .gradients import GradientAccumulator, slice_dlse
 from .moves import Redistribution, ShardRegion, all_heads, plan_redistribution, redistribute
-from .orders import with_offsets
+from .orders import spans_with_offsets
 from .pieces import ForwardCall
 
 
@@ -38,7 +38,7 @@ class DeterministicGatherAttention(GatherAttention):
         dout, q, out, *row_values = pending.wait()
         lse, dlse, *_ = *[x.transpose(1, 2).contiguous() for x in row_values], None
         rank = self.peers.rank
-        for at, span in with_offsets(self.keys[rank]):
+        for at, span in spans_with_offsets(self.keys[rank]):
             piece = call.piece(call.query_range(span), span)
             if piece is None:
                 continue
@@ -50,7 +50,7 @@ class DeterministicGatherAttention(GatherAttention):
             sums.dv[:, local] += dv
 
     @staticmethod
-    def serves(call: ForwardCall) -> bool:
+    def supports(call: ForwardCall) -> bool:
         """Can queries move to keys? Not with options that only their own ranks have (bias), that count from the last key, or
         whose dropout seed depends on the piece."""
         return not {"bias", "cu_seqlens", "cu_seqlens_k", "lengths_k", "alibi", "blocks", "seed"} & call.options.keys()

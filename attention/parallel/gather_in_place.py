@@ -9,7 +9,7 @@ from typing import Any
 from ..families import family_block_kv, family_name
 from ..softmax import remote_keys
 from ..softmax.key_sources import BLOCK
-from .moves import Redistribution, StridedView, array_maker, strided
+from .moves import Redistribution, StridedView, array_maker, strided_view
 from .orders import Span, Spans
 from .peers import Peers
 from .pieces import CallPiece, ForwardCall
@@ -47,10 +47,10 @@ class InPlaceGather:
         """(out, lse) of this rank's queries."""
         of_keys, of_values = self.key_messages, self.value_messages
         keys, values = of_keys.make(), of_values.make()
-        sends = [(rank, strided(k, *part) if part else k) for rank, part in of_keys.sends]
-        sends += [(rank, strided(v, *part) if part else v) for rank, part in of_values.sends]
-        receives = [(rank, strided(keys, *part) if part else keys) for rank, part in of_keys.receives]
-        receives += [(rank, strided(values, *part) if part else values) for rank, part in of_values.receives]
+        sends = [(rank, strided_view(k, *part) if part else k) for rank, part in of_keys.sends]
+        sends += [(rank, strided_view(v, *part) if part else v) for rank, part in of_values.sends]
+        receives = [(rank, strided_view(keys, *part) if part else keys) for rank, part in of_keys.receives]
+        receives += [(rank, strided_view(values, *part) if part else values) for rank, part in of_values.receives]
         peers.exchange(sends, receives).wait()
         return remote_keys.forward_two_buffers(q, keys, values, self.lengths, k, v, self.placement)
 

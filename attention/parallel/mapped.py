@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from .arrival import CopySchedule
-from .moves import Redistribution, StridedView, array_maker, strided
+from .moves import Redistribution, StridedView, array_maker, strided_view
 from .orders import Span
 from .peers import Peers, PendingMessages, one_dimensional_peers
 
@@ -122,8 +122,8 @@ class SymmetricBuffers:
         torch.cuda.set_stream(self.stream)
         try:
             for n, (key_view, key_source, value_view, value_source) in enumerate(copies):
-                strided(keys, *key_view).copy_(key_source)
-                strided(values, *value_view).copy_(value_source)
+                strided_view(keys, *key_view).copy_(key_source)
+                strided_view(values, *value_view).copy_(value_source)
                 self.write(counter, 0, n + 1)
         finally:
             torch.cuda.set_stream(self.caller)

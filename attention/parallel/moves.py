@@ -18,7 +18,7 @@ import torch
 
 from tiles.frameworks import kind_of
 
-from .orders import Span, Spans, count_tokens, with_offsets
+from .orders import Span, Spans, count_tokens, spans_with_offsets
 from .peers import Peers, PendingMessages
 
 WIDE = torch.float64  # the dtype of copies whose elements are 8 bytes
@@ -29,7 +29,7 @@ def _as_strided(x: Any, size: tuple[int, ...], strides: tuple[int, ...], first: 
 
 
 # A view of an array from some element on, by the function of torch.compile's generated code: half of as_strided's host time
-strided = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "_reinterpret_tensor", _as_strided)
+strided_view = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "_reinterpret_tensor", _as_strided)
 
 
 class ShardRegion(NamedTuple):
@@ -60,8 +60,8 @@ def intersect_regions(source: ShardRegion, target: ShardRegion) -> list[RegionOv
     if not len(heads):
         return []
     columns = [slice(heads.start - region.heads.start, heads.stop - region.heads.start) for region in (source, target)]
-    for offset, span in with_offsets(source.spans):
-        for to_offset, to_span in with_offsets(target.spans):
+    for offset, span in spans_with_offsets(source.spans):
+        for to_offset, to_span in spans_with_offsets(target.spans):
             rows = span.within(to_span)
             if len(rows):
                 first, to_first = offset + rows.start - span.start, to_offset + rows.start - to_span.start
@@ -285,13 +285,13 @@ def _redistribute_rows(peers: Peers, routes: Sequence[tuple[Any, Redistribution]
         rows = plan.row_copies_of(x)
         output = rows.make()
         outputs.append(output)
-        local_sources += [strided(x, *part) for part in rows.local_sources]
-        local_targets += [strided(output, *part) for part in rows.local_targets]
-        received = [(rank, strided(output, *part)) for rank, part in rows.receives]
+        local_sources += [strided_view(x, *part) for part in rows.local_sources]
+        local_targets += [strided_view(output, *part) for part in rows.local_targets]
+        received = [(rank, strided_view(output, *part)) for rank, part in rows.receives]
         if peers.maps_memory:
             pulled.append((x, plan, [part for _, part in received]))
         else:
-            sends += [(rank, strided(x, *part)) for rank, part in rows.sends]
+            sends += [(rank, strided_view(x, *part)) for rank, part in rows.sends]
             receives += received
     pending = peers.pull_rows(pulled) if peers.maps_memory else peers.exchange(sends, receives)
     if local_sources:

@@ -137,7 +137,7 @@ def _drop_empty_spans(spans: list[Span]) -> Spans:
     return merge_spans(tuple([span for span in spans if len(span)]))
 
 
-def with_offsets(spans: Spans) -> list[tuple[int, Span]]:
+def spans_with_offsets(spans: Spans) -> list[tuple[int, Span]]:
     """(offset, span) of each span, where offset counts the tokens of the spans before it."""
     begins = itertools.accumulate(map(len, spans), initial=0)
     return [(at, span) for at, span in zip(begins, spans)]
@@ -146,7 +146,7 @@ def with_offsets(spans: Spans) -> list[tuple[int, Span]]:
 def contiguous_runs(spans: Spans) -> list[tuple[int, Span]]:
     """`with_offsets`, where adjacent spans that continue each other are one."""
     runs: list[tuple[int, Span]] = []
-    for at, span in with_offsets(spans):
+    for at, span in spans_with_offsets(spans):
         if runs and runs[-1][1].stop == span.start:
             runs[-1] = runs[-1][0], Span(runs[-1][1].start, span.stop)
         else:

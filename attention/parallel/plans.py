@@ -244,7 +244,7 @@ def _build_scheme(
         if name == "ring":
             sweeps = plan_sweeps(call, batch, queries, keys, limit)
             return RingAttention(peers, queries, keys, sweeps, min_sweeps(call, batch, queries, keys, limit)), sweeps
-        in_order = call.options.get("deterministic") and DeterministicGatherAttention.serves(call)
+        in_order = call.options.get("deterministic") and DeterministicGatherAttention.supports(call)
         return (DeterministicGatherAttention if in_order else GatherAttention)(peers, queries, keys), 1
 
     if isinstance(name, str):

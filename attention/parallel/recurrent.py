@@ -43,7 +43,7 @@ def linear(q: Any, k: Any, v: Any, *, group: Any = None, length: int | None = No
     normalize=True are not supported.
 
     ValueError on every rank, before anything is sent: ranks disagree. TypeError: an array is not a torch tensor."""
-    kind = SegmentedLinear if SegmentedLinear.serves(k, options.get("decay")) else ShardedLinear
+    kind = SegmentedLinear if SegmentedLinear.supports(k, options.get("decay")) else ShardedLinear
     return kind((q, k, v), options).run(group, length)
 
 
@@ -57,7 +57,7 @@ def delta_rule(q: Any, k: Any, v: Any, beta: Any, *, group: Any = None, length: 
 def mamba2(x: Any, dt: Any, A: Any, B: Any, C: Any, *, group: Any = None, length: int | None = None, **options: Any) -> Any:
     """attention.mamba2 of a sequence that is spread over several ranks: see `linear`. dt, B, C and z: this rank's shards.
     seq_idx is not supported; use cu_seqlens of the whole sequence instead."""
-    kind = SegmentedMamba2 if SegmentedMamba2.serves(B) else ShardedMamba2
+    kind = SegmentedMamba2 if SegmentedMamba2.supports(B) else ShardedMamba2
     return kind((x, dt, A, B, C), options).run(group, length)
 
 
@@ -85,7 +85,7 @@ class SegmentedLinear(SegmentedRecurrence, ShardedLinear):
     """attention.linear, by the kernels that split sequences into segments."""
 
     @staticmethod
-    def serves(k: Any, decay: Any) -> bool:
+    def supports(k: Any, decay: Any) -> bool:
         """Do these kernels support the call? Not decays of channels, nor wide keys."""
         return _last_extent(k) <= MAX_KEY_DIM and getattr(decay, "ndim", 0) < 4  # other objects: see _check_options
 
@@ -199,7 +199,7 @@ class SegmentedMamba2(SegmentedRecurrence, ShardedMamba2):
     """attention.mamba2, by the kernels that split sequences into segments."""
 
     @staticmethod
-    def serves(B: Any) -> bool:
+    def supports(B: Any) -> bool:
         """Do these kernels support the call? Not wide keys."""
         return _last_extent(B) <= MAX_KEY_DIM
 

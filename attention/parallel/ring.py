@@ -19,7 +19,7 @@ import attention
 
 from .gradients import GradientAccumulator, slice_dlse
 from .joins import RingPart, merge_by_lengths, merge_parts
-from .orders import Span, Spans, count_tokens, merge_spans, subtract_spans, with_offsets
+from .orders import Span, Spans, count_tokens, merge_spans, spans_with_offsets, subtract_spans
 from .peers import Peers, PendingMessages
 from .pieces import ForwardCall, write_unseen
 
@@ -172,8 +172,8 @@ class RingAttention:
     def _parts(self, call: ForwardCall, owner: int) -> list[RingPart]:
         """(rows of q, rows of the shard, CallPiece) of what these queries see of a rank's shard, in few calls."""
         parts = []
-        for at, span in with_offsets(self.queries[self.peers.rank]):
-            for key_at, keys in with_offsets(self.keys[owner]):
+        for at, span in spans_with_offsets(self.queries[self.peers.rank]):
+            for key_at, keys in spans_with_offsets(self.keys[owner]):
                 piece = call.piece(span, keys, at)
                 if piece is not None:
                     row, key_row = at + piece.rows.start - span.start, key_at + piece.keys.start - keys.start

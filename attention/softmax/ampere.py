@@ -47,7 +47,7 @@ class Config(BaseConfig):
 
     @property
     def threads(self):
-        """Threads of a CTA."""
+        """The number of threads of a CTA."""
         return LANES * self.warps
 
     @property

@@ -89,7 +89,7 @@ SAMPLE = [  # each GPU with several kernels, and each form with some GPU; `inspe
 def test_nothing_spills(arch, module, config):
     name = next(name for name, *what in inspect.configurations(True, arch) if what == [module, config])  # it is shipped
     found = inspect.row(name, module, config, arch)
-    assert not inspect.bad(found)
+    assert not inspect.has_faults(found)
     assert found["shared_bytes"] <= shared_bytes(capability(arch))
     assert module is not ampere or found["lines"] <= 80
 
@@ -103,7 +103,7 @@ SPILLED = [  # until their tiles were chosen for them, their indices made cheape
 
 @pytest.mark.parametrize("arch, module, config", SPILLED, ids=lambda x: getattr(x, "__name__", str(x)))
 def test_variants_that_take_registers(arch, module, config):
-    assert not inspect.bad(inspect.row("", module, config, arch))
+    assert not inspect.has_faults(inspect.row("", module, config, arch))
 
 
 ADDS = {"RED", "REDG", "ATOM", "ATOMG", "UTMAREDG", "UBLKRED"}  # to memory, in the order in which blocks come

@@ -147,12 +147,12 @@ def test_packed_sequences_and_rates_of_heads(calls, draw):
 REFUSED = [
     ("chunk_simple_gla", {"state_v_first": True}, "state_v_first: .* transpose"),
     ("chunk_gla", {"state_v_first": True}, "state_v_first: .* transpose"),
-    ("chunk_delta_rule", {"use_qk_l2norm_in_kernel": True}, "use_qk_l2norm_in_kernel: .* divide"),
+    ("chunk_delta_rule", {"use_qk_l2norm_in_kernel": True}, "use_qk_l2norm_in_kernel: .* normalise"),
     ("chunk_gated_delta_rule", {"use_beta_sigmoid_in_kernel": True}, "use_beta_sigmoid_in_kernel: .* sigmoid"),
     ("chunk_gated_delta_rule", {"use_gate_in_kernel": True, "A_log": 0}, "use_gate_in_kernel: .* softplus"),
     ("chunk_kda", {"allow_neg_eigval": True}, "allow_neg_eigval: .* 2 . sigmoid"),
-    ("chunk_kda", {"return_intermediate_states": True}, "return_intermediate_states: .* each piece"),
-    ("chunk_kda", {"cp_context": object()}, "cp_context: .* one GPU"),
+    ("chunk_kda", {"return_intermediate_states": True}, "return_intermediate_states: .* once per chunk"),
+    ("chunk_kda", {"cp_context": object()}, "cp_context: .* several GPUs"),
 ]
 
 
