@@ -20,7 +20,7 @@ def register_torch_ops() -> None:
     from .softmax.backward import backward as differentiating
     from .softmax.backward.norm_programs import DIFFERENTIATE, INTO, NORMALISE, ZEROS
     from .softmax.decode import decode as decoding
-    from .softmax.forward_programs import _forward, _fp8_cache, _of_fp8, _variant
+    from .softmax.forward_programs import _forward, _forward_fp8, _fp8_cache, _variant
     from .softmax.projected import projected, projected_backward
 
     of_norms = [program for table in (NORMALISE, DIFFERENTIATE, INTO, ZEROS) for program in table.values()]
@@ -29,6 +29,6 @@ def register_torch_ops() -> None:
     decode = decoding._decode, decoding._variant, _mla_decode, _mla_decode_fp8
     append = appending._append, appending._append_with_queries
     quantise = _quantize, _quantize_blocks, appending._append_quantising, appending._append_quantising_with_queries
-    forward = _forward, _variant, _of_fp8, _fp8_cache, projected, projected_backward
+    forward = _forward, _variant, _forward_fp8, _fp8_cache, projected, projected_backward
     for program in *backward, *append, *quantise, *decode, *forward, *recurrent:
         program.op()

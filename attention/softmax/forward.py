@@ -14,10 +14,10 @@ from .call_options import as_tuple, block_options, dropout_options, pad_aux, req
 from .forward_programs import (
     _block_lists,
     _forward,
+    _forward_accumulated,
+    _forward_float32,
+    _forward_fp8,
     _fp8_cache,
-    _joined,
-    _of_fp8,
-    _unrounded,
     _variant,
     autograd,
 )
@@ -170,8 +170,8 @@ def forward(
                     if not mapped_with_grad((q, k, v)):
                         raise
         elif out is None:
-            options = check_flag("causal", causal), common[0], deterministic, family, layout
-            results = autograd().attend_without_options(q, k, v, options, common[1])
+            few_options = check_flag("causal", causal), common[0], deterministic, family, layout
+            results = autograd().attend_without_options(q, k, v, few_options, common[1])
             if results is not None:
                 return results
     # Calls with tensors that require grad.
@@ -207,7 +207,7 @@ def forward(
         units, descales = zip(*[split_descale(f"{name}_descale", x) for name, x in zip("qkv", descales)])
         if is_fp8(q):
             inputs = q, k, v, alibi, sink, cu_seqlens, cu_seqlens_k, lengths_k, *descales, *lists, *pad_aux(aux), out, lse
-            return _of_fp8(stream, inputs, (*score_options, *units, *common), layout)
+            return _forward_fp8(stream, inputs, (*score_options, *units, *common), layout)
     arrays = alibi, sink, bias, cu_seqlens, cu_seqlens_k, lengths_k, *normed, random.seeds, *lists, *pad_aux(aux)
     options = *score_options, check_positive("norm_eps", norm_eps), random.dropout, random.seed, *common
     if keys_fp8:
@@ -215,9 +215,9 @@ def forward(
     if isinstance(blocks, MakeBlockLists):
         return _block_lists(stream, (q, k, v, *arrays), options, layout)
     if accumulates:
-        _joined(stream, (q, k, v, *arrays, out, lse), options, layout)
+        _forward_accumulated(stream, (q, k, v, *arrays, out, lse), options, layout)
         return (out, lse) if return_lse else out
-    return (_unrounded if float32_out else _variant)(stream, (q, k, v, *arrays, out, lse), options, layout)
+    return (_forward_float32 if float32_out else _variant)(stream, (q, k, v, *arrays, out, lse), options, layout)
 
 
 def _refuse_beside_fp8(q: Any, keys_fp8: bool, descales: tuple, others: dict[str, Any], lists: bool) -> None:

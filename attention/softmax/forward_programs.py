@@ -154,12 +154,12 @@ def _variant(
     return planned_variant(problem, options, scale, return_lse, family, extra_parts, norm_eps)
 
 
-_block_lists, _unrounded = program(LISTS)(_variant.planner), program(IN_FLOAT32)(_variant.planner)
-_joined = program(INTO)(_variant.planner)
+_block_lists, _forward_float32 = program(LISTS)(_variant.planner), program(IN_FLOAT32)(_variant.planner)
+_forward_accumulated = program(INTO)(_variant.planner)
 
 
 @program(FP8_SCHEMA, no_gradient=NO_SECOND_DERIVATIVES)
-def _of_fp8(
+def _forward_fp8(
     problem: Problem,
     causal: bool,
     left: int | None,

@@ -270,8 +270,8 @@ def config_for_problem(
             return fitted
         return hopper.fit_to_load(hopper.with_kv(config, kv), mean_queries, kv_len, batch_heads, gpu.processors, kv)
     shared_limit, vector_bytes = gpu.shared_bytes, problem.bytes_at_once()
-    config = ampere.config_for(head_dim, dtype, spec.variant, shared_limit, vector_bytes, value_dim, **kind)
-    return config if kv is None else ampere.with_kv(config, kv, shared_limit)
+    sm80_config = ampere.config_for(head_dim, dtype, spec.variant, shared_limit, vector_bytes, value_dim, **kind)
+    return sm80_config if kv is None else ampere.with_kv(sm80_config, kv, shared_limit)
 
 
 def count_tiles(problem: Problem, config: Shape) -> tuple[int, int]:

@@ -341,7 +341,7 @@ def test_what_turns_values_is_launched_before():
         shapes = {"q": (1, queries, heads, 128), "k": (1, keys, 1, 128), "v": (1, keys, 1, 128)}
         given = {name: describe(np.zeros(shape, E4M3), name).form for name, shape in shapes.items()}
         options = (False, None, None, None, None, None, None, None, None, 1.0, 1.0, 1.0, None, False, None)
-        _, plan, _ = forward_programs._of_fp8.steps(given, None, options, "bshd")
+        _, plan, _ = forward_programs._forward_fp8.steps(given, None, options, "bshd")
         return [step.launch.title for step in plan.steps]
 
     assert steps(576) == ["attend_fp8"]
