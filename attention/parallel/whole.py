@@ -16,7 +16,7 @@ from ..options import check_positive, split_norm
 from ..softmax.block_masks import FIELDS
 from ..softmax.call_options import AUX, block_options, dropout_options, window_ends
 from ..softmax.forward_programs import VARIANTS, ScoreOptions
-from ..softmax.forward_programs import keys_of_a_block as kv_block_of_variant
+from ..softmax.forward_programs import kv_block_size as kv_block_of_variant
 from ..softmax.index_checks import IndexingFunctions, plan_index_checks
 from ..softmax.launches import expand_axes
 from ..softmax.planning import check_extents, norm_and_dropout_parts

@@ -62,10 +62,10 @@ def _bounds(x: Any) -> RelativeWindow | None:
             return None
         most, shift = _max_integer(end[2], op), inside[0] * inside[1]
         return RelativeWindow(most + shift, most - shift)
-    found = _offset(ScoreTerm("sub", one, other))
-    if not found or op not in ("lt", "le", "eq"):
+    terms = _offset(ScoreTerm("sub", one, other))
+    if not terms or op not in ("lt", "le", "eq"):
         return None
-    sign, shift = found
+    sign, shift = terms
     most = _max_integer(-shift, op)  # of sign (j - i)
     if op == "eq":
         return RelativeWindow(-sign * most, sign * most) if most == -shift else None
@@ -79,8 +79,8 @@ def _max_integer(end: Any, op: str) -> int:
 
 def _offset(x: Any) -> tuple[int, Any] | None:
     """(1, c) if the term is j - i + c, (-1, c) if it is i - j + c; otherwise None."""
-    found = _linear_form(x)
-    return (found[1], found[2]) if found and abs(found[1]) == 1 and found[0] == -found[1] else None
+    terms = _linear_form(x)
+    return (terms[1], terms[2]) if terms and abs(terms[1]) == 1 and terms[0] == -terms[1] else None
 
 
 def _linear_form(x: Any) -> tuple[Any, Any, Any] | None:
@@ -108,12 +108,12 @@ def score_variant(score: Callable, axes: Sequence[int], ordered: bool) -> Scored
     """The variant for a score function: ALiBi or a scale factor become built-in variants, which cost less than the function.
     axes: how many axes each array of aux has. ordered: does no query see a key after its own position?"""
     try:
-        found = trace_function(score, axes, scored=True)
-        names, (s, *_) = found.names, found.arguments
-        if slope := _alibi_slope(found.term, s):
+        traced = trace_function(score, axes, scored=True)
+        names, (s, *_) = traced.names, traced.arguments
+        if slope := _alibi_slope(traced.term, s):
             by, straight = slope
             return SlopedBy(ordered or straight, True, build_function([*names[1:2], *names[2:3], *names[5:]], by))
-        unit, x = _split_factor(found.term)
+        unit, x = _split_factor(traced.term)
         factor, inside = _score_factor(x, s)
         if unit == factor == 1:
             return Scored(score)
@@ -126,9 +126,9 @@ def alibi_slope_of(score: Callable, axes: Sequence[int]) -> Callable | None:
     """slope(b, h, *aux), if the score is s - slope (i - j) or s - slope |i - j| and the slope is an element of an array without
     arithmetic, so that it has the same bits on every rank. Otherwise None. axes: see score_variant."""
     try:
-        found = trace_function(score, axes, scored=True)
-        names, (s, *_) = found.names, found.arguments
-        slope = _alibi_slope(found.term, s)
+        traced = trace_function(score, axes, scored=True)
+        names, (s, *_) = traced.names, traced.arguments
+        slope = _alibi_slope(traced.term, s)
         if slope is None or not isinstance(slope[0], ScoreTerm) or slope[0].op != "element":
             return None
         return build_function([*names[1:2], *names[2:3], *names[5:]], slope[0])
@@ -188,12 +188,12 @@ def _split_distance(x: Any) -> tuple[Any, Any]:
     """(a, (1 or -1, True)) if the term is a (j - i) or a (i - j); (a, (1, False)) if it is a |i - j|; otherwise (x, None)."""
     if not isinstance(x, ScoreTerm):
         return x, None
-    found = _offset(x)
-    if found and found[1] == 0:
-        return 1.0, (found[0], True)
+    terms = _offset(x)
+    if terms and terms[1] == 0:
+        return 1.0, (terms[0], True)
     if x.op == "abs":
-        found = _offset(x.args[0])
-        return (1.0, (1, False)) if found and found[1] == 0 else (x, None)
+        terms = _offset(x.args[0])
+        return (1.0, (1, False)) if terms and terms[1] == 0 else (x, None)
     if x.op == "neg":
         factor, rest = _split_distance(x.args[0])
         return (ScoreTerm("neg", factor) if isinstance(factor, ScoreTerm) else -factor, rest) if rest else (x, None)

@@ -47,7 +47,7 @@ class Config(BaseConfig):
 
     @property
     def threads(self):
-        """Threads of a CTA."""
+        """The number of threads of a CTA."""
         return LANES * self.warps
 
     @property
@@ -130,9 +130,9 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    KV, ROWS, WARP_ROWS, VECTOR_BYTES = config.kv, config.rows, config.rows_per_warp, config.vector_bytes
+    KV, ROWS, WARP_ROWS, BYTES = config.kv, config.rows, config.rows_per_warp, config.vector_bytes
     PARAMS, AUX = config.params, config.aux
-    variant, tiling, sequences, kv_source = config.variant, config.tiling, config.sequences, config.kv_source
+    variant, tiling, sequences, source = config.variant, config.tiling, config.sequences, config.kv_source
     INPUT, S, O = config.dtype, rt(WARP_ROWS, KV, fp32), rt(WARP_ROWS, config.value_dim, fp32)
     Q, PANEL, PANELS = rt(WARP_ROWS, config.head_dim, fp32), rt(WARP_ROWS, config.query.panel_cols, fp32), config.query.panels
     PREPARES, LOW_SCORES = variant.prepares_queries, variant.allows_low_scores
@@ -180,15 +180,14 @@ def make(config: Config):
             kv_blocks = tiling.key_blocks(ROWS * block, ctx)
             n = kv_blocks.n
             if not sequences.bounded_by_array:  # rows behind its ends belong to another sequence
-                if not kv_source.paged:
+                if not source.paged:
                     gK, gV = truncate(gK, 1, seq.offset_k + seq.seqlen_k), truncate(gV, 1, seq.offset_k + seq.seqlen_k)
                 gO, gLse = truncate(gO, 1, seq.offset_q + seq.seqlen_q), truncate(gLse, 2, seq.offset_q + seq.seqlen_q)
-            q.fill(0, gQ, (seq.batch, seq.offset_q + ROWS * block, head, 0), 1, 3, 1, VECTOR_BYTES)
+            q.fill(0, gQ, (seq.batch, seq.offset_q + ROWS * block, head, 0), 1, 3, 1, BYTES)
             for i in range(STAGES):
-                first_key = seq.offset_k + tiling.key(kv_blocks, i, ctx)
-                kv_source.copy(k, i, gK, seq, batch, first_key, kv_head, n, params, VECTOR_BYTES)
+                source.copy(k, i, gK, seq, batch, seq.offset_k + tiling.key(kv_blocks, i, ctx), kv_head, n, params, BYTES)
                 if i < STAGES - 1:
-                    kv_source.copy(v, i, gV, seq, batch, first_key, kv_head, n, params, VECTOR_BYTES)
+                    source.copy(v, i, gV, seq, batch, seq.offset_k + tiling.key(kv_blocks, i, ctx), kv_head, n, params, BYTES)
             row, queries = (
                 seq.offset_q + ROWS * block + WARP_ROWS * warp,
                 prepare_queries(subtile(q.wait(0, NEWER_THAN_Q), WARP_ROWS, warp), ctx),
@@ -201,12 +200,23 @@ def make(config: Config):
             for i in range(n):
                 key, later = tiling.key(kv_blocks, i, ctx), i + STAGES
                 keys = k.wait(i, NEWER)
-                first_key = seq.offset_k + tiling.key(kv_blocks, later - 1, ctx)
-                kv_source.copy(v, later - 1, gV, seq, batch, first_key, kv_head, n, params, VECTOR_BYTES)
+                source.copy(
+                    v,
+                    later - 1,
+                    gV,
+                    seq,
+                    batch,
+                    seq.offset_k + tiling.key(kv_blocks, later - 1, ctx),
+                    kv_head,
+                    n,
+                    params,
+                    BYTES,
+                )
                 s = mma_ABt(zeros(S), queries, keys)
                 values = v.wait(i, NEWER)
-                first_key = seq.offset_k + tiling.key(kv_blocks, later, ctx)
-                kv_source.copy(k, later, gK, seq, batch, first_key, kv_head, n, params, VECTOR_BYTES)
+                source.copy(
+                    k, later, gK, seq, batch, seq.offset_k + tiling.key(kv_blocks, later, ctx), kv_head, n, params, BYTES
+                )
                 if i < kv_blocks.masked:
                     s = tiling.mask(variant.score_in_edge_block(s, ctx, key), ctx, key)
                     kv_blocks.clear(values, i, GROUPS)
@@ -222,7 +232,7 @@ def make(config: Config):
             if FLOAT32_OUT:
                 store(gO, o, (seq.batch, row, head, 0), 1, 3)
             else:
-                store(gO, o, (seq.batch, row, head, 0), 1, 3, VECTOR_BYTES)
+                store(gO, o, (seq.batch, row, head, 0), 1, 3, BYTES)
             store(gLse, lse, (seq.batch, head, row))
 
     return attend, smem

@@ -73,9 +73,9 @@ class BlockedMask(Blocked):
     @inlined
     def mask(self, s, ctx, key, hidden):
         i, j = row_index(s.col_vec) + ctx.row, col_index(s.row_vec) + int32(key)
-        found = self.classes(s, i, j, ctx, key)
-        seen = (found == FULL_BLOCK) | ((found == PARTIAL) & self.function(ctx.batch, ctx.head, i, j, *ctx.aux))
-        return where(seen, s, hidden)
+        classes = self.classes(s, i, j, ctx, key)
+        visible = (classes == FULL_BLOCK) | ((classes == PARTIAL) & self.function(ctx.batch, ctx.head, i, j, *ctx.aux))
+        return where(visible, s, hidden)
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Config:
 
     @property
     def threads(self):
-        """Threads of a CTA."""
+        """The number of threads of a CTA."""
         return LANES * WARPS
 
     @property

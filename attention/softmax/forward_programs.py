@@ -88,10 +88,10 @@ def autograd() -> Any:
     """The module autograd.py, for tensors that require grad. It imports torch, which must be imported already. It is looked up
     in the package, because an import statement would cost a microsecond in every call. While another thread imports it,
     sys.modules has it, but the package does not, and the import statement waits for that thread."""
-    found = getattr(PACKAGE, "autograd", None)
-    if found is None:
-        from . import autograd as found
-    return found
+    module = getattr(PACKAGE, "autograd", None)
+    if module is None:
+        from . import autograd as module
+    return module
 
 
 def _prepare_gradient(arrays: list, options: tuple, layout: str) -> None:
@@ -149,9 +149,9 @@ def _variant(
 ) -> Plan:
     """The Plan of a call with ScoreOptions, norms and dropout."""
     check_extents(problem)
-    more = norm_and_dropout_parts(problem, norm_eps, dropout, seed_value)
+    extra_parts = norm_and_dropout_parts(problem, norm_eps, dropout, seed_value)
     options = ScoreOptions(causal, left, right, softcap, mask, score, block_rows, block_cols, ready_for)
-    return planned_variant(problem, options, scale, return_lse, family, more, norm_eps)
+    return planned_variant(problem, options, scale, return_lse, family, extra_parts, norm_eps)
 
 
 _block_lists, _unrounded = program(LISTS)(_variant.planner), program(IN_FLOAT32)(_variant.planner)
@@ -209,9 +209,9 @@ def _fp8_cache(
     """The Plan of a call with q of 16 bits, and k and v of float8_e4m3fn, which are converted to q's dtype first. k_unit and
     v_unit: the descales that are numbers."""
     check_extents(problem)
-    more = norm_and_dropout_parts(problem, norm_eps, dropout, seed_value)
+    extra_parts = norm_and_dropout_parts(problem, norm_eps, dropout, seed_value)
     options = ScoreOptions(causal, left, right, softcap, mask, score, block_rows, block_cols, ready_for)
-    return planned_variant(problem, options, scale, return_lse, family, more, norm_eps, units=(k_unit, v_unit))
+    return planned_variant(problem, options, scale, return_lse, family, extra_parts, norm_eps, units=(k_unit, v_unit))
 
 
 def planned_variant(
@@ -220,29 +220,36 @@ def planned_variant(
     scale: float | None,
     return_lse: bool,
     family: str | None,
-    more: Sequence[tuple[Variant, dict[str, float | Number]]] = (),
+    extra_parts: Sequence[tuple[Variant, dict[str, float | Number]]] = (),
     norm_eps: float = 0.0,
     numbers: dict[str, float | Number] | None = None,
     units: tuple[float, float] = (1.0, 1.0),
 ) -> Plan:
     """The Plan of a variant. more: its further parts, with {argument of the kernel: number}. numbers: further numbers. units:
     the descales of keys and values that are converted first."""
-    spec, aux, listing, index_checks = variant_of(problem, options, scale, more)
+    spec, aux, listing, index_checks = variant_of(problem, options, scale, extra_parts)
     spec = spec._replace(numbers=spec.numbers | (numbers or {}))
     plan = plan_forward(problem, spec, return_lse, family, aux, listing, norm_eps, units)
     return plan._replace(steps=[*index_checks, *plan.steps])
 
 
-def keys_of_a_block(
-    problem: Problem, options: ScoreOptions, scale: float | None, family: str | None, more: Sequence[tuple[Variant, dict]]
+def kv_block_size(
+    problem: Problem,
+    options: ScoreOptions,
+    scale: float | None,
+    family: str | None,
+    extra_parts: Sequence[tuple[Variant, dict]],
 ) -> int:
     """How many keys a block has in the kernel for a call of _variant, or for the same call of _forward."""
-    spec, aux, listing, _ = variant_of(problem, options, scale, more)
+    spec, aux, listing, _ = variant_of(problem, options, scale, extra_parts)
     return choose_config(problem, spec, family, aux, listing)[1].kv
 
 
 def variant_of(
-    problem: Problem, options: ScoreOptions, scale: float | None, more: Sequence[tuple[Variant, dict[str, float | Number]]]
+    problem: Problem,
+    options: ScoreOptions,
+    scale: float | None,
+    extra_parts: Sequence[tuple[Variant, dict[str, float | Number]]],
 ) -> tuple[VariantSpec, list[Operand], BlockListPlan | None, list[Step]]:
     """(the VariantSpec, the arrays of aux, how lists of key blocks are written, the steps that check the indices of aux)"""
     causal, left, right, softcap, mask, score, block_rows, block_cols, ready_for = options
@@ -251,14 +258,14 @@ def variant_of(
         raise NotImplementedError("lengths_k: of shape (B, C) is not supported with mask or score")
     indexing = IndexingFunctions(masking, scoring, aux, causal, left, right, problem("T")[0])
     index_checks = plan_index_checks(problem, indexing, listed=ready_for is not None)
-    axes, more = [len(x.form.shape) for x in aux], [*more]
+    axes, extra_parts = [len(x.form.shape) for x in aux], [*extra_parts]
     size = None if block_rows is None or block_cols is None else (block_rows, block_cols)
     masking, causal, (left, right) = reduce_to_window(problem, masking, axes, causal, (left, right))
     listing = plan_block_lists(
         problem, masking, f"{mask=!s}; window={(left, 0 if causal else right)}", size, MAX_WARP_ROWS, ready_for
     )
     if listing and listing.blocked:
-        more.append((listing.blocked, {}))
+        extra_parts.append((listing.blocked, {}))
     spec = build_variant(
         resolve_scale(problem, scale),
         causal,
@@ -269,6 +276,6 @@ def variant_of(
         "sink" in problem,
         None if listing and listing.blocked else masking,
         scoring and score_variant(scoring, axes, is_ordered(problem, 0 if causal else right)),
-        more,
+        extra_parts,
     )
     return spec, aux, listing, index_checks

@@ -38,8 +38,8 @@ def fp8_cache_schema(table: str) -> str:
     """The rows of a schema of forward, with k and v of fp8 and their descales."""
     for name, axes in ("k", "BTGD"), ("v", "BTGV"):
         table = re.sub(rf"\n    {name} .*", f"\n    {name} {axes} fp8", table)
-    rows, behind, results = table.partition("\n    out")
-    return f"{rows}\n k_descale G|BG float32 optional\n v_descale G|BG float32 optional{behind}{results}"
+    rows, rest, results = table.partition("\n    out")
+    return f"{rows}\n k_descale G|BG float32 optional\n v_descale G|BG float32 optional{rest}{results}"
 
 
 def is_fp8(x: Any) -> bool:
@@ -61,25 +61,25 @@ def split_descale(name: str, descale: Any) -> tuple[float, Any]:
         return 1.0, None
     if hasattr(descale, "shape") and not isinstance(descale, float):
         return 1.0, descale
-    found = check_number(name, descale)
-    if not found or not 2.0**-60 <= found <= 2.0**60:
+    value = check_number(name, descale)
+    if not value or not 2.0**-60 <= value <= 2.0**60:
         raise ValueError(f"{name}: must be from 2**-60 to 2**60: {name}={descale!r}")
-    return found, None
+    return value, None
 
 
 def block_descale_names(problem: Problem) -> list[str]:
     """The names of the descales that have one number for each block of rows. ValueError, NotImplementedError: they have another
     number of blocks, or the call does not support such descales."""
-    found = [name for name in DESCALES if name in problem and len(problem.axes(name)) == 3]
-    for name in found:
+    names = [name for name in DESCALES if name in problem and len(problem.axes(name)) == 3]
+    for name in names:
         of, rows, blocks = ("q", "S", "x") if name == "q_descale" else ("k", "T", "y")
         if problem(blocks) != (-(-problem(rows)[0] // BLOCK),):
             raise problem.error(name, f"must have a number for each block of {BLOCK} rows of {of}", name, of)
-    if found and ("cu_seqlens" in problem or "Z" in problem.extents):
-        raise NotImplementedError(f"{found[0]}: of blocks is not supported with sequences that share a batch")
-    if found and max(problem("DV")) > MAX_BLOCK_COLUMNS:
-        raise NotImplementedError(f"{found[0]}: of blocks is supported for up to {MAX_BLOCK_COLUMNS} columns: {problem('DV')}")
-    return found
+    if names and ("cu_seqlens" in problem or "Z" in problem.extents):
+        raise NotImplementedError(f"{names[0]}: of blocks is not supported with sequences that share a batch")
+    if names and max(problem("DV")) > MAX_BLOCK_COLUMNS:
+        raise NotImplementedError(f"{names[0]}: of blocks is supported for up to {MAX_BLOCK_COLUMNS} columns: {problem('DV')}")
+    return names
 
 
 def check_output(problem: Problem) -> None:

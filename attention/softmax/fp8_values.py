@@ -87,4 +87,4 @@ class TransposedBefore(TransposeInProducer):
 
     @inlined
     def transpose(self, values, j, sequences, keys, kv_blocks):
-        """Tiles are transposed already."""
+        """Another kernel has transposed the tiles already."""

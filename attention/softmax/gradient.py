@@ -40,9 +40,9 @@ def compute_gradients(
     requests: dict[str, Any] = {f"d{name}": True for name in ("bias", "alibi") if name in wanted}
     if any([name in wanted for name in OF_AUX]):
         requests["daux"] = [True if name in wanted else None for name in OF_AUX if name in inputs]
-    found = attention.backward(dout, q, k, v, out, lse, dlse=dlse, **arrays, **options, **requests)
+    grads = attention.backward(dout, q, k, v, out, lse, dlse=dlse, **arrays, **options, **requests)
     names = [name for name in DIFFERENTIABLE if name in inputs and (name in wanted or name not in ON_REQUEST)]
-    results = [x for one in found for x in (one if isinstance(one, tuple) else (one,))]
+    results = [x for one in grads for x in (one if isinstance(one, tuple) else (one,))]
     return dict(zip(names, results, strict=True))
 
 
@@ -69,13 +69,13 @@ def group_arrays(arrays: dict[str, Any]) -> dict[str, Any]:
     """{argument of forward: array or tuple of arrays} from {flat name: array}."""
     if GROUPED.isdisjoint(arrays):
         return {**arrays}
-    found = {name: x for name, x in arrays.items() if name not in GROUPED}
+    grouped = {name: x for name, x in arrays.items() if name not in GROUPED}
     for name in NORMS:
         if name in arrays:
-            found[name] = (arrays[name], arrays[f"{name}_bias"]) if f"{name}_bias" in arrays else arrays[name]
+            grouped[name] = (arrays[name], arrays[f"{name}_bias"]) if f"{name}_bias" in arrays else arrays[name]
     if aux := tuple([arrays[name] for name in OF_AUX if name in arrays]):
-        found["aux"] = aux
-    return found
+        grouped["aux"] = aux
+    return grouped
 
 
 def flatten_arrays(arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -168,8 +168,8 @@ def config_for(
     padded, wide = (min(d for d in SHAPES if d >= dim) for dim in (head_dim, value_dim or head_dim))
     parts = kind.get("seq_layout") is QueryPartsLayout and not kind["axes"] and not kind["by_list"]
     if padded == wide and variant.positional and not variant.uses_random and (parts or not kind):
-        whole = _config(padded, dtype, variant, next((end for end in _by_length(padded, variant) if keys <= end), None))
-        return replace(whole, **ONE_TILE_PER_CTA, **kind) if kind else whole
+        config = _config(padded, dtype, variant, next((end for end in _by_length(padded, variant) if keys <= end), None))
+        return replace(config, **ONE_TILE_PER_CTA, **kind) if kind else config
     shape = None if variant.uses_random or variant.reads_score_matrix else NARROW.get((padded, wide))
     shape = shape or (PAGED.get(max(padded, wide)) if kind.get("kv_source", OneBuffer()).paged else None)
     return Config(padded, wide, dtype, variant, **(shape or _shape(max(padded, wide), variant)), **kind)
@@ -181,10 +181,10 @@ def with_kv(config: Config, kv: int) -> Config:
     if config.kv == kv:
         return config
     padded = max(config.head_dim, config.value_dim)
-    own, by_length = _shape(padded, config.variant), _by_length(padded, config.variant)
-    shapes = [own, *[of[padded] for of in TABLES if padded in of]]
+    default_fields, by_length = _shape(padded, config.variant), _by_length(padded, config.variant)
+    shapes = [default_fields, *[of[padded] for of in TABLES if padded in of]]
     if not config.axes:  # arrays of aux take registers, which long and short sequences' tiles do not have
-        shapes = [*[own | entry for entry in by_length.values()], *shapes]
+        shapes = [*[default_fields | entry for entry in by_length.values()], *shapes]
     found = next((fields for fields in shapes if fields["kv"] == kv), None)
     if found is None:
         raise ValueError(f"family: has no blocks of {kv} keys for head_dim={config.head_dim}, value_dim={config.value_dim}")
@@ -272,10 +272,10 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
             if everything:
                 yield config_for(head_dim, of, variant, math.inf, **in_pages(2))
             if head_dim <= BLOCK and variant is CAUSAL:  # for attention.parallel
-                whole = config_for(head_dim, of, variant, math.inf, seq_layout=QueryPartsLayout, axes=(), by_list=False)
+                config = config_for(head_dim, of, variant, math.inf, seq_layout=QueryPartsLayout, axes=(), by_list=False)
                 yield from (
-                    replace(whole, kv_source=source)
-                    for source in (TwoBuffers(whole.key, whole.value), StreamingBuffers(whole.key, whole.value))
+                    replace(config, kv_source=source)
+                    for source in (TwoBuffers(config.key, config.value), StreamingBuffers(config.key, config.value))
                 )
 
 

@@ -355,8 +355,8 @@ def make(config: Config):
                 output.store(gO, o, of.queries, seq, row + EACH * me, head)
                 output.store_lse(gLse, lse, seq, row + EACH * me, head)
         if sequences.packed and me != PRODUCER:
-            some, row = sequences.padding_rows(block, batch, params)
-            if some:
+            has_padding, row = sequences.padding_rows(block, batch, params)
+            if has_padding:
                 output.clear_padding(O, gO, gLse, int32(row + EACH * me), head)
 
     return attend_fp8, smem

@@ -52,11 +52,11 @@ def plan_index_checks(problem: Problem, asking: IndexingFunctions, listed: bool 
         return []
     (queries, batch, heads), blocks = problem("SNH"), listed or FIELDS[0] in problem
     if queries > 0 and batch > 0 and heads > 0 and asking.most_keys > 0:
-        known = {"b": batch, "h": heads}
-        whole = known | ({} if blocks or "cu_seqlens" in problem else {"i": queries})
-        whole |= {} if blocks or any([name in problem for name in LENGTH_ARGUMENTS]) else {"j": asking.most_keys}
-        _check_forms(asking, asking.mask, whole, scored=False)
-        _check_forms(asking, asking.score, known if asking.mask else whole, scored=True)
+        batch_sizes = {"b": batch, "h": heads}
+        sizes = batch_sizes | ({} if blocks or "cu_seqlens" in problem else {"i": queries})
+        sizes |= {} if blocks or any([name in problem for name in LENGTH_ARGUMENTS]) else {"j": asking.most_keys}
+        _check_forms(asking, asking.mask, sizes, scored=False)
+        _check_forms(asking, asking.score, batch_sizes if asking.mask else sizes, scored=True)
     return [IndexCheck(problem, asking)] if not blocks and (problem.device is None or check_options().values) else []
 
 
@@ -65,10 +65,10 @@ def _check_forms(asking: IndexingFunctions, function: Callable | None, most: dic
     if function is None:
         return
     try:
-        found = trace_function(function, [len(x.form.shape) for x in asking.aux], scored)
+        traced = trace_function(function, [len(x.form.shape) for x in asking.aux], scored)
     except TypeError:  # it cannot be traced
         return
-    for element in [x for x in subterms(found.term) if x.op == "element"]:
+    for element in [x for x in subterms(traced.term) if x.op == "element"]:
         array, *index = element.args
         shape = asking.aux[int(array.op.removeprefix("aux"))].form.shape
         for axis, place in enumerate(index):
@@ -89,57 +89,57 @@ class IndexCheck(NamedTuple):
         """Check the reads of the arrays at these addresses. ValueError: it names the array, the index, the shape, and the
         arguments b, h, i and j of the read."""
         names = [name for name in LENGTH_ARGUMENTS if name in self.problem]
-        found = {name: read(addresses[(x := self.problem[name]).source], x.form, stream) for name in names}
+        lengths = {name: read(addresses[(x := self.problem[name]).source], x.form, stream) for name in names}
         arrays = [read(addresses[x.source], x.form, stream) for x in self.asking.aux]
-        if any([x is None for x in (*found.values(), *arrays)]):  # a CUDA graph is being captured
+        if any([x is None for x in (*lengths.values(), *arrays)]):  # a CUDA graph is being captured
             return
         mask, score, _, causal, left, right, _ = self.asking
         right = 0 if causal else right
         by_head = (mask and reads_argument(mask, 1)) or (score and reads_argument(score, 2))
         heads = self.problem("H")[0] if by_head else 1
-        for b, queries, first, keys in self._sequences(found):
+        for b, queries, first, keys in self._sequences(lengths):
             rows = max(1, MAX_SCORES // max(keys, 1))
             for h, row in ((h, row) for h in range(heads) for row in range(0, queries if keys > first else 0, rows)):
                 i, j = np.arange(row, min(row + rows, queries))[:, None], np.arange(first, keys)[None]
-                place, seen = i + keys - queries, np.ones((len(i), j.size), bool)
+                place, visible = i + keys - queries, np.ones((len(i), j.size), bool)
                 if left is not None:
-                    seen &= j >= place - left
+                    visible &= j >= place - left
                 if right is not None:
-                    seen &= j <= place + right
+                    visible &= j <= place + right
                 with np.errstate(all="ignore"):
                     for option, function in ("mask", mask), ("score", score):
                         if function is None:
                             continue
                         watched = [
-                            BoundsCheckedArray(f"aux{n}", x, option, seen, (b, h, row, first)) for n, x in enumerate(arrays)
+                            BoundsCheckedArray(f"aux{n}", x, option, visible, (b, h, row, first)) for n, x in enumerate(arrays)
                         ]
-                        scores = [np.zeros(seen.shape, np.float32)] if function is score else []
-                        made = function(*scores, b, h, i, j, *watched)
-                        seen = seen & made if function is mask else seen
+                        scores = [np.zeros(visible.shape, np.float32)] if function is score else []
+                        allowed = function(*scores, b, h, i, j, *watched)
+                        visible = visible & allowed if function is mask else visible
 
-    def _sequences(self, found: dict[str, Any]) -> Iterator[tuple[int, int, int, int]]:
+    def _sequences(self, lengths: dict[str, Any]) -> Iterator[tuple[int, int, int, int]]:
         """(number, queries, first key, end of keys) of each sequence."""
         tokens, count = self.problem("SN")
-        ends, keys = found.get("cu_seqlens"), np.full(count, self.asking.most_keys)
+        ends, keys = lengths.get("cu_seqlens"), np.full(count, self.asking.most_keys)
         queries = np.full(count, tokens) if ends is None else np.diff(ends)
-        if "lengths" in found:
-            keys = found["lengths"].astype(np.int64)
-            new_ends = found.get("cu_seqlens_new", ends)
+        if "lengths" in lengths:
+            keys = lengths["lengths"].astype(np.int64)
+            new_ends = lengths.get("cu_seqlens_new", ends)
             if "k_new" in self.problem:
                 keys += self.problem("s")[0] if new_ends is None else np.diff(new_ends)
         elif ends is not None and "C" not in self.problem.extents:  # caches are not packed
-            keys = np.diff(found.get("cu_seqlens_k", ends))
-        if "lengths_k" in found:
-            keys = np.minimum(keys, found["lengths_k"])
-        first = found.get("leftpad", np.zeros(count, np.int64))
+            keys = np.diff(lengths.get("cu_seqlens_k", ends))
+        if "lengths_k" in lengths:
+            keys = np.minimum(keys, lengths["lengths_k"])
+        first = lengths.get("leftpad", np.zeros(count, np.int64))
         return ((n, int(queries[n]), int(first[n]), int(keys[n])) for n in range(count))
 
 
 class BoundsCheckedArray:
     """An array that raises ValueError for indices out of range, for pairs (query, key) that are seen."""
 
-    def __init__(self, name: str, array: np.ndarray, option: str, seen: np.ndarray, first: tuple[int, int, int, int]):
-        self.name, self.option, self.seen, self.first = name, option, seen, first
+    def __init__(self, name: str, array: np.ndarray, option: str, visible: np.ndarray, first: tuple[int, int, int, int]):
+        self.name, self.option, self.visible, self.first = name, option, visible, first
         self.shape, self.ndim = array.shape, array.ndim
         self.array = array if array.dtype.kind in "biu" else array.astype(np.float32)
 
@@ -149,13 +149,13 @@ class BoundsCheckedArray:
         for axis, (at, size) in enumerate(zip(index, self.shape, strict=True)):
             at = np.trunc(at)
             fits = (at >= 0) & (at < size)
-            wrong = np.argwhere(self.seen & ~fits)
+            wrong = np.argwhere(self.visible & ~fits)
             if len(wrong):
                 b, h, row, key = self.first
-                here = np.broadcast_to(at, self.seen.shape)[tuple(wrong[0])]
+                value = np.broadcast_to(at, self.visible.shape)[tuple(wrong[0])]
                 where = f"{self.option} reads it at b={b}, h={h}, i={row + wrong[0][0]}, j={key + wrong[0][1]}"
-                said = f"index {here:.0f} is out of range for axis {axis} of an array of shape {self.shape}"
-                raise ValueError(f"{self.name}: {said}: {where}")
+                message = f"index {value:.0f} is out of range for axis {axis} of an array of shape {self.shape}"
+                raise ValueError(f"{self.name}: {message}: {where}")
             inside = inside & fits
         if not self.array.size:
             return np.zeros(np.shape(inside), self.array.dtype)

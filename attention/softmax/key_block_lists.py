@@ -68,22 +68,24 @@ class Survey:
             kv_blocks = tiling.key_blocks(TILE * tile, ctx)
             block = WARPS * group + cuda.threadIdx.x // 32
             if block < kv_blocks.n:
-                seen, key = lane_sum(zeros(S)), int32((kv_blocks.first + block) * KV)
+                lane_counts, key = lane_sum(zeros(S)), int32((kv_blocks.first + block) * KV)
                 for first_row in range(0, TILE, EACH):
-                    seen = seen + lane_sum(variant.mask(ones(S), ctx._replace(row=int32(TILE * tile + first_row)), key, 0.0))
-                count, place = tile_sum(finish_sum(seen)), kv_blocks.first + block
+                    lane_counts = lane_counts + lane_sum(
+                        variant.mask(ones(S), ctx._replace(row=int32(TILE * tile + first_row)), key, 0.0)
+                    )
+                count, place = tile_sum(finish_sum(lane_counts)), kv_blocks.first + block
                 all_of_it = count == TILE * KV and key + KV <= kv_len
-                found = 0 if count == 0.0 else 2 if all_of_it else 1
-                first = last = float32(KV if found == 2 else 0)  # KV - the first key that is seen; the last one + 1
-                if found == 1:  # evaluate the mask again: few blocks are partial
+                kind = 0 if count == 0.0 else 2 if all_of_it else 1
+                first = last = float32(KV if kind == 2 else 0)  # KV - the first key that is seen; the last one + 1
+                if kind == 1:  # evaluate the mask again: few blocks are partial
                     j = col_index(S.row_vec)
                     for first_row in range(0, TILE, EACH):
                         row = int32(TILE * tile + first_row)
                         s = variant.mask(ones(S), ctx._replace(row=row), key, 0.0)
                         s = where((row_index(S.col_vec) < q_len - row) & (j < kv_len - key), s, 0.0)  # rows and keys that exist
                         first, last = max(first, tile_max(s * (KV - j))), max(last, tile_max(s * (j + 1.0)))
-                    found = 1 if first > 0.0 else 0
-                ctx.params.classes[batch, head, tile, place] = found
+                    kind = 1 if first > 0.0 else 0
+                ctx.params.classes[batch, head, tile, place] = kind
                 ctx.params.unseen[batch, head, tile, BOTH * place + AHEAD] = min(MOST, KV - int32(first))
                 ctx.params.unseen[batch, head, tile, BOTH * place + BEHIND] = min(MOST, KV - int32(last))
 
@@ -120,14 +122,14 @@ class Compaction:
             partial, full, ahead, behind = int32(0), int32(0), int32(0), int32(0)
             for i in range(kv_blocks.n):
                 number = int32(kv_blocks.first + kv_blocks.n - 1 - i)
-                found = ctx.params.classes[batch, head, tile, number]
-                if found == 1:
+                kind = ctx.params.classes[batch, head, tile, number]
+                if kind == 1:
                     ahead = int32(ctx.params.unseen[batch, head, tile, BOTH * number + AHEAD])
                     behind = int32(ctx.params.unseen[batch, head, tile, BOTH * number + BEHIND]) if partial == 0 else behind
-                if found > 0:
-                    place = HEAD + partial if found == 1 else ctx.params.lists.shape[3] - 1 - full
+                if kind > 0:
+                    place = HEAD + partial if kind == 1 else ctx.params.lists.shape[3] - 1 - full
                     ctx.params.lists[batch, head, tile, place] = number
-                partial, full = int32(partial + (found == 1)), int32(full + (found == 2))
+                partial, full = int32(partial + (kind == 1)), int32(full + (kind == 2))
             if partial + full == 0:
                 ctx.params.lists[batch, head, tile, HEAD] = (kv_len + KV - 1) // KV
                 partial = int32(1)

@@ -205,5 +205,5 @@ class PagedKeys(OneBuffer):
         """Start the cp.async copies of tile j from the pages of these keys. For a tile that does not exist the first pages are
         looked up."""
         end = seq.offset_k + seq.seqlen_k
-        found = pipe.look_up(params.pages, source.shape[1], (number, int32(max(key, 0))), end, self.first_key(seq, params))
-        pipe.fill_pages(j, source, found, (key, head, 0), end, n, vector_bytes)
+        pages = pipe.look_up(params.pages, source.shape[1], (number, int32(max(key, 0))), end, self.first_key(seq, params))
+        pipe.fill_pages(j, source, pages, (key, head, 0), end, n, vector_bytes)

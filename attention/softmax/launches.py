@@ -63,23 +63,23 @@ class PreparationSteps:
                 f"{name}: float8_e4m3fn needs a GPU of compute capability 8.9 or later; it is on {machine(problem.device)}"
             )
         batch, rows, heads, columns = narrow.form.shape
-        found, count = self.allocate((batch, rows, heads, columns), problem.dtype), -(-rows // quantize_kernels.ROWS)
+        result, count = self.allocate((batch, rows, heads, columns), problem.dtype), -(-rows // quantize_kernels.ROWS)
         grid = -(-batch * heads * count // quantize_kernels.WARPS), -(-columns // quantize_kernels.COLUMNS), 1
         config = quantize_kernels.Config("dequantize", DTYPES[problem.dtype], False)
         descale = expand_axes(problem, f"{name}_descale", "BG")
         step = kernel_for(quantize_kernels, config, problem.device)
-        args = {"gX": narrow, "gOut": found, "gDescale": descale, "unit": unit, "count": count, "heads": heads}
+        args = {"gX": narrow, "gOut": result, "gDescale": descale, "unit": unit, "count": count, "heads": heads}
         self.steps.append(step.bind(grid, **args))
-        return found
+        return result
 
     def transpose_v(self, values: Operand) -> Operand:
         """V of fp8, transposed by a launch (transpose_values.py)."""
         batch, rows, heads, columns = values.form.shape
         blocks = -(-rows // transpose_values.KEYS)
-        found = self.allocate((batch, heads, columns, transpose_values.KEYS * blocks), values.form.dtype)
+        result = self.allocate((batch, heads, columns, transpose_values.KEYS * blocks), values.form.dtype)
         config = transpose_values.Config(hopper_fp8.padded_dim(columns))
-        self.launch(transpose_values, config, batch * heads * blocks, gV=values, gTransposed=found, blocks=blocks, heads=heads)
-        return found
+        self.launch(transpose_values, config, batch * heads * blocks, gV=values, gTransposed=result, blocks=blocks, heads=heads)
+        return result
 
     def normalize_keys(self, keys: Operand, norm: RmsNorm, padded: int, eps: float) -> Operand:
         """The keys, normalised by a launch (norms.py)."""
@@ -88,11 +88,11 @@ class PreparationSteps:
         config = norms.Config(
             norm, padded, DTYPES[problem.dtype], keys.source != problem["k"].source or problem.bytes_at_once("k") == ALIGNMENT
         )
-        found, blocks = self.allocate(shape, problem.dtype), -(-rows // config.rows)
+        result, blocks = self.allocate(shape, problem.dtype), -(-rows // config.rows)
         numbers = {"norm_eps": eps, "columns": columns}
-        arrays = {"gX": keys, "gOut": found, **norm_arrays(problem, "k_norm", "GD")}
+        arrays = {"gX": keys, "gOut": result, **norm_arrays(problem, "k_norm", "GD")}
         self.launch(norms, config, batch * heads * blocks, blocks=blocks, heads=heads, **numbers, **arrays)
-        return found
+        return result
 
     def classify_blocks(self, blocked: Blocked) -> Operand:
         """The map of a BlockMask, written by a launch (block_masks.py). ValueError: its lists do not fit the call."""
@@ -107,12 +107,12 @@ class PreparationSteps:
                 "kv_num_blocks", f"must have all rows of blocks of {blocked.rows} queries", "kv_num_blocks", "q"
             )
         shape = batch, heads, rows, -(-kv_len // blocked.cols)
-        found = self.allocate(shape, "int8")
+        result = self.allocate(shape, "int8")
         lists = {name: problem[name] for name in block_masks.FIELDS if name in problem}
         grid = batch * heads * -(-rows // block_masks.WARPS)
         numbers = {"rows": rows, "cols": shape[3], "heads": heads}
-        self.launch(block_masks, block_masks.Config(), grid, marks=found, **numbers, **lists)
-        return found
+        self.launch(block_masks, block_masks.Config(), grid, marks=result, **numbers, **lists)
+        return result
 
     def list_key_blocks(
         self,
@@ -127,19 +127,19 @@ class PreparationSteps:
         differ by batch? by head?). args: the kernel's arguments for the variant and the sequences. aux_args: the arrays of
         aux."""
         batch, heads, kv_len = self.problem("BHT")
-        many, keys = (batch if varies[0] else 1, heads if varies[1] else 1), -(-kv_len // config.kv)
-        found, classes = (
-            self.allocate((*many, blocks, lists.HEAD + keys), "int32"),
-            self.allocate((*many, blocks, keys), "int8"),
+        grid_extents, keys = (batch if varies[0] else 1, heads if varies[1] else 1), -(-kv_len // config.kv)
+        block_lists, classes = (
+            self.allocate((*grid_extents, blocks, lists.HEAD + keys), "int32"),
+            self.allocate((*grid_extents, blocks, keys), "int8"),
         )
-        unseen = self.allocate((*many, blocks, lists.BOTH * keys), "int8")
+        unseen = self.allocate((*grid_extents, blocks, lists.BOTH * keys), "int8")
         survey = lists.Survey(spec.variant, config.rows, config.kv, config.axes)
         compaction = lists.Compaction(spec.variant, config.rows, config.kv)
-        tiles, groups = many[0] * many[1] * blocks, -(-keys // lists.WARPS)
-        args |= {"classes": classes, "unseen": unseen, "blocks": blocks, "heads": many[1]}
+        tiles, groups = grid_extents[0] * grid_extents[1] * blocks, -(-keys // lists.WARPS)
+        args |= {"classes": classes, "unseen": unseen, "blocks": blocks, "heads": grid_extents[1]}
         self.launch(survey, survey, tiles * groups, groups=groups, **args, **aux_args)
-        self.launch(compaction, compaction, tiles, lists=found, **args)
-        return found
+        self.launch(compaction, compaction, tiles, lists=block_lists, **args)
+        return block_lists
 
 
 def plan_forward(
@@ -187,15 +187,15 @@ def plan_forward(
         if listing.ready_for:
             check_call(listing.ready_for, describe_call(problem, config, listing))
         scores_args = {name: x for name, x in variant_args.items() if name in spec.variant.params}
-        found = problem["lists"] or before.list_key_blocks(
+        block_lists = problem["lists"] or before.list_key_blocks(
             spec, listing.varies, config, blocks, layout_args | scores_args, aux_args
         )
         if only_lists:
             marked = (marks, listing.blocked.rows, listing.blocked.cols) if listing.blocked else None
             return Plan(
-                before.steps, before.scratch, return_block_lists(describe_call(problem, config, listing), found, marked)
+                before.steps, before.scratch, return_block_lists(describe_call(problem, config, listing), block_lists, marked)
             )
-        variant_args["lists"] = broadcast(found, (batch, heads, *found.form.shape[2:]))
+        variant_args["lists"] = broadcast(block_lists, (batch, heads, *block_lists.form.shape[2:]))
     keys, values = (before.dequantize(name, unit) for name, unit in zip("kv", units))
     if isinstance(config, hopper_fp8.Config) and config.v_transpose.before:
         values = before.transpose_v(values)
@@ -265,9 +265,9 @@ def config_for_problem(
         batch, queries, heads = problem("BSH")
         sequences = problem("E")[0] - 1 if issubclass(config.seq_layout, PackedLayout) else batch
         mean_queries, batch_heads = batch * queries / sequences, sequences * heads
-        found = hopper.fit_to_load(config, mean_queries, kv_len, batch_heads, gpu.processors)
-        if kv in (None, found.kv):
-            return found
+        fitted = hopper.fit_to_load(config, mean_queries, kv_len, batch_heads, gpu.processors)
+        if kv in (None, fitted.kv):
+            return fitted
         return hopper.fit_to_load(hopper.with_kv(config, kv), mean_queries, kv_len, batch_heads, gpu.processors, kv)
     shared_limit, vector_bytes = gpu.shared_bytes, problem.bytes_at_once()
     config = ampere.config_for(head_dim, dtype, spec.variant, shared_limit, vector_bytes, value_dim, **kind)
@@ -348,9 +348,9 @@ def variant_arrays(problem: Problem) -> dict[str, Operand]:
     ):  # each part is a sequence, and all have the same slopes: see _query_parts_args
         batch, parts, heads = problem("BZH")
         slopes = slopes._replace(form=slopes.form._replace(shape=(batch * parts, heads)))
-    found = {"slopes": slopes, "sinks": problem["sink"], "bias": expand_axes(problem, "bias", "NHST")}
-    found["seeds"] = problem["seed"]
-    return {name: x for name, x in found.items() if x is not None} | norm_arrays(problem, "q_norm", "HD")
+    arrays = {"slopes": slopes, "sinks": problem["sink"], "bias": expand_axes(problem, "bias", "NHST")}
+    arrays["seeds"] = problem["seed"]
+    return {name: x for name, x in arrays.items() if x is not None} | norm_arrays(problem, "q_norm", "HD")
 
 
 def choose_norm(problem: Problem, name: str) -> RmsNorm | None:
@@ -361,14 +361,14 @@ def choose_norm(problem: Problem, name: str) -> RmsNorm | None:
 def norm_arrays(problem: Problem, name: str, axes: str) -> dict[str, Operand]:
     """{argument of the kernel: array} of a norm: its weights, and its bias if there is one. ValueError: their last axis is not
     contiguous."""
-    found = {}
-    for said, which in (("norm_weights", name), ("norm_bias", f"{name}_bias")):
+    arrays = {}
+    for param, which in (("norm_weights", name), ("norm_bias", f"{name}_bias")):
         operand = expand_axes(problem, which, axes)
         if operand is not None:
             if operand.form.strides[-1] != operand.form.itemsize:
                 raise ValueError(f"{which}: last axis must be contiguous: {which}.strides={problem.forms[which].strides}")
-            found[said] = operand
-    return found
+            arrays[param] = operand
+    return arrays
 
 
 def choose_layout(problem: Problem) -> tuple[type[BatchedLayout], dict[str, Any]]:
@@ -411,9 +411,9 @@ def _query_parts_args(problem: Problem) -> dict[str, Any]:
     }
     if "alibi" in problem and problem["alibi"].form.shape[:-1] > (1,):
         others["alibi"] = "slopes of each batch in alibi"
-    for name, said in others.items():
+    for name, reason in others.items():
         if name in problem:
-            raise NotImplementedError(f"lengths_k: of shape (B, C) is not supported with {said}")
+            raise NotImplementedError(f"lengths_k: of shape (B, C) is not supported with {reason}")
     flat = lengths._replace(form=form._replace(shape=(batch * parts,), strides=(form.itemsize,)))
     return {"q_len": q_len // parts, "parts": parts, "lengths": flat}
 

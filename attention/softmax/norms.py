@@ -35,12 +35,12 @@ class Config:
 
     @property
     def threads(self):
-        """Threads of a CTA."""
+        """The number of threads of a CTA."""
         return LANES * WARPS
 
     @property
     def rows(self):
-        """Rows of a CTA."""
+        """The number of rows that a CTA normalises."""
         return ROWS * WARPS
 
     def __str__(self):

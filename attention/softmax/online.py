@@ -99,8 +99,10 @@ class SoftmaxState(NamedTuple):
     def merge(self, other, scale):
         """The state for the keys of both, which must be different. Both must have been rescaled."""
         m = maximum(self.m, other.m)
-        mine, its = exp2((self.m - m) * scale), exp2((other.m - m) * scale)
-        return SoftmaxState(self.o * mine + other.o * its, m, self.l * mine + other.l * its, self.o_scale)
+        self_scale, other_scale = exp2((self.m - m) * scale), exp2((other.m - m) * scale)
+        return SoftmaxState(
+            self.o * self_scale + other.o * other_scale, m, self.l * self_scale + other.l * other_scale, self.o_scale
+        )
 
     @inlined
     def finish(self, scale, variant, ctx):

@@ -24,12 +24,12 @@ def norm_and_dropout_parts(
     problem: Problem, norm_eps: float, dropout: float | None, seed_value: Number | None
 ) -> list[tuple[Variant, dict[str, float | Number]]]:
     """[(variant, {argument: number})] for norms of queries and for dropout."""
-    found: list[tuple[Variant, dict[str, float | Number]]] = []
+    parts: list[tuple[Variant, dict[str, float | Number]]] = []
     if norm := choose_norm(problem, "q_norm"):
-        found.append((Normed(norm), {"norm_eps": norm_eps, "columns": problem("D")[0]}))
+        parts.append((Normed(norm), {"norm_eps": norm_eps, "columns": problem("D")[0]}))
     if dropout is not None:
-        found.append(dropout_part(problem, dropout, seed_value))
-    return found
+        parts.append(dropout_part(problem, dropout, seed_value))
+    return parts
 
 
 def dropout_part(problem: Problem, dropout: float, seed: Number | None) -> tuple[Dropped, dict[str, float | Number]]:
@@ -85,8 +85,8 @@ def reduce_to_window(
     listed = not problem.schema.written or "lists" in problem or FIELDS[0] in problem
     if mask is None or listed or _is_ragged(problem):
         return mask, causal, window
-    found = window_of_mask(mask, axes, causal, window, *problem("ST"))
-    return (mask, causal, window) if found is None else (None, False, found)
+    window_found = window_of_mask(mask, axes, causal, window, *problem("ST"))
+    return (mask, causal, window) if window_found is None else (None, False, window_found)
 
 
 def window_of_mask(
@@ -152,8 +152,8 @@ def check_extents(problem: Problem, multiple: int = 8) -> None:
     q_len, heads, head_dim, kv_len, kv_heads, value_dim = problem("SHDTGV")
     for name, dim, which in (("q", head_dim, "head_dim"), ("v", value_dim, "value_dim")):
         if dim % multiple or not multiple <= dim <= 256:
-            said = f"head_dim must be a multiple of {multiple}, from {multiple} to 256: {which}={dim}"
-            raise problem.error(name, said, name)
+            message = f"head_dim must be a multiple of {multiple}, from {multiple} to 256: {which}={dim}"
+            raise problem.error(name, message, name)
     if kv_heads == 0:
         raise problem.error("k", "must have at least one head", "k")
     if heads % kv_heads:

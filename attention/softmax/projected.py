@@ -71,11 +71,11 @@ class _InnerProblem(Problem):
         return self.outer.scratch(len(self.parts) + number, shape, dtype)
 
 
-def _view_heads(problem: Problem, whole: Operand, first: int, count: int, parts: list[ArrayView]) -> Operand:
+def _view_heads(problem: Problem, array: Operand, first: int, count: int, parts: list[ArrayView]) -> Operand:
     """A view of `count` heads of an array (batch, row, head, column), from head `first` on."""
-    batch, rows, _, columns = whole.form.shape
-    form = whole.form._replace(shape=(batch, rows, count, columns))
-    parts.append(ArrayView(whole.source, first * form.strides[2]))
+    batch, rows, _, columns = array.form.shape
+    form = array.form._replace(shape=(batch, rows, count, columns))
+    parts.append(ArrayView(array.source, first * form.strides[2]))
     return Operand(len(problem.schema.places) + len(parts) - 1, form)
 
 
@@ -172,10 +172,10 @@ def projected_backward(
         raise ValueError(f"normed, sunk: must say whether there are norms, and sinks: {normed=}, {sunk=}")
     rows, dx = problem["rows"], problem["dx"]
     operands = {name: problem[name] for name in ("dout", "v", "sink", "out", "lse")}
-    for whole, names in ((rows, ("q", "k")), (dx, ("dq", "dk", "dv"))):
+    for array, names in ((rows, ("q", "k")), (dx, ("dq", "dk", "dv"))):
         first = 0
         for name, count in zip(names, (heads, kv_heads, kv_heads)):
-            operands[name] = _view_heads(problem, whole, first, count, parts)
+            operands[name] = _view_heads(problem, array, first, count, parts)
             first += count
     operands |= {"dsink": problem["dsink"]} if sunk else {}
     inner = _InnerProblem(problem, backward.VARIANTS, operands, parts)

@@ -108,10 +108,10 @@ def differentiate(score: Callable, axes: Sequence[int]) -> Derivatives:
     """The Derivatives of a score function. axes: how many axes each array of aux has. TypeError: an operation of the score has
     no derivative here."""
     try:
-        found = trace_function(score, axes, scored=True)
-        grads = _backpropagate(found.term)
-        s, elements = found.arguments[0], [x for x in grads if x.op == "element"]
-        grad, names = grads.get(s, 0.0), found.names
+        traced = trace_function(score, axes, scored=True)
+        grads = _backpropagate(traced.term)
+        s, elements = traced.arguments[0], [x for x in grads if x.op == "element"]
+        grad, names = grads.get(s, 0.0), traced.names
         if any([y is s for x in elements for y in subterms(*x.args)]):
             raise TypeError("indexes an array by s")
         number = {name: n - names.index("j") - 1 for n, name in enumerate(names)}
@@ -119,7 +119,7 @@ def differentiate(score: Callable, axes: Sequence[int]) -> Derivatives:
             AuxRead(number[x.args[0].op], build_function(names[1:], _element_index(*x.args)), build_function(names, grads[x]))
             for x in elements
         ]
-        return Derivatives(build_function(names, (found.term, grad)), _is_number(grad, 1), tuple(reads))
+        return Derivatives(build_function(names, (traced.term, grad)), _is_number(grad, 1), tuple(reads))
     except TypeError as error:
         raise TypeError(f"score: has no derivative: {score.__name__} {error}") from None
 

@@ -219,8 +219,8 @@ class PackedLayout(BatchedLayout):
 
     @inlined
     def clear_padding(self, tile, gO, gLse, block, batch, head, offset, accumulates, params):
-        some, row = self.padding_rows(block, batch, params)
-        if some and not accumulates:
+        has_padding, row = self.padding_rows(block, batch, params)
+        if has_padding and not accumulates:
             store(gO, zeros(tile), (int32(0), int32(row + offset), head, 0), 1, 3)
             store(gLse, full(tile.col_vec, -math.inf), (int32(0), head, int32(row + offset)))
 

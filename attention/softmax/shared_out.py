@@ -24,8 +24,10 @@ def serves(problem: Problem, family: str | None) -> bool:
         return False
     rows = queries * (heads // kv_heads)
     if rows <= (hopper.Config.tile_rows if problem.by_tma else ampere.TALL_ROWS):
-        many = batch * heads >= MANY * machine(problem.device).processors  # forward has tiles of one consumer for these
-        return heads > kv_heads or not many
+        many_sequences = (
+            batch * heads >= MANY * machine(problem.device).processors
+        )  # forward has tiles of one consumer for these
+        return heads > kv_heads or not many_sequences
     return prefers_split_kv(problem, queries, keys)
 
 

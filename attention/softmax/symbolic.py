@@ -120,14 +120,14 @@ def trace_function(function: Callable, axes: Sequence[int], scored: bool) -> Tra
 
 def subterms(*roots: Any) -> list[ScoreTerm]:
     """The terms that these depend on, themselves included, in the order in which they were made."""
-    found: dict[int, ScoreTerm] = {}
+    terms: dict[int, ScoreTerm] = {}
     todo = [x for x in roots if isinstance(x, ScoreTerm)]
     while todo:
         x = todo.pop()
-        if x.number not in found:
-            found[x.number] = x
+        if x.number not in terms:
+            terms[x.number] = x
             todo += [y for y in x.args if isinstance(y, ScoreTerm)]
-    return [found[number] for number in sorted(found)]
+    return [terms[number] for number in sorted(terms)]
 
 
 def build_function(names: Sequence[str], result: Any) -> Callable:
@@ -165,10 +165,10 @@ def build_function(names: Sequence[str], result: Any) -> Callable:
             space[x.op] = getattr(ops, x.op)
             line = f"{x.op}({', '.join(args)})"
         names_of[x] = lines.setdefault(line, f"t{len(lines)}")
-    found = ", ".join(map(text, results))
-    found = f"({found},)" if isinstance(result, tuple) else found
+    returned = ", ".join(map(text, results))
+    returned = f"({returned},)" if isinstance(result, tuple) else returned
     body = [f"{name} = {line}" for line, name in lines.items()]
-    source = "\n    ".join([f"def built({', '.join(names)}):", *body, f"return {found}"]) + "\n"
+    source = "\n    ".join([f"def built({', '.join(names)}):", *body, f"return {returned}"]) + "\n"
     exec(compile(source, "<built>", "exec"), space)
     space["built"].__doc__ = source
     return space["built"]

@@ -345,7 +345,7 @@ def test_what_turns_values_is_launched_before():
         return [step.launch.title for step in plan.steps]
 
     assert steps(576) == ["attend_fp8"]
-    assert steps(3000) == ["turn", "attend_fp8"]
+    assert steps(3000) == ["transpose", "attend_fp8"]
 
 
 def test_weights_that_are_small_each_and_together_count():
@@ -373,11 +373,11 @@ def test_as_compiled(as_compiled):
 
 REFUSED = {
     "bias: is not supported with k and v of float8_e4m3fn": dict(bias=np.zeros((1, 1, 8, 8), np.float32)),
-    "dropout: is not served": dict(dropout=0.5, seed=1),
-    "q_norm: is not served": dict(q_norm=np.ones(64, np.float32)),
-    "k_norm: is not served": dict(k_norm=np.ones(64, np.float32)),
+    "dropout: is not supported": dict(dropout=0.5, seed=1),
+    "q_norm: is not supported": dict(q_norm=np.ones(64, np.float32)),
+    "k_norm: is not supported": dict(k_norm=np.ones(64, np.float32)),
     "family: must be sm_90 for q of float8_e4m3fn: family='sm_80'": dict(family="sm_80"),
-    "q_descale: must be positive": dict(q_descale=-1.0),
+    "q_descale: must be from 2\\*\\*-60 to 2\\*\\*60": dict(q_descale=-1.0),
     "k_descale: heads must equal k's": dict(k_descale=np.ones((1, 2), np.float32)),
     "k_descale: must have a number for each block of 128 rows of k": dict(k_descale=np.ones((1, 2, 1), np.float32)),
     "k_descale: of blocks is not supported with sequences that share": dict(
