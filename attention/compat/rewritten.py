@@ -78,10 +78,10 @@ def rewrite(name: str, f: FunctionType, spec: RewriteSpec) -> Any:
         torch = _torch_names(constants)
         module = _build_module(name, f, _RewriteNames(name, torch, spec))
         read = {x.id for x in ast.walk(module) if isinstance(x, ast.Name)}
-        kept = {variable: x for variable, x in constants.items() if variable in read}
-        space = _select_globals(f, read) | kept | {OPS_NAME: _ops()} | dict.fromkeys(torch, _ops())
+        retained = {variable: x for variable, x in constants.items() if variable in read}
+        space = _select_globals(f, read) | retained | {OPS_NAME: _ops()} | dict.fromkeys(torch, _ops())
         exec(compile(module, inspect.getfile(f), "exec"), space)
-        cache[key] = space["mod"], kept  # `kept` lives on, so that no other object gets one of these ids
+        cache[key] = space["mod"], retained  # `retained` lives on, so that no other object gets one of these ids
     return cache[key][0]
 
 

@@ -157,8 +157,8 @@ class MeshGatherAttention:
         gathered_sums = GradientAccumulator.zeros(q, keys, values, call, sums.wanted)
         gathered_sums.dq, gathered_sums.others = sums.dq, sums.others
         self.outer.differentiate(dout, dlse, q, keys, values, out, lse, call, gathered_sums)
-        own, gathered = self._regions(k)
-        back = plan_redistribution(self.peers.rank, gathered, own)
+        local, gathered = self._regions(k)
+        back = plan_redistribution(self.peers.rank, gathered, local)
         dk, dv = reduce_scatter(self.peers, (gathered_sums.dk, back), (gathered_sums.dv, back))
         sums.dk += dk
         sums.dv += dv

@@ -25,7 +25,7 @@ class PlannedLaunch(NamedTuple):
 
     config: object
     arrays: dict
-    call_options: dict
+    kernel_args: dict
 
 
 def form_of(x):
@@ -44,13 +44,13 @@ def noted(monkeypatch, gpu):
     target = SimpleNamespace(**GPUS[gpu], ordinal=0)
 
     def kernel_for(family, config, ordinal):
-        return SimpleNamespace(bind=lambda grid, **call_options: SimpleNamespace(config=config, call_options=call_options))
+        return SimpleNamespace(bind=lambda grid, **kernel_args: SimpleNamespace(config=config, kernel_args=kernel_args))
 
     def call(self, stream, arrays, options, layout="bshd"):
         given = {name: form_of(x) for name, x in zip(self.names, arrays) if x is not None}
         problem, plan, results = self.steps(given, None, options, layout)
         every = dict(zip(self.names, arrays))
-        found.extend([PlannedLaunch(step.config, every, step.call_options) for step in plan.steps if hasattr(step, "config")])
+        found.extend([PlannedLaunch(step.config, every, step.kernel_args) for step in plan.steps if hasattr(step, "config")])
         out = [every[name] if every.get(name) is not None else made(*problem.made(name)) for name in results]
         return out[0] if len(out) == 1 else tuple(out)
 

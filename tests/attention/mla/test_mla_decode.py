@@ -167,7 +167,7 @@ def test_a_given_split_has_the_same_kernel_always(monkeypatch):
             latent = made((batch, room, LATENT), "float8_e4m3fn")
         with noted(monkeypatch, gpu) as found:
             attention.mla_decode(q, latent, **kwargs)
-        return [(x.config, x.told["splits"]) for x in found]
+        return [(x.config, x.kernel_args["splits"]) for x in found]
 
     for gpu, tokens, heads, narrow, parts in itertools.product(GPUS, (1, 2), (1, 16, 128), (False, True), (1, 3, 70)):
         if narrow and GPUS[gpu]["capability"] < (8, 9):
