@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from attention.softmax import projected  # noqa: E402
-from attention.softmax.backward import norms  # noqa: E402
+from attention.softmax.backward import norm_programs  # noqa: E402
 
 TOKENS, HEAD = 16, 64
 
@@ -87,7 +87,7 @@ def warmer(s, b, h, i, j, docs):
 
 def normalised(q, *norm):
     """Rows of q, normalised by forward."""
-    return norms.normalised("q", q, norm if norm[1:] else norm[0], 1e-6, None, "bshd")
+    return norm_programs.normalise_rows("q", q, norm if norm[1:] else norm[0], 1e-6, None, "bshd")
 
 
 def projecting(*given):
@@ -103,7 +103,7 @@ def of_projection(*given):
 
 def norm_gradients(k, dy, *norm):
     """(dx, dweights[, dbias]) of a norm of keys."""
-    dx, (of_norm,) = norms.gradients("k", k, dy, norm if norm[1:] else norm[0], 1e-6, None, None, "bhsd")
+    dx, (of_norm,) = norm_programs.norm_gradients("k", k, dy, norm if norm[1:] else norm[0], 1e-6, None, None, "bhsd")
     return dx, *(of_norm if norm[1:] else (of_norm,))
 
 
