@@ -35,36 +35,36 @@ __all__ = [
 ]
 
 _HOMES = {  # module: its public functions
-    "cache.append": ("append",),
-    "cache.quantize": ("quantize",),
+    "public.cache_append": ("append",),
+    "public.cache_quantize": ("quantize",),
     "dropout": ("dropout_mask",),
-    "mla.decode": ("mla_decode",),
-    "recurrent.based": ("based",),
-    "recurrent.delta_rule": ("delta_rule",),
-    "recurrent.hedgehog": ("hedgehog",),
-    "recurrent.linear": ("gla", "lightning", "linear", "retention"),
-    "recurrent.mamba2": ("mamba2",),
-    "recurrent.step": ("linear_step",),
-    "softmax.backward.backward": ("backward",),
-    "softmax.decode.decode": ("decode",),
-    "softmax.forward": ("block_lists", "forward"),
+    "public.mla_decoding": ("mla_decode",),
+    "public.based_features": ("based",),
+    "public.delta_rules": ("delta_rule",),
+    "public.hedgehog_features": ("hedgehog",),
+    "public.linear_family": ("gla", "lightning", "linear", "retention"),
+    "public.mamba": ("mamba2",),
+    "public.token_steps": ("linear_step",),
+    "public.softmax_backward": ("backward",),
+    "public.decoding": ("decode",),
+    "public.softmax_forward": ("block_lists", "forward"),
     "torch_ops": ("register_torch_ops",),
 }
 
 if TYPE_CHECKING:  # for editors and type checkers
-    from .cache.append import append
-    from .cache.quantize import quantize
     from .dropout import dropout_mask
-    from .mla.decode import mla_decode
-    from .recurrent.based import based
-    from .recurrent.delta_rule import delta_rule
-    from .recurrent.hedgehog import hedgehog
-    from .recurrent.linear import gla, lightning, linear, retention
-    from .recurrent.mamba2 import mamba2
-    from .recurrent.step import linear_step
-    from .softmax.backward.backward import backward
-    from .softmax.decode.decode import decode
-    from .softmax.forward import block_lists, forward
+    from .public.based_features import based
+    from .public.cache_append import append
+    from .public.cache_quantize import quantize
+    from .public.decoding import decode
+    from .public.delta_rules import delta_rule
+    from .public.hedgehog_features import hedgehog
+    from .public.linear_family import gla, lightning, linear, retention
+    from .public.mamba import mamba2
+    from .public.mla_decoding import mla_decode
+    from .public.softmax_backward import backward
+    from .public.softmax_forward import block_lists, forward
+    from .public.token_steps import linear_step
     from .torch_ops import register_torch_ops
 else:
 

@@ -8,8 +8,8 @@ import time
 import ml_dtypes
 import numpy as np
 
-from tiles.compiler import check_arch
-from tiles.device import device
+from tiles.compiling.compiler import check_arch
+from tiles.launching.devices import device
 from tiles.piped import leave
 from tiles.targets import supported
 

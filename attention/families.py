@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from tiles.arrays import ALIGNMENT
-from tiles.device import machine
-from tiles.schema import Problem
+from tiles.calls.schema import Problem
+from tiles.launching.arrays import ALIGNMENT
+from tiles.launching.devices import machine
 from tiles.targets import is_hopper, supported
 
 FAMILIES = "sm_80", "sm_90"

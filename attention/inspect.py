@@ -18,68 +18,97 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from types import CodeType
 
-from tiles.arguments import signature
 from tiles.inspect import figures
+from tiles.launching.arguments import signature
 
-from .cache import quantize_kernels, write_kernel
-from .mla import ampere as mla_ampere
-from .mla import combine as mla_combine
-from .mla import hopper as mla_hopper
-from .mla import quantised as mla_quantised
-from .recurrent.kernels import (
+from .kernels import (
+    backward_ampere,
+    backward_combine,
+    backward_convert_dq,
+    backward_folded_hopper,
+    backward_hopper,
+    backward_narrow_hopper,
+    backward_preprocess,
+    backward_wide_hopper,
+    backward_wide_queries_hopper,
     based_hopper,
+    bias_gradient,
+    bias_gradient_hopper,
+    cache_quantize,
+    cache_write,
     chunk_ampere,
     chunk_hopper,
+    compose_final_state,
+    compose_segment_states,
+    decode_ampere,
+    decode_combine,
+    decode_hopper,
+    delta_compose_states_hopper,
     delta_hopper,
     delta_states_hopper,
+    element_gradients,
+    forward_ampere,
+    forward_fp8_hopper,
+    forward_hopper,
     gla_hopper,
     gla_states_hopper,
-    heads_hopper,
     hedgehog_hopper,
     kda_hopper,
     kda_states_hopper,
-    maps_hopper,
-    segments,
-    starts,
-    token_loop,
+    key_norms,
+    linear_token_loop,
+    mamba2_shared_heads_hopper,
+    mla_ampere,
+    mla_combine,
+    mla_hopper,
+    rotary_rows,
+    sink_gradient,
+    transpose_values,
 )
-from .softmax import ampere, block_masks, hopper, hopper_fp8, norms, rotary, transpose_values
-from .softmax.backward import ampere as backward_ampere
-from .softmax.backward import (
-    bias,
-    elements,
-    finish,
-    hopper_bias,
-    hopper_folded,
-    hopper_narrow,
-    hopper_wide,
-    hopper_wide_queries,
-    prepare,
-    shares,
-    sinks,
-)
-from .softmax.backward import hopper as backward_hopper
-from .softmax.backward import norms as backward_norms
-from .softmax.decode import ampere as decode_ampere
-from .softmax.decode import combine
-from .softmax.decode import hopper as decode_hopper
+from .kernels import mla_fp8 as mla_quantised
+from .kernels import norm_gradients as backward_norms
+from .parts import block_masks
 
 MODULES = {
-    "forward": (ampere, hopper, hopper_fp8, transpose_values, norms, block_masks),
+    "forward": (forward_ampere, forward_hopper, forward_fp8_hopper, transpose_values, key_norms, block_masks),
     "backward": (
-        *(prepare, backward_ampere, backward_hopper, hopper_narrow, hopper_folded, hopper_wide, hopper_wide_queries),
-        *(finish, shares, sinks, backward_norms, bias, hopper_bias, elements),
+        *(
+            backward_preprocess,
+            backward_ampere,
+            backward_hopper,
+            backward_narrow_hopper,
+            backward_folded_hopper,
+            backward_wide_hopper,
+            backward_wide_queries_hopper,
+        ),
+        *(
+            backward_convert_dq,
+            backward_combine,
+            sink_gradient,
+            backward_norms,
+            bias_gradient,
+            bias_gradient_hopper,
+            element_gradients,
+        ),
     ),
-    "decode": (decode_ampere, decode_hopper, combine),
-    "projected": (rotary,),
+    "decode": (decode_ampere, decode_hopper, decode_combine),
+    "projected": (rotary_rows,),
     "mla_decode": (mla_ampere, mla_hopper, mla_quantised, mla_combine),
-    "append": (write_kernel,),
-    "quantize": (quantize_kernels,),
-    "linear": (chunk_ampere, chunk_hopper, gla_hopper, gla_states_hopper, heads_hopper, segments, starts),
-    "delta": (delta_hopper, delta_states_hopper, kda_hopper, kda_states_hopper, maps_hopper),
+    "append": (cache_write,),
+    "quantize": (cache_quantize,),
+    "linear": (
+        chunk_ampere,
+        chunk_hopper,
+        gla_hopper,
+        gla_states_hopper,
+        mamba2_shared_heads_hopper,
+        compose_final_state,
+        compose_segment_states,
+    ),
+    "delta": (delta_hopper, delta_states_hopper, kda_hopper, kda_states_hopper, delta_compose_states_hopper),
     "based": (based_hopper,),
     "hedgehog": (hedgehog_hopper,),
-    "tokens": (token_loop,),
+    "tokens": (linear_token_loop,),
 }
 SHOWN_MNEMONICS = ("HGMMA", "HMMA", "UTMALDG", "LDGSTS", "LDSM", "MUFU", "FFMA", "LDL", "STL")  # in the table; --json has all
 KERNEL_DECORATORS = "inlined", "cuda.jit"  # decorators of device functions and kernels

@@ -9,15 +9,15 @@ import torch
 from torch import nn
 
 import attention
-from tiles.frameworks import with_tangents
-from tiles.torch_op import exporting, traced
+from tiles.calls.torch_op import exporting, traced
+from tiles.launching.frameworks import with_tangents
 
+from .autograd import make_tma_contiguous
+from .kernels.rotary_rows import HEAD_DIMS
 from .options import check_flag, check_positive
-from .softmax.autograd import make_tma_contiguous
-from .softmax.call_options import window_ends
-from .softmax.gradient import NO_SECOND_DERIVATIVES
-from .softmax.projected import projected, projected_backward
-from .softmax.rotary import HEAD_DIMS
+from .plans.call_options import window_ends
+from .plans.gradient import NO_SECOND_DERIVATIVES
+from .public.projected_qkv import projected, projected_backward
 
 NORMS = "q_norm", "k_norm"
 NO_OPTION = "layout", "out", "lse", "return_lse", "accumulate", "stream"  # of a call of the module
@@ -172,7 +172,7 @@ class Attention(nn.Module):
 
 class ProjectedAttention(torch.autograd.Function):
     """out (B, S, heads, head_dim) from a projection (B, S, heads of queries, keys and values, head_dim): see
-    softmax/projected.py. options: eps, causal, left, right, softcap, scale."""
+    public/projected_qkv.py. options: eps, causal, left, right, softcap, scale."""
 
     @staticmethod
     def forward(ctx, heads, cos, sin, q_norm, k_norm, sink, kv_heads, options):

@@ -2,7 +2,7 @@
 
 A mask is a function in the file, as attention.forward takes it, or one of forward's options, or both. The arrays that it
 indexes with i, j, b and h are the file's arrays with the names of its further arguments. The kernel that surveys a mask for
-forward (softmax/key_block_lists.py) says which blocks of keys are skipped, masked or full; the reference formula
+forward (kernels/key_block_lists.py) says which blocks of keys are skipped, masked or full; the reference formula
 (reference/scores.py) says which pairs are visible.
 
 The text picture shows a block of `--block` as several characters: `#` in a full block, where the kernel evaluates no mask; `o`
@@ -19,16 +19,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tiles import Hazard, draw, inlined
-from tiles.arrays import Operand
-from tiles.frameworks import describe
 from tiles.inspect.command import module_at
-from tiles.launch import kernel_for
+from tiles.launching.arrays import Operand
+from tiles.launching.frameworks import describe
+from tiles.launching.launch import kernel_for
 
+from .kernels import key_block_lists as lists
+from .plans.call_options import window_ends
+from .plans.variant_spec import build_variant
 from .reference.scores import ReferenceVariant
-from .softmax import key_block_lists as lists
-from .softmax.assembled import build_variant
-from .softmax.call_options import window_ends
-from .softmax.python_functions import check_function
+from .scoring.python_functions import check_function
 
 SKIPPED, PARTIAL, FULL = range(3)  # classes of blocks, numbered as in the kernel
 LINE_WIDTH, PICTURE_SIDE = 96, 384  # characters in a line; pixels of the longer side

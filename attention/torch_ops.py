@@ -1,4 +1,4 @@
-"""Registration of all ops of the public functions as torch.ops.tiles (tiles/torch_op.py)."""
+"""Registration of all ops of the public functions as torch.ops.tiles (tiles/calls/torch_op.py)."""
 
 import sys
 
@@ -8,20 +8,20 @@ def register_torch_ops() -> None:
     Without it the first call that needs an op registers it. RuntimeError: torch is not imported."""
     if "torch" not in sys.modules:
         raise RuntimeError("register_torch_ops: torch is not imported: say `import torch` first")
-    from .cache import append as appending
-    from .cache.quantize import _quantize, _quantize_blocks
-    from .mla.decode import _mla_decode, _mla_decode_fp8
-    from .recurrent.based import _based
-    from .recurrent.delta_rule import _delta_rule
-    from .recurrent.hedgehog import _hedgehog
-    from .recurrent.linear import _linear
-    from .recurrent.mamba2 import _mamba2
-    from .recurrent.step import _linear_step
-    from .softmax.backward import backward as differentiating
-    from .softmax.backward.norm_programs import DIFFERENTIATE, INTO, NORMALISE, ZEROS
-    from .softmax.decode import decode as decoding
-    from .softmax.forward_programs import _forward, _forward_fp8, _fp8_cache, _variant
-    from .softmax.projected import projected, projected_backward
+    from .plans.forward_programs import _forward, _forward_fp8, _fp8_cache, _variant
+    from .plans.norm_gradients import DIFFERENTIATE, INTO, NORMALISE, ZEROS
+    from .public import cache_append as appending
+    from .public import decoding
+    from .public import softmax_backward as differentiating
+    from .public.based_features import _based
+    from .public.cache_quantize import _quantize, _quantize_blocks
+    from .public.delta_rules import _delta_rule
+    from .public.hedgehog_features import _hedgehog
+    from .public.linear_family import _linear
+    from .public.mamba import _mamba2
+    from .public.mla_decoding import _mla_decode, _mla_decode_fp8
+    from .public.projected_qkv import projected, projected_backward
+    from .public.token_steps import _linear_step
 
     of_norms = [program for table in (NORMALISE, DIFFERENTIATE, INTO, ZEROS) for program in table.values()]
     backward = differentiating._backward, differentiating._variant, differentiating._into, *of_norms

@@ -24,7 +24,7 @@ import torch.multiprocessing as mp
 import attention
 from attention import parallel
 from attention.parallel.peers import Peers, peers_of
-from attention.recurrent.delta_rule import final_states
+from attention.public.delta_rules import final_states
 
 TURNS, CALLS = 5, 3
 

@@ -16,12 +16,18 @@ import itertools
 from dataclasses import replace
 
 import attention
-from attention.softmax.backward import hopper, hopper_folded, hopper_narrow, hopper_wide, hopper_wide_queries
-from attention.softmax.variants import Variant
-from attention.softmax.visible_keys import CAUSAL, FULL
+from attention.kernels import (
+    backward_folded_hopper,
+    backward_hopper,
+    backward_narrow_hopper,
+    backward_wide_hopper,
+    backward_wide_queries_hopper,
+)
+from attention.parts.variant import Variant
+from attention.parts.visibility import CAUSAL, FULL
 from tiles import bf16
-from tiles.arguments import signature
 from tiles.inspect.figures import figures
+from tiles.launching.arguments import signature
 from tiles.targets import LARGE
 
 LOOP = 16  # registers that addresses, counters and numbers of rows take at least
@@ -31,14 +37,14 @@ QUERIES, STAGES = range(48, 129, 16), (1, 2, 3)
 def registers(module, config) -> int:
     """What a consumer's thread holds at once, without what the loop itself wants."""
     rows, dims = config.rows, (config.head_dim, config.value_dim)
-    if module is hopper_wide_queries:  # dQ, scores, dP; dS for a product
+    if module is backward_wide_queries_hopper:  # dQ, scores, dP; dS for a product
         return config.head_dim // 2 + config.kv + config.kv // 4
-    if module is hopper_wide:  # dK or dV, scores, weights or slopes twice
+    if module is backward_wide_hopper:  # dK or dV, scores, weights or slopes twice
         return max(dims) // 2 + rows // 2 + 2 * (rows // 4)
     sums, scores, part = sum(dims) // (2 * config.consumers_per_key), rows // 2, config.parts.part_columns // 2
-    if module is hopper_narrow:  # dK is the gatherer's
+    if module is backward_narrow_hopper:  # dK is the gatherer's
         return config.value_dim // 2 + 2 * scores
-    if module is hopper_folded:  # a tile's dS and the part of dQ before it are in use while weights are found
+    if module is backward_folded_hopper:  # a tile's dS and the part of dQ before it are in use while weights are found
         return sums + scores + part + rows // 4
     return sums + scores + max(scores + rows // 4 * (2 if config.rounded_p else 1), part)
 
@@ -51,21 +57,23 @@ def shared_bytes(module, config) -> int:
 def every(head_dim: int, variant: Variant):
     """(module, configuration) of each form, whether it fits or not."""
     if head_dim > 128:
-        for q, do, p in itertools.product(STAGES, STAGES, (1, 2)):  # 64 queries: hopper_wide_queries.py takes their sums so
-            yield hopper_wide, hopper_wide.Config(head_dim, head_dim, bf16, variant, 64, 64, q, do, p)
+        for q, do, p in itertools.product(
+            STAGES, STAGES, (1, 2)
+        ):  # 64 queries: backward_wide_queries_hopper.py takes their sums so
+            yield backward_wide_hopper, backward_wide_hopper.Config(head_dim, head_dim, bf16, variant, 64, 64, q, do, p)
         for kv, q, v in itertools.product((32, 48, 64, 80), STAGES, STAGES):
-            yield hopper_wide_queries, hopper_wide_queries.Config(head_dim, head_dim, bf16, variant, kv, q, v)
+            yield backward_wide_queries_hopper, backward_wide_queries_hopper.Config(head_dim, head_dim, bf16, variant, kv, q, v)
     kv = 64 if head_dim > 128 else 128
     for queries, q, do, ds, dq, rounded in itertools.product(QUERIES, (2, 3), STAGES, (1, 2), (1, 2), (False, True)):
-        config = hopper.Config(head_dim, head_dim, bf16, variant, kv, queries, q, do, ds, 1, rounded_p=rounded)
-        if config.parts.count % hopper.CONSUMERS:
+        config = backward_hopper.Config(head_dim, head_dim, bf16, variant, kv, queries, q, do, ds, 1, rounded_p=rounded)
+        if config.parts.count % backward_hopper.CONSUMERS:
             continue  # one consumer would have more of dQ than the other
-        config = replace(config, dq_stages=dq * hopper.CONSUMERS)  # else a slot would change hands between consumers
-        yield hopper, config
-        if config.consumers_per_key == 1 and config.parts.count == hopper.CONSUMERS:
-            yield hopper_folded, hopper_folded.Config(**vars(config))
-            if head_dim == hopper_narrow.HEAD_DIM and rounded:
-                yield hopper_narrow, hopper_narrow.Config(**vars(config))
+        config = replace(config, dq_stages=dq * backward_hopper.CONSUMERS)  # else a slot would change hands between consumers
+        yield backward_hopper, config
+        if config.consumers_per_key == 1 and config.parts.count == backward_hopper.CONSUMERS:
+            yield backward_folded_hopper, backward_folded_hopper.Config(**vars(config))
+            if head_dim == backward_narrow_hopper.HEAD_DIM and rounded:
+                yield backward_narrow_hopper, backward_narrow_hopper.Config(**vars(config))
 
 
 PLAIN = bf16, FULL
@@ -77,7 +85,8 @@ def candidates(head_dim: int, variant: Variant = FULL):
     fit = [
         (module, config)
         for module, config in every(head_dim, variant)
-        if registers(module, config) + LOOP <= (hopper_narrow if module is hopper_narrow else hopper).REGISTERS[-1]
+        if registers(module, config) + LOOP
+        <= (backward_narrow_hopper if module is backward_narrow_hopper else backward_hopper).REGISTERS[-1]
         and shared_bytes(module, config) <= LARGE
     ]
 
@@ -94,20 +103,28 @@ def candidates(head_dim: int, variant: Variant = FULL):
 
 def in_use(module, config) -> bool:
     """Is this what problems are served with?"""
-    serving = next((x for x in (hopper_narrow, hopper_folded) if x.serves(config.head_dim, config.variant)), module)
+    serving = next(
+        (x for x in (backward_narrow_hopper, backward_folded_hopper) if x.serves(config.head_dim, config.variant)), module
+    )
     return module is serving and config == module.config_for(config.head_dim, config.dtype, config.variant)
 
 
 @contextlib.contextmanager
 def forced(module, config):
     """attention.backward uses this configuration, for either variant."""
-    modules = hopper_wide, hopper_narrow, hopper_folded, hopper, hopper_wide_queries
+    modules = (
+        backward_wide_hopper,
+        backward_narrow_hopper,
+        backward_folded_hopper,
+        backward_hopper,
+        backward_wide_queries_hopper,
+    )
     kept = [(m, m.config_for, getattr(m, "serves", None)) for m in modules]
     try:
         module.config_for = lambda _, dtype, variant, *__, **___: replace(config, variant=variant)
-        hopper_wide.serves = lambda *_: module in (hopper_wide, hopper_wide_queries)
-        hopper_narrow.serves = lambda *_: module is hopper_narrow
-        hopper_folded.serves = lambda *_: module is hopper_folded
+        backward_wide_hopper.serves = lambda *_: module in (backward_wide_hopper, backward_wide_queries_hopper)
+        backward_narrow_hopper.serves = lambda *_: module is backward_narrow_hopper
+        backward_folded_hopper.serves = lambda *_: module is backward_folded_hopper
         yield
     finally:
         for m, config_for, serves in kept:

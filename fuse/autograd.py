@@ -4,16 +4,12 @@ This module is imported only where a tensor requires grad, so torch is imported 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from tiles.torch_op import NAMESPACE
-
-if TYPE_CHECKING:
-    from .backward import Gradient
-    from .fused import Fused
+from tiles.calls.torch_op import NAMESPACE
 
 LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 
@@ -49,14 +45,14 @@ class FusedAutograd(torch.autograd.Function):
         return None, *[gradients.get(name) for name in function.names]
 
 
-def by_kernels(function: Fused, arrays: Sequence[Any], by: Sequence[Any], wanted: Sequence[str]) -> dict[str, Any]:
+def by_kernels(function: Any, arrays: Sequence[Any], by: Sequence[Any], wanted: Sequence[str]) -> dict[str, Any]:
     """{name: gradient} of those `wanted` arguments whose gradients kernels compute. by: the gradient with respect to each
     result, None where there is none."""
     names, run = function.gradients.by_kernels(arrays, by, tuple(wanted))
     return dict(zip(names, run()))
 
 
-def by_parts(function: Fused, arrays: Sequence[Any], by: Sequence[Any], wanted: Sequence[str]) -> dict[str, Any]:
+def by_parts(function: Any, arrays: Sequence[Any], by: Sequence[Any], wanted: Sequence[str]) -> dict[str, Any]:
     """{name: gradient} of the `wanted` arguments, by torch's autograd on the operations of the definition. by: as in
     by_kernels."""
     arrays = [x.detach() if isinstance(x, torch.Tensor) else x for x in arrays]
@@ -84,7 +80,7 @@ def _by_op(function: Any, arrays: list[Any], by: list[Any], wanted: tuple[str, .
     return called(tensors, [float(operands[n]) for n in numbers], numbers)
 
 
-def op(gradient: Gradient, name: str) -> None:
+def op(gradient: Any, name: str) -> None:
     """Register a torch op of this name that computes `gradient`. It takes the tensors, the numbers, and the places of the
     numbers among the arguments."""
 

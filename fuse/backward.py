@@ -22,16 +22,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import derivative, language, terms
+from .call_arguments import cast, dtype_of
 from .candidates import Candidate
 from .definition import BEST, NoKernel
 from .derivative import NoRule
 from .derivative_check import DerivativeCheck, compare_with_differences
 from .functions import CASTS, MAPS
 from .fused import Fused
-from .given import cast, dtype_of
 from .graph import between, walk
 from .names import unused
-from .place import is_total_of_rows
+from .plan_search import is_total_of_rows
 from .program import FLOATS, HOLDS
 from .proof import Proof
 from .term_views import view_base
@@ -85,7 +85,8 @@ def find_kernel_outputs(roots: Sequence[Term], sums: bool) -> list[Term]:
 
 
 class GradientPlan(NamedTuple):
-    """The division of a gradient between kernels and the framework, for arrays of a class of lengths (classes.py). traced: the
+    """The division of a gradient between kernels and the framework, for arrays of a class of lengths (length_classes.py).
+    traced: the
     gradients as terms. sums: can kernels sum over rows? kernel_outputs: the terms that kernels compute. rest: the terms that
     the framework computes from these, in topological order. names: the arguments whose gradients these are."""
 

@@ -8,15 +8,16 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from . import module, names, place, rules, terms
+from . import module, names, rules, terms
+from . import plan_search as place
 from .axes import Axis
-from .classes import fixed_value
 from .cost import Card
+from .expression_text import equations
+from .length_classes import fixed_value
 from .rules import Rule
 from .term_views import view_base
 from .terms import PARTS, Term
 from .trace import TracedDefinition
-from .writing import equations
 
 # names of scratch buffers between kernels, by the operation that fills them; any other is called "hidden"
 SCRATCH_NAMES = dict(zip(PARTS, ("maxima", "sums", "picks"))) | {name: name for name in ("partial_sums", "split_outputs")}

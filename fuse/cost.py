@@ -7,7 +7,7 @@ import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tiles.device import device
+from tiles.launching.devices import device
 from tiles.profile.card import peaks
 from tiles.targets import capability, has_fp8, is_hopper
 

@@ -13,16 +13,16 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from tiles import cache, digest
-from tiles.arrays import Operand, c_ordered
-from tiles.compiler import Compiled, compile_kernel
-from tiles.frameworks import without_grad
-from tiles.launch import watchers
-from tiles.lengths import watched_call
-from tiles.plan import Recent
-from tiles.recording import recorded
+from tiles.calls.plan import Recent
+from tiles.compiling import cache, digest
+from tiles.compiling.compiler import Compiled, compile_kernel
+from tiles.launching.arrays import Operand, c_ordered
+from tiles.launching.frameworks import without_grad
+from tiles.launching.launch import watchers
+from tiles.launching.lengths import watched_call
+from tiles.launching.recording import recorded
 
-from . import classes, graph, language, module, place, tune
+from . import graph, language, length_classes, module, plan_search, tune
 from .axes import Axis
 from .candidates import Candidate, GeneratedModule, candidates, generate_module
 from .cost import Card, card, card_of
@@ -49,7 +49,7 @@ class NoKernel(TypeError):
 
 
 class BestPlan:
-    """The best plan to compute a definition for arrays of some classes of lengths (classes.py), and its modules by the
+    """The best plan to compute a definition for arrays of some classes of lengths (length_classes.py), and its modules by the
     schedules of their products."""
 
     def __init__(self, name: str, traced: TracedDefinition, candidate: Candidate):
@@ -89,7 +89,7 @@ class Definition:
         self.defaults = tuple([p.default for p in parameters if p.default is not p.empty])  # of the last ones
         self.best, self.known_plans = functools.lru_cache(BEST)(self._best), Recent(BEST)
         self.roles: dict[tuple, tuple[tuple[str, ...], ...]] = {}
-        self.find_roles = memoize_by_kinds(self.roles, lambda shapes: classes.axis_roles(self._trace_all(shapes)))
+        self.find_roles = memoize_by_kinds(self.roles, lambda shapes: length_classes.axis_roles(self._trace_all(shapes)))
         self.leading_are_rows: dict[tuple, bool] = {}
         self.find_leading = memoize_by_kinds(
             self.leading_are_rows, lambda shapes: leading_axes_are_rows(self._trace(shapes).roots)
@@ -169,7 +169,7 @@ class Definition:
         """All candidates on a card, the best by the roofline first. NoKernel: there is none."""
         ranked = candidates(traced, card)
         if not ranked:
-            raise NoKernel(f"{self.name}: {place.explain_no_plan(traced.roots, card)}")
+            raise NoKernel(f"{self.name}: {plan_search.explain_no_plan(traced.roots, card)}")
         return ranked
 
     def _candidates(self, shapes: tuple[Shape, ...], ordinal: int | None, at: Card) -> tuple[TracedDefinition, list[Candidate]]:
@@ -182,7 +182,7 @@ class Definition:
         seconds = tune.recall_seconds(tune.key(self.name, traced, ranked[: tune.FEW], at.name))
         return traced, tune.rank(ranked, seconds) if seconds else ranked
 
-    # ---- classes of lengths (classes.py) -----------------------------------------------------------------------------
+    # ---- classes of lengths (length_classes.py) -----------------------------------------------------------------------------
     def _axis_roles(self, shapes: tuple[Shape, ...]) -> list[tuple[tuple[str, ...], ...]]:
         """The choices of roles for the axes of these arguments, the one to try first first, and all exact at last. Keys have a
         class only where attention's own kernels serve; where these split the keys, it is a class of lengths that can be split
@@ -191,18 +191,20 @@ class Definition:
         self.find_roles(kinds)
         roles = self.roles[kinds]
         choices = [roles]
-        if any(classes.KEY_AXIS in some for some in roles):
-            for by in (classes.SPLIT_KEY_AXIS, classes.EXACT):
-                choices.append(tuple([tuple([by if x == classes.KEY_AXIS else x for x in some]) for some in roles]))
-        return [*choices, tuple([(classes.EXACT,) * len(some) for some in roles])]
+        if any(length_classes.KEY_AXIS in some for some in roles):
+            for by in (length_classes.SPLIT_KEY_AXIS, length_classes.EXACT):
+                choices.append(tuple([tuple([by if x == length_classes.KEY_AXIS else x for x in some]) for some in roles]))
+        return [*choices, tuple([(length_classes.EXACT,) * len(some) for some in roles])]
 
     def of_class(self, trace: Callable[[tuple[Shape, ...]], T], shapes: tuple[Shape, ...]) -> T:
         """What `trace` computes for the representatives of the class of these shapes. An error shows these shapes."""
         roles, *_, exact = self._axis_roles(shapes)
-        known, axis_roles = classes.round_lengths(shapes, roles)
-        stand = classes.fill_lengths(known, roles, axis_roles)
+        known, axis_roles = length_classes.round_lengths(shapes, roles)
+        stand = length_classes.fill_lengths(known, roles, axis_roles)
         with self._reraise_for(shapes, trace):
-            return trace(shapes if roles != exact and classes.reads_rounded_length(self._trace_all(stand), roles) else stand)
+            return trace(
+                shapes if roles != exact and length_classes.reads_rounded_length(self._trace_all(stand), roles) else stand
+            )
 
     @contextmanager
     def _reraise_for(self, shapes: tuple[Shape, ...], check: Callable[[tuple[Shape, ...]], Any]) -> Iterator[None]:
@@ -218,12 +220,16 @@ class Definition:
         self, shapes: tuple[Shape, ...], roles: Sequence[Sequence[str]], ordinal: int | None, at: Card
     ) -> tuple[TracedDefinition, list[Candidate]] | None:
         """The result of `_candidates` for the class of these shapes; None if some of these roles cannot be used."""
-        known, axis_roles = classes.round_lengths(shapes, roles)
-        traced, ranked = self._candidates(classes.fill_lengths(known, roles, axis_roles), ordinal, at)
+        known, axis_roles = length_classes.round_lengths(shapes, roles)
+        traced, ranked = self._candidates(length_classes.fill_lengths(known, roles, axis_roles), ordinal, at)
         inputs = zip((x for _, x in traced.inputs), roles)
-        keys = {axis.root: one for x, role in inputs for axis, one in zip(x.axes, role) if axis and one in classes.KEY_AXES}
-        parts = classes.KEY_AXIS in keys.values() and place.has_split_kv(ranked[0].plan)
-        other = parts or place.has_columns_along(ranked[0].plan, keys) or classes.reads_rounded_length(traced, roles)
+        keys = {
+            axis.root: one for x, role in inputs for axis, one in zip(x.axes, role) if axis and one in length_classes.KEY_AXES
+        }
+        parts = length_classes.KEY_AXIS in keys.values() and plan_search.has_split_kv(ranked[0].plan)
+        other = (
+            parts or plan_search.has_columns_along(ranked[0].plan, keys) or length_classes.reads_rounded_length(traced, roles)
+        )
         return None if other else (traced, ranked)
 
     def _rank_plans(
@@ -235,7 +241,7 @@ class Definition:
         with self._reraise_for(shapes, lambda shapes: self._find_candidates(self._trace(shapes), at)):
             served = (self._of_class(shapes, roles, ordinal, at) for roles in self._axis_roles(shapes))
             traced, ranked = next(filter(None, served))
-        known = classes.known_extents(traced, shapes)
+        known = length_classes.known_extents(traced, shapes)
         return traced, [one.with_schedules(one.schedules(known)) for one in ranked]
 
     def best_plan(self, shapes: tuple[Shape, ...], ordinal: int | None) -> BestPlan:
@@ -243,8 +249,8 @@ class Definition:
         representatives of their class."""
         with self._reraise_for(shapes, lambda shapes: self._rank_plans(shapes, ordinal)):
             for roles in self._axis_roles(shapes):
-                known, axis_roles = classes.round_lengths(shapes, roles)
-                best = classes.fixed_value(watched_call(self.best, known, ordinal, roles, *axis_roles))
+                known, axis_roles = length_classes.round_lengths(shapes, roles)
+                best = length_classes.fixed_value(watched_call(self.best, known, ordinal, roles, *axis_roles))
                 if best is not None:
                     return best
         raise AssertionError("the roles that are all EXACT always serve")
@@ -254,7 +260,7 @@ class Definition:
     ) -> BestPlan | None:
         """The best plan for representatives of a class, None if these roles cannot be used. Classes that have the same modules
         share one object."""
-        shapes = classes.fill_lengths(known, roles, axis_roles)
+        shapes = length_classes.fill_lengths(known, roles, axis_roles)
         refuse_mixed(self.name, self._trace(shapes))
         if self._of_class(shapes, roles, ordinal, card(ordinal)) is None:
             return None
@@ -292,7 +298,7 @@ class Definition:
             return {}
         table, first = dict[str, list[tuple[int, int]]](), 1
         while first <= most:
-            last = min(classes.last_alike_rows(first), most)
+            last = min(length_classes.last_alike_rows(first), most)
             there = []
             for x, s in zip(inputs, shapes):
                 extents = tuple([last if axis and axis.root is rows else n for axis, n in zip(x.axes, s.in_memory)])
@@ -322,7 +328,7 @@ class Definition:
             raise ValueError(f"{self.name}: tune measures on a GPU, and {self.names[0]} is in host memory: move it to a GPU")
         traced, ranked = self._rank_plans(shapes, None, card(ordinal))  # by the roofline
         modules = [generate_module(self.name, traced, one) for one in ranked[: tune.FEW]]
-        known = classes.known_extents(traced, shapes)
+        known = length_classes.known_extents(traced, shapes)
         arguments = [without_grad(x.T if s.transposed else x) for x, s in zip(flat, self._shapes(flat))]
         seconds = tune.measure(self.name, modules, known, arguments, say)
         tune.remember(tune.key(self.name, traced, ranked[: tune.FEW], card(ordinal).name), seconds)
@@ -353,10 +359,10 @@ class Definition:
         """What a call with arrays of these shapes would launch on a card, planned by the roofline: (kernel, Numba's types of
         the arguments, threads, bytes of shared memory) of each launch."""
         traced, ranked = self._rank_plans(tuple(shapes), None, card)
-        module_of, known = generate_module(self.name, traced, ranked[0]), classes.known_extents(traced, shapes)
+        module_of, known = generate_module(self.name, traced, ranked[0]), length_classes.known_extents(traced, shapes)
         forms = [c_ordered(s.in_memory, s.dtype, None) for s in shapes if s.extents]
         dtype = next(s.dtype for s in shapes if s.extents)
-        forms += [c_ordered(classes.extents_at(x, known), x.stored_dtype(dtype), None) for x in module_of.written]
+        forms += [c_ordered(length_classes.extents_at(x, known), x.stored_dtype(dtype), None) for x in module_of.written]
         operands = iter([Operand(n, form) for n, form in enumerate(forms)])
         arguments = [next(operands) if s.extents else 0.5 for s in shapes]
         launches: list[tuple[Any, ...]] = []

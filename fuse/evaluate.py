@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from . import draws
+from . import dropout_mask
 from .axes import Axis
 from .functions import MAPS
 from .graph import between, has_columns, walk
@@ -74,7 +74,7 @@ class NumPyArithmetic:
         return mask_causal(x, np.asarray(-np.inf, x.dtype))
 
     def dropout(self, x: Any, p: Any, seed: Any) -> Any:
-        kept = draws.keep_mask(x.shape, float(p), int(np.asarray(seed).item()))
+        kept = dropout_mask.keep_mask(x.shape, float(p), int(np.asarray(seed).item()))
         return self._round(np.where(kept, np.asarray(x, self.wide) / self.wide(1 - p), 0))
 
     def pick(self, x: Any, index: Any) -> Any:

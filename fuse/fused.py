@@ -17,24 +17,21 @@ import pickle
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from tiles.arrays import c_ordered
-from tiles.frameworks import describe, without_grad
-from tiles.jax_call import tracing
+from tiles.calls.jax_call import tracing
+from tiles.launching.arrays import c_ordered
+from tiles.launching.frameworks import describe, without_grad
 
 from . import gradient
+from .call_arguments import as_tuple, cast, copy_to_outs, dtype_of, flatten_out, refuse_index
 from .candidates import Candidate
 from .definition import Definition, NoKernel, memoize_by_kinds
 from .evaluate import NumPyArithmetic, evaluate
-from .given import as_tuple, cast, copy_to_outs, dtype_of, flatten_out, refuse_index
 from .program import FLOATS, HOLDS, FusedProgram, index_bounds, program_of
 from .trace import Shape, TracedDefinition, ordinal_of
-
-if TYPE_CHECKING:
-    from .backward import Gradient
 
 NUMPY = (np.ndarray, int, float)  # arguments for which NumPy evaluates the definition
 BY_PLACE = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -171,7 +168,7 @@ class Fused(Definition):
 
     # ---- gradients ---------------------------------------------------------------------------------------------------
     @functools.cached_property
-    def gradient(self) -> Gradient:
+    def gradient(self) -> Any:
         """The gradient, as a fused function of the arguments and of the gradients with respect to the results (backward.py)."""
         return self.gradients.by_all()
 

@@ -10,9 +10,9 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from tiles.torch_op import compiling, exporting, mapped_with_grad, token, transformed
+from tiles.calls.torch_op import compiling, exporting, mapped_with_grad, token, transformed
 
 from . import graph
 from .candidates import candidates
@@ -20,14 +20,10 @@ from .cost import LAUNCH, Card, card
 from .derivative import NoRule
 from .module import PROGRAMS
 from .names import unused
-from .place import FusionPlan
+from .plan_search import FusionPlan
 from .term_views import view_base
 from .terms import Term
 from .trace import Shape, kinds_of, loose_shapes, ordinal_of, shape_of
-
-if TYPE_CHECKING:
-    from .backward import Gradient
-    from .fused import Fused
 
 
 def wants_gradient(arrays: Sequence[Any]) -> bool:
@@ -40,7 +36,7 @@ def wants_gradient(arrays: Sequence[Any]) -> bool:
     return mapped_with_grad(arrays)
 
 
-def differentiable(function: Fused, arrays: Sequence[Any]) -> Any:
+def differentiable(function: Any, arrays: Sequence[Any]) -> Any:
     """function.run(*arrays), connected to torch's autograd graph. The definition's parts run instead under torch.func's
     transforms, and under torch.compile unless kernels compute all gradients that are needed: torch.compile then generates
     forward and backward."""
@@ -57,20 +53,20 @@ class GradientFunctions:
     """The gradients of a fused function: a Gradient for each choice of arguments and results, and the arguments whose gradients
     kernels compute."""
 
-    def __init__(self, function: Fused):
+    def __init__(self, function: Any):
         self.function = function
-        self.functions: dict[tuple, Gradient] = {}
+        self.functions: dict[tuple, Any] = {}
         self.served_names: dict[tuple, Any] = {}
         self.op, self.all_of = _mark_constant(self._op), _mark_constant(self._all_of)
 
-    def by_all(self) -> Gradient:
+    def by_all(self) -> Any:
         """The gradient with respect to all arguments of floating point numbers, given the gradients with respect to all
         results."""
         from .backward import Gradient
 
         return Gradient(self.function)
 
-    def of(self, wanted: tuple[str, ...], by: tuple[int, ...], count: int) -> Gradient:
+    def of(self, wanted: tuple[str, ...], by: tuple[int, ...], count: int) -> Any:
         """The gradient with respect to the `wanted` arguments. by: the places, among `count` results, of those whose gradients
         are passed."""
         key = wanted, by, count
@@ -125,7 +121,7 @@ class GradientFunctions:
         self, outs: tuple[str, ...], names: tuple[str, ...], options: Mapping[str, Any], layout: str
     ) -> Callable[..., dict[str, Any]]:
         """The gradients with respect to the arguments `names`, as a function: JAX gets it from the program of a fused function
-        (see `gradient` of tiles.program). outs: the names of the results. options: the arguments that are numbers."""
+        (see `gradient` of tiles.calls.program). outs: the names of the results. options: the arguments that are numbers."""
         return functools.partial(self._of_program, outs, names, options)
 
     def _of_program(
@@ -172,7 +168,7 @@ def _mark_constant(function: Callable) -> Callable:
     return constant
 
 
-def _is_served(gradient: Gradient, shapes: tuple[Shape, ...], at: Card) -> bool:
+def _is_served(gradient: Any, shapes: tuple[Shape, ...], at: Card) -> bool:
     """Do kernels compute the gradient, and by the roofline faster than parts?"""
     ways = _gradient_plans(gradient, shapes, at)
     if not ways or not ways[0].kernels:  # the framework computes all of it
@@ -180,7 +176,7 @@ def _is_served(gradient: Gradient, shapes: tuple[Shape, ...], at: Card) -> bool:
     return ways[0].seconds <= seconds_by_parts(gradient._trace(shapes).roots, at)
 
 
-def _gradient_plans(gradient: Gradient, shapes: tuple[Shape, ...], at: Card) -> list[FusionPlan]:
+def _gradient_plans(gradient: Any, shapes: tuple[Shape, ...], at: Card) -> list[FusionPlan]:
     """The plans to compute the gradient, the best first; none if an operation has no rule or no template serves it."""
     try:
         if not gradient.kernel_outputs_for(shapes):

@@ -11,7 +11,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from . import draws, term_operations, term_views, terms
+from . import dropout_mask, term_operations, term_views, terms
 from .evaluate import pick_elements
 from .functions import CASTS, MAPS, of_torch
 from .terms import Term
@@ -141,8 +141,8 @@ def dropout(x: Any, p: Any, seed: Any) -> Any:
     if not 0 <= p < 1:
         raise ValueError(f"dropout: p must be at least 0 and below 1, got {p=}")
     if _torch(x):
-        return x * draws.keep_mask_in_torch(x, p, seed) / (1 - p)
-    return np.where(draws.keep_mask(x.shape, p, int(seed.item())), x, x.dtype.type(0)) / x.dtype.type(1 - p)
+        return x * dropout_mask.keep_mask_in_torch(x, p, seed) / (1 - p)
+    return np.where(dropout_mask.keep_mask(x.shape, p, int(seed.item())), x, x.dtype.type(0)) / x.dtype.type(1 - p)
 
 
 def cast(x: Any, dtype: Any) -> Any:

@@ -19,13 +19,13 @@ import jinja2
 
 import ops
 import tiles
-from tiles.plan import Recent
+from tiles.calls.plan import Recent
 
 from .lines import WIDTH, break_imports, break_lines, cut_at_commas, format_assignments
 from .names import array, free_names, global_names, unused
 
 HOMES = {name: "tiles" for name in tiles.__all__} | {name: "ops" for name in ops.__all__}
-HOMES |= {"cuda": "numba", "float32": "numpy", "int32": "numpy", "repeated": "tiles.frameworks"}
+HOMES |= {"cuda": "numba", "float32": "numpy", "int32": "numpy", "repeated": "tiles.launching.frameworks"}
 HOMES |= {"drop_threshold": "attention.dropout"}
 HOMES |= {name: "ops.cluster_sum" for name in ("ClusterSum", "RowSums", "max_over_cluster", "sum_over_cluster")}
 MODULES = 1024  # modules that are remembered

@@ -1,5 +1,5 @@
-"""The tiles.program.Program of a definition: the schema of its arrays, and the planner that returns the launches of the best
-plan. One program serves all arrays of the same kinds, whatever their lengths."""
+"""The tiles.calls.program.Program of a definition: the schema of its arrays, and the planner that returns the launches of the
+best plan. One program serves all arrays of the same kinds, whatever their lengths."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tiles.arrays import Operand
-from tiles.checks import Check, check_options
-from tiles.plan import Plan
-from tiles.program import Program
-from tiles.recording import RecordedStep, recorded
-from tiles.schema import Schema
-from tiles.torch_op import token
+from tiles.calls.plan import Plan
+from tiles.calls.program import Program
+from tiles.calls.schema import Schema
+from tiles.calls.torch_op import token
+from tiles.launching.arrays import Operand
+from tiles.launching.checks import Check, check_options
+from tiles.launching.recording import RecordedStep, recorded
 
 from . import graph, module, terms
 from .axes import derive_extent
+from .call_arguments import index_value_check
 from .candidates import GeneratedModule
-from .classes import axis_roles, extents_at, known_extents
 from .definition import Definition, NoKernel
-from .early import EarlyLaunch, memory_of
+from .early_launch import EarlyLaunch, memory_of
 from .functions import CASTS, FP8, MAPS
-from .given import index_value_check
+from .length_classes import axis_roles, extents_at, known_extents
 from .names import array, unused
 from .terms import Term
 from .trace import Shape, TracedDefinition
 
 FLOATS = ("bfloat16", "float16", "float32")
-HOLDS = {name: name for name in FLOATS} | {FP8: "fp8"}  # {dtype: its name in a schema (tiles/schema.py)}
+HOLDS = {name: name for name in FLOATS} | {FP8: "fp8"}  # {dtype: its name in a schema (tiles/calls/schema.py)}
 
 
 class FusedProgram(Program):
@@ -46,8 +46,8 @@ class FusedProgram(Program):
 
 def program_of(function: Definition, shapes: tuple[Shape, ...], gradient: Callable[..., Callable]) -> FusedProgram:
     """The program for arrays of these shapes, in which only extents of 1 mean anything. gradient: gradient(outs, names,
-    options, layout), which JAX calls (see tiles.program), `outs` being the names of the results. TypeError: kernels do not take
-    one of the dtypes."""
+    options, layout), which JAX calls (see tiles.calls.program), `outs` being the names of the results. TypeError: kernels do
+    not take one of the dtypes."""
     traced = function._trace(shapes)
     arrays = {name: s for name, s in zip(function.names, shapes) if s.extents}
     numbers = [name for name, s in zip(function.names, shapes) if not s.extents]

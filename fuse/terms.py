@@ -102,7 +102,7 @@ class Term:
         return transpose(self)
 
     def __repr__(self):
-        from .writing import expression
+        from .expression_text import expression
 
         return expression(self)
 

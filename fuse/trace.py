@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tiles.frameworks import describe, without_grad
-from tiles.jax_call import tracing
+from tiles.calls.jax_call import tracing
+from tiles.launching.frameworks import describe, without_grad
 
 from . import terms
 from .axes import Axis

@@ -3,8 +3,8 @@
     norm_linear.tune(x, g, w)           or   python -m fuse tune file.py:norm_linear --shapes 16x4096 4096 4096x6144
 
 The roofline's best few run on the arrays that are passed; each is timed with its inputs in memory, not in L2. Times are
-remembered for these candidates, for the representatives of a class of lengths (classes.py) and for the GPU's name, so they hold
-for other rows of the class, too. Until a function is tuned the roofline decides."""
+remembered for these candidates, for the representatives of a class of lengths (length_classes.py) and for the GPU's name, so
+they hold for other rows of the class, too. Until a function is tuned the roofline decides."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tiles import cache
-from tiles.device import device
-from tiles.frameworks import describe
+from tiles.compiling import cache
+from tiles.launching.devices import device
+from tiles.launching.frameworks import describe
 from tiles.profile.card import median_together
 
 from . import module
 from .axes import Axis
 from .candidates import Candidate, GeneratedModule
-from .classes import extents_at
+from .length_classes import extents_at
 from .trace import TracedDefinition
 
 FEW, REPEAT = 6, 11  # candidates that are measured, calls of each

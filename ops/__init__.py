@@ -48,7 +48,7 @@ from .memory import gather as _gather  # arrays take vectors of indices  # noqa:
 from .memory.async_copy import commit_group, copy_async, copy_pages, look_up, wait_group
 from .memory.counts import count_stored, count_up, wait_count
 from .memory.global_elements import truncate
-from .memory.held import add_held, load_held
+from .memory.lane_order import add_held, load_held
 from .memory.load_store import load, store
 from .memory.shared_vectors import last_element, load_row
 from .memory.tma import prefetch

@@ -17,11 +17,11 @@ or, from one warp to those that wait for it, with barriers of the plan:
 
 import numpy as np
 
-from tiles import ptx
+from tiles.compiling import ptx
+from tiles.compiling.numba_types import void
 from tiles.interpreter import current_warp
 from tiles.layout import LANES
 from tiles.numba_names import types
-from tiles.numba_types import void
 from tiles.op import integer, lowers, op
 from tiles.ring import elected
 from tiles.types import barrier, remote, rt, rv, st, sv

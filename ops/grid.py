@@ -13,8 +13,8 @@ written before it. A block that releases only after it has waited keeps that pro
 done. In a launch that is not early `wait` is over at once. The interpreter runs grids one after the other, and cannot check
 this."""
 
-from tiles import ptx
-from tiles.numba_types import void
+from tiles.compiling import ptx
+from tiles.compiling.numba_types import void
 from tiles.op import inlined, integer, lowers, op
 
 

@@ -5,12 +5,13 @@ One vector or tile a call. The values travel to lane 0, which prints row after r
 
 import numpy as np
 
-from tiles import layout, ptx
-from tiles.builder import Builder, f64
+from tiles import layout
+from tiles.compiling import ptx
+from tiles.compiling.builder import Builder, f64
+from tiles.compiling.numba_types import Value
+from tiles.compiling.unsupported import check_print
 from tiles.numba_names import print_item, registry
-from tiles.numba_types import Value
 from tiles.types import rt
-from tiles.unsupported import check_print
 
 ARGUMENTS = 32  # that vprintf takes
 

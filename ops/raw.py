@@ -6,11 +6,11 @@ Here nothing fences, elects a thread or counts phases for you. A barrier or shar
 
 import inspect
 
-from tiles import ptx
+from tiles.compiling import ptx
+from tiles.compiling.numba_types import void
 from tiles.interpreter import current_warp
 from tiles.layout import LANES
 from tiles.numba_names import types
-from tiles.numba_types import void
 from tiles.op import integer, lowers, op
 from tiles.ring import elected
 from tiles.types import barrier, gl, st, sv

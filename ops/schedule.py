@@ -15,8 +15,8 @@ Where there are sequences of any lengths, blocks can share all their tiles evenl
 
 import numpy as np
 
-from tiles import ptx
-from tiles.builder import i1, i32, i64
+from tiles.compiling import ptx
+from tiles.compiling.builder import i1, i32, i64
 from tiles.interpreter import Touched, current_warp, note
 from tiles.layout import LANES
 from tiles.numba_names import types

@@ -8,8 +8,8 @@ import sys
 from functools import partial
 from inspect import isfunction
 
+from tiles.compiling.numba_types import kernel_line
 from tiles.interpreter import hazard_line
-from tiles.numba_types import kernel_line
 from tiles.op import OPS
 
 SCOPES = {  # module: (who works there, how its ops are called)

@@ -6,11 +6,11 @@ warpgroups do in threads/warpgroups.py."""
 
 from dataclasses import replace
 
-from tiles import ptx
+from tiles.compiling import ptx
+from tiles.compiling.numba_types import void
 from tiles.interpreter import current_warp
 from tiles.layout import WARPGROUP
 from tiles.numba_names import types
-from tiles.numba_types import void
 from tiles.op import inlined, lowers, op
 from tiles.types import st
 
@@ -19,7 +19,7 @@ from .matmul.steps import finish, give_back, issue_AB, issue_ABt, step_AB, step_
 from .matmul.wgmma import ROWS, mm_AB, mm_ABt, mm_AtB, mm_AtBt, mma_AB, mma_ABt, mma_AtB, mma_AtBt, wait
 from .matmul.zipped import transpose_zipped
 from .memory import load_store, shared_tiles
-from .memory.held import store_held
+from .memory.lane_order import store_held
 from .memory.tma import store_wait, tma_add, tma_max, tma_min, tma_store
 from .memory.transposed import load_transposed, store_transposed
 from .memory.zero_rows import zero_first_rows, zero_rows

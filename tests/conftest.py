@@ -11,7 +11,7 @@ pytest_plugins = ["tiles.testing.plugin"]
 
 
 def pytest_collection_modifyitems(items):
-    from tiles.device import device
+    from tiles.launching.devices import device
     from tiles.targets import is_hopper
     from tiles.testing.plugin import no_gpu
 

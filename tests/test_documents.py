@@ -18,9 +18,9 @@ import pytest
 import ops
 import tiles
 from tiles import Hazard, ring, shared
-from tiles.arguments import parameters
-from tiles.compiler import compile_kernel
+from tiles.compiling.compiler import compile_kernel
 from tiles.emulator import table
+from tiles.launching.arguments import parameters
 from tiles.op import OPS
 
 ROOT = Path(__file__).parents[1]

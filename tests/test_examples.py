@@ -12,8 +12,8 @@ import pytest
 
 import tiles
 from tiles import bf16, fp16
-from tiles.arguments import parameters
-from tiles.compiler import compile_kernel
+from tiles.compiling.compiler import compile_kernel
+from tiles.launching.arguments import parameters
 from tiles.testing import ptx
 
 FOLDER = Path(__file__).parents[1] / "examples"

@@ -3,12 +3,12 @@
 from .importable import importing
 
 with importing():
-    from . import sources  # before the others: it digests what they are read from  # noqa: F401
+    from .compiling import sources  # before the others: it digests what they are read from  # noqa: F401
     from .dtypes import bf16, dtype, fp8e4m3, fp8e5m2, fp16, fp32, tf32
-    from .frameworks import persistent_blocks, processors
     from .inspect import inspect
     from .interpreter import Hazard
-    from .launch import launch
+    from .launching.frameworks import persistent_blocks, processors
+    from .launching.launch import launch
     from .op import inlined, lowers, op
     from .pipeline import pipeline
     from .profile import profile

@@ -4,10 +4,11 @@ shared vector, from a global array or from pages that were looked up before. Pip
 
 import itertools
 
-from . import layout, ptx
-from .builder import i32, i64
+from . import layout
+from .compiling import ptx
+from .compiling.builder import i32, i64
+from .compiling.numba_types import CAPTURED, SCALARS
 from .numba_names import types
-from .numba_types import CAPTURED, SCALARS
 from .op import integer
 from .types import gl, sv
 

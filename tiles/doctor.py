@@ -118,7 +118,7 @@ def gpus():
     try:
         from cuda.bindings import driver
 
-        from .device import check
+        from .launching.devices import check
 
         check(driver.cuInit(0))
         cuda = check(driver.cuDriverGetVersion())
@@ -171,8 +171,8 @@ def _gpu(driver, check, ordinal):
 def cache():
     """Where compiled kernels are kept, and whether all that lies there is read."""
     try:
-        from .cache import limit
-        from .cache_files import CacheOff, entries, find_folder, refused, trusting
+        from .compiling.cache import limit
+        from .compiling.cache_files import CacheOff, entries, find_folder, refused, trusting
     except Exception:  # `imports` has told why
         return
     try:

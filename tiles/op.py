@@ -214,7 +214,7 @@ def lowers(face, meaning=None, **takes):
     their NumPy `meaning` along, and what they take (see `op`)."""
 
     def register(rule):
-        from .numba_types import teach_numba
+        from .compiling.numba_types import teach_numba
 
         operation = OPS.get(face) or Op(face, meaning, **takes)
         operation.rule = rule
@@ -227,7 +227,7 @@ def lowers(face, meaning=None, **takes):
 def inlined(function: F) -> F:
     """Decorator: a plain function of kernel code, compiled into its callers (through a real call, tiles would go through
     memory). Without a GPU it is simply called."""
-    from .numba_helpers import inline
+    from .compiling.numba_helpers import inline
 
     inline(function)
     return function

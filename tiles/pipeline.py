@@ -20,9 +20,10 @@ Tiles may be vectors (`sv`), of numbers of 4 bytes: a lane brings a number, and 
 
 from dataclasses import dataclass, replace
 
-from . import cp_async, layout, ptx
+from . import cp_async, layout
+from .compiling import ptx
+from .compiling.numba_types import compile_time, void
 from .interpreter import current_warp
-from .numba_types import compile_time, void
 from .op import integer, lowers, op
 from .ring import needs_index
 from .types import st, sv

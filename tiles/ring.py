@@ -24,12 +24,12 @@ disagree, and a kernel shows no barrier arithmetic.
 import contextlib
 from dataclasses import dataclass, replace
 
-from . import ptx
-from .builder import i32
+from .compiling import ptx
+from .compiling.builder import i32
+from .compiling.numba_types import compile_time, void
 from .interpreter import current_warp
 from .layout import LANES, WARPGROUP
 from .numba_names import types
-from .numba_types import compile_time, void
 from .op import integer, lowers, op
 from .types import gl, rv, st, sv
 from .values import SharedTile

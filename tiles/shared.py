@@ -7,11 +7,11 @@ q, k, full = smem.open()                                                        
 from dataclasses import replace
 from functools import partial
 
-from . import ptx
+from .compiling import ptx
+from .compiling.numba_types import Value, compile_time
 from .interpreter import Mbarrier, Slot, current_warp
 from .layout import LANES
 from .numba_names import types
-from .numba_types import Value, compile_time
 from .op import lowers, op
 from .pipeline import pipeline
 from .ring import BARRIER_BYTES, empty_barrier, full_barrier, needs_whole, ring, tile_of

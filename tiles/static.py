@@ -34,9 +34,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .digest import Digest, Undigestible, covered, global_names
+from .compiling.digest import Digest, Undigestible, covered, global_names
+from .compiling.numba_types import FROZEN, compile_time
 from .dtypes import dtype
-from .numba_types import FROZEN, compile_time
 from .op import OPS
 from .types import is_static
 

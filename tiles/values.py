@@ -6,12 +6,12 @@ from types import BuiltinFunctionType, FunctionType
 
 import numpy as np
 
+from .compiling.numba_types import SCALARS, numba_type
+from .compiling.unsupported import REFUSED, check_branch, refuse_attribute, refuse_values
 from .numba_names import from_dtype
 from .numba_names import types as numba
-from .numba_types import SCALARS, numba_type
 from .op import OPS, TypeArgument, operator
 from .types import gl, pending, remote, rt, rv, st, sv
-from .unsupported import REFUSED, check_branch, refuse_attribute, refuse_values
 
 
 class Tile:

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from tiles import frameworks
+from tiles.launching import frameworks
 
-from .append import append
-from .scales import E4M3_MAX, MIN_DESCALE
+from ..parts.cache_scales import E4M3_MAX, MIN_DESCALE
+from ..public.cache_append import append
 
 Pair = tuple[Any, Any]
 Pools = tuple[Any, ...]  # of a layer: K and V, and their descales if each token has its own

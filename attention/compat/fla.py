@@ -24,7 +24,7 @@ from typing import Any
 
 import attention
 
-from .asked import drop_none, refuse
+from .arguments import drop_none, refuse
 
 
 def chunk_linear_attn(

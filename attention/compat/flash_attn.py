@@ -35,7 +35,7 @@ from typing import Any
 
 import attention
 
-from .asked import ERRORS, draw_dropout_options, drop_none, full_int32, refuse, rename_arguments
+from .arguments import ERRORS, draw_dropout_options, drop_none, full_int32, refuse, rename_arguments
 
 OPEN = (-1, -1)
 SCORES = {"scale": "softmax_scale", "window": "window_size", "alibi": "alibi_slopes"}  # {our name: FlashAttention's}, in errors

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .asked import drop_none, refuse
+from .arguments import drop_none, refuse
 from .flash_attn import CACHES, OPEN, attend, attend_cache, attend_packed, score_options
 
 CACHES_FA3 = CACHES | {"pages": "page_table"}

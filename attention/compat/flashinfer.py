@@ -25,7 +25,7 @@ from typing import Any
 
 import attention
 
-from .asked import drop_none, refuse
+from .arguments import drop_none, refuse
 from .flashinfer_plan import PlannedWrapper, read_indptr, read_indptr_like, to_device_of
 
 LOG2_E = math.log2(math.e)

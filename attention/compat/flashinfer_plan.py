@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .asked import array_namespace, drop_none, refuse
+from .arguments import array_namespace, drop_none, refuse
 
 
 class PlannedWrapper:

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import attention
 
-from .asked import ERRORS, attend_heads_first, drop_none, refuse, rename_arguments
-from .captured import lift_captured_arrays
+from .arguments import ERRORS, attend_heads_first, drop_none, refuse, rename_arguments
+from .captured_arrays import lift_captured_arrays
 
 ARGUMENT_NAMES = {
     "q": "query",
@@ -56,9 +56,9 @@ def flex_attention(
     | block_mask.mask_mod(b, h, q_idx, kv_idx)     | mask                                                          |
     | block_mask                                   | blocks, read by its fields: any object that has them will do; |
     |                                              | or the result of `listed`, for many calls                     |
-    | arrays that the two functions capture, also  | aux: see captured.py                                          |
+    | arrays that the two functions capture, also  | aux: see captured_arrays.py                                          |
     | as attributes, or in functions they call     |                                                               |
-    | and_masks, or_masks, methods, partials,      | one function that kernels can compile: see rewritten.py       |
+    | and_masks, or_masks, methods, partials,      | one function that kernels can compile: see rewrite.py       |
     | torch.where, x.abs(), x.clamp(..), s ** 2    |                                                               |
     | enable_gqa, kernel_options                   | ignored: GQA follows from shapes, tiles are chosen here       |
 

@@ -31,7 +31,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 import attention
 
-from .asked import draw_dropout_options, drop_none, refuse
+from .arguments import draw_dropout_options, drop_none, refuse
 from .huggingface_linear import linear_layers as linear_layers
 from .huggingface_masks import MAX_DECODE_TOKENS, MaskInfo, create_mask, find_documents, read_mask, split_documents
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .asked import ERRORS, array_namespace, attend_heads_first, draw_dropout_options, drop_none, refuse, rename_arguments
+from .arguments import ERRORS, array_namespace, attend_heads_first, draw_dropout_options, drop_none, refuse, rename_arguments
 
 ARGUMENT_NAMES = {"q": "query", "k": "key", "v": "value", "bias": "attn_mask", "dropout": "dropout_p", "causal": "is_causal"}
 

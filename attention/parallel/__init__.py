@@ -6,10 +6,10 @@ it imports torch.
 
 docs/parallel.md says which scheme to use when."""
 
-from .mapped import mapped
 from .orders import Contiguous, Zigzag
 from .recurrent import delta_rule, linear, mamba2
 from .shards import reorder, shard, unshard
 from .softmax import forward
+from .symmetric_memory import mapped
 
 __all__ = ["Contiguous", "Zigzag", "delta_rule", "forward", "linear", "mamba2", "mapped", "reorder", "shard", "unshard"]

@@ -9,10 +9,10 @@ import re
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
-from tiles.checks import check_options
+from tiles.launching.checks import check_options
 
-from ..softmax.block_masks import FIELDS
-from ..softmax.python_functions import register_function
+from ..parts.block_masks import FIELDS
+from ..scoring.python_functions import register_function
 from .peers import Peers
 
 T = TypeVar("T")

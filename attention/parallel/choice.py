@@ -23,8 +23,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from .call_pieces import ForwardCall
 from .orders import Span, Spans, contiguous_runs, count_tokens
-from .pieces import ForwardCall
 from .ulysses import UlyssesAttention
 
 ITEM_BYTES = 2  # bytes of an element

@@ -4,8 +4,8 @@ Each query sees all its keys in one call, in blocks of as many keys as one GPU t
 have the same bits as there, however many ranks there are; docs/parallel.md has the exceptions. A rank's own keys stay where
 they are, if that is possible (gather_in_place.py). While keys are being received, the rank computes what it can: with a window,
 the queries that see only keys of their own rank; with many keys, the first heads, which are sent before the others; between
-ranks that map each other's memory, the blocks of keys that have arrived (arrival.py). Gradients of keys and values are added in
-float32, first at the rank that has the queries, then, in the order of ranks, at the rank that has the keys."""
+ranks that map each other's memory, the blocks of keys that have arrived (copy_schedule.py). Gradients of keys and values are
+added in float32, first at the rank that has the queries, then, in the order of ranks, at the rank that has the keys."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ import torch
 
 import attention
 
-from ..softmax import remote_keys
-from .arrival import CopySchedule, plan_copies
+from ..plans import remote_keys
+from .call_pieces import TILE, CallPiece, ForwardCall, use_alibi, write_unseen
 from .choice import FULL_GPU_TILES, MIN_STEP_BYTES, count_first_heads, is_mostly_local
+from .copy_schedule import CopySchedule, plan_copies
 from .gather_in_place import InPlaceGather, fits_tma
 from .gradients import GradientAccumulator, slice_dlse
-from .moves import (
+from .orders import Span, Spans, contiguous_runs, count_tokens, spans_with_offsets
+from .peers import Peers
+from .redistribution import (
     PendingArrays,
     PendingSums,
     Redistribution,
@@ -31,9 +34,6 @@ from .moves import (
     redistribute,
     start_reduce_scatter,
 )
-from .orders import Span, Spans, contiguous_runs, count_tokens, spans_with_offsets
-from .peers import Peers
-from .pieces import TILE, CallPiece, ForwardCall, use_alibi, write_unseen
 
 STEP_BYTES = MIN_STEP_BYTES  # see count_first_heads
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import attention
 
+from .call_pieces import ForwardCall
 from .gather import GatherAttention, gathered_rows
 from .gradients import GradientAccumulator, slice_dlse
-from .moves import Redistribution, ShardRegion, all_heads, plan_redistribution, redistribute
 from .orders import spans_with_offsets
-from .pieces import ForwardCall
+from .redistribution import Redistribution, ShardRegion, all_heads, plan_redistribution, redistribute
 
 
 class DeterministicGatherAttention(GatherAttention):

@@ -7,12 +7,12 @@ import math
 from typing import Any
 
 from ..families import family_block_kv, family_name
-from ..softmax import remote_keys
-from ..softmax.key_sources import BLOCK
-from .moves import Redistribution, StridedView, array_maker, strided_view
+from ..parts.key_sources import BLOCK
+from ..plans import remote_keys
+from .call_pieces import CallPiece, ForwardCall
 from .orders import Span, Spans
 from .peers import Peers
-from .pieces import CallPiece, ForwardCall
+from .redistribution import Redistribution, StridedView, array_maker, strided_view
 
 SUPPORTED_OPTIONS = {"causal", "scale", "deterministic", "family"}
 ALIGNMENT = 16  # bytes: TMA reads addresses that are multiples of this

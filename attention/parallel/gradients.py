@@ -11,7 +11,7 @@ import torch
 
 import attention
 
-from .pieces import CallPiece, ForwardCall
+from .call_pieces import CallPiece, ForwardCall
 
 OPTIONAL = "bias", "alibi", "aux"  # attention.backward computes their gradients on request
 

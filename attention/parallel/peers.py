@@ -76,12 +76,12 @@ class Peers:
 
     @property
     def maps_memory(self) -> bool:
-        """Do rows arrive by `pull_rows`, through mapped memory? See mapped.py."""
+        """Do rows arrive by `pull_rows`, through mapped memory? See symmetric_memory.py."""
         return False
 
     @property
     def overlaps_copies(self) -> bool:
-        """Can attention read keys while they are copied by `start_copies`? See mapped.py."""
+        """Can attention read keys while they are copied by `start_copies`? See symmetric_memory.py."""
         return False
 
     def start_copies(self, schedule: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:

@@ -12,27 +12,27 @@ from typing import Any
 import torch
 
 import attention
-from tiles.frameworks import describe
+from tiles.launching.frameworks import describe
 
 from ..families import FamilyAndBlock, choose_family, family_block_kv
 from ..names import argument_hint
 from ..options import check_flag
-from ..softmax.forward_programs import FORWARD
+from ..plans.forward_programs import FORWARD
 from .agreement import PLAIN_TYPES, cache_key, describe_value
+from .call_pieces import ForwardCall, use_window
 from .choice import MEMORY_FRACTION, SCHEMES, MachineSpeeds, SchemeChoice, choose, estimate, min_sweeps, plan_sweeps, refusal
 from .gather import GatherAttention
 from .gather_in_order import DeterministicGatherAttention
-from .moves import all_heads
 from .orders import Span, Spans, count_tokens, find_order
 from .peers import SINGLE_RANK, Peers
-from .pieces import ForwardCall, use_window
+from .redistribution import all_heads
 from .ring import RingAttention
 from .ulysses import MeshGatherAttention, UlyssesAttention, merge_rank_spans
-from .whole import COUNTS, check_tensors, check_values, check_whole, find_kv_block, parse_length
+from .whole_checks import COUNTS, check_tensors, check_values, check_whole, find_kv_block, parse_length
 
 SPLIT_KV_OPTIONS = {"causal", "scale", "deterministic", "family"}  # of calls that one GPU may compute by split-KV
 UNSUPPORTED = "lse", "accumulate"  # arguments of attention.forward that are not supported here
-MAX_POSITIONS = 2**24  # see softmax/forward.py
+MAX_POSITIONS = 2**24  # see public/softmax_forward.py
 REQUESTED = "it was requested"
 MESH_SCHEMES = ("gather", "ulysses"), ("ring", "ulysses"), ("ring", "gather")
 

@@ -9,18 +9,18 @@ from typing import Any
 
 import torch
 
-from tiles.device import machine
+from tiles.launching.devices import machine
 
 from ..options import check_flag
-from ..recurrent import chunks
-from ..recurrent import linear as linear_functions
-from ..recurrent.kernels.tokens import CHUNK, COLUMNS
-from ..softmax.call_options import requires_grad
+from ..parts.recurrent.tokens import CHUNK, COLUMNS
+from ..plans import recurrent_chunks
+from ..plans.call_options import requires_grad
+from ..public import linear_family as linear_functions
 from .agreement import agree_on_plan, cache_key, describe_value
 from .orders import Contiguous, Span, count_tokens
-from .parts import GatheredSummaries, SequenceShard
 from .peers import Peers, check_torch_tensors, one_dimensional_peers
-from .whole import autocast, check_values, parse_length
+from .sequence_shard import GatheredSummaries, SequenceShard
+from .whole_checks import autocast, check_values, parse_length
 
 Shape = tuple[int, ...]
 SHARDED_OPTIONS = "decay", "z"  # options of which each rank has its shard
@@ -134,7 +134,7 @@ class ShardedRecurrence:
         blocks = shard.sequences * v.shape[2] * -(-v.shape[3] // COLUMNS)
         tokens = len(shard.span) * shard.batch // max(1, shard.sequences)
         fitting = machine(v.device.index if v.is_cuda else None).processors // max(1, blocks)
-        return max(1, min(fitting, tokens // CHUNK // chunks.MIN_SEGMENT_CHUNKS))
+        return max(1, min(fitting, tokens // CHUNK // recurrent_chunks.MIN_SEGMENT_CHUNKS))
 
     def run_first_shard(self, shard: SequenceShard, initial: Any) -> tuple[Any, Any]:
         """(output, state after it) of the whole's first shard, in one pass; the output is None where the state alone comes

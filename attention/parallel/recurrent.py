@@ -20,12 +20,12 @@ import torch
 
 import attention
 
-from ..recurrent import delta_rule as delta
-from ..recurrent import linear as linear_functions
-from ..recurrent import mamba2 as mamba
-from .parts import MIN_DECAY, SequenceShard
+from ..public import delta_rules as delta
+from ..public import linear_family as linear_functions
+from ..public import mamba
 from .peers import disable_compile
 from .recurrence import SegmentedRecurrence, Shape, ShardedRecurrence
+from .sequence_shard import MIN_DECAY, SequenceShard
 
 MAX_KEY_DIM = 128  # of the kernels of linear and mamba2 that split sequences into segments on every GPU
 MAX_VALUE_DIM = 256

@@ -17,11 +17,11 @@ import torch
 
 import attention
 
+from .call_pieces import ForwardCall, write_unseen
 from .gradients import GradientAccumulator, slice_dlse
-from .joins import RingPart, merge_by_lengths, merge_parts
+from .merge_parts import RingPart, merge_by_lengths, merge_parts
 from .orders import Span, Spans, count_tokens, merge_spans, spans_with_offsets, subtract_spans
 from .peers import Peers, PendingMessages
-from .pieces import ForwardCall, write_unseen
 
 
 class RingSweep(NamedTuple):

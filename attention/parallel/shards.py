@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from .agreement import agree_on_plan
-from .moves import ShardRegion, plan_redistribution, redistribute, reduce_scatter
 from .orders import Order, Span, find_order
 from .peers import Peers, check_torch_tensors, disable_compile, one_dimensional_peers, peers_of
-from .whole import parse_length
+from .redistribution import ShardRegion, plan_redistribution, redistribute, reduce_scatter
+from .whole_checks import parse_length
 
 ShardRegions = tuple[ShardRegion, ...]
 

@@ -7,18 +7,18 @@ from typing import Any
 
 import torch
 
+from ..autograd import make_tma_contiguous
 from ..options import check_flag
-from ..softmax.autograd import make_tma_contiguous
-from ..softmax.backward.norm_programs import norm_gradients, normalise_rows
-from ..softmax.call_options import requires_grad
-from ..softmax.gradient import NO_SECOND_DERIVATIVES, flatten_arrays, group_arrays
+from ..plans.call_options import requires_grad
+from ..plans.gradient import NO_SECOND_DERIVATIVES, flatten_arrays, group_arrays
+from ..plans.norm_gradients import norm_gradients, normalise_rows
 from . import plans
 from .agreement import agree_on_plan, cached_plan
 from .gradients import GradientAccumulator
 from .orders import Order
 from .peers import check_torch_tensors, disable_compile, peers_of
 from .plans import ParallelPlan, call_key, count_ranks, total_length
-from .whole import autocast, check_values
+from .whole_checks import autocast, check_values
 
 NORMS = "q_norm", "k_norm"
 _NULL_CONTEXT = nullcontext()

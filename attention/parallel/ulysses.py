@@ -6,11 +6,19 @@ from __future__ import annotations
 
 from typing import Any
 
+from .call_pieces import ForwardCall
 from .gradients import GradientAccumulator
-from .moves import PendingArrays, Redistribution, ShardRegion, all_heads, plan_redistribution, redistribute, reduce_scatter
 from .orders import Span, Spans, count_tokens, merge_spans
 from .peers import Peers
-from .pieces import ForwardCall
+from .redistribution import (
+    PendingArrays,
+    Redistribution,
+    ShardRegion,
+    all_heads,
+    plan_redistribution,
+    redistribute,
+    reduce_scatter,
+)
 
 
 class UlyssesAttention:

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from tiles.schema import ORDER
+from tiles.calls.schema import ORDER
 from tiles.testing.compare import host
 
 from . import softmax

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from tiles.schema import ORDER
+from tiles.calls.schema import ORDER
 from tiles.testing.compare import host
 
 EPSILON = 1e-10  # added to the normalizer of `linear`, as in flash-linear-attention

@@ -23,7 +23,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from tiles.schema import ORDER
+from tiles.calls.schema import ORDER
 from tiles.testing.compare import host
 
 from ..dropout import dropout_mask

@@ -15,13 +15,13 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..axes import Axis
+from ..expression_text import ExpressionWriter
 from ..graph import has_columns, softmax_of
 from ..lines import WIDTH, format_assignments
 from ..module import DTYPES, KernelText
 from ..names import unused
 from ..rules import factors, product
 from ..terms import Term
-from ..writing import ExpressionWriter
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -23,8 +23,8 @@ from ..module import DTYPES, KernelText, render
 from ..term_views import view_base
 from ..terms import Term
 from .few_rows_text import template_gaps
-from .found import Weight, find_extension
 from .product import Product
+from .product_match import Weight, find_extension
 
 if TYPE_CHECKING:
     from typing_extensions import Self

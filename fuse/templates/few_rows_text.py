@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ..graph import has_columns, is_matrix
 from ..lines import format_assignments
@@ -10,11 +10,8 @@ from ..module import DTYPES
 from ..names import array
 from ..term_views import view_base
 from ..terms import Term
-from .found import Weight
+from .product_match import Weight
 from .product_text import AdjacentProduct, KernelArray, ProductWriter, extent, index, lead, read_expression
-
-if TYPE_CHECKING:
-    from .few_rows import FewRows
 
 NAMES = "u me inner batch col first band turn tile operand".split()  # variables of the kernel
 NAMES += "right low weights mine steps narrow product total sums selected column".split()
@@ -99,7 +96,7 @@ class VectorStream(NamedTuple):
         return cls(name, array(name), name.upper(), dtype, f"{name}_row", index(x, "0", "first + i"))
 
 
-def template_gaps(kernel: FewRows, parameters: dict[Term, str], local_names: dict[Term, str]) -> dict[str, Any]:
+def template_gaps(kernel: Any, parameters: dict[Term, str], local_names: dict[Term, str]) -> dict[str, Any]:
     """The values of the gaps of few_rows.jinja, by name."""
     dtype, words = DTYPES[kernel.dtype], ProductWriter(kernel, parameters, local_names, NAMES)
     x = KernelArray(parameters[kernel.x], array(parameters[kernel.x]), lead=lead(kernel.x))

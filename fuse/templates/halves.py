@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 from .. import graph, term_operations, terms
 from ..axes import Axis
 from ..evaluate import values_past_row_end
+from ..expression_text import ExpressionWriter
 from ..functions import MAPS
 from ..graph import between, has_columns
 from ..module import KernelText
 from ..names import array, unused
 from ..terms import Term
-from ..writing import ExpressionWriter
 from .folded_rows import resident
 from .row_map import SIXTEEN
 from .row_map_text import FOLLOW

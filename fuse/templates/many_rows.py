@@ -17,16 +17,16 @@ import functools
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tiles.lengths import watched_call
+from tiles.launching.lengths import watched_call
 
 from ..axes import PART, Axis
 from ..graph import is_matrix
 from ..module import DTYPES, KernelText, render
 from ..terms import Term
 from .few_rows import MOST_ROWS
-from .found import Extension, Weight, find_extension, match_products
 from .many_rows_text import STEP, template_gaps
 from .product import MOST_PRODUCTS, Product
+from .product_match import Extension, Weight, find_extension, match_products
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from ..expression_text import ExpressionWriter
 from ..graph import has_columns, is_matrix
 from ..module import DTYPES
 from ..names import array
 from ..term_views import view_base
 from ..terms import Term
-from ..writing import ExpressionWriter
 from .product_text import (
     AdjacentProduct,
     KernelArray,
@@ -22,9 +22,6 @@ from .product_text import (
     read_expression,
     write_selection,
 )
-
-if TYPE_CHECKING:
-    from .many_rows import ManyRows
 
 STEP = 64  # extent of a tile along k
 BAND = 16  # the raster group: rows of tiles that are computed together, and share weights in L2
@@ -60,7 +57,7 @@ class PrefetchedTile(NamedTuple):
         return cls(name, spec, first, following)
 
 
-def template_gaps(kernel: ManyRows, parameters: dict[Term, str], local_names: dict[Term, str]) -> dict[str, Any]:
+def template_gaps(kernel: Any, parameters: dict[Term, str], local_names: dict[Term, str]) -> dict[str, Any]:
     """The values of the gaps of many_rows.jinja, by name."""
     dtype, s = DTYPES[kernel.dtype], kernel.schedule
     several = len(kernel.products) > 1

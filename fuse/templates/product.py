@@ -13,7 +13,7 @@
 All of them may be of a batch, an axis before rows and columns: a product's matrices are then one for each of it, except those
 that lack that axis.
 
-`Product.matches` finds this in a term (found.py). few_rows.py, many_rows.py and since_ampere.py are such kernels;
+`Product.matches` finds this in a term (product_match.py). few_rows.py, many_rows.py and since_ampere.py are such kernels;
 product_text.py has what their texts have in common."""
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..axes import PART, Axis
-from ..classes import extents_at
 from ..evaluate import values_past_row_end
 from ..functions import FP8
 from ..graph import between, has_columns, inputs, is_matrix, walk
+from ..length_classes import extents_at
 from ..module import DTYPES
 from ..term_views import view_base
 from ..terms import INDEX, Term
-from .found import Extension, Weight, base, known_length, match_products
+from .product_match import Extension, Weight, base, known_length, match_products
 
 if TYPE_CHECKING:
     from typing_extensions import Self

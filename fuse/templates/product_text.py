@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
+from ..expression_text import ExpressionWriter
 from ..graph import has_columns, is_matrix
 from ..module import scalar_load
 from ..names import array, unused
 from ..terms import PARTS, Term
-from ..writing import ExpressionWriter
-from .found import known_length
 from .product import Product
+from .product_match import known_length
 
 
 def read_expression(y: Term, name: str, tile: str, row: str, col: str) -> str:

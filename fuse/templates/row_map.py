@@ -2,7 +2,7 @@
 
     row by row:   y = f(x[row, :], ..., g[:], ...), with sums and maxima along the row wherever f has them
 
-Maps without reductions are computed tile by tile (flat_rows.py). Otherwise the rows' width decides which form serves:
+Maps without reductions are computed tile by tile (elementwise_rows.py). Otherwise the rows' width decides which form serves:
 
 - short (short_rows.py): a warp has sixteen rows, each as wide as its tile;
 - folded (folded_rows.py): a row is cut into lines, sixteen of which are a warp's tile. A lane reads 16 bytes at a time, and
@@ -15,7 +15,7 @@ Maps without reductions are computed tile by tile (flat_rows.py). Otherwise the 
   reductions and once more for the result;
 - looped (sixteen_rows.py): the same with sixteen rows, for rows that are not whole lines.
 
-If sums over rows are needed as well, as in gradients, folded rows serve (gathered_rows.py): a block accumulates the sums of its
+If sums over rows are needed as well, as in gradients, folded rows serve (summed_rows.py): a block accumulates the sums of its
 own rows, and column_sums.py adds up these partial sums."""
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from ..graph import between, has_columns, inputs, is_matrix
 from ..module import DTYPES, KernelText
 from ..term_views import view_base
 from ..terms import Term
-from .flat_rows import ElementwiseRows
+from .elementwise_rows import ElementwiseRows
 from .folded_rows import FOLD, FoldedRows, NarrowFoldedRows, SingleRows, resident
-from .gathered_rows import SummedRows
 from .long_rows import LongRows
 from .row_map_text import RowMapWriter
 from .short_rows import ShortRows
 from .sixteen_rows import LoopedRows, RegisterRows
+from .summed_rows import SummedRows
 
 KNOWN = (
     "sum",

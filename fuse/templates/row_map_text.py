@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
+from ..expression_text import ExpressionWriter
 from ..functions import CASTS, FP8
 from ..graph import between, has_columns, is_index, is_matrix
 from ..module import KernelText, scalar_load
 from ..names import array, unused
 from ..terms import Term
-from ..writing import ExpressionWriter
-
-if TYPE_CHECKING:
-    from .row_map import RowMap
 
 ROWS = 16  # rows of a warp's tile
 FOLLOW = "grid.follow()"  # waits for the previous launch: the first line of an early kernel, after its early reads
@@ -38,7 +35,7 @@ class RowMapWriter:
     columns, most_warps, description, unordered = 128, 16, "", False
     draw = "bernoulli", "row, col"
 
-    def __init__(self, kernel: RowMap, parameters: dict[Term, str], local_names: dict[Term, str]):
+    def __init__(self, kernel: Any, parameters: dict[Term, str], local_names: dict[Term, str]):
         self.kernel, self.parameters, self.text = kernel, parameters, KernelText()
         self.drawn, self.extra_arguments = dict[Term, str](), list[tuple[str, str]]()
         inside = between(kernel.roots, kernel.leaves)

@@ -13,14 +13,14 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tiles.lengths import watched_call
+from tiles.launching.lengths import watched_call
 
 from ..axes import PART, Axis
 from ..module import DTYPES, KernelText, render
 from ..names import array
 from ..terms import Term
-from .found import Weight
 from .product import Product
+from .product_match import Weight
 from .product_text import ProductWriter, SoftmaxPartials, extent, index, lead, read_expression
 
 if TYPE_CHECKING:

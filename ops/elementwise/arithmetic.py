@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from tiles.builder import f32
+from tiles.compiling.builder import f32
 from tiles.numba_names import types
 from tiles.op import OPS, lowers, number, op
 from tiles.types import rt, rv, st, sv, whole

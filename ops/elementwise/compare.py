@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from tiles.builder import Builder, f32
+from tiles.compiling.builder import Builder, f32
 from tiles.dtypes import fp32
 from tiles.numba_names import types
 from tiles.op import OPS, lowers, number, op

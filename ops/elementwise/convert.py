@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from tiles.builder import i32
+from tiles.compiling.builder import i32
 from tiles.dtypes import OPERANDS, bf16, fp16, fp32
 from tiles.op import lowers
 from tiles.types import rt, rv

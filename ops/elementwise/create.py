@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from tiles.compiling.numba_types import StaticType
 from tiles.dtypes import bf16, fp16, fp32
-from tiles.numba_types import StaticType
 from tiles.op import lowers, number, op
 from tiles.types import rt, rv
 

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from tiles import ptx
-from tiles.builder import f32, i32, i64
+from tiles.compiling import ptx
+from tiles.compiling.builder import f32, i32, i64
 from tiles.dtypes import fp32
 from tiles.interpreter import current_warp
 from tiles.layout import QUAD

@@ -8,7 +8,7 @@ import math
 
 import numpy as np
 
-from tiles.builder import f32, scalar_signature
+from tiles.compiling.builder import f32, scalar_signature
 from tiles.numba_names import TypingError, types
 from tiles.op import OPS, lowers, number, op
 from tiles.types import rt, rv, st, sv

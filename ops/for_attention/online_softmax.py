@@ -6,8 +6,8 @@ grown by more than `slack`, most blocks rescale nothing, and a warp vote skips t
 
 import numpy as np
 
-from tiles import ptx
-from tiles.builder import f32, i32
+from tiles.compiling import ptx
+from tiles.compiling.builder import f32, i32
 from tiles.dtypes import fp32
 from tiles.op import lowers, number, op
 from tiles.types import rt, rv

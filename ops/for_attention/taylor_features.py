@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from tiles import ptx
+from tiles.compiling import ptx
 from tiles.layout import QUAD
 from tiles.op import lowers, number, op
 from tiles.types import rt

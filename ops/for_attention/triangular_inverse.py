@@ -14,7 +14,7 @@ cancel.
 
 import numpy as np
 
-from tiles import ptx
+from tiles.compiling import ptx
 from tiles.dtypes import bf16, fp32
 from tiles.layout import QUAD
 from tiles.op import inlined, lowers, op

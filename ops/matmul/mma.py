@@ -2,7 +2,7 @@
 there at once; that of a warpgroup's products (wgmma.py) is pending. `ops.matmul.SUPPORTED` names all products of both.
 """
 
-from tiles import ptx
+from tiles.compiling import ptx
 from tiles.dtypes import tf32
 from tiles.interpreter import current_warp
 from tiles.op import lowers, op

@@ -11,8 +11,8 @@ order that falls out, 0 1 4 5 8 9 12 13 2 3 6 7 10 11 14 15 of each sixteen: `un
 
 import numpy as np
 
-from tiles import ptx
-from tiles.builder import i32
+from tiles.compiling import ptx
+from tiles.compiling.builder import i32
 from tiles.dtypes import fp8e4m3, fp8e5m2, fp16, fp32
 from tiles.interpreter import current_warp
 from tiles.op import lowers, op

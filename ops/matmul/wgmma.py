@@ -12,16 +12,17 @@ A pending accumulator may be handed to the next `mma_*` (the tensor cores keep t
     acc = warpgroup.wait(acc)
 
 A in registers is read until then, too. A loop that makes the next A before it waits for the product of the last one writes the
-registers that this one reads: compiling warns of it (tiles/wgmma_overwrites.py).
+registers that this one reads: compiling warns of it (tiles/compiling/wgmma_overwrites.py).
 """
 
 import numpy as np
 
-from tiles import layout, ptx
-from tiles.builder import f32, i32, i64
+from tiles import layout
+from tiles.compiling import ptx
+from tiles.compiling.builder import f32, i32, i64
+from tiles.compiling.numba_types import void
 from tiles.dtypes import fp32, tf32
 from tiles.interpreter import current_warp, span
-from tiles.numba_types import void
 from tiles.op import lowers, op
 from tiles.types import pending, rt
 from tiles.values import PendingTile

@@ -12,11 +12,12 @@ along the contracted axis, is written in that order:
 
 import numpy as np
 
-from tiles import layout, ptx
+from tiles import layout
+from tiles.compiling import ptx
+from tiles.compiling.numba_types import void
 from tiles.dtypes import fp8e4m3, fp32
 from tiles.interpreter import current_warp
 from tiles.layout import WARPGROUP
-from tiles.numba_types import void
 from tiles.op import lowers, op
 from tiles.types import rt, st
 

@@ -12,9 +12,10 @@ tile by tile. Rows may lie in pages:
     copy_pages(subtile(k.claim(j), 16, warp), pool, found, (row, 0), last)
 """
 
-from tiles import cp_async, ptx
+from tiles import cp_async
+from tiles.compiling import ptx
+from tiles.compiling.numba_types import void
 from tiles.interpreter import current_warp
-from tiles.numba_types import void
 from tiles.op import lowers, op
 from tiles.types import st, sv
 

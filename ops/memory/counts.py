@@ -11,12 +11,12 @@ for a later one is a deadlock at once. The numbers must be 0 before the grid beg
 
 import numpy as np
 
-from tiles import ptx
-from tiles.builder import i64
+from tiles.compiling import ptx
+from tiles.compiling.builder import i64
+from tiles.compiling.numba_types import void
 from tiles.interpreter import Touched, current_warp, note
 from tiles.layout import LANES
 from tiles.numba_names import types
-from tiles.numba_types import void
 from tiles.op import integer, lowers, op
 from tiles.ring import elected
 

@@ -4,11 +4,11 @@ import operator
 
 import numpy as np
 
-from tiles.builder import f32, i1, i32, i64
+from tiles.compiling.builder import f32, i1, i32, i64
+from tiles.compiling.numba_types import SCALARS, spec_of
 from tiles.dtypes import bf16, fp16, fp32
 from tiles.interpreter import Touched, note, recording
 from tiles.numba_names import types
-from tiles.numba_types import SCALARS, spec_of
 from tiles.op import integer, lowers
 from tiles.types import rt, rv
 from tiles.values import Tile

@@ -7,11 +7,11 @@ one array between sequences.
 
 import numpy as np
 
-from tiles.builder import f32, i32, i64
+from tiles.compiling.builder import f32, i32, i64
+from tiles.compiling.numba_types import CAPTURED, SCALARS
 from tiles.dtypes import fp32
 from tiles.interpreter import current_warp
 from tiles.numba_names import types
-from tiles.numba_types import CAPTURED, SCALARS
 from tiles.op import integer, lowers, op
 from tiles.types import rt, rv
 

@@ -11,10 +11,10 @@ No lane of an accumulator holds 16 bytes of a row side by side: the lanes of a q
 import itertools
 from dataclasses import dataclass, replace
 
-from tiles import ptx
-from tiles.builder import BuilderValue, f32, i32, i64, struct
+from tiles.compiling import ptx
+from tiles.compiling.builder import BuilderValue, f32, i32, i64, struct
+from tiles.compiling.numba_types import SCALARS
 from tiles.dtypes import bf16
-from tiles.numba_types import SCALARS
 from tiles.types import rt, rv
 
 from .global_elements import GUARD, LOAD, STORE

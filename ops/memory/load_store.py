@@ -7,9 +7,9 @@ global_vectorized.py, and global_elements.py for what cannot go by 16 bytes.
 
 import numpy as np
 
+from tiles.compiling.numba_types import void
 from tiles.interpreter import Touched, current_warp, note
 from tiles.numba_names import types
-from tiles.numba_types import void
 from tiles.op import lowers, op
 from tiles.types import remote, rt, rv, st, sv
 from tiles.values import SharedTile

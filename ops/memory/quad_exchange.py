@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tiles import ptx
+from tiles.compiling import ptx
 from tiles.dtypes import dtype
 from tiles.layout import row_vec_element
 from tiles.types import rt

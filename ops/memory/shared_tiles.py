@@ -6,8 +6,8 @@ layout. 4-byte elements go two at a time, or one by one in column layout; so do 
 
 from dataclasses import replace
 
-from tiles import ptx
-from tiles.builder import f32, i32, struct
+from tiles.compiling import ptx
+from tiles.compiling.builder import f32, i32, struct
 from tiles.layout import WIDTHS
 from tiles.numba_names import types
 from tiles.op import integer

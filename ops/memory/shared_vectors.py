@@ -9,8 +9,8 @@ Here, too: `load_row`, a row of a shared tile as a vector, and `last_element`, a
 
 import numpy as np
 
-from tiles import ptx
-from tiles.builder import f32, i32, struct
+from tiles.compiling import ptx
+from tiles.compiling.builder import f32, i32, struct
 from tiles.dtypes import fp32
 from tiles.interpreter import current_warp
 from tiles.layout import QUAD

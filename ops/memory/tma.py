@@ -11,12 +11,12 @@ tma_by_warp.py has what one warp does alone.
 
 import numpy as np
 
-from tiles import ptx
+from tiles.compiling import ptx
+from tiles.compiling.numba_types import void
 from tiles.dtypes import bf16, fp16, fp32
 from tiles.interpreter import current_warp
 from tiles.layout import LANES
 from tiles.numba_names import types
-from tiles.numba_types import void
 from tiles.op import integer, lowers, op
 from tiles.ring import check_tensor, elected
 from tiles.types import st, sv

@@ -10,11 +10,11 @@ The warp need not have written the tile; a ring hands it on. tma.py has what a w
 
 import numpy as np
 
-from tiles import ptx
+from tiles.compiling import ptx
+from tiles.compiling.numba_types import void
 from tiles.dtypes import bf16, fp16, fp32
 from tiles.interpreter import current_warp
 from tiles.layout import LANES
-from tiles.numba_types import void
 from tiles.op import lowers, op
 from tiles.ring import elected
 

@@ -3,10 +3,10 @@
 
 from dataclasses import replace
 
-from tiles import ptx
+from tiles.compiling import ptx
+from tiles.compiling.numba_types import void
 from tiles.interpreter import current_warp
 from tiles.layout import WARPGROUP
-from tiles.numba_types import void
 from tiles.op import lowers, op
 from tiles.types import rt, st
 

@@ -16,12 +16,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from tiles.builder import i64
+from tiles.compiling.builder import i64
+from tiles.compiling.numba_types import SCALARS, void
 from tiles.dtypes import DTYPES, bf16, fp16
 from tiles.interpreter import current_warp
 from tiles.interpreter.accesses import READ
 from tiles.numba_names import types
-from tiles.numba_types import SCALARS, void
 from tiles.op import integer, lowers, op
 from tiles.types import rt, rv, st
 from tiles.values import Tile

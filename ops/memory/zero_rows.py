@@ -3,9 +3,9 @@
 
 import numpy as np
 
+from tiles.compiling.numba_types import void
 from tiles.interpreter import current_warp
 from tiles.layout import WARPGROUP
-from tiles.numba_types import void
 from tiles.op import integer, lowers, op
 from tiles.types import st
 

@@ -13,12 +13,12 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from tiles import ptx
+from tiles.compiling import ptx
+from tiles.compiling.numba_types import void
 from tiles.dtypes import fp32
 from tiles.interpreter import current_warp
 from tiles.layout import LANES
 from tiles.numba_names import types
-from tiles.numba_types import void
 from tiles.op import lowers, number
 from tiles.ring import elected
 from tiles.types import rv, sv

@@ -17,8 +17,8 @@ from functools import reduce as fold
 
 import numpy as np
 
-from tiles import ptx
-from tiles.builder import f32, i32
+from tiles.compiling import ptx
+from tiles.compiling.builder import f32, i32
 from tiles.dtypes import OPERANDS, fp32
 from tiles.interpreter import current_warp
 from tiles.layout import LANES

@@ -3,11 +3,11 @@ lane has a column to itself."""
 
 import numpy as np
 
-from tiles import ptx
+from tiles.compiling import ptx
+from tiles.compiling.numba_types import void
 from tiles.dtypes import fp32
 from tiles.interpreter import current_warp
 from tiles.layout import LANES, QUAD
-from tiles.numba_types import void
 from tiles.op import lowers, op
 from tiles.types import rt, rv, st
 

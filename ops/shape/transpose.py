@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from tiles import ptx
+from tiles.compiling import ptx
 from tiles.op import lowers, op
 from tiles.types import rt, rv
 

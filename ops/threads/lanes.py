@@ -1,7 +1,7 @@
 """The four lanes of a quad: which of them this is, and exchanges between them. An exchange takes two rounds, a shuffle each,
 in which every lane gives one register and takes one of another lane's."""
 
-from tiles import ptx
+from tiles.compiling import ptx
 from tiles.layout import QUAD
 
 

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from tiles import ptx
+from tiles.compiling import ptx
+from tiles.compiling.numba_types import compile_time, void
 from tiles.interpreter import current_warp
-from tiles.numba_types import compile_time, void
 from tiles.op import integer, lowers, op
 
 from .warps import FOUR_WARPS, MOST_GROUPS, THREADS, TOGETHER

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tiles import ptx
+from tiles.compiling import ptx
 from tiles.layout import LANES, WARPGROUP
 
 # Who meets at which of a block's 16 named barriers: all its warps at 0, warpgroups that play `ping_pong` at those before

@@ -4,9 +4,9 @@ import pytest
 from places import SHARES, OnCard, OnInterpreter
 from poison import poison_new_memory
 
-from tiles import program
-from tiles.frameworks import Torch
-from tiles.plan import Recent
+from tiles.calls import program
+from tiles.calls.plan import Recent
+from tiles.launching.frameworks import Torch
 
 
 @pytest.fixture(autouse=True)

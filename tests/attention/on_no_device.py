@@ -8,16 +8,15 @@ from types import SimpleNamespace
 
 from cuda.bindings import driver
 
-from tiles import arrays as in_memory
-from tiles import bound_launch, loaded_code, tma
-from tiles import device as devices
-from tiles import program as programs
-from tiles.arrays import ITEMSIZE, Array, Form, contiguous
-from tiles.compiler import Compiled
-from tiles.frameworks import KIND_OF, Kind
-from tiles.plan import Recent
+from tiles.calls import program as programs
+from tiles.calls.plan import Recent
+from tiles.compiling.compiler import Compiled
+from tiles.launching import arrays as in_memory
+from tiles.launching import bound_launch, devices, loaded_code, tensor_maps
+from tiles.launching.arrays import ITEMSIZE, Array, Form, contiguous
+from tiles.launching.frameworks import KIND_OF, Kind
 
-launching = sys.modules["tiles.launch"]
+launching = sys.modules["tiles.launching.launch"]
 MEMORY, ROOM = 2**44, 2**42  # where an array may lie: nobody reads it
 
 
@@ -100,10 +99,12 @@ def noting_driver(monkeypatch):
     monkeypatch.setattr(loaded_code, "uncaptured", contextlib.nullcontext)
     monkeypatch.setattr(loaded_code, "_loaded", loaded_code.weakref.WeakKeyDictionary())
     launching._kernel_for.cache_clear()
-    monkeypatch.setattr(tma, "encoded", lambda encoding: hash(encoding).to_bytes(8, "little", signed=True).ljust(tma.MAP_BYTES))
+    monkeypatch.setattr(
+        tensor_maps, "encoded", lambda encoding: hash(encoding).to_bytes(8, "little", signed=True).ljust(tensor_maps.MAP_BYTES)
+    )
     monkeypatch.setattr(driver, "CUtensorMap", lambda _ptr: _ptr)
     monkeypatch.setattr(
-        tma, "move", lambda place, pointer: ctypes.c_uint64.from_address(place + 8).__setattr__("value", pointer)
+        tensor_maps, "move", lambda place, pointer: ctypes.c_uint64.from_address(place + 8).__setattr__("value", pointer)
     )
     real = bound_launch.ParameterFrame
 

@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import torch
 
-from tiles import device as devices
-from tiles.arrays import Form
-from tiles.program import Program
+from tiles.calls.program import Program
+from tiles.launching import devices
+from tiles.launching.arrays import Form
 
-launching = sys.modules["tiles.launch"]
+launching = sys.modules["tiles.launching.launch"]
 GPUS = {  # what planners ask of a GPU
     "H200": dict(capability=(9, 0), processors=132, cache_bytes=50 * 2**20, shared_bytes=227 * 1024, arch="sm_90a"),
     "A100": dict(capability=(8, 0), processors=108, cache_bytes=40 * 2**20, shared_bytes=163 * 1024, arch="sm_80"),

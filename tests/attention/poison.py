@@ -20,9 +20,9 @@ import numpy as np
 
 from attention.reference.scores import ReferenceVariant
 from attention.reference.softmax import sequence_slices
-from tiles.checks import Check
-from tiles.frameworks import Kind, Torch
-from tiles.schema import ORDER
+from tiles.calls.schema import ORDER
+from tiles.launching.checks import Check
+from tiles.launching.frameworks import Kind, Torch
 
 BYTE = 0xFF
 FAR_LSE = -509.0  # of a neighbour's row: exp(score + 509) is no float32

@@ -26,11 +26,11 @@ def test_import_alone_is_light():
 WAITS = """
 import importlib.abc, importlib.util, sys, threading, time
 import torch
-from attention.softmax.forward_programs import autograd
+from attention.plans.forward_programs import autograd
 
 class Slow(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
-        if name == "attention.softmax.autograd":
+        if name == "attention.autograd":
             sys.meta_path.remove(self)
             spec = importlib.util.find_spec(name)
             run = spec.loader.exec_module
@@ -40,7 +40,7 @@ class Slow(importlib.abc.MetaPathFinder):
 begun, thread = threading.Event(), threading.Thread(target=autograd)
 sys.meta_path.insert(0, Slow())
 thread.start(), begun.wait()
-assert hasattr(autograd(), "plain") and autograd() is sys.modules["attention.softmax.autograd"]
+assert hasattr(autograd(), "make_tma_contiguous") and autograd() is sys.modules["attention.autograd"]
 thread.join()
 """
 

@@ -4,34 +4,43 @@ import re
 from types import SimpleNamespace
 
 import pytest
+from attention.softmax import backward
 from numba import cuda
 
 from attention import __main__ as main
 from attention import inspect
-from attention.cache import write_kernel
-from attention.mla import ampere as mla_ampere
-from attention.mla import boxes, products
-from attention.mla import hopper as mla_hopper
-from attention.mla import quantised as mla_quantised
-from attention.recurrent.kernels import chunk_ampere, chunk_hopper, gla_hopper, gla_states_hopper, token_loop
-from attention.recurrent.kernels.gates import HeadGate, Mamba2Gate, TokenGate
-from attention.recurrent.kernels.results import ScanNormalizer, ScanOutputs, ScanStates
-from attention.softmax import ampere, backward, hopper, hopper_fp8
-from attention.softmax.block_masks import BlockedMask
-from attention.softmax.decode import ampere as decode_ampere
-from attention.softmax.decode.caches import DenseLoader, PagedLoader
-from attention.softmax.decode.norms import MultiHeadRmsNorm, RmsNormedKeys
-from attention.softmax.decode.products import SameDtypeProducts
-from attention.softmax.decode.reach import KeyWindow
-from attention.softmax.decode.results import PartialOutput
-from attention.softmax.decode.splits import StreamKSplits
-from attention.softmax.dropped import Dropped
-from attention.softmax.norm_parts import LayerNorm, Normed
-from attention.softmax.variants import Both, Variant
-from attention.softmax.visible_keys import CAUSAL, FULL, Left
+from attention.kernels import (
+    cache_write,
+    chunk_ampere,
+    chunk_hopper,
+    decode_ampere,
+    forward_ampere,
+    forward_fp8_hopper,
+    forward_hopper,
+    gla_hopper,
+    gla_states_hopper,
+    linear_token_loop,
+    mla_ampere,
+    mla_hopper,
+)
+from attention.kernels import mla_fp8 as mla_quantised
+from attention.parts.block_masks import BlockedMask
+from attention.parts.decode import latent_boxes, latent_products
+from attention.parts.decode.cache_loaders import DenseLoader, PagedLoader
+from attention.parts.decode.key_window import KeyWindow
+from attention.parts.decode.norms import MultiHeadRmsNorm, RmsNormedKeys
+from attention.parts.decode.outputs import PartialOutput
+from attention.parts.decode.products import SameDtypeProducts
+from attention.parts.decode.splits import StreamKSplits
+from attention.parts.norms import LayerNorm, Normed
+from attention.parts.recurrent.gates import HeadGate, Mamba2Gate, TokenGate
+from attention.parts.recurrent.results import ScanNormalizer, ScanOutputs, ScanStates
+from attention.parts.variant import Both, Variant
+from attention.parts.visibility import CAUSAL, FULL, Left
+from attention.parts.weight_dropout import Dropped
 from ops import exp2, load, row_max, store
 from tiles import bf16, fp16, fp32, rt
-from tiles.arguments import array
+from tiles.launching.arguments import array
 from tiles.targets import LARGE, MEDIUM, SMALL, capability, shared_bytes
 
 STEPS, MAMBA2, OUTPUTS = Mamba2Gate(softplus=True), ScanOutputs(skip=True, silu=True), ScanOutputs()
@@ -48,8 +57,8 @@ NORMED = (
 )
 SAMPLE = [  # each GPU with several kernels, and each form with some GPU; `inspect --all --check` takes all of them
     ("sm_80", chunk_ampere, chunk_ampere.Config(256, 1, bf16, STEPS, MAMBA2, vector_bytes=4)),
-    ("sm_80", token_loop, token_loop.Config(64, "token", normalize=True)),
-    ("sm_90a", write_kernel, write_kernel.Config(bf16, bf16)),
+    ("sm_80", linear_token_loop, linear_token_loop.Config(64, "token", normalize=True)),
+    ("sm_90a", cache_write, cache_write.Config(bf16, bf16)),
     (
         "sm_80",
         decode_ampere,
@@ -62,10 +71,14 @@ SAMPLE = [  # each GPU with several kernels, and each form with some GPU; `inspe
     ),
     ("sm_80", mla_ampere, mla_ampere.config_for(bf16, PLAIN[1], PagedLoader(16), PART, False, 128, MEDIUM)),
     ("sm_90a", mla_quantised, mla_quantised.config_for(bf16, PLAIN[1], PagedLoader(16), PART, True, 128)),
-    ("sm_90a", mla_hopper, mla_hopper.Config(products.LatentProducts(bf16), PLAIN[1], boxes.TmaPagedLatents(1), PART)),
+    (
+        "sm_90a",
+        mla_hopper,
+        mla_hopper.Config(latent_products.LatentProducts(bf16), PLAIN[1], latent_boxes.TmaPagedLatents(1), PART),
+    ),
     ("sm_90a", mla_hopper, mla_hopper.gather_config(bf16, True, PLAIN[1], PagedLoader(16), PART)),
-    ("sm_89", ampere, ampere.config_for(128, fp16, FULL, SMALL)),
-    *(("sm_90a", hopper_fp8, hopper_fp8.config_for(dim, FULL, keys=8192, before=True)) for dim in (64, 256)),
+    ("sm_89", forward_ampere, forward_ampere.config_for(128, fp16, FULL, SMALL)),
+    *(("sm_90a", forward_fp8_hopper, forward_fp8_hopper.config_for(dim, FULL, keys=8192, before=True)) for dim in (64, 256)),
     ("sm_90a", backward.hopper, backward.hopper.config_for(64, bf16, CAUSAL)),
     ("sm_90a", backward.hopper_narrow, backward.hopper_narrow.config_for(64, bf16, CAUSAL)),
     ("sm_90a", backward.hopper_folded, backward.hopper_folded.config_for(128, bf16, CAUSAL)),
@@ -77,11 +90,11 @@ SAMPLE = [  # each GPU with several kernels, and each form with some GPU; `inspe
     ("sm_120a", backward.ampere, backward.ampere.config_for(128, fp16, FULL)),
     ("sm_80", backward.norms, backward.norms.NormRowGradients(LayerNorm(), 256, bf16, False)),
     ("sm_90a", chunk_hopper, chunk_hopper.Config(256, 1, bf16, STEPS, MAMBA2, varlen=True)),
-    ("sm_90a", ampere, ampere.config_for(64, bf16, CAUSAL, LARGE, 8)),
+    ("sm_90a", forward_ampere, forward_ampere.config_for(64, bf16, CAUSAL, LARGE, 8)),
     ("sm_100a", chunk_ampere, chunk_ampere.Config(256, 1, bf16, TokenGate(), ScanNormalizer())),
     ("sm_120a", chunk_ampere, chunk_ampere.Config(128, 1, bf16, TokenGate(), ScanStates(), varlen=True, vector_bytes=4)),
-    ("sm_120a", ampere, ampere.config_for(256, bf16, FULL, SMALL, 4)),
-    ("sm_120a", token_loop, token_loop.Config(128, "channel", True, single=True)),
+    ("sm_120a", forward_ampere, forward_ampere.config_for(256, bf16, FULL, SMALL, 4)),
+    ("sm_120a", linear_token_loop, linear_token_loop.Config(128, "channel", True, single=True)),
 ]
 
 
@@ -91,13 +104,17 @@ def test_nothing_spills(arch, module, config):
     found = inspect.row(name, module, config, arch)
     assert not inspect.has_faults(found)
     assert found["shared_bytes"] <= shared_bytes(capability(arch))
-    assert module is not ampere or found["lines"] <= 80
+    assert module is not forward_ampere or found["lines"] <= 80
 
 
 SPILLED = [  # until their tiles were chosen for them, their indices made cheaper, or descriptors not held over a loop
-    ("sm_90a", hopper, hopper.config_for(128, bf16, BlockedMask(128, 128, 32, lambda b, h, i, j: j <= i), 2**20, by_list=True)),
+    (
+        "sm_90a",
+        forward_hopper,
+        forward_hopper.config_for(128, bf16, BlockedMask(128, 128, 32, lambda b, h, i, j: j <= i), 2**20, by_list=True),
+    ),
     ("sm_90a", backward.hopper_folded, backward.hopper_folded.config_for(128, bf16, Both(CAUSAL, Left()))),
-    ("sm_80", ampere, ampere.config_for(64, bf16, Dropped(), MEDIUM)),
+    ("sm_80", forward_ampere, forward_ampere.config_for(64, bf16, Dropped(), MEDIUM)),
 ]
 
 
@@ -134,14 +151,14 @@ ALIKE = [  # configurations that differ in one field each
         ("sm_90a", chunk_hopper, chunk_hopper.Config(64, 1, bf16, HeadGate(scale_at_end), OUTPUTS))
         for scale_at_end in (False, True)
     ),
-    *(("sm_80", token_loop, token_loop.Config(64, decay)) for decay in ("", "token")),
+    *(("sm_80", linear_token_loop, linear_token_loop.Config(64, decay)) for decay in ("", "token")),
 ]
 
 
 def test_no_two_rows_compile_to_the_same_code():
     """A sample of rows, each with its neighbours; `python -m attention inspect --all --check` checks all of them."""
     shipped = {arch: {config for _, _, config in inspect.configurations(True, arch)} for arch in ("sm_80", "sm_90a")}
-    assert all(config in shipped[arch] for arch, module, config in ALIKE if module is not token_loop)
+    assert all(config in shipped[arch] for arch, module, config in ALIKE if module is not linear_token_loop)
     digests = [inspect.row("", module, config, arch)["digest"] for arch, module, config in ALIKE]
     assert len(set(digests)) == len(digests)
 
@@ -171,8 +188,8 @@ def test_check_finds_a_spill(threads, code, monkeypatch, capsys):
 
 def test_check_finds_two_rows_of_the_same_code(monkeypatch, capsys):
     """One configuration under two names."""
-    config = token_loop.Config(64, "token")
-    twice = [("one", token_loop, config), ("other", token_loop, config)]
+    config = linear_token_loop.Config(64, "token")
+    twice = [("one", linear_token_loop, config), ("other", linear_token_loop, config)]
     monkeypatch.setattr(inspect, "configurations", lambda *_: iter(twice))
     assert inspect.main("sm_80", check=True, jobs=1) == 1
     assert "the same code as one" in capsys.readouterr().out

@@ -8,7 +8,7 @@ import pytest
 
 import attention
 from attention import reference
-from attention.softmax import gradient
+from attention.plans import gradient
 
 jax = pytest.importorskip("jax")
 pytest.importorskip("jax.experimental.buffer_callback")

@@ -6,9 +6,9 @@ import pytest
 
 from attention import __main__ as main
 from attention import families
-from attention.softmax.forward_programs import FORWARD
+from attention.plans.forward_programs import FORWARD
 from tiles import doctor
-from tiles.arrays import c_ordered
+from tiles.launching.arrays import c_ordered
 
 
 @pytest.fixture

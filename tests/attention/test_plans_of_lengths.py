@@ -1,5 +1,5 @@
 """All programs on a simulated GPU: a call whose plan is a function of lengths, or whose host code was generated for earlier
-calls (tiles/guarded_calls.py), makes the same launches as a newly planned call, and raises the same errors."""
+calls (tiles/calls/remembered_calls.py), makes the same launches as a newly planned call, and raises the same errors."""
 
 import itertools
 import sys
@@ -11,27 +11,27 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from on_no_device import MEMORY, ROOM, Lent, fresh, lent, noting_driver
 
-from attention.cache.append import _append
-from attention.mla.decode import _mla_decode, _mla_decode_fp8
-from attention.softmax import shared_out
-from attention.softmax.backward.norm_programs import DIFFERENTIATE
-from attention.softmax.decode.decode import _append as _decode_append
-from attention.softmax.decode.decode import _decode
-from attention.softmax.forward_programs import _forward, _variant
-from attention.softmax.projected import projected, projected_backward
-from attention.softmax.python_functions import register_function
-from tiles import program as programs
-from tiles.arrays import ITEMSIZE, Form, contiguous
-from tiles.schema import VARY
-from tiles.torch_op import _options
+from attention.plans import split_forward
+from attention.plans.forward_programs import _forward, _variant
+from attention.plans.norm_gradients import DIFFERENTIATE
+from attention.public.cache_append import _append
+from attention.public.decoding import _append as _decode_append
+from attention.public.decoding import _decode
+from attention.public.mla_decoding import _mla_decode, _mla_decode_fp8
+from attention.public.projected_qkv import projected, projected_backward
+from attention.scoring.python_functions import register_function
+from tiles.calls import program as programs
+from tiles.calls.schema import VARY
+from tiles.calls.torch_op import _options
+from tiles.launching.arrays import ITEMSIZE, Form, contiguous
 
-launching = sys.modules["tiles.launch"]
+launching = sys.modules["tiles.launching.launch"]
 NAMES = ("based", "delta_rule", "hedgehog", "linear", "mamba2")
 PROGRAMS = {name: getattr(import_module(f"attention.recurrent.{name}"), f"_{name}") for name in NAMES}
 PROGRAMS |= {"decode": _decode, "decode_append": _decode_append}
 PROGRAMS |= {"mla_decode": _mla_decode, "mla_decode_fp8": _mla_decode_fp8}
-PROGRAMS |= {"forward": _forward, "linear_step": import_module("attention.recurrent.step")._linear_step}
-PROGRAMS |= {"backward": import_module("attention.softmax.backward.backward")._backward}
+PROGRAMS |= {"forward": _forward, "linear_step": import_module("attention.public.token_steps")._linear_step}
+PROGRAMS |= {"backward": import_module("attention.public.softmax_backward")._backward}
 
 
 @pytest.fixture
@@ -194,7 +194,7 @@ def test_generation_is_planned_a_few_times(gpu, monkeypatch, causal):
         q, k, v = tokens(2, 1, 8, 128), *(tokens(2, length, 2, 128, MEMORY + n * ROOM, 8192) for n in (1, 2))
         launches, made = gpu.call(_forward, (q, k, v, None, None), (causal, None, False, None), "bshd")
         assert made[0] == ((2, 1, 8, 128), "bfloat16")
-        assert len(made) == len(launches) == (1 if length < shared_out.LEAST else 2)
+        assert len(made) == len(launches) == (1 if length < split_forward.LEAST else 2)
     assert len(plans) <= 4
 
 

@@ -118,7 +118,7 @@ WAYS = {  # of the gradient of a loss of q
 def test_results_that_nobody_uses_cost_nothing(way, options, monkeypatch):
     """Without a gradient of lse no zeros are made, and the same kernels run; without any gradient nothing is computed."""
     torch = pytest.importorskip("torch")
-    backward, asked = importlib.import_module("attention.softmax.backward.backward"), []
+    backward, asked = importlib.import_module("attention.public.softmax_backward"), []
     programs = [getattr(backward, name) for name in ("_backward", "_variant")]
     for program in programs:
         monkeypatch.setattr(program, "run", lambda *args, real=program.run: asked.append(args[1][6]) or real(*args))
@@ -227,9 +227,9 @@ def test_torch_tensors_with_options(case):
 def test_autograd_is_deterministic_where_torch_is(monkeypatch, options):
     """deterministic algorithms are respected for q, k and v alone, and with further gradients."""
     torch = pytest.importorskip("torch")
-    from attention.softmax import autograd
+    from attention import autograd
 
-    backward = importlib.import_module("attention.softmax.backward.backward")
+    backward = importlib.import_module("attention.public.softmax_backward")
     (q, *_), asked, real, plain = torch_inputs(1, 8, 1, 64), [], autograd.compute_gradients, backward.backward_without_options
     monkeypatch.setattr(
         autograd, "compute_gradients", lambda *args: asked.append(args[5].get("deterministic", False)) or real(*args)

@@ -24,8 +24,8 @@ from torch_calls import (  # noqa: E402
 )
 
 from attention.nn import Attention  # noqa: E402
-from attention.softmax.backward import backward as backwards  # noqa: E402
-from attention.softmax.forward_programs import VARIANTS, _variant  # noqa: E402
+from attention.plans.forward_programs import VARIANTS, _variant  # noqa: E402
+from attention.public import softmax_backward as backwards  # noqa: E402
 
 
 # ---- torch.compile and torch.export ----------------------------------------------------------------------------------
@@ -373,8 +373,8 @@ def of_torch(q, k, v):
 @pytest.mark.gpu
 @pytest.mark.parametrize("number", range(2))
 def test_forms_that_came_before(number):
-    """Generated host code (tiles/guarded_calls.py) handles new arrays, lengths, streams and modes on each GPU, whichever is
-    current, and may be captured."""
+    """Generated host code (tiles/calls/remembered_calls.py) handles new arrays, lengths, streams and modes on each GPU,
+    whichever is current, and may be captured."""
     if number >= torch.cuda.device_count():
         pytest.skip("there is one GPU")
     device = torch.device("cuda", number)

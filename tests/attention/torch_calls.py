@@ -7,8 +7,8 @@ import attention
 torch = pytest.importorskip("torch")
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-from attention.softmax import projected  # noqa: E402
-from attention.softmax.backward import norm_programs  # noqa: E402
+from attention.plans import norm_gradients as norm_programs  # noqa: E402
+from attention.public import projected_qkv  # noqa: E402
 
 TOKENS, HEAD = 16, 64
 
@@ -92,13 +92,13 @@ def normalised(q, *norm):
 
 def projecting(*given):
     """(out, lse, rows) of a projection."""
-    return projected.projected(None, (*given, None, None, None), (1e-6, True, 5, None, None, None, None))
+    return projected_qkv.projected(None, (*given, None, None, None), (1e-6, True, 5, None, None, None, None))
 
 
 def of_projection(*given):
     """(dx, dq_norm, dk_norm, dsink) of a projection."""
     options = 1e-6, True, 5, None, None, None, True, True, True, None
-    return projected.projected_backward(None, (*given, *(None,) * 4), options)
+    return projected_qkv.projected_backward(None, (*given, *(None,) * 4), options)
 
 
 def norm_gradients(k, dy, *norm):

@@ -2,10 +2,10 @@
 
 import pytest
 
-from fuse import early
-from fuse.early import EarlyLaunch, memory_of
-from tiles.arrays import Operand, c_ordered
-from tiles.recording import RecordedStep
+from fuse import early_launch
+from fuse.early_launch import EarlyLaunch, memory_of
+from tiles.launching.arrays import Operand, c_ordered
+from tiles.launching.recording import RecordedStep
 
 
 class Bound:
@@ -21,7 +21,7 @@ class Bound:
 @pytest.fixture
 def step(monkeypatch):
     """A step on x, w and y of 64 bytes each, at the places 0, 1 and 2, and a list of what it ran."""
-    monkeypatch.setattr(early, "WRITTEN", {})
+    monkeypatch.setattr(early_launch, "WRITTEN", {})
     ran = []
     x, w, y = (Operand(n, c_ordered((16,), "float32", None)) for n in range(3))
     return EarlyLaunch(RecordedStep(Bound("early", ran), Bound("late", ran), [0, 1, 2]), [memory_of(w)], [memory_of(y)]), ran

@@ -12,7 +12,7 @@ from operator_cases import A100, normal
 from references import compare
 
 import fuse
-from fuse import inspect, lines, module, names, templates, writing
+from fuse import expression_text, inspect, lines, module, names, templates
 from fuse.candidates import candidates, generate_module
 from fuse.cost import H200
 from fuse.templates import attention
@@ -164,7 +164,7 @@ def test_all_names_in_all_places(every, monkeypatch):
     name, the module is the same up to names."""
     for place in (module, lines, attention):  # where a line ends is another matter
         monkeypatch.setattr(place, "WIDTH", 10**6)
-    monkeypatch.setattr(writing, "LONG", 10**6)
+    monkeypatch.setattr(expression_text, "LONG", 10**6)
     first = every[next(iter(every))][1]
     for case, (_, found, candidate) in every.items():
         places = [len(found.inputs), len(found.outs), 1, len(found.local_names)]

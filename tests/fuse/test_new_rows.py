@@ -1,5 +1,5 @@
-"""Calls with a new number of rows, on a stand-in device: what is planned, once per class of lengths (fuse/classes.py), and what
-such a call costs."""
+"""Calls with a new number of rows, on a stand-in device: what is planned, once per class of lengths (fuse/length_classes.py),
+and what such a call costs."""
 
 import collections
 import itertools
@@ -21,13 +21,14 @@ import attention
 import fuse
 from fuse import inspect, operators
 from fuse.candidates import generate_module
-from fuse.classes import BATCH, EXACT, KEY_AXIS, ROWS, SPLIT_KEY_AXIS, last_alike_rows, representative
 from fuse.cost import card
+from fuse.length_classes import BATCH, EXACT, KEY_AXIS, ROWS, SPLIT_KEY_AXIS, last_alike_rows, representative
 from fuse.trace import Shape
-from tiles import bf16, lengths
-from tiles import program as programs
-from tiles.arrays import c_ordered
-from tiles.frameworks import KIND_OF
+from tiles import bf16
+from tiles.calls import program as programs
+from tiles.launching import lengths
+from tiles.launching.arrays import c_ordered
+from tiles.launching.frameworks import KIND_OF
 
 MEMORY, ROOM = 2**44, 2**42
 WIDE = {136: 4096, 72: 6144, 16: 64, 40: 2048, 68: 2048}  # columns as models have them
@@ -72,7 +73,7 @@ def gpu(monkeypatch):
     with noting_driver(monkeypatch) as noted:
         monkeypatch.setitem(KIND_OF, Tensor, KIND_OF[Lent])
         monkeypatch.setattr(OnDevice, "maker", lambda self, home, *form: lambda: Tensor(2**60, c_ordered(*form, 0)))
-        monkeypatch.setattr("tiles.frameworks.machine", lambda ordinal: SimpleNamespace(processors=132))
+        monkeypatch.setattr("tiles.launching.frameworks.machine", lambda ordinal: SimpleNamespace(processors=132))
         for user in ("fuse.definition", "fuse.gradient"):
             monkeypatch.setattr(f"{user}.card", lambda ordinal: card(None))
         noted.slow = collections.Counter()
@@ -86,7 +87,7 @@ def gpu(monkeypatch):
 
         for name in ("fuse.trace._trace_with_rows", "fuse.candidates.place.PlanSearch", "fuse.candidates.module.assemble"):
             count(name, eval(name, {"fuse": fuse, **sys.modules}))
-        count("tiles.program.Program._planned", programs.Program._planned)
+        count("tiles.calls.program.Program._planned", programs.Program._planned)
         yield noted
 
 

@@ -5,8 +5,8 @@ import pytest
 
 import fuse
 from fuse.evaluate import NumPyArithmetic, evaluate
+from fuse.expression_text import equations, expression
 from fuse.trace import Shape, trace_definition
-from fuse.writing import equations, expression
 
 DEFINITIONS = [
     lambda x, y, w: x - (y - w),

@@ -9,8 +9,8 @@ from numba import cuda
 import tiles
 from ops import commit_group, copy_async, copy_pages, load, look_up, store, subtile, truncate, wait_group, warpgroup
 from tiles import bf16, fp8e4m3, fp16, fp32, inlined, pipeline, ring, rt, st, sv
-from tiles.arguments import parameter
-from tiles.compiler import compile_kernel
+from tiles.compiling.compiler import compile_kernel
+from tiles.launching.arguments import parameter
 from tiles.testing import blank, pairs, ptx
 
 

@@ -9,9 +9,10 @@ from numba import cuda
 import tiles
 from ops import cluster, load, raw, store, warpgroup, zeros
 from ops.cluster_sum import max_over_cluster, sum_over_cluster
-from tiles import Hazard, barrier, bf16, fp8e4m3, fp8e5m2, fp16, fp32, ring, rt, sass, shared, st, sv, tensor, tf32
-from tiles.arguments import parameter
-from tiles.compiler import compile_kernel
+from tiles import Hazard, barrier, bf16, fp8e4m3, fp8e5m2, fp16, fp32, ring, rt, shared, st, sv, tensor, tf32
+from tiles.compiling import sass
+from tiles.compiling.compiler import compile_kernel
+from tiles.launching.arguments import parameter
 from tiles.testing import blank, meaning, pairs, ptx, wide
 
 DTYPES = [fp32, bf16, fp16, fp8e4m3, tf32, fp8e5m2]

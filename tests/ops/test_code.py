@@ -32,9 +32,10 @@ from ops import (
     where,
     zeros,
 )
-from tiles import bf16, fp8e4m3, fp16, fp32, ring, rt, sass, st, tensor
-from tiles.arguments import parameter
-from tiles.compiler import compile_kernel
+from tiles import bf16, fp8e4m3, fp16, fp32, ring, rt, st, tensor
+from tiles.compiling import sass
+from tiles.compiling.compiler import compile_kernel
+from tiles.launching.arguments import parameter
 from tiles.testing import blank, pairs
 
 try:

@@ -9,9 +9,9 @@ from numba import cuda
 import tiles
 from ops import load, store, warpgroup
 from tiles import bf16, fp8e4m3, fp8e5m2, fp16, fp32, ring, rt, st, tensor, tf32
-from tiles.arguments import parameter
-from tiles.compiler import compile_kernel
+from tiles.compiling.compiler import compile_kernel
 from tiles.dtypes import _to_tf32
+from tiles.launching.arguments import parameter
 from tiles.testing import blank, close, pairs, wide
 
 

@@ -9,7 +9,7 @@ from mistakes import WIDE, B, Cases, E, S, T, check
 from numba import cuda
 
 import tiles
-from ops import (
+from ops import (  # fmt: skip
     causal,
     col_index,
     exp2,
@@ -32,7 +32,7 @@ from ops import (
     warpgroup,
     where,
     zeros,
-)  # fmt: skip
+)
 from tiles import bf16, fp8e4m3, fp16, fp32, ring, rt, st, tf32
 from tiles.testing import ptx
 

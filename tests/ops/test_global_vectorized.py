@@ -5,9 +5,10 @@ import pytest
 from numba import cuda
 
 from ops import load, store, warpgroup
-from tiles import bf16, fp8e4m3, fp8e5m2, fp16, fp32, rt, sass
-from tiles.arguments import parameter
-from tiles.compiler import compile_kernel
+from tiles import bf16, fp8e4m3, fp8e5m2, fp16, fp32, rt
+from tiles.compiling import sass
+from tiles.compiling.compiler import compile_kernel
+from tiles.launching.arguments import parameter
 from tiles.testing import blank, guarded, pairs
 
 COLS = 16, 48, *range(32, 257, 32)

@@ -1,4 +1,4 @@
-"""ops/memory/held.py: tiles that are added to global memory in the order in which their lanes hold them."""
+"""ops/memory/lane_order.py: tiles that are added to global memory in the order in which their lanes hold them."""
 
 import numpy as np
 import pytest

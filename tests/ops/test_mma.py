@@ -13,9 +13,9 @@ from ops import commit_group, copy_async, load, matmul, store, wait_group, zeros
 from ops.matmul.product import product
 from ops.matmul.supported import TRANSPOSED, cells, transposed_in
 from tiles import bf16, fp8e4m3, fp8e5m2, fp16, fp32, rt, st, tf32
-from tiles.arguments import parameter
-from tiles.compiler import compile_kernel
-from tiles.sass import main_loop
+from tiles.compiling.compiler import compile_kernel
+from tiles.compiling.sass import main_loop
+from tiles.launching.arguments import parameter
 from tiles.testing import EPS, blank, close, ptx, wide
 
 SHAPES = {  # (m, n, k), by the size of elements

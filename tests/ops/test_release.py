@@ -9,13 +9,14 @@ from numba.cuda import types
 
 import tiles
 from ops import cluster, exp2, load, row_max, row_sum, store, warpgroup, zeros
-from tiles import Hazard, bf16, fp16, fp32, ring, rt, sass, st, tensor
-from tiles.arguments import parameter
-from tiles.builder import i32
-from tiles.compiler import Lowered, compile_kernel
+from tiles import Hazard, bf16, fp16, fp32, ring, rt, st, tensor
+from tiles.compiling import sass
+from tiles.compiling.builder import i32
+from tiles.compiling.compiler import Lowered, compile_kernel
+from tiles.compiling.ptx import computed
 from tiles.emulator import emulate
+from tiles.launching.arguments import parameter
 from tiles.op import lowers, op
-from tiles.ptx import computed
 from tiles.testing import blank, meaning, ptx
 
 S, T = st(64, 64, bf16), rt(16, 64, fp32)

@@ -10,7 +10,7 @@ from numba.cuda import types
 from ops import divmod, full, line_up, persistent_tile, rasterize, store, warp_index, zeros
 from ops.schedule import persistent_tile as face
 from tiles import Hazard, fp32, launch, rt
-from tiles.compiler import compile_kernel
+from tiles.compiling.compiler import compile_kernel
 from tiles.emulator import emulate
 from tiles.interpreter import interpret
 from tiles.op import OPS

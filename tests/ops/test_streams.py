@@ -8,9 +8,9 @@ import tiles
 from ops import cluster, warpgroup, zeros
 from ops.streams import Converted, Dense, Paged, Ragged
 from tiles import Hazard, bf16, fp8e4m3, fp32, ring, rt, shared, st, tensor
-from tiles.arguments import parameter
-from tiles.compiler import compile_kernel
+from tiles.compiling.compiler import compile_kernel
 from tiles.interpreter import interpret
+from tiles.launching.arguments import parameter
 from tiles.testing import blank, close, wide
 
 TILE, COUNT, PAGES = st(64, 64, bf16), 3, 4

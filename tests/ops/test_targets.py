@@ -10,8 +10,8 @@ from numba import cuda
 import ops
 from ops import block, complex, load, store, warpgroup, zeros
 from tiles import bf16, fp8e4m3, fp8e5m2, fp16, fp32, inlined, rt, shared, st, sv
-from tiles.arguments import parameter
-from tiles.compiler import compile_kernel
+from tiles.compiling.compiler import compile_kernel
+from tiles.launching.arguments import parameter
 
 ARCHS = ["sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a"]
 OTHERS = [arch for arch in ARCHS if arch not in ("sm_80", "sm_90a")]

@@ -12,10 +12,11 @@ from numba.cuda import types
 import ops
 from ops import load, store, warpgroup
 from ops.memory.global_vectorized import suits
-from tiles import bf16, fp8e4m3, fp8e5m2, fp16, fp32, rt, sass
-from tiles.arguments import parameter
-from tiles.compiler import Lowered, compile_kernel
+from tiles import bf16, fp8e4m3, fp8e5m2, fp16, fp32, rt
+from tiles.compiling import sass
+from tiles.compiling.compiler import Lowered, compile_kernel
 from tiles.emulator import emulate
+from tiles.launching.arguments import parameter
 from tiles.testing import blank, guarded, pairs
 from tiles.values import NUMBA_SCALARS
 

@@ -1,4 +1,4 @@
-"""tiles/wgmma_overwrites.py: the registers of a wgmma's A that the next iteration writes before the wait."""
+"""tiles/compiling/wgmma_overwrites.py: the registers of a wgmma's A that the next iteration writes before the wait."""
 
 import pytest
 from numba import cuda
@@ -6,12 +6,12 @@ from numba import cuda
 import tiles
 from ops import warpgroup
 from tiles import Hazard, bf16, ring, rt, st, tensor
-from tiles.arguments import parameters, types_of
-from tiles.compiler import compile_kernel
+from tiles.compiling.compiler import compile_kernel
+from tiles.compiling.sass import SassInstruction
+from tiles.compiling.wgmma_overwrites import _destination, overwritten
 from tiles.emulator import emulate
-from tiles.sass import SassInstruction
+from tiles.launching.arguments import parameters, types_of
 from tiles.testing import blank, close, meaning, wide
-from tiles.wgmma_overwrites import _destination, overwritten
 
 STEPS = 5
 TILE, T = st(64, 64, bf16), rt(16, 64, bf16)
@@ -97,7 +97,7 @@ def test_no_disassembler(given, monkeypatch):
     def missing(cubin):
         raise FileNotFoundError("nvdisasm")
 
-    monkeypatch.setattr("tiles.sass.listing", missing)
+    monkeypatch.setattr("tiles.compiling.sass.listing", missing)
     assert compile_kernel(ahead, types_of(ahead, parameters(ahead, given[0])), "sm_90a").warnings == []
 
 

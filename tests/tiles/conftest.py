@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from stand_in import encoded, gpu  # noqa: F401
 
-from tiles import arrays
+from tiles.launching import arrays
 
 numbers = itertools.count()
 

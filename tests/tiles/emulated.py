@@ -8,9 +8,9 @@ from cuda.core import Linker, LinkerOptions, ObjectCode
 from numba import cuda
 
 from tiles import Hazard
-from tiles.arguments import parameter
-from tiles.compiler import Lowered
+from tiles.compiling.compiler import Lowered
 from tiles.emulator import emulate
+from tiles.launching.arguments import parameter
 
 POINTER = 4  # which of a Numba array's parameters says where it lies
 

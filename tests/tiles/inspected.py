@@ -4,7 +4,7 @@ from numba import cuda
 
 from ops import exp, load, row_sum, store, warpgroup
 from tiles import bf16, fp32, inlined, rt, shared, st
-from tiles.arguments import array
+from tiles.launching.arguments import array
 
 T = rt(16, 16, fp32)
 plan = shared(a=st(64, 64, bf16), b=st(64, 64, bf16))

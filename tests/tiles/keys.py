@@ -2,7 +2,7 @@
 
 from numba.cuda import types
 
-from tiles import digest
+from tiles.compiling import digest
 
 ARRAY = types.Array(types.float32, 2, "A")
 

@@ -1,5 +1,5 @@
-"""Programs that note what would be launched, for torch's tensors that are said to lie on a GPU: what test_guarded_calls.py and
-test_traced_plans.py share."""
+"""Programs that note what would be launched, for torch's tensors that are said to lie on a GPU: what test_remembered_calls.py
+and test_watched_plans.py share."""
 
 import itertools
 
@@ -7,11 +7,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from tiles import frameworks  # noqa: E402
-from tiles import program as programs  # noqa: E402
-from tiles.plan import Recent  # noqa: E402
-from tiles.program import program  # noqa: E402
-from tiles.schema import Schema  # noqa: E402
+from tiles.calls import program as programs  # noqa: E402
+from tiles.calls.plan import Recent  # noqa: E402
+from tiles.calls.program import program  # noqa: E402
+from tiles.calls.schema import Schema  # noqa: E402
+from tiles.launching import frameworks  # noqa: E402
 
 RUNS, STREAM, NUMBERS = [], [7], itertools.count()
 

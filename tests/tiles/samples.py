@@ -1,10 +1,10 @@
-"""Arrays for the tests of tiles/arrays.py, frameworks.py and schema.py: samples, what is known of one, stand-ins."""
+"""Arrays for the tests of tiles/launching/arrays.py, frameworks.py and schema.py: samples, what is known of one, stand-ins."""
 
 import ml_dtypes
 import numpy as np
 from hypothesis import strategies as st
 
-from tiles.frameworks import describe
+from tiles.launching.frameworks import describe
 
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
 

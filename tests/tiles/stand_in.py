@@ -9,10 +9,10 @@ import pytest
 from cuda.bindings import driver
 from numba import cuda
 
-from tiles import loaded_code, tma
-from tiles.compiler import Compiled
+from tiles.compiling.compiler import Compiled
+from tiles.launching import loaded_code, tensor_maps
 
-launching = sys.modules["tiles.launch"]
+launching = sys.modules["tiles.launching.launch"]
 
 
 class OnDevice:
@@ -86,7 +86,7 @@ def encoded(gpu, monkeypatch):
     """A driver whose tensor maps begin with the address of the array; yields what it was asked for: ("encode" or "move",
     address). Like the real one it wants a context, and maps that are moved at multiples of 64."""
     asked = []
-    tma.encoded.cache_clear()
+    tensor_maps.encoded.cache_clear()
 
     class Map:
         def __init__(self, pointer=0, _ptr=None):

@@ -6,18 +6,15 @@ from pathlib import Path
 import pytest
 
 from attention import inspect
-from attention.mla import ampere as mla_ampere
-from attention.mla import quantised as mla_quantised
-from attention.softmax import ampere
-from attention.softmax.decode import ampere as decode_ampere
-from attention.softmax.decode import combine
-from attention.softmax.decode.caches import DenseLoader, PagedLoader
-from attention.softmax.decode.products import Fp8Products, SameDtypeProducts
-from attention.softmax.decode.reach import KeyWindow
-from attention.softmax.decode.results import FinalOrPartialOutput, FinalOutput, PartialOutput
-from attention.softmax.decode.splits import FixedSplits, StreamKSplits
-from attention.softmax.variants import Variant
-from attention.softmax.visible_keys import FULL
+from attention.kernels import decode_ampere, decode_combine, forward_ampere, mla_ampere
+from attention.kernels import mla_fp8 as mla_quantised
+from attention.parts.decode.cache_loaders import DenseLoader, PagedLoader
+from attention.parts.decode.key_window import KeyWindow
+from attention.parts.decode.outputs import FinalOrPartialOutput, FinalOutput, PartialOutput
+from attention.parts.decode.products import Fp8Products, SameDtypeProducts
+from attention.parts.decode.splits import FixedSplits, StreamKSplits
+from attention.parts.variant import Variant
+from attention.parts.visibility import FULL
 from fuse.cost import card_of
 from tiles import bf16, targets
 from tiles.targets import LARGE, MEDIUM, SMALL
@@ -50,7 +47,7 @@ def test_what_an_architecture_has(arch):
 def test_what_is_shipped_for_it(arch):
     """Decoding begins while the grid before it ends since Hopper, and reads fp8 since Ada."""
     _, _, early, fp8, _ = HAS[arch]
-    for module in (decode_ampere, combine, mla_ampere):
+    for module in (decode_ampere, decode_combine, mla_ampere):
         configs = list(module.space(arch, True))
         assert configs and {config.overlaps_previous for config in configs} == {early}
     assert any(type(c.product) is Fp8Products for c in decode_ampere.space(arch, False)) == fp8 == card_of(arch).fp8
@@ -65,7 +62,7 @@ def test_more_shared_memory_than_today_s(monkeypatch):
     window, result = KeyWindow(False, False, False), FinalOrPartialOutput(FinalOutput(bf16, 16), PartialOutput(bf16, 16))
 
     def chosen(room):
-        yield from (ampere.config_for(dim, bf16, FULL, room) for dim in (64, 128, 192, 256))
+        yield from (forward_ampere.config_for(dim, bf16, FULL, room) for dim in (64, 128, 192, 256))
         for dim in (64, 96, 128, 192, 256):
             for product in (SameDtypeProducts(bf16), Fp8Products(bf16, True)):
                 for split in (FixedSplits, StreamKSplits):
@@ -79,7 +76,7 @@ def test_more_shared_memory_than_today_s(monkeypatch):
     largest = list(chosen(LARGE))
     assert list(chosen(more)) == largest != list(chosen(SMALL))
     for module, names in {
-        ampere: ["BY_SHARED_MEMORY"],
+        forward_ampere: ["BY_SHARED_MEMORY"],
         decode_ampere: ["SHAPES_BY_LIMIT", "TALL_SHAPES"],
         mla_ampere: ["SHAPES_BY_LIMIT"],
         mla_quantised: ["SHAPES_BY_LIMIT"],

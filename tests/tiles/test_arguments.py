@@ -1,4 +1,4 @@
-"""tiles/arguments.py: how arguments are typed and packed."""
+"""tiles/launching/arguments.py: how arguments are typed and packed."""
 
 import ml_dtypes
 import numpy as np
@@ -8,7 +8,8 @@ from numba.cuda import types
 
 import tiles
 from tiles import bf16, fp16, fp32, st, sv
-from tiles.arguments import (
+from tiles.compiling.numba_types import Value
+from tiles.launching.arguments import (
     DATA,
     ENDS,
     FLOAT,
@@ -22,8 +23,7 @@ from tiles.arguments import (
     signature,
     tiled,
 )
-from tiles.arrays import c_ordered
-from tiles.numba_types import Value
+from tiles.launching.arrays import c_ordered
 from tiles.types import gl
 from tiles.values import tensor
 

@@ -1,4 +1,4 @@
-"""tiles/frameworks.py: every framework's arrays are described alike; stand-ins replace what is not installed."""
+"""tiles/launching/frameworks.py: every framework's arrays are described alike; stand-ins replace what is not installed."""
 
 import contextlib
 import subprocess
@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from samples import DTYPES, Exporter, facts, made_like, sample
 
-from tiles import frameworks
-from tiles.arrays import c_ordered, fill, numpy_view
-from tiles.device import INTERPRETER
-from tiles.frameworks import current_stream, describe, finish, kind_of, processors, stream_handle
+from tiles.launching import frameworks
+from tiles.launching.arrays import c_ordered, fill, numpy_view
+from tiles.launching.devices import INTERPRETER
+from tiles.launching.frameworks import current_stream, describe, finish, kind_of, processors, stream_handle
 
 
 def view_of(array):
@@ -333,7 +333,7 @@ def test_others_know_no_memory_of_a_stream(kind):
 
 # ---- without frameworks, and with a card -----------------------------------------------------------------------------
 def test_importing_imports_no_framework():
-    check = "import sys, tiles.program; sys.exit(any(m in sys.modules for m in ('torch', 'cupy', 'jax')))"
+    check = "import sys, tiles.calls.program; sys.exit(any(m in sys.modules for m in ('torch', 'cupy', 'jax')))"
     subprocess.run([sys.executable, "-c", check], check=True)
 
 

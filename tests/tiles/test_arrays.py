@@ -1,4 +1,5 @@
-"""tiles/arrays.py: forms, NumPy views of an array, fills, where elements lie among each other; results and streams."""
+"""tiles/launching/arrays.py: forms, NumPy views of an array, fills, where elements lie among each other; results and
+streams."""
 
 import weakref
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from samples import DTYPES, Exporter, bytes_of, facts, made_like, sample, windows
 
-from tiles.arrays import (
+from tiles.launching.arrays import (
     ALIGNMENT,
     Form,
     Operand,
@@ -21,7 +22,7 @@ from tiles.arrays import (
     overlap,
     overlaps_itself,
 )
-from tiles.frameworks import describe, stream_handle
+from tiles.launching.frameworks import describe, stream_handle
 
 
 def form_of(x):

@@ -1,4 +1,4 @@
-"""tiles/bound_launch.py: which frame a launch is written to, and what is written anew."""
+"""tiles/launching/bound_launch.py: which frame a launch is written to, and what is written anew."""
 
 import ctypes
 import sys
@@ -11,10 +11,11 @@ from kernels import scale
 from stand_in import frames_of, on_device, takes
 
 import tiles
-from tiles import bound_launch as bound_launches
-from tiles import fp16, st, tma
+from tiles import fp16, st
+from tiles.launching import bound_launch as bound_launches
+from tiles.launching import tensor_maps
 
-launching = sys.modules["tiles.launch"]
+launching = sys.modules["tiles.launching.launch"]
 
 
 def bound_to_maps(gpu):
@@ -30,7 +31,9 @@ def test_maps_are_encoded_once_and_moved(gpu, encoded):
         bound(3, *addresses)
         _, slots, _ = gpu.launches[-1]
         assert slots == [addresses[0], 0, 0, 8, 4, addresses[1], 8, 4, addresses[2], 7]
-    assert [which for which, _ in encoded] == ["encode"] * 2 + ["move"] * 4 and {at for _, at in encoded[:2]} == {tma.SOMEWHERE}
+    assert [which for which, _ in encoded] == ["encode"] * 2 + ["move"] * 4 and {at for _, at in encoded[:2]} == {
+        tensor_maps.SOMEWHERE
+    }
     assert [at for _, at in encoded[2:]] == [4096, 12288, 16, 48]
     for frame in frames_of(bound):
         pointers = (ctypes.c_uint64 * gpu.count).from_address(frame.pointers)

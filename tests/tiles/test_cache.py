@@ -1,4 +1,4 @@
-"""tiles/cache.py: what is kept is found again whole or not at all, and no folder is an error. (Whose files are read:
+"""tiles/compiling/cache.py: what is kept is found again whole or not at all, and no folder is an error. (Whose files are read:
 test_cache_files.py.)"""
 
 import json
@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tiles import cache, cache_files
-from tiles.compiler import Compiled
+from tiles.compiling import cache, cache_files
+from tiles.compiling.compiler import Compiled
 
 CODE = Compiled(bytes(range(256)), "_Zname", "ptxas info : Used 40 registers\n")
 

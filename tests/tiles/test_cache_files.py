@@ -1,4 +1,4 @@
-"""tiles/cache_files.py: machine code of another user is never loaded, and nobody but this user can write ours."""
+"""tiles/compiling/cache_files.py: machine code of another user is never loaded, and nobody but this user can write ours."""
 
 import importlib.util
 import os
@@ -8,8 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from tiles import cache, cache_files, doctor
-from tiles.compiler import Compiled
+from tiles import doctor
+from tiles.compiling import cache, cache_files
+from tiles.compiling.compiler import Compiled
 
 OURS, THEIRS = Compiled(b"our code", "_Zours", ""), Compiled(b"their code", "_Ztheirs", "")
 STRANGER = 54321

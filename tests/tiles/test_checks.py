@@ -1,4 +1,4 @@
-"""tiles/checks.py: what TILES_CHECK asks for, and values that an argument must not have, wherever it lies."""
+"""tiles/launching/checks.py: what TILES_CHECK asks for, and values that an argument must not have, wherever it lies."""
 
 import ctypes
 
@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 from cuda.bindings import driver
 
-from tiles import program as programs
-from tiles.arrays import Array
-from tiles.checks import CheckOptions, check_options
-from tiles.frameworks import KIND_OF, Kind, describe
-from tiles.plan import Plan, Recent
-from tiles.program import program
-from tiles.schema import Schema
+from tiles.calls import program as programs
+from tiles.calls.plan import Plan, Recent
+from tiles.calls.program import program
+from tiles.calls.schema import Schema
+from tiles.launching.arrays import Array
+from tiles.launching.checks import CheckOptions, check_options
+from tiles.launching.frameworks import KIND_OF, Kind, describe
 
 RUNS = []
 SCHEMA = Schema(

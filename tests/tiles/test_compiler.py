@@ -1,4 +1,4 @@
-"""tiles/compiler.py: what lies in a kernel's parameters."""
+"""tiles/compiling/compiler.py: what lies in a kernel's parameters."""
 
 import re
 import struct
@@ -12,9 +12,10 @@ from numba.cuda.compiler import CUDANativeLowering
 
 import tiles
 from ops import warpgroup
-from tiles import bf16, inlined, ring, sass, shared, st
-from tiles.compiler import check_types, compile_kernel
-from tiles.numba_types import Value
+from tiles import bf16, inlined, ring, shared, st
+from tiles.compiling import sass
+from tiles.compiling.compiler import check_types, compile_kernel
+from tiles.compiling.numba_types import Value
 
 TILE = st(64, 64, bf16)
 BANK = 0x210  # where parameters begin in sm_90's constant bank 0

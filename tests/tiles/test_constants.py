@@ -1,4 +1,4 @@
-"""tiles/constants.py: what is known when a kernel is compiled, and what is not."""
+"""tiles/compiling/constants.py: what is known when a kernel is compiled, and what is not."""
 
 from types import SimpleNamespace
 
@@ -8,9 +8,9 @@ from numba.cuda.compiler import run_frontend
 
 from ops import columns, load, store, zeros
 from tiles import fp32, rt
-from tiles.arguments import parameter
-from tiles.compiler import compile_kernel
-from tiles.constants import FoldConstants
+from tiles.compiling.compiler import compile_kernel
+from tiles.compiling.constants import FoldConstants
+from tiles.launching.arguments import parameter
 
 STAGES, ZERO, HALF, T = 3, 0, 0.5, rt(16, 96, fp32)
 

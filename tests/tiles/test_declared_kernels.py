@@ -12,13 +12,14 @@ from stand_in import frames_of, on_device, takes
 
 import tiles
 from ops import load, store, zeros
-from tiles import fp16, fp32, loaded_code, rt, st
-from tiles.arguments import ENDS, FLOAT, INT, array, array_type, parameters, record, signature, tiled
-from tiles.arrays import Operand, c_ordered
-from tiles.compiler import Compiled
+from tiles import fp16, fp32, rt, st
+from tiles.compiling.compiler import Compiled
+from tiles.launching import loaded_code
+from tiles.launching.arguments import ENDS, FLOAT, INT, array, array_type, parameters, record, signature, tiled
+from tiles.launching.arrays import Operand, c_ordered
 from tiles.profile.card import origin, rehearsed
 
-launching = sys.modules["tiles.launch"]
+launching = sys.modules["tiles.launching.launch"]
 
 
 @cuda.jit

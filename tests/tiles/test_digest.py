@@ -1,5 +1,5 @@
-"""tiles/digest.py: the key changes with whatever the machine code depends on, and with nothing else. (What it is made of:
-test_digest_of_values.py.)"""
+"""tiles/compiling/digest.py: the key changes with whatever the machine code depends on, and with nothing else. (What it is
+made of: test_digest_of_values.py.)"""
 
 import cProfile
 import os
@@ -16,13 +16,13 @@ from numba.cuda import types
 
 import tiles
 from attention import inspect
-from attention.recurrent.kernels import chunk_ampere, token_loop
-from attention.softmax import hopper
-from attention.softmax.visible_keys import CAUSAL
-from tiles import bf16, digest, sources, st
-from tiles.arguments import signature
-from tiles.compiler import Lowered
-from tiles.numba_types import Value
+from attention.kernels import chunk_ampere, forward_hopper, linear_token_loop
+from attention.parts.visibility import CAUSAL
+from tiles import bf16, st
+from tiles.compiling import digest, sources
+from tiles.compiling.compiler import Lowered
+from tiles.compiling.numba_types import Value
+from tiles.launching.arguments import signature
 
 ROOT = Path(__file__).parents[2]
 KERNEL = """
@@ -149,13 +149,13 @@ def test_the_sources_of_tiles_and_ops(module, monkeypatch, tmp_path):
 
     try:
         digests = [found()]
-        for file in ("ops/elementwise/arithmetic.py", "tiles/ptx.py", "tiles/compiler.py"):
+        for file in ("ops/elementwise/arithmetic.py", "tiles/compiling/ptx.py", "tiles/compiling/compiler.py"):
             with open(tmp_path / file, "a") as f:
                 f.write("# changed\n")
             digests.append(found())
         (tmp_path / "ops/new.py").write_text("")
         digests.append(found())
-        for file in ("tiles/doctor.py", "tiles/interpreter/warp.py", "tiles/launch.py"):  # these keep the last
+        for file in ("tiles/doctor.py", "tiles/interpreter/warp.py", "tiles/launching/launch.py"):  # these keep the last
             with open(tmp_path / file, "a") as f:
                 f.write("# changed\n")
             digests.append(found())
@@ -168,8 +168,8 @@ def test_what_takes_part_in_compiling_is_digested():
     """Whatever file of ours runs while kernels are typed and lowered; and what is named as apart exists."""
     seen, some = set(), {"numba_types.py", "compiler.py", "constants.py", "arithmetic.py", "pipeline.py", "ring.py"}
     kernels = [
-        (hopper, hopper.config_for(64, bf16, CAUSAL, 512), "sm_90a"),
-        (token_loop, token_loop.Config(64, "token", True), "sm_80"),
+        (forward_hopper, forward_hopper.config_for(64, bf16, CAUSAL, 512), "sm_90a"),
+        (linear_token_loop, linear_token_loop.Config(64, "token", True), "sm_80"),
         (chunk_ampere, next(c for n, m, c in inspect.configurations(False, "sm_80") if m is chunk_ampere), "sm_80"),
     ]
     for module, config, arch in kernels:

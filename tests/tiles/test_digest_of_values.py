@@ -1,4 +1,4 @@
-"""tiles/digest.py: keys of kernels that use ops, functions and values of a user's; which of them have none."""
+"""tiles/compiling/digest.py: keys of kernels that use ops, functions and values of a user's; which of them have none."""
 
 import itertools
 import logging
@@ -13,7 +13,8 @@ from numba import cuda
 from numba.cuda import types
 
 from ops import row_max
-from tiles import bf16, digest, fp32, inlined, ring, rt, shared, st
+from tiles import bf16, fp32, inlined, ring, rt, shared, st
+from tiles.compiling import digest
 from tiles.op import OPS
 
 ROOT = Path(__file__).parents[2]
@@ -95,7 +96,7 @@ def kernel_using(value):
     ids=lambda v: type(v).__name__,
 )
 def test_what_cannot_be_digested_is_not_cached(value, caplog):
-    with caplog.at_level(logging.DEBUG, "tiles.digest"):
+    with caplog.at_level(logging.DEBUG, "tiles.compiling.digest"):
         assert key(kernel_using(value)) is None
     assert "is not cached" in caplog.text
 

@@ -12,10 +12,10 @@ from numba import cuda
 
 from ops import cluster, commit_group, copy_async, load, raw, store, subtile, tile_any, wait_group, warpgroup, zeros
 from tiles import Hazard, barrier, bf16, fp32, rt, shared, st, sv, tensor
-from tiles.arguments import parameter
-from tiles.compiler import Lowered
+from tiles.compiling.compiler import Lowered
 from tiles.emulator import emulate
 from tiles.emulator.text import read
+from tiles.launching.arguments import parameter
 
 S, G, R = st(16, 64, bf16), st(64, 64, bf16), rt(16, 64, fp32)
 X = shared(x=S, full=barrier(1))

@@ -1,13 +1,13 @@
-"""tiles/faster_numba.py: the code that Numba's own compiler makes, and its words."""
+"""tiles/compiling/faster_numba.py: the code that Numba's own compiler makes, and its words."""
 
 import pytest
 from numba import cuda
 
-from attention.recurrent.kernels import token_loop
-from attention.softmax import ampere
-from attention.softmax.visible_keys import CAUSAL
-from tiles import bf16, compiler
-from tiles.arguments import INT, array, signature
+from attention.kernels import forward_ampere, linear_token_loop
+from attention.parts.visibility import CAUSAL
+from tiles import bf16
+from tiles.compiling import compiler
+from tiles.launching.arguments import INT, array, signature
 
 OWN = [x for x in compiler.INSTEAD if x[1] == "get_func_def_lineno"]  # without it Numba fails at our methods
 
@@ -30,7 +30,10 @@ def both(monkeypatch):
 
 @pytest.mark.parametrize(
     ("module", "config"),
-    [(ampere, ampere.config_for(64, bf16, CAUSAL)), (token_loop, token_loop.Config(64, "channel", True))],
+    [
+        (forward_ampere, forward_ampere.config_for(64, bf16, CAUSAL)),
+        (linear_token_loop, linear_token_loop.Config(64, "channel", True)),
+    ],
     ids=["attention", "delta rule"],
 )
 def test_the_same_code(both, module, config):
@@ -43,7 +46,7 @@ def test_little_is_left_for_the_collector(collect, monkeypatch):
     left = []
     for table in (compiler.INSTEAD, OWN):
         monkeypatch.setattr(compiler, "INSTEAD", table)
-        kernel = token_loop.make(token_loop.Config(64, "channel", True))[0]
+        kernel = linear_token_loop.make(linear_token_loop.Config(64, "channel", True))[0]
         compiler.Lowered(kernel, signature(kernel), "sm_90a")
         collect()
         compiler.Lowered(kernel, signature(kernel), "sm_90a")

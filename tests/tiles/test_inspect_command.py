@@ -9,11 +9,11 @@ from inspected import plan
 
 from tiles import bf16, fp32, rt, shared, st
 from tiles.__main__ import main as tiles_main
-from tiles.arguments import FLOAT, INT, array, tiled
+from tiles.compiling.line_table import SourcePlace
 from tiles.inspect import Inspection, command
 from tiles.inspect.code import SassLine
 from tiles.inspect.command import find, main
-from tiles.line_table import SourcePlace
+from tiles.launching.arguments import FLOAT, INT, array, tiled
 
 small = shared(a=st(16, 16, bf16))
 SOURCE = """
@@ -23,7 +23,7 @@ from numba import cuda
 import tiles
 from ops import load, store
 from tiles import bf16, fp32, rt, shared, st
-from tiles.arguments import FLOAT, INT, array
+from tiles.launching.arguments import FLOAT, INT, array
 
 T, BOX, plan = rt(16, 16, fp32), st(64, 64, bf16), shared(a=st(64, 64, bf16))
 

@@ -13,14 +13,14 @@ from numba import cuda
 import tiles
 from ops import load, store
 from tiles import bf16, fp32, rt, st
-from tiles.arguments import INT, array, tiled
-from tiles.compiler import Compiled, CompileError, Lowered, compile_kernel
+from tiles.compiling.compiler import Compiled, CompileError, Lowered, compile_kernel
+from tiles.compiling.line_table import SourcePlace
 from tiles.inspect import figures as look
 from tiles.inspect.code import function_at
 from tiles.inspect.compare import ComparedRow, aligned
 from tiles.inspect.figures import measured
 from tiles.inspect.occupancy import Occupancy, occupancy
-from tiles.line_table import SourcePlace
+from tiles.launching.arguments import INT, array, tiled
 from tiles.numba_names import types
 
 MATRIX = np.zeros((16, 16), np.float32)
@@ -53,7 +53,7 @@ def test_figures_are_those_of_what_is_launched(found):
     assert (found.registers, found.spill_bytes, found.local_bytes) == (compiled.registers, 0, 0)
     assert found.shared_bytes == plan.nbytes == 16384 + 1024 and not found.warnings
     code = [line.text for line in found.sass if not line.text.endswith(":")]
-    assert code == [str(one) for one in tiles.sass.listing(compiled.cubin)]  # the table of lines changes nothing
+    assert code == [str(one) for one in tiles.compiling.sass.listing(compiled.cubin)]  # the table of lines changes nothing
     assert sum(found.instructions.values()) == len(code) == sum(sum(kinds.values()) for kinds in found.counts.values())
 
 

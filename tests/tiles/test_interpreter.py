@@ -15,9 +15,9 @@ from numba import cuda
 
 from ops import full, load, log2, raw, row_sum, store, warpgroup, zeros
 from tiles import Hazard, barrier, emulator, fp32, inlined, launch, rt, shared
+from tiles.compiling.numba_types import void
 from tiles.emulator import emulate
 from tiles.interpreter import current_warp, interpret
-from tiles.numba_types import void
 from tiles.op import lowers, op
 
 ORDERS = [None, *range(20)]

@@ -1,4 +1,4 @@
-"""tiles/launch.py and fallback.py: what launches refuse, where they run, what compiling says."""
+"""tiles/launching/launch.py and interpreted_launch.py: what launches refuse, where they run, what compiling says."""
 
 import contextlib
 import logging
@@ -13,9 +13,10 @@ from numba.cuda.cudadrv.error import CudaSupportError
 
 import tiles
 from ops import warpgroup, zeros
-from tiles import bf16, fallback, loaded_code, rt, shared, st
-from tiles.compiler import Compiled
-from tiles.numba_types import Value
+from tiles import bf16, rt, shared, st
+from tiles.compiling.compiler import Compiled
+from tiles.compiling.numba_types import Value
+from tiles.launching import interpreted_launch, loaded_code
 
 
 # ---- what launch refuses ---------------------------------------------------------------------------------------------
@@ -79,7 +80,7 @@ def test_numbas_own_launch_without_a_gpu(monkeypatch):
 
 # ---- in the interpreter ------------------------------------------------------------------------------------------------
 def test_arrays_in_host_memory_run_in_the_interpreter_and_a_log_line_says_so_once(caplog, monkeypatch):
-    monkeypatch.setattr(fallback, "_said", [])
+    monkeypatch.setattr(interpreted_launch, "_said", [])
     x = np.arange(32 * 48, dtype=np.float32).reshape(32, 48)
     y = np.full_like(x, np.nan)
     with caplog.at_level(logging.INFO):
@@ -92,7 +93,7 @@ def test_arrays_in_host_memory_run_in_the_interpreter_and_a_log_line_says_so_onc
 
 def test_a_kernel_is_called_by_its_short_name(caplog, monkeypatch):
     """`scale`, also where a function made it: not test_...<locals>.scale."""
-    monkeypatch.setattr(fallback, "_said", [])
+    monkeypatch.setattr(interpreted_launch, "_said", [])
 
     @cuda.jit
     def scale(x):
@@ -124,7 +125,9 @@ def test_a_kernel_without_arrays_runs_in_the_interpreter(capsys):
 
 def test_the_seed_reaches_the_interpreter(monkeypatch):
     seen = []
-    monkeypatch.setattr(fallback, "interpret", lambda kernel, grid, threads, args, shared, seed, *_: seen.append(seed))
+    monkeypatch.setattr(
+        interpreted_launch, "interpret", lambda kernel, grid, threads, args, shared, seed, *_: seen.append(seed)
+    )
     x = np.zeros((16, 16), np.float32)
     for seed in ("", "7"):
         monkeypatch.setenv("TILES_SEED", seed)

@@ -15,7 +15,7 @@ import tiles
 from ops import store, zeros
 from tiles import bf16, fp32, ring, rt, shared, st
 
-launching = sys.modules["tiles.launch"]
+launching = sys.modules["tiles.launching.launch"]
 
 
 def test_the_driver_gets_the_slots_in_order(gpu):

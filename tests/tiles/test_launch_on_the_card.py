@@ -16,7 +16,9 @@ from kernels import copies, scale
 from numba import cuda
 
 import tiles
-from tiles import bf16, cache_files, st, tma
+from tiles import bf16, st
+from tiles.compiling import cache_files
+from tiles.launching import tensor_maps
 
 ROOT = Path(__file__).parents[2]
 
@@ -302,8 +304,8 @@ def test_host_cost(torch):
     costs = {
         "bound, 4 maps + 1 array": p50(lambda: bound(stream, *addresses)),
         "the same, addresses never seen": p50(lambda: bound(stream, *(next(fresh) for _ in addresses)), 2000),
-        "encoding a map": p50(lambda: tma.encode(bound.contents.maps[0][2], next(fresh)), 2000),
-        "moving a map": p50(lambda: tma.move(next(iter(bound.frames.recent.values())).maps[0], next(fresh)), 2000),
+        "encoding a map": p50(lambda: tensor_maps.encode(bound.contents.maps[0][2], next(fresh)), 2000),
+        "moving a map": p50(lambda: tensor_maps.move(next(iter(bound.frames.recent.values())).maps[0], next(fresh)), 2000),
         "launch(...)(4 tensors, 1 array, 2 numbers)": p50(lambda: tiles.launch(nothing, 1, 128)(*every), 2000),
         "launch(...)(2 arrays, 1 number)": p50(lambda: tiles.launch(scale, 1, 32)(x, x, 2.0), 2000),
         "bind alone": p50(lambda: three(*every), 2000),

@@ -1,4 +1,4 @@
-"""tiles/lengths.py: a function made of one run gives what the planner gives, for all lengths that it holds for."""
+"""tiles/launching/lengths.py: a function made of one run gives what the planner gives, for all lengths that it holds for."""
 
 import functools
 import math
@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiles.frameworks import persistent_blocks
-from tiles.lengths import Length, Trace, Untraceable, follows, watched_call
+from tiles.launching.frameworks import persistent_blocks
+from tiles.launching.lengths import Length, Trace, Untraceable, follows, watched_call
 
 
 def watched(planner, *values):

@@ -1,7 +1,7 @@
-"""tiles/line_table.py: chains of lines, as PTX and nvdisasm tell them."""
+"""tiles/compiling/line_table.py: chains of lines, as PTX and nvdisasm tell them."""
 
+from tiles.compiling.line_table import APART, SourcePlace, of_ptx, of_sass
 from tiles.emulator.text import read
-from tiles.line_table import APART, SourcePlace, of_ptx, of_sass
 
 PTX = """
 .visible .entry kernel()

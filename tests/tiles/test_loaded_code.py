@@ -1,4 +1,5 @@
-"""tiles/loaded_code.py: machine code that is asked for together is made at once, and what a program prepares meanwhile."""
+"""tiles/launching/loaded_code.py: machine code that is asked for together is made at once, and what a program prepares
+meanwhile."""
 
 import sys
 import threading
@@ -7,14 +8,14 @@ import pytest
 from numba import cuda
 from stand_in import on_device
 
-from tiles import loaded_code
-from tiles.arguments import array
-from tiles.compiler import Compiled
-from tiles.plan import Plan
-from tiles.program import program
-from tiles.schema import Schema
+from tiles.calls.plan import Plan
+from tiles.calls.program import program
+from tiles.calls.schema import Schema
+from tiles.compiling.compiler import Compiled
+from tiles.launching import loaded_code
+from tiles.launching.arguments import array
 
-launching = sys.modules["tiles.launch"]
+launching = sys.modules["tiles.launching.launch"]
 COPIES = Schema("copies", "x SD float32\n out SD float32 made")
 
 

@@ -1,4 +1,4 @@
-"""tiles/named_tuples.py: named tuples of tiles are values, in both backends, and cost nothing."""
+"""tiles/compiling/named_tuples.py: named tuples of tiles are values, in both backends, and cost nothing."""
 
 from typing import Any, NamedTuple
 
@@ -10,9 +10,9 @@ from numpy import int32
 import tiles
 from ops import exp2, full, load, maximum, row_max, row_sum, store, warpgroup, zeros
 from tiles import bf16, fp32, inlined, rt, shared, st, static
-from tiles.arguments import parameter
-from tiles.compiler import compile_kernel
-from tiles.sass import listing
+from tiles.compiling.compiler import compile_kernel
+from tiles.compiling.sass import listing
+from tiles.launching.arguments import parameter
 
 T = rt(16, 64, fp32)
 

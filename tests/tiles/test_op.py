@@ -10,10 +10,10 @@ from numba.cuda import types
 
 from ops import causal, exp2, finish_sum, full, lane_sum, load, maximum, right_fill, row_max, store, warpgroup, zeros
 from tiles import bf16, fp16, fp32, gl, inlined, lowers, op, ring, rt, shared, st, tensor
-from tiles.builder import f32
-from tiles.compiler import compile_kernel
+from tiles.compiling.builder import f32
+from tiles.compiling.compiler import compile_kernel
+from tiles.compiling.numba_types import Value
 from tiles.interpreter import interpret
-from tiles.numba_types import Value
 
 X, Y = rt(16, 32, fp32), rt(16, 64, fp32)
 A, B = st(64, 64, bf16), st(64, 64, fp16)

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiles.plan import Plan
-from tiles.program import program
-from tiles.schema import Schema
+from tiles.calls.plan import Plan
+from tiles.calls.program import program
+from tiles.calls.schema import Schema
 
 ROWS = Schema("rows", "x SD tile\ny SD tile\nout SD tile made")
 

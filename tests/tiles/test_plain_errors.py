@@ -1,6 +1,6 @@
 # ruff: noqa: B018, F821 (kernels whose one statement is the mistake)
-"""tiles/plain_errors.py, tiles/type_inference.py: Numba's refusals in plain words with the kernel's line, launched or compiled
-alike."""
+"""tiles/compiling/plain_errors.py, tiles/compiling/type_inference.py: Numba's refusals in plain words with the kernel's line,
+launched or compiled alike."""
 
 import math
 import re
@@ -14,8 +14,8 @@ from numba.cuda import types
 import tiles
 from ops import exp, load, mma_AB, row_max, store, warpgroup, zeros
 from tiles import bf16, fp32, inlined, ring, rt, shared, st, static
-from tiles.compiler import compile_kernel
-from tiles.plain_errors import in_plain_words
+from tiles.compiling.compiler import compile_kernel
+from tiles.compiling.plain_errors import in_plain_words
 
 T, NARROW = rt(16, 64, fp32), rt(16, 32, fp32)
 TABLE, NUMBERS = {"a": 1}, [1, 2]

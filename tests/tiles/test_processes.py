@@ -16,11 +16,11 @@ from numba import cuda
 import tiles
 from ops import load, store
 from tiles import fp32, launch, rt, st, tensor
-from tiles.device import INTERPRETER, persistent
+from tiles.compiling.numba_types import void
 from tiles.interpreter import processes
 from tiles.interpreter.accesses import READ, WRITE, Accesses, Clash
 from tiles.interpreter.progress import Progress
-from tiles.numba_types import void
+from tiles.launching.devices import INTERPRETER, persistent
 from tiles.op import lowers, op
 
 T, BLOCKS = rt(16, 16, fp32), 6

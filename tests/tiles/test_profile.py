@@ -30,15 +30,15 @@ from ops import (
     zeros,
 )
 from tiles import bf16, fp8e4m3, fp16, fp32, pipeline, ring, rt, shared, st, tensor
-from tiles import nvtx as ranges
 from tiles.__main__ import main
+from tiles.calls.plan import Fill, Plan
+from tiles.calls.program import Program
+from tiles.calls.schema import Schema
+from tiles.launching import nvtx as ranges
 from tiles.op import OPS
-from tiles.plan import Fill, Plan
 from tiles.profile import COPIES, TENSOR, Model, ncu
 from tiles.profile.counts import chosen
 from tiles.profile.model import FREE, NARROW, SPECIAL
-from tiles.program import Program
-from tiles.schema import Schema
 
 A, C = st(64, 64, bf16), rt(16, 64, fp32)
 ROUNDS = 6

@@ -1,4 +1,4 @@
-"""tiles/program.py: what is looked up, what goes the full way, and that nothing is mistaken for something seen before."""
+"""tiles/calls/program.py: what is looked up, what goes the full way, and that nothing is mistaken for something seen before."""
 
 import contextlib
 import gc
@@ -9,12 +9,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tiles import program as programs
-from tiles.frameworks import KIND_OF as known_kinds
-from tiles.frameworks import Kind, describe
-from tiles.plan import Fill, Plan, Recent
-from tiles.program import program
-from tiles.schema import Schema
+from tiles.calls import program as programs
+from tiles.calls.plan import Fill, Plan, Recent
+from tiles.calls.program import program
+from tiles.calls.schema import Schema
+from tiles.launching.frameworks import KIND_OF as known_kinds
+from tiles.launching.frameworks import Kind, describe
 
 RUNS, PLANNED = [], []
 TABLE = """

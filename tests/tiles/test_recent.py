@@ -1,9 +1,9 @@
-"""tiles.plan.Recent: a table that forgets what was not used for the longest time."""
+"""tiles.calls.plan.Recent: a table that forgets what was not used for the longest time."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiles.plan import Recent
+from tiles.calls.plan import Recent
 
 
 def test_recent_forgets_what_was_not_used_for_longest():

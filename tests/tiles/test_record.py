@@ -1,4 +1,4 @@
-"""tiles/arguments.py: several parameters under one name."""
+"""tiles/launching/arguments.py: several parameters under one name."""
 
 import numpy as np
 import pytest
@@ -7,11 +7,11 @@ from numba import cuda
 import tiles
 from ops import load, store
 from tiles import fp32, rt
-from tiles.arguments import FLOAT, INT, array, declared, record, signature, types_of
-from tiles.arguments import parameters as passed
-from tiles.arrays import Operand, c_ordered
 from tiles.emulator import emulate
-from tiles.launch import Kernel
+from tiles.launching.arguments import FLOAT, INT, array, declared, record, signature, types_of
+from tiles.launching.arguments import parameters as passed
+from tiles.launching.arrays import Operand, c_ordered
+from tiles.launching.launch import Kernel
 
 T = rt(16, 16, fp32)
 

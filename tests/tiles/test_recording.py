@@ -1,4 +1,4 @@
-"""tiles/recording.py: calls of programs and launches that become steps of another program."""
+"""tiles/launching/recording.py: calls of programs and launches that become steps of another program."""
 
 import numpy as np
 import pytest
@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 import attention
 from tiles import bf16
-from tiles.arrays import Operand, c_ordered
-from tiles.frameworks import describe
-from tiles.recording import recorded
+from tiles.launching.arrays import Operand, c_ordered
+from tiles.launching.frameworks import describe
+from tiles.launching.recording import recorded
 
 
 def operand(place, shape, dtype="bfloat16"):

@@ -1,4 +1,4 @@
-"""tiles/schema.py: what a table says, what a valid call becomes; a refusal names the argument and prints the values."""
+"""tiles/calls/schema.py: what a table says, what a valid call becomes; a refusal names the argument and prints the values."""
 
 import ml_dtypes
 import numpy as np
@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiles.arrays import Form, Operand, c_ordered
-from tiles.frameworks import describe
-from tiles.schema import HOLDS, ORDER, ROLES, Argument, Schema
-from tiles.tma import STRIDE_END
+from tiles.calls.schema import HOLDS, ORDER, ROLES, Argument, Schema
+from tiles.launching.arrays import Form, Operand, c_ordered
+from tiles.launching.frameworks import describe
+from tiles.launching.tensor_maps import STRIDE_END
 
 bf16, f16, f32 = ml_dtypes.bfloat16, np.float16, np.float32
 EXTENTS = dict(B=2, S=5, T=7, H=6, G=3, K=16, V=8, N=2, E=4)
@@ -302,10 +302,10 @@ def test_in_place_is_the_first_argument_itself():
 
 
 def test_every_word_of_a_table_is_explained():
-    import tiles.schema
+    import tiles.calls.schema
 
     for word in (*HOLDS, *ROLES[1:]):
-        assert f"    {word} " in tiles.schema.__doc__, word
+        assert f"    {word} " in tiles.calls.schema.__doc__, word
 
 
 def test_results_like_an_argument_that_are_asked_for_by_a_word():

@@ -10,8 +10,8 @@ from numba import cuda
 import tiles
 from ops import exp, load, maximum, relu, store
 from tiles import fp32, inlined, ring, rt, shared, st, static
-from tiles.arguments import parameter
-from tiles.compiler import compile_kernel
+from tiles.compiling.compiler import compile_kernel
+from tiles.launching.arguments import parameter
 
 T = rt(16, 32, fp32)
 

@@ -17,8 +17,9 @@ from numba import cuda
 
 import tiles
 from ops import exp, load, map, maximum, store
-from tiles import compiler, fp32, inlined, rt, static
-from tiles.arguments import parameter
+from tiles import fp32, inlined, rt, static
+from tiles.compiling import compiler
+from tiles.launching.arguments import parameter
 
 static_module = sys.modules[static.__module__]
 ROOT = Path(__file__).parents[2]

@@ -14,8 +14,9 @@ from numpy.lib.stride_tricks import as_strided
 
 import tiles
 from ops import load, store
-from tiles import bf16, fallback, fp16, fp32, rt, shared, st
+from tiles import bf16, fp16, fp32, rt, shared, st
 from tiles.interpreter import interpret
+from tiles.launching import interpreted_launch
 from tiles.op import OPS
 from tiles.testing import blank, broken, close, gpu, guarded, meaning, pairs, ptx
 
@@ -85,8 +86,8 @@ def test_a_function_is_called(monkeypatch, sample, way):
 def test_a_function_may_fail():
     with pytest.raises(ZeroDivisionError):
         meaning(lambda: 1 // 0)
-    assert meaning(fallback._execute) is interpret and fallback._execute() is interpret
-    assert ptx(fallback._execute, arch="sm_80").keywords == {"arch": "sm_80"}
+    assert meaning(interpreted_launch._execute) is interpret and interpreted_launch._execute() is interpret
+    assert ptx(interpreted_launch._execute, arch="sm_80").keywords == {"arch": "sm_80"}
 
 
 @pytest.mark.parametrize("run", ["sm_80"], indirect=True)

@@ -1,4 +1,5 @@
-"""tiles/tma.py: what TMA is told of an array, as a pure function; and the maps, with a driver that only takes notes."""
+"""tiles/launching/tensor_maps.py: what TMA is told of an array, as a pure function; and the maps, with a driver that only
+takes notes."""
 
 import ctypes
 import itertools
@@ -11,16 +12,17 @@ from hypothesis import strategies as strategy
 from kernels import copies
 
 import tiles
-from tiles import bf16, fp16, fp32, st, sv, tensor, tma
-from tiles.arrays import Form, c_ordered
-from tiles.frameworks import describe
+from tiles import bf16, fp16, fp32, st, sv, tensor
+from tiles.launching import tensor_maps
+from tiles.launching.arrays import Form, c_ordered
+from tiles.launching.frameworks import describe
 from tiles.types import gl
 
 TILE = st(64, 64, bf16)
 
 
 def encoded(array, tile, rows=-2, cols=-1):
-    return tma.encoding(tma.cut(tensor(array, tile, rows, cols).spec), describe(array, "x").form)
+    return tensor_maps.encoding(tensor_maps.cut(tensor(array, tile, rows, cols).spec), describe(array, "x").form)
 
 
 def test_of_an_attention_input():
@@ -86,13 +88,13 @@ def test_a_box_holds_what_the_tile_holds(data):
     at = [data.draw(strategy.integers(0, n - 1)) for n in view.shape]
     at[rows], at[-1] = at[rows] // 8, at[-1] // 8
     origin = source.spec.origin(at)
-    box = Box(tma.encoding(tma.cut(source.spec), describe(view, "x").form), view)
-    coordinates = [origin[axis] for axis in tma.tma_axes(source.spec)]
+    box = Box(tensor_maps.encoding(tensor_maps.cut(source.spec), describe(view, "x").form), view)
+    coordinates = [origin[axis] for axis in tensor_maps.tma_axes(source.spec)]
     np.testing.assert_array_equal(np.reshape(box(coordinates), (8, 8)), source.load(at))
 
 
 def of(*axes, form):
-    return tma.encoding(tma.cut(gl(TILE, *axes)), form)
+    return tensor_maps.encoding(tensor_maps.cut(gl(TILE, *axes)), form)
 
 
 BASE = np.zeros((4, 64, 128), bf16.np)
@@ -109,7 +111,7 @@ REFUSED = {
     "extent": (lambda: of(2, 0, 1, form=LONG), ValueError, "4294967296"),
     "far": (lambda: of(2, 0, 1, form=FAR), ValueError, r"below 2\*\*40.*1099511627776"),
     "form": (lambda: of(2, 0, 1, form=LATE), ValueError, "multiple of 16 bytes, and is 8 past one"),
-    "address": (lambda: tma.check_address(4104), ValueError, "multiple of 16 bytes, got 0x1008"),
+    "address": (lambda: tensor_maps.check_address(4104), ValueError, "multiple of 16 bytes, got 0x1008"),
 }
 
 
@@ -153,19 +155,19 @@ def notes(monkeypatch):
 
 def test_arrays_of_one_form_share_a_map(notes):
     """It is encoded once, at nobody's address; equal types and forms find the same."""
-    twice = [tma.encoded(encoded(np.zeros((4, 64, 128), bf16.np), st(64, 64, bf16))) for _ in range(2)]
+    twice = [tensor_maps.encoded(encoded(np.zeros((4, 64, 128), bf16.np), st(64, 64, bf16))) for _ in range(2)]
     assert twice[0] is twice[1] and len(notes) <= 1  # another test may have asked for it
-    assert np.frombuffer(twice[0], np.uint64).tolist() == [tma.SOMEWHERE, *range(15)]
-    other = tma.encoded(encoded(np.zeros((4, 65, 128), bf16.np), st(64, 64, bf16)))
+    assert np.frombuffer(twice[0], np.uint64).tolist() == [tensor_maps.SOMEWHERE, *range(15)]
+    other = tensor_maps.encoded(encoded(np.zeros((4, 65, 128), bf16.np), st(64, 64, bf16)))
     assert other is not twice[0]
 
 
 def test_a_map_is_moved_to_a_multiple_of_16(notes):
     tensor_map = Map(4096)
-    tma.move(tensor_map, 8192)
+    tensor_maps.move(tensor_map, 8192)
     assert list(tensor_map.bytes) == [8192, *range(15)] and notes == [8192]
     with pytest.raises(ValueError, match="multiple of 16 bytes, got 0x1008"):
-        tma.move(tensor_map, 4104)
+        tensor_maps.move(tensor_map, 4104)
     assert notes == [8192]
 
 
@@ -175,12 +177,12 @@ def test_what_the_driver_refuses_carries_its_name(notes, monkeypatch):
     monkeypatch.setattr(driver, "cuGetErrorName", lambda s: (s, b"CUDA_ERROR_INVALID_VALUE"))
     monkeypatch.setattr(driver, "cuGetErrorString", lambda s: (s, b"invalid argument"))
     with pytest.raises(RuntimeError, match="CUDA_ERROR_INVALID_VALUE: invalid argument"):
-        tma.move(Map(), 16)
+        tensor_maps.move(Map(), 16)
 
 
 def test_the_driver_hears_the_encoding(notes):
     q = np.zeros((2, 1000, 3, 128), bf16.np)
-    tma.encode(encoded(q, st(64, 128, bf16), rows=1), 4096)
+    tensor_maps.encode(encoded(q, st(64, 128, bf16), rows=1), 4096)
     (args,) = notes
     assert args[0] == driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 and args[1:3] == (4, 4096)
     assert [[int(n) for n in part] for part in args[3:7]] == [[128, 3, 1000, 2], [256, 768, 768000], [64, 1, 64, 1], [1] * 4]
@@ -192,7 +194,7 @@ def test_the_driver_wants_strides_of_one_axis_too(notes):
     """An empty list of them is CUDA_ERROR_INVALID_VALUE."""
     e = encoded(np.zeros(100, np.float32), sv(64, fp32))
     assert (e.extents, e.strides, e.box, e.swizzle) == ((100,), (), (64,), "NONE")
-    tma.encode(e, 4096)
+    tensor_maps.encode(e, 4096)
     assert notes[0][0] == driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT32 and len(notes[0][4]) == 1
 
 

@@ -1,10 +1,11 @@
-"""tiles/torch_op.py: what an op is made of, for programs of any schema. (tests/attention/test_torch_*.py: ours, in use.)"""
+"""tiles/calls/torch_op.py: what an op is made of, for programs of any schema. (tests/attention/test_torch_*.py: ours, in
+use.)"""
 
 import pytest
 
-from tiles.plan import Plan
-from tiles.program import Program, program
-from tiles.schema import Schema
+from tiles.calls.plan import Plan
+from tiles.calls.program import Program, program
+from tiles.calls.schema import Schema
 
 torch = pytest.importorskip("torch")
 

@@ -1,5 +1,6 @@
 # ruff: noqa: B018 (kernels whose one statement is the mistake)
-"""tiles/unsupported.py: what Python and NumPy would do with a tile is refused with the same words on both backends."""
+"""tiles/compiling/unsupported.py: what Python and NumPy would do with a tile is refused with the same words on both
+backends."""
 
 import math
 import operator
@@ -11,8 +12,8 @@ from numba.cuda import types
 
 from ops import exp, lane_sum, load, store, warpgroup, where, zeros
 from tiles import bf16, fp32, interpreter, ring, rt, shared, st
-from tiles.compiler import compile_kernel
-from tiles.unsupported import REFUSED
+from tiles.compiling.compiler import compile_kernel
+from tiles.compiling.unsupported import REFUSED
 
 T = rt(16, 32, fp32)
 W, S = rt(16, 64, bf16), st(64, 64, bf16)

@@ -8,10 +8,10 @@ from numba import cuda
 import tiles
 from ops import load, store, warpgroup, zeros
 from tiles import bf16, fp32, ring, rt, shared, st, sv, tensor
-from tiles.arguments import parameter
-from tiles.compiler import compile_kernel
+from tiles.compiling.compiler import compile_kernel
+from tiles.compiling.sass import instructions
 from tiles.interpreter import interpret
-from tiles.sass import instructions
+from tiles.launching.arguments import parameter
 
 S, V = st(64, 64, bf16), sv(64, fp32)
 R, IN = rt(16, 64, fp32), rt(16, 64, bf16)

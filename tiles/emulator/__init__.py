@@ -18,13 +18,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..arguments import parameters, types_of
-from ..compiler import Lowered
+from ..compiling.compiler import Lowered
 from ..interpreter import clusters
 from ..interpreter.block import Block
 from ..interpreter.cluster import Cluster, Meeting, seeded
 from ..interpreter.progress import Progress
 from ..interpreter.shadow import Agents
+from ..launching.arguments import parameters, types_of
 from ..layout import LANES
 from . import arithmetic, barriers, copies, matrices, moves  # noqa: F401  # they fill the table
 from .flow import meets

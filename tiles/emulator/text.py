@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ..line_table import is_op, python_file
+from ..compiling.line_table import is_op, python_file
 
 _TOKEN = re.compile(
     r"\s+|//[^\n]*"

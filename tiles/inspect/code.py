@@ -8,8 +8,8 @@ from inspect import getblock
 from textwrap import dedent
 from typing import NamedTuple
 
-from .. import line_table, sass
-from ..line_table import SourcePlace
+from ..compiling import line_table, sass
+from ..compiling.line_table import SourcePlace
 
 
 class SassLine(NamedTuple):

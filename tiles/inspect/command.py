@@ -8,7 +8,7 @@
 
 FILE is a file or the name of a module. KERNEL is what the file calls a kernel, or an expression that gives one, or a kernel and
 its plan: "gemm.py:make(128, 64)". Its arguments are, whichever there is first:
-    --args "array(2, bf16), tiled(TILE), 1.0"      expressions in the words of the file and of tiles.arguments
+    --args "array(2, bf16), tiled(TILE), 1.0"      expressions in the words of the file and of tiles.launching.arguments
     the annotations of its parameters              def kernel(x: array(2, bf16), n: INT)
     those of its first launch                      the file is run as a script up to there, which says threads and plan, too
 """
@@ -25,8 +25,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .. import arguments, dtypes, launch
-from ..compiler import check_arch, title
+from .. import dtypes, launch
+from ..compiling.compiler import check_arch, title
+from ..launching import arguments
 from ..numba_names import NumbaError
 from .figures import Figures
 from .report import ARCH, Inspection, inspect

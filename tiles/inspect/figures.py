@@ -10,8 +10,8 @@ from functools import cache as once
 from pathlib import Path
 from typing import Any
 
-from .. import cache, digest, sass
-from ..compiler import Compiled, compile_kernel, title
+from ..compiling import cache, digest, sass
+from ..compiling.compiler import Compiled, compile_kernel, title
 from ..numba_names import types
 from .occupancy import Occupancy, occupancy
 

@@ -1,7 +1,7 @@
 """What a kernel compiles to, with no GPU: figures, and PTX and SASS with the line of Python beside each.
 
     found = tiles.inspect(kernel, x, y, 0.5, block=128, shared=plan)     the arguments of a launch
-    found = tiles.inspect(kernel, array(2, bf16), array(2), FLOAT)       or what stands for them (tiles.arguments)
+    found = tiles.inspect(kernel, array(2, bf16), array(2), FLOAT)       or what stands for them (tiles.launching.arguments)
     found = tiles.inspect(kernel)                                        or nothing, if the kernel declares what it takes
 
     print(found)                       registers, spills, occupancy, and how many instructions each line became
@@ -22,11 +22,11 @@ from functools import cached_property
 from os.path import basename
 from typing import Any
 
-from ..arguments import parameter, parameters, same_place, signature, types_of
-from ..compiler import Lowered
-from ..device import device
+from ..compiling.compiler import Lowered
+from ..compiling.numba_types import Value
+from ..launching.arguments import parameter, parameters, same_place, signature, types_of
+from ..launching.devices import device
 from ..numba_names import types
-from ..numba_types import Value
 from ..shared import shared as Plan
 from ..types import gl
 from .code import SassLine, Source, function_at, mnemonic, of_cubin, of_ptx
@@ -101,7 +101,8 @@ class Inspection(Figures):
 def inspect(kernel, *args: Any, arch: str | None = None, shared: Any = None, block: Any = None) -> Inspection:
     """Compile a `@cuda.jit` kernel as a launch with these arguments would, and report the result. No GPU is needed.
 
-    args: as `tiles.launch` takes them, or types from tiles.arguments instead (`array(2, bf16)`, `tiled(tile)`, INT, FLOAT);
+    args: as `tiles.launch` takes them, or types from tiles.launching.arguments instead (`array(2, bf16)`, `tiled(tile)`, INT,
+    FLOAT);
     none, if the kernel's own parameters are annotated with them. arch: by default that of the GPU that holds the arrays,
     else sm_90a. shared: the plan, block: the threads, as the launch has them; both matter for occupancy only. Without shared
     the plan is the one that the kernel opens by a name, plan.open(); without block the threads are those of the kernel's

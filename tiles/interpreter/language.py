@@ -9,13 +9,13 @@ import numpy as np
 from greenlet import getcurrent
 from numba import cuda
 
+from ..compiling.numba_members import plain_function
+from ..compiling.numba_types import member
+from ..compiling.unsupported import REFUSED, check_print, refuse_values
 from ..layout import LANES
-from ..numba_members import plain_function
 from ..numba_names import cuda_target
-from ..numba_types import member
 from ..op import OPS
 from ..types import is_static
-from ..unsupported import REFUSED, check_print, refuse_values
 from ..values import Tile
 from .accesses import READ, WRITE
 from .record import Touched, note, recording

@@ -21,10 +21,10 @@ Where the figures come from:
 
 from typing import Any, NamedTuple
 
-from ..device import Device
-from ..fallback import Interpreted
 from ..interpreter import Hazard
-from ..launch import Bound, Launch
+from ..launching.devices import Device
+from ..launching.interpreted_launch import Interpreted
+from ..launching.launch import Bound, Launch
 from .card import Code, Peaks, code, median_times, origin, peaks, rehearsed, replaced
 from .counts import SAMPLE, LaunchCounts, chosen, counted
 from .model import Model

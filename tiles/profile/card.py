@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from cuda.bindings import driver
 
-from ..arguments import grouped
-from ..arrays import ABSENT, Form, Operand
-from ..device import Device, check
-from ..fallback import Interpreted, resolve_number, span
-from ..launch import Bound, Launch
+from ..launching.arguments import grouped
+from ..launching.arrays import ABSENT, Form, Operand
+from ..launching.devices import Device, check
+from ..launching.interpreted_launch import Interpreted, resolve_number, span
+from ..launching.launch import Bound, Launch
 from ..values import tensor
 from .counts import SAMPLE, chosen, counted
 

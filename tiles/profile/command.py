@@ -5,8 +5,8 @@ from pathlib import Path
 
 from cuda.bindings import driver
 
-from ..device import check
 from ..inspect.command import module_at
+from ..launching.devices import check
 from . import ncu, profile
 from .counts import SAMPLE
 

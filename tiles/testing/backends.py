@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 from numba import cuda
 
-from .. import digest
-from ..arguments import parameters, types_of
-from ..compiler import Lowered
-from ..device import INTERPRETER
+from ..compiling import digest
+from ..compiling.compiler import Lowered
 from ..dtypes import bf16, fp8e4m3
 from ..emulator import ExecutionCounts, emulate, forget, program
 from ..emulator.flow import pressure
-from ..fallback import check_room, instead
 from ..interpreter import interpret
-from ..launch import Launch
+from ..launching.arguments import parameters, types_of
+from ..launching.devices import INTERPRETER
+from ..launching.interpreted_launch import check_room, instead
+from ..launching.launch import Launch
 from ..numba_names import DeviceNDArray
 from ..values import tensor
 

@@ -7,9 +7,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from ..arrays import numpy_view
 from ..dtypes import bf16, dtype, dtype_of, fp8e4m3, fp8e5m2, fp16, fp32
-from ..frameworks import describe, without_grad
+from ..launching.arrays import numpy_view
+from ..launching.frameworks import describe, without_grad
 
 EPS = {fp32: 2.0**-23, fp16: 2.0**-10, bf16: 2.0**-7, fp8e4m3: 2.0**-3, fp8e5m2: 2.0**-2}  # from 1 to the next number
 END = {fp32: 2.0**128 * (1 - 2.0**-25), fp16: 65520.0, bf16: 2.0**128 * (1 - 2.0**-9)}  # from here on: inf

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ..device import device
 from ..dtypes import dtype, fp32
+from ..launching.devices import device
 from ..targets import supported
 from .backends import HUNG, gpu, meaning, ptx
 

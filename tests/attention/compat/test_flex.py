@@ -1,4 +1,4 @@
-"""attention/compat/flex.py and captured.py, compared with torch's formula softmax(score_mod(q k^T)) v where mask_mod is
+"""attention/compat/flex.py and captured_arrays.py, compared with torch's formula softmax(score_mod(q k^T)) v where mask_mod is
 true."""
 
 import functools
@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from eager import arguments, attend
 
-from attention.compat import captured, flex, rewritten
+from attention.compat import captured_arrays, flex, rewrite
 from attention.compat.flex import NO_MASK_BLOCK_SIZE, flex_attention, listed
-from attention.softmax.prepared_lists import BlockLists
+from attention.plans.prepared_lists import BlockLists
 
 ROWS, COLS = 6, 9
 I, J = np.arange(ROWS)[:, None], np.arange(COLS)
@@ -124,7 +124,7 @@ def test_what_was_written_keeps_no_module(tmp_path):
     spec = importlib.util.spec_from_file_location("masks", tmp_path / "masks.py")
     masks = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(masks)
-    captured.lift_captured_arrays({"mask": masks.alike})
+    captured_arrays.lift_captured_arrays({"mask": masks.alike})
     held = [weakref.ref(x) for x in (masks.alike, masks.unread)]
     del masks
     gc.collect()
@@ -164,7 +164,7 @@ def test_blocks_that_are_listed_once(size):
 def test_torch_in_a_function_becomes_ops(calls, qkv, monkeypatch):
     torch, table = types.ModuleType("torch"), SLOPES
     torch.tanh = None
-    monkeypatch.setattr(rewritten, "_ops", lambda: SimpleNamespace(tanh=np.tanh))
+    monkeypatch.setattr(rewrite, "_ops", lambda: SimpleNamespace(tanh=np.tanh))
     close(
         [flex_attention(*qkv, lambda s, b, h, i, j: 2 * torch.tanh(s / 2))],
         [attend(*qkv, change=lambda s: 2 * np.tanh(s / 2))[0]],

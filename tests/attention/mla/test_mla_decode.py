@@ -12,8 +12,9 @@ from poison import in_pages, poisoned, spoiled, unaligned
 import attention
 from attention import reference
 from attention.cache import PagedCache
-from attention.mla import ampere, combine, decode, hopper, quantised
-from attention.mla.shape import COLUMNS, LATENT, ROTARY
+from attention.kernels import mla_ampere, mla_combine, mla_fp8, mla_hopper
+from attention.parts.decode.latent_shape import COLUMNS, LATENT, ROTARY
+from attention.public import mla_decoding
 from tiles import fp8e4m3
 from tiles.targets import capability, shared_bytes
 
@@ -116,8 +117,8 @@ def test_tokens_that_see_later_ones_and_fp16(family):
 
 
 def test_many_splits(place):
-    """More than combine.MAX_PARTS: decode's combine.py merges them."""
-    agree(place, *case((200, 5), 2, 3), (200, 5), splits=combine.MAX_PARTS + 1, family="sm_80")
+    """More than combine.MAX_PARTS: decode's mla_combine.py merges them."""
+    agree(place, *case((200, 5), 2, 3), (200, 5), splits=mla_combine.MAX_PARTS + 1, family="sm_80")
 
 
 @pytest.mark.parametrize("family", FAMILIES[:2])
@@ -133,7 +134,7 @@ def test_batch_index(family):
 
 
 def test_rows_that_begin_anywhere():
-    """Rows at any even byte: what TMA cannot address, ampere.py's kernel reads."""
+    """Rows at any even byte: what TMA cannot address, mla_ampere.py's kernel reads."""
     place = OnInterpreter()
     q, latent = case((40,))
     wide = unaligned(latent, 1, 8).base
@@ -243,7 +244,7 @@ def test_a_graph_serves_sequences_as_they_grow(card):
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a"])
 def test_every_shape_fits(arch):
     """A block's shared memory is large enough for each shape."""
-    for module in ampere, hopper, quantised:
+    for module in mla_ampere, mla_hopper, mla_fp8:
         for config in module.space(arch, False):
             _, smem = module.make(config)
             assert smem.nbytes <= shared_bytes(capability(arch))
@@ -317,7 +318,7 @@ def test_parts_of_one_array_of_bytes():
 
 
 def test_arguments_are_documented():
-    for name in decode.MLA_DECODE.names + decode.QUANTISED.names:
+    for name in mla_decoding.MLA_DECODE.names + mla_decoding.QUANTISED.names:
         assert name in attention.mla_decode.__doc__
 
 

@@ -13,15 +13,15 @@ import torch
 from planned_launches import PlannedLaunch, form_of
 
 import attention
-from attention.parallel import gather, gather_in_order, pieces, plans, softmax, ulysses, whole
-from attention.parallel.moves import PendingArrays
+from attention.parallel import call_pieces, gather, gather_in_order, plans, softmax, ulysses, whole_checks
 from attention.parallel.orders import Span, find_order
 from attention.parallel.peers import Peers, PendingMessages
-from attention.softmax import sequences
-from attention.softmax.backward.base_config import BackwardConfig
-from attention.softmax.base_config import BaseConfig
-from attention.softmax.variants import ScoreContext
-from tiles.arrays import Array
+from attention.parallel.redistribution import PendingArrays
+from attention.parts import sequences
+from attention.parts.backward.config import BackwardConfig
+from attention.parts.forward_config import BaseConfig
+from attention.parts.variant import ScoreContext
+from tiles.launching.arrays import Array
 
 EACH = 16  # every 16th query is compared, because its neighbours see the same blocks
 
@@ -37,9 +37,9 @@ class SilentRank(Peers):
 def noted(monkeypatch, gpu):
     """The launches planned inside, including those of ranks: see planned_launches.noted."""
     with planned_launches.noted(monkeypatch, gpu) as found, monkeypatch.context() as patched:
-        for module in plans, whole:
+        for module in plans, whole_checks:
             patched.setattr(module, "describe", lambda x, name: Array(0 if x.is_meta else x.data_ptr(), form_of(x), x, None))
-        patched.setattr(pieces, "key_lengths", lambda ends, batch, device: torch.tensor([ends] * batch, dtype=torch.int32))
+        patched.setattr(call_pieces, "key_lengths", lambda ends, batch, device: torch.tensor([ends] * batch, dtype=torch.int32))
         yield found
 
 

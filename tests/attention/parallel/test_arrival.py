@@ -12,11 +12,11 @@ from threads import Thread, together
 
 import attention
 from attention import parallel
-from attention.parallel import arrival
-from attention.parallel.arrival import plan_copies
+from attention.parallel import copy_schedule as arrival
+from attention.parallel.call_pieces import ForwardCall
+from attention.parallel.copy_schedule import plan_copies
 from attention.parallel.gather_in_place import InPlaceGather
 from attention.parallel.orders import Span, find_order
-from attention.parallel.pieces import ForwardCall
 
 
 class CopyingThread(Thread):

@@ -15,7 +15,7 @@ from planned_launches import GPUS
 
 from attention.parallel import plans
 from attention.parallel.orders import Zigzag
-from attention.softmax.backward.dq_order import AscendingAdds, ReverseTiles, SnakeAdds
+from attention.parts.backward.dq_order import AscendingAdds, ReverseTiles, SnakeAdds
 
 PROBLEMS = int(os.environ.get("TILES_EXAMPLES", 40))  # 1,000 take a minute
 WHOLE_TILES = Zigzag(384)  # parts that begin with whole tiles in every kernel

@@ -102,7 +102,7 @@ def by_copies(world):
         dist.all_gather_object(found, said)
         return found
 
-    importlib.import_module("attention.parallel.mapped").TIMEOUT = 60_000
+    importlib.import_module("attention.parallel.symmetric_memory").TIMEOUT = 60_000
     peers = parallel.mapped()
     vars(peers)["all_gather_bytes"] = all_gather_bytes  # gloo has no all-gather of a GPU's tensors
     wrong = torch.zeros((), device="cuda")

@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attention.parallel.call_pieces import ForwardCall
 from attention.parallel.choice import SCHEMES, choose, min_sweeps, plan_sweeps
 from attention.parallel.gather import GatherAttention
-from attention.parallel.moves import ShardRegion, intersect_regions, widen
 from attention.parallel.orders import Contiguous, Span, Zigzag, count_tokens, find_order, merge_spans, subtract_spans
 from attention.parallel.peers import Peers, PendingMessages
-from attention.parallel.pieces import ForwardCall
+from attention.parallel.redistribution import ShardRegion, intersect_regions, widen
 from attention.parallel.ring import RingAttention
 from attention.reference.scores import ReferenceVariant
 

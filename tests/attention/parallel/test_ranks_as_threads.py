@@ -17,15 +17,16 @@ from threads import PATIENCE, Thread, compared, together
 
 import attention
 from attention import parallel
-from attention.parallel import agreement, gather, moves, parts
+from attention.kernels import forward_hopper
+from attention.parallel import agreement, gather, redistribution
+from attention.parallel import sequence_shard as parts
 from attention.parallel.gather import GatherAttention
-from attention.parallel.mapped import MappedPeers, SymmetricBuffers
 from attention.parallel.orders import ORDERS, Span
 from attention.parallel.peers import PendingMessages
 from attention.parallel.recurrent import ShardedDeltaRule
 from attention.parallel.ring import RingAttention
-from attention.recurrent import chunks
-from attention.softmax import hopper, shared_out
+from attention.parallel.symmetric_memory import MappedPeers, SymmetricBuffers
+from attention.plans import recurrent_chunks, split_forward
 
 OPTIONS = dict(causal=True), dict(window=(9, 3)), dict(causal=True, window=(20, None)), dict()
 
@@ -73,7 +74,7 @@ def test_any_length(length, world, scheme, order, options, seed):
 
 def test_few_queries_of_a_rank_take_the_kernels_of_all(monkeypatch):
     """attention.forward alone would compute so few queries by split-KV, with other last bits."""
-    monkeypatch.setattr(shared_out, "LEAST", 64)
+    monkeypatch.setattr(split_forward, "LEAST", 64)
     q, k, v = drawn(190, 1, 1, dim=64)
     out = attention.forward(q, k, v)
     few = attention.forward(q[:, :60], k, v)
@@ -87,8 +88,8 @@ def test_few_queries_of_a_rank_take_the_kernels_of_all(monkeypatch):
 def test_parts_have_the_blocks_of_keys_of_the_whole(monkeypatch, dim, options):
     """The bits are the same where short sequences have smaller blocks, or blocks that need fewer registers. Here every sequence
     shorter than the whole counts as short, which usually starts at 2048 keys."""
-    short, *longer = hopper.BY_LENGTH[64, True].values()
-    monkeypatch.setitem(hopper.BY_LENGTH, (64, True), {300.5: short, 301.5: longer[0]})
+    short, *longer = forward_hopper.BY_LENGTH[64, True].values()
+    monkeypatch.setitem(forward_hopper.BY_LENGTH, (64, True), {300.5: short, 301.5: longer[0]})
     q, k, v = drawn(330, 1, 1, dim=dim)
     out, lse = attention.forward(q, k, v, causal=True, return_lse=True, **options)
     call_options = dict(options, causal=True, scheme="gather", length=330, return_lse=True)
@@ -166,7 +167,9 @@ def test_gradients_return_in_groups_of_heads(monkeypatch):
         monkeypatch.setattr(gather, "FULL_GPU_TILES", full)
         agreement._CACHED.clear()
         sent = []
-        send = lambda *given, sent=sent, **call_options: sent.append(0) or moves.start_reduce_scatter(*given, **call_options)
+        send = lambda *given, sent=sent, **call_options: (
+            sent.append(0) or redistribution.start_reduce_scatter(*given, **call_options)
+        )
         monkeypatch.setattr(gather, "start_reduce_scatter", send)
 
         def rank(peers):
@@ -210,12 +213,12 @@ def test_losses_of_different_results(scheme, in_order):
 def test_reduce_scatter_adds_in_the_order_of_ranks():
     """On every rank, whatever arrives first."""
     parts = torch.tensor([1e8, 1.0, -1e8, 3.0])
-    cuts = tuple([moves.ShardRegion((Span(rank, rank + 1),), Span(0, 1)) for rank in range(4)])
-    every = (moves.ShardRegion((Span(0, 4),), Span(0, 1)),) * 4
+    cuts = tuple([redistribution.ShardRegion((Span(rank, rank + 1),), Span(0, 1)) for rank in range(4)])
+    every = (redistribution.ShardRegion((Span(0, 4),), Span(0, 1)),) * 4
 
     def rank(peers):
         x = parts[peers.rank].expand(1, 4, 1, 1).contiguous()
-        return moves.reduce_scatter(peers, (x, moves.plan_redistribution(peers.rank, every, cuts)))[0].item()
+        return redistribution.reduce_scatter(peers, (x, redistribution.plan_redistribution(peers.rank, every, cuts)))[0].item()
 
     assert together(4, rank) == [((parts[0] + parts[1]) + parts[2] + parts[3]).item()] * 4
 
@@ -281,7 +284,7 @@ def recurrent(name, arrays, whole=(), **options):
 @pytest.fixture
 def cut(monkeypatch):
     """The interpreter has three multiprocessors: a shard of one head is split into as many segments as it has chunks."""
-    monkeypatch.setattr(chunks, "MIN_PARALLEL_SEGMENT_CHUNKS", 1)
+    monkeypatch.setattr(recurrent_chunks, "MIN_PARALLEL_SEGMENT_CHUNKS", 1)
 
 
 def members(batch=1):

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from attention import reference
-from attention.recurrent import delta_rule as module
-from attention.recurrent.delta_rule import delta_rule
+from attention.public import delta_rules as module
+from attention.public.delta_rules import delta_rule
 
 BF16, FP16 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)
 STATE = 2.0**-8  # tolerance of a state, relative to its largest element and times `factor`: operands of products are bf16

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from attention import reference
-from attention.recurrent.based import based
-from attention.recurrent.kernels import based_hopper as module
+from attention.kernels import based_hopper as module
+from attention.public.based_features import based
 from tiles import bf16, fp16
-from tiles.arguments import signature
-from tiles.compiler import compile_kernel
+from tiles.compiling.compiler import compile_kernel
+from tiles.launching.arguments import signature
 
 BF16, FP16 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)
 

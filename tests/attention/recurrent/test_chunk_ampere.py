@@ -1,4 +1,4 @@
-"""attention/recurrent/kernels/chunk_ampere.py: the chunk kernel of GPUs without TMA, and of arrays that TMA cannot read."""
+"""attention/kernels/chunk_ampere.py: the chunk kernel of GPUs without TMA, and of arrays that TMA cannot read."""
 
 import numpy as np
 import pytest
@@ -6,10 +6,10 @@ import test_mamba2 as mamba2s
 from test_linear import HEADS, bf16, check, f16, f32, inputs
 
 from attention import reference
-from attention.recurrent import chunks, token_plan
-from attention.recurrent import linear as of_decays
-from attention.recurrent import mamba2 as of_steps
-from attention.recurrent.linear import linear
+from attention.plans import recurrent_chunks, token_loop
+from attention.public import linear_family as of_decays
+from attention.public import mamba as of_steps
+from attention.public.linear_family import linear
 
 DECAYS = "none", "head", "token"
 
@@ -19,7 +19,7 @@ def by_cp_async(monkeypatch, nothing_known):
     """All calls are served by chunk_ampere.py."""
     for module in of_decays, of_steps:
         monkeypatch.setattr(module, "choose_family", lambda *_: "sm_80")
-    monkeypatch.setattr(token_plan, "launch", lambda *_: pytest.fail("the token loop was launched"))
+    monkeypatch.setattr(token_loop, "launch", lambda *_: pytest.fail("the token loop was launched"))
 
 
 def unaligned_copy(x, elements, poison=np.nan):
@@ -125,7 +125,7 @@ def test_strong_decays(place, decay, gate):
 @pytest.mark.parametrize("decay", DECAYS)
 def test_segments(place, monkeypatch, decay):
     """Three segments."""
-    monkeypatch.setattr(chunks, "_count_segments", lambda *_: 3)
+    monkeypatch.setattr(recurrent_chunks, "_count_segments", lambda *_: 3)
     check(place, inputs(1, 300, decay=decay))
 
 

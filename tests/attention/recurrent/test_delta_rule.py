@@ -5,12 +5,12 @@ import pytest
 from delta_cases import BF16, DeltaRuleTests, agree, inputs
 
 from attention import reference
-from attention.recurrent import token_plan
-from attention.recurrent.delta_rule import delta_rule
-from attention.recurrent.kernels import delta_hopper
+from attention.kernels import delta_hopper
+from attention.plans import token_loop
+from attention.public.delta_rules import delta_rule
 from tiles import bf16, fp16
-from tiles.arguments import signature
-from tiles.compiler import compile_kernel
+from tiles.compiling.compiler import compile_kernel
+from tiles.launching.arguments import signature
 
 
 class TestDeltaRule(DeltaRuleTests):
@@ -138,7 +138,7 @@ def test_other_schedules(monkeypatch, schedule):
 @pytest.mark.parametrize(("key_dim", "value_dim", "gate"), [(256, 64, 0.1), (208, 80, 0.1), (256, 16, 3)])
 def test_wide_keys(place, monkeypatch, nothing_known, key_dim, value_dim, gate):
     """With one consumer; strong chunks, too."""
-    monkeypatch.setattr(token_plan, "launch", lambda *_: pytest.fail("the token loop was launched"))
+    monkeypatch.setattr(token_loop, "launch", lambda *_: pytest.fail("the token loop was launched"))
     agree(place, *inputs(1, 150, 1, key_dim, value_dim, gate=gate))
 
 

@@ -7,7 +7,7 @@ from places import OnInterpreter
 from poison import Packing, as_on_a_device, poisoned
 
 from attention import reference
-from attention.recurrent.delta_rule import final_states
+from attention.public.delta_rules import final_states
 
 
 def agree(place, k, v, beta, decay, more=None, ends=None, **options):

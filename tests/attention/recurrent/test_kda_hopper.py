@@ -6,12 +6,13 @@ import pytest
 from delta_cases import BF16, FP16, DeltaRuleTests, agree
 from delta_cases import inputs as inputs_of_tokens
 
-from attention.recurrent import token_plan
-from attention.recurrent.delta_rule import delta_rule
-from attention.recurrent.kernels import decay_frame, kda_hopper
+from attention.kernels import kda_hopper
+from attention.parts.recurrent import channel_decay
+from attention.plans import token_loop
+from attention.public.delta_rules import delta_rule
 from tiles import bf16, fp16, fp32
-from tiles.arguments import signature
-from tiles.compiler import compile_kernel
+from tiles.compiling.compiler import compile_kernel
+from tiles.launching.arguments import signature
 
 
 def inputs(batch, length, heads, key_dim, value_dim, dtype=BF16, key_heads=None, gate=0.02, seed=0):
@@ -24,7 +25,7 @@ def inputs(batch, length, heads, key_dim, value_dim, dtype=BF16, key_heads=None,
 @pytest.fixture(autouse=True)
 def in_chunks(monkeypatch, nothing_known):
     """No call is served by the token loop."""
-    monkeypatch.setattr(token_plan, "launch", lambda *_: pytest.fail("the token loop was launched"))
+    monkeypatch.setattr(token_loop, "launch", lambda *_: pytest.fail("the token loop was launched"))
 
 
 class TestDeltaRule(DeltaRuleTests):
@@ -55,7 +56,7 @@ def test_gates_of_any_size(place, gate, dtype):
 def test_strong_chunks(place, strength, dtype, of):
     """Chunks on both sides of the limit."""
     q, k, v, beta, decay = inputs(1, 130, 1, 128, 64, dtype)
-    decay[:] = strength * 2 * decay_frame.MIN_LOG2_DECAY[of] / decay_frame.LOG2_E / 64
+    decay[:] = strength * 2 * channel_decay.MIN_LOG2_DECAY[of] / channel_decay.LOG2_E / 64
     agree(place, q, k, v, beta, decay)
 
 

@@ -1,4 +1,5 @@
-"""attention/recurrent/linear.py: all members against their recurrence in float64, by chunk kernels and by the token loop."""
+"""attention/public/linear_family.py: all members against their recurrence in float64, by chunk kernels and by the token
+loop."""
 
 import inspect
 
@@ -7,13 +8,13 @@ import numpy as np
 import pytest
 
 from attention import reference
-from attention.recurrent import chunks, rules, token_plan
-from attention.recurrent import linear as members
-from attention.recurrent.kernels import decay_frame
-from attention.recurrent.linear import LINEAR, gla, lightning, linear, retention
+from attention.parts.recurrent import channel_decay
+from attention.plans import recurrent_checks, recurrent_chunks, token_loop
+from attention.public import linear_family as members
+from attention.public.linear_family import LINEAR, gla, lightning, linear, retention
 from tiles import bf16 as tiles_bf16
 from tiles import fp16 as tiles_f16
-from tiles.frameworks import describe
+from tiles.launching.frameworks import describe
 
 bf16, f16, f32 = ml_dtypes.bfloat16, np.float16, np.float32
 HEADS = 2
@@ -151,14 +152,14 @@ def test_key_dim_split_between_two_warpgroups(place, decay, sequences):
 @pytest.mark.parametrize("decay", ["none", "head", "token"])
 def test_segments(place, monkeypatch, nothing_known, decay, key_dim):
     """Three segments, whose last chunk is shorter: each starts from the state composed of those before it."""
-    monkeypatch.setattr(chunks, "_count_segments", lambda *_: 3)
+    monkeypatch.setattr(recurrent_chunks, "_count_segments", lambda *_: 3)
     check(place, inputs(1, 300, key_dim, decay=decay))
 
 
 @pytest.mark.parametrize(("decay", "family"), [("none", "sm_80"), ("head", "sm_90"), ("token", "sm_80"), ("token", "sm_90")])
 def test_two_passes_in_two_calls(place, monkeypatch, nothing_known, decay, family):
     """segment_states and outputs_from_segments give the outputs of one call, and compose_segment_states its final state."""
-    monkeypatch.setattr(chunks, "_count_segments", lambda *_: 3)
+    monkeypatch.setattr(recurrent_chunks, "_count_segments", lambda *_: 3)
     args = {name: place.put(x) for name, x in inputs(1, 300, 16, 16, decay=decay).items()}
     wanted, state = (place.get(x) for x in linear(**args, return_state=True, family=family))
     start = args.pop("initial_state")
@@ -214,7 +215,7 @@ STRENGTHS += [(256, bf16, bf16, STRONG)]  # a state that is read in two halves
 def test_strong_chunks_with_decays_of_channels(place, key_dim, dtype, gates, strength):
     """Chunks on both sides of the limit, in turn, of which the last is shorter."""
     args = inputs(1, 200, key_dim, 128, "channel", dtype=dtype, gates=gates)
-    limit = 2 * decay_frame.MIN_LOG2_DECAY[tiles_f16 if dtype is f16 else tiles_bf16] / decay_frame.LOG2_E / 64
+    limit = 2 * channel_decay.MIN_LOG2_DECAY[tiles_f16 if dtype is f16 else tiles_bf16] / channel_decay.LOG2_E / 64
     args["decay"][:] = -0.01
     args["decay"][:, 64:128, :, ::3] = strength * limit
     args["decay"][:, 192:, :, 5] = 1.1 * limit
@@ -257,8 +258,8 @@ def test_unaligned_rows(monkeypatch, nothing_known, decay):
     """Rows 4 bytes past a multiple of 16: chunk kernels take them by cp.async (test_chunk_ampere.py), with decays of channels
     the token loop does."""
     args = inputs(1, 20, decay=decay)
-    calls, launch = [], token_plan.launch
-    monkeypatch.setattr(token_plan, "launch", lambda *args: calls.append(args) or launch(*args))
+    calls, launch = [], token_loop.launch
+    monkeypatch.setattr(token_loop, "launch", lambda *args: calls.append(args) or launch(*args))
     unaligned = {name: np.full((1, 20, x.shape[2], 66), np.nan, bf16)[..., :64] for name, x in args.items() if name in "qkv"}
     for name, x in unaligned.items():
         x[...] = args[name]
@@ -346,8 +347,8 @@ def test_the_token_loop(place, monkeypatch, nothing_known, decay):
     """Outputs have one rounding error, states a few of float32."""
     args = inputs(1, 40, 32, 48, decay)
     args["initial_state"] = np.random.default_rng(3).standard_normal((1, HEADS, 32, 48)).astype(f32)
-    monkeypatch.setattr(rules, "has_channel_decay", lambda _: True)  # which no chunk kernel of sm_80 serves
-    monkeypatch.setattr(chunks, "plan_token_decay", lambda *_, **__: pytest.fail("a chunk kernel was launched"))
+    monkeypatch.setattr(recurrent_checks, "has_channel_decay", lambda _: True)  # which no chunk kernel of sm_80 serves
+    monkeypatch.setattr(recurrent_chunks, "plan_token_decay", lambda *_, **__: pytest.fail("a chunk kernel was launched"))
     out, state = linear(**{name: place.put(x) for name, x in args.items()}, return_state=True, family="sm_80")
     ref, last = reference.linear(**args)
     reference.assert_close(place.get(out), ref, ref.astype(bf16))

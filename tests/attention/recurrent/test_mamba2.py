@@ -1,11 +1,11 @@
-"""attention/recurrent/mamba2.py against the recurrence in float64."""
+"""attention/public/mamba.py against the recurrence in float64."""
 
 import ml_dtypes
 import numpy as np
 import pytest
 
 from attention import reference
-from attention.recurrent.mamba2 import mamba2
+from attention.public.mamba import mamba2
 
 bf16, f32 = ml_dtypes.bfloat16, np.float32
 
@@ -64,7 +64,7 @@ def test_cu_seqlens(place):
 
 @pytest.mark.parametrize("key_dim", [64, 256])
 def test_packed_sequences_of_whole_chunks(place, key_dim):
-    """As in test_linear.py. With 256 columns of B chunk_hopper.py serves, with 64 heads_hopper.py."""
+    """As in test_linear.py. With 256 columns of B chunk_hopper.py serves, with 64 mamba2_shared_heads_hopper.py."""
     args = inputs(210, N=key_dim, heads=2)
     args["cu_seqlens"] = np.array([0, 192, 210], np.int32)
     check(place, args)

@@ -11,8 +11,8 @@ from members import BF16, F32, FP16, HEADS, MEMBERS
 from poison import Packing, as_on_a_device, poisoned
 
 from attention import reference
-from attention.recurrent.linear import linear
-from attention.recurrent.step import linear_step
+from attention.public.linear_family import linear
+from attention.public.token_steps import linear_step
 
 STATED = {name: member for name, member in MEMBERS.items() if member.start}
 every = pytest.mark.parametrize("member", MEMBERS.values(), ids=MEMBERS)

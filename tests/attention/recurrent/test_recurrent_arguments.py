@@ -5,14 +5,14 @@ import numpy as np
 import pytest
 
 from attention import based, delta_rule, hedgehog, linear, linear_step, mamba2, reference
-from attention.recurrent import rules
-from attention.recurrent.based import BASED
-from attention.recurrent.delta_rule import DELTA_RULE
-from attention.recurrent.hedgehog import HEDGEHOG
-from attention.recurrent.linear import LINEAR
-from attention.recurrent.mamba2 import MAMBA2
-from attention.recurrent.step import STEP
-from tiles.frameworks import describe
+from attention.plans import recurrent_checks
+from attention.public.based_features import BASED
+from attention.public.delta_rules import DELTA_RULE
+from attention.public.hedgehog_features import HEDGEHOG
+from attention.public.linear_family import LINEAR
+from attention.public.mamba import MAMBA2
+from attention.public.token_steps import STEP
+from tiles.launching.frameworks import describe
 
 bf16, f16, f32 = ml_dtypes.bfloat16, np.float16, np.float32
 EXTENTS = dict(B=2, S=5, G=3, H=6, K=32, V=16, N=2, E=2, F=160)
@@ -56,7 +56,7 @@ def problem(member="linear", layout="bshd", **arrays):
     args = required_arrays(member) | arrays
     forms = {name: describe(args[name], name).form for name in schema.names if name in args}
     result = schema.problem(forms, layout)
-    rules.check_extents(result, *(("B", "x") if member == "mamba2" else ()))
+    recurrent_checks.check_extents(result, *(("B", "x") if member == "mamba2" else ()))
     return result
 
 
@@ -67,7 +67,12 @@ def test_extents_and_results():
     assert p.made("out") == ((2, 5, 6, 16), "bfloat16") and p.made("state") == ((2, 6, 32, 16), "float32")
     assert p.made("final_z") == ((2, 6, 32), "float32") and p["initial_state"].form.shape == (2, 6, 32, 16)
     assert p["q"].form.strides == (5 * 3 * 64, 3 * 64, 64, 2) and p["out"].form.strides == (5 * 6 * 32, 6 * 32, 32, 2)
-    assert p.by_tma and rules.resolve_scale(p, None) == 32**-0.5 and not rules.has_channel_decay(p) and not rules.is_varlen(p)
+    assert (
+        p.by_tma
+        and recurrent_checks.resolve_scale(p, None) == 32**-0.5
+        and not recurrent_checks.has_channel_decay(p)
+        and not recurrent_checks.is_varlen(p)
+    )
 
 
 @all_members
@@ -95,7 +100,7 @@ def test_a_step_has_no_sequence():
 def test_shapes_of_decay(member, choice, shape):
     decay = valid(member, "decay", choice)
     p = problem(member, decay=decay)
-    assert p["decay"].form.shape == shape and rules.has_channel_decay(p) == (choice == 2)
+    assert p["decay"].form.shape == shape and recurrent_checks.has_channel_decay(p) == (choice == 2)
     assert problem(member, decay=decay.astype(bf16))["decay"].form.dtype == "bfloat16"
 
 
@@ -104,7 +109,7 @@ def test_packed_sequences(member):
     args = required_arrays(member, B=1, S=9)
     ends = zeros(4, dtype=np.int64)
     p = problem(member, **args, cu_seqlens=ends, initial_state=zeros(3, 6, 32, 16, dtype=f32))
-    assert p("BNS") == (1, 3, 9) and p.made("state")[0] == (3, 6, 32, 16) and rules.is_varlen(p)
+    assert p("BNS") == (1, 3, 9) and p.made("state")[0] == (3, 6, 32, 16) and recurrent_checks.is_varlen(p)
     assert p["cu_seqlens"].form.dtype == "int64"
 
 

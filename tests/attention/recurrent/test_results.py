@@ -2,9 +2,9 @@
 
 import pytest
 
-from attention.recurrent.kernels import chunk_ampere, chunk_hopper
-from attention.recurrent.kernels.gates import Gate, HeadGate, Mamba2Gate, TokenGate
-from attention.recurrent.kernels.results import ScanNormalizer, ScanOutputs, ScanStates
+from attention.kernels import chunk_ampere, chunk_hopper
+from attention.parts.recurrent.gates import Gate, HeadGate, Mamba2Gate, TokenGate
+from attention.parts.recurrent.results import ScanNormalizer, ScanOutputs, ScanStates
 from tiles import bf16
 
 

@@ -9,15 +9,15 @@ from places import OnInterpreter
 from poison import Packing, as_on_a_device, poisoned
 
 from attention import reference
-from attention.recurrent import chunks
-from attention.recurrent import delta_rule as module
-from attention.recurrent.chunks import Costs, choose_segments
-from attention.recurrent.delta_rule import delta_rule
-from attention.recurrent.kernels import gla_states_hopper, kda_states_hopper, maps_hopper, starts
-from attention.recurrent.linear import linear
+from attention.kernels import compose_segment_states, delta_compose_states_hopper, gla_states_hopper, kda_states_hopper
+from attention.plans import recurrent_chunks
+from attention.plans.recurrent_chunks import Costs, choose_segments
+from attention.public import delta_rules as module
+from attention.public.delta_rules import delta_rule
+from attention.public.linear_family import linear
 from tiles import bf16, fp16, fp32
-from tiles.arguments import signature
-from tiles.compiler import compile_kernel
+from tiles.compiling.compiler import compile_kernel
+from tiles.launching.arguments import signature
 
 KINDS = "none", "head", "token", "channel"  # of decays
 
@@ -53,7 +53,7 @@ def agree(place, args, factor=2, **more):
 @pytest.fixture
 def cut(monkeypatch, nothing_known):
     """cut(n): calls cut every sequence into n segments from then on."""
-    return lambda n: monkeypatch.setattr(chunks, "choose_segments", lambda *_: n)
+    return lambda n: monkeypatch.setattr(recurrent_chunks, "choose_segments", lambda *_: n)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -150,9 +150,9 @@ def test_without_an_initial_state(place, cut, delta, kind):
 @pytest.mark.parametrize(("delta", "kind"), [(False, "token"), (False, "channel"), (True, "token"), (True, "channel")])
 def test_calls_use_the_chosen_number(monkeypatch, nothing_known, delta, kind):
     """Also when only the length of a repeated call is new."""
-    numbers, choose = [], chunks.choose_segments
-    monkeypatch.setattr(chunks, "choose_segments", lambda *args: numbers.append(choose(*args)) or numbers[-1])
-    for place in chunks, module:
+    numbers, choose = [], recurrent_chunks.choose_segments
+    monkeypatch.setattr(recurrent_chunks, "choose_segments", lambda *args: numbers.append(choose(*args)) or numbers[-1])
+    for place in recurrent_chunks, module:
         monkeypatch.setattr(place, "machine", lambda _: SimpleNamespace(processors=9))
     for length in 1300, 1000, 200, 64:
         agree(OnInterpreter(), case(delta, kind, length, 16, 16))
@@ -208,8 +208,8 @@ SHIPPED = [
     (gla_states_hopper, gla_states_hopper.Config(256, 1, fp16, fp16)),
     (kda_states_hopper, kda_states_hopper.Config(128, 2, fp32, bf16, True)),
     (kda_states_hopper, kda_states_hopper.Config(128, 1, fp16, fp16)),
-    (maps_hopper, maps_hopper.Config(128)),
-    (starts, starts.Config(True)),
+    (delta_compose_states_hopper, delta_compose_states_hopper.Config(128)),
+    (compose_segment_states, compose_segment_states.Config(True)),
 ]
 
 

@@ -1,4 +1,4 @@
-"""attention/recurrent/step.py: one token of all members, against the recurrence in float64."""
+"""attention/public/token_steps.py: one token of all members, against the recurrence in float64."""
 
 import itertools
 
@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from attention import reference
-from attention.recurrent import token_plan
-from attention.recurrent.kernels.token_loop import LARGEST_KEY_DIMS, Config, make
-from attention.recurrent.step import linear_step
-from tiles.arguments import signature
-from tiles.compiler import compile_kernel
+from attention.kernels.linear_token_loop import LARGEST_KEY_DIMS, Config, make
+from attention.plans import token_loop
+from attention.public.token_steps import linear_step
+from tiles.compiling.compiler import compile_kernel
+from tiles.launching.arguments import signature
 
 bf16, f16, f32 = ml_dtypes.bfloat16, np.float16, np.float32
 DECAYS = {"none": None, "head": (4,), "token": (3, 4), "channel": (3, 4, None)}
@@ -145,7 +145,7 @@ def test_states_without_accesses_of_16_bytes(change, message):
 
 
 def test_more_sequences_than_a_grid_has_room_for(monkeypatch):
-    monkeypatch.setattr(token_plan, "MAX_GRID_YZ", 2)
+    monkeypatch.setattr(token_loop, "MAX_GRID_YZ", 2)
     with pytest.raises(ValueError, match="^q: must have at most 2 heads and sequences: heads=4, sequences=3"):
         linear_step(**inputs(48, 80))
 

@@ -1,10 +1,10 @@
-"""attention/recurrent/kernels/tokens.py: a chunk that overlaps the next sequence."""
+"""attention/parts/recurrent/tokens.py: a chunk that overlaps the next sequence."""
 
 import numpy as np
 from numba import cuda
 
 import tiles
-from attention.recurrent.kernels.tokens import SequenceLayout, TokenRange
+from attention.parts.recurrent.tokens import SequenceLayout, TokenRange
 from ops import zeros
 from tiles import bf16, fp32, rt
 

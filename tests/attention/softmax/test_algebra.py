@@ -6,9 +6,9 @@ from judged import agree, inputs
 from places import OnInterpreter
 
 import attention
-from attention.softmax import launches
-from attention.softmax.algebra import RelativeWindow, mask_bounds, score_variant
-from attention.softmax.scores import Scored, ScoredInUnit, SlopedBy
+from attention.parts.scores import Scored, ScoredInUnit, SlopedBy
+from attention.plans import forward_launches
+from attention.scoring.algebra import RelativeWindow, mask_bounds, score_variant
 from ops import exp2, less_equal, tanh
 
 I, J = np.arange(40)[:, None], np.arange(50)[None]
@@ -116,7 +116,7 @@ def test_a_mask_joins_a_window(option):
 
 def test_the_same_bits_as_what_is_built_in(monkeypatch):
     """Gradients, too; and no lists are made."""
-    monkeypatch.setattr(launches.PreparationSteps, "list_key_blocks", None)
+    monkeypatch.setattr(forward_launches.PreparationSteps, "list_key_blocks", None)
     (q, k, v), options = _case("window", 70, 70)
     mine, theirs = ({"mask": options["mask"]}, {"window": (8, 0)})
     found = []

@@ -14,9 +14,9 @@ from poison import Packing, as_on_a_device, edges, unseen
 
 import attention
 from attention import reference
-from attention.softmax.backward import ampere, hopper
-from attention.softmax.variants import Both
-from attention.softmax.visible_keys import CAUSAL, FULL, Left, Right
+from attention.kernels import backward_ampere, backward_hopper
+from attention.parts.variant import Both
+from attention.parts.visibility import CAUSAL, FULL, Left, Right
 from tiles import bf16, fp16
 from tiles.targets import LARGE, MULTIPROCESSORS, RESERVED
 
@@ -90,13 +90,13 @@ def test_wide_heads(place, lengths, heads, options):
     ],
 )
 def test_shapes_for_short_sequences(head_dim, lengths, variant, shape):
-    chosen = ampere.short_shape(head_dim, 8, variant, *lengths)
+    chosen = backward_ampere.short_shape(head_dim, 8, variant, *lengths)
     assert (chosen and chosen[:2]) == shape
 
 
 def test_warps_have_equal_parts_of_dq():
     with pytest.raises(ValueError, match="warps: must divide the 2 parts of dQ: self.warps=4"):
-        ampere.config_for(64, bf16, FULL, shape=(64, 32, 16, 32, False, 3))
+        backward_ampere.config_for(64, bf16, FULL, shape=(64, 32, 16, 32, False, 3))
 
 
 SHORT = [(16, 16), (64, 64), (49, 64), (1, 1), (33, 300), (30, 20), (100, 128)]
@@ -250,7 +250,7 @@ def test_packed_sequences(place, case, head_dim, family):
 def test_packed_lengths_around_every_tile_edge(place, family, head_dim, options, monkeypatch):
     """Rows before and after a sequence are not read, and gradients after the last sequence are 0."""
     as_on_a_device(monkeypatch)
-    module = {"sm_90": hopper, "sm_80": ampere}[family]
+    module = {"sm_90": backward_hopper, "sm_80": backward_ampere}[family]
     config = module.config_for(head_dim, bf16, CAUSAL)
     packing = Packing(edges(config.rows, config.kv, most=65 if "window" in options and config.rows < 128 else 129))
     arrays = [draw((1, int(packing.alone[-1]), 1, head_dim), BF16) for _ in range(3)]
@@ -478,10 +478,12 @@ def test_outputs_must_not_overlap():
 
 
 def test_every_head_dim_has_a_configuration_that_fits():
-    for head_dim, (module, room) in itertools.product(range(8, 257, 8), ((hopper, 227), (ampere, 99))):
+    for head_dim, (module, room) in itertools.product(range(8, 257, 8), ((backward_hopper, 227), (backward_ampere, 99))):
         config = module.config_for(head_dim, bf16, CAUSAL)
         assert config.head_dim >= head_dim and module.make(config)[1].nbytes <= room * 1024, config
-    for capability, dim, variant, vector_bytes in itertools.product(MULTIPROCESSORS, ampere.SHAPES, (FULL, CAUSAL), (16, 8)):
-        config = ampere.config_for(dim, bf16, variant, vector_bytes, capability=capability)
-        block_bytes, available = ampere.make(config)[1].nbytes + RESERVED, MULTIPROCESSORS[capability][2] * 1024
+    for capability, dim, variant, vector_bytes in itertools.product(
+        MULTIPROCESSORS, backward_ampere.SHAPES, (FULL, CAUSAL), (16, 8)
+    ):
+        config = backward_ampere.config_for(dim, bf16, variant, vector_bytes, capability=capability)
+        block_bytes, available = backward_ampere.make(config)[1].nbytes + RESERVED, MULTIPROCESSORS[capability][2] * 1024
         assert block_bytes * (config.resident if available > LARGE else 1) <= available, (capability, config)

@@ -15,11 +15,11 @@ from test_backward import call
 
 import attention
 from attention import reference
-from attention.softmax.backward import launches as module
-from attention.softmax.backward.tiling import QueryTiling
-from attention.softmax.tiling import Tiling
-from attention.softmax.variants import Both
-from attention.softmax.visible_keys import CAUSAL, Left, Masked, Right
+from attention.parts.backward.query_tiling import QueryTiling
+from attention.parts.tiling import Tiling
+from attention.parts.variant import Both
+from attention.parts.visibility import CAUSAL, Left, Masked, Right
+from attention.plans import backward_launches as module
 from ops import rsqrt, sigmoid, tanh, where
 
 F32 = np.float32

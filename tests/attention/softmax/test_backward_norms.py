@@ -11,8 +11,8 @@ from poison import as_on_a_device, poisoned, unseen
 
 import attention
 from attention import reference
+from attention.plans import norm_gradients
 from attention.reference import gradients as formula
-from attention.softmax.backward import norm_programs
 from tiles import fp16
 
 F32, FP16 = np.dtype(np.float32), fp16.np
@@ -42,7 +42,7 @@ def agree(place, q, k, v, **options):
 
 def gradients_of_layer_norm(place, x, dy, norm):
     """[dx, dweights, dbias] by the kernels."""
-    dx, (parts,) = norm_programs.norm_gradients(
+    dx, (parts,) = norm_gradients.norm_gradients(
         "q", *map(place.put, (x, dy)), tuple(map(place.put, norm)), 1e-6, None, None, "bshd"
     )
     return [place.get(y) for y in (dx, *parts)]

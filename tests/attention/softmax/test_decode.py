@@ -13,7 +13,10 @@ from poison import Packing, as_on_a_device, edges, poisoned
 
 import attention
 from attention import reference
-from attention.softmax.decode import ampere, decode, hopper, launches, splits
+from attention.kernels import decode_ampere, decode_hopper
+from attention.parts.decode import splits
+from attention.plans import decode_launches
+from attention.public import decoding
 from tiles.targets import LARGE, capability, shared_bytes
 
 FP16 = np.dtype(np.float16)
@@ -78,7 +81,7 @@ TALL = [  # lengths, tokens, heads, options: more than 32 rows a key head
 @pytest.mark.parametrize(("size", "window"), [(None, None), (64, None), (24, None), (None, (70, 0))])
 def test_lengths_around_every_edge_of_tiles_of_64(place, size, window):
     """NaN after each length, and before windows."""
-    lengths = edges(hopper.KV, 2 * hopper.KV)
+    lengths = edges(decode_hopper.KV, 2 * decode_hopper.KV)
     agree(place, *case(lengths, 3, 2, 1), lengths, size=size, window=window, splits=2 - (size is None), family="sm_90")
 
 
@@ -116,7 +119,7 @@ def test_every_head_dim_in_tiles_of_64(place, head_dim, value_dim, size):
 def test_rings_wrap_around(head_dim, size):
     """One block's keys fill each ring more than twice: no consumer confuses two phases of the same parity, in whatever order
     TMA's tiles arrive."""
-    keys = hopper.KV * (2 * max(hopper.STAGES.values()) + 1)
+    keys = decode_hopper.KV * (2 * max(decode_hopper.STAGES.values()) + 1)
     agree(OnInterpreter(), *case((keys,), 2, 2, 1, head_dim=head_dim), (keys,), size=size, splits=1, family="sm_90")
 
 
@@ -343,8 +346,8 @@ def test_many_short_caches(place, head_dim, size, more, monkeypatch, nothing_kno
     """A block has all keys of a sequence: neither stream-K nor splits, and no combining launch."""
     lengths = (5, 130, 1, 0, 70, 64, 90, 33, 127, 128, 129, 2, 99) * (1 if isinstance(place, OnInterpreter) else 50)
     q, k, v = case(lengths, head_dim=head_dim, tokens=more.get("tokens", 1))
-    monkeypatch.setattr(launches, "choose_share_count", None)
-    monkeypatch.setattr(launches, "choose_split_count", None)
+    monkeypatch.setattr(decode_launches, "choose_share_count", None)
+    monkeypatch.setattr(decode_launches, "choose_split_count", None)
     agree(place, q, k, v, lengths, size=size, **{name: x for name, x in more.items() if name != "tokens"})
 
 
@@ -365,11 +368,11 @@ def test_many_splits_take_time_to_combine(blocks, tiles, wanted):
 def test_every_shape_fits(arch):
     """Shared memory holds `resident` blocks a multiprocessor, each with 1 KB that CUDA reserves."""
     most = shared_bytes(capability(arch))
-    for config in ampere.space(arch, False):
-        _, smem = ampere.make(config)
+    for config in decode_ampere.space(arch, False):
+        _, smem = decode_ampere.make(config)
         assert smem.nbytes <= most and config.resident * (smem.nbytes + 1024) <= most + 1024
-    for config in hopper.space(arch, True):
-        assert hopper.make(config)[1].nbytes <= LARGE
+    for config in decode_hopper.space(arch, True):
+        assert decode_hopper.make(config)[1].nbytes <= LARGE
 
 
 # ---- refused ---------------------------------------------------------------------------------------------------------
@@ -439,6 +442,6 @@ def test_a_page_beyond_the_pool_is_refused():
 
 
 def test_arguments_are_documented():
-    assert decode.DECODE.names[:4] == ("q", "k", "v", "lengths")
-    for name in decode.DECODE.names:
+    assert decoding.DECODE.names[:4] == ("q", "k", "v", "lengths")
+    for name in decoding.DECODE.names:
         assert name in attention.decode.__doc__

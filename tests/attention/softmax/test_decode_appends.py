@@ -16,7 +16,7 @@ import attention
 from attention import reference
 from tiles import fp8e4m3
 
-decoding = importlib.import_module("attention.softmax.decode.decode")
+decoding = importlib.import_module("attention.public.decoding")
 FP8, POSITIONS = fp8e4m3.np, 256
 ANGLES = np.arange(POSITIONS)[:, None] * 100.0 ** (-np.arange(32) / 32)
 COS, SIN = np.cos(ANGLES).astype(np.float32), np.sin(ANGLES).astype(np.float32)

@@ -16,7 +16,7 @@ import attention
 from attention import reference
 from attention.reference.softmax import normalize_rows
 
-decoding = importlib.import_module("attention.softmax.decode.decode")
+decoding = importlib.import_module("attention.public.decoding")
 F32, F64, EPS = np.dtype(np.float32), np.float64, 1e-2
 
 

@@ -11,15 +11,16 @@ from judged_gradients import agree
 from places import OnInterpreter
 
 import attention
-from attention.softmax.backward import dq_order, hopper_folded, hopper_narrow
-from attention.softmax.backward.dq_order import AscendingAdds
-from attention.softmax.backward.launches import choose_raster_group
-from attention.softmax.variants import ScoreContext
-from attention.softmax.visible_keys import CAUSAL
+from attention.kernels import backward_folded_hopper, backward_narrow_hopper
+from attention.parts.backward import dq_order
+from attention.parts.backward.dq_order import AscendingAdds
+from attention.parts.variant import ScoreContext
+from attention.parts.visibility import CAUSAL
+from attention.plans.backward_launches import choose_raster_group
 from ops import add_held, count_stored, count_up, grid, tma_add, tma_store, wait_count
 from tiles import Hazard, bf16, interpreter
+from tiles.compiling.numba_types import void
 from tiles.interpreter import here
-from tiles.numba_types import void
 from tiles.op import OPS, lowers, op
 
 F32 = np.float32
@@ -123,7 +124,9 @@ def test_only_listed_blocks_are_waited_for(family, monkeypatch):
 
 
 @pytest.mark.parametrize("lengths", [(0, 1), (1, 700), (300, 2000), (2000, 300), (1700, 1700)], ids=str)
-@pytest.mark.parametrize(("module", "head_dim"), [(hopper_narrow, 64), (hopper_folded, 128)], ids=["64", "128"])
+@pytest.mark.parametrize(
+    ("module", "head_dim"), [(backward_narrow_hopper, 64), (backward_folded_hopper, 128)], ids=["64", "128"]
+)
 def test_snake_waits_only_for_earlier_thread_blocks(module, head_dim, lengths):
     """The key blocks that see a query tile have 0, 1, .. prior adds in the order in which their thread blocks begin. Groups
     begin alternately with their last keys and with their first."""
@@ -142,7 +145,9 @@ def test_snake_waits_only_for_earlier_thread_blocks(module, head_dim, lengths):
 
 
 @pytest.mark.parametrize("lengths", [(1, 1), (1, 700), (300, 900), (700, 700)], ids=str)
-@pytest.mark.parametrize(("module", "head_dim"), [(hopper_narrow, 64), (hopper_folded, 128)], ids=["64", "128"])
+@pytest.mark.parametrize(
+    ("module", "head_dim"), [(backward_narrow_hopper, 64), (backward_folded_hopper, 128)], ids=["64", "128"]
+)
 def test_last_block_stores_before_others_add(module, head_dim, lengths):
     """One key block stores each query tile, and its thread block begins before all others that see the tile, with this tile."""
     (queries, keys), config = lengths, module.config_for(head_dim, bf16, CAUSAL, stores_first=True)
@@ -166,7 +171,7 @@ def test_last_block_stores_before_others_add(module, head_dim, lengths):
 def test_raster_group():
     """As many heads at once as leave each the thread blocks that should begin together: with SnakeAdds, those of a group."""
     snake, last_block, plain = (
-        hopper_folded.config_for(128, bf16, CAUSAL, deterministic=deterministic, stores_first=stores_first).order
+        backward_folded_hopper.config_for(128, bf16, CAUSAL, deterministic=deterministic, stores_first=stores_first).order
         for deterministic, stores_first in [(True, True), (False, True), (False, False)]
     )
     ascending = AscendingAdds(1, True)
@@ -277,7 +282,7 @@ def test_overlapping_launches_wait(options, monkeypatch):
     assert calls["prepare", "wait"] == calls["prepare", "release"] > 0 and not calls["finish", "release"]
     if calls["finish", "wait"]:
         assert wait == release == (16 if not options and q.shape[-1] == 64 else 12)  # warps of a thread block
-    else:  # two kernels: hopper_wide.py, hopper_wide_queries.py
+    else:  # two kernels: backward_wide_hopper.py, backward_wide_queries_hopper.py
         assert wait == 2 * release == 24
 
 

@@ -8,11 +8,11 @@ from judged import agree, inputs
 from poison import poisoned
 
 import attention
-from attention.softmax.assembled import build_variant
-from attention.softmax.dropped import Dropped, dropout_numbers
-from attention.softmax.forward_programs import _variant
-from tiles.arrays import Number
+from attention.parts.weight_dropout import Dropped, dropout_numbers
+from attention.plans.forward_programs import _variant
+from attention.plans.variant_spec import build_variant
 from tiles.dtypes import bf16, fp16
+from tiles.launching.arrays import Number
 
 F32 = np.dtype(np.float32)
 

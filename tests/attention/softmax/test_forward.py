@@ -13,9 +13,9 @@ from places import BF16, OnCard, OnInterpreter, random_on_the_card
 
 import attention
 from attention import reference
-from attention.softmax import ampere, hopper
-from attention.softmax.sequences import BatchedLayout, PackedLayout
-from attention.softmax.visible_keys import CAUSAL, FULL
+from attention.kernels import forward_ampere, forward_hopper
+from attention.parts.sequences import BatchedLayout, PackedLayout
+from attention.parts.visibility import CAUSAL, FULL
 from tiles import bf16
 from tiles.cp_async import PIECES
 from tiles.targets import LARGE, SMALL
@@ -139,14 +139,14 @@ def test_no_hazard_under_random_orders(head_dim, seed, monkeypatch):
     ],
 )
 def test_tiles_have_as_many_rows_as_there_are_queries(head_dim, variant, queries, pairs, kind, wanted):
-    config = hopper.config_for(head_dim, bf16, variant, 512, **kind)
-    assert hopper.fit_to_load(config, queries, 512, pairs, 132).rows == wanted
+    config = forward_hopper.config_for(head_dim, bf16, variant, 512, **kind)
+    assert forward_hopper.fit_to_load(config, queries, 512, pairs, 132).rows == wanted
 
 
 def test_two_consumers_where_three_leave_multiprocessors_idle():
     """4 heads of 4096 queries: 88 tiles of 192 rows, or 128 of 128; the same blocks of keys."""
-    config = hopper.config_for(128, bf16, FULL, 4096)
-    less = hopper.fit_to_load(config, 4096, 4096, 4, 132)
+    config = forward_hopper.config_for(128, bf16, FULL, 4096)
+    less = forward_hopper.fit_to_load(config, 4096, 4096, 4, 132)
     assert (config.rows, less.rows) == (192, 128) and config.kv == less.kv and not less.weights_in_shared
 
 
@@ -156,9 +156,9 @@ def test_two_consumers_where_three_leave_multiprocessors_idle():
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_fewer_consumers_have_the_same_blocks_of_keys(head_dim, variant, keys):
     """All that bits follow from; those of many short sequences, too, where blocks are asked for."""
-    config = hopper.config_for(head_dim, bf16, variant, keys)
+    config = forward_hopper.config_for(head_dim, bf16, variant, keys)
     for queries, pairs in itertools.product((1, 64, 65, 190, 4096), (1, 4, 16, 100, 132, 528)):
-        less = hopper.fit_to_load(config, queries, 512, pairs, 132, config.kv)
+        less = forward_hopper.fit_to_load(config, queries, 512, pairs, 132, config.kv)
         for name in ("kv", "head_dim", "value_dim", "dtype", "variant", "seq_layout"):
             assert getattr(less, name) == getattr(config, name)
 
@@ -167,14 +167,14 @@ def test_fewer_consumers_have_the_same_blocks_of_keys(head_dim, variant, keys):
 @pytest.mark.parametrize(("head_dim", "causal", "seq_kv"), [(64, False, 270), (64, True, 330), (96, True, 1100)])
 def test_fewer_consumers_give_the_same_bits(place, head_dim, causal, seq_kv, monkeypatch, nothing_known):
     """A head alone, and among as many as leave no multiprocessor idle; a tile of all consumers has rows of each."""
-    shapes, real = set(), hopper.fit_to_load
+    shapes, real = set(), forward_hopper.fit_to_load
 
     def fitted(config, *load):
         found = real(config, *load)
         shapes.add((config.consumers, found.consumers))
         return found
 
-    monkeypatch.setattr(hopper, "fit_to_load", fitted)
+    monkeypatch.setattr(forward_hopper, "fit_to_load", fitted)
     heads = 3 if isinstance(place, OnInterpreter) else 132
     q, k, v = inputs(1, 190, seq_kv, heads, heads, head_dim)
     told = {"causal": causal, "return_lse": True}
@@ -283,20 +283,20 @@ def test_bad_input_is_refused_before_any_launch():
 def test_every_head_dim_has_a_configuration_that_fits():
     for head_dim in range(8, 257, 8):
         for causal in (False, True):
-            for room, piece in itertools.product(ampere.BY_SHARED_MEMORY, PIECES):
-                config = ampere.config_for(head_dim, bf16, CAUSAL if causal else FULL, room, piece)
-                assert config.head_dim >= head_dim and ampere.make(config)[1].nbytes <= SMALL, config
-            config = hopper.config_for(head_dim, bf16, CAUSAL if causal else FULL, 1000)
-            _, smem = hopper.make(config)
+            for room, piece in itertools.product(forward_ampere.BY_SHARED_MEMORY, PIECES):
+                config = forward_ampere.config_for(head_dim, bf16, CAUSAL if causal else FULL, room, piece)
+                assert config.head_dim >= head_dim and forward_ampere.make(config)[1].nbytes <= SMALL, config
+            config = forward_hopper.config_for(head_dim, bf16, CAUSAL if causal else FULL, 1000)
+            _, smem = forward_hopper.make(config)
             assert config.head_dim >= head_dim and smem.nbytes <= LARGE, config
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192])
-@pytest.mark.parametrize("room", ampere.BY_SHARED_MEMORY)
+@pytest.mark.parametrize("room", forward_ampere.BY_SHARED_MEMORY)
 def test_two_blocks_share_a_multiprocessor(head_dim, room):
     """It has a kilobyte more than a block may have, and the driver takes one a block."""
     for piece in PIECES:
-        _, smem = ampere.make(ampere.config_for(head_dim, bf16, FULL, room, piece))
+        _, smem = forward_ampere.make(forward_ampere.config_for(head_dim, bf16, FULL, room, piece))
         assert 2 * (smem.nbytes + 1024) <= room + 1024
 
 

@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 import attention
-from attention.softmax import forward_programs
-from attention.softmax.planning import check_extents
-from tiles.arrays import Form
-from tiles.frameworks import describe
+from attention.plans import forward_programs
+from attention.plans.planning import check_extents
+from tiles.launching.arrays import Form
+from tiles.launching.frameworks import describe
 
 Q, KV = (2, 5, 6, 16), (2, 7, 3, 16)  # (B, S, H, D)
 bf16 = ml_dtypes.bfloat16

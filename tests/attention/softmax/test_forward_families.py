@@ -10,11 +10,12 @@ from poison import poisoned
 
 import attention
 from attention import families, reference
-from attention.softmax import ampere, forward_programs, launches
-from attention.softmax.visible_keys import CAUSAL, FULL
+from attention.kernels import forward_ampere
+from attention.parts.visibility import CAUSAL, FULL
+from attention.plans import forward_launches, forward_programs
 from tiles import bf16
-from tiles.arrays import c_ordered
-from tiles.device import Interpreter
+from tiles.launching.arrays import c_ordered
+from tiles.launching.devices import Interpreter
 
 pytestmark = pytest.mark.usefixtures("family")
 SKIPPED = [(4, 64), (2, 128), (6, 72), (1, 64), (3, 72)]
@@ -42,13 +43,15 @@ def test_arrays_that_tma_cannot_address(place, family, skip, head_dim):
 @pytest.mark.parametrize(("room", "head_dim"), [(99 * 1024, 96), (99 * 1024, 128), (99 * 1024, 192), (163 * 1024, 192)])
 def test_kernels_for_gpus_with_less_shared_memory(place, room, head_dim, monkeypatch, nothing_known):
     """Their shapes run everywhere."""
-    taken, config_for_problem = [], launches.config_for_problem
-    monkeypatch.setattr(launches, "machine", lambda _: Interpreter(shared_bytes=room))
-    monkeypatch.setattr(launches, "config_for_problem", lambda *args: taken.append(config_for_problem(*args)) or taken[-1])
+    taken, config_for_problem = [], forward_launches.config_for_problem
+    monkeypatch.setattr(forward_launches, "machine", lambda _: Interpreter(shared_bytes=room))
+    monkeypatch.setattr(
+        forward_launches, "config_for_problem", lambda *args: taken.append(config_for_problem(*args)) or taken[-1]
+    )
     for causal in (False, True):
         agree(place, *inputs(1, 147, 171, 1, 1, head_dim), causal=causal)
-    assert set(taken) == {ampere.config_for(head_dim, bf16, seen, room) for seen in (FULL, CAUSAL)}
-    assert ampere.config_for(head_dim, bf16, FULL) not in taken
+    assert set(taken) == {forward_ampere.config_for(head_dim, bf16, seen, room) for seen in (FULL, CAUSAL)}
+    assert forward_ampere.config_for(head_dim, bf16, FULL) not in taken
 
 
 VIEWS = {  # of arrays (1, 130, 2, 64), by sequence and head

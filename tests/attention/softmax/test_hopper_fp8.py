@@ -10,9 +10,10 @@ from poison import poisoned, unseen
 
 import attention
 from attention import reference
-from attention.softmax import forward_programs, hopper_fp8
+from attention.kernels import forward_fp8_hopper
+from attention.plans import forward_programs
 from ops import where
-from tiles.frameworks import describe
+from tiles.launching.frameworks import describe
 
 E4M3, FP16 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(np.float16)
 UNITS = "q_descale", "k_descale", "v_descale"
@@ -120,7 +121,7 @@ def test_descales_of_blocks(seq_q, seq_kv, head_dim, options):
 
 def test_two_blocks_a_tile(monkeypatch):
     """What many keys are served with; the diagonal goes through both."""
-    monkeypatch.setattr(hopper_fp8, "SHORT", 0)
+    monkeypatch.setattr(forward_fp8_hopper, "SHORT", 0)
     q, k, v = inputs(1, 210, 410, 2, 1, 128)
     for names in (), UNITS[:2]:
         agree(OnInterpreter(), q, k, v, causal=True, **block_units(q, k, v, *names))
@@ -233,15 +234,15 @@ def turned_before(monkeypatch):
     """V is turned by a kernel before, wherever there is one for it, and read as for so many keys."""
 
     def of(keys=0):
-        shape = hopper_fp8.transposed_shape
-        monkeypatch.setattr(hopper_fp8, "transposed_shape", lambda padded, _: shape(padded, keys))
-        monkeypatch.setattr(hopper_fp8, "pays_to_transpose", lambda padded, *_: shape(padded, keys) is not None)
+        shape = forward_fp8_hopper.transposed_shape
+        monkeypatch.setattr(forward_fp8_hopper, "transposed_shape", lambda padded, _: shape(padded, keys))
+        monkeypatch.setattr(forward_fp8_hopper, "pays_to_transpose", lambda padded, *_: shape(padded, keys) is not None)
 
     of()
     return of
 
 
-FORMS = [(dim, keys) for dim, shapes in hopper_fp8.TRANSPOSED.items() for keys in shapes]
+FORMS = [(dim, keys) for dim, shapes in forward_fp8_hopper.TRANSPOSED.items() for keys in shapes]
 
 
 @pytest.mark.parametrize(
@@ -294,7 +295,7 @@ def test_variants_have_their_values_turned_by_the_producer(turned_before):
 
 @pytest.mark.parametrize("values", [True, False], ids=["of values, too", "of keys"])
 def test_values_turned_before_with_descales_of_blocks(turned_before, place, monkeypatch, values):
-    monkeypatch.setattr(hopper_fp8, "SHORT", 0)  # of few keys it gains nothing
+    monkeypatch.setattr(forward_fp8_hopper, "SHORT", 0)  # of few keys it gains nothing
     q, k, v = inputs(1, 211, 301, 2, 1, 128)
     agree(place, q, k, v, causal=True, **block_units(q, k, v, *(UNITS if values else UNITS[:2])))
 
@@ -313,7 +314,7 @@ def test_values_turned_before_with_descales_of_blocks(turned_before, place, monk
 )
 def test_values_turned_before_on_the_card(card, keys, key_heads, head_dim, options):
     """Where nobody asks for it: many queries read them."""
-    assert hopper_fp8.pays_to_transpose(128, 2100, 700, 12, 4, 132)
+    assert forward_fp8_hopper.pays_to_transpose(128, 2100, 700, 12, 4, 132)
     agree(card, *inputs(1, 2100, keys, 12, key_heads, head_dim), **options)
 
 
@@ -331,7 +332,7 @@ def test_values_turned_before_on_the_card(card, keys, key_heads, head_dim, optio
     ],
 )
 def test_when_it_pays_to_transpose_values_before(problem, pays):
-    assert hopper_fp8.pays_to_transpose(*problem) is pays
+    assert forward_fp8_hopper.pays_to_transpose(*problem) is pays
 
 
 def test_what_turns_values_is_launched_before():

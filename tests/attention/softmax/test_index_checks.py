@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import attention
-from attention.softmax import launches
+from attention.plans import forward_launches
 
 S, H = 16, 2
 f16, f32 = np.float16, np.float32
@@ -58,7 +58,7 @@ INSIDE = [
 
 @pytest.mark.parametrize("arguments, message", SHORT)
 def test_what_forms_say_is_refused_before_a_kernel_is_made(arguments, message, monkeypatch):
-    monkeypatch.setattr(launches, "kernel_for", lambda *what: pytest.fail("makes a kernel"))
+    monkeypatch.setattr(forward_launches, "kernel_for", lambda *what: pytest.fail("makes a kernel"))
     with pytest.raises(ValueError) as raised:
         forward(**arguments)
     assert str(raised.value).startswith(message)

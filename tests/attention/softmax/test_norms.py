@@ -7,9 +7,9 @@ from places import OnInterpreter
 from poison import poisoned
 
 import attention
-from attention.softmax import ampere, hopper
-from attention.softmax.assembled import build_variant
-from attention.softmax.norm_parts import LayerNorm, Normed, RmsNorm
+from attention.kernels import forward_ampere, forward_hopper
+from attention.parts.norms import LayerNorm, Normed, RmsNorm
+from attention.plans.variant_spec import build_variant
 from tiles import bf16
 from tiles.dtypes import fp16
 from tiles.targets import LARGE
@@ -83,9 +83,9 @@ def test_a_plain_kernels_shape_serves_norms():
     """Norms leave a kernel's tiles as long as they were, so tiles follow each other where plain attention's do."""
     for norm in RmsNorm(), LayerNorm():
         variant = build_variant(1.0, True, more=[(Normed(norm), {})]).variant
-        config = hopper.config_for(128, bf16, variant, 1000)
-        assert config.persistent and config.q_stages == 2 and hopper.make(config)[1].nbytes <= LARGE
-        assert ampere.config_for(128, bf16, variant).variant is variant
+        config = forward_hopper.config_for(128, bf16, variant, 1000)
+        assert config.persistent and config.q_stages == 2 and forward_hopper.make(config)[1].nbytes <= LARGE
+        assert forward_ampere.config_for(128, bf16, variant).variant is variant
 
 
 @pytest.mark.parametrize(("options", "what"), [

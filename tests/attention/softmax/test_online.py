@@ -1,4 +1,5 @@
-"""attention/softmax/online.py: what has been seen of keys block by block, in any order, and merged, is the softmax of all."""
+"""attention/parts/online_softmax.py: what has been seen of keys block by block, in any order, and merged, is the softmax of
+all."""
 
 import math
 
@@ -7,12 +8,12 @@ import pytest
 from numba import cuda
 
 import tiles
-from attention.softmax.online import LOWEST, SLACK, Softmax
-from attention.softmax.visible_keys import FULL
+from attention.parts.online_softmax import LOWEST, SLACK, Softmax
+from attention.parts.visibility import FULL
 from ops import load, mma_AB, store
 from tiles import bf16, fp32, inlined, rt
-from tiles.arguments import parameter
-from tiles.compiler import compile_kernel
+from tiles.compiling.compiler import compile_kernel
+from tiles.launching.arguments import parameter
 
 S, V, O = rt(16, 32, fp32), rt(32, 16, bf16, "col"), rt(16, 16, fp32)
 softmax = Softmax(O)

@@ -6,7 +6,7 @@ from judged import draw
 from places import BF16
 
 import attention
-from attention.softmax.projected import projected, projected_backward
+from attention.public.projected_qkv import projected, projected_backward
 from tiles.dtypes import fp16
 
 FP16, F32 = fp16.np, np.float32

@@ -1,4 +1,4 @@
-"""softmax/remote_keys.py: keys in two buffers, one of which is still filling, give the bits of keys in one buffer."""
+"""plans/remote_keys.py: keys in two buffers, one of which is still filling, give the bits of keys in one buffer."""
 
 import pytest
 
@@ -7,9 +7,10 @@ pytest.importorskip("torch")
 import torch
 
 import attention
-from attention.softmax import hopper, remote_keys
-from attention.softmax.key_sources import StreamingBuffers, TwoBuffers
-from attention.softmax.remote_keys import KeyPlacement
+from attention.kernels import forward_hopper
+from attention.parts.key_sources import StreamingBuffers, TwoBuffers
+from attention.plans import remote_keys
+from attention.plans.remote_keys import KeyPlacement
 from tiles.interpreter import Hazard
 
 ROWS, PARTS = 256, 2
@@ -96,7 +97,7 @@ def test_a_kernel_waits_for_required_copies_only():
 def test_kernels_are_in_the_space():
     """`inspect` compiles what the space lists, and checks it for spills."""
     for everything in (False, True):
-        kinds = [type(config.kv_source) for config in hopper.space("sm_90a", everything)]
+        kinds = [type(config.kv_source) for config in forward_hopper.space("sm_90a", everything)]
         assert TwoBuffers in kinds and StreamingBuffers in kinds
 
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 import ops
-from attention.softmax.score_derivative import GRADIENT_RULES, differentiate
-from attention.softmax.symbolic import WITHOUT_GRADIENT
+from attention.scoring.score_derivative import GRADIENT_RULES, differentiate
+from attention.scoring.symbolic import WITHOUT_GRADIENT
 from tiles import fp32
 
 STEP = 2.0**-8

@@ -1,6 +1,6 @@
 """bench/search_backward.py: what is in use is among what the search finds."""
 
-from attention.softmax.backward import hopper, hopper_narrow
+from attention.kernels import backward_hopper, backward_narrow_hopper
 from bench import search_backward as search
 from tiles.targets import LARGE
 
@@ -8,10 +8,10 @@ from tiles.targets import LARGE
 def test_what_is_in_use_fits():
     found = search.candidates(64)
     assert [config for module, config in found if search.in_use(module, config)] == [
-        hopper_narrow.config_for(64, *search.PLAIN)
+        backward_narrow_hopper.config_for(64, *search.PLAIN)
     ]
     for module, config in found:
-        assert search.registers(module, config) < hopper.REGISTERS[1]
+        assert search.registers(module, config) < backward_hopper.REGISTERS[1]
         assert search.shared_bytes(module, config) <= LARGE
 
 

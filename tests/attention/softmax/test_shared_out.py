@@ -1,5 +1,5 @@
 """Calls with few tiles of queries and many keys: which of them decode's kernels serve, in tiles of query tokens and parts of
-the keys (shared_out.py, decode/splits.py), and that they give the same."""
+the keys (split_forward.py, decode/splits.py), and that they give the same."""
 
 import importlib
 
@@ -9,9 +9,9 @@ import pytest
 from judged import agree, inputs
 
 import attention
-from attention.softmax import shared_out
-from attention.softmax.decode import launches, splits
-from tiles.device import Interpreter
+from attention.parts.decode import splits
+from attention.plans import decode_launches, split_forward
+from tiles.launching.devices import Interpreter
 
 PROCESSORS = 40
 
@@ -19,11 +19,11 @@ PROCESSORS = 40
 @pytest.fixture
 def shared(monkeypatch, nothing_known):
     """The calls of plan_split_kv, on a GPU with more multiprocessors than problems here have tiles; 100 keys are many."""
-    plan_split_kv, calls = launches.plan_split_kv, []
-    monkeypatch.setattr(launches, "machine", lambda ordinal: Interpreter(processors=PROCESSORS))
-    monkeypatch.setattr(shared_out, "LEAST", 60)
+    plan_split_kv, calls = decode_launches.plan_split_kv, []
+    monkeypatch.setattr(decode_launches, "machine", lambda ordinal: Interpreter(processors=PROCESSORS))
+    monkeypatch.setattr(split_forward, "LEAST", 60)
     monkeypatch.setattr(splits, "LONG", 100)
-    for module in (shared_out, importlib.import_module("attention.softmax.decode.decode")):
+    for module in (split_forward, importlib.import_module("attention.public.decoding")):
         monkeypatch.setattr(module, "plan_split_kv", lambda *args: calls.append(args) or plan_split_kv(*args))
     return calls
 

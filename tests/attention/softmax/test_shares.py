@@ -7,8 +7,8 @@ from judged_gradients import agree
 
 import attention
 from attention import reference
-from attention.softmax.backward import launches
-from attention.softmax.backward.query_split import QuerySplit, split_queries
+from attention.plans import backward_launches
+from attention.plans.query_split import QuerySplit, split_queries
 
 
 @pytest.mark.parametrize(
@@ -34,13 +34,13 @@ def test_as_many_partials_as_give_at_most_the_wanted_thread_blocks(group, thread
 def splits(monkeypatch, nothing_known, request):
     """Problems are split as for 132 multiprocessors (or as many as the parameter says), instead of the interpreter's. Returns
     the list of splits that were chosen."""
-    chosen, original, processors = [], launches.choose_split, getattr(request, "param", 132)
+    chosen, original, processors = [], backward_launches.choose_split, getattr(request, "param", 132)
 
     def choose_split(*args):
         chosen.append(original(*args[:-1], processors))
         return chosen[-1]
 
-    monkeypatch.setattr(launches, "choose_split", choose_split)
+    monkeypatch.setattr(backward_launches, "choose_split", choose_split)
     return chosen
 
 

@@ -1,4 +1,4 @@
-"""attention/softmax/tiling.py: every tile is somebody's, the longest come first, and nobody gets much more than others."""
+"""attention/parts/tiling.py: every tile is somebody's, the longest come first, and nobody gets much more than others."""
 
 import itertools
 from types import SimpleNamespace
@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from attention.softmax import hopper
-from attention.softmax.sequences import PackedLayout
-from attention.softmax.tiling import Tiling, balance_raster_groups, choose_raster_group
-from attention.softmax.variants import Both, ScoreContext
-from attention.softmax.visible_keys import CAUSAL, FULL, Left, Masked, Right
+from attention.kernels import forward_hopper
+from attention.parts.sequences import PackedLayout
+from attention.parts.tiling import Tiling, balance_raster_groups, choose_raster_group
+from attention.parts.variant import Both, ScoreContext
+from attention.parts.visibility import CAUSAL, FULL, Left, Masked, Right
 from tiles import bf16
 
 L2 = 50 * 2**20
@@ -58,7 +58,7 @@ def shares(config, length, grid, band=None, **given):
 @pytest.mark.parametrize("causal", [False, True])
 def test_bands_fit_the_cache_and_share_the_work(grid, head_dim, length, causal):
     """No block of the grid has much more to do than the average."""
-    config = hopper.config_for(head_dim, bf16, CAUSAL if causal else FULL, length)
+    config = forward_hopper.config_for(head_dim, bf16, CAUSAL if causal else FULL, length)
     if not config.persistent:
         pytest.skip("a block a tile: the hardware shares the work")
     work = shares(config, length, grid)
@@ -69,7 +69,7 @@ def test_bands_fit_the_cache_and_share_the_work(grid, head_dim, length, causal):
 @pytest.mark.parametrize("length", [2048, 4096, 8192])
 def test_a_window_is_shared_pair_by_pair(grid, length):
     """Its tiles take as long as each other, but for a pair's first ones."""
-    config = hopper.config_for(128, bf16, Both(CAUSAL, Left()), 1025)
+    config = forward_hopper.config_for(128, bf16, Both(CAUSAL, Left()), 1025)
     assert config.persistent
     work = shares(config, length, grid, band=1, left=1024)
     assert max(work) < 1.15 * sum(work) / grid
@@ -77,7 +77,7 @@ def test_a_window_is_shared_pair_by_pair(grid, length):
 
 def test_pair_by_pair_the_same_blocks_would_get_all_short_tiles():
     """Why full attention is gone through in bands, too, where the last query block has few rows."""
-    config = hopper.config_for(64, bf16, FULL, 512)
+    config = forward_hopper.config_for(64, bf16, FULL, 512)
     assert 512 % config.rows and 132 % -(-512 // config.rows) == 0
     short = [tile % 132 for tile in range(1024 * 3) if tile % 3 == 2]
     assert len(set(short)) < 132 / 2

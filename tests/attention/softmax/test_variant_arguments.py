@@ -11,10 +11,11 @@ from judged import inputs
 from numpy import minimum
 
 import attention
-from attention.softmax import forward_programs, launches, python_functions
-from attention.softmax.python_functions import register_function
+from attention.plans import forward_launches, forward_programs
+from attention.scoring import python_functions
+from attention.scoring.python_functions import register_function
 from ops import where
-from tiles.frameworks import describe
+from tiles.launching.frameworks import describe
 
 ROWS, HEADS = 7, 2
 T, V = TypeError, ValueError
@@ -120,7 +121,7 @@ INVALID = [
 
 @pytest.mark.parametrize("arguments, error, message", INVALID, ids=[message[:70] for *_, message in INVALID])
 def test_invalid(arguments, error, message, monkeypatch):
-    monkeypatch.setattr(launches, "kernel_for", lambda *what: pytest.fail("makes a kernel"))
+    monkeypatch.setattr(forward_launches, "kernel_for", lambda *what: pytest.fail("makes a kernel"))
     for _ in range(2):  # a refusal is never remembered as a success
         with pytest.raises(error) as raised:
             call(**arguments)

@@ -13,8 +13,8 @@ from poison import Packing, as_on_a_device, edges
 import attention
 from attention import reference
 from attention.families import FAMILIES
-from attention.softmax import ampere, hopper
-from attention.softmax.visible_keys import CAUSAL
+from attention.kernels import forward_ampere, forward_hopper
+from attention.parts.visibility import CAUSAL
 from ops import tanh, where
 from ops.memory import load_store
 from tiles import bf16
@@ -226,7 +226,9 @@ def test_packed_sequences(place, family, case):
 def test_packed_lengths_around_every_tile_edge(place, family, options, monkeypatch):
     """Whatever lies before and behind a sequence; 0 and -inf behind the last one."""
     as_on_a_device(monkeypatch)
-    config = {"sm_90": hopper, "sm_80": ampere}[family].config_for(64, bf16, CAUSAL, *[1024] * (family == "sm_90"))
+    config = {"sm_90": forward_hopper, "sm_80": forward_ampere}[family].config_for(
+        64, bf16, CAUSAL, *[1024] * (family == "sm_90")
+    )
     packing = Packing(edges(config.rows, config.kv))
     arrays = [draw((1, int(packing.alone[-1]), 1, 64), BF16) for _ in range(3)]
     agree_among_poison(place, packing, arrays, **options)

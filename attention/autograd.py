@@ -1,0 +1,226 @@
+"""attention.forward as a torch.autograd.Function, whose backward pass is attention.backward, for tensors that require grad. It
+is imported only when there are such tensors, so that torch is imported already."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch._C._functorch import TransformType
+from torch.autograd import forward_ad
+
+from tiles.calls.torch_op import DEVICES
+from tiles.launching.arrays import Form, c_ordered
+from tiles.launching.frameworks import refuse_tangent, with_tangents
+
+from .plans.call_options import pad_aux, requires_grad
+from .plans.forward_programs import FORWARD
+from .plans.gradient import DIFFERENTIABLE, NO_SECOND_DERIVATIVES, OF_AUX, compute_gradients, flatten_arrays, group_arrays
+from .plans.planning import INDICES
+from .public import softmax_backward as backward
+from .public.softmax_forward import forward
+from .public.softmax_forward import forward_without_options as without_options
+
+TMA_ELEMENTS = 8  # 16-bit elements in 16 bytes, of which TMA needs strides to be multiples
+FINISHED = -2  # the level of a tensor whose torch.func transform has ended
+
+
+class AttentionFunction(torch.autograd.Function):
+    """(out, lse) of softmax attention for torch's autograd, or out alone. names: of the tensors (gradient.py). options: those
+    that both forward and backward take. return_lse: is lse a result? (torch.compile passes zeros as the gradient of an unused
+    result.)"""
+
+    @staticmethod
+    def forward(ctx, names, options, return_lse, *tensors):
+        """(out, lse), or out, computed by attention.forward."""
+        results = _forward(names, options, *tensors)
+        _save(ctx, names, options, tensors, results)
+        return results if return_lse else results[0]
+
+    @staticmethod
+    def backward(ctx, dout, dlse=None):
+        """The gradients of the tensors that need one. NotImplementedError: second derivatives are requested."""
+        if dout is dlse is None:
+            return (None,) * (3 + len(ctx.names))
+        *tensors, out, lse = saved = ctx.saved_tensors
+        if not torch.compiler.is_compiling():  # graphs have no transforms
+            *tensors, out, lse = map(_unwrap, saved)
+            if _is_second_derivative((dout, dlse), tensors, out is not saved[-2]):
+                raise NotImplementedError(f"{NO_SECOND_DERIVATIVES}; leave create_graph=True out")
+        with torch.no_grad():
+            options = {**ctx.options, **({"deterministic": True} if torch.are_deterministic_algorithms_enabled() else {})}
+            wanted = [name for name, needs in zip(ctx.names, ctx.needs_input_grad[3:]) if needs]
+            grads = compute_gradients(_out_gradient(dout, out), dlse, dict(zip(ctx.names, tensors)), out, lse, options, wanted)
+        return None, None, None, *[grads.get(name) for name in ctx.names]
+
+
+class PlainAttentionFunction(torch.autograd.Function):
+    """AttentionFunction for q, k and v only, without options that are arrays: most calls are like this, and take a third of the
+    host time. options: causal, scale, deterministic, family, layout. return_lse: is lse a result? That costs torch 6 us."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, options, return_lse):
+        """out, or (out, lse), computed without recording gradients."""
+        causal, scale, _, family, layout = ctx.options = options
+        out, lse = results = without_options(q, k, v, causal, scale, family, layout)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.set_materialize_grads(False)  # otherwise torch would write zeros for the gradient of lse
+        return results if return_lse else out
+
+    @staticmethod
+    def backward(ctx, dout, dlse=None):
+        """The gradients of q, k and v. NotImplementedError: second derivatives are requested."""
+        if dout is dlse is None:
+            return (None,) * 5
+        saved = ctx.saved_tensors
+        if torch.is_grad_enabled() and _requires_grad(dout, dlse, *saved):
+            raise NotImplementedError(f"{NO_SECOND_DERIVATIVES}; leave create_graph=True out")
+        causal, scale, deterministic, family, layout = ctx.options
+        in_order = deterministic or torch.are_deterministic_algorithms_enabled()
+        of = _out_gradient(dout, saved[3]), *saved, dlse
+        return *backward.backward_without_options(of, causal, scale, in_order, family, layout), None, None
+
+
+class TransformedAttentionFunction(torch.autograd.Function):
+    """AttentionFunction in the form that torch.func's transforms need: they keep nothing but arguments and results, so lse is
+    always a result. A call takes 30 us longer."""
+
+    generate_vmap_rule = True
+    backward = staticmethod(AttentionFunction.backward)
+
+    @staticmethod
+    def forward(names, options, return_lse, *tensors):
+        """(out, lse), computed by attention.forward."""
+        return _forward(names, options, *tensors)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        """Save what the backward pass needs."""
+        names, options, _, *tensors = inputs
+        _save(ctx, names, options, tensors, output)
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        """NotImplementedError: there are no forward-mode derivatives, which are requested around reverse ones."""
+        raise NotImplementedError("attention.forward: has no forward-mode derivatives (jvp, jacfwd, hessian); use reverse mode")
+
+
+def _forward(names: tuple[str, ...], options: dict[str, Any], *tensors: Any) -> tuple[Any, Any]:
+    return forward(**group_arrays(dict(zip(names, tensors))), return_lse=True, **options)
+
+
+def _save(ctx: Any, names: tuple[str, ...], options: dict[str, Any], tensors: Sequence[Any], results: tuple[Any, Any]) -> None:
+    ctx.names, ctx.options = names, options
+    ctx.set_materialize_grads(False)  # see PlainAttentionFunction
+    ctx.save_for_backward(*tensors, *results)
+
+
+def _unwrap(x: Any) -> Any:
+    """x, or the tensor that it wraps if its torch.func transform has ended, as in calls of the function that torch.func.vjp
+    returned."""
+    return torch._C._functorch.get_unwrapped(x) if torch._C._functorch.maybe_get_level(x) == FINISHED else x
+
+
+def _requires_grad(*tensors: Any) -> bool:
+    """Does one of these tensors require grad? Some may be None."""
+    return any([x is not None and x.requires_grad for x in tensors])
+
+
+def _out_gradient(dout: Any, out: Any) -> Any:
+    """The gradient of out as kernels take it: zeros if the loss depends on lse alone."""
+    return torch.zeros_like(out) if dout is None else make_tma_contiguous(dout)
+
+
+def _is_second_derivative(of_results: Sequence[Any], tensors: Sequence[Any], finished: bool) -> bool:
+    """Are second derivatives requested? (torch's `once_differentiable` does not notice it if the gradients of results are
+    constants, and then omits the derivatives.) finished: has the transform that computes these gradients ended? If not, it
+    encloses this call."""
+    levels = torch._C._functorch.get_interpreter_stack() or ()
+    enclosing = sum(level.key() == TransformType.Grad for level in levels)
+    if enclosing and not finished:
+        return enclosing > 1
+    return torch.is_grad_enabled() and _requires_grad(*of_results, *tensors)
+
+
+def attend_without_options(q: Any, k: Any, v: Any, options: tuple, return_lse: bool) -> Any:
+    """The differentiable result of forward for a call with these options only; None if the call needs `attend_with_gradients`.
+    options: see PlainAttentionFunction."""
+    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return None
+    if forward_ad._current_level >= 0 or torch._C._is_any_autocast_enabled():
+        return None
+    try:
+        return PlainAttentionFunction.apply(q, k, v, options, return_lse)
+    except TypeError:
+        if not any([not isinstance(x, torch.Tensor) and hasattr(x, "shape") for x in (q, k, v)]):
+            raise
+        return None  # one of them is a NumPy array, say
+
+
+def prepare_backward(q: Form, k: Form, v: Form, options: tuple, layout: str) -> None:
+    """Compile the backward kernels for such calls, those without a deterministic order. options: those of `_forward`. If a call
+    sets deterministic, its backward pass compiles other kernels."""
+    causal, scale, _, family = options
+    forms = {"q": q, "k": k, "v": v}
+    problem = FORWARD.problem(forms, layout)
+    out, lse = (c_ordered(*problem.made(name), q.device) for name in ("out", "lse"))
+    forms = {"dout": out, **forms, "out": out, "lse": lse}
+    backward._backward.prepare(forms, (causal, scale, torch.are_deterministic_algorithms_enabled(), family), layout)
+
+
+def attend_with_gradients(arguments: dict[str, Any], return_lse: bool) -> Any:
+    """out of attention.forward, or (out, lse), differentiable once with respect to the arrays of gradient.DIFFERENTIABLE.
+    arguments: of forward, by name. NotImplementedError, ValueError, TypeError: an argument has no gradient and requires one, or
+    there is no gradient with it; the error names it."""
+    pad_aux(arguments["aux"])  # checks aux
+    arrays, options = flatten_arrays(arguments)  # torch saves only tensors for the backward pass
+    arrays = {name: arguments[name] for name in "qkv"} | arrays
+    arrays = {
+        name: x if isinstance(x, torch.Tensor) or not hasattr(x, "shape") else copy_to_torch(x) for name, x in arrays.items()
+    }
+    for name, x in arrays.items():
+        if name not in DIFFERENTIABLE and requires_grad(x):
+            raise NotImplementedError(f"{name}: requires grad, and has no gradient; pass {name}.detach()")
+        if name in OF_AUX and x.numel() >= INDICES and requires_grad(x):  # otherwise the backward pass would raise it
+            cure = f"pass it as bias, or pass {name}.detach(): {name}.shape={tuple(x.shape)}"
+            raise ValueError(f"{name}: requires grad, and has 2**24 elements or more, which have no gradient; {cure}")
+    if len(getattr(arrays.get("lengths_k"), "shape", ())) > 1:
+        reason = "of shape (B, C) it has no gradient"
+        raise NotImplementedError(f"lengths_k: {reason}; give each part a batch of its own, or call under torch.no_grad()")
+    if with_tangents():
+        for name, x in arrays.items():
+            refuse_tangent(x, name)
+    kind = arrays["q"].device.type if isinstance(arrays["q"], torch.Tensor) else None
+    if kind in DEVICES and torch.is_autocast_enabled(kind):  # the meta device has no autocast
+        to = torch.get_autocast_dtype(kind)
+        arrays |= {name: arrays[name].to(to) for name in "qkv" if getattr(arrays[name], "dtype", None) is torch.float32}
+    if torch.compiler.is_compiling():
+        return AttentionFunction.apply(tuple(arrays), options, return_lse, *make_distinct(arrays.values()))
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return AttentionFunction.apply(tuple(arrays), options, return_lse, *arrays.values())
+    results = TransformedAttentionFunction.apply(tuple(arrays), options, True, *arrays.values())
+    return results if return_lse else results[0]
+
+
+def make_distinct(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors, with a view in place of each repetition, because Dynamo does not support repeated arguments."""
+    distinct: list[torch.Tensor] = []
+    for x in tensors:
+        distinct.append(x.view_as(x) if any([x is other for other in distinct]) else x)
+    return distinct
+
+
+def copy_to_torch(x: Any) -> torch.Tensor:
+    """A copy of another framework's array as a tensor: torch would not notice a write to its memory before the backward
+    pass."""
+    if str(x.dtype) == "bfloat16":  # torch cannot read it from NumPy
+        return torch.tensor(np.asarray(x).view(np.int16)).view(torch.bfloat16)
+    return torch.tensor(x, device="cuda" if hasattr(x, "__cuda_array_interface__") else "cpu")
+
+
+def make_tma_contiguous(x: Any) -> Any:
+    """A gradient with strides that TMA supports. torch may pass a single number, expanded."""
+    if x.is_contiguous():
+        return x
+    *strides, last = x.stride()
+    return x if last == 1 and not any([stride % TMA_ELEMENTS for stride in strides]) else x.contiguous()

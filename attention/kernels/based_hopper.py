@@ -1,0 +1,205 @@
+"""Based: linear attention whose weights are the Taylor series of exp to the second order (Arora et al. 2024), for Hopper.
+
+    P[i, j] = 1 + s + s ** 2 / 2,  s = scale q_i . k_j,  j <= i          o_i = sum_j P[i, j] v_j / sum_j P[i, j]
+
+The weights are products of features, P = f(q) f(k)^T (`ops.taylor`: the 136 products of two of 16 numbers, the 16 themselves
+and 1), so the inter-chunk part is f(q) S, where S = sum f(k)^T v over all earlier chunks. A thread block scans the chunks of 64
+tokens of one head for 64 columns of the values and keeps their part of S in registers, transposed, 64 x 160. For a chunk,
+
+    O   = f(Q) S + tril(P) V        f(Q) is computed in registers; S is read from shared memory, rounded
+    S^T = S^T + V^T f(K)            f(K) is computed in registers and read from shared memory
+
+The normalizer's sum over earlier chunks is n + q . z + q^T Z q / 2 with n tokens, z = sum k and Z = sum k^T k, all of it in
+registers.
+"""
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from numba import cuda
+from numpy import float32
+
+from ops import (
+    col_index,
+    col_max,
+    divmod,
+    equal,
+    finish_sum,
+    fma,
+    lane_sum,
+    less,
+    load,
+    mma_AB,
+    mma_ABt,
+    mma_AtB,
+    ones,
+    row_index,
+    row_sum,
+    store,
+    taylor,
+    tile_sum,
+    transpose,
+    warpgroup,
+    where,
+    zeros,
+)
+from ops.for_attention.taylor_features import BASE, FEATURES, HALF
+from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st
+from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
+
+from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout
+
+STAGES = 4  # chunks in flight
+LOADER, THREADS, BLOCKS_PER_SM = 1, 2 * warpgroup.THREADS, 2  # LOADER: the index of the loading warpgroup
+LOADER_REGISTERS, CONSUMER_REGISTERS = 24, 232  # of a thread
+
+
+@dataclass(frozen=True)
+class Config:
+    """A kernel's configuration. dtype: of q, k, v and out. normalize: are outputs divided by the sum of their weights? varlen:
+    are sequences packed (cu_seqlens)?"""
+
+    dtype: dtype
+    normalize: bool = True
+    varlen: bool = False
+    threads: ClassVar[int] = THREADS
+
+    def __str__(self):
+        return f"{self.dtype}{', normalized' * self.normalize}{', varlen' * self.varlen}"
+
+    @property
+    def key(self):
+        """The tile of Q or K for a chunk."""
+        return st(CHUNK, BASE, self.dtype)
+
+    @property
+    def value(self):
+        """The tile of V or the output for a chunk."""
+        return st(CHUNK, COLUMNS, self.dtype)
+
+
+def space(arch: str, everything: bool) -> Iterator[Config]:
+    """All configurations. Those for fp16, whose code takes as many registers as bf16's, come with `everything` only."""
+    if arch == "sm_90a":
+        dtypes = (bf16, fp16) if everything else (bf16,)
+        yield from itertools.starmap(Config, itertools.product(dtypes, (False, True), (False, True)))
+
+
+@functools.cache
+def make(config: Config):
+    """(kernel, shared memory) of a configuration."""
+    INPUT, NORMALIZE, seq_layout = config.dtype, config.normalize, SequenceLayout(config.varlen)
+    X, ONES, STATE = rt(16, BASE, INPUT), rt(16, CHUNK, INPUT), rt(16, FEATURES, fp32)
+    SQUARE, KEYS = rt(BASE, BASE, fp32), tiled(config.key, unit=1)
+    COL_VEC, ROW_VEC = SQUARE.col_vec, SQUARE.row_vec
+    smem = shared(
+        q=ring(config.key, STAGES),
+        k=ring(config.key, STAGES),
+        v=ring(config.value, STAGES),
+        state=st(COLUMNS, FEATURES, INPUT),
+        features=st(CHUNK, FEATURES, INPUT),
+        out=config.value,
+    )
+
+    @inlined
+    def taylor_weights(s):
+        """tril(1 + s + s ** 2 / 2)"""
+        return warpgroup.tril(fma(s, fma(s, 0.5, 1.0), 1.0), 0, 0.0)
+
+    @inlined
+    def is_diagonal(d):
+        """The d-th diagonal of Z as a mask: 1 where (column - row) % 16 = d, otherwise 0."""
+        offset = col_index(SQUARE) - row_index(SQUARE) - d
+        return equal(offset, 0.0) + equal(offset, -float(BASE))
+
+    @inlined
+    def load_sums(gZ, sequence, head):
+        """(n, z, Z), the number of tokens, sum k and sum k^T k, from the sum of features in memory."""
+        zz, last = zeros(SQUARE), load(gZ, COL_VEC, (sequence, head, BASE * HALF), cols=2)
+        for d in range(HALF):
+            zz = zz + is_diagonal(d) * load(gZ, COL_VEC, (sequence, head, BASE * d), cols=2)
+        zz = zz + is_diagonal(HALF) * where(less(row_index(COL_VEC), HALF), last, 0.0)
+        z = zeros(SQUARE) + load(gZ, ROW_VEC, (sequence, head, BASE * (HALF + 1)), cols=2, aligned=False)
+        return tile_sum(where(equal(row_index(COL_VEC), HALF), last, 0.0)), z, zz + transpose(zz)
+
+    @inlined
+    def store_sums(gZ, sequence, head, count, z, zz):
+        """Store n, z and Z as the sum of features. Each warp has all of them."""
+        for d in range(HALF):
+            factor = 0.5 if d == 0 else 1.0  # f halves the squares
+            store(gZ, row_sum(is_diagonal(d) * zz) * factor, (sequence, head, BASE * d), cols=2)
+        last = where(equal(row_index(COL_VEC), HALF), count, 0.0)
+        store(
+            gZ,
+            where(less(row_index(COL_VEC), HALF), row_sum(is_diagonal(HALF) * zz), last),
+            (sequence, head, BASE * HALF),
+            cols=2,
+        )
+        store(gZ, col_max(z), (sequence, head, BASE * (HALF + 1)), cols=2, aligned=False)
+
+    @cuda.jit(launch_bounds=(THREADS, BLOCKS_PER_SM), fastmath=True)
+    def scan(
+        gQ: KEYS, gK: KEYS, gV: tiled(config.value, unit=1), gO: seq_layout.output_argument(config.value),
+        gInitialState: array(4), gInitialZ: array(3), gFinalState: array(4), gFinalZ: array(3), gCuSeqlens: ENDS,
+        length: INT, heads: INT, columns: INT, group: INT, scale: FLOAT,
+    ):  # fmt: skip
+        """The outputs and the final state of one of the `heads`, of which `group` share a key head, for one of `columns` blocks
+        of 64 value columns."""
+        q, k, v, state, features, out = smem.open()
+        batch_head, column = divmod(cuda.blockIdx.x, columns)
+        sequence, head = divmod(batch_head, heads)
+        seq = seq_layout.sequence_tokens(gCuSeqlens, sequence, length)
+        n = seq.num_chunks()
+        if warpgroup.id() == LOADER:
+            warpgroup.release_registers(LOADER_REGISTERS)
+            key_head, _ = divmod(head, group)
+            for j in range(n):
+                token = seq.chunk_start(j)
+                q.fill(j, gQ, (seq.batch, token, key_head))
+                k.fill(j, gK, (seq.batch, token, key_head))
+                v.fill(j, gV, (seq.batch, token, head, column))
+        else:
+            warpgroup.claim_registers(CONSUMER_REGISTERS)
+            s_t = warpgroup.load(gInitialState, STATE, (sequence, head, 0, COLUMNS * column), rows=3, cols=2)
+            if NORMALIZE:
+                n_earlier, z, zz = load_sums(gInitialZ, sequence, head)
+            warpgroup.store(state, s_t)
+            warpgroup.sync()
+            for j in range(n):
+                keys, values = k.wait(j), v.wait(j)
+                seq_layout.zero_other_rows(keys, seq.remaining(j))
+                seq_layout.zero_other_rows(values, seq.remaining(j))
+                queries = warpgroup.load(q.wait(j), X) * scale
+                q.release(j)
+                s = warpgroup.mm_ABt(queries, keys)
+                o = warpgroup.mm_ABt(taylor(queries, 1.0), state)
+                p = taylor_weights(warpgroup.wait(s, newer=1))
+                if NORMALIZE:
+                    sums = finish_sum(lane_sum(p))
+                o = warpgroup.mma_AB(o, INPUT(p), values)
+                warpgroup.store(features, taylor(warpgroup.load(keys, X), 0.5))
+                warpgroup.sync()
+                s_t = warpgroup.mma_AtB(s_t, values, features)
+                o = warpgroup.wait(o, newer=1)
+                if NORMALIZE:
+                    earlier_sums = row_sum(fp32(queries) * mma_ABt(z, queries, INPUT(zz * 0.5))) + n_earlier + CHUNK * j
+                    z, zz = mma_AB(z, ones(ONES), keys), mma_AtB(zz, keys, keys)
+                    o = o / (sums + earlier_sums)
+                seq_layout.store(gO, out, o, seq, seq.chunk_start(j), head, column)
+                if seq_layout.varlen:
+                    warpgroup.sync()
+                s_t = warpgroup.wait(s_t)
+                warpgroup.store(state, s_t)
+                warpgroup.store_wait()
+                warpgroup.sync()
+                k.release(j)
+                v.release(j)
+            warpgroup.store(gFinalState, s_t, (sequence, head, 0, COLUMNS * column), rows=3, cols=2)
+            seq_layout.zero_padding(gO, gCuSeqlens, sequence, length, head, column)
+            if NORMALIZE and column == 0:
+                store_sums(gFinalZ, sequence, head, n_earlier + float32(seq.end - seq.start), z, zz)
+
+    return scan, smem

@@ -1,0 +1,285 @@
+"""Linear attention for Hopper, chunk by chunk, where a decay is one number for a token and head.
+
+    S_t = exp(g_t) S_(t-1) + w_t k_t^T v_t        o_t = scale q_t S_t
+
+A thread block scans a sequence (or a segment of one) chunk by chunk for some columns of the values, 64 for each consumer, and
+keeps their part of the state in registers, transposed: S^T is 64 x Dk. Of keys with more than 128 channels two warpgroups have
+one half each: both do all of this with their half, and their outputs are added. For a chunk of 64 tokens, where b is the
+cumulative sum of its gates g,
+
+    O   = exp(b) Q S + tril(exp(b - b^T) w^T * Q K^T) V          inter-chunk + intra-chunk
+    S^T = exp(b_last) S^T + (exp(b_last - b) w V)^T K            ldmatrix transposes V
+
+Every exponent that is used is a sum of gates, so never positive: nothing overflows, however strong the decay. Warps of the
+producer load gates of single tokens and compute b, some chunks ahead of the consumers.
+
+If there are few long sequences, each is cut into segments that are scanned at the same time, in two passes. The first one
+computes the local state of each segment, that is the state after it if the state before it is 0, and its total decay. The
+second one computes the outputs, from the state before each segment. For few segments it composes that state itself from the
+local states; for more of them compose_segment_states.py does so in a launch of its own."""
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from numba import cuda
+from numpy import float32, int32
+
+from ops import divmod, load, log2, store, subtile, tile_min, warpgroup, zeros
+from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, sv
+from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
+from tiles.targets import LARGE
+
+from ..parts.recurrent.block_exponent import BlockExponent
+from ..parts.recurrent.gates import COL_VEC, ROW_VEC, TILE, Gate, HeadGate, Mamba2Gate, TokenGate
+from ..parts.recurrent.results import ScanOutputs, ScanResult, scan_forms
+from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
+
+WIDE_KEY_DIM = 128  # beyond it a state takes half of a warpgroup's registers: two warpgroups have half of the channels each
+REGISTERS = {(1, 2): (48, 208), (2, 1): (72, 216), (1, 1): (88, 256)}  # (warpgroups, blocks an SM) -> of producer, of consumer
+CUMSUM_WARPS = warpgroup.WARPGROUP - 1  # warps of the producer that compute b, a chunk each in turn
+GATE_BYTES = 4 * 1024  # bytes of shared memory for gates and mbarriers
+STAGES = 3  # chunks in flight, at most
+
+
+@dataclass(frozen=True)
+class Config:
+    """A kernel's configuration. key_dim: the channels of keys, rounded up to one of KEY_DIMS. consumers: each has 64 value
+    columns, and is one warpgroup, or two if keys are wide (`key_parts`). gate: the kind of gates. result: what the scan
+    computes. varlen: are sequences packed (cu_seqlens)?"""
+
+    key_dim: int
+    consumers: int
+    dtype: dtype
+    gate: Gate
+    result: ScanResult
+    varlen: bool = False
+
+    @property
+    def key_parts(self):
+        """The number of warpgroups of a consumer, each of which has a part of the channels of the keys."""
+        return 2 if self.key_dim > WIDE_KEY_DIM else 1
+
+    @property
+    def supports_segments(self):
+        """Can sequences be cut into segments?"""
+        return True
+
+    @property
+    def blocks_per_sm(self):
+        """How many thread blocks the registers of an SM allow."""
+        return 2 if self.consumers == 1 and self.key_dim < WIDE_KEY_DIM and not self.gate.weighted else 1
+
+    @property
+    def threads(self):
+        """Threads of a block: the consumers and one producer warpgroup."""
+        return warpgroup.THREADS * (self.consumers * self.key_parts + 1)
+
+    @property
+    def key(self):
+        """The tile of Q or K for a chunk, with the channels of one warpgroup of a consumer."""
+        return st(CHUNK, self.key_dim // self.key_parts, self.dtype)
+
+    @property
+    def value(self):
+        """A consumer's tile of V, Z or the output for a chunk."""
+        return st(CHUNK, COLUMNS, self.dtype)
+
+    @property
+    def partial_o(self):
+        """The tile through which the second warpgroup of a consumer passes its partial output to the first; a small one that is
+        not used if there is no second."""
+        return st(CHUNK, COLUMNS, fp32) if self.key_parts > 1 else st(16, 16, fp32)
+
+    @property
+    def stages(self):
+        """The number of chunks in flight, as shared memory allows."""
+        keys, values = self.key_parts * self.key.nbytes, self.consumers * self.value.nbytes
+        chunk = (1 + self.result.has_outputs) * keys + (1 + self.result.silu) * values
+        fixed = self.consumers * keys + values + self.partial_o.nbytes + GATE_BYTES
+        return min(STAGES, (LARGE - fixed) // chunk)
+
+    def __str__(self):
+        size = f"Dk {self.key_dim} {self.dtype}", f"{COLUMNS * self.consumers} columns"
+        return ", ".join(filter(None, (*size, str(self.gate), str(self.result), "varlen" * self.varlen)))
+
+
+KEY_DIMS = 64, 128, 256  # as padded
+SIZES = (64, 1), (64, 2), (128, 1), (128, 2), (256, 1)  # padded key dim, consumers
+KINDS: tuple[type[Gate], ...] = Gate, HeadGate, TokenGate, Mamba2Gate
+
+
+def space(arch: str, everything: bool) -> Iterator[Config]:
+    """The configurations: all gates at all sizes, other results and varlen at one size. everything: all of these at all sizes,
+    and fp16, whose code takes as many registers as bf16's."""
+    if arch == "sm_90a":
+        for of, size, kind in itertools.product((bf16, fp16) if everything else (bf16,), SIZES, KINDS):
+            all_forms = (everything and of is bf16) or (size[0] == WIDE_KEY_DIM and kind in (TokenGate, Mamba2Gate))
+            for gate, result, varlen in scan_forms(kind, all_forms):
+                yield Config(*size, of, gate, result, varlen)
+            if all_forms and kind in (HeadGate, TokenGate):  # Mamba-2's scale is 1
+                yield Config(*size, of, kind(scale_at_end=True), ScanOutputs())
+
+
+@functools.cache
+def make(config: Config):
+    """(kernel, shared memory) of a configuration."""
+    CONSUMERS, KEY_PARTS, INPUT, gate, result = config.consumers, config.key_parts, config.dtype, config.gate, config.result
+    PRODUCER, KEYS = CONSUMERS * KEY_PARTS, config.key.cols  # the warpgroup after those of the consumers
+    (producer_registers, consumer_registers), STATE = REGISTERS[CONSUMERS * KEY_PARTS, config.blocks_per_sm], rt(16, KEYS, fp32)
+    TRANSPOSED, seq_layout = rt(16, CHUNK, INPUT), SequenceLayout(config.varlen)
+    block_exponent = BlockExponent(gate.weighted and INPUT is fp16)
+    TMA_KEYS, TMA_VALUES = tiled(config.key, unit=1), tiled(config.value, unit=1)
+    if result.reads_values and result.has_outputs:
+        OUTPUT = seq_layout.output_argument(config.value)
+    else:
+        OUTPUT = array(3 if result.has_outputs else 4)
+
+    def key_ring(used=True):
+        """A ring of tiles of keys or queries, with the channels of one key part each, which all consumers read. used: are there
+        such tiles?"""
+        return ring(config.key, config.stages * KEY_PARTS if used else 1, CONSUMERS * warpgroup.WARPGROUP)
+
+    def value_ring(used=True, key_parts=KEY_PARTS):
+        """A ring of tiles of values or z, which one consumer reads each. used: are there such tiles? key_parts: how many of its
+        warpgroups read them."""
+        return ring(config.value, config.stages * CONSUMERS if used else 1, key_parts * warpgroup.WARPGROUP)
+
+    vectors = ring(
+        sv(CHUNK, fp32), CONSUMERS * CUMSUM_WARPS if gate.per_token else 1, KEY_PARTS * warpgroup.WARPGROUP, writers=1
+    )
+    smem = shared(
+        q=key_ring(result.has_outputs),
+        k=key_ring(),
+        v=value_ring(result.reads_values),
+        z=value_ring(result.silu, 1),
+        b=vectors,
+        a=vectors,
+        state=st(COLUMNS * CONSUMERS * KEY_PARTS, KEYS, INPUT),
+        out=st(COLUMNS * CONSUMERS, COLUMNS, INPUT),
+        partial_o=ring(config.partial_o, 1, warpgroup.WARPGROUP, writers=warpgroup.WARPGROUP),
+    )
+
+    @inlined
+    def reduce_key_parts(o, partial_o, j, part):
+        """The sum of the partial outputs of a consumer's warpgroups, in the first of them."""
+        if KEY_PARTS > 1:
+            if part > 0:
+                warpgroup.store(partial_o.claim(j), o)
+                partial_o.publish(j)
+                warpgroup.sync()  # as no store_output does so here: all warps have read the state before the next one
+            else:
+                o = o + warpgroup.load(partial_o.wait(j), TILE)
+                partial_o.release(j)
+        return o
+
+    @cuda.jit(launch_bounds=(config.threads, config.blocks_per_sm), fastmath=True)
+    def scan(
+        gQ: TMA_KEYS, gK: TMA_KEYS, gV: TMA_VALUES, gZ: TMA_VALUES, gGates: array(gate.rank), gA: array(2), gDtBias: array(2),
+        gD: array(2), gNormalizer: array(3), gO: OUTPUT, gInitialState: array(4), gLocalStates: array(5), gFinalState: array(4),
+        gTotalDecays: array(4), gCuSeqlens: ENDS, length: INT, blocks: INT, segments: INT, scanned: INT,
+        states_per_sequence: INT, heads: INT, group: INT, width: INT, scale: FLOAT,
+    ):  # fmt: skip
+        """The outputs of a segment, or its local state and total decay. `group` value heads share a key head, and each is
+        `width` blocks of 64 columns wide. There are thread blocks for the first `scanned` of the `segments`. gInitialState: the
+        state before each of `states_per_sequence` segments. If that is 1, it is the state before the sequence, and the state
+        before the segment is composed here from the local states of earlier segments."""
+        q, k, v, z, b, a, state, out_tiles, partial_o = smem.open()
+        wg = warpgroup.id()
+        block, segment, key_head, sequence = block_coord(cuda.blockIdx.x, blocks, scanned, heads)
+        seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, segment, segments)
+        n = seq.num_chunks()
+        if wg == PRODUCER:
+            warpgroup.release_registers(producer_registers)
+            warp = cuda.threadIdx.x // 32 - 4 * PRODUCER
+            if warp == 0:
+                for j in range(n):
+                    token = seq.chunk_start(j)
+                    for part in range(KEY_PARTS):
+                        k.fill(KEY_PARTS * j + part, gK, (seq.batch, token, key_head, part))
+                        if result.has_outputs:
+                            q.fill(KEY_PARTS * j + part, gQ, (seq.batch, token, key_head, part))
+                    for c in range(CONSUMERS):
+                        group_head, column = divmod(CONSUMERS * block + c, width)
+                        at = seq.batch, token, key_head * group + group_head, column
+                        result.fill_values(v, z, CONSUMERS * j + c, gV, gZ, at)
+            elif gate.per_token:
+                for slot in range(warp - 1, CONSUMERS * n, CUMSUM_WARPS):
+                    j, c = divmod(slot, CONSUMERS)
+                    group_head, _ = divmod(CONSUMERS * block + c, width)
+                    head = key_head * group + group_head
+                    gate.produce_cumsum(b, a, slot, gGates, gA, gDtBias, seq.batch, seq.chunk_start(j), seq.end, head)
+            if result.has_outputs and result.reads_values and segment == segments - 1:
+                for c in range(CONSUMERS):
+                    group_head, column = divmod(CONSUMERS * block + c, width)
+                    seq_layout.zero_padding(gO, gCuSeqlens, sequence, length, int32(key_head * group + group_head), column)
+        else:
+            warpgroup.claim_registers(consumer_registers)
+            c, part = (wg, int32(0)) if KEY_PARTS == 1 else (int32(0), wg)
+            group_head, column = divmod(CONSUMERS * block + c, width)
+            head, row, col = int32(key_head * group + group_head), int32(COLUMNS * column), int32(KEYS * part)  # of S^T
+            state_tile, out = subtile(state, COLUMNS, wg), subtile(out_tiles, COLUMNS, c)
+            state_index = int32(sequence * states_per_sequence + min(segment, states_per_sequence - 1))
+            s_t = warpgroup.load(gInitialState, STATE, (state_index, head, row, col), aligned=False)
+            for i in range(segment if result.has_outputs and states_per_sequence == 1 else 0):
+                total_decay = tile_min(load(gTotalDecays, COL_VEC, (sequence, head, i, 0)))
+                s_t = gate.decay(s_t, total_decay) + warpgroup.load(
+                    gLocalStates, STATE, (sequence, head, i, row, col), aligned=False
+                )
+            e = block_exponent.initial_exponent(s_t)
+            s_t = block_exponent.ldexp(s_t, -e)
+            g, segment_b, log2_scale = gate.load_head_gate(gGates, head), float32(0), log2(zeros(COL_VEC) + scale)
+            d = load(gD, ROW_VEC, (head, row))
+            if not result.reads_values:
+                if part == 0:
+                    warpgroup.store(out, zeros(TILE) + 1.0)
+                warpgroup.sync_several(KEY_PARTS)
+            for j in range(n):
+                slot, key_slot, remaining = int32(CONSUMERS * j + c), int32(KEY_PARTS * j + part), seq.remaining(j)
+                keys, values = k.wait(key_slot), result.wait_values(v, out, slot)
+                seq_layout.zero_other_rows(keys, remaining, CONSUMERS)
+                if result.reads_values:
+                    seq_layout.zero_other_rows(values, remaining, KEY_PARTS)
+                if result.has_outputs:
+                    queries = q.wait(key_slot)
+                    warpgroup.store(state_tile, s_t)
+                    warpgroup.store_wait()
+                    s = warpgroup.mm_ABt(queries, keys)
+                    warpgroup.sync()
+                    o = warpgroup.mm_ABt(queries, state_tile)
+                e_before, e = e, block_exponent.next_exponent(e, block_exponent.wait(b, slot), block_exponent.wait(a, slot))
+                b_rows, a_cols, b_last = gate.consume_cumsum(b, a, slot, g, remaining)
+                if gate.folds_scale:
+                    b_rows = b_rows + log2_scale
+                if result.has_outputs:
+                    p = INPUT(gate.decay_scores(warpgroup.wait(s, newer=1), block_exponent.shift_key_decay(b_rows, e), a_cols))
+                    o = gate.decay(warpgroup.wait(o), block_exponent.shift_state_decay(b_rows, e_before, e))
+                    o = warpgroup.mma_AB(o, p, values)
+                    q.release(key_slot)
+                v_t = fp32(warpgroup.load_transposed(values, TRANSPOSED))
+                v_t = INPUT(gate.decay_values(v_t, a_cols, block_exponent.shift_key_decay(b_last, e)))
+                s_t = gate.decay(s_t, block_exponent.shift_state_decay(b_last, e_before, e))
+                s_t, segment_b = warpgroup.mma_AB(s_t, v_t, keys), segment_b + b_last
+                token = seq.chunk_start(j)
+                if result.has_outputs:
+                    o = block_exponent.ldexp(warpgroup.wait(o, newer=1), e) * (1.0 if gate.folds_scale else scale)
+                    if KEY_PARTS == 1 or part > 0:
+                        o = result.add_skip(o, values, d, TRANSPOSED)
+                    o = reduce_key_parts(o, partial_o, j, part)
+                    if KEY_PARTS == 1 or part == 0:
+                        o = result.normalize_and_gate(o, z, slot, gNormalizer, (seq.batch, token, head), TRANSPOSED)
+                        result.store_output(seq_layout, gO, out, o, seq, token, head, column)
+                s_t = warpgroup.wait(s_t)
+                k.release(key_slot)
+                result.release_values(v, slot)
+            s_t = block_exponent.ldexp(s_t, e)
+            if result.has_outputs:
+                warpgroup.store_wait()
+                if segment == segments - 1:
+                    warpgroup.store(gFinalState, s_t, (sequence, head, row, col), aligned=False)
+            else:
+                warpgroup.store(gLocalStates, s_t, (sequence, head, segment, row, col))
+                store(gTotalDecays, zeros(COL_VEC) + segment_b, (sequence, head, segment, 0))
+
+    return scan, smem

@@ -1,0 +1,210 @@
+"""The delta rule for Hopper, chunk by chunk, with decays that are one number a token and head (or none).
+
+    u_t = beta_t (v_t - exp(g_t) k_t S_(t-1))        S_t = exp(g_t) S_(t-1) + k_t^T u_t        o_t = scale q_t S_t
+
+In a chunk of 64 tokens every u depends on those before it. The WY representation and its UT transform (Yang et al. 2024)
+compute all of them at once. With b the cumulative sum of the gates and U' = exp(-b) U, which takes the decays out of the chunk,
+
+    A = tril(beta K K^T, -1)                T = (I + A)^-1 beta                     (UT transform)
+    U' = T (exp(-b) V - K S)                O = scale exp(b) (Q S + tril(Q K^T) U')
+    S = exp(b_last) (S + K^T U')
+
+A chunk is strong if it decays by more than U' could hold. Its decays are placed where no exponent is positive, so that nothing
+overflows:
+
+    A = tril(beta exp(b - b^T) * K K^T, -1)                 U = T (V - exp(b) K S)
+    S = exp(b_last) S + (exp(b_last - b) K)^T U             O = scale (exp(b) Q S + tril(exp(b - b^T) * Q K^T) U)
+
+T and the intra-chunk scores P = tril(Q K^T) do not depend on the state. So one warpgroup, the solver, computes T for later
+chunks, and another, the scorer, computes P, starts all TMA loads and computes b, a chunk for each of its warps. Meanwhile
+consumers, of 64 value columns each, update the state with the chunk that is ready. They hold it transposed, 64 x Dk, and U and
+O as well: the product of one step, rounded, is the left operand of the next one without leaving the registers."""
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from numba import cuda
+from numpy import int32
+
+from ops import divmod, load, store, subtile, truncate, warpgroup
+from ops.for_attention.triangular_inverse import TRIANGLE
+from tiles import bf16, dtype, fp16, fp32, ring, rt, shared, st, sv
+from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
+
+from ..parts.recurrent.delta_decay import GatedDelta, UngatedDelta
+from ..parts.recurrent.delta_solver import UTTransform
+from ..parts.recurrent.gates import CHUNK_COL_VEC
+from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
+from ..parts.recurrent.transposed_state import TransposedState
+
+REGISTERS = {1: (88, 104, 256), 2: (72, 88, 176)}  # consumers -> registers a thread of scorer, solver and consumer
+STAGES = {64: 4, 128: 3, 256: 2}  # padded key dim: chunks in flight
+WIDE_KEY_DIM = 128  # beyond it a state takes half of a consumer's registers: there is one consumer
+AHEAD = 2  # chunks by which the solver and the scorer may be ahead of consumers
+VECTORS = 8  # chunks whose gates are in shared memory: two for each warp that computes b
+
+
+@dataclass(frozen=True)
+class Config:
+    """A kernel's configuration. key_dim: the channels of keys, padded. consumers: warpgroups that have 64 value columns each.
+    gated: are there decays? varlen: are sequences packed (cu_seqlens)?"""
+
+    key_dim: int
+    consumers: int
+    dtype: dtype
+    gated: bool
+    varlen: bool = False
+
+    @property
+    def stages(self):
+        """The number of chunks of q, k and v in flight."""
+        return STAGES[self.key_dim]
+
+    @property
+    def threads(self):
+        """The threads of a block, those of the consumers, the solver and the scorer."""
+        return warpgroup.THREADS * (self.consumers + 2)
+
+    @property
+    def key(self):
+        """The tile of Q or K for a chunk."""
+        return st(CHUNK, self.key_dim, self.dtype)
+
+    @property
+    def values(self):
+        """The tile of V for a chunk, of all consumers."""
+        return st(CHUNK, COLUMNS * self.consumers, self.dtype)
+
+    @property
+    def value(self):
+        """A consumer's tile of the output for a chunk."""
+        return st(CHUNK, COLUMNS, self.dtype)
+
+    def __str__(self):
+        kind = f"{', gated' * self.gated}{', varlen' * self.varlen}"
+        return f"Dk {self.key_dim} {self.dtype}, {COLUMNS * self.consumers} columns{kind}"
+
+
+SIZES = (64, 1), (64, 2), (128, 1), (128, 2), (256, 1)  # padded key dim, consumers
+
+
+def space(arch: str, everything: bool) -> Iterator[Config]:
+    """The configurations. Without `everything`, varlen ones come in one size only, and fp16 is left out."""
+    if arch == "sm_90a":
+        for of, size, varlen in itertools.product((bf16, fp16) if everything else (bf16,), SIZES, (False, True)):
+            if not varlen or size == (128, 2) or (everything and of is bf16):
+                yield from (Config(*size, of, gated, varlen) for gated in (False, True))
+
+
+@functools.cache
+def make(config: Config):
+    """(kernel, shared memory) of a configuration."""
+    CONSUMERS, INPUT, STATE = config.consumers, config.dtype, rt(16, config.key_dim, fp32)
+    seq_layout, decay = SequenceLayout(config.varlen), (GatedDelta if config.gated else UngatedDelta)(INPUT)
+    state, solver = TransposedState(config.key_dim, INPUT, seq_layout), UTTransform(seq_layout, decay, config.consumers + 2)
+    SOLVER, SCORER, (scorer_registers, solver_registers, consumer_registers) = CONSUMERS, CONSUMERS + 1, REGISTERS[CONSUMERS]
+    WARPS, GROUPS = warpgroup.WARPGROUP, CONSUMERS + 2
+    readers = CONSUMERS * WARPS
+    smem = shared(
+        q=ring(config.key, config.stages, readers + WARPS),
+        k=ring(config.key, config.stages, readers + 2 * WARPS),
+        v=ring(config.values, config.stages, readers),
+        t=ring(st(CHUNK, CHUNK, INPUT), AHEAD, readers, writers=WARPS),
+        p=ring(st(CHUNK, CHUNK, INPUT), AHEAD, readers, writers=WARPS),
+        beta=ring(sv(CHUNK, fp32), VECTORS, WARPS, writers=1),
+        b=ring(sv(CHUNK, fp32), VECTORS, 2 * WARPS, writers=1),
+        exp_b=ring(sv(CHUNK, fp32), VECTORS, readers + 2 * WARPS, writers=1),
+        v_factor=ring(sv(CHUNK, fp32), VECTORS, readers, writers=1),
+        high=TRIANGLE,
+        low=TRIANGLE,
+        out=st(CHUNK * CONSUMERS, COLUMNS, INPUT),
+    )
+
+    @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
+    def scan(
+        gQ: tiled(config.key, unit=1), gK: tiled(config.key, unit=1), gV: tiled(config.values, unit=1), gBeta: array(3),
+        gGates: array(3), gO: seq_layout.output_argument(config.value), gInitialState: array(4), gFinalState: array(4),
+        gCuSeqlens: ENDS, length: INT, blocks: INT, segments: INT, heads: INT, group: INT, scale: FLOAT,
+    ):  # fmt: skip
+        """The outputs of a segment, and after the last one the state. Each of the `segments` of a sequence has thread blocks of
+        its own. gInitialState: the state before each segment. `group` value heads share a key head; each is `blocks` blocks of
+        columns wide."""
+        q, k, v, t, p, beta, b, exp_b, v_factor, high, low, out = smem.open()
+        wg = warpgroup.id()
+        block, segment, value_head, sequence = block_coord(cuda.blockIdx.x, blocks, segments, heads * group)
+        key_head, _ = divmod(value_head, group)
+        seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, segment, segments)
+        n = seq.num_chunks()
+        if wg == SCORER:
+            warpgroup.release_registers(scorer_registers)
+            betas = truncate(gBeta, 1, seq.end)
+            warp = warpgroup.rank()
+            at = seq.batch, seq.chunk_start(max(int32(AHEAD - WARPS + warp), 0)), value_head
+            beta_chunk, g = load(betas, CHUNK_COL_VEC, at, cols=1), decay.load_gates(gGates, seq, at)
+            for j in range(-WARPS, n + 1):  # loads chunk j, computes P of chunk j - 1; each warp computes b of a later one
+                if j >= 0 and j < n:
+                    token = seq.chunk_start(j)
+                    k.fill(j, gK, (seq.batch, token, key_head))
+                    q.fill(j, gQ, (seq.batch, token, key_head))
+                    v.fill(j, gV, (seq.batch, token, value_head, block))
+                if j > 0:
+                    chunk = j - 1
+                    keys = k.wait(chunk)
+                    seq_layout.zero_other_rows(keys, seq.remaining(chunk), GROUPS)
+                    s = warpgroup.wait(warpgroup.mm_ABt(q.wait(chunk), keys))
+                    k.release(chunk)
+                    q.release(chunk)
+                    s = decay.decay_scores(s, decay.wait(exp_b, chunk), decay.wait(b, chunk))
+                    decay.release(exp_b, chunk)
+                    decay.release(b, chunk)
+                    warpgroup.store(p.claim(chunk), warpgroup.causal(s, 0, 0.0))
+                    p.publish(chunk)
+                if j % WARPS == 0:
+                    slot = int32(j + AHEAD + warp)
+                    if slot >= 0 and slot < n:
+                        store(beta.claim(slot), beta_chunk)
+                        beta.publish(slot)
+                        decay.store_cumsum(b, exp_b, v_factor, slot, g)
+                    at = seq.batch, seq.chunk_start(slot + WARPS), value_head
+                    beta_chunk, g = load(betas, CHUNK_COL_VEC, at, cols=1), decay.load_gates(gGates, seq, at)
+        elif wg == SOLVER:
+            warpgroup.release_registers(solver_registers)
+            for j in range(n):
+                solver.solve(j, seq.remaining(j), (k, t, beta, b, exp_b), (high, low))
+        else:
+            warpgroup.claim_registers(consumer_registers)
+            column, out_tile = COLUMNS * (CONSUMERS * block + wg), subtile(out, CHUNK, wg)
+            s_t = warpgroup.load(gInitialState, STATE, (sequence * segments + segment, value_head, 0, column), 3, 2)
+            for j in range(n):
+                keys = k.wait(j)
+                seq_layout.zero_other_rows(keys, seq.remaining(j), GROUPS)
+                u, o = state.apply(s_t, keys, q.wait(j))
+                q.release(j)
+                values = fp32(warpgroup.load_transposed(subtile(v.wait(j), CHUNK, 0, COLUMNS, wg), state.values))
+                v.release(j)
+                exp_b_chunk, factors = decay.wait(exp_b, j), decay.wait(v_factor, j)
+                strong = decay.is_strong(exp_b_chunk)
+                u, o = decay.decay_inputs(
+                    seq_layout.zero_other_columns(values, seq.remaining(j)), u, o, exp_b_chunk, factors, strong
+                )
+                u = warpgroup.wait(warpgroup.mm_AB(INPUT(u), t.wait(j)))
+                t.release(j)
+                u_rounded = INPUT(u)
+                s_t = decay.decay_state(s_t, exp_b_chunk, strong)
+                s_t = warpgroup.mma_AB(s_t, INPUT(decay.decay_update(u, factors, strong)), keys)
+                o = warpgroup.mma_ABt(o, u_rounded, p.wait(j))
+                decay.release(v_factor, j)
+                s_t = decay.decay_state(warpgroup.wait(s_t, newer=1), exp_b_chunk, not strong)
+                k.release(j)
+                o = decay.decay_outputs(warpgroup.wait(o), exp_b_chunk, strong) * scale
+                decay.release(exp_b, j)
+                p.release(j)
+                state.store_output(gO, out_tile, o, seq, seq.chunk_start(j), value_head, CONSUMERS * block + wg)
+            warpgroup.store_wait()
+            if segment == segments - 1:
+                warpgroup.store(gFinalState, s_t, (sequence, value_head, 0, column), 3, 2)
+                seq_layout.zero_padding(gO, gCuSeqlens, sequence, length, value_head, CONSUMERS * block + wg)
+
+    return scan, smem

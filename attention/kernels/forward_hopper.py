@@ -1,0 +1,505 @@
+"""FlashAttention forward for Hopper: a producer warpgroup, and consumers that overlap their softmax with matrix products.
+
+Every consumer has 64 query rows. Key blocks run from the last to the first, so that the blocks that need a mask come first.
+While the softmax of block j runs, the tensor cores compute O += P V of block j - 1. Consumers take turns to issue wgmma
+(ping-pong), so that the softmax of one overlaps with the products of another (FlashAttention-3, Shah et al. 2024). At head dims
+of 96 and 128 three consumers keep the tensor cores busier than two; P then goes through shared memory, for want of registers.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from numba import cuda
+from numpy import int32
+
+from ops import divmod, persistent_tile, subtile, warpgroup
+from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, static
+from tiles.launching.arguments import FLOAT, INT, array, tiled
+
+from ..parts.forward_config import BaseConfig, in_pages
+from ..parts.key_sources import BLOCK, OneBuffer, StreamingBuffers, TwoBuffers
+from ..parts.online_softmax import Softmax
+from ..parts.outputs import AccumulateOutput, StoreFloat32, StoreOutput, TmaStoreOutput
+from ..parts.sequences import BatchedLayout, PackedLayout, QueryPartsLayout
+from ..parts.tiling import zero_first_keys, zero_last_keys
+from ..parts.variant import ScoreContext, Variant
+from ..parts.visibility import CAUSAL, FULL
+from ..parts.weights import WeightsInRegisters, WeightsInShared
+
+REGISTERS = {1: (24, 232), 2: (40, 232), 3: (32, 160), 4: (32, 112)}  # {consumers: registers a thread of (producer, consumer)}
+
+
+@dataclass(frozen=True)
+class Config(BaseConfig):
+    """A kernel's configuration. consumers: warpgroups with 64 query rows each. stages, q_stages: of the rings of keys and
+    values, and of queries. persistent: each SM has one CTA, which computes many query tiles and loads the next one while it
+    finishes one; otherwise each query tile has a CTA, and the hardware balances the load. tma_store: TMA stores the output,
+    from the stage of its queries, while the next tile begins; otherwise the consumers store it. ping_pong: do consumers take
+    turns to issue wgmma? weights_in_shared: does P V read P from shared memory? ctas_per_sm: CTAs that share an SM."""
+
+    consumers: int
+    stages: int = 2
+    persistent: bool = False
+    q_stages: int = 1
+    tma_store: bool = False
+    ping_pong: bool = True
+    weights_in_shared: bool = False
+    ctas_per_sm: int = 1
+
+    @property
+    def rows(self):
+        """Query rows of a CTA."""
+        return warpgroup.ROWS * self.consumers
+
+    @property
+    def threads(self):
+        """Threads of a CTA: the consumers and one producer warpgroup."""
+        return warpgroup.THREADS * (self.consumers + 1)
+
+    @property
+    def output(self):
+        """The object that stores the output."""
+        if self.tma_store:
+            return TmaStoreOutput(self.seq_layout.bounded_by_array)
+        kind = AccumulateOutput if self.accumulates else StoreFloat32 if self.float32_out else StoreOutput
+        return kind(self.seq_layout.bounded_by_array)
+
+    @property
+    def turn(self):
+        """The object that orders the consumers' wgmma."""
+        return warpgroup.ping_pong(self.consumers) if self.ping_pong else NoTurns()
+
+    @property
+    def weights(self):
+        """The object that says where P V reads the weights P from."""
+        return (WeightsInShared if self.weights_in_shared else WeightsInRegisters)(self.dtype)
+
+    def estimate_time(self, queries: Any, keys: Any, batch_heads: Any, processors: int) -> Any:
+        """The time of the busiest SM, in keys of one query row: the time of a query tile times the waves of tiles. For causal
+        attention it is the greater of the last tile's time and the mean over all SMs."""
+        tiles, row = batch_heads * -(-queries // self.rows), ROW_TIME[max(self.head_dim, self.value_dim)][self.consumers]
+        rounds, tile = -(-tiles // processors), row * self.rows
+        if self.variant.monotonic:
+            last, mean = tile * (keys - min(self.rows, queries) / 2), tile * (keys - queries / 2)
+            return max(TILE_OVERHEAD + last, rounds * TILE_OVERHEAD + tiles * mean / processors)
+        return rounds * (TILE_OVERHEAD + tile * keys)
+
+    def __str__(self):
+        return (
+            super().__str__()
+            + " persistent" * self.persistent
+            + " TMA store" * self.tma_store
+            + " P in shared" * self.weights_in_shared
+        )
+
+
+def shape(consumers: int, kv: int, **more: Any) -> dict[str, Any]:
+    """The fields of a Config for so many consumers, and blocks of `kv` keys. Two CTAs of one consumer share an SM."""
+    fields = {"kv": kv, "consumers": consumers, "stages": 2, "weights_in_shared": False}
+    if consumers == 1:
+        fields |= {"persistent": False, "q_stages": 1, "tma_store": False, "ping_pong": False, "ctas_per_sm": 2}
+    return fields | more
+
+
+# {padded head_dim: fields} of plain attention, and the entries that differ for variants that need registers for something else
+SHAPES = {64: shape(3, 128), 96: shape(2, 128), 128: shape(2, 128), 192: shape(2, 112), 256: shape(2, 80)}
+RANDOM = {64: shape(2, 128), 192: shape(2, 96), 256: shape(2, 64)}  # dropout
+PAGED = {64: shape(2, 128)}  # the producer looks up pages
+BIAS_LOADED = {64: shape(2, 128), 96: shape(2, 96), 128: shape(2, 96), 192: shape(2, 64), 256: shape(2, 48)}
+BIAS_BY_COLUMN = BIAS_LOADED | {64: shape(3, 96), 128: shape(2, 128)}  # a bias with one row
+BIAS_BY_TMA = {64: shape(3, 96), 96: shape(2, 128), 128: shape(2, 128), 192: shape(2, 80), 256: shape(2, 64)}
+SCORED = {128: shape(3, 80, stages=3)}  # scores are changed: two consumers do that while one has the tensor cores
+NARROW = {(192, 128): shape(2, 128)}  # values have fewer columns than keys; other such pairs use the larger dim's shape
+# {padded head_dim, causal: {up to so many keys: the fields that differ}}. Short tiles gain from a persistent grid, often of
+# another shape. bench/notes/forward.md has the figures. At 64, causal, a consumer skips key blocks that none of its rows sees,
+# so smaller blocks save more.
+PERSISTENT = {"persistent": True}
+IN_SHARED = shape(3, 128, weights_in_shared=True)
+BY_LENGTH: dict[tuple[int, bool], dict[float, dict[str, Any]]] = {
+    (64, False): {4096: PERSISTENT | {"stages": 3, "q_stages": 2, "tma_store": True}},
+    (64, True): {
+        2048: PERSISTENT | {"kv": 64, "consumers": 4, "stages": 4, "q_stages": 2},
+        4096: PERSISTENT | {"q_stages": 2, "tma_store": True},
+    },
+    (96, False): {1024: PERSISTENT | {"q_stages": 2}, math.inf: IN_SHARED},
+    (96, True): {1024: PERSISTENT | {"q_stages": 2}, 2048: PERSISTENT | IN_SHARED, math.inf: IN_SHARED},
+    (128, False): {
+        2048: PERSISTENT | {"q_stages": 2, "tma_store": True},
+        math.inf: IN_SHARED | {"ping_pong": False},
+    },
+    (128, True): {2048: PERSISTENT | {"q_stages": 2}},
+    (256, True): {2048: PERSISTENT | {"ping_pong": False}},
+}
+SOFTCAP_BY_LENGTH = {1024: PERSISTENT | IN_SHARED, math.inf: IN_SHARED}
+ALIBI_BY_LENGTH = {1024: PERSISTENT, math.inf: IN_SHARED}
+SCORED_BY_LENGTH = {  # by padded head_dim, and whether the change of scores is nonlinear
+    (96, True): SOFTCAP_BY_LENGTH,
+    (128, True): SOFTCAP_BY_LENGTH,
+    (128, False): ALIBI_BY_LENGTH,
+}
+SMALL = {64: shape(1, 64, stages=4), 96: shape(1, 64), 128: shape(1, 64)}  # for many sequences of up to 64 queries
+TABLES = SHAPES, SCORED, BIAS_LOADED, BIAS_BY_COLUMN, BIAS_BY_TMA, RANDOM, SMALL
+# One query tile for each CTA, where not all sequences have the same lengths
+ONE_TILE_PER_CTA: dict[str, Any] = {"persistent": False, "q_stages": 1, "tma_store": False}
+USUAL_FIELDS = ONE_TILE_PER_CTA | {"ping_pong": True, "weights_in_shared": False, "ctas_per_sm": 1}
+SHORT, MANY = 96, 4  # packed: mean number of queries up to which sequences are short; sequences times heads for each SM
+# The time of a query row, by padded head_dim and consumers, in units of that with three consumers; and the time of a tile
+# besides its rows, in keys of one row
+ROW_TIME = {64: {4: 0.97, 3: 1.0, 2: 1.27, 1: 1.78}, 96: {3: 1.0, 2: 1.15, 1: 1.65}, 128: {3: 1.0, 2: 1.03, 1: 1.6}}
+TILE_OVERHEAD = 16000
+WINDOW: dict[int, dict[str, Any]] = {128: {"q_stages": 2, "ping_pong": False}}  # for windows of up to 2048 keys
+DEFAULT_BY_LENGTH: dict[float, dict[str, Any]] = {2048: PERSISTENT}
+
+
+def config_for(
+    head_dim: int,
+    dtype: dtype,
+    variant: Variant,
+    keys: float,
+    value_dim: int | None = None,
+    **kind: Any,
+) -> Config:
+    """The configuration for queries that see so many keys, with the next head dims of SHAPES. kind: further fields of the
+    Config. Parts of a sequence (QueryPartsLayout) have the key blocks of the whole sequence, so that the bits are equal."""
+    padded, wide = (min(d for d in SHAPES if d >= dim) for dim in (head_dim, value_dim or head_dim))
+    parts = kind.get("seq_layout") is QueryPartsLayout and not kind["axes"] and not kind["by_list"]
+    if padded == wide and variant.positional and not variant.uses_random and (parts or not kind):
+        config = _config(padded, dtype, variant, next((end for end in _by_length(padded, variant) if keys <= end), None))
+        return replace(config, **ONE_TILE_PER_CTA, **kind) if kind else config
+    shape = None if variant.uses_random or variant.reads_score_matrix else NARROW.get((padded, wide))
+    shape = shape or (PAGED.get(max(padded, wide)) if kind.get("kv_source", OneBuffer()).paged else None)
+    return Config(padded, wide, dtype, variant, **(shape or _shape(max(padded, wide), variant)), **kind)
+
+
+def with_kv(config: Config, kv: int) -> Config:
+    """The configuration with blocks of `kv` keys, in the shape that it has for other lengths, or that other variants have.
+    ValueError: there is no such shape."""
+    if config.kv == kv:
+        return config
+    padded = max(config.head_dim, config.value_dim)
+    default_fields, by_length = _shape(padded, config.variant), _by_length(padded, config.variant)
+    shapes = [default_fields, *[of[padded] for of in TABLES if padded in of]]
+    if not config.axes:  # arrays of aux take registers, which long and short sequences' tiles do not have
+        shapes = [*[default_fields | entry for entry in by_length.values()], *shapes]
+    found = next((fields for fields in shapes if fields["kv"] == kv), None)
+    if found is None:
+        raise ValueError(f"family: has no blocks of {kv} keys for head_dim={config.head_dim}, value_dim={config.value_dim}")
+    alike = config.seq_layout is BatchedLayout and not (
+        config.axes or config.by_list or config.float32_out or config.accumulates
+    )
+    return replace(config, **USUAL_FIELDS | found | ({} if alike else ONE_TILE_PER_CTA))
+
+
+def fit_to_load(config: Config, queries: Any, keys: Any, batch_heads: Any, processors: int, kv: int | None = None) -> Config:
+    """The configuration with fewer query rows in a tile, if much would be idle otherwise: rows of tiles, because sequences have
+    few queries (`queries`, the mean of packed ones), or SMs in the last wave of tiles.
+    For full and causal attention only. batch_heads: how many sequences there are, counted by head. The bits stay the same,
+    except for many short sequences, whose blocks of keys become smaller, unless they must have `kv` keys."""
+    if (
+        config.variant not in (FULL, CAUSAL)
+        or config.seq_layout not in (BatchedLayout, PackedLayout)
+        or config.axes
+        or config.by_list
+    ):
+        return config
+    widest = max(config.head_dim, config.value_dim)
+    if config.float32_out or config.accumulates or widest not in SMALL:
+        return config
+    small = SMALL[widest]
+    if (
+        queries <= (SHORT if config.seq_layout is PackedLayout else warpgroup.ROWS)
+        and batch_heads >= MANY * processors
+        and kv in (None, small["kv"])
+    ):
+        return replace(config, **small)
+    if config.seq_layout is not BatchedLayout:
+        return config
+    choices = [config]
+    if config.consumers > 2:
+        choices.append(replace(config, consumers=2, weights_in_shared=False, ping_pong=True))
+    choices.append(
+        replace(config, consumers=1, weights_in_shared=False, ping_pong=False, ctas_per_sm=2)
+    )  # one or two CTAs fit an SM
+    return min(choices, key=lambda of: of.estimate_time(queries, keys, batch_heads, processors))
+
+
+def _shape(padded: int, variant: Variant) -> dict[str, Any]:
+    """The fields of the Config for a variant, whatever the lengths."""
+    loaded = BIAS_BY_COLUMN if variant.prefetches_columns and not variant.uses_random else BIAS_LOADED
+    loaded = BIAS_BY_TMA if variant.tma_bias and not variant.uses_random else loaded
+    shapes = (
+        loaded
+        if variant.reads_score_matrix or variant.tma_bias
+        else RANDOM
+        if variant.uses_random
+        else SCORED
+        if variant.changes_scores
+        else SHAPES
+    )
+    return shapes.get(padded, SHAPES[padded])
+
+
+def _by_length(padded: int, variant: Variant) -> dict[float, dict[str, Any]]:
+    """{up to so many keys: the fields of the Config that differ} for a variant."""
+    if variant.cheap_mask:
+        return BY_LENGTH.get((padded, variant.monotonic), DEFAULT_BY_LENGTH)
+    if variant.changes_scores and variant.starts_at_zero and not (variant.reads_score_matrix or variant.tma_bias):
+        return SCORED_BY_LENGTH.get((padded, variant.nonlinear), DEFAULT_BY_LENGTH)
+    return (
+        DEFAULT_BY_LENGTH if variant.starts_at_zero or variant.changes_scores else {2048: PERSISTENT | WINDOW.get(padded, {})}
+    )
+
+
+@functools.lru_cache(1024)
+def _config(padded: int, dtype: dtype, variant: Variant, end: float | None) -> Config:
+    other = {} if end is None else _by_length(padded, variant)[end]
+    return Config(padded, padded, dtype, variant, **_shape(padded, variant) | other)
+
+
+def space(arch: str, everything: bool) -> Iterator[Config]:
+    """The configurations for problems of any length; with `everything` those of fp16, too, whose code takes as many registers
+    as bf16's."""
+    if arch == "sm_90a":
+        for of, head_dim, variant in itertools.product((bf16, fp16) if everything else (bf16,), SHAPES, (FULL, CAUSAL)):
+            long = [config_for(head_dim, of, variant, end) for end in (*_by_length(head_dim, variant), math.inf)]
+            loads = (1, 1), (warpgroup.ROWS + 1, 1), (512, 512)  # (queries, SMs) for which one or two consumers are chosen
+            fewer = [fit_to_load(config, queries, 512, MANY, processors) for config in long for queries, processors in loads]
+            yield from dict.fromkeys((*long, *fewer))
+            if everything:
+                yield config_for(head_dim, of, variant, math.inf, **in_pages(2))
+            if head_dim <= BLOCK and variant is CAUSAL:  # for attention.parallel
+                config = config_for(head_dim, of, variant, math.inf, seq_layout=QueryPartsLayout, axes=(), by_list=False)
+                yield from (
+                    replace(config, kv_source=source)
+                    for source in (TwoBuffers(config.key, config.value), StreamingBuffers(config.key, config.value))
+                )
+
+
+@static
+class NoTurns:
+    """Consumers issue wgmma as soon as they can. The methods are those of `warpgroup.ping_pong`."""
+
+    @inlined
+    def begin(self, me):
+        """Prepare the first turn: nothing to do."""
+
+    @inlined
+    def take(self, me):
+        """Wait for the consumer's turn: nothing to wait for."""
+
+    @inlined
+    def give(self, me):
+        """Pass the turn to the next consumer: nothing to pass."""
+
+
+@functools.cache
+def make(config: Config):
+    """(kernel, shared memory) of a configuration."""
+    ROWS, KV, EACH = config.rows, config.kv, warpgroup.ROWS  # rows of a query tile, of a key block, of a consumer
+    CONSUMERS, PERSISTENT = config.consumers, config.persistent
+    SKIPS = PERSISTENT and config.variant.starts_at_zero  # consumers skip key blocks that none of their rows sees
+    # with one stage of queries a tile's queries wait for the last tile, but its keys need not
+    KEYS_FIRST = PERSISTENT and config.q_stages == 1
+    K_AHEAD = config.kv_source.paged  # the next keys are loaded before these values, to hide the look-up of pages
+    PARAMS, AUX = config.params, config.aux
+    variant, tiling, turn, output = config.variant, config.tiling, config.turn, config.output
+    consumer_tiling, sequences, kv_source = replace(config, consumers=1).tiling, config.sequences, config.kv_source
+    bias_tiles, weights = config.bias_tiles, config.weights
+    PRODUCER, (keep, claim) = CONSUMERS, REGISTERS[CONSUMERS]
+    INPUT, Q, S, O = config.dtype, *(rt(16, columns, fp32) for columns in (config.head_dim, config.kv, config.value_dim))
+    PANELS, PANEL = config.query.panels, rt(16, config.query.panel_cols, fp32)
+    LOW_SCORES, PREPARES = variant.allows_low_scores, variant.prepares_queries
+    readers = CONSUMERS * warpgroup.WARPGROUP
+    smem = shared(
+        q=ring(config.query, config.q_stages, readers),
+        k=ring(config.key, config.stages, readers),
+        v=ring(config.value, config.stages, readers),
+        **weights.memory(ROWS, KV),
+        **bias_tiles.rings(config.stages, readers),
+    )
+    softmax, OUTPUT = Softmax(O), output.declare(config.value_dim, config.dtype)
+
+    @inlined
+    def find_tile(r, blocks, heads, batch_heads, raster_group, params):
+        """(query block, sequence, head) of the CTA's r-th tile."""
+        block, batch_head = tiling.place(persistent_tile(r), blocks, batch_heads, raster_group)
+        return sequences.find_tile(block, batch_head, heads, params)
+
+    @inlined
+    def has_tile(r, blocks, heads, batch_heads, raster_group, params):
+        """Does the CTA have an r-th tile?"""
+        if PERSISTENT:
+            return persistent_tile(r) < blocks * batch_heads
+        elif sequences.bounded_by_array or r > 0:
+            return r == 0
+        else:
+            block, batch, _ = find_tile(0, blocks, heads, batch_heads, raster_group, params)
+            return r == 0 and sequences.has_tile(block, batch, params)
+
+    @inlined
+    def prepare_queries(queries, ctx):
+        """A consumer's rows of Q, changed by the variant in shared memory."""
+        if PREPARES:
+            stats = variant.query_stats(warpgroup.load(queries, Q), ctx)
+            for i in range(PANELS):  # one after the other, to save registers
+                panel = subtile(queries, EACH, 0, PANEL.cols, i)
+                x = variant.prepare_queries(warpgroup.load(panel, PANEL), stats, ctx, PANEL.cols * i)
+                warpgroup.store(panel, INPUT(x))
+            warpgroup.sync()
+        return queries
+
+    def build_step(masked):
+        """The step of the pipeline for a block of keys, with the mask or without."""
+
+        @inlined
+        def step(j, p, state, queries, k, v, tiles, p_smem, me, ctx, key, scale, slack):
+            """Scores and softmax of block j, while the tensor cores compute O += P V of block j - 1."""
+            turn.take(me)
+            s = warpgroup.mm_ABt(queries, k.wait(j))
+            o = warpgroup.mma_AB(state.rescale(), p, v.wait(j - 1))
+            turn.give(me)
+            prefetched, with_bias = variant.prefetch(S, ctx, key), bias_tiles.load_rows(tiles, j, ctx, me)
+            s = warpgroup.wait(s, newer=1)  # the scores are done, o is still in flight
+            if masked:
+                s = tiling.mask(variant.score_in_edge_block_by(s, prefetched, with_bias, key), ctx, key)
+                below = variant.row_offset_in_edge_block(s, ctx, key)
+            else:
+                s = variant.score_by(s, prefetched, with_bias, key)
+                below = variant.row_offset(s, ctx, key)
+            state = state.update_max(s, below, scale, slack)
+            p = state.weights(s, below, scale, LOW_SCORES)
+            k.release(j, after=state.m)
+            state, p = state.add(p), variant.drop(p, ctx, key)
+            o = warpgroup.wait(o)
+            v.release(j - 1)
+            return weights.stage(p, p_smem, me), state._replace(o=o)  # after wait(o): until then the wgmma reads P
+
+        return step
+
+    masked_step, step = build_step(True), build_step(False)
+
+    @inlined
+    def count_blocks(row, kv_blocks, ctx):
+        """(how many of the tile's key blocks a consumer computes, the last ones in order; how many of those it masks, at least
+        the first). It computes none if its rows lie behind the last query."""
+        if SKIPS:
+            mine = consumer_tiling.key_blocks(row, ctx)
+            return int32(mine.n if row < ctx.seqlen_q else 0), int32(max(1, mine.masked))
+        else:
+            return kv_blocks.n, int32(max(1, kv_blocks.masked))
+
+    @inlined
+    def skip_blocks(j, first, end, behind, k, v, tiles, me):
+        """Release the key blocks j to first, which none of the consumer's rows sees. Every consumer takes one turn for each key
+        block of a tile except the last. All consumers together zero the last `behind` keys of the first block."""
+        for i in range(j, first):
+            if i == j and behind > 0:
+                zero_last_keys(v.wait(i), behind, CONSUMERS)
+            k.wait(i)
+            k.release(i)
+            bias_tiles.skip(tiles, i)
+            if i < end - 1:
+                turn.take(me)
+                turn.give(me)
+            v.wait(i)
+            v.release(i)
+
+    @cuda.jit(launch_bounds=(config.threads, config.ctas_per_sm), fastmath=True)
+    def attend(
+        gQ: tiled(config.query, unit=1), gK: kv_source.source(config.key), gV: kv_source.source(config.value), gO: OUTPUT,
+        gLse: array(3), params: PARAMS, aux: AUX, blocks: INT, heads: INT, batch_heads: INT,
+        raster_group: INT, group: INT, scale: FLOAT, slack: FLOAT,
+    ):  # fmt: skip
+        """O = softmax(Q K^T / sqrt(D)) V and its log-sum-exp, with the variant's changes of scores. There are `blocks` query
+        tiles for each of `batch_heads` pairs of head and batch, in raster groups of `raster_group` pairs; `group` query heads
+        share a key head; exp2(scale s) is the weight of a score s; the row maximum may grow by `slack` before O is rescaled."""
+        q, k, v, tiles, p_smem = weights.unpack(bias_tiles.open(smem))
+        me = warpgroup.id()
+        r = j = int32(0)  # query tiles and key blocks so far
+        if me == PRODUCER:
+            warpgroup.release_registers(keep)
+            while has_tile(r, blocks, heads, batch_heads, raster_group, params):
+                block, batch, head = find_tile(r, blocks, heads, batch_heads, raster_group, params)
+                seq, row = sequences.sequence(batch, params), ROWS * block
+                kv_head, _ = divmod(head, group)
+                ctx = ScoreContext(batch, head, row, seq.seqlen_k - seq.seqlen_q, seq.seqlen_q, seq.seqlen_k, params, aux, 0)
+                kv_blocks = tiling.key_blocks(row, ctx)
+                if not KEYS_FIRST:
+                    q.fill(r, gQ, (seq.batch, seq.offset_q + row, head))
+                arrived = kv_source.begin_tile(params)
+                if K_AHEAD:
+                    kv_source.fill(k, j, gK, seq, batch, seq.offset_k + tiling.key(kv_blocks, 0, ctx), kv_head, params)
+                for i in range(kv_blocks.n):
+                    key = seq.offset_k + tiling.key(kv_blocks, i, ctx)
+                    if K_AHEAD and i + 1 < kv_blocks.n:
+                        next_key = seq.offset_k + tiling.key(kv_blocks, i + 1, ctx)
+                        kv_source.fill(k, j + i + 1, gK, seq, batch, next_key, kv_head, params)
+                    if not K_AHEAD:
+                        arrived = kv_source.wait_for_block(arrived, key, params)
+                        kv_source.fill(k, j + i, gK, seq, batch, key, kv_head, params)
+                    if KEYS_FIRST and i == 0:
+                        q.fill(r, gQ, (seq.batch, seq.offset_q + row, head))
+                    bias_tiles.fill(tiles, j + i, params, (batch, head, row, tiling.key(kv_blocks, i, ctx) // KV))
+                    kv_source.fill_values(v, j + i, gV, seq, batch, key, kv_head, params)
+                r, j = int32(r + 1), int32(j + kv_blocks.n)
+        else:
+            warpgroup.claim_registers(claim)
+            turn.begin(me)
+            while has_tile(r, blocks, heads, batch_heads, raster_group, params):
+                block, batch, head = find_tile(r, blocks, heads, batch_heads, raster_group, params)
+                seq, row = sequences.sequence(batch, params), ROWS * block + EACH * me
+                warp_row = row + O.rows * warpgroup.rank()
+                base_ctx = ScoreContext(
+                    batch, head, warp_row, seq.seqlen_k - seq.seqlen_q, seq.seqlen_q, seq.seqlen_k, params, aux, 0
+                )
+                ctx = base_ctx._replace(precomputed=variant.precompute(base_ctx))
+                kv_blocks = tiling.key_blocks(ROWS * block, ctx)
+                n, masked = count_blocks(row, kv_blocks, ctx)
+                end = int32(j + kv_blocks.n)
+                first, queries = int32(end - n), subtile(q.wait(r), EACH, me)
+                if SKIPS:
+                    skip_blocks(j, first, end, kv_blocks.unseen_behind, k, v, tiles, me)
+                if SKIPS and n == 0:
+                    output.release_previous_queries(q, r)
+                    output.release_queries(q, r)
+                else:
+                    key, queries = tiling.key(kv_blocks, first - j, ctx), prepare_queries(queries, ctx)
+                    s = warpgroup.wait(warpgroup.mm_ABt(queries, k.wait(first)))
+                    k.release(first)
+                    s = tiling.mask(variant.score_in_edge_block(s, bias_tiles.load_rows(tiles, first, ctx, me), key), ctx, key)
+                    below = variant.row_offset_in_edge_block(s, ctx, key)
+                    state = output.init_state(softmax, variant, ctx, gO, gLse, seq, row, scale)
+                    state = state.update_max(s, below, scale, slack)
+                    p = state.weights(s, below, scale, LOW_SCORES)
+                    p, state = weights.stage(variant.drop(p, ctx, key), p_smem, me), state.add(p)
+                    output.release_previous_queries(q, r)
+                    sequences.zero_foreign_rows(v.wait(first), seq.seqlen_k - key, CONSUMERS)
+                    if first == j and kv_blocks.unseen_behind > 0:
+                        zero_last_keys(v.wait(first), kv_blocks.unseen_behind, CONSUMERS)
+                    for i in range(int32(first + 1), int32(first + masked)):
+                        key = tiling.key(kv_blocks, i - j, ctx)
+                        p, state = masked_step(i, p, state, queries, k, v, tiles, p_smem, me, ctx, key, scale, slack)
+                    if kv_blocks.unseen_ahead > 0:
+                        zero_first_keys(v.wait(first + masked - 1), kv_blocks.unseen_ahead, CONSUMERS)
+                    for i in range(int32(first + masked), end):
+                        key = tiling.key(kv_blocks, i - j, ctx)
+                        p, state = step(i, p, state, queries, k, v, tiles, p_smem, me, ctx, key, scale, slack)
+                    output.release_queries(q, r)
+                    o = warpgroup.wait(warpgroup.mma_AB(state.rescale(), p, v.wait(end - 1)))
+                    v.release(end - 1)
+                    o, lse = state._replace(o=o).finish(scale, variant, ctx)
+                    output.store(gO, o, queries, seq, row, head)
+                    output.store_lse(gLse, lse, seq, row, head)
+                r, j = int32(r + 1), end
+            output.finish()
+            if sequences.packed:
+                block, batch, head = find_tile(0, blocks, heads, batch_heads, raster_group, params)
+                has_padding, row = sequences.padding_rows(block, batch, params)
+                if has_padding:
+                    output.clear_padding(O, gO, gLse, int32(row + EACH * me), head)
+
+    return attend, smem

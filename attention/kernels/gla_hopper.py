@@ -1,0 +1,188 @@
+"""Linear attention for Hopper where every channel of a key decays by itself (gated linear attention, Yang et al. 2024).
+
+    S_t = diag(exp(g_t)) S_(t-1) + k_t^T v_t        o_t = scale q_t S_t        g_t: Dk numbers, never positive
+
+With the decays factored around a reference r, a chunk is one of linear attention without decays (b, q', k* and S' are those of
+channel_decay.py):
+
+    P = tril(q' k*^T)        O = scale (q' S' + P V)        S = exp(b_last - r) (S' + k*^T V)
+
+Two warpgroups compute what does not depend on the state: the preparer q' and k* of a chunk, then the scorer its P, while the
+preparer is at the next chunk. Consumers, of 64 value columns each, update the state. They hold it transposed, 64 x Dk, and O
+too.
+
+The residuals that rounding takes from q' and from P are multiplied as well. Without that, factoring would add half as much
+error again as all other roundings together."""
+
+import functools
+from collections.abc import Iterator
+
+from numba import cuda
+from numpy import int32
+
+from ops import columns, divmod, store, subtile, warpgroup
+from tiles import fp32, inlined, ring, rt, shared, st
+from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
+
+from ..parts.recurrent import channel_decay
+from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
+from ..parts.recurrent.transposed_state import TransposedState
+
+REGISTERS = {1: (184, 80, 240), 2: (120, 72, 160)}  # consumers -> registers a thread of preparer, scorer and consumer
+STAGES = {64: 2, 128: 2, 256: 1}  # padded key dim: chunks in flight
+WIDE_KEY_DIM = 128  # beyond it a state takes half of a consumer's registers: there is one consumer
+
+
+class Config(channel_decay.Config):
+    """A kernel's configuration: that of channel_decay.py, with two preparers: the preparer of this kernel and its scorer."""
+
+    preparers = 2
+
+
+SIZES = (64, 1), (64, 2), (128, 1), (128, 2), (256, 1)  # padded key dim, consumers
+
+
+def space(arch: str, everything: bool) -> Iterator[Config]:
+    """The configurations. Without `everything`, varlen ones come in one size only, and fp16 is left out."""
+    return channel_decay.channel_space(Config, SIZES, arch, everything)
+
+
+class GlaDecay(channel_decay.ChannelDecay):
+    """The decays of GLA's kernel, which also stores the residual of q', what rounding takes from it."""
+
+    @inlined
+    def store_extra(self, q_residual, query, key, decay, strong):
+        """Store the residual of q'. A strong chunk stores its scores in that place."""
+        if not strong:
+            store(q_residual, query - fp32(self.dtype(query)))
+
+
+@functools.cache
+def make(config: Config):
+    """(kernel, shared memory) of a configuration."""
+    CONSUMERS, INPUT, IN_PLACE = config.consumers, config.dtype, config.gates is fp32
+    PREPARER, SCORER, (preparer_registers, scorer_registers, consumer_registers) = (
+        CONSUMERS,
+        CONSUMERS + 1,
+        REGISTERS[CONSUMERS],
+    )
+    KEY_DIM, AHEAD, RELEASES = config.key_dim, STAGES[config.key_dim], CONSUMERS > 1
+    STATE, WEIGHTS, BLOCK = rt(16, KEY_DIM, fp32), rt(16, CHUNK, INPUT), rt(16, config.key.panel_cols, fp32)
+    group, readers = warpgroup.WARPGROUP, CONSUMERS * warpgroup.WARPGROUP
+    smem = shared(
+        q=ring(config.key, AHEAD, readers + 2 * group),
+        k=ring(config.key, AHEAD, readers + 2 * group),
+        v=ring(config.value, AHEAD * CONSUMERS, group),
+        g=ring(config.gate, AHEAD, group),
+        p=ring(st(2 * CHUNK, CHUNK, INPUT), 1, readers, writers=group),
+        q_residual=ring(config.key, 1, group, writers=group),
+        out=st(CHUNK * CONSUMERS, COLUMNS, INPUT),
+        gate_sums=config.gate_sums,
+        state_decay=ring(config.state_decay, AHEAD, readers, writers=group),
+        flag=ring(channel_decay.FLAG, AHEAD, readers + group, writers=group),
+    )
+    seq_layout, decay = SequenceLayout(config.varlen), GlaDecay(KEY_DIM, INPUT, CONSUMERS, BLOCK)
+    state = TransposedState(KEY_DIM, INPUT, seq_layout)
+
+    @inlined
+    def apply_state(s_t, queries, state_decay, strong):
+        """(S'^T q'^T, pending; the state to which the keys are added). A wide state is multiplied in two halves, because
+        registers do not hold all of it rounded."""
+        if KEY_DIM <= WIDE_KEY_DIM:
+            rounded = INPUT(s_t)
+            s_t = decay.decay_state(s_t, state_decay, strong)
+            return warpgroup.mm_ABt(rounded, queries), s_t
+        else:
+            rounded = INPUT(columns(s_t, WIDE_KEY_DIM, 0))
+            o = warpgroup.wait(warpgroup.mm_ABt(rounded, subtile(queries, CHUNK, 0, WIDE_KEY_DIM, 0)))
+            rounded = INPUT(columns(s_t, WIDE_KEY_DIM, 1))
+            s_t = decay.decay_state(s_t, state_decay, strong)
+            return warpgroup.mma_ABt(o, rounded, subtile(queries, CHUNK, 0, WIDE_KEY_DIM, 1)), s_t
+
+    @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
+    def scan(
+        gQ: tiled(config.key, unit=1), gK: tiled(config.key, unit=1), gV: tiled(config.value, unit=1),
+        gGates: tiled(config.gate, unit=1), gO: seq_layout.output_argument(config.value), gInitialState: array(4),
+        gFinalState: array(4), gCuSeqlens: ENDS, length: INT, blocks: INT, segments: INT, heads: INT, group: INT, scale: FLOAT,
+    ):  # fmt: skip
+        """The outputs of a segment, and after the last one the state. Each of the `segments` of a sequence has thread blocks of
+        its own. gInitialState: the state before each segment. `group` value heads share a key head; each is `blocks` blocks of
+        columns wide."""
+        q, k, v, g, p, q_residual, out, gate_sums, state_decay, flag = smem.open()
+        wg = warpgroup.id()
+        block, segment, head, sequence = block_coord(cuda.blockIdx.x, blocks, segments, heads)
+        seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, segment, segments)
+        n = seq.num_chunks()
+        if wg == PREPARER:
+            if RELEASES:
+                warpgroup.release_registers(preparer_registers)
+            else:
+                warpgroup.claim_registers(preparer_registers)
+            warp = int32(cuda.threadIdx.x // 32) - PREPARER * warpgroup.WARPGROUP
+            for j in range(n):
+                queries, keys, gates = q.wait(j), k.wait(j), g.wait(j)
+                seq_layout.zero_other_rows(keys, seq.remaining(j))
+                seq_layout.zero_other_rows(gates, seq.remaining(j))
+                sums = gates if IN_PLACE else gate_sums
+                b_last, strong = decay.cumsum_gates(sums, gates, warp)
+                residual = q_residual.claim(j)
+                if strong:
+                    for i in range(CHUNK // BLOCK.cols):
+                        warpgroup.store(subtile(residual, CHUNK, 0, BLOCK.cols, i), decay.exact_scores(queries, keys, sums, i))
+                    warpgroup.sync()
+                decay.factor_decays(queries, keys, residual, sums, b_last, state_decay.claim(j), flag.claim(j), warp, strong)
+                state_decay.publish(j)
+                flag.publish(j)
+                q_residual.publish(j)
+                g.release(j)
+                q.release(j)
+                k.release(j)
+        elif wg == SCORER:
+            warpgroup.release_registers(scorer_registers)
+            key_head, _ = divmod(head, group)
+            rings, arrays = (q, k, v, g), (gQ, gK, gV, gGates)
+            for j in range(AHEAD):
+                decay.fill(rings, arrays, j, n, seq, head, key_head, block)
+            for j in range(n):
+                residual, strong, queries, keys = q_residual.wait(j), decay.is_strong(flag.wait(j)), q.wait(j), k.wait(j)
+                flag.release(j)
+                if strong:
+                    s = fp32(warpgroup.load(subtile(residual, CHUNK, 0, CHUNK, 0), WEIGHTS))
+                else:
+                    s = warpgroup.wait(warpgroup.mma_ABt(warpgroup.mm_ABt(queries, keys), residual, keys))
+                q_residual.release(j)
+                q.release(j)
+                k.release(j)
+                s = warpgroup.causal(s, 0, 0.0)
+                weights, rounded = p.claim(j), INPUT(s)
+                warpgroup.store(subtile(weights, CHUNK, 0), rounded)
+                warpgroup.store(subtile(weights, CHUNK, 1), s - fp32(rounded))
+                p.publish(j)
+                decay.fill(rings, arrays, j + AHEAD, n, seq, head, key_head, block)
+        else:
+            warpgroup.claim_registers(consumer_registers)
+            column, out_tile = COLUMNS * (CONSUMERS * block + wg), subtile(out, CHUNK, wg)
+            s_t = warpgroup.load(gInitialState, STATE, (sequence * segments + segment, head, column, 0), aligned=False)
+            for j in range(n):
+                state_factor, strong, queries, keys = state_decay.wait(j), decay.is_strong(flag.wait(j)), q.wait(j), k.wait(j)
+                values, weights = v.wait(CONSUMERS * j + wg), p.wait(j)
+                seq_layout.zero_other_rows(values, seq.remaining(j))
+                o, s_t = apply_state(decay.decay_state(s_t, state_factor, not strong), queries, state_factor, strong)
+                o = warpgroup.mma_AtBt(o, values, subtile(weights, CHUNK, 0))
+                o = warpgroup.mma_AtBt(o, values, subtile(weights, CHUNK, 1))
+                s_t = warpgroup.mma_AtB(s_t, values, keys)
+                o = warpgroup.wait(o, newer=1) * scale
+                q.release(j)
+                p.release(j)
+                s_t = decay.decay_state(warpgroup.wait(s_t), state_factor, not strong)
+                k.release(j)
+                v.release(CONSUMERS * j + wg)
+                state_decay.release(j)
+                flag.release(j)
+                state.store_output(gO, out_tile, o, seq, seq.chunk_start(j), head, CONSUMERS * block + wg)
+            warpgroup.store_wait()
+            if segment == segments - 1:
+                warpgroup.store(gFinalState, s_t, (sequence, head, column, 0), aligned=False)
+                seq_layout.zero_padding(gO, gCuSeqlens, sequence, length, head, CONSUMERS * block + wg)
+
+    return scan, smem

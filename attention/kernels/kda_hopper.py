@@ -1,0 +1,166 @@
+"""The delta rule for Hopper, chunk by chunk, where every channel of a key decays by itself (Kimi delta attention, 2025).
+
+    S = diag(exp(g_t)) S_(t-1)        u_t = beta_t (v_t - k_t S)        S_t = S + k_t^T u_t        o_t = scale q_t S_t
+
+With the decays factored around a reference r, a chunk is one of the delta rule without decays (b, q', k', k* and S' are those
+of channel_decay.py):
+
+    A  = tril(beta k' k*^T, -1)       T = (I + A)^-1 beta                                     (the UT transform)
+    U  = T (V - k' S')                O = scale (q' S' + tril(q' k*^T) U)
+    S  = exp(b_last - r) (S' + k*^T U)
+
+q', k', k*, T and the intra-chunk scores do not depend on the state: one warpgroup, the preparer, computes them for the next
+chunk, while consumers, of 64 value columns each, update the state with this one."""
+
+import functools
+import itertools
+from collections.abc import Iterator
+
+from numba import cuda
+from numpy import int32
+
+from ops import divmod, store, subtile, truncate, warpgroup
+from ops.for_attention.triangular_inverse import TRIANGLE, inverse_transposed, store_parts
+from tiles import fp32, inlined, ring, rt, shared, st
+from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
+
+from ..parts.recurrent import channel_decay
+from ..parts.recurrent.channel_decay import FLAG, Config
+from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
+from ..parts.recurrent.transposed_state import TransposedState
+
+REGISTERS = {1: (240, 240), 2: (152, 176)}  # consumers -> registers a thread of preparer and consumer
+KEY_DIMS = 64, 128  # as padded
+STAGES = 2  # chunks in flight
+
+
+SIZES = tuple(itertools.product(KEY_DIMS, REGISTERS))  # padded key dim, consumers
+
+
+def space(arch: str, everything: bool) -> Iterator[Config]:
+    """The configurations. Without `everything`, varlen ones come in one size only, and fp16 is left out."""
+    return channel_decay.channel_space(Config, SIZES, arch, everything)
+
+
+class KdaDecay(channel_decay.ChannelDecay):
+    """The decays of KDA's kernel, which also stores k'."""
+
+    @inlined
+    def store_extra(self, decayed_keys, query, key, decay, strong):
+        """Store k' = k exp(b - r)."""
+        store(decayed_keys, key * decay)
+
+
+@functools.cache
+def make(config: Config):
+    """(kernel, shared memory) of a configuration."""
+    CONSUMERS, INPUT, IN_PLACE = config.consumers, config.dtype, config.gates is fp32
+    PREPARER, (preparer_registers, consumer_registers), CLAIMS = CONSUMERS, REGISTERS[CONSUMERS], CONSUMERS > 1
+    STATE, SCORES = rt(16, config.key_dim, fp32), rt(16, CHUNK, fp32)
+    COL_VEC, WARPS, VALUES = SCORES.col_vec, warpgroup.WARPGROUP, STAGES if IN_PLACE else 1  # consumers release V early
+    readers = CONSUMERS * WARPS
+    square = st(CHUNK, CHUNK, INPUT)
+    smem = shared(
+        q=ring(config.key, STAGES, readers + WARPS),
+        k=ring(config.key, STAGES, readers + WARPS),
+        k_decayed=ring(config.key, STAGES, readers + WARPS, writers=WARPS),
+        g=ring(config.gate, 1, WARPS),
+        v=ring(config.value, VALUES * CONSUMERS, WARPS),
+        t=ring(square, STAGES, readers, writers=WARPS),
+        p=ring(square, 1, readers, writers=WARPS),
+        state_decay=ring(config.state_decay, STAGES, readers, writers=WARPS),
+        flag=ring(FLAG, STAGES, readers, writers=WARPS),
+        high=TRIANGLE,
+        low=TRIANGLE,
+        out=st(CHUNK * CONSUMERS, COLUMNS, INPUT),
+        gate_sums=config.gate_sums,
+    )
+    seq_layout, decay = SequenceLayout(config.varlen), KdaDecay(config.key_dim, INPUT, CONSUMERS, SCORES)
+    state = TransposedState(config.key_dim, INPUT, seq_layout)
+
+    @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
+    def scan(
+        gQ: tiled(config.key, unit=1), gK: tiled(config.key, unit=1), gV: tiled(config.value, unit=1),
+        gBeta: array(3), gGates: tiled(config.gate, unit=1), gO: seq_layout.output_argument(config.value),
+        gInitialState: array(4), gFinalState: array(4), gCuSeqlens: ENDS, length: INT, blocks: INT, segments: INT, heads: INT,
+        group: INT, scale: FLOAT,
+    ):  # fmt: skip
+        """The outputs of a segment, and after the last one the state. Each of the `segments` of a sequence has thread blocks of
+        its own. gInitialState: the state before each segment. `group` value heads share a key head; each is `blocks` blocks of
+        columns wide."""
+        q, k, k_decayed, g, v, t, p, state_decay, flag, high, low, out, gate_sums = smem.open()
+        wg = warpgroup.id()
+        block, segment, head, sequence = block_coord(cuda.blockIdx.x, blocks, segments, heads * group)
+        seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, segment, segments)
+        n = seq.num_chunks()
+        if wg == PREPARER:
+            if CLAIMS:
+                warpgroup.release_registers(preparer_registers)
+            betas, (key_head, _) = truncate(gBeta, 1, seq.end), divmod(head, group)
+            warp = int32(cuda.threadIdx.x // 32) - PREPARER * WARPS
+            rings, arrays = (q, k, v, g), (gQ, gK, gV, gGates)
+            decay.fill(rings, arrays, 0, n, seq, head, key_head, block)
+            for j in range(n):
+                queries, keys, gates = q.wait(j), k.wait(j), g.wait(j)
+                seq_layout.zero_other_rows(keys, seq.remaining(j))
+                seq_layout.zero_other_rows(gates, seq.remaining(j))
+                beta = warpgroup.load(betas, COL_VEC, (seq.batch, seq.chunk_start(j), head), cols=1)
+                sums = gates if IN_PLACE else gate_sums
+                b_last, strong = decay.cumsum_gates(sums, gates, warp)
+                if strong:
+                    warpgroup.store(p.claim(j), warpgroup.causal(decay.exact_scores(queries, keys, sums, 0), 0, 0.0))
+                    store_parts(high, low, decay.exact_scores(keys, keys, sums, 0))
+                    warpgroup.sync()
+                decayed_keys = k_decayed.claim(j)
+                decay.factor_decays(
+                    queries, keys, decayed_keys, sums, b_last, state_decay.claim(j), flag.claim(j), warp, strong
+                )
+                k_decayed.publish(j)
+                state_decay.publish(j)
+                flag.publish(j)
+                g.release(j)
+                warpgroup.sync()
+                decay.fill(rings, arrays, j + 1, n, seq, head, key_head, block)
+                if strong:
+                    a = warpgroup.load(high, SCORES) + warpgroup.load(low, SCORES)
+                else:
+                    a = warpgroup.wait(warpgroup.mm_ABt(decayed_keys, keys))
+                    s = warpgroup.wait(warpgroup.mm_ABt(queries, keys))
+                    warpgroup.store(p.claim(j), warpgroup.causal(s, 0, 0.0))  # with one stage, claimed late
+                p.publish(j)
+                k_decayed.release(j)
+                q.release(j)
+                k.release(j)
+                x = inverse_transposed(a * beta, high, low)
+                warpgroup.store(t.claim(j), x * beta)
+                t.publish(j)
+        else:
+            if CLAIMS:
+                warpgroup.claim_registers(consumer_registers)
+            column, out_tile = COLUMNS * (CONSUMERS * block + wg), subtile(out, CHUNK, wg)
+            s_t = warpgroup.load(gInitialState, STATE, (sequence * segments + segment, head, 0, column), 3, 2)
+            for j in range(n):
+                decayed_keys, state_factor, strong = k_decayed.wait(j), state_decay.wait(j), decay.is_strong(flag.wait(j))
+                s_t = decay.decay_state(s_t, state_factor, not strong)
+                u, o = state.apply(s_t, decayed_keys, q.wait(j))
+                q.release(j)
+                k_decayed.release(j)
+                values = fp32(warpgroup.load_transposed(v.wait(CONSUMERS * j + wg), state.values))
+                v.release(CONSUMERS * j + wg)
+                u = seq_layout.zero_other_columns(values, seq.remaining(j)) - u
+                u = INPUT(warpgroup.wait(warpgroup.mm_AB(INPUT(u), t.wait(j))))
+                t.release(j)
+                s_t = warpgroup.wait(warpgroup.mma_AB(decay.decay_state(s_t, state_factor, strong), u, k.wait(j)))
+                k.release(j)
+                s_t = decay.decay_state(s_t, state_factor, not strong)
+                state_decay.release(j)
+                flag.release(j)
+                o = warpgroup.wait(warpgroup.mma_ABt(o, u, p.wait(j))) * scale
+                p.release(j)
+                state.store_output(gO, out_tile, o, seq, seq.chunk_start(j), head, CONSUMERS * block + wg)
+            warpgroup.store_wait()
+            if segment == segments - 1:
+                warpgroup.store(gFinalState, s_t, (sequence, head, 0, column), 3, 2)
+                seq_layout.zero_padding(gO, gCuSeqlens, sequence, length, head, CONSUMERS * block + wg)
+
+    return scan, smem

@@ -1,0 +1,149 @@
+"""How each segment of a sequence changes a state under the delta rule, for Hopper where every channel of a key decays by
+itself: kda_hopper.py without queries and outputs.
+
+A segment takes a state S to M S + N. The scan starts from [0 | I], where v is 0 in the columns of I (TMA writes zeros for
+these), and so ends with [N | M]. delta_compose_states_hopper.py composes these."""
+
+import functools
+import itertools
+from collections.abc import Iterator
+
+from numba import cuda
+from numpy import float32, int32
+
+from ops import col_index, divmod, equal, exp2, load, store, subtile, truncate, warpgroup, where, zeros
+from ops.for_attention.triangular_inverse import TRIANGLE, inverse_transposed, store_parts
+from tiles import fp32, inlined, ring, rt, shared, st
+from tiles.launching.arguments import ENDS, INT, array, tiled
+
+from ..parts.recurrent import channel_decay
+from ..parts.recurrent.channel_decay import FLAG, FLAG_VEC, TOKEN_GROUP
+from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
+from .kda_hopper import KEY_DIMS, REGISTERS, STAGES
+
+SIZES = tuple(itertools.product(KEY_DIMS, REGISTERS))  # padded key dim, consumers
+
+
+class Config(channel_decay.Config):
+    """A kernel's configuration: that of channel_decay.py. consumers: warpgroups that have 64 columns of a state each."""
+
+    def __str__(self):
+        return f"states, {super().__str__()}"
+
+
+def space(arch: str, everything: bool) -> Iterator[Config]:
+    """The configurations. Without `everything`, varlen ones come in one size only, and fp16 is left out."""
+    return channel_decay.channel_space(Config, SIZES, arch, everything)
+
+
+class KdaStatesDecay(channel_decay.ChannelDecay):
+    """The decays of a chunk without queries: k* and k' only."""
+
+    @inlined
+    def factor_key_decays(self, keys, decayed_keys, sums, b_last, state_decay, flag, warp, strong):
+        """Overwrite k by k* and write k' to `decayed_keys`; everything else is as in factor_decays."""
+        r_query, r_key = b_last * (0.0 if strong else 0.5), b_last * (1.0 if strong else 0.5)
+        for i in range(CHUNK // TOKEN_GROUP):
+            b = load(self.group_part(sums, i, warp), self.group_tile)
+            key = load(self.group_part(keys, i, warp), self.group_tile)
+            b = b * channel_decay.LOG2_E
+            store(self.group_part(decayed_keys, i, warp), key * exp2(b - r_query))
+            store(self.group_part(keys, i, warp), key * exp2(r_key - b))
+        store(subtile(state_decay, self.warp_tile.cols, warp), exp2(r_key))
+        if warp == 0:
+            store(flag, zeros(FLAG_VEC) + (1.0 if strong else 0.0))
+
+
+@functools.cache
+def make(config: Config):
+    """(kernel, shared memory) of a configuration."""
+    CONSUMERS, INPUT, IN_PLACE, KEY_DIM = config.consumers, config.dtype, config.gates is fp32, config.key_dim
+    PREPARER, (preparer_registers, consumer_registers), CLAIMS = CONSUMERS, REGISTERS[CONSUMERS], CONSUMERS > 1
+    STATE, SCORES = rt(16, KEY_DIM, fp32), rt(16, CHUNK, fp32)
+    COL_VEC, WARPS, VALUES = SCORES.col_vec, warpgroup.WARPGROUP, rt(16, CHUNK, INPUT)
+    readers = CONSUMERS * WARPS
+    smem = shared(
+        k=ring(config.key, STAGES, readers + WARPS),
+        k_decayed=ring(config.key, STAGES, readers + WARPS, writers=WARPS),
+        g=ring(config.gate, 1, WARPS),
+        v=ring(config.value, STAGES * CONSUMERS, WARPS),
+        t=ring(st(CHUNK, CHUNK, INPUT), STAGES, readers, writers=WARPS),
+        state_decay=ring(config.state_decay, STAGES, readers, writers=WARPS),
+        flag=ring(FLAG, STAGES, readers, writers=WARPS),
+        high=TRIANGLE,
+        low=TRIANGLE,
+        gate_sums=config.gate_sums,
+    )
+    seq_layout, decay = SequenceLayout(config.varlen), KdaStatesDecay(KEY_DIM, INPUT, CONSUMERS, SCORES)
+
+    @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
+    def scan(
+        gK: tiled(config.key, unit=1), gV: tiled(config.value, unit=1), gBeta: array(3), gGates: tiled(config.gate, unit=1),
+        gFinalState: array(4), gCuSeqlens: ENDS, length: INT, blocks: INT, segments: INT, scanned: INT, heads: INT, group: INT,
+        values: INT,
+    ):  # fmt: skip
+        """[N | M] of each of the first `scanned` of the `segments` of a sequence. values: the number of columns of v and N.
+        `group` value heads share a key head; each is `blocks` blocks of columns wide."""
+        k, k_decayed, g, v, t, state_decay, flag, high, low, gate_sums = smem.open()
+        wg = warpgroup.id()
+        block, segment, head, sequence = block_coord(cuda.blockIdx.x, blocks, scanned, heads * group)
+        seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, segment, segments)
+        n = seq.num_chunks()
+        if wg == PREPARER:
+            if CLAIMS:
+                warpgroup.release_registers(preparer_registers)
+            betas, (key_head, _) = truncate(gBeta, 1, seq.end), divmod(head, group)
+            warp = int32(cuda.threadIdx.x // 32) - PREPARER * WARPS
+            rings, arrays = (k, v, g), (gK, gV, gGates)
+            decay.fill_keys(rings, arrays, 0, n, seq, head, key_head, block)
+            for j in range(n):
+                keys, gates = k.wait(j), g.wait(j)
+                seq_layout.zero_other_rows(keys, seq.remaining(j))
+                seq_layout.zero_other_rows(gates, seq.remaining(j))
+                beta = warpgroup.load(betas, COL_VEC, (seq.batch, seq.chunk_start(j), head), cols=1)
+                sums = gates if IN_PLACE else gate_sums
+                b_last, strong = decay.cumsum_gates(sums, gates, warp)
+                if strong:
+                    store_parts(high, low, decay.exact_scores(keys, keys, sums, 0))
+                    warpgroup.sync()
+                decayed_keys = k_decayed.claim(j)
+                decay.factor_key_decays(keys, decayed_keys, sums, b_last, state_decay.claim(j), flag.claim(j), warp, strong)
+                k_decayed.publish(j)
+                state_decay.publish(j)
+                flag.publish(j)
+                g.release(j)
+                warpgroup.sync()
+                decay.fill_keys(rings, arrays, j + 1, n, seq, head, key_head, block)
+                if strong:
+                    a = warpgroup.load(high, SCORES) + warpgroup.load(low, SCORES)
+                else:
+                    a = warpgroup.wait(warpgroup.mm_ABt(decayed_keys, keys))
+                k_decayed.release(j)
+                k.release(j)
+                x = inverse_transposed(a * beta, high, low)
+                warpgroup.store(t.claim(j), x * beta)
+                t.publish(j)
+        else:
+            if CLAIMS:
+                warpgroup.claim_registers(consumer_registers)
+            column = int32(COLUMNS * (CONSUMERS * block + wg))
+            identity = equal(warpgroup.row_index(COL_VEC) + float32(column - values), col_index(STATE))
+            s_t = where(identity, 1.0, zeros(STATE))
+            for j in range(n):
+                decayed_keys, state_factor, strong = k_decayed.wait(j), state_decay.wait(j), decay.is_strong(flag.wait(j))
+                s_t = decay.decay_state(s_t, state_factor, not strong)
+                s_k = warpgroup.mm_ABt(INPUT(s_t), decayed_keys)
+                values_t = fp32(warpgroup.load_transposed(v.wait(CONSUMERS * j + wg), VALUES))
+                v.release(CONSUMERS * j + wg)
+                u = seq_layout.zero_other_columns(values_t, seq.remaining(j)) - warpgroup.wait(s_k)
+                k_decayed.release(j)
+                u = INPUT(warpgroup.wait(warpgroup.mm_AB(INPUT(u), t.wait(j))))
+                t.release(j)
+                s_t = warpgroup.wait(warpgroup.mma_AB(decay.decay_state(s_t, state_factor, strong), u, k.wait(j)))
+                k.release(j)
+                s_t = decay.decay_state(s_t, state_factor, not strong)
+                state_decay.release(j)
+                flag.release(j)
+            warpgroup.store(gFinalState, s_t, (sequence * scanned + segment, head, 0, column), 3, 2)
+
+    return scan, smem

@@ -1,1 +1,0 @@
-"""Attention over latents, of which keys and values are made: DeepSeek's multi-head latent attention, as it decodes."""

@@ -1,0 +1,62 @@
+"""Merges the pieces of a ring step into fewer and larger calls, because at the end of each launch a part of the GPU idles."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from .call_pieces import POSITIONAL, CallPiece, ForwardCall
+from .positions import key_lengths
+
+UNMERGEABLE = POSITIONAL | {"alibi", "window", "seed"}  # options that depend on which queries and keys a piece has
+# rows of an array of queries, rows of an array of keys, and the piece that these queries see of these keys
+RingPart = tuple[slice, slice, CallPiece]
+
+
+def merge_parts(parts: Sequence[RingPart]) -> list[RingPart]:
+    """The same parts in fewer calls. Two parts are merged if the same queries see all keys of the first, and keys of the second
+    that follow them; or if adjacent queries see all of the same keys. Parts with an option of UNMERGEABLE are not merged."""
+    found: list[RingPart] = []
+    for one in parts:
+        rows, keys, piece = one
+        last = found[-1] if found else one
+        follows = last[0] == rows and last[1].stop == keys.start and (_sees_all(one) or len(piece.keys) >= len(piece.rows))
+        if follows and _sees_all(last) and _have_same_options(last, one):
+            keys = slice(found.pop()[1].start, keys.stop)
+        found.append((rows, keys, piece))
+    parts, found = found, []
+    for one in parts:
+        rows, keys, piece = one
+        if found and _sees_all(found[-1]) and _sees_all(one) and found[-1][1] == keys and found[-1][0].stop == rows.start:
+            rows = slice(found.pop()[0].start, rows.stop)
+        found.append((rows, keys, piece))
+    return found
+
+
+def merge_by_lengths(parts: Sequence[RingPart], call: ForwardCall, batch: int) -> list[RingPart]:
+    """Adjacent parts with the same number of queries each, which see keys from the same first key on, as one call with
+    lengths_k, which has no backward pass. [] if that is not possible."""
+    rows, keys = [rows for rows, _, _ in parts], [keys for _, keys, _ in parts]
+    adjacent = all([one.stop == following.start for one, following in pairwise(rows)]) and not any([x.start for x in keys])
+    if len(parts) < 2 or not adjacent or len({one.stop - one.start for one in rows}) > 1:
+        return []
+    if any([_is_unmergeable(piece) or piece.options != parts[0][2].options for _, _, piece in parts]):
+        return []
+    lengths = key_lengths(tuple([one.stop for one in keys]), batch, call.device)
+    all_rows, all_keys = slice(rows[0].start, rows[-1].stop), slice(0, max([one.stop for one in keys]))
+    return [(all_rows, all_keys, parts[-1][2]._replace(options=parts[0][2].options | {"lengths_k": lengths}))]
+
+
+def _is_unmergeable(piece: CallPiece) -> bool:
+    """Does an option of the piece depend on which queries and keys it has?"""
+    return not UNMERGEABLE.isdisjoint(piece.options)
+
+
+def _sees_all(part: RingPart) -> bool:
+    """Do all of its queries see all of its keys?"""
+    return not _is_unmergeable(part[2]) and not part[2].options.get("causal")
+
+
+def _have_same_options(one: RingPart, other: RingPart) -> bool:
+    """Are all options of the two the same, except causal?"""
+    return one[2].options | {"causal": True} == other[2].options | {"causal": True}

@@ -1,0 +1,125 @@
+"""Which query tiles see a key block: parts/tiling.py, seen from the keys."""
+
+import math
+from typing import Any, NamedTuple
+
+from numpy import int32
+
+from ops import divmod, rasterize, right_fill
+from tiles import inlined, static
+
+from ..tiling import Tiling, zero_first_keys, zero_last_keys
+
+
+class QueryTiles(NamedTuple):
+    """The query tiles that see a key block: n of them, from tile `first` on. Those from number inner_first to before inner_end,
+    counted from `first`, need no mask. unseen_ahead, unseen_behind: how many of the block's first keys, and of its last ones,
+    no query sees. Such keys must not be multiplied: see parts/tiling.py."""
+
+    first: Any
+    n: Any
+    inner_first: Any
+    inner_end: Any
+    unseen_ahead: Any
+    unseen_behind: Any
+
+    @inlined
+    def clear(self, tile, groups):
+        """Zero the keys that no query sees in a shared tile of the key block. The first `groups` warpgroups of the thread block
+        call this together."""
+        zero_first_keys(tile, self.unseen_ahead, groups)
+        zero_last_keys(tile, self.unseen_behind, groups)
+
+
+@static
+class QueryTiling(Tiling):
+    """For kernels whose thread blocks have a block of `kv` keys each and go through tiles of `rows` queries, under a variant.
+    always_visible: does every key block have keys that queries may see?"""
+
+    always_visible: bool = True
+
+    @inlined
+    def place(self, number, blocks, batch_heads, raster_group):
+        """The (key block, batch and partial) of thread block `number`: `raster_group` pairs of batch and partial at a time, and
+        of these the first key blocks first, because most queries see them where later queries see more."""
+        batch_head, block = rasterize(number, batch_heads, blocks, raster_group)
+        return block, batch_head
+
+    @inlined
+    def query_tiles(self, key, ctx, group):
+        """The QueryTiles of the block of keys from `key` on. `group` query heads share a key head."""
+        queries = self.variant.query_range(key, key + self.kv - 1, ctx)
+        first = queries.first // self.rows
+        n = max(0, (min(queries.end, ctx.seqlen_q) + self.rows - 1) // self.rows - first)
+        inner_first = max(0, (queries.inner_first + self.rows - 1) // self.rows - first)
+        inner_end = n if queries.inner_end >= ctx.seqlen_q else queries.inner_end // self.rows - first
+        if not self.variant.ends_at_last_key and key + self.kv > ctx.seqlen_k:  # keys after the last one must be masked, too
+            inner_first = n
+        if not self.always_visible and key >= ctx.seqlen_k:
+            n = 0
+        return QueryTiles(
+            int32(first),
+            int32(n),
+            int32(inner_first),
+            int32(inner_end),
+            self.unseen_ahead(key, ctx),
+            self.unseen_behind(key + self.kv, ctx),
+        )
+
+    @inlined
+    def take_split(self, q_tiles, split, splits):
+        """Those of the QueryTiles that a thread block works on: all of them."""
+        return q_tiles
+
+    @inlined
+    def tile_index(self, q_tiles, i, key, ctx, group):
+        """The index of the i-th of these tiles among all query tiles of a head."""
+        return int32(q_tiles.first + i)
+
+    @inlined
+    def tile_at(self, q_tiles, place, key, ctx, group):
+        """The index of the tile at `place`, a number that UnorderedAdds.next_tile counts, which begins at q_tiles.first."""
+        return place
+
+    @inlined
+    def blocks_before(self, block, tile, ctx, group):
+        """The number of key blocks before this one that a query tile sees."""
+        if self.variant.starts_at_zero:
+            return block
+        else:
+            row = self.rows * tile
+            return int32(block - self.variant.key_range(row, row + self.rows - 1, ctx).first // self.kv)
+
+    @inlined
+    def end_block(self, tile, ctx):
+        """The index after the last key block that a query tile sees."""
+        row = self.rows * tile
+        return (self.variant.key_range(row, row + self.rows - 1, ctx).end + self.kv - 1) // self.kv
+
+    @inlined
+    def needs_mask(self, q_tiles, i):
+        """Must the i-th of these tiles be masked?"""
+        if self.variant.starts_at_zero:
+            return i < q_tiles.inner_first
+        else:
+            return i < q_tiles.inner_first or i >= q_tiles.inner_end
+
+    @inlined
+    def mask(self, s, ctx, key):
+        """Scores s of keys from `key` on, with -inf for those that must not be seen."""
+        if not self.variant.ends_at_last_key:
+            s = right_fill(s, ctx.seqlen_k - key, -math.inf)
+        return self.variant.mask(s, ctx, key, -math.inf)
+
+
+class SplitQueryTiling(QueryTiling):
+    """QueryTiling for thread blocks that each take one of several parts of the query tiles: see backward_combine.py."""
+
+    @inlined
+    def take_split(self, q_tiles, split, splits):
+        """The `split`-th of `splits` parts, which have the same number of tiles, except for the last ones."""
+        length, _ = divmod(int32(q_tiles.n + splits - 1), splits)
+        first = min(length * split, q_tiles.n)
+        n = min(length, q_tiles.n - first)
+        inner_first, inner_end = int32(q_tiles.inner_first - first), int32(q_tiles.inner_end - first)
+        return q_tiles._replace(first=int32(q_tiles.first + first), n=int32(n), inner_first=inner_first, inner_end=inner_end)

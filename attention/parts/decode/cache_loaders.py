@@ -1,0 +1,136 @@
+"""How rows of K and V are loaded by cp.async, by how the cache is laid out, as classes with the same methods: `fill` fills a
+stage of a block's pipeline; `copy_rows` and `load_fp8_rows` load one warp's rows."""
+
+from typing import Any
+
+from numpy import int32
+
+from ops import copy_async, copy_pages, load_pages, load_unordered, look_up, truncate
+from tiles import inlined, static
+from tiles.launching.arguments import ENDS
+
+from ..key_sources import PAGE_TABLE
+
+
+@static
+class DenseLoader:
+    """Sequence n is batch n of an array (batch, row, head, column). vector_bytes: the bytes that addresses are multiples of."""
+
+    vector_bytes: int
+
+    label = "dense"
+
+    def __str__(self):
+        return self.label + f" by {self.vector_bytes} bytes" * (self.vector_bytes != 16)
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """{parameter: its type} of the kernel's parameters that these methods read."""
+        return {}
+
+    @inlined
+    def look_up(self, pipe, source, sequence, key, end, params):
+        """Look up where the rows of one of the pipeline's tiles are, from `key` on and before `end`, for `fill`."""
+        return int32(0)
+
+    @inlined
+    def fill(self, pipe, j, source, lookup, sequence, key, head, end, n, params):
+        """Start copying tile j of `n` of a pipeline: the sequence's rows from `key` on, zeros from `end` on. lookup: from
+        look_up."""
+        pipe.fill(j, truncate(source, 1, end), (sequence, key, head, 0), 1, 3, n, self.vector_bytes)
+
+    @inlined
+    def fill_descales(self, pipe, j, source, lookup, sequence, key, head, end, n, params):
+        """Start copying vector j of `n` of a pipeline: the descales of the sequence's rows from `key` on, from an array laid
+        out as the cache is, without columns. head: (its index,), or () if the array has no heads."""
+        pipe.fill(j, truncate(source, 1, end), (sequence, key) + head, cols=1, end=n)
+
+    @inlined
+    def look_up_rows(self, part, source, sequence, key, end, params):
+        """Look up where the rows of a warp's tile of type `part` are, for copy_rows, load_fp8_rows and copy_descales."""
+        return int32(0)
+
+    @inlined
+    def copy_rows(self, tile, source, lookup, sequence, key, col, end, params):
+        """Start copying a warp's rows of head 0 to a shared tile: the sequence's rows from `key` on, columns from `col` on."""
+        copy_async(tile, truncate(source, 1, end), (sequence, key, 0, col), 1, 3, self.vector_bytes)
+
+    @inlined
+    def load_fp8_rows(self, spec, source, lookup, sequence, key, col, end, params):
+        """Load a warp's fp8 rows of head 0 to registers, as a tile of type `spec` with its columns in load_unordered's order.
+        Addresses must be multiples of 16."""
+        return load_unordered(truncate(source, 1, end), spec, (sequence, key, 0, col), 1, 3, True)
+
+    @inlined
+    def copy_descales(self, vector, source, lookup, sequence, key, end, params):
+        """Start copying a warp's descales to a shared vector, from an array without heads."""
+        copy_async(vector, truncate(source, 1, end), (sequence, key))
+
+
+class IndexedLoader(DenseLoader):
+    """Sequence n is batch params.batch_index[n]."""
+
+    label = "indexed"
+
+    @property
+    def params(self) -> dict[str, Any]:
+        return {"batch_index": ENDS}
+
+    @inlined
+    def fill(self, pipe, j, source, lookup, sequence, key, head, end, n, params):
+        at = int32(params.batch_index[sequence]), key, head, 0
+        pipe.fill(j, truncate(source, 1, end), at, 1, 3, n, self.vector_bytes)
+
+    @inlined
+    def fill_descales(self, pipe, j, source, lookup, sequence, key, head, end, n, params):
+        pipe.fill(j, truncate(source, 1, end), (int32(params.batch_index[sequence]), key) + head, cols=1, end=n)
+
+    @inlined
+    def copy_rows(self, tile, source, lookup, sequence, key, col, end, params):
+        copy_async(tile, truncate(source, 1, end), (int32(params.batch_index[sequence]), key, 0, col), 1, 3, self.vector_bytes)
+
+    @inlined
+    def load_fp8_rows(self, spec, source, lookup, sequence, key, col, end, params):
+        return load_unordered(truncate(source, 1, end), spec, (int32(params.batch_index[sequence]), key, 0, col), 1, 3, True)
+
+    @inlined
+    def copy_descales(self, vector, source, lookup, sequence, key, end, params):
+        copy_async(vector, truncate(source, 1, end), (int32(params.batch_index[sequence]), key))
+
+
+class PagedLoader(DenseLoader):
+    """Sequence n is in pages of an array (page, row, head, column): page i of it is params.pages[n, i]."""
+
+    label = "paged"
+
+    @property
+    def params(self) -> dict[str, Any]:
+        return {"pages": PAGE_TABLE}
+
+    @inlined
+    def look_up(self, pipe, source, sequence, key, end, params):
+        return pipe.look_up(params.pages, source.shape[1], (sequence, key), end)
+
+    @inlined
+    def fill(self, pipe, j, source, lookup, sequence, key, head, end, n, params):
+        pipe.fill_pages(j, source, lookup, (key, head, 0), end, n, self.vector_bytes)
+
+    @inlined
+    def fill_descales(self, pipe, j, source, lookup, sequence, key, head, end, n, params):
+        pipe.fill_pages(j, source, lookup, (key,) + head, end, n)
+
+    @inlined
+    def look_up_rows(self, part, source, sequence, key, end, params):
+        return look_up(part, params.pages, source.shape[1], (sequence, key), end)
+
+    @inlined
+    def copy_rows(self, tile, source, lookup, sequence, key, col, end, params):
+        copy_pages(tile, source, lookup, (key, 0, col), end, self.vector_bytes)
+
+    @inlined
+    def load_fp8_rows(self, spec, source, lookup, sequence, key, col, end, params):
+        return load_pages(source, spec, lookup, (key, 0, col), end)
+
+    @inlined
+    def copy_descales(self, vector, source, lookup, sequence, key, end, params):
+        copy_pages(vector, source, lookup, (key,), end)

@@ -1,0 +1,154 @@
+"""Which keys query tokens see: those in use, limited by a window and by left padding. And what depends on the distance of a
+key.
+
+Query heads that share a key head, and the query tokens, are the rows of a tile: row r of the tile that begins at `row` belongs
+to token (row + r) // group. So what is a number where rows are queries of one head is a vector here: ScoreContext.row has the
+rows' tokens, ScoreContext.head their heads. Token t is at key t + shift, so that the last token is at the last key."""
+
+import math
+from typing import Any, NamedTuple
+
+from numpy import int32
+
+from ops import abs, col_index, line_up, right_fill, where
+from tiles import inlined, static
+from tiles.launching.arguments import ENDS, FLOAT, INT, array
+
+from ..scores import Scored
+from ..sequences import APPENDING, in_use
+from ..variant import Variant
+from ..visibility import Masked
+
+
+class KeySpan(NamedTuple):
+    """Some tokens see no keys but those from `first` to before `end`. shift: token t is at key t + shift."""
+
+    first: Any
+    end: Any
+    shift: Any
+
+
+@static
+class KeyWindow:
+    """Of the keys in use, a token at key p sees those from p - params.left on if `left`, and up to p + params.right if `right`;
+    and none before params.leftpad[n] of sequence n if `padded`."""
+
+    left: bool
+    right: bool
+    padded: bool
+
+    def __str__(self):
+        flags = {"left": self.left, "right": self.right, "padded": self.padded}
+        return " ".join(name for name, is_set in flags.items() if is_set) or "all"
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """{parameter: its type} of the kernel's parameters that these methods read."""
+        params: dict[str, Any] = {**self.length_params}
+        params |= {"left": INT} if self.left else {}
+        params |= {"right": INT} if self.right else {}
+        return params | ({"leftpad": ENDS} if self.padded else {})
+
+    @property
+    def length_params(self) -> dict[str, Any]:
+        """{parameter: its type} of those that say how many keys are in use."""
+        return APPENDING
+
+    @inlined
+    def in_use(self, sequence, params):
+        """How many keys of a sequence are in use."""
+        return in_use(sequence, params)
+
+    @inlined
+    def key_span(self, sequence, first, last, tokens, params):
+        """The KeySpan of tokens `first` to `last` of the `tokens` that a sequence has."""
+        length = self.in_use(sequence, params)
+        begin, end, shift = int32(0), length, int32(length - tokens)
+        if self.padded:
+            begin = int32(params.leftpad[sequence])
+        if self.left:
+            begin = int32(max(begin, first + shift - params.left))
+        if self.right:
+            end = int32(min(end, last + shift + params.right + 1))
+        return KeySpan(begin, end, shift)
+
+    @inlined
+    def line_up(self, size, first, count, before, tile, tokens, params):
+        """ops.line_up of the tiles of `size` keys that any token of a sequence sees."""
+        begins = params.leftpad if self.padded else None
+        most = int32(tokens + params.left if self.left else 2**31 - 1)
+        return line_up(params.lengths, begins, most, size, first, count, before, tile)
+
+    @inlined
+    def mask(self, s, ctx, key, end):
+        """s, of keys from `key` on, with -inf where a row does not see the key. end: the end of the keys in use."""
+        s, place, j = right_fill(s, int32(end - key), -math.inf), ctx.row + int32(ctx.shift - key), col_index(s.row_vec)
+        if self.right:
+            s = where(j <= place + ctx.params.right, s, -math.inf)
+        if self.left:
+            s = where(j >= place - ctx.params.left, s, -math.inf)
+        return s
+
+
+class GrowingKeyWindow(KeyWindow):
+    """A KeyWindow while the same call appends params.added keys, which stream-K shares out, too."""
+
+    @inlined
+    def line_up(self, size, first, count, before, tile, tokens, params):
+        begins = params.leftpad if self.padded else None
+        most = int32(tokens + params.left if self.left else 2**31 - 1)
+        return line_up(params.lengths, begins, most, size, first, count, before, tile, params.added)
+
+
+class WholeCacheWindow(KeyWindow):
+    """A KeyWindow over caches that are full: params.keys keys of each sequence are in use. As all sequences are equally long,
+    their keys go to fixed splits, not to stream-K."""
+
+    def __str__(self):
+        return f"{super().__str__()} of whole caches"
+
+    @property
+    def length_params(self) -> dict[str, Any]:
+        return {"keys": INT}
+
+    @inlined
+    def in_use(self, sequence, params):
+        return int32(params.keys)
+
+
+class AlibiRows(Variant):
+    """score - slope |t + shift - j|, with a slope for each head: ALiBi, for rows of several tokens and heads."""
+
+    changes_scores = True
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """{parameter: its type}. slopes: (sequence, head). per_slope: 1 / the unit of scores."""
+        return {"slopes": array(2), "per_slope": FLOAT}
+
+    @inlined
+    def precompute(self, ctx):
+        """The rows' slopes, in units of scores."""
+        return ctx.params.slopes[ctx.batch, ctx.head] * ctx.params.per_slope
+
+    @inlined
+    def score(self, s, ctx, key):
+        return s - abs(ctx.row + int32(ctx.shift - key) - col_index(s.row_vec)) * ctx.precomputed
+
+
+class ScoredRows(Scored):
+    """A score in Python (score_mod), for rows of several tokens and heads."""
+
+    @inlined
+    def score(self, s, ctx, key):
+        return self.function(
+            s * ctx.params.score_unit, ctx.batch, ctx.head, ctx.row, col_index(s.row_vec) + int32(key), *ctx.aux
+        )
+
+
+class MaskedRows(Masked):
+    """A mask in Python (mask_mod), for rows of several tokens and heads."""
+
+    @inlined
+    def mask(self, s, ctx, key, hidden):
+        return where(self.function(ctx.batch, ctx.head, ctx.row, col_index(s.row_vec) + int32(key), *ctx.aux), s, hidden)

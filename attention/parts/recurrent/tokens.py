@@ -1,0 +1,121 @@
+"""The work of a thread block in kernels that scan sequences chunk by chunk: which tokens, head and value columns it has."""
+
+from typing import Any, NamedTuple
+
+from numpy import int32
+
+from ops import divmod, right_fill, truncate, warpgroup, zeros
+from tiles import fp32, inlined, rt, static
+from tiles.launching.arguments import array, tiled
+
+CHUNK, COLUMNS = 64, 64  # tokens of a chunk; value columns of a consumer
+
+
+class TokenRange(NamedTuple):
+    """The tokens [start, end) of a sequence or of a segment, and the index of the batch that holds them."""
+
+    start: Any
+    end: Any
+    batch: Any
+
+    @inlined
+    def num_chunks(self):
+        """The number of chunks. The last one may be shorter than the others."""
+        return int32((self.end - self.start + CHUNK - 1) // CHUNK)
+
+    @inlined
+    def chunk_start(self, j):
+        """The first token of the j-th chunk."""
+        return int32(self.start + CHUNK * j)
+
+    @inlined
+    def remaining(self, j):
+        """The number of tokens from the start of the j-th chunk to the end of the range."""
+        return int32(self.end - self.start - CHUNK * j)
+
+
+@inlined
+def block_coord(block_index, blocks, segments, heads):
+    """(block of columns, segment, head, sequence) of the thread block with this index in the grid."""
+    index, block = divmod(block_index, blocks)
+    index, segment = divmod(index, segments)
+    sequence, head = divmod(index, heads)
+    return block, segment, head, sequence
+
+
+@static
+class SequenceLayout:
+    """The layout of sequences in memory: each in a batch of its own, or with `varlen` packed in a single batch (cu_seqlens).
+    The last chunk of a packed sequence overlaps the next sequence. Rows of the next sequence must not be read, because they may
+    be NaN, nor be overwritten."""
+
+    varlen: bool = False
+
+    def output_argument(self, tile):
+        """The type of a kernel's output argument that is written by tiles of this type."""
+        return array(4, tile.dtype) if self.varlen else tiled(tile, unit=1)
+
+    @inlined
+    def sequence_tokens(self, gCuSeqlens, sequence, length):
+        """The TokenRange of a sequence."""
+        if self.varlen:
+            return TokenRange(int32(gCuSeqlens[sequence]), int32(gCuSeqlens[sequence + 1]), int32(0))
+        else:
+            return TokenRange(int32(0), int32(length), int32(sequence))
+
+    @inlined
+    def segment_tokens(self, gCuSeqlens, sequence, length, segment, segments):
+        """The TokenRange of one of the `segments` of a sequence: a number of whole chunks, except at the end of the
+        sequence."""
+        start, end, batch = self.sequence_tokens(gCuSeqlens, sequence, length)
+        step = CHUNK * ((end - start + CHUNK * segments - 1) // (CHUNK * segments))
+        return TokenRange(int32(min(end, start + segment * step)), int32(min(end, start + (segment + 1) * step)), batch)
+
+    @inlined
+    def padding_tokens(self, gCuSeqlens, sequence, length):
+        """The TokenRange of the padding, the tokens after cu_seqlens[-1], if this is the last sequence; an empty one otherwise.
+        length: the number of all tokens, padding included."""
+        if self.varlen:
+            end = int32(gCuSeqlens[sequence + 1])
+            return TokenRange(end, int32(length if sequence + 2 == gCuSeqlens.shape[0] else end), int32(0))
+        else:
+            return TokenRange(int32(0), int32(0), int32(0))
+
+    @inlined
+    def zero_other_rows(self, tile, remaining, warpgroups=1):
+        """Set to zero the rows of a shared tile that belong to another sequence, those from `remaining` on. warpgroups: how
+        many of them do this together."""
+        if self.varlen and remaining < CHUNK:
+            warpgroup.zero_rows(tile, remaining, warpgroups)
+
+    @inlined
+    def zero_other_columns(self, v_t, remaining):
+        """The transposed values v_t, in registers, with zeros in the columns that belong to another sequence."""
+        if self.varlen:
+            return right_fill(v_t, remaining, 0.0)
+        else:
+            return v_t
+
+    @inlined
+    def store_rows(self, gO, o, seq, token, head, block):
+        """Store o, 64 columns of the outputs of the chunk that starts at `token`: only the rows that belong to the sequence."""
+        at = seq.batch, token, head, COLUMNS * block
+        warpgroup.store(truncate(gO, 1, seq.end), o, at, rows=1, cols=3, aligned=True)
+
+    @inlined
+    def zero_padding(self, gO, gCuSeqlens, sequence, length, head, block):
+        """Store 0 to 64 columns of the outputs of the padding. The last segment of the last sequence does so."""
+        if self.varlen:
+            padding = self.padding_tokens(gCuSeqlens, sequence, length)
+            for j in range(padding.num_chunks()):
+                self.store_rows(gO, zeros(rt(16, COLUMNS, fp32)), padding, padding.chunk_start(j), head, block)
+
+    @inlined
+    def store(self, gO, tile, o, seq, token, head, block):
+        """Store o as store_rows does, but through a shared tile by TMA if sequences are not packed, as no row that follows
+        belongs to another sequence then."""
+        if self.varlen:
+            self.store_rows(gO, o, seq, token, head, block)
+        else:
+            warpgroup.store(tile, o)
+            warpgroup.tma_store(gO, (seq.batch, token, head, block), tile)

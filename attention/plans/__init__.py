@@ -1,0 +1,1 @@
+"""From a problem to launches: which kernels serve it, in which configuration, and what they are bound to."""

@@ -1,0 +1,152 @@
+"""The options of a call of attention.forward, checked and normalised, with the arrays that some of them hold."""
+
+import functools
+import operator
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, NamedTuple, TypeVar, cast
+
+from tiles.calls.torch_op import exporting, transformed
+
+from ..options import check_number
+from ..parts.block_masks import FIELDS
+from ..parts.weight_dropout import SEED_END
+from .prepared_lists import BlockLists, MakeBlockLists
+
+F = TypeVar("F", bound=Callable)
+AUX = 8  # the most arrays of aux
+# Rows of schemas for the arrays of aux, and of a BlockMask
+OF_AUX = "".join([f"    aux{n}  *  any  optional\n" for n in range(AUX)])
+OF_BLOCKS = """\
+    kv_num_blocks       IJP   index  optional
+    kv_indices          IJPQ  index  optional
+    full_kv_num_blocks  IJP   index  optional
+    full_kv_indices     IJPL  index  optional
+"""
+
+
+def requires_grad(*arrays: Any) -> bool:
+    """Is one of these a torch tensor that requires grad, in grad mode?"""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.is_grad_enabled():
+        return False
+    for x in arrays:  # a loop takes half the time of `any`
+        if getattr(x, "requires_grad", False):
+            return not exporting()  # when exporting, the op itself refuses it
+    return False
+
+
+def without_gradients(function: F) -> F:
+    """Decorator: the function runs under torch.no_grad() if a tensor requires grad. Under torch.func's transforms such tensors
+    are refused, because their derivatives would be zeros."""
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        torch = sys.modules.get("torch")
+        if torch is None or not torch.is_grad_enabled():  # as in most calls
+            return function(*args, **kwargs)
+        as_tuple = [x for parts in kwargs.values() if isinstance(parts, (tuple, list)) for x in parts]
+        with torch.no_grad() if requires_grad(*args, *kwargs.values(), *as_tuple) and not transformed() else nullcontext():
+            return function(*args, **kwargs)
+
+    return cast(F, call)
+
+
+def window_ends(window: Any) -> tuple[int | None, int | None]:
+    """(left, right) of a window, (None, None) for None. TypeError, ValueError: it is not a pair of integers or None, or an end
+    is negative or too large."""
+    if window is None:
+        return None, None
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise TypeError(f"window: must be (left, right), each an integer or None: {window=}")
+    for end in window:
+        if isinstance(end, bool) or not (end is None or isinstance(end, int) or hasattr(end, "__index__")):
+            raise TypeError(f"window: its ends must be integers or None: {window=}")
+        if end is not None and not 0 <= end < 2**30:
+            raise ValueError(f"window: its ends must not be negative, and below 2**30; None is open: {window=}")
+    left, right = (None if end is None else int(end) for end in window)
+    return left, right
+
+
+def pad_aux(aux: Any) -> tuple:
+    """The arrays of aux, padded to AUX with None. TypeError: aux is not a sequence of up to AUX arrays."""
+    if not isinstance(aux, (tuple, list)):
+        raise TypeError(f"aux: must be a tuple of arrays, (array,) for a single one, and not {type(aux).__name__}")
+    if len(aux) > AUX or any([x is None for x in aux]):
+        what = [type(x).__name__ for x in aux]
+        raise TypeError(f"aux: must be up to {AUX} arrays: {len(aux)} of {what}")
+    return *aux, *(None,) * (AUX - len(aux))
+
+
+class DropoutOptions(NamedTuple):
+    """Options of dropout. dropout: the probability, None for no dropout. seed: an integer seed. seeds: an array of one seed."""
+
+    dropout: float | None
+    seed: int | None
+    seeds: Any
+
+
+NO_DROPOUT = DropoutOptions(None, None, None)
+
+
+def dropout_options(dropout: Any, seed: Any) -> DropoutOptions:
+    """The DropoutOptions of a call. TypeError, ValueError: dropout is not in [0, 1), or the seed is missing, negative, too
+    large, or of a wrong type."""
+    probability = check_number("dropout", dropout)
+    if probability is None or not 0 <= probability < 1:
+        raise ValueError(f"dropout: must be from 0 to below 1: {dropout=}")
+    if isinstance(seed, (bool, float, str)):
+        raise TypeError(f"seed: must be an integer, or an array of one: {seed=}")
+    if probability == 0:
+        return NO_DROPOUT
+    if seed is None:
+        raise ValueError(f"seed: must be given where something is dropped: {dropout=}")
+    if not isinstance(seed, int):  # Dynamo's symbolic integers are ints without __index__
+        if getattr(seed, "shape", ()) or not hasattr(seed, "__index__"):
+            return DropoutOptions(probability, None, seed)
+        seed = operator.index(seed)
+    if not 0 <= seed < SEED_END:
+        raise ValueError(f"seed: must be from 0 to below 2**63: {seed=}")
+    return DropoutOptions(probability, seed, None)
+
+
+class BlockOptions(NamedTuple):
+    """The contents of a call's `blocks`. size: (rows, columns) of a BlockMask's blocks. ready_for: BlockLists.made_for. arrays:
+    the lists of a BlockMask, then the lists and the map of BlockLists; None for what there is not."""
+
+    size: tuple[int | None, int | None] = None, None
+    ready_for: str | None = None
+    arrays: tuple = (None,) * (len(FIELDS) + 2)
+
+
+NO_BLOCKS = BlockOptions()
+
+
+def block_options(blocks: Any) -> BlockOptions:
+    """The Asked of a BlockMask, of BlockLists or of None. TypeError, ValueError: a field is missing or not of its kind."""
+    if isinstance(blocks, MakeBlockLists):
+        blocks = blocks.blocks
+    if blocks is None:
+        return NO_BLOCKS
+    if isinstance(blocks, BlockLists):
+        return BlockOptions(blocks.size, blocks.made_for, (*(None,) * len(FIELDS), blocks.lists, blocks.marks))
+    missing = [name for name in ("BLOCK_SIZE", *FIELDS) if not hasattr(blocks, name)]
+    if missing:
+        raise TypeError(f"blocks: must have the fields of a BlockMask: {type(blocks).__name__} has no {', '.join(missing)}")
+    size = blocks.BLOCK_SIZE
+    size = size if isinstance(size, (tuple, list)) else (size, size)
+    if len(size) != 2 or not all([isinstance(n, int) and n > 0 for n in size]):
+        raise ValueError(f"blocks: BLOCK_SIZE must be a positive integer, or two: {blocks.BLOCK_SIZE=}")
+    lists = [getattr(blocks, name) for name in FIELDS]
+    if any([x is None for x in lists[:2]]) or (lists[2] is None) != (lists[3] is None):
+        missing = [name for name, x in zip(FIELDS, lists) if x is None]
+        raise ValueError(
+            f"blocks: needs kv_num_blocks and kv_indices, and full_kv_num_blocks only with full_kv_indices: {missing} are None"
+        )
+    return BlockOptions(tuple(size), None, (*lists, None, None))
+
+
+def as_tuple(norm: Any) -> tuple:
+    """A tuple as it is, anything else as a tuple of one."""
+    return norm if type(norm) is tuple else (norm,)

@@ -1,0 +1,349 @@
+"""The launches of attention.decode: which kernels serve a problem, and with which arguments."""
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from tiles.calls.plan import Plan, Step
+from tiles.calls.schema import Problem
+from tiles.launching.arrays import Operand
+from tiles.launching.devices import machine
+from tiles.launching.launch import kernel_for
+from tiles.targets import has_early_launch, has_fp8, is_hopper
+
+from ..families import choose_family
+from ..kernels import cache_write, decode_ampere, decode_combine, decode_hopper
+from ..parts.decode.cache_loaders import DenseLoader, IndexedLoader, PagedLoader
+from ..parts.decode.key_window import AlibiRows, GrowingKeyWindow, KeyWindow, MaskedRows, ScoredRows, WholeCacheWindow
+from ..parts.decode.outputs import FinalOrPartialOutput, FinalOutput, PackedPartialOutput, PartialOutput
+from ..parts.decode.products import Fp8KeyScaledProducts, Fp8Products, SameDtypeProducts
+from ..parts.decode.splits import FixedSplits, StreamKSplits, choose_share_count, choose_split_count, underfills_gpu
+from ..parts.decode.token_rows import PackedRows, UniformRows
+from ..parts.key_sources import IndexedCache, OneBuffer, PagedKeys
+from ..parts.online_softmax import SLACK
+from ..parts.scores import Capped, Scored, Sunk
+from ..parts.variant import Both, Variant
+from . import prefill_from_cache
+from .cache_append import AppendNames, has_descale_per_key, norm_operands, plan_append
+from .decode_norms import DecodeNorms
+from .forward_launches import DTYPES, LOG2_E, expand_axes
+from .planning import INDICES
+from .variant_spec import build_variant
+
+TILES = "q", "k", "v", "out"
+FEW_KEYS, MANY_BLOCKS = 1024, 8  # of a sequence; per multiprocessor: these hide each other's prologues and epilogues
+FP8, MIN_VECTOR_BYTES = "float8_e4m3fn", 4  # cp.async copies so many bytes at least
+
+
+class DecodeOptions(NamedTuple):
+    """A call's options: which keys tokens see (causal, left, right), and what is done to scores. mask and score are functions
+    in Python, which read aux."""
+
+    causal: bool
+    left: int | None
+    right: int | None
+    softcap: float | None
+    scale: float
+    mask: Callable | None
+    score: Callable | None
+    aux: list[Operand]
+
+
+class AppendPlan(NamedTuple):
+    """The steps before attention, which append new keys, with their scratch memory. queries: attention's, rotated if that was
+    asked for. length_args: the kernel's arguments for the keys that are in use after these steps."""
+
+    steps: list[Step]
+    scratch: list[tuple[tuple[int, ...], str]]
+    queries: Operand
+    length_args: dict[str, Any]
+
+
+def plan_new_keys(problem: Problem, interleaved: bool, local: bool, norm_eps: float, max_keys: int) -> AppendPlan:
+    """The AppendPlan of a call; without k_new it has no steps. local: is each query rotated by its own position? ValueError:
+    arguments for new keys do not fit each other."""
+    args: dict[str, Any] = {"lengths": problem["lengths"], "added": 0}
+    if "lengths" not in problem:
+        args = {"keys": max_keys}
+    if "k_new" not in problem:
+        return AppendPlan([], [], problem["q"], args)
+    ends = problem["cu_seqlens_new"] or problem["cu_seqlens"]
+    if "cu_seqlens_new" in problem and "cu_seqlens" not in problem:
+        raise ValueError("cu_seqlens_new: needs cu_seqlens, as both queries and new keys are packed then: cu_seqlens=None")
+    args |= {"new_ends": ends} if ends else {"added": problem("s")[0]}
+    queries, scratch = problem["q"], []
+    if "cos" in problem:
+        scratch = [(problem("BSHD"), problem.dtype)]
+        queries = problem.scratch(0, *scratch[0])
+    q_and_out, own_ends = (problem["q"], queries) if scratch else None, "cu_seqlens_new" in problem
+    names = AppendNames("s", "S", None if own_ends else q_and_out, ends)
+    steps = plan_append(problem, interleaved, local, names, norm_eps)
+    if q_and_out and own_ends and 0 not in problem("SH"):  # queries have other ends than new keys: a launch of their own
+        rotation: dict[str, Any] = {"ends": problem["cu_seqlens"], "positions": problem["positions"]}
+        rotation |= {
+            "interleaved": interleaved,
+            "causal": local,
+            "norm": norm_operands(problem, "q_norm", "H"),
+            "norm_eps": norm_eps,
+        }
+        tables = problem["cos"], problem["sin"]
+        steps.append(cache_write.launch_rotation(problem.device, q_and_out, problem["lengths"], tables, **rotation))
+    return AppendPlan(steps, scratch, queries, args)
+
+
+def plan_prefill(
+    problem: Problem,
+    options: DecodeOptions,
+    append: AppendPlan,
+    norms: DecodeNorms,
+    max_keys: int,
+    family: str | None,
+    out: Operand,
+    lse: Operand | None,
+) -> Plan:
+    """The Plan with forward's kernels, whose tiles have query tokens of one head as rows."""
+    causal, left, right, softcap, scale, mask, score, aux = options
+    features = "alibi" in problem, None, "sink" in problem
+    spec = build_variant(scale, causal, (left, right), softcap, *features, mask, score and Scored(score), norms.queries)
+    args = {"gO": out, "gLse": lse, **append.length_args}
+    step = prefill_from_cache.plan_launch(problem, spec, family, append.queries, max_keys, aux, args)
+    return Plan([*append.steps, step], append.scratch)
+
+
+def prefers_split_kv(problem: Problem, queries: int, keys: int, left: int | None = None, family: str | None = None) -> bool:
+    """Should many queries, too, be served by split-KV? On Hopper they should if forward has too few tiles to fill the GPU."""
+    gpu = machine(problem.device)
+    if not (family is None and is_hopper(gpu.capability) and problem.by_tma):
+        return False
+    batch, heads = problem("BH")
+    sequences = problem("N")[0] if "cu_seqlens" in problem else batch
+    visible = keys if left is None else min(keys, left + queries)
+    return underfills_gpu(sequences, -(-batch * queries // sequences), heads, visible, gpu.processors)
+
+
+def plan_split_kv(
+    problem: Problem,
+    options: DecodeOptions,
+    append: AppendPlan,
+    norms: DecodeNorms,
+    cache: DenseLoader,
+    cache_args: dict[str, Operand],
+    max_keys: int,
+    splits: int | None,
+    family: str | None,
+    out: Operand,
+    lse: Operand | None,
+) -> Plan:
+    """The Plan with decode_ampere.py's or decode_hopper.py's kernel, whose tiles have query tokens and the heads that share a
+    key head as
+    rows, over splits of the keys; and decode_combine.py's if there are several splits. family: "sm_90" for decode_hopper.py;
+    by default that
+    serves what would take more than one of decode_ampere.py's tiles. ValueError: the family cannot serve the call."""
+    batch, tokens, heads, head_dim, kv_heads, value_dim = problem("BSHDGV")
+    packed, axes = "cu_seqlens" in problem, tuple(len(x.form.shape) for x in options.aux)
+    sequences = problem("N")[0] if packed else batch
+    group, dtype, gpu = heads // kv_heads, DTYPES[problem.dtype], machine(problem.device)
+    rows, vector_bytes = tokens * group, problem.bytes_at_once(*TILES)
+    product, product_args = _select_product(problem)
+    window, key_args, visible = _select_window(problem, options, max_keys)
+    key_args |= append.length_args
+    variant, sink, unit, score_args, sink_args = _build_scores(problem, options, norms)
+    pdl, final = has_early_launch(gpu.capability), FinalOutput(dtype, vector_bytes)
+    seq_layout, partial, seq_rows = (
+        (PackedRows, PackedPartialOutput(dtype, vector_bytes), -(-rows // sequences))
+        if packed
+        else (UniformRows, PartialOutput(dtype, vector_bytes), rows)
+    )
+
+    by_hopper = type(product) is SameDtypeProducts and not packed and not norms.rows and not norms.keys.prepares_queries
+    if family == "sm_90" and not by_hopper:
+        raise ValueError(
+            "family: 'sm_90' serves few query tokens only with a cache of q's dtype, without cu_seqlens and without norms: "
+            f"{family=} (the default, None, serves these)"
+        )
+    is_hopper_kernel = choose_family(problem, family, problem.by_tma and by_hopper) == "sm_90"
+    is_hopper_kernel = is_hopper_kernel and (family == "sm_90" or seq_rows > decode_ampere.TALL_ROWS)
+    kernels, kv_source = (decode_hopper, _select_tma_source(problem, options)) if is_hopper_kernel else (decode_ampere, None)
+
+    def config_for(split: type[FixedSplits], result: FinalOutput | FinalOrPartialOutput) -> Any:
+        row_sink = Variant() if result is partial else sink
+        if is_hopper_kernel:
+            return decode_hopper.config_for(
+                head_dim, value_dim, dtype, variant, window, kv_source, result, row_sink, split, axes
+            )
+        kind = variant, window, cache, result, row_sink, split, pdl
+        shape = seq_rows > decode_ampere.TILE_ROWS, gpu.shared_bytes, seq_layout, axes, norms.keys
+        return decode_ampere.config_for(head_dim, value_dim, product, *kind, *shape, few_keys)
+
+    few_keys = False
+    config, stream_k = config_for(FixedSplits, final), "lengths" in problem and not packed and batch > 1
+    row_tiles = rows // config.tile_rows + sequences if packed else -(-rows // config.tile_rows)
+    many_blocks = batch * kv_heads * row_tiles >= MANY_BLOCKS * gpu.processors
+    few_keys = splits is None and stream_k and not is_hopper_kernel and visible <= FEW_KEYS and many_blocks
+    if splits is not None:
+        count, stream_k = splits, False
+    elif few_keys:
+        count, stream_k = 1, False
+    elif stream_k:
+        window = GrowingKeyWindow(window.left, window.right, window.padded) if "k_new" in problem else window
+        config = config_for(StreamKSplits, FinalOrPartialOutput(final, partial))
+        count = choose_share_count(kv_heads * row_tiles, config.resident * gpu.processors)
+    else:
+        count = choose_split_count(batch * kv_heads * row_tiles, -(-visible // config.kv), gpu.processors)
+    args = {"heads": kv_heads, "group": group, "scale": unit * LOG2_E, "sequences": batch, "tokens": tokens, "splits": count}
+    out_args = {"out": _group_heads(out, 2, group), "lse": lse and _group_heads(lse, 1, group), **sink_args}
+    steps, scratch, blocks = [], append.scratch, batch * count
+    if count == 1:
+        config = config_for(FixedSplits, final)
+    else:
+        combined, parts, split_args = batch, (count, batch), {}
+        split = StreamKSplits(window, config.kv) if stream_k else FixedSplits()
+        if stream_k:
+            blocks, parts, split_args = count, (count + batch, 1), key_args
+            combined = batch if batch <= count else count - 1
+        else:
+            config = config_for(FixedSplits, partial)
+        shapes = (*parts, kv_heads, rows, value_dim), (*parts, kv_heads, rows)
+        out_partial, lse_partial = [problem.scratch(n, shape, "float32") for n, shape in enumerate(shapes, len(scratch))]
+        partial_args = {"out_partial": out_partial, "lse_partial": lse_partial}
+        scratch = [*scratch, *((shape, "float32") for shape in shapes)]
+        last, slabs = decode_combine.Config(dtype, sink, split, pdl), -(-value_dim // decode_combine.COLUMNS)
+        combine_args = {**partial_args, "rows": rows, "slabs": slabs, **args, **out_args, **split_args}
+        kernel = kernel_for(decode_combine, last, problem.device)
+        steps.append(kernel.bind(combined * kv_heads * rows * slabs, **combine_args))
+        out_args = {**partial_args, **(out_args if stream_k else {})}
+    page_args = {"page_size": problem("T")[0]} if kv_source is not None and kv_source.paged else {}
+    first = kernel_for(kernels, config, problem.device).bind(
+        blocks * kv_heads * row_tiles,
+        gQ=_group_heads(append.queries, 2, group) if is_hopper_kernel else order_by_rows(append.queries, group),
+        gK=problem["k"],
+        gV=problem["v"],
+        row_tiles=row_tiles,
+        slack=SLACK / (unit * LOG2_E),
+        **({"ends": problem["cu_seqlens"]} if packed else {}),
+        **{f"aux{n}": x for n, x in enumerate(options.aux)},
+        **args,
+        **cache_args,
+        **page_args,
+        **product_args,
+        **key_args,
+        **(score_args | norms.key_args),
+        **out_args,
+    )
+    return Plan([*append.steps, first, *steps], scratch)
+
+
+def select_loader(problem: Problem) -> tuple[DenseLoader, int, dict[str, Operand]]:
+    """(how keys and values are loaded, the most keys that a sequence can have, the kernel's arguments for it). ValueError:
+    pages and batch_index are both passed; or neither, and the caches' batch is not the number of sequences."""
+    batch, batches, rows = problem("NCT")
+    vector_bytes = problem.bytes_at_once(*TILES)
+    if "pages" in problem:
+        if "batch_index" in problem:
+            raise ValueError("batch_index: must be None where pages is passed, which says already where a sequence's keys are")
+        return PagedLoader(vector_bytes), rows * problem("M")[0] if batches else 0, {"pages": problem["pages"]}
+    if "batch_index" in problem:
+        return IndexedLoader(vector_bytes), rows if batches else 0, {"batch_index": problem["batch_index"]}
+    if batches != batch:
+        if "cu_seqlens" in problem:
+            rule = f"batch must equal the number of sequences, {batch}, unless pages or batch_index is passed"
+            raise problem.error("k", rule, "k")
+        raise problem.error("k", "batch must equal q's unless pages or batch_index is passed", "k", "q")
+    return DenseLoader(vector_bytes), rows, {}
+
+
+def _select_tma_source(problem: Problem, options: DecodeOptions) -> OneBuffer | None:
+    """Where TMA finds keys; None if it cannot, because tiles may begin anywhere in a page, or span several pages."""
+    if "pages" in problem:
+        one_page = problem("T")[0] % decode_hopper.KV == 0 and "leftpad" not in problem and options.left is None
+        return PagedKeys(1) if one_page else None
+    return IndexedCache() if "batch_index" in problem else OneBuffer()
+
+
+def _select_product(problem: Problem) -> tuple[SameDtypeProducts, dict[str, Any]]:
+    """(the products for the cache's dtype and descales, the kernel's arguments for them). TypeError, ValueError: these do not
+    fit."""
+    cache_dtype, dtype, gpu = problem["k"].form.dtype, DTYPES[problem.dtype], machine(problem.device)
+    for name in ("k", "v"):
+        form = problem[name].form
+        if form.dtype not in (problem.dtype, FP8) or form.dtype != cache_dtype:
+            also, values = (", as k's", f"k.dtype={cache_dtype!r}, ") if name == "v" else ("", "")
+            values = f"{name}.dtype={form.dtype!r}, {values}q.dtype={problem.dtype!r}"
+            raise TypeError(f"{name}: dtype must be q's or float8_e4m3fn{also}: {values}")
+        if form.strides[-1] != form.itemsize and form.shape[-1] > 1:
+            raise problem.error(name, f"last axis must be contiguous: {name}.strides={form.strides} bytes", name)
+    names = "k_descale", "v_descale"
+    per_key = has_descale_per_key(problem)
+    args = {name: problem[name] if per_key else expand_axes(problem, name, "NG") for name in names}
+    missing = [name for name, descale in args.items() if descale is None]
+    if len(missing) == 1:
+        (other,) = set(names) - set(missing)
+        raise ValueError(f"{missing[0]}: must be passed together with {other}: {missing[0]}=None")
+    if cache_dtype != FP8:
+        if not missing:
+            raise ValueError(f"k_descale: must be None unless the cache is float8_e4m3fn: k.dtype={cache_dtype!r}")
+        return SameDtypeProducts(dtype), {}
+    if not has_fp8(gpu.capability):
+        raise ValueError(f"k: a cache of float8_e4m3fn needs a GPU of compute capability 8.9 or later, and is on {gpu}")
+    if problem.bytes_at_once("k", "v") < MIN_VECTOR_BYTES:
+        raise ValueError(f"k: addresses and strides of float8_e4m3fn must be multiples of {MIN_VECTOR_BYTES} bytes")
+    if per_key:
+        pages, rows, most = problem("CT") + (problem("M") if "pages" in problem else (1,))
+        if max(pages, rows * most) >= INDICES:
+            limit = "of each key and head needs a pool of fewer than 2**24 pages, and fewer than 2**24 keys of a sequence"
+            raise problem.error("k_descale", limit, "k_descale")
+        return Fp8KeyScaledProducts(dtype, True), args
+    return Fp8Products(dtype, not missing), {} if missing else args
+
+
+def _select_window(problem: Problem, options: DecodeOptions, max_keys: int) -> tuple[KeyWindow, dict[str, Any], int]:
+    """(which keys tokens see, the kernel's arguments for it, the most keys that the rows of a tile see). A single token is at
+    the last key, so its window has no right end."""
+    (tokens,), left, right = problem("S"), options.left, 0 if options.causal else options.right
+    if tokens == 1 and "cu_seqlens" not in problem:
+        right = None
+    args: dict[str, Any] = {name: end for name, end in (("left", left), ("right", right)) if end is not None}
+    args |= {"leftpad": problem["leftpad"]} if "leftpad" in problem else {}
+    visible = max_keys if left is None else min(max_keys, left + tokens + (right or 0))
+    kind = KeyWindow if "lengths" in problem else WholeCacheWindow
+    return kind(left is not None, right is not None, "leftpad" in problem), args, visible
+
+
+def _build_scores(
+    problem: Problem, options: DecodeOptions, norms: DecodeNorms
+) -> tuple[Variant, Variant, float, dict[str, Any], dict[str, Any]]:
+    """(the variant of scores, the variant that adds a sink to row sums, the unit of scores, the kernel's arguments for the
+    first, those for the second)"""
+    parts, args, unit = [*norms.rows], {**norms.query_args}, options.scale
+    if options.softcap is not None:
+        parts.append(Capped())
+        args["per_cap"], unit = unit / options.softcap, options.softcap
+    if "alibi" in problem:
+        parts.append(AlibiRows())
+        args |= {"slopes": expand_axes(problem, "alibi", "NH"), "per_slope": 1 / unit}
+    if options.score is not None:
+        parts.append(ScoredRows(options.score))
+        args["score_unit"], unit = unit, 1.0
+    if options.mask is not None:
+        parts.append(MaskedRows(options.mask))
+    variant = functools.reduce(Both, parts) if parts else Variant()
+    if "sink" not in problem:
+        return variant, Variant(), unit, args, {}
+    return variant, Sunk(), unit, args, {"sinks": problem["sink"], "per_sink": 1 / unit}
+
+
+def _group_heads(operand: Operand, axis: int, group: int) -> Operand:
+    """The operand with its axis of heads as two: key heads, and the `group` query heads of each."""
+    form = operand.form
+    shape, strides = form.shape, form.strides
+    shape = (*shape[:axis], shape[axis] // group, group, *shape[axis + 1 :])
+    strides = (*strides[:axis], strides[axis] * group, *strides[axis:])
+    return operand._replace(form=form._replace(shape=shape, strides=strides))
+
+
+def order_by_rows(q: Operand, group: int) -> Operand:
+    """Queries as (token, query head of the group, sequence, key head, column)."""
+    q = _group_heads(q, 2, group)
+    order = operator.itemgetter(1, 3, 0, 2, 4)
+    return q._replace(form=q.form._replace(shape=order(q.form.shape), strides=order(q.form.strides)))

@@ -1,0 +1,450 @@
+"""From a VariantSpec to the launches of forward: which kernels and configurations serve a problem, and with which arguments."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from tiles.calls.plan import Fill, Plan, Step, nothing
+from tiles.calls.schema import Problem
+from tiles.dtypes import bf16, fp8e4m3, fp16
+from tiles.launching.arrays import ALIGNMENT, Operand
+from tiles.launching.devices import machine, persistent
+from tiles.launching.launch import kernel_for
+from tiles.targets import has_fp8
+
+from ..families import FamilyAndBlock, choose_family, family_block_kv, require_hopper
+from ..kernels import cache_quantize, forward_ampere, forward_fp8_hopper, forward_hopper, key_norms, transpose_values
+from ..kernels import key_block_lists as lists
+from ..parts import block_masks
+from ..parts.block_masks import Blocked
+from ..parts.descales import BLOCK, BlockDescales, HeadDescales
+from ..parts.norms import LayerNorm, RmsNorm
+from ..parts.online_softmax import LOG2_E, SLACK
+from ..parts.scores import Biased, BiasedByTile
+from ..parts.sequences import BatchedLayout, PackedLayout, PackedSeqUsedLayout, QueryPartsLayout, SeqUsedLayout
+from ..parts.tiling import balance_raster_groups, choose_raster_group
+from ..parts.variant import Both, Variant
+from .fp8_checks import block_descale_names
+from .prepared_lists import BlockListPlan, check_call, return_block_lists
+from .variant_spec import VariantSpec
+
+DTYPES = {"bfloat16": bf16, "float16": fp16, "float8_e4m3fn": fp8e4m3}
+BIAS_ITEM = 2  # bytes of an element of a bias that TMA loads
+Shape = forward_hopper.Config | forward_ampere.Config | forward_fp8_hopper.Config
+KERNELS = {
+    forward_hopper.Config: forward_hopper,
+    forward_ampere.Config: forward_ampere,
+    forward_fp8_hopper.Config: forward_fp8_hopper,
+}
+
+
+class PreparationSteps:
+    """The launches before (or after) that of attention, and the scratch memory for their results. scratch: the memory that is
+    already reserved."""
+
+    def __init__(self, problem: Problem, scratch: list[tuple[tuple[int, ...], str]] | None = None):
+        self.problem = problem
+        self.steps: list[Step] = []
+        self.scratch = [] if scratch is None else scratch
+
+    def allocate(self, shape: tuple[int, ...], dtype: str) -> Operand:
+        """Reserve scratch memory of this shape and dtype."""
+        self.scratch.append((shape, dtype))
+        return self.problem.scratch(len(self.scratch) - 1, shape, dtype)
+
+    def launch(self, module: Any, config: Any, grid: int, **arguments: Any) -> None:
+        """Add a launch of a module's kernel to the steps."""
+        self.steps.append(kernel_for(module, config, self.problem.device).bind(grid, **arguments))
+
+    def dequantize(self, name: str, unit: float) -> Operand:
+        """Keys or values of fp8, converted to q's dtype by a launch, and multiplied by their descale and `unit`. Those that are
+        not fp8 are returned as they are."""
+        problem, narrow = self.problem, self.problem[name]
+        if narrow.form.dtype != "float8_e4m3fn" or problem.dtype == narrow.form.dtype:
+            return narrow
+        if not has_fp8(machine(problem.device).capability):
+            raise ValueError(
+                f"{name}: float8_e4m3fn needs a GPU of compute capability 8.9 or later; it is on {machine(problem.device)}"
+            )
+        batch, rows, heads, columns = narrow.form.shape
+        result, count = self.allocate((batch, rows, heads, columns), problem.dtype), -(-rows // cache_quantize.ROWS)
+        grid = -(-batch * heads * count // cache_quantize.WARPS), -(-columns // cache_quantize.COLUMNS), 1
+        config = cache_quantize.Config("dequantize", DTYPES[problem.dtype], False)
+        descale = expand_axes(problem, f"{name}_descale", "BG")
+        step = kernel_for(cache_quantize, config, problem.device)
+        args = {"gX": narrow, "gOut": result, "gDescale": descale, "unit": unit, "count": count, "heads": heads}
+        self.steps.append(step.bind(grid, **args))
+        return result
+
+    def transpose_v(self, values: Operand) -> Operand:
+        """V of fp8, transposed by a launch (transpose_values.py)."""
+        batch, rows, heads, columns = values.form.shape
+        blocks = -(-rows // transpose_values.KEYS)
+        result = self.allocate((batch, heads, columns, transpose_values.KEYS * blocks), values.form.dtype)
+        config = transpose_values.Config(forward_fp8_hopper.padded_dim(columns))
+        self.launch(transpose_values, config, batch * heads * blocks, gV=values, gTransposed=result, blocks=blocks, heads=heads)
+        return result
+
+    def normalize_keys(self, keys: Operand, norm: RmsNorm, padded: int, eps: float) -> Operand:
+        """The keys, normalised by a launch (key_norms.py)."""
+        problem = self.problem
+        shape = batch, rows, heads, columns = problem("BTGD")
+        config = key_norms.Config(
+            norm, padded, DTYPES[problem.dtype], keys.source != problem["k"].source or problem.bytes_at_once("k") == ALIGNMENT
+        )
+        result, blocks = self.allocate(shape, problem.dtype), -(-rows // config.rows)
+        numbers = {"norm_eps": eps, "columns": columns}
+        arrays = {"gX": keys, "gOut": result, **norm_arrays(problem, "k_norm", "GD")}
+        self.launch(key_norms, config, batch * heads * blocks, blocks=blocks, heads=heads, **numbers, **arrays)
+        return result
+
+    def classify_blocks(self, blocked: Blocked) -> Operand:
+        """The map of a BlockMask, written by a launch (block_masks.py). ValueError: its lists do not fit the call."""
+        problem = self.problem
+        batch, heads, rows = problem("IJP")
+        q_len, kv_len, sequences, all_heads = problem("STNH")
+        if batch not in (1, sequences) or heads not in (1, all_heads):
+            wanted = f"must have a batch of {sequences} or 1, and {all_heads} or 1 heads"
+            raise problem.error("kv_num_blocks", wanted, "kv_num_blocks", "q")
+        if "cu_seqlens" not in problem and rows * blocked.rows < q_len:
+            raise problem.error(
+                "kv_num_blocks", f"must have all rows of blocks of {blocked.rows} queries", "kv_num_blocks", "q"
+            )
+        shape = batch, heads, rows, -(-kv_len // blocked.cols)
+        result = self.allocate(shape, "int8")
+        lists = {name: problem[name] for name in block_masks.FIELDS if name in problem}
+        grid = batch * heads * -(-rows // block_masks.WARPS)
+        numbers = {"rows": rows, "cols": shape[3], "heads": heads}
+        self.launch(block_masks, block_masks.Config(), grid, marks=result, **numbers, **lists)
+        return result
+
+    def list_key_blocks(
+        self,
+        spec: VariantSpec,
+        varies: tuple[bool, bool],
+        config: Any,
+        blocks: int,
+        args: dict[str, Any],
+        aux_args: dict[str, Any],
+    ) -> Operand:
+        """The lists of key blocks of `blocks` query tiles, written by two launches (key_block_lists.py). varies: (do they
+        differ by batch? by head?). args: the kernel's arguments for the variant and the sequences. aux_args: the arrays of
+        aux."""
+        batch, heads, kv_len = self.problem("BHT")
+        grid_extents, keys = (batch if varies[0] else 1, heads if varies[1] else 1), -(-kv_len // config.kv)
+        block_lists, classes = (
+            self.allocate((*grid_extents, blocks, lists.HEAD + keys), "int32"),
+            self.allocate((*grid_extents, blocks, keys), "int8"),
+        )
+        unseen = self.allocate((*grid_extents, blocks, lists.BOTH * keys), "int8")
+        survey = lists.Survey(spec.variant, config.rows, config.kv, config.axes)
+        compaction = lists.Compaction(spec.variant, config.rows, config.kv)
+        tiles, groups = grid_extents[0] * grid_extents[1] * blocks, -(-keys // lists.WARPS)
+        args |= {"classes": classes, "unseen": unseen, "blocks": blocks, "heads": grid_extents[1]}
+        self.launch(survey, survey, tiles * groups, groups=groups, **args, **aux_args)
+        self.launch(compaction, compaction, tiles, lists=block_lists, **args)
+        return block_lists
+
+
+def plan_forward(
+    problem: Problem,
+    spec: VariantSpec,
+    return_lse: bool,
+    family: str | FamilyAndBlock | None,
+    aux: Sequence[Operand] = (),
+    listing: BlockListPlan | None = None,
+    norm_eps: float = 0.0,
+    units: tuple[float, float] = (1.0, 1.0),
+) -> Plan:
+    """The Plan of a VariantSpec. Launches before attention normalise keys, convert or transpose fp8, and write the map of a
+    BlockMask; if the variant is data-dependent, and each sequence has a batch of its own, launches also write lists of key
+    blocks. listing: how these lists are written, None if none are needed. If the schema has no results, the Plan only writes
+    the lists, and returns them as BlockLists."""
+    batch, q_len, heads, head_dim, kv_len, kv_heads, value_dim = problem("BSHDTGV")
+    only_lists = not problem.schema.written
+    accumulates = not only_lists and problem.schema.arguments["out"].role == "updated"
+    out, lse = problem["out"], problem["lse"] if return_lse or accumulates else None
+    give = nothing if accumulates else None
+    empty = 0 in (batch, q_len, heads)
+    if only_lists and (empty or kv_len == 0):
+        raise problem.error("q" if empty else "k", "must not be empty where lists of its blocks are made", "q", "k")
+    if empty or kv_len == 0:  # there is no score
+        if "sink" in problem and not empty:
+            raise problem.error("k", "must have at least one key where there is a sink", "k")
+        choose_family(problem, family, tma=True)  # raises the same errors as for other calls; nothing is read
+        return Plan([Fill(x, value) for x, value in ((out, 0), (lse, -math.inf)) if x and not accumulates], (), give)
+    layout_args, by_list = choose_layout(problem)[1], uses_block_lists(problem, listing)
+    if only_lists and listing is None:
+        raise ValueError("mask: lists of key blocks need a mask or blocks: mask=None, blocks=None")
+    if (only_lists or "lists" in problem) and not by_list:
+        name = "lengths_k" if "lengths_k" in problem else "cu_seqlens"
+        raise problem.error(name, "must be None with lists of key blocks", name)
+    spec, config = choose_config(problem, spec, family, aux, listing)
+    blocks = count_tiles(problem, config)[0]
+    before, key_norm = PreparationSteps(problem), choose_norm(problem, "k_norm")
+    variant_args = spec.numbers | variant_arrays(problem)
+    aux_args = {f"aux{n}": x for n, x in enumerate(aux)}
+    if listing and listing.blocked:
+        marks = problem["marks"] or before.classify_blocks(listing.blocked)
+        variant_args["marks"] = broadcast(marks, (*problem("NH"), *marks.form.shape[2:]))
+    if listing and by_list:
+        if listing.ready_for:
+            check_call(listing.ready_for, describe_call(problem, config, listing))
+        scores_args = {name: x for name, x in variant_args.items() if name in spec.variant.params}
+        block_lists = problem["lists"] or before.list_key_blocks(
+            spec, listing.varies, config, blocks, layout_args | scores_args, aux_args
+        )
+        if only_lists:
+            marked = (marks, listing.blocked.rows, listing.blocked.cols) if listing.blocked else None
+            return Plan(
+                before.steps, before.scratch, return_block_lists(describe_call(problem, config, listing), block_lists, marked)
+            )
+        variant_args["lists"] = broadcast(block_lists, (batch, heads, *block_lists.form.shape[2:]))
+    keys, values = (before.dequantize(name, unit) for name, unit in zip("kv", units))
+    if isinstance(config, forward_fp8_hopper.Config) and config.v_transpose.before:
+        values = before.transpose_v(values)
+    keys = keys if key_norm is None else before.normalize_keys(keys, key_norm, config.head_dim, norm_eps)
+    args = {"gQ": problem["q"], "gK": keys, "gV": values, "gO": out, "gLse": lse, **layout_args, **variant_args, **aux_args}
+    return Plan([*before.steps, bind_launch(problem, spec, config, kv_len, **args)], before.scratch, give)
+
+
+def uses_block_lists(problem: Problem, listing: BlockListPlan | None) -> bool:
+    """Do lists say which key blocks a query tile reads?"""
+    return listing is not None and choose_layout(problem)[0] is BatchedLayout
+
+
+def choose_config(
+    problem: Problem,
+    spec: VariantSpec,
+    family: str | FamilyAndBlock | None,
+    aux: Sequence[Operand],
+    listing: BlockListPlan | None,
+) -> tuple[VariantSpec, Shape]:
+    """(the VariantSpec as the kernel takes it, the kernel's configuration), for a problem that has queries and keys: see
+    `plan_forward`."""
+    (seq_layout, _), schema, axes = choose_layout(problem), problem.schema, tuple(len(x.form.shape) for x in aux)
+    tma, by_list = choose_family(problem, family) == "sm_90", uses_block_lists(problem, listing)
+    if tma and problem.dtype != "float8_e4m3fn":
+        spec = spec._replace(variant=load_bias_by_tma(problem, spec.variant))
+    written = schema.arguments["out"] if schema.written else None
+    float32_out, accumulates = bool(written and written.holds == "float32"), bool(written and written.role == "updated")
+    kind = {"seq_layout": seq_layout, "axes": axes, "by_list": by_list, "float32_out": float32_out, "accumulates": accumulates}
+    if seq_layout is BatchedLayout and not (axes or by_list or float32_out):
+        kind = {}
+    if not tma and problem.dtype == "float8_e4m3fn":
+        require_hopper(problem)
+        raise ValueError(f"family: must be sm_90 for q of float8_e4m3fn: {family=}")
+    return spec, config_for_problem(problem, spec, tma, problem("T")[0], family_block_kv(family), **kind)
+
+
+def load_bias_by_tma(problem: Problem, of: Variant) -> Variant:
+    """The variant with its bias loaded in tiles by TMA, if possible: its dtype must have 2 bytes, and its keys must be
+    contiguous."""
+    if isinstance(of, Both):
+        return Both(load_bias_by_tma(problem, of.one), load_bias_by_tma(problem, of.other))
+    if type(of) is not Biased:
+        return of
+    form = problem["bias"].form
+    adjacent = form.shape[-1] > 1 and form.strides[-1] == form.itemsize == BIAS_ITEM
+    by_tma = adjacent and problem.bytes_at_once("bias") == ALIGNMENT
+    return BiasedByTile(of.last, of.in_units_of_one, DTYPES[form.dtype]) if by_tma else of
+
+
+def config_for_problem(
+    problem: Problem, spec: VariantSpec, tma: bool, kv_len: int, kv: int | None = None, **kind: Any
+) -> Shape:
+    """The configuration for a VariantSpec. tma: of a kernel for Hopper? kv: how many keys a block must have, None for any.
+    kind: further fields of the Config."""
+    head_dim, value_dim = problem("DV")
+    dtype, gpu = DTYPES[problem.dtype], machine(problem.device)
+    if dtype is fp8e4m3:
+        blocked = block_descale_names(problem)
+        descales = (
+            BlockDescales("v_descale" in blocked, "k_descale" in problem) if blocked else forward_fp8_hopper.HEAD_DESCALES
+        )
+        batch, q_len, heads, kv_heads = problem("BSHG")
+        load = q_len, kv_len, batch * heads, heads // kv_heads, gpu.processors
+        before = forward_fp8_hopper.pays_to_transpose(forward_fp8_hopper.padded_dim(head_dim, value_dim), *load)
+        return forward_fp8_hopper.config_for(head_dim, spec.variant, value_dim, descales, kv_len, before, **kind)
+    if tma:
+        config = forward_hopper.config_for(head_dim, dtype, spec.variant, min(kv_len, spec.reach), value_dim, **kind)
+        batch, queries, heads = problem("BSH")
+        sequences = problem("E")[0] - 1 if issubclass(config.seq_layout, PackedLayout) else batch
+        mean_queries, batch_heads = batch * queries / sequences, sequences * heads
+        fitted = forward_hopper.fit_to_load(config, mean_queries, kv_len, batch_heads, gpu.processors)
+        if kv in (None, fitted.kv):
+            return fitted
+        return forward_hopper.fit_to_load(
+            forward_hopper.with_kv(config, kv), mean_queries, kv_len, batch_heads, gpu.processors, kv
+        )
+    shared_limit, vector_bytes = gpu.shared_bytes, problem.bytes_at_once()
+    sm80_config = forward_ampere.config_for(head_dim, dtype, spec.variant, shared_limit, vector_bytes, value_dim, **kind)
+    return sm80_config if kv is None else forward_ampere.with_kv(sm80_config, kv, shared_limit)
+
+
+def count_tiles(problem: Problem, config: Shape) -> tuple[int, int]:
+    """(how many query tiles a pair of batch and head has, how many pairs there are)"""
+    batch, q_len, heads = problem("BSH")
+    if issubclass(config.seq_layout, PackedLayout):
+        (ends,) = problem("E")
+        return q_len // config.rows + ends - 1, heads
+    if config.seq_layout is QueryPartsLayout:
+        (parts,) = problem("Z")
+        return parts * -(-(q_len // parts) // config.rows), batch * heads
+    return -(-q_len // config.rows), batch * heads
+
+
+def bind_launch(problem: Problem, spec: VariantSpec, config: Shape, most_keys: int, **args: Operand | Any) -> Step:
+    """The launch of attention itself. most_keys: of a sequence. args: the kernel's other arguments, arrays and the arguments of
+    the variant, the sequences' layout and the source of keys."""
+    gpu, dtype, variant = machine(problem.device), DTYPES[problem.dtype], spec.variant
+    q_len, heads, head_dim, kv_heads, value_dim = problem("SHDGV")
+    blocks, batch_heads = count_tiles(problem, config)
+    group, grid = heads // kv_heads, batch_heads * blocks
+    if config.persistent:
+        grid = persistent(gpu, grid)
+    nbytes = most_keys * (head_dim + value_dim) * dtype.itemsize / group
+    alike = config.persistent and spec.reach < most_keys  # windows: all tiles but the first ones take as long
+    uneven = not alike and (variant.monotonic or (config.persistent and q_len % config.rows > 0))
+    if isinstance(config, forward_fp8_hopper.Config):
+        args |= {f"g{name.upper()}Descale": descale_argument(problem, name, config.descales) for name in "qkv"}
+    else:
+        args["slack"] = SLACK / (spec.unit * LOG2_E)
+    raster_group = choose_raster_group(grid, gpu.processors, nbytes, gpu.cache_bytes, uneven)
+    return kernel_for(KERNELS[type(config)], config, problem.device).bind(
+        grid,
+        blocks=blocks,
+        heads=heads,
+        batch_heads=batch_heads,
+        raster_group=raster_group
+        if config.persistent
+        else balance_raster_groups(raster_group, batch_heads, config.seq_layout is QueryPartsLayout),
+        group=group,
+        scale=spec.unit * LOG2_E,
+        **args,
+    )
+
+
+def descale_argument(problem: Problem, name: str, descales: HeadDescales) -> Operand | None:
+    """The kernel's argument for the descale of q, k or v (descales.py)."""
+    which = f"{name}_descale"
+    if which not in problem or not descales.by_block or (name == "v" and len(problem.axes(which)) < 3):
+        return expand_axes(problem, which, "NG")
+    batch, rows, kv_heads, heads = problem("NSGH" if name == "q" else "NTGH")
+    by_block, group = len(problem.axes(which)) == 3, heads // kv_heads
+    operand: Any = problem[which] if by_block else expand_axes(problem, which, "NG")
+    first, block, head = operand.form.strides if by_block else (operand.form.strides[0], 0, operand.form.strides[1])
+    shape: tuple[int, ...] = (batch, -(-rows // BLOCK), kv_heads)
+    strides: tuple[int, ...] = (first, block, head)
+    if name == "q":  # one for each query head, or for each key head
+        shape, strides = (*shape, group), (first, block, group * head, head) if by_block else (*strides, 0)
+    return operand._replace(form=operand.form._replace(shape=shape, strides=strides))
+
+
+def describe_call(problem: Problem, config: Any, listing: BlockListPlan) -> str:
+    """The description of the calls that lists serve, for BlockLists.made_for."""
+    batch, heads, queries, keys = map(int, problem("BHST"))
+    each = [f"{name}={n if differ else 'any'}" for name, n, differ in zip(("batch", "heads"), (batch, heads), listing.varies)]
+    return "; ".join([f"{queries=}; {keys=}", *each, f"tiles={config.rows} x {config.kv}", listing.description])
+
+
+def variant_arrays(problem: Problem) -> dict[str, Operand]:
+    """{argument of the kernel: array} of the arrays that variants read."""
+    slopes = expand_axes(problem, "alibi", "NH")
+    if (
+        slopes is not None and "Z" in problem.extents
+    ):  # each part is a sequence, and all have the same slopes: see _query_parts_args
+        batch, parts, heads = problem("BZH")
+        slopes = slopes._replace(form=slopes.form._replace(shape=(batch * parts, heads)))
+    arrays = {"slopes": slopes, "sinks": problem["sink"], "bias": expand_axes(problem, "bias", "NHST")}
+    arrays["seeds"] = problem["seed"]
+    return {name: x for name, x in arrays.items() if x is not None} | norm_arrays(problem, "q_norm", "HD")
+
+
+def choose_norm(problem: Problem, name: str) -> RmsNorm | None:
+    """The norm object for the arguments of this name, None if there are none."""
+    return None if name not in problem else LayerNorm() if f"{name}_bias" in problem else RmsNorm()
+
+
+def norm_arrays(problem: Problem, name: str, axes: str) -> dict[str, Operand]:
+    """{argument of the kernel: array} of a norm: its weights, and its bias if there is one. ValueError: their last axis is not
+    contiguous."""
+    arrays = {}
+    for param, which in (("norm_weights", name), ("norm_bias", f"{name}_bias")):
+        operand = expand_axes(problem, which, axes)
+        if operand is not None:
+            if operand.form.strides[-1] != operand.form.itemsize:
+                raise ValueError(f"{which}: last axis must be contiguous: {which}.strides={problem.forms[which].strides}")
+            arrays[param] = operand
+    return arrays
+
+
+def choose_layout(problem: Problem) -> tuple[type[BatchedLayout], dict[str, Any]]:
+    """(the layout of the sequences, the kernel's arguments for it). ValueError: arguments of sequences contradict each
+    other."""
+    q_len, kv_len = problem("ST")
+    if "cu_seqlens_k" in problem and "cu_seqlens" not in problem:
+        raise ValueError("cu_seqlens_k: needs cu_seqlens, which is None")
+    if "cu_seqlens" in problem:
+        if "cu_seqlens_k" not in problem and q_len != kv_len:
+            raise problem.error("cu_seqlens_k", "is required if q and k have different numbers of rows", "q", "k")
+        ends = problem["cu_seqlens"]
+        args = {"ends": ends, "ends_k": problem["cu_seqlens_k"] or ends}
+        if "lengths_k" in problem:
+            return PackedSeqUsedLayout, args | {"lengths": problem["lengths_k"]}
+        return PackedLayout, args
+    if "lengths_k" in problem and "Z" in problem.extents:
+        return QueryPartsLayout, _query_parts_args(problem)
+    if "lengths_k" in problem:
+        return SeqUsedLayout, {"q_len": q_len, "lengths": problem["lengths_k"]}
+    return BatchedLayout, {"q_len": q_len, "kv_len": kv_len}
+
+
+def _query_parts_args(problem: Problem) -> dict[str, Any]:
+    """The kernel's arguments for QueryPartsLayout. ValueError, NotImplementedError: lengths_k does not fit, or another argument
+    is not supported with it."""
+    lengths, (q_len, parts, batch) = problem["lengths_k"], problem("SZB")
+    form = lengths.form
+    if parts == 0 or q_len % parts:
+        raise problem.error("lengths_k", "must have a number of parts that divides the queries", "lengths_k", "q")
+    if form.strides != (parts * form.itemsize, form.itemsize):
+        raise ValueError(f"lengths_k: must be contiguous: lengths_k.strides={form.strides}")
+    others = {
+        "cu_seqlens": "cu_seqlens",
+        "bias": "bias",
+        "seed": "seed",
+        "aux0": "aux",
+        "kv_indices": "blocks",
+        "lists": "blocks",
+    }
+    if "alibi" in problem and problem["alibi"].form.shape[:-1] > (1,):
+        others["alibi"] = "slopes of each batch in alibi"
+    for name, reason in others.items():
+        if name in problem:
+            raise NotImplementedError(f"lengths_k: of shape (B, C) is not supported with {reason}")
+    flat = lengths._replace(form=form._replace(shape=(batch * parts,), strides=(form.itemsize,)))
+    return {"q_len": q_len // parts, "parts": parts, "lengths": flat}
+
+
+def expand_axes(problem: Problem, name: str, axes: str) -> Operand | None:
+    """An argument as an operand with the extents of `axes`: axes of length 1, and a missing first axis, are broadcast. None if
+    the argument is None. ValueError: it has another shape."""
+    operand = problem[name]
+    if operand is None:
+        return None
+    form = operand.form
+    shape, strides, lettered = form.shape, form.strides, problem.axes(name)
+    if len(shape) < len(axes):
+        shape, strides, lettered = (1, *shape), (0, *strides), f"U{lettered}"
+    extents = problem(axes)
+    if any(have not in (1, want) for have, want in zip(shape, extents)):
+        wanted = ", ".join(f"{want} or 1" if want > 1 and a in "UWXY" else f"{want}" for a, want in zip(lettered, extents))
+        raise ValueError(f"{name}: must have the shape ({wanted}): {name}.shape={form.shape}")
+    return broadcast(operand._replace(form=form._replace(shape=shape, strides=strides)), extents)
+
+
+def broadcast(operand: Operand, extents: tuple[int, ...]) -> Operand:
+    """The operand broadcast to these extents along its axes of length 1."""
+    form = operand.form
+    strides = tuple(0 if have == 1 else stride for have, stride in zip(form.shape, form.strides))
+    return operand._replace(form=form._replace(shape=extents, strides=strides))

@@ -1,0 +1,281 @@
+"""The programs of attention.forward (tiles/calls/program.py): the schema of each, and the planner of its launches.
+
+Most calls have no options that are arrays, and use FORWARD. The other programs differ in their arrays, so that torch's op and
+JAX's call of each have a fixed type: variants, lists of key blocks, float32 results, accumulated results, fp8."""
+
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from tiles.calls.plan import Plan, Step
+from tiles.calls.program import program
+from tiles.calls.schema import Problem, Schema
+from tiles.launching.arrays import Number, Operand
+
+from ..parts.block_masks import MAX_WARP_ROWS
+from ..parts.variant import Variant
+from ..scoring.algebra import score_variant
+from ..scoring.index_checks import IndexingFunctions, plan_index_checks
+from . import split_forward
+from .call_options import OF_AUX, OF_BLOCKS
+from .forward_launches import choose_config, plan_forward
+from .fp8_checks import FP8_SCHEMA, check_output, fp8_cache_schema
+from .gradient import NO_SECOND_DERIVATIVES, program_gradient
+from .planning import (
+    bias_part,
+    check_extents,
+    is_ordered,
+    load_functions,
+    norm_and_dropout_parts,
+    plan_block_lists,
+    reduce_to_window,
+    resolve_scale,
+)
+from .prepared_lists import BlockListPlan
+from .variant_spec import VariantSpec, build_variant
+
+FORWARD = Schema(
+    "forward",
+    """
+    q    BSHD  tile
+    k    BTGD  tile
+    v    BTGV  tile
+    out  BSHV  tile     in_place
+    lse  BHS   float32  made      return_lse
+    """,
+)
+INPUTS = f"""
+    q             BSHD  tile
+    k             BTGD  tile
+    v             BTGV  tile
+    alibi         H|UH  float32  optional
+    sink          H     float32  optional
+    bias          WXYT  real     optional
+    cu_seqlens    E     ends     optional
+    cu_seqlens_k  E     key_ends  optional
+    lengths_k     N|BZ  key_lengths  optional
+    q_norm        D|HD  real     optional
+    q_norm_bias   D|HD  real     optional
+    k_norm        D|GD  real     optional
+    k_norm_bias   D|GD  real     optional
+    seed          O     index    optional
+{OF_BLOCKS}    lists         *     any      optional
+    marks         *     any      optional
+{OF_AUX}"""
+OUTPUTS = """
+    out           BSHV  tile     in_place
+    lse           BHS   float32  made      return_lse
+"""
+FLOAT32_OUTPUTS = """
+    out           BSHV  float32  made
+    lse           BHS   float32  made      return_lse
+"""
+ACCUMULATED_OUTPUTS = """
+    out           BSHV  float32  updated
+    lse           BHS   float32  updated
+"""
+VARIANTS, LISTS = Schema("forward_variant", INPUTS.rstrip() + OUTPUTS), Schema("block_lists", INPUTS)
+IN_FLOAT32, INTO = (
+    Schema("forward_unrounded", INPUTS.rstrip() + FLOAT32_OUTPUTS),
+    Schema("forward_joined", INPUTS.rstrip() + ACCUMULATED_OUTPUTS),
+)
+FP8_CACHE = Schema("forward_fp8_cache", fp8_cache_schema(INPUTS.rstrip() + OUTPUTS))
+
+PACKAGE = sys.modules[__package__]
+
+
+def autograd() -> Any:
+    """The module autograd.py, for tensors that require grad. It imports torch, which must be imported already. It is looked up
+    in the package, because an import statement would cost a microsecond in every call. While another thread imports it,
+    sys.modules has it, but the package does not, and the import statement waits for that thread."""
+    module = getattr(PACKAGE, "autograd", None)
+    if module is None:
+        from .. import autograd as module
+    return module
+
+
+def _prepare_gradient(arrays: list, options: tuple, layout: str) -> None:
+    """Compile the kernels of a call's backward pass, if it may have one, while those of the call are compiled (`meanwhile` of
+    tiles.calls.program)."""
+    q, k, v, *_ = arrays
+    if any([getattr(x.owner, "requires_grad", False) for x in (q, k, v)]):
+        autograd().prepare(*[x.form for x in (q, k, v)], options, layout)
+
+
+@program(FORWARD, program_gradient, NO_SECOND_DERIVATIVES, _prepare_gradient)
+def _forward(problem: Problem, causal: bool, scale: float | None, return_lse: bool, family: str | None) -> Plan:
+    """The Plan of a call without options that are arrays: causal and scale alone."""
+    check_extents(problem)
+    if split_forward.serves(problem, family):
+        return split_forward.plan_by_decode(problem, causal, scale, return_lse)
+    return plan_forward(problem, build_variant(resolve_scale(problem, scale), causal), return_lse, family)
+
+
+class ScoreOptions(NamedTuple):
+    """The options of a variant that are no arrays. left, right: of the window. mask, score: the names under which
+    python_functions.py has registered the functions. block_rows, block_cols: the block size of a BlockMask. ready_for:
+    BlockLists.made_for of lists that the call passes (prepared_lists.py)."""
+
+    causal: bool
+    left: int | None
+    right: int | None
+    softcap: float | None
+    mask: str | None
+    score: str | None
+    block_rows: int | None
+    block_cols: int | None
+    ready_for: str | None
+
+
+# The parameters of these planners are the parameters of torch's ops.
+@program(VARIANTS, program_gradient, NO_SECOND_DERIVATIVES)
+def _variant(
+    problem: Problem,
+    causal: bool,
+    left: int | None,
+    right: int | None,
+    softcap: float | None,
+    mask: str | None,
+    score: str | None,
+    block_rows: int | None,
+    block_cols: int | None,
+    ready_for: str | None,
+    norm_eps: float,
+    dropout: float | None,
+    seed_value: Number | None,
+    scale: float | None,
+    return_lse: bool,
+    family: str | None,
+) -> Plan:
+    """The Plan of a call with ScoreOptions, norms and dropout."""
+    check_extents(problem)
+    extra_parts = norm_and_dropout_parts(problem, norm_eps, dropout, seed_value)
+    options = ScoreOptions(causal, left, right, softcap, mask, score, block_rows, block_cols, ready_for)
+    return planned_variant(problem, options, scale, return_lse, family, extra_parts, norm_eps)
+
+
+_block_lists, _forward_float32 = program(LISTS)(_variant.planner), program(IN_FLOAT32)(_variant.planner)
+_forward_accumulated = program(INTO)(_variant.planner)
+
+
+@program(FP8_SCHEMA, no_gradient=NO_SECOND_DERIVATIVES)
+def _forward_fp8(
+    problem: Problem,
+    causal: bool,
+    left: int | None,
+    right: int | None,
+    softcap: float | None,
+    mask: str | None,
+    score: str | None,
+    block_rows: int | None,
+    block_cols: int | None,
+    ready_for: str | None,
+    q_unit: float,
+    k_unit: float,
+    v_unit: float,
+    scale: float | None,
+    return_lse: bool,
+    family: str | None,
+) -> Plan:
+    """The Plan of a call with q, k and v of float8_e4m3fn. q_unit, k_unit and v_unit: the descales that are numbers."""
+    check_extents(problem, 16)
+    check_output(problem)
+    options = ScoreOptions(causal, left, right, softcap, mask, score, block_rows, block_cols, ready_for)
+    numbers: dict[str, float | Number] = {"qk_descale": q_unit * k_unit, "v_descale": v_unit}
+    return planned_variant(problem, options, scale, return_lse, family, numbers=numbers)
+
+
+@program(FP8_CACHE, no_gradient=NO_SECOND_DERIVATIVES)
+def _fp8_cache(
+    problem: Problem,
+    k_unit: float,
+    v_unit: float,
+    causal: bool,
+    left: int | None,
+    right: int | None,
+    softcap: float | None,
+    mask: str | None,
+    score: str | None,
+    block_rows: int | None,
+    block_cols: int | None,
+    ready_for: str | None,
+    norm_eps: float,
+    dropout: float | None,
+    seed_value: Number | None,
+    scale: float | None,
+    return_lse: bool,
+    family: str | None,
+) -> Plan:
+    """The Plan of a call with q of 16 bits, and k and v of float8_e4m3fn, which are converted to q's dtype first. k_unit and
+    v_unit: the descales that are numbers."""
+    check_extents(problem)
+    extra_parts = norm_and_dropout_parts(problem, norm_eps, dropout, seed_value)
+    options = ScoreOptions(causal, left, right, softcap, mask, score, block_rows, block_cols, ready_for)
+    return planned_variant(problem, options, scale, return_lse, family, extra_parts, norm_eps, units=(k_unit, v_unit))
+
+
+def planned_variant(
+    problem: Problem,
+    options: ScoreOptions,
+    scale: float | None,
+    return_lse: bool,
+    family: str | None,
+    extra_parts: Sequence[tuple[Variant, dict[str, float | Number]]] = (),
+    norm_eps: float = 0.0,
+    numbers: dict[str, float | Number] | None = None,
+    units: tuple[float, float] = (1.0, 1.0),
+) -> Plan:
+    """The Plan of a variant. more: its further parts, with {argument of the kernel: number}. numbers: further numbers. units:
+    the descales of keys and values that are converted first."""
+    spec, aux, listing, index_checks = variant_of(problem, options, scale, extra_parts)
+    spec = spec._replace(numbers=spec.numbers | (numbers or {}))
+    plan = plan_forward(problem, spec, return_lse, family, aux, listing, norm_eps, units)
+    return plan._replace(steps=[*index_checks, *plan.steps])
+
+
+def kv_block_size(
+    problem: Problem,
+    options: ScoreOptions,
+    scale: float | None,
+    family: str | None,
+    extra_parts: Sequence[tuple[Variant, dict]],
+) -> int:
+    """How many keys a block has in the kernel for a call of _variant, or for the same call of _forward."""
+    spec, aux, listing, _ = variant_of(problem, options, scale, extra_parts)
+    return choose_config(problem, spec, family, aux, listing)[1].kv
+
+
+def variant_of(
+    problem: Problem,
+    options: ScoreOptions,
+    scale: float | None,
+    extra_parts: Sequence[tuple[Variant, dict[str, float | Number]]],
+) -> tuple[VariantSpec, list[Operand], BlockListPlan | None, list[Step]]:
+    """(the VariantSpec, the arrays of aux, how lists of key blocks are written, the steps that check the indices of aux)"""
+    causal, left, right, softcap, mask, score, block_rows, block_cols, ready_for = options
+    masking, scoring, aux = load_functions(problem, mask, score)
+    if (mask or score) and "Z" in problem.extents:
+        raise NotImplementedError("lengths_k: of shape (B, C) is not supported with mask or score")
+    indexing = IndexingFunctions(masking, scoring, aux, causal, left, right, problem("T")[0])
+    index_checks = plan_index_checks(problem, indexing, listed=ready_for is not None)
+    axes, extra_parts = [len(x.form.shape) for x in aux], [*extra_parts]
+    size = None if block_rows is None or block_cols is None else (block_rows, block_cols)
+    masking, causal, (left, right) = reduce_to_window(problem, masking, axes, causal, (left, right))
+    listing = plan_block_lists(
+        problem, masking, f"{mask=!s}; window={(left, 0 if causal else right)}", size, MAX_WARP_ROWS, ready_for
+    )
+    if listing and listing.blocked:
+        extra_parts.append((listing.blocked, {}))
+    spec = build_variant(
+        resolve_scale(problem, scale),
+        causal,
+        (left, right),
+        softcap,
+        "alibi" in problem,
+        bias_part(problem, last=scoring is None, in_units_of_one=True),
+        "sink" in problem,
+        None if listing and listing.blocked else masking,
+        scoring and score_variant(scoring, axes, is_ordered(problem, 0 if causal else right)),
+        extra_parts,
+    )
+    return spec, aux, listing, index_checks

@@ -1,0 +1,90 @@
+"""The schema and the checks of attention.forward for float8_e4m3fn."""
+
+import re
+from typing import Any
+
+from tiles.calls.schema import Problem, Schema
+from tiles.launching.arrays import ALIGNMENT
+
+from ..options import check_number
+from ..parts.descales import BLOCK
+from .call_options import OF_AUX, OF_BLOCKS
+
+MAX_BLOCK_COLUMNS = 128  # the largest head dims with descales of blocks
+DESCALES = "q_descale", "k_descale", "v_descale"
+FP8_SCHEMA = Schema(
+    "forward_fp8",
+    f"""
+    q             BSHD  tile8
+    k             BTGD  tile8
+    v             BTGV  tile8
+    alibi         H|UH  float32  optional
+    sink          H     float32  optional
+    cu_seqlens    E     ends     optional
+    cu_seqlens_k  E     key_ends  optional
+    lengths_k     N     key_lengths  optional
+    q_descale     G|NG|NxH  float32  optional
+    k_descale     G|NG|NyG  float32  optional
+    v_descale     G|NG|NyG  float32  optional
+{OF_BLOCKS}    lists         *     any      optional
+    marks         *     any      optional
+{OF_AUX}    out           BSHV  half     in_place
+    lse           BHS   float32  made      return_lse
+""",
+)
+
+
+def fp8_cache_schema(table: str) -> str:
+    """The rows of a schema of forward, with k and v of fp8 and their descales."""
+    for name, axes in ("k", "BTGD"), ("v", "BTGV"):
+        table = re.sub(rf"\n    {name} .*", f"\n    {name} {axes} fp8", table)
+    rows, rest, results = table.partition("\n    out")
+    return f"{rows}\n k_descale G|BG float32 optional\n v_descale G|BG float32 optional{rest}{results}"
+
+
+def is_fp8(x: Any) -> bool:
+    """Does an array hold float8_e4m3fn?"""
+    dtype = getattr(x, "dtype", None)
+    return getattr(dtype, "itemsize", 2) == 1 and "float8_e4m3fn" in str(dtype)
+
+
+def refuse_with_fp8(**options: Any) -> None:
+    """NotImplementedError: one of these arguments is not None or False, and no kernel supports it."""
+    for name, x in options.items():
+        if not (x is None or x is False):
+            raise NotImplementedError(f"{name}: is not supported with k and v of float8_e4m3fn; convert them to bfloat16")
+
+
+def split_descale(name: str, descale: Any) -> tuple[float, Any]:
+    """(the number, None) or (1.0, the array) of a descale. TypeError, ValueError: a number is not from 2^-60 to 2^60."""
+    if descale is None:
+        return 1.0, None
+    if hasattr(descale, "shape") and not isinstance(descale, float):
+        return 1.0, descale
+    value = check_number(name, descale)
+    if not value or not 2.0**-60 <= value <= 2.0**60:
+        raise ValueError(f"{name}: must be from 2**-60 to 2**60: {name}={descale!r}")
+    return value, None
+
+
+def block_descale_names(problem: Problem) -> list[str]:
+    """The names of the descales that have one number for each block of rows. ValueError, NotImplementedError: they have another
+    number of blocks, or the call does not support such descales."""
+    names = [name for name in DESCALES if name in problem and len(problem.axes(name)) == 3]
+    for name in names:
+        of, rows, blocks = ("q", "S", "x") if name == "q_descale" else ("k", "T", "y")
+        if problem(blocks) != (-(-problem(rows)[0] // BLOCK),):
+            raise problem.error(name, f"must have a number for each block of {BLOCK} rows of {of}", name, of)
+    if names and ("cu_seqlens" in problem or "Z" in problem.extents):
+        raise NotImplementedError(f"{names[0]}: of blocks is not supported with sequences that share a batch")
+    if names and max(problem("DV")) > MAX_BLOCK_COLUMNS:
+        raise NotImplementedError(f"{names[0]}: of blocks is supported for up to {MAX_BLOCK_COLUMNS} columns: {problem('DV')}")
+    return names
+
+
+def check_output(problem: Problem) -> None:
+    """ValueError: the kernels cannot store this output 16 bytes at a time."""
+    out = problem.forms.get("out")
+    if out and (problem.bytes_at_once("out") < ALIGNMENT or (out.strides[-1] != out.itemsize and out.shape[-1] > 1)):
+        wanted = f"must have contiguous columns, and an address and strides that are multiples of {ALIGNMENT} bytes"
+        raise ValueError(f"out: {wanted}: out.strides={out.strides}, {out.past} bytes past such an address")

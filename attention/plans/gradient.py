@@ -1,0 +1,140 @@
+"""The gradients of a call of forward: for torch's autograd (autograd.py), and for JAX (tiles/calls/jax_call.py).
+
+Arrays have flat names here, those of forward's schema: a norm (weights, bias) is q_norm and q_norm_bias, aux is aux0 ..."""
+
+import functools
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from inspect import signature
+from types import SimpleNamespace
+from typing import Any
+
+import attention
+
+from ..options import split_norm
+from ..parts.block_masks import FIELDS
+from ..scoring.python_functions import find_function
+from .call_options import AUX
+from .prepared_lists import BlockLists
+
+NORMS = "q_norm", "k_norm"
+OF_NORMS = "q_norm", "q_norm_bias", "k_norm", "k_norm_bias"
+OF_AUX = tuple([f"aux{n}" for n in range(AUX)])
+ON_REQUEST = "bias", "alibi", *OF_AUX  # arrays whose gradients backward computes on request
+DIFFERENTIABLE = "q", "k", "v", "bias", "alibi", "sink", *OF_AUX, *OF_NORMS  # in the order of backward's results
+BLOCKS = *FIELDS, "lists", "marks"  # the arrays of blocks=
+GROUPED = frozenset((*OF_NORMS, *OF_AUX))  # arrays that share an argument
+ARRAYS = frozenset("q k v alibi sink bias cu_seqlens cu_seqlens_k lengths_k".split())  # arrays that are arguments by themselves
+NO_SECOND_DERIVATIVES = "attention.forward: has no second derivatives"
+STOP_GRADIENT_HINT = "put jax.lax.stop_gradient around"
+
+
+def compute_gradients(
+    dout: Any, dlse: Any, inputs: dict[str, Any], out: Any, lse: Any, options: dict[str, Any], wanted: Sequence[str]
+) -> dict[str, Any]:
+    """{name: gradient} of a call of forward with these arrays and options, which returned out and lse, by attention.backward.
+    dlse: None if lse has no gradient. wanted: the names of the arrays whose gradients are needed; the result may have more."""
+    arrays = group_arrays(inputs)
+    q, k, v = (arrays.pop(name) for name in "qkv")
+    requests: dict[str, Any] = {f"d{name}": True for name in ("bias", "alibi") if name in wanted}
+    if any([name in wanted for name in OF_AUX]):
+        requests["daux"] = [True if name in wanted else None for name in OF_AUX if name in inputs]
+    grads = attention.backward(dout, q, k, v, out, lse, dlse=dlse, **arrays, **options, **requests)
+    names = [name for name in DIFFERENTIABLE if name in inputs and (name in wanted or name not in ON_REQUEST)]
+    results = [x for one in grads for x in (one if isinstance(one, tuple) else (one,))]
+    return dict(zip(names, results, strict=True))
+
+
+def unsupported_arguments(names: Iterable[str]) -> list[str]:
+    """The arguments of forward among these that attention.backward does not take."""
+    supported = backward_parameters()
+    return [name for name in names if name not in supported]
+
+
+def backward_parameters() -> tuple[str, ...]:
+    """The names of attention.backward's arguments."""
+    return _parameters()
+
+
+@functools.cache
+def _parameters() -> tuple[str, ...]:
+    return tuple(signature(attention.backward).parameters)
+
+
+backward_parameters._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile does not look inside
+
+
+def group_arrays(arrays: dict[str, Any]) -> dict[str, Any]:
+    """{argument of forward: array or tuple of arrays} from {flat name: array}."""
+    if GROUPED.isdisjoint(arrays):
+        return {**arrays}
+    grouped = {name: x for name, x in arrays.items() if name not in GROUPED}
+    for name in NORMS:
+        if name in arrays:
+            grouped[name] = (arrays[name], arrays[f"{name}_bias"]) if f"{name}_bias" in arrays else arrays[name]
+    if aux := tuple([arrays[name] for name in OF_AUX if name in arrays]):
+        grouped["aux"] = aux
+    return grouped
+
+
+def flatten_arrays(arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """({flat name: array}, {argument: value}) of forward's arguments, without those that are None."""
+    arrays: dict[str, Any] = {}
+    others: dict[str, Any] = {}
+    for name, x in arguments.items():
+        if x is None:
+            continue
+        if name in NORMS:
+            weights, bias = split_norm(name, x)
+            arrays |= {name: weights} if bias is None else {name: weights, f"{name}_bias": bias}
+        elif name == "aux" and isinstance(x, (tuple, list)):
+            arrays |= {f"aux{n}": y for n, y in enumerate(x)}
+        else:
+            (arrays if name in ARRAYS or (name == "seed" and hasattr(x, "shape")) else others)[name] = x
+    return arrays, others
+
+
+# ---- for programs ----------------------------------------------------------------------------------------------------
+def program_gradient(names: Sequence[str], options: dict[str, Any], layout: str) -> Callable[..., dict[str, Any]]:
+    """The gradient of forward's programs for JAX, as `tiles.calls.program` takes it. NotImplementedError: an argument in
+    `names` has no gradient, or there is none with another argument of the call."""
+    for name in names:
+        if name not in DIFFERENTIABLE:
+            raise NotImplementedError(f"{name}: has no gradient yet; {STOP_GRADIENT_HINT} it")
+    return partial(_gradients, options=options, layout=layout, wanted=names)
+
+
+def _gradients(
+    inputs: dict[str, Any],
+    results: dict[str, Any],
+    of_results: dict[str, Any],
+    options: dict[str, Any],
+    layout: str,
+    wanted: Sequence[str],
+) -> dict[str, Any]:
+    """{name: gradient} of a program's arrays. of_results: {result: its gradient}. wanted: the names that are needed."""
+    if not of_results:
+        return {}
+    arguments, arrays = _forward_arguments(inputs, options), {name: x for name, x in inputs.items() if name not in BLOCKS}
+    if refused := unsupported_arguments([*arguments, *group_arrays(arrays)]):
+        raise NotImplementedError(f"{refused[0]}: there is no backward pass with it yet; {STOP_GRADIENT_HINT} q, k and v")
+    dout, dlse = (of_results.get(name) for name in ("out", "lse"))
+    if dout is None:  # the loss depends on lse alone
+        dout = sys.modules["jax"].numpy.zeros_like(results["out"])
+    return compute_gradients(dout, dlse, arrays, results["out"], results["lse"], arguments | {"layout": layout}, wanted)
+
+
+def _forward_arguments(inputs: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """A program's options as arguments of forward, without those that are None."""
+    ends = options.get("left"), options.get("right")
+    arguments = {name: options.get(name) for name in ("causal", "softcap", "scale", "family", "dropout")}
+    arguments |= {"window": None if ends == (None, None) else ends, "seed": options.get("seed_value")}
+    arguments |= {name: find_function(options.get(name)) for name in ("mask", "score")}
+    size = options.get("block_rows"), options.get("block_cols")
+    if "lists" in inputs:
+        arguments["blocks"] = BlockLists(inputs["lists"], options["ready_for"], inputs.get("marks"), size)
+    elif "kv_indices" in inputs:
+        arguments["blocks"] = SimpleNamespace(**{name: inputs.get(name) for name in FIELDS}, BLOCK_SIZE=size)
+    arguments |= {"norm_eps": options["norm_eps"]} if {*NORMS} & inputs.keys() else {}
+    return {name: value for name, value in arguments.items() if value is not None}

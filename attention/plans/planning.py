@@ -1,0 +1,164 @@
+"""Helpers of the planners of forward, its gradients and decode: parts of variants, functions, windows, lists, checks."""
+
+from collections.abc import Callable, Sequence
+
+from tiles.calls.schema import Problem
+from tiles.launching.arrays import Number, Operand
+
+from ..options import SCALE_RANGE
+from ..parts.block_masks import FIELDS, Blocked, BlockedMask
+from ..parts.norms import Normed
+from ..parts.scores import Biased, BiasedByKey
+from ..parts.variant import Variant
+from ..parts.weight_dropout import Dropped, DroppedSeedInMemory, dropout_numbers
+from ..scoring.algebra import mask_bounds, min_end
+from ..scoring.python_functions import check_function, find_function, reads_argument
+from .call_options import AUX
+from .forward_launches import choose_norm
+from .prepared_lists import BlockListPlan
+
+INDICES = 2**24  # indices in kernels are float32, exact below this
+
+
+def norm_and_dropout_parts(
+    problem: Problem, norm_eps: float, dropout: float | None, seed_value: Number | None
+) -> list[tuple[Variant, dict[str, float | Number]]]:
+    """[(variant, {argument: number})] for norms of queries and for dropout."""
+    parts: list[tuple[Variant, dict[str, float | Number]]] = []
+    if norm := choose_norm(problem, "q_norm"):
+        parts.append((Normed(norm), {"norm_eps": norm_eps, "columns": problem("D")[0]}))
+    if dropout is not None:
+        parts.append(dropout_part(problem, dropout, seed_value))
+    return parts
+
+
+def dropout_part(problem: Problem, dropout: float, seed: Number | None) -> tuple[Dropped, dict[str, float | Number]]:
+    """(the variant for dropout, {argument: number}). seed: None if it is in device memory. ValueError: an array for the seed
+    has more than one element."""
+    if "seed" in problem and problem("O") != (1,):
+        raise problem.error("seed", "must have one element", "seed")
+    if seed is None:
+        return DroppedSeedInMemory(), {**dropout_numbers(dropout)}
+    return Dropped(), {**dropout_numbers(dropout), "seed": seed}
+
+
+def bias_part(problem: Problem, last: bool, in_units_of_one: bool = False) -> Biased | None:
+    """The variant for the problem's bias, None if there is none. It follows from the bias's strides. last, whole: see
+    Biased."""
+    if "bias" not in problem:
+        return None
+    form = problem["bias"].form
+    one_row = form.shape[-2] == 1 or form.strides[-2] == 0
+    adjacent = (
+        form.shape[-1] > 1 and form.strides[-1] == form.itemsize
+    )  # an axis of length 1 is broadcast: see launches.expand_axes
+    return BiasedByKey(last, in_units_of_one, adjacent) if one_row else Biased(last, in_units_of_one)
+
+
+def load_functions(
+    problem: Problem, mask: str | None, score: str | None, most_keys: int | None = None
+) -> tuple[Callable | None, Callable | None, list[Operand]]:
+    """(mask, score, [the arrays of aux]) from the names under which functions are registered. most_keys: of a sequence, if keys
+    are in a paged cache. ValueError, TypeError: there are too many keys for float32 indices, or a function cannot be called."""
+    q_len, kv_len = problem("ST")
+    kv_len = kv_len if most_keys is None else most_keys
+    if (mask or score) and max(q_len, kv_len) >= INDICES:
+        name = "mask" if mask else "score"
+        raise problem.error(name, "has float32 indices of queries and keys: there must be fewer than 2**24 of each", "q", "k")
+    aux = [x for x in (problem[f"aux{n}"] for n in range(AUX)) if x is not None]
+    masking, scoring = find_function(mask), find_function(score)
+    for name, function in ("mask", masking), ("score", scoring):
+        if function is not None:
+            check_function(name, function, [x.form for x in aux])
+    return masking, scoring, aux
+
+
+def reduce_to_window(
+    problem: Problem,
+    mask: Callable | None,
+    axes: Sequence[int],
+    causal: bool,
+    window: tuple[int | None, int | None],
+) -> tuple[Callable | None, bool, tuple[int | None, int | None]]:
+    """(mask, causal, window), with the mask replaced by a window if it is one. All sequences must have the same lengths, and
+    there must be no lists of blocks, neither as an argument nor as the result. axes: how many axes each array of aux has."""
+    listed = not problem.schema.written or "lists" in problem or FIELDS[0] in problem
+    if mask is None or listed or _is_ragged(problem):
+        return mask, causal, window
+    window_found = window_of_mask(mask, axes, causal, window, *problem("ST"))
+    return (mask, causal, window) if window_found is None else (None, False, window_found)
+
+
+def window_of_mask(
+    mask: Callable, axes: Sequence[int], causal: bool, window: tuple[int | None, int | None], queries: int, keys: int
+) -> tuple[int | None, int | None] | None:
+    """The window that a mask function amounts to, intersected with causal and another window, for so many queries and keys;
+    None if the mask is no window. axes: how many axes each array of aux has."""
+    ends = mask_bounds(mask, axes)
+    if ends is None:
+        return None
+    shift, (left, right) = keys - queries, window
+    left = min_end(left, None if ends.left is None else ends.left + shift)
+    right = min_end(0 if causal else right, None if ends.right is None else ends.right - shift)
+    if left is not None and right is not None and left + right < 0:
+        return None, -(queries + keys)  # no query sees a key: every window ends before the first key
+    return left, right
+
+
+def is_ordered(problem: Problem, right: int | None) -> bool:
+    """Does no query i see a key j > i, both counted from 0? right: the right edge of the window."""
+    queries, keys = problem("ST")
+    return right is not None and not _is_ragged(problem) and right + keys - queries <= 0
+
+
+def _is_ragged(problem: Problem) -> bool:
+    """May sequences have different numbers of queries or keys?"""
+    return any([name in problem for name in ("cu_seqlens", "cu_seqlens_k", "lengths_k")])
+
+
+def plan_block_lists(
+    problem: Problem,
+    mask: Callable | None,
+    description: str,
+    size: tuple[int, int] | None,
+    warp_rows: int,
+    ready_for: str | None,
+) -> BlockListPlan | None:
+    """How lists of key blocks are written for a mask and a BlockMask with blocks of this size; None if none are needed.
+    description: of the mask and the window. warp_rows: see Blocked. ready_for: what lists in `blocks` were made for."""
+    listing = None
+    if mask is not None or ready_for:
+        varies = (reads_argument(mask, 0), reads_argument(mask, 1)) if mask else (False, False)
+        listing = BlockListPlan(description, varies, None, ready_for)
+    if size is not None:
+        batches, heads = problem["marks"].form.shape[:2] if ready_for else problem("IJ")
+        blocked = Blocked(*size, warp_rows) if mask is None else BlockedMask(*size, warp_rows, mask)
+        by_batch, by_head = listing.varies if listing else (False, False)
+        listing = BlockListPlan(description, (bool(by_batch or batches > 1), bool(by_head or heads > 1)), blocked, ready_for)
+    return listing
+
+
+def resolve_scale(problem: Problem, scale: float | None) -> float:
+    """The scale of scores, D^-1/2 by default. ValueError: it is not positive, or too large or small for float32."""
+    (head_dim,) = problem("D")
+    scale = head_dim**-0.5 if scale is None else scale
+    if not SCALE_RANGE[0] <= scale <= SCALE_RANGE[1]:  # a masked score of -inf must stay -inf when scaled
+        raise ValueError(f"scale: must be positive, and finite in float32: {scale=}")
+    return scale
+
+
+def check_extents(problem: Problem, multiple: int = 8) -> None:
+    """ValueError: the kernels do not support these extents. multiple: of head dims."""
+    q_len, heads, head_dim, kv_len, kv_heads, value_dim = problem("SHDTGV")
+    for name, dim, which in (("q", head_dim, "head_dim"), ("v", value_dim, "value_dim")):
+        if dim % multiple or not multiple <= dim <= 256:
+            message = f"head_dim must be a multiple of {multiple}, from {multiple} to 256: {which}={dim}"
+            raise problem.error(name, message, name)
+    if kv_heads == 0:
+        raise problem.error("k", "must have at least one head", "k")
+    if heads % kv_heads:
+        swapped = problem.layout == "bshd" and kv_len and q_len % kv_len == 0  # are the sequence and head axes swapped?
+        other = ', or are they (B, H, S, D)? That is layout="bhsd"' if swapped else ""
+        raise problem.error("q", f"heads must be a multiple of k's{other}: {heads=}, {kv_heads=}", "q", "k")
+    if q_len >= 2**31 or kv_len >= 2**31:
+        raise problem.error("q" if q_len >= 2**31 else "k", "sequence must be shorter than 2**31", "q", "k")

@@ -1,0 +1,58 @@
+"""Prefill: attention.decode with many query tokens, by forward's kernels, whose tiles have more rows, of one head each, over
+keys in a cache (key_sources.py, sequences.py)."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from tiles.calls.plan import Step
+from tiles.calls.schema import Problem
+from tiles.launching.arrays import Operand
+
+from ..families import choose_family
+from ..parts.key_sources import IndexedCache, OneBuffer, PagedKeys
+from ..parts.sequences import KvCacheLayout, PackedKvCacheLayout
+from .forward_launches import Shape, bind_launch, config_for_problem, variant_arrays
+from .variant_spec import VariantSpec
+
+BOX_ROWS = 8  # TMA loads a tile in boxes of a multiple of so many rows
+
+
+def plan_launch(
+    problem: Problem,
+    spec: VariantSpec,
+    family: str | None,
+    queries: Operand,
+    max_keys: int,
+    aux: Sequence[Operand],
+    args: dict[str, Any],
+) -> Step:
+    """The launch of forward's kernel for a variant. max_keys: of a sequence. aux: the arrays that functions in Python read.
+    args: the kernel's arguments for lengths and output. ValueError: the family cannot serve the call."""
+    packed, paged = "cu_seqlens" in problem, "pages" in problem
+    seq_layout = PackedKvCacheLayout if packed else KvCacheLayout
+    kind: dict[str, Any] = {"seq_layout": seq_layout, "axes": tuple(len(x.form.shape) for x in aux)}
+    cached = packed or "batch_index" in problem
+    kind["kv_source"] = PagedKeys(1, "left" in spec.variant.params) if paged else IndexedCache() if cached else OneBuffer()
+    hopper, parts = config_for_problem(problem, spec, True, max_keys, **kind), 1
+    if paged:
+        part = math.gcd(hopper.kv, int(problem("T")[0]))
+        parts = 0 if part % BOX_ROWS or "leftpad" in problem else hopper.kv // part
+    if family == "sm_90" and not parts:
+        raise ValueError(
+            f"family: 'sm_90' needs a page size that is a multiple of {BOX_ROWS}, and no leftpad where pages is passed: "
+            f"k.shape={problem.shape('k')}, {family=} (the default, None, serves any)"
+        )
+    tma = choose_family(problem, family, problem.by_tma and parts > 0) == "sm_90"
+    config: Shape = hopper if tma else config_for_problem(problem, spec, False, max_keys, **kind)
+    if tma and paged:
+        config = replace(hopper, kv_source=PagedKeys(parts, "left" in spec.variant.params))
+    arrays = {"gQ": queries, "gK": problem["k"], "gV": problem["v"], "leftpad": problem["leftpad"]}
+    arrays |= {"ends": problem["cu_seqlens"]} if packed else {"q_len": problem("S")[0]}
+    arrays |= {"pages": problem["pages"], "page_size": problem("T")[0]} if paged else {}
+    arrays |= {"batch_index": problem["batch_index"]} if isinstance(config.kv_source, IndexedCache) else {}
+    arrays |= {f"aux{n}": x for n, x in enumerate(aux)}
+    params = spec.variant.params  # without those of q's norm if q is normalised before
+    read = {name: x for name, x in variant_arrays(problem).items() if name in params}
+    return bind_launch(problem, spec, config, max_keys, **arrays, **args, **spec.numbers, **read)

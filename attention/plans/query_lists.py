@@ -1,0 +1,43 @@
+"""The launches that make lists of query tiles for attention.backward."""
+
+from typing import Any
+
+from tiles.launching.arrays import Operand
+
+from ..kernels.key_block_lists import WARPS, Survey
+from ..kernels.query_tile_lists import BuildQueryLists, RankKeyBlocks
+from ..parts.listed_keys import BOTH, HEAD
+from .forward_launches import PreparationSteps
+from .variant_spec import VariantSpec
+
+
+def launch_query_lists(
+    before: PreparationSteps,
+    spec: VariantSpec,
+    varies: tuple[bool, bool],
+    config: Any,
+    args: dict[str, Any],
+    aux: dict[str, Any],
+) -> dict[str, Operand]:
+    """Adds launches to `before` that build the lists of query tiles of all key blocks. Returns the lists, the classes that they
+    were built from, and with deterministic sums the ranks. varies: do lists differ by batch, by head? args: of the variant and
+    of sequences. aux: the arrays that the variant's functions read."""
+    batch, heads, kv_heads, q_len, kv_len = before.problem("BHGST")
+    batches, by_head = batch if varies[0] else 1, varies[1]
+    tiles, blocks = -(-q_len // config.rows), -(-kv_len // config.kv)
+    class_heads, list_heads = (heads, kv_heads) if by_head else (1, 1)
+    classes = before.allocate((batches, class_heads, tiles, blocks), "int8")
+    shape = spec.variant, config.rows, config.kv
+    unseen = before.allocate((batches, class_heads, tiles, BOTH * blocks), "int8")
+    results = {"lists": before.allocate((batches, list_heads, blocks, HEAD + tiles), "int32"), "classes": classes}
+    survey, build, rank = Survey(*shape, config.axes), BuildQueryLists(*shape), RankKeyBlocks(*shape)
+    groups = -(-blocks // WARPS)
+    survey_args = {"classes": classes, "unseen": unseen, "groups": groups, "blocks": tiles, "heads": class_heads}
+    before.launch(survey, survey, batches * class_heads * tiles * groups, **survey_args, **args, **aux)
+    extents = {"blocks": blocks, "heads": list_heads, "group": class_heads // list_heads}
+    before.launch(build, build, batches * list_heads * blocks, unseen=unseen, **results, **extents, **args)
+    if config.deterministic:
+        results["ranks"] = before.allocate((batches, list_heads, tiles, blocks), "int32")
+        rank_args = {"classes": classes, "ranks": results["ranks"], "tiles": tiles}
+        before.launch(rank, rank, batches * list_heads * tiles, **rank_args, **extents, **args)
+    return results

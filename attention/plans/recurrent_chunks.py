@@ -1,0 +1,335 @@
+"""The plans of linear attention: which of the chunk kernels (chunk_hopper.py, chunk_ampere.py, mamba2_shared_heads_hopper.py,
+gla_hopper.py) a call launches.
+
+A call is one launch. If few long sequences are cut into segments, another one before it computes the local state of each, and
+for many segments a third composes these. A normalizer is computed by a launch of its own."""
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from tiles.calls.plan import Step
+from tiles.calls.schema import Problem
+from tiles.launching.arrays import Operand
+from tiles.launching.devices import machine
+from tiles.launching.launch import kernel_for
+from tiles.launching.lengths import follows
+
+from ..kernels import (
+    chunk_ampere,
+    chunk_hopper,
+    compose_segment_states,
+    gla_hopper,
+    gla_states_hopper,
+    mamba2_shared_heads_hopper,
+)
+from ..parts.recurrent.gates import Gate, HeadGate, Mamba2Gate, TokenGate
+from ..parts.recurrent.results import ScanNormalizer, ScanOutputs, ScanResult, ScanStates
+from .recurrent_checks import DTYPES, is_varlen, pad_key_dim
+
+MIN_PARALLEL_SEGMENT_CHUNKS = 8  # chunks of a segment, at least, on one of several ranks (attention.parallel)
+MIN_SEGMENT_CHUNKS = 4  # chunks of a segment, at least, on one GPU
+COMPOSE_CHUNKS = 1.5  # the time in which the last pass composes one local state, in chunks
+BLOCK_CHUNKS = 1.5  # the time of a thread block's prologue and epilogue, in chunks
+FOLDED_SCALES = 2**-6, 1  # scales by which fp16 scores can be multiplied without becoming too small or too large
+SWAP_STATE_AXES = 0, 1, 3, 2  # to a transposed state, as chunk kernels have it
+SEGMENT_RESULTS = """
+    local_state  NHPVK  float32
+    total_decay  NHPO   float32
+"""  # the results of plan_segment_states, as rows of a schema
+
+
+def join_rows(*tables: str) -> str:
+    """The rows of these tables of a schema as one table."""
+    return "".join([table.rstrip() for table in tables])
+
+
+Arrays = dict[str, Operand | None]  # by the names of a kernel's parameters
+ScratchShapes = list[tuple[tuple[int, ...], str]]
+
+
+@functools.lru_cache(1024)
+def intern_value(kind, *fields):
+    """kind(*fields), the same object for equal fields: a look-up takes a tenth of the time of a construction."""
+    return kind(*fields)
+
+
+class Costs(NamedTuple):
+    """The times of a member's launches. The unit is the time of a chunk in the last pass, with one consumer in each block.
+    two_consumers: a chunk with two consumers in each block. first_pass: a chunk in the pass before, which computes local
+    states. compose: a step from the state before one segment to the state before the next. extra_launches: two more launches.
+    composed_in_scan: up to so many segments, the last pass composes local states itself."""
+
+    two_consumers: float
+    first_pass: float
+    compose: float
+    extra_launches: float
+    composed_in_scan: int = 1
+
+
+@follows
+@functools.lru_cache(1024)
+def choose_segments(items: int, width: int, first_width: int, chunks: int, resident_blocks: int, costs: Costs) -> int:
+    """The number of segments for each sequence that takes the shortest time. items: the number of sequences times heads. width:
+    the number of blocks of columns of a state in the last pass; first_width: in the first pass. chunks: of each sequence.
+    resident_blocks: how many thread blocks the GPU runs at once."""
+
+    def wave_time(blocks, width):
+        if blocks * width <= resident_blocks:
+            return 1
+        return math.ceil(blocks * -(-width // 2) / resident_blocks) * costs.two_consumers
+
+    def time(segments):
+        last_pass, segment = wave_time(items * segments, width), -(-chunks // segments) + BLOCK_CHUNKS
+        if segments == 1:
+            return last_pass * segment
+        if segments <= costs.composed_in_scan:
+            composing = (segments - 1) * COMPOSE_CHUNKS
+        else:
+            composing = costs.extra_launches + segments * costs.compose
+        return (last_pass + costs.first_pass * wave_time(items * segments, first_width)) * segment + composing
+
+    return min(range(1, max(1, min(chunks // MIN_SEGMENT_CHUNKS, resident_blocks)) + 1), key=time)
+
+
+CHANNEL_COSTS = Costs(two_consumers=1, first_pass=0.55, compose=0.35, extra_launches=2)
+TOKEN_COSTS = Costs(two_consumers=1, first_pass=0.6, compose=0.5, extra_launches=3, composed_in_scan=4)
+
+
+class ScratchAllocator:
+    """The scratch memory of a plan. A call with a shape allocates a float32 array of that shape and returns it."""
+
+    def __init__(self, problem: Problem):
+        self.problem = problem
+        self.shapes: ScratchShapes = []
+
+    def __call__(self, *shape: int) -> Operand:
+        self.shapes.append((shape, "float32"))
+        return self.problem.scratch(len(self.shapes) - 1, *self.shapes[-1])
+
+
+def plan_token_decay(
+    problem: Problem,
+    arrays: Arrays,
+    scale: float,
+    vector_bytes: int = 0,
+    softplus: bool = False,
+    normalizer: Arrays | None = None,
+) -> tuple[list[Step], ScratchShapes]:
+    """(launches, scratch memory between them) for decays that are one number for each token and head, or for each head.
+
+    arrays: those of chunk_hopper.py's kernel by the names of its parameters, states transposed. vector_bytes: how many bytes a
+    cp.async copies, 0 for TMA. softplus: Mamba-2's dt_softplus. normalizer: the initial and final sum of keys as
+    {"gInitialState": , "gFinalState": }, if outputs are divided by a normalizer."""
+    batch, length, heads, key_heads, columns, sequences = problem("BSHGVN")
+    arrays = _broadcast_arrays(problem, arrays, bool(vector_bytes))
+    width, group = -(-columns // chunk_hopper.COLUMNS), heads // key_heads
+    gate = _choose_gate(arrays, softplus, scale_at_end=not (vector_bytes or FOLDED_SCALES[0] <= scale <= FOLDED_SCALES[1]))
+    result = intern_value(ScanOutputs, arrays.get("gD") is not None, normalizer is not None, arrays.get("gZ") is not None)
+    config = _choose_config(problem, gate, result, vector_bytes, width)
+    local = arrays.get("gLocalStates")  # if the caller has computed these, there is no first pass
+    segments = local.form.shape[2] if local else _count_segments(problem, config, width)
+    if segments == 1:
+        arrays = {name: x for name, x in arrays.items() if name not in ("gLocalStates", "gTotalDecays")}
+    if segments == 1 and not vector_bytes and mamba2_shared_heads_hopper.supports(config, group * width):
+        return [_scan_shared_heads(problem, config, arrays, width)], []
+    scratch, steps = ScratchAllocator(problem), []
+
+    def launch(config, width: int, segments: int, scanned: int, arrays: Arrays, states_per_sequence: int = 1) -> Step:
+        return _scan_chunks(problem, config, width, segments, scanned, arrays, scale, vector_bytes, states_per_sequence)
+
+    if segments > 1 and not local:
+        steps.append(_scan_local_states(problem, arrays, vector_bytes, softplus, segments, segments - 1, scratch))
+    initial, states_per_sequence = arrays.get("gInitialState"), 1
+    if segments > TOKEN_COSTS.composed_in_scan:
+        local_states = {name: arrays.pop(name) for name in ("gLocalStates", "gTotalDecays")}
+        before_sequence, states_per_sequence = initial, segments
+        initial = scratch(sequences * segments, heads, columns, problem.extents["K"])
+        steps.append(
+            compose_segments(
+                problem, segments, columns, False, gInitialState=before_sequence, gSegmentStates=initial, **local_states
+            )
+        )
+    if normalizer is not None:
+        normalizers = scratch(batch, length, heads)
+        z_first, z_last = normalizer["gInitialState"], normalizer["gFinalState"]
+        of_z = {"gO": normalizers, "gInitialState": z_first and z_first.spread(2, chunk_hopper.COLUMNS)}
+        of_z["gFinalState"] = z_last and z_last.spread(2, 1)
+        z_config = _choose_config(problem, gate, intern_value(ScanNormalizer), vector_bytes, 1)
+        steps.append(launch(z_config, 1, 1, 1, arrays | of_z))
+        arrays["gNormalizer"] = normalizers
+    steps.append(launch(config, width, segments, segments, arrays | {"gInitialState": initial}, states_per_sequence))
+    return steps, scratch.shapes
+
+
+def plan_segment_states(
+    problem: Problem, arrays: Arrays, vector_bytes: int = 0, softplus: bool = False
+) -> tuple[list[Step], ScratchShapes]:
+    """(the launch that computes how each segment changes a state, its scratch memory). The scratch memory holds the results:
+    the local state, (sequence, head, segment, columns, Dk), and log2 of the total decay, (sequence, head, segment, 1). The
+    number of segments is plan_token_decay's."""
+    arrays = _broadcast_arrays(problem, arrays, bool(vector_bytes))
+    scratch = ScratchAllocator(problem)
+    width = -(-problem.extents["V"] // chunk_hopper.COLUMNS)
+    config = _choose_config(problem, _choose_gate(arrays, softplus), intern_value(ScanOutputs), vector_bytes, width)
+    segments = _count_segments(problem, config, width)
+    return [_scan_local_states(problem, arrays, vector_bytes, softplus, segments, segments, scratch)], scratch.shapes
+
+
+def _scan_local_states(
+    problem: Problem,
+    arrays: Arrays,
+    vector_bytes: int,
+    softplus: bool,
+    segments: int,
+    scanned: int,
+    scratch: Callable[..., Operand],
+) -> Step:
+    """The launch that computes the local states of the first `scanned` of the `segments`. Adds the results to `arrays`."""
+    sequences, heads, columns = problem("NHV")
+    width = -(-columns // chunk_hopper.COLUMNS)
+    arrays["gLocalStates"] = scratch(sequences, heads, scanned, columns, problem.extents["K"])
+    arrays["gTotalDecays"] = scratch(sequences, heads, scanned, 1)
+    config = _choose_config(problem, _choose_gate(arrays, softplus), intern_value(ScanStates), vector_bytes, width)
+    from_zero = arrays | {"gInitialState": None, "gO": None}
+    return _scan_chunks(problem, config, width, segments, scanned, from_zero, 1.0, vector_bytes)  # no scale without outputs
+
+
+def _scan_chunks(
+    problem: Problem,
+    config: chunk_hopper.Config,
+    width: int,
+    segments: int,
+    scanned: int,
+    arrays: Arrays,
+    scale: float,
+    vector_bytes: int,
+    states_per_sequence: int = 1,
+) -> Step:
+    """The launch of a chunk kernel for the first `scanned` of the `segments`. states_per_sequence: 1 or the number of segments,
+    the number of states in gInitialState for each sequence."""
+    length, heads, key_heads, sequences = problem("SHGN")
+    group = heads // key_heads
+    blocks = group * width // config.consumers
+    return kernel_for(chunk_ampere if vector_bytes else chunk_hopper, config, problem.device).bind(
+        sequences * key_heads * scanned * blocks,
+        length=length,
+        blocks=blocks,
+        segments=segments,
+        scanned=scanned,
+        states_per_sequence=states_per_sequence,
+        heads=key_heads,
+        group=group,
+        width=width,
+        scale=scale,
+        **arrays,
+    )
+
+
+def _broadcast_arrays(problem: Problem, arrays: Mapping[str, Operand | None], by_cp_async: bool) -> Arrays:
+    """The arrays with one number for each token or column, also if the caller passed one for each head, whose elements strides
+    of 0 bytes repeat."""
+    batch, length, columns = problem("BSV")
+    arrays, chunk = dict(arrays), chunk_hopper.CHUNK
+    gates = arrays.get("gGates")
+    if by_cp_async and gates and len(gates.form.shape) == 1:  # one for each head
+        arrays["gGates"] = gates.spread(0, length).spread(0, batch)
+    for name, extent in ("gGates", chunk), ("gA", chunk), ("gDtBias", chunk), ("gD", columns):
+        operand = arrays.get(name)
+        if operand and len(operand.form.shape) == 1:
+            arrays[name] = operand.spread(1, extent)
+    return arrays
+
+
+def _choose_gate(arrays: Arrays, softplus: bool, scale_at_end: bool = False) -> Gate:
+    """The kind of gates in these arrays. scale_at_end: see gates.DecayGate."""
+    gates = arrays.get("gGates")
+    if gates is None:
+        return intern_value(Gate)
+    if arrays.get("gA"):
+        return intern_value(Mamba2Gate, False, softplus)
+    return intern_value(HeadGate if len(gates.form.shape) == 2 else TokenGate, scale_at_end)
+
+
+def _choose_config(problem: Problem, gate: Gate, result: ScanResult, vector_bytes: int, width: int) -> chunk_hopper.Config:
+    """The configuration of the chunk kernel for values of `width` blocks of columns."""
+    heads, key_heads, key_dim = problem("HGK")
+    key_dim, dtype = pad_key_dim(key_dim, chunk_hopper.KEY_DIMS), DTYPES[problem.dtype]
+    if vector_bytes:
+        return intern_value(chunk_ampere.Config, key_dim, 1, dtype, gate, result, is_varlen(problem), vector_bytes)
+    consumers = 2 if heads // key_heads * width % 2 == 0 and key_dim <= chunk_hopper.WIDE_KEY_DIM else 1
+    return intern_value(chunk_hopper.Config, key_dim, consumers, dtype, gate, result, is_varlen(problem))
+
+
+def _count_segments(problem: Problem, config: chunk_hopper.Config, width: int) -> int:
+    """The number of segments into which each sequence is cut."""
+    if not config.supports_segments:
+        return 1
+    batch, length, heads, sequences = problem("BSHN")
+    chunks = length * batch // sequences // chunk_hopper.CHUNK
+    resident_blocks = config.blocks_per_sm * machine(problem.device).processors
+    return choose_segments(sequences * heads * width // config.consumers, 1, 1, chunks, resident_blocks, TOKEN_COSTS)
+
+
+def _scan_shared_heads(problem: Problem, replaced: chunk_hopper.Config, arrays: Arrays, width: int) -> Step:
+    """The launch of mamba2_shared_heads_hopper.py's kernel in place of chunk_hopper.py's with the configuration `replaced`."""
+    length, heads, key_heads, sequences = problem("SHGN")
+    group = heads // key_heads
+    blocks = group * width // mamba2_shared_heads_hopper.CONSUMERS
+    config = intern_value(
+        mamba2_shared_heads_hopper.Config, replaced.key_dim, replaced.dtype, replaced.gate, replaced.result, replaced.varlen
+    )
+    return kernel_for(mamba2_shared_heads_hopper, config, problem.device).bind(
+        sequences * key_heads * blocks,
+        length=length,
+        blocks=blocks,
+        heads=key_heads,
+        group=group,
+        width=width,
+        **{name: x for name, x in arrays.items() if name != "gNormalizer"},
+    )
+
+
+def plan_channel_decay(problem: Problem, arrays: Arrays, scale: float) -> tuple[list[Step], ScratchShapes]:
+    """(launches, scratch memory between them) for decays of channels. arrays: those of gla_hopper.py's kernel."""
+    batch, length, heads, key_heads, key_dim, columns, sequences = problem("BSHGKVN")
+    width, padded_dim = -(-columns // gla_hopper.COLUMNS), pad_key_dim(key_dim, gla_hopper.STAGES)
+    consumers = 2 if width % 2 == 0 and padded_dim <= gla_hopper.WIDE_KEY_DIM else 1
+    blocks, chunks = width // consumers, length * batch // sequences // gla_hopper.CHUNK
+    segments = choose_segments(sequences * heads, blocks, blocks, chunks, machine(problem.device).processors, CHANNEL_COSTS)
+    sizes = padded_dim, consumers, DTYPES[problem.forms["decay"].dtype], DTYPES[problem.dtype], is_varlen(problem)
+    steps, scratch = [], ScratchAllocator(problem)
+
+    def launch(module, grid_segments: int, **arguments) -> Step:
+        return kernel_for(module, intern_value(module.Config, *sizes), problem.device).bind(
+            sequences * heads * blocks * grid_segments,
+            length=length,
+            blocks=blocks,
+            segments=segments,
+            heads=heads,
+            group=heads // key_heads,
+            **arguments,
+        )
+
+    if segments > 1:
+        local_states = {"gLocalStates": scratch(sequences, heads, segments - 1, columns, key_dim)}
+        local_states["gTotalDecays"] = scratch(sequences, heads, segments - 1, key_dim)
+        initial = scratch(sequences * segments, heads, columns, key_dim)
+        inputs = {name: arrays[name] for name in ("gK", "gV", "gGates", "gCuSeqlens")}
+        steps.append(launch(gla_states_hopper, segments - 1, scanned=segments - 1, **local_states, **inputs))
+        first = arrays["gInitialState"]
+        steps.append(
+            compose_segments(problem, segments, columns, True, gInitialState=first, gSegmentStates=initial, **local_states)
+        )
+        arrays = arrays | {"gInitialState": initial}
+    return [*steps, launch(gla_hopper, segments, scale=scale, **arrays)], scratch.shapes
+
+
+def compose_segments(problem: Problem, segments: int, columns: int, per_channel: bool, **arrays: Operand | None) -> Step:
+    """The launch of compose_segment_states.py, which computes the state before each segment from local states."""
+    rows, cols = -(-columns // compose_segment_states.TILE.rows), -(-problem.extents["K"] // compose_segment_states.TILE.cols)
+    sequences, heads = problem("NH")
+    grid = sequences * heads * rows * cols
+    kernel = kernel_for(compose_segment_states, intern_value(compose_segment_states.Config, per_channel), problem.device)
+    return kernel.bind(grid, heads=heads, segments=segments, rows=rows, cols=cols, **arrays)

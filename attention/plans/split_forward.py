@@ -1,0 +1,40 @@
+"""Calls of forward with few queries and many keys, as of one token of a long context: decode's kernels serve them. There the
+query heads that share a key head are rows of one tile, and multiprocessors work on different parts of the keys."""
+
+from tiles.calls.plan import Plan
+from tiles.calls.schema import Problem
+from tiles.launching.devices import machine
+
+from ..kernels import decode_ampere, decode_hopper
+from ..kernels.forward_hopper import MANY
+from ..parts.decode.cache_loaders import DenseLoader
+from ..parts.decode.norms import PLAIN_KEYS
+from .decode_launches import TILES, AppendPlan, DecodeOptions, plan_split_kv, prefers_split_kv
+from .decode_norms import DecodeNorms
+from .planning import resolve_scale
+
+LEAST = 1024  # keys: with fewer, tiles of one consumer do as well
+FEWER = 2  # times as many keys as queries at least, so that the bits of self-attention never depend on the number of heads
+
+
+def serves(problem: Problem, family: str | None) -> bool:
+    """Is this one of the calls that decode's kernels serve? A call that asks for a family never is."""
+    batch, queries, heads, kv_heads, keys = problem("BSHGT")
+    if family is not None or keys < LEAST or keys < FEWER * queries or 0 in problem("BSH"):
+        return False
+    rows = queries * (heads // kv_heads)
+    if rows <= (decode_hopper.Config.tile_rows if problem.by_tma else decode_ampere.TALL_ROWS):
+        many_sequences = (
+            batch * heads >= MANY * machine(problem.device).processors
+        )  # forward has tiles of one consumer for these
+        return heads > kv_heads or not many_sequences
+    return prefers_split_kv(problem, queries, keys)
+
+
+def plan_by_decode(problem: Problem, causal: bool, scale: float | None, return_lse: bool) -> Plan:
+    """The Plan of such a call, by decode's kernels. All keys are in use."""
+    (keys,) = problem("T")
+    options = DecodeOptions(causal, None, None, None, resolve_scale(problem, scale), None, None, [])
+    append, norms = AppendPlan([], [], problem["q"], {"keys": keys}), DecodeNorms([], [], PLAIN_KEYS, {}, {})
+    lse, cache = problem["lse"] if return_lse else None, DenseLoader(problem.bytes_at_once(*TILES))
+    return plan_split_kv(problem, options, append, norms, cache, {}, keys, None, None, problem["out"], lse)

@@ -1,0 +1,57 @@
+"""The plan of calls that kernels/linear_token_loop.py serves, token by token."""
+
+from tiles.calls.plan import Step
+from tiles.calls.schema import Problem
+from tiles.launching.arrays import Operand
+from tiles.launching.launch import kernel_for
+
+from ..kernels import linear_token_loop
+from ..kernels.linear_token_loop import MAX_GRID_YZ, WARPS, Config
+from .recurrent_checks import is_varlen
+
+
+def launch(
+    problem: Problem,
+    arrays: dict[str, Operand | None],
+    scale: float,
+    normalize: bool = False,
+    single: bool = False,
+    columns: int = 0,
+) -> Step:
+    """The launch for arrays (B, S, H, D), by the names of the kernel's parameters. single: see Config. columns: of a state, if
+    it has more of them than v. ValueError: too many heads or sequences for a grid."""
+    length, heads, key_heads, key_dim, value_dim, sequences = (problem.extents.get(axis, 1) for axis in "SHGKVN")
+    columns = columns or value_dim
+    decay = arrays.get("gDecay")
+    config = Config(
+        key_dim,
+        "" if decay is None else "channel" if len(decay.form.shape) == 4 else "token",
+        arrays.get("gBeta") is not None,
+        normalize,
+        is_varlen(problem),
+        single,
+    )
+    if max(heads, sequences) > MAX_GRID_YZ:
+        raise ValueError(f"q: must have at most {MAX_GRID_YZ} heads and sequences: {heads=}, {sequences=}")
+    extent = max(key_dim, columns)
+    arrays = arrays | {name: _broadcast_gate(arrays.get(name), problem, extent) for name in ("gDecay", "gBeta")}
+    parts = -(-columns // config.columns)
+    blocks = parts if config.splits_rows else -(-parts // WARPS)
+    return kernel_for(linear_token_loop, config, problem.device).bind(
+        (blocks, heads, sequences),  # the order of states in memory: another order took 6 % longer
+        parts=parts,
+        group=heads // key_heads,
+        length=length,
+        scale=scale,
+        **arrays,
+    )
+
+
+def _broadcast_gate(gate: Operand | None, problem: Problem, columns: int) -> Operand | None:
+    """A decay or beta as (B, S, H, columns): strides of 0 bytes repeat its elements along the axes that it lacks. A decay of
+    channels is returned unchanged."""
+    if gate is None or len(gate.form.shape) == 4:
+        return gate
+    if len(gate.form.shape) == 1:
+        gate = gate.spread(0, problem.extents.get("S", 1)).spread(0, problem.extents["B"])
+    return gate.spread(3, columns)

@@ -1,0 +1,85 @@
+"""From the options of a call to the variant that kernels are compiled for."""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from tiles.launching.arrays import Number
+
+from ..parts.scores import Biased, Capped, Scored, Sloped, SlopedBy, Sunk
+from ..parts.variant import Both, Variant
+from ..parts.visibility import CAUSAL, FULL, Left, Masked, Right
+
+
+class VariantSpec(NamedTuple):
+    """A variant of attention with its numbers. numbers: {argument of the kernel: number}. unit: of its scores: weights are
+    exp(unit s). reach: the most keys that a query sees, infinite without a window. before: the part of the variant that
+    changes scores before a score function does."""
+
+    variant: Variant
+    numbers: dict[str, float | Number]
+    unit: float
+    reach: float
+    before: Variant = FULL
+
+
+def build_variant(
+    scale: float,
+    causal: bool = False,
+    window: tuple[int | None, int | None] = (None, None),
+    softcap: float | None = None,
+    alibi: bool = False,
+    bias: Biased | None = None,
+    sink: bool = False,
+    mask: Callable | None = None,
+    score: Scored | SlopedBy | None = None,
+    more: Sequence[tuple[Variant, dict[str, float | Number]]] = (),
+) -> VariantSpec:
+    """The variant for these options and for `more`, with their numbers. alibi, sink: are there any? bias: the variant that
+    reads it. Softcap comes first, then ALiBi, bias, and the score function; masked scores stay masked."""
+    (left, right), unit = window, scale
+    parts = [part for part, _ in more]
+    numbers = {name: x for _, part_numbers in more for name, x in part_numbers.items()}
+    ordered = causal or right == 0
+    if ordered:
+        parts.append(CAUSAL)
+    elif right is not None:
+        parts.append(Right())
+        numbers["right"] = right
+    if left is not None:
+        parts.append(Left())
+        numbers["left"] = left
+    if mask is not None:
+        parts.append(Masked(mask))
+    if softcap is not None:
+        parts.append(Capped())
+        numbers["per_cap"], unit = unit / softcap, softcap
+    if alibi:
+        parts.append(Sloped(ordered, last=score is None and not (bias and bias.in_units_of_one)))
+        numbers["per_slope"] = 1 / unit
+    if bias is not None:
+        parts.append(bias)
+        added, unit = bias.bind_unit(unit)
+        numbers = _merge(numbers, added)
+    before = _chain(parts)
+    if score is not None:
+        parts.append(score)
+        added, unit = score.bind_unit(unit)
+        numbers = _merge(numbers, added)
+    if sink:
+        parts.append(Sunk())
+        numbers["per_sink"] = 1 / unit
+    end = 0 if ordered else right
+    return VariantSpec(_chain(parts), numbers, unit, math.inf if left is None or end is None else left + end + 1, before)
+
+
+def _merge(numbers: dict[str, float | Number], added: dict[str, float]) -> dict[str, float | Number]:
+    """The numbers of several parts of a variant. Their names must differ, because each part has a unit of its own."""
+    assert numbers.keys().isdisjoint(added), f"two parts of a variant read {sorted(numbers.keys() & added.keys())}"
+    return numbers | added
+
+
+def _chain(parts: Sequence[Variant]) -> Variant:
+    """The variant that applies these parts one after the other."""
+    return functools.reduce(Both, parts) if parts else FULL

@@ -1,0 +1,118 @@
+"""attention.based: linear attention whose weights are the Taylor series of exp to the second order (Arora et al. 2024)."""
+
+from typing import Any
+
+from ops.for_attention.taylor_features import BASE, FEATURES
+from tiles.calls.plan import Plan
+from tiles.calls.program import program
+from tiles.calls.schema import Problem, Schema
+from tiles.launching.launch import kernel_for
+
+from ..families import require_hopper
+from ..kernels import based_hopper
+from ..names import suggests_argument_names
+from ..options import check_flag, check_number
+from ..plans import recurrent_checks
+from .linear_family import split_initial_state
+
+BASED = Schema(
+    "based",
+    """
+    q              BSGK  tile
+    k              BSGK  tile
+    v              BSHV  tile
+    cu_seqlens     E     ends     optional
+    initial_state  NHFV  float32  optional
+    initial_z      NHF   float32  optional
+    out            BSHV  tile     made
+    state          NHFV  float32  made      return_state
+    z              NHF   float32  made      return_state  normalize
+    """,
+    F=FEATURES,
+)
+
+
+@suggests_argument_names
+def based(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    scale: float | None = None,
+    normalize: bool = True,
+    initial_state: Any = None,
+    return_state: bool = False,
+    cu_seqlens: Any = None,
+    layout: str = "bshd",
+    out: Any = None,
+    stream: Any = None,
+) -> Any:
+    """Based's causal linear attention: the weights are the Taylor series of exp to the second order. For every head,
+
+        P[i, j] = 1 + s + s ** 2 / 2,  s = scale * q[i] . k[j],  j <= i
+        o[i]    = sum_j P[i, j] v[j], and divided by sum_j P[i, j] with normalize=True
+
+    q, k: (B, S, Hk, 16). v, out: (B, S, H, Dv). For layout="bhsd" sequence and head are swapped. bfloat16 or float16; any S;
+    Dv a multiple of 16 up to 256. Hk divides H: value head h reads key head h // (H // Hk). scale: Dk^-1/2, which is 1/4, by
+    default. cu_seqlens (N + 1,), int32 or int64: B is 1, and sequence n is the tokens cu_seqlens[n] to cu_seqlens[n + 1].
+
+    Sums over earlier chunks of 64 tokens are float32, and are rounded to q's dtype for products: with float16 they must stay
+    below 65504, and so must P, k[i] k[j] and scale^2 q[i] q[j].
+
+    initial_state, and what return_state=True returns as `(out, state)`: float32 (B, H, 160, Dv), or (N, ...), the sum of
+    f(k)^T v over the tokens so far; with normalize=True a pair of that and the sum of f(k), (B, H, 160). f(x) has 160
+    columns: x[i] * x[(i + d) % 16] in column 16 * d + i for d = 0 (halved) to 7; the same for d = 8 and i < 8; then 1, seven
+    zeros, and x. (P is the product of f(k) and the same of scale * q, nothing halved: attention.linear_step takes these,
+    with scale=1.)
+
+    |         | here             | flash-linear-attention's fused_chunk_based | ThunderKittens' based |
+    | ------- | ---------------- | ------------------------------------------ | --------------------- |
+    | scale   | Dk^-1/2          | Dk^-1/2                                    | 1/4                   |
+    | divisor | the sum          | the sum + 1e-6 (use_norm=True, default)    | none                  |
+    | Dk, Dv  | 16, 16 to 256    | up to 16, any                              | 16, 64                |
+    | order   | layout="bshd"    | (B, S, H, D)                               | (B, H, S, D)          |
+    | state   | 160 features     | none                                       | 273, in bfloat16      |
+
+    (The sum is never less than half the number of tokens.) On Hopper, with addresses and strides that are multiples of 16
+    bytes. Returns `out`, the same kind of array as q. Arrays, `stream` and errors are those of attention.forward."""
+    normalize, return_state = check_flag("normalize", normalize), check_flag("return_state", return_state)
+    arrays = q, k, v, cu_seqlens, *split_initial_state(initial_state, normalize), out, None, None
+    results = _based(stream, arrays, (check_number("scale", scale), normalize, return_state), layout)
+    return (results[0], results[1:]) if return_state and normalize else results
+
+
+@program(BASED)
+def _based(problem: Problem, scale: float | None, normalize: bool, return_state: bool) -> Plan:
+    """The Plan of a call of based. The schema's `state` and `z` are results, which a caller cannot pass."""
+    recurrent_checks.check_extents(problem)
+    scale = recurrent_checks.resolve_scale(problem, scale)
+    config = based_hopper.Config(recurrent_checks.DTYPES[problem.dtype], normalize, recurrent_checks.is_varlen(problem))
+    batch, length, heads, key_heads, key_dim, value_dim, sequences = problem("BSHGKVN")
+    if key_dim != BASE:
+        raise ValueError(f"q: key_dim must be {BASE}: {key_dim}, q.shape={problem.shape('q')}")
+    if problem.extents["F"] != FEATURES:
+        raise ValueError(f"initial_state: must have {FEATURES} features: initial_state.shape={problem.shape('initial_state')}")
+    require_hopper(problem)
+    if not (batch and length and heads):
+        if return_state:
+            raise ValueError(f"return_state: there must be a token: q.shape={problem.shape('q')}")
+        return Plan([])
+    columns = -(-value_dim // based_hopper.COLUMNS)
+    launch = kernel_for(based_hopper, config, problem.device).bind(
+        sequences * heads * columns,
+        gQ=problem["q"],
+        gK=problem["k"],
+        gV=problem["v"],
+        gO=problem["out"],
+        gInitialState=problem["initial_state"],
+        gInitialZ=problem["initial_z"],
+        gFinalState=problem["state"] if return_state else None,
+        gFinalZ=problem["z"] if return_state and normalize else None,
+        gCuSeqlens=problem["cu_seqlens"],
+        length=length,
+        heads=heads,
+        columns=columns,
+        group=heads // key_heads,
+        scale=scale,
+    )
+    return Plan([launch])

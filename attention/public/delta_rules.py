@@ -1,0 +1,254 @@
+"""attention.delta_rule: the delta rule, with or without decays.
+
+| delta_rule(q, k, v, beta, ..) | flash-linear-attention              | S_t =                                                |
+| ----------------------------- | ----------------------------------- | ---------------------------------------------------- |
+|                               | chunk_delta_rule(q, k, v, beta)     | S + k (beta (v - S^T k))^T                           |
+| decay=(H,) or (B, S, H)       | chunk_gated_delta_rule(.., g, beta) | the same of exp(decay) S: gated delta networks       |
+| decay=(B, S, H, Dk)           | chunk_kda(.., g, beta)              | the same of diag(exp(decay)) S: Kimi delta attention |
+
+Both have the same default scale (Dk^-1/2), the same layout of states, (N, H, Dk, Dv) float32, and q and k heads that value
+heads share (but for chunk_delta_rule). Their g is (B, T, H) or (B, T, H, Dk), for each token; g and decay are logarithms. There
+is nothing like use_qk_l2norm_in_kernel=True and use_beta_sigmoid_in_kernel=True here: normalise keys and apply the sigmoid
+before the call."""
+
+from typing import Any
+
+from tiles.calls.plan import Plan, Step
+from tiles.calls.program import program
+from tiles.calls.schema import Problem, Schema
+from tiles.launching.arrays import ALIGNMENT
+from tiles.launching.devices import machine
+from tiles.launching.launch import kernel_for
+
+from ..families import choose_family
+from ..kernels import delta_compose_states_hopper, delta_hopper, delta_states_hopper, kda_hopper, kda_states_hopper
+from ..names import suggests_argument_names
+from ..options import check_flag, check_number
+from ..parts.recurrent.tokens import CHUNK, COLUMNS
+from ..plans import recurrent_checks, recurrent_chunks, token_loop
+from ..plans.recurrent_checks import DTYPES, is_varlen, pad_key_dim
+
+DELTA_RULE = Schema(
+    "delta_rule",
+    """
+    q              BSGK        tile
+    k              BSGK        tile
+    v              BSHV        tile
+    beta           BSH         real
+    decay          H|BSH|BSHK  log      optional
+    cu_seqlens     E           ends     optional
+    initial_state  NHKV        float32  optional
+    out            BSHV        tile     made
+    state          NHKV        float32  made      return_state
+    """,
+)
+
+DELTA_STATES = Schema(
+    "delta_rule_states",
+    """
+    k              BSGK   tile
+    v              BSHV   tile
+    beta           BSH    real
+    decay          H|BSH  log      optional
+    cu_seqlens     E      ends     optional
+    initial_state  NHKL   float32
+    skipped        NHO    float32  optional
+    state          NHKL   float32  made
+    """,
+)
+
+
+# (kernel of the last pass, kernel of the first pass, times of both for Dk 128), for decays of tokens and for decays of channels
+TOKEN_PASSES = (
+    *(delta_hopper, delta_states_hopper),
+    recurrent_chunks.Costs(two_consumers=1.4, first_pass=0.7, compose=1.5, extra_launches=1.5),
+)
+CHANNEL_PASSES = (
+    *(kda_hopper, kda_states_hopper),
+    recurrent_chunks.Costs(two_consumers=1.25, first_pass=0.7, compose=0.75, extra_launches=0.5),
+)
+
+
+@suggests_argument_names
+def delta_rule(
+    q: Any,
+    k: Any,
+    v: Any,
+    beta: Any,
+    *,
+    decay: Any = None,
+    scale: float | None = None,
+    initial_state: Any = None,
+    return_state: bool = False,
+    cu_seqlens: Any = None,
+    layout: str = "bshd",
+    out: Any = None,
+    stream: Any = None,
+    family: str | None = None,
+) -> Any:
+    """The delta rule: each token adds the difference between its value and what the state returns for its key. For every
+    sequence and head, and its tokens t,
+
+        S = exp(decay_t) S;  u_t = beta_t (v_t - S^T k_t);  S = S + k_t u_t^T;  o_t = scale S^T q_t
+
+    q, k: (B, S, Hk, Dk). v, out: (B, S, H, Dv). beta: (B, S, H). For layout="bhsd" sequence and head are swapped. bfloat16
+    or float16; beta and decay also float32. Dk and Dv: multiples of 16 up to 256; with decays of channels Dk above 128 is
+    slow. Hk divides H, and value head h reads key head h // (H // Hk). Any lengths.
+
+    It is stable where beta |k|^2 is between 0 and 2. Relative errors of bfloat16 outputs are 4e-3 to 8e-3 for keys at random.
+    They are greatest if all keys are the same, because the terms of the UT transform then cancel: 2e-2 for beta 1, 4e-2 to 0.5
+    for 1.9, and no digit is left at 1.99; with decays of channels 4e-2, and 0.1 from 1.5 on. float16 has an eighth of that; its
+    range is that of attention.linear. Token by token (family="sm_80"; see below) all factors and sums are float32: use that for
+    keys that repeat with beta near 2.
+
+    decay: log decays, never positive: None; (H,), the same for all tokens; (B, S, H), for each token; or (B, S, H, Dk), for
+    each token and channel of the keys. scale: Dk^-1/2 by default. initial_state: (B, H, Dk, Dv) float32, 0 by default. out:
+    written in place instead of a new array.
+
+    cu_seqlens: (N + 1,) int32 or int64, on q's device: N packed sequences in a batch of 1, sequence n from cu_seqlens[n] to
+    cu_seqlens[n + 1]; states are (N, H, Dk, Dv). It must ascend from 0 to S. For arrays in host memory this is checked, and so
+    is that no decay is above 0; on a GPU only with TILES_CHECK=1, which makes the call wait for the device. Without a check,
+    tokens after cu_seqlens[-1] are padding: they are not read, and their outputs are 0.
+
+    Returns `out`, the same kind of array as q, or with return_state=True `(out, state)`. state is a new float32
+    array (B, H, Dk, Dv), C-ordered: that of each sequence after its last token.
+
+    On Hopper sequences are processed in chunks of 64 tokens, on tensor cores. A few long sequences with Dk up to 128 are cut
+    into segments of chunks, which are processed at the same time. Other GPUs, addresses and strides that are not multiples of
+    16 bytes, and Dk above 128 with decays of channels are served token by token: correct, and slow. With decays of channels, a
+    chunk in which a channel decays by more than exp(-119), or exp(-15) for float16, is slow, too.
+
+    Arrays, `stream`, `family` ("sm_80" is token by token) and errors are those of attention.forward. The head of this file
+    has flash-linear-attention's names next to these."""
+    arrays = q, k, v, beta, decay, cu_seqlens, initial_state, out, None
+    return _delta_rule(stream, arrays, (check_number("scale", scale), check_flag("return_state", return_state), family), layout)
+
+
+@program(DELTA_RULE)
+def _delta_rule(problem: Problem, scale: float | None, return_state: bool, family: str | None) -> Plan:
+    """The Plan of a call of delta_rule. The schema's `state` is a result, which a caller cannot pass."""
+    recurrent_checks.check_extents(problem)
+    scale, by_channel = recurrent_checks.resolve_scale(problem, scale), recurrent_checks.has_channel_decay(problem)
+    batch, length, key_dim = problem("BSK")
+    widest = max(kda_hopper.KEY_DIMS if by_channel else delta_hopper.STAGES)
+    if family == "sm_90" and key_dim > widest:
+        raise ValueError(f"family: sm_90 takes keys of at most {widest} columns: {family=}, q has {key_dim}")
+    if recurrent_checks.has_nothing_to_compute(problem, return_state):
+        choose_family(problem, family, tma=True)  # for its errors; arrays without elements have no address
+        return Plan([])
+    arrays = recurrent_checks.kernel_arrays(problem, return_state) | {"gBeta": problem["beta"]}
+    by_tma = problem.by_tma and not (by_channel and problem.bytes_at_once("decay") < ALIGNMENT)
+    on_hopper = choose_family(problem, family, by_tma) == "sm_90"
+    if on_hopper and key_dim <= widest and batch * length:
+        arrays |= {"gGates": problem["decay"], "gO": problem["out"]}
+        return Plan(*_plan_chunks(problem, arrays, by_channel, scale))
+    return Plan([token_loop.launch(problem, arrays | {"gDecay": problem["decay"], "gOut": problem["out"]}, scale)])
+
+
+def final_states(
+    k: Any,
+    v: Any,
+    beta: Any,
+    initial_state: Any,
+    *,
+    decay: Any = None,
+    skipped: Any = None,
+    cu_seqlens: Any = None,
+    family: str | None = None,
+) -> Any:
+    """The state after each sequence under delta_rule, without outputs: (N, H, Dk, columns) in float32, with as many columns as
+    initial_state. Columns beyond those of v have values of 0. decay: None, (H,) or (B, S, H).
+
+    skipped: (N, H, 1) float32: how many chunks of 64 tokens to skip at the start of each sequence, together with the initial
+    state, because their effect has decayed to nothing at its end."""
+    return _final_states(None, (k, v, beta, decay, cu_seqlens, initial_state, skipped, None), (family,))
+
+
+@program(DELTA_STATES)
+def _final_states(problem: Problem, family: str | None) -> Plan:
+    """The Plan of a call of final_states. The schema's `state` is a result."""
+    recurrent_checks.check_extents(problem, "k", "v")
+    batch, length, heads, key_dim, value_dim, columns = problem("BSHKVL")
+    if columns < value_dim:
+        raise problem.error("initial_state", "must have at least as many columns as v", "initial_state", "v")
+    arrays = {"gK": problem["k"], "gV": problem["v"], "gBeta": problem["beta"], "gCuSeqlens": problem["cu_seqlens"]}
+    arrays |= {"gInitialState": problem["initial_state"], "gFinalState": problem["state"]}
+    if recurrent_checks.has_nothing_to_compute(problem, True):
+        return Plan([])
+    if choose_family(problem, family) == "sm_90" and key_dim <= max(delta_states_hopper.KEY_DIMS) and batch * length:
+        arrays |= {"gGates": problem["decay"], "gSkippedChunks": problem["skipped"]}
+        return Plan([_scan_chunks(problem, arrays, columns, delta_states_hopper, 1, segments=1, scanned=1, values=0)])
+    outputs = (batch, length, heads, value_dim), "bfloat16"  # which the token loop writes and nothing reads
+    arrays |= {"gQ": problem["k"], "gDecay": problem["decay"], "gOut": problem.scratch(0, *outputs)}
+    return Plan([token_loop.launch(problem, arrays, 0.0, columns=columns)], [outputs])
+
+
+def _plan_chunks(
+    problem: Problem, arrays: dict, by_channel: bool, scale: float
+) -> tuple[list[Step], recurrent_chunks.ScratchShapes]:
+    """(launches of Hopper's kernels, scratch memory between them). There is one launch, or three if sequences are cut into
+    segments: the first computes how each segment changes a state, the second the state before each segment, the third the
+    outputs."""
+    batch, length, heads, key_dim, columns, sequences = problem("BSHKVN")
+    last_pass, first_pass, costs = CHANNEL_PASSES if by_channel else TOKEN_PASSES
+    width, first_width = -(-columns // COLUMNS), -(-(columns + key_dim) // COLUMNS)
+    segments, scratch, steps = 1, recurrent_chunks.ScratchAllocator(problem), []
+    if key_dim <= max(delta_compose_states_hopper.KEY_DIMS):
+        processors, each = machine(problem.device).processors, length * batch // sequences // CHUNK
+        costs = costs._replace(
+            compose=costs.compose
+            * pad_key_dim(key_dim, delta_compose_states_hopper.KEY_DIMS)
+            / max(delta_compose_states_hopper.KEY_DIMS)
+        )
+        segments = recurrent_chunks.choose_segments(sequences * heads, width, first_width, each, processors, costs)
+    if segments > 1:
+        scanned, both_columns = segments - 1, columns + key_dim  # of [N | M]
+        transitions = scratch(sequences * scanned, heads, key_dim, both_columns)
+        segment_states = scratch(sequences * segments, heads, key_dim, columns)
+        inputs = {name: x for name, x in arrays.items() if name not in ("gQ", "gO", "gInitialState")}
+        inputs["gFinalState"] = transitions
+        grid = {"segments": segments, "scanned": scanned}
+        steps.append(_scan_chunks(problem, inputs, both_columns, first_pass, scanned, True, values=columns, **grid))
+        config = delta_compose_states_hopper.Config(pad_key_dim(key_dim, delta_compose_states_hopper.KEY_DIMS))
+        steps.append(
+            kernel_for(delta_compose_states_hopper, config, problem.device).bind(
+                sequences * heads * width,
+                blocks=width,
+                segments=segments,
+                heads=heads,
+                values=columns,
+                gTransitions=transitions,
+                gInitialState=arrays["gInitialState"],
+                gSegmentStates=segment_states,
+            )
+        )
+        arrays = arrays | {"gInitialState": segment_states}
+    return [*steps, _scan_chunks(problem, arrays, columns, last_pass, segments, segments=segments, scale=scale)], scratch.shapes
+
+
+def _scan_chunks(
+    problem: Problem, arrays: dict, columns: int, module: Any, grid_segments: int, from_identity: bool = False, **numbers: Any
+) -> Step:
+    """The launch of one of Hopper's chunk kernels for `grid_segments` segments of each sequence and states with so many
+    columns. from_identity: see delta_states_hopper.Config. numbers: further arguments of the kernel."""
+    batch, length, heads, key_heads, key_dim, sequences = problem("BSHGKN")
+    width, gates = -(-columns // COLUMNS), arrays["gGates"]
+    one_each = sequences * heads * grid_segments * width <= machine(problem.device).processors  # an SM for each 64 columns
+    sizes = pad_key_dim(key_dim, delta_hopper.STAGES), 1 if one_each or key_dim > delta_hopper.WIDE_KEY_DIM else min(width, 2)
+    dtype, kind = DTYPES[problem.dtype], (from_identity,) if from_identity else ()
+    if module in (kda_hopper, kda_states_hopper):
+        config = module.Config(*sizes, DTYPES[gates.form.dtype], dtype, is_varlen(problem))
+    else:
+        config = module.Config(*sizes, dtype, gates is not None, is_varlen(problem), *kind)
+        if gates and len(gates.form.shape) == 1:  # one for each head
+            arrays["gGates"] = gates.spread(0, length).spread(0, batch)
+    blocks = -(-width // config.consumers)
+    return kernel_for(module, config, problem.device).bind(
+        sequences * heads * grid_segments * blocks,
+        length=length,
+        blocks=blocks,
+        heads=key_heads,
+        group=heads // key_heads,
+        **numbers,
+        **arrays,
+    )

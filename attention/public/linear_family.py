@@ -1,0 +1,349 @@
+"""attention.linear and the members of its family that have names of their own: retention, lightning, gla. They differ in their
+decays.
+
+| here                          | flash-linear-attention          | S_t =                             |
+| ----------------------------- | ------------------------------- | --------------------------------- |
+| linear(q, k, v)               | chunk_linear_attn               | S + k v^T                         |
+| linear(.., decay=(H,))        | chunk_simple_gla(.., g_gamma=)  | exp(decay[h]) S + k v^T           |
+| retention(q, k, v)            | chunk_retention                 | (1 - 2^(-5 - h)) S + k v^T        |
+| lightning(q, k, v, i, n)      | chunk_lightning_attn            | exp(-8 h / H (1 - i / n)) S + k v^T |
+| linear(.., decay=(B, S, H))   | chunk_simple_gla(.., g=)        | exp(decay[b, t, h]) S + k v^T     |
+| gla(q, k, v, decay)           | chunk_gla(q, k, v, g)           | diag(exp(decay[b, t, h])) S + k v^T |
+
+| here                             | flash-linear-attention                                              |
+| -------------------------------- | ------------------------------------------------------------------- |
+| scale: Dk^-1/2 by default        | the same                                                            |
+| initial_state, return_state=True | initial_state, output_final_state=True: (N, H, Dk, Dv) float32, too |
+| with normalize: pairs (S, z)     | the same, but z is (N, 1, H, Dk) there and (N, H, Dk) here          |
+| normalize=False by default       | normalize=True by default                                           |
+| layout="bshd" or "bhsd"          | (B, T, H, D)                                                        |
+"""
+
+import functools
+import math
+import sys
+from collections.abc import Callable
+from numbers import Integral
+from typing import Any
+
+import numpy as np
+
+from tiles.calls import jax_call, torch_op
+from tiles.calls.plan import Plan, nothing
+from tiles.calls.program import program
+from tiles.calls.schema import Problem, Schema
+from tiles.launching.arrays import ALIGNMENT
+from tiles.launching.frameworks import Kind, describe, placed
+from tiles.launching.launch import kernel_for
+
+from ..families import choose_family
+from ..kernels import compose_final_state as segments
+from ..names import suggests_argument_names
+from ..options import check_flag, check_number
+from ..plans import recurrent_checks, recurrent_chunks, token_loop
+from ..plans.recurrent_chunks import SEGMENT_RESULTS, join_rows
+
+TOKENS = """
+    q              BSGK        tile
+    k              BSGK        tile
+    v              BSHV        tile
+    decay          H|BSH|BSHK  log      optional
+    cu_seqlens     E           ends     optional
+"""
+STATES = """
+    initial_state  NHKV        float32  optional
+    initial_z      NHK         float32  optional
+    out            BSHV        tile     made
+    state          NHKV        float32  made      return_state
+    final_z        NHK         float32  made      return_state  normalize
+"""
+COMPOSED = """
+    initial_state  NHVK   float32  optional
+    decay          NHO    float32  updated
+    final_state    NHVK   float32  updated
+"""
+LINEAR, SEGMENTS = Schema("linear", join_rows(TOKENS, STATES)), Schema("linear_segments", TOKENS)
+COMPOSED_STATES = Schema("linear_composed_states", join_rows(SEGMENT_RESULTS, COMPOSED))
+OUTPUTS_FROM_SEGMENTS = Schema("linear_outputs_from_segments", join_rows(TOKENS, SEGMENT_RESULTS, STATES))
+
+
+@suggests_argument_names
+def linear(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    decay: Any = None,
+    scale: float | None = None,
+    initial_state: Any = None,
+    return_state: bool = False,
+    normalize: bool = False,
+    cu_seqlens: Any = None,
+    layout: str = "bshd",
+    out: Any = None,
+    stream: Any = None,
+    family: str | None = None,
+) -> Any:
+    """Causal linear attention with decay. For every sequence and head, and its tokens t,
+
+        S_t = exp(decay_t) S_(t-1) + k_t v_t^T        o_t = scale S_t^T q_t
+
+    q, k: (B, S, Hk, Dk). v, out: (B, S, H, Dv). For layout="bhsd" sequence and head are swapped, in decay, too. bfloat16 or
+    float16. Dk and Dv: multiples of 16 up to 256; 64 and 128 are fast. Hk divides H, and value head h reads key head
+    h // (H // Hk). Any lengths.
+
+    decay: log decays, never positive (-inf sets the state to 0), in float32, bfloat16 or float16: None; (H,), the same for
+    all tokens; (B, S, H), for each token; or (B, S, H, Dk), for each token and channel of the keys. scale: Dk^-1/2 by default.
+    initial_state: (B, H, Dk, Dv) float32, 0 by default. out: written in place instead of a new array.
+
+    normalize: o_t is divided by scale z_t . q_t + 1e-10, where z_t is the sum of the keys so far, decayed as S_t is. Then
+    initial_state is a pair (S, z), and so is the returned state; z is (B, H, Dk).
+
+    cu_seqlens: (N + 1,) int32 or int64, on q's device: N packed sequences in a batch of 1, sequence n from cu_seqlens[n] to
+    cu_seqlens[n + 1]; states are (N, H, Dk, Dv). It must ascend from 0 to S. For arrays in host memory this is checked, and so
+    is that no decay is above 0; on a GPU only with TILES_CHECK=1, which makes the call wait for the device. Without a check,
+    tokens after cu_seqlens[-1] are padding: they are not read, and their outputs are 0.
+
+    Returns `out`, the same kind of array as q, or with return_state=True `(out, state)`. state is a new float32
+    array (B, H, Dk, Dv), C-ordered: that of each sequence after its last token.
+
+    float16: scores, scale q . k, and the elements of states are rounded to float16. Beyond 65504 they are infinite and outputs
+    NaN, for example after 65504 tokens of keys and values that are all 1. bfloat16 has float32's range. With decays of
+    channels, elements of float16 queries and keys must stay below 32 where a channel decays by exp(-15) in a chunk of 64
+    tokens.
+
+    Sequences are processed in chunks of 64 tokens, on tensor cores: on Hopper with tiles loaded by TMA; on other GPUs since
+    Ampere, and if addresses or strides are not multiples of 16 bytes, with copies by cp.async. Decays of channels need the
+    former, and normalize=False; otherwise they are computed token by token: correct, and slow.
+
+    Arrays, `stream`, `family` ("sm_80" is cp.async, or token by token) and errors are those of attention.forward. The head
+    of this file has flash-linear-attention's names next to these."""
+    normalize, return_state = check_flag("normalize", normalize), check_flag("return_state", return_state)
+    arrays = q, k, v, decay, cu_seqlens, *split_initial_state(initial_state, normalize), out, None, None
+    results = _linear(stream, arrays, (check_number("scale", scale), normalize, return_state, family), layout)
+    return (results[0], results[1:]) if return_state and normalize else results
+
+
+@suggests_argument_names
+def retention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    scale: float | None = None,
+    initial_state: Any = None,
+    return_state: bool = False,
+    normalize: bool = False,
+    cu_seqlens: Any = None,
+    layout: str = "bshd",
+    out: Any = None,
+    stream: Any = None,
+    family: str | None = None,
+) -> Any:
+    """Retention (Sun et al. 2023): `linear` with a decay of log(1 - 2^(-5 - h)) for head h. All other arguments are those of
+    linear.
+
+    flash-linear-attention's chunk_retention(q, k, v, scale, initial_state, output_final_state, cu_seqlens) has the same
+    decays, default scale and state layout; its output_final_state is return_state here. The decays are copied to a GPU once:
+    call it once before you capture a CUDA graph."""
+    decay = _head_decays(q, v, layout, lambda h, heads, log1p: log1p(-(2.0 ** (-5 - h))))
+    return linear(
+        q, k, v, decay=decay, scale=scale, initial_state=initial_state, return_state=return_state, normalize=normalize,
+        cu_seqlens=cu_seqlens, layout=layout, out=out, stream=stream, family=family,
+    )  # fmt: skip
+
+
+@suggests_argument_names
+def lightning(
+    q: Any,
+    k: Any,
+    v: Any,
+    layer: int,
+    layers: int,
+    *,
+    scale: float | None = None,
+    initial_state: Any = None,
+    return_state: bool = False,
+    normalize: bool = False,
+    cu_seqlens: Any = None,
+    layout: str = "bshd",
+    out: Any = None,
+    stream: Any = None,
+    family: str | None = None,
+) -> Any:
+    """Lightning attention (Qin et al. 2024): `linear` with a decay of -8 h / H (1 - layer / layers) for head h of H. All other
+    arguments are those of linear.
+
+    flash-linear-attention's chunk_lightning_attn(q, k, v, layer_idx, num_layers, scale, ...) has the same decays, default
+    scale and state layout; its layer_idx, num_layers and output_final_state are layer, layers and return_state here. The
+    decays are copied to a GPU once: call it once before you capture a CUDA graph."""
+    if not (isinstance(layer, Integral) and isinstance(layers, Integral) and 0 <= layer <= layers > 0):
+        raise ValueError(f"layer: must be an integer from 0 to layers, which is 1 or more: {layer=}, {layers=}")
+    rate = 8 * (1 - layer / layers)
+    decay = _head_decays(q, v, layout, lambda h, heads, log1p: -rate * h / heads)
+    return linear(
+        q, k, v, decay=decay, scale=scale, initial_state=initial_state, return_state=return_state, normalize=normalize,
+        cu_seqlens=cu_seqlens, layout=layout, out=out, stream=stream, family=family,
+    )  # fmt: skip
+
+
+@suggests_argument_names
+def gla(
+    q: Any,
+    k: Any,
+    v: Any,
+    decay: Any,
+    *,
+    scale: float | None = None,
+    initial_state: Any = None,
+    return_state: bool = False,
+    normalize: bool = False,
+    cu_seqlens: Any = None,
+    layout: str = "bshd",
+    out: Any = None,
+    stream: Any = None,
+    family: str | None = None,
+) -> Any:
+    """Gated linear attention (Yang et al. 2024): `linear` with a decay (B, S, H, Dk) for each token and channel. All other
+    arguments are those of linear.
+
+    flash-linear-attention's chunk_gla(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens) has the same default
+    scale and state layout; its g and output_final_state are decay and return_state here."""
+    shape = decay.shape if hasattr(decay, "shape") else describe(decay, "decay").shape
+    if len(shape) != 4:
+        raise ValueError(
+            f"decay: must have an axis of channels (attention.linear takes decays without one): decay.shape={shape}"
+        )
+    return linear(
+        q, k, v, decay=decay, scale=scale, initial_state=initial_state, return_state=return_state, normalize=normalize,
+        cu_seqlens=cu_seqlens, layout=layout, out=out, stream=stream, family=family,
+    )  # fmt: skip
+
+
+@program(LINEAR)
+def _linear(problem: Problem, scale: float | None, normalize: bool, return_state: bool, family: str | None) -> Plan:
+    """The Plan of a call of linear. The schema's `state` and `final_z` are results, which a caller cannot pass."""
+    recurrent_checks.check_extents(problem)
+    scale, by_channel = recurrent_checks.resolve_scale(problem, scale), recurrent_checks.has_channel_decay(problem)
+    batch, length, heads, value_dim = problem("BSHV")
+    if recurrent_checks.has_nothing_to_compute(problem, return_state):
+        choose_family(problem, family, tma=True)  # for its errors; arrays without elements have no address
+        return Plan([])
+    arrays = recurrent_checks.kernel_arrays(problem, return_state)
+    z = {"gInitialState": problem["initial_z"], "gFinalState": problem["final_z"] if return_state else None}
+    tma = choose_family(problem, family) == "sm_90"
+    gates_by_tma = tma and not normalize and problem.bytes_at_once("decay") == ALIGNMENT
+    if batch * length and (not by_channel or gates_by_tma):
+        arrays |= {"gGates": problem["decay"], "gO": problem["out"]}
+        states = {name: arrays[name] for name in ("gInitialState", "gFinalState")}
+        arrays |= {name: x and x.permuted(recurrent_chunks.SWAP_STATE_AXES) for name, x in states.items()}
+        if by_channel:
+            return Plan(*recurrent_chunks.plan_channel_decay(problem, arrays, scale))
+        vector_bytes = 0 if tma else problem.bytes_at_once()
+        if problem["local_state"]:
+            arrays |= {"gLocalStates": problem["local_state"], "gTotalDecays": problem["total_decay"]}
+        steps, scratch = recurrent_chunks.plan_token_decay(
+            problem, arrays, scale, vector_bytes, normalizer=z if normalize else None
+        )
+        return Plan(steps, scratch)
+    if family == "sm_90" and batch * length:
+        raise ValueError(
+            f"family: sm_90 takes decays of channels whose address and strides are multiples of {ALIGNMENT} bytes, and no "
+            f"normalize=True: {family=}, {normalize=}, decay.strides={problem.forms['decay'].strides}"
+        )
+    arrays |= {"gDecay": problem["decay"], "gOut": problem["out"], "gInitialZ": z["gInitialState"], "gFinalZ": z["gFinalState"]}
+    return Plan([token_loop.launch(problem, arrays, scale, normalize)])
+
+
+def segment_states(q: Any, k: Any, v: Any, *, decay: Any = None, cu_seqlens: Any = None, family: str | None = None) -> Any:
+    """(local_state, total_decay) of the P segments into which `linear` cuts each sequence. local_state: the state after the
+    segment if the state before it is 0, transposed, (N, H, P, Dv, Dk). total_decay: log2 of the decay of a state by the whole
+    segment, (N, H, P, 1). NotImplementedError, ValueError: decays of channels, Dk above 128."""
+    return _segment_states(None, (q, k, v, decay, cu_seqlens), (family,))
+
+
+def compose_segment_states(local_state: Any, total_decay: Any, initial_state: Any, decay: Any, final_state: Any) -> None:
+    """Write the state after all of these segments to `final_state` (N, H, Dv, Dk), and their decay to `decay` (N, H, 1).
+    initial_state: the state before them, 0 if None. All arrays are float32."""
+    _compose_segment_states(None, (local_state, total_decay, initial_state, decay, final_state), ())
+
+
+@program(COMPOSED_STATES)
+def _compose_segment_states(problem: Problem) -> Plan:
+    """The Plan of a call of compose_segment_states."""
+    sequences, heads, num_segments, columns, key_dim = problem("NHPVK")
+    rows, cols = -(-columns // segments.TILE.rows), -(-key_dim // segments.TILE.cols)
+    arrays = {"gLocalStates": problem["local_state"], "gTotalDecays": problem["total_decay"], "gDecay": problem["decay"]}
+    arrays |= {"gInitialState": problem["initial_state"], "gFinalState": problem["final_state"]}
+    kernel = kernel_for(segments, segments.Config("initial_state" in problem), problem.device)
+    grid = sequences * heads * rows * cols
+    return Plan([kernel.bind(grid, heads=heads, segments=num_segments, rows=rows, cols=cols, **arrays)], (), nothing)
+
+
+def outputs_from_segments(
+    q: Any,
+    k: Any,
+    v: Any,
+    local_state: Any,
+    total_decay: Any,
+    *,
+    decay: Any = None,
+    scale: float | None = None,
+    initial_state: Any = None,
+    cu_seqlens: Any = None,
+    family: str | None = None,
+) -> Any:
+    """The output of `linear`, computed from the results of segment_states: only the second pass is launched."""
+    arrays = q, k, v, decay, cu_seqlens, local_state, total_decay, initial_state, None, None, None, None
+    return _outputs_from_segments(None, arrays, (check_number("scale", scale), False, False, family))
+
+
+@program(SEGMENTS)
+def _segment_states(problem: Problem, family: str | None) -> Plan:
+    """The Plan of a call of segment_states."""
+    recurrent_checks.check_extents(problem)
+    if recurrent_checks.has_channel_decay(problem):
+        raise NotImplementedError("decay: must have no axis of channels, with which sequences are not cut into segments")
+    vector_bytes = 0 if choose_family(problem, family) == "sm_90" else problem.bytes_at_once()
+    arrays = recurrent_checks.kernel_arrays(problem, False) | {"gGates": problem["decay"], "gO": None}
+    steps, scratch = recurrent_chunks.plan_segment_states(problem, arrays, vector_bytes)
+    return Plan(steps, scratch, lambda arrays: tuple(arrays[-2:]))
+
+
+_outputs_from_segments = program(OUTPUTS_FROM_SEGMENTS)(_linear.planner)
+
+
+def split_initial_state(initial_state: Any, normalize: bool) -> tuple[Any, Any]:
+    """(state, z) of an argument initial_state. z is None without `normalize`; both are None if the argument is. TypeError: it
+    is a pair and must be an array, or the other way round."""
+    if initial_state is None or (not normalize and not isinstance(initial_state, tuple)):
+        return initial_state, None
+    if not normalize:
+        raise TypeError("initial_state: must be an array, not a pair, which is for normalize=True")
+    types = tuple(type(x).__name__ for x in initial_state) if isinstance(initial_state, tuple) else type(initial_state).__name__
+    if not isinstance(types, tuple) or len(types) != 2 or "NoneType" in types:
+        raise TypeError(f"initial_state: must be a pair (state, z) with normalize=True, not {types}")
+    return initial_state
+
+
+# ---- decays that are functions of a head's index --------------------------------------------------------------------
+def _head_decays(q: Any, v: Any, layout: str, decay: Callable[[Any, int, Callable], Any]) -> Any:
+    """decay(h, heads, log1p) for each of v's heads, as an array of q's framework."""
+    axis = -3 if layout == "bhsd" else -2
+    if torch_op.traced(q):  # the graph computes them: a copy from the host could not be captured
+        torch, heads = sys.modules["torch"], v.shape[axis]
+        return decay(torch.arange(heads, dtype=torch.float32, device=q.device), heads, torch.log1p)
+    on_tracers = jax_call.tracing(q)
+    shape = v.shape if on_tracers else describe(v, "v").shape
+    heads = shape[axis] if len(shape) == 4 else 0
+    numbers = tuple(decay(h, heads, math.log1p) for h in range(heads))
+    if on_tracers:
+        return np.array(numbers, np.float32)
+    queries = describe(q, "q")
+    return _constant(queries.kind, queries.kind.home(queries), queries.device, numbers)
+
+
+@functools.lru_cache
+def _constant(kind: Kind, home: Any, ordinal: int | None, numbers: tuple[float, ...]) -> Any:
+    """A float32 array of these numbers, of this framework and on this device. Equal arguments get the same array."""
+    return placed(np.array(numbers, np.float32), kind, home, ordinal)

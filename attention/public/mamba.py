@@ -1,0 +1,200 @@
+"""attention.mamba2: the state-space duality of Mamba-2 (Dao and Gu 2024), which is linear attention under other names."""
+
+from numbers import Integral
+from typing import Any
+
+from tiles.calls.plan import Plan
+from tiles.calls.program import program
+from tiles.calls.schema import Problem, Schema
+from tiles.launching.frameworks import describe
+
+from ..families import choose_family
+from ..names import suggests_argument_names
+from ..options import check_flag
+from ..plans import recurrent_checks, recurrent_chunks
+from ..plans.packed_tokens import pack_batches
+from ..plans.recurrent_chunks import SEGMENT_RESULTS, join_rows
+
+TOKENS = """
+    x               BSHV  tile
+    dt              BSH   real
+    A               H     rate
+    B               BSGK  tile
+    C               BSGK  tile
+"""
+OTHERS = """
+    D               H|HV  real     optional
+    z               BSHV  tile     optional
+"""
+STEPS = """
+    dt_bias         H     real     optional
+    cu_seqlens      E     ends     optional
+"""
+STATES = """
+    initial_states  NHVK  float32  optional
+    out             BSHV  tile     made
+    states          NHVK  float32  made      return_final_states
+"""
+MAMBA2 = Schema("mamba2", join_rows(TOKENS, OTHERS, STEPS, STATES))
+SEGMENTS = Schema("mamba2_segments", join_rows(TOKENS, STEPS))
+OUTPUTS_FROM_SEGMENTS = Schema("mamba2_outputs_from_segments", join_rows(TOKENS, OTHERS, STEPS, SEGMENT_RESULTS, STATES))
+
+
+@suggests_argument_names
+def mamba2(
+    x: Any,
+    dt: Any,
+    A: Any,
+    B: Any,
+    C: Any,
+    chunk_size: int | None = None,
+    *,
+    D: Any = None,
+    z: Any = None,
+    dt_bias: Any = None,
+    dt_softplus: bool = False,
+    initial_states: Any = None,
+    return_final_states: bool = False,
+    seq_idx: Any = None,
+    cu_seqlens: Any = None,
+    out: Any = None,
+    stream: Any = None,
+    family: str | None = None,
+) -> Any:
+    """Mamba-2's scan. For every sequence and head h, g = h // (H // G), over its tokens t,
+
+        dt_t = max(softplus(dt_t + dt_bias[h]), 0)                  softplus with dt_softplus=True only
+        S_t  = exp(dt_t A[h]) S_(t-1) + dt_t x_t B_t[g]^T
+        y_t  = (S_t C_t[g] + D[h] x_t) silu(z_t)                    the last factor with z only
+
+    This is linear(q=C, k=B, v=dt x, decay=dt A, scale=1) with a transposed state. In float16, products with dt are float32 and
+    a state has an exponent of its own: if x, B, C, their products and the outputs are within the range of float16, dt x and
+    states may be greater.
+
+    x, z, out: (B, S, H, P). B, C: (B, S, G, N), where G divides H. All bfloat16 or all float16; P and N multiples of 16 up
+    to 256. dt: (B, S, H); A, dt_bias: (H,); D: (H,) or (H, P); float32, bfloat16 or float16. A must not be positive.
+    initial_states: (B, H, P, N) float32, 0 by default.
+
+    | here                                | mamba_ssm's mamba_chunk_scan_combined                            |
+    | ----------------------------------- | ---------------------------------------------------------------- |
+    | x, dt, A, B, C, D, z, dt_bias       | the same                                                         |
+    | dt_softplus=False                   | the same                                                         |
+    | dt >= 0                             | dt_limit=(0, inf)                                                |
+    | chunk_size, of no effect: it is 64  | chunk_size                                                       |
+    | initial_states, return_final_states | the same: (B, H, P, N)                                           |
+    | seq_idx (B, S)                      | the same                                                         |
+    | cu_seqlens (N + 1,), any sequences  | cu_seqlens with return_varlen_states                             |
+
+    cu_seqlens: as in attention.linear, which also says when it and A are checked; there is then one state for each sequence.
+
+    seq_idx: int32 or int64, the number of the sequence that each token belongs to. The state begins with 0 wherever the
+    number changes, and the returned states are those of each batch's last sequence. The host reads it, which waits for the
+    device, so torch.compile, jax.jit and CUDA graphs do not take it: cu_seqlens does the same without these limits.
+
+    out: written in place instead of a new array. Returns `out`, the same kind of array as x, or with
+    return_final_states=True `(out, states)`, float32 (B, H, P, N). On GPUs since Ampere. Arrays, `stream`, `family` and
+    errors are those of attention.forward."""
+    if chunk_size is not None and not (isinstance(chunk_size, Integral) and chunk_size > 0):
+        raise ValueError(f"chunk_size: must be a positive integer or None, and has no effect: {chunk_size=}")
+    options = check_flag("dt_softplus", dt_softplus), check_flag("return_final_states", return_final_states), family
+    if seq_idx is None:
+        return _mamba2(stream, (x, dt, A, B, C, D, z, dt_bias, cu_seqlens, initial_states, out, None), options)
+    if initial_states is not None or cu_seqlens is not None:
+        raise ValueError("seq_idx: takes neither initial_states nor cu_seqlens: pass cu_seqlens instead, which takes both")
+    batches = pack_batches(seq_idx, x, stream)
+    x, dt, B, C, z, joined_out = map(batches.join, (x, dt, B, C, z, out), ("x", "dt", "B", "C", "z", "out"))
+    if joined_out is not out and describe(joined_out, "out").pointer != describe(out, "out").pointer:
+        raise ValueError(f"out: with seq_idx its batches must be contiguous in memory: out.shape={tuple(out.shape)}")
+    results = _mamba2(stream, (x, dt, A, B, C, D, z, dt_bias, batches.cu_seqlens, None, joined_out, None), options)
+    result = out if out is not None else batches.split(results[0] if return_final_states else results)
+    return (result, batches.last_states(results[1])) if return_final_states else result
+
+
+@program(MAMBA2)
+def _mamba2(problem: Problem, dt_softplus: bool, return_final_states: bool, family: str | None) -> Plan:
+    """The Plan of a call of mamba2. The schema's `states` is a result, which a caller cannot pass."""
+    recurrent_checks.check_extents(problem, "B", "x")
+    batch, length, heads, sequences = problem("BSHN")
+    if not (batch and length and heads):
+        choose_family(problem, family, tma=True)  # for its errors; arrays without elements have no address
+        if return_final_states and sequences and heads:
+            raise ValueError(f"x: must have a token, for return_final_states=True: x.shape={problem.shape('x')}")
+        return Plan([])
+    arrays = {
+        "gQ": problem["C"],
+        "gK": problem["B"],
+        "gV": problem["x"],
+        "gZ": problem["z"],
+        "gGates": problem["dt"],
+        "gA": problem["A"],
+        "gDtBias": problem["dt_bias"],
+        "gD": problem["D"],
+        "gCuSeqlens": problem["cu_seqlens"],
+        "gInitialState": problem["initial_states"],
+        "gFinalState": problem["states"] if return_final_states else None,
+        "gO": problem["out"],
+    }
+    if problem["local_state"]:
+        arrays |= {"gLocalStates": problem["local_state"], "gTotalDecays": problem["total_decay"]}
+    vector_bytes = 0 if choose_family(problem, family) == "sm_90" else problem.bytes_at_once()
+    steps, scratch = recurrent_chunks.plan_token_decay(problem, arrays, 1.0, vector_bytes, softplus=dt_softplus)
+    return Plan(steps, scratch)
+
+
+def segment_states(
+    x: Any,
+    dt: Any,
+    A: Any,
+    B: Any,
+    C: Any,
+    *,
+    dt_bias: Any = None,
+    dt_softplus: bool = False,
+    cu_seqlens: Any = None,
+    family: str | None = None,
+) -> Any:
+    """(local_state, total_decay) of the segments into which `mamba2` cuts each sequence, as linear.segment_states returns
+    them."""
+    return _segment_states(None, (x, dt, A, B, C, dt_bias, cu_seqlens), (check_flag("dt_softplus", dt_softplus), family))
+
+
+def outputs_from_segments(
+    x: Any,
+    dt: Any,
+    A: Any,
+    B: Any,
+    C: Any,
+    local_state: Any,
+    total_decay: Any,
+    *,
+    D: Any = None,
+    z: Any = None,
+    dt_bias: Any = None,
+    dt_softplus: bool = False,
+    initial_states: Any = None,
+    cu_seqlens: Any = None,
+    family: str | None = None,
+) -> Any:
+    """The output of `mamba2`, computed from the results of segment_states: only the second pass is launched."""
+    arrays = x, dt, A, B, C, D, z, dt_bias, cu_seqlens, local_state, total_decay, initial_states, None, None
+    return _outputs_from_segments(None, arrays, (check_flag("dt_softplus", dt_softplus), False, family))
+
+
+@program(SEGMENTS)
+def _segment_states(problem: Problem, dt_softplus: bool, family: str | None) -> Plan:
+    """The Plan of a call of segment_states."""
+    recurrent_checks.check_extents(problem, "B", "x")
+    arrays = {"gQ": problem["C"], "gK": problem["B"], "gV": problem["x"], "gCuSeqlens": problem["cu_seqlens"], "gO": None}
+    arrays |= {
+        "gGates": problem["dt"],
+        "gA": problem["A"],
+        "gDtBias": problem["dt_bias"],
+        "gInitialState": None,
+        "gFinalState": None,
+    }
+    vector_bytes = 0 if choose_family(problem, family) == "sm_90" else problem.bytes_at_once()
+    steps, scratch = recurrent_chunks.plan_segment_states(problem, arrays, vector_bytes, dt_softplus)
+    return Plan(steps, scratch, lambda arrays: tuple(arrays[-2:]))
+
+
+_outputs_from_segments = program(OUTPUTS_FROM_SEGMENTS)(_mamba2.planner)

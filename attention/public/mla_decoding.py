@@ -1,0 +1,295 @@
+"""attention.mla_decode: from the caller's arrays to the Plan of a call."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from tiles.calls.plan import Fill, Plan
+from tiles.calls.program import program
+from tiles.calls.schema import Problem, Schema
+from tiles.launching.arrays import Operand
+from tiles.launching.devices import machine
+from tiles.launching.launch import kernel_for
+from tiles.targets import has_early_launch, has_fp8
+
+from ..families import choose_family
+from ..kernels import decode_combine as combine_many
+from ..kernels import mla_ampere, mla_combine, mla_fp8, mla_hopper
+from ..names import suggests_argument_names
+from ..options import check_flag, check_number
+from ..parts.decode import latent_boxes
+from ..parts.decode.cache_loaders import DenseLoader, IndexedLoader, PagedLoader
+from ..parts.decode.key_window import KeyWindow
+from ..parts.decode.latent_products import LatentProducts
+from ..parts.decode.latent_shape import COLUMNS, LATENT, ROTARY
+from ..parts.decode.outputs import FinalOutput, PartialOutput
+from ..parts.decode.splits import MAX_SPLITS, choose_split_count
+from ..parts.online_softmax import SLACK
+from ..parts.variant import Variant
+from ..plans.decode_launches import order_by_rows
+from ..plans.forward_launches import DTYPES, LOG2_E
+from ..plans.fp8_checks import is_fp8
+from ..plans.page_checks import plan_page_checks
+from ..plans.planning import resolve_scale
+from .decoding import check_splits
+
+MIN_BOX_ROWS = 32  # of TMA: with boxes of 16 rows it takes 1.3 times as long as gathering rows, with 64 nine tenths
+
+MLA_DECODE = Schema(
+    "mla_decode",
+    """
+    q            BSHD  tile
+    latent       CTD   tile
+    lengths      B     key_lengths
+    pages        BM    index    optional
+    batch_index  B     index    optional
+    out          BSHV  tile     made
+    lse          BHS   float32  made      return_lse
+    """,
+    V=LATENT,
+)
+QUANTISED = Schema(
+    "mla_decode_fp8",
+    """
+    q            BSHD  tile
+    latent       CTV   fp8
+    lengths      B     key_lengths
+    rotary       CTK   tile
+    descale      CT    float32
+    pages        BM    index    optional
+    batch_index  B     index    optional
+    out          BSHV  tile     made
+    lse          BHS   float32  made      return_lse
+    """,
+    V=LATENT,
+)
+
+
+@suggests_argument_names
+def mla_decode(
+    q: Any,
+    latent: Any,
+    *,
+    lengths: Any,
+    scale: float,
+    rotary: Any = None,
+    descale: Any = None,
+    pages: Any = None,
+    batch_index: Any = None,
+    causal: bool = True,
+    splits: int | None = None,
+    out: Any = None,
+    return_lse: bool = False,
+    stream: Any = None,
+    family: str | None = None,
+) -> Any:
+    """Multi-head latent attention (DeepSeek's) of a few new tokens, over a cache of latents that is read once.
+
+    A key is a row of the cache: 512 numbers of the latent, and 64 that are rotated by position. All heads share it, and its
+    latent is the value for all of them. The matrices that make keys and values from latents are absorbed: the first one into
+    q, before the call; after it, the output is a mean of latents, from which the model's own product makes the output of
+    each head.
+
+    q: (B, Sq, H, 576), the 64 rotated columns last; one query token a sequence or several. latent: (B, Sk, 576). Sequence b
+    uses the first lengths[b] rows, including those of the new tokens; the others are not read. bfloat16 or float16. Any base
+    addresses, and any strides with a contiguous last axis; multiples of 16 bytes are fast.
+
+    scale: scores are scale q . k. There is no default, because it depends on how wide heads were before the absorption: (128
+    + 64)**-0.5 in DeepSeek's models, times a factor for longer contexts (YaRN).
+
+    lengths: (B), int32 or int64, on q's device. The host never reads them, so a CUDA graph that holds the call serves
+    sequences as they grow.
+
+    rotary, descale: for a cache of float8_e4m3fn, which has latents alone, (B, Sk, 512). The latents are multiplied by descale,
+    (B, Sk) in float32, one number a token; the rotated columns are an array of their own, (B, Sk, 64), in q's dtype. Queries
+    and weights are rounded to float16. The three may be views of one array of bytes, such as rows of 656 bytes of which 512, 4
+    and 128 are in use. It needs Ada, Hopper or later.
+
+    pages: (B, most pages), int32 or int64. Then latent is a pool, (pages, page size, 576), and key j of sequence b is row j %
+    size of page pages[b, j // size]; the same holds for rotary and descale. Any page size. Entries after a sequence's last page
+    are not read. batch_index: (B), sequence b is batch batch_index[b] of latent, which may have more.
+
+    To write new latents, call attention.append with the rotated columns as the keys of one head and the others as its values:
+    attention.append(latent[:, :, None, 512:], latent[:, :, None, :512], rotated, latents, lengths=before, rotary=(cos, sin)).
+    So the pools of a PagedCache may be two such views of one pool of latents.
+
+    causal: the last token is at the last key, and token t sees keys up to lengths[b] - Sq + t. Otherwise a token sees all keys.
+    A token that sees no key gives 0.
+
+    splits, return_lse, stream: as in decode. out: (B, Sq, H, 512), where to write. family: None, "sm_90" (Hopper) or
+    "sm_80", the instructions of every GPU since Ampere.
+
+    Returns `out`, or with return_lse=True `(out, lse)`, lse (B, H, Sq) as in forward.
+
+    ValueError, TypeError: name the argument and print the values, before anything is launched."""
+    if scale is None:
+        raise TypeError("scale: must be a number, such as (128 + 64)**-0.5: scale=None")
+    options = (
+        check_flag("causal", causal),
+        check_splits(splits),
+        check_number("scale", scale),
+        check_flag("return_lse", return_lse),
+        family,
+    )
+    if (rotary is None) != (descale is None):
+        name, other = ("rotary", "descale") if rotary is None else ("descale", "rotary")
+        raise TypeError(f"{name}: must be passed together with {other}, with a cache of float8_e4m3fn: {name}=None")
+    if rotary is None:
+        if is_fp8(latent):
+            values = f"latent.dtype={latent.dtype}, latent.shape={tuple(latent.shape)}"
+            raise TypeError(f"latent: in float8_e4m3fn must have {LATENT} columns; pass rotary= and descale=, too: {values}")
+        return _mla_decode(stream, (q, latent, lengths, pages, batch_index, out, None), options)
+    return _mla_decode_fp8(stream, (q, latent, lengths, rotary, descale, pages, batch_index, out, None), options)
+
+
+@program(MLA_DECODE, no_gradient="attention.mla_decode has no gradient: attention.forward has")
+def _mla_decode(problem: Problem, causal: bool, splits: int | None, scale: float, return_lse: bool, family: str | None) -> Plan:
+    """The Plan of a call of mla_decode on a cache of 16 bits. The schema's `lse` is always a result: callers have no argument
+    for it."""
+    if problem("D") != (COLUMNS,):
+        raise problem.error("q", f"must have {COLUMNS} columns: {LATENT} of latents, then {ROTARY} rotated", "q", "latent")
+    if problem("V") != (LATENT,):  # of out, if it is given
+        raise problem.error("out", f"must have {LATENT} columns", "out")
+    _check_heads(problem)
+    vector_bytes, tma, heads = problem.bytes_at_once(), _select_tma(problem), problem("H")[0]
+    loader, latent = _select_loader(problem, vector_bytes), problem["latent"]
+    dtype, gpu = DTYPES[problem.dtype], machine(problem.device)
+    rows = problem("S")[0] * heads
+    chosen = choose_family(problem, family)
+    arrays: dict[str, Any] = {"gLatent": _one_head(latent, 2)}
+    if chosen == "sm_80" or (family is None and rows <= mla_ampere.TILE_ROWS):  # most of mla_hopper.py's 64 rows would be empty
+        pdl, arrays["gQ"] = has_early_launch(gpu.capability), order_by_rows(problem["q"], heads)
+
+        def config_for(window, result):
+            return mla_ampere.config_for(dtype, window, loader, result, pdl, rows, gpu.shared_bytes)
+
+        return _plan(problem, mla_ampere, config_for, arrays, vector_bytes, causal, splits, scale, return_lse)
+    arrays |= {"gQ": _one_head(problem["q"], 2), "gRotary": _one_head(latent, 2), "gDescale": None}
+    arrays |= {"page_size": problem("T")[0]} if "pages" in problem and tma is not None else {}
+
+    def hopper_config_for(window, result):
+        if tma is None:
+            return mla_hopper.gather_config(dtype, False, window, loader, result)
+        return mla_hopper.Config(LatentProducts(dtype), window, tma, result)
+
+    return _plan(problem, mla_hopper, hopper_config_for, arrays, vector_bytes, causal, splits, scale, return_lse)
+
+
+@program(QUANTISED, no_gradient="attention.mla_decode has no gradient: attention.forward has")
+def _mla_decode_fp8(
+    problem: Problem, causal: bool, splits: int | None, scale: float, return_lse: bool, family: str | None
+) -> Plan:
+    """The Plan of a call of mla_decode on a cache of float8_e4m3fn."""
+    if problem("DVK") != (COLUMNS, LATENT, ROTARY):
+        rule = f"q must have {COLUMNS} columns, a cache of float8_e4m3fn {LATENT}, and rotary {ROTARY}"
+        raise problem.error("latent", rule, "q", "latent", "rotary")
+    _check_heads(problem)
+    vector_bytes = problem.bytes_at_once(*(name for name in ("q", "latent", "rotary", "out") if name in problem))
+    chosen = choose_family(problem, family, vector_bytes == mla_hopper.VECTOR_BYTES)
+    gpu, form = machine(problem.device), problem["latent"].form
+    if not has_fp8(gpu.capability):
+        raise ValueError(f"latent: float8_e4m3fn needs a GPU of compute capability 8.9 or later; latent is on {gpu}")
+    if form.strides[-1] != 1 and form.extent:
+        raise problem.error("latent", f"last axis must be contiguous: latent.strides={form.strides} bytes", "latent")
+    if vector_bytes not in mla_fp8.PIECES:
+        raise problem.error(
+            "latent", "addresses and strides of latent, rotary, q and out must be multiples of 4 bytes", "latent"
+        )
+    dtype, rows, pdl = DTYPES[problem.dtype], math.prod(problem("SH")), has_early_launch(gpu.capability)
+    arrays = {f"g{name.title()}": _one_head(problem[name], 2) for name in ("latent", "rotary")}
+    arrays |= {"gQ": _one_head(problem["q"], 2), "gDescale": problem["descale"]}
+    loader = _select_loader(problem, vector_bytes)
+    if chosen == "sm_90" and (family is not None or rows > 2 * mla_fp8.TILE_ROWS):
+
+        def hopper_config_for(window, result):
+            return mla_hopper.gather_config(dtype, True, window, loader, result)
+
+        return _plan(problem, mla_hopper, hopper_config_for, arrays, vector_bytes, causal, splits, scale, return_lse)
+
+    def config_for(window, result):
+        return mla_fp8.config_for(dtype, window, loader, result, pdl, rows, gpu.shared_bytes)
+
+    return _plan(problem, mla_fp8, config_for, arrays, vector_bytes, causal, splits, scale, return_lse)
+
+
+def _plan(
+    problem: Problem, kernels: Any, config_for: Callable, arrays: dict[str, Any], vector_bytes: int, causal: bool,
+    splits: int | None, scale: float, return_lse: bool,
+) -> Plan:  # fmt: skip
+    """The Plan of a call: the launch of attention and, if there are several splits, the one that merges their outputs. kernels:
+    the kernel's module. config_for(window, result): its configuration. arrays: its other arguments."""
+    batch, tokens, heads, batches, keys = problem("BSHCT")
+    max_keys = keys * (problem("M")[0] if "pages" in problem else 1) if batches else 0
+    out, lse = problem["out"], problem["lse"] if return_lse else None
+    if 0 in (batch, tokens) or max_keys == 0:
+        return Plan([Fill(x, value) for x, value in ((out, 0), (lse, -math.inf)) if x])
+    dtype, gpu, rows, unit = DTYPES[problem.dtype], machine(problem.device), tokens * heads, resolve_scale(problem, scale)
+    window, final = KeyWindow(False, causal and tokens > 1, False), FinalOutput(dtype, vector_bytes)
+    key_args = {"lengths": problem["lengths"], "added": 0} | ({"right": 0} if window.right else {})
+    config = config_for(window, PartialOutput(dtype, vector_bytes))
+    row_tiles = -(-rows // config.tile_rows)
+    tiles, places = -(-max_keys // config.kv), gpu.processors * config.resident
+    split_count = choose_split_count(batch * row_tiles, tiles, places, MAX_SPLITS) if splits is None else splits
+    args = {"splits": split_count, "tokens": tokens, "group": heads, "scale": unit * LOG2_E}
+    out_args: dict[str, Any] = {"out": _one_head(out, 2), "lse": lse and _one_head(lse, 1)}
+    steps, scratch = [], []
+    if split_count == 1:
+        config = config_for(window, final)
+    else:
+        scratch = [((split_count, batch, 1, rows, LATENT), "float32"), ((split_count, batch, 1, rows), "float32")]
+        out_partial, lse_partial = [problem.scratch(n, *shape_and_dtype) for n, shape_and_dtype in enumerate(scratch)]
+        partial_args, pdl = {"out_partial": out_partial, "lse_partial": lse_partial}, config.overlaps_previous
+        combine_args = partial_args | args | out_args
+        if split_count <= mla_combine.MAX_PARTS:
+            combine_tiles, last = (
+                -(-rows // mla_combine.ROWS),
+                kernel_for(mla_combine, mla_combine.Config(final, pdl), problem.device),
+            )
+            steps.append(last.bind(batch * combine_tiles * mla_combine.SLABS, row_tiles=combine_tiles, **combine_args))
+        else:
+            slabs, last_config = LATENT // combine_many.COLUMNS, combine_many.Config(dtype, Variant(), overlaps_previous=pdl)
+            last = kernel_for(combine_many, last_config, problem.device)
+            combine_args |= {"heads": 1, "rows": rows, "slabs": slabs, "sequences": batch}
+            steps.append(last.bind(batch * rows * slabs, **combine_args))
+        out_args = partial_args
+    cache_args = {name: problem[name] for name in ("pages", "batch_index") if name in problem}
+    numbers = {"row_tiles": row_tiles, "sequences": batch, "slack": SLACK / (unit * LOG2_E)}
+    first = kernel_for(kernels, config, problem.device)
+    args |= arrays | numbers | cache_args | key_args | out_args
+    return Plan([*plan_page_checks(problem), first.bind(batch * split_count * row_tiles, **args), *steps], scratch)
+
+
+def _check_heads(problem: Problem) -> None:
+    """ValueError: q has no heads."""
+    if problem("H") == (0,):
+        raise problem.error("q", "must have at least one head", "q")
+
+
+def _select_loader(problem: Problem, vector_bytes: int) -> DenseLoader:
+    """How latents are loaded by cp.async. ValueError: pages and batch_index are both passed; or neither, and latent's batch is
+    not q's."""
+    if "pages" in problem:
+        if "batch_index" in problem:
+            raise ValueError("batch_index: must be None where pages is passed, which says already where a sequence's rows are")
+        return PagedLoader(vector_bytes)
+    if "batch_index" in problem:
+        return IndexedLoader(vector_bytes)
+    if problem("B") != problem("C"):
+        raise problem.error("latent", "batch must equal q's unless pages or batch_index is passed", "latent", "q")
+    return DenseLoader(vector_bytes)
+
+
+def _select_tma(problem: Problem) -> latent_boxes.TmaLatents | None:
+    """How latents are loaded by TMA; None if its boxes would be so small that gathering rows is faster."""
+    if "pages" not in problem:
+        return latent_boxes.TmaIndexedLatents() if "batch_index" in problem else latent_boxes.TmaLatents()
+    rows = math.gcd(problem("T")[0], mla_hopper.KV)
+    return latent_boxes.TmaPagedLatents(mla_hopper.KV // rows) if rows >= MIN_BOX_ROWS else None
+
+
+def _one_head(operand: Operand, axis: int) -> Operand:
+    """The operand with an axis of one key head inserted before `axis`."""
+    form = operand.form
+    shape, strides = form.shape, form.strides
+    shape, strides = (*shape[:axis], 1, *shape[axis:]), (*strides[:axis], strides[axis - 1], *strides[axis:])
+    return operand._replace(form=form._replace(shape=shape, strides=strides))

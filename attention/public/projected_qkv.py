@@ -1,0 +1,216 @@
+"""Attention with QK norm and rotary embedding, for q, k and v that are columns of one projection: a program, and one for the
+gradients. These all go to one array, so that the backward pass of the projection is one matrix product.
+
+    y = rotary(norm(q)), rotary(norm(k))    rotary_rows.py: the heads of queries and then those of keys, in one array
+    out = softmax(scale y_q y_k^T) v        the launches of forward_programs.py, on parts of that array
+
+In the backward pass the launches of backward/ write dy and dv to the array of gradients, and dy becomes dq and dk in place."""
+
+from typing import Any
+
+from tiles.calls.plan import ArrayView, Fill, Plan
+from tiles.calls.program import program
+from tiles.calls.schema import Problem, Schema
+from tiles.launching.arrays import ALIGNMENT, Operand, c_ordered
+from tiles.launching.launch import kernel_for
+
+from ..kernels import rotary_rows
+from ..kernels.norm_gradients import PART, SumNormPartials
+from ..plans import forward_programs
+from ..plans.forward_launches import DTYPES
+from ..plans.gradient import NO_SECOND_DERIVATIVES
+from . import softmax_backward
+
+INPUTS = """
+    q       BSHD    tile
+    k       BSGD    tile
+    v       BSGD    tile
+    cos     SR|BSR  float32
+    sin     SR|BSR  float32
+    q_norm  D       float32  optional
+    k_norm  D       float32  optional
+    sink    H       float32  optional
+"""
+FORWARD = Schema(
+    "projected",
+    f"""{INPUTS.rstrip()}
+    out   BSHD  tile     made
+    lse   BHS   float32  made
+    rows  BSrD  tile     made
+    """,
+    r=lambda extents: extents["H"] + extents["G"],
+)
+BACKWARD = Schema(
+    "projected_backward",
+    f"""
+    dout  BSHD  tile{INPUTS.rstrip()}
+    out   BSHD  tile
+    lse   BHS   float32
+    rows  BSrD  tile
+    dx       BSpD     tile     made
+    dq_norm  =q_norm  float32  made  normed
+    dk_norm  =k_norm  float32  made  normed
+    dsink    H        float32  made  sunk
+    """,
+    p=lambda extents: extents["H"] + 2 * extents["G"],
+)
+
+
+class _InnerProblem(Problem):
+    """The problem of forward or backward inside one of these programs, with these operands."""
+
+    def __init__(self, outer: Problem, schema: Schema, operands: dict[str, Operand | None], parts: list[ArrayView]):
+        self.operands, self.outer, self.parts = {n: x for n, x in operands.items() if x is not None}, outer, parts
+        problem = schema.problem({name: x.form for name, x in self.operands.items()})
+        super().__init__(schema, problem.forms, problem.extents, problem.bits, problem.layout)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.operands.get(name)
+
+    def scratch(self, number: int, shape: tuple[int, ...], dtype: str) -> Operand:
+        """Scratch memory of the outer problem; the views of arrays come before it."""
+        return self.outer.scratch(len(self.parts) + number, shape, dtype)
+
+
+def _view_heads(problem: Problem, array: Operand, first: int, count: int, parts: list[ArrayView]) -> Operand:
+    """A view of `count` heads of an array (batch, row, head, column), from head `first` on."""
+    batch, rows, _, columns = array.form.shape
+    form = array.form._replace(shape=(batch, rows, count, columns))
+    parts.append(ArrayView(array.source, first * form.strides[2]))
+    return Operand(len(problem.schema.places) + len(parts) - 1, form)
+
+
+def _rotary_arguments(problem: Problem) -> tuple[rotary_rows.RotaryConfig, dict[str, Any], int]:
+    """(the RotaryConfig, the arguments of both kernels, the number of tiles of rows). ValueError: the arrays contradict each
+    other."""
+    batch, rows, heads, columns, kv_heads, pairs = problem("BSHDGR")
+    if columns not in rotary_rows.HEAD_DIMS:
+        raise problem.error("q", f"head_dim must be one of {rotary_rows.HEAD_DIMS}", "q")
+    if pairs * 2 != columns:
+        raise problem.error("cos", "must have a column for each pair of q's", "cos", "q")
+    if ("q_norm" in problem) != ("k_norm" in problem):
+        raise ValueError("q_norm: must be passed with k_norm, and only with it")
+    if problem.bytes_at_once("q", "k", "v", "cos", "sin") != ALIGNMENT:
+        raise problem.error(
+            "q", f"addresses and strides, as those of k, v, cos and sin, must be multiples of {ALIGNMENT} bytes", "q"
+        )
+    tables = {name: problem[name] for name in ("cos", "sin")}
+    tables = {name: x if len(x.form.shape) == 3 else x.spread(0, batch) for name, x in tables.items()}
+    for name, x in tables.items():
+        if x.form.strides[-1] != x.form.itemsize and 0 not in x.form.shape:
+            raise ValueError(f"{name}: last axis must be contiguous: {name}.strides={problem.forms[name].strides}")
+    norms = {name: x.spread(0, 1) for name in ("q_norm", "k_norm") if (x := problem[name]) is not None}
+    args = {"gQ": problem["q"], "gK": problem["k"], "gCos": tables["cos"], "gSin": tables["sin"]}
+    args |= {"gQNorm": norms.get("q_norm"), "gKNorm": norms.get("k_norm")}
+    args |= {"heads": heads, "kv_heads": kv_heads, "cuts": -(-(heads + kv_heads) // rotary_rows.WARPS)}
+    return rotary_rows.RotaryConfig(columns, DTYPES[problem.dtype], "q_norm" in problem), args, -(-rows // rotary_rows.ROWS)
+
+
+def _prepare_backward(arrays: list, options: tuple, layout: str) -> None:
+    """Compile the kernels of a call's backward pass, without a deterministic order, while those of the call are compiled
+    (`meanwhile` of tiles.calls.program)."""
+    if not any([x is not None and getattr(x.owner, "requires_grad", False) for x in arrays]):
+        return
+    names = FORWARD.names[:-3]
+    forms = {name: x.form for name, x in zip(names, arrays) if x is not None}
+    problem = FORWARD.problem(forms, layout)
+    results = {name: c_ordered(*problem.made(name), problem.device) for name in ("out", "lse", "rows")}
+    flags = False, "q_norm" in forms, "sink" in forms
+    projected_backward.prepare({"dout": results["out"], **forms, **results}, (*options[:-1], *flags, options[-1]), layout)
+
+
+@program(FORWARD, no_gradient=NO_SECOND_DERIVATIVES, meanwhile=_prepare_backward)
+def projected(
+    problem: Problem,
+    norm_eps: float,
+    causal: bool,
+    left: int | None,
+    right: int | None,
+    softcap: float | None,
+    scale: float | None,
+    family: str | None,
+) -> Plan:
+    """The Plan of the rotated rows, and of out and lse."""
+    parts: list[ArrayView] = []
+    config, args, tiles = _rotary_arguments(problem)
+    batch, heads, kv_heads = problem("BHG")
+    q, k = (_view_heads(problem, problem["rows"], *of_heads, parts) for of_heads in ((0, heads), (heads, kv_heads)))
+    operands = {"q": q, "k": k} | {name: problem[name] for name in ("v", "sink", "out", "lse")}
+    inner = _InnerProblem(problem, forward_programs.VARIANTS, operands, parts)
+    ends = left, right
+    plan = forward_programs._variant.planner(
+        inner, causal, *ends, softcap, None, None, None, None, None, norm_eps, None, None, scale, True, family
+    )
+    if not tiles * batch:
+        return plan._replace(scratch=[*parts, *plan.scratch])
+    turn = kernel_for(rotary_rows, rotary_rows.RotateConfig(*config.fields), problem.device)
+    first = turn.bind(batch * tiles * args["cuts"], gOut=problem["rows"], tiles=tiles, eps=norm_eps, **args)
+    return plan._replace(steps=[first, *plan.steps], scratch=[*parts, *plan.scratch])
+
+
+@program(BACKWARD, no_gradient=NO_SECOND_DERIVATIVES)
+def projected_backward(
+    problem: Problem,
+    norm_eps: float,
+    causal: bool,
+    left: int | None,
+    right: int | None,
+    softcap: float | None,
+    scale: float | None,
+    deterministic: bool,
+    normed: bool,
+    sunk: bool,
+    family: str | None,
+) -> Plan:
+    """The Plan of dx, the gradients of q, k and v in one array, and of the gradients of norms and sinks. normed, sunk: are
+    there norms? sinks?"""
+    parts: list[ArrayView] = []
+    config, args, tiles = _rotary_arguments(problem)
+    batch, heads, kv_heads, all_rows, columns = problem("BHGrD")
+    if all_rows != heads + kv_heads:
+        raise problem.error("rows", "must have the heads of q and k", "rows", "q", "k")
+    if (normed, sunk) != ("q_norm" in problem, "sink" in problem):
+        raise ValueError(f"normed, sunk: must say whether there are norms, and sinks: {normed=}, {sunk=}")
+    rows, dx = problem["rows"], problem["dx"]
+    operands = {name: problem[name] for name in ("dout", "v", "sink", "out", "lse")}
+    for array, names in ((rows, ("q", "k")), (dx, ("dq", "dk", "dv"))):
+        first = 0
+        for name, count in zip(names, (heads, kv_heads, kv_heads)):
+            operands[name] = _view_heads(problem, array, first, count, parts)
+            first += count
+    operands |= {"dsink": problem["dsink"]} if sunk else {}
+    inner = _InnerProblem(problem, softmax_backward.VARIANTS, operands, parts)
+    also = "dsink" if sunk else ""
+    plan = softmax_backward._variant.planner(
+        inner, causal, left, right, softcap, None, None, None, None, None, None, None, scale, deterministic, also, family
+    )
+    norm_grads = {name: problem[name].spread(0, 1) for name in (("dq_norm", "dk_norm") if normed else ())}
+    scratch: list[Any] = [*parts, *plan.scratch]
+    if not tiles * batch:
+        return plan._replace(steps=[*plan.steps, *[Fill(x, 0.0) for x in norm_grads.values()]], scratch=scratch)
+    config = rotary_rows.RotateBackwardConfig(*config.fields)
+    shares = -(-tiles // config.steps)
+    counts = {"dq_norm": batch * shares * heads, "dk_norm": batch * shares * kv_heads}
+    sums = {}
+    for name in norm_grads:
+        shape = 1, counts[name], columns
+        sums[name] = problem.scratch(len(scratch), shape, "float32")
+        scratch.append((shape, "float32"))
+    steps = [
+        *plan.steps,
+        kernel_for(rotary_rows, config, problem.device).bind(
+            batch * shares * args["cuts"],
+            gDX=dx,
+            gQParts=sums.get("dq_norm"),
+            gKParts=sums.get("dk_norm"),
+            tiles=tiles,
+            shares=shares,
+            eps=norm_eps,
+            **args,
+        ),
+    ]
+    panels, kernel = -(-columns // PART.cols), SumNormPartials()
+    for name, target in norm_grads.items():
+        launch = kernel_for(kernel, kernel, problem.device)
+        steps.append(launch.bind(panels, gPartials=sums[name], gSum=target, panels=panels, splits=counts[name]))
+    return plan._replace(steps=steps, scratch=scratch)

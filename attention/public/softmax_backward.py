@@ -1,0 +1,323 @@
+"""attention.backward: the public function, and the programs that plan its launches."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tiles.calls.plan import Plan
+from tiles.calls.program import program
+from tiles.calls.schema import REAL, Problem, Schema
+from tiles.launching.arrays import Number
+
+from ..kernels.query_tile_lists import MAX_SURVEY_QUERIES
+from ..names import suggests_argument_names
+from ..options import check_flag, check_number, check_positive
+from ..parts.scores import ScoredWithGrad
+from ..plans import norm_gradients
+from ..plans.backward_launches import plan_launches
+from ..plans.call_options import OF_AUX, OF_BLOCKS, block_options, dropout_options, pad_aux, window_ends, without_gradients
+from ..plans.gradient import NO_SECOND_DERIVATIVES
+from ..plans.planning import (
+    bias_part,
+    check_extents,
+    dropout_part,
+    load_functions,
+    plan_block_lists,
+    reduce_to_window,
+    resolve_scale,
+)
+from ..plans.score_gradients import GRADIENTS, reads_of
+from ..plans.variant_spec import build_variant
+from ..scoring.index_checks import IndexingFunctions, plan_index_checks
+from ..scoring.python_functions import register_function
+from ..scoring.score_derivative import differentiate
+
+FORWARD_ROWS = """
+    dout BSHV  tile
+    q    BSHD  tile
+    k    BTGD  tile
+    v    BTGV  tile
+    out  BSHV  tile
+    lse  BHS   float32
+    dlse BHS   float32  optional
+"""
+INPUT_GRADIENT_ROWS = """\
+    dq   BSHD  tile  made
+    dk   BTGD  tile  made
+    dv   BTGV  tile  made
+"""
+INPUTS = f"""{FORWARD_ROWS}\
+    alibi  H|UH  float32  optional
+    sink   H     float32  optional
+    bias   WXYT  real     optional
+    cu_seqlens    E  ends         optional
+    cu_seqlens_k  E  key_ends     optional
+    lengths_k     N  key_lengths  optional
+    seed   O     index   optional
+{OF_BLOCKS}    marks  *     any      optional
+{OF_AUX}"""
+CREATED_ROWS = f"""{INPUT_GRADIENT_ROWS}\
+    dbias  =bias  float32  made  also:dbias
+    dalibi =alibi float32  made  also:dalibi
+    dsink  H      float32  made  also:dsink
+    daux0  =aux0  float32  made  also:daux0
+    daux1  =aux1  float32  made  also:daux1
+    daux2  =aux2  float32  made  also:daux2
+    daux3  =aux3  float32  made  also:daux3
+    daux4  =aux4  float32  made  also:daux4
+    daux5  =aux5  float32  made  also:daux5
+    daux6  =aux6  float32  made  also:daux6
+    daux7  =aux7  float32  made  also:daux7
+"""
+ACCUMULATED_ROWS = """\
+    dq   BSHD  float32  updated
+    dk   BTGD  float32  updated
+    dv   BTGV  float32  updated
+    dbias  =bias  float32  updated?
+    dalibi =alibi float32  updated?
+    dsink  H      float32  updated?
+    daux0  =aux0  float32  updated?
+    daux1  =aux1  float32  updated?
+    daux2  =aux2  float32  updated?
+    daux3  =aux3  float32  updated?
+    daux4  =aux4  float32  updated?
+    daux5  =aux5  float32  updated?
+    daux6  =aux6  float32  updated?
+    daux7  =aux7  float32  updated?
+"""
+BACKWARD = Schema("backward", FORWARD_ROWS + INPUT_GRADIENT_ROWS)
+VARIANTS, INTO = Schema("backward_variant", INPUTS + CREATED_ROWS), Schema("backward_into", INPUTS + ACCUMULATED_ROWS)
+
+
+@suggests_argument_names
+@without_gradients
+def backward(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    *,
+    dlse: Any = None,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    alibi: Any = None,
+    sink: Any = None,
+    bias: Any = None,
+    mask: Callable | None = None,
+    score: Callable | None = None,
+    aux: Sequence[Any] = (),
+    blocks: Any = None,
+    cu_seqlens: Any = None,
+    cu_seqlens_k: Any = None,
+    lengths_k: Any = None,
+    dropout: float = 0.0,
+    seed: Any = None,
+    q_norm: Any = None,
+    k_norm: Any = None,
+    norm_eps: float = 1e-6,
+    scale: float | None = None,
+    deterministic: bool = False,
+    accumulate: bool = False,
+    layout: str = "bshd",
+    dq: Any = None,
+    dk: Any = None,
+    dv: Any = None,
+    dbias: Any = None,
+    dalibi: Any = None,
+    dsink: Any = None,
+    daux: Any = None,
+    dq_norm: Any = None,
+    dk_norm: Any = None,
+    stream: Any = None,
+    family: str | None = None,
+) -> tuple[Any, ...]:
+    """Gradients of attention.forward. For a loss L, dout = dL/dout and dlse = dL/dlse: dq = dL/dq, dk = dL/dk and dv = dL/dv.
+
+        P = exp(scale q k^T - lse)    dv = P^T dout
+        dS = P (dout v^T - rowsum(dout out) + dlse)    dq = scale dS k    dk = scale dS^T q
+
+    dout: as out. out, lse: what forward returned, with return_lse=True. dlse: as lse, float32; None where L does not depend on
+    lse. It costs no time. For queries that see no key it may be anything, also inf or NaN. q, k, v, causal, window, softcap,
+    alibi, sink, bias, mask, score, aux, blocks, cu_seqlens, cu_seqlens_k, lengths_k, dropout, seed, scale, layout: what forward
+    was called with; dS is then the gradient of q k^T, before all of these. The gradients of heads that share a key head are
+    summed. Queries that see no key have gradients of 0, and so have keys that are not in use.
+
+    dq, dk, dv, dsink, dq_norm, dk_norm: arrays to write to instead of new ones. accumulate: they must be float32 arrays, and
+    the gradients are added to what they hold, unrounded; so must dbias, dalibi and daux, where they are wanted. dsink: False
+    where it is not wanted.
+
+    dbias, dalibi: True for the gradients of a bias (summed over axes of length 1) and of slopes; or an array to write to; False
+    or None: not wanted. daux: True for the gradients of all arrays of aux that do not hold integers, as far as score reads
+    them; or, for each array, True, an array to write to, or None or False. They are float32. Each is computed from the scores
+    once more, in a fixed order: the same bits every time. With packed sequences, elements of a bias that belong to no sequence
+    get 0.
+
+    The derivative of score is computed by running it once on symbolic terms. So score may do all that it may in forward, except
+    `map`. Query tiles that see no key of a block are skipped, as forward skips key blocks.
+
+    deterministic: sums are computed in float32 and rounded once; but where few key blocks would leave multiprocessors idle, dk
+    and dv are sums of several partial gradients, each of which is rounded. Key blocks add to dq in any order, so its last bits
+    differ from call to call; with deterministic=True they add in a fixed order, and all bits are the same in every call on the
+    same kind of GPU.
+
+    q_norm, k_norm, norm_eps: norms of queries and keys, as forward has them. dq and dk are those of q and k before the
+    norms; the gradients of the normalised rows are rounded to their dtype on the way, or kept in float32 with
+    accumulate=True. The norms' own gradients are float32, have their shapes and come last: for each norm an array, or a
+    pair (of the weights, of the bias). Their sums have a fixed order.
+
+    forward's other options have no gradient yet. stream, family: as in forward.
+
+    Returns (dq, dk, dv), followed, in this order, by dbias and dalibi, if asked for; dsink, if there is a sink; each of daux
+    that is wanted; those of norms. They are the same kind of arrays as q, and have no derivatives themselves: torch tensors may
+    require grad, and what is returned does not. Arrays and errors are those of forward."""
+    plain_scores = window is softcap is alibi is sink is bias is mask is score is blocks is q_norm is k_norm is None
+    plain_gradients = cu_seqlens is cu_seqlens_k is lengths_k is dbias is dalibi is dsink is daux is dq_norm is dk_norm is None
+    if plain_scores and plain_gradients and isinstance(aux, (tuple, list)) and not (dropout or accumulate or aux):
+        options = check_flag("causal", causal), check_number("scale", scale), check_flag("deterministic", deterministic), family
+        return _backward(stream, (dout, q, k, v, out, lse, dlse, dq, dk, dv), options, layout)
+    sequences, random, aux = (cu_seqlens, cu_seqlens_k, lengths_k), dropout_options(dropout, seed), pad_aux(aux)
+    dsink = sink is not None if dsink is None else dsink
+    if dsink is not False and sink is None:
+        raise ValueError(f"dsink: must be None where there is no sink: {dsink=!r:.60}")
+    norm_gradients.check_norm_gradient("q", q_norm, dq_norm)
+    norm_gradients.check_norm_gradient("k", k_norm, dk_norm)
+    extra = [None if x is False else x for x in (dbias, dalibi, dsink, *aux_gradients(daux, aux))]
+    if check_flag("accumulate", accumulate):
+        norms_of = {"dq_norm": (dq_norm, q_norm), "dk_norm": (dk_norm, k_norm)}
+        check_accumulators(
+            {"dq": dq, "dk": dk, "dv": dv} | {name: x for name, (x, norm) in norms_of.items() if norm is not None}
+        )
+        check_accumulators({name: x for name, x in zip(GRADIENTS, extra) if x is not None})
+    eps, rows = check_positive("norm_eps", norm_eps), {"q": (q, q_norm), "k": (k, k_norm)}
+    normed_q, normed_k = (norm_gradients.normalise_rows(name, x, norm, eps, stream, layout) for name, (x, norm) in rows.items())
+    into = [dx if norm is None else None for dx, norm in ((dq, q_norm), (dk, k_norm))]
+    if accumulate:
+        buffers = ("q", q, q_norm, dq), ("k", k, k_norm, dk)
+        into = [norm_gradients.gradient_buffer(*x, stream, layout) for x in buffers]
+    size, ready_for, (*lists, _, marks) = block_options(blocks)
+    wanted = " ".join([name for name, x in zip(GRADIENTS, extra) if x is not None])
+    extra_out = [None if x is True else x for x in extra]
+    score_arrays = alibi, sink, bias, *sequences, random.seeds, *lists, marks, *aux
+    arrays = dout, normed_q, normed_k, v, out, lse, dlse, *score_arrays, *into, dv
+    options = (
+        check_flag("causal", causal),
+        *window_ends(window),
+        check_positive("softcap", softcap),
+        *[None if f is None else register_function(n, f) for n, f in (("mask", mask), ("score", score))],
+        *size,
+        ready_for,
+        random.dropout,
+        random.seed,
+        check_number("scale", scale),
+        check_flag("deterministic", deterministic),
+        wanted,
+        family,
+    )
+    if accumulate:
+        _into(stream, (*arrays, *extra_out), options, layout)
+        gradients = *into, dv, *[x for x in extra_out if x is not None]
+    else:
+        gradients = _variant(stream, (*arrays, *extra_out), options, layout)
+    if q_norm is k_norm is None:
+        return gradients
+    dq, d_q_norm = norm_gradients.norm_gradients("q", q, gradients[0], q_norm, eps, dq, stream, layout, dq_norm, accumulate)
+    dk, d_k_norm = norm_gradients.norm_gradients("k", k, gradients[1], k_norm, eps, dk, stream, layout, dk_norm, accumulate)
+    return dq, dk, *gradients[2:], *d_q_norm, *d_k_norm
+
+
+def backward_without_options(
+    arrays: tuple, causal: bool, scale: float | None, deterministic: bool, family: str | None, layout: str
+) -> tuple[Any, Any, Any]:
+    """backward of the arrays (dout, q, k, v, out, lse, dlse) on the current stream, for calls that have no other options."""
+    return _backward(None, (*arrays, None, None, None), (causal, scale, deterministic, family), layout)
+
+
+def check_accumulators(arrays: dict[str, Any]) -> None:
+    """TypeError: one of these arguments is no array that gradients can be added to."""
+    for name, x in arrays.items():
+        if x is None or x is True:
+            raise TypeError(f"{name}: must be a float32 array with accumulate=True, got {name}={x}")
+
+
+def aux_gradients(daux: Any, aux: tuple) -> tuple:
+    """For each array of aux: True or an array to write to where its gradient is wanted, else None or False. TypeError: daux
+    does not fit aux."""
+    if daux is None or isinstance(daux, bool):
+        return tuple([daux and (True if x is not None and is_floating(x) else None) for x in aux])
+    count = sum(x is not None for x in aux)
+    if not isinstance(daux, (tuple, list)) or len(daux) != count:
+        raise TypeError(
+            f"daux: must be True, or a tuple of True, an array or None for each of {count} arrays of aux: {daux=!r:.60}"
+        )
+    return *daux, *(None,) * (len(aux) - len(daux))
+
+
+def is_floating(x: Any) -> bool:
+    """Is this an array of floating-point numbers, rather than of integers or booleans?"""
+    return any(name in str(getattr(x, "dtype", "")) for name in REAL)
+
+
+@program(BACKWARD, no_gradient=NO_SECOND_DERIVATIVES)
+def _backward(problem: Problem, causal: bool, scale: float | None, deterministic: bool, family: str | None) -> Plan:
+    """The launches of a call without other options."""
+    check_extents(problem)
+    scale = resolve_scale(problem, scale)
+    return plan_launches(problem, build_variant(scale, causal), scale, deterministic, family)
+
+
+@program(VARIANTS, no_gradient=NO_SECOND_DERIVATIVES)
+def _variant(
+    problem: Problem,
+    causal: bool,
+    left: int | None,
+    right: int | None,
+    softcap: float | None,
+    mask: str | None,
+    score: str | None,
+    block_rows: int | None,
+    block_cols: int | None,
+    ready_for: str | None,
+    dropout: float | None,
+    seed_value: Number | None,
+    scale: float | None,
+    deterministic: bool,
+    also: str,
+    family: str | None,
+) -> Plan:
+    """The launches of a call with any options. mask, score: the names of functions in python_functions.py. also: the names of
+    gradients to compute besides dq, dk and dv."""
+    check_extents(problem)
+    scale = resolve_scale(problem, scale)  # of the sink nothing but lse knows
+    masking, scoring, aux = load_functions(problem, mask, score)
+    asking = IndexingFunctions(masking, scoring, aux, causal, left, right, problem("T")[0])
+    index_checks = plan_index_checks(problem, asking, listed=ready_for is not None)
+    size = None if block_rows is None or block_cols is None else (block_rows, block_cols)
+    more: list[Any] = [dropout_part(problem, dropout, seed_value)] if dropout is not None else []
+    axes = [len(x.form.shape) for x in aux]
+    masking, causal, (left, right) = reduce_to_window(problem, masking, axes, causal, (left, right))
+    listing = plan_block_lists(
+        problem, masking, f"{mask=!s}; window={(left, 0 if causal else right)}", size, MAX_SURVEY_QUERIES, ready_for
+    )
+    blocked = listing and listing.blocked
+    score_options = softcap, "alibi" in problem, bias_part(problem, last=scoring is None)
+    score_derivatives = scoring and differentiate(scoring, axes)
+    scored = None
+    if scoring and score_derivatives:
+        scored = ScoredWithGrad(scoring, score_derivatives.score_and_grad, score_derivatives.linear)
+    spec = build_variant(
+        scale,
+        causal,
+        (left, right),
+        *score_options,
+        mask=None if blocked else masking,
+        score=scored,
+        more=[*more, (blocked, {})] if blocked else more,
+    )
+    reads = {name: reads_of(problem, name, score_derivatives) for name in also.split() if name != "dsink"}
+    plan = plan_launches(problem, spec, scale, deterministic, family, aux, listing, reads, "dsink" in also.split())
+    return plan._replace(steps=[*index_checks, *plan.steps])
+
+
+_into = program(INTO, no_gradient=NO_SECOND_DERIVATIVES)(_variant.planner)

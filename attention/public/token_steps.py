@@ -1,0 +1,80 @@
+"""attention.linear_step: one token of linear attention, for which the state is read and written once."""
+
+from typing import Any
+
+from tiles.calls.plan import Plan
+from tiles.calls.program import program
+from tiles.calls.schema import Problem, Schema
+from tiles.launching.arrays import ALIGNMENT, Operand
+
+from ..names import suggests_argument_names
+from ..options import check_number
+from ..plans import recurrent_checks, token_loop
+
+STEP = Schema(
+    "linear_step",
+    """
+    q      BGK       tile
+    k      BGK       tile
+    v      BHV       tile
+    state  BHKV      float32  updated
+    decay  H|BH|BHK  log      optional
+    beta   BH        real     optional
+    out    BHV       tile     made
+    """,
+)
+
+
+@suggests_argument_names
+def linear_step(
+    state: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    decay: Any = None,
+    beta: Any = None,
+    scale: float | None = None,
+    out: Any = None,
+    stream: Any = None,
+) -> Any:
+    """One token of linear attention; `state` is updated in place. For every sequence and head,
+
+        S = exp(decay) S;  v = beta (v - S^T k);  S = S + k v^T;  o = scale S^T q
+
+    state: (B, H, Dk, Dv) float32, its rows contiguous and aligned to 16 bytes: what the functions of whole sequences return
+    with return_state=True. q, k: (B, Hk, Dk), bfloat16 or float16; value head h reads key head h // (H // Hk). v, out:
+    (B, H, Dv). Dk and Dv: multiples of 16 up to 256. B and H: up to 65535.
+
+    decay: log decays (<= 0), float32, bfloat16 or float16: None (linear attention), (H,) (retention, lightning), (B, H)
+    (simple GLA, gated delta rule) or (B, H, Dk) (GLA, KDA). beta: None, or (B, H) for the delta rule. scale: Dk^-1/2 by
+    default.
+
+    Mamba-2's step is q=C, k=B, v=dt * x, decay=dt * A, scale=1, plus D * x; its state is transposed. There is no step with
+    normalize=True. JAX arrays cannot be overwritten, so a state cannot be one.
+
+    Returns `out`, the same kind of array as q. Arrays, `stream` and errors are those of attention.forward."""
+    return _linear_step(stream, (q, k, v, state, decay, beta, out), (check_number("scale", scale),))
+
+
+@program(STEP)
+def _linear_step(problem: Problem, scale: float | None) -> Plan:
+    """The Plan of a call of linear_step."""
+    recurrent_checks.check_extents(problem)
+    scale, state = recurrent_checks.resolve_scale(problem, scale), problem["state"]
+    recurrent_checks.has_channel_decay(problem)
+    if state.form.strides[-1] != state.form.itemsize or problem.bytes_at_once("state") < ALIGNMENT:
+        raise ValueError(
+            f"state: last axis must be contiguous, address and other strides multiples of {ALIGNMENT} bytes: "
+            f"address {state.form.past} past one, state.strides={state.form.strides} bytes, state.shape={state.form.shape}"
+        )
+    if 0 in problem["out"].form.shape:
+        return Plan([])
+    arrays = {"gQ": "q", "gK": "k", "gV": "v", "gDecay": "decay", "gBeta": "beta", "gOut": "out"}
+    tokens = {parameter: _add_token_axis(problem[name]) for parameter, name in arrays.items()}
+    return Plan([token_loop.launch(problem, tokens | {"gInitialState": state}, scale, single=True)])
+
+
+def _add_token_axis(x: Operand | None) -> Operand | None:
+    """The array with an axis of one token; a decay (H,), which has no such axis, as it is."""
+    return x if x is None or len(x.form.shape) == 1 else x.spread(1, 1)

@@ -1,1 +1,0 @@
-"""The kernels of the linear-attention family, and what they share."""

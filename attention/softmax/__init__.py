@@ -1,1 +1,0 @@
-"""Softmax attention: `attention.forward`, its kernels, and how their work is cut into tiles."""

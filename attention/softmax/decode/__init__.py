@@ -1,1 +1,0 @@
-"""Softmax attention of a few query tokens over caches of keys and values: attention.decode."""

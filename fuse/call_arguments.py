@@ -1,0 +1,63 @@
+"""Checks of a call's arguments, casts, and copies of results into the arrays of `out`."""
+
+import itertools
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tiles.launching.checks import Check, ValueRule
+from tiles.launching.frameworks import describe
+
+
+def as_tuple(results: Any) -> Any:
+    """The results of a definition as a tuple or one array; a dictionary gives its values."""
+    return tuple(results.values()) if isinstance(results, dict) else results
+
+
+def flatten_out(out: Any, lead: tuple[int, ...]) -> Any:
+    """An array of `out` with its leading axes joined into one. ValueError: its leading axes are not `lead`, or their strides
+    allow no view: reshape would copy the array, and the result would go to the copy."""
+    if tuple(out.shape[:-1]) != lead:
+        raise ValueError(f"out: must have the result's leading axes, {lead}: out.shape={tuple(out.shape)}")
+    strides = out.stride() if hasattr(out, "stride") else describe(out, "out").form.strides
+    axes = [one for one in zip(lead, strides) if one[0] != 1]
+    if any([far != n * step for (_, far), (n, step) in itertools.pairwise(axes)]):
+        raise ValueError(f"out: leading axes are rows and must be contiguous: {out.shape=}, strides {tuple(strides)}")
+    return out.reshape(-1, out.shape[-1])
+
+
+def copy_to_outs(outs: Sequence[Any], results: Sequence[Any]) -> list[Any]:
+    """The results, each copied into its array of `outs` where there is one. ValueError: that array has another shape."""
+    for target, x in zip(outs, results):
+        if target is not None:
+            if tuple(target.shape) != tuple(x.shape):
+                raise ValueError(f"out: must have the result's shape: out.shape={tuple(target.shape)}, {tuple(x.shape)}")
+            target[...] = x
+    return [x if target is None else target for target, x in zip(outs, results)]
+
+
+def index_value_check(name: str, among: int) -> ValueRule:
+    """The check of the values of an index into `among` things (tiles/launching/checks.py)."""
+
+    def wrong(values: np.ndarray, extents: Any) -> Any:
+        beyond = np.argwhere(values >= among)
+        return (beyond[0], f"must be below {among}") if len(beyond) else None
+
+    return ValueRule(wrong, "pass a negative one to choose nothing")
+
+
+def refuse_index(name: str, index: np.ndarray, among: int) -> None:
+    """ValueError, which names the index, if one of its values is `among` or more."""
+    Check([(name, 0, describe(index, name).form, index_value_check(name, among))], {}).run(0, [index.ctypes.data])
+
+
+def dtype_of(x: Any) -> str:
+    """The name of an array's dtype; "" for a number."""
+    return str(getattr(x, "dtype", "")).removeprefix("torch.")
+
+
+def cast(x: Any, dtype: str) -> Any:
+    """The array in another dtype, for arrays of NumPy, JAX and torch."""
+    return x.to(getattr(sys.modules["torch"], dtype)) if hasattr(x, "to") else x.astype(np.dtype(dtype))

@@ -1,0 +1,132 @@
+"""tiles/calls/watched_plans.py: calls whose lengths grow are served by what was written for their form, and others are read."""
+
+import threading
+
+import noting
+import numpy as np
+import pytest
+from noting import RUNS, Counted, gpu, noted  # noqa: F401
+
+torch = pytest.importorskip("torch")
+
+from tiles.calls import watched_plans  # noqa: E402
+from tiles.calls.plan import Plan  # noqa: E402
+from tiles.launching.lengths import Trace, watched_call  # noqa: E402
+
+MANY = "x BSD real\n y BSD real\n out BSD float32 made"
+
+
+@pytest.fixture
+def many():
+    def planner(problem):
+        batch, rows = problem("BS")
+        if rows > 50:
+            raise ValueError("x: has too many rows")
+        number = batch * rows + (1000 if rows > 30 else 0)
+        places = tuple([problem[name].source for name in ("x", "y", "out")])
+        return Plan([watched_call(noted, places, number)], [((batch, rows), "float32")])
+
+    return Counted(MANY, planner)
+
+
+def called(many, batch, rows, room=64):
+    x, y = (torch.zeros(batch, room, 8)[:, :rows] for _ in range(2))
+    out = many(x, y, None, options=())
+    assert out.shape == (batch, rows, 8)
+    assert RUNS[-1] == (7, batch * rows + (1000 if rows > 30 else 0), x.data_ptr(), y.data_ptr(), out.data_ptr())
+
+
+def test_lengths_that_grow_are_not_read(many):
+    """From the third on, until a question of the planner's has another answer: then again from the third on."""
+    read = []
+    for rows in range(2, 51):
+        count = many.read
+        called(many, 2, rows)
+        read.append(many.read - count)
+    assert many.planned == 2 and read == [1, 1, *[0] * 27, 1, 1, *[0] * 18]
+    for rows in (20, 20, 40, 20, 21, 41):  # both are remembered
+        called(many, 2, rows)
+    assert many.planned == 2
+    with pytest.raises(ValueError, match="^x: has too many rows"):
+        called(many, 2, 51)
+
+
+def test_what_grows_may_be_more_than_it_was(many):
+    """Rows, batches, then strides: each is free from then on, and none is taken for what it was."""
+    for batch, rows, room in [(1, 5, 64), (1, 6, 64), (1, 7, 64), (2, 7, 64), (3, 8, 64), (3, 9, 70), (2, 10, 71), (1, 9, 80)]:
+        called(many, batch, rows, room)
+    called(many, 3, 3)  # several batches are expected again
+    many.read = 0
+    for batch, rows, room in [(4, 11, 90), (5, 4, 91), (4, 11, 90), (5, 25, 64)]:
+        called(many, batch, rows, room)
+    assert many.read == 0 and many.planned == 2  # a batch of one is one of the planner's questions
+
+
+def test_other_extents_than_those_that_grow_are_read(many):
+    for rows in range(2, 8):
+        called(many, 2, rows)
+    x, y = (torch.zeros(2, 9, 8) for _ in range(2))
+    with pytest.raises(ValueError, match="y"):
+        many(x, y[:, :8], None, options=())
+    with pytest.raises(ValueError, match="y"):
+        many(x, y[..., :4], None, options=())
+    with pytest.raises(TypeError, match="y: dtype"):
+        many(x, y.to(torch.int32), None, options=())
+    called(many, 2, 9)
+
+
+def test_it_is_written_a_few_times(many, monkeypatch):
+    written, real = [], watched_plans.guarded_calls.guarded
+    monkeypatch.setattr(watched_plans.guarded_calls, "guarded", lambda *args: written.append(args) or real(*args))
+    rng = np.random.default_rng(1)
+    for _ in range(200):
+        called(many, int(rng.integers(2, 5)), int(rng.integers(1, 50)), int(rng.integers(50, 90)))
+    assert len(written) <= 3 * watched_plans.TRIES
+
+
+def test_another_thread_finds_more_that_differs_meanwhile(many, monkeypatch):
+    """What is written for some lengths is of these, though those that are known to differ have become more."""
+    plans, init, narrowed = [], watched_plans.TracedPlan.__init__, Trace.narrowed
+
+    def meanwhile(self, *args):
+        for one in plans:
+            one.free = [*one.variables]
+        return narrowed(self, *args)
+
+    monkeypatch.setattr(watched_plans.TracedPlan, "__init__", lambda self, *args: plans.append(self) or init(self, *args))
+    monkeypatch.setattr(Trace, "narrowed", meanwhile)
+    for rows in range(2, 20):
+        called(many, 2, rows)
+    assert plans
+
+
+def test_threads(many, monkeypatch):
+    """Eight, whose lengths differ: nobody gets what another one asked for."""
+    failed, start = [], threading.Barrier(8)
+    local = threading.local()
+
+    class Mine(list):
+        def append(self, run):
+            local.run = run
+
+        def clear(self):
+            pass
+
+    def work(me):
+        start.wait()
+        try:
+            for n in range(300):
+                batch, rows = 2 + me % 3, 2 + (n * (me + 1)) % 28
+                x, y = (torch.zeros(batch, 64, 8)[:, :rows] for _ in range(2))
+                out = many(x, y, None, options=())
+                wanted = (7, batch * rows, x.data_ptr(), y.data_ptr(), out.data_ptr())
+                if out.shape != (batch, rows, 8) or local.run != wanted:
+                    failed.append((wanted, local.run, out.shape))
+        except Exception as error:
+            failed.append(error)
+
+    monkeypatch.setattr(noting, "RUNS", Mine())
+    threads = [threading.Thread(target=work, args=(me,)) for me in range(8)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    assert not failed, failed[:3]

@@ -1,0 +1,117 @@
+"""Programs under jax.jit: a call on tracers becomes one of jax.experimental.buffer_callback, which calls the program when the
+arrays are there, on XLA's stream, and with memory of XLA's for the results.
+
+JAX's arrays cannot be written: what is `updated` in place is refused. jax.grad and jax.vjp take the `gradient` that a program
+has, which is called on tracers in turn; where there is none they say so.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ..launching.arrays import c_ordered
+from ..launching.frameworks import HOST
+from .plan import AnyProgram
+
+
+def tracing(x: Any) -> bool:
+    """Is this a tracer: are jax.jit, jax.vmap or jax.grad at work?"""
+    jax = sys.modules.get("jax")
+    return jax is not None and isinstance(x, jax.core.Tracer)
+
+
+def serves(arrays: tuple, program: AnyProgram) -> bool:
+    """Is one of these a tracer?"""
+    return any(map(tracing, arrays))
+
+
+def call(program: AnyProgram, stream: Any, arrays: tuple, options: tuple, layout: str) -> Any:
+    """What the program gives, traced. Shapes and dtypes are checked now, all else when the call is made."""
+    jax, schema = sys.modules["jax"], program.schema
+    if stream is not None:
+        raise TypeError("stream: must be None under jax.jit: calls run on XLA's stream")
+    passed = {name: x for name, x in zip(schema.names, arrays) if x is not None}
+    for name in passed:
+        if schema.arguments[name].written:
+            raise TypeError(f"{name}: JAX's arrays cannot be written; under jax.jit results are new arrays")
+    problem = schema.problem({name: c_ordered(x.shape, str(np.dtype(x.dtype)), None) for name, x in passed.items()}, layout)
+
+    def make(options: tuple, *values: Any) -> tuple:
+        """What is made of these arrays, with these options."""
+        results = schema.results(dict(zip(program.options, options)))
+
+        def run(context, out, *buffers):
+            known = dict(zip(passed, buffers)) | dict(zip(results, out))
+            stream = None if buffers[0].__dlpack_device__()[0] in HOST else context.stream
+            program.run(stream, tuple([known.get(name) for name in schema.names]), options, layout)
+
+        shapes = [jax.ShapeDtypeStruct(*problem.made(name)) for name in results]
+        return tuple(_buffer_callback()(run, shapes, vmap_method="sequential")(*values))
+
+    if program.gradient is None:
+        traced = _without_gradient(jax, tuple(passed), program.no_gradient, partial(make, options))
+    else:
+        gradient = partial(program.gradient, options=dict(zip(program.options, options)), layout=layout)
+        traced = _with_gradient(jax, tuple(passed), program, options, gradient, make)
+    found = traced(*passed.values())
+    return found[0] if len(found) == 1 else found
+
+
+def _buffer_callback() -> Any:
+    """JAX's function of that name; NotImplementedError: this JAX has none."""
+    try:
+        from jax.experimental.buffer_callback import buffer_callback
+    except ImportError:
+        version = sys.modules["jax"].__version__
+        raise NotImplementedError(
+            f"jax.jit: needs jax.experimental.buffer_callback, which jax {version} has not; update jax, or call outside of jit"
+        ) from None
+    return buffer_callback
+
+
+def _with_gradient(
+    jax: Any, names: tuple[str, ...], program: AnyProgram, options: tuple, gradient: Callable, make: Callable[..., tuple]
+) -> Any:
+    """make(options, *arrays), whose derivative is `gradient`: see program. In a forward pass that a backward pass follows all
+    is made that options can ask for, as the gradient may read it."""
+    schema = program.schema
+    asking = {option for row in schema.arguments.values() for option in row.asked}
+    all_options = tuple([name in asking or value for name, value in zip(program.options, options)])
+    results, all_results = (schema.results(dict(zip(program.options, x))) for x in (options, all_options))
+    traced = jax.custom_vjp(partial(make, options))
+    once = _without_gradient(
+        jax, names, program.no_gradient, partial(make, all_options)
+    )  # who differentiates this does so again
+
+    def forward(*inputs):
+        wanted = {name: None for name, x in zip(names, inputs) if x.perturbed}  # to JAX a tree without leaves
+        gradient(tuple(wanted))
+        values = [x.value for x in inputs]
+        outputs = dict(zip(all_results, once(*values)))
+        return tuple([outputs[name] for name in results]), (values, outputs, wanted)
+
+    def backward(kept, gradients):
+        values, outputs, wanted = kept
+        some = {n: x for n, x in zip(results, gradients) if not isinstance(x, jax.custom_derivatives.SymbolicZero)}
+        found = gradient(tuple(wanted))(dict(zip(names, values)), outputs, some)
+        return tuple([None if name not in found else found[name].astype(x.dtype) for name, x in zip(names, values)])
+
+    traced.defvjp(forward, backward, symbolic_zeros=True)
+    return traced
+
+
+def _without_gradient(jax: Any, names: tuple[str, ...], why: str | None, function: Any) -> Any:
+    """The function, which refuses to be differentiated, and says why."""
+    traced, stop = jax.custom_jvp(function), "under jax.grad and jax.jvp put jax.lax.stop_gradient around the arrays"
+    words = why or f"{names[0]}: the backward pass is not there yet; {stop}: {', '.join(names)}"
+
+    @traced.defjvp
+    def refuse(primals, tangents):
+        raise NotImplementedError(words)
+
+    return traced

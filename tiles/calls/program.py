@@ -1,0 +1,360 @@
+"""Functions that are called often: what decides a call is looked up, and only launches are left.
+
+    SCALED = Schema("scaled", '''
+        x    SD  float32
+        out  SD  float32  made
+    ''')
+
+    @program(SCALED)
+    def _scaled(problem, factor) -> Plan:
+        ...  # further checks, and launches: ValueError, TypeError
+        return Plan([kernel.bind(blocks, gX=problem["x"], gOut=problem["out"], factor=factor)])
+
+    def scaled(x, *, factor=1.0, out=None, stream=None):
+        return _scaled(stream, (x, out), (factor,))
+
+The *forms* of a call's arrays (shape, strides, dtype, device, alignment) and its options determine everything but addresses:
+what is computed, by which launches, what is created, and what is returned. So a call of a known form reads its arrays, looks up
+the form, writes the addresses into the launches' parameter blocks and calls the driver. A call of a new form is checked and
+planned; a refusal is never remembered. A framework that traces the call instead of making it (torch.compile, jax.jit) gets an
+op that stands for it (torch_op.py, jax_call.py).
+
+A **program** is its launches, one after the other on the caller's stream, and the scratch memory between them, which comes
+from the caller's allocator. Nothing waits for the device, so all of it may be captured in a CUDA graph.
+
+Shapes and strides are lengths. A form that differs from a known one only in these is not planned again. A function that was
+made while the planner was watched (lengths.py) serves it: it checks what the planner checks, and takes the same turns as the
+planner did. If it cannot, the call is planned.
+
+Any number of threads may call at once: what is remembered does not change, and what two of them forget is made anew.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from inspect import get_annotations, signature
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+
+from ..launching import nvtx, recording
+from ..launching.arrays import ITEMSIZE, Array, Form, Number, ascending
+from ..launching.checks import check_options
+from ..launching.frameworks import describe, kind_of, stream_handle
+from ..launching.lengths import Trace, watched_call
+from ..launching.loaded_code import together
+from . import jax_call, remembered_calls, torch_op
+from .plan import ArrayView, Plan, PreparedCall, Recent
+from .schema import Schema
+from .watched_plans import TracedPlan, Variable
+
+ENTRIES = 4096  # forms of calls that are remembered, of all programs together: 4 to 12 KB each, by the launches they take
+KINDS, TURNS = 1024, 32  # how many kinds of forms, alike but for lengths, are remembered; how many traced plans of each kind
+EXPECTED = 3  # guarded functions that are tried before a call is read, of those with the same options: each takes 0.3 us
+BEGINS = 256  # bytes: scratch arrays that share a piece of memory begin at multiples of this, as allocated ones do
+
+
+KNOWN, FUNCTIONS = Recent(ENTRIES), Recent(KINDS)
+
+
+def program(
+    schema: Schema,
+    gradient: Callable | None = None,
+    no_gradient: str | None = None,
+    meanwhile: Callable[[list, tuple, str], None] | None = None,
+) -> Callable[[Callable[..., Plan]], Program]:
+    """Make a planner a function of (stream, arrays, options, layout), the arrays being those of the schema.
+
+    The planner is called with the Problem and the options; it raises ValueError or TypeError, or returns a Plan.
+
+    gradient: gradient(names, options=, layout=) refuses what it cannot differentiate, with respect to these arguments of the
+    schema, or returns f(forms, made, gradients) -> {name: gradient}, all by the schema's names: the arguments, all results,
+    and the gradients of those that have one. JAX asks it (jax_call.py). no_gradient: what is said where there is none, or
+    none of second order.
+
+    meanwhile: meanwhile(arrays, options, layout), an Array or None for each of the schema's names, is called in a thread of its
+    own while the machine code of a call is made: what will be called next may be prepared. Its errors are not heard of."""
+    return lambda planner: Program(schema, planner, gradient, no_gradient, meanwhile)
+
+
+class Program:
+    """What `program` makes: `function(stream, arrays, options, layout)`.
+
+    stream: a handle or a stream object; None is the current one of the first array's framework. What is made belongs to the
+    stream as if it were the current one. arrays: one for each name of the schema, or None. options: a tuple of what else
+    decides a call; those that are equal must mean the same (True, 1 and 1.0 are equal). An option that the planner says is a
+    `Number | None` decides nothing but whether there is one: it goes to the kernels with the addresses."""
+
+    def __init__(
+        self,
+        schema: Schema,
+        planner: Callable[..., Plan],
+        gradient: Callable | None = None,
+        no_gradient: str | None = None,
+        meanwhile: Callable[[list, tuple, str], None] | None = None,
+    ):
+        self.schema, self.planner, self.names = schema, planner, schema.names
+        self.gradient, self.no_gradient, self.meanwhile = gradient, no_gradient, meanwhile
+        self.needed = {name: argument.needed for name, argument in schema.arguments.items()}
+        self.readers: dict[type, Callable] = {}
+        self.compiling = torch_op.asks_dynamo()
+        self.op = torch_op.registered(self)
+        self.options = tuple(signature(planner).parameters)[1:]
+        kinds = get_annotations(planner, eval_str=True)
+        places = [place for place, name in enumerate(self.options) if kinds.get(name) == Number | None]
+        self.numbers = [(place, Number(n - len(places))) for n, place in enumerate(places)]
+        if ranges := nvtx.backend():
+            vars(self)["run"] = nvtx.ranged(f"{planner.__module__.partition('.')[0]}.{schema.name}", self.run, *ranges)
+            self.compiling = lambda: True  # so that each call comes to `run`
+
+    def __call__(self, stream: Any, arrays: tuple, options: tuple, layout: str = "bshd") -> Any:
+        if not self.compiling():
+            numbers, key_options = self._numbers(options) if self.numbers else ((), options)
+            try:
+                expected = KNOWN.get(
+                    (self, key_options, layout)
+                )  # guarded functions for the forms that came last with these options
+            except TypeError:  # an option that cannot be looked up, such as a list
+                expected = None
+            for call in expected or ():
+                returned = call(stream, numbers, *arrays)
+                if returned is not remembered_calls.OTHER:
+                    if call is not expected[0]:
+                        KNOWN.put((self, key_options, layout), (call, *[other for other in expected if other is not call]))
+                    return returned
+        if torch_op.traced(arrays[0]):
+            return torch_op.call(self, stream, arrays, options, layout)
+        try:
+            return self.run(stream, arrays, options, layout, True)
+        except TypeError:  # it may be that these are no arrays yet
+            ways = [way for way in (recording, torch_op, jax_call) if way.serves(arrays, self)]
+            if not ways:
+                raise
+        return ways[0].call(self, stream, arrays, options, layout)
+
+    def run(self, stream: Any, arrays: tuple, options: tuple, layout: str, eager: bool = False) -> Any:
+        """A call on arrays in memory. eager: no framework stands between it and the user, so that the next one may be made
+        by a function that is written for its form (remembered_calls.py)."""
+        read = self.readers.get(type(arrays[0])) or self._reader(arrays[0])
+        try:
+            sort, lengths, addresses, described = read(*arrays)
+        except (AttributeError, RuntimeError, TypeError):  # not all are tensors in memory: `describe` says what is wrong
+            sort, lengths, addresses, described = self._read(*arrays)
+        numbers, options = self._numbers(options) if self.numbers else ((), options)
+        try:
+            found = KNOWN.get((self, sort, lengths, options, layout))
+        except TypeError:  # an option that cannot be looked up, such as a list
+            known = self._planned(described or self._described(arrays), options, layout)
+        else:
+            if found is None:
+                known = self._learn(arrays, sort, lengths, described, options, layout, eager and stream is None)
+            else:
+                known, call = found
+                if eager and stream is None and call is not False:
+                    self._again(call, known, arrays, sort, lengths, options, layout)
+        current = 0 if known.device is None else known.kind.stream(arrays[0], known.device)
+        handle = current if stream is None else stream_handle(stream)
+        for a, b, low, high in known.disjoint:
+            if low < addresses[b] - addresses[a] < high:
+                self._check_apart(self._described(arrays), a, b)
+        all_arrays: Sequence[Any] = arrays
+        if known.makers or known.parts:
+            all_arrays, addresses = [*arrays], [*addresses, *known.parts]
+            for place, make in known.makers:
+                new = make() if handle == current else known.kind.make_on(handle, known.device, make)
+                if place < len(arrays):
+                    all_arrays[place], addresses[place] = new, known.kind.address(new)
+                else:  # scratch: kept until all steps are on the stream
+                    all_arrays.append(new)
+                    addresses.append(known.kind.address(new))
+            for place, (source, offset) in enumerate(known.parts, len(arrays)):
+                addresses[place] = addresses[source] + offset
+        if known.beyond:
+            start = addresses[-1]
+            addresses += [start + far for far in known.beyond]
+        addresses = (*addresses, *numbers)
+        for step in known.steps:
+            step.run(handle, addresses)
+        if known.kind.waits and known.device is not None:
+            known.kind.finish(handle)
+        return known.give(all_arrays)
+
+    def _numbers(self, options: tuple) -> tuple[list, tuple]:
+        """(the numbers among the options, for the kernels; the options with a Number for each of them that was forms)"""
+        found = [*options]
+        for place, number in self.numbers:
+            found[place] = None if found[place] is None else number
+        return [options[place] or 0 for place, _ in self.numbers], tuple(found)
+
+    def _again(
+        self, call: Callable | None, known: PreparedCall, arrays: tuple, sort: Any, lengths: tuple, *call_key: Any
+    ) -> None:
+        """A call of a form that came before, of these options and this layout. call: what was written for it, None if nothing
+        was yet. If it was asked, and declined, it is for another mode of this thread."""
+        if call is None or call in (KNOWN.get((self, *call_key)) or ()):
+            call = remembered_calls.guarded(self.names, known, arrays, lengths)
+            KNOWN.put((self, sort, lengths, *call_key), (known, call or False))
+        if call:
+            self._expect(call, *call_key)
+
+    def _expect(self, call: Callable, *call_key: Any) -> None:
+        """That the next call of these options and this layout may be for this function."""
+        before = KNOWN.get((self, *call_key)) or ()
+        if call not in before:
+            KNOWN.put((self, *call_key), (call, *before[: EXPECTED - 1]))
+
+    def _described(self, arrays: tuple) -> list:
+        """An Array for each, or None; TypeError that names one that is no array, or is missing."""
+        found: list[Any] = []  # which an error's traceback keeps: cuda.core's views forget an error that is raised as they go
+        for x, (name, needed) in zip(arrays, self.needed.items(), strict=True):
+            if isinstance(x, (bool, int, float)):
+                raise TypeError(self.schema.of_a_number(name, x))
+            found.append(None if x is None and not needed else describe(x, name))
+        return found
+
+    def _read(self, *arrays: Any) -> tuple:
+        """What is read of every call: (what these arrays share with others of their sort, their lengths, their addresses, what
+        must live until the call has ended). Lengths, of each: shape, strides, and how far its address is past a multiple of
+        ALIGNMENT, negative for one that lies nowhere."""
+        described = self._described(arrays)
+        first = described[0]
+        sort = first.kind, first.kind.home(first), *[a and (a.dtype, a.device, a.form.itemsize, a.readonly) for a in described]
+        lengths = tuple([a and (a.shape, a.strides, a.form.past if a.pointer else -1) for a in described])
+        return sort, lengths, [a.pointer if a else 0 for a in described], described
+
+    def _reader(self, first: Any) -> Callable:
+        """How calls with a first array of this type are read."""
+        reader = kind_of(first, self.names[0]).reader(self.needed)
+        return self.readers.setdefault(type(first), reader or self._read)
+
+    def _learn(
+        self, arrays: tuple, sort: Any, lengths: tuple, described: list | None, options: tuple, layout: str, eager: bool
+    ) -> PreparedCall:
+        """What calls of this form have in common: from a function of lengths, or planned, and watched for the next time."""
+        key = self, sort, options, layout
+        functions: tuple[TracedPlan, ...] = FUNCTIONS.get(key) or ()
+        for traced in functions:
+            known = traced.function(lengths)
+            if known:
+                if traced is not functions[0]:  # lengths that grow ask for the same one again
+                    FUNCTIONS.put(key, (traced, *[other for other in functions if other is not traced]))
+                if eager and described is None and (call := traced.grow(self.names, known, arrays, lengths)):
+                    self._expect(call, options, layout)
+                break
+        else:
+            read_one_by_one = described is not None
+            described = described or self._described(arrays)
+            known = self._planned(described, options, layout)
+            if len(functions) < TURNS and self._of_lengths(described, known):
+                with suppress(TypeError, ValueError):  # of a planner that takes numbers, but not to be watched: Untraceable
+                    traced = self._watched(described, not read_one_by_one, options, layout)
+                    traced.last = lengths
+                    FUNCTIONS.put(key, (*functions, traced))
+        KNOWN.put((self, sort, lengths, options, layout), (known, None))
+        return known
+
+    def _planned(self, described: list, options: tuple, layout: str) -> PreparedCall:
+        """The plan for these arrays alone."""
+        forms = {name: array.form for name, array in zip(self.names, described) if array}
+        with together() as coming:
+            known = self._plan(forms, described[0], options, layout)
+            if coming and self.meanwhile:
+                threading.Thread(target=_unheard, args=(self.meanwhile, described, options, layout)).start()
+        return self._plan(forms, described[0], options, layout) if coming else known
+
+    def prepare(self, forms: dict[str, Form], options: tuple, layout: str = "bshd") -> None:
+        """Have the machine code for calls with arrays of these forms, by the schema's names, on a device."""
+        with together():
+            self.steps(forms, next(iter(forms.values())).device, options, layout)
+
+    def _plan(self, forms: dict[str, Form], first: Array, options: tuple, layout: str) -> PreparedCall:
+        """ValueError or TypeError: the schema or the planner refuses these forms."""
+        problem, (steps, scratch, give), results = self.steps(forms, first.device, options, layout)
+        order, kind = self.schema.places, first.kind
+        home = kind.home(first)
+        makers = [(order[name], watched_call(kind.maker, home, *problem.made(name))) for name in results if name not in forms]
+        parts: Any = [x for x in scratch if isinstance(x, ArrayView)]
+        memory: Any = scratch[len(parts) :]
+        memory, beyond = (memory, []) if give or first.device is None else _joined(memory)
+        makers += [(place, watched_call(kind.maker, home, *what)) for place, what in enumerate(memory, len(order) + len(parts))]
+        disjoint = []
+        for a, b in self.schema.apart(forms):
+            (first_at, mine), (last_at, its) = ascending(forms[a]), ascending(forms[b])
+            shift = first_at - last_at
+            disjoint.append((order[a], order[b], shift - its.extent, shift + mine.extent))
+        give = give or itemgetter(*[order[name] for name in results])
+        return PreparedCall(kind, first.device, makers, parts, beyond, disjoint, steps, give)
+
+    def steps(self, forms: dict[str, Form], device: int | None, options: tuple, layout: str) -> tuple:
+        """For arrays of these forms: (the Problem, the Plan with what is checked before, the names of the results)."""
+        problem = self.schema.problem(forms, layout)
+        plan = self.planner(problem, *options)
+        if (device is None or check_options().values) and (check := self.schema.check(problem, forms)):
+            plan = plan._replace(steps=[check, *plan.steps])
+        return problem, plan, self.schema.results(dict(zip(self.options, options)))
+
+    def _of_lengths(self, described: list, known: PreparedCall) -> bool:
+        """Can this plan be one for other lengths, too? On a device; in the interpreter planning takes no time that counts."""
+        return (
+            known.device is not None
+            and all(getattr(step, "of_lengths", False) for step in known.steps)
+            and all(array.pointer for array in described if array)
+        )
+
+    def _watched(self, described: list, in_elements: bool, options: tuple, layout: str) -> TracedPlan:
+        """The function of lengths that plans as the planner does for these arrays."""
+        trace, names, forms = Trace(), [], {}
+        variables: list[Variable] = []
+
+        def variable(value: int, *where: int) -> Any:
+            variables.append(Variable(f"n{len(variables)}", *where))
+            return trace.variable(variables[-1].name, value)
+
+        for place, (name, array) in enumerate(zip(self.names, described)):
+            if array is None:
+                names.append("_")
+                continue
+            form = array.form
+            unit = form.itemsize if in_elements else 1
+            shape = [variable(n, place, remembered_calls.SHAPE, axis) for axis, n in enumerate(form.shape)]
+            strides = [
+                variable(stride // unit, place, remembered_calls.STRIDES, axis) for axis, stride in enumerate(form.strides)
+            ]
+            past = variable(form.past, place, remembered_calls.PAST)
+            names.append(f"({_pattern(shape)}, {_pattern(strides)}, {past.text})")
+            past = max(past, 0)  # so that the function is none for arrays that lie nowhere
+            full_form = form._replace(shape=tuple(shape), strides=tuple([unit * stride for stride in strides]), past=past)
+            forms[name] = self.schema.with_lengths(name, full_form, layout)
+        return TracedPlan(trace, f"{', '.join(names)},", variables, self._plan(forms, described[0], options, layout))
+
+    def _check_apart(self, described: list, a: int, b: int) -> None:
+        """ValueError if the arrays in these places share memory."""
+        x, y = described[a], described[b]
+        self.schema.check_apart(self.names[a], self.names[b], (x.pointer, y.pointer), (x.form, y.form))
+
+
+def _unheard(call: Callable, *args: Any) -> None:
+    """The call, whatever becomes of it."""
+    with suppress(Exception):
+        call(*args)
+
+
+def _joined(scratch: Sequence[tuple[tuple[int, ...], str]]) -> tuple[Sequence[tuple[tuple[int, ...], str]], list[int]]:
+    """The same memory as one array, for each costs the host a microsecond, and where in it the second and further ones begin.
+    On a device: in the interpreter an access past one of them must not be one of the next."""
+    if len(scratch) < 2:
+        return scratch, []
+    ends = [0]
+    for shape, dtype in scratch:
+        size = ITEMSIZE.get(dtype) or np.dtype(dtype).itemsize
+        ends.append(ends[-1] + -(-math.prod(shape) * size // BEGINS) * BEGINS)
+    return [((ends[-1],), "uint8")], ends[1:-1]
+
+
+def _pattern(variables: list[Any]) -> str:
+    """What a tuple of numbers is assigned to."""
+    return f"({''.join(f'{one.text}, ' for one in variables)})"

@@ -1,0 +1,339 @@
+"""What a kernel's machine code depends on, digested: the key under which cache.py keeps it.
+
+The key digests: the sources of ops/ and of what in tiles/ takes part in compiling; the kernel's bytecode and constants, the
+values it closes over and the globals it loads, and so on through every helper it reaches; lowerings registered outside tiles/
+and ops/; the argument types, the kernel's options and the architecture; NUMBA_* settings; the versions of all that takes
+part in compiling. What cannot be digested makes a kernel uncached, never wrongly cached. Making a key compiles nothing.
+
+Not seen: tiles/, ops/ or Numba changed in memory (`ops.raw.wait = ...`), or an `overload` of somebody's for a function of
+Numba's or Python's own.
+"""
+
+import builtins
+import contextlib
+import dis
+import enum
+import functools
+import hashlib
+import inspect
+import logging
+import os
+import struct
+import sys
+import sysconfig
+import types as python
+from pathlib import Path
+
+import cuda.bindings
+import cuda.core
+import llvmlite
+import ml_dtypes
+import numba
+import numba_cuda
+import numpy as np
+from cuda.bindings import nvjitlink, nvvm
+from cuda.pathfinder import load_nvidia_dynamic_lib
+from numba.cuda import types
+from numba.cuda.cudadrv.libs import get_libdevice
+
+from ..op import OPS, Op
+from ..types import is_static
+from . import sources
+
+log = logging.getLogger(__name__)
+VERSIONED = {m.__name__: m.__version__ for m in (numba, numba_cuda, llvmlite, np, ml_dtypes)}
+VERSIONED |= {"cuda.core": cuda.core.__version__, "cuda.bindings": cuda.bindings.__version__}
+STDLIB = Path(sysconfig.get_path("stdlib"))
+
+
+class Undigestible(Exception):
+    """A kernel is made from something whose content we cannot digest, so it is not cached."""
+
+
+def key(kernel, signature, arch) -> str | None:
+    """The name under which machine code for this `@cuda.jit` kernel, Numba argument types and architecture is kept, or None
+    if it must not be."""
+    try:
+        digest = Digest()
+        parts = [digest(part) for part in (*_environment(), arch, tuple(signature), kernel)]
+        foreign = [op for op in list(OPS.values()) if _foreign(op)]
+        parts += sorted(digest.rule(op) for op in foreign)
+        return _hash("key", *parts).hex()
+    except Undigestible as error:
+        log.debug("%s is not cached: %s", kernel, error)
+        return None
+
+
+@functools.cache
+def _toolchain():
+    """Versions of all that takes part in compiling, and size and time of the files where a version says too little."""
+    files = [load_nvidia_dynamic_lib(name).abs_path for name in ("nvvm", "nvJitLink")] + [get_libdevice()]
+    stats = [os.stat(file) for file in files if file]
+    marks = [(s.st_size, s.st_mtime_ns) for s in stats]
+    return sys.version, sys.implementation.cache_tag, VERSIONED, tuple(nvvm.version()), tuple(nvjitlink.version()), marks
+
+
+@functools.cache
+def _sources():
+    """A digest of the files of tiles/ and ops/ that take part in compiling."""
+    found = sources.content()
+    if found is None or found != sources.IMPORTED:
+        raise Undigestible("a source of tiles/ or ops/ has changed since it was imported")
+    return found
+
+
+def _environment():
+    settings = {name: value for name, value in sorted(os.environ.items()) if name.startswith("NUMBA_")}
+    return _sources(), settings, _toolchain()
+
+
+def _hash(*parts) -> bytes:
+    """A digest of these parts; their lengths go in, so that ("ab", "c") and ("a", "bc") differ."""
+    combined = hashlib.sha256()
+    for part in parts:
+        part = part.encode() if isinstance(part, str) else part
+        combined.update(len(part).to_bytes(8, "little") + part)
+    return combined.digest()
+
+
+def covered(name) -> bool:
+    """Does the key cover this module already, by its source or its version? Functions made by exec name no module: for them the
+    answer is no."""
+    if not isinstance(name, str):
+        return False
+    root, module = name.partition(".")[0], sys.modules.get(name)
+    file = getattr(module, "__file__", None)
+    if file and sources.takes_part(file):
+        return True
+    if root in ("tiles", "ops"):  # somebody else's package of that name
+        return False
+    if any(f"{name}.".startswith(f"{known}.") for known in VERSIONED):
+        return True
+    if root == "cuda":  # a namespace that cuda.core and cuda.bindings share
+        return False
+    if root not in sys.stdlib_module_names or root == "__main__":
+        return False
+    return not file or (STDLIB in Path(file).parents and not {"site-packages", "dist-packages"} & set(Path(file).parts))
+
+
+def _named(value):
+    """Whether a function or class is what a covered module holds under its name, so that digesting the name is enough."""
+    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
+    if not covered(module):
+        return False
+    found: object = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found is value
+
+
+def _with_bases(cls, part):
+    """The digest of a class: its name, and part(name, value) for each attribute of it and its bases. Of a class whose name is
+    enough, only the name."""
+    parts = [cls.__qualname__]
+    for base in cls.__mro__:
+        if _named(base):
+            parts += [base.__module__, base.__qualname__]
+        else:
+            parts += [said for attribute in sorted(vars(base).items()) for said in part(*attribute)]
+    return parts
+
+
+def _foreign(op):
+    """Was some part of this op's lowering written outside tiles/ and ops/?"""
+    if op.rule is None:
+        return False
+    cells = [c.cell_contents for c in op.rule.__closure__ or () if isinstance(c.cell_contents, python.FunctionType)]
+    return not all(covered(f.__module__) for f in (op.rule, *cells, op.face) if isinstance(f, python.FunctionType))
+
+
+class Digest:
+    """Digests of values, functions and what these reach. Equal digests mean equal content, in this process or another."""
+
+    def __init__(self):
+        self.done = {}  # id: (the object, which keeps its id, and its digest)
+
+    def __call__(self, value, device=True) -> bytes:
+        """The digest of `value`. device: it is seen by kernel code, where a plain function means what Numba was taught, and not
+        what its body says."""
+        at = id(value), device
+        if at not in self.done:
+            self.done[at] = value, _hash("cycle", str(len(self.done)))  # met again while we are inside it
+            self.done[at] = value, _hash(type(value).__qualname__, *self._parts(value, device))
+        return self.done[at][1]
+
+    def rule(self, op):
+        """The digest of an op's lowering."""
+        return _hash(op.name, self(op.face if isinstance(op.face, np.ufunc) else op.name), self(op.rule, False))
+
+    def _parts(self, value, device):
+        kind = type(value)
+        if value is None or value is ... or kind in (bool, int, str):
+            return [repr(value)]
+        if kind is bytes:
+            return [value]
+        if kind in (float, complex):
+            z = complex(value)
+            return [struct.pack("<dd", z.real, z.imag)]
+        if isinstance(value, np.dtype):
+            return [value.str, value.name] if value.fields is None else [repr(value)]
+        if isinstance(value, (np.generic, np.ndarray)) and not value.dtype.hasobject:
+            return [self(value.dtype), str(value.shape), value.tobytes()]
+        if isinstance(value, enum.Enum):
+            return [self(kind, device), value.name]
+        if isinstance(value, (tuple, list)):
+            return [self(kind, device), *(self(item, device) for item in value)]
+        if kind in (set, frozenset):
+            return sorted(self(item, device) for item in value)
+        if kind is dict:
+            return [self(item, device) for pair in value.items() for item in pair]
+        if kind in (range, slice):
+            return [str(value)]
+        if kind is np.ufunc and getattr(np, name := value.__name__, None) is value:
+            return [name]
+        if isinstance(value, python.ModuleType) and covered(value.__name__):
+            return [value.__name__]
+        if isinstance(value, python.CodeType):
+            return self._code(value, device)
+        if isinstance(value, types.Type):
+            return [self(value.spec, device)] if hasattr(value, "spec") else [str(value)]
+        if hasattr(value, "py_func") and hasattr(value, "targetoptions"):
+            return self._dispatcher(value)
+        if isinstance(value, (type, python.FunctionType, python.BuiltinFunctionType)):
+            return self._definition(value, device)
+        return self._static(value) if is_static(value) else self._instance(value, device)
+
+    def _definition(self, value, device):
+        """Digest the definition of a function or a class: its code, and what it refers to."""
+        if _named(value):
+            return [value.__module__, value.__qualname__]
+        if isinstance(value, type):
+            kernels = hasattr(value, "__static__") or (issubclass(value, tuple) and hasattr(value, "_fields"))
+            return self._kernel_class(value) if kernels else self._class(value)
+        if isinstance(value, python.BuiltinFunctionType):
+            raise Undigestible(f"the built-in {value!r}")
+        if value in OPS:  # its lowering is digested among the foreign ones
+            return [value.__module__, value.__qualname__]
+        dispatcher = getattr(value, "dispatcher", None)
+        if device and dispatcher is None and not covered(value.__module__):
+            raise Undigestible(f"{value.__qualname__} is a plain function, and what Numba takes it for cannot be told")
+        return self._function(value, device)
+
+    def _dispatcher(self, value):
+        options = {name: option for name, option in sorted(value.targetoptions.items()) if option not in (None, False, (), [])}
+        for option in ("debug", "lineinfo", "link", "extensions"):
+            if options.get(option):
+                raise Undigestible(f"the option {option}={options[option]!r} of {value.py_func.__qualname__}")
+        return [self(options), _hash(*self._function(value.py_func, True))]
+
+    def _function(self, function, device):
+        code = function.__code__
+        parts = [self(code, device), self(function.__defaults__, device), self(function.__kwdefaults__, device)]
+        try:
+            parts += [self(cell.cell_contents, device) for cell in function.__closure__ or ()]
+        except ValueError:
+            raise Undigestible(f"{function.__qualname__} closes over a name that has no value yet") from None
+        names = set(_attributes(code))
+        for name in global_names(code):
+            value = function.__globals__.get(name, getattr(builtins, name, None))
+            if isinstance(value, python.ModuleType) and not covered(value.__name__):
+                parts += [name.encode(), *self._module(value, names, device)]
+            else:
+                parts += [name.encode(), self(value, device)]
+        return parts
+
+    def _module(self, module, names, device):
+        """What code that names these attributes may read from a module of the user's."""
+        parts = [module.__name__.encode()]
+        for name in sorted(names & vars(module).keys()):
+            value = vars(module)[name]
+            if not isinstance(value, python.ModuleType):
+                parts += [name.encode(), self(value, device)]
+            elif covered(value.__name__):
+                parts += [name.encode(), value.__name__.encode()]
+            elif (id(value), "module") not in self.done:
+                self.done[id(value), "module"] = value, b""
+                parts += self._module(value, names, device)
+        return parts
+
+    def _code(self, code, device):
+        facts = code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags, code.co_names
+        variables = code.co_varnames, code.co_freevars, code.co_cellvars
+        return [code.co_name, code.co_code, self(facts), self(variables), self(code.co_consts, device)]
+
+    def _class(self, cls):
+        """A class of the user's: its attributes and those of its bases, with their code. Special methods are left out: what
+        they do shows in the instances."""
+
+        def part(name, value):
+            value = getattr(value, "fget", getattr(value, "func", getattr(value, "__func__", value)))
+            return () if name.startswith("__") else (name, self(value, False))
+
+        return _with_bases(cls, part)
+
+    def _static(self, value):
+        """A static object: what kernels see of it, and not what its other methods do on the host."""
+        cls = type(value)
+        fields = (part for name in cls.__dataclass_fields__ for part in (name, self._kernel_code(getattr(value, name))))
+        properties = (name for name in dir(cls) if isinstance(inspect.getattr_static(cls, name), PROPERTIES))
+        return [self(cls), *fields, *(part for name in properties for part in self._property(value, name))]
+
+    def _kernel_class(self, cls):
+        """The class of a static object or a named tuple: its @inlined methods, those of its bases too, and its other values."""
+
+        def part(name, value):
+            value = None if name in getattr(cls, "_fields", ()) else getattr(value, "__func__", value)
+            if hasattr(value, "dispatcher"):
+                return name, self(value)
+            if name.startswith(("__", "_abc_")) or isinstance(value, ON_THE_HOST):
+                return ()
+            return name, self._kernel_code(value)
+
+        return _with_bases(cls, part)
+
+    def _property(self, value, name):
+        """A property, by its value, because it runs on the host. If the value cannot be digested, no kernel can read it."""
+        with contextlib.suppress(Exception):
+            return [name, self(getattr(value, name))]
+        return [name, b"none"]
+
+    def _kernel_code(self, value):
+        """A field, whose functions are kernel code even if nothing marks them."""
+        if type(value) is tuple:
+            return _hash("tuple", *map(self._kernel_code, value))
+        if not isinstance(value, python.FunctionType) or value in OPS or _named(value):
+            return self(value)
+        return _hash("function", *self._function(value, True))
+
+    def _instance(self, value, device):
+        """Any other object: its class and its attributes, if that is all there is to it."""
+        cls = type(value)
+        plain = getattr(cls, "__dictoffset__", 0) and not hasattr(cls, "__array_interface__")
+        if isinstance(value, Op) or not plain or cls.__basicsize__ > object.__basicsize__ + 2 * struct.calcsize("P"):
+            raise Undigestible(f"{value!r} of type {cls.__module__}.{cls.__qualname__}")
+        return [self(cls, False), *(part for name, item in sorted(vars(value).items()) for part in (name, self(item, device)))]
+
+
+PROPERTIES = (property, functools.cached_property)
+ON_THE_HOST = (python.FunctionType, *PROPERTIES)
+
+
+def _codes(code):
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, python.CodeType):
+            yield from _codes(constant)
+
+
+@functools.lru_cache(1024)
+def global_names(code) -> tuple[str, ...]:
+    """Names that a code object, or one inside it, loads as globals."""
+    found = {i.argval for part in _codes(code) for i in dis.get_instructions(part) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    return tuple(sorted(found))
+
+
+def _attributes(code):
+    """Names that may be attributes: `getattr(module, "name")` is one, too."""
+    for part in _codes(code):
+        yield from part.co_names
+        yield from (constant for constant in part.co_consts if isinstance(constant, str))

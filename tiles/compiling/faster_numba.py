@@ -1,0 +1,163 @@
+"""Numba's compiler with less to do: what it does again and again is done once, and what nobody asks for is left out. While
+tiles/compiling/compiler.py compiles, these stand in Numba's place; the code that comes out is the same.
+
+Of Numba's part of an attention kernel, two seconds, they save about a quarter.
+"""
+
+import contextlib
+import weakref
+
+from numba.core.types.functions import BaseFunction
+from numba.cuda import lowering, target, types
+from numba.cuda.core import base, compiler, compiler_machinery, errors, postproc, targetconfig, transforms, typeinfer
+from numba.cuda.debuginfo import CUDADIBuilder
+from numba.cuda.misc import firstlinefinder
+
+from .type_inference import Inferer
+
+
+class _TableOfLines(CUDADIBuilder):
+    """Numba's description of a function for debuggers, but for what nobody asks of a table of lines: types and variables. A
+    tile is a struct of many fields, and to describe those of all calls took a third of the time."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self._locations = {}
+
+    def _di_subroutine_type(self, *_):
+        return self.module.add_debug_info("DISubroutineType", {"types": self.module.add_metadata([])})
+
+    def _di_location(self, line):
+        at = len(self.subprograms), line
+        if at not in self._locations:
+            self._locations[at] = super()._di_location(line)
+        return self._locations[at]
+
+    def mark_variable(self, *_, **__):
+        pass
+
+    update_variable = mark_variable
+
+
+_begins: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # code: {its file: the line where its function begins}
+
+
+def _line_of_def(function):
+    """Where a function begins; its source is parsed once. Numba itself fails at lambdas, and at bodies of nothing but a
+    docstring."""
+    code, found = function.__code__, None
+    known = _begins.setdefault(code, {})
+    if code.co_filename not in known:
+        with contextlib.suppress(IndexError, SyntaxError):
+            found = firstlinefinder.get_func_def_lineno(function)
+        known[code.co_filename] = found or code.co_firstlineno
+    return known[code.co_filename]
+
+
+class _Processed(postproc.PostProcessor):
+    """Numba's care for a function that a pass has changed, which variables live where, found when somebody asks: after most
+    passes nobody does. It took a tenth of the time."""
+
+    def run(self, emit_dels=False, extend_lifetimes=False):
+        code = self.func_ir
+        if code.is_generator:
+            return super().run(emit_dels, extend_lifetimes)
+        code.blocks = transforms.canonicalize_cfg(code.blocks)
+        code.variable_lifetime, code.generator_info = postproc.VariableLifetime(code.blocks), None
+        if emit_dels:
+            self._insert_var_dels(extend_lifetimes=extend_lifetimes)
+
+
+_defaults: dict[type, dict] = {}  # of each class of Numba's flags, what they say where nobody sets one
+
+
+def _flags(self):
+    """What all flags say; Numba asks for each by its name."""
+    if type(self) not in _defaults:
+        _defaults[type(self)] = {name: option.default for name, option in self.options.items()}
+    return {**_defaults[type(self)], **self._values}
+
+
+_of_numbers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # function's type: {types of arguments: the call's type}
+_find = BaseFunction.get_call_type
+
+
+def _call_type(self, context, args, kws):
+    """A function's type of a call. Of numbers, each once: to find that of `i + 1` Numba tries dozens of rules and writes down
+    why each of them is not it, which took a twelfth of the time."""
+    if kws or not all([isinstance(x, (types.Number, types.Boolean)) for x in args]):
+        return _find(self, context, args, kws)
+    known = _of_numbers.setdefault(self, {})
+    if args not in known:
+        known[args] = _find(self, context, args, kws)
+    return known[args]
+
+
+_sizes: dict[str, int] = {}  # of LLVM's types, in bytes
+_size = base.BaseContext.get_abi_sizeof
+
+
+def _size_of(self, ty):
+    """An LLVM type's. Numba has LLVM read a module of its own for each variable, and tells debuggers."""
+    name = str(ty)
+    if name not in _sizes:
+        _sizes[name] = _size(self, ty)
+    return _sizes[name]
+
+
+class _Context:
+    """Numba's error context: an error that is raised inside says where. Every statement is in several, and a generator for each
+    costs more than what they are for."""
+
+    __slots__ = ("said",)
+
+    def __init__(self, form, *args, **names):
+        self.said = form, args, names
+        if (place := names.get("loc")) is not None and not place.filename.startswith(errors._numba_path):
+            errors.loc_info.update(names)
+
+    def __enter__(self):
+        pass
+
+    def __exit__(self, kind, error, _):
+        if isinstance(error, errors.NumbaError):
+            form, args, names = self.said
+            error.add_context(form.format(*args, **names))
+
+
+class _Inferer(Inferer):
+    """The search for types; once all are known, nothing of it stays."""
+
+    def unify(self, raise_errors=True):
+        found = super().unify(raise_errors)
+        vars(self).clear()
+        return found
+
+
+_compile = compiler.CompilerBase._compile_core
+
+
+def _compiled(self):
+    """What a function is compiled to. Its statements and variables, which nobody needs any more, hold on to each other, as does
+    what `_Inferer` would leave. To let all that go took the collector of garbage a tenth of the time that Numba takes."""
+    found = _compile(self)
+    function = self.state.func_ir
+    for block in function.blocks.values():
+        vars(block.scope).clear()
+    function.blocks.clear()
+    function._definitions.clear()
+    return found
+
+
+INSTEAD = [  # (owner, name, what stands there)
+    (lowering, "get_func_def_lineno", _line_of_def),
+    (target, "CUDADIBuilder", _TableOfLines),
+    (postproc, "PostProcessor", _Processed),
+    (compiler_machinery, "PostProcessor", _Processed),
+    (targetconfig.TargetConfig, "values", _flags),
+    (BaseFunction, "get_call_type", _call_type),
+    (base.BaseContext, "get_abi_sizeof", _size_of),
+    (typeinfer, "TypeInferer", _Inferer),
+    (compiler.CompilerBase, "_compile_core", _compiled),
+    *((module, "new_error_context", _Context) for module in (errors, lowering, typeinfer)),
+]

@@ -1,0 +1,202 @@
+"""Launches that are ready to be made again and again: prepared parameter blocks, into which each call writes its addresses."""
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from cuda.bindings import driver
+
+from ..targets import has_early_launch
+from . import tensor_maps
+from .devices import check
+from .loaded_code import Loaded
+
+RECENT = 16  # frames that a kernel keeps, of 3 KB each with four tensor maps
+
+
+class Frames:
+    """Parameter blocks for one kernel's launches. slots: 8-byte slots of the kernel's arguments. maps: which of them stand for
+    tensor maps.
+
+    recent: the frames that no launch uses now, least recently used first. The key is (contents, stream, addresses); without
+    tensor maps it is (contents, stream), for then writing the addresses is as quick as looking them up. A launch takes its
+    frame out and puts it back at the end, so no two threads write to one frame, and inputs that take turns find the maps that
+    were encoded for them. There are RECENT frames, and as many more as threads launch at once."""
+
+    def __init__(self, slots: int, maps: Sequence[int]):
+        self.slots, self.maps = slots, maps
+        self.kernel: Any = None  # the Kernel (launch.py), if it has declared its arguments
+        self.memory = ctypes.c_uint64 * ((tensor_maps.MAP_ALIGNMENT + tensor_maps.MAP_BYTES * len(maps)) // 8 + 2 * slots)
+        self.recent: dict[tuple, ParameterFrame] = {}  # an OrderedDict would take 0.3 us more
+
+    def oldest(self) -> "ParameterFrame | None":
+        """The frame to overwrite; None as long as another may be made."""
+        frame = None
+        while len(self.recent) >= RECENT:
+            try:
+                frame = self.recent.pop(next(iter(self.recent)))
+            except (KeyError, RuntimeError, StopIteration):  # another thread took one meanwhile, or added one
+                continue
+        return frame
+
+
+class Contents:
+    """What a launch's parameter block holds besides addresses; compared by identity. block: the kernel's arguments, in slots
+    of 8 bytes. plain: (slot, place among the addresses) for each array, and each number that comes with the addresses. maps:
+    (which of the frame's maps, place among the addresses, encoding) for each tensor."""
+
+    __slots__ = ("block", "encoded", "grid", "maps", "plain")
+
+    def __init__(self, grid: tuple[int, int, int], block: bytes, plain: Sequence, maps: Sequence):
+        self.grid, self.block, self.plain, self.maps = grid, block, plain, maps
+        self.encoded: list[bytes] | None = None  # the maps, with the addresses of the first call: see tma.encoded
+
+
+class ParameterFrame:
+    """The parameter block of a launch that is about to be made: tensor maps, 8-byte slots, and the addresses through which the
+    driver copies both. It belongs to one thread at a time; the driver has copied it when a launch returns.
+
+    holds: the Contents. addresses: where the arrays lie. room, rooms: views of its slots, and of its maps."""
+
+    __slots__ = ("addresses", "config", "first", "grid", "holds", "maps", "memory", "pointers", "room", "rooms", "stream")
+
+    def __init__(self, frames: Frames, config: driver.CUlaunchConfig):
+        slots, count = frames.slots, len(frames.maps)
+        self.memory = memory = frames.memory()
+        start = ctypes.addressof(memory)
+        aligned = -(-start // tensor_maps.MAP_ALIGNMENT) * tensor_maps.MAP_ALIGNMENT
+        places = [aligned + tensor_maps.MAP_BYTES * n for n in range(count)]
+        at = aligned + tensor_maps.MAP_BYTES * count  # of the slots
+        self.pointers, self.first = at + 8 * slots, (at - start) // 8
+        pointers = [at + 8 * n for n in range(slots)]
+        for slot, place in zip(frames.maps, places):
+            pointers[slot] = place
+        memory[self.first + slots : self.first + 2 * slots] = pointers  # type: ignore[assignment]
+        view = memoryview(memory).cast("B")
+        self.room = view[at - start : at - start + 8 * slots]
+        self.rooms = [view[place - start : place - start + tensor_maps.MAP_BYTES] for place in places]
+        self.maps = [driver.CUtensorMap(_ptr=place) for place in places]
+        self.config, self.stream = config, -1
+        self.holds: Contents | None = None
+        self.addresses: Sequence[int] = ()
+        self.grid: Sequence[int] = ()
+
+    def write(self, contents: Contents, stream: int, addresses) -> None:
+        """Fill the frame with the contents, the stream and the addresses. Some CUDA context must be current. After an error the
+        frame must not be used."""
+        config = self.config
+        if self.holds is not contents:
+            self.room[:] = contents.block
+            if contents.encoded is None:
+                contents.encoded = [tensor_maps.encoded(encoding) for *_, encoding in contents.maps]
+            for (place, *_), encoded in zip(contents.maps, contents.encoded):
+                self.rooms[place][:] = encoded
+            if self.grid != contents.grid:
+                config.gridDimX, config.gridDimY, config.gridDimZ = self.grid = contents.grid
+            self.holds = contents
+        self.place(contents, addresses)
+        for place, source, _ in contents.maps:
+            tensor_maps.move(self.maps[place], addresses[source])
+        if stream != self.stream:
+            config.hStream, self.stream = driver.CUstream(stream), stream
+
+    def place(self, contents: Contents, addresses) -> None:
+        """Write the addresses of the arrays that have no maps. The frame must hold these contents already."""
+        memory, first = self.memory, self.first
+        for slot, source in contents.plain:
+            memory[first + slot] = addresses[source]
+        self.addresses = tuple(addresses)
+
+
+class Bound:
+    """A launch ready to go: `bound(stream, *addresses)` is all that is left to say.
+
+    stream: a handle. addresses: those of the arrays and of the tensors' arrays, in the order of the kernel's arguments; each
+    must point to an array of the form that was bound, and a tensor's be a multiple of 16. Numbers stay as they were bound.
+    Any number of threads may call it at once: each takes a frame that nobody uses, or makes one.
+
+    frames: the kernel's."""
+
+    of_lengths = True
+    __slots__ = ("cluster", "code", "contents", "early", "frames", "nbytes", "threads", "title")
+
+    def __init__(
+        self, code: Loaded, title: str, threads, cluster, nbytes: int, contents: Contents, frames: Frames, early=False
+    ):
+        self.code, self.title, self.threads, self.cluster, self.nbytes = code, title, threads, cluster, nbytes
+        self.contents, self.frames, self.early = contents, frames, early
+
+    def __call__(self, stream: int, *addresses: int) -> None:
+        count = len(self.contents.plain) + len(self.contents.maps)
+        if len(addresses) != count:
+            raise TypeError(f"{self} takes {count} addresses, got {len(addresses)}")
+        self.run(stream, addresses)
+
+    def run(self, stream: int, addresses) -> None:
+        """The same, for a sequence of addresses in which the launch's arrays know their places."""
+        recent, contents = self.frames.recent, self.contents
+        key = (contents, stream, tuple(addresses)) if contents.maps else (contents, stream)
+        frame = recent.pop(key, None)
+        if frame is None:
+            frame = self._write(stream, addresses)
+        elif not contents.maps and frame.addresses != addresses:
+            frame.place(contents, addresses)
+        (status,) = driver.cuLaunchKernelEx(frame.config, self.code.function, frame.pointers, 0)
+        if status:
+            self._in_context(frame)
+        recent[key] = frame
+
+    def _write(self, stream, addresses):
+        """A frame for these addresses. If another context, or none, is current on this thread, the driver refuses to make maps:
+        to look first would cost every call a quarter of a microsecond."""
+        try:
+            frame = self.frames.oldest() or ParameterFrame(self.frames, self.configuration())
+            frame.write(self.contents, stream, addresses)
+        except RuntimeError:
+            with self.code.target.current():
+                frame = ParameterFrame(self.frames, self.configuration())
+                frame.write(self.contents, stream, addresses)
+        return frame
+
+    def _in_context(self, frame):
+        """The launch once more, after the driver has refused it, with the GPU's own context."""
+        with self.code.target.current():
+            (status,) = driver.cuLaunchKernelEx(frame.config, self.code.function, frame.pointers, 0)
+        try:
+            check((status,))
+        except RuntimeError as error:
+            raise RuntimeError(f"{self} on {self.code.target}: {error}") from None
+
+    def configuration(self):
+        """The driver's launch configuration, without grid and stream, which Frame.write adds."""
+        config = driver.CUlaunchConfig()
+        config.blockDimX, config.blockDimY, config.blockDimZ = self.threads
+        config.sharedMemBytes = self.nbytes
+        attributes = []
+        if self.cluster:
+            attributes.append(driver.CUlaunchAttribute())
+            attributes[-1].id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            dimension = attributes[-1].value.clusterDim
+            dimension.x, dimension.y, dimension.z = self.cluster
+        if self.early and has_early_launch(self.code.target.capability):
+            attributes.append(driver.CUlaunchAttribute())
+            attributes[-1].id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attributes[-1].value.programmaticStreamSerializationAllowed = 1
+        if attributes:
+            config.attrs, config.numAttrs = attributes, len(attributes)
+        return config
+
+    def __str__(self):
+        return f"launch({self.title}, {self.contents.grid}, {self.threads})"
+
+
+class Late(NamedTuple):
+    """A launch that was bound to be early, where it must not be. frames: for such launches of the kernel."""
+
+    bound: Bound
+    frames: Frames
+
+    def run(self, stream: int, addresses: Sequence[int]) -> None:
+        """Launch on `stream`, with the arrays at these addresses (see Bound.run)."""
+        of = self.bound
+        Bound(of.code, of.title, of.threads, of.cluster, of.nbytes, of.contents, self.frames).run(stream, addresses)

@@ -1,0 +1,168 @@
+"""Launches that run in the interpreter: arrays in host memory as they are, arrays in device memory by a copy."""
+
+import contextlib
+import contextvars
+import functools
+import logging
+import os
+import weakref
+
+import numpy as np
+from cuda.bindings import driver
+
+from ..compiling.compiler import check_types
+from ..interpreter import interpret
+from ..values import tensor
+from .arguments import grouped, parameters, types_of
+from .arrays import ABSENT, Number, Operand, numpy_view
+from .checks import check_options
+from .devices import INTERPRETER, check
+
+log = logging.getLogger(__name__)
+_said: list[str] = []
+_instead: contextvars.ContextVar = contextvars.ContextVar("instead", default=None)
+_typed: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # kernel: {(types, architecture) that Numba accepts}
+
+
+def forced() -> bool:
+    """Does TILES_INTERPRET send every launch to the CPU?"""
+    return os.environ.get("TILES_INTERPRET", "0") not in ("", "0")
+
+
+@contextlib.contextmanager
+def instead(run):
+    """Inside, interpreted launches are run(kernel, grid, threads, args, shared, seed, cluster), as `interpret` takes them."""
+    token = _instead.set(run)
+    try:
+        yield
+    finally:
+        _instead.reset(token)
+
+
+def _execute():
+    """What runs a kernel on the CPU, by TILES_INTERPRET: the interpreter its source, the emulator its PTX ("ptx", which is
+    sm_90a's, or the name of an architecture)."""
+    if run := _instead.get():
+        return run
+    how = os.environ.get("TILES_INTERPRET", "0")
+    if how in ("", "0", "1"):
+        return interpret
+    if how != "ptx" and not how.startswith("sm_"):
+        raise ValueError(f"TILES_INTERPRET must be 1, ptx or an architecture such as sm_80, got {how!r}")
+    from ..emulator import emulate
+
+    return functools.partial(emulate, arch="sm_90a" if how == "ptx" else how)
+
+
+class Interpreted:
+    """A launch in the interpreter, called like a Bound one: `bound(stream, *addresses)`.
+
+    values: for each of the kernel's parameters (arguments.declared) a number, a Number, or an Operand and the spec of the tiles
+    that its array is cut into."""
+
+    def __init__(self, launch, values, target):
+        if launch.block[1:] != (1, 1):
+            raise ValueError(f"{launch}: the interpreter takes blocks of one axis")
+        self.launch, self.values, self.target = launch, values, target
+        self.count = sum(1 for value, _ in values if isinstance(value, Operand) and value.source != ABSENT)
+
+    def __call__(self, stream: int, *addresses: int) -> None:
+        if len(addresses) != self.count:
+            raise TypeError(f"{self.launch} takes {self.count} addresses, got {len(addresses)}")
+        self.run(stream, addresses)
+
+    def run(self, stream: int, addresses, execute=None) -> None:
+        """The same, for a sequence of addresses in which the launch's arrays know their places. execute: runs the kernel in
+        place of the interpreter; it takes the same arguments."""
+        _announce(self.launch.title)
+        operands = [(value, spec) for value, spec in self.values if isinstance(value, Operand)]
+        places = [(0 if value.source == ABSENT else addresses[value.source], value.form) for value, _ in operands]
+        with contextlib.ExitStack() as stack:
+            if self.target is None:
+                views = [numpy_view(*place) for place in places]
+            else:
+                views = stack.enter_context(mirrored(self.target, stream, places))
+            rest, args = iter(views), []
+            for value, spec in self.values:
+                view = next(rest) if isinstance(value, Operand) else resolve_number(value, addresses)
+                args.append(_cut(view, spec) if spec and view is not None else view)
+            args = grouped(self.launch.kernel, args)
+            self._check(args)
+            seed = os.environ.get("TILES_SEED")
+            launch, cluster = self.launch, self.launch.cluster or (1, 1, 1)
+            run = execute or _execute()
+            run(launch.kernel, launch.grid, launch.block[0], args, launch.shared, int(seed) if seed else None, cluster)
+
+    def _check(self, args):
+        """Refuses what a GPU or its compiler would refuse: ValueError for too much shared memory, or Numba's own errors."""
+        launch, gpu = self.launch, INTERPRETER if self.target is None else self.target
+        check_room(launch.shared, gpu)
+        arch = check_options().types
+        if arch is None:
+            return
+        types = types_of(launch.kernel, parameters(launch.kernel, args))
+        known = _typed.setdefault(launch.kernel, set())
+        if (types, arch) not in known:
+            check_types(launch.kernel, types, arch)
+            known.add((types, arch))
+
+
+def resolve_number(value, addresses):
+    """The value of a Number, which comes with the addresses; any other value as it is."""
+    return addresses[value.source] if isinstance(value, Number) else value
+
+
+def check_room(shared, gpu):
+    """ValueError: the plan takes more shared memory than a block can have there."""
+    if shared and shared.nbytes > gpu.shared_bytes:
+        raise ValueError(f"shared: {shared.nbytes} bytes a block, but {gpu} has {gpu.shared_bytes}")
+
+
+def _cut(view, spec):
+    return tensor(view, spec.tile, spec.rows, spec.cols, spec.unit)
+
+
+@contextlib.contextmanager
+def mirrored(target, stream, places):
+    """NumPy copies of device arrays, each given as (address, form). They alias where the arrays do, and what has changed at the
+    end is copied back. The stream is waited for first."""
+    spans: list[list[int]] = []  # disjoint [start, end), ascending
+    for start, end in sorted(filter(None, (span(*place) for place in places))):
+        if spans and start < spans[-1][1]:
+            spans[-1][1] = max(end, spans[-1][1])
+        else:
+            spans.append([start, end])
+    with target.current():
+        check(driver.cuStreamSynchronize(stream))
+        copies = {start: np.empty(end - start, np.uint8) for start, end in spans}
+        for start, copy in copies.items():
+            check(driver.cuMemcpyDtoH(copy.ctypes.data, start, copy.nbytes))
+        before = {start: copy.copy() for start, copy in copies.items()}
+        yield [_view(*place, copies) for place in places]
+        for start, copy in copies.items():
+            changed = np.flatnonzero(copy != before[start])
+            if changed.size:
+                part = copy[changed[0] : changed[-1] + 1]
+                check(driver.cuMemcpyHtoD(start + int(changed[0]), part.ctypes.data, part.nbytes))
+
+
+def span(pointer, form):
+    """[start, end) of the bytes that an array's elements lie in; None if it has none."""
+    if 0 in form.shape:
+        return None
+    reach = [(n - 1) * stride for n, stride in zip(form.shape, form.strides)]
+    return pointer + sum(r for r in reach if r < 0), pointer + sum(r for r in reach if r > 0) + form.itemsize
+
+
+def _view(pointer, form, copies):
+    dtype = np.dtype(form.dtype)
+    if 0 in form.shape:
+        return np.empty(form.shape, dtype)
+    start = max(s for s in copies if s <= pointer)
+    return np.ndarray(form.shape, dtype, copies[start], pointer - start, form.strides)
+
+
+def _announce(title):
+    if not _said:
+        _said.append(title)
+        log.warning("%s runs in the interpreter, slowly and under supervision; this is said once", title)

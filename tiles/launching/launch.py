@@ -1,0 +1,336 @@
+"""Launching: `tiles.launch(kernel, grid, block, shared=smem)(*args)` does what Numba leaves out.
+
+    launch(kernel, grid, block)(q, k, out, 3, 0.5)        once, on the caller's current stream
+    bound = launch(kernel, grid, block).bind(q, k, out, 3, 0.5)
+    bound(stream, q2.data_ptr(), k2.data_ptr(), out2.data_ptr())     again and again, for other arrays of the same form
+
+and, for kernels that say themselves what they take (arguments.py), `Kernel`: what decides the machine code is looked up once,
+and binding it to lengths, strides and addresses writes numbers into a parameter block.
+
+Where it runs: arrays in device memory on their GPU, arrays in host memory (and a kernel that takes no array) in the
+interpreter. TILES_INTERPRET=1 sends device arrays to the interpreter, too: they are copied to the host, and what changed is
+copied back; TILES_INTERPRET=ptx runs what kernels are compiled to instead (docs/emulator.md). TILES_SEED=n makes either's order
+random, by that seed. TILES_CHECK says how much is checked, TILES_JOBS how many processes run blocks (docs/debugging.md).
+
+How arguments are typed: arrays of rank n as Numba's array(dtype, n, "A"), so strides never cost a compilation; `tensor` as
+its TMA map, by value; bool as it is, int as int32, float as float32, so a growing value never costs one either; NumPy's
+scalars as their own type, so np.int64(n) where 32 bits are too few.
+"""
+
+import functools
+import math
+import struct
+import threading
+from typing import Any, NamedTuple
+
+from ..compiling.numba_types import Value
+from ..types import gl
+from . import tensor_maps
+from .arguments import (
+    DATA,
+    Record,
+    array_numbers,
+    array_type,
+    declared,
+    grouped,
+    map_encoding,
+    named,
+    number_slot,
+    parameters,
+    same_place,
+    signature,
+    struct_format,
+    types_of,
+)
+from .arrays import ABSENT, Form, Number, Operand, c_ordered
+from .bound_launch import Bound, Contents, Frames, Late
+from .devices import device
+from .frameworks import current_stream, finish, stream_handle
+from .interpreted_launch import Interpreted, forced
+from .lengths import Length, watched_call
+from .loaded_code import Loaded, load
+from .recording import RecordedStep
+from .recording import now as recording_now
+
+THREADS_END = 1024  # most threads of a block
+MOST_OF_CLUSTER = 8  # blocks, on every GPU that has clusters
+KERNELS = 1024  # that families' planners remember
+
+
+watchers: list = []  # what is told of a launch before it is made: (kernel, Numba types, threads, shared)
+
+
+def _tell(kernel, types, threads, shared):
+    for watcher in watchers:
+        watcher(kernel, types, threads, shared)
+
+
+TILES = "tiles"  # what a parameter that is cut into tiles holds
+
+
+def _elements(what):
+    """What a declared parameter holds: TILES, an array's elements by name, or "" for a number."""
+    return TILES if isinstance(what, gl) else named(what.dtype) if hasattr(what, "ndim") else ""
+
+
+class ParameterPlace(NamedTuple):
+    """Where a declared parameter goes: what it is, its elements, the slot of its address or number or which of the frame's maps
+    it has, and from where to where its numbers are among those of a block."""
+
+    what: Any
+    elements: str
+    place: int
+    at: int
+    end: int
+
+
+class Kernel:
+    """A kernel that declares its arguments (arguments.py), on one GPU or, with no ordinal, in the interpreter: all that decides
+    its machine code. It is compiled when it is first bound; arrays of other elements than declared are other code. Whether
+    TILES_INTERPRET sends it to the interpreter is asked once, for asking costs a call of a new form a microsecond. early: see
+    `launch`."""
+
+    def __init__(self, kernel, threads: int, shared, ordinal: int | None, early: bool = False):
+        self.kernel, self.threads, self.shared, self.ordinal, self.early = kernel, threads, shared, ordinal, early
+        self.interpreted = ordinal is None or forced()
+        self.title = kernel.py_func.__name__
+        self.parameters: dict[str, ParameterPlace] = {}
+        self.blank: list[Any] = []  # the numbers of a block to which nothing was given
+        codes, slots = "<", 0
+        maps: list[int] = []
+        for name, what in declared(kernel.py_func).items():
+            elements, code, at = _elements(what), struct_format(what), len(self.blank)
+            if elements is TILES:
+                self.parameters[name] = ParameterPlace(tensor_maps.cut(what), elements, len(maps), at, at)
+                maps.append(slots)
+            else:
+                self.blank += [0] * (2 + 2 * what.ndim) if elements else [None]
+                self.parameters[name] = ParameterPlace(what, elements, slots + DATA * bool(elements), at, len(self.blank))
+            codes, slots = codes + code, slots + struct.calcsize("<" + code) // 8
+        self.format, self.frames = struct.Struct(codes), Frames(slots, maps)
+        self.frames.kernel = self
+        self.nbytes = shared.nbytes if shared else 0
+        self.codes: dict[tuple, Loaded] = {}  # by the parameters whose elements are others than declared: (place, dtype)
+
+    def bind(self, grid, **operands: Any) -> "Bound | Interpreted":
+        """The launch of so many blocks, an Operand, a number or a Number for each parameter by its name. An array that is not
+        given is absent: all loads from it are 0, and stores are left out. ValueError, TypeError that name the parameter: TMA
+        cannot take an array, a number is missing, there is no such parameter."""
+        grid = grid if isinstance(grid, tuple) else (grid, 1, 1)
+        if watchers:
+            _tell(self.kernel, signature(self.kernel), self.threads, self.shared)
+        if self.interpreted:
+            return self._interpreted(grid, operands)
+        numbers, plain, maps = self.blank.copy(), [], []
+        others: tuple[tuple[str, str], ...] = ()
+        for name, value in operands.items():
+            if name not in self.parameters:
+                raise TypeError(f"{self.title} has no parameter {name}")
+            what, elements, place, at, end = self.parameters[name]
+            if isinstance(value, Number):
+                plain.append((place, value.source))
+                numbers[at] = 0
+            elif not elements:
+                numbers[at] = value
+            elif value is None:
+                continue
+            elif elements is TILES:
+                maps.append((place, value.source, map_encoding(name, what, value.form)))
+            else:
+                form = value.form
+                if form.dtype != elements:
+                    others += ((name, form.dtype),)
+                plain.append((place, value.source))
+                numbers[at:end] = array_numbers(form)
+        try:
+            block = watched_call(self.format.pack, *numbers)
+        except (struct.error, OverflowError):
+            self._check_numbers(operands)
+            raise
+        code = self.codes.get(others) or self._load(others)
+        contents = watched_call(Contents, grid, block, plain, maps)
+        return watched_call(Bound, code, self.title, (self.threads, 1, 1), None, self.nbytes, contents, self.frames, self.early)
+
+    def bound_arguments(self, bound: "Bound") -> dict[str, Any]:
+        """What a launch of this kernel was bound to, read back from its parameter block: numbers, and an Operand for each
+        array, by the parameters' names."""
+        contents, found = bound.contents, {}
+        numbers, plain = self.format.unpack(contents.block), dict(contents.plain)
+        maps = {place: (source, encoding) for place, source, encoding in contents.maps}
+        others = next((dict(others) for others, code in self.codes.items() if code is bound.code), {})
+        for name, (what, elements, place, at, end) in self.parameters.items():
+            if not elements:
+                found[name] = Number(plain[place]) if place in plain else numbers[at]
+            elif elements is TILES and place in maps:
+                source, encoding = maps[place]
+                found[name] = Operand(source, tensor_maps.form(what, encoding, self.ordinal))
+            elif elements is not TILES and place in plain:
+                _, size, *extents = numbers[at:end]
+                shape, strides = tuple(extents[: what.ndim]), tuple(extents[what.ndim :])
+                found[name] = Operand(plain[place], Form(shape, strides, others.get(name, elements), self.ordinal, size))
+        return found
+
+    def _check_numbers(self, operands):
+        """TypeError, OverflowError that name the parameter: a number that is missing, or does not fit."""
+        for name, (what, elements, *_) in self.parameters.items():
+            if not elements and not isinstance(operands.get(name), Number):
+                number_slot(name, what, operands.get(name))
+
+    def _load(self, others):
+        dtypes = dict(others)
+        types = [
+            array_type(dtypes[name], what.ndim) if name in dtypes else Value(what) if isinstance(what, gl) else what
+            for name, what in declared(self.kernel.py_func).items()
+        ]
+        types = grouped(self.kernel, types, Record.type)
+        code = load(self.kernel, types, device(self.ordinal), self.nbytes, later=True)
+        if code is not None:
+            self.codes[others] = code
+        return code
+
+    def _interpreted(self, grid, operands):
+        """The same launch in the interpreter; what a GPU would refuse is refused."""
+        if unknown := operands.keys() - self.parameters.keys():
+            raise TypeError(f"{self.title} has no parameter {', '.join(unknown)}")
+        self._check_numbers(operands)
+        bound = []
+        for name, (what, elements, *_) in self.parameters.items():
+            value = operands.get(name)
+            if value is None and elements is not TILES:
+                value = Operand(ABSENT, c_ordered((0,) * what.ndim, elements, None))
+            elif value is not None and elements is TILES:
+                map_encoding(name, what, value.form)
+            bound.append((value, what.spec if elements is TILES else None))
+        launch = Launch(self.kernel, grid, self.threads, self.shared, None, None)
+        return Interpreted(launch, bound, None if self.ordinal is None else device(self.ordinal))
+
+
+def kernel_for(family, config, ordinal: int | None) -> Kernel:
+    """The Kernel of a module's configuration: `family.make(config)` gives a kernel and its shared memory, or None. One whose
+    `overlaps_previous` is true is launched with early=True. There is one of each, whatever threads plan."""
+    with _planning:
+        return _kernel_for(family, config, ordinal)
+
+
+_planning = threading.RLock()
+
+
+@functools.lru_cache(KERNELS)
+def _kernel_for(family, config, ordinal):
+    kernel, smem = family.make(config)
+    return Kernel(kernel, config.threads, smem, ordinal, getattr(config, "overlaps_previous", False))
+
+
+class Launch:
+    """What `launch` returns: call it with the kernel's arguments, or bind it to them."""
+
+    def __init__(self, kernel, grid, block, shared, stream, cluster, early=False):
+        if not hasattr(kernel, "py_func"):
+            raise TypeError(f"launch: kernel must be a @cuda.jit function, got {kernel!r}")
+        self.kernel, self.shared, self.stream, self.early = kernel, shared, stream, early
+        self.grid, self.block = _extents("grid", grid), _extents("block", block)
+        self.cluster = cluster and _extents("cluster", cluster)
+        threads = self.block[0] * self.block[1] * self.block[2]
+        limit = (kernel.targetoptions.get("launch_bounds") or (THREADS_END,))[0]
+        if threads > limit:
+            raise ValueError(f"launch: block={block} has {threads} threads, but {self.title} is made for up to {limit}")
+        if shared is not None and not hasattr(shared, "nbytes"):
+            raise TypeError(f"launch: shared must be a tiles.shared plan, got {shared!r}")
+        if self.cluster and any(g % c for g, c in zip(self.grid, self.cluster)):
+            raise ValueError(f"launch: {cluster=} must divide {grid=}")
+        blocks = math.prod(self.cluster or (1,))
+        if blocks > MOST_OF_CLUSTER:
+            raise ValueError(f"launch: a cluster has at most {MOST_OF_CLUSTER} blocks, got {cluster=}")
+        if shared is not None and shared.blocks not in (1, blocks):
+            raise ValueError(f"launch: {shared} is for clusters of {shared.blocks} blocks, got {cluster=}")
+
+    @property
+    def title(self):
+        """The kernel's name, as errors give it."""
+        return self.kernel.py_func.__name__
+
+    def __str__(self):
+        return f"launch({self.title}, {self.grid}, {self.block})"
+
+    def bind(self, *args) -> "Bound | Interpreted":
+        """This launch with its arguments, to be repeated with other arrays of the same forms: see Bound. Where it runs is
+        settled here; arrays in host memory, or TILES_INTERPRET=1, give the same call in the interpreter."""
+        return self._bind(parameters(self.kernel, args))
+
+    def _bind(self, params, announced=False):
+        if watchers and not announced:
+            _tell(self.kernel, types_of(self.kernel, params), math.prod(self.block), self.shared)
+        place = same_place(params)
+        if place is None or forced():
+            arrays = iter(range(len(params)))
+            values = [
+                (p.value if p.array is None else Operand(next(arrays), p.array.form), p.value.spec if p.encoding else None)
+                for p in params
+            ]
+            return Interpreted(self, values, None if place is None else device(place))
+        nbytes = self.shared.nbytes if self.shared else 0
+        code = load(self.kernel, types_of(self.kernel, params), device(place), nbytes)
+        slots: list[Any] = []
+        plain, maps, places, arrays = [], [], [], 0
+        for p in params:
+            if p.encoding:
+                maps.append((len(places), arrays, p.encoding))
+                places.append(len(slots))
+            elif p.array is not None:
+                plain.append((len(slots) + p.place, arrays))
+            arrays += p.array is not None
+            slots.extend(p.slots)
+        contents = watched_call(Contents, self.grid, watched_call(struct.pack, f"<{len(slots)}Q", *slots), plain, maps)
+        frames = Frames(len(slots), places)
+        return watched_call(Bound, code, self.title, self.block, self.cluster, nbytes, contents, frames, self.early)
+
+    def __call__(self, *args, **named) -> None:
+        if named:
+            raise TypeError(f"{self.title} takes its arguments in their order, without names; got {', '.join(named)}=")
+        params = parameters(self.kernel, args)
+        bound = self._bind(params)
+        arrays = [p.array for p in params if p.array is not None]
+        if (recording := recording_now()) is not None:
+            sources = [array.pointer for array in arrays]
+            of = bound.value if isinstance(bound, Length) else bound
+            early = self.early and isinstance(of, Bound)  # the interpreter begins no launch before the one ahead has ended
+            late = Late(bound, Frames(of.frames.slots, of.frames.maps)) if early else bound
+            return recording.steps.append(RecordedStep(bound, late, sources))
+        if self.stream is not None:
+            stream = stream_handle(self.stream)
+        else:
+            stream = current_stream(arrays[0]) if arrays else 0
+        bound.run(stream, [a.pointer for a in arrays])
+        for array in arrays:
+            finish(array, stream)
+
+
+MOST_BLOCKS = 65535  # along a grid's second and third axis: CUDA has no more
+
+
+def _extents(name, value):
+    """A grid, block or cluster as (x, y, z)."""
+    extents = value if isinstance(value, tuple) else (value,)
+    if not 1 <= len(extents) <= 3 or not all(hasattr(n, "__index__") and n > 0 for n in extents):
+        raise ValueError(f"launch: {name} must be a positive integer or a tuple of up to three, got {value!r}")
+    if name == "grid" and any(n > MOST_BLOCKS for n in extents[1:]):
+        raise ValueError(f"launch: grid must have at most {MOST_BLOCKS} blocks along its second and third axis, got {value!r}")
+    return tuple([n if isinstance(n, Length) else int(n) for n in extents]) + (1,) * (3 - len(extents))
+
+
+def launch(kernel, grid, block, *, shared=None, stream=None, cluster=None, early=False) -> Launch:
+    """`launch(kernel, grid, block)(*args)` runs a `@cuda.jit` kernel. `.bind(*args)` prepares it to be run often.
+
+    grid: blocks; block: threads; cluster: blocks of a cluster; each an integer or a tuple of up to three. shared: the
+    `tiles.shared` plan that the kernel opens. stream: a handle or a stream object; by default the current stream of the
+    first array's framework. A launch may be captured in a CUDA graph, even its first one.
+
+    early: the grid may begin before the previous one on the stream is done, if the GPU is sm_90 or later. The kernel must
+    call ops.grid.wait() before it writes anything, or reads what the previous grid may have written.
+
+    args: arrays (anything with `__dlpack__` or `__cuda_array_interface__`, NumPy's included), `tiles.tensor(...)` for TMA,
+    numbers. All arrays are on one GPU, or all in host memory: then the kernel runs in the interpreter.
+
+    ValueError, TypeError: an argument is wrong. RuntimeError: the GPU lacks an instruction, or CUDA's own error by name.
+    Hazard: the interpreter found what the hardware would silently get wrong."""
+    return Launch(kernel, grid, block, shared, stream, cluster, early)
