@@ -4,16 +4,23 @@ import re
 from types import SimpleNamespace
 
 import pytest
-from attention.softmax import backward
 from numba import cuda
 
 from attention import __main__ as main
 from attention import inspect
 from attention.kernels import (
+    backward_ampere,
+    backward_combine,
+    backward_folded_hopper,
+    backward_hopper,
+    backward_narrow_hopper,
+    backward_wide_hopper,
+    backward_wide_queries_hopper,
     cache_write,
     chunk_ampere,
     chunk_hopper,
     decode_ampere,
+    element_gradients,
     forward_ampere,
     forward_fp8_hopper,
     forward_hopper,
@@ -22,6 +29,8 @@ from attention.kernels import (
     linear_token_loop,
     mla_ampere,
     mla_hopper,
+    norm_gradients,
+    sink_gradient,
 )
 from attention.kernels import mla_fp8 as mla_quantised
 from attention.parts.block_masks import BlockedMask
@@ -79,16 +88,16 @@ SAMPLE = [  # each GPU with several kernels, and each form with some GPU; `inspe
     ("sm_90a", mla_hopper, mla_hopper.gather_config(bf16, True, PLAIN[1], PagedLoader(16), PART)),
     ("sm_89", forward_ampere, forward_ampere.config_for(128, fp16, FULL, SMALL)),
     *(("sm_90a", forward_fp8_hopper, forward_fp8_hopper.config_for(dim, FULL, keys=8192, before=True)) for dim in (64, 256)),
-    ("sm_90a", backward.hopper, backward.hopper.config_for(64, bf16, CAUSAL)),
-    ("sm_90a", backward.hopper_narrow, backward.hopper_narrow.config_for(64, bf16, CAUSAL)),
-    ("sm_90a", backward.hopper_folded, backward.hopper_folded.config_for(128, bf16, CAUSAL)),
+    ("sm_90a", backward_hopper, backward_hopper.config_for(64, bf16, CAUSAL)),
+    ("sm_90a", backward_narrow_hopper, backward_narrow_hopper.config_for(64, bf16, CAUSAL)),
+    ("sm_90a", backward_folded_hopper, backward_folded_hopper.config_for(128, bf16, CAUSAL)),
     *(
         ("sm_90a", module, module.config_for(256, bf16, CAUSAL))
-        for module in (backward.hopper_wide, backward.hopper_wide_queries)
+        for module in (backward_wide_hopper, backward_wide_queries_hopper)
     ),
-    ("sm_80", backward.ampere, backward.ampere.config_for(256, bf16, CAUSAL)),
-    ("sm_120a", backward.ampere, backward.ampere.config_for(128, fp16, FULL)),
-    ("sm_80", backward.norms, backward.norms.NormRowGradients(LayerNorm(), 256, bf16, False)),
+    ("sm_80", backward_ampere, backward_ampere.config_for(256, bf16, CAUSAL)),
+    ("sm_120a", backward_ampere, backward_ampere.config_for(128, fp16, FULL)),
+    ("sm_80", norm_gradients, norm_gradients.NormRowGradients(LayerNorm(), 256, bf16, False)),
     ("sm_90a", chunk_hopper, chunk_hopper.Config(256, 1, bf16, STEPS, MAMBA2, varlen=True)),
     ("sm_90a", forward_ampere, forward_ampere.config_for(64, bf16, CAUSAL, LARGE, 8)),
     ("sm_100a", chunk_ampere, chunk_ampere.Config(256, 1, bf16, TokenGate(), ScanNormalizer())),
@@ -113,7 +122,7 @@ SPILLED = [  # until their tiles were chosen for them, their indices made cheape
         forward_hopper,
         forward_hopper.config_for(128, bf16, BlockedMask(128, 128, 32, lambda b, h, i, j: j <= i), 2**20, by_list=True),
     ),
-    ("sm_90a", backward.hopper_folded, backward.hopper_folded.config_for(128, bf16, Both(CAUSAL, Left()))),
+    ("sm_90a", backward_folded_hopper, backward_folded_hopper.config_for(128, bf16, Both(CAUSAL, Left()))),
     ("sm_80", forward_ampere, forward_ampere.config_for(64, bf16, Dropped(), MEDIUM)),
 ]
 
@@ -126,16 +135,16 @@ def test_variants_that_take_registers(arch, module, config):
 ADDS = {"RED", "REDG", "ATOM", "ATOMG", "UTMAREDG", "UBLKRED"}  # to memory, in the order in which blocks come
 
 
-@pytest.mark.parametrize("module", [backward.elements, backward.norms, backward.shares, backward.sinks, backward.hopper_narrow])
+@pytest.mark.parametrize("module", [element_gradients, norm_gradients, backward_combine, sink_gradient, backward_narrow_hopper])
 def test_sums_that_have_the_same_bits_always(module):
     """Kernels add atomically only to dQ, and only without deterministic=True."""
     found = inspect.row("", module, next(module.space("sm_90a", False)), "sm_90a")
-    assert bool(ADDS & set(found["instructions"])) == (module is backward.hopper_narrow)
+    assert bool(ADDS & set(found["instructions"])) == (module is backward_narrow_hopper)
 
 
 def test_processes_share_the_work():
     """Rows are in the order of the configurations, whatever the number of processes."""
-    only = ("softmax.backward.finish",)
+    only = ("backward_convert_dq",)
     asked = [str(config) for *_, config in inspect.configurations(False, "sm_80", only)]
     assert [row["config"] for row in inspect.rows(False, "sm_80", 2, only)] == asked and len(asked) == 3
 

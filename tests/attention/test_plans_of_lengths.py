@@ -26,12 +26,12 @@ from tiles.calls.torch_op import _options
 from tiles.launching.arrays import ITEMSIZE, Form, contiguous
 
 launching = sys.modules["tiles.launching.launch"]
-NAMES = ("based", "delta_rule", "hedgehog", "linear", "mamba2")
-PROGRAMS = {name: getattr(import_module(f"attention.recurrent.{name}"), f"_{name}") for name in NAMES}
+HOMES = {"based": "based_features", "delta_rule": "delta_rules", "hedgehog": "hedgehog_features"}
+HOMES |= {"linear": "linear_family", "mamba2": "mamba", "linear_step": "token_steps", "backward": "softmax_backward"}
+PROGRAMS = {name: getattr(import_module(f"attention.public.{home}"), f"_{name}") for name, home in HOMES.items()}
 PROGRAMS |= {"decode": _decode, "decode_append": _decode_append}
 PROGRAMS |= {"mla_decode": _mla_decode, "mla_decode_fp8": _mla_decode_fp8}
-PROGRAMS |= {"forward": _forward, "linear_step": import_module("attention.public.token_steps")._linear_step}
-PROGRAMS |= {"backward": import_module("attention.public.softmax_backward")._backward}
+PROGRAMS |= {"forward": _forward}
 
 
 @pytest.fixture
