@@ -201,7 +201,7 @@ def backward(
     extra_out = [None if x is True else x for x in extra]
     score_arrays = alibi, sink, bias, *sequences, random.seeds, *lists, marks, *aux
     arrays = dout, normed_q, normed_k, v, out, lse, dlse, *score_arrays, *into, dv
-    options = (
+    variant_options = (
         check_flag("causal", causal),
         *window_ends(window),
         check_positive("softcap", softcap),
@@ -216,10 +216,10 @@ def backward(
         family,
     )
     if accumulate:
-        _into(stream, (*arrays, *extra_out), options, layout)
+        _into(stream, (*arrays, *extra_out), variant_options, layout)
         gradients = *into, dv, *[x for x in extra_out if x is not None]
     else:
-        gradients = _variant(stream, (*arrays, *extra_out), options, layout)
+        gradients = _variant(stream, (*arrays, *extra_out), variant_options, layout)
     if q_norm is k_norm is None:
         return gradients
     dq, d_q_norm = norm_gradients.norm_gradients("q", q, gradients[0], q_norm, eps, dq, stream, layout, dq_norm, accumulate)

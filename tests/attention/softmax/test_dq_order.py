@@ -20,7 +20,7 @@ from attention.plans.backward_launches import choose_raster_group
 from ops import add_held, count_stored, count_up, grid, tma_add, tma_store, wait_count
 from tiles import Hazard, bf16, interpreter
 from tiles.compiling.numba_types import void
-from tiles.interpreter import here
+from tiles.interpreter import current_warp
 from tiles.op import OPS, lowers, op
 
 F32 = np.float32
@@ -57,7 +57,7 @@ def record_steps(monkeypatch):
         def recording(*args):
             index = tuple(map(int, args[index_argument]))
             count = count_argument and int(args[count_argument])
-            steps[here().block.index, here().index].append((face, index, count))
+            steps[current_warp().block.index, current_warp().index].append((face, index, count))
             return meaning(*args)
 
         monkeypatch.setattr(OPS[face], "meaning", recording)
