@@ -226,5 +226,5 @@ def test_keys_in_parts_on_the_card(shapes):
 
     q, k = shapes
     arrays = sample(q, k, k)
-    assert "parts" in PLAIN.explain(*arrays)
+    assert "splits" in PLAIN.explain(*arrays)
     compare(PLAIN, arrays, to_numpy(PLAIN(*map(to_torch, arrays))))

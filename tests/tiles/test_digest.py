@@ -209,7 +209,7 @@ def test_files_of_the_future(tmp_path):
         from numba import cuda
         from numba.cuda import types
         import tiles, ops
-        from tiles import digest
+        from tiles.compiling import digest
 
         def key():
             digest._sources.cache_clear()
@@ -237,7 +237,7 @@ def test_files_of_the_future(tmp_path):
 
 def test_the_key_is_the_same_in_another_process(tmp_path):
     (tmp_path / "subject.py").write_text(textwrap.dedent(KERNEL))
-    code = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]\nimport subject\nfrom tiles import digest\n"
+    code = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]\nimport subject\nfrom tiles.compiling import digest\n"
     code += "from numba.cuda import types\n"
     code += "print(digest.key(subject.kernel, (types.Array(types.float32, 2, 'A'),), 'sm_90a'))"
     keys = set()

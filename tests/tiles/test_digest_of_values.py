@@ -180,7 +180,7 @@ def test_a_function_of_no_module():
 def test_another_package_named_ops_is_not_taken_for_ours(monkeypatch, tmp_path):
     (tmp_path / "ops").mkdir()
     (tmp_path / "ops/__init__.py").write_text("")
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tiles import digest; "
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tiles.compiling import digest; "
     code += f"sys.modules.pop('ops', None); sys.path.insert(0, {str(tmp_path)!r}); import ops; "
     code += "print(digest.covered('ops'), digest.covered('tiles.shared'), digest.covered('math'))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)

@@ -247,7 +247,7 @@ tiles.launch(kernels.scale, (4, 4), 32)(x, y, 2.0)
 torch.cuda.synchronize()
 took = time.perf_counter() - start
 assert (y == 2).all()
-from tiles import digest
+from tiles.compiling import digest
 from numba.cuda import types
 array = types.Array(types.float32, 2, "A")
 print(took, digest.key(kernels.scale, (array, array, types.float32), "sm_90a"))

@@ -140,7 +140,8 @@ def test_another_process_finds_it_on_disk(tmp_path):
         from numba import cuda
         from numba.cuda import types
         from ops import load, store
-        from tiles import digest, fp32, inlined, rt, static
+        from tiles import fp32, inlined, rt, static
+        from tiles.compiling import digest
         import sys
         T = rt(16, 32, fp32)
         @static

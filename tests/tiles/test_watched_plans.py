@@ -76,8 +76,8 @@ def test_other_extents_than_those_that_grow_are_read(many):
 
 
 def test_it_is_written_a_few_times(many, monkeypatch):
-    written, real = [], watched_plans.guarded_calls.guarded
-    monkeypatch.setattr(watched_plans.guarded_calls, "guarded", lambda *args: written.append(args) or real(*args))
+    written, real = [], watched_plans.remembered_calls.guarded
+    monkeypatch.setattr(watched_plans.remembered_calls, "guarded", lambda *args: written.append(args) or real(*args))
     rng = np.random.default_rng(1)
     for _ in range(200):
         called(many, int(rng.integers(2, 5)), int(rng.integers(1, 50)), int(rng.integers(50, 90)))
