@@ -237,7 +237,9 @@ def test_files_of_the_future(tmp_path):
 
 def test_the_key_is_the_same_in_another_process(tmp_path):
     (tmp_path / "subject.py").write_text(textwrap.dedent(KERNEL))
-    code = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]\nimport subject\nfrom tiles.compiling import digest\n"
+    code = (
+        f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]\nimport subject\nfrom tiles.compiling import digest\n"
+    )
     code += "from numba.cuda import types\n"
     code += "print(digest.key(subject.kernel, (types.Array(types.float32, 2, 'A'),), 'sm_90a'))"
     keys = set()

@@ -253,7 +253,7 @@ def four(world):
     for scheme in ("gather", "ulysses"), ("ring", "ulysses"), ("ring", "gather"):
         bitwise = () if scheme[0] == "ring" else (0, 1)
         compared(45, scheme, mesh, causal=True, shapes=shapes, bitwise=bitwise)
-        mask, score = lambda b, h, i, j: (i * 3 + j + h) % 4 != 0, lambda s, b, h, i, j: s - abs(i - j) * (h + 1) * 0.1
+        mask, score = lambda b, h, i, j: (i * 3 + j + h) % 4 != 0, lambda s, b, h, i, j: s * 0.5 - abs(i - j) * (h + 1) * 0.1
         compared(24, scheme, mesh, mask=mask, score=score, shapes=shapes, bitwise=bitwise)
     compared(24, ("gather", "ulysses"), mesh, bias=numbers(1, 4, 24, 24), learned=("bias",), shapes=shapes)
     compared(24, ("gather", "ulysses"), mesh, sink=numbers(4), learned=("sink",), causal=True, shapes=shapes)
