@@ -162,7 +162,7 @@ def test_masks_of_a_graph():
         assert_same(compiled(q, k, v, mask=made(reach)), attention.forward(q, k, v, mask=made(reach)))
     inside = lambda reach: attention.forward(q, k, v, mask=lambda b, h, i, j: j <= i + reach)
     assert_same(torch.compile(inside, fullgraph=True, backend="aot_eager")(3), inside(3))
-    with pytest.raises(Exception, match=r"mask: holds \('inputs',\)"):
+    with pytest.raises(Exception, match=r"mask: captures \('inputs',\)"):
         inputs = [q]
         compiled(q, k, v, mask=lambda b, h, i, j: j <= i + len(inputs))
     with pytest.raises(ValueError, match="^nobody: no function is registered under this name"):

@@ -97,7 +97,7 @@ def test_each_rule_of_the_chain_rule_has_to_be_right(monkeypatch):
             def wrong(g, y, *of, right=right):
                 parts = [*right(g, y, *of)]
                 place = next(n for n, part in enumerate(parts) if part is not None and of[n].operation != "number")
-                parts[place] = parts[place].scaled(1.001)
+                parts[place] = parts[place].scale(1.001)
                 return parts
 
             with monkeypatch.context() as patch:

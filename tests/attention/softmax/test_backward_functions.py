@@ -69,13 +69,13 @@ def test_prepared_lists(family="sm_80"):
 def test_unlisted_query_tiles_are_skipped(monkeypatch):
     """The lists are built by a survey of the mask, and by nothing else."""
     launches = []
-    original = module.Before.launch
+    original = module.PreparationSteps.launch
 
     def launch(self, kernel, config, grid, **arguments):
         launches.append(type(kernel).__name__)
         original(self, kernel, config, grid, **arguments)
 
-    monkeypatch.setattr(module.Before, "launch", launch)
+    monkeypatch.setattr(module.PreparationSteps, "launch", launch)
     q, k, v = inputs(1, 64, 64, 1, 1, 64)
     attention.backward(q, q, k, v, q, np.zeros((1, 1, 64), F32), mask=lambda b, h, i, j: (j <= i) | (j < 3), family="sm_80")
     assert launches == ["Survey", "BuildQueryLists"]

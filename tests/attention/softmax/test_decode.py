@@ -237,7 +237,7 @@ def test_a_given_split_has_the_same_kernel_always(monkeypatch):
         q, k = (made((batch, n, h, dim), "bfloat16") for n, h in zip((tokens, room), heads))
         with noted(monkeypatch, gpu) as found:
             attention.decode(q, k, k, lengths=torch.full((batch,), room), splits=parts)
-        return [(type(x.config), x.config.kv, x.told.get("splits")) for x in found if hasattr(x.config, "kv")]
+        return [(type(x.config), x.config.kv, x.kernel_args.get("splits")) for x in found if hasattr(x.config, "kv")]
 
     heads, dims = ((8, 1), (8, 2), (4, 4)), (64, 128, 256)
     for gpu, tokens, h, dim, parts in itertools.product(GPUS, (1, 4, 40, 200), heads, dims, (1, 3)):
