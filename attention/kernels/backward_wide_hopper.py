@@ -42,7 +42,7 @@ class Config(BackwardConfig):
 
 
 def serves(head_dim: int, variant: Variant, value_dim: int | None = None) -> bool:
-    """Are this kernel and hopper_wide_queries for such head dims and such a variant?"""
+    """Are this kernel and backward_wide_queries_hopper for such head dims and such a variant?"""
     return max(head_dim, value_dim or 0) > 128 and variant.fits_wide_backward
 
 

@@ -19,7 +19,7 @@ from ..parts.decode.outputs import FinalOutput, OutputTile
 from ..parts.online_softmax import LOWEST, over_sum
 
 ROWS, COLUMNS = 16, 64  # of a warp's tile
-MAX_PARTS = 8  # beyond which decode's mla_combine.py merges them (a guess)
+MAX_PARTS = 8  # more are merged by decode_combine.py (a guess)
 SLABS = LATENT // COLUMNS
 
 

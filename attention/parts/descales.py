@@ -93,7 +93,7 @@ class HeadDescales:
         `add`. below: the row offset, or None. lifted: the row offset for weights that are multiplied by a power of 2.
         multiplied: are the scores multiplied by their descales already? low_scores: may all scores of a row be so low that
         their products with the scale are rounded to many powers of 2? Then differences from the row maximum are multiplied.
-        of: a hopper_fp8.ConsumerTile."""
+        of: a forward_fp8_hopper.ConsumerTile."""
         state = state.update_max(s, below, of.scale, of.slack)
         if low_scores:
             return state, exp2((s - state.raw_max(below)) * of.scale + of.lift * of.scale)

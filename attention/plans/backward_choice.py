@@ -39,7 +39,7 @@ def choose_kernel(
     listing: BlockListPlan | None,
     reads: Mapping[str, Sequence[BiasRead]],
 ) -> KernelChoice:
-    """The KernelChoice for the variant `spec`; launches.plan_launches documents the arguments."""
+    """The KernelChoice for the variant `spec`; backward_launches.plan_launches documents the arguments."""
     q_len, head_dim, kv_len, value_dim = problem("SDTV")
     (seq_layout, _), dtype, variant = choose_layout(problem), DTYPES[problem.dtype], spec.variant
     accumulate = problem.schema.arguments["dq"].role == "updated"

@@ -51,7 +51,7 @@ def bias_part(problem: Problem, last: bool, in_units_of_one: bool = False) -> Bi
     one_row = form.shape[-2] == 1 or form.strides[-2] == 0
     adjacent = (
         form.shape[-1] > 1 and form.strides[-1] == form.itemsize
-    )  # an axis of length 1 is broadcast: see launches.expand_axes
+    )  # an axis of length 1 is broadcast: see forward_launches.expand_axes
     return BiasedByKey(last, in_units_of_one, adjacent) if one_row else Biased(last, in_units_of_one)
 
 

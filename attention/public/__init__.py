@@ -1,1 +1,1 @@
-"""The public functions of attention: a module each, with its arguments, its schema and its docstring."""
+"""The public functions of attention, with their schemas and docstrings: a module for each, or for a family of them."""

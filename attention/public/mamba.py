@@ -153,8 +153,8 @@ def segment_states(
     cu_seqlens: Any = None,
     family: str | None = None,
 ) -> Any:
-    """(local_state, total_decay) of the segments into which `mamba2` cuts each sequence, as linear.segment_states returns
-    them."""
+    """(local_state, total_decay) of the segments into which `mamba2` cuts each sequence, as linear_family.segment_states
+    returns them."""
     return _segment_states(None, (x, dt, A, B, C, dt_bias, cu_seqlens), (check_flag("dt_softplus", dt_softplus), family))
 
 

@@ -94,8 +94,8 @@ def _factory(
     values) that makes the function `again`. With `free`, the factory takes a table {free extents and strides: values} and a
     function that computes a missing row of it in place of the values.
 
-    given: the places of the arrays that are passed. places: those of the arrays to allocate. sources: the array that each part
-    lies in. beyond: how many scratch arrays follow the last part. apart: pairs of arrays that must not overlap."""
+    present: the places of the arrays that are passed. places: those of the arrays to allocate. sources: the array that each
+    part lies in. beyond: how many scratch arrays follow the last part. disjoint: pairs of arrays that must not overlap."""
     array_names, at = [*names], [f"at_{name}" if place in present else "0" for place, name in enumerate(names)]
     there, absent = [names[place] for place in present], [name for place, name in enumerate(names) if place not in present]
     values = [f"make{n}" for n in range(len(places))] + [f"offset{n}" for n in range(len(sources))]

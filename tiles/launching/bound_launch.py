@@ -49,7 +49,7 @@ class Contents:
 
     def __init__(self, grid: tuple[int, int, int], block: bytes, plain: Sequence, maps: Sequence):
         self.grid, self.block, self.plain, self.maps = grid, block, plain, maps
-        self.encoded: list[bytes] | None = None  # the maps, with the addresses of the first call: see tma.encoded
+        self.encoded: list[bytes] | None = None  # the maps, with the addresses of the first call: see tensor_maps.encoded
 
 
 class ParameterFrame:
@@ -168,7 +168,7 @@ class Bound:
             raise RuntimeError(f"{self} on {self.code.target}: {error}") from None
 
     def configuration(self):
-        """The driver's launch configuration, without grid and stream, which Frame.write adds."""
+        """The driver's launch configuration, without grid and stream, which ParameterFrame.write adds."""
         config = driver.CUlaunchConfig()
         config.blockDimX, config.blockDimY, config.blockDimZ = self.threads
         config.sharedMemBytes = self.nbytes

@@ -58,7 +58,7 @@ class TmaBox:
 
 @functools.cache
 def cut(spec: gl) -> TmaBox:
-    """The Cut of a type. ValueError: TMA has no box of that size."""
+    """The TmaBox of a type. ValueError: TMA has no box of that size."""
     tile, (inner, *outer) = spec.tile, tma_axes(spec)
     if tile.rows > BOX_END:
         raise ValueError(f"TMA copies at most {BOX_END} rows at a time, got {tile}")

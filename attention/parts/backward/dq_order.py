@@ -148,8 +148,8 @@ class AscendingAdds(OrderedAdds):
     sees. So thread blocks that begin at the same time wait once, each for the first tile of the one before it, and then follow
     at that distance. (If they went from the first query to the last, and later queries see more keys, each would wait until the
     one before it comes to where it begins itself.) Few thread blocks wait for one another if several heads are worked on at
-    once: launches.choose_raster_group. If lists say which tiles see a key block, it waits only for key blocks whose lists
-    contain the tile: query_lists.RankKeyBlocks."""
+    once: backward_launches.choose_raster_group. If lists say which tiles see a key block, it waits only for key blocks whose
+    lists contain the tile: query_tile_lists.RankKeyBlocks."""
 
     def __str__(self):
         return " ordered" + " stores" * self.stores_first

@@ -4,7 +4,7 @@
 
 One class for kernels that compute it and one for kernels that do not, with the same methods. It costs two instructions a score
 here; a kernel of its own, which computes scores once more, takes two fifths of the time of backward. A warp stores one number
-for each head that it has gone through, and elements.SumElementRows adds these rows of numbers in a fixed order."""
+for each head that it has gone through, and element_gradients.SumElementRows adds these rows of numbers in a fixed order."""
 
 from typing import Any
 

@@ -117,7 +117,7 @@ def test_tokens_that_see_later_ones_and_fp16(family):
 
 
 def test_many_splits(place):
-    """More than combine.MAX_PARTS: decode's mla_combine.py merges them."""
+    """More than mla_combine.MAX_PARTS: decode_combine.py merges them."""
     agree(place, *case((200, 5), 2, 3), (200, 5), splits=mla_combine.MAX_PARTS + 1, family="sm_80")
 
 
