@@ -3,8 +3,7 @@
 `limit` is the time in which the inputs can be read and the output written once, at the bandwidth that a copy of as many bytes
 reaches in the same rounds; `of_limit` is that over the provider's time. `error_ratio` is our root-mean-square error against
 float64 over the peer's on the same inputs. See measure.py for the protocol. flash-linear-attention tunes itself for up to a
-minute a member.
-`pytest bench/test_linear.py --benchmark-json=linear.json`, then `python bench/table.py linear.json`.
+minute a member. `pytest bench/test_linear.py --benchmark-json=linear.json`, then `python bench/table.py linear.json`.
 """
 
 import functools

@@ -86,9 +86,8 @@ def find_kernel_outputs(roots: Sequence[Term], sums: bool) -> list[Term]:
 
 class GradientPlan(NamedTuple):
     """The division of a gradient between kernels and the framework, for arrays of a class of lengths (length_classes.py).
-    traced: the
-    gradients as terms. sums: can kernels sum over rows? kernel_outputs: the terms that kernels compute. rest: the terms that
-    the framework computes from these, in topological order. names: the arguments whose gradients these are."""
+    traced: the gradients as terms. sums: can kernels sum over rows? kernel_outputs: the terms that kernels compute. rest: the
+    terms that the framework computes from these, in topological order. names: the arguments whose gradients these are."""
 
     traced: TracedDefinition
     sums: bool

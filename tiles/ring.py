@@ -188,8 +188,8 @@ def _slot(ring, j):
 
 def _own(ring, source, at, rank, parts):
     """Where block `rank` of a cluster finds its part of the tile at `at`, counted in parts."""
-    at, whole = tuple(at) + (0,) * (source.rank - len(at)), ring.blocks == 1 or parts > 1
-    return at if whole else tuple(i * ring.blocks + rank if k == source.rows else i for k, i in enumerate(at))
+    at, one_tile = tuple(at) + (0,) * (source.rank - len(at)), ring.blocks == 1 or parts > 1
+    return at if one_tile else tuple(i * ring.blocks + rank if k == source.rows else i for k, i in enumerate(at))
 
 
 def tile_of(block, ring, j):
@@ -250,8 +250,8 @@ def _check_parts(ring, part, parts, across):
     if not integer(part):
         raise TypeError(f"fill: the part's number must be an integer, got {part}")
     extent, unit = (ring.tile.cols, ring.tile.panel_cols) if across else (ring.tile.rows, 8)
-    apart = ring.blocks > 1 and parts != ring.blocks  # of a tile that blocks share each brings one
-    if parts < 1 or (parts > 1 and (apart or isinstance(ring.tile, sv) or extent % (unit * parts))):
+    split = ring.blocks > 1 and parts != ring.blocks  # of a tile that blocks share each brings one
+    if parts < 1 or (parts > 1 and (split or isinstance(ring.tile, sv) or extent % (unit * parts))):
         of = f"{unit} columns, which a panel has" if across else "8 rows"
         raise TypeError(f"fill: {parts} parts: a tile of one block is filled in parts of a multiple of {of}, got {ring}")
 
@@ -344,8 +344,8 @@ def _(ring, j, pool, pages, size, at, last, parts: int, begin):
             for part in range(parts):
                 where = [ptx.shuffle(b, x, b.u32(part)) for x in (page, row)]
                 with b.if_then(b.icmp_unsigned("==", lane, b.u32(0))):
-                    own = b.add(to, b.u32(part * ring.offset(parts, False)))
-                    ptx.tma_load(b, pool, own, pool_map, [*where, *rest], full, ring.tile, once=ring.once)
+                    part_address = b.add(to, b.u32(part * ring.offset(parts, False)))
+                    ptx.tma_load(b, pool, part_address, pool_map, [*where, *rest], full, ring.tile, once=ring.once)
 
     return void, emit
 

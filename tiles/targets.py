@@ -1,5 +1,7 @@
-"""What GPUs have, by their compute capability: the one place that knows. (9, 0) is that of "sm_90a"; a capability may have the
-suffix of its architecture behind it, (9, 0, "a").
+"""What GPUs have, by their compute capability, as far as it is known without one: a new GPU gets a row here. On a card
+`Device` (launching/devices.py) asks the driver for its shared memory, and planners pass that to kernels, whose tables of tiles
+(`BY_SHARED_MEMORY` in forward_ampere.py, `SHAPES_BY_LIMIT` in decode_ampere.py, ...) have an entry a size. (9, 0) is that of
+"sm_90a"; a capability may have the suffix of its architecture behind it, (9, 0, "a").
 
 Architectures are compared by capability, never as text: "sm_100a" sorts before "sm_90"."""
 

@@ -1,11 +1,10 @@
 """Gradients of softmax attention for sm_80 and later: cp.async, ldmatrix and mma.sync.
 
 As in backward_hopper.py, a thread block has a block of keys and goes through the queries that see it, and scores are computed
-again,
-keys by queries. Every warp has 16 or 32 keys: the more, the less its products read from shared memory. Where registers do not
-hold dK and dV of so many, two warps have the same keys: one computes P and dV, the other dS and dK. dS goes through shared
-memory, in tiles of a warp's keys, for dQ = dS K; a warp computes parts of dQ of 16 queries and 64 columns, and adds them to
-those of other key blocks. The next queries are loaded meanwhile.
+again, keys by queries. Every warp has 16 or 32 keys: the more, the less its products read from shared memory. Where registers
+do not hold dK and dV of so many, two warps have the same keys: one computes P and dV, the other dS and dK. dS goes through
+shared memory, in tiles of a warp's keys, for dQ = dS K; a warp computes parts of dQ of 16 queries and 64 columns, and adds
+them to those of other key blocks. The next queries are loaded meanwhile.
 
 It also serves arrays that TMA cannot load: those whose addresses and strides are multiples of 8, 4 or 2 bytes, by as many
 smaller copies.

@@ -1,4 +1,5 @@
-"""The gradient of a bias: a thread block has a tile of dBias, and goes one after the other through all heads, batches and query
+"""The gradient of a bias, on every GPU and for every bias (bias_gradient_hopper.py takes those that TMA brings): a thread block
+has a tile of dBias, and goes one after the other through all heads, batches and query
 tiles that share this tile."""
 
 import functools

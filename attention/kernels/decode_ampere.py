@@ -1,4 +1,5 @@
-"""Split-KV attention of a few query tokens, for sm_80 and later: cp.async, ldmatrix and mma.sync.
+"""Split-KV attention of a few query tokens, for sm_80 and later: cp.async, ldmatrix and mma.sync. It serves decoding on Hopper,
+too, up to 32 rows of tokens and heads (decode_launches.py chooses).
 
 Memory bandwidth sets the speed: keys and values are read once, and each serves only a few rows. So the rows of a tile are all
 tokens and all query heads that share a key head. The warps of a block share out the keys of every tile: each loads its own, and

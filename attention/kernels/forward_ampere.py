@@ -188,35 +188,20 @@ def make(config: Config):
                 source.copy(k, i, gK, seq, batch, seq.offset_k + tiling.key(kv_blocks, i, ctx), kv_head, n, params, BYTES)
                 if i < STAGES - 1:
                     source.copy(v, i, gV, seq, batch, seq.offset_k + tiling.key(kv_blocks, i, ctx), kv_head, n, params, BYTES)
-            row, queries = (
-                seq.offset_q + ROWS * block + WARP_ROWS * warp,
-                prepare_queries(subtile(q.wait(0, NEWER_THAN_Q), WARP_ROWS, warp), ctx),
-            )
+            row = seq.offset_q + ROWS * block + WARP_ROWS * warp
+            queries = prepare_queries(subtile(q.wait(0, NEWER_THAN_Q), WARP_ROWS, warp), ctx)
             if ACCUMULATES:
                 o, lse = load(gO, O, (seq.batch, row, head, 0), 1, 3, False), load(gLse, O.col_vec, (seq.batch, head, row))
                 state = softmax.resume(o / variant.output(1.0, ctx), lse, variant.initial_max(ctx, variant.max_floor), scale)
             else:
                 state = softmax.init(variant.initial_max(ctx, variant.max_floor))
             for i in range(n):
-                key, later = tiling.key(kv_blocks, i, ctx), i + STAGES
+                key, at_v, at_k = tiling.key(kv_blocks, i, ctx), i + STAGES - 1, i + STAGES
                 keys = k.wait(i, NEWER)
-                source.copy(
-                    v,
-                    later - 1,
-                    gV,
-                    seq,
-                    batch,
-                    seq.offset_k + tiling.key(kv_blocks, later - 1, ctx),
-                    kv_head,
-                    n,
-                    params,
-                    BYTES,
-                )
+                source.copy(v, at_v, gV, seq, batch, seq.offset_k + tiling.key(kv_blocks, at_v, ctx), kv_head, n, params, BYTES)
                 s = mma_ABt(zeros(S), queries, keys)
                 values = v.wait(i, NEWER)
-                source.copy(
-                    k, later, gK, seq, batch, seq.offset_k + tiling.key(kv_blocks, later, ctx), kv_head, n, params, BYTES
-                )
+                source.copy(k, at_k, gK, seq, batch, seq.offset_k + tiling.key(kv_blocks, at_k, ctx), kv_head, n, params, BYTES)
                 if i < kv_blocks.masked:
                     s = tiling.mask(variant.score_in_edge_block(s, ctx, key), ctx, key)
                     kv_blocks.clear(values, i, GROUPS)

@@ -1,12 +1,11 @@
 """FlashAttention forward in fp8 for Hopper: forward_hopper.py's pipeline with products of e4m3, which tensor cores do twice as
 fast.
 
-Differences. fp8 wgmma takes only K-major operands, so V's tiles must be transposed: the producer warpgroup does it, or a kernel
-has transposed all of V before (fp8_values.py). Weights are rounded to e4m3, whose least number is 2^-9, so the largest weight
-is not 1, but 2^LIFT. Tensor cores keep only some 10 bits of a sum of fp8 products, so the product of each key block is
-separate,
-and fp32 adds them: a consumer takes its turn for O += P V and, after that, the next scores; their softmax runs while another
-consumer has its turn. Scores and values are multiplied by descales, of heads or of blocks of rows (descales.py)."""
+Differences. fp8 wgmma takes only K-major operands, so V's tiles must be transposed: the producer warpgroup does it, or a
+kernel has transposed all of V before (fp8_values.py). Weights are rounded to e4m3, whose least number is 2^-9, so the largest
+weight is not 1, but 2^LIFT. Tensor cores keep only some 10 bits of a sum of fp8 products, so the product of each key block is
+separate, and fp32 adds them: a consumer takes its turn for O += P V and, after that, the next scores; their softmax runs while
+another consumer has its turn. Scores and values are multiplied by descales, of heads or of blocks of rows (descales.py)."""
 
 import functools
 import itertools

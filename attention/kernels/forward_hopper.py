@@ -115,8 +115,8 @@ BIAS_BY_TMA = {64: shape(3, 96), 96: shape(2, 128), 128: shape(2, 128), 192: sha
 SCORED = {128: shape(3, 80, stages=3)}  # scores are changed: two consumers do that while one has the tensor cores
 NARROW = {(192, 128): shape(2, 128)}  # values have fewer columns than keys; other such pairs use the larger dim's shape
 # {padded head_dim, causal: {up to so many keys: the fields that differ}}. Short tiles gain from a persistent grid, often of
-# another shape. bench/notes/forward.md has the figures. At 64, causal, a consumer skips key blocks that none of its rows sees,
-# so smaller blocks save more.
+# another shape. bench/notes/forward.md has the figures. A persistent kernel's consumer skips key blocks that none of its
+# rows sees, so at 64, causal, smaller blocks save more.
 PERSISTENT = {"persistent": True}
 IN_SHARED = shape(3, 128, weights_in_shared=True)
 BY_LENGTH: dict[tuple[int, bool], dict[float, dict[str, Any]]] = {
@@ -141,8 +141,8 @@ SCORED_BY_LENGTH = {  # by padded head_dim, and whether the change of scores is 
     (128, True): SOFTCAP_BY_LENGTH,
     (128, False): ALIBI_BY_LENGTH,
 }
-SMALL = {64: shape(1, 64, stages=4), 96: shape(1, 64), 128: shape(1, 64)}  # for many sequences of up to 64 queries
-TABLES = SHAPES, SCORED, BIAS_LOADED, BIAS_BY_COLUMN, BIAS_BY_TMA, RANDOM, SMALL
+ONE_CONSUMER = {64: shape(1, 64, stages=4), 96: shape(1, 64), 128: shape(1, 64)}  # for many sequences of up to 64 queries
+TABLES = SHAPES, SCORED, BIAS_LOADED, BIAS_BY_COLUMN, BIAS_BY_TMA, RANDOM, ONE_CONSUMER
 # One query tile for each CTA, where not all sequences have the same lengths
 ONE_TILE_PER_CTA: dict[str, Any] = {"persistent": False, "q_stages": 1, "tma_store": False}
 USUAL_FIELDS = ONE_TILE_PER_CTA | {"ping_pong": True, "weights_in_shared": False, "ctas_per_sm": 1}
@@ -207,9 +207,9 @@ def fit_to_load(config: Config, queries: Any, keys: Any, batch_heads: Any, proce
     ):
         return config
     widest = max(config.head_dim, config.value_dim)
-    if config.float32_out or config.accumulates or widest not in SMALL:
+    if config.float32_out or config.accumulates or widest not in ONE_CONSUMER:
         return config
-    small = SMALL[widest]
+    small = ONE_CONSUMER[widest]
     if (
         queries <= (SHORT if config.seq_layout is PackedLayout else warpgroup.ROWS)
         and batch_heads >= MANY * processors
@@ -394,8 +394,9 @@ def make(config: Config):
 
     @inlined
     def skip_blocks(j, first, end, behind, k, v, tiles, me):
-        """Release the key blocks j to first, which none of the consumer's rows sees. Every consumer takes one turn for each key
-        block of a tile except the last. All consumers together zero the last `behind` keys of the first block."""
+        """Release the key blocks from j up to `first`, which is not among them: none of the consumer's rows sees them. Every
+        consumer takes one turn for each key block of a tile except the last. All consumers together zero the last `behind`
+        keys of the first block."""
         for i in range(j, first):
             if i == j and behind > 0:
                 zero_last_keys(v.wait(i), behind, CONSUMERS)

@@ -51,9 +51,8 @@ KEYS, GROUPS = 16, 3  # keys of a warp's scores; commit groups of a tile: descal
 @dataclass(frozen=True)
 class Config:
     """A kernel's configuration, as of mla_ampere.py. dtype: of the queries, the rotated columns and the output. warps: of a
-    block,
-    each with the scores of 16 keys of a tile. resident: blocks that a multiprocessor is to hold, so that one has products while
-    the warps of another are at a barrier."""
+    block, each with the scores of 16 keys of a tile. resident: blocks that a multiprocessor is to hold, so that one has
+    products while the warps of another are at a barrier."""
 
     dtype: dtype
     window: KeyWindow

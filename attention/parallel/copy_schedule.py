@@ -2,9 +2,8 @@
 how many must be done before each block of keys may be read.
 
 A rank puts its own keys into memory that the others map (symmetric_memory.py), and copies from the others the keys that its
-queries see.
-A CTA of attention reads blocks of keys from the last to the first, so later keys are copied first; it waits for a copy only
-when it comes to that copy's keys."""
+queries see. A CTA of attention reads blocks of keys from the last to the first, so later keys are copied first; it waits for a
+copy only when it comes to that copy's keys."""
 
 from __future__ import annotations
 

@@ -183,9 +183,8 @@ def mapped(group: Any = None) -> MappedPeers:
 
     Rows of all heads, with a batch of one, are then copied instead of sent: keys and values of "gather", unless they come in
     two steps (choice.count_first_heads), and while attention reads them if copy_schedule.py supports the call. Everything else
-    is
-    sent by messages. Twice the largest shard that was copied stays allocated. If a rank does not call it, the others get a CUDA
-    error after ten minutes, which does not name the cause."""
+    is sent by messages. Twice the largest shard that was copied stays allocated. If a rank does not call it, the others get a
+    CUDA error after ten minutes, which does not name the cause."""
     return _mapped(one_dimensional_peers(group))
 
 

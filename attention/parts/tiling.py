@@ -17,7 +17,7 @@ SMS_PER_HEAD = (
 )
 
 
-@follows
+@follows  # a function of lengths calls it again (tiles/launching/lengths.py)
 def choose_raster_group(grid: int, processors: int, nbytes: float, cache: int, uneven: bool) -> int:
     """The size of a raster group: how many (batch, head) pairs a grid of so many CTAs goes through at once, query block by
     query block. uneven: do some query blocks of a pair take longer than others, as in causal attention, or because the last one

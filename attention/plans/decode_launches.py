@@ -136,10 +136,9 @@ def plan_split_kv(
     lse: Operand | None,
 ) -> Plan:
     """The Plan with decode_ampere.py's or decode_hopper.py's kernel, whose tiles have query tokens and the heads that share a
-    key head as
-    rows, over splits of the keys; and decode_combine.py's if there are several splits. family: "sm_90" for decode_hopper.py;
-    by default that
-    serves what would take more than one of decode_ampere.py's tiles. ValueError: the family cannot serve the call."""
+    key head as rows, over splits of the keys; and decode_combine.py's if there are several splits. family: "sm_90" for
+    decode_hopper.py; by default that serves what would take more than one of decode_ampere.py's tiles. ValueError: the family
+    cannot serve the call."""
     batch, tokens, heads, head_dim, kv_heads, value_dim = problem("BSHDGV")
     packed, axes = "cu_seqlens" in problem, tuple(len(x.form.shape) for x in options.aux)
     sequences = problem("N")[0] if packed else batch

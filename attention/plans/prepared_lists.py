@@ -60,7 +60,7 @@ def check_call(made_for: str, call: str, but: str = "nothing") -> None:
     both = zip(made_for.split("; "), call.split("; "))
     pairs = [(have, want) for have, want in both if have != want and not have.startswith(f"{but}=")]
     if pairs:
-        made, wanted = (", ".join(words) for words in zip(*pairs))
+        prepared_for, wanted = (", ".join(words) for words in zip(*pairs))
         raise ValueError(
-            f"blocks: these lists were made for {made}, and this call has {wanted}: call block_lists with its arguments"
+            f"blocks: these lists were made for {prepared_for}, and this call has {wanted}: call block_lists with its arguments"
         )

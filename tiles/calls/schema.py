@@ -331,21 +331,23 @@ class Schema:
             if its not in self._dtypes[name] or (name in self.tiles and its != dtype):
                 _refuse_dtype(self.arguments[name], its, first, dtype)
 
-    def shapes(self, given: Mapping[str, Sequence[int]], layout: str) -> dict[str, list[int]]:
+    def shapes(self, shapes_of_inputs: Mapping[str, Sequence[int]], layout: str) -> dict[str, list[int]]:
         """The shapes of all results, in the caller's axes, by those of the arrays that were given. Nothing is compared: extents
         may be torch's symbols, of which nobody knows yet whether they are equal. ValueError: no row has as many axes."""
         if layout not in LAYOUTS:
             raise ValueError(f"layout: must be one of {LAYOUTS}: {layout=}")
         rows, extents = self.rows[layout], dict(self.extents)
-        for name, shape in given.items():
+        for name, shape in shapes_of_inputs.items():
             if len(shape) not in rows[name]:
                 _refuse_axes(self.arguments[name], layout, shape)
             extents |= zip(rows[name][len(shape)][0], shape)
         extents = self._counted(extents)
         results = {name: row for name, row in self.arguments.items() if row.result}
-        made = {name: axes for name, row in results.items() if not row.like for axes, _ in rows[name].values()}
-        alike = {name: list(given[row.like]) for name, row in results.items() if row.like in given}
-        return alike | {name: [extents[axis] for axis in axes] for name, axes in made.items() if extents.keys() >= {*axes}}
+        shapes_of_axes = {name: axes for name, row in results.items() if not row.like for axes, _ in rows[name].values()}
+        alike = {name: list(shapes_of_inputs[row.like]) for name, row in results.items() if row.like in shapes_of_inputs}
+        return alike | {
+            name: [extents[axis] for axis in axes] for name, axes in shapes_of_axes.items() if extents.keys() >= {*axes}
+        }
 
     def _counted(self, extents: dict[str, Any]) -> dict[str, Any]:
         """With the number of sequences, one fewer than ends, or as many as batches; and with what follows from others."""
@@ -366,8 +368,8 @@ class Schema:
 
     def check(self, problem: Problem, forms: Mapping[str, Form]) -> Check | None:
         """The step that looks at the values of these arrays, which have their forms in the caller's axes; None: any will do."""
-        held = {name: VALUES.get(self.arguments[name].holds) for name in forms}
-        rows = [(name, self.places[name], forms[name], values) for name, values in held.items() if values]
+        rules_of_values = {name: VALUES.get(self.arguments[name].holds) for name in forms}
+        rows = [(name, self.places[name], forms[name], values) for name, values in rules_of_values.items() if values]
         return Check(rows, problem.extents) if rows else None
 
     def apart(self, forms: Mapping[str, Form]) -> list[tuple[str, str]]:
@@ -396,12 +398,12 @@ def _asks(options: Mapping[str, Any], word: str) -> bool:
 
 
 def _row(words: list[str]) -> tuple[str, tuple[str, ...], str, str, tuple[str, ...], str]:
-    name, axes, holds, role, *asked = (*words, "") if len(words) < 4 else words
+    name, axes, holds, role, *options = (*words, "") if len(words) < 4 else words
     if axes.startswith("="):
-        return name, FREE, holds, role, tuple(asked), axes[1:]
+        return name, FREE, holds, role, tuple(options), axes[1:]
     if holds not in HOLDS or role not in ROLES:
         raise ValueError(f"{name}: must hold one of {tuple(HOLDS)} and have a role of {ROLES}, got {holds!r}, {role!r}")
-    return name, FREE if axes == "*" else tuple(axes.split("|")), holds, role, tuple(asked), ""
+    return name, FREE if axes == "*" else tuple(axes.split("|")), holds, role, tuple(options), ""
 
 
 def _refuse_axes(argument: Argument, layout: str, shape: Sequence[int]) -> NoReturn:

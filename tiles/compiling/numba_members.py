@@ -70,14 +70,14 @@ class _Members(AttributeTemplate):
         if inspect.isfunction(face) and face in OPS:
             template = OPS[face].template
 
-            class Op(AbstractTemplate):
+            class OpTemplate(AbstractTemplate):
                 key, prefer_literal = face, True
 
                 def generic(self, args, kws):
                     sig = template(self.context).generic((this, *args), kws)
                     return sig and sig.as_method()
 
-            return types.BoundFunction(Op, this)
+            return types.BoundFunction(OpTemplate, this)
         if is_static(this.spec) and name not in vars(this.spec) and (method := method_of(type(this.spec), name)):
             return Method(method, this)
         try:

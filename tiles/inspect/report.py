@@ -102,11 +102,10 @@ def inspect(kernel, *args: Any, arch: str | None = None, shared: Any = None, blo
     """Compile a `@cuda.jit` kernel as a launch with these arguments would, and report the result. No GPU is needed.
 
     args: as `tiles.launch` takes them, or types from tiles.launching.arguments instead (`array(2, bf16)`, `tiled(tile)`, INT,
-    FLOAT);
-    none, if the kernel's own parameters are annotated with them. arch: by default that of the GPU that holds the arrays,
-    else sm_90a. shared: the plan, block: the threads, as the launch has them; both matter for occupancy only. Without shared
-    the plan is the one that the kernel opens by a name, plan.open(); without block the threads are those of the kernel's
-    launch_bounds, if it has any.
+    FLOAT); none, if the kernel's own parameters are annotated with them. arch: by default that of the GPU that holds the
+    arrays, else sm_90a. shared: the plan, block: the threads, as the launch has them; both matter for occupancy only. Without
+    shared the plan is the one that the kernel opens by a name, plan.open(); without block the threads are those of the
+    kernel's launch_bounds, if it has any.
 
     TypeError, ValueError: an argument is wrong. CompileError: ptxas or the linker refuse the kernel."""
     if not hasattr(kernel, "py_func"):

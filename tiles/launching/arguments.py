@@ -195,9 +195,9 @@ def parameters(kernel, args) -> list[Parameter]:
     return found
 
 
-def types_of(kernel, given: Sequence[Parameter]) -> tuple[types.Type, ...]:
+def types_of(kernel, params: Sequence[Parameter]) -> tuple[types.Type, ...]:
     """The Numba types of a kernel's arguments that are passed in these ways."""
-    return grouped(kernel, [p.type for p in given], Record.type)
+    return grouped(kernel, [p.type for p in params], Record.type)
 
 
 def _declared_parameter(name, what, value):

@@ -163,8 +163,8 @@ class Torch(Kind):
         if x.layout is not self.torch.strided:
             return f"must be dense, as {name}.to_dense() is: {name}.layout={x.layout}"
         if self.torch._C._functorch.is_legacy_batchedtensor(x):
-            asked = "is_grads_batched=True, or vectorize=True"
-            return f"stands for many gradients at once ({asked}), which torch.func.vjp and torch.vmap compute instead"
+            cause = "is_grads_batched=True, or vectorize=True"
+            return f"stands for many gradients at once ({cause}), which torch.func.vjp and torch.vmap compute instead"
         return None
 
     def reader(self, needed: dict[str, bool]) -> Callable:

@@ -81,8 +81,8 @@ def _as_compiled(kernel, grid, threads, args, shared, seed, cluster, arch):
     if (types, arch) not in known:
         lowered = Lowered(kernel, types, arch)
         text = program(kernel, types, arch, lowered)
-        asked = text.local or any(at.opcode.startswith(("wgmma", "setmaxnreg")) for at in text.code)
-        if asked or pressure(text) >= REGISTERS:
+        by_capability = text.local or any(at.opcode.startswith(("wgmma", "setmaxnreg")) for at in text.code)
+        if by_capability or pressure(text) >= REGISTERS:
             found = lowered.machine_code()
             assert not found.local_bytes and not found.spill_bytes and not found.warnings, found.log
         known.add((types, arch))
@@ -98,14 +98,14 @@ def gpu(kernel: Any, *args: Any, **options: Any) -> Any:
         return _called_with_torch(kernel, args, options)
     launch, _ = _launch(kernel, **options)
     roots: dict[int, tuple] = {}
-    given: list[Any] = []
+    arguments: list[Any] = []
     for a in args:
         if isinstance(a, tensor):
             cut = a.spec
-            given.append(tensor(_on_device(a.array, roots), cut.tile, cut.rows, cut.cols, cut.unit))  # type: ignore[arg-type]
+            arguments.append(tensor(_on_device(a.array, roots), cut.tile, cut.rows, cut.cols, cut.unit))  # type: ignore[arg-type]
         else:
-            given.append(_on_device(a, roots) if isinstance(a, np.ndarray) else a)
-    launch(*given)
+            arguments.append(_on_device(a, roots) if isinstance(a, np.ndarray) else a)
+    launch(*arguments)
     done = cuda.event(timing=False)
     done.record()
     deadline = time.monotonic() + PATIENCE
@@ -172,9 +172,9 @@ def to_numpy(x) -> np.ndarray:
     """A torch tensor, brought back."""
     import torch
 
-    for held, (bits, name) in AS_BITS.items():
+    for host_dtype, (bits, name) in AS_BITS.items():
         if x.dtype == getattr(torch, name):
-            return x.view(getattr(torch, bits)).cpu().numpy().view(held)
+            return x.view(getattr(torch, bits)).cpu().numpy().view(host_dtype)
     return x.cpu().numpy()
 
 
@@ -192,11 +192,11 @@ def _called_with_torch(function, args, named):
         if isinstance(array, np.ndarray) and array.flags.writeable:
             array[...] = to_numpy(theirs[key])
 
-    def brought(x):
+    def to_host(x):
         """torch's arrays as NumPy's, also those in tuples and lists."""
         if isinstance(x, tuple | list):
-            found = map(brought, x)
+            found = map(to_host, x)
             return list(found) if isinstance(x, list) else tuple(found)
         return to_numpy(x) if isinstance(x, Tensor) else x
 
-    return brought(returned)
+    return to_host(returned)

@@ -24,8 +24,8 @@ def padded_dim(head_dim: int, value_dim: int | None = None) -> int:
 class BackwardConfig(BaseConfig):
     """The configuration of a main kernel of backward. queries: of a tile. deterministic: is dQ summed in a fixed order?
     stores_first: see dq_order.py. accumulate: are gradients added to what their arrays hold? slope_gradient: see
-    slope_gradient.py.
-    splits_queries: do several thread blocks have the same keys, each some of the query tiles? See backward_combine.py."""
+    slope_gradient.py. splits_queries: do several thread blocks have the same keys, each some of the query tiles? See
+    backward_combine.py."""
 
     queries: int
     deterministic: bool = field(default=False, kw_only=True)

@@ -1,5 +1,5 @@
-"""How rows of K and V are loaded by cp.async, by how the cache is laid out, as classes with the same methods: `fill` fills a
-stage of a block's pipeline; `copy_rows` and `load_fp8_rows` load one warp's rows."""
+"""How decode_ampere.py and the MLA kernels load rows of K and V by cp.async, by how the cache is laid out, as classes with the
+same methods: `fill` fills a stage of a block's pipeline; `copy_rows` and `load_fp8_rows` load one warp's rows."""
 
 from typing import Any
 

@@ -53,12 +53,12 @@ class TmaFeed:
 @static
 class GatherFeed:
     """cp.async gathers keys and values from pages of any size, params.pages[n] of sequence n. Each of the producer's warps
-    copies a quarter of a tile's rows, of types `key` and `value`. A tile is published after the copies of the next `late` tiles
-    have begun. vector_bytes: the bytes that addresses are multiples of."""
+    copies a quarter of a tile's rows, of types `key` and `value`. A tile is published after the copies of the next
+    `tiles_in_flight` tiles have begun. vector_bytes: the bytes that addresses are multiples of."""
 
     key: st
     value: st
-    late: int
+    tiles_in_flight: int
     vector_bytes: int
     writers = WARPGROUP
 
@@ -85,9 +85,9 @@ class GatherFeed:
             commit_group()
             key = int32(key + WARPGROUP * rows)
             keys, values = self.look_up(gK, sequence, key, end, params)
-            if i >= self.late:
-                wait_group(self.late)
-                self.publish(k, v, int32(i - self.late))
+            if i >= self.tiles_in_flight:
+                wait_group(self.tiles_in_flight)
+                self.publish(k, v, int32(i - self.tiles_in_flight))
 
     @inlined
     def look_up(self, gK, sequence, key, end, params):
@@ -108,5 +108,5 @@ class GatherFeed:
     @inlined
     def finish(self, k, v, j):
         wait_group(0)
-        for i in range(int32(max(0, j - self.late)), int32(j)):
+        for i in range(int32(max(0, j - self.tiles_in_flight)), int32(j)):
             self.publish(k, v, i)

@@ -74,8 +74,7 @@ def test_gates_of_any_size(place, gate):
 
 def test_repeated_keys(place):
     """A and its powers are as large as they can be. The reference with low=True corrects the rounding error of a token in the
-    next
-    token, chunks in the next chunk: hence the factor."""
+    next token, chunks in the next chunk: hence the factor."""
     q, k, v, beta, _ = inputs(1, 200, 1, 64, 64)
     k[:] = k[:, :1]
     beta[:] = 1
