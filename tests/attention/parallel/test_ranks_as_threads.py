@@ -443,7 +443,7 @@ def test_recurrences_refuse_gradients():
 
 
 class SharedBuffers:
-    """Memory of a thread that all others read, in place of symmetric_memory.SymmetricBuffers. every: both halves of each rank."""
+    """Memory of a thread that all others read, in place of symmetric_memory.SymmetricBuffers. every: each rank's two halves."""
 
     available, uses_copy_engines, half, late = True, False, 0, 0
 
