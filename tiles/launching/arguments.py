@@ -6,7 +6,7 @@ A kernel may declare what it takes in its own parameters, once and for all:
     def attend(gQ: tiled(QUERY), gO: array(4, bf16), gLse: array(3), length: INT, scale: FLOAT):
 
 From these annotations come the types it is compiled with, with no array at hand (`declared`), and how arrays and numbers are
-bound to it by their names (tiles.launch.Kernel.bind). Without them the arguments themselves decide (`parameter`).
+bound to it by their names (launch.Kernel.bind). Without them the arguments themselves decide (`parameter`).
 
 What a kernel takes may depend on an object that it was made for. `params: record(slopes=array(2), cap=FLOAT)` are several
 parameters under one name: the kernel reads params.slopes and params.cap, and they are bound by their own names.
