@@ -38,14 +38,14 @@ from ..parts.visibility import CAUSAL, FULL
 @dataclass(frozen=True)
 class Config(BackwardConfig):
     """The kernel's configuration. keys_per_warp: keys of a warp. step: queries whose scores a warp has at once. split: do two
-    warps have the same keys, one for P and dV, one for dS and dK? resident: thread blocks that a multiprocessor is to hold.
+    warps have the same keys, one for P and dV, one for dS and dK? ctas_per_sm: thread blocks that a multiprocessor is to hold.
     elements_per_add: how many adjacent elements of dQ a lane adds at once. vector_bytes: the bytes that addresses and strides
     are multiples of. single_block: does a thread block have all keys, and each query see one?"""
 
     keys_per_warp: int
     step: int
     split: bool
-    resident: int
+    ctas_per_sm: int
     elements_per_add: int = 1
     vector_bytes: int = 16
     single_block: bool = field(default=False, kw_only=True)
@@ -93,7 +93,7 @@ class Config(BackwardConfig):
         )
 
 
-Shape = tuple[int, int, int, int, bool, int]  # kv, queries, keys_per_warp, step, split, resident
+Shape = tuple[int, int, int, int, bool, int]  # kv, queries, keys_per_warp, step, split, ctas_per_sm
 SHAPES: dict[int, Shape] = {  # by padded head_dim
     64: (64, 64, 16, 64, False, 2),
     128: (64, 64, 16, 64, True, 1),
@@ -179,7 +179,7 @@ def make(config: Config):
     variant, tiling, parts, sequences = config.variant, config.tiling, config.parts, config.sequences
     order, slope_gradient, result, OUT = config.order, config.slope_gradient, config.result, config.result.dtype
     PANELS, KEY_TILES, STEPS, BANDS = config.head_dim // PANEL, KV // WARP_KEYS, ROWS // STEP, ROWS // WARP_ROWS
-    GROUPS = WARPS // WARPGROUP
+    WARPGROUPS = WARPS // WARPGROUP
     PARTS_PER_WARP, DQ_ARRAY = (
         parts.count // WARPS,
         parts.accum_array,
@@ -255,7 +255,7 @@ def make(config: Config):
 
     step = two_warp_step if SPLIT else one_warp_step
 
-    @cuda.jit(launch_bounds=(config.threads, config.resident), fastmath=True)
+    @cuda.jit(launch_bounds=(config.threads, config.ctas_per_sm), fastmath=True)
     def compute_dq_dk_dv(
         gQ: array(4, INPUT), gK: array(4, INPUT), gV: array(4, INPUT), gDO: array(4, INPUT), gLseDelta: array(3),
         gDQAccum: DQ_ARRAY, gDK: array(4, OUT), gDV: array(4, OUT), params: PARAMS, aux: AUX, blocks: INT, heads: INT,
@@ -299,8 +299,8 @@ def make(config: Config):
         do.fill(0, gDO, (seq.batch, first, group * head_group, 0), 1, 3, tiles, VECTOR_BYTES)
         k_tile = k.wait(0, 3)
         v_tile = v.wait(0, 2)
-        q_tiles.clear(k_tile, GROUPS)
-        q_tiles.clear(v_tile, GROUPS)
+        q_tiles.clear(k_tile, WARPGROUPS)
+        q_tiles.clear(v_tile, WARPGROUPS)
         k_rows, v_rows = subtile(k_tile, WARP_KEYS, n_keys), subtile(v_tile, WARP_KEYS, n_keys)
         dkdv, dslope = zeros(DK) if SPLIT else (zeros(DK), zeros(DV)), slope_gradient.init(SCORES)
         head, i, dq_head = int32(group * head_group), int32(0), int32(group * divmod(batch_head, splits)[0])

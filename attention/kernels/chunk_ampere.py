@@ -66,7 +66,7 @@ class Config(chunk_hopper.Config):
         return 1
 
     @property
-    def blocks_per_sm(self):
+    def ctas_per_sm(self):
         """How many thread blocks the registers of an SM allow."""
         return 2 if self.key_dim <= WIDE_KEY_DIM else 1
 
@@ -109,8 +109,8 @@ def make(config: Config):
     Z_TILE, TRANSPOSED, STAGES = rt(WARP_COLUMNS, WARP_COLUMNS, fp32), rt(WARP_COLUMNS, CHUNK, INPUT), config.stages
     VECTOR_BYTES, gate, result = config.vector_bytes, config.gate, config.result
     COMPOSES = config.supports_segments and result.has_outputs and result.reads_values  # earlier segments' local states
-    V_NEWER = STAGES - 1  # groups of copies committed after those of a chunk's values: of later keys
-    Q_NEWER = (3 if result.silu else 2) * V_NEWER  # groups of copies committed after those of its queries
+    V_PENDING = STAGES - 1  # groups of copies committed after those of a chunk's values: of later keys
+    Q_PENDING = (3 if result.silu else 2) * V_PENDING  # groups of copies committed after those of its queries
     seq_layout, block_exponent = SequenceLayout(config.varlen), BlockExponent(gate.weighted and INPUT is fp16)
     smem = shared(
         q=pipeline(config.key, 1, WARPS),
@@ -136,10 +136,10 @@ def make(config: Config):
         if result.normalized:
             o = o / (load(gNormalizer, OUT.col_vec, at, cols=1) + NORMALIZER_EPSILON)
         if result.silu:
-            o = o * silu(fp32(transpose(warpgroup.load_transposed(z.wait(j, V_NEWER), TRANSPOSED))))
+            o = o * silu(fp32(transpose(warpgroup.load_transposed(z.wait(j, V_PENDING), TRANSPOSED))))
         return o
 
-    @cuda.jit(launch_bounds=(config.threads, config.blocks_per_sm), fastmath=True)
+    @cuda.jit(launch_bounds=(config.threads, config.ctas_per_sm), fastmath=True)
     def scan(
         gQ: array(4, INPUT), gK: array(4, INPUT), gV: array(4, INPUT), gZ: array(4, INPUT), gGates: array(3), gA: array(2),
         gDtBias: array(2), gD: array(2), gNormalizer: array(3), gO: array(4, INPUT) if result.reads_values else array(3),
@@ -184,10 +184,10 @@ def make(config: Config):
             token, later = seq.chunk_start(j), seq.chunk_start(j + 1)
             if warp == 0:
                 gate.store_cumsum(b, a, g, rate, bias, end - token)
-            keys = k.wait(j, Q_NEWER)  # its barrier also shows b and a to all warps
+            keys = k.wait(j, Q_PENDING)  # its barrier also shows b and a to all warps
             e_before, e = e, block_exponent.next_exponent(e, b, a)
             if result.has_outputs:
-                queries = q.wait(j, Q_NEWER)
+                queries = q.wait(j, Q_PENDING)
                 q_rows = subtile(queries, WARP_COLUMNS, warp)
                 s = mma_ABt(zeros(TILE), q_rows, keys)
                 if not result.reads_values:
@@ -199,7 +199,7 @@ def make(config: Config):
                 else:
                     o = (row_sum(s) + gate.decay(q_z, b_rows)) * scale
                     store(gO, o, (batch, token + WARP_COLUMNS * warp, head), cols=1)
-            values = v.wait(j, V_NEWER)  # its barrier also shows P to all warps
+            values = v.wait(j, V_PENDING)  # its barrier also shows P to all warps
             v_t = warpgroup.load_transposed(values, TRANSPOSED) if result.reads_values else INPUT(zeros(TILE) + 1.0)
             if result.has_outputs and result.reads_values:
                 b_chunk = block_exponent.shift_state_decay(gate.load_cumsum(b, CHUNK_COL_VEC), e_before, e)

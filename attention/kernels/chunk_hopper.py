@@ -67,7 +67,7 @@ class Config:
         return True
 
     @property
-    def blocks_per_sm(self):
+    def ctas_per_sm(self):
         """How many thread blocks the registers of an SM allow."""
         return 2 if self.consumers == 1 and self.key_dim < WIDE_KEY_DIM and not self.gate.weighted else 1
 
@@ -127,7 +127,7 @@ def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     CONSUMERS, KEY_PARTS, INPUT, gate, result = config.consumers, config.key_parts, config.dtype, config.gate, config.result
     PRODUCER, KEYS = CONSUMERS * KEY_PARTS, config.key.cols  # the warpgroup after those of the consumers
-    (producer_registers, consumer_registers), STATE = REGISTERS[CONSUMERS * KEY_PARTS, config.blocks_per_sm], rt(16, KEYS, fp32)
+    (producer_registers, consumer_registers), STATE = REGISTERS[CONSUMERS * KEY_PARTS, config.ctas_per_sm], rt(16, KEYS, fp32)
     TRANSPOSED, seq_layout = rt(16, CHUNK, INPUT), SequenceLayout(config.varlen)
     block_exponent = BlockExponent(gate.weighted and INPUT is fp16)
     TMA_KEYS, TMA_VALUES = tiled(config.key, unit=1), tiled(config.value, unit=1)
@@ -174,7 +174,7 @@ def make(config: Config):
                 partial_o.release(j)
         return o
 
-    @cuda.jit(launch_bounds=(config.threads, config.blocks_per_sm), fastmath=True)
+    @cuda.jit(launch_bounds=(config.threads, config.ctas_per_sm), fastmath=True)
     def scan(
         gQ: TMA_KEYS, gK: TMA_KEYS, gV: TMA_VALUES, gZ: TMA_VALUES, gGates: array(gate.rank), gA: array(2), gDtBias: array(2),
         gD: array(2), gNormalizer: array(3), gO: OUTPUT, gInitialState: array(4), gLocalStates: array(5), gFinalState: array(4),

@@ -60,9 +60,9 @@ class Config:
     """A kernel's configuration. product: the dtypes of the products. variant: what is done to scores. window: which keys are
     visible. cache: how they are loaded. result: where O goes. sink: a variant that adds to the row sums of final outputs.
     split: which keys a block works on. overlaps_previous: may the kernel begin before the previous launch has ended (PDL)?
-    tile_rows: rows of a tile. warp_keys: keys of each tile that a warp has. stages: of the pipelines. resident: blocks that a
-    multiprocessor is to hold. seq_layout: how query tokens are laid out. axes: the number of axes of each array of aux.
-    keys_norm: the norm of the cache's keys."""
+    tile_rows: rows of a tile. warp_keys: keys of each tile that a warp has. stages: of the pipelines. ctas_per_sm: thread
+    blocks that a multiprocessor is to hold. seq_layout: how query tokens are laid out. axes: the number of axes of each array
+    of aux. keys_norm: the norm of the cache's keys."""
 
     head_dim: int
     value_dim: int
@@ -78,7 +78,7 @@ class Config:
     warp_keys: int
     warps: int
     stages: int
-    resident: int
+    ctas_per_sm: int
     seq_layout: type[UniformRows] = UniformRows
     axes: tuple[int, ...] = ()
     keys_norm: PlainKeys = PLAIN_KEYS
@@ -109,7 +109,7 @@ class Config:
 
 TILE_ROWS = 16  # rows of a tile
 TALL_ROWS = 2 * TILE_ROWS  # rows of a tall tile
-# padded head_dim: (warp_keys, warps, stages, resident)
+# padded head_dim: (warp_keys, warps, stages, ctas_per_sm)
 SHAPES = {64: (32, 4, 2, 2), 96: (16, 4, 3, 2), 128: (16, 4, 2, 2), 192: (16, 4, 2, 1), 256: (16, 4, 2, 1)}
 SHAPES_BY_LIMIT = {  # {bytes of shared memory that a block may have: shapes that differ}. An SM has little more in all
     SMALL: {64: (32, 4, 2, 1), 96: (16, 4, 3, 1), 128: (16, 4, 2, 1), 192: (16, 2, 3, 1), 256: (16, 2, 2, 1)},
@@ -232,8 +232,8 @@ def make(config: Config):
     # does a block know which keys it has without a read from global memory?
     KNOWS_KEYS = type(window) is WholeCacheWindow and not window.padded and config.seq_layout is UniformRows
     DESCALES = product.descale_pipelines(KV, STAGES, WARPS)
-    GROUPS, AHEAD = 2 + len(DESCALES), STAGES - 1  # commit groups of a tile; tiles that are being copied
-    NEWER = GROUPS * (STAGES - 2) + GROUPS // 2  # commit groups that follow the keys, or the values, that are waited for
+    COMMITS, AHEAD = 2 + len(DESCALES), STAGES - 1  # commit groups of a tile; tiles that are being copied
+    PENDING = COMMITS * (STAGES - 2) + COMMITS // 2  # commit groups that follow the keys, or the values, that are waited for
     smem = shared(
         q=pipeline(QUERY, 1, WARPS),
         k=pipeline(st(KV, config.head_dim, CACHE), STAGES, WARPS),
@@ -279,7 +279,7 @@ def make(config: Config):
     def prepare_queries(q, ctx, head, prefetched, scratch):
         """Wait for the queries. Returns (the queries as the product takes them, the sums over their columns that scores need).
         prefetched: of the warp's own panel, or None."""
-        tile = q.wait(0, GROUPS * AHEAD)
+        tile = q.wait(0, COMMITS * AHEAD)
         if KEEPS_Q:
             return tile, None
         operand, stats, sums = q.reuse(Q_OPERAND), compute_query_stats(tile, ctx), norm.init_query_sums(zeros(O.col_vec))
@@ -318,7 +318,7 @@ def make(config: Config):
             if warp == 0:
                 result.store_lse(full(O.col_vec, -math.inf), scale, out_tile, params)
 
-    @cuda.jit(launch_bounds=(config.threads, config.resident), fastmath=True)
+    @cuda.jit(launch_bounds=(config.threads, config.ctas_per_sm), fastmath=True)
     def attend(
         gQ: array(5, INPUT), gK: array(4, CACHE), gV: array(4, CACHE), params: PARAMS, aux: AUX,
         heads: INT, row_tiles: INT, splits: INT, sequences: INT, tokens: INT, group: INT, scale: FLOAT, slack: FLOAT,
@@ -378,15 +378,15 @@ def make(config: Config):
             state, o_unit = softmax.init(variant.max_floor), product.initial_unit()
             for i in range(n):
                 key, later = int32(first + KV * i + KEYS * warp), int32(first + KV * (i + AHEAD))
-                keys = k.own(i, NEWER)
+                keys = k.own(i, PENDING)
                 product.fill_k_descales(
                     descale_pipes, i + AHEAD, cache, descale_lookup, sequence, later, head, span.end, n, params
                 )
                 cache.fill(k, i + AHEAD, gK, lookup, sequence, later, head, span.end, n, params)
-                k_descales = product.k_descales(k_descale, descale_pipes, i, NEWER + GROUPS // 2, S.row_vec)
+                k_descales = product.k_descales(k_descale, descale_pipes, i, PENDING + COMMITS // 2, S.row_vec)
                 s = product.mma_qk(zeros(S), queries, keys, k_descales)
                 s = norm.normalise_scores(s, keys, K_PANEL, k_descales, q_sums, params)
-                values = v.own(i, NEWER)
+                values = v.own(i, PENDING)
                 product.fill_v_descales(
                     descale_pipes, i + AHEAD, cache, descale_lookup, sequence, later, head, span.end, n, params
                 )
@@ -395,7 +395,7 @@ def make(config: Config):
                 descale_lookup = product.look_up_descales(descale_pipes, cache, sequence, int32(later + KV), span.end, params)
                 s = window.mask(variant.mask(variant.score(s, ctx, key), ctx, key, -math.inf), ctx, key, span.end)
                 state = state.update_max(s, None, scale, slack)
-                v_descales = product.v_descales(v_descale, descale_pipes, i, NEWER + GROUPS // 2, S.row_vec)
+                v_descales = product.v_descales(v_descale, descale_pipes, i, PENDING + COMMITS // 2, S.row_vec)
                 o, o_unit = product.rescale_o(state, o_unit, v_descales)
                 p = state.weights(s, None, scale, ALLOWS_LOW_SCORES)
                 state = state._replace(o=product.mma_pv(o, p, values, o_unit, v_descales)).add(p)

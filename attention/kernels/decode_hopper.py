@@ -52,7 +52,7 @@ class Config:
     stages: int
     axes: tuple[int, ...] = ()
     overlaps_previous = True
-    tile_rows, kv, resident = warpgroup.ROWS, KV, 1
+    tile_rows, kv, ctas_per_sm = warpgroup.ROWS, KV, 1
     threads = warpgroup.THREADS * (CONSUMERS + 1)
 
     @property

@@ -105,7 +105,7 @@ def make(config: Config):
     seq_layout, decay = SequenceLayout(config.varlen), (GatedDelta if config.gated else UngatedDelta)(INPUT)
     state, solver = TransposedState(config.key_dim, INPUT, seq_layout), UTTransform(seq_layout, decay, config.consumers + 2)
     SOLVER, SCORER, (scorer_registers, solver_registers, consumer_registers) = CONSUMERS, CONSUMERS + 1, REGISTERS[CONSUMERS]
-    WARPS, GROUPS = warpgroup.WARPGROUP, CONSUMERS + 2
+    WARPS, WARPGROUPS = warpgroup.WARPGROUP, CONSUMERS + 2
     readers = CONSUMERS * WARPS
     smem = shared(
         q=ring(config.key, config.stages, readers + WARPS),
@@ -152,7 +152,7 @@ def make(config: Config):
                 if j > 0:
                     chunk = j - 1
                     keys = k.wait(chunk)
-                    seq_layout.zero_other_rows(keys, seq.remaining(chunk), GROUPS)
+                    seq_layout.zero_other_rows(keys, seq.remaining(chunk), WARPGROUPS)
                     s = warpgroup.wait(warpgroup.mm_ABt(q.wait(chunk), keys))
                     k.release(chunk)
                     q.release(chunk)
@@ -179,7 +179,7 @@ def make(config: Config):
             s_t = warpgroup.load(gInitialState, STATE, (sequence * segments + segment, value_head, 0, column), 3, 2)
             for j in range(n):
                 keys = k.wait(j)
-                seq_layout.zero_other_rows(keys, seq.remaining(j), GROUPS)
+                seq_layout.zero_other_rows(keys, seq.remaining(j), WARPGROUPS)
                 u, o = state.apply(s_t, keys, q.wait(j))
                 q.release(j)
                 values = fp32(warpgroup.load_transposed(subtile(v.wait(j), CHUNK, 0, COLUMNS, wg), state.values))

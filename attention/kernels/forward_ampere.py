@@ -136,10 +136,17 @@ def make(config: Config):
     INPUT, S, O = config.dtype, rt(WARP_ROWS, KV, fp32), rt(WARP_ROWS, config.value_dim, fp32)
     Q, PANEL, PANELS = rt(WARP_ROWS, config.head_dim, fp32), rt(WARP_ROWS, config.query.panel_cols, fp32), config.query.panels
     PREPARES, LOW_SCORES = variant.prepares_queries, variant.allows_low_scores
-    STAGES, FLOAT32_OUT, ACCUMULATES, GROUPS = config.stages, config.float32_out, config.accumulates, config.warps // WARPGROUP
+    STAGES, FLOAT32_OUT, ACCUMULATES, WARPGROUPS = (
+        config.stages,
+        config.float32_out,
+        config.accumulates,
+        config.warps // WARPGROUP,
+    )
     OUTPUT = array(4, fp32 if FLOAT32_OUT else INPUT)
-    NEWER = 2 * (STAGES - 1)  # of the groups of cp.async, keys and values in turn, this many are newer than the one to wait for
-    NEWER_THAN_Q = NEWER + 1
+    PENDING = 2 * (
+        STAGES - 1
+    )  # of the groups of cp.async, keys and values in turn, this many are newer than the one to wait for
+    PENDING_AFTER_Q = PENDING + 1
     smem = shared(
         q=pipeline(config.query, 1, config.warps),
         k=pipeline(config.key, STAGES, config.warps),
@@ -189,7 +196,7 @@ def make(config: Config):
                 if i < STAGES - 1:
                     source.copy(v, i, gV, seq, batch, seq.offset_k + tiling.key(kv_blocks, i, ctx), kv_head, n, params, BYTES)
             row = seq.offset_q + ROWS * block + WARP_ROWS * warp
-            queries = prepare_queries(subtile(q.wait(0, NEWER_THAN_Q), WARP_ROWS, warp), ctx)
+            queries = prepare_queries(subtile(q.wait(0, PENDING_AFTER_Q), WARP_ROWS, warp), ctx)
             if ACCUMULATES:
                 o, lse = load(gO, O, (seq.batch, row, head, 0), 1, 3, False), load(gLse, O.col_vec, (seq.batch, head, row))
                 state = softmax.resume(o / variant.output(1.0, ctx), lse, variant.initial_max(ctx, variant.max_floor), scale)
@@ -197,14 +204,14 @@ def make(config: Config):
                 state = softmax.init(variant.initial_max(ctx, variant.max_floor))
             for i in range(n):
                 key, at_v, at_k = tiling.key(kv_blocks, i, ctx), i + STAGES - 1, i + STAGES
-                keys = k.wait(i, NEWER)
+                keys = k.wait(i, PENDING)
                 source.copy(v, at_v, gV, seq, batch, seq.offset_k + tiling.key(kv_blocks, at_v, ctx), kv_head, n, params, BYTES)
                 s = mma_ABt(zeros(S), queries, keys)
-                values = v.wait(i, NEWER)
+                values = v.wait(i, PENDING)
                 source.copy(k, at_k, gK, seq, batch, seq.offset_k + tiling.key(kv_blocks, at_k, ctx), kv_head, n, params, BYTES)
                 if i < kv_blocks.masked:
                     s = tiling.mask(variant.score_in_edge_block(s, ctx, key), ctx, key)
-                    kv_blocks.clear(values, i, GROUPS)
+                    kv_blocks.clear(values, i, WARPGROUPS)
                     below = variant.row_offset_in_edge_block(s, ctx, key)
                 else:
                     s = variant.score(s, ctx, key)

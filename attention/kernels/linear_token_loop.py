@@ -75,7 +75,7 @@ class Config:
         return 16 * -(-self.key_dim // (16 * self.warps)) if self.splits_rows else self.key_dim
 
     @property
-    def blocks_per_sm(self):
+    def ctas_per_sm(self):
         """How many thread blocks the registers of an SM allow. z takes as many registers as 16 columns of the state. Sums over
         warps, or all vectors of a token of KDA, take as many as 16 rows."""
         sums = 16 * (self.splits_rows or (self.delta and self.decay == "channel"))
@@ -130,7 +130,7 @@ def make(config: Config):
         else:
             return 1.0
 
-    @cuda.jit(launch_bounds=(config.threads, config.blocks_per_sm), fastmath=True)
+    @cuda.jit(launch_bounds=(config.threads, config.ctas_per_sm), fastmath=True)
     def token_loop(
         gQ: array(4, bf16), gK: array(4, bf16), gV: array(4, bf16), gDecay: array(4), gBeta: array(4), gOut: array(4, bf16),
         gInitialState: array(4), gFinalState: array(4), gInitialZ: array(3), gFinalZ: array(3), gCuSeqlens: ENDS,

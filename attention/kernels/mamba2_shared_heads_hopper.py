@@ -97,7 +97,7 @@ def make(config: Config):
     SCORER, PRODUCER, WARPS = CONSUMERS, CONSUMERS + 1, warpgroup.WARPGROUP
     producer_registers, scorer_registers, consumer_registers = REGISTERS
     INPUT, STATE, STAGES, gate, result = config.dtype, rt(16, config.key_dim, fp32), config.stages, config.gate, config.result
-    CHUNKS_AT_ONCE, GROUPS, SCORES_TILE = WARPS // CONSUMERS, CONSUMERS + 1, rt(16, CHUNK, INPUT)
+    CHUNKS_AT_ONCE, WARPGROUPS, SCORES_TILE = WARPS // CONSUMERS, CONSUMERS + 1, rt(16, CHUNK, INPUT)
     readers = CONSUMERS * WARPS
     seq_layout = SequenceLayout(config.varlen)
     state = TransposedState(config.key_dim, INPUT, seq_layout)
@@ -168,7 +168,7 @@ def make(config: Config):
                     g = load(dts, CHUNK_COL_VEC, (seq.batch, seq.chunk_start(chunk + CHUNKS_AT_ONCE), head), cols=1)
                 if j >= 0:
                     keys = k.wait(j)
-                    seq_layout.zero_other_rows(keys, seq.remaining(j), GROUPS)
+                    seq_layout.zero_other_rows(keys, seq.remaining(j), WARPGROUPS)
                     s = warpgroup.wait(warpgroup.mm_ABt(q.wait(j), keys))
                     k.release(j)
                     q.release(j)
@@ -183,7 +183,7 @@ def make(config: Config):
             for j in range(n):
                 slot = CONSUMERS * j + wg
                 keys, queries = k.wait(j), q.wait(j)
-                seq_layout.zero_other_rows(keys, seq.remaining(j), GROUPS)
+                seq_layout.zero_other_rows(keys, seq.remaining(j), WARPGROUPS)
                 v_tile = v.wait(slot)
                 values = seq_layout.zero_other_columns(warpgroup.load_transposed(v_tile, state.values), seq.remaining(j))
                 exp_b_chunk, factors = exp_b.wait(slot), v_factor.wait(slot)

@@ -36,8 +36,8 @@ KEYS, WARPS = 16, 4  # keys of a warp's scores; warps of a block, which share ou
 class Config:
     """A kernel's configuration. dtype: of cache, queries and output. window: which keys a token sees. cache: how latents are
     loaded. result: where O goes. overlaps_previous: may the kernel begin before the previous launch has ended (PDL)? tile_rows:
-    rows of a tile, heads and tokens. kv: keys of a tile. stages: of the pipeline. resident: blocks that a multiprocessor is to
-    hold."""
+    rows of a tile, heads and tokens. kv: keys of a tile. stages: of the pipeline. ctas_per_sm: thread blocks that a
+    multiprocessor is to hold."""
 
     dtype: dtype
     window: KeyWindow
@@ -48,7 +48,7 @@ class Config:
     kv: int
     stages: int
     threads = LANES * WARPS
-    resident = 1
+    ctas_per_sm = 1
 
     @property
     def params(self):

@@ -45,13 +45,13 @@ from ..parts.variant import ScoreContext
 from .mla_ampere import config_arguments
 
 PIECES = ALL_PIECES[:-1]  # bytes that cp.async copies at a time
-KEYS, GROUPS = 16, 3  # keys of a warp's scores; commit groups of a tile: descales, rotated columns, latents
+KEYS, COMMITS = 16, 3  # keys of a warp's scores; commit groups of a tile: descales, rotated columns, latents
 
 
 @dataclass(frozen=True)
 class Config:
     """A kernel's configuration, as of mla_ampere.py. dtype: of the queries, the rotated columns and the output. warps: of a
-    block, each with the scores of 16 keys of a tile. resident: blocks that a multiprocessor is to hold, so that one has
+    block, each with the scores of 16 keys of a tile. ctas_per_sm: blocks that a multiprocessor is to hold, so that one has
     products while the warps of another are at a barrier."""
 
     dtype: dtype
@@ -62,7 +62,7 @@ class Config:
     tile_rows: int
     warps: int
     stages: int
-    resident: int
+    ctas_per_sm: int
 
     @property
     def kv(self):
@@ -85,7 +85,7 @@ class Config:
 
 
 TILE_ROWS = 16  # rows of a tile; twice as many of a tall one
-SHAPES_BY_LIMIT = {  # {bytes of shared memory that a block may have: {rows of a tile: (warps, stages, resident)}}
+SHAPES_BY_LIMIT = {  # {bytes of shared memory that a block may have: {rows of a tile: (warps, stages, ctas_per_sm)}}
     SMALL: {TILE_ROWS: (2, 3, 1)},
     LARGE: {TILE_ROWS: (4, 2, 2), 2 * TILE_ROWS: (8, 2, 1)},
 }
@@ -186,15 +186,15 @@ def make(config: Config):
         load_queries(q, q_rotary, gQ, out_tile, warp)
         for i in range(n):
             key, later = int32(first + KV * i + KEYS * warp), int32(first + KV * (i + AHEAD))
-            tile = latent.wait(i, GROUPS * (AHEAD - 1))
+            tile = latent.wait(i, COMMITS * (AHEAD - 1))
             cache.fill_descales(descale, i + AHEAD, gDescale, descale_lookup, sequence, later, (), end, n, params)
             cache.fill(rotary, i + AHEAD, gRotary, lookup, sequence, later, 0, end, n, params)
             cache.fill(latent, i + AHEAD, gLatent, lookup, sequence, later, 0, end, n, params)
             lookup = cache.look_up(latent, gLatent, sequence, int32(later + KV), end, params)
             descale_lookup = cache.look_up(descale, gDescale, sequence, int32(later + KV), end, params)
-            descales = load(descale.own(i, GROUPS * AHEAD), S.row_vec)
+            descales = load(descale.own(i, COMMITS * AHEAD), S.row_vec)
             s = mma_ABt_unzipped(zeros(S), q, subtile(tile, KEYS, warp))
-            s = mma_ABt(s * descales, q_rotary, rotary.own(i, GROUPS * AHEAD))
+            s = mma_ABt(s * descales, q_rotary, rotary.own(i, COMMITS * AHEAD))
             s = window.mask(s, ctx, key, end)
             state = state.update_max_to(block.reduce_max(row_max(s), scratch), scale, slack)
             p = state.weights(s, None, scale)

@@ -45,7 +45,7 @@ class Config:
     cache: Any
     result: FinalOutput
     overlaps_previous = True
-    tile_rows, kv, resident = warpgroup.ROWS, KV, 1
+    tile_rows, kv, ctas_per_sm = warpgroup.ROWS, KV, 1
     threads = warpgroup.THREADS * (CONSUMERS + 1)
 
     @property

@@ -187,7 +187,7 @@ def plan_split_kv(
     elif stream_k:
         window = GrowingKeyWindow(window.left, window.right, window.padded) if "k_new" in problem else window
         config = config_for(StreamKSplits, FinalOrPartialOutput(final, partial))
-        count = choose_share_count(kv_heads * row_tiles, config.resident * gpu.processors)
+        count = choose_share_count(kv_heads * row_tiles, config.ctas_per_sm * gpu.processors)
     else:
         count = choose_split_count(batch * kv_heads * row_tiles, -(-visible // config.kv), gpu.processors)
     args = {"heads": kv_heads, "group": group, "scale": unit * LOG2_E, "sequences": batch, "tokens": tokens, "splits": count}

@@ -70,15 +70,15 @@ class Costs(NamedTuple):
 
 @follows
 @functools.lru_cache(1024)
-def choose_segments(items: int, width: int, first_width: int, chunks: int, resident_blocks: int, costs: Costs) -> int:
+def choose_segments(items: int, width: int, first_width: int, chunks: int, resident_ctas: int, costs: Costs) -> int:
     """The number of segments for each sequence that takes the shortest time. items: the number of sequences times heads. width:
     the number of blocks of columns of a state in the last pass; first_width: in the first pass. chunks: of each sequence.
-    resident_blocks: how many thread blocks the GPU runs at once."""
+    resident_ctas: how many thread blocks the GPU runs at once."""
 
     def wave_time(blocks, width):
-        if blocks * width <= resident_blocks:
+        if blocks * width <= resident_ctas:
             return 1
-        return math.ceil(blocks * -(-width // 2) / resident_blocks) * costs.two_consumers
+        return math.ceil(blocks * -(-width // 2) / resident_ctas) * costs.two_consumers
 
     def time(segments):
         last_pass, segment = wave_time(items * segments, width), -(-chunks // segments) + BLOCK_CHUNKS
@@ -90,7 +90,7 @@ def choose_segments(items: int, width: int, first_width: int, chunks: int, resid
             composing = costs.extra_launches + segments * costs.compose
         return (last_pass + costs.first_pass * wave_time(items * segments, first_width)) * segment + composing
 
-    return min(range(1, max(1, min(chunks // MIN_SEGMENT_CHUNKS, resident_blocks)) + 1), key=time)
+    return min(range(1, max(1, min(chunks // MIN_SEGMENT_CHUNKS, resident_ctas)) + 1), key=time)
 
 
 CHANNEL_COSTS = Costs(two_consumers=1, first_pass=0.55, compose=0.35, extra_launches=2)
@@ -268,8 +268,8 @@ def _count_segments(problem: Problem, config: chunk_hopper.Config, width: int) -
         return 1
     batch, length, heads, sequences = problem("BSHN")
     chunks = length * batch // sequences // chunk_hopper.CHUNK
-    resident_blocks = config.blocks_per_sm * machine(problem.device).processors
-    return choose_segments(sequences * heads * width // config.consumers, 1, 1, chunks, resident_blocks, TOKEN_COSTS)
+    resident_ctas = config.ctas_per_sm * machine(problem.device).processors
+    return choose_segments(sequences * heads * width // config.consumers, 1, 1, chunks, resident_ctas, TOKEN_COSTS)
 
 
 def _scan_shared_heads(problem: Problem, replaced: chunk_hopper.Config, arrays: Arrays, width: int) -> Step:

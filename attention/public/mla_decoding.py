@@ -228,7 +228,7 @@ def _plan(
     key_args = {"lengths": problem["lengths"], "added": 0} | ({"right": 0} if window.right else {})
     config = config_for(window, PartialOutput(dtype, vector_bytes))
     row_tiles = -(-rows // config.tile_rows)
-    tiles, places = -(-max_keys // config.kv), gpu.processors * config.resident
+    tiles, places = -(-max_keys // config.kv), gpu.processors * config.ctas_per_sm
     split_count = choose_split_count(batch * row_tiles, tiles, places, MAX_SPLITS) if splits is None else splits
     args = {"splits": split_count, "tokens": tokens, "group": heads, "scale": unit * LOG2_E}
     out_args: dict[str, Any] = {"out": _one_head(out, 2), "lse": lse and _one_head(lse, 1)}

@@ -16,7 +16,7 @@ FOLD = 16  # lines of a row in a warp's tile
 REGISTERS = 2048  # registers of a multiprocessor, for each lane of a warp
 
 
-def resident(registers: int) -> int:
+def resident_warps(registers: int) -> int:
     """How many warps with so many registers per lane fit a multiprocessor, a quarter of them in each of its four schedulers."""
     return 4 * (REGISTERS // 4 // registers)
 
@@ -117,7 +117,7 @@ class FoldedRows(RowMapWriter):
 
     def block_constants(self) -> list[str]:
         """The line that defines WARPS and BLOCKS; also sets the launch's bounds."""
-        blocks = resident(self.kernel.registers(type(self))) // self.kernel.warps
+        blocks = resident_warps(self.kernel.registers(type(self))) // self.kernel.warps
         self.text.bounds = "32 * WARPS, BLOCKS"
         return [f"WARPS, BLOCKS = {self.kernel.warps}, {blocks}  # of a block, of a multiprocessor"]
 

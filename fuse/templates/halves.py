@@ -26,7 +26,7 @@ from ..graph import between, has_columns
 from ..module import KernelText
 from ..names import array, unused
 from ..terms import Term
-from .folded_rows import resident
+from .folded_rows import resident_warps
 from .row_map import SIXTEEN
 from .row_map_text import FOLLOW
 
@@ -123,7 +123,7 @@ class Halves:
         """The blocks that share a multiprocessor, as many as registers allow; 1 if there are sums."""
         tiles, elements = sum(x.ndim > 0 for x in self.read_arrays), ROWS * self.columns // 32
         lane = WORKED + MORE * (not self.wgmma or not self.unordered) + tiles * (elements // 2 if self.unordered else elements)
-        return 1 if self.sums else max(1, min(MOST_BLOCKS, resident(lane) // WARPS))
+        return 1 if self.sums else max(1, min(MOST_BLOCKS, resident_warps(lane) // WARPS))
 
     @property
     def looped(self) -> bool:

@@ -33,7 +33,7 @@ from ..module import DTYPES, KernelText
 from ..term_views import view_base
 from ..terms import Term
 from .elementwise_rows import ElementwiseRows
-from .folded_rows import FOLD, FoldedRows, NarrowFoldedRows, SingleRows, resident
+from .folded_rows import FOLD, FoldedRows, NarrowFoldedRows, SingleRows, resident_warps
 from .long_rows import LongRows
 from .row_map_text import RowMapWriter
 from .short_rows import ShortRows
@@ -223,7 +223,7 @@ class RowMap:
             for one in (FoldedRows, NarrowFoldedRows)
             if self.divides_into_lines(one) and self.width <= one.columns * MOST_WARPS
         ]
-        rows = {one: resident(self.registers(one)) // _warps(self.width, one) for one in forms}
+        rows = {one: resident_warps(self.registers(one)) // _warps(self.width, one) for one in forms}
         return max(rows, key=lambda one: rows[one]) if any(rows.values()) else None
 
     @property

@@ -50,5 +50,5 @@ def card(monkeypatch):
 @pytest.fixture
 def nothing_known(monkeypatch):
     """Empty caches of calls and plans, which are cleared again afterwards."""
-    monkeypatch.setattr(program, "KNOWN", Recent(program.ENTRIES))
-    monkeypatch.setattr(program, "FUNCTIONS", Recent(program.KINDS))
+    monkeypatch.setattr(program, "REMEMBERED", Recent(program.ENTRIES))
+    monkeypatch.setattr(program, "TRACED_PLANS", Recent(program.PLAN_KINDS))

@@ -88,8 +88,8 @@ def noting_driver(monkeypatch):
     target.current = contextlib.nullcontext
     launches, slots_of = [], {}
     monkeypatch.setitem(KIND_OF, Lent, kind)
-    monkeypatch.setattr(programs, "KNOWN", Recent(programs.ENTRIES))
-    monkeypatch.setattr(programs, "FUNCTIONS", Recent(programs.KINDS))
+    monkeypatch.setattr(programs, "REMEMBERED", Recent(programs.ENTRIES))
+    monkeypatch.setattr(programs, "TRACED_PLANS", Recent(programs.PLAN_KINDS))
     for module in devices, launching, in_memory:
         monkeypatch.setattr(module, "device", lambda ordinal: target)
     monkeypatch.setattr(
@@ -161,9 +161,9 @@ def lent(draw, argument, shape, dtype, layout, pointer, gaps, past):
 
 def fresh(call, *given):
     """The result of the call with empty caches."""
-    known, functions = programs.KNOWN, programs.FUNCTIONS
-    programs.KNOWN, programs.FUNCTIONS = Recent(8), Recent(8)
+    remembered, traced_plans = programs.REMEMBERED, programs.TRACED_PLANS
+    programs.REMEMBERED, programs.TRACED_PLANS = Recent(8), Recent(8)
     try:
         return call(*given)
     finally:
-        programs.KNOWN, programs.FUNCTIONS = known, functions
+        programs.REMEMBERED, programs.TRACED_PLANS = remembered, traced_plans

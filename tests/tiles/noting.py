@@ -41,8 +41,8 @@ def gpu(monkeypatch):
     words = frameworks._torch_words
     monkeypatch.setattr(frameworks, "_torch_words", lambda dtype, device: (*words(dtype, device)[:2], 0))
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM[0], raising=False)
-    monkeypatch.setattr(programs, "KNOWN", Recent(programs.ENTRIES))
-    monkeypatch.setattr(programs, "FUNCTIONS", Recent(programs.KINDS))
+    monkeypatch.setattr(programs, "REMEMBERED", Recent(programs.ENTRIES))
+    monkeypatch.setattr(programs, "TRACED_PLANS", Recent(programs.PLAN_KINDS))
     STREAM[0] = 7
     RUNS.clear()
 

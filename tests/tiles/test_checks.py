@@ -42,8 +42,8 @@ class Noted:
 @pytest.fixture
 def kept(monkeypatch):
     """kept(x, decay=, A=, cu_seqlens=): a launch of nothing."""
-    monkeypatch.setattr(programs, "KNOWN", Recent(programs.ENTRIES))
-    monkeypatch.setattr(programs, "FUNCTIONS", Recent(programs.KINDS))
+    monkeypatch.setattr(programs, "REMEMBERED", Recent(programs.ENTRIES))
+    monkeypatch.setattr(programs, "TRACED_PLANS", Recent(programs.PLAN_KINDS))
     monkeypatch.delenv("TILES_CHECK", raising=False)
     RUNS.clear()
     function = program(SCHEMA)(lambda problem: Plan([Noted()]))

@@ -38,7 +38,7 @@ class Noted:
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch):
     """Nobody has called anything yet."""
-    monkeypatch.setattr(programs, "KNOWN", Recent(programs.ENTRIES))
+    monkeypatch.setattr(programs, "REMEMBERED", Recent(programs.ENTRIES))
     RUNS.clear()
     PLANNED.clear()
 
@@ -185,7 +185,7 @@ def test_what_was_refused_is_not_remembered(scaled):
             scaled(0, (x, y, None, None), (2.0, False))
         with pytest.raises(ValueError, match=r"factor=-1"):
             scaled(0, (x, x, None, None), (-1, False))
-        assert len(PLANNED) == n and not RUNS and not len(programs.KNOWN)
+        assert len(PLANNED) == n and not RUNS and not len(programs.REMEMBERED)
 
 
 def test_a_missing_array_is_named(scaled):
@@ -378,18 +378,18 @@ def test_a_stream_must_be_one(scaled):
 # ---- what is remembered ----------------------------------------------------------------------------------------------
 def test_what_is_remembered_is_limited(scaled, monkeypatch):
     """Of all programs together; a form that was forgotten is planned again."""
-    monkeypatch.setattr(programs, "KNOWN", Recent(4))
+    monkeypatch.setattr(programs, "REMEMBERED", Recent(4))
     room, other = np.zeros((3, 100), np.float32), scaled_program()
     for n in range(60):
         x, y, out = room[:, None, n : n + 1 + n // 10]
         (scaled if n % 2 else other)(0, (x, y, out, None), (2.0, False))
-        assert len(programs.KNOWN) <= 4
+        assert len(programs.REMEMBERED) <= 4
     assert [run[1] for run in RUNS] == [address(room[0, n:]) for n in range(60)]
 
 
 def test_threads(monkeypatch):
     """Eight of them, with a memory too short for all: every launch gets its own addresses."""
-    monkeypatch.setattr(programs, "KNOWN", Recent(4))
+    monkeypatch.setattr(programs, "REMEMBERED", Recent(4))
     room, start, wrong, latest = np.zeros((8, 20, 3, 1, 4), np.float32), threading.Barrier(8), [], threading.local()
 
     class Local(Noted):

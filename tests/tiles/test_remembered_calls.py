@@ -315,11 +315,11 @@ def test_no_tensor_is_kept(summed):
 
 
 def test_what_is_remembered_is_limited(summed, monkeypatch):
-    monkeypatch.setattr(programs, "KNOWN", Recent(8))
+    monkeypatch.setattr(programs, "REMEMBERED", Recent(8))
     for n in range(1, 40):
         for _ in range(3):
             summed(*tensors(n, 8), None, None, None, options=(float(n), False))
-            assert len(programs.KNOWN) <= 8
+            assert len(programs.REMEMBERED) <= 8
     assert [run[1] for run in RUNS] == [float(n * n) for n in range(1, 40) for _ in range(3)]
 
 

@@ -53,12 +53,13 @@ from .schema import Schema
 from .watched_plans import TracedPlan, Variable
 
 ENTRIES = 4096  # forms of calls that are remembered, of all programs together: 4 to 12 KB each, by the launches they take
-KINDS, TURNS = 1024, 32  # how many kinds of forms, alike but for lengths, are remembered; how many traced plans of each kind
+PLAN_KINDS = 1024  # kinds of forms, alike but for lengths, that are remembered
+PLANS_PER_KIND = 32  # traced plans of each kind
 EXPECTED = 3  # guarded functions that are tried before a call is read, of those with the same options: each takes 0.3 us
-BEGINS = 256  # bytes: scratch arrays that share a piece of memory begin at multiples of this, as allocated ones do
+SCRATCH_ALIGNMENT = 256  # bytes: scratch arrays that share a piece of memory begin at multiples of this, as allocated ones do
 
 
-KNOWN, FUNCTIONS = Recent(ENTRIES), Recent(KINDS)
+REMEMBERED, TRACED_PLANS = Recent(ENTRIES), Recent(PLAN_KINDS)
 
 
 def program(
@@ -104,8 +105,8 @@ class Program:
         self.compiling = torch_op.asks_dynamo()
         self.op = torch_op.registered(self)
         self.options = tuple(signature(planner).parameters)[1:]
-        kinds = get_annotations(planner, eval_str=True)
-        places = [place for place, name in enumerate(self.options) if kinds.get(name) == Number | None]
+        annotations = get_annotations(planner, eval_str=True)
+        places = [place for place, name in enumerate(self.options) if annotations.get(name) == Number | None]
         self.numbers = [(place, Number(n - len(places))) for n, place in enumerate(places)]
         if ranges := nvtx.backend():
             vars(self)["run"] = nvtx.ranged(f"{planner.__module__.partition('.')[0]}.{schema.name}", self.run, *ranges)
@@ -115,16 +116,15 @@ class Program:
         if not self.compiling():
             numbers, key_options = self._numbers(options) if self.numbers else ((), options)
             try:
-                expected = KNOWN.get(
-                    (self, key_options, layout)
-                )  # guarded functions for the forms that came last with these options
+                # guarded functions for the forms that came last with these options
+                expected = REMEMBERED.get((self, key_options, layout))
             except TypeError:  # an option that cannot be looked up, such as a list
                 expected = None
             for call in expected or ():
                 returned = call(stream, numbers, *arrays)
                 if returned is not remembered_calls.OTHER:
                     if call is not expected[0]:
-                        KNOWN.put((self, key_options, layout), (call, *[other for other in expected if other is not call]))
+                        REMEMBERED.put((self, key_options, layout), (call, *[other for other in expected if other is not call]))
                     return returned
         if torch_op.traced(arrays[0]):
             return torch_op.call(self, stream, arrays, options, layout)
@@ -141,47 +141,47 @@ class Program:
         by a function that is written for its form (remembered_calls.py)."""
         read = self.readers.get(type(arrays[0])) or self._reader(arrays[0])
         try:
-            sort, lengths, addresses, described = read(*arrays)
+            kinds, lengths, addresses, described = read(*arrays)
         except (AttributeError, RuntimeError, TypeError):  # not all are tensors in memory: `describe` says what is wrong
-            sort, lengths, addresses, described = self._read(*arrays)
+            kinds, lengths, addresses, described = self._read(*arrays)
         numbers, options = self._numbers(options) if self.numbers else ((), options)
         try:
-            found = KNOWN.get((self, sort, lengths, options, layout))
+            found = REMEMBERED.get((self, kinds, lengths, options, layout))
         except TypeError:  # an option that cannot be looked up, such as a list
-            known = self._planned(described or self._described(arrays), options, layout)
+            prepared = self._planned(described or self._described(arrays), options, layout)
         else:
             if found is None:
-                known = self._learn(arrays, sort, lengths, described, options, layout, eager and stream is None)
+                prepared = self._prepared(arrays, kinds, lengths, described, options, layout, eager and stream is None)
             else:
-                known, call = found
+                prepared, call = found
                 if eager and stream is None and call is not False:
-                    self._again(call, known, arrays, sort, lengths, options, layout)
-        current = 0 if known.device is None else known.kind.stream(arrays[0], known.device)
+                    self._guard(call, prepared, arrays, kinds, lengths, options, layout)
+        current = 0 if prepared.device is None else prepared.kind.stream(arrays[0], prepared.device)
         handle = current if stream is None else stream_handle(stream)
-        for a, b, low, high in known.disjoint:
+        for a, b, low, high in prepared.disjoint:
             if low < addresses[b] - addresses[a] < high:
                 self._check_apart(self._described(arrays), a, b)
         all_arrays: Sequence[Any] = arrays
-        if known.makers or known.parts:
-            all_arrays, addresses = [*arrays], [*addresses, *known.parts]
-            for place, make in known.makers:
-                new = make() if handle == current else known.kind.make_on(handle, known.device, make)
+        if prepared.makers or prepared.parts:
+            all_arrays, addresses = [*arrays], [*addresses, *prepared.parts]
+            for place, make in prepared.makers:
+                new = make() if handle == current else prepared.kind.make_on(handle, prepared.device, make)
                 if place < len(arrays):
-                    all_arrays[place], addresses[place] = new, known.kind.address(new)
+                    all_arrays[place], addresses[place] = new, prepared.kind.address(new)
                 else:  # scratch: kept until all steps are on the stream
                     all_arrays.append(new)
-                    addresses.append(known.kind.address(new))
-            for place, (source, offset) in enumerate(known.parts, len(arrays)):
+                    addresses.append(prepared.kind.address(new))
+            for place, (source, offset) in enumerate(prepared.parts, len(arrays)):
                 addresses[place] = addresses[source] + offset
-        if known.beyond:
+        if prepared.beyond:
             start = addresses[-1]
-            addresses += [start + far for far in known.beyond]
+            addresses += [start + far for far in prepared.beyond]
         addresses = (*addresses, *numbers)
-        for step in known.steps:
+        for step in prepared.steps:
             step.run(handle, addresses)
-        if known.kind.waits and known.device is not None:
-            known.kind.finish(handle)
-        return known.give(all_arrays)
+        if prepared.kind.waits and prepared.device is not None:
+            prepared.kind.finish(handle)
+        return prepared.give(all_arrays)
 
     def _numbers(self, options: tuple) -> tuple[list, tuple]:
         """(the numbers among the options, for the kernels; the options with a Number for each of them that was forms)"""
@@ -190,22 +190,22 @@ class Program:
             found[place] = None if found[place] is None else number
         return [options[place] or 0 for place, _ in self.numbers], tuple(found)
 
-    def _again(
-        self, call: Callable | None, known: PreparedCall, arrays: tuple, sort: Any, lengths: tuple, *call_key: Any
+    def _guard(
+        self, call: Callable | None, prepared: PreparedCall, arrays: tuple, kinds: Any, lengths: tuple, *call_key: Any
     ) -> None:
         """A call of a form that came before, of these options and this layout. call: what was written for it, None if nothing
         was yet. If it was asked, and declined, it is for another mode of this thread."""
-        if call is None or call in (KNOWN.get((self, *call_key)) or ()):
-            call = remembered_calls.guarded(self.names, known, arrays, lengths)
-            KNOWN.put((self, sort, lengths, *call_key), (known, call or False))
+        if call is None or call in (REMEMBERED.get((self, *call_key)) or ()):
+            call = remembered_calls.guarded(self.names, prepared, arrays, lengths)
+            REMEMBERED.put((self, kinds, lengths, *call_key), (prepared, call or False))
         if call:
             self._expect(call, *call_key)
 
     def _expect(self, call: Callable, *call_key: Any) -> None:
         """That the next call of these options and this layout may be for this function."""
-        before = KNOWN.get((self, *call_key)) or ()
+        before = REMEMBERED.get((self, *call_key)) or ()
         if call not in before:
-            KNOWN.put((self, *call_key), (call, *before[: EXPECTED - 1]))
+            REMEMBERED.put((self, *call_key), (call, *before[: EXPECTED - 1]))
 
     def _described(self, arrays: tuple) -> list:
         """An Array for each, or None; TypeError that names one that is no array, or is missing."""
@@ -217,54 +217,54 @@ class Program:
         return found
 
     def _read(self, *arrays: Any) -> tuple:
-        """What is read of every call: (what these arrays share with others of their sort, their lengths, their addresses, what
+        """What is read of every call: (what these arrays share with others of their kinds, their lengths, their addresses, what
         must live until the call has ended). Lengths, of each: shape, strides, and how far its address is past a multiple of
         ALIGNMENT, negative for one that lies nowhere."""
         described = self._described(arrays)
         first = described[0]
-        sort = first.kind, first.kind.home(first), *[a and (a.dtype, a.device, a.form.itemsize, a.readonly) for a in described]
+        kinds = first.kind, first.kind.home(first), *[a and (a.dtype, a.device, a.form.itemsize, a.readonly) for a in described]
         lengths = tuple([a and (a.shape, a.strides, a.form.past if a.pointer else -1) for a in described])
-        return sort, lengths, [a.pointer if a else 0 for a in described], described
+        return kinds, lengths, [a.pointer if a else 0 for a in described], described
 
     def _reader(self, first: Any) -> Callable:
         """How calls with a first array of this type are read."""
         reader = kind_of(first, self.names[0]).reader(self.needed)
         return self.readers.setdefault(type(first), reader or self._read)
 
-    def _learn(
-        self, arrays: tuple, sort: Any, lengths: tuple, described: list | None, options: tuple, layout: str, eager: bool
+    def _prepared(
+        self, arrays: tuple, kinds: Any, lengths: tuple, described: list | None, options: tuple, layout: str, eager: bool
     ) -> PreparedCall:
         """What calls of this form have in common: from a function of lengths, or planned, and watched for the next time."""
-        key = self, sort, options, layout
-        functions: tuple[TracedPlan, ...] = FUNCTIONS.get(key) or ()
-        for traced in functions:
-            known = traced.function(lengths)
-            if known:
-                if traced is not functions[0]:  # lengths that grow ask for the same one again
-                    FUNCTIONS.put(key, (traced, *[other for other in functions if other is not traced]))
-                if eager and described is None and (call := traced.grow(self.names, known, arrays, lengths)):
+        key = self, kinds, options, layout
+        traced_plans: tuple[TracedPlan, ...] = TRACED_PLANS.get(key) or ()
+        for traced in traced_plans:
+            prepared = traced.function(lengths)
+            if prepared:
+                if traced is not traced_plans[0]:  # lengths that grow ask for the same one again
+                    TRACED_PLANS.put(key, (traced, *[other for other in traced_plans if other is not traced]))
+                if eager and described is None and (call := traced.grow(self.names, prepared, arrays, lengths)):
                     self._expect(call, options, layout)
                 break
         else:
             read_one_by_one = described is not None
             described = described or self._described(arrays)
-            known = self._planned(described, options, layout)
-            if len(functions) < TURNS and self._of_lengths(described, known):
+            prepared = self._planned(described, options, layout)
+            if len(traced_plans) < PLANS_PER_KIND and self._of_lengths(described, prepared):
                 with suppress(TypeError, ValueError):  # of a planner that takes numbers, but not to be watched: Untraceable
                     traced = self._watched(described, not read_one_by_one, options, layout)
                     traced.last = lengths
-                    FUNCTIONS.put(key, (*functions, traced))
-        KNOWN.put((self, sort, lengths, options, layout), (known, None))
-        return known
+                    TRACED_PLANS.put(key, (*traced_plans, traced))
+        REMEMBERED.put((self, kinds, lengths, options, layout), (prepared, None))
+        return prepared
 
     def _planned(self, described: list, options: tuple, layout: str) -> PreparedCall:
         """The plan for these arrays alone."""
         forms = {name: array.form for name, array in zip(self.names, described) if array}
         with together() as coming:
-            known = self._plan(forms, described[0], options, layout)
+            prepared = self._plan(forms, described[0], options, layout)
             if coming and self.meanwhile:
                 threading.Thread(target=_unheard, args=(self.meanwhile, described, options, layout)).start()
-        return self._plan(forms, described[0], options, layout) if coming else known
+        return self._plan(forms, described[0], options, layout) if coming else prepared
 
     def prepare(self, forms: dict[str, Form], options: tuple, layout: str = "bshd") -> None:
         """Have the machine code for calls with arrays of these forms, by the schema's names, on a device."""
@@ -297,11 +297,11 @@ class Program:
             plan = plan._replace(steps=[check, *plan.steps])
         return problem, plan, self.schema.results(dict(zip(self.options, options)))
 
-    def _of_lengths(self, described: list, known: PreparedCall) -> bool:
+    def _of_lengths(self, described: list, prepared: PreparedCall) -> bool:
         """Can this plan be one for other lengths, too? On a device; in the interpreter planning takes no time that counts."""
         return (
-            known.device is not None
-            and all(getattr(step, "of_lengths", False) for step in known.steps)
+            prepared.device is not None
+            and all(getattr(step, "of_lengths", False) for step in prepared.steps)
             and all(array.pointer for array in described if array)
         )
 
@@ -351,7 +351,7 @@ def _joined(scratch: Sequence[tuple[tuple[int, ...], str]]) -> tuple[Sequence[tu
     ends = [0]
     for shape, dtype in scratch:
         size = ITEMSIZE.get(dtype) or np.dtype(dtype).itemsize
-        ends.append(ends[-1] + -(-math.prod(shape) * size // BEGINS) * BEGINS)
+        ends.append(ends[-1] + -(-math.prod(shape) * size // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT)
     return [((ends[-1],), "uint8")], ends[1:-1]
 
 

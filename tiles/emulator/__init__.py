@@ -46,7 +46,7 @@ class EmulatedCluster(Cluster):
 
     block_address = PARAMETERS
 
-    def __init__(self, indices, grid, warps, smem, rng, program, memory, parameters, maps, resident, counts):
+    def __init__(self, indices, grid, warps, smem, rng, program, memory, parameters, maps, ctas_per_sm, counts):
         self.grid, self.size, self.warps, self.rng = grid, len(indices), warps, rng
         self.program, self.memory, self.parameters, self.maps, self.counts = program, memory, parameters, maps, counts
         others, lanes = 2 * warps + 1 + MBARRIERS + (smem.barriers if smem else 0), len(indices) * warps * LANES
@@ -54,7 +54,7 @@ class EmulatedCluster(Cluster):
         first = self.agents.new()  # of the agents as which lanes write to a peer's memory: see memory.py
         self.abroad, self.agents.next = slice(first, first + lanes), first + lanes
         self.flying, self.barrier = [], Meeting(self)
-        self.blocks = [_Block(self, rank, index, resident, smem) for rank, index in enumerate(indices)]
+        self.blocks = [_Block(self, rank, index, ctas_per_sm, smem) for rank, index in enumerate(indices)]
 
     def warp(self, block, index, program, _):
         """One of a block's warps, about to begin."""
@@ -67,8 +67,8 @@ class EmulatedCluster(Cluster):
 class _Block(Block):
     """A block of such a cluster: its shared memory, by address."""
 
-    def __init__(self, cluster, rank, index, resident, smem):
-        super().__init__(cluster, rank, index, resident)
+    def __init__(self, cluster, rank, index, ctas_per_sm, smem):
+        super().__init__(cluster, rank, index, ctas_per_sm)
         declared, self.dynamic = cluster.program.shared_bytes, smem.nbytes if smem else 0  # bytes: the kernel's, the launch's
         self.declared = -(-(BASE + self.dynamic) // ALIGN) * ALIGN  # where the kernel's lie
         self.shadow = EmulatedSharedMemory(self.declared - BASE + declared if declared else self.dynamic, self.agents)
@@ -138,13 +138,15 @@ def emulate(
     arrays = [getattr(a, "array", a) for a in flat]
     spans = [np.lib.array_utils.byte_bounds(a) for a in arrays if isinstance(a, np.ndarray) and a.size]
     bounds = kernel.targetoptions.get("launch_bounds")
-    resident = bounds[1] if isinstance(bounds, tuple) and len(bounds) > 1 else 1
+    ctas_per_sm = bounds[1] if isinstance(bounds, tuple) and len(bounds) > 1 else 1
     rng, memory, counts = seeded(seed), Global(spans), ExecutionCounts(Counter(), {})
     cluster_indices = list(clusters(grid, cluster))
     progress = Progress(kernel.py_func.__name__, len(cluster_indices), math.prod(cluster))
     with contextlib.closing(progress), np.errstate(all="ignore"):
         for n, indices in enumerate(cluster_indices):
-            machine = EmulatedCluster(indices, grid, threads // LANES, shared, rng, what, memory, block, maps, resident, counts)
+            machine = EmulatedCluster(
+                indices, grid, threads // LANES, shared, rng, what, memory, block, maps, ctas_per_sm, counts
+            )
             machine.tick = progress.tick
             machine.run(what, None)
             machine.end()

@@ -121,7 +121,7 @@ def _document(name, title, head, left, right):
 
 
 def _cards(found: Figures):
-    resident = found.occupancy
+    occupancy = found.occupancy
     cards = [
         _card("registers a thread", found.registers),
         _card("bytes spilled", found.spill_bytes, bad=found.spill_bytes),
@@ -129,9 +129,9 @@ def _cards(found: Figures):
         _card("bytes of shared memory", found.shared_bytes),
         _card("instructions", sum(found.instructions.values())),
     ]
-    if resident:
-        more = f"{resident.blocks} x {found.threads} threads; {' and '.join(resident.by)}"
-        cards.append(_card("occupancy", f"{resident.warps} of {resident.most} warps <small>{more}</small>"))
+    if occupancy:
+        more = f"{occupancy.blocks} x {found.threads} threads; {' and '.join(occupancy.by)}"
+        cards.append(_card("occupancy", f"{occupancy.warps} of {occupancy.most} warps <small>{more}</small>"))
     return "".join(cards)
 
 

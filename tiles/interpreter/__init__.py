@@ -116,11 +116,11 @@ def _runs(kind, kernel, grid, threads, shared, seed):
         raise ValueError(f"launch: block must be a multiple of {LANES} up to 1024, got {threads}")
     rebound = {}
     bounds = getattr(kernel, "targetoptions", {}).get("launch_bounds")
-    resident = bounds[1] if isinstance(bounds, tuple) and len(bounds) > 1 else 1
+    ctas_per_sm = bounds[1] if isinstance(bounds, tuple) and len(bounds) > 1 else 1
     function = rebind(kernel, rebound)
 
     def run(indices, n, args, accesses=None, tick=Cluster.tick):
-        one = kind(indices, grid, threads // LANES, shared, seeded(seed, n), rebound, resident)
+        one = kind(indices, grid, threads // LANES, shared, seeded(seed, n), rebound, ctas_per_sm)
         one.accesses, one.tick = accesses, tick
         with np.errstate(all="ignore"):
             one.run(function, args)

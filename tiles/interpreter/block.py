@@ -13,7 +13,7 @@ REGISTERS = 65536  # of a multiprocessor
 class Block:
     """Block `index` of the grid, the `rank`-th of its cluster."""
 
-    def __init__(self, cluster, rank, index, resident):
+    def __init__(self, cluster, rank, index, ctas_per_sm):
         self.cluster, self.rank, self.index, self.size, self.smem = cluster, rank, index, cluster.warps, cluster.smem
         self.crew, self.agents, self.grid = [], cluster.agents, cluster.grid
         groups = -(-self.size // WARPGROUP)
@@ -27,7 +27,7 @@ class Block:
         self.opened, self.mbarriers, self.slots = None, [], []
         self.ready = None  # (agent, time) of the warp that has set up the barriers
         self.visits = []  # accesses by warps of peers: (agent, time, event)
-        self.entry_registers = min(256, REGISTERS // (LANES * self.size * resident) // 8 * 8)
+        self.entry_registers = min(256, REGISTERS // (LANES * self.size * ctas_per_sm) // 8 * 8)
         self.pool = 0  # registers a thread and warp that setmaxnreg has given back
         self.settings = [[] for _ in range(groups)]  # each setmaxnreg of a warpgroup: {warp: its time then}
 

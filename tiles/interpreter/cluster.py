@@ -30,7 +30,7 @@ class AsyncWork:
 
 class Cluster:
     """The blocks at `indices` of a grid, with `warps` warps and the shared memory `smem` each, in the order of their ranks.
-    source: the functions of the kernel (see language.rebind). resident: blocks for which a multiprocessor must have
+    source: the functions of the kernel (see language.rebind). ctas_per_sm: blocks for which a multiprocessor must have
     registers.
 
     accesses: where accesses to global arrays are noted (accesses.py). tick: called now and then, to show progress. in_turn:
@@ -38,13 +38,13 @@ class Cluster:
 
     accesses, tick, in_turn = None, staticmethod(lambda: None), False
 
-    def __init__(self, indices, grid, warps, smem, rng, source, resident=1):
+    def __init__(self, indices, grid, warps, smem, rng, source, ctas_per_sm=1):
         self.grid, self.size, self.warps, self.smem, self.rng, self.source = grid, len(indices), warps, smem, rng, source
         others = 2 * warps + (smem.barriers if smem else 0)
         self.agents = Agents(len(indices) * warps, len(indices) * others)
         self.flying, self.codes, self.functions = [], set(), 0
         self.barrier = Meeting(self)
-        self.blocks = [Block(self, rank, index, resident) for rank, index in enumerate(indices)]
+        self.blocks = [Block(self, rank, index, ctas_per_sm) for rank, index in enumerate(indices)]
 
     # -- asynchronous work
     def start(self, land, deed, nbytes, place):

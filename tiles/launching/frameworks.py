@@ -180,10 +180,10 @@ class Torch(Kind):
             return "".join(f"{one}, " for one in tests)
 
         odd = "{0}.requires_grad and grads() or type_{0} is FLOAT32 and {0}.is_neg()"
-        sort = each(f"(type_{{0}} := {{0}}.dtype, {{0}}.get_device(), {odd})", "None")
+        kinds = each(f"(type_{{0}} := {{0}}.dtype, {{0}}.get_device(), {odd})", "None")
         lengths = each("({0}.shape, {0}.stride(), at_{0} & PAST if (at_{0} := {0}.data_ptr()) else -1)", "None")
         space = {"grads": self.torch.is_grad_enabled, "PAST": PAST, "FLOAT32": self.torch.float32}
-        return eval(f"lambda {', '.join(needed)}: (({sort}), ({lengths}), ({each('at_{0}', '0')}), None)", space)
+        return eval(f"lambda {', '.join(needed)}: (({kinds}), ({lengths}), ({each('at_{0}', '0')}), None)", space)
 
     def alike(self, arrays: list, shapes: list, strides: list) -> tuple[Callable, Callable, Any, Callable] | None:
         stream = getattr(self.torch._C, "_cuda_getCurrentRawStream", None)

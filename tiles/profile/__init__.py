@@ -124,7 +124,7 @@ class Profile:
                 row["of bandwidth"] = f"{memory_share:.0%}"
         if launch.code:
             spills = f" + {launch.code.local} B" * bool(launch.code.local)
-            row |= {"registers": f"{launch.code.registers}{spills}", "blocks an SM": str(launch.code.resident)}
+            row |= {"registers": f"{launch.code.registers}{spills}", "blocks an SM": str(launch.code.ctas_per_sm)}
         elif launch.timeline:
             row["a block, by the model"] = f"{launch.timeline.cycles:.0f} cycles"
         return row

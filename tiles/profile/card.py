@@ -42,7 +42,7 @@ class Code(NamedTuple):
 
     registers: int
     local: int
-    resident: int
+    ctas_per_sm: int
 
 
 def code(bound: Bound) -> Code:
@@ -51,8 +51,8 @@ def code(bound: Bound) -> Code:
     with bound.code.target.current():
         registers = check(driver.cuFuncGetAttribute(_FUNCTION.CU_FUNC_ATTRIBUTE_NUM_REGS, function))
         local = check(driver.cuFuncGetAttribute(_FUNCTION.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES, function))
-        resident = check(driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, threads, bound.nbytes))
-    return Code(registers, local, resident)
+        ctas_per_sm = check(driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, threads, bound.nbytes))
+    return Code(registers, local, ctas_per_sm)
 
 
 class Clock:

@@ -486,4 +486,4 @@ def test_every_head_dim_has_a_configuration_that_fits():
     ):
         config = backward_ampere.config_for(dim, bf16, variant, vector_bytes, capability=capability)
         block_bytes, available = backward_ampere.make(config)[1].nbytes + RESERVED, MULTIPROCESSORS[capability][2] * 1024
-        assert block_bytes * (config.resident if available > LARGE else 1) <= available, (capability, config)
+        assert block_bytes * (config.ctas_per_sm if available > LARGE else 1) <= available, (capability, config)

@@ -366,11 +366,11 @@ def test_many_splits_take_time_to_combine(blocks, tiles, wanted):
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a"])
 def test_every_shape_fits(arch):
-    """Shared memory holds `resident` blocks a multiprocessor, each with 1 KB that CUDA reserves."""
+    """Shared memory holds `ctas_per_sm` blocks a multiprocessor, each with 1 KB that CUDA reserves."""
     most = shared_bytes(capability(arch))
     for config in decode_ampere.space(arch, False):
         _, smem = decode_ampere.make(config)
-        assert smem.nbytes <= most and config.resident * (smem.nbytes + 1024) <= most + 1024
+        assert smem.nbytes <= most and config.ctas_per_sm * (smem.nbytes + 1024) <= most + 1024
     for config in decode_hopper.space(arch, True):
         assert decode_hopper.make(config)[1].nbytes <= LARGE
 
