@@ -17,9 +17,8 @@ from .plans.call_options import pad_aux, requires_grad
 from .plans.forward_programs import FORWARD
 from .plans.gradient import DIFFERENTIABLE, NO_SECOND_DERIVATIVES, OF_AUX, compute_gradients, flatten_arrays, group_arrays
 from .plans.planning import INDICES
-from .public import softmax_backward as backward
-from .public.softmax_forward import forward
-from .public.softmax_forward import forward_without_options as without_options
+from .public import softmax_backward
+from .public.softmax_forward import forward, forward_without_options
 
 TMA_ELEMENTS = 8  # 16-bit elements in 16 bytes, of which TMA needs strides to be multiples
 FINISHED = -2  # the level of a tensor whose torch.func transform has ended
@@ -62,7 +61,7 @@ class PlainAttentionFunction(torch.autograd.Function):
     def forward(ctx, q, k, v, options, return_lse):
         """out, or (out, lse), computed without recording gradients."""
         causal, scale, _, family, layout = ctx.options = options
-        out, lse = results = without_options(q, k, v, causal, scale, family, layout)
+        out, lse = results = forward_without_options(q, k, v, causal, scale, family, layout)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.set_materialize_grads(False)  # otherwise torch would write zeros for the gradient of lse
         return results if return_lse else out
@@ -78,7 +77,7 @@ class PlainAttentionFunction(torch.autograd.Function):
         causal, scale, deterministic, family, layout = ctx.options
         in_order = deterministic or torch.are_deterministic_algorithms_enabled()
         of = _out_gradient(dout, saved[3]), *saved, dlse
-        return *backward.backward_without_options(of, causal, scale, in_order, family, layout), None, None
+        return *softmax_backward.backward_without_options(of, causal, scale, in_order, family, layout), None, None
 
 
 class TransformedAttentionFunction(torch.autograd.Function):
@@ -165,7 +164,7 @@ def prepare_backward(q: Form, k: Form, v: Form, options: tuple, layout: str) -> 
     problem = FORWARD.problem(forms, layout)
     out, lse = (c_ordered(*problem.made(name), q.device) for name in ("out", "lse"))
     forms = {"dout": out, **forms, "out": out, "lse": lse}
-    backward._backward.prepare(forms, (causal, scale, torch.are_deterministic_algorithms_enabled(), family), layout)
+    softmax_backward._backward.prepare(forms, (causal, scale, torch.are_deterministic_algorithms_enabled(), family), layout)
 
 
 def attend_with_gradients(arguments: dict[str, Any], return_lse: bool) -> Any:

@@ -61,12 +61,12 @@ from .kernels import (
     mla_ampere,
     mla_combine,
     mla_hopper,
+    norm_gradients,
     rotary_rows,
     sink_gradient,
     transpose_values,
 )
 from .kernels import mla_fp8 as mla_quantised
-from .kernels import norm_gradients as backward_norms
 from .parts import block_masks
 
 MODULES = {
@@ -85,7 +85,7 @@ MODULES = {
             backward_convert_dq,
             backward_combine,
             sink_gradient,
-            backward_norms,
+            norm_gradients,
             bias_gradient,
             bias_gradient_hopper,
             element_gradients,

@@ -24,7 +24,7 @@ from tiles.launching.arrays import Operand
 from tiles.launching.frameworks import describe
 from tiles.launching.launch import kernel_for
 
-from .kernels import key_block_lists as lists
+from .kernels import key_block_lists
 from .plans.call_options import window_ends
 from .plans.variant_spec import build_variant
 from .reference.scores import ReferenceVariant
@@ -78,8 +78,10 @@ def draw_mask(
 ) -> MaskDrawing:
     """The mask of one sequence and head as forward's kernels see it. ValueError, TypeError: forward refuses the options, or the
     mask reads outside its arrays."""
-    if q < 1 or k < 1 or rows % lists.ROWS or cols % lists.ROWS or min(rows, cols) < lists.ROWS:
-        raise ValueError(f"blocks must be multiples of {lists.ROWS}, and lengths positive: {q=}, {k=}, {rows=}, {cols=}")
+    if q < 1 or k < 1 or rows % key_block_lists.ROWS or cols % key_block_lists.ROWS or min(rows, cols) < key_block_lists.ROWS:
+        raise ValueError(
+            f"blocks must be multiples of {key_block_lists.ROWS}, and lengths positive: {q=}, {k=}, {rows=}, {cols=}"
+        )
     if batch < 0 or head < 0:
         raise ValueError(f"batch and head must not be negative: {batch=}, {head=}")
     arrays, mask_of_head = [describe(x, "aux") for x in aux], None
@@ -93,13 +95,13 @@ def draw_mask(
     spec = build_variant(1.0, causal, window_ends(window), mask=mask_of_head)
     q_tiles, kv_blocks = -(-q // rows), -(-k // cols)
     classes = np.zeros((1, 1, q_tiles, kv_blocks), np.int8)
-    unseen = np.zeros((1, 1, q_tiles, lists.BOTH * kv_blocks), np.int8)
+    unseen = np.zeros((1, 1, q_tiles, key_block_lists.BOTH * kv_blocks), np.int8)
     arrays = [describe(classes, "classes"), describe(unseen, "unseen"), *arrays]
     params: dict[str, Any] = {name: x for name, x in spec.numbers.items() if name in spec.variant.params}
     for argument, array in enumerate(arrays):
         params[f"aux{argument - 2}" if argument > 1 else ("classes", "unseen")[argument]] = Operand(argument, array.form)
-    survey = lists.Survey(spec.variant, rows, cols, tuple(len(x.form.shape) for x in arrays[2:]))
-    groups = -(-kv_blocks // lists.WARPS)
+    survey = key_block_lists.Survey(spec.variant, rows, cols, tuple(len(x.form.shape) for x in arrays[2:]))
+    groups = -(-kv_blocks // key_block_lists.WARPS)
     launch = kernel_for(survey, survey, None).bind(
         q_tiles * groups, q_len=q, kv_len=k, blocks=q_tiles, heads=1, groups=groups, **params
     )

@@ -10,9 +10,7 @@ def register_torch_ops() -> None:
         raise RuntimeError("register_torch_ops: torch is not imported: say `import torch` first")
     from .plans.forward_programs import _forward, _forward_fp8, _fp8_cache, _variant
     from .plans.norm_gradients import DIFFERENTIATE, INTO, NORMALISE, ZEROS
-    from .public import cache_append as appending
-    from .public import decoding
-    from .public import softmax_backward as differentiating
+    from .public import cache_append, decoding, softmax_backward
     from .public.based_features import _based
     from .public.cache_quantize import _quantize, _quantize_blocks
     from .public.delta_rules import _delta_rule
@@ -24,11 +22,11 @@ def register_torch_ops() -> None:
     from .public.token_steps import _linear_step
 
     of_norms = [program for table in (NORMALISE, DIFFERENTIATE, INTO, ZEROS) for program in table.values()]
-    backward = differentiating._backward, differentiating._variant, differentiating._into, *of_norms
+    backward = softmax_backward._backward, softmax_backward._variant, softmax_backward._into, *of_norms
     recurrent = _based, _delta_rule, _hedgehog, _linear, _linear_step, _mamba2
     decode = decoding._decode, decoding._variant, _mla_decode, _mla_decode_fp8
-    append = appending._append, appending._append_with_queries
-    quantise = _quantize, _quantize_blocks, appending._append_quantising, appending._append_quantising_with_queries
+    append = cache_append._append, cache_append._append_with_queries
+    quantise = _quantize, _quantize_blocks, cache_append._append_quantising, cache_append._append_quantising_with_queries
     forward = _forward, _variant, _forward_fp8, _fp8_cache, projected, projected_backward
     for program in *backward, *append, *quantise, *decode, *forward, *recurrent:
         program.op()

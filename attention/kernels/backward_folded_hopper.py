@@ -19,10 +19,9 @@ from ops import divmod, grid, load, subtile, turned, warpgroup, zeros
 from tiles import bf16, dtype, fp16, fp32, inlined, rt
 from tiles.launching.arguments import FLOAT, INT, array, tiled
 
-from ..parts import variant as variants
 from ..parts.backward import pipeline_hopper
 from ..parts.backward.pipeline_hopper import CONSUMERS, DQ_WARPS, FIRST_DQ_WARP, LOAD_WARP, REGISTERS
-from ..parts.variant import ScoreContext
+from ..parts.variant import ScoreContext, Variant
 from ..parts.visibility import CAUSAL, FULL
 from . import backward_hopper
 
@@ -37,13 +36,13 @@ class Config(backward_hopper.Config):
         return super().__str__() + " folded"
 
 
-def serves(head_dim: int, variant: variants.Variant, value_dim: int | None = None) -> bool:
+def serves(head_dim: int, variant: Variant, value_dim: int | None = None) -> bool:
     """Is this kernel for such head dims and such a variant?"""
     return max(head_dim, value_dim or 0) <= HEAD_DIM and variant.fits_folded_backward
 
 
 @functools.lru_cache(1024)
-def config_for(head_dim: int, dtype: dtype, variant: variants.Variant, value_dim: int | None = None, **kind: Any) -> Config:
+def config_for(head_dim: int, dtype: dtype, variant: Variant, value_dim: int | None = None, **kind: Any) -> Config:
     """The configuration for a problem. kind: `deterministic`, `stores_first`."""
     return Config(HEAD_DIM, HEAD_DIM, dtype, variant, CONSUMERS * warpgroup.ROWS, warpgroup.ROWS, **kind)
 

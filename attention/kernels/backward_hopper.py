@@ -21,12 +21,11 @@ from tiles import bf16, dtype, fp16, fp32, inlined, rt
 from tiles.launching.arguments import FLOAT, INT, array, tiled
 
 from ..parts import sequences
-from ..parts import variant as variants
 from ..parts.backward import pipeline_hopper
 from ..parts.backward.config import padded_dim
 from ..parts.backward.pipeline_hopper import CONSUMERS, DQ_WARPS, FIRST_DQ_WARP, LOAD_WARP, REGISTERS
 from ..parts.backward.slope_gradient import NO_SLOPE_GRADIENT
-from ..parts.variant import ScoreContext
+from ..parts.variant import ScoreContext, Variant
 from ..parts.visibility import CAUSAL, FULL
 
 
@@ -57,7 +56,7 @@ SHAPES: dict[int, dict[str, Any]] = {  # by padded head_dim
 
 
 @functools.lru_cache(1024)
-def config_for(head_dim: int, dtype: dtype, variant: variants.Variant, value_dim: int | None = None, **kind: Any) -> Config:
+def config_for(head_dim: int, dtype: dtype, variant: Variant, value_dim: int | None = None, **kind: Any) -> Config:
     """The configuration for a problem: both head dims padded to the same of DIMS. kind: other fields of BackwardConfig."""
     padded = padded_dim(head_dim, value_dim)
     shape = SHAPES[padded] | ({"rounded_p": True} if variant.changes_scores or variant.uses_random else {})

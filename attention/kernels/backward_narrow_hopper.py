@@ -22,10 +22,9 @@ from ops import divmod, grid, load, store, subtile, transpose, turned, warpgroup
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st
 from tiles.launching.arguments import FLOAT, INT, array, tiled
 
-from ..parts import variant as variants
 from ..parts.backward import pipeline_hopper
 from ..parts.backward.pipeline_hopper import CONSUMER_WARPS, CONSUMERS, DQ_WARPS, FIRST_DQ_WARP, LOAD_WARP
-from ..parts.variant import ScoreContext
+from ..parts.variant import ScoreContext, Variant
 from ..parts.visibility import CAUSAL, FULL
 from . import backward_hopper
 
@@ -47,13 +46,13 @@ class Config(backward_hopper.Config):
         return super().__str__() + " narrow"
 
 
-def serves(head_dim: int, variant: variants.Variant, value_dim: int | None = None) -> bool:
+def serves(head_dim: int, variant: Variant, value_dim: int | None = None) -> bool:
     """Is this kernel for such head dims and such a variant?"""
     return max(head_dim, value_dim or 0) <= HEAD_DIM and variant.fits_narrow_backward
 
 
 @functools.lru_cache(1024)
-def config_for(head_dim: int, dtype: dtype, variant: variants.Variant, value_dim: int | None = None, **kind: Any) -> Config:
+def config_for(head_dim: int, dtype: dtype, variant: Variant, value_dim: int | None = None, **kind: Any) -> Config:
     """The configuration for a problem. kind: `deterministic`, `stores_first`."""
     shape = CONSUMERS * warpgroup.ROWS, QUERIES
     ds_stages = 1 if variant.tma_bias else 2  # shared memory holds no more

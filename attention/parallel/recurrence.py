@@ -15,7 +15,7 @@ from ..options import check_flag
 from ..parts.recurrent.tokens import CHUNK, COLUMNS
 from ..plans import recurrent_chunks
 from ..plans.call_options import requires_grad
-from ..public import linear_family as linear_functions
+from ..public import linear_family
 from .agreement import agree_on_plan, cache_key, describe_value
 from .orders import Contiguous, Span, count_tokens
 from .peers import Peers, check_torch_tensors, one_dimensional_peers
@@ -235,7 +235,7 @@ class SegmentedRecurrence(ShardedRecurrence):
         sequences, heads, _, *size = local_state.shape
         summary, m, n = _allocate_summary((sequences, heads, 1, 1), (sequences, heads, *size), total_decay.device)
         initial_state = None if initial is None else self.convert_state(initial)
-        linear_functions.compose_segment_states(local_state, total_decay, initial_state, m.squeeze(3), n)
+        linear_family.compose_segment_states(local_state, total_decay, initial_state, m.squeeze(3), n)
         summaries = GatheredSummaries(peers, summary, (m.shape, n.shape), self.compose, self.convert_state)
         before = summaries.state_before(peers.rank) if peers.rank else initial
         return self.outputs_from_segments(shard, local_state, total_decay, before), summaries

@@ -20,9 +20,7 @@ import torch
 
 import attention
 
-from ..public import delta_rules as delta
-from ..public import linear_family as linear_functions
-from ..public import mamba
+from ..public import delta_rules, linear_family, mamba
 from .peers import disable_compile
 from .recurrence import SegmentedRecurrence, Shape, ShardedRecurrence
 from .sequence_shard import MIN_DECAY, SequenceShard
@@ -90,12 +88,12 @@ class SegmentedLinear(SegmentedRecurrence, ShardedLinear):
         return _last_extent(k) <= MAX_KEY_DIM and getattr(decay, "ndim", 0) < 4  # other objects: see _check_options
 
     def segment_states(self, shard: SequenceShard) -> tuple[Any, Any]:
-        return linear_functions.segment_states(*self.arrays, **self._select_options(shard, "decay"))
+        return linear_family.segment_states(*self.arrays, **self._select_options(shard, "decay"))
 
     def outputs_from_segments(self, shard: SequenceShard, local_state: Any, total_decay: Any, state: Any) -> Any:
         options = self._select_options(shard, "decay", "scale")
         q, k, v = self.arrays
-        return linear_functions.outputs_from_segments(q, k, v, local_state, total_decay, initial_state=state, **options)
+        return linear_family.outputs_from_segments(q, k, v, local_state, total_decay, initial_state=state, **options)
 
     def convert_state(self, state: Any) -> Any:
         return state.transpose(-1, -2)
@@ -149,7 +147,7 @@ class ShardedDeltaRule(ShardedRecurrence):
         options = {name: x for name, x in options.items() if name in ("decay", "cu_seqlens", "family")}
         if options.get("decay") is not None and options["decay"].ndim > 1:
             options["decay"] = shard.pack(options["decay"])
-        return delta.final_states(k, v, beta, initial, skipped=self._forgotten_chunks(shard), **options)
+        return delta_rules.final_states(k, v, beta, initial, skipped=self._forgotten_chunks(shard), **options)
 
     def _forgotten_chunks(self, shard: SequenceShard) -> Any:
         """The number of chunks that leave nothing in the final state: see SequenceShard.count_forgotten_chunks. A token

@@ -10,8 +10,8 @@ from tiles.launching.devices import machine
 
 from ..families import FamilyAndBlock, choose_family, family_name
 from ..kernels import backward_ampere, backward_folded_hopper, backward_hopper, backward_narrow_hopper, backward_wide_hopper
-from ..parts.backward import slope_gradient as slopes
 from ..parts.backward.recomputed_scores import BiasRead
+from ..parts.backward.slope_gradient import NO_SLOPE_GRADIENT, choose_slope_gradient
 from ..parts.sequences import BatchedLayout
 from ..parts.variant import Variant
 from .forward_launches import DTYPES, choose_layout, load_bias_by_tma
@@ -66,9 +66,9 @@ def choose_kernel(
     )
     stores_first = tma and all_see_first and (deterministic or kv_len <= max(max_keys, block))
     order: dict[str, Any] = {"deterministic": deterministic, "stores_first": stores_first}
-    slope_gradient = slopes.NO_SLOPE_GRADIENT
+    slope_gradient = NO_SLOPE_GRADIENT
     if "dalibi" in reads and (not tma or backward_hopper.computes_slopes(head_dim, value_dim, seq_layout)):
-        slope_gradient = slopes.choose_slope_gradient(variant, reads["dalibi"][0])
+        slope_gradient = choose_slope_gradient(variant, reads["dalibi"][0])
     kind = {"axes": tuple([len(x.form.shape) for x in aux]), "by_list": by_list, "seq_layout": seq_layout}
     kind |= {"accumulate": accumulate, "slope_gradient": slope_gradient}
     if not tma:

@@ -20,10 +20,10 @@ from ..kernels import (
     backward_wide_queries_hopper,
     sink_gradient,
 )
-from ..parts.backward import slope_gradient as slopes
 from ..parts.backward.dq_order import UNORDERED, AscendingAdds, LastBlockStores, OrderedAdds, UnorderedAdds
 from ..parts.backward.gradient_outputs import StoreGradient
 from ..parts.backward.recomputed_scores import BiasRead
+from ..parts.backward.slope_gradient import NO_SLOPE_GRADIENT
 from .backward_choice import choose_kernel
 from .forward_launches import DTYPES, LOG2_E, PreparationSteps, broadcast, choose_layout, describe_call, variant_arrays
 from .prepared_lists import BlockListPlan, check_call
@@ -72,7 +72,7 @@ def plan_launches(
     if not (accumulate or listing):
         longest_first = spec.variant.monotonic and not isinstance(config.order, LastBlockStores)
         split = choose_split(problem, blocks, tiles, deterministic, longest_first, gpu.processors)
-    if slope_gradient is not slopes.NO_SLOPE_GRADIENT:  # splits of a head group would store to the same rows of slope_sums
+    if slope_gradient is not NO_SLOPE_GRADIENT:  # splits of a head group would store to the same rows of slope_sums
         split = split._replace(splits=1)
     after_main = PreparationSteps(problem, before_main.scratch)
     partial_args = partial_arguments(before_main, after_main, config, split)
@@ -99,7 +99,7 @@ def plan_launches(
         survey_args = {"classes": broadcast(classes := lists.pop("classes"), (batch, heads, *classes.form.shape[2:]))}
         list_args = {name: broadcast(x, (batch, kv_heads, *x.form.shape[2:])) for name, x in lists.items()}
     slope_args: dict[str, Any] = {}
-    if slope_gradient is not slopes.NO_SLOPE_GRADIENT:
+    if slope_gradient is not NO_SLOPE_GRADIENT:
         rows = config.slope_warps * blocks * (1 if seq_layout.packed else batch)
         size = math.prod(problem["dalibi"].form.shape)
         slope_args["slope_sums"] = before_main.allocate((rows, size), "float32")

@@ -13,8 +13,15 @@ from tiles.launching.launch import kernel_for
 from tiles.targets import has_fp8
 
 from ..families import FamilyAndBlock, choose_family, family_block_kv, require_hopper
-from ..kernels import cache_quantize, forward_ampere, forward_fp8_hopper, forward_hopper, key_norms, transpose_values
-from ..kernels import key_block_lists as lists
+from ..kernels import (
+    cache_quantize,
+    forward_ampere,
+    forward_fp8_hopper,
+    forward_hopper,
+    key_block_lists,
+    key_norms,
+    transpose_values,
+)
 from ..parts import block_masks
 from ..parts.block_masks import Blocked
 from ..parts.descales import BLOCK, BlockDescales, HeadDescales
@@ -133,13 +140,13 @@ class PreparationSteps:
         batch, heads, kv_len = self.problem("BHT")
         grid_extents, keys = (batch if varies[0] else 1, heads if varies[1] else 1), -(-kv_len // config.kv)
         block_lists, classes = (
-            self.allocate((*grid_extents, blocks, lists.HEAD + keys), "int32"),
+            self.allocate((*grid_extents, blocks, key_block_lists.HEAD + keys), "int32"),
             self.allocate((*grid_extents, blocks, keys), "int8"),
         )
-        unseen = self.allocate((*grid_extents, blocks, lists.BOTH * keys), "int8")
-        survey = lists.Survey(spec.variant, config.rows, config.kv, config.axes)
-        compaction = lists.Compaction(spec.variant, config.rows, config.kv)
-        tiles, groups = grid_extents[0] * grid_extents[1] * blocks, -(-keys // lists.WARPS)
+        unseen = self.allocate((*grid_extents, blocks, key_block_lists.BOTH * keys), "int8")
+        survey = key_block_lists.Survey(spec.variant, config.rows, config.kv, config.axes)
+        compaction = key_block_lists.Compaction(spec.variant, config.rows, config.kv)
+        tiles, groups = grid_extents[0] * grid_extents[1] * blocks, -(-keys // key_block_lists.WARPS)
         args |= {"classes": classes, "unseen": unseen, "blocks": blocks, "heads": grid_extents[1]}
         self.launch(survey, survey, tiles * groups, groups=groups, **args, **aux_args)
         self.launch(compaction, compaction, tiles, lists=block_lists, **args)

@@ -19,7 +19,7 @@ from ..plans.page_checks import plan_page_checks
 from ..plans.planning import check_extents, load_functions, resolve_scale
 from ..scoring.index_checks import IndexingFunctions, plan_index_checks
 from ..scoring.python_functions import register_function
-from . import cache_append as appending
+from . import cache_append
 
 MAX_SPLITS = 1024
 MANY_TOKENS = 64  # query tokens of a sequence, from which on forward's kernels serve it (bench/notes/decode.md)
@@ -73,7 +73,7 @@ DECODE = _schema("decode", CACHES, KEY_ARRAYS, RESULTS)
 VARIANT = _schema("decode_variant", CACHES, PACKED_QUERIES, KEY_ARRAYS, NORMS, OF_AUX, RESULTS)
 APPEND_TABLES = WRITTEN_CACHES, PACKED_QUERIES, NEEDED_LENGTHS, NORMS, OF_AUX, NEW_KEYS, RESULTS
 APPENDING = _schema("decode_append", *APPEND_TABLES)
-QUANTISING = _schema("decode_append_quantising", *map(appending.with_token_descales, APPEND_TABLES))
+QUANTISING = _schema("decode_append_quantising", *map(cache_append.with_token_descales, APPEND_TABLES))
 
 
 @suggests_argument_names
@@ -216,8 +216,8 @@ def decode(
         q_rotated, lengths_after = _append_before(q, k, v, place, new, options, layout, descales)
         keys = lengths_after, *keys[1:], *((None, None) if rotary is not None else norms[:2]), *norms[2:]
         return _variant(stream, (q_rotated, k, v, cu_seqlens, *keys, *pad_aux(aux), out, None), options, layout)
-    new = k_new, v_new, *split_norm("k_new_norm", k_new_norm), cu_seqlens_new, *appending.rotary_tables(rotary), positions
-    call = _append_quantising if appending.has_token_descales(k_descale, v_descale) else _append
+    new = k_new, v_new, *split_norm("k_new_norm", k_new_norm), cu_seqlens_new, *cache_append.rotary_tables(rotary), positions
+    call = _append_quantising if cache_append.has_token_descales(k_descale, v_descale) else _append
     return call(stream, (*tensors, cu_seqlens, *keys, *norms, *pad_aux(aux), *new, out, None), options, layout)
 
 
@@ -240,7 +240,7 @@ def _append_before(q, k, v, place, new, options, layout, descales) -> tuple[Any,
         args |= {"rotary": rotary, "interleaved": interleaved, "q": to_bshd(q), "causal": local}
         args |= {} if q_norm is None else {"q_norm": q_norm, "norm_eps": norm_eps}
     k_new, v_new = to_bshd(k_new), to_bshd(v_new)
-    q_rotated = appending.append(to_bshd(k), to_bshd(v), k_new, v_new, lengths=lengths, **args)
+    q_rotated = cache_append.append(to_bshd(k), to_bshd(v), k_new, v_new, lengths=lengths, **args)
     lengths_after = lengths + (k_new.shape[1] if ends is None else ends[1:] - ends[:-1])
     return q if q_rotated is None else to_bshd(q_rotated), lengths_after
 

@@ -37,7 +37,7 @@ from tiles.launching.frameworks import Kind, describe, placed
 from tiles.launching.launch import kernel_for
 
 from ..families import choose_family
-from ..kernels import compose_final_state as segments
+from ..kernels import compose_final_state
 from ..names import suggests_argument_names
 from ..options import check_flag, check_number
 from ..plans import recurrent_checks, recurrent_chunks, token_loop
@@ -272,10 +272,10 @@ def compose_segment_states(local_state: Any, total_decay: Any, initial_state: An
 def _compose_segment_states(problem: Problem) -> Plan:
     """The Plan of a call of compose_segment_states."""
     sequences, heads, num_segments, columns, key_dim = problem("NHPVK")
-    rows, cols = -(-columns // segments.TILE.rows), -(-key_dim // segments.TILE.cols)
+    rows, cols = -(-columns // compose_final_state.TILE.rows), -(-key_dim // compose_final_state.TILE.cols)
     arrays = {"gLocalStates": problem["local_state"], "gTotalDecays": problem["total_decay"], "gDecay": problem["decay"]}
     arrays |= {"gInitialState": problem["initial_state"], "gFinalState": problem["final_state"]}
-    kernel = kernel_for(segments, segments.Config("initial_state" in problem), problem.device)
+    kernel = kernel_for(compose_final_state, compose_final_state.Config("initial_state" in problem), problem.device)
     grid = sequences * heads * rows * cols
     return Plan([kernel.bind(grid, heads=heads, segments=num_segments, rows=rows, cols=cols, **arrays)], (), nothing)
 

@@ -13,8 +13,7 @@ from tiles.launching.launch import kernel_for
 from tiles.targets import has_early_launch, has_fp8
 
 from ..families import choose_family
-from ..kernels import decode_combine as combine_many
-from ..kernels import mla_ampere, mla_combine, mla_fp8, mla_hopper
+from ..kernels import decode_combine, mla_ampere, mla_combine, mla_fp8, mla_hopper
 from ..names import suggests_argument_names
 from ..options import check_flag, check_number
 from ..parts.decode import latent_boxes
@@ -247,8 +246,11 @@ def _plan(
             )
             steps.append(last.bind(batch * combine_tiles * mla_combine.SLABS, row_tiles=combine_tiles, **combine_args))
         else:
-            slabs, last_config = LATENT // combine_many.COLUMNS, combine_many.Config(dtype, Variant(), overlaps_previous=pdl)
-            last = kernel_for(combine_many, last_config, problem.device)
+            slabs, last_config = (
+                LATENT // decode_combine.COLUMNS,
+                decode_combine.Config(dtype, Variant(), overlaps_previous=pdl),
+            )
+            last = kernel_for(decode_combine, last_config, problem.device)
             combine_args |= {"heads": 1, "rows": rows, "slabs": slabs, "sequences": batch}
             steps.append(last.bind(batch * rows * slabs, **combine_args))
         out_args = partial_args

@@ -7,8 +7,7 @@ from typing import Any
 
 from numpy import int32
 
-from ops import add_held, divmod, load_held, transpose, warpgroup
-from ops import subtile as part_of
+from ops import add_held, divmod, load_held, subtile, transpose, warpgroup
 from ops.memory.lane_order import QUAD
 from tiles import dtype, fp32, inlined, rt, st, static
 from tiles.launching.arguments import array
@@ -54,7 +53,7 @@ class RowParts:
     @inlined
     def start_dq(self, n, ds, k):
         """Part n of ds k, of tiles in shared memory; pending until warpgroup.wait."""
-        return warpgroup.mm_AB(part_of(ds, ROWS, n), k)
+        return warpgroup.mm_AB(subtile(ds, ROWS, n), k)
 
     @property
     def warp_tiles(self) -> int:
@@ -91,7 +90,7 @@ class ColumnParts(RowParts):
 
     @inlined
     def start_dq(self, n, ds, k):
-        return warpgroup.mm_AtBt(part_of(k, self.keys, 0, ROWS, n), ds)
+        return warpgroup.mm_AtBt(subtile(k, self.keys, 0, ROWS, n), ds)
 
     @inlined
     def store_dq(self, gDQ, x, batch, row, head, n, result):
