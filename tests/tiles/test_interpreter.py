@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from broken import run
 from correct import R, S, attention_error, numbers, plan, two
-from numba import cuda
+from numba import cuda, float32
 
 from ops import full, load, log2, raw, row_sum, store, warpgroup, zeros
 from tiles import Hazard, barrier, emulator, fp32, inlined, launch, rt, shared
@@ -208,6 +208,27 @@ def test_integers_have_64_bits_whatever_they_were_read_from(ptx, monkeypatch):
     numbers, out = np.array([10**5, 3 * 10**5], np.int32), np.zeros(5, np.int64)
     launch(kernel, 1, 32)(numbers, np.array([0, 200], np.uint8), np.int32(10**6), out)
     np.testing.assert_array_equal(out, [3 * 10**10, 10**5 + 2**31 - 1, -1, 40000, 10**12])
+
+
+@pytest.mark.parametrize("ptx", [False, True])
+def test_max_and_min_of_nan(ptx, monkeypatch):
+    """Of two floats of one type the other one is taken, whichever is NaN; else they are compared in turn, as in Python."""
+
+    @cuda.jit
+    def kernel(x, y, n, out):
+        for i in range(x.shape[0]):
+            out[0, i] = max(x[i], y[i])
+            out[1, i] = min(x[i], y[i])
+            out[2, i] = max(x[i], y[i], x[i])
+            out[3, i] = max(x[i], n)
+            out[4, i] = min(float32(1), x[i])
+
+    monkeypatch.setenv("TILES_INTERPRET", "ptx" if ptx else "0")
+    nan = np.nan
+    x, y, out = np.float32([nan, 2, 5, nan]), np.float32([3, nan, 4, nan]), np.zeros((5, 4), np.float32)
+    launch(kernel, 1, 32)(x, y, np.int32(1), out)
+    expected = [[3, 2, 5, nan], [3, 2, 4, nan], [nan, 2, 5, nan], [nan, 2, 5, nan], [1, 1, 1, 1]]
+    np.testing.assert_array_equal(out, np.float32(expected))
 
 
 @pytest.mark.parametrize("index", [np.int64(-1), np.int32(4), np.uint8(9)])

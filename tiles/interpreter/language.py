@@ -244,6 +244,24 @@ def _guarded(function, row):
 GUARDED = {function: _guarded(function, row) for row in REFUSED for function in row.functions}
 
 
+def _of_two_floats(function, instruction):
+    """max or min: of two floats of one type it is an instruction, which gives the other one if one is NaN.
+    Of more, or of other types, it compares one after the other, as Python does."""
+
+    def call(*args, **kwargs):
+        if len(args) == 2 and type(args[0]) is type(args[1]) and isinstance(args[0], (float, np.floating)):
+            return type(args[0])(instruction(*args))
+        return function(*args, **kwargs)
+
+    return call
+
+
+GUARDED |= {
+    builtins.max: _of_two_floats(GUARDED[builtins.max], np.fmax),
+    builtins.min: _of_two_floats(GUARDED[builtins.min], np.fmin),
+}
+
+
 def _super(*_):
     raise current_warp().hazard(
         "super() has no meaning in a kernel: give the base's method a second name, and call that", "language"
