@@ -9,7 +9,7 @@ import textwrap
 from types import SimpleNamespace
 
 import pytest
-from stand_in import encoded, gpu  # noqa: F401
+from host_driver import encoded, gpu  # noqa: F401
 
 from tiles.launching import arrays
 

@@ -7,8 +7,8 @@ import threading
 import numpy as np
 import pytest
 from cuda.bindings import driver
+from host_driver import frames_of, on_device, takes
 from kernels import scale
-from stand_in import frames_of, on_device, takes
 
 import tiles
 from tiles import fp16, st

@@ -5,8 +5,8 @@ import sys
 import threading
 
 import pytest
+from host_driver import on_device
 from numba import cuda
-from stand_in import on_device
 
 from tiles.calls.plan import Plan
 from tiles.calls.program import program

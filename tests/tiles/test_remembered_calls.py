@@ -7,7 +7,7 @@ import weakref
 
 import numpy as np
 import pytest
-from noting import RUNS, STREAM, Counted, Noted, gpu, noted, tensors, warm  # noqa: F401
+from noted_programs import RUNS, STREAM, Counted, Noted, gpu, noted, tensors, warm  # noqa: F401
 
 torch = pytest.importorskip("torch")
 

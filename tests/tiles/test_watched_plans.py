@@ -2,10 +2,10 @@
 
 import threading
 
-import noting
+import noted_programs
 import numpy as np
 import pytest
-from noting import RUNS, Counted, gpu, noted  # noqa: F401
+from noted_programs import RUNS, Counted, gpu, noted  # noqa: F401
 
 torch = pytest.importorskip("torch")
 
@@ -125,7 +125,7 @@ def test_threads(many, monkeypatch):
         except Exception as error:
             failed.append(error)
 
-    monkeypatch.setattr(noting, "RUNS", Mine())
+    monkeypatch.setattr(noted_programs, "RUNS", Mine())
     threads = [threading.Thread(target=work, args=(me,)) for me in range(8)]
     [thread.start() for thread in threads]
     [thread.join() for thread in threads]

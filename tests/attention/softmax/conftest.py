@@ -3,7 +3,7 @@
 import functools
 import itertools
 
-import judged
+import forward_checks
 import pytest
 
 import attention
@@ -12,7 +12,7 @@ import attention
 @pytest.fixture(autouse=True)
 def drawn_anew(monkeypatch):
     """The same numbers, whatever other tests ran before."""
-    monkeypatch.setattr(judged, "DRAWS", itertools.count(1))
+    monkeypatch.setattr(forward_checks, "DRAWS", itertools.count(1))
 
 
 @pytest.fixture(params=["sm_90", "sm_80"])

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from judged import agree, inputs
+from forward_checks import agree, inputs
 from places import OnInterpreter
 
 import attention

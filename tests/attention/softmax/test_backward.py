@@ -5,10 +5,10 @@ import math
 
 import numpy as np
 import pytest
+from forward_checks import draw, inputs, there
+from gradient_checks import NAMES, agree, agree_among_poison
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from judged import draw, inputs, there
-from judged_gradients import NAMES, agree, agree_among_poison
 from places import BF16, OnCard, OnInterpreter, random_on_the_card
 from poison import Packing, as_on_a_device, edges, unseen
 

@@ -5,10 +5,10 @@ import itertools
 import numpy as np
 import pytest
 from block_masks import block_mask, drawn
+from forward_checks import inputs, there
+from gradient_checks import NOISE, agree, gradient_of_lse
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from judged import inputs, there
-from judged_gradients import NOISE, agree, gradient_of_lse
 from places import OnCard, OnInterpreter, random_on_the_card
 from poison import FAR_LSE, Packing, as_on_a_device, unseen
 from test_backward import call

@@ -4,8 +4,8 @@ import math
 
 import numpy as np
 import pytest
-from judged import draw, inputs, there, weights, weights_of
-from judged_gradients import gradient_of_lse
+from forward_checks import draw, inputs, there, weights, weights_of
+from gradient_checks import gradient_of_lse
 from places import BF16, OnInterpreter
 from poison import as_on_a_device, poisoned, unseen
 

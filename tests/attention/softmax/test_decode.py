@@ -4,10 +4,10 @@ import itertools
 
 import numpy as np
 import pytest
+from decode_checks import FP8, agree, case, known
+from forward_checks import draw
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from judged import draw
-from judged_decode import FP8, agree, case, known
 from places import BF16, OnCard, OnInterpreter, random_on_the_card
 from poison import Packing, as_on_a_device, edges, poisoned
 

@@ -5,10 +5,10 @@ import importlib
 
 import numpy as np
 import pytest
+from decode_checks import case, known
+from forward_checks import TANH, ULP, draw
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from judged import TANH, ULP, draw
-from judged_decode import case, known
 from places import BF16, OnCard, OnInterpreter, random_on_the_card
 from poison import in_pages, poisoned
 

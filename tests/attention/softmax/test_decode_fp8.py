@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from judged import draw
-from judged_decode import FP8, case, known
+from decode_checks import FP8, case, known
+from forward_checks import draw
 from places import OnInterpreter
 from poison import in_pages, poisoned
 

@@ -4,9 +4,9 @@ import importlib
 
 import numpy as np
 import pytest
-from judged import draw
-from judged_decode import FP8, case, known, put
-from judged_decode import agree as decoded
+from decode_checks import FP8, case, known, put
+from decode_checks import agree as decoded
+from forward_checks import draw
 from places import BF16, OnInterpreter
 from poison import in_pages, poisoned
 from test_decode_appends import COS, SIN

@@ -6,8 +6,8 @@ from collections import Counter, defaultdict, deque
 
 import numpy as np
 import pytest
-from judged import inputs
-from judged_gradients import agree
+from forward_checks import inputs
+from gradient_checks import agree
 from places import OnInterpreter
 
 import attention

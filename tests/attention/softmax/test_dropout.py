@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from judged import agree, inputs
+from forward_checks import agree, inputs
 from poison import poisoned
 
 import attention

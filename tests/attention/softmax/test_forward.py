@@ -6,9 +6,9 @@ import math
 
 import numpy as np
 import pytest
+from forward_checks import agree, draw, inputs
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from judged import agree, draw, inputs
 from places import BF16, OnCard, OnInterpreter, random_on_the_card
 
 import attention

@@ -4,7 +4,7 @@ import types
 
 import numpy as np
 import pytest
-from judged import agree, inputs
+from forward_checks import agree, inputs
 from places import BF16
 from poison import poisoned
 

@@ -3,7 +3,7 @@ outputs of float32 from which these go on."""
 
 import numpy as np
 import pytest
-from judged import draw, inputs, there
+from forward_checks import draw, inputs, there
 from places import OnInterpreter
 from poison import poisoned
 

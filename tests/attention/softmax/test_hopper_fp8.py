@@ -4,7 +4,7 @@ rounded to e4m3 (2^8 times what they are) and whose sums are float32's, and a ro
 import ml_dtypes
 import numpy as np
 import pytest
-from judged import ULP, draw, there
+from forward_checks import ULP, draw, there
 from places import BF16, OnCard, OnInterpreter
 from poison import poisoned, unseen
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from block_masks import block_mask, drawn
-from judged import agree, inputs, there
+from forward_checks import agree, inputs, there
 from places import OnInterpreter
 from poison import poisoned
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from judged import agree, inputs, weights, weights_of
+from forward_checks import agree, inputs, weights, weights_of
 from places import OnInterpreter
 from poison import poisoned
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from judged import draw
+from forward_checks import draw
 from places import BF16
 
 import attention

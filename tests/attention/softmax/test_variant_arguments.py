@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from judged import inputs
+from forward_checks import inputs
 from numpy import minimum
 
 import attention

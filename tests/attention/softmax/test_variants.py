@@ -4,9 +4,9 @@ import math
 
 import numpy as np
 import pytest
+from forward_checks import agree, agree_among_poison, draw, inputs, there
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from judged import agree, agree_among_poison, draw, inputs, there
 from places import BF16, OnCard, OnInterpreter, random_on_the_card
 from poison import Packing, as_on_a_device, edges
 

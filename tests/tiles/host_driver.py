@@ -31,7 +31,7 @@ def gpu(monkeypatch):
     them in `.launches`."""
     ok, gpu = driver.CUresult.CUDA_SUCCESS, SimpleNamespace(launches=[], current=1234, pushed=[], loaded=0, attributes=[])
 
-    def stand_in(name, answer=lambda *_: ()):
+    def replace(name, answer=lambda *_: ()):
         monkeypatch.setattr(driver, name, lambda *args: (ok, *answer(*args)))
 
     def launch(config, function, address, extra):
@@ -60,14 +60,14 @@ def gpu(monkeypatch):
         return (gpu.loaded,)
 
     gpu.status, gpu.count = ok, 0
-    stand_in("cuInit"), stand_in("cuDeviceGet", lambda n: (n,)), stand_in("cuDeviceGetName", lambda *_: (b"Fake\0",))
-    stand_in("cuDevicePrimaryCtxRetain", lambda d: (1234,)), stand_in("cuDeviceGetAttribute", lambda *_: (232448,))
-    stand_in("cuCtxGetCurrent", lambda: (gpu.current,)), stand_in("cuCtxPushCurrent", push), stand_in("cuCtxPopCurrent", pop)
-    stand_in("cuPointerGetAttribute", lambda *_: (0,)), stand_in("cuStreamSynchronize")
-    stand_in("cuThreadExchangeStreamCaptureMode", lambda m: (m,)), stand_in("cuLibraryLoadData", load)
-    stand_in("cuLibraryGetKernel", lambda *_: (5,)), stand_in("cuKernelGetFunction", lambda *_: (6,))
-    stand_in("cuFuncSetAttribute", lambda f, a, n: gpu.attributes.append(n) or ())
-    stand_in("cuMemcpyDtoH", copy), stand_in("cuMemcpyHtoD", copy)
+    replace("cuInit"), replace("cuDeviceGet", lambda n: (n,)), replace("cuDeviceGetName", lambda *_: (b"Fake\0",))
+    replace("cuDevicePrimaryCtxRetain", lambda d: (1234,)), replace("cuDeviceGetAttribute", lambda *_: (232448,))
+    replace("cuCtxGetCurrent", lambda: (gpu.current,)), replace("cuCtxPushCurrent", push), replace("cuCtxPopCurrent", pop)
+    replace("cuPointerGetAttribute", lambda *_: (0,)), replace("cuStreamSynchronize")
+    replace("cuThreadExchangeStreamCaptureMode", lambda m: (m,)), replace("cuLibraryLoadData", load)
+    replace("cuLibraryGetKernel", lambda *_: (5,)), replace("cuKernelGetFunction", lambda *_: (6,))
+    replace("cuFuncSetAttribute", lambda f, a, n: gpu.attributes.append(n) or ())
+    replace("cuMemcpyDtoH", copy), replace("cuMemcpyHtoD", copy)
     monkeypatch.setattr(driver, "cuLaunchKernelEx", launch)
     target = loaded_code.Device(0)
     target.capability = 9, 0

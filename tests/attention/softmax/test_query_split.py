@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from judged import draw, inputs
-from judged_gradients import agree
+from forward_checks import draw, inputs
+from gradient_checks import agree
 
 import attention
 from attention import reference

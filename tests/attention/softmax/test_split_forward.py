@@ -3,10 +3,10 @@ the keys (split_forward.py, decode/splits.py), and that they give the same."""
 
 import importlib
 
-import judged_decode
+import decode_checks
 import numpy as np
 import pytest
-from judged import agree, inputs
+from forward_checks import agree, inputs
 
 import attention
 from attention.parts.decode import splits
@@ -85,8 +85,8 @@ def test_gradients_come_as_ever(shared):
 )
 def test_decode(shared, place, tokens, lengths, size, more, wanted):
     """A part of a prompt over a long cache."""
-    q, k, v = judged_decode.case(lengths, tokens=tokens, heads=2, kv_heads=1, head_dim=64)
-    judged_decode.agree(place, q, k, v, lengths, size=size, **more)
+    q, k, v = decode_checks.case(lengths, tokens=tokens, heads=2, kv_heads=1, head_dim=64)
+    decode_checks.agree(place, q, k, v, lengths, size=size, **more)
     assert bool(shared) == wanted  # planned again where lengths are watched
 
 

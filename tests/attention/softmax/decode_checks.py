@@ -1,7 +1,7 @@
 """What the tests of attention.decode share: problems, their pages, the reference a sequence at a time, and the judgement."""
 
 import numpy as np
-from judged import TANH, ULP, draw
+from forward_checks import TANH, ULP, draw
 from places import BF16
 from poison import in_pages, poisoned, spoiled, unseen
 

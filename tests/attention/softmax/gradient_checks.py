@@ -1,7 +1,7 @@
 """attention.backward against the reference in float64, and against what the reference loses in the inputs' dtype."""
 
 import numpy as np
-from judged import draw, there
+from forward_checks import draw, there
 from places import OnInterpreter
 from poison import FAR_LSE, poisoned, spoiled, unseen
 
