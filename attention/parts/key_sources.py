@@ -46,17 +46,17 @@ class OneBuffer:
         return arrived
 
     @inlined
-    def fill(self, ring, j, source, seq, number, key, head, params):
-        """Fill stage j of a ring with the keys from row `key` on of the Sequence `seq`, whose number is `number`."""
+    def fill(self, ring, j, source, seq, sequence, key, head, params):
+        """Fill stage j of a ring with the keys from row `key` on of the Sequence `seq`, the `sequence`-th of the call."""
         ring.fill(j, source, (seq.batch, key, head))
 
     @inlined
-    def fill_values(self, ring, j, source, seq, number, key, head, params):
+    def fill_values(self, ring, j, source, seq, sequence, key, head, params):
         """Fill stage j of a ring with the values of these keys."""
-        self.fill(ring, j, source, seq, number, key, head, params)
+        self.fill(ring, j, source, seq, sequence, key, head, params)
 
     @inlined
-    def copy(self, pipe, j, source, seq, number, key, head, n, params, vector_bytes):
+    def copy(self, pipe, j, source, seq, sequence, key, head, n, params, vector_bytes):
         """Start the cp.async copies of tile j of `n` into a pipeline, `vector_bytes` bytes each."""
         pipe.fill(j, source, (seq.batch, key, head, 0), 1, 3, n, vector_bytes)
 
@@ -98,11 +98,11 @@ class TwoBuffers(OneBuffer):
             ring.fill(j, source, (seq.batch, row, head))
 
     @inlined
-    def fill(self, ring, j, source, seq, number, key, head, params):
+    def fill(self, ring, j, source, seq, sequence, key, head, params):
         self.fill_from(ring, j, params.local_k, source, seq, key, head, params)
 
     @inlined
-    def fill_values(self, ring, j, source, seq, number, key, head, params):
+    def fill_values(self, ring, j, source, seq, sequence, key, head, params):
         self.fill_from(ring, j, params.local_v, source, seq, key, head, params)
 
 
@@ -151,17 +151,17 @@ class IndexedCache(OneBuffer):
         return " cached"
 
     @inlined
-    def batch(self, number, params):
+    def batch(self, sequence, params):
         """The cache's batch for a sequence."""
-        return int32(params.batch_index[number]) if params.batch_index.shape[0] > 0 else int32(number)
+        return int32(params.batch_index[sequence]) if params.batch_index.shape[0] > 0 else int32(sequence)
 
     @inlined
-    def fill(self, ring, j, source, seq, number, key, head, params):
-        ring.fill(j, source, (self.batch(number, params), key, head))
+    def fill(self, ring, j, source, seq, sequence, key, head, params):
+        ring.fill(j, source, (self.batch(sequence, params), key, head))
 
     @inlined
-    def copy(self, pipe, j, source, seq, number, key, head, n, params, vector_bytes):
-        pipe.fill(j, source, (self.batch(number, params), key, head, 0), 1, 3, n, vector_bytes)
+    def copy(self, pipe, j, source, seq, sequence, key, head, n, params, vector_bytes):
+        pipe.fill(j, source, (self.batch(sequence, params), key, head, 0), 1, 3, n, vector_bytes)
 
 
 @static
@@ -194,16 +194,16 @@ class PagedKeys(OneBuffer):
             return None
 
     @inlined
-    def fill(self, ring, j, source, seq, number, key, head, params):
+    def fill(self, ring, j, source, seq, sequence, key, head, params):
         """Fill stage j of a ring from the pages of these keys. Rows after the last key become zeros, and neither keys nor page
         numbers are read there."""
-        at, end = (int32(number), int32(key), int32(head)), seq.offset_k + seq.seqlen_k
+        at, end = (int32(sequence), int32(key), int32(head)), seq.offset_k + seq.seqlen_k
         ring.fill_pages(j, source, params.pages, params.page_size, at, end, self.parts, self.first_key(seq, params))
 
     @inlined
-    def copy(self, pipe, j, source, seq, number, key, head, n, params, vector_bytes):
+    def copy(self, pipe, j, source, seq, sequence, key, head, n, params, vector_bytes):
         """Start the cp.async copies of tile j from the pages of these keys. For a tile that does not exist the first pages are
         looked up."""
         end = seq.offset_k + seq.seqlen_k
-        pages = pipe.look_up(params.pages, source.shape[1], (number, int32(max(key, 0))), end, self.first_key(seq, params))
+        pages = pipe.look_up(params.pages, source.shape[1], (sequence, int32(max(key, 0))), end, self.first_key(seq, params))
         pipe.fill_pages(j, source, pages, (key, head, 0), end, n, vector_bytes)

@@ -89,7 +89,7 @@ def matrix_addresses(b, tile, spec, address, first_row, swapped=False, first_col
 # touched, for the swizzle looks at some of a row's bits only. So in instruction k lanes L with L & mask take the
 # elements that the others take in instruction k ^ partner: further along the row, or one row below.
 # (itemsize, layout, width): mask, partner, bytes from one to the other along the row.
-TURNS = {
+LANE_SWAPS = {
     (4, "row", 128): (4, 4, 64),
     (4, "row", 64): (8, 2, 32),
     (4, "col", 64): (1, 1, 0),
@@ -100,7 +100,7 @@ TURNS = {
 
 def _turn(b, tile, spec):
     """(does this lane take turns with a partner, instructions to the partner, rows and bytes to it, as registers)."""
-    mask, partner, across = TURNS.get((tile.dtype.itemsize, spec.layout, tile.width), (0, 0, 0))
+    mask, partner, across = LANE_SWAPS.get((tile.dtype.itemsize, spec.layout, tile.width), (0, 0, 0))
     mine = b.icmp_unsigned("!=", b.and_(b.lane(), b.u32(mask)), b.u32(0))
     return mine, partner, b.select(mine, b.u32(int(across == 0)), b.u32(0)), b.select(mine, b.u32(across), b.u32(0))
 
@@ -113,7 +113,7 @@ def _take_turns(b, mine, partner, parts):
 
 
 def lane_addresses(b, tile, spec, address, first_row, step, turn=None):
-    """The address of every `step`-th element of this lane; `turn`: of its partner, see TURNS."""
+    """The address of every `step`-th element of this lane; `turn`: of its partner, see LANE_SWAPS."""
     quad, pair = shifts(b, spec.dtype.run)
     down, across = (quad, pair) if spec.layout == "row" else (pair, quad)
     inside = b.mul(across, b.u32(tile.dtype.itemsize))

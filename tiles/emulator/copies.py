@@ -16,7 +16,7 @@ ELEMENTS = {"FLOAT32": np.float32, "TFLOAT32": np.float32, "BFLOAT16": ml_dtypes
 ELEMENTS |= {"INT32": np.int32, "UINT8": np.uint8}
 FOLDS = {"add": np.add, "min": np.fmin, "max": np.fmax}
 TENSOR_ALIGN = 128  # bytes: the alignment of a tensor copy's address in shared memory (PTX ISA, "cp.async.bulk.tensor")
-TURNS = {"NONE": 0, "32B": 1, "64B": 3, "128B": 7}  # which bits of a chunk's number a swizzle changes
+SWIZZLE_BITS = {"NONE": 0, "32B": 1, "64B": 3, "128B": 7}  # which bits of a chunk's number a swizzle changes
 
 
 # ---- cp.async ------------------------------------------------------------------------------------------------------
@@ -104,7 +104,7 @@ class TensorMap:
         inner = self.encoding.box[0] * self.size
         rows = self.nbytes // inner
         at = first + np.arange(rows)[:, None] * inner + np.arange(inner)
-        at = at ^ (at >> 7 & TURNS[self.encoding.swizzle]) << 4
+        at = at ^ (at >> 7 & SWIZZLE_BITS[self.encoding.swizzle]) << 4
         return at.reshape(-1, self.size)
 
 

@@ -91,13 +91,13 @@ def machine(ordinal: int | None) -> Device | Interpreter:
     return INTERPRETER if ordinal is None else device(ordinal)
 
 
-TURNS = 8  # tiles that each block of an interpreted persistent grid goes through, if there are many tiles
+TILES_PER_BLOCK = 8  # tiles that each block of an interpreted persistent grid goes through, if there are many tiles
 
 
 def persistent(gpu: Device | Interpreter, tiles: int) -> int:
     """How many blocks a persistent grid for so many tiles has: one for each multiprocessor. In the interpreter as many as leave
     a few tiles to each, so that there are many blocks to run in processes."""
-    return min(tiles, max(gpu.processors, tiles // TURNS) if gpu is INTERPRETER else gpu.processors)
+    return min(tiles, max(gpu.processors, tiles // TILES_PER_BLOCK) if gpu is INTERPRETER else gpu.processors)
 
 
 @contextlib.contextmanager
