@@ -24,10 +24,10 @@ def card():
 
 def versions():
     """Of Python and of packages."""
-    found = []
+    names = []
     for package in PACKAGES:
         try:
-            found.append(f"{package} {version(package)}")
+            names.append(f"{package} {version(package)}")
         except PackageNotFoundError:
-            found.append(f"{package} absent")
-    return ", ".join([f"Python {platform.python_version()}", *found])
+            names.append(f"{package} absent")
+    return ", ".join([f"Python {platform.python_version()}", *names])

@@ -63,18 +63,18 @@ def speed(*runs):
     size = 9, 2.4 * len(runs) + 0.5
     figure, grid = plt.subplots(len(runs), len(columns), figsize=size, sharex=True, sharey="row", layout="constrained")
     for run, line in zip(runs, grid):
-        found = {}
+        speeds = {}
         for row in run["rows"]:
             if row["causal"]:
-                found.setdefault((row["head_dim"], row["provider"]), {})[row["length"]] = row["tflops"]
+                speeds.setdefault((row["head_dim"], row["provider"]), {})[row["length"]] = row["tflops"]
         name = run["command"].partition("test_")[2].partition(".")[0]
         for head_dim, axes in zip(columns, line):
             for provider, (label, colour, dashes) in RIVALS.items():
-                if (head_dim, provider) in found:
-                    axes.plot(*zip(*sorted(found[head_dim, provider].items())), dashes, color=colour, label=label, **STYLE)
-            lengths_along(axes, found[head_dim, "tiles"])
+                if (head_dim, provider) in speeds:
+                    axes.plot(*zip(*sorted(speeds[head_dim, provider].items())), dashes, color=colour, label=label, **STYLE)
+            lengths_along(axes, speeds[head_dim, "tiles"])
             axes.set_title(f"{name}, causal, head_dim {head_dim}", fontsize=9)
-        line[0].set(ylabel="TFLOPS", ylim=(0, 1.08 * max(max(lengths.values()) for lengths in found.values())))
+        line[0].set(ylabel="TFLOPS", ylim=(0, 1.08 * max(max(lengths.values()) for lengths in speeds.values())))
     for axes in grid[-1]:
         axes.set_xlabel("tokens of a sequence")
     handles, labels = grid[0][0].get_legend_handles_labels()

@@ -51,20 +51,20 @@ def milliseconds(function, calls):
 
 def slowest(x):
     """The largest value of all ranks."""
-    found = torch.tensor([x], device="cuda")
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return found.item()
+    times = torch.tensor([x], device="cuda")
+    dist.all_reduce(times, dist.ReduceOp.MAX)
+    return times.item()
 
 
 def timed(functions, turns=TURNS, calls=CALLS):
     """Milliseconds of each function, by name, measured alternately."""
-    found = {name: [] for name in functions}
+    seconds = {name: [] for name in functions}
     for function in functions.values():
         function()
     for _ in range(turns):
         for name, function in functions.items():
-            found[name].append(slowest(milliseconds(function, calls)))
-    return {name: statistics.median(times) for name, times in found.items()}
+            seconds[name].append(slowest(milliseconds(function, calls)))
+    return {name: statistics.median(times) for name, times in seconds.items()}
 
 
 def say(**told):
@@ -271,9 +271,9 @@ def host():
     gather = lambda: parallel.forward(*mine, scheme="gather", **CAUSAL)
     bare, attend = messages_of(gather), lambda: attention.forward(*whole, **CAUSAL)
     functions = {"gather": gather, "messages": bare, "attention": attend, "messages and attention": lambda: (bare(), attend())}
-    found = {name: of_the_host(function) for name, function in functions.items()}
-    apart = found["messages"] + found["attention"]
-    say(what="host us a call", **found, beyond=found["gather"] - apart)
+    times = {name: of_the_host(function) for name, function in functions.items()}
+    apart = times["messages"] + times["attention"]
+    say(what="host us a call", **times, beyond=times["gather"] - apart)
     (peers,) = peers_of(None)
     other = 1 - peers.rank
     for size in 2**23, 2**25, 2**27:

@@ -32,8 +32,8 @@ class Counted(TorchDispatchMode):
         self.known, self.most, self.calls, self.arrays = {}, 0, 0, []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        found, self.calls = function(*args, **kwargs or {}), self.calls + 1
-        for x in found if isinstance(found, (tuple, list)) else (found,):
+        result, self.calls = function(*args, **kwargs or {}), self.calls + 1
+        for x in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in self.given | self.known.keys():
                 storage = x.untyped_storage()
                 said = f"{'x'.join(map(str, x.shape))} {str(x.dtype).removeprefix('torch.')}"
@@ -42,7 +42,7 @@ class Counted(TorchDispatchMode):
         held = sum([nbytes for _, nbytes, _ in self.known.values()])
         if held > self.most:
             self.most, self.arrays = held, [(said, nbytes) for _, nbytes, said in self.known.values()]
-        return found
+        return result
 
 
 class SilentPeers(Peers):

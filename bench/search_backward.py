@@ -136,9 +136,9 @@ def forced(module, config):
 def compiled(module, config) -> str:
     """What ptxas makes of it."""
     kernel, smem = module.make(config)
-    found = figures(kernel, signature(kernel), "sm_90a", smem, config.threads)
-    codes = [line.split("(")[1].split(")")[0] for line in found.warnings if "(C7" in line]
-    return f"{found.spill_bytes:5} spilled {' '.join(codes)}"
+    code = figures(kernel, signature(kernel), "sm_90a", smem, config.threads)
+    codes = [line.split("(")[1].split(")")[0] for line in code.warnings if "(C7" in line]
+    return f"{code.spill_bytes:5} spilled {' '.join(codes)}"
 
 
 def timed(head_dim: int, length: int) -> None:
@@ -187,9 +187,9 @@ def main() -> None:
     if given.time:
         return timed(given.head_dim, given.time)
     total = sum(1 for _ in every(given.head_dim, FULL))
-    found = candidates(given.head_dim)
-    print(f"{len(found)} of {total} fit and cannot have more stages")
-    for module, config in found:
+    configs = candidates(given.head_dim)
+    print(f"{len(configs)} of {total} fit and cannot have more stages")
+    for module, config in configs:
         line = f"{said(module, config):80} {registers(module, config):4} registers {shared_bytes(module, config):7} bytes"
         print(line, compiled(module, config) if given.compile else "", flush=True)
 

@@ -215,7 +215,7 @@ def _judged_gradients(p, given, result):
     n, m = p.lens[-1] if p.lens else (p.queries, p.keys)
     if group * n * m > 2**28:
         return 0.0
-    found = []
+    errors = []
     for round in (lambda x: x, lambda x: x.to(p.dtype).float()):
         k, v = cut(given["k"], first[1])[:, -1], cut(given["v"], first[1])[:, -1]
         dk, dv = torch.zeros_like(k), torch.zeros_like(v)
@@ -230,11 +230,11 @@ def _judged_gradients(p, given, result):
             w = s.softmax(-1)
             ds = w * (dout @ v.T - (dout * round(round(w) @ v)).sum(-1, keepdim=True))
             dq, dk, dv = round(ds) @ k * p.dim**-0.5, dk + round(ds).T @ q * p.dim**-0.5, dv + round(w).T @ dout
-        found.append([round(x) for x in (dq, dk, dv)])
+        errors.append([round(x) for x in (dq, dk, dv)])
     got = [x if x.ndim == 4 else x[None] for x in result]
     heads = (p.heads - 1, p.kv_heads - 1, p.kv_heads - 1)
     mine = [x[b, at:, h].float() for x, at, h in zip(got, (first[0], first[1], first[1]), heads)]
-    return max(_excess(x, ref, low, 3) for x, ref, low in zip(mine, *found))
+    return max(_excess(x, ref, low, 3) for x, ref, low in zip(mine, *errors))
 
 
 # ---- timing --------------------------------------------------------------------------------------------------------------

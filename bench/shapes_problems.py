@@ -320,7 +320,7 @@ def tiny(p):
 def asked(words, small):
     kinds = [x for x in words if x in KINDS] or list(KINDS)
     parts = [x for x in words if x not in KINDS]
-    found = [p for kind in kinds for p in KINDS[kind]() if not parts or any(x in label(p) for x in parts)]
-    if not found:
+    problems = [p for kind in kinds for p in KINDS[kind]() if not parts or any(x in label(p) for x in parts)]
+    if not problems:
         raise SystemExit(f"no problem has one of {', '.join(parts)} in its name; kinds are {', '.join(KINDS)}")
-    return [tiny(p) for p in found] if small else found
+    return [tiny(p) for p in problems] if small else problems

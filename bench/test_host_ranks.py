@@ -70,7 +70,7 @@ def times(name):
     """Milliseconds of each call of a case."""
     device, dtype = "cuda" if torch.cuda.is_available() else "cpu", torch.bfloat16
     q, k, v = (torch.empty(1, 512, heads, 16, device=device, dtype=dtype) for heads in (8, 2, 2))
-    options, found = CASES[name], []
+    options, lines = CASES[name], []
     learning = "training" in name
     q.requires_grad_(learning)
     with one_of_two(), nullcontext() if learning else torch.no_grad():
@@ -78,10 +78,10 @@ def times(name):
             begun = time.perf_counter()
             parallel.forward(q, k, v, **options)
             if call >= WARMUP:
-                found.append(1e3 * (time.perf_counter() - begun))
+                lines.append(1e3 * (time.perf_counter() - begun))
             elif device == "cuda":
                 torch.cuda.synchronize()
-    return found
+    return lines
 
 
 @pytest.mark.parametrize("name", CASES)

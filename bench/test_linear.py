@@ -174,15 +174,15 @@ def _times(name, size):
 @pytest.mark.parametrize(("name", "size"), CASES, ids=lambda x: x if isinstance(x, str) else "x".join(map(str, x)))
 def test_linear(benchmark, name, size, provider):
     """Rows of a group are what one reads: the same problem, one provider each."""
-    found, errors = _times(name, size)
-    times = found.get(provider, "none is known")
+    measured, errors = _times(name, size)
+    times = measured.get(provider, "none is known")
     if isinstance(times, str):
         pytest.skip(f"{provider}: {times}")
     batch, length, heads = size
     benchmark.group = f"{name} B {batch} S {length} H {heads}"
     benchmark.extra_info |= {"provider": provider, "member": name, "batch": batch, "length": length, "heads": heads}
     report(benchmark, times)
-    limit, ms = statistics.median(found["copy"]), statistics.median(times)
+    limit, ms = statistics.median(measured["copy"]), statistics.median(times)
     benchmark.extra_info |= {"ms": ms, "limit": limit, "of_limit": limit / ms}
     if provider == "tiles" and len(errors) == 2:
         benchmark.extra_info["error_ratio"] = errors["tiles"] / errors["peer"]

@@ -105,17 +105,17 @@ def _cases():
     def shape(head_dim, length=LENGTH, tokens=TOKENS):
         return tokens // length, length, WIDTH // head_dim, head_dim
 
-    found = {}
+    cases = {}
     for head_dim, causal in itertools.product((64, 128, 256), (False, True)):
         name = f"D {head_dim} {'causal' if causal else 'full'}"
         theirs = {"flash4": _flash4(causal=causal, deterministic=True)}
-        found[f"{name} in order"] = shape(head_dim), {"causal": causal, "deterministic": True}, theirs
+        cases[f"{name} in order"] = shape(head_dim), {"causal": causal, "deterministic": True}, theirs
         if head_dim < 256:
             since_ampere = {"causal": causal, "family": "sm_80"}
-            found[f"{name} since Ampere"] = shape(head_dim), since_ampere, {"flash2": peers.softmax(causal)["flash2"]}
+            cases[f"{name} since Ampere"] = shape(head_dim), since_ampere, {"flash2": peers.softmax(causal)["flash2"]}
     ends = torch.tensor([0, *itertools.accumulate(PACKED)], device="cuda", dtype=torch.int32)
     one = 1, sum(PACKED), WIDTH // 128, 128
-    found["packed"] = one, {"causal": True, "cu_seqlens": ends}, {"flash4": _packed(ends)}
+    cases["packed"] = one, {"causal": True, "cu_seqlens": ends}, {"flash4": _packed(ends)}
     heads = WIDTH // 128
     slopes = torch.tensor([2.0 ** (-8 * (h + 1) / heads) for h in range(heads)], device="cuda")
     bias = torch.randn(1, heads, 1, 8192, device="cuda", dtype=torch.bfloat16)
@@ -128,13 +128,13 @@ def _cases():
         ("documents", {"mask": _documents}, {}),
         ("documents in order", {"mask": _documents, "deterministic": True}, {}),
     ):
-        found[name] = shape(128, 8192), {"causal": True} | options, theirs
-    found["packed ALiBi"] = one, {"causal": True, "cu_seqlens": ends, "alibi": slopes, "dalibi": True}, {}
+        cases[name] = shape(128, 8192), {"causal": True} | options, theirs
+    cases["packed ALiBi"] = one, {"causal": True, "cu_seqlens": ends, "alibi": slopes, "dalibi": True}, {}
     table, places = torch.randn(16, BUCKETS, device="cuda"), buckets(LENGTH)
     leaf = table.clone().requires_grad_()
     t5 = {"score": _t5, "aux": (table, places), "daux": (True, None)}
-    found["T5"] = shape(64, tokens=8192)[:2] + (16, 64), t5, {"flex": _flex(places, LENGTH)}, (leaf,)
-    return found
+    cases["T5"] = shape(64, tokens=8192)[:2] + (16, 64), t5, {"flex": _flex(places, LENGTH)}, (leaf,)
+    return cases
 
 
 CASES = (
@@ -157,9 +157,9 @@ def _times(case):
     calls = {"tiles": functools.partial(_tiles, options=options), "plain": functools.partial(_plain, options=options)}
     backwards, stopped = peers.present({name: functools.partial(_peer, name=name) for name in theirs}, sets[0])
     calls, missing = calls | backwards, missing | stopped
-    found = {name: [x.float() for x in call(*sets[0])] for name, call in calls.items()}
+    results = {name: [x.float() for x in call(*sets[0])] for name, call in calls.items()}
     for name in backwards:  # against float64 is the tests' business; here all must mean the same
-        for mine, its in zip(found["tiles"], found[name]):
+        for mine, its in zip(results["tiles"], results[name]):
             assert (mine - its.view_as(mine)).abs().max() <= 0.05 * its.abs().max(), (case, name)
     return interleaved(calls, sets, ROUNDS) | missing
 

@@ -21,14 +21,14 @@ LENGTHS, OF_SCORES = (512, 1024, 2048, 4096, 16384), 4096
 
 def options(head_dim: int, length: int) -> dict[str, dict]:
     """{what: options of backward}"""
-    found = {"plain": {}, "in order": {"deterministic": True}}
+    choices = {"plain": {}, "in order": {"deterministic": True}}
     if length == OF_SCORES:
         heads = WIDTH // head_dim
-        found["bias by key"] = {"bias": torch.randn(1, heads, 1, length, device="cuda")}
-        found["bias by score"] = {"bias": torch.randn(1, heads, length, length, device="cuda", dtype=torch.bfloat16)}
-        found["softcap"] = {"softcap": 30.0}
-        found["ALiBi"] = {"alibi": torch.linspace(0.01, 0.5, heads, device="cuda")}
-    return found
+        choices["bias by key"] = {"bias": torch.randn(1, heads, 1, length, device="cuda")}
+        choices["bias by score"] = {"bias": torch.randn(1, heads, length, length, device="cuda", dtype=torch.bfloat16)}
+        choices["softcap"] = {"softcap": 30.0}
+        choices["ALiBi"] = {"alibi": torch.linspace(0.01, 0.5, heads, device="cuda")}
+    return choices
 
 
 class Passed:

@@ -175,14 +175,14 @@ def lower_copy_numbers(b, ty, tile, address, array, at, axis, share, first):
         ptx.copy_async(b, to, origin, b.select(exists, b.u32(NUMBER), b.u32(0)), guard, NUMBER)
 
 
-def lower_number_pages(b, ty, tile, address, pool, found, at, last, share, first):
+def lower_number_pages(b, ty, tile, address, pool, page_rows, at, last, share, first):
     """The same for numbers whose places in pages are known."""
     data, _, strides = b.array(ty, pool)
-    at, found = [b.sext(x, i64) if x.type.width < 64 else x for x in b.unpack(at)], b.unpack(found)
+    at, page_rows = [b.sext(x, i64) if x.type.width < 64 else x for x in b.unpack(at)], b.unpack(page_rows)
     for axis in range(2, ty.ndim):
         data = b.add(data, b.mul(at[axis - 1], strides[axis]))
     numbers = _numbers(b, tile, address, share, first)
-    for (lane_row, to, guard), number, inside in zip(numbers, found[::2], found[1::2], strict=True):
+    for (lane_row, to, guard), number, inside in zip(numbers, page_rows[::2], page_rows[1::2], strict=True):
         exists = b.icmp_signed("<", b.add(b.trunc(at[0], i32), lane_row), b.u32(last))
         origin = b.add(b.add(data, b.mul(b.sext(number, i64), strides[0])), b.mul(b.zext(inside, i64), strides[1]))
         ptx.copy_async(b, to, origin, b.select(exists, b.u32(NUMBER), b.u32(0)), guard, NUMBER)
@@ -206,7 +206,7 @@ def lower_look_up(b, tile, table_ty, table, size, at, last, before, share, first
     have neighbouring entries in the table, so that several lanes look up theirs by one access. before: rows before this one
     have none; None: there are no such rows."""
     sequence, begin = b.unpack(at)
-    begin, size, found = b.u32(begin), b.u32(size), []
+    begin, size, page_rows = b.u32(begin), b.u32(size), []
     if table_ty is not None:
         numbers, _, steps = b.array(table_ty, table)
         numbers = b.add(numbers, b.mul(b.sext(sequence, i64) if sequence.type.width < 64 else sequence, steps[0]))
@@ -223,15 +223,15 @@ def lower_look_up(b, tile, table_ty, table, size, at, last, before, share, first
             entry = b.add(numbers, b.mul(b.zext(page, i64), steps[1]))
             number = b.asm(register, text, f"={letter},l,r", entry, b.zext(exists, i32))
             number = b.trunc(number, i32) if wide else number
-        found += number, b.sub(place, b.mul(page, size))
-    return found
+        page_rows += number, b.sub(place, b.mul(page, size))
+    return page_rows
 
 
-def lower_pages(b, ty, tile, address, pool, found, at, last, piece, share, first):
+def lower_pages(b, ty, tile, address, pool, page_rows, at, last, piece, share, first):
     """The same for rows whose places in pages are known."""
     data, extents, strides = b.array(ty, pool)
     at = [b.sext(x, i64) if x.type.width < 64 else x for x in b.unpack(at)]
-    itemsize, cols, found = tile.dtype.itemsize, ty.ndim - 1, b.unpack(found)
+    itemsize, cols, page_rows = tile.dtype.itemsize, ty.ndim - 1, b.unpack(page_rows)
     _, step, row, byte, start, chunk, guard = _place(b, tile, address, share, first)
     line = b.add(data, b.zext(byte, i64))
     for axis in range(2, ty.ndim):
@@ -242,7 +242,7 @@ def lower_pages(b, ty, tile, address, pool, found, at, last, piece, share, first
     begin = _clamped(b, b.sub(i64(0), first_byte), nbytes)
     end = _clamped(b, b.sub(b.mul(extents[cols], i64(itemsize)), first_byte), nbytes)
     within = [] if by_elements else list(_counts(b, tile, begin, end, piece))
-    for down, number, inside in zip(range(0, share, step), found[::2], found[1::2], strict=True):
+    for down, number, inside in zip(range(0, share, step), page_rows[::2], page_rows[1::2], strict=True):
         exists = b.icmp_signed("<", b.add(first_row, b.u32(down)), b.u32(last))
         to = _further(b, tile, start, chunk, down)
         source = b.add(b.add(line, b.mul(b.sext(number, i64), strides[0])), b.mul(b.zext(inside, i64), strides[1]))
@@ -254,7 +254,7 @@ def lower_pages(b, ty, tile, address, pool, found, at, last, piece, share, first
                 ptx.copy_async(b, target, origin, b.select(exists, within[k], b.u32(0)), guard, piece)
 
 
-def found_type(tile, share, pages, size, at, last, before=None):
+def page_rows_type(tile, share, pages, size, at, last, before=None):
     """(the type of the places of `share` rows of a tile, emit(b, first, ...) that looks up those from row `first` on)"""
     numbers, table = (types.int32, types.int64), None if pages in (None, types.none) else pages
     if table is not None and not (isinstance(table, types.Array) and table.ndim == 2 and table.dtype in numbers):
@@ -264,30 +264,30 @@ def found_type(tile, share, pages, size, at, last, before=None):
     bounded = before not in (None, types.none)
     if bounded and not integer(before):
         raise TypeError(f"look_up: begin must be an integer or None, got {before}")
-    found = types.UniTuple(types.int32, 2 * _looked_up(tile, share))
+    page_rows = types.UniTuple(types.int32, 2 * _looked_up(tile, share))
 
     def emit(b, first, value, vsize, vat, vlast, vbefore):
         operands = table, value, vsize, vat, vlast, vbefore if bounded else None
-        return b.context.make_tuple(b, found, lower_look_up(b, tile, *operands, share, first))
+        return b.context.make_tuple(b, page_rows, lower_look_up(b, tile, *operands, share, first))
 
-    return found, emit
+    return page_rows, emit
 
 
-def lower_copy_pages(name, tile, share, pool, found, at, last, piece):
+def lower_copy_pages(name, tile, share, pool, page_rows, at, last, piece):
     """emit(b, ...) for the copies of `share` of a tile's rows. TypeError: they cannot be copied like this."""
     vector = isinstance(tile, sv)
     if not isinstance(pool, types.Array) or pool.ndim < 3 - vector or not isinstance(at, types.BaseTuple):
         raise TypeError(f"{name}: takes a pool (page, row, ..., column), and a tuple `at`, got {pool} and {at}")
     check_copy(name, tile, pool, types.BaseTuple.from_types((types.int32, *at)), 1, -1, piece)
     counts = 2 * _looked_up(tile, share), 2 * share  # places that a lane has; that the interpreter has
-    if not (isinstance(found, types.UniTuple) and integer(found.dtype) and found.count in counts):
-        raise TypeError(f"{name}: takes what look_up of a pipeline of such tiles has found, got {found}")
+    if not (isinstance(page_rows, types.UniTuple) and integer(page_rows.dtype) and page_rows.count in counts):
+        raise TypeError(f"{name}: takes what look_up of a pipeline of such tiles has found, got {page_rows}")
     if not integer(last):
         raise TypeError(f"{name}: last must be an integer, got {last}")
 
-    def emit(b, address, first, array, found, at, last):
+    def emit(b, address, first, array, page_rows, at, last):
         if vector:
-            return lower_number_pages(b, pool, tile, address, array, found, at, last, share, first)
-        lower_pages(b, pool, tile, address, array, found, at, last, piece, share, first)
+            return lower_number_pages(b, pool, tile, address, array, page_rows, at, last, share, first)
+        lower_pages(b, pool, tile, address, array, page_rows, at, last, piece, share, first)
 
     return emit

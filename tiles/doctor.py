@@ -45,13 +45,13 @@ def packages():
     """Python and the packages that tiles is made with."""
     yield Finding("python", f"{platform.python_version()}, {sys.executable}")
     for name in PACKAGES:
-        found = version(name)
-        needed = not found and name != "nvidia-nvjitlink"  # a CUDA toolkit that was not installed by pip has its own
+        installed = version(name)
+        needed = not installed and name != "nvidia-nvjitlink"  # a CUDA toolkit that was not installed by pip has its own
         advice = "pip install " + ("'numba-cuda[cu13]'" if name in OF_NUMBA_CUDA else name)
-        yield Finding(name, found or "not installed", "" if found else advice, needed)
+        yield Finding(name, installed or "not installed", "" if installed else advice, needed)
     for name in OPTIONAL:
-        if found := version(name):
-            yield Finding(name, found)
+        if installed := version(name):
+            yield Finding(name, installed)
 
 
 def compiler():
@@ -59,14 +59,14 @@ def compiler():
     try:
         from cuda.bindings import nvjitlink
 
-        found = tuple(nvjitlink.version())
+        linker = tuple(nvjitlink.version())
     except Exception as error:  # without it nothing is compiled: kernels run in the interpreter
         yield Finding("nvJitLink", f"none that works: {str(error).splitlines()[0]}", "pip install 'numba-cuda[cu13]'")
         return
     oldest, newest = (".".join(map(str, release)) for release in TESTED)
-    text = f"{'.'.join(map(str, found))}; shipped kernels were checked for spilled registers with {oldest} to {newest}"
+    text = f"{'.'.join(map(str, linker))}; shipped kernels were checked for spilled registers with {oldest} to {newest}"
     advice = "python -m attention inspect --check says which kernels spill here: these are right, but may be slower"
-    yield Finding("nvJitLink", text, "" if TESTED[0] <= found <= TESTED[1] else advice)
+    yield Finding("nvJitLink", text, "" if TESTED[0] <= linker <= TESTED[1] else advice)
 
 
 def simulator():

@@ -85,22 +85,22 @@ def base(tile):
 
 def holders(tile):
     """{(row, col): (lane, index)} of the first base tile of a register tile."""
-    found, (rows, cols) = {}, base(tile)
+    lanes, (rows, cols) = {}, base(tile)
     for lane in range(layout.LANES):
         for index in range(tile.elements):
             row, col = tile.element(lane, index)
             if row < rows and col < cols:
-                found[row, col] = lane, index
-    return found
+                lanes[row, col] = lane, index
+    return lanes
 
 
 def register_text(tile):
     """The first base tile, `lane:element`, and how the others follow."""
-    found, (rows, cols) = holders(tile), base(tile)
+    lanes, (rows, cols) = holders(tile), base(tile)
     yield f"{tile}: lane:element of the first {rows} x {cols}; a lane holds {tile.elements} elements in all"
     yield "      " + "".join(f"{col:>7}" for col in range(cols))
     for r in range(rows):
-        yield f"{r:>5} " + "".join(f"{lane:>4}:{index:<2}" for lane, index in (found[r, c] for c in range(cols)))
+        yield f"{r:>5} " + "".join(f"{lane:>4}:{index:<2}" for lane, index in (lanes[r, c] for c in range(cols)))
 
 
 def in_memory(tile):

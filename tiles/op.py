@@ -98,8 +98,8 @@ class Op:
 
     def type(self, *specs):
         """(result type, emit) for argument types, or None; TypeError says what was given and what is possible."""
-        found = self.known.get(specs, UNKNOWN)
-        return self._typed(specs) if found is UNKNOWN else found
+        entry = self.known.get(specs, UNKNOWN)
+        return self._typed(specs) if entry is UNKNOWN else entry
 
     def _typed(self, specs):
         from .dtypes import OPERANDS
@@ -118,12 +118,12 @@ class Op:
             optional = spec is None and self.signature.parameters[parameter].default is None
             if want is int and not isinstance(spec, int) and not optional:
                 raise TypeError(f"{self.name}: {parameter} must be known when the kernel is compiled, got {spec}")
-        found = self.rule(*(s.type if isinstance(s, TypeArgument) else s for s in specs))
-        if found is not None and not (isinstance(found, tuple) and len(found) == 2):
-            raise TypeError(f"{self.name}: its rule must return (result, emit), or None where it has no meaning, got {found}")
+        typed = self.rule(*(s.type if isinstance(s, TypeArgument) else s for s in specs))
+        if typed is not None and not (isinstance(typed, tuple) and len(typed) == 2):
+            raise TypeError(f"{self.name}: its rule must return (result, emit), or None where it has no meaning, got {typed}")
         if not any(isinstance(spec, types.Dispatcher) for spec in specs):  # a user's function, which may go
-            self.known[specs] = found
-        return found
+            self.known[specs] = typed
+        return typed
 
     def __call__(self, *args, **kwargs):
         """The NumPy meaning, after the rule has agreed."""
@@ -145,9 +145,9 @@ class Op:
         if deeds and (touches := getattr(getcurrent(), "touches", None)):
             for place, deed in deeds:
                 touches(args[place], deed)
-        found = record(self, specs, result, args) if recording() else self.meaning(*args)
+        value = record(self, specs, result, args) if recording() else self.meaning(*args)
         try:
-            return wrap(result, found)
+            return wrap(result, value)
         except TypeError as error:
             from .interpreter import hazard_line
 
@@ -167,10 +167,10 @@ class Op:
         """(result type, what the meaning does to global arrays), remembered where the rule's answer is."""
         from .interpreter import deeds
 
-        found = self.type(*specs)
-        if found is None:
+        typed = self.type(*specs)
+        if typed is None:
             raise TypeError(f"{self.name}: no meaning for {', '.join(map(str, specs))}")
-        agreed = found[0], deeds(self.parameters, specs, found[0])
+        agreed = typed[0], deeds(self.parameters, specs, typed[0])
         if specs in self.known:
             self.agreed[specs] = agreed
         return agreed

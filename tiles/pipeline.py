@@ -83,13 +83,13 @@ class pipeline:
         return current_warp().look_up(pages, size, at, last, _own(self, current_warp()), begin)
 
     @op
-    def fill_pages(self, j, pool, found, at, last, end=None, piece=cp_async.CHUNK_BYTES):
-        """`fill` with rows in pages. pool: an array (page, row, ..., column). found: the pages, by look_up. at:
+    def fill_pages(self, j, pool, page_rows, at, last, end=None, piece=cp_async.CHUNK_BYTES):
+        """`fill` with rows in pages. pool: an array (page, row, ..., column). page_rows: the pages, by look_up. at:
         (the tile's first row, ..., column), as if there were no pages; for a vector there is no column. Rows from `last` on
         become 0."""
         warp = _opened(self, j)
         if end is None or j < end:
-            warp.copy_pages(_tile(self, j), pool, found, at, last, piece, _own(self, warp))
+            warp.copy_pages(_tile(self, j), pool, page_rows, at, last, piece, _own(self, warp))
         warp.commit_group((self.name, j))
 
     @op
@@ -188,20 +188,20 @@ def _(pipe, j, source, at, rows: int, cols: int, end, piece: int):
 
 @lowers(pipeline.look_up)
 def _(pipe, pages, size, at, last, begin):
-    found, emit = cp_async.found_type(pipe.tile, pipe.share, pages, size, at, last, begin)
-    return found, lambda b, _, *values: emit(b, b.mul(b.warp(), b.u32(pipe.share)), *values)
+    page_rows, emit = cp_async.page_rows_type(pipe.tile, pipe.share, pages, size, at, last, begin)
+    return page_rows, lambda b, _, *values: emit(b, b.mul(b.warp(), b.u32(pipe.share)), *values)
 
 
 @lowers(pipeline.fill_pages)
-def _(pipe, j, pool, found, at, last, end, piece: int):
+def _(pipe, j, pool, page_rows, at, last, end, piece: int):
     needs_index("fill_pages", j)
-    copies = cp_async.lower_copy_pages("fill_pages", pipe.tile, pipe.share, pool, found, at, last, piece)
+    copies = cp_async.lower_copy_pages("fill_pages", pipe.tile, pipe.share, pool, page_rows, at, last, piece)
     if not (end is None or integer(end)):
         raise TypeError(f"fill_pages: end must be an integer, got {end}")
 
-    def emit(b, base, j, array, found, at, last, end_value, _):
+    def emit(b, base, j, array, page_rows, at, last, end_value, _):
         def copy(address, first):
-            copies(b, address, first, array, found, at, last)
+            copies(b, address, first, array, page_rows, at, last)
 
         _fill(b, pipe, base, j, None if end is None else end_value, copy)
 

@@ -73,8 +73,8 @@ class shared:
         block calls it once, before anything else."""
         block, warp = current_warp().block, current_warp()
         if block.smem != self:
-            found = block.smem or "no shared memory: tiles.launch(.., shared=plan) does"
-            raise warp.hazard(f"the kernel opens {self}; the launch reserved {found}", "plan")
+            smem = block.smem or "no shared memory: tiles.launch(.., shared=plan) does"
+            raise warp.hazard(f"the kernel opens {self}; the launch reserved {smem}", "plan")
         if block.opened is None:
             block.opened = {}
             for name, item in self.items.items():

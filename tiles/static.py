@@ -73,14 +73,14 @@ def _subclass(base, cls, **options):
 def identity(value):
     """The digest of a static object, a text, or what stands for one that cannot be digested: itself. Found once an object; of
     objects that differ in no more than the identity of functions' code, once."""
-    found = vars(value).get("__identity__")
-    if found is None:
+    name = vars(value).get("__identity__")
+    if name is None:
         try:
-            found = _digest(value)
+            name = _digest(value)
         except Undigestible:
-            found = object()
-        object.__setattr__(value, "__identity__", found)
-    return found
+            name = object()
+        object.__setattr__(value, "__identity__", name)
+    return name
 
 
 def _digest(value):
@@ -89,12 +89,12 @@ def _digest(value):
         mark = _mark(tuple(getattr(value, name) for name in type(value).__dataclass_fields__))
     except (TypeError, ValueError, RecursionError):  # a cell without a value, a helper that calls itself
         return Digest()(value)
-    found = known.pop(mark, None) or Digest()(value)
-    known[mark] = found  # last; another thread may have let it go meanwhile
+    digest = known.pop(mark, None) or Digest()(value)
+    known[mark] = digest  # last; another thread may have let it go meanwhile
     if len(known) > REMEMBERED:
         with contextlib.suppress(KeyError):
             known.popitem(last=False)
-    return found
+    return digest
 
 
 def _mark(value):

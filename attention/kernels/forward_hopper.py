@@ -185,13 +185,13 @@ def with_kv(config: Config, kv: int) -> Config:
     shapes = [default_fields, *[of[padded] for of in TABLES if padded in of]]
     if not config.axes:  # arrays of aux take registers, which long and short sequences' tiles do not have
         shapes = [*[default_fields | entry for entry in by_length.values()], *shapes]
-    found = next((fields for fields in shapes if fields["kv"] == kv), None)
-    if found is None:
+    fields_of_kv = next((fields for fields in shapes if fields["kv"] == kv), None)
+    if fields_of_kv is None:
         raise ValueError(f"family: has no blocks of {kv} keys for head_dim={config.head_dim}, value_dim={config.value_dim}")
     alike = config.seq_layout is BatchedLayout and not (
         config.axes or config.by_list or config.float32_out or config.accumulates
     )
-    return replace(config, **USUAL_FIELDS | found | ({} if alike else ONE_TILE_PER_CTA))
+    return replace(config, **USUAL_FIELDS | fields_of_kv | ({} if alike else ONE_TILE_PER_CTA))
 
 
 def fit_to_load(config: Config, queries: Any, keys: Any, batch_heads: Any, processors: int, kv: int | None = None) -> Config:

@@ -125,33 +125,33 @@ class GatherAttention:
 
     def _copy_schedule(self, q: Any, call: ForwardCall) -> CopySchedule | None:
         """The copies that go on while attention reads; None if attention begins after all of them."""
-        found = self.cached.get("copy schedule", False)
-        if found is False:
+        schedule = self.cached.get("copy schedule", False)
+        if schedule is False:
             serves = call.plain and remote_keys.serves(q.device, *call.head_dims)
-            found = plan_copies(self.peers.rank, self.queries, self.keys, q.shape[0], call) if serves else None
-            self.cached["copy schedule"] = found
-        return found
+            schedule = plan_copies(self.peers.rank, self.queries, self.keys, q.shape[0], call) if serves else None
+            self.cached["copy schedule"] = schedule
+        return schedule
 
     def _in_place(self, k: Any, v: Any, call: ForwardCall) -> InPlaceGather | None:
         """The messages, if this rank's own keys and values stay where they are; else None."""
-        found = self.cached.get("in place", False)
-        if found is False:
+        in_place = self.cached.get("in place", False)
+        if in_place is False:
             heads, rank = all_heads(k.shape[2]), self.peers.rank
             at_once = self._head_groups(k, call) == [heads] and not self.peers.maps_memory
             plan = self._kv_plan(k, call, heads) if at_once else None
-            found = None if plan is None else InPlaceGather.create(k, v, self.queries[rank], self.keys[rank], plan, call)
-            self.cached["in place"] = found
-        return found
+            in_place = None if plan is None else InPlaceGather.create(k, v, self.queries[rank], self.keys[rank], plan, call)
+            self.cached["in place"] = in_place
+        return in_place
 
     def _steps(self, q: Any, k: Any, call: ForwardCall) -> list[GatherStep]:
         """The steps of a call; cached if calls with this signature differ in nothing but q, k and v."""
-        found = self.cached.get("steps")
-        if found is None:
+        steps = self.cached.get("steps")
+        if steps is None:
             call = use_alibi(call, q.shape[0])
-            found = self._window_steps(k, call) or [self._step(q, k, call, heads) for heads in self._head_groups(k, call)]
+            steps = self._window_steps(k, call) or [self._step(q, k, call, heads) for heads in self._head_groups(k, call)]
             if call.plain:
-                self.cached["steps"] = found
-        return found
+                self.cached["steps"] = steps
+        return steps
 
     def _step(self, q: Any, k: Any, call: ForwardCall, heads: Span) -> GatherStep:
         query_heads, head_call = call.select_key_heads(heads)
@@ -189,32 +189,32 @@ class GatherAttention:
 
     def _head_groups(self, k: Any, call: ForwardCall) -> list[Span]:
         """The groups of key heads that are sent one after the other."""
-        found = self.cached.get("head groups")
-        if found is None:
+        groups = self.cached.get("head groups")
+        if groups is None:
             heads = k.shape[2]
             first = count_first_heads(call, k.shape[0], self.queries, self.keys, STEP_BYTES) if self.peers.world > 1 else 0
-            found = self.cached["head groups"] = [Span(0, first), Span(first, heads)] if first else [all_heads(heads)]
-        return found
+            groups = self.cached["head groups"] = [Span(0, first), Span(first, heads)] if first else [all_heads(heads)]
+        return groups
 
     def _head_groups_backward(self, k: Any) -> list[Span]:
         """The groups of key heads of the backward pass: a quarter of the heads comes first, if its blocks of keys fill the
         GPU even on the rank with the fewest queries."""
-        found = self.cached.get("head groups backward")
-        if found is None:
+        groups = self.cached.get("head groups backward")
+        if groups is None:
             runs = [run for spans in self.queries for _, run in contiguous_runs(spans)]
             heads, fewest = k.shape[2], min(map(len, runs), default=0)
             first = max(heads // 4, -(-FULL_GPU_TILES * TILE // max(1, k.shape[0] * fewest)))
             splits = self.peers.world > 1 and 2 * first <= heads
-            found = [Span(0, first), Span(first, heads)] if splits else [all_heads(heads)]
-            self.cached["head groups backward"] = found
-        return found
+            groups = [Span(0, first), Span(first, heads)] if splits else [all_heads(heads)]
+            self.cached["head groups backward"] = groups
+        return groups
 
     def _wanted_regions(self, call: ForwardCall, heads: Span) -> tuple[ShardRegion, ...]:
         """The region of keys that each rank's queries see."""
-        found = self.cached.get(heads)
-        if found is None:
-            found = self.cached[heads] = tuple([ShardRegion(call.key_ranges(spans), heads) for spans in self.queries])
-        return found
+        regions = self.cached.get(heads)
+        if regions is None:
+            regions = self.cached[heads] = tuple([ShardRegion(call.key_ranges(spans), heads) for spans in self.queries])
+        return regions
 
     def _kv_plan(self, k: Any, call: ForwardCall, heads: Span) -> Redistribution:
         """The Redistribution of these heads of the keys that this rank's queries see."""
@@ -250,5 +250,5 @@ class GatherAttention:
 
 def gathered_rows(spans: Spans, one: Span) -> slice:
     """The rows of a span in an array that has the rows of `spans`."""
-    found = [at + one.start - span.start for at, span in spans_with_offsets(spans) if span.start <= one.start < span.stop]
-    return slice(found[0], found[0] + len(one))
+    rows = [at + one.start - span.start for at, span in spans_with_offsets(spans) if span.start <= one.start < span.stop]
+    return slice(rows[0], rows[0] + len(one))

@@ -16,21 +16,21 @@ RingPart = tuple[slice, slice, CallPiece]
 def merge_parts(parts: Sequence[RingPart]) -> list[RingPart]:
     """The same parts in fewer calls. Two parts are merged if the same queries see all keys of the first, and keys of the second
     that follow them; or if adjacent queries see all of the same keys. Parts with an option of UNMERGEABLE are not merged."""
-    found: list[RingPart] = []
+    merged: list[RingPart] = []
     for one in parts:
         rows, keys, piece = one
-        last = found[-1] if found else one
+        last = merged[-1] if merged else one
         follows = last[0] == rows and last[1].stop == keys.start and (_sees_all(one) or len(piece.keys) >= len(piece.rows))
         if follows and _sees_all(last) and _have_same_options(last, one):
-            keys = slice(found.pop()[1].start, keys.stop)
-        found.append((rows, keys, piece))
-    parts, found = found, []
+            keys = slice(merged.pop()[1].start, keys.stop)
+        merged.append((rows, keys, piece))
+    parts, merged = merged, []
     for one in parts:
         rows, keys, piece = one
-        if found and _sees_all(found[-1]) and _sees_all(one) and found[-1][1] == keys and found[-1][0].stop == rows.start:
-            rows = slice(found.pop()[0].start, rows.stop)
-        found.append((rows, keys, piece))
-    return found
+        if merged and _sees_all(merged[-1]) and _sees_all(one) and merged[-1][1] == keys and merged[-1][0].stop == rows.start:
+            rows = slice(merged.pop()[0].start, rows.stop)
+        merged.append((rows, keys, piece))
+    return merged
 
 
 def merge_by_lengths(parts: Sequence[RingPart], call: ForwardCall, batch: int) -> list[RingPart]:

@@ -56,7 +56,7 @@ class RegionOverlap(NamedTuple):
 def intersect_regions(source: ShardRegion, target: ShardRegion) -> list[RegionOverlap]:
     """The rectangles that two regions have in common, in the same order on every rank."""
     heads = source.heads.within(target.heads)
-    found: list[RegionOverlap] = []
+    overlaps: list[RegionOverlap] = []
     if not len(heads):
         return []
     columns = [slice(heads.start - region.heads.start, heads.stop - region.heads.start) for region in (source, target)]
@@ -68,14 +68,14 @@ def intersect_regions(source: ShardRegion, target: ShardRegion) -> list[RegionOv
                 overlap = RegionOverlap(
                     slice(first, first + len(rows)), columns[0], slice(to_first, to_first + len(rows)), columns[1]
                 )
-                last = found[-1] if found else None
+                last = overlaps[-1] if overlaps else None
                 if last and (last.rows.stop, last.to_rows.stop) == (first, to_first):  # one message instead of two
-                    found[-1] = overlap._replace(
+                    overlaps[-1] = overlap._replace(
                         rows=slice(last.rows.start, overlap.rows.stop), to_rows=slice(last.to_rows.start, overlap.to_rows.stop)
                     )
                 else:
-                    found.append(overlap)
-    return found
+                    overlaps.append(overlap)
+    return overlaps
 
 
 OffsetAndLength = tuple[int, int]
@@ -172,10 +172,10 @@ class Redistribution:
     def row_copies_of(self, x: Any) -> RowCopies:
         """The RowCopies for an array, of a Redistribution that has only_rows."""
         key = x.shape, x.stride(), x.dtype, x.device
-        found = self.row_copies.get(key)
-        if found is None:
-            found = self.row_copies[key] = RowCopies(x, self)
-        return found
+        row_copies = self.row_copies.get(key)
+        if row_copies is None:
+            row_copies = self.row_copies[key] = RowCopies(x, self)
+        return row_copies
 
 
 @functools.lru_cache(1024)

@@ -144,10 +144,10 @@ class RingAttention:
         """The sweeps of a call; cached if calls with this signature differ in nothing but q, k and v."""
         if self.cached is not None:
             return self.cached
-        found = [self._sweep(q.shape[0], *group) for group in self._head_groups(call, self.sweeps)]
+        sweeps = [self._sweep(q.shape[0], *group) for group in self._head_groups(call, self.sweeps)]
         if call.plain:
-            self.cached = found
-        return found
+            self.cached = sweeps
+        return sweeps
 
     def _sweep(self, batch: int, heads: slice, query_heads: slice, call: ForwardCall) -> RingSweep:
         rank, world, sinkless = self.peers.rank, self.peers.world, _without_sink(call)

@@ -33,16 +33,16 @@ class SequenceShard:
         """The shard with each sequence split into so many segments, of whole chunks except for the last."""
         if segments == 1:
             return self
-        found = SequenceShard(self.span, self.batch, None, self.device)
-        found.segments, found.sequences, found.uniform = segments, self.sequences * segments, self.uniform
+        shard = SequenceShard(self.span, self.batch, None, self.device)
+        shard.segments, shard.sequences, shard.uniform = segments, self.sequences * segments, self.uniform
         if self.cu_seqlens is None:
-            found.cu_seqlens = _uniform_cu_seqlens(self.batch, len(self.span), segments, self.device)
+            shard.cu_seqlens = _uniform_cu_seqlens(self.batch, len(self.span), segments, self.device)
         else:
             starts, lengths = self.cu_seqlens[:-1, None], self.cu_seqlens.diff()[:, None]
             steps = (lengths + (segments * CHUNK - 1)) // (segments * CHUNK) * CHUNK
             begins = starts + torch.minimum(lengths, steps * torch.arange(segments, device=self.device))
-            found.cu_seqlens = torch.cat([begins.flatten(), self.cu_seqlens[-1:]]).to(self.cu_seqlens.dtype)
-        return found
+            shard.cu_seqlens = torch.cat([begins.flatten(), self.cu_seqlens[-1:]]).to(self.cu_seqlens.dtype)
+        return shard
 
     def varlen_options(self) -> dict[str, Any]:
         """The shard's cu_seqlens as an option of attention's functions, if there is one."""

@@ -40,11 +40,11 @@ class UlyssesAttention:
         size, group = heads // world, heads // kv_heads
         if size % group and group % size:
             return None
-        found = []
+        splits = []
         for rank in range(world):
             first = rank * size // group
-            found.append((Span(rank * size, (rank + 1) * size), Span(first, first + max(1, size // group))))
-        return found
+            splits.append((Span(rank * size, (rank + 1) * size), Span(first, first + max(1, size // group))))
+        return splits
 
     def attend(self, q: Any, k: Any, v: Any, call: ForwardCall) -> tuple[Any, Any]:
         """(out, lse) of this rank's queries, all heads."""
@@ -88,12 +88,12 @@ class UlyssesAttention:
 
     def _head_call(self, call: ForwardCall) -> ForwardCall:
         """The call of this rank's heads."""
-        if call.plain and (found := self.cached.get("call")):
-            return found
-        found = self._select_heads(call)
+        if call.plain and (head_call := self.cached.get("call")):
+            return head_call
+        head_call = self._select_heads(call)
         if call.plain:
-            self.cached["call"] = found
-        return found
+            self.cached["call"] = head_call
+        return head_call
 
     def _select_heads(self, call: ForwardCall) -> ForwardCall:
         """The call of this rank's heads; the rows of a bias are received from all ranks."""
@@ -115,9 +115,9 @@ class UlyssesAttention:
         return bias.shape[2] > 1 or min(map(count_tokens, self.queries)) < 2
 
     def _head_shares(self, call: ForwardCall) -> list[tuple[Span, Span]]:
-        found = self.split_heads(len(call.heads), len(call.kv_heads), self.peers.world)
-        assert found is not None, "choice.refusal has checked it"
-        return found
+        shares = self.split_heads(len(call.heads), len(call.kv_heads), self.peers.world)
+        assert shares is not None, "choice.refusal has checked it"
+        return shares
 
     def _token_regions(self, call: ForwardCall, name: str) -> tuple[ShardRegion, ...]:
         """Each rank's region of an array before attention, and of its results."""
@@ -136,11 +136,11 @@ class UlyssesAttention:
     def _plan(self, call: ForwardCall, name: str, back: bool = False) -> Redistribution:
         """The Redistribution of queries, or of keys, from tokens to heads, or back."""
         key = name in "kv", back
-        found = self.cached.get(key)
-        if found is None:
+        plan = self.cached.get(key)
+        if plan is None:
             ends = self._token_regions(call, name), self._head_regions(call, name)
-            found = self.cached[key] = plan_redistribution(self.peers.rank, *(ends[::-1] if back else ends))
-        return found
+            plan = self.cached[key] = plan_redistribution(self.peers.rank, *(ends[::-1] if back else ends))
+        return plan
 
 
 class MeshGatherAttention:
@@ -184,6 +184,6 @@ class MeshGatherAttention:
 
 def merge_rank_spans(spans: tuple[Spans, ...]) -> Spans:
     """The spans of several ranks together, in the sequence's order."""
-    found = merge_spans(tuple([span for one in spans for span in one]))
-    assert count_tokens(found) == sum(map(count_tokens, spans)), "no two ranks have the same token"
-    return found
+    merged = merge_spans(tuple([span for one in spans for span in one]))
+    assert count_tokens(merged) == sum(map(count_tokens, spans)), "no two ranks have the same token"
+    return merged

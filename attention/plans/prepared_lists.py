@@ -31,8 +31,8 @@ def return_block_lists(
     there is one."""
 
     def give(arrays: Sequence[Any]) -> BlockLists:
-        found = arrays[lists.source]
-        return BlockLists(found, made_for, arrays[marked[0].source], marked[1:]) if marked else BlockLists(found, made_for)
+        source = arrays[lists.source]
+        return BlockLists(source, made_for, arrays[marked[0].source], marked[1:]) if marked else BlockLists(source, made_for)
 
     return give
 

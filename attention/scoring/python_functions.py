@@ -100,8 +100,8 @@ def _register(option: str, function: Any, captured: tuple[Any, ...], in_graph: b
     if not inspect.isfunction(function):
         if hasattr(function, "shape"):
             instead = "a mask that is an array goes in aux: mask=lambda b, h, i, j, allowed: allowed[i, j], aux=(allowed,)"
-            found = f"an array of shape {tuple(function.shape)}; {instead if option == 'mask' else 'pass it as bias'}"
-            raise TypeError(f"{option}: must be a Python function, such as {EXAMPLES[option]}, not {found}")
+            problem = f"an array of shape {tuple(function.shape)}; {instead if option == 'mask' else 'pass it as bias'}"
+            raise TypeError(f"{option}: must be a Python function, such as {EXAMPLES[option]}, not {problem}")
         raise TypeError(f"{option}: must be a Python function, such as {EXAMPLES[option]}: {option}={function!r:.200}")
     digest = identity(_Function(function))
     if isinstance(digest, bytes):
@@ -180,14 +180,14 @@ def check_function(option: str, function: Callable, aux: Sequence[Form]) -> None
             result = function(*([s] if option == "score" else []), 0, 0, i, j, *arrays)
         if isinstance(result, (tuple, list, dict, type(None))):
             raise TypeError(f"it returns {'None' if result is None else f'a {type(result).__name__}'}")
-        found = np.asarray(result)
-        np.broadcast_to(found, s.shape)
+        values = np.asarray(result)
+        np.broadcast_to(values, s.shape)
     except Exception as error:
         cure = "".join(f"; {cure}" for words, cure in REMEDIES.items() if words in str(error))
         raise TypeError(f"{option}: {called} fails on NumPy arrays: {type(error).__name__}: {error}{cure}") from error
-    if (found.dtype == bool) != (option == "mask") or found.dtype.kind not in "biuf":
+    if (values.dtype == bool) != (option == "mask") or values.dtype.kind not in "biuf":
         wanted = "booleans, such as j <= i" if option == "mask" else "numbers"
-        raise TypeError(f"{option}: must return {wanted}; {called} returns {found.dtype}")
-    if option == "score" and found.shape != s.shape:
+        raise TypeError(f"{option}: must return {wanted}; {called} returns {values.dtype}")
+    if option == "score" and values.shape != s.shape:
         wanted = "a number for each query and key, as s + j does"
-        raise TypeError(f"score: must return {wanted}; {called} returns the shape {found.shape} for {s.shape}")
+        raise TypeError(f"score: must return {wanted}; {called} returns the shape {values.shape} for {s.shape}")

@@ -8,8 +8,8 @@
 `tiles.pipeline` does this for all warps of a block, stage by stage. Warps that load tiles for others, a ring's writers, do it
 tile by tile. Rows may lie in pages:
 
-    found = look_up(part, pages, size, (sequence, row), last)           a tile ahead
-    copy_pages(subtile(k.claim(j), 16, warp), pool, found, (row, 0), last)
+    page_rows = look_up(part, pages, size, (sequence, row), last)           a tile ahead
+    copy_pages(subtile(k.claim(j), 16, warp), pool, page_rows, (row, 0), last)
 """
 
 from tiles import cp_async
@@ -54,23 +54,23 @@ def look_up(part, pages, size, at, last, begin=None):
 def _(part: type, pages, size, at, last, begin):
     if not isinstance(part, st | sv):
         raise TypeError(f"look_up: takes the type of a shared tile, got {part}")
-    found, emit = cp_async.found_type(part, cp_async.rows_of(part), pages, size, at, last, begin)
-    return found, lambda b, _, *values: emit(b, b.u32(0), *values)
+    page_rows, emit = cp_async.page_rows_type(part, cp_async.rows_of(part), pages, size, at, last, begin)
+    return page_rows, lambda b, _, *values: emit(b, b.u32(0), *values)
 
 
 @op
-def copy_pages(tile, pool, found, at, last, piece=cp_async.CHUNK_BYTES):
-    """copy_async of rows in pages. pool: an array (page, row, ..., column). found: the pages, by look_up. at:
+def copy_pages(tile, pool, page_rows, at, last, piece=cp_async.CHUNK_BYTES):
+    """copy_async of rows in pages. pool: an array (page, row, ..., column). page_rows: the pages, by look_up. at:
     (the tile's first row, ..., column), as if there were no pages; for a vector there is no column. Rows from `last` on
     become 0."""
-    current_warp().copy_pages(tile, pool, found, at, last, piece, range(cp_async.rows_of(tile.spec)))
+    current_warp().copy_pages(tile, pool, page_rows, at, last, piece, range(cp_async.rows_of(tile.spec)))
 
 
 @lowers(copy_pages)
-def _(tile, pool, found, at, last, piece: int):
+def _(tile, pool, page_rows, at, last, piece: int):
     if not isinstance(tile, st | sv):
         raise TypeError(f"copy_pages: copies to a shared tile, got {tile}")
-    copy = cp_async.lower_copy_pages("copy_pages", tile, cp_async.rows_of(tile), pool, found, at, last, piece)
+    copy = cp_async.lower_copy_pages("copy_pages", tile, cp_async.rows_of(tile), pool, page_rows, at, last, piece)
     return void, lambda b, address, array, places, at, last, _: copy(b, address, b.u32(0), array, places, at, last)
 
 

@@ -111,8 +111,8 @@ def store_rows(target, value, at, rows, cols, is_aligned, rank):
 def load_rows(source, spec, at, rows, cols, is_aligned, rank, fenced=True):
     """The meaning of a load by warp `rank` of those that share the tile."""
     if isinstance(source, SharedTile):
-        found = current_warp().read(source, rows_of(spec, rank), fence=fenced and isinstance(source.spec, st))
-        return found.astype(np.float32).reshape(spec.shape)
+        values = current_warp().read(source, rows_of(spec, rank), fence=fenced and isinstance(source.spec, st))
+        return values.astype(np.float32).reshape(spec.shape)
     if is_aligned and (why := global_vectorized.misaligned(source, spec, at, cols)):
         raise current_warp().hazard(f"aligned load: {why}")
     view, part = global_elements.window(source, spec, shifted(spec, at, rows, cols, rank), rows, cols)

@@ -94,15 +94,15 @@ def _(target, value, at, rows: int, cols: int):
 
 # ---- fp8 that becomes 16 bits on the way to shared memory ------------------------------------------------------------------
 @op
-def load_pages(pool, spec, found, at, last):
+def load_pages(pool, spec, page_rows, at, last):
     """The fp8 tile of type `spec`, rt(16, n), as load_unordered(aligned=True) would give it, from rows in pages. pool: an
-    array (page, row, ..., column). found: the pages, by ops.look_up for st(16, n, dtype, 64). at:
+    array (page, row, ..., column). page_rows: the pages, by ops.look_up for st(16, n, dtype, 64). at:
     (the tile's first row, ..., column), as if there were no pages. Rows from `last` on are 0."""
     warp = current_warp()
     if why := global_vectorized.misaligned(pool, spec, (0, 0, *at[1:]), pool.ndim - 1):
         raise warp.hazard(f"load_pages: {why}")
     warp.touches(pool, READ)
-    values, _ = warp.from_pages(np.asarray(pool), found, at, last, range(spec.rows), spec.cols)
+    values, _ = warp.from_pages(np.asarray(pool), page_rows, at, last, range(spec.rows), spec.cols)
     return values().astype(np.float32)[:, quad_exchange.order(spec, spec.dtype)]
 
 
@@ -120,21 +120,23 @@ def _fits(spec, stored_dtype):
 
 
 @lowers(load_pages)
-def _(pool, spec: type, found, at, last):
+def _(pool, spec: type, page_rows, at, last):
     stored_dtype = SCALARS.get(pool.dtype) if isinstance(pool, types.Array) else None
     if not _fits(spec, stored_dtype):
         raise TypeError(f"load_pages: takes an fp8 array and a type rt({BAND}, {QUAD_OF_8} n) of its dtype, got {spec}, {pool}")
-    if not (isinstance(found, types.UniTuple) and found.count in (2 * BAND // quad_exchange.HALF, 2 * BAND)):
-        raise TypeError(f"load_pages: takes what look_up has found for st({BAND}, n, {stored_dtype}, {QUAD_OF_8}), got {found}")
+    if not (isinstance(page_rows, types.UniTuple) and page_rows.count in (2 * BAND // quad_exchange.HALF, 2 * BAND)):
+        raise TypeError(
+            f"load_pages: takes what look_up has found for st({BAND}, n, {stored_dtype}, {QUAD_OF_8}), got {page_rows}"
+        )
     if not (isinstance(at, types.BaseTuple) and len(at) == pool.ndim - 1 and all(map(integer, (last, *at)))):
         raise TypeError(f"load_pages: `at` must be {pool.ndim - 1} integers and `last` one, got {at} and {last}")
 
-    def emit(b, array, _, vfound, vat, vlast):
+    def emit(b, array, _, vpage_rows, vat, vlast):
         data, _, strides = b.array(pool, array)
         first, *rest = b.unpack(vat)
         for index, stride in zip(rest, strides[2:], strict=True):
             data = b.add(data, b.mul(b.sext(index, i64) if index.type.width < 64 else index, stride))
-        lane, rows = b.lane(), b.unpack(vfound)
+        lane, rows = b.lane(), b.unpack(vpage_rows)
         data = b.add(data, b.zext(b.mul(b.and_(lane, b.u32(3)), b.u32(16)), i64))
         row, words = b.add(b.u32(first), b.lshr(lane, b.u32(2))), []
         for down, number, inside in zip(range(0, BAND, quad_exchange.HALF), rows[::2], rows[1::2], strict=True):

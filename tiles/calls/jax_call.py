@@ -58,8 +58,8 @@ def call(program: AnyProgram, stream: Any, arrays: tuple, options: tuple, layout
     else:
         gradient = partial(program.gradient, options=dict(zip(program.options, options)), layout=layout)
         traced = _with_gradient(jax, tuple(passed), program, options, gradient, make)
-    found = traced(*passed.values())
-    return found[0] if len(found) == 1 else found
+    outputs = traced(*passed.values())
+    return outputs[0] if len(outputs) == 1 else outputs
 
 
 def _buffer_callback() -> Any:
@@ -98,8 +98,13 @@ def _with_gradient(
     def backward(kept, gradients):
         values, outputs, wanted = kept
         some = {n: x for n, x in zip(results, gradients) if not isinstance(x, jax.custom_derivatives.SymbolicZero)}
-        found = gradient(tuple(wanted))(dict(zip(names, values)), outputs, some)
-        return tuple([None if name not in found else found[name].astype(x.dtype) for name, x in zip(names, values)])
+        computed_gradients = gradient(tuple(wanted))(dict(zip(names, values)), outputs, some)
+        return tuple(
+            [
+                None if name not in computed_gradients else computed_gradients[name].astype(x.dtype)
+                for name, x in zip(names, values)
+            ]
+        )
 
     traced.defvjp(forward, backward, symbolic_zeros=True)
     return traced

@@ -69,10 +69,10 @@ class Recent:
 
     def get(self, key: Any) -> Any:
         """What was put under the key, or None."""
-        found = self.young.get(key)
-        if found is None and self.old and (found := self.old.pop(key, None)) is not None:
-            self.put(key, found)
-        return found
+        value = self.young.get(key)
+        if value is None and self.old and (value := self.old.pop(key, None)) is not None:
+            self.put(key, value)
+        return value
 
     def put(self, key: Any, value: Any) -> None:
         """Remember the value under the key."""

@@ -146,14 +146,14 @@ class Program:
             kinds, lengths, addresses, described = self._read(*arrays)
         numbers, options = self._numbers(options) if self.numbers else ((), options)
         try:
-            found = REMEMBERED.get((self, kinds, lengths, options, layout))
+            remembered = REMEMBERED.get((self, kinds, lengths, options, layout))
         except TypeError:  # an option that cannot be looked up, such as a list
             prepared = self._planned(described or self._described(arrays), options, layout)
         else:
-            if found is None:
+            if remembered is None:
                 prepared = self._prepared(arrays, kinds, lengths, described, options, layout, eager and stream is None)
             else:
-                prepared, call = found
+                prepared, call = remembered
                 if eager and stream is None and call is not False:
                     self._guard(call, prepared, arrays, kinds, lengths, options, layout)
         current = 0 if prepared.device is None else prepared.kind.stream(arrays[0], prepared.device)
@@ -185,10 +185,10 @@ class Program:
 
     def _numbers(self, options: tuple) -> tuple[list, tuple]:
         """(the numbers among the options, for the kernels; the options with a Number for each of them that was forms)"""
-        found = [*options]
+        key_options = [*options]
         for place, number in self.numbers:
-            found[place] = None if found[place] is None else number
-        return [options[place] or 0 for place, _ in self.numbers], tuple(found)
+            key_options[place] = None if key_options[place] is None else number
+        return [options[place] or 0 for place, _ in self.numbers], tuple(key_options)
 
     def _guard(
         self, call: Callable | None, prepared: PreparedCall, arrays: tuple, kinds: Any, lengths: tuple, *call_key: Any
@@ -209,12 +209,14 @@ class Program:
 
     def _described(self, arrays: tuple) -> list:
         """An Array for each, or None; TypeError that names one that is no array, or is missing."""
-        found: list[Any] = []  # which an error's traceback keeps: cuda.core's views forget an error that is raised as they go
+        described: list[
+            Any
+        ] = []  # which an error's traceback keeps: cuda.core's views forget an error that is raised as they go
         for x, (name, needed) in zip(arrays, self.needed.items(), strict=True):
             if isinstance(x, (bool, int, float)):
                 raise TypeError(self.schema.of_a_number(name, x))
-            found.append(None if x is None and not needed else describe(x, name))
-        return found
+            described.append(None if x is None and not needed else describe(x, name))
+        return described
 
     def _read(self, *arrays: Any) -> tuple:
         """What is read of every call: (what these arrays share with others of their kinds, their lengths, their addresses, what

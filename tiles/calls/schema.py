@@ -243,11 +243,11 @@ class Schema:
 
     def _written(self, layout: str) -> dict[str, tuple[str, tuple[int, ...], str | None]]:
         """Of results: (the axes in the caller's order, where the canonical ones stand, the dtype; None: the tiles')."""
-        found = {}
+        written = {}
         for name in [name for name, row in self.arguments.items() if row.result]:
             ((axes, order),) = [("", ())] if self.arguments[name].like else self.rows[layout][name].values()
-            found[name] = axes, order, None if name in self.tiles else self.arguments[name].dtypes[0]
-        return found
+            written[name] = axes, order, None if name in self.tiles else self.arguments[name].dtypes[0]
+        return written
 
     def problem(self, forms: Mapping[str, Form], layout: str = "bshd") -> Problem:
         """The Problem of a call, `forms` being those of the arrays that were given. All must lie on one device; tiles have a

@@ -83,10 +83,10 @@ def mapped_with_grad(arrays: Sequence[Any]) -> bool:
     if not torch.is_grad_enabled():
         return False
     functorch = torch._C._functorch
-    found = [x for x in arrays if isinstance(x, torch.Tensor)]
-    while mapped := [functorch.get_unwrapped(x) for x in found if functorch.is_batchedtensor(x)]:
-        found = mapped
-        if any([x.requires_grad for x in found]):
+    tensors = [x for x in arrays if isinstance(x, torch.Tensor)]
+    while mapped := [functorch.get_unwrapped(x) for x in tensors if functorch.is_batchedtensor(x)]:
+        tensors = mapped
+        if any([x.requires_grad for x in tensors]):
             return True
     return False
 
@@ -168,7 +168,7 @@ def _cast_to(torch: Any, x: Any, row: Argument) -> Any:
 # ---- the op ----------------------------------------------------------------------------------------------------------
 def token(name: str) -> str:
     """A name of Python's as torch's signatures take it, which know ASCII alone: Δx is u394x."""
-    return re.sub(r"[^\x00-\x7f]", lambda found: f"u{ord(found[0]):x}", name)
+    return re.sub(r"[^\x00-\x7f]", lambda match: f"u{ord(match[0]):x}", name)
 
 
 class _Op:
@@ -295,10 +295,10 @@ class _Op:
                 return None, None
             stacked = [self.torch.stack(of) for of in zip(*each)] if self.several else self.torch.stack(each)
         else:
-            found = self.op(*folded, *rest)
+            result = self.op(*folded, *rest)
             if not self.results:
                 return None, None
-            stacked = [_unfold(x, count) for x in found] if self.several else _unfold(found, count)
+            stacked = [_unfold(x, count) for x in result] if self.several else _unfold(result, count)
         return stacked, [0] * len(stacked) if self.several else 0
 
     def _fold(self, row: Argument, x: Any, mapped: bool, count: int, layout: str) -> Any:

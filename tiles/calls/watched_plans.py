@@ -28,8 +28,8 @@ class Variable(NamedTuple):
 
     def of(self, lengths: Sequence[Any]) -> int:
         """Its value in a call, from what Program._read read of the arrays."""
-        found = lengths[self.place][self.part]
-        return found if self.part == remembered_calls.PAST else found[self.axis]
+        length = lengths[self.place][self.part]
+        return length if self.part == remembered_calls.PAST else length[self.axis]
 
 
 class TracedPlan:

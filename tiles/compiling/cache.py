@@ -32,8 +32,8 @@ def limit() -> int:
 
 def folder() -> Path | None:
     """Where compiled kernels are kept; None where they are not kept."""
-    found = _folder()
-    return found and found.path
+    path = _folder()
+    return path and path.path
 
 
 def _folder() -> Folder | None:

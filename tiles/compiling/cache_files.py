@@ -61,13 +61,13 @@ def find_folder() -> Folder:
         named = os.environ.get("TILES_CACHE_TRUSTED")
         trusted = named is not None and os.path.realpath(named) == os.path.realpath(path)
         make_folder(path, trusted)
-        if not stat.S_ISDIR((found := os.stat(path)).st_mode):
+        if not stat.S_ISDIR((status := os.stat(path)).st_mode):
             raise NotADirectoryError(f"{path} is no folder")
     except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home folder
         raise CacheOff(str(error), elsewhere) from None
-    if not trusted and (why := distrust(found)):
+    if not trusted and (why := distrust(status)):
         away = "let TILES_CACHE_DIR name a folder that is yours alone"
-        mine = POSIX and found.st_uid == os.geteuid()
+        mine = POSIX and status.st_uid == os.geteuid()
         first = f"chmod go-w {path}, or {away}" if mine else away
         raise CacheOff(f"{path} {why}", f"{first}; or, {trusting(path)}", path)
     return Folder(path, trusted)
@@ -90,11 +90,11 @@ def make_folder(path: Path, shared: bool = False) -> None:
             path.mkdir(0o777 if shared else 0o700)
 
 
-def distrust(found: os.stat_result) -> str:
+def distrust(status: os.stat_result) -> str:
     """Why what has this owner and mode may have been written by somebody else; empty if it cannot."""
     if not POSIX:
         return ""
-    owner, me, mode = found.st_uid, os.geteuid(), stat.S_IMODE(found.st_mode)
+    owner, me, mode = status.st_uid, os.geteuid(), stat.S_IMODE(status.st_mode)
     if owner != me:
         return f"belongs to {user(owner)} (its mode is {mode:04o}), and this process runs as {user(me)}"
     return f"belongs to {user(owner)}, but its mode {mode:04o} lets others write to it" if mode & OTHERS else ""
@@ -140,22 +140,22 @@ def entries(folder: Path) -> list[os.DirEntry]:
 def _listed(folder) -> list[os.DirEntry]:
     """What lies in a folder; nothing, if it is none."""
     try:
-        with os.scandir(folder) as found:
-            return list(found)
+        with os.scandir(folder) as scan:
+            return list(scan)
     except OSError:
         return []
 
 
 def refused(folder: Folder) -> list[str]:
     """Which files of the cache are not read, and why."""
-    found = []
+    names = []
     for file in entries(folder.path):
         try:
             with open_checked(file, folder.trusted):
                 pass
         except OSError as error:
-            found.append(str(error))
-    return found
+            names.append(str(error))
+    return names
 
 
 @contextlib.contextmanager
@@ -163,12 +163,12 @@ def open_checked(file: "Path | os.DirEntry", trusted: bool):
     """(descriptor, status) of a file that is safe to read. OSError: it is not there, or is none; Refused: it is not safe."""
     descriptor = os.open(file, READ)
     try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
             raise OSError(f"{os.fspath(file)} is no file")
-        if not trusted and (why := distrust(found)):
+        if not trusted and (why := distrust(status)):
             raise UntrustedFile(f"{os.fspath(file)} {why}")
-        yield descriptor, found
+        yield descriptor, status
     finally:
         os.close(descriptor)
 
@@ -177,9 +177,9 @@ def read(folder: Folder, name: str, most: int) -> bytes:
     """An entry's bytes, and note that it was read just now. OSError: it is not there or has more bytes than `most`; Refused:
     somebody else could have written it."""
     file = entry_path(folder.path, name)
-    with open_checked(file, folder.trusted) as (descriptor, found):
-        if found.st_size > most:
-            raise OSError(f"{file} has {found.st_size} bytes, and the whole cache may have {most}")
+    with open_checked(file, folder.trusted) as (descriptor, status):
+        if status.st_size > most:
+            raise OSError(f"{file} has {status.st_size} bytes, and the whole cache may have {most}")
         with open(descriptor, "rb", closefd=False) as stream:
             content = stream.read(most)
         with contextlib.suppress(OSError):  # a folder that is only read
@@ -214,7 +214,7 @@ _held: dict[Path, int] = {}  # bytes that this process found in a folder when it
 def shrink(folder: Path, most: int) -> int:
     """Remove what was read or written longest ago, until what is left has no more than so many bytes; and unfinished files that
     nobody will finish. Gives what is left."""
-    found, total = [], 0
+    files, total = [], 0
     for file in _listed(folder / "tmp"):
         with contextlib.suppress(OSError):  # another process removed it
             if file.stat().st_mtime < time.time() - ABANDONED:
@@ -224,9 +224,9 @@ def shrink(folder: Path, most: int) -> int:
     for file in entries(folder):
         with contextlib.suppress(OSError):
             status = file.stat(follow_symlinks=False)
-            found.append((status.st_mtime_ns, status.st_size, file.path))
-    total += sum(size for _, size, _ in found)
-    for _, size, path in sorted(found):
+            files.append((status.st_mtime_ns, status.st_size, file.path))
+    total += sum(size for _, size, _ in files)
+    for _, size, path in sorted(files):
         if total <= most:
             break
         with contextlib.suppress(OSError):

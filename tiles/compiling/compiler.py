@@ -59,8 +59,8 @@ class Compiled:
     @property
     def shared_bytes(self):
         """Bytes of shared memory that the kernel itself declares, besides what a launch brings."""
-        found = re.search(r"(\d+) bytes smem", self.log)
-        return int(found[1]) if found else 0
+        match = re.search(r"(\d+) bytes smem", self.log)
+        return int(match[1]) if match else 0
 
     @property
     def warnings(self):
@@ -78,8 +78,8 @@ class CompileError(RuntimeError):
 
     def __init__(self, title, arch, complaints):
         self.complaints = list(dict.fromkeys(complaints))
-        found = [_LACKS.search(said) for said, _ in self.complaints]
-        self.lacks = list(dict.fromkeys(match[1] for match in found if match))
+        matches = [_LACKS.search(said) for said, _ in self.complaints]
+        self.lacks = list(dict.fromkeys(match[1] for match in matches if match))
         super().__init__(f"{title} cannot be compiled for {arch}:\n{self.text}")
 
     @property
@@ -282,10 +282,10 @@ class Lowered:
                 self._with_lines().machine_code()
             except CompileError as error:
                 return error
-        found = _COMPLAINT.findall("\n".join(line for line in log.splitlines() if not _SUMMARY.search(line)))
-        places = [SourcePlace(), *of_ptx(self.ptx())] if any(number for number, _ in found) else [SourcePlace()]
+        messages = _COMPLAINT.findall("\n".join(line for line in log.splitlines() if not _SUMMARY.search(line)))
+        places = [SourcePlace(), *of_ptx(self.ptx())] if any(number for number, _ in messages) else [SourcePlace()]
         known = title(self.kernel)
-        complaints = [(said.replace(self.name, known), places[int(number or 0)]) for number, said in found]
+        complaints = [(said.replace(self.name, known), places[int(number or 0)]) for number, said in messages]
         return CompileError(known, self.arch, complaints or [(log.strip(), SourcePlace())])
 
 

@@ -76,10 +76,10 @@ def _toolchain():
 @functools.cache
 def _sources():
     """A digest of the files of tiles/ and ops/ that take part in compiling."""
-    found = sources.content()
-    if found is None or found != sources.IMPORTED:
+    content = sources.content()
+    if content is None or content != sources.IMPORTED:
         raise Undigestible("a source of tiles/ or ops/ has changed since it was imported")
-    return found
+    return content
 
 
 def _environment():
@@ -328,8 +328,8 @@ def _codes(code):
 @functools.lru_cache(1024)
 def global_names(code) -> tuple[str, ...]:
     """Names that a code object, or one inside it, loads as globals."""
-    found = {i.argval for part in _codes(code) for i in dis.get_instructions(part) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-    return tuple(sorted(found))
+    names = {i.argval for part in _codes(code) for i in dis.get_instructions(part) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    return tuple(sorted(names))
 
 
 def _attributes(code):

@@ -45,12 +45,12 @@ _begins: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # code: {its f
 def _line_of_def(function):
     """Where a function begins; its source is parsed once. Numba itself fails at lambdas, and at bodies of nothing but a
     docstring."""
-    code, found = function.__code__, None
+    code, line = function.__code__, None
     known = _begins.setdefault(code, {})
     if code.co_filename not in known:
         with contextlib.suppress(IndexError, SyntaxError):
-            found = firstlinefinder.get_func_def_lineno(function)
-        known[code.co_filename] = found or code.co_firstlineno
+            line = firstlinefinder.get_func_def_lineno(function)
+        known[code.co_filename] = line or code.co_firstlineno
     return known[code.co_filename]
 
 
@@ -129,9 +129,9 @@ class _Inferer(Inferer):
     """The search for types; once all are known, nothing of it stays."""
 
     def unify(self, raise_errors=True):
-        found = super().unify(raise_errors)
+        unified = super().unify(raise_errors)
         vars(self).clear()
-        return found
+        return unified
 
 
 _compile = compiler.CompilerBase._compile_core
@@ -140,13 +140,13 @@ _compile = compiler.CompilerBase._compile_core
 def _compiled(self):
     """What a function is compiled to. Its statements and variables, which nobody needs any more, hold on to each other, as does
     what `_Inferer` would leave. To let all that go took the collector of garbage a tenth of the time that Numba takes."""
-    found = _compile(self)
+    compiled = _compile(self)
     function = self.state.func_ir
     for block in function.blocks.values():
         vars(block.scope).clear()
     function.blocks.clear()
     function._definitions.clear()
-    return found
+    return compiled
 
 
 INSTEAD = [  # (owner, name, what stands there)

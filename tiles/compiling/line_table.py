@@ -83,7 +83,7 @@ def of_ptx(text: str) -> list[SourcePlace]:
     """The place of each line of a PTX module."""
     files = dict(_FILE.findall(text))
     chains: dict[tuple, tuple] = {}
-    found, place = [], SourcePlace()
+    rows, place = [], SourcePlace()
     for line in text.splitlines():
         loc = _LOC.match(line)
         if loc and loc[2] != "0":
@@ -91,18 +91,18 @@ def of_ptx(text: str) -> list[SourcePlace]:
             caller = loc[3] and (files.get(loc[3], "?"), int(loc[4]))
             chains[at] = (at, *(chains.get(caller, (caller,)) if caller else ()))
             place = SourcePlace.of(chains[at])
-        found.append(place)
-    return found
+        rows.append(place)
+    return rows
 
 
 def of_sass(text: str) -> list[SourcePlace]:
     """The place of each line of nvdisasm's text."""
-    found, chain, place = [], [], SourcePlace()
+    rows, chain, place = [], [], SourcePlace()
     for line in text.splitlines():
         at = _SASS.match(line)
         if at:
             chain.append((at[1], int(at[2])))
         elif chain:
             place, chain = SourcePlace.of(chain), []
-        found.append(place)
-    return found
+        rows.append(place)
+    return rows

@@ -68,8 +68,8 @@ class Replace(types.BoundFunction):
         if args or not kws.keys() <= set(fields):
             wrong = ", ".join(sorted(kws.keys() - set(fields))) or "arguments without names"
             raise TypeError(f"_replace takes fields of {self.this.instance_class.__name__}, got {wrong}{kernel_line()}")
-        found = [types.unliteral(kws.get(name, old)) for name, old in zip(fields, self.this)]
-        result = types.BaseTuple.from_types(found, self.this.instance_class)
+        items = [types.unliteral(kws.get(name, old)) for name, old in zip(fields, self.this)]
+        result = types.BaseTuple.from_types(items, self.this.instance_class)
         parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None) for name in fields]
         replaced = [kws.get(name, types.Omitted(None)) for name in fields]
         return signature(result, *replaced, recvr=self.this).replace(pysig=inspect.Signature(parameters))

@@ -40,8 +40,8 @@ class Method(types.BoundFunction):
         return self.function, self.this
 
     def get_call_type(self, context, args, kws):
-        found = self.function.get_call_type(context, (self.this, *args), kws)
-        return found and found.as_method()
+        signature = self.function.get_call_type(context, (self.this, *args), kws)
+        return signature and signature.as_method()
 
     def get_call_signatures(self):
         return self.function.get_call_signatures()
@@ -59,10 +59,10 @@ class _Members(AttributeTemplate):
 
     def generic_resolve(self, this, name):
         if (this, name) not in BOUND:
-            found = self._resolved(this, name)
-            if not isinstance(found, types.BoundFunction):
-                return found
-            BOUND[this, name] = found  # kept, because a class was made for it, which takes longer than all the rest
+            resolved = self._resolved(this, name)
+            if not isinstance(resolved, types.BoundFunction):
+                return resolved
+            BOUND[this, name] = resolved  # kept, because a class was made for it, which takes longer than all the rest
         return BOUND[this, name]
 
     def _resolved(self, this, name):
@@ -120,10 +120,10 @@ def _refuse_attribute(spec, name):
 
 def _attribute(context, builder, ty, value, name):
     """Lowers an attribute that is known when the kernel is compiled: a number becomes a constant, all else has no bits."""
-    found = context.typing_context.resolve_getattr(ty, name)
-    if isinstance(found, types.Callable):
+    resolved = context.typing_context.resolve_getattr(ty, name)
+    if isinstance(resolved, types.Callable):
         return context.get_dummy_value()
-    return context.get_constant_generic(builder, types.unliteral(found), member(ty.spec, name))
+    return context.get_constant_generic(builder, types.unliteral(resolved), member(ty.spec, name))
 
 
 for _t in (Value, StaticType):

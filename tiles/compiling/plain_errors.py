@@ -135,8 +135,8 @@ def in_plain_words(error, function):
     text = re.sub(r"\x1b\[\d*m", "", str(error))  # Numba's colours
     said = re.sub(r"^(Failed in .* pipeline \(step: .*\)\n)+", "", text)
     for pattern, words in ROWS:
-        if found := re.match(pattern, said):
-            parts = list(found.groups())
+        if match := re.match(pattern, said):
+            parts = list(match.groups())
             if words is _not_bound:
                 callee = _CALLEE.search(said)
                 parts.append(callee[1] if callee else "")
@@ -157,12 +157,12 @@ def _places(error, said, function):
 
 def _where(error, function):
     """The Loc of the statement that Numba was about, if it does not say so."""
-    found, at = Loc(function.__code__.co_filename, function.__code__.co_firstlineno), error.__traceback__
+    location, at = Loc(function.__code__.co_filename, function.__code__.co_firstlineno), error.__traceback__
     while at:
         names = at.tb_frame.f_locals
         for name in ("self", "inst"):
-            found = getattr(names.get(name), "loc", None) or found
+            location = getattr(names.get(name), "loc", None) or location
         if isinstance(names.get("state"), State):  # it reads bytecode
-            found = Loc(found.filename, names["state"].get_inst().lineno)
+            location = Loc(location.filename, names["state"].get_inst().lineno)
         at = at.tb_next
-    return found
+    return location

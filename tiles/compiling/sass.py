@@ -49,8 +49,8 @@ def nvdisasm() -> Path:
 @lru_cache
 def version() -> str:
     """What tells this disassembler from another one."""
-    found = nvdisasm().stat()
-    return f"{found.st_size} {found.st_mtime_ns}"
+    status = nvdisasm().stat()
+    return f"{status.st_size} {status.st_mtime_ns}"
 
 
 def disassemble(cubin: bytes) -> str:

@@ -29,8 +29,8 @@ def _head(lines, line) -> int | None:
     except SyntaxError:  # a cell of a notebook with commands of its own
         return None
     kinds = ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda
-    found = [node for node in ast.walk(tree) if isinstance(node, kinds) and node.lineno <= line <= (node.end_lineno or 0)]
-    inner = max(found, key=lambda node: (node.lineno, node.col_offset), default=None)
+    nodes = [node for node in ast.walk(tree) if isinstance(node, kinds) and node.lineno <= line <= (node.end_lineno or 0)]
+    inner = max(nodes, key=lambda node: (node.lineno, node.col_offset), default=None)
     return None if inner is None or isinstance(inner, ast.Lambda) else inner.lineno
 
 

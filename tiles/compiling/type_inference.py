@@ -29,13 +29,13 @@ def _not_lowered(statement, types_of):
         return ELEMENTWISE if isinstance(types_of[statement.value.name], types.Array) else None
     if not isinstance(statement, ir.Assign):
         return None
-    found, built = types_of[statement.target.name], statement.value
-    if isinstance(found, (types.List, types.Set)):
-        return f"kernels have no {'lists' if isinstance(found, types.List) else 'sets'}: use a tuple"
+    ty, built = types_of[statement.target.name], statement.value
+    if isinstance(ty, (types.List, types.Set)):
+        return f"kernels have no {'lists' if isinstance(ty, types.List) else 'sets'}: use a tuple"
     call = types_of[built.func.name] if isinstance(built, ir.Expr) and built.op == "call" else None
-    if isinstance(found, types.UnicodeType) or getattr(call, "typing_key", None) is str:
+    if isinstance(ty, types.UnicodeType) or getattr(call, "typing_key", None) is str:
         return "kernels make no text: print(...) takes literal text and numbers, one after the other"
-    if isinstance(found, types.Array) and isinstance(built, ir.Expr):
+    if isinstance(ty, types.Array) and isinstance(built, ir.Expr):
         return (
             ELEMENTWISE
             if str(call).startswith("BoundFunction(array.copy") or built.op in ("binop", "inplace_binop", "unary")
@@ -77,9 +77,9 @@ class Inferer(TypeInferer):
     """Numba's search for types, after which it is known what is a tile."""
 
     def unify(self, raise_errors=True):
-        found = super().unify(raise_errors)
-        refuse_dropped(self.blocks, found[0])
-        return found
+        unified = super().unify(raise_errors)
+        refuse_dropped(self.blocks, unified[0])
+        return unified
 
 
 @register_pass(mutates_CFG=False, analysis_only=True)

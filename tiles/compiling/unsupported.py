@@ -41,9 +41,9 @@ class UnsupportedUse:
 
     def check(self, *specs):
         """TypeError if there is a tile among these types."""
-        found = [str(spec) for spec in specs[: 1 if self.alone else None] if isinstance(spec, TILES)]
-        if found:
-            raise TypeError(f"a tile cannot be {self.deed}: {self.instead}; got {' and '.join(found)}")
+        tiles = [str(spec) for spec in specs[: 1 if self.alone else None] if isinstance(spec, TILES)]
+        if tiles:
+            raise TypeError(f"a tile cannot be {self.deed}: {self.instead}; got {' and '.join(tiles)}")
 
 
 def _in_numpy(names):

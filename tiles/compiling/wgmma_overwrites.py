@@ -33,23 +33,23 @@ NO_REGISTER = ("SETP", "SETP2", "R2P", "BRX", "RET", "BAR", "WARPSYNC")  # how t
 
 def overwritten(cubin: bytes) -> list[tuple[SassInstruction, SassInstruction]]:
     """(a wgmma with A in registers, an instruction that writes some of these before a wait for it), all there are."""
-    found = [(start + mma, start + other) for start, code in _code(cubin) for mma, other in _suspects(code)]
-    if not found:
+    pairs = [(start + mma, start + other) for start, code in _code(cubin) for mma, other in _suspects(code)]
+    if not pairs:
         return []
     listing = sass.listing(cubin)
-    return [(listing[mma], listing[other]) for mma, other in found if _destination(listing[other]) is not None]
+    return [(listing[mma], listing[other]) for mma, other in pairs if _destination(listing[other]) is not None]
 
 
 def complaints(cubin: bytes) -> list[str]:
     """The same in words, once for each line of Python whose instructions overwrite something."""
-    found: dict[SourcePlace, str] = {}
+    causes: dict[SourcePlace, str] = {}
     for mma, other in sorted(overwritten(cubin), key=lambda pair: not pair[0].place.op):
         said = (
             f"tiles: {other} ({other.place}) may overwrite R{_destination(other)} while {mma} ({mma.place}) still reads it: "
             f"{ADVICE}"
         )
-        found.setdefault(other.place, said)
-    return list(found.values())
+        causes.setdefault(other.place, said)
+    return list(causes.values())
 
 
 def _destination(instruction):

@@ -83,16 +83,18 @@ _programs: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # kernel: {(
 def program(kernel, types, arch, lowered=None) -> PtxProgram:
     """What a kernel is compiled to for these types of arguments, ready to be executed."""
     known = _programs.setdefault(kernel, {})
-    found = known.get((types, arch))
-    if found is None:
+    program_read = known.get((types, arch))
+    if program_read is None:
         lowered = lowered or Lowered(kernel, types, arch)
-        found = read(lowered.ptx())
+        program_read = read(lowered.ptx())
         if not getattr(lowered, "lines", True):
-            found.with_lines = functools.partial(_with_lines, weakref.ref(kernel), types, arch)
-        found.meets = meets(found)
-        found.runs = [None if at.target is not None or at.opcode in ("ret", "exit") else meaning(at) for at in found.code]
-        known[types, arch] = found
-    return found
+            program_read.with_lines = functools.partial(_with_lines, weakref.ref(kernel), types, arch)
+        program_read.meets = meets(program_read)
+        program_read.runs = [
+            None if at.target is not None or at.opcode in ("ret", "exit") else meaning(at) for at in program_read.code
+        ]
+        known[types, arch] = program_read
+    return program_read
 
 
 def forget(kernel) -> None:

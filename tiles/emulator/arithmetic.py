@@ -228,11 +228,11 @@ def _compared(how, x, y):
     if how in ("num", "nan"):
         return (np.isnan(x) | np.isnan(y)) ^ (how == "num")
     unordered = how[-1] == "u" and len(how) == 3
-    found = COMPARE[how[:2]](x, y)
+    result = COMPARE[how[:2]](x, y)
     if x.dtype.kind == "f":
         odd = np.isnan(x) | np.isnan(y)
-        found = found | odd if unordered else found & ~odd
-    return found
+        result = result | odd if unordered else result & ~odd
+    return result
 
 
 @pure(r"setp\.(\w+)(\.ftz)?\.([sub](?:16|32|64)|f16|f32|f64)", "pred", "{3}", "{3}")

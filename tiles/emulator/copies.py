@@ -110,10 +110,10 @@ class TensorMap:
 
 def _map(w, operand_, deed):
     where = int(address(w, operand_)[w.mask][0])
-    found = w.block.cluster.maps.get(where)
-    if found is None:
+    tensor_map = w.block.cluster.maps.get(where)
+    if tensor_map is None:
         raise w.hazard(f"{deed}: no tensor map lies at {where:#x}", "plan")
-    return found
+    return tensor_map
 
 
 def _box(w, octets, deed):

@@ -51,12 +51,12 @@ def meets(program: PtxProgram) -> list[int]:
     while changed:  # Cooper, Harvey and Kennedy, "A simple, fast dominance algorithm"
         changed = False
         for k in order[-2::-1]:
-            found = -1
+            meeting = -1
             for way in follow[k]:
                 if rank[way] >= 0 and parent[way] >= 0:
-                    found = way if found < 0 else common(found, way)
-            if found != parent[k]:
-                parent[k], changed = found, True
+                    meeting = way if meeting < 0 else common(meeting, way)
+            if meeting != parent[k]:
+                parent[k], changed = meeting, True
     return [end if p < 0 else p for p in parent[:end]]
 
 
@@ -89,12 +89,12 @@ def pressure(program: PtxProgram) -> int:
 
 def _bits(operands):
     """The registers among the operands, as a bit mask."""
-    found = 0
+    bits = 0
     for one in operands:
         if isinstance(one, Reg):
-            found |= 1 << one.slot
+            bits |= 1 << one.slot
         elif isinstance(one, list):
-            found |= _bits(one)
+            bits |= _bits(one)
         elif isinstance(one, Address):
-            found |= _bits([one.base, *one.coordinates])
-    return found
+            bits |= _bits([one.base, *one.coordinates])
+    return bits

@@ -25,9 +25,9 @@ def _matrices(w, count, at):
     w.converged(at.opcode)
     mask, full = w.mask, w.full
     w.mask = 8 * count > LANE
-    found = w.read_shared(address(w, at.operands[1], np.uint32), ROW)
+    rows = w.read_shared(address(w, at.operands[1], np.uint32), ROW)
     w.mask, w.full = mask, full
-    return found.reshape(count, 8, ROW)
+    return rows.reshape(count, 8, ROW)
 
 
 @means(r"ldmatrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared(?:::cta)?\.b16")

@@ -89,8 +89,8 @@ class EmulatedSharedMemory:
         """Why this reader may not read these cells: (kind, cause), or None. plain: cells that nobody has written may be loaded,
         because the value may never be used; it is poison."""
         state = self.state[cells]
-        if found := self._order(ask, cells):
-            return found
+        if cause := self._order(ask, cells):
+            return cause
         if (state == BARRIER).any():
             return "plan", "where an mbarrier lies"
         if plain or (state == VALID).all():
@@ -101,8 +101,8 @@ class EmulatedSharedMemory:
         """Why this writer may not write these cells: (kind, cause), or None."""
         if (self.state[cells] == BARRIER).any():
             return "plan", "where an mbarrier lies"
-        if found := self._order(ask, cells):
-            return found
+        if cause := self._order(ask, cells):
+            return cause
         for first, (times, lanes) in self.lane_reads.items():
             late, readers = times[cells], lanes[cells]
             if not late.any() or ask.knows_warp(first, late):

@@ -86,12 +86,12 @@ def pure(pattern, result, *operands):
 def meaning(at: PtxInstruction) -> Run:
     """The function of the warp that executes an instruction. NotImplementedError, which names the instruction: it is not in the
     table."""
-    found = _found(at.opcode)
-    if found is None:
+    row = _found(at.opcode)
+    if row is None:
         raise NotImplementedError(
             f"PTX line {at.number}: no meaning for {at.opcode}: `{at.text}`; docs/emulator.md says how one is added"
         )
-    build, match = found
+    build, match = row
     return build(match, at)
 
 

@@ -97,9 +97,9 @@ class PtxProgram:
     def shown(self):
         """The instructions with their lines of Python, for error messages. A table of lines costs a fifth of the time of
         compiling, so it is made only when something fails."""
-        found = self.with_lines() if self.with_lines else self.code
-        alike = [at.opcode for at in found] == [at.opcode for at in self.code]  # nothing promises that they are
-        return found if alike else self.code
+        listing = self.with_lines() if self.with_lines else self.code
+        alike = [at.opcode for at in listing] == [at.opcode for at in self.code]  # nothing promises that they are
+        return listing if alike else self.code
 
 
 class _Scope:
@@ -150,11 +150,11 @@ def read(text: str) -> PtxProgram:
         at = -(-at // min(size, 64)) * min(size, 64)  # a number lies at a multiple of its size, a map of 64 bytes
         program.parameters[name] = at, size
         at += size
-    for found in _BEFORE.finditer(text, 0, entry.start()):
-        if found["extern"]:
-            program.dynamic.update(re.findall(r"([\w$]+)\s*\[\s*\]", found["variable"]))
+    for declaration in _BEFORE.finditer(text, 0, entry.start()):
+        if declaration["extern"]:
+            program.dynamic.update(re.findall(r"([\w$]+)\s*\[\s*\]", declaration["variable"]))
         else:
-            _variable(program, found["variable"])
+            _variable(program, declaration["variable"])
     scope, place = _Scope(), ("?", 0)
     jumps: list[tuple[PtxInstruction, _Scope, str]] = []
     number, position = text.count("\n", 0, entry.end()) + 1, entry.end()
@@ -207,8 +207,8 @@ def _statement(program, scope, text, number, place, jumps):
 
 def _variable(program, text):
     """The place of a variable in a thread's own memory or in shared memory, if this declares one."""
-    if found := _VARIABLE.fullmatch(text.strip()):
-        space, align, kind, name, count = found.groups()
+    if match := _VARIABLE.fullmatch(text.strip()):
+        space, align, kind, name, count = match.groups()
         step, end = int(align or BYTES[kind]), getattr(program, f"{space}_bytes")
         at = -(-end // step) * step
         getattr(program, space)[name] = at
@@ -229,11 +229,11 @@ def _split(text):
 
 
 def _operand(program, scope, text):
-    found = scope.operands.get(text)
-    if found is None:
-        found = _read_operand(program, scope, text)
-        scope.operands[text] = found  # only now: reading may have declared a register, which empties the table
-    return found
+    operand = scope.operands.get(text)
+    if operand is None:
+        operand = _read_operand(program, scope, text)
+        scope.operands[text] = operand  # only now: reading may have declared a register, which empties the table
+    return operand
 
 
 def _read_operand(program, scope, text):

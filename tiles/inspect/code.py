@@ -34,17 +34,17 @@ def mnemonic(text: str) -> str:
 
 def of_cubin(cubin: bytes) -> tuple[SassLine, ...]:
     """The instructions and labels of a cubin."""
-    found, labels = [], {at: name for name, at in sass.labels(cubin).items()}
+    lines, labels = [], {at: name for name, at in sass.labels(cubin).items()}
     for at, one in enumerate(sass.listing(cubin)):
         if at in labels:
-            found.append(SassLine(f"{labels[at]}:", one.place))
-        found.append(SassLine(str(one), one.place))
-    return tuple(found)
+            lines.append(SassLine(f"{labels[at]}:", one.place))
+        lines.append(SassLine(str(one), one.place))
+    return tuple(lines)
 
 
 def of_ptx(text: str, name: str) -> tuple[SassLine, ...]:
     """The instructions and labels of a PTX kernel; its parameters by their numbers."""
-    depth, found = 0, []  # of braces: inline assembly has its own
+    depth, lines = 0, []  # of braces: inline assembly has its own
     for line, place in zip(text.splitlines(), line_table.of_ptx(text)):
         line = " ".join(line.replace(f"{name}_param_", "param_").split())
         if line.startswith("//"):
@@ -53,9 +53,9 @@ def of_ptx(text: str, name: str) -> tuple[SassLine, ...]:
         if depth and not after:
             break
         if depth and line and not line.startswith((".loc", ".reg", ".pragma")):
-            found.append(SassLine(line, place))
+            lines.append(SassLine(line, place))
         depth = after
-    return tuple(found)
+    return tuple(lines)
 
 
 def function_at(file: str, line: int) -> Source:

@@ -134,15 +134,21 @@ def _run(file):
 
 
 def _look(target, options, arch=None) -> Inspection:
-    found = find(target, options.args)
-    shared = found.shared
+    target_found = find(target, options.args)
+    shared = target_found.shared
     if options.shared is not None:
         shared = type("Plan", (), {"nbytes": options.shared})
-    return inspect(found.kernel, *found.args, arch=arch or options.arch, shared=shared, block=options.block or found.block)
+    return inspect(
+        target_found.kernel,
+        *target_found.args,
+        arch=arch or options.arch,
+        shared=shared,
+        block=options.block or target_found.block,
+    )
 
 
-def _figures(found):
-    return {one.name: getattr(found, one.name) for one in fields(Figures)}
+def _figures(inspection):
+    return {one.name: getattr(inspection, one.name) for one in fields(Figures)}
 
 
 def main(arguments) -> int:
@@ -169,23 +175,23 @@ def main(arguments) -> int:
         except ValueError as error:
             parser.error(f"{option}: {error}")
     try:
-        found: Any = _look(options.kernel, options)
+        inspection: Any = _look(options.kernel, options)
         if options.diff:
-            found = found - _look(options.kernel if diff else options.diff, options, diff)
+            inspection = inspection - _look(options.kernel if diff else options.diff, options, diff)
     except (ValueError, TypeError, NameError, RuntimeError, ImportError, OSError, SyntaxError, NumbaError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
     if options.html:
         try:
-            Path(options.html).write_text(found.html(), encoding="utf-8")
+            Path(options.html).write_text(inspection.html(), encoding="utf-8")
         except OSError as error:
             parser.error(f"--html: {error}")
         print(options.html)
     elif options.json:
-        both = {"before": found.before, "after": found.after} if options.diff else None
-        print(json.dumps({name: _figures(one) for name, one in both.items()} if both else _figures(found), indent=1))
+        both = {"before": inspection.before, "after": inspection.after} if options.diff else None
+        print(json.dumps({name: _figures(one) for name, one in both.items()} if both else _figures(inspection), indent=1))
     elif options.sass or options.ptx:
-        print(found.listing("sass" if options.sass else "ptx"))
+        print(inspection.listing("sass" if options.sass else "ptx"))
     else:
-        print(found)
+        print(inspection)
     return 0

@@ -100,10 +100,10 @@ class Difference:
 
 
 def _lines(one: Any) -> list[tuple[str, str, int]]:
-    found = []
+    rows = []
     for file, first, lines in one.sources:
         name = basename(file) if len(one.sources) > 1 else ""
-        found += [
+        rows += [
             (name, text, sum(one.counts.get((file, number), Counter()).values())) for number, text in enumerate(lines, first)
         ]
-    return found
+    return rows

@@ -59,14 +59,14 @@ def figures(kernel, types: Sequence[types.Type], arch: str, shared: Any = None, 
     that the code is made from, and of what reads it: what did not change is not compiled again."""
     name = digest.key(kernel, types, arch)
     known = name and f"{name} in figures {reading()} of nvdisasm {sass.version()}"
-    found = cache.recall(known)
-    if found is None:
+    row = cache.recall(known)
+    if row is None:
         compiled = cache.load(name) or compile_kernel(kernel, types, arch)
-        found = {**measured(kernel, arch, compiled), "threads": None}
-        cache.remember(known, found)
+        row = {**measured(kernel, arch, compiled), "threads": None}
+        cache.remember(known, row)
     if shared is not None:
-        found["shared_bytes"] += shared.nbytes
-    return Figures(**{**found, "threads": threads(block)})
+        row["shared_bytes"] += shared.nbytes
+    return Figures(**{**row, "threads": threads(block)})
 
 
 @once

@@ -71,45 +71,45 @@ document.querySelectorAll('button').forEach(b => b.onclick = () => {
 """
 
 
-def page(found: Any) -> str:
+def page(inspection: Any) -> str:
     """The HTML page of an Inspection (report.py)."""
-    lines = {line.place.lines[0] for line in (*found.sass, *found.ptx) if line.place.lines}
+    lines = {line.place.lines[0] for line in (*inspection.sass, *inspection.ptx) if line.place.lines}
     numbers = {at: number for number, at in enumerate(sorted(lines))}
-    left = "".join(_source(one, found, numbers) for one in found.sources)
+    left = "".join(_source(one, inspection, numbers) for one in inspection.sources)
     right = "".join(
-        f'<table class="code" id="{kind}"{" hidden" if kind == "ptx" else ""}>{_code(getattr(found, kind), numbers)}</table>'
-        for kind in ("sass", "ptx")
+        f'<table class="code" id="{kind}"{" hidden" if kind == "ptx" else ""}>{_code(listing, numbers)}</table>'
+        for kind, listing in (("sass", inspection.sass), ("ptx", inspection.ptx))
     )
     buttons = "".join(
         f'<button data-of="{kind}" aria-pressed="{pressed}">{kind.upper()}</button> '
         for kind, pressed in (("sass", "true"), ("ptx", "false"))
     )
-    title = f"{escape(found.title)} <small>{escape(found.arch)}</small>"
-    head = f"<dl>{_cards(found)}</dl>" + "".join(f'<p class="warning">{escape(line)}</p>' for line in found.warnings)
-    return _document(f"{found.title}, {found.arch}", title, head, left, f"<nav>{buttons}</nav>{right}")
+    title = f"{escape(inspection.title)} <small>{escape(inspection.arch)}</small>"
+    head = f"<dl>{_cards(inspection)}</dl>" + "".join(f'<p class="warning">{escape(line)}</p>' for line in inspection.warnings)
+    return _document(f"{inspection.title}, {inspection.arch}", title, head, left, f"<nav>{buttons}</nav>{right}")
 
 
-def page_of_difference(found: Any) -> str:
+def page_of_difference(difference: Any) -> str:
     """The HTML page of a Difference (compare.py): two inspections side by side."""
-    kinds = [row for row in found.figures if row[0].startswith(" ")]
-    cards = "".join(_card(name, f"{a} → {b}" if a != b else a) for name, a, b in found.figures if not name.startswith(" "))
+    kinds = [row for row in difference.figures if row[0].startswith(" ")]
+    cards = "".join(_card(name, f"{a} → {b}" if a != b else a) for name, a, b in difference.figures if not name.startswith(" "))
     left = []
-    for row in found.lines:
+    for row in difference.lines:
         counts = [one[2] or "" if one else "" for one in row]
         text = (row.before or row.after)[1]
         left.append(f'<tr class="{_changed(row)}">{"".join(_cell(x, "n") for x in (_sign(row), *counts))}{_cell(text)}</tr>')
     for name, before, after in kinds:
         left.append(f"<tr>{''.join(_cell(x, 'n') for x in (' ', before, after))}{_cell(f'{name} {after - before:+}')}</tr>")
     right = []
-    for row in found.instructions():
+    for row in difference.instructions():
         texts = "".join(_cell(one.text if one else "") for one in row)
         place = (row.after or row.before).place
         line = place.lines[0][1] if place.lines else ""
         cells = f"{_cell(_sign(row), 'n')}{_cell(line, 'n')}{texts}{_cell(place.op, 'op')}"
         right.append(f'<tr class="{_changed(row)}">{cells}</tr>')
-    title = " <small>and</small> ".join(map(escape, found.titles))
+    title = " <small>and</small> ".join(map(escape, difference.titles))
     tables = (f"<table>{''.join(rows)}</table>" for rows in (left, right))
-    return _document(" and ".join(found.titles), title, f"<dl>{cards}</dl>", *tables)
+    return _document(" and ".join(difference.titles), title, f"<dl>{cards}</dl>", *tables)
 
 
 def _document(name, title, head, left, right):
@@ -120,17 +120,17 @@ def _document(name, title, head, left, right):
     )
 
 
-def _cards(found: Figures):
-    occupancy = found.occupancy
+def _cards(figures: Figures):
+    occupancy = figures.occupancy
     cards = [
-        _card("registers a thread", found.registers),
-        _card("bytes spilled", found.spill_bytes, bad=found.spill_bytes),
-        _card("bytes of local memory", found.local_bytes, bad=found.local_bytes),
-        _card("bytes of shared memory", found.shared_bytes),
-        _card("instructions", sum(found.instructions.values())),
+        _card("registers a thread", figures.registers),
+        _card("bytes spilled", figures.spill_bytes, bad=figures.spill_bytes),
+        _card("bytes of local memory", figures.local_bytes, bad=figures.local_bytes),
+        _card("bytes of shared memory", figures.shared_bytes),
+        _card("instructions", sum(figures.instructions.values())),
     ]
     if occupancy:
-        more = f"{occupancy.blocks} x {found.threads} threads; {' and '.join(occupancy.by)}"
+        more = f"{occupancy.blocks} x {figures.threads} threads; {' and '.join(occupancy.by)}"
         cards.append(_card("occupancy", f"{occupancy.warps} of {occupancy.most} warps <small>{more}</small>"))
     return "".join(cards)
 
@@ -139,12 +139,12 @@ def _card(name, value, bad=False):
     return f"<div{' class=bad' if bad else ''}><dt>{escape(name)}</dt><dd>{value}</dd></div>"
 
 
-def _source(one, found: Any, numbers):
-    most = max((sum(kinds.values()) for kinds in found.counts.values()), default=1)
+def _source(one, inspection: Any, numbers):
+    most = max((sum(kinds.values()) for kinds in inspection.counts.values()), default=1)
     rows = []
     for number, text in enumerate(one.lines, one.first):
         at = one.file, number
-        kinds = found.counts.get(at, Counter())
+        kinds = inspection.counts.get(at, Counter())
         count = sum(kinds.values())
         top = "  ".join(f"{name} {n}" for name, n in kinds.most_common(TOP))
         bar = f'<i style="width:{max(2, round(70 * count / most))}px" title="{count} instructions"></i>' if count else ""

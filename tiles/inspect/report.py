@@ -50,21 +50,21 @@ class Inspection(Figures):
     @cached_property
     def counts(self) -> dict[tuple[str, int], Counter]:
         """{(file, line of Python): how many instructions of each mnemonic it became}."""
-        found: dict[tuple[str, int], Counter] = {}
+        counters: dict[tuple[str, int], Counter] = {}
         for text, place in self.sass:
             if place.lines and not text.endswith(":"):
-                found.setdefault(place.lines[0], Counter())[mnemonic(text)] += 1
-        return found
+                counters.setdefault(place.lines[0], Counter())[mnemonic(text)] += 1
+        return counters
 
     @cached_property
     def sources(self) -> list[Source]:
         """The kernel and the helpers that instructions come from, the kernel first."""
         outer = Counter(line.place.lines[-1] for line in self.sass if line.place.lines)
-        found: dict[Source, None] = {}
+        ordered: dict[Source, None] = {}
         for file, line in (*outer, *self.counts):
-            if not any(file == one.file and one.first <= line < one.first + len(one.lines) for one in found):
-                found[function_at(file, line)] = None
-        return list(found)
+            if not any(file == one.file and one.first <= line < one.first + len(one.lines) for one in ordered):
+                ordered[function_at(file, line)] = None
+        return list(ordered)
 
     def __str__(self):
         parts = [self.text]
@@ -116,9 +116,9 @@ def inspect(kernel, *args: Any, arch: str | None = None, shared: Any = None, blo
     arch = arch or (ARCH if home is None else device(home).arch)
     lowered = Lowered(kernel, types_of_arguments, arch, lines=True)
     compiled = lowered.machine_code()
-    found = measured(kernel, arch, compiled, opened_plan(kernel.py_func) if shared is None else shared)
+    code = measured(kernel, arch, compiled, opened_plan(kernel.py_func) if shared is None else shared)
     ptx = of_ptx(lowered.ptx(), lowered.name)
-    return Inspection(**found, threads=threads(block), sass=of_cubin(compiled.cubin), ptx=ptx)
+    return Inspection(**code, threads=threads(block), sass=of_cubin(compiled.cubin), ptx=ptx)
 
 
 def opened_plan(function) -> Plan | None:
@@ -140,7 +140,7 @@ def _types_of_arguments(kernel, args) -> tuple[tuple[types.Type, ...], int | Non
     if names and not args:
         return signature(kernel), None
     if not any(isinstance(arg, STANDS) for arg in args) or len(args) != len(names):
-        found = parameters(kernel, args)
-        return types_of(kernel, found), same_place(found)
+        parameter_types = parameters(kernel, args)
+        return types_of(kernel, parameter_types), same_place(parameter_types)
     kinds = (arg if isinstance(arg, STANDS) else parameter(name, arg).type for name, arg in zip(names, args))
     return tuple(Value(kind) if isinstance(kind, gl) else kind for kind in kinds), None

@@ -122,11 +122,11 @@ class Bounded(np.ndarray):
     def __getitem__(self, index):
         if any(isinstance(i, Tile) for i in (index if isinstance(index, tuple) else (index,))):
             return OPS[operator.getitem](self, index)
-        found = super().__getitem__(index := self._inside(index, READ))
-        if isinstance(found, np.ndarray):
-            return found
+        item = super().__getitem__(index := self._inside(index, READ))
+        if isinstance(item, np.ndarray):
+            return item
         self._touched(index, False)
-        return int(found) if isinstance(found, np.integer) else found  # kernels compute with 64 bits, whatever the array holds
+        return int(item) if isinstance(item, np.integer) else item  # kernels compute with 64 bits, whatever the array holds
 
     def __setitem__(self, index, value):
         index = self._inside(index, WRITE)
@@ -193,17 +193,17 @@ class InterpretedStatic:
         face = inspect.getattr_static(type(self.__value), name, None)
         if isinstance(face, python.FunctionType) and name not in vars(self.__value):
             call = rebind(face, self.__seen) if hasattr(face, "dispatcher") else _plain(face)
-            found = python.MethodType(call, self)
+            attribute = python.MethodType(call, self)
         else:
             getattr(self.__value, name)  # its own AttributeError
             try:
-                found = member(self.__value, name)
+                attribute = member(self.__value, name)
             except TypeError as error:
                 raise TypeError(f"{error}\n  at {current_warp()}") from None
-            is_code = isinstance(found, python.FunctionType) and found not in OPS
-            found = rebind(found, self.__seen) if is_code else _swap(found, self.__seen)
-        self.__dict__[name] = found
-        return found
+            is_code = isinstance(attribute, python.FunctionType) and attribute not in OPS
+            attribute = rebind(attribute, self.__seen) if is_code else _swap(attribute, self.__seen)
+        self.__dict__[name] = attribute
+        return attribute
 
     def __setattr__(self, name, value):
         setattr(self.__value, name, value)  # raises: the object is frozen
@@ -277,9 +277,9 @@ def _swap(value, rebound):
     if isinstance(value, np.integer):
         return int(value)
     if isinstance(value, np.ndarray):
-        found = value.view(Captured)
-        found.flags.writeable = False
-        return found
+        view = value.view(Captured)
+        view.flags.writeable = False
+        return view
     if isinstance(value, (python.BuiltinFunctionType, np.ufunc)) and value in GUARDED:
         return GUARDED[value]
     if isinstance(value, python.ModuleType):

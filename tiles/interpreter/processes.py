@@ -85,8 +85,8 @@ def _forked(numbers, run, args, arrays, accesses, progress, most):
 
 def arrays_of(args):
     """The global arrays that arguments are, or hold."""
-    found = [arrays_of(arg) if isinstance(arg, tuple) else [getattr(arg, "array", arg)] for arg in args]
-    return [array for arrays in found for array in arrays if isinstance(array, np.ndarray)]
+    nested = [arrays_of(arg) if isinstance(arg, tuple) else [getattr(arg, "array", arg)] for arg in args]
+    return [array for arrays in nested for array in arrays if isinstance(array, np.ndarray)]
 
 
 def _moved(arg, replaced):

@@ -85,9 +85,9 @@ def record(op, takes, gives, args):
     warp = getcurrent()
     outermost, warp.in_op = not warp.in_op, True
     try:
-        found = op.meaning(*args)
+        result = op.meaning(*args)
     finally:
         warp.in_op = not outermost
     if outermost:
         note(Did, op.name, takes, gives)
-    return found
+    return result

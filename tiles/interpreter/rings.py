@@ -163,8 +163,8 @@ class Slot:
         """All readers have released the tile: it is gone, and whoever touched it must have said so."""
         for slot in self._everywhere:
             tile, shadow = self._part(slot, self.number, *self.brought), slot.block.shadow
-            if found := shadow.unwritable(self.empty.clock, span(tile), not self.ring.writers):
-                kind, cause = found
+            if problem := shadow.unwritable(self.empty.clock, span(tile), not self.ring.writers):
+                kind, cause = problem
                 raise warp.hazard(
                     f"this is the last of {self.empty.count} releases (the ring's readers) of {tile.name}, {cause}",
                     "fence" if kind == "fence" else "released",

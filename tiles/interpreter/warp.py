@@ -85,9 +85,9 @@ class InterpretedWarp(greenlet):
         """A Hazard of this warp at its statement."""
         return Hazard(kind, cause, self.place(), *others)
 
-    def _allowed(self, found, doing):
-        if found:
-            kind, cause = found
+    def _allowed(self, problem, doing):
+        if problem:
+            kind, cause = problem
             raise self.hazard(f"{doing}, {cause}{self._not_awaited(cause) if kind == 'in flight' else ''}", kind)
 
     def _not_awaited(self, cause):
@@ -132,8 +132,8 @@ class InterpretedWarp(greenlet):
         shadow.note_read(self.agent, time, cells, Event("read", f"the read of {tile.name}", self.place()))
         if fence:
             self.fence_async()
-        found = shadow.get(tile, rows)
-        return found if cols is None else found[:, cols.start : cols.stop]
+        values = shadow.get(tile, rows)
+        return values if cols is None else values[:, cols.start : cols.stop]
 
     def write(self, tile, values, rows=None, home=None, cols=None):
         """Store values to (some rows or columns of) a shared tile, of block `home`, with ordinary stores."""
@@ -269,30 +269,30 @@ class InterpretedWarp(greenlet):
         if pages is None:
             return tuple([x for row in rows for x in divmod(row, size)])
         self.touches(pages, READ)
-        table, found = np.asarray(pages), []
+        table, page_rows = np.asarray(pages), []
         for row in rows:
             exists = (begin is None or row >= begin) and row < last
             if exists and not (0 <= sequence < table.shape[0] and 0 <= row // size < table.shape[1]):
                 raise self.hazard(f"row {row} of sequence {sequence} lies in no page of a table of shape {table.shape}")
-            found += int(table[sequence, row // size]) if exists else 0, row % size
-        return tuple(found)
+            page_rows += int(table[sequence, row // size]) if exists else 0, row % size
+        return tuple(page_rows)
 
-    def copy_pages(self, tile, pool, found, at, last, piece, rows_of_tile):
+    def copy_pages(self, tile, pool, page_rows, at, last, piece, rows_of_tile):
         """Start copying rows `own` of a tile from the pages that they lie in: see pipeline.fill_pages."""
         self.touches(pool, READ)
         if isinstance(tile.spec, sv):  # as tiles of one column
-            values, view = self.from_pages(np.asarray(pool)[..., None], found, (*at, 0), last, rows_of_tile, 1)
+            values, view = self.from_pages(np.asarray(pool)[..., None], page_rows, (*at, 0), last, rows_of_tile, 1)
             return self._copies(tile, rows_of_tile, lambda: values()[:, 0], view)
         if why := misaligned(pool, where := (0, 0, *at[1:]), pool.ndim - 1, piece):
             raise self.hazard(f"copy in pieces of {piece} bytes: {why}; {remedy(pool, where, pool.ndim - 1)}")
-        self._copies(tile, rows_of_tile, *self.from_pages(np.asarray(pool), found, at, last, rows_of_tile, tile.spec.cols))
+        self._copies(tile, rows_of_tile, *self.from_pages(np.asarray(pool), page_rows, at, last, rows_of_tile, tile.spec.cols))
 
-    def from_pages(self, array, found, at, last, rows_of_tile, cols):
+    def from_pages(self, array, page_rows, at, last, rows_of_tile, cols):
         """(what gives the values of these rows, of so many columns; what gives a view of where they lie)"""
         first, *rest, col = map(int, at)
         lines = []
         for row, number, place in zip(
-            range(first + rows_of_tile.start, first + rows_of_tile.stop), found[::2], found[1::2], strict=True
+            range(first + rows_of_tile.start, first + rows_of_tile.stop), page_rows[::2], page_rows[1::2], strict=True
         ):
             line = np.zeros((1, cols), array.dtype)
             if row < last:

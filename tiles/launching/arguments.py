@@ -133,11 +133,11 @@ def signature(kernel) -> tuple[types.Type, ...]:
 
 def grouped(kernel, specs: Sequence[Any], make: Callable[[Record, list], Any] = Record.value):
     """One value for each name in `declared`, grouped as the kernel takes them: `make` puts the parts of a record together."""
-    rest, said, found = iter(specs), kernel.py_func.__annotations__, []
+    rest, said, groups = iter(specs), kernel.py_func.__annotations__, []
     for name in _names(kernel.py_func):
         what = said.get(name)
-        found.append(make(what, [next(rest) for _ in what.fields]) if isinstance(what, Record) else next(rest))
-    return tuple(found)
+        groups.append(make(what, [next(rest) for _ in what.fields]) if isinstance(what, Record) else next(rest))
+    return tuple(groups)
 
 
 class Parameter(NamedTuple):
@@ -181,7 +181,7 @@ def parameter(name: str, value: Any) -> Parameter:
 def parameters(kernel, args) -> list[Parameter]:
     """How each of a kernel's arguments is passed. A record is given as a tuple, and each of its parts is passed by itself.
     Numbers get the types that the kernel declares, if it does. TypeError: there are more or fewer than it takes."""
-    function, found = kernel.py_func, []
+    function, rows = kernel.py_func, []
     names = _names(function)
     if len(args) != len(names):
         rest = ", and a launch fills in no defaults" if function.__defaults__ and len(args) < len(names) else ""
@@ -191,8 +191,8 @@ def parameters(kernel, args) -> list[Parameter]:
         said, values = _parts(name, what), value if isinstance(what, Record) else (value,)
         if len(values) != len(said):
             raise TypeError(f"{name}: takes {len(said)} values ({', '.join(said)}), got {len(values)}")
-        found += [_declared_parameter(*each) for each in zip(said, said.values(), values)]
-    return found
+        rows += [_declared_parameter(*each) for each in zip(said, said.values(), values)]
+    return rows
 
 
 def types_of(kernel, params: Sequence[Parameter]) -> tuple[types.Type, ...]:

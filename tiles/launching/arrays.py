@@ -176,11 +176,11 @@ def _reshaped(old: tuple[int, ...], steps: tuple[int, ...], new: tuple[int, ...]
     if 0 in new:
         return contiguous(new, 1)
     runs = [(n, step) for n, step in zip(old, steps) if n != 1]
-    found: list[int] = []
+    strides: list[int] = []
     left, step = 1, 1
     for n in reversed(new):
         if n == 1:
-            found.append(step * left if found else (steps[-1] if steps else 1))
+            strides.append(step * left if strides else (steps[-1] if steps else 1))
             continue
         if left == 1:
             left, step = runs.pop()
@@ -188,9 +188,9 @@ def _reshaped(old: tuple[int, ...], steps: tuple[int, ...], new: tuple[int, ...]
             left *= runs.pop()[0]
         if left % n:
             return None
-        found.append(step)
+        strides.append(step)
         left, step = left // n, step * n
-    return tuple(found[::-1])
+    return tuple(strides[::-1])
 
 
 def numpy_view(pointer: int, form: Form, owner: Any = None) -> np.ndarray:

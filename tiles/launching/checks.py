@@ -94,9 +94,9 @@ class Check:
         """ValueError that names the argument, its value, and where it stands."""
         for name, place, form, (wrong, cure) in self.rows:
             values = read(addresses[place], form, stream)
-            found = None if values is None or not values.size else wrong(values, self.extents)
-            if found:
-                index, must = found
+            cause = None if values is None or not values.size else wrong(values, self.extents)
+            if cause:
+                index, must = cause
                 at = ", ".join(str(int(i)) for i in index)
                 raise ValueError(f"{name}: {must}: {name}[{at}]={values[tuple(index)]}, {name}.shape={form.shape}; {cure}")
 

@@ -154,21 +154,21 @@ class Kernel:
     def bound_arguments(self, bound: "Bound") -> dict[str, Any]:
         """What a launch of this kernel was bound to, read back from its parameter block: numbers, and an Operand for each
         array, by the parameters' names."""
-        contents, found = bound.contents, {}
+        contents, arguments = bound.contents, {}
         numbers, plain = self.format.unpack(contents.block), dict(contents.plain)
         maps = {place: (source, encoding) for place, source, encoding in contents.maps}
         others = next((dict(others) for others, code in self.codes.items() if code is bound.code), {})
         for name, (what, elements, place, at, end) in self.parameters.items():
             if not elements:
-                found[name] = Number(plain[place]) if place in plain else numbers[at]
+                arguments[name] = Number(plain[place]) if place in plain else numbers[at]
             elif elements is TILES and place in maps:
                 source, encoding = maps[place]
-                found[name] = Operand(source, tensor_maps.form(what, encoding, self.ordinal))
+                arguments[name] = Operand(source, tensor_maps.form(what, encoding, self.ordinal))
             elif elements is not TILES and place in plain:
                 _, size, *extents = numbers[at:end]
                 shape, strides = tuple(extents[: what.ndim]), tuple(extents[what.ndim :])
-                found[name] = Operand(plain[place], Form(shape, strides, others.get(name, elements), self.ordinal, size))
-        return found
+                arguments[name] = Operand(plain[place], Form(shape, strides, others.get(name, elements), self.ordinal, size))
+        return arguments
 
     def _check_numbers(self, operands):
         """TypeError, OverflowError that name the parameter: a number that is missing, or does not fit."""

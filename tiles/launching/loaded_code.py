@@ -95,10 +95,10 @@ def load(kernel, signature, target: Device, shared_bytes: int = 0, later: bool =
         return None
     if begin:
         _make(future, kernel, signature, target)
-    found = future.result()
+    code = future.result()
     with _lock:
-        found.allow(shared_bytes)
-    return found
+        code.allow(shared_bytes)
+    return code
 
 
 def _future(kernel, signature, target) -> tuple[Future, bool]:

@@ -36,13 +36,13 @@ def _backend():
 @functools.cache
 def backend():
     """What makes ranges, or None; looked for once."""
-    found = _backend() if wanted() else None
-    if wanted() and found is None:
+    module = _backend() if wanted() else None
+    if wanted() and module is None:
         warnings.warn(
             "ranges were asked for (TILES_NVTX), and neither nvtx nor a torch with CUDA is installed: pip install nvtx",
             stacklevel=2,
         )
-    return found
+    return module
 
 
 def ranged(name: str, function: Callable, push: Callable, pop: Callable) -> Callable:

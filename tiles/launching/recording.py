@@ -84,5 +84,5 @@ def call(program: Any, stream: Any, arrays: tuple, options: tuple, layout: str) 
     all_operands = [*map(operands.get, program.names), *(recording.memory(shape, dtype, device) for shape, dtype in scratch)]
     sources = [x.source if x else 0 for x in all_operands]  # what is left out no step asks for
     recording.steps += [RecordedStep(step, None, sources) for step in steps]
-    found = tuple(operands[name] for name in results)
-    return give(all_operands) if give else found[0] if len(found) == 1 else found
+    outputs = tuple(operands[name] for name in results)
+    return give(all_operands) if give else outputs[0] if len(outputs) == 1 else outputs

@@ -197,8 +197,8 @@ class _Watch:
         except (Hazard, LookupError, ValueError) as error:
             why = str(error)
         threads = bound.threads[0] * bound.threads[1] * bound.threads[2]
-        found = seconds, counts, timeline, code(bound), why
-        return ProfiledLaunch(bound.title, bound.contents.grid, threads, bound.nbytes, *found)
+        measured = seconds, counts, timeline, code(bound), why
+        return ProfiledLaunch(bound.title, bound.contents.grid, threads, bound.nbytes, *measured)
 
 
 def profile(
@@ -233,5 +233,5 @@ def profile(
     times = median_times(call, watch.run, gpu, repeat)
     if len(times) != len(calls):
         raise RuntimeError("profile: the function does not make the same launches each time it is called")
-    found = [watch.on_card(bound, addresses, time, sample) for (bound, _, addresses), time in zip(calls, times)]
-    return Profile(str(gpu), found, peaks(gpu))
+    measured = [watch.on_card(bound, addresses, time, sample) for (bound, _, addresses), time in zip(calls, times)]
+    return Profile(str(gpu), measured, peaks(gpu))

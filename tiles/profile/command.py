@@ -30,9 +30,9 @@ def main(arguments) -> int:
     if options.once:
         return _once(function)
     block = None if options.block is None else (options.block, 0, 0)
-    found = profile(function, block=block, sample=None if options.all else SAMPLE)
-    print(found)
-    if timeline := found.timeline:
+    profiles = profile(function, block=block, sample=None if options.all else SAMPLE)
+    print(profiles)
+    if timeline := profiles.timeline:
         print(timeline)
         if options.svg:
             try:
@@ -41,14 +41,14 @@ def main(arguments) -> int:
                 parser.error(str(error))
             print(f"  drawn: {options.svg}")
     elif block:
-        parser.error(f"--block: no launch has a block {options.block} that is counted: grids are {_grids(found)}")
-    if found.peaks and not options.no_ncu:
+        parser.error(f"--block: no launch has a block {options.block} that is counted: grids are {_grids(profiles)}")
+    if profiles.peaks and not options.no_ncu:
         _ncu(options.target)
     return 0
 
 
-def _grids(found):
-    return ", ".join(dict.fromkeys(str(launched.grid) for launched in found.launches))
+def _grids(profiles):
+    return ", ".join(dict.fromkeys(str(launched.grid) for launched in profiles.launches))
 
 
 def find(target: str):
@@ -81,9 +81,9 @@ def _ncu(target):
         print("ncu (Nsight Compute) is not on PATH: no stalls, no bytes as the hardware counts them")
         return
     try:
-        found = ncu.run(target, program)
+        report = ncu.run(target, program)
     except RuntimeError as error:
         print(error)
         return
     print("counted by the hardware (ncu, of one call; it runs a kernel several times, which changes clocks and caches):")
-    print(*found, sep="\n")
+    print(*report, sep="\n")

@@ -41,8 +41,8 @@ class LaunchCounts:
                         self.asked[span, step.written] += step.view.nbytes
 
     def _op(self, step):
-        if found := product(step):
-            flop, size, _ = found
+        if shape := product(step):
+            flop, size, _ = shape
             self.sums["flop"] += flop
             self.sums["halves"] += flop * size / HALF
         self.sums["special"] += specials(step)
@@ -86,9 +86,9 @@ def chosen(grid, cluster, most: int | None = None) -> list:
 
 def counted(kernel, grid, threads, args, shared, cluster, which: Iterable, keep=None) -> tuple[LaunchCounts, dict | None]:
     """(Counts of these clusters, the record of the one that has block `keep`, by default of the first)."""
-    found, kept = LaunchCounts(args, math.prod(grid) // math.prod(cluster)), None
+    counts, kept = LaunchCounts(args, math.prod(grid) // math.prod(cluster)), None
     for record in recorded(kernel, grid, threads, args, shared, which):
-        found.add(record)
+        counts.add(record)
         if any(block == keep for block, _ in record) or (keep is None and kept is None):
             kept = record
-    return found, kept
+    return counts, kept

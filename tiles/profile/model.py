@@ -85,8 +85,8 @@ def specials(step: Did):
 
 def price(step: Did, model: Model) -> Price | None:
     """What an op costs the warp; None: nothing."""
-    if found := product(step):
-        flop, size, is_async = found
+    if shape := product(step):
+        flop, size, is_async = shape
         return None if is_async else Price("tensor", flop * size / HALF / model.tensor / model.mma_sync)
     if step.name in FREE or isinstance(step.gives, (st, sv, remote)):  # a shared tile by another name
         return None

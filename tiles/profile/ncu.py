@@ -75,11 +75,11 @@ def run(target: str, program: str) -> list[Counted]:
     options = ["--csv", "--page", "raw", "--clock-control", "none", "--profile-from-start", "off", "--target-processes", "all"]
     command = [program, *options, *sections, sys.executable, "-m", "tiles", "profile", target, "--once"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    found = read(done.stdout)
-    if done.returncode or not found:
+    report = read(done.stdout)
+    if done.returncode or not report:
         said = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith("==")]
         raise RuntimeError("ncu counted nothing:\n  " + "\n  ".join(said[-4:] or ["it said nothing"]))
-    return found
+    return report
 
 
 def read(text: str) -> list[Counted]:

@@ -66,11 +66,11 @@ def _alike(kernel, types, arch):
     """The kernel that was run before of those that the same code makes of the same values: a test makes one for each of its
     parameters, also where these are arguments of a launch."""
     name = digest.key(kernel, types, arch), id(kernel.py_func.__code__)
-    found = _made.pop(name, kernel) if name[0] else kernel
-    _made[name] = found
+    same = _made.pop(name, kernel) if name[0] else kernel
+    _made[name] = same
     while len(_made) > KEPT:
         forget(_made.pop(next(iter(_made))))
-    return found
+    return same
 
 
 def _as_compiled(kernel, grid, threads, args, shared, seed, cluster, arch):
@@ -83,8 +83,8 @@ def _as_compiled(kernel, grid, threads, args, shared, seed, cluster, arch):
         text = program(kernel, types, arch, lowered)
         by_capability = text.local or any(at.opcode.startswith(("wgmma", "setmaxnreg")) for at in text.code)
         if by_capability or pressure(text) >= REGISTERS:
-            found = lowered.machine_code()
-            assert not found.local_bytes and not found.spill_bytes and not found.warnings, found.log
+            code = lowered.machine_code()
+            assert not code.local_bytes and not code.spill_bytes and not code.warnings, code.log
         known.add((types, arch))
     return emulate(kernel, grid, threads, args, shared, seed, cluster, arch)
 
@@ -195,8 +195,8 @@ def _called_with_torch(function, args, named):
     def to_host(x):
         """torch's arrays as NumPy's, also those in tuples and lists."""
         if isinstance(x, tuple | list):
-            found = map(to_host, x)
-            return list(found) if isinstance(x, list) else tuple(found)
+            items = map(to_host, x)
+            return list(items) if isinstance(x, list) else tuple(items)
         return to_numpy(x) if isinstance(x, Tensor) else x
 
     return to_host(returned)

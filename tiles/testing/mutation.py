@@ -74,10 +74,10 @@ def _broken(caller, module, old, new) -> Iterator[None]:
 
     def concerned():
         """Modules of the package, and those beside the calling file, but for that itself."""
-        for known, found in list(sys.modules.items()):
-            file = getattr(found, "__file__", None)
+        for known, module in list(sys.modules.items()):
+            file = getattr(module, "__file__", None)
             if known != name and (known.partition(".")[0] == package or (folder and file and Path(file).parent == folder)):
-                yield known, found
+                yield known, module
 
     kept = dict(concerned())
     try:

@@ -22,10 +22,10 @@ GPU = pytest.param("gpu", marks=pytest.mark.gpu)
 def no_gpu() -> str:
     """Why tests marked `gpu` cannot run here; empty if they can."""
     try:
-        found = device(0)
+        first_gpu = device(0)
     except Exception as error:  # no driver, no GPU, or one that is out of order: cuda.bindings has a class for each
         return f"needs a GPU: {str(error).partition('.')[0]}"
-    return "" if supported(found.capability) else f"needs a GPU since Ampere, got {found}"
+    return "" if supported(first_gpu.capability) else f"needs a GPU since Ampere, got {first_gpu}"
 
 
 def pytest_configure(config):
