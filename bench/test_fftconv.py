@@ -72,11 +72,11 @@ def _times(size):
 @pytest.mark.parametrize("size", SIZES)
 def test_fftconv(benchmark, size, provider):
     times = _times(size)
-    medians_ms = {who: 1e3 * ms for who, ms in medians(times).items()}
+    microseconds = {who: 1e3 * ms for who, ms in medians(times).items()}
     if provider == PROVIDERS[0]:
-        least = min(medians_ms[who] for who in PROVIDERS[1:])
-        print(f"\nfftconv {size}: " + ", ".join(f"{who} {us:.1f}" for who, us in medians_ms.items()), end="")
-        print(f" us; {least / medians_ms['tiles']:.2f}x the better of torch's, goal 2")
+        least = min(microseconds[who] for who in PROVIDERS[1:])
+        print(f"\nfftconv {size}: " + ", ".join(f"{who} {us:.1f}" for who, us in microseconds.items()), end="")
+        print(f" us; {least / microseconds['tiles']:.2f}x the better of torch's, goal 2")
     benchmark.group = f"fftconv {BATCH} x {CHANNELS} x {size}"
-    benchmark.extra_info |= {"provider": provider, "microseconds": medians_ms[provider]}
+    benchmark.extra_info |= {"provider": provider, "microseconds": microseconds[provider]}
     report(benchmark, times[provider])

@@ -129,15 +129,15 @@ FIELDS = (type(None), bool, int, float, str, np.generic, dtype, tuple)
 def member(value, name, missing=None):
     """An attribute of a compile-time object as kernels see it: floats of static objects, also those in their tuples, are fp32.
     TypeError: the attribute of a static object is nothing that kernels can read."""
-    value_of = getattr(value, name, missing)
-    if value_of is missing or not is_static(value):
-        return value_of
-    if not (isinstance(value_of, FIELDS) or is_static(value_of) or type(value_of) in FROZEN or callable(value_of)):
+    attribute = getattr(value, name, missing)
+    if attribute is missing or not is_static(value):
+        return attribute
+    if not (isinstance(attribute, FIELDS) or is_static(attribute) or type(attribute) in FROZEN or callable(attribute)):
         raise TypeError(
             f"{type(value).__qualname__}.{name}: kernels read None, numbers, strings, dtypes, types of tiles, rings and plans, "
-            f"functions, static objects and tuples of these, got {value_of!r}"
+            f"functions, static objects and tuples of these, got {attribute!r}"
         )
-    return _single(value_of)
+    return _single(attribute)
 
 
 def _single(value):

@@ -83,18 +83,18 @@ _programs: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # kernel: {(
 def program(kernel, types, arch, lowered=None) -> PtxProgram:
     """What a kernel is compiled to for these types of arguments, ready to be executed."""
     known = _programs.setdefault(kernel, {})
-    program_read = known.get((types, arch))
-    if program_read is None:
+    ptx_program = known.get((types, arch))
+    if ptx_program is None:
         lowered = lowered or Lowered(kernel, types, arch)
-        program_read = read(lowered.ptx())
+        ptx_program = read(lowered.ptx())
         if not getattr(lowered, "lines", True):
-            program_read.with_lines = functools.partial(_with_lines, weakref.ref(kernel), types, arch)
-        program_read.meets = meets(program_read)
-        program_read.runs = [
-            None if at.target is not None or at.opcode in ("ret", "exit") else meaning(at) for at in program_read.code
+            ptx_program.with_lines = functools.partial(_with_lines, weakref.ref(kernel), types, arch)
+        ptx_program.meets = meets(ptx_program)
+        ptx_program.runs = [
+            None if at.target is not None or at.opcode in ("ret", "exit") else meaning(at) for at in ptx_program.code
         ]
-        known[types, arch] = program_read
-    return program_read
+        known[types, arch] = ptx_program
+    return ptx_program
 
 
 def forget(kernel) -> None:

@@ -134,16 +134,16 @@ def _run(file):
 
 
 def _look(target, options, arch=None) -> Inspection:
-    target_found = find(target, options.args)
-    shared = target_found.shared
+    target_kernel = find(target, options.args)
+    shared = target_kernel.shared
     if options.shared is not None:
         shared = type("Plan", (), {"nbytes": options.shared})
     return inspect(
-        target_found.kernel,
-        *target_found.args,
+        target_kernel.kernel,
+        *target_kernel.args,
         arch=arch or options.arch,
         shared=shared,
-        block=options.block or target_found.block,
+        block=options.block or target_kernel.block,
     )
 
 

@@ -66,11 +66,11 @@ def _alike(kernel, types, arch):
     """The kernel that was run before of those that the same code makes of the same values: a test makes one for each of its
     parameters, also where these are arguments of a launch."""
     name = digest.key(kernel, types, arch), id(kernel.py_func.__code__)
-    same = _made.pop(name, kernel) if name[0] else kernel
-    _made[name] = same
+    backend_kernel = _made.pop(name, kernel) if name[0] else kernel
+    _made[name] = backend_kernel
     while len(_made) > KEPT:
         forget(_made.pop(next(iter(_made))))
-    return same
+    return backend_kernel
 
 
 def _as_compiled(kernel, grid, threads, args, shared, seed, cluster, arch):
