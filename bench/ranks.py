@@ -98,8 +98,8 @@ def check():
         dout = torch.randn_like(q)
         if "mask" in options:
             options = options | {"aux": (torch.arange(length, device="cuda", dtype=torch.int32) // 777,)}
-        given, mine = [x.clone() for x in (q, k, v)], [parallel.shard(x) for x in (q, k, v)]
-        for x in (*given, *mine):
+        inputs, mine = [x.clone() for x in (q, k, v)], [parallel.shard(x) for x in (q, k, v)]
+        for x in (*inputs, *mine):
             x.requires_grad_(gradients)
 
         def results(function, arrays, dout):
@@ -107,7 +107,7 @@ def check():
             return [out.detach(), *(torch.autograd.grad(out, arrays, dout) if gradients else ())]
 
         one = partial(attention.forward, **options, deterministic=True)
-        wanted = [parallel.shard(x) for x in results(one, given, dout)]
+        wanted = [parallel.shard(x) for x in results(one, inputs, dout)]
         said = {}
         for scheme in schemes:
             ranks = partial(parallel.forward, scheme=scheme, length=length, **options, deterministic=True)
@@ -272,8 +272,8 @@ def host():
     bare, attend = messages_of(gather), lambda: attention.forward(*whole, **CAUSAL)
     functions = {"gather": gather, "messages": bare, "attention": attend, "messages and attention": lambda: (bare(), attend())}
     times = {name: of_the_host(function) for name, function in functions.items()}
-    apart = times["messages"] + times["attention"]
-    say(what="host us a call", **times, beyond=times["gather"] - apart)
+    parts_total = times["messages"] + times["attention"]
+    say(what="host us a call", **times, beyond=times["gather"] - parts_total)
     (peers,) = peers_of(None)
     other = 1 - peers.rank
     for size in 2**23, 2**25, 2**27:

@@ -39,9 +39,9 @@ class Counted(TorchDispatchMode):
                 said = f"{'x'.join(map(str, x.shape))} {str(x.dtype).removeprefix('torch.')}"
                 self.known[storage._cdata] = StorageWeakRef(storage), storage.nbytes(), said
         self.known = {key: one for key, one in self.known.items() if not one[0].expired()}
-        held = sum([nbytes for _, nbytes, _ in self.known.values()])
-        if held > self.most:
-            self.most, self.arrays = held, [(said, nbytes) for _, nbytes, said in self.known.values()]
+        live_bytes = sum([nbytes for _, nbytes, _ in self.known.values()])
+        if live_bytes > self.most:
+            self.most, self.arrays = live_bytes, [(said, nbytes) for _, nbytes, said in self.known.values()]
         return result
 
 
@@ -108,12 +108,11 @@ def main():
         cases["ulysses"] = {}
     for name, options in cases.items():
         for rank in sorted({0, asked.ranks - 1}):
-            counted, own = counts(asked.ranks, rank, *shape, scheme=name.partition(",")[0], causal=True, **options)
+            counted, output_bytes = counts(asked.ranks, rank, *shape, scheme=name.partition(",")[0], causal=True, **options)
             arrays = Counter(counted.arrays)
             large = [f"{n} of {said}: {n * size / 1e6:.1f}" for (said, size), n in arrays.items() if n * size > 1e6]
-            print(
-                f"{name:16} rank {rank} {(counted.most - own) / 1e6:7.1f} MB  at the most, with the output: {'; '.join(large)}"
-            )
+            most = (counted.most - output_bytes) / 1e6
+            print(f"{name:16} rank {rank} {most:7.1f} MB  at the most, with the output: {'; '.join(large)}")
 
 
 if __name__ == "__main__":

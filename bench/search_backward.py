@@ -119,7 +119,7 @@ def forced(module, config):
         backward_hopper,
         backward_wide_queries_hopper,
     )
-    kept = [(m, m.config_for, getattr(m, "serves", None)) for m in modules]
+    originals = [(m, m.config_for, getattr(m, "serves", None)) for m in modules]
     try:
         module.config_for = lambda _, dtype, variant, *__, **___: replace(config, variant=variant)
         backward_wide_hopper.serves = lambda *_: module in (backward_wide_hopper, backward_wide_queries_hopper)
@@ -127,7 +127,7 @@ def forced(module, config):
         backward_folded_hopper.serves = lambda *_: module is backward_folded_hopper
         yield
     finally:
-        for m, config_for, serves in kept:
+        for m, config_for, serves in originals:
             m.config_for = config_for
             if serves:
                 m.serves = serves
@@ -183,15 +183,15 @@ def main() -> None:
     parser.add_argument("head_dim", type=int, choices=[64, 128, 256])
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--time", type=int, metavar="LENGTH")
-    given = parser.parse_args()
-    if given.time:
-        return timed(given.head_dim, given.time)
-    total = sum(1 for _ in every(given.head_dim, FULL))
-    configs = candidates(given.head_dim)
+    options = parser.parse_args()
+    if options.time:
+        return timed(options.head_dim, options.time)
+    total = sum(1 for _ in every(options.head_dim, FULL))
+    configs = candidates(options.head_dim)
     print(f"{len(configs)} of {total} fit and cannot have more stages")
     for module, config in configs:
         line = f"{said(module, config):80} {registers(module, config):4} registers {shared_bytes(module, config):7} bytes"
-        print(line, compiled(module, config) if given.compile else "", flush=True)
+        print(line, compiled(module, config) if options.compile else "", flush=True)
 
 
 if __name__ == "__main__":

@@ -57,23 +57,25 @@ class Inputs:
 def made(p, inputs):
     """{name: array} of a problem."""
     keys = (p.batch, p.keys, p.kv_heads)
-    given = {
+    tensors = {
         "q": inputs.take((p.batch, p.queries, p.heads, p.dim), p.dtype),
         "k": inputs.take((*keys, p.dim), p.dtype),
         "v": inputs.take((*keys, p.value_dim), p.dtype),
     }
     if p.lens:
         for name, lens in zip(("ends", "ends_k"), zip(*p.lens)):
-            given[name] = torch.tensor([0, *itertools.accumulate(lens)], dtype=torch.int32, device=DEVICE)
+            tensors[name] = torch.tensor([0, *itertools.accumulate(lens)], dtype=torch.int32, device=DEVICE)
     if p.lengths:
-        given["lengths"] = torch.tensor(p.lengths, dtype=torch.int32, device=DEVICE)
+        tensors["lengths"] = torch.tensor(p.lengths, dtype=torch.int32, device=DEVICE)
     if p.page:
-        given["pages"] = torch.randperm(p.batch * p.keys // p.page, device=DEVICE).int().view(p.batch, -1)
+        tensors["pages"] = torch.randperm(p.batch * p.keys // p.page, device=DEVICE).int().view(p.batch, -1)
     if p.kind == "backward":
-        given["dout"] = inputs.take((p.batch, p.queries, p.heads, p.value_dim), p.dtype)
-        given["out"], given["lse"] = attention.forward(given["q"], given["k"], given["v"], return_lse=True, **told(p, given))
-        given["into"] = [torch.empty_like(given[x]) for x in "qkv"]
-    return given
+        tensors["dout"] = inputs.take((p.batch, p.queries, p.heads, p.value_dim), p.dtype)
+        tensors["out"], tensors["lse"] = attention.forward(
+            tensors["q"], tensors["k"], tensors["v"], return_lse=True, **told(p, tensors)
+        )
+        tensors["into"] = [torch.empty_like(tensors[x]) for x in "qkv"]
+    return tensors
 
 
 def told(p, given):
@@ -258,8 +260,8 @@ def captured(call, sets):
         calls = 1
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-        for _, given in zip(range(calls), itertools.cycle(sets)):
-            call(given)
+        for _, tensors in zip(range(calls), itertools.cycle(sets)):
+            call(tensors)
     graph.replay()
     return graph, calls
 
@@ -286,8 +288,8 @@ def timed(p, inputs, providers):
             continue
         try:
             if p.kind == "backward" and name in ("flash", "cudnn"):
-                for given in sets:
-                    given[name] = {"flash": flash_saved, "cudnn": cudnn_saved}[name](p, given)
+                for tensors in sets:
+                    tensors[name] = {"flash": flash_saved, "cudnn": cudnn_saved}[name](p, tensors)
             with around():
                 result = call(p, sets[0])
                 if name == "cudnn" and p.kind == "backward":
@@ -296,7 +298,7 @@ def timed(p, inputs, providers):
                     errors[name] = judged(p, sets[0], result)
                 del result
                 if DEVICE == "cuda":
-                    graphs[name] = captured(lambda given, call=call: call(p, given), sets)
+                    graphs[name] = captured(lambda tensors, call=call: call(p, tensors), sets)
         except Exception as error:
             missing[name] = f"{type(error).__name__}: {error}".split("\n")[0][:150]
             if name == "ours" and os.environ.get("SHAPES_RAISE"):

@@ -86,11 +86,11 @@ def _decode(batch: int, keys: int, heads: int, kv_heads: int, page=None, tokens=
 
     def inputs():
         cache = [_normal(batch, keys, kv_heads, 128) for _ in "kv"]
-        given = {"lengths": torch.full((batch,), keys, dtype=torch.int32, device="cuda")}
+        options = {"lengths": torch.full((batch,), keys, dtype=torch.int32, device="cuda")}
         if page:
             cache = [x.view(-1, page, *x.shape[2:]) for x in cache]
-            given["pages"] = torch.randperm(batch * keys // page, device="cuda").int().view(batch, -1)
-        return _normal(batch, tokens, heads, 128), *cache, given
+            options["pages"] = torch.randperm(batch * keys // page, device="cuda").int().view(batch, -1)
+        return _normal(batch, tokens, heads, 128), *cache, options
 
     def call(q, k, v, given):
         attention.decode(q, k, v, **given)

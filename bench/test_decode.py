@@ -223,8 +223,8 @@ def _mla_times(shape):
     p = (q[0] @ latent.T * SCALE).softmax(-1)
     ref, low = p @ latent[:, :LATENT], (p.bfloat16().float() @ latent[:, :LATENT]).bfloat16().float()
     for name in ("latents", "latents, pages 64"):
-        kept = torch.arange(batch * keys // 64, device="cuda").int().view(batch, -1)
-        out = MLA[name](*sets[0][:4], {64: kept}, None)[-1, 0].float()
+        page_table = torch.arange(batch * keys // 64, device="cuda").int().view(batch, -1)
+        out = MLA[name](*sets[0][:4], {64: page_table}, None)[-1, 0].float()
         assert (out - ref).abs().max() <= 2 * (low - ref).abs().max() + 2**-8 * ref.abs().max()
     return replayed(MLA, sets, ROUNDS, max(len(sets), min(200, int(2e10 / nbytes))))
 

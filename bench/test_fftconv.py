@@ -41,7 +41,7 @@ def _times(size):
     """{provider: milliseconds of every round}"""
     example = _example()
     k = torch.randn(CHANNELS, size) / size**0.5
-    given = [_on_gpu(x) for x in (*example.constants(size, bf16), example.spectrum(k.numpy(), size, bf16))]
+    constants = [_on_gpu(x) for x in (*example.constants(size, bf16), example.spectrum(k.numpy(), size, bf16))]
     spectrum = torch.fft.rfft(k.cuda())
 
     def inputs():
@@ -49,7 +49,7 @@ def _times(size):
         return u, u.float(), torch.empty_like(u)
 
     def ours(u, wide, y):
-        example.fftconv(u, *given, y)
+        example.fftconv(u, *constants, y)
         return y
 
     def torch_bf16(u, wide, y):

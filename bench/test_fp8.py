@@ -50,8 +50,8 @@ def _by_block(causal, values):
     def call(q, k, v, *_):
         batch, length, heads, _ = q.shape
         each = torch.ones((batch, -(-length // 128), heads), device="cuda")
-        told = {"q_descale": each, "k_descale": each} | ({"v_descale": each} if values else {})
-        return attention.forward(q, k, v, causal=causal, **told)
+        descales = {"q_descale": each, "k_descale": each} | ({"v_descale": each} if values else {})
+        return attention.forward(q, k, v, causal=causal, **descales)
 
     return call
 

@@ -43,8 +43,8 @@ def _gated_mlp(x, gate, up):
 
 
 def _normalised_step(x, h, alpha):
-    moved = x + alpha * (F.normalize(h, dim=-1) - x)
-    return F.normalize(moved, dim=-1)
+    stepped = x + alpha * (F.normalize(h, dim=-1) - x)
+    return F.normalize(stepped, dim=-1)
 
 
 def _residual_rms_norm(x, residual, g):
@@ -303,9 +303,9 @@ def _times_of_gradients(name, shapes):
     operator, eager = getattr(operators, name, _fused_cross_entropy), EAGER[name]
 
     def inputs():
-        given = _inputs(name, shapes)
-        results = eager(*given)
-        return [*given, *(torch.randn_like(y) for y in (results if isinstance(results, tuple) else (results,)))]
+        tensors = _inputs(name, shapes)
+        results = eager(*tensors)
+        return [*tensors, *(torch.randn_like(y) for y in (results if isinstance(results, tuple) else (results,)))]
 
     def gradients(*given):
         arrays, by = given[: len(shapes)], given[len(shapes) :]

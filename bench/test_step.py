@@ -43,8 +43,8 @@ def _fla(member):
     step = peers.fla(module, f"fused_recurrent_{module}", output_final_state=True)
 
     def call(state, new, q, k, v, decay, beta):
-        given = {name: x[:, None] for name, x in {gates: decay, "beta": beta}.items() if x is not None}
-        return step(*(x[:, None] for x in (q, k, v)), initial_state=state, **given)[:, 0]
+        gates_and_beta = {name: x[:, None] for name, x in {gates: decay, "beta": beta}.items() if x is not None}
+        return step(*(x[:, None] for x in (q, k, v)), initial_state=state, **gates_and_beta)[:, 0]
 
     return call
 

@@ -49,8 +49,8 @@ class Passed:
 
     def __init__(self, shape, options, theirs, more=()):
         self.q, self.k, self.v, self.dout = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4))
-        given = {name: options[name] for name in options.keys() - {"deterministic", "daux", "dbias", "dalibi"}}
-        self.made = attention.forward(self.q, self.k, self.v, return_lse=True, **given)
+        passed_options = {name: options[name] for name in options.keys() - {"deterministic", "daux", "dbias", "dalibi"}}
+        self.made = attention.forward(self.q, self.k, self.v, return_lse=True, **passed_options)
         self.plain = attention.forward(self.q, self.k, self.v, return_lse=True, causal=options.get("causal", False))
         self.gradients = {name: torch.empty_like(x) for name, x in (("dq", self.q), ("dk", self.k), ("dv", self.v))}
         self.leaves = [x.detach().requires_grad_() for x in (self.q, self.k, self.v, *more)]

@@ -165,11 +165,11 @@ def generate_module(name: str, traced: TracedDefinition, candidate: Candidate) -
         labels.append(names.unused(function if kernel is plan.kernels[-1] else f"{function}_{kernel.label}", labels))
     kernel_texts = [(label, kernel.text(label, parameters, local_names)) for label, kernel in zip(labels, plan.kernels)]
     kernel_texts = module.rename_globals(function, kernel_texts)
-    taken = [*argument_names, *outs, *(parameters[x] for x in scratch)]
-    rename = names.settle_names(wanted, marks, module.outline(kernel_texts, taken, views))
+    used_names = [*argument_names, *outs, *(parameters[x] for x in scratch)]
+    rename = names.settle_names(wanted, marks, module.outline(kernel_texts, used_names, views))
     title = equations(dict(zip(traced.outs, traced.roots)), {x: key for key, x in traced.local_names})
     kernel_texts = [(rename(label), text.with_names(rename)) for label, text in kernel_texts]
-    text = module.assemble(title, rename(function), kernel_texts, [*map(rename, taken)], [*map(rename, views)])
+    text = module.assemble(title, rename(function), kernel_texts, [*map(rename, used_names)], [*map(rename, views)])
     written = (*candidate.roots, *scratch)
     all_terms = (*(x for _, x in traced.inputs), *written)
     code = tuple([(kernel, text.code) for kernel, text in kernel_texts if text.kernel])

@@ -74,8 +74,8 @@ class NumPyArithmetic:
         return mask_causal(x, np.asarray(-np.inf, x.dtype))
 
     def dropout(self, x: Any, p: Any, seed: Any) -> Any:
-        kept = dropout_mask.keep_mask(x.shape, float(p), int(np.asarray(seed).item()))
-        return self._round(np.where(kept, np.asarray(x, self.wide) / self.wide(1 - p), 0))
+        mask = dropout_mask.keep_mask(x.shape, float(p), int(np.asarray(seed).item()))
+        return self._round(np.where(mask, np.asarray(x, self.wide) / self.wide(1 - p), 0))
 
     def pick(self, x: Any, index: Any) -> Any:
         return pick_elements(x, index, np.zeros((), x.dtype))
@@ -162,8 +162,8 @@ def evaluate(roots: Sequence[Term], inputs: Mapping[str, Any], arithmetic: Arith
 def _total(arithmetic: Arithmetic, x: Any, places: Sequence[int]) -> Any:
     """The sum over these axes, which stay with length 1, in one reduction."""
     ends = range(-len(places), 0)
-    moved = np.moveaxis(x, places, ends)
-    rows = arithmetic.reduce("sum", moved.reshape(*moved.shape[: -len(places)], -1))
+    reordered = np.moveaxis(x, places, ends)
+    rows = arithmetic.reduce("sum", reordered.reshape(*reordered.shape[: -len(places)], -1))
     return np.moveaxis(rows.reshape(*rows.shape[:-1], *[1] * len(places)), ends, places)
 
 

@@ -121,7 +121,7 @@ def assemble(
     in the order of their launches. parameters: those of the module's `launch`; arrays that are written come last. views: lines
     `name = expression` that make views of them; a view that is used once is written where it is used."""
     constants, bodies, launches = list[str](), list[str](), list[str]()
-    taken = {*parameters, *(kernel for kernel, _ in kernels)}
+    used_names = {*parameters, *(kernel for kernel, _ in kernels)}
     for kernel, text in kernels:
         constants += text.globals
         launches += [f"    {line}" for line in [*text.before, *format_assignments(text.counts)]]
@@ -132,7 +132,7 @@ def assemble(
         bodies += [f"def {kernel}({', '.join(one for one, _ in text.arguments)}):"]
         bodies += [f"    {line}" for line in text.kernel]
         arguments = ", ".join(value for _, value in text.arguments)
-        launches += [f"    {line}" for line in _call(kernel, text.launch, arguments, taken)]
+        launches += [f"    {line}" for line in _call(kernel, text.launch, arguments, used_names)]
     named = dict(view.split(" = ", 1) for view in views)
     for view_name, value in reversed(named.items()):  # a view before its base
         inside = [re.sub(rf"\b{view_name}\b", lambda _: value, one) for one in launches]

@@ -171,13 +171,13 @@ class PlanSearch:
 def _drop_duplicates(kernels: Iterable[Any]) -> tuple[Any, ...]:
     """The kernels without those whose results another kernel computes as well: that one takes their place, if its inputs are
     computed by then."""
-    result, computed = list(kernels), set[Term]()
+    result, written = list(kernels), set[Term]()
     for n, kernel in enumerate(result):
         for other in result:
             needed = [x for x in map(view_base, other.leaves) if x.operation != "input"]
-            if {*kernel.roots} <= {*other.roots} and computed.issuperset(needed):
+            if {*kernel.roots} <= {*other.roots} and written.issuperset(needed):
                 result[n] = kernel = other
-        computed.update(kernel.roots)
+        written.update(kernel.roots)
     return tuple(dict.fromkeys(result))
 
 

@@ -140,13 +140,13 @@ def lower_copy(b, ty, tile, address, array, at, rows, cols, piece, share, first)
         first_byte = b.add(b.mul(at[cols], i64(itemsize)), b.zext(byte, i64))
         begin = _clamped(b, b.sub(i64(0), first_byte), nbytes)  # bytes of the row, counted from the lane's first one
         end = _clamped(b, b.sub(b.mul(extents[cols], i64(itemsize)), first_byte), nbytes)
-        within = [] if by_elements else list(_counts(b, tile, begin, end, piece))
+        in_bounds = [] if by_elements else list(_counts(b, tile, begin, end, piece))
 
         def cut(down):
             exists = b.icmp_unsigned("<", b.add(first_row, b.u32(down)), b.trunc(extents[rows], i32))
             if by_elements:
                 return itertools.repeat((begin, b.select(exists, end, b.u32(0))), tile.panels)
-            return [b.select(exists, count, b.u32(0)) for count in within]
+            return [b.select(exists, count, b.u32(0)) for count in in_bounds]
 
         copies(cut)
 
@@ -241,7 +241,7 @@ def lower_pages(b, ty, tile, address, pool, page_rows, at, last, piece, share, f
     first_byte = b.add(b.mul(at[-1], i64(itemsize)), b.zext(byte, i64))
     begin = _clamped(b, b.sub(i64(0), first_byte), nbytes)
     end = _clamped(b, b.sub(b.mul(extents[cols], i64(itemsize)), first_byte), nbytes)
-    within = [] if by_elements else list(_counts(b, tile, begin, end, piece))
+    in_bounds = [] if by_elements else list(_counts(b, tile, begin, end, piece))
     for down, number, inside in zip(range(0, share, step), page_rows[::2], page_rows[1::2], strict=True):
         exists = b.icmp_signed("<", b.add(first_row, b.u32(down)), b.u32(last))
         to = _further(b, tile, start, chunk, down)
@@ -251,7 +251,7 @@ def lower_pages(b, ty, tile, address, pool, page_rows, at, last, piece, share, f
             if by_elements:
                 ptx.copy_elements(b, target, origin, low, begin, b.select(exists, end, b.u32(0)), guard)
             else:
-                ptx.copy_async(b, target, origin, b.select(exists, within[k], b.u32(0)), guard, piece)
+                ptx.copy_async(b, target, origin, b.select(exists, in_bounds[k], b.u32(0)), guard, piece)
 
 
 def page_rows_type(tile, share, pages, size, at, last, before=None):

@@ -213,10 +213,10 @@ def shared_panels(tile, below=()):
         "its first eight rows as a kernel names them,",
         f"in chunks of 16 bytes, {CHUNK_BYTES // tile.dtype.itemsize} columns each",
     )
-    moved = f"{tile.width}-byte swizzle: chunk XOR row;", "128 bytes a line, all 32 banks"
+    caption = f"{tile.width}-byte swizzle: chunk XOR row;", "128 bytes a line, all 32 banks"
     drawn = chunks(tile, lambda r, chunk: (r, chunk))
     yield Panel(f"{tile}: a shared tile", named, tile.width // CHUNK_BYTES * CHUNK_WIDTH, LINES * CHUNK_WIDTH, drawn, below)
-    yield Panel("the same, as it lies in memory", moved, groups * CHUNK_WIDTH, lines * CHUNK_WIDTH + 24, memory)
+    yield Panel("the same, as it lies in memory", caption, groups * CHUNK_WIDTH, lines * CHUNK_WIDTH + 24, memory)
 
 
 def svg(*panels):

@@ -53,7 +53,7 @@ class ColumnSums:
         return "sums over rows, from the partial sums of the kernel before"
 
     def text(self, name: str, parameters: dict[Term, str], local_names: dict[Term, str]) -> KernelText:
-        text, taken = KernelText(bounds="32 * WARPS, 1"), {*parameters.values(), "col", "first", "row", "scratch"}
+        text, used_names = KernelText(bounds="32 * WARPS, 1"), {*parameters.values(), "col", "first", "row", "scratch"}
         pairs = [(parameters[one], parameters[x]) for one, x in zip(self.leaves, self.roots)]
         text.globals = [f"WARPS = {WARPS}", f"SUMS = rt(16, {COLUMNS}, fp32)"]
         text.globals.append("smem = shared(scratch=sv(SUMS.cols * WARPS, fp32))")
@@ -61,8 +61,8 @@ class ColumnSums:
         text.kernel.append("col, first = SUMS.cols * int32(cuda.blockIdx.x), SUMS.rows * int32(cuda.threadIdx.x // 32)")
         for sums, total in pairs:
             into = array(sums)
-            partial = unused("sums", taken)
-            taken.add(partial)
+            partial = unused("sums", used_names)
+            used_names.add(partial)
             text.kernel += [
                 f"{partial} = zeros(SUMS)",
                 f"for row in range(first, {into}.shape[0], SUMS.rows * WARPS):",

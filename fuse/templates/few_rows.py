@@ -129,9 +129,9 @@ class FewRows(Product):
         count, batch = len(self.products), self.batch or 1
         tiles = -(-self.columns // columns) * batch
         turns = -(-tiles * blocks // self.processors)  # blocks that a multiprocessor works on
-        taken = turns * -(-self.inner // blocks) * (count * columns * self.weight_bytes + (rows + self.rank) * ITEM)
+        bytes_read = turns * -(-self.inner // blocks) * (count * columns * self.weight_bytes + (rows + self.rank) * ITEM)
         memory = batch * count * self.inner * self.columns * self.weight_bytes / MEMORY
-        return round(max(memory, taken / INTAKE) + EXCHANGE * (blocks > 1), 1)
+        return round(max(memory, bytes_read / INTAKE) + EXCHANGE * (blocks > 1), 1)
 
     def prepared_slots(self, rows: int) -> int:
         """The slots for prepared rows of x: one for each warp that takes turns, and some to work ahead if a tile has one warp

@@ -173,18 +173,18 @@ class Halves:
 
     def text(self, name: str, parameters: dict[Term, str], local_names: dict[Term, str]) -> KernelText:
         y, text = parameters[self.root], KernelText(bounds="32 * WARPS, BLOCKS")
-        split, taken = {x for x in self.read_arrays if x.operation == "half"}, set(parameters.values())
+        split, used_names = {x for x in self.read_arrays if x.operation == "half"}, set(parameters.values())
         names = {}
         for x in self.read_arrays:
             its = parameters[_array_of(x)]
-            names[x] = unused(f"{its}_{x.attr + 1}", taken) if x in split else its
+            names[x] = unused(f"{its}_{x.attr + 1}", used_names) if x in split else its
         writer = ExpressionWriter(names, local_names)
 
         at = self.lead | {self.axis: "row"}
         text.globals = [f"WARPS, BLOCKS = {WARPS}, {self.blocks}  # of a block, of a multiprocessor"]
         text.globals += [f"TILE = rt({ROWS}, {self.columns}, fp32)  # of a warp"]
         text.kernel = [FOLLOW, *self.place(text, y)]
-        taken |= {*names.values(), *at.values(), *COUNTED}
+        used_names |= {*names.values(), *at.values(), *COUNTED}
         loads = {
             names[x]: f"{names[x]} = {self.load(x, array(parameters[_array_of(x)]), at)}" for x in self.read_arrays if x.ndim
         }
@@ -199,8 +199,8 @@ class Halves:
         text.kernel += self.lengths(writer, f"{array(parameters[first])}.shape[{first.ndim}]")
         body = list[str]()
         for x, some in self.sums.items():
-            before, sum_name = dict(writer.names), unused(writer.suggest_name(x), {*taken, *writer.names.values()})
-            lines = writer.assignments(some, taken, [*some, *self.parts])
+            before, sum_name = dict(writer.names), unused(writer.suggest_name(x), {*used_names, *writer.names.values()})
+            lines = writer.assignments(some, used_names, [*some, *self.parts])
             added = " + ".join(f"row_sum({writer.expression(y)})" for y in some)
             if self.looped:
                 text.kernel += [f"{sum_name} = zeros(TILE.col_vec)", *passed([*lines, f"{sum_name} = {sum_name} + {added}"])]
@@ -208,7 +208,7 @@ class Halves:
             else:
                 body += [*lines, f"{sum_name} = {added}"]
             writer.names[x] = sum_name
-        body += writer.assignments(self.parts, taken)
+        body += writer.assignments(self.parts, used_names)
         two = len(self.parts) == 2
         for n, part in enumerate(self.parts):
             place, rows = self.where(self.root, at, n if two else None)

@@ -80,13 +80,13 @@ def template_gaps(kernel: Any, parameters: dict[Term, str], local_names: dict[Te
     others = [
         KernelArray(parameters[y], array(parameters[y]), _read_operand(y, array(parameters[y]))) for y in kernel.epilogue_inputs
     ]
-    taken = {*parameters.values(), *NAMES}
+    used_names = {*parameters.values(), *NAMES}
     epilogue = selection.lines(tile_rows, tile_columns) if selection else []
     epilogue += [
         f"{one.name} = fp32({one.name})" if one.name in [c.name for c in prefetched] else f"{one.name} = {one.loaded}"
         for one in others
     ]
-    epilogue += writer.assignments(kernel.results, taken)
+    epilogue += writer.assignments(kernel.results, used_names)
     x = KernelArray(parameters[kernel.x], array(parameters[kernel.x]), lead=lead(kernel.x))
     numbers = dict(lengths)
     numbers |= {"each": f"{parameters[kernel.expert_stack]}.shape[1]"} if kernel.expert_stack is not None else {}

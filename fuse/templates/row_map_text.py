@@ -50,10 +50,10 @@ class RowMapWriter:
 
     def prepare_dropout(self, drops: list[Term], inside: list[Term]) -> None:
         """Write the kernel's parameters for each probability of dropout, and the function that draws."""
-        taken = set(self.parameters.values())
+        used_names = set(self.parameters.values())
         for p in dict.fromkeys(x.args[1] for x in drops):
-            names = unused("dropped", taken), unused("per_kept", taken)
-            taken.update(names)
+            names = unused("dropped", used_names), unused("per_kept", used_names)
+            used_names.update(names)
             self.drawn[p] = ", ".join(names)
             p_expression = self.writer.expression(p)
             self.extra_arguments += [(names[0], f"drop_threshold({p_expression})"), (names[1], f"1 / (1 - {p_expression})")]
@@ -96,8 +96,8 @@ class RowMapWriter:
 
     def name_reduction(self, x: Term) -> str:
         """Give a reduction a name, and return it."""
-        taken = {*self.writer.names.values(), *self.parameters.values()}
-        self.writer.names[x] = unused(self.writer.suggest_name(x), taken)
+        used_names = {*self.writer.names.values(), *self.parameters.values()}
+        self.writer.names[x] = unused(self.writer.suggest_name(x), used_names)
         return self.writer.names[x]
 
     def fold_tile(self, x: Term, fold: str = "row") -> str:

@@ -108,11 +108,11 @@ class LoopedRows(RowMapWriter):
         the sum so far is rescaled when a tile has a higher maximum. The maximum begins with the least finite number, because it
         is subtracted from itself, which gives NaN for -inf. rest: other reductions that are computed in the same loop."""
         most, accumulate = self.name_reduction(greatest), self.name_reduction(total)
-        taken = {*self.writer.names.values(), *self.parameters.values()}
-        higher, warp_max = unused("higher", taken), unused("warp_max", taken)
+        used_names = {*self.writer.names.values(), *self.parameters.values()}
+        higher, warp_max = unused("higher", used_names), unused("warp_max", used_names)
         before, inner = dict(self.writer.names), [greatest.args[0], *(x.args[0] for x in rest)]
         among = [*inner, total.args[0]]
-        body = [*self.loads(inner), *self.writer.assignments(inner, {*taken, higher, warp_max}, among)]
+        body = [*self.loads(inner), *self.writer.assignments(inner, {*used_names, higher, warp_max}, among)]
         body.append(f"{higher} = maximum({most}, {self.fold_tile(greatest)})")
         self.writer.names[greatest] = higher
         body.append(f"{accumulate} = {accumulate} * exp({most} - {higher}) + {self.fold_tile(total)}")

@@ -59,8 +59,8 @@ def mask_rule(name, face, first_row=None):
             out = []
             for i, e in enumerate(b.elements(tile, v)):
                 row, col = tile.element(0, i)
-                kept = b.icmp_signed(">" if line.below else "<=", bound, b.u32(int(line.down * row + line.across * col)))
-                out.append(b.select(kept, e, fill))
+                visible = b.icmp_signed(">" if line.below else "<=", bound, b.u32(int(line.down * row + line.across * col)))
+                out.append(b.select(visible, e, fill))
             return b.from_elements(tile, out)
 
         return tile, lower

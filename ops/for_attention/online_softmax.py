@@ -48,10 +48,10 @@ def _(tile, alpha):
 
     def lower(b, vtile, valpha):
         elements, factors, one = b.unpack(vtile), b.unpack(valpha), f32(1.0)
-        moved = b.fcmp_unordered("!=", factors[0], one)
+        rescales = b.fcmp_unordered("!=", factors[0], one)
         for factor in factors[1:]:
-            moved = b.or_(moved, b.fcmp_unordered("!=", factor, one))
-        any_lane = ptx.ballot(b, b.zext(moved, i32))
+            rescales = b.or_(rescales, b.fcmp_unordered("!=", factor, one))
+        any_lane = ptx.ballot(b, b.zext(rescales, i32))
         scaled = lambda: [b.fmul(e, factors[k]) for e, k in zip(elements, tile.lane_index(alpha))]
         return b.pack(b.choose(b.icmp_unsigned("!=", any_lane, b.u32(0)), scaled, elements))
 

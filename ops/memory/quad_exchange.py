@@ -137,10 +137,10 @@ def order(spec, stored_dtype):
 
 def words_of(exchange, spec):
     """For each access the coordinates of lane 0's words, before they are exchanged."""
-    within = range(0, 2, 4 // spec.dtype.itemsize)  # columns at which lane 0 has words of a section
+    columns = range(0, 2, 4 // spec.dtype.itemsize)  # columns at which lane 0 has words of a section
     for row in range(0, spec.rows, HALF * exchange.lines):
         for col in range(0, spec.cols, exchange.columns):
-            eighths = itertools.product(range(exchange.lines), range(exchange.sections), within)
+            eighths = itertools.product(range(exchange.lines), range(exchange.sections), columns)
             yield [(row + HALF * e, col + exchange.width * k + word) for e, k, word in eighths]
 
 

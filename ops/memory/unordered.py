@@ -63,11 +63,11 @@ def _check(name, array, spec, rows, cols, stores=False):
     vector = isinstance(spec, rv) and not stores
     if not isinstance(array, types.Array) or not (isinstance(spec, rt) or vector):
         raise TypeError(f"{name}: takes register tiles and global arrays, got {spec} and {array}")
-    stored_dtype, moved = SCALARS[array.dtype], spec
+    stored_dtype, stored_spec = SCALARS[array.dtype], spec
     if stores and _narrows(spec, stored_dtype) and spec.cols % QUAD_OF_16 == 0:
-        moved = replace(spec, dtype=stored_dtype)
-    columns = quad_exchange.columns_at_once(2 if moved is not spec else stored_dtype.itemsize)
-    if not global_vectorized.suits(array, moved, rows, cols) or spec.shape[1] % columns:
+        stored_spec = replace(spec, dtype=stored_dtype)
+    columns = quad_exchange.columns_at_once(2 if stored_spec is not spec else stored_dtype.itemsize)
+    if not global_vectorized.suits(array, stored_spec, rows, cols) or spec.shape[1] % columns:
         raise TypeError(
             f"{name}: takes tiles in row layout of a multiple of {columns} columns, along the later of two axes, "
             f"fp8 if the array is; got {spec} and {array}, axes {rows} and {cols}"

@@ -19,11 +19,11 @@ BASE = 16  # rows of a warp
 def _own(b, registers):
     """This warp's quarter of registers, of which every warp has all four."""
     rank, count = FOUR_WARPS.emit_rank(b), len(registers) // WARPGROUP
-    kept = registers[:count]
+    selected = registers[:count]
     for w in range(1, WARPGROUP):
         is_mine = b.icmp_unsigned("==", rank, b.u32(w))
-        kept = [b.select(is_mine, x, y) for x, y in zip(registers[w * count :][:count], kept, strict=True)]
-    return kept
+        selected = [b.select(is_mine, x, y) for x, y in zip(registers[w * count :][:count], selected, strict=True)]
+    return selected
 
 
 @op

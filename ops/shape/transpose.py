@@ -73,8 +73,8 @@ def _matrices(b, spec, out, registers, to):
     step = 2 if spec.dtype.itemsize == 4 else 1  # registers that a lane holds of an 8x8 matrix
     sent = {spec.element(0, 2 * k): registers[step * k : step * (k + 1)] for k in range(spec.elements // 2)}
     transposed = _exchange(b) if step == 2 else lambda pair: [ptx.movmatrix(b, *pair)]
-    moved = {to(*at): transposed(pair) for at, pair in sent.items()}
-    return [register for k in range(out.elements // 2) for register in moved[out.element(0, 2 * k)]]
+    transposed_pairs = {to(*at): transposed(pair) for at, pair in sent.items()}
+    return [register for k in range(out.elements // 2) for register in transposed_pairs[out.element(0, 2 * k)]]
 
 
 def _is_odd(b, x):

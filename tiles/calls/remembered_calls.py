@@ -130,10 +130,10 @@ def _factory(
         at[len(names) + n] = f"part{n}"
     at += [f"{at[-1]} + beyond{n}" for n in range(beyond)]
     lines += [f"addresses = ({', '.join(at)}, *numbers)", *[f"step{n}.run(handle, addresses)" for n in range(steps)]]
-    taken = ["recent", "plan"] if free else values
+    parameters = ["recent", "plan"] if free else values
     body = "\n        ".join([*lines, f"return give(({', '.join(array_names)},))"])
     source = (
-        f"def make(alike, busy, forward_ad, stream_of, device, {', '.join(taken)}):\n"
+        f"def make(alike, busy, forward_ad, stream_of, device, {', '.join(parameters)}):\n"
         f"    def again(stream, numbers, {', '.join(names)}):\n        {body}\n    return again\n"
     )
     space: dict[str, Any] = {"OTHER": OTHER}

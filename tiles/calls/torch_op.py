@@ -286,11 +286,11 @@ class _Op:
         for row, x, dim in zip(self.rows, tensors, dims):
             if row.written and dim is None and x is not None:
                 raise ValueError(f"{row.name}: is written in place, so it must be mapped over where another argument is")
-        moved = [x if dim is None else x.movedim(dim, 0) for x, dim in zip(tensors, dims)]
-        folded = [self._fold(row, x, dim is not None, count, layout) for row, x, dim in zip(self.rows, moved, dims)]
+        batched = [x if dim is None else x.movedim(dim, 0) for x, dim in zip(tensors, dims)]
+        folded = [self._fold(row, x, dim is not None, count, layout) for row, x, dim in zip(self.rows, batched, dims)]
         no_batch = self.counts or any(x is not None and y is None for x, y in zip(tensors, folded))
         if no_batch or any(x is not None and row.axes == ("E",) for row, x in zip(self.rows, tensors)):  # ends of sequences
-            each = [self.op(*[x if d is None else x[n] for x, d in zip(moved, dims)], *rest) for n in range(count)]
+            each = [self.op(*[x if d is None else x[n] for x, d in zip(batched, dims)], *rest) for n in range(count)]
             if not self.results:
                 return None, None
             stacked = [self.torch.stack(of) for of in zip(*each)] if self.several else self.torch.stack(each)

@@ -89,8 +89,8 @@ def _replace(context, builder, sig, values):
     old, *replaced = values
     fields = []
     for i, (have, want, value) in enumerate(zip(sig.args[1:], sig.return_type, replaced)):
-        kept = isinstance(have, types.Omitted)
-        fields.append(builder.extract_value(old, i) if kept else context.cast(builder, value, have, want))
+        is_omitted = isinstance(have, types.Omitted)
+        fields.append(builder.extract_value(old, i) if is_omitted else context.cast(builder, value, have, want))
     return context.make_tuple(builder, sig.return_type, fields)
 
 

@@ -150,11 +150,11 @@ class EmulatedWarp(greenlet):
 
     def redeem(self):
         """Promises that are kept become values, which no fence needs to follow."""
-        kept = {slot: self.r[slot].value for slot in self.pending if getattr(self.r[slot], "value", None) is not None}
-        for slot, value in kept.items():
+        pending_values = {slot: self.r[slot].value for slot in self.pending if getattr(self.r[slot], "value", None) is not None}
+        for slot, value in pending_values.items():
             self.r[slot] = value
-        self.pending = {slot for slot in self.pending - kept.keys() if not isinstance(self.r[slot], np.ndarray)}
-        self.fenced = [*self.fenced[0], *kept.values()], None
+        self.pending = {slot for slot in self.pending - pending_values.keys() if not isinstance(self.r[slot], np.ndarray)}
+        self.fenced = [*self.fenced[0], *pending_values.values()], None
 
     def fence_registers(self):
         """wgmma.fence: what registers hold now, a wgmma may read and overwrite."""

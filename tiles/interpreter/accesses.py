@@ -70,17 +70,17 @@ class Accesses:
     def shared(self, arrays):
         """Copies of the arrays in memory that processes share, aligned as they are and overlapping where they do; and the
         strict accesses of blocks that run on those, which have their marks in common with these."""
-        rooms, moved = {}, copy.copy(self)
+        rooms, clone = {}, copy.copy(self)
         for start, end, marks in self.spans:
             rooms[marks] = np.frombuffer(mmap.mmap(-1, end - start + PAGE), np.uint8)[start % PAGE :]
         places = {marks: room.ctypes.data for marks, room in rooms.items()}
-        moved.spans = sorted((places[marks], places[marks] + end - start, marks) for start, end, marks in self.spans)
+        clone.spans = sorted((places[marks], places[marks] + end - start, marks) for start, end, marks in self.spans)
         sizes: dict = {}
         for array in arrays:
             if span := self.span(array):
                 sizes[span[2]] = min(array.itemsize, sizes.get(span[2], array.itemsize))
         spans = [(places[marks], places[marks] + end - start, start, sizes[marks]) for start, end, marks in self.spans]
-        moved.strict, moved.stores = True, Claims(self.stores, spans, self._give_up)
+        clone.strict, clone.stores = True, Claims(self.stores, spans, self._give_up)
         copies = []
         for array in arrays:
             if span := self.span(array):
@@ -91,7 +91,7 @@ class Accesses:
                 copies[-1].flags.writeable = array.flags.writeable
             else:
                 copies.append(array)
-        return copies, moved
+        return copies, clone
 
 
 def deeds(parameters, specs, result):

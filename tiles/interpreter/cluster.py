@@ -71,16 +71,16 @@ class Cluster:
         live = [warp for block in self.blocks for warp in block.crew]
         while live:
             self.tick()
-            moved = False
+            progressed = False
             for warp in self.rng.sample(live, len(live)) if self.rng else live:
                 if self.flying and self.gives_way():
                     self.land(self.rng.choice(self.flying))
-                    moved = True
+                    progressed = True
                 if warp.ready is None or warp.ready():
                     warp.switch()
-                    moved = True
+                    progressed = True
             live = [w for w in live if not w.dead]
-            if not moved:
+            if not progressed:
                 if not self.flying:
                     raise self.deadlock(live)
                 self.land(self.rng.choice(self.flying) if self.rng else self.flying[0])

@@ -70,11 +70,11 @@ def run_all(count, run, args, progress, clock=time.monotonic):
 
 def _forked(numbers, run, args, arrays, accesses, progress, most):
     """{number: what it printed} of the clusters that could be run in processes."""
-    copies, moved = accesses.shared(arrays)
+    copies, shared_accesses = accesses.shared(arrays)
     replaced = dict(zip(map(id, arrays), copies))
     theirs = [_moved(arg, replaced) for arg in args]
-    with contextlib.closing(moved.stores):
-        words = _gathered(numbers, lambda n: run(n, theirs, moved), accesses, progress, most)
+    with contextlib.closing(shared_accesses.stores):
+        words = _gathered(numbers, lambda n: run(n, theirs, shared_accesses), accesses, progress, most)
     if accesses.clash:
         return {}
     for array, copied in zip(arrays, copies):

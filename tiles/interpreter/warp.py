@@ -39,11 +39,11 @@ class InterpretedWarp(greenlet):
         try:
             kernel(*args)
         except UnboundLocalError as error:  # which Numba compiles: Python's own words tell neither the line nor that
-            within, at, source = [], error.__traceback__, self.block.cluster.source_codes()
+            frames, at, source = [], error.__traceback__, self.block.cluster.source_codes()
             while at:
-                within += [(at.tb_frame.f_code, at.tb_lasti)] * (id(at.tb_frame.f_code) in source)
+                frames += [(at.tb_frame.f_code, at.tb_lasti)] * (id(at.tb_frame.f_code) in source)
                 at = at.tb_next
-            where = WarpPlace(self.block.index, self.index, tuple(within[::-1]))
+            where = WarpPlace(self.block.index, self.index, tuple(frames[::-1]))
             why = "compiled, this kernel would go on with whatever lies there"
             raise UnboundLocalError(f"{error} on this way through the kernel; {why}\n  at {where}") from error
 
@@ -68,15 +68,15 @@ class InterpretedWarp(greenlet):
     def place(self):
         """The statement the warp is at, and those that called its function."""
         frame = self.gr_frame if getcurrent() is not self else sys._getframe(1)
-        within, source = [], self.block.cluster.source_codes()
+        frames, source = [], self.block.cluster.source_codes()
         while frame:
             code = frame.f_code
             if id(code) in source:
-                within.append((code, frame.f_lasti))
+                frames.append((code, frame.f_lasti))
             if code is self.kernel:
                 break
             frame = frame.f_back
-        return WarpPlace(self.block.index, self.index, tuple(within))
+        return WarpPlace(self.block.index, self.index, tuple(frames))
 
     def __str__(self):
         return str(self.place())

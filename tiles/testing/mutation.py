@@ -79,9 +79,9 @@ def _broken(caller, module, old, new) -> Iterator[None]:
             if known != name and (known.partition(".")[0] == package or (folder and file and Path(file).parent == folder)):
                 yield known, module
 
-    kept = dict(concerned())
+    originals = dict(concerned())
     try:
-        for known in kept:
+        for known in originals:
             del sys.modules[known]
         sys.meta_path.insert(0, finder)
         if source_file:
@@ -92,7 +92,7 @@ def _broken(caller, module, old, new) -> Iterator[None]:
         sys.meta_path.remove(finder)
         for known, _ in concerned():
             del sys.modules[known]
-        sys.modules.update(kept)
+        sys.modules.update(originals)
         caller.clear()
         caller.update(names)
         for face in set(OPS) - ops:

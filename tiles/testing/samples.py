@@ -49,10 +49,10 @@ def guarded(
     view[...] = np.nan
 
     def check():
-        kept = view.copy()
+        copy = view.copy()
         view[...] = CANARY
         untouched = np.array_equal(memory.view(before.dtype), before)
-        view[...] = kept
+        view[...] = copy
         assert untouched, "memory around the array was written"
 
     return view, check
