@@ -22,7 +22,7 @@ from attention.parallel.peers import Peers, PendingMessages
 from attention.plans import remote_keys
 
 
-class Counted(TorchDispatchMode):
+class MemoryCounter(TorchDispatchMode):
     """Counts the bytes of tensors that are allocated inside and in use: the maximum, and of which arrays; and torch's
     operations."""
 
@@ -45,13 +45,13 @@ class Counted(TorchDispatchMode):
         return result
 
 
-class SilentPeers(Peers):
+class UnsentPeers(Peers):
     """A rank that sends nothing; its messages keep the arrays that they would read until they are waited for."""
 
     exchanges = 0
 
     def exchange(self, sends, receives):
-        SilentPeers.exchanges += 1
+        UnsentPeers.exchanges += 1
         return PendingMessages((), [x for _, x in (*sends, *receives)])
 
     def all_gather_bytes(self, said, device):
@@ -83,13 +83,13 @@ def computing_nothing():
 
 def counts(world, rank, length, heads, kv_heads, dim, **options):
     """(the counters of a call on one of so many ranks, bytes of its output and lse)"""
-    peers = SilentPeers(None, rank, world, tuple(range(world)))
+    peers = UnsentPeers(None, rank, world, tuple(range(world)))
     rows = sum(map(len, parallel.Zigzag().spans(length, world)[rank]))
     q, k, v = (torch.empty(1, rows, n, dim, dtype=torch.bfloat16) for n in (heads, kv_heads, kv_heads))
     call = lambda: parallel.forward(q, k, v, group=peers, length=length, **options)
     with torch.no_grad(), computing_nothing():
         call()  # what is remembered is taken once
-        with Counted(q, k, v) as counted:
+        with MemoryCounter(q, k, v) as counted:
             call()
     return counted, rows * heads * (dim * q.element_size() + 4)
 

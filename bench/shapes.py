@@ -34,7 +34,7 @@ COSTS = {"forward": 1, "decode": 2, "backward": 3}  # kernels of a problem, abou
 
 
 # ---- inputs --------------------------------------------------------------------------------------------------------------
-class Inputs:
+class RandomTensors:
     """Cuts arrays out of one buffer of random numbers, one behind the other: memory that was never cached."""
 
     def __init__(self, elements):
@@ -334,7 +334,7 @@ def warm(problems, n, m, providers):
     began = time.time()
     for p, provider in loads[n]:
         try:
-            inputs = Inputs(64 + max(p.batch * p.keys * p.kv_heads, p.batch * p.queries * p.heads) * p.dim)
+            inputs = RandomTensors(64 + max(p.batch * p.keys * p.kv_heads, p.batch * p.queries * p.heads) * p.dim)
             inputs.buffers[p.dtype] = torch.zeros(inputs.elements, device=DEVICE, dtype=p.dtype)
             with provider.around():
                 provider.call(p, made(p, inputs))
@@ -356,7 +356,7 @@ def main(words, providers=PROVIDERS):
     random.seed(7)
     torch.manual_seed(7)
     stream = torch.cuda.Stream() if DEVICE == "cuda" else None
-    inputs = Inputs(5 * 2**28 if DEVICE == "cuda" else 2**20)
+    inputs = RandomTensors(5 * 2**28 if DEVICE == "cuda" else 2**20)
     speed = copy_speed(inputs) if DEVICE == "cuda" else 1.0
     print(f"a copy: {speed / 1e9:.2f} TB/s; {len(problems)} problems; {time.time() - began:.1f} s", flush=True)
     for p in sorted(random.sample(problems, len(problems)), key=lambda p: p.dim > 128):

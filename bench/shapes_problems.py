@@ -8,7 +8,7 @@ import torch
 BF16, FP16 = torch.bfloat16, torch.float16
 
 
-class Problem(NamedTuple):
+class BenchProblem(NamedTuple):
     """Of one of the three kinds. lens: (query, key) lengths of packed sequences. lengths, page, told: of decode."""
 
     kind: str
@@ -60,7 +60,7 @@ def _pairs(queries, keys, causal, window):
 
 def forward_problems():
     def one(name, b, sq, sk, h, g, d, dv=None, **more):
-        return Problem("forward", name, b, sq, sk, h, g, d, dv or d, **more)
+        return BenchProblem("forward", name, b, sq, sk, h, g, d, dv or d, **more)
 
     for causal in (False, True):
         c = " causal" * causal
@@ -133,7 +133,7 @@ def more_problems():
     """Windows and packed sequences."""
 
     def one(name, b, sq, sk, h, g, d, dv=None, **more):
-        return Problem("forward", name, b, sq, sk, h, g, d, dv or d, **more)
+        return BenchProblem("forward", name, b, sq, sk, h, g, d, dv or d, **more)
 
     for left, d in ((128, 64), (128, 128), (256, 128), (512, 64), (4096, 128)):
         yield one("window", 1, 16384, 16384, 1024 // d, 1024 // d, d, causal=True, window=(left, 0))
@@ -147,16 +147,16 @@ def more_problems():
         ("packed, images", (1024,) * 16, 16, 16, 80, False),
     ):
         total = sum(lens)
-        yield Problem("forward", name, 1, total, total, h, g, d, d, causal, lens=tuple((n, n) for n in lens))
+        yield BenchProblem("forward", name, 1, total, total, h, g, d, d, causal, lens=tuple((n, n) for n in lens))
     lens = tuple((1 + 37 * n % 63, 512 + 977 * n % 7001) for n in range(16))
-    yield Problem(
+    yield BenchProblem(
         "forward", "packed, few queries", 1, sum(x for x, _ in lens), sum(x for _, x in lens), 16, 16, 128, 128, lens=lens
     )
 
 
 def decode_problems():
     def one(name, b, tokens, keys, h, g, d, **more):
-        return Problem("decode", name, b, tokens, keys, h, g, d, d, causal=True, **more)
+        return BenchProblem("decode", name, b, tokens, keys, h, g, d, d, causal=True, **more)
 
     for d in (64, 96, 192, 256):
         yield one(f"dim {d}", 1, 1, 32768, 32, 8, d, lengths=(32768,))
@@ -220,7 +220,7 @@ def decode_problems():
 
 def backward_problems():
     def one(name, b, sq, sk, h, g, d, dv=None, **more):
-        return Problem("backward", name, b, sq, sk, h, g, d, dv or d, **more)
+        return BenchProblem("backward", name, b, sq, sk, h, g, d, dv or d, **more)
 
     for d in (96, 192, 80):
         yield one(f"dim {d} causal", 2, 4096, 4096, 1024 // d, 1024 // d, d, causal=True)
@@ -245,10 +245,10 @@ def backward_problems():
     yield one("odd length", 4, 1000, 1000, 16, 16, 64)
     yield one("GQA 8:1 causal", 2, 4096, 4096, 32, 4, 128, causal=True)
     yield one("MQA causal", 2, 2048, 2048, 32, 1, 128, causal=True)
-    yield Problem("backward", "packed, images", 1, 8192, 8192, 12, 12, 80, 80, lens=((1024, 1024),) * 8)
+    yield BenchProblem("backward", "packed, images", 1, 8192, 8192, 12, 12, 80, 80, lens=((1024, 1024),) * 8)
     yield one("window causal", 1, 16384, 16384, 8, 8, 128, causal=True, window=(512, 0))
     lens = (8192, *[64] * 64)
-    yield Problem(
+    yield BenchProblem(
         "backward", "packed, one long", 1, sum(lens), sum(lens), 8, 8, 128, 128, True, lens=tuple((n, n) for n in lens)
     )
 
@@ -258,7 +258,7 @@ def tiles_problems():
 
     def one(kind, batch, queries, keys, heads, kv_heads, dim, causal):
         name = "tiles" + " causal" * causal
-        return Problem(kind, name, batch, queries, keys, heads, kv_heads, dim, dim, causal=causal)
+        return BenchProblem(kind, name, batch, queries, keys, heads, kv_heads, dim, dim, causal=causal)
 
     lengths = (512, 16), (1024, 8), (1024, 16), (2048, 1), (2048, 4), (2048, 8), (4096, 2), (4096, 4), (8192, 1), (16384, 1)
     for dim, causal, (s, heads) in itertools.product((64, 128), (False, True), lengths):

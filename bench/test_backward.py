@@ -24,7 +24,7 @@ ROUNDS = 7
 PROVIDERS = "tiles", "cudnn", "flash4", "flash2"
 
 
-class Passed:
+class ForwardOfProviders:
     """Inputs, what each provider's forward pass made of them, and the gradient of that."""
 
     def __init__(self, head_dim, length, causal, providers):
@@ -70,8 +70,8 @@ def _check(call, passed, causal):
 @functools.cache
 def _times(head_dim, causal, length):
     """{provider: milliseconds of every round}, or the reason why it cannot run."""
-    theirs, missing = peers.present(peers.softmax(causal), Passed(head_dim, length, causal, {}).leaves)
-    sets = [(x,) for x in rotated(lambda: Passed(head_dim, length, causal, theirs), 7 * TOKENS * WIDTH * 2)]
+    theirs, missing = peers.present(peers.softmax(causal), ForwardOfProviders(head_dim, length, causal, {}).leaves)
+    sets = [(x,) for x in rotated(lambda: ForwardOfProviders(head_dim, length, causal, theirs), 7 * TOKENS * WIDTH * 2)]
     calls = {"tiles": functools.partial(_tiles, causal=causal)}
     calls |= {name: functools.partial(_peer, name) for name in theirs}
     for call in calls.values():

@@ -44,7 +44,7 @@ def _t5(s, b, h, i, j, table, places):
     return s + table[h, places[i - j + (places.shape[0] // 2)]]
 
 
-class Passed:
+class TrainedForward:
     """Inputs, what each forward pass made of them, and the gradient of that. options: of ours; more: further leaves."""
 
     def __init__(self, shape, options, theirs, more=()):
@@ -153,7 +153,7 @@ def _times(case):
         options = options | {"aux": (more[0].detach(), options["aux"][1])}
     leaves = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
     theirs, missing = peers.present(theirs, [*leaves, *more])
-    sets = [(x,) for x in rotated(lambda: Passed(shape, options, theirs, more), 7 * math.prod(shape) * 2)]
+    sets = [(x,) for x in rotated(lambda: TrainedForward(shape, options, theirs, more), 7 * math.prod(shape) * 2)]
     calls = {"tiles": functools.partial(_tiles, options=options), "plain": functools.partial(_plain, options=options)}
     backwards, stopped = peers.present({name: functools.partial(_peer, name=name) for name in theirs}, sets[0])
     calls, missing = calls | backwards, missing | stopped

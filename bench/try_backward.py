@@ -31,7 +31,7 @@ def options(head_dim: int, length: int) -> dict[str, dict]:
     return choices
 
 
-class Passed:
+class ForwardPerOption:
     """Inputs, and what forward made of them with each option."""
 
     def __init__(self, head_dim, length, causal, asked):
@@ -51,8 +51,11 @@ class Passed:
 def measured(head_dim: int, length: int, causal: bool) -> str:
     """A line."""
     asked = options(head_dim, length)
-    sets = [(Passed(head_dim, length, causal, asked),) for _ in range(2)]
-    calls = {what: functools.partial(Passed.backward, what=what, causal=causal, given=given) for what, given in asked.items()}
+    sets = [(ForwardPerOption(head_dim, length, causal, asked),) for _ in range(2)]
+    calls = {
+        what: functools.partial(ForwardPerOption.backward, what=what, causal=causal, given=given)
+        for what, given in asked.items()
+    }
     times = medians(interleaved(calls, sets, 5))
     parts = [f"{what} {times['plain'] / ms:.3f}" for what, ms in times.items() if what != "plain"]
     return f"D {head_dim:3} {'causal' if causal else 'full  '} {length:5}  {times['plain']:.4f} ms  " + "  ".join(parts)

@@ -29,7 +29,7 @@ TURN, WARM = 8, 3  # steps between two looks at the clock; steps before a graph 
 
 
 @dataclass(frozen=True)
-class Size:
+class GenerationSize:
     """Of a model, what it reads and what it writes."""
 
     dim: int = 4096
@@ -43,11 +43,11 @@ class Size:
     tokens: int = 128
 
 
-TINY = Size(dim=64, hidden=64, depth=2, heads=4, kv_heads=2, vocabulary=97, batch=2, prompt=24, tokens=8)
+TINY = GenerationSize(dim=64, hidden=64, depth=2, heads=4, kv_heads=2, vocabulary=97, batch=2, prompt=24, tokens=8)
 
 
 @dataclass
-class Run:
+class Generated:
     """What was generated, (B, tokens), and how long it took: the prompt, and a step in each turn but for the first steps, where
     kernels are compiled."""
 
@@ -80,7 +80,7 @@ def model_of(size, device):
 
 @torch.inference_mode()
 def generate(model, prompt, count, quiet=False):
-    """The Run of `count` tokens behind prompts (B, S), each the likeliest."""
+    """The Generated of `count` tokens behind prompts (B, S), each the likeliest."""
     cache = StaticCache(config=model.config, max_cache_len=prompt.shape[1] + count)
     synchronize = torch.cuda.synchronize if prompt.is_cuda else lambda: None
     token, made = prompt[:, :1].clone(), []
@@ -98,14 +98,14 @@ def generate(model, prompt, count, quiet=False):
         bar.update(turn)
         return (time.perf_counter() - begun) / turn
 
-    with tqdm(total=count, unit="token", disable=quiet) if tqdm else Bar() as bar:
+    with tqdm(total=count, unit="token", disable=quiet) if tqdm else NoBar() as bar:
         of_prompt, seconds = timed(lambda: step(prompt)), []
         for _ in range(WARM):
             timed(step)
         run = captured(step) if prompt.is_cuda else step
         while len(made) < count:
             seconds.append(timed(run, min(TURN, count - len(made))))
-    return Run(torch.cat(made, 1), of_prompt, seconds)
+    return Generated(torch.cat(made, 1), of_prompt, seconds)
 
 
 def captured(step):
@@ -116,7 +116,7 @@ def captured(step):
     return graph.replay
 
 
-class Bar(contextlib.nullcontext):
+class NoBar(contextlib.nullcontext):
     """No bar."""
 
     def __enter__(self):
@@ -127,10 +127,10 @@ class Bar(contextlib.nullcontext):
 
 
 def main(argv=None):
-    """The command: {name: Run}."""
+    """The command: {name: Generated}."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    size = Size() if device == "cuda" else TINY
+    size = GenerationSize() if device == "cuda" else TINY
     for one in fields(size):
         parser.add_argument(f"--{one.name.replace('_', '-')}", type=one.type, default=getattr(size, one.name))
     parser.add_argument("--quiet", action="store_true", help="no progress bar")

@@ -21,7 +21,7 @@ S, O = rt(ROWS, KEYS, fp32), rt(ROWS, D, fp32)
 LOWEST = -1e30  # the score of a key that is not seen: below every other
 
 
-class Softmax(NamedTuple):
+class WindowState(NamedTuple):
     """The weighted values so far, the greatest score of each row, and the sum of exponentials relative to it."""
 
     o: Any
@@ -32,7 +32,7 @@ class Softmax(NamedTuple):
     def absorb(self, s, v):
         m = maximum(self.m, row_max(s))
         p, alpha = exp(s - m), exp(self.m - m)
-        return Softmax(mma_AB(self.o * alpha, bf16(p), v), m, self.l * alpha + row_sum(p))
+        return WindowState(mma_AB(self.o * alpha, bf16(p), v), m, self.l * alpha + row_sum(p))
 
 
 @cuda.jit
@@ -41,7 +41,7 @@ def attend(q, k, v, out, window, cap):
     row, head = ROWS * cuda.blockIdx.x, cuda.blockIdx.y
     queries = load(q, Q, (row, head, 0), rows=0, cols=2)
     first = max(row - window + 1, 0) // KEYS
-    state = Softmax(zeros(O), full(S.col_vec, LOWEST), zeros(S.col_vec))
+    state = WindowState(zeros(O), full(S.col_vec, LOWEST), zeros(S.col_vec))
     for col in range(KEYS * first, row + ROWS, KEYS):
         s = mma_ABt(zeros(S), queries, load(k, K, (col, head, 0), rows=0, cols=2)) / math.sqrt(D)
         s = cap * tanh(s / cap)

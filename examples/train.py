@@ -36,7 +36,7 @@ BYTES, WARMUP, TOGETHER = 256, 20, 10  # what there is to predict; steps until t
 
 
 @dataclass(frozen=True)
-class Size:
+class TrainingSize:
     """Of a model, its batches, and how long it is trained."""
 
     dim: int = 512
@@ -49,7 +49,7 @@ class Size:
     rate: float = 1e-3
 
 
-TINY = Size(dim=32, depth=1, heads=2, kv_heads=1, tokens=32, batch=2, steps=4)
+TINY = TrainingSize(dim=32, depth=1, heads=2, kv_heads=1, tokens=32, batch=2, steps=4)
 
 
 class OnTorch(Attention):
@@ -114,7 +114,7 @@ class Together(Alone):
             dist.all_reduce(x)
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """x + attention(norm(x)), and the same of a perceptron."""
 
     def __init__(self, size, attention):
@@ -130,13 +130,13 @@ class Block(nn.Module):
         return x + self.perceptron(self.norms[1](x))
 
 
-class Model(nn.Module):
+class Transformer(nn.Module):
     """Logits of each next byte."""
 
     def __init__(self, size, attention):
         super().__init__()
         self.embed = nn.Embedding(BYTES, size.dim)
-        self.blocks = nn.ModuleList(Block(size, attention) for _ in range(size.depth))
+        self.blocks = nn.ModuleList(TransformerBlock(size, attention) for _ in range(size.depth))
         self.norm, self.head = nn.RMSNorm(size.dim), nn.Linear(size.dim, BYTES, bias=False)
 
     def forward(self, read, **where):
@@ -147,7 +147,7 @@ class Model(nn.Module):
 
 
 @dataclass
-class Run:
+class TrainingRun:
     """A model that is trained, by these processes. losses: a scalar tensor of each step; seconds: of a step, in each turn."""
 
     model: nn.Module
@@ -195,19 +195,19 @@ def sources():
 
 
 def train(size, ranks, baseline=False, eager=False, quiet=False):
-    """{name: Run} of our model, and of torch's if there is to be a baseline. eager: without torch.compile."""
+    """{name: TrainingRun} of our model, and of torch's if there is to be a baseline. eager: without torch.compile."""
     device = ranks.device
     text, chance, runs = sources().to(device), torch.Generator().manual_seed(1), {}
     for name, module in {"attention": ranks.attention, **({"torch": OnTorch} if baseline else {})}.items():
         torch.manual_seed(0)
-        model = Model(size, module).to(device)
+        model = Transformer(size, module).to(device)
         if module is OnTorch:
             tables = angles(torch.arange(size.tokens, device=device), size.dim // size.heads, ROTARY)
             for block in model.blocks:
                 block.attention.tables = tables
         for block in [] if eager else model.blocks:
             block.compile(fullgraph=True)  # the first one; the others are like it
-        runs[name] = Run(model, size.rate, ranks)
+        runs[name] = TrainingRun(model, size.rate, ranks)
     with tqdm(total=size.steps, unit="step", disable=quiet) as bar:
         for first in range(0, size.steps, TOGETHER):
             turn = min(TOGETHER, size.steps - first)
@@ -237,7 +237,7 @@ def main(argv=None):
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    size = Size() if device == "cuda" else TINY
+    size = TrainingSize() if device == "cuda" else TINY
     for one in fields(size):
         parser.add_argument(f"--{one.name.replace('_', '-')}", type=one.type, default=getattr(size, one.name))
     parser.add_argument("--baseline", action="store_true", help="train the same model on torch's attention, too")

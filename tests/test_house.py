@@ -2,6 +2,7 @@
 
 import ast
 import functools
+from collections import defaultdict
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -164,6 +165,17 @@ def test_kernels_import_no_planners():
 def test_no_public_module_has_the_name_of_a_public_function():
     """`from attention import forward` must be the function, whatever was imported before."""
     assert not {m.rpartition(".")[2] for m in modules(ROOT) if m.startswith("attention.public.")} & set(attention.__all__)
+
+
+def test_a_class_name_occurs_once():
+    """In the whole repository, but for Config, which every kernel module has."""
+    files = (file for folder in (*PACKAGES, "tests", "bench", "examples") for file in (ROOT / folder).rglob("*.py"))
+    places = defaultdict(list)
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef) and node.name != "Config":
+                places[node.name].append(str(file.relative_to(ROOT)))
+    assert {name: files for name, files in places.items() if len(files) > 1} == {}
 
 
 def test_numba_is_named_where_kernels_are_compiled():

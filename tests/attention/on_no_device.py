@@ -38,7 +38,7 @@ class Lent:
         return self.form.strides[axis] // self.form.itemsize
 
 
-class OnDevice(Kind):
+class RecordingAllocator(Kind):
     """An allocator whose arrays lie one after the other. Indexing them gives elements, as with tensors."""
 
     def __init__(self):
@@ -81,7 +81,7 @@ class OnDevice(Kind):
 def noting_driver(monkeypatch):
     """A simulated Hopper GPU whose driver records launches in `.launches`. `.call(program, arrays, options, layout)` returns
     what a call allocated and launched, or its error."""
-    ok, kind = driver.CUresult.CUDA_SUCCESS, OnDevice()
+    ok, kind = driver.CUresult.CUDA_SUCCESS, RecordingAllocator()
     target = SimpleNamespace(
         ordinal=0, capability=(9, 0), processors=132, cache_bytes=50 * 2**20, shared_bytes=227 * 1024, arch="sm_90a"
     )

@@ -51,7 +51,7 @@ EVERY = MEMBERS | {
 }
 
 
-class OnInterpreter(places.OnInterpreter):
+class SoakOnInterpreter(places.OnInterpreter):
     """NumPy arrays."""
 
     def copy(self, x, past):
@@ -67,7 +67,7 @@ class OnInterpreter(places.OnInterpreter):
         return nullcontext()
 
 
-class OnCard(places.OnCard):
+class SoakOnCard(places.OnCard):
     """torch tensors; each thread has its own stream."""
 
     def copy(self, x, past):
@@ -153,7 +153,7 @@ def _flat(results):
 @pytest.mark.timeout(SECONDS + 600)
 def test_soak():
     pytest.importorskip("torch")
-    soak = Soak(EVERY, OnCard(), LENGTHS)
+    soak = Soak(EVERY, SoakOnCard(), LENGTHS)
     for name in EVERY:  # kernels are compiled before the time begins
         soak.call(name, LENGTHS, random.Random(0))
     soak.run(THREADS, SECONDS)
@@ -165,7 +165,7 @@ def test_soak():
 # ---- the soak itself, in the interpreter -----------------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["forward", "decays of heads", "linear_step"])
 def test_a_soak_calls_again_and_again(name):
-    soak = Soak({name: EVERY[name]}, OnInterpreter(), 3)
+    soak = Soak({name: EVERY[name]}, SoakOnInterpreter(), 3)
     soak.run(2, 2)
     assert not soak.errors and not soak.wrong and 1 <= len(soak.first) <= 3 and soak.calls >= 2
 
@@ -173,7 +173,7 @@ def test_a_soak_calls_again_and_again(name):
 def test_a_soak_finds_what_differs():
     calls = itertools.count()
     wrong = Member(lambda q, k, v: q + (next(calls) == 20), None, _heads, start="", keep="")
-    soak = Soak({"wrong": wrong}, OnInterpreter(), 3)
+    soak = Soak({"wrong": wrong}, SoakOnInterpreter(), 3)
     soak.run(2, 0.5)
     assert [name for name, _ in soak.wrong] == ["wrong"] and not soak.errors and soak.calls > 20
 
@@ -182,6 +182,6 @@ def test_a_soak_hands_on_errors():
     def fails(q, k, v):
         raise MemoryError("enough")
 
-    soak = Soak({"fails": Member(fails, None, _heads, start="", keep="")}, OnInterpreter(), 3)
+    soak = Soak({"fails": Member(fails, None, _heads, start="", keep="")}, SoakOnInterpreter(), 3)
     soak.run(2, 0.1)
     assert "enough" in str(soak.errors[0])

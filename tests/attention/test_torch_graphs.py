@@ -15,7 +15,7 @@ from torch_calls import (  # noqa: E402
     HEAD,
     TOKENS,
     Inputs,
-    Recording,
+    OpRecorder,
     assert_same,
     cloned,
     every_call,
@@ -67,7 +67,7 @@ def test_a_scale_that_changes():
         assert_same(compiled(q, k, v, scale=scale), attention.forward(q, k, v, scale=scale))
 
 
-class Layer(torch.nn.Module):
+class AttentionLayer(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.project = torch.nn.Linear(HEAD, 3 * HEAD, dtype=torch.bfloat16)
@@ -79,7 +79,7 @@ class Layer(torch.nn.Module):
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_export(strict):
-    layer, x = Layer().requires_grad_(False), torch.randn(1, TOKENS, HEAD).bfloat16()
+    layer, x = AttentionLayer().requires_grad_(False), torch.randn(1, TOKENS, HEAD).bfloat16()
     shapes = ({1: torch.export.Dim("tokens", min=2, max=4096)},)
     exported = torch.export.export(layer, (x,), dynamic_shapes=shapes, strict=strict)
     targets = [str(node.target) for node in exported.graph.nodes]
@@ -99,7 +99,7 @@ class OfFused(torch.nn.Module):
 
 
 EXPORTED = {
-    "attention": Layer,
+    "attention": AttentionLayer,
     "module": lambda: Attention(HEAD, 1, causal=True, dtype=torch.bfloat16),
     "projected": lambda: Attention(HEAD, 1, rotary=1e4, dtype=torch.bfloat16),
     "fused": OfFused,
@@ -142,9 +142,9 @@ def test_what_a_graph_cannot_do_is_said():
     torch._dynamo.reset()
     with pytest.raises(Exception, match="stream: must be None"):
         torch.compile(lambda: attention.forward(q, k, v, stream=0), fullgraph=True, backend="aot_eager")()
-    with Recording(), pytest.raises(TypeError, match="stream: must be None"):
+    with OpRecorder(), pytest.raises(TypeError, match="stream: must be None"):
         attention.forward(q, k, v, stream=0)
-    with Recording(), pytest.raises(ValueError, match=r"out: must have shape=\(1, 16, 1, 64\)"):
+    with OpRecorder(), pytest.raises(ValueError, match=r"out: must have shape=\(1, 16, 1, 64\)"):
         attention.forward(q, k, v, out=torch.zeros(2, TOKENS, 1, HEAD, dtype=q.dtype))
     with pytest.raises(ValueError, match="k: head_dim must equal q's"):
         torch.compile(attention.forward, fullgraph=True, backend="aot_eager")(q, k[..., :32], v[..., :32])

@@ -11,7 +11,7 @@ import attention
 
 torch = pytest.importorskip("torch")
 import torch.autograd.forward_ad as forward_ad  # noqa: E402
-from torch_calls import CALLS, TOKENS, Inputs, Recording, assert_same, cloned, every_call, leaves, prepared  # noqa: E402
+from torch_calls import CALLS, TOKENS, Inputs, OpRecorder, assert_same, cloned, every_call, leaves, prepared  # noqa: E402
 
 # ---- the ops ---------------------------------------------------------------------------------------------------------
 checked = pytest.mark.parametrize("name", [name for name in CALLS if "fp8" not in name])  # which opcheck would multiply
@@ -21,7 +21,7 @@ checked = pytest.mark.parametrize("name", [name for name in CALLS if "fp8" not i
 def test_opcheck(name):
     """Schema, autograd registration, fakes with their strides, and dispatch with symbols for extents."""
     function, args, options = prepared(name)
-    with Recording() as seen:
+    with OpRecorder() as seen:
         function(*args, **options)
     assert seen.calls
     for op, arguments in seen.calls:
@@ -195,7 +195,7 @@ def test_torch_is_not_imported():
 @checked
 def test_opcheck_on_the_card(name):
     function, args, options = prepared(name, device="cuda")
-    with Recording() as seen:
+    with OpRecorder() as seen:
         function(*args, **options)
     assert seen.calls
     for op, arguments in seen.calls:

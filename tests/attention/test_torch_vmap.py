@@ -7,7 +7,7 @@ import pytest
 import attention
 
 torch = pytest.importorskip("torch")
-from torch_calls import HEAD, TOKENS, Inputs, Recording, assert_same, leaves, near, prepared  # noqa: E402
+from torch_calls import HEAD, TOKENS, Inputs, OpRecorder, assert_same, leaves, near, prepared  # noqa: E402
 
 
 def mapped(function, in_dims, arrays, **options):
@@ -32,7 +32,7 @@ def test_vmap_of_forward(in_dims):
 
 def test_vmap_is_one_call():
     q, k, v = (torch.stack([x, x]) for x in Inputs().qkv())
-    with Recording() as seen:
+    with OpRecorder() as seen:
         torch.vmap(attention.forward, in_dims=(0, 0, None))(q, k, v[0])
     [(_, (folded, _, shared, *_))] = seen.calls
     assert folded.shape == shared.shape == (2, TOKENS, 1, HEAD)

@@ -290,7 +290,7 @@ def assert_same(got, wanted):
         torch.testing.assert_close(x, y)
 
 
-class Recording(TorchDispatchMode):
+class OpRecorder(TorchDispatchMode):
     """The ops of ours that are called inside, with their arguments."""
 
     def __init__(self):

@@ -8,7 +8,7 @@ from tiles.launching.arrays import Operand, c_ordered
 from tiles.launching.recording import RecordedStep
 
 
-class Bound:
+class BoundName:
     """A stand-in for a launch, which notes that it ran."""
 
     def __init__(self, name, ran):
@@ -24,7 +24,9 @@ def step(monkeypatch):
     monkeypatch.setattr(early_launch, "WRITTEN", {})
     ran = []
     x, w, y = (Operand(n, c_ordered((16,), "float32", None)) for n in range(3))
-    return EarlyLaunch(RecordedStep(Bound("early", ran), Bound("late", ran), [0, 1, 2]), [memory_of(w)], [memory_of(y)]), ran
+    return EarlyLaunch(
+        RecordedStep(BoundName("early", ran), BoundName("late", ran), [0, 1, 2]), [memory_of(w)], [memory_of(y)]
+    ), ran
 
 
 LATE, EARLY = [1000, 1060, 940], [2000, 1064, 936]  # where weights lie, beside what was written from 1000 to 1064

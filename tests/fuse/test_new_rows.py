@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from cuda.bindings import driver
-from on_no_device import Lent, OnDevice, fresh, noting_driver
+from on_no_device import Lent, RecordingAllocator, fresh, noting_driver
 from operator_cases import DTYPES, SHAPES, normal, sample
 from references import compare
 
@@ -72,7 +72,7 @@ def gpu(monkeypatch):
     """See noting_driver. `.slow` counts the searches and rendered modules of a plan for a new class."""
     with noting_driver(monkeypatch) as noted:
         monkeypatch.setitem(KIND_OF, Tensor, KIND_OF[Lent])
-        monkeypatch.setattr(OnDevice, "maker", lambda self, home, *form: lambda: Tensor(2**60, c_ordered(*form, 0)))
+        monkeypatch.setattr(RecordingAllocator, "maker", lambda self, home, *form: lambda: Tensor(2**60, c_ordered(*form, 0)))
         monkeypatch.setattr("tiles.launching.frameworks.machine", lambda ordinal: SimpleNamespace(processors=132))
         for user in ("fuse.definition", "fuse.gradient"):
             monkeypatch.setattr(f"{user}.card", lambda ordinal: card(None))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import tomllib
 
-from .sources import PACKAGES, ROOT, Edit, Mutation, Source
+from .sources import PACKAGES, ROOT, Edit, Mutation, SourceFile
 
 HERE = Path(__file__).parent
 
@@ -38,7 +38,7 @@ def _extent(file, function):
     data = file.read_bytes()
     if not function:
         return data, 0, len(data)
-    source = Source(file.name, data)
+    source = SourceFile(file.name, data)
     node = source.functions.get(function)
     return data, *(source.span(node) if node else (None, None))
 

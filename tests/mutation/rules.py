@@ -2,7 +2,7 @@
 
 A rule is a function of a node, of the kinds that stand above it, and the node's source. It yields (fault, edits) for each fault
 that it makes of the node; the fault is what the mutation's name says, without spaces. What nobody could notice is not made: see
-`Source.nodes`. Layouts, descriptors, PTX text and numerics are no rule's business: by_hand.toml has faults of these.
+`SourceFile.nodes`. Layouts, descriptors, PTX text and numerics are no rule's business: by_hand.toml has faults of these.
 """
 
 import ast
@@ -11,10 +11,10 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 
-from .sources import Edit, Mutation, Source, dotted, unseen
+from .sources import Edit, Mutation, SourceFile, dotted, unseen
 
 Faults = Iterator[tuple[str, tuple[Edit | None, ...]]]
-RULES: dict[type, list[Callable[[ast.AST, Source], Faults]]] = defaultdict(list)  # by the kinds of nodes that they match
+RULES: dict[type, list[Callable[[ast.AST, SourceFile], Faults]]] = defaultdict(list)  # by the kinds of nodes that they match
 
 # calls that order, hand over, clear or check, and give nothing: without them the code runs on
 ORDERS = "fence wait sync commit arrive release meet emit_meet publish reads_done warp_sync mbarrier acquire signal"
@@ -77,7 +77,7 @@ def literal(node: ast.AST) -> bool:
     return text or isinstance(node, ast.List | ast.Tuple | ast.JoinedStr | ast.Dict | ast.Set | ast.ListComp)
 
 
-def moved(source: Source, node: ast.AST, by: str) -> Edit:
+def moved(source: SourceFile, node: ast.AST, by: str) -> Edit:
     """`node` becomes `node + 1` or `node - 1`."""
     text = source.text(node)
     if isinstance(node, ast.Constant):
@@ -87,7 +87,7 @@ def moved(source: Source, node: ast.AST, by: str) -> Edit:
     return source.replaced(node, b"(%s %s)" % (text, by.encode()))
 
 
-def swapped(source: Source, one: ast.AST, other: ast.AST) -> tuple[Edit, Edit]:
+def swapped(source: SourceFile, one: ast.AST, other: ast.AST) -> tuple[Edit, Edit]:
     return source.replaced(one, source.text(other)), source.replaced(other, source.text(one))
 
 
@@ -314,7 +314,7 @@ def forgets_an_option(node, source) -> Faults:
             yield f"drop-{keyword.arg}=", (Edit(start, end, b""),)
 
 
-def mutations(source: Source) -> Iterator[Mutation]:
+def mutations(source: SourceFile) -> Iterator[Mutation]:
     """All faults that rules make of a file, each with its name."""
     counted = Counter()
     for function, node in source.nodes():

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from .by_hand import by_hand, why_neutral
 from .killers import LikeliestFirst, other_tests, own_tests
 from .rules import mutations
-from .sources import ROOT, Mutation, Source, sources
+from .sources import ROOT, Mutation, SourceFile, sources
 
 KEPT = "attention fuse ops tests tiles examples docs bench".split()  # what a copy of the tree needs
 SEEN = {"OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TILES_SEED": "1"}  # by all tests
@@ -201,7 +201,7 @@ def chosen(words: list[str]) -> list[Mutation]:
     a path, and makes none for files of other paths."""
     parts = [path for path, _, _ in (word.partition("::") for word in words) if "/" in path]
     files = [path for path in sources() if all(part in path for part in parts)]
-    made = (mutation for path in files for mutation in mutations(Source(path, (ROOT / path).read_bytes())))
+    made = (mutation for path in files for mutation in mutations(SourceFile(path, (ROOT / path).read_bytes())))
     found = itertools.chain(by_hand(), made)
     return [m for m in found if all(word in m.name for word in words) and not why_neutral(m.name)]
 

@@ -47,7 +47,7 @@ class Mutation(NamedTuple):
         return data
 
 
-class Source:
+class SourceFile:
     """A file of Python, by its bytes: the places of nodes are counted in them."""
 
     def __init__(self, path: str, data: bytes):

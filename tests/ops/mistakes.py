@@ -15,7 +15,7 @@ S, S8 = st(64, 64, bf16), st(64, 64, fp8e4m3)
 smem = tiles.shared(s=S, v=st(64, 48, fp16), f=S8, bar=barrier(1))
 
 
-class Cases:
+class RefusedKernels:
     """Decorator `says(message)`: the kernel below must be refused with a TypeError whose message begins so."""
 
     def __init__(self):

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from mistakes import WIDE, B, Cases, E, S, T, check
+from mistakes import WIDE, B, E, RefusedKernels, S, T, check
 from numba import cuda
 
 import tiles
@@ -36,7 +36,7 @@ from ops import (  # fmt: skip
 from tiles import bf16, fp8e4m3, fp16, fp32, ring, rt, st, tf32
 from tiles.testing import ptx
 
-says = Cases()
+says = RefusedKernels()
 COLUMNS = rt(16, 64, fp32, "col")
 HIGH = rt(32, 64, fp32)
 LONG = rt(16, 512, bf16)

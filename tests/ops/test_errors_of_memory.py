@@ -1,14 +1,14 @@
 """Errors of wrong arguments (see test_errors.py) to products, loads, stores and warpgroups."""
 
 import numpy as np
-from mistakes import S8, WIDE, B, Cases, E, S, T, check, smem
+from mistakes import S8, WIDE, B, E, RefusedKernels, S, T, check, smem
 from numba import cuda
 
 import tiles
 from ops import cluster, copy_async, lane_sum, load, mma_AB, mma_ABt, mma_AtB, raw, row_max, store, subtile, warpgroup, zeros
 from tiles import bf16, fp16, fp32, rt
 
-says = Cases()
+says = RefusedKernels()
 H = rt(16, 64, fp16)
 H48 = rt(16, 48, fp16)
 NARROW_COLUMNS = rt(16, 64, bf16, "col")

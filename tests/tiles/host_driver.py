@@ -88,7 +88,7 @@ def encoded(gpu, monkeypatch):
     asked = []
     tensor_maps.encoded.cache_clear()
 
-    class Map:
+    class DriverMap:
         def __init__(self, pointer=0, _ptr=None):
             self.own = (ctypes.c_uint64 * 16)(pointer)
             self.at = _ptr or ctypes.addressof(self.own)
@@ -98,7 +98,7 @@ def encoded(gpu, monkeypatch):
 
     def encode(*args):
         asked.append(("encode", args[2]))
-        return (gpu.status if gpu.current == 1234 else INVALID_CONTEXT), Map(args[2])
+        return (gpu.status if gpu.current == 1234 else INVALID_CONTEXT), DriverMap(args[2])
 
     def move(tensor_map, pointer):
         asked.append(("move", pointer))
@@ -110,7 +110,7 @@ def encoded(gpu, monkeypatch):
 
     monkeypatch.setattr(driver, "cuTensorMapEncodeTiled", encode)
     monkeypatch.setattr(driver, "cuTensorMapReplaceAddress", move)
-    monkeypatch.setattr(driver, "CUtensorMap", Map)
+    monkeypatch.setattr(driver, "CUtensorMap", DriverMap)
     return asked
 
 

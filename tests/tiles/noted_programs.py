@@ -47,7 +47,7 @@ def gpu(monkeypatch):
     RUNS.clear()
 
 
-class Counted:
+class CountedProgram:
     """A program, called on torch's tensors; `read` and `planned` count the calls that were read in full, and planned."""
 
     def __init__(self, table, planner):

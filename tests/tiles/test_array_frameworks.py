@@ -146,7 +146,7 @@ FakeCuPy.__module__, FakeCuPy.__name__ = "cupy", "ndarray"
 def test_cupy(monkeypatch):
     entered = []
 
-    class Device:
+    class CupyDevice:
         def __init__(self, ordinal):
             self.ordinal = ordinal
 
@@ -156,7 +156,7 @@ def test_cupy(monkeypatch):
         def __exit__(self, *exc):
             entered.append("left")
 
-    cuda = SimpleNamespace(get_current_stream=lambda ordinal: SimpleNamespace(ptr=100 + ordinal), Device=Device)
+    cuda = SimpleNamespace(get_current_stream=lambda ordinal: SimpleNamespace(ptr=100 + ordinal), Device=CupyDevice)
     empty = lambda shape, dtype: FakeCuPy(np.empty(shape, dtype))
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda, empty=empty))
     x = FakeCuPy(sample("bfloat16"))

@@ -32,7 +32,7 @@ SCHEMA = Schema(
 )
 
 
-class Noted:
+class NotedStep:
     of_lengths = True
 
     def run(self, stream, addresses):
@@ -46,7 +46,7 @@ def kept(monkeypatch):
     monkeypatch.setattr(programs, "TRACED_PLANS", Recent(programs.PLAN_KINDS))
     monkeypatch.delenv("TILES_CHECK", raising=False)
     RUNS.clear()
-    function = program(SCHEMA)(lambda problem: Plan([Noted()]))
+    function = program(SCHEMA)(lambda problem: Plan([NotedStep()]))
 
     def call(**given):
         given.setdefault("x", np.zeros((5, 3), np.float32))
@@ -116,7 +116,7 @@ def test_a_known_form_is_checked_anew(kept):
 
 
 # ---- on a GPU ----------------------------------------------------------------------------------------------------------
-class Lent:
+class LentArray:
     """An array that says it lies on device 3."""
 
     def __init__(self, array):
@@ -129,7 +129,7 @@ class LentKind(Kind):
         return Array(array.pointer, array.form._replace(device=3), x, self)
 
     def maker(self, home, shape, dtype):
-        return lambda: Lent(np.empty(shape, dtype))
+        return lambda: LentArray(np.empty(shape, dtype))
 
 
 @pytest.fixture
@@ -145,12 +145,12 @@ def card(fake_cuda, monkeypatch):
 
     monkeypatch.setattr(driver, "cuMemcpyDtoH", copy)
     monkeypatch.setattr(driver, "cuStreamIsCapturing", lambda stream: (driver.CUresult.CUDA_SUCCESS, state["now"]))
-    monkeypatch.setitem(KIND_OF, Lent, LentKind())
+    monkeypatch.setitem(KIND_OF, LentArray, LentKind())
     return state
 
 
 def lent(given):
-    return {name: Lent(x) for name, x in given.items()} | {"x": Lent(np.zeros((5, 3), np.float32))}
+    return {name: LentArray(x) for name, x in given.items()} | {"x": LentArray(np.zeros((5, 3), np.float32))}
 
 
 @pytest.mark.parametrize("check", ["", "0", "sm_80"])

@@ -17,7 +17,7 @@ from tiles.launching.arguments import parameter
 T = rt(16, 64, fp32)
 
 
-class Softmax(NamedTuple):
+class RowState(NamedTuple):
     """o / l is the softmax so far; m the running maximum."""
 
     o: Any
@@ -29,7 +29,7 @@ class Softmax(NamedTuple):
         """With a block of scores, whose values are the scores."""
         m = maximum(self.m, row_max(s))
         alpha, p = exp2(self.m - m), exp2(s - m)
-        return Softmax(self.o * alpha + p * s, m, self.l * alpha + row_sum(p))
+        return RowState(self.o * alpha + p * s, m, self.l * alpha + row_sum(p))
 
     def host(self):
         """Not for kernels."""
@@ -43,7 +43,7 @@ class Online:
 
     @inlined
     def start(self):
-        return Softmax(zeros(T), full(T.col_vec, self.low), zeros(T.col_vec))
+        return RowState(zeros(T), full(T.col_vec, self.low), zeros(T.col_vec))
 
     @inlined
     def absorb(self, state, s):
@@ -113,7 +113,7 @@ def test_it_is_free(arch):
 def test_replace():
     @cuda.jit
     def kernel(x, y, n):
-        state = Softmax(load(x, T, (0, 0)), full(T.col_vec, 1.0), 2)
+        state = RowState(load(x, T, (0, 0)), full(T.col_vec, 1.0), 2)
         state = state._replace(l=full(T.col_vec, 3.0), o=state.o * 2.0)
         store(y, state.o + state.m * state.l, (0, 0))
 
@@ -146,18 +146,18 @@ def test_fields_join_as_variables_do():
 def test_mistakes_are_named():
     @cuda.jit
     def plain(x, y, n):
-        Softmax(0, 0, 0).host()
+        RowState(0, 0, 0).host()
 
     @cuda.jit
     def unknown(x, y, n):
-        Softmax(0, 0, 0)._replace(k=1)
+        RowState(0, 0, 0)._replace(k=1)
 
-    words = "Softmax.host is a plain Python function, which a kernel cannot call: decorate it with @tiles.inlined"
+    words = "RowState.host is a plain Python function, which a kernel cannot call: decorate it with @tiles.inlined"
     with pytest.raises(TypeError, match=words):
         code(plain)
     with pytest.raises(TypeError, match=words):
         run(plain)
-    with pytest.raises(TypeError, match="_replace takes fields of Softmax, got k"):
+    with pytest.raises(TypeError, match="_replace takes fields of RowState, got k"):
         code(unknown)
-    with pytest.raises(TypeError, match="_replace takes fields of Softmax, got k"):
+    with pytest.raises(TypeError, match="_replace takes fields of RowState, got k"):
         run(unknown)

@@ -25,7 +25,7 @@ SCALED = Schema("scaled", f"{TABLE}\n sums S float32 made want_sums")
 PLAIN, BOTH = Schema("plain", TABLE), Schema("both", f"{TABLE}\n sums S float32 made")
 
 
-class Noted:
+class NotedOperands:
     """A step that notes where it was run."""
 
     def __init__(self, *operands):
@@ -52,7 +52,7 @@ def scaled_program():
         if factor < 0:
             raise ValueError(f"{factor=}")
         names = ("x", "y", "out", "sums") if want_sums else ("x", "y", "out")
-        return Plan([Noted(*map(problem.__getitem__, names))])
+        return Plan([NotedOperands(*map(problem.__getitem__, names))])
 
     return function
 
@@ -113,7 +113,7 @@ def test_scratch_lies_between_steps_and_is_not_given_back(framework, collect):
     """Every call has its own, alive until the last step has been launched."""
     places = []
 
-    class Alive(Noted):
+    class Alive(NotedOperands):
         def run(self, stream, addresses):
             super().run(stream, addresses)
             places.append(memory[addresses[self.places[-1]]]() is not None)
@@ -123,7 +123,7 @@ def test_scratch_lies_between_steps_and_is_not_given_back(framework, collect):
     @program(PLAIN)
     def function(problem):
         partial = problem.scratch(0, (3, 5), "float32")
-        return Plan([Noted(problem["x"], partial), Alive(problem["out"], partial)], [((3, 5), "float32")])
+        return Plan([NotedOperands(problem["x"], partial), Alive(problem["out"], partial)], [((3, 5), "float32")])
 
     x, y, _ = arrays(4, 8)
     if framework == "torch":
@@ -325,7 +325,7 @@ def test_the_stream_and_the_end_of_a_call(scaled, monkeypatch):
     launch is made."""
     finished, inside, made = [], [], []
 
-    class OnDevice(Kind):
+    class WaitingKind(Kind):
         waits = True
 
         def describe(self, x, name):
@@ -355,7 +355,7 @@ def test_the_stream_and_the_end_of_a_call(scaled, monkeypatch):
         def __init__(self, array, stream):
             self.array, self.stream = array, stream
 
-    monkeypatch.setitem(known_kinds, Fake, OnDevice())
+    monkeypatch.setitem(known_kinds, Fake, WaitingKind())
     x, y, _ = arrays(4, 8)
     for stream in (1, 2):
         scaled(None, (Fake(x, stream), Fake(y, 0), None, None), (2.0, False))
@@ -392,7 +392,7 @@ def test_threads(monkeypatch):
     monkeypatch.setattr(programs, "REMEMBERED", Recent(4))
     room, start, wrong, latest = np.zeros((8, 20, 3, 1, 4), np.float32), threading.Barrier(8), [], threading.local()
 
-    class Local(Noted):
+    class Local(NotedOperands):
         def __init__(self, problem, kind):
             super().__init__(*map(problem.__getitem__, ("x", "y", "out")))
             self.kind = kind

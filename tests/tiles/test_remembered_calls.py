@@ -7,7 +7,7 @@ import weakref
 
 import numpy as np
 import pytest
-from noted_programs import RUNS, STREAM, Counted, Noted, gpu, noted, tensors, warm  # noqa: F401
+from noted_programs import RUNS, STREAM, CountedProgram, Noted, gpu, noted, tensors, warm  # noqa: F401
 
 torch = pytest.importorskip("torch")
 
@@ -33,7 +33,7 @@ def summed():
         )
         return Plan([watched_call(noted, places, rows * factor)], scratch)
 
-    return Counted(SUM, planner)
+    return CountedProgram(SUM, planner)
 
 
 # ---- what is served ---------------------------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ def test_what_is_refused_still_is(summed, change, place):
     given[place] = REFUSED[change](given[place])
     with pytest.raises((TypeError, ValueError, NotImplementedError, AttributeError, RuntimeError)) as refused:
         summed(*given, None, None, None)
-    fresh = Counted(SUM, summed.program.planner)
+    fresh = CountedProgram(SUM, summed.program.planner)
     with pytest.raises(refused.type) as wanted:
         fresh(*given, None, None, None)
     assert str(refused.value) == str(wanted.value) and not RUNS

@@ -135,7 +135,7 @@ def test_floats_are_single():
 
 # ---- methods, bases, nesting, functions ----------------------------------------------------------------------------------
 @static
-class Variant:
+class AddOne:
     """A base: what others override."""
 
     @inlined
@@ -151,7 +151,7 @@ class Variant:
         return 1.0
 
 
-class Squared(Variant):
+class Squared(AddOne):
     """Static, as its base is."""
 
     factor: float = 3.0
@@ -171,7 +171,7 @@ class Chain:
     @property
     def twice(self):
         """On the host."""
-        return 2 * isinstance(self.first, Variant)
+        return 2 * isinstance(self.first, AddOne)
 
     @inlined
     def apply(self, t):
@@ -179,14 +179,14 @@ class Chain:
 
 
 def test_methods_call_each_other_and_are_overridden():
-    agrees(make(Variant()), lambda x: x + 1)
+    agrees(make(AddOne()), lambda x: x + 1)
     agrees(make(Squared()), lambda x: 3 * x * x + 1)
     with pytest.raises(dataclasses.FrozenInstanceError):
         Squared().factor = 2.0
 
 
 def test_objects_hold_objects():
-    agrees(make(Chain(Squared(2.0), Chain(Variant(), Affine()))), lambda x: 2 * (2 * (2 * (2 * x * x + 2))))
+    agrees(make(Chain(Squared(2.0), Chain(AddOne(), Affine()))), lambda x: 2 * (2 * (2 * (2 * x * x + 2))))
 
 
 @static
@@ -296,7 +296,7 @@ def test_plain_methods_are_refused_in_the_same_words():
 
 
 def test_fields_that_kernels_cannot_read():
-    kernel = make(Chain(Variant(), [1]))
+    kernel = make(Chain(AddOne(), [1]))
     words = r"Chain.second: kernels read None, numbers, .* got \[1\]"
     with pytest.raises(TypeError, match=words):
         tiles.launch(kernel, 1, 32)(np.zeros((16, 32), np.float32), np.zeros((16, 32), np.float32))
@@ -319,7 +319,7 @@ def test_fields_are_named_like_anything():
 
 
 def test_super_is_refused():
-    class Derived(Variant):
+    class Derived(AddOne):
         @inlined
         def score(self, t):
             return super().score(t)

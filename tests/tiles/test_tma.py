@@ -123,7 +123,7 @@ def test_refuses(case):
 
 
 # ---- maps, with a driver that takes notes ----------------------------------------------------------------------------
-class Map:
+class EncodedMap:
     """The driver's object of a map: 128 bytes, of its own or, by _ptr, somebody else's. The first 8 are the array's address."""
 
     def __init__(self, pointer=0, _ptr=None):
@@ -140,7 +140,7 @@ def notes(monkeypatch):
 
     def encode(*args):
         asked.append(args)
-        return ok, Map(args[2])
+        return ok, EncodedMap(args[2])
 
     def move(tensor_map, pointer):
         asked.append(pointer)
@@ -149,7 +149,7 @@ def notes(monkeypatch):
 
     monkeypatch.setattr(driver, "cuTensorMapEncodeTiled", encode)
     monkeypatch.setattr(driver, "cuTensorMapReplaceAddress", move)
-    monkeypatch.setattr(driver, "CUtensorMap", Map)
+    monkeypatch.setattr(driver, "CUtensorMap", EncodedMap)
     return asked
 
 
@@ -163,7 +163,7 @@ def test_arrays_of_one_form_share_a_map(notes):
 
 
 def test_a_map_is_moved_to_a_multiple_of_16(notes):
-    tensor_map = Map(4096)
+    tensor_map = EncodedMap(4096)
     tensor_maps.move(tensor_map, 8192)
     assert list(tensor_map.bytes) == [8192, *range(15)] and notes == [8192]
     with pytest.raises(ValueError, match="multiple of 16 bytes, got 0x1008"):
@@ -177,7 +177,7 @@ def test_what_the_driver_refuses_carries_its_name(notes, monkeypatch):
     monkeypatch.setattr(driver, "cuGetErrorName", lambda s: (s, b"CUDA_ERROR_INVALID_VALUE"))
     monkeypatch.setattr(driver, "cuGetErrorString", lambda s: (s, b"invalid argument"))
     with pytest.raises(RuntimeError, match="CUDA_ERROR_INVALID_VALUE: invalid argument"):
-        tensor_maps.move(Map(), 16)
+        tensor_maps.move(EncodedMap(), 16)
 
 
 def test_the_driver_hears_the_encoding(notes):

@@ -5,7 +5,7 @@ import threading
 import noted_programs
 import numpy as np
 import pytest
-from noted_programs import RUNS, Counted, gpu, noted  # noqa: F401
+from noted_programs import RUNS, CountedProgram, gpu, noted  # noqa: F401
 
 torch = pytest.importorskip("torch")
 
@@ -26,7 +26,7 @@ def many():
         places = tuple([problem[name].source for name in ("x", "y", "out")])
         return Plan([watched_call(noted, places, number)], [((batch, rows), "float32")])
 
-    return Counted(MANY, planner)
+    return CountedProgram(MANY, planner)
 
 
 def called(many, batch, rows, room=64):

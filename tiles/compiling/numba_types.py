@@ -195,7 +195,7 @@ def teach_numba(op):
             raise TypeError(f"{op.name}: emit must return the value of {found}, and returned None")
         return context.get_dummy_value() if out is None else out
 
-    class Template(AbstractTemplate):
+    class CallTemplate(AbstractTemplate):
         key, prefer_literal, metadata = op.face, True, {"target": "cuda"}
 
         def generic(self, args, kws):
@@ -222,15 +222,15 @@ def teach_numba(op):
     is_ours = inspect.isfunction(op.face)  # an operator is registered for each of our types by itself
     for key in (lower, op.face) if is_ours else (lower,):
         registry.lower(key, types.VarArg(types.Any))(lower)
-    infer(Template)
-    infer_global(op.face, types.Function(Template))
-    op.template = Template
+    infer(CallTemplate)
+    infer_global(op.face, types.Function(CallTemplate))
+    op.template = CallTemplate
 
 
 def refuse(face, check):
     """Let `check(*specs)` refuse calls of a foreign face (`operator.gt`, `math.exp`) with a TypeError."""
 
-    class Template(AbstractTemplate):
+    class RefusalTemplate(AbstractTemplate):
         key, metadata = face, {"target": "cuda"}
 
         def generic(self, args, kws):
@@ -239,5 +239,5 @@ def refuse(face, check):
             except TypeError as error:
                 raise TypeError(f"{error}{kernel_line()}") from None
 
-    infer(Template)
-    infer_global(face, types.Function(Template))
+    infer(RefusalTemplate)
+    infer_global(face, types.Function(RefusalTemplate))

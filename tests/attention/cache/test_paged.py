@@ -39,7 +39,7 @@ def tokens_of(cache, sequence):
     return found[0]
 
 
-class Model:
+class CacheModel:
     """A model of the cache: {sequence: its tokens}, and how many tokens each has reserved."""
 
     def __init__(self, cache, pages, size, sequences, tokens):
@@ -97,7 +97,7 @@ def test_two_thousand_steps(size, pages, steps):
     """Sequences are added, forked, extended together, rewound and freed, in a pool that is full most of the time."""
     rng, sequences, most = random.Random(size), 9, 50
     cache = PagedCache(pools(pages, size, layers=2), sequences=sequences, tokens=most)
-    model, number, full = Model(cache, pages, size, sequences, most), 0, 0
+    model, number, full = CacheModel(cache, pages, size, sequences, most), 0, 0
     for step in range(steps):
         lists = model.lists
         deed = rng.choice(["add", "fork", "free", "rewind", *["extend"] * 5]) if lists else "add"

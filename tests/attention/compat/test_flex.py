@@ -173,7 +173,7 @@ def test_torch_in_a_function_becomes_ops(calls, qkv, monkeypatch):
         flex_attention(*qkv, lambda s, b, h, i, j: torch.erf(s))
 
 
-class Layer:
+class MaskLayer:
     """Functions whose arrays and numbers are attributes of the caller's objects."""
 
     def __init__(self, reach=2):
@@ -205,7 +205,7 @@ def joined(symbol, *mask_mods):
 
 CLOSE = lambda reach: lambda b, h, i, j: j - i <= reach
 SERVED = {
-    "a bound method": (Layer().near, (J - I <= 2) & (I // 4 == J // 4)),
+    "a bound method": (MaskLayer().near, (J - I <= 2) & (I // 4 == J // 4)),
     "a partial": (functools.partial(alike, THIRDS), I % 3 == J % 3),
     "a partial by name": (functools.partial(lambda b, h, i, j, *, docs: docs[i] > docs[j], docs=THIRDS), I % 3 > J % 3),
     "one that calls": (calling(), (I % 3 == J % 3) | (J <= 3)),
@@ -233,7 +233,7 @@ def test_what_is_written_anew(case, calls, qkv):
 
 def test_attributes_and_powers_in_a_score(calls, qkv):
     """A torch module is called by its `forward`; a number that changes gives another function."""
-    layer = Layer(reach=2)
+    layer = MaskLayer(reach=2)
     for layer.reach in 2, 3:
         expected = attend(*qkv, change=lambda s: s * layer.reach + J // 4)[0]
         close([flex_attention(*qkv, layer.forward)], [expected])

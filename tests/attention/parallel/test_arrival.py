@@ -8,7 +8,7 @@ pytest.importorskip("torch")
 import threads
 import torch
 from ranks import drawn
-from threads import Thread, together
+from threads import RankThread, together
 
 import attention
 from attention import parallel
@@ -19,7 +19,7 @@ from attention.parallel.gather_in_place import InPlaceGather
 from attention.parallel.orders import Span, find_order
 
 
-class CopyingThread(Thread):
+class CopyingThread(RankThread):
     """A rank whose copies are done before attention begins. Rows that are not copied are NaN."""
 
     overlaps_copies = True
@@ -37,7 +37,7 @@ class CopyingThread(Thread):
 
 @pytest.mark.parametrize(("world", "length"), [(2, 512), (2, 1024), (3, 768)])
 def test_streaming_copies_have_the_bits_of_one_gpu(monkeypatch, world, length):
-    monkeypatch.setattr(threads, "Thread", CopyingThread)
+    monkeypatch.setattr(threads, "RankThread", CopyingThread)
     q, k, v = drawn(length)
     wanted = attention.forward(q, k, v, causal=True, return_lse=True)
     called = []

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import drawn
-from threads import PATIENCE, Thread, compared, together
+from threads import PATIENCE, RankThread, compared, together
 
 import attention
 from attention import parallel
@@ -468,7 +468,7 @@ class SharedBuffers:
         return PendingMessages(())
 
 
-class MappedThreads(MappedPeers, Thread):
+class MappedThreads(MappedPeers, RankThread):
     """Ranks that are threads and map each other's memory."""
 
 

@@ -15,7 +15,7 @@ from attention.parallel.peers import Peers, PendingMessages
 PATIENCE = 60  # seconds that a rank waits for the others
 
 
-class Thread(Peers):
+class RankThread(Peers):
     """A rank that is a thread. room: queues of messages, by (sender, receiver)."""
 
     @classmethod
@@ -50,7 +50,7 @@ def together(world, body):
     def run(rank):
         try:
             with torch.no_grad():  # which is a thread's own
-                found[rank] = body(Thread.of(room, rank, world))
+                found[rank] = body(RankThread.of(room, rank, world))
         except BaseException as error:
             errors.append(error)
 

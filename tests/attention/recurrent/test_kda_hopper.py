@@ -28,7 +28,7 @@ def in_chunks(monkeypatch, nothing_known):
     monkeypatch.setattr(token_loop, "launch", lambda *_: pytest.fail("the token loop was launched"))
 
 
-class TestDeltaRule(DeltaRuleTests):
+class TestDeltaRuleByChannels(DeltaRuleTests):
     """With decays of channels, which round keys once more."""
 
     BETWEEN_PARTS = 2**-6
