@@ -29,6 +29,7 @@ from ..parts.tiling import zero_first_keys, zero_last_keys
 from ..parts.variant import ScoreContext, Variant
 from ..parts.visibility import CAUSAL, FULL
 from ..parts.weights import WeightsInRegisters, WeightsInShared
+from .forward_hopper_shapes import NARROW, ONE_CONSUMER, PAGED, SHAPES, TABLES, shapes_by_length, variant_shape
 
 REGISTERS = {1: (24, 232), 2: (40, 232), 3: (32, 160), 4: (32, 112)}  # {consumers: registers a thread of (producer, consumer)}
 
@@ -97,52 +98,6 @@ class Config(BaseConfig):
         )
 
 
-def shape(consumers: int, kv: int, **more: Any) -> dict[str, Any]:
-    """The fields of a Config for so many consumers, and blocks of `kv` keys. Two CTAs of one consumer share an SM."""
-    fields = {"kv": kv, "consumers": consumers, "stages": 2, "weights_in_shared": False}
-    if consumers == 1:
-        fields |= {"persistent": False, "q_stages": 1, "tma_store": False, "ping_pong": False, "ctas_per_sm": 2}
-    return fields | more
-
-
-# {padded head_dim: fields} of plain attention, and the entries that differ for variants that need registers for something else
-SHAPES = {64: shape(3, 128), 96: shape(2, 128), 128: shape(2, 128), 192: shape(2, 112), 256: shape(2, 80)}
-RANDOM = {64: shape(2, 128), 192: shape(2, 96), 256: shape(2, 64)}  # dropout
-PAGED = {64: shape(2, 128)}  # the producer looks up pages
-BIAS_LOADED = {64: shape(2, 128), 96: shape(2, 96), 128: shape(2, 96), 192: shape(2, 64), 256: shape(2, 48)}
-BIAS_BY_COLUMN = BIAS_LOADED | {64: shape(3, 96), 128: shape(2, 128)}  # a bias with one row
-BIAS_BY_TMA = {64: shape(3, 96), 96: shape(2, 128), 128: shape(2, 128), 192: shape(2, 80), 256: shape(2, 64)}
-SCORED = {128: shape(3, 80, stages=3)}  # scores are changed: two consumers do that while one has the tensor cores
-NARROW = {(192, 128): shape(2, 128)}  # values have fewer columns than keys; other such pairs use the larger dim's shape
-# {padded head_dim, causal: {up to so many keys: the fields that differ}}. Short tiles gain from a persistent grid, often of
-# another shape. bench/notes/forward.md has the figures. A persistent kernel's consumer skips key blocks that none of its
-# rows sees, so at 64, causal, smaller blocks save more.
-PERSISTENT = {"persistent": True}
-IN_SHARED = shape(3, 128, weights_in_shared=True)
-BY_LENGTH: dict[tuple[int, bool], dict[float, dict[str, Any]]] = {
-    (64, False): {4096: PERSISTENT | {"stages": 3, "q_stages": 2, "tma_store": True}},
-    (64, True): {
-        2048: PERSISTENT | {"kv": 64, "consumers": 4, "stages": 4, "q_stages": 2},
-        4096: PERSISTENT | {"q_stages": 2, "tma_store": True},
-    },
-    (96, False): {1024: PERSISTENT | {"q_stages": 2}, math.inf: IN_SHARED},
-    (96, True): {1024: PERSISTENT | {"q_stages": 2}, 2048: PERSISTENT | IN_SHARED, math.inf: IN_SHARED},
-    (128, False): {
-        2048: PERSISTENT | {"q_stages": 2, "tma_store": True},
-        math.inf: IN_SHARED | {"ping_pong": False},
-    },
-    (128, True): {2048: PERSISTENT | {"q_stages": 2}},
-    (256, True): {2048: PERSISTENT | {"ping_pong": False}},
-}
-SOFTCAP_BY_LENGTH = {1024: PERSISTENT | IN_SHARED, math.inf: IN_SHARED}
-ALIBI_BY_LENGTH = {1024: PERSISTENT, math.inf: IN_SHARED}
-SCORED_BY_LENGTH = {  # by padded head_dim, and whether the change of scores is nonlinear
-    (96, True): SOFTCAP_BY_LENGTH,
-    (128, True): SOFTCAP_BY_LENGTH,
-    (128, False): ALIBI_BY_LENGTH,
-}
-ONE_CONSUMER = {64: shape(1, 64, stages=4), 96: shape(1, 64), 128: shape(1, 64)}  # for many sequences of up to 64 queries
-TABLES = SHAPES, SCORED, BIAS_LOADED, BIAS_BY_COLUMN, BIAS_BY_TMA, RANDOM, ONE_CONSUMER
 # One query tile for each CTA, where not all sequences have the same lengths
 ONE_TILE_PER_CTA: dict[str, Any] = {"persistent": False, "q_stages": 1, "tma_store": False}
 USUAL_FIELDS = ONE_TILE_PER_CTA | {"ping_pong": True, "weights_in_shared": False, "ctas_per_sm": 1}
@@ -151,8 +106,6 @@ SHORT, MANY = 96, 4  # packed: mean number of queries up to which sequences are 
 # besides its rows, in keys of one row
 ROW_TIME = {64: {4: 0.97, 3: 1.0, 2: 1.27, 1: 1.78}, 96: {3: 1.0, 2: 1.15, 1: 1.65}, 128: {3: 1.0, 2: 1.03, 1: 1.6}}
 TILE_OVERHEAD = 16000
-WINDOW: dict[int, dict[str, Any]] = {128: {"q_stages": 2, "ping_pong": False}}  # for windows of up to 2048 keys
-DEFAULT_BY_LENGTH: dict[float, dict[str, Any]] = {2048: PERSISTENT}
 
 
 def config_for(
@@ -168,11 +121,11 @@ def config_for(
     padded, wide = (min(d for d in SHAPES if d >= dim) for dim in (head_dim, value_dim or head_dim))
     parts = kind.get("seq_layout") is QueryPartsLayout and not kind["axes"] and not kind["by_list"]
     if padded == wide and variant.positional and not variant.uses_random and (parts or not kind):
-        config = _config(padded, dtype, variant, next((end for end in _by_length(padded, variant) if keys <= end), None))
+        config = _config(padded, dtype, variant, next((end for end in shapes_by_length(padded, variant) if keys <= end), None))
         return replace(config, **ONE_TILE_PER_CTA, **kind) if kind else config
     shape = None if variant.uses_random or variant.reads_score_matrix else NARROW.get((padded, wide))
     shape = shape or (PAGED.get(max(padded, wide)) if kind.get("kv_source", OneBuffer()).paged else None)
-    return Config(padded, wide, dtype, variant, **(shape or _shape(max(padded, wide), variant)), **kind)
+    return Config(padded, wide, dtype, variant, **(shape or variant_shape(max(padded, wide), variant)), **kind)
 
 
 def with_kv(config: Config, kv: int) -> Config:
@@ -181,7 +134,7 @@ def with_kv(config: Config, kv: int) -> Config:
     if config.kv == kv:
         return config
     padded = max(config.head_dim, config.value_dim)
-    default_fields, by_length = _shape(padded, config.variant), _by_length(padded, config.variant)
+    default_fields, by_length = variant_shape(padded, config.variant), shapes_by_length(padded, config.variant)
     shapes = [default_fields, *[of[padded] for of in TABLES if padded in of]]
     if not config.axes:  # arrays of aux take registers, which long and short sequences' tiles do not have
         shapes = [*[default_fields | entry for entry in by_length.values()], *shapes]
@@ -227,37 +180,10 @@ def fit_to_load(config: Config, queries: Any, keys: Any, batch_heads: Any, proce
     return min(choices, key=lambda of: of.estimate_time(queries, keys, batch_heads, processors))
 
 
-def _shape(padded: int, variant: Variant) -> dict[str, Any]:
-    """The fields of the Config for a variant, whatever the lengths."""
-    loaded = BIAS_BY_COLUMN if variant.prefetches_columns and not variant.uses_random else BIAS_LOADED
-    loaded = BIAS_BY_TMA if variant.tma_bias and not variant.uses_random else loaded
-    shapes = (
-        loaded
-        if variant.reads_score_matrix or variant.tma_bias
-        else RANDOM
-        if variant.uses_random
-        else SCORED
-        if variant.changes_scores
-        else SHAPES
-    )
-    return shapes.get(padded, SHAPES[padded])
-
-
-def _by_length(padded: int, variant: Variant) -> dict[float, dict[str, Any]]:
-    """{up to so many keys: the fields of the Config that differ} for a variant."""
-    if variant.cheap_mask:
-        return BY_LENGTH.get((padded, variant.monotonic), DEFAULT_BY_LENGTH)
-    if variant.changes_scores and variant.starts_at_zero and not (variant.reads_score_matrix or variant.tma_bias):
-        return SCORED_BY_LENGTH.get((padded, variant.nonlinear), DEFAULT_BY_LENGTH)
-    return (
-        DEFAULT_BY_LENGTH if variant.starts_at_zero or variant.changes_scores else {2048: PERSISTENT | WINDOW.get(padded, {})}
-    )
-
-
 @functools.lru_cache(1024)
 def _config(padded: int, dtype: dtype, variant: Variant, end: float | None) -> Config:
-    other = {} if end is None else _by_length(padded, variant)[end]
-    return Config(padded, padded, dtype, variant, **_shape(padded, variant) | other)
+    other = {} if end is None else shapes_by_length(padded, variant)[end]
+    return Config(padded, padded, dtype, variant, **variant_shape(padded, variant) | other)
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
@@ -265,7 +191,7 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
     as bf16's."""
     if arch == "sm_90a":
         for of, head_dim, variant in itertools.product((bf16, fp16) if everything else (bf16,), SHAPES, (FULL, CAUSAL)):
-            long = [config_for(head_dim, of, variant, end) for end in (*_by_length(head_dim, variant), math.inf)]
+            long = [config_for(head_dim, of, variant, end) for end in (*shapes_by_length(head_dim, variant), math.inf)]
             loads = (1, 1), (warpgroup.ROWS + 1, 1), (512, 512)  # (queries, SMs) for which one or two consumers are chosen
             fewer = [fit_to_load(config, queries, 512, MANY, processors) for config in long for queries, processors in loads]
             yield from dict.fromkeys((*long, *fewer))

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..families import family_block_kv
-from ..kernels import forward_ampere, forward_hopper
+from ..kernels import forward_ampere, forward_hopper_shapes
 from ..plans.planning import window_of_mask
 from ..scoring.algebra import alibi_slope_of
 from ..scoring.python_functions import find_function, register_function
@@ -328,15 +328,14 @@ class _SlicedBlockMask:
 @functools.lru_cache(64)
 def common_kv_multiple(head_dim: int, value_dim: int) -> int:
     """A number of keys that is a multiple of the keys in a block of every kernel for these head dims."""
-    padded = min(d for d in forward_hopper.SHAPES if d >= max(head_dim, value_dim))
-    tables = forward_hopper.TABLES
+    padded = min(d for d in forward_hopper_shapes.SHAPES if d >= max(head_dim, value_dim))
     others: tuple[Any, ...] = (
         forward_ampere.SHAPES,
         forward_ampere.VARIED,
         forward_ampere.BIAS_LOADED,
         *forward_ampere.BY_SHARED_MEMORY.values(),
     )
-    keys = [table[padded]["kv"] for table in tables if padded in table]
+    keys = [table[padded]["kv"] for table in forward_hopper_shapes.TABLES if padded in table]
     return math.lcm(*keys, *[table[padded][0] for table in others if padded in table])
 
 

@@ -12,6 +12,7 @@ from tiles.compiling.compiler import Lowered
 from tiles.emulator import emulate
 from tiles.launching.arguments import parameter
 
+SHARED = ".reg .b32 s, x; .reg .b64 d; mov.u32 s, dynamic_smem; mov.b32 x, 0;\n"  # PTX: s is where shared memory begins
 POINTER = 4  # which of a Numba array's parameters says where it lies
 
 

@@ -1,15 +1,14 @@
-"""tiles/emulator: whole kernels, lanes that part, instructions that are more than arithmetic, memory and its limits, counts,
-orders. (The text and the flow: test_emulator_text.py; arithmetic: test_emulator_arithmetic.py; kernels that are wrong as
-compiled: test_emulator_hazards.py.)"""
+"""tiles/emulator: whole kernels, instructions that are more than arithmetic, counts, orders. (Lanes that part: see
+test_emulator_lanes.py; what is forbidden: test_emulator_limits.py; the text and the flow: test_emulator_text.py; arithmetic:
+test_emulator_arithmetic.py; kernels that are wrong as compiled: test_emulator_hazards.py.)"""
 
 import functools
-import re
 from collections import Counter
 
 import correct
 import numpy as np
 import pytest
-from emulated import assemble, each_thread, execute, stops, written
+from emulated import SHARED, assemble, each_thread, execute, stops, written
 from numba import cuda, float32, int8
 from test_emulator_arithmetic import CASES
 
@@ -140,80 +139,6 @@ def test_a_pairs_kernel(seed):
 def test_blocks_are_whole_warps(threads):
     with pytest.raises(ValueError, match=f"threads: a multiple of 32 up to 1024, got {threads}"):
         emulate(by_a_pair, (1, 1, 1), threads, [])
-
-
-# ---- lanes that part -----------------------------------------------------------------------------------------------
-@cuda.jit
-def collatz(x, steps):
-    i = cuda.grid(1)
-    if i >= x.shape[0]:
-        return
-    n = x[i]
-    while n != 1:
-        if n % 2 == 0:
-            n = n // 2
-        else:
-            n = 3 * n + 1
-        steps[i] += 1
-
-
-@cuda.jit
-def triangle(out):
-    """A loop in a loop, each as long as the lane says, with ways out of both."""
-    i, total = cuda.threadIdx.x, 0
-    for a in range(i):
-        if a == 20:
-            break
-        for b in range(a):
-            if b == i % 7:
-                continue
-            total += a * b
-    out[i] = total
-
-
-def collatz_of(n):
-    steps = 0
-    while n != 1:
-        n, steps = n // 2 if n % 2 == 0 else 3 * n + 1, steps + 1
-    return steps
-
-
-def test_each_lane_goes_its_own_way():
-    x, steps = np.arange(1, 81, dtype=np.int32), np.zeros(80, np.int32)
-    emulate(collatz, (3, 1, 1), 32, [x, steps])
-    assert steps.tolist() == [collatz_of(n) for n in range(1, 81)]
-    out = np.zeros(64, np.int64)
-    emulate(triangle, (1, 1, 1), 64, [out])
-    assert out.tolist() == [sum(a * b for a in range(min(i, 20)) for b in range(a) if b != i % 7) for i in range(64)]
-
-
-def test_a_side_runs_for_its_lanes_alone():
-    """A predicate, then a branch: what the others held stays, and both sides are counted."""
-    out = np.zeros(32, np.uint32)
-    body = """
-    .reg .pred p; .reg .b32 x;
-    setp.lt.u32 p, %t, 10;
-    mov.b32 x, 1;
-    @p mov.b32 x, 2;
-    @p bra low;
-    add.u32 x, x, 10;
-    bra over;
-    low: add.u32 x, x, 20;
-    over: add.u32 x, x, 100;
-    st.global.b32 [%p0], x;
-    """
-    counts = execute(each_thread("u4", 0) + body, out)
-    assert out.tolist() == [122] * 10 + [111] * 22
-    assert counts.executed["add.u32"] == 3
-
-
-@pytest.mark.parametrize("what", ["bar.warp.sync 0xffffffff;", "bar.sync 0;", "shfl.sync.bfly.b32 x, x, 1, 31, -1;"])
-def test_half_a_warp_cannot_meet(what):
-    body = f".reg .pred p; .reg .b32 x; mov.b32 x, %t;\nsetp.lt.u32 p, %t, 16;\n@p bra over;\n{what}\nover:"
-    found = stops(
-        "divergence", "takes all lanes of a warp, and lanes 0 .. are elsewhere", execute, body, np.zeros(32, np.uint32)
-    )
-    assert what[:-1] in found.line
 
 
 # ---- instructions that are more than arithmetic ----------------------------------------------------------------------
@@ -473,93 +398,6 @@ def test_a_race_in_a_shared_array_of_numba_s():
 
     arrays = np.ones(64, np.float32), np.ones(64, np.float32)
     stops("race", "writes shared memory, and nothing orders this after the read", emulate, racing, (1, 1, 1), 64, arrays)
-
-
-# ---- memory and its limits -------------------------------------------------------------------------------------------
-SHARED = ".reg .b32 s, x; .reg .b64 d; mov.u32 s, dynamic_smem; mov.b32 x, 0;\n"
-INIT = ".reg .pred p; setp.eq.u32 p, %t, 0; @p mbarrier.init.shared.b64 [s], 1;\n"
-FORBIDDEN = {  # PTX: (kind, words)
-    "ld.global.b32 x, [%a0+2];": ("bounds", "4 bytes at 0x.*, which is no multiple"),
-    "ld.global.v4.b32 {x, x, x, x}, [%a0+4];": ("bounds", "16 bytes at 0x.*, which is no multiple"),
-    "ld.global.b32 x, [%a0+128];": ("bounds", "not all of one array that the launch was given"),
-    "ld.global.b32 x, [%a0+-4];": ("bounds", "not all of one array that the launch was given"),
-    "st.global.b32 [%a0+128], x;": ("bounds", "not all of one array that the launch was given"),
-    "mad.wide.u32 d, %t, 8, %a0; st.global.b32 [d], x;": ("bounds", "not all of one array"),
-    "mad.wide.u32 d, %t, 2, %a0; ld.global.b32 x, [d];": ("bounds", "4 bytes at 0x.*, which is no multiple"),  # of some lanes
-    "mad.lo.u32 s, %t, 2, s; ld.shared.b32 x, [s];": ("bounds", "shared memory at .*, which is no multiple of 4"),
-    "ld.shared.b32 x, [s+2];": ("bounds", "shared memory at .*, which is no multiple of 4"),
-    "ld.shared.v2.b32 {x, x}, [s+4];": ("bounds", "no multiple of 8"),
-    "ld.shared.b32 x, [s+8192];": ("bounds", "of shared memory, which ends at"),
-    "st.shared.b32 [s+-2000], x;": ("bounds", "the cluster has no block 255"),
-    "cp.async.cg.shared.global [s], [%a0], 8;": ("language", "cp.async.cg copies 16 bytes, not 8"),
-    "cp.async.ca.shared.global [s+4], [%a0], 8;": ("bounds", "no multiple of 8"),
-    "cp.async.ca.shared.global [s], [%a0+4], 8;": ("bounds", "cp.async of 8 bytes from an address that is no multiple"),
-    "cp.async.ca.shared.global [s], [%a0+128], 4;": ("bounds", "not all of one array"),
-    "cp.async.ca.shared.global [s], [%a0], 4, 8;": ("bounds", "cp.async of 8 bytes into 4"),
-    "st.shared.b32 [s], %t;": ("race", "lanes put different numbers in the same place"),
-    "st.shared.b32 [s], x; .reg .pred p; setp.eq.u32 p, %t, 3; @p st.shared.b32 [s], x;": ("race", "after the write"),
-    "mbarrier.arrive.shared.b64 d, [s+64];": ("plan", "no mbarrier lies at"),
-    INIT + "bar.warp.sync -1; st.shared.b32 [s], x;": ("plan", "where an mbarrier lies"),
-    INIT + "bar.warp.sync -1; @p mbarrier.init.shared.b64 [s], 1;": ("plan", "where one lies"),
-    INIT + "@p mbarrier.arrive.shared.b64 d, [s]; mbarrier.try_wait.parity.shared.b64 p, [s], 0;": ("race", "after the set-up"),
-    INIT + "bar.warp.sync -1; mbarrier.arrive.shared.b64 d, [s];": ("arrivals", "a phase takes 1 arrivals"),
-    ".reg .b32 y; add.u32 x, y, 1;": ("never written", "reads a register that nobody has written"),
-    "add.u32 x, %t, 1; bar.sync x, 32;": ("divergence", "name different barriers"),
-    "bar.sync 16, 32;": ("bounds", "named barriers are numbered 0 to 15, got 16"),
-    "shfl.sync.bfly.b32 x, x, 1, 31, 0xFFFF;": ("language", "only whole warps are emulated"),
-    "mapa.shared::cluster.u32 x, s, 1; ld.shared::cluster.b32 x, [x];": ("bounds", "the cluster has no block 1"),
-    INIT + "bar.warp.sync -1; mad.lo.u32 s, %t, 8, s; mbarrier.try_wait.parity.shared.b64 p, [s], 0;": (
-        "divergence",
-        "lanes wait for different barriers or parities",
-    ),
-    INIT + "bar.warp.sync -1; mbarrier.try_wait.parity.shared.b64 p, [s], %t;": (
-        "divergence",
-        "different barriers or parities",
-    ),
-    "mad.lo.u32 x, %t, 8, s; st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [x], %t, [x];": (
-        "divergence",
-        "lanes store and tell different barriers",
-    ),
-    ".reg .b32 f; mov.b32 f, 0f00000000; red.global.add.v4.f32 [%a0+4], {f, f, f, f};": (
-        "bounds",
-        "an addition to 16 bytes at 0x.*, which is no multiple",
-    ),
-    ".reg .b32 f; mov.b32 f, 0f3F800001; "
-    "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {x, x, x, x}, {f, f, f, f}, {f, f}, {x, x, x, x};": (
-        "language",
-        "a number is not rounded to tf32",
-    ),
-    "ldmatrix.sync.aligned.m8n8.x1.shared.b16 {x}, [s+4];": ("bounds", "shared memory at .*, which is no multiple of 16"),
-    "ldmatrix.sync.aligned.m8n8.x1.shared.b16 {x}, [s];": ("never written", "which nobody has written"),
-}
-
-
-@pytest.mark.parametrize("body", FORBIDDEN)
-def test_forbidden(body):
-    kind, words = FORBIDDEN[body]
-    found = stops(kind, words, execute, SHARED + body, np.zeros(32, np.uint32), shared=PLAN)
-    assert re.search(r"PTX line \d+ `", found.line)
-
-
-@pytest.mark.parametrize(
-    ("body", "kind", "words"),
-    [
-        (
-            ".reg .b32 r, y; and.b32 r, %t, 1; mapa.shared::cluster.u32 y, s, r; st.shared::cluster.b32 [y], x;",
-            "language",
-            "one instruction reaches into several blocks",
-        ),
-        (
-            ".reg .b32 r, y, z; mov.u32 r, %cluster_ctarank; mapa.shared::cluster.u32 y, s, r; xor.b32 r, r, 1; "
-            "mapa.shared::cluster.u32 z, s, r; mad.lo.u32 z, %t, 4, z; "
-            "st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [z], x, [y];",
-            "plan",
-            "st.async writes to one block and tells another's barrier",
-        ),
-    ],
-)
-def test_forbidden_in_a_cluster(body, kind, words):
-    stops(kind, words, execute, SHARED + body, shared=PLAN, blocks=2)
 
 
 # ---- counts and orders -----------------------------------------------------------------------------------------------
