@@ -1,8 +1,9 @@
 """Identity testing (a probabilistic equivalence test): are two terms equal for all inputs?
 
 Both are computed exactly, at POINTS random points. Each point has a prime field of its own, the integers modulo a random p
-(prime_fields.py), random elements of it as inputs, and random extents of the axes, all different. A constant is a float, which
-is m * 2^e exactly, and that is its value modulo p; primes at which two different constants become equal are drawn anew.
+(prime_fields.py), random elements of it as inputs, and random extents of the axes, all different, none as at the point before:
+a constant in place of an axis's extent is found out. A constant is a float, which is m * 2^e exactly, and that is its value
+modulo p; primes at which two different constants become equal are drawn anew.
 
     exp                 base ** x, x being a number modulo q, the order of base: exp(a + b) = exp(a) exp(b) holds, and
                         exp(q) = 1, but no rule can know q
@@ -14,7 +15,8 @@ point in one of two ways: the difference, whose numerator has degree d, is 0 at 
 Zippel), or all its coefficients, of which one has at most B bits, are 0 modulo p (less than 2 B / 2^60). So a *comparison*
 costs (d + 2 B) / 2^60. The results are one comparison. Each random function, and exp, is one for each pair of its arguments:
 while arguments that differ get different values, its values are further random numbers, for which the same holds. `bound` is
-the sum of these, times TRIES for points that were drawn anew because of a division by 0, to the power of POINTS.
+the sum of these, times TRIES for points that were drawn anew because of a division by 0, to the power of POINTS. It is the
+chance for terms that differ at the extents of every point.
 
 Three assumptions: the numbers that Python's generator makes from the seed are random; BLAKE2b, with a random key for each
 point, is a random function; and powers of `base` with different exponents satisfy no more equations than random numbers do."""
@@ -222,10 +224,10 @@ def identity(
     outside = tuple(sorted(name for name in operations if name in OPAQUE or (name in MAPS and not MAPS[name].field)))
     constants = {Fraction(x.attr) for x in nodes if x.operation == "number" and math.isfinite(x.attr)}
     random, fields, known, same = Random(seed), list[PrimeField](), list[tuple[Comparisons, ...]](), True
-    sizes_of_axes = [*SIZES[: len(axes)], *range(14, 14 + len(axes) - len(SIZES))]
+    sizes = dict[Axis, int]()
     while len(fields) < points and same:
         field = _field_for(constants, random)
-        sizes = dict(zip(axes, random.sample(sizes_of_axes, len(axes))))
+        sizes = _other_sizes(axes, sizes, random)
         one, other = _values_at(definition, rewritten, field, sizes, random)
         same = all(x.shape == y.shape and all(a.p == b.p for a, b in zip(x.flat, y.flat)) for x, y in zip(one, other))
         known.append(_comparisons(definition, rewritten, sizes))
@@ -241,6 +243,15 @@ def _field_for(constants: set[Fraction], random: Random) -> PrimeField:
         field = random_field(random)
         if all(len({x.numerator * pow(x.denominator, -1, n) % n for x in constants}) == len(constants) for n in field[:2]):
             return field
+
+
+def _other_sizes(axes: Sequence[Axis], before: Mapping[Axis, int], random: Random) -> dict[Axis, int]:
+    """Random extents of these axes, all different and none of them as before."""
+    extents = [*SIZES[: len(axes) + 1], *range(14, 15 + len(axes) - len(SIZES))]
+    while True:
+        sizes = dict(zip(axes, random.sample(extents, len(axes))))
+        if not any(before.get(axis) == extent for axis, extent in sizes.items()):
+            return sizes
 
 
 def _values_at(

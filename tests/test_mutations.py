@@ -8,7 +8,7 @@ import pytest
 
 from tests.mutation import by_hand, killers, run
 from tests.mutation.rules import mutations
-from tests.mutation.sources import PACKAGES, ROOT, Source, sources
+from tests.mutation.sources import PACKAGES, ROOT, SourceFile, sources
 
 MADE = {}  # {path: its mutations}, made once
 
@@ -16,14 +16,14 @@ MADE = {}  # {path: its mutations}, made once
 def made(path):
     data = (ROOT / path).read_bytes()
     if path not in MADE:
-        MADE[path] = list(mutations(Source(path, data)))
+        MADE[path] = list(mutations(SourceFile(path, data)))
     return data, MADE[path]
 
 
 def of_text(text, path="tiles/some.py"):
     """{name without its path: what becomes of the text}."""
     data = text.encode()
-    found = {m.name.partition("::")[2]: m.applied(data).decode() for m in mutations(Source(path, data))}
+    found = {m.name.partition("::")[2]: m.applied(data).decode() for m in mutations(SourceFile(path, data))}
     for name, mutated in found.items():
         assert mutated != text, name
         ast.parse(mutated)
@@ -181,7 +181,7 @@ def test_a_test_notices_or_does_not(small, monkeypatch, capsys):
     nothing, and is said to."""
     monkeypatch.setattr(run, "own_tests", lambda path: ("tests/tiles/test_some.py",))
     data = (small / "tiles/some.py").read_bytes()
-    found = {m.name.rpartition("::")[2]: m for m in mutations(Source("tiles/some.py", data))}
+    found = {m.name.rpartition("::")[2]: m for m in mutations(SourceFile("tiles/some.py", data))}
     runner = run.Runner(limit=60, root=small)
     try:
         assert runner.fate(found["never#1"])[:2] == ("tests/tiles/test_some.py::test_least", "own")

@@ -1,6 +1,7 @@
 """Wrong rules: the identity test or the float check refuses each, or reports the range it loses."""
 
 import inspect
+import itertools
 import math
 from fractions import Fraction
 from random import Random
@@ -10,6 +11,7 @@ import pytest
 
 import fuse
 from fuse import candidates, float_check, graph, identity, prime_fields, proof, rules, term_operations, terms
+from fuse.axes import unify
 from fuse.cost import card
 from fuse.functions import MAPS
 from fuse.rules import Rule
@@ -392,7 +394,9 @@ def test_the_bound_is_no_lie(monkeypatch):
 
 
 def test_lengths_are_no_constants():
-    """A mean is over no fixed number, whichever extents a point has."""
-    found = trace(mean, X)
-    for n in range(2, 10):
-        assert not identity.identity(found.roots, [found.roots[0].args[0] / float(n)]).equal
+    """A mean is over no fixed number, whichever extents the points have: of one axis and of two."""
+    square = trace(mean, SQUARE).roots[0]
+    unify(*square.args[0].args[0].axes)
+    for x in (trace(mean, X).roots[0], square):
+        for n, seed in itertools.product(range(2, 10), range(12)):
+            assert not identity.identity([x], [x.args[0] / float(n)], seed).equal
