@@ -18,11 +18,11 @@ F = TypeVar("F", bound=Callable)
 AUX = 8  # the most arrays of aux
 # Rows of schemas for the arrays of aux, and of a BlockMask
 OF_AUX = "".join([f"    aux{n}  *  any  optional\n" for n in range(AUX)])
-OF_BLOCKS = """\
-    kv_num_blocks       IJP   index  optional
-    kv_indices          IJPQ  index  optional
-    full_kv_num_blocks  IJP   index  optional
-    full_kv_indices     IJPL  index  optional
+OF_BLOCKS = """
+    kv_num_blocks       (list_batch, list_heads, list_rows)                 index  optional
+    kv_indices          (list_batch, list_heads, list_rows, list_len)       index  optional
+    full_kv_num_blocks  (list_batch, list_heads, list_rows)                 index  optional
+    full_kv_indices     (list_batch, list_heads, list_rows, full_list_len)  index  optional
 """
 
 

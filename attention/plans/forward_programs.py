@@ -37,49 +37,51 @@ from .variant_spec import VariantSpec, build_variant
 FORWARD = Schema(
     "forward",
     """
-    q    BSHD  tile
-    k    BTGD  tile
-    v    BTGV  tile
-    out  BSHV  tile     in_place
-    lse  BHS   float32  made      return_lse
+    q    (batch, seqlen_q, heads, head_dim)      tile
+    k    (batch, seqlen_k, heads_k, head_dim)    tile
+    v    (batch, seqlen_k, heads_k, head_dim_v)  tile
+    out  (batch, seqlen_q, heads, head_dim_v)    tile     in_place
+    lse  (batch, heads, seqlen_q)                float32  made  return_lse
     """,
 )
 INPUTS = f"""
-    q             BSHD  tile
-    k             BTGD  tile
-    v             BTGV  tile
-    alibi         H|UH  float32  optional
-    sink          H     float32  optional
-    bias          WXYT  real     optional
-    cu_seqlens    E     ends     optional
-    cu_seqlens_k  E     key_ends  optional
-    lengths_k     N|BZ  key_lengths  optional
-    q_norm        D|HD  real     optional
-    q_norm_bias   D|HD  real     optional
-    k_norm        D|GD  real     optional
-    k_norm_bias   D|GD  real     optional
-    seed          O     index    optional
-{OF_BLOCKS}    lists         *     any      optional
-    marks         *     any      optional
-{OF_AUX}"""
+    q             (batch, seqlen_q, heads, head_dim)               tile
+    k             (batch, seqlen_k, heads_k, head_dim)             tile
+    v             (batch, seqlen_k, heads_k, head_dim_v)           tile
+    alibi         (heads)|(alibi_batch, heads)                     float32      optional
+    sink          (heads)                                          float32      optional
+    bias          (bias_batch, bias_heads, bias_seqlen, seqlen_k)  real         optional
+    cu_seqlens    (ends)                                           ends_q       optional
+    cu_seqlens_k  (ends)                                           ends_k       optional
+    lengths_k     (sequences)|(batch, parts)                       key_lengths  optional
+    q_norm        (head_dim)|(heads, head_dim)                     real         optional
+    q_norm_bias   (head_dim)|(heads, head_dim)                     real         optional
+    k_norm        (head_dim)|(heads_k, head_dim)                   real         optional
+    k_norm_bias   (head_dim)|(heads_k, head_dim)                   real         optional
+    seed          (1)                                              index        optional
+{OF_BLOCKS}
+    lists         *                                                any          optional
+    marks         *                                                any          optional
+{OF_AUX}
+"""
 OUTPUTS = """
-    out           BSHV  tile     in_place
-    lse           BHS   float32  made      return_lse
+    out  (batch, seqlen_q, heads, head_dim_v)  tile     in_place
+    lse  (batch, heads, seqlen_q)              float32  made  return_lse
 """
 FLOAT32_OUTPUTS = """
-    out           BSHV  float32  made
-    lse           BHS   float32  made      return_lse
+    out  (batch, seqlen_q, heads, head_dim_v)  float32  made
+    lse  (batch, heads, seqlen_q)              float32  made  return_lse
 """
 ACCUMULATED_OUTPUTS = """
-    out           BSHV  float32  updated
-    lse           BHS   float32  updated
+    out  (batch, seqlen_q, heads, head_dim_v)  float32  updated
+    lse  (batch, heads, seqlen_q)              float32  updated
 """
-VARIANTS, LISTS = Schema("forward_variant", INPUTS.rstrip() + OUTPUTS), Schema("block_lists", INPUTS)
+VARIANTS, LISTS = Schema("forward_variant", INPUTS + OUTPUTS), Schema("block_lists", INPUTS)
 IN_FLOAT32, INTO = (
-    Schema("forward_unrounded", INPUTS.rstrip() + FLOAT32_OUTPUTS),
-    Schema("forward_joined", INPUTS.rstrip() + ACCUMULATED_OUTPUTS),
+    Schema("forward_unrounded", INPUTS + FLOAT32_OUTPUTS),
+    Schema("forward_joined", INPUTS + ACCUMULATED_OUTPUTS),
 )
-FP8_CACHE = Schema("forward_fp8_cache", fp8_cache_schema(INPUTS.rstrip() + OUTPUTS))
+FP8_CACHE = Schema("forward_fp8_cache", fp8_cache_schema(INPUTS + OUTPUTS))
 
 PACKAGE = sys.modules[__package__]
 
@@ -254,9 +256,9 @@ def variant_of(
     """(the VariantSpec, the arrays of aux, how lists of key blocks are written, the steps that check the indices of aux)"""
     causal, left, right, softcap, mask, score, block_rows, block_cols, ready_for = options
     masking, scoring, aux = load_functions(problem, mask, score)
-    if (mask or score) and "Z" in problem.extents:
+    if (mask or score) and "parts" in problem.extents:
         raise NotImplementedError("lengths_k: of shape (B, C) is not supported with mask or score")
-    indexing = IndexingFunctions(masking, scoring, aux, causal, left, right, problem("T")[0])
+    indexing = IndexingFunctions(masking, scoring, aux, causal, left, right, problem.extents["seqlen_k"])
     index_checks = plan_index_checks(problem, indexing, listed=ready_for is not None)
     axes, extra_parts = [len(x.form.shape) for x in aux], [*extra_parts]
     size = None if block_rows is None or block_cols is None else (block_rows, block_cols)

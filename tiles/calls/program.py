@@ -1,8 +1,8 @@
 """Functions that are called often: what decides a call is looked up, and only launches are left.
 
     SCALED = Schema("scaled", '''
-        x    SD  float32
-        out  SD  float32  made
+        x    (seqlen, head_dim)  float32
+        out  (seqlen, head_dim)  float32  made
     ''')
 
     @program(SCALED)

@@ -25,8 +25,8 @@ from typing import Any
 
 from ..launching.arrays import Number
 from ..launching.frameworks import no_backward, refuse_tangent, with_tangents
+from .argument import FREE, Argument
 from .plan import AnyProgram
-from .schema import FREE, Argument
 
 NAMESPACE = "tiles"
 # of options, in torch's signatures
@@ -289,7 +289,9 @@ class _Op:
         batched = [x if dim is None else x.movedim(dim, 0) for x, dim in zip(tensors, dims)]
         folded = [self._fold(row, x, dim is not None, count, layout) for row, x, dim in zip(self.rows, batched, dims)]
         no_batch = self.counts or any(x is not None and y is None for x, y in zip(tensors, folded))
-        if no_batch or any(x is not None and row.axes == ("E",) for row, x in zip(self.rows, tensors)):  # ends of sequences
+        if no_batch or any(
+            x is not None and row.axes == (("ends",),) for row, x in zip(self.rows, tensors)
+        ):  # ends of sequences
             each = [self.op(*[x if d is None else x[n] for x, d in zip(batched, dims)], *rest) for n in range(count)]
             if not self.results:
                 return None, None
@@ -305,8 +307,8 @@ class _Op:
         """A tensor whose batch is `count` times as long; None if it has none, or was not given."""
         if x is None:
             return None
-        axes = row.choices(layout).get(x.dim() - mapped, "")
-        if axes[:1] not in ("B", "N"):
+        first, *_ = row.choices(layout).get(x.dim() - mapped, ("",))
+        if first not in ("batch", "sequences"):
             return None if mapped else x
         if not mapped:
             return x.expand(count, *x.shape).flatten(0, 1)
