@@ -12,14 +12,13 @@ from tiles.launching.arrays import Form, Number
 from tiles.launching.checks import ENDS_K, ENDS_Q, KEY_LENGTHS, Check, check_options
 from tiles.launching.frameworks import describe
 
-from ..options import check_positive, split_norm
+from ..options import split_norm
 from ..parts.block_masks import FIELDS
-from ..plans.call_options import AUX, block_options, dropout_options, window_ends
+from ..plans.call_options import AUX, block_options, dropout_options, score_options, window_ends
 from ..plans.forward_launches import expand_axes
-from ..plans.forward_programs import VARIANTS, ScoreOptions, kv_block_size
+from ..plans.forward_programs import VARIANTS, kv_block_size
 from ..plans.planning import check_extents, norm_and_dropout_parts
 from ..scoring.index_checks import IndexingFunctions, plan_index_checks
-from ..scoring.python_functions import register_function
 from .peers import check_torch_tensors
 
 COUNTS = {"cu_seqlens": ENDS_Q, "cu_seqlens_k": ENDS_K, "lengths_k": KEY_LENGTHS}  # the checks of their values
@@ -64,14 +63,12 @@ def find_kv_block(q: Any, k: Any, v: Any, length: int, length_k: int, options: M
     problem = VARIANTS.problem(forms, "bshd")
     if 0 in problem("batch", "seqlen_q", "heads", "seqlen_k"):
         return None
-    mask, score = (register_function(name, options.get(name)) for name in ("mask", "score"))
-    cap = check_positive("softcap", options.get("softcap"))
-    score_options = ScoreOptions(
-        bool(options.get("causal")), *window_ends(options.get("window")), cap, mask, score, *blocks.size, blocks.ready_for
+    scores = score_options(
+        options.get("causal", False), *[options.get(name) for name in ("window", "softcap", "mask", "score")]
     )
     seed = None if random.seed is None else Number(0)  # its value does not affect the plan
     more = norm_and_dropout_parts(problem, options.get("norm_eps", 1e-6), random.dropout, seed)
-    return kv_block_size(problem, score_options, options.get("scale"), options.get("family"), more)
+    return kv_block_size(problem, scores, blocks.options, options.get("scale"), options.get("family"), more)
 
 
 def _forms(q: Any, k: Any, v: Any, length: int, length_k: int, options: Mapping[str, Any]) -> dict[str, Form]:

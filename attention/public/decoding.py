@@ -12,7 +12,7 @@ from tiles.calls.torch_op import traced
 from ..families import choose_family
 from ..names import suggests_argument_names
 from ..options import check_flag, check_number, check_positive, split_norm
-from ..plans.call_options import OF_AUX, pad_aux, window_ends
+from ..plans.call_options import OF_AUX, ResultOptions, ScoreOptions, pad_aux, window_ends
 from ..plans.decode_launches import DecodeOptions, plan_new_keys, plan_prefill, plan_split_kv, prefers_split_kv, select_loader
 from ..plans.decode_norms import select_norms
 from ..plans.page_checks import plan_page_checks
@@ -174,9 +174,9 @@ def decode(
         left,
         right,
         None if softcap is None else check_positive("softcap", softcap),
-        check_splits(splits),
         None if mask is None else register_function("mask", mask),
         None if score is None else register_function("score", score),
+        check_splits(splits),
         check_flag("interleaved", interleaved),
         0.0 if q_norm is k_norm is k_new_norm is None else check_positive("norm_eps", norm_eps),
         None if scale is None else check_number("scale", scale),
@@ -256,21 +256,15 @@ NO_GRADIENT = "attention.decode has no gradient: attention.forward has"
 @program(DECODE, no_gradient=NO_GRADIENT)
 def _decode(
     problem: Problem,
-    causal: bool,
-    left: int | None,
-    right: int | None,
-    softcap: float | None,
+    scores: ScoreOptions,
     splits: int | None,
-    mask: str | None,
-    score: str | None,
     interleaved: bool,
     norm_eps: float,
-    scale: float | None,
-    return_lse: bool,
-    family: str | None,
+    result: ResultOptions,
 ) -> Plan:
     """The Plan of a call of decode. The schema's `lse` is always a result: callers have no argument for it."""
     check_extents(problem)
+    (causal, left, right, softcap, mask, score), (scale, return_lse, family) = scores, result
     cache, max_keys, cache_args = select_loader(problem)
     append = plan_new_keys(problem, interleaved, causal or left is not None or right is not None, norm_eps, max_keys)
     batch, tokens, heads, sequences = problem("batch", "seqlen_q", "heads", "sequences")

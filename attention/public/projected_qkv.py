@@ -17,6 +17,7 @@ from tiles.launching.launch import kernel_for
 from ..kernels import rotary_rows
 from ..kernels.norm_gradients import PART, SumNormPartials
 from ..plans import forward_programs
+from ..plans.call_options import ListOptions, RandomOptions, ResultOptions, ScoreOptions
 from ..plans.forward_launches import DTYPES
 from ..plans.gradient import NO_SECOND_DERIVATIVES
 from . import softmax_backward
@@ -139,10 +140,8 @@ def projected(
     q, k = (_view_heads(problem, problem["rows"], *of_heads, parts) for of_heads in ((0, heads), (heads, kv_heads)))
     operands = {"q": q, "k": k} | {name: problem[name] for name in ("v", "sink", "out", "lse")}
     inner = _InnerProblem(problem, forward_programs.VARIANTS, operands, parts)
-    ends = left, right
-    plan = forward_programs._variant.planner(
-        inner, causal, *ends, softcap, None, None, None, None, None, norm_eps, None, None, scale, True, family
-    )
+    scores, result = ScoreOptions(causal, left, right, softcap), ResultOptions(scale, True, family)
+    plan = forward_programs._variant.planner(inner, scores, ListOptions(), norm_eps, RandomOptions(), result)
     if not tiles * batch:
         return plan._replace(scratch=[*parts, *plan.scratch])
     turn = kernel_for(rotary_rows, rotary_rows.RotateConfig(*config.fields), problem.device)
@@ -182,10 +181,8 @@ def projected_backward(
             first += count
     operands |= {"dsink": problem["dsink"]} if sunk else {}
     inner = _InnerProblem(problem, softmax_backward.VARIANTS, operands, parts)
-    also = "dsink" if sunk else ""
-    plan = softmax_backward._variant.planner(
-        inner, causal, left, right, softcap, None, None, None, None, None, None, None, scale, deterministic, also, family
-    )
+    scores, also = ScoreOptions(causal, left, right, softcap), "dsink" if sunk else ""
+    plan = softmax_backward._variant.planner(inner, scores, ListOptions(), RandomOptions(), scale, deterministic, also, family)
     norm_grads = {name: problem[name].spread(0, 1) for name in (("dq_norm", "dk_norm") if normed else ())}
     scratch: list[Any] = [*parts, *plan.scratch]
     if not tiles * batch:

@@ -7,7 +7,6 @@ from tiles.calls.argument import REAL
 from tiles.calls.plan import Plan
 from tiles.calls.program import program
 from tiles.calls.schema import Problem, Schema
-from tiles.launching.arrays import Number
 
 from ..kernels.query_tile_lists import MAX_SURVEY_QUERIES
 from ..names import suggests_argument_names
@@ -15,7 +14,19 @@ from ..options import check_flag, check_number, check_positive
 from ..parts.scores import ScoredWithGrad
 from ..plans import norm_gradients
 from ..plans.backward_launches import plan_launches
-from ..plans.call_options import AUX, OF_AUX, OF_BLOCKS, block_options, dropout_options, pad_aux, window_ends, without_gradients
+from ..plans.call_options import (
+    AUX,
+    OF_AUX,
+    OF_BLOCKS,
+    ListOptions,
+    RandomOptions,
+    ScoreOptions,
+    block_options,
+    dropout_options,
+    pad_aux,
+    score_options,
+    without_gradients,
+)
 from ..plans.gradient import NO_SECOND_DERIVATIVES
 from ..plans.planning import (
     bias_part,
@@ -29,7 +40,6 @@ from ..plans.planning import (
 from ..plans.score_gradients import GRADIENTS, reads_of
 from ..plans.variant_spec import build_variant
 from ..scoring.index_checks import IndexingFunctions, plan_index_checks
-from ..scoring.python_functions import register_function
 from ..scoring.score_derivative import differentiate
 
 DAUX_CREATED = "".join([f"    daux{n}  =aux{n}  float32  made  also:daux{n}\n" for n in range(AUX)])
@@ -189,18 +199,14 @@ def backward(
     if accumulate:
         buffers = ("q", q, q_norm, dq), ("k", k, k_norm, dk)
         into = [norm_gradients.gradient_buffer(*x, stream, layout) for x in buffers]
-    size, ready_for, (*lists, _, marks) = block_options(blocks)
+    list_options, (*lists, _, marks) = block_options(blocks)
     wanted = " ".join([name for name, x in zip(GRADIENTS, extra) if x is not None])
     extra_out = [None if x is True else x for x in extra]
     score_arrays = alibi, sink, bias, *sequences, random.seeds, *lists, marks, *aux
     arrays = dout, normed_q, normed_k, v, out, lse, dlse, *score_arrays, *into, dv
     variant_options = (
-        check_flag("causal", causal),
-        *window_ends(window),
-        check_positive("softcap", softcap),
-        *[None if f is None else register_function(n, f) for n, f in (("mask", mask), ("score", score))],
-        *size,
-        ready_for,
+        *score_options(causal, window, softcap, mask, score),
+        *list_options,
         random.dropout,
         random.seed,
         check_number("scale", scale),
@@ -263,17 +269,9 @@ def _backward(problem: Problem, causal: bool, scale: float | None, deterministic
 @program(VARIANTS, no_gradient=NO_SECOND_DERIVATIVES)
 def _variant(
     problem: Problem,
-    causal: bool,
-    left: int | None,
-    right: int | None,
-    softcap: float | None,
-    mask: str | None,
-    score: str | None,
-    block_rows: int | None,
-    block_cols: int | None,
-    ready_for: str | None,
-    dropout: float | None,
-    seed_value: Number | None,
+    scores: ScoreOptions,
+    lists: ListOptions,
+    random: RandomOptions,
     scale: float | None,
     deterministic: bool,
     also: str,
@@ -282,16 +280,21 @@ def _variant(
     """The launches of a call with any options. mask, score: the names of functions in python_functions.py. also: the names of
     gradients to compute besides dq, dk and dv."""
     check_extents(problem)
+    causal, left, right, softcap, mask, score = scores
     scale = resolve_scale(problem, scale)  # of the sink nothing but lse knows
     masking, scoring, aux = load_functions(problem, mask, score)
     asking = IndexingFunctions(masking, scoring, aux, causal, left, right, problem.extents["seqlen_k"])
-    index_checks = plan_index_checks(problem, asking, listed=ready_for is not None)
-    size = None if block_rows is None or block_cols is None else (block_rows, block_cols)
-    more: list[Any] = [dropout_part(problem, dropout, seed_value)] if dropout is not None else []
+    index_checks = plan_index_checks(problem, asking, listed=lists.ready_for is not None)
+    more: list[Any] = [dropout_part(problem, random.dropout, random.seed_value)] if random.dropout is not None else []
     axes = [len(x.form.shape) for x in aux]
     masking, causal, (left, right) = reduce_to_window(problem, masking, axes, causal, (left, right))
     listing = plan_block_lists(
-        problem, masking, f"{mask=!s}; window={(left, 0 if causal else right)}", size, MAX_SURVEY_QUERIES, ready_for
+        problem,
+        masking,
+        f"{mask=!s}; window={(left, 0 if causal else right)}",
+        lists.block_size,
+        MAX_SURVEY_QUERIES,
+        lists.ready_for,
     )
     blocked = listing and listing.blocked
     score_options = softcap, "alibi" in problem, bias_part(problem, last=scoring is None)

@@ -22,7 +22,6 @@ from attention.public.projected_qkv import projected, projected_backward
 from attention.scoring.python_functions import register_function
 from tiles.calls import program as programs
 from tiles.calls.axes import VARY
-from tiles.calls.torch_op import _options
 from tiles.launching.arrays import ITEMSIZE, Form, contiguous
 
 launching = sys.modules["tiles.launching.launch"]
@@ -78,7 +77,7 @@ def calls(draw, name):
     kinds = {
         row: dtype if argument.holds == "tile" else draw(st.sampled_from(argument.dtypes)) for row, argument in rows.items()
     }
-    options = tuple(draw(OPTIONS[option, kind]) for option, kind in _options(program.planner).items())
+    options = tuple(draw(OPTIONS[option, kind]) for option, kind in program.option_types.items())
     made, before, gaps, grows = [], {}, {}, draw(st.sampled_from(GROWS))
     for n in range(draw(st.integers(2, 5) if grows is None else st.integers(4, 6))):
         extents = fixed | {"batch": draw(st.integers(1, 3)), "sequences": draw(st.integers(1, 5)), "1": 1}

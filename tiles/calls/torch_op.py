@@ -13,7 +13,6 @@ torch is never imported here.
 
 from __future__ import annotations
 
-import inspect
 import re
 import string
 import sys
@@ -203,9 +202,17 @@ class _Op:
         letters = iter(string.ascii_lowercase)
         written = [f"({next(letters)}!)" if row.written else "" for row in self.rows]
         tensors = [f"Tensor{mark}{'' if row.needed else '?'} {token(row.name)}" for mark, row in zip(written, self.rows)]
-        options = [f"{TYPES[kind]} {token(name)}" for name, kind in _options(self.program.planner).items()]
+        options = [f"{TYPES[kind]} {token(name)}" for name, kind in self.option_types().items()]
         returns = "Tensor[]" if self.several else "Tensor" if self.results else "()"
         return f"({', '.join([*tensors, *options, 'str layout'])}) -> {returns}"
+
+    def option_types(self) -> dict[str, Any]:
+        """{name: type} of the options. TypeError: one has a type that torch does not know."""
+        for name, kind in self.program.option_types.items():
+            if kind not in TYPES:
+                said = f"{self.program.planner.__qualname__}'s annotation is {kind!r}"
+                raise TypeError(f"{name}: an option of a torch op must be one of {tuple(TYPES)}: {said}")
+        return self.program.option_types
 
     def parts(self, args: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any], str]:
         """(tensors, one for each row that is no result; options by name; layout)"""
@@ -320,14 +327,3 @@ class _Op:
 
 def _unfold(x: Any, count: int) -> Any:
     return x.unflatten(0, (count, x.shape[0] // count))
-
-
-def _options(planner: Callable) -> dict[str, Any]:
-    """{name: type} of what a planner takes besides the problem. TypeError: it does not say one that torch knows."""
-    kinds = inspect.get_annotations(planner, eval_str=True)
-    _, *names = inspect.signature(planner).parameters
-    for name in names:
-        if kinds.get(name) not in TYPES:
-            said = f"{planner.__qualname__}'s annotation is {kinds.get(name)!r}"
-            raise TypeError(f"{name}: an option of a torch op must be one of {tuple(TYPES)}: {said}")
-    return {name: kinds[name] for name in names}
