@@ -9,7 +9,7 @@ from typing import Any
 
 from tiles.launching.devices import device
 from tiles.profile.card import peaks
-from tiles.targets import capability, has_fp8, is_hopper
+from tiles.targets import parse_target
 
 REACHED = 0.87, 0.7  # the shares of the peak memory bandwidth and tensor core rate that good kernels reach
 LAUNCH = 1.5e-6  # seconds that each kernel adds to a CUDA graph
@@ -43,7 +43,8 @@ H200 = Card("NVIDIA H200", 132, 4.2e12, 6.9e14, 1.6e13)
 def card_of(arch: str) -> Card:
     """The Card of an architecture: an H200 for sm_90a, and for others an H200 without wgmma, and without fp8 where they lack
     it."""
-    return H200 if arch == "sm_90a" else replace(H200, name=arch, wgmma=False, fp8=has_fp8(capability(arch)))
+    target = parse_target(arch)
+    return H200 if target.has_wgmma else replace(H200, name=arch, wgmma=False, fp8=target.has_fp8)
 
 
 @functools.cache
@@ -62,6 +63,6 @@ def card(ordinal: int | None) -> Card:
         memory * most.bandwidth,
         tensor * products,
         maps,
-        is_hopper(gpu.capability),
-        has_fp8(gpu.capability),
+        gpu.target.is_hopper,
+        gpu.target.has_fp8,
     )

@@ -20,8 +20,8 @@ from numba.cuda.core import (
     transforms,
     typed_passes,
     typeinfer,
+    untyped_passes,
 )
-from numba.cuda.core import untyped_passes
 from numba.cuda.debuginfo import CUDADIBuilder
 from numba.cuda.misc import firstlinefinder
 
