@@ -15,7 +15,7 @@ from attention.parts.decode.products import Fp8Products, SameDtypeProducts
 from attention.parts.decode.splits import FixedSplits, StreamKSplits
 from attention.parts.variant import Variant
 from attention.parts.visibility import FULL
-from fuse.cost import card_of
+from fuse.planning.cost import card_of
 from tiles import bf16
 from tiles.targets import LARGE, MEDIUM, SMALL, parse_target
 
