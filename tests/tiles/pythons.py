@@ -1,4 +1,5 @@
-"""Other versions of Python on this machine, for tests of what is the same in all of them."""
+"""Other versions of Python on this machine, for tests of what is the same in all of them. `python pythons.py` prints them, the
+newest first."""
 
 import functools
 import os
@@ -25,3 +26,7 @@ def other_pythons() -> list[str]:
 def runs(python: str, code: str) -> bool:
     """Does this Python start and run this code? A shim of pyenv's may not."""
     return not subprocess.run([python, "-c", code], capture_output=True, cwd=os.sep, timeout=100).returncode
+
+
+if __name__ == "__main__":
+    print(*other_pythons()[::-1], sep="\n")

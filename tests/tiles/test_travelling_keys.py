@@ -108,7 +108,8 @@ SCRIPT = """
     from cuda.pathfinder import load_nvidia_dynamic_lib
     from numba.cuda import types as numba_types
     import tiles
-    from tiles.compiling import digest, toolchain
+    from tiles.compiling import cache_files, digest, toolchain
+    from tiles.inspect import figures
     from tiles.launching import loaded_code
 
     def compile_kernel(*args, compile_kernel=loaded_code.compile_kernel):
@@ -122,9 +123,10 @@ SCRIPT = """
         keys[arch] = digest.key(kernel, signature, arch)
         code = loaded_code.machine_code(kernel, signature, types.SimpleNamespace(arch=arch))
         codes[arch] = hashlib.sha256(code.cubin).hexdigest()
+        figures(kernel, signature, arch)
     library = load_nvidia_dynamic_lib("nvvm").abs_path
     facts = {"python": sys.version, "tiles": tiles.__file__, "library": library, "time": os.stat(library).st_mtime}
-    facts["toolchain"] = repr(toolchain.compilers())
+    facts |= {"toolchain": repr(toolchain.compilers()), "entries": len(cache_files.entries(cache_files.find_folder().path))}
     print(json.dumps({"compiled": len(compiled), "codes": codes, "keys": keys, **facts}))
 """
 
@@ -159,8 +161,17 @@ def first(tmp_path_factory):
     """(what the first environment says, its cache)"""
     folder = tmp_path_factory.mktemp("first")
     said = run(sys.executable, place_sources(folder), folder / "kept")
-    assert said["compiled"] == len(said["keys"]) == len(set(said["keys"].values())) == 2 and None not in said["keys"].values()
+    assert (
+        said["entries"] == 4
+        and said["compiled"] == len(said["keys"]) == len(set(said["keys"].values())) == 2
+        and None not in said["keys"].values()
+    )
     return said, folder / "kept"
+
+
+def all_is_found(said, other):
+    """The machine code, and the figures made of it, which are entries of their own."""
+    return other["compiled"] == 0 and all(other[what] == said[what] for what in ("keys", "codes", "entries"))
 
 
 def copied(kept, place):
@@ -209,7 +220,7 @@ def test_another_path_and_other_times(first, tmp_path):
     if any(Path(folder) in Path(said["library"]).parents for folder in site.getsitepackages()):  # and not of a CUDA toolkit
         assert other["time"] != said["time"] and str(tmp_path) in other["library"]
     shutil.rmtree(tmp_path / "environment")  # the libraries are large
-    assert other["keys"] == said["keys"] and other["codes"] == said["codes"] and other["compiled"] == 0
+    assert all_is_found(said, other)
 
 
 def test_a_changed_source_is_compiled_anew(first, tmp_path):
@@ -235,4 +246,4 @@ def test_another_version_of_python(first, tmp_path):
     assert other["python"] != said["python"]
     if not named and other["toolchain"] != repr(toolchain.compilers()):
         pytest.skip(f"{pythons[0]} has other versions of packages")
-    assert other["keys"] == said["keys"] and other["codes"] == said["codes"] and other["compiled"] == 0
+    assert all_is_found(said, other)
