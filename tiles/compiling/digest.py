@@ -7,7 +7,7 @@ NUMBA_* settings; the versions of all that takes part in compiling. What cannot 
 wrongly cached. To make a key, no kernel is compiled.
 
 So a kernel has one key on every machine, on every path, in every version of Python. Only of a function that has no text, such
-as one typed in the REPL of a Python before 3.13, the bytecode is digested, and the key holds for this version of Python.
+as one typed in Python's REPL, the bytecode is digested, and the key holds for this version of Python.
 
 Not seen: tiles/, ops/ or Numba changed in memory (`ops.raw.wait = ...`), or an `overload` of somebody's for a function of
 Numba's or Python's own.

@@ -52,7 +52,7 @@ class Excerpt(NamedTuple):
     is_shifted: bool = False
 
 
-class SourceFile:
+class FileText:
     """The lines of a file as they were read. imported: the names that its import statements bind: Python compiles calls of
     their attributes in another way."""
 
@@ -87,14 +87,14 @@ def function_text(function: FunctionType) -> str | None:
 
 
 _texts: dict[int, tuple[CodeType, str | None]] = {}  # id: (the code, which keeps its id, and its text)
-_sources: dict[str, SourceFile] = {}  # by file, read when a function of it was looked for that was not in the text known before
+_sources: dict[str, FileText] = {}  # by file, read when a function of it was looked for that was not in the text known before
 
 
 def _find_text(function, code):
     known = _sources.get(code.co_filename)
     if known and (text := _match(function, code, known)):
         return text
-    source = SourceFile(code.co_filename, function.__globals__)
+    source = FileText(code.co_filename, function.__globals__)
     if known and known.text == source.text:
         return None
     _make_room(_sources, 256)
