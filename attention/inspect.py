@@ -4,7 +4,7 @@ A row is {kernel, config, lines} and the fields of tiles.inspect.Figures. `lines
 blanks, comments and docstrings; `instructions` counts SASS mnemonics; `digest` is a digest of the SASS: no two rows have the
 same. A row whose source has not changed since it was last compiled is read from disk (tiles.inspect.figures).
 
-The configurations are listed by each kernel's module, which also decides whether they are legal: `space(arch, everything)`."""
+The configurations are listed by each kernel's module, `space(target, everything)`, which decides whether they are legal."""
 
 import ast
 import functools
@@ -20,6 +20,7 @@ from types import CodeType
 
 from tiles.inspect import figures
 from tiles.launching.arguments import signature
+from tiles.targets import parse_target
 
 from .kernels import (
     backward_ampere,
@@ -119,7 +120,7 @@ def configurations(everything=False, arch="sm_90a", only=()):
     texts that must all occur in the kernel's, its module's or the configuration's name."""
     for family, modules in MODULES.items():
         for module in modules:
-            for config in module.space(arch, everything):
+            for config in module.space(parse_target(arch), everything):
                 if all(text in f"{family} {module.__name__} {config}" for text in only):
                     yield family, module, config
 

@@ -41,6 +41,7 @@ from tiles import bf16, fp16, fp32, inlined, pipeline, rt, shared, st, sv
 from tiles.cp_async import PIECES
 from tiles.launching.arguments import ENDS, FLOAT, INT, array
 from tiles.layout import LANES
+from tiles.targets import Target
 
 from ..parts.recurrent.block_exponent import BlockExponent
 from ..parts.recurrent.gates import CHUNK_COL_VEC, COL_VEC, ROW_VEC, TILE, Gate, Mamba2Gate, TokenGate
@@ -89,7 +90,7 @@ class Config(chunk_hopper.Config):
         return super().__str__() + f", by {self.vector_bytes} bytes" * (self.vector_bytes != 16)
 
 
-def space(arch: str, everything: bool) -> Iterator[Config]:
+def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations: all gates at all sizes, other results and varlen at one size. everything: all of these at all sizes,
     other vector_bytes, and fp16; of 8 bytes and of fp16, whose code is like that of their neighbours, only the plainest."""
     for vector_bytes, dtype in ((PIECES[0], bf16), *(((8, bf16), (4, bf16), (2, bf16), (16, fp16)) if everything else ())):

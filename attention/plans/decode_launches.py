@@ -10,9 +10,8 @@ from tiles.calls.schema import Problem
 from tiles.launching.arrays import Operand
 from tiles.launching.devices import machine
 from tiles.launching.launch import kernel_for
-from tiles.targets import has_early_launch, has_fp8, is_hopper
 
-from ..families import choose_family
+from ..families import HOPPER_FAMILY, uses_hopper_kernels
 from ..kernels import cache_write, decode_ampere, decode_combine, decode_hopper
 from ..parts.decode.cache_loaders import DenseLoader, IndexedLoader, PagedLoader
 from ..parts.decode.key_window import AlibiRows, GrowingKeyWindow, KeyWindow, MaskedRows, ScoredRows, WholeCacheWindow
@@ -25,7 +24,7 @@ from ..parts.online_softmax import SLACK
 from ..parts.scores import Capped, Scored, Sunk
 from ..parts.variant import Both, Variant
 from . import prefill_from_cache
-from .cache_append import AppendNames, has_descale_per_key, norm_operands, plan_append
+from .cache_append import has_descale_per_key, norm_operands, plan_append
 from .decode_norms import DecodeNorms
 from .forward_launches import DTYPES, LOG2_E, expand_axes
 from .planning import INDICES
@@ -71,20 +70,20 @@ def plan_new_keys(problem: Problem, interleaved: bool, local: bool, norm_eps: fl
     ends = problem["cu_seqlens_new"] or problem["cu_seqlens"]
     if "cu_seqlens_new" in problem and "cu_seqlens" not in problem:
         raise ValueError("cu_seqlens_new: needs cu_seqlens, as both queries and new keys are packed then: cu_seqlens=None")
-    args |= {"new_ends": ends} if ends else {"added": problem("s")[0]}
+    args |= {"new_ends": ends} if ends else {"added": problem.extents["seqlen_new"]}
     queries, scratch = problem["q"], []
     if "cos" in problem:
-        scratch = [(problem("BSHD"), problem.dtype)]
+        scratch = [(problem("batch", "seqlen_q", "heads", "head_dim"), problem.dtype)]
         queries = problem.scratch(0, *scratch[0])
     q_and_out, own_ends = (problem["q"], queries) if scratch else None, "cu_seqlens_new" in problem
-    names = AppendNames("s", "S", None if own_ends else q_and_out, ends)
-    steps = plan_append(problem, interleaved, local, names, norm_eps)
-    if q_and_out and own_ends and 0 not in problem("SH"):  # queries have other ends than new keys: a launch of their own
+    steps = plan_append(problem, interleaved, local, None if own_ends else q_and_out, ends, norm_eps)
+    # if queries have other ends than new keys, a launch of their own rotates them
+    if q_and_out and own_ends and 0 not in problem("seqlen_q", "heads"):
         rotation: dict[str, Any] = {"ends": problem["cu_seqlens"], "positions": problem["positions"]}
         rotation |= {
             "interleaved": interleaved,
             "causal": local,
-            "norm": norm_operands(problem, "q_norm", "H"),
+            "norm": norm_operands(problem, "q_norm", "heads"),
             "norm_eps": norm_eps,
         }
         tables = problem["cos"], problem["sin"]
@@ -114,10 +113,10 @@ def plan_prefill(
 def prefers_split_kv(problem: Problem, queries: int, keys: int, left: int | None = None, family: str | None = None) -> bool:
     """Should many queries, too, be served by split-KV? On Hopper they should if forward has too few tiles to fill the GPU."""
     gpu = machine(problem.device)
-    if not (family is None and is_hopper(gpu.capability) and problem.by_tma):
+    if not (family is None and gpu.target.is_hopper and problem.by_tma):
         return False
-    batch, heads = problem("BH")
-    sequences = problem("N")[0] if "cu_seqlens" in problem else batch
+    batch, heads = problem("batch", "heads")
+    sequences = problem.extents["sequences"] if "cu_seqlens" in problem else batch
     visible = keys if left is None else min(keys, left + queries)
     return underfills_gpu(sequences, -(-batch * queries // sequences), heads, visible, gpu.processors)
 
@@ -139,16 +138,18 @@ def plan_split_kv(
     key head as rows, over splits of the keys; and decode_combine.py's if there are several splits. family: "sm_90" for
     decode_hopper.py; by default that serves what would take more than one of decode_ampere.py's tiles. ValueError: the family
     cannot serve the call."""
-    batch, tokens, heads, head_dim, kv_heads, value_dim = problem("BSHDGV")
+    batch, tokens, heads, head_dim, kv_heads, value_dim = problem(
+        "batch", "seqlen_q", "heads", "head_dim", "heads_k", "head_dim_v"
+    )
     packed, axes = "cu_seqlens" in problem, tuple(len(x.form.shape) for x in options.aux)
-    sequences = problem("N")[0] if packed else batch
+    sequences = problem.extents["sequences"] if packed else batch
     group, dtype, gpu = heads // kv_heads, DTYPES[problem.dtype], machine(problem.device)
     rows, vector_bytes = tokens * group, problem.bytes_at_once(*TILES)
     product, product_args = _select_product(problem)
     window, key_args, visible = _select_window(problem, options, max_keys)
     key_args |= append.length_args
     variant, sink, unit, score_args, sink_args = _build_scores(problem, options, norms)
-    pdl, final = has_early_launch(gpu.capability), FinalOutput(dtype, vector_bytes)
+    pdl, final = gpu.target.has_early_launch, FinalOutput(dtype, vector_bytes)
     seq_layout, partial, seq_rows = (
         (PackedRows, PackedPartialOutput(dtype, vector_bytes), -(-rows // sequences))
         if packed
@@ -156,13 +157,13 @@ def plan_split_kv(
     )
 
     by_hopper = type(product) is SameDtypeProducts and not packed and not norms.rows and not norms.keys.prepares_queries
-    if family == "sm_90" and not by_hopper:
+    if family == HOPPER_FAMILY and not by_hopper:
         raise ValueError(
             "family: 'sm_90' serves few query tokens only with a cache of q's dtype, without cu_seqlens and without norms: "
             f"{family=} (the default, None, serves these)"
         )
-    is_hopper_kernel = choose_family(problem, family, problem.by_tma and by_hopper) == "sm_90"
-    is_hopper_kernel = is_hopper_kernel and (family == "sm_90" or seq_rows > decode_ampere.TALL_ROWS)
+    is_hopper_kernel = uses_hopper_kernels(problem, family, problem.by_tma and by_hopper)
+    is_hopper_kernel = is_hopper_kernel and (family == HOPPER_FAMILY or seq_rows > decode_ampere.TALL_ROWS)
     kernels, kv_source = (decode_hopper, _select_tma_source(problem, options)) if is_hopper_kernel else (decode_ampere, None)
 
     def config_for(split: type[FixedSplits], result: FinalOutput | FinalOrPartialOutput) -> Any:
@@ -212,7 +213,7 @@ def plan_split_kv(
         kernel = kernel_for(decode_combine, last, problem.device)
         steps.append(kernel.bind(combined * kv_heads * rows * slabs, **combine_args))
         out_args = {**partial_args, **(out_args if stream_k else {})}
-    page_args = {"page_size": problem("T")[0]} if kv_source is not None and kv_source.paged else {}
+    page_args = {"page_size": problem.extents["seqlen_k"]} if kv_source is not None and kv_source.paged else {}
     first = kernel_for(kernels, config, problem.device).bind(
         blocks * kv_heads * row_tiles,
         gQ=_group_heads(append.queries, 2, group) if is_hopper_kernel else order_by_rows(append.queries, group),
@@ -236,12 +237,12 @@ def plan_split_kv(
 def select_loader(problem: Problem) -> tuple[DenseLoader, int, dict[str, Operand]]:
     """(how keys and values are loaded, the most keys that a sequence can have, the kernel's arguments for it). ValueError:
     pages and batch_index are both passed; or neither, and the caches' batch is not the number of sequences."""
-    batch, batches, rows = problem("NCT")
+    batch, batches, rows = problem("sequences", "batch_cache", "seqlen_k")
     vector_bytes = problem.bytes_at_once(*TILES)
     if "pages" in problem:
         if "batch_index" in problem:
             raise ValueError("batch_index: must be None where pages is passed, which says already where a sequence's keys are")
-        return PagedLoader(vector_bytes), rows * problem("M")[0] if batches else 0, {"pages": problem["pages"]}
+        return PagedLoader(vector_bytes), rows * problem.extents["pages_per_seq"] if batches else 0, {"pages": problem["pages"]}
     if "batch_index" in problem:
         return IndexedLoader(vector_bytes), rows if batches else 0, {"batch_index": problem["batch_index"]}
     if batches != batch:
@@ -255,7 +256,7 @@ def select_loader(problem: Problem) -> tuple[DenseLoader, int, dict[str, Operand
 def _select_tma_source(problem: Problem, options: DecodeOptions) -> OneBuffer | None:
     """Where TMA finds keys; None if it cannot, because tiles may begin anywhere in a page, or span several pages."""
     if "pages" in problem:
-        one_page = problem("T")[0] % decode_hopper.KV == 0 and "leftpad" not in problem and options.left is None
+        one_page = problem.extents["seqlen_k"] % decode_hopper.KV == 0 and "leftpad" not in problem and options.left is None
         return PagedKeys(1) if one_page else None
     return IndexedCache() if "batch_index" in problem else OneBuffer()
 
@@ -274,7 +275,7 @@ def _select_product(problem: Problem) -> tuple[SameDtypeProducts, dict[str, Any]
             raise problem.error(name, f"last axis must be contiguous: {name}.strides={form.strides} bytes", name)
     names = "k_descale", "v_descale"
     per_key = has_descale_per_key(problem)
-    args = {name: problem[name] if per_key else expand_axes(problem, name, "NG") for name in names}
+    args = {name: problem[name] if per_key else expand_axes(problem, name, ("sequences", "heads_k")) for name in names}
     missing = [name for name, descale in args.items() if descale is None]
     if len(missing) == 1:
         (other,) = set(names) - set(missing)
@@ -283,12 +284,12 @@ def _select_product(problem: Problem) -> tuple[SameDtypeProducts, dict[str, Any]
         if not missing:
             raise ValueError(f"k_descale: must be None unless the cache is float8_e4m3fn: k.dtype={cache_dtype!r}")
         return SameDtypeProducts(dtype), {}
-    if not has_fp8(gpu.capability):
+    if not gpu.target.has_fp8:
         raise ValueError(f"k: a cache of float8_e4m3fn needs a GPU of compute capability 8.9 or later, and is on {gpu}")
     if problem.bytes_at_once("k", "v") < MIN_VECTOR_BYTES:
         raise ValueError(f"k: addresses and strides of float8_e4m3fn must be multiples of {MIN_VECTOR_BYTES} bytes")
     if per_key:
-        pages, rows, most = problem("CT") + (problem("M") if "pages" in problem else (1,))
+        pages, rows, most = *problem("batch_cache", "seqlen_k"), problem.extents.get("pages_per_seq", 1)
         if max(pages, rows * most) >= INDICES:
             limit = "of each key and head needs a pool of fewer than 2**24 pages, and fewer than 2**24 keys of a sequence"
             raise problem.error("k_descale", limit, "k_descale")
@@ -299,7 +300,7 @@ def _select_product(problem: Problem) -> tuple[SameDtypeProducts, dict[str, Any]
 def _select_window(problem: Problem, options: DecodeOptions, max_keys: int) -> tuple[KeyWindow, dict[str, Any], int]:
     """(which keys tokens see, the kernel's arguments for it, the most keys that the rows of a tile see). A single token is at
     the last key, so its window has no right end."""
-    (tokens,), left, right = problem("S"), options.left, 0 if options.causal else options.right
+    tokens, left, right = problem.extents["seqlen_q"], options.left, 0 if options.causal else options.right
     if tokens == 1 and "cu_seqlens" not in problem:
         right = None
     args: dict[str, Any] = {name: end for name, end in (("left", left), ("right", right)) if end is not None}
@@ -320,7 +321,7 @@ def _build_scores(
         args["per_cap"], unit = unit / options.softcap, options.softcap
     if "alibi" in problem:
         parts.append(AlibiRows())
-        args |= {"slopes": expand_axes(problem, "alibi", "NH"), "per_slope": 1 / unit}
+        args |= {"slopes": expand_axes(problem, "alibi", ("sequences", "heads")), "per_slope": 1 / unit}
     if options.score is not None:
         parts.append(ScoredRows(options.score))
         args["score_unit"], unit = unit, 1.0

@@ -10,7 +10,7 @@ from tiles.calls.plan import Step
 from tiles.calls.schema import Problem
 from tiles.launching.arrays import Operand
 
-from ..families import choose_family
+from ..families import HOPPER_FAMILY, uses_hopper_kernels
 from ..parts.key_sources import IndexedCache, OneBuffer, PagedKeys
 from ..parts.sequences import KvCacheLayout, PackedKvCacheLayout
 from .forward_launches import Shape, bind_launch, config_for_problem, variant_arrays
@@ -37,20 +37,20 @@ def plan_launch(
     kind["kv_source"] = PagedKeys(1, "left" in spec.variant.params) if paged else IndexedCache() if cached else OneBuffer()
     hopper, parts = config_for_problem(problem, spec, True, max_keys, **kind), 1
     if paged:
-        part = math.gcd(hopper.kv, int(problem("T")[0]))
+        part = math.gcd(hopper.kv, int(problem.extents["seqlen_k"]))
         parts = 0 if part % BOX_ROWS or "leftpad" in problem else hopper.kv // part
-    if family == "sm_90" and not parts:
+    if family == HOPPER_FAMILY and not parts:
         raise ValueError(
             f"family: 'sm_90' needs a page size that is a multiple of {BOX_ROWS}, and no leftpad where pages is passed: "
             f"k.shape={problem.shape('k')}, {family=} (the default, None, serves any)"
         )
-    tma = choose_family(problem, family, problem.by_tma and parts > 0) == "sm_90"
+    tma = uses_hopper_kernels(problem, family, problem.by_tma and parts > 0)
     config: Shape = hopper if tma else config_for_problem(problem, spec, False, max_keys, **kind)
     if tma and paged:
         config = replace(hopper, kv_source=PagedKeys(parts, "left" in spec.variant.params))
     arrays = {"gQ": queries, "gK": problem["k"], "gV": problem["v"], "leftpad": problem["leftpad"]}
-    arrays |= {"ends": problem["cu_seqlens"]} if packed else {"q_len": problem("S")[0]}
-    arrays |= {"pages": problem["pages"], "page_size": problem("T")[0]} if paged else {}
+    arrays |= {"ends": problem["cu_seqlens"]} if packed else {"q_len": problem.extents["seqlen_q"]}
+    arrays |= {"pages": problem["pages"], "page_size": problem.extents["seqlen_k"]} if paged else {}
     arrays |= {"batch_index": problem["batch_index"]} if isinstance(config.kv_source, IndexedCache) else {}
     arrays |= {f"aux{n}": x for n, x in enumerate(aux)}
     params = spec.variant.params  # without those of q's norm if q is normalised before

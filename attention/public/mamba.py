@@ -8,36 +8,36 @@ from tiles.calls.program import program
 from tiles.calls.schema import Problem, Schema
 from tiles.launching.frameworks import describe
 
-from ..families import choose_family
+from ..families import choose_family, uses_hopper_kernels
 from ..names import suggests_argument_names
 from ..options import check_flag
 from ..plans import recurrent_checks, recurrent_chunks
 from ..plans.packed_tokens import pack_batches
-from ..plans.recurrent_chunks import SEGMENT_RESULTS, join_rows
+from ..plans.recurrent_chunks import SEGMENT_RESULTS
 
 TOKENS = """
-    x               BSHV  tile
-    dt              BSH   real
-    A               H     rate
-    B               BSGK  tile
-    C               BSGK  tile
+    x   (batch, seqlen, heads, value_dim)  tile
+    dt  (batch, seqlen, heads)             real
+    A   (heads)                            rate
+    B   (batch, seqlen, heads_k, key_dim)  tile
+    C   (batch, seqlen, heads_k, key_dim)  tile
 """
 OTHERS = """
-    D               H|HV  real     optional
-    z               BSHV  tile     optional
+    D  (heads)|(heads, value_dim)         real  optional
+    z  (batch, seqlen, heads, value_dim)  tile  optional
 """
 STEPS = """
-    dt_bias         H     real     optional
-    cu_seqlens      E     ends     optional
+    dt_bias     (heads)  real  optional
+    cu_seqlens  (ends)   ends  optional
 """
 STATES = """
-    initial_states  NHVK  float32  optional
-    out             BSHV  tile     made
-    states          NHVK  float32  made      return_final_states
+    initial_states  (sequences, heads, value_dim, key_dim)  float32  optional
+    out             (batch, seqlen, heads, value_dim)       tile     made
+    states          (sequences, heads, value_dim, key_dim)  float32  made  return_final_states
 """
-MAMBA2 = Schema("mamba2", join_rows(TOKENS, OTHERS, STEPS, STATES))
-SEGMENTS = Schema("mamba2_segments", join_rows(TOKENS, STEPS))
-OUTPUTS_FROM_SEGMENTS = Schema("mamba2_outputs_from_segments", join_rows(TOKENS, OTHERS, STEPS, SEGMENT_RESULTS, STATES))
+MAMBA2 = Schema("mamba2", TOKENS + OTHERS + STEPS + STATES)
+SEGMENTS = Schema("mamba2_segments", TOKENS + STEPS)
+OUTPUTS_FROM_SEGMENTS = Schema("mamba2_outputs_from_segments", TOKENS + OTHERS + STEPS + SEGMENT_RESULTS + STATES)
 
 
 @suggests_argument_names
@@ -114,7 +114,7 @@ def mamba2(
 def _mamba2(problem: Problem, dt_softplus: bool, return_final_states: bool, family: str | None) -> Plan:
     """The Plan of a call of mamba2. The schema's `states` is a result, which a caller cannot pass."""
     recurrent_checks.check_extents(problem, "B", "x")
-    batch, length, heads, sequences = problem("BSHN")
+    batch, length, heads, sequences = problem("batch", "seqlen", "heads", "sequences")
     if not (batch and length and heads):
         choose_family(problem, family, tma=True)  # for its errors; arrays without elements have no address
         if return_final_states and sequences and heads:
@@ -136,7 +136,7 @@ def _mamba2(problem: Problem, dt_softplus: bool, return_final_states: bool, fami
     }
     if problem["local_state"]:
         arrays |= {"gLocalStates": problem["local_state"], "gTotalDecays": problem["total_decay"]}
-    vector_bytes = 0 if choose_family(problem, family) == "sm_90" else problem.bytes_at_once()
+    vector_bytes = 0 if uses_hopper_kernels(problem, family) else problem.bytes_at_once()
     steps, scratch = recurrent_chunks.plan_token_decay(problem, arrays, 1.0, vector_bytes, softplus=dt_softplus)
     return Plan(steps, scratch)
 
@@ -192,7 +192,7 @@ def _segment_states(problem: Problem, dt_softplus: bool, family: str | None) -> 
         "gInitialState": None,
         "gFinalState": None,
     }
-    vector_bytes = 0 if choose_family(problem, family) == "sm_90" else problem.bytes_at_once()
+    vector_bytes = 0 if uses_hopper_kernels(problem, family) else problem.bytes_at_once()
     steps, scratch = recurrent_chunks.plan_segment_states(problem, arrays, vector_bytes, dt_softplus)
     return Plan(steps, scratch, lambda arrays: tuple(arrays[-2:]))
 
