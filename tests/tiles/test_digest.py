@@ -173,11 +173,11 @@ def test_versions(module, monkeypatch, compilers):
 def test_the_compilers_files(module, monkeypatch, compilers, tmp_path):
     """By content, wherever they are and whenever they were written."""
     kernel, find = module(KERNEL).kernel, toolchain.load_nvidia_dynamic_lib
-    device = Path(toolchain.get_libdevice())
+    device = Path(toolchain.find_libdevice())
     first, copy = key(kernel), tmp_path / "libdevice.bc"
     shutil.copyfile(device, copy)
     os.utime(copy, (0, 0))
-    monkeypatch.setattr(toolchain, "get_libdevice", lambda: str(copy))
+    monkeypatch.setattr(toolchain, "find_libdevice", lambda: str(copy))
     assert key(kernel) == first is not None
     copy.write_bytes(copy.read_bytes()[:-1] + b"?")
     keys = {first, key(kernel)}
@@ -221,6 +221,7 @@ def test_settings_of_numba(module, monkeypatch):
 
 
 def test_the_toolchain_is_all_there():
+    assert os.path.samefile(toolchain.find_libdevice(), toolchain.get_libdevice())
     versions, nvvm, nvjitlink, marks, asserts = toolchain.compilers()
     assert nvvm >= (1, 5) and nvjitlink >= (12, 0) and len(marks) == 3 and asserts is __debug__
     assert {"numba", "numba_cuda", "llvmlite", "cuda.core", "cuda.bindings", "numpy"} <= set(versions)

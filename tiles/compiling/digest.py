@@ -82,8 +82,12 @@ def covered(name) -> bool:
     answer is no."""
     if not isinstance(name, str):
         return False
-    root, module = name.partition(".")[0], sys.modules.get(name)
-    file = getattr(module, "__file__", None)
+    return _covered(name, getattr(sys.modules.get(name), "__file__", None), tuple(sources.FOLDERS))
+
+
+@functools.lru_cache(4096)  # asked a thousand times for each key
+def _covered(name, file, folders):
+    root = name.partition(".")[0]
     if file and sources.takes_part(file):
         return True
     if root in ("tiles", "ops"):  # somebody else's package of that name

@@ -31,8 +31,8 @@ from typing import NamedTuple
 
 STRING = r"""\"{3}(?:[^\\]|\\.)*?\"{3}|'{3}(?:[^\\]|\\.)*?'{3}|"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*'"""
 LAYOUT = re.compile(rf"({STRING})|^[ \t\f]*(?:\#[^\n]*)?\n|[ \t]*\#[^\n]*|[ \t]+$", re.MULTILINE | re.DOTALL)
-SPACES = re.compile(rf"({STRING})|(?:\#[^\n]*|\\\n|\s)+", re.DOTALL)
-LAMBDA_ENDS = re.compile(rf"{STRING}|\#[^\n]*|([(\[{{])|([)\]}}])|([,;\n]|\bfor\b)", re.DOTALL)
+SPACES = rf"(?s)({STRING})|(?:\#[^\n]*|\\\n|\s)+"  # compiled for the first lambda
+LAMBDA_ENDS = rf"(?s){STRING}|\#[^\n]*|([(\[{{])|([)\]}}])|([,;\n]|\bfor\b)"
 IMPORTS = re.compile(r"^[ \t]*(?:from[ \t]+[\w.]+[ \t]+)?import[ \t]+(\([^)]*\)|[^\n(;]+)", re.MULTILINE)
 NAMES = re.compile(r"#[^\n]*|([^\W\d]\w*)[\w.]*(?:[ \t]+as[ \t]+(\w+))?")
 PRIVATE = re.compile(r"\b__\w*[^\W_]\b")  # names that Python spells with their class's
@@ -158,12 +158,12 @@ def _lambdas(lines) -> Iterator[Excerpt]:
     text = "".join(lines[: TRIED[2]])
     for begin in re.finditer(r"\blambda\b", lines[0] if lines else ""):
         for end in itertools.islice(_lambda_ends(text, begin.end()), TRIED[1]):
-            yield Excerpt(f"({SPACES.sub(_space, text[begin.start() : end])})")
+            yield Excerpt(f"({re.sub(SPACES, _space, text[begin.start() : end])})")
 
 
 def _lambda_ends(text, start) -> Iterator[int]:
     depth = 0
-    for match in LAMBDA_ENDS.finditer(text, start):
+    for match in re.compile(LAMBDA_ENDS).finditer(text, start):
         opens, closes, ends = match.groups()
         if depth == 0 and (closes or ends):
             yield match.start()

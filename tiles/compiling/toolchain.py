@@ -14,6 +14,7 @@ import numba_cuda
 import numpy as np
 from cuda.bindings import nvjitlink, nvvm
 from cuda.pathfinder import load_nvidia_dynamic_lib
+from numba.cuda import cuda_paths
 from numba.cuda.cudadrv.libs import get_libdevice
 
 VERSIONED = {m.__name__: m.__version__ for m in (numba, numba_cuda, llvmlite, np, ml_dtypes)}
@@ -35,10 +36,16 @@ def settings() -> dict[str, str]:
 def compilers():
     """Versions of all that takes part in compiling, and marks of the files where a version says too little. Of NumPy's, Numba
     asks for the first two numbers. Without __debug__, kernels have no assertions."""
-    files = [load_nvidia_dynamic_lib(name).abs_path for name in ("nvvm", "nvJitLink")] + [get_libdevice()]
+    files = [load_nvidia_dynamic_lib(name).abs_path for name in ("nvvm", "nvJitLink")] + [find_libdevice()]
     versions = VERSIONED | {"numpy": ".".join(np.__version__.split(".")[:2])}
     marks = [mark_of_content(file) for file in files if file]
     return versions, tuple(nvvm.version()), tuple(nvjitlink.version()), marks, __debug__
+
+
+def find_libdevice() -> str | None:
+    """Where numba-cuda finds libdevice. Asked for that alone, it does not look for all of CUDA, which takes 10 ms."""
+    find = getattr(cuda_paths, "_get_libdevice_path", None)
+    return find().info if find else get_libdevice()
 
 
 def mark_of_content(file) -> bytes:
