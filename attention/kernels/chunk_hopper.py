@@ -62,6 +62,11 @@ class Config:
         return 2 if self.key_dim > WIDE_KEY_DIM else 1
 
     @property
+    def row_parts(self):
+        """The number of warpgroups or warps that have some of a block of 64 columns each, so that each has a part of a row sum."""
+        return 1
+
+    @property
     def supports_segments(self):
         """Can sequences be cut into segments?"""
         return True
@@ -96,7 +101,7 @@ class Config:
     def stages(self):
         """The number of chunks in flight, as shared memory allows."""
         keys, values = self.key_parts * self.key.nbytes, self.consumers * self.value.nbytes
-        chunk = (1 + self.result.has_outputs) * keys + (1 + self.result.silu) * values
+        chunk = (1 + self.result.has_outputs) * keys + (1 + self.result.reads_z) * values
         fixed = self.consumers * keys + values + self.partial_o.nbytes + GATE_BYTES
         return min(STAGES, (LARGE - fixed) // chunk)
 
@@ -128,13 +133,15 @@ def make(config: Config):
     CONSUMERS, KEY_PARTS, INPUT, gate, result = config.consumers, config.key_parts, config.dtype, config.gate, config.result
     PRODUCER, KEYS = CONSUMERS * KEY_PARTS, config.key.cols  # the warpgroup after those of the consumers
     (producer_registers, consumer_registers), STATE = REGISTERS[CONSUMERS * KEY_PARTS, config.ctas_per_sm], rt(16, KEYS, fp32)
-    TRANSPOSED, seq_layout = rt(16, CHUNK, INPUT), SequenceLayout(config.varlen)
+    TRANSPOSED, seq_layout = rt(16, CHUNK, INPUT), SequenceLayout(config.varlen, gate.reversed)
     block_exponent = BlockExponent(gate.weighted and INPUT is fp16)
     TMA_KEYS, TMA_VALUES = tiled(config.key, unit=1), tiled(config.value, unit=1)
-    if result.reads_values and result.has_outputs:
+    if result.reads_values and result.has_outputs and not result.unrounded:
         OUTPUT = seq_layout.output_argument(config.value)
     else:
-        OUTPUT = array(3 if result.has_outputs else 4)
+        OUTPUT = array(4 if result.reads_values else 3)
+    HALF_STATE = rt(16, KEYS // 2, INPUT)
+    PARAMS, SCALES_OUTPUTS = result.params(INPUT), not (gate.folds_scale or gate.reversed)
 
     def key_ring(used=True):
         """A ring of tiles of keys or queries, with the channels of one key part each, which all consumers read. used: are there
@@ -153,7 +160,7 @@ def make(config: Config):
         q=key_ring(result.has_outputs),
         k=key_ring(),
         v=value_ring(result.reads_values),
-        z=value_ring(result.silu, 1),
+        z=value_ring(result.reads_z, 1),
         b=vectors,
         a=vectors,
         state=st(COLUMNS * CONSUMERS * KEY_PARTS, KEYS, INPUT),
@@ -179,7 +186,7 @@ def make(config: Config):
         gQ: TMA_KEYS, gK: TMA_KEYS, gV: TMA_VALUES, gZ: TMA_VALUES, gGates: array(gate.rank), gA: array(2), gDtBias: array(2),
         gD: array(2), gNormalizer: array(3), gO: OUTPUT, gInitialState: array(4), gLocalStates: array(5), gFinalState: array(4),
         gTotalDecays: array(4), gCuSeqlens: ENDS, length: INT, blocks: INT, segments: INT, scanned: INT,
-        states_per_sequence: INT, heads: INT, group: INT, width: INT, scale: FLOAT,
+        states_per_sequence: INT, heads: INT, group: INT, width: INT, scale: FLOAT, params: PARAMS,
     ):  # fmt: skip
         """The outputs of a segment, or its local state and total decay. `group` value heads share a key head, and each is
         `width` blocks of 64 columns wide. There are thread blocks for the first `scanned` of the `segments`. gInitialState: the
@@ -194,15 +201,16 @@ def make(config: Config):
             warpgroup.release_registers(producer_registers)
             warp = cuda.threadIdx.x // 32 - 4 * PRODUCER
             if warp == 0:
+                query_head = result.query_head(key_head, group, CONSUMERS * block, width)
                 for j in range(n):
                     token = seq.chunk_start(j)
                     for part in range(KEY_PARTS):
-                        k.fill(KEY_PARTS * j + part, gK, (seq.batch, token, key_head, part))
+                        k.fill(KEY_PARTS * j + part, gK, (seq.batch, token, query_head, part))
                         if result.has_outputs:
-                            q.fill(KEY_PARTS * j + part, gQ, (seq.batch, token, key_head, part))
+                            q.fill(KEY_PARTS * j + part, gQ, (seq.batch, token, query_head, part))
                     for c in range(CONSUMERS):
                         group_head, column = divmod(CONSUMERS * block + c, width)
-                        at = seq.batch, token, key_head * group + group_head, column
+                        at = seq.batch, token, result.value_head(key_head, group, group_head), column
                         result.fill_values(v, z, CONSUMERS * j + c, gV, gZ, at)
             elif gate.per_token:
                 for slot in range(warp - 1, CONSUMERS * n, CUMSUM_WARPS):
@@ -237,6 +245,8 @@ def make(config: Config):
                 warpgroup.sync_several(KEY_PARTS)
             for j in range(n):
                 slot, key_slot, remaining = int32(CONSUMERS * j + c), int32(KEY_PARTS * j + part), seq.remaining(j)
+                index = seq_layout.chunk_index(seq.chunk_start(j), sequence, length)
+                result.dot_state(params, s_t, HALF_STATE, index, head, row, col, KEY_PARTS * column + part)
                 keys, values = k.wait(key_slot), result.wait_values(v, out, slot)
                 seq_layout.zero_other_rows(keys, remaining, CONSUMERS)
                 if result.reads_values:
@@ -253,24 +263,28 @@ def make(config: Config):
                 if gate.folds_scale:
                     b_rows = b_rows + log2_scale
                 if result.has_outputs:
-                    p = INPUT(gate.decay_scores(warpgroup.wait(s, newer=1), block_exponent.shift_key_decay(b_rows, e), a_cols))
+                    p = gate.decay_scores(warpgroup.wait(s, newer=1), block_exponent.shift_key_decay(b_rows, e), a_cols)
+                    p = INPUT(gate.scale_keys(p, scale))
                     o = gate.decay(warpgroup.wait(o), block_exponent.shift_state_decay(b_rows, e_before, e))
                     o = warpgroup.mma_AB(o, p, values)
                     q.release(key_slot)
                 v_t = fp32(warpgroup.load_transposed(values, TRANSPOSED))
-                v_t = INPUT(gate.decay_values(v_t, a_cols, block_exponent.shift_key_decay(b_last, e)))
+                v_t = gate.decay_values(v_t, a_cols, block_exponent.shift_key_decay(b_last, e))
+                v_t = INPUT(gate.scale_keys(v_t, scale))
                 s_t = gate.decay(s_t, block_exponent.shift_state_decay(b_last, e_before, e))
                 s_t, segment_b = warpgroup.mma_AB(s_t, v_t, keys), segment_b + b_last
                 token = seq.chunk_start(j)
                 if result.has_outputs:
-                    o = block_exponent.ldexp(warpgroup.wait(o, newer=1), e) * (1.0 if gate.folds_scale else scale)
+                    o = block_exponent.ldexp(warpgroup.wait(o, newer=1), e) * (scale if SCALES_OUTPUTS else 1.0)
                     if KEY_PARTS == 1 or part > 0:
                         o = result.add_skip(o, values, d, TRANSPOSED)
                     o = reduce_key_parts(o, partial_o, j, part)
                     if KEY_PARTS == 1 or part == 0:
                         o = result.normalize_and_gate(o, z, slot, gNormalizer, (seq.batch, token, head), TRANSPOSED)
+                        result.store_row_dots(params, o, z, slot, (seq, token, head), column, width, TRANSPOSED)
                         result.store_output(seq_layout, gO, out, o, seq, token, head, column)
                 s_t = warpgroup.wait(s_t)
+                result.store_state(params, s_t, index, head, row, col)
                 k.release(key_slot)
                 result.release_values(v, slot)
             s_t = block_exponent.ldexp(s_t, e)

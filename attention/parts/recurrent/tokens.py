@@ -34,6 +34,29 @@ class TokenRange(NamedTuple):
         return int32(self.end - self.start - CHUNK * j)
 
 
+class ReversedTokens(NamedTuple):
+    """A TokenRange whose chunks come in reverse order: the j-th is the j-th from the end. Tokens of a chunk keep their places."""
+
+    start: Any
+    end: Any
+    batch: Any
+
+    @inlined
+    def num_chunks(self):
+        """The number of chunks. The first one, at the end of the tokens, may be shorter than the others."""
+        return int32((self.end - self.start + CHUNK - 1) // CHUNK)
+
+    @inlined
+    def chunk_start(self, j):
+        """The first token of the j-th chunk from the end; after the last chunk, that of the last one again."""
+        return int32(self.start + CHUNK * max(int32(self.num_chunks() - 1 - j), int32(0)))
+
+    @inlined
+    def remaining(self, j):
+        """The number of tokens from the start of the j-th chunk from the end to the end of the range."""
+        return int32(self.end - self.chunk_start(j))
+
+
 @inlined
 def block_coord(block_index, blocks, segments, heads):
     """(block of columns, segment, head, sequence) of the thread block with this index in the grid."""
@@ -47,9 +70,13 @@ def block_coord(block_index, blocks, segments, heads):
 class SequenceLayout:
     """The layout of sequences in memory: each in a batch of its own, or with `varlen` packed in a single batch (cu_seqlens).
     The last chunk of a packed sequence overlaps the next sequence. Rows of the next sequence must not be read, because they may
-    be NaN, nor be overwritten."""
+    be NaN, nor be overwritten.
+
+    reversed: does a scan begin with the last chunk? Then its first segment is the last one of the sequence. Chunks begin at the
+    same tokens in both directions."""
 
     varlen: bool = False
+    reversed: bool = False
 
     def output_argument(self, tile):
         """The type of a kernel's output argument that is written by tiles of this type."""
@@ -69,7 +96,22 @@ class SequenceLayout:
         sequence."""
         start, end, batch = self.sequence_tokens(gCuSeqlens, sequence, length)
         step = CHUNK * ((end - start + CHUNK * segments - 1) // (CHUNK * segments))
+        if self.reversed:
+            segment = segments - 1 - segment
+            return ReversedTokens(
+                int32(min(end, start + segment * step)), int32(min(end, start + (segment + 1) * step)), batch
+            )
         return TokenRange(int32(min(end, start + segment * step)), int32(min(end, start + (segment + 1) * step)), batch)
+
+    @inlined
+    def chunk_index(self, token, sequence, length):
+        """The index of the chunk that starts at `token` of a sequence, where something is stored for each chunk of the batch:
+        no two chunks have the same, and some indices belong to none if sequences are packed. num_chunk_indices (plans) counts
+        them."""
+        if self.varlen:
+            return int32(token // CHUNK + sequence)
+        else:
+            return int32(token // CHUNK + sequence * ((length + CHUNK - 1) // CHUNK))
 
     @inlined
     def padding_tokens(self, gCuSeqlens, sequence, length):

@@ -1,0 +1,177 @@
+"""The plan of linear attention's gradients: three scans of the chunk kernels, for dQ, dK and dV, and small kernels for what several
+value heads share and for gates (parts/recurrent/gradients.py has the equations)."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from tiles.calls.plan import Plan, Step
+from tiles.calls.schema import Problem
+from tiles.launching.arrays import Operand
+from tiles.launching.launch import kernel_for
+
+from ..kernels import chunk_ampere, chunk_hopper, gate_gradient, sum_head_groups
+from ..parts.recurrent.gates import Gate, HeadGate, TokenGate
+from ..parts.recurrent.gradients import KeyGradients, QueryGradients, ReversedGate
+from ..parts.recurrent.results import ScanOutputs, ScanResult
+from .recurrent_checks import DTYPES, is_varlen, pad_key_dim
+from .recurrent_chunks import FOLDED_SCALES, SWAP_STATE_AXES, Arrays, ScratchAllocator, intern_value
+
+STATE_PARTS = 4  # of a warpgroup's, or block's, part of <S, dS>: one of each warp
+
+
+class GradientScan(NamedTuple):
+    """A scan of one of the chunk kernels. gate: of the tokens in their order. reverse: does it begin with the last one? result:
+    what it computes. key_dim: the channels of its queries and keys; columns: of its values and outputs."""
+
+    gate: Gate
+    reverse: bool
+    result: ScanResult
+    key_dim: int
+    columns: int
+
+    @property
+    def width(self):
+        """The number of blocks of columns of a head."""
+        return -(-self.columns // chunk_hopper.COLUMNS)
+
+    def config(self, problem: Problem, vector_bytes: int) -> chunk_hopper.Config:
+        """The configuration of the kernel. vector_bytes: how many bytes a cp.async copies, 0 for TMA."""
+        dtype, padded = DTYPES[problem.dtype], pad_key_dim(self.key_dim, chunk_hopper.KEY_DIMS)
+        gate = intern_value(ReversedGate, self.gate) if self.reverse else self.gate
+        if vector_bytes:
+            return intern_value(chunk_ampere.Config, padded, 1, dtype, gate, self.result, is_varlen(problem), vector_bytes)
+        heads, key_heads = problem("HG")
+        alike = self.width if self.result.groups_queries else heads // key_heads * self.width  # blocks with the same queries
+        consumers = 2 if alike % 2 == 0 and padded <= chunk_hopper.WIDE_KEY_DIM else 1
+        return intern_value(chunk_hopper.Config, padded, consumers, dtype, gate, self.result, is_varlen(problem))
+
+    def launch(self, problem: Problem, scale: float, vector_bytes: int, arrays: Arrays) -> Step:
+        """The launch for these arrays, by the names of the kernel's parameters."""
+        config = self.config(problem, vector_bytes)
+        length, heads, key_heads, sequences = problem("SHGN")
+        group = heads // key_heads
+        blocks = group * self.width // config.consumers
+        return kernel_for(chunk_ampere if vector_bytes else chunk_hopper, config, problem.device).bind(
+            sequences * key_heads * blocks,
+            length=length,
+            blocks=blocks,
+            segments=1,
+            scanned=1,
+            states_per_sequence=1,
+            heads=key_heads,
+            group=group,
+            width=self.width,
+            scale=scale,
+            **arrays,
+        )
+
+
+def plan_gradients(problem: Problem, scale: float, vector_bytes: int, wants_gates: bool, wants_state: bool) -> Plan:
+    """The Plan of a call of linear_backward without decays of channels. vector_bytes: how many bytes a cp.async copies, 0 for TMA.
+    wants_gates, wants_state: are the gradients of the decay and of the initial state computed?"""
+    key_dim, value_dim = problem("KV")
+    scratch, scales = ScratchAllocator(problem), vector_bytes or FOLDED_SCALES[0] <= scale <= FOLDED_SCALES[1]
+    gate, gates = _choose_gate(problem, bool(vector_bytes), not scales)
+    group = problem.extents["H"] // problem.extents["G"]
+    unrounded = group > 1
+    queries = GradientScan(gate, False, intern_value(QueryGradients, wants_gates, unrounded), value_dim, key_dim)
+    keys = GradientScan(gate, True, intern_value(KeyGradients, wants_gates, unrounded), value_dim, key_dim)
+    values = GradientScan(gate, True, intern_value(ScanOutputs), key_dim, value_dim)
+    shared: Arrays = {"gGates": gates, "gCuSeqlens": problem["cu_seqlens"]}
+    inputs = {name: problem[name] for name in ("dout", "q", "k", "v")}
+    outputs = {name: _partial_gradients(problem, scratch) if unrounded else problem[name] for name in ("dq", "dk")}
+    first, last, d_first = (problem[name] for name in ("initial_state", "dstate", "dinitial_state"))
+    of_queries = shared | {"gQ": inputs["dout"], "gK": inputs["v"], "gV": inputs["k"], "gO": outputs["dq"], "gInitialState": first}
+    of_keys = shared | {"gQ": inputs["v"], "gK": inputs["dout"], "gV": inputs["q"], "gO": outputs["dk"], "gInitialState": last}
+    of_keys["gFinalState"] = d_first if wants_state else None
+    of_values = shared | {"gQ": inputs["k"], "gK": inputs["q"], "gV": inputs["dout"], "gO": problem["dv"]}
+    of_values["gInitialState"] = last and last.permuted(SWAP_STATE_AXES)
+    finish: list[Step] = []
+    if wants_gates:
+        parts = keys.config(problem, vector_bytes).row_parts * keys.width
+        query_dots, key_dots = _row_dots(problem, scratch, parts), _row_dots(problem, scratch, parts)
+        chunks, heads = count_chunk_indices(problem), problem.extents["H"]
+        states = scratch(chunks, heads, key_dim, value_dim, dtype=problem.dtype)
+        state_dots = scratch(chunks, heads, STATE_PARTS * keys.width * keys.config(problem, vector_bytes).key_parts)
+        of_queries |= {"gZ": inputs["q"], "row_dots": query_dots, "states": states, "state_dots": state_dots}
+        of_keys |= {"gZ": inputs["k"], "row_dots": key_dots, "states": states, "state_dots": state_dots}
+        finish.append(_sum_gates(problem, query_dots, key_dots, state_dots, parts))
+    if unrounded:
+        finish += [_sum_heads(problem, outputs[name], name, vector_bytes) for name in ("dq", "dk")]
+    scans = (queries, of_queries), (keys, of_keys), (values, of_values)
+    return Plan([*[scan.launch(problem, scale, vector_bytes, arrays) for scan, arrays in scans], *finish], scratch.shapes)
+
+
+def count_chunk_indices(problem: Problem) -> int:
+    """How many indices of chunks there are at most (SequenceLayout.chunk_index)."""
+    length, sequences = problem("SN")
+    if is_varlen(problem):
+        return length // chunk_hopper.CHUNK + sequences
+    return -(-length // chunk_hopper.CHUNK) * sequences
+
+
+def _choose_gate(problem: Problem, by_cp_async: bool, scale_at_end: bool) -> tuple[Gate, Operand | None]:
+    """(the kind of gates, their array as the kernel takes it)"""
+    decay = problem["decay"]
+    if decay is None:
+        return intern_value(Gate), None
+    if len(decay.form.shape) > 1:
+        return intern_value(TokenGate, scale_at_end), decay
+    if by_cp_async:
+        return intern_value(TokenGate, scale_at_end), spread_to_tokens(problem, decay)
+    return intern_value(HeadGate, scale_at_end), decay.spread(1, chunk_hopper.CHUNK)
+
+
+def spread_to_tokens(problem: Problem, decay: Operand) -> Operand:
+    """A decay of each head as one of each token, which strides of 0 bytes repeat."""
+    return decay if len(decay.form.shape) > 1 else decay.spread(0, problem.extents["S"]).spread(0, problem.extents["B"])
+
+
+def _partial_gradients(problem: Problem, scratch: Callable[..., Operand]) -> Operand:
+    """Memory for a gradient of q or k for each value head."""
+    return scratch(*problem("BSHK"))
+
+
+def _row_dots(problem: Problem, scratch: Callable[..., Operand], parts: int) -> Operand:
+    batch, length, heads = problem("BSH")
+    return scratch(batch, length, heads * parts)
+
+
+def _sum_gates(problem: Problem, query_dots: Operand, key_dots: Operand, state_dots: Operand, parts: int) -> Step:
+    """The launch that computes the decay's gradient."""
+    decay, gradient = problem["decay"], problem["ddecay"]
+    assert decay is not None and gradient is not None
+    length, heads, sequences = problem("SHN")
+    per_head = len(decay.form.shape) == 1
+    if per_head:
+        gradient = gradient.spread(0, 1).spread(0, 1)
+    kernel = kernel_for(gate_gradient, intern_value(gate_gradient.Config, per_head, is_varlen(problem)), problem.device)
+    return kernel.bind(
+        heads if per_head else sequences * heads,
+        gQueryDots=query_dots,
+        gKeyDots=key_dots,
+        gStateDots=state_dots,
+        gGates=spread_to_tokens(problem, decay),
+        gGradient=gradient,
+        gCuSeqlens=problem["cu_seqlens"],
+        length=length,
+        sequences=sequences,
+        heads=heads,
+        parts=parts,
+    )
+
+
+def _sum_heads(problem: Problem, partial: Operand, name: str, vector_bytes: int) -> Step:
+    """The launch that adds the gradients of the value heads that share a key head."""
+    batch, length, heads, key_heads, key_dim = problem("BSHGK")
+    tiles, panels = -(-length // sum_head_groups.X.rows), -(-key_dim // sum_head_groups.X.cols)
+    config = intern_value(sum_head_groups.Config, DTYPES[problem.dtype], vector_bytes or 16)
+    return kernel_for(sum_head_groups, config, problem.device).bind(
+        -(-batch * key_heads * tiles // sum_head_groups.WARPS),
+        gPartial=partial,
+        gOut=problem[name],
+        tiles=tiles,
+        panels=panels,
+        heads=key_heads,
+        group=heads // key_heads,
+    )

@@ -1,0 +1,107 @@
+"""attention.linear_backward: the gradients of attention.linear, and so of retention, lightning and gla, which are calls of it."""
+
+from typing import Any
+
+from tiles.calls.plan import Plan
+from tiles.calls.program import program
+from tiles.calls.schema import Problem, Schema
+
+from ..families import choose_family
+from ..names import suggests_argument_names
+from ..options import check_number
+from ..plans import recurrent_checks, recurrent_gradients
+from ..plans.call_options import without_gradients
+
+NO_SECOND_DERIVATIVES = "attention.linear: has no second derivatives"
+LINEAR_BACKWARD = Schema(
+    "linear_backward",
+    """
+    dout            BSHV        tile
+    q               BSGK        tile
+    k               BSGK        tile
+    v               BSHV        tile
+    decay           H|BSH|BSHK  log      optional
+    cu_seqlens      E           ends     optional
+    initial_state   NHKV        float32  optional
+    dstate          NHKV        float32  optional
+    dq              BSGK        tile     made
+    dk              BSGK        tile     made
+    dv              BSHV        tile     made
+    ddecay          =decay      float32  made      also:ddecay
+    dinitial_state  NHKV        float32  made      also:dinitial_state
+    """,
+)
+
+
+@suggests_argument_names
+@without_gradients
+def linear_backward(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    decay: Any = None,
+    scale: float | None = None,
+    initial_state: Any = None,
+    dstate: Any = None,
+    cu_seqlens: Any = None,
+    layout: str = "bshd",
+    dq: Any = None,
+    dk: Any = None,
+    dv: Any = None,
+    ddecay: Any = None,
+    dinitial_state: Any = None,
+    stream: Any = None,
+    family: str | None = None,
+) -> tuple[Any, ...]:
+    """Gradients of attention.linear. For a loss L, dout = dL/dout and dstate = dL/dstate, of the state that it returns. With
+    P_tj = exp(decay_(j+1) + .. + decay_t) dout_t . v_j where j <= t, and states S_t and their gradients dS_t,
+
+        dS_t = exp(decay_(t+1)) dS_(t+1) + scale q_(t+1) dout_(t+1)^T, after the last token dstate
+        dq_t = scale S_t dout_t = scale sum_(j<=t) P_tj k_j + ..    dk_t = dS'_t v_t    dv_t = dS'_t^T k_t
+        ddecay_t = sum_(i>=t) (q_i . dq_i - k_i . dk_i) + <state, dstate>    dinitial_state = dS_0
+
+    where dS'_t = dS_t + scale q_t dout_t^T. dout: as out. dstate: (B, H, Dk, Dv) float32, None where L does not depend on the
+    state. q, k, v, decay, scale, initial_state, cu_seqlens, layout: what linear was called with.
+
+    dq, dk, dv, ddecay, dinitial_state: arrays to write to instead of new ones; the first three have the dtype and shape of q, k
+    and v. ddecay: as decay, float32; False where it is not wanted. For a decay of each head it is the sum over all tokens. A
+    decay below -100, as -inf, counts as -inf and has a gradient of 0. dinitial_state: as initial_state; False where it is not
+    wanted, True where it is and there is no initial state. Heads that share a key head add to its gradients. Tokens after
+    cu_seqlens[-1] have gradients of 0.
+
+    Three scans as of attention.linear, two of them from the last token to the first; nothing that forward computed is read.
+    All sums are made in float32, in a fixed order: the same bits every time. Row sums for ddecay are those of unrounded
+    gradients, and end with each chunk of 64 tokens. float16: scale q . k, P and the elements of states and their gradients are
+    rounded to float16, and infinite beyond 65504.
+
+    stream, family: as in linear. NotImplementedError: decay has an axis of channels. normalize=True has no gradient yet.
+
+    Returns (dq, dk, dv), followed, in this order, by ddecay if there is a decay, and dinitial_state if there is an initial
+    state, unless they are False. Arrays and errors are those of linear. Source: each of the three is linear attention itself
+    (Katharopoulos et al. 2020, 3.3.1), with decays as derived in attention/parts/recurrent/gradients.py."""
+    wanted = {"ddecay": ddecay, "dinitial_state": dinitial_state}
+    for (name, x), given in zip(wanted.items(), (decay, initial_state)):
+        wanted[name] = (given is not None) if x is None else x
+    if decay is None and wanted["ddecay"] is not False:
+        raise ValueError(f"ddecay: must be None where there is no decay: {ddecay=!r:.60}")
+    also = " ".join([name for name, x in wanted.items() if x is not False])
+    more = [None if isinstance(x, bool) else x for x in wanted.values()]
+    arrays = dout, q, k, v, decay, cu_seqlens, initial_state, dstate, dq, dk, dv, *more
+    return _linear_backward(stream, arrays, (check_number("scale", scale), also, family), layout)
+
+
+@program(LINEAR_BACKWARD, no_gradient=NO_SECOND_DERIVATIVES)
+def _linear_backward(problem: Problem, scale: float | None, also: str, family: str | None) -> Plan:
+    """The Plan of a call of linear_backward. also: the names of gradients to compute besides dq, dk and dv."""
+    recurrent_checks.check_extents(problem)
+    scale = recurrent_checks.resolve_scale(problem, scale)
+    if recurrent_checks.has_channel_decay(problem):
+        raise NotImplementedError(f"decay: has no gradients yet with an axis of channels: {problem.shape('decay')}")
+    batch, length, heads = problem("BSH")
+    if not (batch * length and heads):
+        raise problem.error("q", "must have at least one token", "q")
+    vector_bytes = 0 if choose_family(problem, family) == "sm_90" else problem.bytes_at_once()
+    wanted = also.split()
+    return recurrent_gradients.plan_gradients(problem, scale, vector_bytes, "ddecay" in wanted, "dinitial_state" in wanted)
