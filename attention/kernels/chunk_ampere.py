@@ -81,6 +81,11 @@ class Config(chunk_hopper.Config):
         return 2 if self.key_dim <= WIDE_KEY_DIM else 1
 
     @property
+    def row_parts(self):
+        """The warps, which have 16 columns of the outputs each."""
+        return WARPS
+
+    @property
     def supports_segments(self):
         """Can sequences be cut into segments?"""
         return self.key_dim <= WIDE_KEY_DIM
@@ -110,25 +115,46 @@ def make(config: Config):
     VECTOR_BYTES, gate, result = config.vector_bytes, config.gate, config.result
     COMPOSES = config.supports_segments and result.has_outputs and result.reads_values  # earlier segments' local states
     V_PENDING = STAGES - 1  # groups of copies committed after those of a chunk's values: of later keys
-    Q_PENDING = (3 if result.silu else 2) * V_PENDING  # groups of copies committed after those of its queries
-    seq_layout, block_exponent = SequenceLayout(config.varlen), BlockExponent(gate.weighted and INPUT is fp16)
+    Q_PENDING = (3 if result.reads_z else 2) * V_PENDING  # groups of copies committed after those of its queries
+    REVERSED, SCALES_OUTPUTS = gate.reversed, not (gate.reversed or result.scales_scores)
+    OUT_BYTES = True if result.unrounded else VECTOR_BYTES
+    HALF_STATE, PARAMS = rt(WARP_COLUMNS, config.key_dim // 2, INPUT), result.params(INPUT)
+    seq_layout, block_exponent = SequenceLayout(config.varlen, REVERSED), BlockExponent(gate.weighted and INPUT is fp16)
+    OUTPUT = array(4 if result.reads_values else 3, INPUT if result.reads_values and not result.unrounded else fp32)
     smem = shared(
         q=pipeline(config.key, 1, WARPS),
         k=pipeline(config.key, STAGES, WARPS),
         v=pipeline(config.value, 1, WARPS),
-        z=pipeline(config.value if result.silu else st(8 * WARPS, 16, INPUT), 1, WARPS),
+        z=pipeline(config.value if result.reads_z else st(8 * WARPS, 16, INPUT), 1, WARPS),
         p=st(CHUNK, CHUNK, INPUT),
         b=sv(CHUNK, fp32),
         a=sv(CHUNK, fp32),
     )
 
     @inlined
-    def fill(q, v, z, gQ, gV, gZ, j, n, batch, token, key_head, head, col):
+    def fill(q, v, z, gQ, gV, gZ, j, n, batch, token, query_head, value_head, col):
         """Start to copy the queries, values and z of the j-th of n chunks, as far as the scan reads them."""
-        q.fill(j, gQ, (batch, token, key_head, 0), 1, 3, n if result.has_outputs else 0, VECTOR_BYTES)
-        if result.silu:
-            z.fill(j, gZ, (batch, token, head, col), 1, 3, n, VECTOR_BYTES)
-        v.fill(j, gV, (batch, token, head, col), 1, 3, n if result.reads_values else 0, VECTOR_BYTES)
+        q.fill(j, gQ, (batch, token, query_head, 0), 1, 3, n if result.has_outputs else 0, VECTOR_BYTES)
+        if result.reads_z:
+            z.fill(j, gZ, (batch, token, value_head, col), 1, 3, n, VECTOR_BYTES)
+        v.fill(j, gV, (batch, token, value_head, col), 1, 3, n if result.reads_values else 0, VECTOR_BYTES)
+
+    @inlined
+    def chunk_start(seq, token, ahead, j):
+        """The first token of the j-th chunk, which is `ahead` chunks after the one that starts at `token`."""
+        if REVERSED:
+            return seq.chunk_start(j)
+        else:
+            return token + CHUNK * ahead
+
+    @inlined
+    def store_row_dots(params, o, z, j, at, column, width):
+        """Gradients: store the row sums of o times z over this warp's columns. at: see results.ScanResult.store_row_dots."""
+        if result.reads_z and not result.silu:
+            seq, token, head = at
+            z_columns = fp32(transpose(warpgroup.load_transposed(z.wait(j, V_PENDING), TRANSPOSED)))
+            part = int32((head * width + column) * WARPS + warp_index())
+            store(truncate(params.row_dots, 1, seq.end), row_sum(o * z_columns), (seq.batch, token, part), cols=1)
 
     @inlined
     def normalize_and_gate(o, z, j, gNormalizer, at):
@@ -142,10 +168,10 @@ def make(config: Config):
     @cuda.jit(launch_bounds=(config.threads, config.ctas_per_sm), fastmath=True)
     def scan(
         gQ: array(4, INPUT), gK: array(4, INPUT), gV: array(4, INPUT), gZ: array(4, INPUT), gGates: array(3), gA: array(2),
-        gDtBias: array(2), gD: array(2), gNormalizer: array(3), gO: array(4, INPUT) if result.reads_values else array(3),
+        gDtBias: array(2), gD: array(2), gNormalizer: array(3), gO: OUTPUT,
         gInitialState: array(4), gLocalStates: array(5), gFinalState: array(4), gTotalDecays: array(4), gCuSeqlens: ENDS,
         length: INT, blocks: INT, segments: INT, scanned: INT, states_per_sequence: INT, heads: INT, group: INT, width: INT,
-        scale: FLOAT,
+        scale: FLOAT, params: PARAMS,
     ):  # fmt: skip
         """The outputs of a segment, or its local state and total decay. The arguments are those of chunk_hopper.py's kernel."""
         q, k, v, z, p, b, a = smem.open()
@@ -158,6 +184,7 @@ def make(config: Config):
         group_head, column = divmod(block, width)
         head, col = int32(key_head * group + group_head), int32(COLUMNS * column)
         first_column = int32(col + WARP_COLUMNS * warp)  # of this warp
+        query_head, value_head = result.query_head(key_head, group, block, width), result.value_head(key_head, group, group_head)
         gPaddedO = gO
         gQ, gK, gV, gZ, gO = (
             truncate(gQ, 1, end),
@@ -167,9 +194,10 @@ def make(config: Config):
             truncate(gO, 1, end),
         )
         for i in range(STAGES - 1):
-            k.fill(i, gK, (batch, first + CHUNK * i, key_head, 0), 1, 3, n, VECTOR_BYTES)
-        fill(q, v, z, gQ, gV, gZ, 0, n, batch, first, key_head, head, col)
-        k.fill(STAGES - 1, gK, (batch, first + CHUNK * (STAGES - 1), key_head, 0), 1, 3, n, VECTOR_BYTES)
+            k.fill(i, gK, (batch, chunk_start(seq, first, i, i), query_head, 0), 1, 3, n, VECTOR_BYTES)
+        fill(q, v, z, gQ, gV, gZ, 0, n, batch, chunk_start(seq, first, 0, 0), query_head, value_head, col)
+        at = batch, chunk_start(seq, first, STAGES - 1, STAGES - 1), query_head, 0
+        k.fill(STAGES - 1, gK, at, 1, 3, n, VECTOR_BYTES)
         state_index = int32(sequence * states_per_sequence + min(segment, states_per_sequence - 1))
         s_t = load(gInitialState, STATE, (state_index, head, first_column, 0), aligned=False)
         for i in range(segment if COMPOSES and states_per_sequence == 1 else 0):
@@ -179,9 +207,11 @@ def make(config: Config):
         s_t = block_exponent.ldexp(s_t, -e)
         rate, bias = gate.load_rate_and_bias(gA, gDtBias, head)
         d = load(gD, OUT.row_vec, (head, first_column), aligned=False) if result.skip else 0.0
-        segment_b, g = float32(0), gate.load_gates(gGates, batch, first, end, head)
+        segment_b, g = float32(0), gate.load_gates(gGates, batch, chunk_start(seq, first, 0, 0), end, head)
         for j in range(n):
             token, later = seq.chunk_start(j), seq.chunk_start(j + 1)
+            index = seq_layout.chunk_index(token, sequence, length)
+            result.dot_state(params, s_t, HALF_STATE, index, head, col, 0, column)
             if warp == 0:
                 gate.store_cumsum(b, a, g, rate, bias, end - token)
             keys = k.wait(j, Q_PENDING)  # its barrier also shows b and a to all warps
@@ -192,8 +222,9 @@ def make(config: Config):
                 s = mma_ABt(zeros(TILE), q_rows, keys)
                 if not result.reads_values:
                     q_z = row_max(mma_ABt(zeros(Z_TILE), q_rows, INPUT(s_t)))  # all columns are the same
-                b_rows = gate.load_cumsum(subtile(b, WARP_COLUMNS, warp), COL_VEC)
-                s = gate.decay_scores(s, block_exponent.shift_key_decay(b_rows, e), gate.load_cumsum(a, ROW_VEC))
+                b_rows = gate.load_cumsum(subtile(b, WARP_COLUMNS, warp), COL_VEC, b)
+                s = gate.decay_scores(s, block_exponent.shift_key_decay(b_rows, e), gate.load_cumsum(a, ROW_VEC, b))
+                s = result.scale_scores(gate.scale_keys(s, scale), scale)
                 if result.reads_values:
                     store(subtile(p, WARP_COLUMNS, warp), INPUT(s))
                 else:
@@ -202,22 +233,26 @@ def make(config: Config):
             values = v.wait(j, V_PENDING)  # its barrier also shows P to all warps
             v_t = warpgroup.load_transposed(values, TRANSPOSED) if result.reads_values else INPUT(zeros(TILE) + 1.0)
             if result.has_outputs and result.reads_values:
-                b_chunk = block_exponent.shift_state_decay(gate.load_cumsum(b, CHUNK_COL_VEC), e_before, e)
-                o = gate.decay(mma_ABt(zeros(OUT), queries, INPUT(s_t)), b_chunk)
+                b_chunk = block_exponent.shift_state_decay(gate.load_cumsum(b, CHUNK_COL_VEC, b), e_before, e)
+                o = result.scale_scores(gate.decay(mma_ABt(zeros(OUT), queries, INPUT(s_t)), b_chunk), scale)
                 if result.skip:  # Mamba-2, where scale is 1
                     o = o + block_exponent.ldexp(fp32(transpose(v_t)) * d, -e)
-                o = block_exponent.ldexp(mma_ABt(o, p, v_t), e) * scale
+                o = block_exponent.ldexp(mma_ABt(o, p, v_t), e) * (scale if SCALES_OUTPUTS else 1.0)
                 o = normalize_and_gate(o, z, j, gNormalizer, (batch, token, head))
-                store(gO, o, (batch, token, head, first_column), 1, 3, VECTOR_BYTES)
-            a_cols, b_last = gate.load_cumsum(a, ROW_VEC), gate.load_last(b)
-            u_t = INPUT(gate.decay_values(fp32(v_t), a_cols, block_exponent.shift_key_decay(b_last, e)))
+                store_row_dots(params, o, z, j, (seq, token, head), column, width)
+                store(gO, o, (batch, token, head, first_column), 1, 3, OUT_BYTES)
+            a_cols, b_last = gate.load_cumsum(a, ROW_VEC, b), gate.load_last(b)
+            u_t = gate.decay_values(fp32(v_t), a_cols, block_exponent.shift_key_decay(b_last, e))
+            u_t = INPUT(gate.scale_keys(u_t, scale))
             thread_block.sync()
-            fill(q, v, z, gQ, gV, gZ, j + 1, n, batch, later, key_head, head, col)
+            fill(q, v, z, gQ, gV, gZ, j + 1, n, batch, later, query_head, value_head, col)
             g = gate.load_gates(gGates, batch, later, end, head)
             s_t = gate.decay(s_t, block_exponent.shift_state_decay(b_last, e_before, e))
             s_t, segment_b = mma_AB(s_t, u_t, keys), segment_b + b_last
+            result.store_state(params, s_t, index, head, col, 0)
             thread_block.sync()
-            k.fill(j + STAGES, gK, (batch, int32(token + CHUNK * STAGES), key_head, 0), 1, 3, n, VECTOR_BYTES)
+            at = batch, int32(chunk_start(seq, token, STAGES, j + STAGES)), query_head, 0
+            k.fill(j + STAGES, gK, at, 1, 3, n, VECTOR_BYTES)
         s_t = block_exponent.ldexp(s_t, e)
         if result.has_outputs:
             if segment == segments - 1:
@@ -226,7 +261,7 @@ def make(config: Config):
                     padding = seq_layout.padding_tokens(gCuSeqlens, sequence, length)
                     for j in range(padding.num_chunks()):
                         at = padding.batch, padding.chunk_start(j), head, first_column
-                        store(gPaddedO, zeros(OUT), at, 1, 3, VECTOR_BYTES)
+                        store(gPaddedO, zeros(OUT), at, 1, 3, OUT_BYTES)
         else:
             store(gLocalStates, s_t, (sequence, head, segment, first_column, 0), aligned=False)
             store(gTotalDecays, zeros(COL_VEC) + segment_b, (sequence, head, segment, 0))

@@ -141,7 +141,7 @@ def make(config: Config):
     else:
         OUTPUT = array(4 if result.reads_values else 3)
     HALF_STATE = rt(16, KEYS // 2, INPUT)
-    PARAMS, SCALES_OUTPUTS = result.params(INPUT), not (gate.folds_scale or gate.reversed)
+    PARAMS, SCALES_OUTPUTS = result.params(INPUT), not (gate.folds_scale or gate.reversed or result.scales_scores)
 
     def key_ring(used=True):
         """A ring of tiles of keys or queries, with the channels of one key part each, which all consumers read. used: are there
@@ -264,8 +264,9 @@ def make(config: Config):
                     b_rows = b_rows + log2_scale
                 if result.has_outputs:
                     p = gate.decay_scores(warpgroup.wait(s, newer=1), block_exponent.shift_key_decay(b_rows, e), a_cols)
-                    p = INPUT(gate.scale_keys(p, scale))
+                    p = INPUT(result.scale_scores(gate.scale_keys(p, scale), scale))
                     o = gate.decay(warpgroup.wait(o), block_exponent.shift_state_decay(b_rows, e_before, e))
+                    o = result.scale_scores(o, scale)
                     o = warpgroup.mma_AB(o, p, values)
                     q.release(key_slot)
                 v_t = fp32(warpgroup.load_transposed(values, TRANSPOSED))

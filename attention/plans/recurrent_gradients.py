@@ -14,7 +14,7 @@ from ..parts.recurrent.gates import Gate, HeadGate, TokenGate
 from ..parts.recurrent.gradients import KeyGradients, QueryGradients, ReversedGate
 from ..parts.recurrent.results import ScanOutputs, ScanResult
 from .recurrent_checks import DTYPES, is_varlen, pad_key_dim
-from .recurrent_chunks import FOLDED_SCALES, SWAP_STATE_AXES, Arrays, ScratchAllocator, intern_value
+from .recurrent_chunks import SWAP_STATE_AXES, Arrays, ScratchAllocator, intern_value
 
 STATE_PARTS = 4  # of a warpgroup's, or block's, part of <S, dS>: one of each warp
 
@@ -70,8 +70,8 @@ def plan_gradients(problem: Problem, scale: float, vector_bytes: int, wants_gate
     """The Plan of a call of linear_backward without decays of channels. vector_bytes: how many bytes a cp.async copies, 0 for TMA.
     wants_gates, wants_state: are the gradients of the decay and of the initial state computed?"""
     key_dim, value_dim = problem("KV")
-    scratch, scales = ScratchAllocator(problem), vector_bytes or FOLDED_SCALES[0] <= scale <= FOLDED_SCALES[1]
-    gate, gates = _choose_gate(problem, bool(vector_bytes), not scales)
+    scratch = ScratchAllocator(problem)
+    gate, gates = _choose_gate(problem, bool(vector_bytes))
     group = problem.extents["H"] // problem.extents["G"]
     unrounded = group > 1
     queries = GradientScan(gate, False, intern_value(QueryGradients, wants_gates, unrounded), value_dim, key_dim)
@@ -110,16 +110,16 @@ def count_chunk_indices(problem: Problem) -> int:
     return -(-length // chunk_hopper.CHUNK) * sequences
 
 
-def _choose_gate(problem: Problem, by_cp_async: bool, scale_at_end: bool) -> tuple[Gate, Operand | None]:
-    """(the kind of gates, their array as the kernel takes it)"""
+def _choose_gate(problem: Problem, by_cp_async: bool) -> tuple[Gate, Operand | None]:
+    """(the kind of gates, their array as the kernel takes it). No scan of gradients adds log2 of the scale to gates."""
     decay = problem["decay"]
     if decay is None:
         return intern_value(Gate), None
     if len(decay.form.shape) > 1:
-        return intern_value(TokenGate, scale_at_end), decay
+        return intern_value(TokenGate, True), decay
     if by_cp_async:
-        return intern_value(TokenGate, scale_at_end), spread_to_tokens(problem, decay)
-    return intern_value(HeadGate, scale_at_end), decay.spread(1, chunk_hopper.CHUNK)
+        return intern_value(TokenGate, True), spread_to_tokens(problem, decay)
+    return intern_value(HeadGate, True), decay.spread(1, chunk_hopper.CHUNK)
 
 
 def spread_to_tokens(problem: Problem, decay: Operand) -> Operand:

@@ -75,7 +75,7 @@ def _walk(inputs, S, dS, scale, rounded):
         dS = dS + scale * q[:, t, :, :, None] * do[:, t, :, None]
         dk[:, t], dv[:, t] = _apply(rounded(dS), v[:, t]), _apply(rounded(dS).swapaxes(2, 3), k[:, t])
         dS = np.exp(g[:, t])[..., None] * dS
-        products = (states[t] * dS).sum(-1)
+        products = (rounded(states[t]) * rounded(dS)).sum(-1)
         dg[:, t] = products if g.shape[-1] > 1 else products.sum(-1, keepdims=True)
     return dq, dk, dv, dg, dS
 

@@ -120,8 +120,8 @@ class Gate:
         """Ampere: one warp writes b and a of a chunk to shared memory. g: the result of load_gates."""
 
     @inlined
-    def load_cumsum(self, vector, kind):
-        """Ampere: b or a, or a warp's part of it, from shared memory, as a register vector of this type."""
+    def load_cumsum(self, vector, kind, whole):
+        """Ampere: b or a, or a warp's part of it, from shared memory, as a register vector of this type. whole: b."""
         return 0.0
 
     @inlined
@@ -222,7 +222,7 @@ class TokenGate(DecayGate):
             store(a, a_chunk)
 
     @inlined
-    def load_cumsum(self, vector, kind):
+    def load_cumsum(self, vector, kind, whole):
         return load(vector, kind)
 
     @inlined

@@ -165,9 +165,14 @@ class InputGradients(ScanResult):
 
 
 class QueryGradients(InputGradients):
-    """dQ, and with the gates' gradients q . dq and the state after each chunk."""
+    """dQ, and with the gates' gradients q . dq and the state after each chunk. Scores are rounded as those of KeyGradients are, so
+    that the part of q . dq that k . dk takes away again is the same."""
 
-    gradient_of = "q"
+    gradient_of, scales_scores = "q", True
+
+    @inlined
+    def scale_scores(self, x, scale):
+        return x * scale
 
     @inlined
     def store_state(self, params, s_t, index, head, row, col):

@@ -19,12 +19,12 @@ NORMALIZER_EPSILON = 1e-10  # added to a normalizer, as flash-linear-attention d
 class ScanResult:
     """The base of what a scan can compute. has_outputs: does it compute outputs, or a normalizer, so that it reads queries?
     reads_values: does it read values? If not, all of them are 1. skip, normalized, silu: see ScanOutputs. reads_z: is there an
-    array z of the outputs' shape that it reads beside the values? unrounded: are outputs float32? groups_queries: see
-    gradients.py."""
+    array z of the outputs' shape that it reads beside the values? unrounded: are outputs float32? scales_scores: are scores
+    multiplied by the scale before they are rounded, instead of outputs at the end? groups_queries: see gradients.py."""
 
     has_outputs = True
     reads_values = True
-    skip = normalized = silu = unrounded = groups_queries = False
+    skip = normalized = silu = unrounded = scales_scores = groups_queries = False
     label = ""
 
     @property
@@ -54,6 +54,11 @@ class ScanResult:
     def value_head(self, key_head, group, group_head):
         """The head of values and z that a consumer reads."""
         return key_head * group + group_head
+
+    @inlined
+    def scale_scores(self, x, scale):
+        """x times the scale if `scales_scores`. x: scores, or what queries read of the state."""
+        return x
 
     @inlined
     def store_row_dots(self, params, o, z, j, at, column, width, kind):
