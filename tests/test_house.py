@@ -17,6 +17,7 @@ PAGE = ROOT / "docs" / "house.md"
 # forward asks for what takes torch's tensors, where there are some.
 LATE = {
     ("attention.plans.forward_programs", "attention.autograd"),
+    ("attention.public.linear_family", "attention.linear_autograd"),
     ("fuse.gradient", "fuse.backward"),
     ("fuse.terms", "fuse.expression_text"),
     ("tiles.op", "tiles.dtypes"),

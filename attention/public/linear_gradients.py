@@ -1,5 +1,7 @@
 """attention.linear_backward: the gradients of attention.linear, and so of retention, lightning and gla, which are calls of it."""
 
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tiles.calls.plan import Plan
@@ -13,6 +15,7 @@ from ..plans import recurrent_checks, recurrent_gradients
 from ..plans.call_options import without_gradients
 
 NO_SECOND_DERIVATIVES = "attention.linear: has no second derivatives"
+NO_NORMALIZE = "normalize: has no gradient yet"
 LINEAR_BACKWARD = Schema(
     "linear_backward",
     """
@@ -90,6 +93,35 @@ def linear_backward(
     more = [None if isinstance(x, bool) else x for x in wanted.values()]
     arrays = dout, q, k, v, decay, cu_seqlens, initial_state, dstate, dq, dk, dv, *more
     return _linear_backward(stream, arrays, (check_number("scale", scale), also, family), layout)
+
+
+def compute_gradients(
+    dout: Any, dstate: Any, inputs: dict[str, Any], options: dict[str, Any], wanted: Sequence[str]
+) -> dict[str, Any]:
+    """{name: gradient} of a call of linear with these arrays and options, for those in `wanted`. dstate: None if the state has no
+    gradient."""
+    more = [name for name in ("decay", "initial_state") if name in wanted]
+    flags = {f"d{name}": name in more for name in ("decay", "initial_state")}
+    results = linear_backward(dout, **inputs, dstate=dstate, **options, **flags)
+    return {name: x for name, x in zip(("q", "k", "v", *more), results, strict=True) if name in wanted}
+
+
+def program_gradient(names: Sequence[str], options: dict[str, Any], layout: str) -> Callable[..., dict[str, Any]]:
+    """The gradient of linear's program for JAX, as `tiles.calls.program` takes it. NotImplementedError: there is none with these
+    options."""
+    if options["normalize"]:
+        raise NotImplementedError(f"{NO_NORMALIZE}; put jax.lax.stop_gradient around {', '.join(names)}")
+
+    def gradients(inputs, results, of_results):
+        if not of_results:
+            return {}
+        dout = of_results.get("out")
+        if dout is None:  # the loss depends on the state alone
+            dout = sys.modules["jax"].numpy.zeros_like(inputs["v"])
+        shared = {"scale": options["scale"], "family": options["family"], "layout": layout}
+        return compute_gradients(dout, of_results.get("state"), inputs, shared, names)
+
+    return gradients
 
 
 @program(LINEAR_BACKWARD, no_gradient=NO_SECOND_DERIVATIVES)
