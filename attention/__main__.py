@@ -11,7 +11,6 @@ import numpy as np
 from tiles.compiling.compiler import check_arch
 from tiles.launching.devices import device
 from tiles.piped import leave
-from tiles.targets import supported
 
 from . import forward, reference
 from . import show as drawing
@@ -24,7 +23,7 @@ REPEATS = 20
 def has_gpu() -> bool:
     """Is there a GPU that attention.forward runs on?"""
     try:
-        return supported(device(0).capability)
+        return device(0).target.supported
     except Exception:  # no driver, no GPU, or a broken one: cuda.bindings has an exception class for each
         return False
 

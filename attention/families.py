@@ -8,9 +8,8 @@ from typing import NamedTuple
 from tiles.calls.schema import Problem
 from tiles.launching.arrays import ALIGNMENT
 from tiles.launching.devices import machine
-from tiles.targets import is_hopper, supported
 
-FAMILIES = "sm_80", "sm_90"
+FAMILIES = AMPERE_FAMILY, HOPPER_FAMILY = "sm_80", "sm_90"
 
 
 class FamilyAndBlock(NamedTuple):
@@ -42,26 +41,31 @@ def choose_family(problem: Problem, family: str | FamilyAndBlock | None, tma: bo
     if family is not None and family not in FAMILIES:
         raise ValueError(f"family: must be None or one of {FAMILIES}: {family=}")
     gpu = machine(problem.device)
-    if not supported(gpu.capability):
+    if not gpu.target.supported:
         raise ValueError(f"attention.{problem.member}: runs on GPUs since Ampere (sm_80); the arrays lie on {gpu}")
-    if family == "sm_80":
+    if family == AMPERE_FAMILY:
         return family
-    on_hopper = is_hopper(gpu.capability)
-    if family == "sm_90" and not on_hopper:
+    on_hopper = gpu.target.is_hopper
+    if family == HOPPER_FAMILY and not on_hopper:
         raise ValueError(f"family: sm_90 runs on Hopper; the arrays lie on {gpu}: {family=} (the default, None, runs there)")
     by_tma = problem.by_tma if tma is None else tma
-    if family == "sm_90" and not by_tma:
+    if family == HOPPER_FAMILY and not by_tma:
         raise ValueError(
             f"family: sm_90 takes addresses and positive strides that are multiples of {ALIGNMENT} bytes; {_strides(problem)}: "
             f"{family=} (the default, None, takes them)"
         )
-    return "sm_90" if on_hopper and by_tma else "sm_80"
+    return HOPPER_FAMILY if on_hopper and by_tma else AMPERE_FAMILY
+
+
+def uses_hopper_kernels(problem: Problem, family: str | FamilyAndBlock | None, tma: bool | None = None) -> bool:
+    """Do kernels for Hopper serve a problem? As choose_family, with its errors."""
+    return choose_family(problem, family, tma) == HOPPER_FAMILY
 
 
 def require_hopper(problem: Problem) -> None:
     """ValueError: the arrays are on no Hopper GPU, or TMA cannot read and write them. Host arrays run in the interpreter."""
     gpu = machine(problem.device)
-    if not is_hopper(gpu.capability):
+    if not gpu.target.is_hopper:
         raise ValueError(f"attention.{problem.member}: runs on Hopper; the arrays lie on {gpu}")
     if not problem.by_tma:
         raise ValueError(

@@ -4,7 +4,7 @@ A row is {kernel, config, lines} and the fields of tiles.inspect.Figures. `lines
 blanks, comments and docstrings; `instructions` counts SASS mnemonics; `digest` is a digest of the SASS: no two rows have the
 same. A row whose source has not changed since it was last compiled is read from disk (tiles.inspect.figures).
 
-The configurations are listed by each kernel's module, which also decides whether they are legal: `space(arch, everything)`."""
+The configurations are listed by each kernel's module, `space(target, everything)`, which decides whether they are legal."""
 
 import ast
 import functools
@@ -20,6 +20,7 @@ from types import CodeType
 
 from tiles.inspect import figures
 from tiles.launching.arguments import signature
+from tiles.targets import parse_target
 
 from .kernels import (
     backward_ampere,
@@ -50,6 +51,7 @@ from .kernels import (
     forward_ampere,
     forward_fp8_hopper,
     forward_hopper,
+    gate_gradient,
     gla_hopper,
     gla_states_hopper,
     hedgehog_hopper,
@@ -64,6 +66,7 @@ from .kernels import (
     norm_gradients,
     rotary_rows,
     sink_gradient,
+    sum_head_groups,
     transpose_values,
 )
 from .kernels import mla_fp8 as mla_quantised
@@ -104,6 +107,8 @@ MODULES = {
         mamba2_shared_heads_hopper,
         compose_final_state,
         compose_segment_states,
+        gate_gradient,
+        sum_head_groups,
     ),
     "delta": (delta_hopper, delta_states_hopper, kda_hopper, kda_states_hopper, delta_compose_states_hopper),
     "based": (based_hopper,),
@@ -119,7 +124,7 @@ def configurations(everything=False, arch="sm_90a", only=()):
     texts that must all occur in the kernel's, its module's or the configuration's name."""
     for family, modules in MODULES.items():
         for module in modules:
-            for config in module.space(arch, everything):
+            for config in module.space(parse_target(arch), everything):
                 if all(text in f"{family} {module.__name__} {config}" for text in only):
                     yield family, module, config
 

@@ -39,7 +39,12 @@ class LinearAttentionFunction(torch.autograd.Function):
             dout = torch.zeros_like(inputs["v"]) if dout is None else make_tma_contiguous(dout)
             wanted = [name for name, needs in zip(ctx.names, ctx.needs_input_grad[3:]) if needs]
             grads = compute_gradients(dout, dstate, inputs, ctx.options, wanted)
-        return None, None, None, *[x if x is None else x.to(inputs[name].dtype) for name in ctx.names for x in [grads.get(name)]]
+        return (
+            None,
+            None,
+            None,
+            *[x if x is None else x.to(inputs[name].dtype) for name in ctx.names for x in [grads.get(name)]],
+        )
 
 
 class TransformedLinearFunction(torch.autograd.Function):

@@ -4,7 +4,8 @@ shapes for a batch of 8), and larger ones.
 `-k gradients`: their gradients by all arguments, from the arguments and the gradients by the results, so that every provider
 computes what it wants of the forward pass once more.
 
-bf16; microseconds of a call in a CUDA graph, weights rotated past L2. FUSE_TUNE=1 measures the candidates first (fuse/tune.py).
+bf16; microseconds of a call in a CUDA graph, weights rotated past L2. FUSE_TUNE=1 measures the candidates first
+(fuse/planning/tune.py).
 `pytest -s bench/test_fused.py --benchmark-json=fused.json`; see measure.py for the protocol.
 """
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 
 import fuse.operators as operators
-from fuse.graph import walk
-from fuse.rules import equivalent_forms
-from fuse.terms import Term
+from fuse.algebra.rules import equivalent_forms
+from fuse.language.graph import walk
+from fuse.language.terms import Term
 from tiles import bf16
 
 PICTURE = Path(__file__).with_name("terms.svg")

@@ -11,7 +11,7 @@
     print(norm_linear.source(x, g, w))  # these kernels, in tiles and ops
     print(norm_linear.proof(x, g, w))   # what was proven about them, and how
 
-language.py has the functions that definitions are written with, rules.py the algebra, templates/ the kernels.
+language/ has the functions that definitions are written with, algebra/ the rules, templates/ the kernels.
 """
 
 from importlib import import_module as _import_module
@@ -21,10 +21,10 @@ from runpy import run_path as _run_path
 if _why := _run_path(str(_Path(__file__).parents[1] / "tiles/importable.py"))["obstacle"]():  # `tiles` may be another's
     raise ImportError(_why)
 
-from .backend import backend
-from .fused import Fused, compile, kernel
-from .language import *  # noqa: F403
-from .language import __all__ as _functions
+from .calls.fused import Fused, compile, kernel
+from .calls.torch_backend import backend
+from .language.functions import *  # noqa: F403
+from .language.functions import __all__ as _functions
 
 __all__ = ["Fused", "backend", "compile", "kernel", *_functions]
 

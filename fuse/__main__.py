@@ -17,7 +17,7 @@ from tiles.inspect.command import module_at
 from tiles.piped import leave
 
 from . import inspect
-from .fused import Fused
+from .calls.fused import Fused
 
 DTYPES = {"bf16": bf16.np, "fp16": fp16.np, "fp32": fp32.np}
 

@@ -20,9 +20,9 @@ from typing import NamedTuple
 from tiles.inspect import Figures, figures
 
 from . import operators
-from .cost import card_of
-from .fused import Fused
-from .trace import Shape
+from .calls.fused import Fused
+from .language.trace import Shape
+from .planning.cost import card_of
 
 ARCHS = "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a"
 ROWS = 1, 17, 64, 4096

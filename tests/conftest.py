@@ -12,11 +12,10 @@ pytest_plugins = ["tiles.testing.plugin"]
 
 def pytest_collection_modifyitems(items):
     from tiles.launching.devices import device
-    from tiles.targets import is_hopper
     from tiles.testing.plugin import no_gpu
 
     for item in items:
-        if item.get_closest_marker("gpu") and not no_gpu() and not is_hopper(device(0).capability):
+        if item.get_closest_marker("gpu") and not no_gpu() and not device(0).target.is_hopper:
             item.add_marker(pytest.mark.skip(reason=f"needs a Hopper GPU, got {device(0)}"))
 
 

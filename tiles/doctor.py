@@ -140,32 +140,32 @@ def gpus():
         yield Finding("GPU", "none", nothing)
 
 
-def runs_on(capability) -> str:
-    """What runs on a GPU of this compute capability."""
-    from .targets import has_tma, is_hopper, supported
-
-    if not supported(capability):
+def runs_on(target) -> str:
+    """What runs on a GPU of this architecture, a Target."""
+    if not target.supported:
         return "too old: kernels run in the interpreter"
-    if is_hopper(capability):
+    if target.is_hopper:
         return "wgmma and TMA: every kernel"
-    if has_tma(capability):
+    if target.has_tma:
         return "no wgmma: kernels of registers, ordinary memory and TMA; those with wgmma run in the interpreter"
     return "neither wgmma nor TMA: kernels of registers and global memory; the others run in the interpreter"
 
 
 def _gpu(driver, check, ordinal):
-    from .targets import is_hopper
+    from .targets import Target
 
     handle, which = check(driver.cuDeviceGet(ordinal)), driver.CUdevice_attribute
     name = check(driver.cuDeviceGetName(128, handle)).split(b"\0")[0].decode()
-    capability = tuple(
-        check(driver.cuDeviceGetAttribute(getattr(which, f"CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_{part}"), handle))
-        for part in ("MAJOR", "MINOR")
+    target = Target(
+        *(
+            check(driver.cuDeviceGetAttribute(getattr(which, f"CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_{part}"), handle))
+            for part in ("MAJOR", "MINOR")
+        )
     )
     memory = check(driver.cuDeviceTotalMem(handle)) / 2**30
-    text = f"{name}, compute capability {capability[0]}.{capability[1]}, {memory:.0f} GiB"
-    advice = "" if is_hopper(capability) else "TILES_INTERPRET=1 runs any kernel"
-    yield Finding(f"GPU {ordinal}", f"{text}; {runs_on(capability)}", advice)
+    text = f"{name}, compute capability {target.major}.{target.minor}, {memory:.0f} GiB"
+    advice = "" if target.is_hopper else "TILES_INTERPRET=1 runs any kernel"
+    yield Finding(f"GPU {ordinal}", f"{text}; {runs_on(target)}", advice)
 
 
 def cache():

@@ -1,11 +1,12 @@
-"""What GPUs have, by their compute capability, as far as it is known without one: a new GPU gets a row here. On a card
-`Device` (launching/devices.py) asks the driver for its shared memory, and planners pass that to kernels, whose tables of tiles
-(`BY_SHARED_MEMORY` in forward_ampere.py, `SHAPES_BY_LIMIT` in decode_ampere.py, ...) have an entry a size. (9, 0) is that of
-"sm_90a"; a capability may have the suffix of its architecture behind it, (9, 0, "a").
+"""What GPU architectures have, as far as it is known without a GPU: a new one gets a row here. On a card `Device`
+(launching/devices.py) asks the driver for its shared memory, and planners pass that to kernels, whose tables of tiles
+(`BY_SHARED_MEMORY` in forward_ampere.py, `SHAPES_BY_LIMIT` in decode_ampere.py, ...) have an entry a size.
 
-Architectures are compared by capability, never as text: "sm_100a" sorts before "sm_90"."""
+Nothing else in the library compares architectures: kernels and planners ask a Target what it has."""
 
+import functools
 import re
+from typing import NamedTuple
 
 SMALL, MEDIUM, LARGE = 99 * 1024, 163 * 1024, 227 * 1024  # bytes of shared memory that a block may have
 
@@ -25,42 +26,68 @@ MULTIPROCESSORS = {
 RESERVED = 1024  # bytes of shared memory that the system keeps in each block
 
 
-def capability(arch: str) -> tuple:
-    """The compute capability of an architecture: "sm_90a" -> (9, 0, "a"). ValueError: it is no architecture's name."""
+class Target(NamedTuple):
+    """An architecture that kernels are compiled for, by its compute capability. suffix: "a" for code that uses what only this
+    architecture has (`sm_90a`), "f" for what its family has."""
+
+    major: int
+    minor: int
+    suffix: str = ""
+
+    def __str__(self):
+        return f"sm_{self.major}{self.minor}{self.suffix}"
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """Its compute capability, (9, 0) for sm_90a."""
+        return self.major, self.minor
+
+    @property
+    def supported(self) -> bool:
+        """Do kernels run on such GPUs? Since Ampere: mma.sync of bf16, and cp.async."""
+        return self.capability >= (8, 0)
+
+    @property
+    def is_hopper(self) -> bool:
+        """Is this Hopper, the only one with wgmma, on which every kernel runs?"""
+        return self.major == 9
+
+    @property
+    def has_wgmma(self) -> bool:
+        """May code for it use wgmma, setmaxnreg and TMA? Hopper's own code, sm_90a, may."""
+        return self.is_hopper and self.suffix == "a"
+
+    @property
+    def has_fp8(self) -> bool:
+        """Are there conversions to and from fp8, and mma.sync of it? Since Ada."""
+        return self.capability >= (8, 9)
+
+    @property
+    def has_early_launch(self) -> bool:
+        """May a grid begin while the one before it ends (griddepcontrol)? Since Hopper."""
+        return self.capability >= (9, 0)
+
+    @property
+    def has_tma(self) -> bool:
+        """Is there TMA? Since Hopper."""
+        return self.capability >= (9, 0)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of shared memory that a block may have; where that is not known here, what it may have since Ampere."""
+        if (limits := MULTIPROCESSORS.get(self.capability)) is None:
+            return SMALL
+        return limits[2] * 1024 - RESERVED
+
+
+@functools.cache
+def parse_target(arch: str) -> Target:
+    """The Target of this name, such as "sm_90a". ValueError: it is no architecture's name."""
     match = re.fullmatch(r"sm_(\d+)(\d)([af]?)", arch)
     if not match:
         raise ValueError(f"arch must look like sm_80 or sm_90a, got {arch!r}")
     major, minor, suffix = match.groups()
-    return (int(major), int(minor), suffix) if suffix else (int(major), int(minor))
+    return Target(int(major), int(minor), suffix)
 
 
-def supported(capability: tuple) -> bool:
-    """Do kernels run on such GPUs? Since Ampere: mma.sync of bf16, and cp.async."""
-    return capability >= (8, 0)
-
-
-def is_hopper(capability: tuple) -> bool:
-    """Is this Hopper, the only one with wgmma, on which every kernel runs?"""
-    return capability[0] == 9
-
-
-def has_fp8(capability: tuple) -> bool:
-    """Are there conversions to and from fp8, and mma.sync of it? Since Ada."""
-    return capability >= (8, 9)
-
-
-def has_early_launch(capability: tuple) -> bool:
-    """May a grid begin while the one before it ends (griddepcontrol)? Since Hopper."""
-    return capability >= (9, 0)
-
-
-def has_tma(capability: tuple) -> bool:
-    """Is there TMA? Since Hopper."""
-    return capability >= (9, 0)
-
-
-def shared_bytes(capability: tuple) -> int:
-    """Bytes of shared memory that a block may have; where that is not known here, what it may have since Ampere."""
-    if (codes := MULTIPROCESSORS.get(capability[:2])) is None:
-        return SMALL
-    return codes[2] * 1024 - RESERVED
+AMPERE, HOPPER = Target(8, 0), Target(9, 0, "a")

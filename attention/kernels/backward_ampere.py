@@ -26,7 +26,7 @@ from tiles import bf16, dtype, fp16, fp32, inlined, pipeline, rt, shared, st
 from tiles.cp_async import PIECES
 from tiles.launching.arguments import FLOAT, INT, array
 from tiles.layout import LANES, WARPGROUP
-from tiles.targets import LARGE, capability, is_hopper, shared_bytes
+from tiles.targets import AMPERE, LARGE, Target
 
 from ..parts.backward.config import BackwardConfig, padded_dim
 from ..parts.backward.dq_order import REVERSE_TILES, UNORDERED, AscendingAdds, UnorderedAdds
@@ -131,16 +131,16 @@ def config_for(
     variant: Variant,
     vector_bytes: int = 16,
     value_dim: int | None = None,
-    capability: tuple = (8, 0),
+    target: Target = AMPERE,
     shape: Shape | None = None,
     **kind: Any,
 ) -> Config:
-    """The configuration for a problem on a GPU of compute capability `capability`: both head dims padded to the same of DIMS.
+    """The configuration for a problem on a GPU of this architecture: both head dims padded to the same of DIMS.
     shape: see short_shape. kind: other fields of BackwardConfig."""
-    hopper, padded = is_hopper(capability), padded_dim(head_dim, value_dim)
+    hopper, padded = target.is_hopper, padded_dim(head_dim, value_dim)
     if variant.changes_scores or variant.uses_random:
         shapes = SHAPES
-    elif shared_bytes(capability) < LARGE:
+    elif target.shared_bytes < LARGE:
         shapes = PLAIN
     else:
         shapes = ROOMY if hopper and (variant is not FULL or vector_bytes == PIECES[0]) else FEWER_QUERIES
@@ -148,19 +148,18 @@ def config_for(
     return Config(padded, padded, dtype, variant, *(shape or shapes[padded]), elements_per_add, vector_bytes, **kind)
 
 
-def space(arch: str, everything: bool) -> Iterator[Config]:
+def space(target: Target, everything: bool) -> Iterator[Config]:
     """Configurations to compile and inspect for an architecture: bf16 and addresses that are multiples of 16 bytes, or all."""
     forms = [(bf16, PIECES[0]), *((bf16, vector_bytes) for vector_bytes in PIECES[1:]), (fp16, PIECES[0])]
-    gpu = capability(arch)
     for (input_dtype, vector_bytes), head_dim, variant in itertools.product(
         forms[: len(forms) if everything else 1], SHAPES, (FULL, CAUSAL)
     ):
-        config = config_for(head_dim, input_dtype, variant, vector_bytes, capability=gpu)
+        config = config_for(head_dim, input_dtype, variant, vector_bytes, target=target)
         yield from (config, replace(config, single_block=True))
-        if arch == "sm_90a" and vector_bytes == PIECES[0]:  # short_shape is asked only where TMA could load the arrays
+        if target.has_wgmma and vector_bytes == PIECES[0]:  # short_shape is asked only where TMA could load the arrays
             for _, _, shape in shorts(variant).get(head_dim, []):
                 if shape != ROOMY[head_dim]:
-                    of_short = config_for(head_dim, input_dtype, variant, vector_bytes, capability=gpu, shape=shape)
+                    of_short = config_for(head_dim, input_dtype, variant, vector_bytes, target=target, shape=shape)
                     yield from (of_short, replace(of_short, single_block=True))
 
 

@@ -18,6 +18,7 @@ from ops import divmod, grid, load, store, zeros
 from tiles import bf16, dtype, fp16, fp32, inlined, rt
 from tiles.launching.arguments import INT, array
 from tiles.layout import LANES
+from tiles.targets import Target
 
 ROWS, COLUMNS = 16, 64  # keys and columns that a warp sums at once
 WARPS = 4  # warps of a thread block
@@ -45,10 +46,10 @@ class Config:
         return f"{self.partials} partials, {dims}{by}" + " PDL" * self.overlaps_previous
 
 
-def space(arch: str, everything: bool) -> Iterator[Config]:
+def space(target: Target, everything: bool) -> Iterator[Config]:
     """Configurations to compile and inspect for an architecture."""
     for input_dtype, partials in itertools.product((bf16, fp16) if everything else (bf16,), (2, 8)):
-        yield Config(partials, 128, 128, input_dtype, 16, arch == "sm_90a")
+        yield Config(partials, 128, 128, input_dtype, 16, target.has_wgmma)
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from numpy import int32
 from ops import divmod, grid, truncate, zeros
 from tiles.launching.arguments import FLOAT, INT, Record, array, record
 from tiles.layout import LANES
+from tiles.targets import Target
 
 from ..parts.backward.dq_parts import RowParts
 from ..parts.backward.gradient_outputs import StoreGradient
@@ -53,9 +54,9 @@ def config_of(config: backward_hopper.Config | backward_ampere.Config) -> Config
     return Config(config.parts, config.result, seq_layout=config.seq_layout, overlaps_previous=config.overlaps_previous)
 
 
-def space(arch: str, everything: bool) -> Iterator[Config]:
+def space(target: Target, everything: bool) -> Iterator[Config]:
     """Configurations to compile and inspect for an architecture: one for each of the main kernel's."""
-    configs = itertools.chain.from_iterable(module.space(arch, everything) for module in (backward_hopper, backward_ampere))
+    configs = itertools.chain.from_iterable(module.space(target, everything) for module in (backward_hopper, backward_ampere))
     yield from dict.fromkeys(config_of(config) for config in configs if not config.single_block)
 
 

@@ -18,6 +18,7 @@ from numpy import int32
 from ops import divmod, grid, load, subtile, turned, warpgroup, zeros
 from tiles import bf16, dtype, fp16, fp32, inlined, rt
 from tiles.launching.arguments import FLOAT, INT, array, tiled
+from tiles.targets import Target
 
 from ..parts.backward import pipeline_hopper
 from ..parts.backward.pipeline_hopper import CONSUMERS, DQ_WARPS, FIRST_DQ_WARP, LOAD_WARP, REGISTERS
@@ -47,9 +48,9 @@ def config_for(head_dim: int, dtype: dtype, variant: Variant, value_dim: int | N
     return Config(HEAD_DIM, HEAD_DIM, dtype, variant, CONSUMERS * warpgroup.ROWS, warpgroup.ROWS, **kind)
 
 
-def space(arch: str, everything: bool) -> Iterator[Config]:
+def space(target: Target, everything: bool) -> Iterator[Config]:
     """Configurations to compile and inspect for an architecture."""
-    if arch == "sm_90a":
+    if target.has_wgmma:
         for input_dtype, variant in itertools.product((bf16, fp16) if everything else (bf16,), (FULL, CAUSAL)):
             yield config_for(HEAD_DIM, input_dtype, variant)
 

@@ -19,6 +19,7 @@ from numpy import int32
 from ops import grid, load, subtile, truncate, turned, warpgroup, zeros
 from tiles import bf16, dtype, fp16, fp32, inlined, rt
 from tiles.launching.arguments import FLOAT, INT, array, tiled
+from tiles.targets import Target
 
 from ..parts import sequences
 from ..parts.backward import pipeline_hopper
@@ -78,9 +79,9 @@ def computes_slopes(head_dim: int, value_dim: int, seq_layout: type[sequences.Ba
     return 64 < max(head_dim, value_dim) <= 128 and seq_layout.packed
 
 
-def space(arch: str, everything: bool) -> Iterator[Config]:
+def space(target: Target, everything: bool) -> Iterator[Config]:
     """Configurations to compile and inspect for an architecture."""
-    if arch == "sm_90a":
+    if target.has_wgmma:
         for input_dtype, head_dim, variant in itertools.product(
             (bf16, fp16) if everything else (bf16,), SHAPES, (FULL, CAUSAL)
         ):

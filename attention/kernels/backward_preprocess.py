@@ -18,6 +18,7 @@ from tiles import dtype, fp32, inlined, rt
 from tiles.cp_async import PIECES
 from tiles.launching.arguments import INT, Record, array, record
 from tiles.layout import LANES
+from tiles.targets import Target
 
 from ..parts.backward.dq_order import UNORDERED, UnorderedAdds
 from ..parts.backward.dq_parts import WARP_ROWS, RowParts
@@ -88,10 +89,11 @@ def without_sums(config: backward_wide_hopper.Config) -> Config:
     return Config(config.value_dim, config.rows, config.dtype, None, overlaps_previous=config.overlaps_previous)
 
 
-def space(arch: str, everything: bool) -> Iterator[Config]:
+def space(target: Target, everything: bool) -> Iterator[Config]:
     """Configurations to compile and inspect for an architecture: one for each of the main kernel's, also with dlse."""
-    configs = [config_of(config) for module in (backward_hopper, backward_ampere) for config in module.space(arch, everything)]
-    configs += [without_sums(config) for config in backward_wide_hopper.space(arch, everything)]
+    kernels = backward_hopper, backward_ampere
+    configs = [config_of(config) for kernel in kernels for config in kernel.space(target, everything)]
+    configs += [without_sums(config) for config in backward_wide_hopper.space(target, everything)]
     with_dlse = [replace(config, has_dlse=True) for config in (configs if everything else configs[:1])]
     yield from dict.fromkeys(configs + with_dlse)
 

@@ -16,6 +16,7 @@ from numpy import int32
 from ops import divmod, grid, load, subtile, turned, warpgroup, zeros
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st
 from tiles.launching.arguments import FLOAT, INT, array, tiled
+from tiles.targets import Target
 
 from ..parts.backward.config import BackwardConfig
 from ..parts.variant import ScoreContext, Variant
@@ -57,9 +58,9 @@ def config_for(head_dim: int, dtype: dtype, variant: Variant, value_dim: int | N
     return Config(*padded_dims(head_dim, value_dim), dtype, variant, warpgroup.ROWS, warpgroup.ROWS)
 
 
-def space(arch: str, everything: bool) -> Iterator[Config]:
+def space(target: Target, everything: bool) -> Iterator[Config]:
     """Configurations to compile and inspect for an architecture."""
-    if arch == "sm_90a":
+    if target.has_wgmma:
         forms, dims = (bf16, fp16) if everything else (bf16,), ((192, 192), (192, 128), (256, 256))
         for input_dtype, variant, (head_dim, value_dim) in itertools.product(forms, (FULL, CAUSAL), dims):
             yield config_for(head_dim, input_dtype, variant, value_dim)

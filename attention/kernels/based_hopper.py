@@ -49,6 +49,7 @@ from ops import (
 from ops.for_attention.taylor_features import BASE, FEATURES, HALF
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
+from tiles.targets import Target
 
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout
 
@@ -81,9 +82,9 @@ class Config:
         return st(CHUNK, COLUMNS, self.dtype)
 
 
-def space(arch: str, everything: bool) -> Iterator[Config]:
+def space(target: Target, everything: bool) -> Iterator[Config]:
     """All configurations. Those for fp16, whose code takes as many registers as bf16's, come with `everything` only."""
-    if arch == "sm_90a":
+    if target.has_wgmma:
         dtypes = (bf16, fp16) if everything else (bf16,)
         yield from itertools.starmap(Config, itertools.product(dtypes, (False, True), (False, True)))
 

@@ -14,6 +14,7 @@ from tiles import bf16, fp32, shared, sv
 from tiles.cp_async import PIECES
 from tiles.launching.arguments import FLOAT, INT, array
 from tiles.layout import LANES
+from tiles.targets import Target
 
 from ..parts.backward import recomputed_scores
 from ..parts.backward.dq_parts import WARP_ROWS
@@ -34,7 +35,7 @@ class Config(recomputed_scores.Config):
         return super().__str__() + ", one row" * self.one_row + ", accumulates" * self.accumulate
 
 
-def space(arch: str, everything: bool) -> Iterator[Config]:
+def space(target: Target, everything: bool) -> Iterator[Config]:
     """Configurations to compile and inspect for an architecture: bf16, rows that begin at multiples of 16 bytes."""
     for padded, (queries, kv) in recomputed_scores.SHAPES.items():
         for one_row in (False, True):

@@ -14,6 +14,7 @@ from numpy import int32
 from ops import divmod, load, subtile, warpgroup, zeros
 from tiles import bf16, fp32, inlined, ring, rt, shared, st
 from tiles.launching.arguments import FLOAT, INT, array, tiled
+from tiles.targets import Target
 
 from ..parts.backward.config import BackwardConfig
 from ..parts.backward.gradient_outputs import float32_output
@@ -61,9 +62,9 @@ def config_for(main: BackwardConfig) -> Config:
     return Config(*shape, axes=main.axes, main_rows=main.rows, accumulate=main.accumulate)
 
 
-def space(arch: str, everything: bool) -> Iterator[Config]:
+def space(target: Target, everything: bool) -> Iterator[Config]:
     """Configurations to compile and inspect for an architecture."""
-    if arch == "sm_90a":
+    if target.has_wgmma:
         for head_dim, main_rows in ((64, 128), (128, 64)):
             variant = Both(CAUSAL, BiasedByTile(True, False, bf16))
             yield Config(head_dim, head_dim, bf16, variant, KV[head_dim], main_rows=main_rows)

@@ -25,7 +25,7 @@ from ops import abs, col_max, col_min, col_sum, divmod, full, load, lower_fill, 
 from tiles import bf16, dtype, fp8e4m3, fp16, fp32, inlined, rt
 from tiles.launching.arguments import FLOAT, INT, array
 from tiles.layout import LANES
-from tiles.targets import capability, has_fp8
+from tiles.targets import Target
 
 from ..parts.cache_scales import E4M3_MAX, MIN_DESCALE
 from ..parts.descales import BLOCK
@@ -49,9 +49,9 @@ class Config:
         return f"{self.kernel} {self.dtype}" + ", centred" * self.centred
 
 
-def space(arch: str, everything: bool) -> Iterator[Config]:
+def space(target: Target, everything: bool) -> Iterator[Config]:
     """Every kernel; for fp16 with `everything`."""
-    if has_fp8(capability(arch)):
+    if target.has_fp8:
         for of in (bf16, fp16) if everything else (bf16,):
             yield Config("partial_stats", of, False)
             yield Config("dequantize", of, False)

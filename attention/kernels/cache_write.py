@@ -25,7 +25,7 @@ from tiles.launching.arrays import Operand
 from tiles.launching.launch import kernel_for
 from tiles.layout import LANES
 from tiles.numba_names import types
-from tiles.targets import capability, has_fp8
+from tiles.targets import Target
 
 from ..parts.cache_scales import (
     COLUMNS,
@@ -68,11 +68,11 @@ class Config:
         return f"{self.new} to {self.cache}{self.descales(self.cache)}{self.k_norm}{self.q_norm}"
 
 
-def space(arch: str, everything: bool) -> Iterator[Config]:
+def space(target: Target, everything: bool) -> Iterator[Config]:
     """Every kernel; those for fp8 on architectures that have instructions for it."""
     for of in (bf16, fp16) if everything else (bf16,):
         yield Config(of, of)
-        if has_fp8(capability(arch)):
+        if target.has_fp8:
             kinds = (GivenDescales, ComputedDescales, NoDescales)[: 3 if everything else 2]
             yield from (Config(of, fp8e4m3, descales) for descales in kinds)
         if everything:

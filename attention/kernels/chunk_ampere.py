@@ -41,6 +41,7 @@ from tiles import bf16, fp16, fp32, inlined, pipeline, rt, shared, st, sv
 from tiles.cp_async import PIECES
 from tiles.launching.arguments import ENDS, FLOAT, INT, array
 from tiles.layout import LANES
+from tiles.targets import Target
 
 from ..parts.recurrent.block_exponent import BlockExponent
 from ..parts.recurrent.gates import CHUNK_COL_VEC, COL_VEC, ROW_VEC, TILE, Gate, Mamba2Gate, TokenGate
@@ -94,7 +95,7 @@ class Config(chunk_hopper.Config):
         return super().__str__() + f", by {self.vector_bytes} bytes" * (self.vector_bytes != 16)
 
 
-def space(arch: str, everything: bool) -> Iterator[Config]:
+def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations: all gates at all sizes, other results and varlen at one size. everything: all of these at all sizes,
     other vector_bytes, and fp16; of 8 bytes and of fp16, whose code is like that of their neighbours, only the plainest."""
     for vector_bytes, dtype in ((PIECES[0], bf16), *(((8, bf16), (4, bf16), (2, bf16), (16, fp16)) if everything else ())):
@@ -184,7 +185,10 @@ def make(config: Config):
         group_head, column = divmod(block, width)
         head, col = int32(key_head * group + group_head), int32(COLUMNS * column)
         first_column = int32(col + WARP_COLUMNS * warp)  # of this warp
-        query_head, value_head = result.query_head(key_head, group, block, width), result.value_head(key_head, group, group_head)
+        query_head, value_head = (
+            result.query_head(key_head, group, block, width),
+            result.value_head(key_head, group, group_head),
+        )
         gPaddedO = gO
         gQ, gK, gV, gZ, gO = (
             truncate(gQ, 1, end),

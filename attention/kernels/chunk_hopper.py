@@ -29,7 +29,7 @@ from numpy import float32, int32
 from ops import divmod, load, log2, store, subtile, tile_min, warpgroup, zeros
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, sv
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
-from tiles.targets import LARGE
+from tiles.targets import LARGE, Target
 
 from ..parts.recurrent.block_exponent import BlockExponent
 from ..parts.recurrent.gates import COL_VEC, ROW_VEC, TILE, Gate, HeadGate, Mamba2Gate, TokenGate
@@ -115,10 +115,10 @@ SIZES = (64, 1), (64, 2), (128, 1), (128, 2), (256, 1)  # padded key dim, consum
 KINDS: tuple[type[Gate], ...] = Gate, HeadGate, TokenGate, Mamba2Gate
 
 
-def space(arch: str, everything: bool) -> Iterator[Config]:
+def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations: all gates at all sizes, other results and varlen at one size. everything: all of these at all sizes,
     and fp16, whose code takes as many registers as bf16's."""
-    if arch == "sm_90a":
+    if target.has_wgmma:
         for of, size, kind in itertools.product((bf16, fp16) if everything else (bf16,), SIZES, KINDS):
             all_forms = (everything and of is bf16) or (size[0] == WIDE_KEY_DIM and kind in (TokenGate, Mamba2Gate))
             for gate, result, varlen in scan_forms(kind, all_forms):

@@ -15,6 +15,7 @@ from ops import divmod, exp2, load, store, zeros
 from tiles import fp32, rt
 from tiles.launching.arguments import INT, array
 from tiles.layout import LANES
+from tiles.targets import Target
 
 TILE = rt(16, 64, fp32)
 
@@ -30,7 +31,7 @@ class Config:
         return "segments" + " begun" * self.has_initial_state
 
 
-def space(arch: str, everything: bool) -> Iterator[Config]:
+def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations, without and with an initial state."""
     yield from (Config(False), Config(True))
 

@@ -17,6 +17,7 @@ from ops import divmod, exp2, load, store
 from tiles import fp32, inlined, rt
 from tiles.launching.arguments import INT, array
 from tiles.layout import LANES
+from tiles.targets import Target
 
 TILE = rt(16, 16, fp32)
 PREFETCHED = 4  # segments whose loads are in flight
@@ -33,7 +34,7 @@ class Config:
         return f"starts{', decays of channels' * self.per_channel}"
 
 
-def space(arch: str, everything: bool) -> Iterator[Config]:
+def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations, for one decay of all channels and for a decay of each."""
     yield from (Config(False), Config(True))
 

@@ -39,7 +39,7 @@ from tiles import bf16, dtype, fp16, fp32, inlined, pipeline, rt, shared, st, sv
 from tiles.cp_async import PIECES
 from tiles.launching.arguments import FLOAT, INT, array, record
 from tiles.layout import LANES
-from tiles.targets import LARGE, MEDIUM, SMALL, capability, has_early_launch, has_fp8, shared_bytes
+from tiles.targets import LARGE, MEDIUM, SMALL, Target
 
 from ..parts.decode.cache_loaders import DenseLoader, IndexedLoader, PagedLoader
 from ..parts.decode.key_window import KeyWindow, WholeCacheWindow
@@ -165,11 +165,11 @@ def final_or_partial(of: dtype, vector_bytes: int) -> FinalOrPartialOutput:
     return FinalOrPartialOutput(FinalOutput(of, vector_bytes), PartialOutput(of, vector_bytes))
 
 
-def space(arch: str, everything: bool) -> Iterator[Config]:
+def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations that an architecture is served with: for bf16, one token and vectors of 16 bytes, or for `everything`.
     fp16 takes as many registers as bf16."""
-    plain, target, size = Variant(), capability(arch), PIECES[0]
-    limit, pdl, fp8 = shared_bytes(target), has_early_launch(target), has_fp8(target)
+    plain, size = Variant(), PIECES[0]
+    limit, pdl, fp8 = target.shared_bytes, target.has_early_launch, target.has_fp8
     one_token, causal = KeyWindow(False, False, False), KeyWindow(False, True, False)
     Result = Callable[[dtype, int], FinalOutput | FinalOrPartialOutput]
     kinds: list[tuple[KeyWindow, type[DenseLoader], Result, type[FixedSplits]]]

@@ -15,7 +15,7 @@ from ops import col_sum, divmod, exp2, grid, load, log2, row_index, store, tile_
 from tiles import bf16, dtype, fp16, fp32, rt
 from tiles.launching.arguments import FLOAT, INT, array, record
 from tiles.layout import LANES
-from tiles.targets import capability, has_early_launch
+from tiles.targets import Target
 
 from ..parts.decode.key_window import KeyWindow
 from ..parts.decode.splits import FixedSplits, StreamKSplits
@@ -43,9 +43,9 @@ class Config:
         return f"{self.dtype}{scores} {self.split}" + " PDL" * self.overlaps_previous
 
 
-def space(arch: str, everything: bool) -> Iterator[Config]:
+def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations that an architecture is served with."""
-    pdl, stream_k = has_early_launch(capability(arch)), StreamKSplits(KeyWindow(False, False, False), 64)
+    pdl, stream_k = target.has_early_launch, StreamKSplits(KeyWindow(False, False, False), 64)
     for of in (bf16, fp16)[: 1 + everything]:
         yield from (Config(of, Variant(), split, pdl) for split in (FixedSplits(), stream_k))
 

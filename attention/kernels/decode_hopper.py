@@ -19,6 +19,7 @@ from ops import columns, divmod, exp2, finish_sum, grid, load, log2, maximum, ro
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, sv
 from tiles.launching.arguments import FLOAT, INT, array, record
 from tiles.layout import WARPGROUP
+from tiles.targets import Target
 
 from ..parts.decode.feeds import GatherFeed, TmaFeed
 from ..parts.decode.key_window import KeyWindow
@@ -87,10 +88,10 @@ def config_for(
     return Config(padded, padded_value, of, variant, window, feed, result, sink, split, stages, axes)
 
 
-def space(arch: str, everything: bool) -> Iterator[Config]:
+def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations that an architecture is served with; those of fp16, which takes as many registers as bf16, and of
     other caches, with `everything`."""
-    if arch == "sm_90a":
+    if target.has_wgmma:
         plain, causal = Variant(), KeyWindow(False, True, False)
         kinds: list[tuple[OneBuffer | None, bool]] = [(OneBuffer(), False), (None, False)]
         kinds += [(PagedKeys(1), False), (IndexedCache(), True), (None, True)] * everything

@@ -17,6 +17,7 @@ from numpy import int32
 from ops import divmod, subtile, warpgroup
 from tiles import bf16, fp32, ring, rt, shared, st
 from tiles.launching.arguments import INT, array
+from tiles.targets import Target
 
 from ..parts.recurrent.tokens import COLUMNS
 
@@ -46,9 +47,9 @@ class Config:
         return f"maps, Dk {self.key_dim}"
 
 
-def space(arch: str, everything: bool) -> Iterator[Config]:
+def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations, one for each padded key dim."""
-    if arch == "sm_90a":
+    if target.has_wgmma:
         yield from map(Config, KEY_DIMS)
 
 

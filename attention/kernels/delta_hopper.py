@@ -32,6 +32,7 @@ from ops import divmod, load, store, subtile, truncate, warpgroup
 from ops.for_attention.triangular_inverse import TRIANGLE
 from tiles import bf16, dtype, fp16, fp32, ring, rt, shared, st, sv
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
+from tiles.targets import Target
 
 from ..parts.recurrent.delta_decay import GatedDelta, UngatedDelta
 from ..parts.recurrent.delta_solver import UTTransform
@@ -90,9 +91,9 @@ class Config:
 SIZES = (64, 1), (64, 2), (128, 1), (128, 2), (256, 1)  # padded key dim, consumers
 
 
-def space(arch: str, everything: bool) -> Iterator[Config]:
+def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations. Without `everything`, varlen ones come in one size only, and fp16 is left out."""
-    if arch == "sm_90a":
+    if target.has_wgmma:
         for of, size, varlen in itertools.product((bf16, fp16) if everything else (bf16,), SIZES, (False, True)):
             if not varlen or size == (128, 2) or (everything and of is bf16):
                 yield from (Config(*size, of, gated, varlen) for gated in (False, True))

@@ -25,6 +25,7 @@ from ops import col_index, divmod, equal, load, store, subtile, tile_max, trunca
 from ops.for_attention.triangular_inverse import TRIANGLE
 from tiles import bf16, fp16, fp32, ring, rt, shared, st, sv
 from tiles.launching.arguments import ENDS, INT, array, tiled
+from tiles.targets import Target
 
 from ..parts.recurrent.delta_decay import COL_VEC, GatedDelta, UngatedDelta
 from ..parts.recurrent.delta_solver import UTTransform
@@ -54,9 +55,9 @@ KEY_DIMS = 64, 128  # as padded
 SIZES = tuple(itertools.product(KEY_DIMS, REGISTERS))  # padded key dim, consumers
 
 
-def space(arch: str, everything: bool) -> Iterator[Config]:
+def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations. Without `everything`, varlen ones come in one size only, and fp16 is left out."""
-    if arch == "sm_90a":
+    if target.has_wgmma:
         for of, size, varlen in itertools.product((bf16, fp16) if everything else (bf16,), SIZES, (False, True)):
             if not varlen or size == (128, 2) or (everything and of is bf16):
                 for gated, from_identity in itertools.product((False, True), (False, True)):

@@ -19,6 +19,7 @@ from tiles import bf16, fp32, inlined, rt, shared
 from tiles.cp_async import PIECES
 from tiles.launching.arguments import FLOAT, INT, array
 from tiles.layout import LANES
+from tiles.targets import Target
 
 from ..parts.backward import recomputed_scores
 from ..parts.backward.gradient_outputs import float32_output
@@ -124,7 +125,7 @@ class SumElementRows:
         return sum_rows, None
 
 
-def space(arch: str, everything: bool) -> Iterator[recomputed_scores.Config]:
+def space(target: Target, everything: bool) -> Iterator[recomputed_scores.Config]:
     """Configurations to compile and inspect for an architecture: bf16, rows that begin at multiples of 16 bytes."""
     for padded, (queries, kv) in recomputed_scores.SHAPES.items():
         read, main_rows = recomputed_scores.SlopeRead(None, False), 64

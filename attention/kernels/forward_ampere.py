@@ -21,7 +21,7 @@ from tiles import bf16, dtype, fp16, fp32, inlined, pipeline, rt, shared
 from tiles.cp_async import PIECES
 from tiles.launching.arguments import FLOAT, INT, array
 from tiles.layout import LANES, WARPGROUP
-from tiles.targets import LARGE, MEDIUM, SMALL, capability, shared_bytes
+from tiles.targets import LARGE, MEDIUM, SMALL, Target
 
 from ..parts.forward_config import BaseConfig, in_pages
 from ..parts.online_softmax import Softmax
@@ -115,10 +115,10 @@ def with_kv(config: Config, kv: int, shared_limit: int) -> Config:
     return replace(config, kv=kv, warps=warps, rows_per_warp=rows_per_warp, stages=stages, ctas_per_sm=ctas_per_sm)
 
 
-def space(arch: str, everything: bool) -> Iterator[Config]:
+def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations of an architecture: for bf16 and 16-byte copies, and with `everything` for fp16 and smaller copies."""
     forms = [(bf16, PIECES[0]), *((bf16, vector_bytes) for vector_bytes in PIECES[1:]), (fp16, PIECES[0])]
-    shared_limit = shared_bytes(capability(arch))
+    shared_limit = target.shared_bytes
     for (of, vector_bytes), head_dim, variant in itertools.product(
         forms[: len(forms) if everything else 1], SHAPES, (FULL, CAUSAL)
     ):

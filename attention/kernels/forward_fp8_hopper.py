@@ -20,6 +20,7 @@ from numpy import float32, int32
 from ops import columns, divmod, hstack, persistent_tile, subtile, warpgroup, zipped
 from tiles import bf16, fp8e4m3, fp32, inlined, ring, rt, shared
 from tiles.launching.arguments import FLOAT, INT, array, tiled
+from tiles.targets import Target
 
 from ..parts.descales import BlockDescales, HeadDescales
 from ..parts.forward_config import BaseConfig
@@ -152,9 +153,9 @@ def config_for(
     return Config(padded, padded, fp8e4m3, variant, *shapes[padded], descales=descales.for_blocks_of(shapes[padded][0]), **kind)
 
 
-def space(arch: str, everything: bool) -> Iterator[Config]:
+def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations that an architecture is served with."""
-    if arch == "sm_90a":
+    if target.has_wgmma:
         for head_dim, variant in itertools.product(SHAPES, (FULL, CAUSAL)):
             yield config_for(head_dim, variant)
         for head_dim, variant in itertools.product(TRANSPOSED, (FULL, CAUSAL)):

@@ -19,6 +19,7 @@ from numpy import int32
 from ops import divmod, persistent_tile, subtile, warpgroup
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, static
 from tiles.launching.arguments import FLOAT, INT, array, tiled
+from tiles.targets import Target
 
 from ..parts.forward_config import BaseConfig, in_pages
 from ..parts.key_sources import BLOCK, OneBuffer, StreamingBuffers, TwoBuffers
@@ -186,10 +187,10 @@ def _config(padded: int, dtype: dtype, variant: Variant, end: float | None) -> C
     return Config(padded, padded, dtype, variant, **variant_shape(padded, variant) | other)
 
 
-def space(arch: str, everything: bool) -> Iterator[Config]:
+def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations for problems of any length; with `everything` those of fp16, too, whose code takes as many registers
     as bf16's."""
-    if arch == "sm_90a":
+    if target.has_wgmma:
         for of, head_dim, variant in itertools.product((bf16, fp16) if everything else (bf16,), SHAPES, (FULL, CAUSAL)):
             long = [config_for(head_dim, of, variant, end) for end in (*shapes_by_length(head_dim, variant), math.inf)]
             loads = (1, 1), (warpgroup.ROWS + 1, 1), (512, 512)  # (queries, SMs) for which one or two consumers are chosen

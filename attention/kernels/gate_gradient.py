@@ -20,6 +20,7 @@ from ops import block, col_index, cumsum, divmod, less, load, store, tile_sum, t
 from tiles import fp32, shared, sv
 from tiles.launching.arguments import ENDS, INT, array
 from tiles.layout import LANES
+from tiles.targets import Target
 
 from ..parts.recurrent.gates import FLOOR, ROW_VEC
 from ..parts.recurrent.tokens import SequenceLayout
@@ -40,7 +41,7 @@ class Config:
         return f"gates by {'head' if self.per_head else 'token'}{', varlen' * self.varlen}"
 
 
-def space(arch: str, everything: bool) -> Iterator[Config]:
+def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations."""
     yield from (Config(per_head, varlen) for per_head in (False, True) for varlen in (False, True))
 

@@ -23,6 +23,7 @@ from numpy import int32
 from ops import columns, divmod, store, subtile, warpgroup
 from tiles import fp32, inlined, ring, rt, shared, st
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
+from tiles.targets import Target
 
 from ..parts.recurrent import channel_decay
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
@@ -42,9 +43,9 @@ class Config(channel_decay.Config):
 SIZES = (64, 1), (64, 2), (128, 1), (128, 2), (256, 1)  # padded key dim, consumers
 
 
-def space(arch: str, everything: bool) -> Iterator[Config]:
+def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations. Without `everything`, varlen ones come in one size only, and fp16 is left out."""
-    return channel_decay.channel_space(Config, SIZES, arch, everything)
+    return channel_decay.channel_space(Config, SIZES, target, everything)
 
 
 class GlaDecay(channel_decay.ChannelDecay):

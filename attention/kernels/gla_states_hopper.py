@@ -18,6 +18,7 @@ from numpy import int32
 from ops import divmod, exp2, load, store, subtile, warpgroup, zeros
 from tiles import fp32, ring, rt, shared
 from tiles.launching.arguments import ENDS, INT, array, tiled
+from tiles.targets import Target
 
 from ..parts.recurrent import channel_decay
 from ..parts.recurrent.channel_decay import TOKEN_GROUP
@@ -37,9 +38,9 @@ class Config(channel_decay.Config):
         return f"states, {super().__str__()}"
 
 
-def space(arch: str, everything: bool) -> Iterator[Config]:
+def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations. Without `everything`, varlen ones come in one size only, and fp16 is left out."""
-    return channel_decay.channel_space(Config, SIZES, arch, everything)
+    return channel_decay.channel_space(Config, SIZES, target, everything)
 
 
 @functools.cache

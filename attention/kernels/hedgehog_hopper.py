@@ -25,6 +25,7 @@ from numba import cuda
 from ops import divmod, exp2, hstack, load, maximum, right_fill, row_max, row_min, row_sum, subtile, warpgroup, zeros
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, sv
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
+from tiles.targets import Target
 
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout
 
@@ -58,9 +59,9 @@ class Config:
         return st(HEAD, HALF, self.dtype)
 
 
-def space(arch: str, everything: bool) -> Iterator[Config]:
+def space(target: Target, everything: bool) -> Iterator[Config]:
     """All configurations. Those for fp16, whose code takes as many registers as bf16's, come with `everything` only."""
-    if arch == "sm_90a":
+    if target.has_wgmma:
         yield from itertools.starmap(Config, itertools.product((bf16, fp16) if everything else (bf16,), (False, True)))
 
 

@@ -23,6 +23,7 @@ from ops import divmod, store, subtile, truncate, warpgroup
 from ops.for_attention.triangular_inverse import TRIANGLE, inverse_transposed, store_parts
 from tiles import fp32, inlined, ring, rt, shared, st
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
+from tiles.targets import Target
 
 from ..parts.recurrent import channel_decay
 from ..parts.recurrent.channel_decay import FLAG, Config
@@ -37,9 +38,9 @@ STAGES = 2  # chunks in flight
 SIZES = tuple(itertools.product(KEY_DIMS, REGISTERS))  # padded key dim, consumers
 
 
-def space(arch: str, everything: bool) -> Iterator[Config]:
+def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations. Without `everything`, varlen ones come in one size only, and fp16 is left out."""
-    return channel_decay.channel_space(Config, SIZES, arch, everything)
+    return channel_decay.channel_space(Config, SIZES, target, everything)
 
 
 class KdaDecay(channel_decay.ChannelDecay):

@@ -15,6 +15,7 @@ from ops import col_index, divmod, equal, exp2, load, store, subtile, truncate, 
 from ops.for_attention.triangular_inverse import TRIANGLE, inverse_transposed, store_parts
 from tiles import fp32, inlined, ring, rt, shared, st
 from tiles.launching.arguments import ENDS, INT, array, tiled
+from tiles.targets import Target
 
 from ..parts.recurrent import channel_decay
 from ..parts.recurrent.channel_decay import FLAG, FLAG_VEC, TOKEN_GROUP
@@ -31,9 +32,9 @@ class Config(channel_decay.Config):
         return f"states, {super().__str__()}"
 
 
-def space(arch: str, everything: bool) -> Iterator[Config]:
+def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations. Without `everything`, varlen ones come in one size only, and fp16 is left out."""
-    return channel_decay.channel_space(Config, SIZES, arch, everything)
+    return channel_decay.channel_space(Config, SIZES, target, everything)
 
 
 class KdaStatesDecay(channel_decay.ChannelDecay):

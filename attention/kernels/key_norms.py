@@ -16,6 +16,7 @@ from ops import divmod, load, store
 from tiles import bf16, dtype, fp16, fp32, rt
 from tiles.launching.arguments import INT, array, record
 from tiles.layout import LANES
+from tiles.targets import Target
 
 from ..parts.norms import LayerNorm, RmsNorm
 from .forward_hopper import SHAPES
@@ -47,7 +48,7 @@ class Config:
         return f"{self.norm} keys, D {self.head_dim} {self.dtype}" + ", by elements" * (not self.aligned)
 
 
-def space(arch: str, everything: bool) -> Iterator[Config]:
+def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations, which are the same for all GPUs."""
     for of, norm, head_dim in itertools.product((bf16, fp16) if everything else (bf16,), (RmsNorm(), LayerNorm()), SHAPES):
         yield Config(norm, head_dim, of, True)

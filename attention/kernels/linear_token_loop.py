@@ -17,6 +17,7 @@ from numba import cuda
 from ops import block, col_sum, divmod, exp, fma, load, store, tile_max, tile_sum, zeros
 from tiles import bf16, fp32, inlined, rt, shared, sv
 from tiles.launching.arguments import ENDS, FLOAT, INT, array
+from tiles.targets import Target
 
 from ..parts.recurrent.results import NORMALIZER_EPSILON
 from ..parts.recurrent.tokens import SequenceLayout
@@ -92,7 +93,7 @@ class Config:
         return ", ".join([f"Dk {self.key_dim}", *kinds, *(x for x in FLAGS if getattr(self, x))])
 
 
-def space(arch: str, everything: bool) -> Iterator[Config]:
+def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations that take the most registers, those of LARGEST_KEY_DIMS: with decays of channels or a normalizer; with
     `everything` all others, too."""
     for key_dim, decay, delta in itertools.product(LARGEST_KEY_DIMS, ("", "token", "channel"), (False, True)):

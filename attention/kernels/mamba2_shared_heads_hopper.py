@@ -25,6 +25,7 @@ from numpy import int32
 from ops import divmod, exp2, last_element, load, silu, store, subtile, tile_min, transpose, truncate, warpgroup
 from tiles import bf16, dtype, fp32, ring, rt, shared, st, sv
 from tiles.launching.arguments import ENDS, INT, array, tiled
+from tiles.targets import Target
 
 from ..parts.recurrent.gates import CHUNK_COL_VEC, COL_VEC, ROW_VEC, Mamba2Gate
 from ..parts.recurrent.results import ScanOutputs
@@ -82,9 +83,9 @@ def supports(config, column_blocks: int) -> bool:
     return fits and isinstance(config.result, ScanOutputs) and column_blocks % CONSUMERS == 0
 
 
-def space(arch: str, everything: bool) -> Iterator[Config]:
+def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations; without `everything` those of the plainest result only."""
-    if arch == "sm_90a":
+    if target.has_wgmma:
         full = Mamba2Gate(softplus=True), ScanOutputs(skip=True, silu=True)
         for key_dim, form, varlen in itertools.product(KEY_DIMS, ((Mamba2Gate(), ScanOutputs()), full), (False, True)):
             if everything or (form is not full and not varlen):

@@ -19,7 +19,7 @@ from tiles import bf16, dtype, fp16, fp32, pipeline, rt, shared, st, sv
 from tiles.cp_async import PIECES
 from tiles.launching.arguments import FLOAT, INT, array, record
 from tiles.layout import LANES
-from tiles.targets import LARGE, MEDIUM, SMALL, capability, has_early_launch, shared_bytes
+from tiles.targets import LARGE, MEDIUM, SMALL, Target
 
 from ..parts.decode.cache_loaders import DenseLoader, IndexedLoader, PagedLoader
 from ..parts.decode.key_window import KeyWindow
@@ -79,22 +79,22 @@ def config_for(
     return Config(of, window, cache, result, pdl, tile_rows, *shapes[tile_rows])
 
 
-def config_arguments(arch: str, everything: bool, sizes: Sequence[int]) -> Iterator[tuple[Any, ...]]:
+def config_arguments(target: Target, everything: bool, sizes: Sequence[int]) -> Iterator[tuple[Any, ...]]:
     """The arguments of config_for that occur on an architecture: for bf16, one token and vectors of 16 bytes, or for
     `everything`. fp16 takes as many registers as bf16."""
-    one_token, causal, target = KeyWindow(False, False, False), KeyWindow(False, True, False), capability(arch)
+    one_token, causal = KeyWindow(False, False, False), KeyWindow(False, True, False)
     kinds = [(one_token, DenseLoader, FinalOutput), (causal, PagedLoader, PartialOutput)]
     kinds += [(one_token, PagedLoader, FinalOutput), (causal, IndexedLoader, PartialOutput)] * everything
     forms = [*((bf16, vector_bytes) for vector_bytes in sizes), (fp16, sizes[0])]
     for (of, vector_bytes), (window, cache, result), rows in itertools.product(
         forms[: None if everything else 1], kinds, (1, 128)
     ):
-        yield of, window, cache(vector_bytes), result(of, vector_bytes), has_early_launch(target), rows, shared_bytes(target)
+        yield of, window, cache(vector_bytes), result(of, vector_bytes), target.has_early_launch, rows, target.shared_bytes
 
 
-def space(arch: str, everything: bool) -> Iterator[Config]:
+def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations that an architecture is served with."""
-    yield from dict.fromkeys(config_for(*args) for args in config_arguments(arch, everything, PIECES))
+    yield from dict.fromkeys(config_for(*args) for args in config_arguments(target, everything, PIECES))
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from ops import divmod, exp2, full, grid, load, log2, maximum, zeros
 from tiles import bf16, fp16, fp32, rt
 from tiles.launching.arguments import FLOAT, INT, array, record
 from tiles.layout import LANES
-from tiles.targets import capability, has_early_launch
+from tiles.targets import Target
 
 from ..parts.decode.latent_shape import LATENT
 from ..parts.decode.outputs import FinalOutput, OutputTile
@@ -41,9 +41,9 @@ class Config:
         return f"mla {self.result.dtype}" + " PDL" * self.overlaps_previous
 
 
-def space(arch: str, everything: bool) -> Iterator[Config]:
+def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations that an architecture is served with."""
-    yield from (Config(FinalOutput(of, 16), has_early_launch(capability(arch))) for of in (bf16, fp16)[: 1 + everything])
+    yield from (Config(FinalOutput(of, 16), target.has_early_launch) for of in (bf16, fp16)[: 1 + everything])
 
 
 @functools.cache

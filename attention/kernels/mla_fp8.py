@@ -33,7 +33,7 @@ from tiles import dtype, fp8e4m3, fp16, fp32, inlined, pipeline, rt, shared, st,
 from tiles.cp_async import PIECES as ALL_PIECES
 from tiles.launching.arguments import FLOAT, INT, array, record
 from tiles.layout import LANES
-from tiles.targets import LARGE, SMALL, capability, has_fp8
+from tiles.targets import LARGE, SMALL, Target
 
 from ..parts.decode.cache_loaders import DenseLoader, PagedLoader
 from ..parts.decode.key_window import KeyWindow
@@ -104,10 +104,10 @@ def config_for(
     return Config(of, window, cache, result, pdl, tile_rows, *shape)
 
 
-def space(arch: str, everything: bool) -> Iterator[Config]:
+def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations that an architecture with instructions for fp8 is served with."""
-    if has_fp8(capability(arch)):
-        yield from dict.fromkeys(config_for(*args) for args in config_arguments(arch, everything, PIECES))
+    if target.has_fp8:
+        yield from dict.fromkeys(config_for(*args) for args in config_arguments(target, everything, PIECES))
 
 
 @functools.cache

@@ -17,6 +17,7 @@ from numpy import int32
 from ops import divmod, finish_sum, grid, load, log2, row_index, store, subtile, viewed, warpgroup, zeros
 from tiles import bf16, dtype, fp8e4m3, fp16, fp32, inlined, ring, rt, shared, st, sv
 from tiles.launching.arguments import FLOAT, INT, array, record
+from tiles.targets import Target
 
 from ..parts.decode.cache_loaders import DenseLoader, PagedLoader
 from ..parts.decode.key_window import KeyWindow
@@ -57,10 +58,10 @@ class Config:
         return f"mla {self.product} {self.window} {self.cache} {self.result}, {self.tile_rows} x {self.kv}"
 
 
-def space(arch: str, everything: bool) -> Iterator[Config]:
+def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations that an architecture is served with; those of fp16, which takes as many registers as bf16, of other
     caches and of smaller pages with `everything`."""
-    if arch == "sm_90a":
+    if target.has_wgmma:
         one_token, causal = KeyWindow(False, False, False), KeyWindow(False, True, False)
         kinds = [(one_token, TmaLatents(), FinalOutput), (causal, TmaPagedLatents(1), PartialOutput)]
         kinds += [(one_token, TmaIndexedLatents(), PartialOutput), (one_token, TmaPagedLatents(2), FinalOutput)] * everything

@@ -23,6 +23,7 @@ from ops import block, col_sum, divmod, load, row_sum, store, zeros
 from tiles import bf16, dtype, fp16, fp32, inlined, rt, shared, sv
 from tiles.launching.arguments import INT, array, record
 from tiles.layout import LANES
+from tiles.targets import Target
 
 from ..parts.backward.gradient_outputs import StoreGradient, float32_output, times
 from ..parts.norms import LayerNorm, RmsNorm
@@ -192,7 +193,7 @@ class SumNormPartials:
         return sum_partials, smem
 
 
-def space(arch: str, everything: bool) -> Iterator[NormRowGradients | NormColumnSums | SumNormPartials]:
+def space(target: Target, everything: bool) -> Iterator[NormRowGradients | NormColumnSums | SumNormPartials]:
     """Configurations to compile and inspect, the same for all architectures."""
     for input_dtype in (bf16, fp16) if everything else (bf16,):
         for norm, head_dim, aligned in itertools.product(

@@ -24,6 +24,7 @@ from ops import col_sum, divmod, load, row_sum, rsqrt, store, warp_index, zeros
 from tiles import bf16, dtype, fp16, fp32, inlined, rt
 from tiles.launching.arguments import FLOAT, INT, array
 from tiles.layout import LANES
+from tiles.targets import Target
 
 from ..parts.backward.gradient_outputs import times
 
@@ -218,7 +219,7 @@ class RotateBackwardConfig(RotaryConfig):
         return rotate_backward, None
 
 
-def space(arch: str, everything: bool) -> Iterator[RotaryConfig]:
+def space(target: Target, everything: bool) -> Iterator[RotaryConfig]:
     """The configurations, which are the same for all GPUs."""
     for of in (bf16, fp16) if everything else (bf16,):
         for kind, head_dim, normed in itertools.product((RotateConfig, RotateBackwardConfig), HEAD_DIMS, (False, True)):

@@ -16,6 +16,7 @@ from ops import block, divmod, exp2, finish_sum, lane_sum, load, zeros
 from tiles import fp32, rt, shared, sv
 from tiles.launching.arguments import INT, array
 from tiles.layout import LANES
+from tiles.targets import Target
 
 from ..parts.backward.gradient_outputs import StoreGradient, float32_output
 from . import backward_ampere, backward_hopper
@@ -42,10 +43,10 @@ def config_of(config: backward_hopper.Config | backward_ampere.Config) -> Config
     return Config(config.rows, float32_output(config.accumulate))
 
 
-def space(arch: str, everything: bool) -> Iterator[Config]:
+def space(target: Target, everything: bool) -> Iterator[Config]:
     """Configurations to compile and inspect for an architecture: one for each of the main kernel's."""
     yield from dict.fromkeys(
-        config_of(config) for module in (backward_hopper, backward_ampere) for config in module.space(arch, everything)
+        config_of(config) for module in (backward_hopper, backward_ampere) for config in module.space(target, everything)
     )
 
 

@@ -1,6 +1,6 @@
 """The gradients of queries and keys that several value heads share: the sum over these, in float32 and in a fixed order.
 
-    dx[b, t, g] = sum_(i < group) partial[b, t, g group + i]"""
+dx[b, t, g] = sum_(i < group) partial[b, t, g group + i]"""
 
 import functools
 import itertools
@@ -15,6 +15,7 @@ from tiles import bf16, dtype, fp16, fp32, rt
 from tiles.cp_async import PIECES
 from tiles.launching.arguments import INT, array
 from tiles.layout import LANES
+from tiles.targets import Target
 
 X = rt(16, 64, fp32)  # tokens and columns that a warp sums at once
 WARPS = 4  # of a block
@@ -32,7 +33,7 @@ class Config:
         return f"sums of heads, {self.dtype}" + f", by {self.vector_bytes} bytes" * (self.vector_bytes != 16)
 
 
-def space(arch: str, everything: bool) -> Iterator[Config]:
+def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations; others than those of bf16 and 16 bytes with `everything` only."""
     yield from itertools.starmap(Config, itertools.product((bf16, fp16), PIECES) if everything else ((bf16, PIECES[0]),))
 

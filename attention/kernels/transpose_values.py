@@ -11,6 +11,7 @@ from numpy import int32
 from ops import divmod, warpgroup
 from tiles import fp8e4m3, ring, shared, st
 from tiles.launching.arguments import INT, tiled
+from tiles.targets import Target
 
 KEYS = 128  # of a CTA; the result has a multiple of them
 
@@ -26,9 +27,9 @@ class Config:
         return f"fp8e4m3 values transposed, {KEYS} x {self.columns}"
 
 
-def space(arch: str, everything: bool) -> Iterator[Config]:
+def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations, for architectures with fp8 kernels."""
-    if arch == "sm_90a":
+    if target.has_wgmma:
         yield from map(Config, (64, 128, 256))
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ..families import family_block_kv, family_name
+from ..families import AMPERE_FAMILY, family_block_kv, family_name
 from ..parts.key_sources import BLOCK
 from ..plans import remote_keys
 from .call_pieces import CallPiece, ForwardCall
@@ -20,7 +20,7 @@ ALIGNMENT = 16  # bytes: TMA reads addresses that are multiples of this
 
 def supports_options(call: ForwardCall) -> bool:
     """Can kernels that read two buffers of keys serve a call with these options?"""
-    return call.options.keys() <= SUPPORTED_OPTIONS and family_name(call.options.get("family")) != "sm_80"
+    return call.options.keys() <= SUPPORTED_OPTIONS and family_name(call.options.get("family")) != AMPERE_FAMILY
 
 
 class InPlaceGather:

@@ -18,6 +18,7 @@ from tiles import inlined, static
 from tiles.launching.arguments import INT, record
 from tiles.layout import LANES
 from tiles.numba_names import types
+from tiles.targets import Target
 
 from .variant import DataDependentMask
 
@@ -96,7 +97,7 @@ class Config:
         return "classes of blocks"
 
 
-def space(arch: str, everything: bool) -> Iterator[Config]:
+def space(target: Target, everything: bool) -> Iterator[Config]:
     """The one configuration that there is."""
     yield Config()
 

@@ -8,7 +8,7 @@ from tiles.calls.schema import Problem
 from tiles.launching.arrays import Operand
 from tiles.launching.devices import machine
 
-from ..families import FamilyAndBlock, choose_family, family_name
+from ..families import FamilyAndBlock, family_name, uses_hopper_kernels
 from ..kernels import backward_ampere, backward_folded_hopper, backward_hopper, backward_narrow_hopper, backward_wide_hopper
 from ..parts.backward.recomputed_scores import BiasRead
 from ..parts.backward.slope_gradient import NO_SLOPE_GRADIENT, choose_slope_gradient
@@ -43,7 +43,7 @@ def choose_kernel(
     q_len, head_dim, kv_len, value_dim = problem("SDTV")
     (seq_layout, _), dtype, variant = choose_layout(problem), DTYPES[problem.dtype], spec.variant
     accumulate = problem.schema.arguments["dq"].role == "updated"
-    tma = choose_family(problem, family) == "sm_90"
+    tma = uses_hopper_kernels(problem, family)
     plain = (
         tma
         and seq_layout is BatchedLayout
@@ -72,10 +72,8 @@ def choose_kernel(
     kind = {"axes": tuple([len(x.form.shape) for x in aux]), "by_list": by_list, "seq_layout": seq_layout}
     kind |= {"accumulate": accumulate, "slope_gradient": slope_gradient}
     if not tma:
-        vector_bytes, capability = problem.bytes_at_once(), machine(problem.device).capability
-        config = backward_ampere.config_for(
-            head_dim, dtype, variant, vector_bytes, value_dim, capability, shape, **kind, **order
-        )
+        vector_bytes, target = problem.bytes_at_once(), machine(problem.device).target
+        config = backward_ampere.config_for(head_dim, dtype, variant, vector_bytes, value_dim, target, shape, **kind, **order)
         return KernelChoice(backward_ampere, replace(config, single_block=all_see_first and kv_len <= config.kv), plain)
     by_tile = load_bias_by_tma(problem, variant)
     if plain and backward_narrow_hopper.serves(head_dim, by_tile, value_dim):

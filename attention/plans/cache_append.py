@@ -9,7 +9,6 @@ from tiles.calls.schema import Problem
 from tiles.launching.arrays import Operand
 from tiles.launching.checks import check_options, read
 from tiles.launching.devices import machine
-from tiles.targets import has_fp8
 
 from ..kernels import cache_write
 
@@ -96,7 +95,7 @@ def _check_cache(problem: Problem) -> None:
         if form.strides[-1] != form.itemsize and form.shape[-1] > 1:
             raise problem.error(name, f"last axis must be contiguous: {name}.strides={form.strides} bytes", name)
     gpu = machine(problem.device)
-    if k.itemsize == 1 and not has_fp8(gpu.capability):
+    if k.itemsize == 1 and not gpu.target.has_fp8:
         raise ValueError(f"k: a cache of float8_e4m3fn needs a GPU of compute capability 8.9 or later, and is on {gpu}")
     if page_size == 0:
         raise problem.error("k", "must have at least one row for keys", "k")

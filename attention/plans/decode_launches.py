@@ -10,9 +10,8 @@ from tiles.calls.schema import Problem
 from tiles.launching.arrays import Operand
 from tiles.launching.devices import machine
 from tiles.launching.launch import kernel_for
-from tiles.targets import has_early_launch, has_fp8, is_hopper
 
-from ..families import choose_family
+from ..families import HOPPER_FAMILY, uses_hopper_kernels
 from ..kernels import cache_write, decode_ampere, decode_combine, decode_hopper
 from ..parts.decode.cache_loaders import DenseLoader, IndexedLoader, PagedLoader
 from ..parts.decode.key_window import AlibiRows, GrowingKeyWindow, KeyWindow, MaskedRows, ScoredRows, WholeCacheWindow
@@ -114,7 +113,7 @@ def plan_prefill(
 def prefers_split_kv(problem: Problem, queries: int, keys: int, left: int | None = None, family: str | None = None) -> bool:
     """Should many queries, too, be served by split-KV? On Hopper they should if forward has too few tiles to fill the GPU."""
     gpu = machine(problem.device)
-    if not (family is None and is_hopper(gpu.capability) and problem.by_tma):
+    if not (family is None and gpu.target.is_hopper and problem.by_tma):
         return False
     batch, heads = problem("BH")
     sequences = problem("N")[0] if "cu_seqlens" in problem else batch
@@ -148,7 +147,7 @@ def plan_split_kv(
     window, key_args, visible = _select_window(problem, options, max_keys)
     key_args |= append.length_args
     variant, sink, unit, score_args, sink_args = _build_scores(problem, options, norms)
-    pdl, final = has_early_launch(gpu.capability), FinalOutput(dtype, vector_bytes)
+    pdl, final = gpu.target.has_early_launch, FinalOutput(dtype, vector_bytes)
     seq_layout, partial, seq_rows = (
         (PackedRows, PackedPartialOutput(dtype, vector_bytes), -(-rows // sequences))
         if packed
@@ -156,13 +155,13 @@ def plan_split_kv(
     )
 
     by_hopper = type(product) is SameDtypeProducts and not packed and not norms.rows and not norms.keys.prepares_queries
-    if family == "sm_90" and not by_hopper:
+    if family == HOPPER_FAMILY and not by_hopper:
         raise ValueError(
             "family: 'sm_90' serves few query tokens only with a cache of q's dtype, without cu_seqlens and without norms: "
             f"{family=} (the default, None, serves these)"
         )
-    is_hopper_kernel = choose_family(problem, family, problem.by_tma and by_hopper) == "sm_90"
-    is_hopper_kernel = is_hopper_kernel and (family == "sm_90" or seq_rows > decode_ampere.TALL_ROWS)
+    is_hopper_kernel = uses_hopper_kernels(problem, family, problem.by_tma and by_hopper)
+    is_hopper_kernel = is_hopper_kernel and (family == HOPPER_FAMILY or seq_rows > decode_ampere.TALL_ROWS)
     kernels, kv_source = (decode_hopper, _select_tma_source(problem, options)) if is_hopper_kernel else (decode_ampere, None)
 
     def config_for(split: type[FixedSplits], result: FinalOutput | FinalOrPartialOutput) -> Any:
@@ -283,7 +282,7 @@ def _select_product(problem: Problem) -> tuple[SameDtypeProducts, dict[str, Any]
         if not missing:
             raise ValueError(f"k_descale: must be None unless the cache is float8_e4m3fn: k.dtype={cache_dtype!r}")
         return SameDtypeProducts(dtype), {}
-    if not has_fp8(gpu.capability):
+    if not gpu.target.has_fp8:
         raise ValueError(f"k: a cache of float8_e4m3fn needs a GPU of compute capability 8.9 or later, and is on {gpu}")
     if problem.bytes_at_once("k", "v") < MIN_VECTOR_BYTES:
         raise ValueError(f"k: addresses and strides of float8_e4m3fn must be multiples of {MIN_VECTOR_BYTES} bytes")

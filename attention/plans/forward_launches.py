@@ -10,9 +10,8 @@ from tiles.dtypes import bf16, fp8e4m3, fp16
 from tiles.launching.arrays import ALIGNMENT, Operand
 from tiles.launching.devices import machine, persistent
 from tiles.launching.launch import kernel_for
-from tiles.targets import has_fp8
 
-from ..families import FamilyAndBlock, choose_family, family_block_kv, require_hopper
+from ..families import FamilyAndBlock, choose_family, family_block_kv, require_hopper, uses_hopper_kernels
 from ..kernels import (
     cache_quantize,
     forward_ampere,
@@ -69,7 +68,7 @@ class PreparationSteps:
         problem, narrow = self.problem, self.problem[name]
         if narrow.form.dtype != "float8_e4m3fn" or problem.dtype == narrow.form.dtype:
             return narrow
-        if not has_fp8(machine(problem.device).capability):
+        if not machine(problem.device).target.has_fp8:
             raise ValueError(
                 f"{name}: float8_e4m3fn needs a GPU of compute capability 8.9 or later; it is on {machine(problem.device)}"
             )
@@ -230,7 +229,7 @@ def choose_config(
     """(the VariantSpec as the kernel takes it, the kernel's configuration), for a problem that has queries and keys: see
     `plan_forward`."""
     (seq_layout, _), schema, axes = choose_layout(problem), problem.schema, tuple(len(x.form.shape) for x in aux)
-    tma, by_list = choose_family(problem, family) == "sm_90", uses_block_lists(problem, listing)
+    tma, by_list = uses_hopper_kernels(problem, family), uses_block_lists(problem, listing)
     if tma and problem.dtype != "float8_e4m3fn":
         spec = spec._replace(variant=load_bias_by_tma(problem, spec.variant))
     written = schema.arguments["out"] if schema.written else None

@@ -10,7 +10,7 @@ from tiles.calls.plan import Step
 from tiles.calls.schema import Problem
 from tiles.launching.arrays import Operand
 
-from ..families import choose_family
+from ..families import HOPPER_FAMILY, uses_hopper_kernels
 from ..parts.key_sources import IndexedCache, OneBuffer, PagedKeys
 from ..parts.sequences import KvCacheLayout, PackedKvCacheLayout
 from .forward_launches import Shape, bind_launch, config_for_problem, variant_arrays
@@ -39,12 +39,12 @@ def plan_launch(
     if paged:
         part = math.gcd(hopper.kv, int(problem("T")[0]))
         parts = 0 if part % BOX_ROWS or "leftpad" in problem else hopper.kv // part
-    if family == "sm_90" and not parts:
+    if family == HOPPER_FAMILY and not parts:
         raise ValueError(
             f"family: 'sm_90' needs a page size that is a multiple of {BOX_ROWS}, and no leftpad where pages is passed: "
             f"k.shape={problem.shape('k')}, {family=} (the default, None, serves any)"
         )
-    tma = choose_family(problem, family, problem.by_tma and parts > 0) == "sm_90"
+    tma = uses_hopper_kernels(problem, family, problem.by_tma and parts > 0)
     config: Shape = hopper if tma else config_for_problem(problem, spec, False, max_keys, **kind)
     if tma and paged:
         config = replace(hopper, kv_source=PagedKeys(parts, "left" in spec.variant.params))

@@ -81,7 +81,13 @@ def plan_gradients(problem: Problem, scale: float, vector_bytes: int, wants_gate
     inputs = {name: problem[name] for name in ("dout", "q", "k", "v")}
     outputs = {name: _partial_gradients(problem, scratch) if unrounded else problem[name] for name in ("dq", "dk")}
     first, last, d_first = (problem[name] for name in ("initial_state", "dstate", "dinitial_state"))
-    of_queries = shared | {"gQ": inputs["dout"], "gK": inputs["v"], "gV": inputs["k"], "gO": outputs["dq"], "gInitialState": first}
+    of_queries = shared | {
+        "gQ": inputs["dout"],
+        "gK": inputs["v"],
+        "gV": inputs["k"],
+        "gO": outputs["dq"],
+        "gInitialState": first,
+    }
     of_keys = shared | {"gQ": inputs["v"], "gK": inputs["dout"], "gV": inputs["q"], "gO": outputs["dk"], "gInitialState": last}
     of_keys["gFinalState"] = d_first if wants_state else None
     of_values = shared | {"gQ": inputs["k"], "gK": inputs["q"], "gV": inputs["dout"], "gO": problem["dv"]}

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from tiles.calls.program import Plan, program
 from tiles.calls.schema import Problem, Schema
 from tiles.launching.devices import machine
-from tiles.targets import is_hopper
 
 from ..families import require_hopper
 from ..parts.key_sources import BLOCK, StreamingBuffers, TwoBuffers
@@ -81,7 +80,7 @@ def forward_streaming(
 
 def serves(device: Any, head_dim: int, value_dim: int) -> bool:
     """Do these functions serve a torch device, and heads whose key blocks divide key_sources.BLOCK?"""
-    return is_hopper(machine(device.index).capability) and max(head_dim, value_dim) <= BLOCK
+    return machine(device.index).target.is_hopper and max(head_dim, value_dim) <= BLOCK
 
 
 @program(TWO_BUFFERS, no_gradient=NO_SECOND_DERIVATIVES)

@@ -10,7 +10,6 @@ from tiles.calls.schema import Problem, Schema
 from tiles.dtypes import bf16, fp16
 from tiles.launching.devices import machine
 from tiles.launching.launch import kernel_for
-from tiles.targets import has_fp8
 
 from ..kernels import cache_quantize
 from ..kernels.cache_quantize import Config
@@ -81,7 +80,7 @@ def _quantize(problem: Problem, centred: bool, computes: bool) -> Plan:
     if columns % 8 or not 8 <= columns <= 256:
         raise problem.error("x", f"head_dim must be a multiple of 8, from 8 to 256: head_dim={columns}", "x")
     gpu = machine(problem.device)
-    if not has_fp8(gpu.capability):
+    if not gpu.target.has_fp8:
         raise ValueError(f"x: fp8 needs a GPU of compute capability 8.9 or later; x is on {gpu}")
     if 0 in (batch, rows, heads):
         raise problem.error("x", "must not be empty", "x")

@@ -20,7 +20,7 @@ from tiles.launching.arrays import ALIGNMENT
 from tiles.launching.devices import machine
 from tiles.launching.launch import kernel_for
 
-from ..families import choose_family
+from ..families import HOPPER_FAMILY, choose_family, uses_hopper_kernels
 from ..kernels import delta_compose_states_hopper, delta_hopper, delta_states_hopper, kda_hopper, kda_states_hopper
 from ..names import suggests_argument_names
 from ..options import check_flag, check_number
@@ -131,14 +131,14 @@ def _delta_rule(problem: Problem, scale: float | None, return_state: bool, famil
     scale, by_channel = recurrent_checks.resolve_scale(problem, scale), recurrent_checks.has_channel_decay(problem)
     batch, length, key_dim = problem("BSK")
     widest = max(kda_hopper.KEY_DIMS if by_channel else delta_hopper.STAGES)
-    if family == "sm_90" and key_dim > widest:
+    if family == HOPPER_FAMILY and key_dim > widest:
         raise ValueError(f"family: sm_90 takes keys of at most {widest} columns: {family=}, q has {key_dim}")
     if recurrent_checks.has_nothing_to_compute(problem, return_state):
         choose_family(problem, family, tma=True)  # for its errors; arrays without elements have no address
         return Plan([])
     arrays = recurrent_checks.kernel_arrays(problem, return_state) | {"gBeta": problem["beta"]}
     by_tma = problem.by_tma and not (by_channel and problem.bytes_at_once("decay") < ALIGNMENT)
-    on_hopper = choose_family(problem, family, by_tma) == "sm_90"
+    on_hopper = uses_hopper_kernels(problem, family, by_tma)
     if on_hopper and key_dim <= widest and batch * length:
         arrays |= {"gGates": problem["decay"], "gO": problem["out"]}
         return Plan(*_plan_chunks(problem, arrays, by_channel, scale))
@@ -175,7 +175,7 @@ def _final_states(problem: Problem, family: str | None) -> Plan:
     arrays |= {"gInitialState": problem["initial_state"], "gFinalState": problem["state"]}
     if recurrent_checks.has_nothing_to_compute(problem, True):
         return Plan([])
-    if choose_family(problem, family) == "sm_90" and key_dim <= max(delta_states_hopper.KEY_DIMS) and batch * length:
+    if uses_hopper_kernels(problem, family) and key_dim <= max(delta_states_hopper.KEY_DIMS) and batch * length:
         arrays |= {"gGates": problem["decay"], "gSkippedChunks": problem["skipped"]}
         return Plan([_scan_chunks(problem, arrays, columns, delta_states_hopper, 1, segments=1, scanned=1, values=0)])
     outputs = (batch, length, heads, value_dim), "bfloat16"  # which the token loop writes and nothing reads

@@ -36,7 +36,7 @@ from tiles.launching.arrays import ALIGNMENT
 from tiles.launching.frameworks import Kind, describe, placed, without_grad
 from tiles.launching.launch import kernel_for
 
-from ..families import choose_family
+from ..families import HOPPER_FAMILY, choose_family, uses_hopper_kernels
 from ..kernels import compose_final_state
 from ..names import suggests_argument_names
 from ..options import check_flag, check_number
@@ -238,7 +238,7 @@ def _linear(problem: Problem, scale: float | None, normalize: bool, return_state
         return Plan([])
     arrays = recurrent_checks.kernel_arrays(problem, return_state)
     z = {"gInitialState": problem["initial_z"], "gFinalState": problem["final_z"] if return_state else None}
-    tma = choose_family(problem, family) == "sm_90"
+    tma = uses_hopper_kernels(problem, family)
     gates_by_tma = tma and not normalize and problem.bytes_at_once("decay") == ALIGNMENT
     if batch * length and (not by_channel or gates_by_tma):
         arrays |= {"gGates": problem["decay"], "gO": problem["out"]}
@@ -253,7 +253,7 @@ def _linear(problem: Problem, scale: float | None, normalize: bool, return_state
             problem, arrays, scale, vector_bytes, normalizer=z if normalize else None
         )
         return Plan(steps, scratch)
-    if family == "sm_90" and batch * length:
+    if family == HOPPER_FAMILY and batch * length:
         raise ValueError(
             f"family: sm_90 takes decays of channels whose address and strides are multiples of {ALIGNMENT} bytes, and no "
             f"normalize=True: {family=}, {normalize=}, decay.strides={problem.forms['decay'].strides}"
@@ -311,7 +311,7 @@ def _segment_states(problem: Problem, family: str | None) -> Plan:
     recurrent_checks.check_extents(problem)
     if recurrent_checks.has_channel_decay(problem):
         raise NotImplementedError("decay: must have no axis of channels, with which sequences are not cut into segments")
-    vector_bytes = 0 if choose_family(problem, family) == "sm_90" else problem.bytes_at_once()
+    vector_bytes = 0 if uses_hopper_kernels(problem, family) else problem.bytes_at_once()
     arrays = recurrent_checks.kernel_arrays(problem, False) | {"gGates": problem["decay"], "gO": None}
     steps, scratch = recurrent_chunks.plan_segment_states(problem, arrays, vector_bytes)
     return Plan(steps, scratch, lambda arrays: tuple(arrays[-2:]))

@@ -8,7 +8,7 @@ from tiles.calls.program import program
 from tiles.calls.schema import Problem, Schema
 from tiles.launching.frameworks import describe
 
-from ..families import choose_family
+from ..families import choose_family, uses_hopper_kernels
 from ..names import suggests_argument_names
 from ..options import check_flag
 from ..plans import recurrent_checks, recurrent_chunks
@@ -136,7 +136,7 @@ def _mamba2(problem: Problem, dt_softplus: bool, return_final_states: bool, fami
     }
     if problem["local_state"]:
         arrays |= {"gLocalStates": problem["local_state"], "gTotalDecays": problem["total_decay"]}
-    vector_bytes = 0 if choose_family(problem, family) == "sm_90" else problem.bytes_at_once()
+    vector_bytes = 0 if uses_hopper_kernels(problem, family) else problem.bytes_at_once()
     steps, scratch = recurrent_chunks.plan_token_decay(problem, arrays, 1.0, vector_bytes, softplus=dt_softplus)
     return Plan(steps, scratch)
 
@@ -192,7 +192,7 @@ def _segment_states(problem: Problem, dt_softplus: bool, family: str | None) -> 
         "gInitialState": None,
         "gFinalState": None,
     }
-    vector_bytes = 0 if choose_family(problem, family) == "sm_90" else problem.bytes_at_once()
+    vector_bytes = 0 if uses_hopper_kernels(problem, family) else problem.bytes_at_once()
     steps, scratch = recurrent_chunks.plan_segment_states(problem, arrays, vector_bytes, dt_softplus)
     return Plan(steps, scratch, lambda arrays: tuple(arrays[-2:]))
 

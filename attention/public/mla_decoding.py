@@ -10,9 +10,8 @@ from tiles.calls.schema import Problem, Schema
 from tiles.launching.arrays import Operand
 from tiles.launching.devices import machine
 from tiles.launching.launch import kernel_for
-from tiles.targets import has_early_launch, has_fp8
 
-from ..families import choose_family
+from ..families import AMPERE_FAMILY, HOPPER_FAMILY, choose_family
 from ..kernels import decode_combine, mla_ampere, mla_combine, mla_fp8, mla_hopper
 from ..names import suggests_argument_names
 from ..options import check_flag, check_number
@@ -156,8 +155,9 @@ def _mla_decode(problem: Problem, causal: bool, splits: int | None, scale: float
     rows = problem("S")[0] * heads
     chosen = choose_family(problem, family)
     arrays: dict[str, Any] = {"gLatent": _one_head(latent, 2)}
-    if chosen == "sm_80" or (family is None and rows <= mla_ampere.TILE_ROWS):  # most of mla_hopper.py's 64 rows would be empty
-        pdl, arrays["gQ"] = has_early_launch(gpu.capability), order_by_rows(problem["q"], heads)
+    few_rows = rows <= mla_ampere.TILE_ROWS  # most of mla_hopper.py's 64 rows would be empty
+    if chosen == AMPERE_FAMILY or (family is None and few_rows):
+        pdl, arrays["gQ"] = gpu.target.has_early_launch, order_by_rows(problem["q"], heads)
 
         def config_for(window, result):
             return mla_ampere.config_for(dtype, window, loader, result, pdl, rows, gpu.shared_bytes)
@@ -186,7 +186,7 @@ def _mla_decode_fp8(
     vector_bytes = problem.bytes_at_once(*(name for name in ("q", "latent", "rotary", "out") if name in problem))
     chosen = choose_family(problem, family, vector_bytes == mla_hopper.VECTOR_BYTES)
     gpu, form = machine(problem.device), problem["latent"].form
-    if not has_fp8(gpu.capability):
+    if not gpu.target.has_fp8:
         raise ValueError(f"latent: float8_e4m3fn needs a GPU of compute capability 8.9 or later; latent is on {gpu}")
     if form.strides[-1] != 1 and form.extent:
         raise problem.error("latent", f"last axis must be contiguous: latent.strides={form.strides} bytes", "latent")
@@ -194,11 +194,11 @@ def _mla_decode_fp8(
         raise problem.error(
             "latent", "addresses and strides of latent, rotary, q and out must be multiples of 4 bytes", "latent"
         )
-    dtype, rows, pdl = DTYPES[problem.dtype], math.prod(problem("SH")), has_early_launch(gpu.capability)
+    dtype, rows, pdl = DTYPES[problem.dtype], math.prod(problem("SH")), gpu.target.has_early_launch
     arrays = {f"g{name.title()}": _one_head(problem[name], 2) for name in ("latent", "rotary")}
     arrays |= {"gQ": _one_head(problem["q"], 2), "gDescale": problem["descale"]}
     loader = _select_loader(problem, vector_bytes)
-    if chosen == "sm_90" and (family is not None or rows > 2 * mla_fp8.TILE_ROWS):
+    if chosen == HOPPER_FAMILY and (family is not None or rows > 2 * mla_fp8.TILE_ROWS):
 
         def hopper_config_for(window, result):
             return mla_hopper.gather_config(dtype, True, window, loader, result)

@@ -50,11 +50,19 @@ def linear_backward(
         np.zeros((count, heads, key_dim, v.shape[3]), real) if x is None else host(x).astype(real)
         for x in (initial_state, dstate)
     )
-    dq, dk, dv, dg, first = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v), np.zeros(np.broadcast_shapes(g.shape), real), dS.copy()
+    dq, dk, dv, dg, first = (
+        np.zeros_like(q),
+        np.zeros_like(k),
+        np.zeros_like(v),
+        np.zeros(np.broadcast_shapes(g.shape), real),
+        dS.copy(),
+    )
     for n, tokens in enumerate(sequences):
         rows = slice(None) if cu_seqlens is None else slice(n, n + 1)
         inputs = [x[:, tokens] for x in (do, q, k, v, g)]
-        dq[:, tokens], dk[:, tokens], dv[:, tokens], dg[:, tokens], first[rows] = _walk(inputs, S[rows], dS[rows], scale, rounded)
+        dq[:, tokens], dk[:, tokens], dv[:, tokens], dg[:, tokens], first[rows] = _walk(
+            inputs, S[rows], dS[rows], scale, rounded
+        )
     results = {"dq": _sum_heads(dq, key_heads), "dk": _sum_heads(dk, key_heads), "dv": dv}
     results = {name: rounded(x).transpose(axes) for name, x in results.items()} | {"dinitial_state": first}
     if decay is not None:

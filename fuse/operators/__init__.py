@@ -1,16 +1,17 @@
 """Operators written with fuse. Each is its definition, and as fast as one written by hand."""
 
-from .attention import mla_attention, qk_norm_attention, qk_norm_rotary_attention
-from .expert_linear import expert_linear, expert_mlp, mixture_of_experts
-from .fp8_linear import fp8_linear
-from .gated_mlp import gated_mlp, gated_mlp_down, gated_mlp_gelu
-from .layer_norm_linear import layer_norm_linear
-from .linear_cross_entropy import linear_cross_entropy
-from .lora_linear import lora_linear, lora_linear_by_index
-from .normalised_transformer import normalised_step
-from .residual_norm import dropout_residual_layer_norm, residual_layer_norm, residual_rms_norm, residual_rms_norm_quantise
-from .rms_norm_linear import rms_norm_linear
-from .rotary import rotary
+from .attention import mla_attention, qk_norm_attention, qk_norm_rotary_attention, rotary
+from .cross_entropy import linear_cross_entropy
+from .experts import expert_linear, expert_mlp, mixture_of_experts
+from .linear import fp8_linear, layer_norm_linear, lora_linear, lora_linear_by_index, rms_norm_linear
+from .mlp import gated_mlp, gated_mlp_down, gated_mlp_gelu
+from .norms import (
+    dropout_residual_layer_norm,
+    normalised_step,
+    residual_layer_norm,
+    residual_rms_norm,
+    residual_rms_norm_quantise,
+)
 
 __all__ = [
     "dropout_residual_layer_norm",

@@ -1,7 +1,7 @@
 """Attention and what comes before it."""
 
-from ..fused import kernel
-from ..language import attention, causal, concatenate, halves, mean, rsqrt, softmax, transpose
+from ..calls.fused import kernel
+from ..language.functions import attention, causal, concatenate, halves, mean, rsqrt, softmax, transpose
 
 
 @kernel
@@ -30,3 +30,11 @@ def mla_attention(q, latent, wk, wv):
     q (H, S, D), latent (T, R), wk (H, D, R), wv (H, Dv, R). A head's weights are rows of what nn.Linear holds, (H D, R): the
     latent is multiplied by the weights of all heads at once, and a head's keys are some columns of the product."""
     return attention(q, latent @ transpose(wk), latent @ transpose(wv), q.shape[-1] ** -0.5)
+
+
+@kernel
+def rotary(x, cos, sin):
+    """The two halves of each row, rotated: (x1 * cos - x2 * sin, x2 * cos + x1 * sin). x (..., D), cos, sin (..., D/2), which
+    may lack leading axes of x or have length 1 there: (S, D/2) for x (B, H, S, D), (S, 1, D/2) for x (B, S, H, D)."""
+    first, second = halves(x)
+    return concatenate([first * cos - second * sin, second * cos + first * sin])

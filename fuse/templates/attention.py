@@ -14,14 +14,14 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..axes import Axis
-from ..expression_text import ExpressionWriter
-from ..graph import has_columns, softmax_of
-from ..lines import WIDTH, format_assignments
-from ..module import DTYPES, KernelText
-from ..names import unused
-from ..rules import factors, product
-from ..terms import Term
+from ..algebra.rules import factors, product
+from ..language.axes import Axis
+from ..language.expression_text import ExpressionWriter
+from ..language.graph import has_columns, softmax_of
+from ..language.names import unused
+from ..language.terms import Term
+from ..writing.kernel_text import DTYPES, KernelText
+from ..writing.lines import WIDTH, format_assignments
 
 if TYPE_CHECKING:
     from typing_extensions import Self

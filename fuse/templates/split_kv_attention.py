@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from .. import term_operations
-from ..axes import Axis
-from ..expression_text import ExpressionWriter
-from ..module import KernelText
-from ..names import array, unused
-from ..terms import Term
+from ..language import term_operations
+from ..language.axes import Axis
+from ..language.expression_text import ExpressionWriter
+from ..language.names import array, unused
+from ..language.terms import Term
+from ..writing.kernel_text import KernelText
 from .attention import AttentionCall
 
 if TYPE_CHECKING:

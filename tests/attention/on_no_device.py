@@ -15,6 +15,7 @@ from tiles.launching import arrays as in_memory
 from tiles.launching import bound_launch, devices, loaded_code, tensor_maps
 from tiles.launching.arrays import ITEMSIZE, Array, Form, contiguous
 from tiles.launching.frameworks import KIND_OF, Kind
+from tiles.targets import HOPPER
 
 launching = sys.modules["tiles.launching.launch"]
 MEMORY, ROOM = 2**44, 2**42  # where an array may lie: nobody reads it
@@ -82,19 +83,17 @@ def noting_driver(monkeypatch):
     """A simulated Hopper GPU whose driver records launches in `.launches`. `.call(program, arrays, options, layout)` returns
     what a call allocated and launched, or its error."""
     ok, kind = driver.CUresult.CUDA_SUCCESS, RecordingAllocator()
-    target = SimpleNamespace(
-        ordinal=0, capability=(9, 0), processors=132, cache_bytes=50 * 2**20, shared_bytes=227 * 1024, arch="sm_90a"
+    gpu = SimpleNamespace(
+        ordinal=0, target=HOPPER, processors=132, cache_bytes=50 * 2**20, shared_bytes=227 * 1024, arch="sm_90a"
     )
-    target.current = contextlib.nullcontext
+    gpu.current = contextlib.nullcontext
     launches, slots_of = [], {}
     monkeypatch.setitem(KIND_OF, Lent, kind)
     monkeypatch.setattr(programs, "REMEMBERED", Recent(programs.ENTRIES))
     monkeypatch.setattr(programs, "TRACED_PLANS", Recent(programs.PLAN_KINDS))
     for module in devices, launching, in_memory:
-        monkeypatch.setattr(module, "device", lambda ordinal: target)
-    monkeypatch.setattr(
-        loaded_code, "Loaded", lambda compiled, target: SimpleNamespace(allow=lambda n: 0, function=kind, target=target)
-    )
+        monkeypatch.setattr(module, "device", lambda ordinal: gpu)
+    monkeypatch.setattr(loaded_code, "Loaded", lambda compiled, gpu: SimpleNamespace(allow=lambda n: 0, function=kind, gpu=gpu))
     monkeypatch.setattr(loaded_code, "machine_code", lambda *_: Compiled(b"", "k", ""))
     monkeypatch.setattr(loaded_code, "uncaptured", contextlib.nullcontext)
     monkeypatch.setattr(loaded_code, "_loaded", loaded_code.weakref.WeakKeyDictionary())

@@ -11,12 +11,13 @@ import torch
 from tiles.calls.program import Program
 from tiles.launching import devices
 from tiles.launching.arrays import Form
+from tiles.targets import AMPERE, HOPPER, Target
 
 launching = sys.modules["tiles.launching.launch"]
 GPUS = {  # what planners ask of a GPU
-    "H200": dict(capability=(9, 0), processors=132, cache_bytes=50 * 2**20, shared_bytes=227 * 1024, arch="sm_90a"),
-    "A100": dict(capability=(8, 0), processors=108, cache_bytes=40 * 2**20, shared_bytes=163 * 1024, arch="sm_80"),
-    "RTX 4090": dict(capability=(8, 9), processors=128, cache_bytes=72 * 2**20, shared_bytes=99 * 1024, arch="sm_89"),
+    "H200": dict(target=HOPPER, processors=132, cache_bytes=50 * 2**20, shared_bytes=227 * 1024, arch="sm_90a"),
+    "A100": dict(target=AMPERE, processors=108, cache_bytes=40 * 2**20, shared_bytes=163 * 1024, arch="sm_80"),
+    "RTX 4090": dict(target=Target(8, 9), processors=128, cache_bytes=72 * 2**20, shared_bytes=99 * 1024, arch="sm_89"),
 }
 
 

@@ -50,7 +50,7 @@ from attention.parts.weight_dropout import Dropped
 from ops import exp2, load, row_max, store
 from tiles import bf16, fp16, fp32, rt
 from tiles.launching.arguments import array
-from tiles.targets import LARGE, MEDIUM, SMALL, capability, shared_bytes
+from tiles.targets import LARGE, MEDIUM, SMALL, parse_target
 
 STEPS, MAMBA2, OUTPUTS = Mamba2Gate(softplus=True), ScanOutputs(skip=True, silu=True), ScanOutputs()
 PLAIN = Variant(), KeyWindow(False, True, False)
@@ -112,7 +112,7 @@ def test_nothing_spills(arch, module, config):
     name = next(name for name, *what in inspect.configurations(True, arch) if what == [module, config])  # it is shipped
     found = inspect.row(name, module, config, arch)
     assert not inspect.has_faults(found)
-    assert found["shared_bytes"] <= shared_bytes(capability(arch))
+    assert found["shared_bytes"] <= parse_target(arch).shared_bytes
     assert module is not forward_ampere or found["lines"] <= 80
 
 
@@ -138,7 +138,7 @@ ADDS = {"RED", "REDG", "ATOM", "ATOMG", "UTMAREDG", "UBLKRED"}  # to memory, in 
 @pytest.mark.parametrize("module", [element_gradients, norm_gradients, backward_combine, sink_gradient, backward_narrow_hopper])
 def test_sums_that_have_the_same_bits_always(module):
     """Kernels add atomically only to dQ, and only without deterministic=True."""
-    found = inspect.row("", module, next(module.space("sm_90a", False)), "sm_90a")
+    found = inspect.row("", module, next(module.space(parse_target("sm_90a"), False)), "sm_90a")
     assert bool(ADDS & set(found["instructions"])) == (module is backward_narrow_hopper)
 
 

@@ -9,6 +9,7 @@ from attention import families
 from attention.plans.forward_programs import FORWARD
 from tiles import doctor
 from tiles.launching.arrays import c_ordered
+from tiles.targets import Target
 
 
 @pytest.fixture
@@ -17,7 +18,7 @@ def on(monkeypatch):
 
     def put(capability):
         for module, name in (main, "device"), (families, "machine"):
-            monkeypatch.setattr(module, name, lambda ordinal: SimpleNamespace(capability=capability))
+            monkeypatch.setattr(module, name, lambda ordinal: SimpleNamespace(target=Target(*capability)))
 
     return put
 
@@ -33,7 +34,7 @@ def test_main_forward_and_doctor_agree(capability, runs, on):
         served = families.choose_family(problem, None) == ("sm_90" if capability[0] == 9 else "sm_80")
     except ValueError:
         served = False
-    assert (main.has_gpu(), served, "too old" not in doctor.runs_on(capability)) == (runs, runs, runs)
+    assert (main.has_gpu(), served, "too old" not in doctor.runs_on(Target(*capability))) == (runs, runs, runs)
 
 
 def test_no_gpu(monkeypatch):

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from fuse.cost import Card
+from fuse.planning.cost import Card
 from tiles import bf16, fp8e4m3
 
 A100 = Card("NVIDIA A100", 108, 1.7e12, 2.2e14, 1e13, wgmma=False)

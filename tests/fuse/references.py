@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from fuse.evaluate import NumPyArithmetic, evaluate
+from fuse.language.evaluate import NumPyArithmetic, evaluate
 from tiles.testing import assert_close
 
 

@@ -6,7 +6,7 @@ import pytest
 import fuse
 import fuse.operators as operators
 import tiles
-from fuse import module
+from fuse.writing import module_text
 from tiles import bf16
 from tiles.testing import ptx
 
@@ -79,7 +79,7 @@ def test_sums_over_rows():
 def test_parts_of_keys_are_joined():
     kernel = fuse.kernel(lambda q, k, v: fuse.attention(q, k, v, 0.125))
     source = kernel.source(*[np.zeros(shape, bf16.np) for shape in ((2, 20, 40), (2, 1024, 40), (2, 1024, 24))])
-    join = module.load(source, "join").fused
+    join = module_text.load(source, "join").fused
     rng = np.random.default_rng(0)
     parts, lse = rng.standard_normal((3, 2, 20, 24)).astype(np.float32), rng.standard_normal((3, 2, 20)).astype(np.float32)
     y = np.zeros((2, 20, 24), bf16.np)

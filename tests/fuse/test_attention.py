@@ -8,10 +8,12 @@ import pytest
 from references import compare
 
 import fuse
-from fuse import operators, rules
-from fuse.proof import identity
-from fuse.rules import Rule
-from fuse.trace import Shape, trace_definition
+from fuse import operators
+from fuse.algebra import rules
+from fuse.algebra.rules import Rule
+from fuse.language import terms
+from fuse.language.trace import Shape, trace_definition
+from fuse.planning.proof import identity
 from tiles import bf16
 
 
@@ -200,7 +202,7 @@ def _columns(x):
 def _heads(x):
     """A wrong rule: heads and rows are exchanged."""
     if x.operation == "heads":
-        yield fuse.terms.transpose(fuse.terms.transpose(x)) * 2.0
+        yield terms.transpose(terms.transpose(x)) * 2.0
 
 
 @pytest.mark.parametrize("wrong", [_columns, _heads])

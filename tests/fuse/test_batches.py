@@ -7,8 +7,8 @@ from references import compare
 
 import fuse
 from fuse import operators
-from fuse.cost import H200
-from fuse.trace import Shape
+from fuse.language.trace import Shape
+from fuse.planning.cost import H200
 
 FORMS = {
     "rows for all": (lambda x, w: x @ w, ["mk", "ekn"]),
@@ -28,7 +28,7 @@ CASES += [(form, 70, H200) for form in FORMS if form != "a norm"]  # which comes
 
 @pytest.mark.parametrize(("form", "rows", "card"), CASES, ids=lambda one: getattr(one, "name", str(one)))
 def test_forms(form, rows, card, monkeypatch):
-    monkeypatch.setattr("fuse.definition.card", lambda ordinal: card)
+    monkeypatch.setattr("fuse.planning.definition.card", lambda ordinal: card)
     monkeypatch.setenv("TILES_CHECK", "0")  # test_as_compiled.py has them compiled
     definition, axes = FORMS[form]
     kernel, arrays = fuse.kernel(definition), [normal(*[LENGTHS.get(one, rows) for one in its]) for its in axes]

@@ -6,8 +6,9 @@ from operator_cases import A100, normal
 from references import compare
 
 import fuse
-from fuse.candidates import candidates
-from fuse.cost import H200
+from fuse.planning.candidates import candidates
+from fuse.planning.cost import H200
+from fuse.planning.proof import prove
 
 FUNCTIONS = {  # and how many kernels there are, of few rows and of many, where there is wgmma
     "three": (lambda x, q, k, v: (x @ q, x @ k, x @ v), (1, 1)),
@@ -20,7 +21,7 @@ FUNCTIONS = {  # and how many kernels there are, of few rows and of many, where 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_results(name, rows, card, monkeypatch):
     """No result's columns are a multiple of a tile's."""
-    monkeypatch.setattr("fuse.definition.card", lambda ordinal: card)
+    monkeypatch.setattr("fuse.planning.definition.card", lambda ordinal: card)
     monkeypatch.setenv("TILES_CHECK", "0")
     definition, (few, many) = FUNCTIONS[name]
     kernel, arrays = fuse.kernel(definition), (normal(rows, 72), normal(72, 136), normal(72, 40), normal(72, 264))
@@ -42,5 +43,5 @@ def test_weights_that_lie_otherwise(monkeypatch):
 def test_proof():
     kernel, arrays = fuse.kernel(FUNCTIONS["three"][0]), (normal(70, 72), normal(72, 136), normal(72, 40), normal(72, 264))
     found = kernel.trace(arrays)
-    proof = fuse.proof.prove(kernel.name, found, candidates(found, H200)[0])
+    proof = prove(kernel.name, found, candidates(found, H200)[0])
     assert proof.holds, proof

@@ -6,9 +6,12 @@ from operator_cases import A100, normal
 from references import compare
 
 import fuse
-from fuse import operators, proof, rules
-from fuse.candidates import candidates
-from fuse.cost import H200
+from fuse import operators
+from fuse.algebra import rules
+from fuse.language.term_operations import select_columns
+from fuse.planning import proof
+from fuse.planning.candidates import candidates
+from fuse.planning.cost import H200
 
 CARDS = pytest.mark.parametrize("card", [H200, A100], ids=lambda card: card.name)
 
@@ -31,7 +34,7 @@ def wanted(x, w, a, b, index, scale=1.0):
 @pytest.mark.parametrize(("rows", "adapters", "rank"), [(1, 3, 16), (17, 5, 8), (70, 2, 8), (70, 3, 24)])
 def test_against_float64(rows, adapters, rank, card, monkeypatch):
     """Few rows and many; the products with all adapters are narrow, or take several steps along k."""
-    monkeypatch.setattr("fuse.definition.card", lambda ordinal: card)
+    monkeypatch.setattr("fuse.planning.definition.card", lambda ordinal: card)
     monkeypatch.setenv("TILES_CHECK", "0")
     kernel, arrays = fuse.kernel(operators.lora_linear_by_index.definition), sample(rows, adapters, rank)
     got = kernel.run(*arrays, 0.5)
@@ -80,7 +83,7 @@ def _own(change):
 BY_INDEX = next(rule for rule in rules.RULES if "adapters" in rule.name)
 WRONG = {
     "rows keep all": _own(lambda x, index, like: x),
-    "rows keep others": _own(lambda x, index, like: x - fuse.term_operations.select_columns(x, index, like)),
+    "rows keep others": _own(lambda x, index, like: x - select_columns(x, index, like)),
 }
 
 

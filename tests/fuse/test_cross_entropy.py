@@ -6,9 +6,12 @@ from operator_cases import A100, normal
 from references import compare
 
 import fuse
-from fuse import operators, proof, rules, term_operations
-from fuse.candidates import candidates
-from fuse.cost import H200
+from fuse import operators
+from fuse.algebra import rules
+from fuse.language import term_operations
+from fuse.planning import proof
+from fuse.planning.candidates import candidates
+from fuse.planning.cost import H200
 from tiles import bf16
 
 
@@ -39,7 +42,7 @@ CARDS = pytest.mark.parametrize("card", [H200, A100], ids=lambda card: card.name
 @CARDS
 @pytest.mark.parametrize(("rows", "columns"), CASES)
 def test_against_float64(rows, columns, card, monkeypatch):
-    monkeypatch.setattr("fuse.definition.card", lambda ordinal: card)
+    monkeypatch.setattr("fuse.planning.definition.card", lambda ordinal: card)
     monkeypatch.setenv("TILES_CHECK", "0")  # test_operators.py has Numba see the kernels
     kernel, arrays = fuse.kernel(operators.linear_cross_entropy.definition), sample(rows, columns)
     loss, lse = got = kernel.run(*arrays)
@@ -56,7 +59,7 @@ def test_against_float64(rows, columns, card, monkeypatch):
 @pytest.mark.parametrize("kernel", [softened, log_sum], ids=lambda kernel: kernel.name)
 def test_forms(kernel, card, monkeypatch):
     """Weights as (N, K), an epilogue, and no index."""
-    monkeypatch.setattr("fuse.definition.card", lambda ordinal: card)
+    monkeypatch.setattr("fuse.planning.definition.card", lambda ordinal: card)
     monkeypatch.setenv("TILES_CHECK", "0")
     x, w, index = sample(70, 264)
     kernel, w = fuse.kernel(kernel.definition), np.asfortranarray(w)

@@ -7,7 +7,7 @@ from references import compare
 import fuse
 from attention import dropout_mask
 from fuse import operators
-from fuse.dropout_mask import keep_mask, keep_mask_in_torch
+from fuse.language.dropout_mask import keep_mask, keep_mask_in_torch
 from tiles import bf16, fp32
 
 SEED = np.array([2**62 + 12345])

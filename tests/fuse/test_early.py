@@ -2,8 +2,8 @@
 
 import pytest
 
-from fuse import early_launch
-from fuse.early_launch import EarlyLaunch, memory_of
+from fuse.calls import early_launch
+from fuse.calls.early_launch import EarlyLaunch, memory_of
 from tiles.launching.arrays import Operand, c_ordered
 from tiles.launching.recording import RecordedStep
 

@@ -6,8 +6,11 @@ from operator_cases import A100, normal
 from references import compare
 
 import fuse
-from fuse import operators, proof, rules, term_operations
-from fuse.cost import H200
+from fuse import operators
+from fuse.algebra import rules
+from fuse.language import term_operations
+from fuse.planning import proof
+from fuse.planning.cost import H200
 
 EXPERTS, ACROSS, INNER = 8, 128, 72
 
@@ -34,7 +37,7 @@ def wanted(x, router, gate, up, down):
 @pytest.mark.parametrize(("rows", "card"), [(3, H200), (70, H200), (17, A100)], ids=str)
 def test_of_two_experts(rows, card, monkeypatch):
     """Each row has the weighted outputs of its own experts, as a loop over rows computes them."""
-    monkeypatch.setattr("fuse.definition.card", lambda ordinal: card)
+    monkeypatch.setattr("fuse.planning.definition.card", lambda ordinal: card)
     monkeypatch.setenv("TILES_CHECK", "0")
     kernel, arrays = fuse.kernel(operators.mixture_of_experts.definition), sample(rows)
     right, got = wanted(*arrays), kernel.run(*arrays)

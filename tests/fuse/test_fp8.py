@@ -7,9 +7,11 @@ import pytest
 from references import compare
 
 import fuse
-from fuse import inspect, operators, proof, rules
-from fuse.cost import card_of
-from fuse.trace import Shape, trace_definition
+from fuse import inspect, operators
+from fuse.algebra import rules
+from fuse.language.trace import Shape, trace_definition
+from fuse.planning import proof
+from fuse.planning.cost import card_of
 from tiles import bf16, fp8e4m3, fp16
 from tiles.testing import ptx
 
@@ -92,7 +94,7 @@ def test_as_compiled():
 @pytest.mark.parametrize(("arch", "kernels"), [("sm_89", 2), ("sm_80", 0)])
 def test_other_cards(arch, kernels, monkeypatch):
     """Without wgmma a first kernel converts; without fp8 conversions no kernel serves."""
-    monkeypatch.setattr("fuse.definition.card", lambda ordinal: card_of(arch))
+    monkeypatch.setattr("fuse.planning.definition.card", lambda ordinal: card_of(arch))
     monkeypatch.setenv("TILES_CHECK", "0")
     kernel, arrays = fuse.kernel(operators.fp8_linear.definition), (normal(5, K), weights(), scales(N))
     if kernels:

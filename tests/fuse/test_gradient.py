@@ -7,13 +7,16 @@ import pytest
 
 import fuse
 import fuse.operators as operators
-from fuse import graph, inspect, module, term_operations, terms
-from fuse.candidates import candidates, generate_module
-from fuse.cost import card, card_of
-from fuse.derivative import GRADIENT_RULES, NoRule
-from fuse.evaluate import NumPyArithmetic, evaluate
-from fuse.proof import identity
-from fuse.trace import Shape, trace_definition
+from fuse import inspect
+from fuse.algebra.derivative import GRADIENT_RULES, NoRule
+from fuse.language import graph, term_operations, terms
+from fuse.language.evaluate import NumPyArithmetic, evaluate
+from fuse.language.trace import Shape, trace_definition
+from fuse.planning.candidates import candidates
+from fuse.planning.cost import card, card_of
+from fuse.planning.generated_module import generate_module
+from fuse.planning.proof import identity
+from fuse.writing import module_text
 from tiles import bf16, fp16, fp32
 from tiles.testing import assert_close
 
@@ -195,7 +198,7 @@ def test_text_and_proof(name):
     text, proof = gradient.source(*arrays), gradient.proof(*arrays)
     lines, kernels = text.splitlines(), text.count("@cuda.jit")
     assert proof.holds, proof
-    assert kernels <= SHAPES[name][1] and len(lines) <= 80 * kernels and max(map(len, lines)) <= module.WIDTH
+    assert kernels <= SHAPES[name][1] and len(lines) <= 80 * kernels and max(map(len, lines)) <= module_text.WIDTH
     assert "dx" in text and ("From these the framework computes" in gradient.explain(*arrays)) == (
         name not in ("softmax", "rotary")
     )

@@ -4,6 +4,7 @@ import pytest
 
 import fuse
 import fuse.operators as operators
+from tiles import fp8e4m3
 
 jax = pytest.importorskip("jax")
 pytest.importorskip("jax.experimental.buffer_callback")
@@ -35,7 +36,7 @@ def test_gradients():
 def test_what_has_none():
     (x,) = arrays((3, 40))
     with pytest.raises(NotImplementedError, match="x: no kernel computes its gradient; put jax.lax.stop_gradient"):
-        jax.grad(lambda x: fuse.kernel(lambda x: fuse.cast(x * 1.0, fuse.functions.fp8e4m3) * 2.0)(x).sum())(x)
+        jax.grad(lambda x: fuse.kernel(lambda x: fuse.cast(x * 1.0, fp8e4m3) * 2.0)(x).sum())(x)
 
 
 @pytest.mark.filterwarnings("ignore:.*runs by parts:RuntimeWarning")

@@ -12,11 +12,14 @@ from operator_cases import A100, normal
 from references import compare
 
 import fuse
-from fuse import expression_text, inspect, lines, module, names, templates
-from fuse.candidates import candidates, generate_module
-from fuse.cost import H200
+from fuse import inspect, templates
+from fuse.language import expression_text, names
+from fuse.language.trace import Shape
+from fuse.planning.candidates import candidates
+from fuse.planning.cost import H200
+from fuse.planning.generated_module import generate_module
 from fuse.templates import attention
-from fuse.trace import Shape
+from fuse.writing import lines, module_names, module_text
 
 # ---- two modules are one but for names -------------------------------------------------------------------------------
 TOKEN = re.compile(r"""(?P<quoted>"[^"\n]*")|(?P<name>(?<![\w.])[^\W\d]\w*(?P<keyword>=(?!=))?)|\w+|\S""")
@@ -149,7 +152,7 @@ def test_all_templates_are_among_them(every):
     for _, _, one in every.values():
         for kernel in one.plan.kernels:
             known |= {type(kernel).__name__, getattr(kernel, "form", type(kernel)).__name__}
-    files = [importlib.import_module(f"fuse.templates.{one.name}") for one in pkgutil.iter_modules(templates.__path__)]
+    files = [importlib.import_module(one.name) for one in pkgutil.walk_packages(templates.__path__, "fuse.templates.")]
     all_of = {
         name for one in files for name, its in vars(one).items() if its.__class__ is type and its.__module__ == one.__name__
     }
@@ -162,7 +165,7 @@ def test_all_templates_are_among_them(every):
 def test_all_names_in_all_places(every, monkeypatch):
     """With each name that a module binds, and each of LISTED, as the function's, an argument's, a result's or a variable's
     name, the module is the same up to names."""
-    for place in (module, lines, attention):  # where a line ends is another matter
+    for place in (module_text, lines, attention):  # where a line ends is another matter
         monkeypatch.setattr(place, "WIDTH", 10**6)
     monkeypatch.setattr(expression_text, "LONG", 10**6)
     first = every[next(iter(every))][1]
@@ -218,10 +221,10 @@ smem = shared({x}=1, side=2, {y}=3)
 def f(g{X}, last_{y}, last_part): me = [load(me, RING) for i in range({x})]
 def g({y}, other): return last_{y}
 """
-    marks = names.make_marks(given)
+    marks = module_names.make_marks(given)
     capitals = marks[0][0].upper() + marks[0][1:]
     marked = text.replace("g{X}", f"g{capitals}").format(x=marks[0], X=marks[0].upper(), y=marks[1])
-    put = names.settle_names(given, marks, marked)
+    put = module_names.settle_names(given, marks, marked)
     assert put.names == found
     assert [put(mark) for mark in marks] == found and put(f"g{capitals}") == names.array(found[0])
 

@@ -1,5 +1,5 @@
-"""Calls with a new number of rows, on a stand-in device: what is planned, once per class of lengths (fuse/length_classes.py),
-and what such a call costs."""
+"""Calls with a new number of rows, on a stand-in device: what is planned, once per class of lengths
+(fuse/planning/length_classes.py), and what such a call costs."""
 
 import collections
 import itertools
@@ -20,10 +20,10 @@ from references import compare
 import attention
 import fuse
 from fuse import inspect, operators
-from fuse.candidates import generate_module
-from fuse.cost import card
-from fuse.length_classes import BATCH, EXACT, KEY_AXIS, ROWS, SPLIT_KEY_AXIS, last_alike_rows, representative
-from fuse.trace import Shape
+from fuse.language.trace import Shape
+from fuse.planning.cost import card
+from fuse.planning.generated_module import generate_module
+from fuse.planning.length_classes import BATCH, EXACT, KEY_AXIS, ROWS, SPLIT_KEY_AXIS, last_alike_rows, representative
 from tiles import bf16
 from tiles.calls import program as programs
 from tiles.launching import lengths
@@ -74,7 +74,7 @@ def gpu(monkeypatch):
         monkeypatch.setitem(KIND_OF, Tensor, KIND_OF[Lent])
         monkeypatch.setattr(RecordingAllocator, "maker", lambda self, home, *form: lambda: Tensor(2**60, c_ordered(*form, 0)))
         monkeypatch.setattr("tiles.launching.frameworks.machine", lambda ordinal: SimpleNamespace(processors=132))
-        for user in ("fuse.definition", "fuse.gradient"):
+        for user in ("fuse.planning.definition", "fuse.calls.gradient_choice"):
             monkeypatch.setattr(f"{user}.card", lambda ordinal: card(None))
         noted.slow = collections.Counter()
 
@@ -85,7 +85,11 @@ def gpu(monkeypatch):
 
             monkeypatch.setattr(name, counted)
 
-        for name in ("fuse.trace._trace_with_rows", "fuse.candidates.place.PlanSearch", "fuse.candidates.module.assemble"):
+        for name in (
+            "fuse.language.trace._trace_with_rows",
+            "fuse.planning.plan_search.PlanSearch",
+            "fuse.writing.module_text.assemble",
+        ):
             count(name, eval(name, {"fuse": fuse, **sys.modules}))
         count("tiles.calls.program.Program._planned", programs.Program._planned)
         yield noted

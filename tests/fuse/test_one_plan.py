@@ -9,10 +9,10 @@ from operator_cases import normal
 from references import compare
 
 import fuse
-from fuse import module
-from fuse.cost import H200
-from fuse.definition import NoKernel
-from fuse.trace import Shape
+from fuse.language.trace import Shape
+from fuse.planning.cost import H200
+from fuse.planning.definition import NoKernel
+from fuse.writing import module_text
 from tiles import bf16, fp16
 
 
@@ -175,7 +175,9 @@ def test_what_a_call_takes_is_what_is_printed(monkeypatch):
     text, said = kernel.source(*arrays), kernel.explain(*arrays)
     assert text != fuse.kernel(kernel.definition).source(*arrays) and said == second.describe()
     planned = []
-    monkeypatch.setattr(module, "load", lambda text, *more, load=module.load: planned.append(text) or load(text, *more))
+    monkeypatch.setattr(
+        module_text, "load", lambda text, *more, load=module_text.load: planned.append(text) or load(text, *more)
+    )
     kernel.run(*arrays)
     assert planned == [text]
 

@@ -7,9 +7,12 @@ from references import compare
 
 import fuse
 import fuse.operators as operators
-from fuse import inspect, module, tune
-from fuse.candidates import candidates, generate_module
-from fuse.cost import card
+from fuse import inspect
+from fuse.planning import tune
+from fuse.planning.candidates import candidates
+from fuse.planning.cost import card
+from fuse.planning.generated_module import generate_module
+from fuse.writing import module_text
 from tiles import bf16, fp16
 
 
@@ -43,7 +46,7 @@ def test_text_and_proof(name, rows, monkeypatch):
     text, proof = operator.source(*arrays), operator.proof(*arrays)
     assert proof.holds, proof
     lines = text.splitlines()
-    assert len(lines) <= 80 * max(1, text.count("@cuda.jit")) and max(map(len, lines)) <= module.WIDTH
+    assert len(lines) <= 80 * max(1, text.count("@cuda.jit")) and max(map(len, lines)) <= module_text.WIDTH
     got = operator.run(*arrays)
     results, space = written(operator, arrays), {}
     exec(text, space)
@@ -63,15 +66,15 @@ def test_text_at_real_lengths(name, gradient):
     case = inspect.Case(name, 4096, gradient=gradient)
     found = case.operator._trace(inspect.shapes(case))
     lines = generate_module(name, found, candidates(found, card(None))[0]).text.splitlines()
-    assert len(lines) <= 80 * sum("@cuda.jit" in line for line in lines) and max(map(len, lines)) <= module.WIDTH
+    assert len(lines) <= 80 * sum("@cuda.jit" in line for line in lines) and max(map(len, lines)) <= module_text.WIDTH
 
 
 def test_what_was_measured(monkeypatch, tmp_path):
     """Measured times decide, and candidates report them, on a stand-in GPU."""
     monkeypatch.setenv("TILES_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TILES_CACHE", "1")
-    monkeypatch.setattr("fuse.definition.ordinal_of", lambda arrays: 0)
-    monkeypatch.setattr("fuse.definition.card", lambda ordinal: card(None))
+    monkeypatch.setattr("fuse.planning.definition.ordinal_of", lambda arrays: 0)
+    monkeypatch.setattr("fuse.planning.definition.card", lambda ordinal: card(None))
     monkeypatch.setattr(tune, "measure", lambda name, made, *more: [1e-6 * (len(made) - n) for n in range(len(made))])
     operator, arrays = fuse.kernel(operators.rms_norm_linear.definition), sample("rms_norm_linear", 3, bf16)
     by_roofline = operator.candidates(*arrays)

@@ -9,8 +9,8 @@ from references import compare
 
 import fuse
 from fuse import operators
-from fuse.cost import H200
-from fuse.templates.many_rows import LONE, choose_schedule
+from fuse.planning.cost import H200
+from fuse.templates.products.many_rows import LONE, choose_schedule
 
 SHAPES = {  # of each operator's arguments; of turned ones the weights lie as torch has them
     "gated_mlp": ((200, 72), (72, 136), (72, 136)),
@@ -23,7 +23,7 @@ SHAPES = {  # of each operator's arguments; of turned ones the weights lie as to
 @pytest.mark.parametrize("case", SHAPES)
 def test_results(case, monkeypatch):
     """Two blocks, the second with fewer rows; each loads one of two weights for both, or half of one."""
-    monkeypatch.setattr("fuse.definition.card", lambda ordinal: replace(H200, processors=1))
+    monkeypatch.setattr("fuse.planning.definition.card", lambda ordinal: replace(H200, processors=1))
     monkeypatch.setenv("TILES_CHECK", "0")
     name, _, transposed = case.partition(", ")
     arrays = [normal(*shape) for shape in SHAPES[case]]

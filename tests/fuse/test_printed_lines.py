@@ -7,9 +7,10 @@ import sys
 import pytest
 
 from fuse import inspect, operators
-from fuse.candidates import candidates, generate_module
-from fuse.cost import card_of
-from fuse.lines import WIDTH, break_imports, break_lines, cut_at_commas, format_assignments
+from fuse.planning.candidates import candidates
+from fuse.planning.cost import card_of
+from fuse.planning.generated_module import generate_module
+from fuse.writing.lines import WIDTH, break_imports, break_lines, cut_at_commas, format_assignments
 
 A, B, C = (letter * 55 for letter in "abc")
 LINES = {  # a line that is too long, and what becomes of it

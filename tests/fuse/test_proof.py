@@ -7,7 +7,9 @@ import pytest
 from operator_cases import SHAPES, sample
 
 import fuse
-from fuse import float_check, identity, module, operators, rules
+from fuse import operators
+from fuse.algebra import float_check, identity, rules
+from fuse.writing import module_text
 from tiles import bf16, fp8e4m3, fp16
 
 X, G, W = (np.ones(shape, bf16.np) for shape in ((5, 64), 64, (64, 64)))
@@ -42,13 +44,13 @@ FAULTS = {  # in the text of a kernel: (the function, what it is given, what is 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_in_a_kernel_is_seen(name, monkeypatch):
     function, arrays, old, new, says = FAULTS[name]
-    right = module.load
+    right = module_text.load
 
     def load(text, name, kernels):
         assert old in text, text
         return right(text.replace(old, new), name)
 
-    monkeypatch.setattr(module, "load", load)
+    monkeypatch.setattr(module_text, "load", load)
     proof = function.proof(*arrays)
     assert proof.identity.equal and not proof.run.passed and not proof.holds
     assert says in str(proof), proof

@@ -6,8 +6,8 @@ from references import compare
 
 import fuse
 from fuse import inspect, operators
-from fuse.cost import card_of
-from fuse.trace import Shape
+from fuse.language.trace import Shape
+from fuse.planning.cost import card_of
 from tiles import bf16, fp16
 from tiles.inspect import figures
 

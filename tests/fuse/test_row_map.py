@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from references import compare
 
 import fuse
-from fuse import module
+from fuse.writing import module_text
 from tiles import bf16, fp16, fp32
 
 
@@ -88,7 +88,7 @@ def test_the_text_is_the_kernel(columns):
     rng = np.random.default_rng(1)
     arrays = [sample(rng, kind, 5, columns, bf16) for kind in "xxgg"]
     text = layer_norm.source(*arrays)
-    assert len(text.splitlines()) <= 80 and max(map(len, text.splitlines())) <= module.WIDTH
+    assert len(text.splitlines()) <= 80 and max(map(len, text.splitlines())) <= module_text.WIDTH
     space: dict = {}
     exec(text, space)
     results = np.empty_like(arrays[0]), np.empty_like(arrays[0])

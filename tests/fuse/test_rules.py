@@ -5,8 +5,9 @@ import inspect
 import pytest
 
 import fuse
-from fuse import proof, rules
-from fuse.trace import Shape, trace_definition
+from fuse.algebra import rules
+from fuse.language.trace import Shape, trace_definition
+from fuse.planning import proof
 
 
 def trace(definition, *shapes):

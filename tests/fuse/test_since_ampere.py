@@ -9,11 +9,14 @@ from operator_cases import A100, SHAPES, normal, sample
 from references import compare
 
 import fuse
-from fuse import inspect, module, operators, proof
-from fuse.candidates import candidates, generate_module
-from fuse.cost import H200, card_of
-from fuse.templates import since_ampere
-from fuse.templates.since_ampere import SinceAmpere
+from fuse import inspect, operators
+from fuse.planning import proof
+from fuse.planning.candidates import candidates
+from fuse.planning.cost import H200, card_of
+from fuse.planning.generated_module import generate_module
+from fuse.templates.products import since_ampere
+from fuse.templates.products.since_ampere import SinceAmpere
+from fuse.writing import module_text
 from tiles import bf16, fp16
 
 PRODUCTS = [name for name in SHAPES if "linear" in name or "mlp" in name]
@@ -22,7 +25,7 @@ PRODUCTS = [name for name in SHAPES if "linear" in name or "mlp" in name]
 @pytest.fixture
 def without_wgmma(monkeypatch):
     """Arrays in host memory are planned for an A100."""
-    monkeypatch.setattr("fuse.definition.card", lambda ordinal: A100)
+    monkeypatch.setattr("fuse.planning.definition.card", lambda ordinal: A100)
 
 
 def transposed(arrays):
@@ -49,7 +52,7 @@ def test_text_and_proof(name):
     text = generate_module(name, found, best).text
     assert any(isinstance(kernel, SinceAmpere) for kernel in best.plan.kernels)
     assert not any(word in text for word in ("tensor", "warpgroup", "cluster"))
-    assert len(text.splitlines()) <= 80 * text.count("@cuda.jit") and max(map(len, text.splitlines())) <= module.WIDTH
+    assert len(text.splitlines()) <= 80 * text.count("@cuda.jit") and max(map(len, text.splitlines())) <= module_text.WIDTH
     run = proof.check_kernels(name, found, best)
     assert run.passed, run
 
@@ -101,7 +104,7 @@ EDGES = {
 def test_beyond_the_end_of_rows(name, card, monkeypatch):
     """Tiles hold zeros past the end. A prologue that makes them count is computed by a kernel before."""
     monkeypatch.setenv("TILES_CHECK", "0")
-    monkeypatch.setattr("fuse.definition.card", lambda ordinal: card)
+    monkeypatch.setattr("fuse.planning.definition.card", lambda ordinal: card)
     definition, shapes = EDGES[name]
     kernel, arrays = fuse.kernel(definition), [normal(*shape) for shape in shapes]
     assert len(kernel.candidates(*arrays)[0].plan.kernels) == len(shapes[-1])  # a row map ahead of a product
@@ -143,7 +146,7 @@ def test_modules_have_all_names(arch):
         if case.rows in (1, 4096) and not case.transposed:
             operator = getattr(operators, case.name)
             found = operator._trace(inspect.shapes(case))
-            made = module.load(generate_module(case.name, found, candidates(found, card_of(arch))[0]).text, case.name)
+            made = module_text.load(generate_module(case.name, found, candidates(found, card_of(arch))[0]).text, case.name)
             functions = [getattr(x, "py_func", x) for x in vars(made).values()]
             codes = [x.__code__ for x in functions if getattr(x, "__globals__", None) is vars(made)]
             asked = {one.argval for code in codes for one in dis.get_instructions(code) if one.opname == "LOAD_GLOBAL"}

@@ -6,10 +6,11 @@ from operator_cases import A100, normal
 from references import compare
 
 import fuse
-from fuse.candidates import candidates, generate_module
-from fuse.cost import H200, card
 from fuse.inspect import Case, shapes
-from fuse.trace import Shape
+from fuse.language.trace import Shape
+from fuse.planning.candidates import candidates
+from fuse.planning.cost import H200, card
+from fuse.planning.generated_module import generate_module
 
 
 def gates(x, a, b, d):
@@ -28,7 +29,7 @@ FUNCTIONS = {  # of x (m, 72), a and b (72, 136), d (m, 136)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_results(name, rows, card, monkeypatch):
     """No length is a multiple of a tile's; where no kernel has several results, several kernels compute them."""
-    monkeypatch.setattr("fuse.definition.card", lambda ordinal: card)
+    monkeypatch.setattr("fuse.planning.definition.card", lambda ordinal: card)
     monkeypatch.setenv("TILES_CHECK", "0")
     kernel, arrays = fuse.kernel(FUNCTIONS[name]), (normal(rows, 72), normal(72, 136), normal(72, 136), normal(rows, 136))
     compare(kernel, arrays, kernel.run(*arrays))

@@ -113,8 +113,8 @@ def test_gradients(compiled):
 
 def test_gradients_by_kernels(monkeypatch):
     """No op of the definition runs backward; compiled, in one graph and for any number of rows, gradients are the same."""
-    monkeypatch.setattr(fuse.autograd, "by_parts", None)
-    monkeypatch.setattr(fuse.fused.Fused, "_by_parts", None)
+    monkeypatch.setattr("fuse.calls.autograd.by_parts", None)
+    monkeypatch.setattr(fuse.Fused, "_by_parts", None)
     norm = operators.residual_rms_norm
     compiled = torch.compile(lambda *given: norm(*given), fullgraph=True, backend="aot_eager")
     for lead in ((3,), (2, 4)):
@@ -135,7 +135,7 @@ def test_pieces_by_parts():
         close(got, want)
     x, w, one = *tensors((5, 40), (40, 24)), torch.ones(5, 1)
     gradient, given = operators.linear_cross_entropy.gradient, (x, w, torch.tensor([3, 0, -100, 23, 7]), one, one)
-    for got, want in zip(gradient._by_parts(*gradient._arguments(given)), fuse.fused.Fused.run(gradient, *given)):
+    for got, want in zip(gradient._by_parts(*gradient._arguments(given)), fuse.Fused.run(gradient, *given)):
         close(got, want)
 
 
@@ -192,7 +192,7 @@ def test_gradients_with_the_backend(monkeypatch):
     """Kernels compute the gradients of the fused subgraphs."""
     aot = torch._dynamo.lookup_backend("aot_eager")
     monkeypatch.setattr("torch._dynamo.lookup_backend", lambda name: lambda graph, inputs, **_: aot(graph, inputs))
-    monkeypatch.setattr(fuse.fused.Fused, "_by_parts", None)
+    monkeypatch.setattr(fuse.Fused, "_by_parts", None)
     given = [t.requires_grad_() for t in tensors((3, 40), (40,), (40, 24))]
 
     def layer(x, g, w):

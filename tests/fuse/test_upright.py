@@ -7,11 +7,11 @@ from references import compare
 
 import fuse
 import fuse.operators as operators
-from fuse.candidates import candidates
-from fuse.cost import H200, card
 from fuse.inspect import Case, shapes
-from fuse.proof import prove
-from fuse.templates.few_rows import UPRIGHT, FewRows
+from fuse.planning.candidates import candidates
+from fuse.planning.cost import H200, card
+from fuse.planning.proof import prove
+from fuse.templates.products.few_rows import UPRIGHT, FewRows
 
 FUNCTIONS = {  # of x (m, 200), w (200, 136), g (200,), t (m, 136), b (136,)
     "a product": lambda x, w, g, t, b: x @ w,

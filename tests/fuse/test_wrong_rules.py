@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 
 import fuse
-from fuse import candidates, float_check, graph, identity, prime_fields, proof, rules, term_operations, terms
-from fuse.axes import unify
-from fuse.cost import card
-from fuse.functions import MAPS
-from fuse.rules import Rule
-from fuse.trace import Shape, trace_definition
+from fuse.algebra import float_check, identity, prime_fields, rules
+from fuse.algebra.rules import Rule
+from fuse.language import graph, term_operations, terms
+from fuse.language.axes import unify
+from fuse.language.maps import MAPS
+from fuse.language.trace import Shape, trace_definition
+from fuse.planning import candidates, proof
+from fuse.planning.cost import card
 from tiles import bf16
 
 MERSENNE = 2**61 - 1

@@ -11,6 +11,7 @@ from numba import cuda
 
 from tiles.compiling.compiler import Compiled
 from tiles.launching import loaded_code, tensor_maps
+from tiles.targets import HOPPER
 
 launching = sys.modules["tiles.launching.launch"]
 
@@ -69,9 +70,9 @@ def gpu(monkeypatch):
     replace("cuFuncSetAttribute", lambda f, a, n: gpu.attributes.append(n) or ())
     replace("cuMemcpyDtoH", copy), replace("cuMemcpyHtoD", copy)
     monkeypatch.setattr(driver, "cuLaunchKernelEx", launch)
-    target = loaded_code.Device(0)
-    target.capability = 9, 0
-    monkeypatch.setattr(launching, "device", lambda ordinal: target)
+    hopper = loaded_code.Device(0)
+    hopper.target = HOPPER
+    monkeypatch.setattr(launching, "device", lambda ordinal: hopper)
     monkeypatch.setattr(loaded_code, "machine_code", lambda *_: Compiled(b"", "k", ""))
     monkeypatch.setattr(loaded_code, "_loaded", loaded_code.weakref.WeakKeyDictionary())
     return gpu

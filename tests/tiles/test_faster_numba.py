@@ -41,6 +41,20 @@ def test_the_same_code(both, module, config):
     assert ours == own and ".entry kernel" in ours
 
 
+def test_a_function_inside_a_kernel(both):
+    """Numba inlines it, in a pass that other kernels are spared."""
+
+    @cuda.jit
+    def kernel(x: array(1), n: INT):
+        def shifted(i):
+            return i + n
+
+        x[shifted(1)] = x[shifted(2)]
+
+    ours, own = both(kernel)
+    assert ours == own and ".entry kernel" in ours
+
+
 def test_little_is_left_for_the_collector(collect, monkeypatch):
     """Of what Numba makes of a kernel most is let go at once: the collector takes a tenth of the time for what is not."""
     left = []

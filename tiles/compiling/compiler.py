@@ -21,7 +21,7 @@ from numba.cuda import cgutils, compiler, dispatcher
 from numba.cuda.cudadrv import nvrtc
 
 from ..importable import uncollected
-from ..targets import capability, is_hopper, supported
+from ..targets import Target, parse_target
 from . import constants, named_tuples  # noqa: F401  # they teach Numba
 from .builder import i32
 from .faster_numba import INSTEAD
@@ -186,8 +186,9 @@ def _text(module):
 def check_arch(arch: str) -> None:
     """ValueError: kernels are not compiled for this architecture."""
     known = _known_capabilities()
-    if not supported(cc := capability(arch)) or cc[:2] not in known:
-        names = ", ".join(f"sm_{major}{minor}" for major, minor in known if supported((major, minor)))
+    target = parse_target(arch)
+    if not target.supported or target.capability not in known:
+        names = ", ".join(str(of) for of in itertools.starmap(Target, known) if of.supported)
         raise ValueError(f"arch must be one of {names}, from sm_90 on also with an a behind it (sm_90a), got {arch!r}")
 
 
@@ -199,7 +200,7 @@ def _known_capabilities():
 def check_types(kernel, signature, arch):
     """Raises what Numba would say of this kernel for these types of arguments, if it refuses them: a TypeError or NameError in
     plain words (plain_errors.py), or else Numba's own error."""
-    cc = capability(arch)[:2]
+    cc = parse_target(arch).capability
     with _compiling_for(cc, "types"), plainly(kernel.py_func):
         typed(kernel.py_func, signature, types.void, cc)
 
@@ -210,8 +211,9 @@ class Lowered:
 
     def __init__(self, kernel, signature, arch, lines=False):
         check_arch(arch)
-        cc, options, refused = capability(arch), kernel.targetoptions, None
-        with _compiling_for(cc[:2], "lines" if lines else "code"):
+        target, options, refused = parse_target(arch), kernel.targetoptions, None
+        cc = (*target.capability, target.suffix) if target.suffix else target.capability  # as Numba has it
+        with _compiling_for(target.capability, "lines" if lines else "code"):
             try:
                 library, _ = compiler._compile_pyfunc_with_fixup(
                     kernel.py_func,
@@ -268,7 +270,7 @@ class Lowered:
         """The warnings about wgmma that ptxas should have given; none if there is no disassembler. To name the line of Python,
         the kernel is compiled once more, with a table of lines."""
         with contextlib.suppress(FileNotFoundError, RuntimeError):
-            if is_hopper(capability(self.arch)) and overwritten(cubin):
+            if parse_target(self.arch).has_wgmma and overwritten(cubin):
                 if not self.lines and (complaints_found := complaints(self._with_lines()._linked()[0])):
                     return complaints_found
                 return complaints(cubin)

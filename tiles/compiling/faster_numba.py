@@ -9,7 +9,19 @@ import weakref
 
 from numba.core.types.functions import BaseFunction
 from numba.cuda import lowering, target, types
-from numba.cuda.core import base, compiler, compiler_machinery, errors, postproc, targetconfig, transforms, typeinfer
+from numba.cuda.core import (
+    base,
+    compiler,
+    compiler_machinery,
+    errors,
+    ir,
+    postproc,
+    targetconfig,
+    transforms,
+    typed_passes,
+    typeinfer,
+    untyped_passes,
+)
 from numba.cuda.debuginfo import CUDADIBuilder
 from numba.cuda.misc import firstlinefinder
 
@@ -134,6 +146,32 @@ class _Inferer(Inferer):
         return unified
 
 
+def _has_lists(function):
+    """Does a function make lists, or functions, as comprehensions do?"""
+    values = [x.value for block in function.blocks.values() for x in block.body if isinstance(x, ir.Assign)]
+    return any(isinstance(x, ir.Expr) and x.op in ("build_list", "make_function") for x in values)
+
+
+_inline = untyped_passes.InlineClosureLikes.run_pass
+
+
+def _inline_closures(self, state):
+    """A pass that searches all calls and loops: only closures, comprehensions and functools.reduce are anything to it."""
+    if _has_lists(state.func_ir) or "reduce" in state.func_ir.func_id.code.co_names:
+        return _inline(self, state)
+    return False
+
+
+_rewrite = typed_passes.NopythonRewrites.run_pass
+
+
+def _rewrite_typed(self, state):
+    """A pass that finds out which variable lives where, to rewrite arrays made of lists, and fields named by strings."""
+    if _has_lists(state.func_ir) or any(isinstance(x, types.StringLiteral) for x in state.typemap.values()):
+        return _rewrite(self, state)
+    return False
+
+
 _compile = compiler.CompilerBase._compile_core
 
 
@@ -158,6 +196,8 @@ INSTEAD = [  # (owner, name, what stands there)
     (BaseFunction, "get_call_type", _call_type),
     (base.BaseContext, "get_abi_sizeof", _size_of),
     (typeinfer, "TypeInferer", _Inferer),
+    (untyped_passes.InlineClosureLikes, "run_pass", _inline_closures),
+    (typed_passes.NopythonRewrites, "run_pass", _rewrite_typed),
     (compiler.CompilerBase, "_compile_core", _compiled),
     *((module, "new_error_context", _Context) for module in (errors, lowering, typeinfer)),
 ]

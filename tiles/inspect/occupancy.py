@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from ..layout import LANES
-from ..targets import MULTIPROCESSORS, RESERVED, capability
+from ..targets import MULTIPROCESSORS, RESERVED, parse_target
 
 REGISTERS = 64 * 1024  # of a multiprocessor, 32 bits each; in four quarters, of which a warp lies in one
 QUARTERS = 4
@@ -29,7 +29,7 @@ class Occupancy(NamedTuple):
 def occupancy(arch: str, threads: int, registers: int, shared_bytes: int) -> Occupancy | None:
     """For blocks of so many threads, of so many registers each, with so much shared memory; None for an architecture whose
     limits are not known here."""
-    limits = MULTIPROCESSORS.get(capability(arch)[:2])
+    limits = MULTIPROCESSORS.get(parse_target(arch).capability)
     if limits is None:
         return None
     most, blocks, kilobytes = limits

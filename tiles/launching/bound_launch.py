@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 from cuda.bindings import driver
 
-from ..targets import has_early_launch
 from . import tensor_maps
 from .devices import check
 from .loaded_code import Loaded
@@ -153,19 +152,19 @@ class Bound:
             frame = self.frames.oldest() or ParameterFrame(self.frames, self.configuration())
             frame.write(self.contents, stream, addresses)
         except RuntimeError:
-            with self.code.target.current():
+            with self.code.gpu.current():
                 frame = ParameterFrame(self.frames, self.configuration())
                 frame.write(self.contents, stream, addresses)
         return frame
 
     def _in_context(self, frame):
         """The launch once more, after the driver has refused it, with the GPU's own context."""
-        with self.code.target.current():
+        with self.code.gpu.current():
             (status,) = driver.cuLaunchKernelEx(frame.config, self.code.function, frame.pointers, 0)
         try:
             check((status,))
         except RuntimeError as error:
-            raise RuntimeError(f"{self} on {self.code.target}: {error}") from None
+            raise RuntimeError(f"{self} on {self.code.gpu}: {error}") from None
 
     def configuration(self):
         """The driver's launch configuration, without grid and stream, which ParameterFrame.write adds."""
@@ -178,7 +177,7 @@ class Bound:
             attributes[-1].id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
             dimension = attributes[-1].value.clusterDim
             dimension.x, dimension.y, dimension.z = self.cluster
-        if self.early and has_early_launch(self.code.target.capability):
+        if self.early and self.code.gpu.target.has_early_launch:
             attributes.append(driver.CUlaunchAttribute())
             attributes[-1].id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             attributes[-1].value.programmaticStreamSerializationAllowed = 1

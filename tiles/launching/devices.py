@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from cuda.bindings import driver
 
-from .. import targets
+from ..targets import HOPPER, LARGE, Target
 
 _ATTRIBUTE = driver.CUdevice_attribute
 
@@ -37,7 +37,7 @@ class Device:
         self.name = check(driver.cuDeviceGetName(128, self.handle)).split(b"\0")[0].decode()
         major = self.attribute(_ATTRIBUTE.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)
         minor = self.attribute(_ATTRIBUTE.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)
-        self.capability = major, minor
+        self.target = Target(major, minor, "a" if major >= 9 else "")
         self.processors = self.attribute(_ATTRIBUTE.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
         self.cache_bytes = self.attribute(_ATTRIBUTE.CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)
         self.shared_bytes = self.attribute(_ATTRIBUTE.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
@@ -48,9 +48,8 @@ class Device:
 
     @property
     def arch(self):
-        """The architecture that kernels are compiled for: "sm_90a"."""
-        major, minor = self.capability
-        return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
+        """The name of the architecture that kernels are compiled for: "sm_90a"."""
+        return str(self.target)
 
     def __str__(self):
         return f"GPU {self.ordinal}, {self.name} ({self.arch})"
@@ -74,10 +73,10 @@ class Interpreter:
     """Stands for a GPU where kernels are interpreted: a Hopper with few multiprocessors, so that each block of a persistent
     grid goes through several tiles."""
 
-    capability: tuple[int, int] = (9, 0)
+    target: Target = HOPPER
     processors: int = 3
     cache_bytes: int = 64 * 2**20
-    shared_bytes: int = targets.LARGE
+    shared_bytes: int = LARGE
 
     def __str__(self):
         return "the interpreter"

@@ -60,10 +60,10 @@ class Interpreted:
     values: for each of the kernel's parameters (arguments.declared) a number, a Number, or an Operand and the spec of the tiles
     that its array is cut into."""
 
-    def __init__(self, launch, values, target):
+    def __init__(self, launch, values, gpu):
         if launch.block[1:] != (1, 1):
             raise ValueError(f"{launch}: the interpreter takes blocks of one axis")
-        self.launch, self.values, self.target = launch, values, target
+        self.launch, self.values, self.gpu = launch, values, gpu
         self.count = sum(1 for value, _ in values if isinstance(value, Operand) and value.source != ABSENT)
 
     def __call__(self, stream: int, *addresses: int) -> None:
@@ -78,10 +78,10 @@ class Interpreted:
         operands = [(value, spec) for value, spec in self.values if isinstance(value, Operand)]
         places = [(0 if value.source == ABSENT else addresses[value.source], value.form) for value, _ in operands]
         with contextlib.ExitStack() as stack:
-            if self.target is None:
+            if self.gpu is None:
                 views = [numpy_view(*place) for place in places]
             else:
-                views = stack.enter_context(mirrored(self.target, stream, places))
+                views = stack.enter_context(mirrored(self.gpu, stream, places))
             rest, args = iter(views), []
             for value, spec in self.values:
                 view = next(rest) if isinstance(value, Operand) else resolve_number(value, addresses)
@@ -95,7 +95,7 @@ class Interpreted:
 
     def _check(self, args):
         """Refuses what a GPU or its compiler would refuse: ValueError for too much shared memory, or Numba's own errors."""
-        launch, gpu = self.launch, INTERPRETER if self.target is None else self.target
+        launch, gpu = self.launch, INTERPRETER if self.gpu is None else self.gpu
         check_room(launch.shared, gpu)
         arch = check_options().types
         if arch is None:
@@ -123,7 +123,7 @@ def _cut(view, spec):
 
 
 @contextlib.contextmanager
-def mirrored(target, stream, places):
+def mirrored(gpu, stream, places):
     """NumPy copies of device arrays, each given as (address, form). They alias where the arrays do, and what has changed at the
     end is copied back. The stream is waited for first."""
     spans: list[list[int]] = []  # disjoint [start, end), ascending
@@ -132,7 +132,7 @@ def mirrored(target, stream, places):
             spans[-1][1] = max(end, spans[-1][1])
         else:
             spans.append([start, end])
-    with target.current():
+    with gpu.current():
         check(driver.cuStreamSynchronize(stream))
         copies = {start: np.empty(end - start, np.uint8) for start, end in spans}
         for start, copy in copies.items():

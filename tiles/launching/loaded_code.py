@@ -17,16 +17,16 @@ from ..compiling.compiler import CompileError, compile_kernel, title
 from .devices import Device, check, uncaptured
 
 
-def machine_code(kernel, signature, target: Device):
+def machine_code(kernel, signature, gpu: Device):
     """The kernel's machine code, from disk or from the compiler. RuntimeError: the GPU lacks its instructions."""
-    name = digest.key(kernel, signature, target.arch)
+    name = digest.key(kernel, signature, gpu.arch)
     compiled = cache.load(name)
     if compiled is None:
         try:
-            compiled = compile_kernel(kernel, signature, target.arch)
+            compiled = compile_kernel(kernel, signature, gpu.arch)
         except CompileError as error:
             if error.lacks:
-                uses = f"{title(kernel)} uses {', '.join(error.lacks[:4])}, which {target} does not have"
+                uses = f"{title(kernel)} uses {', '.join(error.lacks[:4])}, which {gpu} does not have"
                 raise RuntimeError(f"{uses}:\n{error.text}") from None
             raise
         cache.store(name, compiled)
@@ -38,9 +38,9 @@ def machine_code(kernel, signature, target: Device):
 class Loaded:
     """A kernel's machine code on one GPU. It is never unloaded: a captured CUDA graph may hold it."""
 
-    def __init__(self, compiled, target: Device):
-        self.target, self.dynamic = target, 0
-        with target.current(), uncaptured():
+    def __init__(self, compiled, gpu: Device):
+        self.gpu, self.dynamic = gpu, 0
+        with gpu.current(), uncaptured():
             library = check(driver.cuLibraryLoadData(compiled.cubin, [], [], 0, [], [], 0))
             kernel = check(driver.cuLibraryGetKernel(library, compiled.name.encode()))
             self.function = check(driver.cuKernelGetFunction(kernel))
@@ -49,10 +49,10 @@ class Loaded:
         """Let launches have this much dynamic shared memory. ValueError: the GPU has less."""
         if nbytes <= self.dynamic:
             return
-        if nbytes > self.target.shared_bytes:
-            raise ValueError(f"shared: {nbytes} bytes a block, but {self.target} has {self.target.shared_bytes}")
+        if nbytes > self.gpu.shared_bytes:
+            raise ValueError(f"shared: {nbytes} bytes a block, but {self.gpu} has {self.gpu.shared_bytes}")
         limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        with self.target.current():
+        with self.gpu.current():
             check(driver.cuFuncSetAttribute(self.function, limit, nbytes))
         self.dynamic = nbytes
 
@@ -84,27 +84,27 @@ def together() -> Iterator[list[Future]]:
         future.result()
 
 
-def load(kernel, signature, target: Device, shared_bytes: int = 0, later: bool = False) -> Loaded | None:
+def load(kernel, signature, gpu: Device, shared_bytes: int = 0, later: bool = False) -> Loaded | None:
     """The kernel for these argument types on this GPU, compiled and loaded when first asked for. later: None will do, see
     `together`."""
-    future, begin = _future(kernel, signature, target)
+    future, begin = _future(kernel, signature, gpu)
     if later and _asking.coming is not None and not future.done():
         _asking.coming.append(future)
         if begin:
-            threading.Thread(target=_make, args=(future, kernel, signature, target), name=f"tiles: {title(kernel)}").start()
+            threading.Thread(target=_make, args=(future, kernel, signature, gpu), name=f"tiles: {title(kernel)}").start()
         return None
     if begin:
-        _make(future, kernel, signature, target)
+        _make(future, kernel, signature, gpu)
     code = future.result()
     with _lock:
         code.allow(shared_bytes)
     return code
 
 
-def _future(kernel, signature, target) -> tuple[Future, bool]:
+def _future(kernel, signature, gpu) -> tuple[Future, bool]:
     """(where the machine code will be, whether the caller is to make it): it is nowhere yet, or could not be made."""
     with _lock:
-        known, key = _loaded.setdefault(kernel, {}), (signature, target.ordinal)
+        known, key = _loaded.setdefault(kernel, {}), (signature, gpu.ordinal)
         future = known.get(key)
         if future is not None and not (future.done() and future.exception()):
             return future, False
@@ -112,10 +112,10 @@ def _future(kernel, signature, target) -> tuple[Future, bool]:
         return future, True
 
 
-def _make(future, kernel, signature, target):
+def _make(future, kernel, signature, gpu):
     """Compile and load the kernel, and give the outcome to those who wait for the future."""
     try:
         with uncaptured():
-            future.set_result(Loaded(machine_code(kernel, signature, target), target))
+            future.set_result(Loaded(machine_code(kernel, signature, gpu), gpu))
     except BaseException as error:
         future.set_exception(error)

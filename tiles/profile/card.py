@@ -32,7 +32,7 @@ def peaks(gpu: Device) -> Peaks:
     clock = gpu.attribute(_ATTRIBUTE.CU_DEVICE_ATTRIBUTE_CLOCK_RATE) * 1e3
     memory = gpu.attribute(_ATTRIBUTE.CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE) * 1e3
     width = gpu.attribute(_ATTRIBUTE.CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH)
-    each = TENSOR_FLOP.get(gpu.capability)
+    each = TENSOR_FLOP.get(gpu.target.capability)
     return Peaks(each and each * clock * gpu.processors, 2 * memory * width / 8)
 
 
@@ -48,7 +48,7 @@ class Code(NamedTuple):
 def code(bound: Bound) -> Code:
     """Registers, local memory and resident blocks of a launch."""
     function, threads = bound.code.function, int(np.prod(bound.threads))
-    with bound.code.target.current():
+    with bound.code.gpu.current():
         registers = check(driver.cuFuncGetAttribute(_FUNCTION.CU_FUNC_ATTRIBUTE_NUM_REGS, function))
         local = check(driver.cuFuncGetAttribute(_FUNCTION.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES, function))
         ctas_per_sm = check(driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, threads, bound.nbytes))
@@ -170,7 +170,7 @@ def rehearsed(bound: Bound, origin, addresses, sample: int | None = SAMPLE, keep
     for value, spec in values:
         if isinstance(value, Operand):
             address = 0 if value.source == ABSENT else addresses[value.source]
-            value = _stand_in(value.form, address, bound.code.target, memory)
+            value = _stand_in(value.form, address, bound.code.gpu, memory)
         value = resolve_number(value, addresses)
         args.append(tensor(value, spec.tile, spec.rows, spec.cols, spec.unit) if spec and value is not None else value)
     args = grouped(launch.kernel, args)

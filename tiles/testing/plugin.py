@@ -12,7 +12,6 @@ import pytest
 
 from ..dtypes import dtype, fp32
 from ..launching.devices import device
-from ..targets import supported
 from .backends import HUNG, gpu, meaning, ptx
 
 GPU = pytest.param("gpu", marks=pytest.mark.gpu)
@@ -25,7 +24,7 @@ def no_gpu() -> str:
         first_gpu = device(0)
     except Exception as error:  # no driver, no GPU, or one that is out of order: cuda.bindings has a class for each
         return f"needs a GPU: {str(error).partition('.')[0]}"
-    return "" if supported(first_gpu.capability) else f"needs a GPU since Ampere, got {first_gpu}"
+    return "" if first_gpu.target.supported else f"needs a GPU since Ampere, got {first_gpu}"
 
 
 def pytest_configure(config):

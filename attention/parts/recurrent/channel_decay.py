@@ -35,6 +35,7 @@ from ops import (
     zeros,
 )
 from tiles import bf16, dtype, fp16, fp32, inlined, rt, st, static, sv
+from tiles.targets import Target
 
 from .gates import FLOOR, LOG2_E
 from .tokens import CHUNK, COLUMNS
@@ -99,11 +100,11 @@ class Config:
         return f"Dk {self.key_dim} {self.dtype}, {COLUMNS * self.consumers} columns{kinds}"
 
 
-def channel_space(config: type[Config], sizes, arch: str, everything: bool) -> Iterator[Any]:
+def channel_space(config: type[Config], sizes, target: Target, everything: bool) -> Iterator[Any]:
     """The configurations of these sizes, (padded key dim, consumers), with gates in fp32 and in the dtype of everything else.
     Without `everything`, varlen configurations come in one size only, and fp16, which takes as many registers as bf16, is left
     out."""
-    if arch == "sm_90a":
+    if target.has_wgmma:
         for of, (key_dim, consumers), varlen in itertools.product(
             (bf16, fp16) if everything else (bf16,), sizes, (False, True)
         ):

@@ -98,9 +98,7 @@ class SequenceLayout:
         step = CHUNK * ((end - start + CHUNK * segments - 1) // (CHUNK * segments))
         if self.reversed:
             segment = segments - 1 - segment
-            return ReversedTokens(
-                int32(min(end, start + segment * step)), int32(min(end, start + (segment + 1) * step)), batch
-            )
+            return ReversedTokens(int32(min(end, start + segment * step)), int32(min(end, start + (segment + 1) * step)), batch)
         return TokenRange(int32(min(end, start + segment * step)), int32(min(end, start + (segment + 1) * step)), batch)
 
     @inlined

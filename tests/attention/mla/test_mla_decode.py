@@ -16,7 +16,7 @@ from attention.kernels import mla_ampere, mla_combine, mla_fp8, mla_hopper
 from attention.parts.decode.latent_shape import COLUMNS, LATENT, ROTARY
 from attention.public import mla_decoding
 from tiles import fp8e4m3
-from tiles.targets import capability, shared_bytes
+from tiles.targets import parse_target
 
 FP16, SCALE = np.dtype(np.float16), 192**-0.5
 FAMILIES = "sm_80", "sm_90", "fp8", "fp8 sm_80"
@@ -171,7 +171,7 @@ def test_a_given_split_has_the_same_kernel_always(monkeypatch):
         return [(x.config, x.kernel_args["splits"]) for x in found]
 
     for gpu, tokens, heads, narrow, parts in itertools.product(GPUS, (1, 2), (1, 16, 128), (False, True), (1, 3, 70)):
-        if narrow and GPUS[gpu]["capability"] < (8, 9):
+        if narrow and not GPUS[gpu]["target"].has_fp8:
             continue
         one, *others = [kernels(gpu, *of, tokens, heads, narrow, parts) for of in ((1, 5000), (64, 5000), (2, 300))]
         assert one and all(other == one for other in others), f"{gpu}, {tokens} tokens, {heads} heads, splits={parts}"
@@ -245,9 +245,9 @@ def test_a_graph_serves_sequences_as_they_grow(card):
 def test_every_shape_fits(arch):
     """A block's shared memory is large enough for each shape."""
     for module in mla_ampere, mla_hopper, mla_fp8:
-        for config in module.space(arch, False):
+        for config in module.space(parse_target(arch), False):
             _, smem = module.make(config)
-            assert smem.nbytes <= shared_bytes(capability(arch))
+            assert smem.nbytes <= parse_target(arch).shared_bytes
 
 
 # ---- refused ---------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from attention.kernels import chunk_ampere, chunk_hopper
 from attention.parts.recurrent.gates import Gate, HeadGate, Mamba2Gate, TokenGate
 from attention.parts.recurrent.results import ScanNormalizer, ScanOutputs, ScanStates
 from tiles import bf16
+from tiles.targets import parse_target
 
 
 def test_configurations_are_values():
@@ -37,10 +38,10 @@ def test_only_decays_have_a_scale_at_the_end():
 @pytest.mark.parametrize("module, arch", [(chunk_hopper, "sm_90a"), (chunk_ampere, "sm_80")])
 def test_spaces(module, arch):
     """All kinds of gates and results are there, but for segments of wide keys in Ampere's kernel."""
-    shipped = list(module.space(arch, True))
+    shipped = list(module.space(parse_target(arch), True))
     kinds = {Gate, HeadGate, TokenGate, Mamba2Gate} if module is chunk_hopper else {Gate, TokenGate, Mamba2Gate}
     assert {type(config.gate) for config in shipped} == kinds
     assert {type(config.result) for config in shipped} == {ScanStates, ScanNormalizer, ScanOutputs}
     assert all(config.supports_segments for config in shipped if not config.result.has_outputs)
     assert {config.key_dim for config in shipped} == set(chunk_hopper.KEY_DIMS)
-    assert not list(chunk_hopper.space("sm_80", True))
+    assert not list(chunk_hopper.space(parse_target("sm_80"), True))

@@ -18,7 +18,7 @@ from attention.kernels import backward_ampere, backward_hopper
 from attention.parts.variant import Both
 from attention.parts.visibility import CAUSAL, FULL, Left, Right
 from tiles import bf16, fp16
-from tiles.targets import LARGE, MULTIPROCESSORS, RESERVED
+from tiles.targets import LARGE, MULTIPROCESSORS, RESERVED, Target
 
 F32, FP16 = np.float32, fp16.np
 EDGES = [(1, 1), (1, 130), (63, 65), (64, 64), (128, 128), (129, 127), (130, 257), (5, 200), (200, 70)]
@@ -484,6 +484,6 @@ def test_every_head_dim_has_a_configuration_that_fits():
     for capability, dim, variant, vector_bytes in itertools.product(
         MULTIPROCESSORS, backward_ampere.SHAPES, (FULL, CAUSAL), (16, 8)
     ):
-        config = backward_ampere.config_for(dim, bf16, variant, vector_bytes, capability=capability)
+        config = backward_ampere.config_for(dim, bf16, variant, vector_bytes, target=Target(*capability))
         block_bytes, available = backward_ampere.make(config)[1].nbytes + RESERVED, MULTIPROCESSORS[capability][2] * 1024
         assert block_bytes * (config.ctas_per_sm if available > LARGE else 1) <= available, (capability, config)

@@ -17,7 +17,7 @@ from attention.kernels import decode_ampere, decode_hopper
 from attention.parts.decode import splits
 from attention.plans import decode_launches
 from attention.public import decoding
-from tiles.targets import LARGE, capability, shared_bytes
+from tiles.targets import LARGE, parse_target
 
 FP16 = np.dtype(np.float16)
 EDGES = [(0, 1, 63), (64, 65, 127), (128, 129, 200)]
@@ -367,11 +367,11 @@ def test_many_splits_take_time_to_combine(blocks, tiles, wanted):
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a"])
 def test_every_shape_fits(arch):
     """Shared memory holds `ctas_per_sm` blocks a multiprocessor, each with 1 KB that CUDA reserves."""
-    most = shared_bytes(capability(arch))
-    for config in decode_ampere.space(arch, False):
+    most = parse_target(arch).shared_bytes
+    for config in decode_ampere.space(parse_target(arch), False):
         _, smem = decode_ampere.make(config)
         assert smem.nbytes <= most and config.ctas_per_sm * (smem.nbytes + 1024) <= most + 1024
-    for config in decode_hopper.space(arch, True):
+    for config in decode_hopper.space(parse_target(arch), True):
         assert decode_hopper.make(config)[1].nbytes <= LARGE
 
 

@@ -16,6 +16,7 @@ from attention.plans import forward_launches, forward_programs
 from tiles import bf16
 from tiles.launching.arrays import c_ordered
 from tiles.launching.devices import Interpreter
+from tiles.targets import HOPPER, Target
 
 pytestmark = pytest.mark.usefixtures("family")
 SKIPPED = [(4, 64), (2, 128), (6, 72), (1, 64), (3, 72)]
@@ -112,7 +113,7 @@ def problem_on(capability, monkeypatch, piece=16):
     """A problem whose arrays lie on a GPU of this capability, past a multiple of 16 by `piece` bytes; None: in host memory."""
     form = c_ordered((1, 8, 1, 64), "bfloat16", None if capability is None else 0)
     if capability is not None:
-        monkeypatch.setattr(families, "machine", lambda ordinal: types.SimpleNamespace(capability=capability))
+        monkeypatch.setattr(families, "machine", lambda ordinal: types.SimpleNamespace(target=Target(*capability)))
     return forward_programs.FORWARD.problem({"q": form, "k": form._replace(past=piece % 16), "v": form})
 
 
@@ -133,7 +134,7 @@ def test_the_family_by_default(capability, piece, chosen, monkeypatch):
 @pytest.mark.parametrize("name", "qkv")
 def test_one_array_decides_the_family(name, monkeypatch):
     """All of them must be for TMA."""
-    monkeypatch.setattr(families, "machine", lambda ordinal: types.SimpleNamespace(capability=(9, 0)))
+    monkeypatch.setattr(families, "machine", lambda ordinal: types.SimpleNamespace(target=HOPPER))
     form = c_ordered((1, 8, 1, 64), "bfloat16", 0)
     for other in form._replace(past=8), form._replace(strides=(1032, 136, 136, 2), shape=(1, 2, 1, 64)):
         forms = {one: other if one == name else form._replace(shape=other.shape) for one in "qkv"}

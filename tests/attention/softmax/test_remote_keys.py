@@ -12,6 +12,7 @@ from attention.parts.key_sources import StreamingBuffers, TwoBuffers
 from attention.plans import remote_keys
 from attention.plans.remote_keys import KeyPlacement
 from tiles.interpreter import Hazard
+from tiles.targets import parse_target
 
 ROWS, PARTS = 256, 2
 OUTER = 0, 128, 384, 512
@@ -97,7 +98,7 @@ def test_a_kernel_waits_for_required_copies_only():
 def test_kernels_are_in_the_space():
     """`inspect` compiles what the space lists, and checks it for spills."""
     for everything in (False, True):
-        kinds = [type(config.kv_source) for config in forward_hopper.space("sm_90a", everything)]
+        kinds = [type(config.kv_source) for config in forward_hopper.space(parse_target("sm_90a"), everything)]
         assert TwoBuffers in kinds and StreamingBuffers in kinds
 
 

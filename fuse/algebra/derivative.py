@@ -1,0 +1,328 @@
+"""The chain rule on terms: the gradients with respect to a definition's arguments, as terms.
+
+    y = x * rsqrt(mean(x * x) + eps) * g, and dy, the gradient with respect to y
+
+    scale = rsqrt(sum(x * x) / n + eps)
+    dx = dy * g * scale - x * (sum(dy * g * x) * scale * scale * scale / n)
+    dg = total(dy * (x * scale))                        # over the rows, which g lacks
+
+GRADIENT_RULES has the vector-Jacobian product of each operation. Intermediates of the forward pass are terms of the arguments,
+so kernels recompute them, and only the arguments are saved between the passes. A gradient is a sum of ScaledTerms, whose
+numeric factors are combined here: a term that is added twice is scaled by 2, and terms that cancel are dropped.
+
+A maximum gets no gradient where it only shifts the argument of an exp, as in softmax: the gradient is then zero for all inputs,
+which identity testing finds (identity.py). So softmax needs no rule, nor does the logarithm of a sum of exponentials."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from ..language import term_operations, term_views, terms
+from ..language.axes import unify
+from ..language.functions import where
+from ..language.graph import has_columns, walk
+from ..language.maps import CASTS
+from ..language.terms import Term
+from .identity import identity
+from .rules import factors, product
+
+LN_2 = math.log(2)
+KNOWN_ZEROS: dict[tuple, bool] = {}  # {key of a term: is it 0 for all inputs?} (see _is_zero)
+NORMAL = 1 / math.sqrt(2 * math.pi)  # the density of the normal distribution at 0
+
+
+class NoRule(TypeError):
+    """An operation has no gradient rule, or broadcasts in a way that has none; the message says which."""
+
+
+class ScaledTerm(NamedTuple):
+    """One summand of a gradient: the number `by` times the term."""
+
+    by: float
+    term: Term
+
+    def times(self, other: Term) -> ScaledTerm:
+        """The product with another term. A number is multiplied into `by`."""
+        if other.operation == "number":
+            return ScaledTerm(self.by * other.attr, self.term)
+        return self._replace(term=self.term * other)
+
+    def over(self, other: Term) -> ScaledTerm:
+        """The quotient by another term. A number is divided into `by`."""
+        if other.operation == "number":
+            return ScaledTerm(self.by / other.attr, self.term)
+        return self._replace(term=self.term / other)
+
+    def scale(self, number: float) -> ScaledTerm:
+        """The summand times a number."""
+        return self._replace(by=self.by * number)
+
+    def where(self, mask: Term, otherwise: bool = False) -> ScaledTerm:
+        """The summand where a mask holds, or with `otherwise` where it does not hold, and 0 elsewhere."""
+        return self._replace(term=where(mask, 0.0, self.term) if otherwise else where(mask, self.term, 0.0))
+
+
+GradientRule = Callable[..., Sequence["ScaledTerm | None"]]
+
+
+def _mul(g: ScaledTerm, y: Term, a: Term, b: Term) -> Sequence[ScaledTerm | None]:
+    return (g.times(a).scale(2), None) if a is b else (g.times(b), g.times(a))
+
+
+def _gelu(g: ScaledTerm, y: Term, x: Term) -> Sequence[ScaledTerm]:
+    share = where(terms.apply("abs", x) > 0.0, y / x, 0.5)  # of a normal distribution, what is below x
+    return (g.times(share + x * terms.apply("exp", x * x * -0.5) * NORMAL),)
+
+
+def _silu(g: ScaledTerm, y: Term, x: Term) -> Sequence[ScaledTerm]:
+    gate = terms.apply("sigmoid", x)
+    return (g.times(gate * (1.0 + x * (1.0 - gate))),)
+
+
+def _matmul(g: ScaledTerm, y: Term, a: Term, b: Term) -> Sequence[ScaledTerm]:
+    gradient = _match_axes(g.term, y)
+    numbers, wide = ([one for one in factors(gradient) if any(one[1].axes) == has] for has in (False, True))
+    rest = product(wide)
+    if rest is None:  # the product of one row and one column is a number itself
+        numbers, rest = [], gradient
+    pair = ScaledTerm(g.by, rest @ terms.transpose(b)), ScaledTerm(g.by, terms.transpose(a) @ rest)
+    for how, number in numbers:  # after the products
+        first, second = ((one.times(number) if how == "mul" else one.over(number)) for one in pair)
+        pair = first, second
+    return pair
+
+
+def _transpose(g: ScaledTerm, y: Term, x: Term) -> Sequence[ScaledTerm]:
+    return (ScaledTerm(g.by, _transpose_gradient(_match_axes(g.term, y))),)
+
+
+def _max(g: ScaledTerm, y: Term, x: Term) -> Sequence[ScaledTerm]:
+    greatest = x >= y  # ties share the gradient
+    return (g.over(terms.reduce("sum", where(greatest, 1.0, 0.0))).where(greatest),)
+
+
+def _half(g: ScaledTerm, y: Term, x: Term) -> Sequence[ScaledTerm]:
+    term = _match_axes(g.term, y)
+    zero = term * 0.0
+    return (ScaledTerm(g.by, term_operations.concat(*((term, zero) if y.attr == 0 else (zero, term)))),)
+
+
+def _concat(g: ScaledTerm, y: Term, *of: Term) -> Sequence[ScaledTerm]:
+    if len(of) != 2 or of[0].extents != of[1].extents or of[0].axes[-1] is None:
+        raise NoRule("concatenate: has a gradient only for two equal halves")
+    return tuple([ScaledTerm(g.by, term_operations.half(_match_axes(g.term, y), n)) for n in (0, 1)])
+
+
+def _linear(operation: Callable[[Term, Term], Term]) -> GradientRule:
+    """The gradient rule of an operation that only moves elements of its first argument: `operation` moves them back."""
+    return lambda g, y, x, *rest: (ScaledTerm(g.by, operation(_match_axes(g.term, y), y)), *[None] * len(rest))
+
+
+GRADIENT_RULES: dict[str, GradientRule] = {  # {operation: (g, y, *args) -> gradients of its args}, where y = operation(*args)
+    "add": lambda g, y, a, b: (g, g),
+    "sub": lambda g, y, a, b: (g, g.scale(-1)),
+    "mul": _mul,
+    "div": lambda g, y, a, b: (g.over(b), g.times(y).over(b).scale(-1)),
+    "neg": lambda g, y, x: (g.scale(-1),),
+    "where": lambda g, y, mask, a, b: (None, g.where(mask), g.where(mask, otherwise=True)),
+    "maximum": lambda g, y, a, b: (g.where(a >= b), g.where(a >= b, otherwise=True)),
+    "minimum": lambda g, y, a, b: (g.where(a <= b), g.where(a <= b, otherwise=True)),
+    "exp": lambda g, y, x: (g.times(y),),
+    "exp2": lambda g, y, x: (g.times(y).scale(LN_2),),
+    "log": lambda g, y, x: (g.over(x),),
+    "sqrt": lambda g, y, x: (g.over(y).scale(0.5),),
+    "rsqrt": lambda g, y, x: (g.times(y * y * y).scale(-0.5),),
+    "tanh": lambda g, y, x: (g.times(1.0 - y * y),),
+    "sigmoid": lambda g, y, x: (g.times(y * (1.0 - y)),),
+    "silu": _silu,
+    "gelu": _gelu,
+    "relu": lambda g, y, x: (g.where(x > 0.0),),
+    "abs": lambda g, y, x: (ScaledTerm(g.by, where(x > 0.0, g.term, where(x < 0.0, -g.term, 0.0))),),
+    **{name: (lambda g, y, x: (g,)) for name in CASTS if name != "fp8e4m3"},
+    "sum": lambda g, y, x: (g,),
+    "max": _max,
+    "matmul": _matmul,
+    "transpose": _transpose,
+    "concat": _concat,
+    "half": _half,
+    "dropout": lambda g, y, x, p, seed: (
+        ScaledTerm(g.by, term_operations.dropout(_match_axes(g.term, y), p, seed)),
+        None,
+        None,
+    ),
+    "pick": lambda g, y, x, index: (g.where(term_operations.is_column(x, index)), None),
+    "split": _linear(lambda g, y: term_views.merge_heads(g)),
+    "merge_heads": _linear(lambda g, y: term_views.split_like(g, y.args[0])),
+}
+for _comparison in ("less", "less_equal", "greater", "greater_equal"):
+    GRADIENT_RULES[_comparison] = lambda g, y, a, b: (None, None)
+
+
+def gradients(roots: Sequence[Term], by: Mapping[Term, Sequence[Term]], wanted: Sequence[Term]) -> list[Term | None]:
+    """The gradients with respect to the `wanted` terms; None where no root depends on one. by: for each root its own gradients;
+    there are several if a function returns one term twice. NoRule: an operation on the way has no gradient."""
+    nodes = list(walk(*roots))
+    on_path = set(wanted)
+    for x in nodes:
+        if any(y in on_path for y in x.args):
+            on_path.add(x)
+    parts: dict[Term, list[ScaledTerm]] = {
+        x: [ScaledTerm(1.0, _match_axes(g, x)) for g in by_root] for x, by_root in by.items()
+    }
+    for x in reversed(nodes):
+        if x not in on_path or x not in parts or not x.args:
+            continue
+        if x.operation not in GRADIENT_RULES:
+            raise NoRule(f"{x.operation}: has no gradient yet: {x!r:.200}")
+        total = _sum_parts(parts[x])
+        if total is None or (x.operation == "max" and _is_zero(total.term)):
+            continue
+        for y, part in zip(x.args, GRADIENT_RULES[x.operation](total, x, *x.args)):
+            contribution = _reduce_to_operand(part, x, y) if part is not None and y in on_path else None
+            if contribution is not None:
+                parts.setdefault(y, []).append(contribution)
+    sums = [_sum_parts(parts.get(x, [])) for x in wanted]
+    return [None if one is None else _match_axes(_as_term(one), x) for one, x in zip(sums, wanted)]
+
+
+def _sum_parts(parts: Sequence[ScaledTerm]) -> ScaledTerm | None:
+    """The sum of the summands, with equal terms combined; None if they cancel."""
+    numbers: dict[Term, float] = {}
+    for part in _merge_totals(parts):
+        numbers[part.term] = numbers.get(part.term, 0.0) + part.by
+    left = sorted([ScaledTerm(by, x) for x, by in numbers.items() if by], key=lambda part: part.by < 0)  # negative ones last
+    if len(left) < 2:
+        return left[0] if left else None
+    halves = _concat_halves(left)
+    if halves is not None:
+        return ScaledTerm(1.0, halves)
+    total = _as_term(left[0])
+    for by, x in left[1:]:
+        total = total - _as_term(ScaledTerm(-by, x)) if by < 0 else total + _as_term(ScaledTerm(by, x))
+    return ScaledTerm(1.0, total)
+
+
+def _merge_totals(parts: Sequence[ScaledTerm]) -> list[ScaledTerm]:
+    """The summands with totals over the same axes merged: a sum of totals becomes the total of a sum."""
+    totals: dict[tuple, list[ScaledTerm]] = {}
+    for by, x in parts:
+        if x.operation == "total":
+            totals.setdefault((x.attr, x.args[0].ndim), []).append(ScaledTerm(by, x.args[0]))
+    if all(len(some) < 2 for some in totals.values()):
+        return [*parts]
+    sums = [(what, _sum_parts(some)) for (what, _), some in totals.items()]
+    rest = [part for part in parts if part.term.operation != "total"]
+    return rest + [ScaledTerm(one.by, term_operations.total_along(one.term, what)) for what, one in sums if one]
+
+
+def _concat_halves(parts: Sequence[ScaledTerm]) -> Term | None:
+    """If the two summands are gradients of the two halves of one row, these halves concatenated, as one term; otherwise
+    None."""
+    if len(parts) != 2 or not all(part.term.operation == "concat" for part in parts):
+        return None
+    (a, zero), (none, b) = sorted((part.term.args for part in parts), key=lambda of: _is_times_zero(of[0]))
+    if not _is_times_zero(zero) or not _is_times_zero(none) or _is_times_zero(a) or _is_times_zero(b):
+        return None
+    first = next(part.by for part in parts if part.term.args == (a, zero))
+    second = next(part.by for part in parts if part.term.args == (none, b))
+    return term_operations.concat(_as_term(ScaledTerm(first, a)), _as_term(ScaledTerm(second, b)))
+
+
+def _is_times_zero(x: Term) -> bool:
+    """Is the term a product with 0, as _half makes it for the other half of the row?"""
+    return x.operation == "mul" and x.args[1].operation == "number" and x.args[1].attr == 0
+
+
+def _as_term(part: ScaledTerm) -> Term:
+    """The summand as one term."""
+    return part.term if part.by == 1 else -part.term if part.by == -1 else part.term * part.by
+
+
+def _reduce_to_operand(part: ScaledTerm, x: Term, y: Term) -> ScaledTerm | None:
+    """The gradient that an operation x returns to its operand y, summed over the axes along which y was broadcast; None if it
+    is 0."""
+    term = part.term
+    has = ((None,) * (x.ndim - term.ndim) + term.axes)[max(0, term.ndim - x.ndim) :]  # a total over rows keeps its axes
+    needs = (None,) * (x.ndim - y.ndim) + y.axes
+    if x.operation not in (
+        "sum",
+        "max",
+        "matmul",
+        "transpose",
+        "concat",
+        "half",
+        "split",
+        "merge_heads",
+        "pick",
+    ):  # elementwise
+        for place, axis in enumerate(x.axes):
+            if axis is not None and needs[place] is None and has[place] is None:
+                if place != x.ndim - 1:
+                    raise NoRule(f"{x.operation}: an operand that broadcasts along rows has no gradient rule: {x!r:.200}")
+                part = part.times(terms.length(x))
+        if needs and has[-1] is not None and needs[-1] is None:
+            summed = _sum_rows(part.term)
+            if summed is None:
+                return None
+            part = summed.scale(part.by)
+    extra = [n for n in range(1, part.term.ndim + 1) if part.term.axes[-n] is not None and (n > y.ndim or y.axes[-n] is None)]
+    return ScaledTerm(part.by, term_operations.total(part.term, y)) if extra else part
+
+
+def _sum_rows(x: Term) -> ScaledTerm | None:
+    """The sum of each row, as a summand. Factors with one number per row are moved out of the sum, so that fewer reductions
+    depend on others. None if the sum is 0 for all inputs, such as that of x - mean(x)."""
+    scales, inner = _split_row_scales(x)
+    if scales and inner is not None:
+        total = _sum_rows(inner)
+        for how, scale in scales if total else ():
+            total = total and (total.times(scale) if how == "mul" else total.over(scale))
+        return total
+    row_sum = terms.reduce("sum", x)
+    if x.operation in ("add", "sub"):
+        if _is_zero(row_sum):
+            return None
+        if all(map(has_columns, x.args)) and any(_split_row_scales(y)[0] for y in x.args):
+            a, b = map(_sum_rows, x.args)
+            return _sum_parts([part for part in (a, b and b.scale(-1 if x.operation == "sub" else 1)) if part])
+    return ScaledTerm(1.0, row_sum)
+
+
+def _split_row_scales(x: Term) -> tuple[list[tuple[str, Term]], Term | None]:
+    """(the factors of x that have one number per row, the product of all other factors)"""
+    parts = factors(x)
+    return [one for one in parts if not has_columns(one[1])], product([one for one in parts if has_columns(one[1])])
+
+
+def _match_axes(g: Term, like: Term) -> Term:
+    """The gradient g, after its axes were unified with those of the term that it belongs to. NoRule: g lacks one of these axes,
+    because it is constant along it."""
+    ours, its = ((None,) * (max(g.ndim, like.ndim) - x.ndim) + x.axes for x in (g, like))
+    for axis, wanted in zip(ours, its):
+        if (axis is None) != (wanted is None):
+            raise NoRule(f"the gradient {g!r:.100} of {like!r:.100} is constant along an axis")
+        unify(axis, wanted)
+    return g
+
+
+def _transpose_gradient(g: Term) -> Term:
+    """The transpose of a gradient. That of a.T @ b is b.T @ a, so that the product itself need not be transposed."""
+    if g.operation == "matmul" and g.args[0].operation == "transpose":
+        return terms.transpose(g.args[1]) @ g.args[0].args[0]
+    return terms.transpose(g)
+
+
+def _is_zero(x: Term) -> bool:
+    """Is the term 0 for all inputs, by identity testing? The answer does not depend on lengths, so it is remembered for equal
+    terms of any lengths."""
+    order = {y: n for n, y in enumerate(walk(x))}
+    what = [y.attr if y.operation in ("number", "half", "total") else y.operation == "input" and y.attr[0] for y in order]
+    key = tuple([(y.operation, *map(order.get, y.args), its, *map(bool, y.axes)) for y, its in zip(order, what)])
+    if key not in KNOWN_ZEROS:
+        try:
+            KNOWN_ZEROS[key] = identity([x], [x * 2.0]).equal
+        except ValueError:  # something has no inverse
+            KNOWN_ZEROS[key] = False
+    return KNOWN_ZEROS[key]

@@ -1,0 +1,33 @@
+"""Identifiers: the names of arguments, results and variables, none of which may be taken already."""
+
+from __future__ import annotations
+
+import keyword
+import unicodedata
+from collections.abc import Iterable
+from typing import Any
+
+
+def unused(name: str, taken: Iterable[str]) -> str:
+    """The name, with a number appended if it is taken."""
+    number, candidate, taken = 1, name, set(taken)
+    while candidate in taken:
+        number += 1
+        candidate = f"{name}_{number}"
+    return candidate
+
+
+def identifiers(keys: Iterable[Any], taken: Iterable[str]) -> tuple[str, ...]:
+    """Identifiers for the keys of a dictionary of results: the keys, made valid where they are not, and with a number appended
+    where Python or `taken` has the name."""
+    result = list[str]()
+    for key in keys:
+        word = unicodedata.normalize("NFKC", str(key))  # as Python reads it
+        word = "".join([one if f"a{one}".isidentifier() else "_" for one in word])
+        result.append(unused(word if word.isidentifier() else f"out_{word}", (*taken, *result, *keyword.kwlist)))
+    return tuple(result)
+
+
+def array(name: str) -> str:
+    """The kernel's parameter for the array that a variable is read from: gX for x."""
+    return f"g{name[0].upper()}{name[1:]}"

@@ -1,0 +1,97 @@
+"""The candidates of a definition: plans of kernels that compute it, each with its cost."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ..algebra import rules
+from ..algebra.rules import Rule
+from ..language import terms
+from ..language.axes import Axis
+from ..language.terms import Term
+from ..language.trace import TracedDefinition
+from . import plan_search
+from .cost import Card
+from .length_classes import fixed_value
+
+
+class Candidate(NamedTuple):
+    """One plan to compute a definition. plan: the kernels and their cost. rules: the rules by which the definition was
+    rewritten. roots: the rewritten terms. measured: its time in seconds on the GPU, if it was tuned."""
+
+    plan: plan_search.FusionPlan
+    rules: tuple[Rule, ...]
+    roots: tuple[Term, ...]
+    measured: float | None = None
+
+    def __str__(self):
+        measured = f", measured {1e6 * self.measured:.1f} us" if self.measured else ""
+        return f"{self.plan}: {1e6 * self.plan.seconds:.1f} us by the roofline{measured}"
+
+    @property
+    def summary(self) -> str:
+        """What each kernel does, in a few words."""
+        return ", then ".join([kernel.describe().partition(", ")[0] for kernel in self.plan.kernels])
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """A key that two candidates for arrays of the same kinds share if their modules have the same text, up to the tiles of
+        their products."""
+        return tuple([(str(kernel), repr(kernel.text_key)) for kernel in self.plan.kernels]), str(self.roots)
+
+    def schedules(self, known: Mapping[Axis, Any]) -> tuple[Any, ...]:
+        """The schedule of each kernel for these extents of axes, None where the kernel has none to choose. The extents may be
+        watched lengths of a call."""
+        schedules = [kernel.schedule_at(known) if hasattr(kernel, "schedule_at") else None for kernel in self.plan.kernels]
+        return tuple(map(fixed_value, schedules))
+
+    def with_schedules(self, schedules: Sequence[Any]) -> Candidate:
+        """The same candidate with these schedules."""
+        kernels = []
+        for kernel, schedule in zip(self.plan.kernels, schedules):
+            if schedule is not None and schedule != kernel.schedule:
+                kernel = copy.copy(kernel)
+                kernel.schedule_override = schedule
+            kernels.append(kernel)
+        return (
+            self
+            if (*kernels,) == self.plan.kernels
+            else self._replace(plan=plan_search.FusionPlan((*kernels,), self.plan.seconds))
+        )
+
+    def describe(self) -> str:
+        """In sentences: which rules were used, what the kernels do, what the roofline estimates."""
+        sentences = [f"{rule.name[0].upper()}{rule.name[1:]}: {rule.equation}." for rule in self.rules] or [
+            "The definition is not rewritten."
+        ]
+        sentences += [
+            f"{'One kernel' if len(self.plan.kernels) == 1 else f'Kernel {n}'}: {kernel.describe()}."
+            for n, kernel in enumerate(self.plan.kernels, 1)
+        ]
+        return "\n".join([*sentences, f"By the roofline it takes {1e6 * self.plan.seconds:.1f} us."])
+
+
+@functools.lru_cache(1024)
+def candidates(traced: TracedDefinition, card: Card) -> list[Candidate]:
+    """All candidates on a card, sorted by the roofline's estimate; among equals the one with fewer kernels and then fewer
+    rewritings comes first.
+
+    fp16 ends at 65504. A scale that was moved may leave a larger intermediate behind, so for fp16 only rules that keep the
+    range are used."""
+    ranked: dict[tuple[str, ...], Candidate] = {}
+    narrow = any(x.attr[1] == "float16" for _, x in traced.inputs)
+    forms = rules.equivalent_forms(traced.roots, traced.table, [rule for rule in rules.RULES if rule.keeps_range or not narrow])
+    terms.TABLES.append(traced.table)  # templates make views
+    search = plan_search.PlanSearch(card)
+    try:
+        for form in forms:
+            if len({*form.roots}) < len(form.roots):  # a kernel would write one term once, and each result needs its array
+                continue
+            for plan in search.plans_for(form.roots):
+                ranked.setdefault((*map(str, plan.kernels), str(form.roots)), Candidate(plan, form.rules, form.roots))
+    finally:
+        terms.TABLES.pop()
+    return sorted(ranked.values(), key=lambda one: (one.plan.seconds, len(one.plan.kernels), len(one.rules)))

@@ -1,0 +1,206 @@
+"""The gaps of few_rows.jinja: a kernel's arrays, vectors and products, by their names, and its lines of code."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ...language.graph import has_columns, is_matrix
+from ...language.names import array
+from ...language.term_views import view_base
+from ...language.terms import Term
+from ...writing.kernel_text import DTYPES
+from ...writing.lines import format_assignments
+from .product_match import Weight
+from .product_text import AdjacentProduct, KernelArray, ProductWriter, extent, index, lead, read_expression
+
+NAMES = "u me inner batch col first band turn tile operand".split()  # variables of the kernel
+NAMES += "right low weights mine steps narrow product total sums selected column".split()
+
+
+class StreamedWeight(NamedTuple):
+    """A weight that comes through a ring. ring, array: the names of the ring and of the kernel's parameter. tile: the name of
+    its type. transposed: see Weight. acc: the accumulator of its product. parts, full: the shared memory and the barrier for
+    the sums that other blocks of the cluster send. lead: see KernelArray. rows_on_left: see FewRows."""
+
+    ring: str
+    array: str
+    tile: str
+    transposed: bool
+    acc: str = ""
+    parts: str = ""
+    full: str = ""
+    lead: str = ""
+    rows_on_left: bool = False
+
+    @property
+    def form(self) -> str:
+        """The letters of the product's op: y.T = w.T @ u.T, or y = u @ w."""
+        return "ABt" if self.transposed else "AB" if self.rows_on_left else "AtBt"
+
+    def factors(self, u: str, i: str) -> str:
+        """The expressions of the i-th tiles of both factors, the left one first."""
+        if not self.rows_on_left:
+            return f"{self.mine(i)}, {u}.wait({i})"
+        tile = f"{self.ring}.wait({i})"  # of several panels; with (N, K) weights they do not run along k
+        return f"{u}.wait({i}), {tile if self.transposed else f'cluster.own({tile})'}"
+
+    def mine(self, i: str) -> str:
+        """The expression of the consumer's part of the i-th tile."""
+        return f"subtile({self.ring}.wait({i}), {'64' if self.transposed else 'DEPTH, 0, 64'}, me)"
+
+    @classmethod
+    def of(
+        cls, weight: Weight, parameters: dict[Term, str], prefixed: bool = False, rows_on_left: bool = False
+    ) -> StreamedWeight:
+        """The StreamedWeight of a weight. prefixed: are there several products, whose names must differ?"""
+        name = parameters[weight.array]
+        mark = f"{name}_" if prefixed else ""
+        of_product = f"acc_{name}" if prefixed else "acc", f"{mark}parts", f"{mark}full"
+        return cls(name, array(name), name.upper(), weight.transposed, *of_product, lead(weight.array), rows_on_left)
+
+
+class ClusterRowSum(NamedTuple):
+    """A sum of rows that is computed alongside the product. inner: the expression that is summed. parts, ready: the shared
+    memory and the barrier for the sums that other blocks of the cluster send."""
+
+    name: str
+    inner: str
+    parts: str
+    ready: str
+
+
+class NarrowProductStream(NamedTuple):
+    """A narrow product, `first`, that is computed alongside, and the matrix that it is multiplied by, `second`. rank: its
+    columns. scaled: the expression of the narrow product as second's left factor."""
+
+    rank: int
+    first: StreamedWeight
+    second: StreamedWeight
+    scaled: str
+
+
+class VectorStream(NamedTuple):
+    """A vector along k that comes through a ring beside x. row: its name once it is read. at: the coordinates of its i-th part
+    for TMA."""
+
+    name: str
+    array: str
+    tile: str
+    dtype: str
+    row: str
+    at: str
+
+    @classmethod
+    def of(cls, x: Term, name: str) -> VectorStream:
+        dtype = DTYPES.get(view_base(x).attr[1], "fp32")
+        return cls(name, array(name), name.upper(), dtype, f"{name}_row", index(x, "0", "first + i"))
+
+
+def template_gaps(kernel: Any, parameters: dict[Term, str], local_names: dict[Term, str]) -> dict[str, Any]:
+    """The values of the gaps of few_rows.jinja, by name."""
+    dtype, words = DTYPES[kernel.dtype], ProductWriter(kernel, parameters, local_names, NAMES)
+    x = KernelArray(parameters[kernel.x], array(parameters[kernel.x]), lead=lead(kernel.x))
+    rows_on_left, several = kernel.rows_on_left, len(kernel.products) > 1
+    products = [StreamedWeight.of(w, parameters, several, rows_on_left) for w in kernel.products.values()]
+    vectors = [VectorStream.of(v, parameters[v]) for v in kernel.vectors]
+
+    # the prologue, in the preparer
+    inside = {kernel.x: "tile"} | {v: one.row for v, one in zip(kernel.vectors, vectors)}
+    prologue, operand, summed = words.prologue(inside)
+    band = dtype if kernel.plain and not kernel.row_sums else "fp32"
+    if kernel.narrow and band == "fp32":
+        prologue, operand = [*prologue, f"operand = {dtype}({operand})"], "operand"
+    sides = [ClusterRowSum(*one, f"{one[0]}_parts", f"ready_{n}" if n > 1 else "ready") for n, one in enumerate(summed, 1)]
+
+    # products and epilogue
+    narrow = None
+    if kernel.narrow:
+        ((first, second),) = kernel.narrow.values()
+        scaled = words.narrow("product", products[0].acc)
+        narrow = NarrowProductStream(
+            kernel.rank, StreamedWeight.of(first, parameters), StreamedWeight.of(second, parameters), scaled
+        )
+    known = {p: s.acc for p, s in zip(kernel.products, products)}
+    extension = kernel.extension
+    if extension:
+        known[extension.joint] = products[0].acc
+    known |= {side: f"{s.name}_of_rows" for side, s in zip(kernel.row_sums, sides)}
+    place = "col_index(rt(16, ROWS, fp32).row_vec)", "row_index(rt(16, ROWS, fp32).col_vec) + mine"
+    if rows_on_left:
+        place = "row_index(rt(16, COLUMNS, fp32).col_vec) + mine", "col_index(rt(16, COLUMNS, fp32).row_vec) + COLUMNS * col"
+    epilogue, written = words.epilogue(known, _read_operand_with_rows_on_left if rows_on_left else _read_operand, *place)
+
+    shared_names = [x.name, *(v.name for v in vectors), *(["u"] if not kernel.plain else [])]
+    shared_names += [part for p in products for part in (p.ring, p.parts, p.full)]
+    shared_names += [part for s in sides for part in (s.parts, s.ready)]
+    rings = [*products, *([narrow.first, narrow.second] if narrow else [])]
+    shared_names += [narrow.first.ring, narrow.second.ring, "narrow"] if narrow else []
+    arguments = [(x.array, f"tensor({x.name}, X)"), *((v.array, f"tensor({v.name}, {v.tile})") for v in vectors)]
+    arguments += [(r.array, f"tensor({r.ring}, {r.tile})") for r in rings]
+    if narrow and not narrow.second.transposed:
+        arguments[-1] = narrow.second.array, f"tensor({narrow.second.ring}, st(RANK, COLUMNS, {dtype}))"
+    if extension:
+        left, right = parameters[extension.left], parameters[extension.weight.array]
+        arguments += [(array(left), f"tensor({left}, X)"), (array(right), f"tensor({right}, {products[0].tile})")]
+    result, wide, batch = parameters[kernel.root], extent(kernel.x, x.name, -1), kernel.batch is not None
+    counted = f"-(-{extent(kernel.root, result, -1)} // COLUMNS) * BLOCKS"
+    blocks = f"(blocks, {result}.shape[0])" if batch else "blocks"
+    parts = AdjacentProduct.of(kernel, parameters)
+    arguments += [(array(part.weight), f"tensor({part.weight}, {products[0].tile})") for part in parts[1:]]
+    arguments += [(array(parameters[y]), parameters[y]) for y in (*kernel.epilogue_inputs, *kernel.roots)]
+    arguments += words.selection.arguments if words.selection else []
+    steps = f"-(-{wide} // (BLOCKS * DEPTH))"
+    early = ", early=True" if kernel.early else ""
+    numbers = words.lengths + [(parameters[y],) * 2 for y in kernel.numbers]
+    numbers += [(part.end,) * 2 for part in parts[:-1]]
+    numbers += [("each", f"{parameters[kernel.expert_stack]}.shape[1]")] if kernel.expert_stack is not None else []
+    ends = [f"{part.end} = {part.before + ' + ' if part.before else ''}-(-{part.result}.shape[1] // COLUMNS)" for part in parts]
+    counted = "cols * BLOCKS" if parts else counted
+    s = kernel.schedule
+    assert s
+    weights = "fp8e4m3" if kernel.widens else dtype
+    types = [("X", f"st(ROWS, DEPTH, {dtype})")]
+    types += [(p.tile, f"st({'COLUMNS, DEPTH' if p.transposed else 'DEPTH, COLUMNS'}, {weights})") for p in products]
+    types += [(v.tile, f"sv(DEPTH, {v.dtype})") for v in vectors]
+    types += [("BAND", f"rt(16, DEPTH, {band})")] if kernel.has_preparer else []
+    if narrow:
+        thin = "RANK, DEPTH" if narrow.first.transposed else "DEPTH, RANK"
+        back = "COLUMNS, RANK" if narrow.second.transposed else "TURNS * RANK, COLUMNS"
+        types += [("RANK", f"{narrow.rank}"), (narrow.first.tile, f"st({thin}, {dtype})")]
+        types += [(narrow.second.tile, f"st({back}, {dtype})")]
+        types += [("NARROW", f"st(ROWS, TURNS * RANK, {dtype}, width=2 * RANK)")]
+    return {
+        "schedule": s, "dtype": dtype, "plain": kernel.plain, "has_preparer": kernel.has_preparer,
+        "types": format_assignments(types, 0),
+        "widens": kernel.widens, "rows_on_left": rows_on_left,
+        "left_factor": x.name if kernel.plain else "u", "shared_names": shared_names, "products": products, "narrow": narrow,
+        "row_sums": sides,
+        "vectors": vectors, "x": x, "prologue": prologue, "operand": operand, "epilogue": epilogue,
+        "written": written, "result": array(result), "batch": batch, "lead": lead(kernel.root),
+        "arguments": [*arguments, ("steps", "steps"), *([("inner", "inner")] if extension else []), *numbers],
+        "extension": extension and {"x": array(left), "w": array(right)},
+        "adjacent_products": parts, "prepared_slots": kernel.prepared_slots(s.rows),
+        "before": [*ends, f"blocks, steps = {counted}, {steps}"] if not extension else [
+            f"inner, more = -(-{wide} // DEPTH), -(-{left}.shape[1] // DEPTH)",
+            f"blocks, steps = {counted}, -(-(inner + more) // BLOCKS)",
+        ],
+        "launch": f"{blocks}, THREADS, shared=smem, cluster=BLOCKS{early}", "bounds": "THREADS, 1",
+    }  # fmt: skip
+
+
+def _read_operand_with_rows_on_left(y: Term, name: str) -> str:
+    """The expression that reads another operand of the epilogue, for a tile whose rows are rows of x."""
+    return read_expression(y, name, "rt(16, COLUMNS, fp32)", "mine", "COLUMNS * col")
+
+
+def _read_operand(y: Term, name: str) -> str:
+    """The expression that reads another operand of the epilogue, transposed as the accumulator is."""
+    if y.operation == "repeat_columns":
+        return f"load({name}, rt(16, ROWS, fp32).row_vec, (0, divmod(mine, each)[0]), cols=0)"
+    if not any(y.axes[-2:]):
+        return read_expression(y, name, "", "", "")
+    if is_matrix(y):
+        return f"transpose(load({name}, rt(ROWS, 16, fp32), {index(y, '0', 'mine')}))"
+    if has_columns(y):
+        return f"load({name}, rt(16, ROWS, fp32).col_vec, {index(y, '0', 'mine')})"
+    return f"load({name}, rt(16, ROWS, fp32).row_vec, {index(y, '0', '0')}, cols={y.ndim - 2})"
