@@ -31,6 +31,7 @@ from ops import (
     store,
     subtile,
     tile_min,
+    tile_sum,
     transpose,
     truncate,
     warp_index,
@@ -45,6 +46,7 @@ from tiles.targets import Target
 
 from ..parts.recurrent.block_exponent import BlockExponent
 from ..parts.recurrent.gates import CHUNK_COL_VEC, COL_VEC, ROW_VEC, TILE, Gate, Mamba2Gate, TokenGate
+from ..parts.recurrent.gradients import gradient_forms
 from ..parts.recurrent.results import NORMALIZER_EPSILON, scan_forms
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 from . import chunk_hopper
@@ -106,6 +108,9 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
                 config = Config(key_dim, 1, dtype, gate, result, varlen, vector_bytes)
                 if result.has_outputs or config.supports_segments:
                     yield config
+            if kind is not Mamba2Gate:
+                forms = gradient_forms(kind, everything and not plainest)
+                yield from (Config(key_dim, 1, dtype, *form, vector_bytes) for form in forms)
 
 
 @functools.cache
@@ -149,13 +154,22 @@ def make(config: Config):
             return token + CHUNK * ahead
 
     @inlined
-    def store_row_dots(params, o, z, j, at, column, width):
-        """Gradients: store the row sums of o times z over this warp's columns. at: see results.ScanResult.store_row_dots."""
-        if result.reads_z and not result.silu:
-            seq, token, head = at
-            z_columns = fp32(transpose(warpgroup.load_transposed(z.wait(j, V_PENDING), TRANSPOSED)))
-            part = int32((head * width + column) * WARPS + warp_index())
-            store(truncate(params.row_dots, 1, seq.end), row_sum(o * z_columns), (seq.batch, token, part), cols=1)
+    def z_columns(z, j):
+        """This warp's columns of z, for all tokens of the j-th chunk."""
+        return fp32(transpose(warpgroup.load_transposed(z.wait(j, V_PENDING), TRANSPOSED)))
+
+    @inlined
+    def dot_carried(params, o, z, j, index, head, column):
+        """Gradients: see results.ScanResult.dot_carried."""
+        if result.dots_states:
+            params.carried_dots[index, head, WARPS * column + warp_index()] = tile_sum(o * z_columns(z, j))
+
+    @inlined
+    def store_row_dots(params, o, z, j, at):
+        """Gradients: see results.ScanResult.store_row_dots."""
+        if result.groups_queries and result.reads_z:
+            seq, token, part = at
+            store(truncate(params.row_dots, 1, seq.end), row_sum(o * z_columns(z, j)), (seq.batch, token, part), cols=1)
 
     @inlined
     def normalize_and_gate(o, z, j, gNormalizer, at):
@@ -163,7 +177,7 @@ def make(config: Config):
         if result.normalized:
             o = o / (load(gNormalizer, OUT.col_vec, at, cols=1) + NORMALIZER_EPSILON)
         if result.silu:
-            o = o * silu(fp32(transpose(warpgroup.load_transposed(z.wait(j, V_PENDING), TRANSPOSED))))
+            o = o * silu(z_columns(z, j))
         return o
 
     @cuda.jit(launch_bounds=(config.threads, config.ctas_per_sm), fastmath=True)
@@ -216,6 +230,7 @@ def make(config: Config):
             token, later = seq.chunk_start(j), seq.chunk_start(j + 1)
             index = seq_layout.chunk_index(token, sequence, length)
             result.dot_state(params, s_t, HALF_STATE, index, head, col, 0, column)
+            result.store_state(params, s_t, index, head, col, 0)
             if warp == 0:
                 gate.store_cumsum(b, a, g, rate, bias, end - token)
             keys = k.wait(j, Q_PENDING)  # its barrier also shows b and a to all warps
@@ -239,11 +254,12 @@ def make(config: Config):
             if result.has_outputs and result.reads_values:
                 b_chunk = block_exponent.shift_state_decay(gate.load_cumsum(b, CHUNK_COL_VEC, b), e_before, e)
                 o = result.scale_scores(gate.decay(mma_ABt(zeros(OUT), queries, INPUT(s_t)), b_chunk), scale)
+                dot_carried(params, o, z, j, index, head, column)
                 if result.skip:  # Mamba-2, where scale is 1
                     o = o + block_exponent.ldexp(fp32(transpose(v_t)) * d, -e)
                 o = block_exponent.ldexp(mma_ABt(o, p, v_t), e) * (scale if SCALES_OUTPUTS else 1.0)
                 o = normalize_and_gate(o, z, j, gNormalizer, (batch, token, head))
-                store_row_dots(params, o, z, j, (seq, token, head), column, width)
+                store_row_dots(params, o, z, j, (seq, token, int32((head * width + column) * WARPS + warp)))
                 store(gO, o, (batch, token, head, first_column), 1, 3, OUT_BYTES)
             a_cols, b_last = gate.load_cumsum(a, ROW_VEC, b), gate.load_last(b)
             u_t = gate.decay_values(fp32(v_t), a_cols, block_exponent.shift_key_decay(b_last, e))
@@ -253,7 +269,6 @@ def make(config: Config):
             g = gate.load_gates(gGates, batch, later, end, head)
             s_t = gate.decay(s_t, block_exponent.shift_state_decay(b_last, e_before, e))
             s_t, segment_b = mma_AB(s_t, u_t, keys), segment_b + b_last
-            result.store_state(params, s_t, index, head, col, 0)
             thread_block.sync()
             at = batch, int32(chunk_start(seq, token, STAGES, j + STAGES)), query_head, 0
             k.fill(j + STAGES, gK, at, 1, 3, n, VECTOR_BYTES)

@@ -33,6 +33,7 @@ from tiles.targets import LARGE, Target
 
 from ..parts.recurrent.block_exponent import BlockExponent
 from ..parts.recurrent.gates import COL_VEC, ROW_VEC, TILE, Gate, HeadGate, Mamba2Gate, TokenGate
+from ..parts.recurrent.gradients import gradient_forms
 from ..parts.recurrent.results import ScanOutputs, ScanResult, scan_forms
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 
@@ -63,8 +64,8 @@ class Config:
 
     @property
     def row_parts(self):
-        """The number of warpgroups or warps that have some of a block of 64 columns each, so that each has a part of a row sum."""
-        return 1
+        """The number of warpgroups or warps that each have a part of the row sums of a block of columns."""
+        return self.key_parts
 
     @property
     def supports_segments(self):
@@ -116,8 +117,8 @@ KINDS: tuple[type[Gate], ...] = Gate, HeadGate, TokenGate, Mamba2Gate
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
-    """The configurations: all gates at all sizes, other results and varlen at one size. everything: all of these at all sizes,
-    and fp16, whose code takes as many registers as bf16's."""
+    """The configurations: all gates at all sizes, other results and varlen at one size, and gradients. everything: all of these
+    at all sizes, and fp16, whose code takes as many registers as bf16's."""
     if target.has_wgmma:
         for of, size, kind in itertools.product((bf16, fp16) if everything else (bf16,), SIZES, KINDS):
             all_forms = (everything and of is bf16) or (size[0] == WIDE_KEY_DIM and kind in (TokenGate, Mamba2Gate))
@@ -125,6 +126,8 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
                 yield Config(*size, of, gate, result, varlen)
             if all_forms and kind in (HeadGate, TokenGate):  # Mamba-2's scale is 1
                 yield Config(*size, of, kind(scale_at_end=True), ScanOutputs())
+            if kind is not Mamba2Gate and (everything or kind is TokenGate or size[0] == WIDE_KEY_DIM):
+                yield from (Config(*size, of, *form) for form in gradient_forms(kind, all_forms))
 
 
 @functools.cache
@@ -160,7 +163,7 @@ def make(config: Config):
         q=key_ring(result.has_outputs),
         k=key_ring(),
         v=value_ring(result.reads_values),
-        z=value_ring(result.reads_z, 1),
+        z=value_ring(result.reads_z, KEY_PARTS if result.groups_queries else 1),
         b=vectors,
         a=vectors,
         state=st(COLUMNS * CONSUMERS * KEY_PARTS, KEYS, INPUT),
@@ -247,6 +250,7 @@ def make(config: Config):
                 slot, key_slot, remaining = int32(CONSUMERS * j + c), int32(KEY_PARTS * j + part), seq.remaining(j)
                 index = seq_layout.chunk_index(seq.chunk_start(j), sequence, length)
                 result.dot_state(params, s_t, HALF_STATE, index, head, row, col, KEY_PARTS * column + part)
+                result.store_state(params, s_t, index, head, row, col)
                 keys, values = k.wait(key_slot), result.wait_values(v, out, slot)
                 seq_layout.zero_other_rows(keys, remaining, CONSUMERS)
                 if result.reads_values:
@@ -267,6 +271,7 @@ def make(config: Config):
                     p = INPUT(result.scale_scores(gate.scale_keys(p, scale), scale))
                     o = gate.decay(warpgroup.wait(o), block_exponent.shift_state_decay(b_rows, e_before, e))
                     o = result.scale_scores(o, scale)
+                    result.dot_carried(params, o, z, slot, index, head, KEY_PARTS * column + part, TRANSPOSED)
                     o = warpgroup.mma_AB(o, p, values)
                     q.release(key_slot)
                 v_t = fp32(warpgroup.load_transposed(values, TRANSPOSED))
@@ -279,13 +284,13 @@ def make(config: Config):
                     o = block_exponent.ldexp(warpgroup.wait(o, newer=1), e) * (scale if SCALES_OUTPUTS else 1.0)
                     if KEY_PARTS == 1 or part > 0:
                         o = result.add_skip(o, values, d, TRANSPOSED)
+                    row_part = KEY_PARTS * (head * width + column) + part
+                    result.store_row_dots(params, o, z, slot, (seq, token, row_part), TRANSPOSED)
                     o = reduce_key_parts(o, partial_o, j, part)
                     if KEY_PARTS == 1 or part == 0:
                         o = result.normalize_and_gate(o, z, slot, gNormalizer, (seq.batch, token, head), TRANSPOSED)
-                        result.store_row_dots(params, o, z, slot, (seq, token, head), column, width, TRANSPOSED)
                         result.store_output(seq_layout, gO, out, o, seq, token, head, column)
                 s_t = warpgroup.wait(s_t)
-                result.store_state(params, s_t, index, head, row, col)
                 k.release(key_slot)
                 result.release_values(v, slot)
             s_t = block_exponent.ldexp(s_t, e)

@@ -16,7 +16,7 @@ from ..parts.recurrent.results import ScanOutputs, ScanResult
 from .recurrent_checks import DTYPES, is_varlen, pad_key_dim
 from .recurrent_chunks import SWAP_STATE_AXES, Arrays, ScratchAllocator, intern_value
 
-STATE_PARTS = 4  # of a warpgroup's, or block's, part of <S, dS>: one of each warp
+WARPS = 4  # of a warpgroup, or of an Ampere kernel's block: each has a part of a sum over a chunk's state
 
 
 class GradientScan(NamedTuple):
@@ -94,14 +94,16 @@ def plan_gradients(problem: Problem, scale: float, vector_bytes: int, wants_gate
     of_values["gInitialState"] = last and last.permuted(SWAP_STATE_AXES)
     finish: list[Step] = []
     if wants_gates:
-        parts = keys.config(problem, vector_bytes).row_parts * keys.width
+        config = keys.config(problem, vector_bytes)
+        parts = config.row_parts * keys.width
         query_dots, key_dots = _row_dots(problem, scratch, parts), _row_dots(problem, scratch, parts)
         chunks, heads = count_chunk_indices(problem), problem.extents["H"]
         states = scratch(chunks, heads, key_dim, value_dim, dtype=problem.dtype)
-        state_dots = scratch(chunks, heads, STATE_PARTS * keys.width * keys.config(problem, vector_bytes).key_parts)
-        of_queries |= {"gZ": inputs["q"], "row_dots": query_dots, "states": states, "state_dots": state_dots}
-        of_keys |= {"gZ": inputs["k"], "row_dots": key_dots, "states": states, "state_dots": state_dots}
-        finish.append(_sum_gates(problem, query_dots, key_dots, state_dots, parts))
+        state_parts = WARPS * keys.width * config.key_parts
+        of_chunks = {name: scratch(chunks, heads, state_parts) for name in ("carried_dots", "state_dots")}
+        of_queries |= {"gZ": inputs["q"], "row_dots": query_dots, "states": states} | of_chunks
+        of_keys |= {"gZ": inputs["k"], "row_dots": key_dots, "states": states} | of_chunks
+        finish.append(_sum_gates(problem, query_dots, key_dots, *of_chunks.values(), parts))
     if unrounded:
         finish += [_sum_heads(problem, outputs[name], name, vector_bytes) for name in ("dq", "dk")]
     scans = (queries, of_queries), (keys, of_keys), (values, of_values)
@@ -143,7 +145,9 @@ def _row_dots(problem: Problem, scratch: Callable[..., Operand], parts: int) -> 
     return scratch(batch, length, heads * parts)
 
 
-def _sum_gates(problem: Problem, query_dots: Operand, key_dots: Operand, state_dots: Operand, parts: int) -> Step:
+def _sum_gates(
+    problem: Problem, query_dots: Operand, key_dots: Operand, carried_dots: Operand, state_dots: Operand, parts: int
+) -> Step:
     """The launch that computes the decay's gradient."""
     decay, gradient = problem["decay"], problem["ddecay"]
     assert decay is not None and gradient is not None
@@ -156,6 +160,7 @@ def _sum_gates(problem: Problem, query_dots: Operand, key_dots: Operand, state_d
         heads if per_head else sequences * heads,
         gQueryDots=query_dots,
         gKeyDots=key_dots,
+        gCarriedDots=carried_dots,
         gStateDots=state_dots,
         gGates=spread_to_tokens(problem, decay),
         gGradient=gradient,

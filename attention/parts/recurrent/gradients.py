@@ -18,19 +18,25 @@ itself and those after it. With b the cumulative sum of a chunk's gates as ever,
 which are the forward scan's equations with b_last - b in place of b. The scale multiplies the keys there, so that states are
 gradients as they are.
 
-The gradient of a gate is a sum over the later tokens of its chunk, and one number for all tokens after them:
+The gradient of the cumulative sum of all gates up to a token is r = q . dq - k . dk. Summed to the end of the sequence it would
+be that of the token's gate, but with the rounding errors of all tokens behind it. Of a chunk with the state S before it, where dS
+is the gradient of the state after it,
 
-    dg_t = sum_(i >= t) (q_i . dq_i - k_i . dk_i) + <S, dS>
+    dg_t = sum_(i >= t) r_i + sum_i (k_i . dk_i, as far as it comes from dS) + exp(b_last) <S, dS>
 
-QueryGradients stores the row sums q . dq and the states S; KeyGradients k . dk, and <S, dS> for each chunk. All of these are sums of
-float32 accumulators."""
+over the chunk's tokens i. The second sum takes away again what r has of it behind t, to the last bits of float32, so that a gate
+that forgets everything has no errors of what it forgets. QueryGradients stores the row sums q . dq and the states S; KeyGradients
+k . dk, and for each chunk the second sum and <S, dS>. All of these are sums of float32 accumulators."""
 
-from ops import columns, row_sum, tile_sum, truncate, warpgroup
+import itertools
+from collections.abc import Iterator
+
+from ops import columns, minimum, row_sum, tile_sum, truncate, warpgroup
 from tiles import fp32, inlined, static
 from tiles.launching.arguments import array, record
 
-from .gates import Gate
-from .results import ScanResult
+from .gates import Gate, HeadGate
+from .results import ScanOutputs, ScanResult
 
 
 @static
@@ -50,6 +56,11 @@ class ReversedGate(Gate):
     def per_token(self):
         """Is there a gate for each token, in memory?"""
         return self.gate.per_token
+
+    @property
+    def rises_after_end(self):
+        """Would b_last - b be positive after the last token? b of a gate of a head goes on falling there."""
+        return isinstance(self.gate, HeadGate)
 
     @property
     def rank(self):
@@ -86,7 +97,10 @@ class ReversedGate(Gate):
     @inlined
     def consume_cumsum(self, b, a, j, g, remaining):
         b_rows, a_cols, b_last = self.gate.consume_cumsum(b, a, j, g, remaining)
-        return b_last - b_rows, b_last - a_cols, b_last
+        if self.rises_after_end:
+            return minimum(b_last - b_rows, 0.0), minimum(b_last - a_cols, 0.0), b_last
+        else:
+            return b_last - b_rows, b_last - a_cols, b_last
 
     @inlined
     def load_gates(self, gGates, batch, token, end, head):
@@ -116,6 +130,11 @@ class InputGradients(ScanResult):
     groups_queries = True
     gradient_of = ""
 
+    @property
+    def dots_states(self):
+        """Are states multiplied by their gradients?"""
+        return False
+
     def __str__(self):
         return ", ".join([f"d{self.gradient_of}", *["gates"] * self.with_gates, *["float32"] * self.unrounded])
 
@@ -125,11 +144,11 @@ class InputGradients(ScanResult):
         return self.with_gates
 
     def params(self, dtype):
-        """row_dots: a row sum for each token and (head, block of columns). states: after each chunk, transposed. state_dots: for
-        each chunk, head, and (block of columns, part of the channels, warp)."""
+        """row_dots: a row sum for each token and (head, block of columns, part of the channels). states: before each chunk,
+        transposed. carried_dots, state_dots: for each chunk, head, and (block of columns, part, warp)."""
         if not self.with_gates:
             return record()
-        return record(row_dots=array(3), states=array(4, dtype), state_dots=array(3))
+        return record(row_dots=array(3), states=array(4, dtype), carried_dots=array(3), state_dots=array(3))
 
     @inlined
     def query_head(self, key_head, group, first, width):
@@ -146,11 +165,11 @@ class InputGradients(ScanResult):
             z.fill(j, gZ, at)
 
     @inlined
-    def store_row_dots(self, params, o, z, j, at, column, width, kind):
+    def store_row_dots(self, params, o, z, j, at, kind):
         if self.with_gates:
-            seq, token, head = at
+            seq, token, part = at
             dots = row_sum(o * fp32(warpgroup.load(z.wait(j), kind)))
-            warpgroup.store(truncate(params.row_dots, 1, seq.end), dots, (seq.batch, token, head * width + column), cols=1)
+            warpgroup.store(truncate(params.row_dots, 1, seq.end), dots, (seq.batch, token, part), cols=1)
             z.release(j)
 
     @inlined
@@ -165,7 +184,7 @@ class InputGradients(ScanResult):
 
 
 class QueryGradients(InputGradients):
-    """dQ, and with the gates' gradients q . dq and the state after each chunk. Scores are rounded as those of KeyGradients are, so
+    """dQ, and with the gates' gradients q . dq and the state before each chunk. Scores are rounded as those of KeyGradients are, so
     that the part of q . dq that k . dk takes away again is the same."""
 
     gradient_of, scales_scores = "q", True
@@ -181,9 +200,13 @@ class QueryGradients(InputGradients):
 
 
 class KeyGradients(InputGradients):
-    """dK, and with the gates' gradients k . dk and the product of each chunk's last state and its gradient."""
+    """dK, and with the gates' gradients k . dk, and of each chunk the sum of what k . dk has from dS, and <S, dS>."""
 
     gradient_of = "k"
+
+    @property
+    def dots_states(self):
+        return self.with_gates
 
     @inlined
     def dot_state(self, params, s_t, half, index, head, row, col, part):
@@ -193,7 +216,24 @@ class KeyGradients(InputGradients):
             params.state_dots[index, head, warpgroup.WARPGROUP * part + warpgroup.rank()] = dot
 
     @inlined
+    def dot_carried(self, params, o, z, j, index, head, part, kind):
+        if self.with_gates:
+            dot = tile_sum(o * fp32(warpgroup.load(z.wait(j), kind)))
+            params.carried_dots[index, head, warpgroup.WARPGROUP * part + warpgroup.rank()] = dot
+
+    @inlined
     def dot_half(self, params, s_t, half, n, index, head, row, col):
         """The product of half of the columns of s_t and of the stored state: of all at once, registers would spill."""
         state = warpgroup.load(params.states, half, (index, head, row, col + half.cols * n), aligned=True)
         return tile_sum(columns(s_t, half.cols, n) * fp32(state))
+
+
+def gradient_forms(kind: type[Gate], everything: bool) -> Iterator[tuple[Gate, ScanResult, bool]]:
+    """(gate, result, varlen) of the scans of gradients with gates of this kind. everything: float32 outputs and varlen, too."""
+    gate = kind() if kind is Gate else kind(scale_at_end=True)
+    for unrounded, varlen in itertools.product((False, True), repeat=2) if everything else ((False, False),):
+        for with_gates in (False, True) if kind is not Gate else (False,):
+            yield gate, QueryGradients(with_gates, unrounded), varlen
+            yield ReversedGate(gate), KeyGradients(with_gates, unrounded), varlen
+        if not unrounded:
+            yield ReversedGate(gate), ScanOutputs(), varlen

@@ -20,11 +20,12 @@ class ScanResult:
     """The base of what a scan can compute. has_outputs: does it compute outputs, or a normalizer, so that it reads queries?
     reads_values: does it read values? If not, all of them are 1. skip, normalized, silu: see ScanOutputs. reads_z: is there an
     array z of the outputs' shape that it reads beside the values? unrounded: are outputs float32? scales_scores: are scores
-    multiplied by the scale before they are rounded, instead of outputs at the end? groups_queries: see gradients.py."""
+    multiplied by the scale before they are rounded, instead of outputs at the end? groups_queries, dots_states: see
+    gradients.py."""
 
     has_outputs = True
     reads_values = True
-    skip = normalized = silu = unrounded = scales_scores = groups_queries = False
+    skip = normalized = silu = unrounded = scales_scores = groups_queries = dots_states = False
     label = ""
 
     @property
@@ -61,8 +62,13 @@ class ScanResult:
         return x
 
     @inlined
-    def store_row_dots(self, params, o, z, j, at, column, width, kind):
-        """Gradients: store what each row of o is times z. at: the coordinates of the chunk and its head. kind: as in add_skip."""
+    def store_row_dots(self, params, o, z, j, at, kind):
+        """Gradients: store the products of the rows of o and of the j-th tile z. at: (the tokens of the scan, the first one of the
+        chunk, which part of a token's products this is). kind: as in add_skip."""
+
+    @inlined
+    def dot_carried(self, params, o, z, j, index, head, part, kind):
+        """Gradients: store the product of z and o, what queries read of the state. index, part: as in dot_state."""
 
     @inlined
     def dot_state(self, params, s_t, half, index, head, row, col, part):
@@ -72,7 +78,7 @@ class ScanResult:
 
     @inlined
     def store_state(self, params, s_t, index, head, row, col):
-        """Gradients: store the state after a chunk."""
+        """Gradients: store the state before a chunk."""
 
     @inlined
     def wait_values(self, v, ones, j):
