@@ -84,6 +84,11 @@ class Config(chunk_hopper.Config):
         return 2 if self.key_dim <= WIDE_KEY_DIM else 1
 
     @property
+    def supports_result(self):
+        """Do registers hold what the result takes? Where they do not, another kernel computes it."""
+        return self.key_dim <= WIDE_KEY_DIM or not (self.result.groups_queries and self.result.reads_z)
+
+    @property
     def row_parts(self):
         """The warps, which have 16 columns of the outputs each."""
         return WARPS
@@ -110,7 +115,8 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
                     yield config
             if kind is not Mamba2Gate:
                 forms = gradient_forms(kind, everything and not plainest)
-                yield from (Config(key_dim, 1, dtype, *form, vector_bytes) for form in forms)
+                configs = [Config(key_dim, 1, dtype, *form, vector_bytes) for form in forms]
+                yield from (config for config in configs if config.supports_result)
 
 
 @functools.cache
@@ -147,9 +153,10 @@ def make(config: Config):
 
     @inlined
     def chunk_start(seq, token, ahead, j):
-        """The first token of the j-th chunk, which is `ahead` chunks after the one that starts at `token`."""
+        """The first token of the j-th chunk, which is `ahead` chunks after the one that starts at `token`. In reverse order there is
+        none before the first token, which is returned instead."""
         if REVERSED:
-            return seq.chunk_start(j)
+            return max(seq.chunk_start(j), seq.start)
         else:
             return token + CHUNK * ahead
 
@@ -226,9 +233,11 @@ def make(config: Config):
         rate, bias = gate.load_rate_and_bias(gA, gDtBias, head)
         d = load(gD, OUT.row_vec, (head, first_column), aligned=False) if result.skip else 0.0
         segment_b, g = float32(0), gate.load_gates(gGates, batch, chunk_start(seq, first, 0, 0), end, head)
+        first_index = seq_layout.chunk_index(first, sequence, length)
         for j in range(n):
-            token, later = seq.chunk_start(j), seq.chunk_start(j + 1)
-            index = seq_layout.chunk_index(token, sequence, length)
+            token = seq.chunk_start(j)
+            later = int32(chunk_start(seq, token, 1, j + 1))
+            index = int32(first_index + seq.chunk_number(j))
             result.dot_state(params, s_t, HALF_STATE, index, head, col, 0, column)
             result.store_state(params, s_t, index, head, col, 0)
             if warp == 0:

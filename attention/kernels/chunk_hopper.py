@@ -39,6 +39,7 @@ from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 
 WIDE_KEY_DIM = 128  # beyond it a state takes half of a warpgroup's registers: two warpgroups have half of the channels each
 REGISTERS = {(1, 2): (48, 208), (2, 1): (72, 216), (1, 1): (88, 256)}  # (warpgroups, blocks an SM) -> of producer, of consumer
+ROOMY_REGISTERS = 200, 256  # likewise, of a single consumer: what both read before they part would spill in fewer
 CUMSUM_WARPS = warpgroup.WARPGROUP - 1  # warps of the producer that compute b, a chunk each in turn
 GATE_BYTES = 4 * 1024  # bytes of shared memory for gates and mbarriers
 STAGES = 3  # chunks in flight, at most
@@ -71,6 +72,19 @@ class Config:
     def supports_segments(self):
         """Can sequences be cut into segments?"""
         return True
+
+    @property
+    def supports_result(self):
+        """Do registers hold what the result takes? Where they do not, another kernel computes it."""
+        if not self.result.dots_states or not self.varlen:
+            return True
+        return self.consumers == 1 and self.key_parts == 1
+
+    @property
+    def registers(self):
+        """(registers of a thread of the producer, of a consumer)"""
+        alone = self.consumers * self.key_parts == 1 and self.ctas_per_sm == 1
+        return ROOMY_REGISTERS if alone and self.result.dots_states else REGISTERS[self.consumers * self.key_parts, self.ctas_per_sm]
 
     @property
     def ctas_per_sm(self):
@@ -127,7 +141,8 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
             if all_forms and kind in (HeadGate, TokenGate):  # Mamba-2's scale is 1
                 yield Config(*size, of, kind(scale_at_end=True), ScanOutputs())
             if kind is not Mamba2Gate and (everything or kind is TokenGate or size[0] == WIDE_KEY_DIM):
-                yield from (Config(*size, of, *form) for form in gradient_forms(kind, all_forms))
+                configs = [Config(*size, of, *form) for form in gradient_forms(kind, all_forms)]
+                yield from (config for config in configs if config.supports_result)
 
 
 @functools.cache
@@ -135,7 +150,7 @@ def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     CONSUMERS, KEY_PARTS, INPUT, gate, result = config.consumers, config.key_parts, config.dtype, config.gate, config.result
     PRODUCER, KEYS = CONSUMERS * KEY_PARTS, config.key.cols  # the warpgroup after those of the consumers
-    (producer_registers, consumer_registers), STATE = REGISTERS[CONSUMERS * KEY_PARTS, config.ctas_per_sm], rt(16, KEYS, fp32)
+    (producer_registers, consumer_registers), STATE = config.registers, rt(16, KEYS, fp32)
     TRANSPOSED, seq_layout = rt(16, CHUNK, INPUT), SequenceLayout(config.varlen, gate.reversed)
     block_exponent = BlockExponent(gate.weighted and INPUT is fp16)
     TMA_KEYS, TMA_VALUES = tiled(config.key, unit=1), tiled(config.value, unit=1)
@@ -240,6 +255,7 @@ def make(config: Config):
                 )
             e = block_exponent.initial_exponent(s_t)
             s_t = block_exponent.ldexp(s_t, -e)
+            first_index = seq_layout.chunk_index(seq.start, sequence, length)
             g, segment_b, log2_scale = gate.load_head_gate(gGates, head), float32(0), log2(zeros(COL_VEC) + scale)
             d = load(gD, ROW_VEC, (head, row))
             if not result.reads_values:
@@ -248,7 +264,7 @@ def make(config: Config):
                 warpgroup.sync_several(KEY_PARTS)
             for j in range(n):
                 slot, key_slot, remaining = int32(CONSUMERS * j + c), int32(KEY_PARTS * j + part), seq.remaining(j)
-                index = seq_layout.chunk_index(seq.chunk_start(j), sequence, length)
+                index = int32(first_index + seq.chunk_number(j))
                 result.dot_state(params, s_t, HALF_STATE, index, head, row, col, KEY_PARTS * column + part)
                 result.store_state(params, s_t, index, head, row, col)
                 keys, values = k.wait(key_slot), result.wait_values(v, out, slot)

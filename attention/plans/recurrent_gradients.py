@@ -1,6 +1,7 @@
 """The plan of linear attention's gradients: three scans of the chunk kernels, for dQ, dK and dV, and small kernels for what several
 value heads share and for gates (parts/recurrent/gradients.py has the equations)."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -43,7 +44,8 @@ class GradientScan(NamedTuple):
         heads, key_heads = problem("HG")
         alike = self.width if self.result.groups_queries else heads // key_heads * self.width  # blocks with the same queries
         consumers = 2 if alike % 2 == 0 and padded <= chunk_hopper.WIDE_KEY_DIM else 1
-        return intern_value(chunk_hopper.Config, padded, consumers, dtype, gate, self.result, is_varlen(problem))
+        config = intern_value(chunk_hopper.Config, padded, consumers, dtype, gate, self.result, is_varlen(problem))
+        return config if config.supports_result else dataclasses.replace(config, consumers=1)
 
     def launch(self, problem: Problem, scale: float, vector_bytes: int, arrays: Arrays) -> Step:
         """The launch for these arrays, by the names of the kernel's parameters."""

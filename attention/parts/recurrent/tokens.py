@@ -24,6 +24,11 @@ class TokenRange(NamedTuple):
         return int32((self.end - self.start + CHUNK - 1) // CHUNK)
 
     @inlined
+    def chunk_number(self, j):
+        """How many chunks lie before the j-th one in memory."""
+        return j
+
+    @inlined
     def chunk_start(self, j):
         """The first token of the j-th chunk."""
         return int32(self.start + CHUNK * j)
@@ -47,9 +52,14 @@ class ReversedTokens(NamedTuple):
         return int32((self.end - self.start + CHUNK - 1) // CHUNK)
 
     @inlined
+    def chunk_number(self, j):
+        """How many chunks lie before the j-th one from the end in memory."""
+        return int32(self.num_chunks() - 1 - j)
+
+    @inlined
     def chunk_start(self, j):
-        """The first token of the j-th chunk from the end; after the last chunk, that of the last one again."""
-        return int32(self.start + CHUNK * max(int32(self.num_chunks() - 1 - j), int32(0)))
+        """The first token of the j-th chunk from the end."""
+        return int32(self.start + CHUNK * self.chunk_number(j))
 
     @inlined
     def remaining(self, j):
