@@ -66,9 +66,9 @@ def flash_attn_func(
 ) -> Any:
     """out, or with return_attn_probs=True (out, lse, None). q, out: (B, Sq, H, D); k, v: (B, Sk, Hk, D)."""
     refuse_probabilities(return_attn_probs, dropout_p)
-    options = score_options(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic) | draw_dropout_options(
-        dropout_p, q
-    )
+    options = convert_score_options(
+        softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
+    ) | draw_dropout_options(dropout_p, q)
     return append_probabilities(attend(q, k, v, return_attn_probs, **options), return_attn_probs)
 
 
@@ -146,16 +146,16 @@ def flash_attn_varlen_func(
     refuse_probabilities(return_attn_probs, dropout_p)
     if block_table is not None:
         refuse("dropout_p", bool(dropout_p), "block_table excludes dropout; set dropout_p=0.0, or gather the pages")
-        options = score_options(softmax_scale, causal, window_size, softcap, alibi_slopes)
+        options = convert_score_options(softmax_scale, causal, window_size, softcap, alibi_slopes)
         options |= {"pages": block_table, "cu_seqlens": cu_seqlens_q}
         lengths = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
         _check_packed("q", q)
         result = attend_cache(q[None], k, v, None, None, lengths, (None, None, True), None, return_attn_probs, options, PAGED)
         result = (result[0][0], result[1][0]) if return_attn_probs else result[0]
         return append_probabilities(result, return_attn_probs)
-    options = score_options(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic) | draw_dropout_options(
-        dropout_p, q
-    )
+    options = convert_score_options(
+        softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
+    ) | draw_dropout_options(dropout_p, q)
     result = attend_packed(q, k, v, return_attn_probs, cu_seqlens=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **options)
     return append_probabilities(result, return_attn_probs)
 
@@ -242,14 +242,14 @@ def flash_attn_with_kvcache(
 ) -> Any:
     """out, or with return_softmax_lse=True (out, lse); k and v are written into the caches. q, out: (B, Sq, H, D); caches:
     (B, Sk, Hk, D), or with block_table (pages, page size, Hk, D); k, v: (B, S, Hk, D); lse: (B, H, Sq)."""
-    options = score_options(softmax_scale, causal, window_size, softcap, alibi_slopes)
+    options = convert_score_options(softmax_scale, causal, window_size, softcap, alibi_slopes)
     options |= drop_none(pages=block_table, batch_index=cache_batch_idx, leftpad=cache_leftpad, splits=num_splits or None)
     rotary = rotary_cos, rotary_sin, rotary_interleaved
     return attend_cache(q, k_cache, v_cache, k, v, cache_seqlens, rotary, None, return_softmax_lse, options)
 
 
 # ---- what FlashAttention-2 and -3 share ----------------------------------------------------------------------------
-def score_options(
+def convert_score_options(
     softmax_scale: float | None,
     causal: bool,
     window_size: tuple[int, int],

@@ -20,7 +20,7 @@ from __future__ import annotations
 from typing import Any
 
 from .arguments import drop_none, refuse
-from .flash_attn import CACHES, OPEN, attend, attend_cache, attend_packed, score_options
+from .flash_attn import CACHES, OPEN, attend, attend_cache, attend_packed, convert_score_options
 
 CACHES_FA3 = CACHES | {"pages": "page_table"}
 
@@ -46,7 +46,7 @@ def flash_attn_func(
 ) -> Any:
     """out, or with return_attn_probs=True (out, lse). q, out: (B, Sq, H, D); k, v: (B, Sk, Hk, D)."""
     _refuse_unsupported(qv, attention_chunk)
-    options = score_options(softmax_scale, causal, window_size, softcap, None, deterministic)
+    options = convert_score_options(softmax_scale, causal, window_size, softcap, None, deterministic)
     options |= drop_none(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     return attend(q, k, v, return_attn_probs, **options)
 
@@ -73,7 +73,7 @@ def flash_attn_qkvpacked_func(
     else:
         keys_end = num_heads_q + (qkv.shape[2] - num_heads_q) // 2
         q, k, v = qkv[:, :, :num_heads_q], qkv[:, :, num_heads_q:keys_end], qkv[:, :, keys_end:]
-    options = score_options(softmax_scale, causal, window_size, softcap, None, deterministic)
+    options = convert_score_options(softmax_scale, causal, window_size, softcap, None, deterministic)
     options |= drop_none(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     return attend(q, k, v, return_attn_probs, **options)
 
@@ -106,7 +106,9 @@ def flash_attn_varlen_func(
     """flash_attn_func of packed sequences. q, out: (total_q, H, D); k, v: (total_k, Hk, D); lse: (H, total_q)."""
     refuse("seqused_q", seqused_q is not None, "all queries of cu_seqlens_q are computed: leave the unused ones out of q")
     _refuse_unsupported(qv, attention_chunk)
-    options = score_options(softmax_scale, causal, window_size, softcap, None, deterministic) | drop_none(lengths_k=seqused_k)
+    options = convert_score_options(softmax_scale, causal, window_size, softcap, None, deterministic) | drop_none(
+        lengths_k=seqused_k
+    )
     options |= drop_none(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     return attend_packed(q, k, v, return_attn_probs, cu_seqlens=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **options)
 
@@ -150,7 +152,9 @@ def flash_attn_with_kvcache(
     advice = "pass q and k both as (B, S, H, D), or both packed, with cu_seqlens_q and cu_seqlens_k_new"
     refuse("cu_seqlens_k_new", cu_seqlens_k_new is not None and cu_seqlens_q is None, advice)
     refuse("cu_seqlens_q", cu_seqlens_q is not None and k is not None and cu_seqlens_k_new is None, advice)
-    options = score_options(softmax_scale, causal, window_size, softcap) | drop_none(k_descale=k_descale, v_descale=v_descale)
+    options = convert_score_options(softmax_scale, causal, window_size, softcap) | drop_none(
+        k_descale=k_descale, v_descale=v_descale
+    )
     options |= drop_none(pages=page_table, batch_index=cache_batch_idx, leftpad=cache_leftpad, splits=num_splits or None)
     rotary, new = (rotary_cos, rotary_sin, rotary_interleaved), (k, v)
     if cu_seqlens_q is not None:

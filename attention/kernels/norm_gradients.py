@@ -31,7 +31,10 @@ from .forward_hopper import SHAPES
 
 WARPS, PART = 8, rt(16, 32, fp32)  # warps of a thread block; the tile that a warp works on at a time
 TILES_PER_BLOCK = 8 * WARPS  # tiles of rows whose columns a thread block sums
-ROWS_OF = {"q": "BSHD", "k": "BTGD"}  # the axes of the normalised array
+ROWS_OF = {  # the axes of the normalised array
+    "q": ("batch", "seqlen_q", "heads", "head_dim"),
+    "k": ("batch", "seqlen_k", "heads_k", "head_dim"),
+}
 
 
 @inlined

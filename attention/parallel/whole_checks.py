@@ -9,20 +9,19 @@ from typing import Any
 import torch
 
 from tiles.launching.arrays import Form, Number
-from tiles.launching.checks import ENDS, KEY_ENDS, KEY_LENGTHS, Check, check_options
+from tiles.launching.checks import ENDS_K, ENDS_Q, KEY_LENGTHS, Check, check_options
 from tiles.launching.frameworks import describe
 
-from ..options import check_positive, split_norm
+from ..options import split_norm
 from ..parts.block_masks import FIELDS
-from ..plans.call_options import AUX, block_options, dropout_options, window_ends
+from ..plans.call_options import AUX, block_options, dropout_options, score_options, window_ends
 from ..plans.forward_launches import expand_axes
-from ..plans.forward_programs import VARIANTS, ScoreOptions, kv_block_size
+from ..plans.forward_programs import VARIANTS, kv_block_size
 from ..plans.planning import check_extents, norm_and_dropout_parts
 from ..scoring.index_checks import IndexingFunctions, plan_index_checks
-from ..scoring.python_functions import register_function
 from .peers import check_torch_tensors
 
-COUNTS = {"cu_seqlens": ENDS, "cu_seqlens_k": KEY_ENDS, "lengths_k": KEY_LENGTHS}  # the checks of their values
+COUNTS = {"cu_seqlens": ENDS_Q, "cu_seqlens_k": ENDS_K, "lengths_k": KEY_LENGTHS}  # the checks of their values
 CHECKED_ARRAYS = "alibi", "sink", "bias", *COUNTS
 
 
@@ -38,9 +37,9 @@ def check_whole(q: Any, k: Any, v: Any, length: int, length_k: int, options: Map
         )
     problem = VARIANTS.problem(_forms(q, k, v, length, length_k, options), "bshd")
     check_extents(problem)
-    for name, axes in ("bias", "NHST"), ("alibi", "NH"):
-        expand_axes(problem, name, axes)
-    if "Z" in problem.extents:
+    expand_axes(problem, "bias", ("sequences", "heads", "seqlen_q", "seqlen_k"))
+    expand_axes(problem, "alibi", ("sequences", "heads"))
+    if "parts" in problem.extents:
         raise NotImplementedError(
             "lengths_k: for parts of queries it is not supported on several ranks; give one length for each batch"
         )
@@ -62,16 +61,14 @@ def find_kv_block(q: Any, k: Any, v: Any, length: int, length_k: int, options: M
     forms = _forms(q, k, v, length, length_k, options)
     forms |= {name: describe(x, name).form for name, x in others.items() if x is not None}
     problem = VARIANTS.problem(forms, "bshd")
-    if 0 in problem("BSHT"):
+    if 0 in problem("batch", "seqlen_q", "heads", "seqlen_k"):
         return None
-    mask, score = (register_function(name, options.get(name)) for name in ("mask", "score"))
-    cap = check_positive("softcap", options.get("softcap"))
-    score_options = ScoreOptions(
-        bool(options.get("causal")), *window_ends(options.get("window")), cap, mask, score, *blocks.size, blocks.ready_for
+    scores = score_options(
+        options.get("causal", False), *[options.get(name) for name in ("window", "softcap", "mask", "score")]
     )
     seed = None if random.seed is None else Number(0)  # its value does not affect the plan
     more = norm_and_dropout_parts(problem, options.get("norm_eps", 1e-6), random.dropout, seed)
-    return kv_block_size(problem, score_options, options.get("scale"), options.get("family"), more)
+    return kv_block_size(problem, scores, blocks.options, options.get("scale"), options.get("family"), more)
 
 
 def _forms(q: Any, k: Any, v: Any, length: int, length_k: int, options: Mapping[str, Any]) -> dict[str, Form]:
@@ -98,7 +95,7 @@ def check_values(options: Mapping[str, Any], length: int, length_k: int, plannin
             continue
         array = describe(x, name)
         stream = 0 if array.device is None else array.kind.stream(x, array.device)
-        Check([(name, 0, array.form, COUNTS[name])], {"S": length, "T": length_k}).run(stream, [array.pointer])
+        Check([(name, 0, array.form, COUNTS[name])], {"seqlen_q": length, "seqlen_k": length_k}).run(stream, [array.pointer])
 
 
 def _with_tokens(form: Form, axis: int, tokens: int) -> Form:

@@ -40,7 +40,7 @@ def choose_kernel(
     reads: Mapping[str, Sequence[BiasRead]],
 ) -> KernelChoice:
     """The KernelChoice for the variant `spec`; backward_launches.plan_launches documents the arguments."""
-    q_len, head_dim, kv_len, value_dim = problem("SDTV")
+    q_len, head_dim, kv_len, value_dim = problem("seqlen_q", "head_dim", "seqlen_k", "head_dim_v")
     (seq_layout, _), dtype, variant = choose_layout(problem), DTYPES[problem.dtype], spec.variant
     accumulate = problem.schema.arguments["dq"].role == "updated"
     tma = uses_hopper_kernels(problem, family)

@@ -51,7 +51,9 @@ def plan_launches(
     summed in a fixed order. aux: the arrays that its functions read. listing: how lists say which query tiles see a key block;
     None where no lists are needed. reads: by the name of a gradient, how scores read the array that it belongs to. dsink: is
     the gradient of the sinks wanted?"""
-    batch, q_len, heads, head_dim, kv_len, kv_heads, value_dim = problem("BSHDTGV")
+    batch, q_len, heads, head_dim, kv_len, kv_heads, value_dim = problem(
+        "batch", "seqlen_q", "heads", "head_dim", "seqlen_k", "heads_k", "head_dim_v"
+    )
     gradients = [problem[name] for name in ("dq", "dk", "dv", *["dsink"] * dsink, *reads)]
     accumulate = problem.schema.arguments["dq"].role == "updated"
     outputs = nothing if accumulate else None
@@ -64,7 +66,7 @@ def plan_launches(
     slope_gradient, by_list = config.slope_gradient, config.by_list
     parts, split = config.parts, QuerySplit()
     if seq_layout.packed:  # see sequences.Packed: each sequence begins a tile of its own
-        (ends,) = problem("E")
+        ends = problem.extents["ends"]
         tiles, blocks = q_len // config.rows + ends - 1, kv_len // config.kv + ends - 1
     else:
         tiles, blocks = -(-q_len // config.rows), -(-kv_len // config.kv)
@@ -90,7 +92,7 @@ def plan_launches(
     aux_args = {f"aux{n}": x for n, x in enumerate(aux)}
     if listing and listing.blocked:
         marks = problem["marks"] or before_main.classify_blocks(listing.blocked)
-        variant_args["marks"] = broadcast(marks, (*problem("NH"), *marks.form.shape[2:]))
+        variant_args["marks"] = broadcast(marks, (*problem("sequences", "heads"), *marks.form.shape[2:]))
     list_args, survey_args = {}, {}
     if listing and by_list:
         if listing.ready_for:
@@ -158,7 +160,9 @@ def plan_wide_launches(
 ) -> Plan:
     """The launches of the gradients of wide heads: a kernel for dK and dV, and one for dQ, which sums nothing in global
     memory."""
-    batch, q_len, heads, head_dim, kv_len, kv_heads, value_dim = problem("BSHDTGV")
+    batch, q_len, heads, head_dim, kv_len, kv_heads, value_dim = problem(
+        "batch", "seqlen_q", "heads", "head_dim", "seqlen_k", "heads_k", "head_dim_v"
+    )
     dtype, gpu = DTYPES[problem.dtype], machine(problem.device)
     by_queries = backward_wide_queries_hopper.config_for(head_dim, dtype, spec.variant, value_dim)
     (_, seq_args), before_main, tiles = choose_layout(problem), PreparationSteps(problem), -(-q_len // by_keys.rows)
@@ -203,7 +207,7 @@ def _bind_prepare(
     problem: Problem, config: backward_preprocess.Config, lse_delta: Any, dq_accum: Any, tiles: int, args: Mapping[str, Any]
 ) -> Any:
     """The launch that computes lse and delta of each query, and clears the sums of dQ."""
-    batch, heads = problem("BH")
+    batch, heads = problem("batch", "heads")
     dlse = {} if (x := problem["dlse"]) is None else {"dlse": x}
     return kernel_for(backward_preprocess, replace(config, has_dlse=bool(dlse)), problem.device).bind(
         batch * heads * tiles,
@@ -221,7 +225,7 @@ def _bind_prepare(
 
 def _bind_sinks(problem: Problem, config: sink_gradient.Config, lse_delta: Any, batches: int, tiles: int) -> Any:
     """The launch that computes the gradients of the sinks."""
-    (heads,) = problem("H")
+    heads = problem.extents["heads"]
     return kernel_for(sink_gradient, config, problem.device).bind(
         -(-heads // sink_gradient.HEADS),
         gLseDelta=lse_delta,

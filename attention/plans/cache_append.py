@@ -13,28 +13,26 @@ from tiles.launching.devices import machine
 from ..kernels import cache_write
 
 
-class AppendNames(NamedTuple):
-    """What a function that appends calls its arrays and axes. new_axis, query_axis: the letters of the axes of new tokens and
-    of queries in its schema. queries: (q, out) if q is rotated to out. ends: cu_seqlens of packed new tokens, or None."""
-
-    new_axis: str
-    query_axis: str
-    queries: tuple[Operand, Operand] | None
-    ends: Operand | None
-
-
 def has_descale_per_key(problem: Problem) -> bool:
     """Do k_descale and v_descale have one number for each key and head? ValueError: only one of them has."""
     names = "k_descale", "v_descale"
-    per_key = {problem.axes(name) == "CTG" for name in names if name in problem}
+    per_key = {"seqlen_k" in problem.axes(name) for name in names if name in problem}
     if len(per_key) > 1:
         raise problem.error("v_descale", "must have as many axes as k_descale: both of each key and head, or neither", *names)
     return any(per_key)
 
 
-def plan_append(problem: Problem, interleaved: bool, causal: bool, names: AppendNames, norm_eps: float) -> list:
-    """The steps of a plan that write new keys and values. names: what the calling function calls its arrays; all others have
-    the names and axes of ARRAYS. ValueError: the arrays do not fit each other."""
+def plan_append(
+    problem: Problem,
+    interleaved: bool,
+    causal: bool,
+    queries: tuple[Operand, Operand] | None,
+    ends: Operand | None,
+    norm_eps: float,
+) -> list:
+    """The steps of a plan that write new keys and values. queries: (q, out) if q is rotated to out. ends: cu_seqlens of packed
+    new tokens, or None. All other arrays have the names and axes that attention.append gives them. ValueError: the arrays do
+    not fit each other."""
     new, cache = (problem["k_new"], problem["v_new"]), (problem["k"], problem["v"])
     _check_cache(problem)
     rotary = _rotary(problem)
@@ -45,47 +43,46 @@ def plan_append(problem: Problem, interleaved: bool, causal: bool, names: Append
     has_descale_per_key(problem)
     if descales[0] is not None and cache[0].form.itemsize > 1:
         raise ValueError(f"k_descale: must be None unless the cache is float8_e4m3fn: k.dtype={cache[0].form.dtype!r}")
-    queries, ends, lengths = names.queries, names.ends, problem["lengths"]
     if queries and rotary is None:
         raise ValueError("q: is passed to be rotated, and needs rotary=(cos, sin): rotary=None")
-    batch, tokens, heads = problem(f"B{names.new_axis}G")
-    if queries and ends and problem(names.query_axis) != (tokens,):
+    batch, tokens, heads = problem("batch", "seqlen_new", "heads_k")
+    if queries and ends and problem.extents["seqlen_q"] != tokens:
         raise problem.error("q", "must have as many tokens as k_new where sequences are packed", "q", "k_new")
-    if batch == 0 or heads == 0 or (tokens == 0 and (not queries or problem(names.query_axis) == (0,))):
+    if batch == 0 or heads == 0 or (tokens == 0 and (not queries or problem.extents["seqlen_q"] == 0)):
         return []
     placement = {name: problem[name] for name in ("pages", "batch_index", "positions")}
     step = cache_write.launch(
         problem.device,
         new,
         cache,
-        lengths,
+        problem["lengths"],
         ends=ends,
         rotary=rotary,
         interleaved=interleaved,
         descales=descales,
         queries=queries,
         causal=causal,
-        norms=(norm_operands(problem, "k_new_norm", "G"), norm_operands(problem, "q_norm", "H") if queries else None),
+        norms=(norm_operands(problem, "k_new_norm", "heads_k"), norm_operands(problem, "q_norm", "heads") if queries else None),
         norm_eps=norm_eps,
         in_place=bool(queries and "out" in problem and queries[1].source == problem["out"].source),
         **placement,
     )
     if problem.device is None or check_options().values:
-        return [RoomCheck(problem, names), step]
+        return [RoomCheck(problem, ends), step]
     return [step]
 
 
 def norm_operands(problem: Problem, name: str, heads: str) -> cache_write.NormOperands | None:
-    """The arrays of the norm `name`, None if it is not given. heads: the letter of the axis of its heads."""
+    """The arrays of the norm `name`, None if it is not given. heads: the name of the axis of its heads."""
     if name not in problem:
         return None
     arrays = problem[name], problem[f"{name}_bias"]
-    weights, bias = (x.spread(0, problem(heads)[0]) if x and len(x.shape) == 1 else x for x in arrays)
+    weights, bias = (x.spread(0, problem.extents[heads]) if x and len(x.shape) == 1 else x for x in arrays)
     return cache_write.NormOperands(weights, bias)
 
 
 def _check_cache(problem: Problem) -> None:
-    batch, caches, page_size = problem("NCT")
+    batch, caches, page_size = problem("sequences", "batch_cache", "seqlen_k")
     k, v = problem["k"].form, problem["v"].form
     for name, form in ("k", k), ("v", v):
         if form.dtype not in (problem.dtype, "float8_e4m3fn") or form.dtype != k.dtype:
@@ -115,7 +112,7 @@ def _rotary(problem: Problem) -> tuple[Operand, Operand] | None:
         if "positions" in problem:
             raise ValueError("positions: are rows of rotary's tables, and need rotary=(cos, sin): rotary=None")
         return None
-    columns, pairs = problem("DR")
+    columns, pairs = problem("head_dim", "pairs")
     if not 0 < 2 * pairs <= columns:
         rule = f"must have a column for each pair of rotated columns, from 1 to {columns // 2}"
         halve = f" (transformers' tables repeat each column: pass cos[:, :{pairs // 2}])" if pairs == columns else ""
@@ -128,20 +125,20 @@ class RoomCheck(NamedTuple):
     room for the new tokens, or the rotary tables have no row for them."""
 
     problem: Problem
-    names: AppendNames
+    ends: Operand | None
 
     def run(self, stream: int, addresses: Sequence[int]) -> None:
         """Check the arrays at `addresses`, after what is queued on `stream`. Nothing is checked while a CUDA graph is
         captured."""
         problem = self.problem
-        arrays = {name: problem[name] for name in ("lengths", "pages", "batch_index", "positions")} | {"ends": self.names.ends}
+        arrays = {name: problem[name] for name in ("lengths", "pages", "batch_index", "positions")} | {"ends": self.ends}
         values = {name: read(addresses[x.source], x.form, stream) for name, x in arrays.items() if x}
         if any(x is None for x in values.values()):  # a CUDA graph is being captured
             return
-        (new, size, caches), lengths = problem(f"{self.names.new_axis}TC"), values["lengths"]
+        (new, size, caches), lengths = problem("seqlen_new", "seqlen_k", "batch_cache"), values["lengths"]
         counts = np.diff(values["ends"]) if "ends" in values else np.full(len(lengths), new)
-        most = size * problem("M")[0] if "pages" in problem else size
-        starts, table_rows = values.get("positions", lengths), problem.extents.get("Z", 0)
+        most = size * problem.extents["pages_per_seq"] if "pages" in problem else size
+        starts, table_rows = values.get("positions", lengths), problem.extents.get("positions", 0)
         for b, (length, count) in enumerate(zip(lengths.tolist(), counts.tolist())):
             tokens = f"lengths[{b}]={length}, {count} new tokens"
             unused = "pages" in values and length == -1 and values["pages"][b, 0] < 0  # an unused row of PagedCache.starts

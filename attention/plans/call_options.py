@@ -8,21 +8,23 @@ from contextlib import nullcontext
 from typing import Any, NamedTuple, TypeVar, cast
 
 from tiles.calls.torch_op import exporting, transformed
+from tiles.launching.arrays import Number
 
-from ..options import check_number
+from ..options import check_flag, check_number, check_positive
 from ..parts.block_masks import FIELDS
 from ..parts.weight_dropout import SEED_END
+from ..scoring.python_functions import register_function
 from .prepared_lists import BlockLists, MakeBlockLists
 
 F = TypeVar("F", bound=Callable)
 AUX = 8  # the most arrays of aux
 # Rows of schemas for the arrays of aux, and of a BlockMask
 OF_AUX = "".join([f"    aux{n}  *  any  optional\n" for n in range(AUX)])
-OF_BLOCKS = """\
-    kv_num_blocks       IJP   index  optional
-    kv_indices          IJPQ  index  optional
-    full_kv_num_blocks  IJP   index  optional
-    full_kv_indices     IJPL  index  optional
+OF_BLOCKS = """
+    kv_num_blocks       (list_batch, list_heads, list_rows)                 index  optional
+    kv_indices          (list_batch, list_heads, list_rows, list_len)       index  optional
+    full_kv_num_blocks  (list_batch, list_heads, list_rows)                 index  optional
+    full_kv_indices     (list_batch, list_heads, list_rows, full_list_len)  index  optional
 """
 
 
@@ -88,6 +90,54 @@ def pad_aux(aux: Any) -> tuple:
     return *aux, *(None,) * (AUX - len(aux))
 
 
+# Records of options, flat in a Program's (tiles/calls/planner_options.py): each name stands here once.
+class ScoreOptions(NamedTuple):
+    """Which keys a query sees and what becomes of scores, besides arrays. left, right: of the window. mask, score: the names
+    under which python_functions.py has registered the functions."""
+
+    causal: bool = False
+    left: int | None = None
+    right: int | None = None
+    softcap: float | None = None
+    mask: str | None = None
+    score: str | None = None
+
+
+def score_options(causal: Any, window: Any, softcap: Any, mask: Any, score: Any) -> ScoreOptions:
+    """The ScoreOptions of a call. TypeError, ValueError: one of its arguments is wrong."""
+    functions = [None if f is None else register_function(name, f) for name, f in (("mask", mask), ("score", score))]
+    return ScoreOptions(check_flag("causal", causal), *window_ends(window), check_positive("softcap", softcap), *functions)
+
+
+class ListOptions(NamedTuple):
+    """What is known of lists of key blocks, besides arrays. block_rows, block_cols: the block size of a BlockMask. ready_for:
+    BlockLists.made_for of lists that the call passes (prepared_lists.py)."""
+
+    block_rows: int | None = None
+    block_cols: int | None = None
+    ready_for: str | None = None
+
+    @property
+    def block_size(self) -> tuple[int, int] | None:
+        """(rows, columns) of a BlockMask's blocks; None if there is none."""
+        return None if self.block_rows is None or self.block_cols is None else (self.block_rows, self.block_cols)
+
+
+class RandomOptions(NamedTuple):
+    """dropout: the probability, None for no dropout. seed_value: the seed, unless it is in an array."""
+
+    dropout: float | None = None
+    seed_value: Number | None = None
+
+
+class ResultOptions(NamedTuple):
+    """The options that every form of forward has."""
+
+    scale: float | None
+    return_lse: bool
+    family: str | None
+
+
 class DropoutOptions(NamedTuple):
     """Options of dropout. dropout: the probability, None for no dropout. seed: an integer seed. seeds: an array of one seed."""
 
@@ -121,11 +171,10 @@ def dropout_options(dropout: Any, seed: Any) -> DropoutOptions:
 
 
 class BlockOptions(NamedTuple):
-    """The contents of a call's `blocks`. size: (rows, columns) of a BlockMask's blocks. ready_for: BlockLists.made_for. arrays:
-    the lists of a BlockMask, then the lists and the map of BlockLists; None for what there is not."""
+    """The contents of a call's `blocks`. arrays: the lists of a BlockMask, then the lists and the map of BlockLists; None for
+    what there is not."""
 
-    size: tuple[int | None, int | None] = None, None
-    ready_for: str | None = None
+    options: ListOptions = ListOptions()
     arrays: tuple = (None,) * (len(FIELDS) + 2)
 
 
@@ -133,13 +182,13 @@ NO_BLOCKS = BlockOptions()
 
 
 def block_options(blocks: Any) -> BlockOptions:
-    """The Asked of a BlockMask, of BlockLists or of None. TypeError, ValueError: a field is missing or not of its kind."""
+    """The BlockOptions of a BlockMask, of BlockLists or of None. TypeError, ValueError: a field is missing or wrong."""
     if isinstance(blocks, MakeBlockLists):
         blocks = blocks.blocks
     if blocks is None:
         return NO_BLOCKS
     if isinstance(blocks, BlockLists):
-        return BlockOptions(blocks.size, blocks.made_for, (*(None,) * len(FIELDS), blocks.lists, blocks.marks))
+        return BlockOptions(ListOptions(*blocks.size, blocks.made_for), (*(None,) * len(FIELDS), blocks.lists, blocks.marks))
     missing = [name for name in ("BLOCK_SIZE", *FIELDS) if not hasattr(blocks, name)]
     if missing:
         raise TypeError(f"blocks: must have the fields of a BlockMask: {type(blocks).__name__} has no {', '.join(missing)}")
@@ -153,7 +202,8 @@ def block_options(blocks: Any) -> BlockOptions:
         raise ValueError(
             f"blocks: needs kv_num_blocks and kv_indices, and full_kv_num_blocks only with full_kv_indices: {missing} are None"
         )
-    return BlockOptions(tuple(size), None, (*lists, None, None))
+    rows, columns = size
+    return BlockOptions(ListOptions(rows, columns), (*lists, None, None))
 
 
 def as_tuple(norm: Any) -> tuple:

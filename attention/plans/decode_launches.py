@@ -24,7 +24,7 @@ from ..parts.online_softmax import SLACK
 from ..parts.scores import Capped, Scored, Sunk
 from ..parts.variant import Both, Variant
 from . import prefill_from_cache
-from .cache_append import AppendNames, has_descale_per_key, norm_operands, plan_append
+from .cache_append import has_descale_per_key, norm_operands, plan_append
 from .decode_norms import DecodeNorms
 from .forward_launches import DTYPES, LOG2_E, expand_axes
 from .planning import INDICES
@@ -70,20 +70,20 @@ def plan_new_keys(problem: Problem, interleaved: bool, local: bool, norm_eps: fl
     ends = problem["cu_seqlens_new"] or problem["cu_seqlens"]
     if "cu_seqlens_new" in problem and "cu_seqlens" not in problem:
         raise ValueError("cu_seqlens_new: needs cu_seqlens, as both queries and new keys are packed then: cu_seqlens=None")
-    args |= {"new_ends": ends} if ends else {"added": problem("s")[0]}
+    args |= {"new_ends": ends} if ends else {"added": problem.extents["seqlen_new"]}
     queries, scratch = problem["q"], []
     if "cos" in problem:
-        scratch = [(problem("BSHD"), problem.dtype)]
+        scratch = [(problem("batch", "seqlen_q", "heads", "head_dim"), problem.dtype)]
         queries = problem.scratch(0, *scratch[0])
     q_and_out, own_ends = (problem["q"], queries) if scratch else None, "cu_seqlens_new" in problem
-    names = AppendNames("s", "S", None if own_ends else q_and_out, ends)
-    steps = plan_append(problem, interleaved, local, names, norm_eps)
-    if q_and_out and own_ends and 0 not in problem("SH"):  # queries have other ends than new keys: a launch of their own
+    steps = plan_append(problem, interleaved, local, None if own_ends else q_and_out, ends, norm_eps)
+    # if queries have other ends than new keys, a launch of their own rotates them
+    if q_and_out and own_ends and 0 not in problem("seqlen_q", "heads"):
         rotation: dict[str, Any] = {"ends": problem["cu_seqlens"], "positions": problem["positions"]}
         rotation |= {
             "interleaved": interleaved,
             "causal": local,
-            "norm": norm_operands(problem, "q_norm", "H"),
+            "norm": norm_operands(problem, "q_norm", "heads"),
             "norm_eps": norm_eps,
         }
         tables = problem["cos"], problem["sin"]
@@ -115,8 +115,8 @@ def prefers_split_kv(problem: Problem, queries: int, keys: int, left: int | None
     gpu = machine(problem.device)
     if not (family is None and gpu.target.is_hopper and problem.by_tma):
         return False
-    batch, heads = problem("BH")
-    sequences = problem("N")[0] if "cu_seqlens" in problem else batch
+    batch, heads = problem("batch", "heads")
+    sequences = problem.extents["sequences"] if "cu_seqlens" in problem else batch
     visible = keys if left is None else min(keys, left + queries)
     return underfills_gpu(sequences, -(-batch * queries // sequences), heads, visible, gpu.processors)
 
@@ -138,9 +138,11 @@ def plan_split_kv(
     key head as rows, over splits of the keys; and decode_combine.py's if there are several splits. family: "sm_90" for
     decode_hopper.py; by default that serves what would take more than one of decode_ampere.py's tiles. ValueError: the family
     cannot serve the call."""
-    batch, tokens, heads, head_dim, kv_heads, value_dim = problem("BSHDGV")
+    batch, tokens, heads, head_dim, kv_heads, value_dim = problem(
+        "batch", "seqlen_q", "heads", "head_dim", "heads_k", "head_dim_v"
+    )
     packed, axes = "cu_seqlens" in problem, tuple(len(x.form.shape) for x in options.aux)
-    sequences = problem("N")[0] if packed else batch
+    sequences = problem.extents["sequences"] if packed else batch
     group, dtype, gpu = heads // kv_heads, DTYPES[problem.dtype], machine(problem.device)
     rows, vector_bytes = tokens * group, problem.bytes_at_once(*TILES)
     product, product_args = _select_product(problem)
@@ -211,7 +213,7 @@ def plan_split_kv(
         kernel = kernel_for(decode_combine, last, problem.device)
         steps.append(kernel.bind(combined * kv_heads * rows * slabs, **combine_args))
         out_args = {**partial_args, **(out_args if stream_k else {})}
-    page_args = {"page_size": problem("T")[0]} if kv_source is not None and kv_source.paged else {}
+    page_args = {"page_size": problem.extents["seqlen_k"]} if kv_source is not None and kv_source.paged else {}
     first = kernel_for(kernels, config, problem.device).bind(
         blocks * kv_heads * row_tiles,
         gQ=_group_heads(append.queries, 2, group) if is_hopper_kernel else order_by_rows(append.queries, group),
@@ -235,12 +237,12 @@ def plan_split_kv(
 def select_loader(problem: Problem) -> tuple[DenseLoader, int, dict[str, Operand]]:
     """(how keys and values are loaded, the most keys that a sequence can have, the kernel's arguments for it). ValueError:
     pages and batch_index are both passed; or neither, and the caches' batch is not the number of sequences."""
-    batch, batches, rows = problem("NCT")
+    batch, batches, rows = problem("sequences", "batch_cache", "seqlen_k")
     vector_bytes = problem.bytes_at_once(*TILES)
     if "pages" in problem:
         if "batch_index" in problem:
             raise ValueError("batch_index: must be None where pages is passed, which says already where a sequence's keys are")
-        return PagedLoader(vector_bytes), rows * problem("M")[0] if batches else 0, {"pages": problem["pages"]}
+        return PagedLoader(vector_bytes), rows * problem.extents["pages_per_seq"] if batches else 0, {"pages": problem["pages"]}
     if "batch_index" in problem:
         return IndexedLoader(vector_bytes), rows if batches else 0, {"batch_index": problem["batch_index"]}
     if batches != batch:
@@ -254,7 +256,7 @@ def select_loader(problem: Problem) -> tuple[DenseLoader, int, dict[str, Operand
 def _select_tma_source(problem: Problem, options: DecodeOptions) -> OneBuffer | None:
     """Where TMA finds keys; None if it cannot, because tiles may begin anywhere in a page, or span several pages."""
     if "pages" in problem:
-        one_page = problem("T")[0] % decode_hopper.KV == 0 and "leftpad" not in problem and options.left is None
+        one_page = problem.extents["seqlen_k"] % decode_hopper.KV == 0 and "leftpad" not in problem and options.left is None
         return PagedKeys(1) if one_page else None
     return IndexedCache() if "batch_index" in problem else OneBuffer()
 
@@ -273,7 +275,7 @@ def _select_product(problem: Problem) -> tuple[SameDtypeProducts, dict[str, Any]
             raise problem.error(name, f"last axis must be contiguous: {name}.strides={form.strides} bytes", name)
     names = "k_descale", "v_descale"
     per_key = has_descale_per_key(problem)
-    args = {name: problem[name] if per_key else expand_axes(problem, name, "NG") for name in names}
+    args = {name: problem[name] if per_key else expand_axes(problem, name, ("sequences", "heads_k")) for name in names}
     missing = [name for name, descale in args.items() if descale is None]
     if len(missing) == 1:
         (other,) = set(names) - set(missing)
@@ -287,7 +289,7 @@ def _select_product(problem: Problem) -> tuple[SameDtypeProducts, dict[str, Any]
     if problem.bytes_at_once("k", "v") < MIN_VECTOR_BYTES:
         raise ValueError(f"k: addresses and strides of float8_e4m3fn must be multiples of {MIN_VECTOR_BYTES} bytes")
     if per_key:
-        pages, rows, most = problem("CT") + (problem("M") if "pages" in problem else (1,))
+        pages, rows, most = *problem("batch_cache", "seqlen_k"), problem.extents.get("pages_per_seq", 1)
         if max(pages, rows * most) >= INDICES:
             limit = "of each key and head needs a pool of fewer than 2**24 pages, and fewer than 2**24 keys of a sequence"
             raise problem.error("k_descale", limit, "k_descale")
@@ -298,7 +300,7 @@ def _select_product(problem: Problem) -> tuple[SameDtypeProducts, dict[str, Any]
 def _select_window(problem: Problem, options: DecodeOptions, max_keys: int) -> tuple[KeyWindow, dict[str, Any], int]:
     """(which keys tokens see, the kernel's arguments for it, the most keys that the rows of a tile see). A single token is at
     the last key, so its window has no right end."""
-    (tokens,), left, right = problem("S"), options.left, 0 if options.causal else options.right
+    tokens, left, right = problem.extents["seqlen_q"], options.left, 0 if options.causal else options.right
     if tokens == 1 and "cu_seqlens" not in problem:
         right = None
     args: dict[str, Any] = {name: end for name, end in (("left", left), ("right", right)) if end is not None}
@@ -319,7 +321,7 @@ def _build_scores(
         args["per_cap"], unit = unit / options.softcap, options.softcap
     if "alibi" in problem:
         parts.append(AlibiRows())
-        args |= {"slopes": expand_axes(problem, "alibi", "NH"), "per_slope": 1 / unit}
+        args |= {"slopes": expand_axes(problem, "alibi", ("sequences", "heads")), "per_slope": 1 / unit}
     if options.score is not None:
         parts.append(ScoredRows(options.score))
         args["score_unit"], unit = unit, 1.0

@@ -33,16 +33,16 @@ class DecodeNorms(NamedTuple):
 def select_norms(problem: Problem, norm_eps: float) -> DecodeNorms:
     """The norms of a call: of queries, unless these are normalised before they are rotated, and of the cache's keys.
     ValueError: the arrays do not fit."""
-    numbers: dict[str, Any] = {"norm_eps": norm_eps, "columns": problem("D")[0]}
+    numbers: dict[str, Any] = {"norm_eps": norm_eps, "columns": problem.extents["head_dim"]}
     norms = DecodeNorms([], [], PLAIN_KEYS, {}, {})
     q_norm, k_norm = (choose_norm(problem, name) for name in ("q_norm", "k_norm"))
     if q_norm is not None and "cos" not in problem:
-        same_weights = all(problem.axes(name) == "D" for name in ("q_norm", "q_norm_bias") if name in problem)
+        same_weights = all(problem.axes(name) == ("head_dim",) for name in ("q_norm", "q_norm_bias") if name in problem)
         norm = (MultiHeadLayerNorm if isinstance(q_norm, LayerNorm) else MultiHeadRmsNorm)(same_weights)
-        args = norm_arrays(problem, "q_norm", "HD") | numbers
+        args = norm_arrays(problem, "q_norm", ("heads", "head_dim")) | numbers
         norms = norms._replace(queries=[(Normed(q_norm), numbers)], rows=[MultiHeadNormed(norm)], query_args=args)
     if k_norm is not None:
-        args = {name.replace("norm", "k"): x for name, x in norm_arrays(problem, "k_norm", "GD").items()}
+        args = {name.replace("norm", "k"): x for name, x in norm_arrays(problem, "k_norm", ("heads_k", "head_dim")).items()}
         keys = LayerNormedKeys() if isinstance(k_norm, LayerNorm) else RmsNormedKeys()
         norms = norms._replace(keys=keys, key_args=args | numbers)
     return norms

@@ -35,6 +35,7 @@ from .prepared_lists import BlockListPlan, check_call, return_block_lists
 from .variant_spec import VariantSpec
 
 DTYPES = {"bfloat16": bf16, "float16": fp16, "float8_e4m3fn": fp8e4m3}
+MAY_BE_1 = "", "alibi_batch", "bias_batch", "bias_heads", "bias_seqlen"  # axes that broadcast; "": one that is missing
 BIAS_ITEM = 2  # bytes of an element of a bias that TMA loads
 Shape = forward_hopper.Config | forward_ampere.Config | forward_fp8_hopper.Config
 KERNELS = {
@@ -76,7 +77,7 @@ class PreparationSteps:
         result, count = self.allocate((batch, rows, heads, columns), problem.dtype), -(-rows // cache_quantize.ROWS)
         grid = -(-batch * heads * count // cache_quantize.WARPS), -(-columns // cache_quantize.COLUMNS), 1
         config = cache_quantize.Config("dequantize", DTYPES[problem.dtype], False)
-        descale = expand_axes(problem, f"{name}_descale", "BG")
+        descale = expand_axes(problem, f"{name}_descale", ("batch", "heads_k"))
         step = kernel_for(cache_quantize, config, problem.device)
         args = {"gX": narrow, "gOut": result, "gDescale": descale, "unit": unit, "count": count, "heads": heads}
         self.steps.append(step.bind(grid, **args))
@@ -94,21 +95,21 @@ class PreparationSteps:
     def normalize_keys(self, keys: Operand, norm: RmsNorm, padded: int, eps: float) -> Operand:
         """The keys, normalised by a launch (key_norms.py)."""
         problem = self.problem
-        shape = batch, rows, heads, columns = problem("BTGD")
+        shape = batch, rows, heads, columns = problem("batch", "seqlen_k", "heads_k", "head_dim")
         config = key_norms.Config(
             norm, padded, DTYPES[problem.dtype], keys.source != problem["k"].source or problem.bytes_at_once("k") == ALIGNMENT
         )
         result, blocks = self.allocate(shape, problem.dtype), -(-rows // config.rows)
         numbers = {"norm_eps": eps, "columns": columns}
-        arrays = {"gX": keys, "gOut": result, **norm_arrays(problem, "k_norm", "GD")}
+        arrays = {"gX": keys, "gOut": result, **norm_arrays(problem, "k_norm", ("heads_k", "head_dim"))}
         self.launch(key_norms, config, batch * heads * blocks, blocks=blocks, heads=heads, **numbers, **arrays)
         return result
 
     def classify_blocks(self, blocked: Blocked) -> Operand:
         """The map of a BlockMask, written by a launch (block_masks.py). ValueError: its lists do not fit the call."""
         problem = self.problem
-        batch, heads, rows = problem("IJP")
-        q_len, kv_len, sequences, all_heads = problem("STNH")
+        batch, heads, rows = problem("list_batch", "list_heads", "list_rows")
+        q_len, kv_len, sequences, all_heads = problem("seqlen_q", "seqlen_k", "sequences", "heads")
         if batch not in (1, sequences) or heads not in (1, all_heads):
             wanted = f"must have a batch of {sequences} or 1, and {all_heads} or 1 heads"
             raise problem.error("kv_num_blocks", wanted, "kv_num_blocks", "q")
@@ -136,7 +137,7 @@ class PreparationSteps:
         """The lists of key blocks of `blocks` query tiles, written by two launches (key_block_lists.py). varies: (do they
         differ by batch? by head?). args: the kernel's arguments for the variant and the sequences. aux_args: the arrays of
         aux."""
-        batch, heads, kv_len = self.problem("BHT")
+        batch, heads, kv_len = self.problem("batch", "heads", "seqlen_k")
         grid_extents, keys = (batch if varies[0] else 1, heads if varies[1] else 1), -(-kv_len // config.kv)
         block_lists, classes = (
             self.allocate((*grid_extents, blocks, key_block_lists.HEAD + keys), "int32"),
@@ -166,7 +167,9 @@ def plan_forward(
     BlockMask; if the variant is data-dependent, and each sequence has a batch of its own, launches also write lists of key
     blocks. listing: how these lists are written, None if none are needed. If the schema has no results, the Plan only writes
     the lists, and returns them as BlockLists."""
-    batch, q_len, heads, head_dim, kv_len, kv_heads, value_dim = problem("BSHDTGV")
+    batch, q_len, heads, head_dim, kv_len, kv_heads, value_dim = problem(
+        "batch", "seqlen_q", "heads", "head_dim", "seqlen_k", "heads_k", "head_dim_v"
+    )
     only_lists = not problem.schema.written
     accumulates = not only_lists and problem.schema.arguments["out"].role == "updated"
     out, lse = problem["out"], problem["lse"] if return_lse or accumulates else None
@@ -192,7 +195,7 @@ def plan_forward(
     aux_args = {f"aux{n}": x for n, x in enumerate(aux)}
     if listing and listing.blocked:
         marks = problem["marks"] or before.classify_blocks(listing.blocked)
-        variant_args["marks"] = broadcast(marks, (*problem("NH"), *marks.form.shape[2:]))
+        variant_args["marks"] = broadcast(marks, (*problem("sequences", "heads"), *marks.form.shape[2:]))
     if listing and by_list:
         if listing.ready_for:
             check_call(listing.ready_for, describe_call(problem, config, listing))
@@ -240,7 +243,7 @@ def choose_config(
     if not tma and problem.dtype == "float8_e4m3fn":
         require_hopper(problem)
         raise ValueError(f"family: must be sm_90 for q of float8_e4m3fn: {family=}")
-    return spec, config_for_problem(problem, spec, tma, problem("T")[0], family_block_kv(family), **kind)
+    return spec, config_for_problem(problem, spec, tma, problem.extents["seqlen_k"], family_block_kv(family), **kind)
 
 
 def load_bias_by_tma(problem: Problem, of: Variant) -> Variant:
@@ -261,21 +264,21 @@ def config_for_problem(
 ) -> Shape:
     """The configuration for a VariantSpec. tma: of a kernel for Hopper? kv: how many keys a block must have, None for any.
     kind: further fields of the Config."""
-    head_dim, value_dim = problem("DV")
+    head_dim, value_dim = problem("head_dim", "head_dim_v")
     dtype, gpu = DTYPES[problem.dtype], machine(problem.device)
     if dtype is fp8e4m3:
         blocked = block_descale_names(problem)
         descales = (
             BlockDescales("v_descale" in blocked, "k_descale" in problem) if blocked else forward_fp8_hopper.HEAD_DESCALES
         )
-        batch, q_len, heads, kv_heads = problem("BSHG")
+        batch, q_len, heads, kv_heads = problem("batch", "seqlen_q", "heads", "heads_k")
         load = q_len, kv_len, batch * heads, heads // kv_heads, gpu.processors
         before = forward_fp8_hopper.pays_to_transpose(forward_fp8_hopper.padded_dim(head_dim, value_dim), *load)
         return forward_fp8_hopper.config_for(head_dim, spec.variant, value_dim, descales, kv_len, before, **kind)
     if tma:
         config = forward_hopper.config_for(head_dim, dtype, spec.variant, min(kv_len, spec.reach), value_dim, **kind)
-        batch, queries, heads = problem("BSH")
-        sequences = problem("E")[0] - 1 if issubclass(config.seq_layout, PackedLayout) else batch
+        batch, queries, heads = problem("batch", "seqlen_q", "heads")
+        sequences = problem.extents["ends"] - 1 if issubclass(config.seq_layout, PackedLayout) else batch
         mean_queries, batch_heads = batch * queries / sequences, sequences * heads
         fitted = forward_hopper.fit_to_load(config, mean_queries, kv_len, batch_heads, gpu.processors)
         if kv in (None, fitted.kv):
@@ -290,12 +293,12 @@ def config_for_problem(
 
 def count_tiles(problem: Problem, config: Shape) -> tuple[int, int]:
     """(how many query tiles a pair of batch and head has, how many pairs there are)"""
-    batch, q_len, heads = problem("BSH")
+    batch, q_len, heads = problem("batch", "seqlen_q", "heads")
     if issubclass(config.seq_layout, PackedLayout):
-        (ends,) = problem("E")
+        ends = problem.extents["ends"]
         return q_len // config.rows + ends - 1, heads
     if config.seq_layout is QueryPartsLayout:
-        (parts,) = problem("Z")
+        parts = problem.extents["parts"]
         return parts * -(-(q_len // parts) // config.rows), batch * heads
     return -(-q_len // config.rows), batch * heads
 
@@ -304,7 +307,7 @@ def bind_launch(problem: Problem, spec: VariantSpec, config: Shape, most_keys: i
     """The launch of attention itself. most_keys: of a sequence. args: the kernel's other arguments, arrays and the arguments of
     the variant, the sequences' layout and the source of keys."""
     gpu, dtype, variant = machine(problem.device), DTYPES[problem.dtype], spec.variant
-    q_len, heads, head_dim, kv_heads, value_dim = problem("SHDGV")
+    q_len, heads, head_dim, kv_heads, value_dim = problem("seqlen_q", "heads", "head_dim", "heads_k", "head_dim_v")
     blocks, batch_heads = count_tiles(problem, config)
     group, grid = heads // kv_heads, batch_heads * blocks
     if config.persistent:
@@ -335,10 +338,10 @@ def descale_argument(problem: Problem, name: str, descales: HeadDescales) -> Ope
     """The kernel's argument for the descale of q, k or v (descales.py)."""
     which = f"{name}_descale"
     if which not in problem or not descales.by_block or (name == "v" and len(problem.axes(which)) < 3):
-        return expand_axes(problem, which, "NG")
-    batch, rows, kv_heads, heads = problem("NSGH" if name == "q" else "NTGH")
+        return expand_axes(problem, which, ("sequences", "heads_k"))
+    batch, rows, kv_heads, heads = problem("sequences", "seqlen_q" if name == "q" else "seqlen_k", "heads_k", "heads")
     by_block, group = len(problem.axes(which)) == 3, heads // kv_heads
-    operand: Any = problem[which] if by_block else expand_axes(problem, which, "NG")
+    operand: Any = problem[which] if by_block else expand_axes(problem, which, ("sequences", "heads_k"))
     first, block, head = operand.form.strides if by_block else (operand.form.strides[0], 0, operand.form.strides[1])
     shape: tuple[int, ...] = (batch, -(-rows // BLOCK), kv_heads)
     strides: tuple[int, ...] = (first, block, head)
@@ -349,22 +352,26 @@ def descale_argument(problem: Problem, name: str, descales: HeadDescales) -> Ope
 
 def describe_call(problem: Problem, config: Any, listing: BlockListPlan) -> str:
     """The description of the calls that lists serve, for BlockLists.made_for."""
-    batch, heads, queries, keys = map(int, problem("BHST"))
+    batch, heads, queries, keys = map(int, problem("batch", "heads", "seqlen_q", "seqlen_k"))
     each = [f"{name}={n if differ else 'any'}" for name, n, differ in zip(("batch", "heads"), (batch, heads), listing.varies)]
     return "; ".join([f"{queries=}; {keys=}", *each, f"tiles={config.rows} x {config.kv}", listing.description])
 
 
 def variant_arrays(problem: Problem) -> dict[str, Operand]:
     """{argument of the kernel: array} of the arrays that variants read."""
-    slopes = expand_axes(problem, "alibi", "NH")
+    slopes = expand_axes(problem, "alibi", ("sequences", "heads"))
     if (
-        slopes is not None and "Z" in problem.extents
+        slopes is not None and "parts" in problem.extents
     ):  # each part is a sequence, and all have the same slopes: see _query_parts_args
-        batch, parts, heads = problem("BZH")
+        batch, parts, heads = problem("batch", "parts", "heads")
         slopes = slopes._replace(form=slopes.form._replace(shape=(batch * parts, heads)))
-    arrays = {"slopes": slopes, "sinks": problem["sink"], "bias": expand_axes(problem, "bias", "NHST")}
+    arrays = {
+        "slopes": slopes,
+        "sinks": problem["sink"],
+        "bias": expand_axes(problem, "bias", ("sequences", "heads", "seqlen_q", "seqlen_k")),
+    }
     arrays["seeds"] = problem["seed"]
-    return {name: x for name, x in arrays.items() if x is not None} | norm_arrays(problem, "q_norm", "HD")
+    return {name: x for name, x in arrays.items() if x is not None} | norm_arrays(problem, "q_norm", ("heads", "head_dim"))
 
 
 def choose_norm(problem: Problem, name: str) -> RmsNorm | None:
@@ -372,7 +379,7 @@ def choose_norm(problem: Problem, name: str) -> RmsNorm | None:
     return None if name not in problem else LayerNorm() if f"{name}_bias" in problem else RmsNorm()
 
 
-def norm_arrays(problem: Problem, name: str, axes: str) -> dict[str, Operand]:
+def norm_arrays(problem: Problem, name: str, axes: tuple[str, ...]) -> dict[str, Operand]:
     """{argument of the kernel: array} of a norm: its weights, and its bias if there is one. ValueError: their last axis is not
     contiguous."""
     arrays = {}
@@ -388,7 +395,7 @@ def norm_arrays(problem: Problem, name: str, axes: str) -> dict[str, Operand]:
 def choose_layout(problem: Problem) -> tuple[type[BatchedLayout], dict[str, Any]]:
     """(the layout of the sequences, the kernel's arguments for it). ValueError: arguments of sequences contradict each
     other."""
-    q_len, kv_len = problem("ST")
+    q_len, kv_len = problem("seqlen_q", "seqlen_k")
     if "cu_seqlens_k" in problem and "cu_seqlens" not in problem:
         raise ValueError("cu_seqlens_k: needs cu_seqlens, which is None")
     if "cu_seqlens" in problem:
@@ -399,7 +406,7 @@ def choose_layout(problem: Problem) -> tuple[type[BatchedLayout], dict[str, Any]
         if "lengths_k" in problem:
             return PackedSeqUsedLayout, args | {"lengths": problem["lengths_k"]}
         return PackedLayout, args
-    if "lengths_k" in problem and "Z" in problem.extents:
+    if "lengths_k" in problem and "parts" in problem.extents:
         return QueryPartsLayout, _query_parts_args(problem)
     if "lengths_k" in problem:
         return SeqUsedLayout, {"q_len": q_len, "lengths": problem["lengths_k"]}
@@ -409,7 +416,7 @@ def choose_layout(problem: Problem) -> tuple[type[BatchedLayout], dict[str, Any]
 def _query_parts_args(problem: Problem) -> dict[str, Any]:
     """The kernel's arguments for QueryPartsLayout. ValueError, NotImplementedError: lengths_k does not fit, or another argument
     is not supported with it."""
-    lengths, (q_len, parts, batch) = problem["lengths_k"], problem("SZB")
+    lengths, (q_len, parts, batch) = problem["lengths_k"], problem("seqlen_q", "parts", "batch")
     form = lengths.form
     if parts == 0 or q_len % parts:
         raise problem.error("lengths_k", "must have a number of parts that divides the queries", "lengths_k", "q")
@@ -432,19 +439,19 @@ def _query_parts_args(problem: Problem) -> dict[str, Any]:
     return {"q_len": q_len // parts, "parts": parts, "lengths": flat}
 
 
-def expand_axes(problem: Problem, name: str, axes: str) -> Operand | None:
+def expand_axes(problem: Problem, name: str, axes: tuple[str, ...]) -> Operand | None:
     """An argument as an operand with the extents of `axes`: axes of length 1, and a missing first axis, are broadcast. None if
     the argument is None. ValueError: it has another shape."""
     operand = problem[name]
     if operand is None:
         return None
     form = operand.form
-    shape, strides, lettered = form.shape, form.strides, problem.axes(name)
+    shape, strides, own_axes = form.shape, form.strides, problem.axes(name)
     if len(shape) < len(axes):
-        shape, strides, lettered = (1, *shape), (0, *strides), f"U{lettered}"
-    extents = problem(axes)
+        shape, strides, own_axes = (1, *shape), (0, *strides), ("", *own_axes)
+    extents = problem(*axes)
     if any(have not in (1, want) for have, want in zip(shape, extents)):
-        wanted = ", ".join(f"{want} or 1" if want > 1 and a in "UWXY" else f"{want}" for a, want in zip(lettered, extents))
+        wanted = ", ".join(f"{want} or 1" if want > 1 and a in MAY_BE_1 else f"{want}" for a, want in zip(own_axes, extents))
         raise ValueError(f"{name}: must have the shape ({wanted}): {name}.shape={form.shape}")
     return broadcast(operand._replace(form=form._replace(shape=shape, strides=strides)), extents)
 

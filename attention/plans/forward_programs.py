@@ -5,7 +5,7 @@ JAX's call of each have a fixed type: variants, lists of key blocks, float32 res
 
 import sys
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from tiles.calls.plan import Plan, Step
 from tiles.calls.program import program
@@ -17,7 +17,7 @@ from ..parts.variant import Variant
 from ..scoring.algebra import score_variant
 from ..scoring.index_checks import IndexingFunctions, plan_index_checks
 from . import split_forward
-from .call_options import OF_AUX, OF_BLOCKS
+from .call_options import OF_AUX, OF_BLOCKS, ListOptions, RandomOptions, ResultOptions, ScoreOptions
 from .forward_launches import choose_config, plan_forward
 from .fp8_checks import FP8_SCHEMA, check_output, fp8_cache_schema
 from .gradient import NO_SECOND_DERIVATIVES, program_gradient
@@ -37,49 +37,51 @@ from .variant_spec import VariantSpec, build_variant
 FORWARD = Schema(
     "forward",
     """
-    q    BSHD  tile
-    k    BTGD  tile
-    v    BTGV  tile
-    out  BSHV  tile     in_place
-    lse  BHS   float32  made      return_lse
+    q    (batch, seqlen_q, heads, head_dim)      tile
+    k    (batch, seqlen_k, heads_k, head_dim)    tile
+    v    (batch, seqlen_k, heads_k, head_dim_v)  tile
+    out  (batch, seqlen_q, heads, head_dim_v)    tile     in_place
+    lse  (batch, heads, seqlen_q)                float32  made  return_lse
     """,
 )
 INPUTS = f"""
-    q             BSHD  tile
-    k             BTGD  tile
-    v             BTGV  tile
-    alibi         H|UH  float32  optional
-    sink          H     float32  optional
-    bias          WXYT  real     optional
-    cu_seqlens    E     ends     optional
-    cu_seqlens_k  E     key_ends  optional
-    lengths_k     N|BZ  key_lengths  optional
-    q_norm        D|HD  real     optional
-    q_norm_bias   D|HD  real     optional
-    k_norm        D|GD  real     optional
-    k_norm_bias   D|GD  real     optional
-    seed          O     index    optional
-{OF_BLOCKS}    lists         *     any      optional
-    marks         *     any      optional
-{OF_AUX}"""
+    q             (batch, seqlen_q, heads, head_dim)               tile
+    k             (batch, seqlen_k, heads_k, head_dim)             tile
+    v             (batch, seqlen_k, heads_k, head_dim_v)           tile
+    alibi         (heads)|(alibi_batch, heads)                     float32      optional
+    sink          (heads)                                          float32      optional
+    bias          (bias_batch, bias_heads, bias_seqlen, seqlen_k)  real         optional
+    cu_seqlens    (ends)                                           ends_q       optional
+    cu_seqlens_k  (ends)                                           ends_k       optional
+    lengths_k     (sequences)|(batch, parts)                       key_lengths  optional
+    q_norm        (head_dim)|(heads, head_dim)                     real         optional
+    q_norm_bias   (head_dim)|(heads, head_dim)                     real         optional
+    k_norm        (head_dim)|(heads_k, head_dim)                   real         optional
+    k_norm_bias   (head_dim)|(heads_k, head_dim)                   real         optional
+    seed          (1)                                              index        optional
+{OF_BLOCKS}
+    lists         *                                                any          optional
+    marks         *                                                any          optional
+{OF_AUX}
+"""
 OUTPUTS = """
-    out           BSHV  tile     in_place
-    lse           BHS   float32  made      return_lse
+    out  (batch, seqlen_q, heads, head_dim_v)  tile     in_place
+    lse  (batch, heads, seqlen_q)              float32  made  return_lse
 """
 FLOAT32_OUTPUTS = """
-    out           BSHV  float32  made
-    lse           BHS   float32  made      return_lse
+    out  (batch, seqlen_q, heads, head_dim_v)  float32  made
+    lse  (batch, heads, seqlen_q)              float32  made  return_lse
 """
 ACCUMULATED_OUTPUTS = """
-    out           BSHV  float32  updated
-    lse           BHS   float32  updated
+    out  (batch, seqlen_q, heads, head_dim_v)  float32  updated
+    lse  (batch, heads, seqlen_q)              float32  updated
 """
-VARIANTS, LISTS = Schema("forward_variant", INPUTS.rstrip() + OUTPUTS), Schema("block_lists", INPUTS)
+VARIANTS, LISTS = Schema("forward_variant", INPUTS + OUTPUTS), Schema("block_lists", INPUTS)
 IN_FLOAT32, INTO = (
-    Schema("forward_unrounded", INPUTS.rstrip() + FLOAT32_OUTPUTS),
-    Schema("forward_joined", INPUTS.rstrip() + ACCUMULATED_OUTPUTS),
+    Schema("forward_unrounded", INPUTS + FLOAT32_OUTPUTS),
+    Schema("forward_joined", INPUTS + ACCUMULATED_OUTPUTS),
 )
-FP8_CACHE = Schema("forward_fp8_cache", fp8_cache_schema(INPUTS.rstrip() + OUTPUTS))
+FP8_CACHE = Schema("forward_fp8_cache", fp8_cache_schema(INPUTS + OUTPUTS))
 
 PACKAGE = sys.modules[__package__]
 
@@ -111,47 +113,20 @@ def _forward(problem: Problem, causal: bool, scale: float | None, return_lse: bo
     return plan_forward(problem, build_variant(resolve_scale(problem, scale), causal), return_lse, family)
 
 
-class ScoreOptions(NamedTuple):
-    """The options of a variant that are no arrays. left, right: of the window. mask, score: the names under which
-    python_functions.py has registered the functions. block_rows, block_cols: the block size of a BlockMask. ready_for:
-    BlockLists.made_for of lists that the call passes (prepared_lists.py)."""
-
-    causal: bool
-    left: int | None
-    right: int | None
-    softcap: float | None
-    mask: str | None
-    score: str | None
-    block_rows: int | None
-    block_cols: int | None
-    ready_for: str | None
-
-
-# The parameters of these planners are the parameters of torch's ops.
+# The parameters of these planners, and the fields of their records, are the parameters of torch's ops.
 @program(VARIANTS, program_gradient, NO_SECOND_DERIVATIVES)
 def _variant(
     problem: Problem,
-    causal: bool,
-    left: int | None,
-    right: int | None,
-    softcap: float | None,
-    mask: str | None,
-    score: str | None,
-    block_rows: int | None,
-    block_cols: int | None,
-    ready_for: str | None,
+    scores: ScoreOptions,
+    lists: ListOptions,
     norm_eps: float,
-    dropout: float | None,
-    seed_value: Number | None,
-    scale: float | None,
-    return_lse: bool,
-    family: str | None,
+    random: RandomOptions,
+    result: ResultOptions,
 ) -> Plan:
     """The Plan of a call with ScoreOptions, norms and dropout."""
     check_extents(problem)
-    extra_parts = norm_and_dropout_parts(problem, norm_eps, dropout, seed_value)
-    options = ScoreOptions(causal, left, right, softcap, mask, score, block_rows, block_cols, ready_for)
-    return planned_variant(problem, options, scale, return_lse, family, extra_parts, norm_eps)
+    extra_parts = norm_and_dropout_parts(problem, norm_eps, *random)
+    return planned_variant(problem, scores, lists, result, extra_parts, norm_eps)
 
 
 _block_lists, _forward_float32 = program(LISTS)(_variant.planner), program(IN_FLOAT32)(_variant.planner)
@@ -161,28 +136,18 @@ _forward_accumulated = program(INTO)(_variant.planner)
 @program(FP8_SCHEMA, no_gradient=NO_SECOND_DERIVATIVES)
 def _forward_fp8(
     problem: Problem,
-    causal: bool,
-    left: int | None,
-    right: int | None,
-    softcap: float | None,
-    mask: str | None,
-    score: str | None,
-    block_rows: int | None,
-    block_cols: int | None,
-    ready_for: str | None,
+    scores: ScoreOptions,
+    lists: ListOptions,
     q_unit: float,
     k_unit: float,
     v_unit: float,
-    scale: float | None,
-    return_lse: bool,
-    family: str | None,
+    result: ResultOptions,
 ) -> Plan:
     """The Plan of a call with q, k and v of float8_e4m3fn. q_unit, k_unit and v_unit: the descales that are numbers."""
     check_extents(problem, 16)
     check_output(problem)
-    options = ScoreOptions(causal, left, right, softcap, mask, score, block_rows, block_cols, ready_for)
     numbers: dict[str, float | Number] = {"qk_descale": q_unit * k_unit, "v_descale": v_unit}
-    return planned_variant(problem, options, scale, return_lse, family, numbers=numbers)
+    return planned_variant(problem, scores, lists, result, numbers=numbers)
 
 
 @program(FP8_CACHE, no_gradient=NO_SECOND_DERIVATIVES)
@@ -190,36 +155,24 @@ def _fp8_cache(
     problem: Problem,
     k_unit: float,
     v_unit: float,
-    causal: bool,
-    left: int | None,
-    right: int | None,
-    softcap: float | None,
-    mask: str | None,
-    score: str | None,
-    block_rows: int | None,
-    block_cols: int | None,
-    ready_for: str | None,
+    scores: ScoreOptions,
+    lists: ListOptions,
     norm_eps: float,
-    dropout: float | None,
-    seed_value: Number | None,
-    scale: float | None,
-    return_lse: bool,
-    family: str | None,
+    random: RandomOptions,
+    result: ResultOptions,
 ) -> Plan:
     """The Plan of a call with q of 16 bits, and k and v of float8_e4m3fn, which are converted to q's dtype first. k_unit and
     v_unit: the descales that are numbers."""
     check_extents(problem)
-    extra_parts = norm_and_dropout_parts(problem, norm_eps, dropout, seed_value)
-    options = ScoreOptions(causal, left, right, softcap, mask, score, block_rows, block_cols, ready_for)
-    return planned_variant(problem, options, scale, return_lse, family, extra_parts, norm_eps, units=(k_unit, v_unit))
+    extra_parts = norm_and_dropout_parts(problem, norm_eps, *random)
+    return planned_variant(problem, scores, lists, result, extra_parts, norm_eps, units=(k_unit, v_unit))
 
 
 def planned_variant(
     problem: Problem,
-    options: ScoreOptions,
-    scale: float | None,
-    return_lse: bool,
-    family: str | None,
+    scores: ScoreOptions,
+    lists: ListOptions,
+    result: ResultOptions,
     extra_parts: Sequence[tuple[Variant, dict[str, float | Number]]] = (),
     norm_eps: float = 0.0,
     numbers: dict[str, float | Number] | None = None,
@@ -227,42 +180,48 @@ def planned_variant(
 ) -> Plan:
     """The Plan of a variant. more: its further parts, with {argument of the kernel: number}. numbers: further numbers. units:
     the descales of keys and values that are converted first."""
-    spec, aux, listing, index_checks = variant_of(problem, options, scale, extra_parts)
+    spec, aux, listing, index_checks = variant_of(problem, scores, lists, result.scale, extra_parts)
     spec = spec._replace(numbers=spec.numbers | (numbers or {}))
-    plan = plan_forward(problem, spec, return_lse, family, aux, listing, norm_eps, units)
+    plan = plan_forward(problem, spec, result.return_lse, result.family, aux, listing, norm_eps, units)
     return plan._replace(steps=[*index_checks, *plan.steps])
 
 
 def kv_block_size(
     problem: Problem,
-    options: ScoreOptions,
+    scores: ScoreOptions,
+    lists: ListOptions,
     scale: float | None,
     family: str | None,
     extra_parts: Sequence[tuple[Variant, dict]],
 ) -> int:
     """How many keys a block has in the kernel for a call of _variant, or for the same call of _forward."""
-    spec, aux, listing, _ = variant_of(problem, options, scale, extra_parts)
+    spec, aux, listing, _ = variant_of(problem, scores, lists, scale, extra_parts)
     return choose_config(problem, spec, family, aux, listing)[1].kv
 
 
 def variant_of(
     problem: Problem,
-    options: ScoreOptions,
+    scores: ScoreOptions,
+    lists: ListOptions,
     scale: float | None,
     extra_parts: Sequence[tuple[Variant, dict[str, float | Number]]],
 ) -> tuple[VariantSpec, list[Operand], BlockListPlan | None, list[Step]]:
     """(the VariantSpec, the arrays of aux, how lists of key blocks are written, the steps that check the indices of aux)"""
-    causal, left, right, softcap, mask, score, block_rows, block_cols, ready_for = options
+    causal, left, right, softcap, mask, score = scores
     masking, scoring, aux = load_functions(problem, mask, score)
-    if (mask or score) and "Z" in problem.extents:
+    if (mask or score) and "parts" in problem.extents:
         raise NotImplementedError("lengths_k: of shape (B, C) is not supported with mask or score")
-    indexing = IndexingFunctions(masking, scoring, aux, causal, left, right, problem("T")[0])
-    index_checks = plan_index_checks(problem, indexing, listed=ready_for is not None)
+    indexing = IndexingFunctions(masking, scoring, aux, causal, left, right, problem.extents["seqlen_k"])
+    index_checks = plan_index_checks(problem, indexing, listed=lists.ready_for is not None)
     axes, extra_parts = [len(x.form.shape) for x in aux], [*extra_parts]
-    size = None if block_rows is None or block_cols is None else (block_rows, block_cols)
     masking, causal, (left, right) = reduce_to_window(problem, masking, axes, causal, (left, right))
     listing = plan_block_lists(
-        problem, masking, f"{mask=!s}; window={(left, 0 if causal else right)}", size, MAX_WARP_ROWS, ready_for
+        problem,
+        masking,
+        f"{mask=!s}; window={(left, 0 if causal else right)}",
+        lists.block_size,
+        MAX_WARP_ROWS,
+        lists.ready_for,
     )
     if listing and listing.blocked:
         extra_parts.append((listing.blocked, {}))

@@ -15,31 +15,33 @@ DESCALES = "q_descale", "k_descale", "v_descale"
 FP8_SCHEMA = Schema(
     "forward_fp8",
     f"""
-    q             BSHD  tile8
-    k             BTGD  tile8
-    v             BTGV  tile8
-    alibi         H|UH  float32  optional
-    sink          H     float32  optional
-    cu_seqlens    E     ends     optional
-    cu_seqlens_k  E     key_ends  optional
-    lengths_k     N     key_lengths  optional
-    q_descale     G|NG|NxH  float32  optional
-    k_descale     G|NG|NyG  float32  optional
-    v_descale     G|NG|NyG  float32  optional
-{OF_BLOCKS}    lists         *     any      optional
-    marks         *     any      optional
-{OF_AUX}    out           BSHV  half     in_place
-    lse           BHS   float32  made      return_lse
+    q             (batch, seqlen_q, heads, head_dim)                             tile8
+    k             (batch, seqlen_k, heads_k, head_dim)                           tile8
+    v             (batch, seqlen_k, heads_k, head_dim_v)                         tile8
+    alibi         (heads)|(alibi_batch, heads)                                   float32      optional
+    sink          (heads)                                                        float32      optional
+    cu_seqlens    (ends)                                                         ends_q       optional
+    cu_seqlens_k  (ends)                                                         ends_k       optional
+    lengths_k     (sequences)                                                    key_lengths  optional
+    q_descale     (heads_k)|(sequences, heads_k)|(sequences, blocks_q, heads)    float32      optional
+    k_descale     (heads_k)|(sequences, heads_k)|(sequences, blocks_k, heads_k)  float32      optional
+    v_descale     (heads_k)|(sequences, heads_k)|(sequences, blocks_k, heads_k)  float32      optional
+{OF_BLOCKS}
+    lists         *                                                              any          optional
+    marks         *                                                              any          optional
+{OF_AUX}
+    out           (batch, seqlen_q, heads, head_dim_v)                           half         in_place
+    lse           (batch, heads, seqlen_q)                                       float32      made      return_lse
 """,
 )
 
 
 def fp8_cache_schema(table: str) -> str:
     """The rows of a schema of forward, with k and v of fp8 and their descales."""
-    for name, axes in ("k", "BTGD"), ("v", "BTGV"):
-        table = re.sub(rf"\n    {name} .*", f"\n    {name} {axes} fp8", table)
+    table = re.sub(r"(\n    [kv] .*)tile", r"\1fp8", table)
     rows, rest, results = table.partition("\n    out")
-    return f"{rows}\n k_descale G|BG float32 optional\n v_descale G|BG float32 optional{rest}{results}"
+    descales = [f"{name}_descale  (heads_k)|(batch, heads_k)  float32  optional" for name in "kv"]
+    return "\n".join([rows, *descales]) + rest + results
 
 
 def is_fp8(x: Any) -> bool:
@@ -72,13 +74,14 @@ def block_descale_names(problem: Problem) -> list[str]:
     number of blocks, or the call does not support such descales."""
     names = [name for name in DESCALES if name in problem and len(problem.axes(name)) == 3]
     for name in names:
-        of, rows, blocks = ("q", "S", "x") if name == "q_descale" else ("k", "T", "y")
-        if problem(blocks) != (-(-problem(rows)[0] // BLOCK),):
+        of, rows, blocks = ("q", "seqlen_q", "blocks_q") if name == "q_descale" else ("k", "seqlen_k", "blocks_k")
+        if problem.extents[blocks] != -(-problem.extents[rows] // BLOCK):
             raise problem.error(name, f"must have a number for each block of {BLOCK} rows of {of}", name, of)
-    if names and ("cu_seqlens" in problem or "Z" in problem.extents):
+    if names and ("cu_seqlens" in problem or "parts" in problem.extents):
         raise NotImplementedError(f"{names[0]}: of blocks is not supported with sequences that share a batch")
-    if names and max(problem("DV")) > MAX_BLOCK_COLUMNS:
-        raise NotImplementedError(f"{names[0]}: of blocks is supported for up to {MAX_BLOCK_COLUMNS} columns: {problem('DV')}")
+    columns = problem("head_dim", "head_dim_v")
+    if names and max(columns) > MAX_BLOCK_COLUMNS:
+        raise NotImplementedError(f"{names[0]}: of blocks is supported for up to {MAX_BLOCK_COLUMNS} columns: {columns}")
     return names
 
 

@@ -18,22 +18,28 @@ from .forward_launches import DTYPES, norm_arrays
 from .gradient import NO_SECOND_DERIVATIVES
 
 
-def _normalise_program(x: str, axes: str) -> Program:
+def _in_table(axes: tuple[str, ...]) -> str:
+    """Axes as a row of a schema has them."""
+    return f"({', '.join(axes)})"
+
+
+def _normalise_program(x: str, axes: tuple[str, ...]) -> Program:
     """The program that normalises the rows of x."""
+    shape, weights = _in_table(axes), f"{_in_table(axes[3:])}|{_in_table(axes[2:])}"
     schema = Schema(
         f"norm_{x}",
         f"""
-        {x}            {axes}          tile
-        {x}_norm       D|{axes[2]}D  real
-        {x}_norm_bias  D|{axes[2]}D  real  optional
-        normed         {axes}          tile  made
+        {x}            {shape}    tile
+        {x}_norm       {weights}  real
+        {x}_norm_bias  {weights}  real  optional
+        normed         {shape}    tile  made
         """,
     )
 
     @program(schema, no_gradient=NO_SECOND_DERIVATIVES)
     def normalise(problem: Problem, norm_eps: float) -> Plan:
         """The launch of the kernel that normalises rows."""
-        batch, rows, heads, columns = problem(axes)
+        batch, rows, heads, columns = problem(*axes)
         params = norm_arrays(problem, f"{x}_norm", axes[2:])
         if 0 in (batch, rows, heads):
             return Plan([])
@@ -48,27 +54,28 @@ def _normalise_program(x: str, axes: str) -> Program:
     return normalise
 
 
-def _gradient_program(x: str, axes: str, accumulate: bool = False) -> Program:
+def _gradient_program(x: str, axes: tuple[str, ...], accumulate: bool = False) -> Program:
     """The program of the gradients of x and of the norm's weights and bias, which have one row for all heads or one for each.
     accumulate: does it add to what the arrays hold?"""
     grad_dtype, role, layer_role = ("float32", "updated", "updated?") if accumulate else ("tile", "made", "made  layer")
+    shape, weights = _in_table(axes), f"{_in_table(axes[3:])}|{_in_table(axes[2:])}"
     schema = Schema(
         f"norm_{x}_gradient" + "_into" * accumulate,
         f"""
-        {x}            {axes}          tile
-        dy             {axes}          {grad_dtype}
-        {x}_norm       D|{axes[2]}D  real
-        {x}_norm_bias  D|{axes[2]}D  real     optional
-        d{x}           {axes}          {grad_dtype}   {role}
-        d{x}_norm      ={x}_norm       float32  {role}
-        d{x}_norm_bias ={x}_norm_bias  float32  {layer_role}
+        {x}             {shape}         tile
+        dy              {shape}         {grad_dtype}
+        {x}_norm        {weights}       real
+        {x}_norm_bias   {weights}       real          optional
+        d{x}            {shape}         {grad_dtype}  {role}
+        d{x}_norm       ={x}_norm       float32       {role}
+        d{x}_norm_bias  ={x}_norm_bias  float32       {layer_role}
         """,
     )
 
     @program(schema, no_gradient=NO_SECOND_DERIVATIVES)
     def differentiate(problem: Problem, norm_eps: float, layer: bool) -> Plan:
         """The launches that compute these gradients."""
-        batch, rows, heads, columns = problem(axes)
+        batch, rows, heads, columns = problem(*axes)
         sums = {name: _as_groups(problem[name]) for name in (f"d{x}_norm", f"d{x}_norm_bias")[: 1 + layer]}
         outputs = nothing if accumulate else None
         if 0 in (batch, rows, heads):
@@ -111,10 +118,13 @@ def _as_groups(x: Operand) -> Operand:
     return x if len(form.shape) == 2 else x._replace(form=form._replace(shape=(1, *form.shape), strides=(0, *form.strides)))
 
 
-def _zeros_program(x: str, axes: str) -> Program:
+def _zeros_program(x: str, axes: tuple[str, ...]) -> Program:
     """The program that creates a float32 array of zeros, in which the gradients of x's normalised rows accumulate."""
 
-    @program(Schema(f"zeros_{x}", f"{x} {axes} tile\n zeros {axes} float32 made"), no_gradient=NO_SECOND_DERIVATIVES)
+    @program(
+        Schema(f"zeros_{x}", f"{x} {_in_table(axes)} tile\n zeros {_in_table(axes)} float32 made"),
+        no_gradient=NO_SECOND_DERIVATIVES,
+    )
     def zeros_like(problem: Problem) -> Plan:
         """The step that writes the zeros."""
         return Plan([Fill(problem["zeros"], 0.0)] if 0 not in problem[x].form.shape else [])

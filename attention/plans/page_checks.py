@@ -26,7 +26,8 @@ class PageCheck(NamedTuple):
         values: dict[str, Any] = {name: read(addresses[(x := self.problem[name]).source], x.form, stream) for name in names}
         if any(x is None for x in values.values()):  # a CUDA graph is being captured
             return
-        (tokens, size, caches, count), pages = self.problem("STCN"), values["pages"].shape[1] if "pages" in values else 1
+        tokens, size, caches, count = self.problem("seqlen_q", "seqlen_k", "batch_cache", "sequences")
+        pages = self.problem.extents.get("pages_per_seq", 1)
         lengths = values["lengths"].astype(np.int64) if "lengths" in values else np.full(count, size * pages)
         queries = np.diff(values["cu_seqlens"]) if "cu_seqlens" in values else np.full_like(lengths, tokens)
         used, name = (lengths > 0) & (queries > 0), "pages" if "pages" in values else "batch_index"

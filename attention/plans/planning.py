@@ -26,17 +26,14 @@ def norm_and_dropout_parts(
     """[(variant, {argument: number})] for norms of queries and for dropout."""
     parts: list[tuple[Variant, dict[str, float | Number]]] = []
     if norm := choose_norm(problem, "q_norm"):
-        parts.append((Normed(norm), {"norm_eps": norm_eps, "columns": problem("D")[0]}))
+        parts.append((Normed(norm), {"norm_eps": norm_eps, "columns": problem.extents["head_dim"]}))
     if dropout is not None:
         parts.append(dropout_part(problem, dropout, seed_value))
     return parts
 
 
 def dropout_part(problem: Problem, dropout: float, seed: Number | None) -> tuple[Dropped, dict[str, float | Number]]:
-    """(the variant for dropout, {argument: number}). seed: None if it is in device memory. ValueError: an array for the seed
-    has more than one element."""
-    if "seed" in problem and problem("O") != (1,):
-        raise problem.error("seed", "must have one element", "seed")
+    """(the variant for dropout, {argument: number}). seed: None if it is in device memory."""
     if seed is None:
         return DroppedSeedInMemory(), {**dropout_numbers(dropout)}
     return Dropped(), {**dropout_numbers(dropout), "seed": seed}
@@ -60,7 +57,7 @@ def load_functions(
 ) -> tuple[Callable | None, Callable | None, list[Operand]]:
     """(mask, score, [the arrays of aux]) from the names under which functions are registered. most_keys: of a sequence, if keys
     are in a paged cache. ValueError, TypeError: there are too many keys for float32 indices, or a function cannot be called."""
-    q_len, kv_len = problem("ST")
+    q_len, kv_len = problem("seqlen_q", "seqlen_k")
     kv_len = kv_len if most_keys is None else most_keys
     if (mask or score) and max(q_len, kv_len) >= INDICES:
         name = "mask" if mask else "score"
@@ -85,7 +82,7 @@ def reduce_to_window(
     listed = not problem.schema.written or "lists" in problem or FIELDS[0] in problem
     if mask is None or listed or _is_ragged(problem):
         return mask, causal, window
-    window_found = window_of_mask(mask, axes, causal, window, *problem("ST"))
+    window_found = window_of_mask(mask, axes, causal, window, *problem("seqlen_q", "seqlen_k"))
     return (mask, causal, window) if window_found is None else (None, False, window_found)
 
 
@@ -107,7 +104,7 @@ def window_of_mask(
 
 def is_ordered(problem: Problem, right: int | None) -> bool:
     """Does no query i see a key j > i, both counted from 0? right: the right edge of the window."""
-    queries, keys = problem("ST")
+    queries, keys = problem("seqlen_q", "seqlen_k")
     return right is not None and not _is_ragged(problem) and right + keys - queries <= 0
 
 
@@ -131,7 +128,7 @@ def plan_block_lists(
         varies = (reads_argument(mask, 0), reads_argument(mask, 1)) if mask else (False, False)
         listing = BlockListPlan(description, varies, None, ready_for)
     if size is not None:
-        batches, heads = problem["marks"].form.shape[:2] if ready_for else problem("IJ")
+        batches, heads = problem["marks"].form.shape[:2] if ready_for else problem("list_batch", "list_heads")
         blocked = Blocked(*size, warp_rows) if mask is None else BlockedMask(*size, warp_rows, mask)
         by_batch, by_head = listing.varies if listing else (False, False)
         listing = BlockListPlan(description, (bool(by_batch or batches > 1), bool(by_head or heads > 1)), blocked, ready_for)
@@ -140,7 +137,7 @@ def plan_block_lists(
 
 def resolve_scale(problem: Problem, scale: float | None) -> float:
     """The scale of scores, D^-1/2 by default. ValueError: it is not positive, or too large or small for float32."""
-    (head_dim,) = problem("D")
+    head_dim = problem.extents["head_dim"]
     scale = head_dim**-0.5 if scale is None else scale
     if not SCALE_RANGE[0] <= scale <= SCALE_RANGE[1]:  # a masked score of -inf must stay -inf when scaled
         raise ValueError(f"scale: must be positive, and finite in float32: {scale=}")
@@ -149,7 +146,9 @@ def resolve_scale(problem: Problem, scale: float | None) -> float:
 
 def check_extents(problem: Problem, multiple: int = 8) -> None:
     """ValueError: the kernels do not support these extents. multiple: of head dims."""
-    q_len, heads, head_dim, kv_len, kv_heads, value_dim = problem("SHDTGV")
+    q_len, heads, head_dim, kv_len, kv_heads, value_dim = problem(
+        "seqlen_q", "heads", "head_dim", "seqlen_k", "heads_k", "head_dim_v"
+    )
     for name, dim, which in (("q", head_dim, "head_dim"), ("v", value_dim, "value_dim")):
         if dim % multiple or not multiple <= dim <= 256:
             message = f"head_dim must be a multiple of {multiple}, from {multiple} to 256: {which}={dim}"

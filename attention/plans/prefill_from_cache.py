@@ -37,7 +37,7 @@ def plan_launch(
     kind["kv_source"] = PagedKeys(1, "left" in spec.variant.params) if paged else IndexedCache() if cached else OneBuffer()
     hopper, parts = config_for_problem(problem, spec, True, max_keys, **kind), 1
     if paged:
-        part = math.gcd(hopper.kv, int(problem("T")[0]))
+        part = math.gcd(hopper.kv, int(problem.extents["seqlen_k"]))
         parts = 0 if part % BOX_ROWS or "leftpad" in problem else hopper.kv // part
     if family == HOPPER_FAMILY and not parts:
         raise ValueError(
@@ -49,8 +49,8 @@ def plan_launch(
     if tma and paged:
         config = replace(hopper, kv_source=PagedKeys(parts, "left" in spec.variant.params))
     arrays = {"gQ": queries, "gK": problem["k"], "gV": problem["v"], "leftpad": problem["leftpad"]}
-    arrays |= {"ends": problem["cu_seqlens"]} if packed else {"q_len": problem("S")[0]}
-    arrays |= {"pages": problem["pages"], "page_size": problem("T")[0]} if paged else {}
+    arrays |= {"ends": problem["cu_seqlens"]} if packed else {"q_len": problem.extents["seqlen_q"]}
+    arrays |= {"pages": problem["pages"], "page_size": problem.extents["seqlen_k"]} if paged else {}
     arrays |= {"batch_index": problem["batch_index"]} if isinstance(config.kv_source, IndexedCache) else {}
     arrays |= {f"aux{n}": x for n, x in enumerate(aux)}
     params = spec.variant.params  # without those of q's norm if q is normalised before

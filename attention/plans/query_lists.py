@@ -22,7 +22,7 @@ def launch_query_lists(
     """Adds launches to `before` that build the lists of query tiles of all key blocks. Returns the lists, the classes that they
     were built from, and with deterministic sums the ranks. varies: do lists differ by batch, by head? args: of the variant and
     of sequences. aux: the arrays that the variant's functions read."""
-    batch, heads, kv_heads, q_len, kv_len = before.problem("BHGST")
+    batch, heads, kv_heads, q_len, kv_len = before.problem("batch", "heads", "heads_k", "seqlen_q", "seqlen_k")
     batches, by_head = batch if varies[0] else 1, varies[1]
     tiles, blocks = -(-q_len // config.rows), -(-kv_len // config.kv)
     class_heads, list_heads = (heads, kv_heads) if by_head else (1, 1)

@@ -33,7 +33,7 @@ def choose_split(
     """The QuerySplit of a problem with so many key blocks and query tiles. There should be a thread block for each
     multiprocessor; two where some take up to twice as long as others, and the longest begin first. With deterministic sums no
     length decides, because parts of sequences must have the bits of the whole."""
-    batch, heads, kv_heads = problem("BHG")
+    batch, heads, kv_heads = problem("batch", "heads", "heads_k")
     group, batch_heads = heads // kv_heads, batch * kv_heads
     if deterministic:
         return split_queries(group, batch_heads, 0, MAX_DETERMINISTIC)
@@ -56,7 +56,7 @@ def partial_arguments(
     """The main kernel's arguments that say how its queries are split, and where it stores dK and dV. If there are several
     partials, memory for them is reserved in `before_main`, and the launch that combines them is put in `after_main`."""
     problem = before_main.problem
-    (batch, query_heads, heads), dk, dv = problem("BHG"), problem["dk"], problem["dv"]
+    (batch, query_heads, heads), dk, dv = problem("batch", "heads", "heads_k"), problem["dk"], problem["dv"]
     partial_heads, group = heads * split.partials, query_heads // (heads * split.head_groups)
     extents = {"heads": partial_heads, "batch_heads": batch * partial_heads, "group": group}
     args = extents | {"partials": split.partials, "splits": split.splits}

@@ -8,29 +8,28 @@ from ..options import SCALE_RANGE
 
 DTYPES = {"bfloat16": bf16, "float16": fp16, "float32": fp32}
 DIM_STEP, MAX_DIM = 16, 256  # key_dim and value_dim are multiples of the first, up to the second
-DIM_NAMES = {"K": "key_dim", "V": "value_dim"}
 
 
 def check_extents(problem: Problem, queries: str = "q", values: str = "v") -> None:
     """ValueError: no kernel takes these extents. queries, values: the arguments of this member that are q and v for kernels."""
-    for axis, name in ("K", queries), ("V", values):
+    for axis, name in ("key_dim", queries), ("value_dim", values):
         extent = problem.extents[axis]
         if extent % DIM_STEP or not DIM_STEP <= extent <= MAX_DIM:
             limits = f"must be a multiple of {DIM_STEP}, from {DIM_STEP} to {MAX_DIM}"
-            raise problem.error(name, f"{DIM_NAMES[axis]} {limits}: {extent}", name)
-    heads, key_heads = problem("HG")
+            raise problem.error(name, f"{axis} {limits}: {extent}", name)
+    heads, key_heads = problem("heads", "heads_k")
     if not key_heads:
         raise problem.error(queries, "must have at least one head", queries)
     if heads % key_heads:
         raise problem.error(values, f"heads must be a multiple of {queries}'s", values, queries)
-    if problem.extents.get("S", 0) >= 2**31:
+    if problem.extents.get("seqlen", 0) >= 2**31:
         raise problem.error(queries, "sequence must be shorter than 2**31", queries)
 
 
 def has_channel_decay(problem: Problem) -> bool:
     """Does each channel of the keys have a decay of its own? ValueError: the channels of a decay are not contiguous."""
     decay = problem.forms.get("decay")
-    if decay is None or "K" not in problem.axes("decay"):
+    if decay is None or "key_dim" not in problem.axes("decay"):
         return False
     if decay.strides[-1] != decay.itemsize and decay.extent:
         raise ValueError(f"decay: last axis must be contiguous: decay.strides={decay.strides} bytes, decay.shape={decay.shape}")
@@ -39,7 +38,7 @@ def has_channel_decay(problem: Problem) -> bool:
 
 def resolve_scale(problem: Problem, scale: float | None) -> float:
     """The softmax scale, Dk^-1/2 by default. ValueError: it is not finite in float32."""
-    scale = problem.extents["K"] ** -0.5 if scale is None else scale
+    scale = problem.extents["key_dim"] ** -0.5 if scale is None else scale
     if not abs(scale) <= SCALE_RANGE[1]:
         raise ValueError(f"scale: must be finite in float32: {scale=}")
     return scale
@@ -52,7 +51,7 @@ def is_varlen(problem: Problem) -> bool:
 
 def has_nothing_to_compute(problem: Problem, return_state: bool) -> bool:
     """Are there no outputs and no states? A sequence without tokens has no output, but it has a state."""
-    batch, length, heads, sequences = problem("BSHN")
+    batch, length, heads, sequences = problem("batch", "seqlen", "heads", "sequences")
     return not heads or not ((batch and length) or (return_state and sequences))
 
 

@@ -35,16 +35,9 @@ BLOCK_CHUNKS = 1.5  # the time of a thread block's prologue and epilogue, in chu
 FOLDED_SCALES = 2**-6, 1  # scales by which fp16 scores can be multiplied without becoming too small or too large
 SWAP_STATE_AXES = 0, 1, 3, 2  # to a transposed state, as chunk kernels have it
 SEGMENT_RESULTS = """
-    local_state  NHPVK  float32
-    total_decay  NHPO   float32
+    local_state  (sequences, heads, segments, value_dim, key_dim)  float32
+    total_decay  (sequences, heads, segments, 1)                   float32
 """  # the results of plan_segment_states, as rows of a schema
-
-
-def join_rows(*tables: str) -> str:
-    """The rows of these tables of a schema as one table."""
-    return "".join([table.rstrip() for table in tables])
-
-
 Arrays = dict[str, Operand | None]  # by the names of a kernel's parameters
 ScratchShapes = list[tuple[tuple[int, ...], str]]
 
@@ -123,7 +116,9 @@ def plan_token_decay(
     arrays: those of chunk_hopper.py's kernel by the names of its parameters, states transposed. vector_bytes: how many bytes a
     cp.async copies, 0 for TMA. softplus: Mamba-2's dt_softplus. normalizer: the initial and final sum of keys as
     {"gInitialState": , "gFinalState": }, if outputs are divided by a normalizer."""
-    batch, length, heads, key_heads, columns, sequences = problem("BSHGVN")
+    batch, length, heads, key_heads, columns, sequences = problem(
+        "batch", "seqlen", "heads", "heads_k", "value_dim", "sequences"
+    )
     arrays = _broadcast_arrays(problem, arrays, bool(vector_bytes))
     width, group = -(-columns // chunk_hopper.COLUMNS), heads // key_heads
     gate = _choose_gate(arrays, softplus, scale_at_end=not (vector_bytes or FOLDED_SCALES[0] <= scale <= FOLDED_SCALES[1]))
@@ -146,7 +141,7 @@ def plan_token_decay(
     if segments > TOKEN_COSTS.composed_in_scan:
         local_states = {name: arrays.pop(name) for name in ("gLocalStates", "gTotalDecays")}
         before_sequence, states_per_sequence = initial, segments
-        initial = scratch(sequences * segments, heads, columns, problem.extents["K"])
+        initial = scratch(sequences * segments, heads, columns, problem.extents["key_dim"])
         steps.append(
             compose_segments(
                 problem, segments, columns, False, gInitialState=before_sequence, gSegmentStates=initial, **local_states
@@ -172,7 +167,7 @@ def plan_segment_states(
     number of segments is plan_token_decay's."""
     arrays = _broadcast_arrays(problem, arrays, bool(vector_bytes))
     scratch = ScratchAllocator(problem)
-    width = -(-problem.extents["V"] // chunk_hopper.COLUMNS)
+    width = -(-problem.extents["value_dim"] // chunk_hopper.COLUMNS)
     config = _choose_config(problem, _choose_gate(arrays, softplus), intern_value(ScanOutputs), vector_bytes, width)
     segments = _count_segments(problem, config, width)
     return [_scan_local_states(problem, arrays, vector_bytes, softplus, segments, segments, scratch)], scratch.shapes
@@ -188,9 +183,9 @@ def _scan_local_states(
     scratch: Callable[..., Operand],
 ) -> Step:
     """The launch that computes the local states of the first `scanned` of the `segments`. Adds the results to `arrays`."""
-    sequences, heads, columns = problem("NHV")
+    sequences, heads, columns = problem("sequences", "heads", "value_dim")
     width = -(-columns // chunk_hopper.COLUMNS)
-    arrays["gLocalStates"] = scratch(sequences, heads, scanned, columns, problem.extents["K"])
+    arrays["gLocalStates"] = scratch(sequences, heads, scanned, columns, problem.extents["key_dim"])
     arrays["gTotalDecays"] = scratch(sequences, heads, scanned, 1)
     config = _choose_config(problem, _choose_gate(arrays, softplus), intern_value(ScanStates), vector_bytes, width)
     from_zero = arrays | {"gInitialState": None, "gO": None}
@@ -210,7 +205,7 @@ def _scan_chunks(
 ) -> Step:
     """The launch of a chunk kernel for the first `scanned` of the `segments`. states_per_sequence: 1 or the number of segments,
     the number of states in gInitialState for each sequence."""
-    length, heads, key_heads, sequences = problem("SHGN")
+    length, heads, key_heads, sequences = problem("seqlen", "heads", "heads_k", "sequences")
     group = heads // key_heads
     blocks = group * width // config.consumers
     return kernel_for(chunk_ampere if vector_bytes else chunk_hopper, config, problem.device).bind(
@@ -231,7 +226,7 @@ def _scan_chunks(
 def _broadcast_arrays(problem: Problem, arrays: Mapping[str, Operand | None], by_cp_async: bool) -> Arrays:
     """The arrays with one number for each token or column, also if the caller passed one for each head, whose elements strides
     of 0 bytes repeat."""
-    batch, length, columns = problem("BSV")
+    batch, length, columns = problem("batch", "seqlen", "value_dim")
     arrays, chunk = dict(arrays), chunk_hopper.CHUNK
     gates = arrays.get("gGates")
     if by_cp_async and gates and len(gates.form.shape) == 1:  # one for each head
@@ -255,7 +250,7 @@ def _choose_gate(arrays: Arrays, softplus: bool, scale_at_end: bool = False) -> 
 
 def _choose_config(problem: Problem, gate: Gate, result: ScanResult, vector_bytes: int, width: int) -> chunk_hopper.Config:
     """The configuration of the chunk kernel for values of `width` blocks of columns."""
-    heads, key_heads, key_dim = problem("HGK")
+    heads, key_heads, key_dim = problem("heads", "heads_k", "key_dim")
     key_dim, dtype = pad_key_dim(key_dim, chunk_hopper.KEY_DIMS), DTYPES[problem.dtype]
     if vector_bytes:
         return intern_value(chunk_ampere.Config, key_dim, 1, dtype, gate, result, is_varlen(problem), vector_bytes)
@@ -267,7 +262,7 @@ def _count_segments(problem: Problem, config: chunk_hopper.Config, width: int) -
     """The number of segments into which each sequence is cut."""
     if not config.supports_segments:
         return 1
-    batch, length, heads, sequences = problem("BSHN")
+    batch, length, heads, sequences = problem("batch", "seqlen", "heads", "sequences")
     chunks = length * batch // sequences // chunk_hopper.CHUNK
     resident_ctas = config.ctas_per_sm * machine(problem.device).processors
     return choose_segments(sequences * heads * width // config.consumers, 1, 1, chunks, resident_ctas, TOKEN_COSTS)
@@ -275,7 +270,7 @@ def _count_segments(problem: Problem, config: chunk_hopper.Config, width: int) -
 
 def _scan_shared_heads(problem: Problem, replaced: chunk_hopper.Config, arrays: Arrays, width: int) -> Step:
     """The launch of mamba2_shared_heads_hopper.py's kernel in place of chunk_hopper.py's with the configuration `replaced`."""
-    length, heads, key_heads, sequences = problem("SHGN")
+    length, heads, key_heads, sequences = problem("seqlen", "heads", "heads_k", "sequences")
     group = heads // key_heads
     blocks = group * width // mamba2_shared_heads_hopper.CONSUMERS
     config = intern_value(
@@ -294,7 +289,9 @@ def _scan_shared_heads(problem: Problem, replaced: chunk_hopper.Config, arrays: 
 
 def plan_channel_decay(problem: Problem, arrays: Arrays, scale: float) -> tuple[list[Step], ScratchShapes]:
     """(launches, scratch memory between them) for decays of channels. arrays: those of gla_hopper.py's kernel."""
-    batch, length, heads, key_heads, key_dim, columns, sequences = problem("BSHGKVN")
+    batch, length, heads, key_heads, key_dim, columns, sequences = problem(
+        "batch", "seqlen", "heads", "heads_k", "key_dim", "value_dim", "sequences"
+    )
     width, padded_dim = -(-columns // gla_hopper.COLUMNS), pad_key_dim(key_dim, gla_hopper.STAGES)
     consumers = 2 if width % 2 == 0 and padded_dim <= gla_hopper.WIDE_KEY_DIM else 1
     blocks, chunks = width // consumers, length * batch // sequences // gla_hopper.CHUNK
@@ -329,8 +326,8 @@ def plan_channel_decay(problem: Problem, arrays: Arrays, scale: float) -> tuple[
 
 def compose_segments(problem: Problem, segments: int, columns: int, per_channel: bool, **arrays: Operand | None) -> Step:
     """The launch of compose_segment_states.py, which computes the state before each segment from local states."""
-    rows, cols = -(-columns // compose_segment_states.TILE.rows), -(-problem.extents["K"] // compose_segment_states.TILE.cols)
-    sequences, heads = problem("NH")
+    sequences, heads, key_dim = problem("sequences", "heads", "key_dim")
+    rows, cols = -(-columns // compose_segment_states.TILE.rows), -(-key_dim // compose_segment_states.TILE.cols)
     grid = sequences * heads * rows * cols
     kernel = kernel_for(compose_segment_states, intern_value(compose_segment_states.Config, per_channel), problem.device)
     return kernel.bind(grid, heads=heads, segments=segments, rows=rows, cols=cols, **arrays)

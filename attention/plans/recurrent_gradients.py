@@ -41,7 +41,7 @@ class GradientScan(NamedTuple):
         gate = intern_value(ReversedGate, self.gate) if self.reverse else self.gate
         if vector_bytes:
             return intern_value(chunk_ampere.Config, padded, 1, dtype, gate, self.result, is_varlen(problem), vector_bytes)
-        heads, key_heads = problem("HG")
+        heads, key_heads = problem("heads", "heads_k")
         alike = self.width if self.result.groups_queries else heads // key_heads * self.width  # blocks with the same queries
         consumers = 2 if alike % 2 == 0 and padded <= chunk_hopper.WIDE_KEY_DIM else 1
         config = intern_value(chunk_hopper.Config, padded, consumers, dtype, gate, self.result, is_varlen(problem))
@@ -50,7 +50,7 @@ class GradientScan(NamedTuple):
     def launch(self, problem: Problem, scale: float, vector_bytes: int, arrays: Arrays) -> Step:
         """The launch for these arrays, by the names of the kernel's parameters."""
         config = self.config(problem, vector_bytes)
-        length, heads, key_heads, sequences = problem("SHGN")
+        length, heads, key_heads, sequences = problem("seqlen", "heads", "heads_k", "sequences")
         group = heads // key_heads
         blocks = group * self.width // config.consumers
         return kernel_for(chunk_ampere if vector_bytes else chunk_hopper, config, problem.device).bind(
@@ -71,10 +71,10 @@ class GradientScan(NamedTuple):
 def plan_gradients(problem: Problem, scale: float, vector_bytes: int, wants_gates: bool, wants_state: bool) -> Plan:
     """The Plan of a call of linear_backward without decays of channels. vector_bytes: how many bytes a cp.async copies, 0 for TMA.
     wants_gates, wants_state: are the gradients of the decay and of the initial state computed?"""
-    key_dim, value_dim = problem("KV")
+    key_dim, value_dim = problem("key_dim", "value_dim")
     scratch = ScratchAllocator(problem)
     gate, gates = _choose_gate(problem, bool(vector_bytes))
-    group = problem.extents["H"] // problem.extents["G"]
+    group = problem.extents["heads"] // problem.extents["heads_k"]
     unrounded = group > 1
     queries = GradientScan(gate, False, intern_value(QueryGradients, wants_gates, unrounded), value_dim, key_dim)
     keys = GradientScan(gate, True, intern_value(KeyGradients, wants_gates, unrounded), value_dim, key_dim)
@@ -99,7 +99,7 @@ def plan_gradients(problem: Problem, scale: float, vector_bytes: int, wants_gate
         config = keys.config(problem, vector_bytes)
         parts = config.row_parts * keys.width
         query_dots, key_dots = _row_dots(problem, scratch, parts), _row_dots(problem, scratch, parts)
-        chunks, heads = count_chunk_indices(problem), problem.extents["H"]
+        chunks, heads = count_chunk_indices(problem), problem.extents["heads"]
         states = scratch(chunks, heads, key_dim, value_dim, dtype=problem.dtype)
         state_parts = WARPS * keys.width * config.key_parts
         of_chunks = {name: scratch(chunks, heads, state_parts) for name in ("carried_dots", "state_dots")}
@@ -114,7 +114,7 @@ def plan_gradients(problem: Problem, scale: float, vector_bytes: int, wants_gate
 
 def count_chunk_indices(problem: Problem) -> int:
     """How many indices of chunks there are at most (SequenceLayout.chunk_index)."""
-    length, sequences = problem("SN")
+    length, sequences = problem("seqlen", "sequences")
     if is_varlen(problem):
         return length // chunk_hopper.CHUNK + sequences
     return -(-length // chunk_hopper.CHUNK) * sequences
@@ -134,16 +134,16 @@ def _choose_gate(problem: Problem, by_cp_async: bool) -> tuple[Gate, Operand | N
 
 def spread_to_tokens(problem: Problem, decay: Operand) -> Operand:
     """A decay of each head as one of each token, which strides of 0 bytes repeat."""
-    return decay if len(decay.form.shape) > 1 else decay.spread(0, problem.extents["S"]).spread(0, problem.extents["B"])
+    return decay if len(decay.form.shape) > 1 else decay.spread(0, problem.extents["seqlen"]).spread(0, problem.extents["batch"])
 
 
 def _partial_gradients(problem: Problem, scratch: Callable[..., Operand]) -> Operand:
     """Memory for a gradient of q or k for each value head."""
-    return scratch(*problem("BSHK"))
+    return scratch(*problem("batch", "seqlen", "heads", "key_dim"))
 
 
 def _row_dots(problem: Problem, scratch: Callable[..., Operand], parts: int) -> Operand:
-    batch, length, heads = problem("BSH")
+    batch, length, heads = problem("batch", "seqlen", "heads")
     return scratch(batch, length, heads * parts)
 
 
@@ -153,7 +153,7 @@ def _sum_gates(
     """The launch that computes the decay's gradient."""
     decay, gradient = problem["decay"], problem["ddecay"]
     assert decay is not None and gradient is not None
-    length, heads, sequences = problem("SHN")
+    length, heads, sequences = problem("seqlen", "heads", "sequences")
     per_head = len(decay.form.shape) == 1
     if per_head:
         gradient = gradient.spread(0, 1).spread(0, 1)
@@ -176,7 +176,7 @@ def _sum_gates(
 
 def _sum_heads(problem: Problem, partial: Operand, name: str, vector_bytes: int) -> Step:
     """The launch that adds the gradients of the value heads that share a key head."""
-    batch, length, heads, key_heads, key_dim = problem("BSHGK")
+    batch, length, heads, key_heads, key_dim = problem("batch", "seqlen", "heads", "heads_k", "key_dim")
     tiles, panels = -(-length // sum_head_groups.X.rows), -(-key_dim // sum_head_groups.X.cols)
     config = intern_value(sum_head_groups.Config, DTYPES[problem.dtype], vector_bytes or 16)
     return kernel_for(sum_head_groups, config, problem.device).bind(

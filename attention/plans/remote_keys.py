@@ -18,20 +18,20 @@ from .planning import check_extents, resolve_scale
 from .variant_spec import build_variant
 
 ARRAYS = """
-    q          BSHD  tile
-    k          BTGD  tile
-    v          BTGV  tile
-    lengths_k  BZ    index
-    local_k    BAGD  tile
-    local_v    BAGV  tile
+    q          (batch, seqlen_q, heads, head_dim)          tile
+    k          (batch, seqlen_k, heads_k, head_dim)        tile
+    v          (batch, seqlen_k, heads_k, head_dim_v)      tile
+    lengths_k  (batch, parts)                              index
+    local_k    (batch, seqlen_local, heads_k, head_dim)    tile
+    local_v    (batch, seqlen_local, heads_k, head_dim_v)  tile
 """
-PROGRESS = """\
-    arrived    O     index
-    required   y     index
+PROGRESS = """
+    arrived   (1)              index
+    required  (blocks_plus_1)  index
 """
-RESULTS = """\
-    out        BSHV  tile     made
-    lse        BHS   float32  made
+RESULTS = """
+    out  (batch, seqlen_q, heads, head_dim_v)  tile     made
+    lse  (batch, heads, seqlen_q)              float32  made
 """
 TWO_BUFFERS = Schema("forward_two_buffers", ARRAYS + RESULTS)
 STREAMING = Schema("forward_streaming", ARRAYS + PROGRESS + RESULTS)

@@ -5,8 +5,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from tiles.calls.argument import REAL
 from tiles.calls.plan import Fill
-from tiles.calls.schema import REAL, Problem
+from tiles.calls.schema import Problem
 
 from ..kernels import bias_gradient, bias_gradient_hopper, element_gradients
 from ..parts.backward import recomputed_scores
@@ -56,7 +57,7 @@ class ScoreGradients:
         self.problem, self.spec, self.config, self.after_main = problem, spec, config, after_main
         self.args, self.processors = args, processors
         self.queries, self.kv = recomputed_scores.SHAPES[config.head_dim]
-        rows, heads, cols, kv_heads = problem("SHTG")
+        rows, heads, cols, kv_heads = problem("seqlen_q", "heads", "seqlen_k", "heads_k")
         self.tiles, self.blocks = -(-rows // self.queries), -(-cols // self.kv)
         self.shape = {"group": heads // kv_heads, "scale": spec.unit * LOG2_E}
 
@@ -78,12 +79,12 @@ class ScoreGradients:
 
     def launch_bias_gradient(self, read: recomputed_scores.BiasRead) -> None:
         """Launch the kernel for the gradient of a bias."""
-        batch, heads, batches, bias_heads, rows = self.problem("NHWXY")
+        batch, heads, batches, bias_heads, rows = self.problem("sequences", "heads", "bias_batch", "bias_heads", "bias_seqlen")
         shared_by = {"bias_heads": bias_heads, "batches": batch // batches, "heads": heads // bias_heads}
         bias_args = {"gDBias": self.problem["dbias"], **shared_by, **self.shape, **self.args}
         if bias_gradient_hopper.serves(self.config, read):
             config = bias_gradient_hopper.config_for(self.config)
-            tiles, blocks = -(-rows // config.rows), -(-self.problem("T")[0] // config.kv)
+            tiles, blocks = -(-rows // config.rows), -(-self.problem.extents["seqlen_k"] // config.kv)
             dbias_tiles = batches * bias_heads * tiles * blocks
             grid = min(dbias_tiles, self.processors)
             self.after_main.launch(
@@ -101,10 +102,10 @@ class ScoreGradients:
     def work_extents(self) -> tuple[int, int, int, int]:
         """(batches, heads, query tiles, key blocks) that thread blocks go through; of packed sequences (1, heads, the query
         tiles of all, the number of thread blocks that a tile's visible key blocks are dealt to): see element_gradients.py."""
-        batch, rows, heads = self.problem("BSH")
+        batch, rows, heads = self.problem("batch", "seqlen_q", "heads")
         if not self.config.seq_layout.packed:
             return batch, heads, self.tiles, self.blocks
-        (ends,) = self.problem("E")
+        ends = self.problem.extents["ends"]
         tiles = rows // self.queries + ends - 1
         return 1, heads, tiles, min(self.blocks, -(-BLOCKS_PER_SM * self.processors // (heads * tiles)))
 

@@ -19,8 +19,8 @@ FEWER = 2  # times as many keys as queries at least, so that the bits of self-at
 
 def serves(problem: Problem, family: str | None) -> bool:
     """Is this one of the calls that decode's kernels serve? A call that asks for a family never is."""
-    batch, queries, heads, kv_heads, keys = problem("BSHGT")
-    if family is not None or keys < LEAST or keys < FEWER * queries or 0 in problem("BSH"):
+    batch, queries, heads, kv_heads, keys = problem("batch", "seqlen_q", "heads", "heads_k", "seqlen_k")
+    if family is not None or keys < LEAST or keys < FEWER * queries or 0 in problem("batch", "seqlen_q", "heads"):
         return False
     rows = queries * (heads // kv_heads)
     if rows <= (decode_hopper.Config.tile_rows if problem.by_tma else decode_ampere.TALL_ROWS):
@@ -33,7 +33,7 @@ def serves(problem: Problem, family: str | None) -> bool:
 
 def plan_by_decode(problem: Problem, causal: bool, scale: float | None, return_lse: bool) -> Plan:
     """The Plan of such a call, by decode's kernels. All keys are in use."""
-    (keys,) = problem("T")
+    keys = problem.extents["seqlen_k"]
     options = DecodeOptions(causal, None, None, None, resolve_scale(problem, scale), None, None, [])
     append, norms = AppendPlan([], [], problem["q"], {"keys": keys}), DecodeNorms([], [], PLAIN_KEYS, {}, {})
     lse, cache = problem["lse"] if return_lse else None, DenseLoader(problem.bytes_at_once(*TILES))

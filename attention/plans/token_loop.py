@@ -20,7 +20,8 @@ def launch(
 ) -> Step:
     """The launch for arrays (B, S, H, D), by the names of the kernel's parameters. single: see Config. columns: of a state, if
     it has more of them than v. ValueError: too many heads or sequences for a grid."""
-    length, heads, key_heads, key_dim, value_dim, sequences = (problem.extents.get(axis, 1) for axis in "SHGKVN")
+    heads, key_heads, key_dim, value_dim, sequences = problem("heads", "heads_k", "key_dim", "value_dim", "sequences")
+    length = problem.extents.get("seqlen", 1)
     columns = columns or value_dim
     decay = arrays.get("gDecay")
     config = Config(
@@ -53,5 +54,5 @@ def _broadcast_gate(gate: Operand | None, problem: Problem, columns: int) -> Ope
     if gate is None or len(gate.form.shape) == 4:
         return gate
     if len(gate.form.shape) == 1:
-        gate = gate.spread(0, problem.extents.get("S", 1)).spread(0, problem.extents["B"])
+        gate = gate.spread(0, problem.extents.get("seqlen", 1)).spread(0, problem.extents["batch"])
     return gate.spread(3, columns)

@@ -18,17 +18,17 @@ from .linear_family import split_initial_state
 BASED = Schema(
     "based",
     """
-    q              BSGK  tile
-    k              BSGK  tile
-    v              BSHV  tile
-    cu_seqlens     E     ends     optional
-    initial_state  NHFV  float32  optional
-    initial_z      NHF   float32  optional
-    out            BSHV  tile     made
-    state          NHFV  float32  made      return_state
-    z              NHF   float32  made      return_state  normalize
+    q              (batch, seqlen, heads_k, key_dim)        tile
+    k              (batch, seqlen, heads_k, key_dim)        tile
+    v              (batch, seqlen, heads, value_dim)        tile
+    cu_seqlens     (ends)                                   ends     optional
+    initial_state  (sequences, heads, features, value_dim)  float32  optional
+    initial_z      (sequences, heads, features)             float32  optional
+    out            (batch, seqlen, heads, value_dim)        tile     made
+    state          (sequences, heads, features, value_dim)  float32  made  return_state
+    z              (sequences, heads, features)             float32  made  return_state  normalize
     """,
-    F=FEATURES,
+    features=FEATURES,
 )
 
 
@@ -87,10 +87,12 @@ def _based(problem: Problem, scale: float | None, normalize: bool, return_state:
     recurrent_checks.check_extents(problem)
     scale = recurrent_checks.resolve_scale(problem, scale)
     config = based_hopper.Config(recurrent_checks.DTYPES[problem.dtype], normalize, recurrent_checks.is_varlen(problem))
-    batch, length, heads, key_heads, key_dim, value_dim, sequences = problem("BSHGKVN")
+    batch, length, heads, key_heads, key_dim, value_dim, sequences = problem(
+        "batch", "seqlen", "heads", "heads_k", "key_dim", "value_dim", "sequences"
+    )
     if key_dim != BASE:
         raise ValueError(f"q: key_dim must be {BASE}: {key_dim}, q.shape={problem.shape('q')}")
-    if problem.extents["F"] != FEATURES:
+    if problem.extents["features"] != FEATURES:
         raise ValueError(f"initial_state: must have {FEATURES} features: initial_state.shape={problem.shape('initial_state')}")
     require_hopper(problem)
     if not (batch and length and heads):

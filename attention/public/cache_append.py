@@ -12,36 +12,39 @@ from tiles.calls.schema import Problem, Schema
 
 from ..names import suggests_argument_names
 from ..options import check_flag, check_positive, split_norm
-from ..plans.cache_append import AppendNames, plan_append
+from ..plans.cache_append import plan_append
 
 ARRAYS = """
-    k_new            BSGD   tile
-    v_new            BSGV   tile
-    k                CTGD   cache    updated
-    v                CTGV   cache    updated
-    cu_seqlens       E      ends     optional
-    lengths          N      index
-    pages            NM     index    optional
-    batch_index      N      index    optional
-    cos              ZR     real     optional
-    sin              ZR     real     optional
-    positions        N      index    optional
-    k_descale        G|NG   float32  optional
-    v_descale        G|NG   float32  optional
-    k_new_norm       D|GD   real     optional
-    k_new_norm_bias  D|GD   real     optional
+    k_new            (batch, seqlen_new, heads_k, head_dim)        tile
+    v_new            (batch, seqlen_new, heads_k, head_dim_v)      tile
+    k                (batch_cache, seqlen_k, heads_k, head_dim)    cache     updated
+    v                (batch_cache, seqlen_k, heads_k, head_dim_v)  cache     updated
+    cu_seqlens       (ends)                                        ends_new  optional
+    lengths          (sequences)                                   index
+    pages            (sequences, pages_per_seq)                    index     optional
+    batch_index      (sequences)                                   index     optional
+    cos              (positions, pairs)                            real      optional
+    sin              (positions, pairs)                            real      optional
+    positions        (sequences)                                   index     optional
+    k_descale        (heads_k)|(sequences, heads_k)                float32   optional
+    v_descale        (heads_k)|(sequences, heads_k)                float32   optional
+    k_new_norm       (head_dim)|(heads_k, head_dim)                real      optional
+    k_new_norm_bias  (head_dim)|(heads_k, head_dim)                real      optional
+"""
+QUERIES = """
+    q            (batch, seqlen_q, heads, head_dim)  tile
 """
 QUERY_ARRAYS = """
-    q_norm           D|HD   real     optional
-    q_norm_bias      D|HD   real     optional
-    out              BAHD   tile     in_place
+    q_norm       (head_dim)|(heads, head_dim)        real  optional
+    q_norm_bias  (head_dim)|(heads, head_dim)        real  optional
+    out          (batch, seqlen_q, heads, head_dim)  tile  in_place
 """
-ARRAYS_AND_QUERIES = f"q BAHD tile {ARRAYS.rstrip()}{QUERY_ARRAYS}"
+ARRAYS_AND_QUERIES = QUERIES + ARRAYS + QUERY_ARRAYS
 
 
 def with_token_descales(table: str) -> str:
     """A schema's rows with descales of each token and head, shaped as the cache is, which the call writes."""
-    return re.sub(r"(_descale +)\S+( +float32 +)optional", r"\1CTG\2updated", table)
+    return re.sub(r"(_descale +)\(.*\)( +float32 +)optional", r"\1(batch_cache, seqlen_k, heads_k)\2updated", table)
 
 
 APPEND, WITH_QUERIES = Schema("append", ARRAYS), Schema("append_with_queries", ARRAYS_AND_QUERIES)
@@ -142,8 +145,7 @@ def rotary_tables(rotary: Any) -> Sequence[Any]:
 def _append(problem: Problem, interleaved: bool, causal: bool, norm_eps: float) -> Plan:
     """The Plan of a call of append."""
     queries = (problem["q"], problem["out"]) if "q" in problem else None
-    names = AppendNames("S", "A", queries, problem["cu_seqlens"])
-    steps = plan_append(problem, interleaved, causal, names, norm_eps)
+    steps = plan_append(problem, interleaved, causal, queries, problem["cu_seqlens"], norm_eps)
     return Plan(steps, give=None if queries else nothing)
 
 

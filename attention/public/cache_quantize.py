@@ -18,15 +18,15 @@ from ..options import check_flag
 from ..parts.descales import BLOCK
 
 ARRAYS = """
-    x        BSGD  tile
-    descale  BG    float32  optional
-    out      BSGD  fp8      made
-    computed BG    float32  made  computes
-    mean     BGD   float32  made  centred
+    x         (batch, seqlen, heads_k, head_dim)  tile
+    descale   (batch, heads_k)                    float32  optional
+    out       (batch, seqlen, heads_k, head_dim)  fp8      made
+    computed  (batch, heads_k)                    float32  made  computes
+    mean      (batch, heads_k, head_dim)          float32  made  centred
 """
 QUANTIZE = Schema("quantize", ARRAYS)
-ARRAYS_OF_BLOCKS = ARRAYS.replace("computed BG ", "computed BxG")
-QUANTIZE_BLOCKS = Schema("quantize_blocks", ARRAYS_OF_BLOCKS, x=lambda extents: (extents["S"] + BLOCK - 1) // BLOCK)
+ARRAYS_OF_BLOCKS = ARRAYS.replace("computed  (batch, heads_k)", "computed  (batch, blocks, heads_k)")
+QUANTIZE_BLOCKS = Schema("quantize_blocks", ARRAYS_OF_BLOCKS, blocks=lambda extents: (extents["seqlen"] + BLOCK - 1) // BLOCK)
 DTYPES = {"bfloat16": bf16, "float16": fp16}
 
 
@@ -76,7 +76,7 @@ def quantize(
 @program(QUANTIZE)
 def _quantize(problem: Problem, centred: bool, computes: bool) -> Plan:
     """The Plan of a call of quantize. computes: is the descale computed, not given?"""
-    batch, rows, heads, columns = problem("BSGD")
+    batch, rows, heads, columns = problem("batch", "seqlen", "heads_k", "head_dim")
     if columns % 8 or not 8 <= columns <= 256:
         raise problem.error("x", f"head_dim must be a multiple of 8, from 8 to 256: head_dim={columns}", "x")
     gpu = machine(problem.device)

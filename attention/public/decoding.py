@@ -12,7 +12,7 @@ from tiles.calls.torch_op import traced
 from ..families import choose_family
 from ..names import suggests_argument_names
 from ..options import check_flag, check_number, check_positive, split_norm
-from ..plans.call_options import OF_AUX, pad_aux, window_ends
+from ..plans.call_options import OF_AUX, ResultOptions, ScoreOptions, pad_aux, window_ends
 from ..plans.decode_launches import DecodeOptions, plan_new_keys, plan_prefill, plan_split_kv, prefers_split_kv, select_loader
 from ..plans.decode_norms import select_norms
 from ..plans.page_checks import plan_page_checks
@@ -24,56 +24,50 @@ from . import cache_append
 MAX_SPLITS = 1024
 MANY_TOKENS = 64  # query tokens of a sequence, from which on forward's kernels serve it (bench/notes/decode.md)
 CACHES = """
-    q               BSHD  tile
-    k               CTGD  cache
-    v               CTGV  cache
+    q  (batch, seqlen_q, heads, head_dim)            tile
+    k  (batch_cache, seqlen_k, heads_k, head_dim)    cache
+    v  (batch_cache, seqlen_k, heads_k, head_dim_v)  cache
 """
 KEY_ARRAYS = """
-    lengths         N     key_lengths  optional
-    pages           NM    index    optional
-    batch_index     N     index    optional
-    leftpad         N     key_starts  optional
-    alibi           H|UH  float32  optional
-    sink            H     float32  optional
-    k_descale       G|NG|CTG  float32  optional
-    v_descale       G|NG|CTG  float32  optional
+    lengths      (sequences)                                                      key_lengths  optional
+    pages        (sequences, pages_per_seq)                                       index        optional
+    batch_index  (sequences)                                                      index        optional
+    leftpad      (sequences)                                                      key_starts   optional
+    alibi        (heads)|(alibi_batch, heads)                                     float32      optional
+    sink         (heads)                                                          float32      optional
+    k_descale    (heads_k)|(sequences, heads_k)|(batch_cache, seqlen_k, heads_k)  float32      optional
+    v_descale    (heads_k)|(sequences, heads_k)|(batch_cache, seqlen_k, heads_k)  float32      optional
 """
 RESULTS = """
-    out             BSHV  tile     in_place
-    lse             BHS   float32  made      return_lse
+    out  (batch, seqlen_q, heads, head_dim_v)  tile     in_place
+    lse  (batch, heads, seqlen_q)              float32  made  return_lse
 """
 PACKED_QUERIES = """
-    cu_seqlens      E     ends     optional
+    cu_seqlens  (ends)  ends_q  optional
 """
 NORMS = """
-    q_norm          D|HD  real     optional
-    q_norm_bias     D|HD  real     optional
-    k_norm          D|GD  real     optional
-    k_norm_bias     D|GD  real     optional
+    q_norm       (head_dim)|(heads, head_dim)    real  optional
+    q_norm_bias  (head_dim)|(heads, head_dim)    real  optional
+    k_norm       (head_dim)|(heads_k, head_dim)  real  optional
+    k_norm_bias  (head_dim)|(heads_k, head_dim)  real  optional
 """
 NEW_KEYS = """
-    k_new           BsGD  tile
-    v_new           BsGV  tile
-    k_new_norm      D|GD  real     optional
-    k_new_norm_bias  D|GD  real    optional
-    cu_seqlens_new  E     new_ends  optional
-    cos             ZR    real      optional
-    sin             ZR    real      optional
-    positions       N     index     optional
+    k_new            (batch, seqlen_new, heads_k, head_dim)    tile
+    v_new            (batch, seqlen_new, heads_k, head_dim_v)  tile
+    k_new_norm       (head_dim)|(heads_k, head_dim)            real      optional
+    k_new_norm_bias  (head_dim)|(heads_k, head_dim)            real      optional
+    cu_seqlens_new   (ends)                                    ends_new  optional
+    cos              (positions, pairs)                        real      optional
+    sin              (positions, pairs)                        real      optional
+    positions        (sequences)                               index     optional
 """
-WRITTEN_CACHES = CACHES.replace("cache", "cache  updated")
+WRITTEN_CACHES = CACHES.replace(" cache", " cache  updated")
 NEEDED_LENGTHS = KEY_ARRAYS.replace("key_lengths  optional", "key_lengths")
-
-
-def _schema(name: str, *tables: str) -> Schema:
-    return Schema(name, "\n".join(row for table in tables for row in table.splitlines() if row.strip()))
-
-
-DECODE = _schema("decode", CACHES, KEY_ARRAYS, RESULTS)
-VARIANT = _schema("decode_variant", CACHES, PACKED_QUERIES, KEY_ARRAYS, NORMS, OF_AUX, RESULTS)
-APPEND_TABLES = WRITTEN_CACHES, PACKED_QUERIES, NEEDED_LENGTHS, NORMS, OF_AUX, NEW_KEYS, RESULTS
-APPENDING = _schema("decode_append", *APPEND_TABLES)
-QUANTISING = _schema("decode_append_quantising", *map(cache_append.with_token_descales, APPEND_TABLES))
+DECODE = Schema("decode", CACHES + KEY_ARRAYS + RESULTS)
+VARIANT = Schema("decode_variant", CACHES + PACKED_QUERIES + KEY_ARRAYS + NORMS + OF_AUX + RESULTS)
+APPEND_ARRAYS = WRITTEN_CACHES + PACKED_QUERIES + NEEDED_LENGTHS + NORMS + OF_AUX + NEW_KEYS + RESULTS
+APPENDING = Schema("decode_append", APPEND_ARRAYS)
+QUANTISING = Schema("decode_append_quantising", cache_append.with_token_descales(APPEND_ARRAYS))
 
 
 @suggests_argument_names
@@ -180,9 +174,9 @@ def decode(
         left,
         right,
         None if softcap is None else check_positive("softcap", softcap),
-        check_splits(splits),
         None if mask is None else register_function("mask", mask),
         None if score is None else register_function("score", score),
+        check_splits(splits),
         check_flag("interleaved", interleaved),
         0.0 if q_norm is k_norm is k_new_norm is None else check_positive("norm_eps", norm_eps),
         None if scale is None else check_number("scale", scale),
@@ -262,24 +256,18 @@ NO_GRADIENT = "attention.decode has no gradient: attention.forward has"
 @program(DECODE, no_gradient=NO_GRADIENT)
 def _decode(
     problem: Problem,
-    causal: bool,
-    left: int | None,
-    right: int | None,
-    softcap: float | None,
+    scores: ScoreOptions,
     splits: int | None,
-    mask: str | None,
-    score: str | None,
     interleaved: bool,
     norm_eps: float,
-    scale: float | None,
-    return_lse: bool,
-    family: str | None,
+    result: ResultOptions,
 ) -> Plan:
     """The Plan of a call of decode. The schema's `lse` is always a result: callers have no argument for it."""
     check_extents(problem)
+    (causal, left, right, softcap, mask, score), (scale, return_lse, family) = scores, result
     cache, max_keys, cache_args = select_loader(problem)
     append = plan_new_keys(problem, interleaved, causal or left is not None or right is not None, norm_eps, max_keys)
-    batch, tokens, heads, sequences = problem("BSHN")
+    batch, tokens, heads, sequences = problem("batch", "seqlen_q", "heads", "sequences")
     out, lse = problem["out"], problem["lse"] if return_lse else None
     if 0 in (batch, tokens, heads) or max_keys == 0:  # no token sees a key
         if "sink" in problem and 0 not in (batch, tokens, heads):

@@ -31,29 +31,29 @@ from ..plans.recurrent_checks import DTYPES, is_varlen, pad_key_dim
 DELTA_RULE = Schema(
     "delta_rule",
     """
-    q              BSGK        tile
-    k              BSGK        tile
-    v              BSHV        tile
-    beta           BSH         real
-    decay          H|BSH|BSHK  log      optional
-    cu_seqlens     E           ends     optional
-    initial_state  NHKV        float32  optional
-    out            BSHV        tile     made
-    state          NHKV        float32  made      return_state
+    q              (batch, seqlen, heads_k, key_dim)                               tile
+    k              (batch, seqlen, heads_k, key_dim)                               tile
+    v              (batch, seqlen, heads, value_dim)                               tile
+    beta           (batch, seqlen, heads)                                          real
+    decay          (heads)|(batch, seqlen, heads)|(batch, seqlen, heads, key_dim)  log      optional
+    cu_seqlens     (ends)                                                          ends     optional
+    initial_state  (sequences, heads, key_dim, value_dim)                          float32  optional
+    out            (batch, seqlen, heads, value_dim)                               tile     made
+    state          (sequences, heads, key_dim, value_dim)                          float32  made  return_state
     """,
 )
 
 DELTA_STATES = Schema(
     "delta_rule_states",
     """
-    k              BSGK   tile
-    v              BSHV   tile
-    beta           BSH    real
-    decay          H|BSH  log      optional
-    cu_seqlens     E      ends     optional
-    initial_state  NHKL   float32
-    skipped        NHO    float32  optional
-    state          NHKL   float32  made
+    k              (batch, seqlen, heads_k, key_dim)           tile
+    v              (batch, seqlen, heads, value_dim)           tile
+    beta           (batch, seqlen, heads)                      real
+    decay          (heads)|(batch, seqlen, heads)              log      optional
+    cu_seqlens     (ends)                                      ends     optional
+    initial_state  (sequences, heads, key_dim, state_columns)  float32
+    skipped        (sequences, heads, 1)                       float32  optional
+    state          (sequences, heads, key_dim, state_columns)  float32  made
     """,
 )
 
@@ -129,7 +129,7 @@ def _delta_rule(problem: Problem, scale: float | None, return_state: bool, famil
     """The Plan of a call of delta_rule. The schema's `state` is a result, which a caller cannot pass."""
     recurrent_checks.check_extents(problem)
     scale, by_channel = recurrent_checks.resolve_scale(problem, scale), recurrent_checks.has_channel_decay(problem)
-    batch, length, key_dim = problem("BSK")
+    batch, length, key_dim = problem("batch", "seqlen", "key_dim")
     widest = max(kda_hopper.KEY_DIMS if by_channel else delta_hopper.STAGES)
     if family == HOPPER_FAMILY and key_dim > widest:
         raise ValueError(f"family: sm_90 takes keys of at most {widest} columns: {family=}, q has {key_dim}")
@@ -168,7 +168,9 @@ def final_states(
 def _final_states(problem: Problem, family: str | None) -> Plan:
     """The Plan of a call of final_states. The schema's `state` is a result."""
     recurrent_checks.check_extents(problem, "k", "v")
-    batch, length, heads, key_dim, value_dim, columns = problem("BSHKVL")
+    batch, length, heads, key_dim, value_dim, columns = problem(
+        "batch", "seqlen", "heads", "key_dim", "value_dim", "state_columns"
+    )
     if columns < value_dim:
         raise problem.error("initial_state", "must have at least as many columns as v", "initial_state", "v")
     arrays = {"gK": problem["k"], "gV": problem["v"], "gBeta": problem["beta"], "gCuSeqlens": problem["cu_seqlens"]}
@@ -189,7 +191,7 @@ def _plan_chunks(
     """(launches of Hopper's kernels, scratch memory between them). There is one launch, or three if sequences are cut into
     segments: the first computes how each segment changes a state, the second the state before each segment, the third the
     outputs."""
-    batch, length, heads, key_dim, columns, sequences = problem("BSHKVN")
+    batch, length, heads, key_dim, columns, sequences = problem("batch", "seqlen", "heads", "key_dim", "value_dim", "sequences")
     last_pass, first_pass, costs = CHANNEL_PASSES if by_channel else TOKEN_PASSES
     width, first_width = -(-columns // COLUMNS), -(-(columns + key_dim) // COLUMNS)
     segments, scratch, steps = 1, recurrent_chunks.ScratchAllocator(problem), []
@@ -231,7 +233,7 @@ def _scan_chunks(
 ) -> Step:
     """The launch of one of Hopper's chunk kernels for `grid_segments` segments of each sequence and states with so many
     columns. from_identity: see delta_states_hopper.Config. numbers: further arguments of the kernel."""
-    batch, length, heads, key_heads, key_dim, sequences = problem("BSHGKN")
+    batch, length, heads, key_heads, key_dim, sequences = problem("batch", "seqlen", "heads", "heads_k", "key_dim", "sequences")
     width, gates = -(-columns // COLUMNS), arrays["gGates"]
     one_each = sequences * heads * grid_segments * width <= machine(problem.device).processors  # an SM for each 64 columns
     sizes = pad_key_dim(key_dim, delta_hopper.STAGES), 1 if one_each or key_dim > delta_hopper.WIDE_KEY_DIM else min(width, 2)

@@ -17,15 +17,15 @@ from ..plans import recurrent_checks
 HEDGEHOG = Schema(
     "hedgehog",
     """
-    q           BSGK  tile
-    k           BSGK  tile
-    v           BSHV  tile
-    q_map       GKF   tile
-    k_map       GKF   tile
-    alphas      H     float32
-    betas       H     float32
-    cu_seqlens  E     ends     optional
-    out         BSHV  tile     made
+    q           (batch, seqlen, heads_k, key_dim)  tile
+    k           (batch, seqlen, heads_k, key_dim)  tile
+    v           (batch, seqlen, heads, value_dim)  tile
+    q_map       (heads_k, key_dim, features)       tile
+    k_map       (heads_k, key_dim, features)       tile
+    alphas      (heads)                            float32
+    betas       (heads)                            float32
+    cu_seqlens  (ends)                             ends     optional
+    out         (batch, seqlen, heads, value_dim)  tile     made
     """,
 )
 
@@ -75,7 +75,9 @@ def hedgehog(
 def _hedgehog(problem: Problem) -> Plan:
     """The Plan of a call of hedgehog."""
     recurrent_checks.check_extents(problem)
-    batch, length, heads, key_heads, key_dim, value_dim, features, sequences = problem("BSHGKVFN")
+    batch, length, heads, key_heads, key_dim, value_dim, features, sequences = problem(
+        "batch", "seqlen", "heads", "heads_k", "key_dim", "value_dim", "features", "sequences"
+    )
     for name, extent in ("q", key_dim), ("v", value_dim):
         if extent > HEAD:
             raise ValueError(f"{name}: head_dim must be at most {HEAD}: {extent}, {name}.shape={problem.shape(name)}")

@@ -42,31 +42,31 @@ from ..names import suggests_argument_names
 from ..options import check_flag, check_number
 from ..plans import recurrent_checks, recurrent_chunks, token_loop
 from ..plans.call_options import refuse_beside_gradient, requires_grad
-from ..plans.recurrent_chunks import SEGMENT_RESULTS, join_rows
+from ..plans.recurrent_chunks import SEGMENT_RESULTS
 from .linear_gradients import NO_SECOND_DERIVATIVES, program_gradient
 
 TOKENS = """
-    q              BSGK        tile
-    k              BSGK        tile
-    v              BSHV        tile
-    decay          H|BSH|BSHK  log      optional
-    cu_seqlens     E           ends     optional
+    q           (batch, seqlen, heads_k, key_dim)                               tile
+    k           (batch, seqlen, heads_k, key_dim)                               tile
+    v           (batch, seqlen, heads, value_dim)                               tile
+    decay       (heads)|(batch, seqlen, heads)|(batch, seqlen, heads, key_dim)  log   optional
+    cu_seqlens  (ends)                                                          ends  optional
 """
 STATES = """
-    initial_state  NHKV        float32  optional
-    initial_z      NHK         float32  optional
-    out            BSHV        tile     made
-    state          NHKV        float32  made      return_state
-    final_z        NHK         float32  made      return_state  normalize
+    initial_state  (sequences, heads, key_dim, value_dim)  float32  optional
+    initial_z      (sequences, heads, key_dim)             float32  optional
+    out            (batch, seqlen, heads, value_dim)       tile     made
+    state          (sequences, heads, key_dim, value_dim)  float32  made  return_state
+    final_z        (sequences, heads, key_dim)             float32  made  return_state  normalize
 """
 COMPOSED = """
-    initial_state  NHVK   float32  optional
-    decay          NHO    float32  updated
-    final_state    NHVK   float32  updated
+    initial_state  (sequences, heads, value_dim, key_dim)  float32  optional
+    decay          (sequences, heads, 1)                   float32  updated
+    final_state    (sequences, heads, value_dim, key_dim)  float32  updated
 """
-LINEAR, SEGMENTS = Schema("linear", join_rows(TOKENS, STATES)), Schema("linear_segments", TOKENS)
-COMPOSED_STATES = Schema("linear_composed_states", join_rows(SEGMENT_RESULTS, COMPOSED))
-OUTPUTS_FROM_SEGMENTS = Schema("linear_outputs_from_segments", join_rows(TOKENS, SEGMENT_RESULTS, STATES))
+LINEAR, SEGMENTS = Schema("linear", TOKENS + STATES), Schema("linear_segments", TOKENS)
+COMPOSED_STATES = Schema("linear_composed_states", SEGMENT_RESULTS + COMPOSED)
+OUTPUTS_FROM_SEGMENTS = Schema("linear_outputs_from_segments", TOKENS + SEGMENT_RESULTS + STATES)
 
 
 @suggests_argument_names
@@ -232,7 +232,7 @@ def _linear(problem: Problem, scale: float | None, normalize: bool, return_state
     """The Plan of a call of linear. The schema's `state` and `final_z` are results, which a caller cannot pass."""
     recurrent_checks.check_extents(problem)
     scale, by_channel = recurrent_checks.resolve_scale(problem, scale), recurrent_checks.has_channel_decay(problem)
-    batch, length, heads, value_dim = problem("BSHV")
+    batch, length, heads, value_dim = problem("batch", "seqlen", "heads", "value_dim")
     if recurrent_checks.has_nothing_to_compute(problem, return_state):
         choose_family(problem, family, tma=True)  # for its errors; arrays without elements have no address
         return Plan([])
@@ -278,7 +278,7 @@ def compose_segment_states(local_state: Any, total_decay: Any, initial_state: An
 @program(COMPOSED_STATES)
 def _compose_segment_states(problem: Problem) -> Plan:
     """The Plan of a call of compose_segment_states."""
-    sequences, heads, num_segments, columns, key_dim = problem("NHPVK")
+    sequences, heads, num_segments, columns, key_dim = problem("sequences", "heads", "segments", "value_dim", "key_dim")
     rows, cols = -(-columns // compose_final_state.TILE.rows), -(-key_dim // compose_final_state.TILE.cols)
     arrays = {"gLocalStates": problem["local_state"], "gTotalDecays": problem["total_decay"], "gDecay": problem["decay"]}
     arrays |= {"gInitialState": problem["initial_state"], "gFinalState": problem["final_state"]}

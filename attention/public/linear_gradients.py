@@ -8,7 +8,7 @@ from tiles.calls.plan import Plan
 from tiles.calls.program import program
 from tiles.calls.schema import Problem, Schema
 
-from ..families import choose_family
+from ..families import uses_hopper_kernels
 from ..names import suggests_argument_names
 from ..options import check_number
 from ..plans import recurrent_checks, recurrent_gradients
@@ -19,19 +19,19 @@ NO_NORMALIZE = "normalize: has no gradient yet"
 LINEAR_BACKWARD = Schema(
     "linear_backward",
     """
-    dout            BSHV        tile
-    q               BSGK        tile
-    k               BSGK        tile
-    v               BSHV        tile
-    decay           H|BSH|BSHK  log      optional
-    cu_seqlens      E           ends     optional
-    initial_state   NHKV        float32  optional
-    dstate          NHKV        float32  optional
-    dq              BSGK        tile     made
-    dk              BSGK        tile     made
-    dv              BSHV        tile     made
-    ddecay          =decay      float32  made      also:ddecay
-    dinitial_state  NHKV        float32  made      also:dinitial_state
+    dout            (batch, seqlen, heads, value_dim)                               tile
+    q               (batch, seqlen, heads_k, key_dim)                               tile
+    k               (batch, seqlen, heads_k, key_dim)                               tile
+    v               (batch, seqlen, heads, value_dim)                               tile
+    decay           (heads)|(batch, seqlen, heads)|(batch, seqlen, heads, key_dim)  log      optional
+    cu_seqlens      (ends)                                                          ends     optional
+    initial_state   (sequences, heads, key_dim, value_dim)                          float32  optional
+    dstate          (sequences, heads, key_dim, value_dim)                          float32  optional
+    dq              (batch, seqlen, heads_k, key_dim)                               tile     made
+    dk              (batch, seqlen, heads_k, key_dim)                               tile     made
+    dv              (batch, seqlen, heads, value_dim)                               tile     made
+    ddecay          =decay                                                          float32  made  also:ddecay
+    dinitial_state  (sequences, heads, key_dim, value_dim)                          float32  made  also:dinitial_state
     """,
 )
 
@@ -131,9 +131,9 @@ def _linear_backward(problem: Problem, scale: float | None, also: str, family: s
     scale = recurrent_checks.resolve_scale(problem, scale)
     if recurrent_checks.has_channel_decay(problem):
         raise NotImplementedError(f"decay: has no gradients yet with an axis of channels: {problem.shape('decay')}")
-    batch, length, heads = problem("BSH")
+    batch, length, heads = problem("batch", "seqlen", "heads")
     if not (batch * length and heads):
         raise problem.error("q", "must have at least one token", "q")
-    vector_bytes = 0 if choose_family(problem, family) == "sm_90" else problem.bytes_at_once()
+    vector_bytes = 0 if uses_hopper_kernels(problem, family) else problem.bytes_at_once()
     wanted = also.split()
     return recurrent_gradients.plan_gradients(problem, scale, vector_bytes, "ddecay" in wanted, "dinitial_state" in wanted)

@@ -13,31 +13,31 @@ from ..names import suggests_argument_names
 from ..options import check_flag
 from ..plans import recurrent_checks, recurrent_chunks
 from ..plans.packed_tokens import pack_batches
-from ..plans.recurrent_chunks import SEGMENT_RESULTS, join_rows
+from ..plans.recurrent_chunks import SEGMENT_RESULTS
 
 TOKENS = """
-    x               BSHV  tile
-    dt              BSH   real
-    A               H     rate
-    B               BSGK  tile
-    C               BSGK  tile
+    x   (batch, seqlen, heads, value_dim)  tile
+    dt  (batch, seqlen, heads)             real
+    A   (heads)                            rate
+    B   (batch, seqlen, heads_k, key_dim)  tile
+    C   (batch, seqlen, heads_k, key_dim)  tile
 """
 OTHERS = """
-    D               H|HV  real     optional
-    z               BSHV  tile     optional
+    D  (heads)|(heads, value_dim)         real  optional
+    z  (batch, seqlen, heads, value_dim)  tile  optional
 """
 STEPS = """
-    dt_bias         H     real     optional
-    cu_seqlens      E     ends     optional
+    dt_bias     (heads)  real  optional
+    cu_seqlens  (ends)   ends  optional
 """
 STATES = """
-    initial_states  NHVK  float32  optional
-    out             BSHV  tile     made
-    states          NHVK  float32  made      return_final_states
+    initial_states  (sequences, heads, value_dim, key_dim)  float32  optional
+    out             (batch, seqlen, heads, value_dim)       tile     made
+    states          (sequences, heads, value_dim, key_dim)  float32  made  return_final_states
 """
-MAMBA2 = Schema("mamba2", join_rows(TOKENS, OTHERS, STEPS, STATES))
-SEGMENTS = Schema("mamba2_segments", join_rows(TOKENS, STEPS))
-OUTPUTS_FROM_SEGMENTS = Schema("mamba2_outputs_from_segments", join_rows(TOKENS, OTHERS, STEPS, SEGMENT_RESULTS, STATES))
+MAMBA2 = Schema("mamba2", TOKENS + OTHERS + STEPS + STATES)
+SEGMENTS = Schema("mamba2_segments", TOKENS + STEPS)
+OUTPUTS_FROM_SEGMENTS = Schema("mamba2_outputs_from_segments", TOKENS + OTHERS + STEPS + SEGMENT_RESULTS + STATES)
 
 
 @suggests_argument_names
@@ -114,7 +114,7 @@ def mamba2(
 def _mamba2(problem: Problem, dt_softplus: bool, return_final_states: bool, family: str | None) -> Plan:
     """The Plan of a call of mamba2. The schema's `states` is a result, which a caller cannot pass."""
     recurrent_checks.check_extents(problem, "B", "x")
-    batch, length, heads, sequences = problem("BSHN")
+    batch, length, heads, sequences = problem("batch", "seqlen", "heads", "sequences")
     if not (batch and length and heads):
         choose_family(problem, family, tma=True)  # for its errors; arrays without elements have no address
         if return_final_states and sequences and heads:

@@ -36,30 +36,30 @@ MIN_BOX_ROWS = 32  # of TMA: with boxes of 16 rows it takes 1.3 times as long as
 MLA_DECODE = Schema(
     "mla_decode",
     """
-    q            BSHD  tile
-    latent       CTD   tile
-    lengths      B     key_lengths
-    pages        BM    index    optional
-    batch_index  B     index    optional
-    out          BSHV  tile     made
-    lse          BHS   float32  made      return_lse
+    q            (batch, seqlen_q, heads, head_dim)    tile
+    latent       (batch_cache, seqlen_k, head_dim)     tile
+    lengths      (batch)                               key_lengths
+    pages        (batch, pages_per_seq)                index        optional
+    batch_index  (batch)                               index        optional
+    out          (batch, seqlen_q, heads, head_dim_v)  tile         made
+    lse          (batch, heads, seqlen_q)              float32      made  return_lse
     """,
-    V=LATENT,
+    head_dim_v=LATENT,
 )
 QUANTISED = Schema(
     "mla_decode_fp8",
     """
-    q            BSHD  tile
-    latent       CTV   fp8
-    lengths      B     key_lengths
-    rotary       CTK   tile
-    descale      CT    float32
-    pages        BM    index    optional
-    batch_index  B     index    optional
-    out          BSHV  tile     made
-    lse          BHS   float32  made      return_lse
+    q            (batch, seqlen_q, heads, head_dim)    tile
+    latent       (batch_cache, seqlen_k, head_dim_v)   fp8
+    lengths      (batch)                               key_lengths
+    rotary       (batch_cache, seqlen_k, rotary_dim)   tile
+    descale      (batch_cache, seqlen_k)               float32
+    pages        (batch, pages_per_seq)                index        optional
+    batch_index  (batch)                               index        optional
+    out          (batch, seqlen_q, heads, head_dim_v)  tile         made
+    lse          (batch, heads, seqlen_q)              float32      made  return_lse
     """,
-    V=LATENT,
+    head_dim_v=LATENT,
 )
 
 
@@ -144,15 +144,15 @@ def mla_decode(
 def _mla_decode(problem: Problem, causal: bool, splits: int | None, scale: float, return_lse: bool, family: str | None) -> Plan:
     """The Plan of a call of mla_decode on a cache of 16 bits. The schema's `lse` is always a result: callers have no argument
     for it."""
-    if problem("D") != (COLUMNS,):
+    if problem.extents["head_dim"] != COLUMNS:
         raise problem.error("q", f"must have {COLUMNS} columns: {LATENT} of latents, then {ROTARY} rotated", "q", "latent")
-    if problem("V") != (LATENT,):  # of out, if it is given
+    if problem.extents["head_dim_v"] != LATENT:  # of out, if it is given
         raise problem.error("out", f"must have {LATENT} columns", "out")
     _check_heads(problem)
-    vector_bytes, tma, heads = problem.bytes_at_once(), _select_tma(problem), problem("H")[0]
+    vector_bytes, tma, heads = problem.bytes_at_once(), _select_tma(problem), problem.extents["heads"]
     loader, latent = _select_loader(problem, vector_bytes), problem["latent"]
     dtype, gpu = DTYPES[problem.dtype], machine(problem.device)
-    rows = problem("S")[0] * heads
+    rows = problem.extents["seqlen_q"] * heads
     chosen = choose_family(problem, family)
     arrays: dict[str, Any] = {"gLatent": _one_head(latent, 2)}
     few_rows = rows <= mla_ampere.TILE_ROWS  # most of mla_hopper.py's 64 rows would be empty
@@ -164,7 +164,7 @@ def _mla_decode(problem: Problem, causal: bool, splits: int | None, scale: float
 
         return _plan(problem, mla_ampere, config_for, arrays, vector_bytes, causal, splits, scale, return_lse)
     arrays |= {"gQ": _one_head(problem["q"], 2), "gRotary": _one_head(latent, 2), "gDescale": None}
-    arrays |= {"page_size": problem("T")[0]} if "pages" in problem and tma is not None else {}
+    arrays |= {"page_size": problem.extents["seqlen_k"]} if "pages" in problem and tma is not None else {}
 
     def hopper_config_for(window, result):
         if tma is None:
@@ -179,7 +179,7 @@ def _mla_decode_fp8(
     problem: Problem, causal: bool, splits: int | None, scale: float, return_lse: bool, family: str | None
 ) -> Plan:
     """The Plan of a call of mla_decode on a cache of float8_e4m3fn."""
-    if problem("DVK") != (COLUMNS, LATENT, ROTARY):
+    if problem("head_dim", "head_dim_v", "rotary_dim") != (COLUMNS, LATENT, ROTARY):
         rule = f"q must have {COLUMNS} columns, a cache of float8_e4m3fn {LATENT}, and rotary {ROTARY}"
         raise problem.error("latent", rule, "q", "latent", "rotary")
     _check_heads(problem)
@@ -194,7 +194,7 @@ def _mla_decode_fp8(
         raise problem.error(
             "latent", "addresses and strides of latent, rotary, q and out must be multiples of 4 bytes", "latent"
         )
-    dtype, rows, pdl = DTYPES[problem.dtype], math.prod(problem("SH")), gpu.target.has_early_launch
+    dtype, rows, pdl = DTYPES[problem.dtype], math.prod(problem("seqlen_q", "heads")), gpu.target.has_early_launch
     arrays = {f"g{name.title()}": _one_head(problem[name], 2) for name in ("latent", "rotary")}
     arrays |= {"gQ": _one_head(problem["q"], 2), "gDescale": problem["descale"]}
     loader = _select_loader(problem, vector_bytes)
@@ -217,8 +217,8 @@ def _plan(
 ) -> Plan:  # fmt: skip
     """The Plan of a call: the launch of attention and, if there are several splits, the one that merges their outputs. kernels:
     the kernel's module. config_for(window, result): its configuration. arrays: its other arguments."""
-    batch, tokens, heads, batches, keys = problem("BSHCT")
-    max_keys = keys * (problem("M")[0] if "pages" in problem else 1) if batches else 0
+    batch, tokens, heads, batches, keys = problem("batch", "seqlen_q", "heads", "batch_cache", "seqlen_k")
+    max_keys = keys * (problem.extents["pages_per_seq"] if "pages" in problem else 1) if batches else 0
     out, lse = problem["out"], problem["lse"] if return_lse else None
     if 0 in (batch, tokens) or max_keys == 0:
         return Plan([Fill(x, value) for x, value in ((out, 0), (lse, -math.inf)) if x])
@@ -263,7 +263,7 @@ def _plan(
 
 def _check_heads(problem: Problem) -> None:
     """ValueError: q has no heads."""
-    if problem("H") == (0,):
+    if problem.extents["heads"] == 0:
         raise problem.error("q", "must have at least one head", "q")
 
 
@@ -276,7 +276,7 @@ def _select_loader(problem: Problem, vector_bytes: int) -> DenseLoader:
         return PagedLoader(vector_bytes)
     if "batch_index" in problem:
         return IndexedLoader(vector_bytes)
-    if problem("B") != problem("C"):
+    if problem.extents["batch"] != problem.extents["batch_cache"]:
         raise problem.error("latent", "batch must equal q's unless pages or batch_index is passed", "latent", "q")
     return DenseLoader(vector_bytes)
 
@@ -285,7 +285,7 @@ def _select_tma(problem: Problem) -> latent_boxes.TmaLatents | None:
     """How latents are loaded by TMA; None if its boxes would be so small that gathering rows is faster."""
     if "pages" not in problem:
         return latent_boxes.TmaIndexedLatents() if "batch_index" in problem else latent_boxes.TmaLatents()
-    rows = math.gcd(problem("T")[0], mla_hopper.KV)
+    rows = math.gcd(problem.extents["seqlen_k"], mla_hopper.KV)
     return latent_boxes.TmaPagedLatents(mla_hopper.KV // rows) if rows >= MIN_BOX_ROWS else None
 
 

@@ -17,42 +17,45 @@ from tiles.launching.launch import kernel_for
 from ..kernels import rotary_rows
 from ..kernels.norm_gradients import PART, SumNormPartials
 from ..plans import forward_programs
+from ..plans.call_options import ListOptions, RandomOptions, ResultOptions, ScoreOptions
 from ..plans.forward_launches import DTYPES
 from ..plans.gradient import NO_SECOND_DERIVATIVES
 from . import softmax_backward
 
 INPUTS = """
-    q       BSHD    tile
-    k       BSGD    tile
-    v       BSGD    tile
-    cos     SR|BSR  float32
-    sin     SR|BSR  float32
-    q_norm  D       float32  optional
-    k_norm  D       float32  optional
-    sink    H       float32  optional
+    q       (batch, seqlen, heads, head_dim)        tile
+    k       (batch, seqlen, heads_k, head_dim)      tile
+    v       (batch, seqlen, heads_k, head_dim)      tile
+    cos     (seqlen, pairs)|(batch, seqlen, pairs)  float32
+    sin     (seqlen, pairs)|(batch, seqlen, pairs)  float32
+    q_norm  (head_dim)                              float32  optional
+    k_norm  (head_dim)                              float32  optional
+    sink    (heads)                                 float32  optional
 """
 FORWARD = Schema(
     "projected",
-    f"""{INPUTS.rstrip()}
-    out   BSHD  tile     made
-    lse   BHS   float32  made
-    rows  BSrD  tile     made
+    f"""
+{INPUTS}
+    out   (batch, seqlen, heads, head_dim)     tile     made
+    lse   (batch, heads, seqlen)               float32  made
+    rows  (batch, seqlen, heads_qk, head_dim)  tile     made
     """,
-    r=lambda extents: extents["H"] + extents["G"],
+    heads_qk=lambda extents: extents["heads"] + extents["heads_k"],
 )
 BACKWARD = Schema(
     "projected_backward",
     f"""
-    dout  BSHD  tile{INPUTS.rstrip()}
-    out   BSHD  tile
-    lse   BHS   float32
-    rows  BSrD  tile
-    dx       BSpD     tile     made
-    dq_norm  =q_norm  float32  made  normed
-    dk_norm  =k_norm  float32  made  normed
-    dsink    H        float32  made  sunk
+    dout     (batch, seqlen, heads, head_dim)      tile
+{INPUTS}
+    out      (batch, seqlen, heads, head_dim)      tile
+    lse      (batch, heads, seqlen)                float32
+    rows     (batch, seqlen, heads_qk, head_dim)   tile
+    dx       (batch, seqlen, heads_qkv, head_dim)  tile     made
+    dq_norm  =q_norm                               float32  made  normed
+    dk_norm  =k_norm                               float32  made  normed
+    dsink    (heads)                               float32  made  sunk
     """,
-    p=lambda extents: extents["H"] + 2 * extents["G"],
+    heads_qkv=lambda extents: extents["heads"] + 2 * extents["heads_k"],
 )
 
 
@@ -83,7 +86,7 @@ def _view_heads(problem: Problem, array: Operand, first: int, count: int, parts:
 def _rotary_arguments(problem: Problem) -> tuple[rotary_rows.RotaryConfig, dict[str, Any], int]:
     """(the RotaryConfig, the arguments of both kernels, the number of tiles of rows). ValueError: the arrays contradict each
     other."""
-    batch, rows, heads, columns, kv_heads, pairs = problem("BSHDGR")
+    batch, rows, heads, columns, kv_heads, pairs = problem("batch", "seqlen", "heads", "head_dim", "heads_k", "pairs")
     if columns not in rotary_rows.HEAD_DIMS:
         raise problem.error("q", f"head_dim must be one of {rotary_rows.HEAD_DIMS}", "q")
     if pairs * 2 != columns:
@@ -133,14 +136,12 @@ def projected(
     """The Plan of the rotated rows, and of out and lse."""
     parts: list[ArrayView] = []
     config, args, tiles = _rotary_arguments(problem)
-    batch, heads, kv_heads = problem("BHG")
+    batch, heads, kv_heads = problem("batch", "heads", "heads_k")
     q, k = (_view_heads(problem, problem["rows"], *of_heads, parts) for of_heads in ((0, heads), (heads, kv_heads)))
     operands = {"q": q, "k": k} | {name: problem[name] for name in ("v", "sink", "out", "lse")}
     inner = _InnerProblem(problem, forward_programs.VARIANTS, operands, parts)
-    ends = left, right
-    plan = forward_programs._variant.planner(
-        inner, causal, *ends, softcap, None, None, None, None, None, norm_eps, None, None, scale, True, family
-    )
+    scores, result = ScoreOptions(causal, left, right, softcap), ResultOptions(scale, True, family)
+    plan = forward_programs._variant.planner(inner, scores, ListOptions(), norm_eps, RandomOptions(), result)
     if not tiles * batch:
         return plan._replace(scratch=[*parts, *plan.scratch])
     turn = kernel_for(rotary_rows, rotary_rows.RotateConfig(*config.fields), problem.device)
@@ -166,7 +167,7 @@ def projected_backward(
     there norms? sinks?"""
     parts: list[ArrayView] = []
     config, args, tiles = _rotary_arguments(problem)
-    batch, heads, kv_heads, all_rows, columns = problem("BHGrD")
+    batch, heads, kv_heads, all_rows, columns = problem("batch", "heads", "heads_k", "heads_qk", "head_dim")
     if all_rows != heads + kv_heads:
         raise problem.error("rows", "must have the heads of q and k", "rows", "q", "k")
     if (normed, sunk) != ("q_norm" in problem, "sink" in problem):
@@ -180,10 +181,8 @@ def projected_backward(
             first += count
     operands |= {"dsink": problem["dsink"]} if sunk else {}
     inner = _InnerProblem(problem, softmax_backward.VARIANTS, operands, parts)
-    also = "dsink" if sunk else ""
-    plan = softmax_backward._variant.planner(
-        inner, causal, left, right, softcap, None, None, None, None, None, None, None, scale, deterministic, also, family
-    )
+    scores, also = ScoreOptions(causal, left, right, softcap), "dsink" if sunk else ""
+    plan = softmax_backward._variant.planner(inner, scores, ListOptions(), RandomOptions(), scale, deterministic, also, family)
     norm_grads = {name: problem[name].spread(0, 1) for name in (("dq_norm", "dk_norm") if normed else ())}
     scratch: list[Any] = [*parts, *plan.scratch]
     if not tiles * batch:

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tiles.calls.argument import REAL
 from tiles.calls.plan import Plan
 from tiles.calls.program import program
-from tiles.calls.schema import REAL, Problem, Schema
-from tiles.launching.arrays import Number
+from tiles.calls.schema import Problem, Schema
 
 from ..kernels.query_tile_lists import MAX_SURVEY_QUERIES
 from ..names import suggests_argument_names
@@ -14,7 +14,19 @@ from ..options import check_flag, check_number, check_positive
 from ..parts.scores import ScoredWithGrad
 from ..plans import norm_gradients
 from ..plans.backward_launches import plan_launches
-from ..plans.call_options import OF_AUX, OF_BLOCKS, block_options, dropout_options, pad_aux, window_ends, without_gradients
+from ..plans.call_options import (
+    AUX,
+    OF_AUX,
+    OF_BLOCKS,
+    ListOptions,
+    RandomOptions,
+    ScoreOptions,
+    block_options,
+    dropout_options,
+    pad_aux,
+    score_options,
+    without_gradients,
+)
 from ..plans.gradient import NO_SECOND_DERIVATIVES
 from ..plans.planning import (
     bias_part,
@@ -28,61 +40,52 @@ from ..plans.planning import (
 from ..plans.score_gradients import GRADIENTS, reads_of
 from ..plans.variant_spec import build_variant
 from ..scoring.index_checks import IndexingFunctions, plan_index_checks
-from ..scoring.python_functions import register_function
 from ..scoring.score_derivative import differentiate
 
+DAUX_CREATED = "".join([f"    daux{n}  =aux{n}  float32  made  also:daux{n}\n" for n in range(AUX)])
+DAUX_ACCUMULATED = "".join([f"    daux{n}  =aux{n}  float32  updated?\n" for n in range(AUX)])
 FORWARD_ROWS = """
-    dout BSHV  tile
-    q    BSHD  tile
-    k    BTGD  tile
-    v    BTGV  tile
-    out  BSHV  tile
-    lse  BHS   float32
-    dlse BHS   float32  optional
+    dout  (batch, seqlen_q, heads, head_dim_v)    tile
+    q     (batch, seqlen_q, heads, head_dim)      tile
+    k     (batch, seqlen_k, heads_k, head_dim)    tile
+    v     (batch, seqlen_k, heads_k, head_dim_v)  tile
+    out   (batch, seqlen_q, heads, head_dim_v)    tile
+    lse   (batch, heads, seqlen_q)                float32
+    dlse  (batch, heads, seqlen_q)                float32  optional
 """
-INPUT_GRADIENT_ROWS = """\
-    dq   BSHD  tile  made
-    dk   BTGD  tile  made
-    dv   BTGV  tile  made
+INPUT_GRADIENT_ROWS = """
+    dq  (batch, seqlen_q, heads, head_dim)      tile  made
+    dk  (batch, seqlen_k, heads_k, head_dim)    tile  made
+    dv  (batch, seqlen_k, heads_k, head_dim_v)  tile  made
 """
-INPUTS = f"""{FORWARD_ROWS}\
-    alibi  H|UH  float32  optional
-    sink   H     float32  optional
-    bias   WXYT  real     optional
-    cu_seqlens    E  ends         optional
-    cu_seqlens_k  E  key_ends     optional
-    lengths_k     N  key_lengths  optional
-    seed   O     index   optional
-{OF_BLOCKS}    marks  *     any      optional
-{OF_AUX}"""
-CREATED_ROWS = f"""{INPUT_GRADIENT_ROWS}\
-    dbias  =bias  float32  made  also:dbias
-    dalibi =alibi float32  made  also:dalibi
-    dsink  H      float32  made  also:dsink
-    daux0  =aux0  float32  made  also:daux0
-    daux1  =aux1  float32  made  also:daux1
-    daux2  =aux2  float32  made  also:daux2
-    daux3  =aux3  float32  made  also:daux3
-    daux4  =aux4  float32  made  also:daux4
-    daux5  =aux5  float32  made  also:daux5
-    daux6  =aux6  float32  made  also:daux6
-    daux7  =aux7  float32  made  also:daux7
+INPUTS = f"""
+{FORWARD_ROWS}
+    alibi         (heads)|(alibi_batch, heads)                     float32      optional
+    sink          (heads)                                          float32      optional
+    bias          (bias_batch, bias_heads, bias_seqlen, seqlen_k)  real         optional
+    cu_seqlens    (ends)                                           ends_q       optional
+    cu_seqlens_k  (ends)                                           ends_k       optional
+    lengths_k     (sequences)                                      key_lengths  optional
+    seed          (1)                                              index        optional
+{OF_BLOCKS}
+    marks         *                                                any          optional
+{OF_AUX}
 """
-ACCUMULATED_ROWS = """\
-    dq   BSHD  float32  updated
-    dk   BTGD  float32  updated
-    dv   BTGV  float32  updated
-    dbias  =bias  float32  updated?
-    dalibi =alibi float32  updated?
-    dsink  H      float32  updated?
-    daux0  =aux0  float32  updated?
-    daux1  =aux1  float32  updated?
-    daux2  =aux2  float32  updated?
-    daux3  =aux3  float32  updated?
-    daux4  =aux4  float32  updated?
-    daux5  =aux5  float32  updated?
-    daux6  =aux6  float32  updated?
-    daux7  =aux7  float32  updated?
+CREATED_ROWS = f"""
+{INPUT_GRADIENT_ROWS}
+    dbias   =bias    float32  made  also:dbias
+    dalibi  =alibi   float32  made  also:dalibi
+    dsink   (heads)  float32  made  also:dsink
+{DAUX_CREATED}
+"""
+ACCUMULATED_ROWS = f"""
+    dq      (batch, seqlen_q, heads, head_dim)      float32  updated
+    dk      (batch, seqlen_k, heads_k, head_dim)    float32  updated
+    dv      (batch, seqlen_k, heads_k, head_dim_v)  float32  updated
+    dbias   =bias                                   float32  updated?
+    dalibi  =alibi                                  float32  updated?
+    dsink   (heads)                                 float32  updated?
+{DAUX_ACCUMULATED}
 """
 BACKWARD = Schema("backward", FORWARD_ROWS + INPUT_GRADIENT_ROWS)
 VARIANTS, INTO = Schema("backward_variant", INPUTS + CREATED_ROWS), Schema("backward_into", INPUTS + ACCUMULATED_ROWS)
@@ -196,18 +199,14 @@ def backward(
     if accumulate:
         buffers = ("q", q, q_norm, dq), ("k", k, k_norm, dk)
         into = [norm_gradients.gradient_buffer(*x, stream, layout) for x in buffers]
-    size, ready_for, (*lists, _, marks) = block_options(blocks)
+    list_options, (*lists, _, marks) = block_options(blocks)
     wanted = " ".join([name for name, x in zip(GRADIENTS, extra) if x is not None])
     extra_out = [None if x is True else x for x in extra]
     score_arrays = alibi, sink, bias, *sequences, random.seeds, *lists, marks, *aux
     arrays = dout, normed_q, normed_k, v, out, lse, dlse, *score_arrays, *into, dv
     variant_options = (
-        check_flag("causal", causal),
-        *window_ends(window),
-        check_positive("softcap", softcap),
-        *[None if f is None else register_function(n, f) for n, f in (("mask", mask), ("score", score))],
-        *size,
-        ready_for,
+        *score_options(causal, window, softcap, mask, score),
+        *list_options,
         random.dropout,
         random.seed,
         check_number("scale", scale),
@@ -270,17 +269,9 @@ def _backward(problem: Problem, causal: bool, scale: float | None, deterministic
 @program(VARIANTS, no_gradient=NO_SECOND_DERIVATIVES)
 def _variant(
     problem: Problem,
-    causal: bool,
-    left: int | None,
-    right: int | None,
-    softcap: float | None,
-    mask: str | None,
-    score: str | None,
-    block_rows: int | None,
-    block_cols: int | None,
-    ready_for: str | None,
-    dropout: float | None,
-    seed_value: Number | None,
+    scores: ScoreOptions,
+    lists: ListOptions,
+    random: RandomOptions,
     scale: float | None,
     deterministic: bool,
     also: str,
@@ -289,16 +280,21 @@ def _variant(
     """The launches of a call with any options. mask, score: the names of functions in python_functions.py. also: the names of
     gradients to compute besides dq, dk and dv."""
     check_extents(problem)
+    causal, left, right, softcap, mask, score = scores
     scale = resolve_scale(problem, scale)  # of the sink nothing but lse knows
     masking, scoring, aux = load_functions(problem, mask, score)
-    asking = IndexingFunctions(masking, scoring, aux, causal, left, right, problem("T")[0])
-    index_checks = plan_index_checks(problem, asking, listed=ready_for is not None)
-    size = None if block_rows is None or block_cols is None else (block_rows, block_cols)
-    more: list[Any] = [dropout_part(problem, dropout, seed_value)] if dropout is not None else []
+    asking = IndexingFunctions(masking, scoring, aux, causal, left, right, problem.extents["seqlen_k"])
+    index_checks = plan_index_checks(problem, asking, listed=lists.ready_for is not None)
+    more: list[Any] = [dropout_part(problem, random.dropout, random.seed_value)] if random.dropout is not None else []
     axes = [len(x.form.shape) for x in aux]
     masking, causal, (left, right) = reduce_to_window(problem, masking, axes, causal, (left, right))
     listing = plan_block_lists(
-        problem, masking, f"{mask=!s}; window={(left, 0 if causal else right)}", size, MAX_SURVEY_QUERIES, ready_for
+        problem,
+        masking,
+        f"{mask=!s}; window={(left, 0 if causal else right)}",
+        lists.block_size,
+        MAX_SURVEY_QUERIES,
+        lists.ready_for,
     )
     blocked = listing and listing.blocked
     score_options = softcap, "alibi" in problem, bias_part(problem, last=scoring is None)

@@ -10,15 +10,7 @@ from tiles.calls.torch_op import mapped_with_grad, traced
 
 from ..names import suggests_argument_names
 from ..options import check_flag, check_number, check_positive, split_norm
-from ..plans.call_options import (
-    as_tuple,
-    block_options,
-    dropout_options,
-    pad_aux,
-    refuse_beside_gradient,
-    requires_grad,
-    window_ends,
-)
+from ..plans.call_options import as_tuple, block_options, dropout_options, pad_aux, refuse_beside_gradient, requires_grad, score_options
 from ..plans.forward_programs import (
     _block_lists,
     _forward,
@@ -31,7 +23,6 @@ from ..plans.forward_programs import (
 )
 from ..plans.fp8_checks import is_fp8, refuse_with_fp8, split_descale
 from ..plans.prepared_lists import BlockLists, MakeBlockLists
-from ..scoring.python_functions import register_function
 
 ITEM_BYTES = 2  # of bfloat16 and float16
 
@@ -206,18 +197,16 @@ def forward(
         raise TypeError("lse: needs return_lse=True")
     if simple and not (float32_out or accumulates):
         return _forward(stream, (q, k, v, out, lse), (check_flag("causal", causal), *common), layout)
-    left, right = window_ends(window)
-    random, (size, ready_for, lists) = dropout_options(dropout, seed), block_options(blocks)
+    random, (list_options, lists) = dropout_options(dropout, seed), block_options(blocks)
     normed = *split_norm("q_norm", q_norm), *split_norm("k_norm", k_norm)
-    functions = [None if f is None else register_function(n, f) for n, f in (("mask", mask), ("score", score))]
-    score_options = check_flag("causal", causal), left, right, check_positive("softcap", softcap), *functions, *size, ready_for
+    scores = *score_options(causal, window, softcap, mask, score), *list_options
     if keys_fp8:
         units, descales = zip(*[split_descale(f"{name}_descale", x) for name, x in zip("qkv", descales)])
         if is_fp8(q):
             inputs = q, k, v, alibi, sink, cu_seqlens, cu_seqlens_k, lengths_k, *descales, *lists, *pad_aux(aux), out, lse
-            return _forward_fp8(stream, inputs, (*score_options, *units, *common), layout)
+            return _forward_fp8(stream, inputs, (*scores, *units, *common), layout)
     arrays = alibi, sink, bias, cu_seqlens, cu_seqlens_k, lengths_k, *normed, random.seeds, *lists, *pad_aux(aux)
-    options = *score_options, check_positive("norm_eps", norm_eps), random.dropout, random.seed, *common
+    options = *scores, check_positive("norm_eps", norm_eps), random.dropout, random.seed, *common
     if keys_fp8:
         return _fp8_cache(stream, (q, k, v, *arrays, *descales[1:], out, lse), (*units[1:], *options), layout)
     if isinstance(blocks, MakeBlockLists):

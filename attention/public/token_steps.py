@@ -14,13 +14,13 @@ from ..plans import recurrent_checks, token_loop
 STEP = Schema(
     "linear_step",
     """
-    q      BGK       tile
-    k      BGK       tile
-    v      BHV       tile
-    state  BHKV      float32  updated
-    decay  H|BH|BHK  log      optional
-    beta   BH        real     optional
-    out    BHV       tile     made
+    q      (batch, heads_k, key_dim)                       tile
+    k      (batch, heads_k, key_dim)                       tile
+    v      (batch, heads, value_dim)                       tile
+    state  (batch, heads, key_dim, value_dim)              float32  updated
+    decay  (heads)|(batch, heads)|(batch, heads, key_dim)  log      optional
+    beta   (batch, heads)                                  real     optional
+    out    (batch, heads, value_dim)                       tile     made
     """,
 )
 

@@ -50,7 +50,7 @@ def plan_index_checks(problem: Problem, asking: IndexingFunctions, listed: bool 
     or heads."""
     if not asking.aux:
         return []
-    (queries, batch, heads), blocks = problem("SNH"), listed or FIELDS[0] in problem
+    (queries, batch, heads), blocks = problem("seqlen_q", "sequences", "heads"), listed or FIELDS[0] in problem
     if queries > 0 and batch > 0 and heads > 0 and asking.most_keys > 0:
         batch_sizes = {"b": batch, "h": heads}
         sizes = batch_sizes | ({} if blocks or "cu_seqlens" in problem else {"i": queries})
@@ -96,7 +96,7 @@ class IndexCheck(NamedTuple):
         mask, score, _, causal, left, right, _ = self.asking
         right = 0 if causal else right
         by_head = (mask and reads_argument(mask, 1)) or (score and reads_argument(score, 2))
-        heads = self.problem("H")[0] if by_head else 1
+        heads = self.problem.extents["heads"] if by_head else 1
         for b, queries, first, keys in self._sequences(lengths):
             rows = max(1, MAX_SCORES // max(keys, 1))
             for h, row in ((h, row) for h in range(heads) for row in range(0, queries if keys > first else 0, rows)):
@@ -119,15 +119,15 @@ class IndexCheck(NamedTuple):
 
     def _sequences(self, lengths: dict[str, Any]) -> Iterator[tuple[int, int, int, int]]:
         """(number, queries, first key, end of keys) of each sequence."""
-        tokens, count = self.problem("SN")
+        tokens, count = self.problem("seqlen_q", "sequences")
         ends, keys = lengths.get("cu_seqlens"), np.full(count, self.asking.most_keys)
         queries = np.full(count, tokens) if ends is None else np.diff(ends)
         if "lengths" in lengths:
             keys = lengths["lengths"].astype(np.int64)
             new_ends = lengths.get("cu_seqlens_new", ends)
             if "k_new" in self.problem:
-                keys += self.problem("s")[0] if new_ends is None else np.diff(new_ends)
-        elif ends is not None and "C" not in self.problem.extents:  # caches are not packed
+                keys += self.problem.extents["seqlen_new"] if new_ends is None else np.diff(new_ends)
+        elif ends is not None and "batch_cache" not in self.problem.extents:  # caches are not packed
             keys = np.diff(lengths.get("cu_seqlens_k", ends))
         if "lengths_k" in lengths:
             keys = np.minimum(keys, lengths["lengths_k"])

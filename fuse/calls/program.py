@@ -79,26 +79,32 @@ def schema_of(name: str, traced: TracedDefinition, arrays: Mapping[str, Shape]) 
     """(the schema of the arguments that are arrays, and of the results; the results with an axis whose extent is unknown). A
     result has axes of the arguments, of length 1, and such as follow from these: see axes.derive_extent."""
     inputs = dict(traced.inputs)
-    letters = graph.axes(*[inputs[name] for name in arrays], *traced.roots)
-    argument_axes, result_axes = letters[: len(arrays)], letters[len(arrays) :]
+    names = graph.axis_names(*[inputs[name] for name in arrays], *traced.roots)
+    argument_axes, result_axes = names[: len(arrays)], names[len(arrays) :]
     known = {
-        axis.root: letter for name, axes in zip(arrays, argument_axes) for axis, letter in zip(inputs[name].axes, axes) if axis
+        axis.root: axis_name
+        for name, axes in zip(arrays, argument_axes)
+        for axis, axis_name in zip(inputs[name].axes, axes)
+        if axis
     }
-    extents: dict[str, Any] = dict.fromkeys({*"".join(result_axes)} - {*known.values()}, 1)
+    extents: dict[str, Any] = dict.fromkeys({axis_name for axes in result_axes for axis_name in axes} - {*known.values()}, 1)
     beyond = dict[Term, None]()
     for x, axes in zip(traced.roots, result_axes):
-        for axis, letter in zip(x.axes, axes):
+        for axis, axis_name in zip(x.axes, axes):
             if axis is not None and axis.root not in known:
                 extent = derive_extent(axis, known, traced.table.splits)
-                extents |= {letter: extent} if extent else {}
+                extents |= {axis_name: extent} if extent else {}
                 beyond |= {} if extent else {x: None}
     roles = dict(zip(inputs, axis_roles(traced)))
-    vary = [letter for name, axes in zip(arrays, argument_axes) for letter, role in zip(axes, roles[name]) if role]
+    vary = [axis for name, axes in zip(arrays, argument_axes) for axis, role in zip(axes, roles[name]) if role]
     return Schema(name, "\n".join(_schema_rows(traced, arrays, argument_axes, result_axes)), vary, **extents), [*beyond]
 
 
 def _schema_rows(
-    traced: TracedDefinition, arrays: Mapping[str, Shape], argument_axes: Sequence[str], result_axes: Sequence[str]
+    traced: TracedDefinition,
+    arrays: Mapping[str, Shape],
+    argument_axes: Sequence[tuple[str, ...]],
+    result_axes: Sequence[tuple[str, ...]],
 ) -> list[str]:
     """A row of the schema for each argument and each result: its name, its axes, its dtype. Results that are no casts have the
     dtype of the first argument."""
@@ -106,9 +112,10 @@ def _schema_rows(
     like_first = "float32" if first == "float32" else "tile"
     named = {**dict.fromkeys(terms.INDEX, "index"), FP8: "fp8"}
     holds = [like_first, *(named.get(dtype, "real") for dtype in others)]
-    rows = [f"{name} {axes} {its}" for name, axes, its in zip(arrays, argument_axes, holds)]
+    rows = [f"{name} ({', '.join(axes)}) {its}" for name, axes, its in zip(arrays, argument_axes, holds)]
     for name, axes, x in zip(traced.outs, result_axes, traced.roots):
-        rows.append(f"{name} {axes} {HOLDS[x.stored_dtype('')] if x.operation in CASTS else like_first} made")
+        its = HOLDS[x.stored_dtype("")] if x.operation in CASTS else like_first
+        rows.append(f"{name} ({', '.join(axes)}) {its} made")
     return rows
 
 

@@ -81,14 +81,14 @@ def base_axes(axes: Iterable[Axis | None]) -> list[Axis]:
     return list(bases)
 
 
-Extent = Callable[[Mapping[str, Any]], Any]  # computes an extent from {letter of an axis: its extent}
+Extent = Callable[[Mapping[str, Any]], Any]  # computes an extent from {name of an axis: its extent}
 
 
 def derive_extent(
     axis: Axis, known: Mapping[Axis, str], splits: Iterable[Sequence[Axis]], visiting: frozenset[Axis] = frozenset()
 ) -> Extent | None:
     """The extent of an axis as a function of known extents: half of another's, a product of others', or one of the two factors
-    into which a split into heads cuts columns. None: it does not follow from them. known: {axis: letter}, the letters by which
+    into which a split into heads cuts columns. None: it does not follow from them. known: {axis: name}, the names by which
     the function is given extents. splits: (columns, heads, columns per head), as in TermTable. visiting: axes whose derivation
     is under way."""
     axis = axis.root

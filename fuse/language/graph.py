@@ -75,19 +75,19 @@ def inputs(*roots: Term) -> list[Term]:
     return [x for x in walk(*roots) if x.operation == "input"]
 
 
-def axes(*terms: Term) -> list[str]:
-    """The axes of each term as a string, a letter for each axis. The same axis has the same letter everywhere; each axis of
-    length 1 has a letter of its own."""
-    letters = itertools.chain("mknabcdfghijlopqruvwxyz", map(chr, itertools.count(0x100)))
+def axis_names(*terms: Term) -> list[tuple[str, ...]]:
+    """The names of each term's axes, such as m, k and n. The same axis has the same name everywhere; each axis of length 1 has
+    a name of its own."""
+    names = itertools.chain("mknabcdfghijlopqruvwxyz", map("x{}".format, itertools.count(1)))
     known: dict[Axis, str] = {}
-    strings = []
+    result = []
     for x in terms:
         roots = [Axis() if name is None else name.root for name in x.axes]
         for root in roots:
             if root not in known:
-                known[root] = next(letters)
-        strings.append("".join(known[root] for root in roots))
-    return strings
+                known[root] = next(names)
+        result.append(tuple([known[root] for root in roots]))
+    return result
 
 
 def indices(roots: Sequence[Term]) -> dict[Term, tuple[Axis | None, int]]:

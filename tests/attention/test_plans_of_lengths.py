@@ -21,8 +21,7 @@ from attention.public.mla_decoding import _mla_decode, _mla_decode_fp8
 from attention.public.projected_qkv import projected, projected_backward
 from attention.scoring.python_functions import register_function
 from tiles.calls import program as programs
-from tiles.calls.schema import VARY
-from tiles.calls.torch_op import _options
+from tiles.calls.axes import VARY
 from tiles.launching.arrays import ITEMSIZE, Form, contiguous
 
 launching = sys.modules["tiles.launching.launch"]
@@ -41,11 +40,14 @@ def gpu(monkeypatch):
 
 
 COLUMNS = {
-    "mla_decode": {"D": [576], "V": [512]},
-    "mla_decode_fp8": {"D": [576], "V": [512], "K": [64]},
-    "based": {"K": [16], "F": [160]},
-    "hedgehog": {"F": [64], "K": [64, 128], "V": [64, 128]},
+    "mla_decode": {"head_dim": [576], "head_dim_v": [512]},
+    "mla_decode_fp8": {"head_dim": [576], "head_dim_v": [512], "rotary_dim": [64]},
+    "based": {"key_dim": [16], "features": [160]},
+    "hedgehog": {"features": [64], "key_dim": [64, 128], "value_dim": [64, 128]},
 }
+COLUMN_AXES = "head_dim", "head_dim_v", "key_dim", "value_dim", "rotary_dim", "features"
+LENGTHS = "seqlen", "seqlen_q", "seqlen_k", "seqlen_new", "pages_per_seq", "positions", "parts"
+GROWS = [None, (), ("seqlen_k",), ("seqlen", "seqlen_q"), ("seqlen", "seqlen_q", "seqlen_k"), ("batch",)]
 LENGTH = st.one_of(st.integers(0, 5), st.integers(1, 300), st.integers(1, 5000), st.sampled_from([64, 1024, 2**17, 2**31]))
 
 
@@ -54,12 +56,12 @@ def calls(draw, name):
     """(arrays, options, layout) of several calls that differ in lengths alone."""
     program = PROGRAMS[name]
     schema, layout = program.schema, draw(st.sampled_from(["bshd", "bshd", "bhsd"]))
-    columns = {axis: draw(st.sampled_from(COLUMNS.get(name, {}).get(axis, [64, 64, 128, 80, 24]))) for axis in "DKVF"}
+    columns = {axis: draw(st.sampled_from(COLUMNS.get(name, {}).get(axis, [64, 64, 128, 80, 24]))) for axis in COLUMN_AXES}
     heads = draw(st.sampled_from([1, 2, 4]))
-    fixed = columns | {"G": heads, "H": heads * draw(st.sampled_from([1, 1, 2, 4]))}
+    fixed = columns | {"heads_k": heads, "heads": heads * draw(st.sampled_from([1, 1, 2, 4]))}
     dtype = draw(st.sampled_from(["bfloat16", "float16"]))
     given = {
-        row.name: row.needed or ("*" not in row.axes and draw(st.integers(0, 3)) == 0) for row in schema.arguments.values()
+        row.name: row.needed or ("*" not in row.axes[0] and draw(st.integers(0, 3)) == 0) for row in schema.arguments.values()
     }
     given["cu_seqlens"] = "cu_seqlens" in given and draw(st.booleans())
     given["cu_seqlens_new"] = given.get("cu_seqlens_new", False) and given["cu_seqlens"]
@@ -75,26 +77,25 @@ def calls(draw, name):
     kinds = {
         row: dtype if argument.holds == "tile" else draw(st.sampled_from(argument.dtypes)) for row, argument in rows.items()
     }
-    options = tuple(draw(OPTIONS[option, kind]) for option, kind in _options(program.planner).items())
-    made, before, gaps, grows = [], {}, {}, draw(st.sampled_from([None, "", "T", "S", "ST", "B"]))
+    options = tuple(draw(OPTIONS[option, kind]) for option, kind in program.option_types.items())
+    made, before, gaps, grows = [], {}, {}, draw(st.sampled_from(GROWS))
     for n in range(draw(st.integers(2, 5) if grows is None else st.integers(4, 6))):
-        extents = fixed | {"B": draw(st.integers(1, 3)), "S": draw(LENGTH), "T": draw(LENGTH), "N": draw(st.integers(1, 5))}
-        extents |= {
-            "C": draw(st.integers(0, 300)) if "pages" in axes_of else extents["B"],
-            "M": draw(LENGTH),
-            "U": extents["B"],
-            "s": draw(LENGTH),
-            "Z": draw(LENGTH),
-            "R": columns["D"] // 4,
+        extents = fixed | {"batch": draw(st.integers(1, 3)), "sequences": draw(st.integers(1, 5)), "1": 1}
+        extents |= {axis: draw(LENGTH) for axis in LENGTHS} | {
+            "alibi_batch": extents["batch"],
+            "pairs": columns["head_dim"] // 4,
         }
+        extents["batch_cache"] = draw(st.integers(0, 300)) if "pages" in axes_of else extents["batch"]
         if given["cu_seqlens"]:
-            extents |= {"B": 1, "E": extents["N"] + 1}
+            extents |= {"batch": 1, "ends": extents["sequences"] + 1}
         else:
-            extents["N"] = extents["B"]
+            extents["sequences"] = extents["batch"]
         if before and grows is not None:  # all else stays, and what grows does so by a little, but for once
-            kept = {axis: before[axis] + draw(st.sampled_from([0, 1, 1, 2, 64])) for axis in grows if axis != "B"}
-            extents = before | (kept if draw(st.integers(0, 4)) else {}) | {"B": extents["B"] if grows == "B" else before["B"]}
-            extents |= {axis: extents["B"] for axis in "NCU" if before[axis] == before["B"]}
+            kept = {axis: before[axis] + draw(st.sampled_from([0, 1, 1, 2, 64])) for axis in grows if axis != "batch"}
+            batch = (extents if "batch" in grows else before)["batch"]
+            extents = before | (kept if draw(st.integers(0, 4)) else {}) | {"batch": batch}
+            of_batch = "sequences", "batch_cache", "alibi_batch"
+            extents |= {axis: batch for axis in of_batch if before[axis] == before["batch"]}
         before = extents
         memory, arrays = itertools.count(MEMORY, ROOM), {}
         for row, axes in axes_of.items():
@@ -322,7 +323,7 @@ def test_functions_are_limited(gpu, monkeypatch):
     """A planner that depends on the exact length plans each call, and is watched only a few times."""
     watched, real = [], _forward._watched
     monkeypatch.setattr(_forward, "_watched", lambda *args: watched.append(1) or real(*args))
-    monkeypatch.setattr(_forward, "planner", lambda problem, *_: int(problem.extents["T"]) and programs.Plan([]))
+    monkeypatch.setattr(_forward, "planner", lambda problem, *_: int(problem.extents["seqlen_k"]) and programs.Plan([]))
     for length in range(1, 60):
         arrays = tokens(1, 1, 8, 64), *(tokens(1, length, 8, 64, MEMORY + n * ROOM) for n in (1, 2)), None, None
         gpu.call(_forward, arrays, (False, None, False, None), "bshd")
@@ -331,12 +332,12 @@ def test_functions_are_limited(gpu, monkeypatch):
 
 def insists(problem, *_):
     """A planner that requires an int."""
-    if type(problem.extents["T"]) is not int:
+    if type(problem.extents["seqlen_k"]) is not int:
         raise ValueError("T: must be an int")
     return programs.Plan([])
 
 
-@pytest.mark.parametrize("planner", [lambda problem, *_: {problem.extents["T"]} and programs.Plan([]), insists])
+@pytest.mark.parametrize("planner", [lambda problem, *_: {problem.extents["seqlen_k"]} and programs.Plan([]), insists])
 def test_who_cannot_be_watched_plans_each_call(gpu, monkeypatch, planner):
     """A planner that looks a length up in a table, or requires an int."""
     monkeypatch.setattr(_forward, "planner", planner)

@@ -19,15 +19,15 @@ RUNS = []
 SCHEMA = Schema(
     "kept",
     """
-    x             SD    real
-    y             TD    real         optional
-    decay         S|SD  log          optional
-    A             D     rate         optional
-    cu_seqlens    E     ends         optional
-    cu_seqlens_k  E     key_ends     optional
-    lengths_k     B     key_lengths  optional
-    b             B     real         optional
-    out           SD    real         made
+    x             (seqlen_q, head_dim)             real
+    y             (seqlen_k, head_dim)             real         optional
+    decay         (seqlen_q)|(seqlen_q, head_dim)  log          optional
+    A             (head_dim)                       rate         optional
+    cu_seqlens    (ends)                           ends_q       optional
+    cu_seqlens_k  (ends)                           ends_k       optional
+    lengths_k     (batch)                          key_lengths  optional
+    b             (batch)                          real         optional
+    out           (seqlen_q, head_dim)             real         made
     """,
 )
 

@@ -18,11 +18,11 @@ from tiles.launching.frameworks import Kind, describe
 
 RUNS, PLANNED = [], []
 TABLE = """
-    x    SD  real
-    y    SD  real
-    out  SD  float32  made"""
-SCALED = Schema("scaled", f"{TABLE}\n sums S float32 made want_sums")
-PLAIN, BOTH = Schema("plain", TABLE), Schema("both", f"{TABLE}\n sums S float32 made")
+    x    (seqlen, head_dim)  real
+    y    (seqlen, head_dim)  real
+    out  (seqlen, head_dim)  float32  made"""
+SCALED = Schema("scaled", f"{TABLE}\n sums (seqlen) float32 made want_sums")
+PLAIN, BOTH = Schema("plain", TABLE), Schema("both", f"{TABLE}\n sums (seqlen) float32 made")
 
 
 class NotedOperands:

@@ -20,13 +20,19 @@ from tiles.calls.plan import Plan, Recent  # noqa: E402
 from tiles.launching import frameworks  # noqa: E402
 from tiles.launching.lengths import watched_call  # noqa: E402
 
-SUM = "x SD real\n y SD real\n z S float32 optional\n out SD float32 made\n sums S float32 made want_sums"
+SUM = """
+    x     (seqlen, head_dim)  real
+    y     (seqlen, head_dim)  real
+    z     (seqlen)            float32  optional
+    out   (seqlen, head_dim)  float32  made
+    sums  (seqlen)            float32  made  want_sums
+"""
 
 
 @pytest.fixture
 def summed():
     def planner(problem, factor: float, want_sums: bool):
-        rows, scratch = problem("S")[0], [((3,), "float32"), ((5,), "float32")]
+        rows, scratch = problem.extents["seqlen"], [((3,), "float32"), ((5,), "float32")]
         names = ["x", "y", "out", *(["sums"] if want_sums else []), *(["z"] if "z" in problem else [])]
         places = tuple(
             [problem[name].source for name in names] + [problem.scratch(n, *what).source for n, what in enumerate(scratch)]

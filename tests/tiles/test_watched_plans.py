@@ -13,13 +13,13 @@ from tiles.calls import watched_plans  # noqa: E402
 from tiles.calls.plan import Plan  # noqa: E402
 from tiles.launching.lengths import Trace, watched_call  # noqa: E402
 
-MANY = "x BSD real\n y BSD real\n out BSD float32 made"
+MANY = "x (batch, seqlen, head_dim) real\n y (batch, seqlen, head_dim) real\n out (batch, seqlen, head_dim) float32 made"
 
 
 @pytest.fixture
 def many():
     def planner(problem):
-        batch, rows = problem("BS")
+        batch, rows = problem("batch", "seqlen")
         if rows > 50:
             raise ValueError("x: has too many rows")
         number = batch * rows + (1000 if rows > 30 else 0)

@@ -108,6 +108,7 @@ class AnyProgram(Protocol):
     names: tuple[str, ...]
     options: tuple[str, ...]
     planner: Callable[..., Plan]
+    option_types: dict[str, Any]
     gradient: Callable | None
     no_gradient: str | None
     op: Callable[[], tuple[str, list[int], list[int]]]

@@ -1,8 +1,8 @@
 """Functions that are called often: what decides a call is looked up, and only launches are left.
 
     SCALED = Schema("scaled", '''
-        x    SD  float32
-        out  SD  float32  made
+        x    (seqlen, head_dim)  float32
+        out  (seqlen, head_dim)  float32  made
     ''')
 
     @program(SCALED)
@@ -35,7 +35,6 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from inspect import get_annotations, signature
 from operator import itemgetter
 from typing import Any
 
@@ -49,6 +48,7 @@ from ..launching.lengths import Trace, watched_call
 from ..launching.loaded_code import together
 from . import jax_call, remembered_calls, torch_op
 from .plan import ArrayView, Plan, PreparedCall, Recent
+from .planner_options import option_types, to_records
 from .schema import Schema
 from .watched_plans import TracedPlan, Variable
 
@@ -70,7 +70,8 @@ def program(
 ) -> Callable[[Callable[..., Plan]], Program]:
     """Make a planner a function of (stream, arrays, options, layout), the arrays being those of the schema.
 
-    The planner is called with the Problem and the options; it raises ValueError or TypeError, or returns a Plan.
+    The planner is called with the Problem and the options, which it may take as records (planner_options.py); it raises
+    ValueError or TypeError, or returns a Plan.
 
     gradient: gradient(names, options=, layout=) refuses what it cannot differentiate, with respect to these arguments of the
     schema, or returns f(forms, made, gradients) -> {name: gradient}, all by the schema's names: the arguments, all results,
@@ -104,9 +105,9 @@ class Program:
         self.readers: dict[type, Callable] = {}
         self.compiling = torch_op.asks_dynamo()
         self.op = torch_op.registered(self)
-        self.options = tuple(signature(planner).parameters)[1:]
-        annotations = get_annotations(planner, eval_str=True)
-        places = [place for place, name in enumerate(self.options) if annotations.get(name) == Number | None]
+        self.option_types = option_types(planner)
+        self.options = tuple(self.option_types)
+        places = [place for place, kind in enumerate(self.option_types.values()) if kind == Number | None]
         self.numbers = [(place, Number(n - len(places))) for n, place in enumerate(places)]
         if ranges := nvtx.backend():
             vars(self)["run"] = nvtx.ranged(f"{planner.__module__.partition('.')[0]}.{schema.name}", self.run, *ranges)
@@ -294,7 +295,7 @@ class Program:
     def steps(self, forms: dict[str, Form], device: int | None, options: tuple, layout: str) -> tuple:
         """For arrays of these forms: (the Problem, the Plan with what is checked before, the names of the results)."""
         problem = self.schema.problem(forms, layout)
-        plan = self.planner(problem, *options)
+        plan = self.planner(problem, *to_records(self.planner)(options))
         if (device is None or check_options().values) and (check := self.schema.check(problem, forms)):
             plan = plan._replace(steps=[check, *plan.steps])
         return problem, plan, self.schema.results(dict(zip(self.options, options)))

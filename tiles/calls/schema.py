@@ -1,24 +1,38 @@
-"""Declared arguments: a table that says once what a function on arrays takes and returns.
+"""Declared arguments: a table says once what a function on arrays takes and returns.
 
     FORWARD = Schema("forward", '''
-        q    BSHD  tile
-        k    BTGD  tile
-        v    BTGD  tile
-        out  BSHD  tile     made
-        lse  BHS   float32  made
+        q      (batch, seqlen_q, heads, head_dim)    tile
+        k      (batch, seqlen_k, heads_k, head_dim)  tile
+        v      (batch, seqlen_k, heads_k, head_dim)  tile
+        alibi  (heads)|(alibi_batch, heads)          float32  optional
+        out    (batch, seqlen_q, heads, head_dim)    tile     made
+        lse    (batch, heads, seqlen_q)              float32  made      return_lse
     ''')
 
-A row has an argument's name; its axes, a letter each, in canonical order ("H|BSH": either), or =name of an argument with the
-same shape; what it holds; and its role. A result that exists on request also has the options that ask for it, all of which
-must be true (`lse  BHS  float32  made  return_lse`) or hold a word (`dbias  =bias  float32  made  also:dbias`). An axis has
-one extent wherever its letter occurs. The table determines the checks of a call (`problem`), the shapes of results, the order
-in which addresses are passed (program.py), and the schema and the fakes of torch's op (torch_op.py).
+    problem = FORWARD.problem(forms)                         {name: form} of the caller's arrays: checked, or refused
+    batch, heads = problem("batch", "heads")                 extents; one of them is problem.extents["batch"]
+    kernel.bind(grid, gQ=problem["q"], gO=problem["out"])    arrays; a result that the caller left out will be made
+
+A row is an argument. Its columns:
+
+1. Its name.
+2. Its axes, by the names in axes.py. A name has one extent in a call, wherever it stands: two arrays that disagree are refused.
+   `(heads)|(alibi_batch, heads)` is the one or the other, which differ in the number of axes. `=alibi` is the shape of the
+   argument `alibi`. `*` is any shape of one to five axes.
+3. What it holds, in the list below.
+4. Its role, in the list below.
+5. The options that ask for a result that exists only on request: all must be true (`return_lse`), or hold a word
+   (`also:dbias`: the word dbias is in the option `also`).
+
+The table determines the checks of a call (`problem`), the shapes of results, the order in which addresses are passed
+(program.py), and the signature and the fakes of torch's op (torch_op.py). With `layout="bhsd"` the caller's arrays have heads
+before the sequence, where both follow the batch; a Problem has the axes in the order of the table.
 
 What it holds:
     tile      bfloat16 or float16, one for all: kernels move tiles of it, so its last axis is contiguous
     real      float32, bfloat16 or float16, read element by element with any strides that are not negative
     index     int32 or int64
-    any       numbers of any kind; its axes are `*`, one to five of any extents
+    any       numbers of any kind
     float32   that
     bfloat16  that
     float16   that
@@ -30,11 +44,12 @@ What it holds:
 and, with values that a step of the program checks (checks.py):
     log          real, the logarithm of the part of a state that is kept: never above 0
     rate         real; multiplied by a time it is such a logarithm: never above 0
-    ends         index, where packed sequences end: 0 first, ascending, S last
-    key_ends     the same for keys, T last
-    new_ends     the same for new keys, s last
-    key_lengths  index, how many keys of a sequence are in use: from 0 to T
-    key_starts   index, how many keys come before a sequence's first: from 0 to T
+    ends         index, where packed sequences end: 0 first, ascending, seqlen last
+    ends_q       the same of queries: seqlen_q last
+    ends_k       the same of keys: seqlen_k last
+    ends_new     the same of keys that are appended: seqlen_new last
+    key_lengths  index, how many keys of a sequence are in use: from 0 to seqlen_k, times pages_per_seq if there are pages
+    key_starts   index, how many keys come before a sequence's first: from 0 to as many
 
 Its role:
     (none)    it must be given
@@ -43,111 +58,31 @@ Its role:
     in_place  likewise; the caller may also give the first argument itself, to be overwritten
     updated   it must be given, and is written in place
     updated?  likewise, but it may be left out
-
-With `layout="bhsd"` the caller's axes have sequence and head swapped where both follow the batch.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from ..launching.arrays import ALIGNMENT, Form, Operand, c_ordered, overlap, overlaps_itself
-from ..launching.checks import ENDS, KEY_ENDS, KEY_LENGTHS, KEY_STARTS, LOG, NEW_ENDS, RATE, Check
+from ..launching.checks import ENDS, ENDS_K, ENDS_NEW, ENDS_Q, KEY_LENGTHS, KEY_STARTS, LOG, RATE, Check
 from ..launching.tensor_maps import STRIDE_END
+from .argument import Argument, Axes, parse_row
+from .axes import AXES, VARY, symbols, title
 
 ORDER = {"bshd": (0, 1, 2, 3), "bhsd": (0, 2, 1, 3)}  # where batch, sequence, head and column stand in the caller's axes
 LAYOUTS = tuple(ORDER)
-REAL, INDEX = ("float32", "bfloat16", "float16"), ("int32", "int64")
-HOLDS = {
-    "tile": ("bfloat16", "float16"),
-    "real": REAL,
-    "index": INDEX,
-    "any": ("bool", *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)), *REAL),
-    "float32": ("float32",),
-    "bfloat16": ("bfloat16",),
-    "float16": ("float16",),
-    "fp8": ("float8_e4m3fn",),
-    "tile8": ("float8_e4m3fn",),
-    "half": ("bfloat16", "float16"),
-    "cache": ("bfloat16", "float16", "float8_e4m3fn"),
-    "log": REAL,
-    "rate": REAL,
-    "ends": INDEX,
-    "key_ends": INDEX,
-    "new_ends": INDEX,
-    "key_lengths": INDEX,
-    "key_starts": INDEX,
-}
-VALUES = {"log": LOG, "rate": RATE, "ends": ENDS, "key_ends": KEY_ENDS, "new_ends": NEW_ENDS}
+VALUES = {"log": LOG, "rate": RATE, "ends": ENDS, "ends_q": ENDS_Q, "ends_k": ENDS_K, "ends_new": ENDS_NEW}
 VALUES |= {"key_lengths": KEY_LENGTHS, "key_starts": KEY_STARTS}
-ROLES = "", "optional", "made", "in_place", "updated", "updated?"
-TOKENS = "S", "A", "T", "s", "x", "y"  # axes along a sequence
-# An axis in messages. G are the heads of keys, which share those of values or queries; T the keys' tokens, s new ones; K and V
-# the columns of keys and values where they differ; F those of a feature map; N sequences have E = N + 1 ends;
-# C are batches of a cache, or pages, of which a sequence has M at most; x and y are blocks of S and of T;
-# U, W, X and Y are batch (or sequences), heads and sequence or 1; r heads of queries and keys, p those of values, too
-TITLES = dict(B="batch", S="sequence", T="sequence", H="heads", G="heads", D="head_dim", K="key_dim", V="value_dim")
-TITLES |= dict(s="sequence", N="sequences", F="features", E="length", C="batches or pages", M="pages", x="blocks", y="blocks")
-SPOKEN = {"G": "Hk", "K": "Dk", "V": "Dv", "E": "N + 1", "T": "S", "U": "B or 1", "W": "B or 1", "X": "H or 1", "Y": "S or 1"}
-SPOKEN |= {"O": "1", "A": "Sq", "s": "S", "Z": "positions", "R": "pairs", "x": "blocks", "y": "blocks"}
-SPOKEN |= {"C": "B or pages", "N": "sequences", "M": "pages of each", "I": "B or 1", "J": "H or 1", "P": "rows of blocks"}
-SPOKEN |= {"Q": "blocks", "L": "blocks", "r": "H + Hk", "p": "H + 2 Hk"}
-VARY = frozenset("BSTsNECMAxy")  # axes whose extents are lengths; heads and columns decide which kernel serves a call
-FREE = tuple("*" * rank for rank in range(1, 6))  # axes of any extents
-
-
-class Argument(NamedTuple):
-    """A row of the table."""
-
-    name: str
-    axes: tuple[str, ...]
-    holds: str
-    role: str
-    asked: tuple[str, ...] = ()
-    like: str = ""  # the argument whose shape it has
-
-    @property
-    def dtypes(self) -> tuple[str, ...]:
-        """What its elements may be."""
-        return HOLDS[self.holds]
-
-    @property
-    def needed(self) -> bool:
-        """Must the caller give it?"""
-        return self.role in ("", "updated")
-
-    @property
-    def written(self) -> bool:
-        """Does a kernel write it, so that it must lie apart from all others?"""
-        return self.role in ("made", "in_place", "updated", "updated?")
-
-    @property
-    def result(self) -> bool:
-        """Is it given back, made where the caller leaves it out?"""
-        return self.role in ("made", "in_place")
-
-    def choices(self, layout: str) -> dict[int, str]:
-        """{number of axes: the axes in the caller's order}"""
-        swap = layout == "bhsd"
-        swapped = [f"{a[0]}{a[2]}{a[1]}{a[3:]}" if swap and a[1:2] in TOKENS and len(a) > 2 else a for a in self.axes]
-        return {len(axes): axes for axes in swapped}
-
-    def orders(self, layout: str) -> dict[int, tuple[str, tuple[int, ...]]]:
-        """{number of axes: (the axes in the caller's order, where the canonical ones stand among them; () where they do)}"""
-        canonical = {len(axes): axes for axes in self.axes}
-        pairs = {rank: (axes, canonical[rank]) for rank, axes in self.choices(layout).items()}
-        return {
-            rank: (axes, () if axes == ours else tuple(axes.index(axis) for axis in ours))
-            for rank, (axes, ours) in pairs.items()
-        }
+ONE = {"1": 1}  # the extent of the axis `1`
 
 
 class Problem:
     """A call that was found valid: the forms of its arrays with axes in canonical order, and the extent of every axis.
 
-    forms: of those that were given, by name. extents: by an axis's letter. bits: those of each form (arrays.py), and under None
+    forms: of those that were given, by name. extents: by an axis's name. bits: those of each form (arrays.py), and under None
     of all tiles. dtype: that of its tiles. device: a CUDA ordinal; None is host memory."""
 
     def __init__(
@@ -174,12 +109,12 @@ class Problem:
                 return None
             axes, order, dtype = result
             like = self.schema.arguments[name].like
-            form = c_ordered(self.forms[like].shape if like else self(axes), dtype or self.dtype, self.device)
+            form = c_ordered(self.forms[like].shape if like else self(*axes), dtype or self.dtype, self.device)
             form = form.permuted(order) if order else form
         return Operand(self.schema.places[name], form)
 
-    def __call__(self, axes: str) -> tuple[int, ...]:
-        """The extents of these axes: problem("BSH")."""
+    def __call__(self, *axes: str) -> tuple[int, ...]:
+        """The extents of these axes."""
         extents = self.extents
         return tuple([extents[axis] for axis in axes])
 
@@ -187,13 +122,13 @@ class Problem:
         """The shape and dtype of a result, in the caller's axes."""
         axes, _, dtype = self.schema.written_rows[self.layout][name]
         like = self.schema.arguments[name].like
-        return self.forms[like].shape if like else self(axes), dtype or self.dtype
+        return self.forms[like].shape if like else self(*axes), dtype or self.dtype
 
     def scratch(self, number: int, shape: tuple[int, ...], dtype: str) -> Operand:
         """Memory between launches, the `number`-th of a plan's."""
         return Operand(len(self.schema.places) + number, c_ordered(shape, dtype, self.device))
 
-    def axes(self, name: str) -> str:
+    def axes(self, name: str) -> Axes:
         """Which of its axes an argument came with, in canonical order."""
         rank = len(self.forms[name].shape)
         return next(axes for axes in self.schema.arguments[name].axes if len(axes) == rank)
@@ -223,15 +158,24 @@ class Problem:
 
 
 class Schema:
-    """A table of arguments: see the module. arguments: {name: Argument}, in the order of the rows. vary: the axes whose extents
-    are lengths, of which a plan may become a function (lengths.py). extents: of axes that have always the same, or none but
-    results have; or what these are, a function of all others."""
+    """A table of arguments: see the module. arguments: {name: Argument}, in the order of the rows. extents: of axes that have
+    always the same, or none but results have; or what these are, a function of all others. vary: if axes are not those of
+    axes.py, which of them have a length as their extent (lengths.py). ValueError: a row makes no sense."""
 
-    def __init__(self, name: str, table: str, vary: Iterable[str] = VARY, **extents: int | Callable[[Mapping[str, Any]], Any]):
-        self.name, self.vary = name, frozenset(vary)
-        self.extents = {axis: extent for axis, extent in extents.items() if isinstance(extent, int)}
+    def __init__(
+        self,
+        name: str,
+        table: str,
+        vary: Iterable[str] | None = None,
+        **extents: int | Callable[[Mapping[str, Any]], Any],
+    ):
+        rows = [parse_row(line) for line in table.splitlines() if line.strip()]
+        for row in rows if vary is None else ():
+            if unknown := [axis for axes in row.axes for axis in axes if axis not in AXES and axis != "*"]:
+                raise ValueError(f"{row.name}: has the axis {unknown[0]}, which tiles/calls/axes.py does not name")
+        self.name, self.vary = name, VARY if vary is None else frozenset(vary)
+        self.extents = ONE | {axis: extent for axis, extent in extents.items() if isinstance(extent, int)}
         self._following = {axis: extent for axis, extent in extents.items() if not isinstance(extent, int)}
-        rows = [Argument(*_row(line.split())) for line in table.strip().splitlines()]
         self.arguments = {row.name: row for row in rows}
         self.names = tuple(self.arguments)
         self.tiles = frozenset(row.name for row in rows if row.holds in ("tile", "tile8"))
@@ -241,11 +185,11 @@ class Schema:
         self.written_rows = {layout: self._written(layout) for layout in LAYOUTS}
         self._dtypes = {row.name: row.dtypes for row in rows}
 
-    def _written(self, layout: str) -> dict[str, tuple[str, tuple[int, ...], str | None]]:
+    def _written(self, layout: str) -> dict[str, tuple[Axes, tuple[int, ...], str | None]]:
         """Of results: (the axes in the caller's order, where the canonical ones stand, the dtype; None: the tiles')."""
         written = {}
         for name in [name for name, row in self.arguments.items() if row.result]:
-            ((axes, order),) = [("", ())] if self.arguments[name].like else self.rows[layout][name].values()
+            ((axes, order),) = [((), ())] if self.arguments[name].like else self.rows[layout][name].values()
             written[name] = axes, order, None if name in self.tiles else self.arguments[name].dtypes[0]
         return written
 
@@ -257,7 +201,7 @@ class Schema:
         rows, first = self.rows[layout], next(iter(forms))
         _, _, dtype, device, *_ = forms[first]
         bits: dict[str | None, int] = {None: 0}
-        extents: dict[str, int] = {}
+        extents = ONE.copy()
         holder: dict[str, str] = {}  # which argument said an axis's extent
         canonical = {}
         for name, form in forms.items():
@@ -276,14 +220,16 @@ class Schema:
                 if extents.get(axis) == extent or axis == "*":
                     continue
                 said = axis
-                if axis == "N":  # as many as there are ends, or batches
-                    axis, extent = ("E", extent + 1) if "E" in extents else ("B", extent)
+                if axis == "sequences":  # as many as there are ends, or batches
+                    axis, extent = ("ends", extent + 1) if "ends" in extents else ("batch", extent)
                 if axis not in extents:
                     extents[axis], holder[axis] = extent, name
                 elif extents[axis] != extent:
+                    if axis == "1":
+                        raise ValueError(f"{name}: must have one element{_where(axes)}: {name}.shape={shape}")
                     other = holder[axis]
                     shapes = f"{name}.shape={shape}, {other}.shape={forms[other].shape}"
-                    raise ValueError(f"{name}: {TITLES.get(said, said)} must equal {other}'s: {shapes}")
+                    raise ValueError(f"{name}: {title(said)} must equal {other}'s: {shapes}")
             if is_tile and strides[-1] != itemsize and shape[-1] > 1 and form.extent:
                 _refuse_strides(name, form, "last axis must be contiguous")
             if not is_tile and min(strides, default=0) < 0 and min(form.steps, default=0) < 0:
@@ -303,19 +249,19 @@ class Schema:
             like = self.arguments[name].like
             if like and like in forms and forms[like].shape != shape:
                 raise ValueError(f"{name}: must have {like}'s shape: {name}.shape={shape}, {like}.shape={forms[like].shape}")
-        if "E" in extents:
+        if "ends" in extents:
             self._check_ends(extents, forms, holder)
         return Problem(self, canonical, self.extents | self._counted(extents), bits, layout)
 
     def with_lengths(self, name: str, form: Form, layout: str) -> Form:
         """The form of an argument, of a call that is watched: what is no length, such as the number of heads, has one value."""
-        axes, _ = self.rows.get(layout, {}).get(name, {}).get(len(form.shape), ("*" * len(form.shape), ()))
+        axes, _ = self.rows.get(layout, {}).get(name, {}).get(len(form.shape), (("*",) * len(form.shape), ()))
         return form._replace(shape=tuple([n if axis in self.vary else int(n) for n, axis in zip(form.shape, axes)]))
 
     def of_a_number(self, name: str, number: float) -> str:
         """What is said where an array is expected and a number is given."""
         row = self.arguments[name]
-        shape, dtype = ", ".join(SPOKEN.get(axis, axis) for axis in row.axes[0]), row.dtypes[0]
+        shape, dtype = symbols(row.axes[0]), row.dtypes[0]
         comma = "," if len(row.axes[0]) == 1 else ""
         cure = f"; of a number make one: np.full(({shape}{comma}), {number!r}, np.{dtype})"
         return f"{name}: must be an array, got {name}={number!r}{cure if dtype in ('float32', 'int32') else ''}"
@@ -351,19 +297,19 @@ class Schema:
 
     def _counted(self, extents: dict[str, Any]) -> dict[str, Any]:
         """With the number of sequences, one fewer than ends, or as many as batches; and with what follows from others."""
-        if "E" in extents:
-            extents["N"] = extents["E"] - 1
-        elif "B" in extents:
-            extents["N"] = extents["B"]
+        if "ends" in extents:
+            extents["sequences"] = extents["ends"] - 1
+        elif "batch" in extents:
+            extents["sequences"] = extents["batch"]
         return extents | {axis: extent(extents) for axis, extent in self._following.items()}
 
     def _check_ends(self, extents, forms, holder):
-        name = holder["E"]
+        name = holder["ends"]
         ends = f"{name}.shape={forms[name].shape}"
-        if extents["E"] < 2:
+        if extents["ends"] < 2:
             raise ValueError(f"{name}: must have two elements or more: {ends}")
-        if extents["B"] != 1:
-            shapes = f"{ends}, {holder['B']}.shape={forms[holder['B']].shape}"
+        if extents["batch"] != 1:
+            shapes = f"{ends}, {holder['batch']}.shape={forms[holder['batch']].shape}"
             raise ValueError(f"{name}: batch must be 1, all sequences one after the other: {shapes}")
 
     def check(self, problem: Problem, forms: Mapping[str, Form]) -> Check | None:
@@ -397,17 +343,12 @@ def _asks(options: Mapping[str, Any], word: str) -> bool:
     return what in options[option].split() if what else options[option]
 
 
-def _row(words: list[str]) -> tuple[str, tuple[str, ...], str, str, tuple[str, ...], str]:
-    name, axes, holds, role, *options = (*words, "") if len(words) < 4 else words
-    if axes.startswith("="):
-        return name, FREE, holds, role, tuple(options), axes[1:]
-    if holds not in HOLDS or role not in ROLES:
-        raise ValueError(f"{name}: must hold one of {tuple(HOLDS)} and have a role of {ROLES}, got {holds!r}, {role!r}")
-    return name, FREE if axes == "*" else tuple(axes.split("|")), holds, role, tuple(options), ""
+def _where(axes: Axes) -> str:
+    return " along its last axis" if len(axes) > 1 else ""
 
 
 def _refuse_axes(argument: Argument, layout: str, shape: Sequence[int]) -> NoReturn:
-    choices = "; or ".join(", ".join(SPOKEN.get(axis, axis) for axis in axes) for axes in argument.choices(layout).values())
+    choices = "; or ".join(map(symbols, argument.choices(layout).values()))
     raise ValueError(f"{argument.name}: must have the axes {choices}: {argument.name}.shape={tuple(shape)}")
 
 

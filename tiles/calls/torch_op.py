@@ -13,7 +13,6 @@ torch is never imported here.
 
 from __future__ import annotations
 
-import inspect
 import re
 import string
 import sys
@@ -25,8 +24,8 @@ from typing import Any
 
 from ..launching.arrays import Number
 from ..launching.frameworks import no_backward, refuse_tangent, with_tangents
+from .argument import FREE, Argument
 from .plan import AnyProgram
-from .schema import FREE, Argument
 
 NAMESPACE = "tiles"
 # of options, in torch's signatures
@@ -203,9 +202,17 @@ class _Op:
         letters = iter(string.ascii_lowercase)
         written = [f"({next(letters)}!)" if row.written else "" for row in self.rows]
         tensors = [f"Tensor{mark}{'' if row.needed else '?'} {token(row.name)}" for mark, row in zip(written, self.rows)]
-        options = [f"{TYPES[kind]} {token(name)}" for name, kind in _options(self.program.planner).items()]
+        options = [f"{TYPES[kind]} {token(name)}" for name, kind in self.option_types().items()]
         returns = "Tensor[]" if self.several else "Tensor" if self.results else "()"
         return f"({', '.join([*tensors, *options, 'str layout'])}) -> {returns}"
+
+    def option_types(self) -> dict[str, Any]:
+        """{name: type} of the options. TypeError: one has a type that torch does not know."""
+        for name, kind in self.program.option_types.items():
+            if kind not in TYPES:
+                said = f"{self.program.planner.__qualname__}'s annotation is {kind!r}"
+                raise TypeError(f"{name}: an option of a torch op must be one of {tuple(TYPES)}: {said}")
+        return self.program.option_types
 
     def parts(self, args: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any], str]:
         """(tensors, one for each row that is no result; options by name; layout)"""
@@ -289,7 +296,9 @@ class _Op:
         batched = [x if dim is None else x.movedim(dim, 0) for x, dim in zip(tensors, dims)]
         folded = [self._fold(row, x, dim is not None, count, layout) for row, x, dim in zip(self.rows, batched, dims)]
         no_batch = self.counts or any(x is not None and y is None for x, y in zip(tensors, folded))
-        if no_batch or any(x is not None and row.axes == ("E",) for row, x in zip(self.rows, tensors)):  # ends of sequences
+        if no_batch or any(
+            x is not None and row.axes == (("ends",),) for row, x in zip(self.rows, tensors)
+        ):  # ends of sequences
             each = [self.op(*[x if d is None else x[n] for x, d in zip(batched, dims)], *rest) for n in range(count)]
             if not self.results:
                 return None, None
@@ -305,8 +314,8 @@ class _Op:
         """A tensor whose batch is `count` times as long; None if it has none, or was not given."""
         if x is None:
             return None
-        axes = row.choices(layout).get(x.dim() - mapped, "")
-        if axes[:1] not in ("B", "N"):
+        first, *_ = row.choices(layout).get(x.dim() - mapped, ("",))
+        if first not in ("batch", "sequences"):
             return None if mapped else x
         if not mapped:
             return x.expand(count, *x.shape).flatten(0, 1)
@@ -318,14 +327,3 @@ class _Op:
 
 def _unfold(x: Any, count: int) -> Any:
     return x.unflatten(0, (count, x.shape[0] // count))
-
-
-def _options(planner: Callable) -> dict[str, Any]:
-    """{name: type} of what a planner takes besides the problem. TypeError: it does not say one that torch knows."""
-    kinds = inspect.get_annotations(planner, eval_str=True)
-    _, *names = inspect.signature(planner).parameters
-    for name in names:
-        if kinds.get(name) not in TYPES:
-            said = f"{planner.__qualname__}'s annotation is {kinds.get(name)!r}"
-            raise TypeError(f"{name}: an option of a torch op must be one of {tuple(TYPES)}: {said}")
-    return {name: kinds[name] for name in names}

@@ -66,7 +66,7 @@ def _no_ends(axis: str) -> Callable[[np.ndarray, Mapping[str, int]], Found]:
 
 
 def _no_lengths(lengths: np.ndarray, extents: Mapping[str, int]) -> Found:
-    most = extents["T"] * extents.get("M", 1)  # of pages, if there are any
+    most = extents["seqlen_k"] * extents.get("pages_per_seq", 1)  # if there are pages, so many keys each
     outside = np.argwhere((lengths < 0) | (lengths > most))
     return (outside[0], f"must be from 0 to {most}") if len(outside) else None
 
@@ -76,7 +76,8 @@ LOG = ValueRule(
 )
 RATE = ValueRule(_above_0, "exp(dt * A) is what is kept: pass -exp(A_log)")
 SUMS = "it says where the sequences end: pass 0 and the running sums of their lengths"
-ENDS, KEY_ENDS, NEW_ENDS = (ValueRule(_no_ends(axis), SUMS) for axis in "STs")
+LENGTHS = "seqlen", "seqlen_q", "seqlen_k", "seqlen_new"  # axes of packed sequences (tiles/calls/axes.py)
+ENDS, ENDS_Q, ENDS_K, ENDS_NEW = (ValueRule(_no_ends(axis), SUMS) for axis in LENGTHS)
 KEY_LENGTHS = ValueRule(_no_lengths, "it says how many of a sequence's keys are in use: pass a number of those that it has")
 KEY_STARTS = ValueRule(
     _no_lengths, "it says how many of a sequence's keys come before its first: pass a number of those that it has"

@@ -9,7 +9,7 @@ import torch
 
 from attention import parallel
 from attention.parallel import agreement, gather
-from bench.ranks_memory import SilentPeers, counts
+from bench.ranks_memory import UnsentPeers, counts
 
 LENGTH, HEADS, KV_HEADS, DIM = 4096, 4, 4, 64
 KEYS = LENGTH * KV_HEADS * DIM * 4  # bytes of all keys and values
@@ -67,7 +67,7 @@ def test_cached_calls_make_few_operations(world, most):
 
 @pytest.mark.parametrize("order", ["zigzag", "contiguous"])
 def test_reorder_is_one_exchange(order):
-    peers, other = SilentPeers(None, 1, 4, (0, 1, 2, 3)), {"zigzag": "contiguous", "contiguous": "zigzag"}[order]
-    before = SilentPeers.exchanges
+    peers, other = UnsentPeers(None, 1, 4, (0, 1, 2, 3)), {"zigzag": "contiguous", "contiguous": "zigzag"}[order]
+    before = UnsentPeers.exchanges
     parallel.reorder(torch.zeros(1, LENGTH // 4, 2, 8), peers, order=order, to=other)
-    assert SilentPeers.exchanges == before + 1
+    assert UnsentPeers.exchanges == before + 1

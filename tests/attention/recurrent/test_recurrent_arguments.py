@@ -15,14 +15,14 @@ from attention.public.token_steps import STEP
 from tiles.launching.frameworks import describe
 
 bf16, f16, f32 = ml_dtypes.bfloat16, np.float16, np.float32
-EXTENTS = dict(B=2, S=5, G=3, H=6, K=32, V=16, N=2, E=2, F=160)
+EXTENTS = dict(batch=2, seqlen=5, heads_k=3, heads=6, key_dim=32, value_dim=16, sequences=2, ends=2, features=160)
 MEMBERS = {  # name: (function, schema, extents that differ from EXTENTS)
     "linear": (linear, LINEAR, {}),
     "delta_rule": (delta_rule, DELTA_RULE, {}),
     "mamba2": (mamba2, MAMBA2, {}),
     "linear_step": (linear_step, STEP, {}),
-    "based": (based, BASED, {"K": 16}),
-    "hedgehog": (hedgehog, HEDGEHOG, {"F": 64}),
+    "based": (based, BASED, {"key_dim": 16}),
+    "hedgehog": (hedgehog, HEDGEHOG, {"features": 64}),
 }
 all_members = pytest.mark.parametrize("member", MEMBERS)
 
@@ -63,7 +63,11 @@ def problem(member="linear", layout="bshd", **arrays):
 # ---- valid calls -----------------------------------------------------------------------------------------------------
 def test_extents_and_results():
     p = problem(initial_state=valid("linear", "initial_state"))
-    assert p("BSGHKVN") == (2, 5, 3, 6, 32, 16, 2) and (p.dtype, p.layout, p.device) == ("bfloat16", "bshd", None)
+    assert p("batch", "seqlen", "heads_k", "heads", "key_dim", "value_dim", "sequences") == (2, 5, 3, 6, 32, 16, 2) and (
+        p.dtype,
+        p.layout,
+        p.device,
+    ) == ("bfloat16", "bshd", None)
     assert p.made("out") == ((2, 5, 6, 16), "bfloat16") and p.made("state") == ((2, 6, 32, 16), "float32")
     assert p.made("final_z") == ((2, 6, 32), "float32") and p["initial_state"].form.shape == (2, 6, 32, 16)
     assert p["q"].form.strides == (5 * 3 * 64, 3 * 64, 64, 2) and p["out"].form.strides == (5 * 6 * 32, 6 * 32, 32, 2)
@@ -86,13 +90,13 @@ def test_the_first_argument_decides_the_framework_of_results(member):
 def test_mamba2_has_its_own_names_and_a_transposed_state():
     args = dict(initial_states=valid("mamba2", "initial_states"), D=valid("mamba2", "D", 1), z=valid("mamba2", "z"))
     p = problem("mamba2", **args)
-    assert p("HGKV") == (6, 3, 32, 16) and p.made("states")[0] == (2, 6, 16, 32)
+    assert p("heads", "heads_k", "key_dim", "value_dim") == (6, 3, 32, 16) and p.made("states")[0] == (2, 6, 16, 32)
     assert p["C"].form.shape == (2, 5, 3, 32) and p["x"].form.shape == (2, 5, 6, 16) and p["D"].form.shape == (6, 16)
 
 
 def test_a_step_has_no_sequence():
     p = problem("linear_step", decay=valid("linear_step", "decay", 1))
-    assert p("B") == (2,) and p.made("out")[0] == (2, 6, 16) and p["state"].form.shape == (2, 6, 32, 16)
+    assert p("batch") == (2,) and p.made("out")[0] == (2, 6, 16) and p["state"].form.shape == (2, 6, 32, 16)
 
 
 @pytest.mark.parametrize("member", ["linear", "delta_rule"])
@@ -106,10 +110,14 @@ def test_shapes_of_decay(member, choice, shape):
 
 @pytest.mark.parametrize("member", ["linear", "delta_rule"])
 def test_packed_sequences(member):
-    args = required_arrays(member, B=1, S=9)
+    args = required_arrays(member, batch=1, seqlen=9)
     ends = zeros(4, dtype=np.int64)
     p = problem(member, **args, cu_seqlens=ends, initial_state=zeros(3, 6, 32, 16, dtype=f32))
-    assert p("BNS") == (1, 3, 9) and p.made("state")[0] == (3, 6, 32, 16) and recurrent_checks.is_varlen(p)
+    assert (
+        p("batch", "sequences", "seqlen") == (1, 3, 9)
+        and p.made("state")[0] == (3, 6, 32, 16)
+        and recurrent_checks.is_varlen(p)
+    )
     assert p["cu_seqlens"].form.dtype == "int64"
 
 
@@ -123,7 +131,7 @@ def test_layouts_differ_only_in_the_callers_axes():
 
 
 @pytest.mark.parametrize("member", ["linear", "delta_rule", "mamba2", "based", "hedgehog"])
-@pytest.mark.parametrize("empty", [{"B": 0, "N": 0}, {"S": 0}])
+@pytest.mark.parametrize("empty", [{"batch": 0, "sequences": 0}, {"seqlen": 0}])
 def test_empty_tensors(member, empty):
     args = required_arrays(member, **empty)
     values = args["x" if member == "mamba2" else "v"]
@@ -168,7 +176,7 @@ def test_any_strides(member, name, view):
 def test_inputs_may_overlap(member):
     """Arrays that are not written may overlap."""
     _, schema, _ = MEMBERS[member]
-    args = required_arrays(member, G=6, K=16)
+    args = required_arrays(member, heads_k=6, key_dim=16)
     memory = np.zeros(max(x.nbytes for x in args.values()), np.uint8)
     shared = {name: np.ndarray(x.shape, x.dtype, memory) for name, x in args.items() if not schema.arguments[name].written}
     assert call(member, **args | shared).shape == args["x" if member == "mamba2" else "v"].shape
@@ -359,7 +367,7 @@ def test_the_state_of_a_step_must_not_have_strides_of_0():
 @all_members
 def test_checked_values(member):
     """Decays above 0 and an invalid cu_seqlens raise errors before any launch, in all of their shapes."""
-    schema, extents = MEMBERS[member][1], {"B": 1, "N": 1} if "cu_seqlens" in MEMBERS[member][1].names else {}
+    schema, extents = MEMBERS[member][1], {"batch": 1, "sequences": 1} if "cu_seqlens" in MEMBERS[member][1].names else {}
     for name, argument in schema.arguments.items():
         for choice in range(len(argument.axes)):
             wrong = valid(member, name, choice, **extents)

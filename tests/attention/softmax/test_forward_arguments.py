@@ -41,7 +41,11 @@ def strided(shape, strides, dtype=bf16):
 # ---- valid calls -----------------------------------------------------------------------------------------------------
 def test_extents_and_results():
     p = problem()
-    assert p("BSHD") == Q and p("BTGD") == KV and (p.dtype, p.device, p.member) == ("bfloat16", None, "forward")
+    assert (
+        p("batch", "seqlen_q", "heads", "head_dim") == Q
+        and p("batch", "seqlen_k", "heads_k", "head_dim") == KV
+        and (p.dtype, p.device, p.member) == ("bfloat16", None, "forward")
+    )
     assert p.made("out") == (Q, "bfloat16") and p.made("lse") == ((2, 6, 5), "float32")
     assert p["q"].form.strides == p["out"].form.strides == (5 * 6 * 32, 6 * 32, 32, 2)
     assert p["k"].form.strides == p["v"].form.strides == (7 * 3 * 32, 3 * 32, 32, 2) and p.by_tma
@@ -100,7 +104,7 @@ def test_empty_tensors(batch, q_len, kv_len):
 @pytest.mark.parametrize("dtype", [bf16, np.float16])
 def test_head_dims(head_dim, dtype):
     x = np.zeros((1, 2, 2, head_dim), dtype)
-    assert problem(x, x)("D") == (head_dim,)
+    assert problem(x, x).extents["head_dim"] == head_dim
 
 
 def test_inputs_may_overlap_and_packed_inputs_may_hold_out():

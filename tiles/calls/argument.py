@@ -1,0 +1,102 @@
+"""A row of a table of arguments, read and taken apart. schema.py explains the table."""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import NamedTuple
+
+from .axes import along_sequence
+
+REAL, INDEX = ("float32", "bfloat16", "float16"), ("int32", "int64")
+HOLDS = {
+    "tile": ("bfloat16", "float16"),
+    "real": REAL,
+    "index": INDEX,
+    "any": ("bool", *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)), *REAL),
+    "float32": ("float32",),
+    "bfloat16": ("bfloat16",),
+    "float16": ("float16",),
+    "fp8": ("float8_e4m3fn",),
+    "tile8": ("float8_e4m3fn",),
+    "half": ("bfloat16", "float16"),
+    "cache": ("bfloat16", "float16", "float8_e4m3fn"),
+    "log": REAL,
+    "rate": REAL,
+    "ends": INDEX,
+    "ends_q": INDEX,
+    "ends_k": INDEX,
+    "ends_new": INDEX,
+    "key_lengths": INDEX,
+    "key_starts": INDEX,
+}
+ROLES = "", "optional", "made", "in_place", "updated", "updated?"
+Axes = tuple[str, ...]
+FREE: tuple[Axes, ...] = tuple(("*",) * rank for rank in range(1, 6))  # axes of any extents
+ROW = re.compile(r"(\w+)\s+(=\w+|\*|\([\w\s,]*\)(?:\s*\|\s*\([\w\s,]*\))*)\s+(\S.*)")
+
+
+class Argument(NamedTuple):
+    """A row of the table."""
+
+    name: str
+    axes: tuple[Axes, ...]  # the choices
+    holds: str
+    role: str
+    asked: tuple[str, ...] = ()
+    like: str = ""  # the argument whose shape it has
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """What its elements may be."""
+        return HOLDS[self.holds]
+
+    @property
+    def needed(self) -> bool:
+        """Must the caller give it?"""
+        return self.role in ("", "updated")
+
+    @property
+    def written(self) -> bool:
+        """Does a kernel write it, so that it must lie apart from all others?"""
+        return self.role in ("made", "in_place", "updated", "updated?")
+
+    @property
+    def result(self) -> bool:
+        """Is it given back, made where the caller leaves it out?"""
+        return self.role in ("made", "in_place")
+
+    def choices(self, layout: str) -> dict[int, Axes]:
+        """{number of axes: the axes in the caller's order}"""
+        return {len(axes): _swapped(axes) if layout == "bhsd" else axes for axes in self.axes}
+
+    def orders(self, layout: str) -> dict[int, tuple[Axes, tuple[int, ...]]]:
+        """{number of axes: (the axes in the caller's order, where the canonical ones stand among them; () where they do)}"""
+        canonical = {len(axes): axes for axes in self.axes}
+        pairs = {rank: (axes, canonical[rank]) for rank, axes in self.choices(layout).items()}
+        return {
+            rank: (axes, () if axes == ours else tuple(axes.index(axis) for axis in ours))
+            for rank, (axes, ours) in pairs.items()
+        }
+
+
+def _swapped(axes: Axes) -> Axes:
+    """With the heads before the sequence, if both follow the batch."""
+    swaps = len(axes) > 2 and along_sequence(axes[1])
+    return (axes[0], axes[2], axes[1], *axes[3:]) if swaps else axes
+
+
+def parse_row(line: str) -> Argument:
+    """The row of a table. ValueError: it makes no sense."""
+    match = ROW.fullmatch(line.strip())
+    if match is None:
+        raise ValueError(f"a row must have a name, axes such as (batch, heads), and what it holds: {line.strip()!r}")
+    name, axes, words = match.groups()
+    holds, *others = words.split()
+    role, asked = (others or [""])[0], tuple(others[1:])
+    if holds not in HOLDS or role not in ROLES:
+        raise ValueError(f"{name}: must hold one of {tuple(HOLDS)} and have a role of {ROLES}, got {holds!r}, {role!r}")
+    if axes[0] in "=*":
+        return Argument(name, FREE, holds, role, asked, axes[1:])
+    choices = [re.findall(r"\w+", choice) for choice in axes.split("|")]
+    return Argument(name, tuple([tuple(map(sys.intern, choice)) for choice in choices]), holds, role, asked)
