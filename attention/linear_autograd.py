@@ -81,8 +81,6 @@ def linear_with_gradients(arrays: dict[str, Any], options: dict[str, Any], retur
     options: of linear, by name."""
     arrays = {name: x for name, x in arrays.items() if x is not None}
     arrays = {name: x if isinstance(x, torch.Tensor) else copy_to_torch(x) for name, x in arrays.items()}
-    if "decay" in arrays and arrays["decay"].dim() == 4:
-        raise NotImplementedError(f"decay: has no gradients yet with an axis of channels: {tuple(arrays['decay'].shape)}")
     if with_tangents():
         for name, x in arrays.items():
             refuse_tangent(x, name)

@@ -57,7 +57,7 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     PER_CHANNEL, PER_HEAD, HAS_STATE = config.kind == "channel", config.kind == "head", config.has_state
-    VECTOR, seq_layout = rt(16, config.channels, fp32).row_vec, SequenceLayout(config.varlen)
+    CHANNELS_OF_WARP, VECTOR, seq_layout = config.channels, rt(16, config.channels, fp32).row_vec, SequenceLayout(config.varlen)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def sum_gates(
@@ -69,7 +69,7 @@ def make(config: Config):
         index, block = divmod(cuda.blockIdx.x, blocks)
         first, head = divmod(index, heads)
         key_head, _ = divmod(head, group)
-        channel, sum_of_head = int32(config.channels * block), float32(0)
+        channel, sum_of_head = int32(CHANNELS_OF_WARP * block), float32(0)
         for sequence in range(first, sequences if PER_HEAD else first + 1):
             start, end, batch = seq_layout.sequence_tokens(gCuSeqlens, sequence, length)
             total = zeros(VECTOR)

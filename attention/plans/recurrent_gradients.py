@@ -14,7 +14,7 @@ from ..kernels import chunk_ampere, chunk_hopper, gate_gradient, sum_head_groups
 from ..parts.recurrent.gates import Gate, HeadGate, TokenGate
 from ..parts.recurrent.gradients import KeyGradients, QueryGradients, ReversedGate
 from ..parts.recurrent.results import ScanOutputs, ScanResult
-from .recurrent_checks import DTYPES, is_varlen, pad_key_dim
+from .recurrent_checks import DTYPES, has_channel_decay, is_varlen, pad_key_dim
 from .recurrent_chunks import SWAP_STATE_AXES, Arrays, ScratchAllocator, intern_value
 
 WARPS = 4  # of a warpgroup, or of an Ampere kernel's block: each has a part of a sum over a chunk's state
@@ -73,15 +73,11 @@ def plan_gradients(problem: Problem, scale: float, vector_bytes: int, wants_gate
     wants_gates, wants_state: are the gradients of the decay and of the initial state computed?"""
     key_dim, value_dim = problem("key_dim", "value_dim")
     scratch = ScratchAllocator(problem)
-    gate, gates = _choose_gate(problem, bool(vector_bytes))
-    group = problem.extents["heads"] // problem.extents["heads_k"]
-    unrounded = group > 1
-    queries = GradientScan(gate, False, intern_value(QueryGradients, wants_gates, unrounded), value_dim, key_dim)
-    keys = GradientScan(gate, True, intern_value(KeyGradients, wants_gates, unrounded), value_dim, key_dim)
-    values = GradientScan(gate, True, intern_value(ScanOutputs), key_dim, value_dim)
-    shared: Arrays = {"gGates": gates, "gCuSeqlens": problem["cu_seqlens"]}
+    queries, keys, values = _choose_scans(problem, bool(vector_bytes), wants_gates)
+    unrounded = queries.result.unrounded
+    shared: Arrays = {"gGates": _choose_gate(problem, bool(vector_bytes))[1], "gCuSeqlens": problem["cu_seqlens"]}
     inputs = {name: problem[name] for name in ("dout", "q", "k", "v")}
-    outputs = {name: _partial_gradients(problem, scratch) if unrounded else problem[name] for name in ("dq", "dk")}
+    outputs = {name: partial_gradients(problem, scratch) if unrounded else problem[name] for name in ("dq", "dk")}
     first, last, d_first = (problem[name] for name in ("initial_state", "dstate", "dinitial_state"))
     of_queries = shared | {
         "gQ": inputs["dout"],
@@ -107,9 +103,29 @@ def plan_gradients(problem: Problem, scale: float, vector_bytes: int, wants_gate
         of_keys |= {"gZ": inputs["k"], "row_dots": key_dots, "states": states} | of_chunks
         finish.append(_sum_gates(problem, query_dots, key_dots, *of_chunks.values(), parts))
     if unrounded:
-        finish += [_sum_heads(problem, outputs[name], name, vector_bytes) for name in ("dq", "dk")]
+        finish += [step for name in ("dq", "dk") for step in sum_heads(problem, outputs[name], name, vector_bytes or 16)]
     scans = (queries, of_queries), (keys, of_keys), (values, of_values)
     return Plan([*[scan.launch(problem, scale, vector_bytes, arrays) for scan, arrays in scans], *finish], scratch.shapes)
+
+
+def serves_gradients(problem: Problem, vector_bytes: int, wants_gates: bool) -> bool:
+    """Do chunk kernels serve such a call of linear_backward? vector_bytes, wants_gates: as in plan_gradients."""
+    batch, length = problem("batch", "seqlen")
+    if not batch * length or has_channel_decay(problem):
+        return False
+    return all(scan.config(problem, vector_bytes).supports_result for scan in _choose_scans(problem, bool(vector_bytes), wants_gates))
+
+
+def _choose_scans(problem: Problem, by_cp_async: bool, wants_gates: bool) -> tuple[GradientScan, GradientScan, GradientScan]:
+    """The scans of dQ, dK and dV."""
+    gate, _ = _choose_gate(problem, by_cp_async)
+    heads, key_heads, key_dim, value_dim = problem("heads", "heads_k", "key_dim", "value_dim")
+    queries, keys = (intern_value(kind, wants_gates, heads > key_heads) for kind in (QueryGradients, KeyGradients))
+    return (
+        GradientScan(gate, False, queries, value_dim, key_dim),
+        GradientScan(gate, True, keys, value_dim, key_dim),
+        GradientScan(gate, True, intern_value(ScanOutputs), key_dim, value_dim),
+    )
 
 
 def count_chunk_indices(problem: Problem) -> int:
@@ -137,7 +153,7 @@ def spread_to_tokens(problem: Problem, decay: Operand) -> Operand:
     return decay if len(decay.form.shape) > 1 else decay.spread(0, problem.extents["seqlen"]).spread(0, problem.extents["batch"])
 
 
-def _partial_gradients(problem: Problem, scratch: Callable[..., Operand]) -> Operand:
+def partial_gradients(problem: Problem, scratch: Callable[..., Operand]) -> Operand:
     """Memory for a gradient of q or k for each value head."""
     return scratch(*problem("batch", "seqlen", "heads", "key_dim"))
 
@@ -174,12 +190,15 @@ def _sum_gates(
     )
 
 
-def _sum_heads(problem: Problem, partial: Operand, name: str, vector_bytes: int) -> Step:
-    """The launch that adds the gradients of the value heads that share a key head."""
+def sum_heads(problem: Problem, partial: Operand | None, name: str, vector_bytes: int) -> list[Step]:
+    """The launch that adds the gradients of the value heads that share a key head; none if there are no tokens. vector_bytes: what
+    addresses and strides of the gradient are multiples of."""
     batch, length, heads, key_heads, key_dim = problem("batch", "seqlen", "heads", "heads_k", "key_dim")
+    if not batch * length:
+        return []
     tiles, panels = -(-length // sum_head_groups.X.rows), -(-key_dim // sum_head_groups.X.cols)
-    config = intern_value(sum_head_groups.Config, DTYPES[problem.dtype], vector_bytes or 16)
-    return kernel_for(sum_head_groups, config, problem.device).bind(
+    config = intern_value(sum_head_groups.Config, DTYPES[problem.dtype], vector_bytes)
+    step = kernel_for(sum_head_groups, config, problem.device).bind(
         -(-batch * key_heads * tiles // sum_head_groups.WARPS),
         gPartial=partial,
         gOut=problem[name],
@@ -188,3 +207,4 @@ def _sum_heads(problem: Problem, partial: Operand, name: str, vector_bytes: int)
         heads=key_heads,
         group=heads // key_heads,
     )
+    return [step]

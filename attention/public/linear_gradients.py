@@ -13,6 +13,7 @@ from ..names import suggests_argument_names
 from ..options import check_number
 from ..plans import recurrent_checks, recurrent_gradients
 from ..plans.call_options import without_gradients
+from ..plans.token_loop_gradients import plan_token_loop_gradients
 
 NO_SECOND_DERIVATIVES = "attention.linear: has no second derivatives"
 NO_NORMALIZE = "normalize: has no gradient yet"
@@ -79,7 +80,8 @@ def linear_backward(
     gradients, and end with each chunk of 64 tokens. float16: scale q . k, P and the elements of states and their gradients are
     rounded to float16, and infinite beyond 65504.
 
-    stream, family: as in linear. NotImplementedError: decay has an axis of channels. normalize=True has no gradient yet.
+    Decays of channels, and those of tokens or heads where Dv is above 128 (on Hopper with cu_seqlens alone), are computed token by
+    token: correct, and slow. normalize=True has no gradient yet. stream, family: as in linear.
 
     Returns (dq, dk, dv), followed, in this order, by ddecay if there is a decay, and dinitial_state if there is an initial
     state, unless they are False. Arrays and errors are those of linear. Source: each of the three is linear attention itself
@@ -129,11 +131,10 @@ def _linear_backward(problem: Problem, scale: float | None, also: str, family: s
     """The Plan of a call of linear_backward. also: the names of gradients to compute besides dq, dk and dv."""
     recurrent_checks.check_extents(problem)
     scale = recurrent_checks.resolve_scale(problem, scale)
-    if recurrent_checks.has_channel_decay(problem):
-        raise NotImplementedError(f"decay: has no gradients yet with an axis of channels: {problem.shape('decay')}")
-    batch, length, heads = problem("batch", "seqlen", "heads")
-    if not (batch * length and heads):
-        raise problem.error("q", "must have at least one token", "q")
+    if not problem.extents["heads"]:
+        raise problem.error("v", "must have at least one head", "v")
     vector_bytes = 0 if uses_hopper_kernels(problem, family) else problem.bytes_at_once()
-    wanted = also.split()
-    return recurrent_gradients.plan_gradients(problem, scale, vector_bytes, "ddecay" in wanted, "dinitial_state" in wanted)
+    wants_gates, wants_state = ("ddecay" in also.split(), "dinitial_state" in also.split())
+    if recurrent_gradients.serves_gradients(problem, vector_bytes, wants_gates):
+        return recurrent_gradients.plan_gradients(problem, scale, vector_bytes, wants_gates, wants_state)
+    return plan_token_loop_gradients(problem, scale, wants_gates, wants_state)
