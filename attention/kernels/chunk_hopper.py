@@ -287,7 +287,8 @@ def make(config: Config):
                     p = INPUT(result.scale_scores(gate.scale_keys(p, scale), scale))
                     o = gate.decay(warpgroup.wait(o), block_exponent.shift_state_decay(b_rows, e_before, e))
                     o = result.scale_scores(o, scale)
-                    result.dot_carried(params, o, z, slot, index, head, KEY_PARTS * column + part, TRANSPOSED)
+                    state_part = KEY_PARTS * column + part
+                    result.dot_carried(seq_layout, params, o, z, slot, index, head, state_part, TRANSPOSED, remaining)
                     o = warpgroup.mma_AB(o, p, values)
                     q.release(key_slot)
                 v_t = fp32(warpgroup.load_transposed(values, TRANSPOSED))

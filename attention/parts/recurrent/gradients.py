@@ -216,10 +216,12 @@ class KeyGradients(InputGradients):
             params.state_dots[index, head, warpgroup.WARPGROUP * part + warpgroup.rank()] = dot
 
     @inlined
-    def dot_carried(self, params, o, z, j, index, head, part, kind):
+    def dot_carried(self, seq_layout, params, o, z, j, index, head, part, kind, remaining):
         if self.with_gates:
-            dot = tile_sum(o * fp32(warpgroup.load(z.wait(j), kind)))
-            params.carried_dots[index, head, warpgroup.WARPGROUP * part + warpgroup.rank()] = dot
+            products = o * fp32(warpgroup.load(z.wait(j), kind))
+            if seq_layout.varlen:
+                products = warpgroup.lower_fill(products, remaining, 0.0)  # rows of the next sequence
+            params.carried_dots[index, head, warpgroup.WARPGROUP * part + warpgroup.rank()] = tile_sum(products)
 
     @inlined
     def dot_half(self, params, s_t, half, n, index, head, row, col):

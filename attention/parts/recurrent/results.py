@@ -67,8 +67,9 @@ class ScanResult:
         chunk, which part of a token's products this is). kind: as in add_skip."""
 
     @inlined
-    def dot_carried(self, params, o, z, j, index, head, part, kind):
-        """Gradients: store the product of z and o, what queries read of the state. index, part: as in dot_state."""
+    def dot_carried(self, seq_layout, params, o, z, j, index, head, part, kind, remaining):
+        """Gradients: store the product of z and o, what queries read of the state. index, part: as in dot_state. remaining: the
+        number of rows that belong to the sequence, if it is below that of all."""
 
     @inlined
     def dot_state(self, params, s_t, half, index, head, row, col, part):
