@@ -152,13 +152,9 @@ def make(config: Config):
         v.fill(j, gV, (batch, token, value_head, col), 1, 3, n if result.reads_values else 0, VECTOR_BYTES)
 
     @inlined
-    def chunk_start(seq, token, ahead, j):
-        """The first token of the j-th chunk, which is `ahead` chunks after the one that starts at `token`. In reverse order there is
-        none before the first token, which is returned instead."""
-        if REVERSED:
-            return max(seq.chunk_start(j), seq.start)
-        else:
-            return token + CHUNK * ahead
+    def in_reverse(seq, j):
+        """The first token of the j-th chunk in reverse order; that of the last one if there are not so many."""
+        return max(seq.chunk_start(j), seq.start)
 
     @inlined
     def z_columns(z, j):
@@ -206,10 +202,9 @@ def make(config: Config):
         group_head, column = divmod(block, width)
         head, col = int32(key_head * group + group_head), int32(COLUMNS * column)
         first_column = int32(col + WARP_COLUMNS * warp)  # of this warp
-        query_head, value_head = (
-            result.query_head(key_head, group, block, width),
-            result.value_head(key_head, group, group_head),
-        )
+        query_head = result.query_head(key_head, group, block, width)
+        value_head = int32(result.value_head(key_head, group, group_head))
+        start = seq.chunk_start(0) if REVERSED else first
         gPaddedO = gO
         gQ, gK, gV, gZ, gO = (
             truncate(gQ, 1, end),
@@ -219,9 +214,10 @@ def make(config: Config):
             truncate(gO, 1, end),
         )
         for i in range(STAGES - 1):
-            k.fill(i, gK, (batch, chunk_start(seq, first, i, i), query_head, 0), 1, 3, n, VECTOR_BYTES)
-        fill(q, v, z, gQ, gV, gZ, 0, n, batch, chunk_start(seq, first, 0, 0), query_head, value_head, col)
-        at = batch, chunk_start(seq, first, STAGES - 1, STAGES - 1), query_head, 0
+            at = batch, in_reverse(seq, i) if REVERSED else first + CHUNK * i, query_head, 0
+            k.fill(i, gK, at, 1, 3, n, VECTOR_BYTES)
+        fill(q, v, z, gQ, gV, gZ, 0, n, batch, start, query_head, value_head, col)
+        at = batch, in_reverse(seq, STAGES - 1) if REVERSED else first + CHUNK * (STAGES - 1), query_head, 0
         k.fill(STAGES - 1, gK, at, 1, 3, n, VECTOR_BYTES)
         state_index = int32(sequence * states_per_sequence + min(segment, states_per_sequence - 1))
         s_t = load(gInitialState, STATE, (state_index, head, first_column, 0), aligned=False)
@@ -232,14 +228,12 @@ def make(config: Config):
         s_t = block_exponent.ldexp(s_t, -e)
         rate, bias = gate.load_rate_and_bias(gA, gDtBias, head)
         d = load(gD, OUT.row_vec, (head, first_column), aligned=False) if result.skip else 0.0
-        segment_b, g = float32(0), gate.load_gates(gGates, batch, chunk_start(seq, first, 0, 0), end, head)
+        segment_b, g = float32(0), gate.load_gates(gGates, batch, start, end, head)
         first_index = seq_layout.chunk_index(first, sequence, length)
         for j in range(n):
             token = seq.chunk_start(j)
-            later = int32(chunk_start(seq, token, 1, j + 1))
+            later = in_reverse(seq, j + 1) if REVERSED else seq.chunk_start(j + 1)
             index = int32(first_index + seq.chunk_number(j))
-            result.dot_state(params, s_t, HALF_STATE, index, head, col, 0, column)
-            result.store_state(params, s_t, index, head, col, 0)
             if warp == 0:
                 gate.store_cumsum(b, a, g, rate, bias, end - token)
             keys = k.wait(j, Q_PENDING)  # its barrier also shows b and a to all warps
@@ -276,10 +270,12 @@ def make(config: Config):
             thread_block.sync()
             fill(q, v, z, gQ, gV, gZ, j + 1, n, batch, later, query_head, value_head, col)
             g = gate.load_gates(gGates, batch, later, end, head)
+            result.dot_state(params, s_t, HALF_STATE, index, head, col, 0, column)
+            result.store_state(params, s_t, index, head, col, 0)
             s_t = gate.decay(s_t, block_exponent.shift_state_decay(b_last, e_before, e))
             s_t, segment_b = mma_AB(s_t, u_t, keys), segment_b + b_last
             thread_block.sync()
-            at = batch, int32(chunk_start(seq, token, STAGES, j + STAGES)), query_head, 0
+            at = batch, int32(in_reverse(seq, j + STAGES) if REVERSED else token + CHUNK * STAGES), query_head, 0
             k.fill(j + STAGES, gK, at, 1, 3, n, VECTOR_BYTES)
         s_t = block_exponent.ldexp(s_t, e)
         if result.has_outputs:
