@@ -1,5 +1,5 @@
-"""attention.linear as a torch.autograd.Function, whose backward pass is attention.linear_backward, for tensors that require grad.
-It is imported only when there are such tensors, so that torch is imported already."""
+"""attention.linear as a torch.autograd.Function, whose backward pass is attention.linear_backward, for tensors that require
+grad. It is imported only when there are such tensors, so that torch is imported already."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,8 +15,8 @@ from .public.linear_gradients import NO_SECOND_DERIVATIVES, compute_gradients
 
 
 class LinearAttentionFunction(torch.autograd.Function):
-    """(out, state) of linear attention for torch's autograd, or out alone. names: of the tensors. options: those that both linear
-    and linear_backward take. return_state: is the state a result?"""
+    """(out, state) of linear attention for torch's autograd, or out alone. names: of the tensors. options: those that both
+    linear and linear_backward take. return_state: is the state a result?"""
 
     @staticmethod
     def forward(ctx, names, options, return_state, *tensors):

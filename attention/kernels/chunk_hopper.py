@@ -84,7 +84,11 @@ class Config:
     def registers(self):
         """(registers of a thread of the producer, of a consumer)"""
         alone = self.consumers * self.key_parts == 1 and self.ctas_per_sm == 1
-        return ROOMY_REGISTERS if alone and self.result.dots_states else REGISTERS[self.consumers * self.key_parts, self.ctas_per_sm]
+        return (
+            ROOMY_REGISTERS
+            if alone and self.result.dots_states
+            else REGISTERS[self.consumers * self.key_parts, self.ctas_per_sm]
+        )
 
     @property
     def ctas_per_sm(self):

@@ -2,11 +2,11 @@
 
     r_t  = q_t . dq_t - k_t . dk_t        dg_t = sum_(i >= t) r_i + carried + exp(b_last) <S, dS>
 
-over the tokens i of the chunk of t. carried: the sum of what k_i . dk_i has from dS, the gradient of the state after the chunk. S:
-the state before it. A gate that forward takes for FLOOR, as -inf, has no gradient.
+over the tokens i of the chunk of t. carried: the sum of what k_i . dk_i has from dS, the gradient of the state after the chunk.
+S: the state before it. A gate that forward takes for FLOOR, as -inf, has no gradient.
 
-A block's warps have a chunk each in turn. A gate of a head is that of all of its tokens: its gradient is the sum of theirs, in a
-fixed order."""
+A block's warps have a chunk each in turn. A gate of a head is that of all of its tokens: its gradient is the sum of theirs, in
+a fixed order."""
 
 import functools
 from collections.abc import Iterator
@@ -56,9 +56,9 @@ def make(config: Config):
         gQueryDots: array(3), gKeyDots: array(3), gCarriedDots: array(3), gStateDots: array(3), gGates: array(3),
         gGradient: array(3), gCuSeqlens: ENDS, length: INT, sequences: INT, heads: INT, parts: INT,
     ):  # fmt: skip
-        """A block has a head of one sequence, or of all `sequences` if a gate is that of a head. gQueryDots, gKeyDots: `parts` of
-        each row sum for each token and head. gCarriedDots, gStateDots: those of what is carried and of <S, dS>, for each chunk
-        and head."""
+        """A block has a head of one sequence, or of all `sequences` if a gate is that of a head. gQueryDots, gKeyDots: `parts`
+        of each row sum for each token and head. gCarriedDots, gStateDots: those of what is carried and of <S, dS>, for each
+        chunk and head."""
         (sums,) = smem.open()
         warp, (first, head), total = int32(cuda.threadIdx.x // LANES), divmod(cuda.blockIdx.x, heads), float32(0)
         for sequence in range(first, sequences if PER_HEAD else first + 1):

@@ -64,8 +64,9 @@ def make(config: Config):
         gQ: array(4), gK: array(4), gDQ: array(4), gDK: array(4), gDecay: array(4), gState: array(4), gDState: array(4),
         gGradient: array(4), gCuSeqlens: ENDS, length: INT, sequences: INT, heads: INT, group: INT, blocks: INT, columns: INT,
     ):  # fmt: skip
-        """A warp has one of the `blocks` of channels of a head of one sequence, or of all `sequences` if a gate is that of a head.
-        gDQ, gDK: for each value head, of which `group` share a key head. gState, gDState: (sequence, head, `columns`, channel)."""
+        """A warp has one of the `blocks` of channels of a head of one sequence, or of all `sequences` if a gate is that of a
+        head. gDQ, gDK: for each value head, of which `group` share a key head. gState, gDState: (sequence, head, `columns`,
+        channel)."""
         index, block = divmod(cuda.blockIdx.x, blocks)
         first, head = divmod(index, heads)
         key_head, _ = divmod(head, group)

@@ -40,9 +40,9 @@ FLAGS = "delta", "normalize", "varlen", "single", "reversed", "groups_queries"
 class Config:
     """A kernel's configuration. key_dim: the rows of a state. decay: "token" or "channel", what has a decay of its own, "" if
     nothing decays. delta: is it the delta rule? normalize: are outputs normalized? varlen: are sequences packed (cu_seqlens)?
-    single: is there one token only, with states that allow accesses of 16 bytes? reversed: does it begin with the last token? Then a
-    token's decay comes after its output, and the scale multiplies keys. groups_queries: do the heads of a group share values,
-    instead of queries and keys? (parts/recurrent/gradients.py)"""
+    single: is there one token only, with states that allow accesses of 16 bytes? reversed: does it begin with the last token?
+    Then a token's decay comes after its output, and the scale multiplies keys. groups_queries: do the heads of a group share
+    values, instead of queries and keys? (parts/recurrent/gradients.py)"""
 
     key_dim: int
     decay: str = ""

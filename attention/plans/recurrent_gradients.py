@@ -1,5 +1,5 @@
-"""The plan of linear attention's gradients: three scans of the chunk kernels, for dQ, dK and dV, and small kernels for what several
-value heads share and for gates (parts/recurrent/gradients.py has the equations)."""
+"""The plan of linear attention's gradients: three scans of the chunk kernels, for dQ, dK and dV, and small kernels for what
+several value heads share and for gates (parts/recurrent/gradients.py has the equations)."""
 
 import dataclasses
 from collections.abc import Callable
@@ -69,8 +69,8 @@ class GradientScan(NamedTuple):
 
 
 def plan_gradients(problem: Problem, scale: float, vector_bytes: int, wants_gates: bool, wants_state: bool) -> Plan:
-    """The Plan of a call of linear_backward without decays of channels. vector_bytes: how many bytes a cp.async copies, 0 for TMA.
-    wants_gates, wants_state: are the gradients of the decay and of the initial state computed?"""
+    """The Plan of a call of linear_backward without decays of channels. vector_bytes: how many bytes a cp.async copies, 0 for
+    TMA. wants_gates, wants_state: are the gradients of the decay and of the initial state computed?"""
     key_dim, value_dim = problem("key_dim", "value_dim")
     scratch = ScratchAllocator(problem)
     queries, keys, values = _choose_scans(problem, bool(vector_bytes), wants_gates)
@@ -113,7 +113,9 @@ def serves_gradients(problem: Problem, vector_bytes: int, wants_gates: bool) -> 
     batch, length = problem("batch", "seqlen")
     if not batch * length or has_channel_decay(problem):
         return False
-    return all(scan.config(problem, vector_bytes).supports_result for scan in _choose_scans(problem, bool(vector_bytes), wants_gates))
+    return all(
+        scan.config(problem, vector_bytes).supports_result for scan in _choose_scans(problem, bool(vector_bytes), wants_gates)
+    )
 
 
 def _choose_scans(problem: Problem, by_cp_async: bool, wants_gates: bool) -> tuple[GradientScan, GradientScan, GradientScan]:
@@ -150,7 +152,9 @@ def _choose_gate(problem: Problem, by_cp_async: bool) -> tuple[Gate, Operand | N
 
 def spread_to_tokens(problem: Problem, decay: Operand) -> Operand:
     """A decay of each head as one of each token, which strides of 0 bytes repeat."""
-    return decay if len(decay.form.shape) > 1 else decay.spread(0, problem.extents["seqlen"]).spread(0, problem.extents["batch"])
+    return (
+        decay if len(decay.form.shape) > 1 else decay.spread(0, problem.extents["seqlen"]).spread(0, problem.extents["batch"])
+    )
 
 
 def partial_gradients(problem: Problem, scratch: Callable[..., Operand]) -> Operand:
@@ -191,8 +195,8 @@ def _sum_gates(
 
 
 def sum_heads(problem: Problem, partial: Operand | None, name: str, vector_bytes: int) -> list[Step]:
-    """The launch that adds the gradients of the value heads that share a key head; none if there are no tokens. vector_bytes: what
-    addresses and strides of the gradient are multiples of."""
+    """The launch that adds the gradients of the value heads that share a key head; none if there are no tokens. vector_bytes:
+    what addresses and strides of the gradient are multiples of."""
     batch, length, heads, key_heads, key_dim = problem("batch", "seqlen", "heads", "heads_k", "key_dim")
     if not batch * length:
         return []

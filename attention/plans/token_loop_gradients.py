@@ -1,6 +1,6 @@
-"""The plan of linear attention's gradients token by token (linear_token_loop.py, gate_gradient_token_loop.py): for decays of channels,
-and what the registers of chunk kernels do not hold. Three walks, whose gradients of queries and keys are float32 until those of the
-gates are computed."""
+"""The plan of linear attention's gradients token by token (linear_token_loop.py, gate_gradient_token_loop.py): for decays of
+channels, and what the registers of chunk kernels do not hold. Three walks, whose gradients of queries and keys are float32
+until those of the gates are computed."""
 
 from tiles.calls.plan import Plan, Step
 from tiles.calls.schema import Problem
@@ -53,20 +53,16 @@ def _arrays(
     return {"gQ": q, "gK": k, "gV": v, "gOut": out, "gInitialState": first, "gFinalState": last}
 
 
-def _walk(
-    problem: Problem, scale: float, arrays: Arrays, rows: int, columns: int, reverse: bool, groups_queries: bool
-) -> Step:
-    """The launch of a walk whose states have so many rows and columns. groups_queries: see linear_token_loop.Config; the channels
-    of the keys, which decay, are then the columns."""
+def _walk(problem: Problem, scale: float, arrays: Arrays, rows: int, columns: int, reverse: bool, groups_queries: bool) -> Step:
+    """The launch of a walk whose states have so many rows and columns. groups_queries: see linear_token_loop.Config; the
+    channels of the keys, which decay, are then the columns."""
     length, heads, key_heads, sequences = problem("seqlen", "heads", "heads_k", "sequences")
     decay, kind = problem["decay"], ""
     if decay is not None:
         by_channel = len(decay.form.shape) == 4
         kind = "channel" if by_channel and not groups_queries else "token"  # which reads a number for each column
         decay = decay if by_channel else spread_to_tokens(problem, decay).spread(3, max(rows, columns))
-    config = linear_token_loop.Config(
-        rows, kind, varlen=is_varlen(problem), reversed=reverse, groups_queries=groups_queries
-    )
+    config = linear_token_loop.Config(rows, kind, varlen=is_varlen(problem), reversed=reverse, groups_queries=groups_queries)
     parts = -(-columns // config.columns)
     blocks = parts if config.splits_rows else -(-parts // WARPS)
     return kernel_for(linear_token_loop, config, problem.device).bind(
@@ -92,9 +88,7 @@ def _sum_gates(problem: Problem, partial: Arrays, last_state: Operand | None, d_
         gradient = gradient.spread(0, 1).spread(0, 1)
     if kind != "channel":
         decay, gradient = spread_to_tokens(problem, decay).spread(3, 1), gradient.spread(3, 1)
-    channels = (
-        gate_gradient_token_loop.CHANNELS if kind == "channel" else pad_key_dim(key_dim, gate_gradient_token_loop.PADDED)
-    )
+    channels = gate_gradient_token_loop.CHANNELS if kind == "channel" else pad_key_dim(key_dim, gate_gradient_token_loop.PADDED)
     blocks = -(-key_dim // channels)
     config = gate_gradient_token_loop.Config(kind, channels, last_state is not None, is_varlen(problem))
     return kernel_for(gate_gradient_token_loop, config, problem.device).bind(

@@ -1,4 +1,5 @@
-"""attention.linear_backward: the gradients of attention.linear, and so of retention, lightning and gla, which are calls of it."""
+"""attention.linear_backward: the gradients of attention.linear, and so of retention, lightning and gla, which are calls of
+it."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -80,8 +81,8 @@ def linear_backward(
     gradients, and end with each chunk of 64 tokens. float16: scale q . k, P and the elements of states and their gradients are
     rounded to float16, and infinite beyond 65504.
 
-    Decays of channels, and those of tokens or heads where Dv is above 128 (on Hopper with cu_seqlens alone), are computed token by
-    token: correct, and slow. normalize=True has no gradient yet. stream, family: as in linear.
+    Decays of channels, and those of tokens or heads where Dv is above 128 (on Hopper with cu_seqlens alone), are computed token
+    by token: correct, and slow. normalize=True has no gradient yet. stream, family: as in linear.
 
     Returns (dq, dk, dv), followed, in this order, by ddecay if there is a decay, and dinitial_state if there is an initial
     state, unless they are False. Arrays and errors are those of linear. Source: each of the three is linear attention itself
@@ -100,8 +101,8 @@ def linear_backward(
 def compute_gradients(
     dout: Any, dstate: Any, inputs: dict[str, Any], options: dict[str, Any], wanted: Sequence[str]
 ) -> dict[str, Any]:
-    """{name: gradient} of a call of linear with these arrays and options, for those in `wanted`. dstate: None if the state has no
-    gradient."""
+    """{name: gradient} of a call of linear with these arrays and options, for those in `wanted`. dstate: None if the state has
+    no gradient."""
     more = [name for name in ("decay", "initial_state") if name in wanted]
     flags = {f"d{name}": name in more for name in ("decay", "initial_state")}
     results = linear_backward(dout, **inputs, dstate=dstate, **options, **flags)
@@ -109,8 +110,8 @@ def compute_gradients(
 
 
 def program_gradient(names: Sequence[str], options: dict[str, Any], layout: str) -> Callable[..., dict[str, Any]]:
-    """The gradient of linear's program for JAX, as `tiles.calls.program` takes it. NotImplementedError: there is none with these
-    options."""
+    """The gradient of linear's program for JAX, as `tiles.calls.program` takes it. NotImplementedError: there is none with
+    these options."""
     if options["normalize"]:
         raise NotImplementedError(f"{NO_NORMALIZE}; put jax.lax.stop_gradient around {', '.join(names)}")
 

@@ -10,7 +10,15 @@ from tiles.calls.torch_op import mapped_with_grad, traced
 
 from ..names import suggests_argument_names
 from ..options import check_flag, check_number, check_positive, split_norm
-from ..plans.call_options import as_tuple, block_options, dropout_options, pad_aux, refuse_beside_gradient, requires_grad, score_options
+from ..plans.call_options import (
+    as_tuple,
+    block_options,
+    dropout_options,
+    pad_aux,
+    refuse_beside_gradient,
+    requires_grad,
+    score_options,
+)
 from ..plans.forward_programs import (
     _block_lists,
     _forward,

@@ -1,12 +1,13 @@
-"""The gradients of linear attention, in NumPy, token by token. With S_t, o_t and the arguments as in linear.py, dout the gradient
-of o, and dstate that of the state after the last token (0 by default), from the last token to the first:
+"""The gradients of linear attention, in NumPy, token by token. With S_t, o_t and the arguments as in linear.py, dout the
+gradient of o, and dstate that of the state after the last token (0 by default), from the last token to the first:
 
     dS     = dS + scale q dout^T           dS = dstate after the last token
     dk     = dS v                          dv    = dS^T k
     dq     = scale S dout                  ddecay = exp(decay) sum(S_(t-1) * dS), over all of S, or over each of its rows
     dS     = exp(decay) * dS               of the token before; at last the gradient of the initial state
 
-The gradients of a key head are sums over the value heads that share it; that of a decay of each head is a sum over all tokens."""
+The gradients of a key head are sums over the value heads that share it; that of a decay of each head is a sum over all
+tokens."""
 
 from itertools import pairwise
 from typing import Any
@@ -35,8 +36,8 @@ def linear_backward(
 ) -> dict[str, np.ndarray]:
     """{"dq": , "dk": , "dv": , "ddecay": , "dinitial_state": } of whole sequences, without "ddecay" where there is no decay.
 
-    The arguments are those of `linear`, in float64; with `low` sums are computed in float32, and what is multiplied (P, S and dS)
-    and dq, dk and dv are rounded to v's dtype."""
+    The arguments are those of `linear`, in float64; with `low` sums are computed in float32, and what is multiplied (P, S and
+    dS) and dq, dk and dv are rounded to v's dtype."""
     axes, dtype = np.argsort(ORDER[layout]), host(v).dtype
     rounded, real = _rounding_to(dtype, low), np.float32 if low else np.float64
     do, q, k, v = (host(x).transpose(axes).astype(real) for x in (dout, q, k, v))

@@ -19,14 +19,14 @@ which are the forward scan's equations with b_last - b in place of b. The scale 
 gradients as they are.
 
 The gradient of the cumulative sum of all gates up to a token is r = q . dq - k . dk. Summed to the end of the sequence it would
-be that of the token's gate, but with the rounding errors of all tokens behind it. Of a chunk with the state S before it, where dS
-is the gradient of the state after it,
+be that of the token's gate, but with the rounding errors of all tokens behind it. Of a chunk with the state S before it, where
+dS is the gradient of the state after it,
 
     dg_t = sum_(i >= t) r_i + sum_i (k_i . dk_i, as far as it comes from dS) + exp(b_last) <S, dS>
 
-over the chunk's tokens i. The second sum takes away again what r has of it behind t, to the last bits of float32, so that a gate
-that forgets everything has no errors of what it forgets. QueryGradients stores the row sums q . dq and the states S; KeyGradients
-k . dk, and for each chunk the second sum and <S, dS>. All of these are sums of float32 accumulators."""
+over the chunk's tokens i. The second sum takes away again what r has of it behind t, to the last bits of float32, so that a
+gate that forgets everything has no errors of what it forgets. QueryGradients stores the row sums q . dq and the states S;
+KeyGradients k . dk, and for each chunk the second sum and <S, dS>. All of these are sums of float32 accumulators."""
 
 import itertools
 from collections.abc import Iterator
@@ -121,9 +121,10 @@ class ReversedGate(Gate):
 
 @static
 class InputGradients(ScanResult):
-    """Outputs that are gradients of q or k: columns of keys take the place of those of values, so that the value heads of a group
-    have queries and keys (dO, V) of their own, and share values. with_gates: is what the gates' gradients are made of stored, too? z is
-    then the array whose gradient the outputs are. unrounded: are outputs float32, to be added over a group?"""
+    """Outputs that are gradients of q or k: columns of keys take the place of those of values, so that the value heads of a
+    group have queries and keys (dO, V) of their own, and share values. with_gates: is what the gates' gradients are made of
+    stored, too? z is then the array whose gradient the outputs are. unrounded: are outputs float32, to be added over a
+    group?"""
 
     with_gates: bool = False
     unrounded: bool = False
@@ -184,8 +185,8 @@ class InputGradients(ScanResult):
 
 
 class QueryGradients(InputGradients):
-    """dQ, and with the gates' gradients q . dq and the state before each chunk. Scores are rounded as those of KeyGradients are, so
-    that the part of q . dq that k . dk takes away again is the same."""
+    """dQ, and with the gates' gradients q . dq and the state before each chunk. Scores are rounded as those of KeyGradients
+    are, so that the part of q . dq that k . dk takes away again is the same."""
 
     gradient_of, scales_scores = "q", True
 

@@ -63,8 +63,8 @@ class ScanResult:
 
     @inlined
     def store_row_dots(self, params, o, z, j, at, kind):
-        """Gradients: store the products of the rows of o and of the j-th tile z. at: (the tokens of the scan, the first one of the
-        chunk, which part of a token's products this is). kind: as in add_skip."""
+        """Gradients: store the products of the rows of o and of the j-th tile z. at: (the tokens of the scan, the first one of
+        the chunk, which part of a token's products this is). kind: as in add_skip."""
 
     @inlined
     def dot_carried(self, seq_layout, params, o, z, j, index, head, part, kind, remaining):
@@ -74,8 +74,8 @@ class ScanResult:
     @inlined
     def dot_state(self, params, s_t, half, index, head, row, col, part):
         """Gradients: before a chunk, store the product of its state and a stored one. half: the type of half of
-        its columns. index: of the chunk (SequenceLayout.chunk_index). row, col: where s_t begins in the transposed state. part: which of a
-        state's parts this warpgroup has."""
+        its columns. index: of the chunk (SequenceLayout.chunk_index). row, col: where s_t begins in the transposed state. part:
+        which of a state's parts this warpgroup has."""
 
     @inlined
     def store_state(self, params, s_t, index, head, row, col):

@@ -40,7 +40,8 @@ class TokenRange(NamedTuple):
 
 
 class ReversedTokens(NamedTuple):
-    """A TokenRange whose chunks come in reverse order: the j-th is the j-th from the end. Tokens of a chunk keep their places."""
+    """A TokenRange whose chunks come in reverse order: the j-th is the j-th from the end. Tokens of a chunk keep their
+    places."""
 
     start: Any
     end: Any

@@ -2,7 +2,7 @@
 
 import ml_dtypes
 import numpy as np
-from test_linear import DECAYS, inputs
+from test_linear import inputs
 
 import attention
 from attention import reference
@@ -26,7 +26,9 @@ def case(length, decay="token", batch=1, key_dim=16, value_dim=16, **more):
 def run(place, args, **options):
     """{name: gradient} by attention.linear_backward."""
     results = attention.linear_backward(**{name: place.put(x) for name, x in args.items()}, **options)
-    names = [name for name in NAMES if (name != "ddecay" or "decay" in args) and (name[1:] != "initial_state" or name[1:] in args)]
+    names = [
+        name for name in NAMES if (name != "ddecay" or "decay" in args) and (name[1:] != "initial_state" or name[1:] in args)
+    ]
     return dict(zip(names, map(place.get, results), strict=True))
 
 
@@ -47,6 +49,3 @@ def check(place, args, **options):
         else:
             reference.assert_close(x, want[name], low[name], factor=3, name=name)
     return got
-
-
-DECAYS_OF_HEADS = tuple(kind for kind in DECAYS if kind != "channel")

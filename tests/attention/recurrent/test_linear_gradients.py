@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from gradient_cases import DECAYS_OF_HEADS, bf16, case, check, f32, relative_rms, run
+from gradient_cases import bf16, case, check, f32, relative_rms, run
 from poison import Packing, as_on_a_device
 
 import attention
