@@ -52,6 +52,7 @@ from .kernels import (
     forward_fp8_hopper,
     forward_hopper,
     gate_gradient,
+    gate_gradient_token_loop,
     gla_hopper,
     gla_states_hopper,
     hedgehog_hopper,
@@ -113,7 +114,7 @@ MODULES = {
     "delta": (delta_hopper, delta_states_hopper, kda_hopper, kda_states_hopper, delta_compose_states_hopper),
     "based": (based_hopper,),
     "hedgehog": (hedgehog_hopper,),
-    "tokens": (linear_token_loop,),
+    "tokens": (linear_token_loop, gate_gradient_token_loop),
 }
 SHOWN_MNEMONICS = ("HGMMA", "HMMA", "UTMALDG", "LDGSTS", "LDSM", "MUFU", "FFMA", "LDL", "STL")  # in the table; --json has all
 KERNEL_DECORATORS = "inlined", "cuda.jit"  # decorators of device functions and kernels

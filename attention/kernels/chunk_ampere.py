@@ -115,8 +115,10 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
                     yield config
             if kind is not Mamba2Gate:
                 forms = gradient_forms(kind, everything and not plainest)
-                configs = [Config(key_dim, 1, dtype, *form, vector_bytes) for form in forms]
-                yield from (config for config in configs if config.supports_result)
+                for gate, result, varlen in forms:
+                    config = Config(key_dim, 1, dtype, gate, result, varlen, vector_bytes)
+                    if config.supports_result:
+                        yield config
 
 
 @functools.cache

@@ -145,8 +145,10 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
             if all_forms and kind in (HeadGate, TokenGate):  # Mamba-2's scale is 1
                 yield Config(*size, of, kind(scale_at_end=True), ScanOutputs())
             if kind is not Mamba2Gate and (everything or kind is TokenGate or size[0] == WIDE_KEY_DIM):
-                configs = [Config(*size, of, *form) for form in gradient_forms(kind, all_forms)]
-                yield from (config for config in configs if config.supports_result)
+                for gate, result, varlen in gradient_forms(kind, all_forms):
+                    config = Config(*size, of, gate, result, varlen)
+                    if config.supports_result:
+                        yield config
 
 
 @functools.cache

@@ -101,7 +101,7 @@ def plan_gradients(problem: Problem, scale: float, vector_bytes: int, wants_gate
         of_chunks = {name: scratch(chunks, heads, state_parts) for name in ("carried_dots", "state_dots")}
         of_queries |= {"gZ": inputs["q"], "row_dots": query_dots, "states": states} | of_chunks
         of_keys |= {"gZ": inputs["k"], "row_dots": key_dots, "states": states} | of_chunks
-        finish.append(_sum_gates(problem, query_dots, key_dots, *of_chunks.values(), parts))
+        finish.append(_sum_gates(problem, query_dots, key_dots, of_chunks, parts))
     if unrounded:
         finish += [step for name in ("dq", "dk") for step in sum_heads(problem, outputs[name], name, vector_bytes or 16)]
     scans = (queries, of_queries), (keys, of_keys), (values, of_values)
@@ -167,9 +167,7 @@ def _row_dots(problem: Problem, scratch: Callable[..., Operand], parts: int) -> 
     return scratch(batch, length, heads * parts)
 
 
-def _sum_gates(
-    problem: Problem, query_dots: Operand, key_dots: Operand, carried_dots: Operand, state_dots: Operand, parts: int
-) -> Step:
+def _sum_gates(problem: Problem, query_dots: Operand, key_dots: Operand, of_chunks: dict[str, Operand], parts: int) -> Step:
     """The launch that computes the decay's gradient."""
     decay, gradient = problem["decay"], problem["ddecay"]
     assert decay is not None and gradient is not None
@@ -182,8 +180,8 @@ def _sum_gates(
         heads if per_head else sequences * heads,
         gQueryDots=query_dots,
         gKeyDots=key_dots,
-        gCarriedDots=carried_dots,
-        gStateDots=state_dots,
+        gCarriedDots=of_chunks["carried_dots"],
+        gStateDots=of_chunks["state_dots"],
         gGates=spread_to_tokens(problem, decay),
         gGradient=gradient,
         gCuSeqlens=problem["cu_seqlens"],

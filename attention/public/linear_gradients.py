@@ -104,8 +104,8 @@ def compute_gradients(
     """{name: gradient} of a call of linear with these arrays and options, for those in `wanted`. dstate: None if the state has
     no gradient."""
     more = [name for name in ("decay", "initial_state") if name in wanted]
-    flags = {f"d{name}": name in more for name in ("decay", "initial_state")}
-    results = linear_backward(dout, **inputs, dstate=dstate, **options, **flags)
+    flags = {"ddecay": "decay" in more, "dinitial_state": "initial_state" in more}
+    results = linear_backward(dout, **inputs, dstate=dstate, **(options | flags))
     return {name: x for name, x in zip(("q", "k", "v", *more), results, strict=True) if name in wanted}
 
 

@@ -35,7 +35,7 @@ from ops import columns, minimum, row_sum, tile_sum, truncate, warpgroup
 from tiles import fp32, inlined, static
 from tiles.launching.arguments import array, record
 
-from .gates import Gate, HeadGate
+from .gates import DecayGate, Gate, HeadGate
 from .results import ScanOutputs, ScanResult
 
 
@@ -233,7 +233,7 @@ class KeyGradients(InputGradients):
 
 def gradient_forms(kind: type[Gate], everything: bool) -> Iterator[tuple[Gate, ScanResult, bool]]:
     """(gate, result, varlen) of the scans of gradients with gates of this kind. everything: float32 outputs and varlen, too."""
-    gate = kind() if kind is Gate else kind(scale_at_end=True)
+    gate = kind(scale_at_end=True) if issubclass(kind, DecayGate) else kind()
     for unrounded, varlen in itertools.product((False, True), repeat=2) if everything else ((False, False),):
         for with_gates in (False, True) if kind is not Gate else (False,):
             yield gate, QueryGradients(with_gates, unrounded), varlen

@@ -32,7 +32,7 @@ def test_decays_of_channels(place, length):
 @every_family
 def test_sizes(place, key_dim, value_dim, decay, family):
     """Blocks of columns that are not full; two consumers, or two warpgroups with half of the channels each."""
-    check(place, case(70, decay, key_dim=key_dim, value_dim=value_dim), family=family)
+    check(place, case(66, decay, key_dim=key_dim, value_dim=value_dim, heads=1), family=family)
 
 
 @pytest.mark.parametrize(("decay", "gates"), [("token", bf16), ("head", f32)])
