@@ -144,7 +144,8 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
                 yield Config(*size, of, gate, result, varlen)
             if all_forms and kind in (HeadGate, TokenGate):  # Mamba-2's scale is 1
                 yield Config(*size, of, kind(scale_at_end=True), ScanOutputs())
-            if kind is not Mamba2Gate and (everything or kind is TokenGate or size[0] == WIDE_KEY_DIM):
+            if kind is not Mamba2Gate and (everything or kind is TokenGate or size == SIZES[-2]):
+                all_forms = everything or size == (WIDE_KEY_DIM, 1)
                 for gate, result, varlen in gradient_forms(kind, all_forms):
                     config = Config(*size, of, gate, result, varlen)
                     if config.supports_result:
