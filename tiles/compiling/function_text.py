@@ -46,7 +46,7 @@ FACTS = operator.attrgetter(
 
 
 class Excerpt(NamedTuple):
-    """A piece of a source that may be a function. is_shifted: it stands in column 0, where it did not in the source."""
+    """Lines of a source that may be a function. is_shifted: it stands in column 0, where it did not in the source."""
 
     text: str
     is_shifted: bool = False
