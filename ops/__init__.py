@@ -50,7 +50,7 @@ from .memory.counts import count_stored, count_up, wait_count
 from .memory.global_elements import truncate
 from .memory.lane_order import add_held, load_held
 from .memory.load_store import load, store
-from .memory.shared_vectors import last_element, load_row
+from .memory.shared_vectors import last_element, load_row, load_row_of_group
 from .memory.tma import prefetch
 from .memory.tma_by_warp import store_wait, stores_done, tma_add, tma_store
 from .memory.unordered import load_pages, load_unordered, store_unordered, store_widened
@@ -88,9 +88,9 @@ __all__ = [
     "cumsum", "cumsum_columns", "divmod", "equal", "exp", "exp2", "finish_sum", "fma", "full", "gelu", "gelu_tanh",
     "greater", "greater_equal", "grid", "hstack", "inverse_unit_lower", "lane_moment", "lane_sum", "last_element",
     "lazy_maximum", "left_fill", "less", "less_equal", "line_up", "load", "load_held", "load_number", "load_pages",
-    "load_row", "load_unordered", "log", "log2", "look_up", "lower_fill", "map", "matmul", "maximum", "minimum", "mma_AB",
-    "mma_AB_unzipped", "mma_ABt", "mma_ABt_unzipped", "mma_AtB", "mma_AtBt", "neg_infty", "not_equal", "ones",
-    "outside_fill", "persistent_tile", "pos_infty", "prefetch", "product", "rasterize", "raw", "reciprocal", "relu",
+    "load_row", "load_row_of_group", "load_unordered", "log", "log2", "look_up", "lower_fill", "map", "matmul", "maximum",
+    "minimum", "mma_AB", "mma_AB_unzipped", "mma_ABt", "mma_ABt_unzipped", "mma_AtB", "mma_AtBt", "neg_infty", "not_equal",
+    "ones", "outside_fill", "persistent_tile", "pos_infty", "prefetch", "product", "rasterize", "raw", "reciprocal", "relu",
     "rescale", "rezipped", "right_fill", "row_index", "row_max", "row_min", "row_prod", "row_sum", "rows", "rsqrt",
     "sigmoid", "silu", "softplus", "sqrt", "store", "store_unordered", "store_wait", "store_widened", "stores_done",
     "subtile", "swap_layout", "tanh", "taylor", "tile_all", "tile_any", "tile_max", "tile_min", "tile_prod", "tile_sum",

@@ -182,8 +182,9 @@ def cache():
         return
     sizes = [file.stat(follow_symlinks=False).st_size for file in entries(folder.path)]
     try:
-        trusted = ", trusted whoever wrote it" * folder.trusted
-        text = f"{folder.path}{trusted}, {len(sizes)} entries, {sum(sizes) / 2**20:.1f} of {limit() / 2**20:.0f} MiB"
+        facts = ", trusted whoever wrote it" * folder.trusted
+        facts += "" if os.access(folder.path, os.W_OK) else ", which this user may only read"
+        text = f"on: {folder.path}{facts}, {len(sizes)} entries, {sum(sizes) / 2**20:.1f} of {limit() / 2**20:.0f} MiB"
         yield Finding("cache", text)
     except ValueError as error:
         yield Finding("cache", str(error), "set TILES_CACHE_BYTES to a number of bytes, or unset it")

@@ -29,7 +29,7 @@ from ..parts.recurrent import channel_decay
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 from ..parts.recurrent.transposed_state import TransposedState
 
-REGISTERS = {1: (184, 80, 240), 2: (120, 72, 160)}  # consumers -> registers a thread of preparer, scorer and consumer
+REGISTERS = {1: (184, 80, 240), 2: (128, 64, 160)}  # consumers -> registers a thread of preparer, scorer and consumer
 STAGES = {64: 2, 128: 2, 256: 1}  # padded key dim: chunks in flight
 WIDE_KEY_DIM = 128  # beyond it a state takes half of a consumer's registers: there is one consumer
 
@@ -67,8 +67,8 @@ def make(config: Config):
         CONSUMERS + 1,
         REGISTERS[CONSUMERS],
     )
-    KEY_DIM, AHEAD, RELEASES = config.key_dim, STAGES[config.key_dim], CONSUMERS > 1
-    STATE, WEIGHTS, BLOCK = rt(16, KEY_DIM, fp32), rt(16, CHUNK, INPUT), rt(16, config.key.panel_cols, fp32)
+    KEY_DIM, AHEAD, CLAIMS = config.key_dim, STAGES[config.key_dim], CONSUMERS == 1
+    STATE, WEIGHTS = rt(16, KEY_DIM, fp32), rt(16, CHUNK, INPUT)
     group, readers = warpgroup.WARPGROUP, CONSUMERS * warpgroup.WARPGROUP
     smem = shared(
         q=ring(config.key, AHEAD, readers + 2 * group),
@@ -82,7 +82,7 @@ def make(config: Config):
         state_decay=ring(config.state_decay, AHEAD, readers, writers=group),
         flag=ring(channel_decay.FLAG, AHEAD, readers + group, writers=group),
     )
-    seq_layout, decay = SequenceLayout(config.varlen), GlaDecay(KEY_DIM, INPUT, CONSUMERS, BLOCK)
+    seq_layout, decay = SequenceLayout(config.varlen), GlaDecay(KEY_DIM, INPUT, CONSUMERS)
     state = TransposedState(KEY_DIM, INPUT, seq_layout)
 
     @inlined
@@ -115,9 +115,7 @@ def make(config: Config):
         seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, segment, segments)
         n = seq.num_chunks()
         if wg == PREPARER:
-            if RELEASES:
-                warpgroup.release_registers(preparer_registers)
-            else:
+            if CLAIMS:  # beside two consumers it keeps what it has at launch
                 warpgroup.claim_registers(preparer_registers)
             warp = int32(cuda.threadIdx.x // 32) - PREPARER * warpgroup.WARPGROUP
             for j in range(n):
@@ -128,9 +126,10 @@ def make(config: Config):
                 b_last, strong = decay.cumsum_gates(sums, gates, warp)
                 residual = q_residual.claim(j)
                 if strong:
-                    for i in range(CHUNK // BLOCK.cols):
-                        warpgroup.store(subtile(residual, CHUNK, 0, BLOCK.cols, i), decay.exact_scores(queries, keys, sums, i))
+                    scores = subtile(residual, CHUNK, 0, CHUNK, 0)
+                    warpgroup.store(scores, decay.anchored_scores(queries, keys, sums, warp, INPUT))
                     warpgroup.sync()
+                    b_last = decay.load_last_sums(sums, warp)  # again: scores take all registers
                 decay.factor_decays(queries, keys, residual, sums, b_last, state_decay.claim(j), flag.claim(j), warp, strong)
                 state_decay.publish(j)
                 flag.publish(j)

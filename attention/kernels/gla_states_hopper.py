@@ -57,7 +57,7 @@ def make(config: Config):
         state_decay=ring(config.state_decay, AHEAD, readers, writers=group),
         gate_sums=config.gate_sums,
     )
-    seq_layout, decay = SequenceLayout(config.varlen), channel_decay.ChannelDecay(config.key_dim, INPUT, CONSUMERS, STATE)
+    seq_layout, decay = SequenceLayout(config.varlen), channel_decay.ChannelDecay(config.key_dim, INPUT, CONSUMERS)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def scan(

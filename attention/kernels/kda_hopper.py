@@ -76,7 +76,7 @@ def make(config: Config):
         out=st(CHUNK * CONSUMERS, COLUMNS, INPUT),
         gate_sums=config.gate_sums,
     )
-    seq_layout, decay = SequenceLayout(config.varlen), KdaDecay(config.key_dim, INPUT, CONSUMERS, SCORES)
+    seq_layout, decay = SequenceLayout(config.varlen), KdaDecay(config.key_dim, INPUT, CONSUMERS)
     state = TransposedState(config.key_dim, INPUT, seq_layout)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
@@ -109,8 +109,8 @@ def make(config: Config):
                 sums = gates if IN_PLACE else gate_sums
                 b_last, strong = decay.cumsum_gates(sums, gates, warp)
                 if strong:
-                    warpgroup.store(p.claim(j), warpgroup.causal(decay.exact_scores(queries, keys, sums, 0), 0, 0.0))
-                    store_parts(high, low, decay.exact_scores(keys, keys, sums, 0))
+                    warpgroup.store(p.claim(j), decay.anchored_scores(queries, keys, sums, warp, INPUT))
+                    store_parts(high, low, decay.anchored_scores(keys, keys, sums, warp, fp32))
                     warpgroup.sync()
                 decayed_keys = k_decayed.claim(j)
                 decay.factor_decays(

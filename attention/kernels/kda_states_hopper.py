@@ -75,7 +75,7 @@ def make(config: Config):
         low=TRIANGLE,
         gate_sums=config.gate_sums,
     )
-    seq_layout, decay = SequenceLayout(config.varlen), KdaStatesDecay(KEY_DIM, INPUT, CONSUMERS, SCORES)
+    seq_layout, decay = SequenceLayout(config.varlen), KdaStatesDecay(KEY_DIM, INPUT, CONSUMERS)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def scan(
@@ -105,7 +105,7 @@ def make(config: Config):
                 sums = gates if IN_PLACE else gate_sums
                 b_last, strong = decay.cumsum_gates(sums, gates, warp)
                 if strong:
-                    store_parts(high, low, decay.exact_scores(keys, keys, sums, 0))
+                    store_parts(high, low, decay.anchored_scores(keys, keys, sums, warp, fp32))
                     warpgroup.sync()
                 decayed_keys = k_decayed.claim(j)
                 decay.factor_key_decays(keys, decayed_keys, sums, b_last, state_decay.claim(j), flag.claim(j), warp, strong)

@@ -169,6 +169,7 @@ def build_function(names: Sequence[str], result: Any) -> Callable:
     returned = f"({returned},)" if isinstance(result, tuple) else returned
     body = [f"{name} = {line}" for line, name in lines.items()]
     source = "\n    ".join([f"def built({', '.join(names)}):", *body, f"return {returned}"]) + "\n"
+    space["__source__"] = source  # for the key of kernels that it becomes part of
     exec(compile(source, "<built>", "exec"), space)
     space["built"].__doc__ = source
     return space["built"]

@@ -4,7 +4,8 @@
 
 A warpgroup's col_vec is 64 elements or more, as long as its tile is high: each warp moves its part.
 
-Here, too: `load_row`, a row of a shared tile as a vector, and `last_element`, an element of a shared vector as a number.
+Here, too: `load_row`, a row of a shared tile as a vector, `load_row_of_group`, rows that groups share, and `last_element`,
+an element of a shared vector as a number.
 """
 
 import numpy as np
@@ -125,6 +126,42 @@ def _(tile, spec: type, row):
         out = []
         for i in range(0, spec.elements, 2):
             panel, byte = divmod(int(spec.element(0, i)) * size, tile.width)
+            at = b.add(b.add(start, b.u32(panel * tile.panel_bytes)), b.xor(b.add(pair, b.u32(byte)), swizzle))
+            out += load_elements(b, tile.dtype, 2, at)
+        ptx.reads_done(b)
+        return b.from_elements(spec, out)
+
+    return spec, emit
+
+
+@op
+def load_row_of_group(tile, spec, size, row):
+    """A shared tile whose rows form groups of `size`, a power of 2: the fp32 tile `spec` in which each row is the group's row
+    of index `row`. By one warp."""
+    if not (0 <= row < size <= tile.rows and size & (size - 1) == 0):
+        raise current_warp().hazard(f"row {row} of groups of {size}: must be one of a power of 2, at most {tile.rows}")
+    rows = current_warp().read(tile, range(tile.rows)).astype(np.float32)
+    return rows[np.arange(tile.rows) // size * size + row]
+
+
+@lowers(load_row_of_group)
+def _(tile, spec: type, size, row):
+    fits = isinstance(tile, st) and isinstance(spec, rt) and spec == rt(tile.rows, tile.cols, fp32)
+    if not (fits and integer(size) and integer(row)):
+        raise TypeError(
+            f"load_row_of_group: takes a shared tile, an fp32 tile of its shape and two integers, got {tile}, {spec}, {size} "
+            f"and {row}"
+        )
+
+    def emit(b, address, _, size, row):
+        width, quad = tile.dtype.itemsize, b.lshr(b.lane(), b.u32(2))
+        pair, first = b.mul(b.and_(b.lane(), b.u32(QUAD - 1)), b.u32(2 * width)), b.neg(b.u32(size))
+        out = []
+        for i in range(0, spec.elements, 2):
+            down, across = (int(n) for n in spec.element(0, i))
+            group = b.and_(b.add(quad, b.u32(down)), first)
+            start, swizzle = b.row_address(tile, address, b.add(group, b.u32(row)))
+            panel, byte = divmod(across * width, tile.width)
             at = b.add(b.add(start, b.u32(panel * tile.panel_bytes)), b.xor(b.add(pair, b.u32(byte)), swizzle))
             out += load_elements(b, tile.dtype, 2, at)
         ptx.reads_done(b)

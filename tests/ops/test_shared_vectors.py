@@ -6,7 +6,7 @@ from banks import ways
 from numba import cuda
 
 import tiles
-from ops import exp, last_element, load, load_row, store, tile_max, warpgroup, zeros
+from ops import exp, last_element, load, load_row, load_row_of_group, store, tile_max, warpgroup, zeros
 from tiles import Hazard, bf16, fp8e4m3, fp8e5m2, fp16, fp32, ring, rt, st, sv, tensor, tf32
 from tiles.interpreter import interpret
 from tiles.testing import blank, meaning, pairs, ptx, wide
@@ -119,6 +119,25 @@ def test_load_row(run, sample, dtype, cols):
     x, y = sample(S.shape, dtype), blank(S.shape)
     run(body, x, y, shared=smem)
     assert (y == x.astype(np.float32)).all()
+
+
+@pytest.mark.parametrize(("dtype", "cols"), [(fp32, 32), (bf16, 64), (fp16, 144)])
+@pytest.mark.parametrize(("rows", "size", "row"), [(16, 16, 8), (16, 4, 2), (32, 2, 1), (16, 1, 0), (32, 32, 31), (16, 8, 0)])
+def test_load_row_of_group(run, sample, dtype, cols, rows, size, row):
+    """With any panels and swizzle; the groups are known when the kernel runs."""
+    S, T, F = st(rows, cols, dtype), rt(rows, cols, dtype), rt(rows, cols, fp32)
+    smem = tiles.shared(first=st(8, 32, dtype), tile=S)
+
+    @cuda.jit
+    def body(x, y, size, row):
+        _, tile = smem.open()
+        store(tile, load(x, T, (0, 0)))
+        cuda.syncthreads()
+        store(y, load_row_of_group(tile, F, size, row), (0, 0))
+
+    x, y = sample(S.shape, dtype), blank(S.shape)
+    run(body, x, y, size, row, shared=smem)
+    assert (y == x.astype(np.float32)[np.arange(rows) // size * size + row]).all()
 
 
 def test_rows_of_what_tma_brings(run, sample):

@@ -206,6 +206,32 @@ def test_a_folder_that_others_may_write_to_is_used_only_if_it_is_named(kind, pla
     assert "trusted whoever wrote it, 1 entries" in told and not advice
 
 
+def test_the_doctor_says_where_the_cache_is_and_how_full(place, monkeypatch):
+    monkeypatch.setenv("TILES_CACHE_BYTES", str(3 * 2**20))
+    assert findings() == [(f"on: {place}, 0 entries, 0.0 of 3 MiB", "")]
+    kept(place, Compiled(bytes(2**20), "_Zlarge", ""))
+    assert findings() == [(f"on: {place}, 1 entries, 1.0 of 3 MiB", "")]
+    monkeypatch.setattr(os, "access", lambda path, mode: (path, mode) != (place, os.W_OK))
+    assert findings() == [(f"on: {place}, which this user may only read, 1 entries, 1.0 of 3 MiB", "")]
+    monkeypatch.setenv("TILES_CACHE_BYTES", "some")
+    [(text, advice)] = findings()
+    assert "got 'some'" in text and "TILES_CACHE_BYTES" in advice
+
+
+def test_the_doctor_says_why_the_cache_is_off(place, monkeypatch):
+    monkeypatch.setenv("TILES_CACHE", "0")
+    assert findings() == [("off: TILES_CACHE is 0", "unset TILES_CACHE")]
+    monkeypatch.setenv("TILES_CACHE", "1")
+    place.write_text("")
+    [(text, advice)] = findings()
+    assert text.startswith("off: ") and str(place) in text and "TILES_CACHE_DIR name a folder" in advice
+    for name in ("TILES_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+    monkeypatch.setattr(cache_files.sys, "platform", "linux")
+    assert findings() == [("off: no home", "let TILES_CACHE_DIR name a folder that you may write to")]
+
+
 def test_a_folder_by_a_link(place, tmp_path, give):
     """As of a home on another disk: what it leads to counts."""
     (tmp_path / "disk").mkdir(mode=0o700)

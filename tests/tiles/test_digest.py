@@ -2,12 +2,15 @@
 made of: test_digest_of_values.py.)"""
 
 import cProfile
+import hashlib
 import os
+import runpy
 import shutil
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +22,7 @@ from attention import inspect
 from attention.kernels import chunk_ampere, forward_hopper, linear_token_loop
 from attention.parts.visibility import CAUSAL
 from tiles import bf16, st
-from tiles.compiling import digest, sources
+from tiles.compiling import digest, sources, toolchain
 from tiles.compiling.compiler import Lowered
 from tiles.compiling.numba_types import Value
 from tiles.launching.arguments import signature
@@ -112,24 +115,117 @@ def test_argument_types_and_architecture(module):
     assert None not in keys and len(set(keys)) == len(keys)
 
 
-def test_the_toolchain_and_the_environment(module, monkeypatch):
+def test_a_helper_two_imports_away(module):
+    """Its code and its constants count; what else its file says, and where and when it was written, do not."""
+    far = "from tiles import inlined\nSIZE = 2.0\n@inlined\ndef far(x):\n    return x * SIZE\n"
+    near = "import far_module\nfrom tiles import inlined\n@inlined\ndef near(x):\n    return far_module.far(x)\n"
+    kernel = "from numba import cuda\nfrom near_module import near\n@cuda.jit\ndef kernel(x):\n    x[0, 0] = near(x[0, 1])\n"
+
+    def key_with(far):
+        for text, name in ((far, "far_module"), (near, "near_module")):
+            module(text, name)
+        return key(module(kernel, "subject").kernel)
+
+    first, alike = (
+        key_with(far),
+        [far, far.replace("return", "# said\n    return"), "NUMBER = 1\n" + far + "def other():\n    pass\n"],
+    )
+    assert first and {key_with(text) for text in alike} == {first}
+    os.utime(sys.modules["far_module"].__file__, (0, 0))
+    assert key(sys.modules["subject"].kernel) == first
+    changed = {key_with(far.replace(*change)) for change in (("x * SIZE", "x + SIZE"), ("2.0", "3.0"), ("2.0", "2"))}
+    assert None not in changed and first not in changed and len(changed) == 3
+
+
+def test_a_kernel_s_own_path(module, tmp_path):
+    first = module(KERNEL, "subject")
+    place = tmp_path / "elsewhere" / "subject.py"
+    place.parent.mkdir()
+    place.write_text("\n\n" + Path(first.__file__).read_text())
+    os.utime(place, (0, 0))
+    moved = runpy.run_path(str(place), run_name="another")
+    assert key(moved["kernel"]) == key(first.kernel) is not None
+
+
+@pytest.fixture
+def compilers(monkeypatch):
+    """Digest what compilers() finds now, and again whatever changes."""
+    monkeypatch.setattr(toolchain, "compilers", toolchain.compilers.__wrapped__)
+
+
+def test_versions(module, monkeypatch, compilers):
+    """Each counts; of NumPy's, the first two numbers."""
     kernel = module(KERNEL).kernel
-    keys = [key(kernel)]
-    real = digest._toolchain
-    for k in range(len(real())):
-        changed = [*real()[:k], "another", *real()[k + 1 :]]
-        monkeypatch.setattr(digest, "_toolchain", lambda changed=changed: changed)
-        keys.append(key(kernel))
-    monkeypatch.setattr(digest, "_toolchain", real)
+    first, known = key(kernel), dict(toolchain.VERSIONED)
+    monkeypatch.setattr(np, "__version__", f"{np.__version__}.post1")
+    assert key(kernel) == first
+    changes = [(np, "__version__", "2.999.0")]
+    changes += [(toolchain, "VERSIONED", known | {name: "another"}) for name in known if name != "numpy"]
+    changes += [(compiler, "version", lambda: (99, 9)) for compiler in (toolchain.nvvm, toolchain.nvjitlink)]
+    keys = {first}
+    for change in changes:
+        with monkeypatch.context() as changed:
+            changed.setattr(*change)
+            keys.add(key(kernel))
+    assert None not in keys and len(keys) == 1 + len(changes) == len(known) + 3
+
+
+def test_the_compilers_files(module, monkeypatch, compilers, tmp_path):
+    """By content, wherever they are and whenever they were written."""
+    kernel, find = module(KERNEL).kernel, toolchain.load_nvidia_dynamic_lib
+    device = Path(toolchain.find_libdevice())
+    first, copy = key(kernel), tmp_path / "libdevice.bc"
+    shutil.copyfile(device, copy)
+    os.utime(copy, (0, 0))
+    monkeypatch.setattr(toolchain, "find_libdevice", lambda: str(copy))
+    assert key(kernel) == first is not None
+    copy.write_bytes(copy.read_bytes()[:-1] + b"?")
+    keys = {first, key(kernel)}
+    for changed in ("nvvm", "nvJitLink"):
+        fake = SimpleNamespace(abs_path=shared_library(tmp_path / f"lib{changed}.so", changed))
+        monkeypatch.setattr(toolchain, "load_nvidia_dynamic_lib", lambda name: fake if name == changed else find(name))
+        keys.add(key(kernel))
+    assert None not in keys and len(keys) == 4
+
+
+def shared_library(file, build, rest=b""):
+    """The beginning of one, and its mark: 20 bytes."""
+    mark = hashlib.sha1(build.encode()).digest()
+    file.write_bytes(b"\x7fELF" + bytes(600) + b"\4\0\0\0\x14\0\0\0\3\0\0\0GNU\0" + mark + bytes(9000) + rest)
+    return str(file)
+
+
+def test_marks_of_files(tmp_path):
+    """A library's is that of its build; of any other file, all that it holds counts."""
+    of = toolchain.mark_of_content
+    one = of(shared_library(tmp_path / "one.so", "one"))
+    assert one == hashlib.sha1(b"one").digest() != of(shared_library(tmp_path / "two.so", "two"))
+    for head in (b"\x7fELF", b"BC"):
+        marks = set()
+        for content in (bytes(9000), bytes(8999) + b"1", bytes(9001)):
+            (tmp_path / "file").write_bytes(head + content)
+            marks.add(of(tmp_path / "file"))
+        assert len(marks) == 3
+    for name in ("nvvm", "nvJitLink") if sys.platform == "linux" else ():
+        assert len(of(toolchain.load_nvidia_dynamic_lib(name).abs_path)) == 20  # so that it takes no time
+
+
+def test_settings_of_numba(module, monkeypatch):
+    kernel = module(KERNEL).kernel
+    first = key(kernel)
+    monkeypatch.setenv("NUMBA_CACHE_DIR", "/somewhere")
+    monkeypatch.setenv("NUMBA_NUM_THREADS", "1")
+    assert key(kernel) == first
     monkeypatch.setenv("NUMBA_OPT", "1")
-    keys.append(key(kernel))
-    assert None not in keys and len(set(keys)) == len(keys)
+    assert key(kernel) not in (first, None)
 
 
 def test_the_toolchain_is_all_there():
-    python, _, versions, nvvm, nvjitlink, files = digest._toolchain()
-    assert python == sys.version and nvvm >= (1, 5) and nvjitlink >= (12, 0) and len(files) == 3
+    assert os.path.samefile(toolchain.find_libdevice(), toolchain.get_libdevice())
+    versions, nvvm, nvjitlink, marks, asserts = toolchain.compilers()
+    assert nvvm >= (1, 5) and nvjitlink >= (12, 0) and len(marks) == 3 and asserts is __debug__
     assert {"numba", "numba_cuda", "llvmlite", "cuda.core", "cuda.bindings", "numpy"} <= set(versions)
+    assert sys.version not in repr(toolchain.compilers())
 
 
 def test_the_sources_of_tiles_and_ops(module, monkeypatch, tmp_path):

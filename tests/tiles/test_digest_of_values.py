@@ -70,6 +70,23 @@ def test_the_lowering_of_a_user_s_op(registration, module):
             del OPS[face]
 
 
+def test_ops_that_a_kernel_does_not_reach(module):
+    """A user's op counts where it is used. A user's lowering of an op of ours counts everywhere: any op of ours may use it."""
+    known = dict(OPS)
+    kernel = "from numba import cuda\nfrom ops import exp2\n@cuda.jit\ndef kernel(x):\n    x[0, 0] = exp2(x[0, 1])\n"
+    exp2 = OPS[module(kernel, "subject").exp2]
+    rule, first = exp2.rule, key(module(kernel, "subject").kernel)
+    try:
+        module(USERS_OP.format(registration=REGISTRATIONS["a rule"]), "users_op")
+        assert key(module(kernel, "subject").kernel) == first is not None
+        exp2.rule = lambda x: rule(x)
+        assert key(module(kernel, "subject").kernel) not in (first, None)
+    finally:
+        exp2.rule = rule
+        for face in OPS.keys() - known.keys():
+            del OPS[face]
+
+
 # ---- what cannot be digested -------------------------------------------------------------------------------------------
 def plain(x):
     return x
@@ -99,6 +116,21 @@ def test_what_cannot_be_digested_is_not_cached(value, caplog):
     with caplog.at_level(logging.DEBUG, "tiles.compiling.digest"):
         assert key(kernel_using(value)) is None
     assert "is not cached" in caplog.text
+
+
+def test_what_could_not_be_digested_once_cannot_be_digested_again():
+    """A property is left out if its value cannot be digested. Where the same value is met again, it is no less unknown."""
+    one = digest.Digest()
+    with pytest.raises(digest.Undigestible):
+        one(UNKNOWN)
+    with pytest.raises(digest.Undigestible):
+        one(UNKNOWN)
+    assert one.depth == 0
+
+
+def test_a_type_that_is_an_address():
+    """Numba writes a function's type with the function's address: no other process has it."""
+    assert key(kernel_using(1), (types.Dispatcher(cuda.jit(lambda x: None)),)) is None
 
 
 @pytest.mark.parametrize("option", [{"debug": True, "opt": False}, {"lineinfo": True}, {"link": ["some.cu"]}])
@@ -131,6 +163,20 @@ def test_values_that_differ_in_no_more_than_type_differ():
     digests = [digest.Digest()(value) for value in values]
     assert len(set(digests)) == len(values)
     assert digests == [digest.Digest()(value) for value in values]
+
+
+def test_members_of_an_enumeration(module):
+    """By name and value, and not by what Python keeps beside them, which changes from version to version."""
+    source = """
+        import enum
+        class Mode(enum.{base}):
+            ONE = {one}
+            TWO = 2
+        VALUE = Mode.{member}
+    """
+    forms = [("Enum", 1, "ONE"), ("Enum", 1, "TWO"), ("Enum", 3, "TWO"), ("IntEnum", 1, "ONE"), ("Enum", 1.5, "ONE")]
+    digests = [digest.Digest()(module(source.format(base=b, one=o, member=m), "modes").VALUE) for b, o, m in (*forms, forms[0])]
+    assert digests.pop() == digests[0] and len(set(digests)) == len(forms)
 
 
 def test_helpers_that_call_each_other(module):

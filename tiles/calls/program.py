@@ -56,7 +56,7 @@ ENTRIES = 4096  # forms of calls that are remembered, of all programs together: 
 PLAN_KINDS = 1024  # kinds of forms, alike but for lengths, that are remembered
 PLANS_PER_KIND = 32  # traced plans of each kind
 EXPECTED = 3  # guarded functions that are tried before a call is read, of those with the same options: each takes 0.3 us
-SCRATCH_ALIGNMENT = 256  # bytes: scratch arrays that share a piece of memory begin at multiples of this, as allocated ones do
+SCRATCH_ALIGNMENT = 256  # bytes: scratch arrays of one allocation begin at multiples of this, as allocated ones do
 
 
 REMEMBERED, TRACED_PLANS = Recent(ENTRIES), Recent(PLAN_KINDS)

@@ -1,9 +1,13 @@
 """What a kernel's machine code depends on, digested: the key under which cache.py keeps it.
 
-The key digests: the sources of ops/ and of what in tiles/ takes part in compiling; the kernel's bytecode and constants, the
-values it closes over and the globals it loads, and so on through every helper it reaches; lowerings registered outside tiles/
-and ops/; the argument types, the kernel's options and the architecture; NUMBA_* settings; the versions of all that takes
-part in compiling. What cannot be digested makes a kernel uncached, never wrongly cached. Making a key compiles nothing.
+The key digests: the sources of ops/ and of what in tiles/ takes part in compiling; the kernel's own text (function_text.py),
+the values it closes over and the globals it loads, and so on through every helper it reaches; lowerings that were registered
+outside tiles/ and ops/, of ops that it reaches and of ours; the argument types, the kernel's options and the architecture;
+NUMBA_* settings; the versions of all that takes part in compiling. What cannot be digested makes a kernel uncached, never
+wrongly cached. To make a key, no kernel is compiled.
+
+So a kernel has one key on every machine, on every path, in every version of Python. Only of a function that has no text, such
+as one typed in Python's REPL, the bytecode is digested, and the key holds for this version of Python.
 
 Not seen: tiles/, ops/ or Numba changed in memory (`ops.raw.wait = ...`), or an `overload` of somebody's for a function of
 Numba's or Python's own.
@@ -15,34 +19,25 @@ import dis
 import enum
 import functools
 import hashlib
+import importlib.util
 import inspect
 import logging
-import os
 import struct
 import sys
 import sysconfig
 import types as python
 from pathlib import Path
 
-import cuda.bindings
-import cuda.core
-import llvmlite
-import ml_dtypes
-import numba
-import numba_cuda
 import numpy as np
-from cuda.bindings import nvjitlink, nvvm
-from cuda.pathfinder import load_nvidia_dynamic_lib
 from numba.cuda import types
-from numba.cuda.cudadrv.libs import get_libdevice
 
 from ..op import OPS, Op
 from ..types import is_static
-from . import sources
+from . import sources, toolchain
+from .function_text import function_text
+from .toolchain import VERSIONED
 
 log = logging.getLogger(__name__)
-VERSIONED = {m.__name__: m.__version__ for m in (numba, numba_cuda, llvmlite, np, ml_dtypes)}
-VERSIONED |= {"cuda.core": cuda.core.__version__, "cuda.bindings": cuda.bindings.__version__}
 STDLIB = Path(sysconfig.get_path("stdlib"))
 
 
@@ -54,23 +49,14 @@ def key(kernel, signature, arch) -> str | None:
     """The name under which machine code for this `@cuda.jit` kernel, Numba argument types and architecture is kept, or None
     if it must not be."""
     try:
-        digest = Digest()
-        parts = [digest(part) for part in (*_environment(), arch, tuple(signature), kernel)]
-        foreign = [op for op in list(OPS.values()) if _foreign(op)]
+        digest, subject = Digest(), (arch, tuple(signature), kernel)
+        parts = [digest(part) for part in (_sources(), toolchain.settings(), toolchain.compilers(), *subject)]
+        foreign = [op for op in list(OPS.values()) if _foreign(op) and not _foreign_face(op)]  # as sources of ours may use them
         parts += sorted(digest.rule(op) for op in foreign)
         return _hash("key", *parts).hex()
     except Undigestible as error:
         log.debug("%s is not cached: %s", kernel, error)
         return None
-
-
-@functools.cache
-def _toolchain():
-    """Versions of all that takes part in compiling, and size and time of the files where a version says too little."""
-    files = [load_nvidia_dynamic_lib(name).abs_path for name in ("nvvm", "nvJitLink")] + [get_libdevice()]
-    stats = [os.stat(file) for file in files if file]
-    marks = [(s.st_size, s.st_mtime_ns) for s in stats]
-    return sys.version, sys.implementation.cache_tag, VERSIONED, tuple(nvvm.version()), tuple(nvjitlink.version()), marks
 
 
 @functools.cache
@@ -80,11 +66,6 @@ def _sources():
     if content is None or content != sources.IMPORTED:
         raise Undigestible("a source of tiles/ or ops/ has changed since it was imported")
     return content
-
-
-def _environment():
-    settings = {name: value for name, value in sorted(os.environ.items()) if name.startswith("NUMBA_")}
-    return _sources(), settings, _toolchain()
 
 
 def _hash(*parts) -> bytes:
@@ -101,8 +82,12 @@ def covered(name) -> bool:
     answer is no."""
     if not isinstance(name, str):
         return False
-    root, module = name.partition(".")[0], sys.modules.get(name)
-    file = getattr(module, "__file__", None)
+    return _covered(name, getattr(sys.modules.get(name), "__file__", None), tuple(sources.FOLDERS))
+
+
+@functools.lru_cache(4096)  # asked a thousand times for each key
+def _covered(name, file, folders):
+    root = name.partition(".")[0]
     if file and sources.takes_part(file):
         return True
     if root in ("tiles", "ops"):  # somebody else's package of that name
@@ -139,6 +124,11 @@ def _with_bases(cls, part):
     return parts
 
 
+def _foreign_face(op):
+    """Is the op somebody else's? Then only sources that are digested name it."""
+    return isinstance(op.face, python.FunctionType) and not covered(op.face.__module__)
+
+
 def _foreign(op):
     """Was some part of this op's lowering written outside tiles/ and ops/?"""
     if op.rule is None:
@@ -152,14 +142,22 @@ class Digest:
 
     def __init__(self):
         self.done = {}  # id: (the object, which keeps its id, and its digest)
+        self.depth = 0  # of what is being digested
 
     def __call__(self, value, device=True) -> bytes:
         """The digest of `value`. device: it is seen by kernel code, where a plain function means what Numba was taught, and not
         what its body says."""
         at = id(value), device
         if at not in self.done:
-            self.done[at] = value, _hash("cycle", str(len(self.done)))  # met again while we are inside it
-            self.done[at] = value, _hash(type(value).__qualname__, *self._parts(value, device))
+            self.done[at] = value, _hash("cycle", str(self.depth))  # met again while we are inside it
+            self.depth += 1
+            try:
+                self.done[at] = value, _hash(type(value).__qualname__, *self._parts(value, device))
+            except BaseException:
+                del self.done[at]
+                raise
+            finally:
+                self.depth -= 1
         return self.done[at][1]
 
     def rule(self, op):
@@ -196,6 +194,8 @@ class Digest:
         if isinstance(value, python.CodeType):
             return self._code(value, device)
         if isinstance(value, types.Type):
+            if not hasattr(value, "spec") and " at 0x" in str(value):
+                raise Undigestible(f"the type {value}")
             return [self(value.spec, device)] if hasattr(value, "spec") else [str(value)]
         if hasattr(value, "py_func") and hasattr(value, "targetoptions"):
             return self._dispatcher(value)
@@ -212,8 +212,8 @@ class Digest:
             return self._kernel_class(value) if kernels else self._class(value)
         if isinstance(value, python.BuiltinFunctionType):
             raise Undigestible(f"the built-in {value!r}")
-        if value in OPS:  # its lowering is digested among the foreign ones
-            return [value.__module__, value.__qualname__]
+        if value in OPS:
+            return [value.__module__, value.__qualname__, *([self.rule(OPS[value])] if _foreign(OPS[value]) else [])]
         dispatcher = getattr(value, "dispatcher", None)
         if device and dispatcher is None and not covered(value.__module__):
             raise Undigestible(f"{value.__qualname__} is a plain function, and what Numba takes it for cannot be told")
@@ -227,10 +227,10 @@ class Digest:
         return [self(options), _hash(*self._function(value.py_func, True))]
 
     def _function(self, function, device):
-        code = function.__code__
-        parts = [self(code, device), self(function.__defaults__, device), self(function.__kwdefaults__, device)]
+        code, text = function.__code__, function_text(function)
+        parts = [text or self(code, device), self(function.__defaults__, device), self(function.__kwdefaults__, device)]
         try:
-            parts += [self(cell.cell_contents, device) for cell in function.__closure__ or ()]
+            parts += [self(cell.cell_contents, device) for _, cell in sorted(zip(code.co_freevars, function.__closure__ or ()))]
         except ValueError:
             raise Undigestible(f"{function.__qualname__} closes over a name that has no value yet") from None
         names = set(_attributes(code))
@@ -259,7 +259,8 @@ class Digest:
     def _code(self, code, device):
         facts = code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags, code.co_names
         variables = code.co_varnames, code.co_freevars, code.co_cellvars
-        return [code.co_name, code.co_code, self(facts), self(variables), self(code.co_consts, device)]
+        parts = [code.co_name, code.co_code, self(facts), self(variables), self(code.co_consts, device)]
+        return [importlib.util.MAGIC_NUMBER, *parts]
 
     def _class(self, cls):
         """A class of the user's: its attributes and those of its bases, with their code. Special methods are left out: what
@@ -267,9 +268,12 @@ class Digest:
 
         def part(name, value):
             value = getattr(value, "fget", getattr(value, "func", getattr(value, "__func__", value)))
-            return () if name.startswith("__") else (name, self(value, False))
+            hidden = name.startswith("_" if members else "__") or name in members
+            return () if hidden else (name, self(value, False))
 
-        return _with_bases(cls, part)
+        members = getattr(cls, "__members__", {}) if issubclass(cls, enum.Enum) else {}
+        values = [part for name, member in members.items() for part in (name, self(member._value_, False))]
+        return [*_with_bases(cls, part), *values]
 
     def _static(self, value):
         """A static object: what kernels see of it, and not what its other methods do on the host."""
@@ -328,8 +332,20 @@ def _codes(code):
 @functools.lru_cache(1024)
 def global_names(code) -> tuple[str, ...]:
     """Names that a code object, or one inside it, loads as globals."""
-    names = {i.argval for part in _codes(code) for i in dis.get_instructions(part) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-    return tuple(sorted(names))
+    return tuple(sorted({name for part in _codes(code) for name in _loaded_names(part)}))
+
+
+LOADS = {dis.opmap["LOAD_NAME"]: 0, dis.opmap["LOAD_GLOBAL"]: int(sys.version_info >= (3, 11))}  # bits below the name's number
+
+
+def _loaded_names(code):
+    """As dis finds them, which takes ten times as long."""
+    extended = 0
+    for op, low in zip(code.co_code[::2], code.co_code[1::2]):
+        number = extended << 8 | low
+        extended = number if op == dis.EXTENDED_ARG else 0
+        if op in LOADS:
+            yield code.co_names[number >> LOADS[op]]
 
 
 def _attributes(code):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .line_table import SourcePlace, of_sass
+from .toolchain import mark_of_content
 
 
 class SassInstruction(NamedTuple):
@@ -49,8 +50,7 @@ def nvdisasm() -> Path:
 @lru_cache
 def version() -> str:
     """What tells this disassembler from another one."""
-    status = nvdisasm().stat()
-    return f"{status.st_size} {status.st_mtime_ns}"
+    return mark_of_content(nvdisasm()).hex()
 
 
 def disassemble(cubin: bytes) -> str:

@@ -9,7 +9,7 @@ from cuda.bindings import driver
 from ..launching.arguments import grouped
 from ..launching.arrays import ABSENT, Form, Operand
 from ..launching.devices import Device, check
-from ..launching.interpreted_launch import Interpreted, resolve_number, span
+from ..launching.interpreted_launch import Interpreted, byte_range, resolve_number
 from ..launching.launch import Bound, Launch
 from ..values import tensor
 from .counts import SAMPLE, chosen, counted
@@ -200,7 +200,7 @@ def _stand_in(form: Form, address: int, gpu: Device, memory: dict):
     """An array of this form in host memory: integers and booleans copied, all else zeros, which take no room until a block
     writes there. memory: what stands for which bytes of the card, so that one array given twice is one."""
     dtype = np.dtype(form.dtype)
-    reach = span(address, form)
+    reach = byte_range(address, form)
     if reach is None:
         return np.zeros(form.shape, dtype)
     if reach not in memory:

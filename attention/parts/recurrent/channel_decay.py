@@ -9,23 +9,29 @@ so that q'_i . k*_j = q_i . (exp(b_i - b_j) k_j) needs one product of matrices f
 read of the state S from before the chunk. What the keys add to S' is decayed by exp(b_last - r) to the end of the chunk, as S'
 is. r = b_last / 2 keeps all exponents small.
 
-A chunk is strong if a channel decays by more than a dtype can hold. Its scores are computed one by one; q' and k' are then
-decayed from the start of the chunk (r = 0), k* to its end (r = b_last), and no exponent is positive."""
+A chunk is strong if a channel decays by more than a dtype can hold. Its scores are computed block by block, each with a
+reference of its own (`anchored_scores`); q' and k' are then decayed from the start of the chunk (r = 0), k* to its end
+(r = b_last), and no exponent is positive."""
 
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from numpy import int32
+
 from ops import (
     col_index,
     cumsum_columns,
     equal,
     exp2,
+    hstack,
     load,
     load_row,
+    load_row_of_group,
     minimum,
-    row_sum,
+    mma_ABt,
+    row_index,
     store,
     subtile,
     tile_max,
@@ -42,6 +48,8 @@ from .tokens import CHUNK, COLUMNS
 
 PANEL = 128  # bytes of a row of a panel, at most: the widest swizzle
 TOKEN_GROUP = 16  # tokens that a warp decays at once: of more, the registers would spill
+SQUARE = rt(TOKEN_GROUP, TOKEN_GROUP, fp32)  # the scores of so many queries and keys
+LEVELS = 4  # how often a square is halved: to single tokens
 FLAG = sv(16, fp32)  # is a chunk strong? 1 or 0
 FLAG_VEC = rt(16, FLAG.length, fp32).row_vec
 MIN_LOG2_DECAY = {bf16: -86.0, fp16: -11.0}  # what b - r may be, in powers of 2, without q' and k* losing precision
@@ -115,14 +123,11 @@ def channel_space(config: type[Config], sizes, target: Target, everything: bool)
 @static
 class ChannelDecay:
     """The decays of a chunk's channels. A preparer, whose warps each have some of the channels, calls `cumsum_gates`,
-    `factor_decays` and `exact_scores`; the warpgroups that read its results call `is_strong` and `decay_state`.
-
-    scores: the type of the tiles that `exact_scores` returns."""
+    `factor_decays` and `anchored_scores`; the warpgroups that read its results call `is_strong` and `decay_state`."""
 
     key_dim: int
     dtype: dtype
     consumers: int
-    scores: rt
 
     @property
     def warp_tile(self):
@@ -184,6 +189,11 @@ class ChannelDecay:
     def cumsum_without_vote(self, sums, gates, warp):
         """Write b to `sums`, and return b_last of the warp's channels, in powers of 2. The warps do not synchronise."""
         cumsum_columns(self.warp_part(sums, warp), self.warp_part(gates, warp), FLOOR)
+        return self.load_last_sums(sums, warp)
+
+    @inlined
+    def load_last_sums(self, sums, warp):
+        """b_last of the warp's channels, in powers of 2."""
         return load_row(self.warp_part(sums, warp), self.warp_tile.row_vec, CHUNK - 1) * LOG2_E
 
     @inlined
@@ -208,19 +218,61 @@ class ChannelDecay:
         """Store what else a kernel needs of a group of tokens. query: their q'. decay: exp(b - r)."""
 
     @inlined
-    def exact_scores(self, queries, keys, sums, n):
-        """The scores q_i . (exp(b_i - b_j) k_j), where j <= i, for the n-th group of scores.cols keys j, computed key after
-        key and a warp's channels at a time."""
-        s = zeros(self.scores)
-        for key in range(self.scores.cols):
-            j = self.scores.cols * n + key
-            for i in range(warpgroup.WARPGROUP):
-                b, row = self.warp_part(sums, i), self.warp_tile.row_vec
-                log_decay = warpgroup.load(b, self.warp_tile) - load_row(b, row, j)
-                k = exp2(minimum(log_decay, 0.0) * LOG2_E) * load_row(self.warp_part(keys, i), row, j)
-                dot = row_sum(warpgroup.load(self.warp_part(queries, i), self.warp_tile) * k)
-                s = where(equal(col_index(self.scores), key), s + dot, s)
+    def anchored_scores(self, queries, keys, sums, warp, of):
+        """The scores q_i . (exp(b_i - b_j) k_j) of a chunk, 16 rows i in each warp, for j <= i; 0 elsewhere. For any decays:
+        each block of scores is a product whose factors, exp(b_i - b_a) and exp(b_a - b_j), have an anchor a between its keys
+        and its queries, so that both are at most 1. of: the dtype of the result."""
+        own, nothing = of(self.anchored_square(queries, keys, sums, warp)), zeros(SQUARE)
+        first, second, third = nothing, nothing, nothing
+        if warp > 0:
+            first = self.anchored_block(queries, keys, sums, warp, 0)
+        first = of(first)
+        if warp > 1:
+            second = self.anchored_block(queries, keys, sums, warp, 1)
+        second = of(second)
+        if warp > 2:
+            third = self.anchored_block(queries, keys, sums, warp, 2)
+        left = hstack(own if warp == 0 else first, own if warp == 1 else second)
+        return hstack(left, hstack(own if warp == 2 else of(third), own if warp == 3 else of(nothing)))
+
+    @inlined
+    def anchored_block(self, queries, keys, sums, warp, block):
+        """The scores of a warp's 16 queries with an earlier block of 16 keys, anchored at the first query."""
+        s = zeros(SQUARE)
+        for i in range(warpgroup.WARPGROUP):  # the channels of each warp
+            anchor = load_row(self.warp_part(sums, i), self.warp_tile.row_vec, TOKEN_GROUP * warp)
+            query = self.anchor_rows(queries, sums, warp, i, anchor, 1.0)
+            s = mma_ABt(s, query, self.anchor_rows(keys, sums, block, i, anchor, -1.0))
         return s
+
+    @inlined
+    def anchored_square(self, queries, keys, sums, warp):
+        """The scores of a warp's 16 queries with its 16 keys, halved recursively: queries of the later half of 16, 8, 4 and 2
+        tokens with keys of the earlier half, anchored at the later half's first token. And those of tokens with themselves."""
+        row, col = row_index(SQUARE.col_vec), col_index(SQUARE.row_vec)
+        scores = zeros(SQUARE)
+        for i in range(warpgroup.WARPGROUP):
+            query = self.dtype(load(self.group_part(queries, warp, i), self.group_tile))
+            scores = mma_ABt(scores, query, self.dtype(load(self.group_part(keys, warp, i), self.group_tile)))
+        scores = where(equal(row, col), scores, 0.0)
+        for level in range(LEVELS):
+            size = int32(TOKEN_GROUP >> level)
+            half = int32(size // 2)
+            s = zeros(SQUARE)
+            for i in range(warpgroup.WARPGROUP):
+                b = self.group_part(sums, warp, i)  # anchors are loaded twice, for lack of registers
+                query = self.anchor_rows(queries, sums, warp, i, load_row_of_group(b, self.group_tile, size, half), 1.0)
+                key = self.anchor_rows(keys, sums, warp, i, load_row_of_group(b, self.group_tile, size, half), -1.0)
+                s = mma_ABt(s, query, key)
+            scores = where(equal(row // size, col // size) & (row // half > col // half), s, scores)
+        return scores
+
+    @inlined
+    def anchor_rows(self, rows, sums, block, i, anchor, sign):
+        """Queries (sign 1) or keys (sign -1) of the block of 16 tokens, in warp i's channels, decayed from or to
+        their anchors. Rows on the wrong side of an anchor, which take no part in a product, stay as they are."""
+        log_decay = minimum((load(self.group_part(sums, block, i), self.group_tile) - anchor) * (sign * LOG2_E), 0.0)
+        return self.dtype(load(self.group_part(rows, block, i), self.group_tile) * exp2(log_decay))
 
     @inlined
     def is_strong(self, flag):

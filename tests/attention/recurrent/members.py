@@ -16,6 +16,16 @@ HEADS, KEY_HEADS = 2, 1
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
+def draw_model_decays(shape, seed=0):
+    """Decays as Kimi Linear's gate gives them, -5 sigmoid(x) a token and channel. And a channel that forgets at once, one that
+    keeps all, and tokens before which nothing counts."""
+    rng = np.random.default_rng(seed)
+    decay = (-5 / (1 + np.exp(-rng.standard_normal(shape)))).astype(F32)
+    decay[..., 3], decay[..., 5], decay[:, 20] = -1e4, 0, -1e4
+    decay[:, [37, 90]] = -np.inf
+    return decay
+
+
 class Member(NamedTuple):
     """call: the function, which takes arrays by name. formula: its reference. tokens(rng, batch, length): arrays with an axis
     of tokens, (B, S, ...). fixed(): other arrays. start, keep: its names for initial_state and return_state."""

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from delta_cases import BF16, FP16, DeltaRuleTests, agree
 from delta_cases import inputs as inputs_of_tokens
+from members import draw_model_decays
 
 from attention.kernels import kda_hopper
 from attention.parts.recurrent import channel_decay
@@ -58,6 +59,12 @@ def test_strong_chunks(place, strength, dtype, of):
     q, k, v, beta, decay = inputs(1, 130, 1, 128, 64, dtype)
     decay[:] = strength * 2 * channel_decay.MIN_LOG2_DECAY[of] / channel_decay.LOG2_E / 64
     agree(place, q, k, v, beta, decay)
+
+
+@pytest.mark.parametrize(("key_dim", "value_dim", "dtype"), [(64, 64, BF16), (128, 128, BF16), (128, 64, FP16)])
+def test_decays_of_models(place, key_dim, value_dim, dtype):
+    q, k, v, beta, decay = inputs(1, 130, 1, key_dim, value_dim, dtype)
+    agree(place, q, k, v, beta, draw_model_decays(decay.shape))
 
 
 def test_repeated_keys(place):

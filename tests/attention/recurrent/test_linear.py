@@ -6,6 +6,7 @@ import inspect
 import ml_dtypes
 import numpy as np
 import pytest
+from members import draw_model_decays
 
 from attention import reference
 from attention.parts.recurrent import channel_decay
@@ -219,6 +220,13 @@ def test_strong_chunks_with_decays_of_channels(place, key_dim, dtype, gates, str
     args["decay"][:] = -0.01
     args["decay"][:, 64:128, :, ::3] = strength * limit
     args["decay"][:, 192:, :, 5] = 1.1 * limit
+    check(place, args)
+
+
+@pytest.mark.parametrize(("key_dim", "value_dim", "dtype"), [(64, 64, bf16), (128, 128, bf16), (128, 64, f16), (256, 64, bf16)])
+def test_decays_of_models(place, key_dim, value_dim, dtype):
+    args = inputs(1, 130, key_dim, value_dim, "channel", dtype=dtype)
+    args["decay"] = draw_model_decays(args["decay"].shape)
     check(place, args)
 
 
