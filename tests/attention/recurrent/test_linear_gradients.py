@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from gradient_cases import bf16, case, check, f32, relative_rms, run
+from places import OnInterpreter
 from poison import Packing, as_on_a_device
 
 import attention
@@ -82,6 +83,18 @@ def test_packed_sequences_among_poison(place, monkeypatch, family, decay):
         elif name != "ddecay" or decay != "head":
             np.testing.assert_array_equal(packing.gather(got[name].astype(f32)), x.astype(f32))
             assert (got[name][:, packing.nobodys] == 0).all()
+
+
+@pytest.mark.parametrize(("arch", "family", "decay"), [("sm_90a", "sm_90", "head"), ("sm_80", "sm_80", "token")])
+def test_as_compiled(as_compiled, arch, family, decay):
+    """The PTX of all kernels, for two chunks of which one is shorter, and value heads that share keys."""
+    as_compiled(arch)
+    check(OnInterpreter(), case(70, decay), family=family)
+
+
+def test_decays_of_channels_as_compiled(as_compiled):
+    as_compiled("sm_80")
+    check(OnInterpreter(), case(6, "channel"))
 
 
 # ---- gates -----------------------------------------------------------------------------------------------------------
