@@ -77,10 +77,10 @@ class pipeline:
 
     @op
     def look_up(self, pages, size, at, last, begin=None):
-        """The pages in which this warp's rows of a tile lie, for `fill_pages`: row n of sequence s is row n % size of page
-        pages[s, n // size], int32 or int64; or of page n // size, if `pages` is None. at: (sequence, the tile's first row).
-        No page numbers are read from row `last` on, nor before row `begin`: of these rows something else arrives. The look-up
-        starts here, and is waited for where it is needed: two tiles ahead it costs no time."""
+        """The pages in which this warp's rows of a tile lie, for `fill_pages`. pages: the page table, of int32 or int64: row n
+        of sequence s is row n % size of page pages[s, n // size]; or of page n // size, if it is None. at: (sequence, the
+        tile's first row). No page numbers are read from row `last` on, nor before row `begin`: of these rows something else
+        arrives. The look-up starts here, and is waited for where it is needed: two tiles ahead it costs no time."""
         return current_warp().look_up(pages, size, at, last, _own(self, current_warp()), begin)
 
     @op

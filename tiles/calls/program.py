@@ -1,4 +1,5 @@
-"""Functions that are called often: what decides a call is looked up, and only launches are left.
+"""Functions that are called often: what decides a call is looked up, and only launches are left. docs/calls.md follows a call
+through the tables (of known shapes, of plans for new sequence lengths) and says what each of them saves.
 
     SCALED = Schema("scaled", '''
         x    (seqlen, head_dim)  float32

@@ -11,13 +11,12 @@ from ..launching.arrays import ABSENT, Form, Operand
 from ..launching.devices import Device, check
 from ..launching.interpreted_launch import Interpreted, byte_range, resolve_number
 from ..launching.launch import Bound, Launch
+from ..targets import TENSOR_FLOP
 from ..values import tensor
 from .counts import SAMPLE, chosen, counted
 
 _ATTRIBUTE, _FUNCTION = driver.CUdevice_attribute, driver.CUfunction_attribute
 FLUSH = 256 * 2**20  # bytes that are written before each call: more than any L2, and time for the host to queue the launches
-TENSOR_FLOP = {(8, 0): 2048, (8, 6): 512, (8, 7): 1024, (8, 9): 512, (9, 0): 4096, (10, 0): 8192, (12, 0): 512}  # a cycle and
-# multiprocessor, of 16-bit products with fp32 sums (NVIDIA's white papers)
 
 
 class Peaks(NamedTuple):
