@@ -144,7 +144,13 @@ def plan_token_decay(
         initial = scratch(sequences * segments, heads, columns, problem.extents["key_dim"])
         steps.append(
             compose_segments(
-                problem, segments, columns, False, gInitialState=before_sequence, gSegmentStates=initial, **local_states
+                problem,
+                segments,
+                (columns, problem.extents["key_dim"]),
+                False,
+                gInitialState=before_sequence,
+                gSegmentStates=initial,
+                **local_states,
             )
         )
     if normalizer is not None:
@@ -318,20 +324,21 @@ def plan_channel_decay(problem: Problem, arrays: Arrays, scale: float) -> tuple[
         steps.append(launch(gla_states_hopper, segments - 1, scanned=segments - 1, **local_states, **inputs))
         first = arrays["gInitialState"]
         steps.append(
-            compose_segments(problem, segments, columns, True, gInitialState=first, gSegmentStates=initial, **local_states)
+            compose_segments(
+                problem, segments, (columns, key_dim), True, gInitialState=first, gSegmentStates=initial, **local_states
+            )
         )
         arrays = arrays | {"gInitialState": initial}
     return [*steps, launch(gla_hopper, segments, scale=scale, **arrays)], scratch.shapes
 
 
 def compose_segments(
-    problem: Problem, segments: int, columns: int, per_channel: bool, channels: int | None = None, **arrays: Operand | None
+    problem: Problem, segments: int, shape: tuple[int, int], per_channel: bool, **arrays: Operand | None
 ) -> Step:
-    """The launch of compose_segment_states.py, which computes the state before each segment from local states. channels: of a
-    state, by default those of the keys."""
-    sequences, heads, key_dim = problem("sequences", "heads", "key_dim")
-    channels = channels or key_dim
-    rows, cols = -(-columns // compose_segment_states.TILE.rows), -(-channels // compose_segment_states.TILE.cols)
+    """The launch of compose_segment_states.py, which computes the state before each segment from local states. shape: of a
+    state, transposed."""
+    sequences, heads = problem("sequences", "heads")
+    rows, cols = -(-shape[0] // compose_segment_states.TILE.rows), -(-shape[1] // compose_segment_states.TILE.cols)
     grid = sequences * heads * rows * cols
     kernel = kernel_for(compose_segment_states, intern_value(compose_segment_states.Config, per_channel), problem.device)
     return kernel.bind(grid, heads=heads, segments=segments, rows=rows, cols=cols, **arrays)

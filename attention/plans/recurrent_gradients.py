@@ -69,7 +69,7 @@ class GradientScan(NamedTuple):
             return [*steps, self._launch(problem, scale, config, arrays | local_states, segments, segments)]
         before = scratch(sequences * segments, heads, self.columns, self.key_dim)
         composed = local_states | {"gInitialState": arrays["gInitialState"], "gSegmentStates": before}
-        steps.append(recurrent_chunks.compose_segments(problem, segments, self.columns, False, self.key_dim, **composed))
+        steps.append(recurrent_chunks.compose_segments(problem, segments, (self.columns, self.key_dim), False, **composed))
         arrays = arrays | {"gInitialState": before}
         return [*steps, self._launch(problem, scale, config, arrays, segments, segments, segments)]
 
