@@ -46,7 +46,7 @@ def main() -> None:
 
     x, w = q[0, :, 0], k[0, :64, 0]
     got, wanted = (np.asarray(y, np.float32) for y in (norm_linear.run(x, w), norm_linear(x, w)))
-    np.testing.assert_allclose(got, wanted, atol=0.1)
+    np.testing.assert_allclose(got, wanted, rtol=0.02, atol=0.1)
     assert norm_linear.proof(x, w).holds
 
     assert f"numba-tiles        {version}" in command("tiles", "doctor")
