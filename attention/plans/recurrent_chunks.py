@@ -91,14 +91,15 @@ TOKEN_COSTS = Costs(two_consumers=1, first_pass=0.6, compose=0.5, extra_launches
 
 
 class ScratchAllocator:
-    """The scratch memory of a plan. A call with a shape allocates a float32 array of that shape and returns it."""
+    """The scratch memory of a plan. A call with a shape allocates an array of that shape, by default of float32, and returns
+    it."""
 
     def __init__(self, problem: Problem):
         self.problem = problem
         self.shapes: ScratchShapes = []
 
-    def __call__(self, *shape: int) -> Operand:
-        self.shapes.append((shape, "float32"))
+    def __call__(self, *shape: int, dtype: str = "float32") -> Operand:
+        self.shapes.append((shape, dtype))
         return self.problem.scratch(len(self.shapes) - 1, *self.shapes[-1])
 
 
