@@ -13,6 +13,8 @@ _importable = _run_path(
 if _why := _importable["obstacle"]():
     raise ImportError(_why)
 
+__version__: str = _importable["VERSION"]
+
 __all__ = [
     "append",
     "backward",

@@ -13,8 +13,7 @@ As with rings, the j-th tile lies in slot j % stages, whoever asks. Groups are c
 
 A warp that reads no rows but those that it copies itself needs no other warp: `own` waits for these alone, and nobody meets.
 Rows in pages (a paged cache): `look_up` reads their page numbers from the page table, `fill_pages` copies them; both stand in
-paged_copies.py. When all is read, `reuse` gives the memory to
-something else.
+paged_copies.py. When all is read, `reuse` gives the memory to something else.
 
 Tiles may be vectors (`sv`), of numbers of 4 bytes: a lane brings a number, and they may lie any stride apart.
 """
@@ -72,7 +71,7 @@ class pipeline:
         lies along axis `cols` of the array, at any stride."""
         warp = _opened(self, j)
         if end is None or j < end:
-            warp.copy_async(_tile(self, j), source, at, rows, cols, piece, _own(self, warp))
+            warp.copy_async(_tile(self, j), source, at, rows, cols, piece, _rows_of_warp(self, warp))
         warp.commit_group((self.name, j))
 
     @op
@@ -81,7 +80,7 @@ class pipeline:
         of sequence s is row n % size of page pages[s, n // size]; or of page n // size, if it is None. at: (sequence, the
         tile's first row). No page numbers are read from row `last` on, nor before row `begin`: of these rows something else
         arrives. The look-up starts here, and is waited for where it is needed: two tiles ahead it costs no time."""
-        return current_warp().look_up(pages, size, at, last, _own(self, current_warp()), begin)
+        return current_warp().look_up(pages, size, at, last, _rows_of_warp(self, current_warp()), begin)
 
     @op
     def fill_pages(self, j, pool, page_rows, at, last, end=None, piece=cp_async.CHUNK_BYTES):
@@ -90,7 +89,7 @@ class pipeline:
         become 0."""
         warp = _opened(self, j)
         if end is None or j < end:
-            warp.copy_pages(_tile(self, j), pool, page_rows, at, last, piece, _own(self, warp))
+            warp.copy_pages(_tile(self, j), pool, page_rows, at, last, piece, _rows_of_warp(self, warp))
         warp.commit_group((self.name, j))
 
     @op
@@ -135,12 +134,12 @@ def _tile(pipe, j):
     return SharedTile(pipe.tile, pipe.slot(j), f"tile {j} of pipeline {pipe.name!r}")
 
 
-def _own(pipe, warp):
+def _rows_of_warp(pipe, warp):
     """The rows of a tile that a warp copies."""
     return range(pipe.warp_rows * warp.index, pipe.warp_rows * (warp.index + 1))
 
 
-def _part(pipe):
+def _warp_tile_type(pipe):
     """(the type of the rows of a tile that a warp copies, their bytes)"""
     if isinstance(pipe.tile, sv):
         return replace(pipe.tile, length=pipe.warp_rows), pipe.warp_rows * cp_async.NUMBER
@@ -149,7 +148,7 @@ def _part(pipe):
 
 def _warp_tile(pipe, j, warp):
     """The rows of the j-th tile that a warp copies, as a tile."""
-    full_tile, (part, nbytes) = _tile(pipe, j), _part(pipe)
+    full_tile, (part, nbytes) = _tile(pipe, j), _warp_tile_type(pipe)
     first = 0 if isinstance(part, sv) else pipe.warp_rows * warp
     return SharedTile(part, full_tile.address + nbytes * warp, f"warp {warp}'s rows of {full_tile.name}", first=first)
 
@@ -215,7 +214,7 @@ def _(pipe, j, newer: int):
     needs_index("own", j)
     if newer < 0:
         raise TypeError(f"own: newer must be 0 or more, got {newer}")
-    part, nbytes = _part(pipe)
+    part, nbytes = _warp_tile_type(pipe)
 
     def emit(b, base, j, _):
         ptx.copy_wait(b, newer)
