@@ -122,6 +122,7 @@ PACKED_CACHE = NewLengths(("cu_seqlens",), drawn={"batch_cache": lambda rng, at:
 PAGED_PACKED = NewLengths(("cu_seqlens", "pages"), fixed={"seqlen_k": 64})
 FP8_CACHE = {"k": "float8_e4m3fn", "v": "float8_e4m3fn"}
 ROTATED = "cos", "sin"
+TOKEN_GATES = "batch", "seqlen", "heads"
 VARIANT = [
     PLAIN,
     PACKED,
@@ -162,6 +163,11 @@ TABLE: dict[str, list[NewLengths]] = {
     "mla_decode": [NewLengths(fixed=MLA), PAGED._replace(fixed=MLA | PAGED.fixed)],
     "mla_decode_fp8": [NewLengths(fixed=MLA), PAGED._replace(fixed=MLA | PAGED.fixed)],
     "linear": [PLAIN, PACKED, NewLengths(("decay",)), NewLengths(options={"normalize": True})],
+    "linear_backward": [
+        PLAIN,
+        NewLengths(("cu_seqlens", "decay", "dstate"), {"also": "ddecay dinitial_state"}, axes={"decay": TOKEN_GATES}),
+        NewLengths(("decay", "initial_state", "dstate"), {"also": "ddecay"}, axes={"decay": (*TOKEN_GATES, "key_dim")}),
+    ],
     "linear_step": [PLAIN],
     "linear_segments": [PLAIN, PACKED],
     "linear_composed_states": [PLAIN],

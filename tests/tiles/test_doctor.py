@@ -28,6 +28,7 @@ def examined(**options):
 def test_a_sound_machine():
     done = examined()
     assert done.returncode == 0, done.stdout + done.stderr
+    assert f"numba-tiles        {doctor.VERSION}, {ROOT}" in done.stdout and str(ROOT / "docs") in done.stdout
     for word in ("numba-cuda", "numpy", "driver", "interpreter", "package ops", "cache", "tiles works here"):
         assert word in done.stdout
     assert "!" not in done.stdout and not done.stderr
