@@ -280,7 +280,7 @@ def cloned(tree):
 
 
 def leaves(tree):
-    """Its tensors."""
+    """Leaves that are no tensors are left out."""
     return [x for x in torch.utils._pytree.tree_leaves(tree) if isinstance(x, torch.Tensor)]
 
 
