@@ -117,7 +117,7 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
                 forms = gradient_forms(kind, everything and not plainest)
                 for gate, result, varlen in forms:
                     config = Config(key_dim, 1, dtype, gate, result, varlen, vector_bytes)
-                    if config.supports_result:
+                    if config.supports_result and (result.has_outputs or config.supports_segments):
                         yield config
 
 

@@ -12,8 +12,9 @@ from tiles.launching.launch import kernel_for
 
 from ..kernels import chunk_ampere, chunk_hopper, gate_gradient, sum_head_groups
 from ..parts.recurrent.gates import Gate, HeadGate, TokenGate
-from ..parts.recurrent.gradients import KeyGradients, QueryGradients, ReversedGate
-from ..parts.recurrent.results import ScanOutputs, ScanResult
+from ..parts.recurrent.gradients import GroupedStates, KeyGradients, QueryGradients, ReversedGate
+from ..parts.recurrent.results import ScanOutputs, ScanResult, ScanStates
+from . import recurrent_chunks
 from .recurrent_checks import DTYPES, has_channel_decay, is_varlen, pad_key_dim
 from .recurrent_chunks import SWAP_STATE_AXES, Arrays, ScratchAllocator, intern_value
 
@@ -35,31 +36,66 @@ class GradientScan(NamedTuple):
         """The number of blocks of columns of a head."""
         return -(-self.columns // chunk_hopper.COLUMNS)
 
-    def config(self, problem: Problem, vector_bytes: int) -> chunk_hopper.Config:
-        """The configuration of the kernel. vector_bytes: how many bytes a cp.async copies, 0 for TMA."""
+    def config(self, problem: Problem, vector_bytes: int, result: ScanResult | None = None) -> chunk_hopper.Config:
+        """The configuration of the kernel. vector_bytes: how many bytes a cp.async copies, 0 for TMA. result: another one."""
+        result = result or self.result
         dtype, padded = DTYPES[problem.dtype], pad_key_dim(self.key_dim, chunk_hopper.KEY_DIMS)
         gate = intern_value(ReversedGate, self.gate) if self.reverse else self.gate
         if vector_bytes:
-            return intern_value(chunk_ampere.Config, padded, 1, dtype, gate, self.result, is_varlen(problem), vector_bytes)
+            return intern_value(chunk_ampere.Config, padded, 1, dtype, gate, result, is_varlen(problem), vector_bytes)
         heads, key_heads = problem("heads", "heads_k")
-        alike = self.width if self.result.groups_queries else heads // key_heads * self.width  # blocks with the same queries
+        alike = self.width if result.groups_queries else heads // key_heads * self.width  # blocks with the same queries
         consumers = 2 if alike % 2 == 0 and padded <= chunk_hopper.WIDE_KEY_DIM else 1
-        config = intern_value(chunk_hopper.Config, padded, consumers, dtype, gate, self.result, is_varlen(problem))
+        config = intern_value(chunk_hopper.Config, padded, consumers, dtype, gate, result, is_varlen(problem))
         return config if config.supports_result else dataclasses.replace(config, consumers=1)
 
-    def launch(self, problem: Problem, scale: float, vector_bytes: int, arrays: Arrays) -> Step:
-        """The launch for these arrays, by the names of the kernel's parameters."""
+    def plan(
+        self, problem: Problem, scale: float, vector_bytes: int, arrays: Arrays, scratch: Callable[..., Operand]
+    ) -> list[Step]:
+        """The launches for these arrays, by the names of the kernel's parameters: one, or if few long sequences are cut into
+        segments those that compute the states before these, too."""
         config = self.config(problem, vector_bytes)
+        segments = recurrent_chunks.count_segments(problem, config, self.width)
+        if segments == 1:
+            return [self._launch(problem, scale, config, arrays, 1, 1)]
+        sequences, heads = problem("sequences", "heads")
+        local_states: Arrays = {"gLocalStates": scratch(sequences, heads, segments - 1, self.columns, self.key_dim)}
+        local_states["gTotalDecays"] = scratch(sequences, heads, segments - 1, 1)
+        states = intern_value(GroupedStates if self.result.groups_queries else ScanStates)
+        inputs = {name: arrays[name] for name in ("gQ", "gK", "gV", "gGates", "gCuSeqlens")}
+        config_of_states = self.config(problem, vector_bytes, states)
+        steps = [self._launch(problem, scale, config_of_states, inputs | local_states, segments, segments - 1)]
+        if segments <= recurrent_chunks.TOKEN_COSTS.composed_in_scan:
+            return [*steps, self._launch(problem, scale, config, arrays | local_states, segments, segments)]
+        before = scratch(sequences * segments, heads, self.columns, self.key_dim)
+        composed = local_states | {"gInitialState": arrays["gInitialState"], "gSegmentStates": before}
+        steps.append(recurrent_chunks.compose_segments(problem, segments, (self.columns, self.key_dim), False, **composed))
+        arrays = arrays | {"gInitialState": before}
+        return [*steps, self._launch(problem, scale, config, arrays, segments, segments, segments)]
+
+    def _launch(
+        self,
+        problem: Problem,
+        scale: float,
+        config: chunk_hopper.Config,
+        arrays: Arrays,
+        segments: int,
+        scanned: int,
+        states_per_sequence: int = 1,
+    ) -> Step:
+        """The launch of the kernel with this configuration for the first `scanned` of the `segments`, of which gInitialState
+        has states_per_sequence states."""
         length, heads, key_heads, sequences = problem("seqlen", "heads", "heads_k", "sequences")
         group = heads // key_heads
         blocks = group * self.width // config.consumers
-        return kernel_for(chunk_ampere if vector_bytes else chunk_hopper, config, problem.device).bind(
-            sequences * key_heads * blocks,
+        module = chunk_ampere if isinstance(config, chunk_ampere.Config) else chunk_hopper
+        return kernel_for(module, config, problem.device).bind(
+            sequences * key_heads * scanned * blocks,
             length=length,
             blocks=blocks,
-            segments=1,
-            scanned=1,
-            states_per_sequence=1,
+            segments=segments,
+            scanned=scanned,
+            states_per_sequence=states_per_sequence,
             heads=key_heads,
             group=group,
             width=self.width,
@@ -105,7 +141,8 @@ def plan_gradients(problem: Problem, scale: float, vector_bytes: int, wants_gate
     if unrounded:
         finish += [step for name in ("dq", "dk") for step in sum_heads(problem, outputs[name], name, vector_bytes or 16)]
     scans = (queries, of_queries), (keys, of_keys), (values, of_values)
-    return Plan([*[scan.launch(problem, scale, vector_bytes, arrays) for scan, arrays in scans], *finish], scratch.shapes)
+    steps = [step for scan, arrays in scans for step in scan.plan(problem, scale, vector_bytes, arrays, scratch)]
+    return Plan([*steps, *finish], scratch.shapes)
 
 
 def serves_gradients(problem: Problem, vector_bytes: int, wants_gates: bool) -> bool:

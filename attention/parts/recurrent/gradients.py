@@ -36,7 +36,7 @@ from tiles import fp32, inlined, static
 from tiles.launching.arguments import array, record
 
 from .gates import DecayGate, Gate, HeadGate
-from .results import ScanOutputs, ScanResult
+from .results import ScanOutputs, ScanResult, ScanStates
 
 
 @static
@@ -119,16 +119,34 @@ class ReversedGate(Gate):
         return self.gate.load_last(b)
 
 
+class GroupedQueries(ScanResult):
+    """The base of results where columns of keys take the place of those of values: the value heads of a group have queries and
+    keys (dO, V) of their own, and share values (K or Q)."""
+
+    groups_queries = True
+
+    @inlined
+    def query_head(self, key_head, group, first, width):
+        return key_head * group + first // width
+
+    @inlined
+    def value_head(self, key_head, group, group_head):
+        return key_head
+
+
+class GroupedStates(GroupedQueries):
+    """Only the states of such a scan: what each segment makes of a state of 0."""
+
+    has_outputs, label = False, "states, grouped"
+
+
 @static
-class InputGradients(ScanResult):
-    """Outputs that are gradients of q or k: columns of keys take the place of those of values, so that the value heads of a
-    group have queries and keys (dO, V) of their own, and share values. with_gates: is what the gates' gradients are made of
-    stored, too? z is then the array whose gradient the outputs are. unrounded: are outputs float32, to be added over a
-    group?"""
+class InputGradients(GroupedQueries):
+    """Outputs that are gradients of q or k. with_gates: is what the gates' gradients are made of stored, too? z is then the
+    array whose gradient the outputs are. unrounded: are outputs float32, to be added over a group?"""
 
     with_gates: bool = False
     unrounded: bool = False
-    groups_queries = True
     gradient_of = ""
 
     @property
@@ -150,14 +168,6 @@ class InputGradients(ScanResult):
         if not self.with_gates:
             return record()
         return record(row_dots=array(3), states=array(4, dtype), carried_dots=array(3), state_dots=array(3))
-
-    @inlined
-    def query_head(self, key_head, group, first, width):
-        return key_head * group + first // width
-
-    @inlined
-    def value_head(self, key_head, group, group_head):
-        return key_head
 
     @inlined
     def fill_values(self, v, z, j, gV, gZ, at):
@@ -239,4 +249,5 @@ def gradient_forms(kind: type[Gate], everything: bool) -> Iterator[tuple[Gate, S
             yield gate, QueryGradients(with_gates, unrounded), varlen
             yield ReversedGate(gate), KeyGradients(with_gates, unrounded), varlen
         if not unrounded:
-            yield ReversedGate(gate), ScanOutputs(), varlen
+            yield from ((ReversedGate(gate), result, varlen) for result in (ScanOutputs(), ScanStates(), GroupedStates()))
+            yield gate, GroupedStates(), varlen

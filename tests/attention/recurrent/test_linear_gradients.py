@@ -8,6 +8,7 @@ from poison import Packing, as_on_a_device
 
 import attention
 from attention import reference
+from attention.plans import recurrent_chunks
 
 FAMILIES = "sm_90", "sm_80"
 every_family = pytest.mark.parametrize("family", FAMILIES)
@@ -88,6 +89,14 @@ def test_as_compiled(as_compiled):
     """The PTX of Hopper's kernels, for two chunks of which one is shorter."""
     as_compiled("sm_90a")
     check(OnInterpreter(), case(66, heads=1))
+
+
+@pytest.mark.parametrize(("family", "decay", "segments"), [("sm_90", "token", 3), ("sm_80", "none", 5), ("sm_90", "head", 5)])
+def test_segments(place, monkeypatch, nothing_known, family, decay, segments):
+    """Of which the last in memory, the first of reversed scans, has a shorter chunk, and states are composed by the last pass
+    or before it. Each chunk has a state of its own, whose product with its gradient gates' gradients need."""
+    monkeypatch.setattr(recurrent_chunks, "count_segments", lambda *_: segments)
+    check(place, case(64 * segments - 30, decay, key_dim=16, value_dim=32), family=family)
 
 
 # ---- gates -----------------------------------------------------------------------------------------------------------
