@@ -35,7 +35,11 @@ REFERENCE = {  # page: (title, modules), which show the names in __all__, or wit
     "fuse": ("fuse", ["fuse", "fuse.language.functions"]),
     "operators": ("fuse.operators", ["fuse.operators"]),
 }
-TEXT = re.compile(r"^```.*?^```$|`[^`\n]*`|\]\(([^)\s]+)\)", re.M | re.S)  # code, which stays, or a link's target
+CODE = r"^```.*?^```$|`[^`\n]*`"
+LINK = r"\]\((?P<link>[^)\s]+)\)"
+SIGN = r"(?P<sign><(?!/?[a-z]+[ />]|https?:|!--))"  # < that begins no HTML: GitHub shows it, Python-Markdown takes it for HTML
+NESTED = r"(?P<nested>^ {2,3}(?=- ))"  # an item of a list in a list, which is indented by 4 for Python-Markdown
+TEXT = re.compile("|".join((CODE, LINK, SIGN, NESTED)), re.M | re.S)
 
 
 def address(path: str) -> str:
@@ -47,7 +51,7 @@ def address(path: str) -> str:
 
 def targets(text: str) -> list[str]:
     """Where the links of a page lead to, other sites and places in the page itself left out."""
-    links = (match[1] for match in TEXT.finditer(text) if match[1])
+    links = (match["link"] for match in TEXT.finditer(text) if match["link"])
     return [link for link in links if not re.match(r"[a-z]+:|#", link)]
 
 
@@ -84,7 +88,8 @@ def names_of(module: str) -> tuple[list[str], list[str]]:
             names = node.value.func.value.value.split() if split else [x.value for x in node.value.elts if hasattr(x, "value")]
         elif isinstance(node, ast.ImportFrom) and node.level == 1 and place.is_dir():
             paths += [f"{module}.{alias.name}.{alias.name}" for alias in node.names if alias.name == node.module]
-    return [name for name in names if isinstance(name, str) and not (place / name).is_dir()], paths
+    functions = {path.rpartition(".")[2] for path in paths}
+    return [name for name in names if isinstance(name, str) and (name in functions or not (place / name).is_dir())], paths
 
 
 def reference_page(title: str, modules: list[str]) -> str:
@@ -108,13 +113,15 @@ def directive(path: str, options: dict) -> str:
 
 
 def turned(text: str, page: str) -> str:
-    """The text of a page, its links turned into links of the site."""
+    """The text of a page for mkdocs: its links are links of the site, and it looks as on GitHub."""
     here = posixpath.dirname(address(page))
 
     def turn(match):
+        if match["sign"] or match["nested"]:
+            return "&lt;" if match["sign"] else "    "
         if not targets(match[0]):
             return match[0]
-        link, hash, anchor = match[1].partition("#")
+        link, hash, anchor = match["link"].partition("#")
         return f"]({posixpath.relpath(address(resolved(link, page)), here or '.')}{hash}{anchor})"
 
     return TEXT.sub(turn, text)
