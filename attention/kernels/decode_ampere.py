@@ -50,7 +50,7 @@ from ..parts.decode.splits import FixedSplits, StreamKSplits
 from ..parts.decode.token_rows import PackedRows, UniformRows
 from ..parts.norms import Normed
 from ..parts.online_softmax import LOWEST_FLOAT, Softmax, over_sum
-from ..parts.variant import ScoreContext, Variant, arrays_of
+from ..parts.variant import TokenHeadContext, Variant, arrays_of
 
 SLAB_COLS = 32  # columns of O that a warp merges at a time: one panel of float32
 
@@ -369,7 +369,7 @@ def make(config: Config):
                 descale_lookup = product.look_up_descales(descale_pipes, cache, sequence, later, span.end, params)
             rows = row_index(O.col_vec) + row
             token = rows // group
-            ctx = ScoreContext(
+            ctx = TokenHeadContext(
                 sequence, rows - token * group + head * group, token, span.shift, tokens, span.end, params, aux, 0
             )
             ctx = ctx._replace(precomputed=variant.precompute(ctx))

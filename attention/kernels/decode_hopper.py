@@ -27,7 +27,7 @@ from ..parts.decode.outputs import FinalOrPartialOutput, FinalOutput, OutputTile
 from ..parts.decode.splits import FixedSplits, StreamKSplits
 from ..parts.key_sources import IndexedCache, OneBuffer, PagedKeys
 from ..parts.online_softmax import LOWEST_FLOAT, Softmax, over_sum
-from ..parts.variant import ScoreContext, Variant, arrays_of
+from ..parts.variant import TokenHeadContext, Variant, arrays_of
 
 KV, CONSUMERS = 64, 2  # keys of a tile; warpgroups that share out the tiles of keys
 PRODUCER = CONSUMERS
@@ -239,7 +239,7 @@ def make(config: Config):
                 )
                 first, n, span = find_tiles(work, first_token, last_token, tokens, params)
                 unmasked_end = int32(span.end - (last_token - first_token))
-                ctx = ScoreContext(
+                ctx = TokenHeadContext(
                     sequence, my_rows - token * group + head * group, token, span.shift, tokens, span.end, params, aux, 0
                 )
                 ctx = ctx._replace(precomputed=variant.precompute(ctx))

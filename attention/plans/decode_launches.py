@@ -14,15 +14,16 @@ from tiles.launching.launch import kernel_for
 from ..families import HOPPER_FAMILY, uses_hopper_kernels
 from ..kernels import cache_write, decode_ampere, decode_combine, decode_hopper
 from ..parts.decode.cache_loaders import DenseLoader, IndexedLoader, PagedLoader
-from ..parts.decode.key_window import AlibiRows, GrowingKeyWindow, KeyWindow, MaskedRows, ScoredRows, WholeCacheWindow
+from ..parts.decode.key_window import GrowingKeyWindow, KeyWindow, ScoredRows, WholeCacheWindow
 from ..parts.decode.outputs import FinalOrPartialOutput, FinalOutput, PackedPartialOutput, PartialOutput
 from ..parts.decode.products import Fp8KeyScaledProducts, Fp8Products, SameDtypeProducts
 from ..parts.decode.splits import FixedSplits, StreamKSplits, choose_share_count, choose_split_count, underfills_gpu
 from ..parts.decode.token_rows import PackedRows, UniformRows
 from ..parts.key_sources import IndexedCache, OneBuffer, PagedKeys
 from ..parts.online_softmax import SLACK
-from ..parts.scores import Capped, Scored, Sunk
+from ..parts.scores import BiasedAhead, Capped, Scored, Sloped, Sunk
 from ..parts.variant import Both, Variant
+from ..parts.visibility import Masked
 from . import prefill_from_cache
 from .cache_append import has_descale_per_key, norm_operands, plan_append
 from .decode_norms import DecodeNorms
@@ -320,13 +321,15 @@ def _build_scores(
         parts.append(Capped())
         args["per_cap"], unit = unit / options.softcap, options.softcap
     if "alibi" in problem:
-        parts.append(AlibiRows())
+        parts.append(Sloped(ordered=False, last=False))
         args |= {"slopes": expand_axes(problem, "alibi", ("sequences", "heads")), "per_slope": 1 / unit}
     if options.score is not None:
-        parts.append(ScoredRows(options.score))
-        args["score_unit"], unit = unit, 1.0
+        scored = ScoredRows(options.score)
+        parts.append(scored)
+        added, unit = scored.bind_unit(unit)
+        args |= added
     if options.mask is not None:
-        parts.append(MaskedRows(options.mask))
+        parts.append(Masked(options.mask))
     variant = functools.reduce(Both, parts) if parts else Variant()
     if "sink" not in problem:
         return variant, Variant(), unit, args, {}
