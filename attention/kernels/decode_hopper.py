@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from numba import cuda
 from numpy import int32
 
-from ops import columns, divmod, exp2, finish_sum, grid, load, log2, maximum, row_index, store, subtile, warpgroup, zeros
+from ops import columns, divmod, exp2, finish_sum, grid, load, maximum, row_index, store, subtile, warpgroup, zeros
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, sv
 from tiles.launching.arguments import FLOAT, INT, array, record
 from tiles.layout import WARPGROUP
@@ -124,7 +124,7 @@ def make(config: Config):
     K, V = st(KV, config.head_dim, INPUT), st(KV, config.value_dim, INPUT)
     QUERIES = st(ROWS, config.head_dim, INPUT)
     Q = rt(16, QUERIES.panel_cols, INPUT)
-    O, HALF = rt(16, config.value_dim, fp32), config.value_dim // 2
+    S, O, HALF = rt(16, KV, fp32), rt(16, config.value_dim, fp32), config.value_dim // 2
     O_HALF, STAGED = rt(16, HALF, fp32), config.stages
     PANELS, LEFT, ALLOWS_LOW_SCORES = QUERIES.panels, window.left, variant.allows_low_scores
     softmax = Softmax(O)
@@ -166,9 +166,10 @@ def make(config: Config):
     @inlined
     def attend_tile(state, j, key, unmasked_end, tiles, ctx, scale, slack):
         """The softmax's state after tile j of keys, from `key` on. All rows see all keys before `unmasked_end`."""
+        prefetched = variant.prefetch(S, ctx, key)
         s = warpgroup.wait(warpgroup.mm_ABt(tiles.q, tiles.k.wait(j)))
         tiles.k.release(j)
-        s = variant.mask(variant.score(s, ctx, key), ctx, key, -math.inf)
+        s = variant.mask(variant.score_by(s, prefetched, ctx, key), ctx, key, -math.inf)
         if LEFT or key + KV > unmasked_end:
             s = window.mask(s, ctx, key, ctx.seqlen_k)
         state = state.update_max(s, None, scale, slack)
@@ -201,7 +202,7 @@ def make(config: Config):
         o = my_half * my_weight + warpgroup.load(subtile(tiles.o_half, ROWS, 1 - me), O_HALF) * other_weight
         result.store(over_sum(o, l), out_tile, int32(HALF * me), params)
         if me == 0:
-            result.store_lse(m + log2(l) / scale, scale, out_tile, params)
+            result.store_row_sums(m, l, scale, out_tile, params)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def attend(

@@ -13,7 +13,7 @@ from typing import Any
 from numba import cuda
 from numpy import int32
 
-from ops import col_index, divmod, row_index, where
+from ops import divmod, where
 from tiles import inlined, static
 from tiles.launching.arguments import INT, record
 from tiles.layout import LANES

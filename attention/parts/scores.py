@@ -6,7 +6,7 @@ from typing import Any
 
 from numpy import float32, int32
 
-from ops import abs, col_index, exp2, full, load, maximum, minimum, row_index, tanh, where, zeros
+from ops import abs, col_index, exp2, full, load, maximum, minimum, tanh, where, zeros
 from tiles import bf16, dtype, fp32, inlined, rt, static
 from tiles.launching.arguments import FLOAT, array
 
