@@ -79,6 +79,7 @@ class FinalOutput:
             store(params.lse, lse * (scale * LN2), ctx, cols=2)
 
 
+@static
 class PartialOutput(FinalOutput):
     """O and lse go to scratch memory, in float32, as the partial output of one split of the keys. keeps_sums: go row maxima and
     row sums there instead of lse? Of scores that are very low lse would be the maximum alone, and not say how many keys there
