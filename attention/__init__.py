@@ -13,6 +13,8 @@ _importable = _run_path(
 if _why := _importable["obstacle"]():
     raise ImportError(_why)
 
+__version__: str = _importable["VERSION"]
+
 __all__ = [
     "append",
     "backward",
@@ -26,6 +28,7 @@ __all__ = [
     "hedgehog",
     "lightning",
     "linear",
+    "linear_backward",
     "linear_step",
     "mamba2",
     "mla_decode",
@@ -43,6 +46,7 @@ _HOMES = {  # module: its public functions
     "public.delta_rules": ("delta_rule",),
     "public.hedgehog_features": ("hedgehog",),
     "public.linear_family": ("gla", "lightning", "linear", "retention"),
+    "public.linear_gradients": ("linear_backward",),
     "public.mamba": ("mamba2",),
     "public.token_steps": ("linear_step",),
     "public.softmax_backward": ("backward",),
@@ -60,6 +64,7 @@ if TYPE_CHECKING:  # for editors and type checkers
     from .public.delta_rules import delta_rule
     from .public.hedgehog_features import hedgehog
     from .public.linear_family import gla, lightning, linear, retention
+    from .public.linear_gradients import linear_backward
     from .public.mamba import mamba2
     from .public.mla_decoding import mla_decode
     from .public.softmax_backward import backward

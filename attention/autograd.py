@@ -43,8 +43,8 @@ class AttentionFunction(torch.autograd.Function):
             return (None,) * (3 + len(ctx.names))
         *tensors, out, lse = saved = ctx.saved_tensors
         if not torch.compiler.is_compiling():  # graphs have no transforms
-            *tensors, out, lse = map(_unwrap, saved)
-            if _is_second_derivative((dout, dlse), tensors, out is not saved[-2]):
+            *tensors, out, lse = map(unwrap, saved)
+            if is_second_derivative((dout, dlse), tensors, out is not saved[-2]):
                 raise NotImplementedError(f"{NO_SECOND_DERIVATIVES}; leave create_graph=True out")
         with torch.no_grad():
             options = {**ctx.options, **({"deterministic": True} if torch.are_deterministic_algorithms_enabled() else {})}
@@ -114,7 +114,7 @@ def _save(ctx: Any, names: tuple[str, ...], options: dict[str, Any], tensors: Se
     ctx.save_for_backward(*tensors, *results)
 
 
-def _unwrap(x: Any) -> Any:
+def unwrap(x: Any) -> Any:
     """x, or the tensor that it wraps if its torch.func transform has ended, as in calls of the function that torch.func.vjp
     returned."""
     return torch._C._functorch.get_unwrapped(x) if torch._C._functorch.maybe_get_level(x) == FINISHED else x
@@ -130,7 +130,7 @@ def _out_gradient(dout: Any, out: Any) -> Any:
     return torch.zeros_like(out) if dout is None else make_tma_contiguous(dout)
 
 
-def _is_second_derivative(of_results: Sequence[Any], tensors: Sequence[Any], finished: bool) -> bool:
+def is_second_derivative(of_results: Sequence[Any], tensors: Sequence[Any], finished: bool) -> bool:
     """Are second derivatives requested? (torch's `once_differentiable` does not notice it if the gradients of results are
     constants, and then omits the derivatives.) finished: has the transform that computes these gradients ended? If not, it
     encloses this call."""

@@ -51,6 +51,8 @@ from .kernels import (
     forward_ampere,
     forward_fp8_hopper,
     forward_hopper,
+    gate_gradient,
+    gate_gradient_token_loop,
     gla_hopper,
     gla_states_hopper,
     hedgehog_hopper,
@@ -65,6 +67,7 @@ from .kernels import (
     norm_gradients,
     rotary_rows,
     sink_gradient,
+    sum_head_groups,
     transpose_values,
 )
 from .kernels import mla_fp8 as mla_quantised
@@ -105,11 +108,13 @@ MODULES = {
         mamba2_shared_heads_hopper,
         compose_final_state,
         compose_segment_states,
+        gate_gradient,
+        sum_head_groups,
     ),
     "delta": (delta_hopper, delta_states_hopper, kda_hopper, kda_states_hopper, delta_compose_states_hopper),
     "based": (based_hopper,),
     "hedgehog": (hedgehog_hopper,),
-    "tokens": (linear_token_loop,),
+    "tokens": (linear_token_loop, gate_gradient_token_loop),
 }
 SHOWN_MNEMONICS = ("HGMMA", "HMMA", "UTMALDG", "LDGSTS", "LDSM", "MUFU", "FFMA", "LDL", "STL")  # in the table; --json has all
 KERNEL_DECORATORS = "inlined", "cuda.jit"  # decorators of device functions and kernels

@@ -19,6 +19,8 @@ from .plans.call_options import window_ends
 from .plans.gradient import NO_SECOND_DERIVATIVES
 from .public.projected_qkv import projected, projected_backward
 
+__all__ = ["Attention"]
+
 NORMS = "q_norm", "k_norm"
 NO_OPTION = "layout", "out", "lse", "return_lse", "accumulate", "stream"  # of a call of the module
 

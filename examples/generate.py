@@ -57,7 +57,7 @@ class Generated:
 
     @property
     def step(self):
-        """Seconds of a step."""
+        """The median of the seconds that a step takes."""
         return statistics.median(self.seconds)
 
 
@@ -117,7 +117,7 @@ def captured(step):
 
 
 class NoBar(contextlib.nullcontext):
-    """No bar."""
+    """It stands in for a progress bar where none is shown."""
 
     def __enter__(self):
         return self
@@ -127,7 +127,7 @@ class NoBar(contextlib.nullcontext):
 
 
 def main(argv=None):
-    """The command: {name: Generated}."""
+    """The command line is run; the result is {name: Generated}."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     device = "cuda" if torch.cuda.is_available() else "cpu"
     size = GenerationSize() if device == "cuda" else TINY

@@ -21,6 +21,8 @@ from runpy import run_path as _run_path
 if _why := _run_path(str(_Path(__file__).parents[1] / "tiles/importable.py"))["obstacle"]():  # `tiles` may be another's
     raise ImportError(_why)
 
+from tiles import __version__ as __version__
+
 from .calls.fused import Fused, compile, kernel
 from .calls.torch_backend import backend
 from .language.functions import *  # noqa: F403

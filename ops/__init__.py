@@ -12,6 +12,8 @@ from runpy import run_path as _run_path
 if _why := _run_path(str(_Path(__file__).parents[1] / "tiles/importable.py"))["obstacle"]():  # `tiles` may be another's
     raise ImportError(_why)
 
+from tiles import __version__ as __version__
+
 from . import block, cluster, complex, grid, matmul, raw, warpgroup
 from . import printing as _printing  # print takes tiles  # noqa: F401
 from .elementwise import convert as _convert  # dtypes become callable  # noqa: F401

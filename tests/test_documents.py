@@ -24,10 +24,10 @@ from tiles.launching.arguments import parameters
 from tiles.op import OPS
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted(f"docs/{page.name}" for page in ROOT.glob("docs/*.md"))
+PAGES = sorted(page.relative_to(ROOT).as_posix() for page in [*ROOT.glob("docs/*.md"), *ROOT.glob("docs/start/*.md")])
 WITH_KERNELS = [page for page in PAGES if all(word in (ROOT / page).read_text() for word in ("@cuda.jit", "tiles.launch("))]
 NOTES = ["bench/NOTES.md", *sorted(f"bench/notes/{page.name}" for page in ROOT.glob("bench/notes/*.md"))]
-DOCUMENTS = ["README.md", "CONTRIBUTING.md", *PAGES, *NOTES]
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", *PAGES, *NOTES]
 EXAMPLE = ROOT / "examples" / "gemm.py"
 
 

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import re
 from collections import defaultdict
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -18,6 +19,7 @@ PAGE = ROOT / "docs" / "house.md"
 # forward asks for what takes torch's tensors, where there are some.
 LATE = {
     ("attention.plans.forward_programs", "attention.autograd"),
+    ("attention.public.linear_family", "attention.linear_autograd"),
     ("fuse.calls.gradient_choice", "fuse.calls.gradient_function"),
     ("fuse.language.terms", "fuse.language.expression_text"),
     ("tiles.op", "tiles.dtypes"),
@@ -205,6 +207,14 @@ def test_numba_is_named_where_kernels_are_compiled():
             theirs = {x.partition(".")[0] for x in (*names, source)} & {"numba", "numba_cuda", "llvmlite"}
             kernels = source == "numba" and {a.name for a in node.names} == {"cuda"} if theirs and source else False
             assert not theirs or kernels, f"{file}:{node.lineno}"
+
+
+def test_the_picture_names_the_modules_of_packages_and_of_calls():
+    """Those that lie directly in a package, and those that a call goes through."""
+    picture = re.findall(r"\w+", PAGE.read_text().split("```")[1])
+    rooms = {*PACKAGES, "tiles.calls"}
+    names = {m.rpartition(".")[2] for m in modules(ROOT) if m.rpartition(".")[0] in rooms} - {"__main__"}
+    assert names - {folder.rpartition(".")[2] for folder in folders()} - {*picture} == set()
 
 
 def test_the_page_names_every_folder():

@@ -1,7 +1,10 @@
-"""What pip installs, works: a wheel built from the tree, in a folder of its own, used from elsewhere."""
+"""What pip installs, works: a wheel built from the tree, in a folder of its own, used from elsewhere; and what a release says
+of itself."""
 
+import ast
 import importlib.metadata
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -9,6 +12,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+import tiles
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("tiles", "ops", "attention", "fuse")
@@ -69,3 +74,31 @@ def test_attention_runs_from_it(site, tmp_path):
 def test_the_doctor_comes_with_it(site, tmp_path):
     report = run(sys.executable, "-m", "tiles", "doctor", cwd=tmp_path, PYTHONPATH=str(site))
     assert "tiles works here" in report and str(site / "ops") in report
+    assert f"in the source distribution, numba_tiles-{tiles.__version__}.tar.gz" in report
+
+
+def test_it_has_the_version_of_the_packages(wheel):
+    assert wheel.name.split("-")[1] == tiles.__version__
+
+
+def messages():
+    """(file, text) of the strings of all modules that are no docstrings: what errors and reports are made of."""
+    for file in (file for name in PACKAGES for file in (ROOT / name).rglob("*.py")):
+        tree = ast.parse(file.read_text())
+        alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in alone:
+                yield file, node.value
+
+
+def test_messages_name_no_file_that_it_lacks():
+    """Where pip installed the wheel there are no docs, examples and tests."""
+    lacking = re.compile(r"\b(docs|examples|bench|tests)/\w|\b(README|CONTRIBUTING)\b")
+    found = [(file.relative_to(ROOT).as_posix(), text) for file, text in messages() if lacking.search(text)]
+    assert found == []
+
+
+def test_files_of_a_release_name_its_version():
+    """The next section of CHANGELOG.md, and CITATION.cff."""
+    assert re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.M)[1] == tiles.__version__
+    assert re.search(r"^version: (\S+)", (ROOT / "CITATION.cff").read_text(), re.M)[1] == tiles.__version__

@@ -1,6 +1,8 @@
 """Tiles for Numba-CUDA: what a tile is, where its elements lie, and how a kernel made of them is launched."""
 
-from .importable import importing
+from .importable import VERSION, importing
+
+__version__: str = VERSION
 
 with importing():
     from .compiling import sources  # before the others: it digests what they are read from  # noqa: F401

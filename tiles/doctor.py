@@ -16,7 +16,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from .importable import NEEDED, ROOT, SIMULATOR, simulated
+from .importable import NEEDED, ROOT, SIMULATOR, VERSION, simulated
 
 OF_NUMBA_CUDA = ("numba-cuda", "cuda-core", "cuda-bindings", "nvidia-nvjitlink")  # what numba-cuda[cu13] brings
 PACKAGES = ("numba", "llvmlite", "numpy", "ml_dtypes", "greenlet", *OF_NUMBA_CUDA)
@@ -42,7 +42,11 @@ def version(name) -> str | None:
 
 
 def packages():
-    """Python and the packages that tiles is made with."""
+    """Our own version and documentation, Python, and the packages that tiles is made with."""
+    yield Finding("numba-tiles", f"{VERSION}, {ROOT}")
+    pages = ROOT / "docs" / "kernel.md"  # other packages, too, may leave a folder of this name
+    elsewhere = f"in the source distribution, numba_tiles-{VERSION}.tar.gz: docs/ and examples/"
+    yield Finding("documentation", str(pages.parent) if pages.exists() else elsewhere)
     yield Finding("python", f"{platform.python_version()}, {sys.executable}")
     for name in PACKAGES:
         installed = version(name)

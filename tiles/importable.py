@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+VERSION = "0.1.0"  # of numba-tiles, for pyproject.toml and as `__version__` of each package
 ROOT = Path(__file__).resolve().parents[1]
 NEEDED = ("tiles", "ops")  # packages that others of ours import by name
 MARK = "importable"  # an __init__.py of ours names this module

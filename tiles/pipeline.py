@@ -12,15 +12,15 @@
 As with rings, the j-th tile lies in slot j % stages, whoever asks. Groups are counted by each thread, over all its pipelines.
 
 A warp that reads no rows but those that it copies itself needs no other warp: `own` waits for these alone, and nobody meets.
-What lies in pages, `fill_pages` brings, once `look_up` has said in which. When all is read, `reuse` gives the memory to
-something else.
+Rows in pages (a paged cache): `look_up` reads their page numbers from the page table, `fill_pages` copies them; both stand in
+paged_copies.py. When all is read, `reuse` gives the memory to something else.
 
 Tiles may be vectors (`sv`), of numbers of 4 bytes: a lane brings a number, and they may lie any stride apart.
 """
 
 from dataclasses import dataclass, replace
 
-from . import cp_async, layout
+from . import cp_async, layout, paged_copies
 from .compiling import ptx
 from .compiling.numba_types import compile_time, void
 from .interpreter import current_warp
@@ -33,7 +33,7 @@ from .values import SharedTile
 @compile_time
 @dataclass(frozen=True)
 class pipeline:
-    """`stages` copies of one shared tile or vector. All `warps` warps of the block fill each of them, every warp its share of
+    """`stages` copies of one shared tile or vector. All `warps` warps of the block fill each of them, each warp its rows of
     the rows."""
 
     tile: st | sv
@@ -59,8 +59,8 @@ class pipeline:
         return self.start + j % self.stages * self.tile.room
 
     @property
-    def share(self):
-        """Rows that a warp copies."""
+    def warp_rows(self):
+        """Rows (of a vector, numbers) of a tile that each warp copies."""
         return cp_async.rows_of(self.tile) // self.warps
 
     @op
@@ -71,16 +71,16 @@ class pipeline:
         lies along axis `cols` of the array, at any stride."""
         warp = _opened(self, j)
         if end is None or j < end:
-            warp.copy_async(_tile(self, j), source, at, rows, cols, piece, _own(self, warp))
+            warp.copy_async(_tile(self, j), source, at, rows, cols, piece, _rows_of_warp(self, warp))
         warp.commit_group((self.name, j))
 
     @op
     def look_up(self, pages, size, at, last, begin=None):
-        """The pages in which this warp's rows of a tile lie, for `fill_pages`: row n of sequence s is row n % size of page
-        pages[s, n // size], int32 or int64; or of page n // size, if `pages` is None. at: (sequence, the tile's first row).
-        No page numbers are read from row `last` on, nor before row `begin`: of these rows something else arrives. The look-up
-        starts here, and is waited for where it is needed: two tiles ahead it costs no time."""
-        return current_warp().look_up(pages, size, at, last, _own(self, current_warp()), begin)
+        """The pages in which this warp's rows of a tile lie, for `fill_pages`. pages: the page table, of int32 or int64: row n
+        of sequence s is row n % size of page pages[s, n // size]; or of page n // size, if it is None. at: (sequence, the
+        tile's first row). No page numbers are read from row `last` on, nor before row `begin`: of these rows something else
+        arrives. The look-up starts here, and is waited for where it is needed: two tiles ahead it costs no time."""
+        return current_warp().look_up(pages, size, at, last, _rows_of_warp(self, current_warp()), begin)
 
     @op
     def fill_pages(self, j, pool, page_rows, at, last, end=None, piece=cp_async.CHUNK_BYTES):
@@ -89,17 +89,17 @@ class pipeline:
         become 0."""
         warp = _opened(self, j)
         if end is None or j < end:
-            warp.copy_pages(_tile(self, j), pool, page_rows, at, last, piece, _own(self, warp))
+            warp.copy_pages(_tile(self, j), pool, page_rows, at, last, piece, _rows_of_warp(self, warp))
         warp.commit_group((self.name, j))
 
     @op
     def own(self, j, newer=0):
-        """This warp's share of the rows of the j-th tile, which it has filled itself. It waits for all groups of its copies
+        """This warp's rows of the j-th tile, which it has filled itself. It waits for all groups of its copies
         except the `newer` newest, and for no other warp. If a tile is only ever read this way, a slot may be filled again as
         soon as the warp itself has read it, and has waited since."""
         warp = _opened(self, j)
         warp.wait_group(newer, (self.name, j))
-        return _share(self, j, warp.index)
+        return _warp_tile(self, j, warp.index)
 
     @op
     def reuse(self, tile):
@@ -134,21 +134,22 @@ def _tile(pipe, j):
     return SharedTile(pipe.tile, pipe.slot(j), f"tile {j} of pipeline {pipe.name!r}")
 
 
-def _own(pipe, warp):
+def _rows_of_warp(pipe, warp):
     """The rows of a tile that a warp copies."""
-    return range(pipe.share * warp.index, pipe.share * (warp.index + 1))
+    return range(pipe.warp_rows * warp.index, pipe.warp_rows * (warp.index + 1))
 
 
-def _part(pipe):
-    """(the type of a warp's share of a tile, its bytes)"""
+def _warp_tile_type(pipe):
+    """(the type of the rows of a tile that a warp copies, their bytes)"""
     if isinstance(pipe.tile, sv):
-        return replace(pipe.tile, length=pipe.share), pipe.share * cp_async.NUMBER
-    return replace(pipe.tile, rows=pipe.share), pipe.share * pipe.tile.width
+        return replace(pipe.tile, length=pipe.warp_rows), pipe.warp_rows * cp_async.NUMBER
+    return replace(pipe.tile, rows=pipe.warp_rows), pipe.warp_rows * pipe.tile.width
 
 
-def _share(pipe, j, warp):
-    full_tile, (part, nbytes) = _tile(pipe, j), _part(pipe)
-    first = 0 if isinstance(part, sv) else pipe.share * warp
+def _warp_tile(pipe, j, warp):
+    """The rows of the j-th tile that a warp copies, as a tile."""
+    full_tile, (part, nbytes) = _tile(pipe, j), _warp_tile_type(pipe)
+    first = 0 if isinstance(part, sv) else pipe.warp_rows * warp
     return SharedTile(part, full_tile.address + nbytes * warp, f"warp {warp}'s rows of {full_tile.name}", first=first)
 
 
@@ -160,7 +161,7 @@ def _address(b, pipe, base, j):
 
 def _fill(b, pipe, base, j, end, copy):
     """A group of copies, which copy(address of the tile, the warp's first row) starts if j < end."""
-    first = b.mul(b.warp(), b.u32(pipe.share))
+    first = b.mul(b.warp(), b.u32(pipe.warp_rows))
     wanted = b.icmp_signed("<", b.u32(j), b.u32(2**31 - 1 if end is None else end))
     with b.if_then(wanted):
         copy(_address(b, pipe, base, j), first)
@@ -173,13 +174,13 @@ def _(pipe, j, source, at, rows: int, cols: int, end, piece: int):
     cp_async.check_copy("fill", pipe.tile, source, at, rows, cols, piece)
     if not (end is None or integer(end)):
         raise TypeError(f"fill: end must be an integer, got {end}")
-    share = pipe.share
+    warp_rows = pipe.warp_rows
 
     def emit(b, base, j, array, at, _, __, last, ___):
         def copy(address, first):
             if isinstance(pipe.tile, sv):
-                return cp_async.lower_copy_numbers(b, source, pipe.tile, address, array, at, cols, share, first)
-            cp_async.lower_copy(b, source, pipe.tile, address, array, at, rows, cols, piece, share, first)
+                return cp_async.lower_copy_numbers(b, source, pipe.tile, address, array, at, cols, warp_rows, first)
+            cp_async.lower_copy(b, source, pipe.tile, address, array, at, rows, cols, piece, warp_rows, first)
 
         _fill(b, pipe, base, j, None if end is None else last, copy)
 
@@ -188,14 +189,14 @@ def _(pipe, j, source, at, rows: int, cols: int, end, piece: int):
 
 @lowers(pipeline.look_up)
 def _(pipe, pages, size, at, last, begin):
-    page_rows, emit = cp_async.page_rows_type(pipe.tile, pipe.share, pages, size, at, last, begin)
-    return page_rows, lambda b, _, *values: emit(b, b.mul(b.warp(), b.u32(pipe.share)), *values)
+    page_rows, emit = paged_copies.look_up_rule(pipe.tile, pipe.warp_rows, pages, size, at, last, begin)
+    return page_rows, lambda b, _, *values: emit(b, b.mul(b.warp(), b.u32(pipe.warp_rows)), *values)
 
 
 @lowers(pipeline.fill_pages)
 def _(pipe, j, pool, page_rows, at, last, end, piece: int):
     needs_index("fill_pages", j)
-    copies = cp_async.lower_copy_pages("fill_pages", pipe.tile, pipe.share, pool, page_rows, at, last, piece)
+    copies = paged_copies.copy_pages_rule("fill_pages", pipe.tile, pipe.warp_rows, pool, page_rows, at, last, piece)
     if not (end is None or integer(end)):
         raise TypeError(f"fill_pages: end must be an integer, got {end}")
 
@@ -213,7 +214,7 @@ def _(pipe, j, newer: int):
     needs_index("own", j)
     if newer < 0:
         raise TypeError(f"own: newer must be 0 or more, got {newer}")
-    part, nbytes = _part(pipe)
+    part, nbytes = _warp_tile_type(pipe)
 
     def emit(b, base, j, _):
         ptx.copy_wait(b, newer)

@@ -133,11 +133,11 @@ class ring:
 
     @op
     def fill_pages(self, j, pool, pages, size, at, last, parts=1, begin=None):
-        """The same for a tile with rows in pages: row n of sequence s is row n % size of page pages[s, n // size] of the pool,
-        a tensor (page, row, ...) whose rows are counted one by one. at: (sequence, row, ...), as if there were no pages; the
-        row is a multiple of a part's rows. The tile comes in so many parts, at most 32, each of which lies in one page. Page
-        numbers of rows from `last` on are not read, nor those before row `begin`, and parts that have no other rows are 0.
-        Page numbers are int32 or int64."""
+        """The same for a tile with rows in pages of a pool, a tensor (page, row, ...) whose rows are counted one by one. pages:
+        the page table, of int32 or int64: row n of sequence s is row n % size of page pages[s, n // size]. at: (sequence, row,
+        ...), as if there were no pages; the row is a multiple of a part's rows. The tile comes in so many parts, at most 32,
+        each of which lies in one page. Page numbers of rows from `last` on are not read, nor those before row `begin`, and
+        parts that have no other rows are 0."""
         if current_warp().rank == 0:
             _slot(self, j).fill_pages(current_warp(), j, pool, pages, size, at, last, parts, begin)
 

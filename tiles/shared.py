@@ -2,16 +2,17 @@
 
 smem = shared(q=ring(Q, 2, readers=4), k=ring(K, STAGES, readers=8), full=barrier(1))     # offsets, barriers, nbytes
 q, k, full = smem.open()                                                                  # in the kernel
+memory = smem.open()                                                                      # or so: memory.q, memory.k
 """
 
+from collections import namedtuple
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 
 from .compiling import ptx
-from .compiling.numba_types import Value, compile_time
+from .compiling.numba_types import compile_time, numba_type
 from .interpreter import Mbarrier, Slot, current_warp
 from .layout import LANES
-from .numba_names import types
 from .op import lowers, op
 from .pipeline import pipeline
 from .ring import BARRIER_BYTES, empty_barrier, full_barrier, needs_whole, ring, tile_of
@@ -20,6 +21,12 @@ from .values import SharedTile
 
 ALIGN = TILE_ALIGN  # of a block's shared memory
 STAGED = (ring, pipeline)
+
+
+@lru_cache(None)
+def opened_class(names):
+    """The class of named tuples that plans with items of these names open as."""
+    return namedtuple("OpenedMemory", names)
 
 
 @compile_time
@@ -69,8 +76,8 @@ class shared:
 
     @op
     def open(self):
-        """The items, in order, with their barriers ready in all blocks of a cluster that share a ring. Every thread of the
-        block calls it once, before anything else."""
+        """The items, a named tuple in their order, with their barriers ready in all blocks of a cluster that share a ring.
+        Every thread of the block calls it once, before anything else."""
         block, warp = current_warp().block, current_warp()
         if block.smem != self:
             smem = block.smem or "no shared memory: tiles.launch(.., shared=plan) does"
@@ -97,7 +104,11 @@ class shared:
                 raise warp.hazard(cause, "plan")
             block.cluster.barrier.arrive(warp)
             block.cluster.barrier.wait(warp)
-        return tuple(item if isinstance(item, STAGED) else block.opened[name] for name, item in self.items.items())
+        return self.opened(item if isinstance(item, STAGED) else block.opened[name] for name, item in self.items.items())
+
+    def opened(self, values):
+        """The named tuple of these values, one for each item."""
+        return opened_class(tuple(self.items))(*values)
 
 
 @lowers(shared.open)
@@ -119,6 +130,7 @@ def _(smem):
             ptx.cluster_arrive(b)
             ptx.cluster_wait(b)
         at = [base if isinstance(i, STAGED) else b.add(base, b.u32(smem.starts[n])) for n, i in smem.items.items()]
-        return b.context.make_tuple(b, types.BaseTuple.from_types([Value(i) for i in smem.items.values()]), at)
+        return b.context.make_tuple(b, numba_type(items), at)
 
-    return tuple(smem.items.values()), emit
+    items = smem.opened(smem.items.values())
+    return items, emit

@@ -1,8 +1,15 @@
-"""What GPU architectures have, as far as it is known without a GPU: a new one gets a row here. On a card `Device`
-(launching/devices.py) asks the driver for its shared memory, and planners pass that to kernels, whose tables of tiles
-(`BY_SHARED_MEMORY` in forward_ampere.py, `SHAPES_BY_LIMIT` in decode_ampere.py, ...) have an entry a size.
+"""What GPU architectures have, as far as it is known without a GPU: shared memory, warps, TMA, wgmma, fp8, tensor cores. On a
+card `Device` (launching/devices.py) asks the driver for its shared memory.
 
-Nothing else in the library compares architectures: kernels and planners ask a Target what it has."""
+A new architecture gets:
+
+- a row in MULTIPROCESSORS and in TENSOR_FLOP, and in HAS of tests/tiles/test_architectures.py;
+- if its shared memory is of a new size, maybe entries in the kernels' tables of tiles (BY_SHARED_MEMORY in forward_ampere.py,
+  SHAPES_BY_LIMIT in decode_ampere.py, mla_ampere.py and mla_fp8.py). Without one, it takes the next smaller size's;
+- a place in ARCHS of fuse/inspect.py, so that operators are compiled for it. `python -m attention inspect --arch` takes any.
+
+Nothing else in the library compares architectures: kernels and planners ask a Target what it has, and fuse's cost model asks a
+Card (fuse/planning/cost.py), which is made of the driver's numbers."""
 
 import functools
 import re
@@ -23,6 +30,8 @@ MULTIPROCESSORS = {
     (12, 0): (48, 24, 100),
     (12, 1): (48, 24, 100),
 }
+# FLOP of 16-bit products with fp32 sums, a cycle and multiprocessor (NVIDIA's white papers).
+TENSOR_FLOP = {(8, 0): 2048, (8, 6): 512, (8, 7): 1024, (8, 9): 512, (9, 0): 4096, (10, 0): 8192, (12, 0): 512}
 RESERVED = 1024  # bytes of shared memory that the system keeps in each block
 
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+__all__ = ["index_first_axis", "pad_input", "unpad_input"]
+
 
 def unpad_input(hidden_states: Any, attention_mask: Any, unused_mask: Any = None) -> tuple[Any, Any, Any, int, Any]:
     """(tokens, indices, cu_seqlens, max_seqlen, seqused). tokens: the rows of hidden_states (batch, seqlen, ...) where

@@ -26,6 +26,18 @@ import attention
 
 from .arguments import drop_none, refuse
 
+__all__ = [
+    "chunk_delta_rule",
+    "chunk_gated_delta_rule",
+    "chunk_gdn",
+    "chunk_gla",
+    "chunk_kda",
+    "chunk_lightning_attn",
+    "chunk_linear_attn",
+    "chunk_retention",
+    "chunk_simple_gla",
+]
+
 
 def chunk_linear_attn(
     q: Any,

@@ -37,6 +37,16 @@ import attention
 
 from .arguments import ERRORS, draw_dropout_options, drop_none, full_int32, refuse, rename_arguments
 
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+]
+
 OPEN = (-1, -1)
 SCORES = {"scale": "softmax_scale", "window": "window_size", "alibi": "alibi_slopes"}  # {our name: FlashAttention's}, in errors
 FORWARD = SCORES | {"dropout": "dropout_p", "cu_seqlens": "cu_seqlens_q", "lengths_k": "seqused_k"}

@@ -22,6 +22,8 @@ from typing import Any
 from .arguments import drop_none, refuse
 from .flash_attn import CACHES, OPEN, attend, attend_cache, attend_packed, convert_score_options
 
+__all__ = ["flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
+
 CACHES_FA3 = CACHES | {"pages": "page_table"}
 
 

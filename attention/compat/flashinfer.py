@@ -28,6 +28,8 @@ import attention
 from .arguments import drop_none, refuse
 from .flashinfer_plan import PlannedWrapper, read_indptr, read_indptr_like, to_device_of
 
+__all__ = ["BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper", "BatchPrefillWithRaggedKVCacheWrapper"]
+
 LOG2_E = math.log2(math.e)
 MAX_MASK_BITS = 2**24  # bits of a custom mask: their indices are computed in float32
 

@@ -14,6 +14,8 @@ import attention
 from .arguments import ERRORS, attend_heads_first, drop_none, refuse, rename_arguments
 from .captured_arrays import lift_captured_arrays
 
+__all__ = ["flex_attention", "listed"]
+
 ARGUMENT_NAMES = {
     "q": "query",
     "k": "key",

@@ -35,6 +35,8 @@ from .arguments import draw_dropout_options, drop_none, refuse
 from .huggingface_linear import linear_layers as linear_layers
 from .huggingface_masks import MAX_DECODE_TOKENS, MaskInfo, create_mask, find_documents, read_mask, split_documents
 
+__all__ = ["linear_layers", "register"]
+
 
 def register(name: str = "tiles") -> None:
     """Make transformers know our attention and its masks as attn_implementation=name."""

@@ -145,12 +145,12 @@ def _parse_mask_function(mask_function: Callable) -> MaskInfo | None:
     whose closure cannot be read (torch 2.13)."""
     window, documents = None, None
     try:
-        for piece in _split_mask_function(mask_function):
-            if piece.__code__ is WINDOWED:
-                (window,) = _closure_values(piece)
-            elif piece.__code__ is PACKED:
-                (documents,) = _closure_values(piece)
-            elif piece.__code__ is not CAUSAL:
+        for part in _split_mask_function(mask_function):
+            if part.__code__ is WINDOWED:
+                (window,) = _closure_values(part)
+            elif part.__code__ is PACKED:
+                (documents,) = _closure_values(part)
+            elif part.__code__ is not CAUSAL:
                 return None
     except AttributeError:
         return None
@@ -161,8 +161,8 @@ def _split_mask_function(function: Callable) -> Iterator[Callable]:
     """The mask functions whose conjunction this one is. Tokens of a document are as far apart as their positions are, so it
     does not matter which of the two a function compares."""
     if function.__code__ is AND:
-        for piece in _closure_values(function)[0]:
-            yield from _split_mask_function(piece)
+        for part in _closure_values(function)[0]:
+            yield from _split_mask_function(part)
     elif function.__code__ is MOVED:
         yield from _split_mask_function(_closure_values(function)[0])
     else:

@@ -6,6 +6,8 @@ from typing import Any
 
 from .arguments import ERRORS, array_namespace, attend_heads_first, draw_dropout_options, drop_none, refuse, rename_arguments
 
+__all__ = ["scaled_dot_product_attention"]
+
 ARGUMENT_NAMES = {"q": "query", "k": "key", "v": "value", "bias": "attn_mask", "dropout": "dropout_p", "causal": "is_causal"}
 
 

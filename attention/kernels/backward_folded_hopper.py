@@ -136,7 +136,9 @@ def make(config: Config):
         raster_group: INT, group: INT, partials: INT, splits: INT, scale: FLOAT, unit: FLOAT,
     ):  # fmt: skip
         """dK and dV of a key block, and what it adds to dQ. backward_hopper.py documents the parameters."""
-        k, v, q, do, ds_ring, dq_ring, lse_delta, bias = bias_tiles.open(smem)
+        memory = smem.open()
+        k, v, q, do, lse_delta = memory.k, memory.v, memory.q, memory.do, memory.lse_delta
+        ds_ring, dq_ring, bias = memory.ds, memory.dq, bias_tiles.ring_of(memory)
         grid.follow()
         wg = warpgroup.id()
         block, batch_head = order.place(tiling, cuda.blockIdx.x, blocks, batch_heads, raster_group)

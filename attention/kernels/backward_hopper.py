@@ -188,7 +188,9 @@ def make(config: Config):
         (backward_combine.py): one for each of `splits` parts of the query tiles of each group of `group` query heads. P =
         exp2(`scale` s
         - lse), where s is what the variant makes of `unit` Q K^T."""
-        k, v, q, do, ds_ring, dq_ring, lse_delta, bias = bias_tiles.open(smem)
+        memory = smem.open()
+        k, v, q, do, lse_delta = memory.k, memory.v, memory.q, memory.do, memory.lse_delta
+        ds_ring, dq_ring, bias = memory.ds, memory.dq, bias_tiles.ring_of(memory)
         grid.follow()
         wg = warpgroup.id()
         block, batch_head = order.place(tiling, cuda.blockIdx.x, blocks, batch_heads, raster_group)

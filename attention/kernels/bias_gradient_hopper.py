@@ -132,7 +132,8 @@ def make(config: Config):
         """Tile number blockIdx, and every gridDim-th after it, of the `dbias_tiles` tiles of dBias, which has `bias_heads`
         heads, `bias_q_tiles` query tiles and `blocks` key blocks; `batches` and `heads` share each. The weight of a score s is
         exp2(`scale` s - lse); `group` query heads share a key head."""
-        q, k, v, do, tiles = bias_tiles.open(smem)
+        memory = smem.open()
+        q, k, v, do, tiles = memory.q, memory.k, memory.v, memory.do, bias_tiles.ring_of(memory)
         wg = warpgroup.id()
         t = n = int32(0)  # dBias tiles, and tiles of Q and K, so far
         if wg == CONSUMERS:

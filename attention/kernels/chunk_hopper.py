@@ -33,11 +33,13 @@ from tiles.targets import LARGE, Target
 
 from ..parts.recurrent.block_exponent import BlockExponent
 from ..parts.recurrent.gates import COL_VEC, ROW_VEC, TILE, Gate, HeadGate, Mamba2Gate, TokenGate
+from ..parts.recurrent.gradients import gradient_forms
 from ..parts.recurrent.results import ScanOutputs, ScanResult, scan_forms
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 
 WIDE_KEY_DIM = 128  # beyond it a state takes half of a warpgroup's registers: two warpgroups have half of the channels each
 REGISTERS = {(1, 2): (48, 208), (2, 1): (72, 216), (1, 1): (88, 256)}  # (warpgroups, blocks an SM) -> of producer, of consumer
+ROOMY_REGISTERS = 200, 256  # likewise, of a single consumer: what both read before they part would spill in fewer
 CUMSUM_WARPS = warpgroup.WARPGROUP - 1  # warps of the producer that compute b, a chunk each in turn
 GATE_BYTES = 4 * 1024  # bytes of shared memory for gates and mbarriers
 STAGES = 3  # chunks in flight, at most
@@ -62,9 +64,31 @@ class Config:
         return 2 if self.key_dim > WIDE_KEY_DIM else 1
 
     @property
+    def row_parts(self):
+        """The number of warpgroups or warps that each have a part of the row sums of a block of columns."""
+        return self.key_parts
+
+    @property
     def supports_segments(self):
         """Can sequences be cut into segments?"""
         return True
+
+    @property
+    def supports_result(self):
+        """Do registers hold what the result takes? Where they do not, another kernel computes it."""
+        if not self.result.dots_states or not self.varlen:
+            return True
+        return self.consumers == 1 and self.key_parts == 1
+
+    @property
+    def registers(self):
+        """(registers of a thread of the producer, of a consumer)"""
+        alone = self.consumers * self.key_parts == 1 and self.ctas_per_sm == 1
+        return (
+            ROOMY_REGISTERS
+            if alone and self.result.dots_states
+            else REGISTERS[self.consumers * self.key_parts, self.ctas_per_sm]
+        )
 
     @property
     def ctas_per_sm(self):
@@ -96,7 +120,7 @@ class Config:
     def stages(self):
         """The number of chunks in flight, as shared memory allows."""
         keys, values = self.key_parts * self.key.nbytes, self.consumers * self.value.nbytes
-        chunk = (1 + self.result.has_outputs) * keys + (1 + self.result.silu) * values
+        chunk = (1 + self.result.has_outputs) * keys + (1 + self.result.reads_z) * values
         fixed = self.consumers * keys + values + self.partial_o.nbytes + GATE_BYTES
         return min(STAGES, (LARGE - fixed) // chunk)
 
@@ -111,8 +135,8 @@ KINDS: tuple[type[Gate], ...] = Gate, HeadGate, TokenGate, Mamba2Gate
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
-    """The configurations: all gates at all sizes, other results and varlen at one size. everything: all of these at all sizes,
-    and fp16, whose code takes as many registers as bf16's."""
+    """The configurations: all gates at all sizes, other results and varlen at one size, and gradients. everything: all of these
+    at all sizes, and fp16, whose code takes as many registers as bf16's."""
     if target.has_wgmma:
         for of, size, kind in itertools.product((bf16, fp16) if everything else (bf16,), SIZES, KINDS):
             all_forms = (everything and of is bf16) or (size[0] == WIDE_KEY_DIM and kind in (TokenGate, Mamba2Gate))
@@ -120,6 +144,12 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
                 yield Config(*size, of, gate, result, varlen)
             if all_forms and kind in (HeadGate, TokenGate):  # Mamba-2's scale is 1
                 yield Config(*size, of, kind(scale_at_end=True), ScanOutputs())
+            if kind is not Mamba2Gate and (everything or kind is TokenGate or size == SIZES[-2]):
+                all_forms = everything or size == (WIDE_KEY_DIM, 1)
+                for gate, result, varlen in gradient_forms(kind, all_forms):
+                    config = Config(*size, of, gate, result, varlen)
+                    if config.supports_result:
+                        yield config
 
 
 @functools.cache
@@ -127,14 +157,16 @@ def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     CONSUMERS, KEY_PARTS, INPUT, gate, result = config.consumers, config.key_parts, config.dtype, config.gate, config.result
     PRODUCER, KEYS = CONSUMERS * KEY_PARTS, config.key.cols  # the warpgroup after those of the consumers
-    (producer_registers, consumer_registers), STATE = REGISTERS[CONSUMERS * KEY_PARTS, config.ctas_per_sm], rt(16, KEYS, fp32)
-    TRANSPOSED, seq_layout = rt(16, CHUNK, INPUT), SequenceLayout(config.varlen)
+    (producer_registers, consumer_registers), STATE = config.registers, rt(16, KEYS, fp32)
+    TRANSPOSED, seq_layout = rt(16, CHUNK, INPUT), SequenceLayout(config.varlen, gate.reversed)
     block_exponent = BlockExponent(gate.weighted and INPUT is fp16)
     TMA_KEYS, TMA_VALUES = tiled(config.key, unit=1), tiled(config.value, unit=1)
-    if result.reads_values and result.has_outputs:
+    if result.reads_values and result.has_outputs and not result.unrounded:
         OUTPUT = seq_layout.output_argument(config.value)
     else:
-        OUTPUT = array(3 if result.has_outputs else 4)
+        OUTPUT = array(4 if result.reads_values else 3)
+    HALF_STATE = rt(16, KEYS // 2, INPUT)
+    PARAMS, SCALES_OUTPUTS = result.params(INPUT), not (gate.folds_scale or gate.reversed or result.scales_scores)
 
     def key_ring(used=True):
         """A ring of tiles of keys or queries, with the channels of one key part each, which all consumers read. used: are there
@@ -153,7 +185,7 @@ def make(config: Config):
         q=key_ring(result.has_outputs),
         k=key_ring(),
         v=value_ring(result.reads_values),
-        z=value_ring(result.silu, 1),
+        z=value_ring(result.reads_z, KEY_PARTS if result.groups_queries else 1),
         b=vectors,
         a=vectors,
         state=st(COLUMNS * CONSUMERS * KEY_PARTS, KEYS, INPUT),
@@ -179,7 +211,7 @@ def make(config: Config):
         gQ: TMA_KEYS, gK: TMA_KEYS, gV: TMA_VALUES, gZ: TMA_VALUES, gGates: array(gate.rank), gA: array(2), gDtBias: array(2),
         gD: array(2), gNormalizer: array(3), gO: OUTPUT, gInitialState: array(4), gLocalStates: array(5), gFinalState: array(4),
         gTotalDecays: array(4), gCuSeqlens: ENDS, length: INT, blocks: INT, segments: INT, scanned: INT,
-        states_per_sequence: INT, heads: INT, group: INT, width: INT, scale: FLOAT,
+        states_per_sequence: INT, heads: INT, group: INT, width: INT, scale: FLOAT, params: PARAMS,
     ):  # fmt: skip
         """The outputs of a segment, or its local state and total decay. `group` value heads share a key head, and each is
         `width` blocks of 64 columns wide. There are thread blocks for the first `scanned` of the `segments`. gInitialState: the
@@ -194,15 +226,16 @@ def make(config: Config):
             warpgroup.release_registers(producer_registers)
             warp = cuda.threadIdx.x // 32 - 4 * PRODUCER
             if warp == 0:
+                query_head = result.query_head(key_head, group, CONSUMERS * block, width)
                 for j in range(n):
                     token = seq.chunk_start(j)
                     for part in range(KEY_PARTS):
-                        k.fill(KEY_PARTS * j + part, gK, (seq.batch, token, key_head, part))
+                        k.fill(KEY_PARTS * j + part, gK, (seq.batch, token, query_head, part))
                         if result.has_outputs:
-                            q.fill(KEY_PARTS * j + part, gQ, (seq.batch, token, key_head, part))
+                            q.fill(KEY_PARTS * j + part, gQ, (seq.batch, token, query_head, part))
                     for c in range(CONSUMERS):
                         group_head, column = divmod(CONSUMERS * block + c, width)
-                        at = seq.batch, token, key_head * group + group_head, column
+                        at = seq.batch, token, result.value_head(key_head, group, group_head), column
                         result.fill_values(v, z, CONSUMERS * j + c, gV, gZ, at)
             elif gate.per_token:
                 for slot in range(warp - 1, CONSUMERS * n, CUMSUM_WARPS):
@@ -229,6 +262,7 @@ def make(config: Config):
                 )
             e = block_exponent.initial_exponent(s_t)
             s_t = block_exponent.ldexp(s_t, -e)
+            first_index = seq_layout.chunk_index(seq.start, sequence, length)
             g, segment_b, log2_scale = gate.load_head_gate(gGates, head), float32(0), log2(zeros(COL_VEC) + scale)
             d = load(gD, ROW_VEC, (head, row))
             if not result.reads_values:
@@ -237,6 +271,9 @@ def make(config: Config):
                 warpgroup.sync_several(KEY_PARTS)
             for j in range(n):
                 slot, key_slot, remaining = int32(CONSUMERS * j + c), int32(KEY_PARTS * j + part), seq.remaining(j)
+                index = int32(first_index + seq.chunk_number(j))
+                result.dot_state(params, s_t, HALF_STATE, index, head, row, col, KEY_PARTS * column + part)
+                result.store_state(params, s_t, index, head, row, col)
                 keys, values = k.wait(key_slot), result.wait_values(v, out, slot)
                 seq_layout.zero_other_rows(keys, remaining, CONSUMERS)
                 if result.reads_values:
@@ -253,19 +290,26 @@ def make(config: Config):
                 if gate.folds_scale:
                     b_rows = b_rows + log2_scale
                 if result.has_outputs:
-                    p = INPUT(gate.decay_scores(warpgroup.wait(s, newer=1), block_exponent.shift_key_decay(b_rows, e), a_cols))
+                    p = gate.decay_scores(warpgroup.wait(s, newer=1), block_exponent.shift_key_decay(b_rows, e), a_cols)
+                    p = INPUT(result.scale_scores(gate.scale_keys(p, scale), scale))
                     o = gate.decay(warpgroup.wait(o), block_exponent.shift_state_decay(b_rows, e_before, e))
+                    o = result.scale_scores(o, scale)
+                    state_part = KEY_PARTS * column + part
+                    result.dot_carried(seq_layout, params, o, z, slot, index, head, state_part, TRANSPOSED, remaining)
                     o = warpgroup.mma_AB(o, p, values)
                     q.release(key_slot)
                 v_t = fp32(warpgroup.load_transposed(values, TRANSPOSED))
-                v_t = INPUT(gate.decay_values(v_t, a_cols, block_exponent.shift_key_decay(b_last, e)))
+                v_t = gate.decay_values(v_t, a_cols, block_exponent.shift_key_decay(b_last, e))
+                v_t = INPUT(gate.scale_keys(v_t, scale))
                 s_t = gate.decay(s_t, block_exponent.shift_state_decay(b_last, e_before, e))
                 s_t, segment_b = warpgroup.mma_AB(s_t, v_t, keys), segment_b + b_last
                 token = seq.chunk_start(j)
                 if result.has_outputs:
-                    o = block_exponent.ldexp(warpgroup.wait(o, newer=1), e) * (1.0 if gate.folds_scale else scale)
+                    o = block_exponent.ldexp(warpgroup.wait(o, newer=1), e) * (scale if SCALES_OUTPUTS else 1.0)
                     if KEY_PARTS == 1 or part > 0:
                         o = result.add_skip(o, values, d, TRANSPOSED)
+                    row_part = KEY_PARTS * (head * width + column) + part
+                    result.store_row_dots(params, o, z, slot, (seq, token, row_part), TRANSPOSED)
                     o = reduce_key_parts(o, partial_o, j, part)
                     if KEY_PARTS == 1 or part == 0:
                         o = result.normalize_and_gate(o, z, slot, gNormalizer, (seq.batch, token, head), TRANSPOSED)

@@ -325,7 +325,7 @@ def make(config: Config):
         the `group` query heads of one of `tokens` tokens. The weight of a score s is exp2(`scale` s). slack: by how much the
         row maximum may lag behind the scores."""
         memory = smem.open()
-        q, k, v, scratch, descale_pipes = memory[0], memory[1], memory[2], memory[3], memory[4:]
+        q, k, v, scratch, descale_pipes = memory.q, memory.k, memory.v, memory.scratch, memory[4:]
         if PDL and IS_PARTIAL:
             grid.release()  # decode_combine.py's blocks may begin, and wait
         rest, index = divmod(cuda.blockIdx.x, row_tiles)

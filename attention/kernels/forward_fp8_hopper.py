@@ -299,7 +299,8 @@ def make(config: Config):
     ):  # fmt: skip
         """O = softmax(Q K^T / sqrt(D)) V like forward_hopper.py's `attend`, of arrays that are multiplied by descales: by the
         numbers qk_descale and v_descale, and by the elements of gQDescale, gKDescale and gVDescale."""
-        q, k, values = v_transpose.unpack(smem.open())
+        memory = smem.open()
+        q, k, values = memory.q, memory.k, v_transpose.rings_of(memory)
         me = warpgroup.id()
         block, batch_head = tiling.place(persistent_tile(0), blocks, batch_heads, raster_group)
         block, batch, head = sequences.find_tile(block, batch_head, heads, params)

@@ -345,7 +345,8 @@ def make(config: Config):
         """O = softmax(Q K^T / sqrt(D)) V and its log-sum-exp, with the variant's changes of scores. There are `blocks` query
         tiles for each of `batch_heads` pairs of head and batch, in raster groups of `raster_group` pairs; `group` query heads
         share a key head; exp2(scale s) is the weight of a score s; the row maximum may grow by `slack` before O is rescaled."""
-        q, k, v, tiles, p_smem = weights.unpack(bias_tiles.open(smem))
+        memory = smem.open()
+        q, k, v, tiles, p_smem = memory.q, memory.k, memory.v, bias_tiles.ring_of(memory), weights.tile_of(memory)
         me = warpgroup.id()
         r = j = int32(0)  # query tiles and key blocks so far
         if me == PRODUCER:

@@ -33,14 +33,16 @@ LARGEST_KEY_DIMS = (
     256,
 )  # that fill the registers of their number of blocks: if these do not spill, none do
 MAX_GRID_YZ = 65535  # blocks along the second and third axis of a grid
-FLAGS = "delta", "normalize", "varlen", "single"
+FLAGS = "delta", "normalize", "varlen", "single", "reversed", "groups_queries"
 
 
 @dataclass(frozen=True)
 class Config:
     """A kernel's configuration. key_dim: the rows of a state. decay: "token" or "channel", what has a decay of its own, "" if
     nothing decays. delta: is it the delta rule? normalize: are outputs normalized? varlen: are sequences packed (cu_seqlens)?
-    single: is there one token only, with states that allow accesses of 16 bytes?"""
+    single: is there one token only, with states that allow accesses of 16 bytes? reversed: does it begin with the last token?
+    Then a token's decay comes after its output, and the scale multiplies keys. groups_queries: do the heads of a group share
+    values, instead of queries and keys? (parts/recurrent/gradients.py)"""
 
     key_dim: int
     decay: str = ""
@@ -48,6 +50,8 @@ class Config:
     normalize: bool = False
     varlen: bool = False
     single: bool = False
+    reversed: bool = False
+    groups_queries: bool = False
 
     @property
     def splits_rows(self):
@@ -101,6 +105,9 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
             yield from (Config(key_dim, decay, delta, varlen=not single, single=single) for single in (True, False))
         if not delta and (everything or decay == "token"):
             yield Config(key_dim, decay, normalize=True)
+            yield from (Config(key_dim, decay, varlen=True, reversed=back, groups_queries=True) for back in (False, True))
+        if not delta and (everything or decay == "channel"):
+            yield Config(key_dim, decay, varlen=True, reversed=True)
 
 
 @functools.cache
@@ -108,6 +115,7 @@ def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     DECAY, DELTA, NORMALIZE = config.decay, config.delta, config.normalize
     SINGLE, SPLITS_ROWS, seq_layout = config.single, config.splits_rows, SequenceLayout(config.varlen)
+    REVERSED, GROUPS_QUERIES = config.reversed, config.groups_queries
     STATE = rt(config.rows, config.columns, fp32)
     KEYS, VALUES = STATE.col_vec, STATE.row_vec
     smem = shared(sums=sv(config.columns * config.warps, fp32), products=sv(4 * config.warps, fp32))
@@ -148,22 +156,31 @@ def make(config: Config):
             part = cuda.blockIdx.x * WARPS + warp
         if part < parts:
             key_head, _ = divmod(head, group)
+            query_head, value_head = (head, key_head) if GROUPS_QUERIES else (key_head, head)
             column = STATE.cols * part
             first, end, batch = seq_layout.sequence_tokens(gCuSeqlens, sequence, 1 if SINGLE else length)
             s = load(gInitialState, STATE, (sequence, head, row, column), aligned=SINGLE)
             if NORMALIZE:
                 z = load(gInitialZ, KEYS, (sequence, head, row))
-            for t in range(first, end):
-                k = load(gK, KEYS, (batch, t, key_head, row), aligned=True)
-                v = load(gV, VALUES, (batch, t, head, column), aligned=True)
+            for i in range(first, end):
+                t = first + end - 1 - i if REVERSED else i
+                k = load(gK, KEYS, (batch, t, query_head, row), aligned=True)
+                v = load(gV, VALUES, (batch, t, value_head, column), aligned=True)
                 decay = load_decay(gDecay, batch, t, head, row, column)
                 beta = load(gBeta, VALUES, (batch, t, head, column), aligned=False) if DELTA else 0.0
-                q = load(gQ, KEYS, (batch, t, key_head, row), aligned=True)
-                s = s * decay
+                q = load(gQ, KEYS, (batch, t, query_head, row), aligned=True)
+                if REVERSED:
+                    k = k * scale
+                else:
+                    s = s * decay
                 if DELTA:
                     v = beta * v - beta * sum_over_warps(col_sum(s * k), sums)
                 s = fma(k, v, s)
-                o = scale * sum_over_warps(col_sum(s * q), sums)
+                o = sum_over_warps(col_sum(s * q), sums)
+                if REVERSED:
+                    s = s * decay
+                else:
+                    o = scale * o
                 if NORMALIZE:
                     z = z * (tile_max(decay) if DECAY == "token" else decay) + k
                     o = o / (scale * sum_over_warps(tile_sum(z * q), products) + NORMALIZER_EPSILON)

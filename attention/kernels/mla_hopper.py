@@ -232,8 +232,8 @@ def make(config: Config):
         """The same attention, with the same parameters, as of mla_ampere.py's kernel. gRotary: rotated columns, of gLatent's
         array or their own. gDescale: (batch or page, row)."""
         memory = smem.open()
-        row_sum, descales = memory[6], memory[7] if HAS_DESCALES else None
-        tiles = LatentTiles(memory[0], memory[1], memory[2], memory[3], memory[4], memory[5], descales)
+        descales = memory.descales if HAS_DESCALES else None
+        tiles = LatentTiles(memory.q, memory.q_rotary, memory.latent, memory.rotary, memory.even_max, memory.odd_max, descales)
         if not IS_FINAL:
             grid.release()  # mla_combine.py's blocks may begin, and wait
         grid.wait()
@@ -262,9 +262,9 @@ def make(config: Config):
             else:
                 state = attend_odd_tiles(n, first, unmasked_end, state, tiles, ctx, group, scale, slack)
             my_sum = finish_sum(state.l)
-            warpgroup.store(subtile(row_sum, ROWS, me), my_sum)
+            warpgroup.store(subtile(memory.row_sum, ROWS, me), my_sum)
             warpgroup.sync_several(CONSUMERS)
-            l = my_sum + warpgroup.load(subtile(row_sum, ROWS, 1 - me), O.col_vec)
+            l = my_sum + warpgroup.load(subtile(memory.row_sum, ROWS, 1 - me), O.col_vec)
             result.store(over_sum(state.o, l), out_tile, int32(HALF * me), params)
             if me == 0:
                 result.store_lse(state.m + log2(l) / scale, scale, out_tile, params)

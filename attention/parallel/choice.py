@@ -23,8 +23,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from .call_pieces import ForwardCall
 from .orders import Span, Spans, contiguous_runs, count_tokens
+from .subcalls import ForwardCall
 from .ulysses import UlyssesAttention
 
 ITEM_BYTES = 2  # bytes of an element
@@ -218,7 +218,7 @@ def refusal(scheme: str, call: ForwardCall, queries: Sequence[Spans], keys: Sequ
         pairs = [(q, k) for spans in queries for q in spans for shard in keys for k in shard]
     try:
         for q, k in pairs:
-            call.piece(q, k)
+            call.subcall(q, k)
     except NotImplementedError as error:
         return str(error)
     return ""

@@ -17,7 +17,6 @@ import torch
 import attention
 
 from ..plans import remote_keys
-from .call_pieces import TILE, CallPiece, ForwardCall, use_alibi, write_unseen
 from .choice import FULL_GPU_TILES, MIN_STEP_BYTES, count_first_heads, is_mostly_local
 from .copy_schedule import CopySchedule, plan_copies
 from .gather_in_place import InPlaceGather, fits_tma
@@ -34,6 +33,7 @@ from .redistribution import (
     redistribute,
     start_reduce_scatter,
 )
+from .subcalls import TILE, ForwardCall, SubCall, use_alibi, write_unseen
 
 STEP_BYTES = MIN_STEP_BYTES  # see count_first_heads
 
@@ -41,14 +41,14 @@ STEP_BYTES = MIN_STEP_BYTES  # see count_first_heads
 class GatherStep(NamedTuple):
     """Keys that arrive together, and what is computed with them. heads: which key heads; plan: the Redistribution of keys and
     values (None: this rank's own, where they are); query_heads: those that read these key heads (None: all); call: the call of
-    these heads; parts: what is computed, as (rows of queries, CallPiece, rows of the gathered keys), where None stands for all
+    these heads; parts: what is computed, as (rows of queries, SubCall, rows of the gathered keys), where None stands for all
     rows."""
 
     heads: Span
     plan: Redistribution | None
     query_heads: slice | None
     call: ForwardCall
-    parts: list[tuple[slice | None, CallPiece | None, slice | None]]
+    parts: list[tuple[slice | None, SubCall | None, slice | None]]
 
 
 class GatherAttention:
@@ -76,32 +76,32 @@ class GatherAttention:
         steps = self._steps(q, k, call)
         pending = [None if step.plan is None else redistribute(self.peers, (k, step.plan), (v, step.plan)) for step in steps]
         if len(steps) == 1 and len(steps[0].parts) == 1 and steps[0].parts[0][0] is None:  # a single call of forward
-            ((_, piece, gathered),) = steps[0].parts
-            assert piece is not None and pending[0] is not None, "all queries see keys, which are received"
+            ((_, subcall, gathered),) = steps[0].parts
+            assert subcall is not None and pending[0] is not None, "all queries see keys, which are received"
             keys, values = pending[0].wait()
             if gathered is not None:
                 keys, values = keys[:, gathered], values[:, gathered]
-            return attention.forward(q, keys, values, return_lse=True, **piece.options)
+            return attention.forward(q, keys, values, return_lse=True, **subcall.options)
         out = q.new_empty((*q.shape[:3], v.shape[3]))
         lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
         for step, arriving in zip(steps, pending):
             keys, values = arriving.wait() if arriving else (k, v)
             heads = slice(None) if step.query_heads is None else step.query_heads
-            for rows, piece, gathered in step.parts:
+            for rows, subcall, gathered in step.parts:
                 rows = slice(None) if rows is None else rows
                 out_part, lse_part = out[:, rows, heads], lse[:, heads, rows]
-                if piece is None:
+                if subcall is None:
                     write_unseen(out_part, lse_part, step.call)
                 else:
                     arrays = q[:, rows, heads], *[x if gathered is None else x[:, gathered] for x in (keys, values)]
-                    attention.forward(*arrays, out=out_part, lse=lse_part, return_lse=True, **piece.options)
+                    attention.forward(*arrays, out=out_part, lse=lse_part, return_lse=True, **subcall.options)
         return out, lse
 
     def differentiate(
         self, dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, call: ForwardCall, sums: GradientAccumulator
     ) -> None:
         """Add the gradients of `attend` to `sums`."""
-        has_dropout = bool(call.options.get("dropout"))  # seeds depend on the piece: the pieces must be those of `attend`
+        has_dropout = bool(call.options.get("dropout"))  # seeds depend on the subcall: the subcalls must be those of `attend`
         groups = self._head_groups(k, call) if has_dropout else self._head_groups_backward(k)
         runs = None if has_dropout else contiguous_runs(self.queries[self.peers.rank])
         pending = [(heads, self._gather(k, v, call, heads)) for heads in groups]
@@ -110,12 +110,12 @@ class GatherAttention:
             keys, values = arriving.wait()
             dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (keys, values))
             query_heads, head_call = call.select_key_heads(heads)
-            for rows, piece, gathered in self._parts(head_call, runs):
-                if piece is not None:
+            for rows, subcall, gathered in self._parts(head_call, runs):
+                if subcall is not None:
                     arrays = dout[:, rows, query_heads], q[:, rows, query_heads], keys[:, gathered], values[:, gathered]
                     results = out[:, rows, query_heads], lse[:, query_heads, rows]
                     into = sums.dq[:, rows, query_heads], dk[:, gathered], dv[:, gathered]
-                    sums.add(piece, head_call, *arrays, *results, slice_dlse(dlse, rows, query_heads), into)
+                    sums.add(subcall, head_call, *arrays, *results, slice_dlse(dlse, rows, query_heads), into)
             owners = tuple([ShardRegion(spans, heads) for spans in self.keys])
             back = plan_redistribution(self.peers.rank, self._wanted_regions(call, heads), owners)
             totals = [x[:, :, slice(*heads)] for x in (sums.dk, sums.dv)]
@@ -159,7 +159,7 @@ class GatherAttention:
         if len(parts) == 1 and parts[0][1] is not None:
             parts = [(None, *parts[0][1:])]
         total = count_tokens(call.key_ranges(self.queries[self.peers.rank]))
-        parts = [(rows, piece, None if gathered == slice(0, total) else gathered) for rows, piece, gathered in parts]
+        parts = [(rows, subcall, None if gathered == slice(0, total) else gathered) for rows, subcall, gathered in parts]
         all_queries = heads == all_heads(k.shape[2])
         return GatherStep(heads, self._kv_plan(k, call, heads), None if all_queries else query_heads, head_call, parts)
 
@@ -176,12 +176,12 @@ class GatherAttention:
         for at, run, first in splits[rank]:
             for rows, parts in (Span(first, run.stop), local_parts), (Span(run.start, first), remote_parts):
                 row = at + rows.start - run.start
-                piece = call.piece(rows, call.key_range(rows), row)
-                if piece is not None:
-                    keys = slice(at + piece.keys.start - run.start, at + piece.keys.stop - run.start)
+                subcall = call.subcall(rows, call.key_range(rows), row)
+                if subcall is not None:
+                    keys = slice(at + subcall.keys.start - run.start, at + subcall.keys.stop - run.start)
                     if parts is remote_parts:
-                        keys = gathered_rows(call.key_ranges(remote[rank]), piece.keys)
-                    parts.append((slice(row, row + len(rows)), piece, keys))
+                        keys = gathered_rows(call.key_ranges(remote[rank]), subcall.keys)
+                    parts.append((slice(row, row + len(rows)), subcall, keys))
         wanted = tuple([ShardRegion(call.key_ranges(spans), heads) for spans in remote])
         sources = tuple([ShardRegion(spans, heads) for spans in self.keys])
         second = GatherStep(heads, plan_redistribution(rank, sources, wanted), None, call, remote_parts)
@@ -226,26 +226,26 @@ class GatherAttention:
         plan = self._kv_plan(k, call, heads)
         return redistribute(self.peers, (k, plan), (v, plan))
 
-    def _joined_parts(self, call: ForwardCall, q: Any) -> list[tuple[slice, CallPiece, slice]]:
+    def _joined_parts(self, call: ForwardCall, q: Any) -> list[tuple[slice, SubCall, slice]]:
         """This rank's spans as one part, if that is possible; else []."""
-        piece = self.cached.get("joined", False)
-        if piece is False:
-            piece = self.cached["joined"] = call.join_spans(self.queries[self.peers.rank], q.shape[0])
-        if piece is None:
+        subcall = self.cached.get("joined", False)
+        if subcall is False:
+            subcall = self.cached["joined"] = call.join_spans(self.queries[self.peers.rank], q.shape[0])
+        if subcall is None:
             return []
-        options = call.options | {"lengths_k": piece.options["lengths_k"]}
-        return [(slice(None), piece._replace(options=options), slice(*piece.keys))]
+        options = call.options | {"lengths_k": subcall.options["lengths_k"]}
+        return [(slice(None), subcall._replace(options=options), slice(*subcall.keys))]
 
     def _parts(
         self, call: ForwardCall, runs: Iterable[tuple[int, Span]] | None = None
-    ) -> Iterator[tuple[slice, CallPiece | None, slice]]:
-        """(rows, CallPiece, rows of the gathered keys) of each of this rank's spans, or of `runs`, (offset, span); the
-        CallPiece is None where no key is seen."""
+    ) -> Iterator[tuple[slice, SubCall | None, slice]]:
+        """(rows, SubCall, rows of the gathered keys) of each of this rank's spans, or of `runs`, (offset, span); the
+        SubCall is None where no key is seen."""
         spans = self.queries[self.peers.rank]
         for at, span in spans_with_offsets(spans) if runs is None else runs:
-            piece = call.piece(span, call.key_range(span), at)
-            keys = gathered_rows(call.key_ranges(spans), piece.keys) if piece else slice(0)
-            yield slice(at, at + len(span)), piece, keys
+            subcall = call.subcall(span, call.key_range(span), at)
+            keys = gathered_rows(call.key_ranges(spans), subcall.keys) if subcall else slice(0)
+            yield slice(at, at + len(span)), subcall, keys
 
 
 def gathered_rows(spans: Spans, one: Span) -> slice:

@@ -10,11 +10,11 @@ from typing import Any
 
 import attention
 
-from .call_pieces import ForwardCall
 from .gather import GatherAttention, gathered_rows
 from .gradients import GradientAccumulator, slice_dlse
 from .orders import spans_with_offsets
 from .redistribution import Redistribution, ShardRegion, all_heads, plan_redistribution, redistribute
+from .subcalls import ForwardCall
 
 
 class DeterministicGatherAttention(GatherAttention):
@@ -30,29 +30,29 @@ class DeterministicGatherAttention(GatherAttention):
         row_values = [x.transpose(1, 2) for x in (lse, dlse) if x is not None]
         pending = redistribute(self.peers, *[(x, plan) for x in (dout, q, out, *row_values)])
         keys, values = self._gather(k, v, call, all_heads(k.shape[2])).wait()
-        for rows, piece, gathered in self._parts(call):
-            if piece is not None:
+        for rows, subcall, gathered in self._parts(call):
+            if subcall is not None:
                 arrays = dout[:, rows], q[:, rows], keys[:, gathered], values[:, gathered], out[:, rows], lse[:, :, rows]
                 into = (sums.dq[:, rows],)  # without dk and dv, which this rank has of its own queries alone
-                sums.add(piece, call, *arrays, slice_dlse(dlse, rows), into, accumulate=False)
+                sums.add(subcall, call, *arrays, slice_dlse(dlse, rows), into, accumulate=False)
         dout, q, out, *row_values = pending.wait()
         lse, dlse, *_ = *[x.transpose(1, 2).contiguous() for x in row_values], None
         rank = self.peers.rank
         for at, span in spans_with_offsets(self.keys[rank]):
-            piece = call.piece(call.query_range(span), span)
-            if piece is None:
+            subcall = call.subcall(call.query_range(span), span)
+            if subcall is None:
                 continue
-            rows = gathered_rows(call.query_ranges(self.keys[rank]), piece.rows)
-            local = slice(at + piece.keys.start - span.start, at + piece.keys.stop - span.start)
+            rows = gathered_rows(call.query_ranges(self.keys[rank]), subcall.rows)
+            local = slice(at + subcall.keys.start - span.start, at + subcall.keys.stop - span.start)
             arrays = dout[:, rows], q[:, rows], k[:, local], v[:, local], out[:, rows], lse[:, :, rows]
-            _, dk, dv, *_ = attention.backward(*arrays, dlse=slice_dlse(dlse, rows), **piece.options)
+            _, dk, dv, *_ = attention.backward(*arrays, dlse=slice_dlse(dlse, rows), **subcall.options)
             sums.dk[:, local] += dk
             sums.dv[:, local] += dv
 
     @staticmethod
     def supports(call: ForwardCall) -> bool:
         """Can queries move to keys? Not with options that only their own ranks have (bias), that count from the last key, or
-        whose dropout seed depends on the piece."""
+        whose dropout seed depends on the subcall."""
         return not {"bias", "cu_seqlens", "cu_seqlens_k", "lengths_k", "alibi", "blocks", "seed"} & call.options.keys()
 
     def _query_plan(self, q: Any, call: ForwardCall) -> Redistribution:

@@ -9,10 +9,10 @@ from typing import Any
 from ..families import AMPERE_FAMILY, family_block_kv, family_name
 from ..parts.key_sources import BLOCK
 from ..plans import remote_keys
-from .call_pieces import CallPiece, ForwardCall
 from .orders import Span, Spans
 from .peers import Peers
 from .redistribution import Redistribution, StridedView, array_maker, strided_view
+from .subcalls import ForwardCall, SubCall
 
 SUPPORTED_OPTIONS = {"causal", "scale", "deterministic", "family"}
 ALIGNMENT = 16  # bytes: TMA reads addresses that are multiples of this
@@ -25,11 +25,11 @@ def supports_options(call: ForwardCall) -> bool:
 
 class InPlaceGather:
     """The messages and the launch for all calls with one signature. local_keys: the spans of this rank's keys. plan: the
-    Redistribution that brings all keys that its queries see. piece: the only launch."""
+    Redistribution that brings all keys that its queries see. subcall: the only launch."""
 
-    def __init__(self, k: Any, v: Any, local_keys: Spans, plan: Redistribution, piece: CallPiece, call: ForwardCall):
-        self.lengths, self.placement = piece.options["lengths_k"], build_key_placement(piece, local_keys, call)
-        rows = piece.keys.stop - count_keys_before(local_keys, piece.keys.stop)
+    def __init__(self, k: Any, v: Any, local_keys: Spans, plan: Redistribution, subcall: SubCall, call: ForwardCall):
+        self.lengths, self.placement = subcall.options["lengths_k"], build_key_placement(subcall, local_keys, call)
+        rows = subcall.keys.stop - count_keys_before(local_keys, subcall.keys.stop)
         self.key_messages, self.value_messages = (_MessagePlan(x, rows, local_keys, plan) for x in (k, v))
 
     @staticmethod
@@ -37,11 +37,11 @@ class InPlaceGather:
         k: Any, v: Any, queries: Spans, local_keys: Spans, plan: Redistribution, call: ForwardCall
     ) -> InPlaceGather | None:
         """The object for calls with this signature; None if they need concatenated keys."""
-        piece = call.join_spans(queries, k.shape[0], least=1) if call.plain and supports_options(call) else None
+        subcall = call.join_spans(queries, k.shape[0], least=1) if call.plain and supports_options(call) else None
         at_blocks = all([end % BLOCK == 0 or end == call.keys for span in local_keys for end in span])
-        if piece is None or not (plan.only_rows and plan.receives and at_blocks and len(local_keys) <= 2 and k.shape[0] == 1):
+        if subcall is None or not (plan.only_rows and plan.receives and at_blocks and len(local_keys) <= 2 and k.shape[0] == 1):
             return None
-        return InPlaceGather(k, v, local_keys, plan, piece, call) if remote_keys.serves(k.device, *call.head_dims) else None
+        return InPlaceGather(k, v, local_keys, plan, subcall, call) if remote_keys.serves(k.device, *call.head_dims) else None
 
     def attend(self, peers: Peers, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
         """(out, lse) of this rank's queries."""
@@ -74,9 +74,9 @@ class _MessagePlan:
         self.receives = [(rank, view(first, n, rows)) for rank, first, (_, n) in zip(plan.receives, firsts, targets)]
 
 
-def build_key_placement(piece: CallPiece, local_keys: Spans, call: ForwardCall) -> remote_keys.KeyPlacement:
+def build_key_placement(subcall: SubCall, local_keys: Spans, call: ForwardCall) -> remote_keys.KeyPlacement:
     """Which keys are this rank's, and the call's options, for kernels that read two buffers of keys."""
-    end = piece.keys.stop
+    end = subcall.keys.stop
     first, second = (local_keys + (Span(end, end),) * 2)[:2]
     spans = first.start, first.stop, second.start, second.stop
     return remote_keys.KeyPlacement(

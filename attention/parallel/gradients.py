@@ -1,4 +1,4 @@
-"""The gradients of a call, added up piece by piece."""
+"""The gradients of a call: the sums of those of its subcalls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 import attention
 
-from .call_pieces import CallPiece, ForwardCall
+from .subcalls import ForwardCall, SubCall
 
 OPTIONAL = "bias", "alibi", "aux"  # attention.backward computes their gradients on request
 
@@ -48,7 +48,7 @@ class GradientAccumulator:
 
     def add(
         self,
-        piece: CallPiece,
+        subcall: SubCall,
         call: ForwardCall,
         dout: Any,
         q: Any,
@@ -60,10 +60,10 @@ class GradientAccumulator:
         into: Sequence[Any],
         accumulate: bool = True,
     ) -> None:
-        """Add the gradients of a piece of a call of some heads. into: the slices of dq, dk and dv to which they are added.
-        accumulate: the kernel adds to them itself; this may select another kernel than one GPU would take, with other last
-        bits."""
-        options: dict[str, Any] = dict(piece.options)
+        """Add the gradients of a subcall of `call`, which has some of the heads. into: the slices of dq, dk and dv to which
+        they are added. accumulate: the kernel adds to them itself; this may select another kernel than one GPU would take, with
+        other last bits."""
+        options: dict[str, Any] = dict(subcall.options)
         learned = [name for name in OPTIONAL if name in options and any([x.startswith(name) for x in self.others])]
         has_sink, backward = "sink" in options, partial(attention.backward, dout, q, k, v, out, lse, dlse=dlse)
         if accumulate and not learned:
@@ -79,20 +79,20 @@ class GradientAccumulator:
             rest = gradients[3:]
         names = [name for name in ("bias", "alibi") if name in learned] + ["sink"] * has_sink
         if "aux" in learned:
-            names += [f"aux{n - piece.has_offsets}" for n, x in enumerate(options["aux"]) if x.is_floating_point()]
+            names += [f"aux{n - subcall.has_offsets}" for n, x in enumerate(options["aux"]) if x.is_floating_point()]
         for name, x in zip(names, rest, strict=True):
             if name in self.others:
-                self._slice_of(name, piece, call).add_(x)
+                self._slice_of(name, subcall, call).add_(x)
 
-    def _slice_of(self, name: str, piece: CallPiece, call: ForwardCall) -> Any:
-        """The slice of an array's gradient that belongs to a piece."""
+    def _slice_of(self, name: str, subcall: SubCall, call: ForwardCall) -> Any:
+        """The slice of an array's gradient that belongs to a subcall."""
         total, heads = self.others[name], slice(call.heads.start - self.first, call.heads.stop - self.first)
         if name in ("sink", "alibi"):
             return total[..., heads]
         if name == "bias":
             heads = heads if total.shape[1] > 1 else slice(None)
-            rows = slice(piece.bias_row, piece.bias_row + len(piece.rows)) if total.shape[2] > 1 else slice(None)
-            return total[:, heads, rows, slice(*piece.keys)]
+            rows = slice(subcall.bias_row, subcall.bias_row + len(subcall.rows)) if total.shape[2] > 1 else slice(None)
+            return total[:, heads, rows, slice(*subcall.keys)]
         return total
 
     def results(self, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:

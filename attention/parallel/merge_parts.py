@@ -1,16 +1,16 @@
-"""Merges the pieces of a ring step into fewer and larger calls, because at the end of each launch a part of the GPU idles."""
+"""Merges the subcalls of a ring step into fewer and larger calls, because at the end of each launch a part of the GPU idles."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
 
-from .call_pieces import POSITIONAL, CallPiece, ForwardCall
 from .positions import key_lengths
+from .subcalls import POSITIONAL, ForwardCall, SubCall
 
-UNMERGEABLE = POSITIONAL | {"alibi", "window", "seed"}  # options that depend on which queries and keys a piece has
-# rows of an array of queries, rows of an array of keys, and the piece that these queries see of these keys
-RingPart = tuple[slice, slice, CallPiece]
+UNMERGEABLE = POSITIONAL | {"alibi", "window", "seed"}  # options that depend on which queries and keys a subcall has
+# rows of an array of queries, rows of an array of keys, and the subcall that these queries see of these keys
+RingPart = tuple[slice, slice, SubCall]
 
 
 def merge_parts(parts: Sequence[RingPart]) -> list[RingPart]:
@@ -18,18 +18,18 @@ def merge_parts(parts: Sequence[RingPart]) -> list[RingPart]:
     that follow them; or if adjacent queries see all of the same keys. Parts with an option of UNMERGEABLE are not merged."""
     merged: list[RingPart] = []
     for one in parts:
-        rows, keys, piece = one
+        rows, keys, subcall = one
         last = merged[-1] if merged else one
-        follows = last[0] == rows and last[1].stop == keys.start and (_sees_all(one) or len(piece.keys) >= len(piece.rows))
+        follows = last[0] == rows and last[1].stop == keys.start and (_sees_all(one) or len(subcall.keys) >= len(subcall.rows))
         if follows and _sees_all(last) and _have_same_options(last, one):
             keys = slice(merged.pop()[1].start, keys.stop)
-        merged.append((rows, keys, piece))
+        merged.append((rows, keys, subcall))
     parts, merged = merged, []
     for one in parts:
-        rows, keys, piece = one
+        rows, keys, subcall = one
         if merged and _sees_all(merged[-1]) and _sees_all(one) and merged[-1][1] == keys and merged[-1][0].stop == rows.start:
             rows = slice(merged.pop()[0].start, rows.stop)
-        merged.append((rows, keys, piece))
+        merged.append((rows, keys, subcall))
     return merged
 
 
@@ -40,16 +40,16 @@ def merge_by_lengths(parts: Sequence[RingPart], call: ForwardCall, batch: int) -
     adjacent = all([one.stop == following.start for one, following in pairwise(rows)]) and not any([x.start for x in keys])
     if len(parts) < 2 or not adjacent or len({one.stop - one.start for one in rows}) > 1:
         return []
-    if any([_is_unmergeable(piece) or piece.options != parts[0][2].options for _, _, piece in parts]):
+    if any([_is_unmergeable(subcall) or subcall.options != parts[0][2].options for _, _, subcall in parts]):
         return []
     lengths = key_lengths(tuple([one.stop for one in keys]), batch, call.device)
     all_rows, all_keys = slice(rows[0].start, rows[-1].stop), slice(0, max([one.stop for one in keys]))
     return [(all_rows, all_keys, parts[-1][2]._replace(options=parts[0][2].options | {"lengths_k": lengths}))]
 
 
-def _is_unmergeable(piece: CallPiece) -> bool:
-    """Does an option of the piece depend on which queries and keys it has?"""
-    return not UNMERGEABLE.isdisjoint(piece.options)
+def _is_unmergeable(subcall: SubCall) -> bool:
+    """Does an option of the subcall depend on which queries and keys it has?"""
+    return not UNMERGEABLE.isdisjoint(subcall.options)
 
 
 def _sees_all(part: RingPart) -> bool:

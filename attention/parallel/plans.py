@@ -19,7 +19,6 @@ from ..names import argument_hint
 from ..options import check_flag
 from ..plans.forward_programs import FORWARD
 from .agreement import PLAIN_TYPES, cache_key, describe_value
-from .call_pieces import ForwardCall, use_window
 from .choice import MEMORY_FRACTION, SCHEMES, MachineSpeeds, SchemeChoice, choose, estimate, min_sweeps, plan_sweeps, refusal
 from .gather import GatherAttention
 from .gather_in_order import DeterministicGatherAttention
@@ -27,6 +26,7 @@ from .orders import Span, Spans, count_tokens, find_order
 from .peers import SINGLE_RANK, Peers
 from .redistribution import all_heads
 from .ring import RingAttention
+from .subcalls import ForwardCall, use_window
 from .ulysses import MeshGatherAttention, UlyssesAttention, merge_rank_spans
 from .whole_checks import COUNTS, check_tensors, check_values, check_whole, find_kv_block, parse_length
 

@@ -1,4 +1,4 @@
-"""Masks and scores of the whole sequence, shifted to the position of a piece, and the small arrays that hold that position."""
+"""Masks and scores of the whole sequence, shifted to a subcall's position, and the small arrays that hold it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tiles import inlined
 
 @functools.lru_cache(256)
 def shift_mask(mask: Callable, packed: bool) -> Callable:
-    """The mask evaluated at i + offsets[1], j + offsets[2] and h + offsets[0]: the first query, key and head of a piece.
+    """The mask evaluated at i + offsets[1], j + offsets[2] and h + offsets[0]: the first query, key and head of a subcall.
     packed: the offsets are those of each sequence."""
 
     inner = inlined(mask)
@@ -43,13 +43,13 @@ def shift_score(score: Callable, packed: bool) -> Callable:
 
 
 @functools.lru_cache(4096)
-def piece_offsets(head: int, row: int, key: int, device: Any) -> Any:
-    """The (head, query, key) at which a piece begins, as an array. Cached, because a copy to the device takes time."""
+def subcall_offsets(head: int, row: int, key: int, device: Any) -> Any:
+    """The (head, query, key) at which a subcall begins, as an array. Cached, because a copy to the device takes time."""
     return torch.tensor([head, row, key], dtype=torch.int32, device=device)
 
 
 def sequence_offsets(head: int, row: int, key: int, ends: Any) -> Any:
-    """piece_offsets for each of several packed sequences, (3, sequences)."""
+    """subcall_offsets for each of several packed sequences, (3, sequences)."""
     starts = ends[:-1]
     heads, rows, keys = (torch.full_like(starts, offset) for offset in (head, row, key))
     return torch.stack([heads, (rows - starts).clamp(min=0), (keys - starts).clamp(min=0)])

@@ -17,11 +17,11 @@ import torch
 
 import attention
 
-from .call_pieces import ForwardCall, write_unseen
 from .gradients import GradientAccumulator, slice_dlse
 from .merge_parts import RingPart, merge_by_lengths, merge_parts
 from .orders import Span, Spans, count_tokens, merge_spans, spans_with_offsets, subtract_spans
 from .peers import Peers, PendingMessages
+from .subcalls import ForwardCall, write_unseen
 
 
 class RingSweep(NamedTuple):
@@ -76,7 +76,7 @@ class RingAttention:
             write_unseen(out[:, rows], lse[:, :, rows], sweep.call)
 
         def attend_shard(owner: int, keys: Any, values: Any) -> None:
-            for (rows, key_rows, piece), is_first in sweep.todo[owner]:
+            for (rows, key_rows, subcall), is_first in sweep.todo[owner]:
                 arrays = q, keys, values
                 out_part, lse_part = out, lse
                 if rows != sweep.all_rows:
@@ -84,7 +84,7 @@ class RingAttention:
                 if key_rows != slice(0, keys.shape[1]):
                     arrays = arrays[0], keys[:, key_rows], values[:, key_rows]
                 attention.forward(
-                    *arrays, out=out_part, lse=lse_part, return_lse=True, accumulate=not is_first, **piece.options
+                    *arrays, out=out_part, lse=lse_part, return_lse=True, accumulate=not is_first, **subcall.options
                 )
 
         self._go_around(k, v, attend_shard)
@@ -101,18 +101,18 @@ class RingAttention:
 
             def differentiate_shard(owner: int, keys: Any, values: Any) -> None:
                 dkeys, dvalues = _zeros_like(keys), _zeros_like(values)
-                for rows, key_rows, piece in self._parts(sinkless, owner):
+                for rows, key_rows, subcall in self._parts(sinkless, owner):
                     arrays = dout[:, rows, query_heads], q[:, rows, query_heads], keys[:, key_rows], values[:, key_rows]
                     results = out[:, rows, query_heads], lse[:, query_heads, rows]
                     into = sums.dq[:, rows, query_heads], dkeys[:, key_rows], dvalues[:, key_rows]
-                    sums.add(piece, sinkless, *arrays, *results, slice_dlse(dlse, rows, query_heads), into)
+                    sums.add(subcall, sinkless, *arrays, *results, slice_dlse(dlse, rows, query_heads), into)
                 _add_first(returning)
                 returning.append(self._return_gradients(owner, dkeys, dvalues, dk, dv))
 
             self._go_around(k[:, :, heads], v[:, :, heads], differentiate_shard)
         while returning:
             _add_first(returning)
-        if "sink" in sums.others:  # a key without a value: its gradient is computed once, not in each piece
+        if "sink" in sums.others:  # a key without a value: its gradient is computed once, not in each subcall
             delta = (dout.float() * out.float()).sum(-1).transpose(1, 2)
             delta = delta if dlse is None else delta - dlse
             dsink = (call.options["sink"][:, None] - lse).exp() * delta
@@ -157,27 +157,27 @@ class RingAttention:
         todo: dict[int, list[tuple[RingPart, bool]]] = {}
         for owner in [(rank - step) % world for step in range(world)]:
             parts, todo[owner] = self._parts(sinkless, owner), []
-            for rows, key_rows, piece in merge_by_lengths(parts, sinkless, batch) or parts:
+            for rows, key_rows, subcall in merge_by_lengths(parts, sinkless, batch) or parts:
                 span = Span(rows.start, rows.stop)
                 new = subtract_spans(span, visited)
                 is_first = new == (span,)
                 initial += [] if is_first else new
                 visited = merge_spans((*visited, span))
-                piece = piece._replace(options=piece.options | sink) if is_first else piece
-                todo[owner].append(((rows, key_rows, piece), is_first))
+                subcall = subcall._replace(options=subcall.options | sink) if is_first else subcall
+                todo[owner].append(((rows, key_rows, subcall), is_first))
         all_rows = Span(0, count_tokens(self.queries[rank]))
         initial += subtract_spans(all_rows, visited)
         return RingSweep(heads, query_heads, call, slice(*all_rows), [slice(*span) for span in initial], todo)
 
     def _parts(self, call: ForwardCall, owner: int) -> list[RingPart]:
-        """(rows of q, rows of the shard, CallPiece) of what these queries see of a rank's shard, in few calls."""
+        """(rows of q, rows of the shard, SubCall) of what these queries see of a rank's shard, in few calls."""
         parts = []
         for at, span in spans_with_offsets(self.queries[self.peers.rank]):
             for key_at, keys in spans_with_offsets(self.keys[owner]):
-                piece = call.piece(span, keys, at)
-                if piece is not None:
-                    row, key_row = at + piece.rows.start - span.start, key_at + piece.keys.start - keys.start
-                    parts.append((slice(row, row + len(piece.rows)), slice(key_row, key_row + len(piece.keys)), piece))
+                subcall = call.subcall(span, keys, at)
+                if subcall is not None:
+                    row, key_row = at + subcall.rows.start - span.start, key_at + subcall.keys.start - keys.start
+                    parts.append((slice(row, row + len(subcall.rows)), slice(key_row, key_row + len(subcall.keys)), subcall))
         return merge_parts(parts)
 
     def _return_gradients(

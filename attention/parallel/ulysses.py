@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from .call_pieces import ForwardCall
 from .gradients import GradientAccumulator
 from .orders import Span, Spans, count_tokens, merge_spans
 from .peers import Peers
@@ -19,6 +18,7 @@ from .redistribution import (
     redistribute,
     reduce_scatter,
 )
+from .subcalls import ForwardCall
 
 
 class UlyssesAttention:

@@ -1,5 +1,5 @@
 """The checks of attention.forward for the whole sequence's arrays. A rank's shards have other shapes: an array that is too
-short for the whole, or a wrong end of a sequence, might pass the checks of each piece, or fail on some ranks only."""
+short for the whole, or a wrong end of a sequence, might pass the checks of each subcall, or fail on some ranks only."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _forms(q: Any, k: Any, v: Any, length: int, length_k: int, options: Mapping[
 
 
 def check_values(options: Mapping[str, Any], length: int, length_k: int, planning: bool = False) -> None:
-    """ValueError: cu_seqlens or lengths_k have values that one GPU would not take for the whole. The pieces clamp them, so no
+    """ValueError: cu_seqlens or lengths_k have values that one GPU would not take for the whole. The subcalls clamp them, so no
     kernel would notice. Checked in every call, because the values may differ between calls with one signature; values on a GPU
     are read only when planning with TILES_CHECK."""
     for name in COUNTS.keys() & options.keys():

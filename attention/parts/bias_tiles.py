@@ -22,13 +22,13 @@ class NoTiles:
         return {}
 
     def rings(self, stages: int, readers: int) -> dict[str, ring]:
-        """{name: ring} of bias tiles, the last item of the plan of shared memory."""
+        """{name: ring} of bias tiles, for the plan of shared memory."""
         return {}
 
     @inlined
-    def open(self, smem):
-        """The items of the kernel's plan of shared memory, with the ring of bias tiles last."""
-        return smem.open() + (0,)
+    def ring_of(self, memory):
+        """The ring of bias tiles in the kernel's shared memory."""
+        return 0
 
     @inlined
     def fill(self, ring, j, params, at):
@@ -83,8 +83,8 @@ class BiasTiles(NoTiles):
         return {"tiles": ring(self.tile, stages, readers)}
 
     @inlined
-    def open(self, smem):
-        return smem.open()
+    def ring_of(self, memory):
+        return memory.tiles
 
     @inlined
     def fill(self, ring, j, params, at):

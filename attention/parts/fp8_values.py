@@ -31,7 +31,7 @@ class TransposeInProducer:
         return tiled(st(keys, columns, fp8e4m3), unit=1)
 
     def rings(self, keys: int, columns: int, stages: int, readers: int) -> dict[str, ring]:
-        """The rings of V, the last items of the plan of shared memory."""
+        """The rings of V, for the plan of shared memory."""
         loaded, transposed = st(keys, columns, fp8e4m3), st(columns, keys, fp8e4m3)
         return {
             "loaded": ring(loaded, stages, warpgroup.WARPGROUP),
@@ -39,10 +39,9 @@ class TransposeInProducer:
         }
 
     @inlined
-    def unpack(self, items):
-        """(ring of queries, ring of keys, ValueRings) from the items of the plan."""
-        q, k, loaded, transposed = items
-        return q, k, ValueRings(loaded, transposed)
+    def rings_of(self, memory):
+        """The ValueRings in the kernel's shared memory."""
+        return ValueRings(memory.loaded, memory.transposed)
 
     @inlined
     def fill(self, values, j, gV, seq, key, head):
@@ -76,9 +75,8 @@ class TransposedBefore(TransposeInProducer):
         return {"transposed": ring(st(columns, keys, fp8e4m3), stages, readers)}
 
     @inlined
-    def unpack(self, items):
-        q, k, transposed = items
-        return q, k, ValueRings(0, transposed)
+    def rings_of(self, memory):
+        return ValueRings(0, memory.transposed)
 
     @inlined
     def fill(self, values, j, gV, seq, key, head):

@@ -166,9 +166,12 @@ class IndexedCache(OneBuffer):
 
 @static
 class PagedKeys(OneBuffer):
-    """Sequence n is in the pages params.pages[n] of an array (page, row, head, column). parts: TMA loads a tile in so many
-    boxes, each inside one page, where sequences begin with a page. left: do all queries see only keys from params.left places
-    before their own on? Pages before these may have been given to other sequences: neither they nor their numbers are read."""
+    """Sequence n is in the pages params.pages[n] (the page table) of an array (page, row, head, column). Page numbers become
+    coordinates in ring.fill_pages (tiles/ring.py) for TMA, and addresses in tiles/paged_copies.py for cp.async.
+
+    parts: TMA loads a tile in so many boxes, each inside one page, where sequences begin with a page. left: do all queries see
+    only keys from params.left places before their own on? Pages before these may have been given to other sequences: neither
+    they nor their numbers are read."""
 
     paged = True
 

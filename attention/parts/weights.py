@@ -17,13 +17,13 @@ class WeightsInRegisters:
     dtype: dtype
 
     def memory(self, rows: int, keys: int) -> dict[str, st]:
-        """The items for weights in the plan of shared memory, after q, k and v: none."""
+        """The items for weights in the plan of shared memory: none."""
         return {}
 
     @inlined
-    def unpack(self, items: Any) -> Any:
-        """(q, k, v, ring of bias tiles, shared memory for weights) from the items of the plan."""
-        return items + (0,)
+    def tile_of(self, memory: Any) -> Any:
+        """The tile for weights in the kernel's shared memory."""
+        return 0
 
     @inlined
     def stage(self, p, p_smem, consumer):
@@ -39,9 +39,8 @@ class WeightsInShared(WeightsInRegisters):
         return {"weights": st(rows, keys, self.dtype)}
 
     @inlined
-    def unpack(self, items: Any) -> Any:
-        q, k, v, p_smem, tiles = items
-        return q, k, v, tiles, p_smem
+    def tile_of(self, memory: Any) -> Any:
+        return memory.weights
 
     @inlined
     def stage(self, p, p_smem, consumer):

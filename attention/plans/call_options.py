@@ -39,6 +39,15 @@ def requires_grad(*arrays: Any) -> bool:
     return False
 
 
+def refuse_beside_gradient(**arguments: Any) -> None:
+    """NotImplementedError: one of these is passed in a call whose tensors require grad."""
+    for name, x in arguments.items():
+        if x is not None:
+            raise NotImplementedError(
+                f"{name}: is not supported for tensors that require grad; omit it, or call under torch.no_grad()"
+            )
+
+
 def without_gradients(function: F) -> F:
     """Decorator: the function runs under torch.no_grad() if a tensor requires grad. Under torch.func's transforms such tensors
     are refused, because their derivatives would be zeros."""

@@ -91,14 +91,15 @@ TOKEN_COSTS = Costs(two_consumers=1, first_pass=0.6, compose=0.5, extra_launches
 
 
 class ScratchAllocator:
-    """The scratch memory of a plan. A call with a shape allocates a float32 array of that shape and returns it."""
+    """The scratch memory of a plan. A call with a shape allocates an array of that shape, by default of float32, and returns
+    it."""
 
     def __init__(self, problem: Problem):
         self.problem = problem
         self.shapes: ScratchShapes = []
 
-    def __call__(self, *shape: int) -> Operand:
-        self.shapes.append((shape, "float32"))
+    def __call__(self, *shape: int, dtype: str = "float32") -> Operand:
+        self.shapes.append((shape, dtype))
         return self.problem.scratch(len(self.shapes) - 1, *self.shapes[-1])
 
 
@@ -124,7 +125,7 @@ def plan_token_decay(
     result = intern_value(ScanOutputs, arrays.get("gD") is not None, normalizer is not None, arrays.get("gZ") is not None)
     config = _choose_config(problem, gate, result, vector_bytes, width)
     local = arrays.get("gLocalStates")  # if the caller has computed these, there is no first pass
-    segments = local.form.shape[2] if local else _count_segments(problem, config, width)
+    segments = local.form.shape[2] if local else count_segments(problem, config, width)
     if segments == 1:
         arrays = {name: x for name, x in arrays.items() if name not in ("gLocalStates", "gTotalDecays")}
     if segments == 1 and not vector_bytes and mamba2_shared_heads_hopper.supports(config, group * width):
@@ -143,7 +144,13 @@ def plan_token_decay(
         initial = scratch(sequences * segments, heads, columns, problem.extents["key_dim"])
         steps.append(
             compose_segments(
-                problem, segments, columns, False, gInitialState=before_sequence, gSegmentStates=initial, **local_states
+                problem,
+                segments,
+                (columns, problem.extents["key_dim"]),
+                False,
+                gInitialState=before_sequence,
+                gSegmentStates=initial,
+                **local_states,
             )
         )
     if normalizer is not None:
@@ -168,7 +175,7 @@ def plan_segment_states(
     scratch = ScratchAllocator(problem)
     width = -(-problem.extents["value_dim"] // chunk_hopper.COLUMNS)
     config = _choose_config(problem, _choose_gate(arrays, softplus), intern_value(ScanOutputs), vector_bytes, width)
-    segments = _count_segments(problem, config, width)
+    segments = count_segments(problem, config, width)
     return [_scan_local_states(problem, arrays, vector_bytes, softplus, segments, segments, scratch)], scratch.shapes
 
 
@@ -257,7 +264,7 @@ def _choose_config(problem: Problem, gate: Gate, result: ScanResult, vector_byte
     return intern_value(chunk_hopper.Config, key_dim, consumers, dtype, gate, result, is_varlen(problem))
 
 
-def _count_segments(problem: Problem, config: chunk_hopper.Config, width: int) -> int:
+def count_segments(problem: Problem, config: chunk_hopper.Config, width: int) -> int:
     """The number of segments into which each sequence is cut."""
     if not config.supports_segments:
         return 1
@@ -317,16 +324,21 @@ def plan_channel_decay(problem: Problem, arrays: Arrays, scale: float) -> tuple[
         steps.append(launch(gla_states_hopper, segments - 1, scanned=segments - 1, **local_states, **inputs))
         first = arrays["gInitialState"]
         steps.append(
-            compose_segments(problem, segments, columns, True, gInitialState=first, gSegmentStates=initial, **local_states)
+            compose_segments(
+                problem, segments, (columns, key_dim), True, gInitialState=first, gSegmentStates=initial, **local_states
+            )
         )
         arrays = arrays | {"gInitialState": initial}
     return [*steps, launch(gla_hopper, segments, scale=scale, **arrays)], scratch.shapes
 
 
-def compose_segments(problem: Problem, segments: int, columns: int, per_channel: bool, **arrays: Operand | None) -> Step:
-    """The launch of compose_segment_states.py, which computes the state before each segment from local states."""
-    sequences, heads, key_dim = problem("sequences", "heads", "key_dim")
-    rows, cols = -(-columns // compose_segment_states.TILE.rows), -(-key_dim // compose_segment_states.TILE.cols)
+def compose_segments(
+    problem: Problem, segments: int, shape: tuple[int, int], per_channel: bool, **arrays: Operand | None
+) -> Step:
+    """The launch of compose_segment_states.py, which computes the state before each segment from local states. shape: of a
+    state, transposed."""
+    sequences, heads = problem("sequences", "heads")
+    rows, cols = -(-shape[0] // compose_segment_states.TILE.rows), -(-shape[1] // compose_segment_states.TILE.cols)
     grid = sequences * heads * rows * cols
     kernel = kernel_for(compose_segment_states, intern_value(compose_segment_states.Config, per_channel), problem.device)
     return kernel.bind(grid, heads=heads, segments=segments, rows=rows, cols=cols, **arrays)

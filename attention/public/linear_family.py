@@ -33,7 +33,7 @@ from tiles.calls.plan import Plan, nothing
 from tiles.calls.program import program
 from tiles.calls.schema import Problem, Schema
 from tiles.launching.arrays import ALIGNMENT
-from tiles.launching.frameworks import Kind, describe, placed
+from tiles.launching.frameworks import Kind, describe, placed, without_grad
 from tiles.launching.launch import kernel_for
 
 from ..families import HOPPER_FAMILY, choose_family, uses_hopper_kernels
@@ -41,7 +41,9 @@ from ..kernels import compose_final_state
 from ..names import suggests_argument_names
 from ..options import check_flag, check_number
 from ..plans import recurrent_checks, recurrent_chunks, token_loop
+from ..plans.call_options import refuse_beside_gradient, requires_grad
 from ..plans.recurrent_chunks import SEGMENT_RESULTS
+from .linear_gradients import NO_SECOND_DERIVATIVES, program_gradient
 
 TOKENS = """
     q           (batch, seqlen, heads_k, key_dim)                               tile
@@ -119,6 +121,11 @@ def linear(
     Arrays, `stream`, `family` ("sm_80" is cp.async, or token by token) and errors are those of attention.forward. The head
     of this file has flash-linear-attention's names next to these."""
     normalize, return_state = check_flag("normalize", normalize), check_flag("return_state", return_state)
+    start = initial_state if isinstance(initial_state, tuple) else (initial_state,)
+    if requires_grad(*(learned := (q, k, v, decay, *start))) or torch_op.mapped_with_grad(learned):
+        refuse_beside_gradient(out=out, stream=stream, normalize=normalize or None)
+        inputs = {"q": q, "k": k, "v": v, "decay": decay, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
+        return autograd().linear_with_gradients(inputs, {"scale": scale, "layout": layout, "family": family}, return_state)
     arrays = q, k, v, decay, cu_seqlens, *split_initial_state(initial_state, normalize), out, None, None
     results = _linear(stream, arrays, (check_number("scale", scale), normalize, return_state, family), layout)
     return (results[0], results[1:]) if return_state and normalize else results
@@ -220,7 +227,7 @@ def gla(
     )  # fmt: skip
 
 
-@program(LINEAR)
+@program(LINEAR, program_gradient, NO_SECOND_DERIVATIVES)
 def _linear(problem: Problem, scale: float | None, normalize: bool, return_state: bool, family: str | None) -> Plan:
     """The Plan of a call of linear. The schema's `state` and `final_z` are results, which a caller cannot pass."""
     recurrent_checks.check_extents(problem)
@@ -313,6 +320,13 @@ def _segment_states(problem: Problem, family: str | None) -> Plan:
 _outputs_from_segments = program(OUTPUTS_FROM_SEGMENTS)(_linear.planner)
 
 
+def autograd() -> Any:
+    """The module linear_autograd.py, for tensors that require grad. It imports torch, which must be imported already."""
+    from .. import linear_autograd
+
+    return linear_autograd
+
+
 def split_initial_state(initial_state: Any, normalize: bool) -> tuple[Any, Any]:
     """(state, z) of an argument initial_state. z is None without `normalize`; both are None if the argument is. TypeError: it
     is a pair and must be an array, or the other way round."""
@@ -333,13 +347,13 @@ def _head_decays(q: Any, v: Any, layout: str, decay: Callable[[Any, int, Callabl
     if torch_op.traced(q):  # the graph computes them: a copy from the host could not be captured
         torch, heads = sys.modules["torch"], v.shape[axis]
         return decay(torch.arange(heads, dtype=torch.float32, device=q.device), heads, torch.log1p)
-    on_tracers = jax_call.tracing(q)
-    shape = v.shape if on_tracers else describe(v, "v").shape
+    on_tracers = jax_call.tracing(q) or jax_call.tracing(v)
+    shape = v.shape if on_tracers else describe(without_grad(v), "v").shape
     heads = shape[axis] if len(shape) == 4 else 0
     numbers = tuple(decay(h, heads, math.log1p) for h in range(heads))
     if on_tracers:
         return np.array(numbers, np.float32)
-    queries = describe(q, "q")
+    queries = describe(without_grad(q), "q")
     return _constant(queries.kind, queries.kind.home(queries), queries.device, numbers)
 
 

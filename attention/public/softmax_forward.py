@@ -10,7 +10,15 @@ from tiles.calls.torch_op import mapped_with_grad, traced
 
 from ..names import suggests_argument_names
 from ..options import check_flag, check_number, check_positive, split_norm
-from ..plans.call_options import as_tuple, block_options, dropout_options, pad_aux, requires_grad, score_options
+from ..plans.call_options import (
+    as_tuple,
+    block_options,
+    dropout_options,
+    pad_aux,
+    refuse_beside_gradient,
+    requires_grad,
+    score_options,
+)
 from ..plans.forward_programs import (
     _block_lists,
     _forward,
@@ -179,7 +187,7 @@ def forward(
     if keys_fp8 and requires_grad(*learned):
         raise NotImplementedError("q: requires grad, and fp8 attention has no gradients; call it under torch.no_grad()")
     if (requires_grad(*learned) or mapped_with_grad(learned)) and not isinstance(blocks, MakeBlockLists):
-        _refuse_beside_gradient(out=out, lse=lse, stream=stream, accumulate=check_flag("accumulate", accumulate) or None)
+        refuse_beside_gradient(out=out, lse=lse, stream=stream, accumulate=check_flag("accumulate", accumulate) or None)
         arguments = {"q": q, "k": k, "v": v, "causal": causal, "scale": scale, "layout": layout, "family": family}
         arguments |= {"window": window, "mask": mask, "blocks": blocks, "lengths_k": lengths_k}
         arguments |= {"cu_seqlens": cu_seqlens, "cu_seqlens_k": cu_seqlens_k, "aux": aux}
@@ -228,15 +236,6 @@ def _refuse_beside_fp8(q: Any, keys_fp8: bool, descales: tuple, others: dict[str
     else:
         name = next(name for name, x in zip(("q_descale", "k_descale", "v_descale"), descales) if x is not None)
         raise ValueError(f"{name}: needs k and v of float8_e4m3fn, as attention.quantize makes them; otherwise omit it")
-
-
-def _refuse_beside_gradient(**arguments: Any) -> None:
-    """NotImplementedError: one of these is passed in a call whose tensors require grad."""
-    for name, x in arguments.items():
-        if x is not None:
-            raise NotImplementedError(
-                f"{name}: is not supported for tensors that require grad; omit it, or call under torch.no_grad()"
-            )
 
 
 def forward_without_options(

@@ -72,8 +72,8 @@ def _mul(g: ScaledTerm, y: Term, a: Term, b: Term) -> Sequence[ScaledTerm | None
 
 
 def _gelu(g: ScaledTerm, y: Term, x: Term) -> Sequence[ScaledTerm]:
-    share = where(terms.apply("abs", x) > 0.0, y / x, 0.5)  # of a normal distribution, what is below x
-    return (g.times(share + x * terms.apply("exp", x * x * -0.5) * NORMAL),)
+    below = where(terms.apply("abs", x) > 0.0, y / x, 0.5)  # of a normal distribution, what is below x
+    return (g.times(below + x * terms.apply("exp", x * x * -0.5) * NORMAL),)
 
 
 def _silu(g: ScaledTerm, y: Term, x: Term) -> Sequence[ScaledTerm]:

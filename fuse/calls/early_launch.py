@@ -44,6 +44,6 @@ class EarlyLaunch(NamedTuple):
         WRITTEN[stream] = self.ranges(self.writes, addresses)
 
     @staticmethod
-    def ranges(spans: Sequence[Memory], addresses: Sequence[int]) -> list[tuple[int, int]]:
+    def ranges(memories: Sequence[Memory], addresses: Sequence[int]) -> list[tuple[int, int]]:
         """(begin, end) of each of these memories, for these addresses."""
-        return [(addresses[source], addresses[source] + nbytes) for source, nbytes in spans]
+        return [(addresses[source], addresses[source] + nbytes) for source, nbytes in memories]

@@ -181,7 +181,9 @@ def refuse_unaligned(function: Definition, problem: Any, generated: GeneratedMod
     """NoKernel: cp.async would copy 16 bytes from an address, or with a stride, that is no multiple of 16."""
     for x in (x for kernel in generated.kernels for x in getattr(kernel, "copied", ())):
         row = x.nbytes // math.prod(x.extents[:-1])
-        pieces = problem.bytes_at_once(x.attr[0]) if x.operation == "input" else row & 15 or 16
-        if pieces < 16:
+        vector_bytes = problem.bytes_at_once(x.attr[0]) if x.operation == "input" else row & 15 or 16
+        if vector_bytes < 16:
             name = x.attr[0] if x.operation == "input" else repr(x)
-            raise NoKernel(f"{function.name}: {name} must have an address and strides of multiples of 16 bytes, has {pieces}")
+            raise NoKernel(
+                f"{function.name}: {name} must have an address and strides of multiples of 16 bytes, has {vector_bytes}"
+            )

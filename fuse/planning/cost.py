@@ -11,7 +11,7 @@ from tiles.launching.devices import device
 from tiles.profile.card import peaks
 from tiles.targets import parse_target
 
-REACHED = 0.87, 0.7  # the shares of the peak memory bandwidth and tensor core rate that good kernels reach
+REACHED = 0.87, 0.7  # the fractions of the peak memory bandwidth and tensor core rate that good kernels reach
 LAUNCH = 1.5e-6  # seconds that each kernel adds to a CUDA graph
 
 

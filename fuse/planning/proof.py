@@ -132,8 +132,8 @@ def check_kernels(name: str, traced: TracedDefinition, candidate: Candidate, see
     parts = [part for x, *y in zip(traced.roots, results, ref, low) for part in _split_scaled_rows(x, y, traced, scales)]
     errors = [_error(np.asarray(y, np.float64), x) for y, x, _ in parts]
     limits = [tolerance(x, z, y.dtype) for y, x, z in parts]
-    shares = [x / (limit or math.ulp(0)) if x == x else math.inf for x, limit in zip(errors, limits)]
-    worst = max(range(len(errors)), key=shares.__getitem__)
+    ratios = [x / (limit or math.ulp(0)) if x == x else math.inf for x, limit in zip(errors, limits)]
+    worst = max(range(len(errors)), key=ratios.__getitem__)
     return KernelRun(shapes, errors[worst], limits[worst], scales=tuple(scales.values()))
 
 

@@ -22,7 +22,7 @@ from tiles.compiling import ptx
 from tiles.compiling.builder import f32, i32, i64
 from tiles.compiling.numba_types import void
 from tiles.dtypes import fp32, tf32
-from tiles.interpreter import current_warp, span
+from tiles.interpreter import TileCells, current_warp
 from tiles.op import lowers, op
 from tiles.types import pending, rt
 from tiles.values import PendingTile
@@ -55,8 +55,8 @@ def _meaning(name, acc, a, b):
         return array.T if is_transposed else array
 
     rows = range(16 * warp.rank, 16 * warp.rank + 16)  # its rows of the product
-    left = [(a, span(a, cols=rows) if transposed.left else span(a, rows))] if from_shared else []
-    mma, group = warp.issue(compute, slab, *left, (b, span(b)))
+    left = [(a, TileCells(a, cols=rows) if transposed.left else TileCells(a, rows))] if from_shared else []
+    mma, group = warp.issue(compute, slab, *left, (b, TileCells(b)))
     return PendingTile(tile, mma, group)
 
 

@@ -6,13 +6,13 @@
     cuda.syncthreads()                      ... and for all warps, if these waited, too
 
 `tiles.pipeline` does this for all warps of a block, stage by stage. Warps that load tiles for others, a ring's writers, do it
-tile by tile. Rows may lie in pages:
+tile by tile. Rows may lie in pages, as in a paged cache (tiles/paged_copies.py). pages: the page table:
 
     page_rows = look_up(part, pages, size, (sequence, row), last)           a tile ahead
     copy_pages(subtile(k.claim(j), 16, warp), pool, page_rows, (row, 0), last)
 """
 
-from tiles import cp_async
+from tiles import cp_async, paged_copies
 from tiles.compiling import ptx
 from tiles.compiling.numba_types import void
 from tiles.interpreter import current_warp
@@ -54,7 +54,7 @@ def look_up(part, pages, size, at, last, begin=None):
 def _(part: type, pages, size, at, last, begin):
     if not isinstance(part, st | sv):
         raise TypeError(f"look_up: takes the type of a shared tile, got {part}")
-    page_rows, emit = cp_async.page_rows_type(part, cp_async.rows_of(part), pages, size, at, last, begin)
+    page_rows, emit = paged_copies.look_up_rule(part, cp_async.rows_of(part), pages, size, at, last, begin)
     return page_rows, lambda b, _, *values: emit(b, b.u32(0), *values)
 
 
@@ -70,7 +70,7 @@ def copy_pages(tile, pool, page_rows, at, last, piece=cp_async.CHUNK_BYTES):
 def _(tile, pool, page_rows, at, last, piece: int):
     if not isinstance(tile, st | sv):
         raise TypeError(f"copy_pages: copies to a shared tile, got {tile}")
-    copy = cp_async.lower_copy_pages("copy_pages", tile, cp_async.rows_of(tile), pool, page_rows, at, last, piece)
+    copy = paged_copies.copy_pages_rule("copy_pages", tile, cp_async.rows_of(tile), pool, page_rows, at, last, piece)
     return void, lambda b, address, array, places, at, last, _: copy(b, address, b.u32(0), array, places, at, last)
 
 

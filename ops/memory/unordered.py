@@ -139,9 +139,9 @@ def _(pool, spec: type, page_rows, at, last):
         lane, rows = b.lane(), b.unpack(vpage_rows)
         data = b.add(data, b.zext(b.mul(b.and_(lane, b.u32(3)), b.u32(16)), i64))
         row, words = b.add(b.u32(first), b.lshr(lane, b.u32(2))), []
-        for down, number, inside in zip(range(0, BAND, quad_exchange.HALF), rows[::2], rows[1::2], strict=True):
+        for down, page, page_row in zip(range(0, BAND, quad_exchange.HALF), rows[::2], rows[1::2], strict=True):
             exists = b.zext(b.icmp_signed("<", b.add(row, b.u32(down)), b.u32(vlast)), row.type)
-            line = b.add(data, b.add(b.mul(b.sext(number, i64), strides[0]), b.mul(b.zext(inside, i64), strides[1])))
+            line = b.add(data, b.add(b.mul(b.sext(page, i64), strides[0]), b.mul(b.zext(page_row, i64), strides[1])))
             for col in range(0, spec.cols, QUAD_OF_8):
                 words.append(global_vectorized.load_four(b, b.add(line, i64(col)), exists))
         return global_vectorized.packed(b, spec, words)

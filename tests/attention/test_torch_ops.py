@@ -96,15 +96,16 @@ def test_a_tensor_that_requires_grad_is_refused_everywhere():
     q, k, v = Inputs().qkv()
     k.requires_grad_()
     attention.register_torch_ops()
+    unsupported = lambda q, k, v: attention.delta_rule(q, k, v, torch.ones(1, q.shape[-3], 1).expand(q.shape[:-1]))
     ways = {
-        "eager": attention.linear,
+        "eager": unsupported,
         "op": lambda *x: torch.ops.tiles.forward(*x, False, None, False, None, "bshd"),
-        "compiled": torch.compile(lambda *x: attention.linear(*x), fullgraph=True, backend="aot_eager"),
-        "mapped": lambda *x: torch.vmap(attention.linear)(*(y[None] for y in x)),
-        "grad": lambda *x: torch.func.grad(lambda k: attention.linear(q, k, v).float().sum())(k.detach()),
+        "compiled": torch.compile(lambda *x: unsupported(*x), fullgraph=True, backend="aot_eager"),
+        "mapped": lambda *x: torch.vmap(unsupported)(*(y[None] for y in x)),
+        "grad": lambda *x: torch.func.grad(lambda k: unsupported(q, k, v).float().sum())(k.detach()),
     }
     with torch.no_grad():
-        wanted = attention.linear(q, k, v)
+        wanted = unsupported(q, k, v)
     torch._dynamo.reset()
     for name, way in ways.items():
         with pytest.raises(Exception, match=REFUSED):

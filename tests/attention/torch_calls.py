@@ -193,6 +193,10 @@ CALLS = {
         ),
     ),
     "linear, sequences": (attention.linear, lambda x: (x.qkv(), dict(cu_seqlens=x.ends(), return_state=True))),
+    "linear_backward": (
+        attention.linear_backward,
+        lambda x: ((x.qkv()[2], *x.qkv()), dict(decay=x.gates(), dstate=x.state(HEAD, HEAD), dinitial_state=True)),
+    ),
     "retention": (attention.retention, lambda x: (swapped(*x.qkv()), dict(layout="bhsd"))),
     "lightning": (attention.lightning, lambda x: ((*x.qkv(), 1, 3), dict(return_state=True))),
     "gla": (attention.gla, lambda x: ((*x.qkv(), x.gates(HEAD)), {})),
@@ -278,7 +282,7 @@ def cloned(tree):
 
 
 def leaves(tree):
-    """Its tensors."""
+    """Leaves that are no tensors are left out."""
     return [x for x in torch.utils._pytree.tree_leaves(tree) if isinstance(x, torch.Tensor)]
 
 

@@ -17,14 +17,14 @@ SHAPES = {  # of x, and of cos and sin
     "heads_lead": ((2, 3, 70, 136), (70, 68)),
     "heads_follow": ((2, 19, 3, 48), (19, 1, 24)),
     "one_position": ((2, 3, 1, 48), (1, 24)),
-    "pieces": ((37, 400), (37, 200)),
+    "several tiles of columns": ((37, 400), (37, 200)),
     "pieces_of_heads": ((2, 3, 19, 272), (19, 136)),
     "bands_of_heads": ((2, 37, 3, 128), (37, 1, 64)),
 }
 
 
 def sample(*shapes):
-    """Arrays of bf16."""
+    """Arrays of normal numbers in bf16, one for each shape."""
     rng = np.random.default_rng(0)
     return [rng.standard_normal(shape).astype(bf16.np) for shape in shapes]
 
@@ -52,7 +52,7 @@ def test_everything_is_asked_for_at_once():
     """Many warps with small tiles issue all loads at once, whatever the width."""
     for columns in 64, 66, 4096:
         text = operators.rotary.source(*sample((9, columns), (9, columns // 2), (9, columns // 2)))
-        assert "TILE = rt(16, 32, fp32)" in text and ("pieces" in text) == (columns > 64)
+        assert "TILE = rt(16, 32, fp32)" in text and ("col_tiles" in text) == (columns > 64)
         assert text.count("load_unordered(") == 4 and "range(" not in text
 
 
@@ -78,7 +78,7 @@ def test_angles_of_another_dtype(dtype):
 def test_warps_side_by_side_read_the_same_angles():
     """So do the tiles of one row, which lie side by side."""
     text = operators.rotary.source(*sample((2, 3, 19, 272), (19, 136), (19, 136)))
-    assert text.index("piece = divmod(") < text.index("head = divmod(rest") < text.index("band, batch = divmod(rest")
+    assert text.index("col_tile = divmod(") < text.index("head = divmod(rest") < text.index("band, batch = divmod(rest")
 
 
 @pytest.mark.parametrize("columns", [80, 400])

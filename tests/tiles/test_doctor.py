@@ -28,6 +28,7 @@ def examined(**options):
 def test_a_sound_machine():
     done = examined()
     assert done.returncode == 0, done.stdout + done.stderr
+    assert f"numba-tiles        {doctor.VERSION}, {ROOT}" in done.stdout and str(ROOT / "docs") in done.stdout
     for word in ("numba-cuda", "numpy", "driver", "interpreter", "package ops", "cache", "tiles works here"):
         assert word in done.stdout
     assert "!" not in done.stdout and not done.stderr
@@ -92,7 +93,7 @@ def test_the_compilers_that_pip_may_install_are_those_that_were_tested(name):
 
 
 class Driver:
-    """cuda.bindings.driver with some GPUs."""
+    """It stands in for cuda.bindings.driver, with a GPU for each compute capability."""
 
     class CUdevice_attribute:
         CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR = 0, 1

@@ -250,7 +250,7 @@ def test_an_instruction_without_a_meaning_is_named():
     def reverse(x):
         x[cuda.threadIdx.x] = cuda.brev(x[cuda.threadIdx.x])
 
-    words = r"PTX line \d+: no meaning for brev.b32: `brev.b32 %r\d+, %r\d+`; docs/emulator.md says how one is added"
+    words = r"PTX line \d+: no meaning for brev.b32: `brev.b32 %r\d+, %r\d+`; tiles.emulator.table says how one is added"
     with pytest.raises(NotImplementedError, match=words):
         emulate(reverse, (1, 1, 1), 32, [np.zeros(32, np.uint32)])
     with pytest.raises(NotImplementedError, match="special register %clock"):

@@ -151,7 +151,7 @@ def test_a_wrong_option_is_no_traceback(words, message, file, capsys):
 def test_neither_file_nor_kernel(capsys):
     assert main(["nothing"]) == main(["no.such.module:kernel"]) == 1
     said = capsys.readouterr().err
-    assert "say FILE:KERNEL, got 'nothing'" in said and "No module named 'no'" in said
+    assert "say FILE:KERNEL, as in my_kernels.py:gemm, got 'nothing'" in said and "No module named 'no'" in said
 
 
 def test_what_is_printed(file, capsys, tmp_path, monkeypatch):

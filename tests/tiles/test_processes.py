@@ -330,7 +330,7 @@ def test_a_large_persistent_grid_has_blocks_for_many_processes():
 def test_accesses_are_of_memory():
     x, y = np.zeros((8, 8), np.float32), np.zeros(4)
     accesses = Accesses([x[:4], x[3:], y, np.zeros(0)])
-    assert len(accesses.spans) == 2
+    assert len(accesses.regions) == 2
     accesses.note(x[::-1], READ)
     accesses.note(np.zeros(3), WRITE)  # no array of the launch
     accesses.note(y, WRITE)

@@ -2,12 +2,14 @@
 
 import itertools
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 from numba import cuda
 
-from tiles import Hazard, barrier, bf16, fp32, ring, rt, shared, st, sv
+from ops import load, store
+from tiles import Hazard, barrier, bf16, fp32, inlined, ring, rt, shared, st, sv
 from tiles.shared import ALIGN, BARRIER_BYTES
 from tiles.testing import meaning, ptx
 
@@ -91,7 +93,7 @@ def test_rings_have_stages_and_readers(stages, readers):
 
 @pytest.mark.parametrize("backend", [meaning, ptx])
 def test_all_warps_open_it(backend):
-    """They meet there."""
+    """All warps meet in open(), so one that skips it is a deadlock."""
     smem = shared(x=sv(16, fp32))
 
     @cuda.jit
@@ -102,3 +104,27 @@ def test_all_warps_open_it(backend):
     with pytest.raises(Hazard, match="named barrier 0, where 32 of 64 threads have arrived") as found:
         backend(body, warps=2, shared=smem)
     assert found.value.kind == "deadlock"
+
+
+@pytest.mark.parametrize("backend", [meaning, ptx])
+def test_items_have_their_names(backend):
+    """By name in the kernel and in what it calls, whatever their order; a part of them by position."""
+    plan = shared(first=st(16, 16, fp32), second=sv(16, fp32), third=st(16, 16, fp32))
+
+    @inlined
+    def swap(memory):
+        return memory.third, memory.first
+
+    @cuda.jit
+    def body(x, y):
+        memory = plan.open()
+        a, b = swap(memory)
+        store(a, load(x, T, (0, 0)))
+        store(b, load(x, T, (0, 0)) * 2.0)
+        cuda.syncthreads()
+        store(y, load(memory.third, T) + load(memory[2], T) + load(memory[0], T), (0, 0))
+
+    T = rt(16, 16, fp32)
+    x, y = np.arange(256, dtype=np.float32).reshape(16, 16), np.zeros((16, 16), np.float32)
+    backend(body, x, y, shared=plan)
+    assert (y == 4 * x).all()

@@ -38,7 +38,7 @@ AXES = _parse("""
     seqlen_k        S               sequence          tokens  keys; in a cache, those of one of its batches or pages
     seqlen_new      S               sequence          tokens  keys that are appended to a cache
     seqlen_local    S               sequence          tokens  keys that lie in a rank's own buffer
-    parts           parts           parts             fixed   parts of the queries, with a number of keys each
+    parts           parts           parts             length  parts of the queries, with a number of keys each
     heads           H               heads             fixed   heads of the output
     heads_k         Hk              heads             fixed   heads of keys; heads / heads_k of the output share one
     heads_qk        H + Hk          heads             fixed   heads of queries and keys in one array
@@ -50,25 +50,25 @@ AXES = _parse("""
     value_dim       Dv              value_dim         fixed   of linear attention: columns of values and outputs
     features        F               features          fixed   columns that a feature map makes of key_dim
     state_columns   columns         columns           fixed   columns of a state that has more than the values
-    segments        segments        segments          fixed   parts of a sequence that thread blocks scan side by side
+    segments        segments        segments          length  parts of a sequence that thread blocks scan side by side
     batch_cache     B or pages      batches or pages  length  batches of a cache, or its pages
     pages_per_seq   pages of each   pages             length  most pages of a sequence
-    positions       positions       positions         fixed   rows of rotary tables
+    positions       positions       positions         length  rows of rotary tables
     pairs           pairs           pairs             fixed   columns of rotary tables, one for two that are rotated
     blocks          blocks          blocks            tokens  blocks of seqlen, with a descale each
     blocks_q        blocks          blocks            tokens  blocks of seqlen_q, with a descale each
     blocks_k        blocks          blocks            tokens  blocks of seqlen_k, with a descale each
     blocks_plus_1   blocks + 1      blocks            length  blocks of seqlen_k, and one element more
-    alibi_batch     B or 1          batch             fixed   batch of ALiBi's slopes
-    bias_batch      B or 1          batch             fixed   batch of a bias
+    alibi_batch     B or 1          batch             length  batch of ALiBi's slopes
+    bias_batch      B or 1          batch             length  batch of a bias
     bias_heads      H or 1          heads             fixed   heads of a bias
-    bias_seqlen     S or 1          sequence          fixed   rows of a bias
+    bias_seqlen     S or 1          sequence          length  rows of a bias
     bias_keys       keys            keys              length  columns of a bias over caches, one for each key
-    list_batch      B or 1          batch             fixed   batch of a BlockMask
+    list_batch      B or 1          batch             length  batch of a BlockMask
     list_heads      H or 1          heads             fixed   heads of a BlockMask
-    list_rows       rows of blocks  rows of blocks    fixed   blocks of queries in a BlockMask, with a list of key blocks each
-    list_len        blocks          blocks            fixed   most key blocks in such a list
-    full_list_len   blocks          blocks            fixed   the same of lists of blocks that need no mask
+    list_rows       rows of blocks  rows of blocks    length  blocks of queries in a BlockMask, with a list of key blocks each
+    list_len        blocks          blocks            length  most key blocks in such a list
+    full_list_len   blocks          blocks            length  the same of lists of blocks that need no mask
     1               1               length            fixed   always 1
 """)
 VARY = frozenset(name for name, axis in AXES.items() if axis.kind != "fixed")

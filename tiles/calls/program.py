@@ -1,4 +1,5 @@
-"""Functions that are called often: what decides a call is looked up, and only launches are left.
+"""Functions that are called often: what decides a call is looked up, and only launches are left. docs/calls.md follows a call
+through the tables (of known shapes, of plans for new sequence lengths) and says what each of them saves.
 
     SCALED = Schema("scaled", '''
         x    (seqlen, head_dim)  float32
@@ -56,7 +57,7 @@ ENTRIES = 4096  # forms of calls that are remembered, of all programs together: 
 PLAN_KINDS = 1024  # kinds of forms, alike but for lengths, that are remembered
 PLANS_PER_KIND = 32  # traced plans of each kind
 EXPECTED = 3  # guarded functions that are tried before a call is read, of those with the same options: each takes 0.3 us
-SCRATCH_ALIGNMENT = 256  # bytes: scratch arrays that share a piece of memory begin at multiples of this, as allocated ones do
+SCRATCH_ALIGNMENT = 256  # bytes: scratch arrays of one allocation begin at multiples of this, as allocated ones do
 
 
 REMEMBERED, TRACED_PLANS = Recent(ENTRIES), Recent(PLAN_KINDS)

@@ -109,7 +109,9 @@ class Problem:
                 return None
             axes, order, dtype = result
             like = self.schema.arguments[name].like
-            form = c_ordered(self.forms[like].shape if like else self(*axes), dtype or self.dtype, self.device)
+            if like:
+                order = self.schema.rows[self.layout][like][len(self.forms[like].shape)][1]
+            form = c_ordered(self._shape_like(like) if like else self(*axes), dtype or self.dtype, self.device)
             form = form.permuted(order) if order else form
         return Operand(self.schema.places[name], form)
 
@@ -122,7 +124,13 @@ class Problem:
         """The shape and dtype of a result, in the caller's axes."""
         axes, _, dtype = self.schema.written_rows[self.layout][name]
         like = self.schema.arguments[name].like
-        return self.forms[like].shape if like else self(*axes), dtype or self.dtype
+        return self._shape_like(like) if like else self(*axes), dtype or self.dtype
+
+    def _shape_like(self, name: str) -> tuple[int, ...]:
+        """The shape of a result that has another argument's, in the caller's axes."""
+        shape = self.forms[name].shape
+        _, order = self.schema.rows[self.layout][name][len(shape)]
+        return tuple([shape[order.index(axis)] for axis in range(len(shape))]) if order else shape
 
     def scratch(self, number: int, shape: tuple[int, ...], dtype: str) -> Operand:
         """Memory between launches, the `number`-th of a plan's."""
@@ -210,6 +218,9 @@ class Schema:
             if row is None:
                 _refuse_axes(self.arguments[name], layout, shape)
             axes, order = row
+            like = self.arguments[name].like
+            if like:
+                _, order = rows[like].get(len(shape), row)
             is_tile = name in self.tiles
             if its_dtype not in self._dtypes[name] or (is_tile and its_dtype != dtype):
                 _refuse_dtype(self.arguments[name], its_dtype, first, dtype)
@@ -246,7 +257,6 @@ class Schema:
                     raise ValueError(f"{name}: must be writable, and this array is read-only")
                 if overlaps_itself(form):
                     _refuse_strides(name, form, "its elements must not overlap each other")
-            like = self.arguments[name].like
             if like and like in forms and forms[like].shape != shape:
                 raise ValueError(f"{name}: must have {like}'s shape: {name}.shape={shape}, {like}.shape={forms[like].shape}")
         if "ends" in extents:

@@ -46,7 +46,7 @@ FACTS = operator.attrgetter(
 
 
 class Excerpt(NamedTuple):
-    """A piece of a source that may be a function. is_shifted: it stands in column 0, where it did not in the source."""
+    """Lines of a source that may be a function. is_shifted: it stands in column 0, where it did not in the source."""
 
     text: str
     is_shifted: bool = False
@@ -138,17 +138,17 @@ def _ends(lines) -> Iterator[int]:
 
 
 def _without_layout(text) -> Excerpt:
-    spans_lines = False
+    is_multiline = False
 
     def replace(match):
-        nonlocal spans_lines
+        nonlocal is_multiline
         string = match[1] or ""
-        spans_lines |= "\n" in string
+        is_multiline |= "\n" in string
         return string
 
     text = LAYOUT.sub(replace, text)
     indent = len(text) - len(text.lstrip())
-    if not indent or spans_lines:  # a line may belong to a string, with its spaces
+    if not indent or is_multiline:  # a line may belong to a string, with its spaces
         return Excerpt(text)
     return Excerpt("".join(line[indent:] for line in text.splitlines(keepends=True)), True)
 

@@ -169,7 +169,9 @@ def numba_type(spec):
     """The Numba type of a result that a rule announces."""
     if isinstance(spec, types.Type):
         return spec
-    return types.BaseTuple.from_types([numba_type(s) for s in spec]) if isinstance(spec, tuple) else Value(spec)
+    if isinstance(spec, tuple):
+        return types.BaseTuple.from_types([numba_type(s) for s in spec], type(spec) if hasattr(spec, "_fields") else None)
+    return Value(spec)
 
 
 _STATEMENTS = tuple(getattr(typeinfer, f"{name}Constraint") for name in ("Call", "GetAttr", "SetItem", "StaticSetItem"))

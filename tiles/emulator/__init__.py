@@ -138,10 +138,10 @@ def emulate(
                 block[at : at + size] = (slot & 2 ** (8 * size) - 1).to_bytes(size, "little")
     flat = [part for a in args for part in (a if isinstance(a, tuple) else (a,))]
     arrays = [getattr(a, "array", a) for a in flat]
-    spans = [np.lib.array_utils.byte_bounds(a) for a in arrays if isinstance(a, np.ndarray) and a.size]
+    byte_ranges = [np.lib.array_utils.byte_bounds(a) for a in arrays if isinstance(a, np.ndarray) and a.size]
     bounds = kernel.targetoptions.get("launch_bounds")
     ctas_per_sm = bounds[1] if isinstance(bounds, tuple) and len(bounds) > 1 else 1
-    rng, memory, counts = seeded(seed), Global(spans), ExecutionCounts(Counter(), {})
+    rng, memory, counts = seeded(seed), Global(byte_ranges), ExecutionCounts(Counter(), {})
     cluster_indices = list(clusters(grid, cluster))
     progress = Progress(kernel.py_func.__name__, len(cluster_indices), math.prod(cluster))
     with contextlib.closing(progress), np.errstate(all="ignore"):

@@ -171,11 +171,11 @@ def _array(w, what, offsets, inside, deed):
 def _load(w, lane, home, what, first, where, places, inside, memory, deed):
     thread, shadow = w.threads[lane], home.shadow
     cells = what.cells(first)
-    span = slice(first, first + what.nbytes)
+    extent = slice(first, first + what.nbytes)
     w.within(first, first + what.nbytes, 1, home)
     home.reached(thread, deed)
     bar = mbarrier(w, home, where, w.asks_lane(lane, True))
-    w._allowed(shadow.unwritable(w.asks_lane(lane, True), span), deed)
+    w._allowed(shadow.unwritable(w.asks_lane(lane, True), extent), deed)
 
     def land():
         arrived = np.zeros((len(cells), what.size), np.uint8)
@@ -183,14 +183,14 @@ def _load(w, lane, home, what, first, where, places, inside, memory, deed):
         if what.encoding.dtype == "TFLOAT32":
             arrived = _to_tf32(arrived)
         shadow.bytes[cells] = arrived
-        shadow.state[span] = VALID
+        shadow.state[extent] = VALID
         bar.end_copy(copy)
 
     copy = w.block.cluster.start(land, deed, what.nbytes, w.place())
     time = bar.begin_copy(thread, copy)
     for waited in () if home is w.block else w.block.mbarriers:  # who sees it complete knows what the copy waited for
         bar.clock[waited.agent] = max(bar.clock[waited.agent], thread.clock[waited.agent])
-    shadow.start_filling(bar.agent, time, span, Event("copy", f"the end of {deed}", copy.place))
+    shadow.start_filling(bar.agent, time, extent, Event("copy", f"the end of {deed}", copy.place))
 
 
 def _to_tf32(raw):
@@ -212,8 +212,8 @@ def _(match, w, at):
     _begins(w, first, deed)
     w.within(first, first + what.nbytes, 1)
     low, memory = _array(w, what, offsets, inside, deed)
-    shadow, span = w.block.shadow, slice(first, first + what.nbytes)
-    w._allowed(shadow.unreadable(w.asks_lane(lane, True), span), deed)
+    shadow, extent = w.block.shadow, slice(first, first + what.nbytes)
+    w._allowed(shadow.unreadable(w.asks_lane(lane, True), extent), deed)
     cells, places = what.cells(first), what.pointer + offsets - low
     agent, kind, fold = w.block.store_agents[w.index], ELEMENTS[what.encoding.dtype], match[2]
 
@@ -227,7 +227,7 @@ def _(match, w, at):
 
     store = w.block.cluster.start(land, deed, what.nbytes, w.place())
     store.lane = lane
-    shadow.note_read(agent, len(w.store_groups) + 1, span, Event("read", deed, store.place))
+    shadow.note_read(agent, len(w.store_groups) + 1, extent, Event("read", deed, store.place))
     w.stores.append(store)
 
 

@@ -17,16 +17,16 @@ LANE = np.arange(LANES, dtype=np.uint32)
 BARRIER = 4  # the state of a cell that belongs to an mbarrier
 WINDOW = 24  # an address in shared memory is rank << WINDOW | address in that block of the cluster, its own too
 LOCAL, SHARED = 1 << 41, 1 << 42  # where generic addresses show each thread's own memory, and shared memory:
-SPAN = 1 << 32  # so many bytes each, at which no array lies
+GENERIC_BYTES = 1 << 32  # so many bytes each, at which no array lies
 BASE = 1024 + 16  # where dynamic shared memory begins: 16 bytes are all that a launch promises
 
 
 class Global:
-    """The arrays of a launch: loads and stores anywhere else are refused. spans: [(first byte, end)]."""
+    """The arrays of a launch: loads and stores anywhere else are refused. ranges: [(first byte, end)]."""
 
-    def __init__(self, spans):
+    def __init__(self, ranges):
         self.writes = 0  # by ordinary stores
-        self.spans = [(low, np.ctypeslib.as_array((ctypes.c_uint8 * (end - low)).from_address(low))) for low, end in spans]
+        self.ranges = [(low, np.ctypeslib.as_array((ctypes.c_uint8 * (end - low)).from_address(low))) for low, end in ranges]
 
     def _bytes(self, warp, addresses, size):
         if (addresses % np.uint64(size)).any():
@@ -34,7 +34,7 @@ class Global:
                 f"an access of {size} bytes at {int(addresses[addresses % size != 0][0]):#x}, which is no multiple"
             )
         first, last = int(addresses.min()), int(addresses.max())
-        for low, memory in self.spans:
+        for low, memory in self.ranges:
             if low <= first and last + size <= low + len(memory):
                 return memory, (addresses - np.uint64(low)).astype(np.int64)[:, None] + np.arange(size)
         raise warp.hazard(f"{size} bytes at {first:#x} to {last:#x} are not all of one array that the launch was given")
@@ -52,7 +52,7 @@ class Global:
 
     def box(self, first, last):
         """The array in which all these bytes lie, and its first address; IndexError: there is none."""
-        for low, memory in self.spans:
+        for low, memory in self.ranges:
             if low <= first and last <= low + len(memory):
                 return low, memory
         raise IndexError(f"bytes {first:#x} to {last:#x} are not all of one array that the launch was given")

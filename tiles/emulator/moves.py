@@ -3,7 +3,7 @@
 import numpy as np
 
 from ..layout import LANES
-from .memory import BASE, LOCAL, SHARED, SPAN, WINDOW
+from .memory import BASE, GENERIC_BYTES, LOCAL, SHARED, WINDOW
 from .table import TYPES, into, literal, means, operand
 from .text import BYTES, Address, Imm, Reg, Symbol
 
@@ -17,8 +17,8 @@ def _(match, w, at):
         octets, at_byte = w.get(source)[:, None].view(np.uint8), 0
         for part in to:
             if isinstance(part, Reg):
-                piece = np.ascontiguousarray(octets[:, at_byte : at_byte + part.width])
-                w.set(part, piece.view(f"u{part.width}")[:, 0])
+                value = np.ascontiguousarray(octets[:, at_byte : at_byte + part.width])
+                w.set(part, value.view(f"u{part.width}")[:, 0])
                 at_byte += part.width
             else:
                 at_byte += octets.shape[1] // len(to)
@@ -89,18 +89,19 @@ def _(match, w, at):
     targets, kind = _targets(at.operands[0]), TYPES[match[2]]
     start, size = w.program.parameters[at.operands[1].base.name][0] + at.operands[1].offset, np.dtype(kind).itemsize
     for k, to in enumerate(targets):
-        piece = w.block.cluster.parameters[start + k * size : start + (k + 1) * size]
-        into(w, to, np.full(LANES, np.frombuffer(piece, kind)[0]).view(_raw(kind)))
+        value = w.block.cluster.parameters[start + k * size : start + (k + 1) * size]
+        into(w, to, np.full(LANES, np.frombuffer(value, kind)[0]).view(_raw(kind)))
 
 
 def _in_spaces(w, space, where):
     """Yields (space, addresses there) with those active lanes that reach into it: of a generic address, which names no space,
     the lanes may reach into several, and take turns."""
-    if space or not (where - np.uint64(LOCAL) < SHARED + SPAN - LOCAL)[w.mask].any():
+    if space or not (where - np.uint64(LOCAL) < SHARED + GENERIC_BYTES - LOCAL)[w.mask].any():
         yield space or ".global", where
         return
     active, full = w.mask, w.full
-    shared, local = where - np.uint64(SHARED) < SPAN, where - np.uint64(LOCAL) < SPAN  # unsigned: what is less is far above
+    # unsigned: what is less is far above
+    shared, local = where - np.uint64(SHARED) < GENERIC_BYTES, where - np.uint64(LOCAL) < GENERIC_BYTES
     for space, lanes, there in (
         (".global", ~(shared | local), where), (".local", local, where), (".shared", shared, where - np.uint64(SHARED)),
     ):  # fmt: skip

@@ -89,7 +89,7 @@ def meaning(at: PtxInstruction) -> Run:
     row = _found(at.opcode)
     if row is None:
         raise NotImplementedError(
-            f"PTX line {at.number}: no meaning for {at.opcode}: `{at.text}`; docs/emulator.md says how one is added"
+            f"PTX line {at.number}: no meaning for {at.opcode}: `{at.text}`; tiles.emulator.table says how one is added"
         )
     build, match = row
     return build(match, at)

@@ -69,7 +69,7 @@ def find(target: str, args: str | None = None) -> InspectedLaunch:
     """The kernel that FILE:KERNEL names. ValueError, TypeError: there is none, or its arguments are not known."""
     file, colon, name = target.rpartition(":")
     if not colon:
-        raise ValueError(f"say FILE:KERNEL, got {target!r}, as in examples/gemm.py:gemm")
+        raise ValueError(f"say FILE:KERNEL, as in my_kernels.py:gemm, got {target!r}")
     with first_launch(name) as launches:
         names = vars(module_at(file))
     if launches:

@@ -22,8 +22,8 @@ class Occupancy(NamedTuple):
     def __str__(self):
         if not self.blocks:
             return f"no block fits, for its {' and '.join(self.by)}"
-        blocks, share = f"{self.blocks} block{'s' * (self.blocks != 1)}", self.warps / self.most
-        return f"{blocks} at once, {self.warps} of {self.most} warps ({share:.0%}), limited by {' and '.join(self.by)}"
+        blocks, fraction = f"{self.blocks} block{'s' * (self.blocks != 1)}", self.warps / self.most
+        return f"{blocks} at once, {self.warps} of {self.most} warps ({fraction:.0%}), limited by {' and '.join(self.by)}"
 
 
 def occupancy(arch: str, threads: int, registers: int, shared_bytes: int) -> Occupancy | None:

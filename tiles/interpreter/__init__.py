@@ -47,7 +47,7 @@ from .processes import run_all
 from .progress import Progress
 from .record import Arrived, Did, Feeds, Issued, Started, Touched, Waited, note, record, recording
 from .rings import Slot
-from .shadow import span
+from .shadow import TileCells
 from .warp import InterpretedWarp
 
 __all__ = [
@@ -64,6 +64,7 @@ __all__ = [
     "NamedBarrier",
     "Slot",
     "Started",
+    "TileCells",
     "Touched",
     "Waited",
     "current_warp",
@@ -74,7 +75,6 @@ __all__ = [
     "record",
     "recorded",
     "recording",
-    "span",
 ]
 
 

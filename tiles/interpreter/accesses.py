@@ -30,39 +30,40 @@ class Accesses:
     block that causes a Clash ends with it."""
 
     def __init__(self, arrays):
-        spans = []  # [start, end) of bytes
+        regions = []  # [start, end) of bytes
         for start, end in sorted(np.lib.array_utils.byte_bounds(array) for array in arrays if array.size):
-            if spans and start < spans[-1][1]:
-                spans[-1] = spans[-1][0], max(end, spans[-1][1])
+            if regions and start < regions[-1][1]:
+                regions[-1] = regions[-1][0], max(end, regions[-1][1])
             else:
-                spans.append((start, end))
-        self.spans = [(*span, 2 * k) for k, span in enumerate(spans)]  # and where its marks are; ascending
-        self.marks, self.strict = mmap.mmap(-1, 2 * len(spans) + 1), False
+                regions.append((start, end))
+        self.regions = [(*region, 2 * k) for k, region in enumerate(regions)]  # and where its marks are; ascending
+        self.marks, self.strict = mmap.mmap(-1, 2 * len(regions) + 1), False
         self.stores = Stores()
 
-    def span(self, array):
-        """(start, end, marks) of the span in which an array lies; None if it is no array of this launch, or has no elements."""
+    def region(self, array):
+        """(start, end, marks) of the region of memory in which an array and those that overlap it lie; None if it is no array
+        of this launch, or has no elements."""
         at = array.__array_interface__["data"][0]
-        k = bisect.bisect(self.spans, at, key=lambda span: span[0]) - 1
-        return self.spans[k] if array.size and k >= 0 and at < self.spans[k][1] else None
+        k = bisect.bisect(self.regions, at, key=lambda region: region[0]) - 1
+        return self.regions[k] if array.size and k >= 0 and at < self.regions[k][1] else None
 
     def note(self, array, deed):
         """Note that a block reads or writes an array."""
-        span = self.span(array)
-        if span and not self.marks[span[2] + deed]:
-            self.marks[span[2] + deed] = 1
-            if self.strict and self.marks[span[2] + 1 - deed]:
+        region = self.region(array)
+        if region and not self.marks[region[2] + deed]:
+            self.marks[region[2] + deed] = 1
+            if self.strict and self.marks[region[2] + 1 - deed]:
                 raise Clash
 
     def written(self, array):
         """Has any block written it, or what shares its memory?"""
-        span = self.span(array)
-        return span is not None and self.marks[span[2] + WRITE] == 1
+        region = self.region(array)
+        return region is not None and self.marks[region[2] + WRITE] == 1
 
     @property
     def clash(self):
         """Is any array both read and written, or an element by two blocks that ran in processes?"""
-        return self.marks[-1] == 1 or any(self.marks[at + READ] and self.marks[at + WRITE] for *_, at in self.spans)
+        return self.marks[-1] == 1 or any(self.marks[at + READ] and self.marks[at + WRITE] for *_, at in self.regions)
 
     def _give_up(self):
         self.marks[-1] = 1
@@ -71,20 +72,20 @@ class Accesses:
         """Copies of the arrays in memory that processes share, aligned as they are and overlapping where they do; and the
         strict accesses of blocks that run on those, which have their marks in common with these."""
         rooms, clone = {}, copy.copy(self)
-        for start, end, marks in self.spans:
+        for start, end, marks in self.regions:
             rooms[marks] = np.frombuffer(mmap.mmap(-1, end - start + PAGE), np.uint8)[start % PAGE :]
         places = {marks: room.ctypes.data for marks, room in rooms.items()}
-        clone.spans = sorted((places[marks], places[marks] + end - start, marks) for start, end, marks in self.spans)
+        clone.regions = sorted((places[marks], places[marks] + end - start, marks) for start, end, marks in self.regions)
         sizes: dict = {}
         for array in arrays:
-            if span := self.span(array):
-                sizes[span[2]] = min(array.itemsize, sizes.get(span[2], array.itemsize))
-        spans = [(places[marks], places[marks] + end - start, start, sizes[marks]) for start, end, marks in self.spans]
-        clone.strict, clone.stores = True, Claims(self.stores, spans, self._give_up)
+            if region := self.region(array):
+                sizes[region[2]] = min(array.itemsize, sizes.get(region[2], array.itemsize))
+        regions = [(places[marks], places[marks] + end - start, start, sizes[marks]) for start, end, marks in self.regions]
+        clone.strict, clone.stores = True, Claims(self.stores, regions, self._give_up)
         copies = []
         for array in arrays:
-            if span := self.span(array):
-                start, _, marks = span
+            if region := self.region(array):
+                start, _, marks = region
                 offset = array.__array_interface__["data"][0] - start
                 copies.append(np.ndarray(array.shape, array.dtype, rooms[marks], offset, array.strides))
                 copies[-1][...] = array

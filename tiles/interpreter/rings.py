@@ -9,7 +9,7 @@ from ..values import SharedTile
 from .accesses import READ
 from .barriers import Mbarrier
 from .hazard import Hazard
-from .shadow import RELEASED, Event, span
+from .shadow import RELEASED, Event, TileCells
 
 
 class Slot:
@@ -147,7 +147,7 @@ class Slot:
         if not self.full.knows(warp, j // self.ring.stages + 1):
             raise warp.hazard(f"releases {name}, for which it has not waited", "released")
         mma = self.block.mma_agents[warp.index]
-        if read := self.block.shadow.reading(mma, warp.clock, span(self.tile(j))):
+        if read := self.block.shadow.reading(mma, warp.clock, TileCells(self.tile(j))):
             raise warp.hazard(f"releases {name}, and has not waited for an mma that reads it", "released", read.place)
         if j == self.number and self.releases == readers:
             cause = f"releases {name}, after as many others as the ring has readers: is readers={readers} too small?"
@@ -163,15 +163,15 @@ class Slot:
         """All readers have released the tile: it is gone, and whoever touched it must have said so."""
         for slot in self._everywhere:
             tile, shadow = self._part(slot, self.number, *self.brought), slot.block.shadow
-            if problem := shadow.unwritable(self.empty.clock, span(tile), not self.ring.writers):
+            if problem := shadow.unwritable(self.empty.clock, TileCells(tile), not self.ring.writers):
                 kind, cause = problem
                 raise warp.hazard(
                     f"this is the last of {self.empty.count} releases (the ring's readers) of {tile.name}, {cause}",
                     "fence" if kind == "fence" else "released",
                 )
             event = Event("release", f"the last release of {tile.name}", warp.place())
-            shadow.note_write(self.empty.agent, self.empty.phase, span(tile), RELEASED, event)
-            shadow.poison(span(tile))
+            shadow.note_write(self.empty.agent, self.empty.phase, TileCells(tile), RELEASED, event)
+            shadow.poison(TileCells(tile))
 
     def close(self, _):
         """At the block's end: some readers have released the last tile and others have not?"""

@@ -42,7 +42,7 @@ class Event(NamedTuple):
 OVERTAKEN = {"store": "race", "copy": "in flight", "release": "released"}  # kind of write -> kind of hazard
 
 
-class span:
+class TileCells:
     """The cells of a shared tile, or of a range of its rows or (whole cells) columns; of a vector, or of a range of its
     elements."""
 

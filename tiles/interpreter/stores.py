@@ -36,23 +36,23 @@ class StoreRecord(NamedTuple):
 
 
 class Stores:
-    """To the arrays of a launch, which lie in spans of bytes (accesses.py)."""
+    """To the arrays of a launch, which lie in regions of memory (accesses.py)."""
 
     def __init__(self):
-        self.last = {}  # start of a span -> (bytes an element, the last store to each as an index into `events`, 0 for none)
+        self.last = {}  # start of a region -> (bytes an element, the last store to each as an index into `events`, 0 for none)
         self.events = [None]
 
-    def _numbers(self, view, span):
-        """The last stores to a view's elements, as a view; None if these are not elements as the span's others are."""
-        start, end, size = span[0], span[1], view.itemsize
+    def _numbers(self, view, region):
+        """The last stores to a view's elements, as a view; None if these are not elements as the region's others are."""
+        start, end, size = region[0], region[1], view.itemsize
         if start not in self.last:
             self.last[start] = size, np.zeros((end - start) // size, np.int32)
         known, numbers = self.last[start]
         return _elements(view, start, size, numbers) if known == size else None
 
-    def note(self, warp, clock, time, place, view, values, span):
+    def note(self, warp, clock, time, place, view, values, region):
         """A warp that knows `clock` stores values, at its `time`; what is there is not yet overwritten. Hazard: a race."""
-        numbers = self._numbers(view, span)
+        numbers = self._numbers(view, region)
         if numbers is None:
             return
         cluster = warp.block.cluster
@@ -84,22 +84,22 @@ class Claims(Stores):
     """The same of clusters in several processes: what one of them stores to is its own. Another's store there is a Clash, after
     which all run one after the other, and find whether it is a race and whose.
 
-    before: what was stored until now. spans: of the arrays, (start, end, where it starts in `before`, bytes of an element, the
-    least one). give_up: is called at a clash."""
+    before: what was stored until now. regions: of the arrays, (start, end, where it starts in `before`, bytes of an
+    element, the least one). give_up: is called at a clash."""
 
-    def __init__(self, before, spans, give_up):
+    def __init__(self, before, regions, give_up):
         super().__init__()
         self.lock, self.give_up, self.owners = os.memfd_create("claims"), give_up, {}
-        for start, end, once, unit in spans:
+        for start, end, once, unit in regions:
             owners = np.frombuffer(mmap.mmap(-1, (end - start) // unit * CLAIM), np.int32)
             size, numbers = before.last.get(once, (unit, np.zeros(0, np.int32)))
             owners[np.flatnonzero(numbers) * size // unit] = -1
             self.owners[start] = unit, owners
 
-    def note(self, warp, clock, time, place, view, values, span):
+    def note(self, warp, clock, time, place, view, values, region):
         """Note a store as Stores.note does, in one of several processes. Clash: another process stores there."""
-        unit, owners = self.owners[span[0]]
-        mine = _elements(view, span[0], unit, owners)
+        unit, owners = self.owners[region[0]]
+        mine = _elements(view, region[0], unit, owners)
         if mine is not None:
             (x, y, z), (width, height, _) = warp.block.cluster.blocks[0].index, warp.block.cluster.grid
             block_number = 1 + x + width * (y + height * z)
@@ -110,7 +110,7 @@ class Claims(Stores):
             if others:
                 self.give_up()
                 raise Clash
-        super().note(warp, clock, time, place, view, values, span)
+        super().note(warp, clock, time, place, view, values, region)
 
     def close(self):
         """No process claims anything any more."""

@@ -12,7 +12,7 @@ from .accesses import READ, WRITE
 from .copies import cut, inside, misaligned, remedy
 from .hazard import Hazard, WarpPlace
 from .record import Issued, Started, Waited, note
-from .shadow import FILLING, VALID, Event, span
+from .shadow import FILLING, VALID, Event, TileCells
 
 
 class InterpretedWarp(greenlet):
@@ -114,8 +114,8 @@ class InterpretedWarp(greenlet):
         if not view.flags.writeable:
             raise ValueError(f"an array that is read-only is stored to: launch with x.copy()\n  at {self}")
         accesses = self.block.cluster.accesses
-        if accesses and (span := accesses.span(view)):
-            accesses.stores.note(self, self.clock, self.tick(), self.place(), view, values, span)
+        if accesses and (region := accesses.region(view)):
+            accesses.stores.note(self, self.clock, self.tick(), self.place(), view, values, region)
         view[...] = values
 
     # -- ordinary accesses to shared memory
@@ -123,7 +123,7 @@ class InterpretedWarp(greenlet):
         """The elements of a shared tile (some of its rows or columns), read with ordinary loads; `fence`: a fence follows the
         loads. home: the block in whose memory it lies, this one by default."""
         home = home or self.block
-        cells, shadow = span(tile, rows, cols), home.shadow
+        cells, shadow = TileCells(tile, rows, cols), home.shadow
         self._not_released(tile, f"reads {tile.name}")
         home.reached(self, f"reads {tile.name}")
         self._allowed(shadow.unreadable(self.clock, cells, False), f"reads {tile.name}")
@@ -138,7 +138,7 @@ class InterpretedWarp(greenlet):
     def write(self, tile, values, rows=None, home=None, cols=None):
         """Store values to (some rows or columns of) a shared tile, of block `home`, with ordinary stores."""
         home = home or self.block
-        cells, shadow = span(tile, rows, cols), home.shadow
+        cells, shadow = TileCells(tile, rows, cols), home.shadow
         self._not_released(tile, f"writes {tile.name}")
         home.reached(self, f"writes {tile.name}")
         self._allowed(shadow.unwritable(self.clock, cells, False), f"writes {tile.name}")
@@ -151,7 +151,7 @@ class InterpretedWarp(greenlet):
     def write_async(self, tile, values, barrier):
         """Start storing values to a shared tile (st.async), completing on an mbarrier, both of one block."""
         barrier.block.reached(self, f"writes {tile.name}")
-        shadow, cells = barrier.block.shadow, span(tile)
+        shadow, cells = barrier.block.shadow, TileCells(tile)
         self._allowed(shadow.unwritable(self.clock, cells, False), f"writes {tile.name}")
         self._flies(tile, barrier, lambda: tile.spec.dtype.round(values), "the store to")
         barrier.learn(self.clock)  # what completes it is a release (PTX ISA, "st.async")
@@ -173,13 +173,13 @@ class InterpretedWarp(greenlet):
         self.touches(source, READ)
         self._not_released(tile, f"fills {tile.name}")
         barrier.block.reached(self, f"fills {tile.name}")
-        shadow, cells = barrier.block.shadow, span(tile)
+        shadow, cells = barrier.block.shadow, TileCells(tile)
         self._allowed(shadow.unwritable(self.clock, cells, True), f"fills {tile.name}")
         self._flies(tile, barrier, lambda: source.load(at), "the copy into", after, lambda: source.window(at)[0])
 
     def _flies(self, tile, barrier, values, what, after=(), view=lambda: None):
         """From now on `values()` are on their way to a shared tile, from `view()` of global memory."""
-        shadow, cells = barrier.block.shadow, span(tile)
+        shadow, cells = barrier.block.shadow, TileCells(tile)
         shadow.poison(cells)
 
         def land():
@@ -201,7 +201,7 @@ class InterpretedWarp(greenlet):
         if not target.spec.storable:
             raise self.hazard(f"TMA writes 16 bytes at a time, and would write past the columns of {target.spec}")
         self._not_released(tile, f"stores {tile.name} by TMA")
-        shadow, cells, agent = self.block.shadow, span(tile), self.block.store_agents[self.index]
+        shadow, cells, agent = self.block.shadow, TileCells(tile), self.block.store_agents[self.index]
         self._allowed(shadow.unreadable(self.clock, cells, True), f"stores {tile.name} by TMA")
         self.stores += 1
         clock, time, place = self.clock.copy(), self.tick(), self.place()
@@ -209,7 +209,7 @@ class InterpretedWarp(greenlet):
         def land():
             view, inside = target.window(at)
             accesses = self.block.cluster.accesses
-            if accesses and not fold and (written := accesses.span(view)):
+            if accesses and not fold and (written := accesses.region(view)):
                 accesses.stores.note(self, clock, time, place, view, shadow.get(tile)[inside], written)
             target.store(at, shadow.get(tile), fold)
 
@@ -236,7 +236,7 @@ class InterpretedWarp(greenlet):
 
     # -- copies by cp.async
     def copy_async(self, tile, source, at, rows, cols, piece, rows_of_tile):
-        """Start copying rows `own` of the tile at `at` of a global array into a shared tile, `piece` bytes at a time."""
+        """Start copying rows `rows_of_tile` of the tile at `at` of a global array to a shared tile, `piece` bytes at a time."""
         if isinstance(tile.spec, sv):
             return self._copy_numbers(tile, source, at, cols % source.ndim, rows_of_tile)
         rows, cols = rows % source.ndim, cols % source.ndim
@@ -263,7 +263,7 @@ class InterpretedWarp(greenlet):
         self._copies(tile, rows_of_tile, lambda: cut(line[None], at, (1, len(rows_of_tile)), 0, 1)[0], view)
 
     def look_up(self, pages, size, at, last, rows_of_tile, begin=None):
-        """In which pages rows `own` of a tile lie: see pipeline.look_up. Of each row the page's number and its place there."""
+        """(page, row in the page, ...) of these rows of a tile, by the page table `pages`: see pipeline.look_up."""
         sequence, first = map(int, at)
         rows = range(first + rows_of_tile.start, first + rows_of_tile.stop)
         if pages is None:
@@ -278,7 +278,7 @@ class InterpretedWarp(greenlet):
         return tuple(page_rows)
 
     def copy_pages(self, tile, pool, page_rows, at, last, piece, rows_of_tile):
-        """Start copying rows `own` of a tile from the pages that they lie in: see pipeline.fill_pages."""
+        """Start copying these rows of a tile from the pages that they lie in: see pipeline.fill_pages."""
         self.touches(pool, READ)
         if isinstance(tile.spec, sv):  # as tiles of one column
             values, view = self.from_pages(np.asarray(pool)[..., None], page_rows, (*at, 0), last, rows_of_tile, 1)
@@ -291,23 +291,21 @@ class InterpretedWarp(greenlet):
         """(what gives the values of these rows, of so many columns; what gives a view of where they lie)"""
         first, *rest, col = map(int, at)
         lines = []
-        for row, number, place in zip(
+        for row, page, page_row in zip(
             range(first + rows_of_tile.start, first + rows_of_tile.stop), page_rows[::2], page_rows[1::2], strict=True
         ):
             line = np.zeros((1, cols), array.dtype)
             if row < last:
-                if not 0 <= number < len(array):
-                    raise self.hazard(
-                        f"row {row} lies in page {number}, which is out of range for a pool of {len(array)} pages"
-                    )
-                page = number, slice(None), *rest
-                line = cut(array[page], (place, col), line.shape, 0, 1)
+                if not 0 <= page < len(array):
+                    raise self.hazard(f"row {row} lies in page {page}, which is out of range for a pool of {len(array)} pages")
+                at_page = page, slice(None), *rest
+                line = cut(array[at_page], (page_row, col), line.shape, 0, 1)
             lines.append(line)
         return lambda: np.concatenate(lines), lambda: None
 
     def _copies(self, tile, rows_of_tile, values, view):
-        """From now on `values()` are on their way to rows `own` of a shared tile, from `view()` of global memory."""
-        shadow, cells, agent = self.block.shadow, span(tile, rows_of_tile), self.copier
+        """From now on `values()` are on their way to rows `rows_of_tile` of a shared tile, from `view()` of global memory."""
+        shadow, cells, agent = self.block.shadow, TileCells(tile, rows_of_tile), self.copier
         self._allowed(shadow.unwritable(self.clock, cells, False), f"copies into {tile.name}")
         shadow.poison(cells)
 
@@ -367,7 +365,7 @@ class InterpretedWarp(greenlet):
         self.block.take_registers(self, n)
 
     def issue(self, compute, slab, *operands):
-        """This warp's part of its warpgroup's next mma on `operands`, shared tiles and the spans of them that it reads.
+        """This warp's part of its warpgroup's next mma on `operands`, shared tiles and the TileCells that it reads of them.
         `compute` gets the four slabs when it is done. It starts when all four warps have issued it; each one's part ends by
         itself."""
         block = self.block

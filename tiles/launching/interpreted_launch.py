@@ -126,15 +126,15 @@ def _cut(view, spec):
 def mirrored(gpu, stream, places):
     """NumPy copies of device arrays, each given as (address, form). They alias where the arrays do, and what has changed at the
     end is copied back. The stream is waited for first."""
-    spans: list[list[int]] = []  # disjoint [start, end), ascending
-    for start, end in sorted(filter(None, (span(*place) for place in places))):
-        if spans and start < spans[-1][1]:
-            spans[-1][1] = max(end, spans[-1][1])
+    ranges: list[list[int]] = []  # disjoint [start, end), ascending
+    for start, end in sorted(filter(None, (byte_range(*place) for place in places))):
+        if ranges and start < ranges[-1][1]:
+            ranges[-1][1] = max(end, ranges[-1][1])
         else:
-            spans.append([start, end])
+            ranges.append([start, end])
     with gpu.current():
         check(driver.cuStreamSynchronize(stream))
-        copies = {start: np.empty(end - start, np.uint8) for start, end in spans}
+        copies = {start: np.empty(end - start, np.uint8) for start, end in ranges}
         for start, copy in copies.items():
             check(driver.cuMemcpyDtoH(copy.ctypes.data, start, copy.nbytes))
         before = {start: copy.copy() for start, copy in copies.items()}
@@ -146,7 +146,7 @@ def mirrored(gpu, stream, places):
                 check(driver.cuMemcpyHtoD(start + int(changed[0]), part.ctypes.data, part.nbytes))
 
 
-def span(pointer, form):
+def byte_range(pointer, form):
     """[start, end) of the bytes that an array's elements lie in; None if it has none."""
     if 0 in form.shape:
         return None

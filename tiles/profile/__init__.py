@@ -57,7 +57,7 @@ class ProfiledLaunch(NamedTuple):
 
     @property
     def bandwidth(self) -> float | None:
-        """Bytes/s, of `counts.once`."""
+        """Bytes per second, of those that come from memory if the caches are good."""
         return self.counts.once / self.seconds if self.counts and self.seconds else None
 
 
@@ -106,14 +106,14 @@ class Profile:
 
     def _row(self, launch):
         counts, row = launch.counts, {"kernel": launch.title, "blocks": "x".join(str(n) for n in launch.grid if n > 1) or "1"}
-        flop_share, memory_share = self.share_of_peaks(launch)
+        flop_fraction, memory_fraction = self.share_of_peaks(launch)
         if launch.seconds is not None:
             row["time"] = _time(launch.seconds)
         if counts:
             row["FLOP"] = _unit(counts.flop)
             if launch.flop_rate is not None:
                 row["FLOP/s"] = _unit(launch.flop_rate)
-                row["of peak"] = "" if flop_share is None else f"{flop_share:.0%}"
+                row["of peak"] = "" if flop_fraction is None else f"{flop_fraction:.0%}"
             row |= {
                 "exp2 &c": _unit(counts.special),
                 "asked": _unit(counts.read + counts.written, "B"),
@@ -121,7 +121,7 @@ class Profile:
             }
             if launch.bandwidth is not None:
                 row["once/s"] = _unit(launch.bandwidth, "B")
-                row["of bandwidth"] = f"{memory_share:.0%}"
+                row["of bandwidth"] = f"{memory_fraction:.0%}"
         if launch.code:
             spills = f" + {launch.code.local} B" * bool(launch.code.local)
             row |= {"registers": f"{launch.code.registers}{spills}", "blocks an SM": str(launch.code.ctas_per_sm)}

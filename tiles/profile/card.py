@@ -9,15 +9,14 @@ from cuda.bindings import driver
 from ..launching.arguments import grouped
 from ..launching.arrays import ABSENT, Form, Operand
 from ..launching.devices import Device, check
-from ..launching.interpreted_launch import Interpreted, resolve_number, span
+from ..launching.interpreted_launch import Interpreted, byte_range, resolve_number
 from ..launching.launch import Bound, Launch
+from ..targets import TENSOR_FLOP
 from ..values import tensor
 from .counts import SAMPLE, chosen, counted
 
 _ATTRIBUTE, _FUNCTION = driver.CUdevice_attribute, driver.CUfunction_attribute
 FLUSH = 256 * 2**20  # bytes that are written before each call: more than any L2, and time for the host to queue the launches
-TENSOR_FLOP = {(8, 0): 2048, (8, 6): 512, (8, 7): 1024, (8, 9): 512, (9, 0): 4096, (10, 0): 8192, (12, 0): 512}  # a cycle and
-# multiprocessor, of 16-bit products with fp32 sums (NVIDIA's white papers)
 
 
 class Peaks(NamedTuple):
@@ -200,7 +199,7 @@ def _stand_in(form: Form, address: int, gpu: Device, memory: dict):
     """An array of this form in host memory: integers and booleans copied, all else zeros, which take no room until a block
     writes there. memory: what stands for which bytes of the card, so that one array given twice is one."""
     dtype = np.dtype(form.dtype)
-    reach = span(address, form)
+    reach = byte_range(address, form)
     if reach is None:
         return np.zeros(form.shape, dtype)
     if reach not in memory:

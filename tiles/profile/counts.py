@@ -21,10 +21,10 @@ class LaunchCounts:
     def __init__(self, args: Sequence, clusters: int):
         self.sizes: dict[tuple[int, int], int] = {}
         for array in _arrays(args):
-            span = np.lib.array_utils.byte_bounds(array)
-            self.sizes[span] = max(self.sizes.get(span, 0), array.nbytes)
-        self.spans = sorted(self.sizes)
-        self.asked = {(span, written): 0 for span in self.spans for written in (False, True)}
+            byte_range = np.lib.array_utils.byte_bounds(array)
+            self.sizes[byte_range] = max(self.sizes.get(byte_range, 0), array.nbytes)
+        self.byte_ranges = sorted(self.sizes)
+        self.asked = {(byte_range, written): 0 for byte_range in self.byte_ranges for written in (False, True)}
         self.sums, self.counted, self.clusters = {"flop": 0.0, "halves": 0.0, "special": 0.0}, 0, clusters
 
     def add(self, record: dict) -> None:
@@ -36,9 +36,9 @@ class LaunchCounts:
                     self._op(step)
                 elif isinstance(step, (Touched, Started)) and step.view is not None and step.view.size:
                     start = step.view.__array_interface__["data"][0]
-                    span = next((s for s in reversed(self.spans) if s[0] <= start < s[1]), None)
-                    if span:
-                        self.asked[span, step.written] += step.view.nbytes
+                    byte_range = next((s for s in reversed(self.byte_ranges) if s[0] <= start < s[1]), None)
+                    if byte_range:
+                        self.asked[byte_range, step.written] += step.view.nbytes
 
     def _op(self, step):
         if shape := product(step):
@@ -64,7 +64,7 @@ class LaunchCounts:
     @property
     def once(self) -> float:
         """Bytes that must cross between memory and the chip."""
-        return sum(min(self.sizes[span], n * self.scale) for (span, _), n in self.asked.items())
+        return sum(min(self.sizes[byte_range], n * self.scale) for (byte_range, _), n in self.asked.items())
 
 
 def _arrays(args):

@@ -39,8 +39,8 @@ SIZES = {"byte": 1.0, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9, "Tbyte": 1e12}
 
 class Counted(NamedTuple):
     """What the hardware counted of a kernel. seconds: at whatever clock. memory: bytes/s to and from the card's memory. tensor,
-    bandwidth, occupancy: shares of the most there could be; None: ncu did not say. stalls: for what warps waited, the most
-    frequent first, and what share of the time they were there it took."""
+    bandwidth, occupancy: fractions of the most there could be; None: ncu did not say. stalls: for what warps waited, the most
+    frequent first, and what fraction of their time it took."""
 
     kernel: str
     seconds: float | None
@@ -60,7 +60,7 @@ class Counted(NamedTuple):
             None if self.registers is None else f"{self.registers} registers",
             None if self.occupancy is None else f"warps there {self.occupancy:.0%} of the most",
         ]
-        stalls = [f"    {share:>4.0%} of a warp's time: waits for {words}" for words, share in self.stalls[:4]]
+        stalls = [f"    {fraction:>4.0%} of a warp's time: waits for {words}" for words, fraction in self.stalls[:4]]
         return "\n".join([f"  {self.kernel}: {', '.join(filter(None, facts))}", *stalls])
 
 
@@ -104,14 +104,14 @@ def _counted(row, unit):
         value = number(name)
         return None if value is None else value * scales.get(unit[name].split("/")[0], 1.0)
 
-    def share(name):
+    def fraction(name):
         value = number(name)
         return None if value is None else value / 100
 
     stalls = {m[1]: number(name) or 0.0 for name in row if (m := STALL.fullmatch(name))}
     total = sum(stalls.values())
     ranked = sorted(((v / total, k) for k, v in stalls.items() if total), reverse=True)
-    tensor = [share(name) for name in row if re.fullmatch(r"sm__pipe_tensor\w*\.avg\.pct_of_peak_sustained_elapsed", name)]
+    tensor = [fraction(name) for name in row if re.fullmatch(r"sm__pipe_tensor\w*\.avg\.pct_of_peak_sustained_elapsed", name)]
     registers = number("launch__registers_per_thread")
     memory = [scaled(name, SIZES) for name in row if re.fullmatch(r"dram__bytes(_read|_write)?\.sum\.per_second", name)]
     seconds = scaled("gpu__time_duration.sum", TIMES)
@@ -119,9 +119,9 @@ def _counted(row, unit):
         re.split(r"[\[(<]", row.get("Kernel Name", "?"))[0],
         seconds,
         max((m for m in memory if m is not None), default=None),
-        share("gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed"),
+        fraction("gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed"),
         max((t for t in tensor if t is not None), default=None),
         None if registers is None else int(registers),
-        share("sm__warps_active.avg.pct_of_peak_sustained_active"),
+        fraction("sm__warps_active.avg.pct_of_peak_sustained_active"),
         [(STALLS.get(name, name), part) for part, name in ranked if name != "selected"],
     )

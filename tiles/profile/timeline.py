@@ -46,11 +46,11 @@ class Timeline:
         return max((bar.end for bar in self.bars), default=0.0)
 
     def busy(self, lane, *kinds) -> float:
-        """The share of the time in which a lane has a bar, of these kinds if any are named: COPIES ("copies in flight"), TENSOR
-        ("tensor cores") or a warp's number."""
-        spans = sorted((b.start, b.end) for b in self.bars if b.lane[1] == lane and (not kinds or b.kind in kinds))
+        """The fraction of the time in which a lane has a bar, of these kinds if any are named: COPIES ("copies in flight"),
+        TENSOR ("tensor cores") or a warp's number."""
+        intervals = sorted((b.start, b.end) for b in self.bars if b.lane[1] == lane and (not kinds or b.kind in kinds))
         total = reach = 0.0
-        for start, end in spans:
+        for start, end in intervals:
             total += max(0.0, end - max(start, reach))
             reach = max(reach, end)
         return total / self.cycles if self.cycles else 0.0
@@ -115,7 +115,7 @@ class Timeline:
         last = min(self.cycles, first + WINDOW) if last is None else last
         if not last > first >= 0:
             raise ValueError(f"timeline: shows cycles from {first} to {last}, of {self.cycles:.0f}")
-        span = last - first
+        duration = last - first
         rows = [(warps, [b for b in bars if b.start < last and b.end > first]) for warps, bars in self._rows()]
         rows = [(warps, bars) for warps, bars in rows if warps or bars]
         idle = [lane for lane in self.warps if not any(lane in warps for warps, _ in rows)]
@@ -134,7 +134,7 @@ class Timeline:
                 for bar in bars:
                     origin = bar.cause and of_bar.get(_key(bar.cause), of_lane.get(bar.cause.lane))
                     if origin is not None and origin != k and bar.end <= last:
-                        yield _arrow(left + NAMES + (bar.end - first) * WIDTH / span, y(origin), y(k))
+                        yield _arrow(left + NAMES + (bar.end - first) * WIDTH / duration, y(origin), y(k))
             yield from _axis(left + NAMES, top + len(rows) * (HEIGHT + GAP), first, last)
             yield from _legend(left + NAMES, top + len(rows) * (HEIGHT + GAP) + 38)
 
@@ -215,11 +215,11 @@ def _arrow(x, origin, y):
 
 def _axis(left, y, first, last):
     """The axis of time with its ticks, in cycles."""
-    span = last - first
-    step = next(10**power * first for power in range(12) for first in (1, 2, 5) if span / (10**power * first) <= 10)
+    duration = last - first
+    step = next(10**power * first for power in range(12) for first in (1, 2, 5) if duration / (10**power * first) <= 10)
     begin = -(-int(first) // step) * step
     for tick in range(begin, int(last) + 1, step):
-        x = round(left + (tick - first) * WIDTH / span, 1)
+        x = round(left + (tick - first) * WIDTH / duration, 1)
         yield f'<path d="M{x} {y - 4}v6" stroke="#59636e" stroke-width="1"/>'
         yield draw.text(x, y + 13, f"{tick}{' cycles' * (tick == begin)}", "small")
 

@@ -1,5 +1,8 @@
 """How decode_ampere.py and the MLA kernels load rows of K and V by cp.async, by how the cache is laid out, as classes with the
-same methods: `fill` fills a stage of a block's pipeline; `copy_rows` and `load_fp8_rows` load one warp's rows."""
+same methods: `fill` fills a stage of a block's pipeline; `copy_rows` and `load_fp8_rows` load one warp's rows.
+
+Of a paged cache, `look_up` reads page numbers from the page table, and `fill` starts copies from these pages: PagedLoader. How
+a page number becomes an address stands in tiles/paged_copies.py."""
 
 from typing import Any
 
@@ -99,7 +102,7 @@ class IndexedLoader(DenseLoader):
 
 
 class PagedLoader(DenseLoader):
-    """Sequence n is in pages of an array (page, row, head, column): page i of it is params.pages[n, i]."""
+    """Sequence n is in pages of an array (page, row, head, column): page i of it is params.pages[n, i], in the page table."""
 
     label = "paged"
 

@@ -24,7 +24,7 @@ BLOCK_TILES, COMBINE_TILES = (
 COMBINED_AT_ONCE = 16  # parts that decode_combine.py adds in the time of COMBINE_TILES
 LONG = 2048  # keys: with fewer, forward's tiles are as fast as split-KV
 FORWARD_ROWS = 128  # queries of a tile of forward
-ENOUGH = 0.95  # the share of the places for blocks that a number of shares should use
+ENOUGH = 0.95  # the fraction of the places for blocks that a number of shares should use
 
 
 class SplitWork(NamedTuple):

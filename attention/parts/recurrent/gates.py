@@ -58,6 +58,7 @@ class Gate:
     per_token = False  # is there a gate for each token, in memory?
     weighted = False  # do keys have weights, so that a is not b?
     folds_scale = False  # is the softmax scale added to b as log2(scale)? If not, outputs are multiplied by it
+    reversed = False  # does a scan begin with the last token, and is the scale a weight of the keys? (gradients.ReversedGate)
     rank = 3  # axes of the array of gates
 
     def __str__(self):
@@ -65,13 +66,23 @@ class Gate:
 
     @inlined
     def decay(self, x, b):
-        """exp2(b) * x"""
+        """It is exp2(b) x; here, without a gate, x."""
         return x
 
     @inlined
+    def decay_all_scores(self, s, b, a):
+        """exp2(b - a^T) * s, for b of this warp's rows and a of all columns"""
+        return s
+
+    @inlined
     def decay_scores(self, s, b, a):
-        """tril(exp2(b - a^T) * s), for b of this warp's rows and a of all columns"""
-        return warpgroup.causal(s, 0, 0.0)
+        """tril(exp2(b - a^T) * s)"""
+        return warpgroup.causal(self.decay_all_scores(s, b, a), 0, 0.0)
+
+    @inlined
+    def scale_keys(self, x, scale):
+        """x, scores or values, times the softmax scale if it is a weight of the keys."""
+        return x
 
     @inlined
     def decay_values(self, v_t, a, b_last):
@@ -109,8 +120,8 @@ class Gate:
         """Ampere: one warp writes b and a of a chunk to shared memory. g: the result of load_gates."""
 
     @inlined
-    def load_cumsum(self, vector, kind):
-        """Ampere: b or a, or a warp's part of it, from shared memory, as a register vector of this type."""
+    def load_cumsum(self, vector, kind, whole):
+        """Ampere: b or a, or a warp's part of it, from shared memory, as a register vector of this type. whole: b."""
         return 0.0
 
     @inlined
@@ -139,8 +150,8 @@ class DecayGate(Gate):
         return x * exp2(b)
 
     @inlined
-    def decay_scores(self, s, b, a):
-        return warpgroup.causal(s * exp2(zeros(TILE) + b - a), 0, 0.0)
+    def decay_all_scores(self, s, b, a):
+        return s * exp2(zeros(TILE) + b - a)
 
 
 class HeadGate(DecayGate):
@@ -211,7 +222,7 @@ class TokenGate(DecayGate):
             store(a, a_chunk)
 
     @inlined
-    def load_cumsum(self, vector, kind):
+    def load_cumsum(self, vector, kind, whole):
         return load(vector, kind)
 
     @inlined

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from ops import row_max, silu, truncate, warpgroup
 from tiles import fp32, inlined, static
+from tiles.launching.arguments import record
 
 from .gates import COL_VEC, Gate, Mamba2Gate
 
@@ -17,12 +18,24 @@ NORMALIZER_EPSILON = 1e-10  # added to a normalizer, as flash-linear-attention d
 @static
 class ScanResult:
     """The base of what a scan can compute. has_outputs: does it compute outputs, or a normalizer, so that it reads queries?
-    reads_values: does it read values? If not, all of them are 1. skip, normalized, silu: see ScanOutputs."""
+    reads_values: does it read values? If not, all of them are 1. skip, normalized, silu: see ScanOutputs. reads_z: is there an
+    array z of the outputs' shape that it reads beside the values? unrounded: are outputs float32? scales_scores: are scores
+    multiplied by the scale before they are rounded, instead of outputs at the end? groups_queries, dots_states: see
+    gradients.py."""
 
     has_outputs = True
     reads_values = True
-    skip = normalized = silu = False
+    skip = normalized = silu = unrounded = scales_scores = groups_queries = dots_states = False
     label = ""
+
+    @property
+    def reads_z(self):
+        """Is there an array z?"""
+        return self.silu
+
+    def params(self, dtype):
+        """What else a kernel gets, as a record of parameters. dtype: of its inputs."""
+        return record()
 
     def __str__(self):
         return self.label
@@ -31,6 +44,42 @@ class ScanResult:
     def fill_values(self, v, z, j, gV, gZ, at):
         """Have TMA load the j-th tile of values, and of z, from the coordinates `at`."""
         v.fill(j, gV, at)
+
+    @inlined
+    def query_head(self, key_head, group, first, width):
+        """The head of queries and keys that a thread block reads. first: its first block of columns, of `width` for each of the
+        `group` value heads of a key head."""
+        return key_head
+
+    @inlined
+    def value_head(self, key_head, group, group_head):
+        """The head of values and z that a consumer reads."""
+        return key_head * group + group_head
+
+    @inlined
+    def scale_scores(self, x, scale):
+        """x times the scale if `scales_scores`. x: scores, or what queries read of the state."""
+        return x
+
+    @inlined
+    def store_row_dots(self, params, o, z, j, at, kind):
+        """Gradients: store the products of the rows of o and of the j-th tile z. at: (the tokens of the scan, the first one of
+        the chunk, which part of a token's products this is). kind: as in add_skip."""
+
+    @inlined
+    def dot_carried(self, seq_layout, params, o, z, j, index, head, part, kind, remaining):
+        """Gradients: store the product of z and o, what queries read of the state. index, part: as in dot_state. remaining: the
+        number of rows that belong to the sequence, if it is below that of all."""
+
+    @inlined
+    def dot_state(self, params, s_t, half, index, head, row, col, part):
+        """Gradients: before a chunk, store the product of its state and a stored one. half: the type of half of
+        its columns. index: of the chunk (SequenceLayout.chunk_index). row, col: where s_t begins in the transposed state. part:
+        which of a state's parts this warpgroup has."""
+
+    @inlined
+    def store_state(self, params, s_t, index, head, row, col):
+        """Gradients: store the state before a chunk."""
 
     @inlined
     def wait_values(self, v, ones, j):

@@ -24,6 +24,11 @@ class TokenRange(NamedTuple):
         return int32((self.end - self.start + CHUNK - 1) // CHUNK)
 
     @inlined
+    def chunk_number(self, j):
+        """How many chunks lie before the j-th one in memory."""
+        return j
+
+    @inlined
     def chunk_start(self, j):
         """The first token of the j-th chunk."""
         return int32(self.start + CHUNK * j)
@@ -32,6 +37,35 @@ class TokenRange(NamedTuple):
     def remaining(self, j):
         """The number of tokens from the start of the j-th chunk to the end of the range."""
         return int32(self.end - self.start - CHUNK * j)
+
+
+class ReversedTokens(NamedTuple):
+    """A TokenRange whose chunks come in reverse order: the j-th is the j-th from the end. Tokens of a chunk keep their
+    places."""
+
+    start: Any
+    end: Any
+    batch: Any
+
+    @inlined
+    def num_chunks(self):
+        """The number of chunks. The first one, at the end of the tokens, may be shorter than the others."""
+        return int32((self.end - self.start + CHUNK - 1) // CHUNK)
+
+    @inlined
+    def chunk_number(self, j):
+        """How many chunks lie before the j-th one from the end in memory."""
+        return int32(self.num_chunks() - 1 - j)
+
+    @inlined
+    def chunk_start(self, j):
+        """The first token of the j-th chunk from the end."""
+        return int32(self.start + CHUNK * self.chunk_number(j))
+
+    @inlined
+    def remaining(self, j):
+        """The number of tokens from the start of the j-th chunk from the end to the end of the range."""
+        return int32(self.end - self.chunk_start(j))
 
 
 @inlined
@@ -47,9 +81,13 @@ def block_coord(block_index, blocks, segments, heads):
 class SequenceLayout:
     """The layout of sequences in memory: each in a batch of its own, or with `varlen` packed in a single batch (cu_seqlens).
     The last chunk of a packed sequence overlaps the next sequence. Rows of the next sequence must not be read, because they may
-    be NaN, nor be overwritten."""
+    be NaN, nor be overwritten.
+
+    reversed: does a scan begin with the last chunk? Then its first segment is the last one of the sequence. Chunks begin at the
+    same tokens in both directions."""
 
     varlen: bool = False
+    reversed: bool = False
 
     def output_argument(self, tile):
         """The type of a kernel's output argument that is written by tiles of this type."""
@@ -69,7 +107,20 @@ class SequenceLayout:
         sequence."""
         start, end, batch = self.sequence_tokens(gCuSeqlens, sequence, length)
         step = CHUNK * ((end - start + CHUNK * segments - 1) // (CHUNK * segments))
+        if self.reversed:
+            segment = segments - 1 - segment
+            return ReversedTokens(int32(min(end, start + segment * step)), int32(min(end, start + (segment + 1) * step)), batch)
         return TokenRange(int32(min(end, start + segment * step)), int32(min(end, start + (segment + 1) * step)), batch)
+
+    @inlined
+    def chunk_index(self, token, sequence, length):
+        """The index of the chunk that starts at `token` of a sequence, where something is stored for each chunk of the batch:
+        no two chunks have the same, and some indices belong to none if sequences are packed. num_chunk_indices (plans) counts
+        them."""
+        if self.varlen:
+            return int32(token // CHUNK + sequence)
+        else:
+            return int32(token // CHUNK + sequence * ((length + CHUNK - 1) // CHUNK))
 
     @inlined
     def padding_tokens(self, gCuSeqlens, sequence, length):

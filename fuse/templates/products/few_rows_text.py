@@ -107,8 +107,8 @@ def template_gaps(kernel: Any, parameters: dict[Term, str], local_names: dict[Te
     # the prologue, in the preparer
     inside = {kernel.x: "tile"} | {v: one.row for v, one in zip(kernel.vectors, vectors)}
     prologue, operand, summed = words.prologue(inside)
-    band = dtype if kernel.plain and not kernel.row_sums else "fp32"
-    if kernel.narrow and band == "fp32":
+    band_dtype = dtype if kernel.plain and not kernel.row_sums else "fp32"
+    if kernel.narrow and band_dtype == "fp32":
         prologue, operand = [*prologue, f"operand = {dtype}({operand})"], "operand"
     sides = [ClusterRowSum(*one, f"{one[0]}_parts", f"ready_{n}" if n > 1 else "ready") for n, one in enumerate(summed, 1)]
 
@@ -162,7 +162,7 @@ def template_gaps(kernel: Any, parameters: dict[Term, str], local_names: dict[Te
     types = [("X", f"st(ROWS, DEPTH, {dtype})")]
     types += [(p.tile, f"st({'COLUMNS, DEPTH' if p.transposed else 'DEPTH, COLUMNS'}, {weights})") for p in products]
     types += [(v.tile, f"sv(DEPTH, {v.dtype})") for v in vectors]
-    types += [("BAND", f"rt(16, DEPTH, {band})")] if kernel.has_preparer else []
+    types += [("BAND", f"rt(16, DEPTH, {band_dtype})")] if kernel.has_preparer else []
     if narrow:
         thin = "RANK, DEPTH" if narrow.first.transposed else "DEPTH, RANK"
         back = "COLUMNS, RANK" if narrow.second.transposed else "TURNS * RANK, COLUMNS"

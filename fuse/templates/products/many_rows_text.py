@@ -24,7 +24,7 @@ from .product_text import (
 )
 
 STEP = 64  # extent of a tile along k
-BAND = 16  # the raster group: rows of tiles that are computed together, and share weights in L2
+RASTER_GROUP = 16  # rows of tiles that are computed together, and share weights in L2
 NAMES = "batch tall more last rank row col part n m me y width selected column".split()  # variables of the kernel
 NAMES += "following state initial greatest higher total picked scores is_picked chosen end".split()
 
@@ -140,8 +140,8 @@ def template_gaps(kernel: Any, parameters: dict[Term, str], local_names: dict[Te
     )
     arguments = [*operands, *outs, *arrays.items()]
     return {
-        "schedule": s, "band": BAND, "operands": operand_tiles, "dtype": dtype, "y": result, "products": products,
-        "transposed": transposed, "form": "ABt" if transposed else "AB",
+        "schedule": s, "raster_group": RASTER_GROUP, "operands": operand_tiles, "dtype": dtype, "y": result,
+        "products": products, "transposed": transposed, "form": "ABt" if transposed else "AB",
         "x": x, "arrays": list(arrays), "numbers": list(numbers), "batch": batch, "lead": lead(kernel.root), "partials": folds,
         "plain": plain, "store_lines": leaves, "adjacent_products": parts, "targets": into, "ends": ends,
         "slots": slots, "results": results,

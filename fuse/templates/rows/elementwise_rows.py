@@ -26,7 +26,7 @@ class ElementwiseRows(FoldedRows):
         text.globals += [f"WARPS = {kernel.warps}  # of a block"]
         text.globals += [f"PART = rt({FOLD}, {self.part}, {kernel.dtype})  # a warp's, lines of a row"]
         warp = "int32(WARPS * cuda.blockIdx.x + cuda.threadIdx.x // 32)"
-        text.kernel += [FOLLOW, f"row, piece = divmod({warp}, pieces)", "line = PART.rows * piece"]
+        text.kernel += [FOLLOW, f"row, part = divmod({warp}, parts)", "line = PART.rows * part"]
         text.kernel += [self.load(n) for n in numbers if n.ndim and not n.axes[0]]
         body = [f"{name[t]} = {self.widen(self.load_expression(t, 'row, line, 0'))}" for t in tiles]
         body += [f"{name[v]} = {self.widen(self.load_expression(v, 'line, 0'))}" for v in vectors]
@@ -34,12 +34,12 @@ class ElementwiseRows(FoldedRows):
         body += self.write_stores("row, line, 0", "store_unordered" if self.unordered else "store")
         text.kernel += ["if row < rows:", *(f"    {line}" for line in body)]
         x = name[tiles[0]]
-        text.before = [f"rows, lines, pieces = {x}.shape[0], {self.shape_in_lines(x)}, -(-{x}.shape[1] // {self.columns})"]
-        text.launch = "-(-rows * pieces // WARPS), 32 * WARPS, early=True"
+        text.before = [f"rows, lines, parts = {x}.shape[0], {self.shape_in_lines(x)}, -(-{x}.shape[1] // {self.columns})"]
+        text.launch = "-(-rows * parts // WARPS), 32 * WARPS, early=True"
         wide = [(one, "rows, " * (one not in vectors)) for one in (*tiles, *vectors, *kernel.roots)]
         shaped = [(array(name[one]), f"{name[one]}.reshape({lead}*lines)") for one, lead in wide]
         scalars = [(array(name[n]) if n.ndim else name[n], name[n]) for n in numbers]
-        text.arguments = [*shaped, ("rows", "rows"), ("pieces", "pieces"), *scalars]
+        text.arguments = [*shaped, ("rows", "rows"), ("parts", "parts"), *scalars]
 
     def load(self, x: Term) -> str:
         """The line that reads a leaf. If it is one number for each row, the number of the warp's row."""

@@ -39,7 +39,7 @@ COLUMNS = 32, 64  # columns of a warp's tile: 32 for maps of few tiles, else as 
 MUCH = 6  # so many input tiles take wide tiles
 MOST_COLUMNS = 128  # columns of a half, where there are sums
 Sums = dict[Term, tuple[Term, ...]]
-COUNTED = "rest", "band", "piece", "col", "width", "columns", "batches", "heads", "pieces"  # the kernel's variables
+COUNTED = "rest", "band", "col_tile", "col", "width", "columns", "batches", "heads", "col_tiles"  # the kernel's variables
 PLACES = {"batch": "batches", "head": "heads"}  # {index along a leading axis: its extent}, names in the kernel
 
 
@@ -229,7 +229,7 @@ class Halves:
         inner = {name: (PLACES[name], extents[n]) for n, name in self.lead.items()}
         if self.width > self.columns and not self.looped:
             across = f"({len(self.parts)} * TILE.cols)" if len(self.parts) > 1 else "TILE.cols"
-            inner["piece"] = "pieces", f"-(-{extents[-1]} // {across})"
+            inner["col_tile"] = "col_tiles", f"-(-{extents[-1]} // {across})"
         bands = f"-(-{extents[self.axis]} // TILE.rows)"
         text.counts = [*inner.values(), ("warps", " * ".join([bands, *(count for count, _ in inner.values())]))]
         number, lines = "int32(WARPS * cuda.blockIdx.x + cuda.threadIdx.x // 32)", list[str]()
@@ -237,7 +237,7 @@ class Halves:
             lines.append(f"{left}, {name} = divmod({number}, {inner[name][0]})")
             number = left
         row = f"TILE.rows * {number}"
-        return [*lines, f"row, col = {row}, TILE.cols * piece" if "piece" in inner else f"row = {row}"]
+        return [*lines, f"row, col = {row}, TILE.cols * col_tile" if "col_tile" in inner else f"row = {row}"]
 
     def lengths(self, writer: ExpressionWriter, extent: str) -> list[str]:
         """The lines that compute the columns of a half and of a row, if they are used. extent: the expression of a half's

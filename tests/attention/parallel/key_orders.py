@@ -13,7 +13,7 @@ import torch
 from planned_launches import PlannedLaunch, form_of
 
 import attention
-from attention.parallel import call_pieces, gather, gather_in_order, plans, softmax, ulysses, whole_checks
+from attention.parallel import gather, gather_in_order, plans, softmax, subcalls, ulysses, whole_checks
 from attention.parallel.orders import Span, find_order
 from attention.parallel.peers import Peers, PendingMessages
 from attention.parallel.redistribution import PendingArrays
@@ -39,7 +39,7 @@ def noted(monkeypatch, gpu):
     with planned_launches.noted(monkeypatch, gpu) as found, monkeypatch.context() as patched:
         for module in plans, whole_checks:
             patched.setattr(module, "describe", lambda x, name: Array(0 if x.is_meta else x.data_ptr(), form_of(x), x, None))
-        patched.setattr(call_pieces, "key_lengths", lambda ends, batch, device: torch.tensor([ends] * batch, dtype=torch.int32))
+        patched.setattr(subcalls, "key_lengths", lambda ends, batch, device: torch.tensor([ends] * batch, dtype=torch.int32))
         yield found
 
 

@@ -13,10 +13,10 @@ from threads import RankThread, together
 import attention
 from attention import parallel
 from attention.parallel import copy_schedule as arrival
-from attention.parallel.call_pieces import ForwardCall
 from attention.parallel.copy_schedule import plan_copies
 from attention.parallel.gather_in_place import InPlaceGather
 from attention.parallel.orders import Span, find_order
+from attention.parallel.subcalls import ForwardCall
 
 
 class CopyingThread(RankThread):

@@ -1,4 +1,4 @@
-"""Which tokens ranks hold, and that the pieces of a call together see what the whole call sees, each key once: no process is
+"""Which tokens ranks hold, and that the subcalls of a call together see what the whole call sees, each key once: no process is
 started."""
 
 import numpy as np
@@ -10,13 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attention.parallel.call_pieces import ForwardCall
 from attention.parallel.choice import SCHEMES, choose, min_sweeps, plan_sweeps
 from attention.parallel.gather import GatherAttention
 from attention.parallel.orders import Contiguous, Span, Zigzag, count_tokens, find_order, merge_spans, subtract_spans
 from attention.parallel.peers import Peers, PendingMessages
 from attention.parallel.redistribution import ShardRegion, intersect_regions, widen
 from attention.parallel.ring import RingAttention
+from attention.parallel.subcalls import ForwardCall
 from attention.reference.scores import ReferenceVariant
 
 ORDERS = st.sampled_from([Zigzag(), Contiguous(), Zigzag(64), Contiguous(1)])
@@ -62,7 +62,7 @@ WINDOWS = st.sampled_from([None, (7, None), (0, 0), (30, 4), (None, 9), (200, 0)
 
 @settings(max_examples=150)
 @given(st.integers(1, 90), st.integers(0, 40), st.integers(1, 4), ORDERS, st.booleans(), WINDOWS, st.booleans())
-def test_pieces_see_what_the_whole_sees_each_key_once(length, more, world, order, causal, window, by_ring):
+def test_subcalls_see_what_the_whole_sees_each_key_once(length, more, world, order, causal, window, by_ring):
     keys = length + more - 20 if length + more > 20 else length
     options = ({"causal": True} if causal else {}) | ({"window": window} if window else {})
     one, whole = call(length, keys, **options), ReferenceVariant(causal=causal, window=window)
@@ -70,7 +70,7 @@ def test_pieces_see_what_the_whole_sees_each_key_once(length, more, world, order
     shares = [span for spans in order.spans(keys, world) for span in spans]
     for q in [span for spans in order.spans(length, world) for span in spans]:
         for k in shares if by_ring else [one.key_range(q)]:
-            part = one.piece(q, k)
+            part = one.subcall(q, k)
             if part is None:
                 continue
             i, j = np.arange(len(part.rows))[:, None], np.arange(len(part.keys))[None]

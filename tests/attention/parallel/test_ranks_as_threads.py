@@ -242,7 +242,7 @@ SLOPED = {
 
 @pytest.mark.parametrize(("scheme", "kind"), [("gather", "signed"), ("ulysses", "absolute"), ("gather", "computed")])
 def test_scores_that_are_alibi(scheme, kind):
-    """One GPU recognises them as ALiBi by algebra; so do ranks, for pieces that begin anywhere, and the bits are the same,
+    """One GPU recognises them as ALiBi by algebra; so do ranks, for subcalls that begin anywhere, and the bits are the same,
     unless slopes are computed."""
     q, k, v = drawn(70, 2, 2)
     call_options = dict(causal=True, score=SLOPED[kind], aux=(torch.tensor([0.3, 0.01]),), return_lse=True)

@@ -153,14 +153,14 @@ def test_key_dim_split_between_two_warpgroups(place, decay, sequences):
 @pytest.mark.parametrize("decay", ["none", "head", "token"])
 def test_segments(place, monkeypatch, nothing_known, decay, key_dim):
     """Three segments, whose last chunk is shorter: each starts from the state composed of those before it."""
-    monkeypatch.setattr(recurrent_chunks, "_count_segments", lambda *_: 3)
+    monkeypatch.setattr(recurrent_chunks, "count_segments", lambda *_: 3)
     check(place, inputs(1, 300, key_dim, decay=decay))
 
 
 @pytest.mark.parametrize(("decay", "family"), [("none", "sm_80"), ("head", "sm_90"), ("token", "sm_80"), ("token", "sm_90")])
 def test_two_passes_in_two_calls(place, monkeypatch, nothing_known, decay, family):
     """segment_states and outputs_from_segments give the outputs of one call, and compose_segment_states its final state."""
-    monkeypatch.setattr(recurrent_chunks, "_count_segments", lambda *_: 3)
+    monkeypatch.setattr(recurrent_chunks, "count_segments", lambda *_: 3)
     args = {name: place.put(x) for name, x in inputs(1, 300, 16, 16, decay=decay).items()}
     wanted, state = (place.get(x) for x in linear(**args, return_state=True, family=family))
     start = args.pop("initial_state")

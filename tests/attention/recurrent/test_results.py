@@ -4,6 +4,7 @@ import pytest
 
 from attention.kernels import chunk_ampere, chunk_hopper
 from attention.parts.recurrent.gates import Gate, HeadGate, Mamba2Gate, TokenGate
+from attention.parts.recurrent.gradients import GroupedStates, KeyGradients, QueryGradients, ReversedGate
 from attention.parts.recurrent.results import ScanNormalizer, ScanOutputs, ScanStates
 from tiles import bf16
 from tiles.targets import parse_target
@@ -40,8 +41,11 @@ def test_spaces(module, arch):
     """All kinds of gates and results are there, but for segments of wide keys in Ampere's kernel."""
     shipped = list(module.space(parse_target(arch), True))
     kinds = {Gate, HeadGate, TokenGate, Mamba2Gate} if module is chunk_hopper else {Gate, TokenGate, Mamba2Gate}
-    assert {type(config.gate) for config in shipped} == kinds
-    assert {type(config.result) for config in shipped} == {ScanStates, ScanNormalizer, ScanOutputs}
+    assert {type(config.gate) for config in shipped} == {*kinds, ReversedGate}
+    assert {type(config.gate.gate) for config in shipped if config.gate.reversed} == kinds - {Mamba2Gate}
+    results = {ScanStates, ScanNormalizer, ScanOutputs, QueryGradients, KeyGradients, GroupedStates}
+    assert {type(config.result) for config in shipped} == results
+    assert all(config.supports_result for config in shipped)
     assert all(config.supports_segments for config in shipped if not config.result.has_outputs)
     assert {config.key_dim for config in shipped} == set(chunk_hopper.KEY_DIMS)
     assert not list(chunk_hopper.space(parse_target("sm_80"), True))

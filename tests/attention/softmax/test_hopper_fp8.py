@@ -21,7 +21,7 @@ LOW_ROWS = lambda s, b, h, i, j: where(i % 3 == 0, s, where(i % 3 == 1, -1.1e8, 
 
 
 def inputs(batch, seq_q, seq_kv, heads, heads_kv, head_dim, value_dim=None):
-    """q, k and v."""
+    """The result is q, k and v in e4m3."""
     keys = batch, seq_kv, heads_kv
     shapes = (batch, seq_q, heads, head_dim), (*keys, head_dim), (*keys, value_dim or head_dim)
     return tuple(draw(shape, E4M3, seed) for seed, shape in enumerate(shapes))

@@ -321,7 +321,7 @@ def test_nan_reaches_the_output_and_gradients(place, family, where):
 
 # ---- one thing said twice ------------------------------------------------------------------------------------------
 def both(place, q, k, v, one, other):
-    """(out, lse) of each."""
+    """The result is (out, lse) with the options `one`, and with `other`."""
     q, k, v = map(place.put, (q, k, v))
     found = (attention.forward(q, k, v, return_lse=True, **there(place, x)) for x in (one, other))
     return [tuple(place.get(x) for x in both) for both in found]

@@ -27,7 +27,7 @@ from ..plans.planning import window_of_mask
 from ..scoring.algebra import alibi_slope_of
 from ..scoring.python_functions import find_function, register_function
 from .orders import Span, Spans, merge_spans
-from .positions import key_lengths, piece_offsets, sequence_offsets, shift_mask, shift_score
+from .positions import key_lengths, sequence_offsets, shift_mask, shift_score, subcall_offsets
 
 # options that depend on queries' positions
 POSITIONAL = frozenset("mask score bias blocks cu_seqlens cu_seqlens_k lengths_k".split())
@@ -35,10 +35,10 @@ TILE = 128  # rows of a query tile of the backward pass; some tiles have twice a
 TILE_MULTIPLE = 384  # a multiple of the rows of a query tile in every kernel for windows
 WINDOW_END = 2**30  # see call_options.window_ends
 SEED_COUNT = 2**63
-SEED_FACTOR = 0x9E3779B97F4A7C15  # odd, with random-looking bits, so that the seeds of different pieces differ in many bits
+SEED_FACTOR = 0x9E3779B97F4A7C15  # odd, with random-looking bits, so that the seeds of different subcalls differ in many bits
 
 
-class CallPiece(NamedTuple):
+class SubCall(NamedTuple):
     """A call of attention.forward on some queries and some keys. rows: the queries that see any key. keys: the keys that are
     seen. options: attention.forward's for these. bias_row: the first of the bias's rows. has_offsets: is the array of offsets
     (positions.py) before the caller's arrays in aux?"""
@@ -143,9 +143,9 @@ class ForwardCall(NamedTuple):
         """The queries that may see keys of several spans."""
         return merge_spans(tuple([one for one in map(self.query_range, spans) if len(one)]))
 
-    def piece(self, q: Span, k: Span, bias_row: int = 0) -> CallPiece | None:
+    def subcall(self, q: Span, k: Span, bias_row: int = 0) -> SubCall | None:
         """The call for queries q and keys k; None if no query sees a key. bias_row: the bias's row for the first query.
-        NotImplementedError: an option depends on positions that the piece cannot express."""
+        NotImplementedError: an option depends on positions that the subcall cannot express."""
         (left, right), key_offset = self.window, self.key_offset
         if right is not None:
             k = Span(k.start, max(k.start, min(k.stop, q.stop + key_offset + right)))
@@ -156,11 +156,11 @@ class ForwardCall(NamedTuple):
         options = {name: x for name, x in self.options.items() if name not in ("causal", "window")}
         options |= self._visibility_options(rows, k) | self._bias(rows, k, bias_row)
         if rows == Span(0, self.length) and k == Span(0, self.keys) and self.heads.start == 0:
-            return CallPiece(rows, k, options, bias_row, False)
+            return SubCall(rows, k, options, bias_row, False)
         offsets = self._offset_options(rows, k)
-        return CallPiece(rows, k, options | offsets, bias_row, "aux" in offsets)
+        return SubCall(rows, k, options | offsets, bias_row, "aux" in offsets)
 
-    def join_spans(self, spans: Spans, batch: int, least: int = 2) -> CallPiece | None:
+    def join_spans(self, spans: Spans, batch: int, least: int = 2) -> SubCall | None:
         """The queries of several spans (at least `least` of them), packed, with all keys that they see, as one call, because at
         the end of each launch a part of the GPU idles. None if each span needs its own call."""
         key_ranges, (_, right) = [self.key_range(span) for span in spans], self.window
@@ -174,10 +174,10 @@ class ForwardCall(NamedTuple):
             return None
         lengths = key_lengths(tuple([x.stop for x in key_ranges]), batch, self.device)
         rows, keys = Span(0, sum([len(span) for span in spans])), Span(0, max([x.stop for x in key_ranges]))
-        return CallPiece(rows, keys, self.options | {"lengths_k": lengths}, 0, False)
+        return SubCall(rows, keys, self.options | {"lengths_k": lengths}, 0, False)
 
     def _visibility_options(self, q: Span, k: Span) -> dict[str, Any]:
-        """The options of a piece that decide which keys are seen: causal, window, and the ends of sequences."""
+        """The options of a subcall that decide which keys are seen: causal, window, and the ends of sequences."""
         (left, right), key_offset, options = self.window, self.key_offset, self.options
         is_whole, excess = q == Span(0, self.length) and k == Span(0, self.keys), k.stop - q.stop - key_offset
         aligned = excess == 0 or is_whole
@@ -252,14 +252,16 @@ class ForwardCall(NamedTuple):
         return _SlicedBlockMask(blocks, lambda x: x[:, :, own_heads])
 
     def _offset_options(self, q: Span, k: Span) -> dict[str, Any]:
-        """The options that count queries, keys and heads from 0, changed to count from the beginning of the piece."""
+        """The options that count queries, keys and heads from 0, changed to count from the beginning of the subcall."""
         options = self.options
         shifted: dict[str, Any] = {}
         functions = [name for name in ("mask", "score") if options.get(name) is not None]
         if functions:
             at = self.heads.start, q.start, k.start
             offsets = (
-                piece_offsets(*at, self.device) if "cu_seqlens" not in options else sequence_offsets(*at, options["cu_seqlens"])
+                subcall_offsets(*at, self.device)
+                if "cu_seqlens" not in options
+                else sequence_offsets(*at, options["cu_seqlens"])
             )
             shifted["aux"] = (offsets, *options.get("aux", ()))
             for name in functions:
@@ -278,8 +280,8 @@ def write_unseen(out: Any, lse: Any, call: ForwardCall) -> None:
 
 def use_alibi(call: ForwardCall, batch: int) -> ForwardCall:
     """The same call, with `alibi` in place of a score that is equal to it. attention.forward recognises such a score by
-    algebra, but not one that is shifted to a piece's positions; for alibi it knows the positions of a piece, so the bits are
-    those of the whole sequence."""
+    algebra, but not one that is shifted to a subcall's positions; for alibi it knows these, so the bits are those of the
+    whole sequence."""
     options = call.options
     if options.get("score") is None or {"alibi", "bias"} & options.keys() or call.key_offset or call.window[1] != 0:
         return call
@@ -297,7 +299,7 @@ def use_alibi(call: ForwardCall, batch: int) -> ForwardCall:
 
 def use_window(options: dict[str, Any], length: int, keys: int) -> dict[str, Any]:
     """The options of a call, with a window in place of a mask that is equal to it. attention.forward recognises such a mask by
-    algebra, but not one that is shifted to a piece's positions."""
+    algebra, but not one that is shifted to a subcall's positions."""
     if options.get("mask") is None or {"blocks", "cu_seqlens", "lengths_k"} & options.keys():
         return options
     mask = find_function(register_function("mask", options["mask"]))

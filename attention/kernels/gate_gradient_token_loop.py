@@ -1,0 +1,105 @@
+"""The gradient of the gates of linear attention token by token, from gradients of queries and keys that are float32.
+
+    r_t = q_t dq_t - k_t dk_t        dg_t = r_t + r_(t+1) + .. to the end of the sequence, + <S, dS>
+
+for each channel of the keys: <S, dS> is the sum over the rest of the last state and its gradient. The gradient of a gate of all
+channels, or of all tokens of a head, is the sum over these. A gate that forward takes for FLOOR, as -inf, has none.
+
+A warp goes through the tokens of a sequence from the last one to the first, with some of the channels of a head."""
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from numba import cuda
+from numpy import float32, int32
+
+from ops import divmod, less, load, store, tile_sum, where, zeros
+from tiles import fp32, rt
+from tiles.launching.arguments import ENDS, INT, array
+from tiles.layout import LANES
+from tiles.targets import Target
+
+from ..parts.recurrent.gates import FLOOR
+from ..parts.recurrent.tokens import SequenceLayout
+
+CHANNELS = 64  # of a warp, where each has a gate
+PADDED = 64, 128, 256  # of a warp, where all of a head share one
+KINDS = "channel", "token", "head"
+
+
+@dataclass(frozen=True)
+class Config:
+    """A kernel's configuration. kind: what has a gate of its own. channels: of a warp. has_state: does the last state have a
+    gradient? varlen: are sequences packed (cu_seqlens)?"""
+
+    kind: str
+    channels: int
+    has_state: bool
+    varlen: bool = False
+    threads = LANES
+
+    def __str__(self):
+        flags = ", state" * self.has_state + ", varlen" * self.varlen
+        return f"gates by {self.kind}, token loop, {self.channels} channels{flags}"
+
+
+def space(target: Target, everything: bool) -> Iterator[Config]:
+    """The configurations with a state; others with `everything` only."""
+    sizes = ((kind, channels) for kind in KINDS for channels in (PADDED if kind != "channel" else (CHANNELS,)))
+    for size, (has_state, varlen) in itertools.product(sizes, itertools.product((True, False), repeat=2)):
+        if everything or (has_state and varlen):
+            yield Config(*size, has_state, varlen)
+
+
+@functools.cache
+def make(config: Config):
+    """(kernel, shared memory) of a configuration."""
+    PER_CHANNEL, PER_HEAD, HAS_STATE = config.kind == "channel", config.kind == "head", config.has_state
+    CHANNELS_OF_WARP, VECTOR, seq_layout = config.channels, rt(16, config.channels, fp32).row_vec, SequenceLayout(config.varlen)
+
+    @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
+    def sum_gates(
+        gQ: array(4), gK: array(4), gDQ: array(4), gDK: array(4), gDecay: array(4), gState: array(4), gDState: array(4),
+        gGradient: array(4), gCuSeqlens: ENDS, length: INT, sequences: INT, heads: INT, group: INT, blocks: INT, columns: INT,
+    ):  # fmt: skip
+        """A warp has one of the `blocks` of channels of a head of one sequence, or of all `sequences` if a gate is that of a
+        head. gDQ, gDK: for each value head, of which `group` share a key head. gState, gDState: (sequence, head, `columns`,
+        channel)."""
+        index, block = divmod(cuda.blockIdx.x, blocks)
+        first, head = divmod(index, heads)
+        key_head, _ = divmod(head, group)
+        channel, sum_of_head = int32(CHANNELS_OF_WARP * block), float32(0)
+        for sequence in range(first, sequences if PER_HEAD else first + 1):
+            start, end, batch = seq_layout.sequence_tokens(gCuSeqlens, sequence, length)
+            total = zeros(VECTOR)
+            if HAS_STATE:
+                for column in range(columns):
+                    at = sequence, head, int32(column), channel
+                    total = total + load(gState, VECTOR, at, aligned=False) * load(gDState, VECTOR, at, aligned=False)
+            for i in range(start, end):
+                t = int32(start + end - 1 - i)
+                at, at_key = (batch, t, head, channel), (batch, t, key_head, channel)
+                q_dq = load(gQ, VECTOR, at_key, aligned=False) * load(gDQ, VECTOR, at, aligned=False)
+                total = total + q_dq - load(gK, VECTOR, at_key, aligned=False) * load(gDK, VECTOR, at, aligned=False)
+                if PER_CHANNEL:
+                    gates = load(gDecay, VECTOR, at, aligned=False)
+                    store(gGradient, where(less(gates, FLOOR), 0.0, total), at, aligned=False)
+                else:
+                    gate = float32(gDecay[batch, t, head, 0])
+                    gradient = float32(0) if gate < FLOOR else tile_sum(total)
+                    if PER_HEAD:
+                        sum_of_head += gradient
+                    else:
+                        gGradient[batch, t, head, 0] = gradient
+            padding = seq_layout.padding_tokens(gCuSeqlens, sequence, length)
+            for t in range(padding.start, padding.end):
+                if PER_CHANNEL:
+                    store(gGradient, zeros(VECTOR), (padding.batch, int32(t), head, channel), aligned=False)
+                elif not PER_HEAD:
+                    gGradient[padding.batch, t, head, 0] = float32(0)
+        if PER_HEAD:
+            gGradient[0, 0, head, 0] = sum_of_head
+
+    return sum_gates, None

@@ -1,0 +1,58 @@
+"""The gradients of queries and keys that several value heads share: the sum over these, in float32 and in a fixed order.
+
+dx[b, t, g] = sum_(i < group) partial[b, t, g group + i]"""
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from numba import cuda
+from numpy import int32
+
+from ops import divmod, load, store, zeros
+from tiles import bf16, dtype, fp16, fp32, rt
+from tiles.cp_async import PIECES
+from tiles.launching.arguments import INT, array
+from tiles.layout import LANES
+from tiles.targets import Target
+
+X = rt(16, 64, fp32)  # tokens and columns that a warp sums at once
+WARPS = 4  # of a block
+
+
+@dataclass(frozen=True)
+class Config:
+    """A kernel's configuration. vector_bytes: the bytes that addresses and strides of the gradient are multiples of."""
+
+    dtype: dtype
+    vector_bytes: int = 16
+    threads = LANES * WARPS
+
+    def __str__(self):
+        return f"sums of heads, {self.dtype}" + f", by {self.vector_bytes} bytes" * (self.vector_bytes != 16)
+
+
+def space(target: Target, everything: bool) -> Iterator[Config]:
+    """The configurations; others than those of bf16 and 16 bytes with `everything` only."""
+    yield from itertools.starmap(Config, itertools.product((bf16, fp16), PIECES) if everything else ((bf16, PIECES[0]),))
+
+
+@functools.cache
+def make(config: Config):
+    """(kernel, shared memory) of a configuration."""
+    OUT, VECTOR_BYTES = config.dtype, config.vector_bytes
+
+    @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
+    def sum_heads(gPartial: array(4), gOut: array(4, OUT), tiles: INT, panels: INT, heads: INT, group: INT):
+        """A warp has 16 tokens of a head, one of the `tiles` of its batch, and goes through the `panels` of 64 columns."""
+        batch_head, tile = divmod(int32(cuda.blockIdx.x * WARPS + cuda.threadIdx.x // LANES), tiles)
+        batch, head = divmod(batch_head, heads)
+        if batch < gOut.shape[0]:
+            for panel in range(panels):
+                token, col, total = int32(X.rows * tile), int32(X.cols * panel), zeros(X)
+                for i in range(group):
+                    total = total + load(gPartial, X, (batch, token, int32(head * group + i), col), 1, 3, True)
+                store(gOut, OUT(total), (batch, token, head, col), 1, 3, VECTOR_BYTES)
+
+    return sum_heads, None

@@ -1,0 +1,253 @@
+"""Gradients of linear attention as scans of the chunk kernels (chunk_hopper.py, chunk_ampere.py) with other operands.
+
+With P = tril(exp(b_t - b_j) dO_t . v_j) and the states S after a chunk and dS, the gradient of S there, of
+
+    S_t = exp(g_t) S_(t-1) + k_t^T v_t        o_t = scale q_t S_t
+
+these are, by the arguments q, k, v of a scan,
+
+    dQ = scan(dO, V, K)                     from the initial state, transposed: QueryGradients
+    dK = scan(V, dO, Q), reversed           from dS after the last token, transposed; its last state is dS_0: KeyGradients
+    dV = scan(K, Q, dO), reversed           from dS after the last token: ScanOutputs
+
+A reversed scan (ReversedGate, tokens.ReversedTokens) walks over the same chunks from the last one to the first. Each token sees
+itself and those after it. With b the cumulative sum of a chunk's gates as ever,
+
+    O   = exp(b_last - b) Q S + triu(exp(b^T - b) * Q K^T) V        S^T = exp(b_last) S^T + (exp(b) V)^T K
+
+which are the forward scan's equations with b_last - b in place of b. The scale multiplies the keys there, so that states are
+gradients as they are.
+
+The gradient of the cumulative sum of all gates up to a token is r = q . dq - k . dk. Summed to the end of the sequence it would
+be that of the token's gate, but with the rounding errors of all tokens behind it. Of a chunk with the state S before it, where
+dS is the gradient of the state after it,
+
+    dg_t = sum_(i >= t) r_i + sum_i (k_i . dk_i, as far as it comes from dS) + exp(b_last) <S, dS>
+
+over the chunk's tokens i. The second sum takes away again what r has of it behind t, to the last bits of float32, so that a
+gate that forgets everything has no errors of what it forgets. QueryGradients stores the row sums q . dq and the states S;
+KeyGradients k . dk, and for each chunk the second sum and <S, dS>. All of these are sums of float32 accumulators."""
+
+import itertools
+from collections.abc import Iterator
+
+from ops import columns, minimum, row_sum, tile_sum, truncate, warpgroup
+from tiles import fp32, inlined, static
+from tiles.launching.arguments import array, record
+
+from .gates import DecayGate, Gate, HeadGate
+from .results import ScanOutputs, ScanResult, ScanStates
+
+
+@static
+class ReversedGate(Gate):
+    """The gates of a scan that begins with the last chunk. gate: of the same tokens in their order. What are b and a there are
+    b_last - b and b_last - a here."""
+
+    gate: Gate
+    reversed = True
+
+    @property
+    def kind(self):
+        """The name of the gates."""
+        return self.gate.kind
+
+    @property
+    def per_token(self):
+        """Is there a gate for each token, in memory?"""
+        return self.gate.per_token
+
+    @property
+    def rises_after_end(self):
+        """Would b_last - b be positive after the last token? b of a gate of a head goes on falling there."""
+        return isinstance(self.gate, HeadGate)
+
+    @property
+    def rank(self):
+        """Axes of the array of gates."""
+        return self.gate.rank
+
+    def __str__(self):
+        return ", ".join(filter(None, (str(self.gate), "reversed")))
+
+    @inlined
+    def decay(self, x, b):
+        return self.gate.decay(x, b)
+
+    @inlined
+    def decay_scores(self, s, b, a):
+        return warpgroup.triu(self.gate.decay_all_scores(s, b, a), 0, 0.0)
+
+    @inlined
+    def decay_values(self, v_t, a, b_last):
+        return self.gate.decay_values(v_t, a, b_last)
+
+    @inlined
+    def scale_keys(self, x, scale):
+        return x * scale
+
+    @inlined
+    def load_head_gate(self, gGates, head):
+        return self.gate.load_head_gate(gGates, head)
+
+    @inlined
+    def produce_cumsum(self, b, a, j, gGates, gA, gDtBias, batch, token, end, head):
+        self.gate.produce_cumsum(b, a, j, gGates, gA, gDtBias, batch, token, end, head)
+
+    @inlined
+    def consume_cumsum(self, b, a, j, g, remaining):
+        b_rows, a_cols, b_last = self.gate.consume_cumsum(b, a, j, g, remaining)
+        if self.rises_after_end:
+            return minimum(b_last - b_rows, 0.0), minimum(b_last - a_cols, 0.0), b_last
+        else:
+            return b_last - b_rows, b_last - a_cols, b_last
+
+    @inlined
+    def load_gates(self, gGates, batch, token, end, head):
+        return self.gate.load_gates(gGates, batch, token, end, head)
+
+    @inlined
+    def store_cumsum(self, b, a, g, rate, bias, remaining):
+        self.gate.store_cumsum(b, a, g, rate, bias, remaining)
+
+    @inlined
+    def load_cumsum(self, vector, kind, whole):
+        return self.gate.load_last(whole) - self.gate.load_cumsum(vector, kind, whole)
+
+    @inlined
+    def load_last(self, b):
+        return self.gate.load_last(b)
+
+
+class GroupedQueries(ScanResult):
+    """The base of results where columns of keys take the place of those of values: the value heads of a group have queries and
+    keys (dO, V) of their own, and share values (K or Q)."""
+
+    groups_queries = True
+
+    @inlined
+    def query_head(self, key_head, group, first, width):
+        return key_head * group + first // width
+
+    @inlined
+    def value_head(self, key_head, group, group_head):
+        return key_head
+
+
+class GroupedStates(GroupedQueries):
+    """Only the states of such a scan: what each segment makes of a state of 0."""
+
+    has_outputs, label = False, "states, grouped"
+
+
+@static
+class InputGradients(GroupedQueries):
+    """Outputs that are gradients of q or k. with_gates: is what the gates' gradients are made of stored, too? z is then the
+    array whose gradient the outputs are. unrounded: are outputs float32, to be added over a group?"""
+
+    with_gates: bool = False
+    unrounded: bool = False
+    gradient_of = ""
+
+    @property
+    def dots_states(self):
+        """Are states multiplied by their gradients?"""
+        return False
+
+    def __str__(self):
+        return ", ".join([f"d{self.gradient_of}", *["gates"] * self.with_gates, *["float32"] * self.unrounded])
+
+    @property
+    def reads_z(self):
+        """Is there an array z?"""
+        return self.with_gates
+
+    def params(self, dtype):
+        """row_dots: a row sum for each token and (head, block of columns, part of the channels). states: before each chunk,
+        transposed. carried_dots, state_dots: for each chunk, head, and (block of columns, part, warp)."""
+        if not self.with_gates:
+            return record()
+        return record(row_dots=array(3), states=array(4, dtype), carried_dots=array(3), state_dots=array(3))
+
+    @inlined
+    def fill_values(self, v, z, j, gV, gZ, at):
+        v.fill(j, gV, at)
+        if self.with_gates:
+            z.fill(j, gZ, at)
+
+    @inlined
+    def store_row_dots(self, params, o, z, j, at, kind):
+        if self.with_gates:
+            seq, token, part = at
+            dots = row_sum(o * fp32(warpgroup.load(z.wait(j), kind)))
+            warpgroup.store(truncate(params.row_dots, 1, seq.end), dots, (seq.batch, token, part), cols=1)
+            z.release(j)
+
+    @inlined
+    def store_output(self, seq_layout, gO, tile, o, seq, token, head, column):
+        if self.unrounded:
+            warpgroup.sync()
+            seq_layout.store_rows(gO, o, seq, token, head, column)
+        else:
+            if seq_layout.varlen:
+                warpgroup.sync()
+            seq_layout.store(gO, tile, o, seq, token, head, column)
+
+
+class QueryGradients(InputGradients):
+    """dQ, and with the gates' gradients q . dq and the state before each chunk. Scores are rounded as those of KeyGradients
+    are, so that the part of q . dq that k . dk takes away again is the same."""
+
+    gradient_of, scales_scores = "q", True
+
+    @inlined
+    def scale_scores(self, x, scale):
+        return x * scale
+
+    @inlined
+    def store_state(self, params, s_t, index, head, row, col):
+        if self.with_gates:
+            warpgroup.store(params.states, s_t, (index, head, row, col), aligned=True)
+
+
+class KeyGradients(InputGradients):
+    """dK, and with the gates' gradients k . dk, and of each chunk the sum of what k . dk has from dS, and <S, dS>."""
+
+    gradient_of = "k"
+
+    @property
+    def dots_states(self):
+        return self.with_gates
+
+    @inlined
+    def dot_state(self, params, s_t, half, index, head, row, col, part):
+        if self.with_gates:
+            dot = self.dot_half(params, s_t, half, 0, index, head, row, col)
+            dot = dot + self.dot_half(params, s_t, half, 1, index, head, row, col)
+            params.state_dots[index, head, warpgroup.WARPGROUP * part + warpgroup.rank()] = dot
+
+    @inlined
+    def dot_carried(self, seq_layout, params, o, z, j, index, head, part, kind, remaining):
+        if self.with_gates:
+            products = o * fp32(warpgroup.load(z.wait(j), kind))
+            if seq_layout.varlen:
+                products = warpgroup.lower_fill(products, remaining, 0.0)  # rows of the next sequence
+            params.carried_dots[index, head, warpgroup.WARPGROUP * part + warpgroup.rank()] = tile_sum(products)
+
+    @inlined
+    def dot_half(self, params, s_t, half, n, index, head, row, col):
+        """The product of half of the columns of s_t and of the stored state: of all at once, registers would spill."""
+        state = warpgroup.load(params.states, half, (index, head, row, col + half.cols * n), aligned=True)
+        return tile_sum(columns(s_t, half.cols, n) * fp32(state))
+
+
+def gradient_forms(kind: type[Gate], everything: bool) -> Iterator[tuple[Gate, ScanResult, bool]]:
+    """(gate, result, varlen) of the scans of gradients with gates of this kind. everything: float32 outputs and varlen, too."""
+    gate = kind(scale_at_end=True) if issubclass(kind, DecayGate) else kind()
+    for unrounded, varlen in itertools.product((False, True), repeat=2) if everything else ((False, False),):
+        for with_gates in (False, True) if kind is not Gate else (False,):
+            yield gate, QueryGradients(with_gates, unrounded), varlen
+            yield ReversedGate(gate), KeyGradients(with_gates, unrounded), varlen
+        if not unrounded:
+            yield from ((ReversedGate(gate), result, varlen) for result in (ScanOutputs(), ScanStates(), GroupedStates()))
+            yield gate, GroupedStates(), varlen

@@ -1,0 +1,249 @@
+"""The plan of linear attention's gradients: three scans of the chunk kernels, for dQ, dK and dV, and small kernels for what
+several value heads share and for gates (parts/recurrent/gradients.py has the equations)."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+from tiles.calls.plan import Plan, Step
+from tiles.calls.schema import Problem
+from tiles.launching.arrays import Operand
+from tiles.launching.launch import kernel_for
+
+from ..kernels import chunk_ampere, chunk_hopper, gate_gradient, sum_head_groups
+from ..parts.recurrent.gates import Gate, HeadGate, TokenGate
+from ..parts.recurrent.gradients import GroupedStates, KeyGradients, QueryGradients, ReversedGate
+from ..parts.recurrent.results import ScanOutputs, ScanResult, ScanStates
+from . import recurrent_chunks
+from .recurrent_checks import DTYPES, has_channel_decay, is_varlen, pad_key_dim
+from .recurrent_chunks import SWAP_STATE_AXES, Arrays, ScratchAllocator, intern_value
+
+WARPS = 4  # of a warpgroup, or of an Ampere kernel's block: each has a part of a sum over a chunk's state
+
+
+class GradientScan(NamedTuple):
+    """A scan of one of the chunk kernels. gate: of the tokens in their order. reverse: does it begin with the last one? result:
+    what it computes. key_dim: the channels of its queries and keys; columns: of its values and outputs."""
+
+    gate: Gate
+    reverse: bool
+    result: ScanResult
+    key_dim: int
+    columns: int
+
+    @property
+    def width(self):
+        """The number of blocks of columns of a head."""
+        return -(-self.columns // chunk_hopper.COLUMNS)
+
+    def config(self, problem: Problem, vector_bytes: int, result: ScanResult | None = None) -> chunk_hopper.Config:
+        """The configuration of the kernel. vector_bytes: how many bytes a cp.async copies, 0 for TMA. result: another one."""
+        result = result or self.result
+        dtype, padded = DTYPES[problem.dtype], pad_key_dim(self.key_dim, chunk_hopper.KEY_DIMS)
+        gate = intern_value(ReversedGate, self.gate) if self.reverse else self.gate
+        if vector_bytes:
+            return intern_value(chunk_ampere.Config, padded, 1, dtype, gate, result, is_varlen(problem), vector_bytes)
+        heads, key_heads = problem("heads", "heads_k")
+        alike = self.width if result.groups_queries else heads // key_heads * self.width  # blocks with the same queries
+        consumers = 2 if alike % 2 == 0 and padded <= chunk_hopper.WIDE_KEY_DIM else 1
+        config = intern_value(chunk_hopper.Config, padded, consumers, dtype, gate, result, is_varlen(problem))
+        return config if config.supports_result else dataclasses.replace(config, consumers=1)
+
+    def plan(
+        self, problem: Problem, scale: float, vector_bytes: int, arrays: Arrays, scratch: Callable[..., Operand]
+    ) -> list[Step]:
+        """The launches for these arrays, by the names of the kernel's parameters: one, or if few long sequences are cut into
+        segments those that compute the states before these, too."""
+        config = self.config(problem, vector_bytes)
+        segments = recurrent_chunks.count_segments(problem, config, self.width)
+        if segments == 1:
+            return [self._launch(problem, scale, config, arrays, 1, 1)]
+        sequences, heads = problem("sequences", "heads")
+        local_states: Arrays = {"gLocalStates": scratch(sequences, heads, segments - 1, self.columns, self.key_dim)}
+        local_states["gTotalDecays"] = scratch(sequences, heads, segments - 1, 1)
+        states = intern_value(GroupedStates if self.result.groups_queries else ScanStates)
+        inputs = {name: arrays[name] for name in ("gQ", "gK", "gV", "gGates", "gCuSeqlens")}
+        config_of_states = self.config(problem, vector_bytes, states)
+        steps = [self._launch(problem, scale, config_of_states, inputs | local_states, segments, segments - 1)]
+        if segments <= recurrent_chunks.TOKEN_COSTS.composed_in_scan:
+            return [*steps, self._launch(problem, scale, config, arrays | local_states, segments, segments)]
+        before = scratch(sequences * segments, heads, self.columns, self.key_dim)
+        composed = local_states | {"gInitialState": arrays["gInitialState"], "gSegmentStates": before}
+        steps.append(recurrent_chunks.compose_segments(problem, segments, (self.columns, self.key_dim), False, **composed))
+        arrays = arrays | {"gInitialState": before}
+        return [*steps, self._launch(problem, scale, config, arrays, segments, segments, segments)]
+
+    def _launch(
+        self,
+        problem: Problem,
+        scale: float,
+        config: chunk_hopper.Config,
+        arrays: Arrays,
+        segments: int,
+        scanned: int,
+        states_per_sequence: int = 1,
+    ) -> Step:
+        """The launch of the kernel with this configuration for the first `scanned` of the `segments`, of which gInitialState
+        has states_per_sequence states."""
+        length, heads, key_heads, sequences = problem("seqlen", "heads", "heads_k", "sequences")
+        group = heads // key_heads
+        blocks = group * self.width // config.consumers
+        module = chunk_ampere if isinstance(config, chunk_ampere.Config) else chunk_hopper
+        return kernel_for(module, config, problem.device).bind(
+            sequences * key_heads * scanned * blocks,
+            length=length,
+            blocks=blocks,
+            segments=segments,
+            scanned=scanned,
+            states_per_sequence=states_per_sequence,
+            heads=key_heads,
+            group=group,
+            width=self.width,
+            scale=scale,
+            **arrays,
+        )
+
+
+def plan_gradients(problem: Problem, scale: float, vector_bytes: int, wants_gates: bool, wants_state: bool) -> Plan:
+    """The Plan of a call of linear_backward without decays of channels. vector_bytes: how many bytes a cp.async copies, 0 for
+    TMA. wants_gates, wants_state: are the gradients of the decay and of the initial state computed?"""
+    key_dim, value_dim = problem("key_dim", "value_dim")
+    scratch = ScratchAllocator(problem)
+    queries, keys, values = _choose_scans(problem, bool(vector_bytes), wants_gates)
+    unrounded = queries.result.unrounded
+    shared: Arrays = {"gGates": _choose_gate(problem, bool(vector_bytes))[1], "gCuSeqlens": problem["cu_seqlens"]}
+    inputs = {name: problem[name] for name in ("dout", "q", "k", "v")}
+    outputs = {name: partial_gradients(problem, scratch) if unrounded else problem[name] for name in ("dq", "dk")}
+    first, last, d_first = (problem[name] for name in ("initial_state", "dstate", "dinitial_state"))
+    of_queries = shared | {
+        "gQ": inputs["dout"],
+        "gK": inputs["v"],
+        "gV": inputs["k"],
+        "gO": outputs["dq"],
+        "gInitialState": first,
+    }
+    of_keys = shared | {"gQ": inputs["v"], "gK": inputs["dout"], "gV": inputs["q"], "gO": outputs["dk"], "gInitialState": last}
+    of_keys["gFinalState"] = d_first if wants_state else None
+    of_values = shared | {"gQ": inputs["k"], "gK": inputs["q"], "gV": inputs["dout"], "gO": problem["dv"]}
+    of_values["gInitialState"] = last and last.permuted(SWAP_STATE_AXES)
+    finish: list[Step] = []
+    if wants_gates:
+        config = keys.config(problem, vector_bytes)
+        parts = config.row_parts * keys.width
+        query_dots, key_dots = _row_dots(problem, scratch, parts), _row_dots(problem, scratch, parts)
+        chunks, heads = count_chunk_indices(problem), problem.extents["heads"]
+        states = scratch(chunks, heads, key_dim, value_dim, dtype=problem.dtype)
+        state_parts = WARPS * keys.width * config.key_parts
+        of_chunks = {name: scratch(chunks, heads, state_parts) for name in ("carried_dots", "state_dots")}
+        of_queries |= {"gZ": inputs["q"], "row_dots": query_dots, "states": states} | of_chunks
+        of_keys |= {"gZ": inputs["k"], "row_dots": key_dots, "states": states} | of_chunks
+        finish.append(_sum_gates(problem, query_dots, key_dots, of_chunks, parts))
+    if unrounded:
+        finish += [step for name in ("dq", "dk") for step in sum_heads(problem, outputs[name], name, vector_bytes or 16)]
+    scans = (queries, of_queries), (keys, of_keys), (values, of_values)
+    steps = [step for scan, arrays in scans for step in scan.plan(problem, scale, vector_bytes, arrays, scratch)]
+    return Plan([*steps, *finish], scratch.shapes)
+
+
+def serves_gradients(problem: Problem, vector_bytes: int, wants_gates: bool) -> bool:
+    """Do chunk kernels serve such a call of linear_backward? vector_bytes, wants_gates: as in plan_gradients."""
+    batch, length = problem("batch", "seqlen")
+    if not batch * length or has_channel_decay(problem):
+        return False
+    return all(
+        scan.config(problem, vector_bytes).supports_result for scan in _choose_scans(problem, bool(vector_bytes), wants_gates)
+    )
+
+
+def _choose_scans(problem: Problem, by_cp_async: bool, wants_gates: bool) -> tuple[GradientScan, GradientScan, GradientScan]:
+    """The scans of dQ, dK and dV."""
+    gate, _ = _choose_gate(problem, by_cp_async)
+    heads, key_heads, key_dim, value_dim = problem("heads", "heads_k", "key_dim", "value_dim")
+    queries, keys = (intern_value(kind, wants_gates, heads > key_heads) for kind in (QueryGradients, KeyGradients))
+    return (
+        GradientScan(gate, False, queries, value_dim, key_dim),
+        GradientScan(gate, True, keys, value_dim, key_dim),
+        GradientScan(gate, True, intern_value(ScanOutputs), key_dim, value_dim),
+    )
+
+
+def count_chunk_indices(problem: Problem) -> int:
+    """How many indices of chunks there are at most (SequenceLayout.chunk_index)."""
+    length, sequences = problem("seqlen", "sequences")
+    if is_varlen(problem):
+        return length // chunk_hopper.CHUNK + sequences
+    return -(-length // chunk_hopper.CHUNK) * sequences
+
+
+def _choose_gate(problem: Problem, by_cp_async: bool) -> tuple[Gate, Operand | None]:
+    """(the kind of gates, their array as the kernel takes it). No scan of gradients adds log2 of the scale to gates."""
+    decay = problem["decay"]
+    if decay is None:
+        return intern_value(Gate), None
+    if len(decay.form.shape) > 1:
+        return intern_value(TokenGate, True), decay
+    if by_cp_async:
+        return intern_value(TokenGate, True), spread_to_tokens(problem, decay)
+    return intern_value(HeadGate, True), decay.spread(1, chunk_hopper.CHUNK)
+
+
+def spread_to_tokens(problem: Problem, decay: Operand) -> Operand:
+    """A decay of each head as one of each token, which strides of 0 bytes repeat."""
+    return (
+        decay if len(decay.form.shape) > 1 else decay.spread(0, problem.extents["seqlen"]).spread(0, problem.extents["batch"])
+    )
+
+
+def partial_gradients(problem: Problem, scratch: Callable[..., Operand]) -> Operand:
+    """Memory for a gradient of q or k for each value head."""
+    return scratch(*problem("batch", "seqlen", "heads", "key_dim"))
+
+
+def _row_dots(problem: Problem, scratch: Callable[..., Operand], parts: int) -> Operand:
+    batch, length, heads = problem("batch", "seqlen", "heads")
+    return scratch(batch, length, heads * parts)
+
+
+def _sum_gates(problem: Problem, query_dots: Operand, key_dots: Operand, of_chunks: dict[str, Operand], parts: int) -> Step:
+    """The launch that computes the decay's gradient."""
+    decay, gradient = problem["decay"], problem["ddecay"]
+    assert decay is not None and gradient is not None
+    length, heads, sequences = problem("seqlen", "heads", "sequences")
+    per_head = len(decay.form.shape) == 1
+    if per_head:
+        gradient = gradient.spread(0, 1).spread(0, 1)
+    kernel = kernel_for(gate_gradient, intern_value(gate_gradient.Config, per_head, is_varlen(problem)), problem.device)
+    return kernel.bind(
+        heads if per_head else sequences * heads,
+        gQueryDots=query_dots,
+        gKeyDots=key_dots,
+        gCarriedDots=of_chunks["carried_dots"],
+        gStateDots=of_chunks["state_dots"],
+        gGates=spread_to_tokens(problem, decay),
+        gGradient=gradient,
+        gCuSeqlens=problem["cu_seqlens"],
+        length=length,
+        sequences=sequences,
+        heads=heads,
+        parts=parts,
+    )
+
+
+def sum_heads(problem: Problem, partial: Operand | None, name: str, vector_bytes: int) -> list[Step]:
+    """The launch that adds the gradients of the value heads that share a key head; none if there are no tokens. vector_bytes:
+    what addresses and strides of the gradient are multiples of."""
+    batch, length, heads, key_heads, key_dim = problem("batch", "seqlen", "heads", "heads_k", "key_dim")
+    if not batch * length:
+        return []
+    tiles, panels = -(-length // sum_head_groups.X.rows), -(-key_dim // sum_head_groups.X.cols)
+    config = intern_value(sum_head_groups.Config, DTYPES[problem.dtype], vector_bytes)
+    step = kernel_for(sum_head_groups, config, problem.device).bind(
+        -(-batch * key_heads * tiles // sum_head_groups.WARPS),
+        gPartial=partial,
+        gOut=problem[name],
+        tiles=tiles,
+        panels=panels,
+        heads=key_heads,
+        group=heads // key_heads,
+    )
+    return [step]

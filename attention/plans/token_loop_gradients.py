@@ -1,0 +1,111 @@
+"""The plan of linear attention's gradients token by token (linear_token_loop.py, gate_gradient_token_loop.py): for decays of
+channels, and what the registers of chunk kernels do not hold. Three walks, whose gradients of queries and keys are float32
+until those of the gates are computed."""
+
+from tiles.calls.plan import Plan, Step
+from tiles.calls.schema import Problem
+from tiles.launching.arrays import Operand
+from tiles.launching.launch import kernel_for
+
+from ..kernels import gate_gradient_token_loop, linear_token_loop
+from ..kernels.linear_token_loop import MAX_GRID_YZ, WARPS
+from .recurrent_checks import is_varlen, pad_key_dim
+from .recurrent_chunks import SWAP_STATE_AXES, Arrays, ScratchAllocator
+from .recurrent_gradients import partial_gradients, spread_to_tokens, sum_heads
+
+
+def plan_token_loop_gradients(problem: Problem, scale: float, wants_gates: bool, wants_state: bool) -> Plan:
+    """The Plan of a call of linear_backward. wants_gates, wants_state: are the gradients of the decay and of the initial state
+    computed?"""
+    heads, key_heads, key_dim, value_dim, sequences = problem("heads", "heads_k", "key_dim", "value_dim", "sequences")
+    if max(heads, sequences) > MAX_GRID_YZ:
+        raise ValueError(f"q: must have at most {MAX_GRID_YZ} heads and sequences: {heads=}, {sequences=}")
+    scratch, unrounded = ScratchAllocator(problem), wants_gates or heads > key_heads
+    inputs = {name: problem[name] for name in ("dout", "q", "k", "v")}
+    partial = {name: partial_gradients(problem, scratch) if unrounded else problem[name] for name in ("dq", "dk")}
+    states = {"initial_state": problem["initial_state"], "dstate": problem["dstate"]}
+    states |= {"dinitial_state": problem["dinitial_state"] if wants_state else None}
+    swapped = {name: x and x.permuted(SWAP_STATE_AXES) for name, x in states.items()}
+    last_state = None
+    if wants_gates and problem["dstate"]:
+        last_state = scratch(sequences, heads, value_dim, key_dim)
+    of_queries = _arrays(inputs["dout"], inputs["v"], inputs["k"], partial["dq"], swapped["initial_state"], last_state)
+    d_first = swapped["dinitial_state"]
+    of_keys = _arrays(inputs["v"], inputs["dout"], inputs["q"], partial["dk"], swapped["dstate"], d_first)
+    of_values = _arrays(inputs["k"], inputs["q"], inputs["dout"], problem["dv"], problem["dstate"], None)
+    steps = [
+        _walk(problem, scale, of_queries, value_dim, key_dim, reverse=False, groups_queries=True),
+        _walk(problem, scale, of_keys, value_dim, key_dim, reverse=True, groups_queries=True),
+        _walk(problem, scale, of_values, key_dim, value_dim, reverse=True, groups_queries=False),
+    ]
+    if wants_gates:
+        steps.append(_sum_gates(problem, partial, last_state, swapped["dstate"]))
+    if unrounded:
+        vector_bytes = problem.bytes_at_once("dq", "dk")
+        steps += [step for name in ("dq", "dk") for step in sum_heads(problem, partial[name], name, vector_bytes)]
+    return Plan(steps, scratch.shapes)
+
+
+def _arrays(
+    q: Operand | None, k: Operand | None, v: Operand | None, out: Operand | None, first: Operand | None, last: Operand | None
+) -> Arrays:
+    """The arrays of a walk by the names of the kernel's parameters."""
+    return {"gQ": q, "gK": k, "gV": v, "gOut": out, "gInitialState": first, "gFinalState": last}
+
+
+def _walk(problem: Problem, scale: float, arrays: Arrays, rows: int, columns: int, reverse: bool, groups_queries: bool) -> Step:
+    """The launch of a walk whose states have so many rows and columns. groups_queries: see linear_token_loop.Config; the
+    channels of the keys, which decay, are then the columns."""
+    length, heads, key_heads, sequences = problem("seqlen", "heads", "heads_k", "sequences")
+    decay, kind = problem["decay"], ""
+    if decay is not None:
+        by_channel = len(decay.form.shape) == 4
+        kind = "channel" if by_channel and not groups_queries else "token"  # which reads a number for each column
+        decay = decay if by_channel else spread_to_tokens(problem, decay).spread(3, max(rows, columns))
+    config = linear_token_loop.Config(rows, kind, varlen=is_varlen(problem), reversed=reverse, groups_queries=groups_queries)
+    parts = -(-columns // config.columns)
+    blocks = parts if config.splits_rows else -(-parts // WARPS)
+    return kernel_for(linear_token_loop, config, problem.device).bind(
+        (blocks, heads, sequences),
+        parts=parts,
+        group=heads // key_heads,
+        length=length,
+        scale=scale,
+        gDecay=decay,
+        gCuSeqlens=problem["cu_seqlens"],
+        **arrays,
+    )
+
+
+def _sum_gates(problem: Problem, partial: Arrays, last_state: Operand | None, d_last: Operand | None) -> Step:
+    """The launch that computes the decay's gradient."""
+    length, heads, key_heads, sequences = problem("seqlen", "heads", "heads_k", "sequences")
+    key_dim, value_dim = problem("key_dim", "value_dim")
+    decay, gradient = problem["decay"], problem["ddecay"]
+    assert decay is not None and gradient is not None
+    kind = {1: "head", 3: "token", 4: "channel"}[len(decay.form.shape)]
+    if kind == "head":
+        gradient = gradient.spread(0, 1).spread(0, 1)
+    if kind != "channel":
+        decay, gradient = spread_to_tokens(problem, decay).spread(3, 1), gradient.spread(3, 1)
+    channels = gate_gradient_token_loop.CHANNELS if kind == "channel" else pad_key_dim(key_dim, gate_gradient_token_loop.PADDED)
+    blocks = -(-key_dim // channels)
+    config = gate_gradient_token_loop.Config(kind, channels, last_state is not None, is_varlen(problem))
+    return kernel_for(gate_gradient_token_loop, config, problem.device).bind(
+        (1 if kind == "head" else sequences) * heads * blocks,
+        gQ=problem["q"],
+        gK=problem["k"],
+        gDQ=partial["dq"],
+        gDK=partial["dk"],
+        gDecay=decay,
+        gState=last_state,
+        gDState=d_last if last_state is not None else None,
+        gGradient=gradient,
+        gCuSeqlens=problem["cu_seqlens"],
+        length=length,
+        sequences=sequences,
+        heads=heads,
+        group=heads // key_heads,
+        blocks=blocks,
+        columns=value_dim,
+    )

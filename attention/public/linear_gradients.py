@@ -1,0 +1,141 @@
+"""attention.linear_backward: the gradients of attention.linear, and so of retention, lightning and gla, which are calls of
+it."""
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tiles.calls.plan import Plan
+from tiles.calls.program import program
+from tiles.calls.schema import Problem, Schema
+
+from ..families import uses_hopper_kernels
+from ..names import suggests_argument_names
+from ..options import check_number
+from ..plans import recurrent_checks, recurrent_gradients
+from ..plans.call_options import without_gradients
+from ..plans.token_loop_gradients import plan_token_loop_gradients
+
+NO_SECOND_DERIVATIVES = "attention.linear: has no second derivatives"
+NO_NORMALIZE = "normalize: has no gradient yet"
+LINEAR_BACKWARD = Schema(
+    "linear_backward",
+    """
+    dout            (batch, seqlen, heads, value_dim)                               tile
+    q               (batch, seqlen, heads_k, key_dim)                               tile
+    k               (batch, seqlen, heads_k, key_dim)                               tile
+    v               (batch, seqlen, heads, value_dim)                               tile
+    decay           (heads)|(batch, seqlen, heads)|(batch, seqlen, heads, key_dim)  log      optional
+    cu_seqlens      (ends)                                                          ends     optional
+    initial_state   (sequences, heads, key_dim, value_dim)                          float32  optional
+    dstate          (sequences, heads, key_dim, value_dim)                          float32  optional
+    dq              (batch, seqlen, heads_k, key_dim)                               tile     made
+    dk              (batch, seqlen, heads_k, key_dim)                               tile     made
+    dv              (batch, seqlen, heads, value_dim)                               tile     made
+    ddecay          =decay                                                          float32  made  also:ddecay
+    dinitial_state  (sequences, heads, key_dim, value_dim)                          float32  made  also:dinitial_state
+    """,
+)
+
+
+@suggests_argument_names
+@without_gradients
+def linear_backward(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    decay: Any = None,
+    scale: float | None = None,
+    initial_state: Any = None,
+    dstate: Any = None,
+    cu_seqlens: Any = None,
+    layout: str = "bshd",
+    dq: Any = None,
+    dk: Any = None,
+    dv: Any = None,
+    ddecay: Any = None,
+    dinitial_state: Any = None,
+    stream: Any = None,
+    family: str | None = None,
+) -> tuple[Any, ...]:
+    """Gradients of attention.linear. For a loss L, dout = dL/dout and dstate = dL/dstate, of the state that it returns. With
+    P_tj = exp(decay_(j+1) + .. + decay_t) dout_t . v_j where j <= t, and states S_t and their gradients dS_t,
+
+        dS_t = exp(decay_(t+1)) dS_(t+1) + scale q_(t+1) dout_(t+1)^T, after the last token dstate
+        dq_t = scale S_t dout_t = scale sum_(j<=t) P_tj k_j + ..    dk_t = dS'_t v_t    dv_t = dS'_t^T k_t
+        ddecay_t = sum_(i>=t) (q_i . dq_i - k_i . dk_i) + <state, dstate>    dinitial_state = dS_0
+
+    where dS'_t = dS_t + scale q_t dout_t^T. dout: as out. dstate: (B, H, Dk, Dv) float32, None where L does not depend on the
+    state. q, k, v, decay, scale, initial_state, cu_seqlens, layout: what linear was called with.
+
+    dq, dk, dv, ddecay, dinitial_state: arrays to write to instead of new ones; the first three have the dtype and shape of q, k
+    and v. ddecay: as decay, float32; False where it is not wanted. For a decay of each head it is the sum over all tokens. A
+    decay below -100, as -inf, counts as -inf and has a gradient of 0. dinitial_state: as initial_state; False where it is not
+    wanted, True where it is and there is no initial state. Heads that share a key head add to its gradients. Tokens after
+    cu_seqlens[-1] have gradients of 0.
+
+    Three scans as of attention.linear, two of them from the last token to the first; nothing that forward computed is read.
+    All sums are made in float32, in a fixed order: the same bits every time. Row sums for ddecay are those of unrounded
+    gradients, and end with each chunk of 64 tokens. float16: scale q . k, P and the elements of states and their gradients are
+    rounded to float16, and infinite beyond 65504.
+
+    Decays of channels, and those of tokens or heads where Dv is above 128 (on Hopper with cu_seqlens alone), are computed token
+    by token: correct, and slow. normalize=True has no gradient yet. stream, family: as in linear.
+
+    Returns (dq, dk, dv), followed, in this order, by ddecay if there is a decay, and dinitial_state if there is an initial
+    state, unless they are False. Arrays and errors are those of linear. Source: each of the three is linear attention itself
+    (Katharopoulos et al. 2020, 3.3.1), with decays as derived in attention/parts/recurrent/gradients.py."""
+    wanted = {"ddecay": ddecay, "dinitial_state": dinitial_state}
+    for (name, x), given in zip(wanted.items(), (decay, initial_state)):
+        wanted[name] = (given is not None) if x is None else x
+    if decay is None and wanted["ddecay"] is not False:
+        raise ValueError(f"ddecay: must be None where there is no decay: {ddecay=!r:.60}")
+    also = " ".join([name for name, x in wanted.items() if x is not False])
+    more = [None if isinstance(x, bool) else x for x in wanted.values()]
+    arrays = dout, q, k, v, decay, cu_seqlens, initial_state, dstate, dq, dk, dv, *more
+    return _linear_backward(stream, arrays, (check_number("scale", scale), also, family), layout)
+
+
+def compute_gradients(
+    dout: Any, dstate: Any, inputs: dict[str, Any], options: dict[str, Any], wanted: Sequence[str]
+) -> dict[str, Any]:
+    """{name: gradient} of a call of linear with these arrays and options, for those in `wanted`. dstate: None if the state has
+    no gradient."""
+    more = [name for name in ("decay", "initial_state") if name in wanted]
+    flags = {"ddecay": "decay" in more, "dinitial_state": "initial_state" in more}
+    results = linear_backward(dout, **inputs, dstate=dstate, **(options | flags))
+    return {name: x for name, x in zip(("q", "k", "v", *more), results, strict=True) if name in wanted}
+
+
+def program_gradient(names: Sequence[str], options: dict[str, Any], layout: str) -> Callable[..., dict[str, Any]]:
+    """The gradient of linear's program for JAX, as `tiles.calls.program` takes it. NotImplementedError: there is none with
+    these options."""
+    if options["normalize"]:
+        raise NotImplementedError(f"{NO_NORMALIZE}; put jax.lax.stop_gradient around {', '.join(names)}")
+
+    def gradients(inputs, results, of_results):
+        if not of_results:
+            return {}
+        dout = of_results.get("out")
+        if dout is None:  # the loss depends on the state alone
+            dout = sys.modules["jax"].numpy.zeros_like(inputs["v"])
+        shared = {"scale": options["scale"], "family": options["family"], "layout": layout}
+        return compute_gradients(dout, of_results.get("state"), inputs, shared, names)
+
+    return gradients
+
+
+@program(LINEAR_BACKWARD, no_gradient=NO_SECOND_DERIVATIVES)
+def _linear_backward(problem: Problem, scale: float | None, also: str, family: str | None) -> Plan:
+    """The Plan of a call of linear_backward. also: the names of gradients to compute besides dq, dk and dv."""
+    recurrent_checks.check_extents(problem)
+    scale = recurrent_checks.resolve_scale(problem, scale)
+    if not problem.extents["heads"]:
+        raise problem.error("v", "must have at least one head", "v")
+    vector_bytes = 0 if uses_hopper_kernels(problem, family) else problem.bytes_at_once()
+    wants_gates, wants_state = ("ddecay" in also.split(), "dinitial_state" in also.split())
+    if recurrent_gradients.serves_gradients(problem, vector_bytes, wants_gates):
+        return recurrent_gradients.plan_gradients(problem, scale, vector_bytes, wants_gates, wants_state)
+    return plan_token_loop_gradients(problem, scale, wants_gates, wants_state)

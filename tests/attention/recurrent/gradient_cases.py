@@ -1,0 +1,51 @@
+"""Problems of linear attention's gradients, and their comparison with the reference."""
+
+import ml_dtypes
+import numpy as np
+from test_linear import inputs
+
+import attention
+from attention import reference
+
+bf16, f32 = ml_dtypes.bfloat16, np.float32
+NAMES = "dq", "dk", "dv", "ddecay", "dinitial_state"
+# Of float32 results: relative errors of operands that are rounded to 8 bits (bf16) or 11 are 2^-9 or 2^-12, of which a gate's
+# gradient gathers those of all tokens of its chunk.
+LIMITS = {"ddecay": 0.005, "dinitial_state": 0.005}
+
+
+def case(length, decay="token", batch=1, key_dim=16, value_dim=16, **more):
+    """The arguments of linear_backward, with an initial state and the gradient of the last one."""
+    args = inputs(batch, length, key_dim, value_dim, decay, **more)
+    rng = np.random.default_rng(length)
+    args["dout"] = rng.standard_normal(args["v"].shape).astype(args["v"].dtype)
+    args["dstate"] = rng.standard_normal(args["initial_state"].shape).astype(f32)
+    return args
+
+
+def run(place, args, **options):
+    """attention.linear_backward's gradients by name, in NumPy arrays."""
+    results = attention.linear_backward(**{name: place.put(x) for name, x in args.items()}, **options)
+    names = [
+        name for name in NAMES if (name != "ddecay" or "decay" in args) and (name[1:] != "initial_state" or name[1:] in args)
+    ]
+    return dict(zip(names, map(place.get, results), strict=True))
+
+
+def relative_rms(got, want):
+    """The root of the mean square error over that of the reference."""
+    got, want = (np.asarray(x).astype(float) for x in (got, want))
+    return np.sqrt(np.square(got - want).mean() / np.square(want).mean())
+
+
+def check(place, args, **options):
+    """Compare all gradients with the reference's, and return them."""
+    got = run(place, args, **options)
+    of_reference = {name: x for name, x in options.items() if name != "family"}
+    want, low = (reference.linear_backward(**args, **of_reference, low=low) for low in (False, True))
+    for name, x in got.items():
+        if name in LIMITS:
+            assert x.shape == want[name].shape and relative_rms(x, want[name]) <= LIMITS[name], name
+        else:
+            reference.assert_close(x, want[name], low[name], factor=3, name=name)
+    return got

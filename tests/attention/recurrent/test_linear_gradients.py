@@ -1,0 +1,178 @@
+"""attention.linear_backward against the reference's gradients, whose own derivatives test_recurrences.py checks."""
+
+import numpy as np
+import pytest
+from gradient_cases import bf16, case, check, f32, relative_rms, run
+from places import OnInterpreter
+from poison import Packing, as_on_a_device
+
+import attention
+from attention import reference
+from attention.plans import recurrent_chunks
+
+FAMILIES = "sm_90", "sm_80"
+every_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+@pytest.mark.parametrize(("length", "decay"), [(1, "token"), (63, "head"), (64, "token"), (65, "none"), (130, "head")])
+@every_family
+def test_lengths(place, length, decay, family):
+    check(place, case(length, decay), family=family)
+
+
+@pytest.mark.parametrize("length", [0, 1, 30])
+def test_decays_of_channels(place, length):
+    """Token by token, as are sequences without tokens: there the gradient of the state is passed on."""
+    args = case(length, "channel", heads=2, key_heads=1, key_dim=80, value_dim=48)
+    if length:
+        check(place, args)
+    else:
+        np.testing.assert_array_equal(run(place, args)["dinitial_state"], args["dstate"])
+
+
+@pytest.mark.parametrize(("key_dim", "value_dim", "decay"), [(128, 80, "token"), (48, 256, "head"), (256, 16, "none")])
+@every_family
+def test_sizes(place, key_dim, value_dim, decay, family):
+    """Blocks of columns that are not full; two consumers, or two warpgroups with half of the channels each."""
+    check(place, case(66, decay, key_dim=key_dim, value_dim=value_dim, heads=1), family=family)
+
+
+@pytest.mark.parametrize(("family", "decay", "gates"), [("sm_80", "token", bf16), ("sm_90", "head", f32)])
+def test_value_heads_that_share_keys(place, family, decay, gates):
+    """They add to the gradients of queries and keys; each has a gradient of its gates."""
+    args = case(20, decay, batch=2, heads=4, key_heads=2, key_dim=80, gates=gates)
+    turned = {name: x.swapaxes(1, 2).copy() if x.ndim > 2 and "state" not in name else x for name, x in args.items()}
+    got = check(place, args, family=family)
+    for name, x in run(place, turned, layout="bhsd", family=family).items():
+        np.testing.assert_array_equal(x.swapaxes(1, 2) if x.ndim > 2 and "state" not in name else x, got[name])
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.3, 7.0])
+@every_family
+def test_any_scale(place, scale, family):
+    check(place, case(65, "token", key_heads=2), scale=scale, family=family)
+
+
+@every_family
+def test_float16(place, family):
+    check(place, case(65, "token", dtype=np.float16), family=family)
+
+
+@pytest.mark.parametrize("family, decay", [("sm_90", "token"), ("sm_80", "token"), ("sm_90", "head"), (None, "channel")])
+def test_packed_sequences_among_poison(place, monkeypatch, family, decay):
+    """Lengths around a chunk's, next to poison: each sequence has the gradients that it has by itself. Padding has gradients of
+    0; one without tokens passes the gradient of its state on."""
+    as_on_a_device(monkeypatch)
+    packing = Packing([0, 63, 65, 1], neighbour=2, nobodys=66)
+    args = case(int(packing.alone[-1]), decay, heads=2, key_heads=1)
+    count = len(packing.ends) - 1
+    tokens = {name: x for name, x in args.items() if x.ndim > 2 and "state" not in name}
+    states = {name: np.repeat(args[name], len(packing.alone) - 1, axis=0) for name in ("initial_state", "dstate")}
+    spread_states = {name: np.full((count, *x.shape[1:]), np.nan, f32) for name, x in states.items()}
+    for name, x in states.items():
+        spread_states[name][packing.which] = x
+    alone = run(place, args | states | {"cu_seqlens": packing.alone}, family=family)
+    spread = {name: packing.spread(x) for name, x in tokens.items()}
+    got = run(place, args | spread | spread_states | {"cu_seqlens": packing.ends}, family=family)
+    want = reference.linear_backward(**args | states, cu_seqlens=packing.alone)
+    for name, x in alone.items():
+        assert relative_rms(x, want[name]) < (0.02 if decay == "head" else 0.005), name
+        if name == "dinitial_state":
+            np.testing.assert_array_equal(got[name][packing.which], x)
+            np.testing.assert_array_equal(x[0], args["dstate"][0])
+        elif name != "ddecay" or decay != "head":
+            np.testing.assert_array_equal(packing.gather(got[name].astype(f32)), x.astype(f32))
+            assert (got[name][:, packing.nobodys] == 0).all()
+
+
+def test_as_compiled(as_compiled):
+    """The PTX of Hopper's kernels, for two chunks of which one is shorter."""
+    as_compiled("sm_90a")
+    check(OnInterpreter(), case(66, heads=1))
+
+
+@pytest.mark.parametrize(("family", "decay", "segments"), [("sm_90", "token", 3), ("sm_80", "none", 5), ("sm_90", "head", 5)])
+def test_segments(place, monkeypatch, nothing_known, family, decay, segments):
+    """Of which the last in memory, the first of reversed scans, has a shorter chunk, and states are composed by the last pass
+    or before it. Each chunk has a state of its own, whose product with its gradient gates' gradients need."""
+    monkeypatch.setattr(recurrent_chunks, "count_segments", lambda *_: segments)
+    check(place, case(64 * segments - 30, decay, key_dim=16, value_dim=32), family=family)
+
+
+# ---- gates -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("gate", [0.0, -5.0])
+@every_family
+def test_equal_gates(place, gate, family):
+    """Without decay, and where all but the nearest tokens are forgotten."""
+    args = case(130, "token", key_heads=2)
+    args["decay"][:] = gate
+    check(place, args, family=family)
+
+
+@every_family
+def test_gates_that_forget_everything(place, family):
+    """Some are -inf or -1e4, others 0: everything is finite, and the gradient of such a gate is 0."""
+    args = case(130, "token", key_heads=2)
+    draw = np.random.default_rng(2).random(args["decay"].shape)
+    args["decay"] = np.where(draw < 0.1, -np.inf, np.where(draw < 0.2, -1e4, np.where(draw < 0.5, 0, -0.1))).astype(f32)
+    got = check(place, args, family=family)
+    assert (got["ddecay"][args["decay"] < -100] == 0).all()
+
+
+@every_family
+def test_errors_of_later_chunks_stay_there(place, family):
+    """A gate of -inf between two chunks, the second of which has gradients a thousand times as large."""
+    args = case(128, "token", key_heads=2)
+    args["decay"][:, 64], args["dout"][:, 64:] = -np.inf, args["dout"][:, 64:] * bf16(1024)
+    got, want = run(place, args, family=family)["ddecay"], reference.linear_backward(**args)["ddecay"]
+    assert relative_rms(got[:, :64], want[:, :64]) < 0.02 and relative_rms(got[:, 64:], want[:, 64:]) < 0.02
+
+
+def test_what_gates_of_zero_change(place):
+    """The gradients of a call with gates of 0 are those of a call without, and the decay's is the reverse cumulative sum of
+    q . dq - v . dv, as it is of q . dq - k . dk."""
+    args = case(100, "token", key_heads=2)
+    args["decay"][:] = 0
+    args["dstate"][:] = 0
+    got = run(place, args)
+    plain = run(place, {name: x for name, x in args.items() if name != "decay"})
+    for name, x in plain.items():
+        assert relative_rms(got[name], x) < 0.005, name
+    dot = lambda x, dx: (args[x].astype(float) * got[dx].astype(float)).sum(-1)
+    for products in dot("q", "dq") - dot("v", "dv"), dot("q", "dq") - dot("k", "dk"):
+        assert relative_rms(products[:, ::-1].cumsum(1)[:, ::-1], got["ddecay"]) < 0.03
+
+
+# ---- arguments -------------------------------------------------------------------------------------------------------
+def test_outputs_and_options():
+    """Arrays to write to are written and returned; what is not wanted, or there is nothing for, is left out."""
+    args = case(20, "token")
+    into = {"d" + name: np.full_like(args[name], np.nan) for name in ("q", "k", "v", "decay", "initial_state")}
+    wanted, got = attention.linear_backward(**args), attention.linear_backward(**args, **into)
+    for x, y, z in zip(wanted, got, into.values(), strict=True):
+        np.testing.assert_array_equal(x, y)
+        assert y is z
+    assert len(attention.linear_backward(**args, ddecay=False, dinitial_state=False)) == 3
+    start = args.pop("initial_state")
+    assert len(attention.linear_backward(**args)) == 4
+    *_, first = attention.linear_backward(**args, dinitial_state=True)
+    np.testing.assert_array_equal(first, wanted[-1])
+    del args["dstate"]
+    plain, zeros = (attention.linear_backward(**args | more) for more in ({}, {"dstate": 0 * start}))
+    for x, y in zip(plain, zeros, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"decay": None, "ddecay": True}, "ddecay: must be None where there is no decay"),
+        ({"dstate": np.zeros((1, 2, 16, 17), f32)}, "dstate: value_dim must equal"),
+        ({"dout": None}, "dout: must be an array"),
+        ({"dq": np.zeros((1, 5, 1, 16), f32)}, "dq: dtype must be"),
+    ],
+)
+def test_errors(change, message):
+    with pytest.raises((TypeError, ValueError)) as raised:
+        attention.linear_backward(**case(5) | change)
+    assert message in str(raised.value)

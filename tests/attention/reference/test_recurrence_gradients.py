@@ -1,0 +1,51 @@
+"""attention/reference/linear_gradients.py: the derivatives of attention.reference.linear, by finite differences of a loss of
+outputs and last state, along a random direction of each input."""
+
+import numpy as np
+import pytest
+
+from attention.reference import linear, linear_backward
+
+BATCH, LENGTH, HEADS, KEY_HEADS, DK, DV, STEP = 2, 7, 4, 2, 5, 3, 1e-6
+DECAYS = {"none": None, "head": (HEADS,), "token": (BATCH, LENGTH, HEADS), "channel": (BATCH, LENGTH, HEADS, DK)}
+
+
+def inputs(decay, packed):
+    """(inputs by name, the gradients of outputs and of the last state, options)"""
+    rng, batch, length = np.random.default_rng(1), 1 if packed else BATCH, BATCH * LENGTH if packed else LENGTH
+    q, k = rng.standard_normal((2, batch, length, KEY_HEADS, DK))
+    arrays = {"q": q, "k": k, "v": rng.standard_normal((batch, length, HEADS, DV))}
+    if shape := DECAYS[decay]:
+        arrays["decay"] = -rng.random(shape if len(shape) == 1 else (batch, length, *shape[2:]))
+    arrays["initial_state"] = rng.standard_normal((BATCH, HEADS, DK, DV))
+    options = {"cu_seqlens": np.array([0, 5, BATCH * LENGTH])} if packed else {}
+    return arrays, rng.standard_normal(arrays["v"].shape), rng.standard_normal(arrays["initial_state"].shape), options
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("decay", DECAYS)
+def test_finite_differences(decay, packed):
+    arrays, dout, dstate, options = inputs(decay, packed)
+
+    def loss(**changed):
+        out, state = linear(**arrays | changed, scale=0.7, **options)
+        return (out * dout).sum() + (state * dstate).sum()
+
+    gradients = linear_backward(dout, **arrays, dstate=dstate, scale=0.7, **options)
+    assert gradients.keys() == {"d" + name for name in arrays}
+    for name, x in arrays.items():
+        assert gradients["d" + name].shape == x.shape
+        direction = np.random.default_rng(2).standard_normal(x.shape)
+        ends = [loss(**{name: x + step * direction}) for step in (STEP, -STEP)]
+        np.testing.assert_allclose(
+            (gradients["d" + name] * direction).sum(), (ends[0] - ends[1]) / (2 * STEP), rtol=1e-6, atol=1e-7
+        )
+
+
+def test_the_other_layout():
+    arrays, dout, dstate, _ = inputs("token", False)
+    turn = lambda x: x.swapaxes(1, 2)
+    turned = {name: turn(x) if name != "initial_state" else x for name, x in arrays.items()}
+    wanted = linear_backward(dout, **arrays, dstate=dstate)
+    for name, x in linear_backward(turn(dout), **turned, dstate=dstate, layout="bhsd").items():
+        np.testing.assert_allclose(x if name == "dinitial_state" else turn(x), wanted[name], rtol=1e-12)
