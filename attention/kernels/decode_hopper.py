@@ -1,9 +1,10 @@
 """Split-KV attention of some query tokens for Hopper: TMA or cp.async, and wgmma.
 
-It serves several tokens of many heads that share a key head, for which decode_ampere.py's tiles of 16 and 32 rows are too
-small. Rows are heads and tokens here, too, 64 to a tile. Both consumer warpgroups have all rows and share out the tiles of
-keys: one has the even tiles, the other the odd ones, so that the tensor cores work for one while the softmax of the other
-runs. At the end of a block's work their partial outputs are merged, half of the columns by each."""
+It serves several tokens of many heads that share a key head, for which the tiles of 16 and 32 rows are too small with which
+decode_ampere.py serves all other decoding, on Hopper, too. Rows are heads and tokens here, too, 64 to a tile. Both consumer
+warpgroups have all rows and share out the tiles of keys: one has the even tiles, the other the odd ones, so that the tensor
+cores work for one while the softmax of the other runs. At the end of a block's work their partial outputs are merged, half of
+the columns by each."""
 
 import functools
 import itertools
