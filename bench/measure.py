@@ -75,7 +75,7 @@ def replayed(providers, sets, rounds=7, calls=200):
 
 
 def medians(times):
-    """{provider: median milliseconds}"""
+    """times and the result are {provider: ...}; the result is in the unit of times, milliseconds."""
     return {name: statistics.median(values) for name, values in times.items()}
 
 

@@ -20,7 +20,7 @@ def library(module, name, **options):
 
 
 def fla(module, name, **options):
-    """A function of flash-linear-attention."""
+    """A function of flash-linear-attention, from its folder `module` of fla.ops."""
     return library(f"fla.ops.{module}", name, **options)
 
 
@@ -34,7 +34,7 @@ def _sdpa(backend, causal):
 
 
 def softmax(causal):
-    """{name: softmax attention}"""
+    """{name: softmax attention of another library}"""
     return {
         "cudnn": _sdpa(SDPBackend.CUDNN_ATTENTION, causal),
         "flash4": library("flash_attn.cute.interface", "flash_attn_func", causal=causal),

@@ -174,7 +174,7 @@ def theirs(q, k, v, ours):
 
 
 def backward():
-    """The backward pass alone."""
+    """The backward pass is timed without the forward pass, which has run before."""
     for length, heads, kv_heads in (16384, 32, 8), (65536, 32, 8):
         q, k, v = drawn(length, heads, kv_heads)
         dout = torch.randn_like(q)
@@ -304,7 +304,6 @@ def rank(number, world, names, port):
 
 
 def main():
-    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}")
     names = parser.parse_args().parts or list(PARTS)

@@ -95,7 +95,6 @@ def counts(world, rank, length, heads, kv_heads, dim, **options):
 
 
 def main():
-    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     for name, default in ("length", 16384), ("heads", 32), ("kv_heads", 8), ("dim", 128), ("ranks", 2):
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)

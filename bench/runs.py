@@ -29,7 +29,7 @@ def _row(benchmark):
 
 
 def main(source, target):
-    """Keep a run."""
+    """`target` becomes the rows of a run that pytest-benchmark wrote to `source`."""
     Path(target).write_text(json.dumps(read(source)))
 
 

@@ -50,7 +50,6 @@ def registers(module, config) -> int:
 
 
 def shared_bytes(module, config) -> int:
-    """Of a block."""
     return module.make(config)[1].nbytes
 
 
@@ -178,7 +177,6 @@ def said(module, config) -> str:
 
 
 def main() -> None:
-    """See above."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("head_dim", type=int, choices=[64, 128, 256])
     parser.add_argument("--compile", action="store_true")

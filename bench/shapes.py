@@ -79,7 +79,7 @@ def made(p, inputs):
 
 
 def told(p, given):
-    """forward's and backward's options."""
+    """The options of problem p that attention.forward and backward share."""
     more = {"causal": p.causal, "window": p.window}
     if p.lens:
         more |= {"cu_seqlens": given["ends"], "cu_seqlens_k": given["ends_k"]}

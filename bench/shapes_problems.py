@@ -130,7 +130,7 @@ def forward_problems():
 
 
 def more_problems():
-    """Windows and packed sequences."""
+    """Forward problems with windows, or with packed sequences."""
 
     def one(name, b, sq, sk, h, g, d, dv=None, **more):
         return BenchProblem("forward", name, b, sq, sk, h, g, d, dv or d, **more)
@@ -285,7 +285,7 @@ KINDS = {
 
 
 def label(p):
-    """One line's beginning."""
+    """What a printed line says of the problem before its times."""
     dims = f"{p.dim}" + f"/{p.value_dim}" * (p.dim != p.value_dim)
     lengths = f"{p.queries}" + f"x{p.keys}" * (p.keys != p.queries)
     window = f" window {p.window[0]}" if p.window and p.kind != "decode" else ""

@@ -303,7 +303,6 @@ def row(name: str, times: list[list[float] | str]) -> str:
 
 
 def main() -> None:
-    """See above."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sides", nargs="*", help="name[:VARIABLE=value[,...]]")
     parser.add_argument("--only", default="", help="problems whose name contains this text, or one of several with | between")

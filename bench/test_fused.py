@@ -120,7 +120,7 @@ def _mla_attention(q, latent, wk, wv):
 
 @fuse.kernel
 def _fused_attention(q, k, v):
-    """Mirage's MHA and GQA."""
+    """What Mirage's benchmarks call MHA and GQA."""
     return fuse.attention(q, k, v, q.shape[-1] ** -0.5)
 
 

@@ -136,7 +136,7 @@ def _check(caches, name):
 
 
 def _captured(step):
-    """What replays a step."""
+    """A function that replays the step, captured in a CUDA graph."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()

@@ -60,7 +60,7 @@ def _inputs(batch, heads, dim, member):
 
 
 def _check(call, state, new, q, k, v, decay, beta):
-    """The output against float64."""
+    """The call's output is compared with the step's formula in float64."""
     S, (q64, k64, v64) = state.double(), (x.double() for x in (q, k, v))
     if decay is not None:
         S = S * decay.double().reshape(*decay.shape, *(1,) * (4 - decay.ndim)).exp()

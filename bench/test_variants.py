@@ -43,7 +43,7 @@ def _normed(q, k, v, weight):
 
 
 def _cases():
-    """{variant: {provider: call}}"""
+    """{variant: {provider: call that takes (q, k, v)}}"""
     slopes = torch.tensor([2.0 ** (-8 * (h + 1) / HEADS) for h in range(HEADS)], device="cuda")
     documents = torch.arange(LENGTH, device="cuda", dtype=torch.int32) // 700
     weight = torch.randn(HEAD_DIM, device="cuda", dtype=torch.bfloat16)

@@ -20,7 +20,7 @@ LENGTHS, OF_SCORES = (512, 1024, 2048, 4096, 16384), 4096
 
 
 def options(head_dim: int, length: int) -> dict[str, dict]:
-    """{what: options of backward}"""
+    """{a choice's name: options of attention.backward}"""
     choices = {"plain": {}, "in order": {"deterministic": True}}
     if length == OF_SCORES:
         heads = WIDTH // head_dim
@@ -44,12 +44,11 @@ class ForwardPerOption:
         }
 
     def backward(self, what, causal, given):
-        """Gradients with an option."""
         return attention.backward(self.dout, self.q, self.k, self.v, *self.made[what], causal=causal, **self.into, **given)
 
 
 def measured(head_dim: int, length: int, causal: bool) -> str:
-    """A line."""
+    """A line with the time without options, and each choice's speed beside it."""
     asked = options(head_dim, length)
     sets = [(ForwardPerOption(head_dim, length, causal, asked),) for _ in range(2)]
     calls = {
@@ -62,7 +61,6 @@ def measured(head_dim: int, length: int, causal: bool) -> str:
 
 
 def main() -> None:
-    """See above."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("head_dim", type=int, nargs="?", help="of heads; default: 64, then 128")
     parser.add_argument("length", type=int, nargs="?", help=f"of sequences; default: {LENGTHS}")

@@ -13,7 +13,6 @@ BELOW = (
 
 
 def svg():
-    """The whole picture."""
     return draw.svg(draw.register_panel(rt(16, 16, fp32)), *draw.shared_panels(st(64, 64, bf16), BELOW))
 
 

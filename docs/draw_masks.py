@@ -13,7 +13,7 @@ DOCS = np.repeat(np.arange(4), [128, 150, 42, 192])
 
 
 def documents(b, h, i, j, docs):
-    """Each its own, causal."""
+    """A token sees the earlier ones of its document."""
     return (docs[i] == docs[j]) & (j <= i)
 
 
@@ -28,7 +28,6 @@ def global_sliding(b, h, i, j):
 
 
 def svg():
-    """The whole picture."""
     pictures = (
         show.draw_mask("window=(100, 0)", SIZE, SIZE, window=(100, 0)),
         show.draw_mask("documents", SIZE, SIZE, mask=documents, aux=(DOCS,)),

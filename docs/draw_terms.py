@@ -65,7 +65,6 @@ def panel(title: str, root: Term, left: int, kernels: Sequence[tuple[str, list[T
 
 
 def svg() -> str:
-    """The whole picture."""
     arrays = [np.zeros(s, bf16.np) for s in ((16, 4096), (4096,), (4096, 6144))]
     traced = operators.rms_norm_linear.trace(operators.rms_norm_linear._arguments(arrays))
     (before,), (after,) = traced.roots, equivalent_forms(traced.roots, traced.table)[-1].roots

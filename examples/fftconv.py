@@ -37,7 +37,6 @@ class Roots(NamedTuple):
 
 @inlined
 def conj(f):
-    """The conjugate of f."""
     return Roots(f.re, f.minus, f.im)
 
 

@@ -57,7 +57,7 @@ class Generated:
 
     @property
     def step(self):
-        """Seconds of a step."""
+        """The median of the seconds that a step takes."""
         return statistics.median(self.seconds)
 
 
@@ -80,7 +80,7 @@ def model_of(size, device):
 
 @torch.inference_mode()
 def generate(model, prompt, count, quiet=False):
-    """Generate `count` tokens behind prompts (B, S), each the likeliest."""
+    """Generate `count` tokens after prompts (B, S), each the likeliest."""
     cache = StaticCache(config=model.config, max_cache_len=prompt.shape[1] + count)
     synchronize = torch.cuda.synchronize if prompt.is_cuda else lambda: None
     token, made = prompt[:, :1].clone(), []
@@ -117,7 +117,7 @@ def captured(step):
 
 
 class NoBar(contextlib.nullcontext):
-    """No bar."""
+    """It stands in for a progress bar where none is shown."""
 
     def __enter__(self):
         return self
@@ -127,7 +127,7 @@ class NoBar(contextlib.nullcontext):
 
 
 def main(argv=None):
-    """The command: {name: Generated}."""
+    """The command line is run; the result is {name: Generated}."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     device = "cuda" if torch.cuda.is_available() else "cpu"
     size = GenerationSize() if device == "cuda" else TINY

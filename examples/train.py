@@ -72,7 +72,6 @@ class OnRanks(Attention):
     """The same module where this rank has a share of the tokens."""
 
     def attend(self, q, k, v, **options):
-        """attention.parallel.forward."""
         return parallel.forward(q, k, v, **options)
 
 
@@ -89,7 +88,7 @@ class Alone:
         return x
 
     def sum(self, tensors):
-        """Over all processes."""
+        """The tensors are summed in place over all processes; of one process they stay as they are."""
 
 
 class Together(Alone):
@@ -234,7 +233,6 @@ def draw(runs, path):
 
 
 def main(argv=None):
-    """The command."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     device = "cuda" if torch.cuda.is_available() else "cpu"
     size = TrainingSize() if device == "cuda" else TINY

@@ -24,7 +24,6 @@ class Complex(NamedTuple):
 
 @inlined
 def add(x, y):
-    """x + y"""
     return Complex(x.re + y.re, x.im + y.im)
 
 

@@ -41,7 +41,6 @@ class Config:
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
-    """The configurations."""
     yield from (Config(per_head, varlen) for per_head in (False, True) for varlen in (False, True))
 
 

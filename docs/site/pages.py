@@ -133,7 +133,7 @@ def write(file: Path, text: str) -> None:
 
 
 def main(folder: Path) -> None:
-    """Write all pages."""
+    """`folder` is emptied, and all pages are written to it."""
     if folder.exists():
         shutil.rmtree(folder)
     shutil.copytree(ROOT / "docs", folder, ignore=shutil.ignore_patterns("*.py", "*.md", "__pycache__"))

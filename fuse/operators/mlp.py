@@ -1,4 +1,4 @@
-"""Gated MLPs."""
+"""MLPs whose hidden layer is multiplied by a gate."""
 
 from ..calls.fused import kernel
 from ..language.functions import gelu, silu

@@ -171,7 +171,7 @@ def _wrong(name, acc, a, b, spaces):
 
 
 def _formula(name):
-    """a b^T of mma_ABt."""
+    """The product that an op's name says: a b^T for mma_ABt."""
     transposed = transposed_in(name)
     return f"a{'^T' * transposed.left} b{'^T' * transposed.right}"
 

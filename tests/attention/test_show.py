@@ -92,7 +92,6 @@ def test_svg():
 
 @pytest.fixture
 def file(tmp_path):
-    """A file of masks."""
     path = tmp_path / "masks.py"
     path.write_text("""
 import numpy as np

@@ -52,7 +52,7 @@ EVERY = MEMBERS | {
 
 
 class SoakOnInterpreter(places.OnInterpreter):
-    """NumPy arrays."""
+    """It copies NumPy arrays to places of any alignment."""
 
     def copy(self, x, past):
         """A copy that begins `past` bytes into its own memory."""

@@ -56,7 +56,7 @@ def attended(q, k, v, **options):
 
 
 def of_softmax(q, k, v):
-    """The formula in float64."""
+    """softmax(q k^T / 8) v and the log-sum-exp, in float64."""
     s = q.double() @ k.double().mT / 8
     return s.softmax(-1) @ v.double(), s.logsumexp(-1)
 

@@ -174,6 +174,7 @@ CALLS = {
                 score=warmer,
                 aux=(x.documents(),),
                 return_lse=True,
+                bias=x.gates().transpose(1, 2)[:, :, None],
                 q_norm=x.tile(HEAD),
                 k_norm=(x.tile(x.heads, HEAD), x.tile(HEAD)),
             ),
@@ -255,6 +256,7 @@ CALLS = {
                 rotary=x.angles(),
                 k_new=x.qkv()[1][:, :3],
                 v_new=x.qkv()[2][:, :3],
+                bias=x.tile(1, x.heads, 3, 8),
                 q_norm=x.tile(x.heads, HEAD),
                 k_new_norm=x.tile(HEAD),
             ),
@@ -280,7 +282,7 @@ def cloned(tree):
 
 
 def leaves(tree):
-    """Its tensors."""
+    """Leaves that are no tensors are left out."""
     return [x for x in torch.utils._pytree.tree_leaves(tree) if isinstance(x, torch.Tensor)]
 
 

@@ -41,7 +41,7 @@ DTYPES = {
 
 
 def sample(name, rows, dtype, seed=0):
-    """Arguments for an operator."""
+    """Random arguments for the operator `name`, which has so many rows."""
     rng = np.random.default_rng(seed)
     shapes = [tuple(rows if n == "m" else n for n in shape) for shape in SHAPES[name]]
     made = [rng.standard_normal(shape) / shape[0] ** 0.25 for shape in shapes]
@@ -49,5 +49,5 @@ def sample(name, rows, dtype, seed=0):
 
 
 def normal(*shape):
-    """Random numbers around 0."""
+    """Normal numbers in bf16, the same in each call."""
     return np.random.default_rng(0).standard_normal(shape).astype(bf16.np)

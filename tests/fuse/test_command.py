@@ -1,4 +1,4 @@
-"""`python -m fuse`."""
+"""`python -m fuse` shows, draws and explains definitions."""
 
 import pytest
 

@@ -10,7 +10,7 @@ from tiles import bf16
 
 
 def sample(*shapes, seed=0):
-    """Arrays of bf16."""
+    """Arrays of normal numbers in bf16, one for each shape."""
     rng = np.random.default_rng(seed)
     return [rng.standard_normal(shape).astype(bf16.np) for shape in shapes]
 

@@ -16,7 +16,7 @@ DROPPED = fuse.kernel(lambda x, seed, p=0.25: fuse.dropout(x, p, seed) - fuse.me
 
 @pytest.mark.parametrize("shape", [(1, 8), (35, 264), (2, 9, 130), (3, 1280), (2, 2056)])
 def test_what_is_dropped(shape):
-    """dropout(ones) shows the mask."""
+    """The dropout of an array of ones is the mask and its factor."""
     ones = np.ones(shape, fp32.np)
     said, got = fuse.dropout(ones, 0.25, SEED), DROPPED.run(ones, SEED)
     assert got.shape == shape and (got == said).all() and set(np.unique(got)) <= {0, np.float32(1 / 0.75)}

@@ -24,7 +24,7 @@ SHAPES = {  # of x, and of cos and sin
 
 
 def sample(*shapes):
-    """Arrays of bf16."""
+    """Arrays of normal numbers in bf16, one for each shape."""
     rng = np.random.default_rng(0)
     return [rng.standard_normal(shape).astype(bf16.np) for shape in shapes]
 

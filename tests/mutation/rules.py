@@ -101,7 +101,7 @@ def drops_a_call(node, source) -> Faults:
 
 @rule(ast.Call)
 def passes_through(node, source) -> Faults:
-    """wait(x) becomes x."""
+    """`wait(x)` becomes `x`, and so do other calls."""
     if PASSED_THROUGH.fullmatch(called(node)) and node.args and not isinstance(node.args[0], ast.Starred):
         yield f"no-{called(node)}", (source.replaced(node, b"(%s)" % source.text(node.args[0])),)
 
@@ -284,7 +284,7 @@ def forgets_a_condition(node, source) -> Faults:
 
 @rule(ast.keyword, ast.Return, ast.Call)
 def flips_a_flag(node, source) -> Faults:
-    """True for False."""
+    """True becomes False, and False becomes True."""
     flags = {True: b"False", False: b"True"}
     match node:
         case ast.keyword(arg=str(name), value=ast.Constant(value=bool(value)) as constant) if name not in MARKS:

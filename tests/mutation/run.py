@@ -179,7 +179,7 @@ class Runner:
         return self.fails_anyway[failed]
 
     def fate(self, mutation: Mutation) -> Fate:
-        """Try one mutation."""
+        """The tests run on a mutated tree until one of them fails."""
         begin, place = time.monotonic(), self.places.get()
         try:
             outcome, how = self.noticed(place, own_tests(mutation.path), mutation), "own"

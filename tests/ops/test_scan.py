@@ -1,4 +1,4 @@
-"""ops/reductions/scan.py: running sums."""
+"""ops/reductions/scan.py: running sums of vectors and tiles, against NumPy's."""
 
 import numpy as np
 import pytest

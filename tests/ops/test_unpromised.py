@@ -201,7 +201,7 @@ def test_what_types_say(layout, axes, rows, cols, tile, vector):
 
 
 def rms_norm():
-    """The kernel of docs/kernel.md."""
+    """The kernel is read from the page docs/kernel.md."""
     text = (Path(__file__).parents[2] / "docs" / "kernel.md").read_text()
     block = next(b for b in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "def rms_norm" in b)
     space = vars(ops) | {"np": np, "cuda": cuda, "rt": rt, "fp32": fp32, "bf16": bf16}

@@ -86,7 +86,7 @@ def test_meet(run, sample, groups):
 
 
 def test_seven_meet_and_the_eighth_by_itself(run):
-    """They use different barriers."""
+    """sync_several and sync of one warpgroup use different barriers."""
     V = rt(16, 16, fp32).row_vec
 
     @cuda.jit

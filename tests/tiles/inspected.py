@@ -17,14 +17,14 @@ def normalized(t):
 
 @cuda.jit
 def plain(x, y):
-    """Sixteen rows, normalized."""
+    """Each of sixteen rows is divided by its sum."""
     t = load(x, T, (0, 0))
     store(y, normalized(t), (0, 0))
 
 
 @cuda.jit
 def other(x, y):
-    """Sixteen rows, normalized."""
+    """The exponentials of each of sixteen rows are divided by their sum."""
     t = exp(load(x, T, (0, 0)))
     store(y, normalized(t), (0, 0))
 

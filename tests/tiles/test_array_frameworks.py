@@ -16,7 +16,7 @@ from tiles.launching.frameworks import current_stream, describe, finish, kind_of
 
 
 def view_of(array):
-    """A described array's elements."""
+    """The described array's elements, as a NumPy array that shares its memory."""
     return numpy_view(array.pointer, array.form, array)
 
 

@@ -30,7 +30,7 @@ def form_of(x):
 
 
 def view_of(array):
-    """A described array's elements."""
+    """The described array's elements, as a NumPy array that shares its memory."""
     return numpy_view(array.pointer, array.form, array)
 
 

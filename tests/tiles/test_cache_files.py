@@ -28,7 +28,7 @@ def place(monkeypatch, tmp_path):
 
 @pytest.fixture
 def umask():
-    """umask(mode) for this test."""
+    """os.umask, whose mode is restored after the test."""
     before = os.umask(0o022)
     yield os.umask
     os.umask(before)

@@ -93,7 +93,7 @@ def test_the_compilers_that_pip_may_install_are_those_that_were_tested(name):
 
 
 class Driver:
-    """cuda.bindings.driver with some GPUs."""
+    """It stands in for cuda.bindings.driver, with a GPU for each compute capability."""
 
     class CUdevice_attribute:
         CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR = 0, 1

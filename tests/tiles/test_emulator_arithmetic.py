@@ -125,7 +125,7 @@ case("prmt.b32", "b32", "b32 b32 b32", by_integers("b32", permute))
 
 # ---- floating point ------------------------------------------------------------------------------------------------
 def wide_to(kind, function):
-    """In float64, then rounded."""
+    """The function computes in float64, and its result is rounded to `kind`."""
     return lambda *columns: function(*(c.astype(np.float64) for c in columns)).astype(TYPES[kind])
 
 
@@ -353,7 +353,7 @@ def test_a_comparison_of_two_results(with_, p, q):
 
 
 def test_these_are_instructions():
-    """ptxas takes them all."""
+    """ptxas assembles the instructions of all cases."""
     kinds = max(len(operands) for _, operands, *_ in CASES.values()) + 1
     assemble(written("\n".join(map(body, CASES)), *[1] * kinds))
 
@@ -366,7 +366,7 @@ def test_every_pattern_of_arithmetic_is_tested():
 
 
 def test_ties_of_tf32_go_away_from_zero():
-    """Random numbers are none."""
+    """The edges and random numbers of other tests contain no ties."""
     x, out = np.full(COUNT, 1 + 2**-11, np.float32), np.zeros(COUNT, np.uint32)
     x[::2] *= -1
     execute(body("cvt.rna.tf32.f32"), x, out, warps=WARPS)

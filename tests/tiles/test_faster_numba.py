@@ -70,7 +70,7 @@ def test_little_is_left_for_the_collector(collect, monkeypatch):
 
 @cuda.jit
 def wrong(x: array(1), n: INT):
-    """What Numba alone refuses."""
+    """Numba itself refuses this kernel, too."""
     x[n] = {n: n}
 
 

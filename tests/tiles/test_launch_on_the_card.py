@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def torch():
-    """torch, on a card."""
+    """The module torch; the test is skipped where it sees no GPU."""
     torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():
         pytest.skip("torch sees no GPU")

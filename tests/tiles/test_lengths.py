@@ -102,7 +102,6 @@ def test_a_function_that_follows():
     @follows
     @functools.cache
     def search(n, limit):
-        """What it does."""
         calls.append((n, limit))
         return next(k for k in range(limit, 0, -1) if n % k == 0)
 

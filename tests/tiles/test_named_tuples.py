@@ -32,7 +32,7 @@ class RowState(NamedTuple):
         return RowState(self.o * alpha + p * s, m, self.l * alpha + row_sum(p))
 
     def host(self):
-        """Not for kernels."""
+        """A method that is not for kernels."""
 
 
 @static

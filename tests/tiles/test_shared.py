@@ -93,7 +93,7 @@ def test_rings_have_stages_and_readers(stages, readers):
 
 @pytest.mark.parametrize("backend", [meaning, ptx])
 def test_all_warps_open_it(backend):
-    """They meet there."""
+    """All warps meet in open(), so one that skips it is a deadlock."""
     smem = shared(x=sv(16, fp32))
 
     @cuda.jit

@@ -163,14 +163,13 @@ class Squared(AddOne):
 
 @static
 class Chain:
-    """One after the other."""
+    """`first` is applied, then `second`."""
 
     first: object
     second: object
 
     @property
     def twice(self):
-        """On the host."""
         return 2 * isinstance(self.first, AddOne)
 
     @inlined

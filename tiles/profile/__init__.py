@@ -57,7 +57,7 @@ class ProfiledLaunch(NamedTuple):
 
     @property
     def bandwidth(self) -> float | None:
-        """Bytes/s, of `counts.once`."""
+        """Bytes per second, of those that come from memory if the caches are good."""
         return self.counts.once / self.seconds if self.counts and self.seconds else None
 
 

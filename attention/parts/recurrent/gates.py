@@ -66,7 +66,7 @@ class Gate:
 
     @inlined
     def decay(self, x, b):
-        """exp2(b) * x"""
+        """It is exp2(b) x; here, without a gate, x."""
         return x
 
     @inlined

@@ -13,7 +13,7 @@ BF16, F8 = ml_dtypes.bfloat16, np.dtype(ml_dtypes.float8_e4m3fn)
 
 
 def pools(pages, size, heads=1, head=1, dtype=np.float32, layers=1):
-    """Poisoned."""
+    """Their pages are poisoned with NaN."""
     return [tuple(np.full((pages, size, heads, head), np.nan, dtype) for _ in "kv") for _ in range(layers)]
 
 

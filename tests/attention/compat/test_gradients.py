@@ -36,7 +36,6 @@ def ragged(q, k, v):
 
 
 def of_flex(q, k, v):
-    """The function's (out, lse)."""
     out, lse = flex.flex_attention(*(x.transpose(1, 2) for x in (q, k, v)), score_mod=loud, return_lse=True)
     return out.transpose(1, 2), lse
 

@@ -52,7 +52,7 @@ class Waiting:
                 raise AssertionError(error)
 
     def end(self):
-        """Kill the processes."""
+        """The processes are killed; the next use starts others."""
         for one in self.processes:
             one.kill()
             one.join()

@@ -24,7 +24,7 @@ def case(length, decay="token", batch=1, key_dim=16, value_dim=16, **more):
 
 
 def run(place, args, **options):
-    """{name: gradient} by attention.linear_backward."""
+    """attention.linear_backward's gradients by name, in NumPy arrays."""
     results = attention.linear_backward(**{name: place.put(x) for name, x in args.items()}, **options)
     names = [
         name for name in NAMES if (name != "ddecay" or "decay" in args) and (name[1:] != "initial_state" or name[1:] in args)

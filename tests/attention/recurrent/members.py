@@ -43,7 +43,7 @@ class Member(NamedTuple):
         return self.tokens(np.random.default_rng(seed), batch, length), self.fixed()
 
     def run(self, arrays, state=None, **more):
-        """(out, state)"""
+        """The result is (out, state), with None for members without states."""
         args = {self.start: state, self.keep: True} if self.start else {}
         found = self.call(**arrays, **self.options, **args, **more)
         return found if self.start else (found, None)

@@ -124,7 +124,6 @@ def test_strong_decays(place, decay, gate):
 
 @pytest.mark.parametrize("decay", DECAYS)
 def test_segments(place, monkeypatch, decay):
-    """Three segments."""
     monkeypatch.setattr(recurrent_chunks, "count_segments", lambda *_: 3)
     check(place, inputs(1, 300, decay=decay))
 

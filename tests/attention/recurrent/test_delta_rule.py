@@ -14,7 +14,7 @@ from tiles.launching.arguments import signature
 
 
 class TestDeltaRule(DeltaRuleTests):
-    """With decays of tokens."""
+    """Decays are a number for each token and head."""
 
 
 @pytest.mark.smoke
@@ -57,7 +57,7 @@ def test_unaligned_rows(elements, channels):
 
 @pytest.mark.parametrize("length", [1, 70])
 def test_decays_of_channels(place, length):
-    """Kimi delta attention."""
+    """Kimi delta attention has such decays."""
     q, k, v, beta, _ = inputs(2, length, 2, 64, 64)
     decay = -0.2 * np.random.default_rng(2).standard_exponential((2, length, 2, 64), np.float32)
     agree(place, q, k, v, beta, decay)

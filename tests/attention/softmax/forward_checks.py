@@ -25,7 +25,7 @@ def draw(shape, dtype, seed=None):
 
 
 def inputs(batch, seq_q, seq_kv, heads, heads_kv, head_dim, dtype=BF16, layout="bshd", value_dim=None):
-    """q, k and v."""
+    """The result is q, k and v, with axes in the order of `layout`."""
     keys = batch, seq_kv, heads_kv
     shapes = (batch, seq_q, heads, head_dim), (*keys, head_dim), (*keys, value_dim or head_dim)
     order = (0, 1, 2, 3) if layout == "bshd" else (0, 2, 1, 3)
@@ -33,7 +33,7 @@ def inputs(batch, seq_q, seq_kv, heads, heads_kv, head_dim, dtype=BF16, layout="
 
 
 def weights(*shape, dtype=F32):
-    """Of a norm."""
+    """Weights of a norm lie around 1."""
     return draw(shape, dtype) + dtype.type(1)
 
 

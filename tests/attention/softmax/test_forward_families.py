@@ -43,7 +43,7 @@ def test_arrays_that_tma_cannot_address(place, family, skip, head_dim):
 @pytest.mark.parametrize("family", ["sm_80"], indirect=True)
 @pytest.mark.parametrize(("room", "head_dim"), [(99 * 1024, 96), (99 * 1024, 128), (99 * 1024, 192), (163 * 1024, 192)])
 def test_kernels_for_gpus_with_less_shared_memory(place, room, head_dim, monkeypatch, nothing_known):
-    """Their shapes run everywhere."""
+    """A smaller shared memory asks for other tiles, which run on any GPU and here."""
     taken, config_for_problem = [], forward_launches.config_for_problem
     monkeypatch.setattr(forward_launches, "machine", lambda _: Interpreter(shared_bytes=room))
     monkeypatch.setattr(

@@ -21,7 +21,7 @@ LOW_ROWS = lambda s, b, h, i, j: where(i % 3 == 0, s, where(i % 3 == 1, -1.1e8, 
 
 
 def inputs(batch, seq_q, seq_kv, heads, heads_kv, head_dim, value_dim=None):
-    """q, k and v."""
+    """The result is q, k and v in e4m3."""
     keys = batch, seq_kv, heads_kv
     shapes = (batch, seq_q, heads, head_dim), (*keys, head_dim), (*keys, value_dim or head_dim)
     return tuple(draw(shape, E4M3, seed) for seed, shape in enumerate(shapes))
@@ -211,7 +211,7 @@ def test_descales_of_blocks_in_another_layout():
 
 
 def test_packed_sequences(place):
-    """What lies behind a sequence's last key is NaN, or a neighbour's."""
+    """What lies after a sequence's last key is NaN, or a neighbour's."""
     ends, lengths = np.int32([0, 40, 40, 150]), np.int32([33, 0, 100])
     agree(place, *inputs(1, 150, 150, 2, 1, 128), cu_seqlens=ends, lengths_k=lengths, causal=True, **units(3, 1))
 
