@@ -152,7 +152,7 @@ def plan_split_kv(
     key_args |= append.length_args
     variant, sink, unit, score_args, sink_args = _build_scores(problem, options, norms)
     pdl, final = gpu.target.has_early_launch, FinalOutput(dtype, vector_bytes)
-    keeps_sums = "bias" in problem
+    keeps_sums = variant.allows_low_scores
     seq_layout, partial, seq_rows = (
         (PackedRows, PackedPartialOutput(dtype, vector_bytes, keeps_sums), -(-rows // sequences))
         if packed

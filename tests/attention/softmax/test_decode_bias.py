@@ -107,6 +107,14 @@ def test_a_bias_is_a_number_however_low(place, low, options):
     assert (out[:, :, 2] == 0).all()
 
 
+@pytest.mark.parametrize("options", [{"splits": 3}, {"splits": 2, "family": "sm_90"}, {"splits": 1}])
+def test_a_score_is_a_number_however_low(place, options):
+    """A score in Python, like a bias."""
+    lengths = 200, 70
+    q, k, v = case(lengths, 2, 2, 1)
+    agree(place, q, k, v, lengths, score=lambda s, b, h, i, j: s * 0 - 1e30, **options)
+
+
 def test_bias_of_packed_tokens(place, monkeypatch, nothing_known):
     """Its batch is the sequence's number, and its rows count from the sequence's first token."""
     lengths, ends = (130, 70, 9), (0, 3, 3, 8)
