@@ -80,7 +80,7 @@ def model_of(size, device):
 
 @torch.inference_mode()
 def generate(model, prompt, count, quiet=False):
-    """Generate `count` tokens behind prompts (B, S), each the likeliest."""
+    """Generate `count` tokens after prompts (B, S), each the likeliest."""
     cache = StaticCache(config=model.config, max_cache_len=prompt.shape[1] + count)
     synchronize = torch.cuda.synchronize if prompt.is_cuda else lambda: None
     token, made = prompt[:, :1].clone(), []

@@ -34,6 +34,12 @@ def test_the_reference_shows_all_public_names(page):
         assert id(getattr(sys.modules[home], name)) in shown
 
 
+def test_packages_with_public_names_have_a_page():
+    """A package of attention that says what is public is in the reference."""
+    packages = (file for file in (SITE.parents[1] / "attention").glob("*/__init__.py") if "__all__ = " in file.read_text())
+    assert {f"attention.{file.parent.name}" for file in packages} <= {m for _, x in PAGES["REFERENCE"].values() for m in x}
+
+
 def test_links_of_a_page():
     text = (
         "[a](../ops/grid.py#L3) [b](serving.md#pages) [c](../README.md) `[d](e.md)` x < y [f](https://g)\n\n- h\n  - <S, dS>\n"

@@ -5,7 +5,10 @@ A new architecture gets:
 
 - a row in MULTIPROCESSORS and in TENSOR_FLOP, and in HAS of tests/tiles/test_architectures.py;
 - if its shared memory is of a new size, maybe entries in the kernels' tables of tiles (BY_SHARED_MEMORY in forward_ampere.py,
-  SHAPES_BY_LIMIT in decode_ampere.py, mla_ampere.py and mla_fp8.py). Without one, it takes the next smaller size's;
+  SHAPES_BY_LIMIT in decode_ampere.py, mla_ampere.py and mla_fp8.py, TALL_SHAPES in decode_ampere.py). Without one, it takes
+  the next smaller size's;
+- if it has matrix instructions of its own, a property of Target, rows in SUPPORTED of ops/matmul/supported.py, and kernels,
+  as a family in attention/families.py;
 - a place in ARCHS of fuse/inspect.py, so that operators are compiled for it. `python -m attention inspect --arch` takes any.
 
 Nothing else in the library compares architectures: kernels and planners ask a Target what it has, and fuse's cost model asks a
@@ -58,12 +61,12 @@ class Target(NamedTuple):
 
     @property
     def is_hopper(self) -> bool:
-        """Is this Hopper, the only one with wgmma, on which every kernel runs?"""
+        """Is this Hopper, which runs code for sm_90a: every kernel?"""
         return self.major == 9
 
     @property
     def has_wgmma(self) -> bool:
-        """May code for it use wgmma, setmaxnreg and TMA? Hopper's own code, sm_90a, may."""
+        """May code for it use wgmma and setmaxnreg? Hopper's own code, sm_90a, may."""
         return self.is_hopper and self.suffix == "a"
 
     @property

@@ -163,7 +163,7 @@ def read_indptr(name: str, indptr: Any, of: Any = None, its_name: str = "") -> n
     if not len(ends) or ends[0] or (np.diff(ends) < 0).any():
         raise ValueError(f"{name}: must begin with 0 and not fall: {name}={np.array2string(ends, threshold=8)}")
     if its_name and ends[-1] > len(of):
-        raise ValueError(f"{name}: must not end behind {its_name}: {name}[-1]={ends[-1]}, len({its_name})={len(of)}")
+        raise ValueError(f"{name}: must not end after {its_name}: {name}[-1]={ends[-1]}, len({its_name})={len(of)}")
     return ends
 
 

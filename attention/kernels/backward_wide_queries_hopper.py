@@ -140,8 +140,8 @@ def make(config: Config):
             s, dq = warpgroup.wait(warpgroup.mm_ABt(rows_of(q.wait(0)), k.wait(0))), zeros(DQ)
             for j in range(kv_blocks.n):
                 masked, key = j < kv_blocks.masked, tiling.key(kv_blocks, j, ctx)
-                ahead = kv_blocks.unseen_ahead if j == kv_blocks.masked - 1 else int32(0)
-                behind = kv_blocks.unseen_behind if j == 0 else int32(0)
+                ahead = kv_blocks.unseen_at_start if j == kv_blocks.masked - 1 else int32(0)
+                behind = kv_blocks.unseen_at_end if j == 0 else int32(0)
                 if ahead > 0 or behind > 0:
                     warpgroup.sync_several(CONSUMERS)  # both have computed their scores of these keys
                     zero_first_keys(k.wait(j), ahead, CONSUMERS)

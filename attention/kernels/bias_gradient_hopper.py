@@ -106,8 +106,8 @@ def make(config: Config):
         q, k, v, do = rings
         s = warpgroup.mm_ABt(subtile(q.wait(n), EACH, wg), k.wait(n))
         values = v.wait(n)
-        zero_first_keys(values, tiling.unseen_ahead(key, ctx), CONSUMERS)
-        zero_last_keys(values, tiling.unseen_behind(key + COLS, ctx), CONSUMERS)
+        zero_first_keys(values, tiling.unseen_at_start(key, ctx), CONSUMERS)
+        zero_last_keys(values, tiling.unseen_at_end(key + COLS, ctx), CONSUMERS)
         dp = warpgroup.mm_ABt(subtile(do.wait(n), EACH, wg), values)
         index = int32(2 * MAIN_ROWS * (ctx.row // MAIN_ROWS) + ctx.row % MAIN_ROWS)
         lse = load(gLseDelta, S.col_vec, (ctx.batch, ctx.head, index))

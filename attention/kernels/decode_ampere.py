@@ -24,10 +24,8 @@ from ops import (
     divmod,
     exp2,
     finish_sum,
-    full,
     grid,
     load,
-    log2,
     maximum,
     row_index,
     store,
@@ -50,7 +48,7 @@ from ..parts.decode.splits import FixedSplits, StreamKSplits
 from ..parts.decode.token_rows import PackedRows, UniformRows
 from ..parts.norms import Normed
 from ..parts.online_softmax import LOWEST_FLOAT, Softmax, over_sum
-from ..parts.variant import ScoreContext, Variant, arrays_of
+from ..parts.variant import TokenHeadContext, Variant, arrays_of
 
 SLAB_COLS = 32  # columns of O that a warp merges at a time: one panel of float32
 
@@ -316,7 +314,7 @@ def make(config: Config):
             for slab in range(warp, ALL_COLUMNS // SLAB_COLS, WARPS):
                 result.store(zeros(SLAB), out_tile, int32(SLAB_COLS * slab), params)
             if warp == 0:
-                result.store_lse(full(O.col_vec, -math.inf), scale, out_tile, params)
+                result.clear_row_sums(O.col_vec, scale, out_tile, params)
 
     @cuda.jit(launch_bounds=(config.threads, config.ctas_per_sm), fastmath=True)
     def attend(
@@ -369,7 +367,7 @@ def make(config: Config):
                 descale_lookup = product.look_up_descales(descale_pipes, cache, sequence, later, span.end, params)
             rows = row_index(O.col_vec) + row
             token = rows // group
-            ctx = ScoreContext(
+            ctx = TokenHeadContext(
                 sequence, rows - token * group + head * group, token, span.shift, tokens, span.end, params, aux, 0
             )
             ctx = ctx._replace(precomputed=variant.precompute(ctx))
@@ -378,6 +376,7 @@ def make(config: Config):
             state, o_unit = softmax.init(variant.max_floor), product.initial_unit()
             for i in range(n):
                 key, later = int32(first + KV * i + KEYS * warp), int32(first + KV * (i + AHEAD))
+                prefetched_scores = variant.prefetch(S, ctx, key)
                 keys = k.own(i, PENDING)
                 product.fill_k_descales(
                     descale_pipes, i + AHEAD, cache, descale_lookup, sequence, later, head, span.end, n, params
@@ -393,7 +392,8 @@ def make(config: Config):
                 cache.fill(v, i + AHEAD, gV, lookup, sequence, later, head, span.end, n, params)
                 lookup, next_lookup = look_up_next(next_lookup, k, gK, sequence, int32(later + KV), span.end, params)
                 descale_lookup = product.look_up_descales(descale_pipes, cache, sequence, int32(later + KV), span.end, params)
-                s = window.mask(variant.mask(variant.score(s, ctx, key), ctx, key, -math.inf), ctx, key, span.end)
+                s = variant.mask(variant.score_by(s, prefetched_scores, ctx, key), ctx, key, -math.inf)
+                s = window.mask(s, ctx, key, span.end)
                 state = state.update_max(s, None, scale, slack)
                 v_descales = product.v_descales(v_descale, descale_pipes, i, PENDING + COMMITS // 2, S.row_vec)
                 o, o_unit = product.rescale_o(state, o_unit, v_descales)
@@ -416,7 +416,7 @@ def make(config: Config):
                 block.sync()
                 merge_warps(columns(o, COLUMNS, 2), l, v_descale, 2 * COLUMNS, v, out_tile, params)
             if warp == 0:
-                result.store_lse(m + log2(l) / scale, scale, out_tile, params)
+                result.store_row_sums(m, l, scale, out_tile, params)
             work = split.next_work(work, tokens, params)
             if work.tiles_left > 0:
                 block.sync()  # the warps' O have been read: values may be copied to their place

@@ -1,9 +1,10 @@
 """Split-KV attention of some query tokens for Hopper: TMA or cp.async, and wgmma.
 
-It serves several tokens of many heads that share a key head, for which decode_ampere.py's tiles of 16 and 32 rows are too
-small. Rows are heads and tokens here, too, 64 to a tile. Both consumer warpgroups have all rows and share out the tiles of
-keys: one has the even tiles, the other the odd ones, so that the tensor cores work for one while the softmax of the other
-runs. At the end of a block's work their partial outputs are merged, half of the columns by each."""
+It serves several tokens of many heads that share a key head, for which the tiles of 16 and 32 rows are too small with which
+decode_ampere.py serves all other decoding, on Hopper, too. Rows are heads and tokens here, too, 64 to a tile. Both consumer
+warpgroups have all rows and share out the tiles of keys: one has the even tiles, the other the odd ones, so that the tensor
+cores work for one while the softmax of the other runs. At the end of a block's work their partial outputs are merged, half of
+the columns by each."""
 
 import functools
 import itertools
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 from numba import cuda
 from numpy import int32
 
-from ops import columns, divmod, exp2, finish_sum, grid, load, log2, maximum, row_index, store, subtile, warpgroup, zeros
+from ops import columns, divmod, exp2, finish_sum, grid, load, maximum, row_index, store, subtile, warpgroup, zeros
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, sv
 from tiles.launching.arguments import FLOAT, INT, array, record
 from tiles.layout import WARPGROUP
@@ -27,7 +28,7 @@ from ..parts.decode.outputs import FinalOrPartialOutput, FinalOutput, OutputTile
 from ..parts.decode.splits import FixedSplits, StreamKSplits
 from ..parts.key_sources import IndexedCache, OneBuffer, PagedKeys
 from ..parts.online_softmax import LOWEST_FLOAT, Softmax, over_sum
-from ..parts.variant import ScoreContext, Variant, arrays_of
+from ..parts.variant import TokenHeadContext, Variant, arrays_of
 
 KV, CONSUMERS = 64, 2  # keys of a tile; warpgroups that share out the tiles of keys
 PRODUCER = CONSUMERS
@@ -124,7 +125,7 @@ def make(config: Config):
     K, V = st(KV, config.head_dim, INPUT), st(KV, config.value_dim, INPUT)
     QUERIES = st(ROWS, config.head_dim, INPUT)
     Q = rt(16, QUERIES.panel_cols, INPUT)
-    O, HALF = rt(16, config.value_dim, fp32), config.value_dim // 2
+    S, O, HALF = rt(16, KV, fp32), rt(16, config.value_dim, fp32), config.value_dim // 2
     O_HALF, STAGED = rt(16, HALF, fp32), config.stages
     PANELS, LEFT, ALLOWS_LOW_SCORES = QUERIES.panels, window.left, variant.allows_low_scores
     softmax = Softmax(O)
@@ -166,9 +167,10 @@ def make(config: Config):
     @inlined
     def attend_tile(state, j, key, unmasked_end, tiles, ctx, scale, slack):
         """The softmax's state after tile j of keys, from `key` on. All rows see all keys before `unmasked_end`."""
+        prefetched = variant.prefetch(S, ctx, key)
         s = warpgroup.wait(warpgroup.mm_ABt(tiles.q, tiles.k.wait(j)))
         tiles.k.release(j)
-        s = variant.mask(variant.score(s, ctx, key), ctx, key, -math.inf)
+        s = variant.mask(variant.score_by(s, prefetched, ctx, key), ctx, key, -math.inf)
         if LEFT or key + KV > unmasked_end:
             s = window.mask(s, ctx, key, ctx.seqlen_k)
         state = state.update_max(s, None, scale, slack)
@@ -201,7 +203,7 @@ def make(config: Config):
         o = my_half * my_weight + warpgroup.load(subtile(tiles.o_half, ROWS, 1 - me), O_HALF) * other_weight
         result.store(over_sum(o, l), out_tile, int32(HALF * me), params)
         if me == 0:
-            result.store_lse(m + log2(l) / scale, scale, out_tile, params)
+            result.store_row_sums(m, l, scale, out_tile, params)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def attend(
@@ -239,7 +241,7 @@ def make(config: Config):
                 )
                 first, n, span = find_tiles(work, first_token, last_token, tokens, params)
                 unmasked_end = int32(span.end - (last_token - first_token))
-                ctx = ScoreContext(
+                ctx = TokenHeadContext(
                     sequence, my_rows - token * group + head * group, token, span.shift, tokens, span.end, params, aux, 0
                 )
                 ctx = ctx._replace(precomputed=variant.precompute(ctx))

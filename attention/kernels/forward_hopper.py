@@ -312,7 +312,7 @@ def make(config: Config):
     @inlined
     def count_blocks(row, kv_blocks, ctx):
         """(how many of the tile's key blocks a consumer computes, the last ones in order; how many of those it masks, at least
-        the first). It computes none if its rows lie behind the last query."""
+        the first). It computes none if its rows lie after the last query."""
         if SKIPS:
             mine = consumer_tiling.key_blocks(row, ctx)
             return int32(mine.n if row < ctx.seqlen_q else 0), int32(max(1, mine.masked))
@@ -391,7 +391,7 @@ def make(config: Config):
                 end = int32(j + kv_blocks.n)
                 first, queries = int32(end - n), subtile(q.wait(r), EACH, me)
                 if SKIPS:
-                    skip_blocks(j, first, end, kv_blocks.unseen_behind, k, v, tiles, me)
+                    skip_blocks(j, first, end, kv_blocks.unseen_at_end, k, v, tiles, me)
                 if SKIPS and n == 0:
                     output.release_previous_queries(q, r)
                     output.release_queries(q, r)
@@ -407,13 +407,13 @@ def make(config: Config):
                     p, state = weights.stage(variant.drop(p, ctx, key), p_smem, me), state.add(p)
                     output.release_previous_queries(q, r)
                     sequences.zero_foreign_rows(v.wait(first), seq.seqlen_k - key, CONSUMERS)
-                    if first == j and kv_blocks.unseen_behind > 0:
-                        zero_last_keys(v.wait(first), kv_blocks.unseen_behind, CONSUMERS)
+                    if first == j and kv_blocks.unseen_at_end > 0:
+                        zero_last_keys(v.wait(first), kv_blocks.unseen_at_end, CONSUMERS)
                     for i in range(int32(first + 1), int32(first + masked)):
                         key = tiling.key(kv_blocks, i - j, ctx)
                         p, state = masked_step(i, p, state, queries, k, v, tiles, p_smem, me, ctx, key, scale, slack)
-                    if kv_blocks.unseen_ahead > 0:
-                        zero_first_keys(v.wait(first + masked - 1), kv_blocks.unseen_ahead, CONSUMERS)
+                    if kv_blocks.unseen_at_start > 0:
+                        zero_first_keys(v.wait(first + masked - 1), kv_blocks.unseen_at_start, CONSUMERS)
                     for i in range(int32(first + masked), end):
                         key = tiling.key(kv_blocks, i - j, ctx)
                         p, state = step(i, p, state, queries, k, v, tiles, p_smem, me, ctx, key, scale, slack)

@@ -5,7 +5,7 @@ if all queries see all keys, else 1 (partial); and how many keys at the block's 
 `Compaction` turns a tile's classes into its list, a row of integers: the number of blocks; how many of them need the mask; how
 many keys at the beginning of the last of these, and at the end of the first block, no query of the tile sees
 (tiling.KeyBlocks); the numbers of the partial blocks, and from the end of the row backwards the numbers of the full ones, both
-from the last block on. For a tile that sees nothing it lists the block behind the last key.
+from the last block on. For a tile that sees nothing it lists the block after the last key.
 """
 
 import functools

@@ -27,7 +27,7 @@ from ..parts.decode.latent_shape import COLUMNS, LATENT
 from ..parts.decode.outputs import FinalOutput, OutputTile, PartialOutput
 from ..parts.decode.splits import FixedSplits
 from ..parts.online_softmax import LOWEST, Softmax, over_sum
-from ..parts.variant import ScoreContext
+from ..parts.variant import TokenHeadContext
 
 KEYS, WARPS = 16, 4  # keys of a warp's scores; warps of a block, which share out O's columns
 
@@ -143,7 +143,7 @@ def make(config: Config):
         for i in range(AHEAD):
             cache.fill(k, i, gLatent, lookup, sequence, int32(first + KV * i), 0, end, n, params)
             lookup = cache.look_up(k, gLatent, sequence, int32(first + KV * (i + 1)), end, params)
-        ctx = ScoreContext(sequence, 0, token, span.shift, tokens, end, params, 0, 0)
+        ctx = TokenHeadContext(sequence, 0, token, span.shift, tokens, end, params, 0, 0)
         queries, state = q.wait(0, AHEAD), softmax.init(LOWEST)
         for i in range(n):
             key, later = int32(first + KV * i), int32(first + KV * (i + AHEAD))

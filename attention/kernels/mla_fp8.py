@@ -41,7 +41,7 @@ from ..parts.decode.latent_shape import LATENT, ROTARY
 from ..parts.decode.outputs import FinalOutput, OutputTile
 from ..parts.decode.splits import FixedSplits
 from ..parts.online_softmax import LOWEST, Softmax, over_sum
-from ..parts.variant import ScoreContext
+from ..parts.variant import TokenHeadContext
 from .mla_ampere import config_arguments
 
 PIECES = ALL_PIECES[:-1]  # bytes that cp.async copies at a time
@@ -174,7 +174,7 @@ def make(config: Config):
         span = window.key_span(sequence, first_token, last_token, tokens, params)
         first, end = int32(KV * work.tile), span.end
         n = int32(max(0, min(work.end_tile - work.tile, (end - first + KV - 1) // KV)))
-        ctx, state = ScoreContext(sequence, 0, token, span.shift, tokens, end, params, 0, 0), softmax.init(LOWEST)
+        ctx, state = TokenHeadContext(sequence, 0, token, span.shift, tokens, end, params, 0, 0), softmax.init(LOWEST)
         lookup = cache.look_up(latent, gLatent, sequence, first, end, params)
         descale_lookup = cache.look_up(descale, gDescale, sequence, first, end, params)
         for i in range(AHEAD):

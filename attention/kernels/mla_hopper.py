@@ -28,7 +28,7 @@ from ..parts.decode.latent_shape import LATENT, ROTARY
 from ..parts.decode.outputs import FinalOutput, OutputTile, PartialOutput
 from ..parts.decode.splits import FixedSplits
 from ..parts.online_softmax import LOWEST, Softmax, over_sum
-from ..parts.variant import ScoreContext
+from ..parts.variant import TokenHeadContext
 
 STAGES, CONSUMERS = 2, 2  # tiles in shared memory; warpgroups that share out O's columns
 PRODUCER = CONSUMERS
@@ -254,7 +254,7 @@ def make(config: Config):
             out_tile = OutputTile(
                 work.sequence, 0, work.part, work.part_batch, IS_FINAL, my_row, my_first_token, my_last_token, group
             )
-            ctx = ScoreContext(work.sequence, 0, row, span.shift, tokens, end, params, 0, 0)
+            ctx = TokenHeadContext(work.sequence, 0, row, span.shift, tokens, end, params, 0, 0)
             load_queries(tiles, gQ, out_tile, me)
             state = softmax.init(LOWEST)
             if me == 0:

@@ -13,7 +13,7 @@ from typing import Any
 from numba import cuda
 from numpy import int32
 
-from ops import col_index, divmod, row_index, where
+from ops import divmod, where
 from tiles import inlined, static
 from tiles.launching.arguments import INT, record
 from tiles.layout import LANES
@@ -61,7 +61,7 @@ class Blocked(DataDependentMask):
 
     @inlined
     def mask(self, s, ctx, key, hidden):
-        i, j = row_index(s.col_vec) + ctx.row, col_index(s.row_vec) + int32(key)
+        i, j = ctx.rows(s), ctx.columns(s, key)
         return where(self.classes(s, i, j, ctx, key) > 0, s, hidden)
 
 
@@ -73,7 +73,7 @@ class BlockedMask(Blocked):
 
     @inlined
     def mask(self, s, ctx, key, hidden):
-        i, j = row_index(s.col_vec) + ctx.row, col_index(s.row_vec) + int32(key)
+        i, j = ctx.rows(s), ctx.columns(s, key)
         classes = self.classes(s, i, j, ctx, key)
         visible = (classes == FULL_BLOCK) | ((classes == PARTIAL) & self.function(ctx.batch, ctx.head, i, j, *ctx.aux))
         return where(visible, s, hidden)

@@ -29,7 +29,7 @@ class ListedTiling(Tiling):
 
     @property
     def masks_end(self) -> bool:
-        """False: some lists name a block behind the last key."""
+        """False: some lists name a block after the last key."""
         return False
 
     @inlined
@@ -41,7 +41,7 @@ class ListedTiling(Tiling):
 
     @inlined
     def key(self, blocks, i, ctx):
-        i = min(i, blocks.n - 1)  # kernels prefetch behind the last
+        i = min(i, blocks.n - 1)  # kernels prefetch after the last
         place = HEAD + i if i < blocks.masked else ctx.params.lists.shape[3] - 1 - i + blocks.masked
         batch, head, tile = uint32(ctx.batch), uint32(ctx.head), uint32(ctx.row // self.rows)
         return int32(ctx.params.lists[batch, head, tile, uint32(place)] * self.kv)

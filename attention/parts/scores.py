@@ -6,7 +6,7 @@ from typing import Any
 
 from numpy import float32, int32
 
-from ops import abs, col_index, exp2, full, load, maximum, minimum, row_index, tanh, where, zeros
+from ops import abs, col_index, exp2, full, load, maximum, minimum, tanh, where, zeros
 from tiles import bf16, dtype, fp32, inlined, rt, static
 from tiles.launching.arguments import FLOAT, array
 
@@ -122,7 +122,7 @@ class Sloped(Variant):
     @inlined
     def aligned_position(self, s, ctx, key):
         """The positions of the rows' queries among keys, aligned bottom right and counted from `key`."""
-        return row_index(s.col_vec) + int32(ctx.row + ctx.shift - key)
+        return ctx.positions(s, ctx.shift, key)
 
     @inlined
     def alibi_position(self, s, ctx, key):
@@ -160,7 +160,7 @@ class SlopedBy(Sloped):
     @inlined
     def alibi_position(self, s, ctx, key):
         """The positions of the rows' queries, counted from 0 as a score function counts them."""
-        return row_index(s.col_vec) + int32(ctx.row - key)
+        return ctx.positions(s, 0, key)
 
 
 @static
@@ -219,12 +219,24 @@ class Biased(Variant):
 
     @inlined
     def late_term(self, s, ctx, key, scale):
-        element, unit = (ctx.batch, ctx.head, ctx.row, int32(key)), self.bias_factor(ctx) * scale
-        return load(ctx.params.bias, rt(s.rows, s.cols, fp32, s.layout), element, 2, 3, aligned=False) * unit
+        return ctx.load_tile(ctx.params.bias, s, key) * (self.bias_factor(ctx) * scale)
 
 
 @static
-class BiasedByKey(Biased):
+class BiasedAhead(Biased):
+    """score + bias[b, h, i, j], with the bias loaded while the tile's keys arrive (decoding)."""
+
+    @inlined
+    def prefetch(self, spec, ctx, key):
+        return ctx.load_tile(ctx.params.bias, spec, key) * self.bias_factor(ctx)
+
+    @inlined
+    def score_by(self, s, prefetched, ctx, key):
+        return self.in_bias_unit(s, ctx) + prefetched
+
+
+@static
+class BiasedByKey(BiasedAhead):
     """score + bias[b, h, j], for a bias with one row for all queries. It is loaded once for each column of a tile, not once for
     each score. adjacent: is the row contiguous?"""
 
@@ -236,10 +248,6 @@ class BiasedByKey(Biased):
     def prefetch(self, spec, ctx, key):
         element = ctx.batch, ctx.head, int32(0), int32(key)
         return load(ctx.params.bias, spec.row_vec, element, 2, 3, aligned=self.adjacent) * self.bias_factor(ctx)
-
-    @inlined
-    def score_by(self, s, prefetched, ctx, key):
-        return self.in_bias_unit(s, ctx) + prefetched
 
     @inlined
     def late_term(self, s, ctx, key, scale):
@@ -289,7 +297,7 @@ class Scored(Variant):
 
     @inlined
     def score(self, s, ctx, key):
-        i, j = row_index(s.col_vec) + ctx.row, col_index(s.row_vec) + int32(key)
+        i, j = ctx.rows(s), ctx.columns(s, key)
         return self.function(s * ctx.params.score_unit, ctx.batch, ctx.head, i, j, *ctx.aux)
 
 
@@ -320,13 +328,13 @@ class ScoredWithGrad(Scored):
 
     @inlined
     def score(self, s, ctx, key):
-        i, j = row_index(s.col_vec) + ctx.row, col_index(s.row_vec) + int32(key)
+        i, j = ctx.rows(s), ctx.columns(s, key)
         s = self.function(s * ctx.params.score_unit, ctx.batch, ctx.head, i, j, *ctx.aux)
         return where(i < ctx.seqlen_q, s, -math.inf)
 
     @inlined
     def score_and_grad(self, s, ctx, key):
-        i, j = row_index(s.col_vec) + ctx.row, col_index(s.row_vec) + int32(key)
+        i, j = ctx.rows(s), ctx.columns(s, key)
         tile = rt(s.rows, s.cols, fp32, s.layout)
         s, slope = self.with_grad(s * ctx.params.score_unit, ctx.batch, ctx.head, i, j, *ctx.aux)
         slope = maximum(minimum(full(tile, -0.0) + slope, MAX_SCORE_GRAD), -MAX_SCORE_GRAD)

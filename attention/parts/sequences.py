@@ -49,7 +49,7 @@ def _sequence_of(block, ends, rows):
 
 @inlined
 def _rows_behind_last(row, batch, rows, ends):
-    """(whether some of the `rows` rows from `row` on lie behind the last packed sequence, the first such row)"""
+    """(whether some of the `rows` rows from `row` on lie after the last packed sequence, the first such row)"""
     end = int32(ends[batch + 1] - ends[batch])
     return batch + 2 == ends.shape[0] and row + rows > end, int32(ends[batch] + max(row, end))
 
@@ -99,7 +99,7 @@ class BatchedLayout:
 
     @inlined
     def padding_rows(self, block, batch, params):
-        """(whether rows of a query tile lie behind the last sequence, the first such row of the batch). The tiles behind the
+        """(whether rows of a query tile lie after the last sequence, the first such row of the batch). The tiles behind the
         last sequence's go on to the end of the batch."""
         return False, int32(0)
 
@@ -110,7 +110,7 @@ class BatchedLayout:
 
     @inlined
     def padding_keys(self, key, batch, rows, params):
-        """(whether some of the `rows` keys from `key` on lie behind the last sequence, the first such row of the batch)"""
+        """(whether some of the `rows` keys from `key` on lie after the last sequence, the first such row of the batch)"""
         return False, int32(0)
 
     @inlined

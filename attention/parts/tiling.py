@@ -68,7 +68,7 @@ def zero_last_keys(tile, count, groups):
 class KeyBlocks(NamedTuple):
     """The n key blocks that a query tile reads, from block `first` on, in the order in which it reads them (`Tiling.key`). The
     first `masked` ones need the mask: the last blocks of the sequence, `masked_right` of them, and then the blocks at the left
-    edge of a window. unseen_ahead: how many keys at the beginning of the last masked block no query sees. unseen_behind: how
+    edge of a window. unseen_at_start: how many keys at the beginning of the last masked block no query sees. unseen_at_end: how
     many keys at the end of the first block no query sees. The values of such keys are zeroed before the product, because a
     weight of 0 times NaN is NaN. Both counts may be negative, which means 0."""
 
@@ -76,16 +76,16 @@ class KeyBlocks(NamedTuple):
     n: Any
     masked_right: Any
     masked: Any
-    unseen_ahead: Any
-    unseen_behind: Any
+    unseen_at_start: Any
+    unseen_at_end: Any
 
     @inlined
     def clear(self, tile, i, groups):
         """Zero the unseen keys of the i-th block, a shared tile. The CTA's first `groups` warpgroups do it together."""
         if i == max(1, self.masked) - 1:
-            zero_first_keys(tile, self.unseen_ahead, groups)
+            zero_first_keys(tile, self.unseen_at_start, groups)
         if i == 0:
-            zero_last_keys(tile, self.unseen_behind, groups)
+            zero_last_keys(tile, self.unseen_at_end, groups)
 
 
 @static
@@ -125,12 +125,12 @@ class Tiling:
             end = min(end, self.variant.key_range(0, ctx.seqlen_q - 1, ctx).end)  # not all rows of a tile need be queries
         n = max(1, (end + self.kv - 1) // self.kv - first)
         right = 1 if self.variant.sees_all_keys else n - max(0, keys.inner_end // self.kv - first)
-        behind = self.unseen_behind(int32((first + n) * self.kv), ctx)
+        behind = self.unseen_at_end(int32((first + n) * self.kv), ctx)
         if self.variant.starts_at_zero:
             return KeyBlocks(int32(0), int32(n), int32(right), int32(right), int32(0), behind)
         else:
             left = min(n - right, max(0, (keys.inner_first + self.kv - 1) // self.kv - first))
-            ahead = self.unseen_ahead(int32(first * self.kv), ctx)
+            ahead = self.unseen_at_start(int32(first * self.kv), ctx)
             return KeyBlocks(int32(first), int32(n), int32(right), int32(right + left), ahead, behind)
 
     @inlined
@@ -146,7 +146,7 @@ class Tiling:
             return int32((blocks.first + block) * self.kv)
 
     @inlined
-    def unseen_ahead(self, key, ctx):
+    def unseen_at_start(self, key, ctx):
         """How many of the keys from `key` on no query of the sequence sees, because all windows begin later; 0 or less if there
         are none."""
         if self.variant.starts_at_zero:
@@ -155,7 +155,7 @@ class Tiling:
             return int32(self.variant.key_range(0, ctx.seqlen_q - 1, ctx).first - key)
 
     @inlined
-    def unseen_behind(self, end, ctx):
+    def unseen_at_end(self, end, ctx):
         """How many of the keys before `end` no query of the sequence sees, because all windows end earlier; 0 or less if there
         are none."""
         if self.variant.may_end_early:

@@ -12,8 +12,10 @@ variant_spec.py builds the object for a call's options, with its arguments and t
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from ops import maximum
-from tiles import dtype, inlined, static
+from numpy import int32
+
+from ops import col_index, load, maximum, row_index
+from tiles import dtype, fp32, inlined, rt, static
 from tiles.launching.arguments import Record, array, listed
 
 from .online_softmax import LOWEST, LOWEST_FLOAT
@@ -34,6 +36,43 @@ class ScoreContext(NamedTuple):
     params: Any
     aux: Any
     precomputed: Any
+
+    @inlined
+    def rows(self, s):
+        """The queries of the rows of scores s, a column vector."""
+        return row_index(s.col_vec) + self.row
+
+    @inlined
+    def positions(self, s, shift, key):
+        """rows(s) + shift - key: where the rows' queries lie among the columns, if query i is aligned with key i + shift."""
+        return row_index(s.col_vec) + int32(self.row + shift - key)
+
+    @inlined
+    def columns(self, s, key):
+        """The keys of the columns of scores s whose first key is `key`, a row vector."""
+        return col_index(s.row_vec) + int32(key)
+
+    @inlined
+    def load_tile(self, elements, s, key):
+        """The elements of an array (batch, head, query, key) for scores of the type of s whose first key is `key`."""
+        at = self.batch, self.head, self.row, int32(key)
+        return load(elements, rt(s.rows, s.cols, fp32, s.layout), at, 2, 3, aligned=False)
+
+
+class TokenHeadContext(ScoreContext):
+    """The ScoreContext of a tile whose rows belong to several tokens and heads (decoding): head and row are column vectors."""
+
+    @inlined
+    def rows(self, s):
+        return self.row
+
+    @inlined
+    def positions(self, s, shift, key):
+        return self.row + int32(shift - key)
+
+    @inlined
+    def load_tile(self, elements, s, key):
+        return elements[self.batch, self.head, self.row, self.columns(s, key)]
 
 
 class KeyRange(NamedTuple):

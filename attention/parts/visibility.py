@@ -3,9 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from numpy import int32
-
-from ops import causal, col_index, row_index, triu, where
+from ops import causal, triu, where
 from tiles import inlined, static
 from tiles.launching.arguments import INT
 
@@ -102,8 +100,7 @@ class Masked(DataDependentMask):
 
     @inlined
     def mask(self, s, ctx, key, hidden):
-        i, j = row_index(s.col_vec) + ctx.row, col_index(s.row_vec) + int32(key)
-        return where(self.function(ctx.batch, ctx.head, i, j, *ctx.aux), s, hidden)
+        return where(self.function(ctx.batch, ctx.head, ctx.rows(s), ctx.columns(s, key), *ctx.aux), s, hidden)
 
 
 FULL, CAUSAL = FullAttention(), Causal()

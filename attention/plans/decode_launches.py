@@ -14,20 +14,21 @@ from tiles.launching.launch import kernel_for
 from ..families import HOPPER_FAMILY, uses_hopper_kernels
 from ..kernels import cache_write, decode_ampere, decode_combine, decode_hopper
 from ..parts.decode.cache_loaders import DenseLoader, IndexedLoader, PagedLoader
-from ..parts.decode.key_window import AlibiRows, GrowingKeyWindow, KeyWindow, MaskedRows, ScoredRows, WholeCacheWindow
+from ..parts.decode.key_window import GrowingKeyWindow, KeyWindow, ScoredRows, WholeCacheWindow
 from ..parts.decode.outputs import FinalOrPartialOutput, FinalOutput, PackedPartialOutput, PartialOutput
 from ..parts.decode.products import Fp8KeyScaledProducts, Fp8Products, SameDtypeProducts
 from ..parts.decode.splits import FixedSplits, StreamKSplits, choose_share_count, choose_split_count, underfills_gpu
 from ..parts.decode.token_rows import PackedRows, UniformRows
 from ..parts.key_sources import IndexedCache, OneBuffer, PagedKeys
 from ..parts.online_softmax import SLACK
-from ..parts.scores import Capped, Scored, Sunk
+from ..parts.scores import BiasedAhead, Capped, Scored, Sloped, Sunk
 from ..parts.variant import Both, Variant
+from ..parts.visibility import Masked
 from . import prefill_from_cache
 from .cache_append import has_descale_per_key, norm_operands, plan_append
 from .decode_norms import DecodeNorms
-from .forward_launches import DTYPES, LOG2_E, expand_axes
-from .planning import INDICES
+from .forward_launches import DTYPES, LOG2_E, expand_axes, expand_bias
+from .planning import INDICES, bias_part
 from .variant_spec import build_variant
 
 TILES = "q", "k", "v", "out"
@@ -103,7 +104,8 @@ def plan_prefill(
 ) -> Plan:
     """The Plan with forward's kernels, whose tiles have query tokens of one head as rows."""
     causal, left, right, softcap, scale, mask, score, aux = options
-    features = "alibi" in problem, None, "sink" in problem
+    bias = bias_part(problem, last=score is None, in_units_of_one=True)
+    features = "alibi" in problem, bias, "sink" in problem
     spec = build_variant(scale, causal, (left, right), softcap, *features, mask, score and Scored(score), norms.queries)
     args = {"gO": out, "gLse": lse, **append.length_args}
     step = prefill_from_cache.plan_launch(problem, spec, family, append.queries, max_keys, aux, args)
@@ -150,10 +152,11 @@ def plan_split_kv(
     key_args |= append.length_args
     variant, sink, unit, score_args, sink_args = _build_scores(problem, options, norms)
     pdl, final = gpu.target.has_early_launch, FinalOutput(dtype, vector_bytes)
+    keeps_sums = "bias" in problem
     seq_layout, partial, seq_rows = (
-        (PackedRows, PackedPartialOutput(dtype, vector_bytes), -(-rows // sequences))
+        (PackedRows, PackedPartialOutput(dtype, vector_bytes, keeps_sums), -(-rows // sequences))
         if packed
-        else (UniformRows, PartialOutput(dtype, vector_bytes), rows)
+        else (UniformRows, PartialOutput(dtype, vector_bytes, keeps_sums), rows)
     )
 
     by_hopper = type(product) is SameDtypeProducts and not packed and not norms.rows and not norms.keys.prepares_queries
@@ -204,11 +207,11 @@ def plan_split_kv(
             combined = batch if batch <= count else count - 1
         else:
             config = config_for(FixedSplits, partial)
-        shapes = (*parts, kv_heads, rows, value_dim), (*parts, kv_heads, rows)
-        out_partial, lse_partial = [problem.scratch(n, shape, "float32") for n, shape in enumerate(shapes, len(scratch))]
-        partial_args = {"out_partial": out_partial, "lse_partial": lse_partial}
+        shapes = (*parts, kv_heads, rows, value_dim), *[(*parts, kv_heads, rows)] * (1 + keeps_sums)
+        partials = [problem.scratch(n, shape, "float32") for n, shape in enumerate(shapes, len(scratch))]
+        partial_args = dict(zip(("out_partial", "lse_partial", "sum_partial"), partials))
         scratch = [*scratch, *((shape, "float32") for shape in shapes)]
-        last, slabs = decode_combine.Config(dtype, sink, split, pdl), -(-value_dim // decode_combine.COLUMNS)
+        last, slabs = decode_combine.Config(dtype, sink, split, pdl, keeps_sums), -(-value_dim // decode_combine.COLUMNS)
         combine_args = {**partial_args, "rows": rows, "slabs": slabs, **args, **out_args, **split_args}
         kernel = kernel_for(decode_combine, last, problem.device)
         steps.append(kernel.bind(combined * kv_heads * rows * slabs, **combine_args))
@@ -251,6 +254,18 @@ def select_loader(problem: Problem) -> tuple[DenseLoader, int, dict[str, Operand
             raise problem.error("k", rule, "k")
         raise problem.error("k", "batch must equal q's unless pages or batch_index is passed", "k", "q")
     return DenseLoader(vector_bytes), rows, {}
+
+
+def check_bias(problem: Problem, max_keys: int) -> None:
+    """ValueError: there is a bias, and it has not a column for each key that a sequence may have, or too many."""
+    if "bias" not in problem:
+        return
+    keys, shown = problem.extents["bias_keys"], ("bias", "k", *(("pages",) if "pages" in problem else ()))
+    if keys < max_keys:
+        rule = f"must have a column for each key that a sequence may have, {max_keys}; pad it, with anything"
+        raise problem.error("bias", rule, *shown)
+    if max(max_keys, problem.extents["seqlen_q"]) >= INDICES:  # of a TokenHeadContext
+        raise problem.error("bias", "is read by float32 indices: there must be fewer than 2**24 queries and keys", "q", *shown)
 
 
 def _select_tma_source(problem: Problem, options: DecodeOptions) -> OneBuffer | None:
@@ -320,13 +335,20 @@ def _build_scores(
         parts.append(Capped())
         args["per_cap"], unit = unit / options.softcap, options.softcap
     if "alibi" in problem:
-        parts.append(AlibiRows())
+        parts.append(Sloped(ordered=False, last=False))
         args |= {"slopes": expand_axes(problem, "alibi", ("sequences", "heads")), "per_slope": 1 / unit}
+    if "bias" in problem:
+        bias = BiasedAhead(last=options.score is None, in_units_of_one=True)
+        parts.append(bias)
+        added, unit = bias.bind_unit(unit)
+        args |= {"bias": expand_bias(problem), **added}
     if options.score is not None:
-        parts.append(ScoredRows(options.score))
-        args["score_unit"], unit = unit, 1.0
+        scored = ScoredRows(options.score)
+        parts.append(scored)
+        added, unit = scored.bind_unit(unit)
+        args |= added
     if options.mask is not None:
-        parts.append(MaskedRows(options.mask))
+        parts.append(Masked(options.mask))
     variant = functools.reduce(Both, parts) if parts else Variant()
     if "sink" not in problem:
         return variant, Variant(), unit, args, {}

@@ -368,10 +368,16 @@ def variant_arrays(problem: Problem) -> dict[str, Operand]:
     arrays = {
         "slopes": slopes,
         "sinks": problem["sink"],
-        "bias": expand_axes(problem, "bias", ("sequences", "heads", "seqlen_q", "seqlen_k")),
+        "bias": expand_bias(problem),
     }
     arrays["seeds"] = problem["seed"]
     return {name: x for name, x in arrays.items() if x is not None} | norm_arrays(problem, "q_norm", ("heads", "head_dim"))
+
+
+def expand_bias(problem: Problem) -> Operand | None:
+    """The bias as an operand (sequence, head, query, key); None if there is none."""
+    keys = problem.axes("bias")[-1] if "bias" in problem else ""
+    return expand_axes(problem, "bias", ("sequences", "heads", "seqlen_q", keys))
 
 
 def choose_norm(problem: Problem, name: str) -> RmsNorm | None:

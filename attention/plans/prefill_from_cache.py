@@ -13,7 +13,7 @@ from tiles.launching.arrays import Operand
 from ..families import HOPPER_FAMILY, uses_hopper_kernels
 from ..parts.key_sources import IndexedCache, OneBuffer, PagedKeys
 from ..parts.sequences import KvCacheLayout, PackedKvCacheLayout
-from .forward_launches import Shape, bind_launch, config_for_problem, variant_arrays
+from .forward_launches import Shape, bind_launch, config_for_problem, load_bias_by_tma, variant_arrays
 from .variant_spec import VariantSpec
 
 BOX_ROWS = 8  # TMA loads a tile in boxes of a multiple of so many rows
@@ -35,7 +35,8 @@ def plan_launch(
     kind: dict[str, Any] = {"seq_layout": seq_layout, "axes": tuple(len(x.form.shape) for x in aux)}
     cached = packed or "batch_index" in problem
     kind["kv_source"] = PagedKeys(1, "left" in spec.variant.params) if paged else IndexedCache() if cached else OneBuffer()
-    hopper, parts = config_for_problem(problem, spec, True, max_keys, **kind), 1
+    hopper_spec = spec._replace(variant=load_bias_by_tma(problem, spec.variant))
+    hopper, parts = config_for_problem(problem, hopper_spec, True, max_keys, **kind), 1
     if paged:
         part = math.gcd(hopper.kv, int(problem.extents["seqlen_k"]))
         parts = 0 if part % BOX_ROWS or "leftpad" in problem else hopper.kv // part
@@ -46,6 +47,7 @@ def plan_launch(
         )
     tma = uses_hopper_kernels(problem, family, problem.by_tma and parts > 0)
     config: Shape = hopper if tma else config_for_problem(problem, spec, False, max_keys, **kind)
+    spec = hopper_spec if tma else spec
     if tma and paged:
         config = replace(hopper, kv_source=PagedKeys(parts, "left" in spec.variant.params))
     arrays = {"gQ": queries, "gK": problem["k"], "gV": problem["v"], "leftpad": problem["leftpad"]}
@@ -53,6 +55,6 @@ def plan_launch(
     arrays |= {"pages": problem["pages"], "page_size": problem.extents["seqlen_k"]} if paged else {}
     arrays |= {"batch_index": problem["batch_index"]} if isinstance(config.kv_source, IndexedCache) else {}
     arrays |= {f"aux{n}": x for n, x in enumerate(aux)}
-    params = spec.variant.params  # without those of q's norm if q is normalised before
+    params = config.params.fields  # without those of q's norm if q is normalised before
     read = {name: x for name, x in variant_arrays(problem).items() if name in params}
     return bind_launch(problem, spec, config, max_keys, **arrays, **args, **spec.numbers, **read)

@@ -13,7 +13,15 @@ from ..families import choose_family
 from ..names import suggests_argument_names
 from ..options import check_flag, check_number, check_positive, split_norm
 from ..plans.call_options import OF_AUX, ResultOptions, ScoreOptions, pad_aux, window_ends
-from ..plans.decode_launches import DecodeOptions, plan_new_keys, plan_prefill, plan_split_kv, prefers_split_kv, select_loader
+from ..plans.decode_launches import (
+    DecodeOptions,
+    check_bias,
+    plan_new_keys,
+    plan_prefill,
+    plan_split_kv,
+    prefers_split_kv,
+    select_loader,
+)
 from ..plans.decode_norms import select_norms
 from ..plans.page_checks import plan_page_checks
 from ..plans.planning import check_extents, load_functions, resolve_scale
@@ -37,6 +45,9 @@ KEY_ARRAYS = """
     sink         (heads)                                                          float32      optional
     k_descale    (heads_k)|(sequences, heads_k)|(batch_cache, seqlen_k, heads_k)  float32      optional
     v_descale    (heads_k)|(sequences, heads_k)|(batch_cache, seqlen_k, heads_k)  float32      optional
+"""
+BIAS = """
+    bias  (bias_batch, bias_heads, bias_seqlen, bias_keys)  real  optional
 """
 RESULTS = """
     out  (batch, seqlen_q, heads, head_dim_v)  tile     in_place
@@ -64,8 +75,8 @@ NEW_KEYS = """
 WRITTEN_CACHES = CACHES.replace(" cache", " cache  updated")
 NEEDED_LENGTHS = KEY_ARRAYS.replace("key_lengths  optional", "key_lengths")
 DECODE = Schema("decode", CACHES + KEY_ARRAYS + RESULTS)
-VARIANT = Schema("decode_variant", CACHES + PACKED_QUERIES + KEY_ARRAYS + NORMS + OF_AUX + RESULTS)
-APPEND_ARRAYS = WRITTEN_CACHES + PACKED_QUERIES + NEEDED_LENGTHS + NORMS + OF_AUX + NEW_KEYS + RESULTS
+VARIANT = Schema("decode_variant", CACHES + PACKED_QUERIES + KEY_ARRAYS + BIAS + NORMS + OF_AUX + RESULTS)
+APPEND_ARRAYS = WRITTEN_CACHES + PACKED_QUERIES + NEEDED_LENGTHS + BIAS + NORMS + OF_AUX + NEW_KEYS + RESULTS
 APPENDING = Schema("decode_append", APPEND_ARRAYS)
 QUANTISING = Schema("decode_append_quantising", cache_append.with_token_descales(APPEND_ARRAYS))
 
@@ -97,6 +108,7 @@ def decode(
     window: tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
     alibi: Any = None,
+    bias: Any = None,
     sink: Any = None,
     mask: Callable | None = None,
     score: Callable | None = None,
@@ -152,8 +164,10 @@ def decode(
     the new keys. causal: keys up to p. window: (left, right), keys from p - left to p + right; None is open. mask: mask(b, h,
     i, j, *aux), in Python, for query token i, counted from the sequence's first, and key j. A token that sees no key gives 0.
 
-    How scores are changed: softcap, alibi, score(s, b, h, i, j, *aux), sink and scale, as in forward; so are mask, score and
-    aux. Here h may be a vector, the heads of the rows.
+    How scores are changed: softcap, alibi, bias, score(s, b, h, i, j, *aux), sink and scale, as in forward; so are mask, score
+    and aux. Here h may be a vector, the heads of the rows. bias: (B or 1, H or 1, Sq or 1, keys) of float32, bfloat16 or
+    float16, by the numbers b, h, i and j that mask has: keys must be as many as a sequence may have, Sk or most pages times the
+    page size, or more. What it holds for keys that are not seen may be anything.
 
     splits: the number of splits of each sequence's keys (split-KV); multiprocessors work on different splits, and a second
     launch combines their outputs. The same splits give a sequence the same bits among any other sequences, if queries are not
@@ -188,13 +202,13 @@ def decode(
             passed = {"positions": positions, "cu_seqlens_new": cu_seqlens_new, "k_new_norm": k_new_norm}
             name = next(name for name, x in passed.items() if x is not None)
             raise ValueError(f"{name}: must be None unless k_new and v_new are passed: k_new=None")
-        if cu_seqlens is mask is score is q_norm is k_norm is None and isinstance(aux, tuple) and not aux:
+        if cu_seqlens is mask is score is bias is q_norm is k_norm is None and isinstance(aux, tuple) and not aux:
             arrays = q, k, v, lengths, pages, batch_index, leftpad, alibi, sink, k_descale, v_descale, out, None
             return _decode(stream, arrays, options, layout)
     tensors, keys = (q, k, v), (lengths, pages, batch_index, leftpad, alibi, sink, k_descale, v_descale)
-    norms = *split_norm("q_norm", q_norm), *split_norm("k_norm", k_norm)
+    bias_and_norms = bias, *split_norm("q_norm", q_norm), *split_norm("k_norm", k_norm)
     if k_new is v_new is rotary is None:
-        return _variant(stream, (*tensors, cu_seqlens, *keys, *norms, *pad_aux(aux), out, None), options, layout)
+        return _variant(stream, (*tensors, cu_seqlens, *keys, *bias_and_norms, *pad_aux(aux), out, None), options, layout)
     if k_new is None or v_new is None:
         name, other = ("k_new", "v_new") if k_new is None else ("v_new", "k_new")
         raise ValueError(f"{name}: must be passed together with {'rotary' if k_new is v_new is None else other}: {name}=None")
@@ -208,11 +222,12 @@ def decode(
         descales = {"k_descale": k_descale, "v_descale": v_descale}
         place = lengths, pages, batch_index, cu_seqlens
         q_rotated, lengths_after = _append_before(q, k, v, place, new, options, layout, descales)
-        keys = lengths_after, *keys[1:], *((None, None) if rotary is not None else norms[:2]), *norms[2:]
+        norms = *((None, None) if rotary is not None else bias_and_norms[1:3]), *bias_and_norms[3:]
+        keys = lengths_after, *keys[1:], bias, *norms
         return _variant(stream, (q_rotated, k, v, cu_seqlens, *keys, *pad_aux(aux), out, None), options, layout)
     new = k_new, v_new, *split_norm("k_new_norm", k_new_norm), cu_seqlens_new, *cache_append.rotary_tables(rotary), positions
     call = _append_quantising if cache_append.has_token_descales(k_descale, v_descale) else _append
-    return call(stream, (*tensors, cu_seqlens, *keys, *norms, *pad_aux(aux), *new, out, None), options, layout)
+    return call(stream, (*tensors, cu_seqlens, *keys, *bias_and_norms, *pad_aux(aux), *new, out, None), options, layout)
 
 
 def _append_before(q, k, v, place, new, options, layout, descales) -> tuple[Any, Any]:
@@ -266,6 +281,7 @@ def _decode(
     check_extents(problem)
     (causal, left, right, softcap, mask, score), (scale, return_lse, family) = scores, result
     cache, max_keys, cache_args = select_loader(problem)
+    check_bias(problem, max_keys)
     append = plan_new_keys(problem, interleaved, causal or left is not None or right is not None, norm_eps, max_keys)
     batch, tokens, heads, sequences = problem("batch", "seqlen_q", "heads", "sequences")
     out, lse = problem["out"], problem["lse"] if return_lse else None
@@ -281,7 +297,7 @@ def _decode(
     checks = plan_index_checks(problem, IndexingFunctions(functions[0], functions[1], aux, causal, left, right, max_keys))
     append = append._replace(steps=[*checks, *append.steps])
     options = DecodeOptions(causal, left, right, softcap, resolve_scale(problem, scale), functions[0], functions[1], aux)
-    shifts_keys = "leftpad" in problem and (mask or score)  # forward would pass functions key indices that begin at leftpad
+    shifts_keys = "leftpad" in problem and (mask or score or "bias" in problem)  # forward would count keys from leftpad on
     many_tokens = tokens >= MANY_TOKENS * (sequences if "cu_seqlens" in problem else 1)
     norms = select_norms(problem, norm_eps)
     other_dtype = problem["k"].form.dtype != problem.dtype

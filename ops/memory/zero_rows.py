@@ -1,4 +1,4 @@
-"""Clearing the rows of a shared tile that lie behind the end of a sequence, or ahead of what it sees. Ops of
+"""Clearing the rows of a shared tile that lie after the end of a sequence, or ahead of what it sees. Ops of
 `ops.warpgroup`."""
 
 import numpy as np

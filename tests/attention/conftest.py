@@ -50,5 +50,6 @@ def card(monkeypatch):
 @pytest.fixture
 def nothing_known(monkeypatch):
     """Empty caches of calls and plans, which are cleared again afterwards."""
-    monkeypatch.setattr(program, "REMEMBERED", Recent(program.ENTRIES))
+    for table in ("GUARDED_CALLS", "REMEMBERED"):
+        monkeypatch.setattr(program, table, Recent(program.ENTRIES))
     monkeypatch.setattr(program, "TRACED_PLANS", Recent(program.PLAN_KINDS))

@@ -89,7 +89,8 @@ def noting_driver(monkeypatch):
     gpu.current = contextlib.nullcontext
     launches, slots_of = [], {}
     monkeypatch.setitem(KIND_OF, Lent, kind)
-    monkeypatch.setattr(programs, "REMEMBERED", Recent(programs.ENTRIES))
+    for table in ("GUARDED_CALLS", "REMEMBERED"):
+        monkeypatch.setattr(programs, table, Recent(programs.ENTRIES))
     monkeypatch.setattr(programs, "TRACED_PLANS", Recent(programs.PLAN_KINDS))
     for module in devices, launching, in_memory:
         monkeypatch.setattr(module, "device", lambda ordinal: gpu)
@@ -160,9 +161,9 @@ def lent(draw, argument, shape, dtype, layout, pointer, gaps, past):
 
 def fresh(call, *given):
     """The result of the call with empty caches."""
-    remembered, traced_plans = programs.REMEMBERED, programs.TRACED_PLANS
-    programs.REMEMBERED, programs.TRACED_PLANS = Recent(8), Recent(8)
+    tables = {name: getattr(programs, name) for name in ("GUARDED_CALLS", "REMEMBERED", "TRACED_PLANS")}
+    vars(programs).update({name: Recent(8) for name in tables})
     try:
         return call(*given)
     finally:
-        programs.REMEMBERED, programs.TRACED_PLANS = remembered, traced_plans
+        vars(programs).update(tables)

@@ -6,7 +6,7 @@
 - `edges`: the lengths around the edges of tiles and pages. Sizes come from a kernel's Config, so they follow it.
 - `in_pages`: keys in pages of a pool that holds nothing but poison elsewhere. Table entries of no use are no page's number.
 - `Packing`: sequences of given lengths, each behind a neighbour of which everything is poison (and the log-sum-exp far below
-  any of ours, so that a weight that counts one by mistake is not finite), with tokens behind the last that belong to nobody.
+  any of ours, so that a weight that counts one by mistake is not finite), with tokens after the last that belong to nobody.
 - `unaligned`: the same elements at other addresses, poison between the rows.
 - `poison_new_memory`: what the library allocates, results and scratch memory, holds poison. tests/attention/conftest.py calls
   it for every test.
@@ -66,7 +66,7 @@ def unseen(
     lengths_k: Any = None, block: int | None = None, **options: Any,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
     """Copies of q, k and v (attention.forward's, as its options say) with poison in the queries and keys of no sequence, in the
-    keys before the first and behind the last that any query of their sequence sees with one of the heads that share them, and
+    keys before the first and after the last that any query of their sequence sees with one of the heads that share them, and
     in those of a sequence that are seen by none. block: and between these in every block of so many keys of which none is seen.
 
     Of packed sequences, and of those of which some keys are in use, masks in Python and lists of blocks hide nothing: there

@@ -113,7 +113,7 @@ def test_nothing_spills(arch, module, config):
     found = inspect.row(name, module, config, arch)
     assert not inspect.has_faults(found)
     assert found["shared_bytes"] <= parse_target(arch).shared_bytes
-    assert module is not forward_ampere or found["lines"] <= 80
+    assert module is not forward_ampere or found["lines"] <= 90  # with the methods of ScoreContext, which parts call
 
 
 SPILLED = [  # until their tiles were chosen for them, their indices made cheaper, or descriptors not held over a loop

@@ -27,7 +27,7 @@ KNOWN = [
     (attention.forward, "softmax_scale", "scale"),
     (attention.forward, "is_causal", "causal"),
     (attention.forward, "attn_mask", "bias=, which is added to the scores, or mask=, a function of b, h, i, j"),
-    (attention.decode, "attn_mask", "mask=, a function of b, h, i, j"),
+    (attention.decode, "attn_bias", "bias=, which is added to the scores, or mask=, a function of b, h, i, j"),
     (attention.forward, "dropout_p", "dropout=, with a seed"),
     (attention.forward, "window_size", "window=(left, right), None where it is open"),
     (attention.forward, "cu_seqlens_q", "cu_seqlens"),

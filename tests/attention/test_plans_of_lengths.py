@@ -17,6 +17,7 @@ from attention.plans.norm_gradients import DIFFERENTIATE
 from attention.public.cache_append import _append
 from attention.public.decoding import _append as _decode_append
 from attention.public.decoding import _decode
+from attention.public.decoding import _variant as _decode_variant
 from attention.public.mla_decoding import _mla_decode, _mla_decode_fp8
 from attention.public.projected_qkv import projected, projected_backward
 from attention.scoring.python_functions import register_function
@@ -97,6 +98,8 @@ def calls(draw, name):
             of_batch = "sequences", "batch_cache", "alibi_batch"
             extents |= {axis: batch for axis in of_batch if before[axis] == before["batch"]}
         before = extents
+        keys = extents["seqlen_k"] * (extents["pages_per_seq"] if "pages" in axes_of else 1)
+        extents |= {"bias_batch": 1, "bias_heads": fixed["heads"], "bias_seqlen": 1, "bias_keys": keys + draw(LENGTH) // 64}
         memory, arrays = itertools.count(MEMORY, ROOM), {}
         for row, axes in axes_of.items():
             shape = [extents[axis] for axis in axes]
@@ -196,6 +199,30 @@ def test_generation_is_planned_a_few_times(gpu, monkeypatch, causal):
         launches, made = gpu.call(_forward, (q, k, v, None, None), (causal, None, False, None), "bshd")
         assert made[0] == ((2, 1, 8, 128), "bfloat16")
         assert len(made) == len(launches) == (1 if length < split_forward.LEAST else 2)
+    assert len(plans) <= 4
+
+
+def test_steps_with_a_bias_are_planned_a_few_times(gpu, monkeypatch):
+    """Caches and the bias grow by a key in each call, as transformers' dynamic caches do."""
+    plans = planned(monkeypatch, _decode_variant)
+    options = dict.fromkeys(_decode_variant.options) | {
+        "causal": True,
+        "norm_eps": 0.0,
+        "return_lse": False,
+        "interleaved": False,
+    }
+    for length in range(1, 3000, 7):
+        arrays = dict.fromkeys(_decode_variant.names)
+        arrays |= {"q": tokens(2, 1, 8, 128)} | {
+            name: tokens(2, length, 2, 128, MEMORY + n * ROOM) for n, name in enumerate("kv", 1)
+        }
+        for n, (name, shape, dtype) in enumerate((("lengths", (2,), "int32"), ("bias", (1, 8, 1, length), "float32")), 3):
+            arrays[name] = Lent(MEMORY + n * ROOM, Form(shape, contiguous(shape, 4), dtype, 0, 4))
+        given = tuple(arrays.values()), tuple(options.values()), "bshd"
+        found, count = gpu.call(_decode_variant, *given), len(plans)
+        assert not isinstance(found[0], type), found
+        assert length % 10 or found == fresh(gpu.call, _decode_variant, *given)
+        del plans[count:]
     assert len(plans) <= 4
 
 

@@ -222,7 +222,8 @@ def test_what_a_new_number_of_rows_takes(gpu):
 
 def test_memory_stays(gpu, monkeypatch):
     """Memory stays bounded over thousands of numbers of rows, linecache included."""
-    monkeypatch.setattr(programs, "REMEMBERED", programs.Recent(64))
+    for table in ("GUARDED_CALLS", "REMEMBERED"):
+        monkeypatch.setattr(programs, table, programs.Recent(64))
     monkeypatch.setattr(programs, "TRACED_PLANS", programs.Recent(64))
     function, numbers = function_of("rms_norm_linear", False), [*range(1, 9001)]
     random.Random(0).shuffle(numbers)

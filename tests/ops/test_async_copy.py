@@ -82,7 +82,7 @@ def test_a_pipeline_brings_every_tile(run, sample, warps, stages, width):
 )
 def test_rows_that_lie_in_pages(run, sample, size, piece, dtype):
     """Of two sequences, each in pages of its own in any order, from any row on: every warp reads its own rows, meeting nobody.
-    Neither rows behind the end nor the numbers of their pages are read; columns behind a page's are zeros."""
+    Neither rows past the end nor the numbers of their pages are read; columns behind a page's are zeros."""
     S, stages, columns, last = st(32, 128, bf16), 2, 72, 75
     count, most = 3, -(-80 // size)
     smem = tiles.shared(k=pipeline(S, stages, 2))

@@ -41,7 +41,8 @@ def gpu(monkeypatch):
     words = frameworks._torch_words
     monkeypatch.setattr(frameworks, "_torch_words", lambda dtype, device: (*words(dtype, device)[:2], 0))
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM[0], raising=False)
-    monkeypatch.setattr(programs, "REMEMBERED", Recent(programs.ENTRIES))
+    for table in ("GUARDED_CALLS", "REMEMBERED"):
+        monkeypatch.setattr(programs, table, Recent(programs.ENTRIES))
     monkeypatch.setattr(programs, "TRACED_PLANS", Recent(programs.PLAN_KINDS))
     STREAM[0] = 7
     RUNS.clear()

@@ -42,7 +42,8 @@ class NotedStep:
 @pytest.fixture
 def launch_nothing(monkeypatch):
     """launch_nothing(x, decay=, A=, cu_seqlens=): a launch of nothing."""
-    monkeypatch.setattr(programs, "REMEMBERED", Recent(programs.ENTRIES))
+    for table in ("GUARDED_CALLS", "REMEMBERED"):
+        monkeypatch.setattr(programs, table, Recent(programs.ENTRIES))
     monkeypatch.setattr(programs, "TRACED_PLANS", Recent(programs.PLAN_KINDS))
     monkeypatch.delenv("TILES_CHECK", raising=False)
     RUNS.clear()

@@ -38,7 +38,8 @@ class NotedOperands:
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch):
     """Nobody has called anything yet."""
-    monkeypatch.setattr(programs, "REMEMBERED", Recent(programs.ENTRIES))
+    for table in ("GUARDED_CALLS", "REMEMBERED"):
+        monkeypatch.setattr(programs, table, Recent(programs.ENTRIES))
     RUNS.clear()
     PLANNED.clear()
 
@@ -378,7 +379,8 @@ def test_a_stream_must_be_one(scaled):
 # ---- what is remembered ----------------------------------------------------------------------------------------------
 def test_what_is_remembered_is_limited(scaled, monkeypatch):
     """Of all programs together; a form that was forgotten is planned again."""
-    monkeypatch.setattr(programs, "REMEMBERED", Recent(4))
+    for table in ("GUARDED_CALLS", "REMEMBERED"):
+        monkeypatch.setattr(programs, table, Recent(4))
     room, other = np.zeros((3, 100), np.float32), scaled_program()
     for n in range(60):
         x, y, out = room[:, None, n : n + 1 + n // 10]
@@ -389,7 +391,8 @@ def test_what_is_remembered_is_limited(scaled, monkeypatch):
 
 def test_threads(monkeypatch):
     """Eight of them, with a memory too short for all: every launch gets its own addresses."""
-    monkeypatch.setattr(programs, "REMEMBERED", Recent(4))
+    for table in ("GUARDED_CALLS", "REMEMBERED"):
+        monkeypatch.setattr(programs, table, Recent(4))
     room, start, wrong, latest = np.zeros((8, 20, 3, 1, 4), np.float32), threading.Barrier(8), [], threading.local()
 
     class Local(NotedOperands):

@@ -321,7 +321,8 @@ def test_no_tensor_is_kept(summed):
 
 
 def test_what_is_remembered_is_limited(summed, monkeypatch):
-    monkeypatch.setattr(programs, "REMEMBERED", Recent(8))
+    for table in ("GUARDED_CALLS", "REMEMBERED"):
+        monkeypatch.setattr(programs, table, Recent(8))
     for n in range(1, 40):
         for _ in range(3):
             summed(*tensors(n, 8), None, None, None, options=(float(n), False))

@@ -63,6 +63,7 @@ AXES = _parse("""
     bias_batch      B or 1          batch             length  batch of a bias
     bias_heads      H or 1          heads             fixed   heads of a bias
     bias_seqlen     S or 1          sequence          length  rows of a bias
+    bias_keys       keys            keys              length  columns of a bias over caches, one for each key
     list_batch      B or 1          batch             length  batch of a BlockMask
     list_heads      H or 1          heads             fixed   heads of a BlockMask
     list_rows       rows of blocks  rows of blocks    length  blocks of queries in a BlockMask, with a list of key blocks each

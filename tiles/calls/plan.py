@@ -88,7 +88,7 @@ class PreparedCall(NamedTuple):
     """What calls of one form have in common. It keeps no array alive.
 
     makers: (the place of an array, the function that allocates it). parts: (the place of an array, bytes) of each ArrayView.
-    beyond: how far the second and further scratch arrays lie behind the first, in one allocation. disjoint: (the places of
+    beyond: how far the second and further scratch arrays lie after the first, in one allocation. disjoint: (the places of
     two arrays that must not share memory, and the two distances of their addresses between which they would)."""
 
     kind: Kind

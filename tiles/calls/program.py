@@ -54,13 +54,13 @@ from .schema import Schema
 from .watched_plans import TracedPlan, Variable
 
 ENTRIES = 4096  # forms of calls that are remembered, of all programs together: 4 to 12 KB each, by the launches they take
-PLAN_KINDS = 1024  # kinds of forms, alike but for lengths, that are remembered
+PLAN_KINDS = 1024  # kinds of forms, alike but for lengths, that are remembered, and options of calls with guarded functions
 PLANS_PER_KIND = 32  # traced plans of each kind
 EXPECTED = 3  # guarded functions that are tried before a call is read, of those with the same options: each takes 0.3 us
 SCRATCH_ALIGNMENT = 256  # bytes: scratch arrays of one allocation begin at multiples of this, as allocated ones do
 
 
-REMEMBERED, TRACED_PLANS = Recent(ENTRIES), Recent(PLAN_KINDS)
+GUARDED_CALLS, REMEMBERED, TRACED_PLANS = Recent(PLAN_KINDS), Recent(ENTRIES), Recent(PLAN_KINDS)
 
 
 def program(
@@ -119,14 +119,16 @@ class Program:
             numbers, key_options = self._numbers(options) if self.numbers else ((), options)
             try:
                 # guarded functions for the forms that came last with these options
-                expected = REMEMBERED.get((self, key_options, layout))
+                expected = GUARDED_CALLS.get((self, key_options, layout))
             except TypeError:  # an option that cannot be looked up, such as a list
                 expected = None
             for call in expected or ():
                 returned = call(stream, numbers, *arrays)
                 if returned is not remembered_calls.OTHER:
                     if call is not expected[0]:
-                        REMEMBERED.put((self, key_options, layout), (call, *[other for other in expected if other is not call]))
+                        GUARDED_CALLS.put(
+                            (self, key_options, layout), (call, *[other for other in expected if other is not call])
+                        )
                     return returned
         if torch_op.traced(arrays[0]):
             return torch_op.call(self, stream, arrays, options, layout)
@@ -197,7 +199,7 @@ class Program:
     ) -> None:
         """A call of a form that came before, of these options and this layout. call: what was written for it, None if nothing
         was yet. If it was asked, and declined, it is for another mode of this thread."""
-        if call is None or call in (REMEMBERED.get((self, *call_key)) or ()):
+        if call is None or call in (GUARDED_CALLS.get((self, *call_key)) or ()):
             call = remembered_calls.guarded(self.names, prepared, arrays, lengths)
             REMEMBERED.put((self, kinds, lengths, *call_key), (prepared, call or False))
         if call:
@@ -205,9 +207,9 @@ class Program:
 
     def _expect(self, call: Callable, *call_key: Any) -> None:
         """That the next call of these options and this layout may be for this function."""
-        before = REMEMBERED.get((self, *call_key)) or ()
+        before = GUARDED_CALLS.get((self, *call_key)) or ()
         if call not in before:
-            REMEMBERED.put((self, *call_key), (call, *before[: EXPECTED - 1]))
+            GUARDED_CALLS.put((self, *call_key), (call, *before[: EXPECTED - 1]))
 
     def _described(self, arrays: tuple) -> list:
         """An Array for each, or None; TypeError that names one that is no array, or is missing."""

@@ -13,22 +13,22 @@ from ..tiling import Tiling, zero_first_keys, zero_last_keys
 
 class QueryTiles(NamedTuple):
     """The query tiles that see a key block: n of them, from tile `first` on. Those from number inner_first to before inner_end,
-    counted from `first`, need no mask. unseen_ahead, unseen_behind: how many of the block's first keys, and of its last ones,
-    no query sees. Such keys must not be multiplied: see parts/tiling.py."""
+    counted from `first`, need no mask. unseen_at_start, unseen_at_end: how many of the block's first keys, and of its last
+    ones, no query sees. Such keys must not be multiplied: see parts/tiling.py."""
 
     first: Any
     n: Any
     inner_first: Any
     inner_end: Any
-    unseen_ahead: Any
-    unseen_behind: Any
+    unseen_at_start: Any
+    unseen_at_end: Any
 
     @inlined
     def clear(self, tile, groups):
         """Zero the keys that no query sees in a shared tile of the key block. The first `groups` warpgroups of the thread block
         call this together."""
-        zero_first_keys(tile, self.unseen_ahead, groups)
-        zero_last_keys(tile, self.unseen_behind, groups)
+        zero_first_keys(tile, self.unseen_at_start, groups)
+        zero_last_keys(tile, self.unseen_at_end, groups)
 
 
 @static
@@ -62,8 +62,8 @@ class QueryTiling(Tiling):
             int32(n),
             int32(inner_first),
             int32(inner_end),
-            self.unseen_ahead(key, ctx),
-            self.unseen_behind(key + self.kv, ctx),
+            self.unseen_at_start(key, ctx),
+            self.unseen_at_end(key + self.kv, ctx),
         )
 
     @inlined

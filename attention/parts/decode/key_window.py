@@ -1,23 +1,20 @@
-"""Which keys query tokens see: those in use, limited by a window and by left padding. And what depends on the distance of a
-key.
+"""Which keys query tokens see: those in use, limited by a window and by left padding.
 
 Query heads that share a key head, and the query tokens, are the rows of a tile: row r of the tile that begins at `row` belongs
-to token (row + r) // group. So what is a number where rows are queries of one head is a vector here: ScoreContext.row has the
-rows' tokens, ScoreContext.head their heads. Token t is at key t + shift, so that the last token is at the last key."""
+to token (row + r) // group. So what is a number where rows are queries of one head is a vector here (TokenHeadContext): `row`
+has the rows' tokens, `head` their heads. Token t is at key t + shift, so that the last token is at the last key."""
 
 import math
 from typing import Any, NamedTuple
 
 from numpy import int32
 
-from ops import abs, col_index, line_up, right_fill, where
+from ops import col_index, line_up, right_fill, where
 from tiles import inlined, static
-from tiles.launching.arguments import ENDS, FLOAT, INT, array
+from tiles.launching.arguments import ENDS, INT
 
 from ..scores import Scored
 from ..sequences import APPENDING, in_use
-from ..variant import Variant
-from ..visibility import Masked
 
 
 class KeySpan(NamedTuple):
@@ -116,39 +113,10 @@ class WholeCacheWindow(KeyWindow):
         return int32(params.keys)
 
 
-class AlibiRows(Variant):
-    """score - slope |t + shift - j|, with a slope for each head: ALiBi, for rows of several tokens and heads."""
-
-    changes_scores = True
-
-    @property
-    def params(self) -> dict[str, Any]:
-        """{parameter: its type}. slopes: (sequence, head). per_slope: 1 / the unit of scores."""
-        return {"slopes": array(2), "per_slope": FLOAT}
-
-    @inlined
-    def precompute(self, ctx):
-        """The rows' slopes, in units of scores."""
-        return ctx.params.slopes[ctx.batch, ctx.head] * ctx.params.per_slope
-
-    @inlined
-    def score(self, s, ctx, key):
-        return s - abs(ctx.row + int32(ctx.shift - key) - col_index(s.row_vec)) * ctx.precomputed
-
-
 class ScoredRows(Scored):
-    """A score in Python (score_mod), for rows of several tokens and heads."""
+    """Scored, with instructions in the order in which decode_hopper.py's machine code was timed: the product comes first."""
 
     @inlined
     def score(self, s, ctx, key):
-        return self.function(
-            s * ctx.params.score_unit, ctx.batch, ctx.head, ctx.row, col_index(s.row_vec) + int32(key), *ctx.aux
-        )
-
-
-class MaskedRows(Masked):
-    """A mask in Python (mask_mod), for rows of several tokens and heads."""
-
-    @inlined
-    def mask(self, s, ctx, key, hidden):
-        return where(self.function(ctx.batch, ctx.head, ctx.row, col_index(s.row_vec) + int32(key), *ctx.aux), s, hidden)
+        s = s * ctx.params.score_unit
+        return self.function(s, ctx.batch, ctx.head, ctx.rows(s), ctx.columns(s, key), *ctx.aux)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from numpy import int32
 
-from ops import store, truncate
+from ops import full, log2, store, truncate, zeros
 from tiles import dtype, inlined, static
 from tiles.launching.arguments import array
 
@@ -61,6 +61,16 @@ class FinalOutput:
             store(params.out, o, at, 3, 4, self.vector_bytes)
 
     @inlined
+    def store_row_sums(self, m, l, scale, out_tile, params):
+        """Store the log-sum-exp of the rows, by their sums l of weights exp2(scale (s - m)) of scores s."""
+        self.store_lse(m + log2(l) / scale, scale, out_tile, params)
+
+    @inlined
+    def clear_row_sums(self, spec, scale, out_tile, params):
+        """Store the log-sum-exp of rows without keys. spec: the type of a column vector."""
+        self.store_lse(full(spec, -math.inf), scale, out_tile, params)
+
+    @inlined
     def store_lse(self, lse, scale, out_tile, params):
         """Store the log-sum-exp of the rows. lse: in units of scores and to the base 2, so that a row's sum of weights is
         exp2(scale lse)."""
@@ -69,16 +79,25 @@ class FinalOutput:
             store(params.lse, lse * (scale * LN2), ctx, cols=2)
 
 
+@static
 class PartialOutput(FinalOutput):
-    """O and lse go to scratch memory, in float32, as the partial output of one split of the keys."""
+    """O and lse go to scratch memory, in float32, as the partial output of one split of the keys. keeps_sums: go row maxima and
+    row sums there instead of lse? Of scores that are very low lse would be the maximum alone, and not say how many keys there
+    were."""
+
+    keeps_sums: bool = False
 
     label = "partial"
 
+    def __str__(self):
+        return f"{self.label} with sums" if self.keeps_sums else self.label
+
     @property
     def params(self) -> dict[str, Any]:
-        """{parameter: its type}. out_partial: (part, part_batch, key head, row, column). lse_partial: the same without
-        columns."""
-        return {"out_partial": array(5), "lse_partial": array(4)}
+        """{parameter: its type}. out_partial: (part, part_batch, key head, row, column). The same without columns: lse_partial,
+        or row maxima in its place, and sum_partial, row sums."""
+        params: dict[str, Any] = {"out_partial": array(5), "lse_partial": array(4)}
+        return params | ({"sum_partial": array(4)} if self.keeps_sums else {})
 
     @inlined
     def is_final(self, out_tile):
@@ -91,8 +110,27 @@ class PartialOutput(FinalOutput):
 
     @inlined
     def store_lse(self, lse, scale, out_tile, params):
-        ctx = out_tile.part, out_tile.part_batch, out_tile.head, out_tile.row
-        store(params.lse_partial, lse, ctx)
+        self.store_rows(params.lse_partial, lse, out_tile)
+
+    @inlined
+    def store_row_sums(self, m, l, scale, out_tile, params):
+        if self.keeps_sums:
+            self.store_rows(params.lse_partial, m, out_tile)
+            self.store_rows(params.sum_partial, l, out_tile)
+        else:
+            self.store_lse(m + log2(l) / scale, scale, out_tile, params)
+
+    @inlined
+    def clear_row_sums(self, spec, scale, out_tile, params):
+        if self.keeps_sums:
+            self.store_row_sums(full(spec, -math.inf), zeros(spec), scale, out_tile, params)
+        else:
+            self.store_lse(full(spec, -math.inf), scale, out_tile, params)
+
+    @inlined
+    def store_rows(self, target, x, out_tile):
+        """Store a number of each row."""
+        store(target, x, (out_tile.part, out_tile.part_batch, out_tile.head, out_tile.row))
 
 
 class PackedPartialOutput(PartialOutput):
@@ -108,10 +146,9 @@ class PackedPartialOutput(PartialOutput):
         store(truncate(params.out_partial, 3, end), o, at, 3, 4, True)
 
     @inlined
-    def store_lse(self, lse, scale, out_tile, params):
+    def store_rows(self, target, x, out_tile):
         end = int32((out_tile.last_token + 1) * out_tile.group)
-        ctx = out_tile.part, out_tile.part_batch, out_tile.head, out_tile.row
-        store(truncate(params.lse_partial, 3, end), lse, ctx)
+        store(truncate(target, 3, end), x, (out_tile.part, out_tile.part_batch, out_tile.head, out_tile.row))
 
 
 @static
@@ -139,6 +176,16 @@ class FinalOrPartialOutput:
             self.final.store(o, out_tile, col, params)
         else:
             self.partial.store(o, out_tile, col, params)
+
+    @inlined
+    def store_row_sums(self, m, l, scale, out_tile, params):
+        if self.partial.keeps_sums:
+            if out_tile.is_final:
+                self.final.store_row_sums(m, l, scale, out_tile, params)
+            else:
+                self.partial.store_row_sums(m, l, scale, out_tile, params)
+        else:
+            self.store_lse(m + log2(l) / scale, scale, out_tile, params)
 
     @inlined
     def store_lse(self, lse, scale, out_tile, params):

@@ -19,7 +19,7 @@ which are the forward scan's equations with b_last - b in place of b. The scale 
 gradients as they are.
 
 The gradient of the cumulative sum of all gates up to a token is r = q . dq - k . dk. Summed to the end of the sequence it would
-be that of the token's gate, but with the rounding errors of all tokens behind it. Of a chunk with the state S before it, where
+be that of the token's gate, but with the rounding errors of all tokens after it. Of a chunk with the state S before it, where
 dS is the gradient of the state after it,
 
     dg_t = sum_(i >= t) r_i + sum_i (k_i . dk_i, as far as it comes from dS) + exp(b_last) <S, dS>

@@ -234,7 +234,7 @@ def test_plans_that_contradict_themselves(which):
         its = "" if which == "Decode" else "paged_kv_"
         last = f"{its}last_page_len"
         cases += [
-            ({"indptr": ends(0, 2, 9)}, rf"^{its}indptr: must not end behind {its}indices: {its}indptr\[-1\]=9, .*=3"),
+            ({"indptr": ends(0, 2, 9)}, rf"^{its}indptr: must not end after {its}indices: {its}indptr\[-1\]=9, .*=3"),
             ({last: ends(1)}, f"^{last}: must have a number for each of {its}indptr's 2 sequences: 1"),
             ({last: ends(1, SIZE + 1)}, rf"^{last}: must be from 0 to page_size=8: {last}\[1\]=9"),
         ]

@@ -266,6 +266,28 @@ def test_what_a_layer_says_by_itself():
         torch.testing.assert_close(found, expected.transpose(1, 2)[:, -tokens:], atol=0.02, rtol=0.02)
 
 
+@pytest.mark.parametrize("mask", [None, "static cache", "floats"])
+def test_steps_with_a_bias_are_decoded(calls, mask):
+    """A position bias as T5's, of a dynamic or a static cache, and a mask of floats. A prompt takes the part that is in use."""
+    k, v = torch.randn(2, 2, 2, 60, 16).bfloat16()
+    for tokens, end, function in (1, 12, "decode"), (3, 12, "decode"), (40, 50, "forward"):
+        q, bias = torch.randn(2, 4, tokens, 16).bfloat16(), torch.randn(1, 4, tokens, 60)
+        seen = torch.arange(60) <= torch.arange(end - tokens, end)[:, None]
+        scores = q.float() @ k.float().repeat_interleave(2, 1).mT * 0.25 + bias
+        expected = (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v.float().repeat_interleave(2, 1)).transpose(1, 2)
+        if mask == "floats":
+            found = attended(
+                dict(is_causal=False), q, k, v, torch.zeros(2, 1, tokens, 60).masked_fill(~seen, -1e30), position_bias=bias
+            )
+        elif mask == "static cache":
+            ours = create_mask(2, tokens, 60, q_offset=end - tokens)
+            found = attended(dict(is_causal=True), q, k, v, ours, position_bias=bias)
+        else:
+            found = attended(dict(is_causal=True), q, k[:, :, :end], v[:, :, :end], position_bias=bias[..., :end])
+        assert calls.pop() == function and not calls
+        torch.testing.assert_close(found, expected, atol=0.03, rtol=0.02)
+
+
 def test_norms_in_float32_are_rounded_and_the_rest_is_refused():
     q, k, v = torch.randn(3, 1, 2, 4, 16).bfloat16()
     found = attended({}, q.float(), k.float(), v)

@@ -10,7 +10,7 @@ from attention import reference
 from tiles import fp8e4m3
 
 FP8 = fp8e4m3.np
-ARRAYS = "lengths", "pages", "batch_index", "leftpad", "alibi", "sink", "q_norm", "k_norm"
+ARRAYS = "lengths", "pages", "batch_index", "leftpad", "alibi", "bias", "sink", "q_norm", "k_norm"
 
 
 def case(lengths, tokens=1, heads=4, kv_heads=2, head_dim=64, room=None, dtype=BF16, value_dim=None, first=None):
@@ -47,6 +47,8 @@ def known(q, k, v, lengths, leftpad=None, **options):
         for b, n in enumerate(lengths):
             keys = slice(0 if leftpad is None else leftpad[b], n)
             one = options | ({"alibi": options["alibi"][b]} if np.ndim(options.get("alibi")) == 2 else {})
+            if (bias := options.get("bias")) is not None:
+                one["bias"] = np.broadcast_to(bias, (len(q), *bias.shape[1:]))[b : b + 1, ..., keys]
             outs.append(formula(q[b : b + 1], k[b : b + 1, keys], v[b : b + 1, keys], **one))
         found.append([np.concatenate(x) for x in zip(*outs)])
     return found

@@ -211,7 +211,7 @@ def test_descales_of_blocks_in_another_layout():
 
 
 def test_packed_sequences(place):
-    """What lies behind a sequence's last key is NaN, or a neighbour's."""
+    """What lies after a sequence's last key is NaN, or a neighbour's."""
     ends, lengths = np.int32([0, 40, 40, 150]), np.int32([33, 0, 100])
     agree(place, *inputs(1, 150, 150, 2, 1, 128), cu_seqlens=ends, lengths_k=lengths, causal=True, **units(3, 1))
 

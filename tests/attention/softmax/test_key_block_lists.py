@@ -48,7 +48,7 @@ def test_packed_sequences(place, family):
 
 
 def test_lists_that_say_what_a_mask_says(family):
-    """Give the same, but for a last bit: the block behind the last key is a part for one, whole for the other, and so comes
+    """Give the same, but for a last bit: the block after the last key is a part for one, whole for the other, and so comes
     sooner or later."""
     q, k, v = inputs(1, 150, 300, 1, 1, 64)
     i, j = np.arange(160)[:, None], np.arange(320)

@@ -181,8 +181,8 @@ def test_blocks_of_keys_at_every_edge(variant):
             order = [int(tiling.key(blocks, i, ctx)) for i in range(blocks.n)]
             assert {int(j) // kv * kv for j in np.flatnonzero(its.any(0))} <= set(order)
             assert all(key + kv <= keys and its[:, key : key + kv].all() for key in order[max(1, blocks.masked) :])
-            cleared = {order[max(1, blocks.masked) - 1] + n for n in range(min(kv, max(0, blocks.unseen_ahead)))}
-            cleared |= {order[0] + kv - 1 - n for n in range(min(kv, max(0, blocks.unseen_behind)))}
+            cleared = {order[max(1, blocks.masked) - 1] + n for n in range(min(kv, max(0, blocks.unseen_at_start)))}
+            cleared |= {order[0] + kv - 1 - n for n in range(min(kv, max(0, blocks.unseen_at_end)))}
             if seen.size:
                 unseen = {j for key in order for j in range(key, min(key + kv, keys)) if not seen[0] <= j <= seen[-1]}
                 assert unseen <= cleared and not cleared & set(seen.tolist())

@@ -224,7 +224,7 @@ def test_packed_sequences(place, family, case):
 
 @pytest.mark.parametrize("options", [dict(causal=True, sink=numbers(1)), dict(window=(70, 0))], ids=["causal", "window"])
 def test_packed_lengths_around_every_tile_edge(place, family, options, monkeypatch):
-    """Whatever lies before and behind a sequence; 0 and -inf behind the last one."""
+    """Whatever lies before and behind a sequence; 0 and -inf after the last one."""
     as_on_a_device(monkeypatch)
     config = {"sm_90": forward_hopper, "sm_80": forward_ampere}[family].config_for(
         64, bf16, CAUSAL, *[1024] * (family == "sm_90")
@@ -235,7 +235,7 @@ def test_packed_lengths_around_every_tile_edge(place, family, options, monkeypat
 
 
 def test_packed_sequences_of_which_keys_are_in_use(place, family):
-    """What lies behind those is not read."""
+    """What lies after those is not read."""
     options = dict(cu_seqlens=ENDS, cu_seqlens_k=ENDS_K, lengths_k=IN_USE, window=(50, 0))
     agree(place, *inputs(1, 200, 330, HEADS, 1, 64), family=family, **options)
 
@@ -253,7 +253,7 @@ def test_a_nan_stays_in_its_sequence(place, family, nth):
 
 @pytest.mark.parametrize("case", ["plain", "causal", "window", "mask"])
 def test_keys_in_use(place, family, case):
-    """What lies behind them is not read, and the last query belongs to the last of them."""
+    """What lies after them is not read, and the last query belongs to the last of them."""
     lengths = np.array([100, 0, 257], np.int32)
     agree(place, *inputs(3, 140, 300, HEADS, 1, 64), family=family, lengths_k=lengths, **PACKED[case])
 
