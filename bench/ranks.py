@@ -67,10 +67,10 @@ def timed(functions, turns=TURNS, calls=CALLS):
     return {name: statistics.median(times) for name, times in seconds.items()}
 
 
-def say(**told):
+def say(**figures):
     """Print a line of results as JSON, on the first rank."""
     if dist.get_rank() == 0:
-        print(json.dumps({n: round(x, 4) if isinstance(x, float) else x for n, x in told.items()}), flush=True)
+        print(json.dumps({n: round(x, 4) if isinstance(x, float) else x for n, x in figures.items()}), flush=True)
 
 
 def scaling(what, functions, **options):

@@ -12,10 +12,10 @@ from pathlib import Path
 def read(path):
     """A run, as pytest-benchmark wrote it or as it is kept."""
     run = json.loads(Path(path).read_text())
-    return run if "rows" in run else kept(run)
+    return run if "rows" in run else condense_run(run)
 
 
-def kept(raw):
+def condense_run(raw):
     """What is kept of pytest-benchmark's file: of the machine what conftest.py says; no statistics that follow from rounds."""
     file = raw["benchmarks"][0]["fullname"].partition("::")[0]
     run = {"datetime": raw["datetime"], "command": f"pytest {file}"}

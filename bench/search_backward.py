@@ -53,7 +53,7 @@ def shared_bytes(module, config) -> int:
     return module.make(config)[1].nbytes
 
 
-def every(head_dim: int, variant: Variant):
+def enumerate_configs(head_dim: int, variant: Variant):
     """(module, configuration) of each form, whether it fits or not."""
     if head_dim > 128:
         for q, do, p in itertools.product(
@@ -83,7 +83,7 @@ def candidates(head_dim: int, variant: Variant = FULL):
     """(module, configuration) of those that fit and whose rings cannot be deeper, or that are in use."""
     fit = [
         (module, config)
-        for module, config in every(head_dim, variant)
+        for module, config in enumerate_configs(head_dim, variant)
         if registers(module, config) + LOOP
         <= (backward_narrow_hopper if module is backward_narrow_hopper else backward_hopper).REGISTERS[-1]
         and shared_bytes(module, config) <= LARGE
@@ -184,7 +184,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.time:
         return timed(options.head_dim, options.time)
-    total = sum(1 for _ in every(options.head_dim, FULL))
+    total = sum(1 for _ in enumerate_configs(options.head_dim, FULL))
     configs = candidates(options.head_dim)
     print(f"{len(configs)} of {total} fit and cannot have more stages")
     for module, config in configs:

@@ -72,13 +72,13 @@ def made(p, inputs):
     if p.kind == "backward":
         tensors["dout"] = inputs.take((p.batch, p.queries, p.heads, p.value_dim), p.dtype)
         tensors["out"], tensors["lse"] = attention.forward(
-            tensors["q"], tensors["k"], tensors["v"], return_lse=True, **told(p, tensors)
+            tensors["q"], tensors["k"], tensors["v"], return_lse=True, **variant_options(p, tensors)
         )
         tensors["into"] = [torch.empty_like(tensors[x]) for x in "qkv"]
     return tensors
 
 
-def told(p, given):
+def variant_options(p, given):
     """The options of problem p that attention.forward and backward share."""
     more = {"causal": p.causal, "window": p.window}
     if p.lens:
@@ -90,10 +90,12 @@ def told(p, given):
 def ours(p, given):
     q, k, v = given["q"], given["k"], given["v"]
     if p.kind == "forward":
-        return attention.forward(q, k, v, family=p.family, **told(p, given))
+        return attention.forward(q, k, v, family=p.family, **variant_options(p, given))
     if p.kind == "backward":
         dq, dk, dv = given["into"]
-        return attention.backward(given["dout"], q, k, v, given["out"], given["lse"], dq=dq, dk=dk, dv=dv, **told(p, given))
+        return attention.backward(
+            given["dout"], q, k, v, given["out"], given["lse"], dq=dq, dk=dk, dv=dv, **variant_options(p, given)
+        )
     if p.page:
         k, v = (x.view(-1, p.page, *x.shape[2:]) for x in (k, v))
     return attention.decode(
@@ -280,8 +282,8 @@ PROVIDERS = {"ours": Provider(ours), "flash": Provider(flash), "cudnn": Provider
 
 def timed(p, inputs, providers):
     """({provider: milliseconds}, {provider: error}, {provider: why it does not run})"""
-    moved = 2 * (p.batch * p.queries * p.heads + p.batch * p.keys * p.kv_heads) * (p.dim + p.value_dim)
-    sets = [made(p, inputs) for _ in range(max(1, min(MOST_SETS, ROTATED // moved)))]
+    set_bytes = 2 * (p.batch * p.queries * p.heads + p.batch * p.keys * p.kv_heads) * (p.dim + p.value_dim)
+    sets = [made(p, inputs) for _ in range(max(1, min(MOST_SETS, ROTATED // set_bytes)))]
     graphs, errors, missing = {}, {}, {}
     for name, (call, serves, around) in providers.items():
         if not serves(p):

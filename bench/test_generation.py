@@ -100,8 +100,8 @@ class Caches:
 
     def sdpa(self, n, qk, v):
         (q, k), cache = _turned(qk), self.dense[n]
-        for held, new in zip(cache, (k, v)):
-            held[:, -1:] = new
+        for buffer, new in zip(cache, (k, v)):
+            buffer[:, -1:] = new
         q, k, v = (x.transpose(1, 2) for x in (q, *cache))
         return F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
 

@@ -94,5 +94,5 @@ def test_host_time(benchmark, name):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     for case in CASES:
-        every = times(case)
-        print(f"{case:28} {1e3 * statistics.median(every):7.1f} us  (least {1e3 * min(every):.1f})")
+        seconds = times(case)
+        print(f"{case:28} {1e3 * statistics.median(seconds):7.1f} us  (least {1e3 * min(seconds):.1f})")

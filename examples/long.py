@@ -76,15 +76,15 @@ def main(argv=None):
         """The queries that read key head n."""
         rows = slice(group * n, group * (n + 1))
         given = q[:, :, rows], k[:, :, n : n + 1], v[:, :, n : n + 1]
-        told = dict(causal=True, length=tokens, scheme=asked.scheme)
-        out[:, :, rows] = parallel.forward(*given, **told)
+        options = dict(causal=True, length=tokens, scheme=asked.scheme)
+        out[:, :, rows] = parallel.forward(*given, **options)
 
     attend(0)  # compiles
     seconds = [timed(lambda: attend(n))[1] for n in tqdm(range(kv_heads), unit="head", disable=asked.quiet or rank > 0)]
     whole = [torch.randn(1, tokens, n, asked.dim, device=device, dtype=torch.bfloat16) for n in (group, 1, 1)]
     attention.forward(*[x[:, :BLOCK] for x in whole], causal=True)
-    _, alone = timed(lambda: attention.forward(*whole, causal=True))
-    share = alone / world / min(seconds)
+    _, single_seconds = timed(lambda: attention.forward(*whole, causal=True))
+    share = single_seconds / world / min(seconds)
     if rank == 0:
         print(f"{tokens} tokens, {heads} heads of {kv_heads} of keys, on {world} x {device}: {sum(seconds):.4g} s", end="")
         print(f", {share:.2f} of perfect scaling" if world > 1 else "")

@@ -87,7 +87,7 @@ def map(item, rank):
     home = blocks[rank]
     home.reached(warp, "reaches for shared memory")
     if not isinstance(item, SharedTile):
-        item = home.opened[next(name for name, own in warp.block.opened.items() if own is item)]
+        item = home.opened[next(name for name, tile in warp.block.opened.items() if tile is item)]
     return Remote(item, home)
 
 

@@ -43,8 +43,8 @@ def wheel(tmp_path_factory):
     tree, folder = tmp_path_factory.mktemp("tree") / "numba-tiles", tmp_path_factory.mktemp("wheel")
     shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__"))
     new = int(importlib.metadata.version("setuptools").partition(".")[0]) >= 77
-    here = ["--no-build-isolation"] if new else []  # else pip fetches one that is new enough
-    run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", *here, "-w", str(folder), str(tree), cwd=folder)
+    pip_options = ["--no-build-isolation"] if new else []  # else pip fetches one that is new enough
+    run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", *pip_options, "-w", str(folder), str(tree), cwd=folder)
     [file] = folder.glob("*.whl")
     return file
 
@@ -59,8 +59,8 @@ def site(wheel, tmp_path_factory):
 
 def test_all_packages_are_inside(wheel):
     """Every module, template and mark for type checkers of the tree, and nothing else: no tests, benchmarks or examples."""
-    every = [file for name in PACKAGES for file in (ROOT / name).rglob("*")]
-    files = [file for file in every if file.suffix in KINDS or file.name == "py.typed"]
+    tree_files = [file for name in PACKAGES for file in (ROOT / name).rglob("*")]
+    files = [file for file in tree_files if file.suffix in KINDS or file.name == "py.typed"]
     with zipfile.ZipFile(wheel) as archive:
         inside = {name for name in archive.namelist() if ".dist-info/" not in name}
     assert inside == {file.relative_to(ROOT).as_posix() for file in files}
@@ -85,9 +85,9 @@ def messages():
     """(file, text) of the strings of all modules that are no docstrings: what errors and reports are made of."""
     for file in (file for name in PACKAGES for file in (ROOT / name).rglob("*.py")):
         tree = ast.parse(file.read_text())
-        alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        statements = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
         for node in ast.walk(tree):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in alone:
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in statements:
                 yield file, node.value
 
 

@@ -83,10 +83,10 @@ class Config:
     @property
     def registers(self):
         """(registers of a thread of the producer, of a consumer)"""
-        alone = self.consumers * self.key_parts == 1 and self.ctas_per_sm == 1
+        single_consumer = self.consumers * self.key_parts == 1 and self.ctas_per_sm == 1
         return (
             ROOMY_REGISTERS
-            if alone and self.result.dots_states
+            if single_consumer and self.result.dots_states
             else REGISTERS[self.consumers * self.key_parts, self.ctas_per_sm]
         )
 

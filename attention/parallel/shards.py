@@ -83,8 +83,8 @@ class _RedistributeFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, peers, dim, before, after):
         ctx.saved = peers, dim, before, after
-        (moved,) = redistribute(peers, (_rows(x, dim), plan_redistribution(peers.rank, before, after))).wait()
-        return _unpack_rows(moved, dim)
+        (shard_rows,) = redistribute(peers, (_rows(x, dim), plan_redistribution(peers.rank, before, after))).wait()
+        return _unpack_rows(shard_rows, dim)
 
     @staticmethod
     def backward(ctx, dx):

@@ -101,8 +101,8 @@ def reference_page(title: str, modules: list[str]) -> str:
         if len(modules) > 1:
             parts.append(f"## {HEADINGS.get(module, module)}")
             options["heading_level"] = 3
-        own = [name for name in names if f"{module}.{name}.{name}" not in paths]
-        parts.append(directive(module, options | ({"members": own} if names else {})))
+        members = [name for name in names if f"{module}.{name}.{name}" not in paths]
+        parts.append(directive(module, options | ({"members": members} if names else {})))
         parts += [directive(path, options | {"show_root_heading": True, "show_root_toc_entry": True}) for path in paths]
     return "\n\n".join(parts) + "\n"
 
@@ -114,7 +114,7 @@ def directive(path: str, options: dict) -> str:
 
 def turned(text: str, page: str) -> str:
     """The text of a page for mkdocs: its links are links of the site, and it looks as on GitHub."""
-    here = posixpath.dirname(address(page))
+    folder = posixpath.dirname(address(page))
 
     def turn(match):
         if match["sign"] or match["nested"]:
@@ -122,7 +122,7 @@ def turned(text: str, page: str) -> str:
         if not targets(match[0]):
             return match[0]
         link, hash, anchor = match["link"].partition("#")
-        return f"]({posixpath.relpath(address(resolved(link, page)), here or '.')}{hash}{anchor})"
+        return f"]({posixpath.relpath(address(resolved(link, page)), folder or '.')}{hash}{anchor})"
 
     return TEXT.sub(turn, text)
 

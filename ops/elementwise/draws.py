@@ -66,9 +66,9 @@ def _exchanged(b, odd, words):
     first 8 rows and the upper one for the next. odd: is the lane's column? If so `words` are those of the odd row, else of the
     even one; the lane of the neighbouring column has the others."""
     is_odd = b.icmp_unsigned("!=", odd, b.u32(0))
-    kept, sent = (b.select(is_odd, b.u32(x), b.u32(y)) for x, y in ((HIGH, LOW), (LOW, HIGH)))
-    mine = [halves_of(b, *words[n : n + 2], kept) for n in (0, 2)]
-    its = [ptx.shuffle_xor(b, halves_of(b, *words[n : n + 2], sent), QUAD) for n in (0, 2)]
+    local_half, remote_half = (b.select(is_odd, b.u32(x), b.u32(y)) for x, y in ((HIGH, LOW), (LOW, HIGH)))
+    mine = [halves_of(b, *words[n : n + 2], local_half) for n in (0, 2)]
+    its = [ptx.shuffle_xor(b, halves_of(b, *words[n : n + 2], remote_half), QUAD) for n in (0, 2)]
     even = [b.select(is_odd, y, x) for x, y in zip(mine, its)]
     return even, [b.select(is_odd, x, y) for x, y in zip(mine, its)]
 

@@ -50,9 +50,11 @@ def noted(monkeypatch, gpu):
     def call(self, stream, arrays, options, layout="bshd"):
         given = {name: form_of(x) for name, x in zip(self.names, arrays) if x is not None}
         problem, plan, results = self.steps(given, None, options, layout)
-        every = dict(zip(self.names, arrays))
-        found.extend([PlannedLaunch(step.config, every, step.kernel_args) for step in plan.steps if hasattr(step, "config")])
-        out = [every[name] if every.get(name) is not None else made(*problem.made(name)) for name in results]
+        arrays_by_name = dict(zip(self.names, arrays))
+        found.extend(
+            [PlannedLaunch(step.config, arrays_by_name, step.kernel_args) for step in plan.steps if hasattr(step, "config")]
+        )
+        out = [arrays_by_name[name] if arrays_by_name.get(name) is not None else made(*problem.made(name)) for name in results]
         return out[0] if len(out) == 1 else tuple(out)
 
     with monkeypatch.context() as patched:

@@ -121,15 +121,15 @@ class Packing:
     """Sequences of these lengths, one behind the other in one batch, with a neighbour before each. Behind the last one come
     `nobodys` tokens of no sequence.
 
-    ends: cu_seqlens, neighbours included. alone: cu_seqlens without them. mine: which tokens belong to the sequences. which:
+    ends: cu_seqlens with neighbours. cu_seqlens: those without them. mine: which tokens belong to the sequences. which:
     the numbers of the sequences among all that `ends` has."""
 
     def __init__(self, lengths: Sequence[int], neighbour: int = 1, nobodys: int = 300):
-        every = [n for length in lengths for n in (neighbour, length)]
-        self.ends = np.array([0, *accumulate(every)], np.int32)
-        self.alone = np.array([0, *accumulate(lengths)], np.int32)
-        self.which = slice(1, len(every), 2)
-        self.mine = np.repeat([*(np.arange(len(every)) % 2 == 1), False], [*every, nobodys])
+        all_lengths = [n for length in lengths for n in (neighbour, length)]
+        self.ends = np.array([0, *accumulate(all_lengths)], np.int32)
+        self.cu_seqlens = np.array([0, *accumulate(lengths)], np.int32)
+        self.which = slice(1, len(all_lengths), 2)
+        self.mine = np.repeat([*(np.arange(len(all_lengths)) % 2 == 1), False], [*all_lengths, nobodys])
         self.nobodys = slice(int(self.ends[-1]), int(self.ends[-1]) + nobodys)
 
     def spread(self, x: np.ndarray, axis: int = 1, fill: float | None = None) -> np.ndarray:

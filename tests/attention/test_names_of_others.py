@@ -70,7 +70,7 @@ def test_every_row_serves():
     """No name is in two rows, and each answer is an argument of a function, or a sentence."""
     assert len(HINTS_BY_NAME) == sum(len(names.split()) for names, *_ in ARGUMENT_HINTS)
     known = {name for function in PUBLIC for name in inspect.signature(function).parameters}
-    for theirs, every in HINTS_BY_NAME.items():
-        for ours in every:
+    for theirs, hints in HINTS_BY_NAME.items():
+        for ours in hints:
             name = re.match(r"(\w+)(=|$)", ours)
             assert name is None or name[1] in known, (theirs, ours)

@@ -106,8 +106,8 @@ def test_options_of_a_call():
     docs = torch.arange(TOKENS) // 7
     with torch.no_grad():
         out = module(x, mask=lambda b, h, i, j, docs: docs[i] == docs[j], aux=(docs,))
-        alone = torch.cat([module(part) for part in x.split([7, 7, 6], 1)], 1)
-    torch.testing.assert_close(out, alone, rtol=2**-6, atol=2**-8)
+        by_sequence = torch.cat([module(part) for part in x.split([7, 7, 6], 1)], 1)
+    torch.testing.assert_close(out, by_sequence, rtol=2**-6, atol=2**-8)
 
 
 def test_at_once_is_one_function(monkeypatch):

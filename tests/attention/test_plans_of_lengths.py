@@ -92,9 +92,9 @@ def calls(draw, name):
         else:
             extents["sequences"] = extents["batch"]
         if before and grows is not None:  # all else stays, and what grows does so by a little, but for once
-            kept = {axis: before[axis] + draw(st.sampled_from([0, 1, 1, 2, 64])) for axis in grows if axis != "batch"}
+            longer_extents = {axis: before[axis] + draw(st.sampled_from([0, 1, 1, 2, 64])) for axis in grows if axis != "batch"}
             batch = (extents if "batch" in grows else before)["batch"]
-            extents = before | (kept if draw(st.integers(0, 4)) else {}) | {"batch": batch}
+            extents = before | (longer_extents if draw(st.integers(0, 4)) else {}) | {"batch": batch}
             of_batch = "sequences", "batch_cache", "alibi_batch"
             extents |= {axis: batch for axis in of_batch if before[axis] == before["batch"]}
         before = extents

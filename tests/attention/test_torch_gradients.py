@@ -44,9 +44,9 @@ def test_torch_tensors_that_require_grad(of, options, device):
     assert not any(x.requires_grad for x in wanted)
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
     again = torch.autograd.grad(compiled(*given), given)
-    kept = torch.utils.checkpoint.checkpoint(loss, *given, use_reentrant=False)
+    checkpoint_loss = torch.utils.checkpoint.checkpoint(loss, *given, use_reentrant=False)
     functional = torch.func.grad(loss, (0, 1, 2))(*[x.detach() for x in given])
-    for one in (got, again, torch.autograd.grad(kept, given), functional):
+    for one in (got, again, torch.autograd.grad(checkpoint_loss, given), functional):
         for x, y in zip(one, wanted, strict=True):
             torch.testing.assert_close(x, y, rtol=2**-6, atol=2**-8)
 
@@ -64,8 +64,8 @@ def of_softmax(q, k, v):
 def joined(q, k, v):
     """Attention of two parts of the keys, merged by lse."""
     (out, lse), (more, its) = (attended(q, k[..., part, :], v[..., part, :]) for part in (slice(9), slice(9, None)))
-    every = lse.logaddexp(its)
-    return (lse - every).exp()[..., None] * out.double() + (its - every).exp()[..., None] * more.double(), every
+    total_lse = lse.logaddexp(its)
+    return (lse - total_lse).exp()[..., None] * out.double() + (its - total_lse).exp()[..., None] * more.double(), total_lse
 
 
 USES = {
@@ -370,9 +370,9 @@ def test_keys_that_are_numpys(options):
     """As without gradients, for tensors in host memory."""
     torch = pytest.importorskip("torch")
     q, k, v = torch_inputs(1, 8, 1, 64)
-    held = k.detach().view(torch.int16).numpy().view(bf16.np)
+    numpy_k = k.detach().view(torch.int16).numpy().view(bf16.np)
     wanted = torch.autograd.grad(attention.forward(q, k, v, **options).sum(), (q, v))
-    assert all(map(torch.equal, torch.autograd.grad(attention.forward(q, held, v, **options).sum(), (q, v)), wanted))
+    assert all(map(torch.equal, torch.autograd.grad(attention.forward(q, numpy_k, v, **options).sum(), (q, v)), wanted))
 
 
 def test_lists_that_are_made_where_a_gradient_is_to_come():

@@ -26,8 +26,8 @@ def sample(rows, adapters=3, rank=16):
 def wanted(x, w, a, b, index, scale=1.0):
     """The results in float64, row by row."""
     x, w, a, b = (y.astype(np.float64) for y in (x, w, a, b))
-    own = [x[m] @ a[e].T @ b[e] if e >= 0 else 0 * w[0] for m, e in enumerate(index)]
-    return x @ w + scale * np.stack(own)
+    lora_parts = [x[m] @ a[e].T @ b[e] if e >= 0 else 0 * w[0] for m, e in enumerate(index)]
+    return x @ w + scale * np.stack(lora_parts)
 
 
 @CARDS

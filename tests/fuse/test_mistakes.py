@@ -77,7 +77,7 @@ def scaled(x_in, w):
     return (x_in * 2.0) @ w
 
 
-def alone(x, w):
+def single_result(x, w):
     return x @ w
 
 
@@ -95,10 +95,10 @@ def test_kernels_and_parts_give_back_what_the_definition_does(dtype):
     x, w = np.ones((4, 64), dtype), np.ones((64, 48), BF16)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
-        for definition in (alone, in_a_tuple, in_a_dictionary):
+        for definition in (single_result, in_a_tuple, in_a_dictionary):
             function = fuse.kernel(definition)
             for found in (function(x, w), function.run(x, w)):
-                assert isinstance(found, tuple) == (definition is not alone)
+                assert isinstance(found, tuple) == (definition is not single_result)
                 (found,) = found if isinstance(found, tuple) else (found,)
                 assert found.shape == (4, 48) and (found == 64).all()
 

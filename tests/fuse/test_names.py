@@ -29,7 +29,7 @@ def tokens(text):
     """(kind, token, scope of its name) of a module's tokens, without comments, docstrings and imports. A name's scope is the
     function that binds it, or the module."""
     table = symtable.symtable(text, "module", "exec")
-    own = {one.get_name(): {*one.get_locals()} for one in table.get_children()}
+    locals_by_function = {one.get_name(): {*one.get_locals()} for one in table.get_children()}
     place = ""
     for line in re.sub(r'"""[\s\S]*?"""|  # .*|^# .*', "", text, flags=re.MULTILINE).splitlines():
         if line[:1] not in ("", " ", ")"):
@@ -38,7 +38,7 @@ def tokens(text):
             word = found[0].rstrip("=") if found["name"] else found[0]
             kind = "keyword" if found["keyword"] else "name" if found["name"] and not keyword.iskeyword(word) else "else"
             defined = line.startswith("def ") and found.start() == 4
-            yield kind, word, place if kind == "name" and word in own.get(place, ()) and not defined else ""
+            yield kind, word, place if kind == "name" and word in locals_by_function.get(place, ()) and not defined else ""
 
 
 def imported(text):
@@ -142,14 +142,14 @@ LISTED = """relu sigmoid tanh exp rsqrt sqrt abs maximum row_sum transpose rt fp
 
 
 @pytest.fixture(scope="module")
-def every():
+def best_candidates():
     """{title: (name, terms, best candidate)}"""
     return {case: (name, found, candidates(found, CARDS[arch])[0]) for case, name, found, arch in cases()}
 
 
-def test_all_templates_are_among_them(every):
+def test_all_templates_are_among_them(best_candidates):
     known = set()
-    for _, _, one in every.values():
+    for _, _, one in best_candidates.values():
         for kernel in one.plan.kernels:
             known |= {type(kernel).__name__, getattr(kernel, "form", type(kernel)).__name__}
     files = [importlib.import_module(one.name) for one in pkgutil.walk_packages(templates.__path__, "fuse.templates.")]
@@ -162,14 +162,14 @@ def test_all_templates_are_among_them(every):
     assert known >= (all_of & writes) - {"Product", "RowMapWriter"}, (all_of & writes) - known
 
 
-def test_all_names_in_all_places(every, monkeypatch):
+def test_all_names_in_all_places(best_candidates, monkeypatch):
     """With each name that a module binds, and each of LISTED, as the function's, an argument's, a result's or a variable's
     name, the module is the same up to names."""
     for place in (module_text, lines, attention):  # where a line ends is another matter
         monkeypatch.setattr(place, "WIDTH", 10**6)
     monkeypatch.setattr(expression_text, "LONG", 10**6)
-    first = every[next(iter(every))][1]
-    for case, (_, found, candidate) in every.items():
+    first = best_candidates[next(iter(best_candidates))][1]
+    for case, (_, found, candidate) in best_candidates.items():
         places = [len(found.inputs), len(found.outs), 1, len(found.local_names)]
 
         def text(words):

@@ -97,16 +97,16 @@ def gpu(monkeypatch):
 
 def arrays_of(name, rows, gradient=False, wide=True):
     """Arrays for an operator or its gradient."""
-    operator, every = getattr(operators, name), []
+    operator, specs = getattr(operators, name), []
     extents = {"m": rows} | (WIDE if wide and "attention" not in name else {})
     for n, shape in enumerate(SHAPES[name]):
         dtype = np.dtype(DTYPES.get((name, n), bf16.np)).name
-        every.append((tuple(extents.get(one, one) for one in shape), dtype))
+        specs.append((tuple(extents.get(one, one) for one in shape), dtype))
     if gradient:
-        every += [((), "float32")] * (len(operator.names) - len(every))
-        every += [(x.extents, "bfloat16") for x in operator._trace(tuple(Shape(*one) for one in every)).roots]
+        specs += [((), "float32")] * (len(operator.names) - len(specs))
+        specs += [(x.extents, "bfloat16") for x in operator._trace(tuple(Shape(*one) for one in specs)).roots]
     addresses = itertools.count(MEMORY, ROOM)
-    return [Tensor(next(addresses), c_ordered(*one, 0)) if one[0] else 0.5 for one in every]
+    return [Tensor(next(addresses), c_ordered(*one, 0)) if one[0] else 0.5 for one in specs]
 
 
 CASES = [(name, False) for name in SHAPES] + [(name, True) for name in GRADIENTS]
@@ -126,9 +126,9 @@ def test_once_for_each_class(gpu, name, gradient):
     for rows in (9, 40, 300, 2500):
         function.run(*arrays_of(name, rows, gradient))
         function.run(*arrays_of(name, rows + 2, gradient))  # a plan that holds for others is made of the second
-    every = {rows: arrays_of(name, rows, gradient) for rows in (10, 15, 41, 299, 304, 2520, 2559, 11, 45)}
+    arrays_by_rows = {rows: arrays_of(name, rows, gradient) for rows in (10, 15, 41, 299, 304, 2520, 2559, 11, 45)}
     gpu.slow.clear()
-    for rows, given in every.items():
+    for rows, given in arrays_by_rows.items():
         gpu.launches.clear()
         function.run(*given)
         has_launch = [*gpu.launches]
@@ -333,7 +333,7 @@ def test_many_rows_on_the_card(name):
     random.Random(0).shuffle(numbers)
     for rows in (*numbers, *numbers[::-1]):
         given = [*map(to_torch, sample(name, rows, bf16))]
-        found, alone = function(*given), function_of(name, False)(*given)
-        for mine, its in zip(*(x if isinstance(x, tuple) else (x,) for x in (found, alone)), strict=True):
+        found, fresh_result = function(*given), function_of(name, False)(*given)
+        for mine, its in zip(*(x if isinstance(x, tuple) else (x,) for x in (found, fresh_result)), strict=True):
             assert to_numpy(mine).tobytes() == to_numpy(its).tobytes()
         torch.cuda.synchronize()

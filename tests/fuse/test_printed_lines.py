@@ -79,8 +79,8 @@ def test_operators_take_80_lines(name):
         if case.name != name:
             continue
         found = case.operator._trace(inspect.shapes(case))
-        if every := candidates(found, card_of(arch)):
-            text = generate_module(case.name, found, every[0]).text
+        if plans := candidates(found, card_of(arch)):
+            text = generate_module(case.name, found, plans[0]).text
             lines, kernels = len(text.splitlines()), max(1, text.count("@cuda.jit"))
             assert lines <= (83 if case.gradient and "gelu" in name else 80) * kernels, f"{arch} {case}: {lines} lines"
             texts.append(text)

@@ -61,10 +61,10 @@ def test_what_is_printed_is_what_runs():
     x = np.random.default_rng(0).standard_normal((5, 64)).astype(bf16.np)
     run = norm_linear.run(x, G, W)
     for change, same in ((lambda text: text, True), (lambda text: text.replace("1e-05", "1e-01"), False)):
-        found, kept = {}, np.empty_like(run)
+        found, out = {}, np.empty_like(run)
         exec(compile(change(norm_linear.source(x, G, W)), "kept", "exec"), found)
-        found["launch"](x, G, W, kept)
-        assert (kept.tobytes() == run.tobytes()) is same
+        found["launch"](x, G, W, out)
+        assert (out.tobytes() == run.tobytes()) is same
 
 
 @pytest.mark.parametrize(

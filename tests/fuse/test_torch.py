@@ -278,8 +278,8 @@ def test_adapters_by_index():
     """Their values, and gradients that reach the chosen adapters only."""
     x, w, a, b = tensors((5, 40), (40, 24), (2, 8, 40), (2, 8, 24))
     index = torch.tensor([1, -1, 1, 1, 1])
-    own = (x.double()[:, None] @ a.double()[1].T @ b.double()[1])[:, 0] * (index >= 0)[:, None]
-    close(operators.lora_linear_by_index(x, w, a, b, index), x.double() @ w.double() + own)
+    lora_part = (x.double()[:, None] @ a.double()[1].T @ b.double()[1])[:, 0] * (index >= 0)[:, None]
+    close(operators.lora_linear_by_index(x, w, a, b, index), x.double() @ w.double() + lora_part)
     b.requires_grad_()
     operators.lora_linear_by_index(x, w, a, b, index).sum().backward()
     low = (x.double() @ a.double()[1].T)[index >= 0].sum(0)

@@ -53,9 +53,11 @@ def other_tests(path: str) -> tuple[str, ...]:
     """The other test files of its package that speak of its module, or of what imports it."""
     module = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
     stems = {module.rpartition(".")[2]} | {Path(other).stem for other in sources() if _imports(other, module)}
-    folder, own = f"tests/{path.partition('/')[0]}/", own_tests(path)
+    folder, tests_of_file = f"tests/{path.partition('/')[0]}/", own_tests(path)
     speaks = re.compile(rf"\b({'|'.join(map(re.escape, sorted(stems)))})\b")
-    return tuple(t for t in files_of_tests() if t.startswith(folder) and t not in own and speaks.search((ROOT / t).read_text()))
+    return tuple(
+        t for t in files_of_tests() if t.startswith(folder) and t not in tests_of_file and speaks.search((ROOT / t).read_text())
+    )
 
 
 def _imports(path, module):

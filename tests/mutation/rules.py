@@ -77,7 +77,7 @@ def literal(node: ast.AST) -> bool:
     return text or isinstance(node, ast.List | ast.Tuple | ast.JoinedStr | ast.Dict | ast.Set | ast.ListComp)
 
 
-def moved(source: SourceFile, node: ast.AST, by: str) -> Edit:
+def shift_by_one(source: SourceFile, node: ast.AST, by: str) -> Edit:
     """`node` becomes `node + 1` or `node - 1`."""
     text = source.text(node)
     if isinstance(node, ast.Constant):
@@ -146,7 +146,7 @@ def misses_an_edge(node, source) -> Faults:
         if type(op) in EDGES and number(right):
             old, new, by = EDGES[type(op)]
             yield f"{new}for{old}", (source.between(left, right, old, new),)
-            yield f"{old}{by}".replace(" ", ""), (moved(source, right, by),)
+            yield f"{old}{by}".replace(" ", ""), (shift_by_one(source, right, by),)
         elif type(op) in OPPOSITES:
             old, new = OPPOSITES[type(op)]
             yield f"{new}for{old}".replace(" ", "_"), (source.between(left, right, old, new),)
@@ -167,9 +167,9 @@ def ends_a_range_elsewhere(node, source) -> Faults:
         stop = node.args[min(len(node.args) - 1, 1)]
         for by in ("+ 1", "- 1"):
             if number(stop):
-                yield f"range{by}".replace(" ", ""), (moved(source, stop, by),)
+                yield f"range{by}".replace(" ", ""), (shift_by_one(source, stop, by),)
         if len(node.args) > 1 and number(node.args[0]):
-            yield "range-start+1", (moved(source, node.args[0], "+ 1"),)
+            yield "range-start+1", (shift_by_one(source, node.args[0], "+ 1"),)
 
 
 @rule(ast.Call)
@@ -179,7 +179,7 @@ def counts_one_off(node, source) -> Faults:
     for value in node.args[place : place + 1]:
         if number(value) and not (called(node) == "int32" and not isinstance(value, ast.BinOp)):
             for by in ("+ 1", "- 1"):
-                yield f"{called(node)}{by}".replace(" ", ""), (moved(source, value, by),)
+                yield f"{called(node)}{by}".replace(" ", ""), (shift_by_one(source, value, by),)
 
 
 @rule(ast.Subscript)
@@ -190,16 +190,16 @@ def takes_a_neighbour(node, source) -> Faults:
             case ast.Slice(lower=lower, upper=upper):
                 for bound, bys in ((lower, ("+ 1",)), (upper, ("+ 1", "- 1"))):
                     if bound and number(bound):
-                        yield from ((f"slice{by}".replace(" ", ""), (moved(source, bound, by),)) for by in bys)
+                        yield from ((f"slice{by}".replace(" ", ""), (shift_by_one(source, bound, by),)) for by in bys)
             case ast.Constant(value=int()) | ast.BinOp(op=ast.Add() | ast.Sub() | ast.Mult() | ast.FloorDiv() | ast.Mod()):
-                yield "index+1", (moved(source, index, "+ 1"),)
+                yield "index+1", (shift_by_one(source, index, "+ 1"),)
 
 
 @rule(ast.Call)
 def emits_another_number(node, source) -> Faults:
     """An immediate of an instruction is one more."""
     if by_builder(node) and called(node) in ("u32", "i32", "u64", "i64") and len(node.args) == 1 and number(node.args[0]):
-        yield "immediate+1", (moved(source, node.args[0], "+ 1"),)
+        yield "immediate+1", (shift_by_one(source, node.args[0], "+ 1"),)
 
 
 # ---- arithmetic ----------------------------------------------------------------------------------------------------
@@ -212,7 +212,7 @@ def takes_another_operator(node, source) -> Faults:
                 old, new = SIGNS[type(op)]
                 yield f"{new}for{old}", (source.between(left, right, old, new),)
             if isinstance(op, ast.Mult) and isinstance(left, PLACES) and isinstance(right, PLACES):
-                yield "*+1", (moved(source, right, "+ 1"),)
+                yield "*+1", (shift_by_one(source, right, "+ 1"),)
         case ast.UnaryOp(
             op=ast.USub(), operand=ast.BinOp(left=ast.UnaryOp(op=ast.USub()) as under, op=ast.FloorDiv()) as quotient
         ):
@@ -254,9 +254,9 @@ def does_not_look(node, source) -> Faults:
     """A check refuses nothing; a condition holds always, or never."""
     tests = [node.test] if isinstance(node, ast.If | ast.IfExp) else getattr(node, "ifs", [])
     for test in tests:
-        kept = any(isinstance(n, ast.NamedExpr) for n in ast.walk(test))  # which is read later
-        never, always = (b"((%s) and False)", b"((%s) or True)") if kept else (b"False", b"True")
-        text = (source.text(test),) if kept else ()
+        binds_a_name = any(isinstance(n, ast.NamedExpr) for n in ast.walk(test))  # which is read later
+        never, always = (b"((%s) and False)", b"((%s) or True)") if binds_a_name else (b"False", b"True")
+        text = (source.text(test),) if binds_a_name else ()
         if isinstance(node, ast.If) and refuses(node.body[-1]):
             yield "unchecked", (source.replaced(test, never % text),)
         else:
@@ -277,9 +277,9 @@ def forgets_a_condition(node, source) -> Faults:
     gaps = tuple(source.between(one, other, old, new) for one, other in zip(node.values, node.values[1:]))
     yield f"{new}for{old}", gaps
     for index, value in enumerate(node.values):
-        kept = [b"(%s)" % source.text(other) for k, other in enumerate(node.values) if k != index]
+        other_values = [b"(%s)" % source.text(other) for k, other in enumerate(node.values) if k != index]
         if not any(isinstance(n, ast.NamedExpr) for n in ast.walk(value)):  # which is read later
-            yield f"drop-{old}", (source.replaced(node, b"(%s)" % f" {old} ".encode().join(kept)),)
+            yield f"drop-{old}", (source.replaced(node, b"(%s)" % f" {old} ".encode().join(other_values)),)
 
 
 @rule(ast.keyword, ast.Return, ast.Call)

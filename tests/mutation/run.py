@@ -80,8 +80,8 @@ class Workplace:
         stat = file.stat()
         file.write_bytes(data)
         os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-        for kept in (file.parent / "__pycache__").glob(f"{file.stem}.*.pyc"):
-            kept.unlink()
+        for bytecode in (file.parent / "__pycache__").glob(f"{file.stem}.*.pyc"):
+            bytecode.unlink()
 
 
 class FirstFailure:
@@ -126,7 +126,8 @@ class Runner:
     def __init__(self, jobs: int = 1, limit: float = 240, test_limit: float = 60, others: bool = False, root: Path = ROOT):
         self.limit, self.test_limit, self.others, self.root = limit, test_limit, others, root
         self.order, self.fails_anyway = LikeliestFirst(), {}
-        self.kept = tempfile.mkdtemp(prefix="mutation-kernels-")  # by digests of all they are made from: one place for all
+        # by digests of all that kernels are made from: one folder for all trees
+        self.kernel_cache = tempfile.mkdtemp(prefix="mutation-kernels-")
         self.places = queue.SimpleQueue()
         self.all_places = [Workplace(root) for _ in range(jobs)]
         for place in self.all_places:
@@ -135,12 +136,12 @@ class Runner:
     def close(self):
         for place in self.all_places:
             place.close()
-        shutil.rmtree(self.kept, ignore_errors=True)
+        shutil.rmtree(self.kernel_cache, ignore_errors=True)
 
     def tested(self, place: Workplace, tests, mutation: Mutation, avoided=frozenset()) -> Outcome:
         """Run tests on a copy of the tree as it is now."""
         receiving, sending = SERVER.Pipe(duplex=False)
-        environment = SEEN | {"TILES_CACHE_DIR": self.kept}
+        environment = SEEN | {"TILES_CACHE_DIR": self.kernel_cache}
         arguments = [*tests, f"--timeout={self.test_limit:g}"]
         with tempfile.NamedTemporaryFile() as said:
             given = (str(place.tree), arguments, environment, sending, said.name, mutation.path, mutation.function)
@@ -172,8 +173,8 @@ class Runner:
     def _fails_anyway(self, place, failed, mutation):
         """Does a test fail, or a file not even load, without the fault?"""
         if failed not in self.fails_anyway:
-            alone = [failed] if "::" in failed else [failed, "--collect-only"]
-            self.fails_anyway[failed] = bool(self.tested(place, alone, mutation).failed)
+            selection = [failed] if "::" in failed else [failed, "--collect-only"]
+            self.fails_anyway[failed] = bool(self.tested(place, selection, mutation).failed)
             if self.fails_anyway[failed]:
                 print(f"fails without any fault, and tells nothing: {failed}", flush=True)
         return self.fails_anyway[failed]

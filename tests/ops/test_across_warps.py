@@ -115,16 +115,16 @@ def test_two_warpgroups_reduce_apart(run, sample):
 def test_any_and_all(run, scope, true):
     """Each warp has a condition of its own, and all warps branch alike."""
     group, T = getattr(ops, scope), rt(16, 16, fp32)
-    some, every = group.reduce_any, group.reduce_all
+    reduce_any, reduce_all = group.reduce_any, group.reduce_all
 
     @cuda.jit
     def body(x, out):
         warp = cuda.threadIdx.x // 32
         mask = load(x, T, (16 * warp, 0))
         for _ in range(2):
-            if some(ops.tile_any(mask)):
+            if reduce_any(ops.tile_any(mask)):
                 store(out, full(N, 1.0), (warp, 0, 0))
-            if every(ops.tile_all(mask)):
+            if reduce_all(ops.tile_all(mask)):
                 store(out, full(N, 1.0), (warp, 1, 0))
 
     x, out = np.zeros((64, 16), np.float32), np.zeros((4, 2, 16), np.float32)

@@ -76,8 +76,8 @@ def test_numbers_of_all_blocks(run, blocks):
         (parts,) = smem.open()
         cluster.sync()
         for n in range(2):
-            own = x[cuda.blockIdx.x, n]
-            total, greatest = sum_over_cluster(own, parts, blocks), max_over_cluster(own, parts, blocks)
+            value = x[cuda.blockIdx.x, n]
+            total, greatest = sum_over_cluster(value, parts, blocks), max_over_cluster(value, parts, blocks)
             if warpgroup.rank() == 1:
                 store(y, zeros(TILE) + total, (cuda.blockIdx.x, n, 0, 0, 0))
                 store(y, zeros(TILE) + greatest, (cuda.blockIdx.x, n, 1, 0, 0))

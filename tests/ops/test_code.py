@@ -327,15 +327,15 @@ def test_the_loop_of_an_online_softmax():
 PARTIAL = replace(T.col_vec, partial=True)
 
 
-@pytest.mark.parametrize("held", [False, True])
-def test_a_grid_waits_when_told(held):
+@pytest.mark.parametrize("after_quotient", [False, True])
+def test_a_grid_waits_when_told(after_quotient):
     """grid.follow is a block's first instruction, unless it comes after a quotient."""
 
     @cuda.jit
     def body(y, n):
         quotient, _ = divmod(cuda.blockIdx.x, n)
-        grid.wait(quotient if held else None)
+        grid.wait(quotient if after_quotient else None)
         y[quotient] = 1.0
 
     order = [i.opcode.split(".")[0] for i in sass.listing(code(body, blank((4,)), 3))]
-    assert (order.index("ACQBULK") > order.index("I2F")) == held
+    assert (order.index("ACQBULK") > order.index("I2F")) == after_quotient

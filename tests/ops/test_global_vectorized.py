@@ -28,12 +28,12 @@ def same(got, want):
     return np.array_equal(got.astype(np.float32), want, equal_nan=True)
 
 
-@pytest.mark.parametrize(("cols", "held", "dtype"), pairs(COLS, [bf16, fp16, fp32], [*HALVES, *HALVES[::-1]]))
-def test_every_width_at_every_edge(run, sample, cols, held, dtype):
+@pytest.mark.parametrize(("cols", "tile_dtype", "dtype"), pairs(COLS, [bf16, fp16, fp32], [*HALVES, *HALVES[::-1]]))
+def test_every_width_at_every_edge(run, sample, cols, tile_dtype, dtype):
     """Rows and columns cross every edge of the array; each 8 columns are inside or outside."""
     shape = (21, cols + 24)
     places = [(0, 0), (0, 24), (5, 8), (9, 40), (-3, -8), (-16, 0), (20, cols), (2, -16), (0, cols + 16), (100, 0), (0, -cols)]
-    T, n = rt(16, cols, held), len(places)
+    T, n = rt(16, cols, tile_dtype), len(places)
 
     @cuda.jit
     def body(x, at, y):
@@ -41,7 +41,7 @@ def test_every_width_at_every_edge(run, sample, cols, held, dtype):
         for i in range(n):
             store(y, tile, (i, at[i, 0], at[i, 1]), aligned=True)
 
-    x, (y, check) = sample((16, cols), held), guarded((n, *shape), dtype, aligned=True)
+    x, (y, check) = sample((16, cols), tile_dtype), guarded((n, *shape), dtype, aligned=True)
     run(body, x, np.array(places, np.int32), y)
     check()
     for i, at in enumerate(places):
@@ -68,11 +68,13 @@ def test_fp32_comes_by_four_columns(run, sample):
         assert same(y[i], placed(shape, at, x)) and same(z[i], placed(shape, at, h.astype(np.float32))), f"store at {at}"
 
 
-@pytest.mark.parametrize(("cols", "dtype", "held"), pairs([32, 64, 96, 128], [fp8e4m3, fp8e5m2], [fp8e4m3, fp8e5m2, fp8e5m2]))
-def test_fp8_comes_by_sixteen_columns(run, sample, cols, dtype, held):
+@pytest.mark.parametrize(
+    ("cols", "dtype", "tile_dtype"), pairs([32, 64, 96, 128], [fp8e4m3, fp8e5m2], [fp8e4m3, fp8e5m2, fp8e5m2])
+)
+def test_fp8_comes_by_sixteen_columns(run, sample, cols, dtype, tile_dtype):
     """Tiles are loaded from an array of one fp8 dtype and stored to one of the other, at every edge."""
     shape, places = (37, cols + 48), [(0, 0), (3, 16), (-7, -16), (30, 48), (-32, 0), (0, cols), (100, 32)]
-    T, n = rt(32, cols, held), len(places)
+    T, n = rt(32, cols, tile_dtype), len(places)
 
     @cuda.jit
     def body(x, at, y, z):
@@ -82,11 +84,11 @@ def test_fp8_comes_by_sixteen_columns(run, sample, cols, dtype, held):
             store(z, tile, (i, at[i, 0], at[i, 1]), aligned=True)
 
     (x, _), (y, check_y), (z, check_z) = (
-        guarded(shape, held, aligned=True),
+        guarded(shape, tile_dtype, aligned=True),
         guarded((n, 32, cols), dtype, aligned=True),
         guarded((n, *shape), dtype, aligned=True),
     )
-    x[...] = sample(shape, held)
+    x[...] = sample(shape, tile_dtype)
     run(body, x, np.array(places, np.int32), y, z)
     check_y()
     check_z()
@@ -96,11 +98,11 @@ def test_fp8_comes_by_sixteen_columns(run, sample, cols, dtype, held):
         assert same(y[i], tile) and same(z[i], placed(shape, at, tile)), f"at {at}"
 
 
-@pytest.mark.parametrize(("cols", "held", "dtype"), pairs(COLS, [bf16, fp16, fp32], [*HALVES, *HALVES[::-1]]))
-def test_stores_of_pairs(run, sample, cols, held, dtype):
+@pytest.mark.parametrize(("cols", "tile_dtype", "dtype"), pairs(COLS, [bf16, fp16, fp32], [*HALVES, *HALVES[::-1]]))
+def test_stores_of_pairs(run, sample, cols, tile_dtype, dtype):
     """Columns are stored in pairs, to rows that begin 4 bytes past a multiple of 8, or 2 past a multiple of 4."""
     shape, places = (21, cols + 22), [(0, 0), (0, 22), (5, 6), (-3, -2), (-16, 0), (20, cols), (0, cols + 20), (100, 0)]
-    T, n = rt(16, cols, held), len(places)
+    T, n = rt(16, cols, tile_dtype), len(places)
 
     @cuda.jit
     def body(x, at, y, z):
@@ -109,7 +111,7 @@ def test_stores_of_pairs(run, sample, cols, held, dtype):
             store(y, tile, (i, at[i, 0], at[i, 1]), aligned=4)
             store(z, tile, (i, at[i, 0], at[i, 1]), aligned=2)
 
-    x, pairs, single = (sample((16, cols), held), *(np.zeros((n, 21, cols + size), dtype.np) for size in (26, 25)))
+    x, pairs, single = (sample((16, cols), tile_dtype), *(np.zeros((n, 21, cols + size), dtype.np) for size in (26, 25)))
     y, z = pairs[..., 2:-2], single[..., 1:-2]
     y[...] = z[...] = np.nan
     run(body, x, np.array(places, np.int32), y, z)
@@ -120,24 +122,24 @@ def test_stores_of_pairs(run, sample, cols, held, dtype):
         assert same(y[i], want) and same(z[i], want), f"store at {at}"
 
 
-@pytest.mark.parametrize(("cols", "held", "dtype"), pairs(COLS, DTYPES, [*DTYPES, bf16]))
-def test_loads_at_every_edge(run, sample, cols, held, dtype):
+@pytest.mark.parametrize(("cols", "tile_dtype", "dtype"), pairs(COLS, DTYPES, [*DTYPES, bf16]))
+def test_loads_at_every_edge(run, sample, cols, tile_dtype, dtype):
     """Elements outside the array are 0, as for any load."""
     shape = (21, cols + 24)
     places = [(0, 0), (0, 24), (5, 8), (-3, -8), (-16, 0), (20, cols), (2, -16), (0, cols + 16), (100, 0), (0, -cols)]
-    T, n = rt(16, cols, held), len(places)
+    T, n = rt(16, cols, tile_dtype), len(places)
 
     @cuda.jit
     def body(x, at, y):
         for i in range(n):
             store(y, load(x, T, (at[i, 0], at[i, 1]), aligned=True), (i, 0, 0))
 
-    (x, check), y = guarded(shape, dtype, aligned=True), blank((n, 16, cols), held)
+    (x, check), y = guarded(shape, dtype, aligned=True), blank((n, 16, cols), tile_dtype)
     x[...] = sample(shape, dtype)
     run(body, x, np.array(places, np.int32), y)
     check()
     for i, at in enumerate(places):
-        want = np.nan_to_num(placed((16, cols), (-at[0], -at[1]), x.astype(np.float32)), nan=0).astype(held.np)
+        want = np.nan_to_num(placed((16, cols), (-at[0], -at[1]), x.astype(np.float32)), nan=0).astype(tile_dtype.np)
         assert same(y[i], want.astype(np.float32)), f"load at {at}"
 
 

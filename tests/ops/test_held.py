@@ -85,15 +85,15 @@ def test_four_together_lie_at_multiples_of_16_bytes(backend, adds):
     T = rt(16, 16, fp32)
 
     @cuda.jit
-    def added(sums, first):
+    def add_four(sums, first):
         add_held(sums, zeros(T), (first,), 4)
 
     @cuda.jit
-    def taken(sums, y, first):
+    def load_four(sums, y, first):
         store(y, load_held(sums, T, (first,), 4), (0, 0))
 
     sums, y = np.zeros(512, np.float32), np.zeros((16, 16), np.float32)
-    kernel, arrays = (added, (sums,)) if adds else (taken, (sums, y))
+    kernel, arrays = (add_four, (sums,)) if adds else (load_four, (sums, y))
     backend(kernel, *arrays, 4)
     with pytest.raises(Hazard, match="no multiple") as found:
         backend(kernel, *arrays, 6)

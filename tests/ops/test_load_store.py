@@ -41,11 +41,11 @@ def test_tiles_ragged_on_every_side(run, sample, dtype, order, step, side):
     for i, at in enumerate(PLACES):
         assert (back[i] == cut(x, at, (high, 32))).all(), f"load at {at}"
         written = cut(np.ones(shape, bool), at, (high, 32))
-        here = np.zeros(shape, bool)
+        mask = np.zeros(shape, bool)
         rows, cols = (slice(max(a, 0), max(a + size, 0)) for a, size in zip(at, (high, 32), strict=True))
-        here[rows, cols] = True
-        assert here.sum() == written.sum()
-        assert (y[i][here] == x[here]).all() and np.isnan(y[i][~here].astype(np.float32)).all(), f"store at {at}"
+        mask[rows, cols] = True
+        assert mask.sum() == written.sum()
+        assert (y[i][mask] == x[mask]).all() and np.isnan(y[i][~mask].astype(np.float32)).all(), f"store at {at}"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -63,13 +63,13 @@ def test_every_mask_counts_rows_through_the_warpgroup(run, sample, names):
     n = len(at)
 
     @cuda.jit
-    def body(x, at, out, other, ragged, own):
+    def body(x, at, out, other, ragged, warp_fill):
         a = warpgroup.load(x, T, (0, 0))
         for i in range(n):
             warpgroup.store(out, first(a, at[i], 0.0), (i, 0, 0))
             warpgroup.store(other, second(a, at[i], 0.0), (i, 0, 0))
             warpgroup.store(ragged, warpgroup.outside_fill(a, at[i], 32 - at[i] // 4, -1.0), (i, 0, 0))
-            warpgroup.store(own, ops.outside_fill(a, at[i], 20, -1.0), (i, 0, 0))
+            warpgroup.store(warp_fill, ops.outside_fill(a, at[i], 20, -1.0), (i, 0, 0))
 
     x, outs = sample((64, 32)), [blank((n, 64, 32)) for _ in range(4)]
     run(body, x, np.array(at, np.int32), *outs, warps=4)

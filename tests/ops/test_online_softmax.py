@@ -43,8 +43,8 @@ def test_the_growth_of_2_byte_vectors_is_not_rounded(run, dtype):
     assert (out == old).all()
 
 
-@pytest.mark.parametrize(("shape", "moved"), pairs([(16, 32), (48, 16)], [[], [0], [15, 8], range(16)]), ids=str)
-def test_rescale_is_a_product(run, sample, shape, moved):
+@pytest.mark.parametrize(("shape", "rows"), pairs([(16, 32), (48, 16)], [[], [0], [15, 8], range(16)]), ids=str)
+def test_rescale_is_a_product(run, sample, shape, rows):
     """No row, one row or all rows have a factor other than 1; NaN and infinity are factors, too."""
     T = rt(*shape, fp32)
 
@@ -53,9 +53,9 @@ def test_rescale_is_a_product(run, sample, shape, moved):
         store(out, rescale(load(x, T, (0, 0)), load(alpha, T.col_vec, (0,))), (0, 0))
 
     x, alpha, out = sample(shape), np.ones(shape[0], np.float32), blank(shape)
-    alpha[list(moved)] = sample(len(moved))
-    if len(moved) > 1:
-        alpha[list(moved)[:2]] = np.nan, 0.0
+    alpha[list(rows)] = sample(len(rows))
+    if len(rows) > 1:
+        alpha[list(rows)[:2]] = np.nan, 0.0
     run(body, x, alpha, out)
     assert np.array_equal(out, x * alpha[:, None], equal_nan=True)
 

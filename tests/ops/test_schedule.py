@@ -118,10 +118,10 @@ def test_the_blocks_of_a_cluster_take_a_tile_together(backend, size):
 
         return body
 
-    alone, said = np.zeros((8 // size, 6), np.int64), np.zeros((8, 6), np.int64)
-    backend(kernel(1), (8 // size, 1, 1), 32, [alone])
-    backend(kernel(size), (8, 1, 1), 32, [said], cluster=(size, 1, 1))
-    assert (said == alone.repeat(size, axis=0)).all()
+    by_cluster, by_block = np.zeros((8 // size, 6), np.int64), np.zeros((8, 6), np.int64)
+    backend(kernel(1), (8 // size, 1, 1), 32, [by_cluster])
+    backend(kernel(size), (8, 1, 1), 32, [by_block], cluster=(size, 1, 1))
+    assert (by_block == by_cluster.repeat(size, axis=0)).all()
 
 
 def test_longest_first_shares_the_work():

@@ -15,9 +15,9 @@ FORMS = [  # (shape, held, dtype, first): of each three of these all combination
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("shape, held, dtype, first", FORMS, ids=str)
-def test_maps_and_sums_of_rows(run, sample, shape, held, dtype, first):
-    """Tiles of `dtype` from arrays of `held`, one of which ends inside the tile."""
+@pytest.mark.parametrize("shape, array_dtype, dtype, first", FORMS, ids=str)
+def test_maps_and_sums_of_rows(run, sample, shape, array_dtype, dtype, first):
+    """Tiles of `dtype` from arrays of `array_dtype`, one of which ends inside the tile."""
     T = rt(*shape, dtype)
 
     @cuda.jit
@@ -27,10 +27,10 @@ def test_maps_and_sums_of_rows(run, sample, shape, held, dtype, first):
         store(sums, row_sum(fp32(one)), (0, 0), cols=0)
 
     x, y = (
-        np.round(sample((shape[0], shape[1] + 1)) * 4).astype(held.np),
-        np.round(sample((9, shape[1] + 8)) * 4).astype(held.np),
+        np.round(sample((shape[0], shape[1] + 1)) * 4).astype(array_dtype.np),
+        np.round(sample((9, shape[1] + 8)) * 4).astype(array_dtype.np),
     )
-    z, sums = blank((shape[0], shape[1] + first), held), blank((shape[0], 1))
+    z, sums = blank((shape[0], shape[1] + first), array_dtype), blank((shape[0], 1))
     run(kernel, x if first else np.ascontiguousarray(x[:, :-1]), y, z, sums)
     wanted = x[:, first:][:, : shape[1]].astype(np.float32)
     assert (sums[:, 0] == wanted.sum(1)).all()
@@ -38,8 +38,10 @@ def test_maps_and_sums_of_rows(run, sample, shape, held, dtype, first):
     assert (z[:, first:] == wanted).all()
 
 
-@pytest.mark.parametrize("held, dtype, first", [(bf16, fp32, 0), (fp16, fp32, 1), (fp32, fp32, 0), (bf16, bf16, 0)], ids=str)
-def test_vectors_along_columns(run, sample, held, dtype, first):
+@pytest.mark.parametrize(
+    "array_dtype, dtype, first", [(bf16, fp32, 0), (fp16, fp32, 1), (fp32, fp32, 0), (bf16, bf16, 0)], ids=str
+)
+def test_vectors_along_columns(run, sample, array_dtype, dtype, first):
     """Vectors have the column order of tiles; the array ends inside the vector."""
     T = rt(16, 96, dtype)
 
@@ -48,12 +50,12 @@ def test_vectors_along_columns(run, sample, held, dtype, first):
         product = fp32(load_unordered(x, T, (0, first))) * fp32(load_unordered(y, T.row_vec, (1, first)))
         store_unordered(z, product, (0, first))
 
-    x, y = (np.round(sample(shape) * 4).astype(held.np) for shape in ((16, 97), (2, 88)))
-    z = blank((16, 97), held)
+    x, y = (np.round(sample(shape) * 4).astype(array_dtype.np) for shape in ((16, 97), (2, 88)))
+    z = blank((16, 97), array_dtype)
     run(kernel, x[:, :96].copy() if not first else x, y, z)
     width = y.shape[1] - first
     wanted = x[:, first : first + width].astype(np.float32) * y[1, first:].astype(np.float32)
-    assert (z[:, first : first + width] == wanted.astype(held.np)).all() and (z[:, y.shape[1] : first + 96] == 0).all()
+    assert (z[:, first : first + width] == wanted.astype(array_dtype.np)).all() and (z[:, y.shape[1] : first + 96] == 0).all()
 
 
 @pytest.mark.parametrize(("first", "rows"), [(0, 16), (0, 9), (1, 16)], ids=["eight bytes", "fewer rows", "byte by byte"])

@@ -58,8 +58,8 @@ KINDS = [(fp32, bf16, 64), (fp16, fp32, 48), (bf16, bf16, 48), (fp8e5m2, fp8e4m3
 
 @pytest.mark.parametrize(("case", "kind"), pairs(CASES, KINDS), ids=str)
 def test_tiles_at_every_edge(run, sample, case, kind):
-    held, dtype, cols = kind
-    T, n = rt(32 if dtype.itemsize == 1 else 16, cols, held), len(PLACES)
+    tile_dtype, dtype, cols = kind
+    T, n = rt(32 if dtype.itemsize == 1 else 16, cols, tile_dtype), len(PLACES)
 
     @cuda.jit
     def body(x, at, out, y):
@@ -75,7 +75,7 @@ def test_tiles_at_every_edge(run, sample, case, kind):
         run(body, x, np.array([*PLACES, (chosen, target[0]), (target[1], 0)], np.int32), out, y)
         check()
         for i, at in enumerate(PLACES):
-            want = dtype.round(held.round(cut(x.astype(np.float32), at, T.shape)[0]).astype(np.float32))
+            want = dtype.round(tile_dtype.round(cut(x.astype(np.float32), at, T.shape)[0]).astype(np.float32))
             assert np.array_equal(out[i].astype(np.float32), want.astype(np.float32)), f"load at {at}"
         want, there = cut(out[chosen].astype(np.float32), np.negative(target), y.shape)
         assert np.array_equal(y.astype(np.float32), np.where(there, want, np.nan), equal_nan=True), f"store at {target}"

@@ -71,12 +71,12 @@ def tensors(*shape, n=2):
     return [torch.zeros(shape) for _ in range(n)]
 
 
-def warm(call, *arrays, **told):
+def warm(call, *arrays, **options):
     """Calls, until another one of the form is not read in full."""
     for _ in range(3):
-        found = call(*arrays, **told)
+        found = call(*arrays, **options)
     count = call.read
-    call(*arrays, **told)
+    call(*arrays, **options)
     assert call.read == count, "it is expected"
     RUNS.clear()
     call.read = call.planned = 0

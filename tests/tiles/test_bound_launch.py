@@ -70,15 +70,15 @@ def test_a_list_of_addresses_that_changes_is_written(gpu):
 
 def test_inputs_that_take_turns_are_written_once(gpu, encoded, monkeypatch):
     """As many as frames are kept; of more the one used longest ago is forgotten, and its frame written anew."""
-    bound, written, kept = bound_to_maps(gpu), [], bound_launches.RECENT
+    bound, written, most = bound_to_maps(gpu), [], bound_launches.RECENT
     real = bound_launches.ParameterFrame.write
     monkeypatch.setattr(
         bound_launches.ParameterFrame, "write", lambda frame, *args: written.append(frame) or real(frame, *args)
     )
-    for n in [*range(kept), *range(kept), 0, kept, 0, 1, 2]:  # 0 was used a moment before `kept` came, 1 was not
+    for n in [*range(most), *range(most), 0, most, 0, 1, 2]:  # 0 was used a moment before `most` came, 1 was not
         bound(0, 4096 * n, 0, 0)
-        assert gpu.launches[-1][1][0] == 4096 * n and len(frames_of(bound)) <= kept
-    assert len(written) == kept + 3 and len(set(map(id, written))) == kept
+        assert gpu.launches[-1][1][0] == 4096 * n and len(frames_of(bound)) <= most
+    assert len(written) == most + 3 and len(set(map(id, written))) == most
 
 
 def test_a_launch_keeps_its_frame(gpu, encoded, monkeypatch, collect):

@@ -117,9 +117,9 @@ def test_it_has_a_size(place, monkeypatch):
     for k in range(20):
         cache.store(str(k), kernel(k))
         assert sum(file.stat().st_size for file in cache_files.entries(place)) <= 105_000
-    kept = [k for k in range(20) if cache.load(str(k))]
-    assert 19 in kept and 8 <= len(kept) <= 10
-    assert all(cache.load(str(k)) == kernel(k) for k in kept)
+    surviving_keys = [k for k in range(20) if cache.load(str(k))]
+    assert 19 in surviving_keys and 8 <= len(surviving_keys) <= 10
+    assert all(cache.load(str(k)) == kernel(k) for k in surviving_keys)
 
 
 def test_what_was_read_longest_ago_goes_first(place, monkeypatch):

@@ -60,7 +60,7 @@ def give(monkeypatch):
     return call
 
 
-def kept(place, code=OURS, name="a"):
+def store_entry(place, code=OURS, name="a"):
     """The file of an entry, made."""
     cache.store(name, code)
     assert cache.load(name) == code
@@ -79,7 +79,7 @@ def modes(place):
 def test_files_and_folders_are_this_user_s_alone(mask, place, umask, monkeypatch):
     monkeypatch.setenv("TILES_CACHE_DIR", str(place / "deeper" / "still"))
     umask(mask)
-    file = kept(place / "deeper" / "still")
+    file = store_entry(place / "deeper" / "still")
     assert modes(place) == ({0o700, 0o600}, 0o700) and stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
@@ -88,10 +88,10 @@ def test_a_folder_that_the_user_has_made(place, umask):
     left open."""
     place.mkdir(mode=0o755)
     umask(0o002)
-    file = kept(place)
+    file = store_entry(place)
     assert modes(place) == ({0o700, 0o600}, 0o755)
     file.parent.chmod(0o775)
-    kept(place)
+    store_entry(place)
     assert modes(place)[0] == {0o700, 0o600}
 
 
@@ -139,7 +139,7 @@ KINDS = ["stranger_s", "by_group", "by_all", "link_to_ours", "link_to_theirs", "
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_file_that_another_may_have_written_is_not_loaded(kind, place, give, tmp_path, caplog):
-    file = kept(place)
+    file = store_entry(place)
     make = unsafe_files(file, give, tmp_path)[kind]
     file.unlink()
     make()
@@ -152,13 +152,13 @@ def test_a_file_that_another_may_have_written_is_not_loaded(kind, place, give, t
         [_, (text, advice)] = findings()
         assert text.startswith(f"1 of 1 entries are not loaded: {file} belongs to") and "TILES_CACHE_TRUSTED" in advice
     if kind != "folder":
-        kept(place)  # compiled anew, and kept in its place
+        store_entry(place)  # compiled anew, and kept in its place
         assert not file.is_symlink() and len(findings()) == 1
 
 
 def test_replaced_after_it_was_opened(place, monkeypatch):
     """What is asked about its owner is what is read."""
-    file, theirs = kept(place), kept(place, THEIRS, "b")
+    file, theirs = store_entry(place), store_entry(place, THEIRS, "b")
     real = os.fstat
 
     def slow(descriptor):
@@ -191,25 +191,25 @@ def test_a_folder_that_others_may_write_to_is_used_only_if_it_is_named(kind, pla
     text = f"{place} {text.format(stranger=STRANGER, me=cache_files.user(os.geteuid()))}"
     [said] = [record.message for record in caplog.records]
     assert text in said and f"set TILES_CACHE_TRUSTED={place}" in said and (f"chmod go-w {place}" in said) == mine
-    [(told, advice)] = findings()
-    assert told == f"off: {text}" and f"TILES_CACHE_TRUSTED={place}" in advice and advice in said
+    [(finding, advice)] = findings()
+    assert finding == f"off: {text}" and f"TILES_CACHE_TRUSTED={place}" in advice and advice in said
 
     monkeypatch.setenv("TILES_CACHE_TRUSTED", str(place.parent))  # another one
     assert cache.folder() is None
     umask(0o002)
     monkeypatch.setenv("TILES_CACHE_TRUSTED", f"{place}/../{place.name}")
-    file = kept(place)
+    file = store_entry(place)
     assert stat.S_IMODE(file.stat().st_mode) == 0o664 and stat.S_IMODE(file.parent.stat().st_mode) == 0o775  # for the group
     give(file)
     assert cache.load("a") == OURS
-    [(told, advice)] = findings()
-    assert "trusted whoever wrote it, 1 entries" in told and not advice
+    [(finding, advice)] = findings()
+    assert "trusted whoever wrote it, 1 entries" in finding and not advice
 
 
 def test_the_doctor_says_where_the_cache_is_and_how_full(place, monkeypatch):
     monkeypatch.setenv("TILES_CACHE_BYTES", str(3 * 2**20))
     assert findings() == [(f"on: {place}, 0 entries, 0.0 of 3 MiB", "")]
-    kept(place, Compiled(bytes(2**20), "_Zlarge", ""))
+    store_entry(place, Compiled(bytes(2**20), "_Zlarge", ""))
     assert findings() == [(f"on: {place}, 1 entries, 1.0 of 3 MiB", "")]
     monkeypatch.setattr(os, "access", lambda path, mode: (path, mode) != (place, os.W_OK))
     assert findings() == [(f"on: {place}, which this user may only read, 1 entries, 1.0 of 3 MiB", "")]
@@ -236,14 +236,14 @@ def test_a_folder_by_a_link(place, tmp_path, give):
     """As of a home on another disk: what it leads to counts."""
     (tmp_path / "disk").mkdir(mode=0o700)
     place.symlink_to(tmp_path / "disk")
-    kept(place)
+    store_entry(place)
     give(tmp_path / "disk")
     assert cache.load("a") is None and cache.folder() is None
 
 
 def test_a_trusted_folder_that_can_only_be_read(place, monkeypatch):
     """As of an image: nothing is made in it."""
-    kept(place)
+    store_entry(place)
     monkeypatch.setenv("TILES_CACHE_TRUSTED", str(place))
     monkeypatch.setattr(Path, "mkdir", lambda *_: pytest.fail("it makes a folder"))
     monkeypatch.setattr(cache_files.os, "utime", lambda *_: (_ for _ in ()).throw(PermissionError("read-only")))

@@ -40,8 +40,8 @@ class NotedStep:
 
 
 @pytest.fixture
-def kept(monkeypatch):
-    """kept(x, decay=, A=, cu_seqlens=): a launch of nothing."""
+def launch_nothing(monkeypatch):
+    """launch_nothing(x, decay=, A=, cu_seqlens=): a launch of nothing."""
     for table in ("GUARDED_CALLS", "REMEMBERED"):
         monkeypatch.setattr(programs, table, Recent(programs.ENTRIES))
     monkeypatch.setattr(programs, "TRACED_PLANS", Recent(programs.PLAN_KINDS))
@@ -90,29 +90,29 @@ RIGHT = [
 
 @pytest.mark.parametrize(("given", "said"), WRONG)
 @pytest.mark.parametrize("check", [None, "0", "1"])
-def test_values_in_host_memory_are_always_checked(kept, given, said, check, monkeypatch):
+def test_values_in_host_memory_are_always_checked(launch_nothing, given, said, check, monkeypatch):
     if check:
         monkeypatch.setenv("TILES_CHECK", check)
     for _ in range(2):  # planned, and known
         with pytest.raises(ValueError, match="^" + said):
-            kept(**given)
+            launch_nothing(**given)
     assert not RUNS
-    kept(**{name: np.zeros_like(x) for name, x in given.items() if "cu_seqlens" not in name})
+    launch_nothing(**{name: np.zeros_like(x) for name, x in given.items() if "cu_seqlens" not in name})
     assert len(RUNS) == 1
 
 
 @pytest.mark.parametrize("given", RIGHT)
-def test_right_values(kept, given):
-    kept(**given)
+def test_right_values(launch_nothing, given):
+    launch_nothing(**given)
     assert len(RUNS) == 1
 
 
-def test_a_known_form_is_checked_anew(kept):
+def test_a_known_form_is_checked_anew(launch_nothing):
     decay = decays(value=-1)
-    kept(decay=decay)
+    launch_nothing(decay=decay)
     decay[4, 2] = 1e-30
     with pytest.raises(ValueError, match=r"^decay: must not be above 0: decay\[4, 2\]=1"):
-        kept(decay=decay)
+        launch_nothing(decay=decay)
     assert len(RUNS) == 1
 
 
@@ -155,35 +155,35 @@ def lent(given):
 
 
 @pytest.mark.parametrize("check", ["", "0", "sm_80"])
-def test_device_memory_is_not_read_unless_asked(kept, card, monkeypatch, check):
+def test_device_memory_is_not_read_unless_asked(launch_nothing, card, monkeypatch, check):
     monkeypatch.setenv("TILES_CHECK", check)
-    kept(**lent(dict(decay=decays())))
+    launch_nothing(**lent(dict(decay=decays())))
     assert len(RUNS) == 1 and not card["copies"]
 
 
 @pytest.mark.parametrize(("given", "said"), [row for row in WRONG if not row[0].keys() & {"cu_seqlens", "lengths_k"}])
-def test_device_memory_is_read_when_asked(kept, card, monkeypatch, fake_cuda, given, said):
+def test_device_memory_is_read_when_asked(launch_nothing, card, monkeypatch, fake_cuda, given, said):
     monkeypatch.setenv("TILES_CHECK", "1")
     with pytest.raises(ValueError, match="^" + said):
-        kept(**lent(given))
+        launch_nothing(**lent(given))
     assert not RUNS and card["copies"] and fake_cuda
 
 
-def test_views_are_copied_as_they_lie(kept, card, monkeypatch):
+def test_views_are_copied_as_they_lie(launch_nothing, card, monkeypatch):
     monkeypatch.setenv("TILES_CHECK", "1")
     wide = np.full((5, 8), 9, np.float32)
     wide[:, 1:7:2] = -1
-    kept(**lent(dict(decay=wide[:, 1:7:2])))
+    launch_nothing(**lent(dict(decay=wide[:, 1:7:2])))
     wide[4, 5] = 2
     with pytest.raises(ValueError, match=r"^decay: must not be above 0: decay\[4, 2\]=2.0"):
-        kept(**lent(dict(decay=wide[:, 1:7:2])))
+        launch_nothing(**lent(dict(decay=wide[:, 1:7:2])))
     assert card["copies"] == [4 * (4 * 8 + 5)] * 2
 
 
-def test_what_is_captured_has_no_values_yet(kept, card, monkeypatch):
+def test_what_is_captured_has_no_values_yet(launch_nothing, card, monkeypatch):
     monkeypatch.setenv("TILES_CHECK", "1")
     card["now"] = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
-    kept(**lent(dict(decay=decays())))
+    launch_nothing(**lent(dict(decay=decays())))
     assert len(RUNS) == 1 and not card["copies"]
 
 

@@ -127,8 +127,8 @@ def test_a_launch_on_a_card_is_counted_here(gpu):
     operands = Operand(0, c_ordered(x.shape, "float32", 0)), Operand(1, c_ordered((4,), "int32", 0))
     bound = kernel.bind(4, gX=operands[0], gEnds=operands[1], first=0)
     addresses = x.ctypes.data, ends.ctypes.data
-    counts, kept = rehearsed(bound, None, addresses)
-    assert (counts.read, counts.counted, list(kept)) == (10 * 1024 + 4 * 4, 4, [((0, 0, 0), 0)])
+    counts, record = rehearsed(bound, None, addresses)
+    assert (counts.read, counts.counted, list(record)) == (10 * 1024 + 4 * 4, 4, [((0, 0, 0), 0)])
     assert counts.once == x.nbytes + ends.nbytes
     counts, _ = rehearsed(bound, None, addresses, sample=1)
     assert (counts.read, counts.counted, counts.clusters) == (4 * (3 * 1024 + 4), 1, 4)

@@ -143,8 +143,8 @@ def test_a_kernel_s_own_path(module, tmp_path):
     place.parent.mkdir()
     place.write_text("\n\n" + Path(first.__file__).read_text())
     os.utime(place, (0, 0))
-    moved = runpy.run_path(str(place), run_name="another")
-    assert key(moved["kernel"]) == key(first.kernel) is not None
+    module_globals = runpy.run_path(str(place), run_name="another")
+    assert key(module_globals["kernel"]) == key(first.kernel) is not None
 
 
 @pytest.fixture
@@ -286,10 +286,10 @@ def test_sources_that_have_changed_since_their_import_are_not_trusted(module, mo
     """Whatever their times say. One that cannot be read is not, either."""
     kernel, imported = module(KERNEL).kernel, sources.IMPORTED
     request.addfinalizer(digest._sources.cache_clear)
-    for content, kept in ((b"other", False), (None, False), (imported, True)):
+    for content, has_key in ((b"other", False), (None, False), (imported, True)):
         digest._sources.cache_clear()
         monkeypatch.setattr(sources, "IMPORTED", content)
-        assert bool(key(kernel)) == kept
+        assert bool(key(kernel)) == has_key
 
 
 def test_files_of_the_future(tmp_path):

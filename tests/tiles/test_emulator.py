@@ -263,8 +263,8 @@ def test_addresses_of_a_cluster_have_their_blocks_number():
     body += ".reg .b64 d; mad.wide.u32 d, r, 8, %a0; st.global.v2.b32 [d], {s, a};"
     found = np.zeros((2, 2), np.uint32)
     execute(body, found, shared=PLAN, blocks=2)
-    (own, mapped), (its, same) = found & 0xFFFFFF, found >> 24
-    assert len({*own, *mapped}) == 1 and its.tolist() == [0, 1] and same.tolist() == [1, 1]
+    (local, mapped), (its, same) = found & 0xFFFFFF, found >> 24
+    assert len({*local, *mapped}) == 1 and its.tolist() == [0, 1] and same.tolist() == [1, 1]
 
 
 WIDE = shared(a=st(64, 64, bf16), b=st(64, 128, bf16))

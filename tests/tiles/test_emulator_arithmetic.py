@@ -332,8 +332,8 @@ def test_instruction(opcode):
     if ulp:
         with np.errstate(all="ignore"):
             wrong &= ~(np.abs(out - want) <= ulp * np.spacing(np.abs(want)))
-    told = [(*(c[k] for c in columns), out[k], want[k]) for k in np.flatnonzero(wrong)]
-    assert not told, f"{len(told)} wrong; operands, got, want: {told[:3]}"
+    mismatches = [(*(c[k] for c in columns), out[k], want[k]) for k in np.flatnonzero(wrong)]
+    assert not mismatches, f"{len(mismatches)} wrong; operands, got, want: {mismatches[:3]}"
 
 
 @pytest.mark.parametrize(("with_", "p", "q"), [("", "x < y", "x >= y"), (".and", "x < y and c", "x >= y and c")])

@@ -52,11 +52,11 @@ def test_bulk_groups_are_a_lanes_own():
     """Who commits has no share in what another lane has started."""
     store = SimpleNamespace(lane=0)
     commit = meaning(SimpleNamespace(opcode="cp.async.bulk.commit_group"))
-    other, own = (lanes(lane, stores=[store], store_groups=[]) for lane in (1, 0))
+    other, owner = (lanes(lane, stores=[store], store_groups=[]) for lane in (1, 0))
     commit(other)
     assert (other.stores, other.store_groups) == ([store], [])
-    commit(own)
-    assert (own.stores, own.store_groups) == ([], [[store]])
+    commit(owner)
+    assert (owner.stores, owner.store_groups) == ([], [[store]])
 
 
 # ---- lanes that part -----------------------------------------------------------------------------------------------

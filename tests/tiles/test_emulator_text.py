@@ -61,9 +61,9 @@ def test_a_jump_forward_and_one_out_of_a_scope():
 
 
 def test_guards():
-    taken, not_taken = program(".reg .pred p;\n@p mov.b32 a, 1;\n@!p ret;").code
-    assert (taken.opcode, taken.guard.width, taken.negated) == ("mov.b32", 1, False)
-    assert (not_taken.opcode, not_taken.guard, not_taken.negated) == ("ret", taken.guard, True)
+    mov, ret = program(".reg .pred p;\n@p mov.b32 a, 1;\n@!p ret;").code
+    assert (mov.opcode, mov.guard.width, mov.negated) == ("mov.b32", 1, False)
+    assert (ret.opcode, ret.guard, ret.negated) == ("ret", mov.guard, True)
 
 
 @pytest.mark.parametrize(

@@ -37,8 +37,8 @@ def both(monkeypatch):
     ids=["attention", "delta rule"],
 )
 def test_the_same_code(both, module, config):
-    ours, own = both(module.make(config)[0])
-    assert ours == own and ".entry kernel" in ours
+    ours, numba_code = both(module.make(config)[0])
+    assert ours == numba_code and ".entry kernel" in ours
 
 
 def test_a_function_inside_a_kernel(both):
@@ -51,8 +51,8 @@ def test_a_function_inside_a_kernel(both):
 
         x[shifted(1)] = x[shifted(2)]
 
-    ours, own = both(kernel)
-    assert ours == own and ".entry kernel" in ours
+    ours, numba_code = both(kernel)
+    assert ours == numba_code and ".entry kernel" in ours
 
 
 def test_little_is_left_for_the_collector(collect, monkeypatch):
@@ -75,5 +75,5 @@ def wrong(x: array(1), n: INT):
 
 
 def test_the_same_words(both):
-    ours, own = both(wrong)
-    assert ours == own and "Error: " in ours and 'test_faster_numba.py", line ' in ours
+    ours, numba_code = both(wrong)
+    assert ours == numba_code and "Error: " in ours and 'test_faster_numba.py", line ' in ours

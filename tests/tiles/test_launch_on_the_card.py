@@ -295,9 +295,9 @@ def test_host_cost(torch):
     q, k, v, out = (torch.zeros(1, 64, 1, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     lse = torch.zeros(1, 1, 64, device="cuda")
     tensors = [tiles.tensor(t, tile, rows=1) for t in (q, k, v, out)]
-    every = *tensors, lse, 64, 1.0
+    launch_args = *tensors, lse, 64, 1.0
     launch, stream = tiles.launch(nothing, 1, 128), torch.cuda.current_stream().cuda_stream
-    bound = launch.bind(*every)
+    bound = launch.bind(*launch_args)
     addresses = [t.data_ptr() for t in (q, k, v, out, lse)]
     fresh = iter(range(2**40, 2**41, 4096))  # addresses that nobody has seen; they are never read
     x, three = torch.zeros(16, 16, device="cuda"), tiles.launch(nothing, 1, 32).bind
@@ -306,9 +306,9 @@ def test_host_cost(torch):
         "the same, addresses never seen": p50(lambda: bound(stream, *(next(fresh) for _ in addresses)), 2000),
         "encoding a map": p50(lambda: tensor_maps.encode(bound.contents.maps[0][2], next(fresh)), 2000),
         "moving a map": p50(lambda: tensor_maps.move(next(iter(bound.frames.recent.values())).maps[0], next(fresh)), 2000),
-        "launch(...)(4 tensors, 1 array, 2 numbers)": p50(lambda: tiles.launch(nothing, 1, 128)(*every), 2000),
+        "launch(...)(4 tensors, 1 array, 2 numbers)": p50(lambda: tiles.launch(nothing, 1, 128)(*launch_args), 2000),
         "launch(...)(2 arrays, 1 number)": p50(lambda: tiles.launch(scale, 1, 32)(x, x, 2.0), 2000),
-        "bind alone": p50(lambda: three(*every), 2000),
+        "bind alone": p50(lambda: three(*launch_args), 2000),
         "cuLaunchKernelEx alone": p50(functools.partial(driver.cuLaunchKernelEx, *bare(bound, stream, addresses))),
         "torch x + x": p50(lambda: x + x),
     }

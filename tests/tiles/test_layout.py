@@ -28,9 +28,9 @@ def test_every_element_of_a_register_tile_is_held_once(high, wide, order, dtype)
     tile = rt(rows * high, cols * wide, dtype, order)
     index = np.arange(tile.elements)
     rows, cols = tile.element(LANES[:, None], index)
-    held = np.zeros(tile.shape, int)
-    np.add.at(held, (rows, cols), 1)
-    assert (held == 1).all()
+    counts = np.zeros(tile.shape, int)
+    np.add.at(counts, (rows, cols), 1)
+    assert (counts == 1).all()
 
 
 def test_a_base_tile_is_the_fragment_that_mma_takes():

@@ -256,7 +256,7 @@ class Silent:
 
 
 def test_a_process_that_dies(forks):
-    parent, x, told = os.getpid(), np.zeros(8, np.int32), Silent()
+    parent, x, progress = os.getpid(), np.zeros(8, np.int32), Silent()
 
     def run(n, args, accesses):
         accesses.note(args[0], WRITE)
@@ -264,8 +264,8 @@ def test_a_process_that_dies(forks):
         if n in (3, 5) and os.getpid() != parent:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    processes.run_all(8, run, [x], told)
-    assert (x == np.arange(8)).all() and told.finished[-1] == 8 and not told.muted
+    processes.run_all(8, run, [x], progress)
+    assert (x == np.arange(8)).all() and progress.finished[-1] == 8 and not progress.muted
 
 
 def test_nobody_is_left_behind(forks, collect):

@@ -18,10 +18,10 @@ def operand(place, shape, dtype="bfloat16"):
 
 def run(steps, scratch, arrays):
     """The steps, on NumPy's arrays and on scratch memory."""
-    every = [*arrays, *(np.empty(shape, np.dtype(dtype)) for shape, dtype in scratch)]
+    buffers = [*arrays, *(np.empty(shape, np.dtype(dtype)) for shape, dtype in scratch)]
     for step in steps:
-        step.run(0, [x.ctypes.data for x in every])
-    return every
+        step.run(0, [x.ctypes.data for x in buffers])
+    return buffers
 
 
 def test_a_program_and_its_scratch_memory():

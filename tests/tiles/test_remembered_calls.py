@@ -61,12 +61,12 @@ def test_calls_of_the_last_form_are_not_read(summed):
 def test_results_that_are_given_and_several(summed):
     x, y, out, other = tensors(4, 8, n=4)
     z, sums = tensors(4)
-    told = dict(options=(2.0, True))
-    warm(summed, x, y, z, out, sums, **told)
-    assert summed(x, y, z, other, sums, **told)[0] is other and summed(x, y, z, other, sums, **told)[1] is sums
+    options = dict(options=(2.0, True))
+    warm(summed, x, y, z, out, sums, **options)
+    assert summed(x, y, z, other, sums, **options)[0] is other and summed(x, y, z, other, sums, **options)[1] is sums
     assert [run[2:7] for run in RUNS] == [(x.data_ptr(), y.data_ptr(), other.data_ptr(), sums.data_ptr(), z.data_ptr())] * 2
-    warm(summed, x, y, None, None, None, **told)
-    made_out, made_sums = summed(x, y, None, None, None, **told)
+    warm(summed, x, y, None, None, None, **options)
+    made_out, made_sums = summed(x, y, None, None, None, **options)
     assert (made_out.shape, made_sums.shape) == ((4, 8), (4,)) and summed.read == 0
 
 

@@ -81,11 +81,11 @@ def test_a_row_without_axes(row):
 def test_an_axis_has_a_name_that_axes_py_knows():
     with pytest.raises(ValueError, match="^q: has the axis seqlenq, which tiles/calls/axes.py does not name"):
         Schema("wrong", "q (batch, seqlenq) tile")
-    own = Schema("own", "x (m, k) tile\nout (m, n) tile made", vary=["m"], n=3)
-    problem = own.problem({"x": form_of(zeros(("heads", "key_dim"), bf16))})
-    assert problem("m", "k", "n") == (6, 16, 3) and own.vary == {"m"} and problem.made("out") == ((6, 3), "bfloat16")
+    schema = Schema("own", "x (m, k) tile\nout (m, n) tile made", vary=["m"], n=3)
+    problem = schema.problem({"x": form_of(zeros(("heads", "key_dim"), bf16))})
+    assert problem("m", "k", "n") == (6, 16, 3) and schema.vary == {"m"} and problem.made("out") == ((6, 3), "bfloat16")
     with pytest.raises(ValueError, match="^x: must have the axes m, k: x.shape=.6,."):
-        own.problem({"x": form_of(zeros(HEADS, bf16))})
+        schema.problem({"x": form_of(zeros(HEADS, bf16))})
 
 
 @pytest.mark.parametrize("axes", ["(heads)|(batch,seqlen_q,heads)", "(heads) | (batch,  seqlen_q, heads)"])

@@ -130,11 +130,11 @@ def test_what_lies_around_is_guarded(order, step, aligned):
     for axis, stride in enumerate(view.strides):
         for far in (-stride, view.shape[axis] * stride):
             outside = as_strided(view[:1, :1, :1], (2,), (far,))[1:]
-            kept = outside.copy()
+            contents = outside.copy()
             outside[...] = 1
             with pytest.raises(AssertionError, match="memory around the array was written"):
                 check()
-            outside[...] = kept
+            outside[...] = contents
     check()
 
 
@@ -191,14 +191,14 @@ def twice(name):
 
 def test_a_fault_that_is_noticed(written):
     """Inside, the module is another; outside, all is as it was."""
-    file, before, ops, here = Path(sys.modules[written].__file__), sys.modules[written], set(OPS), globals().copy()
+    file, before, ops, globals_before = Path(sys.modules[written].__file__), sys.modules[written], set(OPS), globals().copy()
     text, seen = file.read_text(), []
     with broken(written, "2 * x", "5 * x"):
         seen.append(twice(written))
         assert twice(written) == 2
     assert seen == [5] and twice(written) == 2
     assert sys.modules[written] is before and file.read_text() == text and set(OPS) == ops
-    assert globals().keys() == here.keys() and all(globals()[name] is value for name, value in here.items())
+    assert globals().keys() == globals_before.keys() and all(globals()[name] is value for name, value in globals_before.items())
 
 
 def test_a_fault_that_nobody_notices(written):

@@ -140,13 +140,13 @@ def place_sources(folder):
     return folder
 
 
-def run(python, folder, kept):
+def run(python, folder, cache_folder):
     """What the script says there."""
     env = {
         **os.environ,
         "PYTHONPATH": str(folder),
         "TILES_CACHE": "1",
-        "TILES_CACHE_DIR": str(kept),
+        "TILES_CACHE_DIR": str(cache_folder),
         "PYTHONDONTWRITEBYTECODE": "1",
     }
     done = subprocess.run(
@@ -174,9 +174,9 @@ def all_is_found(said, other):
     return other["compiled"] == 0 and all(other[what] == said[what] for what in ("keys", "codes", "entries"))
 
 
-def copied(kept, place):
+def copied(cache_folder, place):
     """A copy of the cache, as of `cp -r`: with times of its own."""
-    shutil.copytree(kept, place, copy_function=shutil.copy)
+    shutil.copytree(cache_folder, place, copy_function=shutil.copy)
     for folder in (place, *place.rglob("*")):  # what is copied from one's own folder keeps its mode
         assert not cache_files.distrust(folder.stat())
     return place
@@ -187,10 +187,10 @@ def other_environment(folder):
     time."""
     venv.EnvBuilder(symlinks=True, with_pip=False).create(folder)
     python = folder / "bin" / "python"
-    told = subprocess.run(
+    process = subprocess.run(
         [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], capture_output=True, text=True
     )
-    packages = Path(told.stdout.strip())
+    packages = Path(process.stdout.strip())
     for package in Path(sysconfig.get_path("purelib")).iterdir():
         if "tiles" not in package.name:
             place_package(package, packages / package.name)
@@ -212,10 +212,10 @@ def place_package(source, target):
 
 @pytest.mark.skipif(sys.prefix == sys.base_prefix or os.name == "nt", reason="no virtual environment, or no links")
 def test_another_path_and_other_times(first, tmp_path):
-    said, kept = first
+    said, cache_folder = first
     python = other_environment(tmp_path / "environment")
     place = place_sources(tmp_path / "in another" / "place")
-    other = run(python, place, copied(kept, tmp_path / "copied"))
+    other = run(python, place, copied(cache_folder, tmp_path / "copied"))
     assert other["tiles"] != said["tiles"] and str(place) in other["tiles"]
     if any(Path(folder) in Path(said["library"]).parents for folder in site.getsitepackages()):  # and not of a CUDA toolkit
         assert other["time"] != said["time"] and str(tmp_path) in other["library"]
@@ -225,24 +225,24 @@ def test_another_path_and_other_times(first, tmp_path):
 
 def test_a_changed_source_is_compiled_anew(first, tmp_path):
     """Two imports away from the kernel; the other kernel is found."""
-    said, kept = first
+    said, cache_folder = first
     place = place_sources(tmp_path / "changed")
     file = place / "far_helpers.py"
     file.write_text(file.read_text().replace("t * FACTOR", "t + FACTOR"))
-    other = run(sys.executable, place, copied(kept, tmp_path / "copied"))
+    other = run(sys.executable, place, copied(cache_folder, tmp_path / "copied"))
     assert other["compiled"] == 1 and other["keys"]["sm_90a"] == said["keys"]["sm_90a"]
     assert other["keys"]["sm_80"] != said["keys"]["sm_80"] and other["codes"]["sm_80"] != said["codes"]["sm_80"]
 
 
 def test_another_version_of_python(first, tmp_path):
-    said, kept = first
+    said, cache_folder = first
     named = os.environ.get("TILES_OTHER_PYTHON")
     pythons = (
         [named] if named else [python for python in other_pythons() if runs(python, "import numba_cuda, ml_dtypes, greenlet")]
     )
     if not pythons:
         pytest.skip("no other version of Python here has numba-cuda; TILES_OTHER_PYTHON may name one")
-    other = run(pythons[0], place_sources(tmp_path / "other"), copied(kept, tmp_path / "copied"))
+    other = run(pythons[0], place_sources(tmp_path / "other"), copied(cache_folder, tmp_path / "copied"))
     assert other["python"] != said["python"]
     if not named and other["toolchain"] != repr(toolchain.compilers()):
         pytest.skip(f"{pythons[0]} has other versions of packages")

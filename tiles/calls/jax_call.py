@@ -95,8 +95,8 @@ def _with_gradient(
         outputs = dict(zip(all_results, once(*values)))
         return tuple([outputs[name] for name in results]), (values, outputs, wanted)
 
-    def backward(kept, gradients):
-        values, outputs, wanted = kept
+    def backward(residuals, gradients):
+        values, outputs, wanted = residuals
         some = {n: x for n, x in zip(results, gradients) if not isinstance(x, jax.custom_derivatives.SymbolicZero)}
         computed_gradients = gradient(tuple(wanted))(dict(zip(names, values)), outputs, some)
         return tuple(

@@ -101,12 +101,12 @@ def call(program: AnyProgram, stream: Any, arrays: tuple, options: tuple, layout
     of the write."""
     if stream is not None:
         raise TypeError("stream: must be None where torch traces or transforms the call: its ops run on the current stream")
-    name, taken, given_back = program.op()
+    name, input_numbers, output_numbers = program.op()
     returned = getattr(getattr(sys.modules["torch"].ops, NAMESPACE), name).default(
-        *[arrays[n] for n in taken], *options, layout
+        *[arrays[n] for n in input_numbers], *options, layout
     )
     results = list(returned) if isinstance(returned, (list, tuple)) else [returned]
-    if any([arrays[n] is not None for n in given_back]):
+    if any([arrays[n] is not None for n in output_numbers]):
         _copy(program, arrays, options, results)
     return results[0] if len(results) == 1 else tuple(results)
 

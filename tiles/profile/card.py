@@ -120,11 +120,11 @@ def median_together(function, gpu: Device, repeat: int) -> float:
     """Seconds of all launches of a call, one after the other: the median of so many times. They are bound once."""
     runs, run = [], Bound.run
 
-    def kept(bound, stream, addresses):
+    def record_run(bound, stream, addresses):
         runs.append((bound, stream, tuple(addresses)))
         run(bound, stream, addresses)
 
-    with replaced(Bound, run=kept):
+    with replaced(Bound, run=record_run):
         function()
     clock = Clock(gpu)
     try:

@@ -86,9 +86,9 @@ def chosen(grid, cluster, most: int | None = None) -> list:
 
 def counted(kernel, grid, threads, args, shared, cluster, which: Iterable, keep=None) -> tuple[LaunchCounts, dict | None]:
     """(Counts of these clusters, the record of the one that has block `keep`, by default of the first)."""
-    counts, kept = LaunchCounts(args, math.prod(grid) // math.prod(cluster)), None
+    counts, block_record = LaunchCounts(args, math.prod(grid) // math.prod(cluster)), None
     for record in recorded(kernel, grid, threads, args, shared, which):
         counts.add(record)
-        if any(block == keep for block, _ in record) or (keep is None and kept is None):
-            kept = record
-    return counts, kept
+        if any(block == keep for block, _ in record) or (keep is None and block_record is None):
+            block_record = record
+    return counts, block_record

@@ -222,7 +222,7 @@ class ChannelDecay:
         """The scores q_i . (exp(b_i - b_j) k_j) of a chunk, 16 rows i in each warp, for j <= i; 0 elsewhere. For any decays:
         each block of scores is a product whose factors, exp(b_i - b_a) and exp(b_a - b_j), have an anchor a between its keys
         and its queries, so that both are at most 1. of: the dtype of the result."""
-        own, nothing = of(self.anchored_square(queries, keys, sums, warp)), zeros(SQUARE)
+        diagonal_square, nothing = of(self.anchored_square(queries, keys, sums, warp)), zeros(SQUARE)
         first, second, third = nothing, nothing, nothing
         if warp > 0:
             first = self.anchored_block(queries, keys, sums, warp, 0)
@@ -232,8 +232,8 @@ class ChannelDecay:
         second = of(second)
         if warp > 2:
             third = self.anchored_block(queries, keys, sums, warp, 2)
-        left = hstack(own if warp == 0 else first, own if warp == 1 else second)
-        return hstack(left, hstack(own if warp == 2 else of(third), own if warp == 3 else of(nothing)))
+        left = hstack(diagonal_square if warp == 0 else first, diagonal_square if warp == 1 else second)
+        return hstack(left, hstack(diagonal_square if warp == 2 else of(third), diagonal_square if warp == 3 else of(nothing)))
 
     @inlined
     def anchored_block(self, queries, keys, sums, warp, block):

@@ -72,9 +72,9 @@ def test_the_same_bits_always(place, options, monkeypatch):
     several = [place.get(y) for y in attention.quantize(place.put(x), **options)]
     for seed in (1, 2):
         monkeypatch.setenv("TILES_SEED", str(seed))
-        alone = [place.get(y) for y in attention.quantize(place.put(x[seed : seed + 1, :, 1:]), **options)]
+        single_head = [place.get(y) for y in attention.quantize(place.put(x[seed : seed + 1, :, 1:]), **options)]
         out, descale, mean = (y[seed : seed + 1] for y in several)
-        for mine, its in zip(alone, (out[:, :, 1:], descale[..., 1:], mean[:, 1:])):
+        for mine, its in zip(single_head, (out[:, :, 1:], descale[..., 1:], mean[:, 1:])):
             assert mine.tobytes() == np.ascontiguousarray(its).tobytes()
 
 

@@ -23,9 +23,9 @@ def test_import_is_light():
 
 
 def test_forward_takes_what_the_tables_pass(request):
-    taken = {*inspect.signature(attention.forward).parameters}
+    parameters = {*inspect.signature(attention.forward).parameters}
     request.getfixturevalue("calls")
-    assert {*inspect.signature(attention.forward).parameters} <= taken
+    assert {*inspect.signature(attention.forward).parameters} <= parameters
 
 
 def test_kernels_serve_plain_calls():

@@ -106,8 +106,8 @@ def test_formulas(name, head_first, calls, draw):
     given = {} if name == "chunk_linear_attn" else {"initial_state": start}
     turned = [x.swapaxes(1, 2) if head_first and isinstance(x, np.ndarray) else x for x in (q, k, v, *more)]
     o, state = getattr(fla, name)(*turned, scale=0.4, output_final_state=True, head_first=head_first, **given)
-    alone = getattr(fla, name)(*turned, scale=0.4, head_first=head_first, **given)
-    assert isinstance(alone, tuple) and alone[1] is None and (alone[0] == o).all()
+    default_results = getattr(fla, name)(*turned, scale=0.4, head_first=head_first, **given)
+    assert isinstance(default_results, tuple) and default_results[1] is None and (default_results[0] == o).all()
     assert [call_options[0] for call_options in calls] == [called, called]
     o = o.swapaxes(1, 2) if head_first else o
     for b in range(B):

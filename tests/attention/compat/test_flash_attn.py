@@ -177,8 +177,8 @@ def test_packed_sequences(module, calls, draw):
     q, k, v = draw((7, 4, 8)), draw((9, 2, 8)), draw((9, 2, 6))
     ends, ends_k = np.array([0, 3, 7]), np.array([0, 5, 9])
     out, lse, *_ = module.flash_attn_varlen_func(q, k, v, ends, ends_k, 4, 5, causal=True, return_attn_probs=True)
-    alone = module.flash_attn_varlen_func(q, k, v, ends, ends_k, 4, 5, causal=True)
-    assert out.shape == (7, 4, 6) and lse.shape == (4, 7) and (alone == out).all()
+    out_without_lse = module.flash_attn_varlen_func(q, k, v, ends, ends_k, 4, 5, causal=True)
+    assert out.shape == (7, 4, 6) and lse.shape == (4, 7) and (out_without_lse == out).all()
     for (a, b), (c, d) in (((0, 3), (0, 5)), ((3, 7), (5, 9))):
         of_one, its_lse = attend(*swapped(q[None, a:b], k[None, c:d], v[None, c:d]), see=window(b - a, d - c, -1, 0))
         close((out[a:b].swapaxes(0, 1)[None], lse[None, :, a:b]), (of_one, its_lse))

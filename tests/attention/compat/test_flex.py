@@ -125,10 +125,10 @@ def test_what_was_written_keeps_no_module(tmp_path):
     masks = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(masks)
     captured_arrays.lift_captured_arrays({"mask": masks.alike})
-    held = [weakref.ref(x) for x in (masks.alike, masks.unread)]
+    references = [weakref.ref(x) for x in (masks.alike, masks.unread)]
     del masks
     gc.collect()
-    assert [x() for x in held] == [None, None]
+    assert [x() for x in references] == [None, None]
 
 
 def test_a_function_of_a_page_that_is_no_python(tmp_path, calls, qkv):

@@ -178,11 +178,11 @@ def test_packed_sequences_are_apart(name, cached):
     lengths = 9, PROMPT - 9
     positions = torch.cat([torch.arange(n) for n in lengths])[None].expand(2, -1)
     with torch.no_grad():
-        alone = [torch.cat([m(x, use_cache=False).logits for x in ids.split(lengths, 1)], 1) for m in (low, exact)]
-        check_close(ours(ids, position_ids=positions, use_cache=cached).logits, *alone)
+        document_logits = [torch.cat([m(x, use_cache=False).logits for x in ids.split(lengths, 1)], 1) for m in (low, exact)]
+        check_close(ours(ids, position_ids=positions, use_cache=cached).logits, *document_logits)
         ends = torch.tensor([0, 9, PROMPT], dtype=torch.int32)
         call_options = dict(cu_seq_lens_q=ends, cu_seq_lens_k=ends, max_length_q=11, max_length_k=11, use_cache=cached)
-        check_close(ours(ids[:1], position_ids=positions[:1], **call_options).logits, *[x[:1] for x in alone])
+        check_close(ours(ids[:1], position_ids=positions[:1], **call_options).logits, *[x[:1] for x in document_logits])
 
 
 def test_positions_are_read_once(monkeypatch):
@@ -397,11 +397,11 @@ def test_masks_are_read_as_they_were_made():
             assert queries == 50 and function is not window and tokens is None
             continue
         assert made.ndim == 4 and made.untyped_storage().nbytes() <= 32
-        kept = read_mask(made)
+        from_attribute = read_mask(made)
         del made.info
-        again = read_mask(made)
-        assert kept.window == again.window
-        for one, other in zip(kept[1:4], again[1:4]):
+        from_tensor = read_mask(made)
+        assert from_attribute.window == from_tensor.window
+        for one, other in zip(from_attribute[1:4], from_tensor[1:4]):
             assert one is other is None or torch.equal(one, other)
 
 

@@ -277,25 +277,25 @@ def swept(place, tokens, keys, new, size, said, heads, columns):
             expected[0][b, length + i], expected[1][b, length + i] = turn(k[b][i], length + i), v[b][i]
         for x in (*caches, *expected):
             x[b, after[b] :] = np.nan
-    call_options, held = {"cache_seqlens": lengths}, caches
+    call_options, cache_args = {"cache_seqlens": lengths}, caches
     if size:
         each = -(-keys // size)
         table = rng.permutation(3 * each).astype(np.int32).reshape(3, each)
-        held, rows = [np.full((3 * each, size, 2, columns), np.nan, BF16) for _ in "kv"], np.arange(keys)
-        for pool, x in zip(held, caches):
+        cache_args, rows = [np.full((3 * each, size, 2, columns), np.nan, BF16) for _ in "kv"], np.arange(keys)
+        for pool, x in zip(cache_args, caches):
             for b in range(3):
                 pool[table[b, rows // size], rows % size] = x[b]
         for b in range(3):
             table[b, -(-after[b] // size) :] = -7
         call_options["page_table"] = table
     elif other:
-        held = [np.concatenate([np.full((1, *x.shape[1:]), np.nan, BF16), x[::-1]]) for x in caches]
+        cache_args = [np.concatenate([np.full((1, *x.shape[1:]), np.nan, BF16), x[::-1]]) for x in caches]
         call_options["cache_batch_idx"] = np.array([3, 2, 1], np.int32)
     starts = np.minimum(after, [0, 5, 1]) if leftpad else np.zeros(3, int)
     call_options |= {"cache_leftpad": starts.astype(np.int32)} if leftpad else {}
     call_options |= {"rotary_cos": cos, "rotary_sin": sin} if rotary else {}
     lie = np.concatenate if packed else np.stack
-    given = [lie(q), *held, *((lie(k), lie(v)) if new else ())]
+    given = [lie(q), *cache_args, *((lie(k), lie(v)) if new else ())]
     if packed:
         ends = np.cumsum([0, *counts]).astype(np.int32)
         call_options |= {"cu_seqlens_q": ends} | ({"cu_seqlens_k_new": ends} if new else {})

@@ -150,8 +150,8 @@ def test_a_given_split_has_the_same_bits_always(place, family):
     q, latent = case((400, 200))
     several = agree(place, q, latent, (400, 200), splits=3, family=family)
     for n, length in enumerate((400, 200)):
-        alone = agree(place, q[n : n + 1], latent[n : n + 1, :length], (length,), splits=3, family=family)
-        for x, y in zip(several, alone):
+        single_sequence = agree(place, q[n : n + 1], latent[n : n + 1, :length], (length,), splits=3, family=family)
+        for x, y in zip(several, single_sequence):
             np.testing.assert_array_equal(x[n : n + 1], y)
 
 

@@ -56,8 +56,8 @@ class Places:
 
     def of(self, x):
         """The rows of a view of an array that was noted."""
-        rows, every = self.rows[x.untyped_storage()._cdata]
-        first = x.storage_offset() // every.stride(1) if every.stride(1) else 0
+        rows, array = self.rows[x.untyped_storage()._cdata]
+        first = x.storage_offset() // array.stride(1) if array.stride(1) else 0
         return rows[first : first + x.shape[1]]
 
 
@@ -148,9 +148,9 @@ def on_ranks(monkeypatch, gpu, problem, world, scheme="gather", order="zigzag", 
         for one in its:
             if isinstance(one.config, BackwardConfig if back else BaseConfig):
                 k = np.arange(problem.length_k) if "local_k" in one.arrays else places.of(one.arrays["k"])
-                own = one.arrays["k"].untyped_storage()._cdata == arrays[1].untyped_storage()._cdata
+                is_local = one.arrays["k"].untyped_storage()._cdata == arrays[1].untyped_storage()._cdata
                 assert (np.diff(k) == 1).all(), f"keys of a launch lie one behind the other: {k}"
-                found.append(NotedLaunch(one, places.of(one.arrays["q"]), k, own))
+                found.append(NotedLaunch(one, places.of(one.arrays["q"]), k, is_local))
     return found
 
 
@@ -211,12 +211,12 @@ def _listed(config, rows, keys, problem):
     low, high = visible(problem, rows)
     j = keys[None]
     seen = problem.seen[np.ix_(rows, keys)] & (j >= low[:, None]) & (j < high[:, None])
-    some, every = [], []
+    partial_blocks, full_blocks = [], []
     for start in range(0, len(keys), config.kv)[::-1]:
         part = seen[:, start : start + config.kv]
         if part.any():
-            (every if part.all() and part.shape == (config.rows, config.kv) else some).append(start)
-    return some + every
+            (full_blocks if part.all() and part.shape == (config.rows, config.kv) else partial_blocks).append(start)
+    return partial_blocks + full_blocks
 
 
 def visible(problem, rows):

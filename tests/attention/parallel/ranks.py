@@ -136,10 +136,10 @@ def compared(length, scheme, group=None, order="zigzag", learned=(), keys=None, 
     one = [x.requires_grad_() for x in (options[name] for name in learned)]
     mine = [local[name].detach().requires_grad_() for name in learned]
     local |= dict(zip(learned, mine))
-    alone = differentiated(lambda *x: attention.forward(*x, **options, return_lse=True), whole, dout, dlse, one)
+    one_gpu = differentiated(lambda *x: attention.forward(*x, **options, return_lse=True), whole, dout, dlse, one)
     ranks = partial(parallel.forward, group=group, scheme=scheme, order=order, length=length, length_k=keys, return_lse=True)
     found = differentiated(lambda *x: ranks(*x, **local), [share(x) for x in whole], share(dout), share(dlse, dim=2), mine)
-    wanted = [share(alone[0]), share(alone[1], dim=2), *[share(x) for x in alone[2:5]], *alone[5:]]
+    wanted = [share(one_gpu[0]), share(one_gpu[1], dim=2), *[share(x) for x in one_gpu[2:5]], *one_gpu[5:]]
     for n, (x, y) in enumerate(zip(found, wanted)):
         said = f"{scheme} {order} of {length}, {[*options]}: result {n} on rank {dist.get_rank()}"
         if n > 4 and (learned[n - 5] != "bias" or y.shape[2] == 1):
@@ -149,13 +149,13 @@ def compared(length, scheme, group=None, order="zigzag", learned=(), keys=None, 
         if n in bitwise:
             assert torch.equal(x, y), f"{said}: {(x.float() - y.float()).abs().max()} of {y.abs().max()}"
         else:
-            close = 2.0 ** (-6 if n < 5 else -5) * alone[n].float().abs().max() if n != 1 else 2.0**-9  # 5: sums over rows
+            close = 2.0 ** (-6 if n < 5 else -5) * one_gpu[n].float().abs().max() if n != 1 else 2.0**-9  # 5: sums over rows
             error = (x.float() - y.float()).nan_to_num(0 if n == 1 else torch.nan).abs()  # of -inf and -inf
             assert (error <= close).all(), f"{said}: {error.max()} of {y.abs().max()}"
     if 0 not in bitwise:
         exact, _ = reference.forward(*[x.float().cpu().numpy() for x in (q, k, v)], **plain(options))
         exact = torch.from_numpy(exact).to(device())
-        errors = [(x.double() - y).abs().max() for x, y in ((alone[0], exact), (found[0], share(exact))) if x.numel()]
+        errors = [(x.double() - y).abs().max() for x, y in ((one_gpu[0], exact), (found[0], share(exact))) if x.numel()]
         assert errors[-1] <= 2.5 * errors[0], f"{said}: {errors}"
 
 

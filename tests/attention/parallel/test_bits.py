@@ -159,15 +159,15 @@ def launches_of_gradients(monkeypatch, gpu, problem, world=1, order=None):
         on_ranks(monkeypatch, gpu, problem, world, "gather", order, True) if ranks else of_backward(monkeypatch, gpu, problem)
     )
     of_dq, of_dk = set(), set()
-    for (config, _, call_options), rows, keys, own in found:
+    for (config, _, call_options), rows, keys, is_local in found:
         if not hasattr(config, "order") or "gQ" not in call_options or "gO" in call_options:
             continue
         module, back = type(config).__module__, isinstance(config.order, (AscendingAdds, ReverseTiles))
         first = rows[0] % config.rows == 0 if len(rows) else True
         blocks = type(config.order) if isinstance(config.order, SnakeAdds) else None
-        if not (ranks and own):
+        if not (ranks and is_local):
             of_dq.add((module, config.kv, blocks, bool(keys[0] % config.kv == 0)))
-        if not ranks or own:
+        if not ranks or is_local:
             of_dk.add((module, config.rows, back, bool(first), call_options.get("shares"), call_options.get("group")))
     return of_dq, of_dk
 

@@ -19,8 +19,8 @@ SMALL = 4096  # bytes of what else there may be
 def most(monkeypatch, world, rank, **options):
     """Bytes that a call holds beyond its shards, its output and lse."""
     monkeypatch.setattr(agreement, "_CACHED", {})
-    counted, own = counts(world, rank, LENGTH, HEADS, KV_HEADS, DIM, **options)
-    return counted.most - own
+    counted, shard_bytes = counts(world, rank, LENGTH, HEADS, KV_HEADS, DIM, **options)
+    return counted.most - shard_bytes
 
 
 @pytest.mark.parametrize("in_turn", [False, True])
@@ -38,8 +38,8 @@ def test_gather_holds_only_remote_keys(monkeypatch, world, rank, in_turn):
 
 def test_a_window_holds_its_halo(monkeypatch):
     found = most(monkeypatch, 4, 2, scheme="gather", window=(128, 0))
-    own, halo = KEYS / 4, 2 * 256 * KV_HEADS * DIM * 4  # of two parts; halos begin at a block of keys of any kernel
-    assert own < found <= own + halo + 4 * HEADS * LENGTH // 8 + SMALL
+    shard_bytes, halo = KEYS / 4, 2 * 256 * KV_HEADS * DIM * 4  # of two parts; halos begin at a block of keys of any kernel
+    assert shard_bytes < found <= shard_bytes + halo + 4 * HEADS * LENGTH // 8 + SMALL
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -25,8 +25,8 @@ ORDERS = st.sampled_from([Zigzag(), Contiguous(), Zigzag(64), Contiguous(1)])
 @given(ORDERS, st.integers(0, 3000), st.integers(1, 9))
 def test_ranks_have_every_token_once_and_as_many_blocks(order, length, world):
     spans = order.spans(length, world)
-    every = np.concatenate([np.arange(*span) for one in spans for span in one] or [np.arange(0)])
-    np.testing.assert_array_equal(np.sort(every), np.arange(length))
+    positions = np.concatenate([np.arange(*span) for one in spans for span in one] or [np.arange(0)])
+    np.testing.assert_array_equal(np.sort(positions), np.arange(length))
     tokens = np.array([count_tokens(one) for one in spans])
     assert tokens.max() <= tokens.mean() + order.block or tokens.max() - tokens.min() <= 2 * (1 + length // (2 * world))
     blocks = [-(-n // order.block) for n in tokens]
@@ -92,15 +92,15 @@ def test_ring_sees_what_the_whole_sees_in_few_calls(length, world, order, causal
         ReferenceVariant(causal=causal, window=window),
         order.spans(length, world),
     )
-    every = [np.array([n for span in mine for n in range(*span)], int) for mine in spans]
+    positions = [np.array([n for span in mine for n in range(*span)], int) for mine in spans]
     found, even = np.zeros((length, length), int), length % (2 * world * order.block) == 0 and world > 1
     for rank in range(world):
         scheme = RingAttention(Peers(None, rank, world, tuple(range(world))), spans, spans)
-        for sweep in scheme._sweeps(torch.empty(1, len(every[rank]), 4, 8), one):
+        for sweep in scheme._sweeps(torch.empty(1, len(positions[rank]), 4, 8), one):
             for share, parts in sweep.todo.items():
                 assert len(parts) == 1 or window or order == Contiguous(order.block) or not even, (share, rank)
                 for (rows, seen, part), _ in parts:
-                    i, j = every[rank][rows], every[share][seen]
+                    i, j = positions[rank][rows], positions[share][seen]
                     ends = part.options.get("lengths_k", torch.tensor([[len(j)]])).flatten().tolist()
                     its = ReferenceVariant(causal=part.options.get("causal", False), window=part.options.get("window"))
                     for mine, end in zip(np.split(i, len(ends)), ends):
@@ -141,9 +141,9 @@ def test_gather_holds_the_keys_that_queries_see_and_nothing_else():
     peers, k = SilentPeers(None, 0, 2, (0, 1)), torch.zeros(1, 512, 8, 16, dtype=torch.bfloat16)
     vars(peers)["sent"] = []
     scheme, one = GatherAttention(peers, spans, spans), call(length, length, 8, 8, causal=True)
-    held = [x for heads in (Span(0, 2), Span(2, 8)) for x in scheme._gather(k, k, one, heads).wait()]
-    assert sum([x.nbytes for x in held]) == length * 8 * 16 * 4
-    memory = [(x.data_ptr(), x.data_ptr() + x.nbytes) for x in (k, *held)]
+    gathered_keys = [x for heads in (Span(0, 2), Span(2, 8)) for x in scheme._gather(k, k, one, heads).wait()]
+    assert sum([x.nbytes for x in gathered_keys]) == length * 8 * 16 * 4
+    memory = [(x.data_ptr(), x.data_ptr() + x.nbytes) for x in (k, *gathered_keys)]
     assert peers.sent and all(any(first <= x.data_ptr() < end for first, end in memory) for x in peers.sent)
 
 

@@ -205,11 +205,11 @@ def test_reduce_scatter_adds_in_the_order_of_ranks():
     """On every rank, whatever arrives first."""
     parts = torch.tensor([1e8, 1.0, -1e8, 3.0])
     cuts = tuple([redistribution.ShardRegion((Span(rank, rank + 1),), Span(0, 1)) for rank in range(4)])
-    every = (redistribution.ShardRegion((Span(0, 4),), Span(0, 1)),) * 4
+    whole = (redistribution.ShardRegion((Span(0, 4),), Span(0, 1)),) * 4
 
     def rank(peers):
         x = parts[peers.rank].expand(1, 4, 1, 1).contiguous()
-        return redistribution.reduce_scatter(peers, (x, redistribution.plan_redistribution(peers.rank, every, cuts)))[0].item()
+        return redistribution.reduce_scatter(peers, (x, redistribution.plan_redistribution(peers.rank, whole, cuts)))[0].item()
 
     assert together(4, rank) == [((parts[0] + parts[1]) + parts[2] + parts[3]).item()] * 4
 

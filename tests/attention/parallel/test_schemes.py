@@ -32,10 +32,10 @@ def test_on_two_ranks():
 
 def two(world):
     wide = dict(dim=128, heads=1)
-    docs, every = torch.arange(300) // 70, (0, 1, 2, 3, 4)
-    compared(300, "gather", shapes=wide, causal=True, window=(90, 0), deterministic=True, bitwise=every)
-    compared(300, "gather", shapes=dict(dim=64), causal=True, deterministic=True, bitwise=every)
-    compared(70, "gather", keys=90, mask=lambda b, h, i, j: (i + j) % 5 > 0, deterministic=True, bitwise=every)
+    docs, all_results = torch.arange(300) // 70, (0, 1, 2, 3, 4)
+    compared(300, "gather", shapes=wide, causal=True, window=(90, 0), deterministic=True, bitwise=all_results)
+    compared(300, "gather", shapes=dict(dim=64), causal=True, deterministic=True, bitwise=all_results)
+    compared(70, "gather", keys=90, mask=lambda b, h, i, j: (i + j) % 5 > 0, deterministic=True, bitwise=all_results)
     compared(560, "gather", shapes=wide, window=(150, 0))  # only halos travel, and blocks of keys are the whole's
     compared(300, "gather", shapes=wide, causal=True, mask=lambda b, h, i, j, docs: docs[i] == docs[j], aux=(docs,))
     for scheme in "gather", "ulysses", "ring":
@@ -186,12 +186,12 @@ def cast():
 
 def forgotten():
     """Ranks clear a group's cached plans at the same call, whatever other groups they are in."""
-    given, alone = [parallel.shard(x) for x in drawn(48)], dist.new_group([0])
+    given, single_rank_group = [parallel.shard(x) for x in drawn(48)], dist.new_group([0])
     limit, agreement.MAX_SIGNATURES = agreement.MAX_SIGNATURES, 4
     agreement._CACHED.clear()
     for scale in 0.1, 0.2, 0.3:
         if dist.get_rank() == 0:
-            parallel.forward(*given, group=alone, scale=scale)
+            parallel.forward(*given, group=single_rank_group, scale=scale)
     for scale in 0.1, 0.2, 0.1, 0.3, 0.4, 0.5, 0.1, 0.5:
         parallel.forward(*given, causal=True, scale=scale)
     agreement.MAX_SIGNATURES = limit

@@ -72,7 +72,7 @@ def compared(
     q, k, v = whole = [x.to(where) for x in drawn(length, **shapes or {})]
     dout, dlse = torch.randn_like(q), torch.randn(q.shape[0], q.shape[2], q.shape[1], device=where)
     names, arrays = [*learned], [options[name].requires_grad_() for name in learned]
-    alone = differentiated(lambda *x: attention.forward(*x, **options, return_lse=True), whole, dout, dlse, arrays)
+    one_rank = differentiated(lambda *x: attention.forward(*x, **options, return_lse=True), whole, dout, dlse, arrays)
 
     def rank(peers):
         part = lambda x, dim=1: parallel.shard(x.detach(), peers, dim, order)
@@ -83,17 +83,17 @@ def compared(
         with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):  # a GPU's thread would wait for itself
             of_ranks = lambda *x: parallel.forward(*x, **call_options, return_lse=True)
             its = differentiated(of_ranks, [*map(part, whole)], part(dout), part(dlse, 2), mine)
-        return its, [part(alone[0]), part(alone[1], 2), *map(part, alone[2:5])]
+        return its, [part(one_rank[0]), part(one_rank[1], 2), *map(part, one_rank[2:5])]
 
     found = together(world, rank)
     totals = [sum(x) for x in zip(*[its[5:] for its, _ in found])]
-    for at, (its, wanted) in enumerate([*found, (totals, alone[5:])]):
+    for at, (its, wanted) in enumerate([*found, (totals, one_rank[5:])]):
         for n, (x, y) in enumerate(zip(its, wanted)):
             n += 5 * (at == world)
             said = f"{scheme} {order} of {length}, {[*options]}: result {n} on rank {at} of {world}"
             if n in bitwise:
                 assert torch.equal(x, y), f"{said}: {(x.float() - y.float()).abs().max()} of {y.abs().max()}"
             else:
-                close = 2.0**-6 * alone[n].float().abs().max() if n != 1 else 2.0**-9
+                close = 2.0**-6 * one_rank[n].float().abs().max() if n != 1 else 2.0**-9
                 error = (x.float() - y.float()).nan_to_num(0 if n == 1 else torch.nan).abs()  # of -inf and -inf
-                assert (error <= close).all(), f"{said}: {error.max()} of {alone[n].abs().max()}"
+                assert (error <= close).all(), f"{said}: {error.max()} of {one_rank[n].abs().max()}"

@@ -130,8 +130,12 @@ def test_packed_sequences(place, normalize):
     found = found if normalize else (found,)
     for n, part in enumerate(slice(*pair) for pair in itertools.pairwise(ends)):
         if part.stop > part.start:
-            alone, state = based(*(place.put(x[:, part].copy()) for x in (q, k, v)), normalize=normalize, return_state=True)
-            np.testing.assert_array_equal(*(x.astype(np.float64) for x in (place.get(together)[:, part], place.get(alone))))
+            single_sequence, state = based(
+                *(place.put(x[:, part].copy()) for x in (q, k, v)), normalize=normalize, return_state=True
+            )
+            np.testing.assert_array_equal(
+                *(x.astype(np.float64) for x in (place.get(together)[:, part], place.get(single_sequence)))
+            )
             for got, want in zip(found, state if normalize else (state,)):
                 np.testing.assert_array_equal(place.get(got)[n], place.get(want)[0])
         else:

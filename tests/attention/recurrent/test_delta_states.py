@@ -54,12 +54,12 @@ def test_packed_sequences(place, monkeypatch, gated):
     packing = Packing([30, 0, 65])
     _, k, v, beta, decay = inputs(1, 95, 1, 64, 64)
     arrays = [k, v, beta, decay if gated else None]
-    agree(place, *arrays, ends=packing.alone)
+    agree(place, *arrays, ends=packing.cu_seqlens)
     as_on_a_device(monkeypatch)
     start = 0.3 * np.random.default_rng(1).standard_normal((3, 1, 64, 64), np.float32)
     of_all = poisoned((len(packing.ends) - 1, *start.shape[1:]), start.dtype)
     of_all[packing.which] = start
-    runs = (lambda x: x, start, packing.alone), (packing.spread, of_all, packing.ends)
+    runs = (lambda x: x, start, packing.cu_seqlens), (packing.spread, of_all, packing.ends)
     final = []
     for lay, begin, ends in runs:
         k, v, beta, decay = (None if x is None else place.put(lay(x)) for x in arrays)

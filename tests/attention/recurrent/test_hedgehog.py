@@ -92,8 +92,8 @@ def test_packed_sequences(place):
     rest = [place.put(x) for x in rest]
     together = place.get(hedgehog(*map(place.put, (q, k, v)), *rest, cu_seqlens=place.put(ends)))
     for part in (slice(*pair) for pair in itertools.pairwise(ends) if pair[0] < pair[1]):
-        alone = place.get(hedgehog(*(place.put(x[:, part].copy()) for x in (q, k, v)), *rest))
-        np.testing.assert_array_equal(together[:, part].astype(np.float64), alone.astype(np.float64))
+        single_sequence = place.get(hedgehog(*(place.put(x[:, part].copy()) for x in (q, k, v)), *rest))
+        np.testing.assert_array_equal(together[:, part].astype(np.float64), single_sequence.astype(np.float64))
 
 
 def test_large_scores(place):

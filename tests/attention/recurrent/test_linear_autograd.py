@@ -39,8 +39,8 @@ def test_torch(kind):
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
     ways = [torch.autograd.grad(way(*leaves), leaves) for way in (loss, compiled)]
     if kind == "token":
-        kept = torch.utils.checkpoint.checkpoint(loss, *leaves, use_reentrant=False)
-        ways.append(torch.autograd.grad(kept, leaves))
+        checkpoint_loss = torch.utils.checkpoint.checkpoint(loss, *leaves, use_reentrant=False)
+        ways.append(torch.autograd.grad(checkpoint_loss, leaves))
         ways.append(torch.func.grad(loss, tuple(range(5)))(*[x.detach() for x in leaves]))
     want = wanted(leaves)
     for got in ways:

@@ -64,18 +64,18 @@ def test_packed_sequences_among_poison(place, monkeypatch, family, decay):
     0; one without tokens passes the gradient of its state on."""
     as_on_a_device(monkeypatch)
     packing = Packing([0, 63, 65, 1], neighbour=2, nobodys=66)
-    args = case(int(packing.alone[-1]), decay, heads=2, key_heads=1)
+    args = case(int(packing.cu_seqlens[-1]), decay, heads=2, key_heads=1)
     count = len(packing.ends) - 1
     tokens = {name: x for name, x in args.items() if x.ndim > 2 and "state" not in name}
-    states = {name: np.repeat(args[name], len(packing.alone) - 1, axis=0) for name in ("initial_state", "dstate")}
+    states = {name: np.repeat(args[name], len(packing.cu_seqlens) - 1, axis=0) for name in ("initial_state", "dstate")}
     spread_states = {name: np.full((count, *x.shape[1:]), np.nan, f32) for name, x in states.items()}
     for name, x in states.items():
         spread_states[name][packing.which] = x
-    alone = run(place, args | states | {"cu_seqlens": packing.alone}, family=family)
+    without_neighbours = run(place, args | states | {"cu_seqlens": packing.cu_seqlens}, family=family)
     spread = {name: packing.spread(x) for name, x in tokens.items()}
     got = run(place, args | spread | spread_states | {"cu_seqlens": packing.ends}, family=family)
-    want = reference.linear_backward(**args | states, cu_seqlens=packing.alone)
-    for name, x in alone.items():
+    want = reference.linear_backward(**args | states, cu_seqlens=packing.cu_seqlens)
+    for name, x in without_neighbours.items():
         assert relative_rms(x, want[name]) < (0.02 if decay == "head" else 0.005), name
         if name == "dinitial_state":
             np.testing.assert_array_equal(got[name][packing.which], x)

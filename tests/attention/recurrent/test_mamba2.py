@@ -130,10 +130,10 @@ def test_seq_idx(place):
     on = {name: place.put(x) for name, x in args.items()}
     out, states = mamba2(**on, seq_idx=place.put(SEQ_IDX), return_final_states=True, chunk_size=256)
     for b, cuts in enumerate(([0, 20, 40], [0, 10, 30, 40])):
-        alone = {name: x if name == "A" else x[b : b + 1] for name, x in args.items()}
+        single_batch = {name: x if name == "A" else x[b : b + 1] for name, x in args.items()}
         ends = place.put(np.array(cuts, np.int32))
-        alone = {name: place.put(x) for name, x in alone.items()}
-        want, last = mamba2(**alone, cu_seqlens=ends, return_final_states=True)
+        single_batch = {name: place.put(x) for name, x in single_batch.items()}
+        want, last = mamba2(**single_batch, cu_seqlens=ends, return_final_states=True)
         assert (place.get(out)[b] == place.get(want)[0]).all() and (place.get(states)[b] == place.get(last)[-1]).all()
 
 

@@ -15,7 +15,7 @@ from attention.public.linear_family import linear
 from attention.public.token_steps import linear_step
 
 STATED = {name: member for name, member in MEMBERS.items() if member.start}
-every = pytest.mark.parametrize("member", MEMBERS.values(), ids=MEMBERS)
+over_members = pytest.mark.parametrize("member", MEMBERS.values(), ids=MEMBERS)
 stated = pytest.mark.parametrize("member", STATED.values(), ids=STATED)
 
 
@@ -129,16 +129,16 @@ def test_packed_sequences_among_poison(place, monkeypatch, name, family):
     state; padding has outputs of 0."""
     as_on_a_device(monkeypatch)
     member, more = MEMBERS[name], {} if family is None else {"family": family}
-    tokens, fixed = member.inputs(PACKED.alone[-1])
+    tokens, fixed = member.inputs(PACKED.cu_seqlens[-1])
     _, one = member.run({key: x[:, :1].copy() for key, x in tokens.items()} | fixed)
-    starts = [np.repeat(x, len(PACKED.alone) - 1, axis=0) for x in both(one)] if member.start else []
+    starts = [np.repeat(x, len(PACKED.cu_seqlens) - 1, axis=0) for x in both(one)] if member.start else []
     of_all = [poisoned((len(PACKED.ends) - 1, *x.shape[1:]), F32) for x in starts]
     for x, start in zip(of_all, starts, strict=True):
         x[PACKED.which] = start
     states = lambda x: (place.put(x[0]) if len(x) == 1 else tuple(map(place.put, x))) if x else None
     fixed = {key: place.put(x) for key, x in fixed.items()}
     put = {key: place.put(x) for key, x in tokens.items()} | fixed
-    clean, wanted = member.run(put, states(starts), cu_seqlens=place.put(PACKED.alone), **more)
+    clean, wanted = member.run(put, states(starts), cu_seqlens=place.put(PACKED.cu_seqlens), **more)
     put = {key: place.put(PACKED.spread(x)) for key, x in tokens.items()} | fixed
     out, found = member.run(put, states(of_all), cu_seqlens=place.put(PACKED.ends), **more)
     out, clean = (place.get(x).astype(F32) for x in (out, clean))
@@ -150,7 +150,7 @@ def test_packed_sequences_among_poison(place, monkeypatch, name, family):
         np.testing.assert_array_equal(place.get(want)[[0, 2]], start[[0, 2]])
 
 
-@every
+@over_members
 def test_packed_sequences_are_sequences(member):
     """Each sequence is one of a batch of its own."""
     tokens, fixed = member.inputs(75)
@@ -163,7 +163,7 @@ def test_packed_sequences_are_sequences(member):
 NARROW = {"based": 1e3, "based, sums": 1e3}  # members whose state grows faster: what values are multiplied by there
 
 
-@every
+@over_members
 @pytest.mark.parametrize("great", ["values", "keys", "queries"])
 def test_the_range_of_float16(member, great):
     """Intermediate results overflow no sooner than arrays and outputs: values of 30000, keys a hundred times as long as
@@ -339,7 +339,7 @@ PLACES = [
 ]
 
 
-@every
+@over_members
 @pytest.mark.parametrize(("put", "device"), PLACES)
 def test_arrays_of_every_framework(member, put, device):
     """Outputs and states are arrays of the caller's framework. float16, as CuPy and Numba have no bf16."""
@@ -382,7 +382,7 @@ def test_arrays_at_any_even_address(name, view):
     assert np.isnan(out.base.astype(F32)).sum() == 3 * out.size // out.shape[-1], "memory around out was written"
 
 
-@every
+@over_members
 def test_out_and_stream(member):
     """`out` is written and returned; an invalid stream is an error."""
     tokens, fixed = member.inputs(20)
@@ -394,7 +394,7 @@ def test_out_and_stream(member):
         member.run(tokens | fixed, stream="x")
 
 
-@every
+@over_members
 def test_grads_are_refused(member):
     """With the name of the array that requires grad."""
     torch = pytest.importorskip("torch")

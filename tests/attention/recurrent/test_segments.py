@@ -106,7 +106,7 @@ def test_packed_sequences(place, cut, monkeypatch, delta, kind):
     cut(3)
     packing = Packing([0, 70, 192, 1], neighbour=2, nobodys=5)
     args = case(delta, kind, 263, 64, 64, sequences=4)
-    out, state = agree(place, args, cu_seqlens=packing.alone)
+    out, state = agree(place, args, cu_seqlens=packing.cu_seqlens)
     as_on_a_device(monkeypatch)
     start = poisoned((len(packing.ends) - 1, *args["initial_state"].shape[1:]), np.float32)
     start[packing.which] = args["initial_state"]

@@ -108,15 +108,15 @@ def test_strides_and_out():
 def test_unaligned_tokens(elements):
     """Addresses so many elements past a multiple of 16 bytes, a negative stride of sequences, gaps between heads."""
     args = inputs(32, 16, "channel", True)
-    moved = dict(args, state=args["state"].copy())
+    unaligned_args = dict(args, state=args["state"].copy())
     for name in "qkv":
         room = np.full((3, 4, args[name].shape[-1] + elements), np.nan, bf16)[::-1, :, elements:]
         room[...] = args[name]
-        moved[name] = room
-    out = linear_step(**moved)
+        unaligned_args[name] = room
+    out = linear_step(**unaligned_args)
     ref, state = reference.linear_step(**args)
     reference.assert_close(out, ref, ref.astype(bf16))
-    np.testing.assert_allclose(moved["state"], state, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(unaligned_args["state"], state, rtol=1e-5, atol=1e-5)
 
 
 def test_no_sequence():

@@ -29,14 +29,14 @@ def closed_form(q, k, v, decay, beta, state, scale):
     sums = gates.cumsum(1)  # decay from the start to after token i, per row of the state
     pairs = np.exp(np.minimum(sums[:, :, None] - sums[:, None], 0))  # (B, i, j, H, Dk): from after j to after i
     later = np.tril(np.ones((LENGTH, LENGTH)))[:, :, None]
-    kept = np.einsum("bihk,bihk,bhkv->bihv", q, np.exp(sums), state)
+    from_state = np.einsum("bihk,bihk,bhkv->bihv", q, np.exp(sums), state)
     if beta is not None:
         A = np.einsum("bihk,bijhk,bjhk->bijh", k, pairs, k) * np.tril(np.ones((LENGTH, LENGTH)), -1)[:, :, None]
         right = v - np.einsum("bihk,bihk,bhkv->bihv", k, np.exp(sums), state)
         system = np.eye(LENGTH) + (A * beta[:, :, None]).transpose(0, 3, 1, 2)
         v = np.linalg.solve(system, (right * beta[..., None]).swapaxes(1, 2)).swapaxes(1, 2)
     weights = np.einsum("bihk,bijhk,bjhk->bijh", q, pairs, k) * later
-    out = scale * (np.einsum("bijh,bjhv->bihv", weights, v) + kept)
+    out = scale * (np.einsum("bijh,bjhv->bihv", weights, v) + from_state)
     last = np.exp(sums[:, -1])[..., None] * state + np.einsum("bjhk,bjhk,bjhv->bhkv", np.exp(sums[:, -1:] - sums), k, v)
     return out, last
 

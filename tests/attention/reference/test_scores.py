@@ -27,18 +27,18 @@ def naive(q, k, v, *, causal=False, window=None, softcap=None, alibi=None, sink=
                 s = scale * sum(q[i, h, c] * k[j, g, c] for c in range(width))
                 if softcap:
                     s = softcap * math.tanh(s / softcap)
-                own = i + cols - rows  # the key beside query i
+                diagonal = i + cols - rows  # the key beside query i
                 if alibi is not None:
-                    s -= alibi[h] * abs(own - j)
+                    s -= alibi[h] * abs(diagonal - j)
                 if bias is not None:
                     s += bias[h, i, j]
                 if score:
                     s = score(s, h, i, j, *aux)
-                if causal and j > own:
+                if causal and j > diagonal:
                     continue
-                if window and window[0] is not None and own - j > window[0]:
+                if window and window[0] is not None and diagonal - j > window[0]:
                     continue
-                if window and window[1] is not None and j - own > window[1]:
+                if window and window[1] is not None and j - diagonal > window[1]:
                     continue
                 if mask and not mask(h, i, j, *aux):
                     continue
@@ -124,8 +124,8 @@ def test_packed_sequences(causal, shorter):
     )  # fmt: skip
     for n in range(3):
         rows, cols = slice(ends[n], ends[n + 1]), slice(ends_k[n], ends_k[n] + lengths[n])
-        alone = options | {"alibi": options["alibi"][n], "mask": lambda h, i, j, n=n: (i + j + n) % 4 > 0}
-        out, lse = naive(q[0, rows], k[0, cols], v[0, cols], **alone, dropout=0.3, keep=keep[n])
+        sequence_options = options | {"alibi": options["alibi"][n], "mask": lambda h, i, j, n=n: (i + j + n) % 4 > 0}
+        out, lse = naive(q[0, rows], k[0, cols], v[0, cols], **sequence_options, dropout=0.3, keep=keep[n])
         close((found[0][0, rows], found[1][0, :, rows]), (out, lse))
 
 
@@ -140,8 +140,8 @@ def test_lengths_k_aligns_the_last_query():
     _, q, k, v = draw(2, 2, 3, 8, 2, 1)
     k[1, 5:] = v[1, 5:] = np.nan
     found = forward(q, k, v, causal=True, lengths_k=np.array([8, 5]))
-    alone = [naive(q[b], k[b, :n], v[b, :n], causal=True) for b, n in ((0, 8), (1, 5))]
-    close(found, map(np.stack, zip(*alone)))
+    by_sequence = [naive(q[b], k[b, :n], v[b, :n], causal=True) for b, n in ((0, 8), (1, 5))]
+    close(found, map(np.stack, zip(*by_sequence)))
 
 
 def test_a_sink_without_keys():

@@ -70,8 +70,8 @@ def test_a_causal_row_is_full_attention_over_its_keys(problem):
     out, lse = forward(q, k, v, causal=True)
     for row in range(q.shape[1]):
         keys = max(0, row + 1 + k.shape[1] - q.shape[1])
-        alone = forward(q[:, row : row + 1], k[:, :keys], v[:, :keys])
-        close((out[:, row : row + 1], lse[:, :, row : row + 1]), alone)
+        full_attention = forward(q[:, row : row + 1], k[:, :keys], v[:, :keys])
+        close((out[:, row : row + 1], lse[:, :, row : row + 1]), full_attention)
 
 
 @given(problems(), st.randoms(use_true_random=False))

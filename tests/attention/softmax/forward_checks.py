@@ -79,13 +79,13 @@ def agree(place, q, k, v, *, family=None, block=None, **options):
 def agree_among_poison(place, packing, arrays, *, family=None, **options):
     """The same of packed sequences (poison.Packing), whose q, k and v these arrays are, between neighbours of poison: each as
     if they were alone, and 0 and -inf for tokens of nobody."""
-    told = {} if family is None else {"family": family}
+    family_option = {} if family is None else {"family": family}
     ends = place.put(packing.ends)
     put = [place.put(packing.spread(x)) for x in arrays]
-    found = attention.forward(*put, cu_seqlens=ends, return_lse=True, **there(place, options), **told)
+    found = attention.forward(*put, cu_seqlens=ends, return_lse=True, **there(place, options), **family_option)
     out, lse = map(place.get, found)
     assert (out[:, packing.nobodys].astype(F32) == 0).all() and (lse[:, :, packing.nobodys] == -np.inf).all()
-    ref, ref_lse = reference.forward(*arrays, cu_seqlens=packing.alone, **options)
-    low, _ = reference.forward_low(*arrays, cu_seqlens=packing.alone, **options)
+    ref, ref_lse = reference.forward(*arrays, cu_seqlens=packing.cu_seqlens, **options)
+    low, _ = reference.forward_low(*arrays, cu_seqlens=packing.cu_seqlens, **options)
     reference.assert_close(packing.gather(out), ref, low)
     np.testing.assert_allclose(packing.gather(lse, 2), ref_lse, rtol=8 * ULP, atol=1e-4)

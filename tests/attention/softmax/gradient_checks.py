@@ -71,12 +71,12 @@ def gradient_of_lse(lse):
 def agree_among_poison(place, packing, arrays, family, **options):
     """Judge the gradients of packed sequences (poison.Packing), whose q, k and v these arrays are, between rows of poison: they
     equal those of the sequences without poison, and are 0 for tokens of no sequence."""
-    alone = {"cu_seqlens": packing.alone, **options}
-    dout, (out, lse) = draw(arrays[0].shape, arrays[0].dtype), reference.forward_low(*arrays, **alone)
+    packed_options = {"cu_seqlens": packing.cu_seqlens, **options}
+    dout, (out, lse) = draw(arrays[0].shape, arrays[0].dtype), reference.forward_low(*arrays, **packed_options)
     put = [place.put(packing.spread(x)) for x in (dout, *arrays, out)]
     args = {"cu_seqlens": place.put(packing.ends), "family": family}
     got = attention.backward(*put, place.put(packing.spread(lse, 2, FAR_LSE)), **args, **there(place, options))
-    ref, low = (f(dout, *arrays, **alone) for f in (reference.backward, reference.backward_low))
+    ref, low = (f(dout, *arrays, **packed_options) for f in (reference.backward, reference.backward_low))
     for name, dx, *each in zip(NAMES, map(place.get, got), ref, low):
         assert (dx[:, packing.nobodys].astype(F32) == 0).all(), name
         judge(name, packing.gather(dx), *each)

@@ -127,8 +127,8 @@ def test_the_same_bits_as_what_is_built_in(monkeypatch):
         assert np.array_equal(x, y)
 
 
-@pytest.mark.parametrize("told", [{"lengths_k": np.array([50])}, {"cu_seqlens": np.array([0, 20, 60])}])
-def test_sequences_with_lengths_of_their_own(told):
+@pytest.mark.parametrize("lengths_option", [{"lengths_k": np.array([50])}, {"cu_seqlens": np.array([0, 20, 60])}])
+def test_sequences_with_lengths_of_their_own(lengths_option):
     """Keys are counted from the first one of each: no one window says that."""
     arrays, options = _case("causal", 60, 60)
-    agree(OnInterpreter(), *arrays, **options, **told)
+    agree(OnInterpreter(), *arrays, **options, **lengths_option)

@@ -253,7 +253,7 @@ def test_packed_lengths_around_every_tile_edge(place, family, head_dim, options,
     module = {"sm_90": backward_hopper, "sm_80": backward_ampere}[family]
     config = module.config_for(head_dim, bf16, CAUSAL)
     packing = Packing(edges(config.rows, config.kv, most=65 if "window" in options and config.rows < 128 else 129))
-    arrays = [draw((1, int(packing.alone[-1]), 1, head_dim), BF16) for _ in range(3)]
+    arrays = [draw((1, int(packing.cu_seqlens[-1]), 1, head_dim), BF16) for _ in range(3)]
     agree_among_poison(place, packing, arrays, family, **options)
 
 

@@ -228,12 +228,12 @@ def test_learned_gradients_of_sequences_between_neighbours_of_poison(place, monk
     packing = Packing((17, 40), nobodys=20)
     (q, k, v), bias, slopes, ours = inputs(1, 57, 57, 2, 1, 64), normal(4, 1, 1, 79), normal(4, 2) ** 2, packing.which
     options = dict(cu_seqlens=packing.ends, bias=bias, alibi=slopes)
-    alone = dict(cu_seqlens=packing.alone, bias=bias[ours][..., :57], alibi=slopes[ours])
-    out, lse = reference.forward_low(q, k, v, **alone)
+    packed_options = dict(cu_seqlens=packing.cu_seqlens, bias=bias[ours][..., :57], alibi=slopes[ours])
+    out, lse = reference.forward_low(q, k, v, **packed_options)
     put = [place.put(packing.spread(x)) for x in (q, q, k, v, out)]
     lse = place.put(packing.spread(lse, 2, FAR_LSE))
     got = attention.backward(*put, lse, **there(place, options), dbias=True, dalibi=True)
-    want = reference.backward(q, q, k, v, out=out, **alone, dbias=True, dalibi=True)
+    want = reference.backward(q, q, k, v, out=out, **packed_options, dbias=True, dalibi=True)
     for x, y in zip(map(place.get, got[3:]), want[3:], strict=True):
         np.testing.assert_allclose(x[ours][..., : y.shape[-1]], y, atol=4e-3 * np.abs(y).max() + NOISE)
 

@@ -221,8 +221,8 @@ def test_a_given_split_has_the_same_bits_always(place):
     """Alone, and among other sequences in a larger cache; other numbers of splits differ by rounding alone."""
     q, k, v = case((384, 200))
     several = agree(place, q, k, v, (384, 200), splits=3)
-    alone = agree(place, q[:1], k[:1, :384], v[:1, :384], (384,), splits=3)
-    for x, y in zip(several, alone):
+    single_sequence = agree(place, q[:1], k[:1, :384], v[:1, :384], (384,), splits=3)
+    for x, y in zip(several, single_sequence):
         np.testing.assert_array_equal(x[:1], y)
     for parts in (1, 2, 7):
         agree(place, q, k, v, (384, 200), splits=parts)
@@ -273,7 +273,7 @@ def test_packed_tokens_around_every_tile_edge(place, tokens, heads, splits, monk
     as_on_a_device(monkeypatch)
     packing = Packing(tokens, nobodys=40)
     lengths = [x for n in tokens for x in (1, n + 40)]
-    q = draw((1, int(packing.alone[-1]), heads, 64), BF16)
+    q = draw((1, int(packing.cu_seqlens[-1]), heads, 64), BF16)
     _, k, v = case(lengths)
     for x in (k, v):
         x[::2] = poisoned((), x.dtype)  # of the neighbours
@@ -282,7 +282,7 @@ def test_packed_tokens_around_every_tile_edge(place, tokens, heads, splits, monk
     kwargs = {name: place.put(x) for name, x in kwargs.items()} | {"splits": splits}
     out, lse = map(place.get, attention.decode(*put, return_lse=True, **kwargs))
     assert (out[:, packing.nobodys].astype(float) == 0).all() and (lse[:, :, packing.nobodys] == -np.inf).all()
-    for n, (first, end) in enumerate(itertools.pairwise(packing.alone)):
+    for n, (first, end) in enumerate(itertools.pairwise(packing.cu_seqlens)):
         of = q[:, first:end], *(x[2 * n + 1 :, : lengths[2 * n + 1]][:1] for x in (k, v))
         (ref, ref_lse), (low, _) = (f(*of, causal=True) for f in (reference.forward, reference.forward_low))
         reference.assert_close(packing.gather(out)[:, first:end], ref, low)

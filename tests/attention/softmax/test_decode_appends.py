@@ -29,9 +29,9 @@ def tiles(request, monkeypatch, nothing_known):
     return request.param
 
 
-def cases(names, here, on_card):
-    """Parameters of a test: `here` in the interpreter, and those few on the card, where most of the time goes to compiling."""
-    rows = [pytest.param("interpreter", *case) for case in here]
+def cases(names, interpreter_cases, on_card):
+    """Parameters of a test: `interpreter_cases`, and those few on the card, where most of the time goes to compiling."""
+    rows = [pytest.param("interpreter", *case) for case in interpreter_cases]
     rows += [pytest.param("gpu", *case, marks=pytest.mark.gpu) for case in on_card]
     return pytest.mark.parametrize(
         ("place", *names), rows, indirect=[name for name in ("place", "tiles") if name in ("place", *names)]
@@ -271,8 +271,8 @@ def test_packed_queries_have_the_bits_of_each(place):
     out = agree(place, q, k, v, lengths, ends=ends, splits=3, window=(400, 0))
     for b, n in enumerate(lengths):
         mine = q[:, ends[b] : ends[b + 1]]
-        alone = agree(place, mine, k[b : b + 1], v[b : b + 1], (n,), splits=3, window=(400, 0))
-        np.testing.assert_array_equal(out[:, ends[b] : ends[b + 1]], alone)
+        single_sequence = agree(place, mine, k[b : b + 1], v[b : b + 1], (n,), splits=3, window=(400, 0))
+        np.testing.assert_array_equal(out[:, ends[b] : ends[b + 1]], single_sequence)
 
 
 # ---- functions in Python ---------------------------------------------------------------------------------------------

@@ -177,12 +177,14 @@ def test_fewer_consumers_give_the_same_bits(place, head_dim, causal, seq_kv, mon
     monkeypatch.setattr(forward_hopper, "fit_to_load", fitted)
     heads = 3 if isinstance(place, OnInterpreter) else 132
     q, k, v = inputs(1, 190, seq_kv, heads, heads, head_dim)
-    told = {"causal": causal, "return_lse": True}
-    several = [place.get(x) for x in attention.forward(*map(place.put, (q, k, v)), **told)]
+    call_options = {"causal": causal, "return_lse": True}
+    several = [place.get(x) for x in attention.forward(*map(place.put, (q, k, v)), **call_options)]
     one = [np.ascontiguousarray(x[:, :, 1:2]) for x in (q, k, v)]
-    alone = [attention.forward(*map(place.put, (one[0][:, :n], *one[1:])), **told) for n in (190, 70)[: 2 - causal]]
+    single_head = [
+        attention.forward(*map(place.put, (one[0][:, :n], *one[1:])), **call_options) for n in (190, 70)[: 2 - causal]
+    ]
     assert len({few for _, few in shapes}) > 1 and any(few == most for most, few in shapes), shapes
-    for out, lse in alone:
+    for out, lse in single_head:
         tokens = out.shape[1]
         np.testing.assert_array_equal(place.get(out)[:, :, 0], several[0][:, :tokens, 1])
         np.testing.assert_array_equal(place.get(lse)[:, 0], several[1][:, 1, :tokens])
@@ -194,8 +196,8 @@ def test_adding_a_constant_to_the_scores_changes_nothing(place):
     q, k, v = inputs(1, 64, 200, 1, 1, 64, FP16)
     q, k = np.round(q * 4) / 4, np.round(k * 4) / 4  # exactly representable sums
     one, _ = agree(place, q, k, v)
-    moved, _ = agree(place, q, (k + np.float16(2)).astype(FP16), v)
-    np.testing.assert_allclose(one.astype(float), moved.astype(float), atol=2e-3)
+    with_constant, _ = agree(place, q, (k + np.float16(2)).astype(FP16), v)
+    np.testing.assert_allclose(one.astype(float), with_constant.astype(float), atol=2e-3)
 
 
 def test_equal_scores_average_the_values(place):
@@ -266,9 +268,9 @@ def test_empty(place, seq_q, seq_kv, batch):
 
 def test_without_lse_only_the_output_is_returned(place):
     q, k, v = (place.put(x) for x in inputs(1, 64, 64, 1, 1, 64))
-    alone = attention.forward(q, k, v)
+    without_lse = attention.forward(q, k, v)
     both, _ = attention.forward(q, k, v, return_lse=True)
-    assert (place.get(alone) == place.get(both)).all()
+    assert (place.get(without_lse) == place.get(both)).all()
 
 
 def test_bad_input_is_refused_before_any_launch():

@@ -44,15 +44,15 @@ def test_arrays_that_tma_cannot_address(place, family, skip, head_dim):
 @pytest.mark.parametrize(("room", "head_dim"), [(99 * 1024, 96), (99 * 1024, 128), (99 * 1024, 192), (163 * 1024, 192)])
 def test_kernels_for_gpus_with_less_shared_memory(place, room, head_dim, monkeypatch, nothing_known):
     """A smaller shared memory asks for other tiles, which run on any GPU and here."""
-    taken, config_for_problem = [], forward_launches.config_for_problem
+    configs, config_for_problem = [], forward_launches.config_for_problem
     monkeypatch.setattr(forward_launches, "machine", lambda _: Interpreter(shared_bytes=room))
     monkeypatch.setattr(
-        forward_launches, "config_for_problem", lambda *args: taken.append(config_for_problem(*args)) or taken[-1]
+        forward_launches, "config_for_problem", lambda *args: configs.append(config_for_problem(*args)) or configs[-1]
     )
     for causal in (False, True):
         agree(place, *inputs(1, 147, 171, 1, 1, head_dim), causal=causal)
-    assert set(taken) == {forward_ampere.config_for(head_dim, bf16, seen, room) for seen in (FULL, CAUSAL)}
-    assert forward_ampere.config_for(head_dim, bf16, FULL) not in taken
+    assert set(configs) == {forward_ampere.config_for(head_dim, bf16, seen, room) for seen in (FULL, CAUSAL)}
+    assert forward_ampere.config_for(head_dim, bf16, FULL) not in configs
 
 
 VIEWS = {  # of arrays (1, 130, 2, 64), by sequence and head

@@ -44,9 +44,9 @@ def in_parts(place, q, k, v, cut, **options):
     """Queries go on from keys before `cut` to those behind it: out and lse against float64, where each part's are merged."""
     parts = [(k[:, :cut], v[:, :cut]), (k[:, cut:], v[:, cut:])]
     out, lse = place.put(poisoned(q.shape, np.float32)), place.put(poisoned((q.shape[0], q.shape[2], q.shape[1]), np.float32))
-    told = there(place, options) | dict(out=out, lse=lse, return_lse=True)
+    call_options = there(place, options) | dict(out=out, lse=lse, return_lse=True)
     for n, part in enumerate(parts):
-        got = attention.forward(*map(place.put, (q, *part)), accumulate=n > 0, **told)
+        got = attention.forward(*map(place.put, (q, *part)), accumulate=n > 0, **call_options)
         assert got[0] is out and got[1] is lse
 
     def both(function):

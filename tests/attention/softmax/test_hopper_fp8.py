@@ -203,9 +203,9 @@ def test_descales_without_keys(by_block):
 
 def test_descales_of_blocks_in_another_layout():
     q, k, v = inputs(1, 70, 140, 2, 1, 64)
-    told = block_units(q, k, v)
-    wanted = attention.forward(q, k, v, **told)
-    turned = {name: x.swapaxes(1, 2) for name, x in told.items()}
+    descales = block_units(q, k, v)
+    wanted = attention.forward(q, k, v, **descales)
+    turned = {name: x.swapaxes(1, 2) for name, x in descales.items()}
     out = attention.forward(*(x.swapaxes(1, 2) for x in (q, k, v)), layout="bhsd", **turned)
     np.testing.assert_array_equal(out.swapaxes(1, 2).astype(float), wanted.astype(float))
 

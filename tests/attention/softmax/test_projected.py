@@ -25,14 +25,14 @@ class Made:
 
     def __init__(self, case):
         (self.batch, self.rows, self.heads, self.kv_heads, self.columns), options = CASES[case]
-        told = dict(normed=False, sunk=False, causal=False, left=None, softcap=None, scale=None, eps=1e-6, dtype=BF16)
-        self.told = told | {"positions": False} | options
-        self.x = draw((self.batch, self.rows, self.heads + 2 * self.kv_heads, self.columns), self.told["dtype"])
-        angles = draw((*[self.batch] * self.told["positions"], self.rows, self.columns // 2), F32) * F32(9)
+        settings = dict(normed=False, sunk=False, causal=False, left=None, softcap=None, scale=None, eps=1e-6, dtype=BF16)
+        self.settings = settings | {"positions": False} | options
+        self.x = draw((self.batch, self.rows, self.heads + 2 * self.kv_heads, self.columns), self.settings["dtype"])
+        angles = draw((*[self.batch] * self.settings["positions"], self.rows, self.columns // 2), F32) * F32(9)
         self.cos, self.sin = np.cos(angles), np.sin(angles)
-        self.weights = [1 + draw((self.columns,), F32) for _ in range(2)] if self.told["normed"] else [None, None]
-        self.sink = draw((self.heads,), F32) if self.told["sunk"] else None
-        self.dout = draw((self.batch, self.rows, self.heads, self.columns), self.told["dtype"])
+        self.weights = [1 + draw((self.columns,), F32) for _ in range(2)] if self.settings["normed"] else [None, None]
+        self.sink = draw((self.heads,), F32) if self.settings["sunk"] else None
+        self.dout = draw((self.batch, self.rows, self.heads, self.columns), self.settings["dtype"])
 
     @property
     def all_weights(self):
@@ -47,7 +47,11 @@ class Made:
     def z(self):
         """(rows as they are normalised but for weights, 1 / deviation)"""
         x = self.x[:, :, : self.heads + self.kv_heads].astype(float)
-        scale = 1 / np.sqrt((x * x).mean(-1, keepdims=True) + self.told["eps"]) if self.told["normed"] else np.ones((1,) * 4)
+        scale = (
+            1 / np.sqrt((x * x).mean(-1, keepdims=True) + self.settings["eps"])
+            if self.settings["normed"]
+            else np.ones((1,) * 4)
+        )
         return x * scale, scale
 
     def turn(self, x, back=False):
@@ -56,8 +60,8 @@ class Made:
         return np.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
 
     def options(self):
-        told = self.told
-        return told["eps"], told["causal"], told["left"], None, told["softcap"], told["scale"]
+        settings = self.settings
+        return settings["eps"], settings["causal"], settings["left"], None, settings["softcap"], settings["scale"]
 
     def call(self, place, x=None):
         """(what goes before the gradient's own arguments, what the program gives)"""
@@ -67,9 +71,9 @@ class Made:
 
     def variant(self):
         """The same for attention.forward and backward."""
-        told, window = self.told, None if self.told["left"] is None else (self.told["left"], None)
-        found = dict(causal=told["causal"], window=window, softcap=told["softcap"], scale=told["scale"])
-        return found | ({"sink": self.sink} if told["sunk"] else {})
+        settings, window = self.settings, None if self.settings["left"] is None else (self.settings["left"], None)
+        found = dict(causal=settings["causal"], window=window, softcap=settings["softcap"], scale=settings["scale"])
+        return found | ({"sink": self.sink} if settings["sunk"] else {})
 
 
 def close(got, wanted, dtype):
@@ -84,7 +88,7 @@ def test_rows_are_turned_and_attended_to(place, case):
     made = Made(case)
     _, (out, lse, rows) = made.call(place)
     z, _ = made.z()
-    close(place.get(rows), made.turn(z * made.all_weights), made.told["dtype"])
+    close(place.get(rows), made.turn(z * made.all_weights), made.settings["dtype"])
     put = [place.put(np.ascontiguousarray(a)) for a in made.split(place.get(rows))[:2]]
     options = {n: place.put(x) if n == "sink" else x for n, x in made.variant().items()}
     v = place.put(np.ascontiguousarray(made.split(made.x)[2]))
@@ -98,9 +102,9 @@ def test_gradients_are_those_of_all_that(place, case):
     """Values' and sinks' are to the bit attention.backward's; queries' and keys' what the formula makes of its others."""
     made = Made(case)
     given, (out, lse, rows) = made.call(place)
-    told, dtype = made.told, made.told["dtype"]
+    settings, dtype = made.settings, made.settings["dtype"]
     dout = place.put(made.dout)
-    options = *made.options(), True, told["normed"], told["sunk"], None
+    options = *made.options(), True, settings["normed"], settings["sunk"], None
     found = projected_backward(None, (dout, *given, out, lse, rows, *(None,) * 4), options)
     dx, *more = found if isinstance(found, tuple) else (found,)
     turned = [place.put(np.ascontiguousarray(a)) for a in made.split(place.get(rows))[:2]]
@@ -112,13 +116,13 @@ def test_gradients_are_those_of_all_that(place, case):
     z, scale = made.z()
     dn = made.turn(np.concatenate([dq, dk], 2).astype(float), back=True)
     dz = dn * made.all_weights
-    if told["normed"]:
+    if settings["normed"]:
         wanted_weights = [(a * b).sum((0, 1, 2)) for a, b in zip(made.split(dn)[:2], made.split(z)[:2])]
         for x, wanted in zip(more, wanted_weights):
             close(place.get(x), wanted, F32)
         dz = (dz - z * (dz * z).mean(-1, keepdims=True)) * scale
     close(got[:, :, : made.heads + made.kv_heads], dz, dtype)
-    if told["sunk"]:
+    if settings["sunk"]:
         np.testing.assert_array_equal(place.get(more[-1]), dsink[0])
 
 

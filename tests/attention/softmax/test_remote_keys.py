@@ -30,10 +30,11 @@ def problem(keys, dim, value_dim=None, where="cpu"):
 def split(x, spans):
     """(rows of spans, all others) of keys or values; what is behind them in memory is NaN."""
     first, end, second, second_end = spans
-    own = [x[:, first:end], x[:, second:second_end]]
-    others = [x[:, :first], x[:, end:second], x[:, second_end:]]
+    local_parts = [x[:, first:end], x[:, second:second_end]]
+    remote_parts = [x[:, :first], x[:, end:second], x[:, second_end:]]
     return [
-        torch.cat([*part, torch.full_like(x, torch.nan)], 1)[:, : sum([y.shape[1] for y in part])] for part in (own, others)
+        torch.cat([*part, torch.full_like(x, torch.nan)], 1)[:, : sum([y.shape[1] for y in part])]
+        for part in (local_parts, remote_parts)
     ]
 
 

@@ -61,7 +61,7 @@ def test_by_what_it_reads():
         for place in np.ndindex(x.shape):
             ends = []
             for step in (STEP, -STEP):
-                moved = [y.copy() for y in arrays]
-                moved[n][place] += step
-                ends.append(score(S, *at, *moved).sum())
+                shifted_arrays = [y.copy() for y in arrays]
+                shifted_arrays[n][place] += step
+                ends.append(score(S, *at, *shifted_arrays).sum())
             assert np.isclose(sums[n][place], (ends[0] - ends[1]) / (2 * STEP), atol=1e-6)

@@ -170,15 +170,15 @@ def test_blocks_of_keys_at_every_edge(variant):
     tiling = Tiling(rows, kv, variant)
     lengths = [(4, keys) for keys in range(1, 14)] + [(7, 7), (5, 12), (8, 3), (12, 5), (1, 8), (9, 20)]
     for (queries, keys), left, right in itertools.product(lengths, (0, 1, 2, 3, 6), (-4, -3, 0, 1, 2)):
-        here = at(queries, keys, left=left, right=right)
+        ctx = at(queries, keys, left=left, right=right)
         sees = np.zeros((queries, keys), bool)
         for i in range(queries):
-            one = variant.key_range(i, i, here)
+            one = variant.key_range(i, i, ctx)
             sees[i, max(0, one.first) : max(0, one.end)] = True
         seen = np.flatnonzero(sees.any(0))
         for row in range(0, queries, rows):
-            blocks, its = tiling.key_blocks(row, here), sees[row : row + rows]
-            order = [int(tiling.key(blocks, i, here)) for i in range(blocks.n)]
+            blocks, its = tiling.key_blocks(row, ctx), sees[row : row + rows]
+            order = [int(tiling.key(blocks, i, ctx)) for i in range(blocks.n)]
             assert {int(j) // kv * kv for j in np.flatnonzero(its.any(0))} <= set(order)
             assert all(key + kv <= keys and its[:, key : key + kv].all() for key in order[max(1, blocks.masked) :])
             cleared = {order[max(1, blocks.masked) - 1] + n for n in range(min(kv, max(0, blocks.unseen_at_start)))}

@@ -230,7 +230,7 @@ def test_packed_lengths_around_every_tile_edge(place, family, options, monkeypat
         64, bf16, CAUSAL, *[1024] * (family == "sm_90")
     )
     packing = Packing(edges(config.rows, config.kv))
-    arrays = [draw((1, int(packing.alone[-1]), 1, 64), BF16) for _ in range(3)]
+    arrays = [draw((1, int(packing.cu_seqlens[-1]), 1, 64), BF16) for _ in range(3)]
     agree_among_poison(place, packing, arrays, **options)
 
 
