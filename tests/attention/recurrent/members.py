@@ -38,6 +38,13 @@ class Member(NamedTuple):
     start: str = "initial_state"
     keep: str = "return_state"
 
+    @property
+    def is_differentiable(self):
+        """Has the call gradients, with its options?"""
+        return (
+            self.call in (linear, attention.gla, attention.retention, attention.lightning) and "normalize" not in self.options
+        )
+
     def inputs(self, length, batch=1, seed=0):
         """(arrays of tokens, other arrays)"""
         return self.tokens(np.random.default_rng(seed), batch, length), self.fixed()
