@@ -41,9 +41,9 @@ class Member(NamedTuple):
     @property
     def is_differentiable(self):
         """Has the call gradients, with its options?"""
-        return (
-            self.call in (linear, attention.gla, attention.retention, attention.lightning) and "normalize" not in self.options
-        )
+        call = getattr(self.call, "func", self.call)  # of a partial
+        trained = linear, attention.gla, attention.retention, attention.lightning
+        return call in trained and "normalize" not in self.options
 
     def inputs(self, length, batch=1, seed=0):
         """(arrays of tokens, other arrays)"""
