@@ -24,7 +24,7 @@ def plain(x, y):
 
 @cuda.jit
 def other(x, y):
-    """The exponentials of each of sixteen rows are divided by their sum."""
+    """Each of sixteen rows is divided by its sum."""
     t = exp(load(x, T, (0, 0)))
     store(y, normalized(t), (0, 0))
 

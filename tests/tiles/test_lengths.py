@@ -102,12 +102,13 @@ def test_a_function_that_follows():
     @follows
     @functools.cache
     def search(n, limit):
+        """The greatest divisor of n up to a limit."""
         calls.append((n, limit))
         return next(k for k in range(limit, 0, -1) if n % k == 0)
 
     function = watched(lambda a: (search(a, 10), search(a * 2, 3)) if search(a, 4) > 1 else 0, 8)
     assert function((18,)) == (9, 3) and function((7,)) is None and search(12, 5) == 4
-    assert all(type(n) is int for call in calls for n in call) and search.__doc__ == "What it does."
+    assert all(type(n) is int for call in calls for n in call) and search.__doc__.startswith("The greatest divisor")
 
 
 def test_equal_lengths_are_one():

@@ -100,7 +100,9 @@ def a_part_of_a_plan(x):
     plan.a
 
 
-@mistake("a tuple has no attribute 'fill': `(a,) = plan.open()` takes its one part out; got UniTuple(ring(st(64, 64, bf16)")
+@mistake(
+    "an opened plan has no item 'fill': `(a,) = plan.open()` takes its one item out, plan.open().a does so by name; got Op"
+)
 def a_plan_s_parts_as_one(x):
     ring_plan.open().fill(0, x, (0, 0))
 

@@ -49,8 +49,9 @@ def _no_attribute(name, of):
         return (
             f"{name!r} is not read from a plan: `a, b = plan.open()` gives a kernel its parts, in their order; got {of[5:-1]}"
         )
-    if of.startswith(("UniTuple(", "Tuple(")) and re.search(r"\b(ring|pipeline|st|sv|barrier)\(", of):
-        return f"a tuple has no attribute {name!r}: `(a,) = plan.open()` takes its one part out; got {of}"
+    if of.startswith("OpenedMemory("):
+        how = "`(a,) = plan.open()` takes its one item out, plan.open().a does so by name"
+        return f"an opened plan has no item {name!r}: {how}; got {of}"
     return f"{of} has no attribute {name!r}"
 
 
