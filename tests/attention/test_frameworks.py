@@ -49,10 +49,11 @@ def test_a_tensor_that_requires_grad_is_refused_not_detached():
     torch = pytest.importorskip("torch")
     q, k, v = (to_torch(x, "cpu") for x in host_inputs())
     q.requires_grad_()
+    beta = torch.ones(v.shape[:3])
     with pytest.raises(NotImplementedError, match=r"q: requires grad.*torch\.no_grad\(\)"):
-        attention.linear(q, k, v)
+        attention.delta_rule(q, k, v, beta)
     with torch.no_grad():
-        attention.linear(q, k, v)
+        attention.delta_rule(q, k, v, beta)
 
 
 def test_jax_on_the_host():

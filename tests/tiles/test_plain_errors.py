@@ -100,9 +100,7 @@ def a_part_of_a_plan(x):
     plan.a
 
 
-@mistake(
-    "an opened plan has no item 'fill': `(a,) = plan.open()` takes its one item out, plan.open().a does so by name; got Op"
-)
+@mistake("an opened plan has no item 'fill': `(a,) = plan.open()` takes its one item out, plan.open().a does so by name; got ")
 def a_plan_s_parts_as_one(x):
     ring_plan.open().fill(0, x, (0, 0))
 
