@@ -186,19 +186,26 @@ def attend_with_gradients(arguments: dict[str, Any], return_lse: bool) -> Any:
     if len(getattr(arrays.get("lengths_k"), "shape", ())) > 1:
         reason = "of shape (B, C) it has no gradient"
         raise NotImplementedError(f"lengths_k: {reason}; give each part a batch of its own, or call under torch.no_grad()")
-    if with_tangents():
-        for name, x in arrays.items():
-            refuse_tangent(x, name)
-    kind = arrays["q"].device.type if isinstance(arrays["q"], torch.Tensor) else None
-    if kind in DEVICES and torch.is_autocast_enabled(kind):  # the meta device has no autocast
-        to = torch.get_autocast_dtype(kind)
-        arrays |= {name: arrays[name].to(to) for name in "qkv" if getattr(arrays[name], "dtype", None) is torch.float32}
+    arrays = autocast_inputs(arrays)
     if torch.compiler.is_compiling():
         return AttentionFunction.apply(tuple(arrays), options, return_lse, *make_distinct(arrays.values()))
     if torch._C._functorch.peek_interpreter_stack() is None:
         return AttentionFunction.apply(tuple(arrays), options, return_lse, *arrays.values())
     results = TransformedAttentionFunction.apply(tuple(arrays), options, True, *arrays.values())
     return results if return_lse else results[0]
+
+
+def autocast_inputs(arrays: dict[str, Any]) -> dict[str, Any]:
+    """The arrays with q, k and v of float32 in the dtype that torch.autocast asks for. NotImplementedError: one of them has a
+    tangent."""
+    if with_tangents():
+        for name, x in arrays.items():
+            refuse_tangent(x, name)
+    kind = arrays["q"].device.type if isinstance(arrays["q"], torch.Tensor) else None
+    if kind not in DEVICES or not torch.is_autocast_enabled(kind):  # the meta device has no autocast
+        return arrays
+    to = torch.get_autocast_dtype(kind)
+    return arrays | {name: arrays[name].to(to) for name in "qkv" if getattr(arrays[name], "dtype", None) is torch.float32}
 
 
 def make_distinct(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -6,10 +6,7 @@ from typing import Any
 
 import torch
 
-from tiles.calls.torch_op import DEVICES
-from tiles.launching.frameworks import refuse_tangent, with_tangents
-
-from .autograd import copy_to_torch, is_second_derivative, make_distinct, make_tma_contiguous, unwrap
+from .autograd import autocast_inputs, copy_to_torch, is_second_derivative, make_distinct, make_tma_contiguous, unwrap
 from .public.linear_family import linear
 from .public.linear_gradients import NO_SECOND_DERIVATIVES, compute_gradients
 
@@ -81,13 +78,7 @@ def linear_with_gradients(arrays: dict[str, Any], options: dict[str, Any], retur
     options: of linear, by name."""
     arrays = {name: x for name, x in arrays.items() if x is not None}
     arrays = {name: x if isinstance(x, torch.Tensor) else copy_to_torch(x) for name, x in arrays.items()}
-    if with_tangents():
-        for name, x in arrays.items():
-            refuse_tangent(x, name)
-    kind = arrays["q"].device.type
-    if kind in DEVICES and torch.is_autocast_enabled(kind):  # the meta device has no autocast
-        to = torch.get_autocast_dtype(kind)
-        arrays |= {name: arrays[name].to(to) for name in "qkv" if arrays[name].dtype is torch.float32}
+    arrays = autocast_inputs(arrays)
     if torch.compiler.is_compiling():
         return LinearAttentionFunction.apply(tuple(arrays), options, return_state, *make_distinct(arrays.values()))
     if torch._C._functorch.peek_interpreter_stack() is None:

@@ -133,7 +133,7 @@ def plan_token_decay(
     scratch, steps = ScratchAllocator(problem), []
 
     def launch(config, width: int, segments: int, scanned: int, arrays: Arrays, states_per_sequence: int = 1) -> Step:
-        return _scan_chunks(problem, config, width, segments, scanned, arrays, scale, vector_bytes, states_per_sequence)
+        return launch_scan(problem, config, width, segments, scanned, arrays, scale, states_per_sequence)
 
     if segments > 1 and not local:
         steps.append(_scan_local_states(problem, arrays, vector_bytes, softplus, segments, segments - 1, scratch))
@@ -195,10 +195,10 @@ def _scan_local_states(
     arrays["gTotalDecays"] = scratch(sequences, heads, scanned, 1)
     config = _choose_config(problem, _choose_gate(arrays, softplus), intern_value(ScanStates), vector_bytes, width)
     from_zero = arrays | {"gInitialState": None, "gO": None}
-    return _scan_chunks(problem, config, width, segments, scanned, from_zero, 1.0, vector_bytes)  # no scale without outputs
+    return launch_scan(problem, config, width, segments, scanned, from_zero, 1.0)  # no scale without outputs
 
 
-def _scan_chunks(
+def launch_scan(
     problem: Problem,
     config: chunk_hopper.Config,
     width: int,
@@ -206,15 +206,16 @@ def _scan_chunks(
     scanned: int,
     arrays: Arrays,
     scale: float,
-    vector_bytes: int,
     states_per_sequence: int = 1,
 ) -> Step:
-    """The launch of a chunk kernel for the first `scanned` of the `segments`. states_per_sequence: 1 or the number of segments,
-    the number of states in gInitialState for each sequence."""
+    """The launch of the chunk kernel of this configuration for the first `scanned` of the `segments`. width: the number of
+    blocks of columns of a head. states_per_sequence: 1 or the number of segments, the number of states in gInitialState for
+    each sequence."""
     length, heads, key_heads, sequences = problem("seqlen", "heads", "heads_k", "sequences")
     group = heads // key_heads
     blocks = group * width // config.consumers
-    return kernel_for(chunk_ampere if vector_bytes else chunk_hopper, config, problem.device).bind(
+    module = chunk_ampere if isinstance(config, chunk_ampere.Config) else chunk_hopper
+    return kernel_for(module, config, problem.device).bind(
         sequences * key_heads * scanned * blocks,
         length=length,
         blocks=blocks,

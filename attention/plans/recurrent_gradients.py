@@ -16,7 +16,7 @@ from ..parts.recurrent.gradients import GroupedStates, KeyGradients, QueryGradie
 from ..parts.recurrent.results import ScanOutputs, ScanResult, ScanStates
 from . import recurrent_chunks
 from .recurrent_checks import DTYPES, has_channel_decay, is_varlen, pad_key_dim
-from .recurrent_chunks import SWAP_STATE_AXES, Arrays, ScratchAllocator, intern_value
+from .recurrent_chunks import SWAP_STATE_AXES, Arrays, ScratchAllocator, intern_value, launch_scan
 
 WARPS = 4  # of a warpgroup, or of an Ampere kernel's block: each has a part of a sum over a chunk's state
 
@@ -57,51 +57,22 @@ class GradientScan(NamedTuple):
         config = self.config(problem, vector_bytes)
         segments = recurrent_chunks.count_segments(problem, config, self.width)
         if segments == 1:
-            return [self._launch(problem, scale, config, arrays, 1, 1)]
+            return [launch_scan(problem, config, self.width, 1, 1, arrays, scale)]
         sequences, heads = problem("sequences", "heads")
         local_states: Arrays = {"gLocalStates": scratch(sequences, heads, segments - 1, self.columns, self.key_dim)}
         local_states["gTotalDecays"] = scratch(sequences, heads, segments - 1, 1)
         states = intern_value(GroupedStates if self.result.groups_queries else ScanStates)
         inputs = {name: arrays[name] for name in ("gQ", "gK", "gV", "gGates", "gCuSeqlens")}
         config_of_states = self.config(problem, vector_bytes, states)
-        steps = [self._launch(problem, scale, config_of_states, inputs | local_states, segments, segments - 1)]
+        inputs |= local_states
+        steps = [launch_scan(problem, config_of_states, self.width, segments, segments - 1, inputs, scale)]
         if segments <= recurrent_chunks.TOKEN_COSTS.composed_in_scan:
-            return [*steps, self._launch(problem, scale, config, arrays | local_states, segments, segments)]
+            return [*steps, launch_scan(problem, config, self.width, segments, segments, arrays | local_states, scale)]
         before = scratch(sequences * segments, heads, self.columns, self.key_dim)
         composed = local_states | {"gInitialState": arrays["gInitialState"], "gSegmentStates": before}
         steps.append(recurrent_chunks.compose_segments(problem, segments, (self.columns, self.key_dim), False, **composed))
         arrays = arrays | {"gInitialState": before}
-        return [*steps, self._launch(problem, scale, config, arrays, segments, segments, segments)]
-
-    def _launch(
-        self,
-        problem: Problem,
-        scale: float,
-        config: chunk_hopper.Config,
-        arrays: Arrays,
-        segments: int,
-        scanned: int,
-        states_per_sequence: int = 1,
-    ) -> Step:
-        """The launch of the kernel with this configuration for the first `scanned` of the `segments`, of which gInitialState
-        has states_per_sequence states."""
-        length, heads, key_heads, sequences = problem("seqlen", "heads", "heads_k", "sequences")
-        group = heads // key_heads
-        blocks = group * self.width // config.consumers
-        module = chunk_ampere if isinstance(config, chunk_ampere.Config) else chunk_hopper
-        return kernel_for(module, config, problem.device).bind(
-            sequences * key_heads * scanned * blocks,
-            length=length,
-            blocks=blocks,
-            segments=segments,
-            scanned=scanned,
-            states_per_sequence=states_per_sequence,
-            heads=key_heads,
-            group=group,
-            width=self.width,
-            scale=scale,
-            **arrays,
-        )
+        return [*steps, launch_scan(problem, config, self.width, segments, segments, arrays, scale, segments)]
 
 
 def plan_gradients(problem: Problem, scale: float, vector_bytes: int, wants_gates: bool, wants_state: bool) -> Plan:

@@ -88,8 +88,8 @@ def linear_backward(
     state, unless they are False. Arrays and errors are those of linear. Source: each of the three is linear attention itself
     (Katharopoulos et al. 2020, 3.3.1), with decays as derived in attention/parts/recurrent/gradients.py."""
     wanted = {"ddecay": ddecay, "dinitial_state": dinitial_state}
-    for (name, x), given in zip(wanted.items(), (decay, initial_state)):
-        wanted[name] = (given is not None) if x is None else x
+    for (name, x), argument in zip(wanted.items(), (decay, initial_state)):
+        wanted[name] = (argument is not None) if x is None else x
     if decay is None and wanted["ddecay"] is not False:
         raise ValueError(f"ddecay: must be None where there is no decay: {ddecay=!r:.60}")
     also = " ".join([name for name, x in wanted.items() if x is not False])

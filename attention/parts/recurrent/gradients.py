@@ -183,16 +183,6 @@ class InputGradients(GroupedQueries):
             warpgroup.store(truncate(params.row_dots, 1, seq.end), dots, (seq.batch, token, part), cols=1)
             z.release(j)
 
-    @inlined
-    def store_output(self, seq_layout, gO, tile, o, seq, token, head, column):
-        if self.unrounded:
-            warpgroup.sync()
-            seq_layout.store_rows(gO, o, seq, token, head, column)
-        else:
-            if seq_layout.varlen:
-                warpgroup.sync()
-            seq_layout.store(gO, tile, o, seq, token, head, column)
-
 
 class QueryGradients(InputGradients):
     """dQ, and with the gates' gradients q . dq and the state before each chunk. Scores are rounded as those of KeyGradients

@@ -103,11 +103,15 @@ class ScanResult:
 
     @inlined
     def store_output(self, seq_layout, gO, tile, o, seq, token, head, column):
-        """Store the outputs of the chunk that starts at `token`, through a shared tile or, if sequences are packed, from
-        registers. The warps synchronise here, so that all have read the state before it is overwritten by the next one."""
-        if seq_layout.varlen:
+        """Store the outputs of the chunk that starts at `token`, through a shared tile or, if they are float32 or sequences are
+        packed, from registers. The warps synchronise here, so that all have read the state before it is overwritten by the next
+        one."""
+        if seq_layout.varlen or self.unrounded:
             warpgroup.sync()
-        seq_layout.store(gO, tile, o, seq, token, head, column)
+        if self.unrounded:
+            seq_layout.store_rows(gO, o, seq, token, head, column)
+        else:
+            seq_layout.store(gO, tile, o, seq, token, head, column)
 
 
 class ScanStates(ScanResult):

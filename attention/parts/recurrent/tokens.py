@@ -39,18 +39,9 @@ class TokenRange(NamedTuple):
         return int32(self.end - self.start - CHUNK * j)
 
 
-class ReversedTokens(NamedTuple):
-    """A TokenRange whose chunks come in reverse order: the j-th is the j-th from the end. Tokens of a chunk keep their
-    places."""
-
-    start: Any
-    end: Any
-    batch: Any
-
-    @inlined
-    def num_chunks(self):
-        """The number of chunks. The first one, at the end of the tokens, may be shorter than the others."""
-        return int32((self.end - self.start + CHUNK - 1) // CHUNK)
+class ReversedTokens(TokenRange):
+    """A TokenRange whose chunks come in reverse order: the j-th is the j-th from the end, and the first one may be shorter than
+    the others. Tokens of a chunk keep their places."""
 
     @inlined
     def chunk_number(self, j):
