@@ -129,6 +129,7 @@ def make(config: Config):
                     scores = subtile(residual, CHUNK, 0, CHUNK, 0)
                     warpgroup.store(scores, decay.anchored_scores(queries, keys, sums, warp, INPUT))
                     warpgroup.sync()
+                    b_last = decay.load_last_sums(sums, warp)  # again: held over the scores, it would spill
                 decay.factor_decays(queries, keys, residual, sums, b_last, state_decay.claim(j), flag.claim(j), warp, strong)
                 state_decay.publish(j)
                 flag.publish(j)

@@ -189,6 +189,11 @@ class ChannelDecay:
     def cumsum_without_vote(self, sums, gates, warp):
         """Write b to `sums`, and return b_last of the warp's channels, in powers of 2. The warps do not synchronise."""
         cumsum_columns(self.warp_part(sums, warp), self.warp_part(gates, warp), FLOOR)
+        return self.load_last_sums(sums, warp)
+
+    @inlined
+    def load_last_sums(self, sums, warp):
+        """b_last of the warp's channels, in powers of 2."""
         return load_row(self.warp_part(sums, warp), self.warp_tile.row_vec, CHUNK - 1) * LOG2_E
 
     @inlined
@@ -255,9 +260,10 @@ class ChannelDecay:
             half = int32(size // 2)
             s = zeros(SQUARE)
             for i in range(warpgroup.WARPGROUP):
-                anchor = load_row_of_group(self.group_part(sums, warp, i), self.group_tile, size, half)
-                query = self.anchor_rows(queries, sums, warp, i, anchor, 1.0)
-                s = mma_ABt(s, query, self.anchor_rows(keys, sums, warp, i, anchor, -1.0))
+                b = self.group_part(sums, warp, i)  # anchors are loaded twice: held over the queries, they would spill in KDA
+                query = self.anchor_rows(queries, sums, warp, i, load_row_of_group(b, self.group_tile, size, half), 1.0)
+                key = self.anchor_rows(keys, sums, warp, i, load_row_of_group(b, self.group_tile, size, half), -1.0)
+                s = mma_ABt(s, query, key)
             scores = where(equal(row // size, col // size) & (row // half > col // half), s, scores)
         return scores
 
