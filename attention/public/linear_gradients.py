@@ -12,9 +12,9 @@ from tiles.calls.schema import Problem, Schema
 from ..families import uses_hopper_kernels
 from ..names import suggests_argument_names
 from ..options import check_number
-from ..plans import recurrent_checks, recurrent_gradients
+from ..plans import recurrent_checks, recurrent_chunks, recurrent_gradients
 from ..plans.call_options import without_gradients
-from ..plans.token_loop_gradients import plan_token_loop_gradients
+from ..plans.token_loop_gradients import plan_linear_gradients
 
 NO_SECOND_DERIVATIVES = "attention.linear: has no second derivatives"
 NO_NORMALIZE = "normalize: has no gradient yet"
@@ -135,7 +135,6 @@ def _linear_backward(problem: Problem, scale: float | None, also: str, family: s
     if not problem.extents["heads"]:
         raise problem.error("v", "must have at least one head", "v")
     vector_bytes = 0 if uses_hopper_kernels(problem, family) else problem.bytes_at_once()
-    wants_gates, wants_state = ("ddecay" in also.split(), "dinitial_state" in also.split())
-    if recurrent_gradients.serves_gradients(problem, vector_bytes, wants_gates):
-        return recurrent_gradients.plan_gradients(problem, scale, vector_bytes, wants_gates, wants_state)
-    return plan_token_loop_gradients(problem, scale, wants_gates, wants_state)
+    arrays = recurrent_gradients.gradient_arrays(problem, *(name in also.split() for name in ("ddecay", "dinitial_state")))
+    scratch = recurrent_chunks.ScratchAllocator(problem)
+    return Plan(plan_linear_gradients(problem, arrays, scale, vector_bytes, scratch), scratch.shapes)
