@@ -31,6 +31,7 @@ __all__ = [
     "linear_backward",
     "linear_step",
     "mamba2",
+    "mamba2_backward",
     "mla_decode",
     "quantize",
     "register_torch_ops",
@@ -48,6 +49,7 @@ _HOMES = {  # module: its public functions
     "public.linear_family": ("gla", "lightning", "linear", "retention"),
     "public.linear_gradients": ("linear_backward",),
     "public.mamba": ("mamba2",),
+    "public.mamba_gradients": ("mamba2_backward",),
     "public.token_steps": ("linear_step",),
     "public.softmax_backward": ("backward",),
     "public.decoding": ("decode",),
@@ -66,6 +68,7 @@ if TYPE_CHECKING:  # for editors and type checkers
     from .public.linear_family import gla, lightning, linear, retention
     from .public.linear_gradients import linear_backward
     from .public.mamba import mamba2
+    from .public.mamba_gradients import mamba2_backward
     from .public.mla_decoding import mla_decode
     from .public.softmax_backward import backward
     from .public.softmax_forward import block_lists, forward
