@@ -9,8 +9,11 @@ import torch
 from .autograd import autocast_inputs, copy_to_torch, is_second_derivative, make_distinct, make_tma_contiguous, unwrap
 from .public.linear_family import linear
 from .public.linear_gradients import LINEAR_DERIVATIVE
+from .public.mamba import mamba2
+from .public.mamba_gradients import MAMBA2_DERIVATIVE
 
-MEMBERS = {"linear": (linear, LINEAR_DERIVATIVE)}  # name: (function, derivative); Dynamo takes names as constants
+# name: (function, derivative); Dynamo takes names as constants
+MEMBERS = {"linear": (linear, LINEAR_DERIVATIVE), "mamba2": (mamba2, MAMBA2_DERIVATIVE)}
 
 
 class RecurrentFunction(torch.autograd.Function):
@@ -79,7 +82,7 @@ def call_with_gradients(member: str, arrays: dict[str, Any], options: dict[str, 
     which say what it returns."""
     arrays = {name: x for name, x in arrays.items() if x is not None}
     arrays = {name: x if isinstance(x, torch.Tensor) else copy_to_torch(x) for name, x in arrays.items()}
-    arrays = autocast_inputs(arrays)
+    arrays = autocast_inputs(arrays, MEMBERS[member][1].tiles)
     form = member, tuple(arrays), options, of_results
     if torch.compiler.is_compiling():
         return RecurrentFunction.apply(*form, *make_distinct(arrays.values()))

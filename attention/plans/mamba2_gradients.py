@@ -57,8 +57,10 @@ def plan_mamba2_gradients(problem: Problem, softplus: bool, vector_bytes: int, w
     kernel = kernel_for(after, after, problem.device)
     steps.append(kernel.bind(blocks * heads, length=length, **arrays, **sums, **inputs, **sizes))
     names = {"gRateSums": "dA", "gBiasSums": "ddt_bias", "gSkipSums": "dD", "gColumnSums": "dD"}
-    totals = [(sums[of], outputs[name]) for of, name in names.items() if sums[of] and name in outputs]
-    return Plan([*steps, *[_sum_blocks(problem, *one) for one in totals]], scratch.shapes)
+    for of, partials in sums.items():
+        if partials and names[of] in outputs:
+            steps.append(_sum_blocks(problem, partials, outputs[names[of]]))
+    return Plan(steps, scratch.shapes)
 
 
 def _spread(x: Operand | None, extent: int) -> Operand | None:

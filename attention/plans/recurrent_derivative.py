@@ -7,14 +7,18 @@ from typing import Any, NamedTuple
 
 class RecurrentDerivative(NamedTuple):
     """How a member is differentiated. name: of its function, as errors say it. backward: the function of (dout, inputs by name,
-    dstate=, options) that returns gradients, those of `always` first and then those of `optional` that it is asked for by a
-    flag, "d" before their names. values: the input that outputs are like."""
+    the gradient of the state, options) that returns gradients, those of `always` first and then those of `optional` that it is
+    asked for by a flag, "d" before their names. values: the input that outputs are like. state: the result that is the last
+    state. shared: the options that backward takes, too. tiles: the inputs that torch.autocast casts."""
 
     name: str
     backward: Callable[..., Sequence[Any]]
     always: tuple[str, ...]
     optional: tuple[str, ...] = ("decay", "initial_state")
     values: str = "v"
+    state: str = "state"
+    shared: tuple[str, ...] = ("scale", "family", "layout")
+    tiles: tuple[str, ...] = ("q", "k", "v")
 
     @property
     def no_second_derivatives(self) -> str:
@@ -28,7 +32,7 @@ class RecurrentDerivative(NamedTuple):
         gradient."""
         more = [name for name in self.optional if name in wanted]
         flags = {"d" + name: name in more for name in self.optional}
-        results = self.backward(dout, **inputs, dstate=dstate, **(options | flags))
+        results = self.backward(dout, **inputs, **{"d" + self.state: dstate}, **(options | flags))
         return {name: x for name, x in zip((*self.always, *more), results, strict=True) if name in wanted}
 
     def of_program(self, names: Sequence[str], options: dict[str, Any], layout: str) -> Callable[..., dict[str, Any]]:
@@ -40,8 +44,8 @@ class RecurrentDerivative(NamedTuple):
             dout = of_results.get("out")
             if dout is None:  # the loss depends on the state alone
                 dout = sys.modules["jax"].numpy.zeros_like(inputs[self.values])
-            shared = {"scale": options["scale"], "family": options["family"], "layout": layout}
-            return self.compute(dout, of_results.get("state"), inputs, shared, names)
+            shared = {name: value for name, value in (options | {"layout": layout}).items() if name in self.shared}
+            return self.compute(dout, of_results.get(self.state), inputs, shared, names)
 
         return gradients
 

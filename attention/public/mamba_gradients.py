@@ -105,7 +105,16 @@ def mamba2_backward(
     return _mamba2_backward(stream, arrays, (check_flag("dt_softplus", dt_softplus), also, family))
 
 
-MAMBA2_DERIVATIVE = RecurrentDerivative("attention.mamba2", mamba2_backward, ("x", "dt", "A", "B", "C"), OPTIONAL, "x")
+MAMBA2_DERIVATIVE = RecurrentDerivative(
+    "attention.mamba2",
+    mamba2_backward,
+    ("x", "dt", "A", "B", "C"),
+    OPTIONAL,
+    values="x",
+    state="states",
+    shared=("dt_softplus", "family"),
+    tiles=("x", "B", "C", "z"),
+)
 
 
 @program(MAMBA2_BACKWARD, no_gradient=MAMBA2_DERIVATIVE.no_second_derivatives)

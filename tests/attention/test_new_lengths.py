@@ -175,6 +175,10 @@ TABLE: dict[str, list[NewLengths]] = {
     "delta_rule": [PLAIN, PACKED, NewLengths(("decay",))],
     "delta_rule_states": [PLAIN],
     "mamba2": [PLAIN, PACKED],
+    "mamba2_backward": [
+        PLAIN,
+        NewLengths(("D", "z", "dt_bias", "dstates", "cu_seqlens"), {"also": "dD dz ddt_bias dinitial_states"}),
+    ],
     "mamba2_segments": [PLAIN, PACKED],
     "mamba2_outputs_from_segments": [PLAIN, PACKED],
     "based": [NewLengths(fixed={"key_dim": 16, "features": 160})],

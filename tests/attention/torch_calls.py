@@ -208,6 +208,13 @@ CALLS = {
             dict(D=x.rate(x.heads), z=x.qkv()[0], return_final_states=True),
         ),
     ),
+    "mamba2_backward": (
+        attention.mamba2_backward,
+        lambda x: (
+            (x.qkv()[2], x.qkv()[0], -x.gates(), x.rate(x.heads), *x.qkv()[1:]),
+            dict(D=x.rate(x.heads, HEAD), z=x.qkv()[0], dt_bias=x.rate(x.heads), dinitial_states=True),
+        ),
+    ),
     "based": (attention.based, lambda x: (x.qkv(16), dict(return_state=True))),
     "based, plain": (attention.based, lambda x: (x.qkv(16), dict(normalize=False))),
     "hedgehog": (
