@@ -133,7 +133,6 @@ def test_what_is_wrong_is_said_when_the_call_is_traced():
     with jax.default_device(CPU):
         q, k, v = qkv()
         state = jnp.zeros((1, 2, HEAD, HEAD))
-        scales = lambda q: total(attention.quantize(q)[1])
         refused = [
             (lambda q: attention.forward(q, k, v[:, 1:]), ValueError, "^v: sequence must equal k's"),
             (lambda q: attention.forward(q.astype(jnp.float32), k, v), TypeError, "^q: dtype must be one of"),
