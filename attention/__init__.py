@@ -22,6 +22,7 @@ __all__ = [
     "block_lists",
     "decode",
     "delta_rule",
+    "delta_rule_backward",
     "dropout_mask",
     "forward",
     "gla",
@@ -44,6 +45,7 @@ _HOMES = {  # module: its public functions
     "dropout": ("dropout_mask",),
     "public.mla_decoding": ("mla_decode",),
     "public.based_features": ("based",),
+    "public.delta_gradients": ("delta_rule_backward",),
     "public.delta_rules": ("delta_rule",),
     "public.hedgehog_features": ("hedgehog",),
     "public.linear_family": ("gla", "lightning", "linear", "retention"),
@@ -63,6 +65,7 @@ if TYPE_CHECKING:  # for editors and type checkers
     from .public.cache_append import append
     from .public.cache_quantize import quantize
     from .public.decoding import decode
+    from .public.delta_gradients import delta_rule_backward
     from .public.delta_rules import delta_rule
     from .public.hedgehog_features import hedgehog
     from .public.linear_family import gla, lightning, linear, retention

@@ -45,6 +45,7 @@ from .kernels import (
     decode_combine,
     decode_hopper,
     delta_compose_states_hopper,
+    delta_gradient_token_loop,
     delta_hopper,
     delta_states_hopper,
     element_gradients,
@@ -116,7 +117,7 @@ MODULES = {
     "delta": (delta_hopper, delta_states_hopper, kda_hopper, kda_states_hopper, delta_compose_states_hopper),
     "based": (based_hopper,),
     "hedgehog": (hedgehog_hopper,),
-    "tokens": (linear_token_loop, gate_gradient_token_loop),
+    "tokens": (linear_token_loop, gate_gradient_token_loop, delta_gradient_token_loop),
 }
 SHOWN_MNEMONICS = ("HGMMA", "HMMA", "UTMALDG", "LDGSTS", "LDSM", "MUFU", "FFMA", "LDL", "STL")  # in the table; --json has all
 KERNEL_DECORATORS = "inlined", "cuda.jit"  # decorators of device functions and kernels

@@ -7,13 +7,18 @@ from typing import Any
 import torch
 
 from .autograd import autocast_inputs, copy_to_torch, is_second_derivative, make_distinct, make_tma_contiguous, unwrap
+from .public.delta_gradients import DELTA_DERIVATIVE
+from .public.delta_rules import delta_rule
 from .public.linear_family import linear
 from .public.linear_gradients import LINEAR_DERIVATIVE
 from .public.mamba import mamba2
 from .public.mamba_gradients import MAMBA2_DERIVATIVE
 
-# name: (function, derivative); Dynamo takes names as constants
-MEMBERS = {"linear": (linear, LINEAR_DERIVATIVE), "mamba2": (mamba2, MAMBA2_DERIVATIVE)}
+MEMBERS = {  # name: (function, derivative); Dynamo takes names as constants
+    "delta_rule": (delta_rule, DELTA_DERIVATIVE),
+    "linear": (linear, LINEAR_DERIVATIVE),
+    "mamba2": (mamba2, MAMBA2_DERIVATIVE),
+}
 
 
 class RecurrentFunction(torch.autograd.Function):

@@ -50,6 +50,19 @@ class RecurrentDerivative(NamedTuple):
         return gradients
 
 
+def choose_optional_gradients(decay: Any, initial_state: Any, ddecay: Any, dinitial_state: Any) -> tuple[str, tuple[Any, Any]]:
+    """(the names of the optional gradients that are computed, the arrays of the caller for ddecay and dinitial_state or None).
+    An array, or True, asks for a gradient, False does not, None does if there is such an argument. ValueError: ddecay is asked
+    for, and there is no decay."""
+    wanted = {"ddecay": ddecay, "dinitial_state": dinitial_state}
+    for (name, x), argument in zip(wanted.items(), (decay, initial_state)):
+        wanted[name] = (argument is not None) if x is None else x
+    if decay is None and wanted["ddecay"] is not False:
+        raise ValueError(f"ddecay: must be None where there is no decay: {ddecay=!r:.60}")
+    more = [None if isinstance(x, bool) else x for x in wanted.values()]
+    return " ".join([name for name, x in wanted.items() if x is not False]), (more[0], more[1])
+
+
 def recurrent_autograd() -> Any:
     """The module recurrent_autograd.py, for tensors that require grad. It imports torch, which must be imported already."""
     from .. import recurrent_autograd

@@ -173,6 +173,11 @@ TABLE: dict[str, list[NewLengths]] = {
     "linear_composed_states": [PLAIN],
     "linear_outputs_from_segments": [PLAIN, PACKED],
     "delta_rule": [PLAIN, PACKED, NewLengths(("decay",))],
+    "delta_rule_backward": [
+        PLAIN,
+        NewLengths(("cu_seqlens", "decay", "dstate"), {"also": "ddecay dinitial_state"}, axes={"decay": TOKEN_GATES}),
+        NewLengths(("decay", "initial_state", "dstate"), {"also": "ddecay"}, axes={"decay": (*TOKEN_GATES, "key_dim")}),
+    ],
     "delta_rule_states": [PLAIN],
     "mamba2": [PLAIN, PACKED],
     "mamba2_backward": [

@@ -201,6 +201,10 @@ CALLS = {
     "lightning": (attention.lightning, lambda x: ((*x.qkv(), 1, 3), dict(return_state=True))),
     "gla": (attention.gla, lambda x: ((*x.qkv(), x.gates(HEAD)), {})),
     "delta_rule": (attention.delta_rule, lambda x: ((*x.qkv(), -x.gates()), dict(decay=x.gates(), return_state=True))),
+    "delta_rule_backward": (
+        attention.delta_rule_backward,
+        lambda x: ((x.qkv()[2], *x.qkv(), -x.gates()), dict(decay=x.gates(), dstate=x.state(HEAD, HEAD), dinitial_state=True)),
+    ),
     "mamba2": (
         attention.mamba2,
         lambda x: (

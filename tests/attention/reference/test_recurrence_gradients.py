@@ -10,22 +10,26 @@ BATCH, LENGTH, HEADS, KEY_HEADS, DK, DV, STEP = 2, 7, 4, 2, 5, 3, 1e-6
 DECAYS = {"none": None, "head": (HEADS,), "token": (BATCH, LENGTH, HEADS), "channel": (BATCH, LENGTH, HEADS, DK)}
 
 
-def inputs(decay, packed):
+def inputs(decay, packed, delta=False):
     """(inputs by name, the gradients of outputs and of the last state, options)"""
     rng, batch, length = np.random.default_rng(1), 1 if packed else BATCH, BATCH * LENGTH if packed else LENGTH
     q, k = rng.standard_normal((2, batch, length, KEY_HEADS, DK))
     arrays = {"q": q, "k": k, "v": rng.standard_normal((batch, length, HEADS, DV))}
     if shape := DECAYS[decay]:
         arrays["decay"] = -rng.random(shape if len(shape) == 1 else (batch, length, *shape[2:]))
+    if delta:
+        arrays["beta"] = 2 * rng.random(arrays["v"].shape[:3])
+        arrays["beta"][:, ::3] = 0
     arrays["initial_state"] = rng.standard_normal((BATCH, HEADS, DK, DV))
     options = {"cu_seqlens": np.array([0, 5, BATCH * LENGTH])} if packed else {}
     return arrays, rng.standard_normal(arrays["v"].shape), rng.standard_normal(arrays["initial_state"].shape), options
 
 
+@pytest.mark.parametrize("delta", [False, True], ids=["linear", "delta rule"])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("decay", DECAYS)
-def test_finite_differences(decay, packed):
-    arrays, dout, dstate, options = inputs(decay, packed)
+def test_finite_differences(decay, packed, delta):
+    arrays, dout, dstate, options = inputs(decay, packed, delta)
 
     def loss(**changed):
         out, state = linear(**arrays | changed, scale=0.7, **options)
