@@ -67,6 +67,7 @@ from .kernels import (
     mla_combine,
     mla_hopper,
     norm_gradients,
+    normalizer_gradients,
     rotary_rows,
     sink_gradient,
     sum_head_groups,
@@ -117,7 +118,7 @@ MODULES = {
     "delta": (delta_hopper, delta_states_hopper, kda_hopper, kda_states_hopper, delta_compose_states_hopper),
     "based": (based_hopper,),
     "hedgehog": (hedgehog_hopper,),
-    "tokens": (linear_token_loop, gate_gradient_token_loop, delta_gradient_token_loop),
+    "tokens": (linear_token_loop, normalizer_gradients, gate_gradient_token_loop, delta_gradient_token_loop),
 }
 SHOWN_MNEMONICS = ("HGMMA", "HMMA", "UTMALDG", "LDGSTS", "LDSM", "MUFU", "FFMA", "LDL", "STL")  # in the table; --json has all
 KERNEL_DECORATORS = "inlined", "cuda.jit"  # decorators of device functions and kernels

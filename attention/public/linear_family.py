@@ -124,11 +124,24 @@ def linear(
     normalize, return_state = check_flag("normalize", normalize), check_flag("return_state", return_state)
     start = initial_state if isinstance(initial_state, tuple) else (initial_state,)
     if requires_grad(*(learned := (q, k, v, decay, *start))) or torch_op.mapped_with_grad(learned):
-        refuse_beside_gradient(out=out, stream=stream, normalize=normalize or None)
-        inputs = {"q": q, "k": k, "v": v, "decay": decay, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
-        options = {"scale": scale, "layout": layout, "family": family}
-        return recurrent_autograd().call_with_gradients("linear", inputs, options, {"return_state": return_state})
-    arrays = q, k, v, decay, cu_seqlens, *split_initial_state(initial_state, normalize), out, None, None
+        refuse_beside_gradient(out=out, stream=stream)
+        state, z = recurrent_checks.split_state("initial_state", initial_state, normalize)
+        inputs = {"q": q, "k": k, "v": v, "decay": decay, "initial_state": state, "initial_z": z, "cu_seqlens": cu_seqlens}
+        options, of_results = {"scale": scale, "layout": layout, "family": family}, {"return_state": return_state}
+        member = "linear, normalized" if normalize else "linear"
+        results = recurrent_autograd().call_with_gradients(member, inputs, options, of_results)
+        return (results[0], results[1:]) if return_state and normalize else results
+    arrays = (
+        q,
+        k,
+        v,
+        decay,
+        cu_seqlens,
+        *recurrent_checks.split_state("initial_state", initial_state, normalize),
+        out,
+        None,
+        None,
+    )
     results = _linear(stream, arrays, (check_number("scale", scale), normalize, return_state, family), layout)
     return (results[0], results[1:]) if return_state and normalize else results
 
@@ -229,6 +242,25 @@ def gla(
     )  # fmt: skip
 
 
+def normalized_linear(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    decay: Any = None,
+    scale: float | None = None,
+    initial_state: Any = None,
+    initial_z: Any = None,
+    return_state: bool = False,
+    cu_seqlens: Any = None,
+    layout: str = "bshd",
+    family: str | None = None,
+) -> Any:
+    """out of linear with normalize=True, or (out, state, z), the parts of states as arguments and results of their own."""
+    arrays = q, k, v, decay, cu_seqlens, initial_state, initial_z, None, None, None
+    return _linear(None, arrays, (check_number("scale", scale), True, return_state, family), layout)
+
+
 @program(LINEAR, program_gradient, LINEAR_DERIVATIVE.no_second_derivatives)
 def _linear(problem: Problem, scale: float | None, normalize: bool, return_state: bool, family: str | None) -> Plan:
     """The Plan of a call of linear. The schema's `state` and `final_z` are results, which a caller cannot pass."""
@@ -320,19 +352,6 @@ def _segment_states(problem: Problem, family: str | None) -> Plan:
 
 
 _outputs_from_segments = program(OUTPUTS_FROM_SEGMENTS)(_linear.planner)
-
-
-def split_initial_state(initial_state: Any, normalize: bool) -> tuple[Any, Any]:
-    """(state, z) of an argument initial_state. z is None without `normalize`; both are None if the argument is. TypeError: it
-    is a pair and must be an array, or the other way round."""
-    if initial_state is None or (not normalize and not isinstance(initial_state, tuple)):
-        return initial_state, None
-    if not normalize:
-        raise TypeError("initial_state: must be an array, not a pair, which is for normalize=True")
-    types = tuple(type(x).__name__ for x in initial_state) if isinstance(initial_state, tuple) else type(initial_state).__name__
-    if not isinstance(types, tuple) or len(types) != 2 or "NoneType" in types:
-        raise TypeError(f"initial_state: must be a pair (state, z) with normalize=True, not {types}")
-    return initial_state
 
 
 # ---- decays that are functions of a head's index --------------------------------------------------------------------
