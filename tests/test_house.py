@@ -20,6 +20,7 @@ PAGE = ROOT / "docs" / "house.md"
 LATE = {
     ("attention.plans.forward_programs", "attention.autograd"),
     ("attention.public.linear_family", "attention.linear_autograd"),
+    ("attention.public.short_convolution", "attention.short_conv_autograd"),
     ("fuse.calls.gradient_choice", "fuse.calls.gradient_function"),
     ("fuse.language.terms", "fuse.language.expression_text"),
     ("tiles.op", "tiles.dtypes"),
