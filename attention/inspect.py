@@ -45,6 +45,7 @@ from .kernels import (
     decode_combine,
     decode_hopper,
     delta_compose_states_hopper,
+    delta_gradient_token_loop,
     delta_hopper,
     delta_states_hopper,
     element_gradients,
@@ -60,6 +61,7 @@ from .kernels import (
     kda_states_hopper,
     key_norms,
     linear_token_loop,
+    mamba2_gradients,
     mamba2_shared_heads_hopper,
     mla_ampere,
     mla_combine,
@@ -112,12 +114,13 @@ MODULES = {
         compose_segment_states,
         gate_gradient,
         sum_head_groups,
+        mamba2_gradients,
     ),
     "delta": (delta_hopper, delta_states_hopper, kda_hopper, kda_states_hopper, delta_compose_states_hopper),
     "short_conv": (short_conv, short_conv_backward),
     "based": (based_hopper,),
     "hedgehog": (hedgehog_hopper,),
-    "tokens": (linear_token_loop, gate_gradient_token_loop),
+    "tokens": (linear_token_loop, gate_gradient_token_loop, delta_gradient_token_loop),
 }
 SHOWN_MNEMONICS = ("HGMMA", "HMMA", "UTMALDG", "LDGSTS", "LDSM", "MUFU", "FFMA", "LDL", "STL")  # in the table; --json has all
 KERNEL_DECORATORS = "inlined", "cuda.jit"  # decorators of device functions and kernels

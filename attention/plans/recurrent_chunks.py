@@ -110,16 +110,17 @@ def plan_token_decay(
     vector_bytes: int = 0,
     softplus: bool = False,
     normalizer: Arrays | None = None,
+    scratch: ScratchAllocator | None = None,
 ) -> tuple[list[Step], ScratchShapes]:
     """(launches, scratch memory between them) for decays that are one number for each token and head, or for each head.
 
     arrays: those of chunk_hopper.py's kernel by the names of its parameters, states transposed. vector_bytes: how many bytes a
     cp.async copies, 0 for TMA. softplus: Mamba-2's dt_softplus. normalizer: the initial and final sum of keys as
-    {"gInitialState": , "gFinalState": }, if outputs are divided by a normalizer."""
+    {"gInitialState": , "gFinalState": }, if outputs are divided by a normalizer. scratch: where the plan has other launches."""
     batch, length, heads, key_heads, columns, sequences = problem(
         "batch", "seqlen", "heads", "heads_k", "value_dim", "sequences"
     )
-    arrays = _broadcast_arrays(problem, arrays, bool(vector_bytes))
+    arrays, scratch = _broadcast_arrays(problem, arrays, bool(vector_bytes)), scratch or ScratchAllocator(problem)
     width, group = -(-columns // chunk_hopper.COLUMNS), heads // key_heads
     gate = _choose_gate(arrays, softplus, scale_at_end=not (vector_bytes or FOLDED_SCALES[0] <= scale <= FOLDED_SCALES[1]))
     result = intern_value(ScanOutputs, arrays.get("gD") is not None, normalizer is not None, arrays.get("gZ") is not None)
@@ -129,8 +130,8 @@ def plan_token_decay(
     if segments == 1:
         arrays = {name: x for name, x in arrays.items() if name not in ("gLocalStates", "gTotalDecays")}
     if segments == 1 and not vector_bytes and mamba2_shared_heads_hopper.supports(config, group * width):
-        return [_scan_shared_heads(problem, config, arrays, width)], []
-    scratch, steps = ScratchAllocator(problem), []
+        return [_scan_shared_heads(problem, config, arrays, width)], scratch.shapes
+    steps = []
 
     def launch(config, width: int, segments: int, scanned: int, arrays: Arrays, states_per_sequence: int = 1) -> Step:
         return launch_scan(problem, config, width, segments, scanned, arrays, scale, states_per_sequence)

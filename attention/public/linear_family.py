@@ -43,7 +43,8 @@ from ..options import check_flag, check_number
 from ..plans import recurrent_checks, recurrent_chunks, token_loop
 from ..plans.call_options import refuse_beside_gradient, requires_grad
 from ..plans.recurrent_chunks import SEGMENT_RESULTS
-from .linear_gradients import NO_SECOND_DERIVATIVES, program_gradient
+from ..plans.recurrent_derivative import recurrent_autograd
+from .linear_gradients import LINEAR_DERIVATIVE, program_gradient
 
 TOKENS = """
     q           (batch, seqlen, heads_k, key_dim)                               tile
@@ -125,7 +126,8 @@ def linear(
     if requires_grad(*(learned := (q, k, v, decay, *start))) or torch_op.mapped_with_grad(learned):
         refuse_beside_gradient(out=out, stream=stream, normalize=normalize or None)
         inputs = {"q": q, "k": k, "v": v, "decay": decay, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
-        return autograd().linear_with_gradients(inputs, {"scale": scale, "layout": layout, "family": family}, return_state)
+        options = {"scale": scale, "layout": layout, "family": family}
+        return recurrent_autograd().call_with_gradients("linear", inputs, options, {"return_state": return_state})
     arrays = q, k, v, decay, cu_seqlens, *split_initial_state(initial_state, normalize), out, None, None
     results = _linear(stream, arrays, (check_number("scale", scale), normalize, return_state, family), layout)
     return (results[0], results[1:]) if return_state and normalize else results
@@ -227,7 +229,7 @@ def gla(
     )  # fmt: skip
 
 
-@program(LINEAR, program_gradient, NO_SECOND_DERIVATIVES)
+@program(LINEAR, program_gradient, LINEAR_DERIVATIVE.no_second_derivatives)
 def _linear(problem: Problem, scale: float | None, normalize: bool, return_state: bool, family: str | None) -> Plan:
     """The Plan of a call of linear. The schema's `state` and `final_z` are results, which a caller cannot pass."""
     recurrent_checks.check_extents(problem)
@@ -318,13 +320,6 @@ def _segment_states(problem: Problem, family: str | None) -> Plan:
 
 
 _outputs_from_segments = program(OUTPUTS_FROM_SEGMENTS)(_linear.planner)
-
-
-def autograd() -> Any:
-    """The module linear_autograd.py, for tensors that require grad. It imports torch, which must be imported already."""
-    from .. import linear_autograd
-
-    return linear_autograd
 
 
 def split_initial_state(initial_state: Any, normalize: bool) -> tuple[Any, Any]:

@@ -1,7 +1,5 @@
 """attention.short_conv, the causal convolution along a few tokens that stands before recurrent layers, and its gradients."""
 
-import sys
-from collections.abc import Callable, Sequence
 from typing import Any
 
 from tiles.calls import torch_op
@@ -12,9 +10,9 @@ from tiles.calls.schema import Problem, Schema
 from ..names import suggests_argument_names
 from ..options import check_flag
 from ..plans.call_options import refuse_beside_gradient, requires_grad, without_gradients
+from ..plans.recurrent_derivative import RecurrentDerivative, recurrent_autograd
 from ..plans.short_conv import plan_short_conv, plan_short_conv_gradients
 
-NO_SECOND_DERIVATIVES = "attention.short_conv: has no second derivatives"
 TOKENS = """
     x              (batch, seqlen, channels)      tile
     weight         (channels, width)              real
@@ -46,11 +44,11 @@ SHORT_CONV_BACKWARD = Schema(
 )
 
 
-def check_activation(activation: Any) -> bool:
-    """Is SiLU the activation? ValueError: it is neither None nor "silu"."""
+def check_activation(activation: Any) -> str | None:
+    """The activation. ValueError: it is neither None nor "silu"."""
     if activation is not None and activation != "silu":
         raise ValueError(f'activation: must be None or "silu" (also called swish): {activation=}')
-    return activation is not None
+    return activation
 
 
 @suggests_argument_names
@@ -95,12 +93,13 @@ def short_conv(
     Returns `out`, the same kind of array as x, or with return_state=True `(out, state)`. On GPUs since Ampere. Gradients:
     short_conv_backward, which torch's autograd and jax.grad call. Arrays, `stream` and errors are those of
     attention.forward."""
-    silu, return_state = check_activation(activation), check_flag("return_state", return_state)
+    activation, return_state = check_activation(activation), check_flag("return_state", return_state)
     if requires_grad(*(learned := (x, weight, bias, initial_state))) or torch_op.mapped_with_grad(learned):
         refuse_beside_gradient(out=out, stream=stream)
         inputs = {"x": x, "weight": weight, "bias": bias, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
-        return _autograd().convolve_with_gradients(inputs, activation, return_state)
-    return _short_conv(stream, (x, weight, bias, cu_seqlens, initial_state, out, None), (silu, return_state))
+        of_results = {"return_state": return_state}
+        return recurrent_autograd().call_with_gradients("short_conv", inputs, {"activation": activation}, of_results)
+    return _short_conv(stream, (x, weight, bias, cu_seqlens, initial_state, out, None), (activation, return_state))
 
 
 @suggests_argument_names
@@ -144,46 +143,25 @@ def short_conv_backward(
     return _short_conv_backward(stream, arrays, (check_activation(activation), also))
 
 
-def compute_gradients(
-    dout: Any, dstate: Any, inputs: dict[str, Any], activation: str | None, names: Sequence[str]
-) -> dict[str, Any]:
-    """{name: gradient} of a call of short_conv with these arrays, for those in `names`. dstate: None if the state has no
-    gradient."""
-    more = [name for name in ("bias", "initial_state") if name in names]
-    flags = {f"d{name}": name in more for name in ("bias", "initial_state")}
-    results = short_conv_backward(dout, **inputs, activation=activation, dstate=dstate, **flags)
-    return {name: x for name, x in zip(("x", "weight", *more), results, strict=True) if name in names}
+SHORT_CONV_DERIVATIVE = RecurrentDerivative(
+    "attention.short_conv",
+    short_conv_backward,
+    ("x", "weight"),
+    ("bias", "initial_state"),
+    values="x",
+    shared=("activation",),
+    tiles=("x",),
+)
 
 
-def program_gradient(names: Sequence[str], options: dict[str, Any], layout: str) -> Callable[..., dict[str, Any]]:
-    """The gradient of short_conv's program for JAX, as `tiles.calls.program` takes it."""
-
-    def gradients(inputs, results, of_results):
-        if not of_results:
-            return {}
-        dout = of_results.get("out")
-        if dout is None:  # the loss depends on the state alone
-            dout = sys.modules["jax"].numpy.zeros_like(inputs["x"])
-        found = compute_gradients(dout, of_results.get("state"), inputs, "silu" if options["silu"] else None, names)
-        return {name: x.astype(inputs[name].dtype) for name, x in found.items()}
-
-    return gradients
-
-
-@program(SHORT_CONV, program_gradient, NO_SECOND_DERIVATIVES)
-def _short_conv(problem: Problem, silu: bool, return_state: bool) -> Plan:
+@program(SHORT_CONV, SHORT_CONV_DERIVATIVE.of_program, SHORT_CONV_DERIVATIVE.no_second_derivatives)
+def _short_conv(problem: Problem, activation: str | None, return_state: bool) -> Plan:
     """The Plan of a call of short_conv. The schema's `state` is a result, which a caller cannot pass."""
-    return plan_short_conv(problem, silu, return_state)
+    return plan_short_conv(problem, activation is not None, return_state)
 
 
-@program(SHORT_CONV_BACKWARD, no_gradient=NO_SECOND_DERIVATIVES)
-def _short_conv_backward(problem: Problem, silu: bool, also: str) -> Plan:
+@program(SHORT_CONV_BACKWARD, no_gradient=SHORT_CONV_DERIVATIVE.no_second_derivatives)
+def _short_conv_backward(problem: Problem, activation: str | None, also: str) -> Plan:
     """The Plan of a call of short_conv_backward. also: the names of gradients to compute besides dx and dweight."""
-    return plan_short_conv_gradients(problem, silu, {name: name in also.split() for name in ("dbias", "dinitial_state")})
-
-
-def _autograd() -> Any:
-    """The module short_conv_autograd.py, for tensors that require grad. It imports torch, which must be imported already."""
-    from .. import short_conv_autograd
-
-    return short_conv_autograd
+    wanted = {name: name in also.split() for name in ("dbias", "dinitial_state")}
+    return plan_short_conv_gradients(problem, activation is not None, wanted)

@@ -201,11 +201,22 @@ CALLS = {
     "lightning": (attention.lightning, lambda x: ((*x.qkv(), 1, 3), dict(return_state=True))),
     "gla": (attention.gla, lambda x: ((*x.qkv(), x.gates(HEAD)), {})),
     "delta_rule": (attention.delta_rule, lambda x: ((*x.qkv(), -x.gates()), dict(decay=x.gates(), return_state=True))),
+    "delta_rule_backward": (
+        attention.delta_rule_backward,
+        lambda x: ((x.qkv()[2], *x.qkv(), -x.gates()), dict(decay=x.gates(), dstate=x.state(HEAD, HEAD), dinitial_state=True)),
+    ),
     "mamba2": (
         attention.mamba2,
         lambda x: (
             (x.qkv()[0], -x.gates(), x.rate(x.heads), *x.qkv()[1:]),
             dict(D=x.rate(x.heads), z=x.qkv()[0], return_final_states=True),
+        ),
+    ),
+    "mamba2_backward": (
+        attention.mamba2_backward,
+        lambda x: (
+            (x.qkv()[2], x.qkv()[0], -x.gates(), x.rate(x.heads), *x.qkv()[1:]),
+            dict(D=x.rate(x.heads, HEAD), z=x.qkv()[0], dt_bias=x.rate(x.heads), dinitial_states=True),
         ),
     ),
     "short_conv": (
