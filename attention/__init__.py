@@ -37,6 +37,8 @@ __all__ = [
     "quantize",
     "register_torch_ops",
     "retention",
+    "short_conv",
+    "short_conv_backward",
 ]
 
 _HOMES = {  # module: its public functions
@@ -52,6 +54,7 @@ _HOMES = {  # module: its public functions
     "public.linear_gradients": ("linear_backward",),
     "public.mamba": ("mamba2",),
     "public.mamba_gradients": ("mamba2_backward",),
+    "public.short_convolution": ("short_conv", "short_conv_backward"),
     "public.token_steps": ("linear_step",),
     "public.softmax_backward": ("backward",),
     "public.decoding": ("decode",),
@@ -73,6 +76,7 @@ if TYPE_CHECKING:  # for editors and type checkers
     from .public.mamba import mamba2
     from .public.mamba_gradients import mamba2_backward
     from .public.mla_decoding import mla_decode
+    from .public.short_convolution import short_conv, short_conv_backward
     from .public.softmax_backward import backward
     from .public.softmax_forward import block_lists, forward
     from .public.token_steps import linear_step

@@ -1,5 +1,5 @@
-"""Members of linear attention as torch.autograd.Functions, whose backward passes are attention.linear_backward and its like. It
-is imported only when tensors require grad, so that torch is imported already."""
+"""Members of linear attention, and the convolution before them, as torch.autograd.Functions, whose backward passes are
+attention.linear_backward and its like. It is imported only when tensors require grad, so that torch is imported already."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,12 +13,14 @@ from .public.linear_family import linear, normalized_linear
 from .public.linear_gradients import LINEAR_DERIVATIVE, NORMALIZED_DERIVATIVE
 from .public.mamba import mamba2
 from .public.mamba_gradients import MAMBA2_DERIVATIVE
+from .public.short_convolution import SHORT_CONV_DERIVATIVE, short_conv
 
 MEMBERS = {  # name: (function, derivative); Dynamo takes names as constants
     "delta_rule": (delta_rule, DELTA_DERIVATIVE),
     "linear": (linear, LINEAR_DERIVATIVE),
     "linear, normalized": (normalized_linear, NORMALIZED_DERIVATIVE),
     "mamba2": (mamba2, MAMBA2_DERIVATIVE),
+    "short_conv": (short_conv, SHORT_CONV_DERIVATIVE),
 }
 
 

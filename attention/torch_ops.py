@@ -22,12 +22,13 @@ def register_torch_ops() -> None:
     from .public.mamba_gradients import _mamba2_backward
     from .public.mla_decoding import _mla_decode, _mla_decode_fp8
     from .public.projected_qkv import projected, projected_backward
+    from .public.short_convolution import _short_conv, _short_conv_backward
     from .public.token_steps import _linear_step
 
     of_norms = [program for table in (NORMALISE, DIFFERENTIATE, INTO, ZEROS) for program in table.values()]
     backward = softmax_backward._backward, softmax_backward._variant, softmax_backward._into, *of_norms
     of_linear = _linear, _linear_backward, _linear_step, _mamba2, _mamba2_backward
-    recurrent = _based, _delta_rule, _delta_rule_backward, _hedgehog, *of_linear
+    recurrent = _based, _delta_rule, _delta_rule_backward, _hedgehog, *of_linear, _short_conv, _short_conv_backward
     decode = decoding._decode, decoding._variant, _mla_decode, _mla_decode_fp8
     append = cache_append._append, cache_append._append_with_queries
     quantise = _quantize, _quantize_blocks, cache_append._append_quantising, cache_append._append_quantising_with_queries

@@ -223,6 +223,20 @@ CALLS = {
             dict(D=x.rate(x.heads, HEAD), z=x.qkv()[0], dt_bias=x.rate(x.heads), dinitial_states=True),
         ),
     ),
+    "short_conv": (
+        attention.short_conv,
+        lambda x: (
+            (x.tile(x.batch, x.tokens, 32), x.tile(32, 4), x.rate(32)),
+            dict(activation="silu", initial_state=x.tile(x.batch, 32, 3), return_state=True),
+        ),
+    ),
+    "short_conv_backward": (
+        attention.short_conv_backward,
+        lambda x: (
+            (x.tile(x.batch, x.tokens, 32), x.tile(x.batch, x.tokens, 32), x.tile(32, 3), x.rate(32)),
+            dict(activation="silu", dstate=x.rate(x.batch, 32, 2), dinitial_state=True),
+        ),
+    ),
     "based": (attention.based, lambda x: (x.qkv(16), dict(return_state=True))),
     "based, plain": (attention.based, lambda x: (x.qkv(16), dict(normalize=False))),
     "hedgehog": (
