@@ -8,7 +8,7 @@ the keys so far, and o = N / n,
     dq_t += dn_t scale z_t        dk_t += dz_t           dg_t += exp(g_t) z_(t-1) . dz_t, or of each channel
 
 The gradients of linear attention whose outputs are N are computed between these two walks, in float32 and for each value head.
-A warp goes through the tokens of a head one by one, which is slow."""
+A warp, or two, go through the tokens of a head one by one, which is slow."""
 
 import functools
 import itertools
@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from numba import cuda
 from numpy import float32, int32
 
-from ops import divmod, exp, load, store, tile_sum
-from tiles import bf16, dtype, fp16, fp32, inlined, rt
+from ops import block, divmod, exp, load, store, tile_sum
+from tiles import bf16, dtype, fp16, fp32, inlined, rt, shared, sv
 from tiles.launching.arguments import ENDS, FLOAT, INT, array
 from tiles.layout import LANES
 from tiles.targets import Target
@@ -28,6 +28,7 @@ from ..parts.recurrent.results import NORMALIZER_EPSILON
 from ..parts.recurrent.tokens import SequenceLayout
 
 DIMS = 64, 128, 256  # of keys and values, as padded
+WARP_CHANNELS = 128  # of the walk from the last token: of more, registers spill
 
 
 def decay_loader(kind: str, vector):
@@ -35,9 +36,9 @@ def decay_loader(kind: str, vector):
     vector: the type of a token's keys."""
 
     @inlined
-    def load_decay(gDecay, batch, token, head):
+    def load_decay(gDecay, batch, token, head, channel):
         if kind == "channel":
-            return exp(load(gDecay, vector, (batch, token, head, 0), aligned=False))
+            return exp(load(gDecay, vector, (batch, token, head, channel), aligned=False))
         elif kind == "token":
             return exp(float32(gDecay[batch, token, head, 0]))
         else:
@@ -83,7 +84,7 @@ class NormalizerSums:
             for i in range(start, end):
                 t = int32(i)
                 at, at_key = (batch, t, head, 0), (batch, t, key_head, 0)
-                z = z * load_decay(gDecay, batch, t, head) + load(gK, KEYS, at_key, aligned=False)
+                z = z * load_decay(gDecay, batch, t, head, 0) + load(gK, KEYS, at_key, aligned=False)
                 n = tile_sum(z * load(gQ, KEYS, at_key, aligned=False)) * scale + NORMALIZER_EPSILON
                 store(gZ, z, at, aligned=False)
                 gNormalizer[batch, t, head] = n
@@ -102,7 +103,16 @@ class NormalizerGradients:
     decay: str
     with_gates: bool
     varlen: bool
-    threads = LANES
+
+    @property
+    def warps(self):
+        """The warps of a block, each with as many channels as registers hold."""
+        return -(-self.key_dim // WARP_CHANNELS)
+
+    @property
+    def threads(self):
+        """The threads of a block."""
+        return LANES * self.warps
 
     def __str__(self):
         return f"normalizer's gradients, Dk {self.key_dim} {self.dtype}" + _options(self) + ", gates" * self.with_gates
@@ -111,9 +121,18 @@ class NormalizerGradients:
     @functools.cache
     def make(config: "NormalizerGradients"):
         """(kernel, shared memory) of a configuration."""
-        INPUT, WITH_GATES, PER_CHANNEL = config.dtype, config.with_gates, config.decay == "channel"
-        KEYS, seq_layout = rt(config.key_dim, 16, fp32).col_vec, SequenceLayout(config.varlen)
-        load_decay = decay_loader(config.decay, KEYS)
+        INPUT, WITH_GATES, PER_CHANNEL, WARPS = config.dtype, config.with_gates, config.decay == "channel", config.warps
+        CHANNELS, seq_layout = config.key_dim // WARPS, SequenceLayout(config.varlen)
+        KEYS = rt(CHANNELS, 16, fp32).col_vec
+        load_decay, smem = decay_loader(config.decay, KEYS), shared(sums=sv(16, fp32))
+
+        @inlined
+        def sum_channels(x, sums):
+            """The sum of x over all channels."""
+            if WARPS > 1:
+                return block.reduce_sum(tile_sum(x), sums)
+            else:
+                return tile_sum(x)
 
         @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
         def add_gradients(
@@ -123,31 +142,35 @@ class NormalizerGradients:
         ):  # fmt: skip
             """Add to gDQ, gDK and gDDecay of the tokens of a sequence, for one of the `heads`, of which `group` share a key
             head."""
+            (sums,) = smem.open()
             sequence, head = divmod(cuda.blockIdx.x, heads)
             key_head, _ = divmod(head, group)
             start, end, batch = seq_layout.sequence_tokens(gCuSeqlens, sequence, length)
-            dz = load(gDFinalZ, KEYS, (sequence, head, 0), aligned=False)
+            channel = int32(CHANNELS * (cuda.threadIdx.x // LANES))
+            dz = load(gDFinalZ, KEYS, (sequence, head, channel), aligned=False)
             for i in range(start, end):
                 t = int32(start + end - 1 - i)
-                at = batch, t, head, 0
-                q, dq = load(gQ, KEYS, (batch, t, key_head, 0), aligned=False), load(gDQ, KEYS, at, aligned=False)
-                dn = -tile_sum(q * dq) / gNormalizer[batch, t, head] * scale
+                at = batch, t, head, channel
+                q, dq = load(gQ, KEYS, (batch, t, key_head, channel), aligned=False), load(gDQ, KEYS, at, aligned=False)
+                dn = -sum_channels(q * dq, sums) / gNormalizer[batch, t, head] * scale
                 store(gDQ, dq + load(gZ, KEYS, at, aligned=False) * dn, at, aligned=False)
                 dz = dz + q * dn
                 store(gDK, load(gDK, KEYS, at, aligned=False) + dz, at, aligned=False)
-                dz = dz * load_decay(gDecay, batch, t, head)
+                dz = dz * load_decay(gDecay, batch, t, head, channel)
                 if WITH_GATES:
                     if t == start:
-                        products = dz * load(gInitialZ, KEYS, (sequence, head, 0), aligned=False)
+                        products = dz * load(gInitialZ, KEYS, (sequence, head, channel), aligned=False)
                     else:
-                        products = dz * load(gZ, KEYS, (batch, int32(t - 1), head, 0), aligned=False)
+                        products = dz * load(gZ, KEYS, (batch, int32(t - 1), head, channel), aligned=False)
                     if PER_CHANNEL:
                         store(gDDecay, load(gDDecay, KEYS, at, aligned=False) + products, at, aligned=False)
                     else:
-                        gDDecay[batch, t, head, 0] += tile_sum(products)
-            store(gDInitialZ, dz, (sequence, head, 0), aligned=False)
+                        of_gate = sum_channels(products, sums)
+                        if channel == 0:
+                            gDDecay[batch, t, head, 0] += of_gate
+            store(gDInitialZ, dz, (sequence, head, channel), aligned=False)
 
-        return add_gradients, None
+        return add_gradients, smem
 
 
 def _options(config: NormalizerSums | NormalizerGradients) -> str:
