@@ -4,20 +4,20 @@
         q, k, v, attention.gates.beta(b), decay=attention.gates.softplus(a, A_log, dt_bias), qk_l2norm=True
     )
 
-| gates.                                 | a gate g, the log decay, is              | models                              |
-| -------------------------------------- | ---------------------------------------- | ----------------------------------- |
-| softplus(a, A_log, dt_bias)            | -exp(A_log) softplus(a + dt_bias)        | Qwen3-Next, gated delta, Kimi Linear |
-| sigmoid(a, A_log, dt_bias, lower=-5.0) | lower sigmoid(exp(A_log) (a + dt_bias))  | KDA with a bounded ("safe") gate    |
-| logsigmoid(a, dt_bias, divisor=16)     | log(sigmoid(a + dt_bias)) / divisor      | GLA                                 |
-| beta(b), beta(b, doubled=True)         | sigmoid(b), 2 sigmoid(b)                 | the delta rule                      |
+| gates.                                 | a gate g, the log decay, is             | models                               |
+| -------------------------------------- | --------------------------------------- | ------------------------------------ |
+| softplus(a, A_log, dt_bias)            | -exp(A_log) softplus(a + dt_bias)       | Qwen3-Next, gated delta, Kimi Linear |
+| sigmoid(a, A_log, dt_bias, lower=-5.0) | lower sigmoid(exp(A_log) (a + dt_bias)) | KDA with a bounded ("safe") gate     |
+| logsigmoid(a, dt_bias, divisor=16)     | log(sigmoid(a + dt_bias)) / divisor     | GLA                                  |
+| beta(b), beta(b, doubled=True)         | sigmoid(b), 2 sigmoid(b)                | the delta rule                       |
 
-attention.linear, gla, delta_rule and linear_step take such a gate as `decay`, the delta rule such a beta as `beta`. Their kernels
-compute it where they read it: no pass over memory comes before. `evaluate` returns it as an array. It is called for you where a
-tensor requires grad, and by jax.jit and jax.grad: the gradients of a, A_log, dt_bias and b are then those of the formula in torch or
-JAX, and the gate lies in memory once.
+attention.linear, gla, delta_rule and linear_step take such a gate as `decay`, the delta rule such a beta as `beta`. Their
+kernels compute it where they read it: no pass over memory comes before. `evaluate` returns it as an array. It is called for you
+where a tensor requires grad, and by jax.jit and jax.grad: the gradients of a, A_log, dt_bias and b are then those of the
+formula in torch or JAX, and the gate lies in memory once.
 
-a, b: as a decay or beta of the function, in float32, bfloat16 or float16. A_log: (H,), None for 0. dt_bias: (H,), or (H, Dk) for
-gates of channels, None for 0. All on one device."""
+a, b: as a decay or beta of the function, in float32, bfloat16 or float16. A_log: (H,), None for 0. dt_bias: (H,), or (H, Dk)
+for gates of channels, None for 0. All on one device."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ __all__ = ["RawBeta", "RawGate", "beta", "evaluate", "logsigmoid", "normalize", 
 
 
 class RawGate(NamedTuple):
-    """A gate before its formula: see the functions of this module. x: (B, S, H), or (B, S, H, Dk). formula: its name. number: the
-    formula's constant, if it has one."""
+    """A gate before its formula: see the functions of this module. x: (B, S, H), or (B, S, H, Dk). formula: its name. number:
+    the formula's constant, if it has one."""
 
     x: Any
     A_log: Any
@@ -81,9 +81,9 @@ def beta(b: Any, *, doubled: bool = False) -> RawBeta:
 
 
 def evaluate(raw: RawGate | RawBeta, layout: str = "bshd") -> Any:
-    """The gate or beta itself, an array of x's framework: of torch and JAX in float32, where it may be differentiated; of anything
-    else as NumPy in float64. layout: "bshd", or "bhsd" where heads come second, as in the function that takes it, and in
-    linear_step."""
+    """The gate or beta itself, an array of x's framework: of torch and JAX in float32, where it may be differentiated; of
+    anything else as NumPy in float64. layout: "bshd", or "bhsd" where heads come second, as in the function that takes it, and
+    in linear_step."""
     library, real, x = _library(raw.x)
     if isinstance(raw, RawBeta):
         return raw.scale * _sigmoid(library, x)

@@ -54,8 +54,8 @@ def make(config: Config):
         gQ: array(4, INPUT), gK: array(4, INPUT), gOutQ: array(4, INPUT), gOutK: array(4, INPUT), tiles: INT, cuts: INT,
         heads: INT,
     ):  # fmt: skip
-        """The rows of `heads` heads of queries and as many of keys. A block has a tile of tokens and one of the `cuts` groups of
-        heads."""
+        """The rows of `heads` heads of queries and as many of keys. A block has a tile of tokens and one of the `cuts` groups
+        of heads."""
         rest, cut = divmod(cuda.blockIdx.x, cuts)
         batch, tile = divmod(rest, tiles)
         row, head = int32(ROWS * tile), int32(WARPS * cut + warp_index())

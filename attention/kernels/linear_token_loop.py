@@ -43,8 +43,8 @@ class Config:
     nothing decays. delta: is it the delta rule? normalize: are outputs normalized? varlen: are sequences packed (cu_seqlens)?
     single: is there one token only, with states that allow accesses of 16 bytes? reversed: does it begin with the last token?
     Then a token's decay comes after its output, and the scale multiplies keys. groups_queries: do the heads of a group share
-    values, instead of queries and keys? (parts/recurrent/gradients.py) formula, beta: what computes gates and beta of what is in
-    memory; None: the gates themselves are there. l2norm: are queries and keys divided by their lengths?"""
+    values, instead of queries and keys? (parts/recurrent/gradients.py) formula, beta: what computes gates and beta of what is
+    in memory; None: the gates themselves are there. l2norm: are queries and keys divided by their lengths?"""
 
     key_dim: int
     decay: str = ""

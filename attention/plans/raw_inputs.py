@@ -82,8 +82,8 @@ def is_raw(decay: Any, beta: Any = None, l2norm: Any = False) -> bool:
 
 
 def split_raw(q: Any, k: Any, decay: Any, beta: Any, l2norm: bool, layout: str, others: Iterable[Any]) -> RawInputs:
-    """The RawInputs of a call. Where a tensor requires grad, or JAX traces the call, formulas are evaluated by the framework, and
-    nothing is left to kernels. others: further arrays of the call."""
+    """The RawInputs of a call. Where a tensor requires grad, or JAX traces the call, formulas are evaluated by the framework,
+    and nothing is left to kernels. others: further arrays of the call."""
     raw_gate, raw_beta = type(decay) is RawGate, type(beta) is RawBeta
     arrays = q, k, *others, *(decay.arrays if raw_gate else (decay,)), beta.x if raw_beta else beta
     if requires_grad(*arrays) or torch_op.mapped_with_grad(arrays) or any(map(jax_call.tracing, arrays)):

@@ -304,8 +304,8 @@ def _scan_shared_heads(problem: Problem, replaced: chunk_hopper.Config, arrays: 
 def plan_channel_decay(
     problem: Problem, arrays: Arrays, scale: float, formula: GateFormula | None = None, scratch: ScratchAllocator | None = None
 ) -> tuple[list[Step], ScratchShapes]:
-    """(launches, scratch memory between them) for decays of channels. arrays: those of gla_hopper.py's kernel. formula: of gates
-    that are not in memory."""
+    """(launches, scratch memory between them) for decays of channels. arrays: those of gla_hopper.py's kernel. formula: of
+    gates that are not in memory."""
     batch, length, heads, key_heads, key_dim, columns, sequences = problem(
         "batch", "seqlen", "heads", "heads_k", "key_dim", "value_dim", "sequences"
     )

@@ -54,7 +54,8 @@ from ..plans.raw_inputs import (
     split_raw,
 )
 from ..plans.recurrent_chunks import SEGMENT_RESULTS
-from .linear_gradients import NO_SECOND_DERIVATIVES, program_gradient
+from ..plans.recurrent_derivative import recurrent_autograd
+from .linear_gradients import LINEAR_DERIVATIVE, program_gradient
 
 TOKENS = """
     q           (batch, seqlen, heads_k, key_dim)                               tile
@@ -143,7 +144,8 @@ def linear(
     if requires_grad(*(learned := (q, k, v, decay, *start))) or torch_op.mapped_with_grad(learned):
         refuse_beside_gradient(out=out, stream=stream, normalize=normalize or None)
         inputs = {"q": q, "k": k, "v": v, "decay": decay, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
-        return autograd().linear_with_gradients(inputs, {"scale": scale, "layout": layout, "family": family}, return_state)
+        shared = {"scale": scale, "layout": layout, "family": family}
+        return recurrent_autograd().call_with_gradients("linear", inputs, shared, {"return_state": return_state})
     states = *split_initial_state(initial_state, normalize), out, None, None
     options = check_number("scale", scale), normalize, return_state, family
     if raw is NOT_RAW:
@@ -252,7 +254,7 @@ def gla(
     )  # fmt: skip
 
 
-@program(LINEAR, program_gradient, NO_SECOND_DERIVATIVES)
+@program(LINEAR, program_gradient, LINEAR_DERIVATIVE.no_second_derivatives)
 def _linear(problem: Problem, scale: float | None, normalize: bool, return_state: bool, family: str | None) -> Plan:
     """The Plan of a call of linear. The schema's `state` and `final_z` are results, which a caller cannot pass."""
     return plan_linear(problem, scale, normalize, return_state, family, NOT_RAW)
@@ -365,13 +367,6 @@ def _segment_states(problem: Problem, family: str | None) -> Plan:
 
 
 _outputs_from_segments = program(OUTPUTS_FROM_SEGMENTS)(_linear.planner)
-
-
-def autograd() -> Any:
-    """The module linear_autograd.py, for tensors that require grad. It imports torch, which must be imported already."""
-    from .. import linear_autograd
-
-    return linear_autograd
 
 
 def split_initial_state(initial_state: Any, normalize: bool) -> tuple[Any, Any]:

@@ -1,7 +1,6 @@
 """attention.linear_backward: the gradients of attention.linear, and so of retention, lightning and gla, which are calls of
 it."""
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,11 +11,11 @@ from tiles.calls.schema import Problem, Schema
 from ..families import uses_hopper_kernels
 from ..names import suggests_argument_names
 from ..options import check_number
-from ..plans import recurrent_checks, recurrent_gradients
+from ..plans import recurrent_checks, recurrent_chunks, recurrent_gradients
 from ..plans.call_options import without_gradients
-from ..plans.token_loop_gradients import plan_token_loop_gradients
+from ..plans.recurrent_derivative import RecurrentDerivative
+from ..plans.token_loop_gradients import plan_linear_gradients
 
-NO_SECOND_DERIVATIVES = "attention.linear: has no second derivatives"
 NO_NORMALIZE = "normalize: has no gradient yet"
 LINEAR_BACKWARD = Schema(
     "linear_backward",
@@ -98,15 +97,7 @@ def linear_backward(
     return _linear_backward(stream, arrays, (check_number("scale", scale), also, family), layout)
 
 
-def compute_gradients(
-    dout: Any, dstate: Any, inputs: dict[str, Any], options: dict[str, Any], wanted: Sequence[str]
-) -> dict[str, Any]:
-    """{name: gradient} of a call of linear with these arrays and options, for those in `wanted`. dstate: None if the state has
-    no gradient."""
-    more = [name for name in ("decay", "initial_state") if name in wanted]
-    flags = {"ddecay": "decay" in more, "dinitial_state": "initial_state" in more}
-    results = linear_backward(dout, **inputs, dstate=dstate, **(options | flags))
-    return {name: x for name, x in zip(("q", "k", "v", *more), results, strict=True) if name in wanted}
+LINEAR_DERIVATIVE = RecurrentDerivative("attention.linear", linear_backward, ("q", "k", "v"))
 
 
 def program_gradient(names: Sequence[str], options: dict[str, Any], layout: str) -> Callable[..., dict[str, Any]]:
@@ -114,20 +105,10 @@ def program_gradient(names: Sequence[str], options: dict[str, Any], layout: str)
     these options."""
     if options["normalize"]:
         raise NotImplementedError(f"{NO_NORMALIZE}; put jax.lax.stop_gradient around {', '.join(names)}")
-
-    def gradients(inputs, results, of_results):
-        if not of_results:
-            return {}
-        dout = of_results.get("out")
-        if dout is None:  # the loss depends on the state alone
-            dout = sys.modules["jax"].numpy.zeros_like(inputs["v"])
-        shared = {"scale": options["scale"], "family": options["family"], "layout": layout}
-        return compute_gradients(dout, of_results.get("state"), inputs, shared, names)
-
-    return gradients
+    return LINEAR_DERIVATIVE.of_program(names, options, layout)
 
 
-@program(LINEAR_BACKWARD, no_gradient=NO_SECOND_DERIVATIVES)
+@program(LINEAR_BACKWARD, no_gradient=LINEAR_DERIVATIVE.no_second_derivatives)
 def _linear_backward(problem: Problem, scale: float | None, also: str, family: str | None) -> Plan:
     """The Plan of a call of linear_backward. also: the names of gradients to compute besides dq, dk and dv."""
     recurrent_checks.check_extents(problem)
@@ -135,7 +116,6 @@ def _linear_backward(problem: Problem, scale: float | None, also: str, family: s
     if not problem.extents["heads"]:
         raise problem.error("v", "must have at least one head", "v")
     vector_bytes = 0 if uses_hopper_kernels(problem, family) else problem.bytes_at_once()
-    wants_gates, wants_state = ("ddecay" in also.split(), "dinitial_state" in also.split())
-    if recurrent_gradients.serves_gradients(problem, vector_bytes, wants_gates):
-        return recurrent_gradients.plan_gradients(problem, scale, vector_bytes, wants_gates, wants_state)
-    return plan_token_loop_gradients(problem, scale, wants_gates, wants_state)
+    arrays = recurrent_gradients.gradient_arrays(problem, *(name in also.split() for name in ("ddecay", "dinitial_state")))
+    scratch = recurrent_chunks.ScratchAllocator(problem)
+    return Plan(plan_linear_gradients(problem, arrays, scale, vector_bytes, scratch), scratch.shapes)

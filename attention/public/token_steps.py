@@ -54,8 +54,8 @@ def linear_step(
     (B, H, Dv). Dk and Dv: multiples of 16 up to 256. B and H: up to 65535.
 
     decay: log decays (<= 0), float32, bfloat16 or float16: None (linear attention), (H,) (retention, lightning), (B, H)
-    (simple GLA, gated delta rule) or (B, H, Dk) (GLA, KDA). beta: None, or (B, H) for the delta rule. Both may be raw, as layers
-    project them (attention.gates). scale: Dk^-1/2 by default. qk_l2norm: q and k are divided by their lengths first.
+    (simple GLA, gated delta rule) or (B, H, Dk) (GLA, KDA). beta: None, or (B, H) for the delta rule. Both may be raw, as
+    layers project them (attention.gates). scale: Dk^-1/2 by default. qk_l2norm: q and k are divided by their lengths first.
 
     Mamba-2's step is q=C, k=B, v=dt * x, decay=dt * A, scale=1, plus D * x; its state is transposed. There is no step with
     normalize=True. JAX arrays cannot be overwritten, so a state cannot be one.

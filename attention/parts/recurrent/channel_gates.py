@@ -31,8 +31,8 @@ class ChannelGates:
 
     @inlined
     def compute(self, sums, gates, rate_and_bias, warp, remaining):
-        """The tile that holds the gates of the warp's channels, from the tile that TMA has loaded: that one, or `sums`, to which
-        they are written. remaining: the number of tokens of the sequence from the chunk's first one on."""
+        """The tile that holds the gates of the warp's channels, from the tile that TMA has loaded: that one, or `sums`, to
+        which they are written. remaining: the number of tokens of the sequence from the chunk's first one on."""
         return gates
 
 
