@@ -84,7 +84,8 @@ def evaluate(raw: RawGate | RawBeta, layout: str = "bshd") -> Any:
     """The gate or beta itself, an array of x's framework: of torch and JAX in float32, where it may be differentiated; of
     anything else as NumPy in float64. layout: "bshd", or "bhsd" where heads come second, as in the function that takes it, and
     in linear_step."""
-    library, real, x = _library(raw.x)
+    library, real = _library(*raw)
+    x = real(raw.x)
     if isinstance(raw, RawBeta):
         return raw.scale * _sigmoid(library, x)
     head_axis = 2 if layout == "bshd" else 1
@@ -103,10 +104,11 @@ def evaluate(raw: RawGate | RawBeta, layout: str = "bshd") -> Any:
 
 def normalize(x: Any) -> Any:
     """Queries or keys divided by their lengths, x / sqrt(sum(x^2) + 1e-6), in x's dtype: what qk_l2norm=True does, of x's
-    framework. NumPy's in float64."""
-    library, _, y = _library(x)
+    framework."""
+    library, real = _library(x)
+    y = real(x)
     y = y / library.sqrt((y * y).sum(-1, keepdims=True) + L2NORM_EPSILON)
-    return y if library.__name__ == "numpy" else y.to(x.dtype) if library.__name__ == "torch" else y.astype(x.dtype)
+    return y.to(x.dtype) if library.__name__ == "torch" else y.astype(x.dtype)
 
 
 FORMULAS = {
@@ -124,16 +126,15 @@ def _sigmoid(library: Any, x: Any) -> Any:
     return library.exp(-_softplus(library, -x))
 
 
-def _library(x: Any) -> tuple[Any, Any, Any]:
-    """(the module of x's framework, a function to its floating-point numbers, x as these)"""
+def _library(*arrays: Any) -> tuple[Any, Any]:
+    """(the module of these arrays' framework, a function to its floating-point numbers)"""
     torch, jax = sys.modules.get("torch"), sys.modules.get("jax")
-    if torch is not None and isinstance(x, torch.Tensor):
-        return torch, lambda a: a.float(), x.float()
-    if jax is not None and isinstance(x, jax.Array):
-        return jax.numpy, lambda a: a.astype("float32"), x.astype("float32")
+    if torch is not None and any([isinstance(x, torch.Tensor) for x in arrays]):
+        return torch, lambda x: torch.as_tensor(x).float()
+    if jax is not None and any([isinstance(x, jax.Array) for x in arrays]):
+        return jax.numpy, lambda x: jax.numpy.asarray(x).astype("float32")
     import numpy as np
 
     from tiles.testing.compare import host
 
-    real = lambda a: host(a).astype(np.float64)
-    return np, real, real(x)
+    return np, lambda x: host(x).astype(np.float64)

@@ -59,6 +59,7 @@ from .kernels import (
     kda_hopper,
     kda_states_hopper,
     key_norms,
+    l2norm_rows,
     linear_token_loop,
     mamba2_shared_heads_hopper,
     mla_ampere,
@@ -114,7 +115,7 @@ MODULES = {
     "delta": (delta_hopper, delta_states_hopper, kda_hopper, kda_states_hopper, delta_compose_states_hopper),
     "based": (based_hopper,),
     "hedgehog": (hedgehog_hopper,),
-    "tokens": (linear_token_loop, gate_gradient_token_loop),
+    "tokens": (linear_token_loop, gate_gradient_token_loop, l2norm_rows),
 }
 SHOWN_MNEMONICS = ("HGMMA", "HMMA", "UTMALDG", "LDGSTS", "LDSM", "MUFU", "FFMA", "LDL", "STL")  # in the table; --json has all
 KERNEL_DECORATORS = "inlined", "cuda.jit"  # decorators of device functions and kernels

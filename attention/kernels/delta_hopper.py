@@ -36,7 +36,7 @@ from tiles.targets import Target
 
 from ..parts.recurrent.delta_decay import UngatedDelta, delta_decay
 from ..parts.recurrent.delta_solver import UTTransform
-from ..parts.recurrent.gate_formulas import FORMULAS, BetaFormula, GateFormula
+from ..parts.recurrent.gate_formulas import FORMULAS, PLAIN_BETA, BetaFormula, GateFormula
 from ..parts.recurrent.gates import CHUNK_COL_VEC
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 from ..parts.recurrent.transposed_state import TransposedState
@@ -60,7 +60,7 @@ class Config:
     gated: bool
     varlen: bool = False
     formula: GateFormula | None = field(default=None, kw_only=True)
-    beta: BetaFormula = field(default=BetaFormula(), kw_only=True)
+    beta: BetaFormula = field(default=PLAIN_BETA, kw_only=True)
 
     @property
     def decay(self) -> UngatedDelta:

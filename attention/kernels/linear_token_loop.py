@@ -7,6 +7,7 @@ for another. If a state has more rows than registers hold, the warps of a block 
 sums. The time of a single token (attention.linear_step) is that of reading and writing the state: 16 bytes a lane, all loads in
 flight before the first use. Sequences are served here if no chunk kernel serves them."""
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from tiles import bf16, fp32, inlined, rt, shared, sv
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, record
 from tiles.targets import Target
 
-from ..parts.recurrent.gate_formulas import FORMULAS, L2NORM_EPSILON, BetaFormula, GateFormula
+from ..parts.recurrent.gate_formulas import FORMULAS, L2NORM_EPSILON, PLAIN_BETA, BetaFormula, GateFormula
 from ..parts.recurrent.results import NORMALIZER_EPSILON
 from ..parts.recurrent.tokens import SequenceLayout
 
@@ -55,7 +56,7 @@ class Config:
     reversed: bool = False
     groups_queries: bool = False
     formula: GateFormula | None = field(default=None, kw_only=True)
-    beta: BetaFormula = field(default=BetaFormula(), kw_only=True)
+    beta: BetaFormula = field(default=PLAIN_BETA, kw_only=True)
     l2norm: bool = field(default=False, kw_only=True)
 
     @property
@@ -115,8 +116,9 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
         if not delta and (everything or decay == "channel"):
             yield Config(key_dim, decay, varlen=True, reversed=True)
     for key_dim, formula in itertools.product(LARGEST_KEY_DIMS, FORMULAS if everything else FORMULAS[:1]):
-        raw = {"formula": formula, "beta": BetaFormula(1.0), "l2norm": True}
-        yield from (Config(key_dim, "channel", True, varlen=not single, single=single, **raw) for single in (True, False))
+        for single in (True, False):
+            config = Config(key_dim, "channel", True, varlen=not single, single=single, formula=formula, beta=BetaFormula(1.0))
+            yield dataclasses.replace(config, l2norm=True)
 
 
 @functools.cache

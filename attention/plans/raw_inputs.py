@@ -4,6 +4,8 @@ before they are divided by their lengths (attention.gates)."""
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from tiles.calls import jax_call, torch_op
 from tiles.calls.plan import Step
 from tiles.calls.schema import Problem
@@ -88,13 +90,18 @@ def split_raw(q: Any, k: Any, decay: Any, beta: Any, l2norm: bool, layout: str, 
     arrays = q, k, *others, *(decay.arrays if raw_gate else (decay,)), beta.x if raw_beta else beta
     if requires_grad(*arrays) or torch_op.mapped_with_grad(arrays) or any(map(jax_call.tracing, arrays)):
         q, k = (gates.normalize(x) for x in (q, k)) if l2norm else (q, k)
-        decay = gates.evaluate(decay, layout) if raw_gate else decay
-        beta = gates.evaluate(beta, layout) if raw_beta else beta
+        decay = _in_float32(gates.evaluate(decay, layout)) if raw_gate else decay
+        beta = _in_float32(gates.evaluate(beta, layout)) if raw_beta else beta
         return RawInputs(q, k, decay, beta, (None, None, None), NOT_RAW)
     formula, number = (decay.formula, decay.number) if raw_gate else ("", 0.0)
     options = RawOptions(formula, number, beta.scale if raw_beta else 0.0, l2norm)
     gate = decay.arrays if raw_gate else (None, None, None)
     return RawInputs(q, k, None if raw_gate else decay, beta.x if raw_beta else beta, gate, options)
+
+
+def _in_float32(x: Any) -> Any:
+    """An array that `evaluate` returned: NumPy's, which are float64, in float32."""
+    return x.astype(np.float32) if isinstance(x, np.ndarray) else x
 
 
 def gate_operand(problem: Problem) -> Operand | None:
@@ -118,7 +125,7 @@ def formula_arrays(problem: Problem) -> Arrays:
 def normalize_queries_and_keys(problem: Problem, scratch: ScratchAllocator) -> tuple[list[Step], Arrays]:
     """(the launch that divides queries and keys by their lengths, its results by the names of chunk kernels' parameters)"""
     batch, length, heads, key_dim = problem("batch", "seqlen", "heads_k", "key_dim")
-    normalized = {name: scratch(batch, length, heads, key_dim, dtype=problem.dtype) for name in ("gQ", "gK")}
+    normalized: Arrays = {name: scratch(batch, length, heads, key_dim, dtype=problem.dtype) for name in ("gQ", "gK")}
     cuts = -(-2 * heads // l2norm_rows.WARPS)
     tiles = -(-length // l2norm_rows.ROWS)
     kernel = kernel_for(l2norm_rows, intern_value(l2norm_rows.Config, key_dim, DTYPES[problem.dtype]), problem.device)

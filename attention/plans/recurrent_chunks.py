@@ -313,7 +313,9 @@ def plan_channel_decay(
     consumers = 2 if width % 2 == 0 and padded_dim <= gla_hopper.WIDE_KEY_DIM else 1
     blocks, chunks = width // consumers, length * batch // sequences // gla_hopper.CHUNK
     segments = choose_segments(sequences * heads, blocks, blocks, chunks, machine(problem.device).processors, CHANNEL_COSTS)
-    sizes = padded_dim, consumers, DTYPES[arrays["gGates"].form.dtype], DTYPES[problem.dtype], is_varlen(problem)
+    gates = arrays["gGates"]
+    assert gates is not None
+    sizes = padded_dim, consumers, DTYPES[gates.form.dtype], DTYPES[problem.dtype], is_varlen(problem)
     steps, scratch = [], scratch or ScratchAllocator(problem)
 
     def launch(module, grid_segments: int, **arguments) -> Step:

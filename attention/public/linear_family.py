@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from tiles.calls import jax_call, torch_op
-from tiles.calls.plan import Plan, nothing
+from tiles.calls.plan import Plan, Step, nothing
 from tiles.calls.program import program
 from tiles.calls.schema import Problem, Schema
 from tiles.launching.arrays import ALIGNMENT
@@ -287,7 +287,8 @@ def plan_linear(
         arrays |= {"gGates": gates, "gO": problem["out"]} | formula_arrays(problem)
         states = {name: arrays[name] for name in ("gInitialState", "gFinalState")}
         arrays |= {name: x and x.permuted(recurrent_chunks.SWAP_STATE_AXES) for name, x in states.items()}
-        scratch, before = recurrent_chunks.ScratchAllocator(problem), []
+        scratch = recurrent_chunks.ScratchAllocator(problem)
+        before: list[Step] = []
         if raw.l2norm:
             before, rows = normalize_queries_and_keys(problem, scratch)
             arrays |= rows

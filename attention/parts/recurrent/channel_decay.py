@@ -44,7 +44,7 @@ from tiles import bf16, dtype, fp16, fp32, inlined, rt, st, static, sv
 from tiles.targets import Target
 
 from .channel_gates import ChannelGates, channel_gates
-from .gate_formulas import FORMULAS, BetaFormula, GateFormula
+from .gate_formulas import FORMULAS, PLAIN_BETA, BetaFormula, GateFormula
 from .gates import FLOOR, LOG2_E
 from .tokens import CHUNK, COLUMNS
 
@@ -71,7 +71,7 @@ class Config:
     dtype: dtype
     varlen: bool = False
     formula: GateFormula | None = field(default=None, kw_only=True)
-    beta: BetaFormula = field(default=BetaFormula(), kw_only=True)
+    beta: BetaFormula = field(default=PLAIN_BETA, kw_only=True)
     preparers: ClassVar[int] = 1
 
     @property
@@ -120,7 +120,7 @@ class Config:
 
 
 def channel_space(
-    config: type[Config], sizes, target: Target, everything: bool, beta: BetaFormula = BetaFormula()
+    config: type[Config], sizes, target: Target, everything: bool, beta: BetaFormula = PLAIN_BETA
 ) -> Iterator[Any]:
     """The configurations of these sizes, (padded key dim, consumers), with gates in fp32 and in the dtype of everything else.
     Without `everything`, varlen configurations come in one size only, and fp16, which takes as many registers as bf16, is left
@@ -131,8 +131,8 @@ def channel_space(
         ):
             if not varlen or (key_dim, consumers) == (128, 2) or (everything and of is bf16):
                 yield from (config(key_dim, consumers, gates, of, varlen) for gates in (fp32, of))
-        for formula, gates in itertools.product(FORMULAS, (fp32, bf16)):
-            yield config(*RAW_SIZE, gates, bf16, formula=formula, beta=beta)
+        for formula in FORMULAS:  # of x in fp32 and packed sequences, which models do not have together, up to 48 bytes spill
+            yield config(*RAW_SIZE, bf16, bf16, formula=formula, beta=beta)
 
 
 @static

@@ -89,4 +89,5 @@ class BetaFormula:
             return x
 
 
+PLAIN_BETA = BetaFormula()
 FORMULAS: tuple[GateFormula, ...] = SoftplusFormula(), SigmoidFormula(-5.0), LogSigmoidFormula(16.0)  # as models have them
