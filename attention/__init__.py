@@ -22,6 +22,7 @@ __all__ = [
     "block_lists",
     "decode",
     "delta_rule",
+    "delta_rule_backward",
     "dropout_mask",
     "forward",
     "gla",
@@ -31,10 +32,13 @@ __all__ = [
     "linear_backward",
     "linear_step",
     "mamba2",
+    "mamba2_backward",
     "mla_decode",
     "quantize",
     "register_torch_ops",
     "retention",
+    "short_conv",
+    "short_conv_backward",
 ]
 
 _HOMES = {  # module: its public functions
@@ -43,11 +47,14 @@ _HOMES = {  # module: its public functions
     "dropout": ("dropout_mask",),
     "public.mla_decoding": ("mla_decode",),
     "public.based_features": ("based",),
+    "public.delta_gradients": ("delta_rule_backward",),
     "public.delta_rules": ("delta_rule",),
     "public.hedgehog_features": ("hedgehog",),
     "public.linear_family": ("gla", "lightning", "linear", "retention"),
     "public.linear_gradients": ("linear_backward",),
     "public.mamba": ("mamba2",),
+    "public.mamba_gradients": ("mamba2_backward",),
+    "public.short_convolution": ("short_conv", "short_conv_backward"),
     "public.token_steps": ("linear_step",),
     "public.softmax_backward": ("backward",),
     "public.decoding": ("decode",),
@@ -62,12 +69,15 @@ if TYPE_CHECKING:  # for editors and type checkers
     from .public.cache_append import append
     from .public.cache_quantize import quantize
     from .public.decoding import decode
+    from .public.delta_gradients import delta_rule_backward
     from .public.delta_rules import delta_rule
     from .public.hedgehog_features import hedgehog
     from .public.linear_family import gla, lightning, linear, retention
     from .public.linear_gradients import linear_backward
     from .public.mamba import mamba2
+    from .public.mamba_gradients import mamba2_backward
     from .public.mla_decoding import mla_decode
+    from .public.short_convolution import short_conv, short_conv_backward
     from .public.softmax_backward import backward
     from .public.softmax_forward import block_lists, forward
     from .public.token_steps import linear_step

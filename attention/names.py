@@ -61,6 +61,8 @@ ARGUMENT_HINTS = (
     ("g gk g_gamma log_decay", "decay"),
     ("initial_states h0", "initial_state"),
     ("use_norm use_normalize", "normalize"),
+    ("conv_state conv_states cache", "initial_state=, the last W - 1 tokens"),
+    ("act_fn act", "activation"),
     ("return_state output_final_states", "return_final_states"),
     ("initial_state", "initial_states"),
     ("layer_idx", "layer"),

@@ -1,5 +1,5 @@
-"""Members of linear attention as torch.autograd.Functions, whose backward passes are attention.linear_backward and its like. It
-is imported only when tensors require grad, so that torch is imported already."""
+"""Members of linear attention, and the convolution before them, as torch.autograd.Functions, whose backward passes are
+attention.linear_backward and its like. It is imported only when tensors require grad, so that torch is imported already."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,10 +7,20 @@ from typing import Any
 import torch
 
 from .autograd import autocast_inputs, copy_to_torch, is_second_derivative, make_distinct, make_tma_contiguous, unwrap
+from .public.delta_gradients import DELTA_DERIVATIVE
+from .public.delta_rules import delta_rule
 from .public.linear_family import linear
 from .public.linear_gradients import LINEAR_DERIVATIVE
+from .public.mamba import mamba2
+from .public.mamba_gradients import MAMBA2_DERIVATIVE
+from .public.short_convolution import SHORT_CONV_DERIVATIVE, short_conv
 
-MEMBERS = {"linear": (linear, LINEAR_DERIVATIVE)}  # name: (function, derivative); Dynamo takes names as constants
+MEMBERS = {  # name: (function, derivative); Dynamo takes names as constants
+    "delta_rule": (delta_rule, DELTA_DERIVATIVE),
+    "linear": (linear, LINEAR_DERIVATIVE),
+    "mamba2": (mamba2, MAMBA2_DERIVATIVE),
+    "short_conv": (short_conv, SHORT_CONV_DERIVATIVE),
+}
 
 
 class RecurrentFunction(torch.autograd.Function):
@@ -79,7 +89,7 @@ def call_with_gradients(member: str, arrays: dict[str, Any], options: dict[str, 
     which say what it returns."""
     arrays = {name: x for name, x in arrays.items() if x is not None}
     arrays = {name: x if isinstance(x, torch.Tensor) else copy_to_torch(x) for name, x in arrays.items()}
-    arrays = autocast_inputs(arrays)
+    arrays = autocast_inputs(arrays, MEMBERS[member][1].tiles)
     form = member, tuple(arrays), options, of_results
     if torch.compiler.is_compiling():
         return RecurrentFunction.apply(*form, *make_distinct(arrays.values()))

@@ -118,11 +118,12 @@ def plan_token_decay(
 
     arrays: those of chunk_hopper.py's kernel by the names of its parameters, states transposed. vector_bytes: how many bytes a
     cp.async copies, 0 for TMA. softplus: Mamba-2's dt_softplus. normalizer: the initial and final sum of keys as
-    {"gInitialState": , "gFinalState": }, if outputs are divided by a normalizer. formula: of gates that are not in memory."""
+    {"gInitialState": , "gFinalState": }, if outputs are divided by a normalizer. formula: of gates that are not in memory.
+    scratch: where the plan has other launches."""
     batch, length, heads, key_heads, columns, sequences = problem(
         "batch", "seqlen", "heads", "heads_k", "value_dim", "sequences"
     )
-    arrays = _broadcast_arrays(problem, arrays, bool(vector_bytes))
+    arrays, scratch = _broadcast_arrays(problem, arrays, bool(vector_bytes)), scratch or ScratchAllocator(problem)
     width, group = -(-columns // chunk_hopper.COLUMNS), heads // key_heads
     scale_at_end = not (vector_bytes or FOLDED_SCALES[0] <= scale <= FOLDED_SCALES[1])
     gate = _choose_gate(arrays, softplus, scale_at_end, formula)
@@ -133,8 +134,8 @@ def plan_token_decay(
     if segments == 1:
         arrays = {name: x for name, x in arrays.items() if name not in ("gLocalStates", "gTotalDecays")}
     if segments == 1 and not vector_bytes and mamba2_shared_heads_hopper.supports(config, group * width):
-        return [_scan_shared_heads(problem, config, arrays, width)], scratch.shapes if scratch else []
-    scratch, steps = scratch or ScratchAllocator(problem), []
+        return [_scan_shared_heads(problem, config, arrays, width)], scratch.shapes
+    steps = []
 
     def launch(config, width: int, segments: int, scanned: int, arrays: Arrays, states_per_sequence: int = 1) -> Step:
         return launch_scan(problem, config, width, segments, scanned, arrays, scale, states_per_sequence)

@@ -206,8 +206,9 @@ def _sum_gates(
     )
 
 
-def sum_heads(problem: Problem, partial: Operand | None, out: Operand | None) -> list[Step]:
-    """The launch that adds the gradients of the value heads that share a key head; none if there are no tokens."""
+def sum_heads(problem: Problem, partial: Operand | None, out: Operand | None, parts: int = 1) -> list[Step]:
+    """The launch that adds the gradients of the value heads that share a key head, of `parts` parts each; none if there are no
+    tokens."""
     batch, length, heads, key_heads, key_dim = problem("batch", "seqlen", "heads", "heads_k", "key_dim")
     if not batch * length:
         return []
@@ -221,6 +222,6 @@ def sum_heads(problem: Problem, partial: Operand | None, out: Operand | None) ->
         tiles=tiles,
         panels=panels,
         heads=key_heads,
-        group=heads // key_heads,
+        group=heads // key_heads * parts,
     )
     return [step]

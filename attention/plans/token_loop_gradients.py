@@ -47,7 +47,7 @@ def plan_token_loop_gradients(problem: Problem, arrays: Arrays, scale: float, sc
         _walk(problem, decay, scale, of_values, key_dim, value_dim, reverse=True, groups_queries=False),
     ]
     if wants_gates:
-        steps.append(_sum_gates(problem, arrays, partial, last_state, swapped["dstate"]))
+        steps.append(sum_gates_by_token(problem, arrays, partial, last_state, swapped["dstate"]))
     if unrounded:
         steps += [step for name in ("dq", "dk") for step in sum_heads(problem, partial[name], arrays[name])]
     return steps
@@ -93,8 +93,11 @@ def _walk(
     )
 
 
-def _sum_gates(problem: Problem, arrays: Arrays, partial: Arrays, last_state: Operand | None, d_last: Operand | None) -> Step:
-    """The launch that computes the decay's gradient."""
+def sum_gates_by_token(
+    problem: Problem, arrays: Arrays, partial: Arrays, last_state: Operand | None, d_last: Operand | None, delta: bool = False
+) -> Step:
+    """The launch that computes the decay's gradient. partial: gradients of queries and keys for each value head. last_state,
+    d_last: transposed. delta: see gate_gradient_token_loop.Config."""
     length, heads, key_heads, sequences = problem("seqlen", "heads", "heads_k", "sequences")
     key_dim, value_dim = problem("key_dim", "value_dim")
     decay, gradient = arrays["decay"], arrays["ddecay"]
@@ -106,7 +109,7 @@ def _sum_gates(problem: Problem, arrays: Arrays, partial: Arrays, last_state: Op
         decay, gradient = spread_to_tokens(problem, decay).spread(3, 1), gradient.spread(3, 1)
     channels = gate_gradient_token_loop.CHANNELS if kind == "channel" else pad_key_dim(key_dim, gate_gradient_token_loop.PADDED)
     blocks = -(-key_dim // channels)
-    config = gate_gradient_token_loop.Config(kind, channels, last_state is not None, is_varlen(problem))
+    config = gate_gradient_token_loop.Config(kind, channels, last_state is not None, is_varlen(problem), delta)
     return kernel_for(gate_gradient_token_loop, config, problem.device).bind(
         (1 if kind == "head" else sequences) * heads * blocks,
         gQ=arrays["q"],

@@ -13,6 +13,7 @@ before the call."""
 
 from typing import Any
 
+from tiles.calls import torch_op
 from tiles.calls.plan import Plan, Step
 from tiles.calls.program import program
 from tiles.calls.schema import Problem, Schema
@@ -26,6 +27,7 @@ from ..names import suggests_argument_names
 from ..options import check_flag, check_number
 from ..parts.recurrent.tokens import CHUNK, COLUMNS
 from ..plans import recurrent_checks, recurrent_chunks, token_loop
+from ..plans.call_options import refuse_beside_gradient, requires_grad
 from ..plans.raw_inputs import (
     NO_RAW_GRADIENT,
     NOT_RAW,
@@ -38,6 +40,8 @@ from ..plans.raw_inputs import (
     split_raw,
 )
 from ..plans.recurrent_checks import DTYPES, is_varlen, pad_key_dim
+from ..plans.recurrent_derivative import recurrent_autograd
+from .delta_gradients import DELTA_DERIVATIVE
 
 INPUTS = """
     q              (batch, seqlen, heads_k, key_dim)                               tile
@@ -132,17 +136,31 @@ def delta_rule(
 
     Arrays, `stream`, `family` ("sm_80" is token by token) and errors are those of attention.forward. The head of this file
     has flash-linear-attention's names next to these."""
-    options = check_number("scale", scale), check_flag("return_state", return_state), family
+    return_state = check_flag("return_state", return_state)
+    options = check_number("scale", scale), return_state, family
     if is_raw(decay, beta, qk_l2norm):
         others = check_flag("qk_l2norm", qk_l2norm), layout, (v, initial_state)
         q, k, decay, beta, gate, raw = split_raw(q, k, decay, beta, *others)
         if raw is not NOT_RAW:
             arrays = q, k, v, beta, decay, cu_seqlens, initial_state, *gate, out, None
             return _delta_rule_raw(stream, arrays, (*options, *raw), layout)
+    if requires_grad(*(learned := (q, k, v, beta, decay, initial_state))) or torch_op.mapped_with_grad(learned):
+        refuse_beside_gradient(out=out, stream=stream)
+        inputs = {
+            "q": q,
+            "k": k,
+            "v": v,
+            "beta": beta,
+            "decay": decay,
+            "initial_state": initial_state,
+            "cu_seqlens": cu_seqlens,
+        }
+        shared = {"scale": scale, "layout": layout, "family": family}
+        return recurrent_autograd().call_with_gradients("delta_rule", inputs, shared, {"return_state": return_state})
     return _delta_rule(stream, (q, k, v, beta, decay, cu_seqlens, initial_state, out, None), options, layout)
 
 
-@program(DELTA_RULE)
+@program(DELTA_RULE, DELTA_DERIVATIVE.of_program, DELTA_DERIVATIVE.no_second_derivatives)
 def _delta_rule(problem: Problem, scale: float | None, return_state: bool, family: str | None) -> Plan:
     """The Plan of a call of delta_rule. The schema's `state` is a result, which a caller cannot pass."""
     return plan_delta_rule(problem, scale, return_state, family, NOT_RAW)

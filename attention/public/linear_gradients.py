@@ -13,7 +13,7 @@ from ..names import suggests_argument_names
 from ..options import check_number
 from ..plans import recurrent_checks, recurrent_chunks, recurrent_gradients
 from ..plans.call_options import without_gradients
-from ..plans.recurrent_derivative import RecurrentDerivative
+from ..plans.recurrent_derivative import RecurrentDerivative, choose_optional_gradients
 from ..plans.token_loop_gradients import plan_linear_gradients
 
 NO_NORMALIZE = "normalize: has no gradient yet"
@@ -86,13 +86,7 @@ def linear_backward(
     Returns (dq, dk, dv), followed, in this order, by ddecay if there is a decay, and dinitial_state if there is an initial
     state, unless they are False. Arrays and errors are those of linear. Source: each of the three is linear attention itself
     (Katharopoulos et al. 2020, 3.3.1), with decays as derived in attention/parts/recurrent/gradients.py."""
-    wanted = {"ddecay": ddecay, "dinitial_state": dinitial_state}
-    for (name, x), argument in zip(wanted.items(), (decay, initial_state)):
-        wanted[name] = (argument is not None) if x is None else x
-    if decay is None and wanted["ddecay"] is not False:
-        raise ValueError(f"ddecay: must be None where there is no decay: {ddecay=!r:.60}")
-    also = " ".join([name for name, x in wanted.items() if x is not False])
-    more = [None if isinstance(x, bool) else x for x in wanted.values()]
+    also, more = choose_optional_gradients(decay, initial_state, ddecay, dinitial_state)
     arrays = dout, q, k, v, decay, cu_seqlens, initial_state, dstate, dq, dk, dv, *more
     return _linear_backward(stream, arrays, (check_number("scale", scale), also, family), layout)
 

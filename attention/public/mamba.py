@@ -3,6 +3,7 @@
 from numbers import Integral
 from typing import Any
 
+from tiles.calls import torch_op
 from tiles.calls.plan import Plan
 from tiles.calls.program import program
 from tiles.calls.schema import Problem, Schema
@@ -12,8 +13,11 @@ from ..families import choose_family, uses_hopper_kernels
 from ..names import suggests_argument_names
 from ..options import check_flag
 from ..plans import recurrent_checks, recurrent_chunks
+from ..plans.call_options import refuse_beside_gradient, requires_grad
 from ..plans.packed_tokens import pack_batches
 from ..plans.recurrent_chunks import SEGMENT_RESULTS
+from ..plans.recurrent_derivative import recurrent_autograd
+from .mamba_gradients import MAMBA2_DERIVATIVE
 
 TOKENS = """
     x   (batch, seqlen, heads, value_dim)  tile
@@ -98,19 +102,30 @@ def mamba2(
         raise ValueError(f"chunk_size: must be a positive integer or None, and has no effect: {chunk_size=}")
     options = check_flag("dt_softplus", dt_softplus), check_flag("return_final_states", return_final_states), family
     if seq_idx is None:
-        return _mamba2(stream, (x, dt, A, B, C, D, z, dt_bias, cu_seqlens, initial_states, out, None), options)
+        return _scan(stream, (x, dt, A, B, C, D, z, dt_bias, cu_seqlens, initial_states, out), options)
     if initial_states is not None or cu_seqlens is not None:
         raise ValueError("seq_idx: takes neither initial_states nor cu_seqlens: pass cu_seqlens instead, which takes both")
     batches = pack_batches(seq_idx, x, stream)
     x, dt, B, C, z, joined_out = map(batches.join, (x, dt, B, C, z, out), ("x", "dt", "B", "C", "z", "out"))
     if joined_out is not out and describe(joined_out, "out").pointer != describe(out, "out").pointer:
         raise ValueError(f"out: with seq_idx its batches must be contiguous in memory: out.shape={tuple(out.shape)}")
-    results = _mamba2(stream, (x, dt, A, B, C, D, z, dt_bias, batches.cu_seqlens, None, joined_out, None), options)
+    results = _scan(stream, (x, dt, A, B, C, D, z, dt_bias, batches.cu_seqlens, None, joined_out), options)
     result = out if out is not None else batches.split(results[0] if return_final_states else results)
     return (result, batches.last_states(results[1])) if return_final_states else result
 
 
-@program(MAMBA2)
+def _scan(stream: Any, arrays: tuple, options: tuple) -> Any:
+    """The result of a call with these arrays, in the order of MAMBA2, which torch's autograd follows if one requires grad."""
+    *inputs, out = arrays
+    if requires_grad(*inputs) or torch_op.mapped_with_grad(inputs):
+        refuse_beside_gradient(out=out, stream=stream)
+        softplus, return_final_states, family = options
+        shared, of_results = {"dt_softplus": softplus, "family": family}, {"return_final_states": return_final_states}
+        return recurrent_autograd().call_with_gradients("mamba2", dict(zip(MAMBA2.names, inputs)), shared, of_results)
+    return _mamba2(stream, (*arrays, None), options)
+
+
+@program(MAMBA2, MAMBA2_DERIVATIVE.of_program, MAMBA2_DERIVATIVE.no_second_derivatives)
 def _mamba2(problem: Problem, dt_softplus: bool, return_final_states: bool, family: str | None) -> Plan:
     """The Plan of a call of mamba2. The schema's `states` is a result, which a caller cannot pass."""
     recurrent_checks.check_extents(problem, "B", "x")

@@ -61,7 +61,8 @@ def programs() -> dict[str, Program]:
 
 HEADS = {"heads": 8, "heads_k": 2, "heads_qk": 10, "heads_qkv": 12, "alibi_heads": 8}
 COLUMNS = dict.fromkeys(["head_dim", "head_dim_v", "key_dim", "value_dim", "features", "state_columns"], 128)
-FIXED = {**HEADS, **COLUMNS, "rotary_dim": 64, "pairs": 64, "1": 1, "alibi_batch": 1, "positions": 10000}
+CHANNELS = {"channels": 512, "width": 4, "window": 3}
+FIXED = {**HEADS, **CHANNELS, **COLUMNS, "rotary_dim": 64, "pairs": 64, "1": 1, "alibi_batch": 1, "positions": 10000}
 DEFAULTS = {bool: False, float: 1e-6, str: "", int: 0}
 
 
@@ -182,11 +183,25 @@ TABLE: dict[str, list[NewLengths]] = {
     "linear_composed_states": [PLAIN],
     "linear_outputs_from_segments": [PLAIN, PACKED],
     "delta_rule": [PLAIN, PACKED, NewLengths(("decay",))],
+    "delta_rule_backward": [
+        PLAIN,
+        NewLengths(("cu_seqlens", "decay", "dstate"), {"also": "ddecay dinitial_state"}, axes={"decay": TOKEN_GATES}),
+        NewLengths(("decay", "initial_state", "dstate"), {"also": "ddecay"}, axes={"decay": (*TOKEN_GATES, "key_dim")}),
+    ],
     "delta_rule_states": [PLAIN],
     "delta_rule_raw": [RAW, RAW_CHANNELS, NewLengths(("cu_seqlens",), {"beta_scale": 2.0, "l2norm": True})],
     "mamba2": [PLAIN, PACKED],
+    "mamba2_backward": [
+        PLAIN,
+        NewLengths(("D", "z", "dt_bias", "dstates", "cu_seqlens"), {"also": "dD dz ddt_bias dinitial_states"}),
+    ],
     "mamba2_segments": [PLAIN, PACKED],
     "mamba2_outputs_from_segments": [PLAIN, PACKED],
+    "short_conv": [PLAIN, NewLengths(("cu_seqlens", "bias", "initial_state"), {"activation": "silu", "return_state": True})],
+    "short_conv_backward": [
+        PLAIN,
+        NewLengths(("cu_seqlens", "bias", "initial_state", "dstate"), {"activation": "silu", "also": "dbias dinitial_state"}),
+    ],
     "based": [NewLengths(fixed={"key_dim": 16, "features": 160})],
     "hedgehog": [NewLengths(fixed={"features": 64})],
 }

@@ -202,6 +202,10 @@ CALLS = {
     "lightning": (attention.lightning, lambda x: ((*x.qkv(), 1, 3), dict(return_state=True))),
     "gla": (attention.gla, lambda x: ((*x.qkv(), x.gates(HEAD)), {})),
     "delta_rule": (attention.delta_rule, lambda x: ((*x.qkv(), -x.gates()), dict(decay=x.gates(), return_state=True))),
+    "delta_rule_backward": (
+        attention.delta_rule_backward,
+        lambda x: ((x.qkv()[2], *x.qkv(), -x.gates()), dict(decay=x.gates(), dstate=x.state(HEAD, HEAD), dinitial_state=True)),
+    ),
     "linear, raw": (
         attention.linear,
         lambda x: (x.qkv(), dict(decay=gates.softplus(x.gates(), x.rate(x.heads), x.rate(x.heads)), qk_l2norm=True)),
@@ -216,6 +220,27 @@ CALLS = {
         lambda x: (
             (x.qkv()[0], -x.gates(), x.rate(x.heads), *x.qkv()[1:]),
             dict(D=x.rate(x.heads), z=x.qkv()[0], return_final_states=True),
+        ),
+    ),
+    "mamba2_backward": (
+        attention.mamba2_backward,
+        lambda x: (
+            (x.qkv()[2], x.qkv()[0], -x.gates(), x.rate(x.heads), *x.qkv()[1:]),
+            dict(D=x.rate(x.heads, HEAD), z=x.qkv()[0], dt_bias=x.rate(x.heads), dinitial_states=True),
+        ),
+    ),
+    "short_conv": (
+        attention.short_conv,
+        lambda x: (
+            (x.tile(x.batch, x.tokens, 32), x.tile(32, 4), x.rate(32)),
+            dict(activation="silu", initial_state=x.tile(x.batch, 32, 3), return_state=True),
+        ),
+    ),
+    "short_conv_backward": (
+        attention.short_conv_backward,
+        lambda x: (
+            (x.tile(x.batch, x.tokens, 32), x.tile(x.batch, x.tokens, 32), x.tile(32, 3), x.rate(32)),
+            dict(activation="silu", dstate=x.rate(x.batch, 32, 2), dinitial_state=True),
         ),
     ),
     "based": (attention.based, lambda x: (x.qkv(16), dict(return_state=True))),

@@ -42,7 +42,8 @@ class Member(NamedTuple):
     def is_differentiable(self):
         """Has the call gradients, with its options?"""
         call = getattr(self.call, "func", self.call)  # of a partial
-        trained = linear, attention.gla, attention.retention, attention.lightning
+        of_linear = linear, attention.gla, attention.retention, attention.lightning
+        trained = *of_linear, delta_rule, attention.mamba2
         return call in trained and "normalize" not in self.options
 
     def inputs(self, length, batch=1, seed=0):

@@ -216,20 +216,25 @@ def test_no_pass_before_the_kernels(monkeypatch, nothing_known, member, channels
 
 
 # ---- gradients and graphs --------------------------------------------------------------------------------------------
-def test_gradients_are_those_of_the_formula():
-    """Of everything that a raw gate is made of, and of queries and keys before they are normalised."""
+@pytest.mark.parametrize("member", [linear, delta_rule])
+def test_gradients_are_those_of_the_formula(member):
+    """Of everything that raw gates and raw beta are made of, and of queries and keys before they are normalised."""
     torch = pytest.importorskip("torch")
     softplus, norm = torch.nn.functional.softplus, torch.nn.functional.normalize
-    q, k, v, _, of_gate = (x if isinstance(x, tuple) else torch.tensor(x.astype(F32)).bfloat16() for x in draw(20, dtype=F32))
-    inputs = [q, k, v, *map(torch.tensor, of_gate)]
+    *tiles, b, of_gate = draw(20, dtype=F32)
+    inputs = [*(torch.tensor(x.astype(F32)).bfloat16() for x in tiles), *map(torch.tensor, of_gate), torch.tensor(b)]
     by_kernels, by_hand = ([x.clone().requires_grad_() for x in inputs] for _ in range(2))
 
-    q, k, v, a, A_log, dt_bias = by_kernels
-    linear(q, k, v, decay=gates.softplus(a, A_log, dt_bias), qk_l2norm=True).float().square().sum().backward()
-    q, k, v, a, A_log, dt_bias = by_hand
+    def train(q, k, v, decay, beta, **more):
+        beta = {"beta": beta} if member is delta_rule else {}
+        member(q, k, v, decay=decay, **beta, **more).float().square().sum().backward()
+
+    q, k, v, a, A_log, dt_bias, b = by_kernels
+    train(q, k, v, gates.softplus(a, A_log, dt_bias), gates.beta(b), qk_l2norm=True)
+    q, k, v, a, A_log, dt_bias, b = by_hand
     q, k = (norm(x.float(), dim=-1).bfloat16() for x in (q, k))
-    linear(q, k, v, decay=-A_log.exp() * softplus(a + dt_bias)).float().square().sum().backward()
-    for got, wanted in zip(by_kernels, by_hand, strict=True):
+    train(q, k, v, -A_log.exp() * softplus(a + dt_bias), b.sigmoid())
+    for got, wanted in zip(by_kernels[: None if member is delta_rule else -1], by_hand, strict=False):
         assert wanted.grad.abs().max() > 0
         torch.testing.assert_close(got.grad, wanted.grad, rtol=2**-6, atol=2**-7 * float(wanted.grad.abs().max()))
 
