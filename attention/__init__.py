@@ -63,6 +63,7 @@ _HOMES = {  # module: its public functions
 }
 
 if TYPE_CHECKING:  # for editors and type checkers
+    from . import gates as gates
     from .dropout import dropout_mask
     from .public.based_features import based
     from .public.cache_append import append
@@ -85,6 +86,8 @@ else:
 
     def __getattr__(name: str) -> object:
         """Import the public function of this name, and make it an ordinary attribute of the package."""
+        if name == "gates":  # a module whose functions go into calls: attention.gates.softplus(..)
+            return _import_module(".gates", __name__)
         for home, names in _HOMES.items():
             if name in names:
                 with _importable["uncollected"]():
@@ -94,4 +97,4 @@ else:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, "gates"})

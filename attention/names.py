@@ -69,7 +69,13 @@ ARGUMENT_HINTS = (
     ("num_layers", "layers"),
     ("feature_map_q", "q_map"),
     ("feature_map_k", "k_map"),
-    ("use_qk_l2norm_in_kernel", "not an argument: divide q and k by their norms before the call"),
+    (
+        "use_qk_l2norm_in_kernel l2norm normalize_qk",
+        "qk_l2norm",
+        "not an argument: divide q and k by their norms before the call",
+    ),
+    ("A_log dt_bias use_gate_in_kernel safe_gate lower_bound", "decay=attention.gates.softplus(a, A_log, dt_bias), or sigmoid"),
+    ("use_beta_sigmoid_in_kernel allow_neg_eigval", "beta=attention.gates.beta(b, doubled=False)"),
     ("dt_limit", "always (0, inf): clamp dt before the call"),
     ("return_varlen_states", "return_final_states with cu_seqlens"),
 )

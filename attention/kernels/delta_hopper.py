@@ -23,7 +23,7 @@ O as well: the product of one step, rounded, is the left operand of the next one
 import functools
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from numba import cuda
 from numpy import int32
@@ -34,8 +34,9 @@ from tiles import bf16, dtype, fp16, fp32, ring, rt, shared, st, sv
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.targets import Target
 
-from ..parts.recurrent.delta_decay import GatedDelta, UngatedDelta
+from ..parts.recurrent.delta_decay import UngatedDelta, delta_decay
 from ..parts.recurrent.delta_solver import UTTransform
+from ..parts.recurrent.gate_formulas import FORMULAS, PLAIN_BETA, BetaFormula, GateFormula
 from ..parts.recurrent.gates import CHUNK_COL_VEC
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 from ..parts.recurrent.transposed_state import TransposedState
@@ -50,13 +51,21 @@ VECTORS = 8  # chunks whose gates are in shared memory: two for each warp that c
 @dataclass(frozen=True)
 class Config:
     """A kernel's configuration. key_dim: the channels of keys, padded. consumers: warpgroups that have 64 value columns each.
-    gated: are there decays? varlen: are sequences packed (cu_seqlens)?"""
+    gated: are there decays? varlen: are sequences packed (cu_seqlens)? formula, beta: what computes gates and beta of what is
+    in memory; None: the gates themselves are there."""
 
     key_dim: int
     consumers: int
     dtype: dtype
     gated: bool
     varlen: bool = False
+    formula: GateFormula | None = field(default=None, kw_only=True)
+    beta: BetaFormula = field(default=PLAIN_BETA, kw_only=True)
+
+    @property
+    def decay(self) -> UngatedDelta:
+        """The decays of a chunk."""
+        return delta_decay(self.dtype, self.gated, self.formula)
 
     @property
     def stages(self):
@@ -84,8 +93,8 @@ class Config:
         return st(CHUNK, COLUMNS, self.dtype)
 
     def __str__(self):
-        kind = f"{', gated' * self.gated}{', varlen' * self.varlen}"
-        return f"Dk {self.key_dim} {self.dtype}, {COLUMNS * self.consumers} columns{kind}"
+        kinds = "gated" * self.gated, str(self.formula or ""), str(self.beta), "varlen" * self.varlen
+        return ", ".join(filter(None, (f"Dk {self.key_dim} {self.dtype}, {COLUMNS * self.consumers} columns", *kinds)))
 
 
 SIZES = (64, 1), (64, 2), (128, 1), (128, 2), (256, 1)  # padded key dim, consumers
@@ -97,16 +106,18 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
         for of, size, varlen in itertools.product((bf16, fp16) if everything else (bf16,), SIZES, (False, True)):
             if not varlen or size == (128, 2) or (everything and of is bf16):
                 yield from (Config(*size, of, gated, varlen) for gated in (False, True))
+        for formula in FORMULAS:
+            yield Config(*SIZES[-2], bf16, True, formula=formula, beta=BetaFormula(1.0))
 
 
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     CONSUMERS, INPUT, STATE = config.consumers, config.dtype, rt(16, config.key_dim, fp32)
-    seq_layout, decay = SequenceLayout(config.varlen), (GatedDelta if config.gated else UngatedDelta)(INPUT)
+    seq_layout, decay, PARAMS = SequenceLayout(config.varlen), config.decay, config.decay.params()
     state, solver = TransposedState(config.key_dim, INPUT, seq_layout), UTTransform(seq_layout, decay, config.consumers + 2)
     SOLVER, SCORER, (scorer_registers, solver_registers, consumer_registers) = CONSUMERS, CONSUMERS + 1, REGISTERS[CONSUMERS]
-    WARPS, WARPGROUPS = warpgroup.WARPGROUP, CONSUMERS + 2
+    WARPS, WARPGROUPS, BETA = warpgroup.WARPGROUP, CONSUMERS + 2, config.beta
     readers = CONSUMERS * WARPS
     smem = shared(
         q=ring(config.key, config.stages, readers + WARPS),
@@ -128,6 +139,7 @@ def make(config: Config):
         gQ: tiled(config.key, unit=1), gK: tiled(config.key, unit=1), gV: tiled(config.values, unit=1), gBeta: array(3),
         gGates: array(3), gO: seq_layout.output_argument(config.value), gInitialState: array(4), gFinalState: array(4),
         gCuSeqlens: ENDS, length: INT, blocks: INT, segments: INT, heads: INT, group: INT, scale: FLOAT,
+        params: PARAMS,
     ):  # fmt: skip
         """The outputs of a segment, and after the last one the state. Each of the `segments` of a sequence has thread blocks of
         its own. gInitialState: the state before each segment. `group` value heads share a key head; each is `blocks` blocks of
@@ -140,7 +152,7 @@ def make(config: Config):
         n = seq.num_chunks()
         if wg == SCORER:
             warpgroup.release_registers(scorer_registers)
-            betas = truncate(gBeta, 1, seq.end)
+            betas, rate_and_bias = truncate(gBeta, 1, seq.end), decay.load_rate_and_bias(params, value_head)
             warp = warpgroup.rank()
             at = seq.batch, seq.chunk_start(max(int32(AHEAD - WARPS + warp), 0)), value_head
             beta_chunk, g = load(betas, CHUNK_COL_VEC, at, cols=1), decay.load_gates(gGates, seq, at)
@@ -165,9 +177,9 @@ def make(config: Config):
                 if j % WARPS == 0:
                     slot = int32(j + AHEAD + warp)
                     if slot >= 0 and slot < n:
-                        store(beta.claim(slot), beta_chunk)
+                        store(beta.claim(slot), BETA.compute(beta_chunk))
                         beta.publish(slot)
-                        decay.store_cumsum(b, exp_b, v_factor, slot, g)
+                        decay.store_cumsum(b, exp_b, v_factor, slot, g, rate_and_bias, seq.remaining(slot))
                     at = seq.batch, seq.chunk_start(slot + WARPS), value_head
                     beta_chunk, g = load(betas, CHUNK_COL_VEC, at, cols=1), decay.load_gates(gGates, seq, at)
         elif wg == SOLVER:

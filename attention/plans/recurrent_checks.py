@@ -7,6 +7,7 @@ from tiles.launching.arrays import Operand
 from ..options import SCALE_RANGE
 
 DTYPES = {"bfloat16": bf16, "float16": fp16, "float32": fp32}
+GATES = "decay", "gate"  # the arguments that may be gates: as they are, or before a formula of theirs
 DIM_STEP, MAX_DIM = 16, 256  # key_dim and value_dim are multiples of the first, up to the second
 
 
@@ -28,12 +29,14 @@ def check_extents(problem: Problem, queries: str = "q", values: str = "v") -> No
 
 def has_channel_decay(problem: Problem) -> bool:
     """Does each channel of the keys have a decay of its own? ValueError: the channels of a decay are not contiguous."""
-    decay = problem.forms.get("decay")
-    if decay is None or "key_dim" not in problem.axes("decay"):
-        return False
-    if decay.strides[-1] != decay.itemsize and decay.extent:
-        raise ValueError(f"decay: last axis must be contiguous: decay.strides={decay.strides} bytes, decay.shape={decay.shape}")
-    return True
+    for name in GATES:
+        gate = problem.forms.get(name)
+        if gate is not None and "key_dim" in problem.axes(name):
+            if gate.strides[-1] != gate.itemsize and gate.extent:
+                what = f"{name}.strides={gate.strides} bytes, {name}.shape={gate.shape}"
+                raise ValueError(f"{name}: last axis must be contiguous: {what}")
+            return True
+    return False
 
 
 def resolve_scale(problem: Problem, scale: float | None) -> float:

@@ -134,6 +134,13 @@ VARIANT = [
     NewLengths(("aux0",), {"score": SCORE}, holds={"aux0": "float32"}, axes={"aux0": ("heads",)}),
     NewLengths(options={"dropout": 0.1, "seed_value": 7}),
 ]
+RAW = NewLengths(("gate", "A_log", "dt_bias"), {"formula": "softplus"})
+RAW_CHANNELS = NewLengths(
+    ("gate", "A_log", "dt_bias"),
+    {"formula": "sigmoid", "number": -5.0, "l2norm": True},
+    holds={"gate": "bfloat16"},
+    axes={"gate": (*TOKEN_GATES, "key_dim"), "dt_bias": ("heads", "key_dim")},
+)
 TABLE: dict[str, list[NewLengths]] = {
     "forward": [PLAIN, NewLengths(options={"causal": True, "return_lse": True})],
     "forward_variant": VARIANT,
@@ -170,6 +177,8 @@ TABLE: dict[str, list[NewLengths]] = {
         NewLengths(("decay", "initial_state", "dstate"), {"also": "ddecay"}, axes={"decay": (*TOKEN_GATES, "key_dim")}),
     ],
     "linear_step": [PLAIN],
+    "linear_raw": [RAW, RAW_CHANNELS, NewLengths(("cu_seqlens",), {"l2norm": True})],
+    "linear_step_raw": [RAW],
     "linear_segments": [PLAIN, PACKED],
     "linear_composed_states": [PLAIN],
     "linear_outputs_from_segments": [PLAIN, PACKED],
@@ -180,6 +189,7 @@ TABLE: dict[str, list[NewLengths]] = {
         NewLengths(("decay", "initial_state", "dstate"), {"also": "ddecay"}, axes={"decay": (*TOKEN_GATES, "key_dim")}),
     ],
     "delta_rule_states": [PLAIN],
+    "delta_rule_raw": [RAW, RAW_CHANNELS, NewLengths(("cu_seqlens",), {"beta_scale": 2.0, "l2norm": True})],
     "mamba2": [PLAIN, PACKED],
     "mamba2_backward": [
         PLAIN,

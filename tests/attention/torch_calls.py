@@ -3,6 +3,7 @@
 import pytest
 
 import attention
+from attention import gates
 
 torch = pytest.importorskip("torch")
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
@@ -205,6 +206,15 @@ CALLS = {
         attention.delta_rule_backward,
         lambda x: ((x.qkv()[2], *x.qkv(), -x.gates()), dict(decay=x.gates(), dstate=x.state(HEAD, HEAD), dinitial_state=True)),
     ),
+    "linear, raw": (
+        attention.linear,
+        lambda x: (x.qkv(), dict(decay=gates.softplus(x.gates(), x.rate(x.heads), x.rate(x.heads)), qk_l2norm=True)),
+    ),
+    "gla, raw": (attention.gla, lambda x: ((*x.qkv(), gates.logsigmoid(x.gates(HEAD))), {})),
+    "delta_rule, raw": (
+        attention.delta_rule,
+        lambda x: ((*x.qkv(), gates.beta(x.gates(), doubled=True)), dict(decay=gates.sigmoid(x.gates()), qk_l2norm=True)),
+    ),
     "mamba2": (
         attention.mamba2,
         lambda x: (
@@ -290,6 +300,13 @@ CALLS = {
     "linear_step": (
         attention.linear_step,
         lambda x: ((x.state(HEAD, HEAD), *(a[:, 0] for a in x.qkv())), dict(beta=-x.gates()[:, 0])),
+    ),
+    "linear_step, raw": (
+        attention.linear_step,
+        lambda x: (
+            (x.state(HEAD, HEAD), *(a[:, 0] for a in x.qkv())),
+            dict(beta=gates.beta(x.gates()[:, 0]), decay=gates.softplus(x.gates()[:, 0], x.rate(x.heads)), qk_l2norm=True),
+        ),
     ),
 }
 every_call = pytest.mark.parametrize("name", CALLS)

@@ -33,6 +33,7 @@ from ops import (
 )
 from tiles import fp32, inlined, rt, static
 
+from .gate_formulas import GateFormula
 from .tokens import CHUNK
 
 TILE = rt(16, CHUNK, fp32)  # a warp's 16 rows of a chunk's scores
@@ -107,7 +108,7 @@ class Gate:
 
     @inlined
     def load_rate_and_bias(self, gA, gDtBias, head):
-        """(A, dt_bias) of a head for Mamba-2's gates, dt A; (0, 0) otherwise."""
+        """(A, dt_bias) of a head for Mamba-2's gates, dt A; (exp(A_log), dt_bias) for those of a formula; (0, 0) otherwise."""
         return 0.0, 0.0
 
     @inlined
@@ -228,6 +229,27 @@ class TokenGate(DecayGate):
     @inlined
     def load_last(self, b):
         return last_element(b)
+
+
+@static
+class FormulaGate(TokenGate):
+    """Gates that are computed from what is in memory."""
+
+    kind = "formula"
+    formula: GateFormula = GateFormula()
+
+    def __str__(self):
+        return f"{super().__str__()} {self.formula}"
+
+    @inlined
+    def load_rate_and_bias(self, gA, gDtBias, head):
+        return self.formula.load_rate(gA, head), self.formula.load_bias(gDtBias, head)
+
+    @inlined
+    def compute_cumsum(self, g, rate, bias, remaining):
+        g = where(less(col_index(ROW_VEC), float32(remaining)), self.formula.compute(g, rate, bias), 0.0)
+        b = cumsum(clamp_gates(g) * LOG2_E)
+        return b, b
 
 
 @static

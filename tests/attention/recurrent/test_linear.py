@@ -267,7 +267,7 @@ def test_unaligned_rows(monkeypatch, nothing_known, decay):
     the token loop does."""
     args = inputs(1, 20, decay=decay)
     calls, launch = [], token_loop.launch
-    monkeypatch.setattr(token_loop, "launch", lambda *args: calls.append(args) or launch(*args))
+    monkeypatch.setattr(token_loop, "launch", lambda *args, **more: calls.append(args) or launch(*args, **more))
     unaligned = {name: np.full((1, 20, x.shape[2], 66), np.nan, bf16)[..., :64] for name, x in args.items() if name in "qkv"}
     for name, x in unaligned.items():
         x[...] = args[name]
