@@ -68,6 +68,7 @@ from .kernels import (
     mla_combine,
     mla_hopper,
     norm_gradients,
+    normalizer_gradients,
     rotary_rows,
     short_conv,
     short_conv_backward,
@@ -121,7 +122,7 @@ MODULES = {
     "short_conv": (short_conv, short_conv_backward),
     "based": (based_hopper,),
     "hedgehog": (hedgehog_hopper,),
-    "tokens": (linear_token_loop, gate_gradient_token_loop, delta_gradient_token_loop, copy_rows),
+    "tokens": (linear_token_loop, normalizer_gradients, gate_gradient_token_loop, delta_gradient_token_loop, copy_rows),
 }
 SHOWN_MNEMONICS = ("HGMMA", "HMMA", "UTMALDG", "LDGSTS", "LDSM", "MUFU", "FFMA", "LDL", "STL")  # in the table; --json has all
 KERNEL_DECORATORS = "inlined", "cuda.jit"  # decorators of device functions and kernels

@@ -9,8 +9,8 @@ import torch
 from .autograd import autocast_inputs, copy_to_torch, is_second_derivative, make_distinct, make_tma_contiguous, unwrap
 from .public.delta_gradients import DELTA_DERIVATIVE
 from .public.delta_rules import delta_rule
-from .public.linear_family import linear
-from .public.linear_gradients import LINEAR_DERIVATIVE
+from .public.linear_family import linear, normalized_linear
+from .public.linear_gradients import LINEAR_DERIVATIVE, NORMALIZED_DERIVATIVE
 from .public.mamba import mamba2
 from .public.mamba_gradients import MAMBA2_DERIVATIVE
 from .public.short_convolution import SHORT_CONV_DERIVATIVE, short_conv
@@ -18,6 +18,7 @@ from .public.short_convolution import SHORT_CONV_DERIVATIVE, short_conv
 MEMBERS = {  # name: (function, derivative); Dynamo takes names as constants
     "delta_rule": (delta_rule, DELTA_DERIVATIVE),
     "linear": (linear, LINEAR_DERIVATIVE),
+    "linear, normalized": (normalized_linear, NORMALIZED_DERIVATIVE),
     "mamba2": (mamba2, MAMBA2_DERIVATIVE),
     "short_conv": (short_conv, SHORT_CONV_DERIVATIVE),
 }
@@ -34,22 +35,22 @@ class RecurrentFunction(torch.autograd.Function):
         return MEMBERS[member][0](**dict(zip(names, tensors)), **options, **of_results)
 
     @staticmethod
-    def backward(ctx, dout, dstate=None):
+    def backward(ctx, dout, *dstates):
         """The gradients of the tensors that need one. NotImplementedError: second derivatives are requested."""
         leading = (None,) * 4  # gradients of what is no tensor
-        if dout is dstate is None:
+        if all(x is None for x in (dout, *dstates)):
             return (*leading, *[None] * len(ctx.names))
         _, derivative = MEMBERS[ctx.member]
         tensors = saved = ctx.saved_tensors
         if not torch.compiler.is_compiling():  # graphs have no transforms
             tensors = tuple(map(unwrap, saved))
-            if is_second_derivative((dout, dstate), tensors, tensors[0] is not saved[0]):
+            if is_second_derivative((dout, *dstates), tensors, tensors[0] is not saved[0]):
                 raise NotImplementedError(f"{derivative.no_second_derivatives}; leave create_graph=True out")
         inputs = dict(zip(ctx.names, tensors))
         with torch.no_grad():
             dout = torch.zeros_like(inputs[derivative.values]) if dout is None else make_tma_contiguous(dout)
             wanted = [name for name, needs in zip(ctx.names, ctx.needs_input_grad[len(leading) :]) if needs]
-            grads = derivative.compute(dout, dstate, inputs, ctx.options, wanted)
+            grads = derivative.compute(dout, dstates, inputs, ctx.options, wanted)
         return (*leading, *[x if x is None else x.to(inputs[name].dtype) for name in ctx.names for x in [grads.get(name)]])
 
 

@@ -1,5 +1,7 @@
 """Checks of the arrays of linear attention that the schemas of its members do not make, and what their plans have in common."""
 
+from typing import Any
+
 from tiles.calls.schema import Problem
 from tiles.dtypes import bf16, fp16, fp32
 from tiles.launching.arrays import Operand
@@ -73,3 +75,16 @@ def kernel_arrays(problem: Problem, return_state: bool) -> dict[str, Operand | N
 def pad_key_dim(key_dim: int, sizes) -> int:
     """The smallest of these sizes that is not below key_dim."""
     return min(size for size in sizes if size >= key_dim)
+
+
+def split_state(name: str, state: Any, normalize: bool) -> tuple[Any, Any]:
+    """(state, z) of the argument `name`. z is None without `normalize`; both are None if the argument is. TypeError: it is a
+    pair and must be an array, or the other way round."""
+    if state is None or (not normalize and not isinstance(state, tuple)):
+        return state, None
+    if not normalize:
+        raise TypeError(f"{name}: must be an array, not a pair, which is for normalize=True")
+    types = tuple(type(x).__name__ for x in state) if isinstance(state, tuple) else type(state).__name__
+    if not isinstance(types, tuple) or len(types) != 2 or "NoneType" in types:
+        raise TypeError(f"{name}: must be a pair (state, z) with normalize=True, not {types}")
+    return state

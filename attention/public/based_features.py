@@ -13,7 +13,6 @@ from ..kernels import based_hopper
 from ..names import suggests_argument_names
 from ..options import check_flag, check_number
 from ..plans import recurrent_checks
-from .linear_family import split_initial_state
 
 BASED = Schema(
     "based",
@@ -76,7 +75,7 @@ def based(
     (The sum is never less than half the number of tokens.) On Hopper, with addresses and strides that are multiples of 16
     bytes. Returns `out`, the same kind of array as q. Arrays, `stream` and errors are those of attention.forward."""
     normalize, return_state = check_flag("normalize", normalize), check_flag("return_state", return_state)
-    arrays = q, k, v, cu_seqlens, *split_initial_state(initial_state, normalize), out, None, None
+    arrays = q, k, v, cu_seqlens, *recurrent_checks.split_state("initial_state", initial_state, normalize), out, None, None
     results = _based(stream, arrays, (check_number("scale", scale), normalize, return_state), layout)
     return (results[0], results[1:]) if return_state and normalize else results
 

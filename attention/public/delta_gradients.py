@@ -84,7 +84,7 @@ def delta_rule_backward(
     Returns (dq, dk, dv, dbeta), followed, in this order, by ddecay if there is a decay, and dinitial_state if there is an
     initial state, unless they are False. Arrays and errors are those of delta_rule. Source: the equations are those of
     attention/reference/linear_gradients.py, whose results tests compare with finite differences."""
-    also, more = choose_optional_gradients(decay, initial_state, ddecay, dinitial_state)
+    also, more = choose_optional_gradients(ddecay=(decay, ddecay), dinitial_state=(initial_state, dinitial_state))
     arrays = dout, q, k, v, beta, decay, cu_seqlens, initial_state, dstate, dq, dk, dv, dbeta, *more
     return _delta_rule_backward(stream, arrays, (check_number("scale", scale), also, family), layout)
 

@@ -143,11 +143,14 @@ def linear(
     if is_raw(decay, None, qk_l2norm):
         q, k, decay, _, gate, raw = split_raw(q, k, decay, None, check_flag("qk_l2norm", qk_l2norm), layout, (v, *start))
     if requires_grad(*(learned := (q, k, v, decay, *start))) or torch_op.mapped_with_grad(learned):
-        refuse_beside_gradient(out=out, stream=stream, normalize=normalize or None)
-        inputs = {"q": q, "k": k, "v": v, "decay": decay, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
-        shared = {"scale": scale, "layout": layout, "family": family}
-        return recurrent_autograd().call_with_gradients("linear", inputs, shared, {"return_state": return_state})
-    states = *split_initial_state(initial_state, normalize), out, None, None
+        refuse_beside_gradient(out=out, stream=stream)
+        state, z = recurrent_checks.split_state("initial_state", initial_state, normalize)
+        inputs = {"q": q, "k": k, "v": v, "decay": decay, "initial_state": state, "initial_z": z, "cu_seqlens": cu_seqlens}
+        shared, of_results = {"scale": scale, "layout": layout, "family": family}, {"return_state": return_state}
+        member = "linear, normalized" if normalize else "linear"
+        results = recurrent_autograd().call_with_gradients(member, inputs, shared, of_results)
+        return (results[0], results[1:]) if return_state and normalize else results
+    states = *recurrent_checks.split_state("initial_state", initial_state, normalize), out, None, None
     options = check_number("scale", scale), normalize, return_state, family
     if raw is NOT_RAW:
         results = _linear(stream, (q, k, v, decay, cu_seqlens, *states), options, layout)
@@ -253,6 +256,25 @@ def gla(
         q, k, v, decay=decay, scale=scale, initial_state=initial_state, return_state=return_state, normalize=normalize,
         qk_l2norm=qk_l2norm, cu_seqlens=cu_seqlens, layout=layout, out=out, stream=stream, family=family,
     )  # fmt: skip
+
+
+def normalized_linear(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    decay: Any = None,
+    scale: float | None = None,
+    initial_state: Any = None,
+    initial_z: Any = None,
+    return_state: bool = False,
+    cu_seqlens: Any = None,
+    layout: str = "bshd",
+    family: str | None = None,
+) -> Any:
+    """out of linear with normalize=True, or (out, state, z), the parts of states as arguments and results of their own."""
+    arrays = q, k, v, decay, cu_seqlens, initial_state, initial_z, None, None, None
+    return _linear(None, arrays, (check_number("scale", scale), True, return_state, family), layout)
 
 
 @program(LINEAR, program_gradient, LINEAR_DERIVATIVE.no_second_derivatives)
@@ -363,19 +385,6 @@ def _segment_states(problem: Problem, family: str | None) -> Plan:
 
 
 _outputs_from_segments = program(OUTPUTS_FROM_SEGMENTS)(_linear.planner)
-
-
-def split_initial_state(initial_state: Any, normalize: bool) -> tuple[Any, Any]:
-    """(state, z) of an argument initial_state. z is None without `normalize`; both are None if the argument is. TypeError: it
-    is a pair and must be an array, or the other way round."""
-    if initial_state is None or (not normalize and not isinstance(initial_state, tuple)):
-        return initial_state, None
-    if not normalize:
-        raise TypeError("initial_state: must be an array, not a pair, which is for normalize=True")
-    types = tuple(type(x).__name__ for x in initial_state) if isinstance(initial_state, tuple) else type(initial_state).__name__
-    if not isinstance(types, tuple) or len(types) != 2 or "NoneType" in types:
-        raise TypeError(f"initial_state: must be a pair (state, z) with normalize=True, not {types}")
-    return initial_state
 
 
 # ---- decays that are functions of a head's index --------------------------------------------------------------------

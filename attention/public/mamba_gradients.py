@@ -12,7 +12,7 @@ from ..options import check_flag
 from ..plans import recurrent_checks
 from ..plans.call_options import without_gradients
 from ..plans.mamba2_gradients import plan_mamba2_gradients
-from ..plans.recurrent_derivative import RecurrentDerivative
+from ..plans.recurrent_derivative import RecurrentDerivative, choose_optional_gradients
 
 MAMBA2_BACKWARD = Schema(
     "mamba2_backward",
@@ -94,13 +94,9 @@ def mamba2_backward(
 
     Returns (dx, ddt, dA, dB, dC), followed, in this order, by dD, dz, ddt_bias and dinitial_states if there is such an array,
     unless they are False. Arrays, `stream`, `family` and errors are those of mamba2."""
-    wanted = {"dD": dD, "dz": dz, "ddt_bias": ddt_bias, "dinitial_states": dinitial_states}
-    for (name, gradient), array in zip(wanted.items(), (D, z, dt_bias, initial_states)):
-        if array is None and gradient is not None and gradient is not False and name != "dinitial_states":
-            raise ValueError(f"{name}: must be None where there is no {name[1:]}: {name}={gradient!r:.60}")
-        wanted[name] = (array is not None) if gradient is None else gradient
-    also = " ".join([name for name, gradient in wanted.items() if gradient is not False])
-    more = [None if isinstance(gradient, bool) else gradient for gradient in wanted.values()]
+    also, more = choose_optional_gradients(
+        dD=(D, dD), dz=(z, dz), ddt_bias=(dt_bias, ddt_bias), dinitial_states=(initial_states, dinitial_states)
+    )
     arrays = dout, x, dt, A, B, C, D, z, dt_bias, cu_seqlens, initial_states, dstates, dx, ddt, dA, dB, dC, *more
     return _mamba2_backward(stream, arrays, (check_flag("dt_softplus", dt_softplus), also, family))
 
@@ -111,7 +107,7 @@ MAMBA2_DERIVATIVE = RecurrentDerivative(
     ("x", "dt", "A", "B", "C"),
     OPTIONAL,
     values="x",
-    state="states",
+    states=("states",),
     shared=("dt_softplus", "family"),
     tiles=("x", "B", "C", "z"),
 )

@@ -175,6 +175,7 @@ TABLE: dict[str, list[NewLengths]] = {
         PLAIN,
         NewLengths(("cu_seqlens", "decay", "dstate"), {"also": "ddecay dinitial_state"}, axes={"decay": TOKEN_GATES}),
         NewLengths(("decay", "initial_state", "dstate"), {"also": "ddecay"}, axes={"decay": (*TOKEN_GATES, "key_dim")}),
+        NewLengths(("decay", "dfinal_z"), {"also": "ddecay dinitial_state dinitial_z", "normalize": True}),
     ],
     "linear_step": [PLAIN],
     "linear_raw": [RAW, RAW_CHANNELS, NewLengths(("cu_seqlens",), {"l2norm": True})],

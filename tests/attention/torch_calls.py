@@ -198,6 +198,10 @@ CALLS = {
         attention.linear_backward,
         lambda x: ((x.qkv()[2], *x.qkv()), dict(decay=x.gates(), dstate=x.state(HEAD, HEAD), dinitial_state=True)),
     ),
+    "linear_backward, sums": (
+        attention.linear_backward,
+        lambda x: ((x.qkv()[2], *(abs(a) for a in x.qkv())), dict(normalize=True, dinitial_state=True)),
+    ),
     "retention": (attention.retention, lambda x: (swapped(*x.qkv()), dict(layout="bhsd"))),
     "lightning": (attention.lightning, lambda x: ((*x.qkv(), 1, 3), dict(return_state=True))),
     "gla": (attention.gla, lambda x: ((*x.qkv(), x.gates(HEAD)), {})),

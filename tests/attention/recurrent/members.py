@@ -44,7 +44,7 @@ class Member(NamedTuple):
         call = getattr(self.call, "func", self.call)  # of a partial
         of_linear = linear, attention.gla, attention.retention, attention.lightning
         trained = *of_linear, delta_rule, attention.mamba2
-        return call in trained and "normalize" not in self.options
+        return call in trained
 
     def inputs(self, length, batch=1, seed=0):
         """(arrays of tokens, other arrays)"""

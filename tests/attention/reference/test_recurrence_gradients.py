@@ -58,6 +58,26 @@ def test_the_other_layout():
         np.testing.assert_allclose(x if name == "dinitial_state" else turn(x), wanted[name], rtol=1e-12)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("decay", DECAYS)
+def test_finite_differences_with_a_normalizer(decay, packed):
+    arrays, dout, dstate, options = inputs(decay, packed)
+    arrays |= {name: abs(arrays[name]) for name in ("q", "k")}
+    arrays["initial_z"], dz = np.random.default_rng(3).random((2, *dstate.shape[:3]))
+
+    def loss(**changed):
+        now = arrays | changed
+        start = now.pop("initial_state"), now.pop("initial_z")
+        out, (state, z) = linear(**now, initial_state=start, normalize=True, scale=0.7, **options)
+        return (out * dout).sum() + (state * dstate).sum() + (z * dz).sum()
+
+    given = {name: x for name, x in arrays.items() if not name.startswith("initial")}
+    given |= {"initial_state": (arrays["initial_state"], arrays["initial_z"]), "dstate": (dstate, dz), "normalize": True}
+    gradients = linear_backward(dout, **given, scale=0.7, **options)
+    gradients["dinitial_state"], gradients["dinitial_z"] = gradients["dinitial_state"]
+    compare(gradients, arrays, loss)
+
+
 @pytest.mark.parametrize(
     ("columns", "packed", "options"),
     [(None, False, {}), (1, True, {"dt_softplus": True}), (DV, False, {"dt_softplus": True, "dt_limit": (0.6, 0.9)})],
