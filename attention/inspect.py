@@ -42,6 +42,7 @@ from .kernels import (
     chunk_hopper,
     compose_final_state,
     compose_segment_states,
+    copy_rows,
     decode_ampere,
     decode_combine,
     decode_hopper,
@@ -61,7 +62,6 @@ from .kernels import (
     kda_hopper,
     kda_states_hopper,
     key_norms,
-    l2norm_rows,
     linear_token_loop,
     mamba2_gradients,
     mamba2_shared_heads_hopper,
@@ -123,7 +123,7 @@ MODULES = {
     "short_conv": (short_conv, short_conv_backward),
     "based": (based_hopper, based_gradients),
     "hedgehog": (hedgehog_hopper,),
-    "tokens": (linear_token_loop, normalizer_gradients, gate_gradient_token_loop, delta_gradient_token_loop, l2norm_rows),
+    "tokens": (linear_token_loop, normalizer_gradients, gate_gradient_token_loop, delta_gradient_token_loop, copy_rows),
 }
 SHOWN_MNEMONICS = ("HGMMA", "HMMA", "UTMALDG", "LDGSTS", "LDSM", "MUFU", "FFMA", "LDL", "STL")  # in the table; --json has all
 KERNEL_DECORATORS = "inlined", "cuda.jit"  # decorators of device functions and kernels

@@ -9,12 +9,13 @@ import numpy as np
 from tiles.calls import jax_call, torch_op
 from tiles.calls.plan import Step
 from tiles.calls.schema import Problem
-from tiles.launching.arrays import Operand
+from tiles.launching.arrays import ALIGNMENT, Operand
 from tiles.launching.launch import kernel_for
+from tiles.launching.tensor_maps import STRIDE_END
 
 from .. import gates
 from ..gates import RawBeta, RawGate
-from ..kernels import l2norm_rows
+from ..kernels import copy_rows
 from ..parts.recurrent.gate_formulas import (
     BetaFormula,
     GateFormula,
@@ -23,6 +24,7 @@ from ..parts.recurrent.gate_formulas import (
     SoftplusFormula,
 )
 from ..parts.recurrent.tokens import CHUNK
+from . import recurrent_checks
 from .call_options import requires_grad
 from .recurrent_checks import DTYPES
 from .recurrent_chunks import Arrays, ScratchAllocator, intern_value
@@ -122,21 +124,49 @@ def formula_arrays(problem: Problem) -> Arrays:
     return {"gA": A_log and A_log.spread(1, extent), "gDtBias": spread}
 
 
-def normalize_queries_and_keys(problem: Problem, scratch: ScratchAllocator) -> tuple[list[Step], Arrays]:
-    """(the launch that divides queries and keys by their lengths, its results by the names of chunk kernels' parameters)"""
-    batch, length, heads, key_dim = problem("batch", "seqlen", "heads_k", "key_dim")
-    normalized: Arrays = {name: scratch(batch, length, heads, key_dim, dtype=problem.dtype) for name in ("gQ", "gK")}
-    cuts = -(-2 * heads // l2norm_rows.WARPS)
-    tiles = -(-length // l2norm_rows.ROWS)
-    kernel = kernel_for(l2norm_rows, intern_value(l2norm_rows.Config, key_dim, DTYPES[problem.dtype]), problem.device)
-    step = kernel.bind(
-        batch * tiles * cuts,
-        gQ=problem["q"],
-        gK=problem["k"],
-        gOutQ=normalized["gQ"],
-        gOutK=normalized["gK"],
-        tiles=tiles,
-        cuts=cuts,
-        heads=heads,
-    )
-    return [step], normalized
+def by_tma(problem: Problem, name: str) -> bool:
+    """Can TMA address this array, or is there none?"""
+    bits = problem.bits.get(name, 0)  # of strides, one that is negative or too large makes these so
+    return 0 <= bits < STRIDE_END and bits % ALIGNMENT == 0
+
+
+def prepare_rows(
+    problem: Problem, scratch: ScratchAllocator, l2norm: bool, needs_tma: bool = True, channel_gates: bool = False
+) -> tuple[list[Step], Arrays]:
+    """(the launches that copy rows which kernels do not take as they are, the copies by the names of chunk kernels'
+    parameters): queries and keys that are to be divided by their lengths, and with `needs_tma` what TMA cannot address, gates
+    too if they are `channel_gates`."""
+    steps: list[Step] = []
+    copies: Arrays = {}
+    misaligned = {name: needs_tma and not by_tma(problem, name) for name in ("q", "k", "v", *recurrent_checks.GATES)}
+
+    def copy(arrays: dict[str, Operand], normalize: bool) -> None:
+        """Copy arrays of the same shape, by the names of kernels' parameters."""
+        first, *second = arrays.values()
+        batch, length, heads, columns = first.form.shape
+        made = [scratch(batch, length, heads, columns, dtype=first.form.dtype) for _ in arrays]
+        tiles, all_heads = -(-length // copy_rows.ROWS), heads * len(arrays)
+        config = intern_value(copy_rows.Config, columns, DTYPES[first.form.dtype], normalize)
+        cuts = -(-all_heads // copy_rows.WARPS)
+        step = kernel_for(copy_rows, config, problem.device).bind(
+            batch * tiles * cuts,
+            gX=first,
+            gY=second[0] if second else None,
+            gCopiedX=made[0],
+            gCopiedY=made[-1] if second else None,
+            tiles=tiles,
+            cuts=cuts,
+            heads=heads,
+            all_heads=all_heads,
+        )
+        steps.append(step)
+        copies.update(zip(arrays, made))
+
+    if l2norm or misaligned["q"] or misaligned["k"]:
+        copy({"gQ": problem["q"], "gK": problem["k"]}, l2norm)
+    if misaligned["v"]:
+        copy({"gV": problem["v"]}, False)
+    gates = gate_operand(problem)
+    if channel_gates and gates and (misaligned["decay"] or misaligned["gate"]):
+        copy({"gGates": gates}, False)
+    return steps, copies

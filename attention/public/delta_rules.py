@@ -7,9 +7,9 @@
 | decay=(B, S, H, Dk)           | chunk_kda(.., g, beta)              | the same of diag(exp(decay)) S: Kimi delta attention |
 
 Both have the same default scale (Dk^-1/2), the same layout of states, (N, H, Dk, Dv) float32, and q and k heads that value
-heads share (but for chunk_delta_rule). Their g is (B, T, H) or (B, T, H, Dk), for each token; g and decay are logarithms. There
-is nothing like use_qk_l2norm_in_kernel=True and use_beta_sigmoid_in_kernel=True here: normalise keys and apply the sigmoid
-before the call."""
+heads share (but for chunk_delta_rule). Their g is (B, T, H) or (B, T, H, Dk), for each token; g and decay are logarithms. Their
+use_qk_l2norm_in_kernel=True is qk_l2norm=True, use_beta_sigmoid_in_kernel=True beta=gates.beta(b), use_gate_in_kernel=True
+decay=gates.softplus(g, A_log, dt_bias) (attention.gates)."""
 
 from typing import Any
 
@@ -17,7 +17,6 @@ from tiles.calls import torch_op
 from tiles.calls.plan import Plan, Step
 from tiles.calls.program import program
 from tiles.calls.schema import Problem, Schema
-from tiles.launching.arrays import ALIGNMENT
 from tiles.launching.devices import machine
 from tiles.launching.launch import kernel_for
 
@@ -33,10 +32,11 @@ from ..plans.raw_inputs import (
     NOT_RAW,
     RAW_GATES,
     RawOptions,
+    by_tma,
     formula_arrays,
     gate_operand,
     is_raw,
-    normalize_queries_and_keys,
+    prepare_rows,
     split_raw,
 )
 from ..plans.recurrent_checks import DTYPES, is_varlen, pad_key_dim
@@ -118,8 +118,9 @@ def delta_rule(
     keys that repeat with beta near 2.
 
     decay: log decays, never positive: None; (H,), the same for all tokens; (B, S, H), for each token; or (B, S, H, Dk), for
-    each token and channel of the keys. scale: Dk^-1/2 by default. initial_state: (B, H, Dk, Dv) float32, 0 by default. out:
-    written in place instead of a new array.
+    each token and channel of the keys. It and beta may be raw, as a layer projects them: attention.gates. scale: Dk^-1/2 by
+    default. qk_l2norm: q and k are divided by their lengths first, sqrt(sum(x^2) + 1e-6). initial_state: (B, H, Dk, Dv)
+    float32, 0 by default. out: written in place instead of a new array.
 
     cu_seqlens: (N + 1,) int32 or int64, on q's device: N packed sequences in a batch of 1, sequence n from cu_seqlens[n] to
     cu_seqlens[n + 1]; states are (N, H, Dk, Dv). It must ascend from 0 to S. For arrays in host memory this is checked, and so
@@ -130,8 +131,9 @@ def delta_rule(
     array (B, H, Dk, Dv), C-ordered: that of each sequence after its last token.
 
     On Hopper sequences are processed in chunks of 64 tokens, on tensor cores. A few long sequences with Dk up to 128 are cut
-    into segments of chunks, which are processed at the same time. Other GPUs, addresses and strides that are not multiples of
-    16 bytes, and Dk above 128 with decays of channels are served token by token: correct, and slow. With decays of channels, a
+    into segments of chunks, which are processed at the same time. Views whose addresses or strides are not multiples of 16
+    bytes are copied first. Other GPUs, such an `out`, and Dk above 128 with decays of channels are served token by token:
+    correct, and slow. With decays of channels, a
     chunk in which a channel decays by more than exp(-119), or exp(-15) for float16, is slow, too.
 
     Arrays, `stream`, `family` ("sm_80" is token by token) and errors are those of attention.forward. The head of this file
@@ -184,9 +186,7 @@ def plan_delta_rule(problem: Problem, scale: float | None, return_state: bool, f
         choose_family(problem, family, tma=True)  # for its errors; arrays without elements have no address
         return Plan([])
     arrays = recurrent_checks.kernel_arrays(problem, return_state) | {"gBeta": problem["beta"]}
-    by_tma = problem.by_tma and not (by_channel and problem.bytes_at_once(*recurrent_checks.GATES) < ALIGNMENT)
-    gates = gate_operand(problem)
-    on_hopper = uses_hopper_kernels(problem, family, by_tma)
+    gates, on_hopper = gate_operand(problem), uses_hopper_kernels(problem, family, by_tma(problem, "out"))
     if on_hopper and key_dim <= widest and batch * length:
         arrays |= {"gGates": gates, "gO": problem["out"]} | formula_arrays(problem)
         return Plan(*_plan_chunks(problem, arrays, by_channel, scale, raw))
@@ -243,10 +243,8 @@ def _plan_chunks(
     last_pass, first_pass, costs = CHANNEL_PASSES if by_channel else TOKEN_PASSES
     width, first_width = -(-columns // COLUMNS), -(-(columns + key_dim) // COLUMNS)
     segments, scratch = 1, recurrent_chunks.ScratchAllocator(problem)
-    steps: list[Step] = []
-    if raw.l2norm:
-        steps, rows = normalize_queries_and_keys(problem, scratch)
-        arrays = arrays | rows
+    steps, copies = prepare_rows(problem, scratch, raw.l2norm, channel_gates=by_channel)
+    arrays = arrays | copies
     if key_dim <= max(delta_compose_states_hopper.KEY_DIMS):
         processors, each = machine(problem.device).processors, length * batch // sequences // CHUNK
         costs = costs._replace(

@@ -29,10 +29,9 @@ from typing import Any
 import numpy as np
 
 from tiles.calls import jax_call, torch_op
-from tiles.calls.plan import Plan, Step, nothing
+from tiles.calls.plan import Plan, nothing
 from tiles.calls.program import program
 from tiles.calls.schema import Problem, Schema
-from tiles.launching.arrays import ALIGNMENT
 from tiles.launching.frameworks import Kind, describe, placed, without_grad
 from tiles.launching.launch import kernel_for
 
@@ -47,10 +46,11 @@ from ..plans.raw_inputs import (
     NOT_RAW,
     RAW_GATES,
     RawOptions,
+    by_tma,
     formula_arrays,
     gate_operand,
     is_raw,
-    normalize_queries_and_keys,
+    prepare_rows,
     split_raw,
 )
 from ..plans.recurrent_chunks import SEGMENT_RESULTS
@@ -132,7 +132,8 @@ def linear(
 
     Sequences are processed in chunks of 64 tokens, on tensor cores: on Hopper with tiles loaded by TMA; on other GPUs since
     Ampere, and if addresses or strides are not multiples of 16 bytes, with copies by cp.async. Decays of channels need the
-    former, and normalize=False; otherwise they are computed token by token: correct, and slow.
+    former, and normalize=False; otherwise they are computed token by token: correct, and slow. On Hopper arrays that TMA cannot
+    read are copied first where decays are of channels; such an `out` is written token by token.
 
     Arrays, `stream`, `family` ("sm_80" is cp.async, or token by token) and errors are those of attention.forward. The head
     of this file has flash-linear-attention's names next to these."""
@@ -302,18 +303,15 @@ def plan_linear(
         return Plan([])
     arrays = recurrent_checks.kernel_arrays(problem, return_state)
     z = {"gInitialState": problem["initial_z"], "gFinalState": problem["final_z"] if return_state else None}
-    tma = uses_hopper_kernels(problem, family)
-    gates_by_tma = tma and not normalize and problem.bytes_at_once(*recurrent_checks.GATES) == ALIGNMENT
     gates = gate_operand(problem)
-    if batch * length and (not by_channel or gates_by_tma):
+    tma = uses_hopper_kernels(problem, family, by_tma(problem, "out") if by_channel else None)
+    if batch * length and (not by_channel or (tma and not normalize)):
         arrays |= {"gGates": gates, "gO": problem["out"]} | formula_arrays(problem)
         states = {name: arrays[name] for name in ("gInitialState", "gFinalState")}
         arrays |= {name: x and x.permuted(recurrent_chunks.SWAP_STATE_AXES) for name, x in states.items()}
         scratch = recurrent_chunks.ScratchAllocator(problem)
-        before: list[Step] = []
-        if raw.l2norm:
-            before, rows = normalize_queries_and_keys(problem, scratch)
-            arrays |= rows
+        before, copies = prepare_rows(problem, scratch, raw.l2norm, by_channel, by_channel)
+        arrays |= copies
         if by_channel:
             steps, shapes = recurrent_chunks.plan_channel_decay(problem, arrays, scale, raw.gate, scratch)
             return Plan([*before, *steps], shapes)
@@ -326,10 +324,7 @@ def plan_linear(
         )
         return Plan([*before, *steps], shapes)
     if family == HOPPER_FAMILY and batch * length:
-        raise ValueError(
-            f"family: sm_90 takes decays of channels whose address and strides are multiples of {ALIGNMENT} bytes, and no "
-            f"normalize=True: {family=}, {normalize=}, decay.strides={gates and gates.form.strides}"
-        )
+        raise ValueError(f"family: sm_90 takes decays of channels without normalize=True: {family=}, {normalize=}")
     arrays |= {"gDecay": gates, "gOut": problem["out"], "gInitialZ": z["gInitialState"], "gFinalZ": z["gFinalState"]}
     return Plan([token_loop.launch(problem, arrays, scale, normalize, raw=raw)])
 

@@ -283,3 +283,33 @@ def test_bad_gates():
 
 def test_the_module_is_an_attribute():
     assert attention.gates is gates and "gates" in dir(attention)
+
+
+# ---- views of a projection ---------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("odd", [0, 1, 2], ids=["multiples of 16 bytes", "odd", "of 4 bytes"])
+@pytest.mark.parametrize(
+    ("member", "gate"), [(delta_rule, "token"), (delta_rule, "channel"), (linear, "channel"), (linear, "token")]
+)
+def test_views_of_one_projection(place, monkeypatch, nothing_known, member, gate, odd):
+    """q, k, v, the gate and beta's x as slices of one row a token, also of rows that TMA cannot address: chunk kernels take
+    them."""
+    monkeypatch.setattr(token_loop, "launch", lambda *_, **__: pytest.fail("the token loop was launched"))
+    channels = gate == "channel"
+    q, k, v, b, (a, A_log, dt_bias) = draw(70, channels)
+    arrays = *(normalised(x).astype(BF16) for x in (q, k)), v, a.reshape(1, 70, HEADS, -1), b[..., None]
+    parts = [np.full((1, 70, odd), np.nan, BF16), *(x.reshape(1, 70, -1) for x in arrays)]
+    parts.append(np.full((1, 70, -sum(x.shape[2] for x in parts) % 8 + odd), np.nan, BF16))
+    rows, ends = place.put(np.concatenate(parts, axis=2)), np.cumsum([x.shape[2] for x in parts])
+    views = [rows[..., first:end].reshape(*x.shape) for x, (first, end) in zip(arrays, itertools.pairwise(ends))]
+    assert all(np.shares_memory(x, rows) for x in views if isinstance(x, np.ndarray))
+    of_head = place.put(A_log), place.put(dt_bias)
+
+    def call(q, k, v, a, b):
+        beta = {"beta": gates.beta(b[..., 0])} if member is delta_rule else {}
+        return member(q, k, v, decay=gates.softplus(a if channels else a[..., 0], *of_head), **beta, return_state=True)
+
+    for got, wanted in zip(call(*views), call(*map(place.put, arrays)), strict=True):
+        got, wanted = (place.get(x).astype(float) for x in (got, wanted))
+        assert np.isfinite(wanted).all()
+        by_cp_async = odd and member is linear and not channels  # by another kernel
+        np.testing.assert_allclose(got, wanted, rtol=0, atol=2**-6 * np.abs(wanted).max() if by_cp_async else 0)
