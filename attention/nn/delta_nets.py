@@ -8,22 +8,15 @@ import torch
 from torch import nn
 
 import attention
+from attention import gates
 
 from ..options import check_flag
-from .layers import (
-    GatedRMSNorm,
-    gate_parameter,
-    normalise_rows,
-    reset_rates,
-    reset_time_steps,
-    sigmoid_gate,
-    softplus_gate,
-)
+from .layers import GatedRMSNorm, gate_parameter, reset_rates, reset_time_steps
 from .recurrent_layer import RecurrentCache, RecurrentLayer
 
 
 class DeltaLayer(RecurrentLayer):
-    """What both layers of the delta rule share: heads and their projections, the convolution, norms of q and k, beta."""
+    """What both layers of the delta rule share: heads, and the convolution of their projections."""
 
     def __init__(
         self,
@@ -53,16 +46,11 @@ class DeltaLayer(RecurrentLayer):
     def heads(
         self, qkv: torch.Tensor, cu_seqlens: torch.Tensor | None, cache: RecurrentCache | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q, k (B, S, num_heads, head_dim), of norm 1, and v (B, S, num_v_heads, head_v_dim), after the convolution."""
+        """q, k (B, S, num_heads, head_dim) and v (B, S, num_v_heads, head_v_dim), after the convolution."""
         qkv = self.convolve(qkv, cu_seqlens, cache)
         q, k, v = qkv.split([self.key_dim, self.key_dim, self.value_dim], -1)
-        q, k = (normalise_rows(x.unflatten(-1, (-1, self.head_dim))) for x in (q, k))
+        q, k = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k))
         return q, k, v.unflatten(-1, (-1, self.head_v_dim))
-
-    def beta(self, b: torch.Tensor) -> torch.Tensor:
-        """How much of a value is written, float32: sigmoid(b), or twice that."""
-        beta = torch.sigmoid(b.float())
-        return 2 * beta if self.allow_neg_eigval else beta
 
     def extra_repr(self) -> str:
         """The arguments that repr(module) shows."""
@@ -126,8 +114,9 @@ class GatedDeltaNet(DeltaLayer):
     def mix(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None, cache: RecurrentCache | None) -> torch.Tensor:
         qkv, *gate = self.in_proj_qkvz(x).split([self.channels, *[self.value_dim] * self.use_gate], -1)
         b, a = self.in_proj_ba(x).chunk(2, -1)
-        gates = {"beta": self.beta(b), "decay": softplus_gate(a, self.A_log, self.dt_bias)}
-        out = self.recur(attention.delta_rule, *self.heads(qkv, cu_seqlens, cache), cu_seqlens, cache, **gates)
+        decay = gates.softplus(a, self.A_log, self.dt_bias)
+        options = {"beta": gates.beta(b, doubled=self.allow_neg_eigval), "decay": decay, "qk_l2norm": True}
+        out = self.recur(attention.delta_rule, *self.heads(qkv, cu_seqlens, cache), cu_seqlens, cache, **options)
         return self.norm(out, *[z.unflatten(-1, (-1, self.head_v_dim)) for z in gate]).flatten(-2)
 
 
@@ -189,20 +178,22 @@ class KimiDeltaAttention(DeltaLayer):
         reset_rates(self.A_log, 1, 16)
         reset_time_steps(self.dt_bias)
 
-    def decay(self, x: torch.Tensor) -> torch.Tensor:
-        """Log decays (B, S, num_heads, head_dim), float32."""
-        f = self.f_proj(x).unflatten(-1, (-1, self.head_dim))
-        A_log, dt_bias = self.A_log[:, None], self.dt_bias.unflatten(0, (-1, self.head_dim))
+    def decay(self, f: torch.Tensor) -> gates.RawGate:
+        """The gate of the projections f (B, S, num_v_heads, head_dim)."""
+        A_log, dt_bias = self.A_log, self.dt_bias.unflatten(0, (-1, self.head_dim))
+        if self.num_v_heads > self.num_heads:
+            A_log, dt_bias = (x.repeat_interleave(self.num_v_heads // self.num_heads, 0) for x in (A_log, dt_bias))
         if self.lower_bound is None:
-            return softplus_gate(f, A_log, dt_bias)
-        return sigmoid_gate(f, A_log, dt_bias, self.lower_bound)
+            return gates.softplus(f, A_log, dt_bias)
+        return gates.sigmoid(f, A_log, dt_bias, lower=self.lower_bound)
 
     def mix(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None, cache: RecurrentCache | None) -> torch.Tensor:
-        gates = {"beta": self.beta(self.b_proj(x)), "decay": self.decay(x)}
+        b, f = self.b_proj(x), self.f_proj(x).unflatten(-1, (-1, self.head_dim))
         if self.num_v_heads > self.num_heads:
-            gates = {name: g.repeat_interleave(self.num_v_heads // self.num_heads, 2) for name, g in gates.items()}
+            b, f = (y.repeat_interleave(self.num_v_heads // self.num_heads, 2) for y in (b, f))
+        options = {"beta": gates.beta(b, doubled=self.allow_neg_eigval), "decay": self.decay(f), "qk_l2norm": True}
         q, k, v = self.heads(self.in_proj_qkv(x), cu_seqlens, cache)
-        out = self.recur(attention.delta_rule, q, k, v, cu_seqlens, cache, **gates)
+        out = self.recur(attention.delta_rule, q, k, v, cu_seqlens, cache, **options)
         return self.norm(out, self.g_proj(x).unflatten(-1, (-1, self.head_v_dim))).flatten(-2)
 
     def extra_repr(self) -> str:

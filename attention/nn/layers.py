@@ -1,4 +1,4 @@
-"""What recurrent layers are made of: the short convolution, the gated norm, norms of rows, and their gates' parameters."""
+"""What recurrent layers are made of: the short convolution, the gated norm, and their gates' parameters."""
 
 from __future__ import annotations
 
@@ -112,12 +112,6 @@ class GatedRMSNorm(nn.Module):
         return f"{len(self.weight)}, eps={self.eps}, activation={self.activation!r}, norm_before_gate={self.norm_before_gate}"
 
 
-def normalise_rows(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
-    """x / sqrt(sum(x^2) + eps) of each row, computed in float32: as an RMS norm, whose mean is the sum over the columns."""
-    width = x.shape[-1]
-    return F.rms_norm(x, (width,), eps=eps / width) * width**-0.5
-
-
 def gate_parameter(count: int, device: Any) -> nn.Parameter:
     """A parameter of gates, float32, without values."""
     return nn.Parameter(torch.empty(count, dtype=torch.float32, device=device))
@@ -139,13 +133,3 @@ def reset_time_steps(dt_bias: torch.Tensor) -> None:
     low, high = map(math.log, DT_RANGE)
     dt = dt_bias.uniform_(low, high).exp_().clamp_(min=DT_FLOOR)
     dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))
-
-
-def softplus_gate(x: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor) -> torch.Tensor:
-    """Log decays -exp(A_log) softplus(x + dt_bias), float32."""
-    return -A_log.float().exp() * F.softplus(x.float() + dt_bias.float())
-
-
-def sigmoid_gate(x: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor, lower_bound: float) -> torch.Tensor:
-    """Log decays lower_bound sigmoid(exp(A_log) (x + dt_bias)), float32, none below lower_bound."""
-    return lower_bound * torch.sigmoid(A_log.float().exp() * (x.float() + dt_bias.float()))

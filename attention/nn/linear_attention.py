@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import attention
+from attention import gates
 
 from ..options import check_flag, check_positive
 from .layers import GatedRMSNorm
@@ -74,8 +74,8 @@ class GatedLinearAttention(RecurrentLayer):
             qkv = self.convolve(qkv, cu_seqlens, cache)
         q, k, v = qkv.split([self.key_dim, self.key_dim, self.value_dim], -1)
         q, k, v = (y.unflatten(-1, (self.num_heads, -1)) for y in (q, k, v))
-        decay = F.logsigmoid(self.gk_proj(x).float()) / self.gate_logit_normalizer
-        decay = decay.unflatten(-1, (self.num_heads, -1))
+        logits = self.gk_proj(x).unflatten(-1, (self.num_heads, -1))
+        decay = gates.logsigmoid(logits, divisor=self.gate_logit_normalizer)
         out = self.recur(attention.linear, q, k, v, cu_seqlens, cache, decay=decay)
         return self.norm(out, *[z.unflatten(-1, (self.num_heads, -1)) for z in gate]).flatten(-2)
 

@@ -105,15 +105,15 @@ class RecurrentLayer(nn.Module):
         v: torch.Tensor,
         cu_seqlens: torch.Tensor | None,
         cache: RecurrentCache | None,
-        **gates: torch.Tensor,
+        **options: Any,
     ) -> torch.Tensor:
-        """o (B, S, H, Dv) of a member of linear attention, from the cache's state on. gates: decay and beta. One token is a
-        step, attention.linear_step."""
+        """o (B, S, H, Dv) of a member of linear attention, from the cache's state on. options: raw gates of all tokens, decay
+        and beta, and others. One token is a step, attention.linear_step."""
         if cache is None:
-            return member(q, k, v, **gates, cu_seqlens=cu_seqlens)
+            return member(q, k, v, **options, cu_seqlens=cu_seqlens)
         if cu_seqlens is None and q.shape[1] == 1:
-            step = attention.linear_step(cache.state, q[:, 0], k[:, 0], v[:, 0], **{name: x[:, 0] for name, x in gates.items()})
-            return step[:, None]
-        out, state = member(q, k, v, **gates, cu_seqlens=cu_seqlens, initial_state=cache.state, return_state=True)
+            token = {name: x._replace(x=x.x[:, 0]) if hasattr(x, "_replace") else x for name, x in options.items()}
+            return attention.linear_step(cache.state, q[:, 0], k[:, 0], v[:, 0], **token)[:, None]
+        out, state = member(q, k, v, **options, cu_seqlens=cu_seqlens, initial_state=cache.state, return_state=True)
         cache.state.copy_(state)
         return out

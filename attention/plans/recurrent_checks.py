@@ -1,6 +1,6 @@
 """Checks of the arrays of linear attention that the schemas of its members do not make, and what their plans have in common."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from tiles.calls.schema import Problem
 from tiles.dtypes import bf16, fp16, fp32
@@ -88,3 +88,19 @@ def split_state(name: str, state: Any, normalize: bool) -> tuple[Any, Any]:
     if not isinstance(types, tuple) or len(types) != 2 or "NoneType" in types:
         raise TypeError(f"{name}: must be a pair (state, z) with normalize=True, not {types}")
     return state
+
+
+class SplitStates(NamedTuple):
+    """The states of a call of gradients, (state, z) each. given: the initial state, and the gradients of the last one. made:
+    those of the initial one."""
+
+    given: tuple[Any, Any, Any, Any]
+    made: tuple[Any, Any]
+
+
+def split_states(normalize: bool, initial_state: Any, dstate: Any, dinitial_state: Any) -> SplitStates:
+    """The SplitStates of these arguments; one of a pair dstate may be None. TypeError: as of split_state."""
+    of_start = split_state("initial_state", initial_state, normalize)
+    is_pair = normalize and isinstance(dstate, tuple) and len(dstate) == 2
+    of_end = dstate if is_pair else split_state("dstate", dstate, normalize)
+    return SplitStates((*of_start, *of_end), split_state("dinitial_state", dinitial_state, normalize))
