@@ -310,7 +310,12 @@ def _scan_shared_heads(problem: Problem, replaced: chunk_hopper.Config, arrays: 
 
 
 def plan_channel_decay(
-    problem: Problem, arrays: Arrays, scale: float, formula: GateFormula | None = None, scratch: ScratchAllocator | None = None
+    problem: Problem,
+    arrays: Arrays,
+    scale: float,
+    formula: GateFormula | None = None,
+    scratch: ScratchAllocator | None = None,
+    l2norm: bool = False,
 ) -> tuple[list[Step], ScratchShapes]:
     """(launches, scratch memory between them) for decays of channels. arrays: those of gla_hopper.py's kernel. formula: of
     gates that are not in memory."""
@@ -327,7 +332,7 @@ def plan_channel_decay(
     steps, scratch = [], scratch or ScratchAllocator(problem)
 
     def launch(module, grid_segments: int, **arguments) -> Step:
-        return kernel_for(module, intern_value(module.Config, *sizes, formula=formula), problem.device).bind(
+        return kernel_for(module, intern_value(module.Config, *sizes, formula=formula, l2norm=l2norm), problem.device).bind(
             sequences * heads * blocks * grid_segments,
             length=length,
             blocks=blocks,
