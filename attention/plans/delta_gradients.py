@@ -1,21 +1,146 @@
-"""The plan of the delta rule's gradients token by token (delta_gradient_token_loop.py): four walks, and small kernels for gates
-and for what is added up."""
+"""The plans of the delta rule's gradients, chunk by chunk (parts/recurrent/delta_chunks.py) and token by token
+(delta_gradient_token_loop.py): four kernels each, and small ones for gates and for what is added up."""
+
+from typing import Any
 
 from tiles.calls.plan import Step
 from tiles.calls.schema import Problem
+from tiles.launching.arrays import Operand
+from tiles.launching.devices import machine
 from tiles.launching.launch import kernel_for
+from tiles.targets import MEDIUM
 
-from ..kernels import delta_gradient_token_loop
+from ..kernels import (
+    delta_gradient_token_loop,
+    delta_gradients_ampere,
+    delta_inverse_ampere,
+    delta_state_gradients_ampere,
+    delta_states_ampere,
+)
 from ..kernels.linear_token_loop import MAX_GRID_YZ, WARPS
-from .recurrent_checks import is_varlen
-from .recurrent_chunks import SWAP_STATE_AXES, Arrays, ScratchAllocator
-from .recurrent_gradients import partial_gradients, spread_to_tokens, sum_heads
+from ..parts.recurrent.delta_chunks import KEY_DIMS, PANEL
+from ..parts.recurrent.tokens import CHUNK, COLUMNS
+from .recurrent_checks import DTYPES, has_channel_decay, is_varlen, pad_key_dim
+from .recurrent_chunks import SWAP_STATE_AXES, Arrays, ScratchAllocator, intern_value
+from .recurrent_gradients import (
+    allocate_row_dots,
+    count_chunk_indices,
+    partial_gradients,
+    spread_to_tokens,
+    sum_gates,
+    sum_heads,
+)
 from .token_loop_gradients import sum_gates_by_token
 
 
-def plan_delta_token_loop(problem: Problem, arrays: Arrays, scale: float, scratch: ScratchAllocator) -> list[Step]:
+def plan_delta_gradients(problem: Problem, arrays: Arrays, scale: float, scratch: ScratchAllocator) -> list[Step]:
     """The launches for the gradients of the delta rule. arrays: those of delta_rule_backward by their names, None for a
     gradient that is not wanted."""
+    plan = plan_delta_chunks if serves_delta_gradients(problem) else plan_delta_token_loop
+    return plan(problem, arrays, scale, scratch)
+
+
+def serves_delta_gradients(problem: Problem) -> bool:
+    """Do chunk kernels serve such a call?"""
+    batch, length, key_dim = problem("batch", "seqlen", "key_dim")
+    return bool(batch * length) and not has_channel_decay(problem) and key_dim <= max(KEY_DIMS)
+
+
+def plan_delta_chunks(problem: Problem, arrays: Arrays, scale: float, scratch: ScratchAllocator) -> list[Step]:
+    """The launches of chunk kernels. arrays: as in plan_delta_gradients."""
+    batch, length, heads, key_heads, value_dim, sequences = problem(
+        "batch", "seqlen", "heads", "heads_k", "value_dim", "sequences"
+    )
+    chunks, width, vector_bytes = count_chunk_indices(problem), -(-value_dim // COLUMNS), problem.bytes_at_once()
+    wants_gates, gated, unrounded = arrays["ddecay"] is not None, arrays["decay"] is not None, heads > key_heads
+    form = pad_key_dim(problem.extents["key_dim"], KEY_DIMS), DTYPES[problem.dtype], gated, is_varlen(problem), vector_bytes
+    padded_keys, columns = form[0], width * COLUMNS
+
+    def of_chunks(rows: int, cols: int) -> Operand:
+        return scratch(chunks, heads, rows, cols, dtype=problem.dtype)
+
+    shared: Arrays = {"gQ": arrays["q"], "gK": arrays["k"], "gCuSeqlens": problem["cu_seqlens"]}
+    vectors: Arrays = {"gB": scratch(chunks, heads, CHUNK) if gated else None, "gChunkBeta": scratch(chunks, heads, CHUNK)}
+    forward, reverse = of_chunks(2 * CHUNK, CHUNK), of_chunks(3 * CHUNK, CHUNK)
+    errors, states = of_chunks(4 * CHUNK, columns), of_chunks(2 * columns, padded_keys)
+    outputs = {name: partial_gradients(problem, scratch) if unrounded else arrays[name] for name in ("dq", "dk")}
+    ends = {name: arrays[name] for name in ("initial_state", "dstate", "dinitial_state")}
+    swapped = {name: x and x.permuted(SWAP_STATE_AXES) for name, x in ends.items()}
+    dots: Arrays = dict.fromkeys(("gQueryDots", "gKeyDots", "gCarriedDots", "gStateDots"))
+    finish: list[Step] = []
+    if wants_gates:
+        halves, warps = delta_gradients_ampere.HALVES, delta_gradients_ampere.WARPS
+        dots = {name: allocate_row_dots(problem, scratch, halves) for name in ("gQueryDots", "gKeyDots")}
+        sums = {name: scratch(chunks, heads, warps) for name in ("carried_dots", "state_dots")}
+        dots |= {"gCarriedDots": sums["carried_dots"], "gStateDots": sums["state_dots"]}
+        finish.append(sum_gates(problem, arrays, dots["gQueryDots"], dots["gKeyDots"], sums, halves))
+    if unrounded:
+        finish += [step for name in ("dq", "dk") for step in sum_heads(problem, outputs[name], arrays[name])]
+    numbers = {"length": length, "heads": heads, "group": heads // key_heads}
+    parts = -(-chunks // sequences)  # of a head of a sequence: thread blocks with a chunk each, if all have as many
+    gates = arrays["decay"] and spread_to_tokens(problem, arrays["decay"])
+    stages = 2 if machine(problem.device).shared_bytes >= MEDIUM else 1
+    inverse, scan = intern_value(delta_inverse_ampere.Config, *form), intern_value(delta_states_ampere.Config, *form)
+    reverse_scan = intern_value(delta_state_gradients_ampere.Config, *form)
+    gradients = intern_value(delta_gradients_ampere.Config, *form, unrounded, wants_gates, stages)
+
+    def launch(module: Any, config: Any, grid: int, **more: Any) -> Step:
+        return kernel_for(module, config, problem.device).bind(sequences * heads * grid, **numbers, **more)
+
+    without_queries = {name: x for name, x in shared.items() if name != "gQ"}
+    return [
+        launch(
+            *(delta_inverse_ampere, inverse, parts),
+            **(shared | vectors),
+            gBeta=arrays["beta"],
+            gGates=gates,
+            gForward=forward,
+            gReverse=reverse,
+            parts=parts,
+            scale=scale,
+        ),
+        launch(
+            *(delta_states_ampere, scan, width),
+            **(without_queries | vectors),
+            gV=arrays["v"],
+            gForward=forward,
+            gInitialState=swapped["initial_state"],
+            gErrors=errors,
+            gStates=states,
+            blocks=width,
+        ),
+        launch(
+            *(delta_state_gradients_ampere, reverse_scan, width),
+            **(shared | vectors),
+            gDOut=arrays["dout"],
+            gReverse=reverse,
+            gErrors=errors,
+            gStates=states,
+            gDV=arrays["dv"],
+            gLastState=swapped["dstate"],
+            gFirstState=swapped["dinitial_state"],
+            blocks=width,
+            scale=scale,
+        ),
+        launch(
+            *(delta_gradients_ampere, gradients, parts),
+            **(shared | vectors | dots),
+            gDOut=arrays["dout"],
+            gErrors=errors,
+            gStates=states,
+            gDQ=outputs["dq"],
+            gDK=outputs["dk"],
+            gDBeta=arrays["dbeta"],
+            panels=columns // PANEL,
+            parts=parts,
+            scale=scale,
+        ),
+        *finish,
+    ]
+
+
+def plan_delta_token_loop(problem: Problem, arrays: Arrays, scale: float, scratch: ScratchAllocator) -> list[Step]:
+    """The launches of walks token by token. arrays: as in plan_delta_gradients."""
     batch, length, heads, value_dim, key_dim, sequences = problem(
         "batch", "seqlen", "heads", "value_dim", "key_dim", "sequences"
     )

@@ -11,7 +11,7 @@ from ..names import suggests_argument_names
 from ..options import check_number
 from ..plans import recurrent_checks, recurrent_chunks, recurrent_gradients
 from ..plans.call_options import without_gradients
-from ..plans.delta_gradients import plan_delta_token_loop
+from ..plans.delta_gradients import plan_delta_gradients
 from ..plans.recurrent_derivative import RecurrentDerivative, choose_optional_gradients
 
 DELTA_RULE_BACKWARD = Schema(
@@ -104,4 +104,4 @@ def _delta_rule_backward(problem: Problem, scale: float | None, also: str, famil
     arrays = recurrent_gradients.gradient_arrays(problem, *(name in also.split() for name in ("ddecay", "dinitial_state")))
     arrays |= {name: problem[name] for name in ("beta", "dbeta")}
     scratch = recurrent_chunks.ScratchAllocator(problem)
-    return Plan(plan_delta_token_loop(problem, arrays, scale, scratch), scratch.shapes)
+    return Plan(plan_delta_gradients(problem, arrays, scale, scratch), scratch.shapes)
