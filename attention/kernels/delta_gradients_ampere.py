@@ -118,14 +118,6 @@ def make(config: Config):
         n, half, rank = seq.num_chunks(), warpgroup.id(), warpgroup.rank()
         warp, row = int32(WARPGROUP * half + rank), int32(WARP_COLUMNS * rank)
         queries, keys, douts = truncate(gQ, 1, seq.end), truncate(gK, 1, seq.end), truncate(gDOut, 1, seq.end)
-        if seq_layout.varlen:
-            padding = seq_layout.padding_tokens(gCuSeqlens, sequence, length)
-            for j in range(part, padding.num_chunks(), parts):
-                at = padding.batch, int32(padding.chunk_start(j) + row), head, int32(HALF * half)
-                store(gDQ, zeros(OUT), at, 1, 3, OUT_BYTES)
-                store(gDK, zeros(OUT), at, 1, 3, OUT_BYTES)
-                if half == 0:
-                    store(gDBeta, zeros(COL_VEC), (padding.batch, int32(padding.chunk_start(j) + row), head), cols=1)
         for j in seq_layout.chunks_of_block(part, n, parts):
             token = seq.chunk_start(j)
             chunk = seq_layout.chunk_index(token, sequence, length)

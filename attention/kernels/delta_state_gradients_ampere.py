@@ -69,11 +69,12 @@ def make(config: Config):
     def scan(
         gQ: array(4, INPUT), gK: array(4, INPUT), gDOut: array(4, INPUT), gB: array(3), gChunkBeta: array(3),
         gReverse: array(4, INPUT), gErrors: array(4, INPUT), gStates: array(4, INPUT), gDV: array(4, INPUT),
-        gLastState: array(4), gFirstState: array(4), gCuSeqlens: ENDS,
+        gLastState: array(4), gFirstState: array(4), gDQ: array(4), gDK: array(4), gDBeta: array(3), gCuSeqlens: ENDS,
         length: INT, blocks: INT, heads: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
         """Each head is `blocks` blocks of columns wide. gErrors: Z of each chunk and head, high above low, below E. gStates:
-        dS^T, below state_row. gLastState, gFirstState: of the states after and before the sequence, transposed."""
+        dS^T, below state_row. gLastState, gFirstState: of the states after and before the sequence, transposed.
+        gDQ, gDK, gDBeta: those of padding are set to 0."""
         q, k, do, x = smem.open()
         block, _, head, sequence = block_coord(cuda.blockIdx.x, blocks, 1, heads)
         key_head, col = int32(head // group), int32(COLUMNS * block)
@@ -122,7 +123,12 @@ def make(config: Config):
         if seq_layout.varlen:
             padding = seq_layout.padding_tokens(gCuSeqlens, sequence, length)
             for j in range(padding.num_chunks()):
-                at = padding.batch, padding.chunk_start(j), head, column
-                store(gDV, zeros(VALUES), at, 1, 3, VECTOR_BYTES)
+                token = padding.chunk_start(j)
+                store(gDV, zeros(VALUES), (padding.batch, token, head, column), 1, 3, VECTOR_BYTES)
+                if block == 0:
+                    row = int32(token + WARP_COLUMNS * warp_index())
+                    store(gDQ, zeros(STATE), (padding.batch, row, head, 0), 1, 3, False)
+                    store(gDK, zeros(STATE), (padding.batch, row, head, 0), 1, 3, False)
+                    store(gDBeta, zeros(STATE.col_vec), (padding.batch, row, head), cols=1)
 
     return scan, smem
