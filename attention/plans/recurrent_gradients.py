@@ -86,15 +86,15 @@ def plan_chunk_gradients(
     problem: Problem, arrays: Arrays, scale: float, vector_bytes: int, scratch: ScratchAllocator
 ) -> list[Step]:
     """The launches for the gradients of linear attention without decays of channels. arrays: gradient_arrays, or those of
-    another member that has these, by the names of linear_backward. vector_bytes: how many bytes a cp.async copies, 0 for
-    TMA."""
+    another member that has these, by the names of linear_backward; dq and dk are those of each value head if they are float32.
+    vector_bytes: how many bytes a cp.async copies, 0 for TMA."""
     key_dim, value_dim = problem("key_dim", "value_dim")
     queries, keys, values = _choose_scans(problem, arrays, bool(vector_bytes))
-    unrounded = queries.result.unrounded
+    sums_heads = queries.result.unrounded and not wants_value_heads(arrays)
     shared: Arrays = {"gGates": _choose_gate(problem, arrays["decay"], bool(vector_bytes))[1]}
     shared["gCuSeqlens"] = problem["cu_seqlens"]
     dout, q, k, v = (arrays[name] for name in ("dout", "q", "k", "v"))
-    outputs = {name: partial_gradients(problem, scratch) if unrounded else arrays[name] for name in ("dq", "dk")}
+    outputs = {name: partial_gradients(problem, scratch) if sums_heads else arrays[name] for name in ("dq", "dk")}
     first, last = arrays["initial_state"], arrays["dstate"]
     of_queries = shared | {"gQ": dout, "gK": v, "gV": k, "gO": outputs["dq"], "gInitialState": first}
     of_keys = shared | {"gQ": v, "gK": dout, "gV": q, "gO": outputs["dk"], "gInitialState": last}
@@ -113,11 +113,17 @@ def plan_chunk_gradients(
         of_queries |= {"gZ": q, "row_dots": query_dots, "states": states} | of_chunks
         of_keys |= {"gZ": k, "row_dots": key_dots, "states": states} | of_chunks
         finish.append(sum_gates(problem, arrays, query_dots, key_dots, of_chunks, parts))
-    if unrounded:
+    if sums_heads:
         finish += [step for name in ("dq", "dk") for step in sum_heads(problem, outputs[name], arrays[name])]
     scans = (queries, of_queries), (keys, of_keys), (values, of_values)
     steps = [step for scan, inputs in scans for step in scan.plan(problem, scale, vector_bytes, inputs, scratch)]
     return [*steps, *finish]
+
+
+def wants_value_heads(arrays: Arrays) -> bool:
+    """Are dq and dk those of each value head, in float32, instead of sums over heads that share a key head?"""
+    assert arrays["dq"] is not None
+    return arrays["dq"].form.dtype == "float32"
 
 
 def serves_gradients(problem: Problem, arrays: Arrays, vector_bytes: int) -> bool:
@@ -134,8 +140,8 @@ def _choose_scans(problem: Problem, arrays: Arrays, by_cp_async: bool) -> tuple[
     """The scans of dQ, dK and dV."""
     gate, _ = _choose_gate(problem, arrays["decay"], by_cp_async)
     heads, key_heads, key_dim, value_dim = problem("heads", "heads_k", "key_dim", "value_dim")
-    with_gates = arrays["ddecay"] is not None
-    queries, keys = (intern_value(kind, with_gates, heads > key_heads) for kind in (QueryGradients, KeyGradients))
+    with_gates, unrounded = arrays["ddecay"] is not None, heads > key_heads or wants_value_heads(arrays)
+    queries, keys = (intern_value(kind, with_gates, unrounded) for kind in (QueryGradients, KeyGradients))
     return (
         GradientScan(gate, False, queries, value_dim, key_dim),
         GradientScan(gate, True, keys, value_dim, key_dim),

@@ -11,7 +11,14 @@ from ..kernels import gate_gradient_token_loop, linear_token_loop
 from ..kernels.linear_token_loop import MAX_GRID_YZ, WARPS
 from .recurrent_checks import is_varlen, pad_key_dim
 from .recurrent_chunks import SWAP_STATE_AXES, Arrays, ScratchAllocator
-from .recurrent_gradients import partial_gradients, plan_chunk_gradients, serves_gradients, spread_to_tokens, sum_heads
+from .recurrent_gradients import (
+    partial_gradients,
+    plan_chunk_gradients,
+    serves_gradients,
+    spread_to_tokens,
+    sum_heads,
+    wants_value_heads,
+)
 
 
 def plan_linear_gradients(
@@ -30,9 +37,9 @@ def plan_token_loop_gradients(problem: Problem, arrays: Arrays, scale: float, sc
     if max(heads, sequences) > MAX_GRID_YZ:
         raise ValueError(f"q: must have at most {MAX_GRID_YZ} heads and sequences: {heads=}, {sequences=}")
     decay, wants_gates = arrays["decay"], arrays["ddecay"] is not None
-    unrounded = wants_gates or heads > key_heads
+    sums_heads = (wants_gates or heads > key_heads) and not wants_value_heads(arrays)
     dout, q, k, v = (arrays[name] for name in ("dout", "q", "k", "v"))
-    partial = {name: partial_gradients(problem, scratch) if unrounded else arrays[name] for name in ("dq", "dk")}
+    partial = {name: partial_gradients(problem, scratch) if sums_heads else arrays[name] for name in ("dq", "dk")}
     states = {name: arrays[name] for name in ("initial_state", "dstate", "dinitial_state")}
     swapped = {name: x and x.permuted(SWAP_STATE_AXES) for name, x in states.items()}
     last_state = None
@@ -48,7 +55,7 @@ def plan_token_loop_gradients(problem: Problem, arrays: Arrays, scale: float, sc
     ]
     if wants_gates:
         steps.append(sum_gates_by_token(problem, arrays, partial, last_state, swapped["dstate"]))
-    if unrounded:
+    if sums_heads:
         steps += [step for name in ("dq", "dk") for step in sum_heads(problem, partial[name], arrays[name])]
     return steps
 

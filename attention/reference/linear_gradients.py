@@ -11,6 +11,9 @@ Under the delta rule S_t = S' + k u^T, with u = beta e, e = v - S'^T k, and S' =
     dv     = beta du                       dk    = dS u - S' dv
     dbeta  = du . e                        dS    = dS - k dv^T              before it decays
 
+With a normalizer, which is an output n for a value that is always 1, the gradients are those of outputs N and n: dout / n and
+-(dout . N) / n^2.
+
 The gradients of a key head are sums over the value heads that share it; that of a decay of each head is a sum over all
 tokens."""
 
@@ -22,7 +25,7 @@ import numpy as np
 from tiles.calls.schema import ORDER
 from tiles.testing.compare import host
 
-from .linear import _expand_to_tokens, _rounding_to
+from .linear import EPSILON, _append_z, _expand_to_tokens, _rounding_to, linear
 
 
 def linear_backward(
@@ -36,15 +39,19 @@ def linear_backward(
     scale: float | None = None,
     initial_state: Any = None,
     dstate: Any = None,
+    normalize: bool = False,
     cu_seqlens: Any = None,
     layout: str = "bshd",
     low: bool = False,
 ) -> dict[str, np.ndarray]:
     """{"dq": , "dk": , "dv": , "ddecay": , "dbeta": , "dinitial_state": } of whole sequences, without "ddecay" where there is
-    no decay, and without "dbeta" where there is no beta.
+    no decay, and without "dbeta" where there is no beta. normalize: states are pairs (S, z), and so is "dinitial_state".
 
     The arguments are those of `linear`, in float64; with `low` sums are computed in float32, and what is multiplied (P, S and
     dS, the delta rule's u and dv) and dq, dk and dv are rounded to v's dtype."""
+    if normalize:
+        shared = {"decay": decay, "scale": scale, "cu_seqlens": cu_seqlens, "layout": layout, "low": low}
+        return _normalized_backward(dout, q, k, v, initial_state, dstate, shared)
     axes, dtype = np.argsort(ORDER[layout]), host(v).dtype
     rounded, real = _rounding_to(dtype, low), np.float32 if low else np.float64
     do, q, k, v = (host(x).transpose(axes).astype(real) for x in (dout, q, k, v))
@@ -75,6 +82,22 @@ def linear_backward(
     if beta is not None:
         results["dbeta"] = db.transpose(axes)[..., 0]
     return results
+
+
+def _normalized_backward(dout, q, k, v, initial_state, dstate, shared):
+    """`linear_backward` with normalize=True. shared: the options of `linear` and its gradients."""
+    real, v = np.float32 if shared["low"] else np.float64, host(v)
+    values = np.concatenate([v, np.ones_like(v[..., :1])], -1)
+    start, of_end = (None if x is None else _append_z(x) for x in (initial_state, dstate))
+    out, _ = linear(q, k, values, **shared, initial_state=start)
+    dout, out, n = host(dout).astype(real), out[..., :-1].astype(real), out[..., -1:].astype(real) + real(EPSILON)
+    n = np.where(n == real(EPSILON), real(1), n)  # of tokens that belong to no sequence
+    of_outputs = np.concatenate([dout / n, -(dout * out).sum(-1, keepdims=True) / n**2], -1)
+    if shared["low"]:
+        of_outputs = of_outputs.astype(v.dtype)
+    results = linear_backward(of_outputs, q, k, values, **shared, initial_state=start, dstate=of_end)
+    of_start = results["dinitial_state"]
+    return results | {"dv": results["dv"][..., :-1], "dinitial_state": (of_start[..., :-1], of_start[..., -1])}
 
 
 def _walk(inputs, gradients, S, dS, scale, rounded):
