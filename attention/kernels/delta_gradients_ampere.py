@@ -12,7 +12,7 @@ twice. (With 16 warps, a half of the channels each, addresses do not fit in the 
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from numba import cuda
 from numpy import float32, int32
@@ -52,13 +52,13 @@ class Config(DeltaChunkConfig):
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations of bf16 and 16 bytes, with all other dtypes and bytes if `everything`."""
     for form in chunk_forms(everything):
-        gated = form[2]
-        yield Config(*form, with_gates=gated)
-        if everything and form[1] is bf16 and form[4] == PIECES[0]:
-            yield Config(*form, unrounded=True, with_gates=gated)
-            yield Config(*form, with_gates=gated, stages=1)
-            if gated:
-                yield Config(*form)
+        config = Config(*form)
+        yield replace(config, with_gates=config.gated)
+        if everything and config.dtype is bf16 and config.vector_bytes == PIECES[0]:
+            yield replace(config, with_gates=config.gated, unrounded=True)
+            yield replace(config, with_gates=config.gated, stages=1)
+            if config.gated:
+                yield config
 
 
 @functools.cache

@@ -48,9 +48,7 @@ def serves_delta_gradients(problem: Problem) -> bool:
 
 def plan_delta_chunks(problem: Problem, arrays: Arrays, scale: float, scratch: ScratchAllocator) -> list[Step]:
     """The launches of chunk kernels. arrays: as in plan_delta_gradients."""
-    batch, length, heads, key_heads, value_dim, sequences = problem(
-        "batch", "seqlen", "heads", "heads_k", "value_dim", "sequences"
-    )
+    length, heads, key_heads, value_dim, sequences = problem("seqlen", "heads", "heads_k", "value_dim", "sequences")
     chunks, width, vector_bytes = count_chunk_indices(problem), -(-value_dim // COLUMNS), problem.bytes_at_once()
     wants_gates, gated, unrounded = arrays["ddecay"] is not None, arrays["decay"] is not None, heads > key_heads
     form = pad_key_dim(problem.extents["key_dim"], KEY_DIMS), DTYPES[problem.dtype], gated, is_varlen(problem), vector_bytes
@@ -59,85 +57,49 @@ def plan_delta_chunks(problem: Problem, arrays: Arrays, scale: float, scratch: S
     def of_chunks(rows: int, cols: int) -> Operand:
         return scratch(chunks, heads, rows, cols, dtype=problem.dtype)
 
-    shared: Arrays = {"gQ": arrays["q"], "gK": arrays["k"], "gCuSeqlens": problem["cu_seqlens"]}
-    vectors: Arrays = {"gB": scratch(chunks, heads, CHUNK) if gated else None, "gChunkBeta": scratch(chunks, heads, CHUNK)}
-    forward, reverse = of_chunks(2 * CHUNK, CHUNK), of_chunks(3 * CHUNK, CHUNK)
-    errors, states = of_chunks(4 * CHUNK, columns), of_chunks(2 * columns, padded_keys)
     outputs = {name: partial_gradients(problem, scratch) if unrounded else arrays[name] for name in ("dq", "dk")}
-    ends = {name: arrays[name] for name in ("initial_state", "dstate", "dinitial_state")}
-    swapped = {name: x and x.permuted(SWAP_STATE_AXES) for name, x in ends.items()}
-    dots: Arrays = dict.fromkeys(("gQueryDots", "gKeyDots", "gCarriedDots", "gStateDots"))
+    known = {"gQ": arrays["q"], "gK": arrays["k"], "gV": arrays["v"], "gDOut": arrays["dout"], "gBeta": arrays["beta"]}
+    known |= {"gGates": arrays["decay"] and spread_to_tokens(problem, arrays["decay"]), "gCuSeqlens": problem["cu_seqlens"]}
+    known |= {"gDQ": outputs["dq"], "gDK": outputs["dk"], "gDV": arrays["dv"], "gDBeta": arrays["dbeta"]}
+    known |= {"gB": scratch(chunks, heads, CHUNK) if gated else None, "gChunkBeta": scratch(chunks, heads, CHUNK)}
+    known |= {"gForward": of_chunks(2 * CHUNK, CHUNK), "gReverse": of_chunks(3 * CHUNK, CHUNK)}
+    known |= {"gErrors": of_chunks(4 * CHUNK, columns), "gStates": of_chunks(2 * columns, padded_keys)}
+    ends = {"gInitialState": "initial_state", "gLastState": "dstate", "gFirstState": "dinitial_state"}
+    known |= {name: x and x.permuted(SWAP_STATE_AXES) for name, end in ends.items() for x in [arrays[end]]}
     finish: list[Step] = []
     if wants_gates:
         halves, warps = delta_gradients_ampere.HALVES, delta_gradients_ampere.WARPS
-        dots = {name: allocate_row_dots(problem, scratch, halves) for name in ("gQueryDots", "gKeyDots")}
+        query_dots, key_dots = (allocate_row_dots(problem, scratch, halves) for _ in range(2))
         sums = {name: scratch(chunks, heads, warps) for name in ("carried_dots", "state_dots")}
-        dots |= {"gCarriedDots": sums["carried_dots"], "gStateDots": sums["state_dots"]}
-        finish.append(sum_gates(problem, arrays, dots["gQueryDots"], dots["gKeyDots"], sums, halves))
+        known |= {"gQueryDots": query_dots, "gKeyDots": key_dots}
+        known |= {"gCarriedDots": sums["carried_dots"], "gStateDots": sums["state_dots"]}
+        finish.append(sum_gates(problem, arrays, query_dots, key_dots, sums, halves))
     if unrounded:
         finish += [step for name in ("dq", "dk") for step in sum_heads(problem, outputs[name], arrays[name])]
-    numbers = {"length": length, "heads": heads, "group": heads // key_heads}
     parts = -(-chunks // sequences)  # of a head of a sequence: thread blocks with a chunk each, if all have as many
-    gates = arrays["decay"] and spread_to_tokens(problem, arrays["decay"])
     stages = 2 if machine(problem.device).shared_bytes >= MEDIUM else 1
-    inverse, scan = intern_value(delta_inverse_ampere.Config, *form), intern_value(delta_states_ampere.Config, *form)
-    reverse_scan = intern_value(delta_state_gradients_ampere.Config, *form)
+
+    def launch(module: Any, config: Any, grid: int, names: str, **numbers: float) -> Step:
+        return kernel_for(module, config, problem.device).bind(
+            sequences * heads * grid,
+            length=length,
+            heads=heads,
+            group=heads // key_heads,
+            **numbers,
+            **{name: known.get(name) for name in (*names.split(), "gB", "gChunkBeta", "gCuSeqlens")},
+        )
+
+    inverse, states = intern_value(delta_inverse_ampere.Config, *form), intern_value(delta_states_ampere.Config, *form)
+    state_gradients = intern_value(delta_state_gradients_ampere.Config, *form)
     gradients = intern_value(delta_gradients_ampere.Config, *form, unrounded, wants_gates, stages)
-
-    def launch(module: Any, config: Any, grid: int, **more: Any) -> Step:
-        return kernel_for(module, config, problem.device).bind(sequences * heads * grid, **numbers, **more)
-
-    without_queries = {name: x for name, x in shared.items() if name != "gQ"}
+    of_states = "gQ gK gDOut gReverse gErrors gStates gDV gLastState gFirstState gDQ gDK gDBeta"
+    of_chunk = "gQ gK gDOut gErrors gStates gDQ gDK gDBeta gQueryDots gKeyDots gCarriedDots gStateDots"
+    panels = columns // PANEL
     return [
-        launch(
-            *(delta_inverse_ampere, inverse, parts),
-            **(shared | vectors),
-            gBeta=arrays["beta"],
-            gGates=gates,
-            gForward=forward,
-            gReverse=reverse,
-            parts=parts,
-            scale=scale,
-        ),
-        launch(
-            *(delta_states_ampere, scan, width),
-            **(without_queries | vectors),
-            gV=arrays["v"],
-            gForward=forward,
-            gInitialState=swapped["initial_state"],
-            gErrors=errors,
-            gStates=states,
-            blocks=width,
-        ),
-        launch(
-            *(delta_state_gradients_ampere, reverse_scan, width),
-            **(shared | vectors),
-            gDOut=arrays["dout"],
-            gReverse=reverse,
-            gErrors=errors,
-            gStates=states,
-            gDV=arrays["dv"],
-            gLastState=swapped["dstate"],
-            gFirstState=swapped["dinitial_state"],
-            gDQ=outputs["dq"],
-            gDK=outputs["dk"],
-            gDBeta=arrays["dbeta"],
-            blocks=width,
-            scale=scale,
-        ),
-        launch(
-            *(delta_gradients_ampere, gradients, parts),
-            **(shared | vectors | dots),
-            gDOut=arrays["dout"],
-            gErrors=errors,
-            gStates=states,
-            gDQ=outputs["dq"],
-            gDK=outputs["dk"],
-            gDBeta=arrays["dbeta"],
-            panels=columns // PANEL,
-            parts=parts,
-            scale=scale,
-        ),
+        launch(delta_inverse_ampere, inverse, parts, "gQ gK gBeta gGates gForward gReverse", parts=parts, scale=scale),
+        launch(delta_states_ampere, states, width, "gK gV gForward gInitialState gErrors gStates", blocks=width),
+        launch(delta_state_gradients_ampere, state_gradients, width, of_states, blocks=width, scale=scale),
+        launch(delta_gradients_ampere, gradients, parts, of_chunk, parts=parts, panels=panels, scale=scale),
         *finish,
     ]
 

@@ -83,7 +83,8 @@ def delta_rule_backward(
     chunk to the first, then all others. Relative errors of bfloat16 gradients are 2e-3 to 9e-3 for keys at random; if all keys
     are the same 6e-3 for beta 1, and of dq 2e-2 for 1.9, 3e-2 for 2. float16 has an eighth of that; the elements of states and
     of their gradients are rounded to float16, and infinite beyond 65504. Decays of channels and Dk above 128 are computed token
-    by token, with all factors in float32: correct, and slow. stream, family: as in delta_rule; all families have the same
+    by token, with all factors in float32: correct, and slow. Chunks need scratch memory, 168 KiB for each of a head with
+    Dk = Dv = 128. stream, family: as in delta_rule; all families have the same
     kernels.
 
     Returns (dq, dk, dv, dbeta), followed, in this order, by ddecay if there is a decay, and dinitial_state if there is an
