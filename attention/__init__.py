@@ -19,6 +19,7 @@ __all__ = [
     "append",
     "backward",
     "based",
+    "based_backward",
     "block_lists",
     "decode",
     "delta_rule",
@@ -47,6 +48,7 @@ _HOMES = {  # module: its public functions
     "dropout": ("dropout_mask",),
     "public.mla_decoding": ("mla_decode",),
     "public.based_features": ("based",),
+    "public.based_gradients": ("based_backward",),
     "public.delta_gradients": ("delta_rule_backward",),
     "public.delta_rules": ("delta_rule",),
     "public.hedgehog_features": ("hedgehog",),
@@ -66,6 +68,7 @@ if TYPE_CHECKING:  # for editors and type checkers
     from . import gates as gates
     from .dropout import dropout_mask
     from .public.based_features import based
+    from .public.based_gradients import based_backward
     from .public.cache_append import append
     from .public.cache_quantize import quantize
     from .public.decoding import decode

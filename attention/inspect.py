@@ -32,6 +32,7 @@ from .kernels import (
     backward_preprocess,
     backward_wide_hopper,
     backward_wide_queries_hopper,
+    based_gradients,
     based_hopper,
     bias_gradient,
     bias_gradient_hopper,
@@ -120,7 +121,7 @@ MODULES = {
     ),
     "delta": (delta_hopper, delta_states_hopper, kda_hopper, kda_states_hopper, delta_compose_states_hopper),
     "short_conv": (short_conv, short_conv_backward),
-    "based": (based_hopper,),
+    "based": (based_hopper, based_gradients),
     "hedgehog": (hedgehog_hopper,),
     "tokens": (linear_token_loop, normalizer_gradients, gate_gradient_token_loop, delta_gradient_token_loop, copy_rows),
 }

@@ -76,7 +76,6 @@ ARGUMENT_HINTS = (
     ),
     ("A_log dt_bias use_gate_in_kernel safe_gate lower_bound", "decay=attention.gates.softplus(a, A_log, dt_bias), or sigmoid"),
     ("use_beta_sigmoid_in_kernel allow_neg_eigval", "beta=attention.gates.beta(b, doubled=False)"),
-    ("dt_limit", "always (0, inf): clamp dt before the call"),
     ("return_varlen_states", "return_final_states with cu_seqlens"),
 )
 HINTS_BY_NAME = {name: hints for names, *hints in ARGUMENT_HINTS for name in names.split()}

@@ -7,19 +7,22 @@ from typing import Any
 import torch
 
 from .autograd import autocast_inputs, copy_to_torch, is_second_derivative, make_distinct, make_tma_contiguous, unwrap
+from .public.based_features import based_with_parts
+from .public.based_gradients import BASED_DERIVATIVE
 from .public.delta_gradients import DELTA_DERIVATIVE
 from .public.delta_rules import delta_rule
 from .public.linear_family import linear, normalized_linear
 from .public.linear_gradients import LINEAR_DERIVATIVE, NORMALIZED_DERIVATIVE
-from .public.mamba import mamba2
+from .public.mamba import mamba2_with_steps
 from .public.mamba_gradients import MAMBA2_DERIVATIVE
 from .public.short_convolution import SHORT_CONV_DERIVATIVE, short_conv
 
 MEMBERS = {  # name: (function, derivative); Dynamo takes names as constants
+    "based": (based_with_parts, BASED_DERIVATIVE),
     "delta_rule": (delta_rule, DELTA_DERIVATIVE),
     "linear": (linear, LINEAR_DERIVATIVE),
     "linear, normalized": (normalized_linear, NORMALIZED_DERIVATIVE),
-    "mamba2": (mamba2, MAMBA2_DERIVATIVE),
+    "mamba2": (mamba2_with_steps, MAMBA2_DERIVATIVE),
     "short_conv": (short_conv, SHORT_CONV_DERIVATIVE),
 }
 

@@ -12,6 +12,7 @@ def register_torch_ops() -> None:
     from .plans.norm_gradients import DIFFERENTIATE, INTO, NORMALISE, ZEROS
     from .public import cache_append, decoding, softmax_backward
     from .public.based_features import _based
+    from .public.based_gradients import _based_backward
     from .public.cache_quantize import _quantize, _quantize_blocks
     from .public.delta_gradients import _delta_rule_backward
     from .public.delta_rules import _delta_rule, _delta_rule_raw
@@ -28,7 +29,16 @@ def register_torch_ops() -> None:
     of_norms = [program for table in (NORMALISE, DIFFERENTIATE, INTO, ZEROS) for program in table.values()]
     backward = softmax_backward._backward, softmax_backward._variant, softmax_backward._into, *of_norms
     of_linear = _linear, _linear_backward, _linear_step, _mamba2, _mamba2_backward
-    recurrent = _based, _delta_rule, _delta_rule_backward, _hedgehog, *of_linear, _short_conv, _short_conv_backward
+    recurrent = (
+        _based,
+        _based_backward,
+        _delta_rule,
+        _delta_rule_backward,
+        _hedgehog,
+        *of_linear,
+        _short_conv,
+        _short_conv_backward,
+    )
     raw = _delta_rule_raw, _linear_raw, _linear_step_raw
     decode = decoding._decode, decoding._variant, _mla_decode, _mla_decode_fp8
     append = cache_append._append, cache_append._append_with_queries

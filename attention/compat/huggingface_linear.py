@@ -117,12 +117,12 @@ def scan_mamba(
 ) -> Any:
     """out, or (out, states), of whole sequences, as transformers' mamba2_chunk_scan returns them."""
     options = {"D": D, "z": z, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "return_final_states": return_final_states}
-    if tuple(dt_limit) != (0.0, math.inf) or not _supports(hidden_states, B, C, dt, A, D, dt_bias):
+    if dt_limit[0] < 0 or not _supports(hidden_states, B, C, dt, A, D, dt_bias):
         options |= {"initial_states": initial_states, "dt_limit": dt_limit}
         return original(hidden_states, dt, A, B, C, chunk_size, **options, **others)
     options |= {"initial_states": None if initial_states is None else initial_states.float()}
     x, B, C = _contiguous_rows(hidden_states, B, C)
-    return attention.mamba2(x, dt, A, B, C, **options, seq_idx=others.get("seq_idx"))
+    return attention.mamba2(x, dt, A, B, C, **options, dt_limit=(dt_limit[0], dt_limit[1]), seq_idx=others.get("seq_idx"))
 
 
 def step_mamba(

@@ -38,6 +38,7 @@ from ..parts.recurrent.delta_decay import UngatedDelta, delta_decay
 from ..parts.recurrent.delta_solver import UTTransform
 from ..parts.recurrent.gate_formulas import FORMULAS, PLAIN_BETA, BetaFormula, GateFormula
 from ..parts.recurrent.gates import CHUNK_COL_VEC
+from ..parts.recurrent.l2norm import L2Norm
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 from ..parts.recurrent.transposed_state import TransposedState
 
@@ -52,7 +53,7 @@ VECTORS = 8  # chunks whose gates are in shared memory: two for each warp that c
 class Config:
     """A kernel's configuration. key_dim: the channels of keys, padded. consumers: warpgroups that have 64 value columns each.
     gated: are there decays? varlen: are sequences packed (cu_seqlens)? formula, beta: what computes gates and beta of what is
-    in memory; None: the gates themselves are there."""
+    in memory; None: the gates themselves are there. l2norm: are queries and keys divided by their lengths?"""
 
     key_dim: int
     consumers: int
@@ -61,6 +62,7 @@ class Config:
     varlen: bool = False
     formula: GateFormula | None = field(default=None, kw_only=True)
     beta: BetaFormula = field(default=PLAIN_BETA, kw_only=True)
+    l2norm: bool = field(default=False, kw_only=True)
 
     @property
     def decay(self) -> UngatedDelta:
@@ -93,7 +95,7 @@ class Config:
         return st(CHUNK, COLUMNS, self.dtype)
 
     def __str__(self):
-        kinds = "gated" * self.gated, str(self.formula or ""), str(self.beta), "varlen" * self.varlen
+        kinds = "gated" * self.gated, str(self.formula or ""), str(self.beta), "l2norm" * self.l2norm, "varlen" * self.varlen
         return ", ".join(filter(None, (f"Dk {self.key_dim} {self.dtype}, {COLUMNS * self.consumers} columns", *kinds)))
 
 
@@ -108,6 +110,7 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
                 yield from (Config(*size, of, gated, varlen) for gated in (False, True))
         for formula in FORMULAS:
             yield Config(*SIZES[-2], bf16, True, formula=formula, beta=BetaFormula(1.0))
+        yield from (Config(*size, bf16, True, l2norm=True) for size in SIZES)
 
 
 @functools.cache
@@ -115,7 +118,8 @@ def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     CONSUMERS, INPUT, STATE = config.consumers, config.dtype, rt(16, config.key_dim, fp32)
     seq_layout, decay, PARAMS = SequenceLayout(config.varlen), config.decay, config.decay.params()
-    state, solver = TransposedState(config.key_dim, INPUT, seq_layout), UTTransform(seq_layout, decay, config.consumers + 2)
+    state, norm = TransposedState(config.key_dim, INPUT, seq_layout), L2Norm(config.l2norm, config.key_dim)
+    solver = UTTransform(seq_layout, decay, config.consumers + 2, norm)
     SOLVER, SCORER, (scorer_registers, solver_registers, consumer_registers) = CONSUMERS, CONSUMERS + 1, REGISTERS[CONSUMERS]
     WARPS, WARPGROUPS, BETA = warpgroup.WARPGROUP, CONSUMERS + 2, config.beta
     readers = CONSUMERS * WARPS
@@ -132,6 +136,7 @@ def make(config: Config):
         high=TRIANGLE,
         low=TRIANGLE,
         out=st(CHUNK * CONSUMERS, COLUMNS, INPUT),
+        **norm.rings(config.stages, k_lengths=readers + WARPS, q_lengths=readers),
     )
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
@@ -144,7 +149,9 @@ def make(config: Config):
         """The outputs of a segment, and after the last one the state. Each of the `segments` of a sequence has thread blocks of
         its own. gInitialState: the state before each segment. `group` value heads share a key head; each is `blocks` blocks of
         columns wide."""
-        q, k, v, t, p, beta, b, exp_b, v_factor, high, low, out = smem.open()
+        tiles = smem.open()
+        q, k, v, t, p, beta, b, exp_b, v_factor, high, low, out = tiles[:12]
+        lengths = tiles[12:]
         wg = warpgroup.id()
         block, segment, value_head, sequence = block_coord(cuda.blockIdx.x, blocks, segments, heads * group)
         key_head, _ = divmod(value_head, group)
@@ -166,7 +173,9 @@ def make(config: Config):
                     chunk = j - 1
                     keys = k.wait(chunk)
                     seq_layout.zero_other_rows(keys, seq.remaining(chunk), WARPGROUPS)
-                    s = warpgroup.wait(warpgroup.mm_ABt(q.wait(chunk), keys))
+                    queries = q.wait(chunk)
+                    inverse = norm.publish(lengths, 1, chunk, queries)
+                    s = norm.scale_rows(warpgroup.wait(warpgroup.mm_ABt(queries, keys)), inverse)
                     k.release(chunk)
                     q.release(chunk)
                     s = decay.decay_scores(s, decay.wait(exp_b, chunk), decay.wait(b, chunk))
@@ -185,7 +194,7 @@ def make(config: Config):
         elif wg == SOLVER:
             warpgroup.release_registers(solver_registers)
             for j in range(n):
-                solver.solve(j, seq.remaining(j), (k, t, beta, b, exp_b), (high, low))
+                solver.solve(j, seq.remaining(j), (k, t, beta, b, exp_b), (high, low), lengths)
         else:
             warpgroup.claim_registers(consumer_registers)
             column, out_tile = COLUMNS * (CONSUMERS * block + wg), subtile(out, CHUNK, wg)
@@ -199,6 +208,8 @@ def make(config: Config):
                 v.release(j)
                 exp_b_chunk, factors = decay.wait(exp_b, j), decay.wait(v_factor, j)
                 strong = decay.is_strong(exp_b_chunk)
+                u = norm.scale_columns(u, lengths, 0, j)
+                norm.release(lengths, 0, j)
                 u, o = decay.decay_inputs(
                     seq_layout.zero_other_columns(values, seq.remaining(j)), u, o, exp_b_chunk, factors, strong
                 )
@@ -207,6 +218,8 @@ def make(config: Config):
                 u_rounded = INPUT(u)
                 s_t = decay.decay_state(s_t, exp_b_chunk, strong)
                 s_t = warpgroup.mma_AB(s_t, INPUT(decay.decay_update(u, factors, strong)), keys)
+                o = norm.scale_columns(o, lengths, 1, j)
+                norm.release(lengths, 1, j)
                 o = warpgroup.mma_ABt(o, u_rounded, p.wait(j))
                 decay.release(v_factor, j)
                 s_t = decay.decay_state(warpgroup.wait(s_t, newer=1), exp_b_chunk, not strong)

@@ -31,6 +31,7 @@ from ..parts.recurrent.delta_decay import COL_VEC
 from ..parts.recurrent.delta_solver import UTTransform
 from ..parts.recurrent.gate_formulas import FORMULAS, BetaFormula
 from ..parts.recurrent.gates import CHUNK_COL_VEC
+from ..parts.recurrent.l2norm import L2Norm
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, TokenRange, block_coord
 from . import delta_hopper
 from .delta_hopper import VECTORS
@@ -64,6 +65,7 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
                 for gated, from_identity in itertools.product((False, True), (False, True)):
                     yield Config(*size, of, gated, varlen, from_identity)
         yield from (Config(*SIZES[-1], bf16, True, False, True, formula=x, beta=BetaFormula(1.0)) for x in FORMULAS)
+        yield from (Config(*size, bf16, True, False, True, l2norm=True) for size in SIZES)
 
 
 @functools.cache
@@ -75,7 +77,8 @@ def make(config: Config):
     decay, PARAMS = config.decay, config.decay.params()
     SOLVER, LOADER, (loader_registers, solver_registers, consumer_registers) = CONSUMERS, CONSUMERS + 1, REGISTERS[CONSUMERS]
     WARPS, BETA, READERS = warpgroup.WARPGROUP, config.beta, CONSUMERS + 1  # warpgroups that read keys
-    solver, readers = UTTransform(seq_layout, decay, READERS), CONSUMERS * WARPS
+    norm, readers = L2Norm(config.l2norm, config.key_dim), CONSUMERS * WARPS
+    solver = UTTransform(seq_layout, decay, READERS, norm)
     smem = shared(
         k=ring(config.key, STAGES, readers + WARPS),
         v=ring(config.values, STAGES, readers),
@@ -86,6 +89,7 @@ def make(config: Config):
         v_factor=ring(sv(CHUNK, fp32), VECTORS, readers, writers=1),
         high=TRIANGLE,
         low=TRIANGLE,
+        **norm.rings(STAGES, k_lengths=readers + WARPS),
     )
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
@@ -97,7 +101,9 @@ def make(config: Config):
         """The state after each of the first `scanned` of the `segments` of a sequence. values: the number of columns of v,
         which is 0 in further columns of the state. `group` value heads share a key head; each is `blocks` blocks of columns
         wide."""
-        k, v, t, beta, b, exp_b, v_factor, high, low = smem.open()
+        tiles = smem.open()
+        k, v, t, beta, b, exp_b, v_factor, high, low = tiles[:9]
+        lengths = tiles[9:]
         wg = warpgroup.id()
         block, segment, value_head, sequence = block_coord(cuda.blockIdx.x, blocks, scanned, heads * group)
         key_head, _ = divmod(value_head, group)
@@ -124,7 +130,7 @@ def make(config: Config):
         elif wg == SOLVER:
             warpgroup.release_registers(solver_registers)
             for j in range(n):
-                solver.solve(j, seq.remaining(j), (k, t, beta, b, exp_b), (high, low))
+                solver.solve(j, seq.remaining(j), (k, t, beta, b, exp_b), (high, low), lengths)
         else:
             warpgroup.claim_registers(consumer_registers)
             column = COLUMNS * (CONSUMERS * block + wg)
@@ -141,7 +147,8 @@ def make(config: Config):
                 values = fp32(warpgroup.load_transposed(subtile(v.wait(j), CHUNK, 0, COLUMNS, wg), VALUES))
                 v.release(j)
                 exp_b_chunk, factors = decay.wait(exp_b, j), decay.wait(v_factor, j)
-                strong, s_k = decay.is_strong(exp_b_chunk), warpgroup.wait(s_k)
+                strong, s_k = decay.is_strong(exp_b_chunk), norm.scale_columns(warpgroup.wait(s_k), lengths, 0, j)
+                norm.release(lengths, 0, j)
                 u, _ = decay.decay_inputs(
                     seq_layout.zero_other_columns(values, seq.remaining(j)), s_k, s_k, exp_b_chunk, factors, strong
                 )

@@ -26,6 +26,7 @@ from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.targets import Target
 
 from ..parts.recurrent import channel_decay
+from ..parts.recurrent.l2norm import L2Norm
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 from ..parts.recurrent.transposed_state import TransposedState
 
@@ -82,6 +83,7 @@ def make(config: Config):
         state_decay=ring(config.state_decay, AHEAD, readers, writers=group),
         flag=ring(channel_decay.FLAG, AHEAD, readers + group, writers=group),
     )
+    norm = L2Norm(config.l2norm, config.key_dim, config.key_dim // warpgroup.WARPGROUP)
     raw, PARAMS = config.channel_gates, config.channel_gates.params()
     seq_layout, decay = SequenceLayout(config.varlen), GlaDecay(KEY_DIM, INPUT, CONSUMERS)
     state = TransposedState(KEY_DIM, INPUT, seq_layout)
@@ -125,6 +127,9 @@ def make(config: Config):
                 queries, keys, gates = q.wait(j), k.wait(j), g.wait(j)
                 seq_layout.zero_other_rows(keys, seq.remaining(j))
                 seq_layout.zero_other_rows(gates, seq.remaining(j))
+                norm.normalize(queries, warp)
+                norm.normalize(keys, warp)
+                norm.sync()
                 sums = gates if IN_PLACE else gate_sums
                 gates = raw.compute(sums, gates, rate_and_bias, warp, seq.remaining(j))
                 b_last, strong = decay.cumsum_gates(sums, gates, warp)

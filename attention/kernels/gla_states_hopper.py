@@ -23,6 +23,7 @@ from tiles.targets import Target
 from ..parts.recurrent import channel_decay
 from ..parts.recurrent.channel_decay import TOKEN_GROUP
 from ..parts.recurrent.gates import LOG2_E
+from ..parts.recurrent.l2norm import L2Norm
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 from . import gla_hopper
 
@@ -57,6 +58,7 @@ def make(config: Config):
         state_decay=ring(config.state_decay, AHEAD, readers, writers=group),
         gate_sums=config.gate_sums,
     )
+    norm = L2Norm(config.l2norm, config.key_dim, config.key_dim // warpgroup.WARPGROUP)
     raw, PARAMS = config.channel_gates, config.channel_gates.params()
     seq_layout, decay = SequenceLayout(config.varlen), channel_decay.ChannelDecay(config.key_dim, INPUT, CONSUMERS)
 
@@ -88,6 +90,8 @@ def make(config: Config):
                 keys, gates = k.wait(j), g.wait(j)
                 seq_layout.zero_other_rows(keys, seq.remaining(j))
                 seq_layout.zero_other_rows(gates, seq.remaining(j))
+                norm.normalize(keys, warp)
+                norm.sync()
                 sums = gates if IN_PLACE else gate_sums
                 gates = raw.compute(sums, gates, rate_and_bias, warp, seq.remaining(j))
                 b_last = decay.cumsum_without_vote(sums, gates, warp)

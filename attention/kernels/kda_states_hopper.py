@@ -20,6 +20,7 @@ from tiles.targets import Target
 from ..parts.recurrent import channel_decay
 from ..parts.recurrent.channel_decay import FLAG, FLAG_VEC, TOKEN_GROUP
 from ..parts.recurrent.gate_formulas import BetaFormula
+from ..parts.recurrent.l2norm import L2Norm
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 from .kda_hopper import KEY_DIMS, REGISTERS, STAGES
 
@@ -76,6 +77,7 @@ def make(config: Config):
         low=TRIANGLE,
         gate_sums=config.gate_sums,
     )
+    norm = L2Norm(config.l2norm, config.key_dim, config.key_dim // warpgroup.WARPGROUP)
     raw, PARAMS, BETA = config.channel_gates, config.channel_gates.params(), config.beta
     seq_layout, decay = SequenceLayout(config.varlen), KdaStatesDecay(KEY_DIM, INPUT, CONSUMERS)
 
@@ -105,6 +107,8 @@ def make(config: Config):
                 keys, gates = k.wait(j), g.wait(j)
                 seq_layout.zero_other_rows(keys, seq.remaining(j))
                 seq_layout.zero_other_rows(gates, seq.remaining(j))
+                norm.normalize(keys, warp)
+                norm.sync()
                 beta = BETA.compute(warpgroup.load(betas, COL_VEC, (seq.batch, seq.chunk_start(j), head), cols=1))
                 sums = gates if IN_PLACE else gate_sums
                 gates = raw.compute(sums, gates, rate_and_bias, warp, seq.remaining(j))

@@ -1,10 +1,10 @@
 """What surrounds linear attention in Mamba-2's gradients: before them a kernel that makes values and gates of x and dt, and
 after them one that makes gradients of x, dt, A, D, z and dt_bias of those of values and gates.
 
-With dt = max(softplus(step + dt_bias), 0), or without softplus, and linear attention's v = dt x, decay g = dt A, and dy,
+With dt = softplus(step + dt_bias) within limits, or without softplus, and linear attention's v = dt x, decay g = dt A, and dy,
 
     dy = dout silu(z)               dx = dt dv + D dy                    dz = dout y silu'(z)
-    ddt = dv . x + A dg             dstep = ddt softplus'(step + dt_bias), and 0 where dt would be negative
+    ddt = dv . x + A dg             dstep = ddt softplus'(step + dt_bias), and 0 beyond a limit of dt
     dA = sum of dt dg               ddt_bias = sum of dstep              dD = sum of dy x
 
 where y is the output before the gate silu(z). A block has 64 tokens of a head and writes its part of each sum, in float32;
@@ -22,23 +22,22 @@ from ops import (
     block,
     col_sum,
     divmod,
-    less,
     load,
     row_sum,
     sigmoid,
     silu,
-    softplus,
     store,
     tile_max,
     tile_sum,
     truncate,
-    where,
     zeros,
 )
 from tiles import bf16, dtype, fp16, fp32, inlined, rt, shared, sv
 from tiles.launching.arguments import ENDS, INT, array
 from tiles.layout import LANES
 from tiles.targets import Target
+
+from ..parts.recurrent.gates import Mamba2Gate
 
 WARPS, PART = 4, rt(16, 32, fp32)  # warps of a block; tokens of a warp, and the columns that it works on at a time
 TOKENS = WARPS * PART.rows  # of a block
@@ -52,34 +51,23 @@ def of_head(x, head):
     return tile_max(load(x, TOKEN_VEC, (head, 0)))
 
 
-def step_size(uses_softplus: bool):
-    """The function of step + dt_bias that gives dt."""
-
-    @inlined
-    def step_size_of(x):
-        dt = softplus(x) if uses_softplus else x
-        return where(less(dt, 0.0), 0.0, dt)
-
-    return step_size_of
-
-
 @dataclass(frozen=True)
 class Mamba2GradientInputs:
-    """The configuration of the kernel before. softplus: as of gates.Mamba2Gate. silu: is there a z?"""
+    """The configuration of the kernel before. silu: is there a z?"""
 
     dtype: dtype
-    softplus: bool
+    gate: Mamba2Gate
     silu: bool
     threads = LANES * WARPS
 
     def __str__(self):
-        return f"Mamba-2 values and gates, {self.dtype}" + ", softplus" * self.softplus + ", silu" * self.silu
+        return f"Mamba-2 values, {self.dtype}, {self.gate}" + ", silu" * self.silu
 
     @staticmethod
     @functools.cache
     def make(config: "Mamba2GradientInputs"):
         """(kernel, shared memory) of a configuration."""
-        INPUT, SILU, step_size_of = config.dtype, config.silu, step_size(config.softplus)
+        INPUT, SILU, gate = config.dtype, config.silu, config.gate
 
         @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
         def prepare(
@@ -90,7 +78,7 @@ class Mamba2GradientInputs:
             batch_head, tile = divmod(cuda.blockIdx.x, tiles)
             batch, head = divmod(batch_head, heads)
             token = int32(TOKENS * tile + PART.rows * (cuda.threadIdx.x // LANES))
-            dt = step_size_of(load(gDt, TOKEN_VEC, (batch, token, head), cols=1) + of_head(gDtBias, head))
+            dt = gate.step_size(load(gDt, TOKEN_VEC, (batch, token, head), cols=1) + of_head(gDtBias, head))
             store(gGates, dt * of_head(gA, head), (batch, token, head), cols=1)
             for panel in range(panels):
                 at = batch, token, head, int32(PART.cols * panel)
@@ -103,27 +91,26 @@ class Mamba2GradientInputs:
 
 @dataclass(frozen=True)
 class Mamba2GradientOutputs:
-    """The configuration of the kernel after. softplus: as of gates.Mamba2Gate. silu: is dz computed? skip: one of SKIPS.
-    varlen: are sequences packed (cu_seqlens)?"""
+    """The configuration of the kernel after. silu: is dz computed? skip: one of SKIPS. varlen: are sequences packed
+    (cu_seqlens)?"""
 
     dtype: dtype
-    softplus: bool
+    gate: Mamba2Gate
     silu: bool
     skip: str
     varlen: bool
     threads = LANES * WARPS
 
     def __str__(self):
-        labels = {"softplus": self.softplus, "dz": self.silu, f"dD by {self.skip}": self.skip, "varlen": self.varlen}
-        return ", ".join([f"Mamba-2 gradients, {self.dtype}", *(label for label, used in labels.items() if used)])
+        labels = {"dz": self.silu, f"dD by {self.skip}": self.skip, "varlen": self.varlen}
+        return ", ".join([f"Mamba-2 gradients, {self.dtype}, {self.gate}", *(label for label, used in labels.items() if used)])
 
     @staticmethod
     @functools.cache
     def make(config: "Mamba2GradientOutputs"):
         """(kernel, shared memory) of a configuration."""
-        INPUT, SOFTPLUS, SILU, VARLEN = config.dtype, config.softplus, config.silu, config.varlen
+        INPUT, SILU, VARLEN, gate = config.dtype, config.silu, config.varlen, config.gate
         SKIP_OF_HEAD, SKIP_OF_COLUMN = config.skip == "head", config.skip == "column"
-        step_size_of = step_size(config.softplus)
         smem = shared(sums=sv(4 * WARPS, fp32), columns=sv(PART.cols * WARPS, fp32))
 
         @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
@@ -144,7 +131,7 @@ class Mamba2GradientOutputs:
             end = int32(gCuSeqlens[gCuSeqlens.shape[0] - 1]) if VARLEN else length
             rate, at_token = of_head(gA, head), (batch, token, head)
             step = load(truncate(gDt, 1, end), TOKEN_VEC, at_token, cols=1) + of_head(gDtBias, head)
-            dt, dg = step_size_of(step), load(truncate(gDGates, 1, end), TOKEN_VEC, at_token, cols=1)
+            dt, dg = gate.step_size(step), load(truncate(gDGates, 1, end), TOKEN_VEC, at_token, cols=1)
             ddt, skip_sum = dg * rate, zeros(TOKEN_VEC)
             for panel in range(panels):
                 col = int32(PART.cols * panel)
@@ -162,13 +149,10 @@ class Mamba2GradientOutputs:
                     if warp == 0:
                         store(gColumnSums, column_sums, (head, block_index, col))
                 if SILU:
-                    gate, dout = load(truncate(gZ, 1, end), PART, at, 1, 3), load(truncate(gDOut, 1, end), PART, at, 1, 3)
-                    y, s = load(truncate(gY, 1, end), PART, at, 1, 3, True), sigmoid(gate)
-                    store(gDZ, INPUT(dout * y * s * (gate * (1.0 - s) + 1.0)), at, 1, 3)
-            if SOFTPLUS:
-                ddt = ddt * sigmoid(step)
-            else:
-                ddt = where(less(step, 0.0), 0.0, ddt)
+                    z, dout = load(truncate(gZ, 1, end), PART, at, 1, 3), load(truncate(gDOut, 1, end), PART, at, 1, 3)
+                    y, s = load(truncate(gY, 1, end), PART, at, 1, 3, True), sigmoid(z)
+                    store(gDZ, INPUT(dout * y * s * (z * (1.0 - s) + 1.0)), at, 1, 3)
+            ddt = gate.differentiate_step(step, ddt)
             store(gDDt, ddt, at_token, cols=1)
             rate_sum = block.reduce_sum(tile_sum(dt * dg), sums)
             bias_sum = block.reduce_sum(tile_sum(ddt), sums)
@@ -185,12 +169,13 @@ class Mamba2GradientOutputs:
 
 def space(target: Target, everything: bool) -> Iterator[Mamba2GradientInputs | Mamba2GradientOutputs]:
     """The configurations with all options; others, and fp16, with `everything` only."""
-    for of, softplus_, silu_ in itertools.product((bf16, fp16), (False, True), (False, True)):
-        if everything or (of is bf16 and softplus_ and silu_):
-            yield Mamba2GradientInputs(of, softplus_, silu_)
+    gates = (Mamba2Gate(), Mamba2Gate(softplus=True), Mamba2Gate(softplus=True, low=0.001, high=0.1))
+    for of, gate, silu_ in itertools.product((bf16, fp16), gates, (False, True)):
+        if everything or (of is bf16 and gate.has_limits and silu_):
+            yield Mamba2GradientInputs(of, gate, silu_)
             for skip, varlen in itertools.product(SKIPS, (False, True)):
                 if everything or (skip and varlen):
-                    yield Mamba2GradientOutputs(of, softplus_, silu_, skip, varlen)
+                    yield Mamba2GradientOutputs(of, gate, silu_, skip, varlen)
 
 
 @functools.cache

@@ -204,7 +204,8 @@ class ShardedMamba2(ShardedRecurrence):
         _, dt, A, _, _ = self.arrays
         bias = self.options.get("dt_bias")
         steps = dt.float() if bias is None else dt.float() + bias.float()
-        steps = (torch.nn.functional.softplus(steps) if self.options.get("dt_softplus") else steps).clamp(min=0)
+        steps = torch.nn.functional.softplus(steps) if self.options.get("dt_softplus") else steps
+        steps = steps.clamp(*self.options.get("dt_limit", (0.0, None)))
         total = shard.sum_log_decays(steps * A.float()).exp().reshape(self.m_shape(shard))
         return total, self.call(shard, return_final_states=True)[1]
 
@@ -218,10 +219,10 @@ class SegmentedMamba2(SegmentedRecurrence, ShardedMamba2):
         return _last_extent(B) <= MAX_KEY_DIM
 
     def segment_states(self, shard: SequenceShard) -> tuple[Any, Any]:
-        return mamba.segment_states(*self.arrays, **self._select_options(shard, "dt_bias", "dt_softplus"))
+        return mamba.segment_states(*self.arrays, **self._select_options(shard, "dt_bias", "dt_softplus", "dt_limit"))
 
     def outputs_from_segments(self, shard: SequenceShard, local_state: Any, total_decay: Any, state: Any) -> Any:
-        options = self._select_options(shard, "D", "z", "dt_bias", "dt_softplus")
+        options = self._select_options(shard, "D", "z", "dt_bias", "dt_softplus", "dt_limit")
         x, dt, A, B, C = self.arrays
         return mamba.outputs_from_segments(x, dt, A, B, C, local_state, total_decay, initial_states=state, **options)
 

@@ -27,7 +27,7 @@ from ..kernels import (
 from ..parts.recurrent.gate_formulas import GateFormula
 from ..parts.recurrent.gates import FormulaGate, Gate, HeadGate, Mamba2Gate, TokenGate
 from ..parts.recurrent.results import ScanNormalizer, ScanOutputs, ScanResult, ScanStates
-from .recurrent_checks import DTYPES, is_varlen, pad_key_dim
+from .recurrent_checks import DTYPES, NO_STEP_OPTIONS, StepOptions, is_varlen, pad_key_dim
 
 MIN_PARALLEL_SEGMENT_CHUNKS = 8  # chunks of a segment, at least, on one of several ranks (attention.parallel)
 MIN_SEGMENT_CHUNKS = 4  # chunks of a segment, at least, on one GPU
@@ -109,7 +109,7 @@ def plan_token_decay(
     arrays: Arrays,
     scale: float,
     vector_bytes: int = 0,
-    softplus: bool = False,
+    steps_of_time: StepOptions = NO_STEP_OPTIONS,
     normalizer: Arrays | None = None,
     formula: GateFormula | None = None,
     scratch: ScratchAllocator | None = None,
@@ -117,7 +117,7 @@ def plan_token_decay(
     """(launches, scratch memory between them) for decays that are one number for each token and head, or for each head.
 
     arrays: those of chunk_hopper.py's kernel by the names of its parameters, states transposed. vector_bytes: how many bytes a
-    cp.async copies, 0 for TMA. softplus: Mamba-2's dt_softplus. normalizer: the initial and final sum of keys as
+    cp.async copies, 0 for TMA. steps_of_time: Mamba-2's. normalizer: the initial and final sum of keys as
     {"gInitialState": , "gFinalState": }, if outputs are divided by a normalizer. formula: of gates that are not in memory.
     scratch: where the plan has other launches."""
     batch, length, heads, key_heads, columns, sequences = problem(
@@ -126,7 +126,7 @@ def plan_token_decay(
     arrays, scratch = _broadcast_arrays(problem, arrays, bool(vector_bytes)), scratch or ScratchAllocator(problem)
     width, group = -(-columns // chunk_hopper.COLUMNS), heads // key_heads
     scale_at_end = not (vector_bytes or FOLDED_SCALES[0] <= scale <= FOLDED_SCALES[1])
-    gate = _choose_gate(arrays, softplus, scale_at_end, formula)
+    gate = _choose_gate(arrays, steps_of_time, scale_at_end, formula)
     result = intern_value(ScanOutputs, arrays.get("gD") is not None, normalizer is not None, arrays.get("gZ") is not None)
     config = _choose_config(problem, gate, result, vector_bytes, width)
     local = arrays.get("gLocalStates")  # if the caller has computed these, there is no first pass
@@ -141,7 +141,7 @@ def plan_token_decay(
         return launch_scan(problem, config, width, segments, scanned, arrays, scale, states_per_sequence)
 
     if segments > 1 and not local:
-        gate_of_states = _choose_gate(arrays, softplus, False, formula)
+        gate_of_states = _choose_gate(arrays, steps_of_time, False, formula)
         steps.append(_scan_local_states(problem, arrays, vector_bytes, gate_of_states, segments, segments - 1, scratch))
     initial, states_per_sequence = arrays.get("gInitialState"), 1
     if segments > TOKEN_COSTS.composed_in_scan:
@@ -172,7 +172,7 @@ def plan_token_decay(
 
 
 def plan_segment_states(
-    problem: Problem, arrays: Arrays, vector_bytes: int = 0, softplus: bool = False
+    problem: Problem, arrays: Arrays, vector_bytes: int = 0, steps_of_time: StepOptions = NO_STEP_OPTIONS
 ) -> tuple[list[Step], ScratchShapes]:
     """(the launch that computes how each segment changes a state, its scratch memory). The scratch memory holds the results:
     the local state, (sequence, head, segment, columns, Dk), and log2 of the total decay, (sequence, head, segment, 1). The
@@ -180,7 +180,7 @@ def plan_segment_states(
     arrays = _broadcast_arrays(problem, arrays, bool(vector_bytes))
     scratch = ScratchAllocator(problem)
     width = -(-problem.extents["value_dim"] // chunk_hopper.COLUMNS)
-    gate = _choose_gate(arrays, softplus)
+    gate = _choose_gate(arrays, steps_of_time)
     segments = count_segments(problem, _choose_config(problem, gate, intern_value(ScanOutputs), vector_bytes, width), width)
     return [_scan_local_states(problem, arrays, vector_bytes, gate, segments, segments, scratch)], scratch.shapes
 
@@ -251,7 +251,14 @@ def _broadcast_arrays(problem: Problem, arrays: Mapping[str, Operand | None], by
     return arrays
 
 
-def _choose_gate(arrays: Arrays, softplus: bool, scale_at_end: bool = False, formula: GateFormula | None = None) -> Gate:
+def choose_mamba2_gate(steps_of_time: StepOptions) -> Mamba2Gate:
+    """The gates that time steps make."""
+    return intern_value(Mamba2Gate, False, steps_of_time.dt_softplus, *steps_of_time.limits)
+
+
+def _choose_gate(
+    arrays: Arrays, steps_of_time: StepOptions, scale_at_end: bool = False, formula: GateFormula | None = None
+) -> Gate:
     """The kind of gates in these arrays. scale_at_end: see gates.DecayGate. formula: of gates that are not in memory."""
     gates = arrays.get("gGates")
     if gates is None:
@@ -259,7 +266,7 @@ def _choose_gate(arrays: Arrays, softplus: bool, scale_at_end: bool = False, for
     if formula is not None:
         return intern_value(FormulaGate, scale_at_end, formula)
     if arrays.get("gA"):
-        return intern_value(Mamba2Gate, False, softplus)
+        return choose_mamba2_gate(steps_of_time)
     return intern_value(HeadGate if len(gates.form.shape) == 2 else TokenGate, scale_at_end)
 
 
@@ -303,7 +310,12 @@ def _scan_shared_heads(problem: Problem, replaced: chunk_hopper.Config, arrays: 
 
 
 def plan_channel_decay(
-    problem: Problem, arrays: Arrays, scale: float, formula: GateFormula | None = None, scratch: ScratchAllocator | None = None
+    problem: Problem,
+    arrays: Arrays,
+    scale: float,
+    formula: GateFormula | None = None,
+    scratch: ScratchAllocator | None = None,
+    l2norm: bool = False,
 ) -> tuple[list[Step], ScratchShapes]:
     """(launches, scratch memory between them) for decays of channels. arrays: those of gla_hopper.py's kernel. formula: of
     gates that are not in memory."""
@@ -320,7 +332,7 @@ def plan_channel_decay(
     steps, scratch = [], scratch or ScratchAllocator(problem)
 
     def launch(module, grid_segments: int, **arguments) -> Step:
-        return kernel_for(module, intern_value(module.Config, *sizes, formula=formula), problem.device).bind(
+        return kernel_for(module, intern_value(module.Config, *sizes, formula=formula, l2norm=l2norm), problem.device).bind(
             sequences * heads * blocks * grid_segments,
             length=length,
             blocks=blocks,

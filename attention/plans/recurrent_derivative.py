@@ -64,6 +64,27 @@ def choose_optional_gradients(**gradients: tuple[Any, Any]) -> tuple[str, list[A
     return also, [None if isinstance(gradient, bool) else gradient for gradient in wanted.values()]
 
 
+def backward_with_parts(backward: Callable[..., Sequence[Any]], of_z: str) -> Callable[..., Sequence[Any]]:
+    """The function that computes gradients as `backward` does, and takes and returns the parts of pairs (state, z) by
+    themselves. of_z: the name that the gradient of the last z has as an argument."""
+
+    def backward_of_parts(
+        dout: Any, *, normalize: bool, initial_state: Any = None, initial_z: Any = None, dstate: Any = None,
+        dinitial_state: bool = False, dinitial_z: bool = False, **options: Any,
+    ) -> Sequence[Any]:  # fmt: skip
+        """The gradients, those of the initial state and z last, as far as they are asked for."""
+        dz, wants_state, options = options.pop(of_z, None), dinitial_state or dinitial_z, options | {"normalize": normalize}
+        if not normalize:
+            return backward(dout, initial_state=initial_state, dstate=dstate, dinitial_state=dinitial_state, **options)
+        start, end = (None if x is y is None else (x, y) for x, y in ((initial_state, initial_z), (dstate, dz)))
+        results = backward(dout, initial_state=start, dstate=end, dinitial_state=wants_state, **options)
+        if not wants_state:
+            return results
+        return *results[:-1], *[x for x, wanted in zip(results[-1], (dinitial_state, dinitial_z)) if wanted]
+
+    return backward_of_parts
+
+
 def recurrent_autograd() -> Any:
     """The module recurrent_autograd.py, for tensors that require grad. It imports torch, which must be imported already."""
     from .. import recurrent_autograd

@@ -243,7 +243,7 @@ def _plan_chunks(
     last_pass, first_pass, costs = CHANNEL_PASSES if by_channel else TOKEN_PASSES
     width, first_width = -(-columns // COLUMNS), -(-(columns + key_dim) // COLUMNS)
     segments, scratch = 1, recurrent_chunks.ScratchAllocator(problem)
-    steps, copies = prepare_rows(problem, scratch, raw.l2norm, channel_gates=by_channel)
+    steps, copies = prepare_rows(problem, scratch, False, channel_gates=by_channel)
     arrays = arrays | copies
     if key_dim <= max(delta_compose_states_hopper.KEY_DIMS):
         processors, each = machine(problem.device).processors, length * batch // sequences // CHUNK
@@ -298,9 +298,13 @@ def _scan_chunks(
     sizes = pad_key_dim(key_dim, delta_hopper.STAGES), 1 if one_each or key_dim > delta_hopper.WIDE_KEY_DIM else min(width, 2)
     dtype, kind = DTYPES[problem.dtype], (from_identity,) if from_identity else ()
     if module in (kda_hopper, kda_states_hopper):
-        config = module.Config(*sizes, DTYPES[gates.form.dtype], dtype, is_varlen(problem), formula=raw.gate, beta=raw.beta)
+        config = module.Config(
+            *sizes, DTYPES[gates.form.dtype], dtype, is_varlen(problem), formula=raw.gate, beta=raw.beta, l2norm=raw.l2norm
+        )
     else:
-        config = module.Config(*sizes, dtype, gates is not None, is_varlen(problem), *kind, formula=raw.gate, beta=raw.beta)
+        config = module.Config(
+            *sizes, dtype, gates is not None, is_varlen(problem), *kind, formula=raw.gate, beta=raw.beta, l2norm=raw.l2norm
+        )
         if gates and len(gates.form.shape) == 1:  # one for each head
             arrays["gGates"] = gates.spread(0, length).spread(0, batch)
     blocks = -(-width // config.consumers)

@@ -310,10 +310,10 @@ def plan_linear(
         states = {name: arrays[name] for name in ("gInitialState", "gFinalState")}
         arrays |= {name: x and x.permuted(recurrent_chunks.SWAP_STATE_AXES) for name, x in states.items()}
         scratch = recurrent_chunks.ScratchAllocator(problem)
-        before, copies = prepare_rows(problem, scratch, raw.l2norm, by_channel, by_channel)
+        before, copies = prepare_rows(problem, scratch, raw.l2norm and not by_channel, by_channel, by_channel)
         arrays |= copies
         if by_channel:
-            steps, shapes = recurrent_chunks.plan_channel_decay(problem, arrays, scale, raw.gate, scratch)
+            steps, shapes = recurrent_chunks.plan_channel_decay(problem, arrays, scale, raw.gate, scratch, raw.l2norm)
             return Plan([*before, *steps], shapes)
         vector_bytes = 0 if tma else problem.bytes_at_once()
         if problem["local_state"]:

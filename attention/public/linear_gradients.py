@@ -1,6 +1,7 @@
 """attention.linear_backward: the gradients of attention.linear, and so of retention, lightning and gla, which are calls of
 it."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from ..options import check_flag, check_number
 from ..plans import recurrent_checks, recurrent_chunks, recurrent_gradients
 from ..plans.call_options import without_gradients
 from ..plans.normalizer_gradients import plan_normalized_gradients
-from ..plans.recurrent_derivative import RecurrentDerivative, choose_optional_gradients
+from ..plans.recurrent_derivative import RecurrentDerivative, backward_with_parts, choose_optional_gradients
 from ..plans.token_loop_gradients import plan_linear_gradients
 
 LINEAR_BACKWARD = Schema(
@@ -95,36 +96,22 @@ def linear_backward(
     Returns (dq, dk, dv), followed, in this order, by ddecay if there is a decay, and dinitial_state if there is an initial
     state, unless they are False. Arrays and errors are those of linear. Source: each of the three is linear attention itself
     (Katharopoulos et al. 2020, 3.3.1), with decays as derived in attention/parts/recurrent/gradients.py."""
-    normalize, dz, dfinal_z = check_flag("normalize", normalize), None, None
-    also, more = choose_optional_gradients(ddecay=(decay, ddecay), dinitial_state=(initial_state, dinitial_state))
-    if normalize:
-        also += " dinitial_z" * ("dinitial_state" in also)
-        if more[1] is not None:
-            more[1], dz = recurrent_checks.split_state("dinitial_state", more[1], True)
-        dstate, dfinal_z = dstate if isinstance(dstate, tuple) else recurrent_checks.split_state("dstate", dstate, True)
-    state, z = recurrent_checks.split_state("initial_state", initial_state, normalize)
-    arrays = dout, q, k, v, decay, cu_seqlens, state, z, dstate, dfinal_z, dq, dk, dv, *more, dz
+    normalize = check_flag("normalize", normalize)
+    also, (of_decay, of_start) = choose_optional_gradients(
+        ddecay=(decay, ddecay), dinitial_state=(initial_state, dinitial_state)
+    )
+    also += " dinitial_z" * (normalize and "dinitial_state" in also)
+    states = recurrent_checks.split_states(normalize, initial_state, dstate, of_start)
+    arrays = dout, q, k, v, decay, cu_seqlens, *states.given, dq, dk, dv, of_decay, *states.made
     results = _linear_backward(stream, arrays, (check_number("scale", scale), also, normalize, family), layout)
     return (*results[:-2], results[-2:]) if "dinitial_z" in also else results
 
 
-def normalized_backward(
-    dout: Any, *arrays: Any, initial_state: Any = None, initial_z: Any = None, dstate: Any = None, dfinal_z: Any = None,
-    dinitial_state: bool = False, dinitial_z: bool = False, **options: Any,
-) -> tuple[Any, ...]:  # fmt: skip
-    """Gradients of linear with normalize=True, the parts of states as arguments and results of their own."""
-    start = None if initial_state is None else (initial_state, initial_z)
-    wants_state = dinitial_state or dinitial_z
-    options |= {"initial_state": start, "dstate": (dstate, dfinal_z), "dinitial_state": wants_state, "normalize": True}
-    results = linear_backward(dout, *arrays, **options)
-    if not wants_state:
-        return results
-    return *results[:-1], *[x for x, wanted in zip(results[-1], (dinitial_state, dinitial_z)) if wanted]
-
-
 LINEAR_DERIVATIVE = RecurrentDerivative("attention.linear", linear_backward, ("q", "k", "v"))
 NORMALIZED_DERIVATIVE = LINEAR_DERIVATIVE._replace(
-    backward=normalized_backward, optional=("decay", "initial_state", "initial_z"), states=("state", "final_z")
+    backward=functools.partial(backward_with_parts(linear_backward, "dfinal_z"), normalize=True),
+    optional=("decay", "initial_state", "initial_z"),
+    states=("state", "final_z"),
 )
 
 

@@ -1,5 +1,6 @@
 """attention.mamba2_backward: the gradients of attention.mamba2."""
 
+import math
 from typing import Any
 
 from tiles.calls.plan import Plan
@@ -8,10 +9,10 @@ from tiles.calls.schema import Problem, Schema
 
 from ..families import uses_hopper_kernels
 from ..names import suggests_argument_names
-from ..options import check_flag
 from ..plans import recurrent_checks
 from ..plans.call_options import without_gradients
 from ..plans.mamba2_gradients import plan_mamba2_gradients
+from ..plans.recurrent_checks import StepOptions
 from ..plans.recurrent_derivative import RecurrentDerivative, choose_optional_gradients
 
 MAMBA2_BACKWARD = Schema(
@@ -57,6 +58,7 @@ def mamba2_backward(
     z: Any = None,
     dt_bias: Any = None,
     dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
     initial_states: Any = None,
     dstates: Any = None,
     cu_seqlens: Any = None,
@@ -73,13 +75,13 @@ def mamba2_backward(
     family: str | None = None,
 ) -> tuple[Any, ...]:
     """Gradients of attention.mamba2. For a loss L, dout = dL/dout and dstates = dL/dstates, of the states that it returns. With
-    dt as it is after softplus and its limit, dy = dout silu(z) or dout without z, y the output before that gate, and the
+    dt as it is after softplus and dt_limit, dy = dout silu(z) or dout without z, y the output before that gate, and the
     gradients dv and dg of v = dt x and g = dt A in linear(q=C, k=B, v, decay=g, scale=1), as of attention.linear_backward,
 
         dx = dt dv + D dy       dD[h] = sum dy . x        dz = dout y silu'(z)        dA[h] = sum dt dg
         ddt = (dv . x + A dg) softplus'(dt + dt_bias)     ddt_bias[h] = sum ddt
 
-    and dC = dq, dB = dk. Where dt is below its limit of 0, ddt is 0. dout: as out. dstates: (B, H, P, N) float32, None where L
+    and dC = dq, dB = dk. Where dt would be beyond a limit, ddt is 0. dout: as out. dstates: (B, H, P, N) float32, None where L
     does not depend on the states. All others up to cu_seqlens: what mamba2 was called with. (seq_idx: pass cu_seqlens.)
 
     dx to dinitial_states: arrays to write to instead of new ones. dx, dB, dC and dz have the dtype and shape of x, B, C and z;
@@ -98,23 +100,28 @@ def mamba2_backward(
         dD=(D, dD), dz=(z, dz), ddt_bias=(dt_bias, ddt_bias), dinitial_states=(initial_states, dinitial_states)
     )
     arrays = dout, x, dt, A, B, C, D, z, dt_bias, cu_seqlens, initial_states, dstates, dx, ddt, dA, dB, dC, *more
-    return _mamba2_backward(stream, arrays, (check_flag("dt_softplus", dt_softplus), also, family))
+    return _mamba2_backward(stream, arrays, (*recurrent_checks.step_options(dt_softplus, dt_limit), also, family))
+
+
+def backward_with_steps(dout: Any, *, dt_softplus: bool, dt_min: float, dt_max: float | None, **others: Any) -> tuple[Any, ...]:
+    """mamba2_backward, whose options of steps are StepOptions."""
+    return mamba2_backward(dout, **others, dt_softplus=dt_softplus, dt_limit=StepOptions(dt_softplus, dt_min, dt_max).limits)
 
 
 MAMBA2_DERIVATIVE = RecurrentDerivative(
     "attention.mamba2",
-    mamba2_backward,
+    backward_with_steps,
     ("x", "dt", "A", "B", "C"),
     OPTIONAL,
     values="x",
     states=("states",),
-    shared=("dt_softplus", "family"),
+    shared=(*StepOptions._fields, "family"),
     tiles=("x", "B", "C", "z"),
 )
 
 
 @program(MAMBA2_BACKWARD, no_gradient=MAMBA2_DERIVATIVE.no_second_derivatives)
-def _mamba2_backward(problem: Problem, dt_softplus: bool, also: str, family: str | None) -> Plan:
+def _mamba2_backward(problem: Problem, steps_of_time: StepOptions, also: str, family: str | None) -> Plan:
     """The Plan of a call of mamba2_backward. also: the names of gradients to compute besides those of x, dt, A, B and C."""
     recurrent_checks.check_extents(problem, "B", "x")
     if not problem.extents["heads"]:
@@ -122,4 +129,4 @@ def _mamba2_backward(problem: Problem, dt_softplus: bool, also: str, family: str
     if problem["dstates"] and not problem.extents["batch"] * problem.extents["seqlen"]:
         raise ValueError(f"x: must have a token, for dstates: x.shape={problem.shape('x')}")
     vector_bytes = 0 if uses_hopper_kernels(problem, family) else problem.bytes_at_once()
-    return plan_mamba2_gradients(problem, dt_softplus, vector_bytes, also.split())
+    return plan_mamba2_gradients(problem, steps_of_time, vector_bytes, also.split())

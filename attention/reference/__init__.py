@@ -6,6 +6,7 @@ result may be off (tiles.testing)."""
 
 from tiles.testing.compare import assert_close, tolerance
 
+from .based_gradients import based_backward
 from .gradients import backward, backward_low
 from .linear import based, hedgehog, linear, linear_step, mamba2
 from .linear_gradients import linear_backward
@@ -14,6 +15,6 @@ from .short_conv import short_conv, short_conv_backward
 from .softmax import forward, forward_low
 
 __all__ = [
-    "assert_close", "backward", "backward_low", "based", "forward", "forward_low", "hedgehog", "linear", "linear_backward",
-    "linear_step", "mamba2", "mamba2_backward", "short_conv", "short_conv_backward", "tolerance",
+    "assert_close", "backward", "backward_low", "based", "based_backward", "forward", "forward_low", "hedgehog", "linear",
+    "linear_backward", "linear_step", "mamba2", "mamba2_backward", "short_conv", "short_conv_backward", "tolerance",
 ]  # fmt: skip

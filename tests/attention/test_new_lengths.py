@@ -117,6 +117,7 @@ def mask(b, h, i, j):
 
 MASK, SCORE = register_function("mask", mask), register_function("score", score)
 PLAIN, PACKED, PAGED = NewLengths(), NewLengths(("cu_seqlens",)), NewLengths(("pages",), fixed={"seqlen_k": 64})
+BASED = {"key_dim": 16, "features": 160}
 MLA = {"head_dim": 576, "head_dim_v": 512}
 NEW_KEYS = {"seqlen_k": lambda rng, at: 9000 + rng.randrange(64)}  # a cache with room for them
 PACKED_CACHE = NewLengths(("cu_seqlens",), drawn={"batch_cache": lambda rng, at: at["sequences"]})
@@ -203,7 +204,11 @@ TABLE: dict[str, list[NewLengths]] = {
         PLAIN,
         NewLengths(("cu_seqlens", "bias", "initial_state", "dstate"), {"activation": "silu", "also": "dbias dinitial_state"}),
     ],
-    "based": [NewLengths(fixed={"key_dim": 16, "features": 160})],
+    "based": [NewLengths(fixed=BASED)],
+    "based_backward": [
+        NewLengths(fixed=BASED),
+        NewLengths(("cu_seqlens", "dstate", "dz"), {"normalize": True, "also": "dinitial_state dinitial_z"}, BASED),
+    ],
     "hedgehog": [NewLengths(fixed={"features": 64})],
 }
 

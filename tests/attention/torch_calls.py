@@ -249,6 +249,7 @@ CALLS = {
     ),
     "based": (attention.based, lambda x: (x.qkv(16), dict(return_state=True))),
     "based, plain": (attention.based, lambda x: (x.qkv(16), dict(normalize=False))),
+    "based_backward": (attention.based_backward, lambda x: ((x.qkv()[2], *x.qkv(16)), dict(dinitial_state=True))),
     "hedgehog": (
         attention.hedgehog,
         lambda x: (

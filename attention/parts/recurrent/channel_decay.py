@@ -62,7 +62,8 @@ MIN_LOG2_DECAY = {bf16: -86.0, fp16: -11.0}  # what b - r may be, in powers of 2
 class Config:
     """A kernel's configuration. key_dim: the channels of keys, padded. consumers: warpgroups that have 64 value columns each.
     gates: the dtype of the gates; dtype: of everything else. varlen: are sequences packed (cu_seqlens)? formula, beta: what
-    computes gates and beta of what is in memory; None: the gates themselves are there. preparers: the
+    computes gates and beta of what is in memory; None: the gates themselves are there. l2norm: are queries and keys divided by
+    their lengths? preparers: the
     warpgroups that prepare what consumers read."""
 
     key_dim: int
@@ -72,6 +73,7 @@ class Config:
     varlen: bool = False
     formula: GateFormula | None = field(default=None, kw_only=True)
     beta: BetaFormula = field(default=PLAIN_BETA, kw_only=True)
+    l2norm: bool = field(default=False, kw_only=True)
     preparers: ClassVar[int] = 1
 
     @property
@@ -116,7 +118,9 @@ class Config:
 
     def __str__(self):
         size = f"Dk {self.key_dim} {self.dtype}, {COLUMNS * self.consumers} columns, gates {self.gates}"
-        return ", ".join(filter(None, (size, str(self.formula or ""), str(self.beta), "varlen" * self.varlen)))
+        return ", ".join(
+            filter(None, (size, str(self.formula or ""), str(self.beta), "l2norm" * self.l2norm, "varlen" * self.varlen))
+        )
 
 
 def channel_space(
@@ -133,6 +137,7 @@ def channel_space(
                 yield from (config(key_dim, consumers, gates, of, varlen) for gates in (fp32, of))
         for formula in FORMULAS:  # of x in fp32 and packed sequences, which models do not have together, up to 48 bytes spill
             yield config(*RAW_SIZE, bf16, bf16, formula=formula, beta=beta)
+            yield config(*RAW_SIZE, bf16, bf16, formula=formula, beta=beta, l2norm=True)
 
 
 @static

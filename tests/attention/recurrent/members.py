@@ -43,7 +43,7 @@ class Member(NamedTuple):
         """Has the call gradients, with its options?"""
         call = getattr(self.call, "func", self.call)  # of a partial
         of_linear = linear, attention.gla, attention.retention, attention.lightning
-        trained = *of_linear, delta_rule, attention.mamba2
+        trained = *of_linear, delta_rule, attention.mamba2, attention.based
         return call in trained
 
     def inputs(self, length, batch=1, seed=0):

@@ -6,6 +6,7 @@ import pytest
 import attention
 
 NAMES = "x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_states"
+STEPS = {"dt_softplus": True, "dt_limit": (0.2, 1.5)}
 
 
 def tensors(length=5, batch=1):
@@ -21,15 +22,15 @@ def tensors(length=5, batch=1):
 
 
 def loss(*leaves):
-    out, states = attention.mamba2(**dict(zip(NAMES, leaves)), dt_softplus=True, return_final_states=True)
+    out, states = attention.mamba2(**dict(zip(NAMES, leaves)), **STEPS, return_final_states=True)
     return out.float().square().sum() + states.square().sum()
 
 
 def wanted(leaves):
     """The gradients of `loss` by mamba2_backward, in the dtypes of the arguments."""
     arrays = dict(zip(NAMES, [a.detach() for a in leaves]))
-    out, states = attention.mamba2(**arrays, dt_softplus=True, return_final_states=True)
-    found = attention.mamba2_backward((2 * out.float()).to(out.dtype), **arrays, dt_softplus=True, dstates=2 * states)
+    out, states = attention.mamba2(**arrays, **STEPS, return_final_states=True)
+    found = attention.mamba2_backward((2 * out.float()).to(out.dtype), **arrays, **STEPS, dstates=2 * states)
     return [a.to(leaf.dtype) for a, leaf in zip(found, leaves, strict=True)]
 
 
@@ -96,12 +97,12 @@ def test_jax():
         leaves = {n: jax.numpy.asarray(a).astype("bfloat16" if n in tiles else "float32") for n, a in leaves.items()}
 
         def total(*arrays):
-            out, states = attention.mamba2(**dict(zip(NAMES, arrays)), dt_softplus=True, return_final_states=True)
+            out, states = attention.mamba2(**dict(zip(NAMES, arrays)), **STEPS, return_final_states=True)
             return (out.astype("float32") ** 2).sum() + (states**2).sum()
 
-        out, states = attention.mamba2(**leaves, dt_softplus=True, return_final_states=True)
+        out, states = attention.mamba2(**leaves, **STEPS, return_final_states=True)
         dout = (2 * out.astype("float32")).astype("bfloat16")
-        want = attention.mamba2_backward(dout, **leaves, dt_softplus=True, dstates=2 * states)
+        want = attention.mamba2_backward(dout, **leaves, **STEPS, dstates=2 * states)
         of_all = jax.grad(total, tuple(range(len(NAMES))))
         for got in of_all(*leaves.values()), jax.jit(of_all)(*leaves.values()):
             for name, a, b in zip(NAMES, got, want, strict=True):

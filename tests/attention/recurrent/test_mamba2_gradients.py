@@ -98,6 +98,16 @@ def test_without_what_may_be_left_out(place, family):
     assert (got["ddt"][args["dt"] < 0] == 0).all() and (got["ddt"][args["dt"] >= 0] != 0).all()
 
 
+@pytest.mark.parametrize("softplus", [False, True])
+def test_limits_of_steps(place, softplus):
+    """Beyond a limit a step has no gradient."""
+    args = case(70)
+    got = check(place, args, dt_softplus=softplus, dt_limit=(0.4, 0.9))
+    raw = args["dt"] + args["dt_bias"]
+    dt = np.logaddexp(raw, 0) if softplus else raw
+    assert ((got["ddt"] == 0) == ((dt < 0.4) | (dt > 0.9))).all() and (got["ddt"] != 0).any()
+
+
 @pytest.mark.parametrize("rate", [0.0, -5.0, -1000.0])
 @every_family
 def test_rates(place, rate, family):

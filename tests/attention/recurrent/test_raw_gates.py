@@ -131,7 +131,7 @@ def test_raw_inputs(place, name, member, channels, doubled, dtype, family):
 @pytest.mark.parametrize(("member", "channels"), [(delta_rule, False), (delta_rule, True), (linear, False), (linear, True)])
 def test_segments(place, nothing_known, member, channels):
     """A sequence that is long enough for several segments, whose states other kernels compute."""
-    agree(place, "softplus", 64 * 9 + 5, member, channels, l2norm=False)
+    agree(place, "softplus", 64 * 9 + 5, member, channels)
 
 
 @pytest.mark.parametrize(("member", "channels"), [(delta_rule, False), (delta_rule, True), (linear, False), (linear, True)])
@@ -199,9 +199,9 @@ def test_lengths_of_queries_and_keys_alone(place, key_dim, length):
     reference.assert_close(out, reference.linear(*exact, v)[0], low)
 
 
-@pytest.mark.parametrize(("member", "channels"), [(delta_rule, False), (linear, True)])
+@pytest.mark.parametrize(("member", "channels"), [(delta_rule, False), (delta_rule, True), (linear, True)])
 def test_no_pass_before_the_kernels(monkeypatch, nothing_known, member, channels):
-    """Raw gates and raw beta go into the chunk kernels: one launch, and no memory for gates."""
+    """Raw gates, raw beta and the norms of queries and keys go into the chunk kernels: one launch, and no memory."""
     monkeypatch.setattr(token_loop, "launch", lambda *_, **__: pytest.fail("the token loop was launched"))
     monkeypatch.setattr(gates, "evaluate", lambda *_: pytest.fail("gates were evaluated"))
     plans = []
@@ -210,9 +210,17 @@ def test_no_pass_before_the_kernels(monkeypatch, nothing_known, member, channels
     plan = getattr(module, name)
     monkeypatch.setattr(module, name, lambda *x: plans.append(plan(*x)) or plans[-1])
     q, k, v, b, of_gate = draw(70, channels)
-    member(q, k, v, decay=gates.softplus(*of_gate), **({"beta": gates.beta(b)} if member is delta_rule else {}))
+    more = {"beta": gates.beta(b)} if member is delta_rule else {}
+    member(q, k, v, decay=gates.softplus(*of_gate), **more, qk_l2norm=True)
     ((steps, scratch, *_),) = plans
     assert len(steps) == 1 and not scratch
+
+
+def test_as_compiled_for_hopper(as_compiled):
+    """The PTX of the kernel that passes inverse lengths through rings, for two chunks of which the last is shorter."""
+    as_compiled("sm_90a")
+    place = type("Compiled", (), {"put": staticmethod(lambda x: x), "get": staticmethod(lambda x: x)})
+    agree(place, "softplus", 70, delta_rule)
 
 
 # ---- gradients and graphs --------------------------------------------------------------------------------------------

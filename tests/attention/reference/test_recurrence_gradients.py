@@ -1,10 +1,10 @@
-"""attention/reference/linear_gradients.py and mamba2_gradients.py: the derivatives of attention.reference.linear and mamba2, by
+"""attention/reference/linear_gradients.py, mamba2_gradients.py and based_gradients.py: the derivatives of the recurrences, by
 finite differences of a loss of outputs and last state, along a random direction of each input."""
 
 import numpy as np
 import pytest
 
-from attention.reference import linear, linear_backward, mamba2, mamba2_backward
+from attention.reference import based, based_backward, linear, linear_backward, mamba2, mamba2_backward
 
 BATCH, LENGTH, HEADS, KEY_HEADS, DK, DV, STEP = 2, 7, 4, 2, 5, 3, 1e-6
 DECAYS = {"none": None, "head": (HEADS,), "token": (BATCH, LENGTH, HEADS), "channel": (BATCH, LENGTH, HEADS, DK)}
@@ -100,3 +100,15 @@ def test_finite_differences_of_mamba2(columns, packed, options):
         return (out * dout).sum() + (states * dstates).sum()
 
     compare(mamba2_backward(dout, **arrays, dstates=dstates, **options), arrays, loss)
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_finite_differences_of_based(normalize):
+    """Its states are those of linear attention, which has been differentiated."""
+    rng = np.random.default_rng(1)
+    q, k = rng.standard_normal((2, BATCH, LENGTH, HEADS, 16))
+    v, dout = rng.standard_normal((2, BATCH, LENGTH, HEADS, DV))
+    arrays = {"q": q, "k": k, "v": v}
+    gradients = based_backward(dout, **arrays, normalize=normalize, scale=-0.3)
+    del gradients["dinitial_state"]
+    compare(gradients, arrays, lambda **changed: (based(**arrays | changed, normalize=normalize, scale=-0.3)[0] * dout).sum())
