@@ -219,6 +219,19 @@ def test_compiles_whole(name):
         assert_near(a, b.double(), "gradient")
 
 
+def test_generates_compiled():
+    """The compiled layer updates the same cache, by the same numbers."""
+    layer, x = layer_of("gated delta"), inputs(1, 5)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        caches = [layer.new_cache(1) for _ in range(2)]
+        for part in x.split([4, 1], 1):
+            assert torch.equal(*[call(part, cache=cache) for call, cache in zip((layer, compiled), caches)])
+        for ours, theirs in zip(*caches):
+            assert torch.equal(ours, theirs) and ours.any()
+
+
 @pytest.mark.parametrize("name", ["kimi", "mamba2, all"])
 def test_autocast(name):
     layer, x = layer_of(name, torch.float32), inputs(1).float()

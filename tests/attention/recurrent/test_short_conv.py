@@ -83,10 +83,15 @@ def test_sizes(place, channels, width, dtype, params, silu):
     check(place, case(19, channels, width, dtype=dtype, params=params, silu=silu))
 
 
-def test_blocks_of_more_tokens(place, monkeypatch):
+def test_blocks_of_more_tokens(place):
     """A sequence in blocks of 32 tokens, the last of which is shorter; each needs dz of the next."""
     assert tokens_of_block(800, 1, 3) == 32 and tokens_of_block(2**20, 1, 132) == 256
     check(place, case(800, 8))
+
+
+def test_more_blocks_than_are_summed_at_once(place):
+    """Each sequence has one; a warp that sums adds 16 at a time, eight warps 128."""
+    check(place, case(3, 8, batch=150))
 
 
 def test_without_what_is_optional(place):
@@ -102,7 +107,7 @@ def test_without_what_is_optional(place):
 def test_packed_sequences_among_poison(place, monkeypatch):
     """Each sequence has the results that it has by itself. Padding is 0; a sequence without tokens passes its window on."""
     as_on_a_device(monkeypatch)
-    packing = Packing([0, 15, 3, 17, 0, 1, 40], neighbour=2, nobodys=37)
+    packing = Packing([0, 15, 3, 17, 0, 1, 40], neighbour=2, nobodys=25)
     count = len(packing.cu_seqlens) - 1
     args = case(int(packing.cu_seqlens[-1]), sequences=count)
     alone = check(place, args | {"cu_seqlens": packing.cu_seqlens})
