@@ -19,14 +19,14 @@ from collections.abc import Iterator
 from numba import cuda
 from numpy import int32
 
-from ops import divmod, store, subtile, truncate, warpgroup
-from ops.for_attention.triangular_inverse import TRIANGLE, inverse_transposed, store_parts
+from ops import divmod, rows, store, subtile, truncate, vstack, warpgroup
+from ops.for_attention.triangular_inverse import TRIANGLE, inverse_transposed, store_block_parts
 from tiles import fp32, inlined, ring, rt, shared, st
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.targets import Target
 
 from ..parts.recurrent import channel_decay
-from ..parts.recurrent.channel_decay import FLAG, Config
+from ..parts.recurrent.channel_decay import FLAG, TOKEN_GROUP, Config
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 from ..parts.recurrent.transposed_state import TransposedState
 
@@ -44,12 +44,25 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
 
 
 class KdaDecay(channel_decay.ChannelDecay):
-    """The decays of KDA's kernel, which also stores k'."""
+    """The decays of KDA's kernel, which also stores k', and has scores of keys with keys below those of queries."""
+
+    scored = 2 * TOKEN_GROUP
 
     @inlined
     def store_extra(self, decayed_keys, query, key, decay, strong):
         """Store k' = k exp(b - r)."""
         store(decayed_keys, key * decay)
+
+    @inlined
+    def stack_rows(self, query, key):
+        """The queries above the keys, both of which meet keys."""
+        return vstack(query, key)
+
+    @inlined
+    def round_scores(self, triangles, scores, warp, block):
+        """The scores of queries, rounded. Those of keys are stored to two triangles."""
+        store_block_parts(triangles, rows(scores, TOKEN_GROUP, 1), warp, block)
+        return self.dtype(rows(scores, TOKEN_GROUP, 0))
 
 
 @functools.cache
@@ -105,14 +118,15 @@ def make(config: Config):
                 queries, keys, gates = q.wait(j), k.wait(j), g.wait(j)
                 seq_layout.zero_other_rows(keys, seq.remaining(j))
                 seq_layout.zero_other_rows(gates, seq.remaining(j))
-                beta = warpgroup.load(betas, COL_VEC, (seq.batch, seq.chunk_start(j), head), cols=1)
                 sums = gates if IN_PLACE else gate_sums
                 b_last, strong = decay.cumsum_gates(sums, gates, warp)
-                if strong:
-                    warpgroup.store(p.claim(j), decay.anchored_scores(queries, keys, sums, warp, INPUT))
-                    store_parts(high, low, decay.anchored_scores(keys, keys, sums, warp, fp32))
-                    warpgroup.sync()
                 decayed_keys = k_decayed.claim(j)
+                if strong:
+                    scores = decay.anchored_scores(queries, keys, (high, low), sums, decayed_keys, warp)
+                    warpgroup.store(p.claim(j), scores)
+                    warpgroup.sync()
+                    b_last = decay.load_last_sums(sums, warp)  # again: held over the scores, it would spill
+                beta = warpgroup.load(betas, COL_VEC, (seq.batch, seq.chunk_start(j), head), cols=1)
                 decay.factor_decays(
                     queries, keys, decayed_keys, sums, b_last, state_decay.claim(j), flag.claim(j), warp, strong
                 )

@@ -18,18 +18,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from numpy import int32
+from numpy import float32, int32
 
 from ops import (
+    abs,
     col_index,
+    columns,
     cumsum_columns,
     equal,
     exp2,
     hstack,
+    less,
     load,
     load_row,
     load_row_of_group,
-    minimum,
     mma_ABt,
     row_index,
     store,
@@ -128,6 +130,7 @@ class ChannelDecay:
     key_dim: int
     dtype: dtype
     consumers: int
+    scored = TOKEN_GROUP  # rows of scores of TOKEN_GROUP tokens
 
     @property
     def warp_tile(self):
@@ -143,6 +146,21 @@ class ChannelDecay:
     def channel_vec(self):
         """A register vector of all channels."""
         return rt(16, self.key_dim, fp32).row_vec
+
+    @property
+    def operand(self):
+        """A register tile of TOKEN_GROUP tokens and a warp's channels, for a product."""
+        return rt(TOKEN_GROUP, self.warp_tile.cols, self.dtype)
+
+    @property
+    def square(self):
+        """The scores of TOKEN_GROUP tokens with so many keys."""
+        return rt(self.scored, TOKEN_GROUP, fp32)
+
+    @property
+    def square_pair(self):
+        """The scores of TOKEN_GROUP tokens with twice as many keys."""
+        return rt(self.scored, 2 * TOKEN_GROUP, fp32)
 
     @property
     def min_log2_decay(self):
@@ -194,7 +212,7 @@ class ChannelDecay:
     @inlined
     def load_last_sums(self, sums, warp):
         """b_last of the warp's channels, in powers of 2."""
-        return load_row(self.warp_part(sums, warp), self.warp_tile.row_vec, CHUNK - 1) * LOG2_E
+        return load_row(self.warp_part(sums, warp), self.warp_tile.row_vec, CHUNK - 1, fenced=False) * LOG2_E
 
     @inlined
     def factor_decays(self, queries, keys, extra, sums, b_last, state_decay, flag, warp, strong):
@@ -202,10 +220,10 @@ class ChannelDecay:
         `strong` to `flag`."""
         r_query, r_key = b_last * (0.0 if strong else 0.5), b_last * (1.0 if strong else 0.5)
         for i in range(CHUNK // TOKEN_GROUP):
-            b = load(self.group_part(sums, i, warp), self.group_tile) * LOG2_E
-            key = load(self.group_part(keys, i, warp), self.group_tile)
+            b = load(self.group_part(sums, i, warp), self.group_tile, fenced=False) * LOG2_E
+            key = load(self.group_part(keys, i, warp), self.group_tile, fenced=False)
             decay = exp2(b - r_query)
-            query = load(self.group_part(queries, i, warp), self.group_tile) * decay
+            query = load(self.group_part(queries, i, warp), self.group_tile, fenced=False) * decay
             store(self.group_part(queries, i, warp), query)
             self.store_extra(self.group_part(extra, i, warp), query, key, decay, strong)
             store(self.group_part(keys, i, warp), key * exp2(r_key - b))
@@ -218,61 +236,101 @@ class ChannelDecay:
         """Store what else a kernel needs of a group of tokens. query: their q'. decay: exp(b - r)."""
 
     @inlined
-    def anchored_scores(self, queries, keys, sums, warp, of):
+    def anchored_scores(self, queries, keys, extra, sums, far_keys, warp):
         """The scores q_i . (exp(b_i - b_j) k_j) of a chunk, 16 rows i in each warp, for j <= i; 0 elsewhere. For any decays:
-        each block of scores is a product whose factors, exp(b_i - b_a) and exp(b_a - b_j), have an anchor a between its keys
-        and its queries, so that both are at most 1. of: the dtype of the result."""
-        diagonal_square, nothing = of(self.anchored_square(queries, keys, sums, warp)), zeros(SQUARE)
-        first, second, third = nothing, nothing, nothing
-        if warp > 0:
-            first = self.anchored_block(queries, keys, sums, warp, 0)
-        first = of(first)
-        if warp > 1:
-            second = self.anchored_block(queries, keys, sums, warp, 1)
-        second = of(second)
-        if warp > 2:
-            third = self.anchored_block(queries, keys, sums, warp, 2)
-        left = hstack(diagonal_square if warp == 0 else first, diagonal_square if warp == 1 else second)
-        return hstack(left, hstack(diagonal_square if warp == 2 else of(third), diagonal_square if warp == 3 else of(nothing)))
+        the chunk is halved recursively, and queries of a later half meet keys of the earlier one, both decayed to or from the
+        later half's first token, the anchor, so that no factor is greater than 1. far_keys: memory as for a chunk's keys.
+        extra: what `round_scores` stores to."""
+        self.store_far_keys(far_keys, keys, sums, warp)
+        near = self.round_scores(extra, self.anchored_square(queries, keys, sums, warp), warp, warp)
+        warpgroup.sync()
+        nothing = self.dtype(zeros(SQUARE))
+        first, second, before = nothing, nothing, nothing
+        if warp >= 2:
+            earlier = subtile(far_keys, 2 * TOKEN_GROUP, 0)
+            scores = self.anchored_block(zeros(self.square_pair), queries, keys, sums, earlier, warp, 2)
+            first = self.round_scores(extra, columns(scores, TOKEN_GROUP, 0), warp, 0)
+            second = self.round_scores(extra, columns(scores, TOKEN_GROUP, 1), warp, 1)
+        if warp % 2 == 1:
+            earlier = subtile(far_keys, TOKEN_GROUP, 2 + warp // 2)
+            scores = self.anchored_block(zeros(self.square), queries, keys, sums, earlier, warp, warp)
+            before = self.round_scores(extra, scores, warp, warp - 1)
+        for block in range(warp + 1, warpgroup.WARPGROUP):
+            self.round_scores(extra, zeros(self.square), warp, block)
+        first = near if warp == 0 else before if warp == 1 else first
+        second = near if warp == 1 else second
+        third = near if warp == 2 else before if warp == 3 else nothing
+        return hstack(hstack(first, second), hstack(third, near if warp == 3 else nothing))
 
     @inlined
-    def anchored_block(self, queries, keys, sums, warp, block):
-        """The scores of a warp's 16 queries with an earlier block of 16 keys, anchored at the first query."""
-        s = zeros(SQUARE)
+    def store_far_keys(self, far_keys, keys, sums, warp):
+        """Write the keys that meet queries of other warps, decayed to their anchors: of the first two warps for the last two,
+        then of warps 0 and 2 for the warp after each."""
+        if warp < 2:
+            self.store_anchored_keys(subtile(far_keys, TOKEN_GROUP, warp), keys, sums, warp, 2)
+        if warp % 2 == 0:
+            self.store_anchored_keys(subtile(far_keys, TOKEN_GROUP, 2 + warp // 2), keys, sums, warp, warp + 1)
+
+    @inlined
+    def store_anchored_keys(self, target, keys, sums, warp, later):
+        """Write a warp's 16 keys, decayed to the first token of warp `later`."""
         for i in range(warpgroup.WARPGROUP):  # the channels of each warp
-            anchor = load_row(self.warp_part(sums, i), self.warp_tile.row_vec, TOKEN_GROUP * warp)
-            query = self.anchor_rows(queries, sums, warp, i, anchor, 1.0)
-            s = mma_ABt(s, query, self.anchor_rows(keys, sums, block, i, anchor, -1.0))
-        return s
+            key = self.load_rows(keys, warp, i) * self.anchored_decay(sums, warp, i, later)
+            store(subtile(target, TOKEN_GROUP, 0, self.warp_tile.cols, i), key)
 
     @inlined
-    def anchored_square(self, queries, keys, sums, warp):
-        """The scores of a warp's 16 queries with its 16 keys, halved recursively: queries of the later half of 16, 8, 4 and 2
-        tokens with keys of the earlier half, anchored at the later half's first token. And those of tokens with themselves."""
-        row, col = row_index(SQUARE.col_vec), col_index(SQUARE.row_vec)
-        scores = zeros(SQUARE)
+    def anchored_block(self, scores, queries, keys, sums, far_keys, warp, later):
+        """Add the scores of a warp's 16 queries, decayed from the first token of warp `later`, with far keys."""
         for i in range(warpgroup.WARPGROUP):
-            query = self.dtype(load(self.group_part(queries, warp, i), self.group_tile))
-            scores = mma_ABt(scores, query, self.dtype(load(self.group_part(keys, warp, i), self.group_tile)))
-        scores = where(equal(row, col), scores, 0.0)
-        for level in range(LEVELS):
-            size = int32(TOKEN_GROUP >> level)
-            half = int32(size // 2)
-            s = zeros(SQUARE)
-            for i in range(warpgroup.WARPGROUP):
-                b = self.group_part(sums, warp, i)  # anchors are loaded twice: held over the queries, they would spill in KDA
-                query = self.anchor_rows(queries, sums, warp, i, load_row_of_group(b, self.group_tile, size, half), 1.0)
-                key = self.anchor_rows(keys, sums, warp, i, load_row_of_group(b, self.group_tile, size, half), -1.0)
-                s = mma_ABt(s, query, key)
-            scores = where(equal(row // size, col // size) & (row // half > col // half), s, scores)
+            decay = self.anchored_decay(sums, warp, i, later)
+            rows = self.stack_rows(self.load_rows(queries, warp, i) * decay, self.load_rows(keys, warp, i) * decay)
+            scores = mma_ABt(scores, rows, subtile(far_keys, far_keys.rows, 0, self.warp_tile.cols, i))
         return scores
 
     @inlined
-    def anchor_rows(self, rows, sums, block, i, anchor, sign):
-        """Queries (sign 1) or keys (sign -1) of the block of 16 tokens, in warp i's channels, decayed from or to
-        their anchors. Rows on the wrong side of an anchor, which take no part in a product, stay as they are."""
-        log_decay = minimum((load(self.group_part(sums, block, i), self.group_tile) - anchor) * (sign * LOG2_E), 0.0)
-        return self.dtype(load(self.group_part(rows, block, i), self.group_tile) * exp2(log_decay))
+    def anchored_decay(self, sums, warp, i, later):
+        """exp(-|b - b_a|) of a warp's 16 tokens in the channels of warp i, where a is the first token of warp `later`."""
+        b = load(self.group_part(sums, warp, i), self.group_tile, fenced=False)
+        anchor = load_row(self.warp_part(sums, i), self.warp_tile.row_vec, TOKEN_GROUP * later, fenced=False)
+        return self.dtype(exp2(abs(b - anchor) * -LOG2_E))
+
+    @inlined
+    def anchored_square(self, queries, keys, sums, warp):
+        """The scores of a warp's 16 queries with its 16 keys. Those of groups of 8, 4 and 2 tokens take the place of those that
+        greater groups' anchors gave them, and last those of tokens with themselves."""
+        row, col = row_index(self.square.col_vec) % TOKEN_GROUP, col_index(self.square.row_vec)
+        scores, part = zeros(self.square), float32(1 / TOKEN_GROUP)
+        for level in range(LEVELS):
+            size = int32(TOKEN_GROUP >> level)
+            s = zeros(self.square)
+            for i in range(warpgroup.WARPGROUP):
+                b = self.group_part(sums, warp, i)
+                anchor = load_row_of_group(b, self.group_tile, size, size // 2, fenced=False)
+                decay = self.dtype(exp2(abs(load(b, self.group_tile, fenced=False) - anchor) * -LOG2_E))
+                key = self.load_rows(keys, warp, i) * decay
+                s = mma_ABt(s, self.stack_rows(self.load_rows(queries, warp, i) * decay, key), key)
+            scores = where(equal(row * part // 1, col * part // 1), s, scores)
+            part = part * 2
+        s = zeros(self.square)
+        for i in range(warpgroup.WARPGROUP):
+            key = self.load_rows(keys, warp, i)
+            s = mma_ABt(s, self.stack_rows(self.load_rows(queries, warp, i), key), key)
+        return where(less(row, col), 0.0, where(equal(row, col), s, scores))
+
+    @inlined
+    def load_rows(self, tile, block, i):
+        """The rows of the block of 16 tokens in the channels of warp i, for a product."""
+        return load(self.group_part(tile, block, i), self.operand, fenced=False)
+
+    @inlined
+    def stack_rows(self, query, key):
+        """What meets keys, of the queries and the keys of 16 tokens: the queries."""
+        return query
+
+    @inlined
+    def round_scores(self, extra, scores, warp, block):
+        """The scores of a warp's 16 queries with a block of 16 keys, rounded."""
+        return self.dtype(scores)
 
     @inlined
     def is_strong(self, flag):
