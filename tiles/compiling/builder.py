@@ -121,6 +121,7 @@ class Builder(ir.IRBuilder):
 
     def real(self, value):
         """An fp32 number, from a Python or LLVM number."""
+        value = getattr(value, "constant", value)
         if isinstance(value, (int, float)):
             return ir.Constant(f32, float(value))
         if value.type == ir.DoubleType():

@@ -242,7 +242,7 @@ class ChannelDecay:
         later half's first token, the anchor, so that no factor is greater than 1. far_keys: memory as for a chunk's keys.
         extra: what `round_scores` stores to."""
         self.store_far_keys(far_keys, keys, sums, warp)
-        near = self.round_scores(extra, self.anchored_square(queries, keys, sums, warp), warp, warp)
+        near = self.round_scores(extra, self.near_scores(queries, keys, sums, warp), warp, warp)
         warpgroup.sync()
         nothing = self.dtype(zeros(SQUARE))
         first, second, before = nothing, nothing, nothing
@@ -295,9 +295,47 @@ class ChannelDecay:
         return self.dtype(exp2(abs(b - anchor) * -LOG2_E))
 
     @inlined
-    def anchored_square(self, queries, keys, sums, warp):
-        """The scores of a warp's 16 queries with its 16 keys. Those of groups of 8, 4 and 2 tokens take the place of those that
-        greater groups' anchors gave them, and last those of tokens with themselves."""
+    def near_scores(self, queries, keys, sums, warp):
+        """The scores of a warp's 16 queries with its 16 keys."""
+        if self.is_mild(sums, warp):
+            scores = self.centred_scores(queries, keys, sums, warp)
+        else:
+            scores = self.halved_scores(queries, keys, sums, warp)
+        row, col = row_index(self.square.col_vec) % TOKEN_GROUP, col_index(self.square.row_vec)
+        return where(less(row, col), 0.0, scores)
+
+    @inlined
+    def is_mild(self, sums, warp):
+        """Do a warp's 16 tokens decay so little that one reference serves them all?"""
+        least = float32(0.0)
+        for i in range(warpgroup.WARPGROUP):
+            first, last = self.edge_sums(sums, warp, i)
+            least = min(least, tile_min(last - first))
+        return least * LOG2_E > self.min_log2_decay
+
+    @inlined
+    def edge_sums(self, sums, warp, i):
+        """b of the first and of the last one of a warp's 16 tokens, in the channels of warp i."""
+        rows, kind = self.group_part(sums, warp, i), self.warp_tile.row_vec
+        return load_row(rows, kind, 0, fenced=False), load_row(rows, kind, TOKEN_GROUP - 1, fenced=False)
+
+    @inlined
+    def centred_scores(self, queries, keys, sums, warp):
+        """`near_scores` with the middle of the sums as the one reference."""
+        scores = zeros(self.square)
+        for i in range(warpgroup.WARPGROUP):
+            first, last = self.edge_sums(sums, warp, i)
+            b = load(self.group_part(sums, warp, i), self.group_tile, fenced=False)
+            b = (b - (first + last) * 0.5) * LOG2_E
+            decay, key = self.dtype(exp2(b)), self.load_rows(keys, warp, i)
+            rows = self.stack_rows(self.load_rows(queries, warp, i) * decay, key * decay)
+            scores = mma_ABt(scores, rows, key * self.dtype(exp2(-b)))
+        return scores
+
+    @inlined
+    def halved_scores(self, queries, keys, sums, warp):
+        """`near_scores` for any decays. Those of groups of 8, 4 and 2 tokens take the place of those that greater groups'
+        anchors gave them, and last those of tokens with themselves."""
         row, col = row_index(self.square.col_vec) % TOKEN_GROUP, col_index(self.square.row_vec)
         scores, part = zeros(self.square), float32(1 / TOKEN_GROUP)
         for level in range(LEVELS):
@@ -315,7 +353,7 @@ class ChannelDecay:
         for i in range(warpgroup.WARPGROUP):
             key = self.load_rows(keys, warp, i)
             s = mma_ABt(s, self.stack_rows(self.load_rows(queries, warp, i), key), key)
-        return where(less(row, col), 0.0, where(equal(row, col), s, scores))
+        return where(equal(row, col), s, scores)
 
     @inlined
     def load_rows(self, tile, block, i):
