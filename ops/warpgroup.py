@@ -26,11 +26,11 @@ from .memory.zero_rows import zero_first_rows, zero_rows
 from .reductions.across_warps import lower_scope, reduced, voted
 from .shape.diagonal import on_diagonal, own_block, own_rows
 from .shape.subtile import subtile as _subtile
-from .threads.warpgroups import ping_pong, sync_several
+from .threads.warpgroups import handover, ping_pong, sync_several
 from .threads.warps import FOUR_WARPS, THREADS
 
 __all__ = [
-    "ROWS", "THREADS", "causal", "claim_registers", "finish", "give_back", "id", "issue_AB", "issue_ABt", "load",
+    "ROWS", "THREADS", "causal", "claim_registers", "finish", "give_back", "handover", "id", "issue_AB", "issue_ABt", "load",
     "load_transposed", "lower_fill", "mm_AB", "mm_ABt", "mm_AtB", "mm_AtBt", "mma_AB", "mma_ABt", "mma_AtB", "mma_AtBt",
     "on_diagonal", "outside_fill", "own_block", "own_rows", "ping_pong", "quarter", "rank", "reduce_all", "reduce_any",
     "reduce_max", "reduce_min", "reduce_prod", "reduce_sum", "release_registers", "row_index", "send", "step_AB",

@@ -118,6 +118,7 @@ def make(config: Config):
                 queries, keys, gates = q.wait(j), k.wait(j), g.wait(j)
                 seq_layout.zero_other_rows(keys, seq.remaining(j))
                 seq_layout.zero_other_rows(gates, seq.remaining(j))
+                beta = warpgroup.load(betas, COL_VEC, (seq.batch, seq.chunk_start(j), head), cols=1)
                 sums = gates if IN_PLACE else gate_sums
                 b_last, strong = decay.cumsum_gates(sums, gates, warp)
                 decayed_keys = k_decayed.claim(j)
@@ -126,7 +127,6 @@ def make(config: Config):
                     warpgroup.store(p.claim(j), scores)
                     warpgroup.sync()
                     b_last = decay.load_last_sums(sums, warp)  # again: held over the scores, it would spill
-                beta = warpgroup.load(betas, COL_VEC, (seq.batch, seq.chunk_start(j), head), cols=1)
                 decay.factor_decays(
                     queries, keys, decayed_keys, sums, b_last, state_decay.claim(j), flag.claim(j), warp, strong
                 )

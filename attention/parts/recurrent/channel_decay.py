@@ -51,6 +51,7 @@ from .tokens import CHUNK, COLUMNS
 PANEL = 128  # bytes of a row of a panel, at most: the widest swizzle
 TOKEN_GROUP = 16  # tokens that a warp decays at once: of more, the registers would spill
 SQUARE = rt(TOKEN_GROUP, TOKEN_GROUP, fp32)  # the scores of so many queries and keys
+HALVES, PAIRS = warpgroup.handover(4), warpgroup.handover(2, first=2)  # later warps wait for earlier ones' keys
 LEVELS = 4  # how often a square is halved: to single tokens
 FLAG = sv(16, fp32)  # is a chunk strong? 1 or 0
 FLAG_VEC = rt(16, FLAG.length, fp32).row_vec
@@ -243,15 +244,16 @@ class ChannelDecay:
         extra: what `round_scores` stores to."""
         self.store_far_keys(far_keys, keys, sums, warp)
         near = self.round_scores(extra, self.near_scores(queries, keys, sums, warp), warp, warp)
-        warpgroup.sync()
         nothing = self.dtype(zeros(SQUARE))
         first, second, before = nothing, nothing, nothing
         if warp >= 2:
+            HALVES.take(0)
             earlier = subtile(far_keys, 2 * TOKEN_GROUP, 0)
             scores = self.anchored_block(zeros(self.square_pair), queries, keys, sums, earlier, warp, 2)
             first = self.round_scores(extra, columns(scores, TOKEN_GROUP, 0), warp, 0)
             second = self.round_scores(extra, columns(scores, TOKEN_GROUP, 1), warp, 1)
         if warp % 2 == 1:
+            PAIRS.take(warp // 2)
             earlier = subtile(far_keys, TOKEN_GROUP, 2 + warp // 2)
             scores = self.anchored_block(zeros(self.square), queries, keys, sums, earlier, warp, warp)
             before = self.round_scores(extra, scores, warp, warp - 1)
@@ -268,8 +270,10 @@ class ChannelDecay:
         then of warps 0 and 2 for the warp after each."""
         if warp < 2:
             self.store_anchored_keys(subtile(far_keys, TOKEN_GROUP, warp), keys, sums, warp, 2)
+            HALVES.give(0)
         if warp % 2 == 0:
             self.store_anchored_keys(subtile(far_keys, TOKEN_GROUP, 2 + warp // 2), keys, sums, warp, warp + 1)
+            PAIRS.give(warp // 2)
 
     @inlined
     def store_anchored_keys(self, target, keys, sums, warp, later):
