@@ -346,9 +346,10 @@ class ChannelDecay:
             size = int32(TOKEN_GROUP >> level)
             s = zeros(self.square)
             for i in range(warpgroup.WARPGROUP):
-                b = self.group_part(sums, warp, i)
-                anchor = load_row_of_group(b, self.group_tile, size, size // 2, fenced=False)
-                decay = self.dtype(exp2(abs(load(b, self.group_tile, fenced=False) - anchor) * -LOG2_E))
+                rows = self.group_part(sums, warp, i)
+                b = load(rows, self.group_tile, fenced=False)
+                b = b - load_row_of_group(rows, self.group_tile, size, size // 2, fenced=False)
+                decay = self.dtype(exp2(abs(b) * -LOG2_E))
                 key = self.load_rows(keys, warp, i) * decay
                 s = mma_ABt(s, self.stack_rows(self.load_rows(queries, warp, i) * decay, key), key)
             scores = where(equal(row * part // 1, col * part // 1), s, scores)
