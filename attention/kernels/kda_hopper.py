@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from numba import cuda
 from numpy import int32
 
-from ops import divmod, rows, store, subtile, truncate, vstack, warpgroup
-from ops.for_attention.triangular_inverse import TRIANGLE, inverse_transposed, store_block_parts
+from ops import divmod, rows, store, subtile, truncate, vstack, warpgroup, zeros
+from ops.for_attention.triangular_inverse import TRIANGLE, inverse_transposed, store_block_parts, store_parts
 from tiles import fp32, inlined, ring, rt, shared, st
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.targets import Target
@@ -114,11 +114,12 @@ def make(config: Config):
             warp = int32(cuda.threadIdx.x // 32) - PREPARER * WARPS
             rings, arrays = (q, k, v, g), (gQ, gK, gV, gGates)
             decay.fill(rings, arrays, 0, n, seq, head, key_head, block)
+            beta = warpgroup.load(betas, COL_VEC, (seq.batch, seq.chunk_start(0), head), cols=1)
+            store_parts(high, low, zeros(SCORES))  # blocks above the diagonal are read, if not looked at
             for j in range(n):
                 queries, keys, gates = q.wait(j), k.wait(j), g.wait(j)
                 seq_layout.zero_other_rows(keys, seq.remaining(j))
                 seq_layout.zero_other_rows(gates, seq.remaining(j))
-                beta = warpgroup.load(betas, COL_VEC, (seq.batch, seq.chunk_start(j), head), cols=1)
                 sums = gates if IN_PLACE else gate_sums
                 b_last, strong = decay.cumsum_gates(sums, gates, warp)
                 decayed_keys = k_decayed.claim(j)
@@ -148,7 +149,8 @@ def make(config: Config):
                 k.release(j)
                 x = inverse_transposed(a * beta, high, low)
                 warpgroup.store(t.claim(j), x * beta)
-                t.publish(j)
+                t.publish(j)  # a load under way would be waited for at each fence
+                beta = warpgroup.load(betas, COL_VEC, (seq.batch, seq.chunk_start(j + 1), head), cols=1)
         else:
             if CLAIMS:
                 warpgroup.claim_registers(consumer_registers)

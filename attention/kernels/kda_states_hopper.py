@@ -12,7 +12,7 @@ from numba import cuda
 from numpy import float32, int32
 
 from ops import col_index, divmod, equal, exp2, load, store, subtile, truncate, warpgroup, where, zeros
-from ops.for_attention.triangular_inverse import TRIANGLE, inverse_transposed, store_block_parts
+from ops.for_attention.triangular_inverse import TRIANGLE, inverse_transposed, store_block_parts, store_parts
 from tiles import fp32, inlined, ring, rt, shared, st
 from tiles.launching.arguments import ENDS, INT, array, tiled
 from tiles.targets import Target
@@ -103,6 +103,7 @@ def make(config: Config):
             warp = int32(cuda.threadIdx.x // 32) - PREPARER * WARPS
             rings, arrays = (k, v, g), (gK, gV, gGates)
             decay.fill_keys(rings, arrays, 0, n, seq, head, key_head, block)
+            store_parts(high, low, zeros(SCORES))  # blocks above the diagonal are read, if not looked at
             for j in range(n):
                 keys, gates = k.wait(j), g.wait(j)
                 seq_layout.zero_other_rows(keys, seq.remaining(j))

@@ -241,7 +241,7 @@ class ChannelDecay:
         """The scores q_i . (exp(b_i - b_j) k_j) of a chunk, 16 rows i in each warp, for j <= i; 0 elsewhere. For any decays:
         the chunk is halved recursively, and queries of a later half meet keys of the earlier one, both decayed to or from the
         later half's first token, the anchor, so that no factor is greater than 1. far_keys: memory as for a chunk's keys.
-        extra: what `round_scores` stores to."""
+        extra: what `round_scores` stores to: nothing above the diagonal."""
         self.store_far_keys(far_keys, keys, sums, warp)
         near = self.round_scores(extra, self.near_scores(queries, keys, sums, warp), warp, warp)
         nothing = self.dtype(zeros(SQUARE))
@@ -257,8 +257,6 @@ class ChannelDecay:
             earlier = subtile(far_keys, TOKEN_GROUP, 2 + warp // 2)
             scores = self.anchored_block(zeros(self.square), queries, keys, sums, earlier, warp, warp)
             before = self.round_scores(extra, scores, warp, warp - 1)
-        for block in range(warp + 1, warpgroup.WARPGROUP):
-            self.round_scores(extra, zeros(self.square), warp, block)
         first = near if warp == 0 else before if warp == 1 else first
         second = near if warp == 1 else second
         third = near if warp == 2 else before if warp == 3 else nothing
