@@ -127,7 +127,6 @@ def make(config: Config):
                     scores = decay.anchored_scores(queries, keys, (high, low), sums, decayed_keys, warp)
                     warpgroup.store(p.claim(j), scores)
                     warpgroup.sync()
-                    b_last = decay.load_last_sums(sums, warp)  # again: held over the scores, it would spill
                 decay.factor_decays(
                     queries, keys, decayed_keys, sums, b_last, state_decay.claim(j), flag.claim(j), warp, strong
                 )

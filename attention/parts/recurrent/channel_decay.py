@@ -338,7 +338,6 @@ class ChannelDecay:
     def halved_scores(self, queries, keys, sums, warp):
         """`near_scores` for any decays. Those of groups of 8, 4 and 2 tokens take the place of those that greater groups'
         anchors gave them, and last those of tokens with themselves."""
-        row, col = row_index(self.square.col_vec) % TOKEN_GROUP, col_index(self.square.row_vec)
         scores, part = zeros(self.square), float32(1 / TOKEN_GROUP)
         for level in range(LEVELS):
             size = int32(TOKEN_GROUP >> level)
@@ -350,12 +349,14 @@ class ChannelDecay:
                 decay = self.dtype(exp2(abs(b) * -LOG2_E))
                 key = self.load_rows(keys, warp, i) * decay
                 s = mma_ABt(s, self.stack_rows(self.load_rows(queries, warp, i) * decay, key), key)
+            row, col = row_index(self.square.col_vec) % TOKEN_GROUP, col_index(self.square.row_vec)
             scores = where(equal(row * part // 1, col * part // 1), s, scores)
             part = part * 2
         s = zeros(self.square)
         for i in range(warpgroup.WARPGROUP):
             key = self.load_rows(keys, warp, i)
             s = mma_ABt(s, self.stack_rows(self.load_rows(queries, warp, i), key), key)
+        row, col = row_index(self.square.col_vec) % TOKEN_GROUP, col_index(self.square.row_vec)
         return where(equal(row, col), s, scores)
 
     @inlined
