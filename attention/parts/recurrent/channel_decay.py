@@ -52,7 +52,6 @@ PANEL = 128  # bytes of a row of a panel, at most: the widest swizzle
 TOKEN_GROUP = 16  # tokens that a warp decays at once: of more, the registers would spill
 SQUARE = rt(TOKEN_GROUP, TOKEN_GROUP, fp32)  # the scores of so many queries and keys
 HALVES, PAIRS = warpgroup.handover(4), warpgroup.handover(2, first=2)  # later warps wait for earlier ones' keys
-LEVELS = 4  # how often a square is halved: to single tokens
 FLAG = sv(16, fp32)  # is a chunk strong? 1 or 0
 FLAG_VEC = rt(16, FLAG.length, fp32).row_vec
 MIN_LOG2_DECAY = {bf16: -86.0, fp16: -11.0}  # what b - r may be, in powers of 2, without q' and k* losing precision
@@ -338,20 +337,19 @@ class ChannelDecay:
     def halved_scores(self, queries, keys, sums, warp):
         """`near_scores` for any decays. Those of groups of 8, 4 and 2 tokens take the place of those that greater groups'
         anchors gave them, and last those of tokens with themselves."""
-        scores, part = zeros(self.square), float32(1 / TOKEN_GROUP)
-        for level in range(LEVELS):
-            size = int32(TOKEN_GROUP >> level)
+        scores, size = zeros(self.square), int32(TOKEN_GROUP)
+        while size > 1:
             s = zeros(self.square)
             for i in range(warpgroup.WARPGROUP):
                 rows = self.group_part(sums, warp, i)
                 b = load(rows, self.group_tile, fenced=False)
-                b = b - load_row_of_group(rows, self.group_tile, size, size // 2, fenced=False)
+                b = b - load_row_of_group(rows, self.group_tile, size, size >> 1, fenced=False)
                 decay = self.dtype(exp2(abs(b) * -LOG2_E))
                 key = self.load_rows(keys, warp, i) * decay
                 s = mma_ABt(s, self.stack_rows(self.load_rows(queries, warp, i) * decay, key), key)
             row, col = row_index(self.square.col_vec) % TOKEN_GROUP, col_index(self.square.row_vec)
-            scores = where(equal(row * part // 1, col * part // 1), s, scores)
-            part = part * 2
+            scores = where(equal(row * (1 / size) // 1, col * (1 / size) // 1), s, scores)
+            size = size >> 1
         s = zeros(self.square)
         for i in range(warpgroup.WARPGROUP):
             key = self.load_rows(keys, warp, i)
