@@ -19,9 +19,11 @@ __all__ = [
     "append",
     "backward",
     "based",
+    "based_backward",
     "block_lists",
     "decode",
     "delta_rule",
+    "delta_rule_backward",
     "dropout_mask",
     "forward",
     "gla",
@@ -31,10 +33,13 @@ __all__ = [
     "linear_backward",
     "linear_step",
     "mamba2",
+    "mamba2_backward",
     "mla_decode",
     "quantize",
     "register_torch_ops",
     "retention",
+    "short_conv",
+    "short_conv_backward",
 ]
 
 _HOMES = {  # module: its public functions
@@ -43,11 +48,15 @@ _HOMES = {  # module: its public functions
     "dropout": ("dropout_mask",),
     "public.mla_decoding": ("mla_decode",),
     "public.based_features": ("based",),
+    "public.based_gradients": ("based_backward",),
+    "public.delta_gradients": ("delta_rule_backward",),
     "public.delta_rules": ("delta_rule",),
     "public.hedgehog_features": ("hedgehog",),
     "public.linear_family": ("gla", "lightning", "linear", "retention"),
     "public.linear_gradients": ("linear_backward",),
     "public.mamba": ("mamba2",),
+    "public.mamba_gradients": ("mamba2_backward",),
+    "public.short_convolution": ("short_conv", "short_conv_backward"),
     "public.token_steps": ("linear_step",),
     "public.softmax_backward": ("backward",),
     "public.decoding": ("decode",),
@@ -56,17 +65,22 @@ _HOMES = {  # module: its public functions
 }
 
 if TYPE_CHECKING:  # for editors and type checkers
+    from . import gates as gates
     from .dropout import dropout_mask
     from .public.based_features import based
+    from .public.based_gradients import based_backward
     from .public.cache_append import append
     from .public.cache_quantize import quantize
     from .public.decoding import decode
+    from .public.delta_gradients import delta_rule_backward
     from .public.delta_rules import delta_rule
     from .public.hedgehog_features import hedgehog
     from .public.linear_family import gla, lightning, linear, retention
     from .public.linear_gradients import linear_backward
     from .public.mamba import mamba2
+    from .public.mamba_gradients import mamba2_backward
     from .public.mla_decoding import mla_decode
+    from .public.short_convolution import short_conv, short_conv_backward
     from .public.softmax_backward import backward
     from .public.softmax_forward import block_lists, forward
     from .public.token_steps import linear_step
@@ -75,6 +89,8 @@ else:
 
     def __getattr__(name: str) -> object:
         """Import the public function of this name, and make it an ordinary attribute of the package."""
+        if name == "gates":  # a module whose functions go into calls: attention.gates.softplus(..)
+            return _import_module(".gates", __name__)
         for home, names in _HOMES.items():
             if name in names:
                 with _importable["uncollected"]():
@@ -84,4 +100,4 @@ else:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, "gates"})

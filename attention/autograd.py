@@ -195,17 +195,18 @@ def attend_with_gradients(arguments: dict[str, Any], return_lse: bool) -> Any:
     return results if return_lse else results[0]
 
 
-def autocast_inputs(arrays: dict[str, Any]) -> dict[str, Any]:
-    """The arrays with q, k and v of float32 in the dtype that torch.autocast asks for. NotImplementedError: one of them has a
-    tangent."""
+def autocast_inputs(arrays: dict[str, Any], tiles: Sequence[str] = "qkv") -> dict[str, Any]:
+    """The arrays with tiles of float32 in the dtype that torch.autocast asks for. tiles: names of arrays, of which the first is
+    there. NotImplementedError: one of the arrays has a tangent."""
     if with_tangents():
         for name, x in arrays.items():
             refuse_tangent(x, name)
-    kind = arrays["q"].device.type if isinstance(arrays["q"], torch.Tensor) else None
+    first = arrays[tiles[0]]
+    kind = first.device.type if isinstance(first, torch.Tensor) else None
     if kind not in DEVICES or not torch.is_autocast_enabled(kind):  # the meta device has no autocast
         return arrays
     to = torch.get_autocast_dtype(kind)
-    return arrays | {name: arrays[name].to(to) for name in "qkv" if getattr(arrays[name], "dtype", None) is torch.float32}
+    return arrays | {name: x.to(to) for name, x in arrays.items() if name in tiles and getattr(x, "dtype", 0) is torch.float32}
 
 
 def make_distinct(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -61,14 +61,21 @@ ARGUMENT_HINTS = (
     ("g gk g_gamma log_decay", "decay"),
     ("initial_states h0", "initial_state"),
     ("use_norm use_normalize", "normalize"),
+    ("conv_state conv_states cache", "initial_state=, the last W - 1 tokens"),
+    ("act_fn act", "activation"),
     ("return_state output_final_states", "return_final_states"),
     ("initial_state", "initial_states"),
     ("layer_idx", "layer"),
     ("num_layers", "layers"),
     ("feature_map_q", "q_map"),
     ("feature_map_k", "k_map"),
-    ("use_qk_l2norm_in_kernel", "not an argument: divide q and k by their norms before the call"),
-    ("dt_limit", "always (0, inf): clamp dt before the call"),
+    (
+        "use_qk_l2norm_in_kernel l2norm normalize_qk",
+        "qk_l2norm",
+        "not an argument: divide q and k by their norms before the call",
+    ),
+    ("A_log dt_bias use_gate_in_kernel safe_gate lower_bound", "decay=attention.gates.softplus(a, A_log, dt_bias), or sigmoid"),
+    ("use_beta_sigmoid_in_kernel allow_neg_eigval", "beta=attention.gates.beta(b, doubled=False)"),
     ("return_varlen_states", "return_final_states with cu_seqlens"),
 )
 HINTS_BY_NAME = {name: hints for names, *hints in ARGUMENT_HINTS for name in names.split()}

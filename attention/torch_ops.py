@@ -12,22 +12,37 @@ def register_torch_ops() -> None:
     from .plans.norm_gradients import DIFFERENTIATE, INTO, NORMALISE, ZEROS
     from .public import cache_append, decoding, softmax_backward
     from .public.based_features import _based
+    from .public.based_gradients import _based_backward
     from .public.cache_quantize import _quantize, _quantize_blocks
-    from .public.delta_rules import _delta_rule
+    from .public.delta_gradients import _delta_rule_backward
+    from .public.delta_rules import _delta_rule, _delta_rule_raw
     from .public.hedgehog_features import _hedgehog
-    from .public.linear_family import _linear
+    from .public.linear_family import _linear, _linear_raw
     from .public.linear_gradients import _linear_backward
     from .public.mamba import _mamba2
+    from .public.mamba_gradients import _mamba2_backward
     from .public.mla_decoding import _mla_decode, _mla_decode_fp8
     from .public.projected_qkv import projected, projected_backward
-    from .public.token_steps import _linear_step
+    from .public.short_convolution import _short_conv, _short_conv_backward
+    from .public.token_steps import _linear_step, _linear_step_raw
 
     of_norms = [program for table in (NORMALISE, DIFFERENTIATE, INTO, ZEROS) for program in table.values()]
     backward = softmax_backward._backward, softmax_backward._variant, softmax_backward._into, *of_norms
-    recurrent = _based, _delta_rule, _hedgehog, _linear, _linear_backward, _linear_step, _mamba2
+    of_linear = _linear, _linear_backward, _linear_step, _mamba2, _mamba2_backward
+    recurrent = (
+        _based,
+        _based_backward,
+        _delta_rule,
+        _delta_rule_backward,
+        _hedgehog,
+        *of_linear,
+        _short_conv,
+        _short_conv_backward,
+    )
+    raw = _delta_rule_raw, _linear_raw, _linear_step_raw
     decode = decoding._decode, decoding._variant, _mla_decode, _mla_decode_fp8
     append = cache_append._append, cache_append._append_with_queries
     quantise = _quantize, _quantize_blocks, cache_append._append_quantising, cache_append._append_quantising_with_queries
     forward = _forward, _variant, _forward_fp8, _fp8_cache, projected, projected_backward
-    for program in *backward, *append, *quantise, *decode, *forward, *recurrent:
+    for program in *backward, *append, *quantise, *decode, *forward, *recurrent, *raw:
         program.op()

@@ -79,6 +79,7 @@ from .reductions.reduce import (
 from .reductions.scan import cumsum, cumsum_columns
 from .schedule import divmod, line_up, persistent_tile, rasterize, warp_index
 from .scopes import refuse_others as _refuse_others
+from .shape.shifted import shift_rows
 from .shape.slicing import columns, hstack, rows, vstack
 from .shape.subtile import subtile
 from .shape.transpose import swap_layout, transpose, turned
@@ -87,17 +88,17 @@ from .shape.viewed import viewed
 __all__ = [
     "abs", "add_held", "bernoulli", "bernoulli_of_row", "block", "causal", "cluster", "col_index", "col_max", "col_min",
     "col_prod", "col_sum", "columns", "commit_group", "complex", "copy_async", "copy_pages", "count_stored", "count_up",
-    "cumsum", "cumsum_columns", "divmod", "equal", "exp", "exp2", "finish_sum", "fma", "full", "gelu", "gelu_tanh",
-    "greater", "greater_equal", "grid", "hstack", "inverse_unit_lower", "lane_moment", "lane_sum", "last_element",
-    "lazy_maximum", "left_fill", "less", "less_equal", "line_up", "load", "load_held", "load_number", "load_pages",
-    "load_row", "load_row_of_group", "load_unordered", "log", "log2", "look_up", "lower_fill", "map", "matmul", "maximum",
-    "minimum", "mma_AB", "mma_AB_unzipped", "mma_ABt", "mma_ABt_unzipped", "mma_AtB", "mma_AtBt", "neg_infty", "not_equal",
-    "ones", "outside_fill", "persistent_tile", "pos_infty", "prefetch", "product", "rasterize", "raw", "reciprocal", "relu",
+    "cumsum", "cumsum_columns", "divmod", "equal", "exp", "exp2", "finish_sum", "fma", "full", "gelu", "gelu_tanh", "greater",
+    "greater_equal", "grid", "hstack", "inverse_unit_lower", "lane_moment", "lane_sum", "last_element", "lazy_maximum",
+    "left_fill", "less", "less_equal", "line_up", "load", "load_held", "load_number", "load_pages", "load_row",
+    "load_row_of_group", "load_unordered", "log", "log2", "look_up", "lower_fill", "map", "matmul", "maximum", "minimum",
+    "mma_AB", "mma_AB_unzipped", "mma_ABt", "mma_ABt_unzipped", "mma_AtB", "mma_AtBt", "neg_infty", "not_equal", "ones",
+    "outside_fill", "persistent_tile", "pos_infty", "prefetch", "product", "rasterize", "raw", "reciprocal", "relu",
     "rescale", "rezipped", "right_fill", "row_index", "row_max", "row_min", "row_prod", "row_sum", "rows", "rsqrt",
-    "sigmoid", "silu", "softplus", "sqrt", "store", "store_unordered", "store_wait", "store_widened", "stores_done",
-    "subtile", "swap_layout", "tanh", "taylor", "tile_all", "tile_any", "tile_max", "tile_min", "tile_prod", "tile_sum",
-    "tma_add", "tma_store", "transpose", "tril", "triu", "truncate", "turned", "unzipped", "upper_fill", "viewed", "vstack",
-    "wait_count", "wait_group", "warp_index", "warpgroup", "where", "zeros", "zipped",
+    "shift_rows", "sigmoid", "silu", "softplus", "sqrt", "store", "store_unordered", "store_wait", "store_widened",
+    "stores_done", "subtile", "swap_layout", "tanh", "taylor", "tile_all", "tile_any", "tile_max", "tile_min", "tile_prod",
+    "tile_sum", "tma_add", "tma_store", "transpose", "tril", "triu", "truncate", "turned", "unzipped", "upper_fill", "viewed",
+    "vstack", "wait_count", "wait_group", "warp_index", "warpgroup", "where", "zeros", "zipped",
 ]  # fmt: skip
 
 _refuse_others()

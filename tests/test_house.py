@@ -19,7 +19,7 @@ PAGE = ROOT / "docs" / "house.md"
 # forward asks for what takes torch's tensors, where there are some.
 LATE = {
     ("attention.plans.forward_programs", "attention.autograd"),
-    ("attention.public.linear_family", "attention.linear_autograd"),
+    ("attention.plans.recurrent_derivative", "attention.recurrent_autograd"),
     ("fuse.calls.gradient_choice", "fuse.calls.gradient_function"),
     ("fuse.language.terms", "fuse.language.expression_text"),
     ("tiles.op", "tiles.dtypes"),

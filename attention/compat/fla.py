@@ -8,6 +8,10 @@
 | chunk_gla(.., g)                                      | gla(.., decay)                                                   |
 | chunk_delta_rule(.., beta)                            | delta_rule(.., beta)                                             |
 | chunk_gated_delta_rule (chunk_gdn), chunk_kda         | delta_rule(.., beta, decay=g)                                    |
+| use_qk_l2norm_in_kernel=True                          | qk_l2norm=True                                                   |
+| use_gate_in_kernel=True, A_log, dt_bias               | decay=gates.softplus(g, A_log, dt_bias)                          |
+| the same with lower_bound                             | decay=gates.sigmoid(g, A_log, dt_bias, lower=lower_bound)        |
+| use_beta_sigmoid_in_kernel, allow_neg_eigval          | beta=gates.beta(beta, doubled=allow_neg_eigval)                  |
 | output_final_state=True                               | return_state=True                                                |
 | z (N, 1, H, Dk) of normalize=True                     | z (N, H, Dk)                                                     |
 | (o, None) without output_final_state                  | o                                                                |
@@ -153,8 +157,8 @@ def chunk_delta_rule(
     chunk_size: int = 64,
 ) -> tuple[Any, Any]:
     """(o, state): S_t = S + k (beta (v - S^T k))^T."""
-    _refuse_in_kernel(use_qk_l2norm_in_kernel)
-    return _call(attention.delta_rule, (q, k, v, beta), scale, initial_state, output_final_state, cu_seqlens, head_first)
+    return _call(attention.delta_rule, (q, k, v, beta), scale, initial_state, output_final_state, cu_seqlens, head_first,
+                 qk_l2norm=bool(use_qk_l2norm_in_kernel))  # fmt: skip
 
 
 def chunk_gated_delta_rule(
@@ -183,9 +187,12 @@ def chunk_gated_delta_rule(
 ) -> tuple[Any, Any]:
     """(o, state): S_t = exp(g[b, t, h]) S, and then the delta rule with beta."""
     _refuse_order(state_v_first)
-    _refuse_in_kernel(use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, use_gate_in_kernel, cp_context)
-    arrays = q, k, v, beta
-    return _call(attention.delta_rule, arrays, scale, initial_state, output_final_state, cu_seqlens, head_first, decay=g)
+    _refuse_context(cp_context)
+    if use_gate_in_kernel:
+        g = attention.gates.softplus(g, A_log, dt_bias)
+    arrays = q, k, v, _raw_beta(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    return _call(attention.delta_rule, arrays, scale, initial_state, output_final_state, cu_seqlens, head_first,
+                 decay=g, qk_l2norm=bool(use_qk_l2norm_in_kernel))  # fmt: skip
 
 
 chunk_gdn = chunk_gated_delta_rule
@@ -218,17 +225,20 @@ def chunk_kda(
     A_log: Any = None,
     dt_bias: Any = None,
 ) -> tuple[Any, Any]:
-    """(o, state): S_t = diag(exp(g[b, t, h])) S, and then the delta rule with beta. safe_gate and lower_bound are ignored: they
-    belong to a gate that the kernel computes."""
+    """(o, state): S_t = diag(exp(g[b, t, h])) S, and then the delta rule with beta. safe_gate and lower_bound belong to a gate
+    that the kernel computes: with lower_bound it is a sigmoid. safe_gate chooses a kernel there, and nothing here."""
     _refuse_order(state_v_first)
-    _refuse_in_kernel(use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, use_gate_in_kernel, cp_context)
+    _refuse_context(cp_context)
     refuse(
         "return_intermediate_states",
         return_intermediate_states,
         "call it once per chunk of tokens, each time with the state so far",
     )
-    arrays = q, k, v, beta
-    return _call(attention.delta_rule, arrays, scale, initial_state, output_final_state, cu_seqlens, head_first, decay=g)
+    if use_gate_in_kernel:
+        g = _raw_channel_gate(g, A_log, dt_bias, lower_bound, safe_gate, head_first)
+    arrays = q, k, v, _raw_beta(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    return _call(attention.delta_rule, arrays, scale, initial_state, output_final_state, cu_seqlens, head_first,
+                 decay=g, qk_l2norm=bool(use_qk_l2norm_in_kernel))  # fmt: skip
 
 
 # ---- shared helpers ------------------------------------------------------------------------------------------------
@@ -251,9 +261,31 @@ def _refuse_order(state_v_first: bool) -> None:
     refuse("state_v_first", state_v_first, "states are (N, H, Dk, Dv): transpose the last two axes before and after")
 
 
-def _refuse_in_kernel(l2norm: bool, sigmoid: bool = False, negative: bool = False, gate: bool = False, cp: Any = None) -> None:
-    refuse("use_qk_l2norm_in_kernel", l2norm, "normalise the rows of q and k before the call")
-    refuse("use_beta_sigmoid_in_kernel", sigmoid, "pass sigmoid(beta)")
-    refuse("allow_neg_eigval", negative, "pass 2 * sigmoid(beta) as beta")
-    refuse("use_gate_in_kernel", gate, "pass -exp(A_log) * softplus(g + dt_bias) as g")
-    refuse("cp_context", cp is not None, "it must be None; attention.parallel.delta_rule spreads a sequence over several GPUs")
+def _refuse_context(cp_context: Any) -> None:
+    refuse(
+        "cp_context",
+        cp_context is not None,
+        "it must be None; attention.parallel.delta_rule spreads a sequence over several GPUs",
+    )
+
+
+def _raw_beta(beta: Any, sigmoid: bool, doubled: bool) -> Any:
+    """beta as our function takes it. allow_neg_eigval (`doubled`) belongs to a sigmoid that the kernel computes."""
+    refuse(
+        "allow_neg_eigval",
+        bool(doubled) and not sigmoid,
+        "pass 2 * beta, or use_beta_sigmoid_in_kernel=True with beta before its sigmoid",
+    )
+    return attention.gates.beta(beta, doubled=bool(doubled)) if sigmoid else beta
+
+
+def _raw_channel_gate(g: Any, A_log: Any, dt_bias: Any, lower_bound: float | None, safe: bool, head_first: bool) -> Any:
+    """The gate of chunk_kda. A_log has H elements in any shape, dt_bias H Dk."""
+    heads, key_dim = g.shape[1 if head_first else 2], g.shape[-1]
+    A_log = A_log if A_log is None else A_log.reshape(heads)
+    dt_bias = dt_bias if dt_bias is None else dt_bias.reshape(heads, key_dim)
+    if lower_bound is not None:
+        return attention.gates.sigmoid(g, A_log, dt_bias, lower=lower_bound)
+    if safe:
+        raise ValueError("lower_bound: must be given with safe_gate=True and use_gate_in_kernel=True: lower_bound=None")
+    return attention.gates.softplus(g, A_log, dt_bias)

@@ -7,7 +7,7 @@ are installed, otherwise transformers' own in torch. The latter are replaced her
 | ------------------------------------------------- | ---------------------------------------------------------- |
 | torch_chunk_gated_delta_rule                      | compat.fla's chunk_gated_delta_rule                        |
 | torch_recurrent_gated_delta_rule of one token     | linear_step, which updates the cache's state in place      |
-| use_qk_l2norm_in_kernel=True                      | rows of q and k are normalised before the call, in torch   |
+| use_qk_l2norm_in_kernel=True                      | qk_l2norm=True, with the same epsilon                      |
 | mamba2_chunk_scan, mamba2_selective_state_update  | mamba2, for one token with the cache's state               |
 
 The original function is called where our kernels do not support the call: gradients, float32, or head dims that are no
@@ -26,8 +26,6 @@ import torch
 import attention
 
 from .fla import chunk_gated_delta_rule
-
-EPS = 1e-6  # transformers' epsilon for row norms
 
 
 def linear_layers(model: Any) -> Any:
@@ -72,8 +70,9 @@ def chunk_delta(
     if not _supports(query, key, value, g, beta):
         options["use_qk_l2norm_in_kernel"] = use_qk_l2norm_in_kernel
         return original(query, key, value, g=g, beta=beta, **options, **others)
-    query, key, value = _contiguous_rows(*_normalize_rows(query, key, value, use_qk_l2norm_in_kernel))
-    return chunk_gated_delta_rule(query, key, value, g=g, beta=beta, **options, cu_seqlens=others.get("cu_seqlens"))
+    query, key, value = _contiguous_rows(query, key, value)
+    options |= {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, "cu_seqlens": others.get("cu_seqlens")}
+    return chunk_gated_delta_rule(query, key, value, g=g, beta=beta, **options)
 
 
 def step_delta(
@@ -94,8 +93,8 @@ def step_delta(
         options = {"initial_state": initial_state, "output_final_state": output_final_state}
         options["use_qk_l2norm_in_kernel"] = use_qk_l2norm_in_kernel
         return original(query, key, value, g=g, beta=beta, **options, **others)
-    token = _contiguous_rows(*_normalize_rows(query[:, 0], key[:, 0], value[:, 0], use_qk_l2norm_in_kernel))
-    out = attention.linear_step(initial_state, *token, decay=g[:, 0], beta=beta[:, 0])
+    token = _contiguous_rows(query[:, 0], key[:, 0], value[:, 0])
+    out = attention.linear_step(initial_state, *token, decay=g[:, 0], beta=beta[:, 0], qk_l2norm=use_qk_l2norm_in_kernel)
     return out[:, None], initial_state if output_final_state else None
 
 
@@ -118,12 +117,12 @@ def scan_mamba(
 ) -> Any:
     """out, or (out, states), of whole sequences, as transformers' mamba2_chunk_scan returns them."""
     options = {"D": D, "z": z, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "return_final_states": return_final_states}
-    if tuple(dt_limit) != (0.0, math.inf) or not _supports(hidden_states, B, C, dt, A, D, dt_bias):
+    if dt_limit[0] < 0 or not _supports(hidden_states, B, C, dt, A, D, dt_bias):
         options |= {"initial_states": initial_states, "dt_limit": dt_limit}
         return original(hidden_states, dt, A, B, C, chunk_size, **options, **others)
     options |= {"initial_states": None if initial_states is None else initial_states.float()}
     x, B, C = _contiguous_rows(hidden_states, B, C)
-    return attention.mamba2(x, dt, A, B, C, **options, seq_idx=others.get("seq_idx"))
+    return attention.mamba2(x, dt, A, B, C, **options, dt_limit=(dt_limit[0], dt_limit[1]), seq_idx=others.get("seq_idx"))
 
 
 def step_mamba(
@@ -169,13 +168,6 @@ def _supports(q: Any, k: Any, v: Any, *others: Any) -> bool:
         return False
     halves = all(x.dtype == q.dtype in (torch.bfloat16, torch.float16) for x in tiles)
     return halves and all(x.shape[-1] % 16 == 0 and x.shape[-1] <= 256 for x in tiles)
-
-
-def _normalize_rows(q: Any, k: Any, v: Any, normalize: bool) -> list[Any]:
-    """[q, k, v], with rows of q and k divided by their norms if `normalize`; computed in float32."""
-    if normalize:
-        q, k = ((x * torch.rsqrt(x.float().square().sum(-1, keepdim=True) + EPS)).to(x.dtype) for x in (q, k))
-    return [q, k, v]
 
 
 def _contiguous_rows(*arrays: Any) -> list[Any]:

@@ -45,9 +45,10 @@ from tiles.layout import LANES
 from tiles.targets import Target
 
 from ..parts.recurrent.block_exponent import BlockExponent
-from ..parts.recurrent.gates import CHUNK_COL_VEC, COL_VEC, ROW_VEC, TILE, Gate, Mamba2Gate, TokenGate
+from ..parts.recurrent.gate_formulas import FORMULAS
+from ..parts.recurrent.gates import CHUNK_COL_VEC, COL_VEC, ROW_VEC, TILE, FormulaGate, Gate, Mamba2Gate, TokenGate
 from ..parts.recurrent.gradients import gradient_forms
-from ..parts.recurrent.results import NORMALIZER_EPSILON, scan_forms
+from ..parts.recurrent.results import NORMALIZER_EPSILON, ScanOutputs, scan_forms
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 from . import chunk_hopper
 from .chunk_hopper import KEY_DIMS, WIDE_KEY_DIM
@@ -119,6 +120,8 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
                     config = Config(key_dim, 1, dtype, gate, result, varlen, vector_bytes)
                     if config.supports_result and (result.has_outputs or config.supports_segments):
                         yield config
+    for formula in FORMULAS:
+        yield Config(WIDE_KEY_DIM, 1, bf16, FormulaGate(False, formula), ScanOutputs(), False, PIECES[0])
 
 
 @functools.cache

@@ -32,7 +32,8 @@ from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.targets import LARGE, Target
 
 from ..parts.recurrent.block_exponent import BlockExponent
-from ..parts.recurrent.gates import COL_VEC, ROW_VEC, TILE, Gate, HeadGate, Mamba2Gate, TokenGate
+from ..parts.recurrent.gate_formulas import FORMULAS
+from ..parts.recurrent.gates import COL_VEC, ROW_VEC, TILE, FormulaGate, Gate, HeadGate, Mamba2Gate, TokenGate
 from ..parts.recurrent.gradients import gradient_forms
 from ..parts.recurrent.results import ScanOutputs, ScanResult, scan_forms
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
@@ -150,6 +151,8 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
                     config = Config(*size, of, gate, result, varlen)
                     if config.supports_result:
                         yield config
+        for formula in FORMULAS:
+            yield Config(*SIZES[-2], bf16, FormulaGate(False, formula), ScanOutputs())
 
 
 @functools.cache

@@ -23,7 +23,7 @@ O as well: the product of one step, rounded, is the left operand of the next one
 import functools
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from numba import cuda
 from numpy import int32
@@ -34,9 +34,11 @@ from tiles import bf16, dtype, fp16, fp32, ring, rt, shared, st, sv
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.targets import Target
 
-from ..parts.recurrent.delta_decay import GatedDelta, UngatedDelta
+from ..parts.recurrent.delta_decay import UngatedDelta, delta_decay
 from ..parts.recurrent.delta_solver import UTTransform
+from ..parts.recurrent.gate_formulas import FORMULAS, PLAIN_BETA, BetaFormula, GateFormula
 from ..parts.recurrent.gates import CHUNK_COL_VEC
+from ..parts.recurrent.l2norm import L2Norm
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 from ..parts.recurrent.transposed_state import TransposedState
 
@@ -50,13 +52,22 @@ VECTORS = 8  # chunks whose gates are in shared memory: two for each warp that c
 @dataclass(frozen=True)
 class Config:
     """A kernel's configuration. key_dim: the channels of keys, padded. consumers: warpgroups that have 64 value columns each.
-    gated: are there decays? varlen: are sequences packed (cu_seqlens)?"""
+    gated: are there decays? varlen: are sequences packed (cu_seqlens)? formula, beta: what computes gates and beta of what is
+    in memory; None: the gates themselves are there. l2norm: are queries and keys divided by their lengths?"""
 
     key_dim: int
     consumers: int
     dtype: dtype
     gated: bool
     varlen: bool = False
+    formula: GateFormula | None = field(default=None, kw_only=True)
+    beta: BetaFormula = field(default=PLAIN_BETA, kw_only=True)
+    l2norm: bool = field(default=False, kw_only=True)
+
+    @property
+    def decay(self) -> UngatedDelta:
+        """The decays of a chunk."""
+        return delta_decay(self.dtype, self.gated, self.formula)
 
     @property
     def stages(self):
@@ -84,8 +95,8 @@ class Config:
         return st(CHUNK, COLUMNS, self.dtype)
 
     def __str__(self):
-        kind = f"{', gated' * self.gated}{', varlen' * self.varlen}"
-        return f"Dk {self.key_dim} {self.dtype}, {COLUMNS * self.consumers} columns{kind}"
+        kinds = "gated" * self.gated, str(self.formula or ""), str(self.beta), "l2norm" * self.l2norm, "varlen" * self.varlen
+        return ", ".join(filter(None, (f"Dk {self.key_dim} {self.dtype}, {COLUMNS * self.consumers} columns", *kinds)))
 
 
 SIZES = (64, 1), (64, 2), (128, 1), (128, 2), (256, 1)  # padded key dim, consumers
@@ -97,16 +108,20 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
         for of, size, varlen in itertools.product((bf16, fp16) if everything else (bf16,), SIZES, (False, True)):
             if not varlen or size == (128, 2) or (everything and of is bf16):
                 yield from (Config(*size, of, gated, varlen) for gated in (False, True))
+        for formula in FORMULAS:
+            yield Config(*SIZES[-2], bf16, True, formula=formula, beta=BetaFormula(1.0))
+        yield from (Config(*size, bf16, True, l2norm=True) for size in SIZES)
 
 
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     CONSUMERS, INPUT, STATE = config.consumers, config.dtype, rt(16, config.key_dim, fp32)
-    seq_layout, decay = SequenceLayout(config.varlen), (GatedDelta if config.gated else UngatedDelta)(INPUT)
-    state, solver = TransposedState(config.key_dim, INPUT, seq_layout), UTTransform(seq_layout, decay, config.consumers + 2)
+    seq_layout, decay, PARAMS = SequenceLayout(config.varlen), config.decay, config.decay.params()
+    state, norm = TransposedState(config.key_dim, INPUT, seq_layout), L2Norm(config.l2norm, config.key_dim)
+    solver = UTTransform(seq_layout, decay, config.consumers + 2, norm)
     SOLVER, SCORER, (scorer_registers, solver_registers, consumer_registers) = CONSUMERS, CONSUMERS + 1, REGISTERS[CONSUMERS]
-    WARPS, WARPGROUPS = warpgroup.WARPGROUP, CONSUMERS + 2
+    WARPS, WARPGROUPS, BETA = warpgroup.WARPGROUP, CONSUMERS + 2, config.beta
     readers = CONSUMERS * WARPS
     smem = shared(
         q=ring(config.key, config.stages, readers + WARPS),
@@ -121,6 +136,7 @@ def make(config: Config):
         high=TRIANGLE,
         low=TRIANGLE,
         out=st(CHUNK * CONSUMERS, COLUMNS, INPUT),
+        **norm.rings(config.stages, k_lengths=readers + WARPS, q_lengths=readers),
     )
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
@@ -128,11 +144,14 @@ def make(config: Config):
         gQ: tiled(config.key, unit=1), gK: tiled(config.key, unit=1), gV: tiled(config.values, unit=1), gBeta: array(3),
         gGates: array(3), gO: seq_layout.output_argument(config.value), gInitialState: array(4), gFinalState: array(4),
         gCuSeqlens: ENDS, length: INT, blocks: INT, segments: INT, heads: INT, group: INT, scale: FLOAT,
+        params: PARAMS,
     ):  # fmt: skip
         """The outputs of a segment, and after the last one the state. Each of the `segments` of a sequence has thread blocks of
         its own. gInitialState: the state before each segment. `group` value heads share a key head; each is `blocks` blocks of
         columns wide."""
-        q, k, v, t, p, beta, b, exp_b, v_factor, high, low, out = smem.open()
+        tiles = smem.open()
+        q, k, v, t, p, beta, b, exp_b, v_factor, high, low, out = tiles[:12]
+        lengths = tiles[12:]
         wg = warpgroup.id()
         block, segment, value_head, sequence = block_coord(cuda.blockIdx.x, blocks, segments, heads * group)
         key_head, _ = divmod(value_head, group)
@@ -140,7 +159,7 @@ def make(config: Config):
         n = seq.num_chunks()
         if wg == SCORER:
             warpgroup.release_registers(scorer_registers)
-            betas = truncate(gBeta, 1, seq.end)
+            betas, rate_and_bias = truncate(gBeta, 1, seq.end), decay.load_rate_and_bias(params, value_head)
             warp = warpgroup.rank()
             at = seq.batch, seq.chunk_start(max(int32(AHEAD - WARPS + warp), 0)), value_head
             beta_chunk, g = load(betas, CHUNK_COL_VEC, at, cols=1), decay.load_gates(gGates, seq, at)
@@ -154,7 +173,9 @@ def make(config: Config):
                     chunk = j - 1
                     keys = k.wait(chunk)
                     seq_layout.zero_other_rows(keys, seq.remaining(chunk), WARPGROUPS)
-                    s = warpgroup.wait(warpgroup.mm_ABt(q.wait(chunk), keys))
+                    queries = q.wait(chunk)
+                    inverse = norm.publish(lengths, 1, chunk, queries)
+                    s = norm.scale_rows(warpgroup.wait(warpgroup.mm_ABt(queries, keys)), inverse)
                     k.release(chunk)
                     q.release(chunk)
                     s = decay.decay_scores(s, decay.wait(exp_b, chunk), decay.wait(b, chunk))
@@ -165,15 +186,15 @@ def make(config: Config):
                 if j % WARPS == 0:
                     slot = int32(j + AHEAD + warp)
                     if slot >= 0 and slot < n:
-                        store(beta.claim(slot), beta_chunk)
+                        store(beta.claim(slot), BETA.compute(beta_chunk))
                         beta.publish(slot)
-                        decay.store_cumsum(b, exp_b, v_factor, slot, g)
+                        decay.store_cumsum(b, exp_b, v_factor, slot, g, rate_and_bias, seq.remaining(slot))
                     at = seq.batch, seq.chunk_start(slot + WARPS), value_head
                     beta_chunk, g = load(betas, CHUNK_COL_VEC, at, cols=1), decay.load_gates(gGates, seq, at)
         elif wg == SOLVER:
             warpgroup.release_registers(solver_registers)
             for j in range(n):
-                solver.solve(j, seq.remaining(j), (k, t, beta, b, exp_b), (high, low))
+                solver.solve(j, seq.remaining(j), (k, t, beta, b, exp_b), (high, low), lengths)
         else:
             warpgroup.claim_registers(consumer_registers)
             column, out_tile = COLUMNS * (CONSUMERS * block + wg), subtile(out, CHUNK, wg)
@@ -187,6 +208,8 @@ def make(config: Config):
                 v.release(j)
                 exp_b_chunk, factors = decay.wait(exp_b, j), decay.wait(v_factor, j)
                 strong = decay.is_strong(exp_b_chunk)
+                u = norm.scale_columns(u, lengths, 0, j)
+                norm.release(lengths, 0, j)
                 u, o = decay.decay_inputs(
                     seq_layout.zero_other_columns(values, seq.remaining(j)), u, o, exp_b_chunk, factors, strong
                 )
@@ -195,6 +218,8 @@ def make(config: Config):
                 u_rounded = INPUT(u)
                 s_t = decay.decay_state(s_t, exp_b_chunk, strong)
                 s_t = warpgroup.mma_AB(s_t, INPUT(decay.decay_update(u, factors, strong)), keys)
+                o = norm.scale_columns(o, lengths, 1, j)
+                norm.release(lengths, 1, j)
                 o = warpgroup.mma_ABt(o, u_rounded, p.wait(j))
                 decay.release(v_factor, j)
                 s_t = decay.decay_state(warpgroup.wait(s_t, newer=1), exp_b_chunk, not strong)

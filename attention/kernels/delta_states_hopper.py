@@ -27,9 +27,11 @@ from tiles import bf16, fp16, fp32, ring, rt, shared, st, sv
 from tiles.launching.arguments import ENDS, INT, array, tiled
 from tiles.targets import Target
 
-from ..parts.recurrent.delta_decay import COL_VEC, GatedDelta, UngatedDelta
+from ..parts.recurrent.delta_decay import COL_VEC
 from ..parts.recurrent.delta_solver import UTTransform
+from ..parts.recurrent.gate_formulas import FORMULAS, BetaFormula
 from ..parts.recurrent.gates import CHUNK_COL_VEC
+from ..parts.recurrent.l2norm import L2Norm
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, TokenRange, block_coord
 from . import delta_hopper
 from .delta_hopper import VECTORS
@@ -62,6 +64,8 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
             if not varlen or size == (128, 2) or (everything and of is bf16):
                 for gated, from_identity in itertools.product((False, True), (False, True)):
                     yield Config(*size, of, gated, varlen, from_identity)
+        yield from (Config(*SIZES[-1], bf16, True, False, True, formula=x, beta=BetaFormula(1.0)) for x in FORMULAS)
+        yield from (Config(*size, bf16, True, False, True, l2norm=True) for size in SIZES)
 
 
 @functools.cache
@@ -70,10 +74,11 @@ def make(config: Config):
     CONSUMERS, INPUT, STATE = config.consumers, config.dtype, rt(16, config.key_dim, fp32)
     VALUES, seq_layout = rt(16, CHUNK, INPUT), SequenceLayout(config.varlen)
     SKIPS, FROM_IDENTITY = config.gated and not config.from_identity, config.from_identity
-    decay = (GatedDelta if config.gated else UngatedDelta)(INPUT)
+    decay, PARAMS = config.decay, config.decay.params()
     SOLVER, LOADER, (loader_registers, solver_registers, consumer_registers) = CONSUMERS, CONSUMERS + 1, REGISTERS[CONSUMERS]
-    WARPS, READERS = warpgroup.WARPGROUP, CONSUMERS + 1  # warpgroups that read keys
-    solver, readers = UTTransform(seq_layout, decay, READERS), CONSUMERS * WARPS
+    WARPS, BETA, READERS = warpgroup.WARPGROUP, config.beta, CONSUMERS + 1  # warpgroups that read keys
+    norm, readers = L2Norm(config.l2norm, config.key_dim), CONSUMERS * WARPS
+    solver = UTTransform(seq_layout, decay, READERS, norm)
     smem = shared(
         k=ring(config.key, STAGES, readers + WARPS),
         v=ring(config.values, STAGES, readers),
@@ -84,18 +89,21 @@ def make(config: Config):
         v_factor=ring(sv(CHUNK, fp32), VECTORS, readers, writers=1),
         high=TRIANGLE,
         low=TRIANGLE,
+        **norm.rings(STAGES, k_lengths=readers + WARPS),
     )
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def scan(
         gK: tiled(config.key, unit=1), gV: tiled(config.values, unit=1), gBeta: array(3), gGates: array(3),
         gInitialState: array(4), gFinalState: array(4), gSkippedChunks: array(3), gCuSeqlens: ENDS, length: INT, blocks: INT,
-        segments: INT, scanned: INT, heads: INT, group: INT, values: INT,
+        segments: INT, scanned: INT, heads: INT, group: INT, values: INT, params: PARAMS,
     ):  # fmt: skip
         """The state after each of the first `scanned` of the `segments` of a sequence. values: the number of columns of v,
         which is 0 in further columns of the state. `group` value heads share a key head; each is `blocks` blocks of columns
         wide."""
-        k, v, t, beta, b, exp_b, v_factor, high, low = smem.open()
+        tiles = smem.open()
+        k, v, t, beta, b, exp_b, v_factor, high, low = tiles[:9]
+        lengths = tiles[9:]
         wg = warpgroup.id()
         block, segment, value_head, sequence = block_coord(cuda.blockIdx.x, blocks, scanned, heads * group)
         key_head, _ = divmod(value_head, group)
@@ -112,17 +120,17 @@ def make(config: Config):
                     k.fill(j, gK, (seq.batch, seq.chunk_start(j), key_head))
                     v.fill(j, gV, (seq.batch, seq.chunk_start(j), value_head, block))
             else:
-                betas = truncate(gBeta, 1, seq.end)
+                betas, rate_and_bias = truncate(gBeta, 1, seq.end), decay.load_rate_and_bias(params, value_head)
                 for j in range(warp - 1, n, CUMSUM_WARPS):
                     at = seq.batch, seq.chunk_start(j), value_head
                     beta_chunk, g = load(betas, CHUNK_COL_VEC, at, cols=1), decay.load_gates(gGates, seq, at)
-                    store(beta.claim(j), beta_chunk)
+                    store(beta.claim(j), BETA.compute(beta_chunk))
                     beta.publish(j)
-                    decay.store_cumsum(b, exp_b, v_factor, j, g)
+                    decay.store_cumsum(b, exp_b, v_factor, j, g, rate_and_bias, seq.remaining(j))
         elif wg == SOLVER:
             warpgroup.release_registers(solver_registers)
             for j in range(n):
-                solver.solve(j, seq.remaining(j), (k, t, beta, b, exp_b), (high, low))
+                solver.solve(j, seq.remaining(j), (k, t, beta, b, exp_b), (high, low), lengths)
         else:
             warpgroup.claim_registers(consumer_registers)
             column = COLUMNS * (CONSUMERS * block + wg)
@@ -139,7 +147,8 @@ def make(config: Config):
                 values = fp32(warpgroup.load_transposed(subtile(v.wait(j), CHUNK, 0, COLUMNS, wg), VALUES))
                 v.release(j)
                 exp_b_chunk, factors = decay.wait(exp_b, j), decay.wait(v_factor, j)
-                strong, s_k = decay.is_strong(exp_b_chunk), warpgroup.wait(s_k)
+                strong, s_k = decay.is_strong(exp_b_chunk), norm.scale_columns(warpgroup.wait(s_k), lengths, 0, j)
+                norm.release(lengths, 0, j)
                 u, _ = decay.decay_inputs(
                     seq_layout.zero_other_columns(values, seq.remaining(j)), s_k, s_k, exp_b_chunk, factors, strong
                 )

@@ -3,7 +3,8 @@
     r_t = q_t dq_t - k_t dk_t        dg_t = r_t + r_(t+1) + .. to the end of the sequence, + <S, dS>
 
 for each channel of the keys: <S, dS> is the sum over the rest of the last state and its gradient. The gradient of a gate of all
-channels, or of all tokens of a head, is the sum over these. A gate that forward takes for FLOOR, as -inf, has none.
+channels, or of all tokens of a head, is the sum over these. A gate that forward takes for FLOOR, as -inf, has none. Under the
+delta rule the part of dk_t that comes from reading the state counts with the opposite sign (delta_gradient_token_loop.py).
 
 A warp goes through the tokens of a sequence from the last one to the first, with some of the channels of a head."""
 
@@ -32,16 +33,18 @@ KINDS = "channel", "token", "head"
 @dataclass(frozen=True)
 class Config:
     """A kernel's configuration. kind: what has a gate of its own. channels: of a warp. has_state: does the last state have a
-    gradient? varlen: are sequences packed (cu_seqlens)?"""
+    gradient? varlen: are sequences packed (cu_seqlens)? delta: are there two parts of dk, what comes from writing to the state
+    before what comes from reading it?"""
 
     kind: str
     channels: int
     has_state: bool
     varlen: bool = False
+    delta: bool = False
     threads = LANES
 
     def __str__(self):
-        flags = ", state" * self.has_state + ", varlen" * self.varlen
+        flags = ", state" * self.has_state + ", varlen" * self.varlen + ", delta" * self.delta
         return f"gates by {self.kind}, token loop, {self.channels} channels{flags}"
 
 
@@ -50,13 +53,14 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
     sizes = ((kind, channels) for kind in KINDS for channels in (PADDED if kind != "channel" else (CHANNELS,)))
     for size, (has_state, varlen) in itertools.product(sizes, itertools.product((True, False), repeat=2)):
         if everything or (has_state and varlen):
-            yield Config(*size, has_state, varlen)
+            yield from (Config(*size, has_state, varlen, delta) for delta in (False, True))
 
 
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     PER_CHANNEL, PER_HEAD, HAS_STATE = config.kind == "channel", config.kind == "head", config.has_state
+    DELTA = config.delta
     CHANNELS_OF_WARP, VECTOR, seq_layout = config.channels, rt(16, config.channels, fp32).row_vec, SequenceLayout(config.varlen)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
@@ -82,7 +86,11 @@ def make(config: Config):
                 t = int32(start + end - 1 - i)
                 at, at_key = (batch, t, head, channel), (batch, t, key_head, channel)
                 q_dq = load(gQ, VECTOR, at_key, aligned=False) * load(gDQ, VECTOR, at, aligned=False)
-                total = total + q_dq - load(gK, VECTOR, at_key, aligned=False) * load(gDK, VECTOR, at, aligned=False)
+                dk_at = (batch, t, int32(2 * head), channel) if DELTA else at
+                dk = load(gDK, VECTOR, dk_at, aligned=False)
+                if DELTA:
+                    dk = dk - load(gDK, VECTOR, (batch, t, int32(2 * head + 1), channel), aligned=False)
+                total = total + q_dq - load(gK, VECTOR, at_key, aligned=False) * dk
                 if PER_CHANNEL:
                     gates = load(gDecay, VECTOR, at, aligned=False)
                     store(gGradient, where(less(gates, FLOOR), 0.0, total), at, aligned=False)

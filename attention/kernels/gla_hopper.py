@@ -26,6 +26,7 @@ from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.targets import Target
 
 from ..parts.recurrent import channel_decay
+from ..parts.recurrent.l2norm import L2Norm
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 from ..parts.recurrent.transposed_state import TransposedState
 
@@ -82,6 +83,8 @@ def make(config: Config):
         state_decay=ring(config.state_decay, AHEAD, readers, writers=group),
         flag=ring(channel_decay.FLAG, AHEAD, readers + group, writers=group),
     )
+    norm = L2Norm(config.l2norm, config.key_dim, config.key_dim // warpgroup.WARPGROUP)
+    raw, PARAMS = config.channel_gates, config.channel_gates.params()
     seq_layout, decay = SequenceLayout(config.varlen), GlaDecay(KEY_DIM, INPUT, CONSUMERS)
     state = TransposedState(KEY_DIM, INPUT, seq_layout)
 
@@ -105,6 +108,7 @@ def make(config: Config):
         gQ: tiled(config.key, unit=1), gK: tiled(config.key, unit=1), gV: tiled(config.value, unit=1),
         gGates: tiled(config.gate, unit=1), gO: seq_layout.output_argument(config.value), gInitialState: array(4),
         gFinalState: array(4), gCuSeqlens: ENDS, length: INT, blocks: INT, segments: INT, heads: INT, group: INT, scale: FLOAT,
+        params: PARAMS,
     ):  # fmt: skip
         """The outputs of a segment, and after the last one the state. Each of the `segments` of a sequence has thread blocks of
         its own. gInitialState: the state before each segment. `group` value heads share a key head; each is `blocks` blocks of
@@ -119,10 +123,15 @@ def make(config: Config):
                 warpgroup.claim_registers(preparer_registers)
             warp = int32(cuda.threadIdx.x // 32) - PREPARER * warpgroup.WARPGROUP
             for j in range(n):
+                rate_and_bias = raw.load_rate_and_bias(params, head, warp)
                 queries, keys, gates = q.wait(j), k.wait(j), g.wait(j)
                 seq_layout.zero_other_rows(keys, seq.remaining(j))
                 seq_layout.zero_other_rows(gates, seq.remaining(j))
+                norm.normalize(queries, warp)
+                norm.normalize(keys, warp)
+                norm.sync()
                 sums = gates if IN_PLACE else gate_sums
+                gates = raw.compute(sums, gates, rate_and_bias, warp, seq.remaining(j))
                 b_last, strong = decay.cumsum_gates(sums, gates, warp)
                 residual = q_residual.claim(j)
                 if strong:

@@ -23,6 +23,7 @@ from tiles.targets import Target
 from ..parts.recurrent import channel_decay
 from ..parts.recurrent.channel_decay import TOKEN_GROUP
 from ..parts.recurrent.gates import LOG2_E
+from ..parts.recurrent.l2norm import L2Norm
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 from . import gla_hopper
 
@@ -57,6 +58,8 @@ def make(config: Config):
         state_decay=ring(config.state_decay, AHEAD, readers, writers=group),
         gate_sums=config.gate_sums,
     )
+    norm = L2Norm(config.l2norm, config.key_dim, config.key_dim // warpgroup.WARPGROUP)
+    raw, PARAMS = config.channel_gates, config.channel_gates.params()
     seq_layout, decay = SequenceLayout(config.varlen), channel_decay.ChannelDecay(config.key_dim, INPUT, CONSUMERS)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
@@ -64,6 +67,7 @@ def make(config: Config):
         gK: tiled(config.key, unit=1), gV: tiled(config.value, unit=1), gGates: tiled(config.gate, unit=1),
         gLocalStates: array(5), gTotalDecays: array(4), gCuSeqlens: ENDS, length: INT, blocks: INT, segments: INT, scanned: INT,
         heads: INT, group: INT,
+        params: PARAMS,
     ):  # fmt: skip
         """The local state of each of the first `scanned` of the `segments`, and its total decay, in powers of 2. `group` heads
         share a key head; each is `blocks` blocks of columns wide."""
@@ -82,10 +86,14 @@ def make(config: Config):
             total_b = zeros(decay.warp_tile.row_vec)
             for j in range(n):
                 decay.fill_keys(rings, arrays, j + AHEAD - 1, n, seq, head, key_head, block)
+                rate_and_bias = raw.load_rate_and_bias(params, head, warp)
                 keys, gates = k.wait(j), g.wait(j)
                 seq_layout.zero_other_rows(keys, seq.remaining(j))
                 seq_layout.zero_other_rows(gates, seq.remaining(j))
+                norm.normalize(keys, warp)
+                norm.sync()
                 sums = gates if IN_PLACE else gate_sums
+                gates = raw.compute(sums, gates, rate_and_bias, warp, seq.remaining(j))
                 b_last = decay.cumsum_without_vote(sums, gates, warp)
                 for i in range(CHUNK // TOKEN_GROUP):
                     b = load(decay.group_part(sums, i, warp), decay.group_tile) * LOG2_E

@@ -27,6 +27,8 @@ from tiles.targets import Target
 
 from ..parts.recurrent import channel_decay
 from ..parts.recurrent.channel_decay import FLAG, TOKEN_GROUP, Config
+from ..parts.recurrent.gate_formulas import BetaFormula
+from ..parts.recurrent.l2norm import L2Norm
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 from ..parts.recurrent.transposed_state import TransposedState
 
@@ -40,7 +42,7 @@ SIZES = tuple(itertools.product(KEY_DIMS, REGISTERS))  # padded key dim, consume
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations. Without `everything`, varlen ones come in one size only, and fp16 is left out."""
-    return channel_decay.channel_space(Config, SIZES, target, everything)
+    return channel_decay.channel_space(Config, SIZES, target, everything, BetaFormula(1.0))
 
 
 class KdaDecay(channel_decay.ChannelDecay):
@@ -89,6 +91,8 @@ def make(config: Config):
         out=st(CHUNK * CONSUMERS, COLUMNS, INPUT),
         gate_sums=config.gate_sums,
     )
+    norm = L2Norm(config.l2norm, config.key_dim, config.key_dim // warpgroup.WARPGROUP)
+    raw, PARAMS, BETA = config.channel_gates, config.channel_gates.params(), config.beta
     seq_layout, decay = SequenceLayout(config.varlen), KdaDecay(config.key_dim, INPUT, CONSUMERS)
     state = TransposedState(config.key_dim, INPUT, seq_layout)
 
@@ -98,6 +102,7 @@ def make(config: Config):
         gBeta: array(3), gGates: tiled(config.gate, unit=1), gO: seq_layout.output_argument(config.value),
         gInitialState: array(4), gFinalState: array(4), gCuSeqlens: ENDS, length: INT, blocks: INT, segments: INT, heads: INT,
         group: INT, scale: FLOAT,
+        params: PARAMS,
     ):  # fmt: skip
         """The outputs of a segment, and after the last one the state. Each of the `segments` of a sequence has thread blocks of
         its own. gInitialState: the state before each segment. `group` value heads share a key head; each is `blocks` blocks of
@@ -117,10 +122,16 @@ def make(config: Config):
             beta = warpgroup.load(betas, COL_VEC, (seq.batch, seq.chunk_start(0), head), cols=1)
             store_parts(high, low, zeros(SCORES))  # blocks above the diagonal are read, if not looked at
             for j in range(n):
+                rate_and_bias = raw.load_rate_and_bias(params, head, warp)
                 queries, keys, gates = q.wait(j), k.wait(j), g.wait(j)
                 seq_layout.zero_other_rows(keys, seq.remaining(j))
                 seq_layout.zero_other_rows(gates, seq.remaining(j))
+                norm.normalize(queries, warp)
+                norm.normalize(keys, warp)
+                norm.sync()
+                beta = BETA.compute(beta)
                 sums = gates if IN_PLACE else gate_sums
+                gates = raw.compute(sums, gates, rate_and_bias, warp, seq.remaining(j))
                 b_last, strong = decay.cumsum_gates(sums, gates, warp)
                 decayed_keys = k_decayed.claim(j)
                 if strong:

@@ -19,6 +19,8 @@ from tiles.targets import Target
 
 from ..parts.recurrent import channel_decay
 from ..parts.recurrent.channel_decay import FLAG, FLAG_VEC, TOKEN_GROUP
+from ..parts.recurrent.gate_formulas import BetaFormula
+from ..parts.recurrent.l2norm import L2Norm
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 from .kda_hopper import KEY_DIMS, REGISTERS, STAGES
 
@@ -34,7 +36,7 @@ class Config(channel_decay.Config):
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations. Without `everything`, varlen ones come in one size only, and fp16 is left out."""
-    return channel_decay.channel_space(Config, SIZES, target, everything)
+    return channel_decay.channel_space(Config, SIZES, target, everything, BetaFormula(1.0))
 
 
 class KdaStatesDecay(channel_decay.ChannelDecay):
@@ -81,6 +83,8 @@ def make(config: Config):
         low=TRIANGLE,
         gate_sums=config.gate_sums,
     )
+    norm = L2Norm(config.l2norm, config.key_dim, config.key_dim // warpgroup.WARPGROUP)
+    raw, PARAMS, BETA = config.channel_gates, config.channel_gates.params(), config.beta
     seq_layout, decay = SequenceLayout(config.varlen), KdaStatesDecay(KEY_DIM, INPUT, CONSUMERS)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
@@ -88,6 +92,7 @@ def make(config: Config):
         gK: tiled(config.key, unit=1), gV: tiled(config.value, unit=1), gBeta: array(3), gGates: tiled(config.gate, unit=1),
         gFinalState: array(4), gCuSeqlens: ENDS, length: INT, blocks: INT, segments: INT, scanned: INT, heads: INT, group: INT,
         values: INT,
+        params: PARAMS,
     ):  # fmt: skip
         """[N | M] of each of the first `scanned` of the `segments` of a sequence. values: the number of columns of v and N.
         `group` value heads share a key head; each is `blocks` blocks of columns wide."""
@@ -105,11 +110,15 @@ def make(config: Config):
             decay.fill_keys(rings, arrays, 0, n, seq, head, key_head, block)
             store_parts(high, low, zeros(SCORES))  # blocks above the diagonal are read, if not looked at
             for j in range(n):
+                rate_and_bias = raw.load_rate_and_bias(params, head, warp)
                 keys, gates = k.wait(j), g.wait(j)
                 seq_layout.zero_other_rows(keys, seq.remaining(j))
                 seq_layout.zero_other_rows(gates, seq.remaining(j))
-                beta = warpgroup.load(betas, COL_VEC, (seq.batch, seq.chunk_start(j), head), cols=1)
+                norm.normalize(keys, warp)
+                norm.sync()
+                beta = BETA.compute(warpgroup.load(betas, COL_VEC, (seq.batch, seq.chunk_start(j), head), cols=1))
                 sums = gates if IN_PLACE else gate_sums
+                gates = raw.compute(sums, gates, rate_and_bias, warp, seq.remaining(j))
                 b_last, strong = decay.cumsum_gates(sums, gates, warp)
                 decayed_keys = k_decayed.claim(j)
                 if strong:

@@ -7,18 +7,20 @@ for another. If a state has more rows than registers hold, the warps of a block 
 sums. The time of a single token (attention.linear_step) is that of reading and writing the state: 16 bytes a lane, all loads in
 flight before the first use. Sequences are served here if no chunk kernel serves them."""
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from numba import cuda
 
-from ops import block, col_sum, divmod, exp, fma, load, store, tile_max, tile_sum, zeros
+from ops import block, col_sum, divmod, exp, fma, load, rsqrt, store, tile_max, tile_sum, zeros
 from tiles import bf16, fp32, inlined, rt, shared, sv
-from tiles.launching.arguments import ENDS, FLOAT, INT, array
+from tiles.launching.arguments import ENDS, FLOAT, INT, array, record
 from tiles.targets import Target
 
+from ..parts.recurrent.gate_formulas import FORMULAS, L2NORM_EPSILON, PLAIN_BETA, BetaFormula, GateFormula
 from ..parts.recurrent.results import NORMALIZER_EPSILON
 from ..parts.recurrent.tokens import SequenceLayout
 
@@ -33,7 +35,7 @@ LARGEST_KEY_DIMS = (
     256,
 )  # that fill the registers of their number of blocks: if these do not spill, none do
 MAX_GRID_YZ = 65535  # blocks along the second and third axis of a grid
-FLAGS = "delta", "normalize", "varlen", "single", "reversed", "groups_queries"
+FLAGS = "delta", "normalize", "varlen", "single", "reversed", "groups_queries", "l2norm"
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,8 @@ class Config:
     nothing decays. delta: is it the delta rule? normalize: are outputs normalized? varlen: are sequences packed (cu_seqlens)?
     single: is there one token only, with states that allow accesses of 16 bytes? reversed: does it begin with the last token?
     Then a token's decay comes after its output, and the scale multiplies keys. groups_queries: do the heads of a group share
-    values, instead of queries and keys? (parts/recurrent/gradients.py)"""
+    values, instead of queries and keys? (parts/recurrent/gradients.py) formula, beta: what computes gates and beta of what is
+    in memory; None: the gates themselves are there. l2norm: are queries and keys divided by their lengths?"""
 
     key_dim: int
     decay: str = ""
@@ -52,6 +55,9 @@ class Config:
     single: bool = False
     reversed: bool = False
     groups_queries: bool = False
+    formula: GateFormula | None = field(default=None, kw_only=True)
+    beta: BetaFormula = field(default=PLAIN_BETA, kw_only=True)
+    l2norm: bool = field(default=False, kw_only=True)
 
     @property
     def splits_rows(self):
@@ -94,6 +100,7 @@ class Config:
 
     def __str__(self):
         kinds = [f"decay by {self.decay}"] * bool(self.decay)
+        kinds += [str(x) for x in (self.formula, self.beta) if x is not None and str(x)]
         return ", ".join([f"Dk {self.key_dim}", *kinds, *(x for x in FLAGS if getattr(self, x))])
 
 
@@ -108,6 +115,10 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
             yield from (Config(key_dim, decay, varlen=True, reversed=back, groups_queries=True) for back in (False, True))
         if not delta and (everything or decay == "channel"):
             yield Config(key_dim, decay, varlen=True, reversed=True)
+    for key_dim, formula in itertools.product(LARGEST_KEY_DIMS, FORMULAS if everything else FORMULAS[:1]):
+        for single in (True, False):
+            config = Config(key_dim, "channel", True, varlen=not single, single=single, formula=formula, beta=BetaFormula(1.0))
+            yield dataclasses.replace(config, l2norm=True)
 
 
 @functools.cache
@@ -115,7 +126,9 @@ def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     DECAY, DELTA, NORMALIZE = config.decay, config.delta, config.normalize
     SINGLE, SPLITS_ROWS, seq_layout = config.single, config.splits_rows, SequenceLayout(config.varlen)
-    REVERSED, GROUPS_QUERIES = config.reversed, config.groups_queries
+    REVERSED, GROUPS_QUERIES, BETA, L2NORM = config.reversed, config.groups_queries, config.beta, config.l2norm
+    FORMULA, HAS_FORMULA = config.formula or GateFormula(), config.formula is not None
+    PARAMS = record() if config.formula is None else record(gA=array(2), gDtBias=array(2))
     STATE = rt(config.rows, config.columns, fp32)
     KEYS, VALUES = STATE.col_vec, STATE.row_vec
     smem = shared(sums=sv(config.columns * config.warps, fp32), products=sv(4 * config.warps, fp32))
@@ -129,21 +142,47 @@ def make(config: Config):
             return x
 
     @inlined
-    def load_decay(gDecay, batch, token, head, row, column):
+    def load_rate(params, head):
+        """exp(A_log) of a head for gates of a formula."""
+        if HAS_FORMULA:
+            return FORMULA.load_rate(params.gA, head)
+        else:
+            return 0.0
+
+    @inlined
+    def load_bias(params, vector, head, first):
+        """dt_bias of a head for gates of a formula, as a vector from row or column `first` on."""
+        if HAS_FORMULA:
+            return load(params.gDtBias, vector, (head, first))
+        else:
+            return 0.0
+
+    @inlined
+    def load_decay(gDecay, params, rate, batch, token, head, row, column):
         """The factor by which a state decays, exp(decay). One for each token is loaded as a vector of columns, whose elements
         are the same."""
         if DECAY == "channel":
-            return exp(load(gDecay, KEYS, (batch, token, head, row), aligned=True))
+            g = load(gDecay, KEYS, (batch, token, head, row), aligned=True)
+            return exp(FORMULA.compute(g, rate, load_bias(params, KEYS, head, row)))
         elif DECAY == "token":
-            return exp(load(gDecay, VALUES, (batch, token, head, column), aligned=False))
+            g = load(gDecay, VALUES, (batch, token, head, column), aligned=False)
+            return exp(FORMULA.compute(g, rate, load_bias(params, VALUES, head, column)))
         else:
             return 1.0
+
+    @inlined
+    def normalize_rows(x, scratch):
+        """A query or key divided by its length, if they are."""
+        if L2NORM:
+            return x * rsqrt(sum_over_warps(tile_sum(x * x), scratch) + L2NORM_EPSILON)
+        else:
+            return x
 
     @cuda.jit(launch_bounds=(config.threads, config.ctas_per_sm), fastmath=True)
     def token_loop(
         gQ: array(4, bf16), gK: array(4, bf16), gV: array(4, bf16), gDecay: array(4), gBeta: array(4), gOut: array(4, bf16),
         gInitialState: array(4), gFinalState: array(4), gInitialZ: array(3), gFinalZ: array(3), gCuSeqlens: ENDS,
-        parts: INT, group: INT, length: INT, scale: FLOAT,
+        parts: INT, group: INT, length: INT, scale: FLOAT, params: PARAMS,
     ):  # fmt: skip
         """Each block serves a head of a sequence. The columns of a state are divided among `parts` blocks, or warps. `group`
         heads share a key head."""
@@ -162,13 +201,14 @@ def make(config: Config):
             s = load(gInitialState, STATE, (sequence, head, row, column), aligned=SINGLE)
             if NORMALIZE:
                 z = load(gInitialZ, KEYS, (sequence, head, row))
+            rate = load_rate(params, head)
             for i in range(first, end):
                 t = first + end - 1 - i if REVERSED else i
-                k = load(gK, KEYS, (batch, t, query_head, row), aligned=True)
+                k = normalize_rows(load(gK, KEYS, (batch, t, query_head, row), aligned=True), products)
                 v = load(gV, VALUES, (batch, t, value_head, column), aligned=True)
-                decay = load_decay(gDecay, batch, t, head, row, column)
-                beta = load(gBeta, VALUES, (batch, t, head, column), aligned=False) if DELTA else 0.0
-                q = load(gQ, KEYS, (batch, t, query_head, row), aligned=True)
+                decay = load_decay(gDecay, params, rate, batch, t, head, row, column)
+                beta = BETA.compute(load(gBeta, VALUES, (batch, t, head, column), aligned=False)) if DELTA else 0.0
+                q = normalize_rows(load(gQ, KEYS, (batch, t, query_head, row), aligned=True), products)
                 if REVERSED:
                     k = k * scale
                 else:

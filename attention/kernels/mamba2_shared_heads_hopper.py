@@ -87,7 +87,9 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations; without `everything` those of the plainest result only."""
     if target.has_wgmma:
         full = Mamba2Gate(softplus=True), ScanOutputs(skip=True, silu=True)
-        for key_dim, form, varlen in itertools.product(KEY_DIMS, ((Mamba2Gate(), ScanOutputs()), full), (False, True)):
+        limited = Mamba2Gate(softplus=True, low=0.001, high=0.1), full[1]
+        forms = ((Mamba2Gate(), ScanOutputs()), full, *[limited] * everything)
+        for key_dim, form, varlen in itertools.product(KEY_DIMS, forms, (False, True)):
             if everything or (form is not full and not varlen):
                 yield Config(key_dim, bf16, *form, varlen)
 

@@ -20,6 +20,8 @@ import torch
 
 import attention
 
+from .. import gates
+from ..options import check_flag
 from ..public import delta_rules, linear_family, mamba
 from .peers import disable_compile
 from .recurrence import SegmentedRecurrence, Shape, ShardedRecurrence
@@ -35,12 +37,15 @@ def linear(q: Any, k: Any, v: Any, *, group: Any = None, length: int | None = No
     order="contiguous")`, or `reorder` from zigzag). Arguments and results are linear's; decay is this rank's shard, unless it
     is one number for each head.
 
+    Raw gates, raw beta and qk_l2norm (attention.gates) are evaluated first, by torch.
+
     initial_state is the state before the whole sequence, and is read on the first rank alone. return_state gives the state
     after the whole, on every rank. cu_seqlens is that of the whole sequence. group: a process group, a dimension of a
     DeviceMesh, or None for all processes. length: tokens of the whole, if shards differ in length. layout, out, stream and
     normalize=True are not supported.
 
     ValueError on every rank, before anything is sent: ranks disagree. TypeError: an array is not a torch tensor."""
+    q, k, _, options = _evaluate_raw(q, k, None, options)
     kind = SegmentedLinear if SegmentedLinear.supports(k, options.get("decay")) else ShardedLinear
     return kind((q, k, v), options).run(group, length)
 
@@ -48,6 +53,7 @@ def linear(q: Any, k: Any, v: Any, *, group: Any = None, length: int | None = No
 @disable_compile
 def delta_rule(q: Any, k: Any, v: Any, beta: Any, *, group: Any = None, length: int | None = None, **options: Any) -> Any:
     """attention.delta_rule of a sequence that is spread over several ranks: see `linear`. beta: this rank's shard."""
+    q, k, beta, options = _evaluate_raw(q, k, beta, options)
     return ShardedDeltaRule((q, k, v, beta), options).run(group, length)
 
 
@@ -57,6 +63,16 @@ def mamba2(x: Any, dt: Any, A: Any, B: Any, C: Any, *, group: Any = None, length
     seq_idx is not supported; use cu_seqlens of the whole sequence instead."""
     kind = SegmentedMamba2 if SegmentedMamba2.supports(B) else ShardedMamba2
     return kind((x, dt, A, B, C), options).run(group, length)
+
+
+def _evaluate_raw(q: Any, k: Any, beta: Any, options: dict[str, Any]) -> tuple[Any, Any, Any, dict[str, Any]]:
+    """q, k, beta and the options, without raw gates, raw beta and qk_l2norm: ranks exchange what follows from them."""
+    beta, options = gates.evaluate(beta) if isinstance(beta, gates.RawBeta) else beta, dict(options)
+    if isinstance(options.get("decay"), gates.RawGate):
+        options["decay"] = gates.evaluate(options["decay"])
+    if check_flag("qk_l2norm", options.pop("qk_l2norm", False)):
+        q, k = gates.normalize(q), gates.normalize(k)
+    return q, k, beta, options
 
 
 class ShardedLinear(ShardedRecurrence):
@@ -188,7 +204,8 @@ class ShardedMamba2(ShardedRecurrence):
         _, dt, A, _, _ = self.arrays
         bias = self.options.get("dt_bias")
         steps = dt.float() if bias is None else dt.float() + bias.float()
-        steps = (torch.nn.functional.softplus(steps) if self.options.get("dt_softplus") else steps).clamp(min=0)
+        steps = torch.nn.functional.softplus(steps) if self.options.get("dt_softplus") else steps
+        steps = steps.clamp(*self.options.get("dt_limit", (0.0, None)))
         total = shard.sum_log_decays(steps * A.float()).exp().reshape(self.m_shape(shard))
         return total, self.call(shard, return_final_states=True)[1]
 
@@ -202,10 +219,10 @@ class SegmentedMamba2(SegmentedRecurrence, ShardedMamba2):
         return _last_extent(B) <= MAX_KEY_DIM
 
     def segment_states(self, shard: SequenceShard) -> tuple[Any, Any]:
-        return mamba.segment_states(*self.arrays, **self._select_options(shard, "dt_bias", "dt_softplus"))
+        return mamba.segment_states(*self.arrays, **self._select_options(shard, "dt_bias", "dt_softplus", "dt_limit"))
 
     def outputs_from_segments(self, shard: SequenceShard, local_state: Any, total_decay: Any, state: Any) -> Any:
-        options = self._select_options(shard, "D", "z", "dt_bias", "dt_softplus")
+        options = self._select_options(shard, "D", "z", "dt_bias", "dt_softplus", "dt_limit")
         x, dt, A, B, C = self.arrays
         return mamba.outputs_from_segments(x, dt, A, B, C, local_state, total_decay, initial_states=state, **options)
 

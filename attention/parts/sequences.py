@@ -35,7 +35,7 @@ def in_use(number, params):
 
 
 @inlined
-def _sequence_of(block, ends, rows):
+def sequence_of_block(block, ends, rows):
     """The packed sequence to which a block of `rows` rows belongs, by bisection: see PackedLayout."""
     low, high = int32(0), int32(ends.shape[0] - 1)
     while high - low > 1:
@@ -192,12 +192,12 @@ class PackedLayout(BatchedLayout):
 
     @inlined
     def find_tile(self, block, batch_head, heads, params):
-        low = _sequence_of(block, params.ends, self.rows)
+        low = sequence_of_block(block, params.ends, self.rows)
         return int32(block - params.ends[low] // self.rows - low), low, batch_head
 
     @inlined
     def find_key_block(self, block, batch_head, heads, rows, params):
-        low = _sequence_of(block, params.ends_k, rows)
+        low = sequence_of_block(block, params.ends_k, rows)
         return int32(block - params.ends_k[low] // rows - low), low, batch_head
 
     @inlined

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tiles.calls import jax_call, torch_op
-from tiles.launching.frameworks import describe, fetched, placed, stream_handle
+from tiles.launching.frameworks import describe, fetched, placed, stream_handle, without_grad
 
 
 class PackedBatches(NamedTuple):
@@ -47,7 +47,7 @@ def pack_batches(seq_idx: Any, x: Any, stream: Any) -> PackedBatches:
     there are no numbers yet."""
     if torch_op.traced(x) or any(map(jax_call.tracing, (x, seq_idx))):
         raise NotImplementedError("seq_idx: its numbers cannot be read while the call is traced: pass cu_seqlens instead")
-    array, values = describe(seq_idx, "seq_idx"), describe(x, "x")
+    array, values = describe(seq_idx, "seq_idx"), describe(without_grad(x), "x")
     if array.dtype not in ("int32", "int64"):
         raise TypeError(f"seq_idx: dtype must be one of ('int32', 'int64'): seq_idx.dtype={array.dtype!r}")
     if array.shape != values.shape[:2]:

@@ -1,13 +1,45 @@
 """Checks of the arrays of linear attention that the schemas of its members do not make, and what their plans have in common."""
 
+import math
+from typing import Any, NamedTuple
+
 from tiles.calls.schema import Problem
 from tiles.dtypes import bf16, fp16, fp32
 from tiles.launching.arrays import Operand
 
-from ..options import SCALE_RANGE
+from ..options import SCALE_RANGE, check_flag, check_number
 
 DTYPES = {"bfloat16": bf16, "float16": fp16, "float32": fp32}
+GATES = "decay", "gate"  # the arguments that may be gates: as they are, or before a formula of theirs
 DIM_STEP, MAX_DIM = 16, 256  # key_dim and value_dim are multiples of the first, up to the second
+
+
+class StepOptions(NamedTuple):
+    """How Mamba-2's time steps follow from dt + dt_bias. dt_softplus: by softplus? dt_min, dt_max: their limits; None: there is
+    no upper one."""
+
+    dt_softplus: bool = False
+    dt_min: float = 0.0
+    dt_max: float | None = None
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        """As mamba2 takes them."""
+        return self.dt_min, math.inf if self.dt_max is None else self.dt_max
+
+
+NO_STEP_OPTIONS = StepOptions()
+
+
+def step_options(dt_softplus: Any, dt_limit: Any) -> StepOptions:
+    """The StepOptions of these arguments of mamba2. TypeError, ValueError: dt_softplus is no bool, or dt_limit no pair of
+    numbers of which the first is not negative, and not above the second."""
+    if not isinstance(dt_limit, (tuple, list)) or len(dt_limit) != 2:
+        raise TypeError(f"dt_limit: must be a pair of numbers: {dt_limit=}")
+    low, high = (check_number("dt_limit", x) for x in dt_limit)
+    if low is None or high is None or not 0 <= low <= high or low == math.inf:
+        raise ValueError(f"dt_limit: must be two numbers, from 0 and ascending: {dt_limit=}")
+    return StepOptions(check_flag("dt_softplus", dt_softplus), float(low), None if high == math.inf else float(high))
 
 
 def check_extents(problem: Problem, queries: str = "q", values: str = "v") -> None:
@@ -28,12 +60,14 @@ def check_extents(problem: Problem, queries: str = "q", values: str = "v") -> No
 
 def has_channel_decay(problem: Problem) -> bool:
     """Does each channel of the keys have a decay of its own? ValueError: the channels of a decay are not contiguous."""
-    decay = problem.forms.get("decay")
-    if decay is None or "key_dim" not in problem.axes("decay"):
-        return False
-    if decay.strides[-1] != decay.itemsize and decay.extent:
-        raise ValueError(f"decay: last axis must be contiguous: decay.strides={decay.strides} bytes, decay.shape={decay.shape}")
-    return True
+    for name in GATES:
+        gate = problem.forms.get(name)
+        if gate is not None and "key_dim" in problem.axes(name):
+            if gate.strides[-1] != gate.itemsize and gate.extent:
+                what = f"{name}.strides={gate.strides} bytes, {name}.shape={gate.shape}"
+                raise ValueError(f"{name}: last axis must be contiguous: {what}")
+            return True
+    return False
 
 
 def resolve_scale(problem: Problem, scale: float | None) -> float:
@@ -70,3 +104,32 @@ def kernel_arrays(problem: Problem, return_state: bool) -> dict[str, Operand | N
 def pad_key_dim(key_dim: int, sizes) -> int:
     """The smallest of these sizes that is not below key_dim."""
     return min(size for size in sizes if size >= key_dim)
+
+
+def split_state(name: str, state: Any, normalize: bool) -> tuple[Any, Any]:
+    """(state, z) of the argument `name`. z is None without `normalize`; both are None if the argument is. TypeError: it is a
+    pair and must be an array, or the other way round."""
+    if state is None or (not normalize and not isinstance(state, tuple)):
+        return state, None
+    if not normalize:
+        raise TypeError(f"{name}: must be an array, not a pair, which is for normalize=True")
+    types = tuple(type(x).__name__ for x in state) if isinstance(state, tuple) else type(state).__name__
+    if not isinstance(types, tuple) or len(types) != 2 or "NoneType" in types:
+        raise TypeError(f"{name}: must be a pair (state, z) with normalize=True, not {types}")
+    return state
+
+
+class SplitStates(NamedTuple):
+    """The states of a call of gradients, (state, z) each. given: the initial state, and the gradients of the last one. made:
+    those of the initial one."""
+
+    given: tuple[Any, Any, Any, Any]
+    made: tuple[Any, Any]
+
+
+def split_states(normalize: bool, initial_state: Any, dstate: Any, dinitial_state: Any) -> SplitStates:
+    """The SplitStates of these arguments; one of a pair dstate may be None. TypeError: as of split_state."""
+    of_start = split_state("initial_state", initial_state, normalize)
+    is_pair = normalize and isinstance(dstate, tuple) and len(dstate) == 2
+    of_end = dstate if is_pair else split_state("dstate", dstate, normalize)
+    return SplitStates((*of_start, *of_end), split_state("dinitial_state", dinitial_state, normalize))

@@ -24,9 +24,10 @@ from ..kernels import (
     gla_states_hopper,
     mamba2_shared_heads_hopper,
 )
-from ..parts.recurrent.gates import Gate, HeadGate, Mamba2Gate, TokenGate
+from ..parts.recurrent.gate_formulas import GateFormula
+from ..parts.recurrent.gates import FormulaGate, Gate, HeadGate, Mamba2Gate, TokenGate
 from ..parts.recurrent.results import ScanNormalizer, ScanOutputs, ScanResult, ScanStates
-from .recurrent_checks import DTYPES, is_varlen, pad_key_dim
+from .recurrent_checks import DTYPES, NO_STEP_OPTIONS, StepOptions, is_varlen, pad_key_dim
 
 MIN_PARALLEL_SEGMENT_CHUNKS = 8  # chunks of a segment, at least, on one of several ranks (attention.parallel)
 MIN_SEGMENT_CHUNKS = 4  # chunks of a segment, at least, on one GPU
@@ -43,9 +44,9 @@ ScratchShapes = list[tuple[tuple[int, ...], str]]
 
 
 @functools.lru_cache(1024)
-def intern_value(kind, *fields):
+def intern_value(kind, *fields, **named):
     """kind(*fields), the same object for equal fields: a look-up takes a tenth of the time of a construction."""
-    return kind(*fields)
+    return kind(*fields, **named)
 
 
 class Costs(NamedTuple):
@@ -108,20 +109,24 @@ def plan_token_decay(
     arrays: Arrays,
     scale: float,
     vector_bytes: int = 0,
-    softplus: bool = False,
+    steps_of_time: StepOptions = NO_STEP_OPTIONS,
     normalizer: Arrays | None = None,
+    formula: GateFormula | None = None,
+    scratch: ScratchAllocator | None = None,
 ) -> tuple[list[Step], ScratchShapes]:
     """(launches, scratch memory between them) for decays that are one number for each token and head, or for each head.
 
     arrays: those of chunk_hopper.py's kernel by the names of its parameters, states transposed. vector_bytes: how many bytes a
-    cp.async copies, 0 for TMA. softplus: Mamba-2's dt_softplus. normalizer: the initial and final sum of keys as
-    {"gInitialState": , "gFinalState": }, if outputs are divided by a normalizer."""
+    cp.async copies, 0 for TMA. steps_of_time: Mamba-2's. normalizer: the initial and final sum of keys as
+    {"gInitialState": , "gFinalState": }, if outputs are divided by a normalizer. formula: of gates that are not in memory.
+    scratch: where the plan has other launches."""
     batch, length, heads, key_heads, columns, sequences = problem(
         "batch", "seqlen", "heads", "heads_k", "value_dim", "sequences"
     )
-    arrays = _broadcast_arrays(problem, arrays, bool(vector_bytes))
+    arrays, scratch = _broadcast_arrays(problem, arrays, bool(vector_bytes)), scratch or ScratchAllocator(problem)
     width, group = -(-columns // chunk_hopper.COLUMNS), heads // key_heads
-    gate = _choose_gate(arrays, softplus, scale_at_end=not (vector_bytes or FOLDED_SCALES[0] <= scale <= FOLDED_SCALES[1]))
+    scale_at_end = not (vector_bytes or FOLDED_SCALES[0] <= scale <= FOLDED_SCALES[1])
+    gate = _choose_gate(arrays, steps_of_time, scale_at_end, formula)
     result = intern_value(ScanOutputs, arrays.get("gD") is not None, normalizer is not None, arrays.get("gZ") is not None)
     config = _choose_config(problem, gate, result, vector_bytes, width)
     local = arrays.get("gLocalStates")  # if the caller has computed these, there is no first pass
@@ -129,14 +134,15 @@ def plan_token_decay(
     if segments == 1:
         arrays = {name: x for name, x in arrays.items() if name not in ("gLocalStates", "gTotalDecays")}
     if segments == 1 and not vector_bytes and mamba2_shared_heads_hopper.supports(config, group * width):
-        return [_scan_shared_heads(problem, config, arrays, width)], []
-    scratch, steps = ScratchAllocator(problem), []
+        return [_scan_shared_heads(problem, config, arrays, width)], scratch.shapes
+    steps = []
 
     def launch(config, width: int, segments: int, scanned: int, arrays: Arrays, states_per_sequence: int = 1) -> Step:
         return launch_scan(problem, config, width, segments, scanned, arrays, scale, states_per_sequence)
 
     if segments > 1 and not local:
-        steps.append(_scan_local_states(problem, arrays, vector_bytes, softplus, segments, segments - 1, scratch))
+        gate_of_states = _choose_gate(arrays, steps_of_time, False, formula)
+        steps.append(_scan_local_states(problem, arrays, vector_bytes, gate_of_states, segments, segments - 1, scratch))
     initial, states_per_sequence = arrays.get("gInitialState"), 1
     if segments > TOKEN_COSTS.composed_in_scan:
         local_states = {name: arrays.pop(name) for name in ("gLocalStates", "gTotalDecays")}
@@ -166,7 +172,7 @@ def plan_token_decay(
 
 
 def plan_segment_states(
-    problem: Problem, arrays: Arrays, vector_bytes: int = 0, softplus: bool = False
+    problem: Problem, arrays: Arrays, vector_bytes: int = 0, steps_of_time: StepOptions = NO_STEP_OPTIONS
 ) -> tuple[list[Step], ScratchShapes]:
     """(the launch that computes how each segment changes a state, its scratch memory). The scratch memory holds the results:
     the local state, (sequence, head, segment, columns, Dk), and log2 of the total decay, (sequence, head, segment, 1). The
@@ -174,16 +180,16 @@ def plan_segment_states(
     arrays = _broadcast_arrays(problem, arrays, bool(vector_bytes))
     scratch = ScratchAllocator(problem)
     width = -(-problem.extents["value_dim"] // chunk_hopper.COLUMNS)
-    config = _choose_config(problem, _choose_gate(arrays, softplus), intern_value(ScanOutputs), vector_bytes, width)
-    segments = count_segments(problem, config, width)
-    return [_scan_local_states(problem, arrays, vector_bytes, softplus, segments, segments, scratch)], scratch.shapes
+    gate = _choose_gate(arrays, steps_of_time)
+    segments = count_segments(problem, _choose_config(problem, gate, intern_value(ScanOutputs), vector_bytes, width), width)
+    return [_scan_local_states(problem, arrays, vector_bytes, gate, segments, segments, scratch)], scratch.shapes
 
 
 def _scan_local_states(
     problem: Problem,
     arrays: Arrays,
     vector_bytes: int,
-    softplus: bool,
+    gate: Gate,
     segments: int,
     scanned: int,
     scratch: Callable[..., Operand],
@@ -193,7 +199,7 @@ def _scan_local_states(
     width = -(-columns // chunk_hopper.COLUMNS)
     arrays["gLocalStates"] = scratch(sequences, heads, scanned, columns, problem.extents["key_dim"])
     arrays["gTotalDecays"] = scratch(sequences, heads, scanned, 1)
-    config = _choose_config(problem, _choose_gate(arrays, softplus), intern_value(ScanStates), vector_bytes, width)
+    config = _choose_config(problem, gate, intern_value(ScanStates), vector_bytes, width)
     from_zero = arrays | {"gInitialState": None, "gO": None}
     return launch_scan(problem, config, width, segments, scanned, from_zero, 1.0)  # no scale without outputs
 
@@ -245,13 +251,22 @@ def _broadcast_arrays(problem: Problem, arrays: Mapping[str, Operand | None], by
     return arrays
 
 
-def _choose_gate(arrays: Arrays, softplus: bool, scale_at_end: bool = False) -> Gate:
-    """The kind of gates in these arrays. scale_at_end: see gates.DecayGate."""
+def choose_mamba2_gate(steps_of_time: StepOptions) -> Mamba2Gate:
+    """The gates that time steps make."""
+    return intern_value(Mamba2Gate, False, steps_of_time.dt_softplus, *steps_of_time.limits)
+
+
+def _choose_gate(
+    arrays: Arrays, steps_of_time: StepOptions, scale_at_end: bool = False, formula: GateFormula | None = None
+) -> Gate:
+    """The kind of gates in these arrays. scale_at_end: see gates.DecayGate. formula: of gates that are not in memory."""
     gates = arrays.get("gGates")
     if gates is None:
         return intern_value(Gate)
+    if formula is not None:
+        return intern_value(FormulaGate, scale_at_end, formula)
     if arrays.get("gA"):
-        return intern_value(Mamba2Gate, False, softplus)
+        return choose_mamba2_gate(steps_of_time)
     return intern_value(HeadGate if len(gates.form.shape) == 2 else TokenGate, scale_at_end)
 
 
@@ -294,8 +309,16 @@ def _scan_shared_heads(problem: Problem, replaced: chunk_hopper.Config, arrays: 
     )
 
 
-def plan_channel_decay(problem: Problem, arrays: Arrays, scale: float) -> tuple[list[Step], ScratchShapes]:
-    """(launches, scratch memory between them) for decays of channels. arrays: those of gla_hopper.py's kernel."""
+def plan_channel_decay(
+    problem: Problem,
+    arrays: Arrays,
+    scale: float,
+    formula: GateFormula | None = None,
+    scratch: ScratchAllocator | None = None,
+    l2norm: bool = False,
+) -> tuple[list[Step], ScratchShapes]:
+    """(launches, scratch memory between them) for decays of channels. arrays: those of gla_hopper.py's kernel. formula: of
+    gates that are not in memory."""
     batch, length, heads, key_heads, key_dim, columns, sequences = problem(
         "batch", "seqlen", "heads", "heads_k", "key_dim", "value_dim", "sequences"
     )
@@ -303,11 +326,13 @@ def plan_channel_decay(problem: Problem, arrays: Arrays, scale: float) -> tuple[
     consumers = 2 if width % 2 == 0 and padded_dim <= gla_hopper.WIDE_KEY_DIM else 1
     blocks, chunks = width // consumers, length * batch // sequences // gla_hopper.CHUNK
     segments = choose_segments(sequences * heads, blocks, blocks, chunks, machine(problem.device).processors, CHANNEL_COSTS)
-    sizes = padded_dim, consumers, DTYPES[problem.forms["decay"].dtype], DTYPES[problem.dtype], is_varlen(problem)
-    steps, scratch = [], ScratchAllocator(problem)
+    gates = arrays["gGates"]
+    assert gates is not None
+    sizes = padded_dim, consumers, DTYPES[gates.form.dtype], DTYPES[problem.dtype], is_varlen(problem)
+    steps, scratch = [], scratch or ScratchAllocator(problem)
 
     def launch(module, grid_segments: int, **arguments) -> Step:
-        return kernel_for(module, intern_value(module.Config, *sizes), problem.device).bind(
+        return kernel_for(module, intern_value(module.Config, *sizes, formula=formula, l2norm=l2norm), problem.device).bind(
             sequences * heads * blocks * grid_segments,
             length=length,
             blocks=blocks,
@@ -321,7 +346,7 @@ def plan_channel_decay(problem: Problem, arrays: Arrays, scale: float) -> tuple[
         local_states = {"gLocalStates": scratch(sequences, heads, segments - 1, columns, key_dim)}
         local_states["gTotalDecays"] = scratch(sequences, heads, segments - 1, key_dim)
         initial = scratch(sequences * segments, heads, columns, key_dim)
-        inputs = {name: arrays[name] for name in ("gK", "gV", "gGates", "gCuSeqlens")}
+        inputs = {name: x for name, x in arrays.items() if name not in ("gQ", "gO", "gInitialState", "gFinalState")}
         steps.append(launch(gla_states_hopper, segments - 1, scanned=segments - 1, **local_states, **inputs))
         first = arrays["gInitialState"]
         steps.append(

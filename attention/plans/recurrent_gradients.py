@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
-from tiles.calls.plan import Plan, Step
+from tiles.calls.plan import Step
 from tiles.calls.schema import Problem
 from tiles.launching.arrays import Operand
 from tiles.launching.launch import kernel_for
@@ -75,30 +75,34 @@ class GradientScan(NamedTuple):
         return [*steps, launch_scan(problem, config, self.width, segments, segments, arrays, scale, segments)]
 
 
-def plan_gradients(problem: Problem, scale: float, vector_bytes: int, wants_gates: bool, wants_state: bool) -> Plan:
-    """The Plan of a call of linear_backward without decays of channels. vector_bytes: how many bytes a cp.async copies, 0 for
-    TMA. wants_gates, wants_state: are the gradients of the decay and of the initial state computed?"""
+def gradient_arrays(problem: Problem, wants_gates: bool, wants_state: bool) -> Arrays:
+    """The arrays of a call of linear_backward, by their names; None for a gradient that is not wanted."""
+    names = "dout", "q", "k", "v", "decay", "initial_state", "dstate", "dq", "dk", "dv"
+    gradients = {"ddecay": wants_gates, "dinitial_state": wants_state}
+    return {name: problem[name] for name in names} | {name: problem[name] if x else None for name, x in gradients.items()}
+
+
+def plan_chunk_gradients(
+    problem: Problem, arrays: Arrays, scale: float, vector_bytes: int, scratch: ScratchAllocator
+) -> list[Step]:
+    """The launches for the gradients of linear attention without decays of channels. arrays: gradient_arrays, or those of
+    another member that has these, by the names of linear_backward; dq and dk are those of each value head if they are float32.
+    vector_bytes: how many bytes a cp.async copies, 0 for TMA."""
     key_dim, value_dim = problem("key_dim", "value_dim")
-    scratch = ScratchAllocator(problem)
-    queries, keys, values = _choose_scans(problem, bool(vector_bytes), wants_gates)
-    unrounded = queries.result.unrounded
-    shared: Arrays = {"gGates": _choose_gate(problem, bool(vector_bytes))[1], "gCuSeqlens": problem["cu_seqlens"]}
-    inputs = {name: problem[name] for name in ("dout", "q", "k", "v")}
-    outputs = {name: partial_gradients(problem, scratch) if unrounded else problem[name] for name in ("dq", "dk")}
-    first, last, d_first = (problem[name] for name in ("initial_state", "dstate", "dinitial_state"))
-    of_queries = shared | {
-        "gQ": inputs["dout"],
-        "gK": inputs["v"],
-        "gV": inputs["k"],
-        "gO": outputs["dq"],
-        "gInitialState": first,
-    }
-    of_keys = shared | {"gQ": inputs["v"], "gK": inputs["dout"], "gV": inputs["q"], "gO": outputs["dk"], "gInitialState": last}
-    of_keys["gFinalState"] = d_first if wants_state else None
-    of_values = shared | {"gQ": inputs["k"], "gK": inputs["q"], "gV": inputs["dout"], "gO": problem["dv"]}
+    queries, keys, values = _choose_scans(problem, arrays, bool(vector_bytes))
+    sums_heads = queries.result.unrounded and not wants_value_heads(arrays)
+    shared: Arrays = {"gGates": _choose_gate(problem, arrays["decay"], bool(vector_bytes))[1]}
+    shared["gCuSeqlens"] = problem["cu_seqlens"]
+    dout, q, k, v = (arrays[name] for name in ("dout", "q", "k", "v"))
+    outputs = {name: partial_gradients(problem, scratch) if sums_heads else arrays[name] for name in ("dq", "dk")}
+    first, last = arrays["initial_state"], arrays["dstate"]
+    of_queries = shared | {"gQ": dout, "gK": v, "gV": k, "gO": outputs["dq"], "gInitialState": first}
+    of_keys = shared | {"gQ": v, "gK": dout, "gV": q, "gO": outputs["dk"], "gInitialState": last}
+    of_keys["gFinalState"] = arrays["dinitial_state"]
+    of_values = shared | {"gQ": k, "gK": q, "gV": dout, "gO": arrays["dv"]}
     of_values["gInitialState"] = last and last.permuted(SWAP_STATE_AXES)
     finish: list[Step] = []
-    if wants_gates:
+    if arrays["ddecay"]:
         config = keys.config(problem, vector_bytes)
         parts = config.row_parts * keys.width
         query_dots, key_dots = _row_dots(problem, scratch, parts), _row_dots(problem, scratch, parts)
@@ -106,31 +110,38 @@ def plan_gradients(problem: Problem, scale: float, vector_bytes: int, wants_gate
         states = scratch(chunks, heads, key_dim, value_dim, dtype=problem.dtype)
         state_parts = WARPS * keys.width * config.key_parts
         of_chunks = {name: scratch(chunks, heads, state_parts) for name in ("carried_dots", "state_dots")}
-        of_queries |= {"gZ": inputs["q"], "row_dots": query_dots, "states": states} | of_chunks
-        of_keys |= {"gZ": inputs["k"], "row_dots": key_dots, "states": states} | of_chunks
-        finish.append(_sum_gates(problem, query_dots, key_dots, of_chunks, parts))
-    if unrounded:
-        finish += [step for name in ("dq", "dk") for step in sum_heads(problem, outputs[name], name, vector_bytes or 16)]
+        of_queries |= {"gZ": q, "row_dots": query_dots, "states": states} | of_chunks
+        of_keys |= {"gZ": k, "row_dots": key_dots, "states": states} | of_chunks
+        finish.append(_sum_gates(problem, arrays, query_dots, key_dots, of_chunks, parts))
+    if sums_heads:
+        finish += [step for name in ("dq", "dk") for step in sum_heads(problem, outputs[name], arrays[name])]
     scans = (queries, of_queries), (keys, of_keys), (values, of_values)
-    steps = [step for scan, arrays in scans for step in scan.plan(problem, scale, vector_bytes, arrays, scratch)]
-    return Plan([*steps, *finish], scratch.shapes)
+    steps = [step for scan, inputs in scans for step in scan.plan(problem, scale, vector_bytes, inputs, scratch)]
+    return [*steps, *finish]
 
 
-def serves_gradients(problem: Problem, vector_bytes: int, wants_gates: bool) -> bool:
-    """Do chunk kernels serve such a call of linear_backward? vector_bytes, wants_gates: as in plan_gradients."""
+def wants_value_heads(arrays: Arrays) -> bool:
+    """Are dq and dk those of each value head, in float32, instead of sums over heads that share a key head?"""
+    assert arrays["dq"] is not None
+    return arrays["dq"].form.dtype == "float32"
+
+
+def serves_gradients(problem: Problem, arrays: Arrays, vector_bytes: int) -> bool:
+    """Do chunk kernels serve such a call? arrays, vector_bytes: as in plan_chunk_gradients."""
     batch, length = problem("batch", "seqlen")
     if not batch * length or has_channel_decay(problem):
         return False
     return all(
-        scan.config(problem, vector_bytes).supports_result for scan in _choose_scans(problem, bool(vector_bytes), wants_gates)
+        scan.config(problem, vector_bytes).supports_result for scan in _choose_scans(problem, arrays, bool(vector_bytes))
     )
 
 
-def _choose_scans(problem: Problem, by_cp_async: bool, wants_gates: bool) -> tuple[GradientScan, GradientScan, GradientScan]:
+def _choose_scans(problem: Problem, arrays: Arrays, by_cp_async: bool) -> tuple[GradientScan, GradientScan, GradientScan]:
     """The scans of dQ, dK and dV."""
-    gate, _ = _choose_gate(problem, by_cp_async)
+    gate, _ = _choose_gate(problem, arrays["decay"], by_cp_async)
     heads, key_heads, key_dim, value_dim = problem("heads", "heads_k", "key_dim", "value_dim")
-    queries, keys = (intern_value(kind, wants_gates, heads > key_heads) for kind in (QueryGradients, KeyGradients))
+    with_gates, unrounded = arrays["ddecay"] is not None, heads > key_heads or wants_value_heads(arrays)
+    queries, keys = (intern_value(kind, with_gates, unrounded) for kind in (QueryGradients, KeyGradients))
     return (
         GradientScan(gate, False, queries, value_dim, key_dim),
         GradientScan(gate, True, keys, value_dim, key_dim),
@@ -146,9 +157,8 @@ def count_chunk_indices(problem: Problem) -> int:
     return -(-length // chunk_hopper.CHUNK) * sequences
 
 
-def _choose_gate(problem: Problem, by_cp_async: bool) -> tuple[Gate, Operand | None]:
+def _choose_gate(problem: Problem, decay: Operand | None, by_cp_async: bool) -> tuple[Gate, Operand | None]:
     """(the kind of gates, their array as the kernel takes it). No scan of gradients adds log2 of the scale to gates."""
-    decay = problem["decay"]
     if decay is None:
         return intern_value(Gate), None
     if len(decay.form.shape) > 1:
@@ -175,9 +185,11 @@ def _row_dots(problem: Problem, scratch: Callable[..., Operand], parts: int) -> 
     return scratch(batch, length, heads * parts)
 
 
-def _sum_gates(problem: Problem, query_dots: Operand, key_dots: Operand, of_chunks: dict[str, Operand], parts: int) -> Step:
+def _sum_gates(
+    problem: Problem, arrays: Arrays, query_dots: Operand, key_dots: Operand, of_chunks: dict[str, Operand], parts: int
+) -> Step:
     """The launch that computes the decay's gradient."""
-    decay, gradient = problem["decay"], problem["ddecay"]
+    decay, gradient = arrays["decay"], arrays["ddecay"]
     assert decay is not None and gradient is not None
     length, heads, sequences = problem("seqlen", "heads", "sequences")
     per_head = len(decay.form.shape) == 1
@@ -200,21 +212,22 @@ def _sum_gates(problem: Problem, query_dots: Operand, key_dots: Operand, of_chun
     )
 
 
-def sum_heads(problem: Problem, partial: Operand | None, name: str, vector_bytes: int) -> list[Step]:
-    """The launch that adds the gradients of the value heads that share a key head; none if there are no tokens. vector_bytes:
-    what addresses and strides of the gradient are multiples of."""
+def sum_heads(problem: Problem, partial: Operand | None, out: Operand | None, parts: int = 1) -> list[Step]:
+    """The launch that adds the gradients of the value heads that share a key head, of `parts` parts each; none if there are no
+    tokens."""
     batch, length, heads, key_heads, key_dim = problem("batch", "seqlen", "heads", "heads_k", "key_dim")
     if not batch * length:
         return []
+    assert out is not None
     tiles, panels = -(-length // sum_head_groups.X.rows), -(-key_dim // sum_head_groups.X.cols)
-    config = intern_value(sum_head_groups.Config, DTYPES[problem.dtype], vector_bytes)
+    config = intern_value(sum_head_groups.Config, DTYPES[problem.dtype], problem.bytes_at_once())
     step = kernel_for(sum_head_groups, config, problem.device).bind(
         -(-batch * key_heads * tiles // sum_head_groups.WARPS),
         gPartial=partial,
-        gOut=problem[name],
+        gOut=out,
         tiles=tiles,
         panels=panels,
         heads=key_heads,
-        group=heads // key_heads,
+        group=heads // key_heads * parts,
     )
     return [step]

@@ -7,6 +7,7 @@ from tiles.launching.launch import kernel_for
 
 from ..kernels import linear_token_loop
 from ..kernels.linear_token_loop import MAX_GRID_YZ, WARPS, Config
+from .raw_inputs import NOT_RAW, RawOptions, formula_arrays
 from .recurrent_checks import is_varlen
 
 
@@ -17,9 +18,10 @@ def launch(
     normalize: bool = False,
     single: bool = False,
     columns: int = 0,
+    raw: RawOptions = NOT_RAW,
 ) -> Step:
     """The launch for arrays (B, S, H, D), by the names of the kernel's parameters. single: see Config. columns: of a state, if
-    it has more of them than v. ValueError: too many heads or sequences for a grid."""
+    it has more of them than v. raw: what its inputs lack. ValueError: too many heads or sequences for a grid."""
     heads, key_heads, key_dim, value_dim, sequences = problem("heads", "heads_k", "key_dim", "value_dim", "sequences")
     length = problem.extents.get("seqlen", 1)
     columns = columns or value_dim
@@ -31,11 +33,15 @@ def launch(
         normalize,
         is_varlen(problem),
         single,
+        formula=raw.gate,
+        beta=raw.beta,
+        l2norm=raw.l2norm,
     )
     if max(heads, sequences) > MAX_GRID_YZ:
         raise ValueError(f"q: must have at most {MAX_GRID_YZ} heads and sequences: {heads=}, {sequences=}")
     extent = max(key_dim, columns)
     arrays = arrays | {name: _broadcast_gate(arrays.get(name), problem, extent) for name in ("gDecay", "gBeta")}
+    arrays |= formula_arrays(problem)
     parts = -(-columns // config.columns)
     blocks = parts if config.splits_rows else -(-parts // WARPS)
     return kernel_for(linear_token_loop, config, problem.device).bind(

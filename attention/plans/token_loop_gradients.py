@@ -2,7 +2,7 @@
 channels, and what the registers of chunk kernels do not hold. Three walks, whose gradients of queries and keys are float32
 until those of the gates are computed."""
 
-from tiles.calls.plan import Plan, Step
+from tiles.calls.plan import Step
 from tiles.calls.schema import Problem
 from tiles.launching.arrays import Operand
 from tiles.launching.launch import kernel_for
@@ -11,39 +11,53 @@ from ..kernels import gate_gradient_token_loop, linear_token_loop
 from ..kernels.linear_token_loop import MAX_GRID_YZ, WARPS
 from .recurrent_checks import is_varlen, pad_key_dim
 from .recurrent_chunks import SWAP_STATE_AXES, Arrays, ScratchAllocator
-from .recurrent_gradients import partial_gradients, spread_to_tokens, sum_heads
+from .recurrent_gradients import (
+    partial_gradients,
+    plan_chunk_gradients,
+    serves_gradients,
+    spread_to_tokens,
+    sum_heads,
+    wants_value_heads,
+)
 
 
-def plan_token_loop_gradients(problem: Problem, scale: float, wants_gates: bool, wants_state: bool) -> Plan:
-    """The Plan of a call of linear_backward. wants_gates, wants_state: are the gradients of the decay and of the initial state
-    computed?"""
+def plan_linear_gradients(
+    problem: Problem, arrays: Arrays, scale: float, vector_bytes: int, scratch: ScratchAllocator
+) -> list[Step]:
+    """The launches for the gradients of linear attention, of chunk kernels if they serve such a call. The arguments are those
+    of plan_chunk_gradients."""
+    if serves_gradients(problem, arrays, vector_bytes):
+        return plan_chunk_gradients(problem, arrays, scale, vector_bytes, scratch)
+    return plan_token_loop_gradients(problem, arrays, scale, scratch)
+
+
+def plan_token_loop_gradients(problem: Problem, arrays: Arrays, scale: float, scratch: ScratchAllocator) -> list[Step]:
+    """The launches for the gradients of linear attention. arrays: as in plan_chunk_gradients."""
     heads, key_heads, key_dim, value_dim, sequences = problem("heads", "heads_k", "key_dim", "value_dim", "sequences")
     if max(heads, sequences) > MAX_GRID_YZ:
         raise ValueError(f"q: must have at most {MAX_GRID_YZ} heads and sequences: {heads=}, {sequences=}")
-    scratch, unrounded = ScratchAllocator(problem), wants_gates or heads > key_heads
-    inputs = {name: problem[name] for name in ("dout", "q", "k", "v")}
-    partial = {name: partial_gradients(problem, scratch) if unrounded else problem[name] for name in ("dq", "dk")}
-    states = {"initial_state": problem["initial_state"], "dstate": problem["dstate"]}
-    states |= {"dinitial_state": problem["dinitial_state"] if wants_state else None}
+    decay, wants_gates = arrays["decay"], arrays["ddecay"] is not None
+    sums_heads = (wants_gates or heads > key_heads) and not wants_value_heads(arrays)
+    dout, q, k, v = (arrays[name] for name in ("dout", "q", "k", "v"))
+    partial = {name: partial_gradients(problem, scratch) if sums_heads else arrays[name] for name in ("dq", "dk")}
+    states = {name: arrays[name] for name in ("initial_state", "dstate", "dinitial_state")}
     swapped = {name: x and x.permuted(SWAP_STATE_AXES) for name, x in states.items()}
     last_state = None
-    if wants_gates and problem["dstate"]:
+    if wants_gates and arrays["dstate"]:
         last_state = scratch(sequences, heads, value_dim, key_dim)
-    of_queries = _arrays(inputs["dout"], inputs["v"], inputs["k"], partial["dq"], swapped["initial_state"], last_state)
-    d_first = swapped["dinitial_state"]
-    of_keys = _arrays(inputs["v"], inputs["dout"], inputs["q"], partial["dk"], swapped["dstate"], d_first)
-    of_values = _arrays(inputs["k"], inputs["q"], inputs["dout"], problem["dv"], problem["dstate"], None)
+    of_queries = _arrays(dout, v, k, partial["dq"], swapped["initial_state"], last_state)
+    of_keys = _arrays(v, dout, q, partial["dk"], swapped["dstate"], swapped["dinitial_state"])
+    of_values = _arrays(k, q, dout, arrays["dv"], arrays["dstate"], None)
     steps = [
-        _walk(problem, scale, of_queries, value_dim, key_dim, reverse=False, groups_queries=True),
-        _walk(problem, scale, of_keys, value_dim, key_dim, reverse=True, groups_queries=True),
-        _walk(problem, scale, of_values, key_dim, value_dim, reverse=True, groups_queries=False),
+        _walk(problem, decay, scale, of_queries, value_dim, key_dim, reverse=False, groups_queries=True),
+        _walk(problem, decay, scale, of_keys, value_dim, key_dim, reverse=True, groups_queries=True),
+        _walk(problem, decay, scale, of_values, key_dim, value_dim, reverse=True, groups_queries=False),
     ]
     if wants_gates:
-        steps.append(_sum_gates(problem, partial, last_state, swapped["dstate"]))
-    if unrounded:
-        vector_bytes = problem.bytes_at_once("dq", "dk")
-        steps += [step for name in ("dq", "dk") for step in sum_heads(problem, partial[name], name, vector_bytes)]
-    return Plan(steps, scratch.shapes)
+        steps.append(sum_gates_by_token(problem, arrays, partial, last_state, swapped["dstate"]))
+    if sums_heads:
+        steps += [step for name in ("dq", "dk") for step in sum_heads(problem, partial[name], arrays[name])]
+    return steps
 
 
 def _arrays(
@@ -53,11 +67,20 @@ def _arrays(
     return {"gQ": q, "gK": k, "gV": v, "gOut": out, "gInitialState": first, "gFinalState": last}
 
 
-def _walk(problem: Problem, scale: float, arrays: Arrays, rows: int, columns: int, reverse: bool, groups_queries: bool) -> Step:
+def _walk(
+    problem: Problem,
+    decay: Operand | None,
+    scale: float,
+    arrays: Arrays,
+    rows: int,
+    columns: int,
+    reverse: bool,
+    groups_queries: bool,
+) -> Step:
     """The launch of a walk whose states have so many rows and columns. groups_queries: see linear_token_loop.Config; the
     channels of the keys, which decay, are then the columns."""
     length, heads, key_heads, sequences = problem("seqlen", "heads", "heads_k", "sequences")
-    decay, kind = problem["decay"], ""
+    kind = ""
     if decay is not None:
         by_channel = len(decay.form.shape) == 4
         kind = "channel" if by_channel and not groups_queries else "token"  # which reads a number for each column
@@ -77,11 +100,14 @@ def _walk(problem: Problem, scale: float, arrays: Arrays, rows: int, columns: in
     )
 
 
-def _sum_gates(problem: Problem, partial: Arrays, last_state: Operand | None, d_last: Operand | None) -> Step:
-    """The launch that computes the decay's gradient."""
+def sum_gates_by_token(
+    problem: Problem, arrays: Arrays, partial: Arrays, last_state: Operand | None, d_last: Operand | None, delta: bool = False
+) -> Step:
+    """The launch that computes the decay's gradient. partial: gradients of queries and keys for each value head. last_state,
+    d_last: transposed. delta: see gate_gradient_token_loop.Config."""
     length, heads, key_heads, sequences = problem("seqlen", "heads", "heads_k", "sequences")
     key_dim, value_dim = problem("key_dim", "value_dim")
-    decay, gradient = problem["decay"], problem["ddecay"]
+    decay, gradient = arrays["decay"], arrays["ddecay"]
     assert decay is not None and gradient is not None
     kind = {1: "head", 3: "token", 4: "channel"}[len(decay.form.shape)]
     if kind == "head":
@@ -90,11 +116,11 @@ def _sum_gates(problem: Problem, partial: Arrays, last_state: Operand | None, d_
         decay, gradient = spread_to_tokens(problem, decay).spread(3, 1), gradient.spread(3, 1)
     channels = gate_gradient_token_loop.CHANNELS if kind == "channel" else pad_key_dim(key_dim, gate_gradient_token_loop.PADDED)
     blocks = -(-key_dim // channels)
-    config = gate_gradient_token_loop.Config(kind, channels, last_state is not None, is_varlen(problem))
+    config = gate_gradient_token_loop.Config(kind, channels, last_state is not None, is_varlen(problem), delta)
     return kernel_for(gate_gradient_token_loop, config, problem.device).bind(
         (1 if kind == "head" else sequences) * heads * blocks,
-        gQ=problem["q"],
-        gK=problem["k"],
+        gQ=arrays["q"],
+        gK=arrays["k"],
         gDQ=partial["dq"],
         gDK=partial["dk"],
         gDecay=decay,

@@ -3,6 +3,7 @@
 from typing import Any
 
 from ops.for_attention.taylor_features import BASE, FEATURES
+from tiles.calls import torch_op
 from tiles.calls.plan import Plan
 from tiles.calls.program import program
 from tiles.calls.schema import Problem, Schema
@@ -13,7 +14,9 @@ from ..kernels import based_hopper
 from ..names import suggests_argument_names
 from ..options import check_flag, check_number
 from ..plans import recurrent_checks
-from .linear_family import split_initial_state
+from ..plans.call_options import refuse_beside_gradient, requires_grad
+from ..plans.recurrent_derivative import recurrent_autograd
+from .based_gradients import BASED_DERIVATIVE
 
 BASED = Schema(
     "based",
@@ -76,12 +79,28 @@ def based(
     (The sum is never less than half the number of tokens.) On Hopper, with addresses and strides that are multiples of 16
     bytes. Returns `out`, the same kind of array as q. Arrays, `stream` and errors are those of attention.forward."""
     normalize, return_state = check_flag("normalize", normalize), check_flag("return_state", return_state)
-    arrays = q, k, v, cu_seqlens, *split_initial_state(initial_state, normalize), out, None, None
-    results = _based(stream, arrays, (check_number("scale", scale), normalize, return_state), layout)
+    state, z = recurrent_checks.split_state("initial_state", initial_state, normalize)
+    if requires_grad(*(learned := (q, k, v, state, z))) or torch_op.mapped_with_grad(learned):
+        refuse_beside_gradient(out=out, stream=stream)
+        inputs = dict(zip(BASED.names, (q, k, v, cu_seqlens, state, z)))
+        shared = {"scale": scale, "normalize": normalize, "layout": layout}
+        results = recurrent_autograd().call_with_gradients("based", inputs, shared, {"return_state": return_state})
+    else:
+        arrays = q, k, v, cu_seqlens, state, z, out, None, None
+        results = _based(stream, arrays, (check_number("scale", scale), normalize, return_state), layout)
     return (results[0], results[1:]) if return_state and normalize else results
 
 
-@program(BASED)
+def based_with_parts(
+    q: Any, k: Any, v: Any, *, normalize: bool, scale: float | None = None, initial_state: Any = None, initial_z: Any = None,
+    return_state: bool = False, cu_seqlens: Any = None, layout: str = "bshd",
+) -> Any:  # fmt: skip
+    """out of based, or (out, state), or (out, state, z): the parts of states are arguments and results of their own."""
+    arrays = q, k, v, cu_seqlens, initial_state, initial_z, None, None, None
+    return _based(None, arrays, (check_number("scale", scale), normalize, return_state), layout)
+
+
+@program(BASED, BASED_DERIVATIVE.of_program, BASED_DERIVATIVE.no_second_derivatives)
 def _based(problem: Problem, scale: float | None, normalize: bool, return_state: bool) -> Plan:
     """The Plan of a call of based. The schema's `state` and `z` are results, which a caller cannot pass."""
     recurrent_checks.check_extents(problem)

@@ -7,16 +7,16 @@
 | decay=(B, S, H, Dk)           | chunk_kda(.., g, beta)              | the same of diag(exp(decay)) S: Kimi delta attention |
 
 Both have the same default scale (Dk^-1/2), the same layout of states, (N, H, Dk, Dv) float32, and q and k heads that value
-heads share (but for chunk_delta_rule). Their g is (B, T, H) or (B, T, H, Dk), for each token; g and decay are logarithms. There
-is nothing like use_qk_l2norm_in_kernel=True and use_beta_sigmoid_in_kernel=True here: normalise keys and apply the sigmoid
-before the call."""
+heads share (but for chunk_delta_rule). Their g is (B, T, H) or (B, T, H, Dk), for each token; g and decay are logarithms. Their
+use_qk_l2norm_in_kernel=True is qk_l2norm=True, use_beta_sigmoid_in_kernel=True beta=gates.beta(b), use_gate_in_kernel=True
+decay=gates.softplus(g, A_log, dt_bias) (attention.gates)."""
 
 from typing import Any
 
+from tiles.calls import torch_op
 from tiles.calls.plan import Plan, Step
 from tiles.calls.program import program
 from tiles.calls.schema import Problem, Schema
-from tiles.launching.arrays import ALIGNMENT
 from tiles.launching.devices import machine
 from tiles.launching.launch import kernel_for
 
@@ -26,11 +26,24 @@ from ..names import suggests_argument_names
 from ..options import check_flag, check_number
 from ..parts.recurrent.tokens import CHUNK, COLUMNS
 from ..plans import recurrent_checks, recurrent_chunks, token_loop
+from ..plans.call_options import refuse_beside_gradient, requires_grad
+from ..plans.raw_inputs import (
+    NO_RAW_GRADIENT,
+    NOT_RAW,
+    RAW_GATES,
+    RawOptions,
+    by_tma,
+    formula_arrays,
+    gate_operand,
+    is_raw,
+    prepare_rows,
+    split_raw,
+)
 from ..plans.recurrent_checks import DTYPES, is_varlen, pad_key_dim
+from ..plans.recurrent_derivative import recurrent_autograd
+from .delta_gradients import DELTA_DERIVATIVE
 
-DELTA_RULE = Schema(
-    "delta_rule",
-    """
+INPUTS = """
     q              (batch, seqlen, heads_k, key_dim)                               tile
     k              (batch, seqlen, heads_k, key_dim)                               tile
     v              (batch, seqlen, heads, value_dim)                               tile
@@ -38,10 +51,12 @@ DELTA_RULE = Schema(
     decay          (heads)|(batch, seqlen, heads)|(batch, seqlen, heads, key_dim)  log      optional
     cu_seqlens     (ends)                                                          ends     optional
     initial_state  (sequences, heads, key_dim, value_dim)                          float32  optional
+"""
+RESULTS = """
     out            (batch, seqlen, heads, value_dim)                               tile     made
     state          (sequences, heads, key_dim, value_dim)                          float32  made  return_state
-    """,
-)
+"""
+DELTA_RULE, RAW_DELTA_RULE = Schema("delta_rule", INPUTS + RESULTS), Schema("delta_rule_raw", INPUTS + RAW_GATES + RESULTS)
 
 DELTA_STATES = Schema(
     "delta_rule_states",
@@ -80,6 +95,7 @@ def delta_rule(
     scale: float | None = None,
     initial_state: Any = None,
     return_state: bool = False,
+    qk_l2norm: bool = False,
     cu_seqlens: Any = None,
     layout: str = "bshd",
     out: Any = None,
@@ -102,8 +118,9 @@ def delta_rule(
     keys that repeat with beta near 2.
 
     decay: log decays, never positive: None; (H,), the same for all tokens; (B, S, H), for each token; or (B, S, H, Dk), for
-    each token and channel of the keys. scale: Dk^-1/2 by default. initial_state: (B, H, Dk, Dv) float32, 0 by default. out:
-    written in place instead of a new array.
+    each token and channel of the keys. It and beta may be raw, as a layer projects them: attention.gates. scale: Dk^-1/2 by
+    default. qk_l2norm: q and k are divided by their lengths first, sqrt(sum(x^2) + 1e-6). initial_state: (B, H, Dk, Dv)
+    float32, 0 by default. out: written in place instead of a new array.
 
     cu_seqlens: (N + 1,) int32 or int64, on q's device: N packed sequences in a batch of 1, sequence n from cu_seqlens[n] to
     cu_seqlens[n + 1]; states are (N, H, Dk, Dv). It must ascend from 0 to S. For arrays in host memory this is checked, and so
@@ -114,19 +131,51 @@ def delta_rule(
     array (B, H, Dk, Dv), C-ordered: that of each sequence after its last token.
 
     On Hopper sequences are processed in chunks of 64 tokens, on tensor cores. A few long sequences with Dk up to 128 are cut
-    into segments of chunks, which are processed at the same time. Other GPUs, addresses and strides that are not multiples of
-    16 bytes, and Dk above 128 with decays of channels are served token by token: correct, and slow. With decays of channels, a
+    into segments of chunks, which are processed at the same time. Views whose addresses or strides are not multiples of 16
+    bytes are copied first. Other GPUs, such an `out`, and Dk above 128 with decays of channels are served token by token:
+    correct, and slow. With decays of channels, a
     chunk in which a channel decays by more than exp(-119), or exp(-15) for float16, is slow, too.
 
     Arrays, `stream`, `family` ("sm_80" is token by token) and errors are those of attention.forward. The head of this file
     has flash-linear-attention's names next to these."""
-    arrays = q, k, v, beta, decay, cu_seqlens, initial_state, out, None
-    return _delta_rule(stream, arrays, (check_number("scale", scale), check_flag("return_state", return_state), family), layout)
+    return_state = check_flag("return_state", return_state)
+    options = check_number("scale", scale), return_state, family
+    if is_raw(decay, beta, qk_l2norm):
+        others = check_flag("qk_l2norm", qk_l2norm), layout, (v, initial_state)
+        q, k, decay, beta, gate, raw = split_raw(q, k, decay, beta, *others)
+        if raw is not NOT_RAW:
+            arrays = q, k, v, beta, decay, cu_seqlens, initial_state, *gate, out, None
+            return _delta_rule_raw(stream, arrays, (*options, *raw), layout)
+    if requires_grad(*(learned := (q, k, v, beta, decay, initial_state))) or torch_op.mapped_with_grad(learned):
+        refuse_beside_gradient(out=out, stream=stream)
+        inputs = {
+            "q": q,
+            "k": k,
+            "v": v,
+            "beta": beta,
+            "decay": decay,
+            "initial_state": initial_state,
+            "cu_seqlens": cu_seqlens,
+        }
+        shared = {"scale": scale, "layout": layout, "family": family}
+        return recurrent_autograd().call_with_gradients("delta_rule", inputs, shared, {"return_state": return_state})
+    return _delta_rule(stream, (q, k, v, beta, decay, cu_seqlens, initial_state, out, None), options, layout)
 
 
-@program(DELTA_RULE)
+@program(DELTA_RULE, DELTA_DERIVATIVE.of_program, DELTA_DERIVATIVE.no_second_derivatives)
 def _delta_rule(problem: Problem, scale: float | None, return_state: bool, family: str | None) -> Plan:
     """The Plan of a call of delta_rule. The schema's `state` is a result, which a caller cannot pass."""
+    return plan_delta_rule(problem, scale, return_state, family, NOT_RAW)
+
+
+@program(RAW_DELTA_RULE, no_gradient=NO_RAW_GRADIENT)
+def _delta_rule_raw(problem: Problem, scale: float | None, return_state: bool, family: str | None, raw: RawOptions) -> Plan:
+    """The Plan of a call of delta_rule with raw inputs."""
+    return plan_delta_rule(problem, scale, return_state, family, raw)
+
+
+def plan_delta_rule(problem: Problem, scale: float | None, return_state: bool, family: str | None, raw: RawOptions) -> Plan:
+    """The Plan of a call of delta_rule. raw: what its inputs lack."""
     recurrent_checks.check_extents(problem)
     scale, by_channel = recurrent_checks.resolve_scale(problem, scale), recurrent_checks.has_channel_decay(problem)
     batch, length, key_dim = problem("batch", "seqlen", "key_dim")
@@ -137,12 +186,11 @@ def _delta_rule(problem: Problem, scale: float | None, return_state: bool, famil
         choose_family(problem, family, tma=True)  # for its errors; arrays without elements have no address
         return Plan([])
     arrays = recurrent_checks.kernel_arrays(problem, return_state) | {"gBeta": problem["beta"]}
-    by_tma = problem.by_tma and not (by_channel and problem.bytes_at_once("decay") < ALIGNMENT)
-    on_hopper = uses_hopper_kernels(problem, family, by_tma)
+    gates, on_hopper = gate_operand(problem), uses_hopper_kernels(problem, family, by_tma(problem, "out"))
     if on_hopper and key_dim <= widest and batch * length:
-        arrays |= {"gGates": problem["decay"], "gO": problem["out"]}
-        return Plan(*_plan_chunks(problem, arrays, by_channel, scale))
-    return Plan([token_loop.launch(problem, arrays | {"gDecay": problem["decay"], "gOut": problem["out"]}, scale)])
+        arrays |= {"gGates": gates, "gO": problem["out"]} | formula_arrays(problem)
+        return Plan(*_plan_chunks(problem, arrays, by_channel, scale, raw))
+    return Plan([token_loop.launch(problem, arrays | {"gDecay": gates, "gOut": problem["out"]}, scale, raw=raw)])
 
 
 def final_states(
@@ -186,7 +234,7 @@ def _final_states(problem: Problem, family: str | None) -> Plan:
 
 
 def _plan_chunks(
-    problem: Problem, arrays: dict, by_channel: bool, scale: float
+    problem: Problem, arrays: dict, by_channel: bool, scale: float, raw: RawOptions
 ) -> tuple[list[Step], recurrent_chunks.ScratchShapes]:
     """(launches of Hopper's kernels, scratch memory between them). There is one launch, or three if sequences are cut into
     segments: the first computes how each segment changes a state, the second the state before each segment, the third the
@@ -194,7 +242,9 @@ def _plan_chunks(
     batch, length, heads, key_dim, columns, sequences = problem("batch", "seqlen", "heads", "key_dim", "value_dim", "sequences")
     last_pass, first_pass, costs = CHANNEL_PASSES if by_channel else TOKEN_PASSES
     width, first_width = -(-columns // COLUMNS), -(-(columns + key_dim) // COLUMNS)
-    segments, scratch, steps = 1, recurrent_chunks.ScratchAllocator(problem), []
+    segments, scratch = 1, recurrent_chunks.ScratchAllocator(problem)
+    steps, copies = prepare_rows(problem, scratch, False, channel_gates=by_channel)
+    arrays = arrays | copies
     if key_dim <= max(delta_compose_states_hopper.KEY_DIMS):
         processors, each = machine(problem.device).processors, length * batch // sequences // CHUNK
         costs = costs._replace(
@@ -210,7 +260,7 @@ def _plan_chunks(
         inputs = {name: x for name, x in arrays.items() if name not in ("gQ", "gO", "gInitialState")}
         inputs["gFinalState"] = transitions
         grid = {"segments": segments, "scanned": scanned}
-        steps.append(_scan_chunks(problem, inputs, both_columns, first_pass, scanned, True, values=columns, **grid))
+        steps.append(_scan_chunks(problem, inputs, both_columns, first_pass, scanned, True, raw, values=columns, **grid))
         config = delta_compose_states_hopper.Config(pad_key_dim(key_dim, delta_compose_states_hopper.KEY_DIMS))
         steps.append(
             kernel_for(delta_compose_states_hopper, config, problem.device).bind(
@@ -225,23 +275,36 @@ def _plan_chunks(
             )
         )
         arrays = arrays | {"gInitialState": segment_states}
-    return [*steps, _scan_chunks(problem, arrays, columns, last_pass, segments, segments=segments, scale=scale)], scratch.shapes
+    last = _scan_chunks(problem, arrays, columns, last_pass, segments, raw=raw, segments=segments, scale=scale)
+    return [*steps, last], scratch.shapes
 
 
 def _scan_chunks(
-    problem: Problem, arrays: dict, columns: int, module: Any, grid_segments: int, from_identity: bool = False, **numbers: Any
+    problem: Problem,
+    arrays: dict,
+    columns: int,
+    module: Any,
+    grid_segments: int,
+    from_identity: bool = False,
+    raw: RawOptions = NOT_RAW,
+    **numbers: Any,
 ) -> Step:
     """The launch of one of Hopper's chunk kernels for `grid_segments` segments of each sequence and states with so many
-    columns. from_identity: see delta_states_hopper.Config. numbers: further arguments of the kernel."""
+    columns. from_identity: see delta_states_hopper.Config. raw: what the inputs lack. numbers: further arguments of the
+    kernel."""
     batch, length, heads, key_heads, key_dim, sequences = problem("batch", "seqlen", "heads", "heads_k", "key_dim", "sequences")
     width, gates = -(-columns // COLUMNS), arrays["gGates"]
     one_each = sequences * heads * grid_segments * width <= machine(problem.device).processors  # an SM for each 64 columns
     sizes = pad_key_dim(key_dim, delta_hopper.STAGES), 1 if one_each or key_dim > delta_hopper.WIDE_KEY_DIM else min(width, 2)
     dtype, kind = DTYPES[problem.dtype], (from_identity,) if from_identity else ()
     if module in (kda_hopper, kda_states_hopper):
-        config = module.Config(*sizes, DTYPES[gates.form.dtype], dtype, is_varlen(problem))
+        config = module.Config(
+            *sizes, DTYPES[gates.form.dtype], dtype, is_varlen(problem), formula=raw.gate, beta=raw.beta, l2norm=raw.l2norm
+        )
     else:
-        config = module.Config(*sizes, dtype, gates is not None, is_varlen(problem), *kind)
+        config = module.Config(
+            *sizes, dtype, gates is not None, is_varlen(problem), *kind, formula=raw.gate, beta=raw.beta, l2norm=raw.l2norm
+        )
         if gates and len(gates.form.shape) == 1:  # one for each head
             arrays["gGates"] = gates.spread(0, length).spread(0, batch)
     blocks = -(-width // config.consumers)

@@ -32,7 +32,6 @@ from tiles.calls import jax_call, torch_op
 from tiles.calls.plan import Plan, nothing
 from tiles.calls.program import program
 from tiles.calls.schema import Problem, Schema
-from tiles.launching.arrays import ALIGNMENT
 from tiles.launching.frameworks import Kind, describe, placed, without_grad
 from tiles.launching.launch import kernel_for
 
@@ -42,8 +41,21 @@ from ..names import suggests_argument_names
 from ..options import check_flag, check_number
 from ..plans import recurrent_checks, recurrent_chunks, token_loop
 from ..plans.call_options import refuse_beside_gradient, requires_grad
+from ..plans.raw_inputs import (
+    NO_RAW_GRADIENT,
+    NOT_RAW,
+    RAW_GATES,
+    RawOptions,
+    by_tma,
+    formula_arrays,
+    gate_operand,
+    is_raw,
+    prepare_rows,
+    split_raw,
+)
 from ..plans.recurrent_chunks import SEGMENT_RESULTS
-from .linear_gradients import NO_SECOND_DERIVATIVES, program_gradient
+from ..plans.recurrent_derivative import recurrent_autograd
+from .linear_gradients import LINEAR_DERIVATIVE, program_gradient
 
 TOKENS = """
     q           (batch, seqlen, heads_k, key_dim)                               tile
@@ -66,6 +78,7 @@ COMPOSED = """
 """
 LINEAR, SEGMENTS = Schema("linear", TOKENS + STATES), Schema("linear_segments", TOKENS)
 COMPOSED_STATES = Schema("linear_composed_states", SEGMENT_RESULTS + COMPOSED)
+RAW_LINEAR = Schema("linear_raw", TOKENS + RAW_GATES + STATES)
 OUTPUTS_FROM_SEGMENTS = Schema("linear_outputs_from_segments", TOKENS + SEGMENT_RESULTS + STATES)
 
 
@@ -80,6 +93,7 @@ def linear(
     initial_state: Any = None,
     return_state: bool = False,
     normalize: bool = False,
+    qk_l2norm: bool = False,
     cu_seqlens: Any = None,
     layout: str = "bshd",
     out: Any = None,
@@ -95,7 +109,9 @@ def linear(
     h // (H // Hk). Any lengths.
 
     decay: log decays, never positive (-inf sets the state to 0), in float32, bfloat16 or float16: None; (H,), the same for
-    all tokens; (B, S, H), for each token; or (B, S, H, Dk), for each token and channel of the keys. scale: Dk^-1/2 by default.
+    all tokens; (B, S, H), for each token; or (B, S, H, Dk), for each token and channel of the keys. Or a gate as a layer
+    projects it, attention.gates.softplus(a, A_log, dt_bias) and its like. scale: Dk^-1/2 by default. qk_l2norm: q and k are
+    divided by their lengths first, sqrt(sum(x^2) + 1e-6).
     initial_state: (B, H, Dk, Dv) float32, 0 by default. out: written in place instead of a new array.
 
     normalize: o_t is divided by scale z_t . q_t + 1e-10, where z_t is the sum of the keys so far, decayed as S_t is. Then
@@ -116,18 +132,30 @@ def linear(
 
     Sequences are processed in chunks of 64 tokens, on tensor cores: on Hopper with tiles loaded by TMA; on other GPUs since
     Ampere, and if addresses or strides are not multiples of 16 bytes, with copies by cp.async. Decays of channels need the
-    former, and normalize=False; otherwise they are computed token by token: correct, and slow.
+    former, and normalize=False; otherwise they are computed token by token: correct, and slow. On Hopper arrays that TMA cannot
+    read are copied first where decays are of channels; such an `out` is written token by token.
 
     Arrays, `stream`, `family` ("sm_80" is cp.async, or token by token) and errors are those of attention.forward. The head
     of this file has flash-linear-attention's names next to these."""
     normalize, return_state = check_flag("normalize", normalize), check_flag("return_state", return_state)
     start = initial_state if isinstance(initial_state, tuple) else (initial_state,)
+    raw = NOT_RAW
+    if is_raw(decay, None, qk_l2norm):
+        q, k, decay, _, gate, raw = split_raw(q, k, decay, None, check_flag("qk_l2norm", qk_l2norm), layout, (v, *start))
     if requires_grad(*(learned := (q, k, v, decay, *start))) or torch_op.mapped_with_grad(learned):
-        refuse_beside_gradient(out=out, stream=stream, normalize=normalize or None)
-        inputs = {"q": q, "k": k, "v": v, "decay": decay, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
-        return autograd().linear_with_gradients(inputs, {"scale": scale, "layout": layout, "family": family}, return_state)
-    arrays = q, k, v, decay, cu_seqlens, *split_initial_state(initial_state, normalize), out, None, None
-    results = _linear(stream, arrays, (check_number("scale", scale), normalize, return_state, family), layout)
+        refuse_beside_gradient(out=out, stream=stream)
+        state, z = recurrent_checks.split_state("initial_state", initial_state, normalize)
+        inputs = {"q": q, "k": k, "v": v, "decay": decay, "initial_state": state, "initial_z": z, "cu_seqlens": cu_seqlens}
+        shared, of_results = {"scale": scale, "layout": layout, "family": family}, {"return_state": return_state}
+        member = "linear, normalized" if normalize else "linear"
+        results = recurrent_autograd().call_with_gradients(member, inputs, shared, of_results)
+        return (results[0], results[1:]) if return_state and normalize else results
+    states = *recurrent_checks.split_state("initial_state", initial_state, normalize), out, None, None
+    options = check_number("scale", scale), normalize, return_state, family
+    if raw is NOT_RAW:
+        results = _linear(stream, (q, k, v, decay, cu_seqlens, *states), options, layout)
+    else:
+        results = _linear_raw(stream, (q, k, v, decay, cu_seqlens, *gate, *states), (*options, *raw), layout)
     return (results[0], results[1:]) if return_state and normalize else results
 
 
@@ -141,6 +169,7 @@ def retention(
     initial_state: Any = None,
     return_state: bool = False,
     normalize: bool = False,
+    qk_l2norm: bool = False,
     cu_seqlens: Any = None,
     layout: str = "bshd",
     out: Any = None,
@@ -156,7 +185,7 @@ def retention(
     decay = _head_decays(q, v, layout, lambda h, heads, log1p: log1p(-(2.0 ** (-5 - h))))
     return linear(
         q, k, v, decay=decay, scale=scale, initial_state=initial_state, return_state=return_state, normalize=normalize,
-        cu_seqlens=cu_seqlens, layout=layout, out=out, stream=stream, family=family,
+        qk_l2norm=qk_l2norm, cu_seqlens=cu_seqlens, layout=layout, out=out, stream=stream, family=family,
     )  # fmt: skip
 
 
@@ -172,6 +201,7 @@ def lightning(
     initial_state: Any = None,
     return_state: bool = False,
     normalize: bool = False,
+    qk_l2norm: bool = False,
     cu_seqlens: Any = None,
     layout: str = "bshd",
     out: Any = None,
@@ -190,7 +220,7 @@ def lightning(
     decay = _head_decays(q, v, layout, lambda h, heads, log1p: -rate * h / heads)
     return linear(
         q, k, v, decay=decay, scale=scale, initial_state=initial_state, return_state=return_state, normalize=normalize,
-        cu_seqlens=cu_seqlens, layout=layout, out=out, stream=stream, family=family,
+        qk_l2norm=qk_l2norm, cu_seqlens=cu_seqlens, layout=layout, out=out, stream=stream, family=family,
     )  # fmt: skip
 
 
@@ -205,6 +235,7 @@ def gla(
     initial_state: Any = None,
     return_state: bool = False,
     normalize: bool = False,
+    qk_l2norm: bool = False,
     cu_seqlens: Any = None,
     layout: str = "bshd",
     out: Any = None,
@@ -223,13 +254,47 @@ def gla(
         )
     return linear(
         q, k, v, decay=decay, scale=scale, initial_state=initial_state, return_state=return_state, normalize=normalize,
-        cu_seqlens=cu_seqlens, layout=layout, out=out, stream=stream, family=family,
+        qk_l2norm=qk_l2norm, cu_seqlens=cu_seqlens, layout=layout, out=out, stream=stream, family=family,
     )  # fmt: skip
 
 
-@program(LINEAR, program_gradient, NO_SECOND_DERIVATIVES)
+def normalized_linear(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    decay: Any = None,
+    scale: float | None = None,
+    initial_state: Any = None,
+    initial_z: Any = None,
+    return_state: bool = False,
+    cu_seqlens: Any = None,
+    layout: str = "bshd",
+    family: str | None = None,
+) -> Any:
+    """out of linear with normalize=True, or (out, state, z), the parts of states as arguments and results of their own."""
+    arrays = q, k, v, decay, cu_seqlens, initial_state, initial_z, None, None, None
+    return _linear(None, arrays, (check_number("scale", scale), True, return_state, family), layout)
+
+
+@program(LINEAR, program_gradient, LINEAR_DERIVATIVE.no_second_derivatives)
 def _linear(problem: Problem, scale: float | None, normalize: bool, return_state: bool, family: str | None) -> Plan:
     """The Plan of a call of linear. The schema's `state` and `final_z` are results, which a caller cannot pass."""
+    return plan_linear(problem, scale, normalize, return_state, family, NOT_RAW)
+
+
+@program(RAW_LINEAR, no_gradient=NO_RAW_GRADIENT)
+def _linear_raw(
+    problem: Problem, scale: float | None, normalize: bool, return_state: bool, family: str | None, raw: RawOptions
+) -> Plan:
+    """The Plan of a call of linear with raw inputs."""
+    return plan_linear(problem, scale, normalize, return_state, family, raw)
+
+
+def plan_linear(
+    problem: Problem, scale: float | None, normalize: bool, return_state: bool, family: str | None, raw: RawOptions
+) -> Plan:
+    """The Plan of a call of linear. raw: what its inputs lack."""
     recurrent_checks.check_extents(problem)
     scale, by_channel = recurrent_checks.resolve_scale(problem, scale), recurrent_checks.has_channel_decay(problem)
     batch, length, heads, value_dim = problem("batch", "seqlen", "heads", "value_dim")
@@ -238,28 +303,30 @@ def _linear(problem: Problem, scale: float | None, normalize: bool, return_state
         return Plan([])
     arrays = recurrent_checks.kernel_arrays(problem, return_state)
     z = {"gInitialState": problem["initial_z"], "gFinalState": problem["final_z"] if return_state else None}
-    tma = uses_hopper_kernels(problem, family)
-    gates_by_tma = tma and not normalize and problem.bytes_at_once("decay") == ALIGNMENT
-    if batch * length and (not by_channel or gates_by_tma):
-        arrays |= {"gGates": problem["decay"], "gO": problem["out"]}
+    gates = gate_operand(problem)
+    tma = uses_hopper_kernels(problem, family, by_tma(problem, "out") if by_channel else None)
+    if batch * length and (not by_channel or (tma and not normalize)):
+        arrays |= {"gGates": gates, "gO": problem["out"]} | formula_arrays(problem)
         states = {name: arrays[name] for name in ("gInitialState", "gFinalState")}
         arrays |= {name: x and x.permuted(recurrent_chunks.SWAP_STATE_AXES) for name, x in states.items()}
+        scratch = recurrent_chunks.ScratchAllocator(problem)
+        before, copies = prepare_rows(problem, scratch, raw.l2norm and not by_channel, by_channel, by_channel)
+        arrays |= copies
         if by_channel:
-            return Plan(*recurrent_chunks.plan_channel_decay(problem, arrays, scale))
+            steps, shapes = recurrent_chunks.plan_channel_decay(problem, arrays, scale, raw.gate, scratch, raw.l2norm)
+            return Plan([*before, *steps], shapes)
         vector_bytes = 0 if tma else problem.bytes_at_once()
         if problem["local_state"]:
             arrays |= {"gLocalStates": problem["local_state"], "gTotalDecays": problem["total_decay"]}
-        steps, scratch = recurrent_chunks.plan_token_decay(
-            problem, arrays, scale, vector_bytes, normalizer=z if normalize else None
+        normalizer = z if normalize else None
+        steps, shapes = recurrent_chunks.plan_token_decay(
+            problem, arrays, scale, vector_bytes, normalizer=normalizer, formula=raw.gate, scratch=scratch
         )
-        return Plan(steps, scratch)
+        return Plan([*before, *steps], shapes)
     if family == HOPPER_FAMILY and batch * length:
-        raise ValueError(
-            f"family: sm_90 takes decays of channels whose address and strides are multiples of {ALIGNMENT} bytes, and no "
-            f"normalize=True: {family=}, {normalize=}, decay.strides={problem.forms['decay'].strides}"
-        )
-    arrays |= {"gDecay": problem["decay"], "gOut": problem["out"], "gInitialZ": z["gInitialState"], "gFinalZ": z["gFinalState"]}
-    return Plan([token_loop.launch(problem, arrays, scale, normalize)])
+        raise ValueError(f"family: sm_90 takes decays of channels without normalize=True: {family=}, {normalize=}")
+    arrays |= {"gDecay": gates, "gOut": problem["out"], "gInitialZ": z["gInitialState"], "gFinalZ": z["gFinalState"]}
+    return Plan([token_loop.launch(problem, arrays, scale, normalize, raw=raw)])
 
 
 def segment_states(q: Any, k: Any, v: Any, *, decay: Any = None, cu_seqlens: Any = None, family: str | None = None) -> Any:
@@ -318,26 +385,6 @@ def _segment_states(problem: Problem, family: str | None) -> Plan:
 
 
 _outputs_from_segments = program(OUTPUTS_FROM_SEGMENTS)(_linear.planner)
-
-
-def autograd() -> Any:
-    """The module linear_autograd.py, for tensors that require grad. It imports torch, which must be imported already."""
-    from .. import linear_autograd
-
-    return linear_autograd
-
-
-def split_initial_state(initial_state: Any, normalize: bool) -> tuple[Any, Any]:
-    """(state, z) of an argument initial_state. z is None without `normalize`; both are None if the argument is. TypeError: it
-    is a pair and must be an array, or the other way round."""
-    if initial_state is None or (not normalize and not isinstance(initial_state, tuple)):
-        return initial_state, None
-    if not normalize:
-        raise TypeError("initial_state: must be an array, not a pair, which is for normalize=True")
-    types = tuple(type(x).__name__ for x in initial_state) if isinstance(initial_state, tuple) else type(initial_state).__name__
-    if not isinstance(types, tuple) or len(types) != 2 or "NoneType" in types:
-        raise TypeError(f"initial_state: must be a pair (state, z) with normalize=True, not {types}")
-    return initial_state
 
 
 # ---- decays that are functions of a head's index --------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """attention.linear_backward: the gradients of attention.linear, and so of retention, lightning and gla, which are calls of
 it."""
 
-import sys
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,13 +11,13 @@ from tiles.calls.schema import Problem, Schema
 
 from ..families import uses_hopper_kernels
 from ..names import suggests_argument_names
-from ..options import check_number
-from ..plans import recurrent_checks, recurrent_gradients
+from ..options import check_flag, check_number
+from ..plans import recurrent_checks, recurrent_chunks, recurrent_gradients
 from ..plans.call_options import without_gradients
-from ..plans.token_loop_gradients import plan_token_loop_gradients
+from ..plans.normalizer_gradients import plan_normalized_gradients
+from ..plans.recurrent_derivative import RecurrentDerivative, backward_with_parts, choose_optional_gradients
+from ..plans.token_loop_gradients import plan_linear_gradients
 
-NO_SECOND_DERIVATIVES = "attention.linear: has no second derivatives"
-NO_NORMALIZE = "normalize: has no gradient yet"
 LINEAR_BACKWARD = Schema(
     "linear_backward",
     """
@@ -28,12 +28,15 @@ LINEAR_BACKWARD = Schema(
     decay           (heads)|(batch, seqlen, heads)|(batch, seqlen, heads, key_dim)  log      optional
     cu_seqlens      (ends)                                                          ends     optional
     initial_state   (sequences, heads, key_dim, value_dim)                          float32  optional
+    initial_z       (sequences, heads, key_dim)                                     float32  optional
     dstate          (sequences, heads, key_dim, value_dim)                          float32  optional
+    dfinal_z        (sequences, heads, key_dim)                                     float32  optional
     dq              (batch, seqlen, heads_k, key_dim)                               tile     made
     dk              (batch, seqlen, heads_k, key_dim)                               tile     made
     dv              (batch, seqlen, heads, value_dim)                               tile     made
     ddecay          =decay                                                          float32  made  also:ddecay
     dinitial_state  (sequences, heads, key_dim, value_dim)                          float32  made  also:dinitial_state
+    dinitial_z      (sequences, heads, key_dim)                                     float32  made  also:dinitial_z
     """,
 )
 
@@ -50,6 +53,7 @@ def linear_backward(
     scale: float | None = None,
     initial_state: Any = None,
     dstate: Any = None,
+    normalize: bool = False,
     cu_seqlens: Any = None,
     layout: str = "bshd",
     dq: Any = None,
@@ -68,7 +72,11 @@ def linear_backward(
         ddecay_t = sum_(i>=t) (q_i . dq_i - k_i . dk_i) + <state, dstate>    dinitial_state = dS_0
 
     where dS'_t = dS_t + scale q_t dout_t^T. dout: as out. dstate: (B, H, Dk, Dv) float32, None where L does not depend on the
-    state. q, k, v, decay, scale, initial_state, cu_seqlens, layout: what linear was called with.
+    state. q, k, v, decay, scale, initial_state, normalize, cu_seqlens, layout: what linear was called with.
+
+    normalize: with n_t = scale z_t . q_t + 1e-10, these are gradients for dout_t / n_t in place of dout_t, to which those of n
+    are added; dn_t = -(q_t . dq_t) / n_t. initial_state, dstate and dinitial_state are pairs then, of S and of z; one of dstate
+    may be None.
 
     dq, dk, dv, ddecay, dinitial_state: arrays to write to instead of new ones; the first three have the dtype and shape of q, k
     and v. ddecay: as decay, float32; False where it is not wanted. For a decay of each head it is the sum over all tokens. A
@@ -82,60 +90,49 @@ def linear_backward(
     rounded to float16, and infinite beyond 65504.
 
     Decays of channels, and those of tokens or heads where Dv is above 128 (on Hopper with cu_seqlens alone), are computed token
-    by token: correct, and slow. normalize=True has no gradient yet. stream, family: as in linear.
+    by token: correct, and slow. normalize=True adds two walks token by token, which are slow, too. stream, family: as in
+    linear.
 
     Returns (dq, dk, dv), followed, in this order, by ddecay if there is a decay, and dinitial_state if there is an initial
     state, unless they are False. Arrays and errors are those of linear. Source: each of the three is linear attention itself
     (Katharopoulos et al. 2020, 3.3.1), with decays as derived in attention/parts/recurrent/gradients.py."""
-    wanted = {"ddecay": ddecay, "dinitial_state": dinitial_state}
-    for (name, x), argument in zip(wanted.items(), (decay, initial_state)):
-        wanted[name] = (argument is not None) if x is None else x
-    if decay is None and wanted["ddecay"] is not False:
-        raise ValueError(f"ddecay: must be None where there is no decay: {ddecay=!r:.60}")
-    also = " ".join([name for name, x in wanted.items() if x is not False])
-    more = [None if isinstance(x, bool) else x for x in wanted.values()]
-    arrays = dout, q, k, v, decay, cu_seqlens, initial_state, dstate, dq, dk, dv, *more
-    return _linear_backward(stream, arrays, (check_number("scale", scale), also, family), layout)
+    normalize = check_flag("normalize", normalize)
+    also, (of_decay, of_start) = choose_optional_gradients(
+        ddecay=(decay, ddecay), dinitial_state=(initial_state, dinitial_state)
+    )
+    also += " dinitial_z" * (normalize and "dinitial_state" in also)
+    states = recurrent_checks.split_states(normalize, initial_state, dstate, of_start)
+    arrays = dout, q, k, v, decay, cu_seqlens, *states.given, dq, dk, dv, of_decay, *states.made
+    results = _linear_backward(stream, arrays, (check_number("scale", scale), also, normalize, family), layout)
+    return (*results[:-2], results[-2:]) if "dinitial_z" in also else results
 
 
-def compute_gradients(
-    dout: Any, dstate: Any, inputs: dict[str, Any], options: dict[str, Any], wanted: Sequence[str]
-) -> dict[str, Any]:
-    """{name: gradient} of a call of linear with these arrays and options, for those in `wanted`. dstate: None if the state has
-    no gradient."""
-    more = [name for name in ("decay", "initial_state") if name in wanted]
-    flags = {"ddecay": "decay" in more, "dinitial_state": "initial_state" in more}
-    results = linear_backward(dout, **inputs, dstate=dstate, **(options | flags))
-    return {name: x for name, x in zip(("q", "k", "v", *more), results, strict=True) if name in wanted}
+LINEAR_DERIVATIVE = RecurrentDerivative("attention.linear", linear_backward, ("q", "k", "v"))
+NORMALIZED_DERIVATIVE = LINEAR_DERIVATIVE._replace(
+    backward=functools.partial(backward_with_parts(linear_backward, "dfinal_z"), normalize=True),
+    optional=("decay", "initial_state", "initial_z"),
+    states=("state", "final_z"),
+)
 
 
 def program_gradient(names: Sequence[str], options: dict[str, Any], layout: str) -> Callable[..., dict[str, Any]]:
-    """The gradient of linear's program for JAX, as `tiles.calls.program` takes it. NotImplementedError: there is none with
-    these options."""
-    if options["normalize"]:
-        raise NotImplementedError(f"{NO_NORMALIZE}; put jax.lax.stop_gradient around {', '.join(names)}")
-
-    def gradients(inputs, results, of_results):
-        if not of_results:
-            return {}
-        dout = of_results.get("out")
-        if dout is None:  # the loss depends on the state alone
-            dout = sys.modules["jax"].numpy.zeros_like(inputs["v"])
-        shared = {"scale": options["scale"], "family": options["family"], "layout": layout}
-        return compute_gradients(dout, of_results.get("state"), inputs, shared, names)
-
-    return gradients
+    """The gradient of linear's program for JAX, as `tiles.calls.program` takes it."""
+    return (NORMALIZED_DERIVATIVE if options["normalize"] else LINEAR_DERIVATIVE).of_program(names, options, layout)
 
 
-@program(LINEAR_BACKWARD, no_gradient=NO_SECOND_DERIVATIVES)
-def _linear_backward(problem: Problem, scale: float | None, also: str, family: str | None) -> Plan:
+@program(LINEAR_BACKWARD, no_gradient=LINEAR_DERIVATIVE.no_second_derivatives)
+def _linear_backward(problem: Problem, scale: float | None, also: str, normalize: bool, family: str | None) -> Plan:
     """The Plan of a call of linear_backward. also: the names of gradients to compute besides dq, dk and dv."""
     recurrent_checks.check_extents(problem)
     scale = recurrent_checks.resolve_scale(problem, scale)
     if not problem.extents["heads"]:
         raise problem.error("v", "must have at least one head", "v")
     vector_bytes = 0 if uses_hopper_kernels(problem, family) else problem.bytes_at_once()
-    wants_gates, wants_state = ("ddecay" in also.split(), "dinitial_state" in also.split())
-    if recurrent_gradients.serves_gradients(problem, vector_bytes, wants_gates):
-        return recurrent_gradients.plan_gradients(problem, scale, vector_bytes, wants_gates, wants_state)
-    return plan_token_loop_gradients(problem, scale, wants_gates, wants_state)
+    arrays = recurrent_gradients.gradient_arrays(problem, *(name in also.split() for name in ("ddecay", "dinitial_state")))
+    scratch = recurrent_chunks.ScratchAllocator(problem)
+    plan = plan_linear_gradients
+    if normalize:
+        plan = plan_normalized_gradients
+        arrays |= {name: problem[name] for name in ("initial_z", "dfinal_z")}
+        arrays["dinitial_z"] = problem["dinitial_z"] if arrays["dinitial_state"] else None
+    return Plan(plan(problem, arrays, scale, vector_bytes, scratch), scratch.shapes)

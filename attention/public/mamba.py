@@ -1,8 +1,10 @@
 """attention.mamba2: the state-space duality of Mamba-2 (Dao and Gu 2024), which is linear attention under other names."""
 
+import math
 from numbers import Integral
 from typing import Any
 
+from tiles.calls import torch_op
 from tiles.calls.plan import Plan
 from tiles.calls.program import program
 from tiles.calls.schema import Problem, Schema
@@ -12,8 +14,12 @@ from ..families import choose_family, uses_hopper_kernels
 from ..names import suggests_argument_names
 from ..options import check_flag
 from ..plans import recurrent_checks, recurrent_chunks
+from ..plans.call_options import refuse_beside_gradient, requires_grad
 from ..plans.packed_tokens import pack_batches
+from ..plans.recurrent_checks import StepOptions
 from ..plans.recurrent_chunks import SEGMENT_RESULTS
+from ..plans.recurrent_derivative import recurrent_autograd
+from .mamba_gradients import MAMBA2_DERIVATIVE
 
 TOKENS = """
     x   (batch, seqlen, heads, value_dim)  tile
@@ -53,6 +59,7 @@ def mamba2(
     z: Any = None,
     dt_bias: Any = None,
     dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
     initial_states: Any = None,
     return_final_states: bool = False,
     seq_idx: Any = None,
@@ -63,7 +70,7 @@ def mamba2(
 ) -> Any:
     """Mamba-2's scan. For every sequence and head h, g = h // (H // G), over its tokens t,
 
-        dt_t = max(softplus(dt_t + dt_bias[h]), 0)                  softplus with dt_softplus=True only
+        dt_t = clip(softplus(dt_t + dt_bias[h]), dt_limit)          softplus with dt_softplus=True only
         S_t  = exp(dt_t A[h]) S_(t-1) + dt_t x_t B_t[g]^T
         y_t  = (S_t C_t[g] + D[h] x_t) silu(z_t)                    the last factor with z only
 
@@ -79,7 +86,7 @@ def mamba2(
     | ----------------------------------- | ---------------------------------------------------------------- |
     | x, dt, A, B, C, D, z, dt_bias       | the same                                                         |
     | dt_softplus=False                   | the same                                                         |
-    | dt >= 0                             | dt_limit=(0, inf)                                                |
+    | dt_limit=(0, inf), never negative   | the same                                                         |
     | chunk_size, of no effect: it is 64  | chunk_size                                                       |
     | initial_states, return_final_states | the same: (B, H, P, N)                                           |
     | seq_idx (B, S)                      | the same                                                         |
@@ -96,22 +103,44 @@ def mamba2(
     errors are those of attention.forward."""
     if chunk_size is not None and not (isinstance(chunk_size, Integral) and chunk_size > 0):
         raise ValueError(f"chunk_size: must be a positive integer or None, and has no effect: {chunk_size=}")
-    options = check_flag("dt_softplus", dt_softplus), check_flag("return_final_states", return_final_states), family
+    steps = recurrent_checks.step_options(dt_softplus, dt_limit)
+    options = *steps, check_flag("return_final_states", return_final_states), family
     if seq_idx is None:
-        return _mamba2(stream, (x, dt, A, B, C, D, z, dt_bias, cu_seqlens, initial_states, out, None), options)
+        return _scan(stream, (x, dt, A, B, C, D, z, dt_bias, cu_seqlens, initial_states, out), options)
     if initial_states is not None or cu_seqlens is not None:
         raise ValueError("seq_idx: takes neither initial_states nor cu_seqlens: pass cu_seqlens instead, which takes both")
     batches = pack_batches(seq_idx, x, stream)
     x, dt, B, C, z, joined_out = map(batches.join, (x, dt, B, C, z, out), ("x", "dt", "B", "C", "z", "out"))
     if joined_out is not out and describe(joined_out, "out").pointer != describe(out, "out").pointer:
         raise ValueError(f"out: with seq_idx its batches must be contiguous in memory: out.shape={tuple(out.shape)}")
-    results = _mamba2(stream, (x, dt, A, B, C, D, z, dt_bias, batches.cu_seqlens, None, joined_out, None), options)
+    results = _scan(stream, (x, dt, A, B, C, D, z, dt_bias, batches.cu_seqlens, None, joined_out), options)
     result = out if out is not None else batches.split(results[0] if return_final_states else results)
     return (result, batches.last_states(results[1])) if return_final_states else result
 
 
-@program(MAMBA2)
-def _mamba2(problem: Problem, dt_softplus: bool, return_final_states: bool, family: str | None) -> Plan:
+def _scan(stream: Any, arrays: tuple, options: tuple) -> Any:
+    """The result of a call with these arrays, in the order of MAMBA2, which torch's autograd follows if one requires grad."""
+    *inputs, out = arrays
+    if requires_grad(*inputs) or torch_op.mapped_with_grad(inputs):
+        refuse_beside_gradient(out=out, stream=stream)
+        *steps, return_final_states, family = options
+        shared = dict(zip(StepOptions._fields, steps)) | {"family": family}
+        of_results = {"return_final_states": return_final_states}
+        return recurrent_autograd().call_with_gradients("mamba2", dict(zip(MAMBA2.names, inputs)), shared, of_results)
+    return _mamba2(stream, (*arrays, None), options)
+
+
+def mamba2_with_steps(
+    x: Any, dt: Any, A: Any, B: Any, C: Any, *, D: Any = None, z: Any = None, dt_bias: Any = None, initial_states: Any = None,
+    cu_seqlens: Any = None, return_final_states: bool = False, family: str | None = None, **steps: Any,
+) -> Any:  # fmt: skip
+    """The result of mamba2. steps: StepOptions."""
+    arrays = x, dt, A, B, C, D, z, dt_bias, cu_seqlens, initial_states, None, None
+    return _mamba2(None, arrays, (*StepOptions(**steps), return_final_states, family))
+
+
+@program(MAMBA2, MAMBA2_DERIVATIVE.of_program, MAMBA2_DERIVATIVE.no_second_derivatives)
+def _mamba2(problem: Problem, steps_of_time: StepOptions, return_final_states: bool, family: str | None) -> Plan:
     """The Plan of a call of mamba2. The schema's `states` is a result, which a caller cannot pass."""
     recurrent_checks.check_extents(problem, "B", "x")
     batch, length, heads, sequences = problem("batch", "seqlen", "heads", "sequences")
@@ -137,7 +166,7 @@ def _mamba2(problem: Problem, dt_softplus: bool, return_final_states: bool, fami
     if problem["local_state"]:
         arrays |= {"gLocalStates": problem["local_state"], "gTotalDecays": problem["total_decay"]}
     vector_bytes = 0 if uses_hopper_kernels(problem, family) else problem.bytes_at_once()
-    steps, scratch = recurrent_chunks.plan_token_decay(problem, arrays, 1.0, vector_bytes, softplus=dt_softplus)
+    steps, scratch = recurrent_chunks.plan_token_decay(problem, arrays, 1.0, vector_bytes, steps_of_time)
     return Plan(steps, scratch)
 
 
@@ -150,12 +179,14 @@ def segment_states(
     *,
     dt_bias: Any = None,
     dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
     cu_seqlens: Any = None,
     family: str | None = None,
 ) -> Any:
     """(local_state, total_decay) of the segments into which `mamba2` cuts each sequence, as linear_family.segment_states
     returns them."""
-    return _segment_states(None, (x, dt, A, B, C, dt_bias, cu_seqlens), (check_flag("dt_softplus", dt_softplus), family))
+    steps = recurrent_checks.step_options(dt_softplus, dt_limit)
+    return _segment_states(None, (x, dt, A, B, C, dt_bias, cu_seqlens), (*steps, family))
 
 
 def outputs_from_segments(
@@ -171,17 +202,18 @@ def outputs_from_segments(
     z: Any = None,
     dt_bias: Any = None,
     dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
     initial_states: Any = None,
     cu_seqlens: Any = None,
     family: str | None = None,
 ) -> Any:
     """The output of `mamba2`, computed from the results of segment_states: only the second pass is launched."""
     arrays = x, dt, A, B, C, D, z, dt_bias, cu_seqlens, local_state, total_decay, initial_states, None, None
-    return _outputs_from_segments(None, arrays, (check_flag("dt_softplus", dt_softplus), False, family))
+    return _outputs_from_segments(None, arrays, (*recurrent_checks.step_options(dt_softplus, dt_limit), False, family))
 
 
 @program(SEGMENTS)
-def _segment_states(problem: Problem, dt_softplus: bool, family: str | None) -> Plan:
+def _segment_states(problem: Problem, steps_of_time: StepOptions, family: str | None) -> Plan:
     """The Plan of a call of segment_states."""
     recurrent_checks.check_extents(problem, "B", "x")
     arrays = {"gQ": problem["C"], "gK": problem["B"], "gV": problem["x"], "gCuSeqlens": problem["cu_seqlens"], "gO": None}
@@ -193,7 +225,7 @@ def _segment_states(problem: Problem, dt_softplus: bool, family: str | None) -> 
         "gFinalState": None,
     }
     vector_bytes = 0 if uses_hopper_kernels(problem, family) else problem.bytes_at_once()
-    steps, scratch = recurrent_chunks.plan_segment_states(problem, arrays, vector_bytes, dt_softplus)
+    steps, scratch = recurrent_chunks.plan_segment_states(problem, arrays, vector_bytes, steps_of_time)
     return Plan(steps, scratch, lambda arrays: tuple(arrays[-2:]))
 
 

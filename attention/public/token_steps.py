@@ -8,21 +8,27 @@ from tiles.calls.schema import Problem, Schema
 from tiles.launching.arrays import ALIGNMENT, Operand
 
 from ..names import suggests_argument_names
-from ..options import check_number
+from ..options import check_flag, check_number
 from ..plans import recurrent_checks, token_loop
+from ..plans.raw_inputs import NO_RAW_GRADIENT, NOT_RAW, RawOptions, is_raw, split_raw
 
-STEP = Schema(
-    "linear_step",
-    """
+TOKEN = """
     q      (batch, heads_k, key_dim)                       tile
     k      (batch, heads_k, key_dim)                       tile
     v      (batch, heads, value_dim)                       tile
     state  (batch, heads, key_dim, value_dim)              float32  updated
     decay  (heads)|(batch, heads)|(batch, heads, key_dim)  log      optional
     beta   (batch, heads)                                  real     optional
+"""
+RAW_GATE = """
+    gate     (batch, heads)|(batch, heads, key_dim)  real  optional
+    A_log    (heads)                                 real  optional
+    dt_bias  (heads)|(heads, key_dim)                real  optional
+"""
+OUT = """
     out    (batch, heads, value_dim)                       tile     made
-    """,
-)
+"""
+STEP, RAW_STEP = Schema("linear_step", TOKEN + OUT), Schema("linear_step_raw", TOKEN + RAW_GATE + OUT)
 
 
 @suggests_argument_names
@@ -35,6 +41,7 @@ def linear_step(
     decay: Any = None,
     beta: Any = None,
     scale: float | None = None,
+    qk_l2norm: bool = False,
     out: Any = None,
     stream: Any = None,
 ) -> Any:
@@ -47,19 +54,36 @@ def linear_step(
     (B, H, Dv). Dk and Dv: multiples of 16 up to 256. B and H: up to 65535.
 
     decay: log decays (<= 0), float32, bfloat16 or float16: None (linear attention), (H,) (retention, lightning), (B, H)
-    (simple GLA, gated delta rule) or (B, H, Dk) (GLA, KDA). beta: None, or (B, H) for the delta rule. scale: Dk^-1/2 by
-    default.
+    (simple GLA, gated delta rule) or (B, H, Dk) (GLA, KDA). beta: None, or (B, H) for the delta rule. Both may be raw, as
+    layers project them (attention.gates). scale: Dk^-1/2 by default. qk_l2norm: q and k are divided by their lengths first.
 
     Mamba-2's step is q=C, k=B, v=dt * x, decay=dt * A, scale=1, plus D * x; its state is transposed. There is no step with
     normalize=True. JAX arrays cannot be overwritten, so a state cannot be one.
 
     Returns `out`, the same kind of array as q. Arrays, `stream` and errors are those of attention.forward."""
-    return _linear_step(stream, (q, k, v, state, decay, beta, out), (check_number("scale", scale),))
+    scale = check_number("scale", scale)
+    if is_raw(decay, beta, qk_l2norm):
+        l2norm = check_flag("qk_l2norm", qk_l2norm)
+        q, k, decay, beta, gate, raw = split_raw(q, k, decay, beta, l2norm, "bhsd", (v, state))
+        if raw is not NOT_RAW:
+            return _linear_step_raw(stream, (q, k, v, state, decay, beta, *gate, out), (scale, *raw))
+    return _linear_step(stream, (q, k, v, state, decay, beta, out), (scale,))
 
 
 @program(STEP)
 def _linear_step(problem: Problem, scale: float | None) -> Plan:
     """The Plan of a call of linear_step."""
+    return plan_step(problem, scale, NOT_RAW)
+
+
+@program(RAW_STEP, no_gradient=NO_RAW_GRADIENT)
+def _linear_step_raw(problem: Problem, scale: float | None, raw: RawOptions) -> Plan:
+    """The Plan of a call of linear_step with raw inputs."""
+    return plan_step(problem, scale, raw)
+
+
+def plan_step(problem: Problem, scale: float | None, raw: RawOptions) -> Plan:
+    """The Plan of a call of linear_step. raw: what its inputs lack."""
     recurrent_checks.check_extents(problem)
     scale, state = recurrent_checks.resolve_scale(problem, scale), problem["state"]
     recurrent_checks.has_channel_decay(problem)
@@ -70,9 +94,16 @@ def _linear_step(problem: Problem, scale: float | None) -> Plan:
         )
     if 0 in problem["out"].form.shape:
         return Plan([])
-    arrays = {"gQ": "q", "gK": "k", "gV": "v", "gDecay": "decay", "gBeta": "beta", "gOut": "out"}
+    arrays = {
+        "gQ": "q",
+        "gK": "k",
+        "gV": "v",
+        "gDecay": "decay" if "decay" in problem else "gate",
+        "gBeta": "beta",
+        "gOut": "out",
+    }
     tokens = {parameter: _add_token_axis(problem[name]) for parameter, name in arrays.items()}
-    return Plan([token_loop.launch(problem, tokens | {"gInitialState": state}, scale, single=True)])
+    return Plan([token_loop.launch(problem, tokens | {"gInitialState": state}, scale, single=True, raw=raw)])
 
 
 def _add_token_axis(x: Operand | None) -> Operand | None:

@@ -6,6 +6,14 @@ gradient of o, and dstate that of the state after the last token (0 by default),
     dq     = scale S dout                  ddecay = exp(decay) sum(S_(t-1) * dS), over all of S, or over each of its rows
     dS     = exp(decay) * dS               of the token before; at last the gradient of the initial state
 
+Under the delta rule S_t = S' + k u^T, with u = beta e, e = v - S'^T k, and S' = exp(decay) S_(t-1). Then dS^T k is du, and
+
+    dv     = beta du                       dk    = dS u - S' dv
+    dbeta  = du . e                        dS    = dS - k dv^T              before it decays
+
+With a normalizer, which is an output n for a value that is always 1, the gradients are those of outputs N and n: dout / n and
+-(dout . N) / n^2.
+
 The gradients of a key head are sums over the value heads that share it; that of a decay of each head is a sum over all
 tokens."""
 
@@ -17,7 +25,7 @@ import numpy as np
 from tiles.calls.schema import ORDER
 from tiles.testing.compare import host
 
-from .linear import _expand_to_tokens, _rounding_to
+from .linear import EPSILON, _append_z, _expand_to_tokens, _rounding_to, linear
 
 
 def linear_backward(
@@ -27,17 +35,23 @@ def linear_backward(
     v: Any,
     *,
     decay: Any = None,
+    beta: Any = None,
     scale: float | None = None,
     initial_state: Any = None,
     dstate: Any = None,
+    normalize: bool = False,
     cu_seqlens: Any = None,
     layout: str = "bshd",
     low: bool = False,
 ) -> dict[str, np.ndarray]:
-    """{"dq": , "dk": , "dv": , "ddecay": , "dinitial_state": } of whole sequences, without "ddecay" where there is no decay.
+    """{"dq": , "dk": , "dv": , "ddecay": , "dbeta": , "dinitial_state": } of whole sequences, without "ddecay" where there is
+    no decay, and without "dbeta" where there is no beta. normalize: states are pairs (S, z), and so is "dinitial_state".
 
     The arguments are those of `linear`, in float64; with `low` sums are computed in float32, and what is multiplied (P, S and
-    dS) and dq, dk and dv are rounded to v's dtype."""
+    dS, the delta rule's u and dv) and dq, dk and dv are rounded to v's dtype."""
+    if normalize:
+        shared = {"decay": decay, "scale": scale, "cu_seqlens": cu_seqlens, "layout": layout, "low": low}
+        return _normalized_backward(dout, q, k, v, initial_state, dstate, shared)
     axes, dtype = np.argsort(ORDER[layout]), host(v).dtype
     rounded, real = _rounding_to(dtype, low), np.float32 if low else np.float64
     do, q, k, v = (host(x).transpose(axes).astype(real) for x in (dout, q, k, v))
@@ -51,42 +65,69 @@ def linear_backward(
         np.zeros((count, heads, key_dim, v.shape[3]), real) if x is None else host(x).astype(real)
         for x in (initial_state, dstate)
     )
-    dq, dk, dv, dg, first = (
-        np.zeros_like(q),
-        np.zeros_like(k),
-        np.zeros_like(v),
-        np.zeros(np.broadcast_shapes(g.shape), real),
-        dS.copy(),
-    )
+    b = None if beta is None else _expand_to_tokens(beta, axes, v.shape[:3]).astype(real)
+    gradients = [np.zeros_like(x) for x in (q, k, v, g)] + [None if b is None else np.zeros_like(b)]
+    first = dS.copy()
     for n, tokens in enumerate(sequences):
         rows = slice(None) if cu_seqlens is None else slice(n, n + 1)
-        inputs = [x[:, tokens] for x in (do, q, k, v, g)]
-        dq[:, tokens], dk[:, tokens], dv[:, tokens], dg[:, tokens], first[rows] = _walk(
-            inputs, S[rows], dS[rows], scale, rounded
-        )
+        inputs = [None if x is None else x[:, tokens] for x in (do, q, k, v, g, b)]
+        outputs = [None if x is None else x[:, tokens] for x in gradients]
+        first[rows] = _walk(inputs, outputs, S[rows], dS[rows], scale, rounded)
+    dq, dk, dv, dg, db = gradients
     results = {"dq": _sum_heads(dq, key_heads), "dk": _sum_heads(dk, key_heads), "dv": dv}
     results = {name: rounded(x).transpose(axes) for name, x in results.items()} | {"dinitial_state": first}
     if decay is not None:
         shape = host(decay).shape
         results["ddecay"] = dg.sum((0, 1))[:, 0] if len(shape) == 1 else dg.transpose(axes).reshape(shape)
+    if beta is not None:
+        results["dbeta"] = db.transpose(axes)[..., 0]
     return results
 
 
-def _walk(inputs, S, dS, scale, rounded):
-    """(dq, dk, dv, ddecay, the gradient of S) of a sequence that starts from S, where dS is the gradient of its last state."""
-    do, q, k, v, g = inputs
-    length, states = q.shape[1], [S]
+def _normalized_backward(dout, q, k, v, initial_state, dstate, shared):
+    """`linear_backward` with normalize=True. shared: the options of `linear` and its gradients."""
+    real, v = np.float32 if shared["low"] else np.float64, host(v)
+    values = np.concatenate([v, np.ones_like(v[..., :1])], -1)
+    start, of_end = (None if x is None else _append_z(x) for x in (initial_state, dstate))
+    out, _ = linear(q, k, values, **shared, initial_state=start)
+    dout, out, n = host(dout).astype(real), out[..., :-1].astype(real), out[..., -1:].astype(real) + real(EPSILON)
+    n = np.where(n == real(EPSILON), real(1), n)  # of tokens that belong to no sequence
+    of_outputs = np.concatenate([dout / n, -(dout * out).sum(-1, keepdims=True) / n**2], -1)
+    if shared["low"]:
+        of_outputs = of_outputs.astype(v.dtype)
+    results = linear_backward(of_outputs, q, k, values, **shared, initial_state=start, dstate=of_end)
+    of_start = results["dinitial_state"]
+    return results | {"dv": results["dv"][..., :-1], "dinitial_state": (of_start[..., :-1], of_start[..., -1])}
+
+
+def _walk(inputs, gradients, S, dS, scale, rounded):
+    """Write the gradients of the inputs q, k, v, decay and beta of a sequence that starts from S, where dS is the gradient of
+    its last state, and return that of S."""
+    do, q, k, v, g, beta = inputs
+    dq, dk, dv, dg, dbeta = gradients
+    length, states, errors, updates = q.shape[1], [S], np.zeros_like(v), v
+    if beta is not None:
+        updates = np.zeros_like(v)
     for t in range(length):
-        states.append(np.exp(g[:, t])[..., None] * states[-1] + k[:, t, :, :, None] * v[:, t, :, None])
-    dq, dk, dv, dg = np.empty_like(q), np.empty_like(k), np.empty_like(v), np.empty_like(g)
+        S = np.exp(g[:, t])[..., None] * S
+        if beta is not None:
+            errors[:, t] = v[:, t] - _apply(rounded(S).swapaxes(2, 3), k[:, t])
+            updates[:, t] = rounded(beta[:, t] * errors[:, t])
+        S = S + k[:, t, :, :, None] * updates[:, t, :, None]
+        states.append(S)
     for t in reversed(range(length)):
         dq[:, t] = scale * _apply(rounded(states[t + 1]), do[:, t])
         dS = dS + scale * q[:, t, :, :, None] * do[:, t, :, None]
-        dk[:, t], dv[:, t] = _apply(rounded(dS), v[:, t]), _apply(rounded(dS).swapaxes(2, 3), k[:, t])
+        dk[:, t], dv[:, t] = _apply(rounded(dS), updates[:, t]), _apply(rounded(dS).swapaxes(2, 3), k[:, t])
+        if beta is not None:
+            dbeta[:, t] = (dv[:, t] * errors[:, t]).sum(-1, keepdims=True)
+            dv[:, t] = beta[:, t] * dv[:, t]
+            dk[:, t] -= _apply(rounded(np.exp(g[:, t])[..., None] * states[t]), rounded(dv[:, t]))
+            dS = dS - k[:, t, :, :, None] * rounded(dv[:, t])[:, :, None]
         dS = np.exp(g[:, t])[..., None] * dS
         products = (rounded(states[t]) * rounded(dS)).sum(-1)
         dg[:, t] = products if g.shape[-1] > 1 else products.sum(-1, keepdims=True)
-    return dq, dk, dv, dg, dS
+    return dS
 
 
 def _apply(S, x):

@@ -23,6 +23,7 @@ COMPAT = "flash_attn flash_attn_interface bert_padding sdpa flex flashinfer fla 
 HEADINGS = {"fuse.language.functions": "What definitions are written with"}
 REFERENCE = {  # page: (title, modules), which show the names in __all__, or without it what they define
     "attention": ("attention", ["attention"]),
+    "gates": ("attention.gates", ["attention.gates"]),
     "cache": ("attention.cache", ["attention.cache"]),
     "nn": ("attention.nn", ["attention.nn"]),
     "compat": ("attention.compat", [f"attention.compat.{name}" for name in COMPAT]),

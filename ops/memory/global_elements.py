@@ -58,9 +58,10 @@ def check(name, array, spec, at, rows, cols):
         raise TypeError(f"{name}: {spec} lies along {len(axes)} axes of the array, got {axes} of {array.ndim}")
 
 
-def element_addresses(b, ty, array, spec, at, rows, cols, first_row, adjacent=False):
+def element_addresses(b, ty, array, spec, at, rows, cols, first_row, adjacent=False, ordered=True):
     """For each of this lane's elements: (does it lie inside the array, its address). adjacent: columns are, so addresses are a
-    constant apart."""
+    constant apart. ordered: are the tile's columns in the array's order? If not, they are in unordered.py's order of elements
+    of 2 bytes."""
     data, extents, strides = b.array(ty, array)
     at = [b.sext(x, i64) if x.type.width < 64 else x for x in b.unpack(at)]
     quad, pair = shifts(b, spec.dtype.run if isinstance(spec, rt) else 2)
@@ -73,6 +74,9 @@ def element_addresses(b, ty, array, spec, at, rows, cols, first_row, adjacent=Fa
         coordinates = [spec.element(0, i) for i in range(spec.elements)]
         shift = (quad, pair) if spec.layout == "row" else (pair, quad)
         shift = b.add(shift[0], first_row), shift[1]
+    if not ordered:  # a lane has 8 adjacent columns of each 32
+        shift = shift[0], b.mul(shift[1], b.u32(4))
+        coordinates = [(row, col // 32 * 32 + col % 32 // 8 * 2 + col % 8) for row, col in coordinates]
     base = data
     for axis, index in enumerate(at):
         if axis != cols and not (axis == rows and isinstance(spec, rt)):
@@ -125,12 +129,12 @@ def _together(b, dtype, spec, parts):
     return b.from_elements(spec, parts if dtype is fp32 else [b.elements(stored, b.pack([word]))[0] for word in parts])
 
 
-def lower_store(ty, spec, rows, cols, first_row):
+def lower_store(ty, spec, rows, cols, first_row, ordered=True):
     """The lowering of a store to a global array by a warp whose first row is `first_row(b)` of the tile."""
     dtype = SCALARS[ty.dtype]
 
     def lower(b, array, value, at, *_):
-        accesses = element_addresses(b, ty, array, spec, at, rows, cols, first_row(b))
+        accesses = element_addresses(b, ty, array, spec, at, rows, cols, first_row(b), ordered=ordered)
         mine = b.icmp_unsigned("==", b.and_(b.lane(), b.u32(getattr(spec, "holders", 0))), b.u32(0))
         for x, (inside, address) in zip(_apart(b, dtype, spec, value), accesses, strict=True):
             b.do(f"{{{GUARD}{STORE[dtype.itemsize]}}}", address, x, b.zext(b.and_(inside, mine), i32))
@@ -138,13 +142,13 @@ def lower_store(ty, spec, rows, cols, first_row):
     return lower
 
 
-def lower_load(ty, spec, rows, cols, first_row, adjacent=False):
+def lower_load(ty, spec, rows, cols, first_row, adjacent=False, ordered=True):
     """The lowering of a load from a global array, whose columns may be known to be adjacent."""
     dtype = SCALARS[ty.dtype]
     word, letter = (f32, "f") if dtype is fp32 else (i32, "r")
 
     def lower(b, array, _, at, *__):
-        accesses = element_addresses(b, ty, array, spec, at, rows, cols, first_row(b), adjacent)
+        accesses = element_addresses(b, ty, array, spec, at, rows, cols, first_row(b), adjacent, ordered)
         text = f"{{{GUARD}{LOAD[dtype.itemsize]}}}"
         parts = [b.asm(word, text, f"={letter},l,r", address, b.zext(inside, i32)) for inside, address in accesses]
         return _together(b, dtype, spec, parts)

@@ -26,7 +26,7 @@ from tiles.op import integer, lowers, op
 from tiles.types import rt, rv, st
 from tiles.values import Tile
 
-from . import global_vectorized, quad_exchange
+from . import global_elements, global_vectorized, quad_exchange
 from .load_store import check_load, check_store, load_rows, store_rows
 
 QUAD_OF_16 = 32  # columns of 2 bytes that a quad reads at once
@@ -41,17 +41,26 @@ def load_unordered(source, spec, at, rows=-2, cols=-1, aligned=None):
 
     Tiles in row layout, of 32 columns or a multiple (64 for fp8, which come from fp8 only; 16 for arrays of fp32); rows
     before columns in the array. Vectors of as many columns, not of fp8, along the array's last axis. aligned: None, or for a
-    tile True, a promise as in `load`."""
-    return load_rows(source, spec, at, rows, cols, aligned, 0)[:, quad_exchange.order(spec, DTYPES[source.dtype])]
+    tile True, a promise as in `load`. False: element by element, from arrays of any dtype but fp8 along any axes; the order is
+    then always that of arrays with 2 bytes an element."""
+    stored_dtype = bf16 if _by_element(aligned) else DTYPES[source.dtype]
+    return load_rows(source, spec, at, rows, cols, aligned, 0)[:, quad_exchange.order(spec, stored_dtype)]
 
 
 @op(takes_operands=True)
-def store_unordered(target, value, at, rows=-2, cols=-1):
+def store_unordered(target, value, at, rows=-2, cols=-1, aligned=None):
     """target[...] = value, as `store`, for a tile with columns as `load_unordered` gave them: those of arrays with as many
-    bytes an element; for an fp8 array those of 2-byte arrays, unless the tile itself is fp8."""
+    bytes an element; for an fp8 array those of 2-byte arrays, unless the tile itself is fp8. aligned: None or True, as in
+    `store`. False: element by element, also a vector, as in `load_unordered`."""
     stored_dtype = DTYPES[target.dtype]
-    places = np.argsort(quad_exchange.order(value.spec, bf16 if _narrows(value.spec, stored_dtype) else stored_dtype))
-    store_rows(target, Tile(value.spec, stored_dtype.round(value.array[:, places])), at, rows, cols, None, 0)
+    ordered_as = bf16 if _by_element(aligned) or _narrows(value.spec, stored_dtype) else stored_dtype
+    places = np.argsort(quad_exchange.order(value.spec, ordered_as))
+    store_rows(target, Tile(value.spec, stored_dtype.round(value.array[:, places])), at, rows, cols, aligned, 0)
+
+
+def _by_element(aligned):
+    """Does the kernel ask for accesses element by element?"""
+    return aligned is not None and not aligned
 
 
 def _narrows(spec, stored_dtype):
@@ -74,9 +83,23 @@ def _check(name, array, spec, rows, cols, stores=False):
         )
 
 
+def _check_elements(name, array, spec):
+    """TypeError if tiles or vectors of this type have no order in which elements are moved one by one."""
+    fits = (isinstance(spec, rt) and spec.layout == "row") or (isinstance(spec, rv) and spec.axis == "row_vec")
+    takes_array = isinstance(array, types.Array) and SCALARS[array.dtype].itemsize > 1
+    if not (fits and takes_array and spec.dtype.itemsize > 1 and spec.shape[1] % QUAD_OF_16 == 0):
+        raise TypeError(
+            f"{name}: aligned=False takes tiles in row layout and row_vecs of a multiple of {QUAD_OF_16} columns, and global "
+            f"arrays, not fp8; got {spec} and {array}"
+        )
+
+
 @lowers(load_unordered)
 def _(source, spec: type, at, rows: int, cols: int, aligned: int):
     check_load("load_unordered", source, spec, at, rows, cols, aligned, 1)
+    if _by_element(aligned):
+        _check_elements("load_unordered", source, spec)
+        return spec, global_elements.lower_load(source, spec, rows, cols, lambda b: b.u32(0), ordered=False)
     _check("load_unordered", source, spec, rows, cols)
     if aligned and isinstance(spec, rv):
         raise TypeError(f"load_unordered: `aligned` is a promise about tiles, got {spec}")
@@ -84,12 +107,17 @@ def _(source, spec: type, at, rows: int, cols: int, aligned: int):
 
 
 @lowers(store_unordered)
-def _(target, value, at, rows: int, cols: int):
-    check_store("store_unordered", target, value, at, rows, cols, None, 1)
+def _(target, value, at, rows: int, cols: int, aligned: int):
+    check_store("store_unordered", target, value, at, rows, cols, aligned, 1)
+    if _by_element(aligned):
+        _check_elements("store_unordered", target, value)
+        return void, global_elements.lower_store(target, value, rows, cols, lambda b: b.u32(0), ordered=False)
     _check("store_unordered", target, value, rows, cols, stores=True)
+    if aligned not in (None, True) or (aligned and _narrows(value, SCALARS[target.dtype])):
+        raise TypeError(f"store_unordered: aligned must be None, False or True, True not for fp8 arrays, got {aligned}")
     if _narrows(value, SCALARS[target.dtype]):
         return void, global_vectorized.lower_store_bytes(target, value, rows, cols, lambda b: b.u32(0))
-    return void, global_vectorized.lower_store(target, value, rows, cols, lambda b: b.u32(0), None, ordered=False)
+    return void, global_vectorized.lower_store(target, value, rows, cols, lambda b: b.u32(0), aligned, ordered=False)
 
 
 # ---- fp8 that becomes 16 bits on the way to shared memory ------------------------------------------------------------------

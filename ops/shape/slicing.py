@@ -41,7 +41,7 @@ def vstack(upper, lower):
     return np.concatenate([upper.array, lower.array], axis=0)
 
 
-def _coordinates(spec, registers):
+def register_coordinates(spec, registers):
     """Where in the tile the first element of each of lane 0's registers lies."""
     coordinates = [spec.element(0, k * spec.elements // registers) for k in range(registers)]
     return coordinates if isinstance(spec, rt) else [(x, 0) if spec.axis == "col_vec" else (0, x) for x in coordinates]
@@ -78,8 +78,8 @@ def _part(face, axis):
 
         def emit(b, value, *_):
             registers = b.unpack(value)
-            registers_at = dict(zip(_coordinates(tile, len(registers)), registers, strict=True))
-            wanted = _coordinates(out, len(registers) * out.elements // tile.elements)
+            registers_at = dict(zip(register_coordinates(tile, len(registers)), registers, strict=True))
+            wanted = register_coordinates(out, len(registers) * out.elements // tile.elements)
             return b.pack([registers_at[_moved(at, axis, index * count)] for at in wanted])
 
         return out, emit
@@ -103,9 +103,9 @@ def _stack(face, axis):
             for tile, value, by in zip((first, second), values, (0, first.shape[axis]), strict=True):
                 registers = b.unpack(value)
                 registers_at |= {
-                    _moved(p, axis, by): r for p, r in zip(_coordinates(tile, len(registers)), registers, strict=True)
+                    _moved(p, axis, by): r for p, r in zip(register_coordinates(tile, len(registers)), registers, strict=True)
                 }
-            return b.pack([registers_at[at] for at in _coordinates(out, len(registers_at))])
+            return b.pack([registers_at[at] for at in register_coordinates(out, len(registers_at))])
 
         return out, emit
 

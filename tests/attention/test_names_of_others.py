@@ -19,7 +19,9 @@ def said(function, name):
 KNOWN = [
     (attention.gla, "g", "decay"),
     (attention.lightning, "layer_idx", "layer"),
-    (attention.delta_rule, "use_qk_l2norm_in_kernel", "not an argument: divide q and k by their norms before the call"),
+    (attention.delta_rule, "use_qk_l2norm_in_kernel", "qk_l2norm"),
+    (attention.based, "use_qk_l2norm_in_kernel", "not an argument: divide q and k by their norms before the call"),
+    (attention.delta_rule, "use_gate_in_kernel", "decay=attention.gates.softplus(a, A_log, dt_bias), or sigmoid"),
     (attention.based, "output_final_state", "return_state"),
     (attention.mamba2, "return_state", "return_final_states"),
     (attention.hedgehog, "head_first", 'layout="bhsd" or "bshd"'),

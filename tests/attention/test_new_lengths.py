@@ -61,7 +61,8 @@ def programs() -> dict[str, Program]:
 
 HEADS = {"heads": 8, "heads_k": 2, "heads_qk": 10, "heads_qkv": 12, "alibi_heads": 8}
 COLUMNS = dict.fromkeys(["head_dim", "head_dim_v", "key_dim", "value_dim", "features", "state_columns"], 128)
-FIXED = {**HEADS, **COLUMNS, "rotary_dim": 64, "pairs": 64, "1": 1, "alibi_batch": 1, "positions": 10000}
+CHANNELS = {"channels": 512, "width": 4, "window": 3}
+FIXED = {**HEADS, **CHANNELS, **COLUMNS, "rotary_dim": 64, "pairs": 64, "1": 1, "alibi_batch": 1, "positions": 10000}
 DEFAULTS = {bool: False, float: 1e-6, str: "", int: 0}
 
 
@@ -116,6 +117,7 @@ def mask(b, h, i, j):
 
 MASK, SCORE = register_function("mask", mask), register_function("score", score)
 PLAIN, PACKED, PAGED = NewLengths(), NewLengths(("cu_seqlens",)), NewLengths(("pages",), fixed={"seqlen_k": 64})
+BASED = {"key_dim": 16, "features": 160}
 MLA = {"head_dim": 576, "head_dim_v": 512}
 NEW_KEYS = {"seqlen_k": lambda rng, at: 9000 + rng.randrange(64)}  # a cache with room for them
 PACKED_CACHE = NewLengths(("cu_seqlens",), drawn={"batch_cache": lambda rng, at: at["sequences"]})
@@ -133,6 +135,13 @@ VARIANT = [
     NewLengths(("aux0",), {"score": SCORE}, holds={"aux0": "float32"}, axes={"aux0": ("heads",)}),
     NewLengths(options={"dropout": 0.1, "seed_value": 7}),
 ]
+RAW = NewLengths(("gate", "A_log", "dt_bias"), {"formula": "softplus"})
+RAW_CHANNELS = NewLengths(
+    ("gate", "A_log", "dt_bias"),
+    {"formula": "sigmoid", "number": -5.0, "l2norm": True},
+    holds={"gate": "bfloat16"},
+    axes={"gate": (*TOKEN_GATES, "key_dim"), "dt_bias": ("heads", "key_dim")},
+)
 TABLE: dict[str, list[NewLengths]] = {
     "forward": [PLAIN, NewLengths(options={"causal": True, "return_lse": True})],
     "forward_variant": VARIANT,
@@ -167,17 +176,39 @@ TABLE: dict[str, list[NewLengths]] = {
         PLAIN,
         NewLengths(("cu_seqlens", "decay", "dstate"), {"also": "ddecay dinitial_state"}, axes={"decay": TOKEN_GATES}),
         NewLengths(("decay", "initial_state", "dstate"), {"also": "ddecay"}, axes={"decay": (*TOKEN_GATES, "key_dim")}),
+        NewLengths(("decay", "dfinal_z"), {"also": "ddecay dinitial_state dinitial_z", "normalize": True}),
     ],
     "linear_step": [PLAIN],
+    "linear_raw": [RAW, RAW_CHANNELS, NewLengths(("cu_seqlens",), {"l2norm": True})],
+    "linear_step_raw": [RAW],
     "linear_segments": [PLAIN, PACKED],
     "linear_composed_states": [PLAIN],
     "linear_outputs_from_segments": [PLAIN, PACKED],
     "delta_rule": [PLAIN, PACKED, NewLengths(("decay",))],
+    "delta_rule_backward": [
+        PLAIN,
+        NewLengths(("cu_seqlens", "decay", "dstate"), {"also": "ddecay dinitial_state"}, axes={"decay": TOKEN_GATES}),
+        NewLengths(("decay", "initial_state", "dstate"), {"also": "ddecay"}, axes={"decay": (*TOKEN_GATES, "key_dim")}),
+    ],
     "delta_rule_states": [PLAIN],
+    "delta_rule_raw": [RAW, RAW_CHANNELS, NewLengths(("cu_seqlens",), {"beta_scale": 2.0, "l2norm": True})],
     "mamba2": [PLAIN, PACKED],
+    "mamba2_backward": [
+        PLAIN,
+        NewLengths(("D", "z", "dt_bias", "dstates", "cu_seqlens"), {"also": "dD dz ddt_bias dinitial_states"}),
+    ],
     "mamba2_segments": [PLAIN, PACKED],
     "mamba2_outputs_from_segments": [PLAIN, PACKED],
-    "based": [NewLengths(fixed={"key_dim": 16, "features": 160})],
+    "short_conv": [PLAIN, NewLengths(("cu_seqlens", "bias", "initial_state"), {"activation": "silu", "return_state": True})],
+    "short_conv_backward": [
+        PLAIN,
+        NewLengths(("cu_seqlens", "bias", "initial_state", "dstate"), {"activation": "silu", "also": "dbias dinitial_state"}),
+    ],
+    "based": [NewLengths(fixed=BASED)],
+    "based_backward": [
+        NewLengths(fixed=BASED),
+        NewLengths(("cu_seqlens", "dstate", "dz"), {"normalize": True, "also": "dinitial_state dinitial_z"}, BASED),
+    ],
     "hedgehog": [NewLengths(fixed={"features": 64})],
 }
 

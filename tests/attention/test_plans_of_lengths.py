@@ -127,6 +127,8 @@ OPTIONS |= {
     ("scale", float | None): st.sampled_from([None, None, 0.3]),
     ("scale", float): st.sampled_from([0.1]),
     ("family", str | None): st.sampled_from([None, None, "sm_80", "sm_90"]),
+    ("dt_min", float): st.sampled_from([0.0, 0.1]),
+    ("dt_max", float | None): st.sampled_from([None, None, 2.0]),
     ("left", int | None): st.sampled_from([None, 0, 200]),
     ("right", int | None): st.sampled_from([None, None, 3]),
     ("softcap", float | None): st.sampled_from([None, None, 5.0]),

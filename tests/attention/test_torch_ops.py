@@ -96,7 +96,8 @@ def test_a_tensor_that_requires_grad_is_refused_everywhere():
     q, k, v = Inputs().qkv()
     k.requires_grad_()
     attention.register_torch_ops()
-    unsupported = lambda q, k, v: attention.delta_rule(q, k, v, torch.ones(1, q.shape[-3], 1).expand(q.shape[:-1]))
+    lengths = torch.tensor([TOKENS], dtype=torch.int32)
+    unsupported = lambda q, k, v: attention.decode(q, k, v, lengths=lengths)
     ways = {
         "eager": unsupported,
         "op": lambda *x: torch.ops.tiles.forward(*x, False, None, False, None, "bshd"),

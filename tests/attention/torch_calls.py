@@ -3,6 +3,7 @@
 import pytest
 
 import attention
+from attention import gates
 
 torch = pytest.importorskip("torch")
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
@@ -197,10 +198,27 @@ CALLS = {
         attention.linear_backward,
         lambda x: ((x.qkv()[2], *x.qkv()), dict(decay=x.gates(), dstate=x.state(HEAD, HEAD), dinitial_state=True)),
     ),
+    "linear_backward, sums": (
+        attention.linear_backward,
+        lambda x: ((x.qkv()[2], *(abs(a) for a in x.qkv())), dict(normalize=True, dinitial_state=True)),
+    ),
     "retention": (attention.retention, lambda x: (swapped(*x.qkv()), dict(layout="bhsd"))),
     "lightning": (attention.lightning, lambda x: ((*x.qkv(), 1, 3), dict(return_state=True))),
     "gla": (attention.gla, lambda x: ((*x.qkv(), x.gates(HEAD)), {})),
     "delta_rule": (attention.delta_rule, lambda x: ((*x.qkv(), -x.gates()), dict(decay=x.gates(), return_state=True))),
+    "delta_rule_backward": (
+        attention.delta_rule_backward,
+        lambda x: ((x.qkv()[2], *x.qkv(), -x.gates()), dict(decay=x.gates(), dstate=x.state(HEAD, HEAD), dinitial_state=True)),
+    ),
+    "linear, raw": (
+        attention.linear,
+        lambda x: (x.qkv(), dict(decay=gates.softplus(x.gates(), x.rate(x.heads), x.rate(x.heads)), qk_l2norm=True)),
+    ),
+    "gla, raw": (attention.gla, lambda x: ((*x.qkv(), gates.logsigmoid(x.gates(HEAD))), {})),
+    "delta_rule, raw": (
+        attention.delta_rule,
+        lambda x: ((*x.qkv(), gates.beta(x.gates(), doubled=True)), dict(decay=gates.sigmoid(x.gates()), qk_l2norm=True)),
+    ),
     "mamba2": (
         attention.mamba2,
         lambda x: (
@@ -208,8 +226,30 @@ CALLS = {
             dict(D=x.rate(x.heads), z=x.qkv()[0], return_final_states=True),
         ),
     ),
+    "mamba2_backward": (
+        attention.mamba2_backward,
+        lambda x: (
+            (x.qkv()[2], x.qkv()[0], -x.gates(), x.rate(x.heads), *x.qkv()[1:]),
+            dict(D=x.rate(x.heads, HEAD), z=x.qkv()[0], dt_bias=x.rate(x.heads), dinitial_states=True),
+        ),
+    ),
+    "short_conv": (
+        attention.short_conv,
+        lambda x: (
+            (x.tile(x.batch, x.tokens, 32), x.tile(32, 4), x.rate(32)),
+            dict(activation="silu", initial_state=x.tile(x.batch, 32, 3), return_state=True),
+        ),
+    ),
+    "short_conv_backward": (
+        attention.short_conv_backward,
+        lambda x: (
+            (x.tile(x.batch, x.tokens, 32), x.tile(x.batch, x.tokens, 32), x.tile(32, 3), x.rate(32)),
+            dict(activation="silu", dstate=x.rate(x.batch, 32, 2), dinitial_state=True),
+        ),
+    ),
     "based": (attention.based, lambda x: (x.qkv(16), dict(return_state=True))),
     "based, plain": (attention.based, lambda x: (x.qkv(16), dict(normalize=False))),
+    "based_backward": (attention.based_backward, lambda x: ((x.qkv()[2], *x.qkv(16)), dict(dinitial_state=True))),
     "hedgehog": (
         attention.hedgehog,
         lambda x: (
@@ -265,6 +305,13 @@ CALLS = {
     "linear_step": (
         attention.linear_step,
         lambda x: ((x.state(HEAD, HEAD), *(a[:, 0] for a in x.qkv())), dict(beta=-x.gates()[:, 0])),
+    ),
+    "linear_step, raw": (
+        attention.linear_step,
+        lambda x: (
+            (x.state(HEAD, HEAD), *(a[:, 0] for a in x.qkv())),
+            dict(beta=gates.beta(x.gates()[:, 0]), decay=gates.softplus(x.gates()[:, 0], x.rate(x.heads)), qk_l2norm=True),
+        ),
     ),
 }
 every_call = pytest.mark.parametrize("name", CALLS)

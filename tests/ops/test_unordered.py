@@ -38,6 +38,29 @@ def test_maps_and_sums_of_rows(run, sample, shape, array_dtype, dtype, first):
     assert (z[:, first:] == wanted).all()
 
 
+@pytest.mark.parametrize("array_dtype, dtype", [(fp32, fp32), (bf16, fp32), (fp32, fp16)], ids=str)
+def test_element_by_element(run, sample, array_dtype, dtype):
+    """From arrays of any dtype, along any axes, in the order of arrays of 16 bits; rows before the first are 0."""
+    T = rt(16, 64, dtype)
+
+    @cuda.jit
+    def kernel(x, weights, bias, y, z, last):
+        tile = fp32(load_unordered(x, T, (0, 0)))
+        taps = fp32(load_unordered(weights, T, (0, -13), rows=1, cols=0, aligned=False))
+        row = fp32(load_unordered(bias, T.row_vec, (0, 1), cols=0, aligned=False))
+        store_unordered(y, tile + row + taps, (0, 0), aligned=True)
+        store_unordered(z, taps, (0, -13), rows=1, cols=0, aligned=False)
+        store_unordered(last, row, (0, 0), aligned=False)
+
+    x, weights, bias = (np.round(sample(shape) * 4) for shape in ((16, 64), (60, 3), (64, 2)))
+    x, weights, bias = x.astype(bf16.np), weights.astype(array_dtype.np), bias.astype(array_dtype.np)
+    y, z, last = blank((16, 64), bf16), blank((60, 3), array_dtype), blank((1, 61), array_dtype)
+    run(kernel, x, weights, bias, y, z, last)
+    wanted = x.astype(np.float32) + bias[:, 1].astype(np.float32)
+    wanted[13:, :60] += weights.T.astype(np.float32)
+    assert (y == wanted.astype(bf16.np)).all() and (z == weights).all() and (last[0] == bias[:61, 1]).all()
+
+
 @pytest.mark.parametrize(
     "array_dtype, dtype, first", [(bf16, fp32, 0), (fp16, fp32, 1), (fp32, fp32, 0), (bf16, bf16, 0)], ids=str
 )

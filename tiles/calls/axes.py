@@ -50,6 +50,9 @@ AXES = _parse("""
     value_dim       Dv              value_dim         fixed   of linear attention: columns of values and outputs
     features        F               features          fixed   columns that a feature map makes of key_dim
     state_columns   columns         columns           fixed   columns of a state that has more than the values
+    channels        C               channels          fixed   columns that a convolution along the sequence keeps apart
+    width           W               width             fixed   tokens that such a convolution adds up
+    window          W - 1           window            fixed   tokens before the first, of which it needs to know
     segments        segments        segments          length  parts of a sequence that thread blocks scan side by side
     batch_cache     B or pages      batches or pages  length  batches of a cache, or its pages
     pages_per_seq   pages of each   pages             length  most pages of a sequence

@@ -15,7 +15,7 @@ reference of its own (`anchored_scores`); q' and k' are then decayed from the st
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from numpy import float32, int32
@@ -45,6 +45,8 @@ from ops import (
 from tiles import bf16, dtype, fp16, fp32, inlined, rt, st, static, sv
 from tiles.targets import Target
 
+from .channel_gates import ChannelGates, channel_gates
+from .gate_formulas import FORMULAS, PLAIN_BETA, BetaFormula, GateFormula
 from .gates import FLOOR, LOG2_E
 from .tokens import CHUNK, COLUMNS
 
@@ -52,6 +54,7 @@ PANEL = 128  # bytes of a row of a panel, at most: the widest swizzle
 TOKEN_GROUP = 16  # tokens that a warp decays at once: of more, the registers would spill
 SQUARE = rt(TOKEN_GROUP, TOKEN_GROUP, fp32)  # the scores of so many queries and keys
 HALVES, PAIRS = warpgroup.handover(4), warpgroup.handover(2, first=2)  # later warps wait for earlier ones' keys
+RAW_SIZE = 128, 2  # padded key dim and consumers of configurations with a formula
 FLAG = sv(16, fp32)  # is a chunk strong? 1 or 0
 FLAG_VEC = rt(16, FLAG.length, fp32).row_vec
 MIN_LOG2_DECAY = {bf16: -86.0, fp16: -11.0}  # what b - r may be, in powers of 2, without q' and k* losing precision
@@ -60,7 +63,9 @@ MIN_LOG2_DECAY = {bf16: -86.0, fp16: -11.0}  # what b - r may be, in powers of 2
 @dataclass(frozen=True)
 class Config:
     """A kernel's configuration. key_dim: the channels of keys, padded. consumers: warpgroups that have 64 value columns each.
-    gates: the dtype of the gates; dtype: of everything else. varlen: are sequences packed (cu_seqlens)? preparers: the
+    gates: the dtype of the gates; dtype: of everything else. varlen: are sequences packed (cu_seqlens)? formula, beta: what
+    computes gates and beta of what is in memory; None: the gates themselves are there. l2norm: are queries and keys divided by
+    their lengths? preparers: the
     warpgroups that prepare what consumers read."""
 
     key_dim: int
@@ -68,7 +73,15 @@ class Config:
     gates: dtype
     dtype: dtype
     varlen: bool = False
+    formula: GateFormula | None = field(default=None, kw_only=True)
+    beta: BetaFormula = field(default=PLAIN_BETA, kw_only=True)
+    l2norm: bool = field(default=False, kw_only=True)
     preparers: ClassVar[int] = 1
+
+    @property
+    def channel_gates(self) -> ChannelGates:
+        """The gates of a warp's channels."""
+        return channel_gates(self.key_dim // warpgroup.WARPGROUP, self.formula)
 
     @property
     def threads(self):
@@ -106,20 +119,27 @@ class Config:
         return sv(self.key_dim, fp32)
 
     def __str__(self):
-        kinds = f", gates {self.gates}{', varlen' * self.varlen}"
-        return f"Dk {self.key_dim} {self.dtype}, {COLUMNS * self.consumers} columns{kinds}"
+        size = f"Dk {self.key_dim} {self.dtype}, {COLUMNS * self.consumers} columns, gates {self.gates}"
+        return ", ".join(
+            filter(None, (size, str(self.formula or ""), str(self.beta), "l2norm" * self.l2norm, "varlen" * self.varlen))
+        )
 
 
-def channel_space(config: type[Config], sizes, target: Target, everything: bool) -> Iterator[Any]:
+def channel_space(
+    config: type[Config], sizes, target: Target, everything: bool, beta: BetaFormula = PLAIN_BETA
+) -> Iterator[Any]:
     """The configurations of these sizes, (padded key dim, consumers), with gates in fp32 and in the dtype of everything else.
     Without `everything`, varlen configurations come in one size only, and fp16, which takes as many registers as bf16, is left
-    out."""
+    out. Those with a formula of gates, and this one of beta, come in one size."""
     if target.has_wgmma:
         for of, (key_dim, consumers), varlen in itertools.product(
             (bf16, fp16) if everything else (bf16,), sizes, (False, True)
         ):
             if not varlen or (key_dim, consumers) == (128, 2) or (everything and of is bf16):
                 yield from (config(key_dim, consumers, gates, of, varlen) for gates in (fp32, of))
+        for formula in FORMULAS:  # of x in fp32 and packed sequences, which models do not have together, up to 48 bytes spill
+            yield config(*RAW_SIZE, bf16, bf16, formula=formula, beta=beta)
+            yield config(*RAW_SIZE, bf16, bf16, formula=formula, beta=beta, l2norm=True)
 
 
 @static

@@ -1,9 +1,13 @@
 """The decays of the delta rule that are one number for each token and head, as objects with the same methods (delta_hopper.py,
 delta_states_hopper.py). A chunk is `strong` if it decays by more than numbers can hold: see delta_hopper.py."""
 
-from ops import cumsum, exp2, last_element, load, store, tile_min, transpose, truncate, warpgroup, zeros
-from tiles import bf16, dtype, fp16, fp32, inlined, rt, static
+from numpy import float32
 
+from ops import col_index, cumsum, exp2, last_element, less, load, store, tile_min, transpose, truncate, warpgroup, where, zeros
+from tiles import bf16, dtype, fp16, fp32, inlined, rt, static
+from tiles.launching.arguments import array, record
+
+from .gate_formulas import GateFormula
 from .gates import CHUNK_COL_VEC, LOG2_E, clamp_gates
 from .tokens import CHUNK
 
@@ -20,13 +24,28 @@ class UngatedDelta:
 
     dtype: dtype
 
+    def params(self):
+        """What else a kernel gets, as a record of parameters."""
+        return record()
+
+    @inlined
+    def load_rate_and_bias(self, params, head):
+        """(exp(A_log), dt_bias) of a head, if gates are computed by a formula."""
+        return 0.0, 0.0
+
     @inlined
     def load_gates(self, gGates, seq, at):
         """Start to load the gates of the chunk whose first token is at `at`, and return them."""
         return 0.0
 
     @inlined
-    def store_cumsum(self, b, exp_b, v_factor, j, g):
+    def compute_gates(self, g, rate, bias, remaining):
+        """The gates of a chunk from what load_gates has loaded, transposed. remaining: the number of tokens of the sequence
+        from the chunk's first one on."""
+        return g
+
+    @inlined
+    def store_cumsum(self, b, exp_b, v_factor, j, g, rate_and_bias, remaining):
         """One warp writes the vectors of the j-th chunk with the gates g: to `b` their cumulative sum in powers of 2; to
         `exp_b` exp2(b); to `v_factor` exp2(-b), which scales the values, or in a strong chunk exp2(b_last - b), which scales
         what the chunk adds to the state."""
@@ -86,8 +105,9 @@ class GatedDelta(UngatedDelta):
         return load(truncate(gGates, 1, seq.end), CHUNK_COL_VEC, at, cols=1)
 
     @inlined
-    def store_cumsum(self, b, exp_b, v_factor, j, g):
-        sums = cumsum(clamp_gates(transpose(g)) * LOG2_E)
+    def store_cumsum(self, b, exp_b, v_factor, j, g, rate_and_bias, remaining):
+        rate, bias = rate_and_bias
+        sums = cumsum(clamp_gates(self.compute_gates(transpose(g), rate, bias, remaining)) * LOG2_E)
         b_last = tile_min(sums)
         store(b.claim(j), sums)
         b.publish(j)
@@ -143,3 +163,28 @@ class GatedDelta(UngatedDelta):
             return o
         else:
             return o * load(exp_b, ROW_VEC)
+
+
+@static
+class FormulaDelta(GatedDelta):
+    """The gated delta rule with gates that are computed from what is in memory."""
+
+    formula: GateFormula = GateFormula()
+
+    def params(self):
+        return record(gA=array(2), gDtBias=array(2))
+
+    @inlined
+    def load_rate_and_bias(self, params, head):
+        return self.formula.load_rate(params.gA, head), self.formula.load_bias(params.gDtBias, head)
+
+    @inlined
+    def compute_gates(self, g, rate, bias, remaining):
+        return where(less(col_index(ROW_VEC), float32(remaining)), self.formula.compute(g, rate, bias), 0.0)
+
+
+def delta_decay(of: dtype, gated: bool, formula: GateFormula | None) -> UngatedDelta:
+    """The decays of a kernel: computed by the formula if there is one, and otherwise in memory if `gated`."""
+    if formula is not None:
+        return FormulaDelta(of, formula)
+    return GatedDelta(of) if gated else UngatedDelta(of)

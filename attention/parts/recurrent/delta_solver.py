@@ -6,6 +6,7 @@ from ops.for_attention.triangular_inverse import inverse_transposed
 from tiles import inlined, static
 
 from .delta_decay import COL_VEC, UngatedDelta
+from .l2norm import L2Norm
 from .tokens import SequenceLayout
 
 
@@ -17,22 +18,29 @@ class UTTransform:
     seq_layout: SequenceLayout
     decay: UngatedDelta
     readers: int
+    norm: L2Norm
 
     @inlined
-    def solve(self, j, remaining, rings, triangles):
+    def solve(self, j, remaining, rings, triangles, lengths):
         """Compute T of chunk j and write it to its ring. remaining: the number of tokens of the sequence from the chunk's first
-        one on. A = tril(beta exp2(b - b^T) * K K^T, -1), where b counts in a strong chunk only."""
+        one on. A = tril(beta exp2(b - b^T) * K K^T, -1), where b counts in a strong chunk only. lengths: rings of inverse
+        lengths (l2norm.py), the first of them that of keys."""
         k, t, beta, b, exp_b = rings
         high, low = triangles
         keys = k.wait(j)
         self.seq_layout.zero_other_rows(keys, remaining, self.readers)
+        inverse = self.norm.publish(lengths, 0, j, keys)
         s = warpgroup.wait(warpgroup.mm_ABt(keys, keys))
         k.release(j)
         beta_rows = warpgroup.load(beta.wait(j), COL_VEC)
         a = self.decay.decay_scores(s, self.decay.wait(exp_b, j), self.decay.wait(b, j)) * beta_rows
         self.decay.release(exp_b, j)
         self.decay.release(b, j)
+        a = self.norm.scale_columns(self.norm.scale_rows(a, inverse), lengths, 0, j)
         x = inverse_transposed(a, high, low)
-        warpgroup.store(t.claim(j), x * warpgroup.load(beta.wait(j), COL_VEC))
+        target = t.claim(j)
+        x = self.norm.scale_columns(x * warpgroup.load(beta.wait(j), COL_VEC), lengths, 0, j)
+        self.norm.release(lengths, 0, j)
+        warpgroup.store(target, x)
         t.publish(j)
         beta.release(j)

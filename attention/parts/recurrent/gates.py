@@ -22,6 +22,7 @@ from ops import (
     load,
     log2,
     minimum,
+    sigmoid,
     softplus,
     store,
     tile_max,
@@ -33,6 +34,7 @@ from ops import (
 )
 from tiles import fp32, inlined, rt, static
 
+from .gate_formulas import GateFormula
 from .tokens import CHUNK
 
 TILE = rt(16, CHUNK, fp32)  # a warp's 16 rows of a chunk's scores
@@ -107,7 +109,7 @@ class Gate:
 
     @inlined
     def load_rate_and_bias(self, gA, gDtBias, head):
-        """(A, dt_bias) of a head for Mamba-2's gates, dt A; (0, 0) otherwise."""
+        """(A, dt_bias) of a head for Mamba-2's gates, dt A; (exp(A_log), dt_bias) for those of a formula; (0, 0) otherwise."""
         return 0.0, 0.0
 
     @inlined
@@ -231,25 +233,76 @@ class TokenGate(DecayGate):
 
 
 @static
+class FormulaGate(TokenGate):
+    """Gates that are computed from what is in memory."""
+
+    kind = "formula"
+    formula: GateFormula = GateFormula()
+
+    def __str__(self):
+        return f"{super().__str__()} {self.formula}"
+
+    @inlined
+    def load_rate_and_bias(self, gA, gDtBias, head):
+        return self.formula.load_rate(gA, head), self.formula.load_bias(gDtBias, head)
+
+    @inlined
+    def compute_cumsum(self, g, rate, bias, remaining):
+        g = where(less(col_index(ROW_VEC), float32(remaining)), self.formula.compute(g, rate, bias), 0.0)
+        b = cumsum(clamp_gates(g) * LOG2_E)
+        return b, b
+
+
+@static
 class Mamba2Gate(TokenGate):
     """Gates and weights from Mamba-2's dt: g = dt A, w = max(dt, 0). softplus: is dt = softplus(x + dt_bias) for the x in
-    memory, instead of x + dt_bias?"""
+    memory, instead of x + dt_bias? low, high: the limits of dt."""
 
     kind, weighted = "step", True
     softplus: bool = False
+    low: float = 0.0
+    high: float = math.inf
+
+    @property
+    def has_limits(self):
+        """Has dt other limits than 0 and infinity?"""
+        return (self.low, self.high) != (0.0, math.inf)
 
     def __str__(self):
-        return super().__str__() + ", softplus" * self.softplus
+        limits = f", from {self.low} to {self.high}" * self.has_limits
+        return super().__str__() + ", softplus" * self.softplus + limits
 
     @inlined
     def load_rate_and_bias(self, gA, gDtBias, head):
         return tile_max(load(gA, COL_VEC, (head, 0))), tile_max(load(gDtBias, COL_VEC, (head, 0)))
 
     @inlined
+    def step_size(self, x):
+        """dt of x, to which dt_bias has been added."""
+        dt = softplus(x) if self.softplus else x
+        dt = where(less(dt, self.low), self.low, dt)
+        if self.high < math.inf:
+            dt = where(less(self.high, dt), self.high, dt)
+        return dt
+
+    @inlined
+    def differentiate_step(self, x, ddt):
+        """The gradient of x, from that of dt; 0 where dt is beyond a limit."""
+        if self.softplus:
+            if self.has_limits:
+                ddt = where(less(softplus(x), self.low), 0.0, where(less(self.high, softplus(x)), 0.0, ddt))
+            return ddt * sigmoid(x)
+        else:
+            return where(less(x, self.low), 0.0, where(less(self.high, x), 0.0, ddt))
+
+    @inlined
     def compute_cumsum(self, g, rate, bias, remaining):
         dt = g + bias
-        if self.softplus:
-            dt = softplus(dt)
-        dt = where(less(dt, 0.0), 0.0, where(less(col_index(ROW_VEC), float32(remaining)), dt, 0.0))
+        if self.has_limits:
+            dt = where(less(col_index(ROW_VEC), float32(remaining)), self.step_size(dt), 0.0)
+        else:
+            if self.softplus:
+                dt = softplus(dt)
+            dt = where(less(dt, 0.0), 0.0, where(less(col_index(ROW_VEC), float32(remaining)), dt, 0.0))
         b = cumsum(clamp_gates(dt * rate) * LOG2_E)
         return b, b - log2(dt)

@@ -182,11 +182,13 @@ class ScanOutputs(ScanResult):
 
 def scan_forms(kind: type[Gate], everything: bool) -> Iterator[tuple[Gate, ScanResult, bool]]:
     """(gate, result, varlen) of all scans with gates of this kind, except for gates with `scale_at_end`. The plainest comes
-    first, the others with `everything` only. Mamba-2's D, z and softplus come together."""
+    first, the others with `everything` only. Mamba-2's D, z and softplus come together, with limits of steps and without."""
     yield kind(), ScanOutputs(), False
     if everything and kind is Mamba2Gate:
         yield from ((Mamba2Gate(), ScanStates(), False), (Mamba2Gate(), ScanOutputs(), True))
-        yield from ((Mamba2Gate(softplus=True), ScanOutputs(skip=True, silu=True), varlen) for varlen in (False, True))
+        full = ScanOutputs(skip=True, silu=True)
+        yield from ((Mamba2Gate(softplus=True), full, varlen) for varlen in (False, True))
+        yield Mamba2Gate(softplus=True, low=0.001, high=0.1), full, True
     elif everything:
         yield kind(), ScanOutputs(), True
         yield from itertools.product((kind(),), (ScanStates(), ScanNormalizer(), ScanOutputs(normalized=True)), (False, True))

@@ -51,6 +51,12 @@ def calls(monkeypatch):
         names = {"gla": ("decay",), "delta_rule": ("beta",)}.get(name, ())
         options |= dict(zip(names, arguments, strict=True))
         qkv = [options.pop(x) for x in "qkv"]
+        layout = options.get("layout", "bshd")
+        for key in "decay", "beta":
+            if isinstance(options.get(key), (attention.gates.RawGate, attention.gates.RawBeta)):
+                options[key] = attention.gates.evaluate(options[key], layout)
+        if options.pop("qk_l2norm", False):
+            qkv[:2] = map(attention.gates.normalize, qkv[:2])
         out, state = reference.linear(*qkv, normalize=normalize, **options)
         return (out, state) if return_state else out
 
@@ -144,13 +150,45 @@ def test_packed_sequences_and_rates_of_heads(calls, draw):
         fla.chunk_simple_gla(q, k, v, g=rates, g_gamma=rates)
 
 
+@pytest.mark.parametrize("head_first", [False, True])
+@pytest.mark.parametrize(("name", "lower_bound"), [("chunk_gated_delta_rule", None), ("chunk_kda", None), ("chunk_kda", -5.0)])
+def test_what_kernels_compute(name, lower_bound, head_first, calls, draw):
+    """Gates of A_log and dt_bias, beta's sigmoid, doubled, and the norm of queries and keys: flash-linear-attention's
+    formulas."""
+    q, k, v, b = draw((B, S, H, DK)), draw((B, S, H, DK)), draw((B, S, H, DV)), draw((B, S, H))
+    per_channel = name == "chunk_kda"
+    g, A_log, dt_bias = (
+        draw((B, S, H, DK) if per_channel else (B, S, H)),
+        draw((1, 1, H, 1) if per_channel else (H,)),
+        draw((H,)),
+    )
+    bias = draw((H * DK,)) if per_channel else dt_bias
+    options = {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
+    options |= {"allow_neg_eigval": True, "A_log": A_log, "dt_bias": bias, "scale": 0.4, "head_first": head_first}
+    options |= {"safe_gate": True, "lower_bound": lower_bound} if lower_bound else {}
+    turned = [x.swapaxes(1, 2) if head_first else x for x in (q, k, v, g, b)]
+    o, _ = getattr(fla, name)(*turned, **options)
+    x = g + (bias.reshape(H, DK) if per_channel else bias)
+    rate = np.exp(A_log.reshape(H, 1) if per_channel else A_log)
+    decay = lower_bound / (1 + np.exp(-rate * x)) if lower_bound else -rate * np.log1p(np.exp(x))
+    q, k = (x / np.sqrt((x * x).sum(-1, keepdims=True) + 1e-6) for x in (q, k))
+    for n in range(B):
+        wanted, _, _ = recurrence(name, q[n], k[n], v[n], [decay[n], 2 / (1 + np.exp(-b[n]))], np.zeros((H, DK, DV)))
+        np.testing.assert_allclose((o.swapaxes(1, 2) if head_first else o)[n], wanted, rtol=1e-7, atol=1e-10)
+
+
+def test_a_safe_gate_needs_its_bound(calls, draw):
+    q, k, v, g, b = draw((B, S, H, DK)), draw((B, S, H, DK)), draw((B, S, H, DV)), draw((B, S, H, DK)), draw((B, S, H))
+    with pytest.raises(ValueError, match="lower_bound: must be given with safe_gate"):
+        fla.chunk_kda(q, k, v, g, b, use_gate_in_kernel=True, safe_gate=True)
+    assert not calls
+
+
 REFUSED = [
     ("chunk_simple_gla", {"state_v_first": True}, "state_v_first: .* transpose"),
     ("chunk_gla", {"state_v_first": True}, "state_v_first: .* transpose"),
-    ("chunk_delta_rule", {"use_qk_l2norm_in_kernel": True}, "use_qk_l2norm_in_kernel: .* normalise"),
-    ("chunk_gated_delta_rule", {"use_beta_sigmoid_in_kernel": True}, "use_beta_sigmoid_in_kernel: .* sigmoid"),
-    ("chunk_gated_delta_rule", {"use_gate_in_kernel": True, "A_log": 0}, "use_gate_in_kernel: .* softplus"),
-    ("chunk_kda", {"allow_neg_eigval": True}, "allow_neg_eigval: .* 2 . sigmoid"),
+    ("chunk_gated_delta_rule", {"allow_neg_eigval": True}, "allow_neg_eigval: .* 2 . beta"),
+    ("chunk_kda", {"allow_neg_eigval": True}, "allow_neg_eigval: .* 2 . beta"),
     ("chunk_kda", {"return_intermediate_states": True}, "return_intermediate_states: .* once per chunk"),
     ("chunk_kda", {"cp_context": object()}, "cp_context: .* several GPUs"),
 ]

@@ -1,4 +1,4 @@
-"""Problems of linear attention's gradients, and their comparison with the reference."""
+"""Problems of gradients of linear attention and of the delta rule, and their comparison with the reference."""
 
 import ml_dtypes
 import numpy as np
@@ -8,10 +8,10 @@ import attention
 from attention import reference
 
 bf16, f32 = ml_dtypes.bfloat16, np.float32
-NAMES = "dq", "dk", "dv", "ddecay", "dinitial_state"
+NAMES = "dq", "dk", "dv", "dbeta", "ddecay", "dinitial_state"
 # Of float32 results: relative errors of operands that are rounded to 8 bits (bf16) or 11 are 2^-9 or 2^-12, of which a gate's
 # gradient gathers those of all tokens of its chunk.
-LIMITS = {"ddecay": 0.005, "dinitial_state": 0.005}
+LIMITS = {"ddecay": 0.005, "dbeta": 0.005, "dinitial_state": 0.005}
 
 
 def case(length, decay="token", batch=1, key_dim=16, value_dim=16, **more):
@@ -23,12 +23,20 @@ def case(length, decay="token", batch=1, key_dim=16, value_dim=16, **more):
     return args
 
 
+def delta_case(length, decay="token", batch=1, key_dim=16, value_dim=16, **more):
+    """The arguments of delta_rule_backward: those of `case`, keys of length 1, and a beta between 0 and 1."""
+    args = case(length, decay, batch, key_dim, value_dim, **more)
+    keys = args["k"].astype(f32)
+    args["k"] = (keys / np.linalg.norm(keys, axis=-1, keepdims=True)).astype(args["k"].dtype)
+    args["beta"] = np.random.default_rng(length).random(args["v"].shape[:3], f32)
+    return args
+
+
 def run(place, args, **options):
-    """attention.linear_backward's gradients by name, in NumPy arrays."""
-    results = attention.linear_backward(**{name: place.put(x) for name, x in args.items()}, **options)
-    names = [
-        name for name in NAMES if (name != "ddecay" or "decay" in args) and (name[1:] != "initial_state" or name[1:] in args)
-    ]
+    """The gradients by name, in NumPy arrays: delta_rule_backward's if there is a beta, else linear_backward's."""
+    function = attention.delta_rule_backward if "beta" in args else attention.linear_backward
+    results = function(**{name: place.put(x) for name, x in args.items()}, **options)
+    names = [name for name in NAMES if name[1:] in args]
     return dict(zip(names, map(place.get, results), strict=True))
 
 

@@ -42,8 +42,9 @@ class Member(NamedTuple):
     def is_differentiable(self):
         """Has the call gradients, with its options?"""
         call = getattr(self.call, "func", self.call)  # of a partial
-        trained = linear, attention.gla, attention.retention, attention.lightning
-        return call in trained and "normalize" not in self.options
+        of_linear = linear, attention.gla, attention.retention, attention.lightning
+        trained = *of_linear, delta_rule, attention.mamba2, attention.based
+        return call in trained
 
     def inputs(self, length, batch=1, seed=0):
         """(arrays of tokens, other arrays)"""

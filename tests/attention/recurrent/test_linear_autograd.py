@@ -1,48 +1,67 @@
-"""attention.linear through torch's autograd and jax.grad: the gradients of attention.linear_backward."""
+"""attention.linear and delta_rule through torch's autograd and jax.grad: the gradients of attention.linear_backward and
+delta_rule_backward."""
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 
 import attention
 
-NAMES = "q", "k", "v", "decay", "initial_state"
+
+class Trained(NamedTuple):
+    """A function, that of its gradients, and the names of its arrays in the order of these."""
+
+    call: Callable
+    backward: Callable
+    names: tuple[str, ...]
+
+    def loss(self, *leaves):
+        """A loss of outputs and the last state."""
+        out, state = self.call(**dict(zip(self.names, leaves)), return_state=True)
+        return out.float().square().sum() + state.square().sum()
+
+    def wanted(self, leaves):
+        """The gradients of `loss` by `backward`, in the dtypes of the arguments."""
+        arrays = dict(zip(self.names, [x.detach() for x in leaves]))
+        out, state = self.call(**arrays, return_state=True)
+        found = self.backward((2 * out.float()).to(out.dtype), **arrays, dstate=2 * state)
+        return [x.to(leaf.dtype) for x, leaf in zip(found, leaves, strict=True)]
 
 
-def tensors(kind="token", length=5, dim=16):
-    """q, k, v, decay and initial_state, which require grad."""
+LINEAR = Trained(attention.linear, attention.linear_backward, ("q", "k", "v", "decay", "initial_state"))
+DELTA_RULE = Trained(attention.delta_rule, attention.delta_rule_backward, ("q", "k", "v", "beta", "decay", "initial_state"))
+
+
+def tensors(kind="token", length=5, dim=16, names=LINEAR.names):
+    """The arrays of these names, which require grad."""
     torch = pytest.importorskip("torch")
     draw = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, length, heads, dim, generator=draw).bfloat16() for heads in (1, 1, 2))
     shape = {"head": (2,), "token": (1, length, 2), "channel": (1, length, 2, dim)}[kind]
     decay, state = -torch.rand(shape, generator=draw), torch.randn(1, 2, dim, dim, generator=draw)
-    return [x.requires_grad_() for x in (q, k, v, decay.bfloat16() if kind == "token" else decay, state)]
-
-
-def loss(q, k, v, decay, initial_state):
-    out, state = attention.linear(q, k, v, decay=decay, initial_state=initial_state, return_state=True)
-    return out.float().square().sum() + state.square().sum()
-
-
-def wanted(leaves):
-    """The gradients of `loss` by linear_backward, in the dtypes of the arguments."""
-    arrays = dict(zip(NAMES, [x.detach() for x in leaves]))
-    out, state = attention.linear(**arrays, return_state=True)
-    found = attention.linear_backward((2 * out.float()).to(out.dtype), **arrays, dstate=2 * state)
-    return [x.to(leaf.dtype) for x, leaf in zip(found, leaves, strict=True)]
+    arrays = {"q": q, "k": k, "v": v, "decay": decay.bfloat16() if kind == "token" else decay, "initial_state": state}
+    if "beta" in names:
+        arrays["beta"] = torch.rand(1, length, 2, generator=draw)
+        arrays["k"] = (k.float() / k.float().norm(dim=-1, keepdim=True)).bfloat16()
+    return [arrays[name].requires_grad_() for name in names]
 
 
 @pytest.mark.parametrize("kind", ["token", "channel"])
-def test_torch(kind):
+@pytest.mark.parametrize("member", [LINEAR, DELTA_RULE], ids=["linear", "delta_rule"])
+def test_torch(member, kind):
     """Eager, compiled as one graph, with checkpoints and in torch.func.grad."""
     torch = pytest.importorskip("torch")
-    leaves = tensors(kind)
+    leaves = tensors(kind, names=member.names)
+    loss = lambda *leaves: member.loss(*leaves)
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
     ways = [torch.autograd.grad(way(*leaves), leaves) for way in (loss, compiled)]
     if kind == "token":
         checkpoint_loss = torch.utils.checkpoint.checkpoint(loss, *leaves, use_reentrant=False)
         ways.append(torch.autograd.grad(checkpoint_loss, leaves))
-        ways.append(torch.func.grad(loss, tuple(range(5)))(*[x.detach() for x in leaves]))
-    want = wanted(leaves)
+        ways.append(torch.func.grad(loss, tuple(range(len(leaves))))(*[x.detach() for x in leaves]))
+    want = member.wanted(leaves)
     for got in ways:
         for x, y in zip(got, want, strict=True):
             torch.testing.assert_close(x, y, rtol=0, atol=0)
@@ -52,7 +71,7 @@ def test_some_gradients_alone():
     """Of the state alone, or by decays alone; under autocast float32 arrays have float32 gradients."""
     torch = pytest.importorskip("torch")
     q, k, v, decay, start = leaves = tensors("head")
-    everything = wanted(leaves)
+    everything = LINEAR.wanted(leaves)
     plain = [x.detach() for x in (q, k, v)]
     out, state = attention.linear(*plain, decay=decay, initial_state=start.detach(), return_state=True)
     (got,) = torch.autograd.grad(out.float().square().sum() + state.square().sum(), decay)
@@ -64,6 +83,15 @@ def test_some_gradients_alone():
     with torch.autocast("cpu", torch.bfloat16):
         out = attention.linear(*wide)
     assert {x.dtype for x in torch.autograd.grad(out.float().sum(), wide)} == {torch.float32}
+
+
+def test_beta_alone():
+    """The delta rule's beta may be all that has a gradient."""
+    torch = pytest.importorskip("torch")
+    leaves = tensors("head", names=DELTA_RULE.names)
+    alone = [x if name == "beta" else x.detach() for name, x in zip(DELTA_RULE.names, leaves)]
+    (got,) = torch.autograd.grad(DELTA_RULE.loss(*alone), leaves[3])
+    assert torch.equal(got, DELTA_RULE.wanted(leaves)[3])
 
 
 def test_named_members():
@@ -82,33 +110,35 @@ def test_named_members():
 def test_what_has_no_gradient():
     torch = pytest.importorskip("torch")
     leaves = q, k, v, decay, _ = tensors()
-    out = attention.linear(q, k, v, decay=decay)
-    with pytest.raises(
-        NotImplementedError, match=r"^attention\.linear: has no second derivatives; leave create_graph=True out"
-    ):
-        torch.autograd.grad(out.float().sum(), q, create_graph=True)
-    for options in {"normalize": True}, {"out": torch.empty_like(v)}:
+    beta = torch.rand(v.shape[:3])
+    for name, out in {
+        "linear": attention.linear(q, k, v, decay=decay),
+        "delta_rule": attention.delta_rule(q, k, v, beta, decay=decay),
+    }.items():
         with pytest.raises(
-            NotImplementedError, match=f"^{next(iter(options))}: is not supported for tensors that require grad"
+            NotImplementedError, match=rf"^attention\.{name}: has no second derivatives; leave create_graph=True out"
         ):
-            attention.linear(q, k, v, **options)
+            torch.autograd.grad(out.float().sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="^out: is not supported for tensors that require grad"):
+        attention.linear(q, k, v, out=torch.empty_like(v))
     assert not any(x.requires_grad for x in attention.linear_backward(out.detach(), *leaves[:3], decay=decay))
 
 
-def test_jax():
+@pytest.mark.parametrize("member", [LINEAR, DELTA_RULE], ids=["linear", "delta_rule"])
+def test_jax(member):
     jax = pytest.importorskip("jax")
-    leaves = [x.detach().float().numpy() for x in tensors("head")]
+    leaves = dict(zip(member.names, [x.detach().float().numpy() for x in tensors("head", names=member.names)]))
     with jax.default_device(jax.devices("cpu")[0]):
-        leaves = [jax.numpy.asarray(x).astype("bfloat16" if n < 3 else "float32") for n, x in enumerate(leaves)]
+        leaves = {name: jax.numpy.asarray(x).astype("bfloat16" if name in "qkv" else "float32") for name, x in leaves.items()}
 
         def total(*arrays):
-            out, state = attention.linear(*arrays[:3], decay=arrays[3], initial_state=arrays[4], return_state=True)
+            out, state = member.call(**dict(zip(leaves, arrays)), return_state=True)
             return (out.astype("float32") ** 2).sum() + (state**2).sum()
 
-        out, state = attention.linear(*leaves[:3], decay=leaves[3], initial_state=leaves[4], return_state=True)
-        arrays = dict(zip(NAMES, leaves))
-        want = attention.linear_backward((2 * out.astype("float32")).astype("bfloat16"), **arrays, dstate=2 * state)
-        for got in (jax.grad(total, tuple(range(5)))(*leaves), jax.jit(jax.grad(total, tuple(range(5))))(*leaves)):
+        out, state = member.call(**leaves, return_state=True)
+        want = member.backward((2 * out.astype("float32")).astype("bfloat16"), **leaves, dstate=2 * state)
+        gradient = jax.grad(total, tuple(range(len(leaves))))
+        for got in (gradient(*leaves.values()), jax.jit(gradient)(*leaves.values())):
             for x, y in zip(got, want, strict=True):
                 assert x.dtype == y.dtype
                 np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))

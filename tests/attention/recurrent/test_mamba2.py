@@ -55,6 +55,29 @@ def test_decays_of_any_size(place, everything):
     check(place, args)
 
 
+@pytest.mark.parametrize("family", ["sm_90", "sm_80"])
+@pytest.mark.parametrize("softplus", [False, True])
+def test_limits_of_steps(place, softplus, family):
+    """Half of the steps are below the lower limit or above the upper one, and none is of the tokens after the last."""
+    args = inputs(70) | {"dt_bias": np.zeros(4, f32)}
+    args["dt"] = np.random.default_rng(3).standard_normal(args["dt"].shape).astype(f32)
+    check(place, args, dt_softplus=softplus, dt_limit=(0.4, 0.9), family=family)
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        (0.1, "dt_limit: must be a pair of numbers: dt_limit=0.1"),
+        ((-1, 2), "dt_limit: must be two numbers, from 0 and ascending"),
+        ((2, 1), "dt_limit: must be two numbers, from 0 and ascending"),
+        ((0.0, None), "dt_limit: must be two numbers"),
+    ],
+)
+def test_invalid_limits(limits, message):
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        mamba2(**inputs(5, 16, 16), dt_limit=limits)
+
+
 def test_cu_seqlens(place):
     args = inputs(150)
     args["initial_states"] = np.random.default_rng(2).standard_normal((3, 4, 64, 64)).astype(f32)

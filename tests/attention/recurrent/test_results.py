@@ -3,7 +3,7 @@
 import pytest
 
 from attention.kernels import chunk_ampere, chunk_hopper
-from attention.parts.recurrent.gates import Gate, HeadGate, Mamba2Gate, TokenGate
+from attention.parts.recurrent.gates import FormulaGate, Gate, HeadGate, Mamba2Gate, TokenGate
 from attention.parts.recurrent.gradients import GroupedStates, KeyGradients, QueryGradients, ReversedGate
 from attention.parts.recurrent.results import ScanNormalizer, ScanOutputs, ScanStates
 from tiles import bf16
@@ -41,7 +41,7 @@ def test_spaces(module, arch):
     """All kinds of gates and results are there, but for segments of wide keys in Ampere's kernel."""
     shipped = list(module.space(parse_target(arch), True))
     kinds = {Gate, HeadGate, TokenGate, Mamba2Gate} if module is chunk_hopper else {Gate, TokenGate, Mamba2Gate}
-    assert {type(config.gate) for config in shipped} == {*kinds, ReversedGate}
+    assert {type(config.gate) for config in shipped} == {*kinds, FormulaGate, ReversedGate}
     assert {type(config.gate.gate) for config in shipped if config.gate.reversed} == kinds - {Mamba2Gate}
     results = {ScanStates, ScanNormalizer, ScanOutputs, QueryGradients, KeyGradients, GroupedStates}
     assert {type(config.result) for config in shipped} == results

@@ -1,45 +1,52 @@
-"""attention/reference/linear_gradients.py: the derivatives of attention.reference.linear, by finite differences of a loss of
-outputs and last state, along a random direction of each input."""
+"""attention/reference/linear_gradients.py, mamba2_gradients.py and based_gradients.py: the derivatives of the recurrences, by
+finite differences of a loss of outputs and last state, along a random direction of each input."""
 
 import numpy as np
 import pytest
 
-from attention.reference import linear, linear_backward
+from attention.reference import based, based_backward, linear, linear_backward, mamba2, mamba2_backward
 
 BATCH, LENGTH, HEADS, KEY_HEADS, DK, DV, STEP = 2, 7, 4, 2, 5, 3, 1e-6
 DECAYS = {"none": None, "head": (HEADS,), "token": (BATCH, LENGTH, HEADS), "channel": (BATCH, LENGTH, HEADS, DK)}
 
 
-def inputs(decay, packed):
+def inputs(decay, packed, delta=False):
     """(inputs by name, the gradients of outputs and of the last state, options)"""
     rng, batch, length = np.random.default_rng(1), 1 if packed else BATCH, BATCH * LENGTH if packed else LENGTH
     q, k = rng.standard_normal((2, batch, length, KEY_HEADS, DK))
     arrays = {"q": q, "k": k, "v": rng.standard_normal((batch, length, HEADS, DV))}
     if shape := DECAYS[decay]:
         arrays["decay"] = -rng.random(shape if len(shape) == 1 else (batch, length, *shape[2:]))
+    if delta:
+        arrays["beta"] = 2 * rng.random(arrays["v"].shape[:3])
+        arrays["beta"][:, ::3] = 0
     arrays["initial_state"] = rng.standard_normal((BATCH, HEADS, DK, DV))
     options = {"cu_seqlens": np.array([0, 5, BATCH * LENGTH])} if packed else {}
     return arrays, rng.standard_normal(arrays["v"].shape), rng.standard_normal(arrays["initial_state"].shape), options
 
 
+@pytest.mark.parametrize("delta", [False, True], ids=["linear", "delta rule"])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("decay", DECAYS)
-def test_finite_differences(decay, packed):
-    arrays, dout, dstate, options = inputs(decay, packed)
+def test_finite_differences(decay, packed, delta):
+    arrays, dout, dstate, options = inputs(decay, packed, delta)
 
     def loss(**changed):
         out, state = linear(**arrays | changed, scale=0.7, **options)
         return (out * dout).sum() + (state * dstate).sum()
 
-    gradients = linear_backward(dout, **arrays, dstate=dstate, scale=0.7, **options)
+    compare(linear_backward(dout, **arrays, dstate=dstate, scale=0.7, **options), arrays, loss)
+
+
+def compare(gradients, arrays, loss):
+    """Each gradient is the derivative of the loss by this array, along a random direction."""
     assert gradients.keys() == {"d" + name for name in arrays}
     for name, x in arrays.items():
         assert gradients["d" + name].shape == x.shape
         direction = np.random.default_rng(2).standard_normal(x.shape)
         ends = [loss(**{name: x + step * direction}) for step in (STEP, -STEP)]
-        np.testing.assert_allclose(
-            (gradients["d" + name] * direction).sum(), (ends[0] - ends[1]) / (2 * STEP), rtol=1e-6, atol=1e-7
-        )
+        found = (gradients["d" + name] * direction).sum()
+        np.testing.assert_allclose(found, (ends[0] - ends[1]) / (2 * STEP), rtol=1e-6, atol=1e-7, err_msg=name)
 
 
 def test_the_other_layout():
@@ -49,3 +56,59 @@ def test_the_other_layout():
     wanted = linear_backward(dout, **arrays, dstate=dstate)
     for name, x in linear_backward(turn(dout), **turned, dstate=dstate, layout="bhsd").items():
         np.testing.assert_allclose(x if name == "dinitial_state" else turn(x), wanted[name], rtol=1e-12)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("decay", DECAYS)
+def test_finite_differences_with_a_normalizer(decay, packed):
+    arrays, dout, dstate, options = inputs(decay, packed)
+    arrays |= {name: abs(arrays[name]) for name in ("q", "k")}
+    arrays["initial_z"], dz = np.random.default_rng(3).random((2, *dstate.shape[:3]))
+
+    def loss(**changed):
+        now = arrays | changed
+        start = now.pop("initial_state"), now.pop("initial_z")
+        out, (state, z) = linear(**now, initial_state=start, normalize=True, scale=0.7, **options)
+        return (out * dout).sum() + (state * dstate).sum() + (z * dz).sum()
+
+    given = {name: x for name, x in arrays.items() if not name.startswith("initial")}
+    given |= {"initial_state": (arrays["initial_state"], arrays["initial_z"]), "dstate": (dstate, dz), "normalize": True}
+    gradients = linear_backward(dout, **given, scale=0.7, **options)
+    gradients["dinitial_state"], gradients["dinitial_z"] = gradients["dinitial_state"]
+    compare(gradients, arrays, loss)
+
+
+@pytest.mark.parametrize(
+    ("columns", "packed", "options"),
+    [(None, False, {}), (1, True, {"dt_softplus": True}), (DV, False, {"dt_softplus": True, "dt_limit": (0.6, 0.9)})],
+)
+def test_finite_differences_of_mamba2(columns, packed, options):
+    """With negative steps, which are clipped; with D of heads and columns and z; and with both limits of steps reached."""
+    rng, batch, length = np.random.default_rng(1), 1 if packed else BATCH, BATCH * LENGTH if packed else LENGTH
+    B, C = rng.standard_normal((2, batch, length, KEY_HEADS, DK))
+    x, z, dout = rng.standard_normal((3, batch, length, HEADS, DV))
+    arrays = {"x": x, "dt": rng.standard_normal((batch, length, HEADS)), "A": -rng.random(HEADS), "B": B, "C": C}
+    arrays["initial_states"], dstates = rng.standard_normal((2, BATCH, HEADS, DV, DK))
+    if columns:
+        D = rng.standard_normal((HEADS, columns))
+        arrays |= {"D": D[:, 0] if columns == 1 else D, "z": z, "dt_bias": rng.standard_normal(HEADS)}
+    if packed:
+        options = options | {"cu_seqlens": np.array([0, 5, BATCH * LENGTH])}
+
+    def loss(**changed):
+        out, states = mamba2(**arrays | changed, **options)
+        return (out * dout).sum() + (states * dstates).sum()
+
+    compare(mamba2_backward(dout, **arrays, dstates=dstates, **options), arrays, loss)
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_finite_differences_of_based(normalize):
+    """Its states are those of linear attention, which has been differentiated."""
+    rng = np.random.default_rng(1)
+    q, k = rng.standard_normal((2, BATCH, LENGTH, HEADS, 16))
+    v, dout = rng.standard_normal((2, BATCH, LENGTH, HEADS, DV))
+    arrays = {"q": q, "k": k, "v": v}
+    gradients = based_backward(dout, **arrays, normalize=normalize, scale=-0.3)
+    del gradients["dinitial_state"]
+    compare(gradients, arrays, lambda **changed: (based(**arrays | changed, normalize=normalize, scale=-0.3)[0] * dout).sum())

@@ -1,4 +1,4 @@
-"""Attention as a torch module: `from attention.nn import Attention`. torch comes with it."""
+"""Softmax attention as a torch module."""
 
 from __future__ import annotations
 
@@ -12,21 +12,40 @@ import attention
 from tiles.calls.torch_op import exporting, traced
 from tiles.launching.frameworks import with_tangents
 
-from .autograd import make_tma_contiguous
-from .kernels.rotary_rows import HEAD_DIMS
-from .options import check_flag, check_positive
-from .plans.call_options import window_ends
-from .plans.gradient import NO_SECOND_DERIVATIVES
-from .public.projected_qkv import projected, projected_backward
-
-__all__ = ["Attention"]
+from ..autograd import make_tma_contiguous
+from ..kernels.rotary_rows import HEAD_DIMS
+from ..options import check_flag, check_positive
+from ..plans.call_options import window_ends
+from ..plans.gradient import NO_SECOND_DERIVATIVES
+from ..public.projected_qkv import projected, projected_backward
 
 NORMS = "q_norm", "k_norm"
 NO_OPTION = "layout", "out", "lse", "return_lse", "accumulate", "stream"  # of a call of the module
 
 
 class Attention(nn.Module):
-    """"""
+    """Self-attention of x (B, S, dim); the result has the same shape:
+
+        q, k, v = x W            `heads` heads of queries, `kv_heads` of keys and of values, `head_dim` columns each
+        q, k    = norm(q), norm(k)               with qk_norm: RMS norms of each head's rows
+        q, k    = rotated by their positions     with rotary
+        out     = softmax(q k^T / sqrt(head_dim)) v W_out      attention.forward, differentiable
+
+    dim: columns of x. heads, kv_heads: heads is a multiple of kv_heads (GQA, MQA), which is heads by default. head_dim: a
+    multiple of 8 up to 256, by default dim // heads. causal, window, softcap, scale: attention.forward's. sink: learn a
+    logit for each head, whose exp joins its sums of weights; it starts at 0. qk_norm: learn weights (head_dim); eps is 1e-6.
+    rotary: the base of the angles, 10000 in most models: position / base^(2 i / head_dim) for the pair of columns i and
+    head_dim / 2 + i. None leaves positions out. bias: give the projections a bias. dtype, device: of the parameters.
+
+    With rotary, heads of 64 or 128 columns and no further options of a call, norms, positions and attention are one function
+    of the projection's output, and its gradient is one array: queries, keys and values are read where the projection left
+    them.
+
+    Kernels take bfloat16 and float16: give the module and x such a dtype, or call it under torch.autocast. Parameters are
+    `project.weight` (W^T, the rows of all queries first, then keys, then values), `out.weight`, `q_norm.weight`,
+    `k_norm.weight` and `sink`.
+
+    ValueError: heads or columns do not fit; or attention.forward refuses them."""
 
     def __init__(
         self,

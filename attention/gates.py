@@ -1,0 +1,140 @@
+"""Raw gates and beta: what a layer projects, and the formula that makes a gate or beta of it.
+
+    out = attention.delta_rule(
+        q, k, v, attention.gates.beta(b), decay=attention.gates.softplus(a, A_log, dt_bias), qk_l2norm=True
+    )
+
+| gates.                                 | a gate g, the log decay, is             | models                               |
+| -------------------------------------- | --------------------------------------- | ------------------------------------ |
+| softplus(a, A_log, dt_bias)            | -exp(A_log) softplus(a + dt_bias)       | Qwen3-Next, gated delta, Kimi Linear |
+| sigmoid(a, A_log, dt_bias, lower=-5.0) | lower sigmoid(exp(A_log) (a + dt_bias)) | KDA with a bounded ("safe") gate     |
+| logsigmoid(a, dt_bias, divisor=16)     | log(sigmoid(a + dt_bias)) / divisor     | GLA                                  |
+| beta(b), beta(b, doubled=True)         | sigmoid(b), 2 sigmoid(b)                | the delta rule                       |
+
+attention.linear, gla, delta_rule and linear_step take such a gate as `decay`, the delta rule such a beta as `beta`. Their
+kernels compute it where they read it: no pass over memory comes before. `evaluate` returns it as an array. It is called for you
+where a tensor requires grad, and by jax.jit and jax.grad: the gradients of a, A_log, dt_bias and b are then those of the
+formula in torch or JAX, and the gate lies in memory once.
+
+a, b: as a decay or beta of the function, in float32, bfloat16 or float16. A_log: (H,), None for 0. dt_bias: (H,), or (H, Dk)
+for gates of channels, None for 0. All on one device."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NamedTuple
+
+L2NORM_EPSILON = 1e-6  # as in flash-linear-attention and transformers
+__all__ = ["RawBeta", "RawGate", "beta", "evaluate", "logsigmoid", "normalize", "sigmoid", "softplus"]
+
+
+class RawGate(NamedTuple):
+    """A gate before its formula: see the functions of this module. x: (B, S, H), or (B, S, H, Dk). formula: its name. number:
+    the formula's constant, if it has one."""
+
+    x: Any
+    A_log: Any
+    dt_bias: Any
+    formula: str
+    number: float = 0.0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the gate."""
+        return tuple(self.x.shape)
+
+    @property
+    def arrays(self) -> tuple[Any, Any, Any]:
+        """x, A_log and dt_bias."""
+        return self.x, self.A_log, self.dt_bias
+
+
+class RawBeta(NamedTuple):
+    """scale sigmoid(x), x: (B, S, H)."""
+
+    x: Any
+    scale: float = 1.0
+
+
+def softplus(a: Any, A_log: Any = None, dt_bias: Any = None) -> RawGate:
+    """g = -exp(A_log) softplus(a + dt_bias)."""
+    return RawGate(a, A_log, dt_bias, "softplus")
+
+
+def sigmoid(a: Any, A_log: Any = None, dt_bias: Any = None, *, lower: float = -5.0) -> RawGate:
+    """g = lower sigmoid(exp(A_log) (a + dt_bias)), from lower to 0. ValueError: lower is not negative."""
+    if not -1e30 < lower < 0:
+        raise ValueError(f"lower: must be negative and finite, because gates are never positive: {lower=}")
+    return RawGate(a, A_log, dt_bias, "sigmoid", float(lower))
+
+
+def logsigmoid(a: Any, dt_bias: Any = None, *, divisor: float = 16.0) -> RawGate:
+    """g = log(sigmoid(a + dt_bias)) / divisor. ValueError: divisor is not positive."""
+    if not 0 < divisor < 1e30:
+        raise ValueError(f"divisor: must be positive and finite, because gates are never positive: {divisor=}")
+    return RawGate(a, None, dt_bias, "logsigmoid", float(divisor))
+
+
+def beta(b: Any, *, doubled: bool = False) -> RawBeta:
+    """beta = sigmoid(b), or with doubled=True 2 sigmoid(b), with which a state may have negative eigenvalues."""
+    return RawBeta(b, 2.0 if doubled else 1.0)
+
+
+def evaluate(raw: RawGate | RawBeta, layout: str = "bshd") -> Any:
+    """The gate or beta itself, an array of x's framework: of torch and JAX in float32, where it may be differentiated; of
+    anything else as NumPy in float64. layout: "bshd", or "bhsd" where heads come second, as in the function that takes it, and
+    in linear_step."""
+    library, real = _library(*raw)
+    x = real(raw.x)
+    if isinstance(raw, RawBeta):
+        return raw.scale * _sigmoid(library, x)
+    head_axis = 2 if layout == "bshd" else 1
+
+    def spread(a):
+        """A_log or dt_bias with the axes of x."""
+        a = real(a)
+        between = x.ndim - head_axis - a.ndim
+        return a.reshape(a.shape[:1] + (1,) * between + a.shape[1:])
+
+    if raw.dt_bias is not None:
+        x = x + spread(raw.dt_bias)
+    rate = 1.0 if raw.A_log is None else library.exp(spread(raw.A_log))
+    return FORMULAS[raw.formula](library, x, rate, raw.number)
+
+
+def normalize(x: Any) -> Any:
+    """Queries or keys divided by their lengths, x / sqrt(sum(x^2) + 1e-6), in x's dtype: what qk_l2norm=True does, of x's
+    framework."""
+    library, real = _library(x)
+    y = real(x)
+    y = y / library.sqrt((y * y).sum(-1, keepdims=True) + L2NORM_EPSILON)
+    return y.to(x.dtype) if library.__name__ == "torch" else y.astype(x.dtype)
+
+
+FORMULAS = {
+    "softplus": lambda library, x, rate, number: -rate * _softplus(library, x),
+    "sigmoid": lambda library, x, rate, number: number * _sigmoid(library, rate * x),
+    "logsigmoid": lambda library, x, rate, number: -_softplus(library, -x) / number,
+}
+
+
+def _softplus(library: Any, x: Any) -> Any:
+    return library.logaddexp(x, library.zeros_like(x))
+
+
+def _sigmoid(library: Any, x: Any) -> Any:
+    return library.exp(-_softplus(library, -x))
+
+
+def _library(*arrays: Any) -> tuple[Any, Any]:
+    """(the module of these arrays' framework, a function to its floating-point numbers)"""
+    torch, jax = sys.modules.get("torch"), sys.modules.get("jax")
+    if torch is not None and any([isinstance(x, torch.Tensor) for x in arrays]):
+        return torch, lambda x: torch.as_tensor(x).float()
+    if jax is not None and any([isinstance(x, jax.Array) for x in arrays]):
+        return jax.numpy, lambda x: jax.numpy.asarray(x).astype("float32")
+    import numpy as np
+
+    from tiles.testing.compare import host
+
+    return np, lambda x: host(x).astype(np.float64)

@@ -1,0 +1,116 @@
+"""What surrounds linear attention in Based's gradients: before them a kernel that writes the features of queries and keys
+(ops.taylor), and after them one that makes gradients of queries and keys of those of features. For a row x and the gradients df
+of its features f, whose column 16 d + i is c x_i x_(i + d), with indices modulo 16 and c = 1 where d > 0, and at last x itself,
+
+    dx_i = df_(144 + i) + sum over d of c (df_(16 d + i) x_(i + d) + df_(16 d + i - d) x_(i - d))
+
+Rows are rotated by products with permutations, which are exact."""
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from numba import cuda
+from numpy import int32
+
+from ops import col_index, divmod, equal, less, load, mma_ABt, row_index, store, taylor, truncate, warp_index, where, zeros
+from ops.for_attention.taylor_features import BASE, HALF
+from tiles import bf16, dtype, fp16, fp32, inlined, rt
+from tiles.launching.arguments import ENDS, FLOAT, INT, array
+from tiles.layout import LANES
+from tiles.targets import Target
+
+WARPS = 4  # of a block
+TOKENS = WARPS * BASE  # of a block
+SQUARE = rt(BASE, BASE, fp32)
+
+
+@dataclass(frozen=True)
+class BasedFeatures:
+    """The configuration of the kernel that writes features."""
+
+    dtype: dtype
+    threads = LANES * WARPS
+
+    def __str__(self):
+        return f"Based's features, {self.dtype}"
+
+    @staticmethod
+    @functools.cache
+    def make(config: "BasedFeatures"):
+        """(kernel, shared memory) of a configuration."""
+        INPUT, X = config.dtype, rt(BASE, BASE, config.dtype)
+
+        @cuda.jit(launch_bounds=(config.threads, 1))
+        def write_features(
+            gX: array(4, INPUT), gFeatures: array(4, INPUT), tiles: INT, heads: INT, scale: FLOAT, squares: FLOAT
+        ):
+            """The features of scale x, for one of the `tiles` of a head's tokens. squares: what squares are multiplied by."""
+            batch_head, tile = divmod(cuda.blockIdx.x, tiles)
+            batch, head = divmod(batch_head, heads)
+            at = batch, int32(TOKENS * tile + BASE * warp_index()), head, 0
+            store(gFeatures, taylor(load(gX, X, at, 1, 3) * scale, squares), at, 1, 3, True)
+
+        return write_features, None
+
+
+@dataclass(frozen=True)
+class BasedFeatureGradients:
+    """The configuration of the kernel that goes back from features. varlen: are sequences packed (cu_seqlens)?"""
+
+    dtype: dtype
+    varlen: bool
+    threads = LANES * WARPS
+
+    def __str__(self):
+        return f"gradients of Based's features, {self.dtype}" + ", varlen" * self.varlen
+
+    @staticmethod
+    @functools.cache
+    def make(config: "BasedFeatureGradients"):
+        """(kernel, shared memory) of a configuration."""
+        INPUT, VARLEN, X = config.dtype, config.varlen, rt(BASE, BASE, config.dtype)
+
+        @inlined
+        def rotate(x, d):
+            """A tile whose column i is x's column i + d, modulo 16. d: from 0 to 16."""
+            offset = col_index(SQUARE) - row_index(SQUARE) - d
+            return mma_ABt(zeros(SQUARE), x, INPUT(equal(offset, 0.0) + equal(offset, -float(BASE))))
+
+        @cuda.jit(launch_bounds=(config.threads, 1))
+        def differentiate(
+            gX: array(4, INPUT), gDFeatures: array(4, INPUT), gDX: array(4, INPUT), gCuSeqlens: ENDS, length: INT, tiles: INT,
+            heads: INT, scale: FLOAT, squares: FLOAT,
+        ):  # fmt: skip
+            """dx for one of the `tiles` of a head's tokens, from the gradients of the features of scale x. Tokens after the
+            last sequence are not read, and have gradients of 0."""
+            batch_head, tile = divmod(cuda.blockIdx.x, tiles)
+            batch, head = divmod(batch_head, heads)
+            token = int32(TOKENS * tile + BASE * warp_index())
+            end = int32(gCuSeqlens[gCuSeqlens.shape[0] - 1]) if VARLEN else length
+            x = load(truncate(gX, 1, end), X, (batch, token, head, 0), 1, 3) * scale
+            gDFeatures = truncate(gDFeatures, 1, end)
+            total = load(gDFeatures, SQUARE, (batch, token, head, BASE * (HALF + 1)), 1, 3, True)
+            for d in range(HALF + 1):
+                df = load(gDFeatures, X, (batch, token, head, int32(BASE * d)), 1, 3, True)
+                if d == HALF:  # the rest of these columns has the 1 and nothing
+                    df = where(less(col_index(SQUARE), HALF), df, 0.0)
+                products = fp32(df) * rotate(x, d) + rotate(df, BASE - d) * rotate(x, BASE - d)
+                total = total + products * (squares if d == 0 else 1.0)
+            store(gDX, INPUT(total * scale), (batch, token, head, 0), 1, 3)
+
+        return differentiate, None
+
+
+def space(target: Target, everything: bool) -> Iterator[BasedFeatures | BasedFeatureGradients]:
+    """The configurations; those of fp16 with `everything` only."""
+    for of in (bf16, fp16) if everything else (bf16,):
+        yield BasedFeatures(of)
+        yield from itertools.starmap(BasedFeatureGradients, ((of, varlen) for varlen in (False, True)))
+
+
+@functools.cache
+def make(config: BasedFeatures | BasedFeatureGradients):
+    """(kernel, shared memory) of a configuration."""
+    return config.make(config)

@@ -1,0 +1,184 @@
+"""What surrounds linear attention in Mamba-2's gradients: before them a kernel that makes values and gates of x and dt, and
+after them one that makes gradients of x, dt, A, D, z and dt_bias of those of values and gates.
+
+With dt = softplus(step + dt_bias) within limits, or without softplus, and linear attention's v = dt x, decay g = dt A, and dy,
+
+    dy = dout silu(z)               dx = dt dv + D dy                    dz = dout y silu'(z)
+    ddt = dv . x + A dg             dstep = ddt softplus'(step + dt_bias), and 0 beyond a limit of dt
+    dA = sum of dt dg               ddt_bias = sum of dstep              dD = sum of dy x
+
+where y is the output before the gate silu(z). A block has 64 tokens of a head and writes its part of each sum, in float32;
+norm_gradients.SumNormPartials adds these in order, so that results have the same bits every time."""
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from numba import cuda
+from numpy import int32
+
+from ops import (
+    block,
+    col_sum,
+    divmod,
+    load,
+    row_sum,
+    sigmoid,
+    silu,
+    store,
+    tile_max,
+    tile_sum,
+    truncate,
+    zeros,
+)
+from tiles import bf16, dtype, fp16, fp32, inlined, rt, shared, sv
+from tiles.launching.arguments import ENDS, INT, array
+from tiles.layout import LANES
+from tiles.targets import Target
+
+from ..parts.recurrent.gates import Mamba2Gate
+
+WARPS, PART = 4, rt(16, 32, fp32)  # warps of a block; tokens of a warp, and the columns that it works on at a time
+TOKENS = WARPS * PART.rows  # of a block
+TOKEN_VEC = PART.col_vec
+SKIPS = "", "head", "column"  # what has a D of its own; "": dD is not computed
+
+
+@inlined
+def of_head(x, head):
+    """The number of a head, from an array (heads, PART.rows) whose columns are the same; 0 if there is no array."""
+    return tile_max(load(x, TOKEN_VEC, (head, 0)))
+
+
+@dataclass(frozen=True)
+class Mamba2GradientInputs:
+    """The configuration of the kernel before. silu: is there a z?"""
+
+    dtype: dtype
+    gate: Mamba2Gate
+    silu: bool
+    threads = LANES * WARPS
+
+    def __str__(self):
+        return f"Mamba-2 values, {self.dtype}, {self.gate}" + ", silu" * self.silu
+
+    @staticmethod
+    @functools.cache
+    def make(config: "Mamba2GradientInputs"):
+        """(kernel, shared memory) of a configuration."""
+        INPUT, SILU, gate = config.dtype, config.silu, config.gate
+
+        @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
+        def prepare(
+            gX: array(4, INPUT), gDt: array(3), gA: array(2), gDtBias: array(2), gZ: array(4, INPUT), gDOut: array(4, INPUT),
+            gValues: array(4, INPUT), gGates: array(3), gDY: array(4, INPUT), tiles: INT, panels: INT, heads: INT,
+        ):  # fmt: skip
+            """gValues = dt x, gGates = dt A and, with z, gDY, of one of the `tiles` of a head's tokens."""
+            batch_head, tile = divmod(cuda.blockIdx.x, tiles)
+            batch, head = divmod(batch_head, heads)
+            token = int32(TOKENS * tile + PART.rows * (cuda.threadIdx.x // LANES))
+            dt = gate.step_size(load(gDt, TOKEN_VEC, (batch, token, head), cols=1) + of_head(gDtBias, head))
+            store(gGates, dt * of_head(gA, head), (batch, token, head), cols=1)
+            for panel in range(panels):
+                at = batch, token, head, int32(PART.cols * panel)
+                store(gValues, INPUT(load(gX, PART, at, 1, 3) * dt), at, 1, 3, True)
+                if SILU:
+                    store(gDY, INPUT(load(gDOut, PART, at, 1, 3) * silu(load(gZ, PART, at, 1, 3))), at, 1, 3, True)
+
+        return prepare, None
+
+
+@dataclass(frozen=True)
+class Mamba2GradientOutputs:
+    """The configuration of the kernel after. silu: is dz computed? skip: one of SKIPS. varlen: are sequences packed
+    (cu_seqlens)?"""
+
+    dtype: dtype
+    gate: Mamba2Gate
+    silu: bool
+    skip: str
+    varlen: bool
+    threads = LANES * WARPS
+
+    def __str__(self):
+        labels = {"dz": self.silu, f"dD by {self.skip}": self.skip, "varlen": self.varlen}
+        return ", ".join([f"Mamba-2 gradients, {self.dtype}, {self.gate}", *(label for label, used in labels.items() if used)])
+
+    @staticmethod
+    @functools.cache
+    def make(config: "Mamba2GradientOutputs"):
+        """(kernel, shared memory) of a configuration."""
+        INPUT, SILU, VARLEN, gate = config.dtype, config.silu, config.varlen, config.gate
+        SKIP_OF_HEAD, SKIP_OF_COLUMN = config.skip == "head", config.skip == "column"
+        smem = shared(sums=sv(4 * WARPS, fp32), columns=sv(PART.cols * WARPS, fp32))
+
+        @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
+        def finish(
+            gX: array(4, INPUT), gDt: array(3), gA: array(2), gDtBias: array(2), gD: array(2), gZ: array(4, INPUT),
+            gDOut: array(4, INPUT), gY: array(4, INPUT), gDY: array(4, INPUT), gDValues: array(4, INPUT), gDGates: array(3),
+            gDX: array(4, INPUT), gDDt: array(3), gDZ: array(4, INPUT), gRateSums: array(2), gBiasSums: array(2),
+            gSkipSums: array(2), gColumnSums: array(3), gCuSeqlens: ENDS, length: INT, tiles: INT, panels: INT, heads: INT,
+        ):  # fmt: skip
+            """Gradients for one of the `tiles` of a head's tokens, and its parts of sums: those of dA, ddt_bias and of a dD of
+            heads (block, head); of a dD of columns (head, block, column). gDOut, gY and gZ are read for gDZ only. Tokens after
+            the last sequence are not read, and have gradients of 0."""
+            sums, columns = smem.open()
+            batch_head, tile = divmod(cuda.blockIdx.x, tiles)
+            batch, head = divmod(batch_head, heads)
+            warp = int32(cuda.threadIdx.x // LANES)
+            block_index, token = int32(batch * tiles + tile), int32(TOKENS * tile + PART.rows * warp)
+            end = int32(gCuSeqlens[gCuSeqlens.shape[0] - 1]) if VARLEN else length
+            rate, at_token = of_head(gA, head), (batch, token, head)
+            step = load(truncate(gDt, 1, end), TOKEN_VEC, at_token, cols=1) + of_head(gDtBias, head)
+            dt, dg = gate.step_size(step), load(truncate(gDGates, 1, end), TOKEN_VEC, at_token, cols=1)
+            ddt, skip_sum = dg * rate, zeros(TOKEN_VEC)
+            for panel in range(panels):
+                col = int32(PART.cols * panel)
+                at = batch, token, head, col
+                x = load(truncate(gX, 1, end), PART, at, 1, 3)
+                dv = load(truncate(gDValues, 1, end), PART, at, 1, 3, True)
+                dy = load(truncate(gDY, 1, end), PART, at, 1, 3)
+                ddt = row_sum(dv * x, ddt)
+                d = load(gD, PART.row_vec, (head, col), 0, 1)
+                store(gDX, INPUT(dv * dt + dy * d), at, 1, 3)
+                if SKIP_OF_HEAD:
+                    skip_sum = row_sum(dy * x, skip_sum)
+                if SKIP_OF_COLUMN:
+                    column_sums = block.reduce_sum(col_sum(dy * x), columns)
+                    if warp == 0:
+                        store(gColumnSums, column_sums, (head, block_index, col))
+                if SILU:
+                    z, dout = load(truncate(gZ, 1, end), PART, at, 1, 3), load(truncate(gDOut, 1, end), PART, at, 1, 3)
+                    y, s = load(truncate(gY, 1, end), PART, at, 1, 3, True), sigmoid(z)
+                    store(gDZ, INPUT(dout * y * s * (z * (1.0 - s) + 1.0)), at, 1, 3)
+            ddt = gate.differentiate_step(step, ddt)
+            store(gDDt, ddt, at_token, cols=1)
+            rate_sum = block.reduce_sum(tile_sum(dt * dg), sums)
+            bias_sum = block.reduce_sum(tile_sum(ddt), sums)
+            if warp == 0:
+                gRateSums[block_index, head] = rate_sum
+                gBiasSums[block_index, head] = bias_sum
+            if SKIP_OF_HEAD:
+                skip_total = block.reduce_sum(tile_sum(skip_sum), sums)
+                if warp == 0:
+                    gSkipSums[block_index, head] = skip_total
+
+        return finish, smem
+
+
+def space(target: Target, everything: bool) -> Iterator[Mamba2GradientInputs | Mamba2GradientOutputs]:
+    """The configurations with all options; others, and fp16, with `everything` only."""
+    gates = (Mamba2Gate(), Mamba2Gate(softplus=True), Mamba2Gate(softplus=True, low=0.001, high=0.1))
+    for of, gate, silu_ in itertools.product((bf16, fp16), gates, (False, True)):
+        if everything or (of is bf16 and gate.has_limits and silu_):
+            yield Mamba2GradientInputs(of, gate, silu_)
+            for skip, varlen in itertools.product(SKIPS, (False, True)):
+                if everything or (skip and varlen):
+                    yield Mamba2GradientOutputs(of, gate, silu_, skip, varlen)
+
+
+@functools.cache
+def make(config: Mamba2GradientInputs | Mamba2GradientOutputs):
+    """(kernel, shared memory) of a configuration."""
+    return config.make(config)

@@ -1,0 +1,157 @@
+"""The gradients of the short convolution, with z and act as in short_conv.py:
+
+    dz_t = act'(z_t) dy_t        dx_t = sum_i weight[:, W - 1 - i] dz_(t+i)
+    dweight[:, W - 1 - i] = sum_t dz_t x_(t-i)        dbias = sum_t dz_t
+
+z is computed again. A warp goes through its tokens from the last tile to the first, so that dz of later tokens is at hand; of
+the tokens behind its own it computes W - 1. The sums of its own tokens are stored, and sum_blocks adds those of all blocks in
+their order: there are no atomic additions."""
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from numba import cuda
+from numpy import int32
+
+from ops import block, col_sum, divmod, fma, load, shift_rows, store, store_unordered, truncate, warp_index, zeros
+from tiles import fp32, inlined, rt, shared, sv
+from tiles.launching.arguments import ENDS, INT, array
+from tiles.layout import LANES
+from tiles.targets import Target
+
+from ..parts.short_conv import COLUMNS, ROWS, WARPS, WIDTHS, ConvConfig, ShortWindow, TokenBlocks, conv_space
+
+SUMS = rt(16, 64, fp32)  # blocks and channels whose sums a warp adds at once
+SUM_WARPS = 8
+TILE = rt(ROWS, COLUMNS, fp32)
+
+
+class Config(ConvConfig):
+    """The configuration of the kernel of gradients."""
+
+    def make(self):
+        """(kernel, shared memory: None)."""
+        return make_gradients(self)
+
+
+@dataclass(frozen=True)
+class SumConfig:
+    """The kernel that adds the blocks' sums. width: of the convolution."""
+
+    width: int
+    threads = LANES * SUM_WARPS
+
+    def __str__(self):
+        return f"sums of blocks, width {self.width}"
+
+    def make(self):
+        """(kernel, shared memory)."""
+        return make_sums(self)
+
+
+def space(target: Target, everything: bool) -> Iterator[ConvConfig | SumConfig]:
+    """Those of both kernels."""
+    yield from conv_space(Config, everything)
+    yield from map(SumConfig, WIDTHS if everything else WIDTHS[-1:])
+
+
+@functools.cache
+def make(config: Config | SumConfig):
+    """(kernel, shared memory) of a configuration."""
+    return config.make()
+
+
+def make_gradients(config: Config):
+    """(kernel, shared memory: None) of dx, the gradient of the window before it, and the sums of each block."""
+    INPUT, WIDTH, ALIGNED = config.dtype, config.width, config.aligned
+    window, token_blocks = ShortWindow(WIDTH, config.silu, INPUT, ALIGNED), TokenBlocks(config.varlen)
+
+    @inlined
+    def state_gradient(gDState, tokens, token, col):
+        """The part of dx, of the 16 tokens from `token` on, that comes from the sequence's final window."""
+        return window.load_window(gDState, TILE, tokens, int32(WIDTH - 1 + token - tokens.last), col)
+
+    @inlined
+    def store_sum(gSums, total, index, tap, col):
+        store_unordered(gSums, col_sum(total), (index, tap, col), aligned=False)
+
+    @cuda.jit(launch_bounds=(config.threads, 2), fastmath=True)
+    def short_conv_backward(
+        gDOut: array(3, INPUT), gX: array(3, INPUT), gWeight: array(2), gBias: array(1), gInitialState: array(3, INPUT),
+        gDState: array(3), gDX: array(3, INPUT), gDInitialState: array(3), gSums: array(3), gCuSeqlens: ENDS,
+        length: INT, tokens: INT, blocks: INT, panels: INT,
+    ):  # fmt: skip
+        """A thread block has `tokens` tokens and one of the `panels` of 128 channels. gSums (block of tokens, W + 1, channel):
+        of the gradients of the weights and the bias."""
+        index, panel = divmod(cuda.blockIdx.x, panels)
+        col = int32(COLUMNS * (WARPS * panel + warp_index()))
+        own = token_blocks.find(index, tokens, blocks, length, gCuSeqlens)
+        taps = window.load_taps(gWeight, gBias, col)
+        tiles = int32(max(0, own.end - own.start + ROWS - 1) // ROWS)
+        behind = int32(own.start + ROWS * tiles)
+        until = int32(min(own.last, behind + WIDTH - 1))
+        upper = window.load_before(gX, gInitialState, own, behind, col)
+        x = window.load(truncate(gX, 1, until), own.batch, behind, col)
+        dy = window.load(truncate(gDOut, 1, until), own.batch, behind, col)
+        lower = window.activation_gradient(upper, x, dy, taps)
+        now, one_before, two_before, three_before, of_bias = zeros(TILE), zeros(TILE), zeros(TILE), zeros(TILE), zeros(TILE)
+        gradients, results = truncate(gDOut, 1, own.end), truncate(gDX, 1, own.end)
+        for i in range(tiles):
+            t = int32(behind - ROWS * (i + 1))
+            x = upper
+            if t > own.start:
+                upper = window.load(gX, own.batch, int32(t - ROWS), col)
+            else:
+                upper = window.load_before(gX, gInitialState, own, t, col)
+            dy = window.load(gradients, own.batch, t, col)
+            dz = window.activation_gradient(upper, x, dy, taps)
+            now, of_bias = fma(dz, fp32(x), now), of_bias + dz
+            one_before = fma(dz, fp32(shift_rows(upper, x, ROWS - 1)), one_before)
+            if WIDTH > 2:
+                two_before = fma(dz, fp32(shift_rows(upper, x, ROWS - 2)), two_before)
+            if WIDTH > 3:
+                three_before = fma(dz, fp32(shift_rows(upper, x, ROWS - 3)), three_before)
+            dx = window.convolve_gradient(dz, lower, taps)
+            if gDState.shape[0] > 0 and t + ROWS > own.last - WIDTH + 1:
+                dx = dx + state_gradient(gDState, own, t, col)
+            store_unordered(results, INPUT(dx), (own.batch, t, col), 1, 2, ALIGNED)
+            lower = dz
+        store_sum(gSums, now, index, WIDTH - 1, col)
+        store_sum(gSums, one_before, index, WIDTH - 2, col)
+        if WIDTH > 2:
+            store_sum(gSums, two_before, index, WIDTH - 3, col)
+        if WIDTH > 3:
+            store_sum(gSums, three_before, index, WIDTH - 4, col)
+        store_sum(gSums, of_bias, index, WIDTH, col)
+        if gDInitialState.shape[0] > 0 and own.start == own.first:
+            dx = window.convolve_gradient(zeros(TILE), lower, taps)
+            dx = dx + state_gradient(gDState, own, int32(own.first - ROWS), col)
+            window.store_window(gDInitialState, dx, own, col)
+        token_blocks.clear_padding(gDX, INPUT(zeros(TILE)), own, col, length, gCuSeqlens, ALIGNED)
+
+    return short_conv_backward, None
+
+
+def make_sums(config: SumConfig):
+    """(kernel, shared memory) of the sums over all blocks of tokens."""
+    WIDTH = config.width
+    smem = shared(parts=sv(SUMS.cols * SUM_WARPS, fp32))
+
+    @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
+    def sum_blocks(gSums: array(3), gDWeight: array(2), gDBias: array(1), count: INT):
+        """gDWeight (channel, W) and gDBias (channel). A thread block has 64 channels of a row of the sums; a warp adds those of
+        every 8th 16 blocks of tokens."""
+        (parts,) = smem.open()
+        panel, tap = divmod(cuda.blockIdx.x, WIDTH + 1)
+        col, warp, total = int32(SUMS.cols * panel), warp_index(), zeros(SUMS)
+        for first in range(SUMS.rows * warp, count, SUMS.rows * SUM_WARPS):
+            total = total + load(gSums, SUMS, (int32(first), tap, col), 0, 2)
+        total = block.reduce_sum(col_sum(total), parts)
+        if warp == 0:
+            if tap < WIDTH:
+                store(gDWeight, total, (col, tap), cols=0)
+            elif gDBias.shape[0] > 0:
+                store(gDBias, total, (col,), cols=0)
+
+    return sum_blocks, smem

@@ -1,0 +1,135 @@
+"""What recurrent layers are made of: the short convolution, the gated norm, and their gates' parameters."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import attention
+
+from ..options import check_positive
+from ..parts.short_conv import WIDTHS
+from ..public.short_convolution import check_activation
+
+GATES = {"silu": F.silu, "sigmoid": torch.sigmoid}
+DT_RANGE, DT_FLOOR = (0.001, 0.1), 1e-4  # in which softplus(dt_bias) begins, as in Mamba
+
+
+class ShortConv(nn.Module):
+    """attention.short_conv of x (B, S, hidden_size), with weights of its own: a causal convolution of kernel_size tokens, 2 to
+    4, each channel by itself.
+
+    weight: (hidden_size, kernel_size), and with bias=True bias (hidden_size): they begin as those of torch.nn.Conv1d do, whose
+    weight is (hidden_size, 1, kernel_size). activation: "silu" or None. ValueError: there is no such convolution."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        kernel_size: int = 4,
+        bias: bool = False,
+        activation: str | None = "silu",
+        dtype: torch.dtype | None = None,
+        device: Any = None,
+    ):
+        super().__init__()
+        if kernel_size not in WIDTHS:
+            raise ValueError(f"kernel_size: must be from {WIDTHS[0]} to {WIDTHS[-1]}: {kernel_size=}")
+        self.activation = check_activation(activation)
+        factory: dict[str, Any] = {"dtype": dtype, "device": device}
+        self.weight = nn.Parameter(torch.empty(hidden_size, kernel_size, **factory))
+        self.bias = nn.Parameter(torch.empty(hidden_size, **factory)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialise the parameters as torch.nn.Conv1d does."""
+        bound = self.weight.shape[1] ** -0.5
+        for parameter in self.parameters():
+            nn.init.uniform_(parameter, -bound, bound)
+
+    def forward(
+        self, x: torch.Tensor, *, cu_seqlens: torch.Tensor | None = None, cache: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The convolution of x. cache: the tokens before the first, (B, hidden_size, kernel_size - 1), updated in place."""
+        options: dict[str, Any] = {"activation": self.activation, "cu_seqlens": cu_seqlens}
+        if cache is None:
+            return attention.short_conv(x, self.weight, self.bias, **options)
+        out, state = attention.short_conv(x, self.weight, self.bias, **options, initial_state=cache, return_state=True)
+        cache.copy_(state)
+        return out
+
+    def extra_repr(self) -> str:
+        """The arguments that repr(module) shows."""
+        channels, width = self.weight.shape
+        return f"{channels}, kernel_size={width}, bias={self.bias is not None}, activation={self.activation!r}"
+
+
+class GatedRMSNorm(nn.Module):
+    """norm(x) act(gate), or with norm_before_gate=False norm(x act(gate)), of rows of `dim` columns, where norm(x) is
+    weight x / sqrt(mean(x^2) + eps).
+
+    activation: "silu" (Mamba, Qwen) or "sigmoid" (Kimi). groups: equal parts of the columns, each with a mean of its own."""
+
+    def __init__(
+        self,
+        dim: int,
+        eps: float = 1e-5,
+        activation: str = "silu",
+        norm_before_gate: bool = True,
+        groups: int = 1,
+        dtype: torch.dtype | None = None,
+        device: Any = None,
+    ):
+        super().__init__()
+        if activation not in GATES:
+            raise ValueError(f"activation: must be one of {tuple(GATES)}: {activation=}")
+        if groups < 1 or dim % groups:
+            raise ValueError(f"groups: must divide dim: {groups=}, {dim=}")
+        check_positive("eps", eps)
+        self.eps, self.activation, self.norm_before_gate, self.groups = eps, activation, norm_before_gate, groups
+        self.weight = nn.Parameter(torch.ones(dim, dtype=dtype, device=device))
+
+    def reset_parameters(self) -> None:
+        """Initialise the weights: 1."""
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
+        """The gated norm of the rows of x, in x's dtype; without a gate the norm alone. gate: shaped as x is."""
+        dtype = x.dtype
+        if gate is not None:
+            gate = GATES[self.activation](gate)
+        if gate is not None and not self.norm_before_gate:
+            x, gate = x * gate, None
+        rows = x.unflatten(-1, (self.groups, -1)) if self.groups > 1 else x
+        normalised = F.rms_norm(rows, rows.shape[-1:], eps=self.eps).reshape(x.shape) * self.weight.to(dtype)
+        return (normalised if gate is None else normalised * gate).to(dtype)
+
+    def extra_repr(self) -> str:
+        """The arguments that repr(module) shows."""
+        return f"{len(self.weight)}, eps={self.eps}, activation={self.activation!r}, norm_before_gate={self.norm_before_gate}"
+
+
+def gate_parameter(count: int, device: Any) -> nn.Parameter:
+    """A parameter of gates, float32, without values."""
+    return nn.Parameter(torch.empty(count, dtype=torch.float32, device=device))
+
+
+@torch.no_grad()
+def reset_rates(A_log: torch.Tensor, low: float, high: float) -> None:
+    """Initialise A_log: logarithms of numbers drawn evenly between low and high. Optimisers that ask for Mamba's mark apply no
+    weight decay to it."""
+    vars(A_log)["_no_weight_decay"] = True
+    A_log.uniform_(low, high).clamp_(min=torch.finfo(A_log.dtype).tiny).log_()
+
+
+@torch.no_grad()
+def reset_time_steps(dt_bias: torch.Tensor) -> None:
+    """Initialise dt_bias, so that log(softplus(dt_bias)) is drawn evenly between the logarithms of DT_RANGE. It has the mark
+    of A_log, too."""
+    vars(dt_bias)["_no_weight_decay"] = True
+    low, high = map(math.log, DT_RANGE)
+    dt = dt_bias.uniform_(low, high).exp_().clamp_(min=DT_FLOOR)
+    dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))

@@ -1,0 +1,119 @@
+"""What all recurrent layers have in common: a convolution and a recurrence, and the cache of both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import attention
+
+from .layers import ShortConv
+
+HEAD_DIM_STEP, MAX_HEAD_DIM = 16, 256
+
+
+class RecurrentCache(NamedTuple):
+    """What a recurrent layer knows of the tokens so far, for N sequences. window: the last kernel_size - 1 inputs of the
+    convolution, (N, channels, kernel_size - 1); None without one. state: (N, heads, key columns, value columns), float32. A
+    call updates both in place, so a CUDA graph that holds the call serves all tokens."""
+
+    window: torch.Tensor | None
+    state: torch.Tensor
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self.state.zero_()
+        if self.window is not None:
+            self.window.zero_()
+
+
+class RecurrentLayer(nn.Module):
+    """A layer of x (B, S, hidden_size): `mix`, which a subclass has, and out_proj. conv1d: the convolution of `channels`
+    channels, or None. state_shape: (heads, key columns, value columns) of a sequence's state."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        state_shape: tuple[int, int, int],
+        channels: int,
+        conv: dict[str, Any] | None,
+        factory: dict[str, Any],
+        bias: bool = False,
+    ):
+        super().__init__()
+        heads, key_dim, value_dim = self.state_shape = state_shape
+        for name, columns in (("keys", key_dim), ("values", value_dim)):
+            if columns % HEAD_DIM_STEP or not HEAD_DIM_STEP <= columns <= MAX_HEAD_DIM:
+                limits = f"a multiple of {HEAD_DIM_STEP}, from {HEAD_DIM_STEP} to {MAX_HEAD_DIM}"
+                raise ValueError(f"head dims: heads of {name} must have {limits} columns, not {columns}")
+        self.hidden_size, self.channels = hidden_size, channels
+        self.conv1d = ShortConv(channels, **conv, **factory) if conv else None
+        self.out_proj = nn.Linear(heads * value_dim, hidden_size, bias=bias, **factory)
+
+    def forward(
+        self, x: torch.Tensor, *, cu_seqlens: torch.Tensor | None = None, cache: RecurrentCache | None = None
+    ) -> torch.Tensor:
+        """The layer's output for x (B, S, hidden_size), of the same shape. cu_seqlens: (N + 1), of N sequences that are packed
+        in a batch of 1. cache: of the tokens before x, from new_cache, which is updated: for generation, without gradients.
+        ValueError: shapes do not fit. RuntimeError: there is a cache, and gradients are recorded."""
+        if x.ndim != 3 or x.shape[-1] != self.hidden_size:
+            raise ValueError(f"x: must be (B, S, {self.hidden_size}): x.shape={tuple(x.shape)}")
+        if cache is not None:
+            self.check_cache(x, cu_seqlens, cache)
+        return self.out_proj(self.mix(x, cu_seqlens, cache))
+
+    def mix(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None, cache: RecurrentCache | None) -> torch.Tensor:
+        """What out_proj is applied to, (B, S, heads times value columns)."""
+        raise NotImplementedError
+
+    def new_cache(self, batch_size: int) -> RecurrentCache:
+        """The cache of so many sequences without tokens."""
+        like = self.out_proj.weight
+        window = None
+        if self.conv1d is not None:
+            shape = batch_size, self.channels, self.conv1d.weight.shape[1] - 1
+            window = torch.zeros(shape, dtype=like.dtype, device=like.device)
+        return RecurrentCache(window, torch.zeros(batch_size, *self.state_shape, device=like.device))
+
+    def check_cache(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None, cache: RecurrentCache) -> None:
+        """ValueError: the cache is one of another number of sequences or of another layer. RuntimeError: gradients are
+        recorded."""
+        sequences = len(x) if cu_seqlens is None else len(cu_seqlens) - 1
+        if cache.state.shape != (sequences, *self.state_shape):
+            raise ValueError(
+                f"cache: state must be {(sequences, *self.state_shape)}, as new_cache({sequences}) makes it: "
+                f"cache.state.shape={tuple(cache.state.shape)}, x.shape={tuple(x.shape)}"
+            )
+        if torch.is_grad_enabled() and any(y.requires_grad for y in (x, *self.parameters())):
+            raise RuntimeError("cache: is updated in place, and has no gradient: call the layer under torch.no_grad()")
+
+    def convolve(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None, cache: RecurrentCache | None) -> torch.Tensor:
+        """The convolution of x and its SiLU, or SiLU alone."""
+        if self.conv1d is None:
+            return F.silu(x)
+        return self.conv1d(x, cu_seqlens=cu_seqlens, cache=cache and cache.window)
+
+    def recur(
+        self,
+        member: Callable,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cu_seqlens: torch.Tensor | None,
+        cache: RecurrentCache | None,
+        **options: Any,
+    ) -> torch.Tensor:
+        """o (B, S, H, Dv) of a member of linear attention, from the cache's state on. options: raw gates of all tokens, decay
+        and beta, and others. One token is a step, attention.linear_step."""
+        if cache is None:
+            return member(q, k, v, **options, cu_seqlens=cu_seqlens)
+        if cu_seqlens is None and q.shape[1] == 1:
+            token = {name: x._replace(x=x.x[:, 0]) if hasattr(x, "_replace") else x for name, x in options.items()}
+            return attention.linear_step(cache.state, q[:, 0], k[:, 0], v[:, 0], **token)[:, None]
+        out, state = member(q, k, v, **options, cu_seqlens=cu_seqlens, initial_state=cache.state, return_state=True)
+        cache.state.copy_(state)
+        return out

@@ -1,0 +1,172 @@
+"""Inputs of the recurrent family as layers project them: gates before their formula, beta before its sigmoid, queries and keys
+before they are divided by their lengths (attention.gates)."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tiles.calls import jax_call, torch_op
+from tiles.calls.plan import Step
+from tiles.calls.schema import Problem
+from tiles.launching.arrays import ALIGNMENT, Operand
+from tiles.launching.launch import kernel_for
+from tiles.launching.tensor_maps import STRIDE_END
+
+from .. import gates
+from ..gates import RawBeta, RawGate
+from ..kernels import copy_rows
+from ..parts.recurrent.gate_formulas import (
+    BetaFormula,
+    GateFormula,
+    LogSigmoidFormula,
+    SigmoidFormula,
+    SoftplusFormula,
+)
+from ..parts.recurrent.tokens import CHUNK
+from . import recurrent_checks
+from .call_options import requires_grad
+from .recurrent_checks import DTYPES
+from .recurrent_chunks import Arrays, ScratchAllocator, intern_value
+
+GATE_FORMULAS: dict[str, Callable[[float], GateFormula]] = {
+    "softplus": lambda number: intern_value(SoftplusFormula),
+    "sigmoid": lambda number: intern_value(SigmoidFormula, number),
+    "logsigmoid": lambda number: intern_value(LogSigmoidFormula, number),
+}
+RAW_GATES = """
+    gate     (batch, seqlen, heads)|(batch, seqlen, heads, key_dim)  real  optional
+    A_log    (heads)                                                 real  optional
+    dt_bias  (heads)|(heads, key_dim)                                real  optional
+"""  # rows of a schema: what a gate is computed from
+
+
+NO_RAW_GRADIENT = "raw gates, raw beta, qk_l2norm: evaluate them first, with attention.gates.evaluate and normalize"
+
+
+class RawOptions(NamedTuple):
+    """What a call's inputs still lack. formula: the name of the gates' formula, "" if they are gates; number: its number.
+    beta_scale: beta is that times the sigmoid of what is passed; 0: it is passed itself. l2norm: are queries and keys divided
+    by their lengths?"""
+
+    formula: str = ""
+    number: float = 0.0
+    beta_scale: float = 0.0
+    l2norm: bool = False
+
+    @property
+    def gate(self) -> GateFormula | None:
+        """The formula of the gates for kernels, None if they are in memory."""
+        return GATE_FORMULAS[self.formula](self.number) if self.formula else None
+
+    @property
+    def beta(self) -> BetaFormula:
+        """The formula of beta for kernels."""
+        return intern_value(BetaFormula, self.beta_scale)
+
+
+NOT_RAW = RawOptions()
+
+
+class RawInputs(NamedTuple):
+    """The inputs of a call that may be raw. decay: None if it is. gate: (x, A_log, dt_bias) of a raw one. options: what they
+    lack."""
+
+    q: Any
+    k: Any
+    decay: Any
+    beta: Any
+    gate: tuple[Any, Any, Any]
+    options: RawOptions
+
+
+def is_raw(decay: Any, beta: Any = None, l2norm: Any = False) -> bool:
+    """Is one of these raw, or are queries and keys to be normalised?"""
+    return type(decay) is RawGate or type(beta) is RawBeta or l2norm is not False
+
+
+def split_raw(q: Any, k: Any, decay: Any, beta: Any, l2norm: bool, layout: str, others: Iterable[Any]) -> RawInputs:
+    """The RawInputs of a call. Where a tensor requires grad, or JAX traces the call, formulas are evaluated by the framework,
+    and nothing is left to kernels. others: further arrays of the call."""
+    raw_gate, raw_beta = type(decay) is RawGate, type(beta) is RawBeta
+    arrays = q, k, *others, *(decay.arrays if raw_gate else (decay,)), beta.x if raw_beta else beta
+    if requires_grad(*arrays) or torch_op.mapped_with_grad(arrays) or any(map(jax_call.tracing, arrays)):
+        q, k = (gates.normalize(x) for x in (q, k)) if l2norm else (q, k)
+        decay = _in_float32(gates.evaluate(decay, layout)) if raw_gate else decay
+        beta = _in_float32(gates.evaluate(beta, layout)) if raw_beta else beta
+        return RawInputs(q, k, decay, beta, (None, None, None), NOT_RAW)
+    formula, number = (decay.formula, decay.number) if raw_gate else ("", 0.0)
+    options = RawOptions(formula, number, beta.scale if raw_beta else 0.0, l2norm)
+    gate = decay.arrays if raw_gate else (None, None, None)
+    return RawInputs(q, k, None if raw_gate else decay, beta.x if raw_beta else beta, gate, options)
+
+
+def _in_float32(x: Any) -> Any:
+    """An array that `evaluate` returned: NumPy's, which are float64, in float32."""
+    return x.astype(np.float32) if isinstance(x, np.ndarray) else x
+
+
+def gate_operand(problem: Problem) -> Operand | None:
+    """The array of gates, or that of what they are computed from."""
+    return problem["decay"] if "decay" in problem else problem["gate"]
+
+
+def formula_arrays(problem: Problem) -> Arrays:
+    """A_log and dt_bias by the names of kernels' parameters, with an axis of channels. ValueError: dt_bias has one, and the
+    gate has none."""
+    if "gate" not in problem:
+        return {}
+    A_log, dt_bias = problem["A_log"], problem["dt_bias"]
+    if dt_bias and len(dt_bias.form.shape) > 1 and "key_dim" not in problem.axes("gate"):
+        raise problem.error("dt_bias", "must have no axis of channels if the gate has none", "dt_bias", "gate")
+    extent = max(CHUNK, *problem("key_dim", "value_dim"))
+    spread = dt_bias if dt_bias is None or len(dt_bias.form.shape) > 1 else dt_bias.spread(1, extent)
+    return {"gA": A_log and A_log.spread(1, extent), "gDtBias": spread}
+
+
+def by_tma(problem: Problem, name: str) -> bool:
+    """Can TMA address this array, or is there none?"""
+    bits = problem.bits.get(name, 0)  # of strides, one that is negative or too large makes these so
+    return 0 <= bits < STRIDE_END and bits % ALIGNMENT == 0
+
+
+def prepare_rows(
+    problem: Problem, scratch: ScratchAllocator, l2norm: bool, needs_tma: bool = True, channel_gates: bool = False
+) -> tuple[list[Step], Arrays]:
+    """(the launches that copy rows which kernels do not take as they are, the copies by the names of chunk kernels'
+    parameters): queries and keys that are to be divided by their lengths, and with `needs_tma` what TMA cannot address, gates
+    too if they are `channel_gates`."""
+    steps: list[Step] = []
+    copies: Arrays = {}
+    misaligned = {name: needs_tma and not by_tma(problem, name) for name in ("q", "k", "v", *recurrent_checks.GATES)}
+
+    def copy(arrays: dict[str, Operand], normalize: bool) -> None:
+        """Copy arrays of the same shape, by the names of kernels' parameters."""
+        first, *second = arrays.values()
+        batch, length, heads, columns = first.form.shape
+        made = [scratch(batch, length, heads, columns, dtype=first.form.dtype) for _ in arrays]
+        tiles, all_heads = -(-length // copy_rows.ROWS), heads * len(arrays)
+        config = intern_value(copy_rows.Config, columns, DTYPES[first.form.dtype], normalize)
+        cuts = -(-all_heads // copy_rows.WARPS)
+        step = kernel_for(copy_rows, config, problem.device).bind(
+            batch * tiles * cuts,
+            gX=first,
+            gY=second[0] if second else None,
+            gCopiedX=made[0],
+            gCopiedY=made[-1] if second else None,
+            tiles=tiles,
+            cuts=cuts,
+            heads=heads,
+            all_heads=all_heads,
+        )
+        steps.append(step)
+        copies.update(zip(arrays, made))
+
+    if l2norm or misaligned["q"] or misaligned["k"]:
+        copy({"gQ": problem["q"], "gK": problem["k"]}, l2norm)
+    if misaligned["v"]:
+        copy({"gV": problem["v"]}, False)
+    gates = gate_operand(problem)
+    if channel_gates and gates and (misaligned["decay"] or misaligned["gate"]):
+        copy({"gGates": gates}, False)
+    return steps, copies

@@ -1,0 +1,122 @@
+"""The plans of attention.short_conv and its gradients."""
+
+from typing import Any
+
+from tiles.calls.plan import Plan
+from tiles.calls.schema import Problem
+from tiles.launching.arrays import ALIGNMENT, Operand
+from tiles.launching.devices import machine
+from tiles.launching.launch import kernel_for
+from tiles.launching.lengths import follows
+
+from ..kernels import short_conv, short_conv_backward
+from ..parts.short_conv import COLUMNS, ROWS, WARPS, WIDTHS
+from .recurrent_checks import DTYPES, is_varlen
+
+MAX_TOKENS, BLOCKS_PER_PROCESSOR = 256, 8  # tokens of a block at most, so that each SM has so many blocks
+
+
+@follows
+def tokens_of_block(tokens: int, panels: int, processors: int) -> int:
+    """How many tokens a thread block has, a multiple of 16: as many as leave enough blocks for all SMs."""
+    blocks = max(1, BLOCKS_PER_PROCESSOR * processors // max(panels, 1))
+    return max(ROWS, min(MAX_TOKENS, tokens // blocks // ROWS * ROWS))
+
+
+class TokenGrid:
+    """How the tokens of a problem are divided. tokens: of a block; blocks: of a sequence that is not packed; count: of all
+    sequences; panels: of channels, for each of which there are so many blocks."""
+
+    def __init__(self, problem: Problem):
+        batch, length, channels, sequences = problem("batch", "seqlen", "channels", "sequences")
+        self.panels = -(-channels // (COLUMNS * WARPS))
+        self.tokens = tokens_of_block(batch * length, self.panels, machine(problem.device).processors)
+        self.blocks = -(-length // self.tokens) if length else 1
+        self.count = length // self.tokens + sequences if is_varlen(problem) else self.blocks * batch
+        self.arguments = {"length": length, "tokens": self.tokens, "blocks": self.blocks, "panels": self.panels}
+
+
+def check_window(problem: Problem, *windows: str) -> None:
+    """ValueError: no kernel has the width of the weights, or one of these arrays has a window of another width."""
+    width, length = problem("width", "seqlen")
+    if width not in WIDTHS:
+        raise problem.error("weight", f"width must be from {WIDTHS[0]} to {WIDTHS[-1]}: {width}", "weight")
+    for name in windows:
+        if name in problem and problem.forms[name].shape[-1] != width - 1:
+            raise problem.error(name, f"window must be the weight's width - 1, {width - 1}", name, "weight")
+    if length >= 2**31:
+        raise problem.error("x", "sequence must be shorter than 2**31", "x")
+
+
+def is_aligned(problem: Problem, *names: str) -> bool:
+    """Can 16 bytes of each row of these arrays be moved at once? Arrays without elements have no strides."""
+    has_rows = problem.extents["seqlen"] > 0 and problem.extents["channels"] % (ALIGNMENT // 2) == 0
+    return bool(has_rows) and problem.bytes_at_once(*names) == ALIGNMENT
+
+
+def plan_short_conv(problem: Problem, silu: bool, return_state: bool) -> Plan:
+    """The Plan of a call of short_conv."""
+    check_window(problem, "initial_state")
+    batch, length, channels, sequences = problem("batch", "seqlen", "channels", "sequences")
+    if not channels or not (batch * length or (return_state and sequences)):
+        return Plan([])
+    grid = TokenGrid(problem)
+    varlen, aligned = is_varlen(problem), is_aligned(problem, "x", "out")
+    config = short_conv.Config(problem.extents["width"], silu, DTYPES[problem.dtype], aligned, varlen)
+    launch = kernel_for(short_conv, config, problem.device).bind(
+        grid.count * grid.panels,
+        gX=problem["x"],
+        gWeight=problem["weight"],
+        gBias=problem["bias"],
+        gInitialState=problem["initial_state"],
+        gOut=problem["out"],
+        gFinalState=problem["state"] if return_state else None,
+        gCuSeqlens=problem["cu_seqlens"],
+        **grid.arguments,
+    )
+    return Plan([launch])
+
+
+def plan_short_conv_gradients(problem: Problem, silu: bool, wanted: dict[str, bool]) -> Plan:
+    """The Plan of a call of short_conv_backward. wanted: are dbias and dinitial_state results?"""
+    check_window(problem, "initial_state", "dstate")
+    if not problem.extents["channels"]:
+        return Plan([])
+    grid, width, device = TokenGrid(problem), problem.extents["width"], problem.device
+    shape = (grid.count, width + 1, problem.extents["channels"]), "float32"
+    sums, results = problem.scratch(0, *shape), {name: problem[name] if wants else None for name, wants in wanted.items()}
+    steps: list[Any] = []
+    if problem.extents["sequences"]:
+        varlen, aligned = is_varlen(problem), is_aligned(problem, "dout", "x", "dx")
+        config = short_conv_backward.Config(width, silu, DTYPES[problem.dtype], aligned, varlen)
+        steps.append(_bind_gradients(problem, config, grid, sums, results["dinitial_state"]))
+    steps.append(
+        kernel_for(short_conv_backward, short_conv_backward.SumConfig(width), device).bind(
+            -(-problem.extents["channels"] // short_conv_backward.SUMS.cols) * (width + 1),
+            gSums=sums,
+            gDWeight=problem["dweight"],
+            gDBias=results["dbias"],
+            count=grid.count,
+        )
+    )
+    return Plan(steps, [shape])
+
+
+def _bind_gradients(
+    problem: Problem, config: short_conv_backward.Config, grid: TokenGrid, sums: Operand, dinitial_state: Operand | None
+) -> Any:
+    """The launch that computes dx, dinitial_state and the sums of each block of tokens."""
+    return kernel_for(short_conv_backward, config, problem.device).bind(
+        grid.count * grid.panels,
+        gDOut=problem["dout"],
+        gX=problem["x"],
+        gWeight=problem["weight"],
+        gBias=problem["bias"],
+        gInitialState=problem["initial_state"],
+        gDState=problem["dstate"],
+        gDX=problem["dx"],
+        gDInitialState=dinitial_state,
+        gSums=sums,
+        gCuSeqlens=problem["cu_seqlens"],
+        **grid.arguments,
+    )

@@ -1,0 +1,107 @@
+"""attention.delta_rule_backward: the gradients of attention.delta_rule, with decays of any kind."""
+
+from typing import Any
+
+from tiles.calls.plan import Plan
+from tiles.calls.program import program
+from tiles.calls.schema import Problem, Schema
+
+from ..families import choose_family
+from ..names import suggests_argument_names
+from ..options import check_number
+from ..plans import recurrent_checks, recurrent_chunks, recurrent_gradients
+from ..plans.call_options import without_gradients
+from ..plans.delta_gradients import plan_delta_token_loop
+from ..plans.recurrent_derivative import RecurrentDerivative, choose_optional_gradients
+
+DELTA_RULE_BACKWARD = Schema(
+    "delta_rule_backward",
+    """
+    dout            (batch, seqlen, heads, value_dim)                               tile
+    q               (batch, seqlen, heads_k, key_dim)                               tile
+    k               (batch, seqlen, heads_k, key_dim)                               tile
+    v               (batch, seqlen, heads, value_dim)                               tile
+    beta            (batch, seqlen, heads)                                          real
+    decay           (heads)|(batch, seqlen, heads)|(batch, seqlen, heads, key_dim)  log      optional
+    cu_seqlens      (ends)                                                          ends     optional
+    initial_state   (sequences, heads, key_dim, value_dim)                          float32  optional
+    dstate          (sequences, heads, key_dim, value_dim)                          float32  optional
+    dq              (batch, seqlen, heads_k, key_dim)                               tile     made
+    dk              (batch, seqlen, heads_k, key_dim)                               tile     made
+    dv              (batch, seqlen, heads, value_dim)                               tile     made
+    dbeta           (batch, seqlen, heads)                                          float32  made
+    ddecay          =decay                                                          float32  made  also:ddecay
+    dinitial_state  (sequences, heads, key_dim, value_dim)                          float32  made  also:dinitial_state
+    """,
+)
+
+
+@suggests_argument_names
+@without_gradients
+def delta_rule_backward(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    beta: Any,
+    *,
+    decay: Any = None,
+    scale: float | None = None,
+    initial_state: Any = None,
+    dstate: Any = None,
+    cu_seqlens: Any = None,
+    layout: str = "bshd",
+    dq: Any = None,
+    dk: Any = None,
+    dv: Any = None,
+    dbeta: Any = None,
+    ddecay: Any = None,
+    dinitial_state: Any = None,
+    stream: Any = None,
+    family: str | None = None,
+) -> tuple[Any, ...]:
+    """Gradients of attention.delta_rule. For a loss L, dout = dL/dout and dstate = dL/dstate, of the state that it returns.
+    With a token's S' = exp(decay_t) S_(t-1), e_t = v_t - S'^T k_t, u_t = beta_t e_t and S_t = S' + k_t u_t^T, from the last
+    token to the first, where dS is dstate at first,
+
+        dS = dS + scale q_t dout_t^T    du_t = dS^T k_t    dv_t = beta_t du_t    dbeta_t = du_t . e_t
+        dq_t = scale S_t dout_t         dk_t = dS u_t - S' dv_t
+        dS = dS - k_t dv_t^T            ddecay_t = sum(S' * dS), over S' or over each of its rows
+        dS = exp(decay_t) dS            which is dinitial_state at last
+
+    dout: as out. dstate: (B, H, Dk, Dv) float32, None where L does not depend on the state. q, k, v, beta, decay, scale,
+    initial_state, cu_seqlens, layout: what delta_rule was called with.
+
+    dq, dk, dv, dbeta, ddecay, dinitial_state: arrays to write to instead of new ones; the first three have the dtype and shape
+    of q, k and v. dbeta: as beta, float32. ddecay: as decay, float32; False where it is not wanted. For a decay of each head it
+    is the sum over all tokens. A decay below -100, as -inf, counts as -inf and has a gradient of 0. dinitial_state: as
+    initial_state; False where it is not wanted, True where it is and there is no initial state. Heads that share a key head add
+    to its gradients. Tokens after cu_seqlens[-1] have gradients of 0.
+
+    Nothing that forward computed is read. All sums are made in float32, in a fixed order: the same bits every time. Gradients
+    are computed token by token, with all factors in float32: correct, and slow. stream, family: as in delta_rule.
+
+    Returns (dq, dk, dv, dbeta), followed, in this order, by ddecay if there is a decay, and dinitial_state if there is an
+    initial state, unless they are False. Arrays and errors are those of delta_rule. Source: the equations are those of
+    attention/reference/linear_gradients.py, whose results tests compare with finite differences."""
+    also, more = choose_optional_gradients(ddecay=(decay, ddecay), dinitial_state=(initial_state, dinitial_state))
+    arrays = dout, q, k, v, beta, decay, cu_seqlens, initial_state, dstate, dq, dk, dv, dbeta, *more
+    return _delta_rule_backward(stream, arrays, (check_number("scale", scale), also, family), layout)
+
+
+DELTA_DERIVATIVE = RecurrentDerivative("attention.delta_rule", delta_rule_backward, ("q", "k", "v", "beta"))
+
+
+@program(DELTA_RULE_BACKWARD, no_gradient=DELTA_DERIVATIVE.no_second_derivatives)
+def _delta_rule_backward(problem: Problem, scale: float | None, also: str, family: str | None) -> Plan:
+    """The Plan of a call of delta_rule_backward. also: the names of gradients to compute besides dq, dk, dv and dbeta."""
+    recurrent_checks.check_extents(problem)
+    scale = recurrent_checks.resolve_scale(problem, scale)
+    recurrent_checks.has_channel_decay(problem)  # for its errors
+    if not problem.extents["heads"]:
+        raise problem.error("v", "must have at least one head", "v")
+    choose_family(problem, family, tma=True)  # for its errors: TMA copies nothing
+    arrays = recurrent_gradients.gradient_arrays(problem, *(name in also.split() for name in ("ddecay", "dinitial_state")))
+    arrays |= {name: problem[name] for name in ("beta", "dbeta")}
+    scratch = recurrent_chunks.ScratchAllocator(problem)
+    return Plan(plan_delta_token_loop(problem, arrays, scale, scratch), scratch.shapes)

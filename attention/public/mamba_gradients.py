@@ -1,0 +1,132 @@
+"""attention.mamba2_backward: the gradients of attention.mamba2."""
+
+import math
+from typing import Any
+
+from tiles.calls.plan import Plan
+from tiles.calls.program import program
+from tiles.calls.schema import Problem, Schema
+
+from ..families import uses_hopper_kernels
+from ..names import suggests_argument_names
+from ..plans import recurrent_checks
+from ..plans.call_options import without_gradients
+from ..plans.mamba2_gradients import plan_mamba2_gradients
+from ..plans.recurrent_checks import StepOptions
+from ..plans.recurrent_derivative import RecurrentDerivative, choose_optional_gradients
+
+MAMBA2_BACKWARD = Schema(
+    "mamba2_backward",
+    """
+    dout             (batch, seqlen, heads, value_dim)         tile
+    x                (batch, seqlen, heads, value_dim)         tile
+    dt               (batch, seqlen, heads)                    real
+    A                (heads)                                   rate
+    B                (batch, seqlen, heads_k, key_dim)         tile
+    C                (batch, seqlen, heads_k, key_dim)         tile
+    D                (heads)|(heads, value_dim)                real     optional
+    z                (batch, seqlen, heads, value_dim)         tile     optional
+    dt_bias          (heads)                                   real     optional
+    cu_seqlens       (ends)                                    ends     optional
+    initial_states   (sequences, heads, value_dim, key_dim)    float32  optional
+    dstates          (sequences, heads, value_dim, key_dim)    float32  optional
+    dx               (batch, seqlen, heads, value_dim)         tile     made
+    ddt              (batch, seqlen, heads)                    float32  made
+    dA               (heads)                                   float32  made
+    dB               (batch, seqlen, heads_k, key_dim)         tile     made
+    dC               (batch, seqlen, heads_k, key_dim)         tile     made
+    dD               =D                                        float32  made  also:dD
+    dz               (batch, seqlen, heads, value_dim)         tile     made  also:dz
+    ddt_bias         (heads)                                   float32  made  also:ddt_bias
+    dinitial_states  (sequences, heads, value_dim, key_dim)    float32  made  also:dinitial_states
+    """,
+)
+OPTIONAL = "D", "z", "dt_bias", "initial_states"  # arrays with gradients that may be left out
+
+
+@suggests_argument_names
+@without_gradients
+def mamba2_backward(
+    dout: Any,
+    x: Any,
+    dt: Any,
+    A: Any,
+    B: Any,
+    C: Any,
+    *,
+    D: Any = None,
+    z: Any = None,
+    dt_bias: Any = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+    initial_states: Any = None,
+    dstates: Any = None,
+    cu_seqlens: Any = None,
+    dx: Any = None,
+    ddt: Any = None,
+    dA: Any = None,
+    dB: Any = None,
+    dC: Any = None,
+    dD: Any = None,
+    dz: Any = None,
+    ddt_bias: Any = None,
+    dinitial_states: Any = None,
+    stream: Any = None,
+    family: str | None = None,
+) -> tuple[Any, ...]:
+    """Gradients of attention.mamba2. For a loss L, dout = dL/dout and dstates = dL/dstates, of the states that it returns. With
+    dt as it is after softplus and dt_limit, dy = dout silu(z) or dout without z, y the output before that gate, and the
+    gradients dv and dg of v = dt x and g = dt A in linear(q=C, k=B, v, decay=g, scale=1), as of attention.linear_backward,
+
+        dx = dt dv + D dy       dD[h] = sum dy . x        dz = dout y silu'(z)        dA[h] = sum dt dg
+        ddt = (dv . x + A dg) softplus'(dt + dt_bias)     ddt_bias[h] = sum ddt
+
+    and dC = dq, dB = dk. Where dt would be beyond a limit, ddt is 0. dout: as out. dstates: (B, H, P, N) float32, None where L
+    does not depend on the states. All others up to cu_seqlens: what mamba2 was called with. (seq_idx: pass cu_seqlens.)
+
+    dx to dinitial_states: arrays to write to instead of new ones. dx, dB, dC and dz have the dtype and shape of x, B, C and z;
+    ddt, dA, dD and ddt_bias are float32 in the shapes of dt, A, D and dt_bias. dD, dz, ddt_bias, dinitial_states: False where
+    they are not wanted; dinitial_states=True where it is and there are no initial states. A gate dt A below -100 counts as
+    -inf, and has a gradient of 0. Tokens after cu_seqlens[-1] have gradients of 0, whatever they hold.
+
+    A first version: three scans as of attention.mamba2, two of them in reverse, and for dz a fourth, as nothing that forward
+    computed is read; dt x, dy, dv and y go through memory in x's dtype. So in float16 dt x, dv, y and the elements of states
+    must stay below 65504, unlike in forward. All sums are made in float32, in a fixed order: the same bits every time. Where P
+    is above 128 (on Hopper with cu_seqlens alone), gradients are computed token by token, which is slow.
+
+    Returns (dx, ddt, dA, dB, dC), followed, in this order, by dD, dz, ddt_bias and dinitial_states if there is such an array,
+    unless they are False. Arrays, `stream`, `family` and errors are those of mamba2."""
+    also, more = choose_optional_gradients(
+        dD=(D, dD), dz=(z, dz), ddt_bias=(dt_bias, ddt_bias), dinitial_states=(initial_states, dinitial_states)
+    )
+    arrays = dout, x, dt, A, B, C, D, z, dt_bias, cu_seqlens, initial_states, dstates, dx, ddt, dA, dB, dC, *more
+    return _mamba2_backward(stream, arrays, (*recurrent_checks.step_options(dt_softplus, dt_limit), also, family))
+
+
+def backward_with_steps(dout: Any, *, dt_softplus: bool, dt_min: float, dt_max: float | None, **others: Any) -> tuple[Any, ...]:
+    """mamba2_backward, whose options of steps are StepOptions."""
+    return mamba2_backward(dout, **others, dt_softplus=dt_softplus, dt_limit=StepOptions(dt_softplus, dt_min, dt_max).limits)
+
+
+MAMBA2_DERIVATIVE = RecurrentDerivative(
+    "attention.mamba2",
+    backward_with_steps,
+    ("x", "dt", "A", "B", "C"),
+    OPTIONAL,
+    values="x",
+    states=("states",),
+    shared=(*StepOptions._fields, "family"),
+    tiles=("x", "B", "C", "z"),
+)
+
+
+@program(MAMBA2_BACKWARD, no_gradient=MAMBA2_DERIVATIVE.no_second_derivatives)
+def _mamba2_backward(problem: Problem, steps_of_time: StepOptions, also: str, family: str | None) -> Plan:
+    """The Plan of a call of mamba2_backward. also: the names of gradients to compute besides those of x, dt, A, B and C."""
+    recurrent_checks.check_extents(problem, "B", "x")
+    if not problem.extents["heads"]:
+        raise problem.error("x", "must have at least one head", "x")
+    if problem["dstates"] and not problem.extents["batch"] * problem.extents["seqlen"]:
+        raise ValueError(f"x: must have a token, for dstates: x.shape={problem.shape('x')}")
+    vector_bytes = 0 if uses_hopper_kernels(problem, family) else problem.bytes_at_once()
+    return plan_mamba2_gradients(problem, steps_of_time, vector_bytes, also.split())

@@ -1,0 +1,187 @@
+"""attention.delta_rule_backward against the reference's gradients, whose own derivatives
+reference/test_recurrence_gradients.py checks."""
+
+import numpy as np
+import pytest
+from gradient_cases import bf16, check, delta_case, f32, relative_rms, run
+from places import OnInterpreter
+from poison import Packing, as_on_a_device
+
+import attention
+from attention import reference
+
+
+@pytest.mark.parametrize(("length", "decay"), [(1, "token"), (2, "none"), (17, "head"), (30, "channel")])
+def test_lengths(place, length, decay):
+    check(place, delta_case(length, decay, batch=2))
+
+
+@pytest.mark.parametrize("decay", ["token", "channel"])
+def test_sequences_without_tokens(place, decay):
+    """The gradient of the state is passed on."""
+    args = delta_case(0, decay)
+    np.testing.assert_array_equal(run(place, args)["dinitial_state"], args["dstate"])
+
+
+@pytest.mark.parametrize(
+    ("key_dim", "value_dim", "decay"), [(128, 80, "channel"), (48, 256, "head"), (256, 16, "token"), (144, 144, "channel")]
+)
+def test_sizes(place, key_dim, value_dim, decay):
+    """Blocks of columns that are not full, and states of which each warp has some rows only."""
+    check(place, delta_case(5, decay, key_dim=key_dim, value_dim=value_dim, heads=1))
+
+
+@pytest.mark.parametrize(("decay", "gates"), [("token", bf16), ("head", f32), ("channel", np.float16)])
+def test_value_heads_that_share_keys(place, decay, gates):
+    """They add to the gradients of queries and keys; each has gradients of its beta and gates."""
+    args = delta_case(9, decay, batch=2, heads=4, key_heads=2, key_dim=80, gates=gates)
+    args["beta"] = args["beta"].astype(bf16)
+    turned = {name: x.swapaxes(1, 2).copy() if x.ndim > 2 and "state" not in name else x for name, x in args.items()}
+    got = check(place, args)
+    for name, x in run(place, turned, layout="bhsd").items():
+        np.testing.assert_array_equal(x.swapaxes(1, 2) if x.ndim > 2 and "state" not in name else x, got[name])
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.3, 7.0])
+def test_any_scale(place, scale):
+    check(place, delta_case(20, "token", key_heads=2), scale=scale)
+
+
+@pytest.mark.parametrize("decay", ["none", "channel"])
+def test_float16(place, decay):
+    check(place, delta_case(20, decay, dtype=np.float16))
+
+
+@pytest.mark.parametrize("decay", ["token", "head", "channel"])
+def test_packed_sequences_among_poison(place, monkeypatch, decay):
+    """Each sequence has the gradients that it has by itself. Padding has gradients of 0; one without tokens passes the gradient
+    of its state on."""
+    as_on_a_device(monkeypatch)
+    packing = Packing([0, 63, 65, 1], neighbour=2, nobodys=66)
+    args = delta_case(int(packing.cu_seqlens[-1]), decay, heads=2, key_heads=1)
+    count = len(packing.ends) - 1
+    tokens = {name: x for name, x in args.items() if x.ndim > 2 and "state" not in name}
+    states = {name: np.repeat(args[name], len(packing.cu_seqlens) - 1, axis=0) for name in ("initial_state", "dstate")}
+    spread_states = {name: np.full((count, *x.shape[1:]), np.nan, f32) for name, x in states.items()}
+    for name, x in states.items():
+        spread_states[name][packing.which] = x
+    without_neighbours = run(place, args | states | {"cu_seqlens": packing.cu_seqlens})
+    spread = {name: packing.spread(x) for name, x in tokens.items()}
+    got = run(place, args | spread | spread_states | {"cu_seqlens": packing.ends})
+    want = reference.linear_backward(**args | states, cu_seqlens=packing.cu_seqlens)
+    for name, x in without_neighbours.items():
+        assert relative_rms(x, want[name]) < (0.02 if decay == "head" else 0.005), name
+        if name == "dinitial_state":
+            np.testing.assert_array_equal(got[name][packing.which], x)
+            np.testing.assert_array_equal(x[0], args["dstate"][0])
+        elif name != "ddecay" or decay != "head":
+            np.testing.assert_array_equal(packing.gather(got[name].astype(f32)), x.astype(f32))
+            assert (got[name][:, packing.nobodys] == 0).all()
+
+
+def test_as_compiled(as_compiled):
+    """The PTX of the walks, with decays of channels."""
+    as_compiled("sm_80")
+    check(OnInterpreter(), delta_case(3, "channel", heads=1))
+
+
+# ---- beta, keys and gates -----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("beta", [0.0, 1.0, 2.0])
+@pytest.mark.parametrize("decay", ["none", "token"])
+def test_equal_betas(place, beta, decay):
+    """0 writes nothing, and has a gradient; 1 replaces what a key has; 2 reflects."""
+    args = delta_case(70, decay)
+    args["beta"][:] = beta
+    got = check(place, args)
+    if not beta:
+        assert not got["dv"].any() and got["dbeta"].all()
+
+
+@pytest.mark.parametrize("beta", [1.0, 1.9])
+def test_equal_keys(place, beta):
+    """Each token writes to what the one before it has written."""
+    args = delta_case(70, "none")
+    args["k"][:] = args["k"][:, :1]
+    args["beta"][:] = beta
+    check(place, args)
+
+
+@pytest.mark.parametrize("gate", [0.0, -5.0, -np.inf])
+def test_equal_gates(place, gate):
+    """Without decay; where all but the nearest tokens are forgotten; and where all are, so that keys have no gradient from what
+    they read."""
+    args = delta_case(70, "token", key_heads=2)
+    args["decay"][:] = gate
+    got = run(place, args)
+    want, low = (reference.linear_backward(**args, low=low) for low in (False, True))
+    for name in "dq", "dk", "dv":
+        reference.assert_close(got[name], want[name], low[name], factor=3, name=name)
+    assert relative_rms(got["dbeta"], want["dbeta"]) < 0.005
+    if gate < -100:
+        assert not got["ddecay"].any() and not got["dinitial_state"].any()
+    else:
+        assert relative_rms(got["ddecay"], want["ddecay"]) < 0.005
+
+
+@pytest.mark.parametrize("decay", ["token", "channel"])
+def test_gates_that_forget_everything(place, decay):
+    """Some are -inf or -1e4, others 0: everything is finite, and the gradient of such a gate is 0."""
+    args = delta_case(100, decay, key_heads=2)
+    draw = np.random.default_rng(2).random(args["decay"].shape)
+    args["decay"] = np.where(draw < 0.1, -np.inf, np.where(draw < 0.2, -1e4, np.where(draw < 0.5, 0, -0.1))).astype(f32)
+    got = check(place, args)
+    assert (got["ddecay"][args["decay"] < -100] == 0).all()
+
+
+def test_what_gates_of_zero_change(place):
+    """The gradients of a call with gates of 0 are those of a call without, and the decay's is the reverse cumulative sum of
+    q . dq - v . dv. Gates of channels that are alike have gradients whose sum is that of the gate of a token."""
+    args = delta_case(40, "token", key_heads=2)
+    args["decay"][:] = 0
+    args["dstate"][:] = 0
+    got = run(place, args)
+    plain = run(place, {name: x for name, x in args.items() if name != "decay"})
+    for name, x in plain.items():
+        assert relative_rms(got[name], x) < 0.005, name
+    dot = lambda x, dx: (args[x].astype(float) * got[dx].astype(float)).sum(-1)
+    assert relative_rms((dot("q", "dq") - dot("v", "dv"))[:, ::-1].cumsum(1)[:, ::-1], got["ddecay"]) < 0.03
+    by_channel = run(place, args | {"decay": np.zeros((*args["decay"].shape, 16), f32)})
+    assert relative_rms(by_channel["ddecay"].sum(-1), got["ddecay"]) < 0.005
+
+
+# ---- arguments -------------------------------------------------------------------------------------------------------
+def test_outputs_and_options():
+    """Arrays to write to are written and returned; what is not wanted, or there is nothing for, is left out."""
+    args = delta_case(20, "token")
+    into = {"d" + name: np.full_like(args[name], np.nan) for name in ("q", "k", "v", "beta", "decay", "initial_state")}
+    wanted, got = attention.delta_rule_backward(**args), attention.delta_rule_backward(**args, **into)
+    for x, y, z in zip(wanted, got, into.values(), strict=True):
+        np.testing.assert_array_equal(x, y)
+        assert y is z
+    assert len(attention.delta_rule_backward(**args, ddecay=False, dinitial_state=False)) == 4
+    start = args.pop("initial_state")
+    *_, first = attention.delta_rule_backward(**args, dinitial_state=True)
+    np.testing.assert_array_equal(
+        first, attention.delta_rule_backward(**args, initial_state=0 * start)[-1]
+    )  # as from a state of 0
+    del args["dstate"]
+    plain, zeros = (attention.delta_rule_backward(**args | more) for more in ({}, {"dstate": 0 * start}))
+    for x, y in zip(plain, zeros, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"decay": None, "ddecay": True}, "ddecay: must be None where there is no decay"),
+        ({"dstate": np.zeros((1, 2, 16, 17), f32)}, "dstate: value_dim must equal"),
+        ({"dout": None}, "dout: must be an array"),
+        ({"beta": None}, "beta: must be an array"),
+        ({"dbeta": np.zeros((1, 5, 2), np.float16)}, "dbeta: dtype must be"),
+        ({"family": "sm_70"}, "family: must be None or one of"),
+    ],
+)
+def test_errors(change, message):
+    with pytest.raises((TypeError, ValueError)) as raised:
+        attention.delta_rule_backward(**delta_case(5) | change)
+    assert message in str(raised.value)

@@ -1,0 +1,210 @@
+"""attention.mamba2_backward against the reference's gradients, whose own derivatives test_recurrence_gradients.py checks."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from gradient_cases import relative_rms
+from places import OnInterpreter
+from poison import Packing, as_on_a_device
+
+import attention
+from attention import reference
+from attention.plans import recurrent_chunks
+
+bf16, f32 = ml_dtypes.bfloat16, np.float32
+ALWAYS, OPTIONAL = ("x", "dt", "A", "B", "C"), ("D", "z", "dt_bias", "initial_states")
+LIMITS = {"ddt": 0.01, "dinitial_states": 0.005, "dD": 0.01}  # relative errors of float32 results
+SUMS = "dA", "ddt_bias"  # of numbers such as ddt, which cancel
+every_family = pytest.mark.parametrize("family", ["sm_90", "sm_80"])
+
+
+def case(length, P=16, N=16, heads=2, groups=1, batch=1, D="head", dtype=bf16, everything=True):
+    """The arguments of mamba2_backward; with everything those that may be left out, too."""
+    rng = np.random.default_rng(length)
+    x, dout, z = rng.standard_normal((3, batch, length, heads, P)).astype(dtype)
+    B, C = (rng.standard_normal((2, batch, length, groups, N)) / N**0.25).astype(dtype)
+    args = {"dout": dout, "x": x, "dt": rng.standard_normal((batch, length, heads)).astype(f32)}
+    args |= {"A": -rng.uniform(0.2, 1, heads).astype(f32), "B": B, "C": C}
+    args["dstates"] = rng.standard_normal((batch, heads, P, N)).astype(f32)
+    if everything:
+        args |= {"D": rng.standard_normal((heads, P) if D == "column" else heads).astype(f32), "z": z}
+        args |= {"dt_bias": rng.standard_normal(heads).astype(f32)}
+        args["initial_states"] = rng.standard_normal((batch, heads, P, N)).astype(f32)
+    return args
+
+
+def run(place, args, **options):
+    """attention.mamba2_backward's gradients by name, in NumPy arrays."""
+    results = attention.mamba2_backward(**{name: place.put(x) for name, x in args.items()}, **options)
+    names = ["d" + name for name in (*ALWAYS, *(name for name in OPTIONAL if name in args))]
+    return dict(zip(names, map(place.get, results), strict=True))
+
+
+def compare(got, args, **options):
+    """Compare gradients with the reference's."""
+    want, low = (reference.mamba2_backward(**args, **options, low=low) for low in (False, True))
+    of_sums = np.sqrt(np.square(want["ddt"]).sum((0, 1))).max()  # of terms of any sign
+    for name, x in got.items():
+        assert x.shape == want[name].shape and (x.dtype == f32) == (name in LIMITS or name in SUMS), name
+        if name in SUMS:
+            np.testing.assert_allclose(x, want[name], rtol=0.01, atol=0.02 * of_sums, err_msg=name)
+        elif name not in LIMITS:
+            reference.assert_close(x, want[name], low[name], factor=3, name=name)
+        elif abs(want[name]).max() < 1e-30:
+            assert not x.any(), name
+        else:
+            assert relative_rms(x, want[name]) <= LIMITS[name], name
+
+
+def check(place, args, family=None, **options):
+    """Compare all gradients with the reference's, and return them."""
+    got = run(place, args, family=family, **options)
+    compare(got, args, **options)
+    return got
+
+
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 130])
+@every_family
+def test_lengths(place, length, family):
+    check(place, case(length), family=family, dt_softplus=True)
+
+
+@pytest.mark.parametrize(
+    ("P", "N", "heads", "groups", "batch", "D"),
+    [(48, 128, 2, 1, 2, "column"), (128, 32, 2, 2, 1, "head"), (80, 256, 1, 1, 1, "column")],
+)
+@every_family
+def test_sizes(place, P, N, heads, groups, batch, D, family):
+    """Blocks of columns that are not full; heads that share B and C, and heads that do not; several batches."""
+    check(place, case(66, P, N, heads, groups, batch, D), family=family, dt_softplus=True)
+
+
+def test_columns_of_x_beyond_chunk_kernels(place):
+    """Token by token on Ampere."""
+    check(place, case(20, P=144), family="sm_80")
+
+
+@every_family
+def test_float16(place, family):
+    check(place, case(65, dtype=np.float16), family=family, dt_softplus=True)
+
+
+@every_family
+def test_without_what_may_be_left_out(place, family):
+    """And without softplus: half of the steps are negative, and have no gradient; one is 0, and has one."""
+    args = case(70, everything=False)
+    args["dt"][0, 3] = 0
+    got = check(place, args, family=family)
+    assert (got["ddt"][args["dt"] < 0] == 0).all() and (got["ddt"][args["dt"] >= 0] != 0).all()
+
+
+@pytest.mark.parametrize("softplus", [False, True])
+def test_limits_of_steps(place, softplus):
+    """Beyond a limit a step has no gradient."""
+    args = case(70)
+    got = check(place, args, dt_softplus=softplus, dt_limit=(0.4, 0.9))
+    raw = args["dt"] + args["dt_bias"]
+    dt = np.logaddexp(raw, 0) if softplus else raw
+    assert ((got["ddt"] == 0) == ((dt < 0.4) | (dt > 0.9))).all() and (got["ddt"] != 0).any()
+
+
+@pytest.mark.parametrize("rate", [0.0, -5.0, -1000.0])
+@every_family
+def test_rates(place, rate, family):
+    """No decay; all but the nearest tokens are forgotten; everything is, with gates that count as -inf."""
+    args = case(130, groups=2)
+    args["A"][:] = rate
+    args["dt"] = abs(args["dt"]) + f32(0.5)
+    del args["dt_bias"]
+    got = check(place, args, family=family)
+    assert got["dA"].any() == (rate != -1000)
+
+
+@pytest.mark.parametrize("neighbour", [0, 2])
+@every_family
+def test_packed_sequences_among_poison(place, monkeypatch, family, neighbour):
+    """Lengths around a chunk's, next to poison: each sequence has the gradients that it has by itself. Padding has gradients of
+    0, and adds nothing to sums; a sequence without tokens passes the gradient of its state on."""
+    as_on_a_device(monkeypatch)
+    packing = Packing([0, 63, 65, 1], neighbour=neighbour, nobodys=66)
+    args = case(int(packing.cu_seqlens[-1]))
+    of_tokens = {name: x for name, x in args.items() if name in ("dout", "x", "dt", "B", "C", "z")}
+    states = {name: np.repeat(args[name], len(packing.cu_seqlens) - 1, axis=0) for name in ("initial_states", "dstates")}
+    spread = {name: packing.spread(x) for name, x in of_tokens.items()} | {"cu_seqlens": packing.ends}
+    for name, x in states.items():
+        spread[name] = np.full((len(packing.ends) - 1, *x.shape[1:]), np.nan if neighbour else 1, f32)
+        spread[name][packing.which] = x
+    alone = check(place, args | states | {"cu_seqlens": packing.cu_seqlens}, family=family, dt_softplus=True)
+    got = run(place, args | spread, family=family, dt_softplus=True)
+    np.testing.assert_array_equal(alone["dinitial_states"][0], args["dstates"][0])
+    for name, x in alone.items():
+        if name[1:] in of_tokens:
+            np.testing.assert_array_equal(packing.gather(got[name].astype(f32)), x.astype(f32), name)
+            assert (got[name][:, packing.nobodys] == 0).all(), name
+        elif name == "dinitial_states":
+            np.testing.assert_array_equal(got[name][packing.which], x)
+        elif not neighbour:
+            np.testing.assert_array_equal(got[name], x, name)
+
+
+def test_as_compiled(as_compiled):
+    """The PTX of Hopper's kernels, for two chunks of which one is shorter."""
+    as_compiled("sm_90a")
+    check(OnInterpreter(), case(66, heads=1, D="column"), dt_softplus=True)
+
+
+@pytest.mark.parametrize("segments", [3, 5])
+def test_segments(place, monkeypatch, nothing_known, segments):
+    """Of which the last has a shorter chunk; states are composed by the last pass or before it."""
+    monkeypatch.setattr(recurrent_chunks, "count_segments", lambda *_: segments)
+    check(place, case(64 * segments - 30, P=32), dt_softplus=True)
+
+
+# ---- arguments -------------------------------------------------------------------------------------------------------
+def test_outputs_and_options():
+    """Arrays to write to are written and returned; what is not wanted, or there is nothing for, is left out."""
+    args = case(20, D="column")
+    into = {"d" + name: np.full_like(args[name], np.nan) for name in (*ALWAYS, *OPTIONAL)}
+    wanted, got = attention.mamba2_backward(**args), attention.mamba2_backward(**args, **into)
+    for x, y, z in zip(wanted, got, into.values(), strict=True):
+        np.testing.assert_array_equal(x, y)
+        assert y is z
+    unwanted = attention.mamba2_backward(**args, **{"d" + name: False for name in OPTIONAL})
+    for x, y in zip(unwanted, wanted[: len(ALWAYS)], strict=True):
+        np.testing.assert_array_equal(x, y)
+    start = args.pop("initial_states")
+    assert len(attention.mamba2_backward(**args)) == 8
+    *_, first = attention.mamba2_backward(**args, dinitial_states=True)
+    assert first.shape == start.shape and np.isfinite(first).all()
+    del args["dstates"]
+    plain, zeros = (attention.mamba2_backward(**args | more) for more in ({}, {"dstates": 0 * start}))
+    for x, y in zip(plain, zeros, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_no_token():
+    """Sums are 0."""
+    args = case(0)
+    with pytest.raises(ValueError, match=r"^x: must have a token, for dstates: x.shape=\(1, 0, 2, 16\)"):
+        attention.mamba2_backward(**args)
+    del args["dstates"]
+    results = attention.mamba2_backward(**args)
+    assert [x.shape for x in results[2:6]] == [(2,), (1, 0, 1, 16), (1, 0, 1, 16), (2,)]
+    assert not any(x.any() for x in results)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"z": None, "dz": True}, "dz: must be None where there is no z"),
+        ({"D": None, "dD": np.zeros(2, f32)}, "dD: must be None where there is no D"),
+        ({"dstates": np.zeros((1, 2, 16, 17), f32)}, "dstates: key_dim must equal"),
+        ({"dout": None}, "dout: must be an array"),
+        ({"dA": np.zeros(2, bf16)}, "dA: dtype must be"),
+        ({"dt_softplus": 1}, "dt_softplus: must be a bool"),
+    ],
+)
+def test_errors(change, message):
+    with pytest.raises((TypeError, ValueError)) as raised:
+        attention.mamba2_backward(**case(5) | change)
+    assert message in str(raised.value)
