@@ -190,5 +190,7 @@ def test_a_handover_that_is_not_taken_is_a_race():
 
 @pytest.mark.parametrize(("warps", "first"), [(1, 1), (2, 7), (2, 0)])
 def test_handover_refuses(warps, first):
-    with pytest.raises(ValueError, match=f"handover: 2 or more warps at named barriers from 1 to 6, got {warps} from {first} on"):
+    with pytest.raises(
+        ValueError, match=f"handover: 2 or more warps at named barriers from 1 to 6, got {warps} from {first} on"
+    ):
         warpgroup.handover(warps, first)
