@@ -1,4 +1,4 @@
-"""ops/threads/warpgroups.py and ops/memory/zero_rows.py: several warpgroups meet, zero rows, take turns; some warps wait for others."""
+"""Several warpgroups: ops/threads/warpgroups.py and ops/memory/zero_rows.py. They meet, zero rows, take turns, hand over."""
 
 import functools
 
