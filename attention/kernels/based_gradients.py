@@ -84,13 +84,12 @@ class BasedFeatureGradients:
             heads: INT, scale: FLOAT, squares: FLOAT,
         ):  # fmt: skip
             """dx for one of the `tiles` of a head's tokens, from the gradients of the features of scale x. Tokens after the
-            last sequence are not read, and have gradients of 0."""
+            last sequence are not read, and have gradients of 0, as their features have."""
             batch_head, tile = divmod(cuda.blockIdx.x, tiles)
             batch, head = divmod(batch_head, heads)
             token = int32(TOKENS * tile + BASE * warp_index())
             end = int32(gCuSeqlens[gCuSeqlens.shape[0] - 1]) if VARLEN else length
             x = load(truncate(gX, 1, end), X, (batch, token, head, 0), 1, 3) * scale
-            gDFeatures = truncate(gDFeatures, 1, end)
             total = load(gDFeatures, SQUARE, (batch, token, head, BASE * (HALF + 1)), 1, 3, True)
             for d in range(HALF + 1):
                 df = load(gDFeatures, X, (batch, token, head, int32(BASE * d)), 1, 3, True)

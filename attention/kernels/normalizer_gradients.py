@@ -152,10 +152,14 @@ class NormalizerGradients:
                 t = int32(start + end - 1 - i)
                 at = batch, t, head, channel
                 q, dq = load(gQ, KEYS, (batch, t, key_head, channel), aligned=False), load(gDQ, KEYS, at, aligned=False)
+                # lanes that share elements have read them all before one of them writes, for they meet in the sum
+                dk = load(gDK, KEYS, at, aligned=False)
+                if WITH_GATES:
+                    of_gates = load(gDDecay, KEYS, at, aligned=False) if PER_CHANNEL else float32(gDDecay[batch, t, head, 0])
                 dn = -sum_channels(q * dq, sums) / gNormalizer[batch, t, head] * scale
                 store(gDQ, dq + load(gZ, KEYS, at, aligned=False) * dn, at, aligned=False)
                 dz = dz + q * dn
-                store(gDK, load(gDK, KEYS, at, aligned=False) + dz, at, aligned=False)
+                store(gDK, dk + dz, at, aligned=False)
                 dz = dz * load_decay(gDecay, batch, t, head, channel)
                 if WITH_GATES:
                     if t == start:
@@ -163,11 +167,11 @@ class NormalizerGradients:
                     else:
                         products = dz * load(gZ, KEYS, (batch, int32(t - 1), head, channel), aligned=False)
                     if PER_CHANNEL:
-                        store(gDDecay, load(gDDecay, KEYS, at, aligned=False) + products, at, aligned=False)
+                        store(gDDecay, of_gates + products, at, aligned=False)
                     else:
-                        of_gate = sum_channels(products, sums)
+                        of_gates = of_gates + sum_channels(products, sums)
                         if channel == 0:
-                            gDDecay[batch, t, head, 0] += of_gate
+                            gDDecay[batch, t, head, 0] = of_gates
             store(gDInitialZ, dz, (sequence, head, channel), aligned=False)
 
         return add_gradients, smem

@@ -9,12 +9,25 @@ their order: there are no atomic additions."""
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from numba import cuda
 from numpy import int32
 
-from ops import block, col_sum, divmod, fma, load, shift_rows, store, store_unordered, truncate, warp_index, zeros
+from ops import (
+    block,
+    col_sum,
+    divmod,
+    finish_sum,
+    lane_col_sum,
+    load,
+    shift_rows,
+    store,
+    store_unordered,
+    truncate,
+    warp_index,
+    zeros,
+)
 from tiles import fp32, inlined, rt, shared, sv
 from tiles.launching.arguments import ENDS, INT, array
 from tiles.layout import LANES
@@ -25,6 +38,7 @@ from ..parts.short_conv import COLUMNS, ROWS, WARPS, WIDTHS, ConvConfig, ShortWi
 SUMS = rt(16, 64, fp32)  # blocks and channels whose sums a warp adds at once
 SUM_WARPS = 8
 TILE = rt(ROWS, COLUMNS, fp32)
+SUM = replace(TILE.row_vec, partial=True)  # a lane's share of the sums over the tokens of a block
 
 
 class Config(ConvConfig):
@@ -74,7 +88,12 @@ def make_gradients(config: Config):
 
     @inlined
     def store_sum(gSums, total, index, tap, col):
-        store_unordered(gSums, col_sum(total), (index, tap, col), aligned=False)
+        store_unordered(gSums, finish_sum(total), (index, tap, col), aligned=False)
+
+    @inlined
+    def load_above(gX, tokens, token, col):
+        """The tile of the 16 tokens before `token`, which begin in the block's sequence."""
+        return window.load(truncate(gX, 1, tokens.last), tokens.batch, int32(token - ROWS), col)
 
     @cuda.jit(launch_bounds=(config.threads, 2), fastmath=True)
     def short_conv_backward(
@@ -91,32 +110,32 @@ def make_gradients(config: Config):
         tiles = int32(max(0, own.end - own.start + ROWS - 1) // ROWS)
         behind = int32(own.start + ROWS * tiles)
         until = int32(min(own.last, behind + WIDTH - 1))
-        upper = window.load_before(gX, gInitialState, own, behind, col)
+        edge = window.load_before(gX, gInitialState, own, own.start, col)
         x = window.load(truncate(gX, 1, until), own.batch, behind, col)
         dy = window.load(truncate(gDOut, 1, until), own.batch, behind, col)
+        upper = load_above(gX, own, behind, col) if tiles > 0 else edge
         lower = window.activation_gradient(upper, x, dy, taps)
-        now, one_before, two_before, three_before, of_bias = zeros(TILE), zeros(TILE), zeros(TILE), zeros(TILE), zeros(TILE)
+        now, one_before, two_before, three_before, of_bias = zeros(SUM), zeros(SUM), zeros(SUM), zeros(SUM), zeros(SUM)
         gradients, results = truncate(gDOut, 1, own.end), truncate(gDX, 1, own.end)
-        for i in range(tiles):
-            t = int32(behind - ROWS * (i + 1))
-            x = upper
-            if t > own.start:
-                upper = window.load(gX, own.batch, int32(t - ROWS), col)
-            else:
-                upper = window.load_before(gX, gInitialState, own, t, col)
-            dy = window.load(gradients, own.batch, t, col)
+        x, t = upper, int32(behind - ROWS)
+        upper = load_above(gX, own, t, col) if tiles > 1 else edge
+        dy = window.load(gradients, own.batch, t, col)
+        for _ in range(tiles):  # while a tile is computed with, the next ones are on their way
+            above = int32(t - ROWS)
+            next_upper = load_above(gX, own, above, col) if above > own.start else edge
+            next_dy = window.load(gradients, own.batch, above, col)
             dz = window.activation_gradient(upper, x, dy, taps)
-            now, of_bias = fma(dz, fp32(x), now), of_bias + dz
-            one_before = fma(dz, fp32(shift_rows(upper, x, ROWS - 1)), one_before)
+            now, of_bias = now + lane_col_sum(dz * fp32(x)), of_bias + lane_col_sum(dz)
+            one_before = one_before + lane_col_sum(dz * fp32(shift_rows(upper, x, ROWS - 1)))
             if WIDTH > 2:
-                two_before = fma(dz, fp32(shift_rows(upper, x, ROWS - 2)), two_before)
+                two_before = two_before + lane_col_sum(dz * fp32(shift_rows(upper, x, ROWS - 2)))
             if WIDTH > 3:
-                three_before = fma(dz, fp32(shift_rows(upper, x, ROWS - 3)), three_before)
+                three_before = three_before + lane_col_sum(dz * fp32(shift_rows(upper, x, ROWS - 3)))
             dx = window.convolve_gradient(dz, lower, taps)
             if gDState.shape[0] > 0 and t + ROWS > own.last - WIDTH + 1:
                 dx = dx + state_gradient(gDState, own, t, col)
             store_unordered(results, INPUT(dx), (own.batch, t, col), 1, 2, ALIGNED)
-            lower = dz
+            lower, x, upper, dy, t = dz, upper, next_upper, next_dy, above
         store_sum(gSums, now, index, WIDTH - 1, col)
         store_sum(gSums, one_before, index, WIDTH - 2, col)
         if WIDTH > 2:

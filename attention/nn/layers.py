@@ -103,9 +103,13 @@ class GatedRMSNorm(nn.Module):
             gate = GATES[self.activation](gate)
         if gate is not None and not self.norm_before_gate:
             x, gate = x * gate, None
-        rows = x.unflatten(-1, (self.groups, -1)) if self.groups > 1 else x
-        normalised = F.rms_norm(rows, rows.shape[-1:], eps=self.eps).reshape(x.shape) * self.weight.to(dtype)
-        return (normalised if gate is None else normalised * gate).to(dtype)
+        weight = self.weight.to(dtype)
+        if self.groups == 1:  # one kernel of torch
+            x = F.rms_norm(x, weight.shape, weight, self.eps)
+        else:
+            rows = x.unflatten(-1, (self.groups, -1))
+            x = F.rms_norm(rows, rows.shape[-1:], eps=self.eps).flatten(-2) * weight
+        return (x if gate is None else x * gate).to(dtype)
 
     def extra_repr(self) -> str:
         """The arguments that repr(module) shows."""

@@ -1,21 +1,111 @@
-"""The plan of the delta rule's gradients token by token (delta_gradient_token_loop.py): four walks, and small kernels for gates
-and for what is added up."""
+"""The plans of the delta rule's gradients, chunk by chunk (parts/recurrent/delta_chunks.py) and token by token
+(delta_gradient_token_loop.py): four kernels each, and small ones for gates and for what is added up."""
+
+from typing import Any
 
 from tiles.calls.plan import Step
 from tiles.calls.schema import Problem
+from tiles.launching.arrays import Operand
+from tiles.launching.devices import machine
 from tiles.launching.launch import kernel_for
+from tiles.targets import MEDIUM
 
-from ..kernels import delta_gradient_token_loop
+from ..kernels import (
+    delta_gradient_token_loop,
+    delta_gradients_ampere,
+    delta_inverse_ampere,
+    delta_state_gradients_ampere,
+    delta_states_ampere,
+)
 from ..kernels.linear_token_loop import MAX_GRID_YZ, WARPS
-from .recurrent_checks import is_varlen
-from .recurrent_chunks import SWAP_STATE_AXES, Arrays, ScratchAllocator
-from .recurrent_gradients import partial_gradients, spread_to_tokens, sum_heads
+from ..parts.recurrent.delta_chunks import KEY_DIMS, PANEL
+from ..parts.recurrent.tokens import CHUNK, COLUMNS
+from .recurrent_checks import DTYPES, has_channel_decay, is_varlen, pad_key_dim
+from .recurrent_chunks import SWAP_STATE_AXES, Arrays, ScratchAllocator, intern_value
+from .recurrent_gradients import (
+    allocate_row_dots,
+    count_chunk_indices,
+    partial_gradients,
+    spread_to_tokens,
+    sum_gates,
+    sum_heads,
+)
 from .token_loop_gradients import sum_gates_by_token
 
 
-def plan_delta_token_loop(problem: Problem, arrays: Arrays, scale: float, scratch: ScratchAllocator) -> list[Step]:
+def plan_delta_gradients(problem: Problem, arrays: Arrays, scale: float, scratch: ScratchAllocator) -> list[Step]:
     """The launches for the gradients of the delta rule. arrays: those of delta_rule_backward by their names, None for a
     gradient that is not wanted."""
+    plan = plan_delta_chunks if serves_delta_gradients(problem) else plan_delta_token_loop
+    return plan(problem, arrays, scale, scratch)
+
+
+def serves_delta_gradients(problem: Problem) -> bool:
+    """Do chunk kernels serve such a call?"""
+    batch, length, key_dim = problem("batch", "seqlen", "key_dim")
+    return bool(batch * length) and not has_channel_decay(problem) and key_dim <= max(KEY_DIMS)
+
+
+def plan_delta_chunks(problem: Problem, arrays: Arrays, scale: float, scratch: ScratchAllocator) -> list[Step]:
+    """The launches of chunk kernels. arrays: as in plan_delta_gradients."""
+    length, heads, key_heads, value_dim, sequences = problem("seqlen", "heads", "heads_k", "value_dim", "sequences")
+    chunks, width, vector_bytes = count_chunk_indices(problem), -(-value_dim // COLUMNS), problem.bytes_at_once()
+    wants_gates, gated, unrounded = arrays["ddecay"] is not None, arrays["decay"] is not None, heads > key_heads
+    form = pad_key_dim(problem.extents["key_dim"], KEY_DIMS), DTYPES[problem.dtype], gated, is_varlen(problem), vector_bytes
+    padded_keys, columns = form[0], width * COLUMNS
+
+    def of_chunks(rows: int, cols: int) -> Operand:
+        return scratch(chunks, heads, rows, cols, dtype=problem.dtype)
+
+    outputs = {name: partial_gradients(problem, scratch) if unrounded else arrays[name] for name in ("dq", "dk")}
+    known = {"gQ": arrays["q"], "gK": arrays["k"], "gV": arrays["v"], "gDOut": arrays["dout"], "gBeta": arrays["beta"]}
+    known |= {"gGates": arrays["decay"] and spread_to_tokens(problem, arrays["decay"]), "gCuSeqlens": problem["cu_seqlens"]}
+    known |= {"gDQ": outputs["dq"], "gDK": outputs["dk"], "gDV": arrays["dv"], "gDBeta": arrays["dbeta"]}
+    known |= {"gB": scratch(chunks, heads, CHUNK) if gated else None, "gChunkBeta": scratch(chunks, heads, CHUNK)}
+    known |= {"gForward": of_chunks(2 * CHUNK, CHUNK), "gReverse": of_chunks(3 * CHUNK, CHUNK)}
+    known |= {"gErrors": of_chunks(4 * CHUNK, columns), "gStates": of_chunks(2 * columns, padded_keys)}
+    ends = {"gInitialState": "initial_state", "gLastState": "dstate", "gFirstState": "dinitial_state"}
+    known |= {name: x and x.permuted(SWAP_STATE_AXES) for name, end in ends.items() for x in [arrays[end]]}
+    finish: list[Step] = []
+    if wants_gates:
+        halves, warps = delta_gradients_ampere.HALVES, delta_gradients_ampere.WARPS
+        query_dots, key_dots = (allocate_row_dots(problem, scratch, halves) for _ in range(2))
+        sums = {name: scratch(chunks, heads, warps) for name in ("carried_dots", "state_dots")}
+        known |= {"gQueryDots": query_dots, "gKeyDots": key_dots}
+        known |= {"gCarriedDots": sums["carried_dots"], "gStateDots": sums["state_dots"]}
+        finish.append(sum_gates(problem, arrays, query_dots, key_dots, sums, halves))
+    if unrounded:
+        finish += [step for name in ("dq", "dk") for step in sum_heads(problem, outputs[name], arrays[name])]
+    parts = -(-chunks // sequences)  # of a head of a sequence: thread blocks with a chunk each, if all have as many
+    stages = 2 if machine(problem.device).shared_bytes >= MEDIUM else 1
+
+    def launch(module: Any, config: Any, grid: int, names: str, **numbers: float) -> Step:
+        return kernel_for(module, config, problem.device).bind(
+            sequences * heads * grid,
+            length=length,
+            heads=heads,
+            group=heads // key_heads,
+            **numbers,
+            **{name: known.get(name) for name in (*names.split(), "gB", "gChunkBeta", "gCuSeqlens")},
+        )
+
+    inverse, states = intern_value(delta_inverse_ampere.Config, *form), intern_value(delta_states_ampere.Config, *form)
+    state_gradients = intern_value(delta_state_gradients_ampere.Config, *form)
+    gradients = intern_value(delta_gradients_ampere.Config, *form, unrounded, wants_gates, stages)
+    of_states = "gQ gK gDOut gReverse gErrors gStates gDV gLastState gFirstState gDQ gDK gDBeta"
+    of_chunk = "gQ gK gDOut gErrors gStates gDQ gDK gDBeta gQueryDots gKeyDots gCarriedDots gStateDots"
+    panels = columns // PANEL
+    return [
+        launch(delta_inverse_ampere, inverse, parts, "gQ gK gBeta gGates gForward gReverse", parts=parts, scale=scale),
+        launch(delta_states_ampere, states, width, "gK gV gForward gInitialState gErrors gStates", blocks=width),
+        launch(delta_state_gradients_ampere, state_gradients, width, of_states, blocks=width, scale=scale),
+        launch(delta_gradients_ampere, gradients, parts, of_chunk, parts=parts, panels=panels, scale=scale),
+        *finish,
+    ]
+
+
+def plan_delta_token_loop(problem: Problem, arrays: Arrays, scale: float, scratch: ScratchAllocator) -> list[Step]:
+    """The launches of walks token by token. arrays: as in plan_delta_gradients."""
     batch, length, heads, value_dim, key_dim, sequences = problem(
         "batch", "seqlen", "heads", "value_dim", "key_dim", "sequences"
     )

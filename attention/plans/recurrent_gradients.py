@@ -105,14 +105,14 @@ def plan_chunk_gradients(
     if arrays["ddecay"]:
         config = keys.config(problem, vector_bytes)
         parts = config.row_parts * keys.width
-        query_dots, key_dots = _row_dots(problem, scratch, parts), _row_dots(problem, scratch, parts)
+        query_dots, key_dots = allocate_row_dots(problem, scratch, parts), allocate_row_dots(problem, scratch, parts)
         chunks, heads = count_chunk_indices(problem), problem.extents["heads"]
         states = scratch(chunks, heads, key_dim, value_dim, dtype=problem.dtype)
         state_parts = WARPS * keys.width * config.key_parts
         of_chunks = {name: scratch(chunks, heads, state_parts) for name in ("carried_dots", "state_dots")}
         of_queries |= {"gZ": q, "row_dots": query_dots, "states": states} | of_chunks
         of_keys |= {"gZ": k, "row_dots": key_dots, "states": states} | of_chunks
-        finish.append(_sum_gates(problem, arrays, query_dots, key_dots, of_chunks, parts))
+        finish.append(sum_gates(problem, arrays, query_dots, key_dots, of_chunks, parts))
     if sums_heads:
         finish += [step for name in ("dq", "dk") for step in sum_heads(problem, outputs[name], arrays[name])]
     scans = (queries, of_queries), (keys, of_keys), (values, of_values)
@@ -180,12 +180,13 @@ def partial_gradients(problem: Problem, scratch: Callable[..., Operand]) -> Oper
     return scratch(*problem("batch", "seqlen", "heads", "key_dim"))
 
 
-def _row_dots(problem: Problem, scratch: Callable[..., Operand], parts: int) -> Operand:
+def allocate_row_dots(problem: Problem, scratch: Callable[..., Operand], parts: int) -> Operand:
+    """Memory for `parts` parts of a row sum for each token and head."""
     batch, length, heads = problem("batch", "seqlen", "heads")
     return scratch(batch, length, heads * parts)
 
 
-def _sum_gates(
+def sum_gates(
     problem: Problem, arrays: Arrays, query_dots: Operand, key_dots: Operand, of_chunks: dict[str, Operand], parts: int
 ) -> Step:
     """The launch that computes the decay's gradient."""

@@ -11,7 +11,7 @@ from ..names import suggests_argument_names
 from ..options import check_number
 from ..plans import recurrent_checks, recurrent_chunks, recurrent_gradients
 from ..plans.call_options import without_gradients
-from ..plans.delta_gradients import plan_delta_token_loop
+from ..plans.delta_gradients import plan_delta_gradients
 from ..plans.recurrent_derivative import RecurrentDerivative, choose_optional_gradients
 
 DELTA_RULE_BACKWARD = Schema(
@@ -78,12 +78,18 @@ def delta_rule_backward(
     initial_state; False where it is not wanted, True where it is and there is no initial state. Heads that share a key head add
     to its gradients. Tokens after cu_seqlens[-1] have gradients of 0.
 
-    Nothing that forward computed is read. All sums are made in float32, in a fixed order: the same bits every time. Gradients
-    are computed token by token, with all factors in float32: correct, and slow. stream, family: as in delta_rule.
+    Nothing that forward computed is read. All sums are made in float32, in a fixed order: the same bits every time. Sequences
+    are processed in chunks of 64 tokens, on tensor cores: states before each chunk, then gradients of states from the last
+    chunk to the first, then all others. Relative errors of bfloat16 gradients are 2e-3 to 9e-3 for keys at random; if all keys
+    are the same 6e-3 for beta 1, and of dq 2e-2 for 1.9, 3e-2 for 2. float16 has an eighth of that; the elements of states and
+    of their gradients are rounded to float16, and infinite beyond 65504. Decays of channels and Dk above 128 are computed token
+    by token, with all factors in float32: correct, and slow. Chunks need scratch memory, 168 KiB for each of a head with
+    Dk = Dv = 128. stream, family: as in delta_rule; all families have the same
+    kernels.
 
     Returns (dq, dk, dv, dbeta), followed, in this order, by ddecay if there is a decay, and dinitial_state if there is an
-    initial state, unless they are False. Arrays and errors are those of delta_rule. Source: the equations are those of
-    attention/reference/linear_gradients.py, whose results tests compare with finite differences."""
+    initial state, unless they are False. Arrays and errors are those of delta_rule. Source: the equations for
+    chunks are derived in attention/parts/recurrent/delta_chunks.py, from the UT transform (Yang et al. 2024)."""
     also, more = choose_optional_gradients(ddecay=(decay, ddecay), dinitial_state=(initial_state, dinitial_state))
     arrays = dout, q, k, v, beta, decay, cu_seqlens, initial_state, dstate, dq, dk, dv, dbeta, *more
     return _delta_rule_backward(stream, arrays, (check_number("scale", scale), also, family), layout)
@@ -104,4 +110,4 @@ def _delta_rule_backward(problem: Problem, scale: float | None, also: str, famil
     arrays = recurrent_gradients.gradient_arrays(problem, *(name in also.split() for name in ("ddecay", "dinitial_state")))
     arrays |= {name: problem[name] for name in ("beta", "dbeta")}
     scratch = recurrent_chunks.ScratchAllocator(problem)
-    return Plan(plan_delta_token_loop(problem, arrays, scale, scratch), scratch.shapes)
+    return Plan(plan_delta_gradients(problem, arrays, scale, scratch), scratch.shapes)

@@ -243,7 +243,9 @@ def _plan_chunks(
     last_pass, first_pass, costs = CHANNEL_PASSES if by_channel else TOKEN_PASSES
     width, first_width = -(-columns // COLUMNS), -(-(columns + key_dim) // COLUMNS)
     segments, scratch = 1, recurrent_chunks.ScratchAllocator(problem)
-    steps, copies = prepare_rows(problem, scratch, False, channel_gates=by_channel)
+    inside = by_channel or problem.dtype == "bfloat16"  # are queries and keys normalised by the kernels? See l2norm.py
+    steps, copies = prepare_rows(problem, scratch, raw.l2norm and not inside, channel_gates=by_channel)
+    raw = raw._replace(l2norm=raw.l2norm and inside)
     arrays = arrays | copies
     if key_dim <= max(delta_compose_states_hopper.KEY_DIMS):
         processors, each = machine(problem.device).processors, length * batch // sequences // CHUNK

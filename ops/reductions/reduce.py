@@ -208,6 +208,20 @@ def _(tile):
 
 
 @op
+def lane_col_sum(tile):
+    """The same of each column: a partial row_vec. Its lanes' shares take half the registers of a tile of 16 rows, or less."""
+    return _reduced("sum", tile, 0)
+
+
+@lowers(lane_col_sum)
+def _(tile):
+    if not isinstance(tile, rt):
+        raise TypeError(f"lane_col_sum: takes a register tile, got {tile}")
+    out = replace(tile.row_vec, partial=True)
+    return out, lambda b, v: b.from_elements(out, _fold_lane(b, tile, out, b.elements(tile, v), fadd))
+
+
+@op
 def lane_moment(tile):
     """Sum of each row's elements times the numbers of their columns, as a partial col_vec: see lane_sum. tile: of fp32, in row
     layout. The numbers take no registers."""
@@ -234,7 +248,7 @@ def _(tile):
 
 @op
 def finish_sum(vector):
-    """The col_vec of which a partial sum has each lane's share."""
+    """The vector of which a partial sum has each lane's share."""
     return vector.array
 
 

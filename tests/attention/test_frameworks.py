@@ -47,13 +47,11 @@ def test_torch_on_the_host_runs_in_the_interpreter():
 
 def test_a_tensor_that_requires_grad_is_refused_not_detached():
     torch = pytest.importorskip("torch")
-    q, k, v = (to_torch(x, "cpu") for x in host_inputs())
-    q.requires_grad_()
-    beta = torch.ones(v.shape[:3])
-    with pytest.raises(NotImplementedError, match=r"q: requires grad.*torch\.no_grad\(\)"):
-        attention.delta_rule(q, k, v, beta)
+    x = to_torch(host_inputs()[0], "cpu").requires_grad_()
+    with pytest.raises(NotImplementedError, match=r"x: requires grad.*torch\.no_grad\(\)"):
+        attention.quantize(x)
     with torch.no_grad():
-        attention.delta_rule(q, k, v, beta)
+        attention.quantize(x)
 
 
 def test_jax_on_the_host():

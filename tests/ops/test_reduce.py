@@ -7,7 +7,7 @@ import pytest
 from numba import cuda
 
 import ops
-from ops import finish_sum, full, lane_moment, lane_sum, load, row_max, row_sum, store
+from ops import finish_sum, full, lane_col_sum, lane_moment, lane_sum, load, row_max, row_sum, store
 from tiles import bf16, fp16, fp32, rt, shared, st
 from tiles.testing import EPS, blank, close, meaning, pairs, ptx, wide
 
@@ -167,12 +167,15 @@ def test_partial_sums_are_finished_once(run, sample, dtype, side):
     T = rt(32, 48, dtype, side)
 
     @cuda.jit
-    def body(x, lanes):
+    def body(x, lanes, by_column):
         store(lanes, finish_sum(lane_sum(load(x, T, (0, 0)))), (0,))
+        store(by_column, finish_sum(lane_col_sum(load(x, T, (0, 0)))), (0,))
 
-    x, lanes = sample((32, 48), dtype), blank(32, dtype)
-    run(body, x, lanes)
+    x, lanes, by_column = sample((32, 48), dtype), blank(32, dtype), blank(48, dtype)
+    run(body, x, lanes, by_column)
     X = wide(x)
+    of_columns = np.abs(X).sum(axis=0) * EPS[dtype] / 2 * (dtype is not fp32)
+    close(by_column, X.sum(axis=0), ulp=0.51 if dtype is not fp32 else 0, atol=error_of("sum", X, 0) + of_columns)
     shares = np.abs(X).sum(axis=1) * EPS[dtype] / 2 * (dtype is not fp32)  # every lane's share is rounded
     close(lanes, X.sum(axis=1), ulp=0.51 if dtype is not fp32 else 0, atol=error_of("sum", X, 1) + shares)
 

@@ -5,9 +5,10 @@ the delta rule leave the tiles as they are and multiply what follows, with l_q a
 and keys:
 
     A = l_k l_k^T * tril(beta K K^T, -1)       T' = l_k T         U' = T' (V - l_k K S) = l_k U
-    O = l_q Q S + tril(l_q Q K^T) U'           S' = S + K^T U'
+    O = l_q (Q S + tril(Q K^T) U')             S' = S + K^T U'
 
-The solver computes l_k, the scorer l_q; both pass them to consumers through rings (`publish`)."""
+The solver computes l_k, the scorer l_q; both pass them to consumers through rings (`publish`). Q K^T is rounded before it is
+multiplied, so this is for bfloat16, which has float32's range."""
 
 from ops import load, row_sum, rsqrt, store, subtile, warpgroup, zeros
 from tiles import fp32, inlined, ring, rt, static, sv

@@ -115,6 +115,15 @@ class SequenceLayout:
             return int32(token // CHUNK + sequence * ((length + CHUNK - 1) // CHUNK))
 
     @inlined
+    def chunks_of_block(self, part, chunks, parts):
+        """The chunks of one of the `parts` blocks of a sequence, of which there are about as many as chunks: exactly as many if
+        sequences are not packed, so that no loop is needed."""
+        if self.varlen:
+            return range(part, chunks, parts)
+        else:
+            return range(part, part + 1)
+
+    @inlined
     def padding_tokens(self, gCuSeqlens, sequence, length):
         """The TokenRange of the padding, the tokens after cu_seqlens[-1], if this is the last sequence; an empty one otherwise.
         length: the number of all tokens, padding included."""

@@ -61,7 +61,7 @@ def check(place, args, **options):
     return got
 
 
-@pytest.mark.parametrize("length", [1, 65, 130])
+@pytest.mark.parametrize("length", [1, 64, 65, 130])
 @divided
 def test_lengths(place, length, normalize):
     check(place, case(length, normalize))

@@ -1,6 +1,8 @@
 """attention.delta_rule_backward against the reference's gradients, whose own derivatives
 reference/test_recurrence_gradients.py checks."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from gradient_cases import bf16, check, delta_case, f32, relative_rms, run
@@ -9,10 +11,29 @@ from poison import Packing, as_on_a_device
 
 import attention
 from attention import reference
+from attention.plans import delta_gradients
+from tiles.targets import SMALL
+
+
+@pytest.fixture(params=["chunks", "tokens"])
+def kernels(request, monkeypatch, nothing_known):
+    """By chunk kernels, or token by token."""
+    if request.param == "tokens":
+        monkeypatch.setattr(delta_gradients, "serves_delta_gradients", lambda problem: False)
+    return request.param
+
+
+LENGTHS = [(1, "token"), (17, "head"), (63, "none"), (64, "token"), (65, "none"), (130, "head")]
+
+
+@pytest.mark.parametrize(("length", "decay"), LENGTHS)
+def test_lengths(place, length, decay):
+    check(place, delta_case(length, decay, batch=2))
 
 
 @pytest.mark.parametrize(("length", "decay"), [(1, "token"), (2, "none"), (17, "head"), (30, "channel")])
-def test_lengths(place, length, decay):
+def test_lengths_token_by_token(place, monkeypatch, nothing_known, length, decay):
+    monkeypatch.setattr(delta_gradients, "serves_delta_gradients", lambda problem: False)
     check(place, delta_case(length, decay, batch=2))
 
 
@@ -23,11 +44,15 @@ def test_sequences_without_tokens(place, decay):
     np.testing.assert_array_equal(run(place, args)["dinitial_state"], args["dstate"])
 
 
-@pytest.mark.parametrize(
-    ("key_dim", "value_dim", "decay"), [(128, 80, "channel"), (48, 256, "head"), (256, 16, "token"), (144, 144, "channel")]
-)
+@pytest.mark.parametrize(("key_dim", "value_dim", "decay"), [(128, 128, "token"), (80, 16, "none"), (64, 208, "head")])
 def test_sizes(place, key_dim, value_dim, decay):
-    """Blocks of columns that are not full, and states of which each warp has some rows only."""
+    """Blocks of columns that are full, and others."""
+    check(place, delta_case(66, decay, key_dim=key_dim, value_dim=value_dim, heads=1))
+
+
+@pytest.mark.parametrize(("key_dim", "value_dim", "decay"), [(128, 80, "channel"), (256, 16, "token"), (144, 144, "channel")])
+def test_sizes_token_by_token(place, key_dim, value_dim, decay):
+    """States of which each warp has some rows only, too."""
     check(place, delta_case(5, decay, key_dim=key_dim, value_dim=value_dim, heads=1))
 
 
@@ -43,13 +68,34 @@ def test_value_heads_that_share_keys(place, decay, gates):
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.3, 7.0])
-def test_any_scale(place, scale):
+def test_any_scale(place, kernels, scale):
     check(place, delta_case(20, "token", key_heads=2), scale=scale)
 
 
-@pytest.mark.parametrize("decay", ["none", "channel"])
-def test_float16(place, decay):
-    check(place, delta_case(20, decay, dtype=np.float16))
+@pytest.mark.parametrize(("length", "decay"), [(70, "token"), (20, "channel")])
+def test_float16(place, length, decay):
+    check(place, delta_case(length, decay, dtype=np.float16))
+
+
+@pytest.mark.parametrize("more", [4, 2, 1])
+def test_any_alignment(more):
+    """Strides that are multiples of 8, 4 and 2 bytes."""
+    args = delta_case(66, "token", heads=1)
+
+    def widened(x):
+        wide = np.full((*x.shape[:-1], x.shape[-1] + more), np.nan, x.dtype)
+        wide[..., : x.shape[-1]] = x
+        return wide[..., : x.shape[-1]]
+
+    got = run(OnInterpreter(), args | {name: widened(args[name]) for name in ("q", "k", "v", "dout")})
+    for name, x in run(OnInterpreter(), args).items():
+        np.testing.assert_array_equal(got[name], x)
+
+
+def test_little_shared_memory(place, monkeypatch, nothing_known):
+    """Panels of values are not loaded ahead there."""
+    monkeypatch.setattr(delta_gradients, "machine", lambda _: SimpleNamespace(shared_bytes=SMALL))
+    check(place, delta_case(70, "token", value_dim=80))
 
 
 @pytest.mark.parametrize("decay", ["token", "head", "channel"])
@@ -79,16 +125,16 @@ def test_packed_sequences_among_poison(place, monkeypatch, decay):
             assert (got[name][:, packing.nobodys] == 0).all()
 
 
-def test_as_compiled(as_compiled):
-    """The PTX of the walks, with decays of channels."""
+@pytest.mark.parametrize(("length", "decay"), [(3, "channel"), (65, "token")])
+def test_as_compiled(as_compiled, length, decay):
+    """The PTX of the walks over tokens, and of the kernels of chunks."""
     as_compiled("sm_80")
-    check(OnInterpreter(), delta_case(3, "channel", heads=1))
+    check(OnInterpreter(), delta_case(length, decay, heads=1))
 
 
 # ---- beta, keys and gates -----------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("beta", [0.0, 1.0, 2.0])
-@pytest.mark.parametrize("decay", ["none", "token"])
-def test_equal_betas(place, beta, decay):
+@pytest.mark.parametrize(("beta", "decay"), [(0.0, "token"), (0.0, "none"), (1.0, "none"), (1.0, "token"), (2.0, "none")])
+def test_equal_betas(place, kernels, beta, decay):
     """0 writes nothing, and has a gradient; 1 replaces what a key has; 2 reflects."""
     args = delta_case(70, decay)
     args["beta"][:] = beta
@@ -97,30 +143,26 @@ def test_equal_betas(place, beta, decay):
         assert not got["dv"].any() and got["dbeta"].all()
 
 
-@pytest.mark.parametrize("beta", [1.0, 1.9])
-def test_equal_keys(place, beta):
-    """Each token writes to what the one before it has written."""
+@pytest.mark.parametrize(("beta", "limit"), [(1.0, 0.01), (1.9, 0.03), (2.0, 0.05)])
+def test_equal_keys(place, kernels, beta, limit):
+    """Each token writes to what the one before it has written. In chunks, terms of dP that are rounded cancel."""
     args = delta_case(70, "none")
     args["k"][:] = args["k"][:, :1]
     args["beta"][:] = beta
-    check(place, args)
+    got, want = run(place, args), reference.linear_backward(**args)
+    for name, x in got.items():
+        assert relative_rms(x, want[name]) < (limit if kernels == "chunks" else 0.005), name
 
 
 @pytest.mark.parametrize("gate", [0.0, -5.0, -np.inf])
-def test_equal_gates(place, gate):
+def test_equal_gates(place, kernels, gate):
     """Without decay; where all but the nearest tokens are forgotten; and where all are, so that keys have no gradient from what
     they read."""
     args = delta_case(70, "token", key_heads=2)
     args["decay"][:] = gate
-    got = run(place, args)
-    want, low = (reference.linear_backward(**args, low=low) for low in (False, True))
-    for name in "dq", "dk", "dv":
-        reference.assert_close(got[name], want[name], low[name], factor=3, name=name)
-    assert relative_rms(got["dbeta"], want["dbeta"]) < 0.005
+    got = check(place, args)
     if gate < -100:
         assert not got["ddecay"].any() and not got["dinitial_state"].any()
-    else:
-        assert relative_rms(got["ddecay"], want["ddecay"]) < 0.005
 
 
 @pytest.mark.parametrize("decay", ["token", "channel"])
@@ -131,6 +173,14 @@ def test_gates_that_forget_everything(place, decay):
     args["decay"] = np.where(draw < 0.1, -np.inf, np.where(draw < 0.2, -1e4, np.where(draw < 0.5, 0, -0.1))).astype(f32)
     got = check(place, args)
     assert (got["ddecay"][args["decay"] < -100] == 0).all()
+
+
+def test_errors_of_later_chunks_stay_there(place):
+    """A gate of -inf inside a chunk, behind which gradients are a thousand times as large."""
+    args = delta_case(128, "token", key_heads=2)
+    args["decay"][:, 40], args["dout"][:, 40:] = -np.inf, args["dout"][:, 40:] * bf16(1024)
+    got, want = run(place, args)["ddecay"], reference.linear_backward(**args)["ddecay"]
+    assert relative_rms(got[:, :40], want[:, :40]) < 0.02 and relative_rms(got[:, 40:], want[:, 40:]) < 0.02
 
 
 def test_what_gates_of_zero_change(place):
@@ -146,7 +196,7 @@ def test_what_gates_of_zero_change(place):
     dot = lambda x, dx: (args[x].astype(float) * got[dx].astype(float)).sum(-1)
     assert relative_rms((dot("q", "dq") - dot("v", "dv"))[:, ::-1].cumsum(1)[:, ::-1], got["ddecay"]) < 0.03
     by_channel = run(place, args | {"decay": np.zeros((*args["decay"].shape, 16), f32)})
-    assert relative_rms(by_channel["ddecay"].sum(-1), got["ddecay"]) < 0.005
+    assert relative_rms(by_channel["ddecay"].sum(-1), got["ddecay"]) < 0.01
 
 
 # ---- arguments -------------------------------------------------------------------------------------------------------
@@ -161,9 +211,8 @@ def test_outputs_and_options():
     assert len(attention.delta_rule_backward(**args, ddecay=False, dinitial_state=False)) == 4
     start = args.pop("initial_state")
     *_, first = attention.delta_rule_backward(**args, dinitial_state=True)
-    np.testing.assert_array_equal(
-        first, attention.delta_rule_backward(**args, initial_state=0 * start)[-1]
-    )  # as from a state of 0
+    from_zero = attention.delta_rule_backward(**args, initial_state=0 * start)
+    np.testing.assert_array_equal(first, from_zero[-1])
     del args["dstate"]
     plain, zeros = (attention.delta_rule_backward(**args | more) for more in ({}, {"dstate": 0 * start}))
     for x, y in zip(plain, zeros, strict=True):

@@ -9,7 +9,9 @@ from poison import Packing, as_on_a_device
 
 import attention
 from attention import reference
+from attention.kernels import mamba2_gradients as module
 from attention.plans import recurrent_chunks
+from tiles.targets import parse_target
 
 bf16, f32 = ml_dtypes.bfloat16, np.float32
 ALWAYS, OPTIONAL = ("x", "dt", "A", "B", "C"), ("D", "z", "dt_bias", "initial_states")
@@ -158,6 +160,20 @@ def test_segments(place, monkeypatch, nothing_known, segments):
     """Of which the last has a shorter chunk; states are composed by the last pass or before it."""
     monkeypatch.setattr(recurrent_chunks, "count_segments", lambda *_: segments)
     check(place, case(64 * segments - 30, P=32), dt_softplus=True)
+
+
+def test_space():
+    """All dtypes, gates and results are compiled by `inspect --all`, the largest always."""
+    few, many = (list(module.space(parse_target("sm_90a"), everything)) for everything in (False, True))
+    after = [config for config in many if isinstance(config, module.Mamba2GradientOutputs)]
+    limits = {(0.0, np.inf, False), (0.0, np.inf, True), (0.001, 0.1, True)}
+    for configs in after, [config for config in many if config not in after]:
+        gates = {(config.dtype, config.gate.low, config.gate.high, config.gate.softplus, config.silu) for config in configs}
+        assert gates == {(of, *gate, silu) for of in (module.bf16, module.fp16) for gate in limits for silu in (False, True)}
+    assert {(config.skip, config.varlen) for config in after} == {(s, v) for s in module.SKIPS for v in (False, True)}
+    assert set(few) < set(many) and len(few) == 3
+    assert all(config.dtype is module.bf16 and config.gate.has_limits and config.silu for config in few)
+    assert {(config.skip, config.varlen) for config in few if config in after} == {("head", True), ("column", True)}
 
 
 # ---- arguments -------------------------------------------------------------------------------------------------------

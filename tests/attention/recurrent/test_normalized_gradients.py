@@ -8,6 +8,8 @@ from poison import Packing, as_on_a_device
 
 import attention
 from attention import reference
+from attention.kernels import normalizer_gradients as module
+from tiles.targets import parse_target
 
 LIMIT = 0.005  # of relative errors of float32 results, if those of the reference in the inputs' dtype are not greater
 every_family = pytest.mark.parametrize("family", ["sm_90", "sm_80"])
@@ -124,6 +126,21 @@ def test_errors():
         attention.linear_backward(**args | {"dstate": args["dstate"][0]}, normalize=True)
     with pytest.raises(TypeError, match="^initial_state: must be an array, not a pair, which is for normalize=True"):
         attention.linear_backward(**args | {"dstate": None})
+
+
+def test_space():
+    """All dtypes, sizes and decays are compiled by `inspect --all`, the largest with decays always."""
+    few, many = (list(module.space(parse_target("sm_90a"), everything)) for everything in (False, True))
+    for kind in module.NormalizerSums, module.NormalizerGradients:
+        of_kind = [config for config in many if isinstance(config, kind)]
+        wanted = {(config.dtype, config.key_dim, config.decay, config.varlen) for config in of_kind}
+        assert len(wanted) == 2 * 3 * 3 * 2
+        fields = {(config.dtype, config.key_dim, config.varlen) for config in few if isinstance(config, kind)}
+        assert fields == {(module.bf16, 256, True)}
+        assert {config.decay for config in few if isinstance(config, kind)} == {"token", "channel"}
+    of_gates = {(config.decay, config.with_gates) for config in of_kind}
+    assert of_gates == {("", False), *((decay, gates) for decay in ("token", "channel") for gates in (False, True))}
+    assert set(few) < set(many)
 
 
 NAMES = "q", "k", "v", "decay", "initial_state", "initial_z"

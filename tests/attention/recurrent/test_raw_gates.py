@@ -174,6 +174,16 @@ def test_linear_step_after_a_sequence(place, channels):
     reference.assert_close(out, ref, low, factor=3)
 
 
+def test_long_queries_and_keys_in_float16(place):
+    """Whose products are beyond its range before they are normalised."""
+    q, k, v, b, _ = draw(70)
+    q, k, v = ((x.astype(F32) * factor).astype(FP16) for x, factor in ((q, 100), (k, 100), (v, 1)))
+    out = place.get(delta_rule(*map(place.put, (q, k, v)), gates.beta(place.put(b)), qk_l2norm=True))
+    exact, beta = [normalised(x) for x in (q, k)], 1 / (1 + np.exp(-b.astype(float)))
+    low = reference.linear(*(x.astype(FP16) for x in exact), v, beta=beta, low=True)[0]
+    reference.assert_close(out, reference.linear(*exact, v, beta=beta)[0], low)
+
+
 def test_scale_and_layouts(place):
     """Heads before tokens, with another scale."""
     q, k, v, b, (a, *of_head) = draw(70, batch=2)

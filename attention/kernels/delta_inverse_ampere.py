@@ -1,0 +1,94 @@
+"""What gradients of the delta rule need of each chunk before its state is known (parts/recurrent/delta_chunks.py has the
+equations): the cumulative sums of its gates, its betas, and with N = stril(M * K K^T)
+
+    (I + N beta)^-T        (I + beta N)^-T        P^T = scale (M * Q K^T)^T
+
+The inverses are two parts each, high and low. A block has some chunks of a head, its warps 16 tokens each."""
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from numba import cuda
+from numpy import int32
+
+from ops import cumsum, divmod, exp2, load, mma_ABt, store, subtile, truncate, warpgroup, zeros
+from ops.for_attention.triangular_inverse import TRIANGLE, inverse_transposed
+from tiles import fp32, pipeline, shared, st, sv
+from tiles.launching.arguments import ENDS, FLOAT, INT, array
+from tiles.targets import Target
+
+from ..parts.recurrent.delta_chunks import WARP_COLUMNS, WARPS, DeltaChunkConfig, TwoParts, chunk_forms
+from ..parts.recurrent.gates import COL_VEC, LOG2_E, ROW_VEC, TILE, clamp_gates
+from ..parts.recurrent.tokens import CHUNK, SequenceLayout
+
+
+@dataclass(frozen=True)
+class Config(DeltaChunkConfig):
+    """A kernel's configuration."""
+
+    label = "inverses of chunks"
+
+
+def space(target: Target, everything: bool) -> Iterator[Config]:
+    """The configurations of bf16 and 16 bytes, with all other dtypes and bytes if `everything`."""
+    yield from itertools.starmap(Config, chunk_forms(everything))
+
+
+@functools.cache
+def make(config: Config):
+    """(kernel, shared memory) of a configuration."""
+    INPUT, GATED, VECTOR_BYTES = config.dtype, config.gated, config.vector_bytes
+    seq_layout, parts_of = SequenceLayout(config.varlen), TwoParts(INPUT)
+    KEY = st(CHUNK, config.key_dim, INPUT)
+    smem = shared(q=pipeline(KEY, 1, WARPS), k=pipeline(KEY, 1, WARPS), high=TRIANGLE, low=TRIANGLE, b=sv(CHUNK, fp32))
+
+    @cuda.jit(launch_bounds=(config.threads, 2), fastmath=True)
+    def invert(
+        gQ: array(4, INPUT), gK: array(4, INPUT), gBeta: array(3), gGates: array(3), gB: array(3), gChunkBeta: array(3),
+        gForward: array(4, INPUT), gReverse: array(4, INPUT), gCuSeqlens: ENDS,
+        length: INT, parts: INT, heads: INT, group: INT, scale: FLOAT,
+    ):  # fmt: skip
+        """Each of the `parts` blocks of a head of a sequence has as many of its chunks. gB, gChunkBeta: of each chunk and head.
+        gForward: the inverse for E, high above low; gReverse: that for Z, and below P^T."""
+        q, k, high, low, b = smem.open()
+        index, part = divmod(cuda.blockIdx.x, parts)
+        sequence, head = divmod(index, heads)
+        key_head, _ = divmod(head, group)
+        seq = seq_layout.sequence_tokens(gCuSeqlens, sequence, length)
+        n, rank = seq.num_chunks(), warpgroup.rank()
+        queries, keys, betas = truncate(gQ, 1, seq.end), truncate(gK, 1, seq.end), truncate(gBeta, 1, seq.end)
+        for j in seq_layout.chunks_of_block(part, n, parts):
+            token = seq.chunk_start(j)
+            chunk = seq_layout.chunk_index(token, sequence, length)
+            k.fill(j, keys, (seq.batch, token, key_head, 0), 1, 3, n, VECTOR_BYTES)
+            q.fill(j, queries, (seq.batch, token, key_head, 0), 1, 3, n, VECTOR_BYTES)
+            beta = load(betas, ROW_VEC, (seq.batch, token, head), cols=1)
+            if GATED:
+                gates = load(truncate(gGates, 1, seq.end), ROW_VEC, (seq.batch, token, head), cols=1)
+                sums = cumsum(clamp_gates(gates) * LOG2_E)
+            if rank == 0:
+                store(gChunkBeta, beta, (chunk, head, 0))
+                if GATED:
+                    store(gB, sums, (chunk, head, 0))
+                    store(b, sums)
+            key_tile = k.wait(j, 1)  # its barrier also shows b to all warps
+            key_rows = subtile(key_tile, WARP_COLUMNS, rank)
+            s = mma_ABt(zeros(TILE), key_rows, key_tile)
+            p_t = mma_ABt(zeros(TILE), key_rows, q.wait(j)) * scale
+            if GATED:
+                b_rows = load(subtile(b, WARP_COLUMNS, rank), COL_VEC)
+                s = s * exp2(zeros(TILE) + b_rows - sums)
+                p_t = p_t * exp2(zeros(TILE) + sums - b_rows)
+            s = warpgroup.causal(s, -1, 0.0)
+            warpgroup.store(gReverse, INPUT(warpgroup.triu(p_t, 0, 0.0)), (chunk, head, 2 * CHUNK, 0), aligned=True)
+            first, second = parts_of.split(inverse_transposed(s * beta, high, low))
+            warpgroup.store(gForward, first, (chunk, head, 0, 0), aligned=True)
+            warpgroup.store(gForward, second, (chunk, head, CHUNK, 0), aligned=True)
+            beta_rows = load(betas, COL_VEC, (seq.batch, int32(token + WARP_COLUMNS * rank), head), cols=1)
+            first, second = parts_of.split(inverse_transposed(s * beta_rows, high, low))
+            warpgroup.store(gReverse, first, (chunk, head, 0, 0), aligned=True)
+            warpgroup.store(gReverse, second, (chunk, head, CHUNK, 0), aligned=True)
+
+    return invert, smem

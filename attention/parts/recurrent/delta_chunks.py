@@ -1,0 +1,147 @@
+"""Gradients of the delta rule chunk by chunk, with decays that are one number a token and head (or none): what the four kernels
+of them share (delta_inverse_ampere.py, delta_states_ampere.py, delta_state_gradients_ampere.py, delta_gradients_ampere.py).
+
+With S the state before a chunk, b the cumulative sum of its gates, M = tril(exp(b_i - b_j)), where no exponent is positive, and
+N = stril(M * K K^T),
+
+    Y = V - exp(b) K S        E = (I + N beta)^-1 Y        U = beta E
+    O = scale (exp(b) Q S + (M * Q K^T) U)                 S after = exp(b_last) S + (exp(b_last - b) K)^T U
+
+E is v - S'^T k of each token, as it comes in attention.delta_rule: beta stands behind N there, so that E has a value where beta
+is 0. With dS the gradient of the state after the chunk, and P = scale M * Q K^T,
+
+    dU = P^T dO + exp(b_last - b) K dS        Z = (I + beta N)^-T dU        dV = beta Z        dbeta = rowsum(Z * E)
+    dS before = exp(b_last) dS + (scale exp(b) Q)^T dO - (exp(b) K)^T dV
+
+Z is the gradient of U where later tokens have read it, and all of the chunk that needs N's inverse. The rest is products:
+
+    dP = scale M * dO U^T        G = -beta stril(M * Z U^T)
+    dQ = scale exp(b) dO S^T + dP K
+    dK = [exp(b_last - b) U dS^T + dP^T Q + G^T K]  +  [G K - exp(b) dV S^T]
+
+The first bracket is dk_write, what comes from writing to the state, the second dk_read, what comes from reading it. With
+r = q . dq + k . dk_read - k . dk_write the gradient of a gate is
+
+    dg_t = sum_(i >= t) r_i + sum_i (k_i . dk_i, as far as it comes from dS) + exp(b_last) <S, dS>
+
+over the chunk's tokens i, which gate_gradient.py sums, as for linear attention (gradients.py): what i >= t has of dP and G both
+ways is taken away again to the last bits of float32, because both ways have the same rounded dP and G.
+
+S before and dS after each chunk lie in memory in the input's dtype, 32 columns of values of the one before those of the other.
+The inverses, what they multiply, and Z and E in Z U^T are two parts, high + low, with 16 bits."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from numpy import float32, int32
+
+from ops import exp2, load, tile_min
+from tiles import bf16, dtype, fp16, fp32, inlined, static
+from tiles.cp_async import PIECES
+from tiles.layout import LANES
+
+from .gates import COL_VEC, ROW_VEC
+from .tokens import CHUNK
+
+KEY_DIMS = 64, 128  # padded key dims
+WARPS = 4  # of a thread block that has 64 columns of values, or the tokens of a chunk
+WARP_COLUMNS = CHUNK // WARPS  # columns or tokens of a warp
+PANEL = 32  # columns of values that delta_gradients_ampere.py multiplies at once
+
+
+@dataclass(frozen=True)
+class DeltaChunkConfig:
+    """A kernel's configuration. key_dim: the channels of keys, padded. gated: are there decays? varlen: are sequences packed
+    (cu_seqlens)? vector_bytes: how many bytes a cp.async copies; all addresses and strides are multiples of it."""
+
+    key_dim: int
+    dtype: dtype
+    gated: bool
+    varlen: bool = False
+    vector_bytes: int = 16
+    label = ""
+    threads = LANES * WARPS
+
+    def __str__(self):
+        flags = ", gated" * self.gated + ", varlen" * self.varlen
+        return f"{self.label}, Dk {self.key_dim} {self.dtype}{flags}" + f", by {self.vector_bytes} bytes" * (
+            self.vector_bytes != 16
+        )
+
+
+def chunk_forms(everything: bool) -> Iterator[tuple]:
+    """The fields of the configurations of a kernel of this family."""
+    for key_dim, gated in itertools.product(KEY_DIMS, (False, True)):
+        yield key_dim, bf16, gated, gated, PIECES[0]
+        if everything:
+            yield key_dim, fp16, gated, False, PIECES[0]
+            yield key_dim, bf16, gated, not gated, PIECES[0]
+            yield from ((key_dim, bf16, gated, False, vector_bytes) for vector_bytes in PIECES[1:])
+
+
+@inlined
+def state_row(column):
+    """The row in memory of a column of values of S. That of dS lies PANEL rows below."""
+    return int32(column + column // PANEL * PANEL)
+
+
+@static
+class ChunkDecay:
+    """The cumulative sum of a chunk's gates in powers of 2, as delta_inverse_ampere.py stored it. gated: are there any?
+    Otherwise they are 0, and nothing is read."""
+
+    gated: bool
+
+    @inlined
+    def load_cols(self, gB, index, head):
+        """Of all tokens of a chunk, for tiles that have tokens as columns."""
+        if self.gated:
+            return load(gB, ROW_VEC, (index, head, 0))
+        else:
+            return 0.0
+
+    @inlined
+    def load_rows(self, gB, index, head, token):
+        """Of the 16 tokens from `token` on."""
+        if self.gated:
+            return load(gB, COL_VEC, (index, head, token))
+        else:
+            return 0.0
+
+    @inlined
+    def load_last(self, gB, index, head):
+        """Of the last token."""
+        if self.gated:
+            return float32(gB[index, head, CHUNK - 1])
+        else:
+            return 0.0
+
+    @inlined
+    def last(self, b):
+        """Of the last token: sums never ascend, and are constant after the end of a sequence."""
+        if self.gated:
+            return tile_min(b)
+        else:
+            return 0.0
+
+    @inlined
+    def exp(self, b):
+        """exp2(b)"""
+        if self.gated:
+            return exp2(b)
+        else:
+            return 1.0
+
+
+@static
+class TwoParts:
+    """Numbers as the sum of two of a dtype, `high` and `low`."""
+
+    dtype: dtype
+
+    @inlined
+    def split(self, x):
+        """(high, low)"""
+        high = self.dtype(x)
+        return high, self.dtype(x - fp32(high))
