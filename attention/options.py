@@ -44,3 +44,10 @@ def split_norm(name: str, norm: Any) -> tuple[Any, Any]:
     if len(norm) != 2 or any([x is None for x in norm]):
         raise TypeError(f"{name}: must be weights, or a pair (weights, bias): a tuple of {len(norm)}")
     return norm
+
+
+def check_accumulators(arrays: dict[str, Any]) -> None:
+    """TypeError: one of these arguments is no array that gradients can be added to."""
+    for name, x in arrays.items():
+        if x is None or x is True:
+            raise TypeError(f"{name}: must be a float32 array with accumulate=True, got {name}={x}")

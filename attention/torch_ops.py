@@ -18,7 +18,7 @@ def register_torch_ops() -> None:
     from .public.delta_rules import _delta_rule, _delta_rule_raw
     from .public.hedgehog_features import _hedgehog
     from .public.linear_family import _linear, _linear_raw
-    from .public.linear_gradients import _linear_backward
+    from .public.linear_gradients import _linear_backward, _linear_backward_into
     from .public.mamba import _mamba2
     from .public.mamba_gradients import _mamba2_backward
     from .public.mla_decoding import _mla_decode, _mla_decode_fp8
@@ -28,7 +28,7 @@ def register_torch_ops() -> None:
 
     of_norms = [program for table in (NORMALISE, DIFFERENTIATE, INTO, ZEROS) for program in table.values()]
     backward = softmax_backward._backward, softmax_backward._variant, softmax_backward._into, *of_norms
-    of_linear = _linear, _linear_backward, _linear_step, _mamba2, _mamba2_backward
+    of_linear = _linear, _linear_backward, _linear_backward_into, _linear_step, _mamba2, _mamba2_backward
     recurrent = (
         _based,
         _based_backward,

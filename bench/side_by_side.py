@@ -17,6 +17,7 @@ import contextlib
 import functools
 import itertools
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -113,8 +114,25 @@ def _mla(batch: int, keys: int, heads: int):
     return call, _rotated(inputs, 2 * batch * keys * 576)
 
 
-def _recurrent(member: str, batch: int, length: int, heads=32, mean=0.05):
-    """mean: of the log-decays, in nats a token and downwards."""
+def _gates(kind: str, shape: tuple) -> Any:
+    """Log-decays, in nats a token. `gentle`: of -0.05 in the mean. `production`: as Kimi Linear's, -2.5 in the mean."""
+    import torch
+
+    gates = torch.rand(shape, device="cuda") * -5
+    if kind == "gentle":
+        return gates / 50
+    if kind == "production":
+        return -5 * torch.randn(shape, device="cuda").sigmoid()
+    if kind == "a channel of -1e4":
+        gates = gates / 50
+        gates[..., 7] = -1e4
+    elif kind == "a token in 64 of -inf":
+        gates = gates / 50
+        gates[:, 5::64] = -math.inf
+    return gates
+
+
+def _recurrent(member: str, batch: int, length: int, heads=32, gates="gentle"):
     import torch
     import torch.nn.functional as F
 
@@ -123,7 +141,7 @@ def _recurrent(member: str, batch: int, length: int, heads=32, mean=0.05):
     sizes = batch, length, heads
 
     def decay(*shape):
-        return -2 * mean * torch.rand(shape, device="cuda")
+        return _gates(gates, shape)
 
     def keys():
         return F.normalize(_normal(*sizes, 128), dim=-1)
@@ -183,8 +201,12 @@ def _problems() -> Iterator[tuple[str, Callable]]:
         yield f"{member} B 8 S 4096", functools.partial(_recurrent, member, 8, 4096)
     for member in ("simple GLA", "GLA", "gated delta rule", "KDA"):
         yield f"{member} B 1 S 32768", functools.partial(_recurrent, member, 1, 32768)
+    for member, kind in itertools.product(
+        ("GLA", "KDA"), ("production", "0 to -5", "a channel of -1e4", "a token in 64 of -inf")
+    ):
+        yield f"{member} B 8 S 4096 gates {kind}", functools.partial(_recurrent, member, 8, 4096, gates=kind)
     for member in ("GLA", "KDA"):
-        yield f"{member} B 8 S 4096 decays of -2.5", functools.partial(_recurrent, member, 8, 4096, mean=2.5)
+        yield f"{member} B 1 S 32768 gates production", functools.partial(_recurrent, member, 1, 32768, gates="production")
 
 
 PROBLEMS = dict(_problems())

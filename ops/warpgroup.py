@@ -18,7 +18,7 @@ from .elementwise import create, masks
 from .matmul.steps import finish, give_back, issue_AB, issue_ABt, step_AB, step_ABt, steps_AB, steps_ABt
 from .matmul.wgmma import ROWS, mm_AB, mm_ABt, mm_AtB, mm_AtBt, mma_AB, mma_ABt, mma_AtB, mma_AtBt, wait
 from .matmul.zipped import transpose_zipped
-from .memory import load_store, shared_tiles
+from .memory import load_store
 from .memory.lane_order import store_held
 from .memory.tma import store_wait, tma_add, tma_max, tma_min, tma_store
 from .memory.transposed import load_transposed, store_transposed
@@ -26,11 +26,11 @@ from .memory.zero_rows import zero_first_rows, zero_rows
 from .reductions.across_warps import lower_scope, reduced, voted
 from .shape.diagonal import on_diagonal, own_block, own_rows
 from .shape.subtile import subtile as _subtile
-from .threads.warpgroups import ping_pong, sync_several
+from .threads.warpgroups import handover, ping_pong, sync_several
 from .threads.warps import FOUR_WARPS, THREADS
 
 __all__ = [
-    "ROWS", "THREADS", "causal", "claim_registers", "finish", "give_back", "id", "issue_AB", "issue_ABt", "load",
+    "ROWS", "THREADS", "causal", "claim_registers", "finish", "give_back", "handover", "id", "issue_AB", "issue_ABt", "load",
     "load_transposed", "lower_fill", "mm_AB", "mm_ABt", "mm_AtB", "mm_AtBt", "mma_AB", "mma_ABt", "mma_AtB", "mma_AtBt",
     "on_diagonal", "outside_fill", "own_block", "own_rows", "ping_pong", "quarter", "rank", "reduce_all", "reduce_any",
     "reduce_max", "reduce_min", "reduce_prod", "reduce_sum", "release_registers", "row_index", "send", "step_AB",
@@ -229,14 +229,7 @@ def load(source, spec, at=None, rows=-2, cols=-1, aligned=None, fenced=True):
     return load_store.load_rows(source, spec, at, rows, cols, aligned, current_warp().rank, fenced)
 
 
-@lowers(load)
-def _(source, spec: type, at, rows: int, cols: int, aligned: int, fenced: int):
-    load_store.check_load("warpgroup.load", source, spec, at, rows, cols, aligned, WARPGROUP)
-    if not fenced:
-        if not isinstance(source, st):
-            raise TypeError(f"warpgroup.load: fenced=False is for a shared tile, got {source}")
-        return spec, shared_tiles.lower_load(source, spec, first_row(spec), fenced=False)
-    return spec, load_store.lower_load(source, spec, rows, cols, aligned, first_row(spec))
+lowers(load)(load_store.rule_of_load("warpgroup.load", first_row, WARPGROUP))
 
 
 @op

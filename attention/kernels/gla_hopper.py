@@ -135,8 +135,9 @@ def make(config: Config):
                 b_last, strong = decay.cumsum_gates(sums, gates, warp)
                 residual = q_residual.claim(j)
                 if strong:
-                    scores = subtile(residual, CHUNK, 0, CHUNK, 0)
-                    warpgroup.store(scores, decay.anchored_scores(queries, keys, sums, warp, INPUT))
+                    scores = decay.anchored_scores(queries, keys, residual, sums, residual, warp)
+                    warpgroup.sync()
+                    warpgroup.store(subtile(residual, CHUNK, 0, CHUNK, 0), scores)
                     warpgroup.sync()
                     b_last = decay.load_last_sums(sums, warp)  # again: held over the scores, it would spill
                 decay.factor_decays(queries, keys, residual, sums, b_last, state_decay.claim(j), flag.claim(j), warp, strong)

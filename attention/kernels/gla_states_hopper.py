@@ -96,8 +96,8 @@ def make(config: Config):
                 gates = raw.compute(sums, gates, rate_and_bias, warp, seq.remaining(j))
                 b_last = decay.cumsum_without_vote(sums, gates, warp)
                 for i in range(CHUNK // TOKEN_GROUP):
-                    b = load(decay.group_part(sums, i, warp), decay.group_tile) * LOG2_E
-                    key = load(decay.group_part(keys, i, warp), decay.group_tile)
+                    b = load(decay.group_part(sums, i, warp), decay.group_tile, fenced=False) * LOG2_E
+                    key = load(decay.group_part(keys, i, warp), decay.group_tile, fenced=False)
                     store(decay.group_part(keys, i, warp), key * exp2(b_last - b))
                 store(subtile(state_decay.claim(j), decay.warp_tile.cols, warp), exp2(b_last))
                 warpgroup.sync()  # its fence makes the keys visible to wgmma; publishing a vector has no such fence

@@ -19,14 +19,14 @@ from collections.abc import Iterator
 from numba import cuda
 from numpy import int32
 
-from ops import divmod, store, subtile, truncate, warpgroup
-from ops.for_attention.triangular_inverse import TRIANGLE, inverse_transposed, store_parts
+from ops import divmod, rows, store, subtile, truncate, vstack, warpgroup, zeros
+from ops.for_attention.triangular_inverse import TRIANGLE, inverse_transposed, store_block_parts, store_parts
 from tiles import fp32, inlined, ring, rt, shared, st
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.targets import Target
 
 from ..parts.recurrent import channel_decay
-from ..parts.recurrent.channel_decay import FLAG, Config
+from ..parts.recurrent.channel_decay import FLAG, TOKEN_GROUP, Config
 from ..parts.recurrent.gate_formulas import BetaFormula
 from ..parts.recurrent.l2norm import L2Norm
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
@@ -46,12 +46,25 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
 
 
 class KdaDecay(channel_decay.ChannelDecay):
-    """The decays of KDA's kernel, which also stores k'."""
+    """The decays of KDA's kernel, which also stores k', and has scores of keys with keys below those of queries."""
+
+    scored = 2 * TOKEN_GROUP
 
     @inlined
     def store_extra(self, decayed_keys, query, key, decay, strong):
         """Store k' = k exp(b - r)."""
         store(decayed_keys, key * decay)
+
+    @inlined
+    def stack_rows(self, query, key):
+        """The queries above the keys, both of which meet keys."""
+        return vstack(query, key)
+
+    @inlined
+    def round_scores(self, triangles, scores, warp, block):
+        """The scores of queries, rounded. Those of keys are stored to two triangles."""
+        store_block_parts(triangles, rows(scores, TOKEN_GROUP, 1), warp, block)
+        return self.dtype(rows(scores, TOKEN_GROUP, 0))
 
 
 @functools.cache
@@ -106,6 +119,8 @@ def make(config: Config):
             warp = int32(cuda.threadIdx.x // 32) - PREPARER * WARPS
             rings, arrays = (q, k, v, g), (gQ, gK, gV, gGates)
             decay.fill(rings, arrays, 0, n, seq, head, key_head, block)
+            beta = warpgroup.load(betas, COL_VEC, (seq.batch, seq.chunk_start(0), head), cols=1)
+            store_parts(high, low, zeros(SCORES))  # blocks above the diagonal are read, if not looked at
             for j in range(n):
                 rate_and_bias = raw.load_rate_and_bias(params, head, warp)
                 queries, keys, gates = q.wait(j), k.wait(j), g.wait(j)
@@ -114,15 +129,15 @@ def make(config: Config):
                 norm.normalize(queries, warp)
                 norm.normalize(keys, warp)
                 norm.sync()
-                beta = BETA.compute(warpgroup.load(betas, COL_VEC, (seq.batch, seq.chunk_start(j), head), cols=1))
+                beta = BETA.compute(beta)
                 sums = gates if IN_PLACE else gate_sums
                 gates = raw.compute(sums, gates, rate_and_bias, warp, seq.remaining(j))
                 b_last, strong = decay.cumsum_gates(sums, gates, warp)
-                if strong:
-                    warpgroup.store(p.claim(j), decay.anchored_scores(queries, keys, sums, warp, INPUT))
-                    store_parts(high, low, decay.anchored_scores(keys, keys, sums, warp, fp32))
-                    warpgroup.sync()
                 decayed_keys = k_decayed.claim(j)
+                if strong:
+                    scores = decay.anchored_scores(queries, keys, (high, low), sums, decayed_keys, warp)
+                    warpgroup.store(p.claim(j), scores)
+                    warpgroup.sync()
                 decay.factor_decays(
                     queries, keys, decayed_keys, sums, b_last, state_decay.claim(j), flag.claim(j), warp, strong
                 )
@@ -144,7 +159,8 @@ def make(config: Config):
                 k.release(j)
                 x = inverse_transposed(a * beta, high, low)
                 warpgroup.store(t.claim(j), x * beta)
-                t.publish(j)
+                t.publish(j)  # a load under way would be waited for at each fence
+                beta = warpgroup.load(betas, COL_VEC, (seq.batch, seq.chunk_start(j + 1), head), cols=1)
         else:
             if CLAIMS:
                 warpgroup.claim_registers(consumer_registers)

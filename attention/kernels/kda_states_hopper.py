@@ -12,7 +12,7 @@ from numba import cuda
 from numpy import float32, int32
 
 from ops import col_index, divmod, equal, exp2, load, store, subtile, truncate, warpgroup, where, zeros
-from ops.for_attention.triangular_inverse import TRIANGLE, inverse_transposed, store_parts
+from ops.for_attention.triangular_inverse import TRIANGLE, inverse_transposed, store_block_parts, store_parts
 from tiles import fp32, inlined, ring, rt, shared, st
 from tiles.launching.arguments import ENDS, INT, array, tiled
 from tiles.targets import Target
@@ -43,12 +43,18 @@ class KdaStatesDecay(channel_decay.ChannelDecay):
     """The decays of a chunk without queries: k* and k' only."""
 
     @inlined
+    def round_scores(self, triangles, scores, warp, block):
+        """The scores of keys, rounded, which are stored to two triangles, too."""
+        store_block_parts(triangles, scores, warp, block)
+        return self.dtype(scores)
+
+    @inlined
     def factor_key_decays(self, keys, decayed_keys, sums, b_last, state_decay, flag, warp, strong):
         """Overwrite k by k* and write k' to `decayed_keys`; everything else is as in factor_decays."""
         r_query, r_key = b_last * (0.0 if strong else 0.5), b_last * (1.0 if strong else 0.5)
         for i in range(CHUNK // TOKEN_GROUP):
-            b = load(self.group_part(sums, i, warp), self.group_tile)
-            key = load(self.group_part(keys, i, warp), self.group_tile)
+            b = load(self.group_part(sums, i, warp), self.group_tile, fenced=False)
+            key = load(self.group_part(keys, i, warp), self.group_tile, fenced=False)
             b = b * channel_decay.LOG2_E
             store(self.group_part(decayed_keys, i, warp), key * exp2(b - r_query))
             store(self.group_part(keys, i, warp), key * exp2(r_key - b))
@@ -102,6 +108,7 @@ def make(config: Config):
             warp = int32(cuda.threadIdx.x // 32) - PREPARER * WARPS
             rings, arrays = (k, v, g), (gK, gV, gGates)
             decay.fill_keys(rings, arrays, 0, n, seq, head, key_head, block)
+            store_parts(high, low, zeros(SCORES))  # blocks above the diagonal are read, if not looked at
             for j in range(n):
                 rate_and_bias = raw.load_rate_and_bias(params, head, warp)
                 keys, gates = k.wait(j), g.wait(j)
@@ -113,10 +120,10 @@ def make(config: Config):
                 sums = gates if IN_PLACE else gate_sums
                 gates = raw.compute(sums, gates, rate_and_bias, warp, seq.remaining(j))
                 b_last, strong = decay.cumsum_gates(sums, gates, warp)
-                if strong:
-                    store_parts(high, low, decay.anchored_scores(keys, keys, sums, warp, fp32))
-                    warpgroup.sync()
                 decayed_keys = k_decayed.claim(j)
+                if strong:
+                    decay.anchored_scores(keys, keys, (high, low), sums, decayed_keys, warp)
+                    warpgroup.sync()
                 decay.factor_key_decays(keys, decayed_keys, sums, b_last, state_decay.claim(j), flag.claim(j), warp, strong)
                 k_decayed.publish(j)
                 state_decay.publish(j)

@@ -1,6 +1,8 @@
 """The gradients of queries and keys that several value heads share: the sum over these, in float32 and in a fixed order.
 
-dx[b, t, g] = sum_(i < group) partial[b, t, g group + i]"""
+dx[b, t, g] = sum_(i < group) partial[b, t, g group + i]
+
+or, with `accumulate`, as much is added to what a float32 array holds, of any strides."""
 
 import functools
 import itertools
@@ -23,25 +25,33 @@ WARPS = 4  # of a block
 
 @dataclass(frozen=True)
 class Config:
-    """A kernel's configuration. vector_bytes: the bytes that addresses and strides of the gradient are multiples of."""
+    """A kernel's configuration. dtype: of the gradient. vector_bytes: the bytes that its address and strides are multiples of.
+    accumulate: is the sum added to the gradient, which is float32, and are addresses and strides any?"""
 
     dtype: dtype
     vector_bytes: int = 16
+    accumulate: bool = False
     threads = LANES * WARPS
 
     def __str__(self):
-        return f"sums of heads, {self.dtype}" + f", by {self.vector_bytes} bytes" * (self.vector_bytes != 16)
+        sizes = f", by {self.vector_bytes} bytes" * (self.vector_bytes != 16)
+        return f"sums of heads, {self.dtype}" + sizes + ", accumulates" * self.accumulate
+
+
+ACCUMULATE = Config(fp32, accumulate=True)
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
-    """The configurations; others than those of bf16 and 16 bytes with `everything` only."""
+    """The configurations; others than those of bf16 and 16 bytes, and that which accumulates, with `everything` only."""
+    yield ACCUMULATE
     yield from itertools.starmap(Config, itertools.product((bf16, fp16), PIECES) if everything else ((bf16, PIECES[0]),))
 
 
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    OUT, VECTOR_BYTES = config.dtype, config.vector_bytes
+    OUT, ACCUMULATES = config.dtype, config.accumulate
+    ALIGNED, VECTOR_BYTES = (False, False) if ACCUMULATES else (True, config.vector_bytes)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def sum_heads(gPartial: array(4), gOut: array(4, OUT), tiles: INT, panels: INT, heads: INT, group: INT):
@@ -50,9 +60,10 @@ def make(config: Config):
         batch, head = divmod(batch_head, heads)
         if batch < gOut.shape[0]:
             for panel in range(panels):
-                token, col, total = int32(X.rows * tile), int32(X.cols * panel), zeros(X)
+                token, col = int32(X.rows * tile), int32(X.cols * panel)
+                total = load(gOut, X, (batch, token, head, col), 1, 3, ALIGNED) if ACCUMULATES else zeros(X)
                 for i in range(group):
-                    total = total + load(gPartial, X, (batch, token, int32(head * group + i), col), 1, 3, True)
+                    total = total + load(gPartial, X, (batch, token, int32(head * group + i), col), 1, 3, ALIGNED)
                 store(gOut, OUT(total), (batch, token, head, col), 1, 3, VECTOR_BYTES)
 
     return sum_heads, None

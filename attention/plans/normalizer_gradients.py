@@ -10,7 +10,7 @@ from ..kernels.norm_gradients import PART, SumNormPartials
 from ..kernels.normalizer_gradients import DIMS, NormalizerGradients, NormalizerSums
 from .recurrent_checks import DTYPES, is_varlen, pad_key_dim
 from .recurrent_chunks import Arrays, ScratchAllocator, intern_value
-from .recurrent_gradients import partial_gradients, spread_to_tokens, sum_heads
+from .recurrent_gradients import partial_gradients, spread_to_tokens, sum_heads, wants_value_heads
 from .token_loop_gradients import plan_linear_gradients
 
 
@@ -26,7 +26,8 @@ def plan_normalized_gradients(
     of_tokens = scratch(batch, length, heads) if by_head and gradient else gradient
     z, normalizers = scratch(batch, length, heads, key_dim), scratch(batch, length, heads)
     of_numerators = scratch(batch, length, heads, value_dim, dtype=problem.dtype)
-    dq, dk = partial_gradients(problem, scratch), partial_gradients(problem, scratch)
+    sums_heads = not wants_value_heads(arrays)
+    dq, dk = (partial_gradients(problem, scratch) if sums_heads else arrays[name] for name in ("dq", "dk"))
     shared = {"length": length, "heads": heads, "group": heads // key_heads, "scale": scale}
     inputs: Arrays = {"gQ": arrays["q"], "gDecay": _with_channels(decay), "gInitialZ": arrays["initial_z"], "gZ": z}
     inputs |= {"gNormalizer": normalizers, "gCuSeqlens": problem["cu_seqlens"]}
@@ -50,7 +51,7 @@ def plan_normalized_gradients(
         panels, config = -(-heads // PART.cols), SumNormPartials()
         kernel = kernel_for(config, config, problem.device)
         steps.append(kernel.bind(panels, gPartials=rows, gSum=gradient.spread(0, 1), panels=panels, splits=batch * length))
-    for name, partial in ("dq", dq), ("dk", dk):
+    for name, partial in (("dq", dq), ("dk", dk)) if sums_heads else ():
         steps += sum_heads(problem, partial, arrays[name])
     return steps
 

@@ -12,7 +12,7 @@ from tiles.launching.launch import kernel_for
 
 from ..kernels import chunk_ampere, chunk_hopper, gate_gradient, sum_head_groups
 from ..parts.recurrent.gates import Gate, HeadGate, TokenGate
-from ..parts.recurrent.gradients import GroupedStates, KeyGradients, QueryGradients, ReversedGate
+from ..parts.recurrent.gradients import GroupedStates, KeyGradients, QueryGradients, ReversedGate, UnroundedOutputs
 from ..parts.recurrent.results import ScanOutputs, ScanResult, ScanStates
 from . import recurrent_chunks
 from .recurrent_checks import DTYPES, has_channel_decay, is_varlen, pad_key_dim
@@ -86,8 +86,8 @@ def plan_chunk_gradients(
     problem: Problem, arrays: Arrays, scale: float, vector_bytes: int, scratch: ScratchAllocator
 ) -> list[Step]:
     """The launches for the gradients of linear attention without decays of channels. arrays: gradient_arrays, or those of
-    another member that has these, by the names of linear_backward; dq and dk are those of each value head if they are float32.
-    vector_bytes: how many bytes a cp.async copies, 0 for TMA."""
+    another member that has these, by the names of linear_backward; dq and dk are those of each value head if they are
+    float32, as dv may be. vector_bytes: how many bytes a cp.async copies, 0 for TMA."""
     key_dim, value_dim = problem("key_dim", "value_dim")
     queries, keys, values = _choose_scans(problem, arrays, bool(vector_bytes))
     sums_heads = queries.result.unrounded and not wants_value_heads(arrays)
@@ -142,10 +142,12 @@ def _choose_scans(problem: Problem, arrays: Arrays, by_cp_async: bool) -> tuple[
     heads, key_heads, key_dim, value_dim = problem("heads", "heads_k", "key_dim", "value_dim")
     with_gates, unrounded = arrays["ddecay"] is not None, heads > key_heads or wants_value_heads(arrays)
     queries, keys = (intern_value(kind, with_gates, unrounded) for kind in (QueryGradients, KeyGradients))
+    assert arrays["dv"] is not None
+    values = intern_value(UnroundedOutputs if arrays["dv"].form.dtype == "float32" else ScanOutputs)
     return (
         GradientScan(gate, False, queries, value_dim, key_dim),
         GradientScan(gate, True, keys, value_dim, key_dim),
-        GradientScan(gate, True, intern_value(ScanOutputs), key_dim, value_dim),
+        GradientScan(gate, True, values, key_dim, value_dim),
     )
 
 
@@ -232,3 +234,51 @@ def sum_heads(problem: Problem, partial: Operand | None, out: Operand | None, pa
         group=heads // key_heads * parts,
     )
     return [step]
+
+
+def plan_accumulation(
+    plan: Callable[..., list[Step]],
+    problem: Problem,
+    arrays: Arrays,
+    scale: float,
+    vector_bytes: int,
+    scratch: ScratchAllocator,
+) -> list[Step]:
+    """The launches of `plan`, whose other arguments these are, and those that add what it computes to arrays of float32."""
+    tokens, key_dim = problem("batch", "seqlen", "heads"), problem.extents["key_dim"]
+    names = [name for name in ("dq", "dk", "dv", "ddecay", "dinitial_state", "dinitial_z") if arrays.get(name)]
+    sums = {name: x for name in names for x in [arrays[name]] if x}
+    shapes = {name: (*tokens, key_dim) for name in ("dq", "dk")}
+    computed = {name: scratch(*shapes.get(name, x.form.shape)) for name, x in sums.items()}
+    steps = plan(problem, arrays | computed, scale, vector_bytes, scratch)
+    for name, x in sums.items():
+        if 0 not in x.form.shape:
+            steps.append(_add(problem, name, computed[name], x))
+    return steps
+
+
+def _add(problem: Problem, name: str, computed: Operand, total: Operand) -> Step:
+    """The launch that adds the gradient of this name to an array, over the value heads that share a key head."""
+    computed, total = (_with_tokens_and_heads(name, x) for x in (computed, total))
+    batch, rows, heads, columns = total.form.shape
+    tiles, panels = -(-rows // sum_head_groups.X.rows), -(-columns // sum_head_groups.X.cols)
+    return kernel_for(sum_head_groups, sum_head_groups.ACCUMULATE, problem.device).bind(
+        -(-batch * heads * tiles // sum_head_groups.WARPS),
+        gPartial=computed,
+        gOut=total,
+        tiles=tiles,
+        panels=panels,
+        heads=heads,
+        group=computed.form.shape[2] // heads,
+    )
+
+
+def _with_tokens_and_heads(name: str, x: Operand) -> Operand:
+    """A gradient as (batch, token, head, column), where a channel of a state takes the place of a token."""
+    if name == "dinitial_state":
+        return x.swapaxes(1, 2)
+    if name == "dinitial_z":
+        return x.spread(1, 1)
+    if len(x.form.shape) == 1:
+        x = x.spread(0, 1).spread(0, 1)
+    return x if len(x.form.shape) == 4 else x.spread(3, 1)

@@ -5,22 +5,20 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tiles.calls.plan import Plan
+from tiles.calls.plan import Plan, nothing
 from tiles.calls.program import program
 from tiles.calls.schema import Problem, Schema
 
 from ..families import uses_hopper_kernels
 from ..names import suggests_argument_names
-from ..options import check_flag, check_number
+from ..options import check_accumulators, check_flag, check_number
 from ..plans import recurrent_checks, recurrent_chunks, recurrent_gradients
 from ..plans.call_options import without_gradients
 from ..plans.normalizer_gradients import plan_normalized_gradients
 from ..plans.recurrent_derivative import RecurrentDerivative, backward_with_parts, choose_optional_gradients
 from ..plans.token_loop_gradients import plan_linear_gradients
 
-LINEAR_BACKWARD = Schema(
-    "linear_backward",
-    """
+INPUTS = """
     dout            (batch, seqlen, heads, value_dim)                               tile
     q               (batch, seqlen, heads_k, key_dim)                               tile
     k               (batch, seqlen, heads_k, key_dim)                               tile
@@ -31,6 +29,11 @@ LINEAR_BACKWARD = Schema(
     initial_z       (sequences, heads, key_dim)                                     float32  optional
     dstate          (sequences, heads, key_dim, value_dim)                          float32  optional
     dfinal_z        (sequences, heads, key_dim)                                     float32  optional
+"""
+LINEAR_BACKWARD = Schema(
+    "linear_backward",
+    INPUTS
+    + """
     dq              (batch, seqlen, heads_k, key_dim)                               tile     made
     dk              (batch, seqlen, heads_k, key_dim)                               tile     made
     dv              (batch, seqlen, heads, value_dim)                               tile     made
@@ -39,6 +42,21 @@ LINEAR_BACKWARD = Schema(
     dinitial_z      (sequences, heads, key_dim)                                     float32  made  also:dinitial_z
     """,
 )
+LINEAR_BACKWARD_INTO = Schema(
+    "linear_backward_into",
+    INPUTS
+    + """
+    dq              (batch, seqlen, heads_k, key_dim)                               float32  updated
+    dk              (batch, seqlen, heads_k, key_dim)                               float32  updated
+    dv              (batch, seqlen, heads, value_dim)                               float32  updated
+    ddecay          =decay                                                          float32  updated?
+    dinitial_state  (sequences, heads, key_dim, value_dim)                          float32  updated?
+    dinitial_z      (sequences, heads, key_dim)                                     float32  updated?
+    """,
+)
+
+
+GRADIENTS = "dq", "dk", "dv", "ddecay", "dinitial_state", "dinitial_z"
 
 
 @suggests_argument_names
@@ -61,6 +79,7 @@ def linear_backward(
     dv: Any = None,
     ddecay: Any = None,
     dinitial_state: Any = None,
+    accumulate: bool = False,
     stream: Any = None,
     family: str | None = None,
 ) -> tuple[Any, ...]:
@@ -82,7 +101,8 @@ def linear_backward(
     and v. ddecay: as decay, float32; False where it is not wanted. For a decay of each head it is the sum over all tokens. A
     decay below -100, as -inf, counts as -inf and has a gradient of 0. dinitial_state: as initial_state; False where it is not
     wanted, True where it is and there is no initial state. Heads that share a key head add to its gradients. Tokens after
-    cu_seqlens[-1] have gradients of 0.
+    cu_seqlens[-1] have gradients of 0. accumulate: all of these that are wanted must be float32 arrays, and gradients are added
+    to what they hold; that takes as much memory again, and a pass over it.
 
     Three scans as of attention.linear, two of them from the last token to the first; nothing that forward computed is read.
     All sums are made in float32, in a fixed order: the same bits every time. Row sums for ddecay are those of unrounded
@@ -103,7 +123,15 @@ def linear_backward(
     also += " dinitial_z" * (normalize and "dinitial_state" in also)
     states = recurrent_checks.split_states(normalize, initial_state, dstate, of_start)
     arrays = dout, q, k, v, decay, cu_seqlens, *states.given, dq, dk, dv, of_decay, *states.made
-    results = _linear_backward(stream, arrays, (check_number("scale", scale), also, normalize, family), layout)
+    options = check_number("scale", scale), also, normalize, family
+    if check_flag("accumulate", accumulate):
+        gradients = dict(zip(GRADIENTS, (dq, dk, dv, of_decay, *states.made)))
+        wanted = {name: x for name, x in gradients.items() if name in GRADIENTS[:3] or name in also.split()}
+        check_accumulators(wanted)
+        _linear_backward_into(stream, arrays, options, layout)
+        results = tuple(wanted.values())
+    else:
+        results = _linear_backward(stream, arrays, options, layout)
     return (*results[:-2], results[-2:]) if "dinitial_z" in also else results
 
 
@@ -130,9 +158,14 @@ def _linear_backward(problem: Problem, scale: float | None, also: str, normalize
     vector_bytes = 0 if uses_hopper_kernels(problem, family) else problem.bytes_at_once()
     arrays = recurrent_gradients.gradient_arrays(problem, *(name in also.split() for name in ("ddecay", "dinitial_state")))
     scratch = recurrent_chunks.ScratchAllocator(problem)
-    plan = plan_linear_gradients
+    plan = plan_normalized_gradients if normalize else plan_linear_gradients
     if normalize:
-        plan = plan_normalized_gradients
         arrays |= {name: problem[name] for name in ("initial_z", "dfinal_z")}
         arrays["dinitial_z"] = problem["dinitial_z"] if arrays["dinitial_state"] else None
+    if problem.member == LINEAR_BACKWARD_INTO.name:
+        plan = functools.partial(recurrent_gradients.plan_accumulation, plan)
+        return Plan(plan(problem, arrays, scale, vector_bytes, scratch), scratch.shapes, nothing)
     return Plan(plan(problem, arrays, scale, vector_bytes, scratch), scratch.shapes)
+
+
+_linear_backward_into = program(LINEAR_BACKWARD_INTO)(_linear_backward.planner)

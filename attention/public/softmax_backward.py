@@ -10,7 +10,7 @@ from tiles.calls.schema import Problem, Schema
 
 from ..kernels.query_tile_lists import MAX_SURVEY_QUERIES
 from ..names import suggests_argument_names
-from ..options import check_flag, check_number, check_positive
+from ..options import check_accumulators, check_flag, check_number, check_positive
 from ..parts.scores import ScoredWithGrad
 from ..plans import norm_gradients
 from ..plans.backward_launches import plan_launches
@@ -231,13 +231,6 @@ def backward_without_options(
 ) -> tuple[Any, Any, Any]:
     """backward of the arrays (dout, q, k, v, out, lse, dlse) on the current stream, for calls that have no other options."""
     return _backward(None, (*arrays, None, None, None), (causal, scale, deterministic, family), layout)
-
-
-def check_accumulators(arrays: dict[str, Any]) -> None:
-    """TypeError: one of these arguments is no array that gradients can be added to."""
-    for name, x in arrays.items():
-        if x is None or x is True:
-            raise TypeError(f"{name}: must be a float32 array with accumulate=True, got {name}={x}")
 
 
 def aux_gradients(daux: Any, aux: tuple) -> tuple:

@@ -13,7 +13,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from tiles.compiling import ptx
 from tiles.compiling.builder import f32
+from tiles.dtypes import bf16, fp16
 from tiles.numba_names import types
 from tiles.op import OPS, lowers, number, op
 from tiles.types import rt, rv, st, sv, whole
@@ -114,9 +116,20 @@ def _operator(name, emit):
 
     def rule(x, y):
         out = broadcast(name, x, y)
+        if name == "mul" and isinstance(out, rt) and x == y == out and out.dtype in (bf16, fp16):
+            return out, _mul_pairs(out.dtype)
         return (out, lower_map(out, emit, x, y)) if out else None
 
     return rule
+
+
+def _mul_pairs(dtype):
+    """Products of two tiles of 2-byte elements, two at a time. fp32 holds such a product, so it is rounded once."""
+
+    def lower(b, *values):
+        return b.pack([ptx.mul_pair(b, dtype, x, y) for x, y in zip(*map(b.unpack, values), strict=True)])
+
+    return lower
 
 
 def map_rule(name, emit):

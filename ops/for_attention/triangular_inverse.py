@@ -23,6 +23,7 @@ from tiles.types import rt, st
 from .. import warpgroup
 from ..elementwise.create import zeros
 from ..matmul.mma import mma_AB, mma_ABt
+from ..memory.load_store import store
 from ..shape.slicing import columns, hstack
 from ..shape.subtile import subtile
 from ..shape.transpose import swap_layout, transpose
@@ -107,6 +108,14 @@ def store_parts(high, low, x):
     x_high, x_low = split(x)
     warpgroup.store(high, x_high)
     warpgroup.store(low, x_low)
+
+
+@inlined
+def store_block_parts(triangles, x, row, column):
+    """high + low = x, with 16 bits, in a 16 x 16 block of the two TRIANGLEs, by one warp."""
+    (high, low), (x_high, x_low) = triangles, split(x)
+    store(block(high, row, column), x_high)
+    store(block(low, row, column), x_low)
 
 
 @inlined

@@ -156,12 +156,26 @@ def _(target, value, at, rows: int, cols: int, aligned: int):
 
 
 @op(takes_operands=True)
-def load(source, spec, at=None, rows=-2, cols=-1, aligned=None):
-    """The register tile or vector of type `spec` from a shared tile or vector, or a global array (see `store`), by one warp."""
-    return load_rows(source, spec, at, rows, cols, aligned, 0)
+def load(source, spec, at=None, rows=-2, cols=-1, aligned=None, fenced=True):
+    """The register tile or vector of type `spec` from a shared tile or vector, or a global array (see `store`), by one warp.
+
+    fenced=False, for a shared tile: without a fence after it, which would wait for everything that the warp has under way.
+    Another fence must come before TMA writes there: that of `publish`, say."""
+    return load_rows(source, spec, at, rows, cols, aligned, 0, fenced)
 
 
-@lowers(load)
-def _(source, spec: type, at, rows: int, cols: int, aligned: int):
-    check_load("load", source, spec, at, rows, cols, aligned, 1)
-    return spec, lower_load(source, spec, rows, cols, aligned, lambda b: b.u32(0))
+def rule_of_load(name, first_row, warps):
+    """The rule of `load` by a warp or four, whose first row is first_row(spec)(b)."""
+
+    def rule(source, spec: type, at, rows: int, cols: int, aligned: int, fenced: int):
+        check_load(name, source, spec, at, rows, cols, aligned, warps)
+        if not fenced:
+            if not isinstance(source, st):
+                raise TypeError(f"{name}: fenced=False is for a shared tile, got {source}")
+            return spec, shared_tiles.lower_load(source, spec, first_row(spec), fenced=False)
+        return spec, lower_load(source, spec, rows, cols, aligned, first_row(spec))
+
+    return rule
+
+
+lowers(load)(rule_of_load("load", lambda spec: lambda b: b.u32(0), 1))

@@ -107,19 +107,19 @@ def lower_store(vector, spec, first_row):
 
 # ---- rows of shared tiles, elements of shared vectors ----------------------------------------------------------------
 @op
-def load_row(tile, spec, row):
-    """One row of a shared tile as the fp32 row_vec `spec`, by one warp; all its lanes get it."""
+def load_row(tile, spec, row, fenced=True):
+    """One row of a shared tile as the fp32 row_vec `spec`, by one warp; all its lanes get it. fenced: as in `load`."""
     if not 0 <= row < tile.rows:
         raise current_warp().hazard(f"row {row} lies outside {tile.spec}")
-    return current_warp().read(tile, range(row, row + 1)).astype(np.float32)
+    return current_warp().read(tile, range(row, row + 1), fence=fenced).astype(np.float32)
 
 
 @lowers(load_row)
-def _(tile, spec: type, row):
+def _(tile, spec: type, row, fenced: int):
     if not (isinstance(tile, st) and integer(row)) or spec != rt(16, tile.cols, fp32).row_vec:
         raise TypeError(f"load_row: takes a shared tile, its fp32 row_vec and an integer, got {tile}, {spec} and {row}")
 
-    def emit(b, address, _, row):
+    def emit(b, address, _, row, __):
         size = tile.dtype.itemsize
         start, swizzle = b.row_address(tile, address, b.u32(row))
         pair = b.mul(b.and_(b.lane(), b.u32(QUAD - 1)), b.u32(2 * size))
@@ -128,24 +128,25 @@ def _(tile, spec: type, row):
             panel, byte = divmod(int(spec.element(0, i)) * size, tile.width)
             at = b.add(b.add(start, b.u32(panel * tile.panel_bytes)), b.xor(b.add(pair, b.u32(byte)), swizzle))
             out += load_elements(b, tile.dtype, 2, at)
-        ptx.reads_done(b)
+        if fenced:
+            ptx.reads_done(b)
         return b.from_elements(spec, out)
 
     return spec, emit
 
 
 @op
-def load_row_of_group(tile, spec, size, row):
+def load_row_of_group(tile, spec, size, row, fenced=True):
     """A shared tile whose rows form groups of `size`, a power of 2: the fp32 tile `spec` in which each row is the group's row
-    of index `row`. By one warp."""
+    of index `row`. By one warp. fenced: as in `load`."""
     if not (0 <= row < size <= tile.rows and size & (size - 1) == 0):
         raise current_warp().hazard(f"row {row} of groups of {size}: must be one of a power of 2, at most {tile.rows}")
-    rows = current_warp().read(tile, range(tile.rows)).astype(np.float32)
+    rows = current_warp().read(tile, range(tile.rows), fence=fenced).astype(np.float32)
     return rows[np.arange(tile.rows) // size * size + row]
 
 
 @lowers(load_row_of_group)
-def _(tile, spec: type, size, row):
+def _(tile, spec: type, size, row, fenced: int):
     fits = isinstance(tile, st) and isinstance(spec, rt) and spec == rt(tile.rows, tile.cols, fp32)
     if not (fits and integer(size) and integer(row)):
         raise TypeError(
@@ -153,7 +154,7 @@ def _(tile, spec: type, size, row):
             f"and {row}"
         )
 
-    def emit(b, address, _, size, row):
+    def emit(b, address, _, size, row, __):
         width, quad = tile.dtype.itemsize, b.lshr(b.lane(), b.u32(2))
         pair, first = b.mul(b.and_(b.lane(), b.u32(QUAD - 1)), b.u32(2 * width)), b.neg(b.u32(size))
         out = []
@@ -164,7 +165,8 @@ def _(tile, spec: type, size, row):
             panel, byte = divmod(across * width, tile.width)
             at = b.add(b.add(start, b.u32(panel * tile.panel_bytes)), b.xor(b.add(pair, b.u32(byte)), swizzle))
             out += load_elements(b, tile.dtype, 2, at)
-        ptx.reads_done(b)
+        if fenced:
+            ptx.reads_done(b)
         return b.from_elements(spec, out)
 
     return spec, emit

@@ -1,10 +1,11 @@
-"""Several warpgroups of a block: they meet, or take turns. Ops of `ops.warpgroup`."""
+"""Several warpgroups of a block: they meet, or take turns. Some warps that wait for others. Ops of `ops.warpgroup`."""
 
 from dataclasses import dataclass
 
 from tiles.compiling import ptx
 from tiles.compiling.numba_types import compile_time, void
 from tiles.interpreter import current_warp
+from tiles.layout import LANES
 from tiles.op import integer, lowers, op
 
 from .warps import FOUR_WARPS, MOST_GROUPS, THREADS, TOGETHER
@@ -116,3 +117,56 @@ def _(turn, me):
         ptx.named_barrier(b, after, 2 * THREADS, sync=False)
 
     return void, emit
+
+
+# ---- some warps that wait for others ---------------------------------------------------------------------------------
+@compile_time
+@dataclass(frozen=True)
+class handover:
+    """Of `warps` warps some `give` what they have written to shared memory, and go on; the others `take`, and wait for these.
+    What is given is ordinary memory, for ordinary reads. The k-th group of so many warps has named barrier `first` + k."""
+
+    warps: int
+    first: int = 1
+
+    def __post_init__(self):
+        if self.warps < 2 or not 1 <= self.first < TOGETHER:
+            raise ValueError(
+                f"handover: 2 or more warps at named barriers from 1 to {TOGETHER - 1}, got {self.warps} from {self.first} on"
+            )
+
+    def __str__(self):
+        return f"handover({self.warps} warps)"
+
+    def _arrive(self, warp, group, sync):
+        if not 0 <= group < TOGETHER - self.first:
+            raise warp.hazard(f"{self} has no group {group}")
+        threads = LANES * self.warps
+        warp.block.named(self.first + group, threads).meet(warp, threads, sync, f"the handover of group {group}: ")
+
+    @op
+    def give(self, group=0):
+        """This warp has written its part."""
+        self._arrive(current_warp(), group, sync=False)
+
+    @op
+    def take(self, group=0):
+        """Wait until the others have given."""
+        self._arrive(current_warp(), group, sync=True)
+
+
+def _handover_rule(name, sync):
+    def rule(pair, group):
+        if not integer(group):
+            raise TypeError(f"{name}: the group's number must be an integer, got {group}")
+
+        def emit(b, _, group):
+            ptx.named_barrier(b, b.add(b.u32(group), b.u32(pair.first)), LANES * pair.warps, sync=sync)
+
+        return void, emit
+
+    return rule
+
+
+lowers(handover.give)(_handover_rule("give", sync=False))
+lowers(handover.take)(_handover_rule("take", sync=True))

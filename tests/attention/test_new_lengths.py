@@ -118,6 +118,7 @@ def mask(b, h, i, j):
 MASK, SCORE = register_function("mask", mask), register_function("score", score)
 PLAIN, PACKED, PAGED = NewLengths(), NewLengths(("cu_seqlens",)), NewLengths(("pages",), fixed={"seqlen_k": 64})
 BASED = {"key_dim": 16, "features": 160}
+BOTH = "ddecay dinitial_state dinitial_z"
 MLA = {"head_dim": 576, "head_dim_v": 512}
 NEW_KEYS = {"seqlen_k": lambda rng, at: 9000 + rng.randrange(64)}  # a cache with room for them
 PACKED_CACHE = NewLengths(("cu_seqlens",), drawn={"batch_cache": lambda rng, at: at["sequences"]})
@@ -176,7 +177,11 @@ TABLE: dict[str, list[NewLengths]] = {
         PLAIN,
         NewLengths(("cu_seqlens", "decay", "dstate"), {"also": "ddecay dinitial_state"}, axes={"decay": TOKEN_GATES}),
         NewLengths(("decay", "initial_state", "dstate"), {"also": "ddecay"}, axes={"decay": (*TOKEN_GATES, "key_dim")}),
-        NewLengths(("decay", "dfinal_z"), {"also": "ddecay dinitial_state dinitial_z", "normalize": True}),
+        NewLengths(("decay", "dfinal_z"), {"also": BOTH, "normalize": True}),
+    ],
+    "linear_backward_into": [
+        PLAIN,
+        NewLengths(("decay", "ddecay", "dinitial_z", "dinitial_state"), {"also": BOTH, "normalize": True}),
     ],
     "linear_step": [PLAIN],
     "linear_raw": [RAW, RAW_CHANNELS, NewLengths(("cu_seqlens",), {"l2norm": True})],

@@ -202,6 +202,13 @@ CALLS = {
         attention.linear_backward,
         lambda x: ((x.qkv()[2], *(abs(a) for a in x.qkv())), dict(normalize=True, dinitial_state=True)),
     ),
+    "linear_backward, accumulated": (
+        attention.linear_backward,
+        lambda x: (
+            (x.qkv()[2], *x.qkv()),
+            dict(zip(("dq", "dk", "dv"), (a.float() for a in x.qkv()))) | dict(accumulate=True),
+        ),
+    ),
     "retention": (attention.retention, lambda x: (swapped(*x.qkv()), dict(layout="bhsd"))),
     "lightning": (attention.lightning, lambda x: ((*x.qkv(), 1, 3), dict(return_state=True))),
     "gla": (attention.gla, lambda x: ((*x.qkv(), x.gates(HEAD)), {})),

@@ -177,3 +177,21 @@ def test_minus_0(run):
     x[:, ::2] = -0.0
     run(body, x, out)
     assert (np.signbit(out) == ~np.signbit(x)).all()
+
+
+@pytest.mark.parametrize("dtype", [bf16, fp16])
+def test_products_of_two_byte_tiles_are_rounded_once(run, sample, dtype):
+    """The bits of the rounded exact product, where it is infinite or below the least normal number, too."""
+    T = rt(16, 32, dtype)
+
+    @cuda.jit
+    def body(x, y, out):
+        store(out, load(x, T, (0, 0)) * load(y, T, (0, 0)), (0, 0))
+
+    x, y, out = sample((16, 32), dtype), sample((16, 32), dtype), blank((16, 32), dtype)
+    x[0, :8], y[0, :8] = 30000, 3  # infinite in fp16
+    x[1], y[1] = 2.0**-12, wide(sample(32)) * 2.0**-4  # some subnormal in fp16
+    x[2, 0] = np.nan
+    run(body, x, y, out)
+    want = dtype.round(wide(x) * wide(y))
+    assert np.array_equal(wide(out), want, equal_nan=True)

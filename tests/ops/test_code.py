@@ -173,6 +173,16 @@ def by_columns(t, scale, n):
     return t - col_max(t)
 
 
+@tiles.inlined
+def squares_of_pairs(t, scale, n):
+    return fp32(bf16(t) * bf16(t))
+
+
+@tiles.inlined
+def whole_eighths(t, scale, n):
+    return t // 8
+
+
 EXACTLY = {
     softmax: {"FMNMX.FTZ": 66, "SHFL.BFLY": 4, "FMUL": 2, "FFMA": ELEMENTS, "MUFU.EX2": ELEMENTS},
     divided: {"FADD": 66, "SHFL.BFLY": 4, "MUFU.RCP": 2, "FMUL": ELEMENTS},
@@ -190,6 +200,12 @@ EXACTLY = {
         "SEL": ELEMENTS,
         "ISETP.NE.U32.AND": 2,
     },
+    squares_of_pairs: {
+        "F2FP.BF16.F32.PACK_AB": ELEMENTS // 2,
+        "HMUL2.BF16_V2": ELEMENTS // 4,
+        "HFMA2.MMA.BF16_V2": ELEMENTS // 4,
+    },
+    whole_eighths: {"FMUL": ELEMENTS, "FRND.FLOOR": ELEMENTS},
     logarithm: {"MUFU.LG2": ELEMENTS},
     exponential: {"FMUL": ELEMENTS, "MUFU.EX2": ELEMENTS},
     clipped: {"FMNMX.FTZ": ELEMENTS},

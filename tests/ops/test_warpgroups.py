@@ -1,4 +1,4 @@
-"""ops/threads/warpgroups.py and ops/memory/zero_rows.py: several warpgroups meet, zero rows, take turns."""
+"""Several warpgroups: ops/threads/warpgroups.py and ops/memory/zero_rows.py. They meet, zero rows, take turns, hand over."""
 
 import functools
 
@@ -7,7 +7,7 @@ import pytest
 from numba import cuda
 
 import tiles
-from ops import load, ones, raw, store, subtile, warpgroup
+from ops import load, ones, raw, store, subtile, warpgroup, zeros
 from tiles import Hazard, bf16, fp16, fp32, ring, rt, st, tensor
 from tiles.testing import blank, meaning
 
@@ -149,3 +149,48 @@ def test_a_player_that_there_is_not(player):
 
     with pytest.raises(Hazard, match=rf"ping_pong\(2 players\) has no player {player}"):
         meaning(body, player, warps=4)
+
+
+def test_handover_makes_some_warps_wait_for_others(run):
+    """Warps 0 and 2 write what warps 1 and 3 read; each pair has a barrier of its own."""
+    pair = warpgroup.handover(2, first=2)
+    smem = tiles.shared(rows=st(64, 16, fp32))
+    row = rt(16, 16, fp32)
+
+    @cuda.jit
+    def body(x, y):
+        rows, warp = smem.open().rows, warpgroup.rank()
+        if warp % 2 == 0:
+            store(subtile(rows, 16, warp), load(x, row, (16 * warp, 0)) * 2)
+            pair.give(warp // 2)
+        else:
+            pair.take(warp // 2)
+            store(y, load(subtile(rows, 16, warp - 1), row), (16 * warp, 0))
+
+    x, y = np.arange(1024, dtype=np.float32).reshape(64, 16), np.zeros((64, 16), np.float32)
+    run(body, x, y, shared=smem, warps=4)
+    assert (y[16:32] == 2 * x[:16]).all() and (y[48:] == 2 * x[32:48]).all()
+
+
+def test_a_handover_that_is_not_taken_is_a_race():
+    smem = tiles.shared(rows=st(32, 16, fp32))
+
+    @cuda.jit
+    def body(y):
+        rows, warp = smem.open().rows, warpgroup.rank()
+        if warp == 0:
+            store(subtile(rows, 16, 0), zeros(rt(16, 16, fp32)))
+            warpgroup.handover(2).give()
+        elif warp == 1:
+            store(y, load(subtile(rows, 16, 0), rt(16, 16, fp32)), (0, 0))
+
+    with pytest.raises(Hazard):
+        meaning(body, np.zeros((16, 16), np.float32), shared=smem, warps=4)
+
+
+@pytest.mark.parametrize(("warps", "first"), [(1, 1), (2, 7), (2, 0)])
+def test_handover_refuses(warps, first):
+    with pytest.raises(
+        ValueError, match=f"handover: 2 or more warps at named barriers from 1 to 6, got {warps} from {first} on"
+    ):
+        warpgroup.handover(warps, first)

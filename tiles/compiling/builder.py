@@ -1,5 +1,7 @@
 """LLVM's builder, with the few words more that lowerings are written in."""
 
+from numbers import Number
+
 from llvmlite import ir
 from numba.cuda import cgutils, nvvmutils, types
 from numba.cuda.descriptor import cuda_target
@@ -123,6 +125,8 @@ class Builder(ir.IRBuilder):
         """An fp32 number, from a Python or LLVM number."""
         if isinstance(value, (int, float)):
             return ir.Constant(f32, float(value))
+        if isinstance(value, ir.Constant) and isinstance(value.constant, Number):
+            return ir.Constant(f32, float(value.constant))
         if value.type == ir.DoubleType():
             return self.fptrunc(value, f32)
         return value if value.type == f32 else self.sitofp(value, f32)

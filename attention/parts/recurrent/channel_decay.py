@@ -18,18 +18,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from numpy import int32
+from numpy import float32, int32
 
 from ops import (
+    abs,
     col_index,
+    columns,
     cumsum_columns,
     equal,
     exp2,
     hstack,
+    less,
     load,
     load_row,
     load_row_of_group,
-    minimum,
     mma_ABt,
     row_index,
     store,
@@ -51,8 +53,8 @@ from .tokens import CHUNK, COLUMNS
 PANEL = 128  # bytes of a row of a panel, at most: the widest swizzle
 TOKEN_GROUP = 16  # tokens that a warp decays at once: of more, the registers would spill
 SQUARE = rt(TOKEN_GROUP, TOKEN_GROUP, fp32)  # the scores of so many queries and keys
+HALVES, PAIRS = warpgroup.handover(4), warpgroup.handover(2, first=2)  # later warps wait for earlier ones' keys
 RAW_SIZE = 128, 2  # padded key dim and consumers of configurations with a formula
-LEVELS = 4  # how often a square is halved: to single tokens
 FLAG = sv(16, fp32)  # is a chunk strong? 1 or 0
 FLAG_VEC = rt(16, FLAG.length, fp32).row_vec
 MIN_LOG2_DECAY = {bf16: -86.0, fp16: -11.0}  # what b - r may be, in powers of 2, without q' and k* losing precision
@@ -135,7 +137,7 @@ def channel_space(
         ):
             if not varlen or (key_dim, consumers) == (128, 2) or (everything and of is bf16):
                 yield from (config(key_dim, consumers, gates, of, varlen) for gates in (fp32, of))
-        for formula in FORMULAS:  # of x in fp32 and packed sequences, which models do not have together, up to 48 bytes spill
+        for formula in FORMULAS:  # of x in fp32, which layers seldom project, KDA spills some 100 bytes of indices
             yield config(*RAW_SIZE, bf16, bf16, formula=formula, beta=beta)
             yield config(*RAW_SIZE, bf16, bf16, formula=formula, beta=beta, l2norm=True)
 
@@ -148,6 +150,7 @@ class ChannelDecay:
     key_dim: int
     dtype: dtype
     consumers: int
+    scored = TOKEN_GROUP  # rows of scores of TOKEN_GROUP tokens
 
     @property
     def warp_tile(self):
@@ -163,6 +166,21 @@ class ChannelDecay:
     def channel_vec(self):
         """A register vector of all channels."""
         return rt(16, self.key_dim, fp32).row_vec
+
+    @property
+    def operand(self):
+        """A register tile of TOKEN_GROUP tokens and a warp's channels, for a product."""
+        return rt(TOKEN_GROUP, self.warp_tile.cols, self.dtype)
+
+    @property
+    def square(self):
+        """The scores of TOKEN_GROUP tokens with so many keys."""
+        return rt(self.scored, TOKEN_GROUP, fp32)
+
+    @property
+    def square_pair(self):
+        """The scores of TOKEN_GROUP tokens with twice as many keys."""
+        return rt(self.scored, 2 * TOKEN_GROUP, fp32)
 
     @property
     def min_log2_decay(self):
@@ -214,7 +232,7 @@ class ChannelDecay:
     @inlined
     def load_last_sums(self, sums, warp):
         """b_last of the warp's channels, in powers of 2."""
-        return load_row(self.warp_part(sums, warp), self.warp_tile.row_vec, CHUNK - 1) * LOG2_E
+        return load_row(self.warp_part(sums, warp), self.warp_tile.row_vec, CHUNK - 1, fenced=False) * LOG2_E
 
     @inlined
     def factor_decays(self, queries, keys, extra, sums, b_last, state_decay, flag, warp, strong):
@@ -222,10 +240,10 @@ class ChannelDecay:
         `strong` to `flag`."""
         r_query, r_key = b_last * (0.0 if strong else 0.5), b_last * (1.0 if strong else 0.5)
         for i in range(CHUNK // TOKEN_GROUP):
-            b = load(self.group_part(sums, i, warp), self.group_tile) * LOG2_E
-            key = load(self.group_part(keys, i, warp), self.group_tile)
+            b = load(self.group_part(sums, i, warp), self.group_tile, fenced=False) * LOG2_E
+            key = load(self.group_part(keys, i, warp), self.group_tile, fenced=False)
             decay = exp2(b - r_query)
-            query = load(self.group_part(queries, i, warp), self.group_tile) * decay
+            query = load(self.group_part(queries, i, warp), self.group_tile, fenced=False) * decay
             store(self.group_part(queries, i, warp), query)
             self.store_extra(self.group_part(extra, i, warp), query, key, decay, strong)
             store(self.group_part(keys, i, warp), key * exp2(r_key - b))
@@ -238,61 +256,141 @@ class ChannelDecay:
         """Store what else a kernel needs of a group of tokens. query: their q'. decay: exp(b - r)."""
 
     @inlined
-    def anchored_scores(self, queries, keys, sums, warp, of):
+    def anchored_scores(self, queries, keys, extra, sums, far_keys, warp):
         """The scores q_i . (exp(b_i - b_j) k_j) of a chunk, 16 rows i in each warp, for j <= i; 0 elsewhere. For any decays:
-        each block of scores is a product whose factors, exp(b_i - b_a) and exp(b_a - b_j), have an anchor a between its keys
-        and its queries, so that both are at most 1. of: the dtype of the result."""
-        diagonal_square, nothing = of(self.anchored_square(queries, keys, sums, warp)), zeros(SQUARE)
-        first, second, third = nothing, nothing, nothing
-        if warp > 0:
-            first = self.anchored_block(queries, keys, sums, warp, 0)
-        first = of(first)
-        if warp > 1:
-            second = self.anchored_block(queries, keys, sums, warp, 1)
-        second = of(second)
-        if warp > 2:
-            third = self.anchored_block(queries, keys, sums, warp, 2)
-        left = hstack(diagonal_square if warp == 0 else first, diagonal_square if warp == 1 else second)
-        return hstack(left, hstack(diagonal_square if warp == 2 else of(third), diagonal_square if warp == 3 else of(nothing)))
+        the chunk is halved recursively, and queries of a later half meet keys of the earlier one, both decayed to or from the
+        later half's first token, the anchor, so that no factor is greater than 1. far_keys: memory as for a chunk's keys.
+        extra: what `round_scores` stores to: nothing above the diagonal."""
+        self.store_far_keys(far_keys, keys, sums, warp)
+        near = self.round_scores(extra, self.near_scores(queries, keys, sums, warp), warp, warp)
+        nothing = self.dtype(zeros(SQUARE))
+        first, second, before = nothing, nothing, nothing
+        if warp >= 2:
+            HALVES.take(0)
+            earlier = subtile(far_keys, 2 * TOKEN_GROUP, 0)
+            scores = self.anchored_block(zeros(self.square_pair), queries, keys, sums, earlier, warp, 2)
+            first = self.round_scores(extra, columns(scores, TOKEN_GROUP, 0), warp, 0)
+            second = self.round_scores(extra, columns(scores, TOKEN_GROUP, 1), warp, 1)
+        if warp % 2 == 1:
+            PAIRS.take(warp // 2)
+            earlier = subtile(far_keys, TOKEN_GROUP, 2 + warp // 2)
+            scores = self.anchored_block(zeros(self.square), queries, keys, sums, earlier, warp, warp)
+            before = self.round_scores(extra, scores, warp, warp - 1)
+        first = near if warp == 0 else before if warp == 1 else first
+        second = near if warp == 1 else second
+        third = near if warp == 2 else before if warp == 3 else nothing
+        return hstack(hstack(first, second), hstack(third, near if warp == 3 else nothing))
 
     @inlined
-    def anchored_block(self, queries, keys, sums, warp, block):
-        """The scores of a warp's 16 queries with an earlier block of 16 keys, anchored at the first query."""
-        s = zeros(SQUARE)
+    def store_far_keys(self, far_keys, keys, sums, warp):
+        """Write the keys that meet queries of other warps, decayed to their anchors: of the first two warps for the last two,
+        then of warps 0 and 2 for the warp after each."""
+        if warp < 2:
+            self.store_anchored_keys(subtile(far_keys, TOKEN_GROUP, warp), keys, sums, warp, 2)
+            HALVES.give(0)
+        if warp % 2 == 0:
+            self.store_anchored_keys(subtile(far_keys, TOKEN_GROUP, 2 + warp // 2), keys, sums, warp, warp + 1)
+            PAIRS.give(warp // 2)
+
+    @inlined
+    def store_anchored_keys(self, target, keys, sums, warp, later):
+        """Write a warp's 16 keys, decayed to the first token of warp `later`."""
         for i in range(warpgroup.WARPGROUP):  # the channels of each warp
-            anchor = load_row(self.warp_part(sums, i), self.warp_tile.row_vec, TOKEN_GROUP * warp)
-            query = self.anchor_rows(queries, sums, warp, i, anchor, 1.0)
-            s = mma_ABt(s, query, self.anchor_rows(keys, sums, block, i, anchor, -1.0))
-        return s
+            key = self.load_rows(keys, warp, i) * self.anchored_decay(sums, warp, i, later)
+            store(subtile(target, TOKEN_GROUP, 0, self.warp_tile.cols, i), key)
 
     @inlined
-    def anchored_square(self, queries, keys, sums, warp):
-        """The scores of a warp's 16 queries with its 16 keys, halved recursively: queries of the later half of 16, 8, 4 and 2
-        tokens with keys of the earlier half, anchored at the later half's first token. And those of tokens with themselves."""
-        row, col = row_index(SQUARE.col_vec), col_index(SQUARE.row_vec)
-        scores = zeros(SQUARE)
+    def anchored_block(self, scores, queries, keys, sums, far_keys, warp, later):
+        """Add the scores of a warp's 16 queries, decayed from the first token of warp `later`, with far keys."""
         for i in range(warpgroup.WARPGROUP):
-            query = self.dtype(load(self.group_part(queries, warp, i), self.group_tile))
-            scores = mma_ABt(scores, query, self.dtype(load(self.group_part(keys, warp, i), self.group_tile)))
-        scores = where(equal(row, col), scores, 0.0)
-        for level in range(LEVELS):
-            size = int32(TOKEN_GROUP >> level)
-            half = int32(size // 2)
-            s = zeros(SQUARE)
-            for i in range(warpgroup.WARPGROUP):
-                b = self.group_part(sums, warp, i)  # anchors are loaded twice: held over the queries, they would spill in KDA
-                query = self.anchor_rows(queries, sums, warp, i, load_row_of_group(b, self.group_tile, size, half), 1.0)
-                key = self.anchor_rows(keys, sums, warp, i, load_row_of_group(b, self.group_tile, size, half), -1.0)
-                s = mma_ABt(s, query, key)
-            scores = where(equal(row // size, col // size) & (row // half > col // half), s, scores)
+            decay = self.anchored_decay(sums, warp, i, later)
+            rows = self.stack_rows(self.load_rows(queries, warp, i) * decay, self.load_rows(keys, warp, i) * decay)
+            scores = mma_ABt(scores, rows, subtile(far_keys, far_keys.rows, 0, self.warp_tile.cols, i))
         return scores
 
     @inlined
-    def anchor_rows(self, rows, sums, block, i, anchor, sign):
-        """Queries (sign 1) or keys (sign -1) of the block of 16 tokens, in warp i's channels, decayed from or to
-        their anchors. Rows on the wrong side of an anchor, which take no part in a product, stay as they are."""
-        log_decay = minimum((load(self.group_part(sums, block, i), self.group_tile) - anchor) * (sign * LOG2_E), 0.0)
-        return self.dtype(load(self.group_part(rows, block, i), self.group_tile) * exp2(log_decay))
+    def anchored_decay(self, sums, warp, i, later):
+        """exp(-|b - b_a|) of a warp's 16 tokens in the channels of warp i, where a is the first token of warp `later`."""
+        b = load(self.group_part(sums, warp, i), self.group_tile, fenced=False)
+        anchor = load_row(self.warp_part(sums, i), self.warp_tile.row_vec, TOKEN_GROUP * later, fenced=False)
+        return self.dtype(exp2(abs(b - anchor) * -LOG2_E))
+
+    @inlined
+    def near_scores(self, queries, keys, sums, warp):
+        """The scores of a warp's 16 queries with its 16 keys."""
+        if self.is_mild(sums, warp):
+            scores = self.centred_scores(queries, keys, sums, warp)
+        else:
+            scores = self.halved_scores(queries, keys, sums, warp)
+        row, col = row_index(self.square.col_vec) % TOKEN_GROUP, col_index(self.square.row_vec)
+        return where(less(row, col), 0.0, scores)
+
+    @inlined
+    def is_mild(self, sums, warp):
+        """Do a warp's 16 tokens decay so little that one reference serves them all?"""
+        least = float32(0.0)
+        for i in range(warpgroup.WARPGROUP):
+            first, last = self.edge_sums(sums, warp, i)
+            least = min(least, tile_min(last - first))
+        return least * LOG2_E > self.min_log2_decay
+
+    @inlined
+    def edge_sums(self, sums, warp, i):
+        """b of the first and of the last one of a warp's 16 tokens, in the channels of warp i."""
+        rows, kind = self.group_part(sums, warp, i), self.warp_tile.row_vec
+        return load_row(rows, kind, 0, fenced=False), load_row(rows, kind, TOKEN_GROUP - 1, fenced=False)
+
+    @inlined
+    def centred_scores(self, queries, keys, sums, warp):
+        """`near_scores` with the middle of the sums as the one reference."""
+        scores = zeros(self.square)
+        for i in range(warpgroup.WARPGROUP):
+            first, last = self.edge_sums(sums, warp, i)
+            b = load(self.group_part(sums, warp, i), self.group_tile, fenced=False)
+            b = (b - (first + last) * 0.5) * LOG2_E
+            decay, key = self.dtype(exp2(b)), self.load_rows(keys, warp, i)
+            rows = self.stack_rows(self.load_rows(queries, warp, i) * decay, key * decay)
+            scores = mma_ABt(scores, rows, key * self.dtype(exp2(-b)))
+        return scores
+
+    @inlined
+    def halved_scores(self, queries, keys, sums, warp):
+        """`near_scores` for any decays. Those of groups of 8, 4 and 2 tokens take the place of those that greater groups'
+        anchors gave them, and last those of tokens with themselves."""
+        scores, size = zeros(self.square), int32(TOKEN_GROUP)
+        while size > 1:
+            s = zeros(self.square)
+            for i in range(warpgroup.WARPGROUP):
+                rows = self.group_part(sums, warp, i)
+                b = load(rows, self.group_tile, fenced=False)
+                b = b - load_row_of_group(rows, self.group_tile, size, size >> 1, fenced=False)
+                decay = self.dtype(exp2(abs(b) * -LOG2_E))
+                key = self.load_rows(keys, warp, i) * decay
+                s = mma_ABt(s, self.stack_rows(self.load_rows(queries, warp, i) * decay, key), key)
+            row, col = row_index(self.square.col_vec) % TOKEN_GROUP, col_index(self.square.row_vec)
+            scores = where(equal(row * (1 / size) // 1, col * (1 / size) // 1), s, scores)
+            size = size >> 1
+        s = zeros(self.square)
+        for i in range(warpgroup.WARPGROUP):
+            key = self.load_rows(keys, warp, i)
+            s = mma_ABt(s, self.stack_rows(self.load_rows(queries, warp, i), key), key)
+        row, col = row_index(self.square.col_vec) % TOKEN_GROUP, col_index(self.square.row_vec)
+        return where(equal(row, col), s, scores)
+
+    @inlined
+    def load_rows(self, tile, block, i):
+        """The rows of the block of 16 tokens in the channels of warp i, for a product."""
+        return load(self.group_part(tile, block, i), self.operand, fenced=False)
+
+    @inlined
+    def stack_rows(self, query, key):
+        """What meets keys, of the queries and the keys of 16 tokens: the queries."""
+        return query
+
+    @inlined
+    def round_scores(self, extra, scores, warp, block):
+        """The scores of a warp's 16 queries with a block of 16 keys, rounded."""
+        return self.dtype(scores)
 
     @inlined
     def is_strong(self, flag):

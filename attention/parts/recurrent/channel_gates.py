@@ -59,7 +59,7 @@ class FormulaChannelGates(ChannelGates):
     def compute(self, sums, gates, rate_and_bias, warp, remaining):
         rate, bias = rate_and_bias
         for i in range(CHUNK // TOKEN_GROUP):
-            x = load(subtile(gates, TOKEN_GROUP, i, self.channels, warp), self.group_tile)
+            x = load(subtile(gates, TOKEN_GROUP, i, self.channels, warp), self.group_tile, fenced=False)
             is_token = less(row_index(self.group_tile.col_vec), float32(remaining - TOKEN_GROUP * i))
             g = where(is_token, self.formula.compute(x, rate, bias), 0.0)
             store(subtile(sums, TOKEN_GROUP, i, self.channels, warp), g)

@@ -140,6 +140,15 @@ class GroupedStates(GroupedQueries):
     has_outputs, label = False, "states, grouped"
 
 
+class UnroundedOutputs(ScanOutputs):
+    """Outputs, dV, in float32, to be added to what an array holds."""
+
+    unrounded = True
+
+    def __str__(self):
+        return "float32"
+
+
 @static
 class InputGradients(GroupedQueries):
     """Outputs that are gradients of q or k. with_gates: is what the gates' gradients are made of stored, too? z is then the
@@ -238,6 +247,8 @@ def gradient_forms(kind: type[Gate], everything: bool) -> Iterator[tuple[Gate, S
         for with_gates in (False, True) if kind is not Gate else (False,):
             yield gate, QueryGradients(with_gates, unrounded), varlen
             yield ReversedGate(gate), KeyGradients(with_gates, unrounded), varlen
-        if not unrounded:
+        if unrounded:
+            yield ReversedGate(gate), UnroundedOutputs(), varlen
+        else:
             yield from ((ReversedGate(gate), result, varlen) for result in (ScanOutputs(), ScanStates(), GroupedStates()))
             yield gate, GroupedStates(), varlen

@@ -40,11 +40,11 @@ class L2Norm:
         return {name: ring(vectors, stages, n, writers=warpgroup.WARPGROUP) for name, n in readers.items()} if self.used else {}
 
     @inlined
-    def inverse_lengths(self, tile, warp):
-        """1 / sqrt(sum(x^2) + 1e-6) of a warp's 16 rows of a chunk's tile."""
+    def inverse_lengths(self, tile, warp, fenced=True):
+        """1 / sqrt(sum(x^2) + 1e-6) of a warp's 16 rows of a chunk's tile. fenced: as in ops.load."""
         squares = zeros(self.part.col_vec)
         for i in range(self.key_dim // self.columns):
-            x = load(subtile(tile, ROWS, warp, self.columns, i), self.part)
+            x = load(subtile(tile, ROWS, warp, self.columns, i), self.part, fenced=fenced)
             squares = squares + row_sum(x * x)
         return rsqrt(squares + L2NORM_EPSILON)
 
@@ -52,10 +52,10 @@ class L2Norm:
     def normalize(self, tile, warp):
         """Divide a chunk's rows by their lengths in shared memory, 16 in each warp of a warpgroup, which then synchronises."""
         if self.used:
-            inverse = self.inverse_lengths(tile, warp)
+            inverse = self.inverse_lengths(tile, warp, False)
             for i in range(self.key_dim // self.columns):
                 part = subtile(tile, ROWS, warp, self.columns, i)
-                store(part, load(part, self.part) * inverse)
+                store(part, load(part, self.part, fenced=False) * inverse)
 
     @inlined
     def sync(self):

@@ -97,7 +97,8 @@ class SequenceLayout:
         """The TokenRange of one of the `segments` of a sequence: a number of whole chunks, except at the end of the
         sequence."""
         start, end, batch = self.sequence_tokens(gCuSeqlens, sequence, length)
-        step = CHUNK * ((end - start + CHUNK * segments - 1) // (CHUNK * segments))
+        chunks, _ = divmod(int32((end - start + CHUNK - 1) // CHUNK) + segments - 1, segments)
+        step = CHUNK * chunks
         if self.reversed:
             segment = segments - 1 - segment
             return ReversedTokens(int32(min(end, start + segment * step)), int32(min(end, start + (segment + 1) * step)), batch)

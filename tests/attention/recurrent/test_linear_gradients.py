@@ -163,6 +163,45 @@ def test_outputs_and_options():
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.parametrize(("family", "decay"), [("sm_90", "token"), ("sm_80", "head"), ("sm_90", "none"), (None, "channel")])
+def test_accumulation(place, family, decay):
+    """Gradients are added to what float32 arrays of any strides hold: those of a call without, unrounded."""
+    args = case(70, decay, batch=2, heads=4, key_heads=2, value_dim=32)
+    want, rng = run(place, args, family=family), np.random.default_rng(0)
+    shapes = {name: x.shape for name, x in want.items()}
+    before = {name: rng.standard_normal((*shape[:-1], shape[-1] + 3)).astype(f32) for name, shape in shapes.items()}
+    into = {name: place.put(x.copy())[..., 3:] for name, x in before.items()}
+    found = attention.linear_backward(
+        **{name: place.put(x) for name, x in args.items()}, **into, accumulate=True, family=family
+    )
+    for (name, x), y in zip(want.items(), found, strict=True):
+        assert y is into[name]
+        got = place.get(y) - before[name][..., 3:]
+        if name in ("dq", "dk", "dv"):
+            assert relative_rms(got, x) < 0.004, name
+        else:
+            np.testing.assert_allclose(got, x, rtol=1e-5, atol=1e-5 * abs(x).max(), err_msg=name)
+
+
+def test_what_accumulates():
+    """Only what is wanted, with or without tokens; all of that must be arrays."""
+    args, rng = case(20, "none"), np.random.default_rng(0)
+    into = {"d" + name: rng.standard_normal(args[name].shape).astype(f32) for name in ("q", "k", "v")}
+    plain = attention.linear_backward(**args, dinitial_state=False)
+    before = {name: x.copy() for name, x in into.items()}
+    assert len(attention.linear_backward(**args, **into, dinitial_state=False, accumulate=True)) == 3
+    for x, (name, y) in zip(plain, into.items()):
+        assert relative_rms(y - before[name], x) < 0.004
+    with pytest.raises(TypeError, match="^dinitial_state: must be a float32 array with accumulate=True"):
+        attention.linear_backward(**args, **into, accumulate=True)
+    with pytest.raises(TypeError, match="^dq: dtype must be one of .'float32',.*"):
+        attention.linear_backward(**args, **into | {"dq": plain[0]}, dinitial_state=False, accumulate=True)
+    args = case(0, "none")
+    into = {"d" + name: np.ones(args[name].shape, f32) for name in ("q", "k", "v", "initial_state")}
+    attention.linear_backward(**args, **into, accumulate=True)
+    np.testing.assert_array_equal(into["dinitial_state"], args["dstate"] + f32(1))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
