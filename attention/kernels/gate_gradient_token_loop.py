@@ -17,7 +17,7 @@ from numba import cuda
 from numpy import float32, int32
 
 from ops import divmod, less, load, store, tile_sum, where, zeros
-from tiles import fp32, rt
+from tiles import fp32, inlined, rt
 from tiles.launching.arguments import ENDS, INT, array
 from tiles.layout import LANES
 from tiles.targets import Target
@@ -25,7 +25,7 @@ from tiles.targets import Target
 from ..parts.recurrent.gates import FLOOR
 from ..parts.recurrent.tokens import SequenceLayout
 
-CHANNELS = 64  # of a warp, where each has a gate
+CHANNELS = 64  # of a warp, where each has a gate; that it takes at once, under the delta rule
 PADDED = 64, 128, 256  # of a warp, where all of a head share one
 KINDS = "channel", "token", "head"
 
@@ -53,7 +53,9 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
     sizes = ((kind, channels) for kind in KINDS for channels in (PADDED if kind != "channel" else (CHANNELS,)))
     for size, (has_state, varlen) in itertools.product(sizes, itertools.product((True, False), repeat=2)):
         if everything or (has_state and varlen):
-            yield from (Config(*size, has_state, varlen, delta) for delta in (False, True))
+            yield Config(*size, has_state, varlen)
+            if size[1] == CHANNELS:
+                yield Config(*size, has_state, varlen, delta=True)
 
 
 @functools.cache
@@ -61,7 +63,17 @@ def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     PER_CHANNEL, PER_HEAD, HAS_STATE = config.kind == "channel", config.kind == "head", config.has_state
     DELTA = config.delta
+    ADDS_PIECES = DELTA and not PER_CHANNEL  # of so many channels: their sums are numbers
     CHANNELS_OF_WARP, VECTOR, seq_layout = config.channels, rt(16, config.channels, fp32).row_vec, SequenceLayout(config.varlen)
+
+    @inlined
+    def delta_products(gQ, gK, gDQ, gDK, batch, t, key_head, head, channel):
+        """q dq + k dk_read - k dk_write of a token."""
+        at_key = batch, t, key_head, channel
+        q_dq = load(gQ, VECTOR, at_key, aligned=False) * load(gDQ, VECTOR, (batch, t, head, channel), aligned=False)
+        written = load(gDK, VECTOR, (batch, t, int32(2 * head), channel), aligned=False)
+        read = load(gDK, VECTOR, (batch, t, int32(2 * head + 1), channel), aligned=False)
+        return q_dq + load(gK, VECTOR, at_key, aligned=False) * (read - written)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def sum_gates(
@@ -78,25 +90,38 @@ def make(config: Config):
         for sequence in range(first, sequences if PER_HEAD else first + 1):
             start, end, batch = seq_layout.sequence_tokens(gCuSeqlens, sequence, length)
             total = zeros(VECTOR)
+            sum_of_pieces, pieces = float32(0), (gQ.shape[3] + CHANNELS_OF_WARP - 1) // CHANNELS_OF_WARP
             if HAS_STATE:
                 for column in range(columns):
                     at = sequence, head, int32(column), channel
-                    total = total + load(gState, VECTOR, at, aligned=False) * load(gDState, VECTOR, at, aligned=False)
+                    if ADDS_PIECES:
+                        for piece in range(pieces):
+                            at = sequence, head, int32(column), int32(CHANNELS_OF_WARP * piece)
+                            products = load(gState, VECTOR, at, aligned=False) * load(gDState, VECTOR, at, aligned=False)
+                            sum_of_pieces += tile_sum(products)
+                    else:
+                        total = total + load(gState, VECTOR, at, aligned=False) * load(gDState, VECTOR, at, aligned=False)
             for i in range(start, end):
                 t = int32(start + end - 1 - i)
                 at, at_key = (batch, t, head, channel), (batch, t, key_head, channel)
-                q_dq = load(gQ, VECTOR, at_key, aligned=False) * load(gDQ, VECTOR, at, aligned=False)
-                dk_at = (batch, t, int32(2 * head), channel) if DELTA else at
-                dk = load(gDK, VECTOR, dk_at, aligned=False)
-                if DELTA:
-                    dk = dk - load(gDK, VECTOR, (batch, t, int32(2 * head + 1), channel), aligned=False)
-                total = total + q_dq - load(gK, VECTOR, at_key, aligned=False) * dk
+                if ADDS_PIECES:
+                    for piece in range(pieces):
+                        c = int32(CHANNELS_OF_WARP * piece)
+                        sum_of_pieces += tile_sum(delta_products(gQ, gK, gDQ, gDK, batch, t, key_head, head, c))
+                elif DELTA:
+                    total = total + delta_products(gQ, gK, gDQ, gDK, batch, t, key_head, head, channel)
+                else:
+                    q_dq = load(gQ, VECTOR, at_key, aligned=False) * load(gDQ, VECTOR, at, aligned=False)
+                    total = total + q_dq - load(gK, VECTOR, at_key, aligned=False) * load(gDK, VECTOR, at, aligned=False)
                 if PER_CHANNEL:
                     gates = load(gDecay, VECTOR, at, aligned=False)
                     store(gGradient, where(less(gates, FLOOR), 0.0, total), at, aligned=False)
                 else:
                     gate = float32(gDecay[batch, t, head, 0])
-                    gradient = float32(0) if gate < FLOOR else tile_sum(total)
+                    if ADDS_PIECES:
+                        gradient = float32(0) if gate < FLOOR else sum_of_pieces
+                    else:
+                        gradient = float32(0) if gate < FLOOR else tile_sum(total)
                     if PER_HEAD:
                         sum_of_head += gradient
                     else:

@@ -137,7 +137,7 @@ def channel_space(
         ):
             if not varlen or (key_dim, consumers) == (128, 2) or (everything and of is bf16):
                 yield from (config(key_dim, consumers, gates, of, varlen) for gates in (fp32, of))
-        for formula in FORMULAS:  # of x in fp32 and packed sequences, which models do not have together, up to 48 bytes spill
+        for formula in FORMULAS:  # of x in fp32, which layers seldom project, KDA spills some 100 bytes of indices
             yield config(*RAW_SIZE, bf16, bf16, formula=formula, beta=beta)
             yield config(*RAW_SIZE, bf16, bf16, formula=formula, beta=beta, l2norm=True)
 
