@@ -52,11 +52,11 @@ from .memory.counts import count_stored, count_up, wait_count
 from .memory.global_elements import truncate
 from .memory.lane_order import add_held, load_held
 from .memory.load_store import load, store
+from .memory.numbers import load_number
 from .memory.shared_vectors import last_element, load_row, load_row_of_group
 from .memory.tma import prefetch
 from .memory.tma_by_warp import store_wait, stores_done, tma_add, tma_store
 from .memory.unordered import load_pages, load_unordered, store_unordered, store_widened
-from .reductions.numbers import load_number
 from .reductions.reduce import (
     col_max,
     col_min,

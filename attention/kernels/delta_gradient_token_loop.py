@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from numba import cuda
 from numpy import float32, int32
 
-from ops import block, col_sum, divmod, exp, fma, load, store, tile_sum, zeros
+from ops import block, col_sum, divmod, exp, fma, load, load_number, store, tile_sum, zeros
 from tiles import bf16, fp32, inlined, rt, shared, sv
 from tiles.launching.arguments import ENDS, FLOAT, INT, array
 from tiles.layout import LANES
@@ -104,7 +104,7 @@ def make(config: Config):
         if DECAY == "channel":
             return exp(load(gDecay, KEYS, (batch, token, head, channel), aligned=True))
         elif DECAY == "token":
-            return exp(float32(gDecay[batch, token, head]))
+            return exp(load_number(gDecay, (batch, token, head)))
         else:
             return 1.0
 
@@ -134,7 +134,7 @@ def make(config: Config):
             for i in range(first, end):
                 t = int32(first + end - 1 - i if REVERSED else i)
                 k = load(gK, KEYS, (batch, t, key_head, channel), aligned=True)
-                decay, beta = load_decay(gDecay, batch, t, head, channel), float32(gBeta[batch, t, head])
+                decay, beta = load_decay(gDecay, batch, t, head, channel), load_number(gBeta, (batch, t, head))
                 if ERRORS:
                     s = s * decay
                     v = load(gV, COLS, (batch, t, head, value), aligned=True)

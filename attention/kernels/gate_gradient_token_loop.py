@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from numba import cuda
 from numpy import float32, int32
 
-from ops import divmod, less, load, store, tile_sum, where, zeros
+from ops import divmod, less, load, load_number, store, tile_sum, where, zeros
 from tiles import fp32, inlined, rt
 from tiles.launching.arguments import ENDS, INT, array
 from tiles.layout import LANES
@@ -117,7 +117,7 @@ def make(config: Config):
                     gates = load(gDecay, VECTOR, at, aligned=False)
                     store(gGradient, where(less(gates, FLOOR), 0.0, total), at, aligned=False)
                 else:
-                    gate = float32(gDecay[batch, t, head, 0])
+                    gate = load_number(gDecay, (batch, t, head, 0))
                     if ADDS_PIECES:
                         gradient = float32(0) if gate < FLOOR else sum_of_pieces
                     else:

@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from numba import cuda
-from numpy import float32, int32
+from numpy import int32
 
-from ops import block, divmod, exp, load, store, tile_sum
+from ops import block, divmod, exp, load, load_number, store, tile_sum
 from tiles import bf16, dtype, fp16, fp32, inlined, rt, shared, sv
 from tiles.launching.arguments import ENDS, FLOAT, INT, array
 from tiles.layout import LANES
@@ -40,7 +40,7 @@ def decay_loader(kind: str, vector):
         if kind == "channel":
             return exp(load(gDecay, vector, (batch, token, head, channel), aligned=False))
         elif kind == "token":
-            return exp(float32(gDecay[batch, token, head, 0]))
+            return exp(load_number(gDecay, (batch, token, head, 0)))
         else:
             return 1.0
 
@@ -155,7 +155,9 @@ class NormalizerGradients:
                 # lanes that share elements have read them all before one of them writes, for they meet in the sum
                 dk = load(gDK, KEYS, at, aligned=False)
                 if WITH_GATES:
-                    of_gates = load(gDDecay, KEYS, at, aligned=False) if PER_CHANNEL else float32(gDDecay[batch, t, head, 0])
+                    of_gates = (
+                        load(gDDecay, KEYS, at, aligned=False) if PER_CHANNEL else load_number(gDDecay, (batch, t, head, 0))
+                    )
                 dn = -sum_channels(q * dq, sums) / gNormalizer[batch, t, head] * scale
                 store(gDQ, dq + load(gZ, KEYS, at, aligned=False) * dn, at, aligned=False)
                 dz = dz + q * dn

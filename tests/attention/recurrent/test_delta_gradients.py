@@ -67,6 +67,16 @@ def test_value_heads_that_share_keys(place, decay, gates):
         np.testing.assert_array_equal(x.swapaxes(1, 2) if x.ndim > 2 and "state" not in name else x, got[name])
 
 
+@pytest.mark.parametrize("decay", ["token", "channel"])
+def test_gates_and_beta_of_16_bits_as_compiled(as_compiled, nothing_known, monkeypatch, decay):
+    """Kernels read single numbers of any dtype."""
+    monkeypatch.setattr(delta_gradients, "serves_delta_gradients", lambda problem: False)
+    args = delta_case(3, decay, heads=1, key_dim=16, value_dim=16, gates=bf16)
+    args["beta"] = args["beta"].astype(bf16)
+    as_compiled("sm_80")
+    check(OnInterpreter(), args)
+
+
 @pytest.mark.parametrize("scale", [0.0, -0.3, 7.0])
 def test_any_scale(place, kernels, scale):
     check(place, delta_case(20, "token", key_heads=2), scale=scale)
