@@ -45,7 +45,7 @@ from ops import (
 from tiles import bf16, dtype, fp16, fp32, inlined, rt, st, static, sv
 from tiles.targets import Target
 
-from .channel_gates import ChannelGates, channel_gates
+from .channel_gates import ChannelGates, choose_channel_gates
 from .gate_formulas import FORMULAS, PLAIN_BETA, BetaFormula, GateFormula
 from .gates import FLOOR, LOG2_E
 from .tokens import CHUNK, COLUMNS
@@ -53,7 +53,7 @@ from .tokens import CHUNK, COLUMNS
 PANEL = 128  # bytes of a row of a panel, at most: the widest swizzle
 TOKEN_GROUP = 16  # tokens that a warp decays at once: of more, the registers would spill
 SQUARE = rt(TOKEN_GROUP, TOKEN_GROUP, fp32)  # the scores of so many queries and keys
-HALVES, PAIRS = warpgroup.handover(4), warpgroup.handover(2, first=2)  # later warps wait for earlier ones' keys
+HALVES, PAIRS = warpgroup.named_barrier(4), warpgroup.named_barrier(2, first=2)  # later warps wait for earlier ones' keys
 RAW_SIZE = 128, 2  # padded key dim and consumers of configurations with a formula
 FLAG = sv(16, fp32)  # is a chunk strong? 1 or 0
 FLAG_VEC = rt(16, FLAG.length, fp32).row_vec
@@ -65,8 +65,7 @@ class Config:
     """A kernel's configuration. key_dim: the channels of keys, padded. consumers: warpgroups that have 64 value columns each.
     gates: the dtype of the gates; dtype: of everything else. varlen: are sequences packed (cu_seqlens)? formula, beta: what
     computes gates and beta of what is in memory; None: the gates themselves are there. l2norm: are queries and keys divided by
-    their lengths? preparers: the
-    warpgroups that prepare what consumers read."""
+    their lengths? preparers: the warpgroups that prepare what consumers read."""
 
     key_dim: int
     consumers: int
@@ -81,7 +80,7 @@ class Config:
     @property
     def channel_gates(self) -> ChannelGates:
         """The gates of a warp's channels."""
-        return channel_gates(self.key_dim // warpgroup.WARPGROUP, self.formula)
+        return choose_channel_gates(self.key_dim // warpgroup.WARPGROUP, self.formula)
 
     @property
     def threads(self):
@@ -266,13 +265,13 @@ class ChannelDecay:
         nothing = self.dtype(zeros(SQUARE))
         first, second, before = nothing, nothing, nothing
         if warp >= 2:
-            HALVES.take(0)
+            HALVES.sync(0)
             earlier = subtile(far_keys, 2 * TOKEN_GROUP, 0)
             scores = self.anchored_block(zeros(self.square_pair), queries, keys, sums, earlier, warp, 2)
             first = self.round_scores(extra, columns(scores, TOKEN_GROUP, 0), warp, 0)
             second = self.round_scores(extra, columns(scores, TOKEN_GROUP, 1), warp, 1)
         if warp % 2 == 1:
-            PAIRS.take(warp // 2)
+            PAIRS.sync(warp // 2)
             earlier = subtile(far_keys, TOKEN_GROUP, 2 + warp // 2)
             scores = self.anchored_block(zeros(self.square), queries, keys, sums, earlier, warp, warp)
             before = self.round_scores(extra, scores, warp, warp - 1)
@@ -287,10 +286,10 @@ class ChannelDecay:
         then of warps 0 and 2 for the warp after each."""
         if warp < 2:
             self.store_anchored_keys(subtile(far_keys, TOKEN_GROUP, warp), keys, sums, warp, 2)
-            HALVES.give(0)
+            HALVES.arrive(0)
         if warp % 2 == 0:
             self.store_anchored_keys(subtile(far_keys, TOKEN_GROUP, 2 + warp // 2), keys, sums, warp, warp + 1)
-            PAIRS.give(warp // 2)
+            PAIRS.arrive(warp // 2)
 
     @inlined
     def store_anchored_keys(self, target, keys, sums, warp, later):
