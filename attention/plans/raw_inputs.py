@@ -45,9 +45,9 @@ NO_RAW_GRADIENT = "raw gates, raw beta, qk_l2norm: evaluate them first, with att
 
 
 class RawOptions(NamedTuple):
-    """What a call's inputs still lack. formula: the name of the gates' formula, "" if they are gates; number: its number.
-    beta_scale: beta is that times the sigmoid of what is passed; 0: it is passed itself. l2norm: are queries and keys divided
-    by their lengths?"""
+    """What kernels compute of a call's raw inputs. formula: the name of the gates' formula, "" if they are gates; number: its
+    number. beta_scale: beta is that times the sigmoid of what is passed; 0: it is passed itself. l2norm: are queries and keys
+    divided by their lengths?"""
 
     formula: str = ""
     number: float = 0.0
@@ -69,8 +69,8 @@ NOT_RAW = RawOptions()
 
 
 class RawInputs(NamedTuple):
-    """The inputs of a call that may be raw. decay: None if it is. gate: (x, A_log, dt_bias) of a raw one. options: what they
-    lack."""
+    """The inputs of a call that may be raw. decay: None if it is. gate: (x, A_log, dt_bias) of a raw one. options: what
+    kernels compute of them."""
 
     q: Any
     k: Any

@@ -21,7 +21,7 @@ def launch(
     raw: RawOptions = NOT_RAW,
 ) -> Step:
     """The launch for arrays (B, S, H, D), by the names of the kernel's parameters. single: see Config. columns: of a state, if
-    it has more of them than v. raw: what its inputs lack. ValueError: too many heads or sequences for a grid."""
+    it has more of them than v. raw: what kernels compute of raw inputs. ValueError: too many heads or sequences for a grid."""
     heads, key_heads, key_dim, value_dim, sequences = problem("heads", "heads_k", "key_dim", "value_dim", "sequences")
     length = problem.extents.get("seqlen", 1)
     columns = columns or value_dim

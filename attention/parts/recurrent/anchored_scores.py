@@ -35,7 +35,7 @@ from .channel_decay import TOKEN_GROUP, WarpChannels
 from .gates import LOG2_E
 
 SQUARE = rt(TOKEN_GROUP, TOKEN_GROUP, fp32)  # the scores of so many queries and keys
-HALVES, PAIRS = warpgroup.handover(4), warpgroup.handover(2, first=2)  # later warps wait for earlier ones' keys
+HALVES, PAIRS = warpgroup.named_barrier(4), warpgroup.named_barrier(2, first=2)  # later warps wait for earlier ones' keys
 
 
 @static
@@ -69,13 +69,13 @@ class AnchoredScores(WarpChannels):
         nothing = self.dtype(zeros(SQUARE))
         first, second, before = nothing, nothing, nothing
         if warp >= 2:
-            HALVES.take(0)
+            HALVES.sync(0)
             earlier = subtile(far_keys, 2 * TOKEN_GROUP, 0)
             scores = self.anchored_block(zeros(self.square_pair), queries, keys, sums, earlier, warp, 2)
             first = self.round_scores(extra, columns(scores, TOKEN_GROUP, 0), warp, 0)
             second = self.round_scores(extra, columns(scores, TOKEN_GROUP, 1), warp, 1)
         if warp % 2 == 1:
-            PAIRS.take(warp // 2)
+            PAIRS.sync(warp // 2)
             earlier = subtile(far_keys, TOKEN_GROUP, 2 + warp // 2)
             scores = self.anchored_block(zeros(self.square), queries, keys, sums, earlier, warp, warp)
             before = self.round_scores(extra, scores, warp, warp - 1)
@@ -90,10 +90,10 @@ class AnchoredScores(WarpChannels):
         then of warps 0 and 2 for the warp after each."""
         if warp < 2:
             self.store_anchored_keys(subtile(far_keys, TOKEN_GROUP, warp), keys, sums, warp, 2)
-            HALVES.give(0)
+            HALVES.arrive(0)
         if warp % 2 == 0:
             self.store_anchored_keys(subtile(far_keys, TOKEN_GROUP, 2 + warp // 2), keys, sums, warp, warp + 1)
-            PAIRS.give(warp // 2)
+            PAIRS.arrive(warp // 2)
 
     @inlined
     def store_anchored_keys(self, target, keys, sums, warp, later):

@@ -10,7 +10,7 @@ from ops import warpgroup
 from tiles import bf16, dtype, fp16, fp32, st, sv
 from tiles.targets import Target
 
-from .channel_gates import ChannelGates, channel_gates
+from .channel_gates import ChannelGates, choose_channel_gates
 from .gate_formulas import FORMULAS, PLAIN_BETA, BetaFormula, GateFormula
 from .tokens import CHUNK, COLUMNS
 
@@ -38,7 +38,7 @@ class Config:
     @property
     def channel_gates(self) -> ChannelGates:
         """The gates of a warp's channels."""
-        return channel_gates(self.key_dim // warpgroup.WARPGROUP, self.formula)
+        return choose_channel_gates(self.key_dim // warpgroup.WARPGROUP, self.formula)
 
     @property
     def threads(self):
