@@ -52,7 +52,7 @@ def test_gates_of_any_size(place, gate, dtype):
     agree(place, q, k, v, beta, decay)
 
 
-@pytest.mark.parametrize("strength", [0.99, 1.01, 0.99 * 64 / 15, 1.01 * 64 / 15], ids=["weak", "strong", "mild", "halved"])
+@pytest.mark.parametrize("strength", [0.99, 1.01, 0.99 * 64 / 15, 2 * 64 / 15], ids=["weak", "strong", "mild", "halved"])
 @pytest.mark.parametrize(("dtype", "of"), [(BF16, bf16), (FP16, fp16)])
 def test_strong_chunks(place, strength, dtype, of):
     """Chunks on both sides of the limit, and a warp's 16 tokens on both sides of theirs."""
