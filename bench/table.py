@@ -1,4 +1,5 @@
-"""Tables from runs of bench/test_forward.py, test_backward.py or test_linear.py: `python bench/table.py run.json ...`."""
+"""Tables from runs of bench/test_forward.py, test_backward.py, test_linear.py or test_raw_gates.py:
+`python bench/table.py run.json ...`."""
 
 import math
 import sys
@@ -59,12 +60,25 @@ def linear(rows):
         print(f"| {member} | " + " | ".join([*map(str, sizes), *numbers]) + " |")
 
 
+def raw_gates(rows):
+    """Milliseconds with raw inputs, beside inputs that are computed already and those that torch computes first."""
+    cells = {}
+    for row in rows:
+        cells.setdefault((row["member"], row["batch"], row["length"], row["heads"]), {})[row["provider"]] = row
+    print("Milliseconds, medians of interleaved rounds.\n")
+    print("| | B | S | H | given | raw | raw / given | torch |\n|---|---:|---:|---:|---:|---:|---:|---:|")
+    for (member, *sizes), cell in cells.items():
+        given, raw, by_torch = (f"{cell[name]['ms']:.3f}" if name in cell else "" for name in ("given", "raw", "torch"))
+        cost = f"**{cell['raw']['fused_cost']:.2f}**" if "raw" in cell else ""
+        print(f"| {member} | " + " | ".join([*map(str, sizes), given, raw, cost, by_torch]) + " |")
+
+
 def main(*paths):
     """Print the tables of a run, or of one in several parts, in Markdown."""
     runs = [read(path) for path in paths]
     rows = [row for run in runs for row in run["rows"]]
     print(f"{runs[0]['datetime'][:10]}, {runs[0].get('ran_on', 'on what is not known')}.", end=" ")
-    (linear if "member" in rows[0] else attention)(rows)
+    (raw_gates if "fused_cost" in rows[0] else linear if "member" in rows[0] else attention)(rows)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ are installed, otherwise transformers' own in torch. The latter are replaced her
 | use_qk_l2norm_in_kernel=True                      | qk_l2norm=True, with the same epsilon                      |
 | mamba2_chunk_scan, mamba2_selective_state_update  | mamba2, for one token with the cache's state               |
 
-The original function is called where our kernels do not support the call: gradients, float32, or head dims that are no
-multiples of 16."""
+The original function is called for calls that need a gradient, and where our kernels do not support the call: float32, or
+head dims that are no multiples of 16."""
 
 from __future__ import annotations
 

@@ -25,7 +25,8 @@ from tiles import fp32, inlined, ring, rt, shared, st
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.targets import Target
 
-from ..parts.recurrent import channel_decay
+from ..parts.recurrent import channel_config, channel_decay
+from ..parts.recurrent.anchored_scores import AnchoredScores
 from ..parts.recurrent.l2norm import L2Norm
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 from ..parts.recurrent.transposed_state import TransposedState
@@ -35,8 +36,8 @@ STAGES = {64: 2, 128: 2, 256: 1}  # padded key dim: chunks in flight
 WIDE_KEY_DIM = 128  # beyond it a state takes half of a consumer's registers: there is one consumer
 
 
-class Config(channel_decay.Config):
-    """A kernel's configuration: that of channel_decay.py, with two preparers: the preparer of this kernel and its scorer."""
+class Config(channel_config.Config):
+    """A kernel's configuration: that of channel_config.py, with two preparers: the preparer of this kernel and its scorer."""
 
     preparers = 2
 
@@ -46,7 +47,7 @@ SIZES = (64, 1), (64, 2), (128, 1), (128, 2), (256, 1)  # padded key dim, consum
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations. Without `everything`, varlen ones come in one size only, and fp16 is left out."""
-    return channel_decay.channel_space(Config, SIZES, target, everything)
+    return channel_config.channel_space(Config, SIZES, target, everything)
 
 
 class GlaDecay(channel_decay.ChannelDecay):
@@ -85,7 +86,8 @@ def make(config: Config):
     )
     norm = L2Norm(config.l2norm, config.key_dim, config.key_dim // warpgroup.WARPGROUP)
     raw, PARAMS = config.channel_gates, config.channel_gates.params()
-    seq_layout, decay = SequenceLayout(config.varlen), GlaDecay(KEY_DIM, INPUT, CONSUMERS)
+    seq_layout = SequenceLayout(config.varlen)
+    decay, strong_scores = GlaDecay(KEY_DIM, INPUT, CONSUMERS), AnchoredScores(KEY_DIM, INPUT)
     state = TransposedState(KEY_DIM, INPUT, seq_layout)
 
     @inlined
@@ -135,7 +137,7 @@ def make(config: Config):
                 b_last, strong = decay.cumsum_gates(sums, gates, warp)
                 residual = q_residual.claim(j)
                 if strong:
-                    scores = decay.anchored_scores(queries, keys, residual, sums, residual, warp)
+                    scores = strong_scores.compute(queries, keys, residual, sums, residual, warp)
                     warpgroup.sync()
                     warpgroup.store(subtile(residual, CHUNK, 0, CHUNK, 0), scores)
                     warpgroup.sync()

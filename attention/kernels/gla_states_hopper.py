@@ -20,7 +20,7 @@ from tiles import fp32, ring, rt, shared
 from tiles.launching.arguments import ENDS, INT, array, tiled
 from tiles.targets import Target
 
-from ..parts.recurrent import channel_decay
+from ..parts.recurrent import channel_config, channel_decay
 from ..parts.recurrent.channel_decay import TOKEN_GROUP
 from ..parts.recurrent.gates import LOG2_E
 from ..parts.recurrent.l2norm import L2Norm
@@ -32,8 +32,8 @@ STAGES = {64: 4, 128: 3, 256: 2}  # padded key dim: chunks in flight
 SIZES = gla_hopper.SIZES
 
 
-class Config(channel_decay.Config):
-    """A kernel's configuration: that of channel_decay.py, with another name."""
+class Config(channel_config.Config):
+    """A kernel's configuration: that of channel_config.py, with another name."""
 
     def __str__(self):
         return f"states, {super().__str__()}"
@@ -41,7 +41,7 @@ class Config(channel_decay.Config):
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations. Without `everything`, varlen ones come in one size only, and fp16 is left out."""
-    return channel_decay.channel_space(Config, SIZES, target, everything)
+    return channel_config.channel_space(Config, SIZES, target, everything)
 
 
 @functools.cache

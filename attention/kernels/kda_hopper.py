@@ -25,8 +25,10 @@ from tiles import fp32, inlined, ring, rt, shared, st
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.targets import Target
 
-from ..parts.recurrent import channel_decay
-from ..parts.recurrent.channel_decay import FLAG, TOKEN_GROUP, Config
+from ..parts.recurrent import channel_config, channel_decay
+from ..parts.recurrent.anchored_scores import AnchoredScores
+from ..parts.recurrent.channel_config import Config
+from ..parts.recurrent.channel_decay import FLAG, TOKEN_GROUP
 from ..parts.recurrent.gate_formulas import BetaFormula
 from ..parts.recurrent.l2norm import L2Norm
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
@@ -42,18 +44,22 @@ SIZES = tuple(itertools.product(KEY_DIMS, REGISTERS))  # padded key dim, consume
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations. Without `everything`, varlen ones come in one size only, and fp16 is left out."""
-    return channel_decay.channel_space(Config, SIZES, target, everything, BetaFormula(1.0))
+    return channel_config.channel_space(Config, SIZES, target, everything, BetaFormula(1.0))
 
 
 class KdaDecay(channel_decay.ChannelDecay):
-    """The decays of KDA's kernel, which also stores k', and has scores of keys with keys below those of queries."""
-
-    scored = 2 * TOKEN_GROUP
+    """The decays of KDA's kernel, which also stores k'."""
 
     @inlined
     def store_extra(self, decayed_keys, query, key, decay, strong):
         """Store k' = k exp(b - r)."""
         store(decayed_keys, key * decay)
+
+
+class KdaScores(AnchoredScores):
+    """The scores of a strong chunk of KDA: those of keys with keys stand below those of queries."""
+
+    scored = 2 * TOKEN_GROUP
 
     @inlined
     def stack_rows(self, query, key):
@@ -93,8 +99,8 @@ def make(config: Config):
     )
     norm = L2Norm(config.l2norm, config.key_dim, config.key_dim // warpgroup.WARPGROUP)
     raw, PARAMS, BETA = config.channel_gates, config.channel_gates.params(), config.beta
-    seq_layout, decay = SequenceLayout(config.varlen), KdaDecay(config.key_dim, INPUT, CONSUMERS)
-    state = TransposedState(config.key_dim, INPUT, seq_layout)
+    seq_layout, strong_scores = SequenceLayout(config.varlen), KdaScores(config.key_dim, INPUT)
+    decay, state = KdaDecay(config.key_dim, INPUT, CONSUMERS), TransposedState(config.key_dim, INPUT, seq_layout)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def scan(
@@ -135,7 +141,7 @@ def make(config: Config):
                 b_last, strong = decay.cumsum_gates(sums, gates, warp)
                 decayed_keys = k_decayed.claim(j)
                 if strong:
-                    scores = decay.anchored_scores(queries, keys, (high, low), sums, decayed_keys, warp)
+                    scores = strong_scores.compute(queries, keys, (high, low), sums, decayed_keys, warp)
                     warpgroup.store(p.claim(j), scores)
                     warpgroup.sync()
                 decay.factor_decays(

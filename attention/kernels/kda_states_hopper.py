@@ -17,7 +17,8 @@ from tiles import fp32, inlined, ring, rt, shared, st
 from tiles.launching.arguments import ENDS, INT, array, tiled
 from tiles.targets import Target
 
-from ..parts.recurrent import channel_decay
+from ..parts.recurrent import channel_config, channel_decay
+from ..parts.recurrent.anchored_scores import AnchoredScores
 from ..parts.recurrent.channel_decay import FLAG, FLAG_VEC, TOKEN_GROUP
 from ..parts.recurrent.gate_formulas import BetaFormula
 from ..parts.recurrent.l2norm import L2Norm
@@ -27,8 +28,8 @@ from .kda_hopper import KEY_DIMS, REGISTERS, STAGES
 SIZES = tuple(itertools.product(KEY_DIMS, REGISTERS))  # padded key dim, consumers
 
 
-class Config(channel_decay.Config):
-    """A kernel's configuration: that of channel_decay.py. consumers: warpgroups that have 64 columns of a state each."""
+class Config(channel_config.Config):
+    """A kernel's configuration: that of channel_config.py. consumers: warpgroups that have 64 columns of a state each."""
 
     def __str__(self):
         return f"states, {super().__str__()}"
@@ -36,17 +37,21 @@ class Config(channel_decay.Config):
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations. Without `everything`, varlen ones come in one size only, and fp16 is left out."""
-    return channel_decay.channel_space(Config, SIZES, target, everything, BetaFormula(1.0))
+    return channel_config.channel_space(Config, SIZES, target, everything, BetaFormula(1.0))
 
 
-class KdaStatesDecay(channel_decay.ChannelDecay):
-    """The decays of a chunk without queries: k* and k' only."""
+class KeyScores(AnchoredScores):
+    """The scores of a strong chunk's keys with keys."""
 
     @inlined
     def round_scores(self, triangles, scores, warp, block):
         """The scores of keys, rounded, which are stored to two triangles, too."""
         store_block_parts(triangles, scores, warp, block)
         return self.dtype(scores)
+
+
+class KdaStatesDecay(channel_decay.ChannelDecay):
+    """The decays of a chunk without queries: k* and k' only."""
 
     @inlined
     def factor_key_decays(self, keys, decayed_keys, sums, b_last, state_decay, flag, warp, strong):
@@ -85,7 +90,8 @@ def make(config: Config):
     )
     norm = L2Norm(config.l2norm, config.key_dim, config.key_dim // warpgroup.WARPGROUP)
     raw, PARAMS, BETA = config.channel_gates, config.channel_gates.params(), config.beta
-    seq_layout, decay = SequenceLayout(config.varlen), KdaStatesDecay(KEY_DIM, INPUT, CONSUMERS)
+    seq_layout = SequenceLayout(config.varlen)
+    decay, strong_scores = KdaStatesDecay(KEY_DIM, INPUT, CONSUMERS), KeyScores(KEY_DIM, INPUT)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def scan(
@@ -122,7 +128,7 @@ def make(config: Config):
                 b_last, strong = decay.cumsum_gates(sums, gates, warp)
                 decayed_keys = k_decayed.claim(j)
                 if strong:
-                    decay.anchored_scores(keys, keys, (high, low), sums, decayed_keys, warp)
+                    strong_scores.compute(keys, keys, (high, low), sums, decayed_keys, warp)
                     warpgroup.sync()
                 decay.factor_key_decays(keys, decayed_keys, sums, b_last, state_decay.claim(j), flag.claim(j), warp, strong)
                 k_decayed.publish(j)

@@ -20,7 +20,8 @@ from tiles import bf16, fp32, inlined, rt, shared, sv
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, record
 from tiles.targets import Target
 
-from ..parts.recurrent.gate_formulas import FORMULAS, L2NORM_EPSILON, PLAIN_BETA, BetaFormula, GateFormula
+from ..gates import L2NORM_EPSILON
+from ..parts.recurrent.gate_formulas import FORMULAS, PLAIN_BETA, BetaFormula, GateFormula
 from ..parts.recurrent.results import NORMALIZER_EPSILON
 from ..parts.recurrent.tokens import SequenceLayout
 
@@ -28,12 +29,8 @@ WARPS = 4  # of a block
 WARP_COLUMNS = 16  # columns of the state that a warp has
 BLOCKS_PER_SM = {64: 5, 80: 4, 144: 3, 256: 2}  # rows of a warp, up to -> blocks of an SM, as registers allow
 MAX_WARP_KEY_DIM = 128  # up to which a warp holds all rows
-LARGEST_KEY_DIMS = (
-    64,
-    80,
-    MAX_WARP_KEY_DIM,
-    256,
-)  # that fill the registers of their number of blocks: if these do not spill, none do
+# These fill the registers of their number of blocks: if they do not spill, none do.
+LARGEST_KEY_DIMS = 64, 80, MAX_WARP_KEY_DIM, 256
 MAX_GRID_YZ = 65535  # blocks along the second and third axis of a grid
 FLAGS = "delta", "normalize", "varlen", "single", "reversed", "groups_queries", "l2norm"
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from numba import cuda
 from numpy import int32
 
+from ops import block as thread_block
 from ops import (
-    block,
     col_sum,
     divmod,
     finish_sum,
@@ -82,18 +82,18 @@ def make_gradients(config: Config):
     window, token_blocks = ShortWindow(WIDTH, config.silu, INPUT, ALIGNED), TokenBlocks(config.varlen)
 
     @inlined
-    def state_gradient(gDState, tokens, token, col):
+    def load_state_gradient(gDState, block, token, col):
         """The part of dx, of the 16 tokens from `token` on, that comes from the sequence's final window."""
-        return window.load_window(gDState, TILE, tokens, int32(WIDTH - 1 + token - tokens.last), col)
+        return window.load_window(gDState, TILE, block, int32(WIDTH - 1 + token - block.last), col)
 
     @inlined
     def store_sum(gSums, total, index, tap, col):
         store_unordered(gSums, finish_sum(total), (index, tap, col), aligned=False)
 
     @inlined
-    def load_above(gX, tokens, token, col):
+    def load_upper(gX, block, token, col):
         """The tile of the 16 tokens before `token`, which begin in the block's sequence."""
-        return window.load(truncate(gX, 1, tokens.last), tokens.batch, int32(token - ROWS), col)
+        return window.load(truncate(gX, 1, block.last), block.batch, int32(token - ROWS), col)
 
     @cuda.jit(launch_bounds=(config.threads, 2), fastmath=True)
     def short_conv_backward(
@@ -105,49 +105,49 @@ def make_gradients(config: Config):
         of the gradients of the weights and the bias."""
         index, panel = divmod(cuda.blockIdx.x, panels)
         col = int32(COLUMNS * (WARPS * panel + warp_index()))
-        own = token_blocks.find(index, tokens, blocks, length, gCuSeqlens)
+        block = token_blocks.find(index, tokens, blocks, length, gCuSeqlens)
         taps = window.load_taps(gWeight, gBias, col)
-        tiles = int32(max(0, own.end - own.start + ROWS - 1) // ROWS)
-        behind = int32(own.start + ROWS * tiles)
-        until = int32(min(own.last, behind + WIDTH - 1))
-        edge = window.load_before(gX, gInitialState, own, own.start, col)
-        x = window.load(truncate(gX, 1, until), own.batch, behind, col)
-        dy = window.load(truncate(gDOut, 1, until), own.batch, behind, col)
-        upper = load_above(gX, own, behind, col) if tiles > 0 else edge
+        tiles = int32(max(0, block.end - block.start + ROWS - 1) // ROWS)
+        tiles_end = int32(block.start + ROWS * tiles)
+        read_end = int32(min(block.last, tiles_end + WIDTH - 1))
+        edge = window.load_before(gX, gInitialState, block, block.start, col)
+        x = window.load(truncate(gX, 1, read_end), block.batch, tiles_end, col)
+        dy = window.load(truncate(gDOut, 1, read_end), block.batch, tiles_end, col)
+        upper = load_upper(gX, block, tiles_end, col) if tiles > 0 else edge
         lower = window.activation_gradient(upper, x, dy, taps)
-        now, one_before, two_before, three_before, of_bias = zeros(SUM), zeros(SUM), zeros(SUM), zeros(SUM), zeros(SUM)
-        gradients, results = truncate(gDOut, 1, own.end), truncate(gDX, 1, own.end)
-        x, t = upper, int32(behind - ROWS)
-        upper = load_above(gX, own, t, col) if tiles > 1 else edge
-        dy = window.load(gradients, own.batch, t, col)
+        lag0, lag1, lag2, lag3, bias_sum = zeros(SUM), zeros(SUM), zeros(SUM), zeros(SUM), zeros(SUM)
+        gradients, results = truncate(gDOut, 1, block.end), truncate(gDX, 1, block.end)
+        x, t = upper, int32(tiles_end - ROWS)
+        upper = load_upper(gX, block, t, col) if tiles > 1 else edge
+        dy = window.load(gradients, block.batch, t, col)
         for _ in range(tiles):  # while a tile is computed with, the next ones are on their way
-            above = int32(t - ROWS)
-            next_upper = load_above(gX, own, above, col) if above > own.start else edge
-            next_dy = window.load(gradients, own.batch, above, col)
+            upper_t = int32(t - ROWS)
+            next_upper = load_upper(gX, block, upper_t, col) if upper_t > block.start else edge
+            next_dy = window.load(gradients, block.batch, upper_t, col)
             dz = window.activation_gradient(upper, x, dy, taps)
-            now, of_bias = now + lane_col_sum(dz * fp32(x)), of_bias + lane_col_sum(dz)
-            one_before = one_before + lane_col_sum(dz * fp32(shift_rows(upper, x, ROWS - 1)))
+            lag0, bias_sum = lag0 + lane_col_sum(dz * fp32(x)), bias_sum + lane_col_sum(dz)
+            lag1 = lag1 + lane_col_sum(dz * fp32(shift_rows(upper, x, ROWS - 1)))
             if WIDTH > 2:
-                two_before = two_before + lane_col_sum(dz * fp32(shift_rows(upper, x, ROWS - 2)))
+                lag2 = lag2 + lane_col_sum(dz * fp32(shift_rows(upper, x, ROWS - 2)))
             if WIDTH > 3:
-                three_before = three_before + lane_col_sum(dz * fp32(shift_rows(upper, x, ROWS - 3)))
+                lag3 = lag3 + lane_col_sum(dz * fp32(shift_rows(upper, x, ROWS - 3)))
             dx = window.convolve_gradient(dz, lower, taps)
-            if gDState.shape[0] > 0 and t + ROWS > own.last - WIDTH + 1:
-                dx = dx + state_gradient(gDState, own, t, col)
-            store_unordered(results, INPUT(dx), (own.batch, t, col), 1, 2, ALIGNED)
-            lower, x, upper, dy, t = dz, upper, next_upper, next_dy, above
-        store_sum(gSums, now, index, WIDTH - 1, col)
-        store_sum(gSums, one_before, index, WIDTH - 2, col)
+            if gDState.shape[0] > 0 and t + ROWS > block.last - WIDTH + 1:
+                dx = dx + load_state_gradient(gDState, block, t, col)
+            store_unordered(results, INPUT(dx), (block.batch, t, col), 1, 2, ALIGNED)
+            lower, x, upper, dy, t = dz, upper, next_upper, next_dy, upper_t
+        store_sum(gSums, lag0, index, WIDTH - 1, col)
+        store_sum(gSums, lag1, index, WIDTH - 2, col)
         if WIDTH > 2:
-            store_sum(gSums, two_before, index, WIDTH - 3, col)
+            store_sum(gSums, lag2, index, WIDTH - 3, col)
         if WIDTH > 3:
-            store_sum(gSums, three_before, index, WIDTH - 4, col)
-        store_sum(gSums, of_bias, index, WIDTH, col)
-        if gDInitialState.shape[0] > 0 and own.start == own.first:
+            store_sum(gSums, lag3, index, WIDTH - 4, col)
+        store_sum(gSums, bias_sum, index, WIDTH, col)
+        if gDInitialState.shape[0] > 0 and block.start == block.first:
             dx = window.convolve_gradient(zeros(TILE), lower, taps)
-            dx = dx + state_gradient(gDState, own, int32(own.first - ROWS), col)
-            window.store_window(gDInitialState, dx, own, col)
-        token_blocks.clear_padding(gDX, INPUT(zeros(TILE)), own, col, length, gCuSeqlens, ALIGNED)
+            dx = dx + load_state_gradient(gDState, block, int32(block.first - ROWS), col)
+            window.store_window(gDInitialState, dx, block, col)
+        token_blocks.clear_padding(gDX, INPUT(zeros(TILE)), block, col, length, gCuSeqlens, ALIGNED)
 
     return short_conv_backward, None
 
@@ -166,7 +166,7 @@ def make_sums(config: SumConfig):
         col, warp, total = int32(SUMS.cols * panel), warp_index(), zeros(SUMS)
         for first in range(SUMS.rows * warp, count, SUMS.rows * SUM_WARPS):
             total = total + load(gSums, SUMS, (int32(first), tap, col), 0, 2)
-        total = block.reduce_sum(col_sum(total), parts)
+        total = thread_block.reduce_sum(col_sum(total), parts)
         if warp == 0:
             if tap < WIDTH:
                 store(gDWeight, total, (col, tap), cols=0)

@@ -26,8 +26,8 @@ VECTOR = rt(ROWS, COLUMNS, fp32).row_vec
 
 @dataclass(frozen=True)
 class ConvConfig:
-    """What is known of a kernel when it is compiled. silu: does SiLU follow? dtype: of the tokens. aligned: do addresses and
-    strides allow accesses of 16 bytes? varlen: are sequences packed (cu_seqlens)?"""
+    """A kernel's configuration. width: of the convolution. silu: does SiLU follow? dtype: of the tokens. aligned: do addresses
+    and strides allow accesses of 16 bytes? varlen: are sequences packed (cu_seqlens)?"""
 
     width: int
     silu: bool
@@ -97,12 +97,12 @@ class TokenBlocks:
 
 
 class Taps(NamedTuple):
-    """Vectors of a warp's channels: what a token, and those 1, 2 and 3 tokens before it are multiplied by, and the bias."""
+    """Vectors of a warp's channels: what a token, and those with a lag of 1, 2 and 3 tokens are multiplied by, and the bias."""
 
-    now: Any
-    one_before: Any
-    two_before: Any
-    three_before: Any
+    lag0: Any
+    lag1: Any
+    lag2: Any
+    lag3: Any
     bias: Any
 
 
@@ -121,17 +121,17 @@ class ShortWindow:
         return rt(ROWS, COLUMNS, self.dtype)
 
     @inlined
-    def load_tap(self, gWeight, col, back):
-        return load_unordered(gWeight, VECTOR, (col, self.width - 1 - back), cols=0, aligned=False)
+    def load_tap(self, gWeight, col, lag):
+        return load_unordered(gWeight, VECTOR, (col, self.width - 1 - lag), cols=0, aligned=False)
 
     @inlined
     def load_taps(self, gWeight, gBias, col):
         """The Taps of the channels from `col` on."""
-        now, one_before = self.load_tap(gWeight, col, 0), self.load_tap(gWeight, col, 1)
-        two_before = self.load_tap(gWeight, col, 2) if self.width > 2 else now
-        three_before = self.load_tap(gWeight, col, 3) if self.width > 3 else now
+        lag0, lag1 = self.load_tap(gWeight, col, 0), self.load_tap(gWeight, col, 1)
+        lag2 = self.load_tap(gWeight, col, 2) if self.width > 2 else lag0
+        lag3 = self.load_tap(gWeight, col, 3) if self.width > 3 else lag0
         bias = load_unordered(gBias, VECTOR, (col,), cols=0, aligned=False)
-        return Taps(now, one_before, two_before, three_before, bias)
+        return Taps(lag0, lag1, lag2, lag3, bias)
 
     @inlined
     def load(self, gX, batch, token, col):
@@ -146,10 +146,10 @@ class ShortWindow:
     @inlined
     def load_before(self, gX, gInitialState, block, token, col):
         """The tile of the 16 tokens before `token`: of the sequence, or of the window before it."""
-        before = int32(block.first - (token - ROWS))
+        missing = int32(block.first - (token - ROWS))  # rows of the tile that come from the window
         x = self.load(truncate(gX, 1, block.last), block.batch, int32(token - ROWS), col)
-        row = int32(self.width - 1 - before)
-        return upper_fill(x, before, 0.0) + self.load_window(gInitialState, self.tile, block, row, col)
+        row = int32(self.width - 1 - missing)
+        return upper_fill(x, missing, 0.0) + self.load_window(gInitialState, self.tile, block, row, col)
 
     @inlined
     def store_window(self, gState, tile, block, col):
@@ -159,22 +159,22 @@ class ShortWindow:
     @inlined
     def convolve(self, upper, x, taps):
         """z = bias + sum_i taps[i] x_(t-i), for the tokens of x, below those of `upper`."""
-        z = fp32(x) * taps.now + taps.bias
-        z = fma(fp32(shift_rows(upper, x, ROWS - 1)), taps.one_before, z)
+        z = fp32(x) * taps.lag0 + taps.bias
+        z = fma(fp32(shift_rows(upper, x, ROWS - 1)), taps.lag1, z)
         if self.width > 2:
-            z = fma(fp32(shift_rows(upper, x, ROWS - 2)), taps.two_before, z)
+            z = fma(fp32(shift_rows(upper, x, ROWS - 2)), taps.lag2, z)
         if self.width > 3:
-            z = fma(fp32(shift_rows(upper, x, ROWS - 3)), taps.three_before, z)
+            z = fma(fp32(shift_rows(upper, x, ROWS - 3)), taps.lag3, z)
         return z
 
     @inlined
     def convolve_gradient(self, dz, lower, taps):
         """dx = sum_i taps[i] dz_(t+i), for the tokens of dz, above those of `lower`."""
-        dx = fma(shift_rows(dz, lower, 1), taps.one_before, dz * taps.now)
+        dx = fma(shift_rows(dz, lower, 1), taps.lag1, dz * taps.lag0)
         if self.width > 2:
-            dx = fma(shift_rows(dz, lower, 2), taps.two_before, dx)
+            dx = fma(shift_rows(dz, lower, 2), taps.lag2, dx)
         if self.width > 3:
-            dx = fma(shift_rows(dz, lower, 3), taps.three_before, dx)
+            dx = fma(shift_rows(dz, lower, 3), taps.lag3, dx)
         return dx
 
     @inlined

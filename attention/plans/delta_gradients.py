@@ -17,7 +17,7 @@ from ..kernels import (
     delta_state_gradients_ampere,
     delta_states_ampere,
 )
-from ..kernels.linear_token_loop import MAX_GRID_YZ, WARPS
+from ..kernels.linear_token_loop import WARPS
 from ..parts.recurrent.delta_chunks import KEY_DIMS, PANEL
 from ..parts.recurrent.tokens import CHUNK, COLUMNS
 from .recurrent_checks import DTYPES, has_channel_decay, is_varlen, pad_key_dim
@@ -30,6 +30,7 @@ from .recurrent_gradients import (
     sum_gates,
     sum_heads,
 )
+from .token_loop import check_grid, decay_kind
 from .token_loop_gradients import sum_gates_by_token
 
 
@@ -109,8 +110,7 @@ def plan_delta_token_loop(problem: Problem, arrays: Arrays, scale: float, scratc
     batch, length, heads, value_dim, key_dim, sequences = problem(
         "batch", "seqlen", "heads", "value_dim", "key_dim", "sequences"
     )
-    if max(heads, sequences) > MAX_GRID_YZ:
-        raise ValueError(f"q: must have at most {MAX_GRID_YZ} heads and sequences: {heads=}, {sequences=}")
+    check_grid(problem)
     wants_gates = arrays["ddecay"] is not None
     errors, du = (scratch(batch, length, heads, value_dim) for _ in range(2))
     partial: Arrays = {"dq": partial_gradients(problem, scratch), "dk": scratch(batch, length, 2 * heads, key_dim)}
@@ -142,10 +142,8 @@ def _walk(problem: Problem, walk: str, scale: float, inputs: Arrays, arrays: Arr
     rows, columns = problem("key_dim", "value_dim")
     if walk in ("queries", "keys"):
         rows, columns = columns, rows
-    decay, kind = arrays["decay"], ""
-    if decay is not None:
-        kind = "channel" if len(decay.form.shape) == 4 else "token"
-        decay = decay if kind == "channel" else spread_to_tokens(problem, decay)
+    decay, kind = arrays["decay"], decay_kind(arrays["decay"])
+    decay = decay and spread_to_tokens(problem, decay)
     config = delta_gradient_token_loop.Config(walk, rows, kind, is_varlen(problem))
     parts = -(-columns // delta_gradient_token_loop.WARP_COLUMNS)
     blocks = parts if config.splits_rows else -(-parts // WARPS)

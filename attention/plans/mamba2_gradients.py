@@ -9,7 +9,7 @@ from tiles.launching.arrays import Operand
 from tiles.launching.launch import kernel_for
 
 from ..kernels.mamba2_gradients import PART, TOKENS, Mamba2GradientInputs, Mamba2GradientOutputs
-from ..kernels.norm_gradients import SumNormPartials
+from .partial_sums import sum_partials
 from .recurrent_checks import DTYPES, StepOptions, is_varlen
 from .recurrent_chunks import SWAP_STATE_AXES, Arrays, ScratchAllocator, choose_mamba2_gate, intern_value, plan_token_decay
 from .token_loop_gradients import plan_linear_gradients
@@ -28,10 +28,10 @@ def plan_mamba2_gradients(problem: Problem, steps_of_time: StepOptions, vector_b
     scratch, dtype, dout, skip = ScratchAllocator(problem), DTYPES[problem.dtype], problem["dout"], problem["D"]
     tokens = batch, length, heads
     gate, has_z, has_dz = choose_mamba2_gate(steps_of_time), "z" in problem, "dz" in wanted
-    values, of_values = (scratch(*tokens, columns, dtype=problem.dtype) for _ in range(2))
+    values, dvalues = (scratch(*tokens, columns, dtype=problem.dtype) for _ in range(2))
     dy = scratch(*tokens, columns, dtype=problem.dtype) if has_z else dout
     y = scratch(*tokens, columns, dtype=problem.dtype) if has_dz else None
-    gates, of_gates = scratch(*tokens), scratch(*tokens)
+    gates, dgates = scratch(*tokens), scratch(*tokens)
     sizes = {"tiles": -(-length // TOKENS), "panels": -(-columns // PART.cols), "heads": heads}
     inputs = {"gX": problem["x"], "gDt": problem["dt"], "gZ": problem["z"], "gDOut": dout}
     inputs |= {"gA": _spread(problem["A"], PART.rows), "gDtBias": _spread(problem["dt_bias"], PART.rows)}
@@ -41,25 +41,25 @@ def plan_mamba2_gradients(problem: Problem, steps_of_time: StepOptions, vector_b
     steps: list[Step] = [kernel_for(before, before, problem.device).bind(blocks * heads, **arrays, **inputs, **sizes)]
     if y:
         steps += _plan_outputs(problem, y, steps_of_time, vector_bytes, scratch)
-    of_linear: Arrays = {"q": problem["C"], "k": problem["B"], "v": values, "decay": gates, "dout": dy}
-    of_linear |= {"dq": problem["dC"], "dk": problem["dB"], "dv": of_values, "ddecay": of_gates}
+    linear_arrays: Arrays = {"q": problem["C"], "k": problem["B"], "v": values, "decay": gates, "dout": dy}
+    linear_arrays |= {"dq": problem["dC"], "dk": problem["dB"], "dv": dvalues, "ddecay": dgates}
     for name, own in STATES.items():
         state = outputs.get(own) if name == "dinitial_state" else problem[own]
-        of_linear[name] = state and state.permuted(SWAP_STATE_AXES)
-    steps += plan_linear_gradients(problem, of_linear, 1.0, vector_bytes, scratch)
+        linear_arrays[name] = state and state.permuted(SWAP_STATE_AXES)
+    steps += plan_linear_gradients(problem, linear_arrays, 1.0, vector_bytes, scratch)
     kind = "" if "dD" not in wanted else "column" if len(skip.form.shape) == 2 else "head"
     after = intern_value(Mamba2GradientOutputs, dtype, gate, has_dz, kind, is_varlen(problem))
     sums: Arrays = {"gRateSums": scratch(blocks, heads), "gBiasSums": scratch(blocks, heads)}
     sums["gSkipSums"] = scratch(blocks, heads) if kind == "head" else None
     sums["gColumnSums"] = scratch(heads, blocks, columns) if kind == "column" else None
-    arrays = {"gY": y, "gDY": dy, "gDValues": of_values, "gDGates": of_gates, "gD": _spread(skip, columns)}
+    arrays = {"gY": y, "gDY": dy, "gDValues": dvalues, "gDGates": dgates, "gD": _spread(skip, columns)}
     arrays |= {"gDX": outputs["dx"], "gDDt": outputs["ddt"], "gDZ": outputs.get("dz"), "gCuSeqlens": problem["cu_seqlens"]}
     kernel = kernel_for(after, after, problem.device)
     steps.append(kernel.bind(blocks * heads, length=length, **arrays, **sums, **inputs, **sizes))
     names = {"gRateSums": "dA", "gBiasSums": "ddt_bias", "gSkipSums": "dD", "gColumnSums": "dD"}
-    for of, partials in sums.items():
-        if partials and names[of] in outputs:
-            steps.append(_sum_blocks(problem, partials, outputs[names[of]]))
+    for name, partials in sums.items():
+        if partials and names[name] in outputs:
+            steps.append(sum_partials(problem, partials, outputs[names[name]]))
     return Plan(steps, scratch.shapes)
 
 
@@ -77,13 +77,3 @@ def _plan_outputs(
     arrays |= {"gInitialState": problem["initial_states"], "gFinalState": None}
     steps, _ = plan_token_decay(problem, arrays, 1.0, vector_bytes, steps_of_time, scratch=scratch)
     return steps
-
-
-def _sum_blocks(problem: Problem, partials: Operand, total: Operand) -> Step:
-    """The launch that sums over blocks, in their order: partials (block, head) to (head,), or (head, block, column)."""
-    if len(partials.form.shape) == 2:
-        partials, total = partials.spread(0, 1), total.spread(0, 1)
-    groups, blocks, columns = partials.form.shape
-    panels, config = -(-columns // PART.cols), SumNormPartials()
-    kernel = kernel_for(config, config, problem.device)
-    return kernel.bind(groups * panels, gPartials=partials, gSum=total, panels=panels, splits=blocks)

@@ -3,7 +3,7 @@ rows once more, the others compute the gradients of rows, weights and biases fro
 
 from typing import Any
 
-from tiles.calls.plan import Fill, Plan, nothing
+from tiles.calls.plan import Fill, Plan, Step, nothing
 from tiles.calls.program import Program, program
 from tiles.calls.schema import Problem, Schema
 from tiles.launching.arrays import ALIGNMENT, Operand
@@ -11,11 +11,12 @@ from tiles.launching.launch import kernel_for
 
 from ..kernels import key_norms
 from ..kernels.forward_hopper import SHAPES
-from ..kernels.norm_gradients import PART, ROWS_OF, TILES_PER_BLOCK, NormColumnSums, NormRowGradients, SumNormPartials
+from ..kernels.norm_gradients import PART, ROWS_OF, TILES_PER_BLOCK, NormColumnSums, NormRowGradients
 from ..options import split_norm
 from ..parts.norms import LayerNorm, RmsNorm
 from .forward_launches import DTYPES, norm_arrays
 from .gradient import NO_SECOND_DERIVATIVES
+from .partial_sums import sum_partials
 
 
 def _in_table(axes: tuple[str, ...]) -> str:
@@ -91,22 +92,19 @@ def _gradient_program(x: str, axes: tuple[str, ...], accumulate: bool = False) -
         row_stats = problem.scratch(0, *scratch[0])
         arrays = {"gX": problem[x], "gDY": problem["dy"], "gRowStats": row_stats}
         params = {"norm_eps": norm_eps, "columns": columns} | norm_arrays(problem, f"{x}_norm", axes[2:])
-        steps = [
+        steps: list[Step] = [
             kernel_for(config, config, problem.device).bind(
                 batch * heads * blocks, gDX=problem[f"d{x}"], blocks=blocks, heads=heads, **arrays, **params
             )
         ]
         for n, (name, target) in enumerate(sums.items(), 1):
-            summing, adding = NormColumnSums(dtype, name == f"d{x}_norm_bias", accumulate), SumNormPartials(accumulate)
+            summing = NormColumnSums(dtype, name == f"d{x}_norm_bias", accumulate)
             lengths = {"batches": batch, "heads": heads, "tiles": tiles, "panels": panels, "splits": splits}
             launch = kernel_for(summing, summing, problem.device)
             steps.append(launch.bind(heads * splits * panels, gPartials=problem.scratch(n, *scratch[n]), **arrays, **lengths))
             (groups, _) = target.form.shape
             partials = problem.scratch(n, (groups, heads * splits // groups, columns), "float32")
-            launch = kernel_for(adding, adding, problem.device)
-            steps.append(
-                launch.bind(groups * panels, gPartials=partials, gSum=target, panels=panels, splits=heads * splits // groups)
-            )
+            steps.append(sum_partials(problem, partials, target, accumulate))
         return Plan(steps, scratch, outputs)
 
     return differentiate

@@ -6,11 +6,12 @@ from tiles.calls.schema import Problem
 from tiles.launching.arrays import Operand, c_ordered
 from tiles.launching.launch import kernel_for
 
-from ..kernels.norm_gradients import PART, SumNormPartials
 from ..kernels.normalizer_gradients import DIMS, NormalizerGradients, NormalizerSums
+from .partial_sums import sum_partials
 from .recurrent_checks import DTYPES, is_varlen, pad_key_dim
 from .recurrent_chunks import Arrays, ScratchAllocator, intern_value
 from .recurrent_gradients import partial_gradients, spread_to_tokens, sum_heads, wants_value_heads
+from .token_loop import decay_kind
 from .token_loop_gradients import plan_linear_gradients
 
 
@@ -20,12 +21,12 @@ def plan_normalized_gradients(
     """The launches. The arguments are those of plan_chunk_gradients; arrays has initial_z, dfinal_z and dinitial_z, too."""
     batch, length, heads, key_heads, key_dim, value_dim = problem("batch", "seqlen", "heads", "heads_k", "key_dim", "value_dim")
     decay, gradient, dtype = arrays["decay"], arrays["ddecay"], DTYPES[problem.dtype]
-    kind = "" if decay is None else "channel" if len(decay.form.shape) == 4 else "token"
+    kind = decay_kind(decay)
     by_head = decay is not None and len(decay.form.shape) == 1
     decay = decay and spread_to_tokens(problem, decay)
-    of_tokens = scratch(batch, length, heads) if by_head and gradient else gradient
+    token_gradient = scratch(batch, length, heads) if by_head and gradient else gradient
     z, normalizers = scratch(batch, length, heads, key_dim), scratch(batch, length, heads)
-    of_numerators = scratch(batch, length, heads, value_dim, dtype=problem.dtype)
+    dnumerators = scratch(batch, length, heads, value_dim, dtype=problem.dtype)
     sums_heads = not wants_value_heads(arrays)
     dq, dk = (partial_gradients(problem, scratch) if sums_heads else arrays[name] for name in ("dq", "dk"))
     shared = {"length": length, "heads": heads, "group": heads // key_heads, "scale": scale}
@@ -34,23 +35,21 @@ def plan_normalized_gradients(
     sizes = [pad_key_dim(dim, DIMS) for dim in (key_dim, value_dim)]
     before = intern_value(NormalizerSums, dtype, *sizes, kind, is_varlen(problem))
     after = intern_value(NormalizerGradients, dtype, sizes[0], kind, gradient is not None, is_varlen(problem))
-    of_sums: Arrays = {"gK": arrays["k"], "gDOut": arrays["dout"], "gDNumerator": of_numerators}
-    of_sums |= inputs
-    of_gradients: Arrays = {"gDQ": dq, "gDK": dk, "gDDecay": _with_channels(of_tokens), "gDFinalZ": arrays["dfinal_z"]}
-    of_gradients |= inputs | {"gDInitialZ": arrays["dinitial_z"]}
+    sum_arrays: Arrays = {"gK": arrays["k"], "gDOut": arrays["dout"], "gDNumerator": dnumerators}
+    sum_arrays |= inputs
+    gradient_arrays: Arrays = {"gDQ": dq, "gDK": dk, "gDDecay": _with_channels(token_gradient), "gDFinalZ": arrays["dfinal_z"]}
+    gradient_arrays |= inputs | {"gDInitialZ": arrays["dinitial_z"]}
     grid = problem.extents["sequences"] * heads
-    of_linear = arrays | {"dout": of_numerators, "decay": decay, "ddecay": of_tokens, "dq": dq, "dk": dk}
+    linear_arrays = arrays | {"dout": dnumerators, "decay": decay, "ddecay": token_gradient, "dq": dq, "dk": dk}
     steps: list[Step] = [
-        kernel_for(before, before, problem.device).bind(grid, **of_sums, **shared),
-        *plan_linear_gradients(problem, of_linear, scale, vector_bytes, scratch),
-        kernel_for(after, after, problem.device).bind(grid, **of_gradients, **shared),
+        kernel_for(before, before, problem.device).bind(grid, **sum_arrays, **shared),
+        *plan_linear_gradients(problem, linear_arrays, scale, vector_bytes, scratch),
+        kernel_for(after, after, problem.device).bind(grid, **gradient_arrays, **shared),
     ]
     if by_head and gradient:
-        assert of_tokens is not None
-        rows = of_tokens._replace(form=c_ordered((1, batch * length, heads), "float32", problem.device))
-        panels, config = -(-heads // PART.cols), SumNormPartials()
-        kernel = kernel_for(config, config, problem.device)
-        steps.append(kernel.bind(panels, gPartials=rows, gSum=gradient.spread(0, 1), panels=panels, splits=batch * length))
+        assert token_gradient is not None
+        rows = token_gradient._replace(form=c_ordered((batch * length, heads), "float32", problem.device))
+        steps.append(sum_partials(problem, rows, gradient))
     for name, partial in (("dq", dq), ("dk", dk)) if sums_heads else ():
         steps += sum_heads(problem, partial, arrays[name])
     return steps

@@ -45,9 +45,9 @@ NO_RAW_GRADIENT = "raw gates, raw beta, qk_l2norm: evaluate them first, with att
 
 
 class RawOptions(NamedTuple):
-    """What a call's inputs still lack. formula: the name of the gates' formula, "" if they are gates; number: its number.
-    beta_scale: beta is that times the sigmoid of what is passed; 0: it is passed itself. l2norm: are queries and keys divided
-    by their lengths?"""
+    """What kernels compute of a call's raw inputs. formula: the name of the gates' formula, "" if they are gates; number: its
+    number. beta_scale: beta is that times the sigmoid of what is passed; 0: it is passed itself. l2norm: are queries and keys
+    divided by their lengths?"""
 
     formula: str = ""
     number: float = 0.0
@@ -69,8 +69,8 @@ NOT_RAW = RawOptions()
 
 
 class RawInputs(NamedTuple):
-    """The inputs of a call that may be raw. decay: None if it is. gate: (x, A_log, dt_bias) of a raw one. options: what they
-    lack."""
+    """The inputs of a call that may be raw. decay: None if it is. gate: (x, A_log, dt_bias) of a raw one. options: what
+    kernels compute of them."""
 
     q: Any
     k: Any
@@ -144,23 +144,23 @@ def prepare_rows(
         """Copy arrays of the same shape, by the names of kernels' parameters."""
         first, *second = arrays.values()
         batch, length, heads, columns = first.form.shape
-        made = [scratch(batch, length, heads, columns, dtype=first.form.dtype) for _ in arrays]
+        copied = [scratch(batch, length, heads, columns, dtype=first.form.dtype) for _ in arrays]
         tiles, all_heads = -(-length // copy_rows.ROWS), heads * len(arrays)
         config = intern_value(copy_rows.Config, columns, DTYPES[first.form.dtype], normalize)
-        cuts = -(-all_heads // copy_rows.WARPS)
+        head_blocks = -(-all_heads // copy_rows.WARPS)
         step = kernel_for(copy_rows, config, problem.device).bind(
-            batch * tiles * cuts,
+            batch * tiles * head_blocks,
             gX=first,
             gY=second[0] if second else None,
-            gCopiedX=made[0],
-            gCopiedY=made[-1] if second else None,
+            gCopiedX=copied[0],
+            gCopiedY=copied[-1] if second else None,
             tiles=tiles,
-            cuts=cuts,
+            head_blocks=head_blocks,
             heads=heads,
             all_heads=all_heads,
         )
         steps.append(step)
-        copies.update(zip(arrays, made))
+        copies.update(zip(arrays, copied))
 
     if l2norm or misaligned["q"] or misaligned["k"]:
         copy({"gQ": problem["q"], "gK": problem["k"]}, l2norm)

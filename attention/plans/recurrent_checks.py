@@ -120,11 +120,11 @@ def split_state(name: str, state: Any, normalize: bool) -> tuple[Any, Any]:
 
 
 class SplitStates(NamedTuple):
-    """The states of a call of gradients, (state, z) each. given: the initial state, and the gradients of the last one. made:
-    those of the initial one."""
+    """The states of a call of gradients, (state, z) each. inputs: the initial state, and the gradients of the last one.
+    gradients: those of the initial one."""
 
-    given: tuple[Any, Any, Any, Any]
-    made: tuple[Any, Any]
+    inputs: tuple[Any, Any, Any, Any]
+    gradients: tuple[Any, Any]
 
 
 def split_states(normalize: bool, initial_state: Any, dstate: Any, dinitial_state: Any) -> SplitStates:

@@ -11,6 +11,20 @@ from .raw_inputs import NOT_RAW, RawOptions, formula_arrays
 from .recurrent_checks import is_varlen
 
 
+def check_grid(problem: Problem) -> None:
+    """ValueError: there are too many heads or sequences for the second and third axis of a grid."""
+    heads, sequences = problem("heads", "sequences")
+    if max(heads, sequences) > MAX_GRID_YZ:
+        raise ValueError(f"q: must have at most {MAX_GRID_YZ} heads and sequences: {heads=}, {sequences=}")
+
+
+def decay_kind(decay: Operand | None) -> str:
+    """What has a decay of its own, as configurations name it: "token" (or a head), "channel", or "" if nothing decays."""
+    if decay is None:
+        return ""
+    return "channel" if len(decay.form.shape) == 4 else "token"
+
+
 def launch(
     problem: Problem,
     arrays: dict[str, Operand | None],
@@ -21,14 +35,13 @@ def launch(
     raw: RawOptions = NOT_RAW,
 ) -> Step:
     """The launch for arrays (B, S, H, D), by the names of the kernel's parameters. single: see Config. columns: of a state, if
-    it has more of them than v. raw: what its inputs lack. ValueError: too many heads or sequences for a grid."""
+    it has more of them than v. raw: what kernels compute of raw inputs. ValueError: too many heads or sequences for a grid."""
     heads, key_heads, key_dim, value_dim, sequences = problem("heads", "heads_k", "key_dim", "value_dim", "sequences")
     length = problem.extents.get("seqlen", 1)
     columns = columns or value_dim
-    decay = arrays.get("gDecay")
     config = Config(
         key_dim,
-        "" if decay is None else "channel" if len(decay.form.shape) == 4 else "token",
+        decay_kind(arrays.get("gDecay")),
         arrays.get("gBeta") is not None,
         normalize,
         is_varlen(problem),
@@ -37,8 +50,7 @@ def launch(
         beta=raw.beta,
         l2norm=raw.l2norm,
     )
-    if max(heads, sequences) > MAX_GRID_YZ:
-        raise ValueError(f"q: must have at most {MAX_GRID_YZ} heads and sequences: {heads=}, {sequences=}")
+    check_grid(problem)
     extent = max(key_dim, columns)
     arrays = arrays | {name: _broadcast_gate(arrays.get(name), problem, extent) for name in ("gDecay", "gBeta")}
     arrays |= formula_arrays(problem)

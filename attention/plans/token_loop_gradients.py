@@ -8,7 +8,7 @@ from tiles.launching.arrays import Operand
 from tiles.launching.launch import kernel_for
 
 from ..kernels import gate_gradient_token_loop, linear_token_loop
-from ..kernels.linear_token_loop import MAX_GRID_YZ, WARPS
+from ..kernels.linear_token_loop import WARPS
 from .recurrent_checks import is_varlen, pad_key_dim
 from .recurrent_chunks import SWAP_STATE_AXES, Arrays, ScratchAllocator
 from .recurrent_gradients import (
@@ -19,6 +19,7 @@ from .recurrent_gradients import (
     sum_heads,
     wants_value_heads,
 )
+from .token_loop import check_grid
 
 
 def plan_linear_gradients(
@@ -34,8 +35,7 @@ def plan_linear_gradients(
 def plan_token_loop_gradients(problem: Problem, arrays: Arrays, scale: float, scratch: ScratchAllocator) -> list[Step]:
     """The launches for the gradients of linear attention. arrays: as in plan_chunk_gradients."""
     heads, key_heads, key_dim, value_dim, sequences = problem("heads", "heads_k", "key_dim", "value_dim", "sequences")
-    if max(heads, sequences) > MAX_GRID_YZ:
-        raise ValueError(f"q: must have at most {MAX_GRID_YZ} heads and sequences: {heads=}, {sequences=}")
+    check_grid(problem)
     decay, wants_gates = arrays["decay"], arrays["ddecay"] is not None
     sums_heads = (wants_gates or heads > key_heads) and not wants_value_heads(arrays)
     dout, q, k, v = (arrays[name] for name in ("dout", "q", "k", "v"))

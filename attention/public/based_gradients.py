@@ -82,7 +82,7 @@ def based_backward(
     also, (into,) = choose_optional_gradients(dinitial_state=(initial_state, dinitial_state))
     also += " dinitial_z" * (normalize and bool(also))
     states = recurrent_checks.split_states(normalize, initial_state, dstate, into)
-    arrays = dout, q, k, v, cu_seqlens, *states.given, dq, dk, dv, *states.made
+    arrays = dout, q, k, v, cu_seqlens, *states.inputs, dq, dk, dv, *states.gradients
     results = _based_backward(stream, arrays, (check_number("scale", scale), normalize, also), layout)
     return (*results[:-2], results[-2:]) if "dinitial_z" in also else results
 

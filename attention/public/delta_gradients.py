@@ -84,12 +84,11 @@ def delta_rule_backward(
     are the same 6e-3 for beta 1, and of dq 2e-2 for 1.9, 3e-2 for 2. float16 has an eighth of that; the elements of states and
     of their gradients are rounded to float16, and infinite beyond 65504. Decays of channels and Dk above 128 are computed token
     by token, with all factors in float32: correct, and slow. Chunks need scratch memory, 168 KiB for each of a head with
-    Dk = Dv = 128. stream, family: as in delta_rule; all families have the same
-    kernels.
+    Dk = Dv = 128. stream, family: as in delta_rule; all families have the same kernels.
 
     Returns (dq, dk, dv, dbeta), followed, in this order, by ddecay if there is a decay, and dinitial_state if there is an
-    initial state, unless they are False. Arrays and errors are those of delta_rule. Source: the equations for
-    chunks are derived in attention/parts/recurrent/delta_chunks.py, from the UT transform (Yang et al. 2024)."""
+    initial state, unless they are False. Arrays and errors are those of delta_rule. Source: the equations for chunks are
+    derived in attention/parts/recurrent/delta_chunks.py, from the UT transform (Yang et al. 2024)."""
     also, more = choose_optional_gradients(ddecay=(decay, ddecay), dinitial_state=(initial_state, dinitial_state))
     arrays = dout, q, k, v, beta, decay, cu_seqlens, initial_state, dstate, dq, dk, dv, dbeta, *more
     return _delta_rule_backward(stream, arrays, (check_number("scale", scale), also, family), layout)

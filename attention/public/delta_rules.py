@@ -133,8 +133,8 @@ def delta_rule(
     On Hopper sequences are processed in chunks of 64 tokens, on tensor cores. A few long sequences with Dk up to 128 are cut
     into segments of chunks, which are processed at the same time. Views whose addresses or strides are not multiples of 16
     bytes are copied first. Other GPUs, such an `out`, and Dk above 128 with decays of channels are served token by token:
-    correct, and slow. With decays of channels, a
-    chunk in which a channel decays by more than exp(-119), or exp(-15) for float16, is slow, too.
+    correct, and slow. With decays of channels, chunks in which a channel decays by more than exp(-119), or exp(-15) for
+    float16, take up to 2.6 times as long as others (docs/speed.md).
 
     Arrays, `stream`, `family` ("sm_80" is token by token) and errors are those of attention.forward. The head of this file
     has flash-linear-attention's names next to these."""
@@ -148,15 +148,7 @@ def delta_rule(
             return _delta_rule_raw(stream, arrays, (*options, *raw), layout)
     if requires_grad(*(learned := (q, k, v, beta, decay, initial_state))) or torch_op.mapped_with_grad(learned):
         refuse_beside_gradient(out=out, stream=stream)
-        inputs = {
-            "q": q,
-            "k": k,
-            "v": v,
-            "beta": beta,
-            "decay": decay,
-            "initial_state": initial_state,
-            "cu_seqlens": cu_seqlens,
-        }
+        inputs = dict(zip(DELTA_RULE.names, (q, k, v, beta, decay, cu_seqlens, initial_state)))
         shared = {"scale": scale, "layout": layout, "family": family}
         return recurrent_autograd().call_with_gradients("delta_rule", inputs, shared, {"return_state": return_state})
     return _delta_rule(stream, (q, k, v, beta, decay, cu_seqlens, initial_state, out, None), options, layout)
@@ -175,7 +167,7 @@ def _delta_rule_raw(problem: Problem, scale: float | None, return_state: bool, f
 
 
 def plan_delta_rule(problem: Problem, scale: float | None, return_state: bool, family: str | None, raw: RawOptions) -> Plan:
-    """The Plan of a call of delta_rule. raw: what its inputs lack."""
+    """The Plan of a call of delta_rule. raw: what kernels compute of raw inputs."""
     recurrent_checks.check_extents(problem)
     scale, by_channel = recurrent_checks.resolve_scale(problem, scale), recurrent_checks.has_channel_decay(problem)
     batch, length, key_dim = problem("batch", "seqlen", "key_dim")
@@ -292,8 +284,8 @@ def _scan_chunks(
     **numbers: Any,
 ) -> Step:
     """The launch of one of Hopper's chunk kernels for `grid_segments` segments of each sequence and states with so many
-    columns. from_identity: see delta_states_hopper.Config. raw: what the inputs lack. numbers: further arguments of the
-    kernel."""
+    columns. from_identity: see delta_states_hopper.Config. raw: what the kernel computes of raw inputs. numbers: its further
+    arguments."""
     batch, length, heads, key_heads, key_dim, sequences = problem("batch", "seqlen", "heads", "heads_k", "key_dim", "sequences")
     width, gates = -(-columns // COLUMNS), arrays["gGates"]
     one_each = sequences * heads * grid_segments * width <= machine(problem.device).processors  # an SM for each 64 columns

@@ -294,7 +294,7 @@ def _linear_raw(
 def plan_linear(
     problem: Problem, scale: float | None, normalize: bool, return_state: bool, family: str | None, raw: RawOptions
 ) -> Plan:
-    """The Plan of a call of linear. raw: what its inputs lack."""
+    """The Plan of a call of linear. raw: what kernels compute of raw inputs."""
     recurrent_checks.check_extents(problem)
     scale, by_channel = recurrent_checks.resolve_scale(problem, scale), recurrent_checks.has_channel_decay(problem)
     batch, length, heads, value_dim = problem("batch", "seqlen", "heads", "value_dim")

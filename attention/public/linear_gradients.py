@@ -122,10 +122,10 @@ def linear_backward(
     )
     also += " dinitial_z" * (normalize and "dinitial_state" in also)
     states = recurrent_checks.split_states(normalize, initial_state, dstate, of_start)
-    arrays = dout, q, k, v, decay, cu_seqlens, *states.given, dq, dk, dv, of_decay, *states.made
+    arrays = dout, q, k, v, decay, cu_seqlens, *states.inputs, dq, dk, dv, of_decay, *states.gradients
     options = check_number("scale", scale), also, normalize, family
     if check_flag("accumulate", accumulate):
-        gradients = dict(zip(GRADIENTS, (dq, dk, dv, of_decay, *states.made)))
+        gradients = dict(zip(GRADIENTS, (dq, dk, dv, of_decay, *states.gradients)))
         wanted = {name: x for name, x in gradients.items() if name in GRADIENTS[:3] or name in also.split()}
         check_accumulators(wanted)
         _linear_backward_into(stream, arrays, options, layout)

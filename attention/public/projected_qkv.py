@@ -15,11 +15,11 @@ from tiles.launching.arrays import ALIGNMENT, Operand, c_ordered
 from tiles.launching.launch import kernel_for
 
 from ..kernels import rotary_rows
-from ..kernels.norm_gradients import PART, SumNormPartials
 from ..plans import forward_programs
 from ..plans.call_options import ListOptions, RandomOptions, ResultOptions, ScoreOptions
 from ..plans.forward_launches import DTYPES
 from ..plans.gradient import NO_SECOND_DERIVATIVES
+from ..plans.partial_sums import sum_partials
 from . import softmax_backward
 
 INPUTS = """
@@ -208,8 +208,5 @@ def projected_backward(
             **args,
         ),
     ]
-    panels, kernel = -(-columns // PART.cols), SumNormPartials()
-    for name, target in norm_grads.items():
-        launch = kernel_for(kernel, kernel, problem.device)
-        steps.append(launch.bind(panels, gPartials=sums[name], gSum=target, panels=panels, splits=counts[name]))
+    steps += [sum_partials(problem, sums[name], target) for name, target in norm_grads.items()]
     return plan._replace(steps=steps, scratch=scratch)

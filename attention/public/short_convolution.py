@@ -10,7 +10,7 @@ from tiles.calls.schema import Problem, Schema
 from ..names import suggests_argument_names
 from ..options import check_flag
 from ..plans.call_options import refuse_beside_gradient, requires_grad, without_gradients
-from ..plans.recurrent_derivative import RecurrentDerivative, recurrent_autograd
+from ..plans.recurrent_derivative import RecurrentDerivative, choose_optional_gradients, recurrent_autograd
 from ..plans.short_conv import plan_short_conv, plan_short_conv_gradients
 
 TOKENS = """
@@ -134,12 +134,8 @@ def short_conv_backward(
 
     Returns (dx, dweight), followed, in this order, by dbias if there is a bias, and dinitial_state if there is an initial
     state, unless they are False. Arrays and errors are those of short_conv."""
-    wanted = {"dbias": dbias, "dinitial_state": dinitial_state}
-    for (name, x_or_flag), argument in zip(wanted.items(), (bias, initial_state)):
-        wanted[name] = (argument is not None) if x_or_flag is None else x_or_flag
-    also = " ".join([name for name, wants in wanted.items() if wants is not False])
-    into = [None if isinstance(wants, bool) else wants for wants in wanted.values()]
-    arrays = dout, x, weight, bias, cu_seqlens, initial_state, dstate, dx, dweight, *into
+    also, more = choose_optional_gradients(dbias=(bias, dbias), dinitial_state=(initial_state, dinitial_state))
+    arrays = dout, x, weight, bias, cu_seqlens, initial_state, dstate, dx, dweight, *more
     return _short_conv_backward(stream, arrays, (check_activation(activation), also))
 
 

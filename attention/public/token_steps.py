@@ -83,7 +83,7 @@ def _linear_step_raw(problem: Problem, scale: float | None, raw: RawOptions) -> 
 
 
 def plan_step(problem: Problem, scale: float | None, raw: RawOptions) -> Plan:
-    """The Plan of a call of linear_step. raw: what its inputs lack."""
+    """The Plan of a call of linear_step. raw: what kernels compute of raw inputs."""
     recurrent_checks.check_extents(problem)
     scale, state = recurrent_checks.resolve_scale(problem, scale), problem["state"]
     recurrent_checks.has_channel_decay(problem)

@@ -122,9 +122,9 @@ def _(turn, me):
 # ---- some warps that wait for others ---------------------------------------------------------------------------------
 @compile_time
 @dataclass(frozen=True)
-class handover:
-    """Of `warps` warps some `give` what they have written to shared memory, and go on; the others `take`, and wait for these.
-    What is given is ordinary memory, for ordinary reads. The k-th group of so many warps has named barrier `first` + k."""
+class named_barrier:
+    """Of `warps` warps some `arrive` when they have written to shared memory, and go on; the others `sync`, and wait for these.
+    It orders ordinary writes and reads, no copies. The k-th group of so many warps has the barrier numbered `first` + k."""
 
     warps: int
     first: int = 1
@@ -132,41 +132,41 @@ class handover:
     def __post_init__(self):
         if self.warps < 2 or not 1 <= self.first < TOGETHER:
             raise ValueError(
-                f"handover: 2 or more warps at named barriers from 1 to {TOGETHER - 1}, got {self.warps} from {self.first} on"
+                f"named_barrier: 2 or more warps at barriers from 1 to {TOGETHER - 1}, got {self.warps} from {self.first} on"
             )
 
     def __str__(self):
-        return f"handover({self.warps} warps)"
+        return f"named_barrier({self.warps} warps)"
 
-    def _arrive(self, warp, group, sync):
+    def _meet(self, warp, group, sync):
         if not 0 <= group < TOGETHER - self.first:
             raise warp.hazard(f"{self} has no group {group}")
         threads = LANES * self.warps
-        warp.block.named(self.first + group, threads).meet(warp, threads, sync, f"the handover of group {group}: ")
+        warp.block.named(self.first + group, threads).meet(warp, threads, sync, f"the named barrier of group {group}: ")
 
     @op
-    def give(self, group=0):
-        """This warp has written its part."""
-        self._arrive(current_warp(), group, sync=False)
+    def arrive(self, group=0):
+        """This warp has written its part; it does not wait."""
+        self._meet(current_warp(), group, sync=False)
 
     @op
-    def take(self, group=0):
-        """Wait until the others have given."""
-        self._arrive(current_warp(), group, sync=True)
+    def sync(self, group=0):
+        """Wait until the others have arrived."""
+        self._meet(current_warp(), group, sync=True)
 
 
-def _handover_rule(name, sync):
-    def rule(pair, group):
+def _barrier_rule(name, sync):
+    def rule(barrier, group):
         if not integer(group):
             raise TypeError(f"{name}: the group's number must be an integer, got {group}")
 
         def emit(b, _, group):
-            ptx.named_barrier(b, b.add(b.u32(group), b.u32(pair.first)), LANES * pair.warps, sync=sync)
+            ptx.named_barrier(b, b.add(b.u32(group), b.u32(barrier.first)), LANES * barrier.warps, sync=sync)
 
         return void, emit
 
     return rule
 
 
-lowers(handover.give)(_handover_rule("give", sync=False))
-lowers(handover.take)(_handover_rule("take", sync=True))
+lowers(named_barrier.arrive)(_barrier_rule("arrive", sync=False))
+lowers(named_barrier.sync)(_barrier_rule("sync", sync=True))

@@ -151,9 +151,9 @@ def test_a_player_that_there_is_not(player):
         meaning(body, player, warps=4)
 
 
-def test_handover_makes_some_warps_wait_for_others(run):
+def test_a_named_barrier_makes_some_warps_wait_for_others(run):
     """Warps 0 and 2 write what warps 1 and 3 read; each pair has a barrier of its own."""
-    pair = warpgroup.handover(2, first=2)
+    pair = warpgroup.named_barrier(2, first=2)
     smem = tiles.shared(rows=st(64, 16, fp32))
     row = rt(16, 16, fp32)
 
@@ -162,9 +162,9 @@ def test_handover_makes_some_warps_wait_for_others(run):
         rows, warp = smem.open().rows, warpgroup.rank()
         if warp % 2 == 0:
             store(subtile(rows, 16, warp), load(x, row, (16 * warp, 0)) * 2)
-            pair.give(warp // 2)
+            pair.arrive(warp // 2)
         else:
-            pair.take(warp // 2)
+            pair.sync(warp // 2)
             store(y, load(subtile(rows, 16, warp - 1), row), (16 * warp, 0))
 
     x, y = np.arange(1024, dtype=np.float32).reshape(64, 16), np.zeros((64, 16), np.float32)
@@ -172,7 +172,7 @@ def test_handover_makes_some_warps_wait_for_others(run):
     assert (y[16:32] == 2 * x[:16]).all() and (y[48:] == 2 * x[32:48]).all()
 
 
-def test_a_handover_that_is_not_taken_is_a_race():
+def test_a_named_barrier_without_sync_is_a_race():
     smem = tiles.shared(rows=st(32, 16, fp32))
 
     @cuda.jit
@@ -180,7 +180,7 @@ def test_a_handover_that_is_not_taken_is_a_race():
         rows, warp = smem.open().rows, warpgroup.rank()
         if warp == 0:
             store(subtile(rows, 16, 0), zeros(rt(16, 16, fp32)))
-            warpgroup.handover(2).give()
+            warpgroup.named_barrier(2).arrive()
         elif warp == 1:
             store(y, load(subtile(rows, 16, 0), rt(16, 16, fp32)), (0, 0))
 
@@ -189,8 +189,8 @@ def test_a_handover_that_is_not_taken_is_a_race():
 
 
 @pytest.mark.parametrize(("warps", "first"), [(1, 1), (2, 7), (2, 0)])
-def test_handover_refuses(warps, first):
+def test_named_barrier_refuses(warps, first):
     with pytest.raises(
-        ValueError, match=f"handover: 2 or more warps at named barriers from 1 to 6, got {warps} from {first} on"
+        ValueError, match=f"named_barrier: 2 or more warps at barriers from 1 to 6, got {warps} from {first} on"
     ):
-        warpgroup.handover(warps, first)
+        warpgroup.named_barrier(warps, first)

@@ -67,6 +67,6 @@ class FormulaChannelGates(ChannelGates):
         return sums
 
 
-def channel_gates(channels: int, formula: GateFormula | None) -> ChannelGates:
+def choose_channel_gates(channels: int, formula: GateFormula | None) -> ChannelGates:
     """The gates of a warp with so many channels."""
     return ChannelGates(channels) if formula is None else FormulaChannelGates(channels, formula)

@@ -7,8 +7,6 @@ logarithm of a decay, never positive."""
 from ops import exp, load, sigmoid, softplus, tile_max
 from tiles import fp32, inlined, rt, static
 
-from ...gates import L2NORM_EPSILON as L2NORM_EPSILON
-
 HEAD_VEC = rt(16, 64, fp32).col_vec  # what holds a number of a head that strides of 0 bytes repeat
 
 

@@ -13,7 +13,7 @@ multiplied, so this is for bfloat16, which has float32's range."""
 from ops import load, row_sum, rsqrt, store, subtile, warpgroup, zeros
 from tiles import fp32, inlined, ring, rt, static, sv
 
-from .gate_formulas import L2NORM_EPSILON
+from ...gates import L2NORM_EPSILON
 from .tokens import CHUNK
 
 ROWS = 16  # of a warp

@@ -52,10 +52,10 @@ def test_gates_of_any_size(place, gate, dtype):
     agree(place, q, k, v, beta, decay)
 
 
-@pytest.mark.parametrize("strength", [0.99, 1.01], ids=["weak", "strong"])
+@pytest.mark.parametrize("strength", [0.99, 1.01, 0.99 * 64 / 15, 2 * 64 / 15], ids=["weak", "strong", "mild", "halved"])
 @pytest.mark.parametrize(("dtype", "of"), [(BF16, bf16), (FP16, fp16)])
 def test_strong_chunks(place, strength, dtype, of):
-    """Chunks on both sides of the limit."""
+    """Chunks on both sides of the limit, and a warp's 16 tokens on both sides of theirs."""
     q, k, v, beta, decay = inputs(1, 130, 1, 128, 64, dtype)
     decay[:] = strength * 2 * channel_decay.MIN_LOG2_DECAY[of] / channel_decay.LOG2_E / 64
     agree(place, q, k, v, beta, decay)

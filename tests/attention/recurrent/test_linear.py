@@ -210,6 +210,12 @@ def test_scales_beyond_the_range_of_float16_scores(place, scale):
 WEAK, STRONG = 0.99, 1.01
 STRENGTHS = [(64, bf16, f32, WEAK), (64, bf16, f32, STRONG), (128, f16, f16, WEAK), (128, f16, f16, STRONG)]
 STRENGTHS += [(256, bf16, bf16, STRONG)]  # a state that is read in two halves
+IN_16_TOKENS = 64 / 15  # beyond this strength, one reference does not serve a warp's tokens either
+STRENGTHS += [
+    (64, bf16, f32, IN_16_TOKENS * WEAK),
+    (64, bf16, f32, IN_16_TOKENS * STRONG),
+    (128, f16, f16, IN_16_TOKENS * STRONG),
+]
 
 
 @pytest.mark.parametrize("key_dim, dtype, gates, strength", STRENGTHS)

@@ -233,6 +233,8 @@ def test_errors_of_gradients():
     with pytest.raises(TypeError, match="dweight: dtype must be one of"):
         attention.short_conv_backward(**args, dweight=np.zeros((32, 4), bf16))
     assert len(attention.short_conv_backward(**args, dbias=False, dinitial_state=False)) == 2
+    with pytest.raises(ValueError, match="^dbias: must be None where there is no bias: dbias=True"):
+        attention.short_conv_backward(**args | {"bias": None}, dbias=True)
 
 
 # ---- torch and JAX ---------------------------------------------------------------------------------------------------
