@@ -57,14 +57,14 @@ def make(config: Config):
 
     @cuda.jit(launch_bounds=(config.threads, config.ctas_per_sm))
     def copy_rows(
-        gX: array(4, INPUT), gY: array(4, INPUT), gCopiedX: array(4, INPUT), gCopiedY: array(4, INPUT), tiles: INT, cuts: INT,
-        heads: INT, all_heads: INT,
+        gX: array(4, INPUT), gY: array(4, INPUT), gCopiedX: array(4, INPUT), gCopiedY: array(4, INPUT), tiles: INT,
+        head_blocks: INT, heads: INT, all_heads: INT,
     ):  # fmt: skip
         """`heads` heads of X, and of Y as many as are left of `all_heads`. A block has one of the `tiles` of tokens and one of
-        the `cuts` groups of heads."""
-        rest, cut = divmod(cuda.blockIdx.x, cuts)
+        the `head_blocks` of WARPS heads each."""
+        rest, head_block = divmod(cuda.blockIdx.x, head_blocks)
         batch, tile = divmod(rest, tiles)
-        row, head = int32(ROWS * tile), int32(WARPS * cut + warp_index())
+        row, head = int32(ROWS * tile), int32(WARPS * head_block + warp_index())
         if head < all_heads:
             gFrom, gTo = gX, gCopiedX
             if head >= heads:

@@ -1,5 +1,5 @@
-"""What surrounds linear attention in Mamba-2's gradients: before them a kernel that makes values and gates of x and dt, and
-after them one that makes gradients of x, dt, A, D, z and dt_bias of those of values and gates.
+"""What surrounds linear attention in Mamba-2's gradients: before them a kernel that computes values and gates from x and dt,
+and after them one that computes gradients of x, dt, A, D, z and dt_bias from those of values and gates.
 
 With dt = softplus(step + dt_bias) within limits, or without softplus, and linear attention's v = dt x, decay g = dt A, and dy,
 
@@ -18,20 +18,7 @@ from dataclasses import dataclass
 from numba import cuda
 from numpy import int32
 
-from ops import (
-    block,
-    col_sum,
-    divmod,
-    load,
-    row_sum,
-    sigmoid,
-    silu,
-    store,
-    tile_max,
-    tile_sum,
-    truncate,
-    zeros,
-)
+from ops import block, col_sum, divmod, load, row_sum, sigmoid, silu, store, tile_max, tile_sum, truncate, zeros
 from tiles import bf16, dtype, fp16, fp32, inlined, rt, shared, sv
 from tiles.launching.arguments import ENDS, INT, array
 from tiles.layout import LANES
@@ -46,7 +33,7 @@ SKIPS = "", "head", "column"  # what has a D of its own; "": dD is not computed
 
 
 @inlined
-def of_head(x, head):
+def load_head_number(x, head):
     """The number of a head, from an array (heads, PART.rows) whose columns are the same; 0 if there is no array."""
     return tile_max(load(x, TOKEN_VEC, (head, 0)))
 
@@ -78,8 +65,8 @@ class Mamba2GradientInputs:
             batch_head, tile = divmod(cuda.blockIdx.x, tiles)
             batch, head = divmod(batch_head, heads)
             token = int32(TOKENS * tile + PART.rows * (cuda.threadIdx.x // LANES))
-            dt = gate.step_size(load(gDt, TOKEN_VEC, (batch, token, head), cols=1) + of_head(gDtBias, head))
-            store(gGates, dt * of_head(gA, head), (batch, token, head), cols=1)
+            dt = gate.step_size(load(gDt, TOKEN_VEC, (batch, token, head), cols=1) + load_head_number(gDtBias, head))
+            store(gGates, dt * load_head_number(gA, head), (batch, token, head), cols=1)
             for panel in range(panels):
                 at = batch, token, head, int32(PART.cols * panel)
                 store(gValues, INPUT(load(gX, PART, at, 1, 3) * dt), at, 1, 3, True)
@@ -129,8 +116,8 @@ class Mamba2GradientOutputs:
             warp = int32(cuda.threadIdx.x // LANES)
             block_index, token = int32(batch * tiles + tile), int32(TOKENS * tile + PART.rows * warp)
             end = int32(gCuSeqlens[gCuSeqlens.shape[0] - 1]) if VARLEN else length
-            rate, at_token = of_head(gA, head), (batch, token, head)
-            step = load(truncate(gDt, 1, end), TOKEN_VEC, at_token, cols=1) + of_head(gDtBias, head)
+            rate, at_token = load_head_number(gA, head), (batch, token, head)
+            step = load(truncate(gDt, 1, end), TOKEN_VEC, at_token, cols=1) + load_head_number(gDtBias, head)
             dt, dg = gate.step_size(step), load(truncate(gDGates, 1, end), TOKEN_VEC, at_token, cols=1)
             ddt, skip_sum = dg * rate, zeros(TOKEN_VEC)
             for panel in range(panels):

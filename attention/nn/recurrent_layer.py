@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import attention
+from attention import gates
 
 from .layers import ShortConv
 
@@ -112,7 +113,8 @@ class RecurrentLayer(nn.Module):
         if cache is None:
             return member(q, k, v, **options, cu_seqlens=cu_seqlens)
         if cu_seqlens is None and q.shape[1] == 1:
-            token = {name: x._replace(x=x.x[:, 0]) if hasattr(x, "_replace") else x for name, x in options.items()}
+            is_raw = lambda x: isinstance(x, (gates.RawGate, gates.RawBeta))
+            token = {name: x._replace(x=x.x[:, 0]) if is_raw(x) else x for name, x in options.items()}
             return attention.linear_step(cache.state, q[:, 0], k[:, 0], v[:, 0], **token)[:, None]
         out, state = member(q, k, v, **options, cu_seqlens=cu_seqlens, initial_state=cache.state, return_state=True)
         cache.state.copy_(state)

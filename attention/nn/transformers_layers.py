@@ -39,7 +39,8 @@ def from_transformers(layer: nn.Module) -> RecurrentLayer:
 
 
 def _convert_grouped(layer: Any) -> GatedDeltaNet:
-    """Of projections in which the rows of each head of keys, and of the heads of values that share it, stand together."""
+    """The GatedDeltaNet of a layer whose projections have the rows of each head of keys, and of the heads of values that share
+    it, together."""
     groups, shared = layer.num_k_heads, layer.num_v_heads // layer.num_k_heads
     keys, values = layer.head_k_dim, shared * layer.head_v_dim
 
@@ -51,24 +52,26 @@ def _convert_grouped(layer: Any) -> GatedDeltaNet:
 
 
 def _convert_separate(layer: Any) -> GatedDeltaNet:
-    qkvz, ba = (_joined(layer, names) for names in (QWEN3_5[:2], QWEN3_5[2:]))
+    """The GatedDeltaNet of a layer with four projections: of q, k and v, of z, of b and of a."""
+    qkvz, ba = (_join_rows(layer, names) for names in (QWEN3_5[:2], QWEN3_5[2:]))
     return _gated_delta_net(layer, qkvz, ba, layer.norm, layer.out_proj)
 
 
 def _convert_olmo(layer: Any) -> GatedDeltaNet:
-    qkvz, ba = (_joined(layer, names) for names in (OLMO[:4], OLMO[4:6]))
+    """The GatedDeltaNet of a layer with a projection for each of its inputs."""
+    qkvz, ba = (_join_rows(layer, names) for names in (OLMO[:4], OLMO[4:6]))
     return _gated_delta_net(layer, qkvz, ba, layer.o_norm, layer.o_proj)
 
 
 def _convert_mamba2(layer: Any) -> Mamba2:
-    """ValueError: time steps have limits."""
+    """The Mamba2 of a layer. ValueError: its time steps have limits."""
     limits = tuple(getattr(layer, "time_step_limit", None) or (0.0, float("inf")))
     if limits != (0.0, float("inf")):
         raise ValueError(f"layer: its time steps must have no limits: time_step_limit={limits}")
     columns, hidden_size = layer.in_proj.out_features, layer.out_proj.out_features
     inner, norm, factory = layer.out_proj.in_features, layer.norm, _factory(layer.in_proj.weight)
     state = (columns - 2 * inner - layer.num_heads) // (2 * layer.n_groups)
-    made = Mamba2(
+    result = Mamba2(
         hidden_size,
         d_state=state,
         d_conv=layer.conv1d.weight.shape[-1],
@@ -80,13 +83,13 @@ def _convert_mamba2(layer: Any) -> Mamba2:
         **factory,
     )
     groups = inner // getattr(norm, "group_size", inner)
-    made.norm = GatedRMSNorm(inner, _epsilon(norm), "silu", norm_before_gate=False, groups=groups, **factory)
-    return _load(made, layer, {"in_proj": layer.in_proj, "norm": norm, "out_proj": layer.out_proj, "D": layer.D})
+    result.norm = GatedRMSNorm(inner, _epsilon(norm), "silu", norm_before_gate=False, groups=groups, **factory)
+    return _load(result, layer, {"in_proj": layer.in_proj, "norm": norm, "out_proj": layer.out_proj, "D": layer.D})
 
 
 def _gated_delta_net(layer: Any, qkvz: torch.Tensor, ba: torch.Tensor, norm: Any, out_proj: Any) -> GatedDeltaNet:
     """The GatedDeltaNet with these projections and the layer's other parameters."""
-    made = GatedDeltaNet(
+    result = GatedDeltaNet(
         out_proj.out_features,
         num_heads=layer.num_k_heads,
         num_v_heads=layer.num_v_heads,
@@ -99,21 +102,21 @@ def _gated_delta_net(layer: Any, qkvz: torch.Tensor, ba: torch.Tensor, norm: Any
         **_factory(qkvz),
     )
     parts = {"in_proj_qkvz.weight": qkvz, "in_proj_ba.weight": ba, "norm": norm, "out_proj": out_proj}
-    return _load(made, layer, parts)
+    return _load(result, layer, parts)
 
 
-def _load(made: Any, layer: Any, parts: dict[str, Any]) -> Any:
-    """`made` with these parameters, those of these modules, and the layer's convolution and gates."""
+def _load(result: Any, layer: Any, parts: dict[str, Any]) -> Any:
+    """`result` with these parameters, those of these modules, and the layer's convolution and gates."""
     parameters = {"conv1d.weight": layer.conv1d.weight.squeeze(1), "A_log": layer.A_log, "dt_bias": layer.dt_bias}
     parameters |= {} if layer.conv1d.bias is None else {"conv1d.bias": layer.conv1d.bias}
     for name, part in parts.items():
         modules = isinstance(part, nn.Module)
         parameters |= {f"{name}.{key}": x for key, x in part.named_parameters()} if modules else {name: part}
-    made.load_state_dict({name: x.detach() for name, x in parameters.items()})
-    return made
+    result.load_state_dict({name: x.detach() for name, x in parameters.items()})
+    return result
 
 
-def _joined(layer: Any, names: tuple[str, ...]) -> torch.Tensor:
+def _join_rows(layer: Any, names: tuple[str, ...]) -> torch.Tensor:
     """The rows of these projections, one below the other."""
     return torch.cat([getattr(layer, name).weight for name in names])
 

@@ -144,23 +144,23 @@ def prepare_rows(
         """Copy arrays of the same shape, by the names of kernels' parameters."""
         first, *second = arrays.values()
         batch, length, heads, columns = first.form.shape
-        made = [scratch(batch, length, heads, columns, dtype=first.form.dtype) for _ in arrays]
+        copied = [scratch(batch, length, heads, columns, dtype=first.form.dtype) for _ in arrays]
         tiles, all_heads = -(-length // copy_rows.ROWS), heads * len(arrays)
         config = intern_value(copy_rows.Config, columns, DTYPES[first.form.dtype], normalize)
-        cuts = -(-all_heads // copy_rows.WARPS)
+        head_blocks = -(-all_heads // copy_rows.WARPS)
         step = kernel_for(copy_rows, config, problem.device).bind(
-            batch * tiles * cuts,
+            batch * tiles * head_blocks,
             gX=first,
             gY=second[0] if second else None,
-            gCopiedX=made[0],
-            gCopiedY=made[-1] if second else None,
+            gCopiedX=copied[0],
+            gCopiedY=copied[-1] if second else None,
             tiles=tiles,
-            cuts=cuts,
+            head_blocks=head_blocks,
             heads=heads,
             all_heads=all_heads,
         )
         steps.append(step)
-        copies.update(zip(arrays, made))
+        copies.update(zip(arrays, copied))
 
     if l2norm or misaligned["q"] or misaligned["k"]:
         copy({"gQ": problem["q"], "gK": problem["k"]}, l2norm)

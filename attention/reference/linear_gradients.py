@@ -88,16 +88,16 @@ def _normalized_backward(dout, q, k, v, initial_state, dstate, shared):
     """`linear_backward` with normalize=True. shared: the options of `linear` and its gradients."""
     real, v = np.float32 if shared["low"] else np.float64, host(v)
     values = np.concatenate([v, np.ones_like(v[..., :1])], -1)
-    start, of_end = (None if x is None else _append_z(x) for x in (initial_state, dstate))
+    start, dend = (None if x is None else _append_z(x) for x in (initial_state, dstate))
     out, _ = linear(q, k, values, **shared, initial_state=start)
     dout, out, n = host(dout).astype(real), out[..., :-1].astype(real), out[..., -1:].astype(real) + real(EPSILON)
     n = np.where(n == real(EPSILON), real(1), n)  # of tokens that belong to no sequence
-    of_outputs = np.concatenate([dout / n, -(dout * out).sum(-1, keepdims=True) / n**2], -1)
+    doutputs = np.concatenate([dout / n, -(dout * out).sum(-1, keepdims=True) / n**2], -1)
     if shared["low"]:
-        of_outputs = of_outputs.astype(v.dtype)
-    results = linear_backward(of_outputs, q, k, values, **shared, initial_state=start, dstate=of_end)
-    of_start = results["dinitial_state"]
-    return results | {"dv": results["dv"][..., :-1], "dinitial_state": (of_start[..., :-1], of_start[..., -1])}
+        doutputs = doutputs.astype(v.dtype)
+    results = linear_backward(doutputs, q, k, values, **shared, initial_state=start, dstate=dend)
+    dstart = results["dinitial_state"]
+    return results | {"dv": results["dv"][..., :-1], "dinitial_state": (dstart[..., :-1], dstart[..., -1])}
 
 
 def _walk(inputs, gradients, S, dS, scale, rounded):

@@ -57,23 +57,23 @@ def short_conv_backward(
     weight, bias = rounded(host(weight).astype(real)), 0 if bias is None else host(bias).astype(real)
     width, (rows, dy) = weight.shape[1], (host(a).astype(real) for a in (x, dout))
     state = _initial_windows(rows, width, initial_state, cu_seqlens)
-    found = {"dx": np.zeros_like(rows), "dweight": np.zeros_like(weight), "dbias": np.zeros(len(weight), real)}
-    found["dinitial_state"] = np.zeros_like(state)
+    gradients = {"dx": np.zeros_like(rows), "dweight": np.zeros_like(weight), "dbias": np.zeros(len(weight), real)}
+    gradients["dinitial_state"] = np.zeros_like(state)
     for n, batch, tokens in _sequences(rows, cu_seqlens):
         padded, dz = np.concatenate([state[n].T, rows[batch, tokens]]), dy[batch, tokens]
         if activation is not None:
             z = rounded(_convolve(padded, weight) + bias)
             s = 1 / (1 + np.exp(-z))
             dz = rounded(dz * (s + z * s * (1 - s)))
-        gradient = np.zeros_like(padded)
+        dpadded = np.zeros_like(padded)
         for i in range(width):
-            gradient[i : i + len(dz)] += dz * weight[:, i]
-            found["dweight"][:, i] += (dz * padded[i : i + len(dz)]).sum(0)
+            dpadded[i : i + len(dz)] += dz * weight[:, i]
+            gradients["dweight"][:, i] += (dz * padded[i : i + len(dz)]).sum(0)
         if dstate is not None:
-            gradient[len(padded) - width + 1 :] += host(dstate)[n].T
-        found["dbias"] += dz.sum(0)
-        found["dx"][batch, tokens], found["dinitial_state"][n] = rounded(gradient[width - 1 :]), gradient[: width - 1].T
-    return found
+            dpadded[len(padded) - width + 1 :] += host(dstate)[n].T
+        gradients["dbias"] += dz.sum(0)
+        gradients["dx"][batch, tokens], gradients["dinitial_state"][n] = rounded(dpadded[width - 1 :]), dpadded[: width - 1].T
+    return gradients
 
 
 def _convolve(padded: np.ndarray, weight: np.ndarray) -> np.ndarray:

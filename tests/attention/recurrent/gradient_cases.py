@@ -2,6 +2,7 @@
 
 import ml_dtypes
 import numpy as np
+from poison import Packing, as_on_a_device
 from test_linear import inputs
 
 import attention
@@ -64,3 +65,29 @@ def check(place, args, **options):
         else:
             reference.assert_close(x, want[name], low[name], factor=3, name=name)
     return got
+
+
+def check_packed(place, monkeypatch, make_case, decay, **options):
+    """Sequences with lengths around a chunk's, next to poison, have the gradients that each has by itself. Padding has
+    gradients of 0; a sequence without tokens passes the gradient of its state on."""
+    as_on_a_device(monkeypatch)
+    packing = Packing([0, 63, 65, 1], neighbour=2, nobodys=66)
+    args = make_case(int(packing.cu_seqlens[-1]), decay, heads=2, key_heads=1)
+    count = len(packing.ends) - 1
+    tokens = {name: x for name, x in args.items() if x.ndim > 2 and "state" not in name}
+    states = {name: np.repeat(args[name], len(packing.cu_seqlens) - 1, axis=0) for name in ("initial_state", "dstate")}
+    spread_states = {name: np.full((count, *x.shape[1:]), np.nan, f32) for name, x in states.items()}
+    for name, x in states.items():
+        spread_states[name][packing.which] = x
+    without_neighbours = run(place, args | states | {"cu_seqlens": packing.cu_seqlens}, **options)
+    spread = {name: packing.spread(x) for name, x in tokens.items()}
+    got = run(place, args | spread | spread_states | {"cu_seqlens": packing.ends}, **options)
+    want = reference.linear_backward(**args | states, cu_seqlens=packing.cu_seqlens)
+    for name, x in without_neighbours.items():
+        assert relative_rms(x, want[name]) < (0.02 if decay == "head" else 0.005), name
+        if name == "dinitial_state":
+            np.testing.assert_array_equal(got[name][packing.which], x)
+            np.testing.assert_array_equal(x[0], args["dstate"][0])
+        elif name != "ddecay" or decay != "head":
+            np.testing.assert_array_equal(packing.gather(got[name].astype(f32)), x.astype(f32))
+            assert (got[name][:, packing.nobodys] == 0).all()

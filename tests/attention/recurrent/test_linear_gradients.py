@@ -2,9 +2,8 @@
 
 import numpy as np
 import pytest
-from gradient_cases import bf16, case, check, f32, relative_rms, run
+from gradient_cases import bf16, case, check, check_packed, f32, relative_rms, run
 from places import OnInterpreter
-from poison import Packing, as_on_a_device
 
 import attention
 from attention import reference
@@ -62,27 +61,7 @@ def test_float16(place, family):
 def test_packed_sequences_among_poison(place, monkeypatch, family, decay):
     """Lengths around a chunk's, next to poison: each sequence has the gradients that it has by itself. Padding has gradients of
     0; one without tokens passes the gradient of its state on."""
-    as_on_a_device(monkeypatch)
-    packing = Packing([0, 63, 65, 1], neighbour=2, nobodys=66)
-    args = case(int(packing.cu_seqlens[-1]), decay, heads=2, key_heads=1)
-    count = len(packing.ends) - 1
-    tokens = {name: x for name, x in args.items() if x.ndim > 2 and "state" not in name}
-    states = {name: np.repeat(args[name], len(packing.cu_seqlens) - 1, axis=0) for name in ("initial_state", "dstate")}
-    spread_states = {name: np.full((count, *x.shape[1:]), np.nan, f32) for name, x in states.items()}
-    for name, x in states.items():
-        spread_states[name][packing.which] = x
-    without_neighbours = run(place, args | states | {"cu_seqlens": packing.cu_seqlens}, family=family)
-    spread = {name: packing.spread(x) for name, x in tokens.items()}
-    got = run(place, args | spread | spread_states | {"cu_seqlens": packing.ends}, family=family)
-    want = reference.linear_backward(**args | states, cu_seqlens=packing.cu_seqlens)
-    for name, x in without_neighbours.items():
-        assert relative_rms(x, want[name]) < (0.02 if decay == "head" else 0.005), name
-        if name == "dinitial_state":
-            np.testing.assert_array_equal(got[name][packing.which], x)
-            np.testing.assert_array_equal(x[0], args["dstate"][0])
-        elif name != "ddecay" or decay != "head":
-            np.testing.assert_array_equal(packing.gather(got[name].astype(f32)), x.astype(f32))
-            assert (got[name][:, packing.nobodys] == 0).all()
+    check_packed(place, monkeypatch, case, decay, family=family)
 
 
 def test_as_compiled(as_compiled):
