@@ -24,6 +24,8 @@ from __future__ import annotations
 import sys
 from typing import Any, NamedTuple
 
+from .options import check_flag, check_number
+
 L2NORM_EPSILON = 1e-6  # as in flash-linear-attention and transformers
 __all__ = ["RawBeta", "RawGate", "beta", "evaluate", "logsigmoid", "normalize", "sigmoid", "softplus"]
 
@@ -63,32 +65,37 @@ def softplus(a: Any, A_log: Any = None, dt_bias: Any = None) -> RawGate:
 
 def sigmoid(a: Any, A_log: Any = None, dt_bias: Any = None, *, lower: float = -5.0) -> RawGate:
     """g = lower sigmoid(exp(A_log) (a + dt_bias)), from lower to 0. ValueError: lower is not negative."""
-    if not -1e30 < lower < 0:
+    if check_number("lower", lower) is None or not -1e30 < lower < 0:
         raise ValueError(f"lower: must be negative and finite, because gates are never positive: {lower=}")
     return RawGate(a, A_log, dt_bias, "sigmoid", float(lower))
 
 
 def logsigmoid(a: Any, dt_bias: Any = None, *, divisor: float = 16.0) -> RawGate:
     """g = log(sigmoid(a + dt_bias)) / divisor. ValueError: divisor is not positive."""
-    if not 0 < divisor < 1e30:
+    if check_number("divisor", divisor) is None or not 0 < divisor < 1e30:
         raise ValueError(f"divisor: must be positive and finite, because gates are never positive: {divisor=}")
     return RawGate(a, None, dt_bias, "logsigmoid", float(divisor))
 
 
 def beta(b: Any, *, doubled: bool = False) -> RawBeta:
     """beta = sigmoid(b), or with doubled=True 2 sigmoid(b), with which a state may have negative eigenvalues."""
-    return RawBeta(b, 2.0 if doubled else 1.0)
+    return RawBeta(b, 2.0 if check_flag("doubled", doubled) else 1.0)
 
 
 def evaluate(raw: RawGate | RawBeta, layout: str = "bshd") -> Any:
     """The gate or beta itself, an array of x's framework: of torch and JAX in float32, where it may be differentiated; of
     anything else as NumPy in float64. layout: "bshd", or "bhsd" where heads come second, as in the function that takes it, and
-    in linear_step."""
+    in linear_step. TypeError: it is neither a raw gate nor a raw beta. ValueError: A_log or dt_bias does not fit."""
+    if not isinstance(raw, (RawGate, RawBeta)):
+        raise TypeError(f"raw: must be made by softplus, sigmoid, logsigmoid or beta, and is a {type(raw).__name__}")
+    if layout not in ("bshd", "bhsd"):
+        raise ValueError(f'layout: must be "bshd" or "bhsd": {layout=}')
     library, real = _library(*raw)
     x = real(raw.x)
     if isinstance(raw, RawBeta):
         return raw.scale * _sigmoid(library, x)
     head_axis = 2 if layout == "bshd" else 1
+    check_parameters(raw, head_axis)
 
     def spread(a):
         """A_log or dt_bias with the axes of x."""
@@ -100,6 +107,19 @@ def evaluate(raw: RawGate | RawBeta, layout: str = "bshd") -> Any:
         x = x + spread(raw.dt_bias)
     rate = 1.0 if raw.A_log is None else library.exp(spread(raw.A_log))
     return FORMULAS[raw.formula](library, x, rate, raw.number)
+
+
+def check_parameters(raw: RawGate, head_axis: int) -> None:
+    """ValueError: A_log or dt_bias has another number of heads or channels than x, or x has no heads. (Frameworks would repeat
+    it along whatever axes are last.)"""
+    shape = raw.shape
+    if len(shape) <= head_axis:
+        raise ValueError(f"gate: must have an axis of heads, and may have one of channels behind it: gate.shape={shape}")
+    heads, channels = shape[head_axis], shape[head_axis + 1 :][-1:]
+    for name, x, shapes in ("A_log", raw.A_log, [(heads,)]), ("dt_bias", raw.dt_bias, [(heads,), (heads, *channels)]):
+        if x is not None and (of_x := tuple(getattr(x, "shape", ()))) not in shapes:
+            must = " or ".join(dict.fromkeys(map(str, shapes)))
+            raise ValueError(f"{name}: must be {must}, as the gate: {name}.shape={of_x}, gate.shape={shape}")
 
 
 def normalize(x: Any) -> Any:

@@ -92,7 +92,9 @@ def call_with_gradients(member: str, arrays: dict[str, Any], options: dict[str, 
     MEMBERS. arrays, options: of its function and of its gradients, by name. of_results: more options of the function alone,
     which say what it returns."""
     arrays = {name: x for name, x in arrays.items() if x is not None}
-    arrays = {name: x if isinstance(x, torch.Tensor) else copy_to_torch(x) for name, x in arrays.items()}
+    arrays = {  # what is no array goes on to the function, which says so
+        name: copy_to_torch(x) if hasattr(x, "dtype") and not isinstance(x, torch.Tensor) else x for name, x in arrays.items()
+    }
     arrays = autocast_inputs(arrays, MEMBERS[member][1].tiles)
     form = member, tuple(arrays), options, of_results
     if torch.compiler.is_compiling():

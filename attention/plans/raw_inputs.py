@@ -87,10 +87,14 @@ def is_raw(decay: Any, beta: Any = None, l2norm: Any = False) -> bool:
 
 def split_raw(q: Any, k: Any, decay: Any, beta: Any, l2norm: bool, layout: str, others: Iterable[Any]) -> RawInputs:
     """The RawInputs of a call. Where a tensor requires grad, or JAX traces the call, formulas are evaluated by the framework,
-    and nothing is left to kernels. others: further arrays of the call."""
+    and nothing is left to kernels. others: further arrays of the call, v first. ValueError: what a raw gate is made of has
+    too few axes, or too many."""
     raw_gate, raw_beta = type(decay) is RawGate, type(beta) is RawBeta
     arrays = q, k, *others, *(decay.arrays if raw_gate else (decay,)), beta.x if raw_beta else beta
     if requires_grad(*arrays) or torch_op.mapped_with_grad(arrays) or any(map(jax_call.tracing, arrays)):
+        values, *_ = others
+        if raw_gate:
+            _check_gate(decay, len(getattr(values, "shape", ())))
         q, k = (gates.normalize(x) for x in (q, k)) if l2norm else (q, k)
         decay = _in_float32(gates.evaluate(decay, layout)) if raw_gate else decay
         beta = _in_float32(gates.evaluate(beta, layout)) if raw_beta else beta
@@ -99,6 +103,16 @@ def split_raw(q: Any, k: Any, decay: Any, beta: Any, l2norm: bool, layout: str, 
     options = RawOptions(formula, number, beta.scale if raw_beta else 0.0, l2norm)
     gate = decay.arrays if raw_gate else (None, None, None)
     return RawInputs(q, k, None if raw_gate else decay, beta.x if raw_beta else beta, gate, options)
+
+
+def _check_gate(gate: RawGate, rank: int) -> None:
+    """ValueError: x of the gate, or its dt_bias, has axes that no gate has. rank: how many v has."""
+    if len(gate.shape) not in (rank - 1, rank):
+        raise ValueError(f"gate: must have the axes of v, or all but the last: gate.shape={gate.shape}")
+    of_bias = tuple(getattr(gate.dt_bias, "shape", ()))
+    if len(of_bias) > 1 and len(gate.shape) < rank:
+        must = "must have no axis of channels if the gate has none"
+        raise ValueError(f"dt_bias: {must}: dt_bias.shape={of_bias}, gate.shape={gate.shape}")
 
 
 def _in_float32(x: Any) -> Any:

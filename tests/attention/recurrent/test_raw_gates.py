@@ -298,6 +298,37 @@ def test_bad_gates():
     with pytest.raises(TypeError, match="beta"):
         delta_rule(q, k, v, gates.beta(None))
 
+    for make, name in (gates.sigmoid, "lower"), (gates.logsigmoid, "divisor"):
+        with pytest.raises(TypeError, match=f"{name}: must be a number"):
+            make(a, **{name: "5"})
+    with pytest.raises(TypeError, match="doubled: must be a bool"):
+        gates.beta(b, doubled=None)
+    with pytest.raises(TypeError, match="raw: must be made by softplus, .*, and is a ndarray"):
+        gates.evaluate(a)
+    with pytest.raises(ValueError, match="layout: must be"):
+        gates.evaluate(gates.softplus(a), "sbhd")
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_bad_gates_in_training(layout):
+    """Where the framework evaluates formulas, it must not repeat arrays along other axes than heads and channels."""
+    torch = pytest.importorskip("torch")
+    q, k, v = (torch.randn(1, HEADS, HEADS, 16, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    a, one, square = torch.randn(1, HEADS, HEADS), torch.ones(HEADS), torch.ones(HEADS, HEADS)
+    for of_gate, words in {
+        (a, a): rf"A_log: must be \({HEADS},\), as the gate: A_log.shape=\(1, {HEADS}, {HEADS}\), gate.shape=",
+        (a, one[:1]): "A_log: must be", (a, 1.0): "A_log: must be", (a, one, one[:1]): "dt_bias: must be",
+        (a, one, torch.tensor(1.0)): "dt_bias: must be", (a, one, square): "dt_bias: must have no axis of channels",
+        (a[..., None].expand(-1, -1, -1, 16), one, square): "dt_bias: must be", (a[0], one): "gate: must have the axes of v",
+        (one,): "gate: must have the axes of v",
+    }.items():  # fmt: skip
+        for function, more in (linear, ()), (delta_rule, (a.sigmoid(),)):
+            with pytest.raises(ValueError, match=f"^{words}"):
+                function(q, k, v, *more, decay=gates.softplus(*of_gate), layout=layout)
+    for arguments in {"beta": gates.softplus(a)}, {"beta": a.sigmoid(), "decay": gates.beta(a)}:
+        with pytest.raises(TypeError, match="^(beta|decay): must be an array"):
+            delta_rule(q, k, v, **arguments)
+
 
 def test_the_module_is_an_attribute():
     assert attention.gates is gates and "gates" in dir(attention)
