@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 import attention
 
 from ..options import check_flag
+from ..plans.recurrent_checks import step_options
 from .layers import GatedRMSNorm, gate_parameter, reset_rates, reset_time_steps
 from .recurrent_layer import RecurrentCache, RecurrentLayer
 
@@ -19,13 +21,14 @@ class Mamba2(RecurrentLayer):
     """Mamba-2 (Dao and Gu 2024; Nemotron-H, Bamba) of x (B, S, d_model); the result has the same shape:
 
         z, x, B, C, dt = x W_in            x, B, C = silu(conv(x, B, C))
-        y   = mamba2(x, softplus(dt + dt_bias), A = -exp(A_log), B, C, D)
+        y   = mamba2(x, clip(softplus(dt + dt_bias), dt_limit), A = -exp(A_log), B, C, D)
         out = norm(y silu(z)) W_out        norm(y) silu(z) with norm_before_gate
 
     There are expand d_model columns of x and z, in heads of headdim; B and C have ngroups heads of d_state; headdim and d_state
     are multiples of 16 up to 256. d_conv: tokens of the convolution, 2 to 4; conv_bias: has it a bias? The norm is over the
-    columns of a group; rmsnorm=False leaves it out: y silu(z). D_has_hdim: is there a D for each column? bias: do the
-    projections have one? dtype, device: of the parameters, but A_log, dt_bias and D are float32.
+    columns of a group; rmsnorm=False leaves it out: y silu(z). D_has_hdim: is there a D for each column? dt_limit: of time
+    steps, (low, high). bias: do the projections have one? dtype, device: of the parameters, but A_log, dt_bias and D are
+    float32.
 
     Kernels take bfloat16 and float16: give the module and x such a dtype, or call it under torch.autocast. Arguments and
     parameters have mamba_ssm's names: `in_proj.weight` (rows of z, x, B, C, dt), `conv1d.weight`, which there is (channels, 1,
@@ -47,6 +50,7 @@ class Mamba2(RecurrentLayer):
         rmsnorm: bool = True,
         norm_before_gate: bool = False,
         norm_eps: float = 1e-5,
+        dt_limit: tuple[float, float] = (0.0, math.inf),
         bias: bool = False,
         conv_bias: bool = True,
         dtype: torch.dtype | None = None,
@@ -59,6 +63,7 @@ class Mamba2(RecurrentLayer):
             raise ValueError(f"headdim: must divide expand d_model, {self.d_inner}: {headdim=}, {expand=}, {d_model=}")
         if ngroups < 1 or self.nheads % ngroups:
             raise ValueError(f"ngroups: must divide the number of heads, {self.nheads}: {ngroups=}")
+        self.dt_limit = step_options(True, dt_limit).limits
         channels, shape = self.d_inner + 2 * ngroups * d_state, (self.nheads, d_state, headdim)
         super().__init__(d_model, shape, channels, {"kernel_size": d_conv, "bias": conv_bias}, factory, bias)
         self.in_proj = nn.Linear(d_model, self.d_inner + channels + self.nheads, bias=bias, **factory)
@@ -95,11 +100,17 @@ class Mamba2(RecurrentLayer):
         """attention.mamba2 of x (B, S, heads, headdim), from the cache's state on. One token is a step: linear_step."""
         A, D = -self.A_log.float().exp(), self.D.float()
         D = D.unflatten(0, (-1, self.headdim)) if len(D) > self.nheads else D
-        options = {"D": D, "dt_bias": self.dt_bias.float(), "dt_softplus": True, "cu_seqlens": cu_seqlens}
-        if cache is None:
+        options = {
+            "D": D,
+            "dt_bias": self.dt_bias.float(),
+            "dt_softplus": True,
+            "dt_limit": self.dt_limit,
+            "cu_seqlens": cu_seqlens,
+        }
+        if cache is None or not x.numel():  # without a token the cache stays as it is
             return attention.mamba2(x, dt, A, B, C, **options)
         if cu_seqlens is None and x.shape[1] == 1:
-            dt = F.softplus(dt[:, 0].float() + self.dt_bias.float())
+            dt = F.softplus(dt[:, 0].float() + self.dt_bias.float()).clamp(*self.dt_limit)
             v = (dt[..., None] * x[:, 0]).to(x.dtype)
             y = attention.linear_step(cache.state, C[:, 0], B[:, 0], v, decay=dt * A, scale=1.0)
             return (y + (D if D.ndim > 1 else D[:, None]) * x[:, 0]).to(x.dtype)[:, None]

@@ -89,6 +89,10 @@ class RecurrentLayer(nn.Module):
                 f"cache: state must be {(sequences, *self.state_shape)}, as new_cache({sequences}) makes it: "
                 f"cache.state.shape={tuple(cache.state.shape)}, x.shape={tuple(x.shape)}"
             )
+        wanted = None if self.conv1d is None else (sequences, self.channels, self.conv1d.weight.shape[1] - 1)
+        if wanted != (None if cache.window is None else cache.window.shape):
+            window = "=None" if cache.window is None else f".shape={tuple(cache.window.shape)}"
+            raise ValueError(f"cache: window must be {wanted}, as new_cache({sequences}) makes it: cache.window{window}")
         if torch.is_grad_enabled() and any(y.requires_grad for y in (x, *self.parameters())):
             raise RuntimeError("cache: is updated in place, and has no gradient: call the layer under torch.no_grad()")
 

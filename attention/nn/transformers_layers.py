@@ -3,6 +3,7 @@ imported."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -26,8 +27,8 @@ def from_transformers(layer: nn.Module) -> RecurrentLayer:
     | OLMo hybrid                         | q_proj, k_proj, v_proj, g_proj, b_proj, a_proj | GatedDeltaNet |
     | Bamba, Nemotron-H, Zamba-2, Mamba-2 | in_proj, with A_log, D and dt_bias             | Mamba2        |
 
-    Mamba-2's time steps have no limits but those of softplus, as in mamba_ssm. TypeError: it is none of these. ValueError: its
-    activation is another one than SiLU, or its time steps have limits."""
+    Mamba-2's time_step_limit is dt_limit here. TypeError: it is none of these. ValueError: its activation is another one than
+    SiLU."""
     names = {name for name, _ in (*layer.named_children(), *layer.named_parameters(recurse=False))}
     for parts, convert in CONVERSIONS:
         if names >= {*parts, "conv1d", "A_log", "dt_bias"}:
@@ -64,10 +65,7 @@ def _convert_olmo(layer: Any) -> GatedDeltaNet:
 
 
 def _convert_mamba2(layer: Any) -> Mamba2:
-    """The Mamba2 of a layer. ValueError: its time steps have limits."""
-    limits = tuple(getattr(layer, "time_step_limit", None) or (0.0, float("inf")))
-    if limits != (0.0, float("inf")):
-        raise ValueError(f"layer: its time steps must have no limits: time_step_limit={limits}")
+    """The Mamba2 of a layer."""
     columns, hidden_size = layer.in_proj.out_features, layer.out_proj.out_features
     inner, norm, factory = layer.out_proj.in_features, layer.norm, _factory(layer.in_proj.weight)
     state = (columns - 2 * inner - layer.num_heads) // (2 * layer.n_groups)
@@ -78,6 +76,7 @@ def _convert_mamba2(layer: Any) -> Mamba2:
         expand=inner / hidden_size,
         headdim=layer.head_dim,
         ngroups=layer.n_groups,
+        dt_limit=getattr(layer, "time_step_limit", None) or (0.0, math.inf),
         bias=layer.in_proj.bias is not None,
         conv_bias=layer.conv1d.bias is not None,
         **factory,

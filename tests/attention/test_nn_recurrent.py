@@ -25,7 +25,7 @@ CASES = {
     "mamba2": (nn.Mamba2, dict(d_state=16, headdim=16)),
     "mamba2, all": (nn.Mamba2, dict(d_state=16, headdim=32, expand=4, ngroups=2, D_has_hdim=True, norm_before_gate=True,
                                     bias=True, conv_bias=False)),
-    "mamba2, no norm": (nn.Mamba2, dict(d_state=32, headdim=16, expand=1, rmsnorm=False)),
+    "mamba2, no norm": (nn.Mamba2, dict(d_state=32, headdim=16, expand=1, rmsnorm=False, dt_limit=(0.3, 0.8))),
 }  # fmt: skip
 every_case = pytest.mark.parametrize("name", CASES)
 
@@ -126,7 +126,7 @@ def plain_mamba2(layer, x):
     z, xBC, dt = rows.split([inner, inner + 2 * groups, layer.nheads], -1)
     values, B, C = convolve(layer.conv1d, xBC).split([inner, groups, groups], -1)
     values, B, C = by_heads(values, layer.headdim), by_heads(B, layer.d_state), by_heads(C, layer.d_state)
-    dt, D = F.softplus(dt + layer.dt_bias), layer.D.reshape(layer.nheads, -1)
+    dt, D = F.softplus(dt + layer.dt_bias).clamp(*layer.dt_limit), layer.D.reshape(layer.nheads, -1)
     y = (recurrence(C, B, dt[..., None] * values, -layer.A_log.exp() * dt, scale=1) + D * values).flatten(-2)
     if layer.norm is None:
         y = y * F.silu(z)
@@ -182,11 +182,11 @@ def test_packed_sequences(name):
 
 @every_case
 def test_generates_token_by_token(name):
-    """A prompt and steps, from a cache, are the whole sequence."""
+    """A prompt and steps, from a cache, are the whole sequence; a call without tokens changes nothing."""
     layer, x = layer_of(name), inputs()
     with torch.no_grad():
         whole, cache = layer(x), layer.new_cache(2)
-        parts = [layer(x[:, :12], cache=cache)]
+        parts = [layer(x[:, :12], cache=cache), layer(x[:, 12:12], cache=cache)]
         parts += [layer(x[:, t : t + 1], cache=cache) for t in range(12, TOKENS)]
         assert_near(torch.cat(parts, 1), whole.double(), limit=0.015)
         kept = [y.clone() for y in cache if y is not None]
@@ -347,6 +347,8 @@ def test_calls_that_are_refused():
         pytest.raises(ValueError, match=r"^cache: state must be \(2, 4, 16, 32\), as new_cache\(2\)"),
     ):
         layer(x, cache=layer.new_cache(3))
+    with torch.no_grad(), pytest.raises(ValueError, match=r"^cache: window must be \(2, 192, 3\), .*: cache.window=None"):
+        layer(x, cache=layer.new_cache(2)._replace(window=None))
 
 
 @pytest.mark.gpu

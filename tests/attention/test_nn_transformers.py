@@ -90,10 +90,10 @@ class TransformersDeltaNet(torch.nn.Module):
 class TransformersMamba2(torch.nn.Module):
     """A mixer of 4 heads of 16 columns with 2 groups of 16 states. group_size: of the norm; None: all columns."""
 
-    def __init__(self, group_size):
+    def __init__(self, group_size, time_step_limit=(0.0, float("inf"))):
         super().__init__()
         self.num_heads, self.head_dim, self.n_groups, self.activation = 4, 16, 2, "silu"
-        self.time_step_limit = 0.0, float("inf")
+        self.time_step_limit = time_step_limit
         self.in_proj, self.conv1d = project(64 + 128 + 4, bias=True), TransformersConv(128, bias=True)
         self.A_log, self.dt_bias, self.D = (torch.nn.Parameter(torch.randn(4)) for _ in range(3))
         self.norm, self.out_proj = TransformersNorm(64, False, group_size), torch.nn.Linear(64, DIM)
@@ -101,13 +101,14 @@ class TransformersMamba2(torch.nn.Module):
     def forward(self, x):
         gate, xBC, dt = self.in_proj(x).split([64, 128, 4], -1)
         values, B, C = (by_heads(y, 16) for y in self.conv1d(xBC).split([64, 32, 32], -1))
-        dt = F.softplus(dt + self.dt_bias)
+        dt = F.softplus(dt + self.dt_bias).clamp(*self.time_step_limit)
         y = recurrence(C, B, dt[..., None] * values, -self.A_log.exp() * dt, scale=1) + self.D[:, None] * values
         return self.out_proj(self.norm(y.flatten(-2), gate))
 
 
 LAYERS = {kind: lambda kind=kind: TransformersDeltaNet(kind) for kind in ("Qwen3-Next", "Qwen3.5", "OLMo hybrid")}
 LAYERS |= {"Bamba": lambda: TransformersMamba2(None), "Nemotron-H": lambda: TransformersMamba2(32)}
+LAYERS |= {"Mamba-2, limits": lambda: TransformersMamba2(None, [0.4, 0.8])}
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -118,16 +119,14 @@ def test_from_transformers(name):
     with torch.no_grad():
         assert_near(ours(x), copy.deepcopy(theirs).double()(x.double()), limit=0.015)
     assert ours.out_proj.weight.dtype == torch.bfloat16 and not ours.training and ours.norm.eps == 1e-6
-    assert isinstance(ours, nn.Mamba2 if name in ("Bamba", "Nemotron-H") else nn.GatedDeltaNet)
+    assert isinstance(ours, nn.Mamba2 if isinstance(theirs, TransformersMamba2) else nn.GatedDeltaNet)
     theirs.activation = "gelu"
     with pytest.raises(ValueError, match="^layer: its activation must be SiLU: 'gelu'"):
         nn.from_transformers(theirs)
 
 
 def test_layers_that_are_refused():
-    layer = TransformersMamba2(None)
-    layer.time_step_limit = 0.001, 0.1
-    with pytest.raises(ValueError, match=r"^layer: its time steps must have no limits: time_step_limit=\(0.001, 0.1\)"):
-        nn.from_transformers(layer)
+    with pytest.raises(ValueError, match=r"^dt_limit: must be two numbers, from 0 and ascending: dt_limit=\(0.1, 0.001\)"):
+        nn.from_transformers(TransformersMamba2(None, (0.1, 0.001)))
     with pytest.raises(TypeError, match="^layer: must have in_proj_qkvz, in_proj_ba, .*; or in_proj_qkv, .*: Linear has"):
         nn.from_transformers(torch.nn.Linear(2, 2))

@@ -93,6 +93,23 @@ def test_vmap_of_the_others(name, rates):
     assert_same(torch.vmap(call, tuple(pick(dims)))(*pick(stacked)), mapped(call, pick(dims), pick(stacked)))
 
 
+SHARED = {  # (function of shared weights and mapped tokens, weights, shapes of the tokens); 2 elements would divide the weights
+    "short_conv": (lambda w, x: attention.short_conv(x, w), (8, 4), [(1, 9, 8)]),
+    "linear": (lambda g, *qkv: attention.linear(*qkv, decay=-g.exp()), (2,), [(1, 9, 2, 16)] * 3),
+    "forward": (lambda w, *qkv: attention.forward(*qkv, q_norm=w), (16,), [(1, 9, 2, 16)] * 3),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_gradients_of_weights_for_each_element(name):
+    """Gradients of weights, which have no batch, are sums over it: of the tokens of one element, and not of all."""
+    function, weights, shapes = SHARED[name]
+    weights, tokens = torch.rand(weights), [torch.randn(2, *shape).bfloat16() for shape in shapes]
+    gradient = torch.func.grad(lambda *arrays: function(*arrays).float().square().sum())
+    got = torch.vmap(gradient, (None, *[0] * len(tokens)))(weights, *tokens)
+    assert_same(got, torch.stack([gradient(weights, *[x[n] for x in tokens]) for n in range(2)]))
+
+
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_vmap_writes_a_state_in_place(dim):
     (q, k, v), state = (x[:, 0] for x in Inputs(batch=2).qkv()), torch.randn(2, 1, HEAD, HEAD)

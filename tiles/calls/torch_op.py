@@ -286,9 +286,10 @@ class _Op:
 
     def vmap(self, info: Any, in_dims: tuple, *args: Any) -> tuple[Any, Any]:
         """With one more axis, where `in_dims` says: it is folded into the batch; where an argument with that axis has no batch
-        to fold it into (a rate of each head, cu_seqlens), there is a call for each of its elements. So there is where there may
-        be arrays of any axes, for functions read them that count batches."""
-        tensors, _, layout = self.parts(args)
+        to fold it into (a rate of each head, cu_seqlens), there is a call for each of its elements. So there is where a result
+        is a sum over batches (the gradient of such an argument), and where there may be arrays of any axes, for functions read
+        them that count batches."""
+        tensors, options, layout = self.parts(args)
         count, rest, dims = info.batch_size, args[len(tensors) :], in_dims[: len(tensors)]
         for row, x, dim in zip(self.rows, tensors, dims):
             if row.written and dim is None and x is not None:
@@ -296,6 +297,8 @@ class _Op:
         batched = [x if dim is None else x.movedim(dim, 0) for x, dim in zip(tensors, dims)]
         folded = [self._fold(row, x, dim is not None, count, layout) for row, x, dim in zip(self.rows, batched, dims)]
         no_batch = self.counts or any(x is not None and y is None for x, y in zip(tensors, folded))
+        ranks = {row.name: x.dim() - (dim is not None) for row, x, dim in zip(self.rows, tensors, dims) if x is not None}
+        no_batch = no_batch or any(self._sums_batches(name, ranks, layout) for name in self.schema.results(options))
         if no_batch or any(
             x is not None and row.axes == (("ends",),) for row, x in zip(self.rows, tensors)
         ):  # ends of sequences
@@ -310,12 +313,18 @@ class _Op:
             stacked = [_unfold(x, count) for x in result] if self.several else _unfold(result, count)
         return stacked, [0] * len(stacked) if self.several else 0
 
+    def _sums_batches(self, name: str, ranks: dict[str, int], layout: str) -> bool:
+        """Is this result a sum over batches? ranks: how many axes an argument has, without those that are mapped over."""
+        row = self.schema.arguments[name]
+        if row.like:
+            return not _has_batch(self.schema.arguments[row.like], ranks[row.like], layout)
+        return not all(_has_batch(row, len(axes), layout) for axes in row.axes)
+
     def _fold(self, row: Argument, x: Any, mapped: bool, count: int, layout: str) -> Any:
         """A tensor whose batch is `count` times as long; None if it has none, or was not given."""
         if x is None:
             return None
-        first, *_ = row.choices(layout).get(x.dim() - mapped, ("",))
-        if first not in ("batch", "sequences"):
+        if not _has_batch(row, x.dim() - mapped, layout):
             return None if mapped else x
         if not mapped:
             return x.expand(count, *x.shape).flatten(0, 1)
@@ -323,6 +332,12 @@ class _Op:
             size, stride = x.shape, x.stride()
             return x.flatten(0, 1) if size[1] == 1 or stride[0] == size[1] * stride[1] else None
         return x.flatten(0, 1)
+
+
+def _has_batch(row: Argument, rank: int, layout: str) -> bool:
+    """Is the first of so many axes of this argument one of batches, or of sequences?"""
+    first, *_ = row.choices(layout).get(rank, ("",))
+    return first in ("batch", "sequences")
 
 
 def _unfold(x: Any, count: int) -> Any:

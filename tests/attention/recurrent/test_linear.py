@@ -213,8 +213,8 @@ STRENGTHS += [(256, bf16, bf16, STRONG)]  # a state that is read in two halves
 IN_16_TOKENS = 64 / 15  # beyond this strength, one reference does not serve a warp's tokens either
 STRENGTHS += [
     (64, bf16, f32, IN_16_TOKENS * WEAK),
-    (64, bf16, f32, IN_16_TOKENS * STRONG),
-    (128, f16, f16, IN_16_TOKENS * STRONG),
+    (64, bf16, f32, IN_16_TOKENS * 2),
+    (128, f16, f16, IN_16_TOKENS * 2),
 ]
 
 
