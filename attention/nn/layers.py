@@ -53,10 +53,12 @@ class ShortConv(nn.Module):
     def forward(
         self, x: torch.Tensor, *, cu_seqlens: torch.Tensor | None = None, cache: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The convolution of x. cache: the tokens before the first, (B, hidden_size, kernel_size - 1), updated in place."""
+        """The convolution of x. cache: the tokens before the first, (B, hidden_size, kernel_size - 1), updated in place.
+        RuntimeError: there is a cache, and gradients are recorded."""
         options: dict[str, Any] = {"activation": self.activation, "cu_seqlens": cu_seqlens}
         if cache is None:
             return attention.short_conv(x, self.weight, self.bias, **options)
+        check_no_gradient(self, x, cache)
         out, state = attention.short_conv(x, self.weight, self.bias, **options, initial_state=cache, return_state=True)
         cache.copy_(state)
         return out
@@ -114,6 +116,12 @@ class GatedRMSNorm(nn.Module):
     def extra_repr(self) -> str:
         """The arguments that repr(module) shows."""
         return f"{len(self.weight)}, eps={self.eps}, activation={self.activation!r}, norm_before_gate={self.norm_before_gate}"
+
+
+def check_no_gradient(layer: nn.Module, *tensors: torch.Tensor) -> None:
+    """RuntimeError: a layer is called with a cache while gradients of its parameters, or of these tensors, are recorded."""
+    if torch.is_grad_enabled() and any(y.requires_grad for y in (*tensors, *layer.parameters())):
+        raise RuntimeError("cache: is updated in place, and has no gradient: call the layer under torch.no_grad()")
 
 
 def gate_parameter(count: int, device: Any) -> nn.Parameter:

@@ -12,7 +12,7 @@ from torch import nn
 import attention
 from attention import gates
 
-from .layers import ShortConv
+from .layers import ShortConv, check_no_gradient
 
 HEAD_DIM_STEP, MAX_HEAD_DIM = 16, 256
 
@@ -93,8 +93,7 @@ class RecurrentLayer(nn.Module):
         if wanted != (None if cache.window is None else cache.window.shape):
             window = "=None" if cache.window is None else f".shape={tuple(cache.window.shape)}"
             raise ValueError(f"cache: window must be {wanted}, as new_cache({sequences}) makes it: cache.window{window}")
-        if torch.is_grad_enabled() and any(y.requires_grad for y in (x, *self.parameters())):
-            raise RuntimeError("cache: is updated in place, and has no gradient: call the layer under torch.no_grad()")
+        check_no_gradient(self, x)
 
     def convolve(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None, cache: RecurrentCache | None) -> torch.Tensor:
         """The convolution of x and its SiLU, or SiLU alone."""

@@ -342,6 +342,10 @@ def test_calls_that_are_refused():
         layer(x[..., :16])
     with pytest.raises(RuntimeError, match=r"^cache: .* call the layer under torch.no_grad\(\)"):
         layer(x, cache=layer.new_cache(2))
+    window = torch.zeros(2, DIM, 3, dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match=r"^cache: .* call the layer under torch.no_grad\(\)"):
+        nn.ShortConv(DIM, dtype=torch.bfloat16)(x, cache=window)
+    assert not window.requires_grad
     with (
         torch.no_grad(),
         pytest.raises(ValueError, match=r"^cache: state must be \(2, 4, 16, 32\), as new_cache\(2\)"),
