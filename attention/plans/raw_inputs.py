@@ -105,10 +105,18 @@ def split_raw(q: Any, k: Any, decay: Any, beta: Any, l2norm: bool, layout: str, 
     return RawInputs(q, k, None if raw_gate else decay, beta.x if raw_beta else beta, gate, options)
 
 
+def refuse_raw(**arguments: Any) -> None:
+    """TypeError: one of the arguments of a gradient is a raw gate or beta."""
+    for name, x in arguments.items():
+        if isinstance(x, (RawGate, RawBeta)):
+            remedy = f"pass attention.gates.evaluate({name}), in float32, and take its own derivative by torch or JAX"
+            raise TypeError(f"{name}: must be an array, not {type(x).__name__}: {remedy}")
+
+
 def _check_gate(gate: RawGate, rank: int) -> None:
     """ValueError: x of the gate, or its dt_bias, has axes that no gate has. rank: how many v has."""
     if len(gate.shape) not in (rank - 1, rank):
-        raise ValueError(f"gate: must have the axes of v, or all but the last: gate.shape={gate.shape}")
+        raise ValueError(f"decay: a raw gate must have the axes of v, or all but the last: gate.shape={gate.shape}")
     of_bias = tuple(getattr(gate.dt_bias, "shape", ()))
     if len(of_bias) > 1 and len(gate.shape) < rank:
         must = "must have no axis of channels if the gate has none"

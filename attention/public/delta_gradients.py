@@ -12,6 +12,7 @@ from ..options import check_number
 from ..plans import recurrent_checks, recurrent_chunks, recurrent_gradients
 from ..plans.call_options import without_gradients
 from ..plans.delta_gradients import plan_delta_gradients
+from ..plans.raw_inputs import refuse_raw
 from ..plans.recurrent_derivative import RecurrentDerivative, choose_optional_gradients
 
 DELTA_RULE_BACKWARD = Schema(
@@ -89,6 +90,7 @@ def delta_rule_backward(
     Returns (dq, dk, dv, dbeta), followed, in this order, by ddecay if there is a decay, and dinitial_state if there is an
     initial state, unless they are False. Arrays and errors are those of delta_rule. Source: the equations for chunks are
     derived in attention/parts/recurrent/delta_chunks.py, from the UT transform (Yang et al. 2024)."""
+    refuse_raw(beta=beta, decay=decay)
     also, more = choose_optional_gradients(ddecay=(decay, ddecay), dinitial_state=(initial_state, dinitial_state))
     arrays = dout, q, k, v, beta, decay, cu_seqlens, initial_state, dstate, dq, dk, dv, dbeta, *more
     return _delta_rule_backward(stream, arrays, (check_number("scale", scale), also, family), layout)

@@ -15,6 +15,7 @@ from ..options import check_accumulators, check_flag, check_number
 from ..plans import recurrent_checks, recurrent_chunks, recurrent_gradients
 from ..plans.call_options import without_gradients
 from ..plans.normalizer_gradients import plan_normalized_gradients
+from ..plans.raw_inputs import refuse_raw
 from ..plans.recurrent_derivative import RecurrentDerivative, backward_with_parts, choose_optional_gradients
 from ..plans.token_loop_gradients import plan_linear_gradients
 
@@ -117,6 +118,7 @@ def linear_backward(
     state, unless they are False. Arrays and errors are those of linear. Source: each of the three is linear attention itself
     (Katharopoulos et al. 2020, 3.3.1), with decays as derived in attention/parts/recurrent/gradients.py."""
     normalize = check_flag("normalize", normalize)
+    refuse_raw(decay=decay)
     also, (of_decay, of_start) = choose_optional_gradients(
         ddecay=(decay, ddecay), dinitial_state=(initial_state, dinitial_state)
     )

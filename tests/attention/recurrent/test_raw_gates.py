@@ -309,6 +309,17 @@ def test_bad_gates():
         gates.evaluate(gates.softplus(a), "sbhd")
 
 
+def test_gradients_of_arrays_take_no_raw_inputs():
+    q, a = np.zeros((1, 4, HEADS, 16), F32), np.zeros((1, 4, HEADS), F32)
+    remedy = r"must be an array, not Raw\w+: pass attention.gates.evaluate\({}\), in float32"
+    with pytest.raises(TypeError, match="^decay: " + remedy.format("decay")):
+        attention.linear_backward(q, q, q, q, decay=gates.softplus(a))
+    with pytest.raises(TypeError, match="^beta: " + remedy.format("beta")):
+        attention.delta_rule_backward(q, q, q, q, gates.beta(a))
+    with pytest.raises(TypeError, match="^decay: " + remedy.format("decay")):
+        attention.delta_rule_backward(q, q, q, q, a, decay=gates.sigmoid(a))
+
+
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
 def test_bad_gates_in_training(layout):
     """Where the framework evaluates formulas, it must not repeat arrays along other axes than heads and channels."""
@@ -319,8 +330,9 @@ def test_bad_gates_in_training(layout):
         (a, a): rf"A_log: must be \({HEADS},\), as the gate: A_log.shape=\(1, {HEADS}, {HEADS}\), gate.shape=",
         (a, one[:1]): "A_log: must be", (a, 1.0): "A_log: must be", (a, one, one[:1]): "dt_bias: must be",
         (a, one, torch.tensor(1.0)): "dt_bias: must be", (a, one, square): "dt_bias: must have no axis of channels",
-        (a[..., None].expand(-1, -1, -1, 16), one, square): "dt_bias: must be", (a[0], one): "gate: must have the axes of v",
-        (one,): "gate: must have the axes of v",
+        (a[..., None].expand(-1, -1, -1, 16), one, square): "dt_bias: must be",
+        (a[0], one): "decay: a raw gate must have the axes of v",
+        (one,): "decay: a raw gate must have the axes of v",
     }.items():  # fmt: skip
         for function, more in (linear, ()), (delta_rule, (a.sigmoid(),)):
             with pytest.raises(ValueError, match=f"^{words}"):
