@@ -42,12 +42,12 @@ class RawGate(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the gate."""
+        """The shape of the gate that the formula makes: that of x."""
         return tuple(self.x.shape)
 
     @property
     def arrays(self) -> tuple[Any, Any, Any]:
-        """x, A_log and dt_bias."""
+        """What the formula reads: x, A_log and dt_bias, of which the last two may be None."""
         return self.x, self.A_log, self.dt_bias
 
 

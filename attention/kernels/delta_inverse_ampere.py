@@ -26,7 +26,7 @@ from ..parts.recurrent.tokens import CHUNK, SequenceLayout
 
 @dataclass(frozen=True)
 class Config(DeltaChunkConfig):
-    """A kernel's configuration."""
+    """A kernel's configuration: that of delta_chunks.py, with a name of its own."""
 
     label = "inverses of chunks"
 

@@ -37,7 +37,7 @@ from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 
 @dataclass(frozen=True)
 class Config(DeltaChunkConfig):
-    """A kernel's configuration."""
+    """A kernel's configuration: that of delta_chunks.py, with a name of its own."""
 
     label = "gradients of states after chunks"
 

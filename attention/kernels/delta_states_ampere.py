@@ -27,7 +27,7 @@ from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 
 @dataclass(frozen=True)
 class Config(DeltaChunkConfig):
-    """A kernel's configuration."""
+    """A kernel's configuration: that of delta_chunks.py, with a name of its own."""
 
     label = "states before chunks"
 

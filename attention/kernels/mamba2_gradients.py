@@ -40,21 +40,21 @@ def load_head_number(x, head):
 
 @dataclass(frozen=True)
 class Mamba2GradientInputs:
-    """The configuration of the kernel before. silu: is there a z?"""
+    """The configuration of the kernel before. has_z: is there a z?"""
 
     dtype: dtype
     gate: Mamba2Gate
-    silu: bool
+    has_z: bool
     threads = LANES * WARPS
 
     def __str__(self):
-        return f"Mamba-2 values, {self.dtype}, {self.gate}" + ", silu" * self.silu
+        return f"Mamba-2 values, {self.dtype}, {self.gate}" + ", z" * self.has_z
 
     @staticmethod
     @functools.cache
     def make(config: "Mamba2GradientInputs"):
         """(kernel, shared memory) of a configuration."""
-        INPUT, SILU, gate = config.dtype, config.silu, config.gate
+        INPUT, HAS_Z, gate = config.dtype, config.has_z, config.gate
 
         @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
         def prepare(
@@ -70,7 +70,7 @@ class Mamba2GradientInputs:
             for panel in range(panels):
                 at = batch, token, head, int32(PART.cols * panel)
                 store(gValues, INPUT(load(gX, PART, at, 1, 3) * dt), at, 1, 3, True)
-                if SILU:
+                if HAS_Z:
                     store(gDY, INPUT(load(gDOut, PART, at, 1, 3) * silu(load(gZ, PART, at, 1, 3))), at, 1, 3, True)
 
         return prepare, None
@@ -78,25 +78,25 @@ class Mamba2GradientInputs:
 
 @dataclass(frozen=True)
 class Mamba2GradientOutputs:
-    """The configuration of the kernel after. silu: is dz computed? skip: one of SKIPS. varlen: are sequences packed
+    """The configuration of the kernel after. has_dz: is dz computed? skip: one of SKIPS. varlen: are sequences packed
     (cu_seqlens)?"""
 
     dtype: dtype
     gate: Mamba2Gate
-    silu: bool
+    has_dz: bool
     skip: str
     varlen: bool
     threads = LANES * WARPS
 
     def __str__(self):
-        labels = {"dz": self.silu, f"dD by {self.skip}": self.skip, "varlen": self.varlen}
+        labels = {"dz": self.has_dz, f"dD by {self.skip}": self.skip, "varlen": self.varlen}
         return ", ".join([f"Mamba-2 gradients, {self.dtype}, {self.gate}", *(label for label, used in labels.items() if used)])
 
     @staticmethod
     @functools.cache
     def make(config: "Mamba2GradientOutputs"):
         """(kernel, shared memory) of a configuration."""
-        INPUT, SILU, VARLEN, gate = config.dtype, config.silu, config.varlen, config.gate
+        INPUT, HAS_DZ, VARLEN, gate = config.dtype, config.has_dz, config.varlen, config.gate
         SKIP_OF_HEAD, SKIP_OF_COLUMN = config.skip == "head", config.skip == "column"
         smem = shared(sums=sv(4 * WARPS, fp32), columns=sv(PART.cols * WARPS, fp32))
 
@@ -135,7 +135,7 @@ class Mamba2GradientOutputs:
                     column_sums = block.reduce_sum(col_sum(dy * x), columns)
                     if warp == 0:
                         store(gColumnSums, column_sums, (head, block_index, col))
-                if SILU:
+                if HAS_DZ:
                     z, dout = load(truncate(gZ, 1, end), PART, at, 1, 3), load(truncate(gDOut, 1, end), PART, at, 1, 3)
                     y, s = load(truncate(gY, 1, end), PART, at, 1, 3, True), sigmoid(z)
                     store(gDZ, INPUT(dout * y * s * (z * (1.0 - s) + 1.0)), at, 1, 3)
@@ -157,12 +157,12 @@ class Mamba2GradientOutputs:
 def space(target: Target, everything: bool) -> Iterator[Mamba2GradientInputs | Mamba2GradientOutputs]:
     """The configurations with all options; others, and fp16, with `everything` only."""
     gates = (Mamba2Gate(), Mamba2Gate(softplus=True), Mamba2Gate(softplus=True, low=0.001, high=0.1))
-    for of, gate, silu_ in itertools.product((bf16, fp16), gates, (False, True)):
-        if everything or (of is bf16 and gate.has_limits and silu_):
-            yield Mamba2GradientInputs(of, gate, silu_)
+    for of, gate, has_z in itertools.product((bf16, fp16), gates, (False, True)):
+        if everything or (of is bf16 and gate.has_limits and has_z):
+            yield Mamba2GradientInputs(of, gate, has_z)
             for skip, varlen in itertools.product(SKIPS, (False, True)):
                 if everything or (skip and varlen):
-                    yield Mamba2GradientOutputs(of, gate, silu_, skip, varlen)
+                    yield Mamba2GradientOutputs(of, gate, has_z, skip, varlen)
 
 
 @functools.cache

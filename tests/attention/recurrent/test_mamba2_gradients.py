@@ -166,13 +166,14 @@ def test_space():
     """All dtypes, gates and results are compiled by `inspect --all`, the largest always."""
     few, many = (list(module.space(parse_target("sm_90a"), everything)) for everything in (False, True))
     after = [config for config in many if isinstance(config, module.Mamba2GradientOutputs)]
+    of_z = lambda config: config.has_dz if config in after else config.has_z
     limits = {(0.0, np.inf, False), (0.0, np.inf, True), (0.001, 0.1, True)}
     for configs in after, [config for config in many if config not in after]:
-        gates = {(config.dtype, config.gate.low, config.gate.high, config.gate.softplus, config.silu) for config in configs}
-        assert gates == {(of, *gate, silu) for of in (module.bf16, module.fp16) for gate in limits for silu in (False, True)}
+        gates = {(config.dtype, config.gate.low, config.gate.high, config.gate.softplus, of_z(config)) for config in configs}
+        assert gates == {(of, *gate, z) for of in (module.bf16, module.fp16) for gate in limits for z in (False, True)}
     assert {(config.skip, config.varlen) for config in after} == {(s, v) for s in module.SKIPS for v in (False, True)}
     assert set(few) < set(many) and len(few) == 3
-    assert all(config.dtype is module.bf16 and config.gate.has_limits and config.silu for config in few)
+    assert all(config.dtype is module.bf16 and config.gate.has_limits and of_z(config) for config in few)
     assert {(config.skip, config.varlen) for config in few if config in after} == {("head", True), ("column", True)}
 
 
