@@ -1,132 +1,113 @@
-"""attention.nn.from_transformers: layers with the parts and formulas of transformers' own, written here in plain torch, because
-transformers may be absent."""
+"""attention.nn.from_transformers: transformers' own recurrent layers, and ours with a copy of their weights. Skipped without
+transformers."""
 
 import copy
+import importlib
 
 import pytest
 
 torch = pytest.importorskip("torch")
-import torch.nn.functional as F  # noqa: E402
-from test_nn_recurrent import DIM, assert_near, by_heads, inputs, recurrence, rms_norm  # noqa: E402
+transformers = pytest.importorskip("transformers")
 
 from attention import nn  # noqa: E402
+from tiles.testing import compare  # noqa: E402
+
+DIM, TOKENS, PADDING = 32, 21, 4
+TYPES = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+DELTA = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=32, **TYPES)
+KIMI = dict(linear_num_heads=2, linear_head_dim=16, mlp_layer_types=["dense", "dense"], **TYPES)
+MAMBA = dict(mamba_n_heads=4, mamba_d_head=16, mamba_d_state=16, mamba_n_groups=2, mamba_expand=2, num_hidden_layers=2)
+FALCON = MAMBA | dict(ssm_in_multiplier=0.7, ssm_multipliers=[0.5, 1.5, 0.8, 1.2, 0.9], mamba_d_ssm=None)
+# name: (its folder, its class, its configuration and what stands in that, the class here)
+LAYERS = {
+    "Qwen3-Next": ("qwen3_next", "Qwen3NextGatedDeltaNet", "Qwen3NextConfig", DELTA, nn.GatedDeltaNet),
+    "Qwen3.5": ("qwen3_5", "Qwen3_5GatedDeltaNet", "Qwen3_5TextConfig", DELTA, nn.GatedDeltaNet),
+    "Qwen4, sigmoid": ("qwen4_exp", "Qwen4ExpTextGatedDeltaNet", "Qwen4ExpTextConfig",
+                       DELTA | dict(output_gate_type="sigmoid"), nn.GatedDeltaNet),
+    "OLMo hybrid": ("olmo_hybrid", "OlmoHybridGatedDeltaNet", "OlmoHybridConfig",
+                    DELTA | dict(linear_allow_neg_eigval=True), nn.GatedDeltaNet),
+    "Kimi Linear": ("kimi_linear", "KimiLinearDeltaAttention", "KimiLinearConfig", KIMI, nn.KimiDeltaAttention),
+    "GLM-5": ("glm5_next", "Glm5NextTextLinearAttention", "Glm5NextTextConfig", KIMI, nn.KimiDeltaAttention),
+    "Bailing": ("bailing_hybrid", "BailingHybridDeltaAttention", "BailingHybridConfig", KIMI, nn.KimiDeltaAttention),
+    "Bailing, no bound": ("bailing_hybrid", "BailingHybridDeltaAttention", "BailingHybridConfig",
+                          KIMI | dict(kda_safe_gate=False), nn.KimiDeltaAttention),
+    "Bamba": ("bamba", "BambaMixer", "BambaConfig", MAMBA, nn.Mamba2),
+    "Nemotron-H": ("nemotron_h", "NemotronHMamba2Mixer", "NemotronHConfig",
+                   dict(mamba_num_heads=4, mamba_head_dim=16, ssm_state_size=16, n_groups=2), nn.Mamba2),
+    "Mamba-2, limits": ("mamba2", "Mamba2Mixer", "Mamba2Config",
+                        dict(num_heads=4, head_dim=16, state_size=16, n_groups=1, use_bias=True, time_step_limit=(0.4, 0.8)),
+                        nn.Mamba2),
+    "Zamba-2": ("zamba2", "Zamba2MambaMixer", "Zamba2Config",
+                dict(n_mamba_heads=4, mamba_headdim=16, mamba_d_state=16, mamba_ngroups=2), nn.Mamba2),
+    "Granite 4": ("granitemoehybrid", "GraniteMoeHybridMambaLayer", "GraniteMoeHybridConfig",
+                  MAMBA | dict(layer_types=["mamba", "attention"]), nn.Mamba2),
+    "Falcon-H1": ("falcon_h1", "FalconH1Mixer", "FalconH1Config",
+                  FALCON | dict(mamba_rms_norm=True, mamba_norm_before_gate=True, mamba_proj_bias=True), nn.Mamba2),
+    "Falcon-H1, no norm": ("falcon_h1", "FalconH1Mixer", "FalconH1Config", FALCON | dict(mamba_rms_norm=False), nn.Mamba2),
+}  # fmt: skip
 
 
-class TransformersNorm(torch.nn.Module):
-    """Its gated norms: before_gate as Qwen's, otherwise as Mamba-2's; group_size as Zamba-2's and Nemotron-H's."""
-
-    def __init__(self, columns, before_gate, group_size=None):
-        super().__init__()
-        self.weight, self.variance_epsilon = torch.nn.Parameter(torch.rand(columns) + 0.5), 1e-6
-        self.before_gate = before_gate
-        if group_size:
-            self.group_size = group_size
-
-    def forward(self, x, gate):
-        x = x if self.before_gate else x * F.silu(gate)
-        groups = x.shape[-1] // getattr(self, "group_size", x.shape[-1])
-        parts = x.unflatten(-1, (groups, -1)), self.weight.unflatten(0, (groups, -1))
-        x = rms_norm(*parts, self.variance_epsilon).flatten(-2)
-        return x * F.silu(gate) if self.before_gate else x
+def configured(name):
+    """(the module of the layer's model, the layer's configuration); skipped if this version of transformers lacks it."""
+    folder, kind, configuration, options, _ = LAYERS[name]
+    module = pytest.importorskip(f"transformers.models.{folder}.modeling_{folder}")
+    configurations = importlib.import_module(f"transformers.models.{folder}.configuration_{folder}")
+    return module, getattr(configurations, configuration)(hidden_size=DIM, **options)
 
 
-def project(columns, bias=False):
-    return torch.nn.Linear(DIM, columns, bias=bias)
+def layers(name):
+    """(ours in bfloat16, theirs in bfloat16, theirs in float32, the configuration), with the same weights."""
+    module, config = configured(name)
+    theirs = getattr(module, LAYERS[name][1])(config, layer_idx=0)
+    chance = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for key, parameter in theirs.named_parameters():
+            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=chance) + key.endswith("norm.weight"))
+    if "Falcon" in name:
+        theirs.register_buffer("mup_vector", module.compute_mup_vector(config))
+    theirs = theirs.to(torch.bfloat16).eval()
+    return nn.from_transformers(theirs), theirs, copy.deepcopy(theirs).float(), config
 
 
-class TransformersConv(torch.nn.Conv1d):
-    """The convolution of its layers, with padding on both sides."""
-
-    def __init__(self, channels, bias=False):
-        super().__init__(channels, channels, 4, groups=channels, padding=3, bias=bias)
-
-    def forward(self, x):
-        return F.silu(super().forward(x.transpose(1, 2))[..., : x.shape[1]]).transpose(1, 2)
-
-
-class TransformersDeltaNet(torch.nn.Module):
-    """A gated delta network with 2 heads of keys and 4 of values. kind: whose parts it has."""
-
-    def __init__(self, kind):
-        super().__init__()
-        self.num_k_heads, self.num_v_heads, self.head_k_dim, self.head_v_dim, self.activation = 2, 4, 16, 32, "silu"
-        self.kind, (keys, values) = kind, (32, 128)
-        self.conv1d = TransformersConv(2 * keys + values)
-        self.A_log, self.dt_bias = torch.nn.Parameter(torch.rand(4)), torch.nn.Parameter(torch.randn(4))
-        out = TransformersNorm(self.head_v_dim, True), torch.nn.Linear(values, DIM, bias=False)
-        if kind == "Qwen3-Next":
-            self.in_proj_qkvz, self.in_proj_ba = project(2 * keys + 2 * values), project(8)
-        elif kind == "Qwen3.5":
-            self.in_proj_qkv, self.in_proj_z = project(2 * keys + values), project(values)
-            self.in_proj_b, self.in_proj_a = project(4), project(4)
-        else:
-            self.q_proj, self.k_proj, self.v_proj, self.g_proj = map(project, (keys, keys, values, values))
-            self.a_proj, self.b_proj, self.allow_neg_eigval = project(4), project(4), True
-        if kind == "OLMo hybrid":
-            self.o_norm, self.o_proj = out
-        else:
-            self.norm, self.out_proj = out
-
-    def project(self, x):
-        """q, k, v, z (B, S, columns) before the convolution, b, a (B, S, heads)."""
-        if self.kind == "Qwen3.5":
-            return *self.in_proj_qkv(x).split([32, 32, 128], -1), self.in_proj_z(x), self.in_proj_b(x), self.in_proj_a(x)
-        if self.kind == "OLMo hybrid":
-            return (*(getattr(self, f"{name}_proj")(x) for name in "qkvgba"),)
-        qkvz = self.in_proj_qkvz(x).unflatten(-1, (2, -1)).split([16, 16, 64, 64], -1)  # of each head of keys
-        ba = self.in_proj_ba(x).unflatten(-1, (2, -1)).chunk(2, -1)
-        return *(y.flatten(-2) for y in qkvz), *(y.flatten(-2) for y in ba)
-
-    def forward(self, x):
-        q, k, v, z, b, a = self.project(x)
-        q, k, v = self.conv1d(torch.cat([q, k, v], -1)).split([32, 32, 128], -1)
-        q, k = (by_heads(y, 16) * (by_heads(y, 16).square().sum(-1, keepdim=True) + 1e-6).rsqrt() for y in (q, k))
-        beta = torch.sigmoid(b) * (2 if self.kind == "OLMo hybrid" else 1)
-        out = recurrence(q, k, by_heads(v, 32), -self.A_log.exp() * F.softplus(a + self.dt_bias), beta)
-        norm, out_proj = (self.o_norm, self.o_proj) if self.kind == "OLMo hybrid" else (self.norm, self.out_proj)
-        return out_proj(norm(out, by_heads(z, 32)).flatten(-2))
-
-
-class TransformersMamba2(torch.nn.Module):
-    """A mixer of 4 heads of 16 columns with 2 groups of 16 states. group_size: of the norm; None: all columns."""
-
-    def __init__(self, group_size, time_step_limit=(0.0, float("inf"))):
-        super().__init__()
-        self.num_heads, self.head_dim, self.n_groups, self.activation = 4, 16, 2, "silu"
-        self.time_step_limit = time_step_limit
-        self.in_proj, self.conv1d = project(64 + 128 + 4, bias=True), TransformersConv(128, bias=True)
-        self.A_log, self.dt_bias, self.D = (torch.nn.Parameter(torch.randn(4)) for _ in range(3))
-        self.norm, self.out_proj = TransformersNorm(64, False, group_size), torch.nn.Linear(64, DIM)
-
-    def forward(self, x):
-        gate, xBC, dt = self.in_proj(x).split([64, 128, 4], -1)
-        values, B, C = (by_heads(y, 16) for y in self.conv1d(xBC).split([64, 32, 32], -1))
-        dt = F.softplus(dt + self.dt_bias).clamp(*self.time_step_limit)
-        y = recurrence(C, B, dt[..., None] * values, -self.A_log.exp() * dt, scale=1) + self.D[:, None] * values
-        return self.out_proj(self.norm(y.flatten(-2), gate))
-
-
-LAYERS = {kind: lambda kind=kind: TransformersDeltaNet(kind) for kind in ("Qwen3-Next", "Qwen3.5", "OLMo hybrid")}
-LAYERS |= {"Bamba": lambda: TransformersMamba2(None), "Nemotron-H": lambda: TransformersMamba2(32)}
-LAYERS |= {"Mamba-2, limits": lambda: TransformersMamba2(None, [0.4, 0.8])}
+def inputs():
+    return torch.randn(2, TOKENS, DIM, generator=torch.Generator().manual_seed(1)).bfloat16()
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_from_transformers(name):
-    torch.manual_seed(0)
-    theirs, x = LAYERS[name]().to(torch.bfloat16), inputs(1, 9)
-    ours = nn.from_transformers(theirs.eval())
-    with torch.no_grad():
-        assert_near(ours(x), copy.deepcopy(theirs).double()(x.double()), limit=0.015)
-    assert ours.out_proj.weight.dtype == torch.bfloat16 and not ours.training and ours.norm.eps == 1e-6
-    assert isinstance(ours, nn.Mamba2 if isinstance(theirs, TransformersMamba2) else nn.GatedDeltaNet)
-    theirs.activation = "gelu"
-    with pytest.raises(ValueError, match="^layer: its activation must be SiLU: 'gelu'"):
-        nn.from_transformers(theirs)
+@torch.no_grad()
+def test_is_the_same_layer(name):
+    """Two sequences, of which one begins with padding; ours are packed."""
+    ours, theirs, exact, _ = layers(name)
+    assert type(ours) is LAYERS[name][-1] and not ours.training
+    x, mask = inputs(), torch.ones(2, TOKENS)
+    padding = 0 if getattr(theirs, "use_bias", False) else PADDING  # with a bias their convolution reads padding
+    mask[1, :padding] = 0
+    packed, ends = x[mask > 0][None], torch.tensor([0, TOKENS, 2 * TOKENS - padding])
+    ref, low = (layer(y, attention_mask=mask)[mask > 0][None] for layer, y in ((exact, x.float()), (theirs, x)))
+    compare.assert_close(ours(packed, cu_seqlens=ends), ref, low)
+
+
+@pytest.mark.parametrize("name", ["Qwen3-Next", "Kimi Linear", "Bamba", "Falcon-H1, no norm"])
+@torch.no_grad()
+def test_its_cache_is_the_same(name):
+    """A prompt, two tokens more, then two tokens one by one."""
+    ours, theirs, exact, config = layers(name)
+    mine, of_low, of_exact = ours.new_cache(2), *(transformers.DynamicCache(config=config) for _ in range(2))
+    for x in inputs().split([TOKENS - 4, 2, 1, 1], 1):
+        compare.assert_close(ours(x, cache=mine), exact(x.float(), of_exact), theirs(x, of_low))
 
 
 def test_layers_that_are_refused():
+    theirs = layers("Qwen4, sigmoid")[1]
+    theirs.norm.activation = "tanh"
+    with pytest.raises(ValueError, match="^layer: its norm's activation must be silu or sigmoid: 'tanh'"):
+        nn.from_transformers(theirs)
+    theirs.activation = "gelu"
+    with pytest.raises(ValueError, match="^layer: its activation must be silu: 'gelu'"):
+        nn.from_transformers(theirs)
+    theirs = layers("Mamba-2, limits")[1]
+    theirs.time_step_limit = 0.1, 0.001
     with pytest.raises(ValueError, match=r"^dt_limit: must be two numbers, from 0 and ascending: dt_limit=\(0.1, 0.001\)"):
-        nn.from_transformers(TransformersMamba2(None, (0.1, 0.001)))
+        nn.from_transformers(theirs)
     with pytest.raises(TypeError, match="^layer: must have in_proj_qkvz, in_proj_ba, .*; or in_proj_qkv, .*: Linear has"):
         nn.from_transformers(torch.nn.Linear(2, 2))
