@@ -1,17 +1,23 @@
-"""The recurrent layers of transformers' hybrid models, gated delta rules (Qwen3-Next) and Mamba-2 (Bamba), on our kernels.
+"""The recurrent layers of transformers' hybrid models on our kernels: gated delta rules (Qwen3-Next), Kimi delta attention,
+Mamba-2 (Bamba), and the convolutions before them.
 
-Such layers call functions of the module in which the model is defined: those of flash-linear-attention and mamba_ssm if these
-are installed, otherwise transformers' own in torch. The latter are replaced here:
+Such layers call functions of the module in which the model is defined: those of flash-linear-attention, mamba_ssm and
+causal_conv1d if these are installed, otherwise transformers' own in torch. All are replaced here:
 
 | transformers                                      | here                                                       |
 | ------------------------------------------------- | ---------------------------------------------------------- |
 | torch_chunk_gated_delta_rule                      | compat.fla's chunk_gated_delta_rule                        |
-| torch_recurrent_gated_delta_rule of one token     | linear_step, which updates the cache's state in place      |
+| chunk_kimi_delta_attention                        | the same, with a decay for each channel                    |
+| torch_recurrent_gated_delta_rule, recurrent_kimi_ | linear_step, which updates the cache's state in place      |
+| delta_attention, of one token                     |                                                            |
 | use_qk_l2norm_in_kernel=True                      | qk_l2norm=True, with the same epsilon                      |
 | mamba2_chunk_scan, mamba2_selective_state_update  | mamba2, for one token with the cache's state               |
+| mamba2_split_conv1d_scan_combined                 | None: then the layer calls the functions it is made of     |
+| causal_conv1d_fn, causal_conv1d_update            | short_conv, for one token with the cache's window          |
+| cu_seq_lens_q, seq_idx                            | packed sequences, which neither states nor windows connect |
 
-The original function is called for calls that need a gradient, and where our kernels do not support the call: float32, or
-head dims that are no multiples of 16."""
+Gradients of whole sequences are ours. The original function is called for single tokens that need a gradient, and where our
+kernels do not support the call: float32 without autocast, or head dims that are no multiples of 16."""
 
 from __future__ import annotations
 
@@ -25,6 +31,8 @@ import torch
 
 import attention
 
+from ..parts.short_conv import WIDTHS
+from ..plans.packed_tokens import pack_batches
 from .fla import chunk_gated_delta_rule
 
 
@@ -65,14 +73,20 @@ def chunk_delta(
     use_qk_l2norm_in_kernel: bool = False,
     **others: Any,
 ) -> Any:
-    """(out, state) of whole sequences, as transformers' torch_chunk_gated_delta_rule returns them."""
-    options = {"initial_state": initial_state, "output_final_state": output_final_state}
-    if not _supports(query, key, value, g, beta):
-        options["use_qk_l2norm_in_kernel"] = use_qk_l2norm_in_kernel
-        return original(query, key, value, g=g, beta=beta, **options, **others)
-    query, key, value = _contiguous_rows(query, key, value)
-    options |= {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, "cu_seqlens": others.get("cu_seqlens")}
-    return chunk_gated_delta_rule(query, key, value, g=g, beta=beta, **options)
+    """(out, state) of whole sequences, as transformers' torch_chunk_gated_delta_rule returns them; of several packed ones the
+    state of each, or with seq_idx of each batch's last."""
+    options: dict[str, Any] = {"output_final_state": output_final_state, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
+    if not _supports(query, key, value):
+        return original(query, key, value, g=g, beta=beta, initial_state=initial_state, **options, **others)
+    options["initial_state"] = None if initial_state is None else initial_state.float()
+    ends, seq_idx = _ends(others), others.get("seq_idx")
+    arrays = *_contiguous_rows(query, key, value), g, beta
+    if ends is not None or seq_idx is None:
+        return chunk_gated_delta_rule(*arrays, **options, cu_seqlens=ends)
+    batches = pack_batches(seq_idx, query, None)
+    joined = map(batches.join, arrays, ("query", "key", "value", "g", "beta"))
+    out, state = chunk_gated_delta_rule(*joined, **options, cu_seqlens=batches.cu_seqlens)
+    return batches.split(out), None if state is None else batches.last_states(state)
 
 
 def step_delta(
@@ -89,7 +103,7 @@ def step_delta(
 ) -> Any:
     """(out, state) of one token; initial_state is updated in place and returned as the state."""
     single = query.shape[1] == 1 and initial_state is not None and initial_state.dtype == torch.float32
-    if not single or not _supports(query, key, value, g, beta):
+    if not single or not _supports(query, key, value) or _need_gradient(query, key, value, g, beta, initial_state):
         options = {"initial_state": initial_state, "output_final_state": output_final_state}
         options["use_qk_l2norm_in_kernel"] = use_qk_l2norm_in_kernel
         return original(query, key, value, g=g, beta=beta, **options, **others)
@@ -117,12 +131,14 @@ def scan_mamba(
 ) -> Any:
     """out, or (out, states), of whole sequences, as transformers' mamba2_chunk_scan returns them."""
     options = {"D": D, "z": z, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "return_final_states": return_final_states}
-    if dt_limit[0] < 0 or not _supports(hidden_states, B, C, dt, A, D, dt_bias):
+    if dt_limit[0] < 0 or not _supports(hidden_states, B, C):
         options |= {"initial_states": initial_states, "dt_limit": dt_limit}
         return original(hidden_states, dt, A, B, C, chunk_size, **options, **others)
     options |= {"initial_states": None if initial_states is None else initial_states.float()}
     x, B, C = _contiguous_rows(hidden_states, B, C)
-    return attention.mamba2(x, dt, A, B, C, **options, dt_limit=(dt_limit[0], dt_limit[1]), seq_idx=others.get("seq_idx"))
+    ends = _ends(others)
+    options |= {"cu_seqlens": ends, "seq_idx": others.get("seq_idx") if ends is None else None}
+    return attention.mamba2(x, dt, A, B, C, **options, dt_limit=(dt_limit[0], dt_limit[1]))
 
 
 def step_mamba(
@@ -142,7 +158,8 @@ def step_mamba(
     """out (B, H, P) of one token; the state is updated in place. dt, A, D and dt_bias hold one number for each head,
     expanded."""
     of_heads = [x for x in (dt, A, D, dt_bias) if x is not None]
-    if any(x.stride(-1) for x in of_heads) or not _supports(hidden_states, B, C, *of_heads, state):
+    gradient = _need_gradient(hidden_states, B, C, z, state, *of_heads)
+    if gradient or any(x.stride(-1) for x in of_heads) or not _supports(hidden_states, B, C):
         return original(state, hidden_states, dt, A, B, C, D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus, **others)
     x, dt, B, C, z = (None if x is None else x[:, None] for x in (hidden_states, dt[..., 0], B, C, z))
     D, dt_bias = (None if x is None else x[:, 0] for x in (D, dt_bias))
@@ -153,21 +170,73 @@ def step_mamba(
     return out[:, 0]
 
 
+def convolve(
+    original: Callable, hidden_states: Any, weight: Any, bias: Any = None, activation: str | None = None, **others: Any
+) -> Any:
+    """The convolution of hidden_states (B, C, S) along the tokens."""
+    if not _supports_convolution(hidden_states, weight, activation):
+        return original(hidden_states, weight, bias, activation=activation, **others)
+    (rows,), activation = _contiguous_rows(hidden_states.transpose(1, 2)), activation and "silu"
+    ends, seq_idx = _ends(others), others.get("seq_idx")
+    if ends is not None or seq_idx is None:
+        return attention.short_conv(rows, weight, bias, activation=activation, cu_seqlens=ends).transpose(1, 2)
+    batches = pack_batches(seq_idx, rows, None)
+    joined = batches.join(rows, "hidden_states")
+    out = attention.short_conv(joined, weight, bias, activation=activation, cu_seqlens=batches.cu_seqlens)
+    return batches.split(out).transpose(1, 2)
+
+
+def convolve_token(
+    original: Callable, hidden_states: Any, conv_state: Any, weight: Any, bias: Any = None, activation: str | None = None
+) -> Any:
+    """The convolution of one token, (B, C, 1). conv_state: the tokens before it, at least W - 1, updated in place."""
+    gradient = _need_gradient(hidden_states, conv_state, weight, bias)
+    if gradient or hidden_states.shape[-1] != 1 or not _supports_convolution(hidden_states, weight, activation):
+        return original(hidden_states, conv_state, weight, bias, activation)
+    (row,), window = _contiguous_rows(hidden_states.transpose(1, 2)), conv_state[..., 1 - weight.shape[1] :]
+    out = attention.short_conv(row, weight, bias, activation=activation and "silu", initial_state=window)
+    conv_state.copy_(torch.cat([conv_state[..., 1:], hidden_states], -1))
+    return out.transpose(1, 2)
+
+
+def no_fused_layer(original: Callable, *args: Any, **options: Any) -> None:
+    """None, as transformers' own mamba2_split_conv1d_scan_combined returns."""
+
+
 REPLACEMENTS: dict[str, Callable] = {
     "torch_chunk_gated_delta_rule": chunk_delta,
     "torch_recurrent_gated_delta_rule": step_delta,
+    "chunk_kimi_delta_attention": chunk_delta,
+    "recurrent_kimi_delta_attention": step_delta,
     "mamba2_chunk_scan": scan_mamba,
     "mamba2_selective_state_update": step_mamba,
+    "mamba2_split_conv1d_scan_combined": no_fused_layer,
+    "causal_conv1d_fn": convolve,
+    "causal_conv1d_update": convolve_token,
 }
 
 
-def _supports(q: Any, k: Any, v: Any, *others: Any) -> bool:
+def _supports(*tiles: Any) -> bool:
     """Do our kernels support these arrays?"""
-    tiles = q, k, v
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*tiles, *others)):
-        return False
-    halves = all(x.dtype == q.dtype in (torch.bfloat16, torch.float16) for x in tiles)
+    halves = all(x.dtype == tiles[0].dtype in (torch.bfloat16, torch.float16) for x in tiles)
     return halves and all(x.shape[-1] % 16 == 0 and x.shape[-1] <= 256 for x in tiles)
+
+
+def _supports_convolution(x: Any, weight: Any, activation: str | None) -> bool:
+    """Does our kernel support the convolution of x (B, C, S) with this weight?"""
+    halves = x.dtype in (torch.bfloat16, torch.float16)
+    return halves and weight.shape[1] in WIDTHS and activation in (None, "silu", "swish") and x.numel() > 0
+
+
+def _need_gradient(*arrays: Any) -> bool:
+    """Does one of these arrays need a gradient?"""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arrays)
+
+
+def _ends(others: dict[str, Any]) -> Any:
+    """The ends of packed sequences among a layer's other arguments, by either name, or None."""
+    ends = others.get("cu_seqlens")
+    return others.get("cu_seq_lens_q") if ends is None else ends
 
 
 def _contiguous_rows(*arrays: Any) -> list[Any]:

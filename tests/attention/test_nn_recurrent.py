@@ -53,11 +53,11 @@ def convolve(conv, x):
     return F.silu(y.transpose(1, 2))
 
 
-def recurrence(q, k, v, decay, beta=None, scale=None):
-    """o (B, S, H, Dv), token by token; decay (B, S, H) or (B, S, H, Dk)."""
+def recurrence(q, k, v, decay, beta=None, scale=None, state=None):
+    """(o (B, S, H, Dv), the last state), token by token, from `state` on; decay (B, S, H) or (B, S, H, Dk)."""
     q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
     decay = decay if decay.ndim == 4 else decay[..., None]
-    state, out = v.new_zeros(len(v), v.shape[2], k.shape[-1], v.shape[-1]), []
+    state, out = v.new_zeros(len(v), v.shape[2], k.shape[-1], v.shape[-1]) if state is None else state, []
     for t in range(v.shape[1]):
         state = decay[:, t].exp()[..., None] * state
         value = v[:, t]
@@ -65,7 +65,7 @@ def recurrence(q, k, v, decay, beta=None, scale=None):
             value = beta[:, t, :, None] * (value - torch.einsum("bhk,bhkv->bhv", k[:, t], state))
         state = state + k[:, t, ..., None] * value[:, :, None]
         out.append(torch.einsum("bhk,bhkv->bhv", q[:, t], state) * (k.shape[-1] ** -0.5 if scale is None else scale))
-    return torch.stack(out, 1)
+    return torch.stack(out, 1), state
 
 
 def rms_norm(x, weight, eps):
@@ -98,7 +98,7 @@ def plain_delta(layer, x):
         b, a = (x @ layer.in_proj_ba.weight.T).chunk(2, -1)
         decay, beta = -layer.A_log.exp() * F.softplus(a + layer.dt_bias), torch.sigmoid(b)
     beta = beta * 2 if layer.allow_neg_eigval else beta
-    out = rms_norm(recurrence(q, k, by_heads(qkv[..., 2 * K :], Dv), decay, beta), layer.norm.weight, layer.norm.eps)
+    out = rms_norm(recurrence(q, k, by_heads(qkv[..., 2 * K :], Dv), decay, beta)[0], layer.norm.weight, layer.norm.eps)
     if kimi:
         first, second = layer.g_proj
         out = out * torch.sigmoid(by_heads(x @ first.weight.T @ second.weight.T + second.bias, Dv))
@@ -116,7 +116,7 @@ def plain_gla(layer, x):
     first, second = layer.gk_proj
     gates = x @ first.weight.T @ second.weight.T + second.bias
     decay = (torch.sigmoid(gates).log() / layer.gate_logit_normalizer).unflatten(-1, (layer.num_heads, -1))
-    out = rms_norm(recurrence(q, k, v, decay), layer.norm.weight, layer.norm.eps)
+    out = rms_norm(recurrence(q, k, v, decay)[0], layer.norm.weight, layer.norm.eps)
     return (out * F.silu(rows[..., 2 * K + V :].unflatten(-1, (layer.num_heads, -1)))).flatten(-2) @ layer.out_proj.weight.T
 
 
@@ -127,7 +127,7 @@ def plain_mamba2(layer, x):
     values, B, C = convolve(layer.conv1d, xBC).split([inner, groups, groups], -1)
     values, B, C = by_heads(values, layer.headdim), by_heads(B, layer.d_state), by_heads(C, layer.d_state)
     dt, D = F.softplus(dt + layer.dt_bias).clamp(*layer.dt_limit), layer.D.reshape(layer.nheads, -1)
-    y = (recurrence(C, B, dt[..., None] * values, -layer.A_log.exp() * dt, scale=1) + D * values).flatten(-2)
+    y = (recurrence(C, B, dt[..., None] * values, -layer.A_log.exp() * dt, scale=1)[0] + D * values).flatten(-2)
     if layer.norm is None:
         y = y * F.silu(z)
     else:

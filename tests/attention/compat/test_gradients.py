@@ -4,9 +4,11 @@ import math
 
 import pytest
 
-from attention.compat import flash_attn, flash_attn_interface, flashinfer, flex, sdpa
+from attention.compat import fla, flash_attn, flash_attn_interface, flashinfer, flex, sdpa
 
 torch = pytest.importorskip("torch")
+from test_nn_recurrent import recurrence  # noqa: E402
+
 ROWS, COLS, HEADS, KEYS, DIM = 9, 12, 4, 2, 16
 FAR = torch.arange(COLS) - (torch.arange(ROWS)[:, None] + COLS - ROWS)
 SLOPES, LEAST = torch.tensor([0.5, 0.1, 0.0, 1.0]), torch.full((), -torch.inf)
@@ -93,4 +95,58 @@ def test_gradients(name):
         torch.autograd.grad(wanted[: len(got)], high, [x.double() for x in of_results]),
     )
     for mine, theirs in zip([*got, *gradients[0]], [*wanted[: len(got)], *gradients[1]], strict=True):
+        assert (mine.double() - theirs).abs().max() < 0.02 * theirs.abs().max()
+
+
+# ---- flash-linear-attention's ----------------------------------------------------------------------------------------
+RAW = dict(use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, allow_neg_eigval=True)
+RATES = torch.log1p(-(2.0 ** (-5 - torch.arange(KEYS, dtype=torch.float64))))
+
+
+def unit(x):
+    return x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+
+
+def raw_decay(g, A_log, dt_bias):
+    return -A_log.exp()[:, None] * torch.nn.functional.softplus(g + dt_bias.view(KEYS, -1))
+
+
+# name: (its function; its arguments behind v, by shape; q, k, decay and beta of the recurrence that it is)
+FLA = {
+    "chunk_retention": (fla.chunk_retention, [], lambda q, k: (q, k, RATES.expand(1, ROWS, KEYS), None)),
+    "chunk_simple_gla": (fla.chunk_simple_gla, ["g"], lambda q, k, g: (q, k, g, None)),
+    "chunk_gla": (fla.chunk_gla, ["g of channels"], lambda q, k, g: (q, k, g, None)),
+    "chunk_delta_rule": (fla.chunk_delta_rule, ["beta"], lambda q, k, b: (q, k, torch.zeros_like(b), b)),
+    "chunk_gated_delta_rule": (fla.chunk_gated_delta_rule, ["g", "beta"], lambda q, k, g, b: (q, k, g, b)),
+    "chunk_gated_delta_rule, raw": (
+        lambda q, k, v, g, b, A_log, dt_bias, **o: fla.chunk_gdn(q, k, v, g, b, A_log=A_log, dt_bias=dt_bias, **RAW, **o),
+        ["g", "beta", "A_log", "dt_bias"],
+        lambda q, k, g, b, A_log, bias: (unit(q), unit(k), raw_decay(g[..., None], A_log, bias)[..., 0], 2 * b.sigmoid()),
+    ),
+    "chunk_kda, raw": (
+        lambda q, k, v, g, b, A_log, dt_bias, **o: fla.chunk_kda(q, k, v, g, b, A_log=A_log, dt_bias=dt_bias, **RAW, **o),
+        ["g of channels", "beta", "A_log", "dt_bias of channels"],
+        lambda q, k, g, b, A_log, bias: (unit(q), unit(k), raw_decay(g, A_log, bias), 2 * b.sigmoid()),
+    ),
+}
+SHAPES = {"g": (1, ROWS, KEYS), "g of channels": (1, ROWS, KEYS, DIM), "beta": (1, ROWS, KEYS), "A_log": (KEYS,)}
+SHAPES |= {"dt_bias": (KEYS,), "dt_bias of channels": (KEYS * DIM,)}
+
+
+@pytest.mark.parametrize("name", FLA)
+def test_gradients_of_recurrences(name):
+    """Gradients of the output and of the last state, for all arguments."""
+    ours, more, formula = FLA[name]
+    torch.manual_seed(0)
+    low = [torch.randn(1, ROWS, KEYS, DIM).bfloat16() for _ in range(3)]
+    low += [-torch.rand(SHAPES[x]) if x[0] == "g" else torch.rand(SHAPES[x]) for x in more] + [torch.randn(1, KEYS, DIM, DIM)]
+    low = [x.requires_grad_() for x in low]
+    high = [x.detach().double().requires_grad_() for x in low]
+    q, k, v, *others, start = high
+    got = ours(*low[:-1], initial_state=low[-1], output_final_state=True, scale=0.4)
+    q, k, decay, beta = formula(q, k, *others)
+    wanted = recurrence(q, k, v, decay, beta, 0.4, start)
+    of_results = [torch.randn_like(x) for x in got]
+    gradients = torch.autograd.grad(got, low, of_results), torch.autograd.grad(wanted, high, [x.double() for x in of_results])
+    for mine, theirs in zip([*got, *gradients[0]], [*wanted, *gradients[1]], strict=True):
         assert (mine.double() - theirs).abs().max() < 0.02 * theirs.abs().max()

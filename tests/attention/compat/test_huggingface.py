@@ -1,9 +1,7 @@
 """compat/huggingface: small transformers models with random weights, compared with eager attention in float32, on torch's CPU
 wheel through the interpreter. Skipped without torch or transformers."""
 
-import contextlib
 import itertools
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -12,156 +10,41 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from transformers import masking_utils  # noqa: E402
-from transformers.models.qwen3_next import modeling_qwen3_next  # noqa: E402
+from transformers_models import (  # noqa: E402
+    NEW,
+    PROMPT,
+    SOFTMAX,
+    check_close,
+    check_generates,
+    check_trains,
+    models,
+    prompts,
+    record_calls,
+)
 
-import attention  # noqa: E402
-from attention.compat import huggingface, huggingface_linear  # noqa: E402
+from attention.compat import huggingface  # noqa: E402
 from attention.compat.huggingface_masks import create_mask, find_documents, read_mask  # noqa: E402
 
-VOCABULARY, PROMPT, NEW, PAD = 64, 20, 5, 3
-COMMON = dict(
-    vocab_size=VOCABULARY, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, pad_token_id=0,
-    num_key_value_heads=2, bos_token_id=1, eos_token_id=None, initializer_range=0.3,
-)  # fmt: skip
-EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=16)  # as many as there are: rounding chooses none
-MODELS = {  # name: (config, what it differs in from COMMON)
-    "llama": ("LlamaConfig", dict(head_dim=16)),
-    "qwen3": ("Qwen3Config", dict(head_dim=16)),  # QK-norm
-    "gpt_oss": ("GptOssConfig", dict(head_dim=16, num_local_experts=2, num_experts_per_tok=2, sliding_window=4,
-                                     layer_types=["sliding_attention", "full_attention"])),
-    "gemma2": ("Gemma2Config", dict(head_dim=16, sliding_window=4, attn_logit_softcapping=5.0, query_pre_attn_scalar=16)),
-    # values are narrower than keys
-    "deepseek_v3": ("DeepseekV3Config", dict(num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8,
-                                             qk_nope_head_dim=16, v_head_dim=16, first_k_dense_replace=2)),
-    "qwen3_next": ("Qwen3NextConfig", dict(head_dim=16, layer_types=["linear_attention", "full_attention"], num_experts=2,
-                                           linear_key_head_dim=16, linear_value_head_dim=16, linear_num_key_heads=2,
-                                           linear_num_value_heads=4, shared_expert_intermediate_size=16, **EXPERTS)),
-    "bamba": ("BambaConfig", dict(hidden_size=64, attn_layer_indices=[1], mamba_n_heads=8, mamba_d_head=16, mamba_d_state=16)),
-}  # fmt: skip
-RECURRENT = "qwen3_next", "bamba"
-every_model = pytest.mark.parametrize("name", MODELS)
-huggingface.register()
+every_model = pytest.mark.parametrize("name", SOFTMAX)
 
 
 @pytest.fixture
 def calls(monkeypatch):
     """The names of our functions, call by call."""
-    call_options = []
-    for name in "forward", "decode", "linear_step", "delta_rule", "mamba2":
-        function = getattr(attention, name)
-        monkeypatch.setattr(
-            attention, name, lambda *a, name=name, function=function, **o: call_options.append(name) or function(*a, **o)
-        )
-    return call_options
-
-
-@contextlib.contextmanager
-def recurrent_layers(model, name):
-    """Our recurrent layers, and afterwards transformers' own again, because models of other implementations call them too."""
-    if name not in RECURRENT:
-        yield
-        return
-    assert huggingface.linear_layers(model) is model
-    yield
-    home = sys.modules[type(model).__module__]
-    for key in huggingface_linear.REPLACEMENTS:
-        if hasattr(home, key):
-            setattr(home, key, getattr(home, key).replaces)
-
-
-def models(name, device="cpu"):
-    """The same weights three times: ours in bfloat16, eager in bfloat16, eager in float32."""
-    torch.manual_seed(0)
-    kind, more = MODELS[name]
-    config = lambda: getattr(transformers, kind)(**COMMON | more)
-    kinds = (("tiles", torch.bfloat16), ("eager", torch.bfloat16), ("eager", torch.float32))
-    made = [
-        transformers.AutoModelForCausalLM.from_config(config(), attn_implementation=implementation, dtype=dtype)
-        for implementation, dtype in kinds
-    ]
-    ours, low, exact = (model.to(device).eval() for model in made)
-    with torch.no_grad():
-        for key, parameter in ours.named_parameters():
-            if "sinks" in key:
-                parameter.normal_()
-    for model in low, exact:
-        model.load_state_dict(ours.state_dict())
-    return ours, low, exact
-
-
-def prompts(tokens=PROMPT, padded=True, device="cpu"):
-    """(two sequences, where they are not padding): the second begins with padding."""
-    ids = torch.randint(2, VOCABULARY, (2, tokens), generator=torch.Generator().manual_seed(0))
-    mask = torch.ones_like(ids)
-    if padded:
-        ids[1, :PAD] = mask[1, :PAD] = 0
-    return ids.to(device), mask.to(device)
-
-
-def check_close(ours, low, exact, what=""):
-    """Our error is at most twice the rounding error of eager attention in bfloat16."""
-    scale = exact.float().std()
-    error, usual = ((x.float() - exact.float()).abs().max() for x in (ours, low))
-    assert error <= 2 * usual + 0.02 * scale, f"{what}: {error:.3g}, eager in bfloat16 {usual:.3g}, of {scale:.3g}"
-    return 2 * usual + 0.02 * scale
-
-
-def check_generates(name, device, tokens=PROMPT, padded=True, **options):
-    """Each generated token is eager's most likely one, unless two are equally likely within rounding."""
-    ours, low, exact = models(name, device)
-    ids, mask = prompts(tokens, padded, device)
-    call_options = dict(
-        attention_mask=mask, max_new_tokens=NEW, do_sample=False, output_logits=True, return_dict_in_generate=True
-    )
-    with recurrent_layers(ours, name):
-        made = ours.generate(ids, **call_options, **options)
-    found, sequences = torch.stack(made.logits, 1), made.sequences
-    assert sequences.shape == (2, tokens + NEW)
-    mask = torch.cat([mask, mask.new_ones(2, NEW)], 1)[:, :-1]
-    with torch.no_grad():
-        theirs = [m(sequences[:, :-1], attention_mask=mask, use_cache=False).logits[:, tokens - 1 :] for m in (low, exact)]
-    tolerance = check_close(found, *theirs, "logits")
-    likeliest = theirs[1].topk(2)
-    sure = likeliest.values[..., 0] - likeliest.values[..., 1] > 2 * tolerance
-    assert (sequences[:, tokens:] == likeliest.indices[..., 0])[sure].all()
+    return record_calls(monkeypatch)
 
 
 @every_model
 def test_generates_as_eager(name, calls):
     check_generates(name, "cpu", disable_compile=True)
-    of_layer = 1 if name in RECURRENT else 2
     few = name == "deepseek_v3"  # its 20 tokens of single heads are few enough
-    assert calls.count("forward") == of_layer * (not few) and calls.count("decode") == of_layer * (NEW - 1 + few)
-    assert (calls.count("delta_rule"), calls.count("linear_step")) == ((1, NEW - 1) if name == "qwen3_next" else (0, 0))
-    assert calls.count("mamba2") == NEW * (name == "bamba")
+    assert calls.count("forward") == 2 * (not few) and calls.count("decode") == 2 * (NEW - 1 + few)
 
 
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("name", ["llama", "gpt_oss"])
 def test_generates_with_a_static_cache(name, padded):
     check_generates(name, "cpu", padded=padded, cache_implementation="static", disable_compile=True)
-
-
-def step(model, ids, mask, **options):
-    """(the loss, the gradients by parameter names) of a training step on next-token prediction."""
-    labels = ids.masked_fill(mask == 0, -100)
-    labels[:, 1:][mask[:, :-1] == 0] = -100  # of a query that is padding
-    model.train().zero_grad()
-    loss = model(ids, attention_mask=mask if (mask == 0).any() else None, labels=labels, use_cache=False, **options).loss
-    loss.backward()
-    return loss.detach(), {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
-
-
-def check_trains(name, device, **options):
-    """The loss and each gradient are as close to eager's in float32 as eager's in bfloat16 are."""
-    three = models(name, device)
-    with recurrent_layers(three[0], name):  # which a step goes past
-        (ours, grads), (low, of_low), (exact, of_exact) = (step(model, *prompts(**options, device=device)) for model in three)
-    check_close(ours, low, exact + torch.tensor([0.0, 1.0], device=device), "loss")
-    assert grads.keys() == of_exact.keys()
-    for key, gradient in of_exact.items():
-        error, usual = ((g[key].float() - gradient).norm() / (gradient.norm() + 1e-6) for g in (grads, of_low))
-        assert error <= 2 * usual + 0.02, f"{key}: {error:.3g}, eager in bfloat16 {usual:.3g}"
 
 
 @every_model
@@ -295,19 +178,6 @@ def test_norms_in_float32_are_rounded_and_the_rest_is_refused():
     for refused in dict(output_attentions=True), dict(cache=object()), dict(indices=q), dict(block_indices=q):
         with pytest.raises(NotImplementedError, match=f"{next(iter(refused))}: is not supported"):
             attended({}, q, k, v, **refused)
-    with pytest.raises(
-        ValueError, match="model: has no layers that call one of torch_chunk_gated_delta_rule.*LlamaForCausalLM"
-    ):
-        huggingface.linear_layers(models("llama")[0])
-
-
-def test_recurrent_layers_are_replaced_once():
-    ours = models("qwen3_next")[0]
-    with recurrent_layers(ours, "qwen3_next"):
-        once = modeling_qwen3_next.torch_chunk_gated_delta_rule
-        huggingface.linear_layers(ours)
-        assert modeling_qwen3_next.torch_chunk_gated_delta_rule is once and once.replaces
-    assert not hasattr(modeling_qwen3_next.torch_chunk_gated_delta_rule, "replaces")
 
 
 # ---- masks -----------------------------------------------------------------------------------------------------------
@@ -437,9 +307,8 @@ def test_compiled_packed():
 
 # ---- on the card: few, for each compiles kernels of its own ------------------------------------------------------------
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_next"])
-def test_generates_on_the_card(name):
-    check_generates(name, "cuda", 150, disable_compile=True)
+def test_generates_on_the_card():
+    check_generates("gpt_oss", "cuda", 150, disable_compile=True)
 
 
 @pytest.mark.gpu
