@@ -1,17 +1,21 @@
-"""Train a small language model on the standard library's own sources, byte by byte, with attention.nn.Attention.
+"""Train a small language model on the standard library's own sources, byte by byte, with layers of attention.nn.
 
     python examples/train.py --baseline         beside the same model on torch's scaled_dot_product_attention
+    python examples/train.py --mixer gated_delta --baseline        with recurrent layers, beside the recurrence in float32
     torchrun --nproc-per-node 2 examples/train.py        each sequence on several GPUs, or on as many processes without one
     python examples/train.py --help
 
 Needs torch, tqdm and matplotlib: `pip install -e '.[train]'`. On a GPU the model has 25 million parameters and reads
-sequences of 4096 bytes; without one it is tiny, and attention runs in the interpreter. With --baseline both models start
-with the same weights, read the same bytes and take turns, so that their losses and times can be compared. The curves of the
-losses go to train.png. Under torchrun every rank has a share of each sequence's tokens (attention.parallel), and the
-gradients of weights are summed, so the model learns the same.
+sequences of 4096 bytes; without one it is tiny, and attention runs in the interpreter. --mixer: what mixes tokens: softmax
+attention, gated delta rules, Kimi delta attention, Mamba-2, or in a hybrid three gated delta rules before each softmax. With
+--baseline both models start with the same weights, read the same bytes and take turns, so that their losses and times can be
+compared. The curves of the losses go to train.png. With --csv they are also added to a table, and all that it holds is drawn.
+Under torchrun every rank has a share of each sequence's tokens (attention.parallel), and the gradients of weights are summed,
+so the model learns the same.
 """
 
 import argparse
+import csv
 import os
 import statistics
 import time
@@ -26,10 +30,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
-from attention import parallel
-from attention.nn import Attention, angles
+from attention import gates, parallel
+from attention.nn import Attention, GatedDeltaNet, KimiDeltaAttention, Mamba2, angles
 
 ROTARY = 10_000  # the base of the angles
 BYTES, WARMUP, TOGETHER = 256, 20, 10  # what there is to predict; steps until the full rate; steps that a model takes in a turn
@@ -53,7 +58,7 @@ TINY = TrainingSize(dim=32, depth=1, heads=2, kv_heads=1, tokens=32, batch=2, st
 
 
 class OnTorch(Attention):
-    """The same module without us, and with tables of angles that are made once."""
+    """Attention without us, and with tables of angles that are made once."""
 
     tables: tuple[torch.Tensor, torch.Tensor]
 
@@ -68,6 +73,64 @@ class OnTorch(Attention):
         return functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped).transpose(1, 2)
 
 
+class RecurrenceOnTorch:
+    """A recurrent layer without us: its convolution is torch's, and its recurrence torch's in float32."""
+
+    def convolve(self, x, cu_seqlens, cache):
+        """silu(conv(x)) of (B, S, channels)."""
+        weight, bias = self.conv1d.weight, self.conv1d.bias
+        x = functional.pad(x.mT, (weight.shape[1] - 1, 0))
+        return functional.silu(functional.conv1d(x, weight[:, None], bias, groups=len(weight)).mT)
+
+    def recur(self, member, q, k, v, cu_seqlens, cache, *, beta, decay, qk_l2norm):
+        """The delta rule."""
+        q, k = (gates.normalize(x.float()) for x in (q, k))
+        arrays = q, k, v, gates.evaluate(decay), gates.evaluate(beta)
+        return checkpoint(recurrence, *arrays, q.shape[-1] ** -0.5, use_reentrant=False).to(v.dtype)
+
+    def scan(self, x, dt, B, C, cu_seqlens, cache):
+        """Mamba-2's scan."""
+        dt = functional.softplus(dt.float() + self.dt_bias)
+        arrays = C, B, dt[..., None] * x, -dt * self.A_log.exp(), None
+        return (checkpoint(recurrence, *arrays, 1.0, use_reentrant=False) + self.D[:, None] * x).to(x.dtype)
+
+
+def recurrence(q, k, v, decay, beta, scale):
+    """o_t = scale S_t^T q_t, (B, S, H, Dv), in float32, where S_t = S + k_t u_t^T for S = exp(decay_t) S_(t-1), and u_t = v_t,
+    or beta_t (v_t - S^T k_t) with beta. decay (B, S, H) or (B, S, H, Dk).
+
+    Tokens go in chunks. With the decay G_t from a chunk's first token to token t, and P_ij = exp(G_i - G_j) for i >= j, the u
+    of a chunk solve (I + beta P k k^T below the diagonal) u = beta (v - exp(G) k S)."""
+    with torch.autocast(q.device.type, enabled=False):
+        tokens, rows = q.shape[1], 64 if decay.ndim == 3 else 16  # P has elements for channels, too
+        padding = -tokens % rows
+
+        def in_chunks(x):
+            x = functional.pad(x.float(), (0, 0) * (x.ndim - 2) + (0, padding)).transpose(1, 2)
+            return x.unflatten(2, (-1, rows))
+
+        q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
+        q, k, v, G = map(in_chunks, (q * scale, k, v, decay if decay.ndim == 4 else decay[..., None]))
+        G = G.cumsum(-2)
+        ahead = torch.ones(rows, rows, dtype=torch.bool, device=q.device).triu(1)[..., None]
+        P = (G.unsqueeze(-2) - G.unsqueeze(-3)).masked_fill(ahead, -torch.inf).exp()
+        scores = lambda x, y: (x @ y.mT) * P[..., 0] if P.shape[-1] == 1 else torch.einsum("...id,...jd,...ijd->...ij", x, y, P)
+        of_state, weights = k.new_zeros(1), scores(q, k)
+        if beta is not None:
+            beta = in_chunks(beta[..., None])
+            system, targets = beta * scores(k, k), torch.cat([beta * v, beta * G.exp() * k], -1)
+            solved = torch.linalg.solve_triangular(system, targets, upper=False, unitriangular=True)
+            v, of_state = solved.split([v.shape[-1], k.shape[-1]], -1)
+        last = G[..., -1:, :]
+        q, k, keep = q * G.exp(), k * (last - G).exp(), last.exp().mT
+        state, out = q.new_zeros(*q.shape[:2], k.shape[-1], v.shape[-1]), []
+        for n in range(q.shape[2]):
+            u = v[:, :, n] if beta is None else v[:, :, n] - of_state[:, :, n] @ state
+            out.append(q[:, :, n] @ state + weights[:, :, n] @ u)
+            state = keep[:, :, n] * state + k[:, :, n].mT @ u
+        return torch.cat(out, 2)[:, :, :tokens].transpose(1, 2)
+
+
 class OnRanks(Attention):
     """The same module where this rank has a share of the tokens."""
 
@@ -78,7 +141,7 @@ class OnRanks(Attention):
 class Alone:
     """One process, which has all tokens."""
 
-    attention, rank, where = Attention, 0, {}  # where: what attention is told of tokens' places
+    softmax, rank, where = Attention, 0, {}  # where: what attention is told of tokens' places
 
     def __init__(self, tokens):
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -94,7 +157,7 @@ class Alone:
 class Together(Alone):
     """Several, each with a share of every sequence, by torchrun."""
 
-    attention = OnRanks
+    softmax = OnRanks
 
     def __init__(self, tokens):
         super().__init__(tokens)
@@ -113,29 +176,54 @@ class Together(Alone):
             dist.all_reduce(x)
 
 
-class TransformerBlock(nn.Module):
-    """x + attention(norm(x)), and the same of a perceptron."""
+MODULES = {"softmax": Attention, "gated_delta": GatedDeltaNet, "kda": KimiDeltaAttention, "mamba2": Mamba2}
+BASELINES = {kind: type(f"{module.__name__}OnTorch", (RecurrenceOnTorch, module), {}) for kind, module in MODULES.items()}
+BASELINES["softmax"] = OnTorch
+MIXERS = *MODULES, "hybrid"
+BETWEEN = 4  # of a hybrid's layers one is softmax attention, the last of them
 
-    def __init__(self, size, attention):
+
+def arguments(kind, size):
+    """Of the module that mixes tokens."""
+    head = size.dim // size.heads
+    return {
+        "softmax": dict(heads=size.heads, kv_heads=size.kv_heads, causal=True, rotary=ROTARY, qk_norm=True),
+        "gated_delta": dict(num_heads=size.heads, head_dim=head),
+        "kda": dict(num_heads=size.heads, head_dim=head),
+        "mamba2": dict(headdim=head, d_state=2 * head),
+    }[kind]
+
+
+def kinds(mixer, depth):
+    """What mixes tokens in each block."""
+    hybrid = ["gated_delta" if (depth - 1 - i) % BETWEEN else "softmax" for i in range(depth)]
+    return hybrid if mixer == "hybrid" else [mixer] * depth
+
+
+class TransformerBlock(nn.Module):
+    """x + mixer(norm(x)), and the same of a perceptron."""
+
+    def __init__(self, size, mixer):
         super().__init__()
-        self.attention = attention(size.dim, size.heads, size.kv_heads, causal=True, rotary=ROTARY, qk_norm=True)
+        self.mixer = mixer
         self.perceptron = nn.Sequential(
             nn.Linear(size.dim, 4 * size.dim, bias=False), nn.GELU(), nn.Linear(4 * size.dim, size.dim, bias=False)
         )
         self.norms = nn.ModuleList(nn.RMSNorm(size.dim) for _ in range(2))
 
     def forward(self, x, **where):
-        x = x + self.attention(self.norms[0](x), **where)
+        x = x + self.mixer(self.norms[0](x), **where)
         return x + self.perceptron(self.norms[1](x))
 
 
 class Transformer(nn.Module):
-    """Logits of each next byte."""
+    """Logits of each next byte. modules: by what mixes tokens."""
 
-    def __init__(self, size, attention):
+    def __init__(self, size, mixer, modules):
         super().__init__()
         self.embed = nn.Embedding(BYTES, size.dim)
-        self.blocks = nn.ModuleList(TransformerBlock(size, attention) for _ in range(size.depth))
+        mixers = (modules[kind](size.dim, **arguments(kind, size)) for kind in kinds(mixer, size.depth))
+        self.blocks = nn.ModuleList(TransformerBlock(size, x) for x in mixers)
         self.norm, self.head = nn.RMSNorm(size.dim), nn.Linear(size.dim, BYTES, bias=False)
 
     def forward(self, read, **where):
@@ -193,19 +281,20 @@ def sources():
     return torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in paths)), dtype=torch.uint8).long()
 
 
-def train(size, ranks, baseline=False, eager=False, quiet=False):
+def train(size, ranks, mixer="softmax", baseline=False, eager=False, quiet=False):
     """{name: TrainingRun} of our model, and of torch's if there is to be a baseline. eager: without torch.compile."""
     device = ranks.device
     text, chance, runs = sources().to(device), torch.Generator().manual_seed(1), {}
-    for name, module in {"attention": ranks.attention, **({"torch": OnTorch} if baseline else {})}.items():
+    ours = MODULES | {"softmax": ranks.softmax}
+    for name, modules in {"attention": ours, **({"torch": BASELINES} if baseline else {})}.items():
         torch.manual_seed(0)
-        model = Transformer(size, module).to(device)
-        if module is OnTorch:
-            tables = angles(torch.arange(size.tokens, device=device), size.dim // size.heads, ROTARY)
-            for block in model.blocks:
-                block.attention.tables = tables
-        for block in [] if eager else model.blocks:
-            block.compile(fullgraph=True)  # the first one; the others are like it
+        model = Transformer(size, mixer, modules).to(device)
+        tables = angles(torch.arange(size.tokens, device=device), size.dim // size.heads, ROTARY)
+        for block in model.blocks:
+            if isinstance(block.mixer, OnTorch):
+                block.mixer.tables = tables
+            if not eager and not isinstance(block.mixer, RecurrenceOnTorch):  # whose graph has too many nodes
+                block.compile(fullgraph=True)  # the first one; others of its kind are like it
         runs[name] = TrainingRun(model, size.rate, ranks)
     with tqdm(total=size.steps, unit="step", disable=quiet) as bar:
         for first in range(0, size.steps, TOGETHER):
@@ -219,12 +308,36 @@ def train(size, ranks, baseline=False, eager=False, quiet=False):
     return runs
 
 
-def draw(runs, path):
-    """The losses over the steps, as a PNG."""
+def rows_of(mixer, runs):
+    """The rows of the table: of each step its loss, and the milliseconds of all."""
+    return [
+        {"mixer": mixer, "model": name, "step": i, "loss": round(loss, 5), "ms": round(1e3 * run.step, 4)}
+        for name, run in runs.items()
+        for i, loss in enumerate(torch.stack(run.losses).tolist(), 1)
+    ]
+
+
+def add_to(path, rows):
+    """All rows of the table, with these at its end."""
+    new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
+        if new:
+            writer.writeheader()
+        writer.writerows(rows)
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def draw(rows, path):
+    """The losses over the steps, ours solid, torch's dashed; a PNG, an SVG or a PDF, as the path ends."""
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    for (name, run), dashes in zip(runs.items(), ("-", "--")):
-        losses = torch.stack(run.losses).tolist()
-        axes.plot(range(1, 1 + len(losses)), losses, dashes, label=f"{name}: {1e3 * run.step:.4g} ms a step", linewidth=1)
+    colours = {mixer: f"C{i}" for i, mixer in enumerate(MIXERS)}
+    for mixer, name in dict.fromkeys((row["mixer"], row["model"]) for row in rows):
+        mine = [row for row in rows if (row["mixer"], row["model"]) == (mixer, name)]
+        label = f"{mixer}, {name}: {float(mine[-1]['ms']):.4g} ms a step"
+        style = {"color": colours[mixer], "linestyle": "--" if name == "torch" else "-", "linewidth": 1, "label": label}
+        axes.plot([int(row["step"]) for row in mine], [float(row["loss"]) for row in mine], **style)
     axes.set(xlabel="step", ylabel="cross-entropy of the next byte, nats")
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
@@ -238,29 +351,35 @@ def main(argv=None):
     size = TrainingSize() if device == "cuda" else TINY
     for one in fields(size):
         parser.add_argument(f"--{one.name.replace('_', '-')}", type=one.type, default=getattr(size, one.name))
-    parser.add_argument("--baseline", action="store_true", help="train the same model on torch's attention, too")
+    parser.add_argument("--mixer", choices=MIXERS, default="softmax", help="what mixes tokens")
+    parser.add_argument("--baseline", action="store_true", help="train the same model on torch's operations, too")
     parser.add_argument("--eager", action="store_true", help="without torch.compile, as it always is without a GPU")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
-    parser.add_argument("--png", type=Path, default="train.png", help="where the curves go")
+    parser.add_argument("--png", type=Path, default="train.png", help="where the curves go; also .svg")
+    parser.add_argument("--csv", type=Path, help="a table that the losses are added to; the curves are all that it holds")
     asked = parser.parse_args(argv)
     size = replace(size, **{one.name: getattr(asked, one.name) for one in fields(size)})
     ranks = (Together if "RANK" in os.environ else Alone)(size.tokens)
     if asked.baseline and isinstance(ranks, Together):
         parser.error("--baseline: torch's attention has all tokens: run it without torchrun")
+    if asked.mixer != "softmax" and isinstance(ranks, Together):
+        parser.error(f"--mixer {asked.mixer}: recurrent layers have all tokens: run it without torchrun")
     eager = asked.eager or device == "cpu" or isinstance(ranks, Together)
-    runs = train(size, ranks, asked.baseline, eager, asked.quiet or ranks.rank > 0)
+    runs = train(size, ranks, asked.mixer, asked.baseline, eager, asked.quiet or ranks.rank > 0)
     if ranks.rank > 0:
         dist.destroy_process_group()
         return runs
     count = sum(x.numel() for x in runs["attention"].model.parameters())
     print(f"{count / 1e6:.3g} million parameters, {size.batch} x {size.tokens} bytes a step, {size.steps} steps on {device}")
     for name, run in runs.items():
-        print(f"{name:9}  loss {run.losses[0].item():.3f} -> {run.losses[-1].item():.3f}, {1e3 * run.step:.4g} ms a step")
+        speed = f"{1e3 * run.step:.4g} ms a step, {size.batch * size.tokens / run.step:.4g} tokens a second"
+        print(f"{name:9}  loss {run.losses[0].item():.3f} -> {run.losses[-1].item():.3f}, {speed}")
     if asked.baseline:
         ours, theirs = (runs[name] for name in ("attention", "torch"))
         apart = max(abs(x.item() - y.item()) for x, y in zip(ours.losses, theirs.losses))
         print(f"losses at most {apart:.3f} apart; {theirs.step / ours.step:.2f} times as many steps a second as on torch")
-    draw(runs, asked.png)
+    rows = rows_of(asked.mixer, runs)
+    draw(rows if asked.csv is None else add_to(asked.csv, rows), asked.png)
     if isinstance(ranks, Together):
         dist.destroy_process_group()
     return runs

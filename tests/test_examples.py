@@ -131,17 +131,22 @@ def trained(monkeypatch, path, *options):
         pytest.importorskip(needed)
     monkeypatch.setenv("TILES_CHECK", "0")
     runs = load("train", monkeypatch).main(["--baseline", "--quiet", "--png", str(path), *options])
-    assert path.read_bytes().startswith(b"\x89PNG")
     ours, theirs = ([x.item() for x in runs[name].losses] for name in ("attention", "torch"))
     return ours, theirs
 
 
-def test_trains_as_on_torch(monkeypatch, tmp_path):
+@pytest.mark.parametrize("mixer", ["softmax", "gated_delta", "kda", "mamba2", "hybrid"])
+def test_trains_as_on_torch(mixer, monkeypatch, tmp_path):
+    """Two trainings are drawn from the table."""
     pytest.importorskip("torch")
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    ours, theirs = trained(monkeypatch, tmp_path / "curve.png", "--steps=3")
+    picture, table = tmp_path / "curve.png", tmp_path / "losses.csv"
+    table.write_text("mixer,model,step,loss,ms\nkda,torch,1,5.5,2\n")
+    options = "--mixer", mixer, "--steps=3", f"--depth={1 + (mixer == 'hybrid')}", "--csv", str(table)
+    ours, theirs = trained(monkeypatch, picture, *options)
     np.testing.assert_allclose(ours, theirs, atol=0.01)
     assert len({*ours}) == len(ours) == 3
+    assert picture.read_bytes().startswith(b"\x89PNG") and len(table.read_text().splitlines()) == 2 + 2 * 3
 
 
 def test_two_processes_train_as_one_does_and_attend_to_a_long_sequence(tmp_path):
@@ -162,8 +167,9 @@ def test_two_processes_train_as_one_does_and_attend_to_a_long_sequence(tmp_path)
 
 
 @pytest.mark.gpu
-def test_trains_on_the_card(monkeypatch, tmp_path):
-    small = "--steps=60", "--dim=256", "--depth=2", "--heads=4", "--kv-heads=2", "--tokens=512"
+@pytest.mark.parametrize("mixer", ["softmax", "mamba2", "hybrid"])
+def test_trains_on_the_card(mixer, monkeypatch, tmp_path):
+    small = "--mixer", mixer, "--steps=60", "--dim=256", "--depth=2", "--heads=4", "--kv-heads=2", "--tokens=512"
     ours, theirs = trained(monkeypatch, tmp_path / "curve.png", *small)
     np.testing.assert_allclose(ours[:10], theirs[:10], atol=0.02)
     assert abs(ours[-1] - theirs[-1]) < 0.1 and ours[-1] < 0.7 * ours[0]
