@@ -82,10 +82,10 @@ def chunk_delta(
     ends, seq_idx = _ends(others), others.get("seq_idx")
     arrays = *_contiguous_rows(query, key, value), g, beta
     if ends is not None or seq_idx is None:
-        return chunk_gated_delta_rule(*arrays, **options, cu_seqlens=ends)
+        return chunk_gated_delta_rule(*arrays, **options | {"cu_seqlens": ends})
     batches = pack_batches(seq_idx, query, None)
     joined = map(batches.join, arrays, ("query", "key", "value", "g", "beta"))
-    out, state = chunk_gated_delta_rule(*joined, **options, cu_seqlens=batches.cu_seqlens)
+    out, state = chunk_gated_delta_rule(*joined, **options | {"cu_seqlens": batches.cu_seqlens})
     return batches.split(out), None if state is None else batches.last_states(state)
 
 
