@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NamedTuple, TypeVar, cast
 
+import attention
 from tiles.calls.torch_op import exporting, transformed
 from tiles.launching.arrays import Number
 
@@ -37,6 +38,25 @@ def requires_grad(*arrays: Any) -> bool:
         if getattr(x, "requires_grad", False):
             return not exporting()  # when exporting, the op itself refuses it
     return False
+
+
+# The modules for tensors that require grad, which import torch; it must be imported already. Each is an attribute of the
+# package once it is there: an import statement would cost every call two microseconds, and ten between other work. While
+# another thread imports one, the package does not have it yet, and the import statement waits for that thread.
+def autograd() -> Any:
+    """The module autograd.py."""
+    module = getattr(attention, "autograd", None)
+    if module is None:
+        from .. import autograd as module
+    return module
+
+
+def recurrent_autograd() -> Any:
+    """The module recurrent_autograd.py."""
+    module = getattr(attention, "recurrent_autograd", None)
+    if module is None:
+        from .. import recurrent_autograd as module
+    return module
 
 
 def refuse_beside_gradient(**arguments: Any) -> None:

@@ -3,9 +3,7 @@
 Most calls have no options that are arrays, and use FORWARD. The other programs differ in their arrays, so that torch's op and
 JAX's call of each have a fixed type: variants, lists of key blocks, float32 results, accumulated results, fp8."""
 
-import sys
 from collections.abc import Sequence
-from typing import Any
 
 from tiles.calls.plan import Plan, Step
 from tiles.calls.program import program
@@ -17,7 +15,7 @@ from ..parts.variant import Variant
 from ..scoring.algebra import score_variant
 from ..scoring.index_checks import IndexingFunctions, plan_index_checks
 from . import split_forward
-from .call_options import OF_AUX, OF_BLOCKS, ListOptions, RandomOptions, ResultOptions, ScoreOptions
+from .call_options import OF_AUX, OF_BLOCKS, ListOptions, RandomOptions, ResultOptions, ScoreOptions, autograd
 from .forward_launches import choose_config, plan_forward
 from .fp8_checks import FP8_SCHEMA, check_output, fp8_cache_schema
 from .gradient import NO_SECOND_DERIVATIVES, program_gradient
@@ -83,25 +81,13 @@ IN_FLOAT32, INTO = (
 )
 FP8_CACHE = Schema("forward_fp8_cache", fp8_cache_schema(INPUTS + OUTPUTS))
 
-PACKAGE = sys.modules[__package__]
-
-
-def autograd() -> Any:
-    """The module autograd.py, for tensors that require grad. It imports torch, which must be imported already. It is looked up
-    in the package, because an import statement would cost a microsecond in every call. While another thread imports it,
-    sys.modules has it, but the package does not, and the import statement waits for that thread."""
-    module = getattr(PACKAGE, "autograd", None)
-    if module is None:
-        from .. import autograd as module
-    return module
-
 
 def _prepare_gradient(arrays: list, options: tuple, layout: str) -> None:
     """Compile the kernels of a call's backward pass, if it may have one, while those of the call are compiled (`meanwhile` of
     tiles.calls.program)."""
     q, k, v, *_ = arrays
     if any([getattr(x.owner, "requires_grad", False) for x in (q, k, v)]):
-        autograd().prepare(*[x.form for x in (q, k, v)], options, layout)
+        autograd().prepare_backward(*[x.form for x in (q, k, v)], options, layout)
 
 
 @program(FORWARD, program_gradient, NO_SECOND_DERIVATIVES, _prepare_gradient)

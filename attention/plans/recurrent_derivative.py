@@ -83,10 +83,3 @@ def backward_with_parts(backward: Callable[..., Sequence[Any]], of_z: str) -> Ca
         return *results[:-1], *[x for x, wanted in zip(results[-1], (dinitial_state, dinitial_z)) if wanted]
 
     return backward_of_parts
-
-
-def recurrent_autograd() -> Any:
-    """The module recurrent_autograd.py, for tensors that require grad. It imports torch, which must be imported already."""
-    from .. import recurrent_autograd
-
-    return recurrent_autograd

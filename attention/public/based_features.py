@@ -14,8 +14,7 @@ from ..kernels import based_hopper
 from ..names import suggests_argument_names
 from ..options import check_flag, check_number
 from ..plans import recurrent_checks
-from ..plans.call_options import refuse_beside_gradient, requires_grad
-from ..plans.recurrent_derivative import recurrent_autograd
+from ..plans.call_options import recurrent_autograd, refuse_beside_gradient, requires_grad
 from .based_gradients import BASED_DERIVATIVE
 
 BASED = Schema(

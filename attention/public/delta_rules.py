@@ -26,7 +26,7 @@ from ..names import suggests_argument_names
 from ..options import check_flag, check_number
 from ..parts.recurrent.tokens import CHUNK, COLUMNS
 from ..plans import recurrent_checks, recurrent_chunks, token_loop
-from ..plans.call_options import refuse_beside_gradient, requires_grad
+from ..plans.call_options import recurrent_autograd, refuse_beside_gradient, requires_grad
 from ..plans.raw_inputs import (
     NO_RAW_GRADIENT,
     NOT_RAW,
@@ -40,7 +40,6 @@ from ..plans.raw_inputs import (
     split_raw,
 )
 from ..plans.recurrent_checks import DTYPES, is_varlen, pad_key_dim
-from ..plans.recurrent_derivative import recurrent_autograd
 from .delta_gradients import DELTA_DERIVATIVE
 
 INPUTS = """

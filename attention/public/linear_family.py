@@ -40,7 +40,7 @@ from ..kernels import compose_final_state
 from ..names import suggests_argument_names
 from ..options import check_flag, check_number
 from ..plans import recurrent_checks, recurrent_chunks, token_loop
-from ..plans.call_options import refuse_beside_gradient, requires_grad
+from ..plans.call_options import recurrent_autograd, refuse_beside_gradient, requires_grad
 from ..plans.raw_inputs import (
     NO_RAW_GRADIENT,
     NOT_RAW,
@@ -54,7 +54,6 @@ from ..plans.raw_inputs import (
     split_raw,
 )
 from ..plans.recurrent_chunks import SEGMENT_RESULTS
-from ..plans.recurrent_derivative import recurrent_autograd
 from .linear_gradients import LINEAR_DERIVATIVE, program_gradient
 
 TOKENS = """

@@ -14,11 +14,10 @@ from ..families import choose_family, uses_hopper_kernels
 from ..names import suggests_argument_names
 from ..options import check_flag
 from ..plans import recurrent_checks, recurrent_chunks
-from ..plans.call_options import refuse_beside_gradient, requires_grad
+from ..plans.call_options import recurrent_autograd, refuse_beside_gradient, requires_grad
 from ..plans.packed_tokens import pack_batches
 from ..plans.recurrent_checks import StepOptions
 from ..plans.recurrent_chunks import SEGMENT_RESULTS
-from ..plans.recurrent_derivative import recurrent_autograd
 from .mamba_gradients import MAMBA2_DERIVATIVE
 
 TOKENS = """

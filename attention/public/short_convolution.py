@@ -9,8 +9,8 @@ from tiles.calls.schema import Problem, Schema
 
 from ..names import suggests_argument_names
 from ..options import check_flag
-from ..plans.call_options import refuse_beside_gradient, requires_grad, without_gradients
-from ..plans.recurrent_derivative import RecurrentDerivative, choose_optional_gradients, recurrent_autograd
+from ..plans.call_options import recurrent_autograd, refuse_beside_gradient, requires_grad, without_gradients
+from ..plans.recurrent_derivative import RecurrentDerivative, choose_optional_gradients
 from ..plans.short_conv import plan_short_conv, plan_short_conv_gradients
 
 TOKENS = """

@@ -12,6 +12,7 @@ from ..names import suggests_argument_names
 from ..options import check_flag, check_number, check_positive, split_norm
 from ..plans.call_options import (
     as_tuple,
+    autograd,
     block_options,
     dropout_options,
     pad_aux,
@@ -27,7 +28,6 @@ from ..plans.forward_programs import (
     _forward_fp8,
     _fp8_cache,
     _variant,
-    autograd,
 )
 from ..plans.fp8_checks import is_fp8, refuse_with_fp8, split_descale
 from ..plans.prepared_lists import BlockLists, MakeBlockLists

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import functools
 import itertools
 import sys
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ from tiles.calls import program as programs
 from tiles.calls.plan import Recent
 from tiles.compiling.compiler import Compiled
 from tiles.launching import arrays as in_memory
-from tiles.launching import bound_launch, devices, loaded_code, tensor_maps
+from tiles.launching import bound_launch, devices, frameworks, loaded_code, tensor_maps
 from tiles.launching.arrays import ITEMSIZE, Array, Form, contiguous
 from tiles.launching.frameworks import KIND_OF, Kind
 from tiles.targets import HOPPER
@@ -167,3 +168,20 @@ def fresh(call, *given):
         return call(*given)
     finally:
         vars(programs).update(tables)
+
+
+@contextlib.contextmanager
+def torch_on_gpu(monkeypatch):
+    """`noting_driver`, and torch's CPU tensors said to lie on that GPU: calls on them are planned and launched there."""
+    import torch
+
+    def maker(self, home, shape, dtype):
+        return functools.partial(torch.empty, shape, dtype=getattr(torch, dtype))
+
+    with noting_driver(monkeypatch) as noted:
+        monkeypatch.setattr(
+            frameworks, "_torch_words", lambda dtype, on: (str(dtype).removeprefix("torch."), dtype.itemsize, 0)
+        )
+        monkeypatch.setattr(frameworks.Torch, "maker", maker)
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda ordinal: 0, raising=False)
+        yield noted

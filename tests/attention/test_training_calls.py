@@ -1,0 +1,72 @@
+"""What a step of training costs the host, counted on a simulated GPU: torch's tensors, forward and backward through autograd."""
+
+import builtins
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from on_no_device import torch_on_gpu  # noqa: E402
+
+import attention  # noqa: E402
+from attention.plans import forward_programs  # noqa: E402
+from tiles.launching import loaded_code  # noqa: E402
+from tiles.launching.frameworks import describe  # noqa: E402
+from tiles.launching.loaded_code import title  # noqa: E402
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    with torch_on_gpu(monkeypatch) as noted:
+        yield noted
+
+
+def tiles(length, count, heads=2):
+    """Tensors (1, length, heads, 64) that require grad."""
+    return [torch.zeros(1, length, heads, 64, dtype=torch.bfloat16).requires_grad_() for _ in range(count)]
+
+
+def gates(length, count, heads=2):
+    return [-torch.rand(1, length, heads).requires_grad_() for _ in range(count)]
+
+
+STEPS = {  # name: (the function, its arguments of a length)
+    "forward": (lambda *x: attention.forward(*x, causal=True), lambda n: tiles(n, 3)),
+    "forward, window": (lambda *x: attention.forward(*x, causal=True, window=(100, 0)), lambda n: tiles(n, 3)),
+    "linear": (lambda *x: attention.linear(*x[:3], decay=x[3]), lambda n: [*tiles(n, 3), *gates(n, 1)]),
+    "delta_rule": (lambda *x: attention.delta_rule(*x[:4], decay=x[4]), lambda n: [*tiles(n, 3), *gates(n, 2)]),
+}
+
+
+def step(name, length):
+    """Forward and backward."""
+    function, arguments = STEPS[name]
+    out = function(*arguments(length))
+    out.backward(torch.zeros_like(out))
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_no_import_statement_in_a_step(gpu, monkeypatch, name):
+    """An import statement costs two microseconds, ten between other work."""
+    for _ in range(4):
+        step(name, 1024)
+    imported, real = [], builtins.__import__
+
+    def watched(name, space=None, *rest):
+        if space and space.get("__name__", "").partition(".")[0] in ("attention", "tiles", "ops"):
+            imported.append((space["__name__"], name))
+        return real(name, space, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", watched)
+    step(name, 1024)
+    assert imported == []
+
+
+def test_gradients_are_prepared_while_forward_is_compiled(gpu, monkeypatch):
+    """The errors of `meanwhile` are not heard of in a call, so it is called here."""
+    loaded, real = [], loaded_code.machine_code
+    monkeypatch.setattr(loaded_code, "machine_code", lambda kernel, *rest: loaded.append(title(kernel)) or real(kernel, *rest))
+    arrays = [describe(x.detach(), name) for x, name in zip(tiles(1024, 3), "qkv")]
+    arrays = [x._replace(owner=x.owner.requires_grad_()) for x in arrays]
+    forward_programs._forward.meanwhile([*arrays, None, None], (True, None, True, None), "bshd")
+    assert {"prepare", "compute_dq_dk_dv", "finish"} <= {*loaded}
