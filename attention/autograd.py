@@ -21,6 +21,7 @@ from .public import softmax_backward
 from .public.softmax_forward import forward, forward_without_options
 
 TMA_ELEMENTS = 8  # 16-bit elements in 16 bytes, of which TMA needs strides to be multiples
+PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))  # tensors without subclasses' own rules
 FINISHED = -2  # the level of a tensor whose torch.func transform has ended
 
 
@@ -141,19 +142,21 @@ def is_second_derivative(of_results: Sequence[Any], tensors: Sequence[Any], fini
     return torch.is_grad_enabled() and _requires_grad(*of_results, *tensors)
 
 
+def is_plain(arrays: Iterable[Any]) -> bool:
+    """Do these tensors, or None, go to autograd as they are: does nothing trace, transform or cast them?"""
+    return (
+        PLAIN.issuperset(map(type, arrays))
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and forward_ad._current_level < 0
+        and not torch._C._is_any_autocast_enabled()
+        and not torch.compiler.is_compiling()
+    )
+
+
 def attend_without_options(q: Any, k: Any, v: Any, options: tuple, return_lse: bool) -> Any:
     """The differentiable result of forward for a call with these options only; None if the call needs `attend_with_gradients`.
     options: see PlainAttentionFunction."""
-    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
-        return None
-    if forward_ad._current_level >= 0 or torch._C._is_any_autocast_enabled():
-        return None
-    try:
-        return PlainAttentionFunction.apply(q, k, v, options, return_lse)
-    except TypeError:
-        if not any([not isinstance(x, torch.Tensor) and hasattr(x, "shape") for x in (q, k, v)]):
-            raise
-        return None  # one of them is a NumPy array, say
+    return PlainAttentionFunction.apply(q, k, v, options, return_lse) if is_plain((q, k, v)) else None
 
 
 def prepare_backward(q: Form, k: Form, v: Form, options: tuple, layout: str) -> None:

@@ -1,78 +1,80 @@
-"""Members of linear attention, and the convolution before them, as torch.autograd.Functions, whose backward passes are
-attention.linear_backward and its like. It is imported only when tensors require grad, so that torch is imported already."""
+"""Members of linear attention, and the convolution before them, as torch.autograd.Functions, whose backward passes are the
+programs of attention.linear_backward and its like. It is imported only when tensors require grad, so that torch is imported
+already."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from .autograd import autocast_inputs, copy_to_torch, is_second_derivative, make_distinct, make_tma_contiguous, unwrap
-from .public.based_features import based_with_parts
+from .autograd import autocast_inputs, copy_to_torch, is_plain, is_second_derivative, make_distinct, make_tma_contiguous, unwrap
+from .plans.recurrent_derivative import GradientCall
+from .public.based_features import _based
 from .public.based_gradients import BASED_DERIVATIVE
 from .public.delta_gradients import DELTA_DERIVATIVE
-from .public.delta_rules import delta_rule
-from .public.linear_family import linear, normalized_linear
-from .public.linear_gradients import LINEAR_DERIVATIVE, NORMALIZED_DERIVATIVE
-from .public.mamba import mamba2_with_steps
+from .public.delta_rules import _delta_rule
+from .public.linear_family import _linear
+from .public.linear_gradients import LINEAR_DERIVATIVE
+from .public.mamba import _mamba2
 from .public.mamba_gradients import MAMBA2_DERIVATIVE
-from .public.short_convolution import SHORT_CONV_DERIVATIVE, short_conv
+from .public.short_convolution import SHORT_CONV_DERIVATIVE, _short_conv
 
-MEMBERS = {  # name: (function, derivative); Dynamo takes names as constants
-    "based": (based_with_parts, BASED_DERIVATIVE),
-    "delta_rule": (delta_rule, DELTA_DERIVATIVE),
-    "linear": (linear, LINEAR_DERIVATIVE),
-    "linear, normalized": (normalized_linear, NORMALIZED_DERIVATIVE),
-    "mamba2": (mamba2_with_steps, MAMBA2_DERIVATIVE),
-    "short_conv": (short_conv, SHORT_CONV_DERIVATIVE),
+MEMBERS = {  # name: (program, derivative); Dynamo takes names as constants
+    "based": (_based, BASED_DERIVATIVE),
+    "delta_rule": (_delta_rule, DELTA_DERIVATIVE),
+    "linear": (_linear, LINEAR_DERIVATIVE),
+    "mamba2": (_mamba2, MAMBA2_DERIVATIVE),
+    "short_conv": (_short_conv, SHORT_CONV_DERIVATIVE),
 }
+LEADING = 3  # arguments of the Functions before their arrays
+Places = tuple[int | None, ...]
 
 
 class RecurrentFunction(torch.autograd.Function):
-    """(out, state) of a member for torch's autograd, or out alone. member: its name in MEMBERS. names: of the tensors. options:
-    those that both the function and its gradients take. of_results: the function's options that say what it returns."""
+    """The results of a member for torch's autograd. member: its name in MEMBERS. options, layout, arrays: those of its program,
+    the arrays without results."""
 
     @staticmethod
-    def forward(ctx, member, names, options, of_results, *tensors):
-        """(out, state), or out, computed by the member's function."""
-        _save(ctx, member, names, options, tensors)
-        return MEMBERS[member][0](**dict(zip(names, tensors)), **options, **of_results)
+    def forward(ctx, member, options, layout, *arrays):
+        """What the member's program returns."""
+        _save(ctx, member, options, layout, arrays)
+        return _call(member, options, layout, arrays)
 
     @staticmethod
-    def backward(ctx, dout, *dstates):
-        """The gradients of the tensors that need one. NotImplementedError: second derivatives are requested."""
-        leading = (None,) * 4  # gradients of what is no tensor
-        if all(x is None for x in (dout, *dstates)):
-            return (*leading, *[None] * len(ctx.names))
-        _, derivative = MEMBERS[ctx.member]
-        tensors = saved = ctx.saved_tensors
-        if not torch.compiler.is_compiling():  # graphs have no transforms
-            tensors = tuple(map(unwrap, saved))
-            if is_second_derivative((dout, *dstates), tensors, tensors[0] is not saved[0]):
-                raise NotImplementedError(f"{derivative.no_second_derivatives}; leave create_graph=True out")
-        inputs = dict(zip(ctx.names, tensors))
-        with torch.no_grad():
-            dout = torch.zeros_like(inputs[derivative.values]) if dout is None else make_tma_contiguous(dout)
-            wanted = [name for name, needs in zip(ctx.names, ctx.needs_input_grad[len(leading) :]) if needs]
-            grads = derivative.compute(dout, dstates, inputs, ctx.options, wanted)
-        return (*leading, *[x if x is None else x.to(inputs[name].dtype) for name in ctx.names for x in [grads.get(name)]])
+    def backward(ctx, *of_results):
+        """The gradients of the arrays that need one. NotImplementedError: second derivatives are requested."""
+        arrays = ctx.saved_tensors
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # a graph's own derivative is refused by its ops
+            _refuse_second_derivative(ctx, is_second_derivative(of_results, arrays, False))
+        return _gradients(ctx, of_results, arrays)
 
 
 class TransformedRecurrentFunction(torch.autograd.Function):
     """RecurrentFunction in the form that torch.func's transforms need."""
 
     generate_vmap_rule = True
-    backward = staticmethod(RecurrentFunction.backward)
 
     @staticmethod
-    def forward(member, names, options, of_results, *tensors):
-        """(out, state), or out, computed by the member's function."""
-        return MEMBERS[member][0](**dict(zip(names, tensors)), **options, **of_results)
+    def forward(member, options, layout, *arrays):
+        """What the member's program returns."""
+        return _call(member, options, layout, arrays)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         """Save what the backward pass needs."""
-        member, names, options, _, *tensors = inputs
-        _save(ctx, member, names, options, tensors)
+        member, options, layout, *arrays = inputs
+        _save(ctx, member, options, layout, arrays)
+
+    @staticmethod
+    def backward(ctx, *of_results):
+        """As of RecurrentFunction."""
+        saved = ctx.saved_tensors
+        arrays = [x if x is None else unwrap(x) for x in saved]
+        finished = any([x is not y for x, y in zip(arrays, saved)])
+        _refuse_second_derivative(ctx, is_second_derivative(of_results, arrays, finished))
+        with torch.no_grad():
+            return _gradients(ctx, of_results, arrays)
 
     @staticmethod
     def jvp(ctx, *tangents):
@@ -81,24 +83,71 @@ class TransformedRecurrentFunction(torch.autograd.Function):
         raise NotImplementedError(f"{name}: has no forward-mode derivatives (jvp, jacfwd, hessian); use reverse mode")
 
 
-def _save(ctx: Any, member: str, names: tuple[str, ...], options: dict[str, Any], tensors: Sequence[Any]) -> None:
-    ctx.member, ctx.names, ctx.options = member, names, options
+def _save(ctx: Any, member: str, options: tuple, layout: str, arrays: Sequence[Any]) -> None:
+    ctx.member, ctx.options, ctx.layout = member, options, layout
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors)
+    ctx.save_for_backward(*arrays)
 
 
-def call_with_gradients(member: str, arrays: dict[str, Any], options: dict[str, Any], of_results: dict[str, Any]) -> Any:
-    """out of a member of linear attention, or (out, state), differentiable once with respect to its arrays. member: its name in
-    MEMBERS. arrays, options: of its function and of its gradients, by name. of_results: more options of the function alone,
-    which say what it returns."""
-    arrays = {name: x for name, x in arrays.items() if x is not None}
-    arrays = {  # what is no array goes on to the function, which says so
-        name: copy_to_torch(x) if hasattr(x, "dtype") and not isinstance(x, torch.Tensor) else x for name, x in arrays.items()
+def _call(member: str, options: tuple, layout: str, arrays: Sequence[Any]) -> Any:
+    program, _ = MEMBERS[member]
+    return program(None, (*arrays, *[None] * (len(program.names) - len(arrays))), options, layout)
+
+
+def _refuse_second_derivative(ctx: Any, requested: bool) -> None:
+    """NotImplementedError if second derivatives are requested."""
+    if requested:
+        words = MEMBERS[ctx.member][1].no_second_derivatives
+        raise NotImplementedError(f"{words}; leave create_graph=True out")
+
+
+def _gradients(ctx: Any, of_results: Sequence[Any], arrays: Sequence[Any]) -> tuple[Any, ...]:
+    """The gradients of the arguments. of_results: those of the results, None for one that has none."""
+    needs = ctx.needs_input_grad[LEADING:]
+    if all([x is None for x in of_results]):
+        return (None,) * (LEADING + len(needs))
+    program, derivative = MEMBERS[ctx.member]
+    dout, *others = of_results
+    dout = torch.zeros_like(arrays[program.names.index(derivative.values)]) if dout is None else make_tma_contiguous(dout)
+    call, places = _gradient_call(ctx.member, tuple(needs), ctx.options, len(others))
+    given = *arrays, dout, *others, None
+    found = derivative.program(None, tuple([given[place] for place in call.arrays]), call.options, ctx.layout)
+    gradients = [None if place is None else found[place] for place in places]
+    return *[None] * LEADING, *[x if x is None or x.dtype is y.dtype else x.to(y.dtype) for x, y in zip(gradients, arrays)]
+
+
+@functools.lru_cache(1024)
+def _known_call(member: str, needs: tuple[bool, ...], options: tuple, others: int) -> tuple[GradientCall, Places]:
+    program, derivative = MEMBERS[member]
+    inputs, results = program.names[: len(needs)], program.names[len(needs) :]
+    wanted = [name for name, needed in zip(inputs, needs) if needed]
+    given = [*inputs, *["d" + name for name in results[: 1 + others]]]
+    call = derivative.call(given, wanted, dict(zip(program.options, options)))
+    return call, tuple([call.results[name] if name in wanted else None for name in inputs])
+
+
+def _gradient_call(member: str, needs: tuple[bool, ...], options: tuple, others: int) -> tuple[GradientCall, Places]:
+    """(the call of a member's program of gradients, the places of its inputs' gradients among its results). needs: the inputs
+    that need one. others: how many gradients of results besides `out` there are."""
+    return _known_call(member, needs, options, others)
+
+
+_gradient_call._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile does not look inside
+
+
+def call_with_gradients(member: str, arrays: tuple, options: tuple, layout: str = "bshd") -> Any:
+    """The results of a member of linear attention, differentiable once with respect to its arrays. member: its name in MEMBERS.
+    arrays, options, layout: those of its program, the arrays without results."""
+    if is_plain(arrays):
+        return RecurrentFunction.apply(member, options, layout, *arrays)
+    program, derivative = MEMBERS[member]
+    named = {name: x for name, x in zip(program.names, arrays) if x is not None}
+    named = {  # what is no array goes on to the program, which says so
+        name: copy_to_torch(x) if hasattr(x, "dtype") and not isinstance(x, torch.Tensor) else x for name, x in named.items()
     }
-    arrays = autocast_inputs(arrays, MEMBERS[member][1].tiles)
-    form = member, tuple(arrays), options, of_results
+    named = autocast_inputs(named, derivative.tiles)
     if torch.compiler.is_compiling():
-        return RecurrentFunction.apply(*form, *make_distinct(arrays.values()))
-    if torch._C._functorch.peek_interpreter_stack() is None:
-        return RecurrentFunction.apply(*form, *arrays.values())
-    return TransformedRecurrentFunction.apply(*form, *arrays.values())
+        named = dict(zip(named, make_distinct(named.values())))
+    arrays = tuple([named.get(name) for name in program.names[: len(arrays)]])
+    transformed = not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
+    return (TransformedRecurrentFunction if transformed else RecurrentFunction).apply(member, options, layout, *arrays)

@@ -4,37 +4,53 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from tiles.calls.program import Program
+
+STATES = {"initial_state", "initial_z"}  # the parts of a normalised state, whose gradients are computed together
+
+
+def no_second_derivatives(name: str) -> str:
+    """What is said where a derivative of gradients is requested. name: of the function, as errors say it."""
+    return f"{name}: has no second derivatives"
+
+
+class GradientCall(NamedTuple):
+    """A call of a program of gradients. arrays: the places of its arrays among those that are given, -1 where one is left out.
+    results: {input: the place of its gradient among the results}, of all that are computed."""
+
+    arrays: tuple[int, ...]
+    options: tuple
+    results: dict[str, int]
+
 
 class RecurrentDerivative(NamedTuple):
-    """How a member is differentiated. name: of its function, as errors say it. backward: the function of (dout, inputs by name,
-    the gradients of the last state, options) that returns gradients, those of `always` first and then those of `optional` that
-    it is asked for by a flag, "d" before their names. values: the input that outputs are like. states: the results that are the
-    last state. shared: the options that backward takes, too. tiles: the inputs that torch.autocast casts."""
+    """How a member is differentiated. name: of its function, as errors say it. program: that of its gradients. The arrays of
+    its schema are the member's inputs, and under their names with a d before them the gradients of results, which are given,
+    and of inputs, which are made; its options are the member's, and `also`. values: the input that outputs are like. tiles: the
+    inputs that torch.autocast casts."""
 
     name: str
-    backward: Callable[..., Sequence[Any]]
-    always: tuple[str, ...]
-    optional: tuple[str, ...] = ("decay", "initial_state")
+    program: Program
     values: str = "v"
-    states: tuple[str, ...] = ("state",)
-    shared: tuple[str, ...] = ("scale", "family", "layout")
     tiles: tuple[str, ...] = ("q", "k", "v")
 
     @property
     def no_second_derivatives(self) -> str:
         """What is said where a derivative of gradients is requested."""
-        return f"{self.name}: has no second derivatives"
+        return no_second_derivatives(self.name)
 
-    def compute(
-        self, dout: Any, dstates: Sequence[Any], inputs: dict[str, Any], options: dict[str, Any], wanted: Sequence[str]
-    ) -> dict[str, Any]:
-        """{name: gradient} of a call with these arrays and options, for those in `wanted`. dstates: the gradients of `states`,
-        or of the first of them; None for what has none."""
-        more = [name for name in self.optional if name in wanted]
-        flags = {"d" + name: name in more for name in self.optional}
-        of_states = {"d" + name: x for name, x in zip(self.states, dstates)}
-        results = self.backward(dout, **inputs, **of_states, **(options | flags))
-        return {name: x for name, x in zip((*self.always, *more), results, strict=True) if name in wanted}
+    def call(self, given: Sequence[str], wanted: Sequence[str], options: dict[str, Any]) -> GradientCall:
+        """The call that computes the gradients of the inputs `wanted`. given: the names of the arrays that there are. options:
+        those of the member, by name."""
+        schema, asked = self.program.schema, {*wanted}
+        if options.get("normalize") and asked & STATES:
+            asked |= STATES
+        words = [word.removeprefix("also:") for row in schema.arguments.values() for word in row.asked]
+        values = options | {"also": " ".join([word for word in words if word[1:] in asked])}
+        places = {name: place for place, name in enumerate(given)}
+        results = {name[1:]: place for place, name in enumerate(schema.results(values))}
+        arrays = tuple([places.get(name, -1) for name in schema.names])
+        return GradientCall(arrays, tuple([values[name] for name in self.program.options]), results)
 
     def of_program(self, names: Sequence[str], options: dict[str, Any], layout: str) -> Callable[..., dict[str, Any]]:
         """The gradient of the member's program for JAX, as `tiles.calls.program` takes it."""
@@ -42,11 +58,12 @@ class RecurrentDerivative(NamedTuple):
         def gradients(inputs, results, of_results):
             if not of_results:
                 return {}
-            dout = of_results.get("out")
-            if dout is None:  # the loss depends on the state alone
-                dout = sys.modules["jax"].numpy.zeros_like(inputs[self.values])
-            shared = {name: value for name, value in (options | {"layout": layout}).items() if name in self.shared}
-            return self.compute(dout, [of_results.get(name) for name in self.states], inputs, shared, names)
+            given = inputs | {"d" + name: x for name, x in of_results.items()}
+            if "dout" not in given:  # the loss depends on the state alone
+                given["dout"] = sys.modules["jax"].numpy.zeros_like(inputs[self.values])
+            call, arrays = self.call([*given], names, options), (*given.values(), None)
+            found = self.program(None, tuple([arrays[place] for place in call.arrays]), call.options, layout)
+            return {name: found[place] for name, place in call.results.items() if name in names}
 
         return gradients
 
@@ -62,24 +79,3 @@ def choose_optional_gradients(**gradients: tuple[Any, Any]) -> tuple[str, list[A
             raise ValueError(f"{name}: must be None where there is no {name[1:]}: {name}={gradient!r:.60}")
     also = " ".join([name for name, gradient in wanted.items() if gradient is not False])
     return also, [None if isinstance(gradient, bool) else gradient for gradient in wanted.values()]
-
-
-def backward_with_parts(backward: Callable[..., Sequence[Any]], of_z: str) -> Callable[..., Sequence[Any]]:
-    """The function that computes gradients as `backward` does, and takes and returns the parts of pairs (state, z) by
-    themselves. of_z: the name that the gradient of the last z has as an argument."""
-
-    def backward_of_parts(
-        dout: Any, *, normalize: bool, initial_state: Any = None, initial_z: Any = None, dstate: Any = None,
-        dinitial_state: bool = False, dinitial_z: bool = False, **options: Any,
-    ) -> Sequence[Any]:  # fmt: skip
-        """The gradients, those of the initial state and z last, as far as they are asked for."""
-        dz, wants_state, options = options.pop(of_z, None), dinitial_state or dinitial_z, options | {"normalize": normalize}
-        if not normalize:
-            return backward(dout, initial_state=initial_state, dstate=dstate, dinitial_state=dinitial_state, **options)
-        start, end = (None if x is y is None else (x, y) for x, y in ((initial_state, initial_z), (dstate, dz)))
-        results = backward(dout, initial_state=start, dstate=end, dinitial_state=wants_state, **options)
-        if not wants_state:
-            return results
-        return *results[:-1], *[x for x, wanted in zip(results[-1], (dinitial_state, dinitial_z)) if wanted]
-
-    return backward_of_parts

@@ -79,24 +79,15 @@ def based(
     bytes. Returns `out`, the same kind of array as q. Arrays, `stream` and errors are those of attention.forward."""
     normalize, return_state = check_flag("normalize", normalize), check_flag("return_state", return_state)
     state, z = recurrent_checks.split_state("initial_state", initial_state, normalize)
+    options = check_number("scale", scale), normalize, return_state
     if requires_grad(*(learned := (q, k, v, state, z))) or torch_op.mapped_with_grad(learned):
         refuse_beside_gradient(out=out, stream=stream)
-        inputs = dict(zip(BASED.names, (q, k, v, cu_seqlens, state, z)))
-        shared = {"scale": scale, "normalize": normalize, "layout": layout}
-        results = recurrent_autograd().call_with_gradients("based", inputs, shared, {"return_state": return_state})
+        inputs = q, k, v, cu_seqlens, state, z
+        results = recurrent_autograd().call_with_gradients("based", inputs, options, layout)
     else:
         arrays = q, k, v, cu_seqlens, state, z, out, None, None
-        results = _based(stream, arrays, (check_number("scale", scale), normalize, return_state), layout)
+        results = _based(stream, arrays, options, layout)
     return (results[0], results[1:]) if return_state and normalize else results
-
-
-def based_with_parts(
-    q: Any, k: Any, v: Any, *, normalize: bool, scale: float | None = None, initial_state: Any = None, initial_z: Any = None,
-    return_state: bool = False, cu_seqlens: Any = None, layout: str = "bshd",
-) -> Any:  # fmt: skip
-    """out of based, or (out, state), or (out, state, z): the parts of states are arguments and results of their own."""
-    arrays = q, k, v, cu_seqlens, initial_state, initial_z, None, None, None
-    return _based(None, arrays, (check_number("scale", scale), normalize, return_state), layout)
 
 
 @program(BASED, BASED_DERIVATIVE.of_program, BASED_DERIVATIVE.no_second_derivatives)

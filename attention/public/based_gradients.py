@@ -13,7 +13,7 @@ from ..options import check_flag, check_number
 from ..plans import recurrent_checks
 from ..plans.based_gradients import plan_based_gradients
 from ..plans.call_options import without_gradients
-from ..plans.recurrent_derivative import RecurrentDerivative, backward_with_parts, choose_optional_gradients
+from ..plans.recurrent_derivative import RecurrentDerivative, choose_optional_gradients, no_second_derivatives
 
 BASED_BACKWARD = Schema(
     "based_backward",
@@ -87,17 +87,7 @@ def based_backward(
     return (*results[:-2], results[-2:]) if "dinitial_z" in also else results
 
 
-BASED_DERIVATIVE = RecurrentDerivative(
-    "attention.based",
-    backward_with_parts(based_backward, "dz"),
-    ("q", "k", "v"),
-    ("initial_state", "initial_z"),
-    states=("state", "z"),
-    shared=("scale", "normalize", "layout"),
-)
-
-
-@program(BASED_BACKWARD, no_gradient=BASED_DERIVATIVE.no_second_derivatives)
+@program(BASED_BACKWARD, no_gradient=no_second_derivatives("attention.based"))
 def _based_backward(problem: Problem, scale: float | None, normalize: bool, also: str) -> Plan:
     """The Plan of a call of based_backward. also: the names of gradients to compute besides dq, dk and dv."""
     recurrent_checks.check_extents(problem)
@@ -111,3 +101,6 @@ def _based_backward(problem: Problem, scale: float | None, normalize: bool, also
         raise ValueError(f"q: must have a token, for dstate: q.shape={problem.shape('q')}")
     vector_bytes = 0 if uses_hopper_kernels(problem, None) else problem.bytes_at_once()
     return plan_based_gradients(problem, scale, normalize, "dinitial_state" in also, vector_bytes)
+
+
+BASED_DERIVATIVE = RecurrentDerivative("attention.based", _based_backward)

@@ -13,7 +13,7 @@ from ..plans import recurrent_checks, recurrent_chunks, recurrent_gradients
 from ..plans.call_options import without_gradients
 from ..plans.delta_gradients import plan_delta_gradients
 from ..plans.raw_inputs import refuse_raw
-from ..plans.recurrent_derivative import RecurrentDerivative, choose_optional_gradients
+from ..plans.recurrent_derivative import RecurrentDerivative, choose_optional_gradients, no_second_derivatives
 
 DELTA_RULE_BACKWARD = Schema(
     "delta_rule_backward",
@@ -96,10 +96,7 @@ def delta_rule_backward(
     return _delta_rule_backward(stream, arrays, (check_number("scale", scale), also, family), layout)
 
 
-DELTA_DERIVATIVE = RecurrentDerivative("attention.delta_rule", delta_rule_backward, ("q", "k", "v", "beta"))
-
-
-@program(DELTA_RULE_BACKWARD, no_gradient=DELTA_DERIVATIVE.no_second_derivatives)
+@program(DELTA_RULE_BACKWARD, no_gradient=no_second_derivatives("attention.delta_rule"))
 def _delta_rule_backward(problem: Problem, scale: float | None, also: str, family: str | None) -> Plan:
     """The Plan of a call of delta_rule_backward. also: the names of gradients to compute besides dq, dk, dv and dbeta."""
     recurrent_checks.check_extents(problem)
@@ -112,3 +109,6 @@ def _delta_rule_backward(problem: Problem, scale: float | None, also: str, famil
     arrays |= {name: problem[name] for name in ("beta", "dbeta")}
     scratch = recurrent_chunks.ScratchAllocator(problem)
     return Plan(plan_delta_gradients(problem, arrays, scale, scratch), scratch.shapes)
+
+
+DELTA_DERIVATIVE = RecurrentDerivative("attention.delta_rule", _delta_rule_backward)

@@ -147,9 +147,8 @@ def delta_rule(
             return _delta_rule_raw(stream, arrays, (*options, *raw), layout)
     if requires_grad(*(learned := (q, k, v, beta, decay, initial_state))) or torch_op.mapped_with_grad(learned):
         refuse_beside_gradient(out=out, stream=stream)
-        inputs = dict(zip(DELTA_RULE.names, (q, k, v, beta, decay, cu_seqlens, initial_state)))
-        shared = {"scale": scale, "layout": layout, "family": family}
-        return recurrent_autograd().call_with_gradients("delta_rule", inputs, shared, {"return_state": return_state})
+        inputs = q, k, v, beta, decay, cu_seqlens, initial_state
+        return recurrent_autograd().call_with_gradients("delta_rule", inputs, options, layout)
     return _delta_rule(stream, (q, k, v, beta, decay, cu_seqlens, initial_state, out, None), options, layout)
 
 

@@ -54,7 +54,7 @@ from ..plans.raw_inputs import (
     split_raw,
 )
 from ..plans.recurrent_chunks import SEGMENT_RESULTS
-from .linear_gradients import LINEAR_DERIVATIVE, program_gradient
+from .linear_gradients import LINEAR_DERIVATIVE
 
 TOKENS = """
     q           (batch, seqlen, heads_k, key_dim)                               tile
@@ -141,20 +141,18 @@ def linear(
     raw = NOT_RAW
     if is_raw(decay, None, qk_l2norm):
         q, k, decay, _, gate, raw = split_raw(q, k, decay, None, check_flag("qk_l2norm", qk_l2norm), layout, (v, *start))
+    states = recurrent_checks.split_state("initial_state", initial_state, normalize)
+    options = check_number("scale", scale), normalize, return_state, family
     if requires_grad(*(learned := (q, k, v, decay, *start))) or torch_op.mapped_with_grad(learned):
         refuse_beside_gradient(out=out, stream=stream)
-        state, z = recurrent_checks.split_state("initial_state", initial_state, normalize)
-        inputs = {"q": q, "k": k, "v": v, "decay": decay, "initial_state": state, "initial_z": z, "cu_seqlens": cu_seqlens}
-        shared, of_results = {"scale": scale, "layout": layout, "family": family}, {"return_state": return_state}
-        member = "linear, normalized" if normalize else "linear"
-        results = recurrent_autograd().call_with_gradients(member, inputs, shared, of_results)
+        inputs = q, k, v, decay, cu_seqlens, *states
+        results = recurrent_autograd().call_with_gradients("linear", inputs, options, layout)
         return (results[0], results[1:]) if return_state and normalize else results
-    states = *recurrent_checks.split_state("initial_state", initial_state, normalize), out, None, None
-    options = check_number("scale", scale), normalize, return_state, family
+    results_to = out, None, None
     if raw is NOT_RAW:
-        results = _linear(stream, (q, k, v, decay, cu_seqlens, *states), options, layout)
+        results = _linear(stream, (q, k, v, decay, cu_seqlens, *states, *results_to), options, layout)
     else:
-        results = _linear_raw(stream, (q, k, v, decay, cu_seqlens, *gate, *states), (*options, *raw), layout)
+        results = _linear_raw(stream, (q, k, v, decay, cu_seqlens, *gate, *states, *results_to), (*options, *raw), layout)
     return (results[0], results[1:]) if return_state and normalize else results
 
 
@@ -257,26 +255,7 @@ def gla(
     )  # fmt: skip
 
 
-def normalized_linear(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    decay: Any = None,
-    scale: float | None = None,
-    initial_state: Any = None,
-    initial_z: Any = None,
-    return_state: bool = False,
-    cu_seqlens: Any = None,
-    layout: str = "bshd",
-    family: str | None = None,
-) -> Any:
-    """out of linear with normalize=True, or (out, state, z), the parts of states as arguments and results of their own."""
-    arrays = q, k, v, decay, cu_seqlens, initial_state, initial_z, None, None, None
-    return _linear(None, arrays, (check_number("scale", scale), True, return_state, family), layout)
-
-
-@program(LINEAR, program_gradient, LINEAR_DERIVATIVE.no_second_derivatives)
+@program(LINEAR, LINEAR_DERIVATIVE.of_program, LINEAR_DERIVATIVE.no_second_derivatives)
 def _linear(problem: Problem, scale: float | None, normalize: bool, return_state: bool, family: str | None) -> Plan:
     """The Plan of a call of linear. The schema's `state` and `final_z` are results, which a caller cannot pass."""
     return plan_linear(problem, scale, normalize, return_state, family, NOT_RAW)

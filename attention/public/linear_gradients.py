@@ -2,7 +2,6 @@
 it."""
 
 import functools
-from collections.abc import Callable, Sequence
 from typing import Any
 
 from tiles.calls.plan import Plan, nothing
@@ -16,7 +15,7 @@ from ..plans import recurrent_checks, recurrent_chunks, recurrent_gradients
 from ..plans.call_options import without_gradients
 from ..plans.normalizer_gradients import plan_normalized_gradients
 from ..plans.raw_inputs import refuse_raw
-from ..plans.recurrent_derivative import RecurrentDerivative, backward_with_parts, choose_optional_gradients
+from ..plans.recurrent_derivative import RecurrentDerivative, choose_optional_gradients, no_second_derivatives
 from ..plans.token_loop_gradients import plan_linear_gradients
 
 INPUTS = """
@@ -137,20 +136,7 @@ def linear_backward(
     return (*results[:-2], results[-2:]) if "dinitial_z" in also else results
 
 
-LINEAR_DERIVATIVE = RecurrentDerivative("attention.linear", linear_backward, ("q", "k", "v"))
-NORMALIZED_DERIVATIVE = LINEAR_DERIVATIVE._replace(
-    backward=functools.partial(backward_with_parts(linear_backward, "dfinal_z"), normalize=True),
-    optional=("decay", "initial_state", "initial_z"),
-    states=("state", "final_z"),
-)
-
-
-def program_gradient(names: Sequence[str], options: dict[str, Any], layout: str) -> Callable[..., dict[str, Any]]:
-    """The gradient of linear's program for JAX, as `tiles.calls.program` takes it."""
-    return (NORMALIZED_DERIVATIVE if options["normalize"] else LINEAR_DERIVATIVE).of_program(names, options, layout)
-
-
-@program(LINEAR_BACKWARD, no_gradient=LINEAR_DERIVATIVE.no_second_derivatives)
+@program(LINEAR_BACKWARD, no_gradient=no_second_derivatives("attention.linear"))
 def _linear_backward(problem: Problem, scale: float | None, also: str, normalize: bool, family: str | None) -> Plan:
     """The Plan of a call of linear_backward. also: the names of gradients to compute besides dq, dk and dv."""
     recurrent_checks.check_extents(problem)
@@ -170,4 +156,5 @@ def _linear_backward(problem: Problem, scale: float | None, also: str, normalize
     return Plan(plan(problem, arrays, scale, vector_bytes, scratch), scratch.shapes)
 
 
+LINEAR_DERIVATIVE = RecurrentDerivative("attention.linear", _linear_backward)
 _linear_backward_into = program(LINEAR_BACKWARD_INTO)(_linear_backward.planner)

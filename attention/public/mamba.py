@@ -122,20 +122,8 @@ def _scan(stream: Any, arrays: tuple, options: tuple) -> Any:
     *inputs, out = arrays
     if requires_grad(*inputs) or torch_op.mapped_with_grad(inputs):
         refuse_beside_gradient(out=out, stream=stream)
-        *steps, return_final_states, family = options
-        shared = dict(zip(StepOptions._fields, steps)) | {"family": family}
-        of_results = {"return_final_states": return_final_states}
-        return recurrent_autograd().call_with_gradients("mamba2", dict(zip(MAMBA2.names, inputs)), shared, of_results)
+        return recurrent_autograd().call_with_gradients("mamba2", tuple(inputs), options)
     return _mamba2(stream, (*arrays, None), options)
-
-
-def mamba2_with_steps(
-    x: Any, dt: Any, A: Any, B: Any, C: Any, *, D: Any = None, z: Any = None, dt_bias: Any = None, initial_states: Any = None,
-    cu_seqlens: Any = None, return_final_states: bool = False, family: str | None = None, **steps: Any,
-) -> Any:  # fmt: skip
-    """The result of mamba2. steps: StepOptions."""
-    arrays = x, dt, A, B, C, D, z, dt_bias, cu_seqlens, initial_states, None, None
-    return _mamba2(None, arrays, (*StepOptions(**steps), return_final_states, family))
 
 
 @program(MAMBA2, MAMBA2_DERIVATIVE.of_program, MAMBA2_DERIVATIVE.no_second_derivatives)

@@ -13,7 +13,7 @@ from ..plans import recurrent_checks
 from ..plans.call_options import without_gradients
 from ..plans.mamba2_gradients import plan_mamba2_gradients
 from ..plans.recurrent_checks import StepOptions
-from ..plans.recurrent_derivative import RecurrentDerivative, choose_optional_gradients
+from ..plans.recurrent_derivative import RecurrentDerivative, choose_optional_gradients, no_second_derivatives
 
 MAMBA2_BACKWARD = Schema(
     "mamba2_backward",
@@ -104,24 +104,7 @@ def mamba2_backward(
     return _mamba2_backward(stream, arrays, (*recurrent_checks.step_options(dt_softplus, dt_limit), also, family))
 
 
-def backward_with_steps(dout: Any, *, dt_softplus: bool, dt_min: float, dt_max: float | None, **others: Any) -> tuple[Any, ...]:
-    """mamba2_backward, whose options of steps are StepOptions."""
-    return mamba2_backward(dout, **others, dt_softplus=dt_softplus, dt_limit=StepOptions(dt_softplus, dt_min, dt_max).limits)
-
-
-MAMBA2_DERIVATIVE = RecurrentDerivative(
-    "attention.mamba2",
-    backward_with_steps,
-    ("x", "dt", "A", "B", "C"),
-    OPTIONAL,
-    values="x",
-    states=("states",),
-    shared=(*StepOptions._fields, "family"),
-    tiles=("x", "B", "C", "z"),
-)
-
-
-@program(MAMBA2_BACKWARD, no_gradient=MAMBA2_DERIVATIVE.no_second_derivatives)
+@program(MAMBA2_BACKWARD, no_gradient=no_second_derivatives("attention.mamba2"))
 def _mamba2_backward(problem: Problem, steps_of_time: StepOptions, also: str, family: str | None) -> Plan:
     """The Plan of a call of mamba2_backward. also: the names of gradients to compute besides those of x, dt, A, B and C."""
     recurrent_checks.check_extents(problem, "B", "x")
@@ -131,3 +114,6 @@ def _mamba2_backward(problem: Problem, steps_of_time: StepOptions, also: str, fa
         raise ValueError(f"x: must have a token, for dstates: x.shape={problem.shape('x')}")
     vector_bytes = 0 if uses_hopper_kernels(problem, family) else problem.bytes_at_once()
     return plan_mamba2_gradients(problem, steps_of_time, vector_bytes, also.split())
+
+
+MAMBA2_DERIVATIVE = RecurrentDerivative("attention.mamba2", _mamba2_backward, "x", ("x", "B", "C", "z"))

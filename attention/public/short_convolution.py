@@ -10,7 +10,7 @@ from tiles.calls.schema import Problem, Schema
 from ..names import suggests_argument_names
 from ..options import check_flag
 from ..plans.call_options import recurrent_autograd, refuse_beside_gradient, requires_grad, without_gradients
-from ..plans.recurrent_derivative import RecurrentDerivative, choose_optional_gradients
+from ..plans.recurrent_derivative import RecurrentDerivative, choose_optional_gradients, no_second_derivatives
 from ..plans.short_conv import plan_short_conv, plan_short_conv_gradients
 
 TOKENS = """
@@ -96,9 +96,8 @@ def short_conv(
     activation, return_state = check_activation(activation), check_flag("return_state", return_state)
     if requires_grad(*(learned := (x, weight, bias, initial_state))) or torch_op.mapped_with_grad(learned):
         refuse_beside_gradient(out=out, stream=stream)
-        inputs = {"x": x, "weight": weight, "bias": bias, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
-        of_results = {"return_state": return_state}
-        return recurrent_autograd().call_with_gradients("short_conv", inputs, {"activation": activation}, of_results)
+        inputs = x, weight, bias, cu_seqlens, initial_state
+        return recurrent_autograd().call_with_gradients("short_conv", inputs, (activation, return_state))
     return _short_conv(stream, (x, weight, bias, cu_seqlens, initial_state, out, None), (activation, return_state))
 
 
@@ -139,25 +138,17 @@ def short_conv_backward(
     return _short_conv_backward(stream, arrays, (check_activation(activation), also))
 
 
-SHORT_CONV_DERIVATIVE = RecurrentDerivative(
-    "attention.short_conv",
-    short_conv_backward,
-    ("x", "weight"),
-    ("bias", "initial_state"),
-    values="x",
-    shared=("activation",),
-    tiles=("x",),
-)
+@program(SHORT_CONV_BACKWARD, no_gradient=no_second_derivatives("attention.short_conv"))
+def _short_conv_backward(problem: Problem, activation: str | None, also: str) -> Plan:
+    """The Plan of a call of short_conv_backward. also: the names of gradients to compute besides dx and dweight."""
+    wanted = {name: name in also.split() for name in ("dbias", "dinitial_state")}
+    return plan_short_conv_gradients(problem, activation is not None, wanted)
+
+
+SHORT_CONV_DERIVATIVE = RecurrentDerivative("attention.short_conv", _short_conv_backward, "x", ("x",))
 
 
 @program(SHORT_CONV, SHORT_CONV_DERIVATIVE.of_program, SHORT_CONV_DERIVATIVE.no_second_derivatives)
 def _short_conv(problem: Problem, activation: str | None, return_state: bool) -> Plan:
     """The Plan of a call of short_conv. The schema's `state` is a result, which a caller cannot pass."""
     return plan_short_conv(problem, activation is not None, return_state)
-
-
-@program(SHORT_CONV_BACKWARD, no_gradient=SHORT_CONV_DERIVATIVE.no_second_derivatives)
-def _short_conv_backward(problem: Problem, activation: str | None, also: str) -> Plan:
-    """The Plan of a call of short_conv_backward. also: the names of gradients to compute besides dx and dweight."""
-    wanted = {name: name in also.split() for name in ("dbias", "dinitial_state")}
-    return plan_short_conv_gradients(problem, activation is not None, wanted)

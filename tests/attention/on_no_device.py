@@ -179,9 +179,7 @@ def torch_on_gpu(monkeypatch):
         return functools.partial(torch.empty, shape, dtype=getattr(torch, dtype))
 
     with noting_driver(monkeypatch) as noted:
-        monkeypatch.setattr(
-            frameworks, "_torch_words", lambda dtype, on: (str(dtype).removeprefix("torch."), dtype.itemsize, 0)
-        )
+        monkeypatch.setattr(frameworks, "_torch_words", lambda dtype, _: (str(dtype).removeprefix("torch."), dtype.itemsize, 0))
         monkeypatch.setattr(frameworks.Torch, "maker", maker)
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda ordinal: 0, raising=False)
         yield noted

@@ -167,3 +167,4 @@ def poison_new_memory(monkeypatch: Any, kind: type[Kind] = Kind) -> None:
         return (lambda: _filled(make())) if kind is Torch or home is None else make
 
     monkeypatch.setattr(kind, "maker", filling)
+    monkeypatch.setattr(kind, "watched_maker", Kind.watched_maker)

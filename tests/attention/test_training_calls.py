@@ -1,4 +1,4 @@
-"""What a step of training costs the host, counted on a simulated GPU: torch's tensors, forward and backward through autograd."""
+"""What a step of training costs the host, counted on a simulated GPU for torch's tensors, with autograd."""
 
 import builtins
 

@@ -144,6 +144,8 @@ def test_scratch_lies_between_steps_and_is_not_given_back(framework, collect):
 
             return watched
 
+        watched_maker = Kind.watched_maker
+
     kinds = known_kinds[type(x)]
     known_kinds[type(x)] = Watched()
     try:

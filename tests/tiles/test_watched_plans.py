@@ -75,6 +75,20 @@ def test_other_extents_than_those_that_grow_are_read(many):
     called(many, 2, 9)
 
 
+def test_another_mode_of_the_thread(many):
+    """After calls whose tensors require no grad, those of training, with tensors that do: they are not read either."""
+    for rows in range(2, 8):
+        called(many, 2, rows)
+    for turn in range(3):
+        many.read = 0
+        for rows in range(8 + 6 * turn, 14 + 6 * turn):
+            x, y = (torch.zeros(2, 64, 8)[:, :rows].requires_grad_() for _ in range(2))
+            with torch.no_grad():
+                many(x, y, None, options=())
+            called(many, 2, rows + 20)
+    assert many.read == 0
+
+
 def test_it_is_written_a_few_times(many, monkeypatch):
     written, real = [], watched_plans.remembered_calls.guarded
     monkeypatch.setattr(watched_plans.remembered_calls, "guarded", lambda *args: written.append(args) or real(*args))

@@ -45,7 +45,7 @@ from ..launching import nvtx, recording
 from ..launching.arrays import ITEMSIZE, Array, Form, Number, ascending
 from ..launching.checks import check_options
 from ..launching.frameworks import describe, kind_of, stream_handle
-from ..launching.lengths import Trace, watched_call
+from ..launching.lengths import Trace
 from ..launching.loaded_code import together
 from . import jax_call, remembered_calls, torch_op
 from .plan import ArrayView, Plan, PreparedCall, Recent
@@ -157,9 +157,9 @@ class Program:
             if remembered is None:
                 prepared = self._prepared(arrays, kinds, lengths, described, options, layout, eager and stream is None)
             else:
-                prepared, call = remembered
+                prepared, call, traced = remembered
                 if eager and stream is None and call is not False:
-                    self._guard(call, prepared, arrays, kinds, lengths, options, layout)
+                    self._guard(call, prepared, traced, arrays, kinds, lengths, options, layout)
         current = 0 if prepared.device is None else prepared.kind.stream(arrays[0], prepared.device)
         handle = current if stream is None else stream_handle(stream)
         for a, b, low, high in prepared.disjoint:
@@ -195,13 +195,24 @@ class Program:
         return [options[place] or 0 for place, _ in self.numbers], tuple(key_options)
 
     def _guard(
-        self, call: Callable | None, prepared: PreparedCall, arrays: tuple, kinds: Any, lengths: tuple, *call_key: Any
+        self,
+        call: Callable | None,
+        prepared: PreparedCall,
+        traced: TracedPlan | None,
+        arrays: tuple,
+        kinds: Any,
+        lengths: tuple,
+        *call_key: Any,
     ) -> None:
         """A call of a form that came before, of these options and this layout. call: what was written for it, None if nothing
-        was yet. If it was asked, and declined, it is for another mode of this thread."""
-        if call is None or call in (GUARDED_CALLS.get((self, *call_key)) or ()):
+        was yet. If it was asked, and declined, it is for another mode of this thread. If more forms take turns than are
+        expected, a function of their lengths serves them, if there is one. traced: the plan of that function."""
+        expected = GUARDED_CALLS.get((self, *call_key)) or ()
+        if traced and len(expected) == EXPECTED and (several := traced.grow(self.names, prepared, arrays, lengths, expected)):
+            return self._expect(several, *call_key)
+        if call is None or call in expected:
             call = remembered_calls.guarded(self.names, prepared, arrays, lengths)
-            REMEMBERED.put((self, kinds, lengths, *call_key), (prepared, call or False))
+            REMEMBERED.put((self, kinds, lengths, *call_key), (prepared, call or False, traced))
         if call:
             self._expect(call, *call_key)
 
@@ -243,24 +254,27 @@ class Program:
         """What calls of this form have in common: from a function of lengths, or planned, and watched for the next time."""
         key = self, kinds, options, layout
         traced_plans: tuple[TracedPlan, ...] = TRACED_PLANS.get(key) or ()
+        traced: TracedPlan | None
         for traced in traced_plans:
             prepared = traced.function(lengths)
             if prepared:
                 if traced is not traced_plans[0]:  # lengths that grow ask for the same one again
                     TRACED_PLANS.put(key, (traced, *[other for other in traced_plans if other is not traced]))
-                if eager and described is None and (call := traced.grow(self.names, prepared, arrays, lengths)):
-                    self._expect(call, options, layout)
+                if eager and described is None:
+                    asked = GUARDED_CALLS.get((self, options, layout)) or ()
+                    if call := traced.grow(self.names, prepared, arrays, lengths, asked):
+                        self._expect(call, options, layout)
                 break
         else:
             read_one_by_one = described is not None
             described = described or self._described(arrays)
-            prepared = self._planned(described, options, layout)
+            prepared, traced = self._planned(described, options, layout), None
             if len(traced_plans) < PLANS_PER_KIND and self._of_lengths(described, prepared):
                 with suppress(TypeError, ValueError):  # of a planner that takes numbers, but not to be watched: Untraceable
                     traced = self._watched(described, not read_one_by_one, options, layout)
                     traced.last = lengths
                     TRACED_PLANS.put(key, (*traced_plans, traced))
-        REMEMBERED.put((self, kinds, lengths, options, layout), (prepared, None))
+        REMEMBERED.put((self, kinds, lengths, options, layout), (prepared, None, traced))
         return prepared
 
     def _planned(self, described: list, options: tuple, layout: str) -> PreparedCall:
@@ -282,11 +296,11 @@ class Program:
         problem, (steps, scratch, give), results = self.steps(forms, first.device, options, layout)
         order, kind = self.schema.places, first.kind
         home = kind.home(first)
-        makers = [(order[name], watched_call(kind.maker, home, *problem.made(name))) for name in results if name not in forms]
+        makers = [(order[name], kind.watched_maker(home, *problem.made(name))) for name in results if name not in forms]
         parts: Any = [x for x in scratch if isinstance(x, ArrayView)]
         memory: Any = scratch[len(parts) :]
         memory, beyond = (memory, []) if give or first.device is None else _joined(memory)
-        makers += [(place, watched_call(kind.maker, home, *what)) for place, what in enumerate(memory, len(order) + len(parts))]
+        makers += [(place, kind.watched_maker(home, *what)) for place, what in enumerate(memory, len(order) + len(parts))]
         disjoint = []
         for a, b in self.schema.apart(forms):
             (first_at, mine), (last_at, its) = ascending(forms[a]), ascending(forms[b])

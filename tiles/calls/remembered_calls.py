@@ -43,13 +43,13 @@ def guarded(
     arrays: Sequence[Any],
     lengths: Sequence[Any],
     free: Sequence[tuple[int, int, int]] = (),
-    plan: Callable[..., PreparedCall | None] | None = None,
+    plan: Callable[..., tuple | None] | None = None,
 ) -> Callable[..., Any] | None:
     """The function of (stream, numbers, *arrays) that serves calls of the same form as this one, or None if there can be none.
 
     names: of the arrays, from the schema. lengths: what Program._read read of these arrays. free: (the array's place, SHAPE or
-    STRIDES, axis) of each extent or stride in which calls may differ. plan: a function from the values of these to what is
-    known of such calls, or to None if the generated function does not serve them."""
+    STRIDES, axis) of each extent or stride in which calls may differ. plan: a function from the values of these to the `values`
+    of such calls, or to None if the generated function does not serve them."""
     present = [place for place, x in enumerate(arrays) if x is not None]
     if known.device is None or any([lengths[place][PAST] for place in present]):  # some address is 0 or not aligned
         return None
@@ -63,17 +63,14 @@ def guarded(
     sources = tuple([source for source, _ in known.parts])
     disjoint = tuple([(a, b) for a, b, _, _ in known.disjoint])
     shape = tuple(names), tuple(present), places, sources, len(known.beyond), disjoint, len(known.steps)
-    values: Any = _values(known)
     if plan is None:
-        return _factory(*shape)(*ways, known.device, *values)
+        return _factory(*shape)(*ways, known.device, *values(known))
     now = tuple([lengths[place][part][axis] for place, part, axis in free])
-    return _factory(*shape, tuple(free))(*ways, known.device, {now: values}, lambda *now: _values(plan(*now)) or ())
+    return _factory(*shape, tuple(free))(*ways, known.device, {now: values(known)}, plan)
 
 
-def _values(known: PreparedCall | None) -> tuple | None:
+def values(known: PreparedCall) -> tuple:
     """What differs between forms that are the same except for lengths, in the order in which `_factory` takes it."""
-    if known is None:
-        return None
     ends = [end for *_, low, high in known.disjoint for end in (low, high)]
     makers, offsets = [make for _, make in known.makers], [offset for _, offset in known.parts]
     return *makers, *offsets, *known.beyond, *ends, *known.steps, known.give
@@ -111,7 +108,7 @@ def _factory(
     if free:
         now = "".join([f"{READS[part].format(names[place], axis)}, " for place, part, axis in free])
         lines += [f"now = ({now})", "values = recent.get(now)", "if values is None:"]
-        lines += [f"    if len(recent) >= {RECENT}: recent.clear()", "    values = recent[now] = plan(*now)"]
+        lines += [f"    if len(recent) >= {RECENT}: recent.clear()", "    values = recent[now] = plan(*now) or ()"]
         lines += ["if not values: return OTHER", f"{', '.join(values)} = values"]
     for n, (a, b) in enumerate(disjoint):
         lines += [f"if low{n} < {at[b]} - {at[a]} < high{n}: return OTHER"]  # the usual way refuses it, and names it

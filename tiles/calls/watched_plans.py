@@ -35,32 +35,44 @@ class Variable(NamedTuple):
 class TracedPlan:
     """A plan as a function of lengths. It holds for calls in which the planner would take the same turns.
 
-    last: what was read of the last call that it served. free: the variables in which its calls were seen to differ. call: the
-    guarded function for calls that differ in these alone (remembered_calls.py), or None. tries: how often `call` may still be
-    replaced by a function of more variables."""
+    last: what was read of the last call that it served. free: the variables in which its calls were seen to differ. calls: the
+    guarded functions for calls that differ in these alone (remembered_calls.py): one for tensors that require grad, say, and
+    one for those that do not. tries: how many may still be written."""
 
     def __init__(self, trace: Trace, pattern: str, variables: Sequence[Variable], plan: PreparedCall):
         self.trace, self.plan, self.variables = trace, plan, variables
         self.function: Callable[[Any], PreparedCall | None] = trace.function(pattern, plan)
         self.last: Any = None
         self.free: list[Variable] = []
-        self.call: Callable[..., Any] | None = None
+        self.calls: list[Callable[..., Any]] = []
         self.tries = TRIES
 
-    def grow(self, names: Sequence[str], known: PreparedCall, arrays: Sequence[Any], lengths: Sequence[Any]) -> Callable | None:
+    def grow(
+        self,
+        names: Sequence[str],
+        known: PreparedCall,
+        arrays: Sequence[Any],
+        lengths: Sequence[Any],
+        asked: Sequence[Callable] = (),
+    ) -> Callable | None:
         """The guarded function for calls that differ from this one as this one differs from those before; None if there is
-        none. known: what is known of this call."""
+        none. known: what is known of this call. asked: the functions that declined it."""
         last, self.last = self.last, lengths
-        if last is None or self.tries == 0:
-            return self.call
-        before, call = self.free, self.call  # another thread may replace them meanwhile
+        before, calls = self.free, self.calls  # another thread may replace them meanwhile
+        if last is None:
+            return None
         free = [one for one in self.variables if one in before or one.of(last) != one.of(lengths)]
-        if call is not None and free == before:  # it serves this call, too, but was not expected
-            return call
+        others = [call for call in calls if call not in asked]  # which may serve this call, and were not expected
+        if others and (self.tries == 0 or free == before):
+            return others[0]
+        if self.tries == 0 or not free:
+            return None
         self.free, self.tries = free, self.tries - 1
-        if not free or len(free) > MOST or remembered_calls.PAST in [one.part for one in free]:
-            return self.call
+        if len(free) > MOST or remembered_calls.PAST in [one.part for one in free]:
+            return None
         fixed = {one.name: one.of(lengths) for one in self.variables if one not in free}
-        plan = self.trace.narrowed([one.name for one in free], fixed, self.plan)
-        self.call = plan and remembered_calls.guarded(names, known, arrays, lengths, [one[1:] for one in free], plan)
-        return self.call
+        plan = self.trace.narrowed([one.name for one in free], fixed, remembered_calls.values(self.plan))
+        call = plan and remembered_calls.guarded(names, known, arrays, lengths, [one[1:] for one in free], plan)
+        if call:
+            self.calls = [*calls, call] if free == before else [call]
+        return call

@@ -93,6 +93,10 @@ class Kind:
 
         return make
 
+    def watched_maker(self, home: Any, shape: tuple[int, ...], dtype: str) -> Callable[[], Any]:
+        """The maker of a shape with Lengths in it (lengths.py)."""
+        return watched_call(self.maker, home, shape, dtype)
+
     def address(self, x: Any) -> int:
         return describe(x, "out").pointer
 
@@ -201,14 +205,25 @@ class Torch(Kind):
         return array.owner.device
 
     def maker(self, home: Any, shape: tuple[int, ...], dtype: str) -> Callable[[], Any]:
-        strides, its = contiguous(shape, 1), getattr(self.torch, dtype)
-        if self.empty is None or home.type != "cuda":
-            return partial(self.torch.empty_strided, shape, strides, dtype=its, device=home)  # 0.4 us less than torch.empty
-        fast = partial(self.empty, shape, strides, its)  # on the current device
-        if self.alone:
-            return fast
-        slow, current = partial(self.torch.empty_strided, shape, strides, dtype=its, device=home), self.current
-        return lambda: fast() if current() == home.index else slow()
+        allocate, *form = self._allocation(home, shape, dtype)
+        return partial(allocate, *form)
+
+    def watched_maker(self, home: Any, shape: tuple[int, ...], dtype: str) -> Callable[[], Any]:
+        return watched_call(partial, *self._allocation(home, shape, dtype))
+
+    def _allocation(self, home: Any, shape: tuple[int, ...], dtype: str) -> tuple[Callable[..., Any], Any, Any, Any]:
+        """(a function that makes a tensor there, its arguments)"""
+
+        def slow(shape, strides, dtype):  # 0.4 us less than torch.empty
+            return empty_strided(shape, strides, dtype=dtype, device=home)
+
+        def somewhere(*what):
+            return (fast if current() == home.index else slow)(*what)
+
+        fast, current, empty_strided = self.empty, self.current, self.torch.empty_strided
+        elsewhere = fast is None or home.type != "cuda"
+        make = slow if elsewhere else fast if self.alone else somewhere  # fast: on the current device
+        return make, shape, contiguous(shape, 1), getattr(self.torch, dtype)
 
     @cached_property
     def alone(self) -> bool:

@@ -185,6 +185,7 @@ class Trace:
     def narrowed(self, free: Sequence[str], fixed: dict[str, int], result: Any) -> Callable[..., Any] | None:
         """The same function of the variables `free` alone, those that are `fixed` having these values: what follows from them
         is computed now. None: it gives nothing for them."""
+        gives = self.text(result)  # which may add to the constants
         space, known, lines = {**self.constants}, dict(fixed), []
 
         def filled(text: str) -> str:
@@ -209,7 +210,7 @@ class Trace:
                     return None
             else:
                 lines.append((name, filled(text)))
-        return _function(", ".join(free), [], lines, filled(self.text(result)), space)
+        return _function(", ".join(free), [], lines, filled(gives), space)
 
 
 def _function(parameters: str, first: list[str], lines: list[tuple[str, str]], result: str, constants: dict[str, Any]) -> Any:
