@@ -15,10 +15,12 @@ from ..options import check_flag
 from ..parts.recurrent.tokens import CHUNK, COLUMNS
 from ..plans import recurrent_chunks
 from ..plans.call_options import requires_grad
+from ..plans.recurrent_derivative import RecurrentDerivative
 from ..public import linear_family
 from .agreement import agree_on_plan, cache_key, describe_value
 from .orders import Contiguous, Span, count_tokens
 from .peers import Peers, check_torch_tensors, one_dimensional_peers
+from .recurrent_gradients import ShardedRecurrenceFunction
 from .sequence_shard import GatheredSummaries, SequenceShard
 from .whole_checks import autocast, check_values, parse_length
 
@@ -28,12 +30,13 @@ ALIGNED = 32  # numbers: 128 bytes
 
 
 class ShardedRecurrence:
-    """A call on this rank's shard, which maps a state S to M S + N. Subclasses say by which function of one GPU, and how M and
-    N follow. initial_option, final_option: the function's options for states; value_index: which array holds the values;
-    without_tokens: the indices of arrays that have no token axis; names: of the arrays; autocast_names: the arrays and options
-    that torch.autocast casts."""
+    """A call on this rank's shard, which maps a state S to M S + N. Subclasses say by which function of one GPU, with which
+    derivative, and how M and N follow. initial_option, final_option: the function's options for states; value_index: which
+    array holds the values; without_tokens: the indices of arrays that have no token axis; names: of the arrays;
+    autocast_names: the arrays and options that torch.autocast casts."""
 
     function: Callable
+    derivative: RecurrentDerivative
     initial_option, final_option = "initial_state", "return_state"
     value_index = 2
     without_tokens: tuple[int, ...] = ()
@@ -60,6 +63,18 @@ class ShardedRecurrence:
         """M S, for M of numbers or vectors."""
         return m * state
 
+    def transpose(self, m: Any) -> Any:
+        """M^T, which is M for numbers and vectors."""
+        return m
+
+    def tensor_options(self) -> dict[str, Any]:
+        """The options that are tensors of numbers."""
+        return {name: x for name, x in self.options.items() if isinstance(x, torch.Tensor) and name != "cu_seqlens"}
+
+    def derivative_options(self) -> dict[str, Any]:
+        """The options that the derivative shares with the function."""
+        return {name: x for name, x in self.options.items() if name in self.derivative.shared}
+
     def call(self, shard: SequenceShard, **more: Any) -> Any:
         """The result of the function of one GPU on this shard. more: further options."""
         arrays = [x if n in self.without_tokens else shard.pack(x) for n, x in enumerate(self.arrays)]
@@ -82,14 +97,24 @@ class ShardedRecurrence:
             key = None
         span = agree_on_plan((peers,), key, lambda: self._plan_call(peers, length), getattr(first, "device", None))
         check_values(self.options, self._total_tokens(peers, length), 0)
+        if peers.world == 1:
+            return self.call(SequenceShard(span, first.shape[0], self.options.get("cu_seqlens"), first.device))
+        tensors = dict(zip(self.names, self.arrays)) | self.tensor_options()
+        if requires_grad(*tensors.values()):
+            return ShardedRecurrenceFunction.apply(self, peers, span, tuple(tensors), *tensors.values())
         with torch.no_grad():
-            shard = SequenceShard(span, first.shape[0], self.options.get("cu_seqlens"), first.device)
-            initial, wants_final = self.options.pop(self.initial_option, None), self.options.pop(self.final_option, False)
-            if peers.world == 1:
-                return self.call(shard, **{self.initial_option: initial, self.final_option: wants_final})
-            is_needed = wants_final or peers.rank < peers.world - 1
-            out, summaries = self.run_passes(peers, shard, None if peers.rank else initial, is_needed)
-            return (out, summaries.state_before(peers.world).contiguous()) if wants_final else out
+            out, final, _ = self.compute(peers, span)
+        return out if final is None else (out, final)
+
+    def compute(self, peers: Peers, span: Span) -> tuple[Any, Any, GatheredSummaries]:
+        """(this shard's output, the state after the whole or None, the summaries of all ranks)."""
+        first, options = self.arrays[0], self.options
+        shard = SequenceShard(span, first.shape[0], options.get("cu_seqlens"), first.device)
+        initial, wants_final = options.get(self.initial_option), options.get(self.final_option, False)
+        self.options = {name: x for name, x in options.items() if name not in (self.initial_option, self.final_option)}
+        is_needed = wants_final or peers.rank < peers.world - 1
+        out, summaries = self.run_passes(peers, shard, None if peers.rank else initial, is_needed)
+        return out, summaries.state_before(peers.world).contiguous() if wants_final else None, summaries
 
     def _autocast(self) -> None:
         """Cast like torch.autocast, which does not know all the functions that are called for a shard."""
@@ -169,11 +194,6 @@ class ShardedRecurrence:
             value = self.options.get(option, False)
             if getattr(value, "ndim", 0) or value not in (False, "bshd"):  # `in` cannot compare arrays
                 raise NotImplementedError(f"{option}: is not supported on several ranks; leave it out")
-        if requires_grad(*self.arrays, *self.options.values()):
-            raise NotImplementedError(
-                f"{function_name}: an array requires grad, and there is no backward pass on several ranks; call it under "
-                "torch.no_grad()"
-            )
         total = self._total_tokens(peers, parse_length("length", length))
         spans = Contiguous().spans(total, peers.world)[peers.rank]
         if (expected := count_tokens(spans)) != first.shape[1]:
@@ -186,10 +206,11 @@ class ShardedRecurrence:
         arrays = [f"{name}: {(*x.shape[:1], *x.shape[2:])} of {x.dtype}" for name, x in zip(self.names, self.arrays)]
         options = {option: x for option, x in self.options.items() if option != self.initial_option}
         values = [f"{option}={_describe_option(option, x)}" for option, x in sorted(options.items())]
+        gradients = f"gradients={requires_grad(*self.arrays, *self.options.values())}"
         tokens = f"length={total}"
         if length is None:
             tokens = f"length=None of shards of {first.shape[1]}: give length where these differ"
-        return "; ".join([f"function={function_name}", *arrays, tokens, *values]), spans[0] if spans else Span(0, 0)
+        return "; ".join([f"function={function_name}", *arrays, tokens, gradients, *values]), spans[0] if spans else Span(0, 0)
 
     def _check_options(self, rank: int) -> None:
         """Call the function of one GPU without tokens: it checks everything and launches nothing. So ranks without tokens, or

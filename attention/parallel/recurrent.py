@@ -14,6 +14,7 @@ same algebra. docs/parallel.md says what the passes cost."""
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import torch
@@ -22,7 +23,11 @@ import attention
 
 from .. import gates
 from ..options import check_flag
+from ..plans.recurrent_checks import step_options
 from ..public import delta_rules, linear_family, mamba
+from ..public.delta_gradients import DELTA_DERIVATIVE
+from ..public.linear_gradients import LINEAR_DERIVATIVE
+from ..public.mamba_gradients import MAMBA2_DERIVATIVE
 from .peers import disable_compile
 from .recurrence import SegmentedRecurrence, Shape, ShardedRecurrence
 from .sequence_shard import MIN_DECAY, SequenceShard
@@ -44,6 +49,10 @@ def linear(q: Any, k: Any, v: Any, *, group: Any = None, length: int | None = No
     DeviceMesh, or None for all processes. length: tokens of the whole, if shards differ in length. layout, out, stream and
     normalize=True are not supported.
 
+    Differentiable once, with respect to all arrays, for outputs and the returned state: all ranks must ask for gradients, and
+    each must call backward. Gradients of arrays that every rank has (a decay of each head) are this rank's part, like those of
+    a model's weights: their sum over the ranks is the gradient. Their order of sums is fixed.
+
     ValueError on every rank, before anything is sent: ranks disagree. TypeError: an array is not a torch tensor."""
     q, k, _, options = _evaluate_raw(q, k, None, options)
     kind = SegmentedLinear if SegmentedLinear.supports(k, options.get("decay")) else ShardedLinear
@@ -59,8 +68,8 @@ def delta_rule(q: Any, k: Any, v: Any, beta: Any, *, group: Any = None, length: 
 
 @disable_compile
 def mamba2(x: Any, dt: Any, A: Any, B: Any, C: Any, *, group: Any = None, length: int | None = None, **options: Any) -> Any:
-    """attention.mamba2 of a sequence that is spread over several ranks: see `linear`. dt, B, C and z: this rank's shards.
-    seq_idx is not supported; use cu_seqlens of the whole sequence instead."""
+    """attention.mamba2 of a sequence that is spread over several ranks: see `linear`. dt, B, C and z: this rank's shards; A, D
+    and dt_bias: whole. seq_idx is not supported; use cu_seqlens of the whole sequence instead."""
     kind = SegmentedMamba2 if SegmentedMamba2.supports(B) else ShardedMamba2
     return kind((x, dt, A, B, C), options).run(group, length)
 
@@ -78,7 +87,7 @@ def _evaluate_raw(q: Any, k: Any, beta: Any, options: dict[str, Any]) -> tuple[A
 class ShardedLinear(ShardedRecurrence):
     """attention.linear. M: for each head a number, or a vector of the channels' decays."""
 
-    function = staticmethod(attention.linear)
+    function, derivative = staticmethod(attention.linear), LINEAR_DERIVATIVE
 
     def m_shape(self, shard: SequenceShard) -> Shape:
         k, v, decay = self.arrays[1], self.arrays[2], self.options.get("decay")
@@ -119,7 +128,7 @@ class ShardedDeltaRule(ShardedRecurrence):
     """attention.delta_rule. M: a matrix for each head, which is the state after the shard if the state before it is the
     identity and all values are 0."""
 
-    function = staticmethod(attention.delta_rule)
+    function, derivative = staticmethod(attention.delta_rule), DELTA_DERIVATIVE
     names = "q", "k", "v", "beta"
 
     def m_shape(self, shard: SequenceShard) -> Shape:
@@ -181,11 +190,14 @@ class ShardedDeltaRule(ShardedRecurrence):
         """M S, for matrices M."""
         return m @ state
 
+    def transpose(self, m: Any) -> Any:
+        return m.mT
+
 
 class ShardedMamba2(ShardedRecurrence):
     """attention.mamba2. M: a number for each head; states are transposed."""
 
-    function = staticmethod(attention.mamba2)
+    function, derivative = staticmethod(attention.mamba2), MAMBA2_DERIVATIVE
     initial_option, final_option, value_index, without_tokens = "initial_states", "return_final_states", 0, (2,)
     names, autocast_names = ("x", "dt", "A", "B", "C"), ("x", "B", "C", "z")
 
@@ -195,6 +207,10 @@ class ShardedMamba2(ShardedRecurrence):
     def state_shape(self, shard: SequenceShard) -> Shape:
         x, B = self.arrays[0], self.arrays[3]
         return shard.sequences, x.shape[2], x.shape[3], B.shape[3]
+
+    def derivative_options(self) -> dict[str, Any]:
+        steps = step_options(self.options.get("dt_softplus", False), self.options.get("dt_limit", (0.0, math.inf)))
+        return super().derivative_options() | steps._asdict()
 
     def count_segments(self, shard: SequenceShard) -> int:
         """1, because z is not split into segments."""

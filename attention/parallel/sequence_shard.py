@@ -112,8 +112,22 @@ class GatheredSummaries:
 
     def state_before(self, rank: int) -> Any:
         """The state before the shard of a rank, which is not the first; of `world`, the state after the whole."""
+        return self._compose_in_order(self.summaries[:rank])
+
+    def gradient_after(self, rank: int) -> Any:
+        """The gradient of the state after the shard of a rank, which is not the last, from (M^T, L) as summaries; the last
+        rank's L includes the gradient of the state after the whole."""
+        return self._compose_in_order(self.summaries[:rank:-1])
+
+    def own_map(self, rank: int) -> Any:
+        """A rank's M."""
+        m_shape, _ = self.shapes
+        return self.summaries[rank][: m_shape.numel()].view(m_shape)
+
+    def _compose_in_order(self, summaries: Any) -> Any:
+        """The state after all these shards; the first of them has no state before it."""
         state: Any = None
-        for one in self.summaries[:rank]:
+        for one in summaries:
             m_shape, n_shape = self.shapes
             m, n = one[: m_shape.numel()].view(m_shape), one[len(one) - n_shape.numel() :].view(n_shape)
             state = n if state is None else self.compose(m, state) + n

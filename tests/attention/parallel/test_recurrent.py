@@ -38,6 +38,18 @@ def compared(name, arrays, whole=(), **options):
         assert off <= 2.0**-6 * most.float().abs().max(), f"{name} {[*options]} on rank {dist.get_rank()}: {off}"
 
 
+def trained(name, arrays, **options):
+    """Compare the gradients of a call on all ranks with those of the call on one."""
+    found = []
+    for function, share in (getattr(attention, name), lambda x: x), (getattr(parallel, name), part):
+        leaves = [share(x).clone().requires_grad_() for x in arrays]
+        more = {} if share is not part else {"length": LENGTH}
+        out = function(*leaves, decay=share(options["decay"]), **more)
+        found.append(torch.autograd.grad(out, leaves, share(options["dout"])))
+    for x, y in zip(*found):
+        assert (part(x).float() - y.float()).abs().max() <= 2.0**-6 * x.float().abs().max(), f"{name} on {dist.get_rank()}"
+
+
 def members(world):
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, LENGTH, heads, 16).bfloat16() for heads in (1, 1, 2))
@@ -52,6 +64,8 @@ def members(world):
     compared("delta_rule", (q, k, v, beta), return_state=True)
     compared("delta_rule", (q, k, v, beta), decay=of_tokens, cu_seqlens=ends, return_state=True)
     compared("delta_rule", [x[:, :2] for x in (q, k, v, beta)], initial_state=state, return_state=True)  # one rank has nothing
+    trained("linear", (q, k, v), decay=of_tokens, dout=torch.randn_like(v))
+    trained("delta_rule", (q, k, v, beta), decay=of_tokens, dout=torch.randn_like(v))
     steps, rate = torch.rand(1, LENGTH, 2), -torch.rand(2)
     options = dict(D=torch.rand(2), z=v, dt_bias=torch.rand(2), dt_softplus=True, return_final_states=True)
     compared("mamba2", (v, steps, rate, k, q), whole=(2,), **options)

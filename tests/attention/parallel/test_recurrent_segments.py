@@ -190,9 +190,3 @@ def test_arrays_must_be_torch_tensors():
         parallel.linear(q, k, v.float().numpy())
     with pytest.raises(TypeError, match="^beta: must be a torch tensor, .* not float"):
         parallel.delta_rule(q, k, v, 0.5)
-
-
-def test_recurrences_refuse_gradients():
-    q, k, v, _ = members()
-    with torch.enable_grad(), pytest.raises(NotImplementedError, match="there is no backward pass on several ranks"):
-        parallel.linear(q.requires_grad_(), k, v)
