@@ -15,7 +15,6 @@ from ..options import check_flag
 from ..parts.recurrent.tokens import CHUNK, COLUMNS
 from ..plans import recurrent_chunks
 from ..plans.call_options import requires_grad
-from ..plans.recurrent_derivative import RecurrentDerivative
 from ..public import linear_family
 from .agreement import agree_on_plan, cache_key, describe_value
 from .orders import Contiguous, Span, count_tokens
@@ -30,14 +29,16 @@ ALIGNED = 32  # numbers: 128 bytes
 
 
 class ShardedRecurrence:
-    """A call on this rank's shard, which maps a state S to M S + N. Subclasses say by which function of one GPU, with which
-    derivative, and how M and N follow. initial_option, final_option: the function's options for states; value_index: which
-    array holds the values; without_tokens: the indices of arrays that have no token axis; names: of the arrays;
+    """A call on this rank's shard, which maps a state S to M S + N. Subclasses say by which function of one GPU, and how M and
+    N follow. backward: the function of its gradients, which returns those of the arrays, and of the optional_gradients that a
+    flag asks for. initial_option, final_option: the function's options for states; final_gradient: backward's; value_index:
+    which array holds the values; without_tokens: the indices of arrays that have no token axis; names: of the arrays;
     autocast_names: the arrays and options that torch.autocast casts."""
 
     function: Callable
-    derivative: RecurrentDerivative
-    initial_option, final_option = "initial_state", "return_state"
+    backward: Callable
+    initial_option, final_option, final_gradient = "initial_state", "return_state", "dstate"
+    optional_gradients: tuple[str, ...] = "decay", "initial_state"
     value_index = 2
     without_tokens: tuple[int, ...] = ()
     names: tuple[str, ...] = "q", "k", "v"
@@ -70,10 +71,6 @@ class ShardedRecurrence:
     def tensor_options(self) -> dict[str, Any]:
         """The options that are tensors of numbers."""
         return {name: x for name, x in self.options.items() if isinstance(x, torch.Tensor) and name != "cu_seqlens"}
-
-    def derivative_options(self) -> dict[str, Any]:
-        """The options that the derivative shares with the function."""
-        return {name: x for name, x in self.options.items() if name in self.derivative.shared}
 
     def call(self, shard: SequenceShard, **more: Any) -> Any:
         """The result of the function of one GPU on this shard. more: further options."""

@@ -14,7 +14,6 @@ same algebra. docs/parallel.md says what the passes cost."""
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
 import torch
@@ -23,11 +22,7 @@ import attention
 
 from .. import gates
 from ..options import check_flag
-from ..plans.recurrent_checks import step_options
 from ..public import delta_rules, linear_family, mamba
-from ..public.delta_gradients import DELTA_DERIVATIVE
-from ..public.linear_gradients import LINEAR_DERIVATIVE
-from ..public.mamba_gradients import MAMBA2_DERIVATIVE
 from .peers import disable_compile
 from .recurrence import SegmentedRecurrence, Shape, ShardedRecurrence
 from .sequence_shard import MIN_DECAY, SequenceShard
@@ -87,7 +82,7 @@ def _evaluate_raw(q: Any, k: Any, beta: Any, options: dict[str, Any]) -> tuple[A
 class ShardedLinear(ShardedRecurrence):
     """attention.linear. M: for each head a number, or a vector of the channels' decays."""
 
-    function, derivative = staticmethod(attention.linear), LINEAR_DERIVATIVE
+    function, backward = staticmethod(attention.linear), staticmethod(attention.linear_backward)
 
     def m_shape(self, shard: SequenceShard) -> Shape:
         k, v, decay = self.arrays[1], self.arrays[2], self.options.get("decay")
@@ -128,7 +123,7 @@ class ShardedDeltaRule(ShardedRecurrence):
     """attention.delta_rule. M: a matrix for each head, which is the state after the shard if the state before it is the
     identity and all values are 0."""
 
-    function, derivative = staticmethod(attention.delta_rule), DELTA_DERIVATIVE
+    function, backward = staticmethod(attention.delta_rule), staticmethod(attention.delta_rule_backward)
     names = "q", "k", "v", "beta"
 
     def m_shape(self, shard: SequenceShard) -> Shape:
@@ -197,7 +192,8 @@ class ShardedDeltaRule(ShardedRecurrence):
 class ShardedMamba2(ShardedRecurrence):
     """attention.mamba2. M: a number for each head; states are transposed."""
 
-    function, derivative = staticmethod(attention.mamba2), MAMBA2_DERIVATIVE
+    function, backward = staticmethod(attention.mamba2), staticmethod(attention.mamba2_backward)
+    final_gradient, optional_gradients = "dstates", ("D", "z", "dt_bias", "initial_states")
     initial_option, final_option, value_index, without_tokens = "initial_states", "return_final_states", 0, (2,)
     names, autocast_names = ("x", "dt", "A", "B", "C"), ("x", "B", "C", "z")
 
@@ -207,10 +203,6 @@ class ShardedMamba2(ShardedRecurrence):
     def state_shape(self, shard: SequenceShard) -> Shape:
         x, B = self.arrays[0], self.arrays[3]
         return shard.sequences, x.shape[2], x.shape[3], B.shape[3]
-
-    def derivative_options(self) -> dict[str, Any]:
-        steps = step_options(self.options.get("dt_softplus", False), self.options.get("dt_limit", (0.0, math.inf)))
-        return super().derivative_options() | steps._asdict()
 
     def count_segments(self, shard: SequenceShard) -> int:
         """1, because z is not split into segments."""

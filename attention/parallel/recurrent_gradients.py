@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ..autograd import make_tma_contiguous
+from ..plans.recurrent_derivative import no_second_derivatives
 from .peers import Peers
 from .sequence_shard import GatheredSummaries, SequenceShard
 
@@ -42,7 +43,8 @@ class ShardedRecurrenceFunction(torch.autograd.Function):
         """The gradients of the tensors that need one. NotImplementedError: second derivatives are requested."""
         kind, peers = ctx.kind, ctx.peers
         if torch.is_grad_enabled():
-            raise NotImplementedError(f"{kind.derivative.no_second_derivatives}; leave create_graph=True out")
+            words = no_second_derivatives(f"attention.parallel.{kind.function.__name__}")
+            raise NotImplementedError(f"{words}; leave create_graph=True out")
         *tensors, m, before = ctx.saved_tensors
         named, arrays = dict(zip(ctx.names, tensors)), tuple(tensors[: len(kind.names)])
         options = ctx.options | {name: x for name, x in named.items() if name not in kind.names}
@@ -84,12 +86,15 @@ class GradientPasses:
     def compute(self, after: Any, wanted: Sequence[str]) -> dict[str, Any]:
         """{name: gradient} for a gradient of the state after the shard; None for 0."""
         recurrence, initial = self.recurrence, self.recurrence.initial_option
-        inputs = dict(zip(recurrence.names, recurrence.arrays)) | recurrence.tensor_options()
         if not len(self.shard.span):
+            inputs = dict(zip(recurrence.names, recurrence.arrays)) | recurrence.options
             of_state = self.zero_state() if after is None else after
             return {name: of_state if name == initial else torch.zeros_like(inputs[name]) for name in wanted}
-        inputs |= self.shard.varlen_options() | ({} if self.before is None else {initial: self.before})
-        return recurrence.derivative.compute(self.dout, [after], inputs, recurrence.derivative_options(), wanted)
+        optional = [name for name in recurrence.optional_gradients if name in wanted]
+        options = recurrence.options | self.shard.varlen_options() | {initial: self.before, recurrence.final_gradient: after}
+        options |= {f"d{name}": name in optional for name in recurrence.optional_gradients}
+        results = type(recurrence).backward(self.dout, *recurrence.arrays, **options)
+        return {name: x for name, x in zip((*recurrence.names, *optional), results, strict=True) if name in wanted}
 
     def zero_state(self) -> Any:
         """A state of zeros, as one for each sequence."""

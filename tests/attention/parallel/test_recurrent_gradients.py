@@ -127,7 +127,7 @@ def test_errors():
             with pytest.raises(ValueError, match="rank 0: gradients=True\nrank 1: gradients=False"):
                 parallel.linear(q if peers.rank else leaf, k, v, group=peers, length=LENGTH)
             out = parallel.linear(leaf, k, v, group=peers, length=LENGTH)
-            with pytest.raises(NotImplementedError, match="^attention.linear: has no second derivatives"):
+            with pytest.raises(NotImplementedError, match="^attention.parallel.linear: has no second derivatives"):
                 torch.autograd.grad(out.float().sum(), leaf, create_graph=True)
 
     together(2, rank)
