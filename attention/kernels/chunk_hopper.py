@@ -258,7 +258,7 @@ def make(config: Config):
             state_tile, out = subtile(state, COLUMNS, wg), subtile(out_tiles, COLUMNS, c)
             state_index = int32(sequence * states_per_sequence + min(segment, states_per_sequence - 1))
             s_t = warpgroup.load(gInitialState, STATE, (state_index, head, row, col), aligned=False)
-            for i in range(segment if result.has_outputs and states_per_sequence == 1 else 0):
+            for i in range(segment if not result.from_zero and states_per_sequence == 1 else 0):
                 total_decay = tile_min(load(gTotalDecays, COL_VEC, (sequence, head, i, 0)))
                 s_t = gate.decay(s_t, total_decay) + warpgroup.load(
                     gLocalStates, STATE, (sequence, head, i, row, col), aligned=False
@@ -321,12 +321,13 @@ def make(config: Config):
                 k.release(key_slot)
                 result.release_values(v, slot)
             s_t = block_exponent.ldexp(s_t, e)
-            if result.has_outputs:
-                warpgroup.store_wait()
-                if segment == segments - 1:
-                    warpgroup.store(gFinalState, s_t, (sequence, head, row, col), aligned=False)
-            else:
+            if result.from_zero:
                 warpgroup.store(gLocalStates, s_t, (sequence, head, segment, row, col))
                 store(gTotalDecays, zeros(COL_VEC) + segment_b, (sequence, head, segment, 0))
+            else:
+                if result.has_outputs:
+                    warpgroup.store_wait()
+                if segment == segments - 1:
+                    warpgroup.store(gFinalState, s_t, (sequence, head, row, col), aligned=False)
 
     return scan, smem

@@ -5,8 +5,8 @@
 over the tokens i of the chunk of t. carried: the sum of what k_i . dk_i has from dS, the gradient of the state after the chunk.
 S: the state before it. A gate that forward takes for FLOOR, as -inf, has no gradient.
 
-A block's warps have a chunk each in turn. A gate of a head is that of all of its tokens: its gradient is the sum of theirs, in
-a fixed order."""
+A block's warps have a head each, which lie side by side in memory. A gate of a head is that of all of its tokens: its gradient
+is the sum of theirs, of which a warp has a part; partial_sums.py adds these in a fixed order."""
 
 import functools
 from collections.abc import Iterator
@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from numba import cuda
 from numpy import float32, int32
 
-from ops import block, col_index, cumsum, divmod, exp, less, load, store, tile_sum, truncate, where, zeros
-from tiles import fp32, shared, sv
+from ops import col_index, cumsum, divmod, exp, less, load, store, tile_sum, truncate, where, zeros
 from tiles.launching.arguments import ENDS, INT, array
 from tiles.layout import LANES
 from tiles.targets import Target
@@ -24,7 +23,7 @@ from tiles.targets import Target
 from ..parts.recurrent.gates import FLOOR, ROW_VEC, clamp_gates
 from ..parts.recurrent.tokens import SequenceLayout
 
-WARPS = 8  # of a block
+WARPS = 8  # of a block: as many heads
 
 
 @dataclass(frozen=True)
@@ -48,44 +47,44 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     PER_HEAD, seq_layout = config.per_head, SequenceLayout(config.varlen)
-    smem = shared(sums=sv(4 * WARPS, fp32))
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def sum_gates(
         gQueryDots: array(3), gKeyDots: array(3), gCarriedDots: array(3), gStateDots: array(3), gGates: array(3),
-        gGradient: array(3), gCuSeqlens: ENDS, length: INT, sequences: INT, heads: INT, parts: INT,
+        gGradient: array(3), gPartial: array(2), gCuSeqlens: ENDS, length: INT, splits: INT, heads: INT, groups: INT,
+        parts: INT,
     ):  # fmt: skip
-        """A block has a head of one sequence, or of all `sequences` if a gate is that of a head. gQueryDots, gKeyDots: `parts`
-        of each row sum for each token and head. gCarriedDots, gStateDots: those of what is carried and of <S, dS>, for each
-        chunk and head."""
-        (sums,) = smem.open()
-        warp, (first, head), total = int32(cuda.threadIdx.x // LANES), divmod(cuda.blockIdx.x, heads), float32(0)
-        for sequence in range(first, sequences if PER_HEAD else first + 1):
-            seq = seq_layout.sequence_tokens(gCuSeqlens, sequence, length)
-            query_dots, key_dots = truncate(gQueryDots, 1, seq.end), truncate(gKeyDots, 1, seq.end)
-            for j in range(warp, seq.num_chunks(), WARPS):
-                token = seq.chunk_start(j)
-                r = zeros(ROW_VEC)
-                for part in range(parts):
-                    at = seq.batch, token, int32(head * parts + part)
-                    r = r + (load(query_dots, ROW_VEC, at, cols=1) - load(key_dots, ROW_VEC, at, cols=1))
-                index = seq_layout.chunk_index(token, sequence, length)
-                carried = tile_sum(load(gCarriedDots, ROW_VEC, (index, head, 0), cols=2))
-                state_dot = tile_sum(load(gStateDots, ROW_VEC, (index, head, 0), cols=2))
-                gates = load(truncate(gGates, 1, seq.end), ROW_VEC, (seq.batch, token, head), cols=1)
-                later = tile_sum(r) + carried + state_dot * exp(tile_sum(clamp_gates(gates)))
-                gradient = where(less(gates, FLOOR), 0.0, r - cumsum(r) + later)
-                if PER_HEAD:
-                    total += tile_sum(where(less(col_index(ROW_VEC), float32(seq.remaining(j))), gradient, 0.0))
-                else:
-                    store(truncate(gGradient, 1, seq.end), gradient, (seq.batch, token, head), cols=1)
-            if not PER_HEAD:
-                padding = seq_layout.padding_tokens(gCuSeqlens, sequence, length)
-                for j in range(warp, padding.num_chunks(), WARPS):
-                    store(gGradient, zeros(ROW_VEC), (padding.batch, padding.chunk_start(j), head), cols=1)
+        """A block has one of `splits` parts of the chunks of a sequence, for one of `groups` groups of heads. gQueryDots,
+        gKeyDots: `parts` of each row sum, for each token and head. gCarriedDots, gStateDots: those of what is carried and of
+        <S, dS>, for each chunk and head. gPartial: the sum of each split, for each head, if a gate is that of a head."""
+        index, group = divmod(cuda.blockIdx.x, groups)
+        (sequence, split), total = divmod(index, splits), float32(0)
+        head = int32(WARPS * group + cuda.threadIdx.x // LANES)
+        if head >= heads:
+            return
+        seq = seq_layout.sequence_tokens(gCuSeqlens, sequence, length)
+        query_dots, key_dots = truncate(gQueryDots, 1, seq.end), truncate(gKeyDots, 1, seq.end)
+        for j in range(split, seq.num_chunks(), splits):
+            token = seq.chunk_start(j)
+            r = zeros(ROW_VEC)
+            for part in range(parts):
+                at = seq.batch, token, int32(head * parts + part)
+                r = r + (load(query_dots, ROW_VEC, at, cols=1) - load(key_dots, ROW_VEC, at, cols=1))
+            chunk = seq_layout.chunk_index(token, sequence, length)
+            carried = tile_sum(load(gCarriedDots, ROW_VEC, (chunk, head, 0), cols=2))
+            state_dot = tile_sum(load(gStateDots, ROW_VEC, (chunk, head, 0), cols=2))
+            gates = load(truncate(gGates, 1, seq.end), ROW_VEC, (seq.batch, token, head), cols=1)
+            later = tile_sum(r) + carried + state_dot * exp(tile_sum(clamp_gates(gates)))
+            gradient = where(less(gates, FLOOR), 0.0, r - cumsum(r) + later)
+            if PER_HEAD:
+                total += tile_sum(where(less(col_index(ROW_VEC), float32(seq.remaining(j))), gradient, 0.0))
+            else:
+                store(truncate(gGradient, 1, seq.end), gradient, (seq.batch, token, head), cols=1)
         if PER_HEAD:
-            total = block.reduce_sum(total, sums)
-            if warp == 0:
-                gGradient[0, 0, head] = total
+            gPartial[index, head] = total
+        else:
+            padding = seq_layout.padding_tokens(gCuSeqlens, sequence, length)
+            for j in range(split, padding.num_chunks(), splits):
+                store(gGradient, zeros(ROW_VEC), (padding.batch, padding.chunk_start(j), head), cols=1)
 
-    return sum_gates, smem
+    return sum_gates, None

@@ -74,7 +74,7 @@ def plan_delta_chunks(problem: Problem, arrays: Arrays, scale: float, scratch: S
         sums = {name: scratch(chunks, heads, warps) for name in ("carried_dots", "state_dots")}
         known |= {"gQueryDots": query_dots, "gKeyDots": key_dots}
         known |= {"gCarriedDots": sums["carried_dots"], "gStateDots": sums["state_dots"]}
-        finish.append(sum_gates(problem, arrays, query_dots, key_dots, sums, halves))
+        finish += sum_gates(problem, arrays, query_dots, key_dots, sums, halves, scratch)
     if unrounded:
         finish += [step for name in ("dq", "dk") for step in sum_heads(problem, outputs[name], arrays[name])]
     parts = -(-chunks // sequences)  # of a head of a sequence: thread blocks with a chunk each, if all have as many

@@ -15,6 +15,7 @@ from ..parts.recurrent.gates import Gate, HeadGate, TokenGate
 from ..parts.recurrent.gradients import GroupedStates, KeyGradients, QueryGradients, ReversedGate, UnroundedOutputs
 from ..parts.recurrent.results import ScanOutputs, ScanResult, ScanStates
 from . import recurrent_chunks
+from .partial_sums import sum_partials
 from .recurrent_checks import DTYPES, has_channel_decay, is_varlen, pad_key_dim
 from .recurrent_chunks import SWAP_STATE_AXES, Arrays, ScratchAllocator, intern_value, launch_scan
 
@@ -91,7 +92,7 @@ def plan_chunk_gradients(
     key_dim, value_dim = problem("key_dim", "value_dim")
     queries, keys, values = _choose_scans(problem, arrays, bool(vector_bytes))
     sums_heads = queries.result.unrounded and not wants_value_heads(arrays)
-    shared: Arrays = {"gGates": _choose_gate(problem, arrays["decay"], bool(vector_bytes))[1]}
+    shared: Arrays = {"gGates": choose_gate(problem, arrays["decay"], bool(vector_bytes))[1]}
     shared["gCuSeqlens"] = problem["cu_seqlens"]
     dout, q, k, v = (arrays[name] for name in ("dout", "q", "k", "v"))
     outputs = {name: partial_gradients(problem, scratch) if sums_heads else arrays[name] for name in ("dq", "dk")}
@@ -112,7 +113,7 @@ def plan_chunk_gradients(
         of_chunks = {name: scratch(chunks, heads, state_parts) for name in ("carried_dots", "state_dots")}
         of_queries |= {"gZ": q, "row_dots": query_dots, "states": states} | of_chunks
         of_keys |= {"gZ": k, "row_dots": key_dots, "states": states} | of_chunks
-        finish.append(sum_gates(problem, arrays, query_dots, key_dots, of_chunks, parts))
+        finish += sum_gates(problem, arrays, query_dots, key_dots, of_chunks, parts, scratch)
     if sums_heads:
         finish += [step for name in ("dq", "dk") for step in sum_heads(problem, outputs[name], arrays[name])]
     scans = (queries, of_queries), (keys, of_keys), (values, of_values)
@@ -138,7 +139,7 @@ def serves_gradients(problem: Problem, arrays: Arrays, vector_bytes: int) -> boo
 
 def _choose_scans(problem: Problem, arrays: Arrays, by_cp_async: bool) -> tuple[GradientScan, GradientScan, GradientScan]:
     """The scans of dQ, dK and dV."""
-    gate, _ = _choose_gate(problem, arrays["decay"], by_cp_async)
+    gate, _ = choose_gate(problem, arrays["decay"], by_cp_async)
     heads, key_heads, key_dim, value_dim = problem("heads", "heads_k", "key_dim", "value_dim")
     with_gates, unrounded = arrays["ddecay"] is not None, heads > key_heads or wants_value_heads(arrays)
     queries, keys = (intern_value(kind, with_gates, unrounded) for kind in (QueryGradients, KeyGradients))
@@ -159,7 +160,7 @@ def count_chunk_indices(problem: Problem) -> int:
     return -(-length // chunk_hopper.CHUNK) * sequences
 
 
-def _choose_gate(problem: Problem, decay: Operand | None, by_cp_async: bool) -> tuple[Gate, Operand | None]:
+def choose_gate(problem: Problem, decay: Operand | None, by_cp_async: bool) -> tuple[Gate, Operand | None]:
     """(the kind of gates, their array as the kernel takes it). No scan of gradients adds log2 of the scale to gates."""
     if decay is None:
         return intern_value(Gate), None
@@ -185,34 +186,43 @@ def partial_gradients(problem: Problem, scratch: Callable[..., Operand]) -> Oper
 def allocate_row_dots(problem: Problem, scratch: Callable[..., Operand], parts: int) -> Operand:
     """Memory for `parts` parts of a row sum for each token and head."""
     batch, length, heads = problem("batch", "seqlen", "heads")
-    return scratch(batch, length, heads * parts)
+    return scratch(batch, heads * parts, length).permuted((0, 2, 1))  # gate_gradient.py reads them along tokens
 
 
 def sum_gates(
-    problem: Problem, arrays: Arrays, query_dots: Operand, key_dots: Operand, of_chunks: dict[str, Operand], parts: int
-) -> Step:
-    """The launch that computes the decay's gradient."""
+    problem: Problem,
+    arrays: Arrays,
+    query_dots: Operand,
+    key_dots: Operand,
+    of_chunks: dict[str, Operand],
+    parts: int,
+    scratch: Callable[..., Operand],
+) -> list[Step]:
+    """The launches that compute the decay's gradient."""
     decay, gradient = arrays["decay"], arrays["ddecay"]
     assert decay is not None and gradient is not None
     length, heads, sequences = problem("seqlen", "heads", "sequences")
     per_head = len(decay.form.shape) == 1
-    if per_head:
-        gradient = gradient.spread(0, 1).spread(0, 1)
+    groups, splits = -(-heads // gate_gradient.WARPS), -(-count_chunk_indices(problem) // sequences)
+    partial = scratch(sequences * splits, heads) if per_head else None
     kernel = kernel_for(gate_gradient, intern_value(gate_gradient.Config, per_head, is_varlen(problem)), problem.device)
-    return kernel.bind(
-        heads if per_head else sequences * heads,
+    step = kernel.bind(
+        sequences * splits * groups,
         gQueryDots=query_dots,
         gKeyDots=key_dots,
         gCarriedDots=of_chunks["carried_dots"],
         gStateDots=of_chunks["state_dots"],
         gGates=spread_to_tokens(problem, decay),
-        gGradient=gradient,
+        gGradient=None if per_head else gradient,
+        gPartial=partial,
         gCuSeqlens=problem["cu_seqlens"],
         length=length,
-        sequences=sequences,
+        splits=splits,
         heads=heads,
+        groups=groups,
         parts=parts,
     )
+    return [step, sum_partials(problem, partial, gradient)] if partial else [step]
 
 
 def sum_heads(problem: Problem, partial: Operand | None, out: Operand | None, parts: int = 1) -> list[Step]:

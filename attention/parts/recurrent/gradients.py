@@ -137,7 +137,7 @@ class GroupedQueries(ScanResult):
 class GroupedStates(GroupedQueries):
     """Only the states of such a scan: what each segment makes of a state of 0."""
 
-    has_outputs, label = False, "states, grouped"
+    has_outputs, from_zero, label = False, True, "states, grouped"
 
 
 class UnroundedOutputs(ScanOutputs):

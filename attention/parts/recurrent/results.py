@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from ops import row_max, silu, truncate, warpgroup
 from tiles import fp32, inlined, static
-from tiles.launching.arguments import record
+from tiles.launching.arguments import array, record
 
 from .gates import COL_VEC, Gate, Mamba2Gate
 
@@ -18,13 +18,14 @@ NORMALIZER_EPSILON = 1e-10  # added to a normalizer, as flash-linear-attention d
 @static
 class ScanResult:
     """The base of what a scan can compute. has_outputs: does it compute outputs, or a normalizer, so that it reads queries?
-    reads_values: does it read values? If not, all of them are 1. skip, normalized, silu: see ScanOutputs. reads_z: is there an
-    array z of the outputs' shape that it reads beside the values? unrounded: are outputs float32? scales_scores: are scores
-    multiplied by the scale before they are rounded, instead of outputs at the end? groups_queries, dots_states: see
-    gradients.py."""
+    reads_values: does it read values? If not, all of them are 1. from_zero: does the scan of a segment begin with a state of 0,
+    and store the last one as a local state? skip, normalized, silu: see ScanOutputs. reads_z: is there an array z of the
+    outputs' shape that it reads beside the values? unrounded: are outputs float32? scales_scores: are scores multiplied by the
+    scale before they are rounded, instead of outputs at the end? groups_queries, dots_states: see gradients.py."""
 
     has_outputs = True
     reads_values = True
+    from_zero = False
     skip = normalized = silu = unrounded = scales_scores = groups_queries = dots_states = False
     label = ""
 
@@ -117,7 +118,21 @@ class ScanResult:
 class ScanStates(ScanResult):
     """Only the states: what each segment makes of a state of 0."""
 
-    has_outputs, label = False, "states"
+    has_outputs, from_zero, label = False, True, "states"
+
+
+class ChunkStates(ScanResult):
+    """Only the states before each chunk, transposed, in the dtype of the inputs."""
+
+    has_outputs, label = False, "states of chunks"
+
+    def params(self, dtype):
+        """states: by the index of a chunk and head."""
+        return record(states=array(4, dtype))
+
+    @inlined
+    def store_state(self, params, s_t, index, head, row, col):
+        warpgroup.store(params.states, s_t, (index, head, row, col), aligned=True)
 
 
 class ScanNormalizer(ScanResult):

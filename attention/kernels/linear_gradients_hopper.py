@@ -1,0 +1,248 @@
+"""Gradients of linear attention for Hopper in one walk from the last chunk to the first, where a decay is one number for a
+token and head. With S the state before a chunk, dS the gradient of the state after it, b the cumulative sum of the chunk's
+gates and M = tril(exp(b - b^T)),
+
+    dP = scale M * dO V^T        P = scale M * Q K^T
+    dQ = scale exp(b) dO S^T + dP K
+    dK = exp(b_last - b) V dS^T + dP^T Q
+    dV = exp(b_last - b) K dS + P^T dO
+    dS before = exp(b_last) dS + (scale exp(b) Q)^T dO
+
+The states before all chunks are in memory, transposed, in the input's dtype (results.ChunkStates). Each consumer has 64
+columns of the values, for which it keeps dS in registers, transposed, and computes dV. Besides, the first computes dQ, the
+second dK, for which it reads dS of both in shared memory. Every exponent is a sum of gates, so never positive.
+
+Of the gates' gradients (gradients.py) it stores q . dq and k . dk, and for each chunk the sum of what k . dk has from dS,
+and <S, dS>; gate_gradient.py does the rest."""
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from numba import cuda
+from numpy import float32, int32
+
+from ops import columns, divmod, minimum, row_sum, subtile, tile_sum, truncate, warpgroup, zeros
+from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, sv
+from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
+from tiles.targets import Target
+
+from ..parts.recurrent.gates import DecayGate, Gate, HeadGate, TokenGate
+from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
+
+CONSUMERS = 2
+PRODUCER = CONSUMERS  # the warpgroup after those of the consumers
+WARPS = CONSUMERS * warpgroup.WARPGROUP  # of the consumers
+VALUES = CONSUMERS * COLUMNS  # columns of a value, padded
+REGISTERS = 40, 232  # of a thread of the producer, of a consumer
+CUMSUM_WARPS = warpgroup.WARPGROUP - 1  # warps of the producer that compute b, a chunk each in turn
+PANEL = 64  # channels of a panel of a shared tile
+STAGES = 2  # chunks in flight
+OF_QUERIES = 0  # the consumer that computes dQ
+
+
+@dataclass(frozen=True)
+class Config:
+    """A kernel's configuration. key_dim: the channels of keys, padded. gate: the kind of gates. with_gates: is what the gates'
+    gradients are made of stored? unrounded: are dQ and dK float32, to be added over a group? unrounded_values: is dV float32?
+    varlen: are sequences packed (cu_seqlens)?"""
+
+    key_dim: int
+    dtype: dtype
+    gate: Gate
+    with_gates: bool = False
+    unrounded: bool = False
+    unrounded_values: bool = False
+    varlen: bool = False
+    threads = warpgroup.THREADS * (CONSUMERS + 1)
+    consumers, ctas_per_sm, supports_segments = CONSUMERS, 1, True  # as of chunk_hopper.py, to choose segments
+
+    def __str__(self):
+        flags = "gates" * self.with_gates, "float32" * self.unrounded, "float32 dv" * self.unrounded_values
+        size = f"Dk {self.key_dim} {self.dtype}"
+        return ", ".join(filter(None, (size, str(self.gate), *flags, "varlen" * self.varlen)))
+
+
+KEY_DIMS = 64, 128  # as padded
+KINDS: tuple[type[Gate], ...] = Gate, HeadGate, TokenGate
+
+
+def space(target: Target, everything: bool) -> Iterator[Config]:
+    """The configurations. everything: fp16, packed sequences and float32 results at all sizes, too."""
+    if target.has_wgmma:
+        for of, key_dim, kind in itertools.product((bf16, fp16) if everything else (bf16,), KEY_DIMS, KINDS):
+            gate = kind(scale_at_end=True) if issubclass(kind, DecayGate) else kind()
+            for varlen, unrounded in itertools.product((False, True), repeat=2) if everything else ((False, False),):
+                yield Config(key_dim, of, gate, kind is not Gate, unrounded, unrounded, varlen)
+
+
+@functools.cache
+def make(config: Config):
+    """(kernel, shared memory) of a configuration."""
+    INPUT, gate, KEYS, WITH_GATES, VARLEN = config.dtype, config.gate, config.key_dim, config.with_gates, config.varlen
+    (producer_registers, consumer_registers), STATE = REGISTERS, rt(16, KEYS, fp32)
+    seq_layout, TRANSPOSED = SequenceLayout(VARLEN, reversed=True), rt(16, CHUNK, INPUT)
+    KEY, VALUE, STATES = st(CHUNK, KEYS, INPUT), st(CHUNK, VALUES, INPUT), st(VALUES, KEYS, INPUT)
+    PANEL_ROWS = rt(16, PANEL, INPUT)
+    FENCED = VARLEN or config.unrounded  # must loads fence themselves, as no TMA store follows them that does so?
+    OF_KEYS = array(4) if config.unrounded else seq_layout.output_argument(KEY)
+    OF_VALUES = array(4) if config.unrounded_values else seq_layout.output_argument(st(CHUNK, COLUMNS, INPUT))
+    vectors = ring(sv(CHUNK, fp32), CUMSUM_WARPS if gate.per_token else 1, WARPS, writers=1)
+    smem = shared(
+        q=ring(KEY, STAGES, WARPS),
+        k=ring(KEY, STAGES, WARPS),
+        v=ring(VALUE, STAGES, WARPS),
+        do=ring(VALUE, STAGES, WARPS),
+        s=ring(STATES, 1, WARPS),
+        ds=STATES,
+        out=st(CONSUMERS * CHUNK, KEYS, INPUT),
+        b=vectors,
+    )
+
+    @inlined
+    def multiply_panel(x, tile, n, fenced):
+        """The products of 64 channels of x and of a shared tile."""
+        panel = subtile(tile, CHUNK, 0, PANEL, n)
+        return columns(x, PANEL, n) * fp32(warpgroup.load(panel, PANEL_ROWS, fenced=fenced))
+
+    @inlined
+    def multiply(x, tile, fenced=FENCED):
+        """x * tile, whose panels are added: only sums over channels are wanted, and with all of them registers would spill."""
+        if KEYS > PANEL:
+            return multiply_panel(x, tile, 0, fenced) + multiply_panel(x, tile, 1, fenced)
+        else:
+            return multiply_panel(x, tile, 0, fenced)
+
+    @inlined
+    def clear_tails(tiles, remaining):
+        """Set to zero the rows of tiles that belong to another sequence."""
+        for tile in tiles:
+            seq_layout.zero_other_rows(tile, remaining, CONSUMERS)
+
+    def make_store(unrounded):
+        """The function that stores a chunk's gradients: by TMA if they are rounded and sequences not packed."""
+
+        @inlined
+        def store_rows(gOut, tile, x, seq, token, head, block):
+            """Store block number `block` of the columns, of the rows that belong to the sequence."""
+            if VARLEN or unrounded:
+                at = seq.batch, token, head, int32(x.cols * block)
+                warpgroup.store(truncate(gOut, 1, seq.end), x, at, 1, 3, aligned=True)
+            else:
+                warpgroup.send(gOut, (seq.batch, token, head, block), tile, x)
+
+        return store_rows
+
+    store_gradient, store_values = make_store(config.unrounded), make_store(config.unrounded_values)
+
+    @inlined
+    def store_inputs(wg, gDQ, gDK, tile, x, seq, token, head):
+        """Store a consumer's dQ or dK."""
+        if wg == OF_QUERIES:
+            store_gradient(gDQ, tile, x, seq, token, head, int32(0))
+        else:
+            store_gradient(gDK, tile, x, seq, token, head, int32(0))
+
+    @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
+    def differentiate_linear(
+        gQ: tiled(KEY, unit=1), gK: tiled(KEY, unit=1), gV: tiled(VALUE, unit=1), gDOut: tiled(VALUE, unit=1),
+        gStates: tiled(STATES, 4, 2, 3), gGates: array(gate.rank), gDQ: OF_KEYS, gDK: OF_KEYS, gDV: OF_VALUES,
+        gLastState: array(4), gFirstState: array(4), gQueryDots: array(3), gKeyDots: array(3), gCarriedDots: array(3),
+        gStateDots: array(3), gCuSeqlens: ENDS, length: INT, segments: INT, heads: INT, group: INT, scale: FLOAT,
+    ):  # fmt: skip
+        """The gradients of one of the `segments` of a sequence, for one value head; `group` of them share a key head. gStates:
+        S^T before each chunk. gLastState: dS^T after each segment, gFirstState: before each sequence."""
+        q, k, v, do, s, ds, out_tiles, b = smem.open()
+        wg = warpgroup.id()
+        _, segment, head, sequence = block_coord(cuda.blockIdx.x, 1, segments, heads)
+        key_head, _ = divmod(head, group)
+        seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, segment, segments)
+        n, first_chunk = seq.num_chunks(), seq_layout.chunk_index(seq.start, sequence, length)
+        if wg == PRODUCER:
+            warpgroup.release_registers(producer_registers)
+            if warpgroup.rank() == 0:
+                for j in range(n):
+                    token = seq.chunk_start(j)
+                    q.fill(j, gQ, (seq.batch, token, key_head))
+                    k.fill(j, gK, (seq.batch, token, key_head))
+                    v.fill(j, gV, (seq.batch, token, head))
+                    do.fill(j, gDOut, (seq.batch, token, head))
+                    s.fill(j, gStates, (int32(first_chunk + seq.chunk_number(j)), head))
+            elif gate.per_token:
+                for j in range(warpgroup.rank() - 1, n, CUMSUM_WARPS):
+                    gate.produce_cumsum(b, b, j, gGates, gGates, gGates, seq.batch, seq.chunk_start(j), seq.end, head)
+        else:
+            warpgroup.claim_registers(consumer_registers)
+            side, sign = float32(wg), float32(1 - 2 * wg)
+            own_ds, out, dv_out = (
+                subtile(ds, COLUMNS, wg),
+                subtile(out_tiles, CHUNK, wg),
+                subtile(out_tiles, CHUNK, wg, COLUMNS, 0),
+            )
+            warp, side, sign = int32(warpgroup.WARPGROUP * wg + warpgroup.rank()), float32(wg), float32(1 - 2 * wg)
+            state_index, column = int32(sequence * segments + segment), int32(COLUMNS * wg)
+            ds_t = warpgroup.load(gLastState, STATE, (state_index, head, column, 0), aligned=False)
+            g, ended = gate.load_head_gate(gGates, head), int32(sequence if segment == segments - 1 else -1)
+            for j in range(n):
+                remaining, chunk, token = seq.remaining(j), int32(first_chunk + seq.chunk_number(j)), seq.chunk_start(j)
+                dots_at = seq.batch, token, head
+                q_tile, k_tile, v_tile, do_tile = q.wait(j), k.wait(j), v.wait(j), do.wait(j)
+                clear_tails((q_tile, k_tile), remaining)
+                clear_tails((v_tile, do_tile), remaining)
+                warpgroup.sync_several(CONSUMERS)  # both have read dS of the chunk before
+                warpgroup.store(own_ds, ds_t)
+                b_rows, b_cols, b_last = gate.consume_cumsum(b, b, j, g, remaining)
+                warpgroup.sync_several(CONSUMERS)
+                s_tile, own_do = s.wait(j), subtile(do_tile, CHUNK, 0, COLUMNS, wg)
+                if wg == OF_QUERIES:  # dx is dQ
+                    left, right, states, own, other = do_tile, v_tile, s_tile, q_tile, k_tile
+                else:  # dx is dK, dp its transpose, with all signs of b the other way round
+                    left, right, states, own, other = v_tile, do_tile, ds, k_tile, q_tile
+                p_t = warpgroup.mm_ABt(k_tile, q_tile)
+                dv = warpgroup.mm_ABt(k_tile, own_ds)
+                dp = warpgroup.mm_ABt(left, right)
+                p_t = gate.decay_all_scores(warpgroup.wait(p_t, newer=2), b_rows * -1.0, b_cols * -1.0) * scale
+                p_t = INPUT(warpgroup.triu(p_t, 0, 0.0))
+                dv = gate.decay(warpgroup.wait(dv, newer=1), minimum(b_last - b_rows, 0.0))
+                dv = warpgroup.mma_AB(dv, p_t, own_do)
+                dp = gate.decay_all_scores(warpgroup.wait(dp, newer=1), b_rows * sign, b_cols * sign) * scale
+                dp = INPUT(warpgroup.tril(warpgroup.triu(dp, CHUNK * (wg - 1), 0.0), CHUNK * wg, 0.0))
+                if WITH_GATES:
+                    gStateDots[chunk, head, warp] = tile_sum(multiply(ds_t, subtile(s_tile, COLUMNS, wg), True))
+                store_values(gDV, dv_out, warpgroup.wait(dv), seq, token, head, wg)
+                dx = warpgroup.mm_AB(left, states)
+                do_t = fp32(warpgroup.load_transposed(own_do, TRANSPOSED, fenced=FENCED)) * scale
+                do_t = INPUT(gate.decay(do_t, b_cols))
+                dx = gate.decay(warpgroup.wait(dx), minimum(b_last * side + b_rows * sign, 0.0))
+                s.release(j)
+                if wg == OF_QUERIES:
+                    dx = dx * scale
+                elif WITH_GATES:
+                    gCarriedDots[chunk, head, warpgroup.rank()] = tile_sum(multiply(dx, own))
+                dx = warpgroup.mma_AB(dx, dp, other)
+                ds_t = warpgroup.mma_AB(gate.decay(ds_t, b_last), do_t, q_tile)
+                dx = warpgroup.wait(dx, newer=1)
+                if WITH_GATES:
+                    dots = row_sum(multiply(dx, own))
+                    if wg == OF_QUERIES:
+                        warpgroup.store(truncate(gQueryDots, 1, seq.end), dots, dots_at, cols=1)
+                    else:
+                        warpgroup.store(truncate(gKeyDots, 1, seq.end), dots, dots_at, cols=1)
+                store_inputs(wg, gDQ, gDK, out, dx, seq, token, head)
+                ds_t = warpgroup.wait(ds_t)
+                q.release(j)
+                k.release(j)
+                v.release(j)
+                do.release(j)
+            warpgroup.store_wait()
+            if VARLEN and ended >= 0:
+                padding = seq_layout.padding_tokens(gCuSeqlens, ended, length)
+                for j in range(padding.num_chunks()):
+                    token = padding.chunk_start(j)
+                    store_inputs(wg, gDQ, gDK, out, zeros(STATE), padding, token, head)
+                    store_values(gDV, dv_out, zeros(rt(16, COLUMNS, fp32)), padding, token, head, wg)
+            if ended >= 0:
+                warpgroup.store(gFirstState, ds_t, (ended, head, int32(COLUMNS * warpgroup.id()), 0), aligned=False)
+
+    return differentiate_linear, smem

@@ -1,0 +1,139 @@
+"""The plan of linear attention's gradients by one walk in reverse (linear_gradients_hopper.py): the states before all
+chunks, the walk, and small kernels for what several value heads share and for gates."""
+
+from typing import NamedTuple
+
+from tiles.calls.plan import Step
+from tiles.calls.schema import Problem
+from tiles.launching.arrays import Operand
+from tiles.launching.launch import kernel_for
+
+from ..kernels import chunk_hopper, linear_gradients_hopper
+from ..kernels.linear_gradients_hopper import CONSUMERS, KEY_DIMS, VALUES, WARPS
+from ..parts.recurrent.gates import Gate
+from ..parts.recurrent.gradients import ReversedGate
+from ..parts.recurrent.results import ChunkStates, ScanResult, ScanStates
+from . import recurrent_chunks
+from .recurrent_checks import DTYPES, has_channel_decay, is_varlen, pad_key_dim
+from .recurrent_chunks import (
+    SWAP_STATE_AXES,
+    Arrays,
+    ScratchAllocator,
+    compose_segments,
+    intern_value,
+    launch_scan,
+)
+from .recurrent_gradients import (
+    allocate_row_dots,
+    choose_gate,
+    count_chunk_indices,
+    partial_gradients,
+    sum_gates,
+    sum_heads,
+    wants_value_heads,
+)
+
+STATES = "initial_state", "dstate", "dinitial_state"
+
+
+def serves_walk(problem: Problem, vector_bytes: int) -> bool:
+    """Does the walk serve such a call? vector_bytes: how many bytes a cp.async copies, 0 for TMA."""
+    batch, length, key_dim, value_dim = problem("batch", "seqlen", "key_dim", "value_dim")
+    if vector_bytes or not batch * length or has_channel_decay(problem):
+        return False
+    return key_dim <= KEY_DIMS[-1] and value_dim <= VALUES
+
+
+def plan_gradient_walk(problem: Problem, arrays: Arrays, scale: float, scratch: ScratchAllocator) -> list[Step]:
+    """The launches. arrays: as in recurrent_gradients.plan_chunk_gradients."""
+    heads, key_heads, key_dim, value_dim, sequences = problem("heads", "heads_k", "key_dim", "value_dim", "sequences")
+    gate, gates = choose_gate(problem, arrays["decay"], by_cp_async=False)
+    chunks, wants_gates = count_chunk_indices(problem), arrays["ddecay"] is not None
+    sums_heads = heads > key_heads and not wants_value_heads(arrays)
+    padded = pad_key_dim(key_dim, KEY_DIMS)
+    assert arrays["dv"] is not None
+    config = intern_value(
+        linear_gradients_hopper.Config,
+        padded,
+        DTYPES[problem.dtype],
+        gate,
+        wants_gates,
+        sums_heads or wants_value_heads(arrays),
+        arrays["dv"].form.dtype == "float32",
+        is_varlen(problem),
+    )
+    segments = recurrent_chunks.count_segments(problem, config, CONSUMERS)
+    shared: Arrays = {"gGates": gates, "gCuSeqlens": problem["cu_seqlens"]}
+    q, k, v, dout = (arrays[name] for name in ("q", "k", "v", "dout"))
+    ends = {name: x and x.permuted(SWAP_STATE_AXES) for name in STATES for x in [arrays[name]]}
+    states = scratch(chunks, heads, value_dim, padded, dtype=problem.dtype)
+    forward, reverse = (
+        StateScan(problem, gate, shared | {"gQ": k, "gK": k, "gV": v}),
+        StateScan(problem, intern_value(ReversedGate, gate), shared | {"gQ": q, "gK": q, "gV": dout}, scale),
+    )
+    steps, initial = forward.states_before_segments(ends["initial_state"], segments, scratch)
+    steps.append(forward.launch(intern_value(ChunkStates), segments, segments, {"gInitialState": initial, "states": states}))
+    more, last = reverse.states_before_segments(ends["dstate"], segments, scratch)
+    steps += more
+    outputs = {name: partial_gradients(problem, scratch) if sums_heads else arrays[name] for name in ("dq", "dk")}
+    known: Arrays = shared | {"gQ": q, "gK": k, "gV": v, "gDOut": dout, "gStates": states, "gLastState": last}
+    known |= {"gDQ": outputs["dq"], "gDK": outputs["dk"], "gDV": arrays["dv"], "gFirstState": ends["dinitial_state"]}
+    finish: list[Step] = []
+    if wants_gates:
+        query_dots, key_dots = (allocate_row_dots(problem, scratch, 1) for _ in range(2))
+        sums = {"carried_dots": scratch(chunks, heads, WARPS // 2), "state_dots": scratch(chunks, heads, WARPS)}
+        known |= {"gQueryDots": query_dots, "gKeyDots": key_dots}
+        known |= {"gCarriedDots": sums["carried_dots"], "gStateDots": sums["state_dots"]}
+        finish += sum_gates(problem, arrays, query_dots, key_dots, sums, 1, scratch)
+    if sums_heads:
+        finish += [step for name in ("dq", "dk") for step in sum_heads(problem, outputs[name], arrays[name])]
+    walk = kernel_for(linear_gradients_hopper, config, problem.device).bind(
+        sequences * heads * segments,
+        length=problem.extents["seqlen"],
+        segments=segments,
+        heads=heads,
+        group=heads // key_heads,
+        scale=scale,
+        **known,
+    )
+    return [*steps, walk, *finish]
+
+
+class StateScan(NamedTuple):
+    """Scans that compute states, or from the last token to the first their gradients. arrays: those of chunk_hopper.py that
+    all of them read. scale: what keys are multiplied by."""
+
+    problem: Problem
+    gate: Gate
+    arrays: Arrays
+    scale: float = 1.0
+
+    def launch(self, result: ScanResult, segments: int, scanned: int, arrays: Arrays) -> Step:
+        """The launch of a scan of the first `scanned` segments."""
+        heads, key_heads, key_dim, columns = self.problem("heads", "heads_k", "key_dim", "value_dim")
+        width = -(-columns // chunk_hopper.COLUMNS)
+        consumers = 2 if heads // key_heads * width % 2 == 0 else 1
+        config = intern_value(
+            chunk_hopper.Config,
+            pad_key_dim(key_dim, KEY_DIMS),
+            consumers,
+            DTYPES[self.problem.dtype],
+            self.gate,
+            result,
+            is_varlen(self.problem),
+        )
+        return launch_scan(self.problem, config, width, segments, scanned, self.arrays | arrays, self.scale, segments)
+
+    def states_before_segments(
+        self, initial: Operand | None, segments: int, scratch: ScratchAllocator
+    ) -> tuple[list[Step], Operand | None]:
+        """(the launches that compute the state before each segment, that state). initial: before each sequence."""
+        if segments == 1:
+            return [], initial
+        sequences, heads, key_dim, columns = self.problem("sequences", "heads", "key_dim", "value_dim")
+        local: Arrays = {"gLocalStates": scratch(sequences, heads, segments - 1, columns, key_dim)}
+        local["gTotalDecays"] = scratch(sequences, heads, segments - 1, 1)
+        states = scratch(sequences * segments, heads, columns, key_dim)
+        scan = self.launch(intern_value(ScanStates), segments, segments - 1, local)
+        composed = local | {"gInitialState": initial, "gSegmentStates": states}
+        return [scan, compose_segments(self.problem, segments, (columns, key_dim), False, **composed)], states
