@@ -17,11 +17,13 @@ import pickle
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from tiles.calls.jax_call import tracing
+from tiles.calls.remembered_calls import OTHER
+from tiles.calls.torch_op import compiling
 from tiles.launching.arrays import c_ordered
 from tiles.launching.frameworks import describe, without_grad
 
@@ -37,6 +39,37 @@ NUMPY = (np.ndarray, int, float)  # arguments for which NumPy evaluates the defi
 BY_PLACE = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 
+class Arrangement(NamedTuple):
+    """How the arguments of a call went to its program. Reading their shapes takes as long as the rest of a call, and the next
+    one is often alike but for its rows: then a guarded function of the program (tiles/calls/remembered_calls.py) serves it,
+    which compares dtypes, extents and strides itself.
+
+    arguments: how many there are. defaults: of the last ones. arrays: (the place of one that is no number, is it a transpose?).
+    numbers: the places of those that are."""
+
+    program: FusedProgram
+    arguments: int
+    defaults: tuple
+    arrays: tuple[tuple[int, bool], ...]
+    numbers: tuple[int, ...]
+
+    def call(self, stream: Any, args: tuple) -> Any:
+        """The results of a call with these arguments, OTHER if no guarded function serves it."""
+        program, missing = self.program, self.arguments - len(args)
+        if program.compiling() or not 0 <= missing <= len(self.defaults):
+            return OTHER
+        args = (*args, *self.defaults[len(self.defaults) - missing :])
+        numbers = tuple([args[n] for n in self.numbers])
+        if any([type(x) is not float and type(x) is not int for x in numbers]):
+            return OTHER
+        try:
+            operands = [args[n].T if transposed else args[n] for n, transposed in self.arrays]
+        except AttributeError:  # no array
+            return OTHER
+        returned = program.of_known_form(stream, (*operands, *program.no_outs), numbers)
+        return returned if program.single or returned is OTHER or isinstance(returned, tuple) else (returned,)
+
+
 class Fused(Definition):
     """A definition that can be called: on NumPy arrays it is evaluated, on a GPU's arrays its kernels run."""
 
@@ -45,6 +78,7 @@ class Fused(Definition):
         super().__init__(definition)
         self.gradients = gradient_choice.GradientFunctions(self)
         self.programs: dict[tuple, FusedProgram] = {}
+        self.last: Arrangement | None = None
         self.prepare = memoize_by_kinds(self.programs, lambda shapes: program_of(self, shapes, self.gradients.of_program))
 
     def __call__(self, *args: Any, out: Any = None, stream: Any = None, **options: Any) -> Any:
@@ -52,6 +86,10 @@ class Fused(Definition):
 
         out: where the result goes, an array, or a tuple of them for several results. stream: a handle or a stream object.
         TypeError, ValueError: the definition or a kernel refuses these arrays; the message names the argument."""
+        if out is None and not options and not compiling() and self.last is not None:  # as in most calls
+            results = self.last.call(stream, args)
+            if results is not OTHER:
+                return results
         arrays = self._arguments(args, options)
         if all([isinstance(x, NUMPY) for x in arrays]):
             return self._by_definition(arrays, out)
@@ -108,6 +146,10 @@ class Fused(Definition):
         except ValueError:
             self.trace(flat)  # if shapes do not fit, its error shows the operation of the definition
             raise
+        if out is None and not options and not lead and not compiling():
+            places = [n for n, s in enumerate(shapes) if not s.extents]
+            transposes = tuple([(n, s.transposed) for n, s in enumerate(shapes) if s.extents])
+            self.last = Arrangement(program, len(shapes), self.defaults, transposes, tuple(places))
         results = computed if isinstance(computed, tuple) else (computed,)
         results = tuple([x.reshape(*lead, x.shape[-1]) for x in results]) if lead else results
         return results[0] if program.single else results

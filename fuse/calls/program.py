@@ -44,6 +44,7 @@ class FusedProgram(Program):
     def __init__(self, schema: Schema, planner: Callable[..., Plan], traced: TracedDefinition, gradient: Callable):
         super().__init__(schema, planner, gradient)
         self.results, self.single = len(traced.roots), traced.single
+        self.no_outs = (None,) * self.results
         self.dtypes = [x.stored_dtype("") for x in traced.roots]
 
 

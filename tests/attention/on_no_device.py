@@ -4,7 +4,9 @@ import contextlib
 import ctypes
 import functools
 import itertools
+import statistics
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 from cuda.bindings import driver
@@ -183,3 +185,29 @@ def torch_on_gpu(monkeypatch):
         monkeypatch.setattr(frameworks.Torch, "maker", maker)
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda ordinal: 0, raising=False)
         yield noted
+
+
+LIBRARY = tuple([f"{Path(__file__).parents[2] / package}/" for package in ("attention", "fuse", "ops", "tiles")])
+GENERATED = "<again>", "<lengths>"  # of remembered_calls.py and lengths.py
+
+
+def library_calls(call):
+    """How many Python functions of the library a call runs: what it costs the host, on a machine that may be busy."""
+    count = 0
+
+    def profile(frame, event, _):
+        nonlocal count
+        file = frame.f_code.co_filename
+        count += event == "call" and (file.startswith(LIBRARY) or file in GENERATED)
+
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def usual_calls(call, numbers, warm=20):
+    """The median of `library_calls` of call(number), after the first ones."""
+    return statistics.median([library_calls(functools.partial(call, n)) for n in numbers][warm:])

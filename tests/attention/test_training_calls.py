@@ -1,15 +1,18 @@
 """What a step of training costs the host, counted on a simulated GPU for torch's tensors, with autograd."""
 
 import builtins
+import functools
+import random
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from on_no_device import torch_on_gpu  # noqa: E402
+from on_no_device import torch_on_gpu, usual_calls  # noqa: E402
 
 import attention  # noqa: E402
 from attention.plans import forward_programs  # noqa: E402
+from tiles.calls.program import Program  # noqa: E402
 from tiles.launching import loaded_code  # noqa: E402
 from tiles.launching.frameworks import describe  # noqa: E402
 from tiles.launching.loaded_code import title  # noqa: E402
@@ -38,7 +41,7 @@ STEPS = {  # name: (the function, its arguments of a length)
 }
 
 
-def step(name, length):
+def a_step(name, length):
     """Forward and backward."""
     function, arguments = STEPS[name]
     out = function(*arguments(length))
@@ -49,7 +52,7 @@ def step(name, length):
 def test_no_import_statement_in_a_step(gpu, monkeypatch, name):
     """An import statement costs two microseconds, ten between other work."""
     for _ in range(4):
-        step(name, 1024)
+        a_step(name, 1024)
     imported, real = [], builtins.__import__
 
     def watched(name, space=None, *rest):
@@ -58,7 +61,7 @@ def test_no_import_statement_in_a_step(gpu, monkeypatch, name):
         return real(name, space, *rest)
 
     monkeypatch.setattr(builtins, "__import__", watched)
-    step(name, 1024)
+    a_step(name, 1024)
     assert imported == []
 
 
@@ -70,3 +73,25 @@ def test_gradients_are_prepared_while_forward_is_compiled(gpu, monkeypatch):
     arrays = [x._replace(owner=x.owner.requires_grad_()) for x in arrays]
     forward_programs._forward.meanwhile([*arrays, None, None], (True, None, True, None), "bshd")
     assert {"prepare", "compute_dq_dk_dv", "finish"} <= {*loaded}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_what_a_step_takes(gpu, monkeypatch, name):
+    """With a known length, or some that take turns, forward and backward run at most four times the functions of the library
+    that forward alone does. With a new length there is what follows from it for each launch, and nothing is read or planned,
+    also after calls without gradients."""
+    function, arguments = STEPS[name]
+    forward = usual_calls(lambda n: function(*[x.detach() for x in arguments(n)]), [2048] * 25)
+    step = functools.partial(a_step, name)
+    assert usual_calls(step, [2048] * 25) <= 4 * forward
+    assert usual_calls(step, [2048 + 64 * (n % 5) for n in range(50)]) <= 4 * forward
+    gpu.launches.clear()
+    step(2048)
+    launches, known = len(gpu.launches), usual_calls(step, [2048] * 25)
+    lengths = random.Random(0).sample(range(3001, 4000, 2), 40)
+    assert usual_calls(step, lengths) <= known + 9 * launches
+    ran, run = [], Program.run
+    monkeypatch.setattr(Program, "run", lambda self, *given: ran.append(self.schema.name) or run(self, *given))
+    for length in lengths:
+        step(length + 1)
+    assert len(ran) <= 4, ran

@@ -5,7 +5,7 @@ import collections
 import itertools
 import linecache
 import random
-import statistics
+import struct
 import sys
 import tracemalloc
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from cuda.bindings import driver
-from on_no_device import Lent, RecordingAllocator, fresh, noting_driver
+from on_no_device import Lent, RecordingAllocator, fresh, noting_driver, torch_on_gpu, usual_calls
 from operator_cases import DTYPES, SHAPES, normal, sample
 from references import compare
 
@@ -186,38 +186,55 @@ def test_late_at_new_rows(gpu, monkeypatch):
         assert early[0] == early[1] == attributes[-1] + 1, rows
 
 
-def calls_in(call):
-    """How many Python functions of the library a call runs."""
-    count = 0
-
-    def profile(frame, event, _):
-        nonlocal count
-        count += event == "call" and "/tests/" not in frame.f_code.co_filename
-
-    sys.setprofile(profile)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    return count
-
-
-def test_what_a_new_number_of_rows_takes(gpu):
-    """It takes few more function calls per launch than a new length of attention.forward."""
-
-    def usual(call, lengths):
-        return statistics.median([calls_in(lambda n=n: call(n)) for n in lengths][20:])
+def test_what_a_number_of_rows_takes(monkeypatch):
+    """Its arguments are not read one by one: with known rows a call takes few more function calls than attention.forward's with
+    a known length, with new rows than forward's with a new one, for each launch."""
+    torch = pytest.importorskip("torch")
 
     def forward(rows):
-        q, k, v = (Tensor(MEMORY + n * ROOM, c_ordered((1, rows, 8, 128), "bfloat16", 0)) for n in range(3))
-        attention.forward(q, k, v, causal=True)
+        attention.forward(*[torch.empty(1, rows, 8, 128, dtype=torch.bfloat16) for _ in range(3)], causal=True)
 
-    takes = usual(forward, range(5000, 5060))
-    for name, launches in (("residual_rms_norm", 1), ("gated_mlp", 1), ("rms_norm_linear", 2), ("mixture_of_experts", 4)):
-        function = function_of(name, False)
-        given = {rows: arrays_of(name, rows) for rows in range(5121, 5181)}
-        found = usual(lambda rows, function=function, given=given: function.run(*given[rows]), given)
-        assert found <= (1.0 + launches) * takes, (name, found, takes)
+    with torch_on_gpu(monkeypatch):
+        monkeypatch.setattr("fuse.planning.definition.card", lambda ordinal: card(None))
+        known, new = usual_calls(forward, [5000] * 40), usual_calls(forward, range(5000, 5060))
+        for name, launches in (("residual_rms_norm", 1), ("gated_mlp", 1), ("rms_norm_linear", 2), ("mixture_of_experts", 4)):
+            arrays = [torch.empty(x.shape, dtype=getattr(torch, x.dtype)) for x in arrays_of(name, 5200)]
+            function = fuse.kernel(getattr(operators, name).definition)
+
+            def call(rows, function=function, arrays=arrays):
+                function(*[x[:rows] if len(x) == 5200 else x for x in arrays])
+
+            of_known, of_new = usual_calls(call, [5121] * 40), usual_calls(call, range(5121, 5181))
+            assert of_known <= known + 2 + 8 * launches, (name, of_known, known)
+            assert of_new <= new + 18 * launches, (name, of_new, new)
+
+
+def test_what_is_not_like_the_last_call(monkeypatch):
+    """A call whose arguments differ from the last one's in more than rows is read: by a number, by a transpose, by a tensor
+    that requires a gradient, by what is no tensor."""
+    torch = pytest.importorskip("torch")
+    with torch_on_gpu(monkeypatch) as noted:
+        monkeypatch.setattr("fuse.planning.definition.card", lambda ordinal: card(None))
+        x, g, w = [torch.empty(x.shape, dtype=getattr(torch, x.dtype)) for x in arrays_of("rms_norm_linear", 2000)]
+        function, turned = fuse.kernel(operators.rms_norm_linear.definition), w.T.contiguous().T
+
+        def passes(number, *given):
+            noted.launches.clear()
+            function(*given)
+            return any(slot[:4] == struct.pack("<f", number) for launch in noted.launches for slot in launch[-1])
+
+        for given in ((x, g, w, 0.5), (x, g, turned), *[(x, g, w)] * 4):
+            function(*given)
+        ran, run = [], programs.Program.run
+        monkeypatch.setattr(programs.Program, "run", lambda self, *given: ran.append(self) or run(self, *given))
+        assert not function(x, g, w).requires_grad and not ran
+        assert passes(0.5, x, g, w, 0.5) and passes(1e-5, x, g, w) and not passes(0.5, x, g, w)
+        assert len(function(x, g, turned)) == 2000 and function.last.arrays[2] == (2, True)
+        function(x, g, w)
+        assert function(x, g, w.clone().requires_grad_()).requires_grad
+        for given in ((x, g), (x, g, w, torch.ones(3)), (x, "g", w)):
+            with pytest.raises((AttributeError, TypeError, ValueError)):
+                function(*given)
 
 
 def test_memory_stays(gpu, monkeypatch):

@@ -50,6 +50,7 @@ from ..launching.loaded_code import together
 from . import jax_call, remembered_calls, torch_op
 from .plan import ArrayView, Plan, PreparedCall, Recent
 from .planner_options import option_types, to_records
+from .remembered_calls import OTHER
 from .schema import Schema
 from .watched_plans import TracedPlan, Variable
 
@@ -116,20 +117,9 @@ class Program:
 
     def __call__(self, stream: Any, arrays: tuple, options: tuple, layout: str = "bshd") -> Any:
         if not self.compiling():
-            numbers, key_options = self._numbers(options) if self.numbers else ((), options)
-            try:
-                # guarded functions for the forms that came last with these options
-                expected = GUARDED_CALLS.get((self, key_options, layout))
-            except TypeError:  # an option that cannot be looked up, such as a list
-                expected = None
-            for call in expected or ():
-                returned = call(stream, numbers, *arrays)
-                if returned is not remembered_calls.OTHER:
-                    if call is not expected[0]:
-                        GUARDED_CALLS.put(
-                            (self, key_options, layout), (call, *[other for other in expected if other is not call])
-                        )
-                    return returned
+            returned = self.of_known_form(stream, arrays, options, layout)
+            if returned is not OTHER:
+                return returned
         if torch_op.traced(arrays[0]):
             return torch_op.call(self, stream, arrays, options, layout)
         try:
@@ -139,6 +129,23 @@ class Program:
             if not ways:
                 raise
         return ways[0].call(self, stream, arrays, options, layout)
+
+    def of_known_form(self, stream: Any, arrays: tuple, options: tuple, layout: str = "bshd") -> Any:
+        """The result of a call that a guarded function serves; otherwise OTHER, and nothing is done. Dynamo must not trace
+        it: see `compiling`."""
+        numbers, key_options = self._numbers(options) if self.numbers else ((), options)
+        try:
+            # guarded functions for the forms that came last with these options
+            expected = GUARDED_CALLS.get((self, key_options, layout))
+        except TypeError:  # an option that cannot be looked up, such as a list
+            return OTHER
+        for call in expected or ():
+            returned = call(stream, numbers, *arrays)
+            if returned is not OTHER:
+                if call is not expected[0]:
+                    GUARDED_CALLS.put((self, key_options, layout), (call, *[other for other in expected if other is not call]))
+                return returned
+        return OTHER
 
     def run(self, stream: Any, arrays: tuple, options: tuple, layout: str, eager: bool = False) -> Any:
         """A call on arrays in memory. eager: no framework stands between it and the user, so that the next one may be made

@@ -14,7 +14,8 @@ from ..launching.lengths import Trace
 from . import remembered_calls
 from .plan import PreparedCall
 
-MOST, TRIES = 12, 4  # the most variables that a function is narrowed to; how often it is narrowed anew, to more of them
+MOST = 24  # the most variables that a function is narrowed to: gradients of contiguous tensors have 13
+TRIES = 4  # how often it is narrowed anew, to more of them, or written for another mode
 
 
 class Variable(NamedTuple):

@@ -28,12 +28,18 @@ class Frames:
         self.memory = ctypes.c_uint64 * ((tensor_maps.MAP_ALIGNMENT + tensor_maps.MAP_BYTES * len(maps)) // 8 + 2 * slots)
         self.recent: dict[tuple, ParameterFrame] = {}  # an OrderedDict would take 0.3 us more
 
-    def oldest(self) -> "ParameterFrame | None":
-        """The frame to overwrite; None as long as another may be made."""
+    def spare(self, contents: "Contents") -> "ParameterFrame | None":
+        """The frame to overwrite: one that holds these contents, so that only addresses are written, or the one that was not
+        used for the longest time. None as long as another may be made."""
         frame = None
         while len(self.recent) >= RECENT:
             try:
-                frame = self.recent.pop(next(iter(self.recent)))
+                for key in self.recent if contents.encoded is not None else ():
+                    if key[0] is contents:
+                        break
+                else:
+                    key = next(iter(self.recent))
+                frame = self.recent.pop(key)
             except (KeyError, RuntimeError, StopIteration):  # another thread took one meanwhile, or added one
                 continue
         return frame
@@ -87,9 +93,9 @@ class ParameterFrame:
         if self.holds is not contents:
             self.room[:] = contents.block
             if contents.encoded is None:
-                contents.encoded = [tensor_maps.encoded(encoding) for *_, encoding in contents.maps]
-            for (place, *_), encoded in zip(contents.maps, contents.encoded):
-                self.rooms[place][:] = encoded
+                contents.encoded = [tensor_maps.encoded(one[2]) for one in contents.maps]  # unpacking would take longer
+            for one, encoded in zip(contents.maps, contents.encoded):
+                self.rooms[one[0]][:] = encoded
             if self.grid != contents.grid:
                 config.gridDimX, config.gridDimY, config.gridDimZ = self.grid = contents.grid
             self.holds = contents
@@ -149,7 +155,7 @@ class Bound:
         """A frame for these addresses. If another context, or none, is current on this thread, the driver refuses to make maps:
         to look first would cost every call a quarter of a microsecond."""
         try:
-            frame = self.frames.oldest() or ParameterFrame(self.frames, self.configuration())
+            frame = self.frames.spare(self.contents) or ParameterFrame(self.frames, self.configuration())
             frame.write(self.contents, stream, addresses)
         except RuntimeError:
             with self.code.gpu.current():
