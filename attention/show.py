@@ -53,6 +53,9 @@ class MaskDrawing(NamedTuple):
         queries, keys = self.visible.shape
         return queries, keys
 
+    def _repr_svg_(self):  # what a notebook shows
+        return draw.svg(panel(self))
+
     def visible_fraction(self, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
         """For each part between these edges, the fraction of its pairs that are visible; NaN for parts without pairs."""
         summed = np.pad(self.visible.cumsum(0, dtype=np.int64).cumsum(1), ((1, 0), (1, 0)))

@@ -1,6 +1,8 @@
 """Every example runs: in the interpreter, as machine code that nobody has to apologise for, and on the card."""
 
 import importlib
+import json
+import linecache
 import os
 import re
 import subprocess
@@ -198,3 +200,19 @@ def test_generates_on_the_card(monkeypatch):
     runs = generated(monkeypatch, "--dim=512", "--hidden=512", "--depth=2", "--heads=4", "--kv-heads=2", "--batch=3",
                      "--vocabulary=200", "--prompt=300", "--tokens=40")  # fmt: skip
     assert (runs["tiles"].tokens == runs["sdpa"].tokens).float().mean() > 0.5
+
+
+NOTEBOOKS = sorted(FOLDER.glob("notebooks/*.ipynb"))
+
+
+@pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
+def test_notebooks_run(file, monkeypatch):
+    """Cell by cell, with their source as Jupyter keeps it; they are stored without outputs. `.ci/release` runs them there."""
+    monkeypatch.setenv("TILES_CHECK", "0")
+    namespace = {"__name__": "__main__"}
+    for number, cell in enumerate(json.loads(file.read_text())["cells"]):
+        if cell["cell_type"] == "code":
+            assert not cell["outputs"] and cell["execution_count"] is None
+            source, name = "".join(cell["source"]), f"{file}, cell {number}"
+            linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name
+            exec(compile(source, name, "exec"), namespace)

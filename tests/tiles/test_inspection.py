@@ -1,5 +1,6 @@
 """tiles/inspect: figures, instructions beside their lines, two versions compared, and what is remembered."""
 
+import html
 import inspect as python
 import linecache
 from html.parser import HTMLParser
@@ -116,6 +117,7 @@ def test_difference(found, changed):
     assert "plain for sm_90a" in str(difference) and "+8" in str(difference)
     assert sum(line.startswith("+     MUFU.EX2") for line in difference.listing().splitlines()) == 8
     assert "MUFU.EX2" in Page(difference.html()).text
+    assert html.unescape(difference._repr_html_()).count(difference.html()) == 1  # in a notebook
 
 
 def test_rows_are_aligned():

@@ -8,7 +8,7 @@ from os.path import basename
 from typing import Any, NamedTuple
 
 from .code import SassLine, mnemonic
-from .page import page_of_difference
+from .page import framed, page_of_difference
 
 
 class ComparedRow(NamedTuple):
@@ -81,7 +81,10 @@ class Difference:
             parts.append(f"{mark} {counts[0]:>6} {counts[1]:>6}  {(row.before or row.after)[1]}".rstrip())
         return "\n".join(parts)
 
-    __repr__ = __str__  # what a notebook shows
+    __repr__ = __str__
+
+    def _repr_html_(self):
+        return framed(self.html())
 
     def listing(self, kind: str = "sass") -> str:
         """All instructions as a diff, under the lines of Python that they come from."""

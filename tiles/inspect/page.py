@@ -112,6 +112,11 @@ def page_of_difference(difference: Any) -> str:
     return _document(" and ".join(difference.titles), title, f"<dl>{cards}</dl>", *tables)
 
 
+def framed(document: str) -> str:
+    """A page as a part of another, such as the output of a notebook's cell."""
+    return f'<iframe srcdoc="{escape(document)}" style="width: 100%; height: 40em; border: 0"></iframe>'
+
+
 def _document(name, title, head, left, right):
     return (
         f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{escape(name)}</title><style>{STYLE}</style>\n'

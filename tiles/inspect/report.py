@@ -32,7 +32,7 @@ from ..types import gl
 from .code import SassLine, Source, function_at, mnemonic, of_cubin, of_ptx
 from .compare import Difference
 from .figures import Figures, measured, threads
-from .page import page
+from .page import framed, page
 
 ARCH = "sm_90a"
 STANDS = types.Type, gl  # what stands for an argument
@@ -77,7 +77,10 @@ class Inspection(Figures):
                 parts.append(f"{number:5} {sum(kinds.values()) or '':5}  {f'{line:{width}}  {top}' if top else line}".rstrip())
         return "\n".join(parts)
 
-    __repr__ = __str__  # what a notebook shows
+    __repr__ = __str__
+
+    def _repr_html_(self):
+        return framed(self.html())
 
     def listing(self, kind: str = "sass") -> str:
         """All instructions, "sass" or "ptx", under their lines of Python."""
