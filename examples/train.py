@@ -10,8 +10,8 @@ sequences of 4096 bytes; without one it is tiny, and attention runs in the inter
 attention, gated delta rules, Kimi delta attention, Mamba-2, or in a hybrid three gated delta rules before each softmax. With
 --baseline both models start with the same weights, read the same bytes and take turns, so that their losses and times can be
 compared. The curves of the losses go to train.png. With --csv they are also added to a table, and all that it holds is drawn.
-Under torchrun every rank has a share of each sequence's tokens (attention.parallel), and the gradients of weights are summed,
-so the model learns the same.
+Under torchrun every rank has a share of each sequence's tokens (attention.parallel), for softmax attention from both ends of
+the sequence and for recurrent layers one behind the other. The gradients of weights are summed, so the model learns the same.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
-from attention import gates, parallel
+from attention import gates, parallel, short_conv
 from attention.nn import Attention, GatedDeltaNet, KimiDeltaAttention, Mamba2, angles
 
 ROTARY = 10_000  # the base of the angles
@@ -138,10 +138,36 @@ class OnRanks(Attention):
         return parallel.forward(q, k, v, **options)
 
 
+class RecurrenceOnRanks:
+    """A recurrent layer where this rank has a share of the tokens, which are put in order for it and back."""
+
+    def forward(self, x, *, length, positions):
+        """The layer's output for this rank's tokens."""
+        self.length = length
+        x = parallel.reorder(x, to="contiguous", length=length)
+        return parallel.reorder(super().forward(x), order="contiguous", to="zigzag", length=length)
+
+    def convolve(self, x, cu_seqlens, cache):
+        """silu(conv(x)), behind the last tokens of the rank before."""
+        weight, rank = self.conv1d.weight, dist.get_rank()
+        windows = parallel.unshard(x[:, 1 - weight.shape[1] :], order="contiguous").chunk(dist.get_world_size(), 1)
+        before = windows[rank - 1].mT * (rank > 0)  # 0 has a gradient, too: all ranks must call unshard's
+        return short_conv(x, weight, self.conv1d.bias, activation="silu", initial_state=before)
+
+    def recur(self, member, q, k, v, cu_seqlens, cache, **options):
+        """The delta rule."""
+        return parallel.delta_rule(q, k, v, length=self.length, **options)
+
+    def scan(self, x, dt, B, C, cu_seqlens, cache):
+        """Mamba-2's scan."""
+        options = {"D": self.D, "dt_bias": self.dt_bias, "dt_softplus": True}
+        return parallel.mamba2(x, dt, -self.A_log.exp(), B, C, length=self.length, **options)
+
+
 class Alone:
     """One process, which has all tokens."""
 
-    softmax, rank, where = Attention, 0, {}  # where: what attention is told of tokens' places
+    rank, where = 0, {}  # where: what attention is told of tokens' places
 
     def __init__(self, tokens):
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -156,8 +182,6 @@ class Alone:
 
 class Together(Alone):
     """Several, each with a share of every sequence, by torchrun."""
-
-    softmax = OnRanks
 
     def __init__(self, tokens):
         super().__init__(tokens)
@@ -177,10 +201,12 @@ class Together(Alone):
 
 
 MODULES = {"softmax": Attention, "gated_delta": GatedDeltaNet, "kda": KimiDeltaAttention, "mamba2": Mamba2}
-BASELINES = {kind: type(f"{module.__name__}OnTorch", (RecurrenceOnTorch, module), {}) for kind, module in MODULES.items()}
-BASELINES["softmax"] = OnTorch
+ON_TORCH, ON_RANKS = (
+    {kind: type(mixin.__name__, (mixin, module), {}) for kind, module in MODULES.items()} | {"softmax": attention}
+    for mixin, attention in ((RecurrenceOnTorch, OnTorch), (RecurrenceOnRanks, OnRanks))
+)
 MIXERS = *MODULES, "hybrid"
-BETWEEN = 4  # of a hybrid's layers one is softmax attention, the last of them
+HYBRID_PERIOD = 4  # of so many layers of a hybrid the last is softmax attention
 
 
 def arguments(kind, size):
@@ -196,7 +222,7 @@ def arguments(kind, size):
 
 def kinds(mixer, depth):
     """What mixes tokens in each block."""
-    hybrid = ["gated_delta" if (depth - 1 - i) % BETWEEN else "softmax" for i in range(depth)]
+    hybrid = ["gated_delta" if (depth - 1 - i) % HYBRID_PERIOD else "softmax" for i in range(depth)]
     return hybrid if mixer == "hybrid" else [mixer] * depth
 
 
@@ -285,8 +311,8 @@ def train(size, ranks, mixer="softmax", baseline=False, eager=False, quiet=False
     """{name: TrainingRun} of our model, and of torch's if there is to be a baseline. eager: without torch.compile."""
     device = ranks.device
     text, chance, runs = sources().to(device), torch.Generator().manual_seed(1), {}
-    ours = MODULES | {"softmax": ranks.softmax}
-    for name, modules in {"attention": ours, **({"torch": BASELINES} if baseline else {})}.items():
+    ours = ON_RANKS if isinstance(ranks, Together) else MODULES
+    for name, modules in {"attention": ours, **({"torch": ON_TORCH} if baseline else {})}.items():
         torch.manual_seed(0)
         model = Transformer(size, mixer, modules).to(device)
         tables = angles(torch.arange(size.tokens, device=device), size.dim // size.heads, ROTARY)
@@ -362,8 +388,6 @@ def main(argv=None):
     ranks = (Together if "RANK" in os.environ else Alone)(size.tokens)
     if asked.baseline and isinstance(ranks, Together):
         parser.error("--baseline: torch's attention has all tokens: run it without torchrun")
-    if asked.mixer != "softmax" and isinstance(ranks, Together):
-        parser.error(f"--mixer {asked.mixer}: recurrent layers have all tokens: run it without torchrun")
     eager = asked.eager or device == "cpu" or isinstance(ranks, Together)
     runs = train(size, ranks, asked.mixer, asked.baseline, eager, asked.quiet or ranks.rank > 0)
     if ranks.rank > 0:

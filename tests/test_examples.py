@@ -157,12 +157,13 @@ def test_two_processes_train_as_one_does_and_attend_to_a_long_sequence(tmp_path)
     by_torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, "TILES_CHECK": "0", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(sys.path)}
     train = [str(FOLDER / "train.py"), "--quiet", "--eager", "--steps=2", "--png", str(tmp_path / "curve.png")]
-    said = [
-        subprocess.run([*how, *train], env=environment, capture_output=True, text=True, check=True).stdout
-        for how in ([sys.executable], by_torchrun)
-    ]
-    single_losses, pair_losses = (re.findall(r"loss ([\d.]+) -> ([\d.]+)", one) for one in said)
-    np.testing.assert_allclose(np.array(pair_losses, float), np.array(single_losses, float), atol=0.005)
+    for options in [], ["--mixer=hybrid", "--depth=2"]:
+        said = [
+            subprocess.run([*how, *train, *options], env=environment, capture_output=True, text=True, check=True).stdout
+            for how in ([sys.executable], by_torchrun)
+        ]
+        single_losses, pair_losses = (re.findall(r"loss ([\d.]+) -> ([\d.]+)", one) for one in said)
+        np.testing.assert_allclose(np.array(pair_losses, float), np.array(single_losses, float), atol=0.005)
     long = [*by_torchrun, str(FOLDER / "long.py"), "--tokens=60", "--dim=16", "--quiet"]
     done = subprocess.run(long, env=environment, capture_output=True, text=True, check=True)
     assert "60 tokens, 2 heads of 1 of keys, on 2 x cpu" in done.stdout and "of perfect scaling" in done.stdout
