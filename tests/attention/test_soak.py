@@ -1,5 +1,6 @@
-"""Every function, from eight threads on eight streams, with lengths and addresses that are new each time, for a while: a call's
-results are the first one's on the same inputs, bit by bit, and memory stops growing.
+"""Every function, fused functions and steps of training, from eight threads on eight streams, with lengths, rows and addresses
+that are new each time, for a while: a call's results are the first one's on the same inputs, bit by bit, and memory stops
+growing.
 
 TILES_SOAK_SECONDS says how long: 10 by default, a minute or more before a release."""
 
@@ -18,6 +19,7 @@ import places
 import pytest
 
 import attention
+from fuse import operators
 
 sys.path.insert(0, str(Path(__file__).parent / "recurrent"))
 from members import BF16, F32, MEMBERS, Member
@@ -48,6 +50,50 @@ EVERY = MEMBERS | {
     "forward": Member(attention.forward, None, _heads, start="", keep="", options={"return_lse": True}),
     "forward, causal": Member(attention.forward, None, _heads, start="", keep="", options={"causal": True}),
     "linear_step": Member(_step, None, _states, start="", keep=""),
+}
+
+
+def _rows(rng, batch, length):
+    """For fused functions: rows of 256 columns."""
+    return {"x": rng.standard_normal((batch, length, 256)).astype(BF16)}
+
+
+def _weights(**shapes):
+    """A function that draws weights of these shapes."""
+
+    def drawn():
+        rng = np.random.default_rng(1)
+        return {name: (rng.standard_normal(shape) / 16).astype(BF16) for name, shape in shapes.items()}
+
+    return drawn
+
+
+def _trained(call, **options):
+    """A function that calls `call` on tensors that require grad, and returns its output and their gradients."""
+
+    def step(**arrays):
+        import torch
+
+        leaves = {name: x.detach().requires_grad_() for name, x in arrays.items()}
+        out = call(**leaves, **options)
+        return out.detach(), *torch.autograd.grad(out, [*leaves.values()], torch.ones_like(out))
+
+    return step
+
+
+def _fused(function):
+    """A call of a fused function, whose rows are tokens."""
+    return lambda x, **weights: function(x[0], *weights.values())
+
+
+EXPERTS = dict(router=(256, 8), gate=(8, 128, 256), up=(8, 128, 256), down=(8, 128, 256))
+OF_MODELS = {
+    "rms_norm_linear": Member(_fused(operators.rms_norm_linear), None, _rows, _weights(g=(256,), w=(256, 128)), start=""),
+    "gated_mlp": Member(_fused(operators.gated_mlp), None, _rows, _weights(gate=(256, 128), up=(256, 128)), start=""),
+    "mixture_of_experts": Member(_fused(operators.mixture_of_experts), None, _rows, _weights(**EXPERTS), start=""),
+    "a step of forward": Member(_trained(attention.forward, causal=True, deterministic=True), None, _heads, start=""),
+    "a step of linear": MEMBERS["simple GLA"]._replace(call=_trained(attention.linear), options={}, start=""),
+    "a step of delta_rule": MEMBERS["gated delta rule"]._replace(call=_trained(attention.delta_rule), options={}, start=""),
 }
 
 
@@ -153,8 +199,8 @@ def _flat(results):
 @pytest.mark.timeout(SECONDS + 600)
 def test_soak():
     pytest.importorskip("torch")
-    soak = Soak(EVERY, SoakOnCard(), LENGTHS)
-    for name in EVERY:  # kernels are compiled before the time begins
+    soak = Soak(EVERY | OF_MODELS, SoakOnCard(), LENGTHS)
+    for name in soak.members:  # kernels are compiled before the time begins
         soak.call(name, LENGTHS, random.Random(0))
     soak.run(THREADS, SECONDS)
     print(f"\n{soak.calls} calls of {len(soak.first)} forms, {soak.grown / 2**20:+.1f} MB after the warm-up")
@@ -163,9 +209,9 @@ def test_soak():
 
 
 # ---- the soak itself, in the interpreter -----------------------------------------------------------------------------
-@pytest.mark.parametrize("name", ["forward", "decays of heads", "linear_step"])
+@pytest.mark.parametrize("name", ["forward", "decays of heads", "linear_step", "rms_norm_linear"])
 def test_a_soak_calls_again_and_again(name):
-    soak = Soak({name: EVERY[name]}, SoakOnInterpreter(), 3)
+    soak = Soak({name: (EVERY | OF_MODELS)[name]}, SoakOnInterpreter(), 3)
     soak.run(2, 2)
     assert not soak.errors and not soak.wrong and 1 <= len(soak.first) <= 3 and soak.calls >= 2
 
