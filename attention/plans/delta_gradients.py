@@ -1,5 +1,5 @@
 """The plans of the delta rule's gradients, chunk by chunk (parts/recurrent/delta_chunks.py) and token by token
-(delta_gradient_token_loop.py): four kernels each, and small ones for gates and for what is added up."""
+(delta_gradient_token_loop.py): two kernels on Hopper, else four, and small ones for gates and for what is added up."""
 
 from typing import Any
 
@@ -11,14 +11,16 @@ from tiles.launching.launch import kernel_for
 from tiles.targets import MEDIUM
 
 from ..kernels import (
+    delta_chunk_states_hopper,
     delta_gradient_token_loop,
     delta_gradients_ampere,
+    delta_gradients_hopper,
     delta_inverse_ampere,
     delta_state_gradients_ampere,
     delta_states_ampere,
 )
 from ..kernels.linear_token_loop import WARPS
-from ..parts.recurrent.delta_chunks import KEY_DIMS, PANEL
+from ..parts.recurrent.delta_chunks import KEY_DIMS, PANEL, ChunkVectors
 from ..parts.recurrent.tokens import CHUNK, COLUMNS
 from .recurrent_checks import DTYPES, has_channel_decay, is_varlen, pad_key_dim
 from .recurrent_chunks import SWAP_STATE_AXES, Arrays, ScratchAllocator, intern_value
@@ -34,10 +36,14 @@ from .token_loop import check_grid, decay_kind
 from .token_loop_gradients import sum_gates_by_token
 
 
-def plan_delta_gradients(problem: Problem, arrays: Arrays, scale: float, scratch: ScratchAllocator) -> list[Step]:
+def plan_delta_gradients(
+    problem: Problem, arrays: Arrays, scale: float, scratch: ScratchAllocator, on_hopper: bool = False
+) -> list[Step]:
     """The launches for the gradients of the delta rule. arrays: those of delta_rule_backward by their names, None for a
-    gradient that is not wanted."""
-    plan = plan_delta_chunks if serves_delta_gradients(problem) else plan_delta_token_loop
+    gradient that is not wanted. on_hopper: may kernels for Hopper serve the call?"""
+    if not serves_delta_gradients(problem):
+        return plan_delta_token_loop(problem, arrays, scale, scratch)
+    plan = plan_delta_chunks_hopper if on_hopper and serves_hopper(problem) else plan_delta_chunks
     return plan(problem, arrays, scale, scratch)
 
 
@@ -45,6 +51,62 @@ def serves_delta_gradients(problem: Problem) -> bool:
     """Do chunk kernels serve such a call?"""
     batch, length, key_dim = problem("batch", "seqlen", "key_dim")
     return bool(batch * length) and not has_channel_decay(problem) and key_dim <= max(KEY_DIMS)
+
+
+def serves_hopper(problem: Problem) -> bool:
+    """Do the chunk kernels for Hopper serve a call that chunk kernels serve?"""
+    return not is_varlen(problem) and problem.extents["value_dim"] <= delta_gradients_hopper.VALUES
+
+
+def plan_delta_chunks_hopper(problem: Problem, arrays: Arrays, scale: float, scratch: ScratchAllocator) -> list[Step]:
+    """The launches of chunk kernels for Hopper. arrays: as in plan_delta_gradients."""
+    length, heads, key_heads, sequences = problem("seqlen", "heads", "heads_k", "sequences")
+    chunks, padded_keys = count_chunk_indices(problem), pad_key_dim(problem.extents["key_dim"], KEY_DIMS)
+    wants_gates, gated, shares_keys = arrays["ddecay"] is not None, arrays["decay"] is not None, heads > key_heads
+    form = padded_keys, DTYPES[problem.dtype], gated
+
+    def of_chunks(*extents: int) -> Operand:
+        return scratch(chunks, heads, *extents, dtype=problem.dtype)
+
+    numbers = {"length": length, "heads": heads, "group": heads // key_heads}
+    known = {"gK": arrays["k"], "gErrors": of_chunks(CHUNK, delta_gradients_hopper.VALUES)}
+    known |= {"gStates": of_chunks(delta_gradients_hopper.VALUES, padded_keys), "gSolutions": of_chunks(2 * CHUNK, CHUNK)}
+    known["gVectors"] = scratch(chunks, heads, ChunkVectors(gated).spec.length)
+    ends = {name: arrays[name] for name in ("initial_state", "dstate", "dinitial_state")}
+    swapped = {name: x and x.permuted(SWAP_STATE_AXES) for name, x in ends.items()}
+    forward: Arrays = {"gV": arrays["v"], "gBeta": arrays["beta"], "gInitialState": swapped["initial_state"]}
+    forward["gGates"] = arrays["decay"] and spread_to_tokens(problem, arrays["decay"])
+    of_heads = problem("batch", "seqlen", "heads", "key_dim")
+    outputs = {x: scratch(*of_heads, dtype=problem.dtype) if shares_keys else arrays[x] for x in ("dq", "dk")}
+    reverse: Arrays = {
+        "gQ": arrays["q"],
+        "gDOut": arrays["dout"],
+        "gLastState": swapped["dstate"],
+        "gFirstState": swapped["dinitial_state"],
+    }
+    reverse |= {"gDQ": outputs["dq"], "gDK": outputs["dk"], "gDV": arrays["dv"], "gDBeta": arrays["dbeta"]}
+    finish: list[Step] = []
+    if wants_gates:
+        query_dots, key_dots = (allocate_row_dots(problem, scratch, 1) for _ in range(2))
+        sums = {"carried_dots": scratch(chunks, heads, delta_gradients_hopper.WARPS)}
+        sums["state_dots"] = scratch(chunks, heads, delta_gradients_hopper.STATE_WARPS)
+        reverse |= {
+            "gQueryDots": query_dots,
+            "gKeyDots": key_dots,
+            "gCarriedDots": sums["carried_dots"],
+            "gStateDots": sums["state_dots"],
+        }
+        finish += sum_gates(problem, arrays, query_dots, key_dots, sums, 1, scratch)
+    if shares_keys:
+        finish += [step for name in ("dq", "dk") for step in sum_heads(problem, outputs[name], arrays[name])]
+    states = intern_value(delta_chunk_states_hopper.Config, *form)
+    gradients = intern_value(delta_gradients_hopper.Config, *form, wants_gates)
+    grid, device = sequences * heads, problem.device
+    return [
+        kernel_for(delta_chunk_states_hopper, states, device).bind(grid, **numbers, **known, **forward),
+        kernel_for(delta_gradients_hopper, gradients, device).bind(grid, scale=scale, **numbers, **known, **reverse),
+        *finish,
+    ]
 
 
 def plan_delta_chunks(problem: Problem, arrays: Arrays, scale: float, scratch: ScratchAllocator) -> list[Step]:

@@ -6,7 +6,7 @@ from tiles.calls.plan import Plan
 from tiles.calls.program import program
 from tiles.calls.schema import Problem, Schema
 
-from ..families import choose_family
+from ..families import uses_hopper_kernels
 from ..names import suggests_argument_names
 from ..options import check_number
 from ..plans import recurrent_checks, recurrent_chunks, recurrent_gradients
@@ -80,12 +80,13 @@ def delta_rule_backward(
     to its gradients. Tokens after cu_seqlens[-1] have gradients of 0.
 
     Nothing that forward computed is read. All sums are made in float32, in a fixed order: the same bits every time. Sequences
-    are processed in chunks of 64 tokens, on tensor cores: states before each chunk, then gradients of states from the last
-    chunk to the first, then all others. Relative errors of bfloat16 gradients are 2e-3 to 9e-3 for keys at random; if all keys
-    are the same 6e-3 for beta 1, and of dq 2e-2 for 1.9, 3e-2 for 2. float16 has an eighth of that; the elements of states and
-    of their gradients are rounded to float16, and infinite beyond 65504. Decays of channels and Dk above 128 are computed token
-    by token, with all factors in float32: correct, and slow. Chunks need scratch memory, 168 KiB for each of a head with
-    Dk = Dv = 128. stream, family: as in delta_rule; all families have the same kernels.
+    are processed in chunks of 64 tokens, on tensor cores: states before each chunk, then gradients from the last chunk to the
+    first. Relative errors of bfloat16 gradients are 2e-3 to 9e-3 for keys at random; if all keys are the same 6e-3 for beta 1,
+    and of dq 2e-2 for 1.9, 3e-2 for 2. float16 has an eighth of that; the elements of states and of their gradients are rounded
+    to float16, and infinite beyond 65504. Decays of channels and Dk above 128 are computed token by token, with all factors in
+    float32: correct, and slow. Chunks need scratch memory: on Hopper, for Dv up to 128 and without cu_seqlens, 65 KiB for each
+    of a head with Dk = 128, and where heads share a key head what dq and dk of each take, which are rounded before they are
+    added; else 168 KiB if Dv is 128. stream, family: as in delta_rule.
 
     Returns (dq, dk, dv, dbeta), followed, in this order, by ddecay if there is a decay, and dinitial_state if there is an
     initial state, unless they are False. Arrays and errors are those of delta_rule. Source: the equations for chunks are
@@ -104,11 +105,12 @@ def _delta_rule_backward(problem: Problem, scale: float | None, also: str, famil
     recurrent_checks.has_channel_decay(problem)  # for its errors
     if not problem.extents["heads"]:
         raise problem.error("v", "must have at least one head", "v")
-    choose_family(problem, family, tma=True)  # for its errors: TMA copies nothing
+    tokens = problem.extents["batch"] * problem.extents["seqlen"]
+    on_hopper = uses_hopper_kernels(problem, family, None if tokens else True)  # arrays without elements have no address
     arrays = recurrent_gradients.gradient_arrays(problem, *(name in also.split() for name in ("ddecay", "dinitial_state")))
     arrays |= {name: problem[name] for name in ("beta", "dbeta")}
     scratch = recurrent_chunks.ScratchAllocator(problem)
-    return Plan(plan_delta_gradients(problem, arrays, scale, scratch), scratch.shapes)
+    return Plan(plan_delta_gradients(problem, arrays, scale, scratch, on_hopper), scratch.shapes)
 
 
 DELTA_DERIVATIVE = RecurrentDerivative("attention.delta_rule", _delta_rule_backward)

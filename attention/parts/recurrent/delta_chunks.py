@@ -1,5 +1,6 @@
-"""Gradients of the delta rule chunk by chunk, with decays that are one number a token and head (or none): what the four kernels
-of them share (delta_inverse_ampere.py, delta_states_ampere.py, delta_state_gradients_ampere.py, delta_gradients_ampere.py).
+"""Gradients of the delta rule chunk by chunk, with decays that are one number a token and head (or none): what the kernels of
+them share. Since Ampere these are four (delta_inverse_ampere.py, delta_states_ampere.py, delta_state_gradients_ampere.py,
+delta_gradients_ampere.py), on Hopper two (delta_chunk_states_hopper.py, delta_gradients_hopper.py).
 
 With S the state before a chunk, b the cumulative sum of its gates, M = tril(exp(b_i - b_j)), where no exponent is positive, and
 N = stril(M * K K^T),
@@ -15,7 +16,7 @@ is 0. With dS the gradient of the state after the chunk, and P = scale M * Q K^T
 
 Z is the gradient of U where later tokens have read it, and all of the chunk that needs N's inverse. The rest is products:
 
-    dP = scale M * dO U^T        G = -beta stril(M * Z U^T)
+    dP = scale M * dO U^T        G = -beta stril(M * Z U^T) = -stril(M * dV U^T)
     dQ = scale exp(b) dO S^T + dP K
     dK = [exp(b_last - b) U dS^T + dP^T Q + G^T K]  +  [G K - exp(b) dV S^T]
 
@@ -27,8 +28,16 @@ r = q . dq + k . dk_read - k . dk_write the gradient of a gate is
 over the chunk's tokens i, which gate_gradient.py sums, as for linear attention (gradients.py): what i >= t has of dP and G both
 ways is taken away again to the last bits of float32, because both ways have the same rounded dP and G.
 
-S before and dS after each chunk lie in memory in the input's dtype, 32 columns of values of the one before those of the other.
-The inverses, what they multiply, and Z and E in Z U^T are two parts, high + low, with 16 bits."""
+Since Ampere: S before and dS after each chunk lie in memory in the input's dtype, 32 columns of values of the one before those
+of the other. The inverses, what they multiply, and Z and E in Z U^T are two parts, high + low, with 16 bits.
+
+On Hopper one inverse serves both ways. L = N (I + beta N)^-1 is strictly lower, and
+
+    (I + N beta)^-1 = I - L beta        (I + beta N)^-1 = I - beta L        R = -beta L
+    E = Y - L (beta Y)                  Z = dU + R^T dU
+
+so that what is multiplied has nothing to do with the identity, which is exact. L follows from (I + N beta)^-1, whose columns
+are divided by beta. L, R and what they multiply are two parts; a Z U^T of single parts loses no digit, as G is rounded, too."""
 
 import itertools
 from collections.abc import Iterator
@@ -36,12 +45,12 @@ from dataclasses import dataclass
 
 from numpy import float32, int32
 
-from ops import exp2, load, tile_min
-from tiles import bf16, dtype, fp16, fp32, inlined, static
+from ops import exp2, last_element, load, subtile, tile_min, warpgroup, zeros
+from tiles import bf16, dtype, fp16, fp32, inlined, static, sv
 from tiles.cp_async import PIECES
 from tiles.layout import LANES
 
-from .gates import COL_VEC, ROW_VEC
+from .gates import COL_VEC, ROW_VEC, TILE
 from .tokens import CHUNK
 
 KEY_DIMS = 64, 128  # padded key dims
@@ -145,3 +154,66 @@ class TwoParts:
         """(high, low)"""
         high = self.dtype(x)
         return high, self.dtype(x - fp32(high))
+
+
+BETA, SUM, DECAY, DECAY_TO_END = range(4)  # beta, b, exp(b), exp(b_last - b): the vectors of a chunk on Hopper
+MIN_DECAY = 2.0**-90  # exp(b_last) below which a chunk is strong: what it divides might overflow
+
+
+@static
+class ChunkVectors:
+    """The vectors of a chunk's tokens, one after the other in a shared vector, b in powers of 2. gated: are there decays?
+    Otherwise beta is all."""
+
+    gated: bool
+
+    @property
+    def spec(self):
+        """The shared vector."""
+        return sv(CHUNK * (4 if self.gated else 1), fp32)
+
+    @inlined
+    def cols(self, tile, index):
+        """One of the vectors, for tiles that have tokens as columns."""
+        return load(subtile(tile, CHUNK, index), ROW_VEC)
+
+    @inlined
+    def rows(self, tile, index):
+        """One of the vectors, for this warp's rows of a warpgroup's tokens."""
+        return warpgroup.load(subtile(tile, CHUNK, index), COL_VEC)
+
+    @inlined
+    def decay_cols(self, x, tile, index):
+        """x times one of the decays of its columns."""
+        if self.gated:
+            return x * self.cols(tile, index)
+        else:
+            return x
+
+    @inlined
+    def decay_rows(self, x, tile, index):
+        """x times one of the decays of its rows."""
+        if self.gated:
+            return x * self.rows(tile, index)
+        else:
+            return x
+
+    @inlined
+    def decay_state(self, x, tile):
+        """exp(b_last) x"""
+        if self.gated:
+            return x * last_element(subtile(tile, CHUNK, DECAY))
+        else:
+            return x
+
+    @inlined
+    def decay_scores(self, s, tile, factors):
+        """M * s * factors, of a warpgroup's scores and factors of their columns; elements above the diagonal do not matter."""
+        if self.gated:
+            decay = last_element(subtile(tile, CHUNK, DECAY))
+            if decay < MIN_DECAY:
+                return s * exp2(zeros(TILE) + self.rows(tile, SUM) - self.cols(tile, SUM)) * factors
+            else:
+                return s * (self.rows(tile, DECAY) / decay) * (self.cols(tile, DECAY_TO_END) * factors)
+        else:
+            return s * factors

@@ -14,11 +14,12 @@ from attention.plans import delta_gradients
 from tiles.targets import SMALL
 
 
-@pytest.fixture(params=["chunks", "tokens"])
+@pytest.fixture(params=["hopper", "chunks", "tokens"])
 def kernels(request, monkeypatch, nothing_known):
-    """By chunk kernels, or token by token."""
-    if request.param == "tokens":
-        monkeypatch.setattr(delta_gradients, "serves_delta_gradients", lambda problem: False)
+    """By chunk kernels for Hopper, by those for all GPUs, or token by token."""
+    name = {"chunks": "serves_hopper", "tokens": "serves_delta_gradients"}.get(request.param)
+    if name:
+        monkeypatch.setattr(delta_gradients, name, lambda problem: False)
     return request.param
 
 
@@ -26,8 +27,9 @@ LENGTHS = [(1, "token"), (17, "head"), (63, "none"), (64, "token"), (65, "none")
 
 
 @pytest.mark.parametrize(("length", "decay"), LENGTHS)
-def test_lengths(place, length, decay):
-    check(place, delta_case(length, decay, batch=2))
+@pytest.mark.parametrize("family", [None, "sm_80"])
+def test_lengths(place, length, decay, family):
+    check(place, delta_case(length, decay, batch=2), family=family)
 
 
 @pytest.mark.parametrize(("length", "decay"), [(1, "token"), (2, "none"), (17, "head"), (30, "channel")])
@@ -43,10 +45,13 @@ def test_sequences_without_tokens(place, decay):
     np.testing.assert_array_equal(run(place, args)["dinitial_state"], args["dstate"])
 
 
-@pytest.mark.parametrize(("key_dim", "value_dim", "decay"), [(128, 128, "token"), (80, 16, "none"), (64, 208, "head")])
-def test_sizes(place, key_dim, value_dim, decay):
-    """Blocks of columns that are full, and others."""
-    check(place, delta_case(66, decay, key_dim=key_dim, value_dim=value_dim, heads=1))
+SIZES = [(128, 128, "token", None), (128, 128, "token", "sm_80"), (80, 16, "none", None), (64, 208, "head", None)]
+
+
+@pytest.mark.parametrize(("key_dim", "value_dim", "decay", "family"), SIZES)
+def test_sizes(place, key_dim, value_dim, decay, family):
+    """Blocks of columns that are full, and others; more columns than Hopper's kernels take."""
+    check(place, delta_case(66, decay, key_dim=key_dim, value_dim=value_dim, heads=1), family=family)
 
 
 @pytest.mark.parametrize(("key_dim", "value_dim", "decay"), [(128, 80, "channel"), (256, 16, "token"), (144, 144, "channel")])
@@ -97,14 +102,14 @@ def test_any_alignment(more):
         return wide[..., : x.shape[-1]]
 
     got = run(OnInterpreter(), args | {name: widened(args[name]) for name in ("q", "k", "v", "dout")})
-    for name, x in run(OnInterpreter(), args).items():
+    for name, x in run(OnInterpreter(), args, family="sm_80").items():
         np.testing.assert_array_equal(got[name], x)
 
 
 def test_little_shared_memory(place, monkeypatch, nothing_known):
     """Panels of values are not loaded ahead there."""
     monkeypatch.setattr(delta_gradients, "machine", lambda _: SimpleNamespace(shared_bytes=SMALL))
-    check(place, delta_case(70, "token", value_dim=80))
+    check(place, delta_case(70, "token", value_dim=80), family="sm_80")
 
 
 @pytest.mark.parametrize("decay", ["token", "head", "channel"])
@@ -114,11 +119,13 @@ def test_packed_sequences_among_poison(place, monkeypatch, decay):
     check_packed(place, monkeypatch, delta_case, decay)
 
 
-@pytest.mark.parametrize(("length", "decay"), [(3, "channel"), (65, "token")])
-def test_as_compiled(as_compiled, length, decay):
-    """The PTX of the walks over tokens, and of the kernels of chunks."""
-    as_compiled("sm_80")
-    check(OnInterpreter(), delta_case(length, decay, heads=1))
+@pytest.mark.parametrize(
+    ("arch", "length", "decay"), [("sm_80", 3, "channel"), ("sm_80", 65, "token"), ("sm_90a", 65, "token")]
+)
+def test_as_compiled(as_compiled, arch, length, decay):
+    """The PTX of the walks over tokens, and of both kinds of kernels of chunks."""
+    as_compiled(arch)
+    check(OnInterpreter(), delta_case(length, decay, heads=1), family=None if arch == "sm_90a" else "sm_80")
 
 
 # ---- beta, keys and gates -----------------------------------------------------------------------------------------------
@@ -140,7 +147,7 @@ def test_equal_keys(place, kernels, beta, limit):
     args["beta"][:] = beta
     got, want = run(place, args), reference.linear_backward(**args)
     for name, x in got.items():
-        assert relative_rms(x, want[name]) < (limit if kernels == "chunks" else 0.005), name
+        assert relative_rms(x, want[name]) < (0.005 if kernels == "tokens" else limit), name
 
 
 @pytest.mark.parametrize("gate", [0.0, -5.0, -np.inf])

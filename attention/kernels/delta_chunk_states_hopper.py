@@ -1,0 +1,215 @@
+"""What gradients of the delta rule need of the forward pass, for Hopper (parts/recurrent/delta_chunks.py has the equations): of
+each chunk the state S before it, the errors E, R^T and the vectors of its tokens.
+
+    Y = V - exp(b) K S        E = Y - L (beta Y)        S after = exp(b_last) S + (exp(b_last - b) K)^T (beta E)
+
+As in delta_states_hopper.py, a solver computes L beta and R ahead, as they do not depend on the state, and of a loader's warps
+one starts the TMA loads and the others compute the vectors. Consumers have 64 columns of values each and hold the state
+transposed, Y and E as well. Decays stand where no exponent is positive."""
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from numba import cuda
+from numpy import int32
+
+from ops import (
+    cumsum,
+    divmod,
+    exp2,
+    less,
+    load,
+    store,
+    subtile,
+    tile_min,
+    transpose,
+    warpgroup,
+    where,
+)
+from ops.for_attention.triangular_inverse import TRIANGLE, inverse_transposed
+from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st
+from tiles.launching.arguments import INT, array, tiled
+from tiles.targets import Target
+
+from ..parts.recurrent.delta_chunks import BETA, DECAY, DECAY_TO_END, KEY_DIMS, SUM, ChunkVectors, TwoParts
+from ..parts.recurrent.gates import CHUNK_COL_VEC, LOG2_E, clamp_gates
+from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout
+
+CONSUMERS = 2  # warpgroups with 64 columns of values each
+SOLVER, LOADER = CONSUMERS, CONSUMERS + 1
+REGISTERS = 72, 88, 176  # of each thread of the loader, the solver and a consumer
+STAGES = 3  # chunks in flight
+WARPS = warpgroup.WARPGROUP
+AHEAD = 2  # chunks by which the solver may be ahead of consumers
+VECTORS = 8  # chunks whose vectors are in shared memory
+VECTOR_WARPS = WARPS - 1  # of the loader, that compute vectors, of a chunk each in turn
+TINY = 2.0**-40  # a smaller beta is taken for this where L is divided by it: L then differs in no digit
+
+
+@dataclass(frozen=True)
+class Config:
+    """A kernel's configuration. key_dim: the channels of keys, padded. gated: are there decays?"""
+
+    key_dim: int
+    dtype: dtype
+    gated: bool
+    threads = warpgroup.THREADS * (LOADER + 1)
+
+    @property
+    def key(self):
+        """The tile of K for a chunk."""
+        return st(CHUNK, self.key_dim, self.dtype)
+
+    @property
+    def values(self):
+        """The tile of V for a chunk."""
+        return st(CHUNK, CONSUMERS * COLUMNS, self.dtype)
+
+    @property
+    def value(self):
+        """A consumer's tile of E for a chunk."""
+        return st(CHUNK, COLUMNS, self.dtype)
+
+    @property
+    def state(self):
+        """A consumer's tile of the state, transposed."""
+        return st(COLUMNS, self.key_dim, self.dtype)
+
+    def __str__(self):
+        return f"states before chunks, Dk {self.key_dim} {self.dtype}{', gated' * self.gated}"
+
+
+def space(target: Target, everything: bool) -> Iterator[Config]:
+    """The configurations; without `everything` those of bf16."""
+    if target.has_wgmma:
+        yield from itertools.starmap(
+            Config, itertools.product(KEY_DIMS, (bf16, fp16) if everything else (bf16,), (False, True))
+        )
+
+
+@functools.cache
+def make(config: Config):
+    """(kernel, shared memory) of a configuration."""
+    INPUT, GATED, STATE = config.dtype, config.gated, rt(16, config.key_dim, fp32)
+    vectors_of = ChunkVectors(GATED)
+    TRANSPOSED, seq_layout, parts_of = rt(16, CHUNK, INPUT), SequenceLayout(), TwoParts(INPUT)
+    LOADER_REGISTERS, SOLVER_REGISTERS, CONSUMER_REGISTERS = REGISTERS
+    readers = CONSUMERS * WARPS
+    smem = shared(
+        k=ring(config.key, STAGES, readers + WARPS),
+        v=ring(config.values, STAGES, readers),
+        x=ring(st(2 * CHUNK, CHUNK, INPUT), AHEAD, readers, writers=WARPS),
+        vectors=ring(vectors_of.spec, VECTORS, readers + WARPS, writers=1),
+        high=TRIANGLE,
+        low=TRIANGLE,
+        state=st(CONSUMERS * COLUMNS, config.key_dim, INPUT),
+        out=st(CONSUMERS * CHUNK, COLUMNS, INPUT),
+    )
+
+    @inlined
+    def place(length, heads):
+        """(sequence, head, its tokens, how many chunks they are, the index of the first one) of this block."""
+        sequence, head = divmod(cuda.blockIdx.x, heads)
+        seq = seq_layout.sequence_tokens(0, sequence, length)
+        return sequence, head, seq, seq.num_chunks(), seq_layout.chunk_index(seq.start, sequence, length)
+
+    @inlined
+    def away_from_zero(beta):
+        """beta, or TINY where it is less: L is divided by it."""
+        return where(less(beta * beta, TINY * TINY), TINY, beta)
+
+    @inlined
+    def publish_vectors(vectors, gVectors, j, chunk, head, gBeta, gGates, seq):
+        """One warp stores the vectors of the j-th chunk in its ring and in memory."""
+        target, at = vectors.claim(j), (seq.batch, seq.chunk_start(j), head)
+        beta = transpose(load(gBeta, CHUNK_COL_VEC, at, cols=1))
+        store(subtile(target, CHUNK, BETA), beta)
+        store(gVectors, beta, (chunk, head, 0))
+        if GATED:
+            b = cumsum(clamp_gates(transpose(load(gGates, CHUNK_COL_VEC, at, cols=1))) * LOG2_E)
+            store(subtile(target, CHUNK, SUM), b)
+            store(gVectors, b, (chunk, head, CHUNK * SUM))
+            decay = exp2(b)
+            store(subtile(target, CHUNK, DECAY), decay)
+            store(gVectors, decay, (chunk, head, CHUNK * DECAY))
+            decay = exp2(tile_min(b) - b)
+            store(subtile(target, CHUNK, DECAY_TO_END), decay)
+            store(gVectors, decay, (chunk, head, CHUNK * DECAY_TO_END))
+        vectors.publish(j)
+
+    @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
+    def scan(
+        gK: tiled(config.key, unit=1), gV: tiled(config.values, unit=1), gBeta: array(3),
+        gGates: array(3), gInitialState: array(4), gErrors: tiled(config.value, rows=2), gStates: tiled(config.state, rows=2),
+        gSolutions: array(4, INPUT), gVectors: array(3), length: INT, heads: INT, group: INT,
+    ):  # fmt: skip
+        """A block has a head of a sequence. gInitialState: transposed. gErrors .. gVectors: of each chunk and head. gStates: S
+        transposed. gSolutions: R^T, high above low."""
+        k, v, x, vectors, high, low, state, out = smem.open()
+        wg = warpgroup.id()
+        if wg == LOADER:
+            warpgroup.release_registers(LOADER_REGISTERS)
+            sequence, head, seq, n, first_chunk = place(length, heads)
+            warp = warpgroup.rank()
+            if warp == 0:
+                key_head, _ = divmod(head, group)
+                for j in range(n):
+                    k.fill(j, gK, (seq.batch, seq.chunk_start(j), key_head))
+                    v.fill(j, gV, (seq.batch, seq.chunk_start(j), head))
+            else:
+                for j in range(warp - 1, n, VECTOR_WARPS):
+                    publish_vectors(vectors, gVectors, j, int32(first_chunk + j), head, gBeta, gGates, seq)
+        elif wg == SOLVER:
+            warpgroup.release_registers(SOLVER_REGISTERS)
+            sequence, head, seq, n, first_chunk = place(length, heads)
+            for j in range(n):
+                keys = k.wait(j)
+                s = warpgroup.wait(warpgroup.mm_ABt(keys, keys))
+                k.release(j)
+                chunk_vectors = vectors.wait(j)
+                a = vectors_of.decay_scores(s, chunk_vectors, away_from_zero(vectors_of.cols(chunk_vectors, BETA)))
+                solution = warpgroup.triu(inverse_transposed(a, high, low), 1, 0.0)
+                target = x.claim(j)
+                x_high, x_low = parts_of.split(solution)
+                warpgroup.store(subtile(target, CHUNK, 0), x_high)
+                warpgroup.store(subtile(target, CHUNK, 1), x_low)
+                x.publish(j)
+                solution = solution / away_from_zero(vectors_of.rows(chunk_vectors, BETA))
+                r_high, r_low = parts_of.split(solution * vectors_of.cols(chunk_vectors, BETA))
+                vectors.release(j)
+                chunk = int32(first_chunk + j)
+                warpgroup.store(gSolutions, r_high, (chunk, head, 0, 0), aligned=True)
+                warpgroup.store(gSolutions, r_low, (chunk, head, CHUNK, 0), aligned=True)
+        else:
+            warpgroup.claim_registers(CONSUMER_REGISTERS)
+            sequence, head, seq, n, first_chunk = place(length, heads)
+            state_tile, out_tile = subtile(state, COLUMNS, wg), subtile(out, CHUNK, wg)
+            s_t = warpgroup.load(gInitialState, STATE, (sequence, head, COLUMNS * wg, 0), aligned=False)
+            for j in range(n):
+                chunk = int32(first_chunk + j)
+                warpgroup.send(gStates, (chunk, head, wg), state_tile, s_t, 1)
+                keys, chunk_vectors = k.wait(j), vectors.wait(j)
+                u = warpgroup.mm_ABt(state_tile, keys)
+                values = fp32(warpgroup.load_transposed(subtile(v.wait(j), CHUNK, 0, COLUMNS, wg), TRANSPOSED))
+                v.release(j)
+                y = values - vectors_of.decay_cols(warpgroup.wait(u), chunk_vectors, DECAY)
+                y_high, y_low = parts_of.split(y)
+                x_high, x_low = subtile(x.wait(j), CHUNK, 0), subtile(x.wait(j), CHUNK, 1)
+                e = warpgroup.mma_AB(warpgroup.mma_AB(warpgroup.mma_AB(y, y_high, x_high), y_high, x_low), y_low, x_high)
+                e = warpgroup.wait(e)
+                x.release(j)
+                u = vectors_of.decay_cols(e * vectors_of.cols(chunk_vectors, BETA), chunk_vectors, DECAY_TO_END)
+                s_t = vectors_of.decay_state(s_t, chunk_vectors)
+                vectors.release(j)
+                s_t = warpgroup.mma_AB(s_t, INPUT(u), keys)
+                warpgroup.store_wait(1)
+                warpgroup.sync()
+                warpgroup.store_transposed(out_tile, e)
+                warpgroup.tma_store(gErrors, (chunk, head, 0, wg), out_tile)
+                s_t = warpgroup.wait(s_t)
+                k.release(j)
+            warpgroup.store_wait()
+
+    return scan, smem

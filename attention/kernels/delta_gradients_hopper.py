@@ -1,0 +1,294 @@
+"""Gradients of the delta rule for Hopper: one walk over the chunks of a head, from the last one to the first
+(parts/recurrent/delta_chunks.py has the equations),
+
+    dU = P^T dO + exp(b_last - b) K dS        Z = dU + R^T dU        dV = beta Z        dbeta = rowsum(Z * E)
+    dS before = exp(b_last) dS + (scale exp(b) Q)^T dO - (exp(b) K)^T dV
+    dP = scale M * dO U^T                     G = -stril(M * dV U^T)
+    dQ = scale exp(b) dO S^T + dP K
+    dK = [exp(b_last - b) U dS^T + dP^T Q + G^T K]  +  [G K - exp(b) dV S^T]
+
+Two warpgroups, the consumers, hold dS transposed, 64 columns of values each, and dU and Z as well: the product of one step,
+rounded, is the left operand of the next one without leaving the registers. They store dS and dV in shared memory. From there a
+third warpgroup computes what is summed over values, dP, G, dQ and dK, while the consumers are ahead by up to a chunk. So dS, Z
+and dP never go through global memory. L and what it multiplies are two parts each, high and low."""
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from numba import cuda
+from numpy import int32
+
+from ops import (
+    col_sum,
+    columns,
+    divmod,
+    load,
+    row_sum,
+    store,
+    subtile,
+    tile_sum,
+    warpgroup,
+    zeros,
+)
+from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, sv
+from tiles.launching.arguments import FLOAT, INT, array, tiled
+from tiles.targets import Target
+
+from ..parts.recurrent.delta_chunks import BETA, DECAY, DECAY_TO_END, KEY_DIMS, ChunkVectors, TwoParts
+from ..parts.recurrent.gates import COL_VEC
+from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout
+
+CONSUMERS = 2  # warpgroups with 64 columns of values each
+VALUES = CONSUMERS * COLUMNS  # columns of values of a thread block
+SCORER = CONSUMERS - 1  # the consumer that computes P
+DKDQ, PRODUCER = CONSUMERS, CONSUMERS + 1  # the third warpgroup, which computes dK and dQ, and the fourth
+REGISTERS = 24, 160, 168  # of each thread of the producer, of a consumer, of the warpgroup for dK and dQ
+WARPS = warpgroup.WARPGROUP
+STATE_WARPS = CONSUMERS * WARPS  # that multiply S by dS
+
+
+@dataclass(frozen=True)
+class Config:
+    """A kernel's configuration. key_dim: the channels of keys, padded. gated: are there decays? with_gates: is what the gates'
+    gradients are made of stored, too?"""
+
+    key_dim: int
+    dtype: dtype
+    gated: bool
+    with_gates: bool = False
+    threads = warpgroup.THREADS * (PRODUCER + 1)
+
+    @property
+    def key(self):
+        """The tile of Q or K, and of their gradients, for a chunk."""
+        return st(CHUNK, self.key_dim, self.dtype)
+
+    @property
+    def values(self):
+        """The tile of dO, E or dV for a chunk."""
+        return st(CHUNK, VALUES, self.dtype)
+
+    @property
+    def state(self):
+        """The tile of a state, transposed."""
+        return st(VALUES, self.key_dim, self.dtype)
+
+    def __str__(self):
+        kinds = "gated" * self.gated, "gates" * self.with_gates
+        return ", ".join(filter(None, (f"gradients, Dk {self.key_dim} {self.dtype}", *kinds)))
+
+
+def space(target: Target, everything: bool) -> Iterator[Config]:
+    """The configurations; without `everything` those of bf16."""
+    if target.has_wgmma:
+        for key_dim, of in itertools.product(KEY_DIMS, (bf16, fp16) if everything else (bf16,)):
+            yield from (Config(key_dim, of, *gates) for gates in ((False, False), (True, False), (True, True)))
+
+
+@functools.cache
+def make(config: Config):
+    """(kernel, shared memory) of a configuration."""
+    INPUT, WITH_GATES, vectors_of = config.dtype, config.with_gates, ChunkVectors(config.gated)
+    STATE, TRANSPOSED = rt(16, config.key_dim, fp32), rt(16, CHUNK, INPUT)
+    PANEL_ROWS, KEY_PANELS = rt(16, 64, INPUT), config.key_dim // 64
+    seq_layout, parts_of = SequenceLayout(reversed=True), TwoParts(INPUT)
+    SCORES, SOLUTION = st(CHUNK, CHUNK, INPUT), st(2 * CHUNK, CHUNK, INPUT)
+    KEYS, VALUE = tiled(config.key, unit=1), st(CHUNK, COLUMNS, INPUT)
+    PRODUCER_REGISTERS, CONSUMER_REGISTERS, DKDQ_REGISTERS = REGISTERS
+    all_warps, consumer_warps = (CONSUMERS + 1) * WARPS, CONSUMERS * WARPS
+    smem = shared(
+        q=ring(config.key, 1, all_warps),
+        k=ring(config.key, 2, all_warps),
+        do=ring(config.values, 1, all_warps),
+        e=ring(config.values, 1, all_warps),
+        s=ring(config.state, 1, all_warps if WITH_GATES else WARPS),
+        p=ring(SCORES, 1, consumer_warps, writers=WARPS),
+        r=ring(SOLUTION, 1, consumer_warps),
+        vectors=ring(vectors_of.spec, 2, all_warps),
+        ds=ring(config.state, 1, all_warps, writers=consumer_warps),
+        dv=ring(config.values, 1, all_warps, writers=consumer_warps),
+        dbeta=ring(sv(CHUNK * consumer_warps, fp32), 1, WARPS, writers=consumer_warps),
+        dp=SCORES,
+        g=SCORES,
+        out=config.key,
+    )
+
+    @inlined
+    def place(length, heads):
+        """(sequence, head, its tokens, how many chunks they are, the index of the last one) of this block. Each warpgroup asks
+        by itself: registers before they part are scarce."""
+        sequence, head = divmod(cuda.blockIdx.x, heads)
+        seq = seq_layout.segment_tokens(0, sequence, length, 0, 1)
+        n = seq.num_chunks()
+        return sequence, head, seq, n, int32(seq_layout.chunk_index(seq.start, sequence, length) + n - 1)
+
+    @inlined
+    def load_panel(tile, index):
+        """This warp's rows of 64 columns of a shared tile."""
+        return fp32(warpgroup.load(subtile(tile, CHUNK, 0, 64, index), PANEL_ROWS))
+
+    @inlined
+    def dot_rows(x, tile):
+        """rowsum(x * tile), by panels of 64 columns: of all at once, registers would spill."""
+        dots = row_sum(columns(x, 64, 0) * load_panel(tile, 0))
+        if KEY_PANELS > 1:
+            dots = dots + row_sum(columns(x, 64, 1) * load_panel(tile, 1))
+        return dots
+
+    @inlined
+    def dot_tiles(x, y):
+        """The sum of x * y over this warp's rows of two shared tiles."""
+        total = tile_sum(load_panel(x, 0) * load_panel(y, 0))
+        if KEY_PANELS > 1:
+            total += tile_sum(load_panel(x, 1) * load_panel(y, 1))
+        return total
+
+    @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
+    def walk(
+        gQ: KEYS, gK: KEYS, gDOut: tiled(config.values, unit=1), gErrors: tiled(config.values, rows=2),
+        gStates: tiled(config.state, rows=2), gSolutions: tiled(SOLUTION, rows=2),
+        gVectors: tiled(vectors_of.spec, 3, None, 2), gLastState: array(4), gFirstState: array(4), gDQ: KEYS, gDK: KEYS,
+        gDV: tiled(VALUE, unit=1), gDBeta: array(3), gQueryDots: array(3), gKeyDots: array(3), gCarriedDots: array(3),
+        gStateDots: array(3), length: INT, heads: INT, group: INT, scale: FLOAT,
+    ):  # fmt: skip
+        """A block has a head of a sequence. gErrors .. gVectors: of each chunk and head, as delta_chunk_states_hopper.py stores
+        them. gLastState, gFirstState: the gradients of the states after and before the sequence, transposed. gQueryDots ..
+        gStateDots: see gate_gradient.py."""
+        q, k, do, e, s, p, r, vectors, ds, dv, dbeta, dp_tile, g_tile, out = smem.open()
+        wg = warpgroup.id()
+        if wg == PRODUCER:
+            warpgroup.release_registers(PRODUCER_REGISTERS)
+            sequence, head, seq, n, last_chunk = place(length, heads)
+            if warpgroup.rank() == 0:
+                key_head, _ = divmod(head, group)
+                for j in range(n):
+                    token, chunk = seq.chunk_start(j), int32(last_chunk - j)
+                    k.fill(j, gK, (seq.batch, token, key_head))
+                    do.fill(j, gDOut, (seq.batch, token, head))
+                    vectors.fill(j, gVectors, (chunk, head))
+                    q.fill(j, gQ, (seq.batch, token, key_head))
+                    r.fill(j, gSolutions, (chunk, head))
+                    e.fill(j, gErrors, (chunk, head))
+                    s.fill(j, gStates, (chunk, head))
+        elif wg == DKDQ:
+            warpgroup.claim_registers(DKDQ_REGISTERS)
+            sequence, head, seq, n, last_chunk = place(length, heads)
+            for j in range(n):
+                token, chunk = seq.chunk_start(j), int32(last_chunk - j)
+                keys, queries, douts, errors = k.wait(j), q.wait(j), do.wait(j), e.wait(j)
+                dp = warpgroup.mm_ABt(douts, errors)
+                dq = warpgroup.mm_AB(douts, s.wait(j))
+                chunk_vectors = vectors.wait(j)
+                dp = warpgroup.wait(dp, newer=1)
+                dp = vectors_of.decay_scores(dp, chunk_vectors, vectors_of.cols(chunk_vectors, BETA) * scale)
+                warpgroup.store(dp_tile, INPUT(warpgroup.causal(dp, 0, 0.0)))
+                dq = vectors_of.decay_rows(warpgroup.wait(dq) * scale, chunk_vectors, DECAY)
+                do.release(j)
+                warpgroup.sync()
+                dq = warpgroup.mma_AB(dq, dp_tile, keys)
+                if WITH_GATES:  # before the next product, or registers would spill
+                    dq = warpgroup.wait(dq)
+                    at = seq.batch, int32(token + 16 * warpgroup.rank()), head
+                    store(gQueryDots, dot_rows(dq, queries), at, cols=1)
+                    written = warpgroup.mm_AB(errors, ds.wait(j))
+                else:
+                    written = warpgroup.mm_AB(errors, ds.wait(j))
+                    dq = warpgroup.wait(dq, newer=1)
+                warpgroup.send(gDQ, (seq.batch, token, head), out, dq)
+                written = warpgroup.wait(written) * vectors_of.rows(chunk_vectors, BETA)
+                ds.release(j)
+                written = vectors_of.decay_rows(written, chunk_vectors, DECAY_TO_END)
+                if WITH_GATES:
+                    gCarriedDots[chunk, head, warpgroup.rank()] = tile_sum(dot_rows(written, keys))
+                written = warpgroup.mma_AtB(written, dp_tile, queries)
+                dvs = dv.wait(j)
+                g = warpgroup.mm_ABt(dvs, errors)
+                written = warpgroup.wait(written, newer=1)
+                q.release(j)
+                g = warpgroup.wait(g)
+                e.release(j)
+                g = vectors_of.decay_scores(g, chunk_vectors, 0.0 - vectors_of.cols(chunk_vectors, BETA))
+                warpgroup.store(g_tile, INPUT(warpgroup.causal(g, -1, 0.0)))
+                warpgroup.sync()
+                read = warpgroup.mm_AB(dvs, s.wait(j))
+                written = warpgroup.mma_AtB(written, g_tile, keys)
+                read = vectors_of.decay_rows(warpgroup.wait(read, newer=1) * (-1.0), chunk_vectors, DECAY)
+                s.release(j)
+                dv.release(j)
+                vectors.release(j)
+                read = warpgroup.mma_AB(read, g_tile, keys)
+                written = warpgroup.wait(written, newer=1)
+                read = warpgroup.wait(read)
+                at = seq.batch, int32(token + 16 * warpgroup.rank()), head
+                if WITH_GATES:
+                    store(gKeyDots, dot_rows(written - read, keys), at, cols=1)
+                k.release(j)
+                warpgroup.send(gDK, (seq.batch, token, head), out, written + read)
+                dbeta_rows, parts = zeros(COL_VEC), dbeta.wait(j)
+                for part in range(CONSUMERS * WARPS):
+                    dbeta_rows = dbeta_rows + load(subtile(parts, 16, int32(WARPS * part + warpgroup.rank())), COL_VEC)
+                dbeta.release(j)
+                store(gDBeta, dbeta_rows, at, cols=1)
+            warpgroup.store_wait()
+        else:
+            warpgroup.claim_registers(CONSUMER_REGISTERS)
+            sequence, head, seq, n, last_chunk = place(length, heads)
+            row = int32(COLUMNS * wg + 16 * warpgroup.rank())
+            ds_t = load(gLastState, STATE, (sequence, head, row, 0), aligned=False)
+            for j in range(n):
+                token, chunk = seq.chunk_start(j), int32(last_chunk - j)
+                keys, chunk_vectors = k.wait(j), vectors.wait(j)
+                if wg == SCORER:  # before dS is stored, or registers would spill
+                    s_qk = warpgroup.wait(warpgroup.mm_ABt(q.wait(j), keys))
+                    s_qk = vectors_of.decay_scores(s_qk, chunk_vectors, scale)
+                    warpgroup.store(p.claim(j), INPUT(warpgroup.causal(s_qk, 0, 0.0)))
+                    p.publish(j)
+                warpgroup.store(subtile(ds.claim(j), COLUMNS, wg), ds_t)
+                ds.publish(j)
+                douts = subtile(do.wait(j), CHUNK, 0, COLUMNS, wg)
+                du = warpgroup.mm_ABt(subtile(ds.wait(j), COLUMNS, wg), keys)
+                du = vectors_of.decay_cols(warpgroup.wait(du), chunk_vectors, DECAY_TO_END)
+                du = warpgroup.mma_AtB(du, douts, p.wait(j))
+                do_t = fp32(warpgroup.load_transposed(douts, TRANSPOSED)) * scale
+                do_t = INPUT(vectors_of.decay_cols(do_t, chunk_vectors, DECAY))
+                ds_t = warpgroup.mma_AB(vectors_of.decay_state(ds_t, chunk_vectors), do_t, q.wait(j))
+                du = warpgroup.wait(du, newer=1)
+                p.release(j)
+                ds_t = warpgroup.wait(ds_t)
+                q.release(j)
+                do.release(j)
+                high, low = parts_of.split(du)
+                r_high, r_low = subtile(r.wait(j), CHUNK, 0), subtile(r.wait(j), CHUNK, 1)
+                z = warpgroup.mma_ABt(warpgroup.mma_ABt(warpgroup.mma_ABt(du, high, r_high), high, r_low), low, r_high)
+                z = warpgroup.wait(z)
+                r.release(j)
+                dv_t = z * vectors_of.cols(chunk_vectors, BETA)
+                dv_tile = subtile(dv.claim(j), CHUNK, 0, COLUMNS, wg)
+                warpgroup.store_transposed(dv_tile, dv_t)
+                dv.publish(j)
+                dv_t = INPUT(vectors_of.decay_cols(dv_t * (-1.0), chunk_vectors, DECAY))
+                vectors.release(j)
+                ds_t = warpgroup.mma_AB(ds_t, dv_t, keys)
+                warpgroup.tma_store(gDV, (seq.batch, token, head, wg), dv_tile)
+                warp = int32(WARPS * wg + warpgroup.rank())
+                errors = fp32(warpgroup.load_transposed(subtile(e.wait(j), CHUNK, 0, COLUMNS, wg), TRANSPOSED))
+                store(subtile(dbeta.claim(j), CHUNK, warp), col_sum(z * errors))
+                dbeta.publish(j)
+                e.release(j)
+                if WITH_GATES:
+                    me = warpgroup.id()  # not `wg`: addresses held over the loop would spill registers
+                    gStateDots[chunk, head, warp] = dot_tiles(subtile(s.wait(j), COLUMNS, me), subtile(ds.wait(j), COLUMNS, me))
+                    s.release(j)
+                ds.release(j)
+                warpgroup.store_wait()
+                warpgroup.sync()
+                dv.wait(j)
+                dv.release(j)
+                ds_t = warpgroup.wait(ds_t)
+                k.release(j)
+            row = int32(COLUMNS * warpgroup.id() + 16 * warpgroup.rank())  # anew, to save registers
+            store(gFirstState, ds_t, (sequence, head, row, 0), aligned=False)
+
+    return walk, smem
