@@ -85,7 +85,9 @@ def make(config: Config):
     seq_layout, TRANSPOSED = SequenceLayout(VARLEN, reversed=True), rt(16, CHUNK, INPUT)
     KEY, VALUE, STATES = st(CHUNK, KEYS, INPUT), st(CHUNK, VALUES, INPUT), st(VALUES, KEYS, INPUT)
     PANEL_ROWS = rt(16, PANEL, INPUT)
-    FENCED = VARLEN or config.unrounded  # must loads fence themselves, as no TMA store follows them that does so?
+    FENCED = (
+        VARLEN or config.unrounded or config.unrounded_values
+    )  # must loads fence themselves, as no TMA store follows them that does so?
     OF_KEYS = array(4) if config.unrounded else seq_layout.output_argument(KEY)
     OF_VALUES = array(4) if config.unrounded_values else seq_layout.output_argument(st(CHUNK, COLUMNS, INPUT))
     vectors = ring(sv(CHUNK, fp32), CUMSUM_WARPS if gate.per_token else 1, WARPS, writers=1)
@@ -101,18 +103,18 @@ def make(config: Config):
     )
 
     @inlined
-    def multiply_panel(x, tile, n, fenced):
+    def multiply_panel(x, tile, n):
         """The products of 64 channels of x and of a shared tile."""
         panel = subtile(tile, CHUNK, 0, PANEL, n)
-        return columns(x, PANEL, n) * fp32(warpgroup.load(panel, PANEL_ROWS, fenced=fenced))
+        return columns(x, PANEL, n) * fp32(warpgroup.load(panel, PANEL_ROWS, fenced=FENCED))
 
     @inlined
-    def multiply(x, tile, fenced=FENCED):
+    def multiply(x, tile):
         """x * tile, whose panels are added: only sums over channels are wanted, and with all of them registers would spill."""
         if KEYS > PANEL:
-            return multiply_panel(x, tile, 0, fenced) + multiply_panel(x, tile, 1, fenced)
+            return multiply_panel(x, tile, 0) + multiply_panel(x, tile, 1)
         else:
-            return multiply_panel(x, tile, 0, fenced)
+            return multiply_panel(x, tile, 0)
 
     @inlined
     def clear_tails(tiles, remaining):
@@ -209,7 +211,7 @@ def make(config: Config):
                 dp = gate.decay_all_scores(warpgroup.wait(dp, newer=1), b_rows * sign, b_cols * sign) * scale
                 dp = INPUT(warpgroup.tril(warpgroup.triu(dp, CHUNK * (wg - 1), 0.0), CHUNK * wg, 0.0))
                 if WITH_GATES:
-                    gStateDots[chunk, head, warp] = tile_sum(multiply(ds_t, subtile(s_tile, COLUMNS, wg), True))
+                    gStateDots[chunk, head, warp] = tile_sum(multiply(ds_t, subtile(s_tile, COLUMNS, wg)))
                 store_values(gDV, dv_out, warpgroup.wait(dv), seq, token, head, wg)
                 dx = warpgroup.mm_AB(left, states)
                 do_t = fp32(warpgroup.load_transposed(own_do, TRANSPOSED, fenced=FENCED)) * scale
