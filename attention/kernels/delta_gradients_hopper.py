@@ -126,13 +126,13 @@ def make(config: Config):
 
     @inlined
     def load_panel(tile, index):
-        """This warp's rows of 64 columns of a shared tile."""
-        return fp32(warpgroup.load(subtile(tile, CHUNK, 0, 64, index), PANEL_ROWS))
+        """This warp's rows of 64 columns of a shared tile, without a fence: the warps meet before they give it back."""
+        return fp32(warpgroup.load(subtile(tile, CHUNK, 0, 64, index), PANEL_ROWS, fenced=False))
 
     @inlined
     def dot_rows(x, tile):
-        """rowsum(x * tile), by panels of 64 columns: of all at once, registers would spill."""
-        dots = row_sum(columns(x, 64, 0) * load_panel(tile, 0))
+        """rowsum(x * tile), by panels of 64 columns; a fence keeps them apart, or registers would spill."""
+        dots = row_sum(columns(x, 64, 0) * fp32(warpgroup.load(subtile(tile, CHUNK, 0, 64, 0), PANEL_ROWS)))
         if KEY_PANELS > 1:
             dots = dots + row_sum(columns(x, 64, 1) * load_panel(tile, 1))
         return dots
@@ -190,13 +190,15 @@ def make(config: Config):
                 dq = warpgroup.mma_AB(dq, dp_tile, keys)
                 if WITH_GATES:  # before the next product, or registers would spill
                     dq = warpgroup.wait(dq)
-                    at = seq.batch, int32(token + 16 * warpgroup.rank()), head
-                    store(gQueryDots, dot_rows(dq, queries), at, cols=1)
+                    query_dots = dot_rows(dq, queries)
                     written = warpgroup.mm_AB(errors, ds.wait(j))
                 else:
                     written = warpgroup.mm_AB(errors, ds.wait(j))
                     dq = warpgroup.wait(dq, newer=1)
                 warpgroup.send(gDQ, (seq.batch, token, head), out, dq)
+                if WITH_GATES:  # what is stored keeps the next fence waiting: behind one
+                    at = seq.batch, int32(token + 16 * warpgroup.rank()), head
+                    store(gQueryDots, query_dots, at, cols=1)
                 written = warpgroup.wait(written) * vectors_of.rows(chunk_vectors, BETA)
                 ds.release(j)
                 written = vectors_of.decay_rows(written, chunk_vectors, DECAY_TO_END)
@@ -217,15 +219,17 @@ def make(config: Config):
                 read = vectors_of.decay_rows(warpgroup.wait(read, newer=1) * (-1.0), chunk_vectors, DECAY)
                 s.release(j)
                 dv.release(j)
-                vectors.release(j)
                 read = warpgroup.mma_AB(read, g_tile, keys)
                 written = warpgroup.wait(written, newer=1)
                 read = warpgroup.wait(read)
+                if WITH_GATES:
+                    key_dots = dot_rows(written - read, keys)
+                warpgroup.send(gDK, (seq.batch, token, head), out, written + read)
+                k.release(j)
+                vectors.release(j, None, True)
                 at = seq.batch, int32(token + 16 * warpgroup.rank()), head
                 if WITH_GATES:
-                    store(gKeyDots, dot_rows(written - read, keys), at, cols=1)
-                k.release(j)
-                warpgroup.send(gDK, (seq.batch, token, head), out, written + read)
+                    store(gKeyDots, key_dots, at, cols=1)
                 dbeta_rows, parts = zeros(COL_VEC), dbeta.wait(j)
                 for part in range(CONSUMERS * WARPS):
                     dbeta_rows = dbeta_rows + load(subtile(parts, 16, int32(WARPS * part + warpgroup.rank())), COL_VEC)
@@ -251,14 +255,13 @@ def make(config: Config):
                 du = warpgroup.mm_ABt(subtile(ds.wait(j), COLUMNS, wg), keys)
                 du = vectors_of.decay_cols(warpgroup.wait(du), chunk_vectors, DECAY_TO_END)
                 du = warpgroup.mma_AtB(du, douts, p.wait(j))
-                do_t = fp32(warpgroup.load_transposed(douts, TRANSPOSED)) * scale
+                do_t = fp32(warpgroup.load_transposed(douts, TRANSPOSED, fenced=False)) * scale
                 do_t = INPUT(vectors_of.decay_cols(do_t, chunk_vectors, DECAY))
                 ds_t = warpgroup.mma_AB(vectors_of.decay_state(ds_t, chunk_vectors), do_t, q.wait(j))
                 du = warpgroup.wait(du, newer=1)
                 p.release(j)
                 ds_t = warpgroup.wait(ds_t)
                 q.release(j)
-                do.release(j)
                 high, low = parts_of.split(du)
                 r_high, r_low = subtile(r.wait(j), CHUNK, 0), subtile(r.wait(j), CHUNK, 1)
                 z = warpgroup.mma_ABt(warpgroup.mma_ABt(warpgroup.mma_ABt(du, high, r_high), high, r_low), low, r_high)
@@ -268,22 +271,26 @@ def make(config: Config):
                 dv_tile = subtile(dv.claim(j), CHUNK, 0, COLUMNS, wg)
                 warpgroup.store_transposed(dv_tile, dv_t)
                 dv.publish(j)
+                do.release(j)
                 dv_t = INPUT(vectors_of.decay_cols(dv_t * (-1.0), chunk_vectors, DECAY))
-                vectors.release(j)
                 ds_t = warpgroup.mma_AB(ds_t, dv_t, keys)
                 warpgroup.tma_store(gDV, (seq.batch, token, head, wg), dv_tile)
                 warp = int32(WARPS * wg + warpgroup.rank())
-                errors = fp32(warpgroup.load_transposed(subtile(e.wait(j), CHUNK, 0, COLUMNS, wg), TRANSPOSED))
+                vectors.release(j, None, True)
+                errors = subtile(e.wait(j), CHUNK, 0, COLUMNS, wg)
+                errors = fp32(warpgroup.load_transposed(errors, TRANSPOSED, fenced=False))
                 store(subtile(dbeta.claim(j), CHUNK, warp), col_sum(z * errors))
                 dbeta.publish(j)
-                e.release(j)
                 if WITH_GATES:
                     me = warpgroup.id()  # not `wg`: addresses held over the loop would spill registers
-                    gStateDots[chunk, head, warp] = dot_tiles(subtile(s.wait(j), COLUMNS, me), subtile(ds.wait(j), COLUMNS, me))
-                    s.release(j)
-                ds.release(j)
+                    state_dot = dot_tiles(subtile(s.wait(j), COLUMNS, me), subtile(ds.wait(j), COLUMNS, me))
                 warpgroup.store_wait()
                 warpgroup.sync()
+                if WITH_GATES:
+                    s.release(j)
+                    gStateDots[chunk, head, warp] = state_dot
+                e.release(j)
+                ds.release(j)
                 dv.wait(j)
                 dv.release(j)
                 ds_t = warpgroup.wait(ds_t)
