@@ -28,7 +28,7 @@ from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, sv
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.targets import Target
 
-from ..parts.recurrent.gates import DecayGate, Gate, HeadGate, TokenGate
+from ..parts.recurrent.gates import DecayGate, HeadGate, TokenGate
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 
 CONSUMERS = 2
@@ -44,14 +44,12 @@ OF_QUERIES = 0  # the consumer that computes dQ
 
 @dataclass(frozen=True)
 class Config:
-    """A kernel's configuration. key_dim: the channels of keys, padded. gate: the kind of gates. with_gates: is what the gates'
-    gradients are made of stored? unrounded: are dQ and dK float32, to be added over a group? unrounded_values: is dV float32?
-    varlen: are sequences packed (cu_seqlens)?"""
+    """A kernel's configuration. key_dim: the channels of keys, padded. gate: the kind of gates. unrounded: are dQ and dK float32,
+    to be added over a group? unrounded_values: is dV float32? varlen: are sequences packed (cu_seqlens)?"""
 
     key_dim: int
     dtype: dtype
-    gate: Gate
-    with_gates: bool = False
+    gate: DecayGate
     unrounded: bool = False
     unrounded_values: bool = False
     varlen: bool = False
@@ -59,28 +57,27 @@ class Config:
     consumers, ctas_per_sm, supports_segments = CONSUMERS, 1, True  # as of chunk_hopper.py, to choose segments
 
     def __str__(self):
-        flags = "gates" * self.with_gates, "float32" * self.unrounded, "float32 dv" * self.unrounded_values
+        flags = "float32" * self.unrounded, "float32 dv" * self.unrounded_values
         size = f"Dk {self.key_dim} {self.dtype}"
         return ", ".join(filter(None, (size, str(self.gate), *flags, "varlen" * self.varlen)))
 
 
 KEY_DIMS = 64, 128  # as padded
-KINDS: tuple[type[Gate], ...] = Gate, HeadGate, TokenGate
+KINDS: tuple[type[DecayGate], ...] = HeadGate, TokenGate
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations. everything: fp16, packed sequences and float32 results at all sizes, too."""
     if target.has_wgmma:
         for of, key_dim, kind in itertools.product((bf16, fp16) if everything else (bf16,), KEY_DIMS, KINDS):
-            gate = kind(scale_at_end=True) if issubclass(kind, DecayGate) else kind()
             for varlen, unrounded in itertools.product((False, True), repeat=2) if everything else ((False, False),):
-                yield Config(key_dim, of, gate, kind is not Gate, unrounded, unrounded, varlen)
+                yield Config(key_dim, of, kind(scale_at_end=True), unrounded, unrounded, varlen)
 
 
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    INPUT, gate, KEYS, WITH_GATES, VARLEN = config.dtype, config.gate, config.key_dim, config.with_gates, config.varlen
+    INPUT, gate, KEYS, VARLEN = config.dtype, config.gate, config.key_dim, config.varlen
     (producer_registers, consumer_registers), STATE = REGISTERS, rt(16, KEYS, fp32)
     seq_layout, TRANSPOSED = SequenceLayout(VARLEN, reversed=True), rt(16, CHUNK, INPUT)
     KEY, VALUE, STATES = st(CHUNK, KEYS, INPUT), st(CHUNK, VALUES, INPUT), st(VALUES, KEYS, INPUT)
@@ -210,8 +207,7 @@ def make(config: Config):
                 dv = warpgroup.mma_AB(dv, p_t, own_do)
                 dp = gate.decay_all_scores(warpgroup.wait(dp, newer=1), b_rows * sign, b_cols * sign) * scale
                 dp = INPUT(warpgroup.tril(warpgroup.triu(dp, CHUNK * (wg - 1), 0.0), CHUNK * wg, 0.0))
-                if WITH_GATES:
-                    gStateDots[chunk, head, warp] = tile_sum(multiply(ds_t, subtile(s_tile, COLUMNS, wg)))
+                gStateDots[chunk, head, warp] = tile_sum(multiply(ds_t, subtile(s_tile, COLUMNS, wg)))
                 store_values(gDV, dv_out, warpgroup.wait(dv), seq, token, head, wg)
                 dx = warpgroup.mm_AB(left, states)
                 do_t = fp32(warpgroup.load_transposed(own_do, TRANSPOSED, fenced=FENCED)) * scale
@@ -220,17 +216,16 @@ def make(config: Config):
                 s.release(j)
                 if wg == OF_QUERIES:
                     dx = dx * scale
-                elif WITH_GATES:
+                else:
                     gCarriedDots[chunk, head, warpgroup.rank()] = tile_sum(multiply(dx, own))
                 dx = warpgroup.mma_AB(dx, dp, other)
                 ds_t = warpgroup.mma_AB(gate.decay(ds_t, b_last), do_t, q_tile)
                 dx = warpgroup.wait(dx, newer=1)
-                if WITH_GATES:
-                    dots = row_sum(multiply(dx, own))
-                    if wg == OF_QUERIES:
-                        warpgroup.store(truncate(gQueryDots, 1, seq.end), dots, dots_at, cols=1)
-                    else:
-                        warpgroup.store(truncate(gKeyDots, 1, seq.end), dots, dots_at, cols=1)
+                dots = row_sum(multiply(dx, own))
+                if wg == OF_QUERIES:
+                    warpgroup.store(truncate(gQueryDots, 1, seq.end), dots, dots_at, cols=1)
+                else:
+                    warpgroup.store(truncate(gKeyDots, 1, seq.end), dots, dots_at, cols=1)
                 store_inputs(wg, gDQ, gDK, out, dx, seq, token, head)
                 ds_t = warpgroup.wait(ds_t)
                 q.release(j)

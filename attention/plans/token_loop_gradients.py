@@ -28,7 +28,7 @@ def plan_linear_gradients(
 ) -> list[Step]:
     """The launches for the gradients of linear attention, of chunk kernels if they serve such a call. The arguments are those
     of plan_chunk_gradients."""
-    if serves_walk(problem, vector_bytes):
+    if serves_walk(problem, arrays, vector_bytes):
         return plan_gradient_walk(problem, arrays, scale, scratch)
     if serves_gradients(problem, arrays, vector_bytes):
         return plan_chunk_gradients(problem, arrays, scale, vector_bytes, scratch)

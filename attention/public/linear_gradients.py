@@ -104,9 +104,9 @@ def linear_backward(
     cu_seqlens[-1] have gradients of 0. accumulate: all of these that are wanted must be float32 arrays, and gradients are added
     to what they hold; that takes as much memory again, and a pass over it.
 
-    On Hopper, Dk and Dv up to 128, the states before each chunk of 64 tokens are computed again, in q's dtype, and then all
-    gradients in one walk from the last chunk to the first; elsewhere three scans as of attention.linear compute them, two of
-    these from the last token. Nothing that forward computed is read.
+    Three scans as of attention.linear, two of them from the last token to the first. On Hopper, with ddecay and Dk and Dv up to
+    128, the states before each chunk of 64 tokens are computed again, in q's dtype, and then all gradients in one walk from the
+    last chunk to the first. Nothing that forward computed is read.
     All sums are made in float32, in a fixed order: the same bits every time. Row sums for ddecay are those of unrounded
     gradients, and end with each chunk of 64 tokens. float16: scale q . k, P and the elements of states and their gradients are
     rounded to float16, and infinite beyond 65504.

@@ -100,7 +100,7 @@ SAMPLE = [  # each GPU with several kernels, and each form with some GPU; `inspe
     ("sm_120a", backward_ampere, backward_ampere.config_for(128, fp16, FULL)),
     ("sm_80", norm_gradients, norm_gradients.NormRowGradients(LayerNorm(), 256, bf16, False)),
     ("sm_90a", chunk_hopper, chunk_hopper.Config(256, 1, bf16, STEPS, MAMBA2, varlen=True)),
-    ("sm_90a", linear_gradients_hopper, linear_gradients_hopper.Config(128, bf16, TokenGate(True), with_gates=True)),
+    ("sm_90a", linear_gradients_hopper, linear_gradients_hopper.Config(128, bf16, TokenGate(True))),
     ("sm_90a", forward_ampere, forward_ampere.config_for(64, bf16, CAUSAL, LARGE, 8)),
     ("sm_100a", chunk_ampere, chunk_ampere.Config(256, 1, bf16, TokenGate(), ScanNormalizer())),
     ("sm_120a", chunk_ampere, chunk_ampere.Config(128, 1, bf16, TokenGate(), ScanStates(), varlen=True, vector_bytes=4)),
