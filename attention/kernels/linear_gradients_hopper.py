@@ -44,8 +44,8 @@ OF_QUERIES = 0  # the consumer that computes dQ
 
 @dataclass(frozen=True)
 class Config:
-    """A kernel's configuration. key_dim: the channels of keys, padded. gate: the kind of gates. unrounded: are dQ and dK float32,
-    to be added over a group? unrounded_values: is dV float32? varlen: are sequences packed (cu_seqlens)?"""
+    """A kernel's configuration. key_dim: the channels of keys, padded. gate: the kind of gates. unrounded: are dQ and dK
+    float32, to be added over a group? unrounded_values: is dV float32? varlen: are sequences packed (cu_seqlens)?"""
 
     key_dim: int
     dtype: dtype
