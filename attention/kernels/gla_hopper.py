@@ -20,18 +20,19 @@ from collections.abc import Iterator
 from numba import cuda
 from numpy import int32
 
-from ops import columns, divmod, store, subtile, warpgroup
+from ops import columns, divmod, store, subtile, warpgroup, zeros
 from tiles import fp32, inlined, ring, rt, shared, st
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.targets import Target
 
 from ..parts.recurrent import channel_config, channel_decay
 from ..parts.recurrent.anchored_scores import AnchoredScores
+from ..parts.recurrent.block_scores import BlockScores
 from ..parts.recurrent.l2norm import L2Norm
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 from ..parts.recurrent.transposed_state import TransposedState
 
-REGISTERS = {1: (184, 80, 240), 2: (128, 64, 160)}  # consumers -> registers a thread of preparer, scorer and consumer
+REGISTERS = {1: (184, 80, 240), 2: (112, 80, 160)}  # consumers -> registers a thread of preparer, scorer and consumer
 STAGES = {64: 2, 128: 2, 256: 1}  # padded key dim: chunks in flight
 WIDE_KEY_DIM = 128  # beyond it a state takes half of a consumer's registers: there is one consumer
 
@@ -55,7 +56,7 @@ class GlaDecay(channel_decay.ChannelDecay):
 
     @inlined
     def store_extra(self, q_residual, query, key, decay, strong):
-        """Store the residual of q'. A strong chunk stores its scores in that place."""
+        """Store the residual of q'. A strong chunk has its scores in that place, or the keys that they are computed from."""
         if not strong:
             store(q_residual, query - fp32(self.dtype(query)))
 
@@ -70,8 +71,9 @@ def make(config: Config):
         REGISTERS[CONSUMERS],
     )
     KEY_DIM, AHEAD, CLAIMS = config.key_dim, STAGES[config.key_dim], CONSUMERS == 1
-    STATE, WEIGHTS = rt(16, KEY_DIM, fp32), rt(16, CHUNK, INPUT)
+    STATE, WEIGHTS, SCORES = rt(16, KEY_DIM, fp32), rt(16, CHUNK, INPUT), rt(16, CHUNK, fp32)
     group, readers = warpgroup.WARPGROUP, CONSUMERS * warpgroup.WARPGROUP
+    decay = GlaDecay(KEY_DIM, INPUT, CONSUMERS, KEY_DIM <= WIDE_KEY_DIM)
     smem = shared(
         q=ring(config.key, AHEAD, readers + 2 * group),
         k=ring(config.key, AHEAD, readers + 2 * group),
@@ -83,11 +85,12 @@ def make(config: Config):
         gate_sums=config.gate_sums,
         state_decay=ring(config.state_decay, AHEAD, readers, writers=group),
         flag=ring(channel_decay.FLAG, AHEAD, readers + group, writers=group),
+        block_decays=decay.block_decays,
     )
     norm = L2Norm(config.l2norm, config.key_dim, config.key_dim // warpgroup.WARPGROUP)
     raw, PARAMS = config.channel_gates, config.channel_gates.params()
     seq_layout = SequenceLayout(config.varlen)
-    decay, strong_scores = GlaDecay(KEY_DIM, INPUT, CONSUMERS), AnchoredScores(KEY_DIM, INPUT)
+    halved_scores, block_scores = AnchoredScores(KEY_DIM, INPUT), BlockScores(KEY_DIM, INPUT)
     state = TransposedState(KEY_DIM, INPUT, seq_layout)
 
     @inlined
@@ -105,6 +108,14 @@ def make(config: Config):
             s_t = decay.decay_state(s_t, state_decay, strong)
             return warpgroup.mma_ABt(o, rounded, subtile(queries, CHUNK, 0, WIDE_KEY_DIM, 1)), s_t
 
+    @inlined
+    def score_blocks(queries, blocks):
+        """The scores of a strong chunk whose blocks have references."""
+        if decay.has_references:
+            return block_scores.compute(queries, blocks, warpgroup.rank())
+        else:
+            return zeros(SCORES)
+
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def scan(
         gQ: tiled(config.key, unit=1), gK: tiled(config.key, unit=1), gV: tiled(config.value, unit=1),
@@ -115,14 +126,16 @@ def make(config: Config):
         """The outputs of a segment, and after the last one the state. Each of the `segments` of a sequence has thread blocks of
         its own. gInitialState: the state before each segment. `group` value heads share a key head; each is `blocks` blocks of
         columns wide."""
-        q, k, v, g, p, q_residual, out, gate_sums, state_decay, flag = smem.open()
+        q, k, v, g, p, q_residual, out, gate_sums, state_decay, flag, block_decays = smem.open()
         wg = warpgroup.id()
         block, segment, head, sequence = block_coord(cuda.blockIdx.x, blocks, segments, heads)
         seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, segment, segments)
         n = seq.num_chunks()
         if wg == PREPARER:
-            if CLAIMS:  # beside two consumers it keeps what it has at launch
+            if CLAIMS:
                 warpgroup.claim_registers(preparer_registers)
+            else:
+                warpgroup.release_registers(preparer_registers)
             warp = int32(cuda.threadIdx.x // 32) - PREPARER * warpgroup.WARPGROUP
             for j in range(n):
                 rate_and_bias = raw.load_rate_and_bias(params, head, warp)
@@ -134,15 +147,17 @@ def make(config: Config):
                 norm.sync()
                 sums = gates if IN_PLACE else gate_sums
                 gates = raw.compute(sums, gates, rate_and_bias, warp, seq.remaining(j))
-                b_last, strong = decay.cumsum_gates(sums, gates, warp)
+                b_last, strong, halved = decay.cumsum_gates(sums, gates, warp)
                 residual = q_residual.claim(j)
-                if strong:
-                    scores = strong_scores.compute(queries, keys, residual, sums, residual, warp)
+                if halved:
+                    scores = halved_scores.compute(queries, keys, residual, sums, residual, warp)
                     warpgroup.sync()
                     warpgroup.store(subtile(residual, CHUNK, 0, CHUNK, 0), scores)
                     warpgroup.sync()
                     b_last = decay.load_last_sums(sums, warp)  # again: held over the scores, it would spill
-                decay.factor_decays(queries, keys, residual, sums, b_last, state_decay.claim(j), flag.claim(j), warp, strong)
+                blocks = residual, block_decays
+                decay.factor_decays(queries, keys, residual, blocks, sums, b_last, warp, strong, halved)
+                decay.store_state_decay(state_decay.claim(j), flag.claim(j), b_last, warp, strong, halved)
                 state_decay.publish(j)
                 flag.publish(j)
                 q_residual.publish(j)
@@ -156,10 +171,13 @@ def make(config: Config):
             for j in range(AHEAD):
                 decay.fill(rings, arrays, j, n, seq, head, key_head, block)
             for j in range(n):
-                residual, strong, queries, keys = q_residual.wait(j), decay.is_strong(flag.wait(j)), q.wait(j), k.wait(j)
+                residual, queries, keys = q_residual.wait(j), q.wait(j), k.wait(j)
+                strong, halved = decay.is_strong(flag.wait(j)), decay.is_halved(flag.wait(j))
                 flag.release(j)
-                if strong:
+                if halved:
                     s = fp32(warpgroup.load(subtile(residual, CHUNK, 0, CHUNK, 0), WEIGHTS))
+                elif strong:
+                    s = score_blocks(queries, (residual, block_decays))
                 else:
                     s = warpgroup.wait(warpgroup.mma_ABt(warpgroup.mm_ABt(queries, keys), residual, keys))
                 q_residual.release(j)

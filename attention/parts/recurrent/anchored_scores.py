@@ -1,13 +1,12 @@
 """The scores of a strong chunk (channel_decay.py), q_i . (exp(b_i - b_j) k_j) for j <= i, where no reference serves all
-channels and tokens.
+channels even of 16 tokens.
 
 The chunk is halved recursively. Queries of a later half meet keys of the earlier one, both decayed to or from the later half's
 first token, the anchor: exp(b_i - b_a) and exp(b_a - b_j), neither of which is greater than 1 for any gates. So one factor,
 exp(-|b - b_a|), serves a token at each level, as a query or as a key. Each warp has 16 of the queries. Keys of earlier warps
-come through shared memory; a warp's own 16 x 16 scores have one reference in the middle of the sums where these are mild, and
-are halved to single tokens where not."""
+come through shared memory."""
 
-from numpy import float32, int32
+from numpy import int32
 
 from ops import (
     abs,
@@ -24,7 +23,6 @@ from ops import (
     row_index,
     store,
     subtile,
-    tile_min,
     warpgroup,
     where,
     zeros,
@@ -121,44 +119,13 @@ class AnchoredScores(WarpChannels):
     @inlined
     def near_scores(self, queries, keys, sums, warp):
         """The scores of a warp's 16 queries with its 16 keys."""
-        if self.is_mild(sums, warp):
-            scores = self.centred_scores(queries, keys, sums, warp)
-        else:
-            scores = self.halved_scores(queries, keys, sums, warp)
+        scores = self.halved_scores(queries, keys, sums, warp)
         row, col = row_index(self.square.col_vec) % TOKEN_GROUP, col_index(self.square.row_vec)
         return where(less(row, col), 0.0, scores)
 
     @inlined
-    def is_mild(self, sums, warp):
-        """Do a warp's 16 tokens decay so little that one reference serves them all?"""
-        least = float32(0.0)
-        for i in range(warpgroup.WARPGROUP):
-            first, last = self.edge_sums(sums, warp, i)
-            least = min(least, tile_min(last - first))
-        return least * LOG2_E > self.min_log2_decay
-
-    @inlined
-    def edge_sums(self, sums, warp, i):
-        """b of the first and of the last one of a warp's 16 tokens, in the channels of warp i."""
-        rows, kind = self.group_part(sums, warp, i), self.warp_tile.row_vec
-        return load_row(rows, kind, 0, fenced=False), load_row(rows, kind, TOKEN_GROUP - 1, fenced=False)
-
-    @inlined
-    def centred_scores(self, queries, keys, sums, warp):
-        """`near_scores` with the middle of the sums as the one reference."""
-        scores = zeros(self.square)
-        for i in range(warpgroup.WARPGROUP):
-            first, last = self.edge_sums(sums, warp, i)
-            b = load(self.group_part(sums, warp, i), self.group_tile, fenced=False)
-            b = (b - (first + last) * 0.5) * LOG2_E
-            decay, key = self.dtype(exp2(b)), self.load_rows(keys, warp, i)
-            rows = self.stack_rows(self.load_rows(queries, warp, i) * decay, key * decay)
-            scores = mma_ABt(scores, rows, key * self.dtype(exp2(-b)))
-        return scores
-
-    @inlined
     def halved_scores(self, queries, keys, sums, warp):
-        """`near_scores` for any decays. Those of groups of 8, 4 and 2 tokens take the place of those that greater groups'
+        """`near_scores` and what stands above them. Those of groups of 8, 4 and 2 tokens take the place of those that greater groups'
         anchors gave them, and last those of tokens with themselves."""
         scores, size = zeros(self.square), int32(TOKEN_GROUP)
         while size > 1:

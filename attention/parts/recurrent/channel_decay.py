@@ -9,9 +9,12 @@ so that q'_i . k*_j = q_i . (exp(b_i - b_j) k_j) needs one product of matrices f
 read of the state S from before the chunk. What the keys add to S' is decayed by exp(b_last - r) to the end of the chunk, as S'
 is. r = b_last / 2 keeps all exponents small.
 
-A chunk is strong if a channel decays by more than a dtype can hold. Its scores are computed block by block, each with a
-reference of its own (anchored_scores.py); q' and k' are then decayed from the start of the chunk (r = 0), k* to its end
-(r = b_last), and no exponent is positive."""
+A chunk is strong if a channel decays by more than a dtype can hold. q' and k' are then decayed from the start of the chunk
+(r = 0), k* to its end (r = b_last), and no exponent is positive. Its scores are computed block by block: blocks of 16 tokens
+have a reference each (block_scores.py), and if a channel decays too much for that in one of them, the chunk is halved down to
+single tokens (anchored_scores.py)."""
+
+from numpy import float32
 
 from ops import cumsum_columns, exp2, load, load_row, store, subtile, tile_max, tile_min, warpgroup, zeros
 from tiles import bf16, dtype, fp16, fp32, inlined, rt, static, sv
@@ -20,7 +23,7 @@ from .gates import FLOOR, LOG2_E
 from .tokens import CHUNK
 
 TOKEN_GROUP = 16  # tokens that a warp decays at once: of more, the registers would spill
-FLAG = sv(16, fp32)  # is a chunk strong? 1 or 0
+FLAG = sv(16, fp32)  # is a chunk strong? 0: no; 1: yes; 2: and halved
 FLAG_VEC = rt(16, FLAG.length, fp32).row_vec
 MIN_LOG2_DECAY = {bf16: -86.0, fp16: -11.0}  # what b - r may be, in powers of 2, without q' and k* losing precision
 
@@ -57,18 +60,41 @@ class WarpChannels:
         """The part of a chunk's shared tile with the channels of one warp and the i-th TOKEN_GROUP tokens."""
         return subtile(tile, TOKEN_GROUP, i, self.warp_tile.cols, warp)
 
+    @inlined
+    def block_part(self, tile, i, warp):
+        """The part of the memory of a chunk's keys, decayed to their blocks' references, with the channels of one warp and the
+        i-th TOKEN_GROUP tokens."""
+        return self.group_part(tile, i, warp)
+
+    @inlined
+    def reference_part(self, block_decays, i, warp):
+        """The part of a vector of `block_decays` with the channels of one warp and the i-th block."""
+        return subtile(block_decays, self.warp_tile.cols, i * warpgroup.WARPGROUP + warp)
+
+    @inlined
+    def edge_sums(self, sums, i, warp):
+        """b of the first and of the last one of the i-th TOKEN_GROUP tokens, in the channels of one warp."""
+        rows, kind = self.group_part(sums, i, warp), self.warp_tile.row_vec
+        return load_row(rows, kind, 0, fenced=False), load_row(rows, kind, TOKEN_GROUP - 1, fenced=False)
+
 
 @static
 class ChannelDecay(WarpChannels):
-    """The decays of a chunk's channels. A preparer calls `cumsum_gates` and `factor_decays`; the warpgroups that read its
+    """The decays of a chunk's channels. A preparer calls all but the last two methods; the warpgroups that read its
     results call `is_strong` and `decay_state`."""
 
     consumers: int
+    has_references: bool = True  # is there shared memory for references of blocks? If not, strong chunks are all halved
 
     @property
     def channel_vec(self):
         """A register vector of all channels."""
         return rt(16, self.key_dim, fp32).row_vec
+
+    @property
+    def block_decays(self):
+        """The vector of exp(r) of each block of TOKEN_GROUP tokens over that of the block before, or over 1."""
+        return sv(CHUNK // TOKEN_GROUP * self.key_dim if self.has_references else 16, fp32)
 
     @inlined
     def fill(self, rings, arrays, j, n, seq, head, key_head, block):
@@ -92,9 +118,17 @@ class ChannelDecay(WarpChannels):
     @inlined
     def cumsum_gates(self, sums, gates, warp):
         """Write b, the cumulative sum of a chunk's gates, to `sums`. Returns (b_last of the warp's channels, in powers of 2;
-        whether the chunk is strong, on which the warps vote)."""
+        is the chunk strong? is it halved?). On these the warps vote."""
         b_last = self.cumsum_without_vote(sums, gates, warp)
-        return b_last, warpgroup.reduce_any(tile_min(b_last) < self.min_log2_decay)
+        strong = warpgroup.reduce_any(tile_min(b_last) < self.min_log2_decay)
+        halved = strong and not self.has_references
+        if strong and self.has_references:
+            least = float32(0.0)
+            for i in range(CHUNK // TOKEN_GROUP):
+                first, last = self.edge_sums(sums, i, warp)
+                least = min(least, tile_min(last - first))
+            halved = warpgroup.reduce_any(least * LOG2_E < self.min_log2_decay + 2)  # a reference is rounded
+        return b_last, strong, halved
 
     @inlined
     def cumsum_without_vote(self, sums, gates, warp):
@@ -108,9 +142,20 @@ class ChannelDecay(WarpChannels):
         return load_row(self.warp_part(sums, warp), self.warp_tile.row_vec, CHUNK - 1, fenced=False) * LOG2_E
 
     @inlined
-    def factor_decays(self, queries, keys, extra, sums, b_last, state_decay, flag, warp, strong):
-        """Overwrite q by q' and k by k*, and write what `store_extra` stores to `extra`, exp(b_last - r) to `state_decay`, and
-        `strong` to `flag`."""
+    def factor_decays(self, queries, keys, extra, blocks, sums, b_last, warp, strong, halved):
+        """Overwrite q by q' and k by k*, and write what `store_extra` stores to `extra`; those of a chunk whose blocks have
+        references as `factor_block_decays` says."""
+        if self.has_references:
+            if strong and not halved:
+                self.factor_block_decays(queries, keys, extra, blocks, sums, b_last, warp)
+            else:
+                self.factor_chunk_decays(queries, keys, extra, sums, b_last, warp, strong)
+        else:
+            self.factor_chunk_decays(queries, keys, extra, sums, b_last, warp, strong)
+
+    @inlined
+    def factor_chunk_decays(self, queries, keys, extra, sums, b_last, warp, strong):
+        """`factor_decays` with one reference for all tokens."""
         r_query, r_key = b_last * (0.0 if strong else 0.5), b_last * (1.0 if strong else 0.5)
         for i in range(CHUNK // TOKEN_GROUP):
             b = load(self.group_part(sums, i, warp), self.group_tile, fenced=False) * LOG2_E
@@ -120,9 +165,36 @@ class ChannelDecay(WarpChannels):
             store(self.group_part(queries, i, warp), query)
             self.store_extra(self.group_part(extra, i, warp), query, key, decay, strong)
             store(self.group_part(keys, i, warp), key * exp2(r_key - b))
-        store(subtile(state_decay, self.warp_tile.cols, warp), exp2(r_key))
+
+    @inlined
+    def factor_block_decays(self, queries, keys, extra, blocks, sums, b_last, warp):
+        """Overwrite k by k*, and q by q decayed from its block's reference r, of which BlockScores makes q'; so it is with what
+        `store_extra` stores. `blocks` gets keys decayed to their blocks' references, and exp(r) of each block over that of the
+        block before.
+
+        r is the middle of a block's sums, in powers of 2 an integer, so that no product with the latter is rounded."""
+        (block_keys, block_decays), before = blocks, b_last * 0.0
+        for i in range(CHUNK // TOKEN_GROUP):
+            first, last = self.edge_sums(sums, i, warp)
+            r = (first + last) * (0.5 * LOG2_E) // 1
+            store(self.reference_part(block_decays, i, warp), exp2(r - before))
+            before = r
+            b = load(self.group_part(sums, i, warp), self.group_tile, fenced=False) * LOG2_E
+            key = load(self.group_part(keys, i, warp), self.group_tile, fenced=False)
+            decay = exp2(b - r)
+            query = load(self.group_part(queries, i, warp), self.group_tile, fenced=False) * decay
+            store(self.group_part(queries, i, warp), query)
+            self.store_extra(self.group_part(extra, i, warp), query, key, decay, True)
+            key = key * exp2(r - b)
+            store(self.block_part(block_keys, i, warp), key)
+            store(self.group_part(keys, i, warp), key * exp2(b_last - r))
+
+    @inlined
+    def store_state_decay(self, state_decay, flag, b_last, warp, strong, halved):
+        """Write exp(b_last - r) of a state, and `strong` and `halved`."""
+        store(subtile(state_decay, self.warp_tile.cols, warp), exp2(b_last * (1.0 if strong else 0.5)))
         if warp == 0:
-            store(flag, zeros(FLAG_VEC) + (1.0 if strong else 0.0))
+            store(flag, zeros(FLAG_VEC) + (2.0 if halved else 1.0 if strong else 0.0))
 
     @inlined
     def store_extra(self, extra, query, key, decay, strong):
@@ -130,8 +202,13 @@ class ChannelDecay(WarpChannels):
 
     @inlined
     def is_strong(self, flag):
-        """Is the chunk strong? Reads what `factor_decays` wrote."""
+        """Is the chunk strong? Reads what `store_state_decay` wrote."""
         return tile_max(load(flag, FLAG_VEC)) > 0
+
+    @inlined
+    def is_halved(self, flag):
+        """Is the chunk halved? Reads what `store_state_decay` wrote."""
+        return tile_max(load(flag, FLAG_VEC)) > 1
 
     @inlined
     def decay_state(self, s_t, state_decay, when):
