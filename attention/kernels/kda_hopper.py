@@ -15,18 +15,20 @@ chunk, while consumers, of 64 value columns each, update the state with this one
 import functools
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
 from numba import cuda
 from numpy import int32
 
-from ops import divmod, rows, store, subtile, truncate, vstack, warpgroup, zeros
-from ops.for_attention.triangular_inverse import TRIANGLE, inverse_transposed, store_block_parts, store_parts
+from ops import divmod, load, rows, store, subtile, truncate, viewed, vstack, warpgroup, zeros
+from ops.for_attention.triangular_inverse import TRIANGLES, inverse_transposed, store_block_parts, store_parts
 from tiles import fp32, inlined, ring, rt, shared, st
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.targets import Target
 
 from ..parts.recurrent import channel_config, channel_decay
 from ..parts.recurrent.anchored_scores import AnchoredScores
+from ..parts.recurrent.block_scores import BlockScores
 from ..parts.recurrent.channel_config import Config
 from ..parts.recurrent.channel_decay import FLAG, TOKEN_GROUP
 from ..parts.recurrent.gate_formulas import BetaFormula
@@ -56,8 +58,26 @@ class KdaDecay(channel_decay.ChannelDecay):
         store(decayed_keys, key * decay)
 
 
-class KdaScores(AnchoredScores):
+class KdaBlockScores(BlockScores):
     """The scores of a strong chunk of KDA: those of keys with keys stand below those of queries."""
+
+    scored = 2 * TOKEN_GROUP
+
+    @inlined
+    def load_rows(self, tile, warp, i):
+        queries, decayed_keys = tile
+        part = self.group_part(queries, warp, i), self.group_part(decayed_keys, warp, i)
+        return vstack(load(part[0], self.operand, fenced=False), load(part[1], self.operand, fenced=False))
+
+    @inlined
+    def store_rows(self, tile, x, warp, i):
+        queries, decayed_keys = tile
+        store(self.group_part(queries, warp, i), rows(x, TOKEN_GROUP, 0))
+        store(self.group_part(decayed_keys, warp, i), rows(x, TOKEN_GROUP, 1))
+
+
+class KdaScores(AnchoredScores):
+    """The scores of a halved chunk of KDA: those of keys with keys stand below those of queries."""
 
     scored = 2 * TOKEN_GROUP
 
@@ -82,6 +102,7 @@ def make(config: Config):
     COL_VEC, WARPS, VALUES = SCORES.col_vec, warpgroup.WARPGROUP, STAGES if IN_PLACE else 1  # consumers release V early
     readers = CONSUMERS * WARPS
     square = st(CHUNK, CHUNK, INPUT)
+    decay = KdaDecay(config.key_dim, INPUT, CONSUMERS)
     smem = shared(
         q=ring(config.key, STAGES, readers + WARPS),
         k=ring(config.key, STAGES, readers + WARPS),
@@ -92,15 +113,16 @@ def make(config: Config):
         p=ring(square, 1, readers, writers=WARPS),
         state_decay=ring(config.state_decay, STAGES, readers, writers=WARPS),
         flag=ring(FLAG, STAGES, readers, writers=WARPS),
-        high=TRIANGLE,
-        low=TRIANGLE,
+        triangles=TRIANGLES,
         out=st(CHUNK * CONSUMERS, COLUMNS, INPUT),
         gate_sums=config.gate_sums,
+        block_decays=decay.block_decays,
     )
     norm = L2Norm(config.l2norm, config.key_dim, config.key_dim // warpgroup.WARPGROUP)
     raw, PARAMS, BETA = config.channel_gates, config.channel_gates.params(), config.beta
-    seq_layout, strong_scores = SequenceLayout(config.varlen), KdaScores(config.key_dim, INPUT)
-    decay, state = KdaDecay(config.key_dim, INPUT, CONSUMERS), TransposedState(config.key_dim, INPUT, seq_layout)
+    halved_scores, block_scores = KdaScores(config.key_dim, INPUT), KdaBlockScores(config.key_dim, INPUT)
+    seq_layout = SequenceLayout(config.varlen)
+    state, BLOCK_KEYS = TransposedState(config.key_dim, INPUT, seq_layout), replace(TRIANGLES, dtype=INPUT)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def scan(
@@ -113,7 +135,7 @@ def make(config: Config):
         """The outputs of a segment, and after the last one the state. Each of the `segments` of a sequence has thread blocks of
         its own. gInitialState: the state before each segment. `group` value heads share a key head; each is `blocks` blocks of
         columns wide."""
-        q, k, k_decayed, g, v, t, p, state_decay, flag, high, low, out, gate_sums = smem.open()
+        q, k, k_decayed, g, v, t, p, state_decay, flag, triangles, out, gate_sums, block_decays = smem.open()
         wg = warpgroup.id()
         block, segment, head, sequence = block_coord(cuda.blockIdx.x, blocks, segments, heads * group)
         seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, segment, segments)
@@ -126,6 +148,8 @@ def make(config: Config):
             rings, arrays = (q, k, v, g), (gQ, gK, gV, gGates)
             decay.fill(rings, arrays, 0, n, seq, head, key_head, block)
             beta = warpgroup.load(betas, COL_VEC, (seq.batch, seq.chunk_start(0), head), cols=1)
+            high, low = subtile(triangles, CHUNK, 0), subtile(triangles, CHUNK, 1)
+            blocks = viewed(triangles, BLOCK_KEYS), block_decays
             store_parts(high, low, zeros(SCORES))  # blocks above the diagonal are read, if not looked at
             for j in range(n):
                 rate_and_bias = raw.load_rate_and_bias(params, head, warp)
@@ -138,26 +162,31 @@ def make(config: Config):
                 beta = BETA.compute(beta)
                 sums = gates if IN_PLACE else gate_sums
                 gates = raw.compute(sums, gates, rate_and_bias, warp, seq.remaining(j))
-                b_last, strong = decay.cumsum_gates(sums, gates, warp)
+                b_last, strong, halved = decay.cumsum_gates(sums, gates, warp)
                 decayed_keys = k_decayed.claim(j)
-                if strong:
-                    scores = strong_scores.compute(queries, keys, (high, low), sums, decayed_keys, warp)
+                if halved:
+                    scores = halved_scores.compute(queries, keys, (high, low), sums, decayed_keys, warp)
                     warpgroup.store(p.claim(j), scores)
                     warpgroup.sync()
-                decay.factor_decays(
-                    queries, keys, decayed_keys, sums, b_last, state_decay.claim(j), flag.claim(j), warp, strong
-                )
+                decay.factor_decays(queries, keys, decayed_keys, blocks, sums, b_last, warp, strong, halved)
+                decay.store_state_decay(state_decay.claim(j), flag.claim(j), b_last, warp, strong, halved)
+                s, a = zeros(SCORES), zeros(SCORES)
+                if strong and not halved:
+                    warpgroup.sync()
+                    scores = block_scores.compute((queries, decayed_keys), blocks, warp)
+                    s, a = rows(scores, TOKEN_GROUP, 0), rows(scores, TOKEN_GROUP, 1)
                 k_decayed.publish(j)
                 state_decay.publish(j)
                 flag.publish(j)
                 g.release(j)
                 warpgroup.sync()
                 decay.fill(rings, arrays, j + 1, n, seq, head, key_head, block)
-                if strong:
-                    a = warpgroup.load(high, SCORES) + warpgroup.load(low, SCORES)
-                else:
+                if not strong:
                     a = warpgroup.wait(warpgroup.mm_ABt(decayed_keys, keys))
                     s = warpgroup.wait(warpgroup.mm_ABt(queries, keys))
+                if halved:
+                    a = warpgroup.load(high, SCORES) + warpgroup.load(low, SCORES)
+                else:
                     warpgroup.store(p.claim(j), warpgroup.causal(s, 0, 0.0))  # with one stage, claimed late
                 p.publish(j)
                 k_decayed.release(j)

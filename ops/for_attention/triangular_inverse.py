@@ -33,6 +33,7 @@ BASE = 16  # rows and columns of a block
 HALF = 8  # rows and columns of a matrix inside the base tile
 BLOCK = rt(BASE, BASE, fp32)
 TRIANGLE = st(64, 64, bf16, width=32)  # in panels of 16 columns, so that a block is a tile of its own
+TRIANGLES = st(128, 64, bf16, width=32)  # two of them, for high and low parts
 
 
 # ---- a block, by a warp --------------------------------------------------------------------------------------------

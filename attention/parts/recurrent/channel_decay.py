@@ -62,9 +62,11 @@ class WarpChannels:
 
     @inlined
     def block_part(self, tile, i, warp):
-        """The part of the memory of a chunk's keys, decayed to their blocks' references, with the channels of one warp and the
-        i-th TOKEN_GROUP tokens."""
-        return self.group_part(tile, i, warp)
+        """The part of the keys that are decayed to their blocks' references, with the channels of one warp and the i-th
+        TOKEN_GROUP tokens. tile: of a chunk's rows and all channels, or of twice the rows and half the channels."""
+        across = tile.cols // self.warp_tile.cols
+        rows = warp // across * (CHUNK // TOKEN_GROUP) + i
+        return subtile(tile, TOKEN_GROUP, rows, self.warp_tile.cols, warp % across)
 
     @inlined
     def reference_part(self, block_decays, i, warp):
@@ -161,8 +163,7 @@ class ChannelDecay(WarpChannels):
             b = load(self.group_part(sums, i, warp), self.group_tile, fenced=False) * LOG2_E
             key = load(self.group_part(keys, i, warp), self.group_tile, fenced=False)
             decay = exp2(b - r_query)
-            query = load(self.group_part(queries, i, warp), self.group_tile, fenced=False) * decay
-            store(self.group_part(queries, i, warp), query)
+            query = self.store_query(self.group_part(queries, i, warp), decay)
             self.store_extra(self.group_part(extra, i, warp), query, key, decay, strong)
             store(self.group_part(keys, i, warp), key * exp2(r_key - b))
 
@@ -182,8 +183,7 @@ class ChannelDecay(WarpChannels):
             b = load(self.group_part(sums, i, warp), self.group_tile, fenced=False) * LOG2_E
             key = load(self.group_part(keys, i, warp), self.group_tile, fenced=False)
             decay = exp2(b - r)
-            query = load(self.group_part(queries, i, warp), self.group_tile, fenced=False) * decay
-            store(self.group_part(queries, i, warp), query)
+            query = self.store_query(self.group_part(queries, i, warp), decay)
             self.store_extra(self.group_part(extra, i, warp), query, key, decay, True)
             key = key * exp2(r - b)
             store(self.block_part(block_keys, i, warp), key)
@@ -195,6 +195,13 @@ class ChannelDecay(WarpChannels):
         store(subtile(state_decay, self.warp_tile.cols, warp), exp2(b_last * (1.0 if strong else 0.5)))
         if warp == 0:
             store(flag, zeros(FLAG_VEC) + (2.0 if halved else 1.0 if strong else 0.0))
+
+    @inlined
+    def store_query(self, queries, decay):
+        """Overwrite a group of queries by q', and return them. decay: exp(b - r)."""
+        query = load(queries, self.group_tile, fenced=False) * decay
+        store(queries, query)
+        return query
 
     @inlined
     def store_extra(self, extra, query, key, decay, strong):
