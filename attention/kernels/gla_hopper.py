@@ -136,7 +136,7 @@ def make(config: Config):
                 warpgroup.claim_registers(preparer_registers)
             else:
                 warpgroup.release_registers(preparer_registers)
-            warp = int32(cuda.threadIdx.x // 32) - PREPARER * warpgroup.WARPGROUP
+            warp = warpgroup.rank()
             for j in range(n):
                 rate_and_bias = raw.load_rate_and_bias(params, head, warp)
                 queries, keys, gates = q.wait(j), k.wait(j), g.wait(j)

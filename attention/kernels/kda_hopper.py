@@ -144,7 +144,7 @@ def make(config: Config):
             if CLAIMS:
                 warpgroup.release_registers(preparer_registers)
             betas, (key_head, _) = truncate(gBeta, 1, seq.end), divmod(head, group)
-            warp = int32(cuda.threadIdx.x // 32) - PREPARER * WARPS
+            warp = warpgroup.rank()
             rings, arrays = (q, k, v, g), (gQ, gK, gV, gGates)
             decay.fill(rings, arrays, 0, n, seq, head, key_head, block)
             beta = warpgroup.load(betas, COL_VEC, (seq.batch, seq.chunk_start(0), head), cols=1)
@@ -173,7 +173,7 @@ def make(config: Config):
                 s, a = zeros(SCORES), zeros(SCORES)
                 if strong and not halved:
                     warpgroup.sync()
-                    scores = block_scores.compute((queries, decayed_keys), blocks, warp)
+                    scores = block_scores.compute((queries, decayed_keys), blocks, warpgroup.rank())
                     s, a = rows(scores, TOKEN_GROUP, 0), rows(scores, TOKEN_GROUP, 1)
                 k_decayed.publish(j)
                 state_decay.publish(j)

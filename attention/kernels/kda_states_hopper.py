@@ -7,22 +7,25 @@ these), and so ends with [N | M]. delta_compose_states_hopper.py composes these.
 import functools
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
 from numba import cuda
 from numpy import float32, int32
 
-from ops import col_index, divmod, equal, exp2, load, store, subtile, truncate, warpgroup, where, zeros
-from ops.for_attention.triangular_inverse import TRIANGLE, inverse_transposed, store_block_parts, store_parts
+from ops import col_index, divmod, equal, subtile, truncate, viewed, warpgroup, where, zeros
+from ops.for_attention.triangular_inverse import TRIANGLES, inverse_transposed, store_block_parts, store_parts
 from tiles import fp32, inlined, ring, rt, shared, st
 from tiles.launching.arguments import ENDS, INT, array, tiled
 from tiles.targets import Target
 
-from ..parts.recurrent import channel_config, channel_decay
+from ..parts.recurrent import channel_config
 from ..parts.recurrent.anchored_scores import AnchoredScores
-from ..parts.recurrent.channel_decay import FLAG, FLAG_VEC, TOKEN_GROUP
+from ..parts.recurrent.block_scores import BlockScores
+from ..parts.recurrent.channel_decay import FLAG
 from ..parts.recurrent.gate_formulas import BetaFormula
 from ..parts.recurrent.l2norm import L2Norm
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
+from . import kda_hopper
 from .kda_hopper import KEY_DIMS, REGISTERS, STAGES
 
 SIZES = tuple(itertools.product(KEY_DIMS, REGISTERS))  # padded key dim, consumers
@@ -41,7 +44,7 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
 
 
 class KeyScores(AnchoredScores):
-    """The scores of a strong chunk's keys with keys."""
+    """The scores of a halved chunk's keys with keys."""
 
     @inlined
     def round_scores(self, triangles, scores, warp, block):
@@ -50,22 +53,12 @@ class KeyScores(AnchoredScores):
         return self.dtype(scores)
 
 
-class KdaStatesDecay(channel_decay.ChannelDecay):
+class KdaStatesDecay(kda_hopper.KdaDecay):
     """The decays of a chunk without queries: k* and k' only."""
 
     @inlined
-    def factor_key_decays(self, keys, decayed_keys, sums, b_last, state_decay, flag, warp, strong):
-        """Overwrite k by k* and write k' to `decayed_keys`; everything else is as in factor_decays."""
-        r_query, r_key = b_last * (0.0 if strong else 0.5), b_last * (1.0 if strong else 0.5)
-        for i in range(CHUNK // TOKEN_GROUP):
-            b = load(self.group_part(sums, i, warp), self.group_tile, fenced=False)
-            key = load(self.group_part(keys, i, warp), self.group_tile, fenced=False)
-            b = b * channel_decay.LOG2_E
-            store(self.group_part(decayed_keys, i, warp), key * exp2(b - r_query))
-            store(self.group_part(keys, i, warp), key * exp2(r_key - b))
-        store(subtile(state_decay, self.warp_tile.cols, warp), exp2(r_key))
-        if warp == 0:
-            store(flag, zeros(FLAG_VEC) + (1.0 if strong else 0.0))
+    def store_query(self, queries, decay):
+        return 0.0
 
 
 @functools.cache
@@ -76,6 +69,7 @@ def make(config: Config):
     STATE, SCORES = rt(16, KEY_DIM, fp32), rt(16, CHUNK, fp32)
     COL_VEC, WARPS, VALUES = SCORES.col_vec, warpgroup.WARPGROUP, rt(16, CHUNK, INPUT)
     readers = CONSUMERS * WARPS
+    decay, BLOCK_KEYS = KdaStatesDecay(KEY_DIM, INPUT, CONSUMERS), replace(TRIANGLES, dtype=INPUT)
     smem = shared(
         k=ring(config.key, STAGES, readers + WARPS),
         k_decayed=ring(config.key, STAGES, readers + WARPS, writers=WARPS),
@@ -84,14 +78,14 @@ def make(config: Config):
         t=ring(st(CHUNK, CHUNK, INPUT), STAGES, readers, writers=WARPS),
         state_decay=ring(config.state_decay, STAGES, readers, writers=WARPS),
         flag=ring(FLAG, STAGES, readers, writers=WARPS),
-        high=TRIANGLE,
-        low=TRIANGLE,
+        triangles=TRIANGLES,
         gate_sums=config.gate_sums,
+        block_decays=decay.block_decays,
     )
     norm = L2Norm(config.l2norm, config.key_dim, config.key_dim // warpgroup.WARPGROUP)
     raw, PARAMS, BETA = config.channel_gates, config.channel_gates.params(), config.beta
     seq_layout = SequenceLayout(config.varlen)
-    decay, strong_scores = KdaStatesDecay(KEY_DIM, INPUT, CONSUMERS), KeyScores(KEY_DIM, INPUT)
+    halved_scores, block_scores = KeyScores(KEY_DIM, INPUT), BlockScores(KEY_DIM, INPUT)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def scan(
@@ -102,7 +96,7 @@ def make(config: Config):
     ):  # fmt: skip
         """[N | M] of each of the first `scanned` of the `segments` of a sequence. values: the number of columns of v and N.
         `group` value heads share a key head; each is `blocks` blocks of columns wide."""
-        k, k_decayed, g, v, t, state_decay, flag, high, low, gate_sums = smem.open()
+        k, k_decayed, g, v, t, state_decay, flag, triangles, gate_sums, block_decays = smem.open()
         wg = warpgroup.id()
         block, segment, head, sequence = block_coord(cuda.blockIdx.x, blocks, scanned, heads * group)
         seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, segment, segments)
@@ -111,9 +105,11 @@ def make(config: Config):
             if CLAIMS:
                 warpgroup.release_registers(preparer_registers)
             betas, (key_head, _) = truncate(gBeta, 1, seq.end), divmod(head, group)
-            warp = int32(cuda.threadIdx.x // 32) - PREPARER * WARPS
+            warp = warpgroup.rank()
             rings, arrays = (k, v, g), (gK, gV, gGates)
             decay.fill_keys(rings, arrays, 0, n, seq, head, key_head, block)
+            high, low = subtile(triangles, CHUNK, 0), subtile(triangles, CHUNK, 1)
+            blocks = viewed(triangles, BLOCK_KEYS), block_decays
             store_parts(high, low, zeros(SCORES))  # blocks above the diagonal are read, if not looked at
             for j in range(n):
                 rate_and_bias = raw.load_rate_and_bias(params, head, warp)
@@ -125,21 +121,26 @@ def make(config: Config):
                 beta = BETA.compute(warpgroup.load(betas, COL_VEC, (seq.batch, seq.chunk_start(j), head), cols=1))
                 sums = gates if IN_PLACE else gate_sums
                 gates = raw.compute(sums, gates, rate_and_bias, warp, seq.remaining(j))
-                b_last, strong = decay.cumsum_gates(sums, gates, warp)
+                b_last, strong, halved = decay.cumsum_gates(sums, gates, warp)
                 decayed_keys = k_decayed.claim(j)
-                if strong:
-                    strong_scores.compute(keys, keys, (high, low), sums, decayed_keys, warp)
+                if halved:
+                    halved_scores.compute(keys, keys, (high, low), sums, decayed_keys, warp)
                     warpgroup.sync()
-                decay.factor_key_decays(keys, decayed_keys, sums, b_last, state_decay.claim(j), flag.claim(j), warp, strong)
+                decay.factor_decays(keys, keys, decayed_keys, blocks, sums, b_last, warp, strong, halved)
+                decay.store_state_decay(state_decay.claim(j), flag.claim(j), b_last, warp, strong, halved)
+                a = zeros(SCORES)
+                if strong and not halved:
+                    warpgroup.sync()
+                    a = block_scores.compute(decayed_keys, blocks, warp)
                 k_decayed.publish(j)
                 state_decay.publish(j)
                 flag.publish(j)
                 g.release(j)
                 warpgroup.sync()
                 decay.fill_keys(rings, arrays, j + 1, n, seq, head, key_head, block)
-                if strong:
+                if halved:
                     a = warpgroup.load(high, SCORES) + warpgroup.load(low, SCORES)
-                else:
+                if not strong:
                     a = warpgroup.wait(warpgroup.mm_ABt(decayed_keys, keys))
                 k_decayed.release(j)
                 k.release(j)
