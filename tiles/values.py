@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from types import BuiltinFunctionType, FunctionType
+from types import BuiltinFunctionType, FunctionType, MethodType
 
 import numpy as np
 
@@ -187,7 +187,7 @@ def spec_of(value, fixed=False):
         return _array(value.dtype, value.ndim, getattr(value, "captured", False))
     if isinstance(value, (rt, rv, st, sv)):
         return TypeArgument(value)
-    if isinstance(value, (FunctionType, BuiltinFunctionType)):
+    if isinstance(value, (FunctionType, BuiltinFunctionType, MethodType)):
         return FUNCTION
     return getattr(value, "spec", value)  # a barrier's; rings and plans are their own types
 

@@ -74,6 +74,7 @@ def make(config: Config):
     STATE, WEIGHTS, SCORES = rt(16, KEY_DIM, fp32), rt(16, CHUNK, INPUT), rt(16, CHUNK, fp32)
     group, readers = warpgroup.WARPGROUP, CONSUMERS * warpgroup.WARPGROUP
     decay = GlaDecay(KEY_DIM, INPUT, CONSUMERS, KEY_DIM <= WIDE_KEY_DIM)
+    raw, PARAMS = config.channel_gates, config.channel_gates.params()
     smem = shared(
         q=ring(config.key, AHEAD, readers + 2 * group),
         k=ring(config.key, AHEAD, readers + 2 * group),
@@ -86,9 +87,9 @@ def make(config: Config):
         state_decay=ring(config.state_decay, AHEAD, readers, writers=group),
         flag=ring(channel_decay.FLAG, AHEAD, readers + group, writers=group),
         block_decays=decay.block_decays,
+        biases=raw.biases,
     )
     norm = L2Norm(config.l2norm, config.key_dim, config.key_dim // warpgroup.WARPGROUP)
-    raw, PARAMS = config.channel_gates, config.channel_gates.params()
     seq_layout = SequenceLayout(config.varlen)
     halved_scores, block_scores = AnchoredScores(KEY_DIM, INPUT), BlockScores(KEY_DIM, INPUT)
     state = TransposedState(KEY_DIM, INPUT, seq_layout)
@@ -126,7 +127,7 @@ def make(config: Config):
         """The outputs of a segment, and after the last one the state. Each of the `segments` of a sequence has thread blocks of
         its own. gInitialState: the state before each segment. `group` value heads share a key head; each is `blocks` blocks of
         columns wide."""
-        q, k, v, g, p, q_residual, out, gate_sums, state_decay, flag, block_decays = smem.open()
+        q, k, v, g, p, q_residual, out, gate_sums, state_decay, flag, block_decays, biases = smem.open()
         wg = warpgroup.id()
         block, segment, head, sequence = block_coord(cuda.blockIdx.x, blocks, segments, heads)
         seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, segment, segments)
@@ -137,8 +138,8 @@ def make(config: Config):
             else:
                 warpgroup.release_registers(preparer_registers)
             warp = warpgroup.rank()
+            rate = raw.load_rate(params, head, biases, warp)
             for j in range(n):
-                rate_and_bias = raw.load_rate_and_bias(params, head, warp)
                 queries, keys, gates = q.wait(j), k.wait(j), g.wait(j)
                 seq_layout.zero_other_rows(keys, seq.remaining(j))
                 seq_layout.zero_other_rows(gates, seq.remaining(j))
@@ -146,8 +147,8 @@ def make(config: Config):
                 norm.normalize(keys, warp)
                 norm.sync()
                 sums = gates if IN_PLACE else gate_sums
-                gates = raw.compute(sums, gates, rate_and_bias, warp, seq.remaining(j))
-                b_last, strong, halved = decay.cumsum_gates(sums, gates, warp)
+                raw.cumsum(sums, gates, rate, biases, warp, seq.remaining(j))
+                b_last, strong, halved = decay.vote(sums, warp)
                 residual = q_residual.claim(j)
                 if halved:
                     scores = halved_scores.compute(queries, keys, residual, sums, residual, warp)

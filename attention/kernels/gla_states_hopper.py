@@ -51,15 +51,16 @@ def make(config: Config):
     PREPARER, (preparer_registers, consumer_registers), RELEASES = CONSUMERS, REGISTERS, CONSUMERS > 1
     AHEAD, group = STAGES[config.key_dim], warpgroup.WARPGROUP
     readers = CONSUMERS * group
+    raw, PARAMS = config.channel_gates, config.channel_gates.params()
     smem = shared(
         k=ring(config.key, AHEAD, readers + group),
         v=ring(config.value, AHEAD * CONSUMERS, group),
         g=ring(config.gate, AHEAD, group),
         state_decay=ring(config.state_decay, AHEAD, readers, writers=group),
         gate_sums=config.gate_sums,
+        biases=raw.biases,
     )
     norm = L2Norm(config.l2norm, config.key_dim, config.key_dim // warpgroup.WARPGROUP)
-    raw, PARAMS = config.channel_gates, config.channel_gates.params()
     seq_layout, decay = SequenceLayout(config.varlen), channel_decay.ChannelDecay(config.key_dim, INPUT, CONSUMERS)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
@@ -71,7 +72,7 @@ def make(config: Config):
     ):  # fmt: skip
         """The local state of each of the first `scanned` of the `segments`, and its total decay, in powers of 2. `group` heads
         share a key head; each is `blocks` blocks of columns wide."""
-        k, v, g, state_decay, gate_sums = smem.open()
+        k, v, g, state_decay, gate_sums, biases = smem.open()
         wg = warpgroup.id()
         block, segment, head, sequence = block_coord(cuda.blockIdx.x, blocks, scanned, heads)
         seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, segment, segments)
@@ -84,17 +85,17 @@ def make(config: Config):
             for j in range(AHEAD - 1):
                 decay.fill_keys(rings, arrays, j, n, seq, head, key_head, block)
             total_b = zeros(decay.warp_tile.row_vec)
+            rate = raw.load_rate(params, head, biases, warp)
             for j in range(n):
                 decay.fill_keys(rings, arrays, j + AHEAD - 1, n, seq, head, key_head, block)
-                rate_and_bias = raw.load_rate_and_bias(params, head, warp)
                 keys, gates = k.wait(j), g.wait(j)
                 seq_layout.zero_other_rows(keys, seq.remaining(j))
                 seq_layout.zero_other_rows(gates, seq.remaining(j))
                 norm.normalize(keys, warp)
                 norm.sync()
                 sums = gates if IN_PLACE else gate_sums
-                gates = raw.compute(sums, gates, rate_and_bias, warp, seq.remaining(j))
-                b_last = decay.cumsum_without_vote(sums, gates, warp)
+                raw.cumsum(sums, gates, rate, biases, warp, seq.remaining(j))
+                b_last = decay.load_last_sums(sums, warp)
                 for i in range(CHUNK // TOKEN_GROUP):
                     b = load(decay.group_part(sums, i, warp), decay.group_tile, fenced=False) * LOG2_E
                     key = load(decay.group_part(keys, i, warp), decay.group_tile, fenced=False)

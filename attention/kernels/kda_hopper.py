@@ -103,6 +103,7 @@ def make(config: Config):
     readers = CONSUMERS * WARPS
     square = st(CHUNK, CHUNK, INPUT)
     decay = KdaDecay(config.key_dim, INPUT, CONSUMERS)
+    raw, PARAMS, BETA = config.channel_gates, config.channel_gates.params(), config.beta
     smem = shared(
         q=ring(config.key, STAGES, readers + WARPS),
         k=ring(config.key, STAGES, readers + WARPS),
@@ -117,9 +118,9 @@ def make(config: Config):
         out=st(CHUNK * CONSUMERS, COLUMNS, INPUT),
         gate_sums=config.gate_sums,
         block_decays=decay.block_decays,
+        biases=raw.biases,
     )
     norm = L2Norm(config.l2norm, config.key_dim, config.key_dim // warpgroup.WARPGROUP)
-    raw, PARAMS, BETA = config.channel_gates, config.channel_gates.params(), config.beta
     halved_scores, block_scores = KdaScores(config.key_dim, INPUT), KdaBlockScores(config.key_dim, INPUT)
     seq_layout = SequenceLayout(config.varlen)
     state, BLOCK_KEYS = TransposedState(config.key_dim, INPUT, seq_layout), replace(TRIANGLES, dtype=INPUT)
@@ -135,7 +136,7 @@ def make(config: Config):
         """The outputs of a segment, and after the last one the state. Each of the `segments` of a sequence has thread blocks of
         its own. gInitialState: the state before each segment. `group` value heads share a key head; each is `blocks` blocks of
         columns wide."""
-        q, k, k_decayed, g, v, t, p, state_decay, flag, triangles, out, gate_sums, block_decays = smem.open()
+        q, k, k_decayed, g, v, t, p, state_decay, flag, triangles, out, gate_sums, block_decays, biases = smem.open()
         wg = warpgroup.id()
         block, segment, head, sequence = block_coord(cuda.blockIdx.x, blocks, segments, heads * group)
         seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, segment, segments)
@@ -151,8 +152,8 @@ def make(config: Config):
             high, low = subtile(triangles, CHUNK, 0), subtile(triangles, CHUNK, 1)
             blocks = viewed(triangles, BLOCK_KEYS), block_decays
             store_parts(high, low, zeros(SCORES))  # blocks above the diagonal are read, if not looked at
+            rate = raw.load_rate(params, head, biases, warp)
             for j in range(n):
-                rate_and_bias = raw.load_rate_and_bias(params, head, warp)
                 queries, keys, gates = q.wait(j), k.wait(j), g.wait(j)
                 seq_layout.zero_other_rows(keys, seq.remaining(j))
                 seq_layout.zero_other_rows(gates, seq.remaining(j))
@@ -161,8 +162,8 @@ def make(config: Config):
                 norm.sync()
                 beta = BETA.compute(beta)
                 sums = gates if IN_PLACE else gate_sums
-                gates = raw.compute(sums, gates, rate_and_bias, warp, seq.remaining(j))
-                b_last, strong, halved = decay.cumsum_gates(sums, gates, warp)
+                raw.cumsum(sums, gates, rate, biases, warp, seq.remaining(j))
+                b_last, strong, halved = decay.vote(sums, warp)
                 decayed_keys = k_decayed.claim(j)
                 if halved:
                     scores = halved_scores.compute(queries, keys, (high, low), sums, decayed_keys, warp)

@@ -70,6 +70,7 @@ def make(config: Config):
     COL_VEC, WARPS, VALUES = SCORES.col_vec, warpgroup.WARPGROUP, rt(16, CHUNK, INPUT)
     readers = CONSUMERS * WARPS
     decay, BLOCK_KEYS = KdaStatesDecay(KEY_DIM, INPUT, CONSUMERS), replace(TRIANGLES, dtype=INPUT)
+    raw, PARAMS, BETA = config.channel_gates, config.channel_gates.params(), config.beta
     smem = shared(
         k=ring(config.key, STAGES, readers + WARPS),
         k_decayed=ring(config.key, STAGES, readers + WARPS, writers=WARPS),
@@ -81,9 +82,9 @@ def make(config: Config):
         triangles=TRIANGLES,
         gate_sums=config.gate_sums,
         block_decays=decay.block_decays,
+        biases=raw.biases,
     )
     norm = L2Norm(config.l2norm, config.key_dim, config.key_dim // warpgroup.WARPGROUP)
-    raw, PARAMS, BETA = config.channel_gates, config.channel_gates.params(), config.beta
     seq_layout = SequenceLayout(config.varlen)
     halved_scores, block_scores = KeyScores(KEY_DIM, INPUT), BlockScores(KEY_DIM, INPUT)
 
@@ -96,7 +97,7 @@ def make(config: Config):
     ):  # fmt: skip
         """[N | M] of each of the first `scanned` of the `segments` of a sequence. values: the number of columns of v and N.
         `group` value heads share a key head; each is `blocks` blocks of columns wide."""
-        k, k_decayed, g, v, t, state_decay, flag, triangles, gate_sums, block_decays = smem.open()
+        k, k_decayed, g, v, t, state_decay, flag, triangles, gate_sums, block_decays, biases = smem.open()
         wg = warpgroup.id()
         block, segment, head, sequence = block_coord(cuda.blockIdx.x, blocks, scanned, heads * group)
         seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, segment, segments)
@@ -111,8 +112,8 @@ def make(config: Config):
             high, low = subtile(triangles, CHUNK, 0), subtile(triangles, CHUNK, 1)
             blocks = viewed(triangles, BLOCK_KEYS), block_decays
             store_parts(high, low, zeros(SCORES))  # blocks above the diagonal are read, if not looked at
+            rate = raw.load_rate(params, head, biases, warp)
             for j in range(n):
-                rate_and_bias = raw.load_rate_and_bias(params, head, warp)
                 keys, gates = k.wait(j), g.wait(j)
                 seq_layout.zero_other_rows(keys, seq.remaining(j))
                 seq_layout.zero_other_rows(gates, seq.remaining(j))
@@ -120,8 +121,8 @@ def make(config: Config):
                 norm.sync()
                 beta = BETA.compute(warpgroup.load(betas, COL_VEC, (seq.batch, seq.chunk_start(j), head), cols=1))
                 sums = gates if IN_PLACE else gate_sums
-                gates = raw.compute(sums, gates, rate_and_bias, warp, seq.remaining(j))
-                b_last, strong, halved = decay.cumsum_gates(sums, gates, warp)
+                raw.cumsum(sums, gates, rate, biases, warp, seq.remaining(j))
+                b_last, strong, halved = decay.vote(sums, warp)
                 decayed_keys = k_decayed.claim(j)
                 if halved:
                     halved_scores.compute(keys, keys, (high, low), sums, decayed_keys, warp)

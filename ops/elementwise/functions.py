@@ -189,22 +189,27 @@ def map(x, function, y=None, z=None):
 def _(x, function, y, z):
     if not isinstance(x, (rt, rv)) or getattr(x, "partial", False):
         raise TypeError(f"map: takes a tile or a whole vector, got {x}")
-    if function is not FUNCTION and not isinstance(function, types.Callable):
-        raise TypeError(f"map: takes a function of numbers (a Python function under @tiles.inlined), got {function}")
     if y is None and z is not None:
         raise TypeError(f"map: has a z, {z}, and no y")
     operands = [v for v in (x, y, z) if v is not None]
+    check_function("map", function, len(operands))
     out = broadcast("map", *operands)
-    if isinstance(function, types.Callable):
-        try:
-            result = scalar_signature(function, len(operands)).return_type
-        except TypingError as error:
-            raise TypeError(f"map: the function does not take {len(operands)} numbers: {error}") from None
-        if not number(result):
-            raise TypeError(f"map: the function must return a number, got {result}")
 
     def lower(b, value, python_function, *others):
         emit = lower_map(out, lambda b, *e: b.apply(function, python_function, *e), *operands)
         return emit(b, value, *others[: len(operands) - 1])
 
     return out, lower
+
+
+def check_function(name, function, count):
+    """TypeError if an op's argument is no function of so many numbers that returns one."""
+    if function is not FUNCTION and not isinstance(function, types.Callable):
+        raise TypeError(f"{name}: takes a function of numbers (a Python function under @tiles.inlined), got {function}")
+    if isinstance(function, types.Callable):
+        try:
+            result = scalar_signature(function, count).return_type
+        except TypingError as error:
+            raise TypeError(f"{name}: the function does not take {count} numbers: {error}") from None
+        if not number(result):
+            raise TypeError(f"{name}: the function must return a number, got {result}")

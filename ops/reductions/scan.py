@@ -8,9 +8,10 @@ from tiles.compiling.numba_types import void
 from tiles.dtypes import fp32
 from tiles.interpreter import current_warp
 from tiles.layout import LANES, QUAD
-from tiles.op import lowers, op
-from tiles.types import rt, rv, st
+from tiles.op import lowers, number, op
+from tiles.types import rt, rv, st, sv
 
+from ..elementwise.functions import check_function
 from ..memory.shared_vectors import load_elements, store_elements
 from ..threads import lanes
 
@@ -68,27 +69,39 @@ def _columns(x):
 
 # ---- down a shared tile ----------------------------------------------------------------------------------------------
 @op
-def cumsum_columns(target, source, least):
+def cumsum_columns(target, source, least, function=None, y=None, z=None):
     """target[i] = source[0] + ... + source[i], by one warp: running sums in fp32 down each column of a shared tile, of elements
-    that are `least` where they are less (NaN stays NaN). target: an fp32 shared tile of source's shape, or source itself."""
+    that are `least` where they are less (NaN stays NaN). target: an fp32 shared tile of source's shape, or source itself.
+
+    function: of each element e the sums are of function(e, y, z[column]) instead (see `map`), with a number y and an fp32 shared
+    vector z."""
     x = current_warp().read(source, fence=False).astype(np.float32)
+    if function is not None:
+        x = function(x, np.float32(y), current_warp().read(z, fence=False).astype(np.float32))
     current_warp().write(target, np.cumsum(np.where(x < least, np.float32(least), x), axis=0, dtype=np.float32))
 
 
 @lowers(cumsum_columns)
-def _(target, source, least):
+def _(target, source, least, function, y, z):
     fits = isinstance(target, st) and isinstance(source, st) and target.shape == source.shape
     if not fits or target.dtype is not fp32 or source.dtype.itemsize == 1:
         raise TypeError(
             f"cumsum_columns: takes an fp32 shared tile and one of its shape, not of fp8, got {target} and {source}"
         )
 
-    def emit(b, target_address, source_address, least):
+    if function is not None:
+        check_function("cumsum_columns", function, 3)
+        if not (number(y) and z == sv(source.cols, fp32)):
+            raise TypeError(f"cumsum_columns: takes a number and {sv(source.cols, fp32)} for a function, got {y} and {z}")
+
+    def emit(b, target_address, source_address, least, python_function, y, z_address):
         least = b.real(least)
 
         def column(first):
             """Running sums down column first + lane."""
             mine = b.add(b.lane(), b.u32(first))
+            if function is not None:
+                of_column = load_elements(b, fp32, 1, b.add(z_address, b.mul(mine, b.u32(fp32.itemsize))))[0]
 
             def at(tile, address, i):
                 start, swizzle = b.row_address(tile, address, b.u32(i))
@@ -98,6 +111,8 @@ def _(target, source, least):
 
             def some(start):
                 elements = [load_elements(b, source.dtype, 1, at(source, source_address, i))[0] for i in batch(start)]
+                if function is not None:
+                    elements = [b.apply(function, python_function, x, b.real(y), of_column) for x in elements]
                 return [b.select(b.fcmp_ordered("<", x, least), least, x) for x in elements]
 
             def batch(start):

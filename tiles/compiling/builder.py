@@ -103,11 +103,12 @@ class Builder(ir.IRBuilder):
         )
         return self.call(fn, args)
 
-    def apply(self, function, _, *numbers):
-        """function(*numbers) of fp32 numbers, for the Numba type of a function that kernels can call. (Its Python function is
-        what the tests' builder calls.)"""
+    def apply(self, function, value, *numbers):
+        """function(*numbers) of fp32 numbers, for the Numba type of a function that kernels can call, or of a method, whose
+        value is its object's. (A Python function is what the tests' builder calls.)"""
         sig = scalar_signature(function, len(numbers))
-        result = self.context.get_function(function, sig)(self, numbers)
+        this = (value,) if isinstance(function, types.BoundFunction) else ()
+        result = self.context.get_function(function, sig)(self, (*this, *numbers))
         return self.context.cast(self, result, sig.return_type, types.float32)
 
     def u32(self, value):

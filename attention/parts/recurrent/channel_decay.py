@@ -16,10 +16,10 @@ single tokens (anchored_scores.py)."""
 
 from numpy import float32
 
-from ops import cumsum_columns, exp2, load, load_row, store, subtile, tile_max, tile_min, warpgroup, zeros
+from ops import exp2, load, load_row, store, subtile, tile_max, tile_min, warpgroup, zeros
 from tiles import bf16, dtype, fp16, fp32, inlined, rt, static, sv
 
-from .gates import FLOOR, LOG2_E
+from .gates import LOG2_E
 from .tokens import CHUNK
 
 TOKEN_GROUP = 16  # tokens that a warp decays at once: of more, the registers would spill
@@ -118,10 +118,9 @@ class ChannelDecay(WarpChannels):
                 v.fill(self.consumers * j + c, gV, (seq.batch, token, head, self.consumers * block + c))
 
     @inlined
-    def cumsum_gates(self, sums, gates, warp):
-        """Write b, the cumulative sum of a chunk's gates, to `sums`. Returns (b_last of the warp's channels, in powers of 2;
-        is the chunk strong? is it halved?). On these the warps vote."""
-        b_last = self.cumsum_without_vote(sums, gates, warp)
+    def vote(self, sums, warp):
+        """(b_last of the warp's channels, in powers of 2; is the chunk strong? is it halved?), on which the warps vote."""
+        b_last = self.load_last_sums(sums, warp)
         strong = warpgroup.reduce_any(tile_min(b_last) < self.min_log2_decay)
         halved = strong and not self.has_references
         if strong and self.has_references:
@@ -131,12 +130,6 @@ class ChannelDecay(WarpChannels):
                 least = min(least, tile_min(last - first))
             halved = warpgroup.reduce_any(least * LOG2_E < self.min_log2_decay + 2)  # a reference is rounded
         return b_last, strong, halved
-
-    @inlined
-    def cumsum_without_vote(self, sums, gates, warp):
-        """Write b to `sums`, and return b_last of the warp's channels, in powers of 2. The warps do not synchronise."""
-        cumsum_columns(self.warp_part(sums, warp), self.warp_part(gates, warp), FLOOR)
-        return self.load_last_sums(sums, warp)
 
     @inlined
     def load_last_sums(self, sums, warp):

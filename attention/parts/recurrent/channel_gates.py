@@ -1,17 +1,18 @@
-"""The gates of a chunk's channels, before they are summed (gla_hopper.py, kda_hopper.py and the kernels of their states): those
-in memory, or what a formula makes of them."""
+"""The cumulative sums of the gates of a chunk's channels (gla_hopper.py, kda_hopper.py and the kernels of their states): of
+those in memory, or of what a formula makes of them. A warp has the channels of a panel."""
 
 from numba import cuda
 from numpy import float32
 
-from ops import less, load, row_index, store, subtile, where
-from tiles import fp32, inlined, rt, static
+from ops import cumsum_columns, less, load, load_row, row_index, store, subtile, where
+from tiles import fp32, inlined, rt, static, sv
 from tiles.launching.arguments import array, record
 
 from .gate_formulas import GateFormula
+from .gates import FLOOR
 from .tokens import CHUNK
 
-TOKEN_GROUP = 16  # tokens whose gates a warp computes at once
+TOKEN_GROUP = 16  # tokens whose sums a warp overwrites at once
 
 
 @static
@@ -20,20 +21,30 @@ class ChannelGates:
 
     channels: int
 
+    @property
+    def biases(self):
+        """The shared vector of dt_bias of all channels, if gates are computed by a formula; else a small one, not used."""
+        return sv(16, fp32)
+
     def params(self):
         """What else a kernel gets, as a record of parameters."""
         return record()
 
     @inlined
-    def load_rate_and_bias(self, params, head, warp):
-        """(exp(A_log) of a head, dt_bias of the warp's channels), if gates are computed by a formula."""
-        return 0.0, 0.0
+    def load_rate(self, params, head, biases, warp):
+        """exp(A_log) of a head, if gates are computed by a formula; dt_bias of the warp's channels goes to `biases`."""
+        return 0.0
 
     @inlined
-    def compute(self, sums, gates, rate_and_bias, warp, remaining):
-        """The tile that holds the gates of the warp's channels, from the tile that TMA has loaded: that one, or `sums`, to
-        which they are written. remaining: the number of tokens of the sequence from the chunk's first one on."""
-        return gates
+    def cumsum(self, sums, gates, rate, biases, warp, remaining):
+        """Write b, the cumulative sum of the gates, to the warp's channels of `sums`. gates: the tile that TMA has loaded, which
+        may be `sums`. remaining: the number of tokens of the sequence from the chunk's first one on."""
+        cumsum_columns(self.part(sums, warp), self.part(gates, warp), FLOOR)
+
+    @inlined
+    def part(self, tile, warp):
+        """The part of a chunk's shared tile with the channels of one warp."""
+        return subtile(tile, CHUNK, 0, self.channels, warp)
 
 
 @static
@@ -41,6 +52,10 @@ class FormulaChannelGates(ChannelGates):
     """The gates are computed by a formula."""
 
     formula: GateFormula
+
+    @property
+    def biases(self):
+        return sv(4 * self.channels, fp32)
 
     @property
     def group_tile(self):
@@ -51,20 +66,28 @@ class FormulaChannelGates(ChannelGates):
         return record(gA=array(2), gDtBias=array(2))
 
     @inlined
-    def load_rate_and_bias(self, params, head, warp):
+    def load_rate(self, params, head, biases, warp):
         bias = load(params.gDtBias, self.group_tile.row_vec, (head, self.channels * warp))
-        return self.formula.load_rate(params.gA, head), bias
+        store(subtile(biases, self.channels, warp), bias)
+        cuda.syncwarp()  # other lanes read them
+        return self.formula.load_rate(params.gA, head)
 
     @inlined
-    def compute(self, sums, gates, rate_and_bias, warp, remaining):
-        rate, bias = rate_and_bias
+    def cumsum(self, sums, gates, rate, biases, warp, remaining):
+        bias = subtile(biases, self.channels, warp)
+        cumsum_columns(self.part(sums, warp), self.part(gates, warp), FLOOR, self.formula.compute, rate, bias)
+        if remaining < CHUNK:
+            self.repeat_last(sums, warp, remaining)
+
+    @inlined
+    def repeat_last(self, sums, warp, remaining):
+        """Overwrite b of the tokens behind the sequence, of which a formula makes gates, too, by b of its last one."""
+        last = load_row(self.part(sums, warp), self.group_tile.row_vec, remaining - 1, fenced=False)
         for i in range(CHUNK // TOKEN_GROUP):
-            x = load(subtile(gates, TOKEN_GROUP, i, self.channels, warp), self.group_tile, fenced=False)
+            group = subtile(sums, TOKEN_GROUP, i, self.channels, warp)
             is_token = less(row_index(self.group_tile.col_vec), float32(remaining - TOKEN_GROUP * i))
-            g = where(is_token, self.formula.compute(x, rate, bias), 0.0)
-            store(subtile(sums, TOKEN_GROUP, i, self.channels, warp), g)
-        cuda.syncwarp()  # other lanes sum them
-        return sums
+            store(group, where(is_token, load(group, self.group_tile, fenced=False), last))
+        cuda.syncwarp()  # other lanes read them
 
 
 def choose_channel_gates(channels: int, formula: GateFormula | None) -> ChannelGates:

@@ -4,6 +4,8 @@ family evaluate these where they read a gate or beta, so that no pass before the
 x is an element in memory, rate is exp(A_log) of its head, bias is dt_bias of its head, or of its channel. A gate g is the
 logarithm of a decay, never positive."""
 
+from numpy import float32
+
 from ops import exp, load, sigmoid, softplus, tile_max
 from tiles import fp32, inlined, rt, static
 
@@ -16,7 +18,7 @@ class GateFormula:
 
     @inlined
     def compute(self, x, rate, bias):
-        """g of a tile or vector x."""
+        """g of a tile, vector or number x."""
         return x
 
     @inlined
@@ -38,7 +40,7 @@ class SoftplusFormula(GateFormula):
 
     @inlined
     def compute(self, x, rate, bias):
-        return softplus(x + bias) * (0.0 - rate)
+        return softplus(x + bias) * -rate
 
 
 @static
@@ -52,7 +54,7 @@ class SigmoidFormula(GateFormula):
 
     @inlined
     def compute(self, x, rate, bias):
-        return sigmoid((x + bias) * rate) * self.lower
+        return sigmoid((x + bias) * rate) * float32(self.lower)
 
 
 @static
@@ -66,7 +68,7 @@ class LogSigmoidFormula(GateFormula):
 
     @inlined
     def compute(self, x, rate, bias):
-        return softplus(0.0 - (x + bias)) * (-1 / self.divisor)
+        return softplus(-(x + bias)) * float32(-1 / self.divisor)
 
 
 @static
