@@ -117,6 +117,15 @@ def make(config: Config):
         else:
             return zeros(SCORES)
 
+    @inlined
+    def sum_gates(g, gate_sums, rate, biases, seq, j, warp):
+        """Write b of a chunk. (Is it strong? Is it halved?)"""
+        gates, remaining = g.wait(j), seq.remaining(j)
+        sums = gates if IN_PLACE else gate_sums
+        seq_layout.zero_other_rows(gates, remaining)
+        raw.cumsum(sums, gates, rate, biases, warp, remaining)
+        return decay.vote(sums, decay.load_last_sums(sums, warp), warp)
+
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def scan(
         gQ: tiled(config.key, unit=1), gK: tiled(config.key, unit=1), gV: tiled(config.value, unit=1),
@@ -139,32 +148,33 @@ def make(config: Config):
                 warpgroup.release_registers(preparer_registers)
             warp = warpgroup.rank()
             rate = raw.load_rate(params, head, biases, warp)
-            for j in range(n):
-                queries, keys, gates = q.wait(j), k.wait(j), g.wait(j)
-                seq_layout.zero_other_rows(keys, seq.remaining(j))
-                seq_layout.zero_other_rows(gates, seq.remaining(j))
-                norm.normalize(queries, warp)
-                norm.normalize(keys, warp)
-                norm.sync()
-                sums = gates if IN_PLACE else gate_sums
-                raw.cumsum(sums, gates, rate, biases, warp, seq.remaining(j))
-                b_last, strong, halved = decay.vote(sums, warp)
-                residual = q_residual.claim(j)
-                if halved:
-                    scores = halved_scores.compute(queries, keys, residual, sums, residual, warp)
-                    warpgroup.sync()
-                    warpgroup.store(subtile(residual, CHUNK, 0, CHUNK, 0), scores)
-                    warpgroup.sync()
-                    b_last = decay.load_last_sums(sums, warp)  # again: held over the scores, it would spill
-                blocks = residual, block_decays
-                decay.factor_decays(queries, keys, residual, blocks, sums, b_last, warp, strong, halved)
-                decay.store_state_decay(state_decay.claim(j), flag.claim(j), b_last, warp, strong, halved)
-                state_decay.publish(j)
-                flag.publish(j)
-                q_residual.publish(j)
-                g.release(j)
-                q.release(j)
-                k.release(j)
+            strong, halved = False, False
+            for j in range(-1, n):  # sums are a chunk ahead: gates come before keys, whose memory consumers still read
+                if j >= 0:
+                    queries, keys = q.wait(j), k.wait(j)
+                    sums = g.wait(j) if IN_PLACE else gate_sums
+                    seq_layout.zero_other_rows(keys, seq.remaining(j))
+                    norm.normalize(queries, warp)
+                    norm.normalize(keys, warp)
+                    norm.sync()
+                    residual = q_residual.claim(j)
+                    if halved:
+                        scores = halved_scores.compute(queries, keys, residual, sums, residual, warp)
+                        warpgroup.sync()
+                        warpgroup.store(subtile(residual, CHUNK, 0, CHUNK, 0), scores)
+                        warpgroup.sync()
+                    b_last = decay.load_last_sums(sums, warp)
+                    blocks = residual, block_decays
+                    decay.factor_decays(queries, keys, residual, blocks, sums, b_last, warp, strong, halved)
+                    decay.store_state_decay(state_decay.claim(j), flag.claim(j), b_last, warp, strong, halved)
+                    state_decay.publish(j)
+                    flag.publish(j)
+                    q_residual.publish(j)
+                    g.release(j)
+                    q.release(j)
+                    k.release(j)
+                if j + 1 < n:
+                    strong, halved = sum_gates(g, gate_sums, rate, biases, seq, j + 1, warp)
         elif wg == SCORER:
             warpgroup.release_registers(scorer_registers)
             key_head, _ = divmod(head, group)

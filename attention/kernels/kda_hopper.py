@@ -163,7 +163,8 @@ def make(config: Config):
                 beta = BETA.compute(beta)
                 sums = gates if IN_PLACE else gate_sums
                 raw.cumsum(sums, gates, rate, biases, warp, seq.remaining(j))
-                b_last, strong, halved = decay.vote(sums, warp)
+                b_last = decay.load_last_sums(sums, warp)
+                strong, halved = decay.vote(sums, b_last, warp)
                 decayed_keys = k_decayed.claim(j)
                 if halved:
                     scores = halved_scores.compute(queries, keys, (high, low), sums, decayed_keys, warp)

@@ -122,7 +122,8 @@ def make(config: Config):
                 beta = BETA.compute(warpgroup.load(betas, COL_VEC, (seq.batch, seq.chunk_start(j), head), cols=1))
                 sums = gates if IN_PLACE else gate_sums
                 raw.cumsum(sums, gates, rate, biases, warp, seq.remaining(j))
-                b_last, strong, halved = decay.vote(sums, warp)
+                b_last = decay.load_last_sums(sums, warp)
+                strong, halved = decay.vote(sums, b_last, warp)
                 decayed_keys = k_decayed.claim(j)
                 if halved:
                     halved_scores.compute(keys, keys, (high, low), sums, decayed_keys, warp)

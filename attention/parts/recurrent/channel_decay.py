@@ -118,9 +118,8 @@ class ChannelDecay(WarpChannels):
                 v.fill(self.consumers * j + c, gV, (seq.batch, token, head, self.consumers * block + c))
 
     @inlined
-    def vote(self, sums, warp):
-        """(b_last of the warp's channels, in powers of 2; is the chunk strong? is it halved?), on which the warps vote."""
-        b_last = self.load_last_sums(sums, warp)
+    def vote(self, sums, b_last, warp):
+        """(Is the chunk strong? Is it halved?), on which the warps vote."""
         strong = warpgroup.reduce_any(tile_min(b_last) < self.min_log2_decay)
         halved = strong and not self.has_references
         if strong and self.has_references:
@@ -129,7 +128,7 @@ class ChannelDecay(WarpChannels):
                 first, last = self.edge_sums(sums, i, warp)
                 least = min(least, tile_min(last - first))
             halved = warpgroup.reduce_any(least * LOG2_E < self.min_log2_decay + 2)  # a reference is rounded
-        return b_last, strong, halved
+        return strong, halved
 
     @inlined
     def load_last_sums(self, sums, warp):
