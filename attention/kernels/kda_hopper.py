@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from numba import cuda
-from numpy import int32
+from numpy import float32
 
 from ops import divmod, load, rows, store, subtile, truncate, viewed, vstack, warpgroup, zeros
 from ops.for_attention.triangular_inverse import TRIANGLES, inverse_transposed, store_block_parts, store_parts
@@ -116,7 +116,7 @@ def make(config: Config):
         flag=ring(FLAG, STAGES, readers, writers=WARPS),
         triangles=TRIANGLES,
         out=st(CHUNK * CONSUMERS, COLUMNS, INPUT),
-        gate_sums=config.gate_sums,
+        gate_sums=ring(config.gate_sums, 1, WARPS, writers=WARPS),
         block_decays=decay.block_decays,
         biases=raw.biases,
     )
@@ -124,6 +124,17 @@ def make(config: Config):
     halved_scores, block_scores = KdaScores(config.key_dim, INPUT), KdaBlockScores(config.key_dim, INPUT)
     seq_layout = SequenceLayout(config.varlen)
     state, BLOCK_KEYS = TransposedState(config.key_dim, INPUT, seq_layout), replace(TRIANGLES, dtype=INPUT)
+
+    @inlined
+    def sum_gates(g, gate_sums, rate, biases, seq, j, warp):
+        """Write b of the j-th chunk, if there is one: a consumer does so, which has to wait for T in any case."""
+        if j < seq.num_chunks():
+            gates, sums, remaining = g.wait(j), gate_sums.claim(j), seq.remaining(j)
+            seq_layout.zero_other_rows(gates, remaining)
+            raw.cumsum(gates if IN_PLACE else sums, gates, rate, biases, warp, remaining)
+            gate_sums.publish(j)
+            if not IN_PLACE:
+                g.release(j)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def scan(
@@ -152,17 +163,14 @@ def make(config: Config):
             high, low = subtile(triangles, CHUNK, 0), subtile(triangles, CHUNK, 1)
             blocks = viewed(triangles, BLOCK_KEYS), block_decays
             store_parts(high, low, zeros(SCORES))  # blocks above the diagonal are read, if not looked at
-            rate = raw.load_rate(params, head, biases, warp)
             for j in range(n):
-                queries, keys, gates = q.wait(j), k.wait(j), g.wait(j)
+                queries, keys, slot = q.wait(j), k.wait(j), gate_sums.wait(j)
+                sums = g.wait(j) if IN_PLACE else slot
                 seq_layout.zero_other_rows(keys, seq.remaining(j))
-                seq_layout.zero_other_rows(gates, seq.remaining(j))
                 norm.normalize(queries, warp)
                 norm.normalize(keys, warp)
                 norm.sync()
                 beta = BETA.compute(beta)
-                sums = gates if IN_PLACE else gate_sums
-                raw.cumsum(sums, gates, rate, biases, warp, seq.remaining(j))
                 b_last = decay.load_last_sums(sums, warp)
                 strong, halved = decay.vote(sums, b_last, warp)
                 decayed_keys = k_decayed.claim(j)
@@ -180,7 +188,9 @@ def make(config: Config):
                 k_decayed.publish(j)
                 state_decay.publish(j)
                 flag.publish(j)
-                g.release(j)
+                gate_sums.release(j)
+                if IN_PLACE:
+                    g.release(j)
                 warpgroup.sync()
                 decay.fill(rings, arrays, j + 1, n, seq, head, key_head, block)
                 if not strong:
@@ -202,6 +212,10 @@ def make(config: Config):
             if CLAIMS:
                 warpgroup.claim_registers(consumer_registers)
             column, out_tile = COLUMNS * (CONSUMERS * block + wg), subtile(out, CHUNK, wg)
+            warp, rate = warpgroup.rank(), float32(0.0)
+            if wg == 0:
+                rate = raw.load_rate(params, head, biases, warp)
+                sum_gates(g, gate_sums, rate, biases, seq, 0, warp)
             s_t = warpgroup.load(gInitialState, STATE, (sequence * segments + segment, head, 0, column), 3, 2)
             for j in range(n):
                 decayed_keys, state_factor, strong = k_decayed.wait(j), state_decay.wait(j), decay.is_strong(flag.wait(j))
@@ -211,8 +225,10 @@ def make(config: Config):
                 k_decayed.release(j)
                 values = fp32(warpgroup.load_transposed(v.wait(CONSUMERS * j + wg), state.values))
                 v.release(CONSUMERS * j + wg)
-                u = seq_layout.zero_other_columns(values, seq.remaining(j)) - u
-                u = INPUT(warpgroup.wait(warpgroup.mm_AB(INPUT(u), t.wait(j))))
+                u = INPUT(seq_layout.zero_other_columns(values, seq.remaining(j)) - u)
+                if wg == 0:
+                    sum_gates(g, gate_sums, rate, biases, seq, j + 1, warp)
+                u = INPUT(warpgroup.wait(warpgroup.mm_AB(u, t.wait(j))))
                 t.release(j)
                 s_t = warpgroup.wait(warpgroup.mma_AB(decay.decay_state(s_t, state_factor, strong), u, k.wait(j)))
                 k.release(j)
