@@ -72,7 +72,7 @@ def load_elements(b, dtype, count, at, where="shared"):
             return [b.asm(f32, f"ld.{where}.f32 $0, [$1];", "=f,r", at)]
         return b.unpack(b.asm(struct([f32] * 2), f"ld.{where}.v2.f32 {{$0, $1}}, [$2];", "=f,=f,r", at))
     if count * dtype.itemsize == 2:
-        text = f"{{.reg .b16 x;\nld.{where}.b16 x, [$1];\nmov.b32 $0, {{x, x}};}}"
+        text = f"ld.{where}.u16 $0, [$1];"
     else:
         text = f"ld.{where}.b{8 * count * dtype.itemsize} $0, [$1];"
     return b.elements(rt(32, 32, dtype), b.pack([b.asm(i32, text, "=r,r", at)]))[:count]

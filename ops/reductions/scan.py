@@ -94,6 +94,8 @@ def _(target, source, least, function, y, z):
         if not (number(y) and z == sv(source.cols, fp32)):
             raise TypeError(f"cumsum_columns: takes a number and {sv(source.cols, fp32)} for a function, got {y} and {z}")
 
+    at_once = AT_ONCE if function is None else AT_ONCE // 2  # a function needs registers of its own
+
     def emit(b, target_address, source_address, least, python_function, y, z_address):
         least = b.real(least)
 
@@ -116,11 +118,11 @@ def _(target, source, least, function, y, z):
                 return [b.select(b.fcmp_ordered("<", x, least), least, x) for x in elements]
 
             def batch(start):
-                return range(start, min(start + AT_ONCE, source.rows))
+                return range(start, min(start + at_once, source.rows))
 
             so_far, ahead = b.real(0), some(0)
-            for start in range(0, source.rows, AT_ONCE):
-                arrived, ahead = ahead, some(start + AT_ONCE)  # before these are stored, for a load waits for no store
+            for start in range(0, source.rows, at_once):
+                arrived, ahead = ahead, some(start + at_once)  # before these are stored, for a load waits for no store
                 for i, x in zip(batch(start), arrived, strict=True):
                     so_far = b.fadd(so_far, x)
                     store_elements(b, fp32, [so_far], at(target, target_address, i))
