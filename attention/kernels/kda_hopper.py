@@ -119,6 +119,7 @@ def make(config: Config):
         gate_sums=ring(config.gate_sums, 1, WARPS, writers=WARPS),
         block_decays=decay.block_decays,
         biases=raw.biases,
+        normalized=ring(FLAG, 1, WARPS, writers=WARPS),
     )
     norm = L2Norm(config.l2norm, config.key_dim, config.key_dim // warpgroup.WARPGROUP)
     halved_scores, block_scores = KdaScores(config.key_dim, INPUT), KdaBlockScores(config.key_dim, INPUT)
@@ -136,6 +137,16 @@ def make(config: Config):
             if not IN_PLACE:
                 g.release(j)
 
+    @inlined
+    def normalize(q, k, normalized, j, n, warp):
+        """Divide the queries and keys of the j-th chunk by their lengths, if there is one: a consumer does so, likewise."""
+        if norm.used:
+            if j < n:
+                normalized.claim(j)
+                norm.normalize(q.wait(j), warp)
+                norm.normalize(k.wait(j), warp)
+                normalized.publish(j)
+
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def scan(
         gQ: tiled(config.key, unit=1), gK: tiled(config.key, unit=1), gV: tiled(config.value, unit=1),
@@ -147,7 +158,7 @@ def make(config: Config):
         """The outputs of a segment, and after the last one the state. Each of the `segments` of a sequence has thread blocks of
         its own. gInitialState: the state before each segment. `group` value heads share a key head; each is `blocks` blocks of
         columns wide."""
-        q, k, k_decayed, g, v, t, p, state_decay, flag, triangles, out, gate_sums, block_decays, biases = smem.open()
+        q, k, k_decayed, g, v, t, p, state_decay, flag, triangles, out, gate_sums, block_decays, biases, normalized = smem.open()
         wg = warpgroup.id()
         block, segment, head, sequence = block_coord(cuda.blockIdx.x, blocks, segments, heads * group)
         seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, segment, segments)
@@ -166,10 +177,10 @@ def make(config: Config):
             for j in range(n):
                 queries, keys, slot = q.wait(j), k.wait(j), gate_sums.wait(j)
                 sums = g.wait(j) if IN_PLACE else slot
+                if norm.used:
+                    normalized.wait(j)
+                    normalized.release(j)
                 seq_layout.zero_other_rows(keys, seq.remaining(j))
-                norm.normalize(queries, warp)
-                norm.normalize(keys, warp)
-                norm.sync()
                 beta = BETA.compute(beta)
                 b_last = decay.load_last_sums(sums, warp)
                 strong, halved = decay.vote(sums, b_last, warp)
@@ -216,6 +227,8 @@ def make(config: Config):
             if wg == 0:
                 rate = raw.load_rate(params, head, biases, warp)
                 sum_gates(g, gate_sums, rate, biases, seq, 0, warp)
+            if wg == CONSUMERS - 1:
+                normalize(q, k, normalized, 0, n, warp)
             s_t = warpgroup.load(gInitialState, STATE, (sequence * segments + segment, head, 0, column), 3, 2)
             for j in range(n):
                 decayed_keys, state_factor, strong = k_decayed.wait(j), state_decay.wait(j), decay.is_strong(flag.wait(j))
@@ -228,6 +241,8 @@ def make(config: Config):
                 u = INPUT(seq_layout.zero_other_columns(values, seq.remaining(j)) - u)
                 if wg == 0:
                     sum_gates(g, gate_sums, rate, biases, seq, j + 1, warp)
+                if wg == CONSUMERS - 1:
+                    normalize(q, k, normalized, j + 1, n, warp)
                 u = INPUT(warpgroup.wait(warpgroup.mm_AB(u, t.wait(j))))
                 t.release(j)
                 s_t = warpgroup.wait(warpgroup.mma_AB(decay.decay_state(s_t, state_factor, strong), u, k.wait(j)))
