@@ -182,12 +182,11 @@ def make(config: Config):
             for j in range(AHEAD):
                 decay.fill(rings, arrays, j, n, seq, head, key_head, block)
             for j in range(n):
-                residual, queries, keys = q_residual.wait(j), q.wait(j), k.wait(j)
-                strong, halved = decay.is_strong(flag.wait(j)), decay.is_halved(flag.wait(j))
+                residual, strength, queries, keys = q_residual.wait(j), decay.load_flag(flag.wait(j)), q.wait(j), k.wait(j)
                 flag.release(j)
-                if halved:
+                if strength > 1:
                     s = fp32(warpgroup.load(subtile(residual, CHUNK, 0, CHUNK, 0), WEIGHTS))
-                elif strong:
+                elif strength > 0:
                     s = score_blocks(queries, (residual, block_decays))
                 else:
                     s = warpgroup.wait(warpgroup.mma_ABt(warpgroup.mm_ABt(queries, keys), residual, keys))

@@ -202,12 +202,12 @@ class ChannelDecay(WarpChannels):
     @inlined
     def is_strong(self, flag):
         """Is the chunk strong? Reads what `store_state_decay` wrote."""
-        return tile_max(load(flag, FLAG_VEC)) > 0
+        return self.load_flag(flag) > 0
 
     @inlined
-    def is_halved(self, flag):
-        """Is the chunk halved? Reads what `store_state_decay` wrote."""
-        return tile_max(load(flag, FLAG_VEC)) > 1
+    def load_flag(self, flag):
+        """What `store_state_decay` wrote: 0; 1 if the chunk is strong; 2 if it is halved."""
+        return tile_max(load(flag, FLAG_VEC))
 
     @inlined
     def decay_state(self, s_t, state_decay, when):
