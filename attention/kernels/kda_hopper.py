@@ -138,6 +138,19 @@ def make(config: Config):
                 g.release(j)
 
     @inlined
+    def hand_over(published, g, rings, arrays, j, n, seq, head, key_head, block):
+        """Publish what consumers read of a chunk's decays, and have TMA load the next chunk."""
+        k_decayed, state_decay, flag, gate_sums = published
+        k_decayed.publish(j)
+        state_decay.publish(j)
+        flag.publish(j)
+        gate_sums.release(j)
+        if IN_PLACE:
+            g.release(j)
+        warpgroup.sync()
+        decay.fill(rings, arrays, j + 1, n, seq, head, key_head, block)
+
+    @inlined
     def normalize(q, k, normalized, j, n, warp):
         """Divide the queries and keys of the j-th chunk by their lengths, if there is one: a consumer does so, likewise."""
         if norm.used:
@@ -169,6 +182,7 @@ def make(config: Config):
             betas, (key_head, _) = truncate(gBeta, 1, seq.end), divmod(head, group)
             warp = warpgroup.rank()
             rings, arrays = (q, k, v, g), (gQ, gK, gV, gGates)
+            published = k_decayed, state_decay, flag, gate_sums
             decay.fill(rings, arrays, 0, n, seq, head, key_head, block)
             beta = warpgroup.load(betas, COL_VEC, (seq.batch, seq.chunk_start(0), head), cols=1)
             high, low = subtile(triangles, CHUNK, 0), subtile(triangles, CHUNK, 1)
@@ -191,25 +205,19 @@ def make(config: Config):
                     warpgroup.sync()
                 decay.factor_decays(queries, keys, decayed_keys, blocks, sums, b_last, warp, strong, halved)
                 decay.store_state_decay(state_decay.claim(j), flag.claim(j), b_last, warp, strong, halved)
-                s, a = zeros(SCORES), zeros(SCORES)
-                if strong and not halved:
+                if halved:
+                    hand_over(published, g, rings, arrays, j, n, seq, head, key_head, block)
+                    a = warpgroup.load(high, SCORES) + warpgroup.load(low, SCORES)
+                elif strong:
                     warpgroup.sync()
-                    scores = block_scores.compute((queries, decayed_keys), blocks, warpgroup.rank())
-                    s, a = rows(scores, TOKEN_GROUP, 0), rows(scores, TOKEN_GROUP, 1)
-                k_decayed.publish(j)
-                state_decay.publish(j)
-                flag.publish(j)
-                gate_sums.release(j)
-                if IN_PLACE:
-                    g.release(j)
-                warpgroup.sync()
-                decay.fill(rings, arrays, j + 1, n, seq, head, key_head, block)
-                if not strong:
+                    scores = block_scores.compute((queries, decayed_keys), blocks, warp)
+                    hand_over(published, g, rings, arrays, j, n, seq, head, key_head, block)
+                    warpgroup.store(p.claim(j), warpgroup.causal(rows(scores, TOKEN_GROUP, 0), 0, 0.0))
+                    a = rows(scores, TOKEN_GROUP, 1)
+                else:
+                    hand_over(published, g, rings, arrays, j, n, seq, head, key_head, block)
                     a = warpgroup.wait(warpgroup.mm_ABt(decayed_keys, keys))
                     s = warpgroup.wait(warpgroup.mm_ABt(queries, keys))
-                if halved:
-                    a = warpgroup.load(high, SCORES) + warpgroup.load(low, SCORES)
-                else:
                     warpgroup.store(p.claim(j), warpgroup.causal(s, 0, 0.0))  # with one stage, claimed late
                 p.publish(j)
                 k_decayed.release(j)
