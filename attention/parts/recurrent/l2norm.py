@@ -52,7 +52,7 @@ class L2Norm:
     def normalize(self, tile, warp):
         """Divide a chunk's rows by their lengths in shared memory, 16 in each warp of a warpgroup, which then synchronises."""
         if self.used:
-            inverse = self.inverse_lengths(tile, warp, False)
+            inverse = self.inverse_lengths(tile, warp)
             for i in range(self.key_dim // self.columns):
                 part = subtile(tile, ROWS, warp, self.columns, i)
                 store(part, load(part, self.part, fenced=False) * inverse)
