@@ -32,7 +32,7 @@ from ..parts.recurrent.l2norm import L2Norm
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 from ..parts.recurrent.transposed_state import TransposedState
 
-REGISTERS = {1: (184, 80, 240), 2: (112, 80, 160)}  # consumers -> registers a thread of preparer, scorer and consumer
+REGISTERS = {1: (184, 80, 240), 2: (128, 64, 160)}  # consumers -> registers a thread of preparer, scorer and consumer
 STAGES = {64: 2, 128: 2, 256: 1}  # padded key dim: chunks in flight
 WIDE_KEY_DIM = 128  # beyond it a state takes half of a consumer's registers: there is one consumer
 
@@ -80,7 +80,7 @@ def make(config: Config):
         k=ring(config.key, AHEAD, readers + 2 * group),
         v=ring(config.value, AHEAD * CONSUMERS, group),
         g=ring(config.gate, AHEAD, group),
-        p=ring(st(2 * CHUNK, CHUNK, INPUT), 1, readers, writers=group),
+        p=ring(st(2 * CHUNK, CHUNK, INPUT, width=CHUNK), 1, readers, writers=group),
         q_residual=ring(config.key, 1, group, writers=group),
         out=st(CHUNK * CONSUMERS, COLUMNS, INPUT),
         gate_sums=config.gate_sums,
@@ -110,12 +110,28 @@ def make(config: Config):
             return warpgroup.mma_ABt(o, rounded, subtile(queries, CHUNK, 0, WIDE_KEY_DIM, 1)), s_t
 
     @inlined
-    def score_blocks(queries, blocks):
-        """The scores of a strong chunk whose blocks have references."""
+    def store_weights(weights, s):
+        """Write the lower triangle of scores, and what rounding takes from it."""
+        s = warpgroup.causal(s, 0, 0.0)
+        rounded = INPUT(s)
+        warpgroup.store(subtile(weights, CHUNK, 0), rounded)
+        warpgroup.store(subtile(weights, CHUNK, 1), s - fp32(rounded))
+
+    @inlined
+    def store_half(weights, s, half, diagonal):
+        """Likewise of half of the columns, those of which `diagonal` says where the triangle begins."""
+        s = warpgroup.causal(s, diagonal, 0.0)
+        rounded = INPUT(s)
+        warpgroup.store(subtile(weights, CHUNK, 0, CHUNK // 2, half), rounded)
+        warpgroup.store(subtile(weights, CHUNK, 1, CHUNK // 2, half), s - fp32(rounded))
+
+    @inlined
+    def score_blocks(weights, queries, blocks):
+        """Write the scores of a strong chunk whose blocks have references, in halves: there are no registers for all."""
         if decay.has_references:
-            return block_scores.compute(queries, blocks, warpgroup.rank())
-        else:
-            return zeros(SCORES)
+            warp = warpgroup.rank()
+            store_half(weights, block_scores.compute_later(queries, blocks, warp), 1, -CHUNK // 2)
+            store_half(weights, block_scores.compute_earlier(queries, blocks, warp), 0, 0)
 
     @inlined
     def sum_gates(g, gate_sums, rate, biases, seq, j, warp):
@@ -142,10 +158,8 @@ def make(config: Config):
         seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, segment, segments)
         n = seq.num_chunks()
         if wg == PREPARER:
-            if CLAIMS:
+            if CLAIMS:  # beside two consumers it keeps what it has at launch
                 warpgroup.claim_registers(preparer_registers)
-            else:
-                warpgroup.release_registers(preparer_registers)
             warp = warpgroup.rank()
             rate = raw.load_rate(params, head, biases, warp)
             strong, halved = False, False
@@ -185,18 +199,19 @@ def make(config: Config):
                 residual, strength, queries, keys = q_residual.wait(j), decay.load_flag(flag.wait(j)), q.wait(j), k.wait(j)
                 flag.release(j)
                 if strength > 1:
-                    s = fp32(warpgroup.load(subtile(residual, CHUNK, 0, CHUNK, 0), WEIGHTS))
+                    weights = p.claim(j)
+                    store_weights(weights, fp32(warpgroup.load(subtile(residual, CHUNK, 0, CHUNK, 0), WEIGHTS)))
+                    q_residual.release(j)
                 elif strength > 0:
-                    s = score_blocks(queries, (residual, block_decays))
+                    weights = p.claim(j)
+                    score_blocks(weights, queries, (residual, block_decays))
+                    q_residual.release(j)
                 else:
                     s = warpgroup.wait(warpgroup.mma_ABt(warpgroup.mm_ABt(queries, keys), residual, keys))
-                q_residual.release(j)
+                    q_residual.release(j)
+                    store_weights(p.claim(j), s)
                 q.release(j)
                 k.release(j)
-                s = warpgroup.causal(s, 0, 0.0)
-                weights, rounded = p.claim(j), INPUT(s)
-                warpgroup.store(subtile(weights, CHUNK, 0), rounded)
-                warpgroup.store(subtile(weights, CHUNK, 1), s - fp32(rounded))
                 p.publish(j)
                 decay.fill(rings, arrays, j + AHEAD, n, seq, head, key_head, block)
         else:

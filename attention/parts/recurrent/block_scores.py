@@ -49,6 +49,38 @@ class BlockScores(WarpChannels):
         return hstack(hstack(s0, s1), hstack(s2, s3))
 
     @inlined
+    def compute_later(self, tile, blocks, warp):
+        """Of `compute`, the columns of the last two blocks."""
+        (block_keys, block_decays), nothing = blocks, zeros(rt(self.scored, TOKEN_GROUP, fp32))
+        s2, s3 = nothing, nothing
+        for i in range(warpgroup.WARPGROUP):
+            x = self.load_rows(tile, warp, i)
+            if warp == 3:
+                s3 = mma_ABt(s3, x, self.block_part(block_keys, 3, i))
+                x = self.decay_rows(x, block_decays, 3, i)
+            if warp >= 2:
+                s2 = mma_ABt(s2, x, self.block_part(block_keys, 2, i))
+        return hstack(s2, s3)
+
+    @inlined
+    def compute_earlier(self, tile, blocks, warp):
+        """Of `compute`, the columns of the first two blocks, for which queries are decayed again; q' is written."""
+        (block_keys, block_decays), nothing = blocks, zeros(rt(self.scored, TOKEN_GROUP, fp32))
+        s0, s1 = nothing, nothing
+        for i in range(warpgroup.WARPGROUP):
+            x = self.load_rows(tile, warp, i)
+            if warp == 3:
+                x = self.decay_rows(x, block_decays, 3, i)
+            if warp >= 2:
+                x = self.decay_rows(x, block_decays, 2, i)
+            if warp >= 1:
+                s1 = mma_ABt(s1, x, self.block_part(block_keys, 1, i))
+                x = self.decay_rows(x, block_decays, 1, i)
+            s0 = mma_ABt(s0, x, self.block_part(block_keys, 0, i))
+            self.store_rows(tile, self.decay_rows(x, block_decays, 0, i), warp, i)
+        return hstack(s0, s1)
+
+    @inlined
     def decay_rows(self, x, block_decays, block, i):
         """Rows decayed from the reference of a block, decayed from that of the block before."""
         decay = load(self.reference_part(block_decays, block, i), self.warp_tile.row_vec)
