@@ -88,6 +88,17 @@ def make(config: Config):
     seq_layout = SequenceLayout(config.varlen)
     halved_scores, block_scores = KeyScores(KEY_DIM, INPUT), BlockScores(KEY_DIM, INPUT)
 
+    @inlined
+    def hand_over(published, rings, arrays, j, n, seq, head, key_head, block):
+        """Publish what consumers read of a chunk's decays, and have TMA load the next chunk."""
+        k_decayed, state_decay, flag, g = published
+        k_decayed.publish(j)
+        state_decay.publish(j)
+        flag.publish(j)
+        g.release(j)
+        warpgroup.sync()
+        decay.fill_keys(rings, arrays, j + 1, n, seq, head, key_head, block)
+
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def scan(
         gK: tiled(config.key, unit=1), gV: tiled(config.value, unit=1), gBeta: array(3), gGates: tiled(config.gate, unit=1),
@@ -108,18 +119,20 @@ def make(config: Config):
             betas, (key_head, _) = truncate(gBeta, 1, seq.end), divmod(head, group)
             warp = warpgroup.rank()
             rings, arrays = (k, v, g), (gK, gV, gGates)
+            published = k_decayed, state_decay, flag, g
             decay.fill_keys(rings, arrays, 0, n, seq, head, key_head, block)
             high, low = subtile(triangles, CHUNK, 0), subtile(triangles, CHUNK, 1)
             blocks = viewed(triangles, BLOCK_KEYS), block_decays
             store_parts(high, low, zeros(SCORES))  # blocks above the diagonal are read, if not looked at
             rate = raw.load_rate(params, head, biases, warp)
+            beta = warpgroup.load(betas, COL_VEC, (seq.batch, seq.chunk_start(0), head), cols=1)
             for j in range(n):
                 keys, gates = k.wait(j), g.wait(j)
                 seq_layout.zero_other_rows(keys, seq.remaining(j))
                 seq_layout.zero_other_rows(gates, seq.remaining(j))
                 norm.normalize(keys, warp)
                 norm.sync()
-                beta = BETA.compute(warpgroup.load(betas, COL_VEC, (seq.batch, seq.chunk_start(j), head), cols=1))
+                beta = BETA.compute(beta)
                 sums = gates if IN_PLACE else gate_sums
                 raw.cumsum(sums, gates, rate, biases, warp, seq.remaining(j))
                 b_last = decay.load_last_sums(sums, warp)
@@ -130,25 +143,22 @@ def make(config: Config):
                     warpgroup.sync()
                 decay.factor_decays(keys, keys, decayed_keys, blocks, sums, b_last, warp, strong, halved)
                 decay.store_state_decay(state_decay.claim(j), flag.claim(j), b_last, warp, strong, halved)
-                a = zeros(SCORES)
-                if strong and not halved:
+                if halved:
+                    hand_over(published, rings, arrays, j, n, seq, head, key_head, block)
+                    a = warpgroup.load(high, SCORES) + warpgroup.load(low, SCORES)
+                elif strong:
                     warpgroup.sync()
                     a = block_scores.compute(decayed_keys, blocks, warp)
-                k_decayed.publish(j)
-                state_decay.publish(j)
-                flag.publish(j)
-                g.release(j)
-                warpgroup.sync()
-                decay.fill_keys(rings, arrays, j + 1, n, seq, head, key_head, block)
-                if halved:
-                    a = warpgroup.load(high, SCORES) + warpgroup.load(low, SCORES)
-                if not strong:
+                    hand_over(published, rings, arrays, j, n, seq, head, key_head, block)
+                else:
+                    hand_over(published, rings, arrays, j, n, seq, head, key_head, block)
                     a = warpgroup.wait(warpgroup.mm_ABt(decayed_keys, keys))
                 k_decayed.release(j)
                 k.release(j)
                 x = inverse_transposed(a * beta, high, low)
                 warpgroup.store(t.claim(j), x * beta)
-                t.publish(j)
+                t.publish(j)  # a load under way would be waited for at each fence
+                beta = warpgroup.load(betas, COL_VEC, (seq.batch, seq.chunk_start(j + 1), head), cols=1)
         else:
             if CLAIMS:
                 warpgroup.claim_registers(consumer_registers)
