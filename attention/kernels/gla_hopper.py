@@ -8,8 +8,8 @@ channel_decay.py):
     P = tril(q' k*^T)        O = scale (q' S' + P V)        S = exp(b_last - r) (S' + k*^T V)
 
 Two warpgroups compute what does not depend on the state: the preparer q' and k* of a chunk, then the scorer its P, while the
-preparer is at the next chunk. Consumers, of 64 value columns each, update the state. They hold it transposed, 64 x Dk, and O
-too.
+preparer is at the next chunk, whose gates it sums up before its keys have come. Consumers, of 64 value columns each, update the
+state. They hold it transposed, 64 x Dk, and O too.
 
 The residuals that rounding takes from q' and from P are multiplied as well. Without that, factoring would add half as much
 error again as all other roundings together."""
@@ -18,7 +18,6 @@ import functools
 from collections.abc import Iterator
 
 from numba import cuda
-from numpy import int32
 
 from ops import columns, divmod, store, subtile, warpgroup, zeros
 from tiles import fp32, inlined, ring, rt, shared, st
@@ -32,7 +31,7 @@ from ..parts.recurrent.l2norm import L2Norm
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 from ..parts.recurrent.transposed_state import TransposedState
 
-REGISTERS = {1: (184, 80, 240), 2: (128, 64, 160)}  # consumers -> registers a thread of preparer, scorer and consumer
+REGISTERS = {1: (184, 80, 240), 2: (112, 80, 160)}  # consumers -> registers a thread of preparer, scorer and consumer
 STAGES = {64: 2, 128: 2, 256: 1}  # padded key dim: chunks in flight
 WIDE_KEY_DIM = 128  # beyond it a state takes half of a consumer's registers: there is one consumer
 
@@ -80,7 +79,7 @@ def make(config: Config):
         k=ring(config.key, AHEAD, readers + 2 * group),
         v=ring(config.value, AHEAD * CONSUMERS, group),
         g=ring(config.gate, AHEAD, group),
-        p=ring(st(2 * CHUNK, CHUNK, INPUT, width=CHUNK), 1, readers, writers=group),
+        p=ring(st(2 * CHUNK, CHUNK, INPUT), 1, readers, writers=group),
         q_residual=ring(config.key, 1, group, writers=group),
         out=st(CHUNK * CONSUMERS, COLUMNS, INPUT),
         gate_sums=config.gate_sums,
@@ -88,6 +87,7 @@ def make(config: Config):
         flag=ring(channel_decay.FLAG, AHEAD, readers + group, writers=group),
         block_decays=decay.block_decays,
         biases=raw.biases,
+        rates=raw.rates,
     )
     norm = L2Norm(config.l2norm, config.key_dim, config.key_dim // warpgroup.WARPGROUP)
     seq_layout = SequenceLayout(config.varlen)
@@ -110,36 +110,20 @@ def make(config: Config):
             return warpgroup.mma_ABt(o, rounded, subtile(queries, CHUNK, 0, WIDE_KEY_DIM, 1)), s_t
 
     @inlined
-    def store_weights(weights, s):
-        """Write the lower triangle of scores, and what rounding takes from it."""
-        s = warpgroup.causal(s, 0, 0.0)
-        rounded = INPUT(s)
-        warpgroup.store(subtile(weights, CHUNK, 0), rounded)
-        warpgroup.store(subtile(weights, CHUNK, 1), s - fp32(rounded))
-
-    @inlined
-    def store_half(weights, s, half, diagonal):
-        """Likewise of half of the columns, those of which `diagonal` says where the triangle begins."""
-        s = warpgroup.causal(s, diagonal, 0.0)
-        rounded = INPUT(s)
-        warpgroup.store(subtile(weights, CHUNK, 0, CHUNK // 2, half), rounded)
-        warpgroup.store(subtile(weights, CHUNK, 1, CHUNK // 2, half), s - fp32(rounded))
-
-    @inlined
-    def score_blocks(weights, queries, blocks):
-        """Write the scores of a strong chunk whose blocks have references, in halves: there are no registers for all."""
+    def score_blocks(queries, blocks):
+        """The scores of a strong chunk whose blocks have references."""
         if decay.has_references:
-            warp = warpgroup.rank()
-            store_half(weights, block_scores.compute_later(queries, blocks, warp), 1, -CHUNK // 2)
-            store_half(weights, block_scores.compute_earlier(queries, blocks, warp), 0, 0)
+            return block_scores.compute(queries, blocks, warpgroup.rank())
+        else:
+            return zeros(SCORES)
 
     @inlined
-    def sum_gates(g, gate_sums, rate, biases, seq, j, warp):
+    def sum_gates(g, gate_sums, constants, seq, j, warp):
         """Write b of a chunk. (Is it strong? Is it halved?)"""
         gates, remaining = g.wait(j), seq.remaining(j)
         sums = gates if IN_PLACE else gate_sums
         seq_layout.zero_other_rows(gates, remaining)
-        raw.cumsum(sums, gates, rate, biases, warp, remaining)
+        raw.cumsum(sums, gates, constants, warp, remaining)
         return decay.vote(sums, decay.load_last_sums(sums, warp), warp)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
@@ -152,16 +136,19 @@ def make(config: Config):
         """The outputs of a segment, and after the last one the state. Each of the `segments` of a sequence has thread blocks of
         its own. gInitialState: the state before each segment. `group` value heads share a key head; each is `blocks` blocks of
         columns wide."""
-        q, k, v, g, p, q_residual, out, gate_sums, state_decay, flag, block_decays, biases = smem.open()
+        q, k, v, g, p, q_residual, out, gate_sums, state_decay, flag, block_decays, biases, rates = smem.open()
         wg = warpgroup.id()
         block, segment, head, sequence = block_coord(cuda.blockIdx.x, blocks, segments, heads)
         seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, segment, segments)
         n = seq.num_chunks()
         if wg == PREPARER:
-            if CLAIMS:  # beside two consumers it keeps what it has at launch
+            if CLAIMS:
                 warpgroup.claim_registers(preparer_registers)
+            else:
+                warpgroup.release_registers(preparer_registers)
             warp = warpgroup.rank()
-            rate = raw.load_rate(params, head, biases, warp)
+            constants = biases, rates
+            raw.load_constants(constants, params, head, warp)
             strong, halved = False, False
             for j in range(-1, n):  # sums are a chunk ahead: gates come before keys, whose memory consumers still read
                 if j >= 0:
@@ -188,7 +175,7 @@ def make(config: Config):
                     q.release(j)
                     k.release(j)
                 if j + 1 < n:
-                    strong, halved = sum_gates(g, gate_sums, rate, biases, seq, j + 1, warp)
+                    strong, halved = sum_gates(g, gate_sums, constants, seq, j + 1, warp)
         elif wg == SCORER:
             warpgroup.release_registers(scorer_registers)
             key_head, _ = divmod(head, group)
@@ -199,19 +186,18 @@ def make(config: Config):
                 residual, strength, queries, keys = q_residual.wait(j), decay.load_flag(flag.wait(j)), q.wait(j), k.wait(j)
                 flag.release(j)
                 if strength > 1:
-                    weights = p.claim(j)
-                    store_weights(weights, fp32(warpgroup.load(subtile(residual, CHUNK, 0, CHUNK, 0), WEIGHTS)))
-                    q_residual.release(j)
+                    s = fp32(warpgroup.load(subtile(residual, CHUNK, 0, CHUNK, 0), WEIGHTS))
                 elif strength > 0:
-                    weights = p.claim(j)
-                    score_blocks(weights, queries, (residual, block_decays))
-                    q_residual.release(j)
+                    s = score_blocks(queries, (residual, block_decays))
                 else:
                     s = warpgroup.wait(warpgroup.mma_ABt(warpgroup.mm_ABt(queries, keys), residual, keys))
-                    q_residual.release(j)
-                    store_weights(p.claim(j), s)
+                q_residual.release(j)
                 q.release(j)
                 k.release(j)
+                s = warpgroup.causal(s, 0, 0.0)
+                weights, rounded = p.claim(j), INPUT(s)
+                warpgroup.store(subtile(weights, CHUNK, 0), rounded)
+                warpgroup.store(subtile(weights, CHUNK, 1), s - fp32(rounded))
                 p.publish(j)
                 decay.fill(rings, arrays, j + AHEAD, n, seq, head, key_head, block)
         else:

@@ -59,6 +59,7 @@ def make(config: Config):
         state_decay=ring(config.state_decay, AHEAD, readers, writers=group),
         gate_sums=config.gate_sums,
         biases=raw.biases,
+        rates=raw.rates,
     )
     norm = L2Norm(config.l2norm, config.key_dim, config.key_dim // warpgroup.WARPGROUP)
     seq_layout, decay = SequenceLayout(config.varlen), channel_decay.ChannelDecay(config.key_dim, INPUT, CONSUMERS)
@@ -72,7 +73,7 @@ def make(config: Config):
     ):  # fmt: skip
         """The local state of each of the first `scanned` of the `segments`, and its total decay, in powers of 2. `group` heads
         share a key head; each is `blocks` blocks of columns wide."""
-        k, v, g, state_decay, gate_sums, biases = smem.open()
+        k, v, g, state_decay, gate_sums, biases, rates = smem.open()
         wg = warpgroup.id()
         block, segment, head, sequence = block_coord(cuda.blockIdx.x, blocks, scanned, heads)
         seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, segment, segments)
@@ -85,7 +86,8 @@ def make(config: Config):
             for j in range(AHEAD - 1):
                 decay.fill_keys(rings, arrays, j, n, seq, head, key_head, block)
             total_b = zeros(decay.warp_tile.row_vec)
-            rate = raw.load_rate(params, head, biases, warp)
+            constants = biases, rates
+            raw.load_constants(constants, params, head, warp)
             for j in range(n):
                 decay.fill_keys(rings, arrays, j + AHEAD - 1, n, seq, head, key_head, block)
                 keys, gates = k.wait(j), g.wait(j)
@@ -94,7 +96,7 @@ def make(config: Config):
                 norm.normalize(keys, warp)
                 norm.sync()
                 sums = gates if IN_PLACE else gate_sums
-                raw.cumsum(sums, gates, rate, biases, warp, seq.remaining(j))
+                raw.cumsum(sums, gates, constants, warp, seq.remaining(j))
                 b_last = decay.load_last_sums(sums, warp)
                 for i in range(CHUNK // TOKEN_GROUP):
                     b = load(decay.group_part(sums, i, warp), decay.group_tile, fenced=False) * LOG2_E

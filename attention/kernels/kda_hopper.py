@@ -18,7 +18,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from numba import cuda
-from numpy import float32
 
 from ops import divmod, load, rows, store, subtile, truncate, viewed, vstack, warpgroup, zeros
 from ops.for_attention.triangular_inverse import TRIANGLES, inverse_transposed, store_block_parts, store_parts
@@ -119,6 +118,7 @@ def make(config: Config):
         gate_sums=ring(config.gate_sums, 1, WARPS, writers=WARPS),
         block_decays=decay.block_decays,
         biases=raw.biases,
+        rates=raw.rates,
         normalized=ring(FLAG, 1, WARPS, writers=WARPS),
     )
     norm = L2Norm(config.l2norm, config.key_dim, config.key_dim // warpgroup.WARPGROUP)
@@ -127,12 +127,12 @@ def make(config: Config):
     state, BLOCK_KEYS = TransposedState(config.key_dim, INPUT, seq_layout), replace(TRIANGLES, dtype=INPUT)
 
     @inlined
-    def sum_gates(g, gate_sums, rate, biases, seq, j, warp):
+    def sum_gates(g, gate_sums, constants, seq, j, warp):
         """Write b of the j-th chunk, if there is one: a consumer does so, which has to wait for T in any case."""
         if j < seq.num_chunks():
             gates, sums, remaining = g.wait(j), gate_sums.claim(j), seq.remaining(j)
             seq_layout.zero_other_rows(gates, remaining)
-            raw.cumsum(gates if IN_PLACE else sums, gates, rate, biases, warp, remaining)
+            raw.cumsum(gates if IN_PLACE else sums, gates, constants, warp, remaining)
             gate_sums.publish(j)
             if not IN_PLACE:
                 g.release(j)
@@ -153,12 +153,11 @@ def make(config: Config):
     @inlined
     def normalize(q, k, normalized, j, n, warp):
         """Divide the queries and keys of the j-th chunk by their lengths, if there is one: a consumer does so, likewise."""
-        if norm.used:
-            if j < n:
-                normalized.claim(j)
-                norm.normalize(q.wait(j), warp)
-                norm.normalize(k.wait(j), warp)
-                normalized.publish(j)
+        if norm.used and j < n:
+            normalized.claim(j)
+            norm.normalize(q.wait(j), warp)
+            norm.normalize(k.wait(j), warp)
+            normalized.publish(j)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def scan(
@@ -171,7 +170,9 @@ def make(config: Config):
         """The outputs of a segment, and after the last one the state. Each of the `segments` of a sequence has thread blocks of
         its own. gInitialState: the state before each segment. `group` value heads share a key head; each is `blocks` blocks of
         columns wide."""
-        q, k, k_decayed, g, v, t, p, state_decay, flag, triangles, out, gate_sums, block_decays, biases, normalized = smem.open()
+        q, k, k_decayed, g, v, t, p, state_decay, flag, triangles, out, gate_sums, block_decays, biases, rates, normalized = (
+            smem.open()
+        )
         wg = warpgroup.id()
         block, segment, head, sequence = block_coord(cuda.blockIdx.x, blocks, segments, heads * group)
         seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, segment, segments)
@@ -231,10 +232,10 @@ def make(config: Config):
             if CLAIMS:
                 warpgroup.claim_registers(consumer_registers)
             column, out_tile = COLUMNS * (CONSUMERS * block + wg), subtile(out, CHUNK, wg)
-            warp, rate = warpgroup.rank(), float32(0.0)
+            warp, constants = warpgroup.rank(), (biases, rates)
             if wg == 0:
-                rate = raw.load_rate(params, head, biases, warp)
-                sum_gates(g, gate_sums, rate, biases, seq, 0, warp)
+                raw.load_constants(constants, params, head, warp)
+                sum_gates(g, gate_sums, constants, seq, 0, warp)
             if wg == CONSUMERS - 1:
                 normalize(q, k, normalized, 0, n, warp)
             s_t = warpgroup.load(gInitialState, STATE, (sequence * segments + segment, head, 0, column), 3, 2)
@@ -248,7 +249,7 @@ def make(config: Config):
                 v.release(CONSUMERS * j + wg)
                 u = INPUT(seq_layout.zero_other_columns(values, seq.remaining(j)) - u)
                 if wg == 0:
-                    sum_gates(g, gate_sums, rate, biases, seq, j + 1, warp)
+                    sum_gates(g, gate_sums, constants, seq, j + 1, warp)
                 if wg == CONSUMERS - 1:
                     normalize(q, k, normalized, j + 1, n, warp)
                 u = INPUT(warpgroup.wait(warpgroup.mm_AB(u, t.wait(j))))

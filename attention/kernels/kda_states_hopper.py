@@ -83,6 +83,7 @@ def make(config: Config):
         gate_sums=config.gate_sums,
         block_decays=decay.block_decays,
         biases=raw.biases,
+        rates=raw.rates,
     )
     norm = L2Norm(config.l2norm, config.key_dim, config.key_dim // warpgroup.WARPGROUP)
     seq_layout = SequenceLayout(config.varlen)
@@ -108,7 +109,7 @@ def make(config: Config):
     ):  # fmt: skip
         """[N | M] of each of the first `scanned` of the `segments` of a sequence. values: the number of columns of v and N.
         `group` value heads share a key head; each is `blocks` blocks of columns wide."""
-        k, k_decayed, g, v, t, state_decay, flag, triangles, gate_sums, block_decays, biases = smem.open()
+        k, k_decayed, g, v, t, state_decay, flag, triangles, gate_sums, block_decays, biases, rates = smem.open()
         wg = warpgroup.id()
         block, segment, head, sequence = block_coord(cuda.blockIdx.x, blocks, scanned, heads * group)
         seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, segment, segments)
@@ -124,7 +125,8 @@ def make(config: Config):
             high, low = subtile(triangles, CHUNK, 0), subtile(triangles, CHUNK, 1)
             blocks = viewed(triangles, BLOCK_KEYS), block_decays
             store_parts(high, low, zeros(SCORES))  # blocks above the diagonal are read, if not looked at
-            rate = raw.load_rate(params, head, biases, warp)
+            constants = biases, rates
+            raw.load_constants(constants, params, head, warp)
             beta = warpgroup.load(betas, COL_VEC, (seq.batch, seq.chunk_start(0), head), cols=1)
             for j in range(n):
                 keys, gates = k.wait(j), g.wait(j)
@@ -134,7 +136,7 @@ def make(config: Config):
                 norm.sync()
                 beta = BETA.compute(beta)
                 sums = gates if IN_PLACE else gate_sums
-                raw.cumsum(sums, gates, rate, biases, warp, seq.remaining(j))
+                raw.cumsum(sums, gates, constants, warp, seq.remaining(j))
                 b_last = decay.load_last_sums(sums, warp)
                 strong, halved = decay.vote(sums, b_last, warp)
                 decayed_keys = k_decayed.claim(j)

@@ -73,8 +73,7 @@ def cumsum_columns(target, source, least, function=None, y=None, z=None):
     """target[i] = source[0] + ... + source[i], by one warp: running sums in fp32 down each column of a shared tile, of elements
     that are `least` where they are less (NaN stays NaN). target: an fp32 shared tile of source's shape, or source itself.
 
-    function: of each element e the sums are of function(e, y, z[column]) instead (see `map`), with a number y and an fp32 shared
-    vector z."""
+    function: the sums are of function(e, y, z[column]) of each element e (see `map`). y: a number. z: an fp32 shared vector."""
     x = current_warp().read(source, fence=False).astype(np.float32)
     if function is not None:
         x = function(x, np.float32(y), current_warp().read(z, fence=False).astype(np.float32))

@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 from numba import cuda
+from numpy import float32
 
 from ops import block, cumsum, cumsum_columns, load, store
-from tiles import bf16, fp16, fp32, rt, shared, st
+from tiles import bf16, fp16, fp32, inlined, rt, shared, st, static, sv
 from tiles.testing import blank, close, wide
 
 
@@ -52,6 +53,37 @@ def test_sum_down(run, sample, shape, dtype):
     x[shape[0] // 2, 5] = np.nan  # from there on its column's sums are none
     run(body, x, y, shared=smem)
     close(y, np.cumsum(np.maximum(wide(x), -1), axis=0), atol=1e-5)
+
+
+@static
+class Line:
+    """A function of numbers, as a method of a static object."""
+
+    slope: float
+
+    @inlined
+    def at(self, x, y, z):
+        return x * float32(self.slope) + y * z
+
+
+@pytest.mark.parametrize("dtype", [bf16, fp32])
+def test_sums_of_a_function_down_columns(run, sample, dtype):
+    """Of each element, a number, and an element of a vector for the column."""
+    T, line = rt(16, 32, fp32), Line(0.5)
+    smem = shared(x=st(16, 32, dtype), sums=st(16, 32, fp32), z=sv(32, fp32))
+
+    @cuda.jit
+    def body(x, z, y):
+        source, sums, of_columns = smem.open()
+        store(source, load(x, T, (0, 0)))
+        store(of_columns, load(z, T.row_vec, (0,)))
+        block.sync()
+        cumsum_columns(sums, source, -0.25, line.at, float32(2.0), of_columns)
+        store(y, load(sums, T), (0, 0))
+
+    x, z, y = sample((16, 32), dtype), sample(32), blank((16, 32))
+    run(body, x, z, y, shared=smem)
+    close(y, np.cumsum(np.maximum(0.5 * wide(x) + 2 * wide(z), -0.25), axis=0), atol=1e-4)
 
 
 def test_sums_are_of_fp32(run):

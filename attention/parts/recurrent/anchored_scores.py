@@ -1,4 +1,4 @@
-"""The scores of a strong chunk (channel_decay.py), q_i . (exp(b_i - b_j) k_j) for j <= i, where no reference serves all
+"""The scores of a halved chunk (channel_decay.py), q_i . (exp(b_i - b_j) k_j) for j <= i, where no reference serves all
 channels even of 16 tokens.
 
 The chunk is halved recursively. Queries of a later half meet keys of the earlier one, both decayed to or from the later half's
@@ -38,7 +38,7 @@ HALVES, PAIRS = warpgroup.named_barrier(4), warpgroup.named_barrier(2, first=2) 
 
 @static
 class AnchoredScores(WarpChannels):
-    """The scores of a strong chunk, computed by a preparer. A kernel whose keys meet keys, too, overrides `stack_rows` and
+    """The scores of a halved chunk, computed by a preparer. A kernel whose keys meet keys, too, overrides `stack_rows` and
     `round_scores`."""
 
     scored = TOKEN_GROUP  # rows of scores of TOKEN_GROUP tokens
@@ -125,8 +125,8 @@ class AnchoredScores(WarpChannels):
 
     @inlined
     def halved_scores(self, queries, keys, sums, warp):
-        """`near_scores` and what stands above them. Those of groups of 8, 4 and 2 tokens take the place of those that greater groups'
-        anchors gave them, and last those of tokens with themselves."""
+        """`near_scores` and what stands above them. Those of groups of 8, 4 and 2 tokens take the place of those that greater
+        groups' anchors gave them, and last those of tokens with themselves."""
         scores, size = zeros(self.square), int32(TOKEN_GROUP)
         while size > 1:
             s = zeros(self.square)

@@ -1,15 +1,15 @@
-"""The scores of a strong chunk (channel_decay.py) whose blocks of 16 tokens each have a reference r, the middle of their sums b.
+"""The scores of a strong chunk (channel_decay.py) whose blocks of 16 tokens have a reference r each, the middle of their b.
 
 A query i of block m meets a key j of block n <= m by
 
     q_i . (exp(b_i - b_j) k_j) = (q_i exp(b_i - r_m) exp(r_m - r_n)) . (k_j exp(r_n - b_j))
 
-`factor_block_decays` has written the first factor in the queries' place, and the keys decayed to their own references. A warp has the
-queries of one block, which take one more factor from each block of keys to the one before: w_m = exp(r_m - r_(m-1)), never more
-than 1, and a power of 2, so that no product is rounded. Behind the first block they are decayed from the start of the chunk:
-q', which goes back to their place."""
+`factor_block_decays` has written q_i exp(b_i - r_m) in the queries' place, and the keys decayed to their own references. A warp
+has the queries of one block, which take one more factor from each block of keys to the one before: exp(r_m - r_(m-1)), never
+more than 1, and a power of 2, so that no product is rounded. Behind the first block they are decayed from the start of the
+chunk: q', which goes back to their place."""
 
-from ops import hstack, load, mma_ABt, ones, store, subtile, warpgroup, zeros
+from ops import hstack, load, mma_ABt, ones, store, warpgroup, zeros
 from tiles import fp32, inlined, rt, static
 
 from .channel_decay import TOKEN_GROUP, WarpChannels
@@ -29,7 +29,8 @@ class BlockScores(WarpChannels):
     @inlined
     def compute(self, tile, blocks, warp):
         """A warp's rows of scores, 0 in the blocks above the diagonal; the upper triangle of the diagonal's is not for use.
-        tile: of the queries, decayed from their blocks' references, which q' overwrites. blocks: what `factor_block_decays` wrote."""
+        tile: of the queries, decayed from their blocks' references, which q' overwrites. blocks: what `factor_block_decays`
+        wrote."""
         block_keys, block_decays = blocks
         nothing = zeros(rt(self.scored, TOKEN_GROUP, fp32))
         s0, s1, s2, s3 = nothing, nothing, nothing, nothing
@@ -47,38 +48,6 @@ class BlockScores(WarpChannels):
             s0 = mma_ABt(s0, x, self.block_part(block_keys, 0, i))
             self.store_rows(tile, self.decay_rows(x, block_decays, 0, i), warp, i)
         return hstack(hstack(s0, s1), hstack(s2, s3))
-
-    @inlined
-    def compute_later(self, tile, blocks, warp):
-        """Of `compute`, the columns of the last two blocks."""
-        (block_keys, block_decays), nothing = blocks, zeros(rt(self.scored, TOKEN_GROUP, fp32))
-        s2, s3 = nothing, nothing
-        for i in range(warpgroup.WARPGROUP):
-            x = self.load_rows(tile, warp, i)
-            if warp == 3:
-                s3 = mma_ABt(s3, x, self.block_part(block_keys, 3, i))
-                x = self.decay_rows(x, block_decays, 3, i)
-            if warp >= 2:
-                s2 = mma_ABt(s2, x, self.block_part(block_keys, 2, i))
-        return hstack(s2, s3)
-
-    @inlined
-    def compute_earlier(self, tile, blocks, warp):
-        """Of `compute`, the columns of the first two blocks, for which queries are decayed again; q' is written."""
-        (block_keys, block_decays), nothing = blocks, zeros(rt(self.scored, TOKEN_GROUP, fp32))
-        s0, s1 = nothing, nothing
-        for i in range(warpgroup.WARPGROUP):
-            x = self.load_rows(tile, warp, i)
-            if warp == 3:
-                x = self.decay_rows(x, block_decays, 3, i)
-            if warp >= 2:
-                x = self.decay_rows(x, block_decays, 2, i)
-            if warp >= 1:
-                s1 = mma_ABt(s1, x, self.block_part(block_keys, 1, i))
-                x = self.decay_rows(x, block_decays, 1, i)
-            s0 = mma_ABt(s0, x, self.block_part(block_keys, 0, i))
-            self.store_rows(tile, self.decay_rows(x, block_decays, 0, i), warp, i)
-        return hstack(s0, s1)
 
     @inlined
     def decay_rows(self, x, block_decays, block, i):

@@ -14,9 +14,7 @@ A chunk is strong if a channel decays by more than a dtype can hold. q' and k' a
 have a reference each (block_scores.py), and if a channel decays too much for that in one of them, the chunk is halved down to
 single tokens (anchored_scores.py)."""
 
-from numpy import float32
-
-from ops import exp2, load, load_row, store, subtile, tile_max, tile_min, warpgroup, zeros
+from ops import exp2, load, load_row, minimum, store, subtile, tile_max, tile_min, warpgroup, zeros
 from tiles import bf16, dtype, fp16, fp32, inlined, rt, static, sv
 
 from .gates import LOG2_E
@@ -123,11 +121,11 @@ class ChannelDecay(WarpChannels):
         strong = warpgroup.reduce_any(tile_min(b_last) < self.min_log2_decay)
         halved = strong and not self.has_references
         if strong and self.has_references:
-            least = float32(0.0)
+            least = b_last * 0.0
             for i in range(CHUNK // TOKEN_GROUP):
                 first, last = self.edge_sums(sums, i, warp)
-                least = min(least, tile_min(last - first))
-            halved = warpgroup.reduce_any(least * LOG2_E < self.min_log2_decay + 2)  # a reference is rounded
+                least = minimum(least, last - first)
+            halved = warpgroup.reduce_any(tile_min(least) * LOG2_E < self.min_log2_decay + 2)  # a reference is rounded
         return strong, halved
 
     @inlined

@@ -4,7 +4,7 @@ those in memory, or of what a formula makes of them. A warp has the channels of 
 from numba import cuda
 from numpy import float32
 
-from ops import cumsum_columns, less, load, load_row, row_index, store, subtile, where
+from ops import cumsum_columns, less, load, load_row, row_index, store, subtile, tile_max, where, zeros
 from tiles import fp32, inlined, rt, static, sv
 from tiles.launching.arguments import array, record
 
@@ -13,6 +13,7 @@ from .gates import FLOOR
 from .tokens import CHUNK
 
 TOKEN_GROUP = 16  # tokens whose sums a warp overwrites at once
+RATE = rt(16, 16, fp32).row_vec  # what holds a number of a head: a register less over a loop than the number
 
 
 @static
@@ -26,19 +27,24 @@ class ChannelGates:
         """The shared vector of dt_bias of all channels, if gates are computed by a formula; else a small one, not used."""
         return sv(16, fp32)
 
+    @property
+    def rates(self):
+        """The shared vector of exp(A_log) of the head, once for each warp, if gates are computed by a formula."""
+        return sv(4 * RATE.length, fp32)
+
     def params(self):
         """What else a kernel gets, as a record of parameters."""
         return record()
 
     @inlined
-    def load_rate(self, params, head, biases, warp):
-        """exp(A_log) of a head, if gates are computed by a formula; dt_bias of the warp's channels goes to `biases`."""
-        return 0.0
+    def load_constants(self, constants, params, head, warp):
+        """Write dt_bias of the warp's channels and exp(A_log) of a head to `constants`, vectors of `biases` and `rates`, if
+        gates are computed by a formula."""
 
     @inlined
-    def cumsum(self, sums, gates, rate, biases, warp, remaining):
-        """Write b, the cumulative sum of the gates, to the warp's channels of `sums`. gates: the tile that TMA has loaded, which
-        may be `sums`. remaining: the number of tokens of the sequence from the chunk's first one on."""
+    def cumsum(self, sums, gates, constants, warp, remaining):
+        """Write b, the cumulative sum of the gates, to the warp's channels of `sums`. gates: the tile that TMA has loaded,
+        which may be `sums`. remaining: the number of tokens of the sequence from the chunk's first one on."""
         cumsum_columns(self.part(sums, warp), self.part(gates, warp), FLOOR)
 
     @inlined
@@ -66,15 +72,17 @@ class FormulaChannelGates(ChannelGates):
         return record(gA=array(2), gDtBias=array(2))
 
     @inlined
-    def load_rate(self, params, head, biases, warp):
+    def load_constants(self, constants, params, head, warp):
+        biases, rates = constants
         bias = load(params.gDtBias, self.group_tile.row_vec, (head, self.channels * warp))
         store(subtile(biases, self.channels, warp), bias)
+        store(subtile(rates, RATE.length, warp), zeros(RATE) + self.formula.load_rate(params.gA, head))
         cuda.syncwarp()  # other lanes read them
-        return self.formula.load_rate(params.gA, head)
 
     @inlined
-    def cumsum(self, sums, gates, rate, biases, warp, remaining):
-        bias = subtile(biases, self.channels, warp)
+    def cumsum(self, sums, gates, constants, warp, remaining):
+        biases, rates = constants
+        bias, rate = subtile(biases, self.channels, warp), tile_max(load(subtile(rates, RATE.length, warp), RATE))
         cumsum_columns(self.part(sums, warp), self.part(gates, warp), FLOOR, self.formula.compute, rate, bias)
         if remaining < CHUNK:
             self.repeat_last(sums, warp, remaining)

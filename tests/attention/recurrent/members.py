@@ -16,13 +16,14 @@ HEADS, KEY_HEADS = 2, 1
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
-def draw_model_decays(shape, seed=0):
-    """Decays as Kimi Linear's gate gives them, -5 sigmoid(x) a token and channel. And a channel that forgets at once, one that
-    keeps all, and tokens before which nothing counts."""
+def draw_model_decays(shape, extremes=True, seed=0):
+    """Decays as Kimi Linear's gate gives them, -5 sigmoid(x) a token and channel, and a channel that keeps all. extremes: and
+    one that forgets at once, and tokens before which nothing counts."""
     rng = np.random.default_rng(seed)
     decay = (-5 / (1 + np.exp(-rng.standard_normal(shape)))).astype(F32)
-    decay[..., 3], decay[..., 5], decay[:, 20] = -1e4, 0, -1e4
-    decay[:, [37, 90]] = -np.inf
+    decay[..., 5] = 0
+    if extremes:
+        decay[..., 3], decay[:, 20], decay[:, [37, 90]] = -1e4, -1e4, -np.inf
     return decay
 
 

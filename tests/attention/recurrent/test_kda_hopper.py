@@ -52,7 +52,7 @@ def test_gates_of_any_size(place, gate, dtype):
     agree(place, q, k, v, beta, decay)
 
 
-@pytest.mark.parametrize("strength", [0.99, 1.01, 0.99 * 64 / 15, 2 * 64 / 15], ids=["weak", "strong", "mild", "halved"])
+@pytest.mark.parametrize("strength", [0.99, 1.01, 0.85 * 64 / 15, 2 * 64 / 15], ids=["weak", "strong", "blocks", "halved"])
 @pytest.mark.parametrize(("dtype", "of"), [(BF16, bf16), (FP16, fp16)])
 def test_strong_chunks(place, strength, dtype, of):
     """Chunks on both sides of the limit, and a warp's 16 tokens on both sides of theirs."""
@@ -61,10 +61,12 @@ def test_strong_chunks(place, strength, dtype, of):
     agree(place, q, k, v, beta, decay)
 
 
-@pytest.mark.parametrize(("key_dim", "value_dim", "dtype"), [(64, 64, BF16), (128, 128, BF16), (128, 64, FP16)])
-def test_decays_of_models(place, key_dim, value_dim, dtype):
+@pytest.mark.parametrize(
+    ("key_dim", "value_dim", "dtype", "extremes"), [(64, 64, BF16, True), (128, 128, BF16, False), (128, 64, FP16, True)]
+)
+def test_decays_of_models(place, key_dim, value_dim, dtype, extremes):
     q, k, v, beta, decay = inputs(1, 130, 1, key_dim, value_dim, dtype)
-    agree(place, q, k, v, beta, draw_model_decays(decay.shape))
+    agree(place, q, k, v, beta, draw_model_decays(decay.shape, extremes))
 
 
 def test_repeated_keys(place):
