@@ -56,7 +56,7 @@ def test_sum_down(run, sample, shape, dtype):
 
 
 @static
-class Line:
+class WeightedSum:
     """A function of numbers, as a method of a static object."""
 
     slope: float
@@ -69,7 +69,7 @@ class Line:
 @pytest.mark.parametrize("dtype", [bf16, fp32])
 def test_sums_of_a_function_down_columns(run, sample, dtype):
     """Of each element, a number, and an element of a vector for the column."""
-    T, line = rt(16, 32, fp32), Line(0.5)
+    T, weighted = rt(16, 32, fp32), WeightedSum(0.5)
     smem = shared(x=st(16, 32, dtype), sums=st(16, 32, fp32), z=sv(32, fp32))
 
     @cuda.jit
@@ -78,7 +78,7 @@ def test_sums_of_a_function_down_columns(run, sample, dtype):
         store(source, load(x, T, (0, 0)))
         store(of_columns, load(z, T.row_vec, (0,)))
         block.sync()
-        cumsum_columns(sums, source, -0.25, line.at, float32(2.0), of_columns)
+        cumsum_columns(sums, source, -0.25, weighted.at, float32(2.0), of_columns)
         store(y, load(sums, T), (0, 0))
 
     x, z, y = sample((16, 32), dtype), sample(32), blank((16, 32))
