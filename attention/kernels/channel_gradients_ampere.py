@@ -1,0 +1,276 @@
+"""Gradients of linear attention's queries, keys, values and gates where each channel of the keys has a decay, chunk by chunk in
+any order, from the states before each chunk and the gradients of those after it (parts/recurrent/channel_chunks.py has the
+equations).
+
+A block has some chunks of a head. Its eight warps are two warpgroups of 16 tokens a warp, each with half of the channels of the
+keys. First come the pairs of tokens, level by level: at the first two, other warps' tokens come through shared memory; at the
+others a warp has both halves of each group itself. Then they go over the columns of values in panels of 32, whose states
+cp.async brings while the panel before is multiplied; of a panel's dV each warpgroup makes half. A is the sum of two tiles, one
+of each warpgroup's channels, which dO is multiplied by one after the other."""
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from numba import cuda
+from numpy import float32, int32
+
+from ops import abs, col_index, col_sum, divmod, equal, exp2, hstack, less, load, load_row, load_row_of_group, mma_AB, mma_ABt
+from ops import block as thread_block
+from ops import mma_AtB, not_equal, row_index, row_sum, store, subtile, swap_layout, truncate, warpgroup, where, zeros
+from tiles import bf16, fp32, inlined, pipeline, rt, shared, st, sv
+from tiles.cp_async import PIECES
+from tiles.launching.arguments import ENDS, FLOAT, INT, array
+from tiles.layout import WARPGROUP
+from tiles.targets import Target
+
+from ..parts.recurrent.channel_chunks import (
+    HALVES,
+    ROWS,
+    VALUE_DIMS,
+    ChannelChunkConfig,
+    ChunkChannels,
+    chunk_forms,
+)
+from ..parts.recurrent.delta_chunks import PANEL
+from ..parts.recurrent.gates import FLOOR
+from ..parts.recurrent.tokens import CHUNK, SequenceLayout
+
+WARPS = WARPGROUP * HALVES  # of a block
+FAR = CHUNK // 2  # tokens that a warp meets at the first level
+SQUARE, PAIRS = rt(ROWS, ROWS, fp32), rt(ROWS, FAR, fp32)  # scores of a warp's tokens with so many others
+ROW, COL = SQUARE.col_vec, SQUARE.row_vec
+NARROW = 32  # bytes of a panel of tiles whose columns are taken 16 at a time
+
+
+@dataclass(frozen=True)
+class Config(ChannelChunkConfig):
+    """A kernel's configuration. value_dim: the columns of values, padded. with_gates: are the gates' gradients wanted?
+    unrounded: are dQ and dK float32, to be added over a group? unrounded_values: is dV float32? stages: panels of states in
+    flight."""
+
+    value_dim: int = 128
+    with_gates: bool = True
+    unrounded: bool = False
+    unrounded_values: bool = False
+    stages: int = 2
+    label = "gradients in chunks, gates by channel"
+
+    def __str__(self):
+        flags = ", gates" * self.with_gates + ", float32" * self.unrounded + ", float32 dv" * self.unrounded_values
+        return f"{super().__str__()}, Dv {self.value_dim}{flags}" + ", one stage" * (self.stages == 1)
+
+
+def space(target: Target, everything: bool) -> Iterator[Config]:
+    """The configurations of bf16 and 16 bytes, with all other dtypes and bytes if `everything`."""
+    for form in chunk_forms(everything):
+        config = Config(*form)
+        yield config
+        if everything and config.dtype is bf16 and config.vector_bytes == PIECES[0] and not config.varlen:
+            yield from (replace(config, value_dim=value_dim) for value_dim in VALUE_DIMS if value_dim != config.value_dim)
+            yield replace(config, with_gates=False)
+            yield replace(config, unrounded=True, unrounded_values=True)
+            yield replace(config, stages=1)
+
+
+@functools.cache
+def make(config: Config):
+    """(kernel, shared memory) of a configuration."""
+    INPUT, VECTOR_BYTES, STAGES, WITH_GATES = config.dtype, config.vector_bytes, config.stages, config.with_gates
+    channels, seq_layout = ChunkChannels(config.key_dim), SequenceLayout(config.varlen)
+    HALF, OUT = channels.half, channels.rows
+    VARLEN, LAST_SUM = config.varlen, -math.inf
+    OUTPUT, OUTPUT_BYTES = (fp32, True) if config.unrounded else (INPUT, VECTOR_BYTES)
+    VALUE, VALUE_STORE_BYTES = (fp32, True) if config.unrounded_values else (INPUT, VECTOR_BYTES)
+    KEY, STATE = (st(rows, config.key_dim, INPUT, width=HALF * INPUT.itemsize) for rows in (CHUNK, 2 * PANEL))
+    VALUES = st(CHUNK, config.value_dim, INPUT, width=NARROW)
+    smem = shared(
+        q=pipeline(KEY, 1, WARPS),
+        k=pipeline(KEY, 1, WARPS),
+        v=pipeline(VALUES, 1, WARPS),
+        do=pipeline(VALUES, 1, WARPS),
+        s=pipeline(STATE, STAGES, WARPS),
+        b=channels.sums,
+        x=KEY,
+        w=st(CHUNK, CHUNK, INPUT, width=NARROW),
+        a=st(HALVES * CHUNK, CHUNK, INPUT, width=NARROW),
+        carried=sv(WARPS * HALF, fp32),
+    )
+
+    @inlined
+    def fill_states(s, gStates, panel, panels, chunk, head):
+        """Start to copy a panel of a chunk's states, if there are so many."""
+        s.fill(panel, gStates, (chunk, head, int32(2 * PANEL * panel), 0), end=panels)
+
+    @inlined
+    def score_tokens(w, values, douts, rank, half, scale):
+        """Write W, of which a warp has 16 rows and a warpgroup half of the columns."""
+        p = mma_ABt(zeros(PAIRS), subtile(douts, ROWS, rank), subtile(values, FAR, half))
+        p_t = mma_ABt(zeros(PAIRS), subtile(values, ROWS, rank), subtile(douts, FAR, half))
+        row, col = warpgroup.row_index(PAIRS.col_vec), col_index(PAIRS.row_vec) + float32(FAR * half)
+        store(subtile(w, ROWS, rank, FAR, half), INPUT(where(less(row, col), p_t, p) * scale))
+
+    @inlined
+    def load_rows(tile):
+        """A warp's part of the queries or keys."""
+        return fp32(load(channels.part(tile), rt(ROWS, HALF, INPUT)))
+
+    @inlined
+    def factor(sums, anchor):
+        """E, a warp's tokens at a level."""
+        return exp2(0.0 - abs(load(channels.part(sums), OUT) - anchor))
+
+    @inlined
+    def decayed(queries, keys, e, is_later):
+        """X, a warp's tokens at a level. is_later: are they in the later halves of their groups?"""
+        return INPUT(where(is_later, load_rows(queries), load_rows(keys)) * e)
+
+    @inlined
+    def add_level(dq, dk, r, wx, e, x, is_later):
+        """dq, dk and r = q dq - k dk with a level's W X."""
+        decayed_wx = wx * e
+        dq = dq + where(is_later, decayed_wx, 0.0)
+        dk = dk + where(is_later, 0.0, decayed_wx)
+        if WITH_GATES:
+            products = wx * fp32(x)
+            r = r + where(is_later, products, 0.0 - products)
+        return dq, dk, r
+
+    @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
+    def differentiate(
+        gQ: array(4, INPUT), gK: array(4, INPUT), gV: array(4, INPUT), gDOut: array(4, INPUT), gGates: array(4),
+        gStates: array(4, INPUT), gDQ: array(4, OUTPUT), gDK: array(4, OUTPUT), gDV: array(4, VALUE), gDGates: array(4),
+        gCuSeqlens: ENDS, length: INT, panels: INT, parts: INT, heads: INT, group: INT, scale: FLOAT,
+    ):  # fmt: skip
+        """Each of the `parts` blocks of a head of a sequence has as many of its chunks. gStates: S^T and dS^T by panels.
+        Gradients of padding are set to 0."""
+        q, k, v, do, s, b, x, w, a, carried = smem.open()
+        index, part = divmod(cuda.blockIdx.x, parts)
+        sequence, head = divmod(index, heads)
+        key_head, _ = divmod(head, group)
+        seq = seq_layout.sequence_tokens(gCuSeqlens, sequence, length)
+        n, half, rank = seq.num_chunks(), warpgroup.id(), warpgroup.rank()
+        queries, keys, values, douts = (
+            truncate(gQ, 1, seq.end), truncate(gK, 1, seq.end), truncate(gV, 1, seq.end), truncate(gDOut, 1, seq.end),
+        )  # fmt: skip
+        for j in seq_layout.chunks_of_block(part, n, parts):
+            token = seq.chunk_start(j)
+            chunk = seq_layout.chunk_index(token, sequence, length)
+            v.fill(j, values, (seq.batch, token, head, 0), 1, 3, n, VECTOR_BYTES)
+            do.fill(j, douts, (seq.batch, token, head, 0), 1, 3, n, VECTOR_BYTES)
+            q.fill(j, queries, (seq.batch, token, key_head, 0), 1, 3, n, VECTOR_BYTES)
+            k.fill(j, keys, (seq.batch, token, key_head, 0), 1, 3, n, VECTOR_BYTES)
+            for panel in range(STAGES - 1):
+                fill_states(s, gStates, panel, panels, chunk, head)
+            channels.cumsum_gates(b, channels.load_gates(gGates, seq, token, head))
+            dout_tile, value_tile = do.wait(j, STAGES + 1), v.wait(j, STAGES + 1)
+            score_tokens(w, value_tile, dout_tile, rank, half, scale)
+            query_tile, key_tile = q.wait(j, STAGES - 1), k.wait(j, STAGES - 1)  # the barrier also shows w to all warps
+            dq, dk, r = zeros(OUT), zeros(OUT), zeros(OUT)
+            sums = subtile(b, CHUNK, 0, HALF, half)
+
+            # the first level: 32 tokens of two other warps
+            late, earlier_late = rank // 2, 1 - rank // 2
+            e = factor(b, load_row(sums, OUT.row_vec, FAR))
+            mine = decayed(query_tile, key_tile, e, late)
+            store(channels.part(x), mine)
+            thread_block.sync()
+            far = mma_ABt(zeros(PAIRS), mine, subtile(x, FAR, 0, HALF, half))
+            wx = mma_AB(zeros(OUT), subtile(w, ROWS, rank, FAR, earlier_late), subtile(x, FAR, earlier_late, HALF, half))
+            dq, dk, r = add_level(dq, dk, r, wx, e, mine, late)
+            thread_block.sync()
+
+            # the second one: 16 tokens of another warp
+            odd = rank - 2 * late
+            neighbour = int32(rank + 1 - 2 * odd)
+            e = factor(b, load_row(sums, OUT.row_vec, int32(FAR * late + ROWS)))
+            mine = decayed(query_tile, key_tile, e, odd)
+            store(channels.part(x), mine)
+            thread_block.sync()
+            others = subtile(x, ROWS, neighbour, HALF, half)
+            next_to = mma_ABt(zeros(SQUARE), mine, others)
+            wx = mma_AB(zeros(OUT), subtile(w, ROWS, rank, ROWS, neighbour), others)
+            dq, dk, r = add_level(dq, dk, r, wx, e, mine, odd)
+
+            # the others: within a warp's 16 tokens
+            near, scores = zeros(SQUARE), fp32(load(subtile(w, ROWS, rank, ROWS, rank), rt(ROWS, ROWS, INPUT)))
+            row, col, size, inverse = row_index(ROW), col_index(COL), int32(ROWS), float32(1 / ROWS)
+            while size > 1:
+                row_group, col_group = row * inverse // 1, col * inverse // 1
+                row_half, col_half = row * (2.0 * inverse) // 1, col * (2.0 * inverse) // 1
+                is_later, is_pair = row_half - row_group * 2.0, equal(row_group, col_group) & not_equal(row_half, col_half)
+                e = factor(b, load_row_of_group(channels.part(b), OUT, size, size >> 1))
+                mine = decayed(query_tile, key_tile, e, is_later)
+                near = where(is_pair, mma_ABt(zeros(SQUARE), mine, mine), near)
+                wx = mma_AB(zeros(OUT), INPUT(where(is_pair, scores, 0.0)), swap_layout(mine))
+                dq, dk, r = add_level(dq, dk, r, wx, e, mine, is_later)
+                size, inverse = size >> 1, inverse * 2.0
+            query, key = load_rows(query_tile), load_rows(key_tile)
+            diagonal = row_sum(where(equal(row, col), scores, 0.0))
+            dq, dk = dq + key * diagonal, dk + query * diagonal
+            near = where(equal(row, col), row_sum(query * key), where(less(row, col), 0.0, near))
+
+            # A, and k~ in the place of X
+            own = where(odd, hstack(next_to, near), hstack(near, zeros(SQUARE)))
+            of_warp = hstack(where(late, far, own), where(late, own, 0.0)) * scale
+            store(subtile(a, ROWS, int32(WARPGROUP * half + rank)), INPUT(of_warp))
+            last = channels.load_last(b)
+            thread_block.sync()
+            store(channels.part(x), INPUT(key * exp2(last - load(channels.part(b), OUT))))
+
+            # what goes through states, by panels of values
+            dq_state, dk_state, state_dots = zeros(OUT), zeros(OUT), zeros(OUT.row_vec)
+            for panel in range(panels):
+                if STAGES == 1:
+                    thread_block.sync()
+                    fill_states(s, gStates, panel, panels, chunk, head)
+                states = s.wait(panel)  # the barrier also shows x and a to all warps
+                if STAGES > 1:
+                    fill_states(s, gStates, int32(panel + STAGES - 1), panels, chunk, head)
+                state, d_state = subtile(states, PANEL, 0, HALF, half), subtile(states, PANEL, 1, HALF, half)
+                dq_state = mma_AB(dq_state, subtile(dout_tile, ROWS, rank, PANEL, panel), state)
+                dk_state = mma_AB(dk_state, subtile(value_tile, ROWS, rank, PANEL, panel), d_state)
+                block = int32(HALVES * panel + half)  # of 16 columns
+                d_values = mma_ABt(zeros(SQUARE), subtile(x, ROWS, rank), subtile(states, ROWS, HALVES + half))
+                for part_of_a in range(HALVES):
+                    scores_of_rows = subtile(subtile(a, CHUNK, part_of_a), CHUNK, 0, ROWS, rank)
+                    d_values = mma_AtB(d_values, scores_of_rows, subtile(dout_tile, CHUNK, 0, ROWS, block))
+                at = seq.batch, int32(token + ROWS * rank), head, int32(ROWS * block)
+                store(truncate(gDV, 1, seq.end), VALUE(d_values), at, 1, 3, VALUE_STORE_BYTES)
+                if WITH_GATES and rank < HALVES:
+                    state_rows = rt(ROWS, HALF, INPUT)
+                    products = fp32(load(subtile(state, ROWS, rank), state_rows)) * fp32(load(subtile(d_state, ROWS, rank), state_rows))
+                    state_dots = state_dots + col_sum(products)
+            b_rows, last = load(channels.part(b), OUT), channels.load_last(b)
+            dq_state, dk_state = dq_state * (exp2(b_rows) * scale), dk_state * exp2(last - b_rows)
+            at = seq.batch, int32(token + ROWS * rank), head, int32(HALF * half)
+            store(truncate(gDQ, 1, seq.end), OUTPUT(dq + dq_state), at, 1, 3, OUTPUT_BYTES)
+            store(truncate(gDK, 1, seq.end), OUTPUT(dk + dk_state), at, 1, 3, OUTPUT_BYTES)
+            if WITH_GATES:
+                written = load_rows(key_tile) * dk_state
+                r = r + load_rows(query_tile) * dq_state - written
+                store(subtile(carried, HALF, int32(WARPGROUP * half + rank)), col_sum(written) + exp2(last) * state_dots)
+                thread_block.sync()  # all have read b
+                channels.cumsum_tokens(b, r, LAST_SUM)
+                total = channels.load_last(b)
+                for warp in range(WARPGROUP):
+                    total = total + load(subtile(carried, HALF, int32(WARPGROUP * half + warp)), OUT.row_vec)
+                d_gates = total - (load(channels.part(b), OUT) - r)
+                forgets = less(channels.load_gates(gGates, seq, token, head), FLOOR)
+                store(truncate(gDGates, 1, seq.end), where(forgets, 0.0, d_gates), at, 1, 3)
+            thread_block.sync()
+        if VARLEN:
+            padding = seq_layout.padding_tokens(gCuSeqlens, sequence, length)
+            for j in range(part, padding.num_chunks(), parts):
+                token = int32(padding.chunk_start(j) + ROWS * rank)
+                at = padding.batch, token, head, int32(HALF * half)
+                store(gDQ, OUTPUT(zeros(OUT)), at, 1, 3, False)
+                store(gDK, OUTPUT(zeros(OUT)), at, 1, 3, False)
+                if WITH_GATES:
+                    store(gDGates, zeros(OUT), at, 1, 3, False)
+                for panel in range(panels):
+                    at = padding.batch, token, head, int32(ROWS * (HALVES * panel + half))
+                    store(gDV, VALUE(zeros(SQUARE)), at, 1, 3, False)
+
+    return differentiate, smem

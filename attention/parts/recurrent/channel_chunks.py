@@ -1,0 +1,123 @@
+"""Gradients of linear attention chunk by chunk, with decays of channels: what the three kernels of them share
+(channel_decayed_keys_ampere.py, channel_states_ampere.py, channel_gradients_ampere.py).
+
+With S the state before a chunk, dS the gradient of the state after it, and in each channel b the cumulative sum of the chunk's
+gates, all factors below are at most 1 for any gates:
+
+    q~ = scale exp(b) q                                     k~ = exp(b_last - b) k
+    S after = exp(b_last) S + k~^T V                        dS before = exp(b_last) dS + q~^T dO
+    P = scale tril(dO V^T)                                  A_ij = scale sum_c q_ic k_jc exp(b_ic - b_jc)    for j <= i
+    dq_i = scale exp(b_i) (S dO_i) + sum_(j <= i) P_ij exp(b_i - b_j) k_j
+    dk_j = exp(b_last - b_j) (dS v_j) + sum_(i >= j) P_ij exp(b_i - b_j) q_i
+    dv_j = dS^T k~_j + sum_(i >= j) A_ij dO_i
+
+The sums over pairs of tokens go by levels: groups of 64, 32, .. 2 tokens, each of an earlier and a later half. With a the first
+token of the later half, every token has one factor E = exp(-|b - b_a|) at a level, and one row X: E q in the later half, E k
+in the earlier one. Pairs of one group but of two halves are scored by X X^T, which is A there. With W = P + P^T at such pairs,
+E W X is added to dq in later halves, to dk in earlier ones. The pair of a token with itself has a factor of 1.
+
+The gradient of a gate is, in each channel,
+
+    dg_t = sum_(i >= t) (q_i dq_i - k_i dk_i) + sum_i (k_i dk_i, as far as it comes from dS) + exp(b_last) <S, dS>
+
+Of what comes from pairs, X W X counts with + in later halves and with - in earlier ones, both rounded alike: a pair both of whose
+tokens come after t adds nothing, to the last bits of float32."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from numpy import int32
+
+from ops import block as thread_block
+from ops import cumsum_columns, exp2, load, load_row, store, subtile, truncate, warp_index, warpgroup
+from tiles import bf16, dtype, fp16, fp32, inlined, rt, st, static
+from tiles.cp_async import PIECES
+from tiles.layout import LANES, WARPGROUP
+
+from .gates import FLOOR, LOG2_E, clamp_gates
+from .tokens import CHUNK
+
+KEY_DIMS, VALUE_DIMS = (64, 128), (64, 128, 256)  # as padded
+HALVES = 2  # of the channels of the keys: one for each warpgroup
+ROWS = CHUNK // WARPGROUP  # tokens of a warp; columns of values of a warp that scans states
+
+
+@dataclass(frozen=True)
+class ChannelChunkConfig:
+    """A kernel's configuration. key_dim: the channels of keys, padded. varlen: are sequences packed (cu_seqlens)? vector_bytes:
+    how many bytes a cp.async copies; all addresses and strides are multiples of it."""
+
+    key_dim: int
+    dtype: dtype
+    varlen: bool = False
+    vector_bytes: int = PIECES[0]
+    label = ""
+    threads = LANES * WARPGROUP * HALVES
+
+    def __str__(self):
+        flags = ", varlen" * self.varlen + f", by {self.vector_bytes} bytes" * (self.vector_bytes != PIECES[0])
+        return f"{self.label}, Dk {self.key_dim} {self.dtype}{flags}"
+
+
+def chunk_forms(everything: bool) -> Iterator[tuple]:
+    """The fields of the configurations of a kernel of this family."""
+    for key_dim in KEY_DIMS:
+        yield key_dim, bf16, False, PIECES[0]
+        if everything:
+            yield from ((key_dim, *form) for form in itertools.product((fp16,), (False, True), PIECES[:1]))
+            yield key_dim, bf16, True, PIECES[0]
+            yield from ((key_dim, bf16, False, vector_bytes) for vector_bytes in PIECES[1:])
+
+
+@static
+class ChunkChannels:
+    """A chunk's channels in a block of two warpgroups: each has half of them, each of its warps 16 tokens."""
+
+    key_dim: int
+
+    @property
+    def half(self):
+        """The channels of a warpgroup."""
+        return self.key_dim // HALVES
+
+    @property
+    def rows(self):
+        """A warp's tokens and channels, in registers."""
+        return rt(ROWS, self.half, fp32)
+
+    @property
+    def sums(self):
+        """The cumulative sums of a chunk's gates, in shared memory."""
+        return st(CHUNK, self.key_dim, fp32)
+
+    @inlined
+    def load_gates(self, gGates, seq, token, head):
+        """A warp's gates."""
+        at = seq.batch, int32(token + ROWS * warpgroup.rank()), head, int32(self.half * warpgroup.id())
+        return load(truncate(gGates, 1, seq.end), self.rows, at, 1, 3)
+
+    @inlined
+    def part(self, tile):
+        """A warp's part of a shared tile of a chunk's tokens and channels."""
+        return subtile(tile, ROWS, warpgroup.rank(), self.half, warpgroup.id())
+
+    @inlined
+    def cumsum_tokens(self, tile, x, least):
+        """Write the running sums over a chunk's tokens of the warps' x, or `least` where it is less. The block meets."""
+        store(self.part(tile), x)
+        thread_block.sync()
+        if warp_index() < self.key_dim // LANES:
+            part = subtile(tile, CHUNK, 0, LANES, warp_index())
+            cumsum_columns(part, part, least)
+        thread_block.sync()
+
+    @inlined
+    def cumsum_gates(self, tile, gates):
+        """Write b, in powers of 2. The block meets."""
+        self.cumsum_tokens(tile, clamp_gates(gates) * LOG2_E, FLOOR * LOG2_E)
+
+    @inlined
+    def load_last(self, tile):
+        """The last token's row, in a warp's channels."""
+        return load_row(subtile(tile, CHUNK, 0, self.half, warpgroup.id()), self.rows.row_vec, CHUNK - 1)

@@ -1,0 +1,90 @@
+"""The plan of linear attention's gradients by chunks where each channel of the keys has a decay
+(parts/recurrent/channel_chunks.py): queries and keys decayed to the ends of their chunks, a scan of the states and one of their
+gradients, and all gradients of each chunk."""
+
+from typing import Any
+
+from tiles.calls.plan import Step
+from tiles.calls.schema import Problem
+from tiles.launching.devices import machine
+from tiles.launching.launch import kernel_for
+from tiles.targets import LARGE, MEDIUM
+
+from ..kernels import channel_decayed_keys_ampere, channel_gradients_ampere, channel_states_ampere
+from ..parts.recurrent.channel_chunks import KEY_DIMS, VALUE_DIMS
+from ..parts.recurrent.delta_chunks import PANEL
+from ..parts.recurrent.tokens import CHUNK, COLUMNS
+from .recurrent_checks import DTYPES, has_channel_decay, is_varlen, pad_key_dim
+from .recurrent_chunks import SWAP_STATE_AXES, Arrays, ScratchAllocator, intern_value
+from .recurrent_gradients import count_chunk_indices, partial_gradients, sum_heads, wants_value_heads
+
+STATES = "initial_state", "dstate", "dinitial_state"
+WIDE_VALUES = VALUE_DIMS[-1]  # whose chunk needs the shared memory of Hopper
+
+
+def serves_channel_gradients(problem: Problem) -> bool:
+    """Do chunk kernels serve such a call?"""
+    batch, length, key_dim, value_dim = problem("batch", "seqlen", "key_dim", "value_dim")
+    if not batch * length or not has_channel_decay(problem) or key_dim > KEY_DIMS[-1]:
+        return False
+    needed = LARGE if pad_key_dim(value_dim, VALUE_DIMS) == WIDE_VALUES else MEDIUM
+    return machine(problem.device).shared_bytes >= needed
+
+
+def plan_channel_gradients(problem: Problem, arrays: Arrays, scale: float, scratch: ScratchAllocator) -> list[Step]:
+    """The launches. arrays: as in recurrent_gradients.plan_chunk_gradients."""
+    length, heads, key_heads, value_dim, sequences = problem("seqlen", "heads", "heads_k", "value_dim", "sequences")
+    chunks, width, vector_bytes = count_chunk_indices(problem), -(-value_dim // COLUMNS), problem.bytes_at_once()
+    sums_heads = heads > key_heads and not wants_value_heads(arrays)
+    padded = pad_key_dim(problem.extents["key_dim"], KEY_DIMS)
+    form = padded, DTYPES[problem.dtype], is_varlen(problem), vector_bytes
+    names = "dq", "dk"
+    outputs = {name: partial_gradients(problem, scratch) if sums_heads else arrays[name] for name in names}
+    decayed_q, decayed_k = (scratch(chunks, heads, CHUNK, padded, dtype=problem.dtype) for _ in names)
+    states = scratch(chunks, heads, 2 * width * COLUMNS, padded, dtype=problem.dtype)
+    assert arrays["dv"] is not None
+    known: Arrays = {"gQ": arrays["q"], "gK": arrays["k"], "gV": arrays["v"], "gDOut": arrays["dout"]}
+    known |= {"gGates": arrays["decay"], "gCuSeqlens": problem["cu_seqlens"], "gStates": states}
+    known |= {"gDecayedQ": decayed_q, "gDecayedK": decayed_k, "gDecays": scratch(chunks, heads, padded)}
+    known |= {"gDQ": outputs["dq"], "gDK": outputs["dk"], "gDV": arrays["dv"], "gDGates": arrays["ddecay"]}
+    ends = {name: x and x.permuted(SWAP_STATE_AXES) for name in STATES for x in [arrays[name]]}
+    forward = {"gKeys": decayed_k, "gValues": arrays["v"], "gFirstState": ends["initial_state"], "gLastState": None}
+    reverse = {"gKeys": decayed_q, "gValues": arrays["dout"]}
+    reverse |= {"gFirstState": ends["dstate"], "gLastState": ends["dinitial_state"]}
+    parts = -(-chunks // sequences)  # of a head of a sequence: thread blocks with a chunk each, if all have as many
+
+    def launch(module: Any, config: Any, grid: int, names: str, arrays: Arrays, **numbers: float) -> Step:
+        return kernel_for(module, config, problem.device).bind(
+            sequences * heads * grid,
+            length=length,
+            heads=heads,
+            **numbers,
+            **arrays,
+            **{name: known[name] for name in (*names.split(), "gCuSeqlens")},
+        )
+
+    def of_chunks(module: Any, names: str, *fields: Any, **numbers: float) -> Step:
+        config, group = intern_value(module.Config, *form, *fields), heads // key_heads
+        return launch(module, config, parts, names, {}, parts=parts, group=group, scale=scale, **numbers)
+
+    def scan(arrays: Arrays, is_reverse: bool) -> Step:
+        config = intern_value(channel_states_ampere.Config, *form, is_reverse)
+        return launch(channel_states_ampere, config, width, "gDecays gStates", arrays, blocks=width)
+
+    fields = (
+        pad_key_dim(value_dim, VALUE_DIMS),
+        arrays["ddecay"] is not None,
+        sums_heads or wants_value_heads(arrays),
+        arrays["dv"].form.dtype == "float32",
+        2 if machine(problem.device).shared_bytes >= LARGE else 1,
+    )
+    gradients = "gQ gK gV gDOut gGates gStates gDQ gDK gDV gDGates"
+    steps = [
+        of_chunks(channel_decayed_keys_ampere, "gQ gK gGates gDecayedQ gDecayedK gDecays"),
+        scan(forward, False),
+        scan(reverse, True),
+        of_chunks(channel_gradients_ampere, gradients, *fields, panels=width * COLUMNS // PANEL),
+    ]
+    if sums_heads:
+        steps += [step for name in names for step in sum_heads(problem, outputs[name], arrays[name])]
+    return steps
