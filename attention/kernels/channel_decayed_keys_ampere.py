@@ -1,6 +1,6 @@
 """The queries and keys of each chunk as its states need them, where each channel of the keys has a decay
-(parts/recurrent/channel_chunks.py): scale exp(b) q, exp(b_last - b) k, and exp(b_last), the decay of the state. A block has some
-chunks of a head."""
+(parts/recurrent/channel_chunks.py): scale exp(b) q, exp(b_last - b) k, and exp(b_last), the decay of the state. A block has
+some chunks of a head."""
 
 import functools
 import itertools

@@ -16,9 +16,34 @@ from dataclasses import dataclass, replace
 from numba import cuda
 from numpy import float32, int32
 
-from ops import abs, col_index, col_sum, divmod, equal, exp2, hstack, less, load, load_row, load_row_of_group, mma_AB, mma_ABt
+from ops import (
+    abs,
+    col_index,
+    col_sum,
+    divmod,
+    equal,
+    exp2,
+    finish_sum,
+    lane_col_sum,
+    less,
+    load,
+    load_row,
+    load_row_of_group,
+    mma_AB,
+    mma_ABt,
+    mma_AtB,
+    not_equal,
+    row_index,
+    row_sum,
+    store,
+    subtile,
+    swap_layout,
+    truncate,
+    warpgroup,
+    where,
+    zeros,
+)
 from ops import block as thread_block
-from ops import mma_AtB, not_equal, row_index, row_sum, store, subtile, swap_layout, truncate, warpgroup, where, zeros
 from tiles import bf16, fp32, inlined, pipeline, rt, shared, st, sv
 from tiles.cp_async import PIECES
 from tiles.launching.arguments import ENDS, FLOAT, INT, array
@@ -151,6 +176,7 @@ def make(config: Config):
         key_head, _ = divmod(head, group)
         seq = seq_layout.sequence_tokens(gCuSeqlens, sequence, length)
         n, half, rank = seq.num_chunks(), warpgroup.id(), warpgroup.rank()
+        of_warp = int32(WARPGROUP * half + rank)
         queries, keys, values, douts = (
             truncate(gQ, 1, seq.end), truncate(gK, 1, seq.end), truncate(gV, 1, seq.end), truncate(gDOut, 1, seq.end),
         )  # fmt: skip
@@ -171,13 +197,15 @@ def make(config: Config):
             sums = subtile(b, CHUNK, 0, HALF, half)
 
             # the first level: 32 tokens of two other warps
-            late, earlier_late = rank // 2, 1 - rank // 2
+            late, other = rank // 2, 1 - rank // 2
             e = factor(b, load_row(sums, OUT.row_vec, FAR))
             mine = decayed(query_tile, key_tile, e, late)
             store(channels.part(x), mine)
             thread_block.sync()
-            far = mma_ABt(zeros(PAIRS), mine, subtile(x, FAR, 0, HALF, half))
-            wx = mma_AB(zeros(OUT), subtile(w, ROWS, rank, FAR, earlier_late), subtile(x, FAR, earlier_late, HALF, half))
+            others = subtile(x, FAR, other, HALF, half)
+            far = mma_ABt(zeros(PAIRS), mine, others) * scale
+            store(subtile(a, ROWS, of_warp, FAR, other), INPUT(where(late, far, 0.0)))
+            wx = mma_AB(zeros(OUT), subtile(w, ROWS, rank, FAR, other), others)
             dq, dk, r = add_level(dq, dk, r, wx, e, mine, late)
             thread_block.sync()
 
@@ -189,12 +217,13 @@ def make(config: Config):
             store(channels.part(x), mine)
             thread_block.sync()
             others = subtile(x, ROWS, neighbour, HALF, half)
-            next_to = mma_ABt(zeros(SQUARE), mine, others)
+            next_to = mma_ABt(zeros(SQUARE), mine, others) * scale
+            store(subtile(a, ROWS, of_warp, ROWS, neighbour), INPUT(where(odd, next_to, 0.0)))
             wx = mma_AB(zeros(OUT), subtile(w, ROWS, rank, ROWS, neighbour), others)
             dq, dk, r = add_level(dq, dk, r, wx, e, mine, odd)
 
             # the others: within a warp's 16 tokens
-            near, scores = zeros(SQUARE), fp32(load(subtile(w, ROWS, rank, ROWS, rank), rt(ROWS, ROWS, INPUT)))
+            near, scores = zeros(SQUARE), load(subtile(w, ROWS, rank, ROWS, rank), rt(ROWS, ROWS, INPUT))
             row, col, size, inverse = row_index(ROW), col_index(COL), int32(ROWS), float32(1 / ROWS)
             while size > 1:
                 row_group, col_group = row * inverse // 1, col * inverse // 1
@@ -203,24 +232,21 @@ def make(config: Config):
                 e = factor(b, load_row_of_group(channels.part(b), OUT, size, size >> 1))
                 mine = decayed(query_tile, key_tile, e, is_later)
                 near = where(is_pair, mma_ABt(zeros(SQUARE), mine, mine), near)
-                wx = mma_AB(zeros(OUT), INPUT(where(is_pair, scores, 0.0)), swap_layout(mine))
+                wx = mma_AB(zeros(OUT), INPUT(where(is_pair, fp32(scores), 0.0)), swap_layout(mine))
                 dq, dk, r = add_level(dq, dk, r, wx, e, mine, is_later)
                 size, inverse = size >> 1, inverse * 2.0
             query, key = load_rows(query_tile), load_rows(key_tile)
-            diagonal = row_sum(where(equal(row, col), scores, 0.0))
+            diagonal = row_sum(where(equal(row, col), fp32(scores), 0.0))
             dq, dk = dq + key * diagonal, dk + query * diagonal
             near = where(equal(row, col), row_sum(query * key), where(less(row, col), 0.0, near))
 
-            # A, and k~ in the place of X
-            own = where(odd, hstack(next_to, near), hstack(near, zeros(SQUARE)))
-            of_warp = hstack(where(late, far, own), where(late, own, 0.0)) * scale
-            store(subtile(a, ROWS, int32(WARPGROUP * half + rank)), INPUT(of_warp))
+            store(subtile(a, ROWS, of_warp, ROWS, rank), INPUT(near * scale))
+
+            # what goes through states, by panels of values, with k~ in the place of X
             last = channels.load_last(b)
             thread_block.sync()
             store(channels.part(x), INPUT(key * exp2(last - load(channels.part(b), OUT))))
-
-            # what goes through states, by panels of values
-            dq_state, dk_state, state_dots = zeros(OUT), zeros(OUT), zeros(OUT.row_vec)
+            dq_state, dk_state, state_dots = zeros(OUT), zeros(OUT), lane_col_sum(zeros(OUT))
             for panel in range(panels):
                 if STAGES == 1:
                     thread_block.sync()
@@ -240,8 +266,10 @@ def make(config: Config):
                 store(truncate(gDV, 1, seq.end), VALUE(d_values), at, 1, 3, VALUE_STORE_BYTES)
                 if WITH_GATES and rank < HALVES:
                     state_rows = rt(ROWS, HALF, INPUT)
-                    products = fp32(load(subtile(state, ROWS, rank), state_rows)) * fp32(load(subtile(d_state, ROWS, rank), state_rows))
-                    state_dots = state_dots + col_sum(products)
+                    products = fp32(load(subtile(state, ROWS, rank), state_rows)) * fp32(
+                        load(subtile(d_state, ROWS, rank), state_rows)
+                    )
+                    state_dots = state_dots + lane_col_sum(products)
             b_rows, last = load(channels.part(b), OUT), channels.load_last(b)
             dq_state, dk_state = dq_state * (exp2(b_rows) * scale), dk_state * exp2(last - b_rows)
             at = seq.batch, int32(token + ROWS * rank), head, int32(HALF * half)
@@ -250,7 +278,7 @@ def make(config: Config):
             if WITH_GATES:
                 written = load_rows(key_tile) * dk_state
                 r = r + load_rows(query_tile) * dq_state - written
-                store(subtile(carried, HALF, int32(WARPGROUP * half + rank)), col_sum(written) + exp2(last) * state_dots)
+                store(subtile(carried, HALF, of_warp), col_sum(written) + exp2(last) * finish_sum(state_dots))
                 thread_block.sync()  # all have read b
                 channels.cumsum_tokens(b, r, LAST_SUM)
                 total = channels.load_last(b)

@@ -1,5 +1,5 @@
-"""The states of linear attention before each chunk, or in reverse the gradients of those after each chunk, where each channel of
-the keys has a decay (parts/recurrent/channel_chunks.py):
+"""The states of linear attention before each chunk, or in reverse the gradients of those after each chunk, where each channel
+of the keys has a decay (parts/recurrent/channel_chunks.py):
 
     S after = exp(b_last) S + k~^T V        dS before = exp(b_last) dS + q~^T dO
 

@@ -20,8 +20,8 @@ The gradient of a gate is, in each channel,
 
     dg_t = sum_(i >= t) (q_i dq_i - k_i dk_i) + sum_i (k_i dk_i, as far as it comes from dS) + exp(b_last) <S, dS>
 
-Of what comes from pairs, X W X counts with + in later halves and with - in earlier ones, both rounded alike: a pair both of whose
-tokens come after t adds nothing, to the last bits of float32."""
+Of what comes from pairs, X W X counts with + in later halves and with - in earlier ones, both rounded alike: a pair whose
+tokens both come after t adds nothing, to the last bits of float32."""
 
 import itertools
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from numpy import int32
 
 from ops import block as thread_block
-from ops import cumsum_columns, exp2, load, load_row, store, subtile, truncate, warp_index, warpgroup
+from ops import cumsum_columns, load, load_row, store, subtile, truncate, warp_index, warpgroup
 from tiles import bf16, dtype, fp16, fp32, inlined, rt, st, static
 from tiles.cp_async import PIECES
 from tiles.layout import LANES, WARPGROUP
