@@ -51,6 +51,7 @@ from tiles.layout import WARPGROUP
 from tiles.targets import Target
 
 from ..parts.recurrent.channel_chunks import (
+    FENCED,
     HALVES,
     ROWS,
     VALUE_DIMS,
@@ -105,6 +106,7 @@ def make(config: Config):
     INPUT, VECTOR_BYTES, STAGES, WITH_GATES = config.dtype, config.vector_bytes, config.stages, config.with_gates
     channels, seq_layout = ChunkChannels(config.key_dim), SequenceLayout(config.varlen)
     HALF, OUT = channels.half, channels.rows
+    OPERAND = rt(ROWS, HALF, INPUT)
     VARLEN, LAST_SUM = config.varlen, -math.inf
     OUTPUT, OUTPUT_BYTES = (fp32, True) if config.unrounded else (INPUT, VECTOR_BYTES)
     VALUE, VALUE_STORE_BYTES = (fp32, True) if config.unrounded_values else (INPUT, VECTOR_BYTES)
@@ -139,12 +141,12 @@ def make(config: Config):
     @inlined
     def load_rows(tile):
         """A warp's part of the queries or keys."""
-        return fp32(load(channels.part(tile), rt(ROWS, HALF, INPUT)))
+        return fp32(load(channels.part(tile), OPERAND, fenced=False))
 
     @inlined
     def factor(sums, anchor):
         """E, a warp's tokens at a level."""
-        return exp2(0.0 - abs(load(channels.part(sums), OUT) - anchor))
+        return exp2(0.0 - abs(load(channels.part(sums), OUT, fenced=False) - anchor))
 
     @inlined
     def decayed(queries, keys, e, is_later):
@@ -198,24 +200,24 @@ def make(config: Config):
 
             # the first level: 32 tokens of two other warps
             late, other = rank // 2, 1 - rank // 2
-            e = factor(b, load_row(sums, OUT.row_vec, FAR))
+            e = factor(b, load_row(sums, OUT.row_vec, FAR, fenced=False))
             mine = decayed(query_tile, key_tile, e, late)
             store(channels.part(x), mine)
-            thread_block.sync()
+            thread_block.sync(FENCED)
             others = subtile(x, FAR, other, HALF, half)
             far = mma_ABt(zeros(PAIRS), mine, others) * scale
             store(subtile(a, ROWS, of_warp, FAR, other), INPUT(where(late, far, 0.0)))
             wx = mma_AB(zeros(OUT), subtile(w, ROWS, rank, FAR, other), others)
             dq, dk, r = add_level(dq, dk, r, wx, e, mine, late)
-            thread_block.sync()
+            thread_block.sync(FENCED)
 
             # the second one: 16 tokens of another warp
             odd = rank - 2 * late
             neighbour = int32(rank + 1 - 2 * odd)
-            e = factor(b, load_row(sums, OUT.row_vec, int32(FAR * late + ROWS)))
+            e = factor(b, load_row(sums, OUT.row_vec, int32(FAR * late + ROWS), fenced=False))
             mine = decayed(query_tile, key_tile, e, odd)
             store(channels.part(x), mine)
-            thread_block.sync()
+            thread_block.sync(FENCED)
             others = subtile(x, ROWS, neighbour, HALF, half)
             next_to = mma_ABt(zeros(SQUARE), mine, others) * scale
             store(subtile(a, ROWS, of_warp, ROWS, neighbour), INPUT(where(odd, next_to, 0.0)))
@@ -223,13 +225,13 @@ def make(config: Config):
             dq, dk, r = add_level(dq, dk, r, wx, e, mine, odd)
 
             # the others: within a warp's 16 tokens
-            near, scores = zeros(SQUARE), load(subtile(w, ROWS, rank, ROWS, rank), rt(ROWS, ROWS, INPUT))
+            near, scores = zeros(SQUARE), load(subtile(w, ROWS, rank, ROWS, rank), rt(ROWS, ROWS, INPUT), fenced=False)
             row, col, size, inverse = row_index(ROW), col_index(COL), int32(ROWS), float32(1 / ROWS)
             while size > 1:
                 row_group, col_group = row * inverse // 1, col * inverse // 1
                 row_half, col_half = row * (2.0 * inverse) // 1, col * (2.0 * inverse) // 1
                 is_later, is_pair = row_half - row_group * 2.0, equal(row_group, col_group) & not_equal(row_half, col_half)
-                e = factor(b, load_row_of_group(channels.part(b), OUT, size, size >> 1))
+                e = factor(b, load_row_of_group(channels.part(b), OUT, size, size >> 1, fenced=False))
                 mine = decayed(query_tile, key_tile, e, is_later)
                 near = where(is_pair, mma_ABt(zeros(SQUARE), mine, mine), near)
                 wx = mma_AB(zeros(OUT), INPUT(where(is_pair, fp32(scores), 0.0)), swap_layout(mine))
@@ -244,12 +246,12 @@ def make(config: Config):
 
             # what goes through states, by panels of values, with k~ in the place of X
             last = channels.load_last(b)
-            thread_block.sync()
-            store(channels.part(x), INPUT(key * exp2(last - load(channels.part(b), OUT))))
+            thread_block.sync(FENCED)
+            store(channels.part(x), INPUT(key * exp2(last - load(channels.part(b), OUT, fenced=False))))
             dq_state, dk_state, state_dots = zeros(OUT), zeros(OUT), lane_col_sum(zeros(OUT))
             for panel in range(panels):
                 if STAGES == 1:
-                    thread_block.sync()
+                    thread_block.sync(FENCED)
                     fill_states(s, gStates, panel, panels, chunk, head)
                 states = s.wait(panel)  # the barrier also shows x and a to all warps
                 if STAGES > 1:
@@ -264,13 +266,11 @@ def make(config: Config):
                     d_values = mma_AtB(d_values, scores_of_rows, subtile(dout_tile, CHUNK, 0, ROWS, block))
                 at = seq.batch, int32(token + ROWS * rank), head, int32(ROWS * block)
                 store(truncate(gDV, 1, seq.end), VALUE(d_values), at, 1, 3, VALUE_STORE_BYTES)
-                if WITH_GATES and rank < HALVES:
-                    state_rows = rt(ROWS, HALF, INPUT)
-                    products = fp32(load(subtile(state, ROWS, rank), state_rows)) * fp32(
-                        load(subtile(d_state, ROWS, rank), state_rows)
-                    )
+                if WITH_GATES and late == panel % 2:
+                    products = fp32(load(subtile(state, ROWS, odd), OPERAND, fenced=False))
+                    products = products * fp32(load(subtile(d_state, ROWS, odd), OPERAND, fenced=False))
                     state_dots = state_dots + lane_col_sum(products)
-            b_rows, last = load(channels.part(b), OUT), channels.load_last(b)
+            b_rows, last = load(channels.part(b), OUT, fenced=False), channels.load_last(b)
             dq_state, dk_state = dq_state * (exp2(b_rows) * scale), dk_state * exp2(last - b_rows)
             at = seq.batch, int32(token + ROWS * rank), head, int32(HALF * half)
             store(truncate(gDQ, 1, seq.end), OUTPUT(dq + dq_state), at, 1, 3, OUTPUT_BYTES)
@@ -279,15 +279,15 @@ def make(config: Config):
                 written = load_rows(key_tile) * dk_state
                 r = r + load_rows(query_tile) * dq_state - written
                 store(subtile(carried, HALF, of_warp), col_sum(written) + exp2(last) * finish_sum(state_dots))
-                thread_block.sync()  # all have read b
+                thread_block.sync(FENCED)  # all have read b
                 channels.cumsum_tokens(b, r, LAST_SUM)
                 total = channels.load_last(b)
                 for warp in range(WARPGROUP):
                     total = total + load(subtile(carried, HALF, int32(WARPGROUP * half + warp)), OUT.row_vec)
-                d_gates = total - (load(channels.part(b), OUT) - r)
+                d_gates = total - (load(channels.part(b), OUT, fenced=False) - r)
                 forgets = less(channels.load_gates(gGates, seq, token, head), FLOOR)
                 store(truncate(gDGates, 1, seq.end), where(forgets, 0.0, d_gates), at, 1, 3)
-            thread_block.sync()
+            thread_block.sync(FENCED)
         if VARLEN:
             padding = seq_layout.padding_tokens(gCuSeqlens, sequence, length)
             for j in range(part, padding.num_chunks(), parts):

@@ -88,7 +88,7 @@ def make(config: Config):
             later = int32(j + STAGES - 1)
             fill(k, v, decay, gKeys, values, gDecays, later, n, seq, first_chunk, head, col)
             s_t = s_t * load(decays, STATE.row_vec)
-            s_t = mma_AB(s_t, warpgroup.load_transposed(chunk_values, TRANSPOSED), keys)
+            s_t = mma_AB(s_t, warpgroup.load_transposed(chunk_values, TRANSPOSED, fenced=False), keys)
         store(gLastState, s_t, (sequence, head, column, 0), aligned=False)
 
     return scan, smem

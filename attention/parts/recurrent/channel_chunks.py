@@ -41,6 +41,7 @@ from .tokens import CHUNK
 KEY_DIMS, VALUE_DIMS = (64, 128), (64, 128, 256)  # as padded
 HALVES = 2  # of the channels of the keys: one for each warpgroup
 ROWS = CHUNK // WARPGROUP  # tokens of a warp; columns of values of a warp that scans states
+FENCED = True  # neither TMA nor wgmma touches shared memory here: no fence waits for copies that are under way
 
 
 @dataclass(frozen=True)
@@ -106,11 +107,11 @@ class ChunkChannels:
     def cumsum_tokens(self, tile, x, least):
         """Write the running sums over a chunk's tokens of the warps' x, or `least` where it is less. The block meets."""
         store(self.part(tile), x)
-        thread_block.sync()
+        thread_block.sync(FENCED)
         if warp_index() < self.key_dim // LANES:
             part = subtile(tile, CHUNK, 0, LANES, warp_index())
             cumsum_columns(part, part, least)
-        thread_block.sync()
+        thread_block.sync(FENCED)
 
     @inlined
     def cumsum_gates(self, tile, gates):
@@ -120,4 +121,4 @@ class ChunkChannels:
     @inlined
     def load_last(self, tile):
         """The last token's row, in a warp's channels."""
-        return load_row(subtile(tile, CHUNK, 0, self.half, warpgroup.id()), self.rows.row_vec, CHUNK - 1)
+        return load_row(subtile(tile, CHUNK, 0, self.half, warpgroup.id()), self.rows.row_vec, CHUNK - 1, fenced=False)
