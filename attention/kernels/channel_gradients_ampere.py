@@ -270,14 +270,17 @@ def make(config: Config):
                     products = fp32(load(subtile(state, ROWS, odd), OPERAND, fenced=False))
                     products = products * fp32(load(subtile(d_state, ROWS, odd), OPERAND, fenced=False))
                     state_dots = state_dots + lane_col_sum(products)
-            b_rows, last = load(channels.part(b), OUT, fenced=False), channels.load_last(b)
-            dq_state, dk_state = dq_state * (exp2(b_rows) * scale), dk_state * exp2(last - b_rows)
             at = seq.batch, int32(token + ROWS * rank), head, int32(HALF * half)
+            dq_state = dq_state * (exp2(load(channels.part(b), OUT, fenced=False)) * scale)
             store(truncate(gDQ, 1, seq.end), OUTPUT(dq + dq_state), at, 1, 3, OUTPUT_BYTES)
+            if WITH_GATES:
+                r = r + load_rows(query_tile) * dq_state
+            last = channels.load_last(b)
+            dk_state = dk_state * exp2(last - load(channels.part(b), OUT, fenced=False))
             store(truncate(gDK, 1, seq.end), OUTPUT(dk + dk_state), at, 1, 3, OUTPUT_BYTES)
             if WITH_GATES:
                 written = load_rows(key_tile) * dk_state
-                r = r + load_rows(query_tile) * dq_state - written
+                r = r - written
                 store(subtile(carried, HALF, of_warp), col_sum(written) + exp2(last) * finish_sum(state_dots))
                 thread_block.sync(FENCED)  # all have read b
                 channels.cumsum_tokens(b, r, LAST_SUM)
