@@ -7,7 +7,7 @@ A block has 64 columns of the values of a head, its warps 16 each, for which the
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from numba import cuda
 from numpy import int32
@@ -40,7 +40,7 @@ class Config(ChannelChunkConfig):
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations of bf16 and 16 bytes, with all other dtypes and bytes if `everything`."""
     for form in chunk_forms(everything):
-        yield from (Config(*form, reverse) for reverse in (False, True))
+        yield from (replace(Config(*form), reverse=reverse) for reverse in (False, True))
 
 
 @functools.cache

@@ -1,5 +1,5 @@
-"""The plan of linear attention's gradients token by token (linear_token_loop.py, gate_gradient_token_loop.py): for decays of
-channels, and what the registers of chunk kernels do not hold. Three walks, whose gradients of queries and keys are float32
+"""The plan of linear attention's gradients token by token (linear_token_loop.py, gate_gradient_token_loop.py): for what the
+registers and shared memory of chunk kernels do not hold. Three walks, whose gradients of queries and keys are float32
 until those of the gates are computed."""
 
 from tiles.calls.plan import Step

@@ -19,16 +19,6 @@ def test_lengths(place, length, decay, family):
     check(place, case(length, decay), family=family)
 
 
-@pytest.mark.parametrize("length", [0, 1, 30])
-def test_decays_of_channels(place, length):
-    """Token by token, as are sequences without tokens: there the gradient of the state is passed on."""
-    args = case(length, "channel", heads=2, key_heads=1, key_dim=80, value_dim=48)
-    if length:
-        check(place, args)
-    else:
-        np.testing.assert_array_equal(run(place, args)["dinitial_state"], args["dstate"])
-
-
 @pytest.mark.parametrize(("key_dim", "value_dim", "decay"), [(128, 80, "token"), (48, 256, "head"), (256, 16, "none")])
 @every_family
 def test_sizes(place, key_dim, value_dim, decay, family):
