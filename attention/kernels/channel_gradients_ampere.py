@@ -48,11 +48,12 @@ from tiles import bf16, fp32, inlined, pipeline, rt, shared, st, sv
 from tiles.cp_async import PIECES
 from tiles.launching.arguments import ENDS, FLOAT, INT, array
 from tiles.layout import WARPGROUP
-from tiles.targets import Target
+from tiles.targets import LARGE, MEDIUM, Target
 
 from ..parts.recurrent.channel_chunks import (
     FENCED,
     HALVES,
+    KEY_DIMS,
     ROWS,
     VALUE_DIMS,
     ChannelChunkConfig,
@@ -91,13 +92,28 @@ class Config(ChannelChunkConfig):
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations of bf16 and 16 bytes, with all other dtypes and bytes if `everything`."""
     for form in chunk_forms(everything):
-        config = Config(*form)
+        config = replace(Config(*form), stages=stages_for(target.shared_bytes))
+        if not serves_shape(config.key_dim, config.value_dim, config.vector_bytes, target.shared_bytes):
+            continue
         yield config
         if everything and config.dtype is bf16 and config.vector_bytes == PIECES[0] and not config.varlen:
-            yield from (replace(config, value_dim=value_dim) for value_dim in VALUE_DIMS if value_dim != config.value_dim)
+            for value_dim in VALUE_DIMS:
+                if value_dim != config.value_dim and serves_shape(config.key_dim, value_dim, PIECES[0], target.shared_bytes):
+                    yield replace(config, value_dim=value_dim)
             yield replace(config, with_gates=False)
             yield replace(config, unrounded=True, unrounded_values=True)
-            yield replace(config, stages=1)
+
+
+def stages_for(shared_bytes: int) -> int:
+    """How many panels of states are in flight on a GPU with so much shared memory."""
+    return 2 if shared_bytes >= LARGE else 1
+
+
+def serves_shape(key_dim: int, value_dim: int, vector_bytes: int, shared_bytes: int) -> bool:
+    """Does the kernel hold so many channels and columns, padded? With the most channels and arrays that are not aligned to 16
+    bytes registers would spill."""
+    fits = shared_bytes >= (LARGE if value_dim == VALUE_DIMS[-1] else MEDIUM)
+    return fits and (vector_bytes == PIECES[0] or key_dim < KEY_DIMS[-1])
 
 
 @functools.cache

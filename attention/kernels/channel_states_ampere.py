@@ -64,7 +64,7 @@ def make(config: Config):
         v.fill(j, gValues, (seq.batch, token, head, col), 1, 3, n, VECTOR_BYTES)
         decay.fill(j, gDecays, (chunk, head, 0), end=n)
 
-    @cuda.jit(launch_bounds=(config.threads, 4), fastmath=True)
+    @cuda.jit(launch_bounds=(config.threads, 3), fastmath=True)
     def scan(
         gKeys: array(4, INPUT), gValues: array(4, INPUT), gDecays: array(3), gFirstState: array(4), gLastState: array(4),
         gStates: array(4, INPUT), gCuSeqlens: ENDS, length: INT, blocks: INT, heads: INT,

@@ -8,7 +8,6 @@ from tiles.calls.plan import Step
 from tiles.calls.schema import Problem
 from tiles.launching.devices import machine
 from tiles.launching.launch import kernel_for
-from tiles.targets import LARGE, MEDIUM
 
 from ..kernels import channel_decayed_keys_ampere, channel_gradients_ampere, channel_states_ampere
 from ..parts.recurrent.channel_chunks import KEY_DIMS, VALUE_DIMS
@@ -19,7 +18,6 @@ from .recurrent_chunks import SWAP_STATE_AXES, Arrays, ScratchAllocator, intern_
 from .recurrent_gradients import count_chunk_indices, partial_gradients, sum_heads, wants_value_heads
 
 STATES = "initial_state", "dstate", "dinitial_state"
-WIDE_VALUES = VALUE_DIMS[-1]  # whose chunk needs the shared memory of Hopper
 
 
 def serves_channel_gradients(problem: Problem) -> bool:
@@ -27,8 +25,8 @@ def serves_channel_gradients(problem: Problem) -> bool:
     batch, length, key_dim, value_dim = problem("batch", "seqlen", "key_dim", "value_dim")
     if not batch * length or not has_channel_decay(problem) or key_dim > KEY_DIMS[-1]:
         return False
-    needed = LARGE if pad_key_dim(value_dim, VALUE_DIMS) == WIDE_VALUES else MEDIUM
-    return machine(problem.device).shared_bytes >= needed
+    padded = pad_key_dim(key_dim, KEY_DIMS), pad_key_dim(value_dim, VALUE_DIMS)
+    return channel_gradients_ampere.serves_shape(*padded, problem.bytes_at_once(), machine(problem.device).shared_bytes)
 
 
 def plan_channel_gradients(problem: Problem, arrays: Arrays, scale: float, scratch: ScratchAllocator) -> list[Step]:
@@ -76,7 +74,7 @@ def plan_channel_gradients(problem: Problem, arrays: Arrays, scale: float, scrat
         arrays["ddecay"] is not None,
         sums_heads or wants_value_heads(arrays),
         arrays["dv"].form.dtype == "float32",
-        2 if machine(problem.device).shared_bytes >= LARGE else 1,
+        channel_gradients_ampere.stages_for(machine(problem.device).shared_bytes),
     )
     gradients = "gQ gK gV gDOut gGates gStates gDQ gDK gDV gDGates"
     steps = [

@@ -113,9 +113,9 @@ def linear_backward(
 
     Decays of channels have gradients by chunks, too, Dk up to 128, in four launches
     (attention/parts/recurrent/channel_chunks.py); there A is rounded, too, as two numbers. They need 163 KiB of shared memory,
-    with Dv above 128 227. Where these do not serve, and where decays are of tokens or heads and Dv is above 128 (on Hopper with
-    cu_seqlens alone), gradients are computed token by token: correct, and slow. normalize=True adds two walks token by token,
-    which are slow, too. stream, family: as in linear.
+    with Dv above 128 227; with Dk above 64 arrays aligned to 16 bytes. Where these do not serve, and where decays are of tokens
+    or heads and Dv is above 128 (on Hopper with cu_seqlens alone), gradients are computed token by token: correct, and slow.
+    normalize=True adds two walks token by token, which are slow, too. stream, family: as in linear.
 
     Returns (dq, dk, dv), followed, in this order, by ddecay if there is a decay, and dinitial_state if there is an initial
     state, unless they are False. Arrays and errors are those of linear. Source: each of the three is linear attention itself
