@@ -192,8 +192,8 @@ def _(x, function, y, z):
     if y is None and z is not None:
         raise TypeError(f"map: has a z, {z}, and no y")
     operands = [v for v in (x, y, z) if v is not None]
-    check_function("map", function, len(operands))
     out = broadcast("map", *operands)
+    check_function("map", function, len(operands))
 
     def lower(b, value, python_function, *others):
         emit = lower_map(out, lambda b, *e: b.apply(function, python_function, *e), *operands)
