@@ -180,6 +180,23 @@ def make(config: Config):
             r = r + where(is_later, products, 0.0 - products)
         return dq, dk, r
 
+    @inlined
+    def meet_others(SCORES, dq, dk, r, tiles, anchor, is_later, others, scale):
+        """dq, dk and r with a level at which a warp's tokens meet those of other warps: block number `others` of so many tokens
+        as SCORES, the type of their scores, has columns. Writes A."""
+        queries, keys, sums, x, w, a = tiles
+        half, rank = warpgroup.id(), warpgroup.rank()
+        e = factor(sums, anchor)
+        mine = decayed(queries, keys, e, is_later)
+        store(channels.part(x), mine)
+        thread_block.sync(FENCED)
+        their_x = subtile(x, SCORES.cols, others, HALF, half)
+        scores = mma_ABt(zeros(SCORES), mine, their_x) * scale
+        scored = subtile(a, ROWS, int32(WARPGROUP * half + rank), SCORES.cols, others)
+        store(scored, INPUT(where(is_later, scores, 0.0)))
+        wx = mma_AB(zeros(OUT), subtile(w, ROWS, rank, SCORES.cols, others), their_x)
+        return add_level(dq, dk, r, wx, e, mine, is_later)
+
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def differentiate(
         gQ: array(4, INPUT), gK: array(4, INPUT), gV: array(4, INPUT), gDOut: array(4, INPUT), gGates: array(4),
@@ -215,30 +232,15 @@ def make(config: Config):
             sums = subtile(b, CHUNK, 0, HALF, half)
 
             # the first level: 32 tokens of two other warps
-            late, other = rank // 2, 1 - rank // 2
-            e = factor(b, load_row(sums, OUT.row_vec, FAR, fenced=False))
-            mine = decayed(query_tile, key_tile, e, late)
-            store(channels.part(x), mine)
-            thread_block.sync(FENCED)
-            others = subtile(x, FAR, other, HALF, half)
-            far = mma_ABt(zeros(PAIRS), mine, others) * scale
-            store(subtile(a, ROWS, of_warp, FAR, other), INPUT(where(late, far, 0.0)))
-            wx = mma_AB(zeros(OUT), subtile(w, ROWS, rank, FAR, other), others)
-            dq, dk, r = add_level(dq, dk, r, wx, e, mine, late)
+            late, tiles = rank // 2, (query_tile, key_tile, b, x, w, a)
+            anchor = load_row(sums, OUT.row_vec, FAR, fenced=False)
+            dq, dk, r = meet_others(PAIRS, dq, dk, r, tiles, anchor, late, 1 - late, scale)
             thread_block.sync(FENCED)
 
             # the second one: 16 tokens of another warp
             odd = rank - 2 * late
-            neighbour = int32(rank + 1 - 2 * odd)
-            e = factor(b, load_row(sums, OUT.row_vec, int32(FAR * late + ROWS), fenced=False))
-            mine = decayed(query_tile, key_tile, e, odd)
-            store(channels.part(x), mine)
-            thread_block.sync(FENCED)
-            others = subtile(x, ROWS, neighbour, HALF, half)
-            next_to = mma_ABt(zeros(SQUARE), mine, others) * scale
-            store(subtile(a, ROWS, of_warp, ROWS, neighbour), INPUT(where(odd, next_to, 0.0)))
-            wx = mma_AB(zeros(OUT), subtile(w, ROWS, rank, ROWS, neighbour), others)
-            dq, dk, r = add_level(dq, dk, r, wx, e, mine, odd)
+            anchor = load_row(sums, OUT.row_vec, int32(FAR * late + ROWS), fenced=False)
+            dq, dk, r = meet_others(SQUARE, dq, dk, r, tiles, anchor, odd, int32(rank + 1 - 2 * odd), scale)
 
             # the others: within a warp's 16 tokens
             near, scores = zeros(SQUARE), load(subtile(w, ROWS, rank, ROWS, rank), rt(ROWS, ROWS, INPUT), fenced=False)

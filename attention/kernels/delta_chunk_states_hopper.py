@@ -59,22 +59,22 @@ class Config:
 
     @property
     def key(self):
-        """The tile of K for a chunk."""
+        """A chunk of K in shared memory, 64 tokens by Dk."""
         return st(CHUNK, self.key_dim, self.dtype)
 
     @property
     def values(self):
-        """The tile of V for a chunk."""
+        """A chunk of V in shared memory, 64 tokens by the columns of both consumers."""
         return st(CHUNK, CONSUMERS * COLUMNS, self.dtype)
 
     @property
     def value(self):
-        """A consumer's tile of E for a chunk."""
+        """A consumer's 64 columns of a chunk of E, which TMA stores."""
         return st(CHUNK, COLUMNS, self.dtype)
 
     @property
     def state(self):
-        """A consumer's tile of the state, transposed."""
+        """A consumer's 64 columns of the state, transposed, which TMA stores."""
         return st(COLUMNS, self.key_dim, self.dtype)
 
     def __str__(self):
@@ -82,7 +82,7 @@ class Config:
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
-    """The configurations; without `everything` those of bf16."""
+    """The configurations of both padded key dims, with decays and without, in bf16; fp16 too if `everything`."""
     if target.has_wgmma:
         yield from itertools.starmap(
             Config, itertools.product(KEY_DIMS, (bf16, fp16) if everything else (bf16,), (False, True))

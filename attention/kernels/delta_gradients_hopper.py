@@ -72,7 +72,7 @@ class Config:
 
     @property
     def state(self):
-        """The tile of a state, transposed."""
+        """A chunk's S or dS in shared memory, transposed: 128 columns of values by Dk."""
         return st(VALUES, self.key_dim, self.dtype)
 
     def __str__(self):
@@ -81,7 +81,7 @@ class Config:
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
-    """The configurations; without `everything` those of bf16."""
+    """The configurations of both padded key dims, with decays or without, in bf16; fp16 too if `everything`."""
     if target.has_wgmma:
         for key_dim, of in itertools.product(KEY_DIMS, (bf16, fp16) if everything else (bf16,)):
             yield from (Config(key_dim, of, *gates) for gates in ((False, False), (True, False), (True, True)))

@@ -108,7 +108,7 @@ def _convert_kimi(layer: Any) -> KimiDeltaAttention:
 
 
 def _convert_mamba2(layer: Any) -> Mamba2:
-    """The Mamba2 of a layer."""
+    """attention.nn.Mamba2 with the arguments and a copy of the weights of a layer of Mamba-2's."""
     columns, hidden_size = layer.in_proj.out_features, layer.out_proj.out_features
     inner, norm = layer.out_proj.in_features, layer.norm
     state = (columns - 2 * inner - layer.num_heads) // (2 * layer.n_groups)

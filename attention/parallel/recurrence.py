@@ -52,7 +52,7 @@ class ShardedRecurrence:
         raise NotImplementedError
 
     def state_shape(self, shard: SequenceShard) -> Shape:
-        """The shape of states, and of N."""
+        """The shape of a state, and so of N: (sequences, heads, key_dim, value_dim)."""
         k, v = self.arrays[1], self.arrays[2]
         return shard.sequences, v.shape[2], k.shape[3], v.shape[3]
 
@@ -69,7 +69,7 @@ class ShardedRecurrence:
         return m
 
     def tensor_options(self) -> dict[str, Any]:
-        """The options that are tensors of numbers."""
+        """The options that may have gradients: tensors, except cu_seqlens."""
         return {name: x for name, x in self.options.items() if isinstance(x, torch.Tensor) and name != "cu_seqlens"}
 
     def call(self, shard: SequenceShard, **more: Any) -> Any:
@@ -81,7 +81,7 @@ class ShardedRecurrence:
         return type(self).function(*arrays, **options)
 
     def run(self, group: Any, length: int | None) -> Any:
-        """The result of the public function."""
+        """out, or (out, state), of this rank's shard, as attention.parallel returns it. length: of all shards."""
         peers, first = one_dimensional_peers(group), self.arrays[0]
         try:
             self._autocast()

@@ -120,7 +120,7 @@ class GatheredSummaries:
         return self._compose_in_order(self.summaries[:rank:-1])
 
     def own_map(self, rank: int) -> Any:
-        """A rank's M."""
+        """M of a rank's shard, which maps the state before the shard to M S + N."""
         m_shape, _ = self.shapes
         return self.summaries[rank][: m_shape.numel()].view(m_shape)
 

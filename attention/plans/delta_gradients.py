@@ -25,11 +25,10 @@ from ..parts.recurrent.tokens import CHUNK, COLUMNS
 from .recurrent_checks import DTYPES, has_channel_decay, is_varlen, pad_key_dim
 from .recurrent_chunks import SWAP_STATE_AXES, Arrays, ScratchAllocator, intern_value
 from .recurrent_gradients import (
-    allocate_row_dots,
     count_chunk_indices,
     partial_gradients,
+    plan_gate_sums,
     spread_to_tokens,
-    sum_gates,
     sum_heads,
 )
 from .token_loop import check_grid, decay_kind
@@ -87,16 +86,9 @@ def plan_delta_chunks_hopper(problem: Problem, arrays: Arrays, scale: float, scr
     reverse |= {"gDQ": outputs["dq"], "gDK": outputs["dk"], "gDV": arrays["dv"], "gDBeta": arrays["dbeta"]}
     finish: list[Step] = []
     if wants_gates:
-        query_dots, key_dots = (allocate_row_dots(problem, scratch, 1) for _ in range(2))
-        sums = {"carried_dots": scratch(chunks, heads, delta_gradients_hopper.WARPS)}
-        sums["state_dots"] = scratch(chunks, heads, delta_gradients_hopper.STATE_WARPS)
-        reverse |= {
-            "gQueryDots": query_dots,
-            "gKeyDots": key_dots,
-            "gCarriedDots": sums["carried_dots"],
-            "gStateDots": sums["state_dots"],
-        }
-        finish += sum_gates(problem, arrays, query_dots, key_dots, sums, 1, scratch)
+        sizes = {"carried": delta_gradients_hopper.WARPS, "states": delta_gradients_hopper.STATE_WARPS}
+        dots, finish = plan_gate_sums(problem, arrays, scratch, **sizes)
+        reverse |= dots
     if shares_keys:
         finish += [step for name in ("dq", "dk") for step in sum_heads(problem, outputs[name], arrays[name])]
     states = intern_value(delta_chunk_states_hopper.Config, *form)
@@ -132,11 +124,8 @@ def plan_delta_chunks(problem: Problem, arrays: Arrays, scale: float, scratch: S
     finish: list[Step] = []
     if wants_gates:
         halves, warps = delta_gradients_ampere.HALVES, delta_gradients_ampere.WARPS
-        query_dots, key_dots = (allocate_row_dots(problem, scratch, halves) for _ in range(2))
-        sums = {name: scratch(chunks, heads, warps) for name in ("carried_dots", "state_dots")}
-        known |= {"gQueryDots": query_dots, "gKeyDots": key_dots}
-        known |= {"gCarriedDots": sums["carried_dots"], "gStateDots": sums["state_dots"]}
-        finish += sum_gates(problem, arrays, query_dots, key_dots, sums, halves, scratch)
+        dots, finish = plan_gate_sums(problem, arrays, scratch, carried=warps, states=warps, parts=halves)
+        known |= dots
     if unrounded:
         finish += [step for name in ("dq", "dk") for step in sum_heads(problem, outputs[name], arrays[name])]
     parts = -(-chunks // sequences)  # of a head of a sequence: thread blocks with a chunk each, if all have as many

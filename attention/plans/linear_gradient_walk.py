@@ -19,16 +19,16 @@ from .recurrent_chunks import (
     SWAP_STATE_AXES,
     Arrays,
     ScratchAllocator,
+    choose_config,
     compose_segments,
     intern_value,
     launch_scan,
 )
 from .recurrent_gradients import (
-    allocate_row_dots,
     choose_gate,
     count_chunk_indices,
     partial_gradients,
-    sum_gates,
+    plan_gate_sums,
     sum_heads,
     wants_value_heads,
 )
@@ -78,11 +78,7 @@ def plan_gradient_walk(problem: Problem, arrays: Arrays, scale: float, scratch: 
     outputs = {name: partial_gradients(problem, scratch) if sums_heads else arrays[name] for name in ("dq", "dk")}
     known: Arrays = shared | {"gQ": q, "gK": k, "gV": v, "gDOut": dout, "gStates": states, "gLastState": last}
     known |= {"gDQ": outputs["dq"], "gDK": outputs["dk"], "gDV": arrays["dv"], "gFirstState": ends["dinitial_state"]}
-    query_dots, key_dots = (allocate_row_dots(problem, scratch, 1) for _ in range(2))
-    sums = {"carried_dots": scratch(chunks, heads, WARPS // 2), "state_dots": scratch(chunks, heads, WARPS)}
-    known |= {"gQueryDots": query_dots, "gKeyDots": key_dots}
-    known |= {"gCarriedDots": sums["carried_dots"], "gStateDots": sums["state_dots"]}
-    finish = sum_gates(problem, arrays, query_dots, key_dots, sums, 1, scratch)
+    dots, finish = plan_gate_sums(problem, arrays, scratch, carried=WARPS // CONSUMERS, states=WARPS)
     if sums_heads:
         finish += [step for name in ("dq", "dk") for step in sum_heads(problem, outputs[name], arrays[name])]
     walk = kernel_for(linear_gradients_hopper, config, problem.device).bind(
@@ -93,6 +89,7 @@ def plan_gradient_walk(problem: Problem, arrays: Arrays, scale: float, scratch: 
         group=heads // key_heads,
         scale=scale,
         **known,
+        **dots,
     )
     return [*steps, walk, *finish]
 
@@ -108,18 +105,8 @@ class StateScan(NamedTuple):
 
     def launch(self, result: ScanResult, segments: int, scanned: int, arrays: Arrays) -> Step:
         """The launch of a scan of the first `scanned` segments."""
-        heads, key_heads, key_dim, columns = self.problem("heads", "heads_k", "key_dim", "value_dim")
-        width = -(-columns // chunk_hopper.COLUMNS)
-        consumers = 2 if heads // key_heads * width % 2 == 0 else 1
-        config = intern_value(
-            chunk_hopper.Config,
-            pad_key_dim(key_dim, KEY_DIMS),
-            consumers,
-            DTYPES[self.problem.dtype],
-            self.gate,
-            result,
-            is_varlen(self.problem),
-        )
+        width = -(-self.problem.extents["value_dim"] // chunk_hopper.COLUMNS)
+        config = choose_config(self.problem, self.gate, result, 0, width)
         return launch_scan(self.problem, config, width, segments, scanned, self.arrays | arrays, self.scale, segments)
 
     def states_before_segments(

@@ -128,7 +128,7 @@ def plan_token_decay(
     scale_at_end = not (vector_bytes or FOLDED_SCALES[0] <= scale <= FOLDED_SCALES[1])
     gate = _choose_gate(arrays, steps_of_time, scale_at_end, formula)
     result = intern_value(ScanOutputs, arrays.get("gD") is not None, normalizer is not None, arrays.get("gZ") is not None)
-    config = _choose_config(problem, gate, result, vector_bytes, width)
+    config = choose_config(problem, gate, result, vector_bytes, width)
     local = arrays.get("gLocalStates")  # if the caller has computed these, there is no first pass
     segments = local.form.shape[2] if local else count_segments(problem, config, width)
     if segments == 1:
@@ -164,7 +164,7 @@ def plan_token_decay(
         z_first, z_last = normalizer["gInitialState"], normalizer["gFinalState"]
         of_z = {"gO": normalizers, "gInitialState": z_first and z_first.spread(2, chunk_hopper.COLUMNS)}
         of_z["gFinalState"] = z_last and z_last.spread(2, 1)
-        z_config = _choose_config(problem, gate, intern_value(ScanNormalizer), vector_bytes, 1)
+        z_config = choose_config(problem, gate, intern_value(ScanNormalizer), vector_bytes, 1)
         steps.append(launch(z_config, 1, 1, 1, arrays | of_z))
         arrays["gNormalizer"] = normalizers
     steps.append(launch(config, width, segments, segments, arrays | {"gInitialState": initial}, states_per_sequence))
@@ -181,7 +181,7 @@ def plan_segment_states(
     scratch = ScratchAllocator(problem)
     width = -(-problem.extents["value_dim"] // chunk_hopper.COLUMNS)
     gate = _choose_gate(arrays, steps_of_time)
-    segments = count_segments(problem, _choose_config(problem, gate, intern_value(ScanOutputs), vector_bytes, width), width)
+    segments = count_segments(problem, choose_config(problem, gate, intern_value(ScanOutputs), vector_bytes, width), width)
     return [_scan_local_states(problem, arrays, vector_bytes, gate, segments, segments, scratch)], scratch.shapes
 
 
@@ -199,7 +199,7 @@ def _scan_local_states(
     width = -(-columns // chunk_hopper.COLUMNS)
     arrays["gLocalStates"] = scratch(sequences, heads, scanned, columns, problem.extents["key_dim"])
     arrays["gTotalDecays"] = scratch(sequences, heads, scanned, 1)
-    config = _choose_config(problem, gate, intern_value(ScanStates), vector_bytes, width)
+    config = choose_config(problem, gate, intern_value(ScanStates), vector_bytes, width)
     from_zero = arrays | {"gInitialState": None, "gO": None}
     return launch_scan(problem, config, width, segments, scanned, from_zero, 1.0)  # no scale without outputs
 
@@ -270,7 +270,7 @@ def _choose_gate(
     return intern_value(HeadGate if len(gates.form.shape) == 2 else TokenGate, scale_at_end)
 
 
-def _choose_config(problem: Problem, gate: Gate, result: ScanResult, vector_bytes: int, width: int) -> chunk_hopper.Config:
+def choose_config(problem: Problem, gate: Gate, result: ScanResult, vector_bytes: int, width: int) -> chunk_hopper.Config:
     """The configuration of the chunk kernel for values of `width` blocks of columns."""
     heads, key_heads, key_dim = problem("heads", "heads_k", "key_dim")
     key_dim, dtype = pad_key_dim(key_dim, chunk_hopper.KEY_DIMS), DTYPES[problem.dtype]

@@ -106,14 +106,13 @@ def plan_chunk_gradients(
     if arrays["ddecay"]:
         config = keys.config(problem, vector_bytes)
         parts = config.row_parts * keys.width
-        query_dots, key_dots = allocate_row_dots(problem, scratch, parts), allocate_row_dots(problem, scratch, parts)
+        state_parts = WARPS * keys.width * config.key_parts
+        dots, finish = plan_gate_sums(problem, arrays, scratch, carried=state_parts, states=state_parts, parts=parts)
         chunks, heads = count_chunk_indices(problem), problem.extents["heads"]
         states = scratch(chunks, heads, key_dim, value_dim, dtype=problem.dtype)
-        state_parts = WARPS * keys.width * config.key_parts
-        of_chunks = {name: scratch(chunks, heads, state_parts) for name in ("carried_dots", "state_dots")}
-        of_queries |= {"gZ": q, "row_dots": query_dots, "states": states} | of_chunks
-        of_keys |= {"gZ": k, "row_dots": key_dots, "states": states} | of_chunks
-        finish += sum_gates(problem, arrays, query_dots, key_dots, of_chunks, parts, scratch)
+        of_chunks = {"states": states, "carried_dots": dots["gCarriedDots"], "state_dots": dots["gStateDots"]}
+        of_queries |= {"gZ": q, "row_dots": dots["gQueryDots"]} | of_chunks
+        of_keys |= {"gZ": k, "row_dots": dots["gKeyDots"]} | of_chunks
     if sums_heads:
         finish += [step for name in ("dq", "dk") for step in sum_heads(problem, outputs[name], arrays[name])]
     scans = (queries, of_queries), (keys, of_keys), (values, of_values)
@@ -183,35 +182,25 @@ def partial_gradients(problem: Problem, scratch: Callable[..., Operand]) -> Oper
     return scratch(*problem("batch", "seqlen", "heads", "key_dim"))
 
 
-def allocate_row_dots(problem: Problem, scratch: Callable[..., Operand], parts: int) -> Operand:
-    """Memory for `parts` parts of a row sum for each token and head."""
-    batch, length, heads = problem("batch", "seqlen", "heads")
-    return scratch(batch, heads * parts, length).permuted((0, 2, 1))  # gate_gradient.py reads them along tokens
-
-
-def sum_gates(
-    problem: Problem,
-    arrays: Arrays,
-    query_dots: Operand,
-    key_dots: Operand,
-    of_chunks: dict[str, Operand],
-    parts: int,
-    scratch: Callable[..., Operand],
-) -> list[Step]:
-    """The launches that compute the decay's gradient."""
+def plan_gate_sums(
+    problem: Problem, arrays: Arrays, scratch: Callable[..., Operand], carried: int, states: int, parts: int = 1
+) -> tuple[Arrays, list[Step]]:
+    """(memory for what the decay's gradient is made of, by the names of gate_gradient.py's parameters; the launches that
+    compute the gradient from it). carried, states: how many parts of the sums of a chunk and head there are, of what k . dk has
+    from dS and of <S, dS>; parts: of a row sum."""
     decay, gradient = arrays["decay"], arrays["ddecay"]
     assert decay is not None and gradient is not None
-    length, heads, sequences = problem("seqlen", "heads", "sequences")
-    per_head = len(decay.form.shape) == 1
-    groups, splits = -(-heads // gate_gradient.WARPS), -(-count_chunk_indices(problem) // sequences)
+    batch, length, heads, sequences = problem("batch", "seqlen", "heads", "sequences")
+    chunks, per_head = count_chunk_indices(problem), len(decay.form.shape) == 1
+    dots: Arrays = {  # of rows along tokens, as they are read
+        name: scratch(batch, heads * parts, length).permuted((0, 2, 1)) for name in ("gQueryDots", "gKeyDots")
+    }
+    dots |= {"gCarriedDots": scratch(chunks, heads, carried), "gStateDots": scratch(chunks, heads, states)}
+    groups, splits = -(-heads // gate_gradient.WARPS), -(-chunks // sequences)
     partial = scratch(sequences * splits, heads) if per_head else None
     kernel = kernel_for(gate_gradient, intern_value(gate_gradient.Config, per_head, is_varlen(problem)), problem.device)
     step = kernel.bind(
         sequences * splits * groups,
-        gQueryDots=query_dots,
-        gKeyDots=key_dots,
-        gCarriedDots=of_chunks["carried_dots"],
-        gStateDots=of_chunks["state_dots"],
         gGates=spread_to_tokens(problem, decay),
         gGradient=None if per_head else gradient,
         gPartial=partial,
@@ -221,8 +210,9 @@ def sum_gates(
         heads=heads,
         groups=groups,
         parts=parts,
+        **dots,
     )
-    return [step, sum_partials(problem, partial, gradient)] if partial else [step]
+    return dots, [step, sum_partials(problem, partial, gradient)] if partial else [step]
 
 
 def sum_heads(problem: Problem, partial: Operand | None, out: Operand | None, parts: int = 1) -> list[Step]:
