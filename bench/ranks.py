@@ -1,6 +1,6 @@
 """attention.parallel on the GPUs of one machine, one process a GPU: is it right, and how does it scale?
 
-    python -m bench.ranks PART ..          host, forward, check, backward, linear, copies; all of them by default
+    python -m bench.ranks PART ..      host, forward, check, backward, linear, linear_backward, copies; all of them by default
 
 Share of perfect scaling: what the whole takes on one GPU, by as many GPUs as there are and what it takes on them together. Both
 are timed in turns, by CUDA events, on every GPU at once, several calls in a row, of which the first one waits for the host; the
@@ -14,7 +14,7 @@ import statistics
 import sys
 import time
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from unittest.mock import patch
 
 import torch
@@ -129,15 +129,23 @@ def check():
 
 def forward():
     """The forward pass, beside torch's."""
-    shapes = (16384, 32, 8, CAUSAL), (65536, 32, 8, CAUSAL), (65536, 16, 16, CAUSAL), (131072, 32, 8, dict(window=(4096, 0)))
+    shapes = [(16384, 32, 8, CAUSAL), (65536, 32, 8, CAUSAL), (65536, 16, 16, CAUSAL), (131072, 32, 8, dict(window=(4096, 0)))]
+    if dist.get_world_size() > 2:
+        shapes += [(262144, 32, 8, CAUSAL), (524288, 16, 16, CAUSAL)]
     for length, heads, kv_heads, options in shapes:
         q, k, v = drawn(length, heads, kv_heads)
         mine = [parallel.shard(x) for x in (q, k, v)]
         functions = {"one": lambda q=q, k=k, v=v, o=options: attention.forward(q, k, v, **o)}
         for scheme in ("gather", "ulysses", "ring") if "causal" in options else ("gather",):
             functions[scheme] = lambda m=mine, s=scheme, o=options: parallel.forward(*m, scheme=s, **o)
-        often = dict(turns=3) if length > 16384 else dict(turns=7, calls=10)
+        if (mesh := two_dimensions()) and "causal" in options:
+            by_rows = [parallel.shard(x, group=mesh) for x in (q, k, v)]
+            for pair in ("ring", "ulysses"), ("gather", "ulysses"):
+                functions[" ".join(pair)] = lambda m=by_rows, s=pair: parallel.forward(*m, group=mesh, scheme=s, **CAUSAL)
+        often = dict(turns=1, calls=1) if length > 131072 else dict(turns=3) if length > 16384 else dict(turns=7, calls=10)
         scaling(f"forward S {length} {heads}/{kv_heads} {options}", functions, **often)
+        estimates = parallel.forward(*mine, explain=True, **options).estimates
+        say(what="the model's milliseconds", **{x.scheme: 1e3 * x.seconds for x in estimates if not x.why})
         torch.cuda.reset_peak_memory_stats()
         before, out = torch.cuda.memory_allocated(), None
         for scheme in "gather", "ring":
@@ -148,6 +156,15 @@ def forward():
             del out
         if ("causal" in options and length < 65536) or kv_heads == heads:
             theirs(q, k, v, functions["gather"])
+
+
+@cache
+def two_dimensions():
+    """A mesh whose rows are pairs of ranks, if there are four or more."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    world = dist.get_world_size()
+    return init_device_mesh("cuda", (world // 2, 2), mesh_dim_names=("rows", "pairs")) if world > 2 else None
 
 
 def theirs(q, k, v, ours):
@@ -175,7 +192,8 @@ def theirs(q, k, v, ours):
 
 def backward():
     """The backward pass is timed without the forward pass, which has run before."""
-    for length, heads, kv_heads in (16384, 32, 8), (65536, 32, 8):
+    shapes = [(16384, 32, 8), (65536, 32, 8)] + [(262144, 32, 8)] * (dist.get_world_size() > 2)
+    for length, heads, kv_heads in shapes:
         q, k, v = drawn(length, heads, kv_heads)
         dout = torch.randn_like(q)
         whole = [x.requires_grad_() for x in (q, k, v)]
@@ -185,13 +203,17 @@ def backward():
         for scheme in "gather", "ring":
             o = parallel.forward(*mine, scheme=scheme, **CAUSAL)
             functions[scheme] = lambda o=o: torch.autograd.grad(o, mine, its, retain_graph=True)
-        scaling(f"backward S {length} {heads}/{kv_heads}", functions, turns=3, calls=2)
+        scaling(
+            f"backward S {length} {heads}/{kv_heads}",
+            functions,
+            **dict(turns=1, calls=1) if length > 65536 else dict(turns=3, calls=2),
+        )
 
 
 def linear():
     """Simple GLA, the gated delta rule and Mamba-2: with so few heads that most of a GPU idles unless sequences are split, and
     with as many as fill it; and the delta rule's pass for states beside the one with outputs."""
-    for length, heads in (262144, 16), (65536, 64):
+    for length, heads in (131072, 32), (262144, 16), (65536, 64), (1048576, 16):
         q, k, v = drawn(length, heads, heads)
         k = torch.nn.functional.normalize(k.float(), dim=-1).bfloat16()
         decay = -torch.rand(1, length, heads, device="cuda") * 0.1
@@ -211,11 +233,35 @@ def linear():
             del wanted
             say(what=f"{name} S {length}, {heads} heads, off by", off=off)
             scaling(f"{name} S {length}, {heads} heads", {"one": one, "ranks": ranks}, calls=10)
+        if length > 262144:
+            continue
         k, v, beta, decay = (part(x) for x in (k, v, beta, decay))
         begin = {columns: torch.zeros(1, heads, 128, columns, device="cuda") for columns in (128, 256)}
         passes = {"outputs": lambda: attention.delta_rule(k, k, v, beta, decay=decay)}
         passes |= {f"states of {n} columns": partial(final_states, k, v, beta, x, decay=decay) for n, x in begin.items()}
         say(what=f"passes of the delta rule over a part, {heads} heads", **timed(passes))
+
+
+def linear_backward():
+    """Gradients of the same recurrences. They are timed without the forward pass, which has run before."""
+    for length, heads in (131072, 32), (262144, 16):
+        q, k, v = drawn(length, heads, heads)
+        k = torch.nn.functional.normalize(k.float(), dim=-1).bfloat16()
+        decay, beta = -torch.rand(1, length, heads, device="cuda") * 0.1, torch.rand(1, length, heads, device="cuda")
+        dout = torch.randn_like(v)
+        part = lambda x: parallel.shard(x, order="contiguous")
+        for name, arrays in ("linear", (q, k, v, decay)), ("delta_rule", (q, k, v, decay, beta)):
+            functions, gradients = {}, {}
+            for where, members, share in ("one", attention, lambda x: x), ("ranks", parallel, part):
+                own = [share(x).detach().requires_grad_() for x in arrays]
+                out = getattr(members, name)(*own[:3], *own[4:], decay=own[3])
+                functions[where] = partial(torch.autograd.grad, out, own, share(dout), retain_graph=True)
+                gradients[where] = functions[where]()
+            pairs = zip(gradients["ranks"], map(part, gradients["one"]))
+            off = [slowest(((x - y).abs().max() / y.abs().max()).item()) for x, y in pairs]
+            say(what=f"{name} backward S {length}, {heads} heads, off by", off=max(off))
+            del gradients
+            scaling(f"{name} backward S {length}, {heads} heads", functions, turns=3, calls=3)
 
 
 def of_the_host(function):
@@ -275,7 +321,7 @@ def host():
     parts_total = times["messages"] + times["attention"]
     say(what="host us a call", **times, beyond=times["gather"] - parts_total)
     (peers,) = peers_of(None)
-    other = 1 - peers.rank
+    other = peers.rank ^ 1
     for size in 2**23, 2**25, 2**27:
         a, b = (torch.empty(size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
 
@@ -286,7 +332,8 @@ def host():
         say(what="link", MB=2 * size / 1e6, ms=time_of, GBs=2 * size / time_of / 1e6)
 
 
-PARTS = {"host": host, "forward": forward, "check": check, "backward": backward, "linear": linear, "copies": copies}
+PARTS = {"host": host, "forward": forward, "check": check, "backward": backward, "linear": linear}
+PARTS |= {"linear_backward": linear_backward, "copies": copies}
 
 
 def rank(number, world, names, port):

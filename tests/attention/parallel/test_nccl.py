@@ -1,5 +1,6 @@
-"""attention.parallel on two GPUs, by NCCL, with two processes for all tests: messages, streams, and repetition under load. Few
-variants, because compiling takes longest: test_one_gpu.py has them all, and leaves its kernels on disk if it runs before."""
+"""attention.parallel on several GPUs, by NCCL, with the same processes for all tests: messages, streams, and repetition under
+load. Few variants, because compiling takes longest: test_one_gpu.py has them all, and leaves its kernels on disk if it runs
+before."""
 
 import pytest
 
@@ -19,16 +20,19 @@ WIDE = dict(dim=128, heads=8, kv_heads=4)
 EVERY = 0, 1, 2, 3, 4
 
 
-@pytest.fixture(scope="module")
-def two():
-    """The two processes of all tests in this module."""
-    found = Waiting(2, "nccl")
+NUMBERS = sorted({2, max(2, torch.cuda.device_count())})
+
+
+@pytest.fixture(scope="module", params=NUMBERS, ids="{} GPUs".format)
+def ranks(request):
+    """The processes of all tests in this module: two, and as many as there are GPUs."""
+    found = Waiting(request.param, "nccl")
     yield found
     found.end()
 
 
-def test_bits_are_those_of_one_gpu(two):
-    two.run(bits)
+def test_bits_are_those_of_one_gpu(ranks):
+    ranks.run(bits)
 
 
 def bits(world):
@@ -45,8 +49,8 @@ def bits(world):
     assert torch.equal(found, parallel.shard(attention.forward(q, k, v, window=(1000, 0))))
 
 
-def test_recurrences(two):
-    two.run(recurrent)
+def test_recurrences(ranks):
+    ranks.run(recurrent)
 
 
 def recurrent(world):
@@ -62,8 +66,8 @@ def recurrent(world):
         assert off <= 2**-6 * wanted.float().abs().max(), f"{name}: {off}"
 
 
-def test_everything_runs_on_the_callers_stream(two):
-    two.run(on_a_stream)
+def test_everything_runs_on_the_callers_stream(ranks):
+    ranks.run(on_a_stream)
 
 
 def on_a_stream(world):
@@ -85,8 +89,8 @@ def on_a_stream(world):
             assert (found.float() - x.float()).abs().max() <= 2**-6, f"{scheme}, {given=}"
 
 
-def test_five_hundred_repetitions_under_load(two):
-    two.run(again)
+def test_five_hundred_repetitions_under_load(ranks):
+    ranks.run(again)
 
 
 def again(world):
@@ -100,8 +104,8 @@ def again(world):
     assert wrong.item() == 0
 
 
-def test_attention_overlaps_copies(two):
-    two.run(arriving)
+def test_attention_overlaps_copies(ranks):
+    ranks.run(arriving)
 
 
 def arriving(world):
