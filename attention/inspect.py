@@ -8,6 +8,7 @@ The configurations are listed by each kernel's module, `space(target, everything
 
 import ast
 import functools
+import importlib
 import inspect
 import itertools
 import json
@@ -16,131 +17,40 @@ import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from functools import partial
-from types import CodeType
+from types import CodeType, ModuleType
 
 from tiles.inspect import figures
 from tiles.launching.arguments import signature
 from tiles.targets import parse_target
 
-from .kernels import (
-    backward_ampere,
-    backward_combine,
-    backward_convert_dq,
-    backward_folded_hopper,
-    backward_hopper,
-    backward_narrow_hopper,
-    backward_preprocess,
-    backward_wide_hopper,
-    backward_wide_queries_hopper,
-    based_gradients,
-    based_hopper,
-    bias_gradient,
-    bias_gradient_hopper,
-    cache_quantize,
-    cache_write,
-    channel_decayed_keys_ampere,
-    channel_gradients_ampere,
-    channel_states_ampere,
-    chunk_ampere,
-    chunk_hopper,
-    compose_final_state,
-    compose_segment_states,
-    copy_rows,
-    decode_ampere,
-    decode_combine,
-    decode_hopper,
-    delta_chunk_states_hopper,
-    delta_compose_states_hopper,
-    delta_gradient_token_loop,
-    delta_gradients_ampere,
-    delta_gradients_hopper,
-    delta_hopper,
-    delta_inverse_ampere,
-    delta_state_gradients_ampere,
-    delta_states_ampere,
-    delta_states_hopper,
-    element_gradients,
-    forward_ampere,
-    forward_fp8_hopper,
-    forward_hopper,
-    gate_gradient,
-    gate_gradient_token_loop,
-    gla_hopper,
-    gla_states_hopper,
-    hedgehog_hopper,
-    kda_hopper,
-    kda_states_hopper,
-    key_norms,
-    linear_gradients_hopper,
-    linear_token_loop,
-    mamba2_gradients,
-    mamba2_shared_heads_hopper,
-    mla_ampere,
-    mla_combine,
-    mla_hopper,
-    norm_gradients,
-    normalizer_gradients,
-    rotary_rows,
-    short_conv,
-    short_conv_backward,
-    sink_gradient,
-    sum_head_groups,
-    transpose_values,
-)
-from .kernels import mla_fp8 as mla_quantised
-from .parts import block_masks
-
-MODULES = {
-    "forward": (forward_ampere, forward_hopper, forward_fp8_hopper, transpose_values, key_norms, block_masks),
-    "backward": (
-        *(
-            backward_preprocess,
-            backward_ampere,
-            backward_hopper,
-            backward_narrow_hopper,
-            backward_folded_hopper,
-            backward_wide_hopper,
-            backward_wide_queries_hopper,
-        ),
-        *(
-            backward_convert_dq,
-            backward_combine,
-            sink_gradient,
-            norm_gradients,
-            bias_gradient,
-            bias_gradient_hopper,
-            element_gradients,
-        ),
-    ),
-    "decode": (decode_ampere, decode_hopper, decode_combine),
-    "projected": (rotary_rows,),
-    "mla_decode": (mla_ampere, mla_hopper, mla_quantised, mla_combine),
-    "append": (cache_write,),
-    "quantize": (cache_quantize,),
-    "linear": (
-        chunk_ampere,
-        chunk_hopper,
-        gla_hopper,
-        gla_states_hopper,
-        *(channel_decayed_keys_ampere, channel_states_ampere, channel_gradients_ampere),
-        mamba2_shared_heads_hopper,
-        compose_final_state,
-        compose_segment_states,
-        linear_gradients_hopper,
-        gate_gradient,
-        sum_head_groups,
-        mamba2_gradients,
-    ),
-    "delta": (
-        *(delta_hopper, delta_states_hopper, kda_hopper, kda_states_hopper, delta_compose_states_hopper),
-        *(delta_chunk_states_hopper, delta_gradients_hopper),
-        *(delta_inverse_ampere, delta_states_ampere, delta_state_gradients_ampere, delta_gradients_ampere),
-    ),
-    "short_conv": (short_conv, short_conv_backward),
-    "based": (based_hopper, based_gradients),
-    "hedgehog": (hedgehog_hopper,),
-    "tokens": (linear_token_loop, normalizer_gradients, gate_gradient_token_loop, delta_gradient_token_loop, copy_rows),
+KERNELS = {  # modules of kernels/, and of parts/
+    "forward": "forward_ampere forward_hopper forward_fp8_hopper transpose_values key_norms parts.block_masks",
+    "backward": """backward_preprocess backward_ampere backward_hopper backward_narrow_hopper backward_folded_hopper
+        backward_wide_hopper backward_wide_queries_hopper backward_convert_dq backward_combine sink_gradient norm_gradients
+        bias_gradient bias_gradient_hopper element_gradients""",
+    "decode": "decode_ampere decode_hopper decode_combine",
+    "projected": "rotary_rows",
+    "mla_decode": "mla_ampere mla_hopper mla_fp8 mla_combine",
+    "append": "cache_write",
+    "quantize": "cache_quantize",
+    "linear": """chunk_ampere chunk_hopper gla_hopper gla_states_hopper channel_decayed_keys_ampere channel_states_ampere
+        channel_gradients_ampere mamba2_shared_heads_hopper compose_final_state compose_segment_states linear_gradients_hopper
+        gate_gradient sum_head_groups mamba2_gradients""",
+    "delta": """delta_hopper delta_states_hopper kda_hopper kda_states_hopper delta_compose_states_hopper
+        delta_chunk_states_hopper delta_gradients_hopper delta_inverse_ampere delta_states_ampere delta_state_gradients_ampere
+        delta_gradients_ampere""",
+    "short_conv": "short_conv short_conv_backward",
+    "based": "based_hopper based_gradients",
+    "hedgehog": "hedgehog_hopper",
+    "tokens": "linear_token_loop normalizer_gradients gate_gradient_token_loop delta_gradient_token_loop copy_rows",
 }
+
+
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f".{name}" if "." in name else f".kernels.{name}", __package__)
+
+
+MODULES = {family: tuple(map(_module, names.split())) for family, names in KERNELS.items()}
 SHOWN_MNEMONICS = ("HGMMA", "HMMA", "UTMALDG", "LDGSTS", "LDSM", "MUFU", "FFMA", "LDL", "STL")  # in the table; --json has all
 KERNEL_DECORATORS = "inlined", "cuda.jit"  # decorators of device functions and kernels
 
