@@ -21,8 +21,9 @@ for gates of channels, None for 0. All on one device."""
 
 from __future__ import annotations
 
-import sys
 from typing import Any, NamedTuple
+
+from tiles.calls.torch_op import imported
 
 from .options import check_flag, check_number
 
@@ -148,7 +149,7 @@ def _sigmoid(library: Any, x: Any) -> Any:
 
 def _library(*arrays: Any) -> tuple[Any, Any]:
     """(the module of these arrays' framework, a function to its floating-point numbers)"""
-    torch, jax = sys.modules.get("torch"), sys.modules.get("jax")
+    torch, jax = imported("torch"), imported("jax")
     if torch is not None and any([isinstance(x, torch.Tensor) for x in arrays]):
         return torch, lambda x: torch.as_tensor(x).float()
     if jax is not None and any([isinstance(x, jax.Array) for x in arrays]):

@@ -2,11 +2,15 @@
 
 import gc
 import os
+import sys
 
 import pytest
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would take most of a GPU that several processes share
 os.environ.setdefault("TORCH_CUDAGRAPH_GC", "1")  # Numba's arrays among the garbage are freed, which would break a capture
+# The layers of transformers are compared with its own functions in torch. fla's, which replace them on a GPU, tune for minutes,
+# and refuse some versions of Triton.
+sys.modules.setdefault("fla", None)
 pytest_plugins = ["tiles.testing.plugin"]
 
 

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import dis
 import functools
-import sys
 from collections.abc import Iterator
 from operator import index
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
+
+from tiles.calls.torch_op import imported
 
 from .rewrite import RewriteSpec, function_from_text, rewrite, uses_torch_ops
 
@@ -70,7 +71,7 @@ def lift_captured_arrays(functions: dict[str, Any]) -> tuple[dict[str, Any], tup
     """({name: function}, aux): the functions that are not None, with all arrays that any of them captures as further arguments,
     and these arrays. NotImplementedError, with the function's name: its source cannot be rewritten."""
     present = {name: f for name, f in functions.items() if f is not None}
-    torch = sys.modules.get("torch")
+    torch = imported("torch")
     if torch is None or not torch.compiler.is_compiling():
         written = _rewrite_all(present)
         return written.functions, tuple([_with_axis(x) for x in written.arrays])

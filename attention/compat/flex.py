@@ -4,12 +4,12 @@ Only flex_attention and `listed` are ours; create_block_mask, BlockMask, and_mas
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any, NamedTuple
 
 import attention
+from tiles.calls.torch_op import imported
 
 from .arguments import ERRORS, attend_heads_first, drop_none, refuse, rename_arguments
 from .captured_arrays import lift_captured_arrays
@@ -77,7 +77,7 @@ def flex_attention(
 
 def __getattr__(name: str) -> Any:
     """An attribute of torch.nn.attention.flex_attention. AttributeError: torch does not have it, or is not imported."""
-    torch = sys.modules.get("torch")
+    torch = imported("torch")
     theirs = torch and import_module("torch.nn.attention.flex_attention")
     if name.startswith("_") or not hasattr(theirs, name):
         why = "" if torch else "; import torch to have the attributes of torch.nn.attention.flex_attention here"

@@ -2,13 +2,12 @@
 
 import functools
 import operator
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NamedTuple, TypeVar, cast
 
 import attention
-from tiles.calls.torch_op import exporting, transformed
+from tiles.calls.torch_op import exporting, imported, transformed
 from tiles.launching.arrays import Number
 
 from ..options import check_flag, check_number, check_positive
@@ -31,7 +30,7 @@ OF_BLOCKS = """
 
 def requires_grad(*arrays: Any) -> bool:
     """Is one of these a torch tensor that requires grad, in grad mode?"""
-    torch = sys.modules.get("torch")
+    torch = imported("torch")
     if torch is None or not torch.is_grad_enabled():
         return False
     for x in arrays:  # a loop takes half the time of `any`
@@ -74,7 +73,7 @@ def without_gradients(function: F) -> F:
 
     @functools.wraps(function)
     def call(*args, **kwargs):
-        torch = sys.modules.get("torch")
+        torch = imported("torch")
         if torch is None or not torch.is_grad_enabled():  # as in most calls
             return function(*args, **kwargs)
         as_tuple = [x for parts in kwargs.values() if isinstance(parts, (tuple, list)) for x in parts]

@@ -21,7 +21,6 @@ decays.
 
 import functools
 import math
-import sys
 from collections.abc import Callable
 from numbers import Integral
 from typing import Any
@@ -32,6 +31,7 @@ from tiles.calls import jax_call, torch_op
 from tiles.calls.plan import Plan, nothing
 from tiles.calls.program import program
 from tiles.calls.schema import Problem, Schema
+from tiles.calls.torch_op import imported
 from tiles.launching.frameworks import Kind, describe, placed, without_grad
 from tiles.launching.launch import kernel_for
 
@@ -370,7 +370,7 @@ def _head_decays(q: Any, v: Any, layout: str, decay: Callable[[Any, int, Callabl
     """decay(h, heads, log1p) for each of v's heads, as an array of q's framework."""
     axis = -3 if layout == "bhsd" else -2
     if torch_op.traced(q):  # the graph computes them: a copy from the host could not be captured
-        torch, heads = sys.modules["torch"], v.shape[axis]
+        torch, heads = imported("torch"), v.shape[axis]
         return decay(torch.arange(heads, dtype=torch.float32, device=q.device), heads, torch.log1p)
     on_tracers = jax_call.tracing(q) or jax_call.tracing(v)
     shape = v.shape if on_tracers else describe(without_grad(v), "v").shape

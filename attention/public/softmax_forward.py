@@ -1,12 +1,11 @@
 """attention.forward and attention.block_lists: they check a user's arguments and choose the program of forward_programs.py."""
 
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 from tiles.calls.jax_call import tracing
-from tiles.calls.torch_op import mapped_with_grad, traced
+from tiles.calls.torch_op import imported, mapped_with_grad, traced
 
 from ..names import suggests_argument_names
 from ..options import check_flag, check_number, check_positive, split_norm
@@ -265,6 +264,6 @@ def block_lists(q: Any, k: Any, v: Any, *, blocks: Any = None, **variant: Any) -
         raise TypeError(f"{min(refused)}: is an argument of forward; block_lists has no output")
     if traced(q) or tracing(q):
         raise TypeError("q: call block_lists outside of torch.compile and jax.jit, and pass the lists in")
-    torch = sys.modules.get("torch")
+    torch = imported("torch")
     with nullcontext() if torch is None else torch.no_grad():  # of tensors that require grad, too
         return forward(q, k, v, blocks=MakeBlockLists(blocks), **variant)

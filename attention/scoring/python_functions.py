@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dis
 import inspect
-import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
@@ -19,7 +18,7 @@ import numpy as np
 
 import ops
 from tiles import static
-from tiles.calls.torch_op import compiling
+from tiles.calls.torch_op import compiling, imported
 from tiles.static import identity
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ def register_function(option: str, function: Any) -> str | None:
 
 def _dynamo_hashes_floats() -> bool:
     """Can Dynamo hash a float that has become a symbol? (torch before 2.13 can only hash its text.)"""
-    return tuple(int(part) for part in sys.modules["torch"].__version__.split(".")[:2]) >= (2, 13)
+    return tuple(int(part) for part in imported("torch").__version__.split(".")[:2]) >= (2, 13)
 
 
 _dynamo_hashes_floats._dynamo_marked_constant = True  # type: ignore[attr-defined]

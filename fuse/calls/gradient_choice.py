@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import functools
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tiles.calls.torch_op import compiling, exporting, mapped_with_grad, token, transformed
+from tiles.calls.torch_op import compiling, exporting, imported, mapped_with_grad, token, transformed
 
 from ..algebra.derivative import NoRule
 from ..language import graph
@@ -28,7 +27,7 @@ from .program import PROGRAMS
 
 def wants_gradient(arrays: Sequence[Any]) -> bool:
     """Does torch need a gradient of a call on these arrays?"""
-    torch = sys.modules.get("torch")
+    torch = imported("torch")
     if torch is None or not torch.is_grad_enabled():
         return False
     if any([isinstance(x, torch.Tensor) and x.requires_grad for x in arrays]):

@@ -5,11 +5,12 @@ Reductions are along the last axis and keep it, with length 1, so that their res
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+
+from tiles.calls.torch_op import imported
 
 from . import dropout_mask, term_operations, term_views, terms
 from .evaluate import pick_elements
@@ -43,7 +44,7 @@ def _map(name: str):
 
 def _torch(x: Any) -> bool:
     """Is it one of torch's tensors?"""
-    torch = sys.modules.get("torch")
+    torch = imported("torch")
     return torch is not None and isinstance(x, torch.Tensor)
 
 
@@ -98,7 +99,7 @@ def concatenate(parts: Any, axis: int = -1) -> Any:
     """The arrays side by side: (..., N), (..., M), ... give (..., N + M + ...). In a fused function all must have the same
     rows (ValueError), and axis must be the last one (TypeError)."""
     if not any(isinstance(x, Term) for x in parts):
-        return sys.modules["torch"].cat(parts, axis) if _torch(parts[0]) else np.concatenate(parts, axis)
+        return imported("torch").cat(parts, axis) if _torch(parts[0]) else np.concatenate(parts, axis)
     if axis not in (-1, parts[0].ndim - 1):
         raise TypeError(f"concatenate: joins the last axis, got {axis=}")
     return term_operations.concat(*parts)
@@ -155,7 +156,7 @@ def cast(x: Any, dtype: Any) -> Any:
         return terms.apply(name, x)
     if _torch(x):
         bounded = x if dtype.itemsize > 1 else x.clamp(*(float(ml_dtypes.finfo(dtype.np).max) * sign for sign in (-1, 1)))
-        return bounded.to(getattr(sys.modules["torch"], dtype.np.name))
+        return bounded.to(getattr(imported("torch"), dtype.np.name))
     return dtype.round(x)
 
 

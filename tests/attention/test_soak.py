@@ -11,7 +11,7 @@ import random
 import sys
 import threading
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import numpy as np
@@ -155,25 +155,33 @@ class Soak:
         return [{name: self.place.put(x) for name, x in arrays.items()} for arrays in (tokens, fixed)]
 
     def run(self, threads, seconds):
-        """Call members until the time is over."""
-        self.end = time.monotonic() + seconds
-        started = [threading.Thread(target=self._work, args=(n,)) for n in range(threads)]
+        """Call members until the time is over. It begins when every thread has called each of them, which allocates once for a
+        thread and its stream."""
+        all_called = threading.Barrier(threads + 1)
+        started = [threading.Thread(target=self._work, args=(n, seconds, all_called)) for n in range(threads)]
         for thread in started:
             thread.start()
+        with suppress(threading.BrokenBarrierError):  # then there are errors
+            all_called.wait()
         time.sleep(WARM * seconds)
         before = resident()
         for thread in started:
             thread.join()
         self.calls, self.grown = next(self.counts), resident() - before
 
-    def _work(self, number):
+    def _work(self, number, seconds, all_called):
         draw = random.Random(number)
         try:
             with self.place.stream():
-                while time.monotonic() < self.end and not self.errors:
+                for name in self.members:
+                    self.call(name, self.lengths, draw)
+                all_called.wait()
+                end = time.monotonic() + seconds
+                while time.monotonic() < end and not self.errors:
                     self.call(draw.choice(list(self.members)), draw.randint(1, self.lengths), draw)
         except Exception as error:
             self.errors.append(error)
+            all_called.abort()
 
     def call(self, name, length, draw):
         """Call a member on so many tokens, at new addresses, and compare."""

@@ -36,11 +36,32 @@ _LOCK = threading.Lock()
 
 
 # ---- what Dynamo reads -----------------------------------------------------------------------------------------------
+def imported(name: str) -> Any:
+    """The module of this name if it is imported, otherwise None. Dynamo must not trace sys.modules: torch 2.11 wraps every
+    module there, and fails if one that is lazy imports others meanwhile. It reads _MODULES, after it has called _find."""
+    return _MODULES[name] if _find(name) else None
+
+
+def _find(name: str) -> bool:
+    """Is a module imported? Then it is in _MODULES."""
+    if name in _MODULES:
+        return True
+    module = sys.modules.get(name)
+    if module is None:
+        return False
+    _MODULES[name] = module
+    return True
+
+
+_find._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_MODULES: dict[str, Any] = {}
+
+
 def traced(x: Any) -> bool:
     """Does torch trace or transform the calls that it sees now, x being one of its tensors? That is torch.compile and
     torch.export, a mode that watches ops (fake tensors, a counter of FLOPs), vmap and its siblings, forward-mode derivatives,
     autocast of float32."""
-    torch = sys.modules.get("torch")
+    torch = imported("torch")
     return (
         torch is not None
         and (
@@ -56,19 +77,19 @@ def traced(x: Any) -> bool:
 
 def compiling() -> bool:
     """Is the call traced by Dynamo, so that the op stands for it?"""
-    torch = sys.modules.get("torch")
+    torch = imported("torch")
     return torch is not None and torch.compiler.is_compiling()
 
 
 def exporting() -> bool:
     """Does torch.export trace this? Of an autograd.Function it would keep the forward pass alone. torch is there. Dynamo takes
     torch.compiler.is_exporting() for true whatever it traces, in torch 2.11 at least, so the flag is read that this reads."""
-    return getattr(sys.modules["torch"].compiler, "_is_exporting_flag", False)
+    return getattr(imported("torch").compiler, "_is_exporting_flag", False)
 
 
 def transformed() -> bool:
     """Is one of torch.func's transforms at work, outside of what Dynamo traces?"""
-    torch = sys.modules.get("torch")
+    torch = imported("torch")
     if torch is None or torch.compiler.is_dynamo_compiling():  # which takes a third of what is_compiling takes
         return False
     return torch._C._functorch.peek_interpreter_stack() is not None and not torch.compiler.is_compiling()
@@ -78,7 +99,7 @@ def mapped_with_grad(arrays: Sequence[Any]) -> bool:
     """Are gradients to come of a tensor whose elements torch.vmap goes through? What stands for these denies it."""
     if not transformed():
         return False
-    torch = sys.modules["torch"]
+    torch = imported("torch")
     if not torch.is_grad_enabled():
         return False
     functorch = torch._C._functorch
@@ -92,7 +113,7 @@ def mapped_with_grad(arrays: Sequence[Any]) -> bool:
 
 def asks_dynamo() -> Callable[[], bool]:
     """The same as a function of torch's own, if it is there already: 0.2 us less."""
-    torch = sys.modules.get("torch")
+    torch = imported("torch")
     return compiling if torch is None else torch.compiler.is_dynamo_compiling
 
 
@@ -102,7 +123,7 @@ def call(program: AnyProgram, stream: Any, arrays: tuple, options: tuple, layout
     if stream is not None:
         raise TypeError("stream: must be None where torch traces or transforms the call: its ops run on the current stream")
     name, input_numbers, output_numbers = program.op()
-    returned = getattr(getattr(sys.modules["torch"].ops, NAMESPACE), name).default(
+    returned = getattr(getattr(imported("torch").ops, NAMESPACE), name).default(
         *[arrays[n] for n in input_numbers], *options, layout
     )
     results = list(returned) if isinstance(returned, (list, tuple)) else [returned]
@@ -145,7 +166,7 @@ def registered(program: AnyProgram) -> Callable[[], tuple[str, list[int], list[i
 def serves(arrays: tuple, program: AnyProgram) -> bool:
     """Can the op do what the program refused? It can if no tensor has memory (meta, fake), or if autocast is on and some tile,
     not the first, is float32."""
-    torch = sys.modules.get("torch")
+    torch = imported("torch")
     if torch is None:
         return False
     plain = torch._C._disabled_torch_dispatch_impl
@@ -174,7 +195,7 @@ class _Op:
     """The op of a program, registered while this lives. All methods take the op's arguments: tensors, options, layout."""
 
     def __init__(self, program: AnyProgram):
-        self.torch = torch = sys.modules["torch"]
+        self.torch = torch = imported("torch")
         self.program, self.schema, name = program, program.schema, program.schema.name
         self.rows = [row for row in self.schema.arguments.values() if not row.result]
         self.results = sum(row.result for row in self.schema.arguments.values())
