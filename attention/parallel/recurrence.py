@@ -68,6 +68,11 @@ class ShardedRecurrence:
         """M^T, which is M for numbers and vectors."""
         return m
 
+    def gradient_before(self, shard: SequenceShard, dout: Any) -> Any:
+        """L, what the gradients of the outputs contribute to that of the state before the shard, by a pass that computes
+        nothing else; None: there is no such pass."""
+        return None
+
     def tensor_options(self) -> dict[str, Any]:
         """The options that may have gradients: tensors, except cu_seqlens."""
         return {name: x for name, x in self.options.items() if isinstance(x, torch.Tensor) and name != "cu_seqlens"}
@@ -236,6 +241,17 @@ class SegmentedRecurrence(ShardedRecurrence):
     def outputs_from_segments(self, shard: SequenceShard, local_state: Any, total_decay: Any, state: Any) -> Any:
         """The output, from the segments' states and the state before the shard."""
         raise NotImplementedError
+
+    def reverse_states(self, shard: SequenceShard, dout: Any) -> tuple[Any, Any]:
+        """(local_state, total_decay) of the segments from the last one to the first: see recurrent.linear.segment_states."""
+        raise NotImplementedError
+
+    def gradient_before(self, shard: SequenceShard, dout: Any) -> Any:
+        local_state, total_decay = self.reverse_states(shard, dout)
+        sequences, heads, _, *size = local_state.shape
+        numbers, gradient = total_decay.new_empty(sequences, heads, 1), local_state.new_empty(sequences, heads, *size)
+        linear_family.compose_segment_states(local_state, total_decay, None, numbers, gradient)
+        return self.convert_state(gradient)
 
     def convert_state(self, state: Any) -> Any:
         """A state in the kernels' layout (.., Dv, Dk) from one in the function's layout, and the other way round."""

@@ -115,6 +115,12 @@ class SegmentedLinear(SegmentedRecurrence, ShardedLinear):
         q, k, v = self.arrays
         return linear_family.outputs_from_segments(q, k, v, local_state, total_decay, initial_state=state, **options)
 
+    def reverse_states(self, shard: SequenceShard, dout: Any) -> tuple[Any, Any]:
+        q, scale = self.arrays[0], self.options.get("scale")
+        options = self._select_options(shard, "decay")
+        local_state, total_decay = linear_family.segment_states(q, q, dout, reverse=True, **options)
+        return local_state.mul_(q.shape[-1] ** -0.5 if scale is None else scale), total_decay
+
     def convert_state(self, state: Any) -> Any:
         return state.transpose(-1, -2)
 
@@ -209,13 +215,16 @@ class ShardedMamba2(ShardedRecurrence):
         return 1
 
     def summarize(self, shard: SequenceShard) -> tuple[Any, Any]:
+        total = shard.sum_log_decays(self.log_decays()).exp().reshape(self.m_shape(shard))
+        return total, self.call(shard, return_final_states=True)[1]
+
+    def log_decays(self) -> Any:
+        """The logarithm of each token's decay, dt A, in float32."""
         _, dt, A, _, _ = self.arrays
         bias = self.options.get("dt_bias")
         steps = dt.float() if bias is None else dt.float() + bias.float()
         steps = torch.nn.functional.softplus(steps) if self.options.get("dt_softplus") else steps
-        steps = steps.clamp(*self.options.get("dt_limit", (0.0, None)))
-        total = shard.sum_log_decays(steps * A.float()).exp().reshape(self.m_shape(shard))
-        return total, self.call(shard, return_final_states=True)[1]
+        return steps.clamp(*self.options.get("dt_limit", (0.0, None))) * A.float()
 
 
 class SegmentedMamba2(SegmentedRecurrence, ShardedMamba2):
@@ -233,6 +242,12 @@ class SegmentedMamba2(SegmentedRecurrence, ShardedMamba2):
         options = self._select_options(shard, "D", "z", "dt_bias", "dt_softplus", "dt_limit")
         x, dt, A, B, C = self.arrays
         return mamba.outputs_from_segments(x, dt, A, B, C, local_state, total_decay, initial_states=state, **options)
+
+    def reverse_states(self, shard: SequenceShard, dout: Any) -> tuple[Any, Any]:
+        C, z = self.arrays[4], self.options.get("z")
+        dout = dout if z is None else (dout * torch.nn.functional.silu(z.float())).to(dout.dtype)
+        options = self._select_options(shard) | {"decay": self.log_decays()}
+        return linear_family.segment_states(C, C, dout, reverse=True, **options)
 
 
 @functools.lru_cache(64)

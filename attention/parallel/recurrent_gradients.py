@@ -7,8 +7,9 @@ composes those of the ranks after it,
     dS_R = the gradient of the returned state, summed over ranks        dS_r = M_r^T dS_(r+1) + L_r
 
 and computes its gradients by the function of one GPU, from the state before its shard, which forward kept, and dS after it.
-The last rank knows dS_R, so its only pass gives what it sends, and the first rank sends nothing. Ranks between them compute L
-first, by a pass whose other gradients are not used. All sums have a fixed order: the same bits every time."""
+The first rank sends nothing. The others compute L first: linear attention and Mamba-2 by a pass over q and dO, which computes
+states alone, other members by a pass whose other gradients are not used. There the last rank, which knows dS_R, needs one
+pass. All sums have a fixed order: the same bits every time."""
 
 from __future__ import annotations
 
@@ -71,17 +72,21 @@ class GradientPasses:
         recurrence, initial = self.recurrence, self.recurrence.initial_option
         first, last = peers.rank == 0, peers.rank == peers.world - 1
         rest = [name for name in wanted if name != initial]
-        if last:
-            gradients = self.compute(dfinal, [*rest, initial])
-            sent = torch.zeros_like(m), gradients.pop(initial)
-        elif first:
-            sent = torch.zeros_like(m), self.zero_state()
-        else:
-            sent = recurrence.transpose(m), self.compute(None, [initial])[initial]
+        gradients, sent = None, (torch.zeros_like(m), self.zero_state())
+        if not first:
+            before = recurrence.gradient_before(self.shard, self.dout) if len(self.shard.span) else None
+            if before is not None:
+                carried = 0 if dfinal is None or not last else recurrence.compose(recurrence.transpose(m), dfinal)
+                sent = recurrence.transpose(m), before + carried
+            elif last:
+                gradients = self.compute(dfinal, [*rest, initial])
+                sent = torch.zeros_like(m), gradients.pop(initial)
+            else:
+                sent = recurrence.transpose(m), self.compute(None, [initial])[initial]
         gathered = GatheredSummaries.gather(peers, *sent, recurrence.compose)
-        if last:
+        if gradients is not None:
             return gradients
-        return self.compute(gathered.gradient_after(peers.rank), wanted if first else rest)
+        return self.compute(dfinal if last else gathered.gradient_after(peers.rank), wanted if first else rest)
 
     def compute(self, after: Any, wanted: Sequence[str]) -> dict[str, Any]:
         """{name: gradient} for a gradient of the state after the shard; None for 0."""

@@ -26,6 +26,7 @@ from ..kernels import (
 )
 from ..parts.recurrent.gate_formulas import GateFormula
 from ..parts.recurrent.gates import FormulaGate, Gate, HeadGate, Mamba2Gate, TokenGate
+from ..parts.recurrent.gradients import ReversedGate
 from ..parts.recurrent.results import ScanNormalizer, ScanOutputs, ScanResult, ScanStates
 from .recurrent_checks import DTYPES, NO_STEP_OPTIONS, StepOptions, is_varlen, pad_key_dim
 
@@ -172,15 +173,20 @@ def plan_token_decay(
 
 
 def plan_segment_states(
-    problem: Problem, arrays: Arrays, vector_bytes: int = 0, steps_of_time: StepOptions = NO_STEP_OPTIONS
+    problem: Problem,
+    arrays: Arrays,
+    vector_bytes: int = 0,
+    steps_of_time: StepOptions = NO_STEP_OPTIONS,
+    reverse: bool = False,
 ) -> tuple[list[Step], ScratchShapes]:
     """(the launch that computes how each segment changes a state, its scratch memory). The scratch memory holds the results:
     the local state, (sequence, head, segment, columns, Dk), and log2 of the total decay, (sequence, head, segment, 1). The
-    number of segments is plan_token_decay's."""
+    number of segments is plan_token_decay's. reverse: do states go from the last token to the first, as their gradients do?"""
     arrays = _broadcast_arrays(problem, arrays, bool(vector_bytes))
     scratch = ScratchAllocator(problem)
     width = -(-problem.extents["value_dim"] // chunk_hopper.COLUMNS)
     gate = _choose_gate(arrays, steps_of_time)
+    gate = intern_value(ReversedGate, gate) if reverse else gate
     segments = count_segments(problem, choose_config(problem, gate, intern_value(ScanOutputs), vector_bytes, width), width)
     return [_scan_local_states(problem, arrays, vector_bytes, gate, segments, segments, scratch)], scratch.shapes
 

@@ -307,11 +307,22 @@ def plan_linear(
     return Plan([token_loop.launch(problem, arrays, scale, normalize, raw=raw)])
 
 
-def segment_states(q: Any, k: Any, v: Any, *, decay: Any = None, cu_seqlens: Any = None, family: str | None = None) -> Any:
+def segment_states(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    decay: Any = None,
+    cu_seqlens: Any = None,
+    family: str | None = None,
+    reverse: bool = False,
+) -> Any:
     """(local_state, total_decay) of the P segments into which `linear` cuts each sequence. local_state: the state after the
     segment if the state before it is 0, transposed, (N, H, P, Dv, Dk). total_decay: log2 of the decay of a state by the whole
-    segment, (N, H, P, 1). NotImplementedError, ValueError: decays of channels, Dk above 128."""
-    return _segment_states(None, (q, k, v, decay, cu_seqlens), (family,))
+    segment, (N, H, P, 1). reverse=True: the gradient of the state before the segment if that after it is 0, k being the queries
+    and v the gradient of the outputs, times the scale; the last segment comes first. NotImplementedError, ValueError: decays of
+    channels, Dk above 128."""
+    return _segment_states(None, (q, k, v, decay, cu_seqlens), (reverse, family))
 
 
 def compose_segment_states(local_state: Any, total_decay: Any, initial_state: Any, decay: Any, final_state: Any) -> None:
@@ -351,14 +362,14 @@ def outputs_from_segments(
 
 
 @program(SEGMENTS)
-def _segment_states(problem: Problem, family: str | None) -> Plan:
+def _segment_states(problem: Problem, reverse: bool, family: str | None) -> Plan:
     """The Plan of a call of segment_states."""
     recurrent_checks.check_extents(problem)
     if recurrent_checks.has_channel_decay(problem):
         raise NotImplementedError("decay: must have no axis of channels, with which sequences are not cut into segments")
     vector_bytes = 0 if uses_hopper_kernels(problem, family) else problem.bytes_at_once()
     arrays = recurrent_checks.kernel_arrays(problem, False) | {"gGates": problem["decay"], "gO": None}
-    steps, scratch = recurrent_chunks.plan_segment_states(problem, arrays, vector_bytes)
+    steps, scratch = recurrent_chunks.plan_segment_states(problem, arrays, vector_bytes, reverse=reverse)
     return Plan(steps, scratch, lambda arrays: tuple(arrays[-2:]))
 
 

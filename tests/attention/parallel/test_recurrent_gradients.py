@@ -9,6 +9,7 @@ from threads import together
 
 import attention
 from attention import gates, parallel
+from attention.parallel.recurrent import SegmentedLinear, SegmentedMamba2
 
 LENGTH = 100  # 48, 32 and 20 tokens on three ranks
 
@@ -71,7 +72,26 @@ def test_linear():
     arrays = {name: arrays[name] for name in ("q", "k", "v", "decay")} | {"initial_state": start}
     compared("linear", arrays, return_state=True)
     few = {name: x if name == "initial_state" else x[:, :2] for name, x in arrays.items()}
-    compared("linear", few | {"decay": -0.1 * torch.rand(2)}, return_state=True)  # one rank has no tokens
+    compared("linear", few | {"decay": -0.1 * torch.rand(2)}, return_state=True, scale=0.5)  # one rank has no tokens
+
+
+@pytest.mark.parametrize("name", ["linear", "mamba2"])
+def test_ranks_wait_for_states_alone(name, monkeypatch):
+    """What ranks send comes from a pass over states: each runs the function of the gradients once."""
+    kind = {"linear": SegmentedLinear, "mamba2": SegmentedMamba2}[name]
+    calls, real = [], kind.backward
+    monkeypatch.setattr(kind, "backward", staticmethod(lambda *given, **options: calls.append(1) or real(*given, **options)))
+    arrays, _ = drawn()
+    linear = arrays["q"], arrays["k"], arrays["v"]
+    inputs = {"linear": linear, "mamba2": (arrays["v"], arrays["beta"], -torch.rand(2), arrays["k"], arrays["q"])}[name]
+
+    def rank(peers):
+        with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
+            mine = [(share(x, peers) if x.ndim > 1 else x.clone()).requires_grad_() for x in inputs]
+            getattr(parallel, name)(*mine, group=peers, length=LENGTH).float().sum().backward()
+
+    together(3, rank)
+    assert len(calls) == 3
 
 
 def test_linear_with_decays_of_channels_and_packed_sequences():
