@@ -15,26 +15,14 @@ from dataclasses import dataclass
 from numba import cuda
 from numpy import int32
 
-from ops import (
-    cumsum,
-    divmod,
-    exp2,
-    less,
-    load,
-    store,
-    subtile,
-    tile_min,
-    transpose,
-    warpgroup,
-    where,
-)
-from ops.for_attention.triangular_inverse import TRIANGLE, inverse_transposed
+from ops import divmod, subtile, warpgroup
+from ops.for_attention.triangular_inverse import TRIANGLE
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st
 from tiles.launching.arguments import INT, array, tiled
 from tiles.targets import Target
 
-from ..parts.recurrent.delta_chunks import BETA, DECAY, DECAY_TO_END, KEY_DIMS, SUM, ChunkVectors, TwoParts
-from ..parts.recurrent.gates import CHUNK_COL_VEC, LOG2_E, clamp_gates
+from ..parts.recurrent.delta_chunk_solver import ChunkSolver
+from ..parts.recurrent.delta_chunks import BETA, DECAY, DECAY_TO_END, KEY_DIMS, ChunkVectors, TwoParts
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout
 
 CONSUMERS = 2  # warpgroups with 64 columns of values each
@@ -45,7 +33,6 @@ WARPS = warpgroup.WARPGROUP
 AHEAD = 2  # chunks by which the solver may be ahead of consumers
 VECTORS = 8  # chunks whose vectors are in shared memory
 VECTOR_WARPS = WARPS - 1  # of the loader, that compute vectors, of a chunk each in turn
-TINY = 2.0**-40  # a smaller beta is taken for this where L is divided by it: L then differs in no digit
 
 
 @dataclass(frozen=True)
@@ -95,6 +82,7 @@ def make(config: Config):
     INPUT, GATED, STATE = config.dtype, config.gated, rt(16, config.key_dim, fp32)
     vectors_of = ChunkVectors(GATED)
     TRANSPOSED, seq_layout, parts_of = rt(16, CHUNK, INPUT), SequenceLayout(), TwoParts(INPUT)
+    solver = ChunkSolver(vectors_of, parts_of)
     LOADER_REGISTERS, SOLVER_REGISTERS, CONSUMER_REGISTERS = REGISTERS
     readers = CONSUMERS * WARPS
     smem = shared(
@@ -114,30 +102,6 @@ def make(config: Config):
         sequence, head = divmod(cuda.blockIdx.x, heads)
         seq = seq_layout.sequence_tokens(0, sequence, length)
         return sequence, head, seq, seq.num_chunks(), seq_layout.chunk_index(seq.start, sequence, length)
-
-    @inlined
-    def away_from_zero(beta):
-        """beta, or TINY where it is less: L is divided by it."""
-        return where(less(beta * beta, TINY * TINY), TINY, beta)
-
-    @inlined
-    def publish_vectors(vectors, gVectors, j, chunk, head, gBeta, gGates, seq):
-        """One warp stores the vectors of the j-th chunk in its ring and in memory."""
-        target, at = vectors.claim(j), (seq.batch, seq.chunk_start(j), head)
-        beta = transpose(load(gBeta, CHUNK_COL_VEC, at, cols=1))
-        store(subtile(target, CHUNK, BETA), beta)
-        store(gVectors, beta, (chunk, head, 0))
-        if GATED:
-            b = cumsum(clamp_gates(transpose(load(gGates, CHUNK_COL_VEC, at, cols=1))) * LOG2_E)
-            store(subtile(target, CHUNK, SUM), b)
-            store(gVectors, b, (chunk, head, CHUNK * SUM))
-            decay = exp2(b)
-            store(subtile(target, CHUNK, DECAY), decay)
-            store(gVectors, decay, (chunk, head, CHUNK * DECAY))
-            decay = exp2(tile_min(b) - b)
-            store(subtile(target, CHUNK, DECAY_TO_END), decay)
-            store(gVectors, decay, (chunk, head, CHUNK * DECAY_TO_END))
-        vectors.publish(j)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def scan(
@@ -160,7 +124,9 @@ def make(config: Config):
                     v.fill(j, gV, (seq.batch, seq.chunk_start(j), head))
             else:
                 for j in range(warp - 1, n, VECTOR_WARPS):
-                    publish_vectors(vectors, gVectors, j, int32(first_chunk + j), head, gBeta, gGates, seq)
+                    at = seq.batch, seq.chunk_start(j), head
+                    solver.store_vectors(vectors.claim(j), gVectors, gBeta, gGates, at, int32(first_chunk + j), head)
+                    vectors.publish(j)
         elif wg == SOLVER:
             warpgroup.release_registers(SOLVER_REGISTERS)
             sequence, head, seq, n, first_chunk = place(length, heads)
@@ -169,15 +135,13 @@ def make(config: Config):
                 s = warpgroup.wait(warpgroup.mm_ABt(keys, keys))
                 k.release(j)
                 chunk_vectors = vectors.wait(j)
-                a = vectors_of.decay_scores(s, chunk_vectors, away_from_zero(vectors_of.cols(chunk_vectors, BETA)))
-                solution = warpgroup.triu(inverse_transposed(a, high, low), 1, 0.0)
+                solution = solver.solve(s, chunk_vectors, (high, low))
                 target = x.claim(j)
                 x_high, x_low = parts_of.split(solution)
                 warpgroup.store(subtile(target, CHUNK, 0), x_high)
                 warpgroup.store(subtile(target, CHUNK, 1), x_low)
                 x.publish(j)
-                solution = solution / away_from_zero(vectors_of.rows(chunk_vectors, BETA))
-                r_high, r_low = parts_of.split(solution * vectors_of.cols(chunk_vectors, BETA))
+                r_high, r_low = solver.split_reverse(solution, chunk_vectors)
                 vectors.release(j)
                 chunk = int32(first_chunk + j)
                 warpgroup.store(gSolutions, r_high, (chunk, head, 0, 0), aligned=True)

@@ -116,13 +116,14 @@ def make(config: Config):
     )
 
     @inlined
-    def place(length, heads):
-        """(sequence, head, its tokens, how many chunks they are, the index of the last one) of this block. Each warpgroup asks
-        by itself: registers before they part are scarce."""
-        sequence, head = divmod(cuda.blockIdx.x, heads)
-        seq = seq_layout.segment_tokens(0, sequence, length, 0, 1)
+    def place(length, segments, heads):
+        """(the number of the segment among those of all sequences, head, its tokens, how many chunks they are, the index of the
+        last one) of this block. Each warpgroup asks by itself: registers before they part are scarce."""
+        slot, head = divmod(cuda.blockIdx.x, heads)
+        sequence, segment = divmod(slot, segments)
+        seq = seq_layout.segment_tokens(0, sequence, length, segment, segments)
         n = seq.num_chunks()
-        return sequence, head, seq, n, int32(seq_layout.chunk_index(seq.start, sequence, length) + n - 1)
+        return slot, head, seq, n, int32(seq_layout.chunk_index(seq.start, sequence, length) + n - 1), seq.chunk_start(0)
 
     @inlined
     def load_panel(tile, index):
@@ -151,20 +152,20 @@ def make(config: Config):
         gStates: tiled(config.state, rows=2), gSolutions: tiled(SOLUTION, rows=2),
         gVectors: tiled(vectors_of.spec, 3, None, 2), gLastState: array(4), gFirstState: array(4), gDQ: KEYS, gDK: KEYS,
         gDV: tiled(VALUE, unit=1), gDBeta: array(3), gQueryDots: array(3), gKeyDots: array(3), gCarriedDots: array(3),
-        gStateDots: array(3), length: INT, heads: INT, group: INT, scale: FLOAT,
+        gStateDots: array(3), length: INT, segments: INT, heads: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
-        """A block has a head of a sequence. gErrors .. gVectors: of each chunk and head, as delta_chunk_states_hopper.py stores
-        them. gLastState, gFirstState: the gradients of the states after and before the sequence, transposed. gQueryDots ..
-        gStateDots: see gate_gradient.py."""
+        """A block has a head of one of the `segments` of a sequence, of which the last one comes first. gErrors .. gVectors: of
+        each chunk and head, as delta_chunk_states_hopper.py stores them. gLastState, gFirstState: the gradients of the states
+        after and before each segment, transposed. gQueryDots .. gStateDots: see gate_gradient.py."""
         q, k, do, e, s, p, r, vectors, ds, dv, dbeta, dp_tile, g_tile, out = smem.open()
         wg = warpgroup.id()
         if wg == PRODUCER:
             warpgroup.release_registers(PRODUCER_REGISTERS)
-            sequence, head, seq, n, last_chunk = place(length, heads)
+            slot, head, seq, n, last_chunk, last_token = place(length, segments, heads)
             if warpgroup.rank() == 0:
                 key_head, _ = divmod(head, group)
                 for j in range(n):
-                    token, chunk = seq.chunk_start(j), int32(last_chunk - j)
+                    token, chunk = int32(last_token - CHUNK * j), int32(last_chunk - j)
                     k.fill(j, gK, (seq.batch, token, key_head))
                     do.fill(j, gDOut, (seq.batch, token, head))
                     vectors.fill(j, gVectors, (chunk, head))
@@ -174,9 +175,9 @@ def make(config: Config):
                     s.fill(j, gStates, (chunk, head))
         elif wg == DKDQ:
             warpgroup.claim_registers(DKDQ_REGISTERS)
-            sequence, head, seq, n, last_chunk = place(length, heads)
+            slot, head, seq, n, last_chunk, last_token = place(length, segments, heads)
             for j in range(n):
-                token, chunk = seq.chunk_start(j), int32(last_chunk - j)
+                token, chunk = int32(last_token - CHUNK * j), int32(last_chunk - j)
                 keys, queries, douts, errors = k.wait(j), q.wait(j), do.wait(j), e.wait(j)
                 dp = warpgroup.mm_ABt(douts, errors)
                 dq = warpgroup.mm_AB(douts, s.wait(j))
@@ -238,11 +239,11 @@ def make(config: Config):
             warpgroup.store_wait()
         else:
             warpgroup.claim_registers(CONSUMER_REGISTERS)
-            sequence, head, seq, n, last_chunk = place(length, heads)
+            slot, head, seq, n, last_chunk, last_token = place(length, segments, heads)
             row = int32(COLUMNS * wg + 16 * warpgroup.rank())
-            ds_t = load(gLastState, STATE, (sequence, head, row, 0), aligned=False)
+            ds_t = load(gLastState, STATE, (slot, head, row, 0), aligned=False)
             for j in range(n):
-                token, chunk = seq.chunk_start(j), int32(last_chunk - j)
+                token, chunk = int32(last_token - CHUNK * j), int32(last_chunk - j)
                 keys, chunk_vectors = k.wait(j), vectors.wait(j)
                 if wg == SCORER:  # before dS is stored, or registers would spill
                     s_qk = warpgroup.wait(warpgroup.mm_ABt(q.wait(j), keys))
@@ -296,6 +297,6 @@ def make(config: Config):
                 ds_t = warpgroup.wait(ds_t)
                 k.release(j)
             row = int32(COLUMNS * warpgroup.id() + 16 * warpgroup.rank())  # anew, to save registers
-            store(gFirstState, ds_t, (sequence, head, row, 0), aligned=False)
+            store(gFirstState, ds_t, (seq.batch, head, row, 0), aligned=False)
 
     return walk, smem

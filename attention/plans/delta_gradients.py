@@ -1,5 +1,6 @@
 """The plans of the delta rule's gradients, chunk by chunk (parts/recurrent/delta_chunks.py) and token by token
-(delta_gradient_token_loop.py): two kernels on Hopper, else four, and small ones for gates and for what is added up."""
+(delta_gradient_token_loop.py): four kernels of chunks, and small ones for gates and for what is added up. On Hopper
+delta_gradient_walk.py has the plan."""
 
 from typing import Any
 
@@ -11,7 +12,6 @@ from tiles.launching.launch import kernel_for
 from tiles.targets import MEDIUM
 
 from ..kernels import (
-    delta_chunk_states_hopper,
     delta_gradient_token_loop,
     delta_gradients_ampere,
     delta_gradients_hopper,
@@ -22,6 +22,7 @@ from ..kernels import (
 from ..kernels.linear_token_loop import WARPS
 from ..parts.recurrent.delta_chunks import KEY_DIMS, PANEL, ChunkVectors
 from ..parts.recurrent.tokens import CHUNK, COLUMNS
+from .delta_gradient_walk import plan_delta_gradient_walk
 from .recurrent_checks import DTYPES, has_channel_decay, is_varlen, pad_key_dim
 from .recurrent_chunks import SWAP_STATE_AXES, Arrays, ScratchAllocator, intern_value
 from .recurrent_gradients import (
@@ -42,7 +43,7 @@ def plan_delta_gradients(
     gradient that is not wanted. on_hopper: may kernels for Hopper serve the call?"""
     if not serves_delta_gradients(problem):
         return plan_delta_token_loop(problem, arrays, scale, scratch)
-    plan = plan_delta_chunks_hopper if on_hopper and serves_hopper(problem) else plan_delta_chunks
+    plan = plan_delta_gradient_walk if on_hopper and serves_hopper(problem) else plan_delta_chunks
     return plan(problem, arrays, scale, scratch)
 
 
@@ -55,50 +56,6 @@ def serves_delta_gradients(problem: Problem) -> bool:
 def serves_hopper(problem: Problem) -> bool:
     """Do the chunk kernels for Hopper serve a call that chunk kernels serve?"""
     return not is_varlen(problem) and problem.extents["value_dim"] <= delta_gradients_hopper.VALUES
-
-
-def plan_delta_chunks_hopper(problem: Problem, arrays: Arrays, scale: float, scratch: ScratchAllocator) -> list[Step]:
-    """The launches of chunk kernels for Hopper. arrays: as in plan_delta_gradients."""
-    length, heads, key_heads, sequences = problem("seqlen", "heads", "heads_k", "sequences")
-    chunks, padded_keys = count_chunk_indices(problem), pad_key_dim(problem.extents["key_dim"], KEY_DIMS)
-    wants_gates, gated, shares_keys = arrays["ddecay"] is not None, arrays["decay"] is not None, heads > key_heads
-    form = padded_keys, DTYPES[problem.dtype], gated
-
-    def of_chunks(*extents: int) -> Operand:
-        return scratch(chunks, heads, *extents, dtype=problem.dtype)
-
-    numbers = {"length": length, "heads": heads, "group": heads // key_heads}
-    known = {"gK": arrays["k"], "gErrors": of_chunks(CHUNK, delta_gradients_hopper.VALUES)}
-    known |= {"gStates": of_chunks(delta_gradients_hopper.VALUES, padded_keys), "gSolutions": of_chunks(2 * CHUNK, CHUNK)}
-    known["gVectors"] = scratch(chunks, heads, ChunkVectors(gated).spec.length)
-    ends = {name: arrays[name] for name in ("initial_state", "dstate", "dinitial_state")}
-    swapped = {name: x and x.permuted(SWAP_STATE_AXES) for name, x in ends.items()}
-    forward: Arrays = {"gV": arrays["v"], "gBeta": arrays["beta"], "gInitialState": swapped["initial_state"]}
-    forward["gGates"] = arrays["decay"] and spread_to_tokens(problem, arrays["decay"])
-    of_heads = problem("batch", "seqlen", "heads", "key_dim")
-    outputs = {x: scratch(*of_heads, dtype=problem.dtype) if shares_keys else arrays[x] for x in ("dq", "dk")}
-    reverse: Arrays = {
-        "gQ": arrays["q"],
-        "gDOut": arrays["dout"],
-        "gLastState": swapped["dstate"],
-        "gFirstState": swapped["dinitial_state"],
-    }
-    reverse |= {"gDQ": outputs["dq"], "gDK": outputs["dk"], "gDV": arrays["dv"], "gDBeta": arrays["dbeta"]}
-    finish: list[Step] = []
-    if wants_gates:
-        sizes = {"carried": delta_gradients_hopper.WARPS, "states": delta_gradients_hopper.STATE_WARPS}
-        dots, finish = plan_gate_sums(problem, arrays, scratch, **sizes)
-        reverse |= dots
-    if shares_keys:
-        finish += [step for name in ("dq", "dk") for step in sum_heads(problem, outputs[name], arrays[name])]
-    states = intern_value(delta_chunk_states_hopper.Config, *form)
-    gradients = intern_value(delta_gradients_hopper.Config, *form, wants_gates)
-    grid, device = sequences * heads, problem.device
-    return [
-        kernel_for(delta_chunk_states_hopper, states, device).bind(grid, **numbers, **known, **forward),
-        kernel_for(delta_gradients_hopper, gradients, device).bind(grid, scale=scale, **numbers, **known, **reverse),
-        *finish,
-    ]
 
 
 def plan_delta_chunks(problem: Problem, arrays: Arrays, scale: float, scratch: ScratchAllocator) -> list[Step]:

@@ -1,0 +1,57 @@
+"""What gradients of the delta rule on Hopper need of a chunk before its state is known (delta_chunks.py has the equations): the
+vectors of its tokens and L, which two kernels compute, a chunk ahead of the states (delta_chunk_states_hopper.py) or all at
+once (delta_inverse_hopper.py)."""
+
+from ops import cumsum, exp2, less, load, store, subtile, tile_min, transpose, warpgroup, where
+from ops.for_attention.triangular_inverse import inverse_transposed
+from tiles import inlined, static
+
+from .delta_chunks import BETA, DECAY, DECAY_TO_END, SUM, ChunkVectors, TwoParts
+from .gates import CHUNK_COL_VEC, LOG2_E, clamp_gates
+from .tokens import CHUNK
+
+TINY = 2.0**-40  # a smaller beta is taken for this where L is divided by it: L then differs in no digit
+
+
+@inlined
+def away_from_zero(beta):
+    """beta, or TINY where it is less: L is divided by it."""
+    return where(less(beta * beta, TINY * TINY), TINY, beta)
+
+
+@static
+class ChunkSolver:
+    """Computes vectors, -L beta and R of a chunk."""
+
+    vectors_of: ChunkVectors
+    parts_of: TwoParts
+
+    @inlined
+    def store_vectors(self, target, gVectors, gBeta, gGates, at, chunk, head):
+        """One warp stores the vectors of the chunk whose first token is at `at`, in a shared vector and in memory."""
+        beta = transpose(load(gBeta, CHUNK_COL_VEC, at, cols=1))
+        store(subtile(target, CHUNK, BETA), beta)
+        store(gVectors, beta, (chunk, head, 0))
+        if self.vectors_of.gated:
+            b = cumsum(clamp_gates(transpose(load(gGates, CHUNK_COL_VEC, at, cols=1))) * LOG2_E)
+            store(subtile(target, CHUNK, SUM), b)
+            store(gVectors, b, (chunk, head, CHUNK * SUM))
+            decay = exp2(b)
+            store(subtile(target, CHUNK, DECAY), decay)
+            store(gVectors, decay, (chunk, head, CHUNK * DECAY))
+            decay = exp2(tile_min(b) - b)
+            store(subtile(target, CHUNK, DECAY_TO_END), decay)
+            store(gVectors, decay, (chunk, head, CHUNK * DECAY_TO_END))
+
+    @inlined
+    def solve(self, s, vectors, triangles):
+        """(-L beta)^T, by a warpgroup. s: K K^T. vectors: the chunk's. triangles: two shared TRIANGLEs."""
+        high, low = triangles
+        a = self.vectors_of.decay_scores(s, vectors, away_from_zero(self.vectors_of.cols(vectors, BETA)))
+        return warpgroup.triu(inverse_transposed(a, high, low), 1, 0.0)
+
+    @inlined
+    def split_reverse(self, solution, vectors):
+        """The two parts of R^T, from what `solve` returns."""
+        reverse = solution / away_from_zero(self.vectors_of.rows(vectors, BETA))
+        return self.parts_of.split(reverse * self.vectors_of.cols(vectors, BETA))

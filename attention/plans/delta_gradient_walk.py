@@ -1,0 +1,104 @@
+"""The plan of the delta rule's gradients on Hopper: S and E of all chunks, the walk in reverse, and small kernels for what
+several value heads share and for gates.
+
+S and E come from a pass over the tokens. Where heads are too few for the GPU, the walk is cut into segments, and what depends on
+no state is computed of all chunks at once; then two recurrences give S and E of all chunks, and dS after each segment."""
+
+import math
+from typing import Any
+
+from tiles.calls.plan import Step
+from tiles.calls.schema import Problem
+from tiles.launching.arrays import Operand
+from tiles.launching.devices import machine
+from tiles.launching.launch import kernel_for
+from tiles.launching.lengths import follows
+
+from ..kernels import delta_chains_hopper, delta_chunk_states_hopper, delta_gradients_hopper, delta_inverse_hopper
+from ..parts.recurrent.delta_chunks import KEY_DIMS, ChunkVectors
+from ..parts.recurrent.tokens import CHUNK
+from .recurrent_checks import DTYPES, pad_key_dim
+from .recurrent_chunks import BLOCK_CHUNKS, SWAP_STATE_AXES, Arrays, ScratchAllocator, intern_value
+from .recurrent_gradients import count_chunk_indices, plan_gate_sums, spread_to_tokens, sum_heads
+
+# Microseconds of a chunk of a head: in the walk, in the pass before it, in a step of a recurrence; as a part of what a
+# multiprocessor does, to compute what depends on no state; of two more launches
+WALK, PASS, STEP, INVERSE, LAUNCHES = 5.8, 3.6, 1.4, 1.2, 12.0
+CHAINS = delta_chains_hopper.BLOCKS * delta_chains_hopper.DIRECTIONS  # thread blocks of a head's recurrences
+
+
+@follows
+def choose_segments(items: int, chunks: int, processors: int) -> int:
+    """The number of segments of a walk that takes the shortest time, 1 for one after the pass. items: the number of sequences
+    times heads. chunks: of each sequence. processors: the GPU's multiprocessors."""
+
+    def cut(segments: int) -> float:
+        recurrences = math.ceil(CHAINS * items / processors) * chunks * STEP
+        walk = math.ceil(items * segments / processors) * (math.ceil(chunks / segments) + BLOCK_CHUNKS) * WALK
+        return LAUNCHES + items * chunks / processors * INVERSE + recurrences + walk
+
+    whole = math.ceil(items / processors) * (chunks + BLOCK_CHUNKS) * (WALK + PASS)
+    best = min(range(2, max(2, min(chunks, processors // items)) + 1), key=cut)
+    return best if chunks > 1 and cut(best) < whole else 1
+
+
+def plan_delta_gradient_walk(problem: Problem, arrays: Arrays, scale: float, scratch: ScratchAllocator) -> list[Step]:
+    """The launches. arrays: as in delta_gradients.plan_delta_gradients."""
+    length, heads, key_heads, sequences, key_dim = problem("seqlen", "heads", "heads_k", "sequences", "key_dim")
+    chunks, shares_keys, wants_gates = count_chunk_indices(problem), heads > key_heads, arrays["ddecay"] is not None
+    padded_keys, gated = pad_key_dim(key_dim, KEY_DIMS), arrays["decay"] is not None
+    segments = choose_segments(sequences * heads, -(-length // CHUNK), machine(problem.device).processors)
+
+    def of_chunks(*extents: int) -> Operand:
+        return scratch(chunks, heads, *extents, dtype=problem.dtype)
+
+    known: Arrays = {name: arrays[x] for name, x in {"gQ": "q", "gK": "k", "gV": "v", "gDOut": "dout", "gBeta": "beta"}.items()}
+    known |= {"gErrors": of_chunks(CHUNK, delta_gradients_hopper.VALUES), "gSolutions": of_chunks(2 * CHUNK, CHUNK)}
+    known["gStates"] = of_chunks(delta_gradients_hopper.VALUES, padded_keys)
+    known["gVectors"] = scratch(chunks, heads, ChunkVectors(gated).spec.length)
+    ends = {"gInitialState": "initial_state", "gLastState": "dstate", "gFirstState": "dinitial_state"}
+    known |= {name: x and x.permuted(SWAP_STATE_AXES) for name, end in ends.items() for x in [arrays[end]]}
+    known["gGates"] = arrays["decay"] and spread_to_tokens(problem, arrays["decay"])
+    of_heads = problem("batch", "seqlen", "heads", "key_dim")
+    outputs = {x: scratch(*of_heads, dtype=problem.dtype) if shares_keys else arrays[x] for x in ("dq", "dk")}
+    known |= {"gDQ": outputs["dq"], "gDK": outputs["dk"], "gDV": arrays["dv"], "gDBeta": arrays["dbeta"]}
+    finish: list[Step] = []
+    if wants_gates:
+        sizes = {"carried": delta_gradients_hopper.WARPS, "states": delta_gradients_hopper.STATE_WARPS}
+        dots, finish = plan_gate_sums(problem, arrays, scratch, **sizes)
+        known |= dots
+    if shares_keys:
+        finish += [step for name in ("dq", "dk") for step in sum_heads(problem, outputs[name], arrays[name])]
+
+    def launch(module: Any, blocks: int, names: str, *more: bool, **numbers: float) -> Step:
+        config = intern_value(module.Config, padded_keys, DTYPES[problem.dtype], gated, *more)
+        return kernel_for(module, config, problem.device).bind(
+            sequences * heads * blocks,
+            length=length,
+            heads=heads,
+            group=heads // key_heads,
+            **numbers,
+            **{name: known.get(name) for name in names.split()},
+        )
+
+    if segments == 1:
+        names = "gK gV gBeta gGates gInitialState gErrors gStates gSolutions gVectors"
+        steps = [launch(delta_chunk_states_hopper, 1, names)]
+    else:
+        known |= {"gForward": of_chunks(2 * CHUNK, CHUNK), "gReverse": known["gSolutions"], "gScores": of_chunks(CHUNK, CHUNK)}
+        known["gSegmentStates"] = scratch(sequences * segments, heads, delta_gradients_hopper.VALUES, key_dim)
+        each = -(-length // CHUNK)
+        of_inverse = "gQ gK gBeta gGates gForward gReverse gScores gVectors"
+        of_chains = "gQ gK gV gDOut gForward gReverse gScores gVectors gInitialState gErrors gStates gLastState gSegmentStates"
+        numbers = {"segments": segments, "sequences": sequences, "scale": scale}
+        steps = [
+            launch(delta_inverse_hopper, each, of_inverse, chunks=each, scale=scale),
+            launch(delta_chains_hopper, CHAINS, of_chains + " gFirstState", **numbers),
+        ]
+        known |= {"gLastState": known["gSegmentStates"], "gFirstState": None}
+    names = (
+        "gQ gK gDOut gErrors gStates gSolutions gVectors gLastState gFirstState gDQ gDK gDV gDBeta gQueryDots gKeyDots "
+        "gCarriedDots gStateDots"
+    )
+    walk = launch(delta_gradients_hopper, segments, names, wants_gates, segments=segments, scale=scale)
+    return [*steps, walk, *finish]
