@@ -109,7 +109,8 @@ def make(config: Config):
         vectors=ring(vectors_of.spec, 2, all_warps),
         ds=ring(config.state, 1, all_warps, writers=consumer_warps),
         dv=ring(config.values, 1, all_warps, writers=consumer_warps),
-        dbeta=ring(sv(CHUNK * consumer_warps, fp32), 1, WARPS, writers=consumer_warps),
+        value_sums=ring(sv(CHUNK * (STATE_WARPS + 2 * WITH_GATES), fp32), 1, 1, writers=consumer_warps),
+        key_sums=ring(sv(CHUNK * 3, fp32), 1, 1, writers=WARPS),
         dp=SCORES,
         g=SCORES,
         out=config.key,
@@ -126,6 +127,14 @@ def make(config: Config):
         return slot, head, seq, n, int32(seq_layout.chunk_index(seq.start, sequence, length) + n - 1), seq.chunk_start(0)
 
     @inlined
+    def add_up(parts, first, step, count):
+        """The sum of `count` parts of 16 numbers of a shared vector, each `step` parts behind the one before."""
+        total = zeros(COL_VEC)
+        for part in range(count):
+            total = total + load(subtile(parts, 16, int32(first + step * part)), COL_VEC)
+        return total
+
+    @inlined
     def load_panel(tile, index):
         """This warp's rows of 64 columns of a shared tile, without a fence: the warps meet before they give it back."""
         return fp32(warpgroup.load(subtile(tile, CHUNK, 0, 64, index), PANEL_ROWS, fenced=False))
@@ -139,12 +148,12 @@ def make(config: Config):
         return dots
 
     @inlined
-    def dot_tiles(x, y):
-        """The sum of x * y over this warp's rows of two shared tiles."""
-        total = tile_sum(load_panel(x, 0) * load_panel(y, 0))
+    def dot_rows_of_tiles(x, y):
+        """rowsum(x * y) of this warp's rows of two shared tiles."""
+        dots = row_sum(load_panel(x, 0) * load_panel(y, 0))
         if KEY_PANELS > 1:
-            total += tile_sum(load_panel(x, 1) * load_panel(y, 1))
-        return total
+            dots = dots + row_sum(load_panel(x, 1) * load_panel(y, 1))
+        return dots
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def walk(
@@ -157,7 +166,7 @@ def make(config: Config):
         """A block has a head of one of the `segments` of a sequence, of which the last one comes first. gErrors .. gVectors: of
         each chunk and head, as delta_chunk_states_hopper.py stores them. gLastState, gFirstState: the gradients of the states
         after and before each segment, transposed. gQueryDots .. gStateDots: see gate_gradient.py."""
-        q, k, do, e, s, p, r, vectors, ds, dv, dbeta, dp_tile, g_tile, out = smem.open()
+        q, k, do, e, s, p, r, vectors, ds, dv, value_sums, key_sums, dp_tile, g_tile, out = smem.open()
         wg = warpgroup.id()
         if wg == PRODUCER:
             warpgroup.release_registers(PRODUCER_REGISTERS)
@@ -173,11 +182,29 @@ def make(config: Config):
                     r.fill(j, gSolutions, (chunk, head))
                     e.fill(j, gErrors, (chunk, head))
                     s.fill(j, gStates, (chunk, head))
+            elif warpgroup.rank() == 1:
+                for j in range(n):
+                    token, chunk, parts = int32(last_token - CHUNK * j), int32(last_chunk - j), value_sums.wait(j)
+                    for i in range(WARPS):
+                        at = seq.batch, int32(token + 16 * i), head
+                        store(gDBeta, add_up(parts, i, WARPS, STATE_WARPS), at, cols=1)
+                    if WITH_GATES:
+                        gStateDots[chunk, head, 0] = tile_sum(add_up(parts, WARPS * STATE_WARPS, 1, STATE_WARPS))
+                    value_sums.release(j)
+            elif WITH_GATES and warpgroup.rank() == 2:
+                for j in range(n):
+                    token, chunk, parts = int32(last_token - CHUNK * j), int32(last_chunk - j), key_sums.wait(j)
+                    for i in range(WARPS):
+                        at = seq.batch, int32(token + 16 * i), head
+                        store(gQueryDots, load(subtile(parts, 16, i), COL_VEC), at, cols=1)
+                        store(gKeyDots, load(subtile(parts, 16, int32(WARPS + i)), COL_VEC), at, cols=1)
+                    gCarriedDots[chunk, head, 0] = tile_sum(add_up(parts, 2 * WARPS, 1, WARPS))
+                    key_sums.release(j)
         elif wg == DKDQ:
             warpgroup.claim_registers(DKDQ_REGISTERS)
             slot, head, seq, n, last_chunk, last_token = place(length, segments, heads)
             for j in range(n):
-                token, chunk = int32(last_token - CHUNK * j), int32(last_chunk - j)
+                token = int32(last_token - CHUNK * j)
                 keys, queries, douts, errors = k.wait(j), q.wait(j), do.wait(j), e.wait(j)
                 dp = warpgroup.mm_ABt(douts, errors)
                 dq = warpgroup.mm_AB(douts, s.wait(j))
@@ -191,20 +218,18 @@ def make(config: Config):
                 dq = warpgroup.mma_AB(dq, dp_tile, keys)
                 if WITH_GATES:  # before the next product, or registers would spill
                     dq = warpgroup.wait(dq)
-                    query_dots = dot_rows(dq, queries)
+                    sums = key_sums.claim(j)
+                    warpgroup.store(subtile(sums, CHUNK, 0), dot_rows(dq, queries))
                     written = warpgroup.mm_AB(errors, ds.wait(j))
                 else:
                     written = warpgroup.mm_AB(errors, ds.wait(j))
                     dq = warpgroup.wait(dq, newer=1)
                 warpgroup.send(gDQ, (seq.batch, token, head), out, dq)
-                if WITH_GATES:  # what is stored keeps the next fence waiting: behind one
-                    at = seq.batch, int32(token + 16 * warpgroup.rank()), head
-                    store(gQueryDots, query_dots, at, cols=1)
                 written = warpgroup.wait(written) * vectors_of.rows(chunk_vectors, BETA)
                 ds.release(j)
                 written = vectors_of.decay_rows(written, chunk_vectors, DECAY_TO_END)
                 if WITH_GATES:
-                    gCarriedDots[chunk, head, warpgroup.rank()] = tile_sum(dot_rows(written, keys))
+                    warpgroup.store(subtile(sums, CHUNK, 2), dot_rows(written, keys))
                 written = warpgroup.mma_AtB(written, dp_tile, queries)
                 dvs = dv.wait(j)
                 g = warpgroup.mm_ABt(dvs, errors)
@@ -224,18 +249,11 @@ def make(config: Config):
                 written = warpgroup.wait(written, newer=1)
                 read = warpgroup.wait(read)
                 if WITH_GATES:
-                    key_dots = dot_rows(written - read, keys)
+                    warpgroup.store(subtile(sums, CHUNK, 1), dot_rows(written - read, keys))
+                    key_sums.publish(j)
                 warpgroup.send(gDK, (seq.batch, token, head), out, written + read)
                 k.release(j)
                 vectors.release(j, None, True)
-                at = seq.batch, int32(token + 16 * warpgroup.rank()), head
-                if WITH_GATES:
-                    store(gKeyDots, key_dots, at, cols=1)
-                dbeta_rows, parts = zeros(COL_VEC), dbeta.wait(j)
-                for part in range(CONSUMERS * WARPS):
-                    dbeta_rows = dbeta_rows + load(subtile(parts, 16, int32(WARPS * part + warpgroup.rank())), COL_VEC)
-                dbeta.release(j)
-                store(gDBeta, dbeta_rows, at, cols=1)
             warpgroup.store_wait()
         else:
             warpgroup.claim_registers(CONSUMER_REGISTERS)
@@ -243,7 +261,7 @@ def make(config: Config):
             row = int32(COLUMNS * wg + 16 * warpgroup.rank())
             ds_t = load(gLastState, STATE, (slot, head, row, 0), aligned=False)
             for j in range(n):
-                token, chunk = int32(last_token - CHUNK * j), int32(last_chunk - j)
+                token = int32(last_token - CHUNK * j)
                 keys, chunk_vectors = k.wait(j), vectors.wait(j)
                 if wg == SCORER:  # before dS is stored, or registers would spill
                     s_qk = warpgroup.wait(warpgroup.mm_ABt(q.wait(j), keys))
@@ -280,16 +298,17 @@ def make(config: Config):
                 vectors.release(j, None, True)
                 errors = subtile(e.wait(j), CHUNK, 0, COLUMNS, wg)
                 errors = fp32(warpgroup.load_transposed(errors, TRANSPOSED, fenced=False))
-                store(subtile(dbeta.claim(j), CHUNK, warp), col_sum(z * errors))
-                dbeta.publish(j)
+                sums = value_sums.claim(j)
+                store(subtile(sums, CHUNK, warp), col_sum(z * errors))
                 if WITH_GATES:
                     me = warpgroup.id()  # not `wg`: addresses held over the loop would spill registers
-                    state_dot = dot_tiles(subtile(s.wait(j), COLUMNS, me), subtile(ds.wait(j), COLUMNS, me))
+                    dots = dot_rows_of_tiles(subtile(s.wait(j), COLUMNS, me), subtile(ds.wait(j), COLUMNS, me))
+                    store(subtile(sums, 16, int32(CHUNK * STATE_WARPS // 16 + warp)), dots)
+                value_sums.publish(j)
                 warpgroup.store_wait()
                 warpgroup.sync()
                 if WITH_GATES:
                     s.release(j)
-                    gStateDots[chunk, head, warp] = state_dot
                 e.release(j)
                 ds.release(j)
                 dv.wait(j)

@@ -18,7 +18,7 @@ from ..kernels import delta_chains_hopper, delta_chunk_states_hopper, delta_grad
 from ..parts.recurrent.delta_chunks import KEY_DIMS, ChunkVectors
 from ..parts.recurrent.tokens import CHUNK
 from .recurrent_checks import DTYPES, pad_key_dim
-from .recurrent_chunks import BLOCK_CHUNKS, SWAP_STATE_AXES, Arrays, ScratchAllocator, intern_value
+from .recurrent_chunks import BLOCK_CHUNKS, MIN_SEGMENT_CHUNKS, SWAP_STATE_AXES, Arrays, ScratchAllocator, intern_value
 from .recurrent_gradients import count_chunk_indices, plan_gate_sums, spread_to_tokens, sum_heads
 
 # Microseconds of a chunk of a head: in the walk, in the pass before it, in a step of a recurrence; as a part of what a
@@ -38,8 +38,8 @@ def choose_segments(items: int, chunks: int, processors: int) -> int:
         return LAUNCHES + items * chunks / processors * INVERSE + recurrences + walk
 
     whole = math.ceil(items / processors) * (chunks + BLOCK_CHUNKS) * (WALK + PASS)
-    best = min(range(2, max(2, min(chunks, processors // items)) + 1), key=cut)
-    return best if chunks > 1 and cut(best) < whole else 1
+    best = min(range(2, max(2, min(chunks // MIN_SEGMENT_CHUNKS, processors // items)) + 1), key=cut)
+    return best if chunks >= 2 * MIN_SEGMENT_CHUNKS and cut(best) < whole else 1
 
 
 def plan_delta_gradient_walk(problem: Problem, arrays: Arrays, scale: float, scratch: ScratchAllocator) -> list[Step]:
@@ -64,8 +64,7 @@ def plan_delta_gradient_walk(problem: Problem, arrays: Arrays, scale: float, scr
     known |= {"gDQ": outputs["dq"], "gDK": outputs["dk"], "gDV": arrays["dv"], "gDBeta": arrays["dbeta"]}
     finish: list[Step] = []
     if wants_gates:
-        sizes = {"carried": delta_gradients_hopper.WARPS, "states": delta_gradients_hopper.STATE_WARPS}
-        dots, finish = plan_gate_sums(problem, arrays, scratch, **sizes)
+        dots, finish = plan_gate_sums(problem, arrays, scratch, carried=1, states=1)
         known |= dots
     if shares_keys:
         finish += [step for name in ("dq", "dk") for step in sum_heads(problem, outputs[name], arrays[name])]

@@ -10,7 +10,7 @@ from places import OnInterpreter
 
 import attention
 from attention import reference
-from attention.plans import delta_gradients
+from attention.plans import delta_gradient_walk, delta_gradients
 from tiles.targets import SMALL
 
 
@@ -120,12 +120,42 @@ def test_packed_sequences_among_poison(place, monkeypatch, decay):
 
 
 @pytest.mark.parametrize(
-    ("arch", "length", "decay"), [("sm_80", 3, "channel"), ("sm_80", 65, "token"), ("sm_90a", 65, "token")]
+    ("arch", "length", "decay", "segments"),
+    [("sm_80", 3, "channel", 1), ("sm_80", 65, "token", 1), ("sm_90a", 65, "token", 1), ("sm_90a", 65, "token", 2)],
 )
-def test_as_compiled(as_compiled, arch, length, decay):
-    """The PTX of the walks over tokens, and of both kinds of kernels of chunks."""
+def test_as_compiled(as_compiled, monkeypatch, nothing_known, arch, length, decay, segments):
+    """The PTX of the walks over tokens, and of all kinds of kernels of chunks."""
     as_compiled(arch)
+    monkeypatch.setattr(delta_gradient_walk, "choose_segments", lambda *_: segments)
     check(OnInterpreter(), delta_case(length, decay, heads=1), family=None if arch == "sm_90a" else "sm_80")
+
+
+# ---- segments -----------------------------------------------------------------------------------------------------------
+SEGMENTS = [(2, 129, "token", bf16), (3, 65, "head", np.float16)]
+
+
+@pytest.mark.parametrize(("segments", "length", "decay", "dtype"), SEGMENTS)
+def test_segments(place, monkeypatch, nothing_known, segments, length, decay, dtype):
+    """Of unequal lengths, and more than there are chunks: dS goes from one to the next as if there were none."""
+    monkeypatch.setattr(delta_gradient_walk, "choose_segments", lambda *_: segments)
+    check(place, delta_case(length, decay, batch=2, key_dim=80, value_dim=80, key_heads=1, dtype=dtype))
+
+
+def test_segments_change_nothing(monkeypatch, nothing_known):
+    """The recurrences add in the order of the walk and of the pass before it, so in the interpreter the bits are the same."""
+    args = delta_case(70, "none")
+    whole = run(OnInterpreter(), args)
+    monkeypatch.setattr(delta_gradient_walk, "choose_segments", lambda *_: 2)
+    for name, x in run(OnInterpreter(), args, family="sm_90").items():
+        np.testing.assert_array_equal(x, whole[name])
+
+
+def test_how_many_segments():
+    """As many as fill the GPU's multiprocessors once, where one for each head would leave most of them idle."""
+    assert delta_gradient_walk.choose_segments(32, 128, 132) == 4
+    assert delta_gradient_walk.choose_segments(32, 512, 132) == 4
+    assert delta_gradient_walk.choose_segments(256, 32, 132) == 1
+    assert delta_gradient_walk.choose_segments(2, 3, 132) == 1
 
 
 # ---- beta, keys and gates -----------------------------------------------------------------------------------------------
