@@ -10,7 +10,8 @@
 Two warpgroups, the consumers, hold dS transposed, 64 columns of values each, and dU and Z as well: the product of one step,
 rounded, is the left operand of the next one without leaving the registers. They store dS and dV in shared memory. From there a
 third warpgroup computes what is summed over values, dP, G, dQ and dK, while the consumers are ahead by up to a chunk. So dS, Z
-and dP never go through global memory. L and what it multiplies are two parts each, high and low."""
+and dP never go through global memory. What all three sum of rows and columns is stored by warps of the fourth. L and what it
+multiplies are two parts each, high and low."""
 
 import functools
 import itertools

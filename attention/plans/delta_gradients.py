@@ -20,7 +20,7 @@ from ..kernels import (
     delta_states_ampere,
 )
 from ..kernels.linear_token_loop import WARPS
-from ..parts.recurrent.delta_chunks import KEY_DIMS, PANEL, ChunkVectors
+from ..parts.recurrent.delta_chunks import KEY_DIMS, PANEL
 from ..parts.recurrent.tokens import CHUNK, COLUMNS
 from .delta_gradient_walk import plan_delta_gradient_walk
 from .recurrent_checks import DTYPES, has_channel_decay, is_varlen, pad_key_dim
