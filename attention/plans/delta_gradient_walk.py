@@ -1,8 +1,8 @@
 """The plan of the delta rule's gradients on Hopper: S and E of all chunks, the walk in reverse, and small kernels for what
 several value heads share and for gates.
 
-S and E come from a pass over the tokens. Where heads are too few for the GPU, the walk is cut into segments, and what depends on
-no state is computed of all chunks at once; then two recurrences give S and E of all chunks, and dS after each segment."""
+S and E come from a pass over the tokens. Where heads are too few for the GPU, the walk is cut into segments, and what depends
+on no state is computed of all chunks at once; then two recurrences give S and E of all chunks, and dS after each segment."""
 
 import math
 from typing import Any
