@@ -1,7 +1,7 @@
 """Gradients of the delta rule chunk by chunk, with decays that are one number a token and head (or none): what the kernels of
 them share. Since Ampere these are four (delta_inverse_ampere.py, delta_states_ampere.py, delta_state_gradients_ampere.py,
-delta_gradients_ampere.py), on Hopper two (delta_chunk_states_hopper.py, delta_gradients_hopper.py), or where heads are few three
-(delta_inverse_hopper.py and delta_chains_hopper.py take the place of the first).
+delta_gradients_ampere.py), on Hopper two (delta_chunk_states_hopper.py, delta_gradients_hopper.py); where heads are few
+delta_inverse_hopper.py and delta_chains_hopper.py take the place of the first.
 
 With S the state before a chunk, b the cumulative sum of its gates, M = tril(exp(b_i - b_j)), where no exponent is positive, and
 N = stril(M * K K^T),
