@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from tiles.calls.schema import Problem
-from tiles.launching.arrays import Operand
 from tiles.launching.devices import machine
 
 from ..families import FamilyAndBlock, family_name, uses_hopper_kernels
@@ -14,8 +13,7 @@ from ..parts.backward.recomputed_scores import BiasRead
 from ..parts.backward.slope_gradient import NO_SLOPE_GRADIENT, choose_slope_gradient
 from ..parts.sequences import BatchedLayout
 from ..parts.variant import Variant
-from .forward_launches import DTYPES, choose_layout, load_bias_by_tma
-from .prepared_lists import BlockListPlan
+from .forward_launches import DTYPES, choose_layout, load_bias_by_tma, uses_block_lists
 from .variant_spec import VariantSpec
 
 LAST_BLOCK_STORES = {64: 1024, 128: 1024}  # by head_dim: up to how many keys dq_order.LastBlockStores is faster
@@ -35,8 +33,6 @@ def choose_kernel(
     spec: VariantSpec,
     deterministic: bool,
     family: str | FamilyAndBlock | None,
-    aux: Sequence[Operand],
-    listing: BlockListPlan | None,
     reads: Mapping[str, Sequence[BiasRead]],
 ) -> KernelChoice:
     """The KernelChoice for the variant `spec`; backward_launches.plan_launches documents the arguments."""
@@ -47,7 +43,7 @@ def choose_kernel(
     plain = (
         tma
         and seq_layout is BatchedLayout
-        and not (aux or reads.keys() - {"dbias"} or listing or accumulate or variant.uses_random)
+        and not (spec.aux or reads.keys() - {"dbias"} or spec.listing or accumulate or variant.uses_random)
     )
     shape = None
     if plain and not reads:
@@ -58,7 +54,7 @@ def choose_kernel(
         if not (deterministic or family_name(family)):  # deterministic parts of long sequences must have the bits of the whole
             shape = backward_ampere.short_shape(head_dim, value_dim, variant, q_len, kv_len)
             tma = plain = shape is None
-    by_list = listing is not None and seq_layout is BatchedLayout
+    by_list = uses_block_lists(problem, spec)
     all_see_first = seq_layout is BatchedLayout and not by_list and all_see_first_block(variant, q_len, kv_len)
     max_keys, block = (
         LAST_BLOCK_STORES.get(head_dim, 0) if plain and variant.monotonic else 0,
@@ -69,7 +65,7 @@ def choose_kernel(
     slope_gradient = NO_SLOPE_GRADIENT
     if "dalibi" in reads and (not tma or backward_hopper.computes_slopes(head_dim, value_dim, seq_layout)):
         slope_gradient = choose_slope_gradient(variant, reads["dalibi"][0])
-    kind = {"axes": tuple([len(x.form.shape) for x in aux]), "by_list": by_list, "seq_layout": seq_layout}
+    kind = {"axes": spec.axes, "by_list": by_list, "seq_layout": seq_layout}
     kind |= {"accumulate": accumulate, "slope_gradient": slope_gradient}
     if not tma:
         vector_bytes, target = problem.bytes_at_once(), machine(problem.device).target

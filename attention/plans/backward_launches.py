@@ -9,7 +9,6 @@ from typing import Any
 from tiles import fp32
 from tiles.calls.plan import Fill, Plan, nothing
 from tiles.calls.schema import Problem
-from tiles.launching.arrays import Operand
 from tiles.launching.devices import machine
 from tiles.launching.launch import kernel_for
 
@@ -25,8 +24,8 @@ from ..parts.backward.gradient_outputs import StoreGradient
 from ..parts.backward.recomputed_scores import BiasRead
 from ..parts.backward.slope_gradient import NO_SLOPE_GRADIENT
 from .backward_choice import choose_kernel
-from .forward_launches import DTYPES, LOG2_E, PreparationSteps, broadcast, choose_layout, describe_call, variant_arrays
-from .prepared_lists import BlockListPlan, check_call
+from .forward_launches import DTYPES, LOG2_E, PreparationSteps, broadcast, choose_layout, describe_call, variant_arguments
+from .prepared_lists import check_call
 from .query_lists import launch_query_lists
 from .query_split import QuerySplit, choose_split, partial_arguments
 from .score_gradients import ScoreGradients
@@ -42,15 +41,12 @@ def plan_launches(
     scale: float,
     deterministic: bool,
     family: str | None,
-    aux: Sequence[Operand] = (),
-    listing: BlockListPlan | None = None,
     reads: Mapping[str, Sequence[BiasRead]] = MappingProxyType({}),
     dsink: bool = False,
 ) -> Plan:
     """The launches of the gradients of the variant `spec`, whose scores were `scale` q k^T at first. deterministic: dQ is
-    summed in a fixed order. aux: the arrays that its functions read. listing: how lists say which query tiles see a key block;
-    None where no lists are needed. reads: by the name of a gradient, how scores read the array that it belongs to. dsink: is
-    the gradient of the sinks wanted?"""
+    summed in a fixed order. reads: by the name of a gradient, how scores read the array that it belongs to. dsink: is the
+    gradient of the sinks wanted?"""
     batch, q_len, heads, head_dim, kv_len, kv_heads, value_dim = problem(
         "batch", "seqlen_q", "heads", "head_dim", "seqlen_k", "heads_k", "head_dim_v"
     )
@@ -60,10 +56,10 @@ def plan_launches(
     if any(0 in problem[name].form.shape for name in ("q", "k")):  # no query sees a key
         return Plan([] if accumulate else [Fill(x, 0.0) for x in gradients if 0 not in x.form.shape], (), outputs)
     (seq_layout, seq_args), gpu = choose_layout(problem), machine(problem.device)
-    module, config, plain = choose_kernel(problem, spec, deterministic, family, aux, listing, reads)
+    module, config, plain = choose_kernel(problem, spec, deterministic, family, reads)
     if module is backward_wide_hopper:
         return plan_wide_launches(problem, spec, scale, config, deterministic, dsink)
-    slope_gradient, by_list = config.slope_gradient, config.by_list
+    slope_gradient, listing = config.slope_gradient, spec.listing
     parts, split = config.parts, QuerySplit()
     if seq_layout.packed:  # see sequences.Packed: each sequence begins a tile of its own
         ends = problem.extents["ends"]
@@ -88,16 +84,15 @@ def plan_launches(
     if isinstance(config.order, OrderedAdds):
         semaphores = config.order.semaphores * tiles
         order_args["dq_semaphores"] = before_main.allocate((batch * heads, semaphores), "int32")
-    variant_args = spec.numbers | {name: x for name, x in variant_arrays(problem).items() if name in spec.variant.params}
-    aux_args = {f"aux{n}": x for n, x in enumerate(aux)}
+    variant_args = variant_arguments(problem, spec)
     if listing and listing.blocked:
         marks = problem["marks"] or before_main.classify_blocks(listing.blocked)
         variant_args["marks"] = broadcast(marks, (*problem("sequences", "heads"), *marks.form.shape[2:]))
     list_args, survey_args = {}, {}
-    if listing and by_list:
+    if listing and config.by_list:
         if listing.ready_for:
             check_call(listing.ready_for, describe_call(problem, config, listing), but="tiles")
-        lists = launch_query_lists(before_main, spec, listing.varies, config, seq_args | variant_args, aux_args)
+        lists = launch_query_lists(before_main, spec, config, seq_args | variant_args)
         survey_args = {"classes": broadcast(classes := lists.pop("classes"), (batch, heads, *classes.form.shape[2:]))}
         list_args = {name: broadcast(x, (batch, kv_heads, *x.form.shape[2:])) for name, x in lists.items()}
     slope_args: dict[str, Any] = {}
@@ -106,25 +101,12 @@ def plan_launches(
         size = math.prod(problem["dalibi"].form.shape)
         slope_args["slope_sums"] = before_main.allocate((rows, size), "float32")
         before_main.steps.append(Fill(slope_args["slope_sums"], 0.0))
-    main = kernel_for(module, config, problem.device).bind(
-        partial_args["batch_heads"] * blocks,
-        gQ=problem["q"],
-        gK=problem["k"],
-        gV=problem["v"],
-        gDO=problem["dout"],
-        gLseDelta=lse_delta,
-        gDQAccum=dq_accum,
-        blocks=blocks,
-        raster_group=choose_raster_group(spec.variant.monotonic, config.order, gpu.processors, kv_len if plain else math.inf),
-        scale=spec.unit * LOG2_E,
-        unit=scale,
-        **partial_args,
-        **order_args,
-        **variant_args,
-        **list_args,
-        **aux_args,
-        **slope_args,
-    )
+    variant_args |= spec.aux_args
+    rasters = choose_raster_group(spec.variant.monotonic, config.order, gpu.processors, kv_len if plain else math.inf)
+    numbers = {"blocks": blocks, "raster_group": rasters, "scale": spec.unit * LOG2_E, "unit": scale}
+    arrays = {"gQ": problem["q"], "gK": problem["k"], "gV": problem["v"], "gDO": problem["dout"], "gLseDelta": lse_delta}
+    args = arrays | numbers | partial_args | order_args | variant_args | list_args | slope_args
+    main = kernel_for(module, config, problem.device).bind(partial_args["batch_heads"] * blocks, gDQAccum=dq_accum, **args)
     zeroed = lse_delta if config.single_block else dq_accum  # with a single block of keys there is nothing to clear
     preparation = _bind_prepare(problem, backward_preprocess.config_of(config), lse_delta, zeroed, tiles, order_args)
     steps = [*before_main.steps, preparation, main]
@@ -134,8 +116,7 @@ def plan_launches(
         steps.append(finishing.bind(batch * heads * tiles, gDQAccum=dq_accum, gDQ=problem["dq"], **finish_args))
     if dsink:
         steps.append(_bind_sinks(problem, sink_gradient.config_of(config), lse_delta, batch, tiles))
-    arrays = {"gQ": problem["q"], "gK": problem["k"], "gV": problem["v"], "gDO": problem["dout"], "gLseDelta": lse_delta}
-    score_args = arrays | seq_args | variant_args | survey_args | aux_args
+    score_args = arrays | seq_args | variant_args | survey_args
     score_gradients = ScoreGradients(problem, spec, config, after_main, score_args, gpu.processors)
     for name, reads_of_array in reads.items():
         if name == "dalibi" and slope_args:
@@ -175,29 +156,17 @@ def plan_wide_launches(
         problem, backward_preprocess.without_sums(by_keys), lse_delta, lse_delta, tiles, seq_args
     )  # clears nothing
     dq_args = {"heads": heads, "batch_heads": batch * heads, "group": group, "gDQ": problem["dq"]}
+    rasters = choose_raster_group(spec.variant.monotonic, UNORDERED, gpu.processors)
+    args = {"gQ": problem["q"], "gK": problem["k"], "gV": problem["v"], "gDO": problem["dout"], "gLseDelta": lse_delta}
+    args |= {"raster_group": rasters, "scale": spec.unit * LOG2_E, "unit": scale}
+    args |= seq_args | variant_arguments(problem, spec)
     steps = [preparation]
-    for module, config, count, args in [
+    for module, config, count, own in [
         (backward_wide_hopper, by_keys, blocks, partial_args),
         (backward_wide_queries_hopper, by_queries, -(-q_len // by_queries.rows), dq_args),
     ]:
-        steps.append(
-            kernel_for(module, config, problem.device).bind(
-                args["batch_heads"] * count,
-                gQ=problem["q"],
-                gK=problem["k"],
-                gV=problem["v"],
-                gDO=problem["dout"],
-                gLseDelta=lse_delta,
-                blocks=count,
-                raster_group=choose_raster_group(spec.variant.monotonic, UNORDERED, gpu.processors),
-                scale=spec.unit * LOG2_E,
-                unit=scale,
-                **seq_args,
-                **args,
-                **spec.numbers,
-                **{name: x for name, x in variant_arrays(problem).items() if name in spec.variant.params},
-            )
-        )
+        kernel = kernel_for(module, config, problem.device)
+        steps.append(kernel.bind(own["batch_heads"] * count, blocks=count, **own, **args))
     if dsink:
         steps.append(_bind_sinks(problem, sink_gradient.Config(by_keys.rows, StoreGradient(fp32)), lse_delta, batch, tiles))
     return Plan([*steps, *after_main.steps], before_main.scratch)

@@ -1,8 +1,7 @@
 """The launches of attention.decode: which kernels serve a problem, and with which arguments."""
 
-import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from tiles.calls.plan import Plan, Step
@@ -21,13 +20,13 @@ from ..parts.decode.splits import FixedSplits, StreamKSplits, choose_share_count
 from ..parts.decode.token_rows import PackedRows, UniformRows
 from ..parts.key_sources import IndexedCache, OneBuffer, PagedKeys
 from ..parts.online_softmax import SLACK
-from ..parts.scores import BiasedAhead, Capped, Scored, Sloped, Sunk
-from ..parts.variant import Both, Variant
-from ..parts.visibility import Masked
+from ..parts.scores import BiasedAhead, Scored, Sunk
+from ..parts.variant import Variant
+from ..parts.visibility import FULL
 from . import prefill_from_cache
 from .cache_append import has_descale_per_key, norm_operands, plan_append
 from .decode_norms import DecodeNorms
-from .forward_launches import DTYPES, LOG2_E, expand_axes, expand_bias
+from .forward_launches import DTYPES, LOG2_E, expand_axes, variant_arguments
 from .planning import INDICES, bias_part
 from .variant_spec import build_variant
 
@@ -108,7 +107,7 @@ def plan_prefill(
     features = "alibi" in problem, bias, "sink" in problem
     spec = build_variant(scale, causal, (left, right), softcap, *features, mask, score and Scored(score), norms.queries)
     args = {"gO": out, "gLse": lse, **append.length_args}
-    step = prefill_from_cache.plan_launch(problem, spec, family, append.queries, max_keys, aux, args)
+    step = prefill_from_cache.plan_launch(problem, spec._replace(aux=aux), family, append.queries, max_keys, args)
     return Plan([*append.steps, step], append.scratch)
 
 
@@ -143,14 +142,20 @@ def plan_split_kv(
     batch, tokens, heads, head_dim, kv_heads, value_dim = problem(
         "batch", "seqlen_q", "heads", "head_dim", "heads_k", "head_dim_v"
     )
-    packed, axes = "cu_seqlens" in problem, tuple(len(x.form.shape) for x in options.aux)
+    packed = "cu_seqlens" in problem
     sequences = problem.extents["sequences"] if packed else batch
     group, dtype, gpu = heads // kv_heads, DTYPES[problem.dtype], machine(problem.device)
     rows, vector_bytes = tokens * group, problem.bytes_at_once(*TILES)
     product, product_args = _select_product(problem)
     window, key_args, visible = _select_window(problem, options, max_keys)
     key_args |= append.length_args
-    variant, sink, unit, score_args, sink_args = _build_scores(problem, options, norms)
+    bias = BiasedAhead(last=options.score is None, in_units_of_one=True) if "bias" in problem else None
+    features = "alibi" in problem, bias, False, options.mask, options.score and ScoredRows(options.score)
+    spec = build_variant(options.scale, False, (None, None), options.softcap, *features, norms.rows)._replace(aux=options.aux)
+    variant, unit = Variant() if spec.variant is FULL else spec.variant, spec.unit  # the window masks keys
+    sink, sink_args = Variant(), {}
+    if "sink" in problem:
+        sink, sink_args = Sunk(), {"sinks": problem["sink"], "per_sink": 1 / unit}
     pdl, final = gpu.target.has_early_launch, FinalOutput(dtype, vector_bytes)
     keeps_sums = variant.allows_low_scores
     seq_layout, partial, seq_rows = (
@@ -169,18 +174,17 @@ def plan_split_kv(
     is_hopper_kernel = is_hopper_kernel and (family == HOPPER_FAMILY or seq_rows > decode_ampere.TALL_ROWS)
     kernels, kv_source = (decode_hopper, _select_tma_source(problem, options)) if is_hopper_kernel else (decode_ampere, None)
 
-    def config_for(split: type[FixedSplits], result: FinalOutput | FinalOrPartialOutput) -> Any:
+    def config_for(window: KeyWindow, split: type[FixedSplits], result: Any, few_keys: bool = False) -> Any:
         row_sink = Variant() if result is partial else sink
         if is_hopper_kernel:
             return decode_hopper.config_for(
-                head_dim, value_dim, dtype, variant, window, kv_source, result, row_sink, split, axes
+                head_dim, value_dim, dtype, variant, window, kv_source, result, row_sink, split, spec.axes
             )
         kind = variant, window, cache, result, row_sink, split, pdl
-        shape = seq_rows > decode_ampere.TILE_ROWS, gpu.shared_bytes, seq_layout, axes, norms.keys
+        shape = seq_rows > decode_ampere.TILE_ROWS, gpu.shared_bytes, seq_layout, spec.axes, norms.keys
         return decode_ampere.config_for(head_dim, value_dim, product, *kind, *shape, few_keys)
 
-    few_keys = False
-    config, stream_k = config_for(FixedSplits, final), "lengths" in problem and not packed and batch > 1
+    config, stream_k = config_for(window, FixedSplits, final), "lengths" in problem and not packed and batch > 1
     row_tiles = rows // config.tile_rows + sequences if packed else -(-rows // config.tile_rows)
     many_blocks = batch * kv_heads * row_tiles >= MANY_BLOCKS * gpu.processors
     few_keys = splits is None and stream_k and not is_hopper_kernel and visible <= FEW_KEYS and many_blocks
@@ -190,58 +194,69 @@ def plan_split_kv(
         count, stream_k = 1, False
     elif stream_k:
         window = GrowingKeyWindow(window.left, window.right, window.padded) if "k_new" in problem else window
-        config = config_for(StreamKSplits, FinalOrPartialOutput(final, partial))
+        config = config_for(window, StreamKSplits, FinalOrPartialOutput(final, partial))
         count = choose_share_count(kv_heads * row_tiles, config.ctas_per_sm * gpu.processors)
     else:
         count = choose_split_count(batch * kv_heads * row_tiles, -(-visible // config.kv), gpu.processors)
-    args = {"heads": kv_heads, "group": group, "scale": unit * LOG2_E, "sequences": batch, "tokens": tokens, "splits": count}
+    args: dict[str, Any] = {"heads": kv_heads, "group": group, "scale": unit * LOG2_E}
+    args |= {"sequences": batch, "tokens": tokens, "splits": count}
     out_args = {"out": _group_heads(out, 2, group), "lse": lse and _group_heads(lse, 1, group), **sink_args}
     steps, scratch, blocks = [], append.scratch, batch * count
     if count == 1:
-        config = config_for(FixedSplits, final)
+        config = config_for(window, FixedSplits, final, few_keys)
     else:
-        combined, parts, split_args = batch, (count, batch), {}
-        split = StreamKSplits(window, config.kv) if stream_k else FixedSplits()
+        combined, parts, split_args, split = batch, (count, batch), {}, FixedSplits()
         if stream_k:
-            blocks, parts, split_args = count, (count + batch, 1), key_args
+            blocks, parts, split_args, split = count, (count + batch, 1), key_args, StreamKSplits(window, config.kv)
             combined = batch if batch <= count else count - 1
         else:
-            config = config_for(FixedSplits, partial)
-        shapes = (*parts, kv_heads, rows, value_dim), *[(*parts, kv_heads, rows)] * (1 + keeps_sums)
-        partials = [problem.scratch(n, shape, "float32") for n, shape in enumerate(shapes, len(scratch))]
-        partial_args = dict(zip(("out_partial", "lse_partial", "sum_partial"), partials))
-        scratch = [*scratch, *((shape, "float32") for shape in shapes)]
-        last, slabs = decode_combine.Config(dtype, sink, split, pdl, keeps_sums), -(-value_dim // decode_combine.COLUMNS)
-        combine_args = {**partial_args, "rows": rows, "slabs": slabs, **args, **out_args, **split_args}
-        kernel = kernel_for(decode_combine, last, problem.device)
-        steps.append(kernel.bind(combined * kv_heads * rows * slabs, **combine_args))
-        out_args = {**partial_args, **(out_args if stream_k else {})}
-    page_args = {"page_size": problem.extents["seqlen_k"]} if kv_source is not None and kv_source.paged else {}
+            config = config_for(window, FixedSplits, partial)
+        partial_args, scratch = allocate_partials(problem, (*parts, kv_heads, rows), value_dim, keeps_sums, scratch)
+        last = decode_combine.Config(dtype, sink, split, pdl, keeps_sums)
+        combine_args = partial_args | args | out_args | split_args
+        steps.append(combine_partials(problem, last, combined * kv_heads, rows, value_dim, combine_args))
+        out_args = partial_args | (out_args if stream_k else {})
+    args |= cache_args | product_args | key_args | variant_arguments(problem, spec) | spec.aux_args | out_args
+    args |= norms.key_args
+    args |= {"ends": problem["cu_seqlens"]} if packed else {}
+    args |= {"page_size": problem.extents["seqlen_k"]} if kv_source is not None and kv_source.paged else {}
+    args["gQ"] = _group_heads(append.queries, 2, group) if is_hopper_kernel else order_by_rows(append.queries, group)
     first = kernel_for(kernels, config, problem.device).bind(
         blocks * kv_heads * row_tiles,
-        gQ=_group_heads(append.queries, 2, group) if is_hopper_kernel else order_by_rows(append.queries, group),
         gK=problem["k"],
         gV=problem["v"],
         row_tiles=row_tiles,
         slack=SLACK / (unit * LOG2_E),
-        **({"ends": problem["cu_seqlens"]} if packed else {}),
-        **{f"aux{n}": x for n, x in enumerate(options.aux)},
         **args,
-        **cache_args,
-        **page_args,
-        **product_args,
-        **key_args,
-        **(score_args | norms.key_args),
-        **out_args,
     )
     return Plan([*append.steps, first, *steps], scratch)
 
 
-def select_loader(problem: Problem) -> tuple[DenseLoader, int, dict[str, Operand]]:
-    """(how keys and values are loaded, the most keys that a sequence can have, the kernel's arguments for it). ValueError:
-    pages and batch_index are both passed; or neither, and the caches' batch is not the number of sequences."""
-    batch, batches, rows = problem("sequences", "batch_cache", "seqlen_k")
-    vector_bytes = problem.bytes_at_once(*TILES)
+def allocate_partials(
+    problem: Problem, rows: tuple[int, ...], columns: int, sums: bool, scratch: Sequence[tuple[tuple[int, ...], str]] = ()
+) -> tuple[dict[str, Any], list]:
+    """(the kernel's arguments for partial outputs, the scratch memory with theirs). rows: (split, batch, head, row). sums: are
+    there row sums, too?"""
+    shapes = {"out_partial": (*rows, columns), "lse_partial": rows} | ({"sum_partial": rows} if sums else {})
+    args = {name: problem.scratch(n, shape, "float32") for n, (name, shape) in enumerate(shapes.items(), len(scratch))}
+    return args, [*scratch, *[(shape, "float32") for shape in shapes.values()]]
+
+
+def combine_partials(
+    problem: Problem, config: decode_combine.Config, heads: int, rows: int, columns: int, args: dict[str, Any]
+) -> Step:
+    """The launch that combines partial outputs, of so many heads of all sequences."""
+    slabs = -(-columns // decode_combine.COLUMNS)
+    kernel = kernel_for(decode_combine, config, problem.device)
+    return kernel.bind(heads * rows * slabs, rows=rows, slabs=slabs, **args)
+
+
+def select_loader(problem: Problem, vector_bytes: int, name: str = "k") -> tuple[DenseLoader, int, dict[str, Operand]]:
+    """(how keys and values are loaded, the most keys that a sequence can have, the kernel's arguments for it). name: of the
+    cache. ValueError: pages and batch_index are both passed; or neither, and the cache's batch is not the number of
+    sequences."""
+    batches, rows = problem("batch_cache", "seqlen_k")
+    batch = problem.extents.get("sequences", problem.extents["batch"])
     if "pages" in problem:
         if "batch_index" in problem:
             raise ValueError("batch_index: must be None where pages is passed, which says already where a sequence's keys are")
@@ -251,8 +266,8 @@ def select_loader(problem: Problem) -> tuple[DenseLoader, int, dict[str, Operand
     if batches != batch:
         if "cu_seqlens" in problem:
             rule = f"batch must equal the number of sequences, {batch}, unless pages or batch_index is passed"
-            raise problem.error("k", rule, "k")
-        raise problem.error("k", "batch must equal q's unless pages or batch_index is passed", "k", "q")
+            raise problem.error(name, rule, name)
+        raise problem.error(name, "batch must equal q's unless pages or batch_index is passed", name, "q")
     return DenseLoader(vector_bytes), rows, {}
 
 
@@ -323,36 +338,6 @@ def _select_window(problem: Problem, options: DecodeOptions, max_keys: int) -> t
     visible = max_keys if left is None else min(max_keys, left + tokens + (right or 0))
     kind = KeyWindow if "lengths" in problem else WholeCacheWindow
     return kind(left is not None, right is not None, "leftpad" in problem), args, visible
-
-
-def _build_scores(
-    problem: Problem, options: DecodeOptions, norms: DecodeNorms
-) -> tuple[Variant, Variant, float, dict[str, Any], dict[str, Any]]:
-    """(the variant of scores, the variant that adds a sink to row sums, the unit of scores, the kernel's arguments for the
-    first, those for the second)"""
-    parts, args, unit = [*norms.rows], {**norms.query_args}, options.scale
-    if options.softcap is not None:
-        parts.append(Capped())
-        args["per_cap"], unit = unit / options.softcap, options.softcap
-    if "alibi" in problem:
-        parts.append(Sloped(ordered=False, last=False))
-        args |= {"slopes": expand_axes(problem, "alibi", ("sequences", "heads")), "per_slope": 1 / unit}
-    if "bias" in problem:
-        bias = BiasedAhead(last=options.score is None, in_units_of_one=True)
-        parts.append(bias)
-        added, unit = bias.bind_unit(unit)
-        args |= {"bias": expand_bias(problem), **added}
-    if options.score is not None:
-        scored = ScoredRows(options.score)
-        parts.append(scored)
-        added, unit = scored.bind_unit(unit)
-        args |= added
-    if options.mask is not None:
-        parts.append(Masked(options.mask))
-    variant = functools.reduce(Both, parts) if parts else Variant()
-    if "sink" not in problem:
-        return variant, Variant(), unit, args, {}
-    return variant, Sunk(), unit, args, {"sinks": problem["sink"], "per_sink": 1 / unit}
 
 
 def _group_heads(operand: Operand, axis: int, group: int) -> Operand:

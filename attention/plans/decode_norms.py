@@ -1,5 +1,7 @@
 """The norms of a call of attention.decode: the objects for queries and keys, and the arrays that they read."""
 
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from tiles.calls.schema import Problem
@@ -19,28 +21,26 @@ from .forward_launches import choose_norm, norm_arrays
 
 
 class DecodeNorms(NamedTuple):
-    """The norms that attention's kernels apply. queries: [(variant, its arguments)] for tiles whose rows belong to one head.
-    rows: [variant] for tiles whose rows belong to several heads. Both are empty without a norm. keys: of the cache's keys.
-    query_args, key_args: the kernel's arguments for `rows` and for `keys`."""
+    """The norms that attention's kernels apply. queries: [(variant, its numbers)] for tiles whose rows belong to one head.
+    rows: the same for tiles whose rows belong to several heads. Both are empty without a norm. keys: of the cache's keys, with
+    the kernel's arguments key_args."""
 
-    queries: list[tuple[Variant, dict[str, Any]]]
-    rows: list[Variant]
-    keys: PlainKeys
-    query_args: dict[str, Any]
-    key_args: dict[str, Any]
+    queries: Sequence[tuple[Variant, dict[str, Any]]] = ()
+    rows: Sequence[tuple[Variant, dict[str, Any]]] = ()
+    keys: PlainKeys = PLAIN_KEYS
+    key_args: Mapping[str, Any] = MappingProxyType({})
 
 
 def select_norms(problem: Problem, norm_eps: float) -> DecodeNorms:
     """The norms of a call: of queries, unless these are normalised before they are rotated, and of the cache's keys.
     ValueError: the arrays do not fit."""
     numbers: dict[str, Any] = {"norm_eps": norm_eps, "columns": problem.extents["head_dim"]}
-    norms = DecodeNorms([], [], PLAIN_KEYS, {}, {})
+    norms = DecodeNorms()
     q_norm, k_norm = (choose_norm(problem, name) for name in ("q_norm", "k_norm"))
     if q_norm is not None and "cos" not in problem:
         same_weights = all(problem.axes(name) == ("head_dim",) for name in ("q_norm", "q_norm_bias") if name in problem)
         norm = (MultiHeadLayerNorm if isinstance(q_norm, LayerNorm) else MultiHeadRmsNorm)(same_weights)
-        args = norm_arrays(problem, "q_norm", ("heads", "head_dim")) | numbers
-        norms = norms._replace(queries=[(Normed(q_norm), numbers)], rows=[MultiHeadNormed(norm)], query_args=args)
+        norms = norms._replace(queries=[(Normed(q_norm), numbers)], rows=[(MultiHeadNormed(norm), numbers)])
     if k_norm is not None:
         args = {name.replace("norm", "k"): x for name, x in norm_arrays(problem, "k_norm", ("heads_k", "head_dim")).items()}
         keys = LayerNormedKeys() if isinstance(k_norm, LayerNorm) else RmsNormedKeys()

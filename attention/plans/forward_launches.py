@@ -1,13 +1,12 @@
 """From a VariantSpec to the launches of forward: which kernels and configurations serve a problem, and with which arguments."""
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 from tiles.calls.plan import Fill, Plan, Step, nothing
 from tiles.calls.schema import Problem
 from tiles.dtypes import bf16, fp8e4m3, fp16
-from tiles.launching.arrays import ALIGNMENT, Operand
+from tiles.launching.arrays import ALIGNMENT, Number, Operand
 from tiles.launching.devices import machine, persistent
 from tiles.launching.launch import kernel_for
 
@@ -125,20 +124,11 @@ class PreparationSteps:
         self.launch(block_masks, block_masks.Config(), grid, marks=result, **numbers, **lists)
         return result
 
-    def list_key_blocks(
-        self,
-        spec: VariantSpec,
-        varies: tuple[bool, bool],
-        config: Any,
-        blocks: int,
-        args: dict[str, Any],
-        aux_args: dict[str, Any],
-    ) -> Operand:
-        """The lists of key blocks of `blocks` query tiles, written by two launches (key_block_lists.py). varies: (do they
-        differ by batch? by head?). args: the kernel's arguments for the variant and the sequences. aux_args: the arrays of
-        aux."""
-        batch, heads, kv_len = self.problem("batch", "heads", "seqlen_k")
-        grid_extents, keys = (batch if varies[0] else 1, heads if varies[1] else 1), -(-kv_len // config.kv)
+    def list_key_blocks(self, spec: VariantSpec, config: Any, blocks: int, args: dict[str, Any]) -> Operand:
+        """The lists of key blocks of `blocks` query tiles, written by two launches (key_block_lists.py). args: the kernel's
+        arguments for the variant and the sequences."""
+        (batch, heads, kv_len), (by_batch, by_head) = self.problem("batch", "heads", "seqlen_k"), spec.lists_vary
+        grid_extents, keys = (batch if by_batch else 1, heads if by_head else 1), -(-kv_len // config.kv)
         block_lists, classes = (
             self.allocate((*grid_extents, blocks, key_block_lists.HEAD + keys), "int32"),
             self.allocate((*grid_extents, blocks, keys), "int8"),
@@ -148,7 +138,7 @@ class PreparationSteps:
         compaction = key_block_lists.Compaction(spec.variant, config.rows, config.kv)
         tiles, groups = grid_extents[0] * grid_extents[1] * blocks, -(-keys // key_block_lists.WARPS)
         args |= {"classes": classes, "unseen": unseen, "blocks": blocks, "heads": grid_extents[1]}
-        self.launch(survey, survey, tiles * groups, groups=groups, **args, **aux_args)
+        self.launch(survey, survey, tiles * groups, groups=groups, **args, **spec.aux_args)
         self.launch(compaction, compaction, tiles, lists=block_lists, **args)
         return block_lists
 
@@ -158,15 +148,12 @@ def plan_forward(
     spec: VariantSpec,
     return_lse: bool,
     family: str | FamilyAndBlock | None,
-    aux: Sequence[Operand] = (),
-    listing: BlockListPlan | None = None,
     norm_eps: float = 0.0,
     units: tuple[float, float] = (1.0, 1.0),
 ) -> Plan:
     """The Plan of a VariantSpec. Launches before attention normalise keys, convert or transpose fp8, and write the map of a
     BlockMask; if the variant is data-dependent, and each sequence has a batch of its own, launches also write lists of key
-    blocks. listing: how these lists are written, None if none are needed. If the schema has no results, the Plan only writes
-    the lists, and returns them as BlockLists."""
+    blocks. If the schema has no results, the Plan only writes the lists, and returns them as BlockLists."""
     batch, q_len, heads, head_dim, kv_len, kv_heads, value_dim = problem(
         "batch", "seqlen_q", "heads", "head_dim", "seqlen_k", "heads_k", "head_dim_v"
     )
@@ -182,17 +169,16 @@ def plan_forward(
             raise problem.error("k", "must have at least one key where there is a sink", "k")
         choose_family(problem, family, tma=True)  # raises the same errors as for other calls; nothing is read
         return Plan([Fill(x, value) for x, value in ((out, 0), (lse, -math.inf)) if x and not accumulates], (), give)
-    layout_args, by_list = choose_layout(problem)[1], uses_block_lists(problem, listing)
+    layout_args, by_list, listing = choose_layout(problem)[1], uses_block_lists(problem, spec), spec.listing
     if only_lists and listing is None:
         raise ValueError("mask: lists of key blocks need a mask or blocks: mask=None, blocks=None")
     if (only_lists or "lists" in problem) and not by_list:
         name = "lengths_k" if "lengths_k" in problem else "cu_seqlens"
         raise problem.error(name, "must be None with lists of key blocks", name)
-    spec, config = choose_config(problem, spec, family, aux, listing)
+    variant_args = variant_arguments(problem, spec)
+    spec, config = choose_config(problem, spec, family)
     blocks = count_tiles(problem, config)[0]
     before, key_norm = PreparationSteps(problem), choose_norm(problem, "k_norm")
-    variant_args = spec.numbers | variant_arrays(problem)
-    aux_args = {f"aux{n}": x for n, x in enumerate(aux)}
     if listing and listing.blocked:
         marks = problem["marks"] or before.classify_blocks(listing.blocked)
         variant_args["marks"] = broadcast(marks, (*problem("sequences", "heads"), *marks.form.shape[2:]))
@@ -200,9 +186,7 @@ def plan_forward(
         if listing.ready_for:
             check_call(listing.ready_for, describe_call(problem, config, listing))
         scores_args = {name: x for name, x in variant_args.items() if name in spec.variant.params}
-        block_lists = problem["lists"] or before.list_key_blocks(
-            spec, listing.varies, config, blocks, layout_args | scores_args, aux_args
-        )
+        block_lists = problem["lists"] or before.list_key_blocks(spec, config, blocks, layout_args | scores_args)
         if only_lists:
             marked = (marks, listing.blocked.rows, listing.blocked.cols) if listing.blocked else None
             return Plan(
@@ -213,26 +197,21 @@ def plan_forward(
     if isinstance(config, forward_fp8_hopper.Config) and config.v_transpose.before:
         values = before.transpose_v(values)
     keys = keys if key_norm is None else before.normalize_keys(keys, key_norm, config.head_dim, norm_eps)
-    args = {"gQ": problem["q"], "gK": keys, "gV": values, "gO": out, "gLse": lse, **layout_args, **variant_args, **aux_args}
+    args = {"gQ": problem["q"], "gK": keys, "gV": values, "gO": out, "gLse": lse}
+    args |= layout_args | variant_args | spec.aux_args
     return Plan([*before.steps, bind_launch(problem, spec, config, kv_len, **args)], before.scratch, give)
 
 
-def uses_block_lists(problem: Problem, listing: BlockListPlan | None) -> bool:
+def uses_block_lists(problem: Problem, spec: VariantSpec) -> bool:
     """Do lists say which key blocks a query tile reads?"""
-    return listing is not None and choose_layout(problem)[0] is BatchedLayout
+    return spec.listing is not None and choose_layout(problem)[0] is BatchedLayout
 
 
-def choose_config(
-    problem: Problem,
-    spec: VariantSpec,
-    family: str | FamilyAndBlock | None,
-    aux: Sequence[Operand],
-    listing: BlockListPlan | None,
-) -> tuple[VariantSpec, Shape]:
+def choose_config(problem: Problem, spec: VariantSpec, family: str | FamilyAndBlock | None) -> tuple[VariantSpec, Shape]:
     """(the VariantSpec as the kernel takes it, the kernel's configuration), for a problem that has queries and keys: see
     `plan_forward`."""
-    (seq_layout, _), schema, axes = choose_layout(problem), problem.schema, tuple(len(x.form.shape) for x in aux)
-    tma, by_list = uses_hopper_kernels(problem, family), uses_block_lists(problem, listing)
+    (seq_layout, _), schema, axes = choose_layout(problem), problem.schema, spec.axes
+    tma, by_list = uses_hopper_kernels(problem, family), uses_block_lists(problem, spec)
     if tma and problem.dtype != "float8_e4m3fn":
         spec = spec._replace(variant=load_bias_by_tma(problem, spec.variant))
     written = schema.arguments["out"] if schema.written else None
@@ -357,21 +336,17 @@ def describe_call(problem: Problem, config: Any, listing: BlockListPlan) -> str:
     return "; ".join([f"{queries=}; {keys=}", *each, f"tiles={config.rows} x {config.kv}", listing.description])
 
 
-def variant_arrays(problem: Problem) -> dict[str, Operand]:
-    """{argument of the kernel: array} of the arrays that variants read."""
+def variant_arguments(problem: Problem, spec: VariantSpec) -> dict[str, Number | Operand | float]:
+    """{argument of the kernel: number or array} of what a variant reads, without aux."""
     slopes = expand_axes(problem, "alibi", ("sequences", "heads"))
     if (
         slopes is not None and "parts" in problem.extents
     ):  # each part is a sequence, and all have the same slopes: see _query_parts_args
         batch, parts, heads = problem("batch", "parts", "heads")
         slopes = slopes._replace(form=slopes.form._replace(shape=(batch * parts, heads)))
-    arrays = {
-        "slopes": slopes,
-        "sinks": problem["sink"],
-        "bias": expand_bias(problem),
-    }
-    arrays["seeds"] = problem["seed"]
-    return {name: x for name, x in arrays.items() if x is not None} | norm_arrays(problem, "q_norm", ("heads", "head_dim"))
+    arrays = {"slopes": slopes, "sinks": problem["sink"], "bias": expand_bias(problem), "seeds": problem["seed"]}
+    arrays |= norm_arrays(problem, "q_norm", ("heads", "head_dim")) if "norm_weights" in spec.variant.params else {}
+    return spec.numbers | {name: x for name, x in arrays.items() if name in spec.variant.params}
 
 
 def expand_bias(problem: Problem) -> Operand | None:

@@ -8,28 +8,17 @@ from collections.abc import Sequence
 from tiles.calls.plan import Plan, Step
 from tiles.calls.program import program
 from tiles.calls.schema import Problem, Schema
-from tiles.launching.arrays import Number, Operand
+from tiles.launching.arrays import Number
 
 from ..parts.block_masks import MAX_WARP_ROWS
 from ..parts.variant import Variant
 from ..scoring.algebra import score_variant
-from ..scoring.index_checks import IndexingFunctions, plan_index_checks
 from . import split_forward
 from .call_options import OF_AUX, OF_BLOCKS, ListOptions, RandomOptions, ResultOptions, ScoreOptions, autograd
 from .forward_launches import choose_config, plan_forward
 from .fp8_checks import FP8_SCHEMA, check_output, fp8_cache_schema
 from .gradient import NO_SECOND_DERIVATIVES, program_gradient
-from .planning import (
-    bias_part,
-    check_extents,
-    is_ordered,
-    load_functions,
-    norm_and_dropout_parts,
-    plan_block_lists,
-    reduce_to_window,
-    resolve_scale,
-)
-from .prepared_lists import BlockListPlan
+from .planning import build_scores, check_extents, norm_and_dropout_parts, resolve_scale
 from .variant_spec import VariantSpec, build_variant
 
 FORWARD = Schema(
@@ -166,9 +155,9 @@ def planned_variant(
 ) -> Plan:
     """The Plan of a variant. more: its further parts, with {argument of the kernel: number}. numbers: further numbers. units:
     the descales of keys and values that are converted first."""
-    spec, aux, listing, index_checks = variant_of(problem, scores, lists, result.scale, extra_parts)
+    spec, index_checks = variant_of(problem, scores, lists, result.scale, extra_parts)
     spec = spec._replace(numbers=spec.numbers | (numbers or {}))
-    plan = plan_forward(problem, spec, result.return_lse, result.family, aux, listing, norm_eps, units)
+    plan = plan_forward(problem, spec, result.return_lse, result.family, norm_eps, units)
     return plan._replace(steps=[*index_checks, *plan.steps])
 
 
@@ -181,8 +170,8 @@ def kv_block_size(
     extra_parts: Sequence[tuple[Variant, dict]],
 ) -> int:
     """How many keys a block has in the kernel for a call of _variant, or for the same call of _forward."""
-    spec, aux, listing, _ = variant_of(problem, scores, lists, scale, extra_parts)
-    return choose_config(problem, spec, family, aux, listing)[1].kv
+    spec, _ = variant_of(problem, scores, lists, scale, extra_parts)
+    return choose_config(problem, spec, family)[1].kv
 
 
 def variant_of(
@@ -191,36 +180,8 @@ def variant_of(
     lists: ListOptions,
     scale: float | None,
     extra_parts: Sequence[tuple[Variant, dict[str, float | Number]]],
-) -> tuple[VariantSpec, list[Operand], BlockListPlan | None, list[Step]]:
-    """(the VariantSpec, the arrays of aux, how lists of key blocks are written, the steps that check the indices of aux)"""
-    causal, left, right, softcap, mask, score = scores
-    masking, scoring, aux = load_functions(problem, mask, score)
-    if (mask or score) and "parts" in problem.extents:
+) -> tuple[VariantSpec, list[Step]]:
+    """(the VariantSpec, the steps that check the indices of aux)"""
+    if (scores.mask or scores.score) and "parts" in problem.extents:
         raise NotImplementedError("lengths_k: of shape (B, C) is not supported with mask or score")
-    indexing = IndexingFunctions(masking, scoring, aux, causal, left, right, problem.extents["seqlen_k"])
-    index_checks = plan_index_checks(problem, indexing, listed=lists.ready_for is not None)
-    axes, extra_parts = [len(x.form.shape) for x in aux], [*extra_parts]
-    masking, causal, (left, right) = reduce_to_window(problem, masking, axes, causal, (left, right))
-    listing = plan_block_lists(
-        problem,
-        masking,
-        f"{mask=!s}; window={(left, 0 if causal else right)}",
-        lists.block_size,
-        MAX_WARP_ROWS,
-        lists.ready_for,
-    )
-    if listing and listing.blocked:
-        extra_parts.append((listing.blocked, {}))
-    spec = build_variant(
-        resolve_scale(problem, scale),
-        causal,
-        (left, right),
-        softcap,
-        "alibi" in problem,
-        bias_part(problem, last=scoring is None, in_units_of_one=True),
-        "sink" in problem,
-        None if listing and listing.blocked else masking,
-        scoring and score_variant(scoring, axes, is_ordered(problem, 0 if causal else right)),
-        extra_parts,
-    )
-    return spec, aux, listing, index_checks
+    return build_scores(problem, scores, lists, MAX_WARP_ROWS, resolve_scale(problem, scale), score_variant, extra_parts)

@@ -2,20 +2,23 @@
 
 from collections.abc import Callable, Sequence
 
+from tiles.calls.plan import Step
 from tiles.calls.schema import Problem
 from tiles.launching.arrays import Number, Operand
 
 from ..options import SCALE_RANGE
 from ..parts.block_masks import FIELDS, Blocked, BlockedMask
 from ..parts.norms import Normed
-from ..parts.scores import Biased, BiasedByKey
+from ..parts.scores import Biased, BiasedByKey, Scored, SlopedBy
 from ..parts.variant import Variant
 from ..parts.weight_dropout import Dropped, DroppedSeedInMemory, dropout_numbers
 from ..scoring.algebra import mask_bounds, min_end
+from ..scoring.index_checks import IndexingFunctions, plan_index_checks
 from ..scoring.python_functions import check_function, find_function, reads_argument
-from .call_options import AUX
+from .call_options import AUX, ListOptions, ScoreOptions
 from .forward_launches import choose_norm
 from .prepared_lists import BlockListPlan
+from .variant_spec import VariantSpec, build_variant
 
 INDICES = 2**24  # indices in kernels are float32, exact below this
 
@@ -70,6 +73,43 @@ def load_functions(
     return masking, scoring, aux
 
 
+def build_scores(
+    problem: Problem,
+    scores: ScoreOptions,
+    lists: ListOptions,
+    warp_rows: int,
+    scale: float,
+    score_variant: Callable[[Callable, tuple[int, ...], bool], Scored | SlopedBy],
+    extra_parts: Sequence[tuple[Variant, dict[str, float | Number]]],
+    for_gradients: bool = False,
+) -> tuple[VariantSpec, list[Step]]:
+    """(the VariantSpec of a call's options, the steps that check the indices of aux). warp_rows: see Blocked.
+    score_variant(function, axes, ordered): the variant of the score function. for_gradients: then scores keep their unit, and
+    have no sink, which nothing but lse knows."""
+    causal, left, right, softcap, mask, score = scores
+    masking, scoring, aux = load_functions(problem, mask, score)
+    indexing = IndexingFunctions(masking, scoring, aux, causal, left, right, problem.extents["seqlen_k"])
+    index_checks = plan_index_checks(problem, indexing, lists.ready_for is not None)
+    axes = tuple([len(x.form.shape) for x in aux])
+    masking, causal, (left, right) = reduce_to_window(problem, masking, axes, causal, (left, right))
+    end = 0 if causal else right
+    listing = plan_block_lists(problem, masking, f"{mask=!s}; window={(left, end)}", lists, warp_rows)
+    blocked = listing and listing.blocked
+    spec = build_variant(
+        scale,
+        causal,
+        (left, right),
+        softcap,
+        "alibi" in problem,
+        bias_part(problem, last=scoring is None, in_units_of_one=not for_gradients),
+        "sink" in problem and not for_gradients,
+        None if blocked else masking,
+        scoring and score_variant(scoring, axes, is_ordered(problem, end)),
+        [*extra_parts, (blocked, {})] if blocked else extra_parts,
+    )
+    return spec._replace(aux=aux, listing=listing), index_checks
+
+
 def reduce_to_window(
     problem: Problem,
     mask: Callable | None,
@@ -117,13 +157,12 @@ def plan_block_lists(
     problem: Problem,
     mask: Callable | None,
     description: str,
-    size: tuple[int, int] | None,
+    lists: ListOptions,
     warp_rows: int,
-    ready_for: str | None,
 ) -> BlockListPlan | None:
-    """How lists of key blocks are written for a mask and a BlockMask with blocks of this size; None if none are needed.
-    description: of the mask and the window. warp_rows: see Blocked. ready_for: what lists in `blocks` were made for."""
-    listing = None
+    """How lists of key blocks are written for a mask and a BlockMask; None if none are needed. description: of the mask and
+    the window. warp_rows: see Blocked."""
+    listing, size, ready_for = None, lists.block_size, lists.ready_for
     if mask is not None or ready_for:
         varies = (reads_argument(mask, 0), reads_argument(mask, 1)) if mask else (False, False)
         listing = BlockListPlan(description, varies, None, ready_for)

@@ -2,7 +2,6 @@
 keys in a cache (key_sources.py, sequences.py)."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,26 +12,20 @@ from tiles.launching.arrays import Operand
 from ..families import HOPPER_FAMILY, uses_hopper_kernels
 from ..parts.key_sources import IndexedCache, OneBuffer, PagedKeys
 from ..parts.sequences import KvCacheLayout, PackedKvCacheLayout
-from .forward_launches import Shape, bind_launch, config_for_problem, load_bias_by_tma, variant_arrays
+from .forward_launches import Shape, bind_launch, config_for_problem, load_bias_by_tma, variant_arguments
 from .variant_spec import VariantSpec
 
 BOX_ROWS = 8  # TMA loads a tile in boxes of a multiple of so many rows
 
 
 def plan_launch(
-    problem: Problem,
-    spec: VariantSpec,
-    family: str | None,
-    queries: Operand,
-    max_keys: int,
-    aux: Sequence[Operand],
-    args: dict[str, Any],
+    problem: Problem, spec: VariantSpec, family: str | None, queries: Operand, max_keys: int, args: dict[str, Any]
 ) -> Step:
-    """The launch of forward's kernel for a variant. max_keys: of a sequence. aux: the arrays that functions in Python read.
-    args: the kernel's arguments for lengths and output. ValueError: the family cannot serve the call."""
+    """The launch of forward's kernel for a variant. max_keys: of a sequence. args: the kernel's arguments for lengths and
+    output. ValueError: the family cannot serve the call."""
     packed, paged = "cu_seqlens" in problem, "pages" in problem
     seq_layout = PackedKvCacheLayout if packed else KvCacheLayout
-    kind: dict[str, Any] = {"seq_layout": seq_layout, "axes": tuple(len(x.form.shape) for x in aux)}
+    kind: dict[str, Any] = {"seq_layout": seq_layout, "axes": spec.axes}
     cached = packed or "batch_index" in problem
     kind["kv_source"] = PagedKeys(1, "left" in spec.variant.params) if paged else IndexedCache() if cached else OneBuffer()
     hopper_spec = spec._replace(variant=load_bias_by_tma(problem, spec.variant))
@@ -47,14 +40,11 @@ def plan_launch(
         )
     tma = uses_hopper_kernels(problem, family, problem.by_tma and parts > 0)
     config: Shape = hopper if tma else config_for_problem(problem, spec, False, max_keys, **kind)
-    spec = hopper_spec if tma else spec
     if tma and paged:
         config = replace(hopper, kv_source=PagedKeys(parts, "left" in spec.variant.params))
     arrays = {"gQ": queries, "gK": problem["k"], "gV": problem["v"], "leftpad": problem["leftpad"]}
     arrays |= {"ends": problem["cu_seqlens"]} if packed else {"q_len": problem.extents["seqlen_q"]}
     arrays |= {"pages": problem["pages"], "page_size": problem.extents["seqlen_k"]} if paged else {}
     arrays |= {"batch_index": problem["batch_index"]} if isinstance(config.kv_source, IndexedCache) else {}
-    arrays |= {f"aux{n}": x for n, x in enumerate(aux)}
-    params = config.params.fields  # without those of q's norm if q is normalised before
-    read = {name: x for name, x in variant_arrays(problem).items() if name in params}
-    return bind_launch(problem, spec, config, max_keys, **arrays, **args, **spec.numbers, **read)
+    args = arrays | args | variant_arguments(problem, spec) | spec.aux_args
+    return bind_launch(problem, hopper_spec if tma else spec, config, max_keys, **args)

@@ -11,19 +11,12 @@ from .forward_launches import PreparationSteps
 from .variant_spec import VariantSpec
 
 
-def launch_query_lists(
-    before: PreparationSteps,
-    spec: VariantSpec,
-    varies: tuple[bool, bool],
-    config: Any,
-    args: dict[str, Any],
-    aux: dict[str, Any],
-) -> dict[str, Operand]:
+def launch_query_lists(before: PreparationSteps, spec: VariantSpec, config: Any, args: dict[str, Any]) -> dict[str, Operand]:
     """Adds launches to `before` that build the lists of query tiles of all key blocks. Returns the lists, the classes that they
-    were built from, and with deterministic sums the ranks. varies: do lists differ by batch, by head? args: of the variant and
-    of sequences. aux: the arrays that the variant's functions read."""
+    were built from, and with deterministic sums the ranks. args: of the variant and of sequences."""
     batch, heads, kv_heads, q_len, kv_len = before.problem("batch", "heads", "heads_k", "seqlen_q", "seqlen_k")
-    batches, by_head = batch if varies[0] else 1, varies[1]
+    by_batch, by_head = spec.lists_vary
+    batches = batch if by_batch else 1
     tiles, blocks = -(-q_len // config.rows), -(-kv_len // config.kv)
     class_heads, list_heads = (heads, kv_heads) if by_head else (1, 1)
     classes = before.allocate((batches, class_heads, tiles, blocks), "int8")
@@ -33,7 +26,7 @@ def launch_query_lists(
     survey, build, rank = Survey(*shape, config.axes), BuildQueryLists(*shape), RankKeyBlocks(*shape)
     groups = -(-blocks // WARPS)
     survey_args = {"classes": classes, "unseen": unseen, "groups": groups, "blocks": tiles, "heads": class_heads}
-    before.launch(survey, survey, batches * class_heads * tiles * groups, **survey_args, **args, **aux)
+    before.launch(survey, survey, batches * class_heads * tiles * groups, **survey_args, **args, **spec.aux_args)
     extents = {"blocks": blocks, "heads": list_heads, "group": class_heads // list_heads}
     before.launch(build, build, batches * list_heads * blocks, unseen=unseen, **results, **extents, **args)
     if config.deterministic:

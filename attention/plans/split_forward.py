@@ -8,7 +8,6 @@ from tiles.launching.devices import machine
 from ..kernels import decode_ampere, decode_hopper
 from ..kernels.forward_hopper import MANY
 from ..parts.decode.cache_loaders import DenseLoader
-from ..parts.decode.norms import PLAIN_KEYS
 from .decode_launches import TILES, AppendPlan, DecodeOptions, plan_split_kv, prefers_split_kv
 from .decode_norms import DecodeNorms
 from .planning import resolve_scale
@@ -35,6 +34,6 @@ def plan_by_decode(problem: Problem, causal: bool, scale: float | None, return_l
     """The Plan of such a call, by decode's kernels. All keys are in use."""
     keys = problem.extents["seqlen_k"]
     options = DecodeOptions(causal, None, None, None, resolve_scale(problem, scale), None, None, [])
-    append, norms = AppendPlan([], [], problem["q"], {"keys": keys}), DecodeNorms([], [], PLAIN_KEYS, {}, {})
+    append, norms = AppendPlan([], [], problem["q"], {"keys": keys}), DecodeNorms()
     lse, cache = problem["lse"] if return_lse else None, DenseLoader(problem.bytes_at_once(*TILES))
     return plan_split_kv(problem, options, append, norms, cache, {}, keys, None, None, problem["out"], lse)

@@ -5,23 +5,42 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from tiles.launching.arrays import Number
+from tiles.launching.arrays import Number, Operand
 
 from ..parts.scores import Biased, Capped, Scored, Sloped, SlopedBy, Sunk
 from ..parts.variant import Both, Variant
 from ..parts.visibility import CAUSAL, FULL, Left, Masked, Right
+from .prepared_lists import BlockListPlan
 
 
 class VariantSpec(NamedTuple):
     """A variant of attention with its numbers. numbers: {argument of the kernel: number}. unit: of its scores: weights are
     exp(unit s). reach: the most keys that a query sees, infinite without a window. before: the part of the variant that
-    changes scores before a score function does."""
+    changes scores before a score function does. aux: the arrays that its functions in Python read. listing: how lists of key
+    blocks are written, None if none are needed."""
 
     variant: Variant
     numbers: dict[str, float | Number]
     unit: float
     reach: float
     before: Variant = FULL
+    aux: Sequence[Operand] = ()
+    listing: BlockListPlan | None = None
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """How many axes each array of aux has."""
+        return tuple([len(x.form.shape) for x in self.aux])
+
+    @property
+    def lists_vary(self) -> tuple[bool, bool]:
+        """(do lists of key blocks differ by batch? by head?)"""
+        return self.listing.varies if self.listing else (False, False)
+
+    @property
+    def aux_args(self) -> dict[str, Operand]:
+        """{argument of the kernel: array} of aux."""
+        return {f"aux{n}": x for n, x in enumerate(self.aux)}
 
 
 def build_variant(
@@ -56,7 +75,7 @@ def build_variant(
         parts.append(Capped())
         numbers["per_cap"], unit = unit / softcap, softcap
     if alibi:
-        parts.append(Sloped(ordered, last=score is None and not (bias and bias.in_units_of_one)))
+        parts.append(Sloped(ordered, last=ordered and score is None and not (bias and bias.in_units_of_one)))
         numbers["per_slope"] = 1 / unit
     if bias is not None:
         parts.append(bias)

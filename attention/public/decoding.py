@@ -14,6 +14,7 @@ from ..names import suggests_argument_names
 from ..options import check_flag, check_number, check_positive, split_norm
 from ..plans.call_options import OF_AUX, ResultOptions, ScoreOptions, pad_aux, window_ends
 from ..plans.decode_launches import (
+    TILES,
     DecodeOptions,
     check_bias,
     plan_new_keys,
@@ -280,7 +281,7 @@ def _decode(
     """The Plan of a call of decode. The schema's `lse` is always a result: callers have no argument for it."""
     check_extents(problem)
     (causal, left, right, softcap, mask, score), (scale, return_lse, family) = scores, result
-    cache, max_keys, cache_args = select_loader(problem)
+    cache, max_keys, cache_args = select_loader(problem, problem.bytes_at_once(*TILES))
     check_bias(problem, max_keys)
     append = plan_new_keys(problem, interleaved, causal or left is not None or right is not None, norm_eps, max_keys)
     batch, tokens, heads, sequences = problem("batch", "seqlen_q", "heads", "sequences")

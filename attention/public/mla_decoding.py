@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
-from tiles.calls.plan import Fill, Plan
+from tiles.calls.plan import Fill, Plan, Step
 from tiles.calls.program import program
 from tiles.calls.schema import Problem, Schema
 from tiles.launching.arrays import Operand
@@ -16,7 +16,7 @@ from ..kernels import decode_combine, mla_ampere, mla_combine, mla_fp8, mla_hopp
 from ..names import suggests_argument_names
 from ..options import check_flag, check_number
 from ..parts.decode import latent_boxes
-from ..parts.decode.cache_loaders import DenseLoader, IndexedLoader, PagedLoader
+from ..parts.decode.cache_loaders import DenseLoader
 from ..parts.decode.key_window import KeyWindow
 from ..parts.decode.latent_products import LatentProducts
 from ..parts.decode.latent_shape import COLUMNS, LATENT, ROTARY
@@ -24,7 +24,7 @@ from ..parts.decode.outputs import FinalOutput, PartialOutput
 from ..parts.decode.splits import MAX_SPLITS, choose_split_count
 from ..parts.online_softmax import SLACK
 from ..parts.variant import Variant
-from ..plans.decode_launches import order_by_rows
+from ..plans.decode_launches import allocate_partials, combine_partials, order_by_rows, select_loader
 from ..plans.forward_launches import DTYPES, LOG2_E
 from ..plans.fp8_checks import is_fp8
 from ..plans.page_checks import plan_page_checks
@@ -122,13 +122,8 @@ def mla_decode(
     ValueError, TypeError: name the argument and print the values, before anything is launched."""
     if scale is None:
         raise TypeError("scale: must be a number, such as (128 + 64)**-0.5: scale=None")
-    options = (
-        check_flag("causal", causal),
-        check_splits(splits),
-        check_number("scale", scale),
-        check_flag("return_lse", return_lse),
-        family,
-    )
+    flag = check_flag("causal", causal)
+    options = flag, check_splits(splits), check_number("scale", scale), check_flag("return_lse", return_lse), family
     if (rotary is None) != (descale is None):
         name, other = ("rotary", "descale") if rotary is None else ("descale", "rotary")
         raise TypeError(f"{name}: must be passed together with {other}, with a cache of float8_e4m3fn: {name}=None")
@@ -140,8 +135,18 @@ def mla_decode(
     return _mla_decode_fp8(stream, (q, latent, lengths, rotary, descale, pages, batch_index, out, None), options)
 
 
+class MlaOptions(NamedTuple):
+    """The options of a call."""
+
+    causal: bool
+    splits: int | None
+    scale: float
+    return_lse: bool
+    family: str | None
+
+
 @program(MLA_DECODE, no_gradient="attention.mla_decode has no gradient: attention.forward has")
-def _mla_decode(problem: Problem, causal: bool, splits: int | None, scale: float, return_lse: bool, family: str | None) -> Plan:
+def _mla_decode(problem: Problem, options: MlaOptions) -> Plan:
     """The Plan of a call of mla_decode on a cache of 16 bits. The schema's `lse` is always a result: callers have no argument
     for it."""
     if problem.extents["head_dim"] != COLUMNS:
@@ -150,41 +155,39 @@ def _mla_decode(problem: Problem, causal: bool, splits: int | None, scale: float
         raise problem.error("out", f"must have {LATENT} columns", "out")
     _check_heads(problem)
     vector_bytes, tma, heads = problem.bytes_at_once(), _select_tma(problem), problem.extents["heads"]
-    loader, latent = _select_loader(problem, vector_bytes), problem["latent"]
+    cache, latent = select_loader(problem, vector_bytes, "latent"), problem["latent"]
     dtype, gpu = DTYPES[problem.dtype], machine(problem.device)
     rows = problem.extents["seqlen_q"] * heads
-    chosen = choose_family(problem, family)
+    chosen = choose_family(problem, options.family)
     arrays: dict[str, Any] = {"gLatent": _one_head(latent, 2)}
     few_rows = rows <= mla_ampere.TILE_ROWS  # most of mla_hopper.py's 64 rows would be empty
-    if chosen == AMPERE_FAMILY or (family is None and few_rows):
+    if chosen == AMPERE_FAMILY or (options.family is None and few_rows):
         pdl, arrays["gQ"] = gpu.target.has_early_launch, order_by_rows(problem["q"], heads)
 
         def config_for(window, result):
-            return mla_ampere.config_for(dtype, window, loader, result, pdl, rows, gpu.shared_bytes)
+            return mla_ampere.config_for(dtype, window, cache[0], result, pdl, rows, gpu.shared_bytes)
 
-        return _plan(problem, mla_ampere, config_for, arrays, vector_bytes, causal, splits, scale, return_lse)
+        return _plan(problem, mla_ampere, config_for, cache, arrays, vector_bytes, options)
     arrays |= {"gQ": _one_head(problem["q"], 2), "gRotary": _one_head(latent, 2), "gDescale": None}
     arrays |= {"page_size": problem.extents["seqlen_k"]} if "pages" in problem and tma is not None else {}
 
     def hopper_config_for(window, result):
         if tma is None:
-            return mla_hopper.gather_config(dtype, False, window, loader, result)
+            return mla_hopper.gather_config(dtype, False, window, cache[0], result)
         return mla_hopper.Config(LatentProducts(dtype), window, tma, result)
 
-    return _plan(problem, mla_hopper, hopper_config_for, arrays, vector_bytes, causal, splits, scale, return_lse)
+    return _plan(problem, mla_hopper, hopper_config_for, cache, arrays, vector_bytes, options)
 
 
 @program(QUANTISED, no_gradient="attention.mla_decode has no gradient: attention.forward has")
-def _mla_decode_fp8(
-    problem: Problem, causal: bool, splits: int | None, scale: float, return_lse: bool, family: str | None
-) -> Plan:
+def _mla_decode_fp8(problem: Problem, options: MlaOptions) -> Plan:
     """The Plan of a call of mla_decode on a cache of float8_e4m3fn."""
     if problem("head_dim", "head_dim_v", "rotary_dim") != (COLUMNS, LATENT, ROTARY):
         rule = f"q must have {COLUMNS} columns, a cache of float8_e4m3fn {LATENT}, and rotary {ROTARY}"
         raise problem.error("latent", rule, "q", "latent", "rotary")
     _check_heads(problem)
     vector_bytes = problem.bytes_at_once(*(name for name in ("q", "latent", "rotary", "out") if name in problem))
-    chosen = choose_family(problem, family, vector_bytes == mla_hopper.VECTOR_BYTES)
+    chosen = choose_family(problem, options.family, vector_bytes == mla_hopper.VECTOR_BYTES)
     gpu, form = machine(problem.device), problem["latent"].form
     if not gpu.target.has_fp8:
         raise ValueError(f"latent: float8_e4m3fn needs a GPU of compute capability 8.9 or later; latent is on {gpu}")
@@ -197,28 +200,29 @@ def _mla_decode_fp8(
     dtype, rows, pdl = DTYPES[problem.dtype], math.prod(problem("seqlen_q", "heads")), gpu.target.has_early_launch
     arrays = {f"g{name.title()}": _one_head(problem[name], 2) for name in ("latent", "rotary")}
     arrays |= {"gQ": _one_head(problem["q"], 2), "gDescale": problem["descale"]}
-    loader = _select_loader(problem, vector_bytes)
-    if chosen == HOPPER_FAMILY and (family is not None or rows > 2 * mla_fp8.TILE_ROWS):
+    cache = select_loader(problem, vector_bytes, "latent")
+    if chosen == HOPPER_FAMILY and (options.family is not None or rows > 2 * mla_fp8.TILE_ROWS):
 
         def hopper_config_for(window, result):
-            return mla_hopper.gather_config(dtype, True, window, loader, result)
+            return mla_hopper.gather_config(dtype, True, window, cache[0], result)
 
-        return _plan(problem, mla_hopper, hopper_config_for, arrays, vector_bytes, causal, splits, scale, return_lse)
+        return _plan(problem, mla_hopper, hopper_config_for, cache, arrays, vector_bytes, options)
 
     def config_for(window, result):
-        return mla_fp8.config_for(dtype, window, loader, result, pdl, rows, gpu.shared_bytes)
+        return mla_fp8.config_for(dtype, window, cache[0], result, pdl, rows, gpu.shared_bytes)
 
-    return _plan(problem, mla_fp8, config_for, arrays, vector_bytes, causal, splits, scale, return_lse)
+    return _plan(problem, mla_fp8, config_for, cache, arrays, vector_bytes, options)
 
 
 def _plan(
-    problem: Problem, kernels: Any, config_for: Callable, arrays: dict[str, Any], vector_bytes: int, causal: bool,
-    splits: int | None, scale: float, return_lse: bool,
+    problem: Problem, kernels: Any, config_for: Callable, cache: tuple[DenseLoader, int, dict[str, Operand]],
+    arrays: dict[str, Any], vector_bytes: int, options: MlaOptions,
 ) -> Plan:  # fmt: skip
     """The Plan of a call: the launch of attention and, if there are several splits, the one that merges their outputs. kernels:
-    the kernel's module. config_for(window, result): its configuration. arrays: its other arguments."""
-    batch, tokens, heads, batches, keys = problem("batch", "seqlen_q", "heads", "batch_cache", "seqlen_k")
-    max_keys = keys * (problem.extents["pages_per_seq"] if "pages" in problem else 1) if batches else 0
+    the kernel's module. config_for(window, result): its configuration. cache: see `select_loader`. arrays: its other
+    arguments."""
+    batch, tokens, heads = problem("batch", "seqlen_q", "heads")
+    (_, max_keys, cache_args), (causal, splits, scale, return_lse, _) = cache, options
     out, lse = problem["out"], problem["lse"] if return_lse else None
     if 0 in (batch, tokens) or max_keys == 0:
         return Plan([Fill(x, value) for x, value in ((out, 0), (lse, -math.inf)) if x])
@@ -231,30 +235,22 @@ def _plan(
     split_count = choose_split_count(batch * row_tiles, tiles, places, MAX_SPLITS) if splits is None else splits
     args = {"splits": split_count, "tokens": tokens, "group": heads, "scale": unit * LOG2_E}
     out_args: dict[str, Any] = {"out": _one_head(out, 2), "lse": lse and _one_head(lse, 1)}
-    steps, scratch = [], []
+    steps: list[Step] = []
+    scratch: list[Any] = []
     if split_count == 1:
         config = config_for(window, final)
     else:
-        scratch = [((split_count, batch, 1, rows, LATENT), "float32"), ((split_count, batch, 1, rows), "float32")]
-        out_partial, lse_partial = [problem.scratch(n, *shape_and_dtype) for n, shape_and_dtype in enumerate(scratch)]
-        partial_args, pdl = {"out_partial": out_partial, "lse_partial": lse_partial}, config.overlaps_previous
-        combine_args = partial_args | args | out_args
+        partial_args, scratch = allocate_partials(problem, (split_count, batch, 1, rows), LATENT, False)
+        combine_args, pdl = partial_args | args | out_args, config.overlaps_previous
         if split_count <= mla_combine.MAX_PARTS:
-            combine_tiles, last = (
-                -(-rows // mla_combine.ROWS),
-                kernel_for(mla_combine, mla_combine.Config(final, pdl), problem.device),
-            )
-            steps.append(last.bind(batch * combine_tiles * mla_combine.SLABS, row_tiles=combine_tiles, **combine_args))
+            combine_tiles, last = -(-rows // mla_combine.ROWS), mla_combine.Config(final, pdl)
+            grid = batch * combine_tiles * mla_combine.SLABS
+            steps.append(kernel_for(mla_combine, last, problem.device).bind(grid, row_tiles=combine_tiles, **combine_args))
         else:
-            slabs, last_config = (
-                LATENT // decode_combine.COLUMNS,
-                decode_combine.Config(dtype, Variant(), overlaps_previous=pdl),
-            )
-            last = kernel_for(decode_combine, last_config, problem.device)
-            combine_args |= {"heads": 1, "rows": rows, "slabs": slabs, "sequences": batch}
-            steps.append(last.bind(batch * rows * slabs, **combine_args))
+            combine_args |= {"heads": 1, "sequences": batch}
+            any_split = decode_combine.Config(dtype, Variant(), overlaps_previous=pdl)
+            steps.append(combine_partials(problem, any_split, batch, rows, LATENT, combine_args))
         out_args = partial_args
-    cache_args = {name: problem[name] for name in ("pages", "batch_index") if name in problem}
     numbers = {"row_tiles": row_tiles, "sequences": batch, "slack": SLACK / (unit * LOG2_E)}
     first = kernel_for(kernels, config, problem.device)
     args |= arrays | numbers | cache_args | key_args | out_args
@@ -265,20 +261,6 @@ def _check_heads(problem: Problem) -> None:
     """ValueError: q has no heads."""
     if problem.extents["heads"] == 0:
         raise problem.error("q", "must have at least one head", "q")
-
-
-def _select_loader(problem: Problem, vector_bytes: int) -> DenseLoader:
-    """How latents are loaded by cp.async. ValueError: pages and batch_index are both passed; or neither, and latent's batch is
-    not q's."""
-    if "pages" in problem:
-        if "batch_index" in problem:
-            raise ValueError("batch_index: must be None where pages is passed, which says already where a sequence's rows are")
-        return PagedLoader(vector_bytes)
-    if "batch_index" in problem:
-        return IndexedLoader(vector_bytes)
-    if problem.extents["batch"] != problem.extents["batch_cache"]:
-        raise problem.error("latent", "batch must equal q's unless pages or batch_index is passed", "latent", "q")
-    return DenseLoader(vector_bytes)
 
 
 def _select_tma(problem: Problem) -> latent_boxes.TmaLatents | None:

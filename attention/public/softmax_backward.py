@@ -11,7 +11,6 @@ from tiles.calls.schema import Problem, Schema
 from ..kernels.query_tile_lists import MAX_SURVEY_QUERIES
 from ..names import suggests_argument_names
 from ..options import check_accumulators, check_flag, check_number, check_positive
-from ..parts.scores import ScoredWithGrad
 from ..plans import norm_gradients
 from ..plans.backward_launches import plan_launches
 from ..plans.call_options import (
@@ -28,19 +27,11 @@ from ..plans.call_options import (
     without_gradients,
 )
 from ..plans.gradient import NO_SECOND_DERIVATIVES
-from ..plans.planning import (
-    bias_part,
-    check_extents,
-    dropout_part,
-    load_functions,
-    plan_block_lists,
-    reduce_to_window,
-    resolve_scale,
-)
+from ..plans.planning import build_scores, check_extents, dropout_part, resolve_scale
 from ..plans.score_gradients import GRADIENTS, reads_of
 from ..plans.variant_spec import build_variant
-from ..scoring.index_checks import IndexingFunctions, plan_index_checks
-from ..scoring.score_derivative import differentiate
+from ..scoring.python_functions import find_function
+from ..scoring.score_derivative import differentiate, scored_with_grad
 
 DAUX_CREATED = "".join([f"    daux{n}  =aux{n}  float32  made  also:daux{n}\n" for n in range(AUX)])
 DAUX_ACCUMULATED = "".join([f"    daux{n}  =aux{n}  float32  updated?\n" for n in range(AUX)])
@@ -273,39 +264,12 @@ def _variant(
     """The launches of a call with any options. mask, score: the names of functions in python_functions.py. also: the names of
     gradients to compute besides dq, dk and dv."""
     check_extents(problem)
-    causal, left, right, softcap, mask, score = scores
-    scale = resolve_scale(problem, scale)  # of the sink nothing but lse knows
-    masking, scoring, aux = load_functions(problem, mask, score)
-    asking = IndexingFunctions(masking, scoring, aux, causal, left, right, problem.extents["seqlen_k"])
-    index_checks = plan_index_checks(problem, asking, listed=lists.ready_for is not None)
-    more: list[Any] = [dropout_part(problem, random.dropout, random.seed_value)] if random.dropout is not None else []
-    axes = [len(x.form.shape) for x in aux]
-    masking, causal, (left, right) = reduce_to_window(problem, masking, axes, causal, (left, right))
-    listing = plan_block_lists(
-        problem,
-        masking,
-        f"{mask=!s}; window={(left, 0 if causal else right)}",
-        lists.block_size,
-        MAX_SURVEY_QUERIES,
-        lists.ready_for,
-    )
-    blocked = listing and listing.blocked
-    score_options = softcap, "alibi" in problem, bias_part(problem, last=scoring is None)
-    score_derivatives = scoring and differentiate(scoring, axes)
-    scored = None
-    if scoring and score_derivatives:
-        scored = ScoredWithGrad(scoring, score_derivatives.score_and_grad, score_derivatives.linear)
-    spec = build_variant(
-        scale,
-        causal,
-        (left, right),
-        *score_options,
-        mask=None if blocked else masking,
-        score=scored,
-        more=[*more, (blocked, {})] if blocked else more,
-    )
+    scale = resolve_scale(problem, scale)
+    more = [dropout_part(problem, random.dropout, random.seed_value)] if random.dropout is not None else []
+    spec, index_checks = build_scores(problem, scores, lists, MAX_SURVEY_QUERIES, scale, scored_with_grad, more, True)
+    score_derivatives = differentiate(find_function(scores.score), spec.axes) if scores.score else None
     reads = {name: reads_of(problem, name, score_derivatives) for name in also.split() if name != "dsink"}
-    plan = plan_launches(problem, spec, scale, deterministic, family, aux, listing, reads, "dsink" in also.split())
+    plan = plan_launches(problem, spec, scale, deterministic, family, reads, "dsink" in also.split())
     return plan._replace(steps=[*index_checks, *plan.steps])
 
 

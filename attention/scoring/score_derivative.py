@@ -15,12 +15,14 @@ derivatives by them (`AuxRead`).
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ops import exp, sigmoid, tanh, where
 
+from ..parts.scores import ScoredWithGrad
 from .symbolic import ScoreTerm, TracedArray, build_function, subterms, trace_function
 
 LN_2 = math.log(2)
@@ -104,7 +106,8 @@ class Derivatives(NamedTuple):
     reads: tuple[AuxRead, ...]
 
 
-def differentiate(score: Callable, axes: Sequence[int]) -> Derivatives:
+@functools.lru_cache(256)
+def differentiate(score: Callable, axes: tuple[int, ...]) -> Derivatives:
     """The Derivatives of a score function. axes: how many axes each array of aux has. TypeError: an operation of the score has
     no derivative here."""
     try:
@@ -122,6 +125,13 @@ def differentiate(score: Callable, axes: Sequence[int]) -> Derivatives:
         return Derivatives(build_function(names, (traced.term, grad)), _is_number(grad, 1), tuple(reads))
     except TypeError as error:
         raise TypeError(f"score: has no derivative: {score.__name__} {error}") from None
+
+
+def scored_with_grad(score: Callable, axes: tuple[int, ...], ordered: bool) -> ScoredWithGrad:
+    """The variant for a score function in gradients, where it does not matter whether no query sees a key after its own
+    position (`ordered`)."""
+    derivatives = differentiate(score, axes)
+    return ScoredWithGrad(score, derivatives.score_and_grad, derivatives.linear)
 
 
 def _element_index(array: TracedArray, *index: Any) -> ScoreTerm:
