@@ -41,8 +41,8 @@ DELTA_RULES = {
 }
 STATE_SPACES = {
     "bamba": ("BambaConfig", dict(attn_layer_indices=[1], **MAMBA)),
-    "nemotron_h": ("NemotronHConfig", dict(layer_types=["mamba", "attention"], head_dim=16, mamba_num_heads=4, n_groups=1,
-                                           mamba_head_dim=16, ssm_state_size=16)),
+    "nemotron_h": ("NemotronHConfig", dict(head_dim=16, mamba_num_heads=4, n_groups=1, mamba_head_dim=16,
+                                           ssm_state_size=16, **LINEAR)),
     "mamba2": ("Mamba2Config", dict(num_heads=4, head_dim=16, state_size=16, n_groups=1)),
     "zamba2": ("Zamba2Config", dict(n_mamba_heads=4, mamba_headdim=16, mamba_d_state=16, mamba_ngroups=1,
                                     layers_block_type=["mamba", "hybrid"])),
