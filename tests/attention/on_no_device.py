@@ -102,9 +102,12 @@ def noting_driver(monkeypatch):
     monkeypatch.setattr(loaded_code, "uncaptured", contextlib.nullcontext)
     monkeypatch.setattr(loaded_code, "_loaded", loaded_code.weakref.WeakKeyDictionary())
     launching._kernel_for.cache_clear()
-    monkeypatch.setattr(
-        tensor_maps, "encoded", lambda encoding: hash(encoding).to_bytes(8, "little", signed=True).ljust(tensor_maps.MAP_BYTES)
-    )
+
+    def encode(said, pointer, place):
+        tensor_maps.check_address(pointer)
+        ctypes.c_int64.from_address(place).value, ctypes.c_uint64.from_address(place + 8).value = hash(said), pointer
+
+    monkeypatch.setattr(tensor_maps, "encode", encode)
     monkeypatch.setattr(driver, "CUtensorMap", lambda _ptr: _ptr)
     monkeypatch.setattr(
         tensor_maps, "move", lambda place, pointer: ctypes.c_uint64.from_address(place + 8).__setattr__("value", pointer)

@@ -123,47 +123,51 @@ def test_refuses(case):
 
 
 # ---- maps, with a driver that takes notes ----------------------------------------------------------------------------
-class EncodedMap:
-    """The driver's object of a map: 128 bytes, of its own or, by _ptr, somebody else's. The first 8 are the array's address."""
+class MapInMemory:
+    """The driver's object of a map that lies somewhere. The first 8 of its 128 bytes are the array's address."""
 
-    def __init__(self, pointer=0, _ptr=None):
-        self.bytes = (ctypes.c_uint64 * 16)(pointer, *range(15)) if _ptr is None else (ctypes.c_uint64 * 16).from_address(_ptr)
+    def __init__(self, _ptr):
+        self.bytes = (ctypes.c_uint64 * 16).from_address(_ptr)
 
-    def getPtr(self):
-        return ctypes.addressof(self.bytes)
+
+@pytest.fixture
+def place():
+    """Memory for a map, and its address."""
+    memory = (ctypes.c_uint64 * 16)(4096, *range(15))
+    return memory, ctypes.addressof(memory)
 
 
 @pytest.fixture
 def notes(monkeypatch):
     """What the driver is asked to encode, as a list of its arguments, and the addresses it is asked to move a map to."""
-    asked, ok = [], driver.CUresult.CUDA_SUCCESS
+    asked, u32, u64 = [], ctypes.c_uint32, ctypes.c_uint64
+    pointers = [ctypes.c_void_p] * 5
 
-    def encode(*args):
-        asked.append(args)
-        return ok, EncodedMap(args[2])
+    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, u32, *pointers, *[ctypes.c_int] * 4)
+    def encode(to, dtype, rank, pointer, extents, strides, box, steps, *words):
+        read = [(u64, extents, rank), (u64, strides, max(rank - 1, 1)), (u32, box, rank), (u32, steps, rank)]
+        asked.append((dtype, rank, pointer, *[list((of * n).from_address(at)) for of, at, n in read], *words))
+        u64.from_address(to).value = pointer
+        return 0
 
     def move(tensor_map, pointer):
         asked.append(pointer)
         tensor_map.bytes[0] = pointer
-        return (ok,)
+        return (driver.CUresult.CUDA_SUCCESS,)
 
-    monkeypatch.setattr(driver, "cuTensorMapEncodeTiled", encode)
+    def find(name, version, flags):
+        assert name == b"cuTensorMapEncodeTiled"
+        return driver.CUresult.CUDA_SUCCESS, ctypes.cast(encode, ctypes.c_void_p).value, 0
+
+    monkeypatch.setattr(driver, "cuGetProcAddress", find)
     monkeypatch.setattr(driver, "cuTensorMapReplaceAddress", move)
-    monkeypatch.setattr(driver, "CUtensorMap", EncodedMap)
-    return asked
+    tensor_maps._encode_tiled.cache_clear()
+    yield asked
+    tensor_maps._encode_tiled.cache_clear()
 
 
-def test_arrays_of_one_form_share_a_map(notes):
-    """It is encoded once, at nobody's address; equal types and forms find the same."""
-    twice = [tensor_maps.encoded(encoded(np.zeros((4, 64, 128), bf16.np), st(64, 64, bf16))) for _ in range(2)]
-    assert twice[0] is twice[1] and len(notes) <= 1  # another test may have asked for it
-    assert np.frombuffer(twice[0], np.uint64).tolist() == [tensor_maps.SOMEWHERE, *range(15)]
-    other = tensor_maps.encoded(encoded(np.zeros((4, 65, 128), bf16.np), st(64, 64, bf16)))
-    assert other is not twice[0]
-
-
-def test_a_map_is_moved_to_a_multiple_of_16(notes):
-    tensor_map = EncodedMap(4096)
+def test_a_map_is_moved_to_a_multiple_of_16(notes, place):
+    tensor_map = MapInMemory(place[1])
     tensor_maps.move(tensor_map, 8192)
     assert list(tensor_map.bytes) == [8192, *range(15)] and notes == [8192]
     with pytest.raises(ValueError, match="multiple of 16 bytes, got 0x1008"):
@@ -171,31 +175,35 @@ def test_a_map_is_moved_to_a_multiple_of_16(notes):
     assert notes == [8192]
 
 
-def test_what_the_driver_refuses_carries_its_name(notes, monkeypatch):
+def test_what_the_driver_refuses_carries_its_name(notes, place, monkeypatch):
     wrong = driver.CUresult.CUDA_ERROR_INVALID_VALUE
     monkeypatch.setattr(driver, "cuTensorMapReplaceAddress", lambda *_: (wrong,))
     monkeypatch.setattr(driver, "cuGetErrorName", lambda s: (s, b"CUDA_ERROR_INVALID_VALUE"))
     monkeypatch.setattr(driver, "cuGetErrorString", lambda s: (s, b"invalid argument"))
     with pytest.raises(RuntimeError, match="CUDA_ERROR_INVALID_VALUE: invalid argument"):
-        tensor_maps.move(EncodedMap(), 16)
+        tensor_maps.move(MapInMemory(place[1]), 16)
 
 
-def test_the_driver_hears_the_encoding(notes):
-    q = np.zeros((2, 1000, 3, 128), bf16.np)
-    tensor_maps.encode(encoded(q, st(64, 128, bf16), rows=1), 4096)
+def test_the_driver_hears_the_encoding(notes, place):
+    memory, at = place
+    e = encoded(np.zeros((2, 1000, 3, 128), bf16.np), st(64, 128, bf16), rows=1)
+    tensor_maps.encode(e._replace(strides=(256, 768, 2**33)), 2**40, at)
     (args,) = notes
-    assert args[0] == driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 and args[1:3] == (4, 4096)
-    assert [[int(n) for n in part] for part in args[3:7]] == [[128, 3, 1000, 2], [256, 768, 768000], [64, 1, 64, 1], [1] * 4]
+    assert args[0] == driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 and args[1:3] == (4, 2**40)
+    assert args[3:7] == ([128, 3, 1000, 2], [256, 768, 2**33], [64, 1, 64, 1], [1] * 4)
     assert args[8] == driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B
     assert args[9] == driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B
+    assert memory[0] == 2**40
+    with pytest.raises(ValueError, match="multiple of 16 bytes, got 0x1008"):
+        tensor_maps.encode(e, 4104, at)
 
 
-def test_the_driver_wants_strides_of_one_axis_too(notes):
-    """An empty list of them is CUDA_ERROR_INVALID_VALUE."""
+def test_the_driver_wants_strides_of_one_axis_too(notes, place):
+    """No address of them is CUDA_ERROR_INVALID_VALUE."""
     e = encoded(np.zeros(100, np.float32), sv(64, fp32))
     assert (e.extents, e.strides, e.box, e.swizzle) == ((100,), (), (64,), "NONE")
-    tensor_maps.encode(e, 4096)
-    assert notes[0][0] == driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT32 and len(notes[0][4]) == 1
+    tensor_maps.encode(e, 4096, place[1])
+    assert notes[0][0] == driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT32 and notes[0][4] == [16]
 
 
 # ---- on the card -------------------------------------------------------------------------------------------------------

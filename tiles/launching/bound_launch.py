@@ -20,13 +20,24 @@ class Frames:
     recent: the frames that no launch uses now, least recently used first. The key is (contents, stream, addresses); without
     tensor maps it is (contents, stream), for then writing the addresses is as quick as looking them up. A launch takes its
     frame out and puts it back at the end, so no two threads write to one frame, and inputs that take turns find the maps that
-    were encoded for them. There are RECENT frames, and as many more as threads launch at once."""
+    were encoded for them. There are RECENT frames, and as many more as threads launch at once.
+
+    idle: frames for contents that were never launched before, which are those of a new length: most of them come once, and
+    looking them up and pushing out what is known would cost more than to write them."""
 
     def __init__(self, slots: int, maps: Sequence[int]):
         self.slots, self.maps = slots, maps
         self.kernel: Any = None  # the Kernel (launch.py), if it has declared its arguments
         self.memory = ctypes.c_uint64 * ((tensor_maps.MAP_ALIGNMENT + tensor_maps.MAP_BYTES * len(maps)) // 8 + 2 * slots)
         self.recent: dict[tuple, ParameterFrame] = {}  # an OrderedDict would take 0.3 us more
+        self.idle: list[ParameterFrame] = []
+
+    def take_idle(self) -> "ParameterFrame | None":
+        """A frame of `idle`, if there is one."""
+        try:
+            return self.idle.pop()
+        except IndexError:
+            return None
 
     def spare(self, contents: "Contents") -> "ParameterFrame | None":
         """The frame to overwrite: one that holds these contents, so that only addresses are written, or the one that was not
@@ -48,29 +59,34 @@ class Frames:
 class Contents:
     """What a launch's parameter block holds besides addresses; compared by identity. block: the kernel's arguments, in slots
     of 8 bytes. plain: (slot, place among the addresses) for each array, and each number that comes with the addresses. maps:
-    (which of the frame's maps, place among the addresses, encoding) for each tensor."""
+    (which of the frame's maps, place among the addresses, encoding) for each tensor. launched: was it ever made? encoded: the
+    maps, each with some address, from the second launch on."""
 
-    __slots__ = ("block", "encoded", "grid", "maps", "plain")
+    __slots__ = ("block", "encoded", "grid", "launched", "maps", "plain")
 
     def __init__(self, grid: tuple[int, int, int], block: bytes, plain: Sequence, maps: Sequence):
         self.grid, self.block, self.plain, self.maps = grid, block, plain, maps
-        self.encoded: list[bytes] | None = None  # the maps, with the addresses of the first call: see tensor_maps.encoded
+        self.launched = False
+        self.encoded: list[bytes] | None = None
 
 
 class ParameterFrame:
     """The parameter block of a launch that is about to be made: tensor maps, 8-byte slots, and the addresses through which the
     driver copies both. It belongs to one thread at a time; the driver has copied it when a launch returns.
 
-    holds: the Contents. addresses: where the arrays lie. room, rooms: views of its slots, and of its maps."""
+    holds: the Contents. addresses: where the arrays lie. room, rooms: views of its slots, and of its maps, which lie at
+    `places`."""
 
-    __slots__ = ("addresses", "config", "first", "grid", "holds", "maps", "memory", "pointers", "room", "rooms", "stream")
+    __slots__ = (
+        "addresses", "config", "first", "grid", "holds", "maps", "memory", "places", "pointers", "room", "rooms", "stream"
+    )  # fmt: skip
 
     def __init__(self, frames: Frames, config: driver.CUlaunchConfig):
         slots, count = frames.slots, len(frames.maps)
         self.memory = memory = frames.memory()
         start = ctypes.addressof(memory)
         aligned = -(-start // tensor_maps.MAP_ALIGNMENT) * tensor_maps.MAP_ALIGNMENT
-        places = [aligned + tensor_maps.MAP_BYTES * n for n in range(count)]
+        self.places = places = [aligned + tensor_maps.MAP_BYTES * n for n in range(count)]
         at = aligned + tensor_maps.MAP_BYTES * count  # of the slots
         self.pointers, self.first = at + 8 * slots, (at - start) // 8
         pointers = [at + 8 * n for n in range(slots)]
@@ -92,16 +108,21 @@ class ParameterFrame:
         config = self.config
         if self.holds is not contents:
             self.room[:] = contents.block
-            if contents.encoded is None:
-                contents.encoded = [tensor_maps.encoded(one[2]) for one in contents.maps]  # unpacking would take longer
-            for one, encoded in zip(contents.maps, contents.encoded):
-                self.rooms[one[0]][:] = encoded
             if self.grid != contents.grid:
                 config.gridDimX, config.gridDimY, config.gridDimZ = self.grid = contents.grid
-            self.holds = contents
+        if contents.encoded is None:
+            for place, source, said in contents.maps:
+                tensor_maps.encode(said, addresses[source], self.places[place])
+            if contents.launched:
+                contents.encoded = [bytes(self.rooms[place]) for place, *_ in contents.maps]
+        else:
+            if self.holds is not contents:
+                for one, encoded in zip(contents.maps, contents.encoded):  # unpacking would take longer
+                    self.rooms[one[0]][:] = encoded
+            for place, source, _ in contents.maps:
+                tensor_maps.move(self.maps[place], addresses[source])
+        self.holds = contents
         self.place(contents, addresses)
-        for place, source, _ in contents.maps:
-            tensor_maps.move(self.maps[place], addresses[source])
         if stream != self.stream:
             config.hStream, self.stream = driver.CUstream(stream), stream
 
@@ -139,23 +160,31 @@ class Bound:
 
     def run(self, stream: int, addresses) -> None:
         """The same, for a sequence of addresses in which the launch's arrays know their places."""
-        recent, contents = self.frames.recent, self.contents
-        key = (contents, stream, tuple(addresses)) if contents.maps else (contents, stream)
-        frame = recent.pop(key, None)
-        if frame is None:
-            frame = self._write(stream, addresses)
-        elif not contents.maps and frame.addresses != addresses:
-            frame.place(contents, addresses)
+        frames, contents = self.frames, self.contents
+        recent, key = frames.recent, None
+        if contents.launched:
+            key = (contents, stream, tuple(addresses)) if contents.maps else (contents, stream)
+            frame = recent.pop(key, None)
+            if frame is None:
+                frame = self._write(frames.spare(contents), stream, addresses)
+            elif not contents.maps and frame.addresses != addresses:
+                frame.place(contents, addresses)
+        else:
+            frame = self._write(frames.take_idle(), stream, addresses)
+            contents.launched = True
         (status,) = driver.cuLaunchKernelEx(frame.config, self.code.function, frame.pointers, 0)
         if status:
             self._in_context(frame)
-        recent[key] = frame
+        if key is None:
+            frames.idle.append(frame)
+        else:
+            recent[key] = frame
 
-    def _write(self, stream, addresses):
-        """A frame for these addresses. If another context, or none, is current on this thread, the driver refuses to make maps:
-        to look first would cost every call a quarter of a microsecond."""
+    def _write(self, frame, stream, addresses):
+        """The frame, or a new one, with these addresses. If another context, or none, is current on this thread, the driver
+        refuses to make maps: to look first would cost every call a quarter of a microsecond."""
         try:
-            frame = self.frames.spare(self.contents) or ParameterFrame(self.frames, self.configuration())
+            frame = frame or ParameterFrame(self.frames, self.configuration())
             frame.write(self.contents, stream, addresses)
         except RuntimeError:
             with self.code.gpu.current():

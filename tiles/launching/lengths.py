@@ -175,7 +175,9 @@ class Trace:
             self.constants[name] = x  # which keeps the identity its own
             return name
         items = "".join(f"{self.text(item)}, " for item in x)
-        return f"[{items}]" if type(x) is list else f"({items})" if type(x) is tuple else f"{self.text(type(x))}({items})"
+        if type(x) is list:
+            return f"[{items}]"  # and what calls of a class of named tuples do, without the call
+        return f"({items})" if type(x) is tuple else f"{self.text(tuple.__new__)}({self.text(type(x))}, ({items}))"
 
     def function(self, parameter: str, result: Any) -> Callable[[Any], Any]:
         """The function of `parameter`, variables in an order and nesting as they come, that gives such a result; or None, where

@@ -1,8 +1,8 @@
 """Tensor maps: how TMA is told where an array lies and what box of it to copy.
 
-    form = describe(q, "q").form
-    encoded(encoding(cut(gl(tile, 4, 1, 3)), form))      # the driver's 128 bytes, for any array of this form
-    move(tensor_map, q.data_ptr())                       # ... for this one, once they are where they are to lie
+    said = encoding(cut(gl(tile, 4, 1, 3)), describe(q, "q").form)
+    encode(said, q.data_ptr(), place)                    # the driver's 128 bytes, written to that address
+    move(tensor_map, q.data_ptr())                       # ... which then speak of another array of this form
 
 A map depends on the array's address and form, the tile, and on nothing else.
 
@@ -14,6 +14,8 @@ proxy fence before it (CUDA C++ Programming Guide, on tensor maps that were copi
 
 import ctypes
 import functools
+import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,8 +27,8 @@ from .arrays import ALIGNMENT, Form
 from .devices import check
 
 MAP_BYTES, MAP_ALIGNMENT = 128, 64  # of a CUtensorMap
-MAPS, SOMEWHERE = 512, 2**20  # maps that are remembered; an address that an encoded map begins with, of nobody
 STRIDE_END, EXTENT_END, BOX_END = 2**40, 2**32, 256
+CUDA_OF_TMA = 12000  # the version of CUDA that brought cuTensorMapEncodeTiled
 
 
 class Encoding(NamedTuple):
@@ -113,36 +115,44 @@ def check_address(pointer: int):
 
 
 @functools.cache
-def _words(dtype: str, box: tuple[int, ...], swizzle: str, promotion: str):
+def _words(dtype: str, box: tuple[int, ...], swizzle: str, promotion: str) -> tuple[tuple, tuple]:
     """The driver's words for what maps have in common: (dtype, rank), (box, element strides, interleave, swizzle, promotion,
     what lies outside)."""
-    u32 = driver.cuuint32_t
-    return (getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{dtype}"), len(box)), (
-        [u32(n) for n in box],
-        [u32(1)] * len(box),
-        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{swizzle}"),
-        getattr(driver.CUtensorMapL2promotion, f"CU_TENSOR_MAP_L2_PROMOTION_{promotion}"),
-        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    numbers = ctypes.c_uint32 * len(box)
+    return (int(getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{dtype}")), len(box)), (
+        numbers(*box),
+        numbers(*[1] * len(box)),
+        int(driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE),
+        int(getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{swizzle}")),
+        int(getattr(driver.CUtensorMapL2promotion, f"CU_TENSOR_MAP_L2_PROMOTION_{promotion}")),
+        int(driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
     )
 
 
-def encode(form: Encoding, pointer: int):
-    """The driver's CUtensorMap of an array at this address. Some context must be current."""
+_PACK = [struct.Struct(f"{rank}Q").pack for rank in range(6)]  # numbers of so many axes, as the driver reads them
+_FUNCTION = ctypes.PYFUNCTYPE(  # place, dtype, rank, address, extents, strides, and what _words gives last
+    ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_char_p,
+    ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int] * 4,
+)  # fmt: skip
+
+
+@functools.cache
+def _encode_tiled() -> Callable[..., int]:
+    """The driver's cuTensorMapEncodeTiled, called by its address: cuda.bindings wants an object for each number and makes a map
+    of its own, which takes longer than the driver does. A new length costs one call for each map of each launch."""
+    address, _ = check(driver.cuGetProcAddress(b"cuTensorMapEncodeTiled", CUDA_OF_TMA, 0))
+    return _FUNCTION(address)
+
+
+def encode(said: Encoding, pointer: int, place: int) -> None:
+    """Write the map of the array at address `pointer` to `place`, a multiple of MAP_ALIGNMENT. Some context must be current."""
     check_address(pointer)
-    u64 = driver.cuuint64_t
-    before, after = _words(form.dtype, form.box, form.swizzle, form.promotion)
-    extents, strides = [u64(n) for n in form.extents], [u64(n) for n in form.strides]
-    # of one axis: the driver wants an array, and reads none of it
-    return check(driver.cuTensorMapEncodeTiled(*before, pointer, extents, strides or [u64(ALIGNMENT)], *after))
-
-
-@functools.lru_cache(MAPS)
-def encoded(form: Encoding) -> bytes:
-    """A map of some array of this form, to be moved to its address. Often several have it: a call's keys and values, queries of
-    one call and the next. Some context must be current."""
-    driver_map = encode(form, SOMEWHERE)  # which owns what getPtr points to, and must outlive the copy
-    return ctypes.string_at(driver_map.getPtr(), MAP_BYTES)
+    before, after = _words(said.dtype, said.box, said.swizzle, said.promotion)
+    extents, strides = said.extents, said.strides or (ALIGNMENT,)  # of one axis: the driver wants strides, and reads none
+    packed = _PACK[len(extents)](*extents), _PACK[len(strides)](*strides)
+    status = _encode_tiled()(place, *before, pointer, *packed, *after)
+    if status:
+        check((driver.CUresult(status),))
 
 
 def move(tensor_map, pointer: int):
