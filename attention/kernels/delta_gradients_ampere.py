@@ -77,7 +77,7 @@ def make(config: Config):
         q=pipeline(KEY, 1, WARPS),
         k=pipeline(KEY, 1, WARPS),
         do=pipeline(st(CHUNK, PANEL, INPUT), STAGES, WARPS),
-        e=pipeline(st(4 * CHUNK, PANEL, INPUT), STAGES, WARPS),
+        e=pipeline(st(2 * CHUNK, PANEL, INPUT), STAGES, WARPS),
         s=pipeline(STATE, STAGES, WARPS),
         p=st(CHUNK, CHUNK, INPUT),
         g=st(CHUNK, CHUNK, INPUT),
@@ -96,11 +96,6 @@ def make(config: Config):
         """16 rows of a shared tile with half of the channels."""
         return fp32(load(subtile(tile, WARP_COLUMNS, index), KEY_ROWS))
 
-    @inlined
-    def sum_parts(high, low, rank):
-        """A warp's rows of a tile of two parts."""
-        return fp32(load(subtile(high, WARP_COLUMNS, rank), ROWS)) + fp32(load(subtile(low, WARP_COLUMNS, rank), ROWS))
-
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def differentiate(
         gQ: array(4, INPUT), gK: array(4, INPUT), gDOut: array(4, INPUT), gB: array(3), gChunkBeta: array(3),
@@ -108,8 +103,7 @@ def make(config: Config):
         gDBeta: array(3), gQueryDots: array(3), gKeyDots: array(3), gCarriedDots: array(3), gStateDots: array(3),
         gCuSeqlens: ENDS, length: INT, panels: INT, parts: INT, heads: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
-        """Each of the `parts` blocks of a head of a sequence has as many of its chunks. gErrors: E and Z, high above low.
-        gStates: S^T and dS^T by panels. gQueryDots .. gStateDots: see gate_gradient.py."""
+        """Each of the `parts` blocks of a head of a sequence has as many of its chunks. gErrors: E above Z. gStates: S^T and dS^T by panels. gQueryDots .. gStateDots: see gate_gradient.py."""
         q, k, do, e, s, p, g = smem.open()
         index, part = divmod(cuda.blockIdx.x, parts)
         sequence, head = divmod(index, heads)
@@ -137,15 +131,14 @@ def make(config: Config):
                 if STAGES > 1:
                     later = int32(panel + STAGES - 1)
                     fill(do, e, s, douts, gErrors, gStates, later, panels, seq.batch, token, head, chunk)
-                e_high, e_low = subtile(errors, CHUNK, 0), subtile(errors, CHUNK, 1)
-                z_high, z_low = subtile(errors, CHUNK, 2), subtile(errors, CHUNK, 3)
-                e_rows, z_rows = subtile(e_high, WARP_COLUMNS, rank), subtile(z_high, WARP_COLUMNS, rank)
+                e_tile = subtile(errors, CHUNK, 0)
+                e_rows = subtile(e_tile, WARP_COLUMNS, rank)
+                z_rows = subtile(subtile(errors, CHUNK, 1), WARP_COLUMNS, rank)
                 if half == 0:
-                    scores = mma_ABt(scores, do_rows, e_high)
-                    dbeta = dbeta + row_sum(sum_parts(e_high, e_low, rank) * sum_parts(z_high, z_low, rank))
+                    scores = mma_ABt(scores, do_rows, e_tile)
+                    dbeta = dbeta + row_sum(fp32(load(e_rows, ROWS)) * fp32(load(z_rows, ROWS)))
                 else:
-                    scores = mma_ABt(mma_ABt(scores, z_rows, e_high), z_rows, e_low)
-                    scores = mma_ABt(scores, subtile(z_low, WARP_COLUMNS, rank), e_high)
+                    scores = mma_ABt(scores, z_rows, e_tile)
                 state, d_state = (subtile(states, PANEL, 0, HALF, half), subtile(states, PANEL, 1, HALF, half))
                 dq = mma_AB(dq, do_rows, state)
                 read = mma_AB(read, z_rows, state)

@@ -21,22 +21,13 @@ from tiles import fp32, inlined, pipeline, rt, shared, st
 from tiles.launching.arguments import ENDS, FLOAT, INT, array
 from tiles.targets import Target
 
-from ..parts.recurrent.delta_chunks import (
-    PANEL,
-    WARP_COLUMNS,
-    WARPS,
-    ChunkDecay,
-    DeltaChunkConfig,
-    TwoParts,
-    chunk_forms,
-    state_row,
-)
+from ..parts.recurrent.delta_chunks import PANEL, WARP_COLUMNS, WARPS, DeltaWalkConfig, TwoParts, state_row, walk_forms
 from ..parts.recurrent.gates import ROW_VEC, TILE
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 
 
 @dataclass(frozen=True)
-class Config(DeltaChunkConfig):
+class Config(DeltaWalkConfig):
     """A kernel's configuration: that of delta_chunks.py, with a name of its own."""
 
     label = "gradients of states after chunks"
@@ -44,7 +35,7 @@ class Config(DeltaChunkConfig):
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations of bf16 and 16 bytes, with all other dtypes and bytes if `everything`."""
-    yield from itertools.starmap(Config, chunk_forms(everything))
+    yield from itertools.starmap(Config, walk_forms(everything))
 
 
 @functools.cache
@@ -52,7 +43,7 @@ def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     INPUT, VECTOR_BYTES, STATE = config.dtype, config.vector_bytes, rt(WARP_COLUMNS, config.key_dim, fp32)
     TRANSPOSED, seq_layout = rt(WARP_COLUMNS, CHUNK, INPUT), SequenceLayout(config.varlen, reversed=True)
-    VALUES, decay, parts_of = rt(CHUNK, WARP_COLUMNS, fp32), ChunkDecay(config.gated), TwoParts(INPUT)
+    VALUES, decay, parts_of = rt(CHUNK, WARP_COLUMNS, fp32), config.decay, TwoParts(INPUT)
     smem = shared(
         q=pipeline(st(CHUNK, config.key_dim, INPUT), 1, WARPS),
         k=pipeline(st(CHUNK, config.key_dim, INPUT), 2, WARPS),
@@ -67,13 +58,14 @@ def make(config: Config):
 
     @cuda.jit(launch_bounds=(config.threads, 2), fastmath=True)
     def scan(
-        gQ: array(4, INPUT), gK: array(4, INPUT), gDOut: array(4, INPUT), gB: array(3), gChunkBeta: array(3),
-        gReverse: array(4, INPUT), gErrors: array(4, INPUT), gStates: array(4, INPUT), gDV: array(4, INPUT),
-        gLastState: array(4), gFirstState: array(4), gDQ: array(4), gDK: array(4), gDBeta: array(3), gCuSeqlens: ENDS,
-        length: INT, blocks: INT, heads: INT, group: INT, scale: FLOAT,
+        gQ: array(4, INPUT), gReadKeys: array(4, INPUT), gWriteKeys: array(4, INPUT), gDOut: array(4, INPUT), gB: array(3),
+        gChunkBeta: array(3), gReverse: array(4, INPUT), gErrors: array(4, INPUT), gStates: array(4, INPUT),
+        gDV: array(4, INPUT), gLastState: array(4), gFirstState: array(4), gDQ: array(4), gDK: array(4), gDBeta: array(3),
+        gCuSeqlens: ENDS, length: INT, blocks: INT, heads: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
-        """Each head is `blocks` blocks of columns wide. gErrors: Z of each chunk and head, high above low, below E. gStates:
-        dS^T, below state_row. gLastState, gFirstState: of the states after and before the sequence, transposed.
+        """Each head is `blocks` blocks of columns wide. gQ: scale exp(b) Q, gReadKeys and gWriteKeys as in
+        delta_states_ampere.py, or without decays if these are of tokens. gErrors: Z of each chunk and head, below E. gStates: dS^T, below
+        state_row. gLastState, gFirstState: of the states after and before the sequence, transposed.
         gDQ, gDK, gDBeta: those of padding are set to 0."""
         q, k, do, x = smem.open()
         block, _, head, sequence = block_coord(cuda.blockIdx.x, blocks, 1, heads)
@@ -82,14 +74,18 @@ def make(config: Config):
         seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, 0, 1)
         first, end, batch = seq
         n = seq.num_chunks()
-        queries, keys, douts = truncate(gQ, 1, end), truncate(gK, 1, end), truncate(gDOut, 1, end)
+        end_row, tiles = decay.end_row(end), decay.tiles(n)
+        queries, douts = truncate(gQ, 1, end_row), truncate(gDOut, 1, end)
+        read_keys, write_keys = truncate(gReadKeys, 1, end_row), truncate(gWriteKeys, 1, end_row)
         first_chunk = seq_layout.chunk_index(first, sequence, length)
         last, last_chunk = in_reverse(seq, 0), int32(first_chunk + max(n - 1, 0))
-        k.fill(0, keys, (batch, last, key_head, 0), 1, 3, n, VECTOR_BYTES)
+        k.fill(0, write_keys, decay.coord(batch, last, key_head, last_chunk, head), 1, 3, tiles, VECTOR_BYTES)
         do.fill(0, douts, (batch, last, head, col), 1, 3, n, VECTOR_BYTES)
         x.fill(0, gReverse, (last_chunk, head, 0, 0), end=n)
-        q.fill(0, queries, (batch, last, key_head, 0), 1, 3, n, VECTOR_BYTES)
-        k.fill(1, keys, (batch, in_reverse(seq, 1), key_head, 0), 1, 3, n, VECTOR_BYTES)
+        q.fill(0, queries, decay.coord(batch, last, key_head, last_chunk, head), 1, 3, n, VECTOR_BYTES)
+        tile, i = decay.second_tile(0)
+        at = decay.coord(batch, in_reverse(seq, i), key_head, int32(last_chunk - i), head)
+        k.fill(tile, read_keys, at, 1, 3, tiles, VECTOR_BYTES)
         ds_t = load(gLastState, STATE, (sequence, head, column, 0), aligned=False)
         for j in range(n):
             chunk = int32(last_chunk - j)
@@ -97,7 +93,7 @@ def make(config: Config):
             store(gStates, INPUT(ds_t), (chunk, head, int32(state_row(column) + PANEL), 0), aligned=True)
             b = decay.load_cols(gB, chunk, head)
             b_last = decay.last(b)
-            key_tile = k.wait(j, 4)
+            key_tile = k.wait(decay.first_tile(j), 4)
             du_t = mma_ABt(zeros(TILE), INPUT(ds_t), key_tile) * decay.exp(b_last - b)
             do_tile = do.wait(j, 3)
             matrices = x.wait(j, 2)
@@ -105,20 +101,25 @@ def make(config: Config):
             du_high, du_low = parts_of.split(mma_ABt(du_t, warpgroup.load_transposed(do_tile, TRANSPOSED), p_t))
             z_t = mma_ABt(mma_ABt(mma_ABt(zeros(TILE), du_high, x_high), du_high, x_low), du_low, x_high)
             exp_b = decay.exp(decay.load_cols(gB, chunk, head))
-            do_t = INPUT(fp32(warpgroup.load_transposed(do_tile, TRANSPOSED)) * (exp_b * scale))
+            do_t = warpgroup.load_transposed(do_tile, TRANSPOSED)
+            if not decay.in_queries:
+                do_t = INPUT(fp32(do_t) * (exp_b * scale))
+            state_decay = decay.load_state_decay(gB, b_last, chunk, head)
             thread_block.sync()
+            at = decay.coord(batch, in_reverse(seq, j + 1), key_head, before, head)
+            decay.fill_first(k, int32(j + 1), write_keys, at, tiles, VECTOR_BYTES)
             do.fill(j + 1, douts, (batch, in_reverse(seq, j + 1), head, col), 1, 3, n, VECTOR_BYTES)
             x.fill(j + 1, gReverse, (before, head, 0, 0), end=n)
-            z_high, z_low = parts_of.split(z_t)
-            store(gErrors, transpose(z_high), (chunk, head, 2 * CHUNK, column), aligned=True)
-            store(gErrors, transpose(z_low), (chunk, head, 3 * CHUNK, column), aligned=True)
+            store(gErrors, transpose(INPUT(z_t)), (chunk, head, CHUNK, column), aligned=True)
             dv_t = z_t * load(gChunkBeta, ROW_VEC, (chunk, head, 0))
             store(truncate(gDV, 1, end), transpose(INPUT(dv_t)), (batch, seq.chunk_start(j), head, column), 1, 3, VECTOR_BYTES)
-            ds_t = mma_AB(ds_t * decay.exp(b_last), INPUT(dv_t * (0.0 - exp_b)), key_tile)
+            ds_t = mma_AB(ds_t * state_decay, INPUT(dv_t * (0.0 - exp_b)), decay.wait_second(k, j, key_tile, 3))
             ds_t = mma_AB(ds_t, do_t, q.wait(j, 3))
             thread_block.sync()
-            q.fill(j + 1, queries, (batch, in_reverse(seq, j + 1), key_head, 0), 1, 3, n, VECTOR_BYTES)
-            k.fill(j + 2, keys, (batch, in_reverse(seq, j + 2), key_head, 0), 1, 3, n, VECTOR_BYTES)
+            q.fill(j + 1, queries, at, 1, 3, n, VECTOR_BYTES)
+            tile, i = decay.second_tile(int32(j + 1))
+            at = decay.coord(batch, in_reverse(seq, i), key_head, int32(last_chunk - i), head)
+            k.fill(tile, read_keys, at, 1, 3, tiles, VECTOR_BYTES)
         store(gFirstState, ds_t, (sequence, head, column, 0), aligned=False)
         if seq_layout.varlen:
             padding = seq_layout.padding_tokens(gCuSeqlens, sequence, length)

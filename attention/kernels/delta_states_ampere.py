@@ -20,13 +20,13 @@ from tiles import fp32, pipeline, rt, shared, st
 from tiles.launching.arguments import ENDS, INT, array
 from tiles.targets import Target
 
-from ..parts.recurrent.delta_chunks import WARP_COLUMNS, WARPS, ChunkDecay, DeltaChunkConfig, TwoParts, chunk_forms, state_row
+from ..parts.recurrent.delta_chunks import WARP_COLUMNS, WARPS, DeltaWalkConfig, TwoParts, state_row, walk_forms
 from ..parts.recurrent.gates import ROW_VEC, TILE
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 
 
 @dataclass(frozen=True)
-class Config(DeltaChunkConfig):
+class Config(DeltaWalkConfig):
     """A kernel's configuration: that of delta_chunks.py, with a name of its own."""
 
     label = "states before chunks"
@@ -34,7 +34,7 @@ class Config(DeltaChunkConfig):
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations of bf16 and 16 bytes, with all other dtypes and bytes if `everything`."""
-    yield from itertools.starmap(Config, chunk_forms(everything))
+    yield from itertools.starmap(Config, walk_forms(everything))
 
 
 @functools.cache
@@ -42,7 +42,7 @@ def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     INPUT, VECTOR_BYTES, STATE = config.dtype, config.vector_bytes, rt(WARP_COLUMNS, config.key_dim, fp32)
     TRANSPOSED, seq_layout = rt(WARP_COLUMNS, CHUNK, INPUT), SequenceLayout(config.varlen)
-    decay, parts_of = ChunkDecay(config.gated), TwoParts(INPUT)
+    decay, parts_of = config.decay, TwoParts(INPUT)
     smem = shared(
         k=pipeline(st(CHUNK, config.key_dim, INPUT), 2, WARPS),
         v=pipeline(st(CHUNK, COLUMNS, INPUT), 1, WARPS),
@@ -51,45 +51,52 @@ def make(config: Config):
 
     @cuda.jit(launch_bounds=(config.threads, 2), fastmath=True)
     def scan(
-        gK: array(4, INPUT), gV: array(4, INPUT), gB: array(3), gChunkBeta: array(3), gForward: array(4, INPUT),
-        gInitialState: array(4), gErrors: array(4, INPUT), gStates: array(4, INPUT), gCuSeqlens: ENDS,
-        length: INT, blocks: INT, heads: INT, group: INT,
+        gReadKeys: array(4, INPUT), gWriteKeys: array(4, INPUT), gV: array(4, INPUT), gB: array(3), gChunkBeta: array(3),
+        gForward: array(4, INPUT), gInitialState: array(4), gErrors: array(4, INPUT), gStates: array(4, INPUT),
+        gCuSeqlens: ENDS, length: INT, blocks: INT, heads: INT, group: INT,
     ):  # fmt: skip
-        """Each head is `blocks` blocks of columns wide. gErrors: E of each chunk and head, high above low. gStates:
-        S^T, at state_row."""
+        """Each head is `blocks` blocks of columns wide. gReadKeys, gWriteKeys: exp(b) K, exp(b_last - b) K, both
+        without decays if these are of tokens. gErrors: E of each chunk and head. gStates: S^T, at state_row."""
         k, v, x = smem.open()
         block, _, head, sequence = block_coord(cuda.blockIdx.x, blocks, 1, heads)
         key_head, col = int32(head // group), int32(COLUMNS * block)
         column = int32(col + WARP_COLUMNS * warp_index())  # the first one of this warp
         seq = seq_layout.sequence_tokens(gCuSeqlens, sequence, length)
-        keys, values, n = truncate(gK, 1, seq.end), truncate(gV, 1, seq.end), seq.num_chunks()
+        values, n = truncate(gV, 1, seq.end), seq.num_chunks()
+        end_row, tiles = decay.end_row(seq.end), decay.tiles(n)
+        read_keys, write_keys = truncate(gReadKeys, 1, end_row), truncate(gWriteKeys, 1, end_row)
         first_chunk = seq_layout.chunk_index(seq.start, sequence, length)
-        k.fill(0, keys, (seq.batch, seq.start, key_head, 0), 1, 3, n, VECTOR_BYTES)
+        k.fill(0, read_keys, decay.coord(seq.batch, seq.start, key_head, first_chunk, head), 1, 3, tiles, VECTOR_BYTES)
         v.fill(0, values, (seq.batch, seq.start, head, col), 1, 3, n, VECTOR_BYTES)
         x.fill(0, gForward, (first_chunk, head, 0, 0), end=n)
-        k.fill(1, keys, (seq.batch, seq.chunk_start(1), key_head, 0), 1, 3, n, VECTOR_BYTES)
+        tile, i = decay.second_tile(0)
+        at = decay.coord(seq.batch, seq.chunk_start(i), key_head, int32(first_chunk + i), head)
+        k.fill(tile, write_keys, at, 1, 3, tiles, VECTOR_BYTES)
         s_t = load(gInitialState, STATE, (sequence, head, column, 0), aligned=False)
         for j in range(n):
             chunk = int32(first_chunk + j)
             store(gStates, INPUT(s_t), (chunk, head, state_row(column), 0), aligned=True)
-            key_tile = k.wait(j, 3)
+            key_tile = k.wait(decay.first_tile(j), 3)
             y_t = mma_ABt(zeros(TILE), INPUT(s_t), key_tile) * decay.exp(decay.load_cols(gB, chunk, head))
             y_t = fp32(warpgroup.load_transposed(v.wait(j, 2), TRANSPOSED)) - y_t
             y_high, y_low = parts_of.split(y_t)
             inverse = x.wait(j, 1)
             x_high, x_low = subtile(inverse, CHUNK, 0), subtile(inverse, CHUNK, 1)
             e_t = mma_AB(mma_AB(mma_AB(zeros(TILE), y_high, x_high), y_high, x_low), y_low, x_high)
-            thread_block.sync()
-            v.fill(j + 1, values, (seq.batch, seq.chunk_start(j + 1), head, col), 1, 3, n, VECTOR_BYTES)
-            x.fill(j + 1, gForward, (int32(chunk + 1), head, 0, 0), end=n)
-            e_high, e_low = parts_of.split(e_t)
-            store(gErrors, transpose(e_high), (chunk, head, 0, column), aligned=True)
-            store(gErrors, transpose(e_low), (chunk, head, CHUNK, column), aligned=True)
             b, beta = decay.load_cols(gB, chunk, head), load(gChunkBeta, ROW_VEC, (chunk, head, 0))
             b_last = decay.last(b)
-            u_t = INPUT(e_t * (beta * decay.exp(b_last - b)))
-            s_t = mma_AB(s_t * decay.exp(b_last), u_t, key_tile)
+            state_decay = decay.load_state_decay(gB, b_last, chunk, head)
             thread_block.sync()
-            k.fill(j + 2, keys, (seq.batch, seq.chunk_start(j + 2), key_head, 0), 1, 3, n, VECTOR_BYTES)
+            at = decay.coord(seq.batch, seq.chunk_start(j + 1), key_head, int32(chunk + 1), head)
+            decay.fill_first(k, int32(j + 1), read_keys, at, tiles, VECTOR_BYTES)
+            v.fill(j + 1, values, (seq.batch, seq.chunk_start(j + 1), head, col), 1, 3, n, VECTOR_BYTES)
+            x.fill(j + 1, gForward, (int32(chunk + 1), head, 0, 0), end=n)
+            store(gErrors, transpose(INPUT(e_t)), (chunk, head, 0, column), aligned=True)
+            u_t = INPUT(e_t * (beta * decay.exp(b_last - b)))
+            s_t = mma_AB(s_t * state_decay, u_t, decay.wait_second(k, j, key_tile, 3))
+            thread_block.sync()
+            tile, i = decay.second_tile(int32(j + 1))
+            at = decay.coord(seq.batch, seq.chunk_start(i), key_head, int32(first_chunk + i), head)
+            k.fill(tile, write_keys, at, 1, 3, tiles, VECTOR_BYTES)
 
     return scan, smem

@@ -71,11 +71,12 @@ def plan_delta_chunks(problem: Problem, arrays: Arrays, scale: float, scratch: S
 
     outputs = {name: partial_gradients(problem, scratch) if unrounded else arrays[name] for name in ("dq", "dk")}
     known = {"gQ": arrays["q"], "gK": arrays["k"], "gV": arrays["v"], "gDOut": arrays["dout"], "gBeta": arrays["beta"]}
+    known |= {"gReadKeys": arrays["k"], "gWriteKeys": arrays["k"]}
     known |= {"gGates": arrays["decay"] and spread_to_tokens(problem, arrays["decay"]), "gCuSeqlens": problem["cu_seqlens"]}
     known |= {"gDQ": outputs["dq"], "gDK": outputs["dk"], "gDV": arrays["dv"], "gDBeta": arrays["dbeta"]}
     known |= {"gB": scratch(chunks, heads, CHUNK) if gated else None, "gChunkBeta": scratch(chunks, heads, CHUNK)}
     known |= {"gForward": of_chunks(2 * CHUNK, CHUNK), "gReverse": of_chunks(3 * CHUNK, CHUNK)}
-    known |= {"gErrors": of_chunks(4 * CHUNK, columns), "gStates": of_chunks(2 * columns, padded_keys)}
+    known |= {"gErrors": of_chunks(2 * CHUNK, columns), "gStates": of_chunks(2 * columns, padded_keys)}
     ends = {"gInitialState": "initial_state", "gLastState": "dstate", "gFirstState": "dinitial_state"}
     known |= {name: x and x.permuted(SWAP_STATE_AXES) for name, end in ends.items() for x in [arrays[end]]}
     finish: list[Step] = []
@@ -101,12 +102,12 @@ def plan_delta_chunks(problem: Problem, arrays: Arrays, scale: float, scratch: S
     inverse, states = intern_value(delta_inverse_ampere.Config, *form), intern_value(delta_states_ampere.Config, *form)
     state_gradients = intern_value(delta_state_gradients_ampere.Config, *form)
     gradients = intern_value(delta_gradients_ampere.Config, *form, unrounded, wants_gates, stages)
-    of_states = "gQ gK gDOut gReverse gErrors gStates gDV gLastState gFirstState gDQ gDK gDBeta"
+    of_states = "gQ gReadKeys gWriteKeys gDOut gReverse gErrors gStates gDV gLastState gFirstState gDQ gDK gDBeta"
     of_chunk = "gQ gK gDOut gErrors gStates gDQ gDK gDBeta gQueryDots gKeyDots gCarriedDots gStateDots"
     panels = columns // PANEL
     return [
         launch(delta_inverse_ampere, inverse, parts, "gQ gK gBeta gGates gForward gReverse", parts=parts, scale=scale),
-        launch(delta_states_ampere, states, width, "gK gV gForward gInitialState gErrors gStates", blocks=width),
+        launch(delta_states_ampere, states, width, "gReadKeys gWriteKeys gV gForward gInitialState gErrors gStates", blocks=width),
         launch(delta_state_gradients_ampere, state_gradients, width, of_states, blocks=width, scale=scale),
         launch(delta_gradients_ampere, gradients, parts, of_chunk, parts=parts, panels=panels, scale=scale),
         *finish,

@@ -30,7 +30,8 @@ over the chunk's tokens i, which gate_gradient.py sums, as for linear attention 
 ways is taken away again to the last bits of float32, because both ways have the same rounded dP and G.
 
 Since Ampere: S before and dS after each chunk lie in memory in the input's dtype, 32 columns of values of the one before those
-of the other. The inverses, what they multiply, and Z and E in Z U^T are two parts, high + low, with 16 bits.
+of the other. The inverses and what they multiply are two parts, high + low, with 16 bits. Those of E and Z would gain no digit
+of G, which is rounded, too.
 
 On Hopper one inverse serves both ways. L = N (I + beta N)^-1 is strictly lower, and
 
@@ -47,7 +48,7 @@ from dataclasses import dataclass
 from numpy import float32, int32
 
 from ops import exp2, last_element, load, subtile, tile_min, warpgroup, zeros
-from tiles import bf16, dtype, fp16, fp32, inlined, static, sv
+from tiles import bf16, dtype, fp16, fp32, inlined, rt, static, sv
 from tiles.cp_async import PIECES
 from tiles.layout import LANES
 
@@ -90,6 +91,28 @@ def chunk_forms(everything: bool) -> Iterator[tuple]:
             yield from ((key_dim, bf16, gated, False, vector_bytes) for vector_bytes in PIECES[1:])
 
 
+@dataclass(frozen=True)
+class DeltaWalkConfig(DeltaChunkConfig):
+    """The configuration of a kernel that walks over the chunks. by_channel: does each channel of the keys have a decay?"""
+
+    by_channel: bool = False
+
+    @property
+    def decay(self):
+        """The decays, and where the walk finds its keys."""
+        return DecayedKeys(True, self.key_dim) if self.by_channel else ChunkDecay(self.gated)
+
+    def __str__(self):
+        return super().__str__() + ", by channel" * self.by_channel
+
+
+def walk_forms(everything: bool) -> Iterator[tuple]:
+    """The fields of the configurations of a kernel that walks."""
+    for form in chunk_forms(everything):
+        _, _, gated, *_ = form
+        yield from ((*form, by_channel) for by_channel in ((False, True) if gated else (False,)))
+
+
 @inlined
 def state_row(column):
     """The row in memory of a column of values of S. That of dS lies PANEL rows below."""
@@ -98,10 +121,51 @@ def state_row(column):
 
 @static
 class ChunkDecay:
-    """The cumulative sum of a chunk's gates in powers of 2, as delta_inverse_ampere.py stored it. gated: are there any?
-    Otherwise they are 0, and nothing is read."""
+    """The cumulative sum of a chunk's gates in powers of 2, as delta_inverse_ampere.py stored it, and how a walk copies keys,
+    which have no decay: it multiplies those of a chunk first and last, and its pipeline has two tiles, those of two chunks.
+    gated: are there gates? Otherwise sums are 0, and nothing is read."""
 
     gated: bool
+    in_queries = False  # are queries as they are multiplied, decayed and scaled, so that dO has no factors?
+
+    @inlined
+    def end_row(self, end):
+        """Where rows of queries and keys end that a sequence may read, if it ends before the token `end`."""
+        return end
+
+    @inlined
+    def coord(self, batch, token, key_head, chunk, head):
+        """Where a chunk's queries or keys begin in their array."""
+        return batch, token, key_head, 0
+
+    @inlined
+    def tiles(self, chunks):
+        """The tiles of keys of so many chunks."""
+        return chunks
+
+    @inlined
+    def first_tile(self, j):
+        """The tile of keys that the j-th chunk multiplies first."""
+        return j
+
+    @inlined
+    def second_tile(self, j):
+        """(The tile that is copied once the j-th chunk's last keys have room; of which chunk it is.)"""
+        return int32(j + 1), int32(j + 1)
+
+    @inlined
+    def fill_first(self, k, j, gKeys, at, end, piece):
+        """Start to copy the keys that the j-th chunk multiplies first, if not all of its keys come together."""
+
+    @inlined
+    def wait_second(self, k, j, first, newer):
+        """The keys that the j-th chunk multiplies last. first: those that it multiplied first."""
+        return first
+
+    @inlined
+    def load_state_decay(self, gB, b_last, index, head):
+        """What a chunk multiplies the transposed state by."""
+        return self.exp(b_last)
 
     @inlined
     def load_cols(self, gB, index, head):
@@ -142,6 +206,60 @@ class ChunkDecay:
             return exp2(b)
         else:
             return 1.0
+
+
+@static
+class DecayedKeys(ChunkDecay):
+    """Where channels have decays (delta_channel_inverse_ampere.py): queries and keys lie in memory as they are multiplied, by
+    chunk and head, and a walk copies those keys that it multiplies first, and those that it multiplies last, one after the
+    other. Tokens have no factors. gB is the decay of each channel over the chunk."""
+
+    key_dim: int
+    in_queries = True
+
+    @inlined
+    def end_row(self, end):
+        return CHUNK
+
+    @inlined
+    def coord(self, batch, token, key_head, chunk, head):
+        return chunk, 0, head, 0
+
+    @inlined
+    def tiles(self, chunks):
+        return int32(2 * chunks)
+
+    @inlined
+    def first_tile(self, j):
+        return int32(2 * j)
+
+    @inlined
+    def second_tile(self, j):
+        return int32(2 * j + 1), j
+
+    @inlined
+    def fill_first(self, k, j, gKeys, at, end, piece):
+        k.fill(int32(2 * j), gKeys, at, 1, 3, end, piece)
+
+    @inlined
+    def wait_second(self, k, j, first, newer):
+        return k.wait(int32(2 * j + 1), newer)
+
+    @inlined
+    def load_cols(self, gB, index, head):
+        return 0.0
+
+    @inlined
+    def last(self, b):
+        return 0.0
+
+    @inlined
+    def exp(self, b):
+        return 1.0
+
+    @inlined
+    def load_state_decay(self, gB, b_last, index, head):
+        return load(gB, rt(WARP_COLUMNS, self.key_dim, fp32).row_vec, (index, head, 0))
 
 
 @static
