@@ -9,7 +9,6 @@ cp.async brings while the panel before is multiplied; of a panel's dV each warpg
 of each warpgroup's channels, which dO is multiplied by one after the other."""
 
 import functools
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -61,7 +60,6 @@ from ..parts.recurrent.channel_chunks import (
     chunk_forms,
 )
 from ..parts.recurrent.delta_chunks import PANEL
-from ..parts.recurrent.gates import FLOOR
 from ..parts.recurrent.tokens import CHUNK, SequenceLayout
 
 WARPS = WARPGROUP * HALVES  # of a block
@@ -123,7 +121,7 @@ def make(config: Config):
     channels, seq_layout = ChunkChannels(config.key_dim), SequenceLayout(config.varlen)
     HALF, OUT = channels.half, channels.rows
     OPERAND = rt(ROWS, HALF, INPUT)
-    VARLEN, LAST_SUM = config.varlen, -math.inf
+    VARLEN = config.varlen
     OUTPUT, OUTPUT_BYTES = (fp32, True) if config.unrounded else (INPUT, VECTOR_BYTES)
     VALUE, VALUE_STORE_BYTES = (fp32, True) if config.unrounded_values else (INPUT, VECTOR_BYTES)
     KEY, STATE = (st(rows, config.key_dim, INPUT, width=HALF * INPUT.itemsize) for rows in (CHUNK, 2 * PANEL))
@@ -301,13 +299,7 @@ def make(config: Config):
                 r = r - written
                 store(subtile(carried, HALF, of_warp), col_sum(written) + exp2(last) * finish_sum(state_dots))
                 thread_block.sync(FENCED)  # all have read b
-                channels.cumsum_tokens(b, r, LAST_SUM)
-                total = channels.load_last(b)
-                for warp in range(WARPGROUP):
-                    total = total + load(subtile(carried, HALF, int32(WARPGROUP * half + warp)), OUT.row_vec)
-                d_gates = total - (load(channels.part(b), OUT, fenced=False) - r)
-                forgets = less(channels.load_gates(gGates, seq, token, head), FLOOR)
-                store(truncate(gDGates, 1, seq.end), where(forgets, 0.0, d_gates), at, 1, 3)
+                channels.store_gate_gradients(gDGates, gGates, b, r, carried, seq, token, head)
             thread_block.sync(FENCED)
         if VARLEN:
             padding = seq_layout.padding_tokens(gCuSeqlens, sequence, length)

@@ -20,13 +20,13 @@ from dataclasses import replace
 from numba import cuda
 
 from ops import divmod, load, rows, store, subtile, truncate, viewed, vstack, warpgroup, zeros
-from ops.for_attention.triangular_inverse import TRIANGLES, inverse_transposed, store_block_parts, store_parts
+from ops.for_attention.triangular_inverse import TRIANGLES, inverse_transposed, store_parts
 from tiles import fp32, inlined, ring, rt, shared, st
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.targets import Target
 
 from ..parts.recurrent import channel_config, channel_decay
-from ..parts.recurrent.anchored_scores import AnchoredScores
+from ..parts.recurrent.anchored_scores import KdaScores
 from ..parts.recurrent.block_scores import BlockScores
 from ..parts.recurrent.channel_config import Config
 from ..parts.recurrent.channel_decay import FLAG, TOKEN_GROUP
@@ -73,23 +73,6 @@ class KdaBlockScores(BlockScores):
         queries, decayed_keys = tile
         store(self.group_part(queries, warp, i), rows(x, TOKEN_GROUP, 0))
         store(self.group_part(decayed_keys, warp, i), rows(x, TOKEN_GROUP, 1))
-
-
-class KdaScores(AnchoredScores):
-    """The scores of a halved chunk of KDA: those of keys with keys stand below those of queries."""
-
-    scored = 2 * TOKEN_GROUP
-
-    @inlined
-    def stack_rows(self, query, key):
-        """The queries above the keys, both of which meet keys."""
-        return vstack(query, key)
-
-    @inlined
-    def round_scores(self, triangles, scores, warp, block):
-        """The scores of queries, rounded. Those of keys are stored to two triangles."""
-        store_block_parts(triangles, rows(scores, TOKEN_GROUP, 1), warp, block)
-        return self.dtype(rows(scores, TOKEN_GROUP, 0))
 
 
 @functools.cache

@@ -21,12 +21,15 @@ from ops import (
     load_row_of_group,
     mma_ABt,
     row_index,
+    rows,
     store,
     subtile,
+    vstack,
     warpgroup,
     where,
     zeros,
 )
+from ops.for_attention.triangular_inverse import store_block_parts
 from tiles import fp32, inlined, rt, static
 
 from .channel_decay import TOKEN_GROUP, WarpChannels
@@ -161,3 +164,20 @@ class AnchoredScores(WarpChannels):
     def round_scores(self, extra, scores, warp, block):
         """The scores of a warp's 16 queries with a block of 16 keys, rounded."""
         return self.dtype(scores)
+
+
+class KdaScores(AnchoredScores):
+    """The scores of a halved chunk of KDA: those of keys with keys stand below those of queries."""
+
+    scored = 2 * TOKEN_GROUP
+
+    @inlined
+    def stack_rows(self, query, key):
+        """The queries above the keys, both of which meet keys."""
+        return vstack(query, key)
+
+    @inlined
+    def round_scores(self, triangles, scores, warp, block):
+        """The scores of queries, rounded. Those of keys are stored to two triangles."""
+        store_block_parts(triangles, rows(scores, TOKEN_GROUP, 1), warp, block)
+        return self.dtype(rows(scores, TOKEN_GROUP, 0))

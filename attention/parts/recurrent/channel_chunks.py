@@ -24,13 +24,14 @@ Of what comes from pairs, X W X counts with + in later halves and with - in earl
 tokens both come after t adds nothing, to the last bits of float32."""
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from numpy import int32
 
 from ops import block as thread_block
-from ops import cumsum_columns, load, load_row, store, subtile, truncate, warp_index, warpgroup
+from ops import cumsum_columns, less, load, load_row, store, subtile, truncate, warp_index, warpgroup, where
 from tiles import bf16, dtype, fp16, fp32, inlined, rt, st, static
 from tiles.cp_async import PIECES
 from tiles.layout import LANES, WARPGROUP
@@ -117,6 +118,20 @@ class ChunkChannels:
     def cumsum_gates(self, tile, gates):
         """Write b, in powers of 2. The block meets."""
         self.cumsum_tokens(tile, clamp_gates(gates) * LOG2_E, FLOOR * LOG2_E)
+
+    @inlined
+    def store_gate_gradients(self, gDGates, gGates, b, r, carried, seq, token, head):
+        """Write the warps' gradients of gates. b: overwritten by sums. r: what token i has for all gates up to its own. carried:
+        for each warp of the block what its channels have for all gates of the chunk. The block meets."""
+        self.cumsum_tokens(b, r, -math.inf)
+        total = self.load_last(b)
+        for rank in range(WARPGROUP):
+            of_warp = int32(WARPGROUP * warpgroup.id() + rank)
+            total = total + load(subtile(carried, self.half, of_warp), self.rows.row_vec)
+        gradients = total - (load(self.part(b), self.rows, fenced=False) - r)
+        forgets = less(self.load_gates(gGates, seq, token, head), FLOOR)
+        at = seq.batch, int32(token + ROWS * warpgroup.rank()), head, int32(self.half * warpgroup.id())
+        store(truncate(gDGates, 1, seq.end), where(forgets, 0.0, gradients), at, 1, 3)
 
     @inlined
     def load_last(self, tile):

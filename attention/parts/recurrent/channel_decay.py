@@ -77,6 +77,11 @@ class WarpChannels:
         rows, kind = self.group_part(sums, i, warp), self.warp_tile.row_vec
         return load_row(rows, kind, 0, fenced=False), load_row(rows, kind, TOKEN_GROUP - 1, fenced=False)
 
+    @inlined
+    def load_last_sums(self, sums, warp):
+        """b_last of the warp's channels, in powers of 2."""
+        return load_row(self.warp_part(sums, warp), self.warp_tile.row_vec, CHUNK - 1, fenced=False) * LOG2_E
+
 
 @static
 class ChannelDecay(WarpChannels):
@@ -127,11 +132,6 @@ class ChannelDecay(WarpChannels):
                 least = minimum(least, last - first)
             halved = warpgroup.reduce_any(tile_min(least) * LOG2_E < self.min_log2_decay + 2)  # a reference is rounded
         return strong, halved
-
-    @inlined
-    def load_last_sums(self, sums, warp):
-        """b_last of the warp's channels, in powers of 2."""
-        return load_row(self.warp_part(sums, warp), self.warp_tile.row_vec, CHUNK - 1, fenced=False) * LOG2_E
 
     @inlined
     def factor_decays(self, queries, keys, extra, blocks, sums, b_last, warp, strong, halved):
