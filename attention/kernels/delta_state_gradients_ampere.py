@@ -58,12 +58,12 @@ def make(config: Config):
 
     @cuda.jit(launch_bounds=(config.threads, 2), fastmath=True)
     def scan(
-        gQ: array(4, INPUT), gReadKeys: array(4, INPUT), gWriteKeys: array(4, INPUT), gDOut: array(4, INPUT), gB: array(3),
+        gDecayedQ: array(4, INPUT), gReadKeys: array(4, INPUT), gWriteKeys: array(4, INPUT), gDOut: array(4, INPUT), gB: array(3),
         gChunkBeta: array(3), gReverse: array(4, INPUT), gErrors: array(4, INPUT), gStates: array(4, INPUT),
         gDV: array(4, INPUT), gLastState: array(4), gFirstState: array(4), gDQ: array(4), gDK: array(4), gDBeta: array(3),
         gCuSeqlens: ENDS, length: INT, blocks: INT, heads: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
-        """Each head is `blocks` blocks of columns wide. gQ: scale exp(b) Q, gReadKeys and gWriteKeys as in
+        """Each head is `blocks` blocks of columns wide. gDecayedQ: scale exp(b) Q, gReadKeys and gWriteKeys as in
         delta_states_ampere.py, or without decays if these are of tokens. gErrors: Z of each chunk and head, below E. gStates: dS^T, below
         state_row. gLastState, gFirstState: of the states after and before the sequence, transposed.
         gDQ, gDK, gDBeta: those of padding are set to 0."""
@@ -75,7 +75,7 @@ def make(config: Config):
         first, end, batch = seq
         n = seq.num_chunks()
         end_row, tiles = decay.end_row(end), decay.tiles(n)
-        queries, douts = truncate(gQ, 1, end_row), truncate(gDOut, 1, end)
+        queries, douts = truncate(gDecayedQ, 1, end_row), truncate(gDOut, 1, end)
         read_keys, write_keys = truncate(gReadKeys, 1, end_row), truncate(gWriteKeys, 1, end_row)
         first_chunk = seq_layout.chunk_index(first, sequence, length)
         last, last_chunk = in_reverse(seq, 0), int32(first_chunk + max(n - 1, 0))

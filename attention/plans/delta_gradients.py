@@ -9,9 +9,11 @@ from tiles.calls.schema import Problem
 from tiles.launching.arrays import Operand
 from tiles.launching.devices import machine
 from tiles.launching.launch import kernel_for
-from tiles.targets import MEDIUM
+from tiles.targets import LARGE, MEDIUM
 
 from ..kernels import (
+    delta_channel_gradients_ampere,
+    delta_channel_inverse_ampere,
     delta_gradient_token_loop,
     delta_gradients_ampere,
     delta_gradients_hopper,
@@ -50,12 +52,14 @@ def plan_delta_gradients(
 def serves_delta_gradients(problem: Problem) -> bool:
     """Do chunk kernels serve such a call?"""
     batch, length, key_dim = problem("batch", "seqlen", "key_dim")
-    return bool(batch * length) and not has_channel_decay(problem) and key_dim <= max(KEY_DIMS)
+    holds = not has_channel_decay(problem) or machine(problem.device).shared_bytes >= MEDIUM
+    return bool(batch * length) and key_dim <= max(KEY_DIMS) and holds
 
 
 def serves_hopper(problem: Problem) -> bool:
     """Do the chunk kernels for Hopper serve a call that chunk kernels serve?"""
-    return not is_varlen(problem) and problem.extents["value_dim"] <= delta_gradients_hopper.VALUES
+    by_channel = has_channel_decay(problem)
+    return not by_channel and not is_varlen(problem) and problem.extents["value_dim"] <= delta_gradients_hopper.VALUES
 
 
 def plan_delta_chunks(problem: Problem, arrays: Arrays, scale: float, scratch: ScratchAllocator) -> list[Step]:
@@ -63,6 +67,7 @@ def plan_delta_chunks(problem: Problem, arrays: Arrays, scale: float, scratch: S
     length, heads, key_heads, value_dim, sequences = problem("seqlen", "heads", "heads_k", "value_dim", "sequences")
     chunks, width, vector_bytes = count_chunk_indices(problem), -(-value_dim // COLUMNS), problem.bytes_at_once()
     wants_gates, gated, unrounded = arrays["ddecay"] is not None, arrays["decay"] is not None, heads > key_heads
+    by_channel, shared_bytes = has_channel_decay(problem), machine(problem.device).shared_bytes
     form = pad_key_dim(problem.extents["key_dim"], KEY_DIMS), DTYPES[problem.dtype], gated, is_varlen(problem), vector_bytes
     padded_keys, columns = form[0], width * COLUMNS
 
@@ -71,45 +76,53 @@ def plan_delta_chunks(problem: Problem, arrays: Arrays, scale: float, scratch: S
 
     outputs = {name: partial_gradients(problem, scratch) if unrounded else arrays[name] for name in ("dq", "dk")}
     known = {"gQ": arrays["q"], "gK": arrays["k"], "gV": arrays["v"], "gDOut": arrays["dout"], "gBeta": arrays["beta"]}
-    known |= {"gReadKeys": arrays["k"], "gWriteKeys": arrays["k"]}
+    known |= {"gDecayedQ": arrays["q"], "gReadKeys": arrays["k"], "gWriteKeys": arrays["k"]}
+    if by_channel:  # by chunk, token, head and channel, so that the tokens of a head lie side by side
+        names = "gDecayedQ", "gReadKeys", "gWriteKeys"
+        known |= {name: of_chunks(CHUNK, padded_keys).permuted((0, 2, 1, 3)) for name in names}
     known |= {"gGates": arrays["decay"] and spread_to_tokens(problem, arrays["decay"]), "gCuSeqlens": problem["cu_seqlens"]}
     known |= {"gDQ": outputs["dq"], "gDK": outputs["dk"], "gDV": arrays["dv"], "gDBeta": arrays["dbeta"]}
-    known |= {"gB": scratch(chunks, heads, CHUNK) if gated else None, "gChunkBeta": scratch(chunks, heads, CHUNK)}
+    known |= {"gB": scratch(chunks, heads, padded_keys if by_channel else CHUNK) if gated else None}
+    known |= {"gChunkBeta": scratch(chunks, heads, CHUNK), "gDGates": arrays["ddecay"]}
     known |= {"gForward": of_chunks(2 * CHUNK, CHUNK), "gReverse": of_chunks(3 * CHUNK, CHUNK)}
     known |= {"gErrors": of_chunks(2 * CHUNK, columns), "gStates": of_chunks(2 * columns, padded_keys)}
     ends = {"gInitialState": "initial_state", "gLastState": "dstate", "gFirstState": "dinitial_state"}
     known |= {name: x and x.permuted(SWAP_STATE_AXES) for name, end in ends.items() for x in [arrays[end]]}
     finish: list[Step] = []
-    if wants_gates:
+    if wants_gates and not by_channel:
         halves, warps = delta_gradients_ampere.HALVES, delta_gradients_ampere.WARPS
         dots, finish = plan_gate_sums(problem, arrays, scratch, carried=warps, states=warps, parts=halves)
         known |= dots
     if unrounded:
         finish += [step for name in ("dq", "dk") for step in sum_heads(problem, outputs[name], arrays[name])]
     parts = -(-chunks // sequences)  # of a head of a sequence: thread blocks with a chunk each, if all have as many
-    stages = 2 if machine(problem.device).shared_bytes >= MEDIUM else 1
+    stages = 2 if shared_bytes >= (LARGE if by_channel else MEDIUM) else 1
 
-    def launch(module: Any, config: Any, grid: int, names: str, **numbers: float) -> Step:
-        return kernel_for(module, config, problem.device).bind(
+    def launch(module: Any, fields: tuple, grid: int, names: str, **numbers: float) -> Step:
+        return kernel_for(module, intern_value(module.Config, *form, *fields), problem.device).bind(
             sequences * heads * grid,
             length=length,
             heads=heads,
             group=heads // key_heads,
             **numbers,
-            **{name: known.get(name) for name in (*names.split(), "gB", "gChunkBeta", "gCuSeqlens")},
+            **{name: known.get(name) for name in (*names.split(), "gChunkBeta", "gCuSeqlens")},
         )
 
-    inverse, states = intern_value(delta_inverse_ampere.Config, *form), intern_value(delta_states_ampere.Config, *form)
-    state_gradients = intern_value(delta_state_gradients_ampere.Config, *form)
-    gradients = intern_value(delta_gradients_ampere.Config, *form, unrounded, wants_gates, stages)
-    of_states = "gQ gReadKeys gWriteKeys gDOut gReverse gErrors gStates gDV gLastState gFirstState gDQ gDK gDBeta"
-    of_chunk = "gQ gK gDOut gErrors gStates gDQ gDK gDBeta gQueryDots gKeyDots gCarriedDots gStateDots"
-    panels = columns // PANEL
+    inverses, of_inverses = delta_inverse_ampere, "gQ gK gB gBeta gGates gForward gReverse"
+    of_states = "gReadKeys gWriteKeys gB gV gForward gInitialState gErrors gStates"
+    of_state_gradients = "gDecayedQ gReadKeys gWriteKeys gB gDOut gReverse gErrors gStates"
+    of_state_gradients += " gDV gLastState gFirstState gDQ gDK gDBeta"
+    gradients, of_chunk = delta_gradients_ampere, "gB gQueryDots gKeyDots gCarriedDots gStateDots"
+    if by_channel:
+        inverses, of_inverses = delta_channel_inverse_ampere, of_inverses + " gDecayedQ gReadKeys gWriteKeys"
+        gradients, of_chunk = delta_channel_gradients_ampere, "gGates gDGates"
+    of_chunk += " gQ gK gDOut gErrors gStates gDQ gDK gDBeta"
+    walks, of_gradients = (by_channel,), (unrounded, wants_gates, stages)
     return [
-        launch(delta_inverse_ampere, inverse, parts, "gQ gK gBeta gGates gForward gReverse", parts=parts, scale=scale),
-        launch(delta_states_ampere, states, width, "gReadKeys gWriteKeys gV gForward gInitialState gErrors gStates", blocks=width),
-        launch(delta_state_gradients_ampere, state_gradients, width, of_states, blocks=width, scale=scale),
-        launch(delta_gradients_ampere, gradients, parts, of_chunk, parts=parts, panels=panels, scale=scale),
+        launch(inverses, (), parts, of_inverses, parts=parts, scale=scale),
+        launch(delta_states_ampere, walks, width, of_states, blocks=width),
+        launch(delta_state_gradients_ampere, walks, width, of_state_gradients, blocks=width, scale=scale),
+        launch(gradients, of_gradients, parts, of_chunk, parts=parts, panels=columns // PANEL, scale=scale),
         *finish,
     ]
 

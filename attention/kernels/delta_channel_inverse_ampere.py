@@ -1,0 +1,122 @@
+"""What gradients of the delta rule need of each chunk before its state is known, where each channel of the keys has a decay
+(parts/recurrent/delta_channels.py has the equations): the queries and keys as they meet states,
+
+    scale exp(b) Q        exp(b) K        exp(b_last - b) K        exp(b_last), the decay of the state
+
+and the inverses and P of delta_inverse_ampere.py, of scores that are computed by recursive halving (anchored_scores.py). A block
+has some chunks of a head, its warps 16 tokens each."""
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from numba import cuda
+from numpy import int32
+
+from ops import divmod, exp2, load, rows, store, subtile, transpose, truncate, warpgroup, zeros
+from ops.for_attention.triangular_inverse import TRIANGLE, inverse_transposed, store_block_parts, store_parts
+from tiles import fp32, inlined, pipeline, shared, st
+from tiles.launching.arguments import ENDS, FLOAT, INT, array
+from tiles.targets import Target
+
+from ..parts.recurrent.anchored_scores import KdaScores
+from ..parts.recurrent.channel_decay import TOKEN_GROUP
+from ..parts.recurrent.channel_gates import choose_channel_gates
+from ..parts.recurrent.delta_chunks import WARP_COLUMNS, WARPS, DeltaChunkConfig, TwoParts, chunk_forms
+from ..parts.recurrent.gates import COL_VEC, LOG2_E, ROW_VEC, TILE
+from ..parts.recurrent.tokens import CHUNK, SequenceLayout
+
+
+@dataclass(frozen=True)
+class Config(DeltaChunkConfig):
+    """A kernel's configuration: that of delta_chunks.py, with a name of its own."""
+
+    label = "inverses of chunks, gates by channel"
+
+
+def space(target: Target, everything: bool) -> Iterator[Config]:
+    """The configurations of bf16 and 16 bytes, with all other dtypes and bytes if `everything`."""
+    yield from (Config(*form) for form in chunk_forms(everything) if form[2])
+
+
+class ScaledScores(KdaScores):
+    """KdaScores with a scale for those of queries, which comes behind the triangles."""
+
+    @inlined
+    def round_scores(self, extra, scores, warp, block):
+        high, low, scale = extra
+        store_block_parts((high, low), rows(scores, TOKEN_GROUP, 1), warp, block)
+        return self.dtype(rows(scores, TOKEN_GROUP, 0) * scale)
+
+
+@functools.cache
+def make(config: Config):
+    """(kernel, shared memory) of a configuration."""
+    INPUT, VECTOR_BYTES = config.dtype, config.vector_bytes
+    seq_layout, parts_of, channels = SequenceLayout(config.varlen), TwoParts(INPUT), ScaledScores(config.key_dim, INPUT)
+    GROUP, gates_of_warp = channels.group_tile, choose_channel_gates(channels.warp_tile.cols, None)
+    KEY, SUMS = (st(CHUNK, config.key_dim, x, width=min(128, GROUP.cols * x.itemsize)) for x in (INPUT, fp32))
+    smem = shared(
+        q=pipeline(KEY, 1, WARPS), k=pipeline(KEY, 1, WARPS), far_keys=KEY, b=SUMS, high=TRIANGLE, low=TRIANGLE
+    )  # fmt: skip
+
+    @inlined
+    def store_decayed(gDecayedQ, gReadKeys, gWriteKeys, queries, keys, b, chunk, head, scale, warp):
+        """Write a warp's 16 tokens as they meet states."""
+        for i in range(WARPS):  # the channels of each warp
+            sums = load(channels.group_part(b, warp, i), GROUP, fenced=False) * LOG2_E
+            last = channels.load_last_sums(b, i)
+            decay = exp2(sums)
+            query = load(channels.group_part(queries, warp, i), GROUP, fenced=False)
+            key = load(channels.group_part(keys, warp, i), GROUP, fenced=False)
+            at = chunk, int32(TOKEN_GROUP * warp), head, int32(GROUP.cols * i)
+            store(gDecayedQ, INPUT(query * (decay * scale)), at, 1, 3, aligned=True)
+            store(gReadKeys, INPUT(key * decay), at, 1, 3, aligned=True)
+            store(gWriteKeys, INPUT(key * exp2(last - sums)), at, 1, 3, aligned=True)
+
+    @cuda.jit(launch_bounds=(config.threads, 2), fastmath=True)
+    def invert(
+        gQ: array(4, INPUT), gK: array(4, INPUT), gBeta: array(3), gGates: array(4), gB: array(3), gChunkBeta: array(3),
+        gDecayedQ: array(4, INPUT), gReadKeys: array(4, INPUT), gWriteKeys: array(4, INPUT),
+        gForward: array(4, INPUT), gReverse: array(4, INPUT), gCuSeqlens: ENDS,
+        length: INT, parts: INT, heads: INT, group: INT, scale: FLOAT,
+    ):  # fmt: skip
+        """Each of the `parts` blocks of a head of a sequence has as many of its chunks. gB, gChunkBeta: exp(b_last) and beta of
+        each chunk and head. gForward, gReverse: as in delta_inverse_ampere.py."""
+        q, k, far_keys, b, high, low = smem.open()
+        index, part = divmod(cuda.blockIdx.x, parts)
+        sequence, head = divmod(index, heads)
+        key_head, _ = divmod(head, group)
+        seq = seq_layout.sequence_tokens(gCuSeqlens, sequence, length)
+        n, warp = seq.num_chunks(), warpgroup.rank()
+        queries, keys, betas = truncate(gQ, 1, seq.end), truncate(gK, 1, seq.end), truncate(gBeta, 1, seq.end)
+        store_parts(high, low, zeros(TILE))  # blocks above the diagonal are read, if not looked at
+        for j in seq_layout.chunks_of_block(part, n, parts):
+            token = seq.chunk_start(j)
+            chunk = seq_layout.chunk_index(token, sequence, length)
+            k.fill(j, keys, (seq.batch, token, key_head, 0), 1, 3, n, VECTOR_BYTES)
+            q.fill(j, queries, (seq.batch, token, key_head, 0), 1, 3, n, VECTOR_BYTES)
+            for i in range(CHUNK // TOKEN_GROUP):
+                at = seq.batch, int32(token + TOKEN_GROUP * i), head, int32(GROUP.cols * warp)
+                store(channels.group_part(b, i, warp), load(truncate(gGates, 1, seq.end), GROUP, at, 1, 3))
+            cuda.syncwarp()  # other lanes read them
+            gates_of_warp.cumsum(b, b, (0, 0), warp, CHUNK)
+            beta = load(betas, ROW_VEC, (seq.batch, token, head), cols=1)
+            beta_rows = load(betas, COL_VEC, (seq.batch, int32(token + WARP_COLUMNS * warp), head), cols=1)
+            store(gB, exp2(channels.load_last_sums(b, warp)), (chunk, head, int32(GROUP.cols * warp)))
+            if warp == 0:
+                store(gChunkBeta, beta, (chunk, head, 0))
+            key_tile, query_tile = k.wait(j, 1), q.wait(j)  # the barrier also shows b to all warps
+            store_decayed(gDecayedQ, gReadKeys, gWriteKeys, query_tile, key_tile, b, chunk, head, scale, warp)
+            p = channels.compute(query_tile, key_tile, (high, low, scale), b, far_keys, warp)
+            store(gReverse, transpose(p), (chunk, head, 2 * CHUNK, int32(WARP_COLUMNS * warp)), aligned=True)
+            s = warpgroup.load(high, TILE) + warpgroup.load(low, TILE)
+            s = warpgroup.causal(s, -1, 0.0)
+            first, second = parts_of.split(inverse_transposed(s * beta, high, low))
+            warpgroup.store(gForward, first, (chunk, head, 0, 0), aligned=True)
+            warpgroup.store(gForward, second, (chunk, head, CHUNK, 0), aligned=True)
+            first, second = parts_of.split(inverse_transposed(s * beta_rows, high, low))
+            warpgroup.store(gReverse, first, (chunk, head, 0, 0), aligned=True)
+            warpgroup.store(gReverse, second, (chunk, head, CHUNK, 0), aligned=True)
+
+    return invert, smem
