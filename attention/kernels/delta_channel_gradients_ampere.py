@@ -24,6 +24,7 @@ from ops import (
     equal,
     exp2,
     finish_sum,
+    hstack,
     lane_col_sum,
     less,
     load,
@@ -93,16 +94,17 @@ def make(config: Config):
     INPUT, VECTOR_BYTES, STAGES, WITH_GATES = config.dtype, config.vector_bytes, config.stages, config.with_gates
     channels, seq_layout = ChunkChannels(config.key_dim), SequenceLayout(config.varlen)
     HALF, OUT, VARLEN = channels.half, channels.rows, config.varlen
-    OPERAND, ERRORS = rt(ROWS, HALF, INPUT), rt(ROWS, PANEL, INPUT)
+    SIDE = rt(ROWS, HALF // 2, fp32)  # half of a warp's channels: of pairs of all of them registers would spill
+    KEYS, OPERAND, ERRORS, SCORES = (rt(ROWS, cols, INPUT) for cols in (HALF, HALF // 2, PANEL, ROWS))
     OUTPUT, OUTPUT_BYTES = (fp32, True) if config.unrounded else (INPUT, VECTOR_BYTES)
-    KEY, STATE = (st(rows, config.key_dim, INPUT, width=HALF * INPUT.itemsize) for rows in (CHUNK, 2 * PANEL))
+    KEY, STATE = (st(rows, config.key_dim, INPUT, width=SIDE.cols * INPUT.itemsize) for rows in (CHUNK, 2 * PANEL))
     smem = shared(
         q=pipeline(KEY, 1, WARPS),
         k=pipeline(KEY, 1, WARPS),
         do=pipeline(st(CHUNK, PANEL, INPUT), STAGES, WARPS),
-        e=pipeline(st(2 * CHUNK, PANEL, INPUT), STAGES, WARPS),
+        errors=pipeline(st(2 * CHUNK, PANEL, INPUT), STAGES, WARPS),
         s=pipeline(STATE, STAGES, WARPS),
-        b=channels.sums,
+        b=st(CHUNK, config.key_dim, fp32, width=SIDE.cols * fp32.itemsize),
         x=KEY,
         keys_x=KEY,
         w=st(HALVES * CHUNK, CHUNK, INPUT, width=NARROW),
@@ -110,11 +112,11 @@ def make(config: Config):
     )
 
     @inlined
-    def fill(do, e, s, gDOut, gErrors, gStates, panel, panels, batch, token, head, chunk):
+    def fill(do, errors, s, gDOut, gErrors, gStates, panel, panels, batch, token, head, chunk):
         """Start to copy a panel of a chunk's values, if there are so many."""
         col = int32(PANEL * panel)
         do.fill(panel, gDOut, (batch, token, head, col), 1, 3, panels, VECTOR_BYTES)
-        e.fill(panel, gErrors, (chunk, head, 0, col), end=panels)
+        errors.fill(panel, gErrors, (chunk, head, 0, col), end=panels)
         s.fill(panel, gStates, (chunk, head, int32(2 * col), 0), end=panels)
 
     @inlined
@@ -129,44 +131,103 @@ def make(config: Config):
             store(subtile(w, ROWS, rank, ROWS, rank), INPUT(both))
 
     @inlined
-    def load_rows(tile):
-        """A warp's part of the queries or keys."""
-        return fp32(load(channels.part(tile), OPERAND, fenced=False))
+    def part(tile, side):
+        """A warp's tokens in one of the two sides of its channels."""
+        return subtile(tile, ROWS, warpgroup.rank(), SIDE.cols, 2 * warpgroup.id() + side)
 
     @inlined
-    def factor(sums, anchor):
-        """E, a warp's tokens at a level."""
-        return exp2(0.0 - abs(load(channels.part(sums), OUT, fenced=False) - anchor))
+    def load_rows(tile, side):
+        """A warp's tokens and one side of its channels, of the queries, keys or rows of X."""
+        return fp32(load(part(tile, side), OPERAND, fenced=False))
 
     @inlined
-    def add_level(dq, dk, r, wx, keys_wx, e, x, keys_x, is_later):
-        """dq, dk and r with a level's products, of dP and of G."""
-        decayed_wx = wx * e
-        dq = dq + where(is_later, decayed_wx, 0.0)
-        dk = dk + (where(is_later, 0.0, decayed_wx) + keys_wx * e)
+    def decay_products(dq, read, written, dots, tiles, beta, scale, side):
+        """dq, dk and r of one side of a warp's channels, as far as they come from states, from products with these. dots: of
+        <S, dS>, the warp's part."""
+        queries, keys, b, carried = tiles[0], tiles[1], tiles[2], tiles[6]
+        at = int32(2 * warpgroup.id() + side)
+        last = load_row(subtile(b, CHUNK, 0, SIDE.cols, at), SIDE.row_vec, CHUNK - 1, fenced=False)
+        sums = load(part(b, side), SIDE, fenced=False)
+        decay = exp2(sums)
+        dq = columns(dq, SIDE.cols, side) * (decay * scale)
+        read = columns(read, SIDE.cols, side) * (decay * (0.0 - beta))
+        written = columns(written, SIDE.cols, side) * (exp2(last - sums) * beta)
+        r = zeros(SIDE)
         if WITH_GATES:
-            products = wx * fp32(x) + keys_wx * fp32(keys_x)
-            r = r + where(is_later, products, 0.0 - products)
-        return dq, dk, r
+            key = load_rows(keys, side)
+            r = key * written
+            of_side = int32(2 * (WARPGROUP * warpgroup.id() + warpgroup.rank()) + side)
+            store(subtile(carried, SIDE.cols, of_side), col_sum(r) + exp2(last) * columns(dots, SIDE.cols, side))
+            r = load_rows(queries, side) * dq + key * read - r
+        return dq, read + written, r
 
     @inlined
-    def meet_others(count, dq, dk, r, tiles, anchor, is_later, others):
-        """dq, dk and r with a level at which a warp's tokens meet those of other warps: block number `others` of `count`
-        tokens."""
-        queries, keys, sums, x, keys_x, w = tiles
-        half, rank = warpgroup.id(), warpgroup.rank()
-        e = factor(sums, anchor)
-        mine_keys = INPUT(load_rows(keys) * e)
-        mine = mine_keys
-        if is_later:
-            mine = INPUT(load_rows(queries) * e)
-        store(channels.part(x), mine)
-        store(channels.part(keys_x), mine_keys)
+    def add_level(sums, wx, keys_wx, e, x, keys_x, is_later):
+        """dq, dk and r with a level's products, of dP and of G. is_later: 1 or 0."""
+        dq, dk, r = sums
+        if WITH_GATES:
+            r = r + (wx * fp32(x) + keys_wx * fp32(keys_x)) * (is_later * 2.0 - 1.0)
+        later = e * is_later
+        return dq + wx * later, dk + wx * (e - later) + keys_wx * e, r
+
+    @inlined
+    def decayed(tiles, e, is_later, side):
+        """X of dP and of G, a warp's tokens at a level. is_later: are they in the later halves of their groups?"""
+        queries, keys = tiles[0], tiles[1]
+        key = load_rows(keys, side) * e
+        return INPUT(where(is_later, load_rows(queries, side) * e, key)), INPUT(key)
+
+    @inlined
+    def meet_others(count, sums, tiles, first, is_later, others, side):
+        """dq, dk and r with a level at which a warp's tokens meet those of other warps: block number `others` of `count` tokens.
+        first: the first token of the later half of their group. The block meets."""
+        queries, keys, b, x, keys_x, w, _ = tiles
+        at, rank = int32(2 * warpgroup.id() + side), warpgroup.rank()
+        anchor = load_row(subtile(b, CHUNK, 0, SIDE.cols, at), SIDE.row_vec, first, fenced=False)
+        e = exp2(0.0 - abs(load(part(b, side), SIDE, fenced=False) - anchor))
+        mine, keys_mine = decayed(tiles, e, is_later, side)
+        store(part(x, side), mine)
+        store(part(keys_x, side), keys_mine)
         thread_block.sync(FENCED)
         p, g = subtile(w, CHUNK, 0), subtile(w, CHUNK, 1)
-        wx = mma_AB(zeros(OUT), subtile(p, ROWS, rank, count, others), subtile(x, count, others, HALF, half))
-        keys_wx = mma_AB(zeros(OUT), subtile(g, ROWS, rank, count, others), subtile(keys_x, count, others, HALF, half))
-        return add_level(dq, dk, r, wx, keys_wx, e, mine, mine_keys, is_later)
+        wx = mma_AB(zeros(SIDE), subtile(p, ROWS, rank, count, others), subtile(x, count, others, SIDE.cols, at))
+        keys_wx = mma_AB(zeros(SIDE), subtile(g, ROWS, rank, count, others), subtile(keys_x, count, others, SIDE.cols, at))
+        return add_level(sums, wx, keys_wx, e, mine, keys_mine, float32(is_later))
+
+    @inlined
+    def meet_near(sums, tiles, side):
+        """dq, dk and r with the levels at which a warp's 16 tokens meet each other."""
+        queries, keys, b, x, keys_x, w, _ = tiles
+        rank = warpgroup.rank()
+        p = load(subtile(subtile(w, CHUNK, 0), ROWS, rank, ROWS, rank), SCORES, fenced=False)
+        g = load(subtile(subtile(w, CHUNK, 1), ROWS, rank, ROWS, rank), SCORES, fenced=False)
+        row, col, size, inverse = row_index(ROW), col_index(COL), int32(ROWS), float32(1 / ROWS)
+        while size > 1:
+            row_group, col_group = row * inverse // 1, col * inverse // 1
+            row_half, col_half = row * (2.0 * inverse) // 1, col * (2.0 * inverse) // 1
+            is_later, is_pair = row_half - row_group * 2.0, equal(row_group, col_group) & not_equal(row_half, col_half)
+            rows = part(b, side)
+            anchor = load_row_of_group(rows, SIDE, size, size >> 1, fenced=False)
+            e = exp2(0.0 - abs(load(rows, SIDE, fenced=False) - anchor))
+            mine, keys_mine = decayed(tiles, e, is_later, side)
+            wx = mma_AB(zeros(SIDE), INPUT(where(is_pair, fp32(p), 0.0)), swap_layout(mine))
+            keys_wx = mma_AB(zeros(SIDE), INPUT(where(is_pair, fp32(g), 0.0)), swap_layout(keys_mine))
+            sums = add_level(sums, wx, keys_wx, e, mine, keys_mine, is_later)
+            size, inverse = size >> 1, inverse * 2.0
+        dq, dk, r = sums
+        diagonal = row_sum(where(equal(row, col), fp32(p), 0.0))
+        return dq + load_rows(keys, side) * diagonal, dk + load_rows(queries, side) * diagonal, r
+
+    @inlined
+    def meet(sums, tiles, side):
+        """dq, dk and r of one side of a warp's channels with all pairs of tokens. The block meets."""
+        rank = warpgroup.rank()
+        late = rank // 2
+        odd = rank - 2 * late
+        sums = meet_others(FAR, sums, tiles, FAR, late, 1 - late, side)
+        thread_block.sync(FENCED)
+        sums = meet_others(ROWS, sums, tiles, int32(FAR * late + ROWS), odd, int32(rank + 1 - 2 * odd), side)
+        return meet_near(sums, tiles, side)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def differentiate(
@@ -176,7 +237,7 @@ def make(config: Config):
     ):  # fmt: skip
         """Each of the `parts` blocks of a head of a sequence has as many of its chunks. gErrors: E above Z. gStates: S^T and
         dS^T by panels. Gates' gradients of padding are set to 0."""
-        q, k, do, e, s, b, x, keys_x, w, carried = smem.open()
+        q, k, do, errors, s, b, x, keys_x, w, carried = smem.open()
         index, part = divmod(cuda.blockIdx.x, parts)
         sequence, head = divmod(index, heads)
         key_head, _ = divmod(head, group)
@@ -191,7 +252,7 @@ def make(config: Config):
             k.fill(j, keys, (seq.batch, token, key_head, 0), 1, 3, n, VECTOR_BYTES)
             q.fill(j, queries, (seq.batch, token, key_head, 0), 1, 3, n, VECTOR_BYTES)
             for panel in range(STAGES - 1):
-                fill(do, e, s, douts, gErrors, gStates, panel, panels, seq.batch, token, head, chunk)
+                fill(do, errors, s, douts, gErrors, gStates, panel, panels, seq.batch, token, head, chunk)
             channels.cumsum_gates(b, channels.load_gates(gGates, seq, token, head))
 
             # what goes through states, and the scores of dP and G, by panels of values
@@ -200,14 +261,14 @@ def make(config: Config):
             for panel in range(panels):
                 if STAGES == 1:
                     thread_block.sync(FENCED)
-                    fill(do, e, s, douts, gErrors, gStates, panel, panels, seq.batch, token, head, chunk)
+                    fill(do, errors, s, douts, gErrors, gStates, panel, panels, seq.batch, token, head, chunk)
                 do_rows = subtile(do.wait(panel), ROWS, rank)  # the block has met: all have read the panel before
-                errors, states = e.wait(panel), s.wait(panel)
+                error_tile, states = errors.wait(panel), s.wait(panel)
                 if STAGES > 1:
                     later = int32(panel + STAGES - 1)
-                    fill(do, e, s, douts, gErrors, gStates, later, panels, seq.batch, token, head, chunk)
-                e_tile = subtile(errors, CHUNK, 0)
-                e_rows, z_rows = subtile(e_tile, ROWS, rank), subtile(subtile(errors, CHUNK, 1), ROWS, rank)
+                    fill(do, errors, s, douts, gErrors, gStates, later, panels, seq.batch, token, head, chunk)
+                e_tile = subtile(error_tile, CHUNK, 0)
+                e_rows, z_rows = subtile(e_tile, ROWS, rank), subtile(subtile(error_tile, CHUNK, 1), ROWS, rank)
                 if half == 0:
                     scores = mma_ABt(scores, do_rows, e_tile)
                     e_values, z_values = load(e_rows, ERRORS, fenced=False), load(z_rows, ERRORS, fenced=False)
@@ -219,8 +280,8 @@ def make(config: Config):
                 read = mma_AB(read, z_rows, state)
                 written = mma_AB(written, e_rows, d_state)
                 if WITH_GATES and late == panel % 2:
-                    products = fp32(load(subtile(state, ROWS, odd), OPERAND, fenced=False))
-                    products = products * fp32(load(subtile(d_state, ROWS, odd), OPERAND, fenced=False))
+                    products = fp32(load(subtile(state, ROWS, odd), KEYS, fenced=False))
+                    products = products * fp32(load(subtile(d_state, ROWS, odd), KEYS, fenced=False))
                     state_dots = state_dots + lane_col_sum(products)
             beta_rows, beta = load(gChunkBeta, COL_VEC, (chunk, head, row)), load(gChunkBeta, ROW_VEC, (chunk, head, 0))
             if half == 0:
@@ -234,53 +295,21 @@ def make(config: Config):
             store_pairs(mine_w, columns(rounded, ROWS, 2), rank, 2)
             store_pairs(mine_w, columns(rounded, ROWS, 3), rank, 3)
             query_tile, key_tile = q.wait(j), k.wait(j)
-            sums, last = load(channels.part(b), OUT, fenced=False), channels.load_last(b)
-            decay = exp2(sums)
-            dq = dq * (decay * scale)
-            read = read * (decay * (0.0 - beta_rows))
-            written = written * (exp2(last - sums) * beta_rows)
-            r = zeros(OUT)
-            if WITH_GATES:
-                key = load_rows(key_tile)
-                writes = key * written
-                store(subtile(carried, HALF, warp), col_sum(writes) + exp2(last) * finish_sum(state_dots))
-                r = load_rows(query_tile) * dq + key * read - writes
-            dk = read + written
-
-            # the first level: 32 tokens of two other warps
-            tiles, b_half = (query_tile, key_tile, b, x, keys_x, w), subtile(b, CHUNK, 0, HALF, half)
-            anchor = load_row(b_half, OUT.row_vec, FAR, fenced=False)
-            dq, dk, r = meet_others(FAR, dq, dk, r, tiles, anchor, late, 1 - late)
+            tiles, dots = (query_tile, key_tile, b, x, keys_x, w, carried), finish_sum(state_dots)
+            left = decay_products(dq, read, written, dots, tiles, beta_rows, scale, 0)
+            right = decay_products(dq, read, written, dots, tiles, beta_rows, scale, 1)
             thread_block.sync(FENCED)
-
-            # the second one: 16 tokens of another warp
-            anchor = load_row(b_half, OUT.row_vec, int32(FAR * late + ROWS), fenced=False)
-            dq, dk, r = meet_others(ROWS, dq, dk, r, tiles, anchor, odd, int32(rank + 1 - 2 * odd))
-
-            # the others: within a warp's 16 tokens
-            p = load(subtile(subtile(w, CHUNK, 0), ROWS, rank, ROWS, rank), rt(ROWS, ROWS, INPUT), fenced=False)
-            g = load(subtile(subtile(w, CHUNK, 1), ROWS, rank, ROWS, rank), rt(ROWS, ROWS, INPUT), fenced=False)
-            rows, cols, size, inverse = row_index(ROW), col_index(COL), int32(ROWS), float32(1 / ROWS)
-            while size > 1:
-                row_half, col_half = rows * (2.0 * inverse) // 1, cols * (2.0 * inverse) // 1
-                row_group, col_group = rows * inverse // 1, cols * inverse // 1
-                is_later, is_near = row_half - row_group * 2.0, equal(row_group, col_group)
-                is_pair = is_near & not_equal(row_half, col_half)
-                level = factor(b, load_row_of_group(channels.part(b), OUT, size, size >> 1, fenced=False))
-                mine_keys = load_rows(key_tile) * level
-                mine = INPUT(where(is_later, load_rows(query_tile) * level, mine_keys))
-                mine_keys = INPUT(mine_keys)
-                wx = mma_AB(zeros(OUT), INPUT(where(is_pair, fp32(p), 0.0)), swap_layout(mine))
-                keys_wx = mma_AB(zeros(OUT), INPUT(where(is_pair, fp32(g), 0.0)), swap_layout(mine_keys))
-                dq, dk, r = add_level(dq, dk, r, wx, keys_wx, level, mine, mine_keys, is_later)
-                size, inverse = size >> 1, inverse * 2.0
-            diagonal = row_sum(where(equal(rows, cols), fp32(p), 0.0))
             at = seq.batch, int32(token + row), head, int32(HALF * half)
-            store(truncate(gDQ, 1, seq.end), OUTPUT(dq + load_rows(key_tile) * diagonal), at, 1, 3, OUTPUT_BYTES)
-            store(truncate(gDK, 1, seq.end), OUTPUT(dk + load_rows(query_tile) * diagonal), at, 1, 3, OUTPUT_BYTES)
+            dq, dk, left_r = meet(left, tiles, 0)
+            store(truncate(gDQ, 1, seq.end), OUTPUT(dq), at, 1, 3, OUTPUT_BYTES)
+            store(truncate(gDK, 1, seq.end), OUTPUT(dk), at, 1, 3, OUTPUT_BYTES)
+            at = seq.batch, int32(token + row), head, int32(HALF * half + SIDE.cols)
+            dq, dk, right_r = meet(right, tiles, 1)
+            store(truncate(gDQ, 1, seq.end), OUTPUT(dq), at, 1, 3, OUTPUT_BYTES)
+            store(truncate(gDK, 1, seq.end), OUTPUT(dk), at, 1, 3, OUTPUT_BYTES)
             if WITH_GATES:
                 thread_block.sync(FENCED)  # all have read b
-                channels.store_gate_gradients(gDGates, gGates, b, r, carried, seq, token, head)
+                channels.store_gate_gradients(gDGates, gGates, b, hstack(left_r, right_r), carried, seq, token, head)
             thread_block.sync(FENCED)
         if VARLEN and WITH_GATES:
             padding = seq_layout.padding_tokens(gCuSeqlens, sequence, length)
