@@ -110,8 +110,8 @@ def make(config: Config):
             store_decayed(gDecayedQ, gReadKeys, gWriteKeys, query_tile, key_tile, b, chunk, head, scale, warp)
             p = channels.compute(query_tile, key_tile, (high, low, scale), b, far_keys, warp)
             store(gReverse, transpose(p), (chunk, head, 2 * CHUNK, int32(WARP_COLUMNS * warp)), aligned=True)
-            s = warpgroup.load(high, TILE) + warpgroup.load(low, TILE)
-            s = warpgroup.causal(s, -1, 0.0)
+            cuda.syncwarp()  # other lanes wrote them
+            s = warpgroup.causal(warpgroup.load(high, TILE) + warpgroup.load(low, TILE), -1, 0.0)
             first, second = parts_of.split(inverse_transposed(s * beta, high, low))
             warpgroup.store(gForward, first, (chunk, head, 0, 0), aligned=True)
             warpgroup.store(gForward, second, (chunk, head, CHUNK, 0), aligned=True)
