@@ -38,7 +38,8 @@ KERNELS = {  # modules of kernels/, and of parts/
         gate_gradient sum_head_groups mamba2_gradients""",
     "delta": """delta_hopper delta_states_hopper kda_hopper kda_states_hopper delta_compose_states_hopper
         delta_chunk_states_hopper delta_gradients_hopper delta_inverse_hopper delta_chains_hopper
-        delta_inverse_ampere delta_states_ampere delta_state_gradients_ampere
+        delta_inverse_ampere delta_states_ampere delta_state_gradients_ampere delta_channel_inverse_ampere
+        delta_channel_gradients_ampere
         delta_gradients_ampere""",
     "short_conv": "short_conv short_conv_backward",
     "based": "based_hopper based_gradients",
