@@ -1,11 +1,11 @@
-"""Gradients of the delta rule's queries, keys, betas and gates where each channel of the keys has a decay, chunk by chunk in any
-order, from the states before each chunk, the gradients of those after it, E and Z (parts/recurrent/delta_channels.py has the
-equations).
+"""Gradients of the delta rule's queries, keys, betas and gates where each channel of the keys has a decay, chunk by chunk in
+any order, from the states before each chunk, the gradients of those after it, E and Z (parts/recurrent/delta_channels.py has
+the equations).
 
-A block has some chunks of a head. Its eight warps are two warpgroups of 16 tokens a warp, each with half of the channels of the
-keys; besides, the first makes dP, the second G. First they go over the columns of values in panels of 32, whose tiles cp.async
-brings while the panel before is multiplied. Then come the pairs of tokens, level by level, as in channel_gradients_ampere.py: dP
-with queries and keys, G with keys."""
+A block has some chunks of a head. Its eight warps are two warpgroups of 16 tokens a warp, each with half of the channels of
+the keys; besides, the first makes dP, the second G. First they go over the columns of values in panels of 32, whose tiles
+cp.async brings while the panel before is multiplied. Then come the pairs of tokens, level by level, as in
+channel_gradients_ampere.py, one half of a warp's channels (a side) after the other: of all at once registers would spill."""
 
 import functools
 from collections.abc import Iterator
@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from numba import cuda
 from numpy import float32, int32
 
-from ops import block as thread_block
 from ops import (
     abs,
     col_index,
@@ -44,6 +43,7 @@ from ops import (
     where,
     zeros,
 )
+from ops import block as thread_block
 from tiles import bf16, fp32, inlined, pipeline, rt, shared, st, sv
 from tiles.cp_async import PIECES
 from tiles.launching.arguments import ENDS, FLOAT, INT, array
@@ -64,8 +64,8 @@ NARROW = 32  # bytes of a panel of tiles whose columns are taken 16 at a time
 
 @dataclass(frozen=True)
 class Config(DeltaChunkConfig):
-    """A kernel's configuration. unrounded: are dQ and dK float32, to be added over a group? with_gates: are the gates' gradients
-    wanted? stages: panels of values in flight."""
+    """A kernel's configuration. unrounded: are dQ and dK float32, to be added over a group? with_gates: are the gates'
+    gradients wanted? stages: panels of values in flight."""
 
     unrounded: bool = False
     with_gates: bool = True
@@ -94,7 +94,7 @@ def make(config: Config):
     INPUT, VECTOR_BYTES, STAGES, WITH_GATES = config.dtype, config.vector_bytes, config.stages, config.with_gates
     channels, seq_layout = ChunkChannels(config.key_dim), SequenceLayout(config.varlen)
     HALF, OUT, VARLEN = channels.half, channels.rows, config.varlen
-    SIDE = rt(ROWS, HALF // 2, fp32)  # half of a warp's channels: of pairs of all of them registers would spill
+    SIDE = rt(ROWS, HALF // 2, fp32)
     KEYS, OPERAND, ERRORS, SCORES = (rt(ROWS, cols, INPUT) for cols in (HALF, HALF // 2, PANEL, ROWS))
     OUTPUT, OUTPUT_BYTES = (fp32, True) if config.unrounded else (INPUT, VECTOR_BYTES)
     KEY, STATE = (st(rows, config.key_dim, INPUT, width=SIDE.cols * INPUT.itemsize) for rows in (CHUNK, 2 * PANEL))
@@ -179,8 +179,8 @@ def make(config: Config):
 
     @inlined
     def meet_others(count, sums, tiles, first, is_later, others, side):
-        """dq, dk and r with a level at which a warp's tokens meet those of other warps: block number `others` of `count` tokens.
-        first: the first token of the later half of their group. The block meets."""
+        """dq, dk and r with a level at which a warp's tokens meet those of other warps: block number `others` of `count`
+        tokens. first: the first token of the later half of their group. The block meets."""
         queries, keys, b, x, keys_x, w, _ = tiles
         at, rank = int32(2 * warpgroup.id() + side), warpgroup.rank()
         anchor = load_row(subtile(b, CHUNK, 0, SIDE.cols, at), SIDE.row_vec, first, fenced=False)
@@ -243,7 +243,7 @@ def make(config: Config):
         key_head, _ = divmod(head, group)
         seq = seq_layout.sequence_tokens(gCuSeqlens, sequence, length)
         n, half, rank = seq.num_chunks(), warpgroup.id(), warpgroup.rank()
-        warp, row, late = int32(WARPGROUP * half + rank), int32(ROWS * rank), rank // 2
+        row, late = int32(ROWS * rank), rank // 2
         odd = rank - 2 * late
         queries, keys, douts = truncate(gQ, 1, seq.end), truncate(gK, 1, seq.end), truncate(gDOut, 1, seq.end)
         for j in seq_layout.chunks_of_block(part, n, parts):

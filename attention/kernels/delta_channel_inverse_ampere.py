@@ -3,8 +3,8 @@
 
     scale exp(b) Q        exp(b) K        exp(b_last - b) K        exp(b_last), the decay of the state
 
-and the inverses and P of delta_inverse_ampere.py, of scores that are computed by recursive halving (anchored_scores.py). A block
-has some chunks of a head, its warps 16 tokens each."""
+and the inverses and P of delta_inverse_ampere.py, of scores that are computed by recursive halving (anchored_scores.py). A
+block has some chunks of a head, its warps 16 tokens each."""
 
 import functools
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from numba import cuda
 from numpy import int32
 
-from ops import divmod, exp2, load, rows, store, subtile, transpose, truncate, warpgroup, zeros
+from ops import divmod, exp2, load, rows, store, transpose, truncate, warpgroup, zeros
 from ops.for_attention.triangular_inverse import TRIANGLE, inverse_transposed, store_block_parts, store_parts
 from tiles import fp32, inlined, pipeline, shared, st
 from tiles.launching.arguments import ENDS, FLOAT, INT, array

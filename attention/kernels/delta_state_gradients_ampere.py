@@ -21,7 +21,8 @@ from tiles import fp32, inlined, pipeline, rt, shared, st
 from tiles.launching.arguments import ENDS, FLOAT, INT, array
 from tiles.targets import Target
 
-from ..parts.recurrent.delta_chunks import PANEL, WARP_COLUMNS, WARPS, DeltaWalkConfig, TwoParts, state_row, walk_forms
+from ..parts.recurrent.delta_channels import DeltaWalkConfig, walk_forms
+from ..parts.recurrent.delta_chunks import PANEL, WARP_COLUMNS, WARPS, TwoParts, state_row
 from ..parts.recurrent.gates import ROW_VEC, TILE
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 
@@ -58,14 +59,14 @@ def make(config: Config):
 
     @cuda.jit(launch_bounds=(config.threads, 2), fastmath=True)
     def scan(
-        gDecayedQ: array(4, INPUT), gReadKeys: array(4, INPUT), gWriteKeys: array(4, INPUT), gDOut: array(4, INPUT), gB: array(3),
-        gChunkBeta: array(3), gReverse: array(4, INPUT), gErrors: array(4, INPUT), gStates: array(4, INPUT),
+        gDecayedQ: array(4, INPUT), gReadKeys: array(4, INPUT), gWriteKeys: array(4, INPUT), gDOut: array(4, INPUT),
+        gB: array(3), gChunkBeta: array(3), gReverse: array(4, INPUT), gErrors: array(4, INPUT), gStates: array(4, INPUT),
         gDV: array(4, INPUT), gLastState: array(4), gFirstState: array(4), gDQ: array(4), gDK: array(4), gDBeta: array(3),
         gCuSeqlens: ENDS, length: INT, blocks: INT, heads: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
         """Each head is `blocks` blocks of columns wide. gDecayedQ: scale exp(b) Q, gReadKeys and gWriteKeys as in
-        delta_states_ampere.py, or without decays if these are of tokens. gErrors: Z of each chunk and head, below E. gStates: dS^T, below
-        state_row. gLastState, gFirstState: of the states after and before the sequence, transposed.
+        delta_states_ampere.py, or without decays if these are of tokens. gErrors: Z of each chunk and head, below E. gStates:
+        dS^T, below state_row. gLastState, gFirstState: of the states after and before the sequence, transposed.
         gDQ, gDK, gDBeta: those of padding are set to 0."""
         q, k, do, x = smem.open()
         block, _, head, sequence = block_coord(cuda.blockIdx.x, blocks, 1, heads)

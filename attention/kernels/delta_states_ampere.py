@@ -20,7 +20,8 @@ from tiles import fp32, pipeline, rt, shared, st
 from tiles.launching.arguments import ENDS, INT, array
 from tiles.targets import Target
 
-from ..parts.recurrent.delta_chunks import WARP_COLUMNS, WARPS, DeltaWalkConfig, TwoParts, state_row, walk_forms
+from ..parts.recurrent.delta_channels import DeltaWalkConfig, walk_forms
+from ..parts.recurrent.delta_chunks import WARP_COLUMNS, WARPS, TwoParts, state_row
 from ..parts.recurrent.gates import ROW_VEC, TILE
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 

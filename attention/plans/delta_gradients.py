@@ -37,6 +37,16 @@ from .recurrent_gradients import (
 from .token_loop import check_grid, decay_kind
 from .token_loop_gradients import sum_gates_by_token
 
+# The kernels of chunks before and after the walks, each with the arrays that it has beside those of both kinds: with decays of
+# tokens or none, and of channels.
+KERNELS_OF_CHUNKS = {
+    False: ((delta_inverse_ampere, ""), (delta_gradients_ampere, "gB gQueryDots gKeyDots gCarriedDots gStateDots")),
+    True: (
+        (delta_channel_inverse_ampere, "gDecayedQ gReadKeys gWriteKeys"),
+        (delta_channel_gradients_ampere, "gGates gDGates"),
+    ),
+}
+
 
 def plan_delta_gradients(
     problem: Problem, arrays: Arrays, scale: float, scratch: ScratchAllocator, on_hopper: bool = False
@@ -108,21 +118,30 @@ def plan_delta_chunks(problem: Problem, arrays: Arrays, scale: float, scratch: S
             **{name: known.get(name) for name in (*names.split(), "gChunkBeta", "gCuSeqlens")},
         )
 
-    inverses, of_inverses = delta_inverse_ampere, "gQ gK gB gBeta gGates gForward gReverse"
+    (inverses, of_inverses), (gradients, of_gradients) = KERNELS_OF_CHUNKS[by_channel]
+    fields = unrounded, wants_gates, stages
     of_states = "gReadKeys gWriteKeys gB gV gForward gInitialState gErrors gStates"
-    of_state_gradients = "gDecayedQ gReadKeys gWriteKeys gB gDOut gReverse gErrors gStates"
-    of_state_gradients += " gDV gLastState gFirstState gDQ gDK gDBeta"
-    gradients, of_chunk = delta_gradients_ampere, "gB gQueryDots gKeyDots gCarriedDots gStateDots"
-    if by_channel:
-        inverses, of_inverses = delta_channel_inverse_ampere, of_inverses + " gDecayedQ gReadKeys gWriteKeys"
-        gradients, of_chunk = delta_channel_gradients_ampere, "gGates gDGates"
-    of_chunk += " gQ gK gDOut gErrors gStates gDQ gDK gDBeta"
-    walks, of_gradients = (by_channel,), (unrounded, wants_gates, stages)
+    of_state_gradients = "gDecayedQ gReadKeys gWriteKeys gB gDOut gReverse gErrors gStates gDV gLastState gFirstState"
     return [
-        launch(inverses, (), parts, of_inverses, parts=parts, scale=scale),
-        launch(delta_states_ampere, walks, width, of_states, blocks=width),
-        launch(delta_state_gradients_ampere, walks, width, of_state_gradients, blocks=width, scale=scale),
-        launch(gradients, of_gradients, parts, of_chunk, parts=parts, panels=columns // PANEL, scale=scale),
+        launch(inverses, (), parts, f"{of_inverses} gQ gK gB gBeta gGates gForward gReverse", parts=parts, scale=scale),
+        launch(delta_states_ampere, (by_channel,), width, of_states, blocks=width),
+        launch(
+            delta_state_gradients_ampere,
+            (by_channel,),
+            width,
+            f"{of_state_gradients} gDQ gDK gDBeta",
+            blocks=width,
+            scale=scale,
+        ),
+        launch(
+            gradients,
+            fields,
+            parts,
+            f"{of_gradients} gQ gK gDOut gErrors gStates gDQ gDK gDBeta",
+            parts=parts,
+            panels=columns // PANEL,
+            scale=scale,
+        ),
         *finish,
     ]
 

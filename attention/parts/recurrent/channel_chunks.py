@@ -121,8 +121,8 @@ class ChunkChannels:
 
     @inlined
     def store_gate_gradients(self, gDGates, gGates, b, r, carried, seq, token, head):
-        """Write the warps' gradients of gates. b: overwritten by sums. r: what token i has for all gates up to its own. carried:
-        for each warp of the block what its channels have for all gates of the chunk. The block meets."""
+        """Write the warps' gradients of gates. b: overwritten by sums. r: what token i has for all gates up to its own.
+        carried: for each warp of the block what its channels have for all gates of the chunk. The block meets."""
         self.cumsum_tokens(b, r, -math.inf)
         total = self.load_last(b)
         for rank in range(WARPGROUP):

@@ -48,7 +48,7 @@ from dataclasses import dataclass
 from numpy import float32, int32
 
 from ops import exp2, last_element, load, subtile, tile_min, warpgroup, zeros
-from tiles import bf16, dtype, fp16, fp32, inlined, rt, static, sv
+from tiles import bf16, dtype, fp16, fp32, inlined, static, sv
 from tiles.cp_async import PIECES
 from tiles.layout import LANES
 
@@ -89,28 +89,6 @@ def chunk_forms(everything: bool) -> Iterator[tuple]:
             yield key_dim, fp16, gated, False, PIECES[0]
             yield key_dim, bf16, gated, not gated, PIECES[0]
             yield from ((key_dim, bf16, gated, False, vector_bytes) for vector_bytes in PIECES[1:])
-
-
-@dataclass(frozen=True)
-class DeltaWalkConfig(DeltaChunkConfig):
-    """The configuration of a kernel that walks over the chunks. by_channel: does each channel of the keys have a decay?"""
-
-    by_channel: bool = False
-
-    @property
-    def decay(self):
-        """The decays, and where the walk finds its keys."""
-        return DecayedKeys(True, self.key_dim) if self.by_channel else ChunkDecay(self.gated)
-
-    def __str__(self):
-        return super().__str__() + ", by channel" * self.by_channel
-
-
-def walk_forms(everything: bool) -> Iterator[tuple]:
-    """The fields of the configurations of a kernel that walks."""
-    for form in chunk_forms(everything):
-        _, _, gated, *_ = form
-        yield from ((*form, by_channel) for by_channel in ((False, True) if gated else (False,)))
 
 
 @inlined
@@ -206,60 +184,6 @@ class ChunkDecay:
             return exp2(b)
         else:
             return 1.0
-
-
-@static
-class DecayedKeys(ChunkDecay):
-    """Where channels have decays (delta_channel_inverse_ampere.py): queries and keys lie in memory as they are multiplied, by
-    chunk and head, and a walk copies those keys that it multiplies first, and those that it multiplies last, one after the
-    other. Tokens have no factors. gB is the decay of each channel over the chunk."""
-
-    key_dim: int
-    in_queries = True
-
-    @inlined
-    def end_row(self, end):
-        return CHUNK
-
-    @inlined
-    def coord(self, batch, token, key_head, chunk, head):
-        return chunk, 0, head, 0
-
-    @inlined
-    def tiles(self, chunks):
-        return int32(2 * chunks)
-
-    @inlined
-    def first_tile(self, j):
-        return int32(2 * j)
-
-    @inlined
-    def second_tile(self, j):
-        return int32(2 * j + 1), j
-
-    @inlined
-    def fill_first(self, k, j, gKeys, at, end, piece):
-        k.fill(int32(2 * j), gKeys, at, 1, 3, end, piece)
-
-    @inlined
-    def wait_second(self, k, j, first, newer):
-        return k.wait(int32(2 * j + 1), newer)
-
-    @inlined
-    def load_cols(self, gB, index, head):
-        return 0.0
-
-    @inlined
-    def last(self, b):
-        return 0.0
-
-    @inlined
-    def exp(self, b):
-        return 1.0
-
-    @inlined
-    def load_state_decay(self, gB, b_last, index, head):
-        return load(gB, rt(WARP_COLUMNS, self.key_dim, fp32).row_vec, (index, head, 0))
 
 
 @static

@@ -1,0 +1,117 @@
+"""Gradients of the delta rule chunk by chunk where each channel of the keys has a decay (KDA): what the kernels of them share.
+These are four: delta_channel_inverse_ampere.py, delta_states_ampere.py and delta_state_gradients_ampere.py, the walks of the
+delta rule with any decays, and delta_channel_gradients_ampere.py.
+
+With b the cumulative sum of a chunk's gates in each channel, delta_chunks.py has the equations if decays are taken into queries
+and keys,
+
+    q~ = scale exp(b) q        k^ = exp(b) k, as it reads S        k~ = exp(b_last - b) k, as it writes to it
+
+    N_ij = sum_c k_ic k_jc exp(b_ic - b_jc) for j < i              P_ij = scale sum_c q_ic k_jc exp(b_ic - b_jc) for j <= i
+    Y = V - K^ S        E = (I + N beta)^-1 Y                      S after = exp(b_last) S + K~^T (beta E)
+    dU = P^T dO + K~ dS        Z = (I + beta N)^-T dU              dV = beta Z        dbeta = rowsum(Z * E)
+    dS before = exp(b_last) dS + Q~^T dO - K^^T dV
+
+so that the walks need no gates, and no factor is greater than 1. N and P are computed by recursive halving
+(anchored_scores.py). With dP = scale tril(dO U^T) and G = -stril(dV U^T),
+
+    dq_i = scale exp(b_i) (S dO_i) + sum_(j <= i) dP_ij exp(b_i - b_j) k_j
+    dk_j = exp(b_last - b_j) (dS u_j) + sum_(i >= j) exp(b_i - b_j) (dP_ij q_i + G_ij k_i)            (dk_write)
+         - exp(b_j) (S dv_j) + sum_(i < j) G_ji exp(b_j - b_i) k_i                                    (dk_read)
+
+whose pairs of tokens go by the levels of channel_chunks.py: one product of W = dP + dP^T with X, which is E q in later halves
+and E k in earlier ones, and one of G + G^T with E k everywhere. So both parts of dk have one sum. The gradient of a gate is, in
+each channel,
+
+    dg_t = sum_(i >= t) (q_i dq_i + k_i dk_read_i - k_i dk_write_i)
+           + sum_i (k_i dk_write_i, as far as it comes from dS) + exp(b_last) <S, dS>
+
+where of pairs, X W X counts with + in later halves and with - in earlier ones, for dP and G alike: rounded alike, what comes
+after t adds nothing."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from numpy import int32
+
+from ops import load
+from tiles import fp32, inlined, rt, static
+
+from .delta_chunks import WARP_COLUMNS, ChunkDecay, DeltaChunkConfig, chunk_forms
+from .tokens import CHUNK
+
+
+@dataclass(frozen=True)
+class DeltaWalkConfig(DeltaChunkConfig):
+    """The configuration of a kernel that walks over the chunks. by_channel: does each channel of the keys have a decay?"""
+
+    by_channel: bool = False
+
+    @property
+    def decay(self):
+        """The decays, and where the walk finds its keys."""
+        return DecayedKeys(True, self.key_dim) if self.by_channel else ChunkDecay(self.gated)
+
+    def __str__(self):
+        return super().__str__() + ", by channel" * self.by_channel
+
+
+def walk_forms(everything: bool) -> Iterator[tuple]:
+    """The fields of the configurations of a kernel that walks."""
+    for form in chunk_forms(everything):
+        _, _, gated, *_ = form
+        yield from ((*form, by_channel) for by_channel in ((False, True) if gated else (False,)))
+
+
+@static
+class DecayedKeys(ChunkDecay):
+    """Where channels have decays (delta_channel_inverse_ampere.py): queries and keys lie in memory as they are multiplied, by
+    chunk and head, and a walk copies those keys that it multiplies first, and those that it multiplies last, one after the
+    other. Tokens have no factors. gB is the decay of each channel over the chunk."""
+
+    key_dim: int
+    in_queries = True
+
+    @inlined
+    def end_row(self, end):
+        return CHUNK
+
+    @inlined
+    def coord(self, batch, token, key_head, chunk, head):
+        return chunk, 0, head, 0
+
+    @inlined
+    def tiles(self, chunks):
+        return int32(2 * chunks)
+
+    @inlined
+    def first_tile(self, j):
+        return int32(2 * j)
+
+    @inlined
+    def second_tile(self, j):
+        return int32(2 * j + 1), j
+
+    @inlined
+    def fill_first(self, k, j, gKeys, at, end, piece):
+        k.fill(int32(2 * j), gKeys, at, 1, 3, end, piece)
+
+    @inlined
+    def wait_second(self, k, j, first, newer):
+        return k.wait(int32(2 * j + 1), newer)
+
+    @inlined
+    def load_cols(self, gB, index, head):
+        return 0.0
+
+    @inlined
+    def last(self, b):
+        return 0.0
+
+    @inlined
+    def exp(self, b):
+        return 1.0
+
+    @inlined
+    def load_state_decay(self, gB, b_last, index, head):
+        return load(gB, rt(WARP_COLUMNS, self.key_dim, fp32).row_vec, (index, head, 0))

@@ -1,0 +1,149 @@
+"""attention.delta_rule_backward with decays of channels (KDA) by chunks, against the reference's gradients. Token by token, and
+packed sequences: test_delta_gradients.py."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from gradient_cases import bf16, check, delta_case, f32, relative_rms, run
+from places import OnInterpreter
+
+import attention
+from attention import reference
+from attention.plans import delta_gradients
+from tiles.targets import MEDIUM, SMALL
+
+
+def one_head(length, **more):
+    """A case with decays of channels and one head."""
+    return delta_case(length, "channel", heads=1, key_heads=1, **more)
+
+
+@pytest.mark.parametrize(("length", "batch"), [(1, 4), (64, 1), (130, 1)])
+def test_lengths(place, length, batch):
+    check(place, one_head(length, batch=batch))
+
+
+@pytest.mark.parametrize(("length", "key_dim", "value_dim"), [(66, 128, 80), (20, 80, 208)])
+def test_sizes(place, length, key_dim, value_dim):
+    """Blocks of columns that are full, and others."""
+    check(place, one_head(length, key_dim=key_dim, value_dim=value_dim))
+
+
+def test_value_heads_that_share_keys(place):
+    """They add to the gradients of queries and keys; each has gradients of its beta and gates, which have 16 bits here."""
+    args = delta_case(20, "channel", heads=2, key_heads=1, gates=bf16)
+    args["beta"] = args["beta"].astype(bf16)
+    turned = {name: x.swapaxes(1, 2).copy() if x.ndim > 2 and "state" not in name else x for name, x in args.items()}
+    got = check(place, args)
+    for name, x in run(place, turned, layout="bhsd").items():
+        np.testing.assert_array_equal(x.swapaxes(1, 2) if x.ndim > 2 and "state" not in name else x, got[name])
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.3])
+def test_any_scale(place, scale):
+    check(place, one_head(20), scale=scale)
+
+
+def test_float16(place):
+    check(place, one_head(70, dtype=np.float16))
+
+
+@pytest.mark.parametrize("more", [4, 1])
+def test_any_alignment(more):
+    """Strides that are multiples of 8 and 2 bytes."""
+    args = one_head(20)
+
+    def widened(x):
+        wide = np.full((*x.shape[:-1], x.shape[-1] + more), np.nan, x.dtype)
+        wide[..., : x.shape[-1]] = x
+        return wide[..., : x.shape[-1]]
+
+    got = run(OnInterpreter(), args | {name: widened(args[name]) for name in ("q", "k", "v", "decay", "dout")})
+    for name, x in run(OnInterpreter(), args).items():
+        np.testing.assert_array_equal(got[name], x)
+
+
+@pytest.mark.parametrize("shared_bytes", [MEDIUM, SMALL])
+def test_little_shared_memory(place, monkeypatch, nothing_known, shared_bytes):
+    """Panels of values are not loaded ahead there, or there is no room for a chunk's pairs, and tokens go one by one."""
+    monkeypatch.setattr(delta_gradients, "machine", lambda _: SimpleNamespace(shared_bytes=shared_bytes))
+    check(place, one_head(20, value_dim=80))
+
+
+def test_as_compiled(as_compiled):
+    """The PTX of the kernels, for two chunks of which one is shorter."""
+    as_compiled("sm_80")
+    check(OnInterpreter(), one_head(66))
+
+
+def test_gates_without_gradients():
+    """The other gradients are the same to the last bit."""
+    args = one_head(20)
+    *wanted, _, first = attention.delta_rule_backward(**args)
+    for x, y in zip(attention.delta_rule_backward(**args, ddecay=False), (*wanted, first), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+# ---- beta, keys and gates -----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("beta", [0.0, 1.0])
+def test_equal_betas(place, beta):
+    """0 writes nothing, and has a gradient; 1 replaces what a key has."""
+    args = one_head(70)
+    args["beta"][:] = beta
+    got = check(place, args)
+    if not beta:
+        assert not got["dv"].any() and got["dbeta"].all()
+
+
+@pytest.mark.parametrize(("beta", "limit"), [(1.0, 0.01), (2.0, 0.05)])
+def test_equal_keys(place, beta, limit):
+    """Each token writes to what the one before it has written. Terms of dP that are rounded cancel."""
+    args = one_head(70)
+    args["k"][:], args["decay"][:], args["beta"][:] = args["k"][:, :1], 0, beta
+    got, want = run(place, args), reference.linear_backward(**args)
+    for name, x in got.items():
+        assert relative_rms(x, want[name]) < limit, name
+
+
+@pytest.mark.parametrize("gate", [0.0, -2.5, -1e4, -np.inf])
+def test_equal_gates(place, gate):
+    """Without decay; where all but the nearest tokens are forgotten; and where all are."""
+    args = one_head(70)
+    args["decay"][:] = gate
+    got = check(place, args)
+    if gate < -100:
+        assert not got["ddecay"].any() and not got["dinitial_state"].any()
+
+
+def test_channels_that_differ(place):
+    """Half of the channels forget everything at each token, the others nothing."""
+    args = one_head(70)
+    args["decay"][..., ::2], args["decay"][..., 1::2] = -np.inf, 0
+    check(place, args)
+
+
+def test_errors_of_later_tokens_stay_there(place):
+    """A gate of -inf inside a chunk, behind which gradients are a thousand times as large."""
+    args = one_head(128)
+    args["decay"][:, 40], args["dout"][:, 40:] = -np.inf, args["dout"][:, 40:] * bf16(1024)
+    got, want = run(place, args)["ddecay"], reference.linear_backward(**args)["ddecay"]
+    for part in slice(40), slice(40, None):
+        assert relative_rms(got[:, part], want[:, part]) < 0.02
+
+
+def test_gradients_of_gates_by_others(place):
+    """Summed over channels, those without states are the reverse cumulative sum of q . dq - v . dv."""
+    args = one_head(100)
+    args["dstate"][:] = 0
+    got = {name: x.astype(float) for name, x in run(place, args).items()}
+    r = (args["q"].astype(float) * got["dq"]).sum(-1) - (args["v"].astype(float) * got["dv"]).sum(-1)
+    assert relative_rms(r[:, ::-1].cumsum(1)[:, ::-1], got["ddecay"].sum(-1)) < 0.03
+
+
+def test_gates_of_zero(place):
+    """Gates of channels that are alike have gradients whose sum is that of the gate of a token."""
+    args = one_head(100)
+    args["decay"][:] = 0
+    by_channel, by_token = run(place, args), run(place, args | {"decay": np.zeros(args["decay"].shape[:3], f32)})
+    assert relative_rms(by_channel["ddecay"].sum(-1), by_token["ddecay"]) < 0.01
