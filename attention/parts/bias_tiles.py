@@ -9,17 +9,14 @@ from ops import raw, subtile, turned, warpgroup
 from tiles import dtype, inlined, ring, rt, st, static
 from tiles.launching.arguments import tiled
 
+from .part import KernelPart
+
 ROWS = warpgroup.ROWS
 
 
 @static
-class NoTiles:
+class NoTiles(KernelPart):
     """TMA loads no bias: the methods do nothing."""
-
-    @property
-    def params(self) -> dict[str, Any]:
-        """{name: type} of the kernel's arguments that the object reads."""
-        return {}
 
     def rings(self, stages: int, readers: int) -> dict[str, ring]:
         """{name: ring} of bias tiles, for the plan of shared memory."""

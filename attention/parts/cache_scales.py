@@ -8,6 +8,8 @@ from ops import abs, load, maximum, product, row_max, store, zeros
 from tiles import dtype, fp32, inlined, rt, static
 from tiles.launching.arguments import array
 
+from .part import KernelPart
+
 HEADS, COLUMNS = 16, 32  # rows and columns of a tile: a row is a head
 X = rt(HEADS, COLUMNS, fp32)
 E4M3_MAX, MIN_DESCALE = 448.0, 2.0**-120  # MIN_DESCALE: a tile's rows beyond the last head are 0, and must not divide by 0
@@ -50,13 +52,10 @@ class NewToken(NamedTuple):
 
 
 @static
-class NoDescales:
+class NoDescales(KernelPart):
     """Rows are rounded to the dtype of the cache, and not divided."""
 
     to: dtype
-
-    def __str__(self):
-        return ""
 
     @property
     def array(self) -> Any:

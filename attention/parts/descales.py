@@ -9,6 +9,8 @@ from ops import columns, exp2, hstack, lane_sum, less, log2, maximum, row_max, w
 from tiles import inlined, static
 from tiles.launching.arguments import array
 
+from .part import KernelPart
+
 BLOCK = 128  # rows that share a descale if a head has several descales
 LEAST = 2.0**-100  # the least descale of scores
 LEAST_VALUE = 2.0**-60  # the least descale of a block of values; that of a block of zeros may be any number
@@ -36,13 +38,10 @@ class TileDescales(NamedTuple):
 
 
 @static
-class HeadDescales:
+class HeadDescales(KernelPart):
     """One descale for each sequence and key head, for q as well. A descale that is absent is 1."""
 
     by_block = False
-
-    def __str__(self):
-        return ""
 
     def for_blocks_of(self, kv: int) -> "HeadDescales":
         """These descales for a kernel whose key blocks have so many keys."""

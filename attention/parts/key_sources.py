@@ -11,13 +11,15 @@ from tiles.launching.arguments import ENDS, INT, tiled
 from tiles.numba_names import types
 from tiles.types import gl, st
 
+from .part import KernelPart
+
 PAGE_TABLE = types.Array(types.int32, 2, "A")
 BLOCK = 128  # keys that are copied from another rank together: see StreamingBuffers
 ALL_ARRIVED = 2**30  # a count of copies that is as great as any
 
 
 @static
-class OneBuffer:
+class OneBuffer(KernelPart):
     """Keys and values are in arrays like those of queries: in the batch, and at the rows, that the Sequence says."""
 
     paged = False
@@ -25,14 +27,6 @@ class OneBuffer:
     def source(self, tile: st) -> gl:
         """The declaration of a kernel's array of keys or values, from which TMA loads tiles of this type."""
         return tiled(tile, unit=1)
-
-    @property
-    def params(self) -> dict[str, Any]:
-        """{name: type} of the kernel's arguments that the source reads."""
-        return {}
-
-    def __str__(self):
-        return ""
 
     @inlined
     def begin_tile(self, params):

@@ -6,11 +6,12 @@ from ops import load, right_fill, row_sum, rsqrt, zeros
 from tiles import inlined, static
 from tiles.launching.arguments import FLOAT, INT, array
 
+from .part import KernelPart
 from .variant import Variant
 
 
 @static
-class RmsNorm:
+class RmsNorm(KernelPart):
     """x / sqrt(mean(x^2) + eps) * weights."""
 
     def __str__(self):

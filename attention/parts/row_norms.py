@@ -11,20 +11,14 @@ from ops import load, right_fill, row_sum, rsqrt, zeros
 from tiles import inlined, static
 from tiles.launching.arguments import FLOAT, array
 
+from .part import KernelPart
+
 
 @static
-class NoRowNorm:
+class NoRowNorm(KernelPart):
     """Rows of keys or queries are written as they are."""
 
     is_norm = False
-
-    def __str__(self):
-        return ""
-
-    @property
-    def params(self) -> dict[str, Any]:
-        """{parameter: its type} of the kernel's parameters that the norm reads."""
-        return {}
 
     @inlined
     def row_stats(self, gX, spec, at, params):

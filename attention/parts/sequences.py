@@ -9,6 +9,8 @@ from ops import divmod, full, store, warpgroup, zeros
 from tiles import inlined, static
 from tiles.launching.arguments import ENDS, INT
 
+from .part import KernelPart
+
 
 class Sequence(NamedTuple):
     """A sequence in memory. batch: the index of the first axis. offset_q, offset_k: the rows of its first query and key there.
@@ -55,7 +57,7 @@ def _rows_behind_last(row, batch, rows, ends):
 
 
 @static
-class BatchedLayout:
+class BatchedLayout(KernelPart):
     """Each sequence has a batch, and all have the same lengths. rows: query rows of the kernel's tiles."""
 
     label = ""  # in the names of configurations
@@ -64,7 +66,6 @@ class BatchedLayout:
 
     @property
     def params(self) -> dict[str, Any]:
-        """{name: type} of the kernel's arguments that the layout reads."""
         return {"q_len": INT, "kv_len": INT}
 
     bounded_by_array = True  # does a sequence end where its arrays end, so that their bounds suffice?

@@ -10,6 +10,7 @@ from ops import exp2, rasterize, right_fill, warpgroup
 from tiles import inlined, static
 from tiles.launching.lengths import follows
 
+from .part import KernelPart
 from .variant import Variant
 
 SMS_PER_HEAD = (
@@ -89,17 +90,12 @@ class KeyBlocks(NamedTuple):
 
 
 @static
-class Tiling:
+class Tiling(KernelPart):
     """The tile scheduler for query tiles of `rows` rows and key blocks of `kv` keys, under a variant."""
 
     rows: int
     kv: int
     variant: Variant
-
-    @property
-    def params(self) -> dict[str, Any]:
-        """{name: type} of the kernel's arguments that the scheduler reads."""
-        return {}
 
     @property
     def masks_end(self) -> bool:

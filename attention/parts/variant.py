@@ -19,6 +19,7 @@ from tiles import dtype, fp32, inlined, rt, static
 from tiles.launching.arguments import Record, array, listed
 
 from .online_softmax import LOWEST, LOWEST_FLOAT
+from .part import KernelPart
 
 
 class ScoreContext(NamedTuple):
@@ -101,7 +102,7 @@ def arrays_of(axes: Sequence[int]) -> Record:
 
 
 @static
-class Variant:
+class Variant(KernelPart):
     """Full attention: every query sees every key, and scores stay as they are. Kernels and planners read the attributes below
     to choose code and configurations."""
 
@@ -130,11 +131,6 @@ class Variant:
 
     def __str__(self):
         return type(self).__name__.lower()
-
-    @property
-    def params(self) -> dict[str, Any]:
-        """{name: type} of the kernel's arguments that it reads."""
-        return {}
 
     @property
     def max_floor(self) -> float:

@@ -9,23 +9,17 @@ from ops import count_stored, count_up, stores_done, tma_add, tma_store, wait_co
 from tiles import inlined, static
 from tiles.launching.arguments import SEMAPHORES
 
+from ..part import KernelPart
+
 SMS_PER_HEAD = 6  # multiprocessors that work on one head at a time, if later queries see more keys: see choose_raster_group
 SNAKE_GROUP = 3  # the same for SnakeAdds, and the number of key blocks in one of its groups
 
 
 @static
-class UnorderedAdds:
+class UnorderedAdds(KernelPart):
     """Thread blocks add whenever their parts are ready, so the last bits of dQ differ from call to call."""
 
     sms_per_head = SMS_PER_HEAD
-
-    def __str__(self):
-        return ""
-
-    @property
-    def params(self) -> dict[str, Any]:
-        """The names and types of the kernel parameters that this order reads."""
-        return {}
 
     @property
     def needs_zeros(self) -> bool:

@@ -14,6 +14,7 @@ from ops import finish_sum, lane_moment, lane_sum, row_index, tile_sum, turned, 
 from tiles import inlined, static
 from tiles.launching.arguments import array
 
+from ..part import KernelPart
 from ..scores import Sloped, Sunk
 from ..variant import Both, Variant
 from ..visibility import Causal, Left
@@ -21,16 +22,8 @@ from .recomputed_scores import BiasRead, SlopeRead
 
 
 @static
-class NoSlopeGradient:
+class NoSlopeGradient(KernelPart):
     """The kernel computes no gradient of slopes."""
-
-    def __str__(self):
-        return ""
-
-    @property
-    def params(self) -> dict[str, Any]:
-        """The names and types of the kernel parameters that this object reads."""
-        return {}
 
     @inlined
     def init(self, scores):

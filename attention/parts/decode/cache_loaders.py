@@ -13,10 +13,11 @@ from tiles import inlined, static
 from tiles.launching.arguments import ENDS
 
 from ..key_sources import PAGE_TABLE
+from ..part import KernelPart
 
 
 @static
-class DenseLoader:
+class DenseLoader(KernelPart):
     """Sequence n is batch n of an array (batch, row, head, column). vector_bytes: the bytes that addresses are multiples of."""
 
     vector_bytes: int
@@ -25,11 +26,6 @@ class DenseLoader:
 
     def __str__(self):
         return self.label + f" by {self.vector_bytes} bytes" * (self.vector_bytes != 16)
-
-    @property
-    def params(self) -> dict[str, Any]:
-        """{parameter: its type} of the kernel's parameters that these methods read."""
-        return {}
 
     @inlined
     def look_up(self, pipe, source, sequence, key, end, params):

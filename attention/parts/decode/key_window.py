@@ -13,6 +13,7 @@ from ops import col_index, line_up, right_fill, where
 from tiles import inlined, static
 from tiles.launching.arguments import ENDS, INT
 
+from ..part import KernelPart
 from ..scores import Scored
 from ..sequences import APPENDING, in_use
 
@@ -26,7 +27,7 @@ class KeySpan(NamedTuple):
 
 
 @static
-class KeyWindow:
+class KeyWindow(KernelPart):
     """Of the keys in use, a token at key p sees those from p - params.left on if `left`, and up to p + params.right if `right`;
     and none before params.leftpad[n] of sequence n if `padded`."""
 
@@ -40,7 +41,6 @@ class KeyWindow:
 
     @property
     def params(self) -> dict[str, Any]:
-        """{parameter: its type} of the kernel's parameters that these methods read."""
         params: dict[str, Any] = {**self.length_params}
         params |= {"left": INT} if self.left else {}
         params |= {"right": INT} if self.right else {}

@@ -9,13 +9,14 @@ from tiles import inlined, st, static
 from tiles.launching.arguments import ENDS, INT, tiled
 
 from ..key_sources import PAGE_TABLE
+from ..part import KernelPart
 from .latent_shape import LATENT, ROTARY
 
 ROTARY_BLOCK = LATENT // ROTARY  # index of the rotated columns in a row, in blocks of ROTARY columns
 
 
 @static
-class TmaLatents:
+class TmaLatents(KernelPart):
     """Sequence n is batch n of an array (batch, row, head, column)."""
 
     label = "dense"
@@ -23,11 +24,6 @@ class TmaLatents:
 
     def __str__(self):
         return self.label
-
-    @property
-    def params(self) -> dict[str, Any]:
-        """{parameter: its type} of the kernel's parameters that these methods read."""
-        return {}
 
     def source(self, tile: st) -> Any:
         """The declaration of the kernel's array from which tiles of this type are loaded."""

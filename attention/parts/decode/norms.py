@@ -17,6 +17,7 @@ from tiles import fp32, inlined, static
 from tiles.launching.arguments import FLOAT, INT, array
 
 from ..norms import LayerNorm, Normed, RmsNorm
+from ..part import KernelPart
 
 
 @static
@@ -83,19 +84,11 @@ class MultiHeadNormed(Normed):
 
 
 @static
-class PlainKeys:
+class PlainKeys(KernelPart):
     """The cache's keys are multiplied as they are."""
 
     prepares_queries = False  # are queries changed before the product?
     allows_tall_tiles = True  # are there registers for tiles of twice as many rows?
-
-    def __str__(self):
-        return ""
-
-    @property
-    def params(self) -> dict[str, Any]:
-        """{parameter: its type} of the kernel's parameters that these methods read."""
-        return {}
 
     @inlined
     def prefetch(self, spec, head, col, params):

@@ -11,6 +11,8 @@ from ops import full, log2, store, truncate, zeros
 from tiles import dtype, inlined, static
 from tiles.launching.arguments import array
 
+from ..part import KernelPart
+
 LN2 = math.log(2)
 
 
@@ -31,7 +33,7 @@ class OutputTile(NamedTuple):
 
 
 @static
-class FinalOutput:
+class FinalOutput(KernelPart):
     """O and lse go to the caller's arrays. vector_bytes: the number of bytes of which addresses are multiples."""
 
     dtype: dtype

@@ -9,12 +9,14 @@ from ops import abs, load, mma_AB, mma_AB_unzipped, mma_ABt, mma_ABt_unzipped, r
 from tiles import dtype, fp8e4m3, fp16, fp32, inlined, pipeline, static, sv
 from tiles.launching.arguments import array
 
+from ..part import KernelPart
+
 P_SCALE = 2.0**7  # of weights times descales, which lifts them into fp16's range: they are at most 2^15 then
 MIN_DESCALE = 2.0**-100  # of the largest descale of values that a warp has met
 
 
 @static
-class SameDtypeProducts:
+class SameDtypeProducts(KernelPart):
     """The cache has the dtype of the queries."""
 
     q_dtype: dtype
@@ -26,11 +28,6 @@ class SameDtypeProducts:
     def cache_dtype(self) -> dtype:
         """The dtype of the cache."""
         return self.q_dtype
-
-    @property
-    def params(self) -> dict[str, Any]:
-        """{parameter: its type} of the kernel's parameters that these methods read."""
-        return {}
 
     @property
     def has_key_descales(self) -> bool:

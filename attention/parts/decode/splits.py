@@ -14,6 +14,7 @@ from tiles import inlined, static
 from tiles.launching.lengths import follows
 from tiles.layout import LANES
 
+from ..part import KernelPart
 from .key_window import KeyWindow
 
 MAX_SPLITS = 128  # of a sequence, when the number is chosen here
@@ -51,7 +52,7 @@ class SequenceParts(NamedTuple):
 
 
 @static
-class FixedSplits:
+class FixedSplits(KernelPart):
     """Each sequence's tiles are divided evenly into params.splits parts, so its result has the same bits whatever other
     sequences there are. window: which keys are visible. kv: keys of a tile."""
 
@@ -60,11 +61,6 @@ class FixedSplits:
 
     def __str__(self):
         return "fixed splits"
-
-    @property
-    def params(self) -> dict[str, Any]:
-        """{parameter: its type} of what decode_combine.py's kernel needs to find a sequence's parts."""
-        return {}
 
     @inlined
     def count_tiles(self, sequence, tokens, params):

@@ -8,6 +8,8 @@ from numpy import int32
 from tiles import inlined, static
 from tiles.launching.arguments import ENDS
 
+from ..part import KernelPart
+
 
 class RowTile(NamedTuple):
     """A tile of rows of a sequence of `tokens` query tokens, from `row` on. seq_start: the index in its batch of the sequence's
@@ -20,20 +22,12 @@ class RowTile(NamedTuple):
 
 
 @static
-class UniformRows:
+class UniformRows(KernelPart):
     """Each sequence is a batch, and all have the same number of tokens. tile_rows: rows of a tile."""
 
     tile_rows: int
 
     is_packed = False
-
-    def __str__(self):
-        return ""
-
-    @property
-    def params(self) -> dict[str, Any]:
-        """{parameter: its type} of the kernel's parameters that these methods read."""
-        return {}
 
     @inlined
     def find_tile(self, index, tokens, group, params):
