@@ -26,7 +26,7 @@ from ..parts.backward import pipeline_hopper
 from ..parts.backward.config import padded_dim
 from ..parts.backward.pipeline_hopper import CONSUMERS, DQ_WARPS, FIRST_DQ_WARP, LOAD_WARP, REGISTERS
 from ..parts.backward.slope_gradient import NO_SLOPE_GRADIENT
-from ..parts.variant import ScoreContext, Variant
+from ..parts.variant import Variant
 from ..parts.visibility import CAUSAL, FULL
 
 
@@ -206,9 +206,7 @@ def make(config: Config):
                 result.store_warpgroup(gDV, zeros(DV), (*at_keys, V_COLS * (wg % PER_KEY)))
         if not sequences.has_key(key, batch, params):
             return
-        ctx = ScoreContext(
-            batch, group * head_group, int32(0), seq.seqlen_k - seq.seqlen_q, seq.seqlen_q, seq.seqlen_k, params, aux, 0
-        )
+        ctx = seq.context(batch, group * head_group, int32(0), params, aux)
         q_tiles = tiling.take_split(tiling.query_tiles(key, ctx, group), split, splits)
         tiles_before = sequences.first_tile(batch, params)
         if wg == CONSUMERS:

@@ -25,7 +25,7 @@ from tiles.targets import Target
 
 from ..parts.backward import pipeline_hopper
 from ..parts.backward.pipeline_hopper import CONSUMER_WARPS, CONSUMERS, DQ_WARPS, FIRST_DQ_WARP, LOAD_WARP
-from ..parts.variant import ScoreContext, Variant
+from ..parts.variant import Variant
 from ..parts.visibility import CAUSAL, FULL
 from . import backward_hopper
 
@@ -173,9 +173,7 @@ def make(config: Config):
         batch, dkv_head = divmod(batch_head, heads)
         head_group, split = divmod(dkv_head, splits)
         seq, key = sequences.sequence(batch, params), int32(KV * block)
-        ctx = ScoreContext(
-            batch, group * head_group, int32(0), seq.seqlen_k - seq.seqlen_q, seq.seqlen_q, seq.seqlen_k, params, aux, 0
-        )
+        ctx = seq.context(batch, group * head_group, int32(0), params, aux)
         q_tiles = tiling.take_split(tiling.query_tiles(key, ctx, group), split, splits)
         tiles, row = int32(group * q_tiles.n), seq.offset_k + key
         if wg == PRODUCER:

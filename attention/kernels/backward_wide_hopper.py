@@ -19,7 +19,7 @@ from tiles.launching.arguments import FLOAT, INT, array, tiled
 from tiles.targets import Target
 
 from ..parts.backward.config import BackwardConfig
-from ..parts.variant import ScoreContext, Variant
+from ..parts.variant import Variant
 from ..parts.visibility import CAUSAL, FULL
 
 CONSUMERS, REGISTERS = 2, (24, 240)  # consumer warpgroups; registers of each thread of the producer, of a consumer
@@ -136,9 +136,7 @@ def make(config: Config):
         batch, dkv_head = divmod(batch_head, heads)
         head_group, split = divmod(dkv_head, splits)
         seq, key = sequences.sequence(batch, params), int32(KV * block)
-        ctx = ScoreContext(
-            batch, group * head_group, int32(0), seq.seqlen_k - seq.seqlen_q, seq.seqlen_q, seq.seqlen_k, params, aux, 0
-        )
+        ctx = seq.context(batch, group * head_group, int32(0), params, aux)
         q_tiles = tiling.take_split(tiling.query_tiles(key, ctx, group), split, splits)
         tiles = int32(group * q_tiles.n)
         if wg == CONSUMERS:

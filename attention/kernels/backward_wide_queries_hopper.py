@@ -17,7 +17,7 @@ from tiles.targets import Target
 
 from ..parts.forward_config import BaseConfig
 from ..parts.tiling import zero_first_keys, zero_last_keys
-from ..parts.variant import ScoreContext, Variant
+from ..parts.variant import Variant
 from ..parts.visibility import CAUSAL, FULL
 from .backward_wide_hopper import padded_dims
 
@@ -117,7 +117,7 @@ def make(config: Config):
         batch, head = divmod(batch_head, heads)
         kv_head, _ = divmod(head, group)
         seq, row = sequences.sequence(batch, params), int32(ROWS * block)
-        ctx = ScoreContext(batch, head, row, seq.seqlen_k - seq.seqlen_q, seq.seqlen_q, seq.seqlen_k, params, aux, 0)
+        ctx = seq.context(batch, head, row, params, aux)
         kv_blocks = tiling.key_blocks(row, ctx)
         if wg == CONSUMERS:
             warpgroup.release_registers(PRODUCER_REGISTERS)

@@ -20,7 +20,6 @@ from ..parts.backward import recomputed_scores
 from ..parts.backward.dq_parts import WARP_ROWS
 from ..parts.backward.gradient_outputs import float32_output
 from ..parts.scores import Biased
-from ..parts.variant import ScoreContext
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ def make(config: Config):
             batch, head = divmod(batch_head, heads)
             batch, head, tile = int32(bias_batch + batch), int32(bias_head + head), int32(bias_tile + tile)
             seq = sequences.sequence(batch, params)
-            ctx = ScoreContext(batch, head, int32(0), seq.seqlen_k - seq.seqlen_q, seq.seqlen_q, seq.seqlen_k, params, aux, 0)
+            ctx = seq.context(batch, head, int32(0), params, aux)
             if scores.may_see(tile, number, ctx):
                 arrays, buffers = (gQ, gK, gV, gDO), (q, k, v, do)
                 w, _, _, _ = scores.weighted_ds(n, tile, number, ctx, seq, group, buffers, arrays, gLseDelta, scale)

@@ -23,7 +23,7 @@ from ..parts.forward_config import BaseConfig
 from ..parts.scores import BiasedByTile
 from ..parts.sequences import BatchedLayout
 from ..parts.tiling import zero_first_keys, zero_last_keys
-from ..parts.variant import Both, ScoreContext
+from ..parts.variant import Both
 from ..parts.visibility import CAUSAL
 
 CONSUMERS, REGISTERS = 2, (40, 232)  # registers a thread of producer and consumer
@@ -95,7 +95,7 @@ def make(config: Config):
         rest, tile = divmod(rest, bias_q_tiles)
         batch, head = divmod(rest, bias_heads)
         seq, row, key = sequences.sequence(batch, params), int32(ROWS * tile), int32(COLS * number)
-        ctx = ScoreContext(batch, head, row, seq.seqlen_k - seq.seqlen_q, seq.seqlen_q, seq.seqlen_k, params, aux, 0)
+        ctx = seq.context(batch, head, row, params, aux)
         keys = variant.key_range(row, row + ROWS - 1, ctx)
         masked = key < keys.inner_first or key + COLS > keys.inner_end
         return ctx, key, keys.first < key + COLS and key < keys.end, masked

@@ -24,7 +24,6 @@ from tiles.targets import Target
 from ..parts.backward import recomputed_scores
 from ..parts.backward.gradient_outputs import float32_output
 from ..parts.scores import Sloped
-from ..parts.variant import ScoreContext
 
 MAX_ELEMENTS = 2.0**24  # of an array: indices are float32, and this one is greater than all
 COLUMNS_AT_ONCE = 64  # sums of a row that a warp clears or adds up at once
@@ -78,7 +77,7 @@ def make(config: recomputed_scores.Config):
             batch_head, tile = divmod(rest, tiles)
             tile, batch, head = sequences.find_tile(tile, batch_head, heads, params)
             seq = sequences.sequence(batch, params)
-            ctx = ScoreContext(batch, head, int32(0), seq.seqlen_k - seq.seqlen_q, seq.seqlen_q, seq.seqlen_k, params, aux, 0)
+            ctx = seq.context(batch, head, int32(0), params, aux)
             arrays, buffers = (gQ, gK, gV, gDO), (q, k, v, do)
             if PACKED:
                 if sequences.has_tile(tile, batch, params):

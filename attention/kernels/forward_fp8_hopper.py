@@ -28,7 +28,7 @@ from ..parts.fp8_values import TransposedBefore, TransposeInProducer
 from ..parts.online_softmax import Softmax
 from ..parts.outputs import StoreOutput
 from ..parts.sequences import BatchedLayout
-from ..parts.variant import ScoreContext, Variant
+from ..parts.variant import Variant
 from ..parts.visibility import CAUSAL, FULL
 from .forward_hopper import REGISTERS
 
@@ -308,7 +308,7 @@ def make(config: Config):
             seq, row, kv_head = sequences.sequence(batch, params), ROWS * block, divmod(head, group)[0]
             if me == PRODUCER:
                 warpgroup.release_registers(keep)
-                ctx = ScoreContext(batch, head, row, seq.seqlen_k - seq.seqlen_q, seq.seqlen_q, seq.seqlen_k, params, aux, 0)
+                ctx = seq.context(batch, head, row, params, aux)
                 kv_blocks = tiling.key_blocks(row, ctx)
                 q.fill(0, gQ, (seq.batch, seq.offset_q + row, head))
                 for j in range(int32(kv_blocks.n + LAG)):
@@ -324,9 +324,7 @@ def make(config: Config):
                 warpgroup.claim_registers(claim)
                 turn.begin(me)
                 warp_row = row + EACH * me + O.rows * warpgroup.rank()
-                base_ctx = ScoreContext(
-                    batch, head, warp_row, seq.seqlen_k - seq.seqlen_q, seq.seqlen_q, seq.seqlen_k, params, aux, 0
-                )
+                base_ctx = seq.context(batch, head, warp_row, params, aux)
                 ctx = base_ctx._replace(precomputed=variant.precompute(base_ctx))
                 kv_blocks = tiling.key_blocks(row, ctx)
                 arrays = DescaleArrays(gQDescale, gKDescale, gVDescale, int32(batch), int32(kv_head), int32(seq.seqlen_k))

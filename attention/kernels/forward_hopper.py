@@ -27,7 +27,7 @@ from ..parts.online_softmax import Softmax
 from ..parts.outputs import AccumulateOutput, StoreFloat32, StoreOutput, TmaStoreOutput
 from ..parts.sequences import BatchedLayout, PackedLayout, QueryPartsLayout
 from ..parts.tiling import zero_first_keys, zero_last_keys
-from ..parts.variant import ScoreContext, Variant
+from ..parts.variant import Variant
 from ..parts.visibility import CAUSAL, FULL
 from ..parts.weights import WeightsInRegisters, WeightsInShared
 from .forward_hopper_shapes import NARROW, ONE_CONSUMER, PAGED, SHAPES, TABLES, shapes_by_length, variant_shape
@@ -355,7 +355,7 @@ def make(config: Config):
                 block, batch, head = find_tile(r, blocks, heads, batch_heads, raster_group, params)
                 seq, row = sequences.sequence(batch, params), ROWS * block
                 kv_head, _ = divmod(head, group)
-                ctx = ScoreContext(batch, head, row, seq.seqlen_k - seq.seqlen_q, seq.seqlen_q, seq.seqlen_k, params, aux, 0)
+                ctx = seq.context(batch, head, row, params, aux)
                 kv_blocks = tiling.key_blocks(row, ctx)
                 if not KEYS_FIRST:
                     q.fill(r, gQ, (seq.batch, seq.offset_q + row, head))
@@ -382,9 +382,7 @@ def make(config: Config):
                 block, batch, head = find_tile(r, blocks, heads, batch_heads, raster_group, params)
                 seq, row = sequences.sequence(batch, params), ROWS * block + EACH * me
                 warp_row = row + O.rows * warpgroup.rank()
-                base_ctx = ScoreContext(
-                    batch, head, warp_row, seq.seqlen_k - seq.seqlen_q, seq.seqlen_q, seq.seqlen_k, params, aux, 0
-                )
+                base_ctx = seq.context(batch, head, warp_row, params, aux)
                 ctx = base_ctx._replace(precomputed=variant.precompute(base_ctx))
                 kv_blocks = tiling.key_blocks(ROWS * block, ctx)
                 n, masked = count_blocks(row, kv_blocks, ctx)

@@ -10,6 +10,7 @@ from tiles import inlined, static
 from tiles.launching.arguments import ENDS, INT
 
 from .part import KernelPart
+from .variant import ScoreContext
 
 
 class Sequence(NamedTuple):
@@ -21,6 +22,12 @@ class Sequence(NamedTuple):
     seqlen_q: Any
     offset_k: Any
     seqlen_k: Any
+
+    @inlined
+    def context(self, sequence, head, row, params, aux):
+        """The ScoreContext of a head's queries from `row` on. sequence: the number of this one."""
+        shift = self.seqlen_k - self.seqlen_q
+        return ScoreContext(sequence, head, row, shift, self.seqlen_q, self.seqlen_k, params, aux, 0)
 
 
 APPENDING = {"lengths": ENDS, "added": INT, "new_ends": ENDS}  # the arguments that `in_use` reads

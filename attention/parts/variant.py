@@ -96,6 +96,17 @@ class QueryRange(NamedTuple):
     inner_end: Any
 
 
+@inlined
+def intersect(one, other):
+    """The KeyRange or QueryRange of what is in both."""
+    return one._replace(
+        first=max(one.first, other.first),
+        end=min(one.end, other.end),
+        inner_first=max(one.inner_first, other.inner_first),
+        inner_end=min(one.inner_end, other.inner_end),
+    )
+
+
 def arrays_of(axes: Sequence[int]) -> Record:
     """The kernel's record of the arrays that score_mod and mask_mod functions read (`aux`), which have so many axes."""
     return listed(**{f"aux{n}": array(rank) for n, rank in enumerate(axes)})
@@ -296,54 +307,39 @@ class Both(Variant):
         """The dtype of the one bias that TMA loads."""
         return self.one.tma_bias or self.other.tma_bias
 
+    @property
+    def preparing(self) -> Variant:
+        """The one part that prepares queries."""
+        return self.one if self.one.prepares_queries else self.other
+
+    @property
+    def dropping(self) -> Variant:
+        """The one part that drops weights."""
+        return self.one if self.one.uses_random else self.other
+
     @inlined
     def query_stats(self, x, ctx):
-        """Statistics for the one part that prepares queries."""
-        if self.one.prepares_queries:
-            return self.one.query_stats(x, ctx)
-        else:
-            return self.other.query_stats(x, ctx)
+        return self.preparing.query_stats(x, ctx)
 
     @inlined
     def prepare_queries(self, x, stats, ctx, col):
-        if self.one.prepares_queries:
-            return self.one.prepare_queries(x, stats, ctx, col)
-        else:
-            return self.other.prepare_queries(x, stats, ctx, col)
+        return self.preparing.prepare_queries(x, stats, ctx, col)
 
     @inlined
     def prefetch_query_params(self, spec, col, params):
-        if self.one.prepares_queries:
-            return self.one.prefetch_query_params(spec, col, params)
-        else:
-            return self.other.prefetch_query_params(spec, col, params)
+        return self.preparing.prefetch_query_params(spec, col, params)
 
     @inlined
     def prepare_queries_by(self, x, stats, prefetched, ctx, col):
-        if self.one.prepares_queries:
-            return self.one.prepare_queries_by(x, stats, prefetched, ctx, col)
-        else:
-            return self.other.prepare_queries_by(x, stats, prefetched, ctx, col)
+        return self.preparing.prepare_queries_by(x, stats, prefetched, ctx, col)
 
     @inlined
     def key_range(self, first, last, ctx):
-        one, other = self.one.key_range(first, last, ctx), self.other.key_range(first, last, ctx)
-        return KeyRange(
-            max(one.first, other.first),
-            min(one.end, other.end),
-            max(one.inner_first, other.inner_first),
-            min(one.inner_end, other.inner_end),
-        )
+        return intersect(self.one.key_range(first, last, ctx), self.other.key_range(first, last, ctx))
 
     @inlined
     def query_range(self, first, last, ctx):
-        one, other = self.one.query_range(first, last, ctx), self.other.query_range(first, last, ctx)
-        return QueryRange(
-            max(one.first, other.first),
-            min(one.end, other.end),
-            max(one.inner_first, other.inner_first),
-            min(one.inner_end, other.inner_end),
-        )
+        return intersect(self.one.query_range(first, last, ctx), self.other.query_range(first, last, ctx))
 
     @inlined
     def precompute(self, ctx):
@@ -433,11 +429,7 @@ class Both(Variant):
 
     @inlined
     def score_grad(self, p, dp, delta, ctx):
-        """dS by the one part that marks weights."""
-        if self.one.uses_random:
-            return self.one.score_grad(p, dp, delta, ctx)
-        else:
-            return self.other.score_grad(p, dp, delta, ctx)
+        return self.dropping.score_grad(p, dp, delta, ctx)
 
     @inlined
     def initial_max(self, ctx, floor):
