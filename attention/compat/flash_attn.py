@@ -95,16 +95,7 @@ def flash_attn_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """flash_attn_func with keys and values in one array kv (B, Sk, 2, Hk, D)."""
-    rest: tuple[Any, ...] = (
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-    )
+    rest = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     return flash_attn_func(q, kv[:, :, 0], kv[:, :, 1], *rest)
 
 
@@ -120,16 +111,7 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """flash_attn_func with queries, keys and values in one array qkv (B, S, 3, H, D)."""
-    rest: tuple[Any, ...] = (
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-    )
+    rest = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     return flash_attn_func(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], *rest)
 
 
@@ -187,18 +169,8 @@ def flash_attn_varlen_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """flash_attn_varlen_func with keys and values in one array kv (total_k, 2, Hk, D)."""
-    ends: tuple[Any, ...] = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    rest: tuple[Any, ...] = (
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-    )
-    return flash_attn_varlen_func(q, kv[:, 0], kv[:, 1], *ends, *rest)
+    rest = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    return flash_attn_varlen_func(q, kv[:, 0], kv[:, 1], cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *rest)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -215,18 +187,9 @@ def flash_attn_varlen_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """flash_attn_varlen_func with queries, keys and values in one array qkv (total, 3, H, D)."""
-    ends: tuple[Any, ...] = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
-    rest: tuple[Any, ...] = (
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-    )
-    return flash_attn_varlen_func(qkv[:, 0], qkv[:, 1], qkv[:, 2], *ends, *rest)
+    rest = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    q, k, v = (qkv[:, part] for part in range(3))
+    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *rest)
 
 
 def flash_attn_with_kvcache(
@@ -338,11 +301,8 @@ def attend_cache(
 def refuse_probabilities(return_attn_probs: bool, dropout_p: float) -> None:
     """NotImplementedError: with dropout FlashAttention-2 would return the probabilities P too, which are never materialised
     here."""
-    refuse(
-        "return_attn_probs",
-        bool(return_attn_probs and dropout_p),
-        "P is never materialised; leave it out, or set dropout_p=0.0",
-    )
+    wanted = bool(return_attn_probs and dropout_p)
+    refuse("return_attn_probs", wanted, "P is never materialised; leave it out, or set dropout_p=0.0")
 
 
 def append_probabilities(result: Any, return_attn_probs: bool) -> Any:

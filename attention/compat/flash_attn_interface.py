@@ -69,15 +69,13 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """flash_attn_func of qkv (B, S, 3, H, D), or with num_heads_q of qkv (B, S, Hq + 2 Hk, D)."""
-    _refuse_unsupported(None, attention_chunk)
     if num_heads_q is None:
         q, k, v = (qkv[:, :, part] for part in range(3))
     else:
         keys_end = num_heads_q + (qkv.shape[2] - num_heads_q) // 2
         q, k, v = qkv[:, :, :num_heads_q], qkv[:, :, num_heads_q:keys_end], qkv[:, :, keys_end:]
-    options = convert_score_options(softmax_scale, causal, window_size, softcap, None, deterministic)
-    options |= drop_none(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-    return attend(q, k, v, return_attn_probs, **options)
+    scores = softmax_scale, causal, None, q_descale, k_descale, v_descale, window_size, attention_chunk, softcap
+    return flash_attn_func(q, k, v, *scores, 1, None, deterministic, sm_margin, return_attn_probs)
 
 
 def flash_attn_varlen_func(

@@ -49,7 +49,40 @@ def _format_results(results: Any, out: Any, lse: Any, return_lse: bool, v_scale:
     return values, lse_values
 
 
-class BatchDecodeWithPagedKVCacheWrapper(PlannedWrapper):
+class PagedWrapper(PlannedWrapper):
+    """What the wrappers of paged caches share. tokens_per_request: query tokens of each sequence; None if packed."""
+
+    tokens_per_request: int | None = None
+
+    def run(
+        self,
+        q: Any,
+        paged_kv_cache: Any,
+        *,
+        q_scale: float | None = None,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        out: Any = None,
+        lse: Any = None,
+        return_lse: bool = False,
+        enable_pdl: bool | None = None,
+        window_left: int | None = None,
+        sinks: Any = None,
+    ) -> Any:
+        """out (total, H, D), or with return_lse=True (out, lse), lse (total, H) to the base 2; q (total, H, D)."""
+        planned = self.merge_options(q_scale, k_scale, window_left, sinks)
+        k, v = self.split_caches(q, paged_kv_cache)
+        total, heads, columns = q.shape
+        rows = (1, total, heads) if self.tokens_per_request is None else (-1 if total else 0, self.tokens_per_request, heads)
+        out_options = {} if out is None else {"out": out.reshape(*rows, out.shape[-1])}
+        results = attention.decode(q.reshape(*rows, columns), k, v, return_lse=return_lse, **planned, **out_options)
+        values, lse_values = results if return_lse else (results, None)
+        values = values.reshape(1, total, heads, values.shape[-1])
+        lse_values = lse_values if lse_values is None else lse_values.swapaxes(1, 2).reshape(1, total, heads).swapaxes(1, 2)
+        return _format_results((values, lse_values) if return_lse else values, out, lse, return_lse, v_scale)
+
+
+class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
     """Decoding with one query token for each sequence, or q_len_per_req of them. The further buffers are ignored."""
 
     def __init__(
@@ -105,35 +138,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PlannedWrapper):
 
     begin_forward = plan
 
-    def run(
-        self,
-        q: Any,
-        paged_kv_cache: Any,
-        *,
-        q_scale: float | None = None,
-        k_scale: float | None = None,
-        v_scale: float | None = None,
-        out: Any = None,
-        lse: Any = None,
-        return_lse: bool = False,
-        enable_pdl: bool | None = None,
-        window_left: int | None = None,
-        sinks: Any = None,
-    ) -> Any:
-        """out (B, H, D), or with return_lse=True (out, lse), lse (B, H) to the base 2; q (B, H, D)."""
-        planned = self.merge_options(q_scale, k_scale, window_left, sinks)
-        k, v = self.split_caches(q, paged_kv_cache)
-        total, heads, columns = q.shape
-        rows = -1 if total else 0, self.tokens_per_request, heads
-        out_options = {} if out is None else {"out": out.reshape(*rows, out.shape[-1])}
-        results = attention.decode(q.reshape(*rows, columns), k, v, return_lse=return_lse, **planned, **out_options)
-        values, lse_values = results if return_lse else (results, None)
-        values = values.reshape(1, total, heads, values.shape[-1])
-        lse_values = lse_values if lse_values is None else lse_values.swapaxes(1, 2).reshape(1, total, heads).swapaxes(1, 2)
-        return _format_results((values, lse_values) if return_lse else values, out, lse, return_lse, v_scale)
 
-
-class BatchPrefillWithPagedKVCacheWrapper(PlannedWrapper):
+class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
     """Prefill: the query tokens of packed sequences, where the last token of each sequence is at its last key. The further
     buffers are ignored."""
 
@@ -208,27 +214,6 @@ class BatchPrefillWithPagedKVCacheWrapper(PlannedWrapper):
         self.planned = pages | {"cu_seqlens": ends} | score_options | masked | drop_none(splits=1 if disable_split_kv else None)
 
     begin_forward = plan
-
-    def run(
-        self,
-        q: Any,
-        paged_kv_cache: Any,
-        *,
-        q_scale: float | None = None,
-        k_scale: float | None = None,
-        v_scale: float | None = None,
-        out: Any = None,
-        lse: Any = None,
-        return_lse: bool = False,
-        enable_pdl: bool | None = None,
-        window_left: int | None = None,
-        sinks: Any = None,
-    ) -> Any:
-        """out (total, H, D), or with return_lse=True (out, lse), lse (total, H) to the base 2; q (total, H, D)."""
-        planned = self.merge_options(q_scale, k_scale, window_left, sinks) | ({} if out is None else {"out": out[None]})
-        k, v = self.split_caches(q, paged_kv_cache)
-        results = attention.decode(q[None], k, v, return_lse=return_lse, **planned)
-        return _format_results(results, out, lse, return_lse, v_scale)
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(PlannedWrapper):
