@@ -20,8 +20,6 @@ from types import CellType, CodeType, FunctionType, MethodType, ModuleType, Simp
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from tiles.calls.torch_op import imported
-
 from .rewrite import RewriteSpec, function_from_text, rewrite, uses_torch_ops
 
 Path = tuple[tuple[str, Any], ...]  # the steps from a function to an object: (("closure", 0), ("attribute", "table"))
@@ -71,6 +69,8 @@ def lift_captured_arrays(functions: dict[str, Any]) -> tuple[dict[str, Any], tup
     """({name: function}, aux): the functions that are not None, with all arrays that any of them captures as further arguments,
     and these arrays. NotImplementedError, with the function's name: its source cannot be rewritten."""
     present = {name: f for name, f in functions.items() if f is not None}
+    from tiles.calls.torch_op import imported  # imported late, because it imports Numba
+
     torch = imported("torch")
     if torch is None or not torch.compiler.is_compiling():
         written = _rewrite_all(present)

@@ -9,7 +9,6 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 import attention
-from tiles.calls.torch_op import imported
 
 from .arguments import ERRORS, attend_heads_first, drop_none, refuse, rename_arguments
 from .captured_arrays import lift_captured_arrays
@@ -77,6 +76,8 @@ def flex_attention(
 
 def __getattr__(name: str) -> Any:
     """An attribute of torch.nn.attention.flex_attention. AttributeError: torch does not have it, or is not imported."""
+    from tiles.calls.torch_op import imported  # imported late, because it imports Numba
+
     torch = imported("torch")
     theirs = torch and import_module("torch.nn.attention.flex_attention")
     if name.startswith("_") or not hasattr(theirs, name):

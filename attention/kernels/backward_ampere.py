@@ -31,7 +31,7 @@ from tiles.targets import AMPERE, LARGE, Target
 from ..parts.backward.config import BackwardConfig, padded_dim
 from ..parts.backward.dq_order import REVERSE_TILES, UNORDERED, AscendingAdds, UnorderedAdds
 from ..parts.backward.dq_parts import PANEL, WARP_ROWS, DirectParts, WarpParts
-from ..parts.variant import Variant
+from ..parts.variant import ScoreContext, Variant
 from ..parts.visibility import CAUSAL, FULL
 
 
@@ -285,7 +285,9 @@ def make(config: Config):
             end, end_k = seq.offset_q + seq.seqlen_q, sequences.end_of_keys(batch, params)
             gQ, gDO, gDK, gDV = truncate(gQ, 1, end), truncate(gDO, 1, end), truncate(gDK, 1, end_k), truncate(gDV, 1, end_k)
         n_keys, warp_key = warp % KEY_TILES, int32(key + WARP_KEYS * (warp % KEY_TILES))
-        ctx = seq.context(batch, group * head_group, int32(0), params, aux)
+        ctx = ScoreContext(
+            batch, group * head_group, int32(0), int32(seq.seqlen_k - seq.seqlen_q), seq.seqlen_q, seq.seqlen_k, params, aux, 0
+        )
         q_tiles = tiling.take_split(tiling.query_tiles(key, ctx, group), split, splits)
         first = int32(seq.offset_q + ROWS * tiling.tile_index(q_tiles, order.visit_index(q_tiles.n, 0), key, ctx, group))
         tiles, tiles_before = int32(group * q_tiles.n), sequences.first_tile(batch, params)
