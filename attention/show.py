@@ -35,6 +35,7 @@ LINE_WIDTH, PICTURE_SIDE = 96, 384  # characters in a line; pixels of the longer
 PARTS_PER_SIDE = 64  # parts of the longer side, for each of which the picture shows the fraction of visible pairs
 COLOURS = {SKIPPED: "#f0f2f4", PARTIAL: draw.colour(0, -1), FULL: draw.colour(0, 6)}
 VISIBLE = draw.colour(0, 4)
+LEGEND = ("grey blocks are skipped, bright ones masked,", "dark ones full: the mask is not evaluated there")
 
 
 class MaskDrawing(NamedTuple):
@@ -54,7 +55,7 @@ class MaskDrawing(NamedTuple):
         return queries, keys
 
     def _repr_svg_(self):  # what a notebook shows
-        return draw.svg(panel(self))
+        return svg(self)
 
     def visible_fraction(self, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
         """For each part between these edges, the fraction of its pairs that are visible; NaN for parts without pairs."""
@@ -187,10 +188,18 @@ def panel(drawing: MaskDrawing) -> draw.Panel:
         for (r, c), _ in np.ndenumerate(drawing.blocks):
             top, left = r * drawing.rows, c * drawing.cols
             yield box(x, y, top, top + drawing.rows, left, left + drawing.cols, "none", "stroke:#fff")
+        for at, words in ((0, "0"), (width / 2, "keys"), (width, str(drawing.size[1]))):
+            yield draw.text(x + at, y + height + 13, words, "small")
+        yield draw.text_upwards(x - 6, y + height / 2, "queries")
 
     (width, height), lines = (round(n * unit) for n in drawing.size[::-1]), summary(drawing)
-    below = ("grey blocks are skipped, bright ones masked,", "dark ones full: the mask is not evaluated there")
-    return draw.Panel(drawing.name, (lines[0].partition(": ")[2], lines[1]), max(width, 250), height, parts, below)
+    return draw.Panel(drawing.name, (lines[0].partition(": ")[2], lines[1]), max(width, 250), height, parts)
+
+
+def svg(*drawings: MaskDrawing) -> str:
+    """Masks side by side as one SVG picture, with one legend."""
+    first, *others = map(panel, drawings)
+    return draw.svg(first._replace(below=LEGEND), *others)
 
 
 # ---- command -------------------------------------------------------------------------------------------------------
@@ -254,7 +263,7 @@ def main(arguments: argparse.Namespace) -> int:
         rows=rows, cols=cols, batch=arguments.batch, head=arguments.head,
     )  # fmt: skip
     print(*text(drawing), sep="\n")
-    picture = draw.svg(panel(drawing))
+    picture = svg(drawing)
     if arguments.svg:
         arguments.svg.write_text(picture)
     if arguments.png:

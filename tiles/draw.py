@@ -158,6 +158,11 @@ def text(x, y, words, kind="note"):
     return f'<text x="{x:g}" y="{y:g}" class="{kind}">{words}</text>'
 
 
+def text_upwards(x, y, words):
+    """A line of small text that runs from bottom to top, as the name of a vertical axis."""
+    return f'<g transform="rotate(-90 {x:g} {y:g})">{text(x, y, words, "small")}</g>'
+
+
 def cell(x, y, width, height, fill):
     """Draw the box of one element with its text."""
     return f'<rect x="{x}" y="{y}" width="{width}" height="{height}" fill="{fill}"/>'

@@ -8,7 +8,6 @@ import pytest
 
 from attention import __main__ as main
 from attention import show
-from tiles import draw
 
 DOCS = np.repeat([0, 1, 2], [60, 90, 300])
 
@@ -79,7 +78,7 @@ def test_text_of_a_long_sequence_fits_a_line():
 def test_svg():
     """The SVG has the size that it states, and each block once."""
     of = picture("documents")
-    root = ElementTree.fromstring(draw.svg(show.panel(of)))
+    root = ElementTree.fromstring(show.svg(of))
     _, _, width, height = map(float, root.attrib["viewBox"].split())
     boxes = root.findall("{http://www.w3.org/2000/svg}rect")
     assert sum(box.get("fill") == "none" for box in boxes) == of.blocks.size
@@ -88,6 +87,9 @@ def test_svg():
     for box in boxes[1:]:
         x, y, w, h = (float(box.get(name)) for name in ("x", "y", "width", "height"))
         assert 0 <= x <= x + w <= width and 0 <= y <= y + h <= height
+    words = ["".join(node.itertext()) for node in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"keys", "queries", "200"} <= {*words} and words[-2:] == [*show.LEGEND]
+    assert show.svg(of, of).count(show.LEGEND[0]) == 1
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ WORDS = {
     "compute": "arithmetic",
     "memory": "loads and stores",
     "copy": "asynchronous copy",
-    "wait": "waits, and the bar whose end ends it",
+    "wait": "waiting; the arrow comes from what it waits for",
 }
 INK = "fill:#1f2328"  # of words on a bar
 MODEL = "computed by a model (tiles/profile/model.py), not measured"
