@@ -37,9 +37,14 @@ class RecurrentFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, member, options, layout, *arrays):
-        """What the member's program returns."""
-        _save(ctx, member, options, layout, arrays)
-        return _call(member, options, layout, arrays)
+        """What the member's program returns. What it stores for gradients is saved beside the arrays."""
+        in_training = _options_in_training(member, options)
+        if in_training is None:
+            _save(ctx, member, options, layout, arrays)
+            return _call(member, options, layout, arrays)
+        *results, stored = _call(member, in_training, layout, arrays)
+        _save(ctx, member, options, layout, (*arrays, stored))
+        return tuple(results) if len(results) > 1 else results[0]
 
     @staticmethod
     def backward(ctx, *of_results):
@@ -51,7 +56,8 @@ class RecurrentFunction(torch.autograd.Function):
 
 
 class TransformedRecurrentFunction(torch.autograd.Function):
-    """RecurrentFunction in the form that torch.func's transforms need."""
+    """RecurrentFunction in the form that torch.func's transforms need. It saves nothing but the arrays: what is saved besides
+    would have to be a result."""
 
     generate_vmap_rule = True
 
@@ -102,14 +108,15 @@ def _refuse_second_derivative(ctx: Any, requested: bool) -> None:
 
 
 def _gradients(ctx: Any, of_results: Sequence[Any], arrays: Sequence[Any]) -> tuple[Any, ...]:
-    """The gradients of the arguments. of_results: those of the results, None for one that has none."""
+    """The gradients of the arguments. of_results: those of the results, None for one that has none. arrays: those of the
+    program, and what forward stored."""
     needs = ctx.needs_input_grad[LEADING:]
     if all([x is None for x in of_results]):
         return (None,) * (LEADING + len(needs))
     program, derivative = MEMBERS[ctx.member]
     dout, *others = of_results
     dout = torch.zeros_like(arrays[program.names.index(derivative.values)]) if dout is None else make_tma_contiguous(dout)
-    call, places = _gradient_call(ctx.member, tuple(needs), ctx.options, len(others))
+    call, places = _gradient_call(ctx.member, tuple(needs), ctx.options, len(others), len(arrays) > len(needs))
     given = *arrays, dout, *others, None
     found = derivative.program(None, tuple([given[place] for place in call.arrays]), call.options, ctx.layout)
     gradients = [None if place is None else found[place] for place in places]
@@ -117,22 +124,36 @@ def _gradients(ctx: Any, of_results: Sequence[Any], arrays: Sequence[Any]) -> tu
 
 
 @functools.lru_cache(1024)
-def _known_call(member: str, needs: tuple[bool, ...], options: tuple, others: int) -> tuple[GradientCall, Places]:
+def _known_call(member: str, needs: tuple[bool, ...], options: tuple, others: int, stored: bool) -> tuple[GradientCall, Places]:
     program, derivative = MEMBERS[member]
     inputs, results = program.names[: len(needs)], program.names[len(needs) :]
     wanted = [name for name, needed in zip(inputs, needs) if needed]
-    given = [*inputs, *["d" + name for name in results[: 1 + others]]]
+    given = [*inputs, *[derivative.stored] * stored, *["d" + name for name in results[: 1 + others]]]
     call = derivative.call(given, wanted, dict(zip(program.options, options)))
     return call, tuple([call.results[name] if name in wanted else None for name in inputs])
 
 
-def _gradient_call(member: str, needs: tuple[bool, ...], options: tuple, others: int) -> tuple[GradientCall, Places]:
+def _gradient_call(
+    member: str, needs: tuple[bool, ...], options: tuple, others: int, stored: bool
+) -> tuple[GradientCall, Places]:
     """(the call of a member's program of gradients, the places of its inputs' gradients among its results). needs: the inputs
-    that need one. others: how many gradients of results besides `out` there are."""
-    return _known_call(member, needs, options, others)
+    that need one. others: how many gradients of results besides `out` there are. stored: did forward store something?"""
+    return _known_call(member, needs, options, others, stored)
 
 
-_gradient_call._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile does not look inside
+def _options_in_training(member: str, options: tuple) -> tuple | None:
+    """The options with which a member's program stores something for gradients; None if it stores nothing."""
+    program, derivative = MEMBERS[member]
+    if not derivative.stored:
+        return None
+    asks, *_ = program.schema.arguments[derivative.stored].asked
+    in_training = {**dict(zip(program.options, options)), asks: True}
+    return tuple(in_training.values()) if derivative.stored in program.schema.results(in_training) else None
+
+
+# torch.compile does not look inside
+_gradient_call._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_options_in_training._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def call_with_gradients(member: str, arrays: tuple, options: tuple, layout: str = "bshd") -> Any:

@@ -28,7 +28,7 @@ from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, sv
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.targets import Target
 
-from ..parts.recurrent.gates import DecayGate, HeadGate, TokenGate
+from ..parts.recurrent.gates import Gate, HeadGate, TokenGate
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 
 CONSUMERS = 2
@@ -45,39 +45,44 @@ OF_QUERIES = 0  # the consumer that computes dQ
 @dataclass(frozen=True)
 class Config:
     """A kernel's configuration. key_dim: the channels of keys, padded. gate: the kind of gates. unrounded: are dQ and dK
-    float32, to be added over a group? unrounded_values: is dV float32? varlen: are sequences packed (cu_seqlens)?"""
+    float32, to be added over a group? unrounded_values: is dV float32? varlen: are sequences packed (cu_seqlens)? with_gates:
+    is what the gates' gradients are made of stored, too?"""
 
     key_dim: int
     dtype: dtype
-    gate: DecayGate
+    gate: Gate
     unrounded: bool = False
     unrounded_values: bool = False
     varlen: bool = False
+    with_gates: bool = True
     threads = warpgroup.THREADS * (CONSUMERS + 1)
     consumers, ctas_per_sm, supports_segments = CONSUMERS, 1, True  # as of chunk_hopper.py, to choose segments
 
     def __str__(self):
         flags = "float32" * self.unrounded, "float32 dv" * self.unrounded_values
-        size = f"Dk {self.key_dim} {self.dtype}"
-        return ", ".join(filter(None, (size, str(self.gate), *flags, "varlen" * self.varlen)))
+        size, gates = f"Dk {self.key_dim} {self.dtype}", "gradients of gates" * self.with_gates
+        return ", ".join(filter(None, (size, str(self.gate), gates, *flags, "varlen" * self.varlen)))
 
 
 KEY_DIMS = 64, 128  # as padded
-KINDS: tuple[type[DecayGate], ...] = HeadGate, TokenGate
+GATES = Gate(), HeadGate(scale_at_end=True), TokenGate(scale_at_end=True)
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations. everything: fp16, packed sequences and float32 results at all sizes, too."""
     if target.has_wgmma:
-        for of, key_dim, kind in itertools.product((bf16, fp16) if everything else (bf16,), KEY_DIMS, KINDS):
+        for of, key_dim, gate in itertools.product((bf16, fp16) if everything else (bf16,), KEY_DIMS, GATES):
             for varlen, unrounded in itertools.product((False, True), repeat=2) if everything else ((False, False),):
-                yield Config(key_dim, of, kind(scale_at_end=True), unrounded, unrounded, varlen)
+                if gate.kind:
+                    yield Config(key_dim, of, gate, unrounded, unrounded, varlen)
+                if everything or not gate.kind:
+                    yield Config(key_dim, of, gate, unrounded, unrounded, varlen, with_gates=False)
 
 
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    INPUT, gate, KEYS, VARLEN = config.dtype, config.gate, config.key_dim, config.varlen
+    INPUT, gate, KEYS, VARLEN, WITH_GATES = config.dtype, config.gate, config.key_dim, config.varlen, config.with_gates
     (producer_registers, consumer_registers), STATE = REGISTERS, rt(16, KEYS, fp32)
     seq_layout, TRANSPOSED = SequenceLayout(VARLEN, reversed=True), rt(16, CHUNK, INPUT)
     KEY, VALUE, STATES = st(CHUNK, KEYS, INPUT), st(CHUNK, VALUES, INPUT), st(VALUES, KEYS, INPUT)
@@ -143,6 +148,15 @@ def make(config: Config):
         else:
             store_gradient(gDK, tile, x, seq, token, head, int32(0))
 
+    @inlined
+    def store_dots(wg, gQueryDots, gKeyDots, dots, seq, token, head):
+        """Store the row sums of q dq or of k dk."""
+        at = seq.batch, token, head
+        if wg == OF_QUERIES:
+            warpgroup.store(truncate(gQueryDots, 1, seq.end), dots, at, cols=1)
+        else:
+            warpgroup.store(truncate(gKeyDots, 1, seq.end), dots, at, cols=1)
+
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def differentiate_linear(
         gQ: tiled(KEY, unit=1), gK: tiled(KEY, unit=1), gV: tiled(VALUE, unit=1), gDOut: tiled(VALUE, unit=1),
@@ -173,7 +187,6 @@ def make(config: Config):
                     gate.produce_cumsum(b, b, j, gGates, gGates, gGates, seq.batch, seq.chunk_start(j), seq.end, head)
         else:
             warpgroup.claim_registers(consumer_registers)
-            side, sign = float32(wg), float32(1 - 2 * wg)
             own_ds, out, dv_out = (
                 subtile(ds, COLUMNS, wg),
                 subtile(out_tiles, CHUNK, wg),
@@ -185,7 +198,6 @@ def make(config: Config):
             g, ended = gate.load_head_gate(gGates, head), int32(sequence if segment == segments - 1 else -1)
             for j in range(n):
                 remaining, chunk, token = seq.remaining(j), int32(first_chunk + seq.chunk_number(j)), seq.chunk_start(j)
-                dots_at = seq.batch, token, head
                 q_tile, k_tile, v_tile, do_tile = q.wait(j), k.wait(j), v.wait(j), do.wait(j)
                 clear_tails((q_tile, k_tile), remaining)
                 clear_tails((v_tile, do_tile), remaining)
@@ -207,7 +219,8 @@ def make(config: Config):
                 dv = warpgroup.mma_AB(dv, p_t, own_do)
                 dp = gate.decay_all_scores(warpgroup.wait(dp, newer=1), b_rows * sign, b_cols * sign) * scale
                 dp = INPUT(warpgroup.tril(warpgroup.triu(dp, CHUNK * (wg - 1), 0.0), CHUNK * wg, 0.0))
-                gStateDots[chunk, head, warp] = tile_sum(multiply(ds_t, subtile(s_tile, COLUMNS, wg)))
+                if WITH_GATES:
+                    gStateDots[chunk, head, warp] = tile_sum(multiply(ds_t, subtile(s_tile, COLUMNS, wg)))
                 store_values(gDV, dv_out, warpgroup.wait(dv), seq, token, head, wg)
                 dx = warpgroup.mm_AB(left, states)
                 do_t = fp32(warpgroup.load_transposed(own_do, TRANSPOSED, fenced=FENCED)) * scale
@@ -216,16 +229,13 @@ def make(config: Config):
                 s.release(j)
                 if wg == OF_QUERIES:
                     dx = dx * scale
-                else:
+                elif WITH_GATES:
                     gCarriedDots[chunk, head, warpgroup.rank()] = tile_sum(multiply(dx, own))
                 dx = warpgroup.mma_AB(dx, dp, other)
                 ds_t = warpgroup.mma_AB(gate.decay(ds_t, b_last), do_t, q_tile)
                 dx = warpgroup.wait(dx, newer=1)
-                dots = row_sum(multiply(dx, own))
-                if wg == OF_QUERIES:
-                    warpgroup.store(truncate(gQueryDots, 1, seq.end), dots, dots_at, cols=1)
-                else:
-                    warpgroup.store(truncate(gKeyDots, 1, seq.end), dots, dots_at, cols=1)
+                if WITH_GATES:
+                    store_dots(wg, gQueryDots, gKeyDots, row_sum(multiply(dx, own)), seq, token, head)
                 store_inputs(wg, gDQ, gDK, out, dx, seq, token, head)
                 ds_t = warpgroup.wait(ds_t)
                 q.release(j)

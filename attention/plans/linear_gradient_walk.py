@@ -14,6 +14,7 @@ from ..parts.recurrent.gates import Gate
 from ..parts.recurrent.gradients import ReversedGate
 from ..parts.recurrent.results import ChunkStates, ScanResult, ScanStates
 from . import recurrent_chunks
+from .chunk_states import merge_chunks
 from .recurrent_checks import DTYPES, has_channel_decay, is_varlen, pad_key_dim
 from .recurrent_chunks import (
     SWAP_STATE_AXES,
@@ -37,48 +38,55 @@ STATES = "initial_state", "dstate", "dinitial_state"
 
 
 def serves_walk(problem: Problem, arrays: Arrays, vector_bytes: int) -> bool:
-    """Does the walk serve such a call? Without gradients of gates the three scans are faster: 0.414 for 0.451 ms with 8 x 2048
-    tokens and 32 heads of 128. arrays, vector_bytes: as in recurrent_gradients.plan_chunk_gradients."""
+    """Does the walk serve such a call? Without gradients of gates the three scans are faster unless forward stored the states:
+    0.414 for 0.451 ms with 8 x 2048 tokens and 32 heads of 128, of which the states are 0.138. arrays, vector_bytes: as in
+    recurrent_gradients.plan_chunk_gradients."""
     batch, length, key_dim, value_dim = problem("batch", "seqlen", "key_dim", "value_dim")
-    if vector_bytes or not arrays["ddecay"] or not batch * length or has_channel_decay(problem):
+    if vector_bytes or not (arrays["ddecay"] or arrays.get("chunk_states")) or not batch * length or has_channel_decay(problem):
         return False
     return key_dim <= KEY_DIMS[-1] and value_dim <= VALUES
 
 
 def plan_gradient_walk(problem: Problem, arrays: Arrays, scale: float, scratch: ScratchAllocator) -> list[Step]:
-    """The launches. arrays: as in recurrent_gradients.plan_chunk_gradients."""
+    """The launches. arrays: as in recurrent_gradients.plan_chunk_gradients. States that forward stored are not computed
+    again."""
     heads, key_heads, key_dim, value_dim, sequences = problem("heads", "heads_k", "key_dim", "value_dim", "sequences")
     gate, gates = choose_gate(problem, arrays["decay"], by_cp_async=False)
-    chunks = count_chunk_indices(problem)
+    with_gates, stored = arrays["ddecay"] is not None, arrays.get("chunk_states")
     sums_heads = heads > key_heads and not wants_value_heads(arrays)
-    padded = pad_key_dim(key_dim, KEY_DIMS)
     assert arrays["dv"] is not None
     config = intern_value(
         linear_gradients_hopper.Config,
-        padded,
+        pad_key_dim(key_dim, KEY_DIMS),
         DTYPES[problem.dtype],
         gate,
         sums_heads or wants_value_heads(arrays),
         arrays["dv"].form.dtype == "float32",
         is_varlen(problem),
+        with_gates,
     )
     segments = recurrent_chunks.count_segments(problem, config, CONSUMERS)
     shared: Arrays = {"gGates": gates, "gCuSeqlens": problem["cu_seqlens"]}
     q, k, v, dout = (arrays[name] for name in ("q", "k", "v", "dout"))
     ends = {name: x and x.permuted(SWAP_STATE_AXES) for name in STATES for x in [arrays[name]]}
-    states = scratch(chunks, heads, value_dim, padded, dtype=problem.dtype)
     forward, reverse = (
         StateScan(problem, gate, shared | {"gQ": k, "gK": k, "gV": v}),
         StateScan(problem, intern_value(ReversedGate, gate), shared | {"gQ": q, "gK": q, "gV": dout}, scale),
     )
-    steps, initial = forward.states_before_segments(ends["initial_state"], segments, scratch)
-    steps.append(forward.launch(intern_value(ChunkStates), segments, segments, {"gInitialState": initial, "states": states}))
+    steps: list[Step] = []
+    if stored:
+        states = merge_chunks(stored)
+    else:
+        states = scratch(count_chunk_indices(problem), heads, value_dim, key_dim, dtype=problem.dtype)
+        steps, initial = forward.states_before_segments(ends["initial_state"], segments, scratch)
+        into = {"gInitialState": initial, "states": states}
+        steps.append(forward.launch(intern_value(ChunkStates), segments, segments, into))
     more, last = reverse.states_before_segments(ends["dstate"], segments, scratch)
     steps += more
     outputs = {name: partial_gradients(problem, scratch) if sums_heads else arrays[name] for name in ("dq", "dk")}
     known: Arrays = shared | {"gQ": q, "gK": k, "gV": v, "gDOut": dout, "gStates": states, "gLastState": last}
     known |= {"gDQ": outputs["dq"], "gDK": outputs["dk"], "gDV": arrays["dv"], "gFirstState": ends["dinitial_state"]}
-    dots, finish = plan_gate_sums(problem, arrays, scratch, carried=WARPS // CONSUMERS, states=WARPS)
+    dots, finish = plan_gate_sums(problem, arrays, scratch, WARPS // CONSUMERS, WARPS) if with_gates else ({}, [])
     if sums_heads:
         finish += [step for name in ("dq", "dk") for step in sum_heads(problem, outputs[name], arrays[name])]
     walk = kernel_for(linear_gradients_hopper, config, problem.device).bind(

@@ -92,6 +92,14 @@ CHANNEL_COSTS = Costs(two_consumers=1, first_pass=0.55, compose=0.35, extra_laun
 TOKEN_COSTS = Costs(two_consumers=1, first_pass=0.6, compose=0.5, extra_launches=3, composed_in_scan=4)
 
 
+def count_chunks(extents: Mapping[str, int]) -> int:
+    """How many indices of chunks a batch has at most (SequenceLayout.chunk_index). extents: of a schema's axes."""
+    length = extents["seqlen"]
+    if "ends" in extents:  # sequences are packed in one batch
+        return length // chunk_hopper.CHUNK + extents["sequences"]
+    return (length + chunk_hopper.CHUNK - 1) // chunk_hopper.CHUNK
+
+
 class ScratchAllocator:
     """The scratch memory of a plan. A call with a shape allocates an array of that shape, by default of float32, and returns
     it."""
@@ -114,13 +122,15 @@ def plan_token_decay(
     normalizer: Arrays | None = None,
     formula: GateFormula | None = None,
     scratch: ScratchAllocator | None = None,
+    chunk_states: Operand | None = None,
 ) -> tuple[list[Step], ScratchShapes]:
     """(launches, scratch memory between them) for decays that are one number for each token and head, or for each head.
 
     arrays: those of chunk_hopper.py's kernel by the names of its parameters, states transposed. vector_bytes: how many bytes a
     cp.async copies, 0 for TMA. steps_of_time: Mamba-2's. normalizer: the initial and final sum of keys as
     {"gInitialState": , "gFinalState": }, if outputs are divided by a normalizer. formula: of gates that are not in memory.
-    scratch: where the plan has other launches."""
+    scratch: where the plan has other launches. chunk_states: where the states before all chunks are stored, by
+    SequenceLayout.chunk_index."""
     batch, length, heads, key_heads, columns, sequences = problem(
         "batch", "seqlen", "heads", "heads_k", "value_dim", "sequences"
     )
@@ -128,7 +138,8 @@ def plan_token_decay(
     width, group = -(-columns // chunk_hopper.COLUMNS), heads // key_heads
     scale_at_end = not (vector_bytes or FOLDED_SCALES[0] <= scale <= FOLDED_SCALES[1])
     gate = _choose_gate(arrays, steps_of_time, scale_at_end, formula)
-    result = intern_value(ScanOutputs, arrays.get("gD") is not None, normalizer is not None, arrays.get("gZ") is not None)
+    parts = arrays.get("gD"), normalizer, arrays.get("gZ"), chunk_states
+    result = intern_value(ScanOutputs, *(part is not None for part in parts))
     config = choose_config(problem, gate, result, vector_bytes, width)
     local = arrays.get("gLocalStates")  # if the caller has computed these, there is no first pass
     segments = local.form.shape[2] if local else count_segments(problem, config, width)
@@ -168,7 +179,8 @@ def plan_token_decay(
         z_config = choose_config(problem, gate, intern_value(ScanNormalizer), vector_bytes, 1)
         steps.append(launch(z_config, 1, 1, 1, arrays | of_z))
         arrays["gNormalizer"] = normalizers
-    steps.append(launch(config, width, segments, segments, arrays | {"gInitialState": initial}, states_per_sequence))
+    arrays |= {"gInitialState": initial} | ({"states": chunk_states} if chunk_states else {})
+    steps.append(launch(config, width, segments, segments, arrays, states_per_sequence))
     return steps, scratch.shapes
 
 

@@ -27,12 +27,14 @@ class RecurrentDerivative(NamedTuple):
     """How a member is differentiated. name: of its function, as errors say it. program: that of its gradients. The arrays of
     its schema are the member's inputs, and under their names with a d before them the gradients of results, which are given,
     and of inputs, which are made; its options are the member's, and `also`. values: the input that outputs are like. tiles: the
-    inputs that torch.autocast casts."""
+    inputs that torch.autocast casts. stored: the member's last result, which its program returns in training for the program of
+    gradients, if the options say so; the schemas of both have a row for it."""
 
     name: str
     program: Program
     values: str = "v"
     tiles: tuple[str, ...] = ("q", "k", "v")
+    stored: str = ""
 
     @property
     def no_second_derivatives(self) -> str:
@@ -59,6 +61,7 @@ class RecurrentDerivative(NamedTuple):
             if not of_results:
                 return {}
             given = inputs | {"d" + name: x for name, x in of_results.items()}
+            given |= {name: x for name, x in results.items() if name == self.stored}
             if "dout" not in given:  # the loss depends on the state alone
                 given["dout"] = sys.modules["jax"].numpy.zeros_like(inputs[self.values])
             call, arrays = self.call([*given], names, options), (*given.values(), None)

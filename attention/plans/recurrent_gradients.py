@@ -153,10 +153,7 @@ def _choose_scans(problem: Problem, arrays: Arrays, by_cp_async: bool) -> tuple[
 
 def count_chunk_indices(problem: Problem) -> int:
     """How many indices of chunks there are at most (SequenceLayout.chunk_index)."""
-    length, sequences = problem("seqlen", "sequences")
-    if is_varlen(problem):
-        return length // chunk_hopper.CHUNK + sequences
-    return -(-length // chunk_hopper.CHUNK) * sequences
+    return problem.extents["batch"] * recurrent_chunks.count_chunks(problem.extents)
 
 
 def choose_gate(problem: Problem, decay: Operand | None, by_cp_async: bool) -> tuple[Gate, Operand | None]:

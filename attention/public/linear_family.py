@@ -32,6 +32,7 @@ from tiles.calls.plan import Plan, nothing
 from tiles.calls.program import program
 from tiles.calls.schema import Problem, Schema
 from tiles.calls.torch_op import imported
+from tiles.launching.arrays import Operand
 from tiles.launching.frameworks import Kind, describe, placed, without_grad
 from tiles.launching.launch import kernel_for
 
@@ -41,6 +42,7 @@ from ..names import suggests_argument_names
 from ..options import check_flag, check_number
 from ..plans import recurrent_checks, recurrent_chunks, token_loop
 from ..plans.call_options import recurrent_autograd, refuse_beside_gradient, requires_grad
+from ..plans.chunk_states import MEMORY, STORED, check_chunk_states, choose_memory, merge_chunks
 from ..plans.raw_inputs import (
     NO_RAW_GRADIENT,
     NOT_RAW,
@@ -53,6 +55,7 @@ from ..plans.raw_inputs import (
     prepare_rows,
     split_raw,
 )
+from ..plans.recurrent_checks import NO_STEP_OPTIONS
 from ..plans.recurrent_chunks import SEGMENT_RESULTS
 from .linear_gradients import LINEAR_DERIVATIVE
 
@@ -75,7 +78,9 @@ COMPOSED = """
     decay          (sequences, heads, 1)                   float32  updated
     final_state    (sequences, heads, value_dim, key_dim)  float32  updated
 """
-LINEAR, SEGMENTS = Schema("linear", TOKENS + STATES), Schema("linear_segments", TOKENS)
+CHUNK_STATES = "chunk_states    (batch, chunks, heads, value_dim, key_dim)  tile     made  return_chunk_states  memory:states"
+LINEAR = Schema("linear", TOKENS + STATES + CHUNK_STATES, chunks=recurrent_chunks.count_chunks)
+SEGMENTS = Schema("linear_segments", TOKENS)
 COMPOSED_STATES = Schema("linear_composed_states", SEGMENT_RESULTS + COMPOSED)
 RAW_LINEAR = Schema("linear_raw", TOKENS + RAW_GATES + STATES)
 OUTPUTS_FROM_SEGMENTS = Schema("linear_outputs_from_segments", TOKENS + SEGMENT_RESULTS + STATES)
@@ -91,10 +96,12 @@ def linear(
     scale: float | None = None,
     initial_state: Any = None,
     return_state: bool = False,
+    return_chunk_states: bool = False,
     normalize: bool = False,
     qk_l2norm: bool = False,
     cu_seqlens: Any = None,
     layout: str = "bshd",
+    memory: str = "states",
     out: Any = None,
     stream: Any = None,
     family: str | None = None,
@@ -121,8 +128,14 @@ def linear(
     is that no decay is above 0; on a GPU only with TILES_CHECK=1, which makes the call wait for the device. Without a check,
     tokens after cu_seqlens[-1] are padding: they are not read, and their outputs are 0.
 
+    memory: what a backward pass finds. "states": in training, by torch's autograd or JAX's, forward stores the states before
+    each chunk of 64 tokens, (B, S / 64, H, Dv, Dk) in q's dtype, for gradients that read them: on Hopper, Dk and Dv up to 128,
+    decays not of channels. "recompute": nothing is stored, and the backward pass computes them again. With H = Hk and
+    Dk = Dv = 128 the states are two thirds as large as q, k and v. return_chunk_states: return them, too, for linear_backward.
+
     Returns `out`, the same kind of array as q, or with return_state=True `(out, state)`. state is a new float32
-    array (B, H, Dk, Dv), C-ordered: that of each sequence after its last token.
+    array (B, H, Dk, Dv), C-ordered: that of each sequence after its last token. With return_chunk_states=True the states before
+    chunks come last. Of packed sequences, the chunk of sequence n that begins at token t has the index t // 64 + n.
 
     float16: scores, scale q . k, and the elements of states are rounded to float16. Beyond 65504 they are infinite and outputs
     NaN, for example after 65504 tokens of keys and values that are all 1. bfloat16 has float32's range. With decays of
@@ -137,6 +150,9 @@ def linear(
     Arrays, `stream`, `family` ("sm_80" is cp.async, or token by token) and errors are those of attention.forward. The head
     of this file has flash-linear-attention's names next to these."""
     normalize, return_state = check_flag("normalize", normalize), check_flag("return_state", return_state)
+    return_chunk_states = check_flag("return_chunk_states", return_chunk_states)
+    if memory not in MEMORY:
+        raise ValueError(f"memory: must be one of {MEMORY}: {memory=}")
     start = initial_state if isinstance(initial_state, tuple) else (initial_state,)
     raw = NOT_RAW
     if is_raw(decay, None, qk_l2norm):
@@ -144,16 +160,21 @@ def linear(
     states = recurrent_checks.split_state("initial_state", initial_state, normalize)
     options = check_number("scale", scale), normalize, return_state, family
     if requires_grad(*(learned := (q, k, v, decay, *start))) or torch_op.mapped_with_grad(learned):
-        refuse_beside_gradient(out=out, stream=stream)
-        inputs = q, k, v, decay, cu_seqlens, *states
-        results = recurrent_autograd().call_with_gradients("linear", inputs, options, layout)
+        refuse_beside_gradient(out=out, stream=stream, return_chunk_states=return_chunk_states or None)
+        inputs, memory = (q, k, v, decay, cu_seqlens, *states), choose_memory(memory, q, v, decay, family)
+        results = recurrent_autograd().call_with_gradients("linear", inputs, (*options, False, memory), layout)
         return (results[0], results[1:]) if return_state and normalize else results
     results_to = out, None, None
     if raw is NOT_RAW:
-        results = _linear(stream, (q, k, v, decay, cu_seqlens, *states, *results_to), options, layout)
+        if "jax" in sys.modules and any(map(jax_call.tracing, learned)):
+            memory = choose_memory(memory, q, v, decay, family)
+        of_memory = return_chunk_states, STORED if return_chunk_states else memory
+        results = _linear(stream, (q, k, v, decay, cu_seqlens, *states, *results_to, None), (*options, *of_memory), layout)
+    elif return_chunk_states:
+        raise NotImplementedError("return_chunk_states: takes decays, not gates as a layer projects them, and no qk_l2norm")
     else:
         results = _linear_raw(stream, (q, k, v, decay, cu_seqlens, *gate, *states, *results_to), (*options, *raw), layout)
-    return (results[0], results[1:]) if return_state and normalize else results
+    return (results[0], results[1:3], *results[3:]) if return_state and normalize else results
 
 
 @suggests_argument_names
@@ -169,6 +190,7 @@ def retention(
     qk_l2norm: bool = False,
     cu_seqlens: Any = None,
     layout: str = "bshd",
+    memory: str = "states",
     out: Any = None,
     stream: Any = None,
     family: str | None = None,
@@ -182,7 +204,7 @@ def retention(
     decay = _head_decays(q, v, layout, lambda h, heads, log1p: log1p(-(2.0 ** (-5 - h))))
     return linear(
         q, k, v, decay=decay, scale=scale, initial_state=initial_state, return_state=return_state, normalize=normalize,
-        qk_l2norm=qk_l2norm, cu_seqlens=cu_seqlens, layout=layout, out=out, stream=stream, family=family,
+        qk_l2norm=qk_l2norm, cu_seqlens=cu_seqlens, layout=layout, memory=memory, out=out, stream=stream, family=family,
     )  # fmt: skip
 
 
@@ -201,6 +223,7 @@ def lightning(
     qk_l2norm: bool = False,
     cu_seqlens: Any = None,
     layout: str = "bshd",
+    memory: str = "states",
     out: Any = None,
     stream: Any = None,
     family: str | None = None,
@@ -217,7 +240,7 @@ def lightning(
     decay = _head_decays(q, v, layout, lambda h, heads, log1p: -rate * h / heads)
     return linear(
         q, k, v, decay=decay, scale=scale, initial_state=initial_state, return_state=return_state, normalize=normalize,
-        qk_l2norm=qk_l2norm, cu_seqlens=cu_seqlens, layout=layout, out=out, stream=stream, family=family,
+        qk_l2norm=qk_l2norm, cu_seqlens=cu_seqlens, layout=layout, memory=memory, out=out, stream=stream, family=family,
     )  # fmt: skip
 
 
@@ -256,9 +279,22 @@ def gla(
 
 
 @program(LINEAR, LINEAR_DERIVATIVE.of_program, LINEAR_DERIVATIVE.no_second_derivatives)
-def _linear(problem: Problem, scale: float | None, normalize: bool, return_state: bool, family: str | None) -> Plan:
-    """The Plan of a call of linear. The schema's `state` and `final_z` are results, which a caller cannot pass."""
-    return plan_linear(problem, scale, normalize, return_state, family, NOT_RAW)
+def _linear(
+    problem: Problem,
+    scale: float | None,
+    normalize: bool,
+    return_state: bool,
+    family: str | None,
+    return_chunk_states: bool,
+    memory: str,
+) -> Plan:
+    """The Plan of a call of linear. The schema's `state`, `final_z` and `chunk_states` are results, which a caller cannot
+    pass."""
+    chunk_states = None
+    if return_chunk_states and memory == STORED:
+        check_chunk_states(problem)
+        chunk_states = merge_chunks(problem["chunk_states"])
+    return plan_linear(problem, scale, normalize, return_state, family, NOT_RAW, chunk_states)
 
 
 @program(RAW_LINEAR, no_gradient=NO_RAW_GRADIENT)
@@ -270,9 +306,16 @@ def _linear_raw(
 
 
 def plan_linear(
-    problem: Problem, scale: float | None, normalize: bool, return_state: bool, family: str | None, raw: RawOptions
+    problem: Problem,
+    scale: float | None,
+    normalize: bool,
+    return_state: bool,
+    family: str | None,
+    raw: RawOptions,
+    chunk_states: Operand | None = None,
 ) -> Plan:
-    """The Plan of a call of linear. raw: what kernels compute of raw inputs."""
+    """The Plan of a call of linear. raw: what kernels compute of raw inputs. chunk_states: where the states before chunks
+    are stored."""
     recurrent_checks.check_extents(problem)
     scale, by_channel = recurrent_checks.resolve_scale(problem, scale), recurrent_checks.has_channel_decay(problem)
     batch, length, heads, value_dim = problem("batch", "seqlen", "heads", "value_dim")
@@ -298,7 +341,7 @@ def plan_linear(
             arrays |= {"gLocalStates": problem["local_state"], "gTotalDecays": problem["total_decay"]}
         normalizer = z if normalize else None
         steps, shapes = recurrent_chunks.plan_token_decay(
-            problem, arrays, scale, vector_bytes, normalizer=normalizer, formula=raw.gate, scratch=scratch
+            problem, arrays, scale, vector_bytes, NO_STEP_OPTIONS, normalizer, raw.gate, scratch, chunk_states
         )
         return Plan([*before, *steps], shapes)
     if family == HOPPER_FAMILY and batch * length:
@@ -358,7 +401,7 @@ def outputs_from_segments(
 ) -> Any:
     """The output of `linear`, computed from the results of segment_states: only the second pass is launched."""
     arrays = q, k, v, decay, cu_seqlens, local_state, total_decay, initial_state, None, None, None, None
-    return _outputs_from_segments(None, arrays, (check_number("scale", scale), False, False, family))
+    return _outputs_from_segments(None, arrays, (check_number("scale", scale), False, False, family, False, ""))
 
 
 @program(SEGMENTS)

@@ -29,6 +29,7 @@ INPUTS = """
     initial_z       (sequences, heads, key_dim)                                     float32  optional
     dstate          (sequences, heads, key_dim, value_dim)                          float32  optional
     dfinal_z        (sequences, heads, key_dim)                                     float32  optional
+    chunk_states    (batch, chunks, heads, value_dim, key_dim)                      tile     optional
 """
 LINEAR_BACKWARD = Schema(
     "linear_backward",
@@ -41,6 +42,7 @@ LINEAR_BACKWARD = Schema(
     dinitial_state  (sequences, heads, key_dim, value_dim)                          float32  made  also:dinitial_state
     dinitial_z      (sequences, heads, key_dim)                                     float32  made  also:dinitial_z
     """,
+    chunks=recurrent_chunks.count_chunks,
 )
 LINEAR_BACKWARD_INTO = Schema(
     "linear_backward_into",
@@ -53,6 +55,7 @@ LINEAR_BACKWARD_INTO = Schema(
     dinitial_state  (sequences, heads, key_dim, value_dim)                          float32  updated?
     dinitial_z      (sequences, heads, key_dim)                                     float32  updated?
     """,
+    chunks=recurrent_chunks.count_chunks,
 )
 
 
@@ -71,6 +74,7 @@ def linear_backward(
     scale: float | None = None,
     initial_state: Any = None,
     dstate: Any = None,
+    chunk_states: Any = None,
     normalize: bool = False,
     cu_seqlens: Any = None,
     layout: str = "bshd",
@@ -91,7 +95,8 @@ def linear_backward(
         ddecay_t = sum_(i>=t) (q_i . dq_i - k_i . dk_i) + <state, dstate>    dinitial_state = dS_0
 
     where dS'_t = dS_t + scale q_t dout_t^T. dout: as out. dstate: (B, H, Dk, Dv) float32, None where L does not depend on the
-    state. q, k, v, decay, scale, initial_state, normalize, cu_seqlens, layout: what linear was called with.
+    state. q, k, v, decay, scale, initial_state, normalize, cu_seqlens, layout: what linear was called with. chunk_states: what
+    linear(.., return_chunk_states=True) returned last, so that states need not be computed again.
 
     normalize: with n_t = scale z_t . q_t + 1e-10, these are gradients for dout_t / n_t in place of dout_t, to which those of n
     are added; dn_t = -(q_t . dq_t) / n_t. initial_state, dstate and dinitial_state are pairs then, of S and of z; one of dstate
@@ -104,9 +109,9 @@ def linear_backward(
     cu_seqlens[-1] have gradients of 0. accumulate: all of these that are wanted must be float32 arrays, and gradients are added
     to what they hold; that takes as much memory again, and a pass over it.
 
-    Three scans as of attention.linear, two of them from the last token to the first. On Hopper, with ddecay and Dk and Dv up to
-    128, the states before each chunk of 64 tokens are computed again, in q's dtype, and then all gradients in one walk from the
-    last chunk to the first. Nothing that forward computed is read.
+    Three scans as of attention.linear, two of them from the last token to the first. On Hopper, with ddecay or chunk_states and
+    Dk and Dv up to 128, all gradients in one walk from the last chunk of 64 tokens to the first, which reads the states before
+    chunks, in q's dtype: chunk_states, or computed again. Other kernels do not read chunk_states.
     All sums are made in float32, in a fixed order: the same bits every time. Row sums for ddecay are those of unrounded
     gradients, and end with each chunk of 64 tokens. float16: scale q . k, P and the elements of states and their gradients are
     rounded to float16, and infinite beyond 65504.
@@ -127,7 +132,7 @@ def linear_backward(
     )
     also += " dinitial_z" * (normalize and "dinitial_state" in also)
     states = recurrent_checks.split_states(normalize, initial_state, dstate, of_start)
-    arrays = dout, q, k, v, decay, cu_seqlens, *states.inputs, dq, dk, dv, of_decay, *states.gradients
+    arrays = dout, q, k, v, decay, cu_seqlens, *states.inputs, chunk_states, dq, dk, dv, of_decay, *states.gradients
     options = check_number("scale", scale), also, normalize, family
     if check_flag("accumulate", accumulate):
         gradients = dict(zip(GRADIENTS, (dq, dk, dv, of_decay, *states.gradients)))
@@ -149,6 +154,7 @@ def _linear_backward(problem: Problem, scale: float | None, also: str, normalize
         raise problem.error("v", "must have at least one head", "v")
     vector_bytes = 0 if uses_hopper_kernels(problem, family) else problem.bytes_at_once()
     arrays = recurrent_gradients.gradient_arrays(problem, *(name in also.split() for name in ("ddecay", "dinitial_state")))
+    arrays["chunk_states"] = problem["chunk_states"]
     scratch = recurrent_chunks.ScratchAllocator(problem)
     plan = plan_normalized_gradients if normalize else plan_linear_gradients
     if normalize:
@@ -160,5 +166,5 @@ def _linear_backward(problem: Problem, scale: float | None, also: str, normalize
     return Plan(plan(problem, arrays, scale, vector_bytes, scratch), scratch.shapes)
 
 
-LINEAR_DERIVATIVE = RecurrentDerivative("attention.linear", _linear_backward)
+LINEAR_DERIVATIVE = RecurrentDerivative("attention.linear", _linear_backward, stored="chunk_states")
 _linear_backward_into = program(LINEAR_BACKWARD_INTO)(_linear_backward.planner)

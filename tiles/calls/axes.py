@@ -54,6 +54,7 @@ AXES = _parse("""
     width           W               width             fixed   tokens that such a convolution adds up
     window          W - 1           window            fixed   tokens before the first, of which it needs to know
     segments        segments        segments          length  parts of a sequence that thread blocks scan side by side
+    chunks          chunks          chunks            length  chunks of a sequence; of packed ones, those of all and some more
     batch_cache     B or pages      batches or pages  length  batches of a cache, or its pages
     pages_per_seq   pages of each   pages             length  most pages of a sequence
     positions       positions       positions         length  rows of rotary tables

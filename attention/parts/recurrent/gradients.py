@@ -199,14 +199,13 @@ class QueryGradients(InputGradients):
 
     gradient_of, scales_scores = "q", True
 
+    @property
+    def stores_states(self):
+        return self.with_gates
+
     @inlined
     def scale_scores(self, x, scale):
         return x * scale
-
-    @inlined
-    def store_state(self, params, s_t, index, head, row, col):
-        if self.with_gates:
-            warpgroup.store(params.states, s_t, (index, head, row, col), aligned=True)
 
 
 class KeyGradients(InputGradients):

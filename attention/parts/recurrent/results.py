@@ -21,12 +21,13 @@ class ScanResult:
     reads_values: does it read values? If not, all of them are 1. from_zero: does the scan of a segment begin with a state of 0,
     and store the last one as a local state? skip, normalized, silu: see ScanOutputs. reads_z: is there an array z of the
     outputs' shape that it reads beside the values? unrounded: are outputs float32? scales_scores: are scores multiplied by the
-    scale before they are rounded, instead of outputs at the end? groups_queries, dots_states: see gradients.py."""
+    scale before they are rounded, instead of outputs at the end? stores_states: is the state before each chunk stored,
+    transposed, in the dtype of the inputs? groups_queries, dots_states: see gradients.py."""
 
     has_outputs = True
     reads_values = True
     from_zero = False
-    skip = normalized = silu = unrounded = scales_scores = groups_queries = dots_states = False
+    skip = normalized = silu = unrounded = scales_scores = stores_states = groups_queries = dots_states = False
     label = ""
 
     @property
@@ -35,8 +36,9 @@ class ScanResult:
         return self.silu
 
     def params(self, dtype):
-        """What else a kernel gets, as a record of parameters. dtype: of its inputs."""
-        return record()
+        """What else a kernel gets, as a record of parameters. dtype: of its inputs. states: by the index of a chunk
+        (SequenceLayout.chunk_index) and head."""
+        return record(states=array(4, dtype)) if self.stores_states else record()
 
     def __str__(self):
         return self.label
@@ -80,7 +82,9 @@ class ScanResult:
 
     @inlined
     def store_state(self, params, s_t, index, head, row, col):
-        """Gradients: store the state before a chunk."""
+        """Store the state before a chunk, if such states are stored."""
+        if self.stores_states:
+            warpgroup.store(params.states, s_t, (index, head, row, col), aligned=True)
 
     @inlined
     def wait_values(self, v, ones, j):
@@ -122,17 +126,9 @@ class ScanStates(ScanResult):
 
 
 class ChunkStates(ScanResult):
-    """Only the states before each chunk, transposed, in the dtype of the inputs."""
+    """Only the states before each chunk."""
 
-    has_outputs, label = False, "states of chunks"
-
-    def params(self, dtype):
-        """states: by the index of a chunk and head."""
-        return record(states=array(4, dtype))
-
-    @inlined
-    def store_state(self, params, s_t, index, head, row, col):
-        warpgroup.store(params.states, s_t, (index, head, row, col), aligned=True)
+    has_outputs, stores_states, label = False, True, "states of chunks"
 
 
 class ScanNormalizer(ScanResult):
@@ -163,14 +159,15 @@ class ScanNormalizer(ScanResult):
 @static
 class ScanOutputs(ScanResult):
     """The outputs, (o + D v) / normalizer * silu(z). skip: is D v added? normalized: is o divided by a normalizer? silu: is o
-    multiplied by silu(z)?"""
+    multiplied by silu(z)? stores_states: are the states before each chunk stored, too, for a backward pass?"""
 
     skip: bool = False
     normalized: bool = False
     silu: bool = False
+    stores_states: bool = False
 
     def __str__(self):
-        labels = {"skip": self.skip, "divided": self.normalized, "silu": self.silu}
+        labels = {"skip": self.skip, "divided": self.normalized, "silu": self.silu, "states of chunks": self.stores_states}
         return ", ".join(label for label, used in labels.items() if used)
 
     @inlined

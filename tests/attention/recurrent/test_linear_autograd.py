@@ -1,6 +1,7 @@
 """attention.linear and delta_rule through torch's autograd and jax.grad: the gradients of attention.linear_backward and
 delta_rule_backward."""
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -65,6 +66,31 @@ def test_torch(member, kind):
     for got in ways:
         for x, y in zip(got, want, strict=True):
             torch.testing.assert_close(x, y, rtol=0, atol=0)
+
+
+def saved_shapes(call):
+    """The shapes of what torch saves for a backward pass of what `call` returns."""
+    torch, shapes = pytest.importorskip("torch"), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: shapes.append(tuple(x.shape)) or x, lambda x: x):
+        call()
+    return shapes
+
+
+def test_what_is_saved():
+    """States before chunks, unless `memory` or the decays say otherwise: gradients are the same."""
+    torch = pytest.importorskip("torch")
+    leaves = tensors("token", length=70)
+    q, k, v, decay, _ = leaves
+    loss = lambda memory: LINEAR._replace(call=functools.partial(attention.linear, memory=memory)).loss(*leaves)
+    states = (1, 2, 2, 16, 16)
+    assert states in saved_shapes(lambda: loss("states")) and states not in saved_shapes(lambda: loss("recompute"))
+    for x, y in zip(*(torch.autograd.grad(loss(memory), leaves) for memory in ("states", "recompute")), strict=True):
+        assert torch.equal(x, y)
+    assert states in saved_shapes(lambda: attention.retention(q, k, v))
+    channels = decay.detach()[..., None].expand(*decay.shape, 16).contiguous()
+    assert states not in saved_shapes(lambda: attention.gla(q, k, v, channels))
+    with pytest.raises(NotImplementedError, match="^return_chunk_states: is not supported for tensors that require grad"):
+        attention.linear(q, k, v, return_chunk_states=True)
 
 
 def test_some_gradients_alone():
@@ -138,6 +164,8 @@ def test_jax(member):
         out, state = member.call(**leaves, return_state=True)
         want = member.backward((2 * out.astype("float32")).astype("bfloat16"), **leaves, dstate=2 * state)
         gradient = jax.grad(total, tuple(range(len(leaves))))
+        if member is LINEAR:  # whose states before chunks are stored
+            assert "bf16[1,1,2,16,16]" in str(jax.make_jaxpr(gradient)(*leaves.values()))
         for got in (gradient(*leaves.values()), jax.jit(gradient)(*leaves.values())):
             for x, y in zip(got, want, strict=True):
                 assert x.dtype == y.dtype

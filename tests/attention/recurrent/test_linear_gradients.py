@@ -68,6 +68,62 @@ def test_segments(place, monkeypatch, nothing_known, family, decay, segments):
     check(place, case(64 * segments - 30, decay, key_dim=16, value_dim=32), family=family)
 
 
+# ---- states that forward stored ----------------------------------------------------------------------------------------
+def with_states(place, args, **options):
+    """The arguments, and the states before chunks that forward returns."""
+    inputs = {name: place.put(x) for name, x in args.items() if name not in ("dout", "dstate")}
+    *_, states = attention.linear(**inputs, return_chunk_states=True, **options)
+    return args | {"chunk_states": place.get(states)}
+
+
+@pytest.mark.parametrize(
+    ("decay", "family", "segments"),
+    [("token", "sm_90", 1), ("token", "sm_90", 3), ("head", "sm_90", 5), ("none", "sm_90", 3), ("token", "sm_80", 1)],
+)
+def test_stored_states(place, monkeypatch, nothing_known, decay, family, segments):
+    """Where the walk serves a call in any case, it finds the same states, and computes the same gradients. Without gates' it
+    does so with stored states alone."""
+    monkeypatch.setattr(recurrent_chunks, "count_segments", lambda *_: segments)
+    args = case(64 * segments + 30, decay, batch=2, value_dim=80)
+    stored = with_states(place, args, family=family)
+    assert stored["chunk_states"].shape == (2, segments + 1, 2, 80, 16)
+    got, want = run(place, stored, family=family), run(place, args, family=family)
+    for name, x in want.items():
+        if decay != "none":
+            np.testing.assert_array_equal(got[name], x, err_msg=name)
+        assert relative_rms(got[name], x) < 0.005, name
+    if decay != "none":  # a decay that is a constant, as retention's
+        alone = attention.linear_backward(**{name: place.put(x) for name, x in stored.items()}, ddecay=False, family=family)
+        for (name, x), y in zip([pair for pair in want.items() if pair[0] != "ddecay"], alone, strict=True):
+            assert relative_rms(place.get(y), x) < 0.005, name
+
+
+def test_stored_states_of_packed_sequences(place):
+    """Chunks of sequence n that begin at token t have the index t // 64 + n."""
+    args = case(150, "token")
+    args["cu_seqlens"] = np.array([0, 1, 1, 130, 150])
+    for name in ("initial_state", "dstate"):
+        args[name] = np.repeat(args[name], 4, axis=0)
+    stored = with_states(place, args)
+    assert stored["chunk_states"].shape == (1, 6, 2, 16, 16)
+    states = args["initial_state"].swapaxes(2, 3)
+    for index, sequence in ((0, 0), (2, 2), (5, 3)):
+        assert relative_rms(stored["chunk_states"][0, index], states[sequence]) < 0.005
+    for (name, x), y in zip(run(place, stored).items(), run(place, args).values(), strict=True):
+        np.testing.assert_array_equal(x, y, err_msg=name)
+
+
+def test_what_stores_no_states():
+    args = {name: x for name, x in case(5, "channel").items() if name not in ("dout", "dstate")}
+    with pytest.raises(ValueError, match="^return_chunk_states: takes decays that are not of channels: decay.shape="):
+        attention.linear(**args, return_chunk_states=True)
+    wide = {name: x for name, x in case(5, "token", key_dim=144).items() if name not in ("dout", "dstate")}
+    with pytest.raises(ValueError, match="^return_chunk_states: takes Dk up to 128 and Dv up to 128: q.shape="):
+        attention.linear(**wide, return_chunk_states=True)
+    with pytest.raises(ValueError, match="^memory: must be one of"):
+        attention.linear(**args, memory="none")
+
+
 # ---- gates -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("gate", [0.0, -5.0])
 @every_family

@@ -1,0 +1,73 @@
+"""The states before chunks, which forward stores in training for gradients that read them (linear_gradient_walk.py).
+
+With T the bytes of an array of tokens, bf16 and H = Hk, Dk = Dv = 128: forward writes 2 T more (6 T instead of 4 T), and the
+backward pass, which reads them among 9 T, need not read k and v and write the states first (4 T). So stored states save 2 T of
+17 T, and cost 2 T of memory between the passes, where q, k and v are 3 T. That is why they are stored unless a caller says
+otherwise."""
+
+import sys
+from typing import Any
+
+from tiles.calls import jax_call
+from tiles.calls.schema import Problem
+from tiles.launching.arrays import Operand
+from tiles.launching.devices import machine
+
+from ..families import AMPERE_FAMILY
+from ..kernels.linear_gradients_hopper import KEY_DIMS, VALUES
+from .recurrent_checks import has_channel_decay
+
+MEMORY = STORED, RECOMPUTED = "states", "recompute"
+
+
+def choose_memory(memory: str, q: Any, v: Any, decay: Any, family: str | None) -> str:
+    """Where a backward pass finds the states, one of MEMORY: where a caller says, if its kernel reads states at all. The other
+    arguments are those of attention.linear, checked or not."""
+    shapes = [tuple(getattr(x, "shape", ())) for x in (q, v)]
+    if memory == RECOMPUTED or family == AMPERE_FAMILY or any([len(shape) != 4 for shape in shapes]):
+        return RECOMPUTED
+    by_channel = len(getattr(decay, "shape", ())) == 4
+    (*_, key_dim), (*_, value_dim) = shapes
+    if by_channel or key_dim > KEY_DIMS[-1] or value_dim > VALUES or not _is_hopper(_ordinal(q)):
+        return RECOMPUTED
+    return STORED
+
+
+def _ordinal(x: Any) -> int | None:
+    """The CUDA ordinal of an array's device, None of host memory. Of what JAX traces: that of the first device."""
+    if jax_call.tracing(x):
+        first = sys.modules["jax"].devices()[0]
+        return None if first.platform == "cpu" else first.id
+    device: Any = getattr(x, "device", None)
+    return device.index if getattr(device, "type", None) == "cuda" else None
+
+
+def _is_hopper(ordinal: int | None) -> bool:
+    return machine(ordinal).target.is_hopper
+
+
+_is_hopper._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile does not look inside
+
+
+def check_chunk_states(problem: Problem) -> None:
+    """ValueError: no gradients read the states before chunks of such a problem."""
+    key_dim, value_dim = problem("key_dim", "value_dim")
+    if has_channel_decay(problem):
+        what = f"takes decays that are not of channels: decay.shape={problem.shape('decay')}"
+    elif key_dim > KEY_DIMS[-1] or value_dim > VALUES:
+        shapes = f"q.shape={problem.shape('q')}, v.shape={problem.shape('v')}"
+        what = f"takes Dk up to {KEY_DIMS[-1]} and Dv up to {VALUES}: {shapes}"
+    else:
+        return
+    raise ValueError(f"return_chunk_states: {what}; linear_backward computes these states itself")
+
+
+def merge_chunks(states: Operand) -> Operand:
+    """The states before the chunks of all batches, (chunk, head, value, key), as kernels have them. ValueError: they cannot be
+    seen like this."""
+    form = states.form
+    batch, chunks, *state = form.shape
+    of_batch, *strides = form.strides
+    if batch > 1 and of_batch != chunks * strides[0]:
+        raise ValueError(f"chunk_states: batches must follow each other: strides={form.strides} bytes, shape={form.shape}")
+    return states._replace(form=form._replace(shape=(batch * chunks, *state), strides=tuple(strides)))
