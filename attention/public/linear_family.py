@@ -166,7 +166,7 @@ def linear(
         return (results[0], results[1:]) if return_state and normalize else results
     results_to = out, None, None
     if raw is NOT_RAW:
-        if "jax" in sys.modules and any(map(jax_call.tracing, learned)):
+        if not torch_op.compiling() and any(map(jax_call.tracing, learned)):
             memory = choose_memory(memory, q, v, decay, family)
         of_memory = return_chunk_states, STORED if return_chunk_states else memory
         results = _linear(stream, (q, k, v, decay, cu_seqlens, *states, *results_to, None), (*options, *of_memory), layout)
