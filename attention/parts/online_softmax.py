@@ -96,15 +96,6 @@ class SoftmaxState(NamedTuple):
         return rescale(self.o, self.o_scale)
 
     @inlined
-    def merge(self, other, scale):
-        """The state for the keys of both, which must be different. Both must have been rescaled."""
-        m = maximum(self.m, other.m)
-        self_scale, other_scale = exp2((self.m - m) * scale), exp2((other.m - m) * scale)
-        return SoftmaxState(
-            self.o * self_scale + other.o * other_scale, m, self.l * self_scale + other.l * other_scale, self.o_scale
-        )
-
-    @inlined
     def finish(self, scale, variant, ctx):
         """(softmax(S) V, log-sum-exp of the scores); (0, -inf) for a row that has seen no key. The variant may add to the row
         sum, and change the output."""

@@ -72,17 +72,11 @@ def choose_kernel(
         config = backward_ampere.config_for(head_dim, dtype, variant, vector_bytes, value_dim, target, shape, **kind, **order)
         return KernelChoice(backward_ampere, replace(config, single_block=all_see_first and kv_len <= config.kv), plain)
     by_tile = load_bias_by_tma(problem, variant)
-    if plain and backward_narrow_hopper.serves(head_dim, by_tile, value_dim):
-        return KernelChoice(
-            backward_narrow_hopper, backward_narrow_hopper.config_for(head_dim, dtype, by_tile, value_dim, **order), plain
-        )
-    if plain and backward_folded_hopper.serves(head_dim, variant, value_dim):
-        return KernelChoice(
-            backward_folded_hopper, backward_folded_hopper.config_for(head_dim, dtype, variant, value_dim, **order), plain
-        )
-    return KernelChoice(
-        backward_hopper, backward_hopper.config_for(head_dim, dtype, by_tile, value_dim, **kind, **order), plain
-    )
+    for module in (backward_narrow_hopper, backward_folded_hopper) if plain else ():
+        if module.serves(head_dim, by_tile, value_dim):
+            return KernelChoice(module, module.config_for(head_dim, dtype, by_tile, value_dim, **order), plain)
+    main_config = backward_hopper.config_for(head_dim, dtype, by_tile, value_dim, **kind, **order)
+    return KernelChoice(backward_hopper, main_config, plain)
 
 
 def all_see_first_block(variant: Variant, queries: int, keys: int) -> bool:

@@ -58,7 +58,7 @@ class PreparationSteps:
         self.scratch.append((shape, dtype))
         return self.problem.scratch(len(self.scratch) - 1, shape, dtype)
 
-    def launch(self, module: Any, config: Any, grid: int, **arguments: Any) -> None:
+    def launch(self, module: Any, config: Any, grid: int | tuple[int, int, int], **arguments: Any) -> None:
         """Add a launch of a module's kernel to the steps."""
         self.steps.append(kernel_for(module, config, self.problem.device).bind(grid, **arguments))
 
@@ -77,9 +77,8 @@ class PreparationSteps:
         grid = -(-batch * heads * count // cache_quantize.WARPS), -(-columns // cache_quantize.COLUMNS), 1
         config = cache_quantize.Config("dequantize", DTYPES[problem.dtype], False)
         descale = expand_axes(problem, f"{name}_descale", ("batch", "heads_k"))
-        step = kernel_for(cache_quantize, config, problem.device)
         args = {"gX": narrow, "gOut": result, "gDescale": descale, "unit": unit, "count": count, "heads": heads}
-        self.steps.append(step.bind(grid, **args))
+        self.launch(cache_quantize, config, grid, **args)
         return result
 
     def transpose_v(self, values: Operand) -> Operand:

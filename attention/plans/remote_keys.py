@@ -84,20 +84,11 @@ def serves(device: Any, head_dim: int, value_dim: int) -> bool:
 
 
 @program(TWO_BUFFERS, no_gradient=NO_SECOND_DERIVATIVES)
-def _forward_two_buffers(
-    problem: Problem,
-    keys: int,
-    first: int,
-    end: int,
-    second: int,
-    second_end: int,
-    causal: bool,
-    scale: float | None,
-    kv: int | None,
-) -> Plan:
+def _forward_two_buffers(problem: Problem, placement: KeyPlacement) -> Plan:
     """The Plan of a call of forward_two_buffers or forward_streaming: one launch of forward's kernel for Hopper."""
     require_hopper(problem)
     check_extents(problem)
+    keys, first, end, second, second_end, causal, scale, kv = placement
     spec, (seq_layout, args) = build_variant(resolve_scale(problem, scale), causal), choose_layout(problem)
     config = config_for_problem(problem, spec, True, keys, kv, seq_layout=seq_layout, axes=(), by_list=False)
     buffers = StreamingBuffers if "arrived" in problem else TwoBuffers

@@ -6,7 +6,7 @@ gradients. These all go to one array, so that the backward pass of the projectio
 
 In the backward pass the launches of backward/ write dy and dv to the array of gradients, and dy becomes dq and dk in place."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from tiles.calls.plan import ArrayView, Fill, Plan
 from tiles.calls.program import program
@@ -122,17 +122,24 @@ def _prepare_backward(arrays: list, options: tuple, layout: str) -> None:
     projected_backward.prepare({"dout": results["out"], **forms, **results}, (*options[:-1], *flags, options[-1]), layout)
 
 
+class ProjectedOptions(NamedTuple):
+    """The options of both programs: the epsilon of norms, and those of attention.forward."""
+
+    norm_eps: float
+    causal: bool
+    left: int | None
+    right: int | None
+    softcap: float | None
+    scale: float | None
+
+    @property
+    def scores(self) -> ScoreOptions:
+        """The ScoreOptions of attention."""
+        return ScoreOptions(self.causal, self.left, self.right, self.softcap)
+
+
 @program(FORWARD, no_gradient=NO_SECOND_DERIVATIVES, meanwhile=_prepare_backward)
-def projected(
-    problem: Problem,
-    norm_eps: float,
-    causal: bool,
-    left: int | None,
-    right: int | None,
-    softcap: float | None,
-    scale: float | None,
-    family: str | None,
-) -> Plan:
+def projected(problem: Problem, options: ProjectedOptions, family: str | None) -> Plan:
     """The Plan of the rotated rows, and of out and lse."""
     parts: list[ArrayView] = []
     config, args, tiles = _rotary_arguments(problem)
@@ -140,28 +147,18 @@ def projected(
     q, k = (_view_heads(problem, problem["rows"], *of_heads, parts) for of_heads in ((0, heads), (heads, kv_heads)))
     operands = {"q": q, "k": k} | {name: problem[name] for name in ("v", "sink", "out", "lse")}
     inner = _InnerProblem(problem, forward_programs.VARIANTS, operands, parts)
-    scores, result = ScoreOptions(causal, left, right, softcap), ResultOptions(scale, True, family)
-    plan = forward_programs._variant.planner(inner, scores, ListOptions(), norm_eps, RandomOptions(), result)
+    lists, random, result = ListOptions(), RandomOptions(), ResultOptions(options.scale, True, family)
+    plan = forward_programs._variant.planner(inner, options.scores, lists, options.norm_eps, random, result)
     if not tiles * batch:
         return plan._replace(scratch=[*parts, *plan.scratch])
     turn = kernel_for(rotary_rows, rotary_rows.RotateConfig(*config.fields), problem.device)
-    first = turn.bind(batch * tiles * args["cuts"], gOut=problem["rows"], tiles=tiles, eps=norm_eps, **args)
+    first = turn.bind(batch * tiles * args["cuts"], gOut=problem["rows"], tiles=tiles, eps=options.norm_eps, **args)
     return plan._replace(steps=[first, *plan.steps], scratch=[*parts, *plan.scratch])
 
 
 @program(BACKWARD, no_gradient=NO_SECOND_DERIVATIVES)
 def projected_backward(
-    problem: Problem,
-    norm_eps: float,
-    causal: bool,
-    left: int | None,
-    right: int | None,
-    softcap: float | None,
-    scale: float | None,
-    deterministic: bool,
-    normed: bool,
-    sunk: bool,
-    family: str | None,
+    problem: Problem, options: ProjectedOptions, deterministic: bool, normed: bool, sunk: bool, family: str | None
 ) -> Plan:
     """The Plan of dx, the gradients of q, k and v in one array, and of the gradients of norms and sinks. normed, sunk: are
     there norms? sinks?"""
@@ -181,8 +178,8 @@ def projected_backward(
             first += count
     operands |= {"dsink": problem["dsink"]} if sunk else {}
     inner = _InnerProblem(problem, softmax_backward.VARIANTS, operands, parts)
-    scores, also = ScoreOptions(causal, left, right, softcap), "dsink" if sunk else ""
-    plan = softmax_backward._variant.planner(inner, scores, ListOptions(), RandomOptions(), scale, deterministic, also, family)
+    rest = ListOptions(), RandomOptions(), options.scale, deterministic, "dsink" if sunk else "", family
+    plan = softmax_backward._variant.planner(inner, options.scores, *rest)
     norm_grads = {name: problem[name].spread(0, 1) for name in (("dq_norm", "dk_norm") if normed else ())}
     scratch: list[Any] = [*parts, *plan.scratch]
     if not tiles * batch:
@@ -204,7 +201,7 @@ def projected_backward(
             gKParts=sums.get("dk_norm"),
             tiles=tiles,
             shares=shares,
-            eps=norm_eps,
+            eps=options.norm_eps,
             **args,
         ),
     ]
