@@ -9,26 +9,20 @@ A warp's tile has heads of one token as its rows: the token's page and slot, and
 tile. A cache without pages is treated as one with a single, long page for each sequence."""
 
 import functools
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 from numba import cuda
 from numpy import int32
 
 from ops import divmod, full, load, store
 from tiles import bf16, dtype, fp8e4m3, fp16, inlined
-from tiles.calls.plan import Step
 from tiles.launching.arguments import ENDS, INT, array, record
-from tiles.launching.arrays import Operand
-from tiles.launching.launch import kernel_for
 from tiles.layout import LANES
 from tiles.numba_names import types
 from tiles.targets import Target
 
 from ..parts.cache_scales import (
-    COLUMNS,
     HEADS,
     ComputedDescales,
     GivenDescales,
@@ -43,7 +37,6 @@ from ..parts.row_norms import NO_ROW_NORM, NoRowNorm, RowLayerNorm, RowRmsNorm
 
 WARPS = 4  # of a thread block; each writes one token
 PAGE_TABLE = types.Array(types.int32, 2, "A")
-DTYPES = {x.np.name: x for x in (bf16, fp16, fp8e4m3)}
 NAN = float("nan")
 
 
@@ -186,127 +179,3 @@ def make(config: Config):
                         copy_columns(gX, src, gY, dst, head, rotated if is_key else 0, descale, None, params)
 
     return append, None
-
-
-class NormOperands(NamedTuple):
-    """The arrays of a norm: its weights, (head, column), and the bias of a layer norm, None for an RMS norm."""
-
-    weights: Operand
-    bias: Operand | None
-
-
-def launch(
-    device: int | None,
-    new: tuple[Operand, Operand],
-    cache: tuple[Operand, Operand],
-    lengths: Operand,
-    *,
-    pages: Operand | None = None,
-    batch_index: Operand | None = None,
-    ends: Operand | None = None,
-    rotary: tuple[Operand, Operand] | None = None,
-    interleaved: bool = False,
-    positions: Operand | None = None,
-    descales: tuple[Operand | None, Operand | None] = (None, None),
-    queries: tuple[Operand, Operand] | None = None,
-    causal: bool = True,
-    norms: tuple[NormOperands | None, NormOperands | None] = (None, None),
-    norm_eps: float = 0.0,
-    in_place: bool = False,
-) -> Step:
-    """The launch that writes new K and V, (B, S, Hk, D), into a cache (pages, page size, Hk, D), from row `lengths` of each
-    sequence on. queries: (q, out) if it also rotates q (B, Sq, H, D) to out. norms: of keys and of queries. in_place: may out
-    be q? All other arguments are those of attention.append; at most one of pages and batch_index is given."""
-    (k_new, v_new), (k, v), (cos, sin) = new, cache, rotary or (None, None)
-    batch, tokens, heads, _ = k_new.shape
-    if batch_index is not None:  # as a page table with one page for each sequence
-        pages = batch_index.spread(1, 1)
-    pairs = cos.shape[1] if cos else 0
-    arrays = {"gKNew": k_new, "gVNew": v_new, "gK": k, "gV": v, "gLengths": lengths, "gPages": pages, "gEnds": ends}
-    arrays |= {"gCos": cos, "gSin": sin, "gPositions": positions}
-    arrays |= {"gKNewPairs": _view_as_pairs(k_new, pairs, interleaved), "gKPairs": _view_as_pairs(k, pairs, interleaved)}
-    kv_head_tiles = -(-heads // HEADS)
-    head_tiles = 2 * kv_head_tiles
-    if queries:
-        q, out = queries
-        arrays |= {"gQ": q, "gOut": out}
-        arrays |= {"gQPairs": _view_as_pairs(q, pairs, interleaved), "gOutPairs": _view_as_pairs(out, pairs, interleaved)}
-        tokens, head_tiles = max(tokens, q.shape[1]), head_tiles + -(-q.shape[2] // HEADS)
-    kind = NoDescales
-    if descales != (None, None):
-        arrays |= {"gKDescale": _expand_descale(descales[0], lengths), "gVDescale": _expand_descale(descales[1], lengths)}
-        kind = ComputedDescales if descales[0] and len(descales[0].shape) == 3 else GivenDescales
-    row_norms, norm_args = _norm_arguments((norms[0], norms[1] if queries else None), pairs, interleaved, norm_eps)
-    config = Config(DTYPES[k_new.form.dtype], DTYPES[k.form.dtype], kind, *row_norms)
-    rows, columns = batch * tokens, max(k.shape[3], v.shape[3])
-    # in place, a norm of q would read columns that another block has overwritten already
-    whole_rows = kind(config.cache).needs_whole_row or (in_place and norms[1] is not None)
-    column_blocks = 1 if whole_rows else -(-columns // COLUMNS)
-    return kernel_for(sys.modules[__name__], config, device).bind(
-        (-(-rows // WARPS), head_tiles, column_blocks),
-        rows=rows,
-        tokens=tokens,
-        page_size=k.shape[1],
-        kv_head_tiles=kv_head_tiles,
-        one_position=int(not causal),
-        **arrays,
-        **norm_args,
-    )
-
-
-def launch_rotation(
-    device: int | None,
-    queries: tuple[Operand, Operand],
-    lengths: Operand,
-    rotary: tuple[Operand, Operand],
-    *,
-    ends: Operand | None,
-    interleaved: bool,
-    positions: Operand | None,
-    causal: bool,
-    norm: NormOperands | None = None,
-    norm_eps: float = 0.0,
-) -> Step:
-    """The launch of the same kernel that rotates queries, and writes no cache."""
-    (q, out), (cos, sin) = queries, rotary
-    pairs, (batch, tokens, heads, columns) = cos.shape[1], q.shape
-    arrays = {"gQ": q, "gOut": out, "gLengths": lengths, "gEnds": ends, "gCos": cos, "gSin": sin, "gPositions": positions}
-    arrays |= {"gQPairs": _view_as_pairs(q, pairs, interleaved), "gOutPairs": _view_as_pairs(out, pairs, interleaved)}
-    row_norms, norm_args = _norm_arguments((None, norm), pairs, interleaved, norm_eps)
-    config, rows = Config(DTYPES[q.form.dtype], DTYPES[q.form.dtype], NoDescales, *row_norms), batch * tokens
-    numbers = {"rows": rows, "tokens": tokens, "page_size": 1, "kv_head_tiles": 0, "one_position": int(not causal)}
-    grid = -(-rows // WARPS), -(-heads // HEADS), -(-columns // COLUMNS)
-    return kernel_for(sys.modules[__name__], config, device).bind(grid, **numbers, **arrays, **norm_args)
-
-
-def _norm_arguments(
-    norms: tuple[NormOperands | None, NormOperands | None], pairs: int, interleaved: bool, eps: float
-) -> tuple[list[NoRowNorm], dict[str, Any]]:
-    """(the norms of keys and of queries, the kernel's arguments for them)"""
-    row_norms: list[NoRowNorm] = []
-    args: dict[str, Any] = {}
-    for norm, name in zip(norms, ("k_norm", "q_norm")):
-        if norm is None:
-            row_norms.append(NO_ROW_NORM)
-            continue
-        row_norms.append((RowLayerNorm if norm.bias else RowRmsNorm)(name == "q_norm"))
-        args["norm_eps"] = eps
-        for param, x in ((name, norm.weights), (f"{name}_bias", norm.bias)):
-            if x is not None:
-                args |= {param: x, f"{param}_pairs": _view_as_pairs(x, pairs, interleaved)}
-    return row_norms, args
-
-
-def _view_as_pairs(x: Operand, pairs: int, interleaved: bool) -> Operand | None:
-    """The rotated columns of x as (.., 2, pairs): a pair is columns 2n and 2n + 1 (interleaved), or n and pairs + n."""
-    if not pairs:
-        return None
-    form = x.form
-    *strides, step = form.strides
-    steps = (step, 2 * step) if interleaved else (pairs * step, step)
-    return x._replace(form=form._replace(shape=(*form.shape[:-1], 2, pairs), strides=(*strides, *steps)))
-
-
-def _expand_descale(descale: Operand | None, lengths: Operand) -> Operand | None:
-    """Descales (heads) as (sequences, heads). Those of two or three axes stay as they are."""
-    return descale.spread(0, lengths.shape[0]) if descale and len(descale.shape) == 1 else descale

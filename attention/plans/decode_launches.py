@@ -11,7 +11,7 @@ from tiles.launching.devices import machine
 from tiles.launching.launch import kernel_for
 
 from ..families import HOPPER_FAMILY, uses_hopper_kernels
-from ..kernels import cache_write, decode_ampere, decode_combine, decode_hopper
+from ..kernels import decode_ampere, decode_combine, decode_hopper
 from ..parts.decode.cache_loaders import DenseLoader, IndexedLoader, PagedLoader
 from ..parts.decode.key_window import GrowingKeyWindow, KeyWindow, ScoredRows, WholeCacheWindow
 from ..parts.decode.outputs import FinalOrPartialOutput, FinalOutput, PackedPartialOutput, PartialOutput
@@ -24,7 +24,7 @@ from ..parts.scores import BiasedAhead, Scored, Sunk
 from ..parts.variant import Variant
 from ..parts.visibility import FULL
 from . import prefill_from_cache
-from .cache_append import has_descale_per_key, norm_operands, plan_append
+from .cache_append import has_descale_per_key, launch_append, plan_append
 from .decode_norms import DecodeNorms
 from .forward_launches import DTYPES, LOG2_E, expand_axes, variant_arguments
 from .planning import INDICES, bias_part
@@ -79,15 +79,7 @@ def plan_new_keys(problem: Problem, interleaved: bool, local: bool, norm_eps: fl
     steps = plan_append(problem, interleaved, local, None if own_ends else q_and_out, ends, norm_eps)
     # if queries have other ends than new keys, a launch of their own rotates them
     if q_and_out and own_ends and 0 not in problem("seqlen_q", "heads"):
-        rotation: dict[str, Any] = {"ends": problem["cu_seqlens"], "positions": problem["positions"]}
-        rotation |= {
-            "interleaved": interleaved,
-            "causal": local,
-            "norm": norm_operands(problem, "q_norm", "heads"),
-            "norm_eps": norm_eps,
-        }
-        tables = problem["cos"], problem["sin"]
-        steps.append(cache_write.launch_rotation(problem.device, q_and_out, problem["lengths"], tables, **rotation))
+        steps.append(launch_append(problem, interleaved, local, q_and_out, problem["cu_seqlens"], norm_eps, writes=False))
     return AppendPlan(steps, scratch, queries, args)
 
 
