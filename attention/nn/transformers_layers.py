@@ -18,10 +18,10 @@ from .recurrent_layer import RecurrentLayer
 
 
 def from_transformers(layer: nn.Module) -> RecurrentLayer:
-    """The layer of ours that computes what a recurrent layer of transformers does, with a copy of its weights, in its dtypes
-    and on its device.
+    """The layer of attention.nn that computes what a recurrent layer of transformers does, with a copy of its weights, in its
+    dtypes and on its device.
 
-    | transformers' layer of                 | told by its                                        | here               |
+    | transformers' layer of                 | recognised by its                                  | here               |
     | -------------------------------------- | -------------------------------------------------- | ------------------ |
     | Qwen3-Next                             | in_proj_qkvz, in_proj_ba                           | GatedDeltaNet      |
     | Qwen3.5, Qwen4, Lara                   | in_proj_qkv, in_proj_z, in_proj_b, in_proj_a       | GatedDeltaNet      |

@@ -76,7 +76,8 @@ def based(
     | state   | 160 features     | none                                       | 273, in bfloat16      |
 
     (The sum is never less than half the number of tokens.) On Hopper, with addresses and strides that are multiples of 16
-    bytes. Returns `out`, the same kind of array as q. Arrays, `stream` and errors are those of attention.forward."""
+    bytes. Returns `out`, the same kind of array as q. Arrays, `stream` and errors are those of attention.forward. out
+    and state have gradients, in torch and JAX: `based_backward`."""
     normalize, return_state = check_flag("normalize", normalize), check_flag("return_state", return_state)
     state, z = recurrent_checks.split_state("initial_state", initial_state, normalize)
     options = check_number("scale", scale), normalize, return_state

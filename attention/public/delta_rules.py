@@ -135,8 +135,8 @@ def delta_rule(
     correct, and slow. With decays of channels, chunks in which a channel decays by more than exp(-119), or exp(-15) for
     float16, take up to 2.6 times as long as others (docs/speed.md).
 
-    Arrays, `stream`, `family` ("sm_80" is token by token) and errors are those of attention.forward. The head of this file
-    has flash-linear-attention's names next to these."""
+    Arrays, `stream`, `family` ("sm_80" is token by token) and errors are those of attention.forward. out and state have
+    gradients, in torch and JAX: `delta_rule_backward`. flash-linear-attention's names: attention.compat.fla."""
     return_state = check_flag("return_state", return_state)
     options = check_number("scale", scale), return_state, family
     if is_raw(decay, beta, qk_l2norm):

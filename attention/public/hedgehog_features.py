@@ -65,7 +65,7 @@ def hedgehog(
     features.
 
     On Hopper, with addresses and strides that are multiples of 16 bytes. Returns `out`, the same kind of array as q. Arrays,
-    `stream` and errors are those of attention.forward."""
+    `stream` and errors are those of attention.forward. There is no gradient."""
     if window != CHUNK:
         raise ValueError(f"window: must be {CHUNK}: {window=}")
     return _hedgehog(stream, (q, k, v, q_map, k_map, alphas, betas, cu_seqlens, out), (), layout)

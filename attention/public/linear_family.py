@@ -147,8 +147,8 @@ def linear(
     former, and normalize=False; otherwise they are computed token by token: correct, and slow. On Hopper arrays that TMA cannot
     read are copied first where decays are of channels; such an `out` is written token by token.
 
-    Arrays, `stream`, `family` ("sm_80" is cp.async, or token by token) and errors are those of attention.forward. The head
-    of this file has flash-linear-attention's names next to these."""
+    Arrays, `stream`, `family` ("sm_80" is cp.async, or token by token) and errors are those of attention.forward. out
+    and state have gradients, in torch and JAX: `linear_backward`. flash-linear-attention's names: attention.compat.fla."""
     normalize, return_state = check_flag("normalize", normalize), check_flag("return_state", return_state)
     return_chunk_states = check_flag("return_chunk_states", return_chunk_states)
     if memory not in MEMORY:

@@ -99,7 +99,7 @@ def mamba2(
 
     out: written in place instead of a new array. Returns `out`, the same kind of array as x, or with
     return_final_states=True `(out, states)`, float32 (B, H, P, N). On GPUs since Ampere. Arrays, `stream`, `family` and
-    errors are those of attention.forward."""
+    errors are those of attention.forward. out and states have gradients, in torch and JAX: `mamba2_backward`."""
     if chunk_size is not None and not (isinstance(chunk_size, Integral) and chunk_size > 0):
         raise ValueError(f"chunk_size: must be a positive integer or None, and has no effect: {chunk_size=}")
     steps = recurrent_checks.step_options(dt_softplus, dt_limit)

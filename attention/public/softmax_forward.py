@@ -148,10 +148,11 @@ def forward(
     where it can run, and for few queries of many keys, without options, decode's kernels, which share out the keys.
 
     Returns `out`, the same kind of array as q, or with return_lse=True `(out, lse)`. lse, (B, H, Sq) in float32, is the
-    natural logarithm of the sum of exp(score), and -inf for a query that sees no key. Both have gradients, in torch and JAX.
+    natural logarithm of the sum of exp(score), and -inf for a query that sees no key. Both have
+    gradients, in torch and JAX: `backward`.
 
     Arrays are torch's, CuPy's, JAX's, Numba's or anything with `__dlpack__` or `__cuda_array_interface__`. NumPy arrays and
-    others in host memory run in the interpreter, slowly and under supervision.
+    others in host memory run in the interpreter, which is slow and checks every access.
 
     ValueError, TypeError: name the argument and print the values, before anything is launched."""
     common = check_number("scale", scale), check_flag("return_lse", return_lse), family

@@ -60,7 +60,8 @@ def linear_step(
     Mamba-2's step is q=C, k=B, v=dt * x, decay=dt * A, scale=1, plus D * x; its state is transposed. There is no step with
     normalize=True. JAX arrays cannot be overwritten, so a state cannot be one.
 
-    Returns `out`, the same kind of array as q. Arrays, `stream` and errors are those of attention.forward."""
+    Returns `out`, the same kind of array as q. Arrays, `stream` and errors are those of attention.forward. There
+    is no gradient."""
     scale = check_number("scale", scale)
     if is_raw(decay, beta, qk_l2norm):
         l2norm = check_flag("qk_l2norm", qk_l2norm)

@@ -252,8 +252,8 @@ def test_what_has_no_gradient_says_so(monkeypatch):
         refused = [
             (lambda q: jax.grad(lambda q: total(jax.grad(loss)(q)))(q), "no second derivatives"),
             (lambda q: jax.jacfwd(jax.grad(loss))(q), "no second derivatives"),
-            (jax.grad(scales), "^x: the backward pass is not there yet"),
-            (lambda q: jax.jvp(scales, (q,), (q,)), "^x: the backward pass is not there"),
+            (jax.grad(scales), "^x: this call computes no gradient"),
+            (lambda q: jax.jvp(scales, (q,), (q,)), "^x: this call computes no gradient"),
             (jax.grad(lambda q: total(jax.grad(lambda q: total(attention.linear(q, k, v)))(q))), "linear: has no second"),
         ]
         for way, words in refused:

@@ -113,7 +113,7 @@ def _with_gradient(
 def _without_gradient(jax: Any, names: tuple[str, ...], why: str | None, function: Any) -> Any:
     """The function, which refuses to be differentiated, and says why."""
     traced, stop = jax.custom_jvp(function), "under jax.grad and jax.jvp put jax.lax.stop_gradient around the arrays"
-    words = why or f"{names[0]}: the backward pass is not there yet; {stop}: {', '.join(names)}"
+    words = why or f"{names[0]}: this call computes no gradient of it; {stop}: {', '.join(names)}"
 
     @traced.defjvp
     def refuse(primals, tangents):

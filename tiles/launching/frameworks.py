@@ -245,7 +245,7 @@ class Torch(Kind):
 def no_backward(name: str) -> str:
     """What is said of a tensor that requires grad."""
     how = f"call under torch.no_grad(), or pass {name}.detach()"
-    return f"{name}: requires grad, and the backward pass is not there yet; {how}"
+    return f"{name}: requires grad, but this call computes no gradient of it; {how}"
 
 
 def with_tangents() -> bool:

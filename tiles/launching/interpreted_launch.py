@@ -165,4 +165,4 @@ def _view(pointer, form, copies):
 def _announce(title):
     if not _said:
         _said.append(title)
-        log.warning("%s runs in the interpreter, slowly and under supervision; this is said once", title)
+        log.warning("%s runs in the interpreter, which is slow and checks every access (shown once)", title)
