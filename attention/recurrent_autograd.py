@@ -74,7 +74,7 @@ class TransformedRecurrentFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *of_results):
-        """As of RecurrentFunction."""
+        """The gradients of the member's arrays, as in RecurrentFunction."""
         saved = ctx.saved_tensors
         arrays = [x if x is None else unwrap(x) for x in saved]
         finished = any([x is not y for x, y in zip(arrays, saved)])

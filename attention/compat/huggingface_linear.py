@@ -200,7 +200,7 @@ def convolve_token(
 
 
 def no_fused_layer(original: Callable, *args: Any, **options: Any) -> None:
-    """None, as transformers' own mamba2_split_conv1d_scan_combined returns."""
+    """Return None: the layer then calls the functions that it is made of, as without a fused one."""
 
 
 REPLACEMENTS: dict[str, Callable] = {

@@ -113,7 +113,7 @@ SHORT_FULL: Shorts = SHORT | {  # ... where queries see all keys: three resident
 
 
 def shorts(variant: Variant) -> Shorts:
-    """By padded head_dim, (queries, keys, shape): the shapes for so few queries and keys."""
+    """{padded head_dim: (queries, keys, shape)}: shapes of tiles for no more queries and keys than these."""
     return SHORT_FULL if variant is FULL else SHORT
 
 

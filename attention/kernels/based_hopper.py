@@ -83,7 +83,7 @@ class Config:
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
-    """All configurations. Those for fp16, whose code takes as many registers as bf16's, come with `everything` only."""
+    """List all configurations. Those for fp16, whose code takes as many registers as bf16's, come with `everything` only."""
     if target.has_wgmma:
         dtypes = (bf16, fp16) if everything else (bf16,)
         yield from itertools.starmap(Config, itertools.product(dtypes, (False, True), (False, True)))

@@ -210,8 +210,8 @@ def make(config: Config):
         gQ: array(5, INPUT), gK: feed.source(K), gV: feed.source(V), params: PARAMS, aux: AUX,
         heads: INT, row_tiles: INT, splits: INT, sequences: INT, tokens: INT, group: INT, scale: FLOAT, slack: FLOAT,
     ):  # fmt: skip
-        """The same attention, with the same parameters, as of decode_ampere.py's kernel: a block has one tile of rows and one
-        split."""
+        """Compute the attention of one tile of rows to one split of the keys in each block. The parameters are those of
+        decode_ampere.py's kernel."""
         q, k, v, o_half, row_max, row_sum = smem.open()
         if IS_PARTIAL:
             grid.release()  # decode_combine.py's blocks may begin, and wait

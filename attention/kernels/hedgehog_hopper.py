@@ -60,7 +60,7 @@ class Config:
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
-    """All configurations. Those for fp16, whose code takes as many registers as bf16's, come with `everything` only."""
+    """List all configurations. Those for fp16, whose code takes as many registers as bf16's, come with `everything` only."""
     if target.has_wgmma:
         yield from itertools.starmap(Config, itertools.product((bf16, fp16) if everything else (bf16,), (False, True)))
 

@@ -42,8 +42,8 @@ MIN_DECAY = 2.0**-90  # a chunk that decays by less is strong
 
 @dataclass(frozen=True)
 class Config:
-    """A kernel's configuration. key_dim: the channels of keys, padded. gate: Mamba-2's gates. result: what of D and z there is.
-    varlen: are sequences packed (cu_seqlens)?"""
+    """A kernel's configuration. key_dim: the channels of keys, padded. gate: Mamba-2's gates. result: which of D and z there
+    are. varlen: are sequences packed (cu_seqlens)?"""
 
     key_dim: int
     dtype: dtype

@@ -158,7 +158,7 @@ def make(config: Config):
         gQ: array(5, INPUT), gLatent: array(4, fp8e4m3), gRotary: array(4, INPUT), gDescale: array(2), params: PARAMS,
         row_tiles: INT, splits: INT, sequences: INT, tokens: INT, group: INT, scale: FLOAT, slack: FLOAT,
     ):  # fmt: skip
-        """The same attention, with the same parameters, as of mla_ampere.py's kernel. gDescale: (batch or page, row)."""
+        """Compute what mla_ampere.py's kernel computes, with the same parameters. gDescale: (batch or page, row)."""
         q, q_rotary, latent, rotary, descale, weights, scratch = smem.open()
         if PDL:
             if not IS_FINAL:

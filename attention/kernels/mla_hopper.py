@@ -229,8 +229,8 @@ def make(config: Config):
         gQ: array(5, INPUT), gLatent: LATENTS, gRotary: ROTARIES, gDescale: array(2), params: PARAMS,
         row_tiles: INT, splits: INT, sequences: INT, tokens: INT, group: INT, scale: FLOAT, slack: FLOAT,
     ):  # fmt: skip
-        """The same attention, with the same parameters, as of mla_ampere.py's kernel. gRotary: rotated columns, of gLatent's
-        array or their own. gDescale: (batch or page, row)."""
+        """Compute what mla_ampere.py's kernel computes, with the same parameters. gRotary: rotated columns, in gLatent's
+        array or in another. gDescale: (batch or page, row)."""
         memory = smem.open()
         descales = memory.descales if HAS_DESCALES else None
         tiles = LatentTiles(memory.q, memory.q_rotary, memory.latent, memory.rotary, memory.even_max, memory.odd_max, descales)

@@ -20,7 +20,7 @@ BLOCKS_PER_SM = 4  # which leaves a thread 128 registers
 
 
 class Config(ConvConfig):
-    """The kernel's configuration."""
+    """A configuration of the kernel of the convolution."""
 
 
 def space(target: Target, everything: bool) -> Iterator[ConvConfig]:

@@ -42,10 +42,10 @@ SUM = replace(TILE.row_vec, partial=True)  # a lane's share of the sums over the
 
 
 class Config(ConvConfig):
-    """The configuration of the kernel of gradients."""
+    """A configuration of the kernel that computes dx and the partial sums of dweight and dbias."""
 
     def make(self):
-        """(kernel, shared memory: None)."""
+        """(kernel of gradients, None: it uses no shared memory)."""
         return make_gradients(self)
 
 
@@ -60,12 +60,12 @@ class SumConfig:
         return f"sums of blocks, width {self.width}"
 
     def make(self):
-        """(kernel, shared memory)."""
+        """(kernel that adds partial sums, its shared memory)."""
         return make_sums(self)
 
 
 def space(target: Target, everything: bool) -> Iterator[ConvConfig | SumConfig]:
-    """Those of both kernels."""
+    """The configurations of the kernel of gradients and of the one that adds partial sums."""
     yield from conv_space(Config, everything)
     yield from map(SumConfig, WIDTHS if everything else WIDTHS[-1:])
 

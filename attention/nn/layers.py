@@ -95,7 +95,7 @@ class GatedRMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim, dtype=dtype, device=device))
 
     def reset_parameters(self) -> None:
-        """Initialise the weights: 1."""
+        """Initialise all weights to 1."""
         nn.init.ones_(self.weight)
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:

@@ -14,8 +14,9 @@ RingPart = tuple[slice, slice, SubCall]
 
 
 def merge_parts(parts: Sequence[RingPart]) -> list[RingPart]:
-    """The same parts in fewer calls. Two parts are merged if the same queries see all keys of the first, and keys of the second
-    that follow them; or if adjacent queries see all of the same keys. Parts with an option of UNMERGEABLE are not merged."""
+    """Merge parts, so that there are fewer calls. Two parts are merged if the same queries see all keys of the first, and keys
+    of the second that follow them; or if adjacent queries see all of the same keys. Parts with an option of UNMERGEABLE are not
+    merged."""
     merged: list[RingPart] = []
     for one in parts:
         rows, keys, subcall = one

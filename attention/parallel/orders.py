@@ -95,7 +95,7 @@ def find_order(order: str | Order) -> Order:
 
 
 def merge_spans(spans: Spans) -> Spans:
-    """The same tokens, sorted, as spans that neither touch nor overlap."""
+    """The tokens of these spans as sorted spans that neither touch nor overlap."""
     merged: list[Span] = []
     for span in sorted(spans):
         if merged and span.start <= merged[-1].stop:
@@ -133,7 +133,7 @@ def _span(first: int, end: int, block: int, length: int) -> Span:
 
 
 def _drop_empty_spans(spans: list[Span]) -> Spans:
-    """Without empty spans, and with adjacent ones merged."""
+    """These spans without the empty ones, adjacent ones merged."""
     return merge_spans(tuple([span for span in spans if len(span)]))
 
 

@@ -30,7 +30,7 @@ class ShardedRecurrenceFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, recurrence, peers, span, names, *tensors):
-        """out, or (out, state)."""
+        """Run the recurrence over all ranks' shards: out, or (out, state)."""
         ctx.kind, ctx.peers, ctx.span, ctx.names = type(recurrence), peers, span, names
         ctx.options = {name: x for name, x in recurrence.options.items() if name not in names}
         out, final, summaries = recurrence.compute(peers, span)

@@ -300,8 +300,8 @@ def _redistribute_rows(peers: Peers, routes: Sequence[tuple[Any, Redistribution]
 
 
 def widen(*arrays: Any) -> list[Any]:
-    """The same memory as elements of eight bytes, if that is possible for all arrays: torch copies rows with gaps between them
-    element by element."""
+    """Views of the arrays as elements of eight bytes, if that is possible for all of them: torch copies rows with gaps between
+    them element by element."""
     for x in arrays:
         each = max(1, WIDE.itemsize // x.element_size())
         if x.ndim < 4 or x.stride(-1) != 1 or any([n % each for n in (*x.stride()[:-1], x.storage_offset(), x.shape[-1])]):
@@ -325,7 +325,7 @@ class PendingSums:
 
 
 def reduce_scatter(peers: Peers, *routes: tuple[Any, Redistribution]) -> list[Any]:
-    """For each array, at the rank that holds an element, the sum of all ranks' values of it. Sums are in the dtype of the
+    """Sum each element over all ranks, for the rank that holds it in the Redistribution. Sums are in the dtype of the
     array, which should be float32."""
     return start_reduce_scatter(peers, *routes).wait()
 

@@ -84,7 +84,7 @@ class ForwardCall(NamedTuple):
         return common_kv_multiple(*self.head_dims) if kv is None else math.lcm(kv, TILE)
 
     def select_heads(self, heads: Span, kv_heads: Span) -> ForwardCall:
-        """The same call for some of the heads."""
+        """The call restricted to these heads."""
         if heads == self.heads:
             return self
         own_heads = slice(heads.start - self.heads.start, heads.stop - self.heads.start)
@@ -279,7 +279,7 @@ def write_unseen(out: Any, lse: Any, call: ForwardCall) -> None:
 
 
 def use_alibi(call: ForwardCall, batch: int) -> ForwardCall:
-    """The same call, with `alibi` in place of a score that is equal to it. attention.forward recognises such a score by
+    """The call with `alibi` in place of a score that is equal to it. attention.forward recognises such a score by
     algebra, but not one that is shifted to a subcall's positions; for alibi it knows these, so the bits are those of the
     whole sequence."""
     options = call.options

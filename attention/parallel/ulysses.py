@@ -144,8 +144,8 @@ class UlyssesAttention:
 
 
 class MeshGatherAttention:
-    """On a mesh: the ranks of the inner dimension gather their keys and values, and `outer` is the scheme by which the ranks of
-    the outer dimension attend to these."""
+    """The scheme of a mesh of two dimensions: the ranks of the inner one gather their keys and values, and `outer` is the
+    scheme by which the ranks of the outer dimension attend to these."""
 
     name = "gather"
     moves_queries = False

@@ -353,7 +353,7 @@ class Sunk(Variant):
 
     @inlined
     def initial_max(self, ctx, floor):
-        """At least the sink, so that its weight is at most 1."""
+        """Where a row's maximum starts: at the sink or above, so that the sink's weight is at most 1."""
         return maximum(floor, ctx.params.sinks[ctx.head] * ctx.params.per_sink)
 
     @inlined

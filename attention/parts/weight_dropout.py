@@ -22,7 +22,7 @@ class Dropped(Variant):
 
     @property
     def params(self) -> dict[str, Any]:
-        """per_kept: 1 / (1 - dropout)."""
+        """{parameter: its type}. per_kept: 1 / (1 - dropout), by which kept weights are multiplied."""
         return {"dropped": INT, "per_kept": FLOAT, "seed": LONG}
 
     @inlined

@@ -50,7 +50,7 @@ class BlockListPlan(NamedTuple):
 
 @dataclass(frozen=True)
 class MakeBlockLists:
-    """As forward's blocks=, it requests lists of these blocks and the call's other options instead of an output."""
+    """A value of forward's blocks= that requests the lists of such a call instead of its output."""
 
     blocks: Any
 

@@ -10,7 +10,7 @@ STATES = {"initial_state", "initial_z"}  # the parts of a normalised state, whos
 
 
 def no_second_derivatives(name: str) -> str:
-    """What is said where a derivative of gradients is requested. name: of the function, as errors say it."""
+    """The error message for a derivative of gradients. name: of the function."""
     return f"{name}: has no second derivatives"
 
 
@@ -38,7 +38,7 @@ class RecurrentDerivative(NamedTuple):
 
     @property
     def no_second_derivatives(self) -> str:
-        """What is said where a derivative of gradients is requested."""
+        """The error message for a derivative of these gradients."""
         return no_second_derivatives(self.name)
 
     def call(self, given: Sequence[str], wanted: Sequence[str], options: dict[str, Any]) -> GradientCall:

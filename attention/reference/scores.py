@@ -47,7 +47,7 @@ class ReferenceVariant:
     blocks: Any = None
 
     def cast(self, real: type) -> ReferenceVariant:
-        """The same options with NumPy arrays, whose elements are integers or of dtype `real`."""
+        """These options with NumPy arrays, whose elements are integers or of dtype `real`."""
         alibi, bias, *aux = (_cast_array(x, real) for x in (self.alibi, self.bias, *self.aux))
         return replace(self, alibi=alibi, bias=bias, aux=tuple(aux))
 

@@ -118,7 +118,7 @@ class Fused(Definition):
 
     # ---- by kernels --------------------------------------------------------------------------------------------------
     def run(self, *args: Any, out: Any = None, stream: Any = None, **options: Any) -> Any:
-        """The same results by the fused kernels, which run on NumPy arrays in the interpreter. Where no kernel serves these
+        """Compute the results by the fused kernels, which run on NumPy arrays in the interpreter. Where no kernel serves these
         arrays, a warning says why, and the definition's operations run one by one."""
         arrays = self._arguments(args, options)
         flat, lead = self._flatten_leading(arrays)
@@ -234,7 +234,7 @@ class Fused(Definition):
         return ranked
 
     def explain(self, *arrays: Any, rows: int = 0) -> str:
-        """In sentences: which rules were used, what the kernels do, what the roofline estimates; or why a call with these
+        """Say in sentences which rules were used, what the kernels do, what the roofline estimates; or why a call with these
         arrays runs by parts.
 
         rows: up to how many rows a table says which kernels serve which numbers of rows; 0 for none."""

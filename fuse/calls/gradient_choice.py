@@ -146,7 +146,7 @@ class GradientFunctions:
     def _served_names(
         self, shapes: tuple[Shape, ...], wanted: tuple[str, ...], by: tuple[int, ...], count: int, ordinal: int | None
     ) -> tuple[str, ...]:
-        """Those of the `wanted` arguments whose gradients kernels compute, and faster than parts by the roofline: all of them
+        """The `wanted` arguments whose gradients kernels compute, and faster than parts by the roofline: all of them
         together, or else those that pass one by one. shapes: those of the arguments, followed by those of the gradients with
         respect to the results at the places `by` among `count`."""
         at = card(ordinal)

@@ -290,7 +290,7 @@ class Gradient(Fused):
 
     @functools.cached_property
     def without_sums(self) -> Gradient:
-        """The same gradient with all sums over rows left to the framework, for rows whose length no row map can sum over. It is
+        """This gradient with all sums over rows left to the framework, for rows whose length no row map can sum over. It is
         a function of its own because a program serves all lengths."""
         return Gradient(self.function, self.wanted, self.by, self.count, sums=False)
 
@@ -300,7 +300,7 @@ class Gradient(Fused):
         return trace_definition(definition, tuple(self.names), shapes)
 
     def _flatten_leading(self, arrays: Sequence[Any]) -> tuple[list[Any], tuple[int, ...]]:
-        """As in Definition; leading axes are rows here if they are rows to the function."""
+        """The arrays with leading axes joined to rows, if the function joins them, and the extents of these axes."""
         of_function = len(self.function.names)
         flat, lead = self.function._flatten_leading(arrays[:of_function])
         by = [x.reshape(-1, x.shape[-1]) if lead else x for x in arrays[of_function:]]
@@ -318,7 +318,7 @@ class Gradient(Fused):
         return self.run(*arrays, out=out, stream=stream)
 
     def run(self, *args: Any, out: Any = None, stream: Any = None, **options: Any) -> tuple[Any, ...]:
-        """The same gradients by the fused kernels, which run on NumPy arrays in the interpreter."""
+        """Compute the gradients by the fused kernels, which run on NumPy arrays in the interpreter."""
         if out is not None:
             raise TypeError(f"{self.name}: out must be None: gradients are returned in new arrays")
         arrays = self._arguments(args, options)
@@ -375,7 +375,7 @@ class Gradient(Fused):
         )
 
     def explain(self, *arrays: Any, rows: int = 0) -> str:
-        """In sentences: which rules were used, what the kernels do, what the roofline estimates, and what the framework
+        """Say in sentences which rules were used, what the kernels do, what the roofline estimates, and what the framework
         computes at the end."""
         flat, _ = self._flatten_leading(self._arguments(arrays))
         shapes = self._shapes(flat)

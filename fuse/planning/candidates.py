@@ -49,7 +49,7 @@ class Candidate(NamedTuple):
         return tuple(map(fixed_value, schedules))
 
     def with_schedules(self, schedules: Sequence[Any]) -> Candidate:
-        """The same candidate with these schedules."""
+        """This candidate with other schedules, one a kernel."""
         kernels = []
         for kernel, schedule in zip(self.plan.kernels, schedules):
             if schedule is not None and schedule != kernel.schedule:
@@ -63,7 +63,7 @@ class Candidate(NamedTuple):
         )
 
     def describe(self) -> str:
-        """In sentences: which rules were used, what the kernels do, what the roofline estimates."""
+        """Say in sentences which rules were used, what the kernels do, what the roofline estimates."""
         sentences = [f"{rule.name[0].upper()}{rule.name[1:]}: {rule.equation}." for rule in self.rules] or [
             "The definition is not rewritten."
         ]

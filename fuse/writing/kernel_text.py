@@ -33,7 +33,7 @@ class KernelText:
         return "\n".join([self.bounds, *self.globals, *self.helpers, *parameters, *self.kernel])
 
     def with_names(self, put: Callable[[str], str]) -> KernelText:
-        """The same text after renaming. put: renames a part of the code."""
+        """This text with other names. put: renames a part of the code."""
         counts, arguments = ([(put(one), put(other)) for one, other in some] for some in (self.counts, self.arguments))
         code, helpers, kernel, before = ([*map(put, some)] for some in (self.globals, self.helpers, self.kernel, self.before))
         return KernelText(code, helpers, kernel, before, counts, put(self.launch), put(self.bounds), arguments)

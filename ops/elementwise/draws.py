@@ -33,8 +33,8 @@ UNORDERED = np.arange(32).reshape(QUAD, QUAD, 2).swapaxes(0, 1).ravel()  # of 32
 
 @op
 def bernoulli_of_row(shape, share, low, high, batch, head, row, col, step, unordered=False):
-    """The same draws for one row that is cut into parts of `step` columns, one below the other: element (i, j) of the tile is
-    at (batch, head, row, col + i step + j). col and step are multiples of 16.
+    """The draws of `bernoulli` for one row that is cut into parts of `step` columns, one below the other: element (i, j) of the
+    tile is at (batch, head, row, col + i step + j). col and step are multiples of 16.
 
     unordered: columns are in the order in which load_unordered gives those of arrays of 16 bits; they are a multiple of 32."""
     if col % TILE or step % TILE:

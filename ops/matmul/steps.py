@@ -49,7 +49,7 @@ def steps_AB(acc, x, w, i, me):
 
 @inlined
 def steps_ABt(acc, x, w, i, me):
-    """The same for acc + mine @ w.T."""
+    """Steps i and i + 1 of acc + mine @ w.T, as steps_AB makes them of acc + mine @ w."""
     return issue_ABt(step_ABt(give_back(acc, x, w, i - 2), x, w, i, me), x, w, i + 1, me)
 
 

@@ -25,7 +25,7 @@ class Transposed(NamedTuple):
 
     @property
     def layouts(self):
-        """Of a and b in registers."""
+        """The layouts, "row" or "col", of a and b in registers."""
         return "col" if self.left else "row", "row" if self.right else "col"
 
 

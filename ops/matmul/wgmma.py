@@ -74,7 +74,8 @@ def _operand(b, tile, address, rows_are_k):
 
 
 def _left_registers(b, a, value):
-    """Those of a left operand, as wgmma takes them: of tf32, elements t and t + 4 of eight, where a lane has 2t and 2t + 1."""
+    """The registers of a left operand in wgmma's order: of tf32, elements t and t + 4 of eight, where a lane has 2t and 2t +
+    1."""
     registers = b.unpack(value)
     if a.dtype is not tf32:
         return registers

@@ -51,7 +51,7 @@ def check_store(name, target, value, at, rows, cols, is_aligned, warps):
 
 
 def _of_peers(x):
-    """What is said of another block's shared memory."""
+    """The remedy that an error adds if x is another block's shared memory."""
     return ": each warp reads and writes its part of it by cluster.load and cluster.store" if isinstance(x, remote) else ""
 
 

@@ -209,7 +209,8 @@ def _(tile):
 
 @op
 def lane_col_sum(tile):
-    """The same of each column: a partial row_vec. Its lanes' shares take half the registers of a tile of 16 rows, or less."""
+    """Each lane's share of the sum of each column: a partial row_vec. Its lanes' shares take half the registers of a tile of 16
+    rows, or less."""
     return _reduced("sum", tile, 0)
 
 

@@ -123,7 +123,7 @@ def _(turn, me):
 @compile_time
 @dataclass(frozen=True)
 class named_barrier:
-    """Of `warps` warps some `arrive` when they have written to shared memory, and go on; the others `sync`, and wait for these.
+    """A named barrier of `warps` warps: some `arrive` when they have written to shared memory, and go on; the others `sync`.
     It orders ordinary writes and reads, no copies. The k-th group of so many warps has the barrier numbered `first` + k."""
 
     warps: int

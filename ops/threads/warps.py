@@ -33,8 +33,8 @@ class Group:
         return warp.block.named(LAST_NAMED - warp.group if self.warps else 0, LANES * self.size(warp))
 
     def meet(self, warp, fence=True):
-        """All of them come here. What they wrote to shared memory is then visible to all, and to the asynchronous proxy, unless
-        there is no `fence`: that waits for all that a thread has under way, its loads from global memory, too."""
+        """Wait for all warps of the group. What they wrote to shared memory is then visible to all, and to the asynchronous
+        proxy, unless there is no `fence`: that waits for all that a thread has under way, its loads from global memory, too."""
         if fence:
             warp.fence_async()
         self.barrier(warp).meet(warp, LANES * self.size(warp), what=f"the {self.name}'s meeting: ")

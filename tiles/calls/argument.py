@@ -81,7 +81,7 @@ class Argument(NamedTuple):
 
 
 def _swapped(axes: Axes) -> Axes:
-    """With the heads before the sequence, if both follow the batch."""
+    """These axes with the heads before the sequence, if both follow the batch."""
     swaps = len(axes) > 2 and along_sequence(axes[1])
     return (axes[0], axes[2], axes[1], *axes[3:]) if swaps else axes
 

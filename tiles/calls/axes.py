@@ -84,7 +84,7 @@ def along_sequence(name: str) -> bool:
 
 
 def symbols(names: tuple[str, ...]) -> str:
-    """As messages write a shape: "B, S, H, D"."""
+    """The axes as error messages write them: "B, S, H, D"."""
     return ", ".join([AXES[name].symbol if name in AXES else name for name in names])
 
 

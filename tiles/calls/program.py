@@ -317,7 +317,8 @@ class Program:
         return PreparedCall(kind, first.device, makers, parts, beyond, disjoint, steps, give)
 
     def steps(self, forms: dict[str, Form], device: int | None, options: tuple, layout: str) -> tuple:
-        """For arrays of these forms: (the Problem, the Plan with what is checked before, the names of the results)."""
+        """Plan a call with arrays of these forms: (the Problem, the Plan with what is checked before, the names of the
+        results)."""
         problem = self.schema.problem(forms, layout)
         plan = self.planner(problem, *to_records(self.planner)(options))
         if (device is None or check_options().values) and (check := self.schema.check(problem, forms)):

@@ -142,7 +142,7 @@ class Problem:
         return next(axes for axes in self.schema.arguments[name].axes if len(axes) == rank)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of an argument, in the caller's axes: for messages."""
+        """The shape of an argument in the caller's order of axes, for error messages."""
         form = self.forms[name]
         axes, _ = self.schema.rows[self.layout][name][len(form.shape)]
         return tuple(form.shape[self.axes(name).index(axis)] for axis in axes)
@@ -194,7 +194,7 @@ class Schema:
         self._dtypes = {row.name: row.dtypes for row in rows}
 
     def _written(self, layout: str) -> dict[str, tuple[Axes, tuple[int, ...], str | None]]:
-        """Of results: (the axes in the caller's order, where the canonical ones stand, the dtype; None: the tiles')."""
+        """{result: (its axes in the caller's order, where the canonical ones stand, the dtype; None: the tiles')}."""
         written = {}
         for name in [name for name, row in self.arguments.items() if row.result]:
             ((axes, order),) = [((), ())] if self.arguments[name].like else self.rows[layout][name].values()
@@ -269,7 +269,7 @@ class Schema:
         return form._replace(shape=tuple([n if axis in self.vary else int(n) for n, axis in zip(form.shape, axes)]))
 
     def of_a_number(self, name: str, number: float) -> str:
-        """What is said where an array is expected and a number is given."""
+        """The error message for a number where an array is expected."""
         row = self.arguments[name]
         shape, dtype = symbols(row.axes[0]), row.dtypes[0]
         comma = "," if len(row.axes[0]) == 1 else ""
@@ -306,7 +306,8 @@ class Schema:
         }
 
     def _counted(self, extents: dict[str, Any]) -> dict[str, Any]:
-        """With the number of sequences, one fewer than ends, or as many as batches; and with what follows from others."""
+        """These extents and the number of sequences, one fewer than ends, or as many as batches; and what follows from
+        others."""
         if "ends" in extents:
             extents["sequences"] = extents["ends"] - 1
         elif "batch" in extents:

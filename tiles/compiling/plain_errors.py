@@ -22,7 +22,7 @@ LANGUAGE = "kernels are numbers, tuples, named tuples, tiles, ops, `if`, `for ..
 
 
 def _untyped(name, kind):
-    """What is said of a global or a variable of the enclosing function that is nothing that kernels can read."""
+    """The error message for a global, or a variable of the enclosing function, that kernels cannot read."""
     if kind == "function":
         return plain_function(name)
     if kind == "type" and name in ("st", "sv", "ring", "pipeline", "barrier", "shared"):

@@ -200,8 +200,8 @@ def fence_async(b):
 
 
 def reads_done(b):
-    """After ordinary loads from shared memory: TMA may overwrite what this warp has read as soon as one of its lanes says
-    so. (The fence orders a lane's loads before asynchronous writes, the meeting all lanes' before the one that speaks.)"""
+    """Order ordinary loads from shared memory before TMA: it may overwrite what this warp has read as soon as one of its lanes
+    says so. (The fence orders a lane's loads before asynchronous writes, the meeting all lanes' before the one that speaks.)"""
     fence_async(b)
     warp_sync(b)
 

@@ -122,7 +122,7 @@ def refuse_attribute(spec, name):
 
 
 def refuse_values(check, *values):
-    """The same for values of an interpreted kernel: `check` their types, and add the kernel's line to what it says."""
+    """`check` the types of values of an interpreted kernel, and add the kernel's line to the error."""
     from ..interpreter import hazard_line
     from ..values import PendingTile, SharedTile, Tile, tensor
 

@@ -41,7 +41,7 @@ def overwritten(cubin: bytes) -> list[tuple[SassInstruction, SassInstruction]]:
 
 
 def complaints(cubin: bytes) -> list[str]:
-    """The same in words, once for each line of Python whose instructions overwrite something."""
+    """Warnings about what `overwritten` finds, one for each line of Python whose instructions overwrite something."""
     causes: dict[SourcePlace, str] = {}
     for mma, other in sorted(overwritten(cubin), key=lambda pair: not pair[0].place.op):
         said = (

@@ -207,7 +207,7 @@ def _(match, x):
 
 @pure(r"rcp\.approx\.ftz\.f64", "f64", "f64")
 def _(_, x):
-    """Of the number's upper 32 bits, and no more of the result."""
+    """1 / x of the upper 32 bits of x, of which the upper 32 bits are returned."""
     upper = lambda x: (x.view(np.uint64) & np.uint64(0xFFFFFFFF00000000)).view(np.float64)
     return upper(np.reciprocal(upper(x)))
 

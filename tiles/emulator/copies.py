@@ -78,7 +78,7 @@ def _(match, w, at):
 
 # ---- tensor maps ---------------------------------------------------------------------------------------------------
 class TensorMap:
-    """A tensor map: what cuTensorMapEncodeTiled was told of an array at an address, and what it makes of that."""
+    """A tensor map: the arguments of cuTensorMapEncodeTiled for an array at an address, and what follows from them."""
 
     def __init__(self, encoding, pointer):
         self.encoding, self.pointer, self.size = encoding, pointer, SIZES[encoding.dtype]

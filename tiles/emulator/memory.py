@@ -150,7 +150,7 @@ class EmulatedSharedMemory:
         self.writes.append(event)
 
     def start_filling(self, agent, time, cells, event):
-        """The same for a copy that has only begun: what lies there is invalid from now on."""
+        """`agent` starts a copy to these cells: what they hold is invalid from now on."""
         self.note_write(agent, time, cells, FILLING, event)
         self.bytes[cells] = POISON
 
@@ -175,7 +175,7 @@ class Ask:
         return self.plainly(agents)
 
     def know_lanes(self, first):
-        """The same for all lanes of a warp, in an axis behind those of the cells."""
+        """The times that `know` gives, for all lanes of a warp, in an axis behind those of the cells."""
         first += self.ordinary if self.asynchronous else 0
         if self.rows is None:
             return self.clock[first : first + LANES]

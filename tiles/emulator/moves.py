@@ -58,7 +58,7 @@ def _special(w, name, width):
 
 @means(r"cvta(\.to)?\.(param|global|shared|local)\.u64")
 def _(match, w, at):
-    """Between a space's addresses and generic ones, which are the same but for shared memory."""
+    """Convert between a space's addresses and generic ones, which differ for shared memory alone."""
     source_operand = (
         operand(at.operands[1], np.uint64)(w) if isinstance(at.operands[1], Reg) else _special(w, at.operands[1].name, 8)
     )
@@ -112,7 +112,7 @@ def _in_spaces(w, space, where):
 
 
 def _reach(w, space, source_operand):
-    """The same for an operand."""
+    """(space, addresses) that an operand reaches, as _in_spaces gives them."""
     if space and space.startswith(".shared"):
         return [(".shared", address(w, source_operand, np.uint32))]
     return _in_spaces(w, space, address(w, source_operand))

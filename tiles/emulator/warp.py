@@ -310,7 +310,7 @@ class EmulatedWarp(greenlet):
         self.clocks[self.mask, n : 2 * n] = self.clocks[self.mask, :n]
 
     def close(self, _):
-        """At the block's end: has it waited for what it started?"""
+        """Check at the block's end that the warp has waited for what it started."""
         copies = [copy for group in self.groups for copy in group if not copy.awaited] + self.copies
         for what in [*self.store_groups[self.stores_known :], self.stores, copies]:
             for work in what if isinstance(what, list) else [what]:

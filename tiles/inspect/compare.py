@@ -19,7 +19,7 @@ class ComparedRow(NamedTuple):
 
     @property
     def mark(self) -> str:
-        """As in a diff: "-" for what is gone, "+" for what is new, "~" where both have something else."""
+        """The mark of a diff: "-" for what is gone, "+" for what is new, "~" where both have something else."""
         return " " if self.before == self.after else "+" if self.before is None else "-" if self.after is None else "~"
 
 

@@ -27,8 +27,8 @@ class Occupancy(NamedTuple):
 
 
 def occupancy(arch: str, threads: int, registers: int, shared_bytes: int) -> Occupancy | None:
-    """For blocks of so many threads, of so many registers each, with so much shared memory; None for an architecture whose
-    limits are not known here."""
+    """The Occupancy of blocks of so many threads, of so many registers each, with so much shared memory; None for an
+    architecture whose limits are not known here."""
     limits = MULTIPROCESSORS.get(parse_target(arch).capability)
     if limits is None:
         return None

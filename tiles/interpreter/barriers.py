@@ -36,7 +36,7 @@ class Mbarrier:
         return self.is_known(warp.clock, phase)
 
     def is_known(self, clock, phase):
-        """The same for a clock."""
+        """Does whoever has this clock know that `phase` phases are complete?"""
         if phase <= 0 or clock[self.agent] >= phase:
             return True
         arrivals = self.complete[phase] if phase <= self.phase else None
@@ -158,7 +158,7 @@ class Mbarrier:
         return f"phase {phase} of {self.name}, which lacks {' and '.join(parts)}"
 
     def close(self, warps):
-        """At the block's end: has everything happened that this barrier waits for, and has somebody waited for it?"""
+        """Check at the block's end that all that this barrier waits for has happened, and that somebody has waited for it."""
         if self.last_copy and max(warp.clock[self.agent] for warp in warps) < self.last_copy[0]:
             raise Hazard(
                 "unfinished", f"the block ends, and nobody has waited for {self.last_copy[1].deed}", self.last_copy[1].place

@@ -80,7 +80,7 @@ class Block:
             self.visits.append((warp.agent, time, Event("visit", deed, warp.place())))
 
     def close(self):
-        """At the block's end: is everything over that was started here, and did no peer come too late?"""
+        """Check at the block's end that all that was started in it is over, and that no peer came too late."""
         for part in (*self.crew, *self.mbarriers, *self.slots):
             part.close(self.crew)
         for agent, time, event in self.visits:

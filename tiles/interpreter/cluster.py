@@ -61,7 +61,7 @@ class Cluster:
 
     # -- the schedule
     def gives_way(self):
-        """With a seed: shall a warp that need not wait let others run first?"""
+        """Shall a warp that need not wait let others run first? Only with a seed, at random."""
         return self.rng is not None and self.rng.random() < PATIENCE
 
     def run(self, kernel, args):

@@ -15,8 +15,8 @@ def wanted():
 
 
 class Progress:
-    """Of a launch of `count` clusters of `size` blocks: tell it how many are `done`, and `tick` now and then; `close` clears
-    the line."""
+    """The progress line of a launch of `count` clusters of `size` blocks: set how many are `done`, and `tick` now and then;
+    `close` clears the line."""
 
     def __init__(self, title, count, size=1, stream=None, clock=time.monotonic):
         self.title, self.blocks, self.size, self.clock, self.finished = title, count * size, size, clock, 0

@@ -64,7 +64,7 @@ class Slot:
             warp.load_async(self._part(slot, j, part, parts, across), slot.full, source, at, [self.empty])
 
     def fill_pages(self, warp, j, pool, pages, size, at, last, parts, begin=None):
-        """The same of a tile whose rows lie in pages: see ring.fill_pages."""
+        """Copy a tile whose rows lie in pages into its slot, as `fill` does: see ring.fill_pages."""
         warp.touches(pages, READ)
         (sequence, first, *rest), table, rows = map(int, at), np.asarray(pages), self.ring.box(parts).rows
         for part in range(parts):
@@ -160,7 +160,7 @@ class Slot:
             slot.empty.arrive(warp)
 
     def _hand_back(self, warp):
-        """All readers have released the tile: it is gone, and whoever touched it must have said so."""
+        """Invalidate a tile that all readers have released. Hazard: somebody still reads it, or a fence is missing."""
         for slot in self._everywhere:
             tile, shadow = self._part(slot, self.number, *self.brought), slot.block.shadow
             if problem := shadow.unwritable(self.empty.clock, TileCells(tile), not self.ring.writers):
@@ -174,7 +174,7 @@ class Slot:
             shadow.poison(TileCells(tile))
 
     def close(self, _):
-        """At the block's end: some readers have released the last tile and others have not?"""
+        """Check at the block's end that all readers have released the last tile, or none."""
         if 0 < self.releases < self.ring.readers:
             raise Hazard(
                 "unfinished",

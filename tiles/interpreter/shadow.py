@@ -69,7 +69,7 @@ class TileCells:
             self.rows = None
 
     def of(self, array):
-        """They in an array with an element a cell, as a view unless they are columns."""
+        """The elements of these cells in an array with one element a cell; a view unless they are columns."""
         part = array[self.cells]
         return part if self.rows is None else part.reshape(*self.shape, *array.shape[1:])[:, self.rows]
 
@@ -113,7 +113,8 @@ class Shadow:
         self.ordinary = agents.ordinary
 
     def _seen(self, clock, asynchronous):
-        """The clock that an access goes by: the asynchronous proxy knows of ordinary accesses what it was told by fences."""
+        """The clock that an access goes by: the asynchronous proxy knows of ordinary accesses what fences have ordered before
+        it."""
         if not asynchronous:
             return clock
         return np.concatenate([clock[self.ordinary : 2 * self.ordinary], clock[self.ordinary :]])
@@ -177,7 +178,7 @@ class Shadow:
         return self.reads[agent, int(late.min())] if late.size else None
 
     def poison(self, cells):
-        """Nothing of what these cells hold is good any more."""
+        """Mark these cells invalid: reading them is a hazard."""
         cells.of(self.bytes)[...] = POISON
 
     def get(self, tile, rows=None):

@@ -36,7 +36,7 @@ class StoreRecord(NamedTuple):
 
 
 class Stores:
-    """To the arrays of a launch, which lie in regions of memory (accesses.py)."""
+    """The last store to each element of a launch's arrays, which lie in regions of memory (accesses.py)."""
 
     def __init__(self):
         self.last = {}  # start of a region -> (bytes an element, the last store to each as an index into `events`, 0 for none)
@@ -81,8 +81,8 @@ class Stores:
 
 
 class Claims(Stores):
-    """The same of clusters in several processes: what one of them stores to is its own. Another's store there is a Clash, after
-    which all run one after the other, and find whether it is a race and whose.
+    """The Stores of clusters in several processes: what one of them stores to belongs to it. Another's store there is a Clash,
+    after which all run one after the other, and find whether it is a race and whose.
 
     before: what was stored until now. regions: of the arrays, (start, end, where it starts in `before`, bytes of an
     element, the least one). give_up: is called at a clash."""

@@ -161,7 +161,7 @@ class InterpretedWarp(greenlet):
         self.block.agents.fence(self.clock)
 
     def _started(self, work, how, view, written):
-        """For the record: work that goes on by itself, between shared memory and `view()` of global memory."""
+        """Record asynchronous work, between shared memory and `view()` of global memory."""
         if self.steps is not None:
             note(Started, work, how, view(), written)
 
@@ -178,7 +178,7 @@ class InterpretedWarp(greenlet):
         self._flies(tile, barrier, lambda: source.load(at), "the copy into", after, lambda: source.window(at)[0])
 
     def _flies(self, tile, barrier, values, what, after=(), view=lambda: None):
-        """From now on `values()` are on their way to a shared tile, from `view()` of global memory."""
+        """Start an asynchronous copy of `values()` to a shared tile, from `view()` of global memory."""
         shadow, cells = barrier.block.shadow, TileCells(tile)
         shadow.poison(cells)
 
@@ -252,7 +252,7 @@ class InterpretedWarp(greenlet):
         self._copies(tile, rows_of_tile, lambda: cut(array, at, shape, rows, cols), view)
 
     def _copy_numbers(self, tile, source, at, axis, rows_of_tile):
-        """The same of a vector that lies along one axis."""
+        """Start copying numbers of a vector that lies along one axis, as copy_async does."""
         self.touches(source, READ)
         for k, (index, size) in enumerate(zip(at, source.shape)):
             if k != axis and not 0 <= index < size:

@@ -121,7 +121,7 @@ ABSENT = -1  # the source of an array that was not given: it has no elements
 
 
 class Number(NamedTuple):
-    """A number that a launch is told each time, behind the addresses: its place among these, from the end."""
+    """A number that each launch passes behind the addresses: its place among these, from the end."""
 
     source: int
 

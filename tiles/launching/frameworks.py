@@ -1,4 +1,4 @@
-"""Whose arrays: how each framework's are described and made, and how its work is ordered; one class for each.
+"""Frameworks: how their arrays are described and made, and how its work is ordered; one class for each.
 
 No framework is imported here: whoever passes a tensor has imported its framework already.
 """
@@ -243,7 +243,7 @@ class Torch(Kind):
 
 
 def no_backward(name: str) -> str:
-    """What is said of a tensor that requires grad."""
+    """The error message for a tensor that requires grad."""
     how = f"call under torch.no_grad(), or pass {name}.detach()"
     return f"{name}: requires grad, but this call computes no gradient of it; {how}"
 

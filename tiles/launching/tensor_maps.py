@@ -1,4 +1,4 @@
-"""Tensor maps: how TMA is told where an array lies and what box of it to copy.
+"""Tensor maps: what TMA reads about an array: its address, extents, strides, and the box that it copies.
 
     said = encoding(cut(gl(tile, 4, 1, 3)), describe(q, "q").form)
     encode(said, q.data_ptr(), place)                    # the driver's 128 bytes, written to that address
@@ -32,8 +32,8 @@ CUDA_OF_TMA = 12000  # the version of CUDA that brought cuTensorMapEncodeTiled
 
 
 class Encoding(NamedTuple):
-    """What cuTensorMapEncodeTiled is told besides the array's address, innermost axis first. strides: bytes, of all axes but
-    the innermost. dtype, swizzle, promotion: the ends of the driver's names for them. Promotion is how much L2 fetches at
+    """The arguments of cuTensorMapEncodeTiled besides the array's address, innermost axis first. strides: bytes, of all axes
+    but the innermost. dtype, swizzle, promotion: the ends of the driver's names for them. Promotion is how much L2 fetches at
     once: no more than a row, or a row of 128 bytes would bring its neighbour's, of another head (8 % at head_dim 64)."""
 
     dtype: str
@@ -70,7 +70,7 @@ def cut(spec: gl) -> TmaBox:
 
 
 def encoding(how: TmaBox, form: Form) -> Encoding:
-    """How TMA is told of an array of this form, which is cut like that. TypeError or
+    """The Encoding of an array of this form, cut into these boxes. TypeError or
     ValueError: what TMA cannot do."""
     spec, inner, outer = how.spec, how.inner, how.outer
     shape, steps, size = form.shape, form.strides, form.itemsize
@@ -100,7 +100,7 @@ def encoding(how: TmaBox, form: Form) -> Encoding:
 
 
 def form(how: TmaBox, said: Encoding, device: int | None) -> Form:
-    """The form of the array that TMA was told of; of axes along which no step is taken the strides may be others."""
+    """The form of the encoded array; the strides of axes along which no step is taken may differ."""
     size, axes = how.spec.tile.dtype.itemsize, (how.inner, *how.outer)
     shape = dict(zip(axes, said.extents, strict=True))
     strides = dict(zip(axes, (size, *said.strides), strict=True))

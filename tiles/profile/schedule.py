@@ -81,7 +81,7 @@ class _Run:
         return self.found
 
     def do(self, warp, step, n):
-        """One step of a warp; False: it must wait, and is told when to try again."""
+        """Do one step of a warp. False: it must wait, and is woken when it may try again."""
         if isinstance(step, Waited):
             return self.wait(warp, step, n)
         model = self.model
@@ -118,7 +118,7 @@ class _Run:
         return bar
 
     def work(self, warp, name, place, cost):
-        """What the warp does itself, and is held up by."""
+        """Add a bar of work of the warp itself, during which it does nothing else."""
         unit = (
             (warp.block, cost.unit) if cost.unit in ("memory", "shared") else (warp.block, cost.unit, warp.index % SCHEDULERS)
         )

@@ -198,7 +198,8 @@ class SnakeAdds(AscendingAdds):
 
     @inlined
     def prior_adds(self, tiling, block, tile, ctx, group):
-        """See UnorderedAdds. In a descending group the key blocks after this one that the tile also sees add before it."""
+        """How many key blocks add to the query tile before this one. In a descending group these are the key blocks after it
+        that the tile also sees."""
         if block % (2 * SNAKE_GROUP) < SNAKE_GROUP:
             first = block - block % SNAKE_GROUP
             return int32(first + min(first + SNAKE_GROUP, tiling.end_block(tile, ctx)) - 1 - block)

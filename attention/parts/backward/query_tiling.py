@@ -33,7 +33,7 @@ class QueryTiles(NamedTuple):
 
 @static
 class QueryTiling(Tiling):
-    """For kernels whose thread blocks have a block of `kv` keys each and go through tiles of `rows` queries, under a variant.
+    """The tiling of kernels whose thread blocks have `kv` keys each and go through tiles of `rows` queries, under a variant.
     always_visible: does every key block have keys that queries may see?"""
 
     always_visible: bool = True
@@ -68,7 +68,7 @@ class QueryTiling(Tiling):
 
     @inlined
     def take_split(self, q_tiles, split, splits):
-        """Those of the QueryTiles that a thread block works on: all of them."""
+        """The QueryTiles that a thread block works on: all, as queries are not split."""
         return q_tiles
 
     @inlined

@@ -28,8 +28,8 @@ class KeySpan(NamedTuple):
 
 @static
 class KeyWindow(KernelPart):
-    """Of the keys in use, a token at key p sees those from p - params.left on if `left`, and up to p + params.right if `right`;
-    and none before params.leftpad[n] of sequence n if `padded`."""
+    """Which keys in use a token at key p sees: those from p - params.left on if `left`, and up to p + params.right if `right`;
+    none before params.leftpad[n] of sequence n if `padded`."""
 
     left: bool
     right: bool

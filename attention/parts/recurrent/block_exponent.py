@@ -35,7 +35,7 @@ class BlockExponent:
 
     @inlined
     def ldexp(self, x, e):
-        """It is x 2^e, or x where exponents are not used."""
+        """x 2^e; x where exponents are not used."""
         if self.used:
             return x * exp2(e)
         else:

@@ -95,7 +95,7 @@ class ChunkChannels:
 
     @inlined
     def load_gates(self, gGates, seq, token, head):
-        """A warp's gates."""
+        """Load the gates of a warp's tokens and channels."""
         at = seq.batch, int32(token + ROWS * warpgroup.rank()), head, int32(self.half * warpgroup.id())
         return load(truncate(gGates, 1, seq.end), self.rows, at, 1, 3)
 

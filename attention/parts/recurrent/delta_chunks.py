@@ -147,7 +147,7 @@ class ChunkDecay:
 
     @inlined
     def load_cols(self, gB, index, head):
-        """Of all tokens of a chunk, for tiles that have tokens as columns."""
+        """Load b of all tokens of a chunk, for tiles that have tokens as columns."""
         if self.gated:
             return load(gB, ROW_VEC, (index, head, 0))
         else:
@@ -155,7 +155,7 @@ class ChunkDecay:
 
     @inlined
     def load_rows(self, gB, index, head, token):
-        """Of the 16 tokens from `token` on."""
+        """Load b of the 16 tokens from `token` on, for tiles that have tokens as rows."""
         if self.gated:
             return load(gB, COL_VEC, (index, head, token))
         else:
@@ -163,7 +163,7 @@ class ChunkDecay:
 
     @inlined
     def load_last(self, gB, index, head):
-        """Of the last token."""
+        """Load b of a chunk's last token."""
         if self.gated:
             return float32(gB[index, head, CHUNK - 1])
         else:
@@ -171,7 +171,7 @@ class ChunkDecay:
 
     @inlined
     def last(self, b):
-        """Of the last token: sums never ascend, and are constant after the end of a sequence."""
+        """b of the last token, the least: sums never ascend, and are constant after the end of a sequence."""
         if self.gated:
             return tile_min(b)
         else:
@@ -179,7 +179,7 @@ class ChunkDecay:
 
     @inlined
     def exp(self, b):
-        """exp2(b)"""
+        """exp2(b), the decay; 1 without gates."""
         if self.gated:
             return exp2(b)
         else:
@@ -194,7 +194,7 @@ class TwoParts:
 
     @inlined
     def split(self, x):
-        """(high, low)"""
+        """(high, low): x rounded to dtype, and what is left of it, rounded too."""
         high = self.dtype(x)
         return high, self.dtype(x - fp32(high))
 
@@ -212,7 +212,7 @@ class ChunkVectors:
 
     @property
     def spec(self):
-        """The shared vector."""
+        """The type of the shared vector that holds them."""
         return sv(CHUNK * (4 if self.gated else 1), fp32)
 
     @inlined

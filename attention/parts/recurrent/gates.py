@@ -68,7 +68,7 @@ class Gate:
 
     @inlined
     def decay(self, x, b):
-        """It is exp2(b) x; here, without a gate, x."""
+        """exp2(b) x; without a gate x."""
         return x
 
     @inlined

@@ -59,7 +59,7 @@ class L2Norm:
 
     @inlined
     def sync(self):
-        """After `normalize`: other warps of the warpgroup read the rows."""
+        """Wait until other warps of the warpgroup may read the rows that `normalize` wrote."""
         if self.used:
             warpgroup.sync()
 

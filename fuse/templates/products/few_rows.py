@@ -198,8 +198,8 @@ class FewRows(Product):
         )
 
     def with_adjacent(self, roots: tuple[Term, ...]) -> Self | None:
-        """As Product.with_adjacent. The schedule was chosen for the first product alone; if its rows are the left operand,
-        which only a single product may have, another one is chosen."""
+        """This kernel with further products beside its own, or None: Product.with_adjacent. The schedule was chosen for the
+        first product alone; if its rows are the left operand, which only a single product may have, another one is chosen."""
         kernel = super().with_adjacent(roots)
         if kernel and kernel.rows_on_left:
             del kernel.schedule

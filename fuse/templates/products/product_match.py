@@ -82,14 +82,14 @@ class ProductMatch:
 
     @property
     def without_narrow(self) -> ProductMatch:
-        """The same match, with narrow products read from memory and multiplied like any other matrix."""
+        """This match with narrow products read from memory and multiplied like any other matrix."""
         other = ProductMatch()
         other.products = self.products | {x: second for x, (_, second) in self.narrow.items()}
         other.reductions, other.epilogue_inputs = self.reductions, self.epilogue_inputs
         return other
 
     def of(self, operand: Term) -> ProductMatch:
-        """The same match with the products of this operand only; the others are read from memory."""
+        """This match with the products of one operand only; the others are read from memory."""
         part = ProductMatch()
         part.products = {x: w for x, w in self.products.items() if x.args[0] is operand}
         part.narrow = {x: pair for x, pair in self.narrow.items() if x.args[0].args[0] is operand}

@@ -302,7 +302,7 @@ def _is_map_of_halves(root: Term) -> bool:
 
 
 def _push_halves_to_arrays(root: Term) -> Term:
-    """The same term, with halves taken of arrays only and not of maps."""
+    """An equal term that takes halves of arrays only, not of maps."""
     maps, rewritten = _maps(root), dict[Term, Term]()
     for x in graph.walk(root):
         of = [rewritten.get(y, y) for y in x.args]

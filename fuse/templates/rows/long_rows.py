@@ -85,7 +85,7 @@ class LongRows(LoopedRows):
         return f"{self.parameters[x]}_there"
 
     def reduce_in_a_loop(self, wanted: list[Term]) -> None:
-        """As in LoopedRows. An element that is picked needs no loop."""
+        """Write the loops for the reductions that are wanted. An element that is picked needs no loop."""
         for x in wanted:
             if x in self.picks:
                 self.pick(x)
