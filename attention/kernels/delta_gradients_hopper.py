@@ -29,12 +29,15 @@ from ops import (
     row_sum,
     store,
     subtile,
+    store_wait,
     tile_sum,
+    tma_store,
+    truncate,
     warpgroup,
     zeros,
 )
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, sv
-from tiles.launching.arguments import FLOAT, INT, array, tiled
+from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.targets import Target
 
 from ..parts.recurrent.delta_chunks import BETA, DECAY, DECAY_TO_END, KEY_DIMS, ChunkVectors, TwoParts
@@ -59,6 +62,7 @@ class Config:
     dtype: dtype
     gated: bool
     with_gates: bool = False
+    varlen: bool = False
     threads = warpgroup.THREADS * (PRODUCER + 1)
 
     @property
@@ -77,7 +81,7 @@ class Config:
         return st(VALUES, self.key_dim, self.dtype)
 
     def __str__(self):
-        kinds = "gated" * self.gated, "gates" * self.with_gates
+        kinds = "gated" * self.gated, "gates" * self.with_gates, "varlen" * self.varlen
         return ", ".join(filter(None, (f"gradients, Dk {self.key_dim} {self.dtype}", *kinds)))
 
 
@@ -94,9 +98,9 @@ def make(config: Config):
     INPUT, WITH_GATES, vectors_of = config.dtype, config.with_gates, ChunkVectors(config.gated)
     STATE, TRANSPOSED = rt(16, config.key_dim, fp32), rt(16, CHUNK, INPUT)
     PANEL_ROWS, KEY_PANELS = rt(16, 64, INPUT), config.key_dim // 64
-    seq_layout, parts_of = SequenceLayout(reversed=True), TwoParts(INPUT)
+    seq_layout, parts_of = SequenceLayout(config.varlen, reversed=True), TwoParts(INPUT)
     SCORES, SOLUTION = st(CHUNK, CHUNK, INPUT), st(2 * CHUNK, CHUNK, INPUT)
-    KEYS, VALUE = tiled(config.key, unit=1), st(CHUNK, COLUMNS, INPUT)
+    KEYS, ALL_VALUES = tiled(config.key, unit=1), tiled(config.values, unit=1)
     PRODUCER_REGISTERS, CONSUMER_REGISTERS, DKDQ_REGISTERS = REGISTERS
     all_warps, consumer_warps = (CONSUMERS + 1) * WARPS, CONSUMERS * WARPS
     smem = shared(
@@ -109,7 +113,7 @@ def make(config: Config):
         r=ring(SOLUTION, 1, consumer_warps),
         vectors=ring(vectors_of.spec, 2, all_warps),
         ds=ring(config.state, 1, all_warps, writers=consumer_warps),
-        dv=ring(config.values, 1, all_warps, writers=consumer_warps),
+        dv=ring(config.values, 1, WARPS + 1, writers=consumer_warps),
         value_sums=ring(sv(CHUNK * (STATE_WARPS + 2 * WITH_GATES), fp32), 1, 1, writers=consumer_warps),
         key_sums=ring(sv(CHUNK * 3, fp32), 1, 1, writers=WARPS),
         dp=SCORES,
@@ -118,14 +122,15 @@ def make(config: Config):
     )
 
     @inlined
-    def place(length, segments, heads):
-        """(the number of the segment among those of all sequences, head, its tokens, how many chunks they are, the index of the
-        last one) of this block. Each warpgroup asks by itself: registers before they part are scarce."""
+    def place(gCuSeqlens, length, segments, heads):
+        """(sequence, the number of the segment among those of all sequences, head, its tokens, how many chunks they are, the
+        index of the last one and its first token) of this block. Each warpgroup asks by itself: registers before they part are
+        scarce."""
         slot, head = divmod(cuda.blockIdx.x, heads)
         sequence, segment = divmod(slot, segments)
-        seq = seq_layout.segment_tokens(0, sequence, length, segment, segments)
+        seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, segment, segments)
         n = seq.num_chunks()
-        return slot, head, seq, n, int32(seq_layout.chunk_index(seq.start, sequence, length) + n - 1), seq.chunk_start(0)
+        return sequence, slot, head, seq, n, int32(seq_layout.chunk_index(seq.start, sequence, length) + n - 1), seq.chunk_start(0)
 
     @inlined
     def add_up(parts, first, step, count):
@@ -137,7 +142,7 @@ def make(config: Config):
 
     @inlined
     def load_panel(tile, index):
-        """This warp's rows of 64 columns of a shared tile, without a fence: the warps meet before they give it back."""
+        """This warp's rows of 64 columns of a shared tile, without a fence, which follows before it is given back."""
         return fp32(warpgroup.load(subtile(tile, CHUNK, 0, 64, index), PANEL_ROWS, fenced=False))
 
     @inlined
@@ -158,11 +163,11 @@ def make(config: Config):
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def walk(
-        gQ: KEYS, gK: KEYS, gDOut: tiled(config.values, unit=1), gErrors: tiled(config.values, rows=2),
+        gQ: KEYS, gK: KEYS, gDOut: ALL_VALUES, gErrors: tiled(config.values, rows=2),
         gStates: tiled(config.state, rows=2), gSolutions: tiled(SOLUTION, rows=2),
         gVectors: tiled(vectors_of.spec, 3, None, 2), gLastState: array(4), gFirstState: array(4), gDQ: KEYS, gDK: KEYS,
-        gDV: tiled(VALUE, unit=1), gDBeta: array(3), gQueryDots: array(3), gKeyDots: array(3), gCarriedDots: array(3),
-        gStateDots: array(3), length: INT, segments: INT, heads: INT, group: INT, scale: FLOAT,
+        gDV: ALL_VALUES, gDBeta: array(3), gDots: array(3), gCarriedDots: array(3),
+        gStateDots: array(3), gTailQ: KEYS, gTailK: KEYS, gTailDOut: ALL_VALUES, gTailDQ: KEYS, gTailDK: KEYS, gTailDV: ALL_VALUES, gCuSeqlens: ENDS, length: INT, segments: INT, heads: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
         """A block has a head of one of the `segments` of a sequence, of which the last one comes first. gErrors .. gVectors: of
         each chunk and head, as delta_chunk_states_hopper.py stores them. gLastState, gFirstState: the gradients of the states
@@ -171,15 +176,18 @@ def make(config: Config):
         wg = warpgroup.id()
         if wg == PRODUCER:
             warpgroup.release_registers(PRODUCER_REGISTERS)
-            slot, head, seq, n, last_chunk, last_token = place(length, segments, heads)
+            sequence, slot, head, seq, n, last_chunk, last_token = place(gCuSeqlens, length, segments, heads)
             if warpgroup.rank() == 0:
                 key_head, _ = divmod(head, group)
                 for j in range(n):
                     token, chunk = int32(last_token - CHUNK * j), int32(last_chunk - j)
-                    k.fill(j, gK, (seq.batch, token, key_head))
-                    do.fill(j, gDOut, (seq.batch, token, head))
+                    array, batch, row = seq_layout.whole_tile(gK, gTailK, seq, token, sequence)
+                    k.fill(j, array, (batch, row, key_head))
+                    array, batch, row = seq_layout.whole_tile(gDOut, gTailDOut, seq, token, sequence)
+                    do.fill(j, array, (batch, row, head))
                     vectors.fill(j, gVectors, (chunk, head))
-                    q.fill(j, gQ, (seq.batch, token, key_head))
+                    array, batch, row = seq_layout.whole_tile(gQ, gTailQ, seq, token, sequence)
+                    q.fill(j, array, (batch, row, key_head))
                     r.fill(j, gSolutions, (chunk, head))
                     e.fill(j, gErrors, (chunk, head))
                     s.fill(j, gStates, (chunk, head))
@@ -188,22 +196,28 @@ def make(config: Config):
                     token, chunk, parts = int32(last_token - CHUNK * j), int32(last_chunk - j), value_sums.wait(j)
                     for i in range(WARPS):
                         at = seq.batch, int32(token + 16 * i), head
-                        store(gDBeta, add_up(parts, i, WARPS, STATE_WARPS), at, cols=1)
+                        store(truncate(gDBeta, 1, seq.end), add_up(parts, i, WARPS, STATE_WARPS), at, cols=1)
                     if WITH_GATES:
                         gStateDots[chunk, head, 0] = tile_sum(add_up(parts, WARPS * STATE_WARPS, 1, STATE_WARPS))
                     value_sums.release(j)
-            elif WITH_GATES and warpgroup.rank() == 2:
+            elif warpgroup.rank() == 2:
+                for j in range(n):
+                    array, batch, row = seq_layout.whole_tile(gDV, gTailDV, seq, int32(last_token - CHUNK * j), sequence)
+                    tma_store(array, (batch, row, head), dv.wait(j))
+                    store_wait()
+                    dv.release(j)
+            elif WITH_GATES:
                 for j in range(n):
                     token, chunk, parts = int32(last_token - CHUNK * j), int32(last_chunk - j), key_sums.wait(j)
                     for i in range(WARPS):
                         at = seq.batch, int32(token + 16 * i), head
-                        store(gQueryDots, load(subtile(parts, 16, i), COL_VEC), at, cols=1)
-                        store(gKeyDots, load(subtile(parts, 16, int32(WARPS + i)), COL_VEC), at, cols=1)
+                        r = load(subtile(parts, 16, i), COL_VEC) - load(subtile(parts, 16, int32(WARPS + i)), COL_VEC)
+                        store(truncate(gDots, 1, seq.end), r, at, cols=1)
                     gCarriedDots[chunk, head, 0] = tile_sum(add_up(parts, 2 * WARPS, 1, WARPS))
                     key_sums.release(j)
         elif wg == DKDQ:
             warpgroup.claim_registers(DKDQ_REGISTERS)
-            slot, head, seq, n, last_chunk, last_token = place(length, segments, heads)
+            sequence, slot, head, seq, n, last_chunk, last_token = place(gCuSeqlens, length, segments, heads)
             for j in range(n):
                 token = int32(last_token - CHUNK * j)
                 keys, queries, douts, errors = k.wait(j), q.wait(j), do.wait(j), e.wait(j)
@@ -225,7 +239,8 @@ def make(config: Config):
                 else:
                     written = warpgroup.mm_AB(errors, ds.wait(j))
                     dq = warpgroup.wait(dq, newer=1)
-                warpgroup.send(gDQ, (seq.batch, token, head), out, dq)
+                array, batch, row = seq_layout.whole_tile(gDQ, gTailDQ, seq, token, sequence)
+                warpgroup.send(array, (batch, row, head), out, dq)
                 written = warpgroup.wait(written) * vectors_of.rows(chunk_vectors, BETA)
                 ds.release(j)
                 written = vectors_of.decay_rows(written, chunk_vectors, DECAY_TO_END)
@@ -252,17 +267,17 @@ def make(config: Config):
                 if WITH_GATES:
                     warpgroup.store(subtile(sums, CHUNK, 1), dot_rows(written - read, keys))
                     key_sums.publish(j)
-                warpgroup.send(gDK, (seq.batch, token, head), out, written + read)
+                array, batch, row = seq_layout.whole_tile(gDK, gTailDK, seq, token, sequence)
+                warpgroup.send(array, (batch, row, head), out, written + read)
                 k.release(j)
                 vectors.release(j, None, True)
             warpgroup.store_wait()
         else:
             warpgroup.claim_registers(CONSUMER_REGISTERS)
-            slot, head, seq, n, last_chunk, last_token = place(length, segments, heads)
+            sequence, slot, head, seq, n, last_chunk, last_token = place(gCuSeqlens, length, segments, heads)
             row = int32(COLUMNS * wg + 16 * warpgroup.rank())
             ds_t = load(gLastState, STATE, (slot, head, row, 0), aligned=False)
             for j in range(n):
-                token = int32(last_token - CHUNK * j)
                 keys, chunk_vectors = k.wait(j), vectors.wait(j)
                 if wg == SCORER:  # before dS is stored, or registers would spill
                     s_qk = warpgroup.wait(warpgroup.mm_ABt(q.wait(j), keys))
@@ -294,29 +309,23 @@ def make(config: Config):
                 do.release(j)
                 dv_t = INPUT(vectors_of.decay_cols(dv_t * (-1.0), chunk_vectors, DECAY))
                 ds_t = warpgroup.mma_AB(ds_t, dv_t, keys)
-                warpgroup.tma_store(gDV, (seq.batch, token, head, wg), dv_tile)
-                warp = int32(WARPS * wg + warpgroup.rank())
-                vectors.release(j, None, True)
+                me = warpgroup.id()  # not `wg`: what is held over the loop would spill registers
                 errors = subtile(e.wait(j), CHUNK, 0, COLUMNS, wg)
                 errors = fp32(warpgroup.load_transposed(errors, TRANSPOSED, fenced=False))
                 sums = value_sums.claim(j)
-                store(subtile(sums, CHUNK, warp), col_sum(z * errors))
+                store(subtile(sums, CHUNK, int32(WARPS * me + warpgroup.rank())), col_sum(z * errors))
                 if WITH_GATES:
-                    me = warpgroup.id()  # not `wg`: addresses held over the loop would spill registers
                     dots = dot_rows_of_tiles(subtile(s.wait(j), COLUMNS, me), subtile(ds.wait(j), COLUMNS, me))
-                    store(subtile(sums, 16, int32(CHUNK * STATE_WARPS // 16 + warp)), dots)
+                    store(subtile(sums, 16, int32(CHUNK * STATE_WARPS // 16 + WARPS * me + warpgroup.rank())), dots)
                 value_sums.publish(j)
-                warpgroup.store_wait()
-                warpgroup.sync()
+                vectors.release(j)  # its fence is that of all loads of this warp
                 if WITH_GATES:
                     s.release(j)
                 e.release(j)
                 ds.release(j)
-                dv.wait(j)
-                dv.release(j)
                 ds_t = warpgroup.wait(ds_t)
                 k.release(j)
             row = int32(COLUMNS * warpgroup.id() + 16 * warpgroup.rank())  # anew, to save registers
-            store(gFirstState, ds_t, (seq.batch, head, row, 0), aligned=False)
+            store(gFirstState, ds_t, (sequence, head, row, 0), aligned=False)
 
     return walk, smem

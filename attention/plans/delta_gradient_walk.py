@@ -64,8 +64,8 @@ def plan_delta_gradient_walk(problem: Problem, arrays: Arrays, scale: float, scr
     known |= {"gDQ": outputs["dq"], "gDK": outputs["dk"], "gDV": arrays["dv"], "gDBeta": arrays["dbeta"]}
     finish: list[Step] = []
     if wants_gates:
-        dots, finish = plan_gate_sums(problem, arrays, scratch, carried=1, states=1)
-        known |= dots
+        dots, finish = plan_gate_sums(problem, arrays, scratch, carried=1, states=1, subtracted=True)
+        known |= dots | {"gDots": dots["gQueryDots"]}
     if shares_keys:
         finish += [step for name in ("dq", "dk") for step in sum_heads(problem, outputs[name], arrays[name])]
 
@@ -96,8 +96,8 @@ def plan_delta_gradient_walk(problem: Problem, arrays: Arrays, scale: float, scr
         ]
         known |= {"gLastState": known["gSegmentStates"], "gFirstState": None}
     names = (
-        "gQ gK gDOut gErrors gStates gSolutions gVectors gLastState gFirstState gDQ gDK gDV gDBeta gQueryDots gKeyDots "
-        "gCarriedDots gStateDots"
+        "gQ gK gDOut gErrors gStates gSolutions gVectors gLastState gFirstState gDQ gDK gDV gDBeta gDots gCarriedDots "
+        "gStateDots"
     )
     walk = launch(delta_gradients_hopper, segments, names, wants_gates, segments=segments, scale=scale)
     return [*steps, walk, *finish]

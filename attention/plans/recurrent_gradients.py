@@ -180,17 +180,24 @@ def partial_gradients(problem: Problem, scratch: Callable[..., Operand]) -> Oper
 
 
 def plan_gate_sums(
-    problem: Problem, arrays: Arrays, scratch: Callable[..., Operand], carried: int, states: int, parts: int = 1
+    problem: Problem,
+    arrays: Arrays,
+    scratch: Callable[..., Operand],
+    carried: int,
+    states: int,
+    parts: int = 1,
+    subtracted: bool = False,
 ) -> tuple[Arrays, list[Step]]:
     """(memory for what the decay's gradient is made of, by the names of gate_gradient.py's parameters; the launches that
     compute the gradient from it). carried, states: how many parts of the sums of a chunk and head there are, of what k . dk has
-    from dS and of <S, dS>; parts: of a row sum."""
+    from dS and of <S, dS>; parts: of a row sum. subtracted: does gQueryDots have the difference of both row sums?"""
     decay, gradient = arrays["decay"], arrays["ddecay"]
     assert decay is not None and gradient is not None
     batch, length, heads, sequences = problem("batch", "seqlen", "heads", "sequences")
     chunks, per_head = count_chunk_indices(problem), len(decay.form.shape) == 1
     dots: Arrays = {  # of rows along tokens, as they are read
-        name: scratch(batch, heads * parts, length).permuted((0, 2, 1)) for name in ("gQueryDots", "gKeyDots")
+        name: scratch(batch, heads * parts, length).permuted((0, 2, 1))
+        for name in ("gQueryDots", "gKeyDots")[: 1 if subtracted else 2]
     }
     dots |= {"gCarriedDots": scratch(chunks, heads, carried), "gStateDots": scratch(chunks, heads, states)}
     groups, splits = -(-heads // gate_gradient.WARPS), -(-chunks // sequences)
@@ -207,7 +214,7 @@ def plan_gate_sums(
         heads=heads,
         groups=groups,
         parts=parts,
-        **dots,
+        **{"gKeyDots": None} | dots,
     )
     return dots, [step, sum_partials(problem, partial, gradient)] if partial else [step]
 

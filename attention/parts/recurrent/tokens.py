@@ -134,6 +134,16 @@ class SequenceLayout:
             return TokenRange(int32(0), int32(0), int32(0))
 
     @inlined
+    def whole_tile(self, gX, gTails, seq, token, sequence):
+        """(array, batch, token) of the tile that TMA reads or writes for the chunk at `token`. gTails: the last chunks of packed
+        sequences, (sequences, 64, heads, D), that are shorter than others: 0 after the sequence's end, where the next one lies
+        in gX (packed_tails.py)."""
+        array, batch, row = gX, seq.batch, token
+        if self.varlen and seq.end - token < CHUNK:
+            array, batch, row = gTails, int32(sequence), int32(0)
+        return array, batch, row
+
+    @inlined
     def zero_other_rows(self, tile, remaining, warpgroups=1):
         """Set to zero the rows of a shared tile that belong to another sequence, those from `remaining` on. warpgroups: how
         many of them do this together."""
