@@ -18,7 +18,7 @@ from numpy import int32
 from ops import divmod, subtile, warpgroup
 from ops.for_attention.triangular_inverse import TRIANGLE
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st
-from tiles.launching.arguments import INT, array, tiled
+from tiles.launching.arguments import ENDS, INT, array, tiled
 from tiles.targets import Target
 
 from ..parts.recurrent.delta_chunk_solver import ChunkSolver
@@ -37,11 +37,13 @@ VECTOR_WARPS = WARPS - 1  # of the loader, that compute vectors, of a chunk each
 
 @dataclass(frozen=True)
 class Config:
-    """A kernel's configuration. key_dim: the channels of keys, padded. gated: are there decays?"""
+    """A kernel's configuration. key_dim: the channels of keys, padded. gated: are there decays? varlen: are sequences packed
+    (cu_seqlens)?"""
 
     key_dim: int
     dtype: dtype
     gated: bool
+    varlen: bool = False
     threads = warpgroup.THREADS * (LOADER + 1)
 
     @property
@@ -65,15 +67,14 @@ class Config:
         return st(COLUMNS, self.key_dim, self.dtype)
 
     def __str__(self):
-        return f"states before chunks, Dk {self.key_dim} {self.dtype}{', gated' * self.gated}"
+        return f"states before chunks, Dk {self.key_dim} {self.dtype}{', gated' * self.gated}{', varlen' * self.varlen}"
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
-    """The configurations of both padded key dims, with decays and without, in bf16; fp16 too if `everything`."""
+    """The configurations of both padded key dims, with decays and without, in bf16; with `everything` fp16 too, and all packed."""
     if target.has_wgmma:
-        yield from itertools.starmap(
-            Config, itertools.product(KEY_DIMS, (bf16, fp16) if everything else (bf16,), (False, True))
-        )
+        for key_dim, of, gated in itertools.product(KEY_DIMS, (bf16, fp16) if everything else (bf16,), (False, True)):
+            yield from (Config(key_dim, of, gated, varlen) for varlen in ((False, True) if everything else (gated,)))
 
 
 @functools.cache
@@ -81,7 +82,7 @@ def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     INPUT, GATED, STATE = config.dtype, config.gated, rt(16, config.key_dim, fp32)
     vectors_of = ChunkVectors(GATED)
-    TRANSPOSED, seq_layout, parts_of = rt(16, CHUNK, INPUT), SequenceLayout(), TwoParts(INPUT)
+    TRANSPOSED, seq_layout, parts_of = rt(16, CHUNK, INPUT), SequenceLayout(config.varlen), TwoParts(INPUT)
     solver = ChunkSolver(vectors_of, parts_of)
     LOADER_REGISTERS, SOLVER_REGISTERS, CONSUMER_REGISTERS = REGISTERS
     readers = CONSUMERS * WARPS
@@ -97,17 +98,18 @@ def make(config: Config):
     )
 
     @inlined
-    def place(length, heads):
+    def place(gCuSeqlens, length, heads):
         """(sequence, head, its tokens, how many chunks they are, the index of the first one) of this block."""
         sequence, head = divmod(cuda.blockIdx.x, heads)
-        seq = seq_layout.sequence_tokens(0, sequence, length)
+        seq = seq_layout.sequence_tokens(gCuSeqlens, sequence, length)
         return sequence, head, seq, seq.num_chunks(), seq_layout.chunk_index(seq.start, sequence, length)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def scan(
         gK: tiled(config.key, unit=1), gV: tiled(config.values, unit=1), gBeta: array(3),
         gGates: array(3), gInitialState: array(4), gErrors: tiled(config.value, rows=2), gStates: tiled(config.state, rows=2),
-        gSolutions: array(4, INPUT), gVectors: array(3), length: INT, heads: INT, group: INT,
+        gSolutions: array(4, INPUT), gVectors: array(3), gTailK: tiled(config.key, unit=1),
+        gTailV: tiled(config.values, unit=1), gCuSeqlens: ENDS, length: INT, heads: INT, group: INT,
     ):  # fmt: skip
         """A block has a head of a sequence. gInitialState: transposed. gErrors .. gVectors: of each chunk and head. gStates: S
         transposed. gSolutions: R^T, high above low."""
@@ -115,21 +117,23 @@ def make(config: Config):
         wg = warpgroup.id()
         if wg == LOADER:
             warpgroup.release_registers(LOADER_REGISTERS)
-            sequence, head, seq, n, first_chunk = place(length, heads)
+            sequence, head, seq, n, first_chunk = place(gCuSeqlens, length, heads)
             warp = warpgroup.rank()
             if warp == 0:
                 key_head, _ = divmod(head, group)
                 for j in range(n):
-                    k.fill(j, gK, (seq.batch, seq.chunk_start(j), key_head))
-                    v.fill(j, gV, (seq.batch, seq.chunk_start(j), head))
+                    array, batch, row = seq_layout.whole_tile(gK, gTailK, seq, seq.chunk_start(j), sequence)
+                    k.fill(j, array, (batch, row, key_head))
+                    array, batch, row = seq_layout.whole_tile(gV, gTailV, seq, seq.chunk_start(j), sequence)
+                    v.fill(j, array, (batch, row, head))
             else:
                 for j in range(warp - 1, n, VECTOR_WARPS):
-                    at = seq.batch, seq.chunk_start(j), head
-                    solver.store_vectors(vectors.claim(j), gVectors, gBeta, gGates, at, int32(first_chunk + j), head)
+                    token, chunk = seq.chunk_start(j), int32(first_chunk + j)
+                    solver.store_vectors(vectors.claim(j), gVectors, gBeta, gGates, seq, token, chunk, head)
                     vectors.publish(j)
         elif wg == SOLVER:
             warpgroup.release_registers(SOLVER_REGISTERS)
-            sequence, head, seq, n, first_chunk = place(length, heads)
+            sequence, head, seq, n, first_chunk = place(gCuSeqlens, length, heads)
             for j in range(n):
                 keys = k.wait(j)
                 s = warpgroup.wait(warpgroup.mm_ABt(keys, keys))
@@ -148,7 +152,7 @@ def make(config: Config):
                 warpgroup.store(gSolutions, r_low, (chunk, head, CHUNK, 0), aligned=True)
         else:
             warpgroup.claim_registers(CONSUMER_REGISTERS)
-            sequence, head, seq, n, first_chunk = place(length, heads)
+            sequence, head, seq, n, first_chunk = place(gCuSeqlens, length, heads)
             state_tile, out_tile = subtile(state, COLUMNS, wg), subtile(out, CHUNK, wg)
             s_t = warpgroup.load(gInitialState, STATE, (sequence, head, COLUMNS * wg, 0), aligned=False)
             for j in range(n):

@@ -56,7 +56,7 @@ STATE_WARPS = CONSUMERS * WARPS  # that multiply S by dS
 @dataclass(frozen=True)
 class Config:
     """A kernel's configuration. key_dim: the channels of keys, padded. gated: are there decays? with_gates: is what the gates'
-    gradients are made of stored, too?"""
+    gradients are made of stored, too? varlen: are sequences packed (cu_seqlens)?"""
 
     key_dim: int
     dtype: dtype
@@ -86,10 +86,11 @@ class Config:
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
-    """The configurations of both padded key dims, with decays or without, in bf16; fp16 too if `everything`."""
+    """The configurations of both padded key dims, with decays or without, in bf16; with `everything` fp16 too, and all packed."""
     if target.has_wgmma:
         for key_dim, of in itertools.product(KEY_DIMS, (bf16, fp16) if everything else (bf16,)):
-            yield from (Config(key_dim, of, *gates) for gates in ((False, False), (True, False), (True, True)))
+            for gates in (False, False), (True, False), (True, True):
+                yield from (Config(key_dim, of, *gates, varlen) for varlen in ((False, True) if everything else (gates[1],)))
 
 
 @functools.cache
@@ -166,12 +167,14 @@ def make(config: Config):
         gQ: KEYS, gK: KEYS, gDOut: ALL_VALUES, gErrors: tiled(config.values, rows=2),
         gStates: tiled(config.state, rows=2), gSolutions: tiled(SOLUTION, rows=2),
         gVectors: tiled(vectors_of.spec, 3, None, 2), gLastState: array(4), gFirstState: array(4), gDQ: KEYS, gDK: KEYS,
-        gDV: ALL_VALUES, gDBeta: array(3), gDots: array(3), gCarriedDots: array(3),
-        gStateDots: array(3), gTailQ: KEYS, gTailK: KEYS, gTailDOut: ALL_VALUES, gTailDQ: KEYS, gTailDK: KEYS, gTailDV: ALL_VALUES, gCuSeqlens: ENDS, length: INT, segments: INT, heads: INT, group: INT, scale: FLOAT,
+        gDV: ALL_VALUES, gDBeta: array(3), gDots: array(3), gCarriedDots: array(3), gStateDots: array(3), gTailQ: KEYS,
+        gTailK: KEYS, gTailDOut: ALL_VALUES, gTailDQ: KEYS, gTailDK: KEYS, gTailDV: ALL_VALUES, gCuSeqlens: ENDS, length: INT,
+        segments: INT, heads: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
         """A block has a head of one of the `segments` of a sequence, of which the last one comes first. gErrors .. gVectors: of
-        each chunk and head, as delta_chunk_states_hopper.py stores them. gLastState, gFirstState: the gradients of the states
-        after and before each segment, transposed. gQueryDots .. gStateDots: see gate_gradient.py."""
+        each chunk and head, as delta_chunk_states_hopper.py stores them. gLastState: the gradient of the state after each
+        segment, transposed; gFirstState: before each sequence, if it has one segment. gDots, gCarriedDots, gStateDots: see
+        gate_gradient.py; gDots has the differences of both row sums. gTailQ .. gTailDV: see packed_tails.py."""
         q, k, do, e, s, p, r, vectors, ds, dv, value_sums, key_sums, dp_tile, g_tile, out = smem.open()
         wg = warpgroup.id()
         if wg == PRODUCER:

@@ -70,7 +70,7 @@ def make(config: Config):
         k.fill(SINGLE, gK, (seq.batch, token, key_head))
         q.fill(SINGLE, gQ, (seq.batch, token, key_head))
         if warpgroup.rank() == 0:
-            solver.store_vectors(vectors, gVectors, gBeta, gGates, (seq.batch, token, head), chunk, head)
+            solver.store_vectors(vectors, gVectors, gBeta, gGates, seq, token, chunk, head)
         warpgroup.sync()
         keys = k.wait(SINGLE)
         s = warpgroup.wait(warpgroup.mm_ABt(keys, keys))

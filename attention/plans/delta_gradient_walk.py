@@ -14,10 +14,10 @@ from tiles.launching.devices import machine
 from tiles.launching.launch import kernel_for
 from tiles.launching.lengths import follows
 
-from ..kernels import delta_chains_hopper, delta_chunk_states_hopper, delta_gradients_hopper, delta_inverse_hopper
+from ..kernels import delta_chains_hopper, delta_chunk_states_hopper, delta_gradients_hopper, delta_inverse_hopper, packed_tails
 from ..parts.recurrent.delta_chunks import KEY_DIMS, ChunkVectors
 from ..parts.recurrent.tokens import CHUNK
-from .recurrent_checks import DTYPES, pad_key_dim
+from .recurrent_checks import DTYPES, is_varlen, pad_key_dim
 from .recurrent_chunks import BLOCK_CHUNKS, MIN_SEGMENT_CHUNKS, SWAP_STATE_AXES, Arrays, ScratchAllocator, intern_value
 from .recurrent_gradients import count_chunk_indices, plan_gate_sums, spread_to_tokens, sum_heads
 
@@ -47,7 +47,8 @@ def plan_delta_gradient_walk(problem: Problem, arrays: Arrays, scale: float, scr
     length, heads, key_heads, sequences, key_dim = problem("seqlen", "heads", "heads_k", "sequences", "key_dim")
     chunks, shares_keys, wants_gates = count_chunk_indices(problem), heads > key_heads, arrays["ddecay"] is not None
     padded_keys, gated = pad_key_dim(key_dim, KEY_DIMS), arrays["decay"] is not None
-    segments = choose_segments(sequences * heads, -(-length // CHUNK), machine(problem.device).processors)
+    varlen, each = is_varlen(problem), -(-length // CHUNK)
+    segments = 1 if varlen else choose_segments(sequences * heads, each, machine(problem.device).processors)
 
     def of_chunks(*extents: int) -> Operand:
         return scratch(chunks, heads, *extents, dtype=problem.dtype)
@@ -62,9 +63,11 @@ def plan_delta_gradient_walk(problem: Problem, arrays: Arrays, scale: float, scr
     of_heads = problem("batch", "seqlen", "heads", "key_dim")
     outputs = {x: scratch(*of_heads, dtype=problem.dtype) if shares_keys else arrays[x] for x in ("dq", "dk")}
     known |= {"gDQ": outputs["dq"], "gDK": outputs["dk"], "gDV": arrays["dv"], "gDBeta": arrays["dbeta"]}
-    finish: list[Step] = []
+    known["gCuSeqlens"] = problem["cu_seqlens"]
+    first, finish = plan_tails(problem, known, scratch) if varlen else ([], [])
     if wants_gates:
-        dots, finish = plan_gate_sums(problem, arrays, scratch, carried=1, states=1, subtracted=True)
+        dots, of_gates = plan_gate_sums(problem, arrays, scratch, carried=1, states=1, subtracted=True)
+        finish += of_gates
         known |= dots | {"gDots": dots["gQueryDots"]}
     if shares_keys:
         finish += [step for name in ("dq", "dk") for step in sum_heads(problem, outputs[name], arrays[name])]
@@ -81,12 +84,11 @@ def plan_delta_gradient_walk(problem: Problem, arrays: Arrays, scale: float, scr
         )
 
     if segments == 1:
-        names = "gK gV gBeta gGates gInitialState gErrors gStates gSolutions gVectors"
-        steps = [launch(delta_chunk_states_hopper, 1, names)]
+        names = "gK gV gBeta gGates gInitialState gErrors gStates gSolutions gVectors gTailK gTailV gCuSeqlens"
+        steps = [launch(delta_chunk_states_hopper, 1, names, varlen)]
     else:
         known |= {"gForward": of_chunks(2 * CHUNK, CHUNK), "gReverse": known["gSolutions"], "gScores": of_chunks(CHUNK, CHUNK)}
         known["gSegmentStates"] = scratch(sequences * segments, heads, delta_gradients_hopper.VALUES, key_dim)
-        each = -(-length // CHUNK)
         of_inverse = "gQ gK gBeta gGates gForward gReverse gScores gVectors"
         of_chains = "gQ gK gV gDOut gForward gReverse gScores gVectors gInitialState gErrors gStates gLastState gSegmentStates"
         numbers = {"segments": segments, "sequences": sequences, "scale": scale}
@@ -97,7 +99,37 @@ def plan_delta_gradient_walk(problem: Problem, arrays: Arrays, scale: float, scr
         known |= {"gLastState": known["gSegmentStates"], "gFirstState": None}
     names = (
         "gQ gK gDOut gErrors gStates gSolutions gVectors gLastState gFirstState gDQ gDK gDV gDBeta gDots gCarriedDots "
-        "gStateDots"
+        "gStateDots gTailQ gTailK gTailDOut gTailDQ gTailDK gTailDV gCuSeqlens"
     )
-    walk = launch(delta_gradients_hopper, segments, names, wants_gates, segments=segments, scale=scale)
-    return [*steps, walk, *finish]
+    walk = launch(delta_gradients_hopper, segments, names, wants_gates, varlen, segments=segments, scale=scale)
+    return [*first, *steps, walk, *finish]
+
+
+def plan_tails(problem: Problem, arrays: Arrays, scratch: ScratchAllocator) -> tuple[list[Step], list[Step]]:
+    """(launches before, and after those that read and write the tails of packed sequences). arrays: of tokens, by the names of
+    parameters; those of their tails come to them."""
+    sequences = problem.extents["sequences"]
+    steps: dict[bool, list[Step]] = {False: [], True: []}
+    for pair, back in (("gQ", "gK"), False), (("gV", "gDOut"), False), (("gDQ", "gDK"), True), (("gDV",), True):
+        packed = {name: x for name in pair for x in [arrays[name]] if x}
+        length, heads, columns = packed[pair[0]].form.shape[1:]
+        tails = {name: scratch(sequences, CHUNK, heads, columns, dtype=problem.dtype) for name in pair}
+        arrays |= {f"gTail{name[1:]}": x for name, x in tails.items()}
+        config = intern_value(packed_tails.Config, pad_key_dim(columns, packed_tails.COLUMNS), DTYPES[problem.dtype], back)
+        all_heads = heads * len(pair)
+        head_blocks = -(-all_heads // packed_tails.WARPS)
+        step = kernel_for(packed_tails, config, problem.device).bind(
+            sequences * packed_tails.PARTS * head_blocks,
+            gX=packed[pair[0]],
+            gY=packed[pair[-1]],
+            gTailX=tails[pair[0]],
+            gTailY=tails[pair[-1]],
+            gTokens=arrays["gDBeta"] if pair == ("gDV",) else None,
+            gCuSeqlens=arrays["gCuSeqlens"],
+            length=length,
+            head_blocks=head_blocks,
+            heads=heads,
+            all_heads=all_heads,
+        )
+        steps[back].append(step)
+    return steps[False], steps[True]

@@ -68,8 +68,7 @@ def serves_delta_gradients(problem: Problem) -> bool:
 
 def serves_hopper(problem: Problem) -> bool:
     """Do the chunk kernels for Hopper serve a call that chunk kernels serve?"""
-    by_channel = has_channel_decay(problem)
-    return not by_channel and not is_varlen(problem) and problem.extents["value_dim"] <= delta_gradients_hopper.VALUES
+    return not has_channel_decay(problem) and problem.extents["value_dim"] <= delta_gradients_hopper.VALUES
 
 
 def plan_delta_chunks(problem: Problem, arrays: Arrays, scale: float, scratch: ScratchAllocator) -> list[Step]:

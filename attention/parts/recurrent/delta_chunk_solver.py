@@ -2,7 +2,7 @@
 vectors of its tokens and L, which two kernels compute, a chunk ahead of the states (delta_chunk_states_hopper.py) or all at
 once (delta_inverse_hopper.py)."""
 
-from ops import cumsum, exp2, less, load, store, subtile, tile_min, transpose, warpgroup, where
+from ops import cumsum, exp2, less, load, store, subtile, tile_min, transpose, truncate, warpgroup, where
 from ops.for_attention.triangular_inverse import inverse_transposed
 from tiles import inlined, static
 
@@ -27,13 +27,15 @@ class ChunkSolver:
     parts_of: TwoParts
 
     @inlined
-    def store_vectors(self, target, gVectors, gBeta, gGates, at, chunk, head):
-        """One warp stores the vectors of the chunk whose first token is at `at`, in a shared vector and in memory."""
-        beta = transpose(load(gBeta, CHUNK_COL_VEC, at, cols=1))
+    def store_vectors(self, target, gVectors, gBeta, gGates, seq, token, chunk, head):
+        """One warp stores the vectors of the chunk that starts at `token`, in a shared vector and in memory."""
+        at = seq.batch, token, head
+        beta = transpose(load(truncate(gBeta, 1, seq.end), CHUNK_COL_VEC, at, cols=1))
         store(subtile(target, CHUNK, BETA), beta)
         store(gVectors, beta, (chunk, head, 0))
         if self.vectors_of.gated:
-            b = cumsum(clamp_gates(transpose(load(gGates, CHUNK_COL_VEC, at, cols=1))) * LOG2_E)
+            gates = load(truncate(gGates, 1, seq.end), CHUNK_COL_VEC, at, cols=1)
+            b = cumsum(clamp_gates(transpose(gates)) * LOG2_E)
             store(subtile(target, CHUNK, SUM), b)
             store(gVectors, b, (chunk, head, CHUNK * SUM))
             decay = exp2(b)
