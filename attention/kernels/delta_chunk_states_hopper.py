@@ -71,7 +71,7 @@ class Config:
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
-    """The configurations of both padded key dims, with decays and without, in bf16; with `everything` fp16 too, and all packed."""
+    """The configurations of both padded key dims, with decays and without, in bf16. everything: fp16 too, and all packed."""
     if target.has_wgmma:
         for key_dim, of, gated in itertools.product(KEY_DIMS, (bf16, fp16) if everything else (bf16,), (False, True)):
             yield from (Config(key_dim, of, gated, varlen) for varlen in ((False, True) if everything else (gated,)))

@@ -28,8 +28,8 @@ from ops import (
     load,
     row_sum,
     store,
-    subtile,
     store_wait,
+    subtile,
     tile_sum,
     tma_store,
     truncate,
@@ -86,7 +86,7 @@ class Config:
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
-    """The configurations of both padded key dims, with decays or without, in bf16; with `everything` fp16 too, and all packed."""
+    """The configurations of both padded key dims, with decays or without, in bf16. everything: fp16 too, and all packed."""
     if target.has_wgmma:
         for key_dim, of in itertools.product(KEY_DIMS, (bf16, fp16) if everything else (bf16,)):
             for gates in (False, False), (True, False), (True, True):
@@ -131,7 +131,8 @@ def make(config: Config):
         sequence, segment = divmod(slot, segments)
         seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, segment, segments)
         n = seq.num_chunks()
-        return sequence, slot, head, seq, n, int32(seq_layout.chunk_index(seq.start, sequence, length) + n - 1), seq.chunk_start(0)
+        last_chunk = int32(seq_layout.chunk_index(seq.start, sequence, length) + n - 1)
+        return sequence, slot, head, seq, n, last_chunk, seq.chunk_start(0)
 
     @inlined
     def add_up(parts, first, step, count):

@@ -1,8 +1,8 @@
 """The tails of packed sequences (cu_seqlens): the last chunks that are shorter than others, in arrays of their own, (sequences,
 64, heads, columns). TMA reads and writes whole tiles; in the packed array the rest of such a tile is the next sequence's.
 
-A kernel that reads tails finds zeros after the sequence's end. What it writes to tails is copied to the packed array afterwards,
-and tokens after cu_seqlens[-1], which belong to nobody, become 0.
+A kernel that reads tails finds zeros after the sequence's end. What it writes to tails is copied to the packed array
+afterwards, and tokens after cu_seqlens[-1], which belong to nobody, become 0.
 
 A warp has 16 tokens of a head. Two arrays of the same shape are copied at once, the heads of the second behind those of the
 first."""
@@ -44,9 +44,7 @@ class Config:
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations of bf16, and with `everything` of fp16."""
-    yield from itertools.starmap(
-        Config, itertools.product(COLUMNS, (bf16, fp16) if everything else (bf16,), (False, True))
-    )
+    yield from itertools.starmap(Config, itertools.product(COLUMNS, (bf16, fp16) if everything else (bf16,), (False, True)))
 
 
 @functools.cache
@@ -59,8 +57,8 @@ def make(config: Config):
         gX: array(4, INPUT), gY: array(4, INPUT), gTailX: array(4, INPUT), gTailY: array(4, INPUT), gTokens: array(3),
         gCuSeqlens: ENDS, length: INT, head_blocks: INT, heads: INT, all_heads: INT,
     ):  # fmt: skip
-        """`heads` heads of X, and of Y as many as are left of `all_heads`. A block has a part of a sequence's tail and one of the
-        `head_blocks` of WARPS heads each. gTokens: numbers of tokens and the heads of X; those of nobody become 0, too."""
+        """`heads` heads of X, and of Y as many as are left of `all_heads`. A block has a part of a sequence's tail and one of
+        the `head_blocks` of WARPS heads each. gTokens: a number for each token and head of X; those of nobody become 0, too."""
         rest, head_block = divmod(cuda.blockIdx.x, head_blocks)
         sequence, part = divmod(rest, PARTS)
         head, row = int32(WARPS * head_block + warp_index()), int32(ROWS * part)

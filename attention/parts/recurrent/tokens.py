@@ -135,9 +135,9 @@ class SequenceLayout:
 
     @inlined
     def whole_tile(self, gX, gTails, seq, token, sequence):
-        """(array, batch, token) of the tile that TMA reads or writes for the chunk at `token`. gTails: the last chunks of packed
-        sequences, (sequences, 64, heads, D), that are shorter than others: 0 after the sequence's end, where the next one lies
-        in gX (packed_tails.py)."""
+        """(array, batch, token) of the tile that TMA reads or writes for the chunk at `token`. gTails: the last chunks of
+        packed sequences, (sequences, 64, heads, D), that are shorter than others: 0 after the sequence's end, where the next
+        one lies in gX (packed_tails.py)."""
         array, batch, row = gX, seq.batch, token
         if self.varlen and seq.end - token < CHUNK:
             array, batch, row = gTails, int32(sequence), int32(0)

@@ -111,11 +111,26 @@ def test_little_shared_memory(place, monkeypatch, nothing_known):
     check(place, delta_case(70, "token", value_dim=80), family="sm_80")
 
 
-@pytest.mark.parametrize("decay", ["token", "head", "channel"])
-def test_packed_sequences_among_poison(place, monkeypatch, decay):
+@pytest.mark.parametrize(("decay", "family"), [("token", None), ("head", "sm_80"), ("channel", None)])
+def test_packed_sequences_among_poison(place, monkeypatch, decay, family):
     """Each sequence has the gradients that it has by itself. Padding has gradients of 0; one without tokens passes the gradient
     of its state on."""
-    check_packed(place, monkeypatch, delta_case, decay)
+    check_packed(place, monkeypatch, delta_case, decay, family=family)
+
+
+def test_packed_sequences_of_whole_chunks(place):
+    """The last of them is whole, too; keys have heads of their own."""
+    args = delta_case(192, "none", heads=2, key_dim=80, value_dim=80)
+    args["initial_state"], args["dstate"] = (np.repeat(args[name], 2, axis=0) for name in ("initial_state", "dstate"))
+    check(place, args | {"cu_seqlens": np.array([0, 64, 192], np.int32)})
+
+
+def test_packed_sequences_as_compiled(as_compiled):
+    """The PTX of kernels that choose between two arrays for TMA, and of the copies of tails."""
+    as_compiled("sm_90a")
+    args = delta_case(20, "token", heads=1)
+    args["initial_state"], args["dstate"] = (np.repeat(args[name], 2, axis=0) for name in ("initial_state", "dstate"))
+    check(OnInterpreter(), args | {"cu_seqlens": np.array([0, 3, 20], np.int32)})
 
 
 @pytest.mark.parametrize(
