@@ -4,7 +4,8 @@ equations).
 
 A block has some chunks of a head. Its eight warps are two warpgroups of 16 tokens a warp, each with half of the channels of the
 keys. First come the pairs of tokens, level by level: at the first two, other warps' tokens come through shared memory; at the
-others a warp has both halves of each group itself. Then they go over the columns of values in panels of 32, whose states
+others a warp has both halves of each group itself. These four levels are one product if numbers hold the decay from the first
+to the middle and from there to the last of its tokens (meet_anchored). Then they go over the columns of values in panels of 32, whose states
 cp.async brings while the panel before is multiplied; of a panel's dV each warpgroup makes half. A is the sum of two tiles, one
 of each warpgroup's channels, which dO is multiplied by one after the other."""
 
@@ -30,6 +31,7 @@ from ops import (
     load_row_of_group,
     mma_AB,
     mma_ABt,
+    minimum,
     mma_AtB,
     not_equal,
     row_index,
@@ -37,13 +39,14 @@ from ops import (
     store,
     subtile,
     swap_layout,
+    tile_min,
     truncate,
     warpgroup,
     where,
     zeros,
 )
 from ops import block as thread_block
-from tiles import bf16, fp32, inlined, pipeline, rt, shared, st, sv
+from tiles import bf16, fp16, fp32, inlined, pipeline, rt, shared, st, sv
 from tiles.cp_async import PIECES
 from tiles.launching.arguments import ENDS, FLOAT, INT, array
 from tiles.layout import WARPGROUP
@@ -67,6 +70,7 @@ FAR = CHUNK // 2  # tokens that a warp meets at the first level
 SQUARE, PAIRS = rt(ROWS, ROWS, fp32), rt(ROWS, FAR, fp32)  # scores of a warp's tokens with so many others
 ROW, COL = SQUARE.col_vec, SQUARE.row_vec
 NARROW = 32  # bytes of a panel of tiles whose columns are taken 16 at a time
+LEAST_DECAY = {bf16: -64.0, fp16: 0.0}  # log2 of the least decay by half of a warp's tokens that X holds in both directions
 
 
 @dataclass(frozen=True)
@@ -121,7 +125,7 @@ def make(config: Config):
     channels, seq_layout = ChunkChannels(config.key_dim), SequenceLayout(config.varlen)
     HALF, OUT = channels.half, channels.rows
     OPERAND = rt(ROWS, HALF, INPUT)
-    VARLEN = config.varlen
+    VARLEN, LEAST = config.varlen, LEAST_DECAY[config.dtype]
     OUTPUT, OUTPUT_BYTES = (fp32, True) if config.unrounded else (INPUT, VECTOR_BYTES)
     VALUE, VALUE_STORE_BYTES = (fp32, True) if config.unrounded_values else (INPUT, VECTOR_BYTES)
     KEY, STATE = (st(rows, config.key_dim, INPUT, width=HALF * INPUT.itemsize) for rows in (CHUNK, 2 * PANEL))
@@ -195,6 +199,28 @@ def make(config: Config):
         wx = mma_AB(zeros(OUT), subtile(w, ROWS, rank, SCORES.cols, others), their_x)
         return add_level(dq, dk, r, wx, e, mine, is_later)
 
+    @inlined
+    def meet_anchored(dq, dk, r, queries, keys, sums, middle, scores):
+        """(dq, dk, r, A) with all pairs within a warp's tokens at once. Queries and keys are decayed from and to `middle`, the
+        sums of the first token of the later half, so that factors may be above 1: e for a query and 1 / e for a key. A holds
+        numbers that mean nothing where the key comes later."""
+        e = exp2(load(channels.part(sums), OUT, fenced=False) - middle)
+        x_q = INPUT(load_rows(queries) * e)
+        wanted = where(less(col_index(COL), row_index(ROW)), scores, 0.0)
+        of_keys = exp2(middle - load(channels.part(sums), OUT, fenced=False))
+        x_k = INPUT(load_rows(keys) * of_keys)
+        near = mma_ABt(zeros(SQUARE), x_q, x_k)
+        wx = mma_AB(zeros(OUT), INPUT(wanted), swap_layout(x_k))
+        dq = dq + wx * e
+        if WITH_GATES:
+            r = r + wx * fp32(x_q)
+        wanted = where(less(row_index(ROW), col_index(COL)), scores, 0.0)
+        wx = mma_AB(zeros(OUT), INPUT(wanted), swap_layout(x_q))
+        dk = dk + wx * of_keys
+        if WITH_GATES:
+            r = r - wx * fp32(x_k)
+        return dq, dk, r, near
+
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def differentiate(
         gQ: array(4, INPUT), gK: array(4, INPUT), gV: array(4, INPUT), gDOut: array(4, INPUT), gGates: array(4),
@@ -243,6 +269,12 @@ def make(config: Config):
             # the others: within a warp's 16 tokens
             near, scores = zeros(SQUARE), load(subtile(w, ROWS, rank, ROWS, rank), rt(ROWS, ROWS, INPUT), fenced=False)
             row, col, size, inverse = row_index(ROW), col_index(COL), int32(ROWS), float32(1 / ROWS)
+            middle = load_row(channels.part(b), OUT.row_vec, ROWS // 2, fenced=False)
+            first = load_row(channels.part(b), OUT.row_vec, 0, fenced=False)
+            final = load_row(channels.part(b), OUT.row_vec, ROWS - 1, fenced=False)
+            if tile_min(minimum(middle - first, final - middle)) >= LEAST:
+                dq, dk, r, near = meet_anchored(dq, dk, r, query_tile, key_tile, b, middle, fp32(scores))
+                size = int32(1)
             while size > 1:
                 row_group, col_group = row * inverse // 1, col * inverse // 1
                 row_half, col_half = row * (2.0 * inverse) // 1, col * (2.0 * inverse) // 1

@@ -1,13 +1,15 @@
-"""The states of linear attention before each chunk, or in reverse the gradients of those after each chunk, where each channel
+"""The states of linear attention before each chunk, and in reverse the gradients of those after each chunk, where each channel
 of the keys has a decay (parts/recurrent/channel_chunks.py):
 
     S after = exp(b_last) S + k~^T V        dS before = exp(b_last) dS + q~^T dO
 
-A block has 64 columns of the values of a head, its warps 16 each, for which they hold the state transposed."""
+A block has 64 columns of the values of a head in one of the directions, its warps 16 each, for which they hold the state
+transposed. Both directions are one launch: a GPU is filled by half as many heads."""
 
 import functools
+import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from numba import cuda
 from numpy import int32
@@ -27,28 +29,22 @@ STAGES = 2  # chunks in flight
 
 @dataclass(frozen=True)
 class Config(ChannelChunkConfig):
-    """A kernel's configuration. reverse: are they gradients, from the last chunk to the first?"""
+    """A kernel's configuration: that of channel_chunks.py, with a name of its own."""
 
-    reverse: bool = False
-    label = "states before chunks, gates by channel"
+    label = "states of chunks, gates by channel"
     threads = LANES * WARPGROUP
-
-    def __str__(self):
-        return super().__str__() + ", reverse" * self.reverse
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations of bf16 and 16 bytes, with all other dtypes and bytes if `everything`."""
-    for form in chunk_forms(everything):
-        yield from (replace(Config(*form), reverse=reverse) for reverse in (False, True))
+    yield from itertools.starmap(Config, chunk_forms(everything))
 
 
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     INPUT, VECTOR_BYTES, STATE = config.dtype, config.vector_bytes, rt(ROWS, config.key_dim, fp32)
-    TRANSPOSED, seq_layout = rt(ROWS, CHUNK, INPUT), SequenceLayout(config.varlen, config.reverse)
-    PANEL_ROWS = PANEL if config.reverse else 0  # where dS lies below S
+    TRANSPOSED, seq_layout = rt(ROWS, CHUNK, INPUT), SequenceLayout(config.varlen)
     smem = shared(
         k=pipeline(st(CHUNK, config.key_dim, INPUT), STAGES, WARPGROUP),
         v=pipeline(st(CHUNK, COLUMNS, INPUT), STAGES, WARPGROUP),
@@ -56,39 +52,51 @@ def make(config: Config):
     )
 
     @inlined
-    def fill(k, v, decay, gKeys, gValues, gDecays, j, n, seq, first_chunk, head, col):
+    def chunk_number(j, n, reverse):
+        """How many of a sequence's n chunks lie before the j-th one of the scan; of one after the last, any that there is."""
+        return int32(max(n - 1 - j, 0) if reverse else min(j, n))
+
+    @inlined
+    def fill(k, v, decay, gKeys, gValues, gDecays, j, n, seq, first_chunk, head, col, reverse):
         """Start to copy the j-th of n chunks, if there are so many."""
-        token = int32(max(seq.chunk_start(j), seq.start))
-        chunk = int32(first_chunk + max(seq.chunk_number(j), 0))
+        number = chunk_number(j, n, reverse)
+        chunk = int32(first_chunk + number)
         k.fill(j, gKeys, (chunk, head, 0, 0), end=n)
-        v.fill(j, gValues, (seq.batch, token, head, col), 1, 3, n, VECTOR_BYTES)
+        v.fill(j, gValues, (seq.batch, seq.chunk_start(number), head, col), 1, 3, n, VECTOR_BYTES)
         decay.fill(j, gDecays, (chunk, head, 0), end=n)
 
     @cuda.jit(launch_bounds=(config.threads, 3), fastmath=True)
     def scan(
-        gKeys: array(4, INPUT), gValues: array(4, INPUT), gDecays: array(3), gFirstState: array(4), gLastState: array(4),
-        gStates: array(4, INPUT), gCuSeqlens: ENDS, length: INT, blocks: INT, heads: INT,
+        gDecayedQ: array(4, INPUT), gDecayedK: array(4, INPUT), gV: array(4, INPUT), gDOut: array(4, INPUT), gDecays: array(3),
+        gInitialState: array(4), gDState: array(4), gDInitialState: array(4), gStates: array(4, INPUT), gCuSeqlens: ENDS,
+        length: INT, blocks: INT, heads: INT,
     ):  # fmt: skip
-        """Each head is `blocks` blocks of columns wide. gKeys: k~, or in reverse q~. gValues: V, or in reverse dO. gFirstState,
-        gLastState: what the scan begins and ends with, transposed. gStates: S^T at state_row, dS^T below it."""
+        """Each head is `blocks` blocks of columns wide, in each direction. gDecayedQ, gDecayedK: q~ and k~. gInitialState,
+        gDState, gDInitialState: transposed. gStates: S^T at state_row, dS^T below it."""
         k, v, decay = smem.open()
-        block, _, head, sequence = block_coord(cuda.blockIdx.x, blocks, 1, heads)
+        block, reverse, head, sequence = block_coord(cuda.blockIdx.x, blocks, 2, heads)
         col = int32(COLUMNS * block)
         column = int32(col + ROWS * warp_index())  # the first one of this warp
-        seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, 0, 1)
-        n, values = seq.num_chunks(), truncate(gValues, 1, seq.end)
+        seq = seq_layout.sequence_tokens(gCuSeqlens, sequence, length)
+        n, row, at = seq.num_chunks(), state_row(column), (sequence, head, column, 0)
         first_chunk = seq_layout.chunk_index(seq.start, sequence, length)
+        if reverse:
+            keys_of_chunks, values, row = gDecayedQ, truncate(gDOut, 1, seq.end), int32(row + PANEL)
+            s_t = load(gDState, STATE, at, aligned=False)
+        else:
+            keys_of_chunks, values = gDecayedK, truncate(gV, 1, seq.end)
+            s_t = load(gInitialState, STATE, at, aligned=False)
         for j in range(STAGES - 1):
-            fill(k, v, decay, gKeys, values, gDecays, j, n, seq, first_chunk, head, col)
-        s_t = load(gFirstState, STATE, (sequence, head, column, 0), aligned=False)
+            fill(k, v, decay, keys_of_chunks, values, gDecays, j, n, seq, first_chunk, head, col, reverse)
         for j in range(n):
-            chunk = int32(first_chunk + seq.chunk_number(j))
-            store(gStates, INPUT(s_t), (chunk, head, int32(state_row(column) + PANEL_ROWS), 0), aligned=True)
+            chunk = int32(first_chunk + chunk_number(j, n, reverse))
+            store(gStates, INPUT(s_t), (chunk, head, row, 0), aligned=True)
             decays, keys, chunk_values = decay.wait(j, 3 * (STAGES - 2)), k.wait(j), v.wait(j)
             later = int32(j + STAGES - 1)
-            fill(k, v, decay, gKeys, values, gDecays, later, n, seq, first_chunk, head, col)
+            fill(k, v, decay, keys_of_chunks, values, gDecays, later, n, seq, first_chunk, head, col, reverse)
             s_t = s_t * load(decays, STATE.row_vec)
             s_t = mma_AB(s_t, warpgroup.load_transposed(chunk_values, TRANSPOSED, fenced=False), keys)
-        store(gLastState, s_t, (sequence, head, column, 0), aligned=False)
+        if reverse:
+            store(gDInitialState, s_t, at, aligned=False)
 
     return scan, smem

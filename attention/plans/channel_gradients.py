@@ -1,5 +1,5 @@
 """The plan of linear attention's gradients by chunks where each channel of the keys has a decay
-(parts/recurrent/channel_chunks.py): queries and keys decayed to the ends of their chunks, a scan of the states and one of their
+(parts/recurrent/channel_chunks.py): queries and keys decayed to the ends of their chunks, scans of the states and of their
 gradients, and all gradients of each chunk."""
 
 from typing import Any
@@ -46,28 +46,21 @@ def plan_channel_gradients(problem: Problem, arrays: Arrays, scale: float, scrat
     known |= {"gDecayedQ": decayed_q, "gDecayedK": decayed_k, "gDecays": scratch(chunks, heads, padded)}
     known |= {"gDQ": outputs["dq"], "gDK": outputs["dk"], "gDV": arrays["dv"], "gDGates": arrays["ddecay"]}
     ends = {name: x and x.permuted(SWAP_STATE_AXES) for name in STATES for x in [arrays[name]]}
-    forward = {"gKeys": decayed_k, "gValues": arrays["v"], "gFirstState": ends["initial_state"], "gLastState": None}
-    reverse = {"gKeys": decayed_q, "gValues": arrays["dout"]}
-    reverse |= {"gFirstState": ends["dstate"], "gLastState": ends["dinitial_state"]}
+    known |= {"gInitialState": ends["initial_state"], "gDState": ends["dstate"], "gDInitialState": ends["dinitial_state"]}
     parts = -(-chunks // sequences)  # of a head of a sequence: thread blocks with a chunk each, if all have as many
 
-    def launch(module: Any, config: Any, grid: int, names: str, arrays: Arrays, **numbers: float) -> Step:
+    def launch(module: Any, config: Any, grid: int, names: str, **numbers: float) -> Step:
         return kernel_for(module, config, problem.device).bind(
             sequences * heads * grid,
             length=length,
             heads=heads,
             **numbers,
-            **arrays,
             **{name: known[name] for name in (*names.split(), "gCuSeqlens")},
         )
 
     def of_chunks(module: Any, names: str, *fields: Any, **numbers: float) -> Step:
         config, group = intern_value(module.Config, *form, *fields), heads // key_heads
-        return launch(module, config, parts, names, {}, parts=parts, group=group, scale=scale, **numbers)
-
-    def scan(arrays: Arrays, is_reverse: bool) -> Step:
-        config = intern_value(channel_states_ampere.Config, *form, is_reverse)
-        return launch(channel_states_ampere, config, width, "gDecays gStates", arrays, blocks=width)
+        return launch(module, config, parts, names, parts=parts, group=group, scale=scale, **numbers)
 
     fields = (
         pad_key_dim(value_dim, VALUE_DIMS),
@@ -77,10 +70,11 @@ def plan_channel_gradients(problem: Problem, arrays: Arrays, scale: float, scrat
         channel_gradients_ampere.stages_for(machine(problem.device).shared_bytes),
     )
     gradients = "gQ gK gV gDOut gGates gStates gDQ gDK gDV gDGates"
+    scans = "gDecayedQ gDecayedK gV gDOut gDecays gInitialState gDState gDInitialState gStates"
+    of_scans = intern_value(channel_states_ampere.Config, *form)
     steps = [
         of_chunks(channel_decayed_keys_ampere, "gQ gK gGates gDecayedQ gDecayedK gDecays"),
-        scan(forward, False),
-        scan(reverse, True),
+        launch(channel_states_ampere, of_scans, 2 * width, scans, blocks=width),
         of_chunks(channel_gradients_ampere, gradients, *fields, panels=width * COLUMNS // PANEL),
     ]
     if sums_heads:
