@@ -5,9 +5,9 @@ equations).
 A block has some chunks of a head. Its eight warps are two warpgroups of 16 tokens a warp, each with half of the channels of the
 keys. First come the pairs of tokens, level by level: at the first two, other warps' tokens come through shared memory; at the
 others a warp has both halves of each group itself. These four levels are one product if numbers hold the decay from the first
-to the middle and from there to the last of its tokens (meet_anchored). Then they go over the columns of values in panels of 32, whose states
-cp.async brings while the panel before is multiplied; of a panel's dV each warpgroup makes half. A is the sum of two tiles, one
-of each warpgroup's channels, which dO is multiplied by one after the other."""
+to the middle and from there to the last of its tokens (meet_anchored). Then they go over the columns of values in panels of 32,
+whose states cp.async brings while the panel before is multiplied; of a panel's dV each warpgroup makes half. A is the sum of
+two tiles, one of each warpgroup's channels, which dO is multiplied by one after the other."""
 
 import functools
 from collections.abc import Iterator
@@ -29,9 +29,9 @@ from ops import (
     load,
     load_row,
     load_row_of_group,
+    minimum,
     mma_AB,
     mma_ABt,
-    minimum,
     mma_AtB,
     not_equal,
     row_index,
