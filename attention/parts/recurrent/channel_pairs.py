@@ -1,0 +1,215 @@
+"""What pairs of tokens of a chunk add to gradients where each channel of the keys has a decay, level by level
+(channel_chunks.py has the equations). A block's eight warps are two warpgroups of 16 tokens a warp, each with half of the
+channels of the keys. At the first two levels other warps' tokens come through shared memory; at the others a warp has both
+halves of each group itself. These four levels are one product if numbers hold the decay from the first to the middle and from
+there to the last of a warp's tokens (meet_anchored)."""
+
+from typing import Any, NamedTuple
+
+from numpy import float32, int32
+
+from ops import (
+    abs,
+    col_index,
+    equal,
+    exp2,
+    less,
+    load,
+    load_row,
+    load_row_of_group,
+    minimum,
+    mma_AB,
+    mma_ABt,
+    not_equal,
+    row_index,
+    row_sum,
+    store,
+    subtile,
+    swap_layout,
+    tile_min,
+    warpgroup,
+    where,
+    zeros,
+)
+from ops import block as thread_block
+from tiles import bf16, dtype, fp16, fp32, inlined, rt, static
+from tiles.layout import WARPGROUP
+
+from .channel_chunks import FENCED, ROWS, ChunkChannels
+from .tokens import CHUNK
+
+FAR = CHUNK // 2  # tokens that a warp meets at the first level
+SQUARE, PAIRS = rt(ROWS, ROWS, fp32), rt(ROWS, FAR, fp32)  # scores of a warp's tokens with so many others
+ROW, COL = SQUARE.col_vec, SQUARE.row_vec
+LEAST_DECAY = {bf16: -64.0, fp16: 0.0}  # log2 of the least decay by half of a warp's tokens that X holds in both directions
+
+
+class PairTiles(NamedTuple):
+    """Shared tiles of a chunk: queries, keys, the sums of gates, X, W, and A as two tiles, of a half of the channels each."""
+
+    q: Any
+    k: Any
+    b: Any
+    x: Any
+    w: Any
+    a: Any
+
+
+class PairGradients(NamedTuple):
+    """A warp's part of dQ and dK, and r = q dq - k dk, to which pairs are added."""
+
+    dq: Any
+    dk: Any
+    r: Any
+
+
+@static
+class ChannelPairs:
+    """The pairs of a chunk's tokens. dtype: of queries and keys. with_gates: is r computed?"""
+
+    channels: ChunkChannels
+    dtype: dtype
+    with_gates: bool
+
+    @property
+    def least_decay(self):
+        """log2 of the decay by half of a warp's tokens below which its pairs go level by level."""
+        return LEAST_DECAY[self.dtype]
+
+    @property
+    def operand(self):
+        """The type of a warp's part of queries, keys or X."""
+        return rt(ROWS, self.channels.half, self.dtype)
+
+    @inlined
+    def score_tokens(self, w, values, douts, scale):
+        """Write W, of which a warp has 16 rows and a warpgroup half of the columns."""
+        half, rank = warpgroup.id(), warpgroup.rank()
+        p = mma_ABt(zeros(PAIRS), subtile(douts, ROWS, rank), subtile(values, FAR, half))
+        p_t = mma_ABt(zeros(PAIRS), subtile(values, ROWS, rank), subtile(douts, FAR, half))
+        row, col = warpgroup.row_index(PAIRS.col_vec), col_index(PAIRS.row_vec) + float32(FAR * half)
+        store(subtile(w, ROWS, rank, FAR, half), self.dtype(where(less(row, col), p_t, p) * scale))
+
+    @inlined
+    def load_rows(self, tile):
+        """A warp's part of the queries or keys."""
+        return fp32(load(self.channels.part(tile), self.operand, fenced=False))
+
+    @inlined
+    def load_sums(self, tile):
+        """A warp's part of the sums of gates."""
+        return load(self.channels.part(tile), self.channels.rows, fenced=False)
+
+    @inlined
+    def load_sum(self, tile, row):
+        """The sums of gates up to one of a warp's tokens."""
+        return load_row(self.channels.part(tile), self.channels.rows.row_vec, row, fenced=False)
+
+    @inlined
+    def decayed(self, tiles, e, is_later):
+        """X, a warp's tokens at a level. is_later: are they in the later halves of their groups?"""
+        return self.dtype(where(is_later, self.load_rows(tiles.q), self.load_rows(tiles.k)) * e)
+
+    @inlined
+    def add_level(self, gradients, wx, e, x, is_later):
+        """The PairGradients with a level's W X."""
+        dq, dk, r = gradients
+        decayed_wx = wx * e
+        dq = dq + where(is_later, decayed_wx, 0.0)
+        dk = dk + where(is_later, 0.0, decayed_wx)
+        if self.with_gates:
+            products = wx * fp32(x)
+            r = r + where(is_later, products, 0.0 - products)
+        return PairGradients(dq, dk, r)
+
+    @inlined
+    def meet_others(self, scores_type, gradients, tiles, anchor, is_later, others, scale):
+        """The PairGradients with a level at which a warp's tokens meet those of other warps: block number `others` of so many
+        tokens as scores_type has columns. Writes A."""
+        half, rank = warpgroup.id(), warpgroup.rank()
+        e = exp2(0.0 - abs(self.load_sums(tiles.b) - anchor))
+        mine = self.decayed(tiles, e, is_later)
+        store(self.channels.part(tiles.x), mine)
+        thread_block.sync(FENCED)
+        their_x = subtile(tiles.x, scores_type.cols, others, self.channels.half, half)
+        scores = mma_ABt(zeros(scores_type), mine, their_x) * scale
+        scored = subtile(tiles.a, ROWS, int32(WARPGROUP * half + rank), scores_type.cols, others)
+        store(scored, self.dtype(where(is_later, scores, 0.0)))
+        wx = mma_AB(zeros(self.channels.rows), subtile(tiles.w, ROWS, rank, scores_type.cols, others), their_x)
+        return self.add_level(gradients, wx, e, mine, is_later)
+
+    @inlined
+    def meet_anchored(self, gradients, tiles, scores):
+        """(the PairGradients, A) with all pairs within a warp's tokens at once. Queries and keys are decayed from and to the
+        first token of the later half, so that factors may be above 1: e for a query and 1 / e for a key. A holds numbers that
+        mean nothing where the key comes later."""
+        (dq, dk, r), middle = gradients, self.load_sum(tiles.b, ROWS // 2)
+        e = exp2(self.load_sums(tiles.b) - middle)
+        x_q = self.dtype(self.load_rows(tiles.q) * e)
+        earlier = where(less(col_index(COL), row_index(ROW)), scores, 0.0)
+        x_k = self.dtype(self.load_rows(tiles.k) / e)
+        near = mma_ABt(zeros(SQUARE), x_q, x_k)
+        wx = mma_AB(zeros(self.channels.rows), self.dtype(earlier), swap_layout(x_k))
+        dq = dq + wx * e
+        if self.with_gates:
+            r = r + wx * fp32(x_q)
+        later = where(less(row_index(ROW), col_index(COL)), scores, 0.0)
+        wx = mma_AB(zeros(self.channels.rows), self.dtype(later), swap_layout(x_q))
+        dk = dk + wx / e
+        if self.with_gates:
+            r = r - wx * fp32(x_k)
+        return PairGradients(dq, dk, r), near
+
+    @inlined
+    def is_gentle(self, sums):
+        """Do numbers hold the decay by each half of a warp's tokens, in all channels?"""
+        middle = self.load_sum(sums, ROWS // 2)
+        least = tile_min(minimum(middle - self.load_sum(sums, 0), self.load_sum(sums, ROWS - 1) - middle))
+        return least >= self.least_decay
+
+    @inlined
+    def meet_within_warp(self, gradients, tiles, is_gentle, scale):
+        """The PairGradients with all pairs within a warp's tokens, and those of a token with itself. Writes A. is_gentle: the
+        method's result."""
+        half, rank = warpgroup.id(), warpgroup.rank()
+        scores = fp32(load(subtile(tiles.w, ROWS, rank, ROWS, rank), rt(ROWS, ROWS, self.dtype), fenced=False))
+        row, col, size, inverse, near = row_index(ROW), col_index(COL), int32(ROWS), float32(1 / ROWS), zeros(SQUARE)
+        if is_gentle:
+            gradients, near = self.meet_anchored(gradients, tiles, scores)
+            size = int32(1)
+        while size > 1:
+            row_group, col_group = row * inverse // 1, col * inverse // 1
+            row_half, col_half = row * (2.0 * inverse) // 1, col * (2.0 * inverse) // 1
+            is_later, is_pair = row_half - row_group * 2.0, equal(row_group, col_group) & not_equal(row_half, col_half)
+            anchors = load_row_of_group(self.channels.part(tiles.b), self.channels.rows, size, size >> 1, fenced=False)
+            e = exp2(0.0 - abs(self.load_sums(tiles.b) - anchors))
+            mine = self.decayed(tiles, e, is_later)
+            near = where(is_pair, mma_ABt(zeros(SQUARE), mine, mine), near)
+            wx = mma_AB(zeros(self.channels.rows), self.dtype(where(is_pair, scores, 0.0)), swap_layout(mine))
+            gradients = self.add_level(gradients, wx, e, mine, is_later)
+            size, inverse = size >> 1, inverse * 2.0
+        query, key = self.load_rows(tiles.q), self.load_rows(tiles.k)
+        diagonal = row_sum(where(equal(row, col), scores, 0.0))
+        near = where(equal(row, col), row_sum(query * key), where(less(row, col), 0.0, near))
+        store(subtile(tiles.a, ROWS, int32(WARPGROUP * half + rank), ROWS, rank), self.dtype(near * scale))
+        return PairGradients(gradients.dq + key * diagonal, gradients.dk + query * diagonal, gradients.r)
+
+    @inlined
+    def store_for_all(self, carried, of_all):
+        """Store what a warp adds to the gradients of all gates of the chunk, for each channel."""
+        warp = int32(WARPGROUP * warpgroup.id() + warpgroup.rank())
+        store(subtile(carried, self.channels.half, warp), of_all)
+
+    @inlined
+    def meet(self, gradients, tiles, scale):
+        """The PairGradients with all pairs of a warp's tokens. Writes X and A, which others read until the block meets."""
+        rank, out, is_gentle = warpgroup.rank(), self.channels.rows, self.is_gentle(tiles.b)
+        late = rank // 2  # the first level: 32 tokens of two other warps
+        sums = subtile(tiles.b, CHUNK, 0, self.channels.half, warpgroup.id())
+        anchor = load_row(sums, out.row_vec, FAR, fenced=False)
+        gradients = self.meet_others(PAIRS, gradients, tiles, anchor, late, 1 - late, scale)
+        thread_block.sync(FENCED)
+        odd = rank - 2 * late  # the second one: 16 tokens of another warp
+        anchor = load_row(sums, out.row_vec, int32(FAR * late + ROWS), fenced=False)
+        gradients = self.meet_others(SQUARE, gradients, tiles, anchor, odd, int32(rank + 1 - 2 * odd), scale)
+        return self.meet_within_warp(gradients, tiles, is_gentle, scale)
