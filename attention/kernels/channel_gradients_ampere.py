@@ -21,7 +21,6 @@ from ops import (
     exp2,
     finish_sum,
     lane_col_sum,
-    less,
     load,
     mma_AB,
     mma_ABt,
@@ -30,7 +29,6 @@ from ops import (
     subtile,
     truncate,
     warpgroup,
-    where,
     zeros,
 )
 from tiles import bf16, fp32, inlined, pipeline, rt, shared, st, sv
