@@ -14,14 +14,13 @@ from dataclasses import dataclass
 from numba import cuda
 from numpy import int32
 
-from ops import load, mma_AB, store, truncate, warp_index, warpgroup
+from ops import divmod, load, mma_AB, store, truncate, warp_index, warpgroup
 from tiles import fp32, inlined, pipeline, rt, shared, st, sv
 from tiles.launching.arguments import ENDS, INT, array
 from tiles.layout import LANES, WARPGROUP
 from tiles.targets import Target
 
 from ..parts.recurrent.channel_chunks import ROWS, ChannelChunkConfig, chunk_forms
-from ..parts.recurrent.delta_chunks import PANEL, state_row
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 
 STAGES = 2  # chunks in flight
@@ -69,19 +68,20 @@ def make(config: Config):
     def scan(
         gDecayedQ: array(4, INPUT), gDecayedK: array(4, INPUT), gV: array(4, INPUT), gDOut: array(4, INPUT), gDecays: array(3),
         gInitialState: array(4), gDState: array(4), gDInitialState: array(4), gStates: array(4, INPUT), gCuSeqlens: ENDS,
-        length: INT, blocks: INT, heads: INT,
+        length: INT, blocks: INT, heads: INT, panel: INT,
     ):  # fmt: skip
         """Each head is `blocks` blocks of columns wide, in each direction. gDecayedQ, gDecayedK: q~ and k~. gInitialState,
-        gDState, gDInitialState: transposed. gStates: S^T at state_row, dS^T below it."""
+        gDState, gDInitialState: transposed. gStates: by panels of so many columns of values, S^T and below it dS^T."""
         k, v, decay = smem.open()
         block, reverse, head, sequence = block_coord(cuda.blockIdx.x, blocks, 2, heads)
         col = int32(COLUMNS * block)
         column = int32(col + ROWS * warp_index())  # the first one of this warp
         seq = seq_layout.sequence_tokens(gCuSeqlens, sequence, length)
-        n, row, at = seq.num_chunks(), state_row(column), (sequence, head, column, 0)
+        number, _ = divmod(column, panel)
+        n, row, at = seq.num_chunks(), int32(column + number * panel), (sequence, head, column, 0)
         first_chunk = seq_layout.chunk_index(seq.start, sequence, length)
         if reverse:
-            keys_of_chunks, values, row = gDecayedQ, truncate(gDOut, 1, seq.end), int32(row + PANEL)
+            keys_of_chunks, values, row = gDecayedQ, truncate(gDOut, 1, seq.end), int32(row + panel)
             s_t = load(gDState, STATE, at, aligned=False)
         else:
             keys_of_chunks, values = gDecayedK, truncate(gV, 1, seq.end)

@@ -126,9 +126,11 @@ class ChannelPairs:
     def meet_others(self, scores_type, gradients, tiles, anchor, is_later, others, scale):
         """The PairGradients with a level at which a warp's tokens meet those of other warps: block number `others` of so many
         tokens as scores_type has columns. Writes A."""
-        half, rank = warpgroup.id(), warpgroup.rank()
+        (dq, dk, r), half, rank, own = gradients, warpgroup.id(), warpgroup.rank(), tiles.k
+        if is_later:
+            own = tiles.q
         e = exp2(0.0 - abs(self.load_sums(tiles.b) - anchor))
-        mine = self.decayed(tiles, e, is_later)
+        mine = self.dtype(self.load_rows(own) * e)
         store(self.channels.part(tiles.x), mine)
         thread_block.sync(FENCED)
         their_x = subtile(tiles.x, scores_type.cols, others, self.channels.half, half)
@@ -136,7 +138,13 @@ class ChannelPairs:
         scored = subtile(tiles.a, ROWS, int32(WARPGROUP * half + rank), scores_type.cols, others)
         store(scored, self.dtype(where(is_later, scores, 0.0)))
         wx = mma_AB(zeros(self.channels.rows), subtile(tiles.w, ROWS, rank, scores_type.cols, others), their_x)
-        return self.add_level(gradients, wx, e, mine, is_later)
+        if is_later:
+            dq = dq + wx * e
+        else:
+            dk = dk + wx * e
+        if self.with_gates:
+            r = r + wx * fp32(mine) * float32(2 * is_later - 1)
+        return PairGradients(dq, dk, r)
 
     @inlined
     def meet_anchored(self, gradients, tiles, scores):
