@@ -39,7 +39,7 @@ def make(config: Config):
     OPERAND = rt(ROWS, HALF, INPUT)
     smem = shared(b=channels.sums)
 
-    @cuda.jit(launch_bounds=(config.threads, 2), fastmath=True)
+    @cuda.jit(launch_bounds=(config.threads, 3), fastmath=True)
     def decay_keys(
         gQ: array(4, INPUT), gK: array(4, INPUT), gGates: array(4), gDecayedQ: array(4, INPUT), gDecayedK: array(4, INPUT),
         gDecays: array(3), gCuSeqlens: ENDS, length: INT, parts: INT, heads: INT, group: INT, scale: FLOAT,
@@ -58,11 +58,12 @@ def make(config: Config):
             gates = channels.load_gates(gGates, seq, token, head)
             at = seq.batch, int32(token + ROWS * rank), key_head, col
             query = load(truncate(gQ, 1, seq.end), OPERAND, at, 1, 3)
-            key = load(truncate(gK, 1, seq.end), OPERAND, at, 1, 3)
             channels.cumsum_gates(b, gates)
-            sums, last = load(channels.part(b), channels.rows, fenced=False), channels.load_last(b)
+            key = load(truncate(gK, 1, seq.end), OPERAND, at, 1, 3)
             to = chunk, head, int32(ROWS * rank), col
+            sums = load(channels.part(b), channels.rows, fenced=False)
             store(gDecayedQ, INPUT(fp32(query) * (exp2(sums) * scale)), to, aligned=True)
+            last = channels.load_last(b)
             store(gDecayedK, INPUT(fp32(key) * exp2(last - sums)), to, aligned=True)
             if rank == 0:
                 store(gDecays, exp2(last), (chunk, head, col))

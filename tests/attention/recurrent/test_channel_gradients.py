@@ -1,5 +1,5 @@
-"""attention.linear_backward with decays of channels against the reference's gradients: by chunks, and token by token. Packed
-sequences and accumulation: test_linear_gradients.py."""
+"""attention.linear_backward with decays of channels against the reference's gradients: by chunks, with Hopper's last kernel or
+mma.sync's, and token by token. Packed sequences and accumulation: test_linear_gradients.py."""
 
 from types import SimpleNamespace
 
@@ -32,9 +32,17 @@ def test_lengths(place, kernels, length):
     check(place, case(length, "channel", heads=2, key_heads=1, key_dim=80, value_dim=48))
 
 
-@pytest.mark.parametrize("length", [64, 130])
-def test_chunks(place, length):
-    check(place, one_head(length))
+every_family = pytest.mark.parametrize("family", ["sm_90", "sm_80"])
+
+
+@pytest.mark.parametrize(("length", "family"), [(64, "sm_80"), (130, "sm_90"), (130, "sm_80")])
+def test_chunks(place, length, family):
+    check(place, one_head(length), family=family)
+
+
+def test_several_chunks_of_a_block(place):
+    """Hopper's last kernel loads the tiles of a block's next chunk, which may be one of another sequence or head."""
+    check(place, case(150, "channel", batch=2, heads=2, key_heads=1, key_dim=16, value_dim=48), family="sm_90")
 
 
 def test_no_tokens(place):
@@ -43,10 +51,13 @@ def test_no_tokens(place):
     np.testing.assert_array_equal(run(place, args)["dinitial_state"], args["dstate"])
 
 
-@pytest.mark.parametrize(("length", "key_dim", "value_dim"), [(66, 128, 80), (20, 16, 208), (3, 144, 16)])
-def test_sizes(place, length, key_dim, value_dim):
+SIZES = [(66, 128, 80, "sm_90"), (66, 128, 80, "sm_80"), (20, 16, 208, None), (3, 144, 16, None)]
+
+
+@pytest.mark.parametrize(("length", "key_dim", "value_dim", "family"), SIZES)
+def test_sizes(place, length, key_dim, value_dim, family):
     """Blocks of columns that are not full, and channels that only the token loop holds."""
-    check(place, one_head(length, key_dim=key_dim, value_dim=value_dim))
+    check(place, one_head(length, key_dim=key_dim, value_dim=value_dim), family=family)
 
 
 def test_value_heads_that_share_keys(place):
@@ -63,8 +74,9 @@ def test_any_scale(place, scale):
     check(place, one_head(20), scale=scale)
 
 
-def test_float16(place):
-    check(place, one_head(70, dtype=np.float16))
+@every_family
+def test_float16(place, family):
+    check(place, one_head(70, dtype=np.float16), family=family)
 
 
 @pytest.mark.parametrize("more", [4, 2, 1])
@@ -78,7 +90,7 @@ def test_any_alignment(more):
         return wide[..., : x.shape[-1]]
 
     got = run(OnInterpreter(), args | {name: widened(args[name]) for name in ("q", "k", "v", "decay", "dout")})
-    for name, x in run(OnInterpreter(), args).items():
+    for name, x in run(OnInterpreter(), args, family="sm_80").items():
         np.testing.assert_array_equal(got[name], x)
 
 
@@ -86,13 +98,14 @@ def test_any_alignment(more):
 def test_little_shared_memory(place, monkeypatch, nothing_known, shared_bytes, value_dim):
     """Panels of states are not loaded ahead there, or there is no room for a chunk's values, and tokens go one by one."""
     monkeypatch.setattr(channel_gradients, "machine", lambda _: SimpleNamespace(shared_bytes=shared_bytes))
-    check(place, one_head(20, value_dim=value_dim))
+    check(place, one_head(20, value_dim=value_dim), family="sm_80")
 
 
-def test_as_compiled(as_compiled):
+@pytest.mark.parametrize(("arch", "family"), [("sm_80", "sm_80"), ("sm_90a", "sm_90")])
+def test_as_compiled(as_compiled, arch, family):
     """The PTX of the kernels, for two chunks of which one is shorter."""
-    as_compiled("sm_80")
-    check(OnInterpreter(), one_head(66))
+    as_compiled(arch)
+    check(OnInterpreter(), one_head(66), family=family)
 
 
 def test_token_loop_as_compiled(as_compiled, monkeypatch, nothing_known):
@@ -101,11 +114,12 @@ def test_token_loop_as_compiled(as_compiled, monkeypatch, nothing_known):
     check(OnInterpreter(), one_head(3))
 
 
-def test_gates_without_gradients():
+@every_family
+def test_gates_without_gradients(family):
     """The other gradients are the same to the last bit."""
     args = one_head(20)
-    without = attention.linear_backward(**args, ddecay=False)
-    dq, dk, dv, _, first = attention.linear_backward(**args)
+    without = attention.linear_backward(**args, ddecay=False, family=family)
+    dq, dk, dv, _, first = attention.linear_backward(**args, family=family)
     for x, y in zip(without, (dq, dk, dv, first), strict=True):
         np.testing.assert_array_equal(x, y)
 
