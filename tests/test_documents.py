@@ -26,7 +26,7 @@ PAGES = sorted(page.relative_to(ROOT).as_posix() for page in [*ROOT.glob("docs/*
 PAGES.remove(GALLERY)
 WITH_KERNELS = [page for page in PAGES if all(word in (ROOT / page).read_text() for word in ("@cuda.jit", "tiles.launch("))]
 NOTES = ["bench/NOTES.md", *sorted(f"bench/notes/{page.name}" for page in ROOT.glob("bench/notes/*.md"))]
-DOCUMENTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", GALLERY, *PAGES, *NOTES]
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "examples/README.md", GALLERY, *PAGES, *NOTES]
 EXAMPLE = ROOT / "examples" / "gemm.py"
 
 

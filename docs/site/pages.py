@@ -17,7 +17,7 @@ from pygments.util import ClassNotFound
 
 ROOT = Path(__file__).parents[2]
 # Markdown outside of docs/ that is a page; all else that is linked to is shown as text
-OTHERS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "bench/NOTES.md"]
+OTHERS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "examples/README.md", "bench/NOTES.md"]
 OTHERS += sorted(f"bench/notes/{page.name}" for page in ROOT.glob("bench/notes/*.md"))
 COMPAT = "flash_attn flash_attn_interface bert_padding sdpa flex flashinfer fla huggingface".split()
 HEADINGS = {"fuse.language.functions": "What definitions are written with"}
