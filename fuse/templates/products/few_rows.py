@@ -212,7 +212,9 @@ class FewRows(Product):
         """What it does, in words."""
         s = self.schedule
         assert s
-        phrases = [f"a product of few rows: its weights stream through {s.stages} stages of {s.depth} x {s.columns}"]
+        count = len(self.products) + len(self.adjacent)
+        what = "a product of few rows: its" if count == 1 else f"{count} products of few rows: their"
+        phrases = [f"{what} weights stream through {s.stages} stage{'s' * (s.stages > 1)} of {s.depth} x {s.columns}"]
         phrases += [f"adds {self.extension.left} @ its weights by further steps along k"] if self.extension else []
         phrases += [f"clusters of {s.blocks} blocks split k"] * (s.blocks > 1)
         phrases += ["fp8 is converted to 16 bits in registers"] * self.widens
