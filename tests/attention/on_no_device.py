@@ -104,7 +104,8 @@ def noting_driver(monkeypatch):
     launching._kernel_for.cache_clear()
 
     def encode(said, pointer, place):
-        tensor_maps.check_address(pointer)
+        if pointer % 16:
+            tensor_maps.refuse_address(pointer)
         ctypes.c_int64.from_address(place).value, ctypes.c_uint64.from_address(place + 8).value = hash(said), pointer
 
     monkeypatch.setattr(tensor_maps, "encode", encode)

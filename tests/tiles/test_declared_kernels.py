@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from host_driver import frames_of, on_device, takes
+from host_driver import on_device, takes
 from kernels import scale
 from numba import cuda
 
@@ -73,7 +73,8 @@ def test_what_is_not_given_is_absent(gpu, encoded):
     bound = declared_kernel().bind(1, n=7, s=1.0)
     bound.run(0, ())
     assert not encoded
-    pointers = (ctypes.c_uint64 * 19).from_address(frames_of(bound)[0].pointers)
+    (frame,) = bound.frames.idle
+    pointers = (ctypes.c_uint64 * 19).from_address(frame.pointers)
     assert [ctypes.c_uint64.from_address(place).value for place in pointers][1:] == [0] * 16 + [7, 0x3F800000]
 
 
@@ -143,7 +144,7 @@ def test_a_launch_on_a_card_is_counted_here(gpu):
 def test_other_elements_are_other_code(gpu, monkeypatch):
     """Decays in bf16, int64 ends: compiled for them, each once."""
     compiled = []
-    monkeypatch.setattr(loaded_code, "machine_code", lambda _, types, target: compiled.append(types) or Compiled(b"", "k", ""))
+    monkeypatch.setattr(loaded_code, "machine_code", lambda _, types, *of: compiled.append(types) or Compiled(b"", "k", ""))
     kernel, wide = declared_kernel(), given(gEnds=operand("ends", (4,), "int64"))
     for arguments in (given(), wide, given(gX=operand("x", (9, 9), "bfloat16")), given(gX=None), wide, given(n=8)):
         kernel.bind(1, **arguments)

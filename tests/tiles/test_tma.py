@@ -111,7 +111,7 @@ REFUSED = {
     "extent": (lambda: of(2, 0, 1, form=LONG), ValueError, "4294967296"),
     "far": (lambda: of(2, 0, 1, form=FAR), ValueError, r"below 2\*\*40.*1099511627776"),
     "form": (lambda: of(2, 0, 1, form=LATE), ValueError, "multiple of 16 bytes, and is 8 past one"),
-    "address": (lambda: tensor_maps.check_address(4104), ValueError, "multiple of 16 bytes, got 0x1008"),
+    "address": (lambda: tensor_maps.refuse_address(4104), ValueError, "multiple of 16 bytes, got 0x1008"),
 }
 
 

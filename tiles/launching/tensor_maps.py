@@ -108,10 +108,9 @@ def form(how: TmaBox, said: Encoding, device: int | None) -> Form:
     return Form(tuple([shape[axis] for axis in order]), tuple([strides[axis] for axis in order]), how.named, device, size)
 
 
-def check_address(pointer: int):
-    """ValueError if TMA cannot begin at this address."""
-    if pointer % ALIGNMENT:
-        raise ValueError(f"the address must be a multiple of {ALIGNMENT} bytes, got {pointer:#x}")
+def refuse_address(pointer: int):
+    """ValueError: TMA cannot begin at this address."""
+    raise ValueError(f"the address must be a multiple of {ALIGNMENT} bytes, got {pointer:#x}")
 
 
 @functools.cache
@@ -146,7 +145,8 @@ def _encode_tiled() -> Callable[..., int]:
 
 def encode(said: Encoding, pointer: int, place: int) -> None:
     """Write the map of the array at address `pointer` to `place`, a multiple of MAP_ALIGNMENT. Some context must be current."""
-    check_address(pointer)
+    if pointer % ALIGNMENT:
+        refuse_address(pointer)
     before, after = _words(said.dtype, said.box, said.swizzle, said.promotion)
     extents, strides = said.extents, said.strides or (ALIGNMENT,)  # of one axis: the driver wants strides, and reads none
     packed = _PACK[len(extents)](*extents), _PACK[len(strides)](*strides)
@@ -157,7 +157,8 @@ def encode(said: Encoding, pointer: int, place: int) -> None:
 
 def move(tensor_map, pointer: int):
     """Let a driver's CUtensorMap speak of an array of the same form at another address. Some context must be current."""
-    check_address(pointer)
+    if pointer % ALIGNMENT:
+        refuse_address(pointer)
     (status,) = driver.cuTensorMapReplaceAddress(tensor_map, pointer)
     if status:
         check((status,))
