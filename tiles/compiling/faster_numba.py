@@ -1,14 +1,17 @@
 """Numba's compiler with less to do: what it does again and again is done once, and what nobody asks for is left out. While
 tiles/compiling/compiler.py compiles, these stand in Numba's place; the code that comes out is the same.
 
-Of Numba's part of an attention kernel, two seconds, they save about a quarter.
+Of Numba's part of an attention kernel, two seconds, they save about two fifths (bench/notes/host.md).
 """
 
 import contextlib
+import importlib.util
+import inspect
 import weakref
 
 from numba.core.types.functions import BaseFunction
-from numba.cuda import lowering, target, types
+from numba.cuda import compiler as cuda_compiler
+from numba.cuda import lowering, target, types, utils
 from numba.cuda.core import (
     base,
     compiler,
@@ -24,6 +27,8 @@ from numba.cuda.core import (
 )
 from numba.cuda.debuginfo import CUDADIBuilder
 from numba.cuda.misc import firstlinefinder
+from numba.cuda.np import linalg
+from numba.cuda.typing import context
 
 from .type_inference import Inferer
 
@@ -137,6 +142,9 @@ class _Context:
             error.add_context(form.format(*args, **names))
 
 
+_NO_CONTEXT = contextlib.nullcontext()
+
+
 class _Inferer(Inferer):
     """The search for types; once all are known, nothing of it stays."""
 
@@ -172,6 +180,110 @@ def _rewrite_typed(self, state):
     return False
 
 
+def _run_pass(self, _, step, state):
+    """One pass over a function, of two dozen: without clocks, events and prints, and without the search for what Numba's own
+    passes must not leave behind, for which each looked through all statements."""
+    step.analysis = self._analysis
+    with _Context("Pass {0}", step.name()):
+        changed = [step.run_initialization(state), step.run_pass(state), step.run_finalizer(state)]
+    if any(changed) and compiler_machinery._pass_registry.get(type(step)).mutates_CFG:
+        _Processed(state.func_ir).run()
+
+
+_pipelines: dict[tuple, list] = {}  # what a function's passes depend on: the passes
+_define = cuda_compiler.CUDACompiler.define_pipelines
+
+
+def _passes(self):
+    """The passes that a function goes through. Numba looks up anew, for each, what they need of each other."""
+    flags = self.state.flags
+    key = self.state.func_ir is None, flags.no_rewrites, flags.enable_ssa
+    if key not in _pipelines:
+        _pipelines[key] = _define(self)
+    return _pipelines[key]
+
+
+_seen: dict[int, list[int]] = {}  # of a context's registries: how much each held when they were last read
+_reading: list[int] = []  # the contexts whose registries are being read
+
+
+def _refreshed(refresh):
+    """A context's look for what registries hold that it has not seen. Numba looks before each function, whenever there is
+    nothing for some types yet, and for each attribute of NumPy's that it reads there; here it looks if they hold more than
+    before, and not again inside such a look."""
+
+    def held(of):
+        both = *of._registries, *getattr(getattr(of, "typing_context", None), "_registries", ())
+        return [len(kept) for registry in both for kept in vars(registry).values()]
+
+    def refreshed(self):
+        key = id(self._registries)  # which a context shares with its copies
+        if key in _seen and (_reading or _seen[key] == held(self)):
+            return
+        _reading.append(key)
+        try:
+            refresh(self)
+        finally:
+            _reading.pop()
+        _seen[key] = held(self)
+
+    return refreshed
+
+
+_signatures: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # function: its signature
+
+
+def _signature(function):
+    """A Python function's. Numba asks that of the same ones again and again, for each call of theirs."""
+    try:
+        return _signatures[function]
+    except KeyError:
+        found = _signatures[function] = inspect.signature(function)
+        return found
+    except TypeError:  # what cannot be looked up
+        return inspect.signature(function)
+
+
+_ONE, _INSIDE, _ITEMS, _VALUES = range(1, 5)
+_KINDS = ((_ONE, ir.var_types), (_INSIDE, ir.inst_types), (_ITEMS, (list, tuple)), (_VALUES, dict))
+_kinds: dict[type, int] = {}  # a class of what statements hold: how variables are found in it; 0: there are none
+
+
+def _variables(self, x):
+    """The variables in what a statement holds. Numba asks each part of each statement whether it is one of nine classes."""
+    if (kind := _kinds.get(type(x))) is None:
+        kind = _kinds[type(x)] = next((number for number, classes in _KINDS if issubclass(type(x), classes)), 0)
+    if not kind:
+        return []
+    if kind == _ONE:
+        return [x]
+    if kind == _INSIDE:
+        return x.list_vars()
+    found = []
+    for part in x if kind == _ITEMS else x.values():
+        if _kinds.get(type(part)) != 0:
+            found += _variables(self, part)
+    return found
+
+
+_hash_of_key = types.Type.__hash__
+
+
+def _hash(self):
+    """A type's hash, which is that of all it is made of. It is looked up some ten times for each variable."""
+    try:
+        return self._hash
+    except AttributeError:
+        self._hash = _hash_of_key(self)
+        return self._hash
+
+
+def _find_blas():
+    """ImportError: there is no BLAS. Numba imports scipy.linalg to see that, for np.dot on the host: a sixth of a second."""
+    if importlib.util.find_spec("scipy") is None:
+        raise ImportError("scipy")
+
+
 _compile = compiler.CompilerBase._compile_core
 
 
@@ -199,5 +311,14 @@ INSTEAD = [  # (owner, name, what stands there)
     (untyped_passes.InlineClosureLikes, "run_pass", _inline_closures),
     (typed_passes.NopythonRewrites, "run_pass", _rewrite_typed),
     (compiler.CompilerBase, "_compile_core", _compiled),
+    (compiler_machinery.PassManager, "_runPass", _run_pass),
+    (cuda_compiler.CUDACompiler, "define_pipelines", _passes),
+    (base.BaseContext, "refresh", _refreshed(base.BaseContext.refresh)),
+    (context.BaseContext, "refresh", _refreshed(context.BaseContext.refresh)),
+    (utils, "pysignature", _signature),
+    (ir.Inst, "_rec_list_vars", _variables),
+    (types.Type, "__hash__", _hash),
+    (errors.WarningsFixer, "catch_warnings", lambda *_, **__: _NO_CONTEXT),  # Numba's own have their places in their words
+    (linalg, "ensure_blas", _find_blas),
     *((module, "new_error_context", _Context) for module in (errors, lowering, typeinfer)),
 ]
