@@ -10,11 +10,10 @@ from torch._C._functorch import TransformType
 from torch.autograd import forward_ad
 
 from tiles.calls.torch_op import DEVICES
-from tiles.launching.arrays import Form, c_ordered
+from tiles.launching.arrays import Form
 from tiles.launching.frameworks import refuse_tangent, with_tangents
 
 from .plans.call_options import pad_aux, requires_grad
-from .plans.forward_programs import FORWARD
 from .plans.gradient import DIFFERENTIABLE, NO_SECOND_DERIVATIVES, OF_AUX, compute_gradients, flatten_arrays, group_arrays
 from .plans.planning import INDICES
 from .public import softmax_backward
@@ -159,15 +158,11 @@ def attend_without_options(q: Any, k: Any, v: Any, options: tuple, return_lse: b
     return PlainAttentionFunction.apply(q, k, v, options, return_lse) if is_plain((q, k, v)) else None
 
 
-def prepare_backward(q: Form, k: Form, v: Form, options: tuple, layout: str) -> None:
-    """Compile the backward kernels for such calls, those without a deterministic order. options: those of `_forward`. If a call
-    sets deterministic, its backward pass compiles other kernels."""
-    causal, scale, _, family = options
-    forms = {"q": q, "k": k, "v": v}
-    problem = FORWARD.problem(forms, layout)
-    out, lse = (c_ordered(*problem.made(name), q.device) for name in ("out", "lse"))
-    forms = {"dout": out, **forms, "out": out, "lse": lse}
-    softmax_backward._backward.prepare(forms, (causal, scale, torch.are_deterministic_algorithms_enabled(), family), layout)
+def prepare_backward(forms: dict[str, Form], causal: bool, scale: float | None, family: str | None, layout: str) -> None:
+    """Compile the backward kernels for such calls, those without a deterministic order. forms: of q, k, v, out and lse. If a
+    call sets deterministic, its backward pass compiles other kernels."""
+    in_order = torch.are_deterministic_algorithms_enabled()
+    softmax_backward._backward.prepare({"dout": forms["out"], **forms}, (causal, scale, in_order, family), layout)
 
 
 def attend_with_gradients(arguments: dict[str, Any], return_lse: bool) -> Any:

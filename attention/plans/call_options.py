@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import attention
 from tiles.calls.torch_op import exporting, imported, transformed
-from tiles.launching.arrays import Number
+from tiles.launching.arrays import Array, Number
 
 from ..options import check_flag, check_number, check_positive
 from ..parts.block_masks import FIELDS
@@ -37,6 +37,11 @@ def requires_grad(*arrays: Any) -> bool:
         if getattr(x, "requires_grad", False):
             return not exporting()  # when exporting, the op itself refuses it
     return False
+
+
+def needs_gradient(*arrays: Array) -> bool:
+    """Does one of these Arrays belong to a torch tensor that requires grad? (Where a call is planned, grad mode is off.)"""
+    return any([getattr(x.owner, "requires_grad", False) for x in arrays])
 
 
 # The modules for tensors that require grad, which import torch; it must be imported already. Each is an attribute of the

@@ -4,17 +4,18 @@ Most calls have no options that are arrays, and use FORWARD. The other programs 
 JAX's call of each have a fixed type: variants, lists of key blocks, float32 results, accumulated results, fp8."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from tiles.calls.plan import Plan, Step
 from tiles.calls.program import program
 from tiles.calls.schema import Problem, Schema
-from tiles.launching.arrays import Number
+from tiles.launching.arrays import Array, Form, Number
 
 from ..parts.block_masks import MAX_WARP_ROWS
 from ..parts.variant import Variant
 from ..scoring.algebra import score_variant
 from . import split_forward
-from .call_options import OF_AUX, OF_BLOCKS, ListOptions, RandomOptions, ResultOptions, ScoreOptions, autograd
+from .call_options import OF_AUX, OF_BLOCKS, ListOptions, RandomOptions, ResultOptions, ScoreOptions, autograd, needs_gradient
 from .forward_launches import choose_config, plan_forward
 from .fp8_checks import FP8_SCHEMA, check_output, fp8_cache_schema
 from .gradient import NO_SECOND_DERIVATIVES, program_gradient
@@ -71,12 +72,12 @@ IN_FLOAT32, INTO = (
 FP8_CACHE = Schema("forward_fp8_cache", fp8_cache_schema(INPUTS + OUTPUTS))
 
 
-def _prepare_gradient(arrays: list, options: tuple, layout: str) -> None:
+def _prepare_gradient(arrays: dict[str, Array], made: dict[str, Form], options: dict[str, Any], layout: str) -> None:
     """Compile the kernels of a call's backward pass, if it may have one, while those of the call are compiled (`meanwhile` of
     tiles.calls.program)."""
-    q, k, v, *_ = arrays
-    if any([getattr(x.owner, "requires_grad", False) for x in (q, k, v)]):
-        autograd().prepare_backward(*[x.form for x in (q, k, v)], options, layout)
+    if needs_gradient(*arrays.values()):
+        forms = {name: arrays[name].form for name in "qkv"} | {name: made[name] for name in ("out", "lse")}
+        autograd().prepare_backward(forms, options["causal"], options["scale"], options["family"], layout)
 
 
 @program(FORWARD, program_gradient, NO_SECOND_DERIVATIVES, _prepare_gradient)

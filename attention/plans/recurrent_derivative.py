@@ -5,6 +5,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from tiles.calls.program import Program
+from tiles.launching.arrays import Array, Form
+
+from .call_options import needs_gradient
 
 STATES = {"initial_state", "initial_z"}  # the parts of a normalised state, whose gradients are computed together
 
@@ -53,6 +56,17 @@ class RecurrentDerivative(NamedTuple):
         results = {name[1:]: place for place, name in enumerate(schema.results(values))}
         arrays = tuple([places.get(name, -1) for name in schema.names])
         return GradientCall(arrays, tuple([values[name] for name in self.program.options]), results)
+
+    def prepare(self, arrays: dict[str, Array], made: dict[str, Form], options: dict[str, Any], layout: str) -> None:
+        """Compile the kernels of a call's gradients, if `out` is all that a loss depends on, while those of the call are
+        compiled (`meanwhile` of tiles.calls.program)."""
+        if not needs_gradient(*arrays.values()):
+            return
+        forms = {name: x.form for name, x in arrays.items() if name in self.program.names} | {"dout": made["out"]}
+        forms |= {name: form for name, form in made.items() if name == self.stored}
+        wanted = [name for name, x in arrays.items() if needs_gradient(x)]
+        call = self.call([*forms], wanted, options)
+        self.program.prepare(forms, call.options, layout)
 
     def of_program(self, names: Sequence[str], options: dict[str, Any], layout: str) -> Callable[..., dict[str, Any]]:
         """The gradient of the member's program for JAX, as `tiles.calls.program` takes it."""

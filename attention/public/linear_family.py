@@ -278,7 +278,7 @@ def gla(
     )  # fmt: skip
 
 
-@program(LINEAR, LINEAR_DERIVATIVE.of_program, LINEAR_DERIVATIVE.no_second_derivatives)
+@program(LINEAR, LINEAR_DERIVATIVE.of_program, LINEAR_DERIVATIVE.no_second_derivatives, LINEAR_DERIVATIVE.prepare)
 def _linear(
     problem: Problem,
     scale: float | None,

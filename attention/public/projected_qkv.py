@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 from tiles.calls.plan import ArrayView, Fill, Plan
 from tiles.calls.program import program
 from tiles.calls.schema import Problem, Schema
-from tiles.launching.arrays import ALIGNMENT, Operand, c_ordered
+from tiles.launching.arrays import ALIGNMENT, Array, Form, Operand
 from tiles.launching.launch import kernel_for
 
 from ..kernels import rotary_rows
 from ..plans import forward_programs
-from ..plans.call_options import ListOptions, RandomOptions, ResultOptions, ScoreOptions
+from ..plans.call_options import ListOptions, RandomOptions, ResultOptions, ScoreOptions, needs_gradient
 from ..plans.forward_launches import DTYPES
 from ..plans.gradient import NO_SECOND_DERIVATIVES
 from ..plans.partial_sums import sum_partials
@@ -109,17 +109,15 @@ def _rotary_arguments(problem: Problem) -> tuple[rotary_rows.RotaryConfig, dict[
     return rotary_rows.RotaryConfig(columns, DTYPES[problem.dtype], "q_norm" in problem), args, -(-rows // rotary_rows.ROWS)
 
 
-def _prepare_backward(arrays: list, options: tuple, layout: str) -> None:
+def _prepare_backward(arrays: dict[str, Array], made: dict[str, Form], options: dict[str, Any], layout: str) -> None:
     """Compile the kernels of a call's backward pass, without a deterministic order, while those of the call are compiled
     (`meanwhile` of tiles.calls.program)."""
-    if not any([x is not None and getattr(x.owner, "requires_grad", False) for x in arrays]):
+    if not needs_gradient(*arrays.values()):
         return
-    names = FORWARD.names[:-3]
-    forms = {name: x.form for name, x in zip(names, arrays) if x is not None}
-    problem = FORWARD.problem(forms, layout)
-    results = {name: c_ordered(*problem.made(name), problem.device) for name in ("out", "lse", "rows")}
+    forms = {name: arrays[name].form for name in FORWARD.names[:-3] if name in arrays}
     flags = False, "q_norm" in forms, "sink" in forms
-    projected_backward.prepare({"dout": results["out"], **forms, **results}, (*options[:-1], *flags, options[-1]), layout)
+    *planned, family = options.values()
+    projected_backward.prepare({"dout": made["out"], **forms, **made}, (*planned, *flags, family), layout)
 
 
 class ProjectedOptions(NamedTuple):

@@ -11,10 +11,9 @@ torch = pytest.importorskip("torch")
 from on_no_device import torch_on_gpu, usual_calls  # noqa: E402
 
 import attention  # noqa: E402
-from attention.plans import forward_programs  # noqa: E402
+from tiles.calls import program  # noqa: E402
 from tiles.calls.program import Program  # noqa: E402
 from tiles.launching import loaded_code  # noqa: E402
-from tiles.launching.frameworks import describe  # noqa: E402
 from tiles.launching.loaded_code import title  # noqa: E402
 
 
@@ -65,14 +64,22 @@ def test_no_import_statement_in_a_step(gpu, monkeypatch, name):
     assert imported == []
 
 
-def test_gradients_are_prepared_while_forward_is_compiled(gpu, monkeypatch):
-    """The errors of `meanwhile` are not heard of in a call, so it is called here."""
-    loaded, real = [], loaded_code.machine_code
-    monkeypatch.setattr(loaded_code, "machine_code", lambda kernel, *rest: loaded.append(title(kernel)) or real(kernel, *rest))
-    arrays = [describe(x.detach(), name) for x, name in zip(tiles(1024, 3), "qkv")]
-    arrays = [x._replace(owner=x.owner.requires_grad_()) for x in arrays]
-    forward_programs._forward.meanwhile([*arrays, None, None], (True, None, True, None), "bshd")
-    assert {"prepare", "compute_dq_dk_dv", "finish"} <= {*loaded}
+@pytest.mark.parametrize("name", ["forward", "linear", "delta_rule"])
+def test_gradients_are_prepared_while_forward_is_compiled(gpu, monkeypatch, name):
+    """All that the backward pass launches. The errors of `meanwhile` are not heard of in a call, so that it is called here,
+    with what the call gives it."""
+    prepared, given = [], []
+    monkeypatch.setattr(program, "_unheard", lambda *call: given.append(call))
+    function, arguments = STEPS[name]
+    out = function(*arguments(1024))
+    ((meanwhile, *rest),) = given
+    made = loaded_code.machine_code
+    monkeypatch.setattr(loaded_code, "machine_code", lambda kernel, *of: prepared.append(title(kernel)) or made(kernel, *of))
+    meanwhile(*rest)
+    assert prepared
+    before = [*prepared]
+    out.backward(torch.zeros_like(out))
+    assert prepared == before
 
 
 @pytest.mark.parametrize("name", STEPS)

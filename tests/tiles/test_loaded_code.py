@@ -29,6 +29,14 @@ def two(gX: array(2), gOut: array(2)):
     """Another kernel that does nothing."""
 
 
+@cuda.jit
+def three(gX: array(2), gOut: array(2)):
+    """A third kernel that does nothing."""
+
+
+machine_code = loaded_code.machine_code  # the `gpu` of these tests makes none
+
+
 def copying(*kernels, meanwhile=None):
     """A program of these kernels, one behind the other."""
 
@@ -60,6 +68,32 @@ def test_kernels_of_a_plan_are_compiled_at_once(gpu, monkeypatch):
     assert sorted(x.py_func.__name__ for x in made) == ["one", "two"] and len(gpu.launches) == 2
     called(copying(two, one))
     assert len(made) == 2 and len(gpu.launches) == 4
+
+
+def test_numba_takes_kernels_in_the_order_they_were_asked_for(gpu, monkeypatch):
+    """Also if a later one is ready before, or one that was asked for first lies on disk or is refused."""
+    ready, done, order = threading.Event(), threading.Event(), []
+
+    def key(kernel, *_):
+        ready.set() if kernel is three else ready.wait(60)
+        return kernel
+
+    def compile_kernel(kernel, signature, arch, turn):
+        with turn:
+            order.append(kernel)
+            if kernel is two:
+                raise ValueError("two is refused")
+            done.set()
+        return Compiled(b"", "k", "")
+
+    monkeypatch.setattr(loaded_code, "machine_code", machine_code)
+    monkeypatch.setattr(loaded_code.digest, "key", key)
+    monkeypatch.setattr(loaded_code.cache, "load", lambda name: Compiled(b"", "k", "") if name is one else None)
+    monkeypatch.setattr(loaded_code.cache, "store", lambda *_: None)
+    monkeypatch.setattr(loaded_code, "compile_kernel", compile_kernel)
+    with pytest.raises(ValueError, match="two is refused"):
+        called(copying(one, two, three))
+    assert done.wait(60) and order == [two, three]
 
 
 def test_what_cannot_be_compiled_is_said_and_tried_again(gpu, monkeypatch):
@@ -97,15 +131,15 @@ def test_what_is_prepared_meanwhile_is_waited_for(gpu, monkeypatch):
     second, gpu.count = copying(two), 18
     heard = []
 
-    def meanwhile(arrays, options, layout):
-        heard.append((arrays[0].shape, options, layout))
-        second.prepare({"x": arrays[0].form}, options, layout)
+    def meanwhile(arrays, made, options, layout):
+        heard.append(([*arrays], arrays["x"].shape, made["out"].shape, options, layout))
+        second.prepare({"x": arrays["x"].form}, (), layout)
         raise ValueError("of which nobody hears")
 
     called(copying(one, meanwhile=meanwhile))
     assert made == [one] and len(gpu.launches) == 1
     threading.Timer(0.05, go_on.set).start()
     called(second)
-    assert made == [one, two] and len(gpu.launches) == 2 and heard == [((4, 8), (), "bshd")]
+    assert made == [one, two] and len(gpu.launches) == 2 and heard == [(["x", "out"], (4, 8), (4, 8), {}, "bshd")]
     called(copying(one, meanwhile=meanwhile))
     assert len(heard) == 1, "all was there"

@@ -42,7 +42,7 @@ from typing import Any
 import numpy as np
 
 from ..launching import nvtx, recording
-from ..launching.arrays import ITEMSIZE, Array, Form, Number, ascending
+from ..launching.arrays import ITEMSIZE, Array, Form, Number, ascending, c_ordered
 from ..launching.checks import check_options
 from ..launching.frameworks import describe, kind_of, stream_handle
 from ..launching.lengths import Trace
@@ -68,7 +68,7 @@ def program(
     schema: Schema,
     gradient: Callable | None = None,
     no_gradient: str | None = None,
-    meanwhile: Callable[[list, tuple, str], None] | None = None,
+    meanwhile: Callable[[dict[str, Array], dict[str, Form], dict[str, Any], str], None] | None = None,
 ) -> Callable[[Callable[..., Plan]], Program]:
     """Make a planner a function of (stream, arrays, options, layout), the arrays being those of the schema.
 
@@ -80,8 +80,9 @@ def program(
     and the gradients of those that have one. JAX asks it (jax_call.py). no_gradient: what is said where there is none, or
     none of second order.
 
-    meanwhile: meanwhile(arrays, options, layout), an Array or None for each of the schema's names, is called in a thread of its
-    own while the machine code of a call is made: what will be called next may be prepared. Its errors are not heard of."""
+    meanwhile: meanwhile(arrays, made, options, layout), the Arrays that are given, the forms of results and the options by
+    their names, is called in a thread of its own while the machine code of a call is made: what will be called next may be
+    prepared. Its errors are not heard of."""
     return lambda planner: Program(schema, planner, gradient, no_gradient, meanwhile)
 
 
@@ -99,7 +100,7 @@ class Program:
         planner: Callable[..., Plan],
         gradient: Callable | None = None,
         no_gradient: str | None = None,
-        meanwhile: Callable[[list, tuple, str], None] | None = None,
+        meanwhile: Callable[[dict[str, Array], dict[str, Form], dict[str, Any], str], None] | None = None,
     ):
         self.schema, self.planner, self.names = schema, planner, schema.names
         self.gradient, self.no_gradient, self.meanwhile = gradient, no_gradient, meanwhile
@@ -290,8 +291,16 @@ class Program:
         with together() as coming:
             prepared = self._plan(forms, described[0], options, layout)
             if coming and self.meanwhile:
-                threading.Thread(target=_unheard, args=(self.meanwhile, described, options, layout)).start()
+                threading.Thread(target=_unheard, args=(self._prepare_next, described, options, layout)).start()
         return self._plan(forms, described[0], options, layout) if coming else prepared
+
+    def _prepare_next(self, described: list, options: tuple, layout: str) -> None:
+        """Call `meanwhile`."""
+        assert self.meanwhile is not None
+        arrays, named = {name: x for name, x in zip(self.names, described) if x}, dict(zip(self.options, options))
+        problem = self.schema.problem({name: x.form for name, x in arrays.items()}, layout)
+        made = {name: c_ordered(*problem.made(name), problem.device) for name in self.schema.results(named)}
+        self.meanwhile(arrays, made, named, layout)
 
     def prepare(self, forms: dict[str, Form], options: tuple, layout: str = "bshd") -> None:
         """Have the machine code for calls with arrays of these forms, by the schema's names, on a device."""

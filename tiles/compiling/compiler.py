@@ -296,7 +296,9 @@ def title(kernel) -> str:
     return kernel.py_func.__name__
 
 
-def compile_kernel(kernel, signature, arch) -> Compiled:
-    """Machine code for `arch` of a `@cuda.jit` kernel and the Numba types of its arguments. No GPU is needed. CompileError:
-    ptxas or the linker refuse it."""
-    return Lowered(kernel, signature, arch).machine_code()
+def compile_kernel(kernel, signature, arch, turn: contextlib.AbstractContextManager | None = None) -> Compiled:
+    """Machine code for `arch` of a `@cuda.jit` kernel and the Numba types of its arguments. No GPU is needed. turn: Numba works
+    inside it. CompileError: ptxas or the linker refuse it."""
+    with turn or contextlib.nullcontext():
+        lowered = Lowered(kernel, signature, arch)
+    return lowered.machine_code()

@@ -1,7 +1,8 @@
 """Machine code on its GPU: from disk or from the compiler, loaded when it is first asked for.
 
 Numba types and lowers one kernel at a time, for that is Python; NVVM and the linker then work beside it. So kernels that are
-asked for `together` take the time of all their Python, and of the last one's linking."""
+asked for `together` take the time of all their Python, and of the last one's linking. Numba takes them in the order in which
+they were asked for: a call's own come before those of its gradients (`meanwhile` of program.py), whoever is ready first."""
 
 import contextlib
 import threading
@@ -17,13 +18,28 @@ from ..compiling.compiler import CompileError, compile_kernel, title
 from .devices import Device, check, uncaptured
 
 
-def machine_code(kernel, signature, gpu: Device):
+class Turn:
+    """A kernel's turn with Numba, which begins when that of the kernel `before` it is over."""
+
+    def __init__(self, before: "Turn | None"):
+        self.before, self.is_over = before, threading.Event()
+
+    def __enter__(self) -> None:
+        if self.before is not None:
+            self.before.is_over.wait()
+
+    def __exit__(self, *_: object) -> None:
+        self.before = None
+        self.is_over.set()
+
+
+def machine_code(kernel, signature, gpu: Device, turn: Turn | None = None):
     """The kernel's machine code, from disk or from the compiler. RuntimeError: the GPU lacks its instructions."""
     name = digest.key(kernel, signature, gpu.arch)
     compiled = cache.load(name)
     if compiled is None:
         try:
-            compiled = compile_kernel(kernel, signature, gpu.arch)
+            compiled = compile_kernel(kernel, signature, gpu.arch, turn)
         except CompileError as error:
             if error.lacks:
                 uses = f"{title(kernel)} uses {', '.join(error.lacks[:4])}, which {gpu} does not have"
@@ -58,7 +74,9 @@ class Loaded:
 
 
 _loaded: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # kernel: {(signature, ordinal): Future of a Loaded}
-_lock = threading.Lock()  # for this table
+_lock = threading.Lock()  # for this table, and _last
+_last = Turn(None)  # of the kernel that was asked for last
+_last.is_over.set()
 
 
 class _Asking(threading.local):
@@ -87,35 +105,39 @@ def together() -> Iterator[list[Future]]:
 def load(kernel, signature, gpu: Device, shared_bytes: int = 0, later: bool = False) -> Loaded | None:
     """The kernel for these argument types on this GPU, compiled and loaded when first asked for. later: None will do, see
     `together`."""
-    future, begin = _future(kernel, signature, gpu)
+    future, turn = _future(kernel, signature, gpu)
     if later and _asking.coming is not None and not future.done():
         _asking.coming.append(future)
-        if begin:
-            threading.Thread(target=_make, args=(future, kernel, signature, gpu), name=f"tiles: {title(kernel)}").start()
+        if turn:
+            threading.Thread(target=_make, args=(future, turn, kernel, signature, gpu), name=f"tiles: {title(kernel)}").start()
         return None
-    if begin:
-        _make(future, kernel, signature, gpu)
+    if turn:
+        _make(future, turn, kernel, signature, gpu)
     code = future.result()
     with _lock:
         code.allow(shared_bytes)
     return code
 
 
-def _future(kernel, signature, gpu) -> tuple[Future, bool]:
-    """(where the machine code will be, whether the caller is to make it): it is nowhere yet, or could not be made."""
+def _future(kernel, signature, gpu) -> tuple[Future, Turn | None]:
+    """(where the machine code will be, the turn in which the caller is to make it). None: it is there, or another makes it."""
+    global _last
     with _lock:
         known, key = _loaded.setdefault(kernel, {}), (signature, gpu.ordinal)
         future = known.get(key)
         if future is not None and not (future.done() and future.exception()):
-            return future, False
+            return future, None
         known[key] = future = Future()
-        return future, True
+        _last = turn = Turn(_last)
+        return future, turn
 
 
-def _make(future, kernel, signature, gpu):
+def _make(future, turn, kernel, signature, gpu):
     """Compile and load the kernel, and give the outcome to those who wait for the future."""
     try:
         with uncaptured():
-            future.set_result(Loaded(machine_code(kernel, signature, gpu), gpu))
+            future.set_result(Loaded(machine_code(kernel, signature, gpu, turn), gpu))
     except BaseException as error:
         future.set_exception(error)
+    finally:
+        turn.__exit__()  # it may not have come: the machine code was on disk
