@@ -184,8 +184,8 @@ class PagedCache:
 
     def extend(self, sequences: Sequence[int], tokens: int | Sequence[int]) -> None:
         """Extend each sequence by `tokens` new tokens (one number, or one a sequence), whose keys and values are to be written
-        next, in all layers: lengths grow, and starts say where the new tokens begin. Pages are reserved first. Full: as of
-        reserve."""
+        next, in all layers: lengths grow, and starts say where the new tokens begin. Pages are reserved first. Full: as in
+        `reserve`."""
         counts = self._counts(sequences, tokens)
         self.reserve(sequences, tokens)
         self._starts[:] = NO_PAGE
@@ -204,11 +204,12 @@ class PagedCache:
         tokens: Sequence[int] | None = None,
         **options: Any,
     ) -> Any:
-        """attention.append to a layer, with its options rotary, interleaved, positions, q, causal, out and stream, and
-        k_descale and v_descale if not `scaled`, and its result; for JAX arrays with rotary, interleaved and q. The call for
-        layer 0 extends the sequences; calls for other layers are for the same sequences and tokens. Full: as of reserve.
+        """Write new keys and values of these sequences to the pools of a layer, by attention.append, whose result is returned.
+        The call for layer 0 extends the sequences (`extend`); those for other layers follow, with the same sequences and
+        numbers of tokens. Full: as in `reserve`.
 
-        k_new, v_new: (B, S, Hk, D) of as many sequences; or with `tokens`, the number of each sequence, all of them one
+        options: attention.append's rotary, interleaved, positions, q, causal, out and stream, and k_descale and v_descale if
+        not `scaled`; for JAX arrays rotary, interleaved and q. k_new, v_new: (B, S, Hk, D) of as many sequences; or with `tokens`, the number of each sequence, all of them one
         after the other in a batch of 1."""
         if not hasattr(sequences, "__len__"):
             raise TypeError(f"sequences: must be a list of sequence numbers: {sequences=}")
