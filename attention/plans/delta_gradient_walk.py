@@ -21,9 +21,9 @@ from .recurrent_checks import DTYPES, is_varlen, pad_key_dim
 from .recurrent_chunks import BLOCK_CHUNKS, MIN_SEGMENT_CHUNKS, SWAP_STATE_AXES, Arrays, ScratchAllocator, intern_value
 from .recurrent_gradients import count_chunk_indices, plan_gate_sums, spread_to_tokens, sum_heads
 
-# Microseconds of a chunk of a head: in the walk, in the pass before it, in a step of a recurrence; as a part of what a
-# multiprocessor does, to compute what depends on no state; of two more launches
-WALK, PASS, STEP, INVERSE, LAUNCHES = 5.8, 3.6, 1.4, 1.2, 12.0
+# Microseconds of a chunk of a head on an H200: in the walk, in the pass before it, in a step of a recurrence; as a part of what
+# a multiprocessor does, to compute what depends on no state; of one more launch
+WALK, PASS, STEP, INVERSE, LAUNCH = 5.6, 3.5, 1.35, 2.3, 6.0
 CHAINS = delta_chains_hopper.BLOCKS * delta_chains_hopper.DIRECTIONS  # thread blocks of a head's recurrences
 
 
@@ -35,7 +35,7 @@ def choose_segments(items: int, chunks: int, processors: int) -> int:
     def cut(segments: int) -> float:
         recurrences = math.ceil(CHAINS * items / processors) * chunks * STEP
         walk = math.ceil(items * segments / processors) * (math.ceil(chunks / segments) + BLOCK_CHUNKS) * WALK
-        return LAUNCHES + items * chunks / processors * INVERSE + recurrences + walk
+        return LAUNCH + items * chunks / processors * INVERSE + recurrences + walk
 
     whole = math.ceil(items / processors) * (chunks + BLOCK_CHUNKS) * (WALK + PASS)
     best = min(range(2, max(2, min(chunks // MIN_SEGMENT_CHUNKS, processors // items)) + 1), key=cut)
