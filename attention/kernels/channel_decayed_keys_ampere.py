@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from numba import cuda
 from numpy import int32
 
+from ops import block as thread_block
 from ops import divmod, exp2, load, store, truncate, warpgroup
 from tiles import fp32, rt, shared
 from tiles.launching.arguments import ENDS, FLOAT, INT, array
 from tiles.targets import Target
 
-from ..parts.recurrent.channel_chunks import ROWS, ChannelChunkConfig, ChunkChannels, chunk_forms
+from ..parts.recurrent.channel_chunks import FENCED, ROWS, ChannelChunkConfig, ChunkChannels, chunk_forms
 from ..parts.recurrent.tokens import SequenceLayout
 
 
@@ -67,5 +68,7 @@ def make(config: Config):
             store(gDecayedK, INPUT(fp32(key) * exp2(last - sums)), to, aligned=True)
             if rank == 0:
                 store(gDecays, exp2(last), (chunk, head, col))
+            if seq_layout.varlen:
+                thread_block.sync(FENCED)  # all have read b, before the block's next chunk
 
     return decay_keys, smem

@@ -4,17 +4,18 @@ of the keys has a decay (parts/recurrent/channel_chunks.py):
     S after = exp(b_last) S + k~^T V        dS before = exp(b_last) dS + q~^T dO
 
 A block has 64 columns of the values of a head in one of the directions, its warps 16 each, for which they hold the state
-transposed. Both directions are one launch: a GPU is filled by half as many heads."""
+transposed. Both directions are one launch: a GPU is filled by half as many heads. If there are few, sequences are cut into
+segments: a first pass computes what each makes of a state of 0, and its decay (`local`), then compose_segment_states.py the
+states before all of them, from which the last pass begins."""
 
 import functools
-import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from numba import cuda
 from numpy import int32
 
-from ops import divmod, load, mma_AB, store, truncate, warp_index, warpgroup
+from ops import divmod, load, log2, mma_AB, store, truncate, warp_index, warpgroup, zeros
 from tiles import fp32, inlined, pipeline, rt, shared, st, sv
 from tiles.launching.arguments import ENDS, INT, array
 from tiles.layout import LANES, WARPGROUP
@@ -28,22 +29,32 @@ STAGES = 2  # chunks in flight
 
 @dataclass(frozen=True)
 class Config(ChannelChunkConfig):
-    """A kernel's configuration: that of channel_chunks.py, with a name of its own."""
+    """A kernel's configuration. local: is the state before a segment 0, and is only that after it stored, and its decay?"""
 
+    local: bool = False
     label = "states of chunks, gates by channel"
     threads = LANES * WARPGROUP
+
+    @property
+    def ctas_per_sm(self):
+        """How many thread blocks the registers of an SM hold."""
+        return 2 if self.local else 3
+
+    def __str__(self):
+        return super().__str__() + ", local" * self.local
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations of bf16 and 16 bytes, with all other dtypes and bytes if `everything`."""
-    yield from itertools.starmap(Config, chunk_forms(everything))
+    for form in chunk_forms(everything):
+        yield from (replace(Config(*form), local=local) for local in (False, True))
 
 
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    INPUT, VECTOR_BYTES, STATE = config.dtype, config.vector_bytes, rt(ROWS, config.key_dim, fp32)
-    TRANSPOSED, seq_layout = rt(ROWS, CHUNK, INPUT), SequenceLayout(config.varlen)
+    INPUT, VECTOR_BYTES, LOCAL, STATE = config.dtype, config.vector_bytes, config.local, rt(ROWS, config.key_dim, fp32)
+    TRANSPOSED, seq_layout, CTAS_PER_SM = rt(ROWS, CHUNK, INPUT), SequenceLayout(config.varlen), config.ctas_per_sm
     smem = shared(
         k=pipeline(st(CHUNK, config.key_dim, INPUT), STAGES, WARPGROUP),
         v=pipeline(st(CHUNK, COLUMNS, INPUT), STAGES, WARPGROUP),
@@ -64,21 +75,26 @@ def make(config: Config):
         v.fill(j, gValues, (seq.batch, seq.chunk_start(number), head, col), 1, 3, n, VECTOR_BYTES)
         decay.fill(j, gDecays, (chunk, head, 0), end=n)
 
-    @cuda.jit(launch_bounds=(config.threads, 3), fastmath=True)
+    @cuda.jit(launch_bounds=(config.threads, CTAS_PER_SM), fastmath=True)
     def scan(
         gDecayedQ: array(4, INPUT), gDecayedK: array(4, INPUT), gV: array(4, INPUT), gDOut: array(4, INPUT), gDecays: array(3),
         gInitialState: array(4), gDState: array(4), gDInitialState: array(4), gStates: array(4, INPUT), gCuSeqlens: ENDS,
-        length: INT, blocks: INT, heads: INT, panel: INT,
+        gLocalStates: array(5), gLocalGradients: array(5), gStateDecays: array(4), gGradientDecays: array(4), length: INT,
+        blocks: INT, segments: INT, scanned: INT, heads: INT, panel: INT,
     ):  # fmt: skip
-        """Each head is `blocks` blocks of columns wide, in each direction. gDecayedQ, gDecayedK: q~ and k~. gInitialState,
-        gDState, gDInitialState: transposed. gStates: by panels of so many columns of values, S^T and below it dS^T."""
+        """Each head is `blocks` blocks of columns wide, in each direction. There are thread blocks for the first `scanned` of
+        the `segments` of a scan. gDecayedQ, gDecayedK: q~ and k~. gInitialState, gDState: before each segment, transposed, as
+        all states. gStates: by panels of so many columns of values, S^T and below it dS^T. gLocalStates, gStateDecays: after
+        each segment, and log2 of its decay; gLocalGradients, gGradientDecays: in reverse."""
         k, v, decay = smem.open()
-        block, reverse, head, sequence = block_coord(cuda.blockIdx.x, blocks, 2, heads)
+        index, reverse = divmod(cuda.blockIdx.x, 2)
+        block, segment, head, sequence = block_coord(index, blocks, scanned, heads)
         col = int32(COLUMNS * block)
         column = int32(col + ROWS * warp_index())  # the first one of this warp
-        seq = seq_layout.sequence_tokens(gCuSeqlens, sequence, length)
+        place = int32(segments - 1 - segment) if reverse else segment  # in memory
+        seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, place, segments)
         number, _ = divmod(column, panel)
-        n, row, at = seq.num_chunks(), int32(column + number * panel), (sequence, head, column, 0)
+        n, row, at = seq.num_chunks(), int32(column + number * panel), (int32(sequence * segments + segment), head, column, 0)
         first_chunk = seq_layout.chunk_index(seq.start, sequence, length)
         if reverse:
             keys_of_chunks, values, row = gDecayedQ, truncate(gDOut, 1, seq.end), int32(row + panel)
@@ -88,15 +104,28 @@ def make(config: Config):
             s_t = load(gInitialState, STATE, at, aligned=False)
         for j in range(STAGES - 1):
             fill(k, v, decay, keys_of_chunks, values, gDecays, j, n, seq, first_chunk, head, col, reverse)
+        total_decay = zeros(STATE.row_vec) + 1.0
         for j in range(n):
-            chunk = int32(first_chunk + chunk_number(j, n, reverse))
-            store(gStates, INPUT(s_t), (chunk, head, row, 0), aligned=True)
+            if not LOCAL:
+                chunk = int32(first_chunk + chunk_number(j, n, reverse))
+                store(gStates, INPUT(s_t), (chunk, head, row, 0), aligned=True)
             decays, keys, chunk_values = decay.wait(j, 3 * (STAGES - 2)), k.wait(j), v.wait(j)
             later = int32(j + STAGES - 1)
             fill(k, v, decay, keys_of_chunks, values, gDecays, later, n, seq, first_chunk, head, col, reverse)
-            s_t = s_t * load(decays, STATE.row_vec)
+            decays_of_rows = load(decays, STATE.row_vec)
+            s_t = s_t * decays_of_rows
+            if LOCAL:
+                total_decay = total_decay * decays_of_rows
             s_t = mma_AB(s_t, warpgroup.load_transposed(chunk_values, TRANSPOSED, fenced=False), keys)
-        if reverse:
-            store(gDInitialState, s_t, at, aligned=False)
+        after, at = (sequence, head, segment, column, 0), (sequence, head, segment, 0)
+        if LOCAL:
+            if reverse:
+                store(gLocalGradients, s_t, after, aligned=False)
+                store(gGradientDecays, log2(total_decay), at)
+            else:
+                store(gLocalStates, s_t, after, aligned=False)
+                store(gStateDecays, log2(total_decay), at)
+        elif reverse and segment == segments - 1:
+            store(gDInitialState, s_t, (sequence, head, column, 0), aligned=False)
 
     return scan, smem

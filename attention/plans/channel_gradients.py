@@ -14,10 +14,11 @@ from ..parts.recurrent.channel_chunks import KEY_DIMS, VALUE_DIMS
 from ..parts.recurrent.delta_chunks import PANEL
 from ..parts.recurrent.tokens import CHUNK, COLUMNS
 from .recurrent_checks import DTYPES, has_channel_decay, is_varlen, pad_key_dim
-from .recurrent_chunks import SWAP_STATE_AXES, Arrays, ScratchAllocator, intern_value
+from .recurrent_chunks import SWAP_STATE_AXES, Arrays, Costs, ScratchAllocator, choose_segments, compose_segments, intern_value
 from .recurrent_gradients import count_chunk_indices, partial_gradients, sum_heads, wants_value_heads
 
 STATES = "initial_state", "dstate", "dinitial_state"
+SCAN_COSTS = Costs(two_consumers=1, first_pass=0.8, compose=0.5, extra_launches=6)
 
 
 def serves_channel_gradients(problem: Problem) -> bool:
@@ -69,12 +70,30 @@ def plan_channel_gradients(
     gradients = "gQ gK gV gDOut gGates gStates gDQ gDK gDV gDGates"
     on_hopper = by_tma and not is_varlen(problem) and value_dim <= channel_gradients_hopper.VALUE_DIMS[-1]
     panel = width * COLUMNS if on_hopper else PANEL
-    scans = "gDecayedQ gDecayedK gV gDOut gDecays gInitialState gDState gDInitialState gStates"
-    of_scans = intern_value(channel_states_ampere.Config, *form)
-    steps = [
-        of_chunks(channel_decayed_keys_ampere, "gQ gK gGates gDecayedQ gDecayedK gDecays"),
-        launch(channel_states_ampere, of_scans, 2 * width, scans, blocks=width, panel=panel),
-    ]
+    steps = [of_chunks(channel_decayed_keys_ampere, "gQ gK gGates gDecayedQ gDecayedK gDecays")]
+    inputs = "gDecayedQ gDecayedK gV gDOut gDecays"
+
+    def scan(local: bool, scanned: int, names: str) -> Step:
+        config = intern_value(channel_states_ampere.Config, *form, local)
+        numbers = {"blocks": width, "segments": segments, "scanned": scanned, "panel": panel}
+        return launch(channel_states_ampere, config, 2 * width * scanned, f"{inputs} {names}", **numbers)
+
+    at_once = channel_states_ampere.Config(*form).ctas_per_sm * machine(problem.device).processors
+    segments = choose_segments(2 * sequences * heads * width, 1, 1, parts, at_once, SCAN_COSTS)
+    if segments > 1:
+        state = value_dim, problem.extents["key_dim"]
+        first = {"gInitialState": ("gLocalStates", "gStateDecays"), "gDState": ("gLocalGradients", "gGradientDecays")}
+        for local, decays in first.values():
+            known[local] = scratch(sequences, heads, segments - 1, *state)
+            known[decays] = scratch(sequences, heads, segments - 1, state[1])
+        steps.append(scan(True, segments - 1, " ".join([name for names in first.values() for name in names])))
+        for name, (local, decays) in first.items():
+            before = scratch(sequences * segments, heads, *state)
+            composed = {"gLocalStates": known[local], "gTotalDecays": known[decays]}
+            composed |= {"gInitialState": known[name], "gSegmentStates": before}
+            steps.append(compose_segments(problem, segments, state, True, **composed))
+            known[name] = before
+    steps.append(scan(False, segments, "gInitialState gDState gDInitialState gStates"))
     if on_hopper:
         config = intern_value(channel_gradients_hopper.Config, padded, DTYPES[problem.dtype], panel, *fields)
         items = sequences * heads * parts

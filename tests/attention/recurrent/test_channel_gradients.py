@@ -45,6 +45,17 @@ def test_several_chunks_of_a_block(place):
     check(place, case(150, "channel", batch=2, heads=2, key_heads=1, key_dim=16, value_dim=48), family="sm_90")
 
 
+@pytest.mark.parametrize(("segments", "family", "varlen"), [(3, "sm_90", False), (2, None, True)])
+def test_segments(place, monkeypatch, nothing_known, segments, family, varlen):
+    """States before them are composed of what each makes of a state of 0, in both directions; some have no tokens."""
+    monkeypatch.setattr(channel_gradients, "choose_segments", lambda *_: segments)
+    args = one_head(150, value_dim=80)
+    if varlen:
+        args["cu_seqlens"] = np.array([0, 10, 150])
+        args |= {name: np.repeat(args[name], 2, axis=0) for name in ("initial_state", "dstate")}
+    check(place, args, family=family)
+
+
 def test_no_tokens(place):
     """The gradient of the state is passed on."""
     args = one_head(0)
@@ -97,7 +108,7 @@ def test_any_alignment(more):
 @pytest.mark.parametrize(("shared_bytes", "value_dim"), [(MEDIUM, 80), (MEDIUM, 144), (SMALL, 16)])
 def test_little_shared_memory(place, monkeypatch, nothing_known, shared_bytes, value_dim):
     """Panels of states are not loaded ahead there, or there is no room for a chunk's values, and tokens go one by one."""
-    monkeypatch.setattr(channel_gradients, "machine", lambda _: SimpleNamespace(shared_bytes=shared_bytes))
+    monkeypatch.setattr(channel_gradients, "machine", lambda _: SimpleNamespace(shared_bytes=shared_bytes, processors=3))
     check(place, one_head(20, value_dim=value_dim), family="sm_80")
 
 
