@@ -1,6 +1,6 @@
-"""The gradient of a bias, on every GPU and for every bias (bias_gradient_hopper.py takes those that TMA brings): a thread block
-has a tile of dBias, and goes one after the other through all heads, batches and query
-tiles that share this tile."""
+"""The gradient of a bias, on every GPU and for every bias (bias_gradient_hopper.py computes it where TMA loads the bias): a
+thread block has a tile of dBias, and sums dS over all heads, batches and query tiles that share this tile, one after the other,
+in registers."""
 
 import functools
 from collections.abc import Iterator
