@@ -24,7 +24,7 @@ SIMULATOR = (
 
 
 def simulated() -> bool:
-    """Does the environment ask for Numba's simulator?"""
+    """Does the environment select Numba's simulator?"""
     return os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0")
 
 

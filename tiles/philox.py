@@ -1,4 +1,4 @@
-"""Random numbers that follow from where they are asked for: Philox4x32-10 (Salmon, Moraes, Dror, Shaw, "Parallel random
+"""Random numbers that depend on a position and a seed alone: Philox4x32-10 (Salmon, Moraes, Dror, Shaw, "Parallel random
 numbers: as easy as 1, 2, 3", 2011), a block cipher whose counter is a place and whose key is a seed. No state, no order.
 
 A call gives four words. They are laid over places (row, column) as an accumulator of a matrix product lies in a lane's

@@ -1,5 +1,5 @@
 """Where a kernel loads keys and values from, as objects with the same methods, which fill the stages of its rings (by TMA) and
-pipelines (by cp.async). Which rows belong to a sequence, and how many of its keys are in use, is said by sequences.py."""
+pipelines (by cp.async). Which rows belong to a sequence, and how many of its keys are in use, follows from sequences.py."""
 
 from typing import Any
 

@@ -232,7 +232,7 @@ def decode(
 
 
 def _append_before(q, k, v, place, new, options, layout, descales) -> tuple[Any, Any]:
-    """Append new keys by attention.append, on torch's tensors. Returns (the queries, rotated if that was asked for; the lengths
+    """Append new keys by attention.append, on torch's tensors. Returns (the queries, rotated if there is rotary; the lengths
     after it)."""
     (lengths, pages, batch_index, cu_seqlens), (k_new, v_new, cu_seqlens_new, rotary, positions, *norms) = place, new
     (q_norm, k_new_norm, norm_eps) = norms

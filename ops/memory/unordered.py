@@ -59,7 +59,7 @@ def store_unordered(target, value, at, rows=-2, cols=-1, aligned=None):
 
 
 def _by_element(aligned):
-    """Does the kernel ask for accesses element by element?"""
+    """Are accesses to be element by element?"""
     return aligned is not None and not aligned
 
 

@@ -349,7 +349,7 @@ class Schema:
 
 
 def _asks(options: Mapping[str, Any], word: str) -> bool:
-    """Does an option ask for a result: is it true, or does it hold the word behind the colon?"""
+    """Does an option request a result: is it true, or does it hold the word behind the colon?"""
     option, _, what = word.partition(":")
     return what in options[option].split() if what else options[option]
 

@@ -1,4 +1,4 @@
-"""Which Python an instruction comes from: the table of lines that a kernel is compiled with if it is to be looked at.
+"""Which Python an instruction comes from: the table of lines that kernels are compiled with for inspection.
 
 An op's instructions are told as those of a function of its name that is inlined where the op is called, and so are an
 @inlined helper's. PTX and the disassembler give that back as a chain: the op, the helper's line, the kernel's line.

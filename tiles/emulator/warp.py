@@ -22,7 +22,7 @@ UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 @functools.lru_cache(4096)  # loops repeat the same pattern for other tiles
 def _busiest(at, size):
-    """How many different words the busiest bank is asked for in a pass of 128 bytes. at: the addresses of the lanes, as
+    """The number of different words that the busiest bank serves in a pass of 128 bytes. at: the addresses of the lanes, as
     int64."""
     words, lanes = (np.frombuffer(at, np.int64)[:, None] + np.arange(0, size, 4)) // 4, max(1, min(LANES, 128 // size))
     passes = (set(words[first : first + lanes].ravel().tolist()) for first in range(0, len(words), lanes))
@@ -264,7 +264,7 @@ class EmulatedWarp(greenlet):
         return home, lanes, at[:, None] + np.arange(size)
 
     def _count_passes(self, at, size):
-        """Notes how many different words the busiest bank is asked for in a pass of 128 bytes."""
+        """Record the number of different words that the busiest bank serves in a pass of 128 bytes."""
         ways, opcode = self.block.cluster.counts.ways, self.instruction.opcode
         ways[opcode] = max(ways.get(opcode, 0), _busiest((at - (at[0] & -128)).tobytes(), size))
 

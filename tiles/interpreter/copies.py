@@ -21,7 +21,7 @@ def _steps(array, cols):
 
 
 def remedy(array, at, cols):
-    """How an array is copied that is not aligned to the pieces that were asked for."""
+    """The remedy for an array that is not aligned to the pieces in which it is to be copied."""
     fits = [n for n in pieces_of(array.itemsize) if not misaligned(array, at, cols, n)]
     return f"piece={fits[0]} copies it" if fits else "load and store it"
 

@@ -56,7 +56,7 @@ class Lanes:
 
     @property
     def spec(self):
-        """Ops ask for an argument's type."""
+        """The type of this argument, which ops read."""
         return self._refuse("an op")
 
     def __bool__(self):

@@ -9,7 +9,7 @@ REDRAW = 0.5  # seconds between two states of a terminal's line
 
 
 def wanted():
-    """Does TILES_PROGRESS ask for it? By default all but tests do."""
+    """Is a progress line wanted? TILES_PROGRESS says so; by default it is, except in tests."""
     said = os.environ.get("TILES_PROGRESS", "")
     return said not in ("", "0") or (said == "" and "PYTEST_CURRENT_TEST" not in os.environ)
 

@@ -1,4 +1,4 @@
-"""Machine code on its GPU: from disk or from the compiler, loaded when it is first asked for.
+"""Machine code on its GPU: from disk or from the compiler, loaded when it is first needed.
 
 Numba types and lowers one kernel at a time, for that is Python; NVVM and the linker then work beside it. So kernels that are
 asked for `together` take the time of all their Python, and of the last one's linking. Numba takes them in the order in which
@@ -103,7 +103,7 @@ def together() -> Iterator[list[Future]]:
 
 
 def load(kernel, signature, gpu: Device, shared_bytes: int = 0, later: bool = False) -> Loaded | None:
-    """The kernel for these argument types on this GPU, compiled and loaded when first asked for. later: None will do, see
+    """The kernel for these argument types on this GPU, compiled and loaded when it is first needed. later: None will do, see
     `together`."""
     future, turn = _future(kernel, signature, gpu)
     if later and _asking.coming is not None and not future.done():

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 
 def wanted() -> bool:
-    """Does a profiler, or the user, ask for ranges?"""
+    """Are ranges wanted, by a profiler or by TILES_NVTX=1?"""
     said = os.environ.get("TILES_NVTX", "")
     return said != "0" if said else "NVTX_INJECTION64_PATH" in os.environ
 

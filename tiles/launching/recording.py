@@ -1,4 +1,4 @@
-"""Calls written down instead of made: what a function launches becomes part of a program.
+"""Calls recorded instead of made: what a function launches becomes part of a program.
 
     steps, scratch = recorded(function, q, k, out, places=3)
 
