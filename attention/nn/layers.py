@@ -131,8 +131,8 @@ def gate_parameter(count: int, device: Any) -> nn.Parameter:
 
 @torch.no_grad()
 def reset_rates(A_log: torch.Tensor, low: float, high: float) -> None:
-    """Initialise A_log: logarithms of numbers drawn evenly between low and high. Optimisers that read Mamba's _no_weight_decay apply no
-    weight decay to it."""
+    """Initialise A_log: logarithms of numbers drawn evenly between low and high. Optimisers that read Mamba's
+    _no_weight_decay apply no weight decay to it."""
     vars(A_log)["_no_weight_decay"] = True
     A_log.uniform_(low, high).clamp_(min=torch.finfo(A_log.dtype).tiny).log_()
 
