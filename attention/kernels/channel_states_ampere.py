@@ -22,6 +22,7 @@ from tiles.layout import LANES, WARPGROUP
 from tiles.targets import Target
 
 from ..parts.recurrent.channel_chunks import ROWS, ChannelChunkConfig, chunk_forms
+from ..parts.recurrent.delta_chunks import PANEL, state_row
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 
 STAGES = 2  # chunks in flight
@@ -80,11 +81,11 @@ def make(config: Config):
         gDecayedQ: array(4, INPUT), gDecayedK: array(4, INPUT), gV: array(4, INPUT), gDOut: array(4, INPUT), gDecays: array(3),
         gInitialState: array(4), gDState: array(4), gDInitialState: array(4), gStates: array(4, INPUT), gCuSeqlens: ENDS,
         gLocalStates: array(5), gLocalGradients: array(5), gStateDecays: array(4), gGradientDecays: array(4), length: INT,
-        blocks: INT, segments: INT, scanned: INT, heads: INT, panel: INT,
+        blocks: INT, segments: INT, scanned: INT, heads: INT,
     ):  # fmt: skip
         """Each head is `blocks` blocks of columns wide, in each direction. There are thread blocks for the first `scanned` of
         the `segments` of a scan. gDecayedQ, gDecayedK: q~ and k~. gInitialState, gDState: before each segment, transposed, as
-        all states. gStates: by panels of so many columns of values, S^T and below it dS^T. gLocalStates, gStateDecays: after
+        all states. gStates: S^T at state_row, dS^T below it. gLocalStates, gStateDecays: after
         each segment, and log2 of its decay; gLocalGradients, gGradientDecays: in reverse."""
         k, v, decay = smem.open()
         index, reverse = divmod(cuda.blockIdx.x, 2)
@@ -93,11 +94,10 @@ def make(config: Config):
         column = int32(col + ROWS * warp_index())  # the first one of this warp
         place = int32(segments - 1 - segment) if reverse else segment  # in memory
         seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, place, segments)
-        number, _ = divmod(column, panel)
-        n, row, at = seq.num_chunks(), int32(column + number * panel), (int32(sequence * segments + segment), head, column, 0)
+        n, row, at = seq.num_chunks(), state_row(column), (int32(sequence * segments + segment), head, column, 0)
         first_chunk = seq_layout.chunk_index(seq.start, sequence, length)
         if reverse:
-            keys_of_chunks, values, row = gDecayedQ, truncate(gDOut, 1, seq.end), int32(row + panel)
+            keys_of_chunks, values, row = gDecayedQ, truncate(gDOut, 1, seq.end), int32(row + PANEL)
             s_t = load(gDState, STATE, at, aligned=False)
         else:
             keys_of_chunks, values = gDecayedK, truncate(gV, 1, seq.end)

@@ -6,10 +6,10 @@ from typing import Any
 
 from tiles.calls.plan import Step
 from tiles.calls.schema import Problem
-from tiles.launching.devices import machine, persistent
+from tiles.launching.devices import machine
 from tiles.launching.launch import kernel_for
 
-from ..kernels import channel_decayed_keys_ampere, channel_gradients_ampere, channel_gradients_hopper, channel_states_ampere
+from ..kernels import channel_decayed_keys_ampere, channel_gradients_ampere, channel_states_ampere
 from ..parts.recurrent.channel_chunks import KEY_DIMS, VALUE_DIMS
 from ..parts.recurrent.delta_chunks import PANEL
 from ..parts.recurrent.tokens import CHUNK, COLUMNS
@@ -30,10 +30,8 @@ def serves_channel_gradients(problem: Problem) -> bool:
     return channel_gradients_ampere.serves_shape(*padded, problem.bytes_at_once(), machine(problem.device).shared_bytes)
 
 
-def plan_channel_gradients(
-    problem: Problem, arrays: Arrays, scale: float, by_tma: bool, scratch: ScratchAllocator
-) -> list[Step]:
-    """The launches. arrays: as in recurrent_gradients.plan_chunk_gradients. by_tma: may TMA load tiles?"""
+def plan_channel_gradients(problem: Problem, arrays: Arrays, scale: float, scratch: ScratchAllocator) -> list[Step]:
+    """The launches. arrays: as in recurrent_gradients.plan_chunk_gradients."""
     length, heads, key_heads, value_dim, sequences = problem("seqlen", "heads", "heads_k", "value_dim", "sequences")
     chunks, width, vector_bytes = count_chunk_indices(problem), -(-value_dim // COLUMNS), problem.bytes_at_once()
     sums_heads = heads > key_heads and not wants_value_heads(arrays)
@@ -68,14 +66,12 @@ def plan_channel_gradients(
     unrounded = sums_heads or wants_value_heads(arrays)
     fields = arrays["ddecay"] is not None, unrounded, arrays["dv"].form.dtype == "float32"
     gradients = "gQ gK gV gDOut gGates gStates gDQ gDK gDV gDGates"
-    on_hopper = by_tma and not is_varlen(problem) and value_dim <= channel_gradients_hopper.VALUE_DIMS[-1]
-    panel = width * COLUMNS if on_hopper else PANEL
     steps = [of_chunks(channel_decayed_keys_ampere, "gQ gK gGates gDecayedQ gDecayedK gDecays")]
     inputs = "gDecayedQ gDecayedK gV gDOut gDecays"
 
     def scan(local: bool, scanned: int, names: str) -> Step:
         config = intern_value(channel_states_ampere.Config, *form, local)
-        numbers = {"blocks": width, "segments": segments, "scanned": scanned, "panel": panel}
+        numbers = {"blocks": width, "segments": segments, "scanned": scanned}
         return launch(channel_states_ampere, config, 2 * width * scanned, f"{inputs} {names}", **numbers)
 
     at_once = channel_states_ampere.Config(*form).ctas_per_sm * machine(problem.device).processors
@@ -94,24 +90,9 @@ def plan_channel_gradients(
             steps.append(compose_segments(problem, segments, state, True, **composed))
             known[name] = before
     steps.append(scan(False, segments, "gInitialState gDState gDInitialState gStates"))
-    if on_hopper:
-        config = intern_value(channel_gradients_hopper.Config, padded, DTYPES[problem.dtype], panel, *fields)
-        items = sequences * heads * parts
-        step = kernel_for(channel_gradients_hopper, config, problem.device).bind(
-            persistent(machine(problem.device), items),
-            length=length,
-            items=items,
-            parts=parts,
-            heads=heads,
-            group=heads // key_heads,
-            scale=scale,
-            **{name: known[name] for name in gradients.split()},
-        )
-        steps.append(step)
-    else:
-        stages = channel_gradients_ampere.stages_for(machine(problem.device).shared_bytes)
-        sizes = pad_key_dim(value_dim, VALUE_DIMS), *fields, stages
-        steps.append(of_chunks(channel_gradients_ampere, gradients, *sizes, panels=width * COLUMNS // PANEL))
+    stages = channel_gradients_ampere.stages_for(machine(problem.device).shared_bytes)
+    sizes = pad_key_dim(value_dim, VALUE_DIMS), *fields, stages
+    steps.append(of_chunks(channel_gradients_ampere, gradients, *sizes, panels=width * COLUMNS // PANEL))
     if sums_heads:
         steps += [step for name in names for step in sum_heads(problem, outputs[name], arrays[name])]
     return steps

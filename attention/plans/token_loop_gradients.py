@@ -32,7 +32,7 @@ def plan_linear_gradients(
     if serves_walk(problem, arrays, vector_bytes):
         return plan_gradient_walk(problem, arrays, scale, scratch)
     if serves_channel_gradients(problem):
-        return plan_channel_gradients(problem, arrays, scale, not vector_bytes, scratch)
+        return plan_channel_gradients(problem, arrays, scale, scratch)
     if serves_gradients(problem, arrays, vector_bytes):
         return plan_chunk_gradients(problem, arrays, scale, vector_bytes, scratch)
     return plan_token_loop_gradients(problem, arrays, scale, scratch)

@@ -123,13 +123,14 @@ class ChunkChannels:
     def store_gate_gradients(self, gDGates, gGates, b, r, carried, seq, token, head):
         """Write the warps' gradients of gates. b: overwritten by sums. r: what token i has for all gates up to its own.
         carried: for each warp of the block what its channels have for all gates of the chunk. The block meets."""
+        gates = self.load_gates(gGates, seq, token, head)  # while sums are computed
         self.cumsum_tokens(b, r, -math.inf)
         total = self.load_last(b)
         for rank in range(WARPGROUP):
             of_warp = int32(WARPGROUP * warpgroup.id() + rank)
             total = total + load(subtile(carried, self.half, of_warp), self.rows.row_vec)
         gradients = total - (load(self.part(b), self.rows, fenced=False) - r)
-        forgets = less(self.load_gates(gGates, seq, token, head), FLOOR)
+        forgets = less(gates, FLOOR)
         at = seq.batch, int32(token + ROWS * warpgroup.rank()), head, int32(self.half * warpgroup.id())
         store(truncate(gDGates, 1, seq.end), where(forgets, 0.0, gradients), at, 1, 3)
 

@@ -1,5 +1,5 @@
-"""attention.linear_backward with decays of channels against the reference's gradients: by chunks, with Hopper's last kernel or
-mma.sync's, and token by token. Packed sequences and accumulation: test_linear_gradients.py."""
+"""attention.linear_backward with decays of channels against the reference's gradients: by chunks, and token by token. Packed
+sequences and accumulation: test_linear_gradients.py."""
 
 from types import SimpleNamespace
 
@@ -32,28 +32,20 @@ def test_lengths(place, kernels, length):
     check(place, case(length, "channel", heads=2, key_heads=1, key_dim=80, value_dim=48))
 
 
-every_family = pytest.mark.parametrize("family", ["sm_90", "sm_80"])
+@pytest.mark.parametrize("length", [64, 130])
+def test_chunks(place, length):
+    check(place, one_head(length))
 
 
-@pytest.mark.parametrize(("length", "family"), [(64, "sm_80"), (130, "sm_90"), (130, "sm_80")])
-def test_chunks(place, length, family):
-    check(place, one_head(length), family=family)
-
-
-def test_several_chunks_of_a_block(place):
-    """Hopper's last kernel loads the tiles of a block's next chunk, which may be one of another sequence or head."""
-    check(place, case(150, "channel", batch=2, heads=2, key_heads=1, key_dim=16, value_dim=48), family="sm_90")
-
-
-@pytest.mark.parametrize(("segments", "family", "varlen"), [(3, "sm_90", False), (2, None, True)])
-def test_segments(place, monkeypatch, nothing_known, segments, family, varlen):
+@pytest.mark.parametrize(("segments", "varlen"), [(3, False), (2, True)])
+def test_segments(place, monkeypatch, nothing_known, segments, varlen):
     """States before them are composed of what each makes of a state of 0, in both directions; some have no tokens."""
     monkeypatch.setattr(channel_gradients, "choose_segments", lambda *_: segments)
     args = one_head(150, value_dim=80)
     if varlen:
         args["cu_seqlens"] = np.array([0, 10, 150])
         args |= {name: np.repeat(args[name], 2, axis=0) for name in ("initial_state", "dstate")}
-    check(place, args, family=family)
+    check(place, args)
 
 
 def test_no_tokens(place):
@@ -62,13 +54,10 @@ def test_no_tokens(place):
     np.testing.assert_array_equal(run(place, args)["dinitial_state"], args["dstate"])
 
 
-SIZES = [(66, 128, 80, "sm_90"), (66, 128, 80, "sm_80"), (20, 16, 208, None), (3, 144, 16, None)]
-
-
-@pytest.mark.parametrize(("length", "key_dim", "value_dim", "family"), SIZES)
-def test_sizes(place, length, key_dim, value_dim, family):
+@pytest.mark.parametrize(("length", "key_dim", "value_dim"), [(66, 128, 80), (20, 16, 208), (3, 144, 16)])
+def test_sizes(place, length, key_dim, value_dim):
     """Blocks of columns that are not full, and channels that only the token loop holds."""
-    check(place, one_head(length, key_dim=key_dim, value_dim=value_dim), family=family)
+    check(place, one_head(length, key_dim=key_dim, value_dim=value_dim))
 
 
 def test_value_heads_that_share_keys(place):
@@ -85,9 +74,8 @@ def test_any_scale(place, scale):
     check(place, one_head(20), scale=scale)
 
 
-@every_family
-def test_float16(place, family):
-    check(place, one_head(70, dtype=np.float16), family=family)
+def test_float16(place):
+    check(place, one_head(70, dtype=np.float16))
 
 
 @pytest.mark.parametrize("more", [4, 2, 1])
@@ -101,7 +89,7 @@ def test_any_alignment(more):
         return wide[..., : x.shape[-1]]
 
     got = run(OnInterpreter(), args | {name: widened(args[name]) for name in ("q", "k", "v", "decay", "dout")})
-    for name, x in run(OnInterpreter(), args, family="sm_80").items():
+    for name, x in run(OnInterpreter(), args).items():
         np.testing.assert_array_equal(got[name], x)
 
 
@@ -109,14 +97,13 @@ def test_any_alignment(more):
 def test_little_shared_memory(place, monkeypatch, nothing_known, shared_bytes, value_dim):
     """Panels of states are not loaded ahead there, or there is no room for a chunk's values, and tokens go one by one."""
     monkeypatch.setattr(channel_gradients, "machine", lambda _: SimpleNamespace(shared_bytes=shared_bytes, processors=3))
-    check(place, one_head(20, value_dim=value_dim), family="sm_80")
+    check(place, one_head(20, value_dim=value_dim))
 
 
-@pytest.mark.parametrize(("arch", "family"), [("sm_80", "sm_80"), ("sm_90a", "sm_90")])
-def test_as_compiled(as_compiled, arch, family):
+def test_as_compiled(as_compiled):
     """The PTX of the kernels, for two chunks of which one is shorter."""
-    as_compiled(arch)
-    check(OnInterpreter(), one_head(66), family=family)
+    as_compiled("sm_80")
+    check(OnInterpreter(), one_head(66))
 
 
 def test_token_loop_as_compiled(as_compiled, monkeypatch, nothing_known):
@@ -125,12 +112,11 @@ def test_token_loop_as_compiled(as_compiled, monkeypatch, nothing_known):
     check(OnInterpreter(), one_head(3))
 
 
-@every_family
-def test_gates_without_gradients(family):
+def test_gates_without_gradients():
     """The other gradients are the same to the last bit."""
     args = one_head(20)
-    without = attention.linear_backward(**args, ddecay=False, family=family)
-    dq, dk, dv, _, first = attention.linear_backward(**args, family=family)
+    without = attention.linear_backward(**args, ddecay=False)
+    dq, dk, dv, _, first = attention.linear_backward(**args)
     for x, y in zip(without, (dq, dk, dv, first), strict=True):
         np.testing.assert_array_equal(x, y)
 
