@@ -188,13 +188,18 @@ def make(config: Config):
                     if slot >= 0 and slot < n:
                         store(beta.claim(slot), BETA.compute(beta_chunk))
                         beta.publish(slot)
-                        decay.store_cumsum(b, exp_b, v_factor, slot, g, rate_and_bias, seq.remaining(slot))
+                        sums = decay.cumsum(g, rate_and_bias, seq.remaining(slot))
+                        decay.store_sums(b, slot, sums)
+                        decay.store_decays(exp_b, slot, sums)
+                        decay.store_factors(v_factor, slot, sums)
                     at = seq.batch, seq.chunk_start(slot + WARPS), value_head
                     beta_chunk, g = load(betas, CHUNK_COL_VEC, at, cols=1), decay.load_gates(gGates, seq, at)
         elif wg == SOLVER:
             warpgroup.release_registers(solver_registers)
             for j in range(n):
-                solver.solve(j, seq.remaining(j), (k, t, beta, b, exp_b), (high, low), lengths)
+                x = solver.solve(j, seq.remaining(j), (k, beta, b, exp_b), (high, low), lengths)
+                warpgroup.store(t.claim(j), x)
+                t.publish(j)
         else:
             warpgroup.claim_registers(consumer_registers)
             column, out_tile = COLUMNS * (CONSUMERS * block + wg), subtile(out, CHUNK, wg)

@@ -1,10 +1,9 @@
-"""The state after a sequence or a segment under the delta rule, for Hopper: delta_hopper.py without queries and outputs.
+"""The state after a sequence under the delta rule, for Hopper: delta_hopper.py without queries and outputs.
 
     u_t = beta_t (v_t - exp(g_t) k_t S_(t-1))        S_t = exp(g_t) S_(t-1) + k_t^T u_t
 
-The tokens of a segment take a state S to M S + N, whatever S is. S may have more columns than v; v_t is 0 in those, for which
-TMA writes zeros without a read. So a scan that starts from [0 | I] ends with [N | M]. With `from_identity` the kernel does that
-for each segment of a sequence by itself, and delta_compose_states_hopper.py composes the results.
+A state may have more columns than v; v_t is 0 in those, for which TMA writes zeros without a read. So a scan that starts from
+[S | I] tells what the tokens do to any state (attention.parallel).
 
 Tokens whose effect on the final state has decayed to nothing need not be scanned: gSkippedChunks is the number of chunks to
 skip at the start of each sequence and head, together with the state before them, if there are decays.
@@ -16,12 +15,11 @@ TMA loads of keys and values, the others compute b.
 import functools
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from numba import cuda
-from numpy import float32, int32
+from numpy import int32
 
-from ops import col_index, divmod, equal, load, store, subtile, tile_max, truncate, warpgroup, where, zeros
+from ops import divmod, load, store, subtile, tile_max, truncate, warpgroup
 from ops.for_attention.triangular_inverse import TRIANGLE
 from tiles import bf16, fp16, fp32, ring, rt, shared, st, sv
 from tiles.launching.arguments import ENDS, INT, array, tiled
@@ -29,7 +27,6 @@ from tiles.targets import Target
 
 from ..parts.recurrent.delta_decay import COL_VEC
 from ..parts.recurrent.delta_solver import UTTransform
-from ..parts.recurrent.gate_formulas import FORMULAS, BetaFormula
 from ..parts.recurrent.gates import CHUNK_COL_VEC
 from ..parts.recurrent.l2norm import L2Norm
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, TokenRange, block_coord
@@ -42,15 +39,11 @@ AHEAD = 3  # chunks by which the solver may be ahead of consumers
 CUMSUM_WARPS = warpgroup.WARPGROUP - 1  # warps of the loader that compute b, a chunk each in turn
 
 
-@dataclass(frozen=True)
 class Config(delta_hopper.Config):
-    """A kernel's configuration: that of delta_hopper.py. consumers: warpgroups that have 64 columns of a state each.
-    from_identity: is the state before each segment [0 | I], and not loaded?"""
-
-    from_identity: bool = False
+    """A kernel's configuration: that of delta_hopper.py. consumers: warpgroups that have 64 columns of a state each."""
 
     def __str__(self):
-        return f"states{', mapped' * self.from_identity}, {super().__str__()}"
+        return f"states, {super().__str__()}"
 
 
 KEY_DIMS = 64, 128  # as padded
@@ -62,10 +55,7 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
     if target.has_wgmma:
         for of, size, varlen in itertools.product((bf16, fp16) if everything else (bf16,), SIZES, (False, True)):
             if not varlen or size == (128, 2) or (everything and of is bf16):
-                for gated, from_identity in itertools.product((False, True), (False, True)):
-                    yield Config(*size, of, gated, varlen, from_identity)
-        yield from (Config(*SIZES[-1], bf16, True, False, True, formula=x, beta=BetaFormula(1.0)) for x in FORMULAS)
-        yield from (Config(*size, bf16, True, False, True, l2norm=True) for size in SIZES)
+                yield from (Config(*size, of, gated, varlen) for gated in (False, True))
 
 
 @functools.cache
@@ -73,12 +63,11 @@ def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     CONSUMERS, INPUT, STATE = config.consumers, config.dtype, rt(16, config.key_dim, fp32)
     VALUES, seq_layout = rt(16, CHUNK, INPUT), SequenceLayout(config.varlen)
-    SKIPS, FROM_IDENTITY = config.gated and not config.from_identity, config.from_identity
-    decay, PARAMS = config.decay, config.decay.params()
+    decay, NO_FORMULA = config.decay, (0.0, 0.0)
     SOLVER, LOADER, (loader_registers, solver_registers, consumer_registers) = CONSUMERS, CONSUMERS + 1, REGISTERS[CONSUMERS]
-    WARPS, BETA, READERS = warpgroup.WARPGROUP, config.beta, CONSUMERS + 1  # warpgroups that read keys
-    norm, readers = L2Norm(config.l2norm, config.key_dim), CONSUMERS * WARPS
-    solver = UTTransform(seq_layout, decay, READERS, norm)
+    WARPS, READERS = warpgroup.WARPGROUP, CONSUMERS + 1  # warpgroups that read keys
+    readers, GATED = CONSUMERS * WARPS, config.gated
+    solver = UTTransform(seq_layout, decay, READERS, L2Norm(False, config.key_dim))
     smem = shared(
         k=ring(config.key, STAGES, readers + WARPS),
         v=ring(config.values, STAGES, readers),
@@ -89,28 +78,23 @@ def make(config: Config):
         v_factor=ring(sv(CHUNK, fp32), VECTORS, readers, writers=1),
         high=TRIANGLE,
         low=TRIANGLE,
-        **norm.rings(STAGES, k_lengths=readers + WARPS),
     )
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def scan(
         gK: tiled(config.key, unit=1), gV: tiled(config.values, unit=1), gBeta: array(3), gGates: array(3),
         gInitialState: array(4), gFinalState: array(4), gSkippedChunks: array(3), gCuSeqlens: ENDS, length: INT, blocks: INT,
-        segments: INT, scanned: INT, heads: INT, group: INT, values: INT, params: PARAMS,
+        heads: INT, group: INT,
     ):  # fmt: skip
-        """The state after each of the first `scanned` of the `segments` of a sequence. values: the number of columns of v,
-        which is 0 in further columns of the state. `group` value heads share a key head; each is `blocks` blocks of columns
-        wide."""
-        tiles = smem.open()
-        k, v, t, beta, b, exp_b, v_factor, high, low = tiles[:9]
-        lengths = tiles[9:]
+        """The state after each sequence. `group` value heads share a key head; each is `blocks` blocks of columns wide."""
+        k, v, t, beta, b, exp_b, v_factor, high, low = smem.open()
         wg = warpgroup.id()
-        block, segment, value_head, sequence = block_coord(cuda.blockIdx.x, blocks, scanned, heads * group)
+        block, _, value_head, sequence = block_coord(cuda.blockIdx.x, blocks, 1, heads * group)
         key_head, _ = divmod(value_head, group)
-        segment_range = seq_layout.segment_tokens(gCuSeqlens, sequence, length, segment, segments)
-        skipped_chunks = int32(tile_max(load(gSkippedChunks, COL_VEC, (sequence, value_head, 0)))) if SKIPS else int32(0)
-        start = int32(min(segment_range.end, segment_range.start + CHUNK * skipped_chunks))
-        seq = TokenRange(start, segment_range.end, segment_range.batch)
+        whole = seq_layout.sequence_tokens(gCuSeqlens, sequence, length)
+        skipped_chunks = int32(tile_max(load(gSkippedChunks, COL_VEC, (sequence, value_head, 0)))) if GATED else int32(0)
+        start = int32(min(whole.end, whole.start + CHUNK * skipped_chunks))
+        seq = TokenRange(start, whole.end, whole.batch)
         n = seq.num_chunks()
         if wg == LOADER:
             warpgroup.release_registers(loader_registers)
@@ -120,26 +104,27 @@ def make(config: Config):
                     k.fill(j, gK, (seq.batch, seq.chunk_start(j), key_head))
                     v.fill(j, gV, (seq.batch, seq.chunk_start(j), value_head, block))
             else:
-                betas, rate_and_bias = truncate(gBeta, 1, seq.end), decay.load_rate_and_bias(params, value_head)
+                betas = truncate(gBeta, 1, seq.end)
                 for j in range(warp - 1, n, CUMSUM_WARPS):
                     at = seq.batch, seq.chunk_start(j), value_head
                     beta_chunk, g = load(betas, CHUNK_COL_VEC, at, cols=1), decay.load_gates(gGates, seq, at)
-                    store(beta.claim(j), BETA.compute(beta_chunk))
+                    store(beta.claim(j), beta_chunk)
                     beta.publish(j)
-                    decay.store_cumsum(b, exp_b, v_factor, j, g, rate_and_bias, seq.remaining(j))
+                    sums = decay.cumsum(g, NO_FORMULA, seq.remaining(j))
+                    decay.store_sums(b, j, sums)
+                    decay.store_decays(exp_b, j, sums)
+                    decay.store_factors(v_factor, j, sums)
         elif wg == SOLVER:
             warpgroup.release_registers(solver_registers)
             for j in range(n):
-                solver.solve(j, seq.remaining(j), (k, t, beta, b, exp_b), (high, low), lengths)
+                x = solver.solve(j, seq.remaining(j), (k, beta, b, exp_b), (high, low), ())
+                warpgroup.store(t.claim(j), x)
+                t.publish(j)
         else:
             warpgroup.claim_registers(consumer_registers)
             column = COLUMNS * (CONSUMERS * block + wg)
-            if FROM_IDENTITY:
-                identity = equal(warpgroup.row_index(COL_VEC) + float32(column - values), col_index(STATE))
-                s_t = where(identity, 1.0, zeros(STATE))
-            else:
-                s_t = warpgroup.load(gInitialState, STATE, (sequence, value_head, 0, column), 3, 2)
-                s_t = s_t * (0.0 if skipped_chunks > 0 else 1.0)
+            s_t = warpgroup.load(gInitialState, STATE, (sequence, value_head, 0, column), 3, 2)
+            s_t = s_t * (0.0 if skipped_chunks > 0 else 1.0)
             for j in range(n):
                 keys = k.wait(j)
                 seq_layout.zero_other_rows(keys, seq.remaining(j), READERS)
@@ -147,8 +132,7 @@ def make(config: Config):
                 values = fp32(warpgroup.load_transposed(subtile(v.wait(j), CHUNK, 0, COLUMNS, wg), VALUES))
                 v.release(j)
                 exp_b_chunk, factors = decay.wait(exp_b, j), decay.wait(v_factor, j)
-                strong, s_k = decay.is_strong(exp_b_chunk), norm.scale_columns(warpgroup.wait(s_k), lengths, 0, j)
-                norm.release(lengths, 0, j)
+                strong, s_k = decay.is_strong(exp_b_chunk), warpgroup.wait(s_k)
                 u, _ = decay.decay_inputs(
                     seq_layout.zero_other_columns(values, seq.remaining(j)), s_k, s_k, exp_b_chunk, factors, strong
                 )
@@ -160,6 +144,6 @@ def make(config: Config):
                 decay.release(v_factor, j)
                 s_t = decay.decay_state(s_t, exp_b_chunk, not strong)
                 decay.release(exp_b, j)
-            warpgroup.store(gFinalState, s_t, (sequence * scanned + segment, value_head, 0, column), 3, 2)
+            warpgroup.store(gFinalState, s_t, (sequence, value_head, 0, column), 3, 2)
 
     return scan, smem

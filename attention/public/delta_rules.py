@@ -27,6 +27,7 @@ from ..options import check_flag, check_number
 from ..parts.recurrent.tokens import CHUNK, COLUMNS
 from ..plans import recurrent_checks, recurrent_chunks, token_loop
 from ..plans.call_options import recurrent_autograd, refuse_beside_gradient, requires_grad
+from ..plans.delta_walk import compose_states, plan_channel_walk, plan_walk, serves_channel_walk, serves_walk
 from ..plans.raw_inputs import (
     NO_RAW_GRADIENT,
     NOT_RAW,
@@ -72,15 +73,8 @@ DELTA_STATES = Schema(
 )
 
 
-# (kernel of the last pass, kernel of the first pass, times of both for Dk 128), for decays of tokens and for decays of channels
-TOKEN_PASSES = (
-    *(delta_hopper, delta_states_hopper),
-    recurrent_chunks.Costs(two_consumers=1.4, first_pass=0.7, compose=1.5, extra_launches=1.5),
-)
-CHANNEL_PASSES = (
-    *(kda_hopper, kda_states_hopper),
-    recurrent_chunks.Costs(two_consumers=1.25, first_pass=0.7, compose=0.75, extra_launches=0.5),
-)
+# the times of both passes over segments with decays of channels, for Dk 128
+CHANNEL_COSTS = recurrent_chunks.Costs(two_consumers=1.25, first_pass=0.7, compose=0.75, extra_launches=0.5)
 
 
 @suggests_argument_names
@@ -217,7 +211,7 @@ def _final_states(problem: Problem, family: str | None) -> Plan:
         return Plan([])
     if uses_hopper_kernels(problem, family) and key_dim <= max(delta_states_hopper.KEY_DIMS) and batch * length:
         arrays |= {"gGates": problem["decay"], "gSkippedChunks": problem["skipped"]}
-        return Plan([_scan_chunks(problem, arrays, columns, delta_states_hopper, 1, segments=1, scanned=1, values=0)])
+        return Plan([_scan_chunks(problem, arrays, columns, delta_states_hopper, 1)])
     outputs = (batch, length, heads, value_dim), "bfloat16"  # which the token loop writes and nothing reads
     arrays |= {"gQ": problem["k"], "gDecay": problem["decay"], "gOut": problem.scratch(0, *outputs)}
     return Plan([token_loop.launch(problem, arrays, 0.0, columns=columns)], [outputs])
@@ -226,49 +220,47 @@ def _final_states(problem: Problem, family: str | None) -> Plan:
 def _plan_chunks(
     problem: Problem, arrays: dict, by_channel: bool, scale: float, raw: RawOptions
 ) -> tuple[list[Step], recurrent_chunks.ScratchShapes]:
-    """(launches of Hopper's kernels, scratch memory between them). There is one launch, or three if sequences are cut into
-    segments: the first computes how each segment changes a state, the second the state before each segment, the third the
-    outputs."""
-    batch, length, heads, key_dim, columns, sequences = problem("batch", "seqlen", "heads", "key_dim", "value_dim", "sequences")
-    last_pass, first_pass, costs = CHANNEL_PASSES if by_channel else TOKEN_PASSES
-    width, first_width = -(-columns // COLUMNS), -(-(columns + key_dim) // COLUMNS)
-    segments, scratch = 1, recurrent_chunks.ScratchAllocator(problem)
+    """(launches of Hopper's kernels, scratch memory between them): one of a kernel that computes everything itself, or those of
+    a walk if sequences are few (plans/delta_walk.py), or with decays of channels three if sequences are cut into segments."""
+    scratch = recurrent_chunks.ScratchAllocator(problem)
     inside = by_channel or problem.dtype == "bfloat16"  # are queries and keys normalised by the kernels? See l2norm.py
     steps, copies = prepare_rows(problem, scratch, raw.l2norm and not inside, channel_gates=by_channel)
     raw = raw._replace(l2norm=raw.l2norm and inside)
     arrays = arrays | copies
-    if key_dim <= max(delta_compose_states_hopper.KEY_DIMS):
-        processors, each = machine(problem.device).processors, length * batch // sequences // CHUNK
-        costs = costs._replace(
-            compose=costs.compose
-            * pad_key_dim(key_dim, delta_compose_states_hopper.KEY_DIMS)
-            / max(delta_compose_states_hopper.KEY_DIMS)
-        )
-        segments = recurrent_chunks.choose_segments(sequences * heads, width, first_width, each, processors, costs)
+    if by_channel:
+        plan = plan_channel_walk if serves_channel_walk(problem) else _plan_channels
+        steps += plan(problem, arrays, scale, raw, scratch)
+    elif serves_walk(problem):
+        steps += plan_walk(problem, arrays, scale, raw, scratch)
+    else:
+        columns = problem.extents["value_dim"]
+        steps.append(_scan_chunks(problem, arrays, columns, delta_hopper, 1, raw=raw, segments=1, scale=scale))
+    return steps, scratch.shapes
+
+
+def _plan_channels(
+    problem: Problem, arrays: dict, scale: float, raw: RawOptions, scratch: recurrent_chunks.ScratchAllocator
+) -> list[Step]:
+    """The launches with decays of channels. There is one, or three if sequences are cut into segments: the first computes how
+    each segment changes a state, the second the state before each segment, the third the outputs."""
+    batch, length, heads, key_dim, columns, sequences = problem("batch", "seqlen", "heads", "key_dim", "value_dim", "sequences")
+    width, first_width = -(-columns // COLUMNS), -(-(columns + key_dim) // COLUMNS)
+    processors, each = machine(problem.device).processors, length * batch // sequences // CHUNK
+    padded = pad_key_dim(key_dim, delta_compose_states_hopper.KEY_DIMS)
+    costs = CHANNEL_COSTS._replace(compose=CHANNEL_COSTS.compose * padded / max(delta_compose_states_hopper.KEY_DIMS))
+    segments = recurrent_chunks.choose_segments(sequences * heads, width, first_width, each, processors, costs)
+    steps = []
     if segments > 1:
         scanned, both_columns = segments - 1, columns + key_dim  # of [N | M]
         transitions = scratch(sequences * scanned, heads, key_dim, both_columns)
-        segment_states = scratch(sequences * segments, heads, key_dim, columns)
         inputs = {name: x for name, x in arrays.items() if name not in ("gQ", "gO", "gInitialState")}
         inputs["gFinalState"] = transitions
         grid = {"segments": segments, "scanned": scanned}
-        steps.append(_scan_chunks(problem, inputs, both_columns, first_pass, scanned, True, raw, values=columns, **grid))
-        config = delta_compose_states_hopper.Config(pad_key_dim(key_dim, delta_compose_states_hopper.KEY_DIMS))
-        steps.append(
-            kernel_for(delta_compose_states_hopper, config, problem.device).bind(
-                sequences * heads * width,
-                blocks=width,
-                segments=segments,
-                heads=heads,
-                values=columns,
-                gTransitions=transitions,
-                gInitialState=arrays["gInitialState"],
-                gSegmentStates=segment_states,
-            )
-        )
-        arrays = arrays | {"gInitialState": segment_states}
-    last = _scan_chunks(problem, arrays, columns, last_pass, segments, raw=raw, segments=segments, scale=scale)
-    return [*steps, last], scratch.shapes
+        steps.append(_scan_chunks(problem, inputs, both_columns, kda_states_hopper, scanned, raw, values=columns, **grid))
+        compose, before = compose_states(problem, transitions, arrays["gInitialState"], segments, scratch)
+        steps.append(compose)
+        arrays = arrays | {"gInitialState": before}
+    return [*steps, _scan_chunks(problem, arrays, columns, kda_hopper, segments, raw, segments=segments, scale=scale)]
 
 
 def _scan_chunks(
@@ -277,25 +269,23 @@ def _scan_chunks(
     columns: int,
     module: Any,
     grid_segments: int,
-    from_identity: bool = False,
     raw: RawOptions = NOT_RAW,
     **numbers: Any,
 ) -> Step:
     """The launch of one of Hopper's chunk kernels for `grid_segments` segments of each sequence and states with so many
-    columns. from_identity: see delta_states_hopper.Config. raw: what the kernel computes of raw inputs. numbers: its further
-    arguments."""
+    columns. raw: what the kernel computes of raw inputs. numbers: its further arguments."""
     batch, length, heads, key_heads, key_dim, sequences = problem("batch", "seqlen", "heads", "heads_k", "key_dim", "sequences")
     width, gates = -(-columns // COLUMNS), arrays["gGates"]
     one_each = sequences * heads * grid_segments * width <= machine(problem.device).processors  # an SM for each 64 columns
     sizes = pad_key_dim(key_dim, delta_hopper.STAGES), 1 if one_each or key_dim > delta_hopper.WIDE_KEY_DIM else min(width, 2)
-    dtype, kind = DTYPES[problem.dtype], (from_identity,) if from_identity else ()
+    dtype = DTYPES[problem.dtype]
     if module in (kda_hopper, kda_states_hopper):
         config = module.Config(
             *sizes, DTYPES[gates.form.dtype], dtype, is_varlen(problem), formula=raw.gate, beta=raw.beta, l2norm=raw.l2norm
         )
     else:
         config = module.Config(
-            *sizes, dtype, gates is not None, is_varlen(problem), *kind, formula=raw.gate, beta=raw.beta, l2norm=raw.l2norm
+            *sizes, dtype, gates is not None, is_varlen(problem), formula=raw.gate, beta=raw.beta, l2norm=raw.l2norm
         )
         if gates and len(gates.form.shape) == 1:  # one for each head
             arrays["gGates"] = gates.spread(0, length).spread(0, batch)

@@ -45,10 +45,22 @@ class UngatedDelta:
         return g
 
     @inlined
-    def store_cumsum(self, b, exp_b, v_factor, j, g, rate_and_bias, remaining):
-        """One warp writes the vectors of the j-th chunk with the gates g: to `b` their cumulative sum in powers of 2; to
-        `exp_b` exp2(b); to `v_factor` exp2(-b), which scales the values, or in a strong chunk exp2(b_last - b), which scales
-        what the chunk adds to the state."""
+    def cumsum(self, g, rate_and_bias, remaining):
+        """b, the cumulative sum of a chunk's gates g in powers of 2. One warp computes it and stores what is needed of it."""
+        return 0.0
+
+    @inlined
+    def store_sums(self, b, j, sums):
+        """Write b to the j-th slot of its ring."""
+
+    @inlined
+    def store_decays(self, exp_b, j, sums):
+        """Write exp2(b) to the j-th slot of its ring."""
+
+    @inlined
+    def store_factors(self, v_factor, j, sums):
+        """Write to the j-th slot of its ring exp2(-b), which scales the values, or in a strong chunk exp2(b_last - b), which
+        scales what the chunk adds to the state."""
 
     @inlined
     def wait(self, vectors, j):
@@ -105,14 +117,23 @@ class GatedDelta(UngatedDelta):
         return load(truncate(gGates, 1, seq.end), CHUNK_COL_VEC, at, cols=1)
 
     @inlined
-    def store_cumsum(self, b, exp_b, v_factor, j, g, rate_and_bias, remaining):
+    def cumsum(self, g, rate_and_bias, remaining):
         rate, bias = rate_and_bias
-        sums = cumsum(clamp_gates(self.compute_gates(transpose(g), rate, bias, remaining)) * LOG2_E)
-        b_last = tile_min(sums)
+        return cumsum(clamp_gates(self.compute_gates(transpose(g), rate, bias, remaining)) * LOG2_E)
+
+    @inlined
+    def store_sums(self, b, j, sums):
         store(b.claim(j), sums)
         b.publish(j)
+
+    @inlined
+    def store_decays(self, exp_b, j, sums):
         store(exp_b.claim(j), exp2(sums))
         exp_b.publish(j)
+
+    @inlined
+    def store_factors(self, v_factor, j, sums):
+        b_last = tile_min(sums)
         store(v_factor.claim(j), exp2((b_last if exp2(b_last) < self.min_decay else 0.0) - sums))
         v_factor.publish(j)
 

@@ -22,10 +22,10 @@ class UTTransform:
 
     @inlined
     def solve(self, j, remaining, rings, triangles, lengths):
-        """Compute T of chunk j and write it to its ring. remaining: the number of tokens of the sequence from the chunk's first
-        one on. A = tril(beta exp2(b - b^T) * K K^T, -1), where b counts in a strong chunk only. lengths: rings of inverse
-        lengths (l2norm.py), the first of them that of keys."""
-        k, t, beta, b, exp_b = rings
+        """This warp's rows of T^T of chunk j. remaining: the number of tokens of the sequence from the chunk's first one on.
+        A = tril(beta exp2(b - b^T) * K K^T, -1), where b counts in a strong chunk only. lengths: rings of inverse lengths
+        (l2norm.py), the first of them that of keys."""
+        k, beta, b, exp_b = rings
         high, low = triangles
         keys = k.wait(j)
         self.seq_layout.zero_other_rows(keys, remaining, self.readers)
@@ -38,9 +38,7 @@ class UTTransform:
         self.decay.release(b, j)
         a = self.norm.scale_columns(self.norm.scale_rows(a, inverse), lengths, 0, j)
         x = inverse_transposed(a, high, low)
-        target = t.claim(j)
         x = self.norm.scale_columns(x * warpgroup.load(beta.wait(j), COL_VEC), lengths, 0, j)
         self.norm.release(lengths, 0, j)
-        warpgroup.store(target, x)
-        t.publish(j)
         beta.release(j)
+        return x

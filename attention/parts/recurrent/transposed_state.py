@@ -1,7 +1,7 @@
 """A chunk state that a consumer holds transposed, S^T: 64 value columns x Dk. U and O are then transposed as well, and the
 product of one step, rounded, is the left operand of the next one without leaving the registers."""
 
-from ops import columns, subtile, warpgroup
+from ops import columns, store_wait, subtile, tma_store, warpgroup
 from tiles import dtype, inlined, rt, static
 
 from .tokens import CHUNK, SequenceLayout
@@ -54,3 +54,15 @@ class TransposedState:
             self.seq_layout.store_rows(gO, warpgroup.load(tile, self.values), seq, token, head, block)
         else:
             warpgroup.tma_store(gO, (seq.batch, token, head, block), tile)
+
+    @inlined
+    def send_output(self, gO, outputs, j, seq, head, block):
+        """By another warpgroup than the consumer, which has published the transposed outputs of the j-th chunk as a tile of the
+        ring `outputs`: store them, and release the tile."""
+        tile, token = outputs.wait(j), seq.chunk_start(j)
+        if self.seq_layout.varlen:
+            self.seq_layout.store_rows(gO, warpgroup.load(tile, self.values), seq, token, head, block)
+        elif warpgroup.rank() == 0:
+            tma_store(gO, (seq.batch, token, head, block), tile)
+            store_wait()
+        outputs.release(j)

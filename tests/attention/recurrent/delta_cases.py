@@ -66,7 +66,19 @@ class DeltaRuleTests:
     def test_consumers_of_a_block(self, place, monkeypatch, nothing_known, processors, key_dim, dtype):
         """One if there are SMs enough for each 64 columns, two otherwise."""
         monkeypatch.setattr(module, "machine", lambda _: SimpleNamespace(processors=processors))
+        for serves in "serves_walk", "serves_channel_walk":
+            monkeypatch.setattr(module, serves, lambda _: False)
         agree(place, *self.inputs(1, 189, 2, key_dim, 128, dtype))
+
+    @pytest.mark.parametrize(("key_dim", "value_dim", "dtype"), [(128, 192, BF16), (80, 64, FP16)])
+    def test_a_walk(self, place, monkeypatch, nothing_known, key_dim, value_dim, dtype):
+        """All that does not depend on the state by a launch before, and a block for each 64 columns; twice the same bits."""
+        for serves in "serves_walk", "serves_channel_walk":
+            monkeypatch.setattr(module, serves, lambda _: True)
+        inputs = self.inputs(2, 130, 2, key_dim, value_dim, dtype, key_heads=1)
+        start = 0.3 * np.random.default_rng(1).standard_normal((2, 2, key_dim, value_dim), np.float32)
+        once, twice = (agree(place, *inputs, initial_state=start) for _ in range(2))
+        assert all((a == b).all() for a, b in zip(once, twice, strict=True))
 
     def test_shared_keys(self, place):
         agree(place, *self.inputs(1, 130, 4, 64, 64, key_heads=2))

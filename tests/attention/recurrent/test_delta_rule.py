@@ -5,7 +5,7 @@ import pytest
 from delta_cases import BF16, DeltaRuleTests, agree, inputs
 
 from attention import reference
-from attention.kernels import delta_hopper
+from attention.kernels import delta_hopper, delta_transform_hopper, delta_walk_hopper
 from attention.plans import token_loop
 from attention.public.delta_rules import delta_rule
 from tiles import bf16, fp16
@@ -141,16 +141,19 @@ def test_wide_keys(place, monkeypatch, nothing_known, key_dim, value_dim, gate):
     agree(place, *inputs(1, 150, 1, key_dim, value_dim, gate=gate))
 
 
-CONFIGS = [
-    delta_hopper.Config(128, 2, bf16, True, True),
-    delta_hopper.Config(64, 1, fp16, False),
-    delta_hopper.Config(256, 1, bf16, True),
+SHIPPED = [
+    (delta_hopper, delta_hopper.Config(128, 2, bf16, True, True)),
+    (delta_hopper, delta_hopper.Config(64, 1, fp16, False)),
+    (delta_hopper, delta_hopper.Config(256, 1, bf16, True)),
+    (delta_transform_hopper, delta_transform_hopper.Config(128, bf16, True, l2norm=True)),
+    (delta_walk_hopper, delta_walk_hopper.Config(128, bf16, True, True)),
+    (delta_walk_hopper, delta_walk_hopper.Config(64, fp16, False, l2norm=True)),
 ]
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_machine_code(config):
+@pytest.mark.parametrize(("kernels", "config"), SHIPPED, ids=lambda x: str(x) if hasattr(x, "threads") else "")
+def test_machine_code(kernels, config):
     """No spills, and no wgmma serialised by ptxas."""
-    kernel, _ = delta_hopper.make(config)
+    kernel, _ = kernels.make(config)
     compiled = compile_kernel(kernel, signature(kernel), "sm_90a")
     assert (compiled.spill_bytes, compiled.local_bytes, compiled.warnings) == (0, 0, [])

@@ -7,7 +7,7 @@ from delta_cases import BF16, FP16, DeltaRuleTests, agree
 from delta_cases import inputs as inputs_of_tokens
 from members import draw_model_decays
 
-from attention.kernels import kda_hopper
+from attention.kernels import kda_hopper, kda_transform_hopper, kda_walk_hopper
 from attention.parts.recurrent import channel_decay
 from attention.plans import token_loop
 from attention.public.delta_rules import delta_rule
@@ -115,16 +115,18 @@ def test_other_schedules(monkeypatch, schedule):
     agree(place, q, k, v, beta, decay)
 
 
-CONFIGS = [
-    kda_hopper.Config(128, 2, fp32, bf16, True),
-    kda_hopper.Config(128, 2, fp16, fp16),
+SHIPPED = [
+    (kda_hopper, kda_hopper.Config(128, 2, fp32, bf16, True)),
+    (kda_hopper, kda_hopper.Config(128, 2, fp16, fp16)),
+    (kda_transform_hopper, kda_transform_hopper.Config(128, 0, bf16, bf16)),
+    (kda_walk_hopper, kda_walk_hopper.Config(128, bf16, True)),
 ]
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_machine_code(config):
-    """No spills, no wgmma serialised by ptxas, and shared memory for one block."""
-    kernel, smem = kda_hopper.make(config)
+@pytest.mark.parametrize(("kernels", "config"), SHIPPED, ids=lambda x: str(x) if hasattr(x, "threads") else "")
+def test_machine_code(kernels, config):
+    """No spills, no wgmma serialised by ptxas, and shared memory for as many blocks as an SM is to have."""
+    kernel, smem = kernels.make(config)
     compiled = compile_kernel(kernel, signature(kernel), "sm_90a")
     assert (compiled.spill_bytes, compiled.local_bytes, compiled.warnings) == (0, 0, [])
-    assert smem.nbytes <= 227 * 1024
+    assert (smem.nbytes + 1024) * getattr(config, "ctas_per_sm", 1) <= 228 * 1024

@@ -9,8 +9,14 @@ from places import OnInterpreter
 from poison import Packing, as_on_a_device, poisoned
 
 from attention import reference
-from attention.kernels import compose_segment_states, delta_compose_states_hopper, gla_states_hopper, kda_states_hopper
-from attention.plans import recurrent_chunks
+from attention.kernels import (
+    compose_segment_states,
+    delta_compose_states_hopper,
+    delta_walk_states_hopper,
+    gla_states_hopper,
+    kda_states_hopper,
+)
+from attention.plans import delta_walk, recurrent_chunks
 from attention.plans.recurrent_chunks import Costs, choose_segments
 from attention.public import delta_rules as module
 from attention.public.delta_rules import delta_rule
@@ -53,7 +59,14 @@ def agree(place, args, factor=2, **more):
 @pytest.fixture
 def cut(monkeypatch, nothing_known):
     """cut(n): calls cut every sequence into n segments from then on."""
-    return lambda n: monkeypatch.setattr(recurrent_chunks, "choose_segments", lambda *_: n)
+    monkeypatch.setattr(module, "serves_walk", lambda _: True)
+    monkeypatch.setattr(module, "serves_channel_walk", lambda _: False)
+
+    def cut(n):
+        for place in recurrent_chunks, delta_walk:
+            monkeypatch.setattr(place, "choose_segments", lambda *_: n)
+
+    return cut
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -150,10 +163,14 @@ def test_without_an_initial_state(place, cut, delta, kind):
 @pytest.mark.parametrize(("delta", "kind"), [(False, "token"), (False, "channel"), (True, "token"), (True, "channel")])
 def test_calls_use_the_chosen_number(monkeypatch, nothing_known, delta, kind):
     """Also when only the length of a repeated call is new."""
-    numbers, choose = [], recurrent_chunks.choose_segments
-    monkeypatch.setattr(recurrent_chunks, "choose_segments", lambda *args: numbers.append(choose(*args)) or numbers[-1])
-    for place in recurrent_chunks, module:
+    numbers, plans = [], delta_walk if delta and kind == "token" else recurrent_chunks
+    choose = plans.choose_segments
+    monkeypatch.setattr(plans, "choose_segments", lambda *args: numbers.append(choose(*args)) or numbers[-1])
+    for place in recurrent_chunks, delta_walk, module:
         monkeypatch.setattr(place, "machine", lambda _: SimpleNamespace(processors=9))
+    monkeypatch.setattr(module, "serves_channel_walk", lambda _: False)
+    monkeypatch.setattr(module, "serves_walk", lambda _: True)
+    monkeypatch.setattr(delta_walk, "COMPOSE", 0.5)
     for length in 1300, 1000, 200, 64:
         agree(OnInterpreter(), case(delta, kind, length, 16, 16))
     assert numbers[0] > 1 and int(numbers[-1]) == 1
@@ -208,6 +225,7 @@ SHIPPED = [
     (gla_states_hopper, gla_states_hopper.Config(256, 1, fp16, fp16)),
     (kda_states_hopper, kda_states_hopper.Config(128, 2, fp32, bf16, True)),
     (kda_states_hopper, kda_states_hopper.Config(128, 1, fp16, fp16)),
+    (delta_walk_states_hopper, delta_walk_states_hopper.Config(128, bf16, True, True, consumers=2)),
     (delta_compose_states_hopper, delta_compose_states_hopper.Config(128)),
     (compose_segment_states, compose_segment_states.Config(True)),
 ]

@@ -1,0 +1,165 @@
+"""The UT transform of all chunks of the delta rule at once, for Hopper: what delta_walk_hopper.py needs of each chunk and does
+not get from the state.
+
+    A = stril(beta M * K K^T)        T = (I + A)^-1 beta
+
+with M = exp(b_i - b_j), b the cumulative sum of the chunk's gates. Beside T^T the kernel stores b, the decays exp(b) and
+exp(b_last - b), and the factor of what the state returns for a key: exp(b), times the key's inverse length if keys are divided
+by their lengths (l2norm.py).
+
+A block is one warpgroup and has some chunks of a head, one after the other. Each of its warps computes the vectors of one chunk
+in four; all four warps invert, while TMA brings the keys of the next chunk."""
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from numba import cuda
+from numpy import int32
+
+from ops import divmod, exp2, load, store, subtile, tile_min, transpose, truncate, warpgroup
+from ops.for_attention.triangular_inverse import TRIANGLE, inverse_transposed
+from tiles import bf16, dtype, fp16, inlined, ring, shared, st
+from tiles.launching.arguments import ENDS, INT, array, tiled
+from tiles.targets import Target
+
+from ..parts.recurrent.delta_chunks import BETA, DECAY, DECAY_TO_END, KEY_DIMS, SUM, ChunkVectors
+from ..parts.recurrent.delta_decay import UngatedDelta, delta_decay
+from ..parts.recurrent.gate_formulas import FORMULAS, PLAIN_BETA, BetaFormula, GateFormula
+from ..parts.recurrent.gates import CHUNK_COL_VEC
+from ..parts.recurrent.l2norm import L2Norm
+from ..parts.recurrent.tokens import CHUNK, SequenceLayout, block_coord
+
+CTAS_PER_SM = 4
+WARPS = warpgroup.WARPGROUP
+VECTORS = 2 * WARPS  # chunks whose vectors are in shared memory: two for each warp
+
+
+@dataclass(frozen=True)
+class Config:
+    """A kernel's configuration. key_dim: the channels of keys, padded. gated: are there decays? varlen: are sequences packed
+    (cu_seqlens)? formula, beta: what computes gates and beta of what is in memory; None: the gates themselves are there.
+    l2norm: are keys divided by their lengths?"""
+
+    key_dim: int
+    dtype: dtype
+    gated: bool
+    varlen: bool = False
+    formula: GateFormula | None = field(default=None, kw_only=True)
+    beta: BetaFormula = field(default=PLAIN_BETA, kw_only=True)
+    l2norm: bool = field(default=False, kw_only=True)
+    threads = warpgroup.THREADS
+    ctas_per_sm = CTAS_PER_SM
+
+    @property
+    def decay(self) -> UngatedDelta:
+        """The gates of a chunk."""
+        return delta_decay(self.dtype, self.gated, self.formula)
+
+    @property
+    def key(self):
+        """The tile of K for a chunk."""
+        return st(CHUNK, self.key_dim, self.dtype)
+
+    @property
+    def square(self):
+        """The tile of T for a chunk."""
+        return st(CHUNK, CHUNK, self.dtype)
+
+    def __str__(self):
+        kinds = "gated" * self.gated, str(self.formula or ""), str(self.beta), "l2norm" * self.l2norm, "varlen" * self.varlen
+        return ", ".join(filter(None, (f"UT transforms, Dk {self.key_dim} {self.dtype}", *kinds)))
+
+
+def space(target: Target, everything: bool) -> Iterator[Config]:
+    """The configurations of both padded key dims, with decays and without; fp16 and all packed ones if `everything`."""
+    if target.has_wgmma:
+        for key_dim, of, varlen in itertools.product(KEY_DIMS, (bf16, fp16) if everything else (bf16,), (False, True)):
+            if not varlen or key_dim == max(KEY_DIMS) or everything:
+                yield from (Config(key_dim, of, gated, varlen) for gated in (False, True))
+        yield from (Config(max(KEY_DIMS), bf16, True, formula=formula, beta=BetaFormula(1.0)) for formula in FORMULAS)
+        yield from (Config(key_dim, bf16, gated, l2norm=True) for key_dim, gated in zip(KEY_DIMS, (False, True), strict=True))
+
+
+@functools.cache
+def make(config: Config):
+    """(kernel, shared memory) of a configuration."""
+    GATED, READS, BETA_FORMULA, INPUT = config.gated, config.gated or config.l2norm, config.beta, config.dtype
+    vectors_of, decay, seq_layout = ChunkVectors(GATED), config.decay, SequenceLayout(config.varlen)
+    norm, PARAMS = L2Norm(config.l2norm, config.key_dim), config.decay.params()
+    smem = shared(
+        k=ring(config.key, 1, WARPS),
+        vectors=ring(vectors_of.spec, VECTORS, WARPS, writers=1),
+        high=TRIANGLE,
+        low=TRIANGLE,
+        out=config.square,
+        **norm.rings(1, k_lengths=WARPS),
+    )
+
+    @inlined
+    def publish_vectors(vectors, gVectors, j, at, beta, sums):
+        """One warp stores the vectors of the j-th chunk in its ring and, but for beta, in memory. at: (chunk, head)."""
+        target, (chunk, head) = vectors.claim(j), at
+        store(subtile(target, CHUNK, BETA), beta)
+        if GATED:
+            decay_to_start, decay_to_end = exp2(sums), exp2(tile_min(sums) - sums)
+            store(subtile(target, CHUNK, SUM), sums)
+            store(gVectors, sums, (chunk, head, CHUNK * SUM))
+            store(subtile(target, CHUNK, DECAY), decay_to_start)
+            store(gVectors, decay_to_start, (chunk, head, CHUNK * DECAY))
+            store(subtile(target, CHUNK, DECAY_TO_END), decay_to_end)
+            store(gVectors, decay_to_end, (chunk, head, CHUNK * DECAY_TO_END))
+        vectors.publish(j)
+
+    @cuda.jit(launch_bounds=(config.threads, CTAS_PER_SM), fastmath=True)
+    def invert(
+        gK: tiled(config.key, unit=1), gBeta: array(3), gGates: array(3), gTransforms: tiled(config.square, rows=2),
+        gVectors: array(3), gCuSeqlens: ENDS, length: INT, parts: INT, heads: INT, group: INT, params: PARAMS,
+    ):  # fmt: skip
+        """Each of the `parts` blocks of a head of a sequence has as many of its chunks. gTransforms: T^T of each chunk and
+        head; gVectors: the factor of what the state returns for a key, b, exp(b) and exp(b_last - b). `group` value heads share
+        a key head."""
+        tiles = smem.open()
+        k, vectors, high, low, out = tiles[:5]
+        lengths = tiles[5:]
+        _, part, head, sequence = block_coord(cuda.blockIdx.x, 1, parts, heads * group)
+        key_head, _ = divmod(head, group)
+        seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, part, parts)
+        n, first, warp = seq.num_chunks(), seq_layout.chunk_index(seq.start, sequence, length), warpgroup.rank()
+        betas, rate_and_bias = truncate(gBeta, 1, seq.end), decay.load_rate_and_bias(params, head)
+        at = seq.batch, seq.chunk_start(warp), head
+        beta, gates = load(betas, CHUNK_COL_VEC, at, cols=1), decay.load_gates(gGates, seq, at)
+        if n > 0:
+            k.fill(0, gK, (seq.batch, seq.start, key_head))
+        for j in range(n):
+            if j % WARPS == 0:
+                mine = int32(j + warp)
+                if mine < n:
+                    sums = decay.cumsum(gates, rate_and_bias, seq.remaining(mine))
+                    publish_vectors(
+                        vectors, gVectors, mine, (int32(first + mine), head), transpose(BETA_FORMULA.compute(beta)), sums
+                    )
+                at = seq.batch, seq.chunk_start(mine + WARPS), head
+                beta, gates = load(betas, CHUNK_COL_VEC, at, cols=1), decay.load_gates(gGates, seq, at)
+            keys, chunk = k.wait(j), int32(first + j)
+            seq_layout.zero_other_rows(keys, seq.remaining(j))
+            inverse_lengths = norm.publish(lengths, 0, j, keys)
+            s = warpgroup.wait(warpgroup.mm_ABt(keys, keys))
+            k.release(j)
+            if j + 1 < n:
+                k.fill(j + 1, gK, (seq.batch, seq.chunk_start(j + 1), key_head))
+            of_chunk = vectors.wait(j)
+            beta_rows = vectors_of.rows(of_chunk, BETA)
+            a = vectors_of.decay_scores(s, of_chunk, 1.0) * beta_rows
+            a = norm.scale_columns(norm.scale_rows(a, inverse_lengths), lengths, 0, j)
+            x = norm.scale_columns(inverse_transposed(a, high, low) * beta_rows, lengths, 0, j)
+            norm.release(lengths, 0, j)
+            if READS:
+                factor = vectors_of.decay_rows(inverse_lengths if norm.used else 1.0, of_chunk, DECAY)
+                store(gVectors, factor, (chunk, head, int32(CHUNK * BETA + 16 * warp)))
+            vectors.release(j)
+            warpgroup.send(gTransforms, (chunk, head), out, INPUT(x))
+        warpgroup.store_wait()
+
+    return invert, smem

@@ -1,0 +1,204 @@
+"""The delta rule on few long sequences, for Hopper: a walk along each, with decays that are one number a token and head (or
+none).
+
+    u_t = beta_t (v_t - exp(g_t) k_t S_(t-1))        S_t = exp(g_t) S_(t-1) + k_t^T u_t        o_t = scale q_t S_t
+
+In a chunk of 64 tokens, with b the cumulative sum of the gates and M = exp(b_i - b_j) at most 1,
+
+    U = T (V - exp(b) K S)        O = scale (exp(b) Q S + tril(M * Q K^T) U)        S = exp(b_last) S + (exp(b_last - b) K)^T U
+
+One chunk waits for another, and nothing else can hide that: time is the number of chunks times the length of this chain. So
+delta_transform_hopper.py has computed T and the decays of all chunks before, a block has 64 value columns only, as columns of a
+state have nothing to do with each other, and its consumer has a multiprocessor's tensor cores almost for itself. Beside it a
+scorer computes tril(M * Q K^T) ahead and stores the outputs, and a loader starts all TMA loads. The chain is K S, T (..),
+K^T U; Q S and the scores' product run while the consumer rounds what the next product needs.
+
+The consumer holds the state transposed, 64 x Dk, and U and O as well: the product of one step, rounded, is the left operand of
+the next one without leaving the registers. No exponent is positive, so nothing overflows and no chunk is strong."""
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from numba import cuda
+from numpy import int32
+
+from ops import divmod, warpgroup, zeros
+from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st
+from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
+from tiles.targets import Target
+
+from ..parts.recurrent.delta_chunks import BETA, DECAY, DECAY_TO_END, KEY_DIMS, ChunkVectors
+from ..parts.recurrent.l2norm import L2Norm
+from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
+from ..parts.recurrent.transposed_state import TransposedState
+
+CONSUMER, SCORER, LOADER = range(3)  # warpgroups
+REGISTERS = 24, 128, 240  # of a thread of loader, scorer and consumer
+STAGES = {64: 4, 128: 3}  # padded key dim: chunks in flight
+AHEAD = 2  # chunks by which the scorer may be ahead of the consumer
+WARPS = warpgroup.WARPGROUP
+READ = BETA  # the vector of what the state returns for a key, where beta was
+
+
+@dataclass(frozen=True)
+class Config:
+    """A kernel's configuration. key_dim: the channels of keys, padded. gated: are there decays? varlen: are sequences packed
+    (cu_seqlens)? l2norm: are queries and keys divided by their lengths?"""
+
+    key_dim: int
+    dtype: dtype
+    gated: bool
+    varlen: bool = False
+    l2norm: bool = field(default=False, kw_only=True)
+    threads = warpgroup.THREADS * (LOADER + 1)
+
+    @property
+    def key(self):
+        """The tile of Q or K for a chunk."""
+        return st(CHUNK, self.key_dim, self.dtype)
+
+    @property
+    def value(self):
+        """The tile of V or O for a chunk."""
+        return st(CHUNK, COLUMNS, self.dtype)
+
+    @property
+    def square(self):
+        """The tile of T or of scores for a chunk."""
+        return st(CHUNK, CHUNK, self.dtype)
+
+    def __str__(self):
+        kinds = "gated" * self.gated, "l2norm" * self.l2norm, "varlen" * self.varlen
+        return ", ".join(filter(None, (f"walk, Dk {self.key_dim} {self.dtype}", *kinds)))
+
+
+def space(target: Target, everything: bool) -> Iterator[Config]:
+    """The configurations of both padded key dims, with decays and without; fp16 and all packed ones if `everything`."""
+    if target.has_wgmma:
+        for key_dim, of, varlen in itertools.product(KEY_DIMS, (bf16, fp16) if everything else (bf16,), (False, True)):
+            if not varlen or key_dim == max(KEY_DIMS) or everything:
+                yield from (Config(key_dim, of, gated, varlen) for gated in (False, True))
+        yield from (Config(key_dim, bf16, gated, l2norm=True) for key_dim, gated in zip(KEY_DIMS, (False, True), strict=True))
+
+
+@inlined
+def decayed_reads(vectors_of, x, vectors, reads):
+    """What the state returns for a chunk's keys, x, decayed and divided by their lengths. reads: is there anything to do?"""
+    if reads:
+        return x * vectors_of.cols(vectors, READ)
+    else:
+        return x
+
+
+@functools.cache
+def make(config: Config):
+    """(kernel, shared memory) of a configuration."""
+    INPUT, STATE, READS = config.dtype, rt(16, config.key_dim, fp32), config.gated or config.l2norm
+    seq_layout, vectors_of = SequenceLayout(config.varlen), ChunkVectors(config.gated)
+    state, stages = TransposedState(config.key_dim, INPUT, seq_layout), STAGES[config.key_dim]
+    norm = L2Norm(config.l2norm, config.key_dim)
+    LOADER_REGISTERS, SCORER_REGISTERS, CONSUMER_REGISTERS = REGISTERS
+    OUTPUTS = rt(16, CHUNK, fp32)
+    BOTH = 2 * WARPS  # warps of consumer and scorer
+    smem = shared(
+        q=ring(config.key, stages, BOTH),
+        k=ring(config.key, stages, BOTH),
+        v=ring(config.value, stages, WARPS),
+        t=ring(config.square, stages, WARPS),
+        vectors=ring(vectors_of.spec, stages, BOTH),
+        p=ring(config.square, AHEAD, WARPS, writers=WARPS),
+        out=ring(config.value, AHEAD, WARPS, writers=WARPS),
+        **norm.rings(stages, q_lengths=WARPS),
+    )
+
+    @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
+    def walk(
+        gQ: tiled(config.key, unit=1), gK: tiled(config.key, unit=1), gV: tiled(config.value, unit=1),
+        gTransforms: tiled(config.square, rows=2), gVectors: tiled(vectors_of.spec, 3, None, 2),
+        gO: seq_layout.output_argument(config.value), gInitialState: array(4), gFinalState: array(4), gCuSeqlens: ENDS,
+        length: INT, blocks: INT, segments: INT, heads: INT, group: INT, scale: FLOAT,
+    ):  # fmt: skip
+        """The outputs of a segment, and after the last one the state. Each of the `segments` of a sequence has thread blocks of
+        its own. gTransforms, gVectors: of each chunk and head. gInitialState: the state before each segment. `group` value
+        heads share a key head; each is `blocks` blocks of columns wide."""
+        tiles = smem.open()
+        q, k, v, t, vectors, p, out = tiles[:7]
+        lengths = tiles[7:]
+        wg = warpgroup.id()
+        block, segment, head, sequence = block_coord(cuda.blockIdx.x, blocks, segments, heads * group)
+        seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, segment, segments)
+        n = seq.num_chunks()
+        if wg == LOADER:
+            warpgroup.release_registers(LOADER_REGISTERS)
+            key_head, _ = divmod(head, group)
+            first = seq_layout.chunk_index(seq.start, sequence, length)
+            if warpgroup.rank() == 0:
+                for j in range(n):
+                    token, chunk = seq.chunk_start(j), int32(first + j)
+                    k.fill(j, gK, (seq.batch, token, key_head))
+                    q.fill(j, gQ, (seq.batch, token, key_head))
+                    v.fill(j, gV, (seq.batch, token, head, block))
+                    vectors.fill(j, gVectors, (chunk, head))
+                    t.fill(j, gTransforms, (chunk, head))
+        elif wg == SCORER:
+            warpgroup.release_registers(SCORER_REGISTERS)
+            for j in range(n + AHEAD):
+                if j < n:
+                    keys = k.wait(j)
+                    seq_layout.zero_other_rows(keys, seq.remaining(j), 2)
+                    queries = q.wait(j)
+                    inverse_lengths = norm.publish(lengths, 0, j, queries)
+                    s = warpgroup.wait(warpgroup.mm_ABt(queries, keys))
+                    k.release(j)
+                    q.release(j)
+                    s = norm.scale_rows(vectors_of.decay_scores(s, vectors.wait(j), scale), inverse_lengths)
+                    vectors.release(j)
+                    warpgroup.store(p.claim(j), warpgroup.causal(s, 0, 0.0))
+                    p.publish(j)
+                if j >= AHEAD:
+                    done = int32(j - AHEAD)
+                    state.send_output(gO, out, done, seq, head, block)
+            if segment == segments - 1:
+                seq_layout.zero_padding(gO, gCuSeqlens, sequence, length, head, block)
+        else:
+            warpgroup.claim_registers(CONSUMER_REGISTERS)
+            column = COLUMNS * block
+            s_t = warpgroup.load(gInitialState, STATE, (sequence * segments + segment, head, 0, column), 3, 2)
+            rounded, outputs = INPUT(s_t), INPUT(zeros(OUTPUTS))
+            for j in range(n):
+                keys = k.wait(j)
+                seq_layout.zero_other_rows(keys, seq.remaining(j), 2)
+                u = warpgroup.mm_ABt(rounded, keys)
+                o = warpgroup.mm_ABt(rounded, q.wait(j))
+                if j > 0:
+                    warpgroup.store_transposed(out.claim(j - 1), outputs)
+                    out.publish(j - 1)
+                values = fp32(warpgroup.load_transposed(v.wait(j), state.values))
+                v.release(j)
+                values, of_chunk = seq_layout.zero_other_columns(values, seq.remaining(j)), vectors.wait(j)
+                u = INPUT(values - decayed_reads(vectors_of, warpgroup.wait(u, newer=1), of_chunk, READS))
+                u = warpgroup.mm_AB(u, t.wait(j))
+                o = warpgroup.wait(o, newer=1)
+                q.release(j)
+                u = warpgroup.wait(u)
+                t.release(j)
+                s_t = vectors_of.decay_state(s_t, of_chunk)
+                s_t = warpgroup.mma_AB(s_t, INPUT(vectors_of.decay_cols(u, of_chunk, DECAY_TO_END)), keys)
+                o = norm.scale_columns(o * vectors_of.decay_cols(scale, of_chunk, DECAY), lengths, 0, j)
+                norm.release(lengths, 0, j)
+                vectors.release(j)
+                o = warpgroup.mma_ABt(o, INPUT(u), p.wait(j))
+                s_t = warpgroup.wait(s_t, newer=1)
+                k.release(j)
+                rounded = INPUT(s_t)  # while the last product runs
+                outputs = INPUT(warpgroup.wait(o))
+                p.release(j)
+            if n > 0:
+                warpgroup.store_transposed(out.claim(n - 1), outputs)
+                out.publish(n - 1)
+            if segment == segments - 1:
+                warpgroup.store(gFinalState, s_t, (sequence, head, 0, column), 3, 2)
+
+    return walk, smem

@@ -1,0 +1,139 @@
+"""How each segment of a long sequence changes a state under the delta rule, for Hopper: delta_walk_hopper.py without queries
+and outputs.
+
+The tokens of a segment take a state S to M S + N, whatever S is. So a walk that starts from [0 | I] ends with [N | M], if v is
+0 in the columns of I, for which TMA writes zeros without a read. delta_compose_states_hopper.py composes the results."""
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from numba import cuda
+from numpy import float32, int32
+
+from ops import col_index, divmod, equal, subtile, warpgroup, where, zeros
+from tiles import bf16, dtype, fp16, fp32, ring, rt, shared, st
+from tiles.launching.arguments import ENDS, INT, array, tiled
+from tiles.targets import Target
+
+from ..parts.recurrent.delta_chunks import DECAY_TO_END, KEY_DIMS, ChunkVectors
+from ..parts.recurrent.gates import COL_VEC
+from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
+from .delta_walk_hopper import decayed_reads
+
+REGISTERS = {1: (40, 256), 2: (40, 216)}  # consumers -> registers of a thread of loader and consumer
+STAGES = 4  # chunks in flight
+WARPS = warpgroup.WARPGROUP
+
+
+@dataclass(frozen=True)
+class Config:
+    """A kernel's configuration. key_dim: the channels of keys, padded. gated: are there decays? varlen: are sequences packed
+    (cu_seqlens)? l2norm: are keys divided by their lengths? consumers: warpgroups that have 64 columns of [N | M] each."""
+
+    key_dim: int
+    dtype: dtype
+    gated: bool
+    varlen: bool = False
+    l2norm: bool = field(default=False, kw_only=True)
+    consumers: int = field(default=1, kw_only=True)
+
+    @property
+    def threads(self):
+        """The threads of a block, those of the consumers and the loader."""
+        return warpgroup.THREADS * (self.consumers + 1)
+
+    @property
+    def key(self):
+        """The tile of K for a chunk."""
+        return st(CHUNK, self.key_dim, self.dtype)
+
+    @property
+    def values(self):
+        """The tile of V for a chunk, of all consumers."""
+        return st(CHUNK, COLUMNS * self.consumers, self.dtype)
+
+    @property
+    def square(self):
+        """The tile of T for a chunk."""
+        return st(CHUNK, CHUNK, self.dtype)
+
+    def __str__(self):
+        kinds = "gated" * self.gated, "l2norm" * self.l2norm, "varlen" * self.varlen
+        sizes = f"walk of states, Dk {self.key_dim} {self.dtype}, {COLUMNS * self.consumers} columns"
+        return ", ".join(filter(None, (sizes, *kinds)))
+
+
+def space(target: Target, everything: bool) -> Iterator[Config]:
+    """The configurations of both padded key dims, with decays and without; fp16 and all packed ones if `everything`."""
+    if target.has_wgmma:
+        sizes = tuple(itertools.product(KEY_DIMS, REGISTERS))
+        for (key_dim, n), of, varlen in itertools.product(sizes, (bf16, fp16) if everything else (bf16,), (False, True)):
+            if not varlen or (key_dim, n) == sizes[-1] or everything:
+                yield from (Config(key_dim, of, gated, varlen, consumers=n) for gated in (False, True))
+        yield from (Config(key_dim, bf16, gated, l2norm=True) for key_dim, gated in zip(KEY_DIMS, (False, True), strict=True))
+
+
+@functools.cache
+def make(config: Config):
+    """(kernel, shared memory) of a configuration."""
+    CONSUMERS, INPUT, STATE = config.consumers, config.dtype, rt(16, config.key_dim, fp32)
+    LOADER, VALUES, READS = CONSUMERS, rt(16, CHUNK, INPUT), config.gated or config.l2norm
+    seq_layout, vectors_of, readers = SequenceLayout(config.varlen), ChunkVectors(config.gated), CONSUMERS * WARPS
+    LOADER_REGISTERS, CONSUMER_REGISTERS = REGISTERS[CONSUMERS]
+    smem = shared(
+        k=ring(config.key, STAGES, readers),
+        v=ring(config.values, STAGES, readers),
+        t=ring(config.square, STAGES, readers),
+        vectors=ring(vectors_of.spec, STAGES, readers),
+    )
+
+    @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
+    def walk(
+        gK: tiled(config.key, unit=1), gV: tiled(config.values, unit=1), gTransforms: tiled(config.square, rows=2),
+        gVectors: tiled(vectors_of.spec, 3, None, 2), gFinalState: array(4), gCuSeqlens: ENDS,
+        length: INT, blocks: INT, segments: INT, scanned: INT, heads: INT, group: INT, values: INT,
+    ):  # fmt: skip
+        """[N | M] of each of the first `scanned` of the `segments` of a sequence. values: the number of columns of N.
+        gTransforms, gVectors: of each chunk and head. `group` value heads share a key head; each is `blocks` blocks of columns
+        wide."""
+        k, v, t, vectors = smem.open()
+        wg = warpgroup.id()
+        block, segment, head, sequence = block_coord(cuda.blockIdx.x, blocks, scanned, heads * group)
+        seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, segment, segments)
+        n = seq.num_chunks()
+        if wg == LOADER:
+            warpgroup.release_registers(LOADER_REGISTERS)
+            key_head, _ = divmod(head, group)
+            first = seq_layout.chunk_index(seq.start, sequence, length)
+            if warpgroup.rank() == 0:
+                for j in range(n):
+                    token, chunk = seq.chunk_start(j), int32(first + j)
+                    k.fill(j, gK, (seq.batch, token, key_head))
+                    v.fill(j, gV, (seq.batch, token, head, block))
+                    vectors.fill(j, gVectors, (chunk, head))
+                    t.fill(j, gTransforms, (chunk, head))
+        else:
+            warpgroup.claim_registers(CONSUMER_REGISTERS)
+            column = COLUMNS * (CONSUMERS * block + wg)
+            identity = equal(warpgroup.row_index(COL_VEC) + float32(column - values), col_index(STATE))
+            s_t = where(identity, 1.0, zeros(STATE))
+            for j in range(n):
+                keys = k.wait(j)
+                seq_layout.zero_other_rows(keys, seq.remaining(j), CONSUMERS)
+                u = warpgroup.mm_ABt(INPUT(s_t), keys)
+                y = fp32(warpgroup.load_transposed(subtile(v.wait(j), CHUNK, 0, COLUMNS, wg), VALUES))
+                v.release(j)
+                y, of_chunk = seq_layout.zero_other_columns(y, seq.remaining(j)), vectors.wait(j)
+                y = y - decayed_reads(vectors_of, warpgroup.wait(u), of_chunk, READS)
+                u = warpgroup.wait(warpgroup.mm_AB(INPUT(y), t.wait(j)))
+                t.release(j)
+                s_t = vectors_of.decay_state(s_t, of_chunk)
+                u = INPUT(vectors_of.decay_cols(u, of_chunk, DECAY_TO_END))
+                vectors.release(j)
+                s_t = warpgroup.wait(warpgroup.mma_AB(s_t, u, keys))
+                k.release(j)
+            warpgroup.store(gFinalState, s_t, (sequence * scanned + segment, head, 0, column), 3, 2)
+
+    return walk, smem

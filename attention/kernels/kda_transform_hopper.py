@@ -1,0 +1,177 @@
+"""What KDA's chunks need and do not get from the state, of all chunks at once, for Hopper (kda_hopper.py has the equations):
+q', k', k* and exp(b_last - r) of channel_decay.py, the scores tril(q' k*^T) and the UT transform T. kda_walk_hopper.py reads
+them.
+
+A block is one warpgroup, the preparer of kda_hopper.py, and has some chunks of a head, one after the other. q' and k* take
+the place of q and k in shared memory, from where TMA stores them. The next chunk is loaded while this one's triangle is
+inverted."""
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from numba import cuda
+from numpy import int32
+
+from ops import divmod, rows, subtile, truncate, viewed, warpgroup, zeros
+from ops.for_attention.triangular_inverse import TRIANGLES, inverse_transposed, store_parts
+from tiles import fp32, inlined, ring, rt, shared, st
+from tiles.launching.arguments import ENDS, INT, array, tiled
+from tiles.targets import Target
+
+from ..parts.recurrent import channel_config
+from ..parts.recurrent.channel_decay import FLAG, TOKEN_GROUP
+from ..parts.recurrent.gate_formulas import BetaFormula
+from ..parts.recurrent.l2norm import L2Norm
+from ..parts.recurrent.tokens import CHUNK, SequenceLayout, block_coord
+from .kda_hopper import KEY_DIMS, KdaBlockScores, KdaDecay, KdaScores
+
+WARPS = warpgroup.WARPGROUP
+
+
+@dataclass(frozen=True)
+class Config(channel_config.Config):
+    """A kernel's configuration: that of channel_config.py. There are no consumers."""
+
+    @property
+    def ctas_per_sm(self):
+        """How many thread blocks shared memory has room for."""
+        return 2
+
+    @property
+    def decayed_keys(self):
+        """The tile of k', which takes the place of 16-bit gates once they are summed up, and this is a small one."""
+        return self.key if self.gates is fp32 else st(16, 16, self.dtype)
+
+    @property
+    def square(self):
+        """The tile of T or of scores for a chunk."""
+        return st(CHUNK, CHUNK, self.dtype)
+
+    def __str__(self):
+        return f"UT transforms, {super().__str__()}"
+
+
+def space(target: Target, everything: bool) -> Iterator[Config]:
+    """The configurations of both padded key dims."""
+    sizes = tuple((key_dim, 0) for key_dim in KEY_DIMS)
+    return channel_config.channel_space(Config, sizes, target, everything, BetaFormula(1.0))
+
+
+@functools.cache
+def make(config: Config):
+    """(kernel, shared memory) of a configuration."""
+    INPUT, IN_PLACE, SCORES = config.dtype, config.gates is fp32, rt(16, CHUNK, fp32)
+    COL_VEC, seq_layout = SCORES.col_vec, SequenceLayout(config.varlen)
+    decay, raw, BETA = KdaDecay(config.key_dim, INPUT, 1), config.channel_gates, config.beta
+    PARAMS = raw.params()
+    norm = L2Norm(config.l2norm, config.key_dim, config.key_dim // WARPS)
+    halved_scores, block_scores = KdaScores(config.key_dim, INPUT), KdaBlockScores(config.key_dim, INPUT)
+    BLOCK_KEYS, KEYS, CHUNK_KEYS = replace(TRIANGLES, dtype=INPUT), tiled(config.key, unit=1), tiled(config.key, rows=2)
+    KEY, SQUARES = config.key, tiled(config.square, rows=2)
+    smem = shared(
+        q=ring(config.key, 1, WARPS),
+        k=ring(config.key, 1, WARPS),
+        g=ring(config.gate, 1, WARPS),
+        k_decayed=config.decayed_keys,
+        square=config.square,
+        triangles=TRIANGLES,
+        state_decay=config.state_decay,
+        flag=FLAG,
+        gate_sums=config.gate_sums,
+        block_decays=decay.block_decays,
+        biases=raw.biases,
+        rates=raw.rates,
+    )
+
+    @inlined
+    def fill(rings, arrays, j, n, seq, head, key_head):
+        """Have TMA load the queries, keys and gates of the j-th of a sequence's n chunks, if there is one."""
+        (q, k, g), (gQ, gK, gGates) = rings, arrays
+        if j < n:
+            token = seq.chunk_start(j)
+            g.fill(j, gGates, (seq.batch, token, head))
+            k.fill(j, gK, (seq.batch, token, key_head))
+            q.fill(j, gQ, (seq.batch, token, key_head))
+
+    @inlined
+    def send_decayed(tiles, arrays, at):
+        """Store q', k', k*, exp(b_last - r) and the flag of a chunk."""
+        (queries, decayed_keys, keys, state_decay, flag), (gQueries, gDecayedKeys, gKeys, gStateDecays, gFlags) = tiles, arrays
+        warpgroup.tma_store(gQueries, at, queries)
+        warpgroup.tma_store(gDecayedKeys, at, decayed_keys)
+        warpgroup.tma_store(gKeys, at, keys)
+        warpgroup.tma_store(gStateDecays, at, state_decay)
+        warpgroup.tma_store(gFlags, at, flag)
+
+    @cuda.jit(launch_bounds=(config.threads, config.ctas_per_sm), fastmath=True)
+    def transform(
+        gQ: KEYS, gK: KEYS, gBeta: array(3), gGates: tiled(config.gate, unit=1), gQueries: CHUNK_KEYS, gDecayedKeys: CHUNK_KEYS,
+        gKeys: CHUNK_KEYS, gStateDecays: tiled(config.state_decay, 3, None, 2), gFlags: tiled(FLAG, 3, None, 2),
+        gScores: SQUARES, gTransforms: SQUARES, gCuSeqlens: ENDS, length: INT, parts: INT, heads: INT, group: INT,
+        params: PARAMS,
+    ):  # fmt: skip
+        """Each of the `parts` blocks of a head of a sequence has as many of its chunks. gQueries .. gTransforms: q', k', k*,
+        exp(b_last - r), the flag, the scores and T^T of each chunk and head. `group` value heads share a key head."""
+        q, k, g, k_decayed, square, triangles, state_decay, flag, gate_sums, block_decays, biases, rates = smem.open()
+        _, part, head, sequence = block_coord(cuda.blockIdx.x, 1, parts, heads * group)
+        key_head, _ = divmod(head, group)
+        seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, part, parts)
+        n, first, warp = seq.num_chunks(), seq_layout.chunk_index(seq.start, sequence, length), warpgroup.rank()
+        rings, arrays = (q, k, g), (gQ, gK, gGates)
+        decayed_arrays = gQueries, gDecayedKeys, gKeys, gStateDecays, gFlags
+        fill(rings, arrays, int32(0), n, seq, head, key_head)
+        high, low, constants = subtile(triangles, CHUNK, 0), subtile(triangles, CHUNK, 1), (biases, rates)
+        blocks = viewed(triangles, BLOCK_KEYS), block_decays
+        store_parts(high, low, zeros(SCORES))  # blocks above the diagonal are read, if not looked at
+        raw.load_constants(constants, params, head, warp)
+        betas = truncate(gBeta, 1, seq.end)
+        beta = warpgroup.load(betas, COL_VEC, (seq.batch, seq.start, head), cols=1)
+        for j in range(n):
+            queries, keys, gates, at = q.wait(j), k.wait(j), g.wait(j), (int32(first + j), head)
+            if IN_PLACE:
+                decayed_keys = k_decayed
+            else:
+                decayed_keys = viewed(gates, KEY)
+            decayed = queries, decayed_keys, keys, state_decay, flag
+            seq_layout.zero_other_rows(keys, seq.remaining(j))
+            seq_layout.zero_other_rows(gates, seq.remaining(j))
+            norm.normalize(queries, warp)
+            norm.normalize(keys, warp)
+            norm.sync()
+            beta = BETA.compute(beta)
+            sums = gates if IN_PLACE else gate_sums
+            raw.cumsum(sums, gates, constants, warp, seq.remaining(j))
+            b_last = decay.load_last_sums(sums, warp)
+            strong, halved = decay.vote(sums, b_last, warp)
+            if halved:
+                scores = halved_scores.compute(queries, keys, (high, low), sums, decayed_keys, warp)
+                warpgroup.send(gScores, at, square, scores)
+            decay.factor_decays(queries, keys, decayed_keys, blocks, sums, b_last, warp, strong, halved)
+            decay.store_state_decay(state_decay, flag, b_last, warp, strong, halved)
+            if halved:
+                send_decayed(decayed, decayed_arrays, at)
+                a = warpgroup.load(high, SCORES) + warpgroup.load(low, SCORES)
+            elif strong:
+                warpgroup.sync()
+                scores = block_scores.compute((queries, decayed_keys), blocks, warp)
+                send_decayed(decayed, decayed_arrays, at)
+                warpgroup.send(gScores, at, square, INPUT(warpgroup.causal(rows(scores, TOKEN_GROUP, 0), 0, 0.0)))
+                a = rows(scores, TOKEN_GROUP, 1)
+            else:
+                send_decayed(decayed, decayed_arrays, at)
+                a = warpgroup.wait(warpgroup.mm_ABt(decayed_keys, keys))
+                scores = warpgroup.wait(warpgroup.mm_ABt(queries, keys))
+                warpgroup.send(gScores, at, square, INPUT(warpgroup.causal(scores, 0, 0.0)))
+            warpgroup.store_wait()
+            warpgroup.sync()
+            q.release(j)
+            k.release(j)
+            g.release(j)
+            fill(rings, arrays, int32(j + 1), n, seq, head, key_head)
+            x = inverse_transposed(a * beta, high, low) * beta
+            beta = warpgroup.load(betas, COL_VEC, (seq.batch, seq.chunk_start(j + 1), head), cols=1)
+            warpgroup.send(gTransforms, at, square, INPUT(x))
+        warpgroup.store_wait()
+
+    return transform, smem

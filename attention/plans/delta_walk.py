@@ -1,0 +1,208 @@
+"""The plans of the delta rule on few long sequences. One launch computes of all chunks at once what does not depend on the
+state (delta_transform_hopper.py, kda_transform_hopper.py). Then a thread block for each 64 columns of a head walks along the
+sequence (delta_walk_hopper.py, kda_walk_hopper.py). With decays of tokens, a sequence may be cut into segments: two more
+launches then compute the state before each (delta_walk_states_hopper.py, delta_compose_states_hopper.py)."""
+
+import functools
+import math
+from typing import Any
+
+from tiles.calls.plan import Step
+from tiles.calls.schema import Problem
+from tiles.launching.arrays import Operand
+from tiles.launching.devices import machine
+from tiles.launching.launch import kernel_for
+from tiles.launching.lengths import follows
+
+from ..kernels import (
+    delta_compose_states_hopper,
+    delta_transform_hopper,
+    delta_walk_hopper,
+    delta_walk_states_hopper,
+    kda_transform_hopper,
+    kda_walk_hopper,
+)
+from ..parts.recurrent.channel_decay import FLAG
+from ..parts.recurrent.delta_chunks import KEY_DIMS, ChunkVectors
+from ..parts.recurrent.tokens import CHUNK, COLUMNS
+from .raw_inputs import RawOptions
+from .recurrent_checks import DTYPES, is_varlen, pad_key_dim
+from .recurrent_chunks import BLOCK_CHUNKS, MIN_SEGMENT_CHUNKS, Arrays, ScratchAllocator, intern_value
+from .recurrent_gradients import count_chunk_indices
+
+MIN_CHUNKS = 8  # of a sequence: for fewer, a second launch does not pay
+LEAST_SHARE = 0.45  # of the multiprocessors that a walk with decays of channels has to fill: it is not cut into segments
+MOST_BYTES = 4 * 2**30  # of what is computed before a walk with decays of channels
+# Microseconds of a chunk of the walk; of one of states by one consumer of a block, by two; of a step from the state before one
+# segment to that before the next; of two more launches
+WALK, STATES, TWO_STATES, COMPOSE, LAUNCHES = 1.37, 0.76, 1.17, 3.2, 8.0
+
+
+def serves_walk(problem: Problem) -> bool:
+    """Does a walk take less time than thread blocks that solve the chunks of each 64 columns' state anew? One of 64 columns a
+    multiprocessor does."""
+    blocks, chunks = _count_blocks(problem)
+    return problem.extents["key_dim"] <= max(KEY_DIMS) and blocks <= machine(problem.device).processors and chunks >= MIN_CHUNKS
+
+
+def serves_channel_walk(problem: Problem) -> bool:
+    """Likewise, with decays of channels: are there enough blocks, and has what is computed before the walk room?"""
+    (blocks, _), (batch, length, heads, key_dim) = _count_blocks(problem), problem("batch", "seqlen", "heads", "key_dim")
+    nbytes = batch * length * heads * (3 * key_dim + 2 * CHUNK) * 2
+    return serves_walk(problem) and blocks >= LEAST_SHARE * machine(problem.device).processors and nbytes <= MOST_BYTES
+
+
+def _count_blocks(problem: Problem) -> tuple[int, int]:
+    """(blocks of 64 columns, chunks of a sequence)"""
+    batch, length, heads, columns, sequences = problem("batch", "seqlen", "heads", "value_dim", "sequences")
+    return sequences * heads * -(-columns // COLUMNS), length * batch // sequences // CHUNK
+
+
+@follows
+@functools.lru_cache(1024)
+def choose_segments(items: int, width: int, first_width: int, chunks: int, processors: int) -> int:
+    """The number of segments for each sequence that takes the shortest time. items: the number of sequences times heads. width:
+    the number of blocks of 64 columns of a state, first_width: of [N | M]. chunks: of each sequence."""
+
+    def time(segments: int) -> float:
+        each, blocks = -(-chunks // segments) + BLOCK_CHUNKS, items * (segments - 1) * first_width
+        walk = math.ceil(items * segments * width / processors) * each * WALK
+        if segments == 1:
+            return walk
+        waves = math.ceil(blocks / 2 / processors) * TWO_STATES if blocks > processors else STATES
+        return walk + waves * each + LAUNCHES + segments * COMPOSE
+
+    return min(range(1, max(1, min(chunks // MIN_SEGMENT_CHUNKS, processors)) + 1), key=time)
+
+
+@follows
+def count_parts(items: int, chunks: int, resident_ctas: int) -> int:
+    """The number of blocks for the chunks of each of `items` heads."""
+    return max(1, min(resident_ctas // items, chunks))
+
+
+def plan_walk(problem: Problem, arrays: Arrays, scale: float, raw: RawOptions, scratch: ScratchAllocator) -> list[Step]:
+    """The launches. arrays: those of delta_hopper.py's kernel. raw: what kernels compute of raw inputs."""
+    batch, length, heads, key_heads, key_dim, columns, sequences = problem(
+        "batch", "seqlen", "heads", "heads_k", "key_dim", "value_dim", "sequences"
+    )
+    items, chunks, processors = sequences * heads, length * batch // sequences // CHUNK, machine(problem.device).processors
+    width, first_width = -(-columns // COLUMNS), -(-(columns + key_dim) // COLUMNS)
+    segments = choose_segments(items, width, first_width, chunks, processors)
+    form = pad_key_dim(key_dim, KEY_DIMS), DTYPES[problem.dtype], arrays["gGates"] is not None, is_varlen(problem)
+    numbers: dict[str, Any] = {"length": length, "heads": key_heads, "group": heads // key_heads}
+    inverse, solved = _plan_inverse(problem, arrays, form, raw, scratch, numbers)
+    states, before = [], arrays["gInitialState"]
+    if segments > 1:
+        states, before = _plan_states(problem, arrays | solved, form, raw, scratch, segments, numbers)
+    of_walk = {name: arrays[name] for name in ("gQ", "gK", "gV", "gO", "gFinalState", "gCuSeqlens")} | solved
+    config = intern_value(delta_walk_hopper.Config, *form, l2norm=raw.l2norm)
+    walk = kernel_for(delta_walk_hopper, config, problem.device).bind(
+        items * segments * width, blocks=width, segments=segments, scale=scale, gInitialState=before, **numbers, **of_walk
+    )
+    return [inverse, *states, walk]
+
+
+def _plan_inverse(
+    problem: Problem, arrays: Arrays, form: tuple, raw: RawOptions, scratch: ScratchAllocator, numbers: dict[str, Any]
+) -> tuple[Step, Arrays]:
+    """(the launch that solves all chunks, its results)"""
+    batch, length, heads, sequences = problem("batch", "seqlen", "heads", "sequences")
+    gates, chunks = arrays["gGates"], count_chunk_indices(problem)
+    if gates and len(gates.form.shape) == 1:  # one for each head
+        gates = gates.spread(0, length).spread(0, batch)
+    solved: Arrays = {"gTransforms": scratch(chunks, heads, CHUNK, CHUNK, dtype=problem.dtype)}
+    solved["gVectors"] = scratch(chunks, heads, ChunkVectors(gates is not None).spec.length)
+    config = intern_value(delta_transform_hopper.Config, *form, formula=raw.gate, beta=raw.beta, l2norm=raw.l2norm)
+    resident = config.ctas_per_sm * machine(problem.device).processors
+    parts = count_parts(sequences * heads, length * batch // sequences // CHUNK, resident)
+    others = "gQ", "gV", "gO", "gInitialState", "gFinalState"
+    inputs = {name: x for name, x in arrays.items() if name not in others} | {"gGates": gates} | solved
+    kernel = kernel_for(delta_transform_hopper, config, problem.device)
+    return kernel.bind(sequences * heads * parts, parts=parts, **numbers, **inputs), solved
+
+
+def _plan_states(
+    problem: Problem,
+    arrays: Arrays,
+    form: tuple,
+    raw: RawOptions,
+    scratch: ScratchAllocator,
+    segments: int,
+    numbers: dict[str, Any],
+) -> tuple[list[Step], Operand]:
+    """(the launches that compute the state before each segment, these states)"""
+    heads, key_dim, columns, sequences = problem("heads", "key_dim", "value_dim", "sequences")
+    scanned, both_columns = segments - 1, columns + key_dim
+    transitions = scratch(sequences * scanned, heads, key_dim, both_columns)
+    blocks = sequences * heads * scanned * -(-both_columns // COLUMNS)
+    consumers = 1 if blocks <= machine(problem.device).processors else 2
+    config = intern_value(delta_walk_states_hopper.Config, *form, l2norm=raw.l2norm, consumers=consumers)
+    width = -(-both_columns // (COLUMNS * consumers))
+    inputs = {name: arrays[name] for name in ("gK", "gV", "gTransforms", "gVectors", "gCuSeqlens")}
+    compose, before = compose_states(problem, transitions, arrays["gInitialState"], segments, scratch)
+    walk = kernel_for(delta_walk_states_hopper, config, problem.device).bind(
+        sequences * heads * scanned * width,
+        blocks=width,
+        segments=segments,
+        scanned=scanned,
+        values=columns,
+        gFinalState=transitions,
+        **numbers,
+        **inputs,
+    )
+    return [walk, compose], before
+
+
+def compose_states(
+    problem: Problem, transitions: Operand, initial: Operand | None, segments: int, scratch: ScratchAllocator
+) -> tuple[Step, Operand]:
+    """(the launch that composes the states before each segment of all transitions [N | M], these states)"""
+    heads, key_dim, columns, sequences = problem("heads", "key_dim", "value_dim", "sequences")
+    width, before = -(-columns // COLUMNS), scratch(sequences * segments, heads, key_dim, columns)
+    config = intern_value(delta_compose_states_hopper.Config, pad_key_dim(key_dim, KEY_DIMS))
+    step = kernel_for(delta_compose_states_hopper, config, problem.device).bind(
+        sequences * heads * width,
+        blocks=width,
+        segments=segments,
+        heads=heads,
+        values=columns,
+        gTransitions=transitions,
+        gInitialState=initial,
+        gSegmentStates=before,
+    )
+    return step, before
+
+
+def plan_channel_walk(problem: Problem, arrays: Arrays, scale: float, raw: RawOptions, scratch: ScratchAllocator) -> list[Step]:
+    """The launches, with decays of channels. arrays: those of kda_hopper.py's kernel. raw: see plan_walk."""
+    batch, length, heads, key_heads, columns, sequences = problem(
+        "batch", "seqlen", "heads", "heads_k", "value_dim", "sequences"
+    )
+    items, width, chunks = sequences * heads, -(-columns // COLUMNS), count_chunk_indices(problem)
+    gates, of, varlen = arrays["gGates"], DTYPES[problem.dtype], is_varlen(problem)
+    assert gates is not None
+    key_dim = pad_key_dim(problem.extents["key_dim"], KEY_DIMS)
+
+    def of_chunks(extent: int) -> Operand:
+        return scratch(chunks, heads, CHUNK, extent, dtype=problem.dtype)
+
+    known: Arrays = {name: of_chunks(key_dim) for name in ("gQueries", "gDecayedKeys", "gKeys")}
+    known |= {"gStateDecays": scratch(chunks, heads, key_dim), "gFlags": scratch(chunks, heads, FLAG.length)}
+    known |= {"gScores": of_chunks(CHUNK), "gTransforms": of_chunks(CHUNK)}
+    options = {"formula": raw.gate, "beta": raw.beta, "l2norm": raw.l2norm}
+    config = intern_value(kda_transform_hopper.Config, key_dim, 0, DTYPES[gates.form.dtype], of, varlen, **options)
+    resident = config.ctas_per_sm * machine(problem.device).processors
+    parts = count_parts(items, length * batch // sequences // CHUNK, resident)
+    others = "gV", "gO", "gInitialState", "gFinalState"
+    inputs = {name: x for name, x in arrays.items() if name not in others} | known
+    of_walk = {name: arrays[name] for name in (*others, "gCuSeqlens")} | known
+    walk = intern_value(kda_walk_hopper.Config, key_dim, of, varlen)
+    return [
+        kernel_for(kda_transform_hopper, config, problem.device).bind(
+            items * parts, length=length, parts=parts, heads=key_heads, group=heads // key_heads, **inputs
+        ),
+        kernel_for(kda_walk_hopper, walk, problem.device).bind(
+            items * width, length=length, blocks=width, heads=heads, scale=scale, **of_walk
+        ),
+    ]
