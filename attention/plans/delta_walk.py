@@ -92,7 +92,8 @@ def plan_walk(problem: Problem, arrays: Arrays, scale: float, raw: RawOptions, s
     form = pad_key_dim(key_dim, KEY_DIMS), DTYPES[problem.dtype], arrays["gGates"] is not None, is_varlen(problem)
     numbers: dict[str, Any] = {"length": length, "heads": key_heads, "group": heads // key_heads}
     inverse, solved = _plan_inverse(problem, arrays, form, raw, scratch, numbers)
-    states, before = [], arrays["gInitialState"]
+    states: list[Step] = []
+    before = arrays["gInitialState"]
     if segments > 1:
         states, before = _plan_states(problem, arrays | solved, form, raw, scratch, segments, numbers)
     of_walk = {name: arrays[name] for name in ("gQ", "gK", "gV", "gO", "gFinalState", "gCuSeqlens")} | solved
