@@ -2,6 +2,7 @@
 
 import pytest
 from numba import cuda
+from numba.core import types
 
 from attention.kernels import forward_ampere, linear_token_loop
 from attention.parts.visibility import CAUSAL
@@ -77,3 +78,11 @@ def wrong(x: array(1), n: INT):
 def test_the_same_words(both):
     ours, numba_code = both(wrong)
     assert ours == numba_code and "Error: " in ours and 'test_faster_numba.py", line ' in ours
+
+
+def test_a_type_that_was_pickled_has_the_hash_of_its_process():
+    """Python's hashes of texts differ from process to process."""
+    hash_of = next(ours for owner, name, ours in compiler.INSTEAD if name == "__hash__")
+    ty = types.Array(types.float32, 2, "A")
+    kept = ty._hash = object(), hash(ty) + 1  # as it would come from another process
+    assert hash_of(ty) == hash(ty) and ty._hash != kept and hash_of(ty) == hash(ty)

@@ -266,16 +266,16 @@ def _variables(self, x):
     return found
 
 
-_hash_of_key = types.Type.__hash__
+_hash_of_key, _here = types.Type.__hash__, object()
 
 
 def _hash(self):
-    """A type's hash, which is that of all it is made of. It is looked up some ten times for each variable."""
-    try:
-        return self._hash
-    except AttributeError:
-        self._hash = _hash_of_key(self)
-        return self._hash
+    """A type's hash, which is that of all it is made of. It is looked up some ten times for each variable. One that was pickled
+    elsewhere, where texts have other hashes, is computed anew."""
+    kept = vars(self).get("_hash")
+    if kept is None or kept[0] is not _here:
+        kept = self._hash = _here, _hash_of_key(self)
+    return kept[1]
 
 
 def _find_blas():
