@@ -70,7 +70,7 @@ def calls(draw, name):
     rows = {
         row.name: row
         for row in schema.arguments.values()
-        if given[row.name] and not (row.name == "lse" and row.result) and row.name not in ("state", "z", "states")
+        if given[row.name] and not (row.name == "lse" and row.result) and row.name not in ("state", "z", "states", "chunk_states")
     }
     if name == "linear_step":
         rows["state"] = schema.arguments["state"]
@@ -120,10 +120,11 @@ OPTIONS = {
     (name, bool): st.booleans()
     for name in (
         *"causal deterministic return_lse interleaved normalize return_state".split(),
-        *"dt_softplus return_final_states".split(),
+        *"dt_softplus return_final_states return_chunk_states".split(),
     )
 }
 OPTIONS |= {
+    ("memory", str): st.sampled_from(["states", "recompute"]),
     ("scale", float | None): st.sampled_from([None, None, 0.3]),
     ("scale", float): st.sampled_from([0.1]),
     ("family", str | None): st.sampled_from([None, None, "sm_80", "sm_90"]),
