@@ -46,6 +46,7 @@ COLUMNS = {
     "based": {"key_dim": [16], "features": [160]},
     "hedgehog": {"features": [64], "key_dim": [64, 128], "value_dim": [64, 128]},
 }
+RESULTS = "state", "z", "states", "chunk_states"
 COLUMN_AXES = "head_dim", "head_dim_v", "key_dim", "value_dim", "rotary_dim", "features"
 LENGTHS = "seqlen", "seqlen_q", "seqlen_k", "seqlen_new", "pages_per_seq", "positions", "parts"
 GROWS = [None, (), ("seqlen_k",), ("seqlen", "seqlen_q"), ("seqlen", "seqlen_q", "seqlen_k"), ("batch",)]
@@ -70,7 +71,7 @@ def calls(draw, name):
     rows = {
         row.name: row
         for row in schema.arguments.values()
-        if given[row.name] and not (row.name == "lse" and row.result) and row.name not in ("state", "z", "states", "chunk_states")
+        if given[row.name] and not (row.name == "lse" and row.result) and row.name not in RESULTS
     }
     if name == "linear_step":
         rows["state"] = schema.arguments["state"]
