@@ -1,4 +1,4 @@
-"""Gradients of the delta rule and of the gated delta rule beside a copy in device memory, and flash-linear-attention's where
+"""Gradients of the delta rule, the gated delta rule and KDA beside a copy in device memory, and flash-linear-attention's where
 installed. `limit` is the time of a copy of as many bytes as q, k, v, dout and the gradients of the first three have, in the
 same rounds; `of_limit` is that over the provider's time. fla's time is that of its backward pass, of a graph
 that is kept. `pytest bench/test_delta_gradients.py -s`. See measure.py for the protocol."""
@@ -20,16 +20,24 @@ from tiles.testing.backends import to_numpy  # noqa: E402
 
 ROUNDS, DIM, CHECKED = 5, 128, 300  # rounds; channels; tokens that are compared with float64
 SIZES = [(8, 2048, 32, 32), (1, 8192, 16, 32), (1, 32768, 16, 32)]  # batch, tokens, key heads, value heads
-PEERS = {False: fla("delta_rule", "chunk_delta_rule"), True: fla("gated_delta_rule", "chunk_gated_delta_rule")}
+PEERS = {  # by rule: how it is called there
+    "delta rule": fla("delta_rule", "chunk_delta_rule"),
+    "gated delta rule": fla("gated_delta_rule", "chunk_gated_delta_rule"),
+    "KDA": fla("kda", "chunk_kda"),
+}
 
 
-def inputs(gated, batch, length, key_heads, heads):
-    """dout, q, k, v, beta and, if `gated`, decays"""
+def inputs(rule, batch, length, key_heads, heads):
+    """dout, q, k, v, beta and, unless the rule has none, decays; KDA's as models of it have them"""
     normal = lambda count: torch.randn(batch, length, count, DIM, device="cuda", dtype=torch.bfloat16)
     k = torch.nn.functional.normalize(normal(key_heads), dim=-1)
     beta = torch.rand(batch, length, heads, device="cuda", dtype=torch.bfloat16)
-    decay = torch.nn.functional.logsigmoid(torch.randn(batch, length, heads, device="cuda")) / 16
-    return normal(heads), normal(key_heads), k, normal(heads), beta, *((decay,) if gated else ())
+    decays = {
+        "gated delta rule": lambda: torch.nn.functional.logsigmoid(torch.randn(batch, length, heads, device="cuda")) / 16,
+        "KDA": lambda: -5 * torch.sigmoid(torch.randn(batch, length, heads, DIM, device="cuda")),
+    }
+    decay = (decays[rule](),) if rule in decays else ()
+    return normal(heads), normal(key_heads), k, normal(heads), beta, *decay
 
 
 def gradients(dout, q, k, v, beta, decay=None):
@@ -50,9 +58,9 @@ def of_peer(peer, dout, *arrays):
     return torch.autograd.grad(out, leaves, dout, retain_graph=True)
 
 
-def check_gradients(gated):
+def check_gradients(rule):
     """Compare gradients of a few tokens with float64."""
-    arrays = inputs(gated, 1, CHECKED, 1, 2)
+    arrays = inputs(rule, 1, CHECKED, 1, 2)
     names = "dout", "q", "k", "v", "beta", "decay"
     known = reference.linear_backward(**{name: to_numpy(x) for name, x in zip(names, arrays)})
     for name, x in zip(names[1:], gradients(*arrays)):
@@ -61,28 +69,28 @@ def check_gradients(gated):
 
 
 @functools.cache
-def times(gated, size):
+def times(rule, size):
     """{provider: milliseconds of every round, or why it cannot run}"""
-    check_gradients(gated)
-    nbytes = sum(2 * x.nbytes for x in inputs(gated, *size)[1:4]) + inputs(gated, *size)[0].nbytes
-    sets = rotated(lambda: inputs(gated, *size), nbytes)
+    check_gradients(rule)
+    nbytes = sum(2 * x.nbytes for x in inputs(rule, *size)[1:4]) + inputs(rule, *size)[0].nbytes
+    sets = rotated(lambda: inputs(rule, *size), nbytes)
     source = torch.empty(nbytes // 2, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    grouped = size[2] != size[3] and not gated  # fla's ungated rule has as many key heads as value heads
-    peers, missing = present({} if grouped else {"fla": functools.partial(of_peer, PEERS[gated])}, sets[0])
+    grouped = size[2] != size[3] and rule == "delta rule"  # fla's has as many key heads as value heads
+    peers, missing = present({} if grouped else {"fla": functools.partial(of_peer, PEERS[rule])}, sets[0])
     calls = {"tiles": gradients, **peers, "copy": lambda *_: target.copy_(source)}
     return interleaved(calls, sets, ROUNDS) | missing
 
 
 @pytest.mark.parametrize("provider", ["tiles", "fla"])
-@pytest.mark.parametrize("gated", [False, True], ids=["delta rule", "gated delta rule"])
+@pytest.mark.parametrize("rule", PEERS)
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: "x".join(map(str, size)))
-def test_delta_gradients(benchmark, size, gated, provider):
-    measured = times(gated, size)
+def test_delta_gradients(benchmark, size, rule, provider):
+    measured = times(rule, size)
     milliseconds = measured.get(provider, "takes no groups of value heads")
     if isinstance(milliseconds, str):
         pytest.skip(f"{provider}: {milliseconds}")
-    benchmark.group = f"{'gated ' * gated}delta rule backward {size}"
+    benchmark.group = f"{rule} backward {size}"
     report(benchmark, milliseconds)
     limit, median = statistics.median(measured["copy"]), statistics.median(milliseconds)
     benchmark.extra_info |= {"provider": provider, "ms": median, "limit": limit, "of_limit": limit / median}

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from numba import cuda
 from numpy import int32
 
+from ops import block as thread_block
 from ops import divmod, exp2, load, rows, store, transpose, truncate, warpgroup, zeros
 from ops.for_attention.triangular_inverse import TRIANGLE, inverse_transposed, store_block_parts, store_parts
 from tiles import fp32, inlined, pipeline, shared, st
@@ -20,6 +21,7 @@ from tiles.launching.arguments import ENDS, FLOAT, INT, array
 from tiles.targets import Target
 
 from ..parts.recurrent.anchored_scores import KdaScores
+from ..parts.recurrent.channel_chunks import FENCED
 from ..parts.recurrent.channel_decay import TOKEN_GROUP
 from ..parts.recurrent.channel_gates import choose_channel_gates
 from ..parts.recurrent.delta_chunks import WARP_COLUMNS, WARPS, DeltaChunkConfig, TwoParts, chunk_forms
@@ -107,16 +109,18 @@ def make(config: Config):
             if warp == 0:
                 store(gChunkBeta, beta, (chunk, head, 0))
             key_tile, query_tile = k.wait(j, 1), q.wait(j)  # the barrier also shows b to all warps
-            store_decayed(gDecayedQ, gReadKeys, gWriteKeys, query_tile, key_tile, b, chunk, head, scale, warp)
             p = channels.compute(query_tile, key_tile, (high, low, scale), b, far_keys, warp)
             store(gReverse, transpose(p), (chunk, head, 2 * CHUNK, int32(WARP_COLUMNS * warp)), aligned=True)
             cuda.syncwarp()  # other lanes wrote them
-            s = warpgroup.causal(warpgroup.load(high, TILE) + warpgroup.load(low, TILE), -1, 0.0)
+            s = warpgroup.load(high, TILE, fenced=False) + warpgroup.load(low, TILE, fenced=False)
+            s = warpgroup.causal(s, -1, 0.0)
             first, second = parts_of.split(inverse_transposed(s * beta, high, low))
             warpgroup.store(gForward, first, (chunk, head, 0, 0), aligned=True)
             warpgroup.store(gForward, second, (chunk, head, CHUNK, 0), aligned=True)
             first, second = parts_of.split(inverse_transposed(s * beta_rows, high, low))
             warpgroup.store(gReverse, first, (chunk, head, 0, 0), aligned=True)
             warpgroup.store(gReverse, second, (chunk, head, CHUNK, 0), aligned=True)
+            store_decayed(gDecayedQ, gReadKeys, gWriteKeys, query_tile, key_tile, b, chunk, head, scale, warp)
+            thread_block.sync(FENCED)  # all have read b and the tiles
 
     return invert, smem

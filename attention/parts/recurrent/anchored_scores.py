@@ -6,7 +6,7 @@ first token, the anchor: exp(b_i - b_a) and exp(b_a - b_j), neither of which is 
 exp(-|b - b_a|), serves a token at each level, as a query or as a key. Each warp has 16 of the queries. Keys of earlier warps
 come through shared memory."""
 
-from numpy import int32
+from numpy import float32, int32
 
 from ops import (
     abs,
@@ -130,7 +130,7 @@ class AnchoredScores(WarpChannels):
     def halved_scores(self, queries, keys, sums, warp):
         """`near_scores` and what stands above them. Those of groups of 8, 4 and 2 tokens take the place of those that greater
         groups' anchors gave them, and last those of tokens with themselves."""
-        scores, size = zeros(self.square), int32(TOKEN_GROUP)
+        scores, size, inverse = zeros(self.square), int32(TOKEN_GROUP), float32(1 / TOKEN_GROUP)
         while size > 1:
             s = zeros(self.square)
             for i in range(warpgroup.WARPGROUP):
@@ -141,8 +141,8 @@ class AnchoredScores(WarpChannels):
                 key = self.load_rows(keys, warp, i) * decay
                 s = mma_ABt(s, self.stack_rows(self.load_rows(queries, warp, i) * decay, key), key)
             row, col = row_index(self.square.col_vec) % TOKEN_GROUP, col_index(self.square.row_vec)
-            scores = where(equal(row * (1 / size) // 1, col * (1 / size) // 1), s, scores)
-            size = size >> 1
+            scores = where(equal(row * inverse // 1, col * inverse // 1), s, scores)
+            size, inverse = size >> 1, inverse * 2.0
         s = zeros(self.square)
         for i in range(warpgroup.WARPGROUP):
             key = self.load_rows(keys, warp, i)

@@ -74,14 +74,15 @@ def chunk_forms(everything: bool) -> Iterator[tuple]:
 
 @static
 class ChunkChannels:
-    """A chunk's channels in a block of two warpgroups: each has half of them, each of its warps 16 tokens."""
+    """A chunk's channels in a block of `groups` warpgroups: each has as many of them, each of its warps 16 tokens."""
 
     key_dim: int
+    groups: int = HALVES
 
     @property
     def half(self):
         """The channels of a warpgroup."""
-        return self.key_dim // HALVES
+        return self.key_dim // self.groups
 
     @property
     def rows(self):
@@ -91,7 +92,7 @@ class ChunkChannels:
     @property
     def sums(self):
         """The cumulative sums of a chunk's gates, in shared memory."""
-        return st(CHUNK, self.key_dim, fp32)
+        return st(CHUNK, self.key_dim, fp32, width=min(128, self.half * fp32.itemsize))
 
     @inlined
     def load_gates(self, gGates, seq, token, head):
