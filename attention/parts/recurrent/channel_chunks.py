@@ -74,7 +74,7 @@ def chunk_forms(everything: bool) -> Iterator[tuple]:
 
 @static
 class ChunkChannels:
-    """A chunk's channels in a block of `groups` warpgroups: each has as many of them, each of its warps 16 tokens."""
+    """A chunk's channels in a block of `groups` warpgroups: each has a part of them, each of its warps 16 tokens."""
 
     key_dim: int
     groups: int = HALVES
