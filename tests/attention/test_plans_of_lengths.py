@@ -236,7 +236,7 @@ def test_prompts_are_planned_a_few_times(gpu, monkeypatch):
     plans = planned(monkeypatch, linear)
     for length in range(1, 9000, 13):
         q, k, v = (tokens(1, length, 2, 64, MEMORY + n * ROOM) for n in range(3))
-        launches, made = gpu.call(linear, (q, k, v, *[None] * 7), (None, False, False, None), "bshd")
+        launches, made = gpu.call(linear, (q, k, v, *[None] * 8), (None, False, False, None, False, "states"), "bshd")
         assert len(made) == (1 if len(launches) == 1 else 2)  # all scratch memory is one array
     assert len(plans) <= 5
 
