@@ -123,8 +123,9 @@ def delta_rule(
     Returns `out`, the same kind of array as q, or with return_state=True `(out, state)`. state is a new float32
     array (B, H, Dk, Dv), C-ordered: that of each sequence after its last token.
 
-    On Hopper sequences are processed in chunks of 64 tokens, on tensor cores. A few long sequences with Dk up to 128 are cut
-    into segments of chunks, which are processed at the same time. Views whose addresses or strides are not multiples of 16
+    On Hopper sequences are processed in chunks of 64 tokens, on tensor cores. For a few long sequences with Dk up to 128 what
+    does not depend on the state is computed of all chunks at once, in scratch memory, or they are cut into segments of chunks,
+    which are processed at the same time (docs/linear.md). Views whose addresses or strides are not multiples of 16
     bytes are copied first. Other GPUs, such an `out`, and Dk above 128 with decays of channels are served token by token:
     correct, and slow. With decays of channels, chunks in which a channel decays by more than exp(-119), or exp(-15) for
     float16, take up to 2.6 times as long as others (docs/speed.md).
