@@ -186,6 +186,7 @@ def retention(
     scale: float | None = None,
     initial_state: Any = None,
     return_state: bool = False,
+    return_chunk_states: bool = False,
     normalize: bool = False,
     qk_l2norm: bool = False,
     cu_seqlens: Any = None,
@@ -203,7 +204,8 @@ def retention(
     call it once before you capture a CUDA graph."""
     decay = _head_decays(q, v, layout, lambda h, heads, log1p: log1p(-(2.0 ** (-5 - h))))
     return linear(
-        q, k, v, decay=decay, scale=scale, initial_state=initial_state, return_state=return_state, normalize=normalize,
+        q, k, v, decay=decay, scale=scale, initial_state=initial_state, return_state=return_state,
+        return_chunk_states=return_chunk_states, normalize=normalize,
         qk_l2norm=qk_l2norm, cu_seqlens=cu_seqlens, layout=layout, memory=memory, out=out, stream=stream, family=family,
     )  # fmt: skip
 
@@ -219,6 +221,7 @@ def lightning(
     scale: float | None = None,
     initial_state: Any = None,
     return_state: bool = False,
+    return_chunk_states: bool = False,
     normalize: bool = False,
     qk_l2norm: bool = False,
     cu_seqlens: Any = None,
@@ -239,7 +242,8 @@ def lightning(
     rate = 8 * (1 - layer / layers)
     decay = _head_decays(q, v, layout, lambda h, heads, log1p: -rate * h / heads)
     return linear(
-        q, k, v, decay=decay, scale=scale, initial_state=initial_state, return_state=return_state, normalize=normalize,
+        q, k, v, decay=decay, scale=scale, initial_state=initial_state, return_state=return_state,
+        return_chunk_states=return_chunk_states, normalize=normalize,
         qk_l2norm=qk_l2norm, cu_seqlens=cu_seqlens, layout=layout, memory=memory, out=out, stream=stream, family=family,
     )  # fmt: skip
 
@@ -254,10 +258,12 @@ def gla(
     scale: float | None = None,
     initial_state: Any = None,
     return_state: bool = False,
+    return_chunk_states: bool = False,
     normalize: bool = False,
     qk_l2norm: bool = False,
     cu_seqlens: Any = None,
     layout: str = "bshd",
+    memory: str = "states",
     out: Any = None,
     stream: Any = None,
     family: str | None = None,
@@ -273,8 +279,9 @@ def gla(
             f"decay: must have an axis of channels (attention.linear takes decays without one): decay.shape={shape}"
         )
     return linear(
-        q, k, v, decay=decay, scale=scale, initial_state=initial_state, return_state=return_state, normalize=normalize,
-        qk_l2norm=qk_l2norm, cu_seqlens=cu_seqlens, layout=layout, out=out, stream=stream, family=family,
+        q, k, v, decay=decay, scale=scale, initial_state=initial_state, return_state=return_state,
+        return_chunk_states=return_chunk_states, normalize=normalize,
+        qk_l2norm=qk_l2norm, cu_seqlens=cu_seqlens, layout=layout, memory=memory, out=out, stream=stream, family=family,
     )  # fmt: skip
 
 

@@ -2,8 +2,8 @@
 that are new each time, for a while: a call's results are the first one's on the same inputs, bit by bit, and memory stops
 growing.
 
-TILES_SOAK_SECONDS says how long: 10 by default, when tables of calls are short, so that they fill in the warm-up; a minute or
-more before a release, with the tables that users have."""
+TILES_SOAK_SECONDS says how long: 10 by default, when the table of calls is short, so that it fills in the warm-up; a minute or
+more before a release, with the table that users have."""
 
 import hashlib
 import itertools
@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent / "recurrent"))
 from members import BF16, F32, MEMBERS, Member
 
 SECONDS = float(os.environ.get("TILES_SOAK_SECONDS", "10"))
-FEW = 64 if SECONDS < 60 else None  # entries of a table of calls; None: as it is
+FEW = 64 if SECONDS < 60 else None  # forms of calls that are remembered; None: as many as always
 THREADS, LENGTHS = 8, 1024
 WARM = 0.5  # of the time, in which tables fill
 GROWTH = 16 * 2**20  # bytes: what allocators may still take then
@@ -211,8 +211,8 @@ def _flat(results):
 @pytest.mark.timeout(SECONDS + 600)
 def test_soak(monkeypatch):
     pytest.importorskip("torch")
-    for table in ("GUARDED_CALLS", "REMEMBERED", "TRACED_PLANS") if FEW else ():
-        monkeypatch.setattr(programs, table, Recent(FEW))
+    if FEW:
+        monkeypatch.setattr(programs, "REMEMBERED", Recent(FEW))
     soak = Soak(EVERY | OF_MODELS, SoakOnCard(), LENGTHS)
     for name in soak.members:  # kernels are compiled before the time begins
         soak.call(name, LENGTHS, random.Random(0))

@@ -297,7 +297,7 @@ def test_no_final_state_without_return_state(place, decay, normalize):
     out, _ = linear(**args, normalize=normalize, return_state=True)
     assert (place.get(linear(**args, normalize=normalize)) == place.get(out)).all()
     problem = LINEAR.problem({name: describe(args[name], name).form for name in LINEAR.names if name in args})
-    plan = members._linear.planner(problem, None, normalize, False, None)
+    plan = members._linear.planner(problem, None, normalize, False, None, False, "states")
     normalizers = [((1, 70, HEADS), "float32")] if normalize and decay != "channel" else []
     assert list(plan.scratch) == normalizers
 
