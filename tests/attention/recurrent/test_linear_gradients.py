@@ -78,15 +78,15 @@ def with_states(place, args, **options):
 
 @pytest.mark.parametrize(
     ("decay", "family", "segments"),
-    [("token", "sm_90", 1), ("token", "sm_90", 3), ("head", "sm_90", 5), ("none", "sm_90", 3), ("token", "sm_80", 1)],
+    [("token", "sm_90", 1), ("token", "sm_90", 3), ("head", "sm_90", 4), ("none", "sm_90", 3), ("token", "sm_80", 1)],
 )
 def test_stored_states(place, monkeypatch, nothing_known, decay, family, segments):
     """Where the walk serves a call in any case, it finds the same states, and computes the same gradients. Without gates' it
     does so with stored states alone."""
     monkeypatch.setattr(recurrent_chunks, "count_segments", lambda *_: segments)
-    args = case(64 * segments + 30, decay, batch=2, value_dim=80)
+    args = case(64 * segments + 30, decay, value_dim=80)
     stored = with_states(place, args, family=family)
-    assert stored["chunk_states"].shape == (2, segments + 1, 2, 80, 16)
+    assert stored["chunk_states"].shape == (1, segments + 1, 2, 80, 16)
     got, want = run(place, stored, family=family), run(place, args, family=family)
     for name, x in want.items():
         if decay != "none":
@@ -191,7 +191,7 @@ def test_outputs_and_options():
 @pytest.mark.parametrize(("family", "decay"), [("sm_90", "token"), ("sm_80", "head"), ("sm_90", "none"), (None, "channel")])
 def test_accumulation(place, family, decay):
     """Gradients are added to what float32 arrays of any strides hold: those of a call without, unrounded."""
-    args = case(70, decay, batch=2, heads=4, key_heads=2, value_dim=32)
+    args = case(20, decay, batch=2, heads=2, key_heads=1, value_dim=32)
     want, rng = run(place, args, family=family), np.random.default_rng(0)
     shapes = {name: x.shape for name, x in want.items()}
     before = {name: rng.standard_normal((*shape[:-1], shape[-1] + 3)).astype(f32) for name, shape in shapes.items()}
