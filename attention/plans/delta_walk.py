@@ -28,7 +28,7 @@ from ..parts.recurrent.tokens import CHUNK, COLUMNS
 from .raw_inputs import RawOptions
 from .recurrent_checks import DTYPES, is_varlen, pad_key_dim
 from .recurrent_chunks import BLOCK_CHUNKS, MIN_SEGMENT_CHUNKS, Arrays, ScratchAllocator, intern_value
-from .recurrent_gradients import count_chunk_indices
+from .recurrent_gradients import count_chunk_indices, spread_to_tokens
 
 MIN_CHUNKS = 8  # of a sequence: for fewer, a second launch does not pay
 LEAST_SHARE = 0.45  # of the multiprocessors that a walk with decays of channels has to fill: it is not cut into segments
@@ -83,10 +83,10 @@ def count_parts(items: int, chunks: int, resident_ctas: int) -> int:
 
 def plan_walk(problem: Problem, arrays: Arrays, scale: float, raw: RawOptions, scratch: ScratchAllocator) -> list[Step]:
     """The launches. arrays: those of delta_hopper.py's kernel. raw: what kernels compute of raw inputs."""
-    batch, length, heads, key_heads, key_dim, columns, sequences = problem(
-        "batch", "seqlen", "heads", "heads_k", "key_dim", "value_dim", "sequences"
+    length, heads, key_heads, key_dim, columns, sequences = problem(
+        "seqlen", "heads", "heads_k", "key_dim", "value_dim", "sequences"
     )
-    items, chunks, processors = sequences * heads, length * batch // sequences // CHUNK, machine(problem.device).processors
+    items, (_, chunks), processors = sequences * heads, _count_blocks(problem), machine(problem.device).processors
     width, first_width = -(-columns // COLUMNS), -(-(columns + key_dim) // COLUMNS)
     segments = choose_segments(items, width, first_width, chunks, processors)
     form = pad_key_dim(key_dim, KEY_DIMS), DTYPES[problem.dtype], arrays["gGates"] is not None, is_varlen(problem)
@@ -108,15 +108,13 @@ def _plan_inverse(
     problem: Problem, arrays: Arrays, form: tuple, raw: RawOptions, scratch: ScratchAllocator, numbers: dict[str, Any]
 ) -> tuple[Step, Arrays]:
     """(the launch that solves all chunks, its results)"""
-    batch, length, heads, sequences = problem("batch", "seqlen", "heads", "sequences")
-    gates, chunks = arrays["gGates"], count_chunk_indices(problem)
-    if gates and len(gates.form.shape) == 1:  # one for each head
-        gates = gates.spread(0, length).spread(0, batch)
+    heads, sequences = problem("heads", "sequences")
+    gates, chunks = arrays["gGates"] and spread_to_tokens(problem, arrays["gGates"]), count_chunk_indices(problem)
     solved: Arrays = {"gTransforms": scratch(chunks, heads, CHUNK, CHUNK, dtype=problem.dtype)}
     solved["gVectors"] = scratch(chunks, heads, ChunkVectors(gates is not None).spec.length)
     config = intern_value(delta_transform_hopper.Config, *form, formula=raw.gate, beta=raw.beta, l2norm=raw.l2norm)
     resident = config.ctas_per_sm * machine(problem.device).processors
-    parts = count_parts(sequences * heads, length * batch // sequences // CHUNK, resident)
+    parts = count_parts(sequences * heads, _count_blocks(problem)[1], resident)
     others = "gQ", "gV", "gO", "gInitialState", "gFinalState"
     inputs = {name: x for name, x in arrays.items() if name not in others} | {"gGates": gates} | solved
     kernel = kernel_for(delta_transform_hopper, config, problem.device)
@@ -177,9 +175,7 @@ def compose_states(
 
 def plan_channel_walk(problem: Problem, arrays: Arrays, scale: float, raw: RawOptions, scratch: ScratchAllocator) -> list[Step]:
     """The launches, with decays of channels. arrays: those of kda_hopper.py's kernel. raw: see plan_walk."""
-    batch, length, heads, key_heads, columns, sequences = problem(
-        "batch", "seqlen", "heads", "heads_k", "value_dim", "sequences"
-    )
+    length, heads, key_heads, columns, sequences = problem("seqlen", "heads", "heads_k", "value_dim", "sequences")
     items, width, chunks = sequences * heads, -(-columns // COLUMNS), count_chunk_indices(problem)
     gates, of, varlen = arrays["gGates"], DTYPES[problem.dtype], is_varlen(problem)
     assert gates is not None
@@ -194,7 +190,7 @@ def plan_channel_walk(problem: Problem, arrays: Arrays, scale: float, raw: RawOp
     options = {"formula": raw.gate, "beta": raw.beta, "l2norm": raw.l2norm}
     config = intern_value(kda_transform_hopper.Config, key_dim, 0, DTYPES[gates.form.dtype], of, varlen, **options)
     resident = config.ctas_per_sm * machine(problem.device).processors
-    parts = count_parts(items, length * batch // sequences // CHUNK, resident)
+    parts = count_parts(items, _count_blocks(problem)[1], resident)
     others = "gV", "gO", "gInitialState", "gFinalState"
     inputs = {name: x for name, x in arrays.items() if name not in others} | known
     of_walk = {name: arrays[name] for name in (*others, "gCuSeqlens")} | known
