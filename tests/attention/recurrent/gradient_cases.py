@@ -2,6 +2,7 @@
 
 import ml_dtypes
 import numpy as np
+from places import OnInterpreter
 from poison import Packing, as_on_a_device
 from test_linear import inputs
 
@@ -66,6 +67,28 @@ def check(place, args, **options):
         else:
             reference.assert_close(x, want[name], low[name], factor=3, name=name)
     return got
+
+
+def check_heads_first(place, args, **options):
+    """Arrays with heads before tokens have the same gradients, to the last bit."""
+    swap = lambda name, x: x.swapaxes(1, 2).copy() if x.ndim > 2 and "state" not in name else x
+    got = check(place, args, **options)
+    for name, x in run(place, {name: swap(name, x) for name, x in args.items()}, layout="bhsd", **options).items():
+        np.testing.assert_array_equal(swap(name, x), got[name])
+
+
+def check_row_strides(args, more, **options):
+    """Rows that are `more` elements apart from each other have the same gradients, to the last bit."""
+
+    def widened(x):
+        wide = np.full((*x.shape[:-1], x.shape[-1] + more), np.nan, x.dtype)
+        wide[..., : x.shape[-1]] = x
+        return wide[..., : x.shape[-1]]
+
+    apart = {name: widened(args[name]) for name in ("q", "k", "v", "decay", "dout")}
+    got = run(OnInterpreter(), args | apart, **options)
+    for name, x in run(OnInterpreter(), args, **options).items():
+        np.testing.assert_array_equal(got[name], x)
 
 
 def check_packed(place, monkeypatch, make_case, decay, **options):

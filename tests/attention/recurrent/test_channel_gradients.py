@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from gradient_cases import bf16, case, check, f32, relative_rms, run
+from gradient_cases import bf16, case, check, check_heads_first, check_row_strides, f32, relative_rms, run
 from places import OnInterpreter
 
 import attention
@@ -63,10 +63,7 @@ def test_sizes(place, length, key_dim, value_dim):
 def test_value_heads_that_share_keys(place):
     """They add to the gradients of queries and keys; each has gradients of its gates."""
     args = case(20, "channel", heads=2, key_heads=1, gates=bf16)
-    turned = {name: x.swapaxes(1, 2).copy() if x.ndim > 2 and "state" not in name else x for name, x in args.items()}
-    got = check(place, args)
-    for name, x in run(place, turned, layout="bhsd").items():
-        np.testing.assert_array_equal(x.swapaxes(1, 2) if x.ndim > 2 and "state" not in name else x, got[name])
+    check_heads_first(place, args)
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.3, 7.0])
@@ -83,14 +80,7 @@ def test_any_alignment(more):
     """Strides that are multiples of 8, 4 and 2 bytes."""
     args = one_head(20)
 
-    def widened(x):
-        wide = np.full((*x.shape[:-1], x.shape[-1] + more), np.nan, x.dtype)
-        wide[..., : x.shape[-1]] = x
-        return wide[..., : x.shape[-1]]
-
-    got = run(OnInterpreter(), args | {name: widened(args[name]) for name in ("q", "k", "v", "decay", "dout")})
-    for name, x in run(OnInterpreter(), args).items():
-        np.testing.assert_array_equal(got[name], x)
+    check_row_strides(args, more)
 
 
 @pytest.mark.parametrize(("shared_bytes", "value_dim"), [(MEDIUM, 80), (MEDIUM, 144), (SMALL, 16)])
