@@ -20,7 +20,7 @@ from tiles.testing import ptx
 
 FOLDER = Path(__file__).parents[1] / "examples"
 LEVELS = sorted(f"gemm/{path.stem}" for path in FOLDER.glob("gemm/level_*.py"))
-APART = "generate", "long", "machine", "train"  # which have tests of their own, or none
+APART = "generate", "generate_hybrid", "long", "machine", "train"  # which have tests of their own, or none
 EXAMPLES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in APART) + LEVELS
 LAUNCH = tiles.launch
 
@@ -201,6 +201,21 @@ def test_generates_on_the_card(monkeypatch):
     runs = generated(monkeypatch, "--dim=512", "--hidden=512", "--depth=2", "--heads=4", "--kv-heads=2", "--batch=3",
                      "--vocabulary=200", "--prompt=300", "--tokens=40")  # fmt: skip
     assert (runs["tiles"].tokens == runs["sdpa"].tokens).float().mean() > 0.5
+
+
+def test_generates_with_caches(monkeypatch, capsys):
+    pytest.importorskip("torch")
+    monkeypatch.setenv("TILES_CHECK", "0")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert load("generate_hybrid", monkeypatch).main([]) < 0.02
+    assert "3 tokens of 2 sequences" in capsys.readouterr().out
+
+
+@pytest.mark.gpu
+def test_generates_with_caches_on_the_card(monkeypatch):
+    """Each step is one graph."""
+    sizes = "--dim=256", "--depth=4", "--heads=4", "--kv_heads=2", "--batch=3", "--prompt=300", "--tokens=20"
+    assert load("generate_hybrid", monkeypatch).main(sizes) < 0.02
 
 
 NOTEBOOKS = sorted(FOLDER.glob("notebooks/*.ipynb"))

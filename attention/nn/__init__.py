@@ -1,5 +1,6 @@
 """Attention and recurrent layers as torch modules: `from attention.nn import GatedDeltaNet`. torch comes with it."""
 
+from .attention_cache import AttentionCache
 from .delta_nets import GatedDeltaNet, KimiDeltaAttention
 from .layers import GatedRMSNorm, ShortConv
 from .linear_attention import GatedLinearAttention
@@ -12,6 +13,7 @@ from .transformers_layers import from_transformers
 
 __all__ = [
     "Attention",
+    "AttentionCache",
     "GatedDeltaNet",
     "GatedLinearAttention",
     "GatedRMSNorm",

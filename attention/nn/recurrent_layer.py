@@ -71,8 +71,9 @@ class RecurrentLayer(nn.Module):
         """What out_proj is applied to, (B, S, heads times value columns)."""
         raise NotImplementedError
 
-    def new_cache(self, batch_size: int) -> RecurrentCache:
-        """The cache of so many sequences without tokens."""
+    def new_cache(self, batch_size: int, max_length: int | None = None) -> RecurrentCache:
+        """The cache of so many sequences without tokens. max_length: is not needed, for the cache is as large however many
+        tokens there are; it is taken because softmax attention's new_cache needs it, so a hybrid asks all layers alike."""
         like = self.out_proj.weight
         window = None
         if self.conv1d is not None:

@@ -18,6 +18,8 @@ from ..options import check_flag, check_positive
 from ..plans.call_options import window_ends
 from ..plans.gradient import NO_SECOND_DERIVATIVES
 from ..public.projected_qkv import projected, projected_backward
+from .attention_cache import AttentionCache
+from .layers import check_no_gradient
 
 NORMS = "q_norm", "k_norm"
 NO_OPTION = "layout", "out", "lse", "return_lse", "accumulate", "stream"  # of a call of the module
@@ -44,6 +46,8 @@ class Attention(nn.Module):
     Kernels take bfloat16 and float16: give the module and x such a dtype, or call it under torch.autocast. Parameters are
     `project.weight` (W^T, the rows of all queries first, then keys, then values), `out.weight`, `q_norm.weight`,
     `k_norm.weight` and `sink`.
+
+    new_cache makes a cache for generation: layer(prompt, cache=cache), then layer(token, cache=cache).
 
     ValueError: heads or columns do not fit; or attention.forward refuses them."""
 
@@ -92,11 +96,19 @@ class Attention(nn.Module):
         if self.sink is not None:
             nn.init.zeros_(self.sink)
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, positions: torch.Tensor | None = None, *, cache: AttentionCache | None = None, **options: Any
+    ) -> torch.Tensor:
         """Attention of x (B, S, dim): see the class. positions: of the tokens, (S), (1, S) or (B, S), for rotary; by default
         from 0 on. options: further ones of attention.forward for this call, such as mask, aux, bias or cu_seqlens (x is then
         (1, S, dim); positions may run on from one sequence to the next, because rotary depends only on their differences).
-        ValueError: x or positions have another shape. TypeError: an option belongs to the module, or no call takes it."""
+
+        cache: of the tokens before x, from new_cache, which is updated: for generation, by a causal layer, without gradients.
+        Tokens have the positions after those before, and options are those of attention.decode. With cu_seqlens, (N + 1), x
+        has new tokens of N sequences, in different numbers.
+
+        ValueError: x, positions or the cache have another shape. TypeError: an option belongs to the module, or no call takes
+        it. RuntimeError: there is a cache, and gradients are recorded."""
         if x.ndim != 3 or x.shape[-1] != self.project.in_features:
             raise ValueError(f"x: must be (B, S, {self.project.in_features}): x.shape={tuple(x.shape)}")
         for name in options:
@@ -105,16 +117,22 @@ class Attention(nn.Module):
                 raise TypeError(f"{name}: is an argument of the module, Attention(.., {how}=..), not of a call")
             if name in NO_OPTION:
                 raise TypeError(f"{name}: is not an argument of the module, which chooses layout and results itself")
+        if cache is not None:
+            cache.check(x, (self.kv_heads, self.head_dim), self.rotary, self.options | options, positions)
+            check_no_gradient(self, x)
         if positions is not None:
             positions = check_positions(positions, x)
         heads = self.project(x).unflatten(-1, (-1, self.head_dim))
         kernel_norms = self.norms()
-        if not options and kernel_norms is not None and self.can_fuse_projection(positions):
+        if cache is None and not options and kernel_norms is not None and self.can_fuse_projection(positions):
             return self.out(self.attend_projection(heads, positions, *kernel_norms).flatten(-2))
         q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], -2)  # views, with one gradient for all three
         if kernel_norms is None:
             q, k = (y if norm is None else norm(y) for y, norm in ((q, self.q_norm), (k, self.k_norm)))
-        elif kernel_norms[0] is not None:
+        if cache is not None:
+            new = q.to(v.dtype), k.to(v.dtype), v
+            return self.out(self.attend_cache(*new, cache, kernel_norms, **options).flatten(-2))
+        if kernel_norms is not None and kernel_norms[0] is not None:
             if self.rotary is None:  # attention.forward applies the norms
                 options |= dict(zip((*NORMS, "norm_eps"), kernel_norms))
             else:
@@ -184,6 +202,41 @@ class Attention(nn.Module):
         """attention.forward of q (B, S, heads, head_dim), k and v (B, S, kv_heads, head_dim)."""
         sink = None if self.sink is None else self.sink.float()
         return attention.forward(q, k, v, sink=sink, **options)
+
+    def attend_cache(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cache: AttentionCache,
+        norms: tuple[torch.Tensor | None, torch.Tensor | None, float] | None,
+        **options: Any,
+    ) -> torch.Tensor:
+        """attention.decode of new tokens, q, k and v as in `attend`, which are written to the cache. norms: what `norms`
+        returned, None if q and k are normalised."""
+        if norms is not None and norms[0] is not None:
+            options |= dict(zip(("q_norm", "k_new_norm", "norm_eps"), norms))
+        sink = None if self.sink is None else self.sink.float()
+        place = {"lengths": cache.lengths, "pages": cache.pages, "rotary": cache.rotary}
+        options |= place | {"k_new": k, "v_new": v, "sink": sink} | self.options
+        out = attention.decode(q, cache.k, cache.v, **options)
+        cache.add_lengths(q.shape[1], options.get("cu_seqlens"))
+        return out
+
+    def new_cache(self, batch_size: int, max_length: int, dtype: torch.dtype | None = None) -> AttentionCache:
+        """The cache of so many sequences without tokens, with room for max_length tokens each. dtype: of keys and values, by
+        default that of the parameters or, where these are float32, for autocast, bfloat16."""
+        for name, value in {"batch_size": batch_size, "max_length": max_length}.items():
+            if isinstance(value, bool) or not hasattr(value, "__index__") or value < 1:
+                raise ValueError(f"{name}: must be a positive integer: {name}={value!r}")
+        weight = self.project.weight
+        dtype = dtype or (torch.bfloat16 if weight.dtype == torch.float32 else weight.dtype)
+        k, v = torch.zeros(2, batch_size, max_length, self.kv_heads, self.head_dim, dtype=dtype, device=weight.device)
+        lengths, rotary = torch.zeros(batch_size, dtype=torch.int32, device=weight.device), None
+        if self.rotary is not None:
+            cos, sin = angles(torch.arange(max_length, device=weight.device), self.head_dim, self.rotary)
+            rotary = cos.squeeze(-2), sin.squeeze(-2)
+        return AttentionCache(k, v, lengths, rotary)
 
     def extra_repr(self) -> str:
         """The arguments that repr(module) shows."""
