@@ -7,12 +7,13 @@ from typing import Any
 from tiles.calls.plan import Step
 from tiles.calls.schema import Problem
 from tiles.launching.arrays import Operand
-from tiles.launching.devices import machine
+from tiles.launching.devices import machine, persistent
 from tiles.launching.launch import kernel_for
 from tiles.targets import LARGE, MEDIUM
 
 from ..kernels import (
     delta_channel_gradients_ampere,
+    delta_channel_gradients_hopper,
     delta_channel_inverse_ampere,
     delta_gradient_token_loop,
     delta_gradients_ampere,
@@ -55,8 +56,10 @@ def plan_delta_gradients(
     gradient that is not wanted. on_hopper: may kernels for Hopper serve the call?"""
     if not serves_delta_gradients(problem):
         return plan_delta_token_loop(problem, arrays, scale, scratch)
-    plan = plan_delta_gradient_walk if on_hopper and serves_hopper(problem) else plan_delta_chunks
-    return plan(problem, arrays, scale, scratch)
+    on_hopper = on_hopper and serves_hopper(problem)
+    if on_hopper and not has_channel_decay(problem):
+        return plan_delta_gradient_walk(problem, arrays, scale, scratch)
+    return plan_delta_chunks(problem, arrays, scale, scratch, on_hopper)
 
 
 def serves_delta_gradients(problem: Problem) -> bool:
@@ -68,14 +71,17 @@ def serves_delta_gradients(problem: Problem) -> bool:
 
 def serves_hopper(problem: Problem) -> bool:
     """Do the chunk kernels for Hopper serve a call that chunk kernels serve?"""
-    return not has_channel_decay(problem) and problem.extents["value_dim"] <= delta_gradients_hopper.VALUES
+    fits = problem.extents["value_dim"] <= delta_gradients_hopper.VALUES
+    return fits and not (has_channel_decay(problem) and is_varlen(problem))
 
 
-def plan_delta_chunks(problem: Problem, arrays: Arrays, scale: float, scratch: ScratchAllocator) -> list[Step]:
-    """The launches of chunk kernels. arrays: as in plan_delta_gradients."""
+def plan_delta_chunks(
+    problem: Problem, arrays: Arrays, scale: float, scratch: ScratchAllocator, on_hopper: bool = False
+) -> list[Step]:
+    """The launches of chunk kernels. arrays: as in plan_delta_gradients. on_hopper: is the last of these kernels Hopper's?"""
     length, heads, key_heads, value_dim, sequences = problem("seqlen", "heads", "heads_k", "value_dim", "sequences")
     chunks, width, vector_bytes = count_chunk_indices(problem), -(-value_dim // COLUMNS), problem.bytes_at_once()
-    wants_gates, gated, unrounded = arrays["ddecay"] is not None, arrays["decay"] is not None, heads > key_heads
+    wants_gates, gated, shares_keys = arrays["ddecay"] is not None, arrays["decay"] is not None, heads > key_heads
     by_channel, shared_bytes = has_channel_decay(problem), machine(problem.device).shared_bytes
     form = pad_key_dim(problem.extents["key_dim"], KEY_DIMS), DTYPES[problem.dtype], gated, is_varlen(problem), vector_bytes
     padded_keys, columns = form[0], width * COLUMNS
@@ -83,7 +89,10 @@ def plan_delta_chunks(problem: Problem, arrays: Arrays, scale: float, scratch: S
     def of_chunks(rows: int, cols: int) -> Operand:
         return scratch(chunks, heads, rows, cols, dtype=problem.dtype)
 
-    outputs = {name: partial_gradients(problem, scratch) if unrounded else arrays[name] for name in ("dq", "dk")}
+    outputs = {name: arrays[name] for name in ("dq", "dk")}
+    if shares_keys:
+        of_heads = problem("batch", "seqlen", "heads", "key_dim")
+        outputs = {name: scratch(*of_heads, dtype=problem.dtype if on_hopper else "float32") for name in outputs}
     known = {"gQ": arrays["q"], "gK": arrays["k"], "gV": arrays["v"], "gDOut": arrays["dout"], "gBeta": arrays["beta"]}
     known |= {"gDecayedQ": arrays["q"], "gReadKeys": arrays["k"], "gWriteKeys": arrays["k"]}
     if by_channel:  # by chunk, token, head and channel, so that the tokens of a head lie side by side
@@ -102,7 +111,7 @@ def plan_delta_chunks(problem: Problem, arrays: Arrays, scale: float, scratch: S
         halves, warps = delta_gradients_ampere.HALVES, delta_gradients_ampere.WARPS
         dots, finish = plan_gate_sums(problem, arrays, scratch, carried=warps, states=warps, parts=halves)
         known |= dots
-    if unrounded:
+    if shares_keys:
         finish += [step for name in ("dq", "dk") for step in sum_heads(problem, outputs[name], arrays[name])]
     parts = -(-chunks // sequences)  # of a head of a sequence: thread blocks with a chunk each, if all have as many
     stages = 2 if shared_bytes >= (LARGE if by_channel else MEDIUM) else 1
@@ -118,10 +127,10 @@ def plan_delta_chunks(problem: Problem, arrays: Arrays, scale: float, scratch: S
         )
 
     (inverses, of_inverses), (gradients, of_gradients) = KERNELS_OF_CHUNKS[by_channel]
-    fields = unrounded, wants_gates, stages
+    fields = shares_keys, wants_gates, stages
     of_states = "gReadKeys gWriteKeys gB gV gForward gInitialState gErrors gStates"
     of_state_gradients = "gDecayedQ gReadKeys gWriteKeys gB gDOut gReverse gErrors gStates gDV gLastState gFirstState"
-    return [
+    steps = [
         launch(inverses, (), parts, f"{of_inverses} gQ gK gB gBeta gGates gForward gReverse", parts=parts, scale=scale),
         launch(delta_states_ampere, (by_channel,), width, of_states, blocks=width),
         launch(
@@ -132,17 +141,43 @@ def plan_delta_chunks(problem: Problem, arrays: Arrays, scale: float, scratch: S
             blocks=width,
             scale=scale,
         ),
-        launch(
-            gradients,
-            fields,
-            parts,
-            f"{of_gradients} gQ gK gDOut gErrors gStates gDQ gDK gDBeta",
-            parts=parts,
-            panels=columns // PANEL,
-            scale=scale,
-        ),
-        *finish,
     ]
+    if on_hopper:
+        return [*steps, launch_channel_gradients(problem, known, scale), *finish]
+    last = launch(
+        gradients,
+        fields,
+        parts,
+        f"{of_gradients} gQ gK gDOut gErrors gStates gDQ gDK gDBeta",
+        parts=parts,
+        panels=columns // PANEL,
+        scale=scale,
+    )
+    return [*steps, last, *finish]
+
+
+def launch_channel_gradients(problem: Problem, arrays: Arrays, scale: float) -> Step:
+    """The launch of Hopper's kernel of gradients in chunks, with decays of channels. arrays: by the names of parameters."""
+    batch, length, heads, key_heads = problem("batch", "seqlen", "heads", "heads_k")
+    key_dim, value_dim = problem("key_dim", "value_dim")
+    padded = pad_key_dim(key_dim, KEY_DIMS), pad_key_dim(value_dim, delta_channel_gradients_hopper.VALUE_DIMS)
+    fields = *padded, DTYPES[problem.dtype], arrays["gDGates"] is not None
+    config = intern_value(delta_channel_gradients_hopper.Config, *fields)
+    chunks = -(-length // CHUNK)
+    items = batch * chunks * heads
+    names = "gQ gK gDOut gGates gChunkBeta gErrors gStates gDQ gDK gDBeta gDGates"
+    rows = {"gQueryRows": arrays["gQ"], "gKeyRows": arrays["gK"], "gGateRows": arrays["gGates"]}
+    return kernel_for(delta_channel_gradients_hopper, config, problem.device).bind(
+        persistent(machine(problem.device), items),
+        length=length,
+        chunks=chunks,
+        items=items,
+        heads=heads,
+        group=heads // key_heads,
+        scale=scale,
+        **rows,
+        **{name: arrays[name] for name in names.split()},
+    )
 
 
 def plan_delta_token_loop(problem: Problem, arrays: Arrays, scale: float, scratch: ScratchAllocator) -> list[Step]:

@@ -1,0 +1,288 @@
+"""Gradients of the delta rule's queries, keys, betas and gates where each channel of the keys has a decay, chunk by chunk in
+any order, for Hopper: what delta_channel_gradients_ampere.py computes, from the same arrays (parts/recurrent/delta_channels.py
+has the equations).
+
+Two warpgroups, the consumers, have half of the channels of the keys each. What goes through states, dP and G are products of
+warpgroups, while the gates are summed up. Then each warp has 16 tokens, a block of them with a reference (block_pairs.py), and
+takes the pairs of tokens along in the accumulators of what came from states. A third warpgroup loads the next chunk's states,
+errors and dO as soon as they are multiplied, and stores dbeta."""
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from numba import cuda
+from numpy import int32
+
+from ops import (
+    col_index,
+    col_sum,
+    cumsum_columns,
+    divmod,
+    equal,
+    exp2,
+    less,
+    load,
+    row_sum,
+    store,
+    subtile,
+    truncate,
+    warpgroup,
+    where,
+    zeros,
+)
+from tiles import bf16, dtype, fp16, fp32, inlined, ring, shared, st, sv
+from tiles.launching.arguments import FLOAT, INT, array, tiled
+from tiles.layout import LANES
+from tiles.targets import Target
+
+from ..parts.recurrent.block_pairs import BlockGradients, BlockPairs, BlockTiles
+from ..parts.recurrent.channel_chunks import FENCED, HALVES, KEY_DIMS, ROWS, ChunkChannels
+from ..parts.recurrent.delta_chunks import PANEL
+from ..parts.recurrent.gates import COL_VEC, FLOOR, ROW_VEC, TILE
+from ..parts.recurrent.tokens import CHUNK
+
+PRODUCER = HALVES  # the warpgroup that loads and stores
+REGISTERS = 24, 240  # of a thread of producer and consumers
+VALUE_DIMS = 64, 128  # as padded
+WARPS = warpgroup.WARPGROUP * HALVES  # of consumers
+
+
+@dataclass(frozen=True)
+class Config:
+    """A kernel's configuration. key_dim, value_dim: the channels of keys and values, padded. with_gates: are the gates'
+    gradients wanted?"""
+
+    key_dim: int
+    value_dim: int
+    dtype: dtype
+    with_gates: bool = True
+    threads = warpgroup.THREADS * (PRODUCER + 1)
+
+    @property
+    def key(self):
+        """The tile of Q or K for a chunk, in panels of which each belongs to one consumer."""
+        return st(CHUNK, self.key_dim, self.dtype, width=min(128, self.key_dim // HALVES * self.dtype.itemsize))
+
+    @property
+    def key_gradients(self):
+        """A consumer's part of dQ or dK for a chunk."""
+        return st(CHUNK, self.key_dim // HALVES, self.dtype)
+
+    @property
+    def values(self):
+        """The tile of dO, E or Z for a chunk."""
+        return st(CHUNK, self.value_dim, self.dtype)
+
+    @property
+    def state_panel(self):
+        """PANEL columns of values of S or dS, transposed, as they lie in memory."""
+        return st(PANEL, self.key_dim, self.dtype, width=self.key.width)
+
+    @property
+    def state(self):
+        """The tile of S or dS, transposed."""
+        return st(self.value_dim, self.key_dim, self.dtype, width=self.key.width)
+
+    def __str__(self):
+        flag = ", without gates" * (not self.with_gates)
+        return f"gradients in chunks, gates by channel, Dk {self.key_dim}, Dv {self.value_dim} {self.dtype}{flag}"
+
+
+def space(target: Target, everything: bool) -> Iterator[Config]:
+    """The configurations of all padded sizes in bf16, with fp16 if `everything`, and the largest without gates."""
+    if target.has_wgmma:
+        for of in (bf16, fp16) if everything else (bf16,):
+            yield from itertools.starmap(Config, itertools.product(KEY_DIMS, VALUE_DIMS, (of,)))
+            yield Config(max(KEY_DIMS), max(VALUE_DIMS), of, with_gates=False)
+
+
+@functools.cache
+def make(config: Config):
+    """(kernel, shared memory) of a configuration."""
+    INPUT, VALUES, WITH_GATES, KEY = config.dtype, config.value_dim, config.with_gates, config.key
+    channels = ChunkChannels(config.key_dim)
+    pairs, PART, OUT, PANELS = BlockPairs(channels, INPUT), channels.half, channels.rows, VALUES // PANEL
+    SCORES, STATE_ROWS = st(2 * CHUNK, CHUNK, INPUT, width=32), VALUES // warpgroup.WARPGROUP
+    PRODUCER_REGISTERS, CONSUMER_REGISTERS = REGISTERS
+    KEYS, OF_CHUNKS = tiled(KEY, unit=1), tiled(config.values, rows=2)
+    DKEYS = tiled(config.key_gradients, unit=1)
+    GATE_PART = st(CHUNK, PART, fp32, width=channels.sums.width)
+    smem = shared(
+        q=ring(KEY, 1, WARPS),
+        k=ring(KEY, 1, WARPS),
+        do=ring(config.values, 1, WARPS),
+        e=ring(config.values, 1, WARPS),
+        z=ring(config.values, 1, WARPS),
+        s=ring(config.state, 1, WARPS),
+        ds=ring(config.state, 1, WARPS),
+        b=ring(channels.sums, 1, WARPS),
+        beta=ring(sv(CHUNK, fp32), 1, WARPS),
+        w=ring(SCORES, 1, WARPS, writers=WARPS),
+        dbeta=ring(sv(CHUNK, fp32), 1, 1, writers=warpgroup.WARPGROUP),
+        read_keys=KEY,
+        factors=pairs.factors,
+        carried=sv(WARPS * PART, fp32),
+    )
+
+    @inlined
+    def count_items(items):
+        """How many of the items this block has."""
+        most, _ = divmod(int32(items - cuda.blockIdx.x + cuda.gridDim.x - 1), int32(cuda.gridDim.x))
+        return most
+
+    @inlined
+    def dot_states(states, d_states):
+        """<S, dS> of each channel, of the warp's columns of values."""
+        dots = zeros(OUT.row_vec)
+        for i in range(STATE_ROWS // 16):
+            row = int32(STATE_ROWS // 16 * warpgroup.rank() + i)
+            s = fp32(load(subtile(states, 16, row), pairs.operand, fenced=False))
+            dots = dots + col_sum(s * fp32(load(subtile(d_states, 16, row), pairs.operand, fenced=False)))
+        return dots
+
+    @inlined
+    def finish_scores(scores, beta, dbeta, j, scale):
+        """dP or G from dO E^T or Z E^T, of which the latter has dbeta on its diagonal."""
+        cols = load(beta, ROW_VEC)
+        if warpgroup.id() == 0:
+            scores = warpgroup.causal(scores * (cols * scale), 0, 0.0)
+        else:
+            on_diagonal = equal(warpgroup.row_index(TILE.col_vec), col_index(TILE.row_vec))
+            warpgroup.store(dbeta.claim(j), row_sum(where(on_diagonal, scores, 0.0)))
+            dbeta.publish(j)
+            scores = warpgroup.causal(scores * cols * (0.0 - warpgroup.load(beta, COL_VEC)), -1, 0.0)
+        return INPUT(scores)
+
+    @inlined
+    def store_gate_gradients(b, r, carried, gGates, at):
+        """Overwrite the consumer's part of b by its gates' gradients. r: what token i has for all gates up to its own.
+        carried: for each warp what its tokens have for all gates of the chunk. at: the warp's first gate."""
+        mine, may_forget = channels.part(b), pairs.may_forget(b)
+        warpgroup.sync(FENCED)  # all have read b
+        store(mine, r)
+        warpgroup.sync(FENCED)
+        sum_tokens(b, -math.inf)
+        warpgroup.sync(FENCED)
+        total = channels.load_last(b)
+        for i in range(warpgroup.WARPGROUP):
+            total = total + load(subtile(carried, PART, int32(warpgroup.WARPGROUP * warpgroup.id() + i)), OUT.row_vec)
+        gradients = total - (load(mine, OUT, fenced=False) - r)
+        if may_forget:
+            gradients = where(less(load(gGates, OUT, at, 1, 3, True), FLOOR), 0.0, gradients)
+        warpgroup.sync(FENCED)  # all have read the last row
+        store(mine, gradients)
+
+    @inlined
+    def sum_tokens(tile, least):
+        """Write the running sums over tokens of the consumer's part of a tile, or of `least` where it is less."""
+        rank = warpgroup.rank()
+        if rank < PART // LANES:
+            mine = subtile(tile, CHUNK, 0, LANES, int32(PART // LANES * warpgroup.id() + rank))
+            cumsum_columns(mine, mine, least)
+
+    @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
+    def differentiate(
+        gQ: KEYS, gK: KEYS, gDOut: tiled(config.values, unit=1), gGates: tiled(channels.sums, unit=1),
+        gChunkBeta: tiled(sv(CHUNK, fp32), 3, None, 2), gErrors: OF_CHUNKS, gStates: tiled(config.state_panel, rows=2),
+        gDQ: DKEYS, gDK: DKEYS, gDBeta: array(3), gDGates: tiled(GATE_PART, unit=1), gQueryRows: array(4, INPUT),
+        gKeyRows: array(4, INPUT), gGateRows: array(4), length: INT, chunks: INT, items: INT, heads: INT, group: INT,
+        scale: FLOAT,
+    ):  # fmt: skip
+        """The blocks share the `items`, each of the `chunks` of all heads of all sequences. gErrors: E above Z. gStates: S^T
+        and dS^T by panels. gQueryRows, gKeyRows, gGateRows: gQ, gK and gGates, for rows of blocks that are not gentle."""
+        q, k, do, e, z, s, ds, b, beta, w, dbeta, read_keys, factors, carried = smem.open()
+        if warpgroup.id() == PRODUCER:
+            warpgroup.release_registers(PRODUCER_REGISTERS)
+            n = count_items(items)
+            if warpgroup.rank() == 0:
+                for j in range(n):
+                    chunk, head = divmod(int32(cuda.blockIdx.x + cuda.gridDim.x * j), heads)
+                    sequence, index = divmod(chunk, chunks)
+                    key_head, token = head // group, int32(CHUNK * index)
+                    do.fill(j, gDOut, (sequence, token, head))
+                    e.fill(j, gErrors, (chunk, head, 0))
+                    z.fill(j, gErrors, (chunk, head, 1))
+                    for i in range(PANELS):
+                        s.fill(j, gStates, (chunk, head, int32(2 * i)), i, PANELS)
+                    for i in range(PANELS):
+                        ds.fill(j, gStates, (chunk, head, int32(2 * i + 1)), i, PANELS)
+                    beta.fill(j, gChunkBeta, (chunk, head))
+                    b.fill(j, gGates, (sequence, token, head))
+                    k.fill(j, gK, (sequence, token, key_head))
+                    q.fill(j, gQ, (sequence, token, key_head))
+            elif warpgroup.rank() == 1:
+                for j in range(n):
+                    chunk, head = divmod(int32(cuda.blockIdx.x + cuda.gridDim.x * j), heads)
+                    sequence, index = divmod(chunk, chunks)
+                    sums = dbeta.wait(j)
+                    for i in range(CHUNK // 16):
+                        at = sequence, int32(CHUNK * index + 16 * i), head
+                        store(truncate(gDBeta, 1, length), load(subtile(sums, 16, i), COL_VEC), at, cols=1)
+                    dbeta.release(j)
+        else:
+            warpgroup.claim_registers(CONSUMER_REGISTERS)
+            for j in range(count_items(items)):
+                wg, rank = warpgroup.id(), warpgroup.rank()
+                # what goes through states, dP and G, while gates are summed up
+                errors, left = e.wait(j), do.wait(j)
+                douts, zs = left, z.wait(j)
+                if wg:
+                    left = zs
+                states, d_states = subtile(s.wait(j), VALUES, 0, PART, wg), subtile(ds.wait(j), VALUES, 0, PART, wg)
+                scores = warpgroup.mm_ABt(left, errors)
+                dq = warpgroup.mm_AB(douts, states)
+                read = warpgroup.mm_AB(zs, states)
+                written = warpgroup.mm_AB(errors, d_states)
+                gates, betas = b.wait(j), beta.wait(j)
+                sum_tokens(gates, FLOOR)
+                dots = dot_states(states, d_states)
+                scores = finish_scores(warpgroup.wait(scores, newer=3), betas, dbeta, j, scale)
+                warpgroup.store(subtile(w.claim(j), CHUNK, wg), scores)
+                w.publish(j)
+                rows = warpgroup.load(betas, COL_VEC)
+                beta.release(j)
+                warpgroup.sync(FENCED)  # the gates' sums are there
+                tiles = BlockTiles(q.wait(j), k.wait(j), read_keys, gates, factors, w.wait(j))
+                pairs.prepare(tiles)
+                dq, read = warpgroup.wait(dq, newer=2) * scale, warpgroup.wait(read, newer=1) * (0.0 - rows)
+                written = warpgroup.wait(written) * rows
+                do.release(j)
+                e.release(j)
+                z.release(j)
+                s.release(j)
+                ds.release(j)
+                warpgroup.sync(FENCED)  # what `prepare` wrote is there
+
+                # pairs of tokens
+                is_gentle = pairs.is_gentle(gates)
+                if WITH_GATES:
+                    of_all = pairs.sum_written(tiles, written) + exp2(pairs.last_sum(gates)) * dots
+                    store(subtile(carried, PART, int32(warpgroup.WARPGROUP * wg + rank)), of_all)
+                chunk, head = divmod(int32(cuda.blockIdx.x + cuda.gridDim.x * j), heads)
+                sequence, index = divmod(chunk, chunks)
+                token = int32(CHUNK * index)
+                sums = pairs.add_pairs(BlockGradients(dq, read, written), tiles, is_gentle)
+                r = pairs.dot_tokens(sums, tiles)
+                dq, dk = pairs.finish(sums, gates)
+                of_keys = truncate(gQueryRows, 1, length), truncate(gKeyRows, 1, length)
+                at = sequence, int32(token + ROWS * rank), head // group, int32(PART * wg)
+                dq, dk, r = pairs.add_near_pairs(dq, dk, r, tiles, is_gentle, of_keys, at)
+                w.release(j)
+                warpgroup.sync(FENCED)  # all have read what `prepare` wrote
+                store(channels.part(tiles.q), INPUT(dq))
+                store(channels.part(tiles.k), INPUT(dk))
+                warpgroup.tma_store(gDQ, (sequence, token, head, wg), subtile(tiles.q, CHUNK, 0, PART, wg))
+                warpgroup.tma_store(gDK, (sequence, token, head, wg), subtile(tiles.k, CHUNK, 0, PART, wg))
+                if WITH_GATES:
+                    at = sequence, int32(token + ROWS * rank), head, int32(PART * wg)
+                    store_gate_gradients(gates, r, carried, truncate(gGateRows, 1, length), at)
+                    warpgroup.tma_store(gDGates, (sequence, token, head, wg), subtile(gates, CHUNK, 0, PART, wg))
+                warpgroup.store_wait()
+                q.release(j)
+                k.release(j)
+                b.release(j)
+
+    return differentiate, smem

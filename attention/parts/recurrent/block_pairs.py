@@ -1,0 +1,260 @@
+"""What pairs of tokens of a chunk add to gradients of the delta rule where each channel of the keys has a decay, by blocks of
+16 tokens (delta_channels.py has the equations).
+
+Block m has two references in each channel, r_m for those of its tokens that read and s_m for those that write:
+
+    Q^ = exp(b - r) q        K^ = exp(b - r) k        K* = exp(s - b) k
+
+Both are the middle of its sums b where the dtype holds the decay by a block, in a gentle channel; else r is b of its first
+token and s that of its last one, so that no factor exceeds 1. With r_4 = b_last, s_(-1) = 0 and U = beta E, the accumulators
+that hold what goes through states take all pairs along, block after block,
+
+    X = scale dO S      n = 0 .. m - 1:  X = exp(s_n - s_(n-1)) X + dP_mn K*_n                     X = exp(r_m - s_(m-1)) X
+    Y = -dV S           n = 0 .. m - 1:  Y = exp(s_n - s_(n-1)) Y + G_mn K*_n                      Y = exp(r_m - s_(m-1)) Y
+    W = U dS            n = 3 .. m + 1:  W = exp(r_(n+1) - r_n) W + dP_nm^T Q^_n + G_nm^T K^_n     W = exp(r_(m+1) - s_m) W
+
+and last those of a block's tokens with each other, if it is gentle in all channels: dP_mm K*_m and so on. Then
+
+    dQ_m = exp(b - r_m) X        dK_m = exp(b - r_m) Y + exp(s_m - b) W
+
+A gate has q^ X + k^ Y - k* W of its token and of all later ones. Q^, K^ and K* are rounded once, so what a pair of such tokens
+adds there is taken away again to the last bits of float32. A block that is not gentle goes by levels of halves, as
+delta_channel_gradients_ampere.py does with a chunk. A warp has a block, and the same work whichever it is."""
+
+from typing import Any, NamedTuple
+
+from numpy import float32, int32
+
+from ops import (
+    abs,
+    col_index,
+    col_sum,
+    equal,
+    exp2,
+    less,
+    load,
+    load_row,
+    load_row_of_group,
+    minimum,
+    mma_AB,
+    mma_AtB,
+    not_equal,
+    row_index,
+    row_sum,
+    store,
+    subtile,
+    swap_layout,
+    tile_min,
+    transpose,
+    warpgroup,
+    where,
+    zeros,
+)
+from tiles import dtype, fp32, inlined, rt, static, sv
+
+from .channel_chunks import ROWS, ChunkChannels
+from .channel_decay import MIN_LOG2_DECAY
+from .gates import FLOOR, LOG2_E
+from .tokens import CHUNK
+
+BLOCKS = CHUNK // ROWS  # one a warp
+STEP, READ_STEP, LAST_STEP = 0, BLOCKS, 2 * BLOCKS + 1  # where factors between references begin: s to s, r to r, r to s
+FACTORS = 3 * BLOCKS + 4  # of each channel, some of which are not used
+SQUARE = rt(ROWS, ROWS, fp32)  # scores of a block's tokens with each other
+ROW, COL = SQUARE.col_vec, SQUARE.row_vec
+
+
+class BlockTiles(NamedTuple):
+    """Shared tiles of a chunk: queries and keys, which Q^ and K* overwrite; K^; b; factors between references; dP above G."""
+
+    q: Any
+    k: Any
+    read_keys: Any
+    b: Any
+    factors: Any
+    w: Any
+
+
+class BlockGradients(NamedTuple):
+    """X, Y and W of a warp's tokens and channels."""
+
+    dq: Any
+    read: Any
+    written: Any
+
+
+@static
+class BlockPairs:
+    """The pairs of a chunk's tokens, of which a warpgroup has half of the channels, its warps a block each. dtype: of queries
+    and keys."""
+
+    channels: ChunkChannels
+    dtype: dtype
+
+    @property
+    def factors(self):
+        """The shared vector of the factors between references."""
+        return sv(FACTORS * self.channels.key_dim, fp32)
+
+    @property
+    def operand(self):
+        """A block's tokens and a warpgroup's channels, for a product."""
+        return rt(ROWS, self.channels.half, self.dtype)
+
+    @property
+    def least_decay(self):
+        """log2 of the decay over a block below which a channel is not gentle."""
+        return 2 * MIN_LOG2_DECAY[self.dtype]
+
+    @inlined
+    def block(self, tile, index):
+        """A block's rows of a shared tile of the chunk, in the warpgroup's channels."""
+        return subtile(tile, ROWS, index, self.channels.half, warpgroup.id())
+
+    @inlined
+    def load_sum(self, b, index, row):
+        """b of one of a block's tokens, in powers of 2."""
+        return load_row(self.block(b, index), self.channels.rows.row_vec, row, fenced=False) * LOG2_E
+
+    @inlined
+    def references(self, b, index):
+        """(r, s) of a block."""
+        first, last = self.load_sum(b, index, 0), self.load_sum(b, index, ROWS - 1)
+        middle, is_gentle = (first + last) * 0.5, self.least_decay <= last - first
+        return where(is_gentle, middle, first), where(is_gentle, middle, last)
+
+    @inlined
+    def last_sum(self, b):
+        """b of the chunk's last token, in powers of 2."""
+        return self.load_sum(b, BLOCKS - 1, ROWS - 1)
+
+    @inlined
+    def is_gentle(self, b):
+        """Is the warp's block gentle in all channels?"""
+        rank = warpgroup.rank()
+        return tile_min(self.load_sum(b, rank, ROWS - 1) - self.load_sum(b, rank, 0)) >= self.least_decay
+
+    @inlined
+    def may_forget(self, b):
+        """May one of the warp's tokens have a gate below FLOOR?"""
+        rank = warpgroup.rank()
+        first, before = self.load_sum(b, rank, 0), self.load_sum(b, max(rank - 1, 0), ROWS - 1) * float32(min(rank, 1))
+        return tile_min(minimum(self.load_sum(b, rank, ROWS - 1) - first, first - before)) < (FLOOR + 1) * LOG2_E
+
+    @inlined
+    def store_factor(self, factors, index, exponent):
+        """Write a factor between references, of the warpgroup's channels."""
+        store(subtile(factors, self.channels.half, int32(FACTORS * warpgroup.id() + index)), exp2(exponent))
+
+    @inlined
+    def load_factor(self, factors, index):
+        """A factor between references, of the warpgroup's channels."""
+        return load(subtile(factors, self.channels.half, int32(FACTORS * warpgroup.id() + index)), self.channels.rows.row_vec)
+
+    @inlined
+    def prepare(self, tiles):
+        """Overwrite the warp's tokens by Q^ and K*, and write K^ and the factors from the block before. The warpgroup meets
+        before others read them."""
+        rank, b, factors = warpgroup.rank(), tiles.b, tiles.factors
+        (r, s), is_later = self.references(b, rank), float32(min(rank, 1))
+        r_before, s_before = self.references(b, max(rank - 1, 0))
+        self.store_factor(factors, int32(STEP + rank), s - s_before * is_later)
+        self.store_factor(factors, int32(READ_STEP + rank), r - r_before * is_later)
+        self.store_factor(factors, int32(LAST_STEP + rank), r - s_before * is_later)
+        if rank == BLOCKS - 1:
+            last = self.last_sum(b)
+            self.store_factor(factors, READ_STEP + BLOCKS, last - r)
+            self.store_factor(factors, LAST_STEP + BLOCKS, last - s)
+        sums = load(self.channels.part(b), self.channels.rows, fenced=False) * LOG2_E
+        query, key, decay = self.load_rows(tiles.q), self.load_rows(tiles.k), exp2(sums - r)
+        store(self.channels.part(tiles.q), self.dtype(query * decay))
+        store(self.channels.part(tiles.read_keys), self.dtype(key * decay))
+        store(self.channels.part(tiles.k), self.dtype(key * exp2(s - sums)))
+
+    @inlined
+    def load_rows(self, tile):
+        """The warp's tokens and channels of a shared tile."""
+        return fp32(load(self.channels.part(tile), self.operand, fenced=False))
+
+    @inlined
+    def sum_written(self, tiles, written):
+        """sum k dk over the warp's tokens, in each channel, as far as it comes from dS. written: U dS."""
+        _, s = self.references(tiles.b, warpgroup.rank())
+        return col_sum(self.load_rows(tiles.k) * written) * exp2(self.last_sum(tiles.b) - s)
+
+    @inlined
+    def add_pairs(self, gradients, tiles, is_gentle):
+        """X, Y and W with the pairs of tokens, but for those within a block that is not gentle."""
+        dq, read, written = gradients
+        rank, dp, g = warpgroup.rank(), subtile(tiles.w, CHUNK, 0), subtile(tiles.w, CHUNK, 1)
+        KEYS = rt(ROWS, self.channels.half, self.dtype, "col")
+        for n in range(rank + 1):
+            factor = self.load_factor(tiles.factors, int32(LAST_STEP + n if n == rank else STEP + n))
+            dq, read = dq * factor, read * factor
+            if is_gentle or n < rank:
+                keys = load(self.block(tiles.k, n), KEYS, fenced=False)
+                dq = mma_AB(dq, subtile(dp, ROWS, rank, ROWS, n), keys)
+                read = mma_AB(read, subtile(g, ROWS, rank, ROWS, n), keys)
+        for i in range(BLOCKS - rank):
+            n = int32(BLOCKS - 1 - i)
+            written = written * self.load_factor(tiles.factors, int32((LAST_STEP if n == rank else READ_STEP) + n + 1))
+            if is_gentle or n > rank:
+                written = mma_AtB(written, subtile(dp, ROWS, n, ROWS, rank), self.block(tiles.q, n))
+                written = mma_AtB(written, subtile(g, ROWS, n, ROWS, rank), self.block(tiles.read_keys, n))
+        return BlockGradients(dq, read, written)
+
+    @inlined
+    def dot_tokens(self, gradients, tiles):
+        """q dq + k dk_read - k dk_written of the warp's tokens, in each channel."""
+        r = self.load_rows(tiles.q) * gradients.dq + self.load_rows(tiles.read_keys) * gradients.read
+        return r - self.load_rows(tiles.k) * gradients.written
+
+    @inlined
+    def finish(self, gradients, b):
+        """(dQ, dK) of the warp's tokens."""
+        r, s = self.references(b, warpgroup.rank())
+        sums = load(self.channels.part(b), self.channels.rows, fenced=False) * LOG2_E
+        decay = exp2(sums - r)
+        return gradients.dq * decay, gradients.read * decay + gradients.written * exp2(s - sums)
+
+    @inlined
+    def add_near_pairs(self, dq, dk, r, tiles, is_gentle, gRows, at):
+        """dQ, dK and what gates have of tokens, with the pairs within a warp's block if it is not gentle, by levels of halves.
+        gRows: the arrays of queries and keys, the warp's tokens `at` this place."""
+        gQ, gK = gRows
+        dp, part = subtile(tiles.w, CHUNK, 0), self.channels.part(tiles.b)
+        row, col, inverse, size = row_index(ROW), col_index(COL), float32(1 / ROWS), int32(1 if is_gentle else ROWS)
+        while size > 1:
+            row_group, row_half = row * inverse // 1, row * (2.0 * inverse) // 1
+            is_pair = equal(row_group, col * inverse // 1) & not_equal(row_half, col * (2.0 * inverse) // 1)
+            is_later = row_half - row_group * 2.0
+            for which in range(2):  # dP, G
+                b = load(part, self.channels.rows, fenced=False)
+                e = exp2(abs(b - load_row_of_group(part, self.channels.rows, size, size >> 1, fenced=False)) * -LOG2_E)
+                queries = is_later * float32(1 - which)
+                key = fp32(load(gK, self.operand, at, 1, 3, True))
+                mine = self.dtype(where(queries, fp32(load(gQ, self.operand, at, 1, 3, True)), key) * e)
+                scores = self.pairs_of(subtile(tiles.w, CHUNK, which), is_pair)
+                wx = mma_AB(zeros(self.channels.rows), scores, swap_layout(mine))
+                r = r + wx * fp32(mine) * (is_later * 2.0 - 1.0)
+                wx = wx * e
+                dq, dk = dq + wx * queries, dk + wx * (1.0 - queries)
+            size, inverse = size >> 1, inverse * 2.0
+        if not is_gentle:
+            diagonal = row_sum(where(equal(row, col), self.load_square(dp), 0.0))
+            dq = dq + fp32(load(gK, self.operand, at, 1, 3, True)) * diagonal
+            dk = dk + fp32(load(gQ, self.operand, at, 1, 3, True)) * diagonal
+        return dq, dk, r
+
+    @inlined
+    def load_square(self, scores):
+        """dP or G of the warp's tokens with each other, 0 above the diagonal."""
+        rank = warpgroup.rank()
+        return fp32(load(subtile(scores, ROWS, rank, ROWS, rank), rt(ROWS, ROWS, self.dtype), fenced=False))
+
+    @inlined
+    def pairs_of(self, scores, is_pair):
+        """dP + dP^T or G + G^T of the warp's tokens with each other, 0 but for pairs."""
+        square = self.load_square(scores)
+        both = where(less(row_index(ROW), col_index(COL)), fp32(transpose(self.dtype(square))), square)
+        return self.dtype(where(is_pair, both, 0.0))
