@@ -52,11 +52,12 @@ WARPS = warpgroup.WARPGROUP * HALVES  # of consumers
 
 @dataclass(frozen=True)
 class Config:
-    """A kernel's configuration. key_dim, value_dim: the channels of keys and values, padded. with_gates: are the gates'
-    gradients wanted?"""
+    """A kernel's configuration. key_dim, value_dim: the channels of keys and values, padded. gates: the dtype of the gates;
+    dtype: of everything else. with_gates: are the gates' gradients wanted?"""
 
     key_dim: int
     value_dim: int
+    gates: dtype
     dtype: dtype
     with_gates: bool = True
     threads = warpgroup.THREADS * (PRODUCER + 1)
@@ -65,6 +66,11 @@ class Config:
     def key(self):
         """The tile of Q or K for a chunk, in panels of which each belongs to one consumer."""
         return st(CHUNK, self.key_dim, self.dtype, width=min(128, self.key_dim // HALVES * self.dtype.itemsize))
+
+    @property
+    def gate(self):
+        """The tile of gates for a chunk, in panels of which each belongs to one warp that sums them up."""
+        return st(CHUNK, self.key_dim, self.gates, width=LANES * self.gates.itemsize)
 
     @property
     def key_gradients(self):
@@ -88,21 +94,26 @@ class Config:
 
     def __str__(self):
         flag = ", without gates" * (not self.with_gates)
-        return f"gradients in chunks, gates by channel, Dk {self.key_dim}, Dv {self.value_dim} {self.dtype}{flag}"
+        size = f"Dk {self.key_dim}, Dv {self.value_dim} {self.dtype}, gates {self.gates}"
+        return f"gradients in chunks, gates by channel, {size}{flag}"
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations of all padded sizes in bf16, with fp16 if `everything`, and the largest without gates."""
     if target.has_wgmma:
         for of in (bf16, fp16) if everything else (bf16,):
-            yield from itertools.starmap(Config, itertools.product(KEY_DIMS, VALUE_DIMS, (of,)))
-            yield Config(max(KEY_DIMS), max(VALUE_DIMS), of, with_gates=False)
+            yield from itertools.starmap(Config, itertools.product(KEY_DIMS, VALUE_DIMS, (fp32, of), (of,)))
+            yield Config(max(KEY_DIMS), max(VALUE_DIMS), fp32, of, with_gates=False)
 
 
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     INPUT, VALUES, WITH_GATES, KEY = config.dtype, config.value_dim, config.with_gates, config.key
+    IN_PLACE, UNUSED = (
+        config.gates is fp32,
+        st(16, 16, INPUT),
+    )  # does b take the place of the gates, or K^ once they are summed?
     channels = ChunkChannels(config.key_dim)
     pairs, PART, OUT, PANELS = BlockPairs(channels, INPUT), channels.half, channels.rows, VALUES // PANEL
     SCORES, STATE_ROWS = st(2 * CHUNK, CHUNK, INPUT, width=32), VALUES // warpgroup.WARPGROUP
@@ -118,20 +129,27 @@ def make(config: Config):
         z=ring(config.values, 1, WARPS),
         s=ring(config.state, 1, WARPS),
         ds=ring(config.state, 1, WARPS),
-        b=ring(channels.sums, 1, WARPS),
+        g=ring(config.gate, 1, WARPS),
         beta=ring(sv(CHUNK, fp32), 1, WARPS),
         w=ring(SCORES, 1, WARPS, writers=WARPS),
         dbeta=ring(sv(CHUNK, fp32), 1, 1, writers=warpgroup.WARPGROUP),
-        read_keys=KEY,
+        gate_sums=UNUSED if IN_PLACE else channels.sums,
+        read_keys=KEY if IN_PLACE else UNUSED,
         factors=pairs.factors,
         carried=sv(WARPS * PART, fp32),
     )
 
     @inlined
-    def count_items(items):
-        """How many of the items this block has."""
-        most, _ = divmod(int32(items - cuda.blockIdx.x + cuda.gridDim.x - 1), int32(cuda.gridDim.x))
-        return most
+    def item(j):
+        """The block's j-th item."""
+        return int32(cuda.blockIdx.x + cuda.gridDim.x * j)
+
+    @inlined
+    def place(j, heads, chunks):
+        """(the index of the chunk, head, sequence, first token) of the block's j-th item."""
+        chunk, head = divmod(item(j), heads)
+        sequence, index = divmod(chunk, chunks)
+        return chunk, head, sequence, int32(CHUNK * index)
 
     @inlined
     def dot_states(states, d_states):
@@ -164,7 +182,7 @@ def make(config: Config):
         warpgroup.sync(FENCED)  # all have read b
         store(mine, r)
         warpgroup.sync(FENCED)
-        sum_tokens(b, -math.inf)
+        sum_tokens(b, b, -math.inf)
         warpgroup.sync(FENCED)
         total = channels.load_last(b)
         for i in range(warpgroup.WARPGROUP):
@@ -176,32 +194,31 @@ def make(config: Config):
         store(mine, gradients)
 
     @inlined
-    def sum_tokens(tile, least):
+    def sum_tokens(target, source, least):
         """Write the running sums over tokens of the consumer's part of a tile, or of `least` where it is less."""
         rank = warpgroup.rank()
         if rank < PART // LANES:
-            mine = subtile(tile, CHUNK, 0, LANES, int32(PART // LANES * warpgroup.id() + rank))
-            cumsum_columns(mine, mine, least)
+            index = int32(PART // LANES * warpgroup.id() + rank)
+            cumsum_columns(subtile(target, CHUNK, 0, LANES, index), subtile(source, CHUNK, 0, LANES, index), least)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def differentiate(
-        gQ: KEYS, gK: KEYS, gDOut: tiled(config.values, unit=1), gGates: tiled(channels.sums, unit=1),
+        gQ: KEYS, gK: KEYS, gDOut: tiled(config.values, unit=1), gGates: tiled(config.gate, unit=1),
         gChunkBeta: tiled(sv(CHUNK, fp32), 3, None, 2), gErrors: OF_CHUNKS, gStates: tiled(config.state_panel, rows=2),
         gDQ: DKEYS, gDK: DKEYS, gDBeta: array(3), gDGates: tiled(GATE_PART, unit=1), gQueryRows: array(4, INPUT),
-        gKeyRows: array(4, INPUT), gGateRows: array(4), length: INT, chunks: INT, items: INT, heads: INT, group: INT,
-        scale: FLOAT,
+        gKeyRows: array(4, INPUT), gGateRows: array(4, config.gates), length: INT, chunks: INT, items: INT, heads: INT,
+        group: INT, scale: FLOAT,
     ):  # fmt: skip
         """The blocks share the `items`, each of the `chunks` of all heads of all sequences. gErrors: E above Z. gStates: S^T
         and dS^T by panels. gQueryRows, gKeyRows, gGateRows: gQ, gK and gGates, for rows of blocks that are not gentle."""
-        q, k, do, e, z, s, ds, b, beta, w, dbeta, read_keys, factors, carried = smem.open()
+        q, k, do, e, z, s, ds, g, beta, w, dbeta, gate_sums, read_keys, factors, carried = smem.open()
         if warpgroup.id() == PRODUCER:
             warpgroup.release_registers(PRODUCER_REGISTERS)
-            n = count_items(items)
+            n, _ = divmod(int32(items - cuda.blockIdx.x + cuda.gridDim.x - 1), int32(cuda.gridDim.x))
             if warpgroup.rank() == 0:
                 for j in range(n):
-                    chunk, head = divmod(int32(cuda.blockIdx.x + cuda.gridDim.x * j), heads)
-                    sequence, index = divmod(chunk, chunks)
-                    key_head, token = head // group, int32(CHUNK * index)
+                    chunk, head, sequence, token = place(j, heads, chunks)
+                    key_head, _ = divmod(head, group)
                     do.fill(j, gDOut, (sequence, token, head))
                     e.fill(j, gErrors, (chunk, head, 0))
                     z.fill(j, gErrors, (chunk, head, 1))
@@ -210,21 +227,21 @@ def make(config: Config):
                     for i in range(PANELS):
                         ds.fill(j, gStates, (chunk, head, int32(2 * i + 1)), i, PANELS)
                     beta.fill(j, gChunkBeta, (chunk, head))
-                    b.fill(j, gGates, (sequence, token, head))
+                    g.fill(j, gGates, (sequence, token, head))
                     k.fill(j, gK, (sequence, token, key_head))
                     q.fill(j, gQ, (sequence, token, key_head))
             elif warpgroup.rank() == 1:
                 for j in range(n):
-                    chunk, head = divmod(int32(cuda.blockIdx.x + cuda.gridDim.x * j), heads)
-                    sequence, index = divmod(chunk, chunks)
+                    _, head, sequence, token = place(j, heads, chunks)
                     sums = dbeta.wait(j)
                     for i in range(CHUNK // 16):
-                        at = sequence, int32(CHUNK * index + 16 * i), head
+                        at = sequence, int32(token + 16 * i), head
                         store(truncate(gDBeta, 1, length), load(subtile(sums, 16, i), COL_VEC), at, cols=1)
                     dbeta.release(j)
         else:
             warpgroup.claim_registers(CONSUMER_REGISTERS)
-            for j in range(count_items(items)):
+            j = int32(0)
+            while item(j) < items:  # range would hold a register more
                 wg, rank = warpgroup.id(), warpgroup.rank()
                 # what goes through states, dP and G, while gates are summed up
                 errors, left = e.wait(j), do.wait(j)
@@ -236,16 +253,22 @@ def make(config: Config):
                 dq = warpgroup.mm_AB(douts, states)
                 read = warpgroup.mm_AB(zs, states)
                 written = warpgroup.mm_AB(errors, d_states)
-                gates, betas = b.wait(j), beta.wait(j)
-                sum_tokens(gates, FLOOR)
-                dots = dot_states(states, d_states)
+                gates, betas = g.wait(j), beta.wait(j)
+                if IN_PLACE:
+                    b, decayed_keys = gates, read_keys
+                else:
+                    b, decayed_keys = gate_sums, gates
+                sum_tokens(b, gates, FLOOR)
+                of_all = subtile(carried, PART, int32(warpgroup.WARPGROUP * wg + rank))
+                if WITH_GATES:
+                    store(of_all, dot_states(states, d_states))
                 scores = finish_scores(warpgroup.wait(scores, newer=3), betas, dbeta, j, scale)
                 warpgroup.store(subtile(w.claim(j), CHUNK, wg), scores)
                 w.publish(j)
                 rows = warpgroup.load(betas, COL_VEC)
                 beta.release(j)
                 warpgroup.sync(FENCED)  # the gates' sums are there
-                tiles = BlockTiles(q.wait(j), k.wait(j), read_keys, gates, factors, w.wait(j))
+                tiles = BlockTiles(q.wait(j), k.wait(j), decayed_keys, b, factors, w.wait(j))
                 pairs.prepare(tiles)
                 dq, read = warpgroup.wait(dq, newer=2) * scale, warpgroup.wait(read, newer=1) * (0.0 - rows)
                 written = warpgroup.wait(written) * rows
@@ -257,32 +280,34 @@ def make(config: Config):
                 warpgroup.sync(FENCED)  # what `prepare` wrote is there
 
                 # pairs of tokens
-                is_gentle = pairs.is_gentle(gates)
+                is_gentle = pairs.is_gentle(b)
                 if WITH_GATES:
-                    of_all = pairs.sum_written(tiles, written) + exp2(pairs.last_sum(gates)) * dots
-                    store(subtile(carried, PART, int32(warpgroup.WARPGROUP * wg + rank)), of_all)
-                chunk, head = divmod(int32(cuda.blockIdx.x + cuda.gridDim.x * j), heads)
-                sequence, index = divmod(chunk, chunks)
-                token = int32(CHUNK * index)
+                    of_states = load(of_all, OUT.row_vec) * exp2(pairs.last_sum(b))
+                    cuda.syncwarp()
+                    store(of_all, of_states + pairs.sum_written(tiles, written))
                 sums = pairs.add_pairs(BlockGradients(dq, read, written), tiles, is_gentle)
                 r = pairs.dot_tokens(sums, tiles)
-                dq, dk = pairs.finish(sums, gates)
+                dq, dk = pairs.finish(sums, b)
                 of_keys = truncate(gQueryRows, 1, length), truncate(gKeyRows, 1, length)
-                at = sequence, int32(token + ROWS * rank), head // group, int32(PART * wg)
+                _, head, sequence, token = place(j, heads, chunks)
+                key_head, _ = divmod(head, group)
+                at = sequence, int32(token + ROWS * rank), key_head, int32(PART * wg)
                 dq, dk, r = pairs.add_near_pairs(dq, dk, r, tiles, is_gentle, of_keys, at)
                 w.release(j)
                 warpgroup.sync(FENCED)  # all have read what `prepare` wrote
+                _, head, sequence, token = place(j, heads, chunks)  # anew, to save registers
                 store(channels.part(tiles.q), INPUT(dq))
                 store(channels.part(tiles.k), INPUT(dk))
                 warpgroup.tma_store(gDQ, (sequence, token, head, wg), subtile(tiles.q, CHUNK, 0, PART, wg))
                 warpgroup.tma_store(gDK, (sequence, token, head, wg), subtile(tiles.k, CHUNK, 0, PART, wg))
                 if WITH_GATES:
                     at = sequence, int32(token + ROWS * rank), head, int32(PART * wg)
-                    store_gate_gradients(gates, r, carried, truncate(gGateRows, 1, length), at)
-                    warpgroup.tma_store(gDGates, (sequence, token, head, wg), subtile(gates, CHUNK, 0, PART, wg))
+                    store_gate_gradients(b, r, carried, truncate(gGateRows, 1, length), at)
+                    warpgroup.tma_store(gDGates, (sequence, token, head, wg), subtile(b, CHUNK, 0, PART, wg))
                 warpgroup.store_wait()
                 q.release(j)
                 k.release(j)
-                b.release(j)
+                g.release(j)
+                j = int32(j + 1)
 
     return differentiate, smem

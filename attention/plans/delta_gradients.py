@@ -161,7 +161,8 @@ def launch_channel_gradients(problem: Problem, arrays: Arrays, scale: float) -> 
     batch, length, heads, key_heads = problem("batch", "seqlen", "heads", "heads_k")
     key_dim, value_dim = problem("key_dim", "value_dim")
     padded = pad_key_dim(key_dim, KEY_DIMS), pad_key_dim(value_dim, delta_channel_gradients_hopper.VALUE_DIMS)
-    fields = *padded, DTYPES[problem.dtype], arrays["gDGates"] is not None
+    assert arrays["gGates"] is not None
+    fields = *padded, DTYPES[arrays["gGates"].form.dtype], DTYPES[problem.dtype], arrays["gDGates"] is not None
     config = intern_value(delta_channel_gradients_hopper.Config, *fields)
     chunks = -(-length // CHUNK)
     items = batch * chunks * heads

@@ -23,6 +23,7 @@ delta_channel_gradients_ampere.py does with a chunk. A warp has a block, and the
 
 from typing import Any, NamedTuple
 
+from numba import cuda
 from numpy import float32, int32
 
 from ops import (
@@ -167,6 +168,7 @@ class BlockPairs:
             self.store_factor(factors, LAST_STEP + BLOCKS, last - s)
         sums = load(self.channels.part(b), self.channels.rows, fenced=False) * LOG2_E
         query, key, decay = self.load_rows(tiles.q), self.load_rows(tiles.k), exp2(sums - r)
+        cuda.syncwarp()  # other lanes read what this one overwrites
         store(self.channels.part(tiles.q), self.dtype(query * decay))
         store(self.channels.part(tiles.read_keys), self.dtype(key * decay))
         store(self.channels.part(tiles.k), self.dtype(key * exp2(s - sums)))

@@ -19,22 +19,26 @@ def one_head(length, **more):
     return delta_case(length, "channel", heads=1, key_heads=1, **more)
 
 
-@pytest.mark.parametrize(("length", "batch"), [(1, 4), (64, 1), (130, 1)])
-def test_lengths(place, length, batch):
-    check(place, one_head(length, batch=batch))
+@pytest.mark.parametrize(("length", "batch", "family"), [(1, 4, None), (64, 1, "sm_80"), (130, 2, None), (130, 1, "sm_80")])
+def test_lengths(place, length, batch, family):
+    check(place, one_head(length, batch=batch), family=family)
 
 
-@pytest.mark.parametrize(("length", "key_dim", "value_dim"), [(66, 128, 80), (20, 80, 208)])
-def test_sizes(place, length, key_dim, value_dim):
+SIZES = [(66, 128, 80, "sm_80"), (66, 128, 80, None), (20, 80, 208, None), (20, 80, 48, None), (20, 48, 112, None)]
+
+
+@pytest.mark.parametrize(("length", "key_dim", "value_dim", "family"), SIZES)
+def test_sizes(place, length, key_dim, value_dim, family):
     """Blocks of columns that are full, and others."""
-    check(place, one_head(length, key_dim=key_dim, value_dim=value_dim))
+    check(place, one_head(length, key_dim=key_dim, value_dim=value_dim), family=family)
 
 
-def test_value_heads_that_share_keys(place):
+@pytest.mark.parametrize("family", [None, "sm_80"])
+def test_value_heads_that_share_keys(place, family):
     """They add to the gradients of queries and keys; each has gradients of its beta and gates, which have 16 bits here."""
     args = delta_case(20, "channel", heads=2, key_heads=1, gates=bf16)
     args["beta"] = args["beta"].astype(bf16)
-    check_heads_first(place, args)
+    check_heads_first(place, args, family=family)
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.3])
@@ -49,22 +53,21 @@ def test_float16(place):
 @pytest.mark.parametrize("more", [4, 1])
 def test_any_alignment(more):
     """Strides that are multiples of 8 and 2 bytes."""
-    args = one_head(20)
-
-    check_row_strides(args, more)
+    check_row_strides(one_head(20), more, family="sm_80")
 
 
 @pytest.mark.parametrize("shared_bytes", [MEDIUM, SMALL])
 def test_little_shared_memory(place, monkeypatch, nothing_known, shared_bytes):
     """Panels of values are not loaded ahead there, or there is no room for a chunk's pairs, and tokens go one by one."""
     monkeypatch.setattr(delta_gradients, "machine", lambda _: SimpleNamespace(shared_bytes=shared_bytes))
-    check(place, one_head(20, value_dim=80))
+    check(place, one_head(20, value_dim=80), family="sm_80")
 
 
-def test_as_compiled(as_compiled):
+@pytest.mark.parametrize(("arch", "family"), [("sm_80", "sm_80"), ("sm_90a", None)])
+def test_as_compiled(as_compiled, arch, family):
     """The PTX of the kernels, for a chunk: test_delta_gradients.py has two for those that go from one to the next."""
-    as_compiled("sm_80")
-    check(OnInterpreter(), one_head(20))
+    as_compiled(arch)
+    check(OnInterpreter(), one_head(20), family=family)
 
 
 def test_gates_without_gradients():
