@@ -291,8 +291,10 @@ def make(config: Config):
                 of_keys = truncate(gQueryRows, 1, length), truncate(gKeyRows, 1, length)
                 _, head, sequence, token = place(j, heads, chunks)
                 key_head, _ = divmod(head, group)
-                at = sequence, int32(token + ROWS * rank), key_head, int32(PART * wg)
-                dq, dk, r = pairs.add_near_pairs(dq, dk, r, tiles, is_gentle, of_keys, at)
+                row = int32(token + ROWS * rank)
+                dq, dk, r = pairs.add_near_pairs(
+                    dq, dk, r, tiles, is_gentle, of_keys, (sequence, row, key_head, int32(PART * wg))
+                )
                 w.release(j)
                 warpgroup.sync(FENCED)  # all have read what `prepare` wrote
                 _, head, sequence, token = place(j, heads, chunks)  # anew, to save registers
@@ -301,8 +303,8 @@ def make(config: Config):
                 warpgroup.tma_store(gDQ, (sequence, token, head, wg), subtile(tiles.q, CHUNK, 0, PART, wg))
                 warpgroup.tma_store(gDK, (sequence, token, head, wg), subtile(tiles.k, CHUNK, 0, PART, wg))
                 if WITH_GATES:
-                    at = sequence, int32(token + ROWS * rank), head, int32(PART * wg)
-                    store_gate_gradients(b, r, carried, truncate(gGateRows, 1, length), at)
+                    gates_at = sequence, int32(token + ROWS * rank), head, int32(PART * wg)
+                    store_gate_gradients(b, r, carried, truncate(gGateRows, 1, length), gates_at)
                     warpgroup.tma_store(gDGates, (sequence, token, head, wg), subtile(b, CHUNK, 0, PART, wg))
                 warpgroup.store_wait()
                 q.release(j)
