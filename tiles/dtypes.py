@@ -1,5 +1,6 @@
 """Element types. A dtype is a value (`rt(16, 64, bf16)`) and, called in a kernel, the conversion to it: `p = bf16(p)`."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -21,7 +22,7 @@ class dtype:
     tma: str
     rounding: Callable[[ndarray], ndarray] | None = field(default=None, compare=False)
 
-    @property
+    @functools.cached_property
     def itemsize(self) -> int:
         """Bytes that one element takes."""
         return self.np.itemsize

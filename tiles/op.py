@@ -52,7 +52,7 @@ class Op:
         self.face, self.meaning, self.takes_pending, self.takes_operands = face, meaning, takes_pending, takes_operands
         self.name = getattr(face, "__qualname__", None) or str(face)
         self.signature = inspect.signature(operator.add if not callable(meaning) or isinstance(meaning, np.ufunc) else meaning)
-        self.rule, self.known, self.agreed = None, {}, {}
+        self.rule, self.known, self.agreed, self.bindings = None, {}, {}, {}
         self.of_arrays = False  # outside kernels it takes NumPy arrays
         OPS[face] = self
 
@@ -76,18 +76,22 @@ class Op:
         return tuple(p.default for p in self.signature.parameters.values())
 
     def _bound(self, args, kwargs):
-        """An argument for each parameter. Binding them costs more than most ops do, so it is avoided."""
-        rest = self.defaults[len(args) :]
-        if not kwargs and len(args) < len(self.defaults) and inspect.Parameter.empty not in rest:
-            return args + rest
-        try:
-            bound = self.bind(args, kwargs)
-        except TypeError as error:
-            from .interpreter import hazard_line
+        """An argument for each parameter. To bind them costs more than most ops do, so each form is bound once."""
+        form = len(args), *kwargs
+        if form not in self.bindings:
+            try:
+                self.bind(args, kwargs)
+            except TypeError as error:
+                from .interpreter import hazard_line
 
-            raise TypeError(f"{error}{hazard_line()}") from None
-        bound.apply_defaults()
-        return tuple(bound.arguments.values())
+                raise TypeError(f"{error}{hazard_line()}") from None
+            named = {name: len(args) + k for k, name in enumerate(kwargs)}
+            default = len(form) - 1 + len(args)
+            self.bindings[form] = [
+                k if k < len(args) else named.get(name, default + k) for k, name in enumerate(self.parameters)
+            ]
+        given = *args, *kwargs.values(), *self.defaults
+        return tuple([given[k] for k in self.bindings[form]])
 
     def bind(self, args, kwargs):
         """Which argument belongs to which parameter. TypeError names the op."""
@@ -129,12 +133,12 @@ class Op:
         """The NumPy meaning, after the rule has agreed."""
         if self.of_arrays and any([type(x) is np.ndarray for x in args]):
             return self.meaning(*args, **kwargs)
-        spec_of, wrap, getcurrent, record, recording = _interpreted()
+        spec_of, wrap, getcurrent, record, of_a_type = _interpreted()
         if kwargs or len(args) != len(self.defaults):
             args = self._bound(args, kwargs)
         try:
-            specs = tuple([spec_of(a, fixed) for a, fixed in zip(args, self.fixed)])
-            result, deeds = self.agreed.get(specs) or self._agree(specs)
+            specs = [a.spec if a.__class__ in of_a_type else spec_of(a, fixed) for a, fixed in zip(args, self.fixed)]
+            result, deeds, _ = self.agreed.get(tuple(map(id, specs))) or self._agree(tuple(specs))
         except TypeError as error:
             for x in args:
                 if hasattr(x, "noted"):  # what stands for a value, of a function that is run to be read
@@ -142,10 +146,12 @@ class Op:
             from .interpreter import hazard_line
 
             raise TypeError(f"{error}{hazard_line()}") from None
-        if deeds and (touches := getattr(getcurrent(), "touches", None)):
+        warp = getcurrent()
+        if deeds and (touches := getattr(warp, "touches", None)):
             for place, deed in deeds:
                 touches(args[place], deed)
-        value = record(self, specs, result, args) if recording() else self.meaning(*args)
+        recorded = getattr(warp, "steps", None) is not None
+        value = record(self, tuple(specs), result, args) if recorded else self.meaning(*args)
         try:
             return wrap(result, value)
         except TypeError as error:
@@ -164,15 +170,18 @@ class Op:
         return tuple(want is int for want in self.wants)
 
     def _agree(self, specs):
-        """(result type, what the meaning does to global arrays), remembered where the rule's answer is."""
+        """(result type, what the meaning does to global arrays, specs), remembered where the rule's answer is: by ids of specs,
+        whose hashes take as long as many an op. What is remembered keeps them alive."""
         from .interpreter import deeds
 
         typed = self.type(*specs)
         if typed is None:
             raise TypeError(f"{self.name}: no meaning for {', '.join(map(str, specs))}")
-        agreed = typed[0], deeds(self.parameters, specs, typed[0])
+        agreed = typed[0], deeds(self.parameters, specs, typed[0]), specs
         if specs in self.known:
-            self.agreed[specs] = agreed
+            if len(self.agreed) == MOST_AGREED:
+                self.agreed.clear()
+            self.agreed[tuple(map(id, specs))] = agreed
         return agreed
 
 
@@ -181,13 +190,14 @@ def _interpreted():
     """What meanings are run with, which imports this module: looked up once, for an import takes longer than most ops."""
     from greenlet import getcurrent
 
-    from .interpreter.record import record, recording
-    from .values import spec_of, wrap
+    from .interpreter.record import record
+    from .values import OF_A_TYPE, spec_of, wrap
 
-    return spec_of, wrap, getcurrent, record, recording
+    return spec_of, wrap, getcurrent, record, OF_A_TYPE
 
 
 UNKNOWN = object()  # no rule has been asked yet
+MOST_AGREED = 4096  # entries of Op.agreed: types that are made anew for each call must not fill the memory
 
 
 @overload

@@ -4,6 +4,7 @@
 array cut into tiles. A kernel closes over them; the values they describe are made by ops.
 """
 
+import functools
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -44,22 +45,22 @@ class rt:
     def __str__(self):
         return f"rt({self.rows}, {self.cols}, {self.dtype}{', col' * (self.layout == 'col')})"
 
-    @property
+    @functools.cached_property
     def shape(self):
         """The extents as a tuple (rows, cols)."""
         return self.rows, self.cols
 
-    @property
+    @functools.cached_property
     def col_vec(self):
         """The vector with one value per row."""
         return rv(self.rows, self.dtype, "col_vec", layout=self.layout)
 
-    @property
+    @functools.cached_property
     def row_vec(self):
         """The vector with one value per column."""
         return rv(self.cols, self.dtype, "row_vec", layout=self.layout)
 
-    @property
+    @functools.cached_property
     def elements(self):
         """Elements that each lane holds."""
         return self.rows * self.cols // layout.LANES
@@ -96,23 +97,23 @@ class rv:
     def __str__(self):
         return f"{'partial ' * self.partial}{self.axis}({self.length}, {self.dtype}{', col' * (self.layout == 'col')})"
 
-    @property
+    @functools.cached_property
     def shape(self):
         """As an array that broadcasts against its tile: (length, 1) or (1, length)."""
         return (self.length, 1) if self.axis == "col_vec" else (1, self.length)
 
-    @property
+    @functools.cached_property
     def by_quad(self):
         """Do the four lanes of a quad hold the same elements, or else the eight lanes with one number in their quads? The
         former for one value a row of a tile in row layout, or a column of one in column layout."""
         return (self.axis == "col_vec") == (self.layout == "row")
 
-    @property
+    @functools.cached_property
     def holders(self):
         """The bits of a lane's number in which lanes that hold the same elements differ; the one with zeros there writes."""
         return 3 if self.by_quad else 28
 
-    @property
+    @functools.cached_property
     def elements(self):
         """Elements that each lane holds: of a base tile's sixteen two if quads agree, else four."""
         return self.length // (8 if self.by_quad else 4)
@@ -158,32 +159,32 @@ class st:
     def __str__(self):
         return f"st({self.rows}, {self.cols}, {self.dtype})" + f" of {self.whole} rows" * (self.whole != self.rows)
 
-    @property
+    @functools.cached_property
     def shape(self):
         """The extents as a tuple (rows, cols)."""
         return self.rows, self.cols
 
-    @property
+    @functools.cached_property
     def nbytes(self):
         """Bytes that the elements take together."""
         return self.rows * self.cols * self.dtype.itemsize
 
-    @property
+    @functools.cached_property
     def alone(self):
         """The type of a tile like this one that is no part of another."""
         return replace(self, whole=0)
 
-    @property
+    @functools.cached_property
     def panel_cols(self):
         """Columns of one panel: the inner extent of a TMA box."""
         return self.width // self.dtype.itemsize
 
-    @property
+    @functools.cached_property
     def panels(self):
         """How many panels it is divided into."""
         return self.cols // self.panel_cols
 
-    @property
+    @functools.cached_property
     def panel_bytes(self):
         """Bytes from panel to panel."""
         return self.whole * self.width
@@ -197,14 +198,14 @@ class st:
         rows = np.arange(self.rows) if rows is None else np.asarray(rows)
         return self.offset(rows[:, None], np.arange(self.cols)[None, :])
 
-    @property
+    @functools.cached_property
     def swizzle(self):
         """The end of the driver's name for its swizzle."""
         return f"{self.width}B"
 
     align = TILE_ALIGN
 
-    @property
+    @functools.cached_property
     def room(self):
         """Bytes from one to the next in a ring."""
         return self.nbytes
@@ -235,32 +236,32 @@ class sv:
     shape = property(lambda self: (self.length,), doc="(length,)")
     alone = property(lambda self: self, doc="Itself: no vector is a part of another.")
 
-    @property
+    @functools.cached_property
     def nbytes(self):
         """Bytes that the elements take together."""
         return self.length * self.dtype.itemsize
 
-    @property
+    @functools.cached_property
     def room(self):
         """Bytes from one to the next in a ring."""
         return -(-self.nbytes // VECTOR_ALIGN) * VECTOR_ALIGN
 
-    @property
+    @functools.cached_property
     def panel_cols(self):
         """Elements of one part: the extent of a TMA box."""
         return self.length if self.length <= VECTOR_BOX else VECTOR_BOX if self.length % VECTOR_BOX == 0 else VECTOR_BOX // 2
 
-    @property
+    @functools.cached_property
     def panels(self):
         """How many panels it is divided into."""
         return self.length // self.panel_cols
 
-    @property
+    @functools.cached_property
     def panel_bytes(self):
         """Bytes from part to part."""
         return self.panel_cols * self.dtype.itemsize
 
-    width = panel_bytes
+    width = property(lambda self: self.panel_bytes)
 
     def offsets(self, part=None):
         """Byte offsets of the elements of `part` (a range; all by default)."""
@@ -312,12 +313,12 @@ class gl:
         steps = f", by {self.unit} rows" * (self.unit != self.tile.rows)
         return f"gl({self.tile} over {axes} of {self.rank}{steps}{', not storable' * (not self.storable)})"
 
-    @property
+    @functools.cached_property
     def extents(self):
         """{axis: extent of a tile along it}"""
         return {axis: n for axis, n in ((self.rows, self.tile.rows), (self.cols, self.tile.cols)) if axis is not None}
 
-    @property
+    @functools.cached_property
     def steps(self):
         """{axis: elements that one index counts there, if not one}"""
         return {axis: self.unit if axis == self.rows else n for axis, n in self.extents.items()}

@@ -24,7 +24,7 @@ class Tile:
         self.spec = spec
         array = spec.dtype.round(array)
         self.array = array if array.shape == spec.shape else np.broadcast_to(array, spec.shape)
-        self.array.flags.writeable = False
+        self.array.setflags(False)
 
     def __getattr__(self, name):
         try:
@@ -77,6 +77,8 @@ class SharedTile:
 
     def __init__(self, spec, address, name, slot=None, number=0, first=0):
         self.spec, self.address, self.name, self.slot, self.number, self.first = spec, address, name, slot, number, first
+
+    rows, cols, dtype = (property(operator.attrgetter(f"spec.{name}")) for name in ("rows", "cols", "dtype"))
 
     def __getattr__(self, name):
         return getattr(self.spec, name)
@@ -186,10 +188,13 @@ def spec_of(value, fixed=False):
     if isinstance(value, np.ndarray):
         return _array(value.dtype, value.ndim, getattr(value, "captured", False))
     if isinstance(value, (rt, rv, st, sv)):
-        return TypeArgument(value)
+        return _type_argument(value)
     if isinstance(value, (FunctionType, BuiltinFunctionType, MethodType)):
         return FUNCTION
     return getattr(value, "spec", value)  # a barrier's; rings and plans are their own types
+
+
+_type_argument = functools.cache(TypeArgument)  # one for each type: `Op` looks specs up by their identity
 
 
 @functools.cache
@@ -209,8 +214,8 @@ NUMBA_SCALARS = {d.np: scalar for scalar, d in SCALARS.items()}
 
 def wrap(spec, value):
     """A meaning's result as a value of the type that the rule announced."""
-    if isinstance(spec, (rt, rv)):
-        if isinstance(value, Tile):
+    if spec.__class__ is rt or spec.__class__ is rv:
+        if value.__class__ is Tile:
             return value
         try:
             if value is not None:

@@ -12,6 +12,7 @@ a part of 8, 16, ... rows has the memory layout of such a tile. Only its panels 
 Of a shared vector, `rows` elements are a part.
 """
 
+import functools
 from dataclasses import replace
 
 from tiles.interpreter import current_warp
@@ -48,6 +49,7 @@ def _elements(vector, count, index):
     return SharedTile(replace(vector.spec, length=count), address, name, vector.slot, vector.number)
 
 
+@functools.cache
 def _part(tile, rows, cols):
     return replace(tile, rows=rows, cols=cols or tile.cols)
 

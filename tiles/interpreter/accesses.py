@@ -36,15 +36,19 @@ class Accesses:
                 regions[-1] = regions[-1][0], max(end, regions[-1][1])
             else:
                 regions.append((start, end))
-        self.regions = [(*region, 2 * k) for k, region in enumerate(regions)]  # and where its marks are; ascending
+        self._order([(*region, 2 * k) for k, region in enumerate(regions)])  # and where its marks are
         self.marks, self.strict = mmap.mmap(-1, 2 * len(regions) + 1), False
         self.stores = Stores()
+
+    def _order(self, regions):
+        self.regions = sorted(regions)
+        self.starts = [start for start, *_ in self.regions]
 
     def region(self, array):
         """(start, end, marks) of the region of memory in which an array and those that overlap it lie; None if it is no array
         of this launch, or has no elements."""
         at = array.__array_interface__["data"][0]
-        k = bisect.bisect(self.regions, at, key=lambda region: region[0]) - 1
+        k = bisect.bisect(self.starts, at) - 1
         return self.regions[k] if array.size and k >= 0 and at < self.regions[k][1] else None
 
     def note(self, array, deed):
@@ -75,7 +79,7 @@ class Accesses:
         for start, end, marks in self.regions:
             rooms[marks] = np.frombuffer(mmap.mmap(-1, end - start + PAGE), np.uint8)[start % PAGE :]
         places = {marks: room.ctypes.data for marks, room in rooms.items()}
-        clone.regions = sorted((places[marks], places[marks] + end - start, marks) for start, end, marks in self.regions)
+        clone._order((places[marks], places[marks] + end - start, marks) for start, end, marks in self.regions)
         sizes: dict = {}
         for array in arrays:
             if region := self.region(array):

@@ -19,12 +19,14 @@ import functools
 from typing import NamedTuple
 
 import numpy as np
+from numpy._core.multiarray import count_nonzero
 
 from ..types import sv
 from .hazard import WarpPlace
 
 CELL = 16
 NEVER, FILLING, VALID, RELEASED = range(4)
+WRITER, WRITTEN, STATE = range(3)  # columns of Shadow.last
 POISON = 0xFF  # as bf16, fp16 and fp32: NaN
 
 
@@ -106,10 +108,10 @@ class Shadow:
     def __init__(self, nbytes, agents):
         cells = -(-nbytes // CELL)
         self.bytes = np.full((cells, CELL), POISON, np.uint8)
-        self.state = np.full(cells, NEVER, np.uint8)
-        self.writer, self.written = np.zeros(cells, np.int32), np.zeros(cells, np.int32)
-        self.write, self.writes = np.zeros(cells, np.int32), []  # a cell's last write, as an index into the list of events
+        self.last = np.zeros((cells, 4), np.int32)  # a cell's last writer, its time when that is done, state, which of `writes`
+        self.writes = []  # events
         self.read, self.reads = {}, {}  # agent -> time of its last read of each cell; (agent, time) -> event
+        self.latest = {}  # agent -> time of its last read of any cell
         self.ordinary = agents.ordinary
 
     def _seen(self, clock, asynchronous):
@@ -121,34 +123,35 @@ class Shadow:
 
     def _overtaken(self, clock, cells, bad):
         """(kind, cause) for the first bad cell, by who wrote it."""
-        k = bad.argmax()
-        event = self.writes[cells.of(self.write).flat[k]]
-        writer = cells.of(self.writer).flat[k]
-        if writer < self.ordinary and clock[writer] >= cells.of(self.written).flat[k]:
+        writer, written, _, event_number = cells.of(self.last).reshape(-1, 4)[bad.argmax()]
+        event = self.writes[event_number]
+        if writer < self.ordinary and clock[writer] >= written:
             return "fence", f"with no fence.proxy.async (warpgroup.sync) after {event}"
         return OVERTAKEN[event.kind], f"and nothing orders this after {event}"
 
     def unreadable(self, clock, cells, asynchronous):
         """What forbids one who knows `clock` to read these cells: (kind, cause), or None."""
-        state = cells.of(self.state)
-        bad = self._seen(clock, asynchronous)[cells.of(self.writer)] < cells.of(self.written)
-        bad |= state != VALID
-        if not np.count_nonzero(bad):  # which takes half as long as `any`
+        last = cells.of(self.last)
+        bad = self._seen(clock, asynchronous)[last[..., WRITER]] < last[..., WRITTEN]
+        bad |= last[..., STATE] != VALID
+        if not count_nonzero(bad):  # which takes half as long as `any`
             return None
-        if state.flat[bad.argmax()] == NEVER:
+        if last[..., STATE].flat[bad.argmax()] == NEVER:
             return "never written", "which nobody has written"
         return self._overtaken(clock, cells, bad)
 
     def unwritable(self, clock, cells, asynchronous):
         """What forbids one who knows `clock` to overwrite these cells: (kind, cause), or None."""
-        known = self._seen(clock, asynchronous)
-        bad = known[cells.of(self.writer)] < cells.of(self.written)
-        if np.count_nonzero(bad):
+        known, last = self._seen(clock, asynchronous), cells.of(self.last)
+        bad = known[last[..., WRITER]] < last[..., WRITTEN]
+        if count_nonzero(bad):
             return self._overtaken(clock, cells, bad)
-        for agent, times in self.read.items():
-            times = cells.of(times)
+        for agent, time in self.latest.items():
+            if time <= known[agent]:
+                continue
+            times = cells.of(self.read[agent])
             unseen = times > known[agent]
-            if np.count_nonzero(unseen):
+            if count_nonzero(unseen):
                 late = int(times[unseen].min())
                 if late > clock[agent]:
                     return "race", f"and nothing orders this after {self.reads[agent, late]}"
@@ -158,16 +161,19 @@ class Shadow:
     def note_read(self, agent, time, cells, event):
         """`agent` reads these cells at `time`."""
         if agent not in self.read:
-            self.read[agent] = np.zeros(len(self.state), np.int32)
+            self.read[agent] = np.zeros(len(self.last), np.int32)
         cells.set(self.read[agent], time)
+        self.latest[agent] = time
         self.reads.setdefault((agent, time), event)
 
     def note_write(self, agent, time, cells, state, event):
         """`agent` writes these cells, finished at its `time`."""
-        event_number = len(self.writes)
-        for array, value in (self.writer, agent), (self.written, time), (self.state, state), (self.write, event_number):
-            cells.set(array, value)
+        cells.set(self.last, (agent, time, state, len(self.writes)))
         self.writes.append(event)
+
+    def land(self, cells):
+        """A copy into these cells is done."""
+        cells.of(self.last)[..., STATE] = VALID
 
     def reading(self, agent, clock, cells):
         """The first read of these cells by `agent` that `clock` does not know to be over, or None."""

@@ -25,7 +25,7 @@ class InterpretedWarp(greenlet):
         self.group, self.rank = divmod(index, WARPGROUP)
         self.agent = block.rank * block.size + index
         self.copier = block.agents.warps + self.agent  # the agent of its copies by cp.async
-        self.clock = np.zeros(block.agents.count, np.int64)
+        self.clock, self.time = np.zeros(block.agents.count, np.int64), 0
         self.ready, self.why, self.at = None, lambda: "", None
         self.registers, self.settings = block.entry_registers, 0
         self.mmas, self.stores, self.sent, self.released, self.collectives = 0, 0, [], {}, 0
@@ -57,8 +57,9 @@ class InterpretedWarp(greenlet):
 
     def tick(self):
         """A new time of this warp's clock."""
-        self.clock[self.agent] += 1
-        return int(self.clock[self.agent])
+        self.time += 1
+        self.clock[self.agent] = self.time
+        return self.time
 
     def learn(self, clock):
         """From now on the warp knows all that `clock` knows."""
@@ -184,7 +185,7 @@ class InterpretedWarp(greenlet):
 
         def land():
             shadow.put(tile, values())
-            cells.of(shadow.state)[...] = VALID
+            shadow.land(cells)
             barrier.end_copy(copy)
 
         copy = self.block.cluster.start(land, f"{what} {tile.name}", tile.spec.nbytes, self.place())
@@ -311,7 +312,7 @@ class InterpretedWarp(greenlet):
 
         def land():
             shadow.put(tile, values(), rows_of_tile)
-            cells.of(shadow.state)[...] = VALID
+            shadow.land(cells)
 
         nbytes = len(rows_of_tile) * (1 if isinstance(tile.spec, sv) else tile.spec.cols) * tile.spec.dtype.itemsize
         copy = self.block.cluster.start(land, f"the copy into {tile.name}", nbytes, self.place())
