@@ -26,6 +26,8 @@ __all__ = [
     "delta_rule_backward",
     "dropout_mask",
     "forward",
+    "gated_rms_norm",
+    "gated_rms_norm_backward",
     "gla",
     "hedgehog",
     "lightning",
@@ -51,6 +53,7 @@ _HOMES = {  # module: its public functions
     "public.based_gradients": ("based_backward",),
     "public.delta_gradients": ("delta_rule_backward",),
     "public.delta_rules": ("delta_rule",),
+    "public.gated_norms": ("gated_rms_norm", "gated_rms_norm_backward"),
     "public.hedgehog_features": ("hedgehog",),
     "public.linear_family": ("gla", "lightning", "linear", "retention"),
     "public.linear_gradients": ("linear_backward",),
@@ -74,6 +77,7 @@ if TYPE_CHECKING:  # for editors and type checkers
     from .public.decoding import decode
     from .public.delta_gradients import delta_rule_backward
     from .public.delta_rules import delta_rule
+    from .public.gated_norms import gated_rms_norm, gated_rms_norm_backward
     from .public.hedgehog_features import hedgehog
     from .public.linear_family import gla, lightning, linear, retention
     from .public.linear_gradients import linear_backward

@@ -43,6 +43,7 @@ KERNELS = {  # modules of kernels/, and of parts/
         delta_channel_gradients_ampere delta_channel_gradients_hopper
         delta_gradients_ampere""",
     "short_conv": "short_conv short_conv_backward",
+    "gated_norm": "gated_norm gated_norm_gradients",
     "based": "based_hopper based_gradients",
     "hedgehog": "hedgehog_hopper",
     "tokens": "linear_token_loop normalizer_gradients gate_gradient_token_loop delta_gradient_token_loop copy_rows",

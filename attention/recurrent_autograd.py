@@ -1,6 +1,6 @@
-"""Members of linear attention, and the convolution before them, as torch.autograd.Functions, whose backward passes are the
-programs of attention.linear_backward and its like. It is imported only when tensors require grad, so that torch is imported
-already."""
+"""Members of linear attention, the convolution before them and the norm behind them, as torch.autograd.Functions, whose
+backward passes are the programs of attention.linear_backward and its like. It is imported only when tensors require grad, so
+that torch is imported already."""
 
 import functools
 from collections.abc import Sequence
@@ -14,6 +14,7 @@ from .public.based_features import _based
 from .public.based_gradients import BASED_DERIVATIVE
 from .public.delta_gradients import DELTA_DERIVATIVE
 from .public.delta_rules import _delta_rule
+from .public.gated_norms import GATED_NORM_DERIVATIVE, _gated_norm
 from .public.linear_family import _linear
 from .public.linear_gradients import LINEAR_DERIVATIVE
 from .public.mamba import _mamba2
@@ -23,6 +24,7 @@ from .public.short_convolution import SHORT_CONV_DERIVATIVE, _short_conv
 MEMBERS = {  # name: (program, derivative); Dynamo takes names as constants
     "based": (_based, BASED_DERIVATIVE),
     "delta_rule": (_delta_rule, DELTA_DERIVATIVE),
+    "gated_rms_norm": (_gated_norm, GATED_NORM_DERIVATIVE),
     "linear": (_linear, LINEAR_DERIVATIVE),
     "mamba2": (_mamba2, MAMBA2_DERIVATIVE),
     "short_conv": (_short_conv, SHORT_CONV_DERIVATIVE),

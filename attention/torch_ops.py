@@ -16,6 +16,7 @@ def register_torch_ops() -> None:
     from .public.cache_quantize import _quantize, _quantize_blocks
     from .public.delta_gradients import _delta_rule_backward
     from .public.delta_rules import _delta_rule, _delta_rule_raw
+    from .public.gated_norms import _gated_norm, _gated_norm_backward
     from .public.hedgehog_features import _hedgehog
     from .public.linear_family import _linear, _linear_raw
     from .public.linear_gradients import _linear_backward, _linear_backward_into
@@ -34,6 +35,8 @@ def register_torch_ops() -> None:
         _based_backward,
         _delta_rule,
         _delta_rule_backward,
+        _gated_norm,
+        _gated_norm_backward,
         _hedgehog,
         *of_linear,
         _short_conv,

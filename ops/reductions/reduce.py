@@ -261,6 +261,24 @@ def _(vector):
     return out, lambda b, v: b.from_elements(out, _across(b, b.elements(vector, v), _sharers(out), fadd))
 
 
+@op
+def group_sum(vector, size):
+    """The sums of groups of `size` neighbouring elements of a vector with one element a row, such as row_sum gives: each
+    element becomes the sum of its group. size: 1, 2, 4 or 8, known at compile time; a shuffle for each doubling."""
+    sums = vector.array.reshape(-1, size).sum(1, dtype=np.float32)
+    return np.repeat(sums, size)[:, None]
+
+
+@lowers(group_sum)
+def _(vector, size: int):
+    if not isinstance(vector, rv) or vector.axis != "col_vec" or not vector.by_quad or vector.dtype is not fp32:
+        raise TypeError(f"group_sum: takes a col_vec of fp32 of tiles in row layout, got {vector}")
+    if size not in (1, 2, 4, 8):
+        raise TypeError(f"group_sum: size must be 1, 2, 4 or 8, got {size}")
+    lanes = [bit for bit in OF_QUAD if bit < 4 * size]
+    return vector, lambda b, v, *_: b.from_elements(vector, _across(b, b.elements(vector, v), lanes, fadd))
+
+
 # ---- everything ----------------------------------------------------------------------------------------------------
 @op
 def tile_max(x):

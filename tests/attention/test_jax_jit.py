@@ -79,6 +79,7 @@ CALLS = {
         lambda *x: attention.short_conv(*x[:3], activation="silu", initial_state=x[3], return_state=True),
         lambda: (tile(6, 1, TOKENS, 32), rate(3, 32, 4), rate(4, 32), tile(7, 1, 32, 3)),
     ),
+    "gated_rms_norm": (attention.gated_rms_norm, lambda: (tile(8, 1, TOKENS, 2, 64), rate(5, 64), tile(9, 1, TOKENS, 2, 64))),
     "based": (lambda *x: attention.based(*x, return_state=True), lambda: qkv(head=16)),
     "hedgehog": (
         attention.hedgehog,

@@ -118,6 +118,7 @@ def mask(b, h, i, j):
 MASK, SCORE = register_function("mask", mask), register_function("score", score)
 PLAIN, PACKED, PAGED = NewLengths(), NewLengths(("cu_seqlens",)), NewLengths(("pages",), fixed={"seqlen_k": 64})
 BASED = {"key_dim": 16, "features": 160}
+NORM = {"head_dim": 128}
 BOTH = "ddecay dinitial_state dinitial_z"
 MLA = {"head_dim": 576, "head_dim_v": 512}
 NEW_KEYS = {"seqlen_k": lambda rng, at: 9000 + rng.randrange(64)}  # a cache with room for them
@@ -209,6 +210,8 @@ TABLE: dict[str, list[NewLengths]] = {
         PLAIN,
         NewLengths(("cu_seqlens", "bias", "initial_state", "dstate"), {"activation": "silu", "also": "dbias dinitial_state"}),
     ],
+    "gated_rms_norm": [NewLengths(fixed=NORM), NewLengths(("gate",), {"activation": "sigmoid"}, NORM)],
+    "gated_rms_norm_backward": [NewLengths(("gate",), {"norm_before_gate": False, "also": "dgate"}, NORM)],
     "based": [NewLengths(fixed=BASED)],
     "based_backward": [
         NewLengths(fixed=BASED),

@@ -302,6 +302,23 @@ def test_what_is_printed():
     assert "GatedRMSNorm(16, eps=1e-05, activation='sigmoid', norm_before_gate=True)" in shown
 
 
+@pytest.mark.parametrize(("shape", "groups"), [((2, 5, 3, 32), 1), ((2, 5, 96), 3), ((7, 64), 1), ((2, 2, 3, 2, 64), 2)])
+@pytest.mark.parametrize("order", [True, False])
+def test_gated_norm(shape, groups, order):
+    """Kernels and torch's operations agree, and so do their gradients; the gate is a view, of rows that are not adjacent."""
+    norm = nn.GatedRMSNorm(shape[-1], 1e-3, "sigmoid", order, groups, dtype=torch.bfloat16)
+    torch.nn.init.normal_(norm.weight)
+    x = torch.randn(shape).bfloat16().requires_grad_()
+    gate = torch.randn(*shape[:-1], 2 * shape[-1]).bfloat16().requires_grad_()
+    results = []
+    for call in norm, norm.by_torch:
+        y = call(x, gate[..., shape[-1] :])
+        results.append([y, *torch.autograd.grad(y.float().square().sum(), [x, gate, norm.weight])])
+    for a, b in zip(*results, strict=True):
+        assert_near(a, b.double(), limit=0.02)
+    assert norm.float()(x.float()).dtype == torch.float32
+
+
 def test_without_memory():
     """Forward and backward on the meta device."""
     for kind, arguments in CASES.values():

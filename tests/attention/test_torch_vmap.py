@@ -95,6 +95,7 @@ def test_vmap_of_the_others(name, rates):
 
 SHARED = {  # (function of shared weights and mapped tokens, weights, shapes of the tokens); 2 elements would divide the weights
     "short_conv": (lambda w, x: attention.short_conv(x, w), (8, 4), [(1, 9, 8)]),
+    "gated_rms_norm": (lambda w, *x: attention.gated_rms_norm(x[0], w, x[1]), (32,), [(1, 9, 2, 32)] * 2),
     "linear": (lambda g, *qkv: attention.linear(*qkv, decay=-g.exp()), (2,), [(1, 9, 2, 16)] * 3),
     "forward": (lambda w, *qkv: attention.forward(*qkv, q_norm=w), (16,), [(1, 9, 2, 16)] * 3),
 }

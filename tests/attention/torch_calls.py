@@ -254,6 +254,17 @@ CALLS = {
             dict(activation="silu", dstate=x.rate(x.batch, 32, 2), dinitial_state=True),
         ),
     ),
+    "gated_rms_norm": (
+        attention.gated_rms_norm,
+        lambda x: ((x.tile(x.batch, x.tokens, 2, 64), x.rate(64), x.tile(x.batch, x.tokens, 2, 64)), {}),
+    ),
+    "gated_rms_norm_backward": (
+        attention.gated_rms_norm_backward,
+        lambda x: (
+            (x.tile(x.batch, x.tokens, 2, 64), x.tile(x.batch, x.tokens, 2, 64), x.rate(64), x.tile(x.batch, x.tokens, 2, 64)),
+            {},
+        ),
+    ),
     "based": (attention.based, lambda x: (x.qkv(16), dict(return_state=True))),
     "based, plain": (attention.based, lambda x: (x.qkv(16), dict(normalize=False))),
     "based_backward": (attention.based_backward, lambda x: ((x.qkv()[2], *x.qkv(16)), dict(dinitial_state=True))),

@@ -7,7 +7,7 @@ import pytest
 from numba import cuda
 
 import ops
-from ops import finish_sum, full, lane_col_sum, lane_moment, lane_sum, load, row_max, row_sum, store
+from ops import finish_sum, full, group_sum, lane_col_sum, lane_moment, lane_sum, load, row_max, row_sum, store
 from tiles import bf16, fp16, fp32, rt, shared, st
 from tiles.testing import EPS, blank, close, meaning, pairs, ptx, wide
 
@@ -197,6 +197,23 @@ def test_first_moments_of_rows(run, sample, shape):
     error = error_of("sum", np.abs(weighted) + 3 * np.abs(wide(x)), 1)
     close(moments, weighted.sum(axis=1), atol=error)
     close(both, weighted.sum(axis=1) + 3 * wide(x).sum(axis=1), atol=error)
+
+
+@pytest.mark.parametrize(("rows", "size"), [(16, 1), (16, 4), (32, 2), (48, 8)])
+def test_sums_of_groups_of_rows(run, sample, rows, size):
+    T = rt(rows, 32, fp32)
+
+    @cuda.jit
+    def body(x, out, partial):
+        a = load(x, T, (0, 0))
+        store(out, group_sum(row_sum(a), size), (0,))
+        store(partial, finish_sum(group_sum(lane_sum(a), size)), (0,))
+
+    x, out, partial = sample((rows, 32)), blank(rows), blank(rows)
+    run(body, x, out, partial)
+    groups = wide(x).reshape(-1, size * 32)
+    for got in out, partial:
+        close(got, np.repeat(groups.sum(1), size), atol=np.repeat(error_of("sum", groups, 1), size))
 
 
 @pytest.mark.parametrize("backend", [meaning, ptx])

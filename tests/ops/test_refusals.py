@@ -99,6 +99,8 @@ REFUSED = [  # an op, types of arguments of which one does not fit, and how the 
     (warpgroup.zero_rows, [S, N, 9], "zero_rows: takes a shared tile, an integer and 1 to 8 warpgroups"),
     (ops.lane_sum, [T.col_vec], "lane_sum: takes a register tile"),
     (ops.lane_col_sum, [T.row_vec], "lane_col_sum: takes a register tile"),
+    (ops.group_sum, [T.row_vec, 2], "group_sum: takes a col_vec of fp32"),
+    (ops.group_sum, [T.col_vec, 3], "group_sum: size must be 1, 2, 4 or 8, got 3"),
     (ops.lane_moment, [T.col_vec], "lane_moment: takes a register tile of fp32 in row layout"),
     (ops.lane_moment, [B], "lane_moment: takes a register tile of fp32 in row layout"),
     (ops.lane_moment, [COLUMNS], "lane_moment: takes a register tile of fp32 in row layout"),

@@ -1,0 +1,75 @@
+"""The gradients of the gated RMS norm, see gated_norm.py. With u = x, or x act(z) where the gate comes first, n = u r and
+r = 1 / sqrt(mean(u^2) + eps),
+
+    dn = dy weight, times act(z) if the gate comes after        du = r (dn - n mean(dn n))
+    the gate after:  dx = du           dz = dy weight n act'(z)     dweight = sum dy n act(z)
+    the gate first:  dx = du act(z)    dz = du x act'(z)            dweight = sum dy n
+
+The sums over each strip's tokens are stored, and another kernel adds them in their order: there are no atomic additions."""
+
+import functools
+from collections.abc import Iterator
+
+from numba import cuda
+
+from ops import rsqrt, zeros
+from tiles import shared
+from tiles.launching.arguments import FLOAT, INT, array
+from tiles.targets import Target
+
+from . import gated_norm
+from .gated_norm import GATES, SCRATCH, norm_space
+
+
+class Config(gated_norm.Config):
+    """A configuration of the kernel of gradients."""
+
+
+def space(target: Target, everything: bool) -> Iterator[gated_norm.Config]:
+    return norm_space(Config, everything)
+
+
+@functools.cache
+def make(config: Config):
+    """(kernel, shared memory) of a configuration."""
+    rows, INPUT, GATED, NORM_FIRST = config.rows, config.rows.dtype, config.gate is not None, config.norm_first
+    gate = GATES[config.gate or "silu"]
+    smem = shared(squares=SCRATCH, products=SCRATCH)
+
+    @cuda.jit(launch_bounds=config.bounds(rows.registers[1]), fastmath=True)
+    def gated_norm_gradients(
+        gDOut: array(4, INPUT), gX: array(4, INPUT), gGate: array(4, INPUT), gWeight: array(3), gDX: array(4, INPUT),
+        gDGate: array(4, INPUT), gSums: array(4), eps: FLOAT, columns: INT, length: INT, tokens: INT, splits: INT, panels: INT,
+    ):  # fmt: skip
+        """Arguments are those of gated_norm; gSums (head, strip, line, column): of the gradients of weights."""
+        squares, products = smem.open()
+        strip = rows.find(panels, splits, tokens, length, gX.shape[0])
+        weight, sums = rows.load_weight(gWeight, strip.head), zeros(rows.wide)
+        for t in range(strip.start, strip.end):
+            x, dy = rows.load(gX, strip, t), rows.load(gDOut, strip, t)
+            z = rows.load(gGate, strip, t) if GATED else x
+            u = x * gate.value(z) if GATED and not NORM_FIRST else x
+            dn = dy * weight * gate.value(z) if GATED and NORM_FIRST else dy * weight
+            r = rsqrt(rows.total(u * u, squares) / columns + eps)
+            mean = rows.total(dn * u, products) * r / columns
+            x, dy = rows.keep(x, gX, strip, t), rows.keep(dy, gDOut, strip, t)
+            if GATED:
+                a, slope = gate.with_slope(rows.keep(z, gGate, strip, t))
+                if NORM_FIRST:
+                    n = x * r
+                    rows.store(gDGate, dy * weight * n * slope, strip, t)
+                    dy = dy * a
+                    du = (dy * weight - n * mean) * r
+                else:
+                    n = x * a * r
+                    du = (dy * weight - n * mean) * r
+                    rows.store(gDGate, du * x * slope, strip, t)
+            else:
+                n = x * r
+                du = (dy * weight - n * mean) * r
+            sums = sums + dy * n
+            rows.store(gDX, du * a if GATED and not NORM_FIRST else du, strip, t)
+        if strip.batch < gX.shape[0]:
+            rows.store_sums(gSums, sums, strip)
+
+    return gated_norm_gradients, smem

@@ -1,0 +1,162 @@
+"""attention.gated_rms_norm and its gradients against the reference in float64."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from places import OnCard
+from poison import unaligned
+
+import attention
+from attention import reference
+from attention.plans.gated_norm import tokens_of_strip
+
+bf16, f16, f32 = ml_dtypes.bfloat16, np.float16, np.float32
+
+
+def case(columns, heads=2, tokens=5, batch=1, dtype=bf16, params=f32, by_head=False, gated=True, **options):
+    """The arguments of gated_rms_norm_backward."""
+    rng = np.random.default_rng(columns + heads + tokens)
+    draw = lambda: (rng.standard_normal((batch, tokens, heads, columns)) * 2.0).astype(dtype)
+    weight = rng.standard_normal((heads, columns) if by_head else columns).astype(params)
+    return {"dout": draw(), "x": draw(), "weight": weight} | ({"gate": draw()} if gated else {}) | options
+
+
+def on(place, args):
+    """The arrays of these arguments in a place."""
+    return {name: place.put(x) if isinstance(x, np.ndarray) else x for name, x in args.items()}
+
+
+def results(place, args):
+    """{name: result or gradient} as NumPy arrays."""
+    inputs = on(place, args)
+    dout = inputs.pop("dout")
+    found = {"out": place.get(attention.gated_rms_norm(**inputs))}
+    names = ["dx", "dweight", *["dgate"] * ("gate" in args)]
+    return found | dict(zip(names, map(place.get, attention.gated_rms_norm_backward(dout, **inputs)), strict=True))
+
+
+def check(place, args):
+    """Compare results and gradients with the reference's; return all of them."""
+    inputs = {name: x for name, x in args.items() if name != "dout"}
+    want, low = ({"out": reference.gated_rms_norm(**inputs, low=rounds)} for rounds in (False, True))
+    want |= reference.gated_rms_norm_backward(**args)
+    low |= reference.gated_rms_norm_backward(**args, low=True)
+    got = results(place, args)
+    for name, x in got.items():
+        if name == "dweight":
+            np.testing.assert_allclose(x, want[name], rtol=1e-5, atol=2e-5 * np.abs(want[name]).max(initial=1))
+        else:
+            reference.assert_close(x, want[name], low[name], factor=2 if name == "out" else 3, name=name)
+    return got
+
+
+@pytest.mark.parametrize(
+    ("columns", "heads", "dtype", "params", "options"),
+    [
+        (32, 3, bf16, f32, {}),
+        (64, 9, f16, bf16, {"activation": "sigmoid"}),
+        (128, 5, bf16, bf16, {"norm_before_gate": False}),
+        (128, 4, bf16, f32, {"activation": "sigmoid", "eps": 0.5}),
+        (256, 3, f16, f32, {"activation": "sigmoid", "norm_before_gate": False}),
+        (96, 2, bf16, f32, {}),
+        (512, 1, bf16, f16, {}),
+        (1056, 2, bf16, f32, {"norm_before_gate": False}),
+    ],
+)
+@pytest.mark.parametrize("by_head", [False, True])
+def test_sizes(place, columns, heads, dtype, params, options, by_head):
+    """Rows of which a warp has several, of which a block has one, and heads that do not fill a warp's last tile."""
+    check(place, case(columns, heads, dtype=dtype, params=params, by_head=by_head, **options))
+
+
+@pytest.mark.parametrize("columns", [64, 288])
+def test_without_a_gate(place, columns):
+    args = case(columns, gated=False)
+    want, got = (check(place, args | more) for more in ({"norm_before_gate": True}, {"norm_before_gate": False}))
+    for name, x in got.items():
+        np.testing.assert_array_equal(x, want[name])
+    assert "dgate" not in got
+
+
+@pytest.mark.parametrize("columns", [128, 544])
+def test_strips_of_several_tokens(place, columns):
+    """The last strip of a sequence has fewer tokens, and batches follow each other."""
+    assert (
+        tokens_of_strip(450, 1, 3) == 2
+        and tokens_of_strip(202, 2, 3) == 2
+        and tokens_of_strip(2**20, 8, 132) == 64
+        and tokens_of_strip(3, 1, 132) == 1
+    )
+    check(place, case(columns, 1, tokens=101, batch=2))
+
+
+@pytest.mark.parametrize("columns", [64, 96])
+def test_views_of_a_projection(place, columns):
+    """Rows lie among other columns; x and gate are parts of one array."""
+    args = case(columns, 3, tokens=4, batch=2)
+    want, rows = results(place, args), 3 * columns
+    both = place.put(np.concatenate([args[name].reshape(2, 4, rows) for name in ("x", "gate")] * 2, -1))
+    x, gate = (both[:, :, start : start + rows].reshape(2, 4, 3, columns) for start in (0, 3 * rows))
+    dout, weight = place.put(args["dout"]), place.put(args["weight"])
+    got = [attention.gated_rms_norm(x, weight, gate), *attention.gated_rms_norm_backward(dout, x, weight, gate)]
+    for name, y in zip(want, got, strict=True):
+        np.testing.assert_array_equal(place.get(y), want[name])
+
+
+@pytest.mark.parametrize("columns", [128, 96])
+def test_unaligned_arrays(place, columns):
+    if isinstance(place, OnCard):
+        pytest.skip("arrays that begin anywhere are NumPy's")
+    args = case(columns, 3)
+    want = results(place, args)
+    by_token = {name: unaligned(args[name].reshape(1, 5, -1), 1) for name in ("dout", "x", "gate")}
+    got = results(place, args | {name: x.reshape(args[name].shape) for name, x in by_token.items()})
+    for name, x in got.items():
+        np.testing.assert_array_equal(x, want[name])
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 2, 64), (2, 0, 2, 64), (2, 3, 0, 64)])
+def test_nothing(place, shape):
+    x, weight = place.put(np.zeros(shape, bf16)), place.put(np.ones(64, f32))
+    assert place.get(attention.gated_rms_norm(x, weight, x)).shape == shape
+    dx, dweight, dgate = map(place.get, attention.gated_rms_norm_backward(x, x, weight, x))
+    assert dx.shape == dgate.shape == shape and not dweight.any()
+
+
+def test_gradients_that_are_asked_for(place):
+    args = on(place, case(64, 3))
+    every = [place.get(x) for x in attention.gated_rms_norm_backward(**args)]
+    two = attention.gated_rms_norm_backward(**args, dgate=False)
+    assert len(two) == 2
+    into = place.put(np.zeros_like(every[2]))
+    *_, dgate = attention.gated_rms_norm_backward(**args, dgate=into)
+    assert dgate is into
+    for x, y in zip(every, (*two, dgate)):
+        np.testing.assert_array_equal(x, place.get(y))
+
+
+@pytest.mark.parametrize(("change", "error", "words"), [
+    (dict(activation="gelu"), ValueError, r"^activation: must be one of \('silu', 'sigmoid'\): activation='gelu'"),
+    (dict(eps=0.0), ValueError, "^eps: must be positive"),
+    (dict(norm_before_gate=1), TypeError, "^norm_before_gate: must be a bool"),
+    (dict(x=np.zeros((1, 5, 2, 48), bf16), gate=None), ValueError, "^(weight|x): "),
+    (dict(x=np.zeros((1, 5, 2, 48), bf16), weight=np.ones(48, f32), gate=None), ValueError,
+     r"^x: head_dim must be a multiple of 32 up to 8192: 48: x.shape=\(1, 5, 2, 48\)"),
+    (dict(gate=np.zeros((1, 2, 5, 64), bf16).swapaxes(1, 2)), ValueError, "^gate: heads must lie one behind the other"),
+    (dict(gate=np.zeros((1, 5, 2, 64), f32)), TypeError, "^gate: dtype"),
+])  # fmt: skip
+def test_what_is_refused(change, error, words):
+    args = {name: x for name, x in case(64).items() if name != "dout"}
+    with pytest.raises(error, match=words):
+        attention.gated_rms_norm(**args | change)
+    with pytest.raises(ValueError, match="^dgate: must be None where there is no gate"):
+        attention.gated_rms_norm_backward(args["x"], args["x"], args["weight"], dgate=True)
+
+
+def test_as_compiled(monkeypatch):
+    """The machine code that the GPU runs, lane by lane."""
+    from places import OnInterpreter
+
+    monkeypatch.setenv("TILES_INTERPRET", "ptx")
+    for columns, heads in (128, 5), (96, 1):
+        check(OnInterpreter(), case(columns, heads, tokens=2))
