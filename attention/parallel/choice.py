@@ -12,38 +12,42 @@ average.
     ring      receives S / R Hk (D + Dv) 2 bytes a step, and waits for them, because messages find all multiprocessors occupied
               by attention; a step reads and writes the result in float32, 8 bytes an element, and rounding it takes 6; in
               several sweeps, each for some key heads, if two shards and that result exceed the limit, or if sweeps are long
+    pairs     on a mesh: the outer scheme, on what the ranks of the inner dimension have together, after the inner one's
+              exchange: ulysses', or of all keys and values of these ranks
 
-The defaults of MachineSpeeds were measured on two H200s of one host: docs/parallel.md compares the model with measurements, and
-has its predictions for more GPUs."""
+The defaults of MachineSpeeds were measured on two and four H200s of one host: docs/parallel.md compares the model with
+measurements, and has its predictions for more GPUs (`python -m bench.ranks_model`)."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from .orders import Span, Spans, contiguous_runs, count_tokens
 from .subcalls import ForwardCall
-from .ulysses import UlyssesAttention
+from .ulysses import UlyssesAttention, merge_rank_spans
 
 ITEM_BYTES = 2  # bytes of an element
 MEMORY_FRACTION = 0.25  # of the GPU's memory, which a scheme may hold beyond its shards by default
 MIN_STEP_BYTES = 2**26  # the fewest received bytes for which two steps, with two launches, are faster
 HEAD_GROUPS = 4  # the first step has a quarter of the key heads
 MIN_SWEEP_SECONDS = 4e-3  # the shortest ring sweep in which the ends of launches and the latency of messages are negligible
+Pair = tuple[str, str]  # on a mesh: the scheme along the outer dimension and along the inner one
+STEP_END = 50e-6  # seconds in which the last tiles of a step leave the other multiprocessors idle
 FULL_GPU_TILES = 264  # the fewest tiles that keep a GPU busy until the last one
 
 
 @dataclass(frozen=True)
 class MachineSpeeds:
     """The speeds of a machine. attention_flops: operations per second of attention.forward. link_bandwidth: bytes per second
-    that a GPU receives. message_latency: the seconds of an empty message. memory_bandwidth: bytes per second of GPU memory.
-    copy_bandwidth: bytes per second of copies of rows with gaps between them."""
+    that a GPU receives. message_latency: the seconds of empty messages, for each other rank. memory_bandwidth: bytes per second
+    of GPU memory. copy_bandwidth: bytes per second of copies of rows with gaps between them."""
 
     attention_flops: float = 650e12
     link_bandwidth: float = 320e9
-    message_latency: float = 42e-6
+    message_latency: float = 35e-6
     memory_bandwidth: float = 4e12
     copy_bandwidth: float = 0.7e12
 
@@ -52,7 +56,7 @@ class SchemeEstimate(NamedTuple):
     """What a scheme takes: seconds, bytes that a rank receives (nbytes), and bytes that it holds beyond its shards
     (extra_bytes). why: the reason why it cannot serve the call, or "". sweeps: of RingAttention."""
 
-    scheme: str
+    scheme: str | Pair
     seconds: float
     nbytes: float
     extra_bytes: float
@@ -60,17 +64,22 @@ class SchemeEstimate(NamedTuple):
     sweeps: int = 1
 
     def __str__(self):
+        name = f"{self.name:8}"
         if self.why:
-            return f"{self.scheme:8} unsupported: {self.why}"
+            return f"{name} unsupported: {self.why}"
         figures = f"{1e3 * self.seconds:9.3f} ms  {self.nbytes / 1e6:10.1f} MB received  {self.extra_bytes / 1e6:10.1f} MB held"
-        return f"{self.scheme:8} {figures}" + f", in {self.sweeps} sweeps" * (self.sweeps > 1)
+        return f"{name} {figures}" + f", in {self.sweeps} sweeps" * (self.sweeps > 1)
+
+    @property
+    def name(self) -> str:
+        """The scheme, or the two of a pair."""
+        return self.scheme if isinstance(self.scheme, str) else ", ".join(self.scheme)
 
 
 class SchemeChoice(NamedTuple):
-    """The result of explain=True: the scheme, or a pair on a mesh, why, and the estimate of each scheme; no estimates on a
-    mesh."""
+    """The result of explain=True: the scheme, or a pair on a mesh, why, and the estimate of each."""
 
-    scheme: Any
+    scheme: str | Pair
     why: str
     estimates: tuple[SchemeEstimate, ...]
 
@@ -88,20 +97,33 @@ def choose(
 ) -> SchemeChoice:
     """The fastest scheme among those that can serve the call and hold at most `limit` bytes; "gather", which has the bits of
     one GPU, unless another scheme is at least a tenth faster. If none is within the limit, the one that holds least."""
-    estimates = tuple([estimate(name, call, batch, queries, keys, machine or MachineSpeeds(), limit) for name in SCHEMES])
+    machine = machine or MachineSpeeds()
+    return _choose_among([estimate(name, call, batch, queries, keys, machine, limit) for name in SCHEMES], limit)
+
+
+def choose_pair(
+    call: ForwardCall, batch: int, queries: Sequence[Spans], keys: Sequence[Spans], inner: int, limit: float
+) -> SchemeChoice:
+    """`choose` on a mesh whose inner dimension has so many ranks; ("gather", "ulysses") has the bits of one GPU."""
+    speeds = MachineSpeeds(), MachineSpeeds()
+    return _choose_among([estimate_pair(pair, call, batch, queries, keys, inner, speeds, limit) for pair in PAIRS], limit)
+
+
+def _choose_among(estimates: Sequence[SchemeEstimate], limit: float) -> SchemeChoice:
+    """The choice among estimates of which the first has the bits of one GPU."""
     usable = [one for one in estimates if not one.why]
     if not usable:
-        raise NotImplementedError(f"scheme: none supports this call: {'; '.join([f'{x.scheme}: {x.why}' for x in estimates])}")
+        raise NotImplementedError(f"scheme: none supports this call: {'; '.join([f'{x.name}: {x.why}' for x in estimates])}")
     fits = [one for one in usable if one.extra_bytes <= limit]
     if not fits:
         best = min(usable, key=lambda one: one.extra_bytes)
-        return SchemeChoice(best.scheme, "none holds as little as memory=, and it holds least", estimates)
-    best = min(fits, key=lambda one: one.seconds)
-    if any([one.scheme == "gather" and one.seconds <= 1.1 * best.seconds for one in fits]):
-        return SchemeChoice("gather", "it has the bits of one GPU, and no other scheme is a tenth faster", estimates)
+        return SchemeChoice(best.scheme, "none holds as little as memory=, and it holds least", tuple(estimates))
+    exact, best = estimates[0], min(fits, key=lambda one: one.seconds)
+    if exact in fits and exact.seconds <= 1.1 * best.seconds:
+        return SchemeChoice(exact.scheme, "it has the bits of one GPU, and no other scheme is a tenth faster", tuple(estimates))
     others = [one for one in usable if one not in fits]
-    excluded = f"; {', '.join([one.scheme for one in others])} would hold more than {limit / 1e9:.3g} GB" if others else ""
-    return SchemeChoice(best.scheme, f"it is the fastest{excluded}", estimates)
+    excluded = f"; {' and '.join([one.name for one in others])} would hold more than {limit / 1e9:.3g} GB" if others else ""
+    return SchemeChoice(best.scheme, f"it is the fastest{excluded}", tuple(estimates))
 
 
 def count_first_heads(
@@ -180,24 +202,21 @@ def estimate(
     nbytes, compute, gathered_bytes = _gather_costs(call, batch, queries, keys, machine)
     if scheme == "gather":
         first_bytes = nbytes * (count_first_heads(call, batch, queries, keys) or kv_heads) / kv_heads
-        wait_seconds = first_bytes / machine.link_bandwidth + (machine.message_latency if nbytes else 0)
+        wait_seconds = first_bytes / machine.link_bandwidth + (machine.message_latency * (world - 1) if nbytes else 0)
         if is_mostly_local(call, queries, keys):
             first_bytes = wait_seconds = 0
         return SchemeEstimate(
             scheme, wait_seconds + max(compute, (nbytes - first_bytes) / machine.link_bandwidth), nbytes, gathered_bytes
         )
     if scheme == "ulysses":
-        sent_bytes = batch * columns * ITEM_BYTES * max_queries * (heads + kv_heads) * (world - 1) / world
-        copied_bytes = sent_bytes * world / max(1, world - 1)
-        exchange_seconds = sent_bytes / machine.link_bandwidth + 2 * machine.message_latency
-        exchange_seconds += 2 * copied_bytes / machine.copy_bandwidth if sent_bytes else 0
+        exchange_seconds, sent_bytes, copied_bytes = _ulysses_exchange(call, batch, max_queries, world, machine)
         return SchemeEstimate(scheme, compute + exchange_seconds, sent_bytes, copied_bytes)
     shard_bytes, sweeps = (
         bytes_per_key * max(map(count_tokens, keys), default=0),
         plan_sweeps(call, batch, queries, keys, limit),
     )
     result_seconds = batch * max_queries * heads * call.head_dims[1] / machine.memory_bandwidth  # for one byte of each element
-    wait_seconds = (world - 1) * (shard_bytes / machine.link_bandwidth + sweeps * machine.message_latency)
+    wait_seconds = (world - 1) * (shard_bytes / machine.link_bandwidth + sweeps * (machine.message_latency + STEP_END))
     seconds = compute + wait_seconds + (8 * (world - 1) + 4 + 6) * result_seconds
     seconds += 2 * shard_bytes / machine.copy_bandwidth if sweeps > 1 else 0
     extra_bytes = _ring_bytes(call, batch, queries, keys, sweeps)
@@ -205,6 +224,75 @@ def estimate(
 
 
 SCHEMES = "gather", "ulysses", "ring"
+PAIRS = ("gather", "ulysses"), ("ring", "ulysses"), ("ring", "gather")
+
+
+def _ulysses_exchange(
+    call: ForwardCall, batch: int, max_queries: int, world: int, machine: MachineSpeeds
+) -> tuple[float, float, float]:
+    """(seconds, bytes received, bytes copied) of ulysses' exchange there and back, of so many queries a rank."""
+    heads = len(call.heads) + len(call.kv_heads)
+    copied_bytes = batch * sum(call.head_dims) * ITEM_BYTES * max_queries * heads
+    sent_bytes = copied_bytes * (world - 1) / world
+    seconds = sent_bytes / machine.link_bandwidth + 2 * (world - 1) * machine.message_latency
+    return seconds + (2 * copied_bytes / machine.copy_bandwidth if sent_bytes else 0), sent_bytes, copied_bytes
+
+
+class OuterCall(NamedTuple):
+    """What the outer scheme of a pair computes: its call, and the spans of each rank of the outer dimension."""
+
+    call: ForwardCall
+    queries: tuple[Spans, ...]
+    keys: tuple[Spans, ...]
+
+
+def outer_call(
+    pair: Pair, call: ForwardCall, queries: Sequence[Spans], keys: Sequence[Spans], inner: int, rank: int
+) -> OuterCall:
+    """The OuterCall of the ranks that are `rank` of so many in the inner dimension. NotImplementedError."""
+    rows = [slice(at, at + inner) for at in range(0, len(queries), inner)]
+    merged_keys = tuple([merge_rank_spans(tuple(keys[at])) for at in rows])
+    if pair[1] == "gather":  # a rank keeps its queries, and gathers the keys of its row of the mesh
+        return OuterCall(call, tuple(queries[rank::inner]), merged_keys)
+    shares = UlyssesAttention.split_heads(len(call.heads), len(call.kv_heads), inner)
+    if shares is None:
+        heads = f"{len(call.heads)} heads and {len(call.kv_heads)} key heads"
+        raise NotImplementedError(f"scheme: {heads} cannot be divided evenly among {inner} ranks")
+    return OuterCall(
+        call.select_heads(*shares[rank]), tuple([merge_rank_spans(tuple(queries[at])) for at in rows]), merged_keys
+    )
+
+
+def estimate_pair(
+    pair: Pair,
+    call: ForwardCall,
+    batch: int,
+    queries: Sequence[Spans],
+    keys: Sequence[Spans],
+    inner: int,
+    machines: tuple[MachineSpeeds, MachineSpeeds],
+    limit: float = math.inf,
+) -> SchemeEstimate:
+    """What a pair takes on a mesh whose inner dimension has so many ranks. machines: the speeds along the outer dimension, and
+    along the inner one. Ranks along the outer dimension need the inner scheme's arrays first."""
+    try:
+        parts = [outer_call(pair, call, queries, keys, inner, rank) for rank in range(inner)]
+    except NotImplementedError as error:
+        return SchemeEstimate(pair, math.inf, math.inf, math.inf, str(error))
+    outer = max([estimate(pair[0], *part[:1], batch, *part[1:], machines[0], limit) for part in parts], key=lambda x: x.seconds)
+    max_queries, max_keys = (max(map(count_tokens, spans), default=0) for spans in (queries, keys))
+    if pair[1] == "ulysses":
+        seconds, nbytes, held_bytes = _ulysses_exchange(call, batch, max_queries, inner, machines[1])
+    else:
+        nbytes = batch * len(call.kv_heads) * sum(call.head_dims) * ITEM_BYTES * max_keys * (inner - 1)
+        seconds = nbytes / machines[1].link_bandwidth + (inner - 1) * machines[1].message_latency
+        held_bytes = nbytes * inner / max(1, inner - 1)
+    return outer._replace(
+        scheme=pair,
+        seconds=outer.seconds + seconds,
+        nbytes=outer.nbytes + nbytes,
+        extra_bytes=outer.extra_bytes + held_bytes,
+    )
 
 
 def refusal(scheme: str, call: ForwardCall, queries: Sequence[Spans], keys: Sequence[Spans]) -> str:

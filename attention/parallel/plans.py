@@ -19,7 +19,20 @@ from ..names import argument_hint
 from ..options import check_flag
 from ..plans.forward_programs import FORWARD
 from .agreement import PLAIN_TYPES, cache_key, describe_value
-from .choice import MEMORY_FRACTION, SCHEMES, MachineSpeeds, SchemeChoice, choose, estimate, min_sweeps, plan_sweeps, refusal
+from .choice import (
+    MEMORY_FRACTION,
+    PAIRS,
+    SCHEMES,
+    MachineSpeeds,
+    SchemeChoice,
+    choose,
+    choose_pair,
+    estimate,
+    min_sweeps,
+    outer_call,
+    plan_sweeps,
+    refusal,
+)
 from .gather import GatherAttention
 from .gather_in_order import DeterministicGatherAttention
 from .orders import Span, Spans, count_tokens, find_order
@@ -27,14 +40,13 @@ from .peers import SINGLE_RANK, Peers
 from .redistribution import all_heads
 from .ring import RingAttention
 from .subcalls import ForwardCall, use_window
-from .ulysses import MeshGatherAttention, UlyssesAttention, merge_rank_spans
+from .ulysses import MeshGatherAttention, UlyssesAttention
 from .whole_checks import COUNTS, check_tensors, check_values, check_whole, find_kv_block, parse_length
 
 SPLIT_KV_OPTIONS = {"causal", "scale", "deterministic", "family"}  # of calls that one GPU may compute by split-KV
 UNSUPPORTED = "lse", "accumulate"  # arguments of attention.forward that are not supported here
 MAX_POSITIONS = 2**24  # see public/softmax_forward.py
 REQUESTED = "it was requested"
-MESH_SCHEMES = ("gather", "ulysses"), ("ring", "ulysses"), ("ring", "gather")
 
 
 class ParallelPlan:
@@ -116,14 +128,14 @@ def plan_call(
     call = make_call(total, length_k, q, k, v, options | {"family": _select_family(q, k, v, options)})
     limit = _memory_limit(memory, q)
     choice = _choose_scheme(peers, scheme, call, q.shape[0], queries, keys, limit)
-    name = choice.scheme
-    if "ring" not in name:  # then the bits are those of one GPU
+    chosen = choice.scheme
+    if "ring" not in chosen:  # then the bits are those of one GPU
         with torch.no_grad():
             kv = find_kv_block(q, k, v, total, length_k, options)
         call = call._replace(
             options=call.options | {"family": FamilyAndBlock(call.options["family"], kv) if kv else call.options["family"]}
         )
-    attention_scheme, sweeps = _build_scheme(name, peers, call, q.shape[0], queries, keys, limit)
+    attention_scheme, sweeps = _build_scheme(chosen, peers, call, q.shape[0], queries, keys, limit)
     array_texts = [f"{n}: {x.shape[0]} x {x.shape[2]} x {x.shape[3]} of {x.dtype}" for n, x in (("q", q), ("k", k), ("v", v))]
     option_texts = [f"{name}={describe_value(name, x)}" for name, x in sorted(options.items()) if name not in ("seed", "bias")]
     option_texts += [f"bias={_describe_bias(options['bias'], total < 2 * world)}"] if "bias" in options else []
@@ -132,7 +144,7 @@ def plan_call(
     settings_texts += [
         f"length_k={length_k}",
         f"{scheme=}",
-        f"chosen={name}",
+        f"{chosen=!s}",
         f"{memory=}",
         f"{sweeps=}",
         f"{order=}",
@@ -197,22 +209,18 @@ def _choose_scheme(
     keys: tuple[Spans, ...],
     limit: float,
 ) -> SchemeChoice:
-    """The requested scheme, or with "auto" the best one; on a mesh the first of MESH_SCHEMES that supports the call."""
+    """The requested scheme or pair, or with "auto" the best one."""
     if len(peers) > 2:
         raise ValueError(f"group: must have one or two dimensions, not {len(peers)}")
     if len(peers) == 2:
-        if scheme not in ("auto", *MESH_SCHEMES):
-            raise ValueError(f'scheme: for a group of two dimensions it must be "auto" or one of {MESH_SCHEMES}: {scheme=}')
-        refused = []
-        for pair in MESH_SCHEMES if scheme == "auto" else (scheme,):
-            try:
-                _build_scheme(pair, peers, call, batch, queries, keys, limit)
-            except NotImplementedError as error:
-                refused.append(f"{pair}: {error}")
-            else:
-                why = "; ".join(["it is the first that supports the call" if scheme == "auto" else REQUESTED, *refused])
-                return SchemeChoice(pair, why, ())
-        raise NotImplementedError(f"scheme: none supports this call: {'; '.join(refused)}")
+        if scheme not in ("auto", *PAIRS):
+            raise ValueError(f'scheme: for a group of two dimensions it must be "auto" or one of {PAIRS}: {scheme=}')
+        best = choose_pair(call, batch, queries, keys, peers[1].world, limit)
+        if scheme == "auto":
+            return best
+        if why := next((one.why for one in best.estimates if one.scheme == scheme), ""):
+            raise NotImplementedError(why)
+        return SchemeChoice(scheme, REQUESTED, best.estimates)
     if scheme == "auto":
         return choose(call, batch, queries, keys, limit)
     if scheme not in SCHEMES:
@@ -253,20 +261,9 @@ def _build_scheme(
         return build(name, peers[0], call, queries, keys)
     outer, inner = peers
     row = slice(outer.rank * inner.world, (outer.rank + 1) * inner.world)
-    rows = [slice(at * inner.world, (at + 1) * inner.world) for at in range(outer.world)]
-    if name[1] == "gather":  # a rank keeps its queries, and gathers the keys of its row of the mesh
-        column = [queries[at.start + inner.rank] for at in rows]
-        outer_scheme, sweeps = build(name[0], outer, call, tuple(column), tuple([merge_rank_spans(keys[at]) for at in rows]))
-        return MeshGatherAttention(inner, queries[row], keys[row], outer_scheme), sweeps
-    shares = UlyssesAttention.split_heads(len(call.heads), len(call.kv_heads), inner.world)
-    if shares is None:
-        raise NotImplementedError(
-            f"scheme: {len(call.heads)} heads and {len(call.kv_heads)} key heads cannot be divided evenly among "
-            f"{inner.world} ranks"
-        )
-    row_spans = [tuple([merge_rank_spans(spans[at]) for at in rows]) for spans in (queries, keys)]
-    outer_scheme, sweeps = build(name[0], outer, call.select_heads(*shares[inner.rank]), *row_spans)
-    return UlyssesAttention(inner, queries[row], keys[row], outer_scheme), sweeps
+    outer_scheme, sweeps = build(name[0], outer, *outer_call(name, call, queries, keys, inner.world, inner.rank))
+    scheme = MeshGatherAttention if name[1] == "gather" else UlyssesAttention
+    return scheme(inner, queries[row], keys[row], outer_scheme), sweeps
 
 
 def _single_rank_attention(call: ForwardCall) -> GatherAttention:

@@ -144,6 +144,12 @@ def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def of_every_class(members, lengths):
+    """(member, length) with lengths in steps of at most a half up to the longest."""
+    steps = {length for n in range(lengths.bit_length()) for length in (2**n, 3 * 2**n) if length < lengths}
+    return [*itertools.product(members, sorted(steps))]
+
+
 class Soak:
     """Threads that call members for a while. calls: how many calls there were. wrong: (member, length) of calls whose results
     differed. errors: what threads raised. grown: bytes of memory added after the warm-up."""
@@ -159,10 +165,11 @@ class Soak:
         return [{name: self.place.put(x) for name, x in arrays.items()} for arrays in (tokens, fixed)]
 
     def run(self, threads, seconds):
-        """Call members until the time is over. It begins when every thread has called each of them, which allocates once for a
-        thread and its stream."""
+        """Call members until the time is over. It begins when the threads have called each of them at lengths of every class,
+        because those have kernels of their own, and every thread has called each of them, which allocates once for a thread and
+        its stream."""
         all_called = threading.Barrier(threads + 1)
-        started = [threading.Thread(target=self._work, args=(n, seconds, all_called)) for n in range(threads)]
+        started = [threading.Thread(target=self._work, args=(n, threads, seconds, all_called)) for n in range(threads)]
         for thread in started:
             thread.start()
         with suppress(threading.BrokenBarrierError):  # then there are errors
@@ -173,10 +180,12 @@ class Soak:
             thread.join()
         self.calls, self.grown = next(self.counts), resident() - before
 
-    def _work(self, number, seconds, all_called):
+    def _work(self, number, threads, seconds, all_called):
         draw = random.Random(number)
         try:
             with self.place.stream():
+                for name, length in of_every_class(self.members, self.lengths)[number::threads]:
+                    self.call(name, length, draw)
                 for name in self.members:
                     self.call(name, self.lengths, draw)
                 all_called.wait()

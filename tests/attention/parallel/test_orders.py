@@ -10,7 +10,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attention.parallel.choice import SCHEMES, choose, min_sweeps, plan_sweeps
+from attention.parallel.choice import (
+    PAIRS,
+    SCHEMES,
+    MachineSpeeds,
+    choose,
+    choose_pair,
+    estimate,
+    estimate_pair,
+    min_sweeps,
+    plan_sweeps,
+)
 from attention.parallel.gather import GatherAttention
 from attention.parallel.orders import Contiguous, Span, Zigzag, count_tokens, find_order, merge_spans, subtract_spans
 from attention.parallel.peers import Peers, PendingMessages
@@ -18,6 +28,7 @@ from attention.parallel.redistribution import ShardRegion, intersect_regions, wi
 from attention.parallel.ring import RingAttention
 from attention.parallel.subcalls import ForwardCall
 from attention.reference.scores import ReferenceVariant
+from bench.ranks_model import call_of
 
 ORDERS = st.sampled_from([Zigzag(), Contiguous(), Zigzag(64), Contiguous(1)])
 
@@ -194,6 +205,44 @@ def test_auto_reports_why_no_scheme_works():
     spans = Zigzag().spans(4096, 3)
     with pytest.raises(NotImplementedError, match="gather: lengths_k.*ulysses: 4 heads.*ring: lengths_k"):
         choose(call(4096, 4096, lengths_k=None, window=(9, 9)), 1, spans, spans, float("inf"))
+
+
+MEASURED = {  # on four H200s: (tokens, heads, key heads, window) -> milliseconds; bench/results/2026-11-29-h200-four.md
+    (2**14, 32, 8, None): {"gather": 1.08, "ring": 1.43, "gather, ulysses": 1.30, "ring, ulysses": 1.54},
+    (2**16, 32, 8, None): {"gather": 14.2, "ulysses": 14.8, "ring": 15.0, "gather, ulysses": 14.4, "ring, ulysses": 14.9},
+    (2**16, 16, 16, None): {"ulysses": 8.09, "ring": 9.28, "gather, ulysses": 7.58, "ring, ulysses": 7.96},
+    (2**18, 32, 8, None): {"gather": 212, "ulysses": 213, "ring": 226, "gather, ulysses": 221, "ring, ulysses": 230},
+    (2**19, 16, 16, None): {"gather": 476, "ulysses": 439, "ring": 454, "gather, ulysses": 452, "ring, ulysses": 445},
+}
+
+
+@pytest.mark.parametrize("shape", MEASURED)
+def test_the_model_is_within_a_tenth_of_what_was_measured(shape):
+    call, spans, machine = call_of(*shape), Zigzag().spans(shape[0], 4), MachineSpeeds()
+    estimates = [estimate(scheme, call, 1, spans, spans, machine) for scheme in SCHEMES]
+    estimates += [estimate_pair(pair, call, 1, spans, spans, 2, (machine, machine)) for pair in PAIRS]
+    for one in estimates:
+        measured = MEASURED[shape].get(one.name)
+        assert measured is None or 0.9 <= 1e3 * one.seconds / measured <= 1.1, str(one)
+
+
+def test_pairs_are_chosen_by_time_and_memory():
+    """Eight hosts of four ranks: ring holds less than gather, and heads that the inner ranks cannot share leave one pair."""
+    spans, one = Zigzag().spans(2**18, 32), call_of(2**18, 16, 16, None)
+    free = choose_pair(one, 1, spans, spans, 4, float("inf"))
+    assert free.scheme == ("gather", "ulysses") and "no other scheme is a tenth faster" in free.why
+    less = choose_pair(one, 1, spans, spans, 4, 0.99 * free.estimates[0].extra_bytes)
+    assert less.scheme == ("ring", "ulysses") and "gather, ulysses and ring, gather would hold more than" in less.why
+    odd = choose_pair(call_of(2**18, 3, 3, None), 1, spans, spans, 4, float("inf"))
+    assert odd.scheme == ("ring", "gather") and [bool(x.why) for x in odd.estimates] == [True, True, False]
+
+
+def test_a_slow_network_is_waited_for():
+    spans, one = Zigzag().spans(2**18, 64), call_of(2**18, 32, 8, None)
+    fast, slow = MachineSpeeds(), MachineSpeeds(link_bandwidth=45e9)
+    for pair in PAIRS:
+        within, across = (estimate_pair(pair, one, 1, spans, spans, 8, (outer, fast)) for outer in (fast, slow))
+        assert across.seconds > within.seconds and across.nbytes == within.nbytes
 
 
 def test_copies_use_elements_of_eight_bytes():
