@@ -33,7 +33,8 @@ class ShardedRecurrence:
     N follow. backward: the function of its gradients, which returns those of the arrays, and of the optional_gradients that a
     flag asks for. initial_option, final_option: the function's options for states; final_gradient: backward's; value_index:
     which array holds the values; without_tokens: the indices of arrays that have no token axis; names: of the arrays;
-    autocast_names: the arrays and options that torch.autocast casts."""
+    autocast_names: the arrays and options that torch.autocast casts. in_training: will there be gradients? stored: what forward
+    then stores for them, as options of `backward`."""
 
     function: Callable
     backward: Callable
@@ -46,6 +47,7 @@ class ShardedRecurrence:
 
     def __init__(self, arrays: tuple[Any, ...], options: dict[str, Any]):
         self.arrays, self.options = arrays, {name: x for name, x in options.items() if x is not None}
+        self.in_training, self.stored = False, dict[str, Any]()
 
     def m_shape(self, shard: SequenceShard) -> Shape:
         """The shape of M, (sequences, heads, ..), with axes for what it multiplies."""

@@ -22,6 +22,7 @@ import attention
 
 from .. import gates
 from ..options import check_flag
+from ..plans.chunk_states import STORED, choose_memory
 from ..public import delta_rules, linear_family, mamba
 from .peers import disable_compile
 from .recurrence import SegmentedRecurrence, Shape, ShardedRecurrence
@@ -111,9 +112,16 @@ class SegmentedLinear(SegmentedRecurrence, ShardedLinear):
         return linear_family.segment_states(*self.arrays, **self._select_options(shard, "decay"))
 
     def outputs_from_segments(self, shard: SequenceShard, local_state: Any, total_decay: Any, state: Any) -> Any:
-        options = self._select_options(shard, "decay", "scale")
+        options = self._select_options(shard, "decay", "scale") | {"initial_state": state}
         q, k, v = self.arrays
-        return linear_family.outputs_from_segments(q, k, v, local_state, total_decay, initial_state=state, **options)
+        memory, decay = self.options.get("memory", STORED), options.get("decay")
+        if not self.in_training or choose_memory(memory, q, v, decay, options.get("family")) != STORED:
+            return linear_family.outputs_from_segments(q, k, v, local_state, total_decay, **options)
+        out, chunk_states = linear_family.outputs_from_segments(
+            q, k, v, local_state, total_decay, return_chunk_states=True, **options
+        )
+        self.stored = {"chunk_states": chunk_states}
+        return out
 
     def reverse_states(self, shard: SequenceShard, dout: Any) -> tuple[Any, Any]:
         q, scale = self.arrays[0], self.options.get("scale")

@@ -9,7 +9,8 @@ composes those of the ranks after it,
 and computes its gradients by the function of one GPU, from the state before its shard, which forward kept, and dS after it.
 The first rank sends nothing. The others compute L first: linear attention and Mamba-2 by a pass over q and dO, which computes
 states alone, other members by a pass whose other gradients are not used. There the last rank, which knows dS_R, needs one
-pass. All sums have a fixed order: the same bits every time."""
+pass. Linear attention stores the states before chunks in forward where one GPU does (plans/chunk_states.py). All sums have a
+fixed order: the same bits every time."""
 
 from __future__ import annotations
 
@@ -32,11 +33,13 @@ class ShardedRecurrenceFunction(torch.autograd.Function):
     def forward(ctx, recurrence, peers, span, names, *tensors):
         """Run the recurrence over all ranks' shards: out, or (out, state)."""
         ctx.kind, ctx.peers, ctx.span, ctx.names = type(recurrence), peers, span, names
-        ctx.options = {name: x for name, x in recurrence.options.items() if name not in names}
+        ctx.options = {name: x for name, x in recurrence.options.items() if name not in (*names, "memory")}
+        recurrence.in_training = True
         out, final, summaries = recurrence.compute(peers, span)
         before = summaries.state_before(peers.rank) if peers.rank else None  # the first rank has it as an option
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, summaries.own_map(peers.rank).clone(), before)
+        ctx.stored_names = tuple(recurrence.stored)
+        ctx.save_for_backward(*tensors, summaries.own_map(peers.rank).clone(), before, *recurrence.stored.values())
         return out if final is None else (out, final)
 
     @staticmethod
@@ -46,13 +49,15 @@ class ShardedRecurrenceFunction(torch.autograd.Function):
         if torch.is_grad_enabled():
             words = no_second_derivatives(f"attention.parallel.{kind.function.__name__}")
             raise NotImplementedError(f"{words}; leave create_graph=True out")
-        *tensors, m, before = ctx.saved_tensors
+        tensors, (m, before, *stored) = ctx.saved_tensors[: len(ctx.names)], ctx.saved_tensors[len(ctx.names) :]
         named, arrays = dict(zip(ctx.names, tensors)), tuple(tensors[: len(kind.names)])
         options = ctx.options | {name: x for name, x in named.items() if name not in kind.names}
         shard = SequenceShard(ctx.span, arrays[0].shape[0], options.pop("cu_seqlens", None), arrays[0].device)
         initial, wants_final = options.pop(kind.initial_option, None), options.pop(kind.final_option, False)
         dout = torch.zeros_like(arrays[kind.value_index]) if dout is None else make_tma_contiguous(dout)
-        passes = GradientPasses(kind(arrays, options), shard, before if peers.rank else initial, dout)
+        recurrence = kind(arrays, options)
+        recurrence.stored = dict(zip(ctx.stored_names, stored))
+        passes = GradientPasses(recurrence, shard, before if peers.rank else initial, dout)
         if wants_final:  # every rank has the state, and a part of its gradient
             dfinal = sum(peers.all_gather(passes.zero_state() if dfinal is None else dfinal.contiguous()))
         wanted = [name for name, needs in zip(ctx.names, ctx.needs_input_grad[4:]) if needs]
@@ -97,7 +102,7 @@ class GradientPasses:
             return {name: of_state if name == initial else torch.zeros_like(inputs[name]) for name in wanted}
         optional = [name for name in recurrence.optional_gradients if name in wanted]
         options = recurrence.options | self.shard.varlen_options() | {initial: self.before, recurrence.final_gradient: after}
-        options |= {f"d{name}": name in optional for name in recurrence.optional_gradients}
+        options |= recurrence.stored | {f"d{name}": name in optional for name in recurrence.optional_gradients}
         results = type(recurrence).backward(self.dout, *recurrence.arrays, **options)
         return {name: x for name, x in zip((*recurrence.names, *optional), results, strict=True) if name in wanted}
 

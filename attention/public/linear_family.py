@@ -83,7 +83,9 @@ LINEAR = Schema("linear", TOKENS + STATES + CHUNK_STATES, chunks=recurrent_chunk
 SEGMENTS = Schema("linear_segments", TOKENS)
 COMPOSED_STATES = Schema("linear_composed_states", SEGMENT_RESULTS + COMPOSED)
 RAW_LINEAR = Schema("linear_raw", TOKENS + RAW_GATES + STATES)
-OUTPUTS_FROM_SEGMENTS = Schema("linear_outputs_from_segments", TOKENS + SEGMENT_RESULTS + STATES)
+OUTPUTS_FROM_SEGMENTS = Schema(
+    "linear_outputs_from_segments", TOKENS + SEGMENT_RESULTS + STATES + CHUNK_STATES, chunks=recurrent_chunks.count_chunks
+)
 
 
 @suggests_argument_names
@@ -405,10 +407,13 @@ def outputs_from_segments(
     initial_state: Any = None,
     cu_seqlens: Any = None,
     family: str | None = None,
+    return_chunk_states: bool = False,
 ) -> Any:
-    """The output of `linear`, computed from the results of segment_states: only the second pass is launched."""
-    arrays = q, k, v, decay, cu_seqlens, local_state, total_decay, initial_state, None, None, None, None
-    return _outputs_from_segments(None, arrays, (check_number("scale", scale), False, False, family, False, ""))
+    """The output of `linear`, computed from the results of segment_states: only the second pass is launched. With
+    return_chunk_states (out, chunk_states), as linear returns them."""
+    arrays = q, k, v, decay, cu_seqlens, local_state, total_decay, initial_state, *[None] * 5
+    options = check_number("scale", scale), False, False, family, return_chunk_states, STORED
+    return _outputs_from_segments(None, arrays, options)
 
 
 @program(SEGMENTS)

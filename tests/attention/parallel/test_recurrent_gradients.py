@@ -10,6 +10,7 @@ from threads import together
 import attention
 from attention import gates, parallel
 from attention.parallel.recurrent import SegmentedLinear, SegmentedMamba2
+from attention.plans import chunk_states
 
 LENGTH = 100  # 48, 32 and 20 tokens on three ranks
 
@@ -92,6 +93,23 @@ def test_ranks_wait_for_states_alone(name, monkeypatch):
 
     together(3, rank)
     assert len(calls) == 3
+
+
+@pytest.mark.parametrize("memory", ["states", "recompute"])
+def test_ranks_store_the_states_before_chunks(memory, monkeypatch):
+    """Where the Hopper kernels read them; the gradients are the same."""
+    stored, real = [], SegmentedLinear.backward
+
+    def backward(*args, **options):
+        stored.append("chunk_states" in options)
+        return real(*args, **options)
+
+    monkeypatch.setattr(chunk_states, "_is_hopper", lambda ordinal: True)
+    monkeypatch.setattr(SegmentedLinear, "backward", staticmethod(backward))
+    arrays, start = drawn()
+    arrays = {name: arrays[name] for name in ("q", "k", "v", "decay")} | {"initial_state": start}
+    compared("linear", arrays, return_state=True, memory=memory)
+    assert stored == [memory == "states"] * 6
 
 
 def test_linear_with_decays_of_channels_and_packed_sequences():
