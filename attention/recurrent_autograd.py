@@ -119,8 +119,8 @@ def _gradients(ctx: Any, of_results: Sequence[Any], arrays: Sequence[Any]) -> tu
     dout, *others = of_results
     dout = torch.zeros_like(arrays[program.names.index(derivative.values)]) if dout is None else make_tma_contiguous(dout)
     call, places = _gradient_call(ctx.member, tuple(needs), ctx.options, len(others), len(arrays) > len(needs))
-    given = *arrays, dout, *others, None
-    found = derivative.program(None, tuple([given[place] for place in call.arrays]), call.options, ctx.layout)
+    inputs = *arrays, dout, *others, None
+    found = derivative.program(None, tuple([inputs[place] for place in call.arrays]), call.options, ctx.layout)
     gradients = [None if place is None else found[place] for place in places]
     return *[None] * LEADING, *[x if x is None or x.dtype is y.dtype else x.to(y.dtype) for x, y in zip(gradients, arrays)]
 
@@ -130,8 +130,8 @@ def _known_call(member: str, needs: tuple[bool, ...], options: tuple, others: in
     program, derivative = MEMBERS[member]
     inputs, results = program.names[: len(needs)], program.names[len(needs) :]
     wanted = [name for name, needed in zip(inputs, needs) if needed]
-    given = [*inputs, *[derivative.stored] * stored, *["d" + name for name in results[: 1 + others]]]
-    call = derivative.call(given, wanted, dict(zip(program.options, options)))
+    available = [*inputs, *[derivative.stored] * stored, *["d" + name for name in results[: 1 + others]]]
+    call = derivative.call(available, wanted, dict(zip(program.options, options)))
     return call, tuple([call.results[name] if name in wanted else None for name in inputs])
 
 
@@ -148,7 +148,7 @@ def _options_in_training(member: str, options: tuple) -> tuple | None:
     program, derivative = MEMBERS[member]
     if not derivative.stored:
         return None
-    asks, *_ = program.schema.arguments[derivative.stored].asked
+    asks, *_ = program.schema.arguments[derivative.stored].flags
     in_training = {**dict(zip(program.options, options)), asks: True}
     return tuple(in_training.values()) if derivative.stored in program.schema.results(in_training) else None
 

@@ -90,8 +90,8 @@ class Op:
             self.bindings[form] = [
                 k if k < len(args) else named.get(name, default + k) for k, name in enumerate(self.parameters)
             ]
-        given = *args, *kwargs.values(), *self.defaults
-        return tuple([given[k] for k in self.bindings[form]])
+        arguments = *args, *kwargs.values(), *self.defaults
+        return tuple([arguments[k] for k in self.bindings[form]])
 
     def bind(self, args, kwargs):
         """Which argument belongs to which parameter. TypeError names the op."""

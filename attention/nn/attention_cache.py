@@ -34,7 +34,7 @@ class AttentionCache(NamedTuple):
         return self.k.shape[1] if self.pages is None else self.pages.shape[1] * self.k.shape[1]
 
     def reset(self) -> None:
-        """Forget all tokens."""
+        """Forget all tokens: the next call begins a new sequence."""
         self.lengths.zero_()
 
     def add_lengths(self, tokens: int, cu_seqlens: torch.Tensor | None) -> None:

@@ -26,7 +26,7 @@ class RecurrentCache(NamedTuple):
     state: torch.Tensor
 
     def reset(self) -> None:
-        """Forget all tokens."""
+        """Forget all tokens: the next call begins a new sequence."""
         self.state.zero_()
         if self.window is not None:
             self.window.zero_()

@@ -161,12 +161,12 @@ def plan_wide_launches(
     args |= {"raster_group": rasters, "scale": spec.unit * LOG2_E, "unit": scale}
     args |= seq_args | variant_arguments(problem, spec)
     steps = [preparation]
-    for module, config, count, own in [
+    for module, config, count, sizes in [
         (backward_wide_hopper, by_keys, blocks, partial_args),
         (backward_wide_queries_hopper, by_queries, -(-q_len // by_queries.rows), dq_args),
     ]:
         kernel = kernel_for(module, config, problem.device)
-        steps.append(kernel.bind(own["batch_heads"] * count, blocks=count, **own, **args))
+        steps.append(kernel.bind(sizes["batch_heads"] * count, blocks=count, **sizes, **args))
     if dsink:
         steps.append(_bind_sinks(problem, sink_gradient.Config(by_keys.rows, StoreGradient(fp32)), lse_delta, batch, tiles))
     return Plan([*steps, *after_main.steps], before_main.scratch)

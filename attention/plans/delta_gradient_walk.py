@@ -37,9 +37,9 @@ def choose_segments(items: int, chunks: int, processors: int) -> int:
         walk = math.ceil(items * segments / processors) * (math.ceil(chunks / segments) + BLOCK_CHUNKS) * WALK
         return LAUNCH + items * chunks / processors * INVERSE + recurrences + walk
 
-    whole = math.ceil(items / processors) * (chunks + BLOCK_CHUNKS) * (WALK + PASS)
+    uncut = math.ceil(items / processors) * (chunks + BLOCK_CHUNKS) * (WALK + PASS)
     best = min(range(2, max(2, min(chunks // MIN_SEGMENT_CHUNKS, processors // items)) + 1), key=cut)
-    return best if chunks >= 2 * MIN_SEGMENT_CHUNKS and cut(best) < whole else 1
+    return best if chunks >= 2 * MIN_SEGMENT_CHUNKS and cut(best) < uncut else 1
 
 
 def plan_delta_gradient_walk(problem: Problem, arrays: Arrays, scale: float, scratch: ScratchAllocator) -> list[Step]:

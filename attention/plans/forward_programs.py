@@ -72,11 +72,11 @@ IN_FLOAT32, INTO = (
 FP8_CACHE = Schema("forward_fp8_cache", fp8_cache_schema(INPUTS + OUTPUTS))
 
 
-def _prepare_gradient(arrays: dict[str, Array], made: dict[str, Form], options: dict[str, Any], layout: str) -> None:
+def _prepare_gradient(arrays: dict[str, Array], results: dict[str, Form], options: dict[str, Any], layout: str) -> None:
     """Compile the kernels of a call's backward pass, if it may have one, while those of the call are compiled (`meanwhile` of
     tiles.calls.program)."""
     if needs_gradient(*arrays.values()):
-        forms = {name: arrays[name].form for name in "qkv"} | {name: made[name] for name in ("out", "lse")}
+        forms = {name: arrays[name].form for name in "qkv"} | {name: results[name] for name in ("out", "lse")}
         autograd().prepare_backward(forms, options["causal"], options["scale"], options["family"], layout)
 
 

@@ -43,8 +43,8 @@ def plan_mamba2_gradients(problem: Problem, steps_of_time: StepOptions, vector_b
         steps += _plan_outputs(problem, y, steps_of_time, vector_bytes, scratch)
     linear_arrays: Arrays = {"q": problem["C"], "k": problem["B"], "v": values, "decay": gates, "dout": dy}
     linear_arrays |= {"dq": problem["dC"], "dk": problem["dB"], "dv": dvalues, "ddecay": dgates}
-    for name, own in STATES.items():
-        state = outputs.get(own) if name == "dinitial_state" else problem[own]
+    for name, own_name in STATES.items():
+        state = outputs.get(own_name) if name == "dinitial_state" else problem[own_name]
         linear_arrays[name] = state and state.permuted(SWAP_STATE_AXES)
     steps += plan_linear_gradients(problem, linear_arrays, 1.0, vector_bytes, scratch)
     kind = "" if "dD" not in wanted else "column" if len(skip.form.shape) == 2 else "head"

@@ -24,7 +24,7 @@ class StepOptions(NamedTuple):
 
     @property
     def limits(self) -> tuple[float, float]:
-        """(low, high): mamba2's dt_limit."""
+        """(low, high), as mamba2 takes them in dt_limit."""
         return self.dt_min, math.inf if self.dt_max is None else self.dt_max
 
 

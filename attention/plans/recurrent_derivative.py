@@ -44,26 +44,26 @@ class RecurrentDerivative(NamedTuple):
         """The error message for a derivative of these gradients."""
         return no_second_derivatives(self.name)
 
-    def call(self, given: Sequence[str], wanted: Sequence[str], options: dict[str, Any]) -> GradientCall:
-        """The call that computes the gradients of the inputs `wanted`. given: the names of the arrays that there are. options:
+    def call(self, names: Sequence[str], wanted: Sequence[str], options: dict[str, Any]) -> GradientCall:
+        """The call that computes the gradients of the inputs `wanted`. names: of the arrays that there are. options:
         those of the member, by name."""
-        schema, asked = self.program.schema, {*wanted}
-        if options.get("normalize") and asked & STATES:
-            asked |= STATES
-        words = [word.removeprefix("also:") for row in schema.arguments.values() for word in row.asked]
-        values = options | {"also": " ".join([word for word in words if word[1:] in asked])}
-        places = {name: place for place, name in enumerate(given)}
+        schema, requested = self.program.schema, {*wanted}
+        if options.get("normalize") and requested & STATES:
+            requested |= STATES
+        words = [word.removeprefix("also:") for row in schema.arguments.values() for word in row.flags]
+        values = options | {"also": " ".join([word for word in words if word[1:] in requested])}
+        places = {name: place for place, name in enumerate(names)}
         results = {name[1:]: place for place, name in enumerate(schema.results(values))}
         arrays = tuple([places.get(name, -1) for name in schema.names])
         return GradientCall(arrays, tuple([values[name] for name in self.program.options]), results)
 
-    def prepare(self, arrays: dict[str, Array], made: dict[str, Form], options: dict[str, Any], layout: str) -> None:
+    def prepare(self, arrays: dict[str, Array], results: dict[str, Form], options: dict[str, Any], layout: str) -> None:
         """Compile the kernels of a call's gradients, if `out` is all that a loss depends on, while those of the call are
         compiled (`meanwhile` of tiles.calls.program)."""
         if not needs_gradient(*arrays.values()):
             return
-        forms = {name: x.form for name, x in arrays.items() if name in self.program.names} | {"dout": made["out"]}
-        forms |= {name: form for name, form in made.items() if name == self.stored}
+        forms = {name: x.form for name, x in arrays.items() if name in self.program.names} | {"dout": results["out"]}
+        forms |= {name: form for name, form in results.items() if name == self.stored}
         wanted = [name for name, x in arrays.items() if needs_gradient(x)]
         call = self.call([*forms], wanted, options)
         self.program.prepare(forms, call.options, layout)
@@ -74,11 +74,11 @@ class RecurrentDerivative(NamedTuple):
         def gradients(inputs, results, of_results):
             if not of_results:
                 return {}
-            given = inputs | {"d" + name: x for name, x in of_results.items()}
-            given |= {name: x for name, x in results.items() if name == self.stored}
-            if "dout" not in given:  # the loss depends on the state alone
-                given["dout"] = sys.modules["jax"].numpy.zeros_like(inputs[self.values])
-            call, arrays = self.call([*given], names, options), (*given.values(), None)
+            arrays_by_name = inputs | {"d" + name: x for name, x in of_results.items()}
+            arrays_by_name |= {name: x for name, x in results.items() if name == self.stored}
+            if "dout" not in arrays_by_name:  # the loss depends on the state alone
+                arrays_by_name["dout"] = sys.modules["jax"].numpy.zeros_like(inputs[self.values])
+            call, arrays = self.call([*arrays_by_name], names, options), (*arrays_by_name.values(), None)
             found = self.program(None, tuple([arrays[place] for place in call.arrays]), call.options, layout)
             return {name: found[place] for name, place in call.results.items() if name in names}
 

@@ -109,7 +109,7 @@ def _rotary_arguments(problem: Problem) -> tuple[rotary_rows.RotaryConfig, dict[
     return rotary_rows.RotaryConfig(columns, DTYPES[problem.dtype], "q_norm" in problem), args, -(-rows // rotary_rows.ROWS)
 
 
-def _prepare_backward(arrays: dict[str, Array], made: dict[str, Form], options: dict[str, Any], layout: str) -> None:
+def _prepare_backward(arrays: dict[str, Array], results: dict[str, Form], options: dict[str, Any], layout: str) -> None:
     """Compile the kernels of a call's backward pass, without a deterministic order, while those of the call are compiled
     (`meanwhile` of tiles.calls.program)."""
     if not needs_gradient(*arrays.values()):
@@ -117,7 +117,7 @@ def _prepare_backward(arrays: dict[str, Array], made: dict[str, Form], options: 
     forms = {name: arrays[name].form for name in FORWARD.names[:-3] if name in arrays}
     flags = False, "q_norm" in forms, "sink" in forms
     *planned, family = options.values()
-    projected_backward.prepare({"dout": made["out"], **forms, **made}, (*planned, *flags, family), layout)
+    projected_backward.prepare({"dout": results["out"], **forms, **results}, (*planned, *flags, family), layout)
 
 
 class ProjectedOptions(NamedTuple):
@@ -132,7 +132,7 @@ class ProjectedOptions(NamedTuple):
 
     @property
     def scores(self) -> ScoreOptions:
-        """The ScoreOptions of attention."""
+        """What these options ask of scores."""
         return ScoreOptions(self.causal, self.left, self.right, self.softcap)
 
 

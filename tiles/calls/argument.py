@@ -43,7 +43,7 @@ class Argument(NamedTuple):
     axes: tuple[Axes, ...]  # the choices
     holds: str
     role: str
-    asked: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()  # the options that ask for it
     like: str = ""  # the argument whose shape it has
 
     @property
@@ -93,10 +93,10 @@ def parse_row(line: str) -> Argument:
         raise ValueError(f"a row must have a name, axes such as (batch, heads), and what it holds: {line.strip()!r}")
     name, axes, words = match.groups()
     holds, *others = words.split()
-    role, asked = (others or [""])[0], tuple(others[1:])
+    role, flags = (others or [""])[0], tuple(others[1:])
     if holds not in HOLDS or role not in ROLES:
         raise ValueError(f"{name}: must hold one of {tuple(HOLDS)} and have a role of {ROLES}, got {holds!r}, {role!r}")
     if axes[0] in "=*":
-        return Argument(name, FREE, holds, role, asked, axes[1:])
+        return Argument(name, FREE, holds, role, flags, axes[1:])
     choices = [re.findall(r"\w+", choice) for choice in axes.split("|")]
-    return Argument(name, tuple([tuple(map(sys.intern, choice)) for choice in choices]), holds, role, asked)
+    return Argument(name, tuple([tuple(map(sys.intern, choice)) for choice in choices]), holds, role, flags)

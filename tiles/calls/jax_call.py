@@ -80,7 +80,7 @@ def _with_gradient(
     """make(options, *arrays), whose derivative is `gradient`: see program. In a forward pass that a backward pass follows all
     is made for which the first option that a row names can ask, as the gradient may read it."""
     schema = program.schema
-    asking = {row.asked[0] for row in schema.arguments.values() if row.asked}
+    asking = {row.flags[0] for row in schema.arguments.values() if row.flags}
     all_options = tuple([name in asking or value for name, value in zip(program.options, options)])
     results, all_results = (schema.results(dict(zip(program.options, x))) for x in (options, all_options))
     traced = jax.custom_vjp(partial(make, options))

@@ -269,8 +269,8 @@ class Program:
                 if traced is not traced_plans[0]:  # lengths that grow ask for the same one again
                     TRACED_PLANS.put(key, (traced, *[other for other in traced_plans if other is not traced]))
                 if eager and described is None:
-                    asked = GUARDED_CALLS.get((self, options, layout)) or ()
-                    if call := traced.grow(self.names, prepared, arrays, lengths, asked):
+                    declined = GUARDED_CALLS.get((self, options, layout)) or ()
+                    if call := traced.grow(self.names, prepared, arrays, lengths, declined):
                         self._expect(call, options, layout)
                 break
         else:
@@ -295,12 +295,12 @@ class Program:
         return self._plan(forms, described[0], options, layout) if coming else prepared
 
     def _prepare_next(self, described: list, options: tuple, layout: str) -> None:
-        """Call `meanwhile`."""
+        """Call `meanwhile`, in a thread of its own, with the forms of a call's arrays and of its results."""
         assert self.meanwhile is not None
         arrays, named = {name: x for name, x in zip(self.names, described) if x}, dict(zip(self.options, options))
         problem = self.schema.problem({name: x.form for name, x in arrays.items()}, layout)
-        made = {name: c_ordered(*problem.made(name), problem.device) for name in self.schema.results(named)}
-        self.meanwhile(arrays, made, named, layout)
+        results = {name: c_ordered(*problem.made(name), problem.device) for name in self.schema.results(named)}
+        self.meanwhile(arrays, results, named, layout)
 
     def prepare(self, forms: dict[str, Form], options: tuple, layout: str = "bshd") -> None:
         """Have the machine code for calls with arrays of these forms, by the schema's names, on a device."""

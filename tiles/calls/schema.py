@@ -278,7 +278,7 @@ class Schema:
 
     def results(self, options: Mapping[str, Any]) -> list[str]:
         """The names of what is given back by a call with these options."""
-        return [name for name, row in self.arguments.items() if row.result and all(_asks(options, word) for word in row.asked)]
+        return [name for name, row in self.arguments.items() if row.result and all(_asks(options, word) for word in row.flags)]
 
     def check_dtypes(self, dtypes: Mapping[str, str]) -> None:
         """TypeError, as `problem` raises it, if arrays of these dtypes are none for these arguments."""

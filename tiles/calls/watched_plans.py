@@ -54,16 +54,16 @@ class TracedPlan:
         known: PreparedCall,
         arrays: Sequence[Any],
         lengths: Sequence[Any],
-        asked: Sequence[Callable] = (),
+        declined: Sequence[Callable] = (),
     ) -> Callable | None:
         """The guarded function for calls that differ from this one as this one differs from those before; None if there is
-        none. known: what is known of this call. asked: the functions that declined it."""
+        none. known: what is known of this call. declined: the functions that declined this call."""
         last, self.last = self.last, lengths
         before, calls = self.free, self.calls  # another thread may replace them meanwhile
         if last is None:
             return None
         free = [one for one in self.variables if one in before or one.of(last) != one.of(lengths)]
-        others = [call for call in calls if call not in asked]  # which may serve this call, and were not expected
+        others = [call for call in calls if call not in declined]  # which may serve this call, and were not expected
         if others and (self.tries == 0 or free == before):
             return others[0]
         if self.tries == 0 or not free:

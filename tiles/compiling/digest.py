@@ -318,8 +318,8 @@ class Digest:
         computed = {
             name for name in vars(value) if isinstance(inspect.getattr_static(cls, name, None), functools.cached_property)
         }
-        own = ((name, item) for name, item in sorted(vars(value).items()) if name not in computed)
-        return [self(cls, False), *(part for name, item in own for part in (name, self(item, device)))]
+        items = ((name, item) for name, item in sorted(vars(value).items()) if name not in computed)
+        return [self(cls, False), *(part for name, item in items for part in (name, self(item, device)))]
 
 
 PROPERTIES = (property, functools.cached_property)

@@ -212,20 +212,20 @@ def _refreshed(refresh):
     nothing for some types yet, and for each attribute of NumPy's that it reads there; here it looks if they hold more than
     before, and not again inside such a look."""
 
-    def held(of):
+    def count_rules(of):
         both = *of._registries, *getattr(getattr(of, "typing_context", None), "_registries", ())
         return [len(kept) for registry in both for kept in vars(registry).values()]
 
     def refreshed(self):
         key = id(self._registries)  # which a context shares with its copies
-        if key in _seen and (_reading or _seen[key] == held(self)):
+        if key in _seen and (_reading or _seen[key] == count_rules(self)):
             return
         _reading.append(key)
         try:
             refresh(self)
         finally:
             _reading.pop()
-        _seen[key] = held(self)
+        _seen[key] = count_rules(self)
 
     return refreshed
 

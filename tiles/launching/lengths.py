@@ -53,7 +53,7 @@ class Length:
     def __eq__(self, other: object) -> bool:
         if other is None:
             return False
-        equal = self.trace.asked(self.value == _value(other), f"{self.text} == {self.trace.text(other)}")
+        equal = self.trace.record_answer(self.value == _value(other), f"{self.text} == {self.trace.text(other)}")
         if equal and isinstance(other, Length):
             other.text = self.text  # from here on they are one
         elif equal:
@@ -63,7 +63,7 @@ class Length:
     def fixed(self) -> Any:
         """Its value, in all calls that the function is to hold for."""
         value = self.value
-        self.trace.asked(True, f"{self.text} == {self.trace.text(value)}")
+        self.trace.record_answer(True, f"{self.text} == {self.trace.text(value)}")
         self.text = self.trace.text(value)
         return value
 
@@ -119,7 +119,7 @@ def _define(name: str, sign: str) -> None:
 
     def ask(self, other):
         trace = self.trace
-        return trace.asked(compute(self.value, _value(other)), f"{self.text} {sign} {trace.text(other)}")
+        return trace.record_answer(compute(self.value, _value(other)), f"{self.text} {sign} {trace.text(other)}")
 
     if name in QUESTIONS:
         setattr(Length, f"__{name}__", ask)
@@ -156,7 +156,7 @@ class Trace:
             self.lines.append((name, text))
         return Length(self, value, name)
 
-    def asked(self, answer: bool, question: str) -> bool:
+    def record_answer(self, answer: bool, question: str) -> bool:
         """A question about lengths, answered: the function holds where the answer is the same."""
         said = question if answer else f"not {question}"
         if said not in self.answers and _VARIABLE.search(question):

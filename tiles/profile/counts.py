@@ -24,7 +24,7 @@ class LaunchCounts:
             byte_range = np.lib.array_utils.byte_bounds(array)
             self.sizes[byte_range] = max(self.sizes.get(byte_range, 0), array.nbytes)
         self.byte_ranges = sorted(self.sizes)
-        self.asked = {(byte_range, written): 0 for byte_range in self.byte_ranges for written in (False, True)}
+        self.requested_bytes = {(byte_range, written): 0 for byte_range in self.byte_ranges for written in (False, True)}
         self.sums, self.counted, self.clusters = {"flop": 0.0, "halves": 0.0, "special": 0.0}, 0, clusters
 
     def add(self, record: dict) -> None:
@@ -38,7 +38,7 @@ class LaunchCounts:
                     start = step.view.__array_interface__["data"][0]
                     byte_range = next((s for s in reversed(self.byte_ranges) if s[0] <= start < s[1]), None)
                     if byte_range:
-                        self.asked[byte_range, step.written] += step.view.nbytes
+                        self.requested_bytes[byte_range, step.written] += step.view.nbytes
 
     def _op(self, step):
         if shape := product(step):
@@ -59,12 +59,12 @@ class LaunchCounts:
     written = property(lambda self: self._bytes(True))
 
     def _bytes(self, written):
-        return sum(n for (_, way), n in self.asked.items() if way == written) * self.scale
+        return sum(n for (_, way), n in self.requested_bytes.items() if way == written) * self.scale
 
     @property
     def once(self) -> float:
         """Bytes that must cross between memory and the chip."""
-        return sum(min(self.sizes[byte_range], n * self.scale) for (byte_range, _), n in self.asked.items())
+        return sum(min(self.sizes[byte_range], n * self.scale) for (byte_range, _), n in self.requested_bytes.items())
 
 
 def _arrays(args):
