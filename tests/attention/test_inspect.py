@@ -46,14 +46,14 @@ from attention.parts.decode.products import SameDtypeProducts
 from attention.parts.decode.splits import StreamKSplits
 from attention.parts.norms import LayerNorm, Normed
 from attention.parts.recurrent.gates import HeadGate, Mamba2Gate, TokenGate
-from attention.parts.recurrent.results import ScanNormalizer, ScanOutputs, ScanStates
+from attention.parts.recurrent.results import ScanNormalizer, ScanOutputs
 from attention.parts.variant import Both, Variant
 from attention.parts.visibility import CAUSAL, FULL, Left
 from attention.parts.weight_dropout import Dropped
 from ops import exp2, load, row_max, store
 from tiles import bf16, fp16, fp32, rt
 from tiles.launching.arguments import array
-from tiles.targets import LARGE, MEDIUM, SMALL, parse_target
+from tiles.targets import MEDIUM, SMALL, parse_target
 
 STEPS, MAMBA2, OUTPUTS = Mamba2Gate(softplus=True), ScanOutputs(skip=True, silu=True), ScanOutputs()
 PLAIN = Variant(), KeyWindow(False, True, False)
@@ -90,7 +90,7 @@ SAMPLE = [  # each GPU with several kernels, and each form with some GPU; `inspe
     ),
     ("sm_90a", mla_hopper, mla_hopper.gather_config(bf16, True, PLAIN[1], PagedLoader(16), PART)),
     ("sm_89", forward_ampere, forward_ampere.config_for(128, fp16, FULL, SMALL)),
-    *(("sm_90a", forward_fp8_hopper, forward_fp8_hopper.config_for(dim, FULL, keys=8192, before=True)) for dim in (64, 256)),
+    ("sm_90a", forward_fp8_hopper, forward_fp8_hopper.config_for(256, FULL, keys=8192, before=True)),
     ("sm_90a", backward_hopper, backward_hopper.config_for(64, bf16, CAUSAL)),
     ("sm_90a", backward_narrow_hopper, backward_narrow_hopper.config_for(64, bf16, CAUSAL)),
     ("sm_90a", backward_folded_hopper, backward_folded_hopper.config_for(128, bf16, CAUSAL)),
@@ -105,9 +105,7 @@ SAMPLE = [  # each GPU with several kernels, and each form with some GPU; `inspe
     ("sm_80", norm_gradients, norm_gradients.NormRowGradients(LayerNorm(), 256, bf16, False)),
     ("sm_90a", chunk_hopper, chunk_hopper.Config(256, 1, bf16, STEPS, MAMBA2, varlen=True)),
     ("sm_90a", linear_gradients_hopper, linear_gradients_hopper.Config(128, bf16, TokenGate(True))),
-    ("sm_90a", forward_ampere, forward_ampere.config_for(64, bf16, CAUSAL, LARGE, 8)),
     ("sm_100a", chunk_ampere, chunk_ampere.Config(256, 1, bf16, TokenGate(), ScanNormalizer())),
-    ("sm_120a", chunk_ampere, chunk_ampere.Config(128, 1, bf16, TokenGate(), ScanStates(), varlen=True, vector_bytes=4)),
     ("sm_120a", forward_ampere, forward_ampere.config_for(256, bf16, FULL, SMALL, 4)),
     ("sm_120a", linear_token_loop, linear_token_loop.Config(128, "channel", True, single=True)),
 ]

@@ -250,7 +250,7 @@ def test_memory_stays(gpu, monkeypatch):
     texts, classes = len(linecache.cache), function.best.cache_info().currsize
     tracemalloc.start()
     try:
-        for part in (numbers[3000:3500], numbers[3500:6000]):
+        for part in (numbers[3000:3250], numbers[3250:4500]):
             before, _ = tracemalloc.get_traced_memory()
             for rows in part:
                 function.run(*arrays_of("rms_norm_linear", rows))

@@ -8,7 +8,7 @@ import pytest
 from references import compare
 
 import fuse
-from tiles.testing import ptx
+from tiles.testing import pairs, ptx
 
 BF16 = ml_dtypes.bfloat16
 
@@ -42,8 +42,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("dtype", [BF16, np.float16, np.float32])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "dtype"), pairs([*CASES] * 2, [BF16, np.float16, np.float32, np.float16, np.float32, BF16]))
 def test_one_number(case, dtype):
     definition, shape, of_rows = CASES[case]
     kernel = fuse.kernel(definition)

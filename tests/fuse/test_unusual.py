@@ -89,11 +89,13 @@ def quantised(x):
     return fuse.cast(x / scale, fp8e4m3), fuse.cast(scale, fp32)
 
 
-@pytest.mark.parametrize("dtype", [bf16, fp16, fp32])
 @pytest.mark.parametrize(
-    ("columns", "expected"),
-    [(32, "ShortRows"), (96, "ShortRows"), (128, "ShortRows"), (17440, "LongRows"), (16416, "LongRows")],
-)
+    ("columns", "expected", "dtype"),
+    [
+        (32, "ShortRows", bf16), (96, "ShortRows", fp16), (128, "ShortRows", fp32), (128, "ShortRows", bf16),
+        (17440, "LongRows", fp16), (16416, "LongRows", fp32), (17440, "LongRows", bf16),
+    ],
+)  # fmt: skip
 def test_short_and_long_rows(columns, expected, dtype):
     """Rows that one warp holds, and rows that a block reads tile by tile."""
     rows = 70 if columns < 1000 else 3

@@ -37,8 +37,8 @@ def exact(a, b, acc=0.0):
     return acc + wide(a) @ wide(b), (np.abs(acc) + np.abs(wide(a)) @ np.abs(wide(b))) * unit
 
 
-CASES = [  # each n in two forms, as compiled in one of them: each form with both dtypes, with a from registers in both products
-    (case, (i % 4 in (0, 3)) == (turn < 2))
+CASES = [  # each n in two forms; as compiled each form with both dtypes, and with a from registers in both products
+    (case, i in ((0, 7) if turn < 2 else (2, 5)))
     for turn, form in enumerate(TRANSPOSED)
     for i, case in enumerate(products(form, [(bf16, bf16), (fp16, fp16)], EVERY_N[turn % 2 :: 2], EVERY_K))
 ]

@@ -25,7 +25,7 @@ class ByParity(Mbarrier):
     def wait(self, warp, parity, everything=True):
         """The active lanes wait until the phase of this parity is complete. They then know what those knew that arrived;
         without `everything`, except what peers wrote to this block's memory."""
-        clock = warp.clocks[warp.mask].min(0)
+        clock = warp.asks_active().clock
         known = max(n for n in range(int(clock[self.agent]), self.phase + 1) if self.is_known(clock, n))
         wanted = known if (known - 1) & 1 == parity else known + 1
         if wanted > known:
@@ -56,7 +56,7 @@ def mbarrier(w, home, at, asks):
     cells = slice(at, at + MBARRIER_BYTES)
     shadow = home.shadow
     bad = asks.know(shadow.writer[cells]) < shadow.written[cells]
-    if bad.any():
+    if np.count_nonzero(bad):
         event = shadow.writes[shadow.write[at]]
         if (asks.plainly(shadow.writer[cells]) >= shadow.written[cells]).all():
             if any(asks.plainly(agent) >= time for agent, time in bar.fences):
@@ -88,7 +88,7 @@ def _(_, w, at):
         cells = slice(where, where + MBARRIER_BYTES)
         w.within(where, where + MBARRIER_BYTES, MBARRIER_BYTES)
         shadow = w.block.shadow
-        if (shadow.state[cells] == BARRIER).any():
+        if np.count_nonzero(shadow.state[cells] == BARRIER):
             raise w.hazard(f"sets up an mbarrier at {where}, where one lies", "plan")
         w._allowed(shadow.unwritable(w.asks_lane(lane), cells), "sets up an mbarrier")
         event = Event("store", f"the set-up of the mbarrier at {where}", w.place())

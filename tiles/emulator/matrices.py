@@ -60,7 +60,7 @@ def _(match, w, at):
 def _elements(w, registers, kind):
     """(register, lane, element in it) of fragments."""
     raw = np.array([w.get(r) for r in registers])
-    if kind == "tf32" and (raw & np.uint32(0x1FFF)).any():
+    if kind == "tf32" and np.count_nonzero(raw & np.uint32(0x1FFF)):
         raise w.hazard("a number is not rounded to tf32: the last bits are cut off", "language")
     return raw[..., None].view(TYPES[kind]).astype(np.float64).reshape(len(registers), LANES, -1)
 
@@ -139,7 +139,7 @@ def _cells(w, descriptor, rows, k_major, size):
     """The cells (row, byte along k) of the rows `rows` of an operand's 32-byte slice (PTX ISA, "Matrix descriptor"): swizzled
     atoms of eight rows, `stride` bytes from atom to atom, `leading` bytes from panel to panel."""
     bits = operand(descriptor, np.uint64)(w)
-    if (bits != bits[0]).any():
+    if np.count_nonzero(bits != bits[0]):
         raise w.hazard("the lanes' descriptors differ", "divergence")
     bits = int(bits[0])
     start, leading, stride = (bits & 0x3FFF) << 4, (bits >> 16 & 0x3FFF) << 4, (bits >> 32 & 0x3FFF) << 4

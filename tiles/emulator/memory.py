@@ -29,7 +29,7 @@ class Global:
         self.ranges = [(low, np.ctypeslib.as_array((ctypes.c_uint8 * (end - low)).from_address(low))) for low, end in ranges]
 
     def _bytes(self, warp, addresses, size):
-        if (addresses % np.uint64(size)).any():
+        if np.count_nonzero(addresses % np.uint64(size)):
             raise warp.hazard(
                 f"an access of {size} bytes at {int(addresses[addresses % size != 0][0]):#x}, which is no multiple"
             )
@@ -77,7 +77,7 @@ class EmulatedSharedMemory:
         """(kind, cause) if the last write of some cell is not known to be over, or None."""
         writer, written = self.writer[cells], self.written[cells]
         bad = ask.know(writer) < written
-        if not bad.any():
+        if not np.count_nonzero(bad):  # which takes less than half as long as `any`
             return None
         k = bad.argmax()
         event = self.writes[self.write[cells].flat[k]]
@@ -91,21 +91,21 @@ class EmulatedSharedMemory:
         state = self.state[cells]
         if cause := self._order(ask, cells):
             return cause
-        if (state == BARRIER).any():
+        if np.count_nonzero(state == BARRIER):
             return "plan", "where an mbarrier lies"
-        if plain or (state == VALID).all():
+        if plain or not np.count_nonzero(state != VALID):
             return None
         return "never written", "which nobody has written"
 
     def unwritable(self, ask, cells):
         """Why this writer may not write these cells: (kind, cause), or None."""
-        if (self.state[cells] == BARRIER).any():
+        if np.count_nonzero(self.state[cells] == BARRIER):
             return "plan", "where an mbarrier lies"
         if cause := self._order(ask, cells):
             return cause
         for first, (times, lanes) in self.lane_reads.items():
             late, readers = times[cells], lanes[cells]
-            if not late.any() or ask.knows_warp(first, late):
+            if not np.count_nonzero(late) or ask.knows_warp(first, late):
                 continue
             bad = (late[..., None] > ask.know_lanes(first)) & (readers[..., None] >> LANE & 1 != 0)
             if bad.any():
@@ -114,7 +114,7 @@ class EmulatedSharedMemory:
         for agent, times in self.reads.items():
             late = times[cells]
             bad = late > ask.know(np.full(late.shape, agent))
-            if bad.any():
+            if np.count_nonzero(bad):
                 return self._read(ask, bad, np.full(late.shape, agent), late, agent)
         return None
 

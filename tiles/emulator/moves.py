@@ -4,7 +4,7 @@ import numpy as np
 
 from ..layout import LANES
 from .memory import BASE, GENERIC_BYTES, LOCAL, SHARED, WINDOW
-from .table import TYPES, into, literal, means, operand
+from .table import TYPES, into, means, operand
 from .text import BYTES, Address, Imm, Reg, Symbol
 
 
@@ -28,7 +28,8 @@ def _(match, w, at):
     elif isinstance(source, Reg):
         w.move(to, source)
     elif isinstance(source, Imm):
-        into(w, to, np.full(LANES, literal(source.text, kind)).view(f"u{np.dtype(kind).itemsize}"))
+        value = operand(source, kind)(w).copy()  # a new one: fences tell values by their identity
+        into(w, to, value.view(f"u{value.itemsize}"))
     else:
         into(w, to, _special(w, source.name, to.width))
 
@@ -96,7 +97,7 @@ def _(match, w, at):
 def _in_spaces(w, space, where):
     """Yields (space, addresses there) with those active lanes that reach into it: of a generic address, which names no space,
     the lanes may reach into several, and take turns."""
-    if space or not (where - np.uint64(LOCAL) < SHARED + GENERIC_BYTES - LOCAL)[w.mask].any():
+    if space or not np.count_nonzero((where - np.uint64(LOCAL) < SHARED + GENERIC_BYTES - LOCAL)[w.mask]):
         yield space or ".global", where
         return
     active, full = w.mask, w.full

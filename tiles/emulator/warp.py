@@ -105,7 +105,7 @@ class EmulatedWarp(greenlet):
     @property
     def clock(self):
         """The times of all agents that some active lane knows of."""
-        return self.clocks.max(0)
+        return np.maximum.reduce(self.clocks)
 
     def learn(self, clock):
         """All lanes know what `clock` knows."""
@@ -113,7 +113,7 @@ class EmulatedWarp(greenlet):
 
     def meet(self):
         """The lanes meet: each knows what one of them knows."""
-        self.clocks[:] = self.clocks.max(0)
+        self.clocks[:] = np.maximum.reduce(self.clocks)
         self.synced = self.time
 
     def place(self):
@@ -229,12 +229,12 @@ class EmulatedWarp(greenlet):
     def asks(self, rows=None, asynchronous=False):
         """The knowledge of these lanes, for each its own; without `rows`, what all lanes know in common."""
         if rows is None:
-            return Ask(self.clocks.min(0), self.agents.ordinary, asynchronous)
+            return Ask(np.minimum.reduce(self.clocks), self.agents.ordinary, asynchronous)
         return Ask(self.clocks, self.agents.ordinary, asynchronous, rows)
 
     def asks_active(self):
         """What all active lanes know."""
-        return Ask(self.clocks[self.mask].min(0), self.agents.ordinary)
+        return Ask(np.minimum.reduce(self.clocks if self.full else self.clocks[self.mask]), self.agents.ordinary)
 
     def asks_lane(self, lane, asynchronous=False):
         """An Ask by what this one lane knows."""
@@ -253,11 +253,11 @@ class EmulatedWarp(greenlet):
         lanes = np.flatnonzero(self.mask)
         at = addresses[lanes].astype(np.int64)
         ranks = at >> WINDOW
-        if (ranks != ranks[0]).any():
+        if np.count_nonzero(ranks != ranks[0]):
             raise self.hazard("one instruction reaches into several blocks of a cluster", "language")
         home, _ = self.home(int(at[0]))
         at &= (1 << WINDOW) - 1
-        if (at % (align or size)).any():
+        if np.count_nonzero(at % (align or size)):
             raise self.hazard(f"shared memory at {at[at % (align or size) != 0][0]}, which is no multiple of {align or size}")
         self.within(int(at.min()), int(at.max()) + size, 1, home)
         self._count_passes(at, size)
@@ -293,14 +293,14 @@ class EmulatedWarp(greenlet):
         event = Event("store", "the write", self.place())
         home.shadow.note_write(writers[:, None], time, cells, VALID, event)
         home.shadow.bytes[cells] = values
-        if (home.shadow.bytes[cells] != values).any():
+        if np.count_nonzero(home.shadow.bytes[cells] != values):
             raise self.hazard(f"{deed}, and lanes put different numbers in the same place", "race")
 
     def own_bytes(self, addresses, size):
         """(lanes, bytes) of what the active lanes reach of their own memory, as indices of `local`."""
         at = addresses[self.mask].astype(np.int64) - LOCAL
         end = self.local.shape[1]
-        if (at % size).any() or at.min() < 0 or at.max() + size > end:
+        if np.count_nonzero(at % size) or at.min() < 0 or at.max() + size > end:
             raise self.hazard(f"{size} bytes at {at.min()} to {at.max()} of a thread's own memory, which ends at {end}")
         return np.flatnonzero(self.mask)[:, None], at[:, None] + np.arange(size)
 

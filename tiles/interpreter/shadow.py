@@ -19,7 +19,6 @@ import functools
 from typing import NamedTuple
 
 import numpy as np
-from numpy._core.multiarray import count_nonzero
 
 from ..types import sv
 from .hazard import WarpPlace
@@ -134,7 +133,7 @@ class Shadow:
         last = cells.of(self.last)
         bad = self._seen(clock, asynchronous)[last[..., WRITER]] < last[..., WRITTEN]
         bad |= last[..., STATE] != VALID
-        if not count_nonzero(bad):  # which takes half as long as `any`
+        if not np.count_nonzero(bad):  # which takes half as long as `any`
             return None
         if last[..., STATE].flat[bad.argmax()] == NEVER:
             return "never written", "which nobody has written"
@@ -144,14 +143,14 @@ class Shadow:
         """What forbids one who knows `clock` to overwrite these cells: (kind, cause), or None."""
         known, last = self._seen(clock, asynchronous), cells.of(self.last)
         bad = known[last[..., WRITER]] < last[..., WRITTEN]
-        if count_nonzero(bad):
+        if np.count_nonzero(bad):
             return self._overtaken(clock, cells, bad)
         for agent, time in self.latest.items():
             if time <= known[agent]:
                 continue
             times = cells.of(self.read[agent])
             unseen = times > known[agent]
-            if count_nonzero(unseen):
+            if np.count_nonzero(unseen):
                 late = int(times[unseen].min())
                 if late > clock[agent]:
                     return "race", f"and nothing orders this after {self.reads[agent, late]}"

@@ -23,13 +23,15 @@ def kernels(request, monkeypatch, nothing_known):
     return request.param
 
 
-LENGTHS = [(1, "token"), (17, "head"), (63, "none"), (64, "token"), (65, "none"), (130, "head")]
+LENGTHS = [
+    (1, "token", None), (17, "head", "sm_80"), (63, "none", None), (64, "token", "sm_80"), (64, "none", None),
+    (65, "none", "sm_80"), (65, "token", None), (130, "head", None), (130, "token", "sm_80"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("length", "decay"), LENGTHS)
-@pytest.mark.parametrize("family", [None, "sm_80"])
+@pytest.mark.parametrize(("length", "decay", "family"), LENGTHS)
 def test_lengths(place, length, decay, family):
-    check(place, delta_case(length, decay, batch=2), family=family)
+    check(place, delta_case(length, decay, batch=1 + (length < 64)), family=family)
 
 
 @pytest.mark.parametrize(("length", "decay"), [(1, "token"), (2, "none"), (17, "head"), (30, "channel")])
@@ -63,7 +65,7 @@ def test_sizes_token_by_token(place, key_dim, value_dim, decay):
 @pytest.mark.parametrize(("decay", "gates"), [("token", bf16), ("head", f32)])
 def test_value_heads_that_share_keys(place, decay, gates):
     """They add to the gradients of queries and keys; each has gradients of its beta and gates."""
-    args = delta_case(9, decay, batch=2, heads=4, key_heads=2, key_dim=80, gates=gates)
+    args = delta_case(9, decay, batch=2, heads=2, key_heads=1, key_dim=80, gates=gates)
     args["beta"] = args["beta"].astype(bf16)
     check_heads_first(place, args)
 
@@ -132,10 +134,10 @@ def test_packed_sequences_as_compiled(as_compiled):
 
 @pytest.mark.parametrize(
     ("arch", "length", "decay", "segments"),
-    [("sm_80", 65, "token", 1), ("sm_90a", 65, "token", 1), ("sm_90a", 65, "token", 2)],
+    [("sm_80", 65, "token", 1), ("sm_90a", 65, "token", 2)],
 )
 def test_as_compiled(as_compiled, monkeypatch, nothing_known, arch, length, decay, segments):
-    """The PTX of all kinds of kernels of chunks."""
+    """The PTX of all kinds of kernels of chunks. (Hopper's walk in one segment: `test_packed_sequences_as_compiled`.)"""
     as_compiled(arch)
     monkeypatch.setattr(delta_gradient_walk, "choose_segments", lambda *_: segments)
     check(OnInterpreter(), delta_case(length, decay, heads=1), family=None if arch == "sm_90a" else "sm_80")
@@ -170,10 +172,10 @@ def test_how_many_segments():
 
 
 # ---- beta, keys and gates -----------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("beta", "decay"), [(0.0, "token"), (0.0, "none"), (1.0, "none"), (1.0, "token"), (2.0, "none")])
+@pytest.mark.parametrize(("beta", "decay"), [(0.0, "token"), (1.0, "none"), (2.0, "token")])
 def test_equal_betas(place, kernels, beta, decay):
     """0 writes nothing, and has a gradient; 1 replaces what a key has; 2 reflects."""
-    args = delta_case(70, decay)
+    args = delta_case(70, decay, heads=1)
     args["beta"][:] = beta
     got = check(place, args)
     if not beta:
@@ -183,7 +185,7 @@ def test_equal_betas(place, kernels, beta, decay):
 @pytest.mark.parametrize(("beta", "limit"), [(1.0, 0.01), (1.9, 0.03), (2.0, 0.05)])
 def test_equal_keys(place, kernels, beta, limit):
     """Each token writes to what the one before it has written. In chunks, terms of dP that are rounded cancel."""
-    args = delta_case(70, "none")
+    args = delta_case(70, "none", heads=1)
     args["k"][:] = args["k"][:, :1]
     args["beta"][:] = beta
     got, want = run(place, args), reference.linear_backward(**args)
@@ -195,7 +197,7 @@ def test_equal_keys(place, kernels, beta, limit):
 def test_equal_gates(place, kernels, gate):
     """Without decay; where all but the nearest tokens are forgotten; and where all are, so that keys have no gradient from what
     they read."""
-    args = delta_case(70, "token", key_heads=2)
+    args = delta_case(70, "token", heads=1)
     args["decay"][:] = gate
     got = check(place, args)
     if gate < -100:
@@ -205,7 +207,7 @@ def test_equal_gates(place, kernels, gate):
 @pytest.mark.parametrize("decay", ["token", "channel"])
 def test_gates_that_forget_everything(place, decay):
     """Some are -inf or -1e4, others 0: everything is finite, and the gradient of such a gate is 0."""
-    args = delta_case(100, decay, key_heads=2)
+    args = delta_case(70, decay, heads=1)
     draw = np.random.default_rng(2).random(args["decay"].shape)
     args["decay"] = np.where(draw < 0.1, -np.inf, np.where(draw < 0.2, -1e4, np.where(draw < 0.5, 0, -0.1))).astype(f32)
     got = check(place, args)
@@ -214,7 +216,7 @@ def test_gates_that_forget_everything(place, decay):
 
 def test_errors_of_later_chunks_stay_there(place):
     """A gate of -inf inside a chunk, behind which gradients are a thousand times as large."""
-    args = delta_case(128, "token", key_heads=2)
+    args = delta_case(128, "token", heads=1)
     args["decay"][:, 40], args["dout"][:, 40:] = -np.inf, args["dout"][:, 40:] * bf16(1024)
     got, want = run(place, args)["ddecay"], reference.linear_backward(**args)["ddecay"]
     assert relative_rms(got[:, :40], want[:, :40]) < 0.02 and relative_rms(got[:, 40:], want[:, 40:]) < 0.02
@@ -223,7 +225,7 @@ def test_errors_of_later_chunks_stay_there(place):
 def test_what_gates_of_zero_change(place):
     """The gradients of a call with gates of 0 are those of a call without, and the decay's is the reverse cumulative sum of
     q . dq - v . dv. Gates of channels that are alike have gradients whose sum is that of the gate of a token."""
-    args = delta_case(40, "token", key_heads=2)
+    args = delta_case(40, "token", heads=1)
     args["decay"][:] = 0
     args["dstate"][:] = 0
     got = run(place, args)

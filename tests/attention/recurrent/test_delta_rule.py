@@ -8,7 +8,7 @@ from attention import reference
 from attention.kernels import delta_hopper, delta_transform_hopper, delta_walk_hopper
 from attention.plans import token_loop
 from attention.public.delta_rules import delta_rule
-from tiles import bf16, fp16
+from tiles import bf16
 from tiles.compiling.compiler import compile_kernel
 from tiles.launching.arguments import signature
 
@@ -126,10 +126,9 @@ def test_bad_arguments():
         delta_rule(q, k, v, None)
 
 
-@pytest.mark.parametrize("schedule", [0, 1])
-def test_other_schedules(monkeypatch, schedule):
+def test_another_schedule(monkeypatch):
     """In any order of the warps."""
-    monkeypatch.setenv("TILES_SEED", str(schedule))
+    monkeypatch.setenv("TILES_SEED", "0")
     place = type("Here", (), {"put": staticmethod(lambda x: x), "get": staticmethod(lambda x: x)})
     agree(place, *inputs(1, 200, 1, 64, 128))
 
@@ -143,11 +142,9 @@ def test_wide_keys(place, monkeypatch, nothing_known, key_dim, value_dim, gate):
 
 SHIPPED = [
     (delta_hopper, delta_hopper.Config(128, 2, bf16, True, True)),
-    (delta_hopper, delta_hopper.Config(64, 1, fp16, False)),
     (delta_hopper, delta_hopper.Config(256, 1, bf16, True)),
     (delta_transform_hopper, delta_transform_hopper.Config(128, bf16, True, l2norm=True)),
     (delta_walk_hopper, delta_walk_hopper.Config(128, bf16, True, True)),
-    (delta_walk_hopper, delta_walk_hopper.Config(64, fp16, False, l2norm=True)),
 ]
 
 

@@ -114,7 +114,7 @@ def test_limits_of_steps(place, softplus):
 @every_family
 def test_rates(place, rate, family):
     """No decay; all but the nearest tokens are forgotten; everything is, with gates that count as -inf."""
-    args = case(130, groups=2)
+    args = case(130, heads=1)
     args["A"][:] = rate
     args["dt"] = abs(args["dt"]) + f32(0.5)
     del args["dt_bias"]
@@ -125,10 +125,11 @@ def test_rates(place, rate, family):
 @pytest.mark.parametrize("neighbour", [0, 2])
 @every_family
 def test_packed_sequences_among_poison(place, monkeypatch, family, neighbour):
-    """Lengths around a chunk's, next to poison: each sequence has the gradients that it has by itself. Padding has gradients of
-    0, and adds nothing to sums; a sequence without tokens passes the gradient of its state on."""
+    """A sequence with a token more than a chunk, and one of a token, next to poison: each has the gradients that it has by
+    itself. Padding has gradients of 0, and adds nothing to sums; a sequence without tokens passes the gradient of its state
+    on."""
     as_on_a_device(monkeypatch)
-    packing = Packing([0, 63, 65, 1], neighbour=neighbour, nobodys=66)
+    packing = Packing([0, 65, 1], neighbour=neighbour, nobodys=66)
     args = case(int(packing.cu_seqlens[-1]))
     of_tokens = {name: x for name, x in args.items() if name in ("dout", "x", "dt", "B", "C", "z")}
     states = {name: np.repeat(args[name], len(packing.cu_seqlens) - 1, axis=0) for name in ("initial_states", "dstates")}

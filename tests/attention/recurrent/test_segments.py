@@ -10,7 +10,6 @@ from poison import Packing, as_on_a_device, poisoned
 
 from attention import reference
 from attention.kernels import (
-    compose_segment_states,
     delta_compose_states_hopper,
     delta_walk_states_hopper,
     gla_states_hopper,
@@ -21,11 +20,16 @@ from attention.plans.recurrent_chunks import Costs, choose_segments
 from attention.public import delta_rules as module
 from attention.public.delta_rules import delta_rule
 from attention.public.linear_family import linear
-from tiles import bf16, fp16, fp32
+from tiles import bf16, fp32
 from tiles.compiling.compiler import compile_kernel
 from tiles.launching.arguments import signature
 
 KINDS = "none", "head", "token", "channel"  # of decays
+DELTA_KINDS = [(False, "channel"), (True, "none"), (True, "channel")]  # is it the delta rule?
+NUMBERS = [
+    (False, "token", 2), (False, "token", 9), (False, "channel", 4), (False, "channel", 12), (True, "none", 5),
+    (True, "channel", 7),
+]  # fmt: skip
 
 
 def case(delta, kind, length=300, key_dim=64, value_dim=64, heads=1, dtype=BF16, gate=0.05, sequences=1, seed=0):
@@ -84,8 +88,13 @@ def test_two_consumers_of_shared_keys(place, cut, delta, kind):
     agree(place, args | {"q": args["q"][:, :, :1].copy(), "k": args["k"][:, :, :1].copy()})
 
 
-@pytest.mark.parametrize(("key_dim", "value_dim", "dtype"), [(80, 96, FP16), (16, 16, BF16), (64, 80, FP16)])
-@pytest.mark.parametrize(("delta", "kind"), [(False, "channel"), (True, "none"), (True, "channel")])
+SIZES = [
+    (False, "channel", 80, 96, FP16), (False, "channel", 16, 16, BF16), (True, "none", 16, 16, BF16),
+    (True, "none", 80, 96, FP16), (True, "channel", 64, 80, FP16),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("delta", "kind", "key_dim", "value_dim", "dtype"), SIZES)
 def test_sizes_of_keys_and_values(place, cut, delta, kind, key_dim, value_dim, dtype):
     """Smaller than the tiles of the kernels."""
     cut(2)
@@ -97,19 +106,11 @@ def test_wide_keys_of_channels(place, cut):
     agree(place, case(False, "channel", 130, 256, 64))
 
 
-@pytest.mark.parametrize("segments", [2, 4, 5, 6, 9, 12])
-@pytest.mark.parametrize("kind", ["token", "channel"])
-def test_any_number_of_segments(place, cut, kind, segments):
+@pytest.mark.parametrize(("delta", "kind", "segments"), NUMBERS)
+def test_any_number_of_segments(place, cut, delta, kind, segments):
     """Also more than there are chunks, so that some have no tokens."""
     cut(segments)
-    agree(place, case(False, kind, 64 * min(segments, 7) - 3, 16, 16))
-
-
-@pytest.mark.parametrize("segments", [2, 5, 7])
-@pytest.mark.parametrize("kind", ["none", "channel"])
-def test_any_number_of_segments_of_the_delta_rule(place, cut, kind, segments):
-    cut(segments)
-    agree(place, case(True, kind, 64 * min(segments, 6) - 3, 16, 16))
+    agree(place, case(delta, kind, 64 * min(segments, 5) - 3, 16, 16))
 
 
 @pytest.mark.parametrize("kind", ["token", "channel"])
@@ -171,25 +172,24 @@ def test_calls_use_the_chosen_number(monkeypatch, nothing_known, delta, kind):
     monkeypatch.setattr(module, "serves_channel_walk", lambda _: False)
     monkeypatch.setattr(module, "serves_walk", lambda _: True)
     monkeypatch.setattr(delta_walk, "COMPOSE", 0.5)
-    for length in 1300, 1000, 200, 64:
+    for length in 1300, 200:
         agree(OnInterpreter(), case(delta, kind, length, 16, 16))
     assert numbers[0] > 1 and int(numbers[-1]) == 1
 
 
-@pytest.mark.parametrize("schedule", [0, 1])
-@pytest.mark.parametrize(("delta", "kind"), [(False, "channel"), (True, "none"), (True, "channel")])
-def test_other_schedules(monkeypatch, cut, delta, kind, schedule):
-    """In any order of the warps."""
-    monkeypatch.setenv("TILES_SEED", str(schedule))
+@pytest.mark.parametrize(("delta", "kind"), DELTA_KINDS)
+def test_other_schedules(monkeypatch, cut, delta, kind):
+    """In any order of the warps, with segments of three chunks."""
+    monkeypatch.setenv("TILES_SEED", "0")
     cut(2)
-    agree(OnInterpreter(), case(delta, kind, 450, 64, 128))
+    agree(OnInterpreter(), case(delta, kind, 330, 64, 128))
 
 
 @pytest.mark.parametrize(("delta", "kind"), [(False, "token"), (False, "channel"), (True, "none"), (True, "channel")])
 def test_as_compiled_for_hopper(as_compiled, cut, delta, kind):
     as_compiled("sm_90a")
     cut(2)
-    agree(OnInterpreter(), case(delta, kind, 130))
+    agree(OnInterpreter(), case(delta, kind, 70))
 
 
 COSTS = Costs(two_consumers=1.5, first_pass=0.8, compose=0.5, extra_launches=3)
@@ -222,12 +222,9 @@ def test_choose_segments_counts_all_costs():
 
 SHIPPED = [
     (gla_states_hopper, gla_states_hopper.Config(128, 2, fp32, bf16, True)),
-    (gla_states_hopper, gla_states_hopper.Config(256, 1, fp16, fp16)),
     (kda_states_hopper, kda_states_hopper.Config(128, 2, fp32, bf16, True)),
-    (kda_states_hopper, kda_states_hopper.Config(128, 1, fp16, fp16)),
     (delta_walk_states_hopper, delta_walk_states_hopper.Config(128, bf16, True, True, consumers=2)),
     (delta_compose_states_hopper, delta_compose_states_hopper.Config(128)),
-    (compose_segment_states, compose_segment_states.Config(True)),
 ]
 
 

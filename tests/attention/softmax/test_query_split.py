@@ -44,23 +44,25 @@ def splits(monkeypatch, nothing_known, request):
     return chosen
 
 
-@pytest.mark.parametrize(
-    ("lengths", "heads", "head_dim", "options", "split"),
-    [
-        ((40, 70), (4, 1), 64, {}, QuerySplit(4, 1)),
-        ((130, 140), (6, 2), 128, dict(causal=True), QuerySplit(3, 1)),
-        ((40, 200), (4, 2), 192, dict(causal=True), QuerySplit(2, 1)),
-        ((1100, 77), (2, 2), 64, {}, QuerySplit(1, 2)),  # 9 query tiles, the last of which is not full
-        ((530, 77), (2, 2), 128, {}, QuerySplit(1, 2)),
-        ((700, 700), (1, 1), 128, dict(causal=True), QuerySplit(1, 2)),  # the last key blocks have empty splits
-        ((600, 130), (1, 1), 256, {}, QuerySplit(1, 2)),
-        ((600, 130), (3, 1), 128, dict(window=(200, 50), dropout=0.3, seed=7), QuerySplit(3, 2)),
-        ((600, 130), (4, 2), 72, dict(causal=True, sink=np.array([1.5, -2, 0, 1], np.float32)), QuerySplit(2, 2)),
-        ((300, 90), (3, 1), 64, dict(softcap=3.0), QuerySplit(3, 1)),
-    ],
-)
-@pytest.mark.parametrize("family", ["sm_90", "sm_80"])
-def test_gradients(place, splits, lengths, heads, head_dim, options, split, family):
+SINK = np.array([1.5, -2, 0, 1], np.float32)
+PROBLEMS = [  # groups of heads, splits, and both, by both families; each of Hopper's kernels
+    ("sm_90", (40, 70), (4, 1), 64, {}, QuerySplit(4, 1)),
+    ("sm_80", (130, 140), (6, 2), 128, dict(causal=True), QuerySplit(3, 1)),
+    ("sm_90", (40, 200), (4, 2), 192, dict(causal=True), QuerySplit(2, 1)),
+    ("sm_80", (1100, 77), (2, 2), 64, {}, QuerySplit(1, 2)),  # 9 query tiles, the last of which is not full
+    ("sm_90", (1100, 77), (1, 1), 64, {}, QuerySplit(1, 2)),
+    ("sm_90", (530, 77), (2, 2), 128, {}, QuerySplit(1, 2)),
+    ("sm_90", (700, 700), (1, 1), 128, dict(causal=True), QuerySplit(1, 2)),  # the last key blocks have empty splits
+    ("sm_80", (600, 130), (1, 1), 256, {}, QuerySplit(1, 2)),
+    ("sm_90", (600, 130), (1, 1), 256, {}, QuerySplit(1, 2)),
+    ("sm_90", (600, 130), (3, 1), 128, dict(window=(200, 50), dropout=0.3, seed=7), QuerySplit(3, 2)),
+    ("sm_80", (600, 130), (4, 2), 72, dict(causal=True, sink=SINK), QuerySplit(2, 2)),
+    ("sm_80", (300, 90), (3, 1), 64, dict(softcap=3.0), QuerySplit(3, 1)),
+]
+
+
+@pytest.mark.parametrize(("family", "lengths", "heads", "head_dim", "options", "split"), PROBLEMS)
+def test_gradients(place, splits, family, lengths, heads, head_dim, options, split):
     agree(place, *inputs(1, *lengths, *heads, head_dim), family, **options)
     first = splits[0]  # on a GPU a plan for other lengths is made, too
     assert first.head_groups == split.head_groups and (first.splits > 1) == (split.splits > 1), first
