@@ -93,6 +93,9 @@ def program(kernel, types, arch, lowered=None) -> PtxProgram:
         ptx_program.runs = [
             None if at.target is not None or at.opcode in ("ret", "exit") else meaning(at) for at in ptx_program.code
         ]
+        ptx_program.unguarded = [
+            None if at.guard is not None else run for at, run in zip(ptx_program.code, ptx_program.runs, strict=True)
+        ]
         known[types, arch] = ptx_program
     return ptx_program
 

@@ -99,11 +99,18 @@ def operand(source, kind):
     """A function from a warp to an operand's 32 numbers of a type: a register's lowest bytes, or a literal."""
     size, unsigned = _bits_of(kind)
     if isinstance(source, Reg):
-        if size == source.width:
-            if np.dtype(kind) == unsigned and size > 1:  # as registers hold them
-                return lambda w: w.get(source)
-            return lambda w: w.get(source).view(kind)
-        return lambda w: w.get(source).astype(unsigned).view(kind)
+        if size != source.width:
+            return lambda w: w.get(source).astype(unsigned).view(kind)
+        slot, kind = source.slot, np.dtype(kind)
+        held = kind == unsigned and size > 1  # as registers hold them
+
+        def get(w):
+            value = w.r[slot]
+            if value.__class__ is not np.ndarray:
+                value = w.get(source)  # a Hazard
+            return value if held else value.view(kind)
+
+        return get
     if isinstance(source, Imm):
         value = _everywhere(source.text, kind)
         return lambda w: value
@@ -146,18 +153,28 @@ def into(w, reg, value):
 def _computes(function, to, types, at):
     target, *sources = at.operands
     gets = [operand(source, kind) for source, kind in zip(sources, types, strict=True)]
-    unsigned = _bits_of(to)[1]
-    raw = np.dtype(to) if np.dtype(to).kind in "iu" else unsigned
+    unsigned, to = _bits_of(to)[1], np.dtype(to)
+    raw = to if to.kind in "iu" else unsigned
 
     fits = isinstance(target, Reg) and raw.itemsize == target.width
+    first, second = (*gets, None, None)[:2]
+    count = len(gets)
 
     def run(w):
-        value = function(*[get(w) for get in gets])
-        value = (value[0] if value.__class__ is tuple else value).astype(to, copy=False).view(raw)
-        if fits:
-            w.set(target, value.view(unsigned))
+        if count == 2:  # most
+            value = function(first(w), second(w))
         else:
-            into(w, target, value)
+            value = function(*[get(w) for get in gets])
+        if value.__class__ is tuple:
+            value = value[0]
+        if value.dtype is not to:
+            value = value.astype(to, copy=False)
+        if not fits:
+            into(w, target, value.view(raw))
+        elif w.full:
+            w.r[target.slot] = value.view(unsigned)
+        else:
+            w.set(target, value.view(unsigned))
 
     def run_two(w):
         values = function(*[get(w) for get in gets])

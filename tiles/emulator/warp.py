@@ -177,7 +177,7 @@ class EmulatedWarp(greenlet):
 
     # -- the program
     def _execute(self):
-        code, runs, meets = self.program.code, self.program.runs, self.program.meets
+        code, runs, meets, unguarded = self.program.code, self.program.runs, self.program.meets, self.program.unguarded
         end, executed = len(code), self.block.cluster.counts.executed
         stack = [[0, np.ones(LANES, bool), end, LANES]]  # the next instruction, which lanes, where they meet others, how many
         while stack:
@@ -187,6 +187,14 @@ class EmulatedWarp(greenlet):
                 stack.pop()
                 continue
             self.mask, self.full = mask, lanes == LANES
+            while pc != until and (run := unguarded[pc]) is not None:  # straight on
+                self.instruction = code[pc]
+                executed[code[pc].opcode] += 1
+                run(self)
+                pc += 1
+            top[0] = pc
+            if pc == until:
+                continue
             at = self.instruction = code[pc]
             executed[at.opcode] += 1
             if at.guard is not None:
@@ -209,8 +217,6 @@ class EmulatedWarp(greenlet):
                     entry[3] = int(np.count_nonzero(entry[1]))
                 if count == lanes:
                     continue
-            elif wanted is mask:
-                runs[pc](self)
             elif count:
                 self.mask, self.full = wanted, count == LANES
                 runs[pc](self)
