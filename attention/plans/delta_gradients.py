@@ -1,19 +1,18 @@
 """The plans of the delta rule's gradients, chunk by chunk (parts/recurrent/delta_chunks.py) and token by token
 (delta_gradient_token_loop.py): four kernels of chunks, and small ones for gates and for what is added up. On Hopper
-delta_gradient_walk.py has the plan."""
+delta_gradient_walk.py and delta_channel_gradients.py have the plans."""
 
 from typing import Any
 
 from tiles.calls.plan import Step
 from tiles.calls.schema import Problem
 from tiles.launching.arrays import Operand
-from tiles.launching.devices import machine, persistent
+from tiles.launching.devices import machine
 from tiles.launching.launch import kernel_for
 from tiles.targets import LARGE, MEDIUM
 
 from ..kernels import (
     delta_channel_gradients_ampere,
-    delta_channel_gradients_hopper,
     delta_channel_inverse_ampere,
     delta_gradient_token_loop,
     delta_gradients_ampere,
@@ -25,6 +24,7 @@ from ..kernels import (
 from ..kernels.linear_token_loop import WARPS
 from ..parts.recurrent.delta_chunks import KEY_DIMS, PANEL
 from ..parts.recurrent.tokens import CHUNK, COLUMNS
+from .delta_channel_gradients import plan_delta_channel_gradients
 from .delta_gradient_walk import plan_delta_gradient_walk
 from .recurrent_checks import DTYPES, has_channel_decay, is_varlen, pad_key_dim
 from .recurrent_chunks import SWAP_STATE_AXES, Arrays, ScratchAllocator, intern_value
@@ -56,10 +56,10 @@ def plan_delta_gradients(
     gradient that is not wanted. on_hopper: may kernels for Hopper serve the call?"""
     if not serves_delta_gradients(problem):
         return plan_delta_token_loop(problem, arrays, scale, scratch)
-    on_hopper = on_hopper and serves_hopper(problem)
-    if on_hopper and not has_channel_decay(problem):
-        return plan_delta_gradient_walk(problem, arrays, scale, scratch)
-    return plan_delta_chunks(problem, arrays, scale, scratch, on_hopper)
+    plan = plan_delta_chunks
+    if on_hopper and serves_hopper(problem):
+        plan = plan_delta_channel_gradients if has_channel_decay(problem) else plan_delta_gradient_walk
+    return plan(problem, arrays, scale, scratch)
 
 
 def serves_delta_gradients(problem: Problem) -> bool:
@@ -75,13 +75,11 @@ def serves_hopper(problem: Problem) -> bool:
     return fits and not (has_channel_decay(problem) and is_varlen(problem))
 
 
-def plan_delta_chunks(
-    problem: Problem, arrays: Arrays, scale: float, scratch: ScratchAllocator, on_hopper: bool = False
-) -> list[Step]:
-    """The launches of chunk kernels. arrays: as in plan_delta_gradients. on_hopper: is the last of these kernels Hopper's?"""
+def plan_delta_chunks(problem: Problem, arrays: Arrays, scale: float, scratch: ScratchAllocator) -> list[Step]:
+    """The launches of chunk kernels. arrays: as in plan_delta_gradients."""
     length, heads, key_heads, value_dim, sequences = problem("seqlen", "heads", "heads_k", "value_dim", "sequences")
     chunks, width, vector_bytes = count_chunk_indices(problem), -(-value_dim // COLUMNS), problem.bytes_at_once()
-    wants_gates, gated, shares_keys = arrays["ddecay"] is not None, arrays["decay"] is not None, heads > key_heads
+    wants_gates, gated, unrounded = arrays["ddecay"] is not None, arrays["decay"] is not None, heads > key_heads
     by_channel, shared_bytes = has_channel_decay(problem), machine(problem.device).shared_bytes
     form = pad_key_dim(problem.extents["key_dim"], KEY_DIMS), DTYPES[problem.dtype], gated, is_varlen(problem), vector_bytes
     padded_keys, columns = form[0], width * COLUMNS
@@ -89,10 +87,7 @@ def plan_delta_chunks(
     def of_chunks(rows: int, cols: int) -> Operand:
         return scratch(chunks, heads, rows, cols, dtype=problem.dtype)
 
-    outputs = {name: arrays[name] for name in ("dq", "dk")}
-    if shares_keys:
-        of_heads = problem("batch", "seqlen", "heads", "key_dim")
-        outputs = {name: scratch(*of_heads, dtype=problem.dtype if on_hopper else "float32") for name in outputs}
+    outputs = {name: partial_gradients(problem, scratch) if unrounded else arrays[name] for name in ("dq", "dk")}
     known = {"gQ": arrays["q"], "gK": arrays["k"], "gV": arrays["v"], "gDOut": arrays["dout"], "gBeta": arrays["beta"]}
     known |= {"gDecayedQ": arrays["q"], "gReadKeys": arrays["k"], "gWriteKeys": arrays["k"]}
     if by_channel:  # by chunk, token, head and channel, so that the tokens of a head lie side by side
@@ -111,7 +106,7 @@ def plan_delta_chunks(
         halves, warps = delta_gradients_ampere.HALVES, delta_gradients_ampere.WARPS
         dots, finish = plan_gate_sums(problem, arrays, scratch, carried=warps, states=warps, parts=halves)
         known |= dots
-    if shares_keys:
+    if unrounded:
         finish += [step for name in ("dq", "dk") for step in sum_heads(problem, outputs[name], arrays[name])]
     parts = -(-chunks // sequences)  # of a head of a sequence: thread blocks with a chunk each, if all have as many
     stages = 2 if shared_bytes >= (LARGE if by_channel else MEDIUM) else 1
@@ -127,10 +122,10 @@ def plan_delta_chunks(
         )
 
     (inverses, of_inverses), (gradients, of_gradients) = KERNELS_OF_CHUNKS[by_channel]
-    fields = shares_keys, wants_gates, stages
+    fields = unrounded, wants_gates, stages
     of_states = "gReadKeys gWriteKeys gB gV gForward gInitialState gErrors gStates"
     of_state_gradients = "gDecayedQ gReadKeys gWriteKeys gB gDOut gReverse gErrors gStates gDV gLastState gFirstState"
-    steps = [
+    return [
         launch(inverses, (), parts, f"{of_inverses} gQ gK gB gBeta gGates gForward gReverse", parts=parts, scale=scale),
         launch(delta_states_ampere, (by_channel,), width, of_states, blocks=width),
         launch(
@@ -141,44 +136,17 @@ def plan_delta_chunks(
             blocks=width,
             scale=scale,
         ),
+        launch(
+            gradients,
+            fields,
+            parts,
+            f"{of_gradients} gQ gK gDOut gErrors gStates gDQ gDK gDBeta",
+            parts=parts,
+            panels=columns // PANEL,
+            scale=scale,
+        ),
+        *finish,
     ]
-    if on_hopper:
-        return [*steps, launch_channel_gradients(problem, known, scale), *finish]
-    last = launch(
-        gradients,
-        fields,
-        parts,
-        f"{of_gradients} gQ gK gDOut gErrors gStates gDQ gDK gDBeta",
-        parts=parts,
-        panels=columns // PANEL,
-        scale=scale,
-    )
-    return [*steps, last, *finish]
-
-
-def launch_channel_gradients(problem: Problem, arrays: Arrays, scale: float) -> Step:
-    """The launch of Hopper's kernel of gradients in chunks, with decays of channels. arrays: by the names of parameters."""
-    batch, length, heads, key_heads = problem("batch", "seqlen", "heads", "heads_k")
-    key_dim, value_dim = problem("key_dim", "value_dim")
-    padded = pad_key_dim(key_dim, KEY_DIMS), pad_key_dim(value_dim, delta_channel_gradients_hopper.VALUE_DIMS)
-    assert arrays["gGates"] is not None
-    fields = *padded, DTYPES[arrays["gGates"].form.dtype], DTYPES[problem.dtype], arrays["gDGates"] is not None
-    config = intern_value(delta_channel_gradients_hopper.Config, *fields)
-    chunks = -(-length // CHUNK)
-    items = batch * chunks * heads
-    names = "gQ gK gDOut gGates gChunkBeta gErrors gStates gDQ gDK gDBeta gDGates"
-    rows = {"gQueryRows": arrays["gQ"], "gKeyRows": arrays["gK"], "gGateRows": arrays["gGates"]}
-    return kernel_for(delta_channel_gradients_hopper, config, problem.device).bind(
-        persistent(machine(problem.device), items),
-        length=length,
-        chunks=chunks,
-        items=items,
-        heads=heads,
-        group=heads // key_heads,
-        scale=scale,
-        **rows,
-        **{name: arrays[name] for name in names.split()},
-    )
 
 
 def plan_delta_token_loop(problem: Problem, arrays: Arrays, scale: float, scratch: ScratchAllocator) -> list[Step]:

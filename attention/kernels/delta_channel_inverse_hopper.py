@@ -1,0 +1,158 @@
+"""What gradients of the delta rule need of each chunk before its state is known, of all chunks at once, for Hopper, where each
+channel of the keys has a decay (parts/recurrent/delta_channels.py has the equations): the queries and keys as they meet states,
+exp(b) Q, exp(b) K and exp(b_last - b) K, the chunk's decay exp(b_last), the scores P / scale, and -L^T in two parts.
+
+A block is one warpgroup, and has some chunks of a head, one after the other. Chunks are treated as
+kda_transform_hopper.py treats strong ones: by blocks of 16 tokens with a reference each (block_scores.py), or halved. The next
+chunk is loaded while this one's triangle is inverted."""
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from numba import cuda
+from numpy import int32
+
+from ops import divmod, exp2, load, rows, store, subtile, truncate, viewed, warpgroup, zeros
+from ops.for_attention.triangular_inverse import TRIANGLES, inverse_transposed, store_parts
+from tiles import bf16, fp16, fp32, inlined, ring, rt, shared, st
+from tiles.launching.arguments import INT, array, tiled
+from tiles.targets import Target
+
+from ..parts.recurrent import channel_config
+from ..parts.recurrent.channel_decay import TOKEN_GROUP
+from ..parts.recurrent.delta_chunk_solver import away_from_zero
+from ..parts.recurrent.delta_chunks import KEY_DIMS, TwoParts
+from ..parts.recurrent.tokens import CHUNK, SequenceLayout, block_coord
+from .kda_hopper import KdaBlockScores, KdaDecay, KdaScores
+
+WARPS = warpgroup.WARPGROUP
+
+
+@dataclass(frozen=True)
+class Config(channel_config.Config):
+    """A kernel's configuration: that of channel_config.py. There are no consumers."""
+
+    blocks_per_sm = 2
+
+    @property
+    def decayed_keys(self):
+        """The tile of exp(b) K, which takes the place of 16-bit gates once they are summed up, and this is a small one."""
+        return self.key if self.gates is fp32 else st(16, 16, self.dtype)
+
+    def __str__(self):
+        return f"inverses of chunks, {super().__str__()}"
+
+
+def space(target: Target, everything: bool) -> Iterator[Config]:
+    """The configurations of both padded key dims, with gates in fp32 and in bf16; fp16 too if `everything`."""
+    if target.has_wgmma:
+        for of in (bf16, fp16) if everything else (bf16,):
+            yield from (Config(key_dim, 0, gates, of) for key_dim in KEY_DIMS for gates in (fp32, of))
+
+
+@functools.cache
+def make(config: Config):
+    """(kernel, shared memory) of a configuration."""
+    INPUT, IN_PLACE, SCORES = config.dtype, config.gates is fp32, rt(16, CHUNK, fp32)
+    COL_VEC, ROW_VEC, KEY, seq_layout = SCORES.col_vec, SCORES.row_vec, config.key, SequenceLayout()
+    SQUARE, decay, raw, parts_of = (
+        st(CHUNK, CHUNK, INPUT),
+        KdaDecay(config.key_dim, INPUT, 1),
+        config.channel_gates,
+        TwoParts(INPUT),
+    )
+    halved_scores, block_scores = KdaScores(config.key_dim, INPUT), KdaBlockScores(config.key_dim, INPUT)
+    BLOCK_KEYS, KEYS, CHUNK_KEYS = replace(TRIANGLES, dtype=INPUT), tiled(KEY, unit=1), tiled(KEY, rows=2)
+    smem = shared(
+        q=ring(KEY, 1, WARPS),
+        k=ring(KEY, 1, WARPS),
+        g=ring(config.gate, 1, WARPS),
+        k_decayed=config.decayed_keys,
+        square=SQUARE,
+        triangles=TRIANGLES,
+        state_decay=config.state_decay,
+        gate_sums=config.gate_sums,
+        block_decays=decay.block_decays,
+    )
+
+    @inlined
+    def fill(rings, arrays, j, n, seq, head, key_head):
+        """Have TMA load the queries, keys and gates of the j-th of a sequence's n chunks, if there is one."""
+        (q, k, g), (gQ, gK, gGates) = rings, arrays
+        if j < n:
+            token = seq.chunk_start(j)
+            g.fill(j, gGates, (seq.batch, token, head))
+            k.fill(j, gK, (seq.batch, token, key_head))
+            q.fill(j, gQ, (seq.batch, token, key_head))
+
+    @inlined
+    def send_decayed(tiles, arrays, at):
+        """Store the decayed queries and keys of a chunk, and its own decay."""
+        (queries, decayed_keys, keys, state_decay), (gDecayedQ, gReadKeys, gWriteKeys, gB) = tiles, arrays
+        warpgroup.tma_store(gDecayedQ, at, queries)
+        warpgroup.tma_store(gReadKeys, at, decayed_keys)
+        warpgroup.tma_store(gWriteKeys, at, keys)
+        warpgroup.tma_store(gB, at, state_decay)
+
+    @cuda.jit(launch_bounds=(config.threads, config.blocks_per_sm), fastmath=True)
+    def invert(
+        gQ: KEYS, gK: KEYS, gBeta: array(3), gGates: tiled(config.gate, unit=1), gDecayedQ: CHUNK_KEYS, gReadKeys: CHUNK_KEYS,
+        gWriteKeys: CHUNK_KEYS, gB: tiled(config.state_decay, 3, None, 2), gChunkBeta: array(3),
+        gScores: tiled(SQUARE, rows=2), gSolutions: tiled(SQUARE, rows=2), length: INT, parts: INT, heads: INT, group: INT,
+    ):  # fmt: skip
+        """Each of the `parts` blocks of a head of a sequence has as many of its chunks. gB, gChunkBeta: exp(b_last) and beta of
+        each chunk and head; gSolutions: -L^T, high above low. `group` value heads share one of the key `heads`."""
+        q, k, g, k_decayed, square, triangles, state_decay, gate_sums, block_decays = smem.open()
+        _, part, head, sequence = block_coord(cuda.blockIdx.x, 1, parts, heads * group)
+        key_head, _ = divmod(head, group)
+        seq = seq_layout.segment_tokens(0, sequence, length, part, parts)
+        n, first, warp = seq.num_chunks(), seq_layout.chunk_index(seq.start, sequence, length), warpgroup.rank()
+        rings, arrays, decayed_arrays = (q, k, g), (gQ, gK, gGates), (gDecayedQ, gReadKeys, gWriteKeys, gB)
+        fill(rings, arrays, int32(0), n, seq, head, key_head)
+        high, low = subtile(triangles, CHUNK, 0), subtile(triangles, CHUNK, 1)
+        blocks, betas = (viewed(triangles, BLOCK_KEYS), block_decays), truncate(gBeta, 1, seq.end)
+        store_parts(high, low, zeros(SCORES))  # blocks above the diagonal are read, if not looked at
+        for j in range(n):
+            chunk, token = int32(first + j), seq.chunk_start(j)
+            beta = load(betas, ROW_VEC, (seq.batch, token, head), cols=1)
+            beta_rows = warpgroup.load(betas, COL_VEC, (seq.batch, token, head), cols=1)
+            queries, keys, gates = q.wait(j), k.wait(j), g.wait(j)
+            if IN_PLACE:
+                sums, decayed_keys = gates, k_decayed
+            else:
+                sums, decayed_keys = gate_sums, viewed(gates, KEY)
+            raw.cumsum(sums, gates, (), warp, seq.remaining(j))
+            b_last, decayed = decay.load_last_sums(sums, warp), (queries, decayed_keys, keys, state_decay)
+            _, halved = decay.vote(sums, b_last, warp)
+            if halved:
+                scores = halved_scores.compute(queries, keys, (high, low), sums, decayed_keys, warp)
+                warpgroup.send(gScores, (chunk, head, 0), square, scores)
+            decay.factor_decays(queries, keys, decayed_keys, blocks, sums, b_last, warp, True, halved)
+            store(subtile(state_decay, decay.warp_tile.cols, warp), exp2(b_last))
+            if halved:
+                send_decayed(decayed, decayed_arrays, (chunk, head))
+                a = warpgroup.load(high, SCORES) + warpgroup.load(low, SCORES)
+            else:
+                warpgroup.sync()
+                scores = block_scores.compute((queries, decayed_keys), blocks, warp)
+                send_decayed(decayed, decayed_arrays, (chunk, head))
+                p = INPUT(warpgroup.causal(rows(scores, TOKEN_GROUP, 0), 0, 0.0))
+                warpgroup.send(gScores, (chunk, head, 0), square, p, 4)
+                a = rows(scores, TOKEN_GROUP, 1)
+            warpgroup.store_wait()
+            warpgroup.sync()
+            q.release(j)
+            k.release(j)
+            g.release(j)
+            fill(rings, arrays, int32(j + 1), n, seq, head, key_head)
+            if warp == 0:
+                store(gChunkBeta, beta, (chunk, head, 0))
+            a = a * away_from_zero(beta)
+            x = warpgroup.triu(inverse_transposed(a, high, low), 1, 0.0) / away_from_zero(beta_rows)
+            x_high, x_low = parts_of.split(x)
+            warpgroup.send(gSolutions, (chunk, head, 0), square, x_high)
+            warpgroup.send(gSolutions, (chunk, head, 1), square, x_low)
+        warpgroup.store_wait()
+
+    return invert, smem
