@@ -78,7 +78,7 @@ from .reductions.reduce import (
     tile_prod,
     tile_sum,
 )
-from .reductions.scan import cumsum, cumsum_columns
+from .reductions.scan import cumsum, cumsum_columns, reverse_cumsum_columns
 from .schedule import divmod, line_up, persistent_tile, rasterize, warp_index
 from .scopes import refuse_others as _refuse_others
 from .shape.shifted import shift_rows
@@ -96,12 +96,12 @@ __all__ = [
     "load_number", "load_pages", "load_row", "load_row_of_group", "load_unordered", "log", "log2", "look_up", "lower_fill",
     "map", "matmul", "maximum", "minimum", "mma_AB", "mma_AB_unzipped", "mma_ABt", "mma_ABt_unzipped", "mma_AtB",
     "mma_AtBt", "neg_infty", "not_equal", "ones", "outside_fill", "persistent_tile", "pos_infty", "prefetch", "product",
-    "rasterize", "raw", "reciprocal", "relu", "rescale", "rezipped", "right_fill", "row_index", "row_max", "row_min",
-    "row_prod", "row_sum", "rows", "rsqrt", "shift_rows", "sigmoid", "silu", "softplus", "sqrt", "store", "store_unordered",
-    "store_wait", "store_widened", "stores_done", "subtile", "swap_layout", "tanh", "taylor", "tile_all", "tile_any",
-    "tile_max", "tile_min", "tile_prod", "tile_sum", "tma_add", "tma_store", "transpose", "tril", "triu", "truncate",
-    "turned", "unzipped", "upper_fill", "viewed", "vstack", "wait_count", "wait_group", "warp_index", "warpgroup", "where",
-    "zeros", "zipped",
+    "rasterize", "raw", "reciprocal", "relu", "rescale", "reverse_cumsum_columns", "rezipped", "right_fill", "row_index",
+    "row_max", "row_min", "row_prod", "row_sum", "rows", "rsqrt", "shift_rows", "sigmoid", "silu", "softplus", "sqrt",
+    "store", "store_unordered", "store_wait", "store_widened", "stores_done", "subtile", "swap_layout", "tanh", "taylor",
+    "tile_all", "tile_any", "tile_max", "tile_min", "tile_prod", "tile_sum", "tma_add", "tma_store", "transpose", "tril",
+    "triu", "truncate", "turned", "unzipped", "upper_fill", "viewed", "vstack", "wait_count", "wait_group", "warp_index",
+    "warpgroup", "where", "zeros", "zipped",
 ]  # fmt: skip
 
 _refuse_others()

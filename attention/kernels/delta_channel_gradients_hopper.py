@@ -9,7 +9,6 @@ errors and dO as soon as they are multiplied, and stores dbeta."""
 
 import functools
 import itertools
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -18,13 +17,15 @@ from numpy import int32
 
 from ops import (
     col_index,
-    col_sum,
     cumsum_columns,
     divmod,
     equal,
     exp2,
+    finish_sum,
+    lane_col_sum,
     less,
     load,
+    reverse_cumsum_columns,
     row_sum,
     store,
     subtile,
@@ -33,7 +34,7 @@ from ops import (
     where,
     zeros,
 )
-from tiles import bf16, dtype, fp16, fp32, inlined, ring, shared, st, sv
+from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, sv
 from tiles.launching.arguments import FLOAT, INT, array, tiled
 from tiles.layout import LANES
 from tiles.targets import Target
@@ -45,6 +46,7 @@ from ..parts.recurrent.gates import COL_VEC, FLOOR, ROW_VEC, TILE
 from ..parts.recurrent.tokens import CHUNK
 
 PRODUCER = HALVES  # the warpgroup that loads and stores
+SUMMERS = 2  # warps of a consumer that sum up over tokens
 REGISTERS = 24, 240  # of a thread of producer and consumers
 VALUE_DIMS = 64, 128  # as padded
 WARPS = warpgroup.WARPGROUP * HALVES  # of consumers
@@ -116,10 +118,11 @@ def make(config: Config):
     )  # does b take the place of the gates, or K^ once they are summed?
     channels = ChunkChannels(config.key_dim)
     pairs, PART, OUT, PANELS = BlockPairs(channels, INPUT), channels.half, channels.rows, VALUES // PANEL
-    SCORES, STATE_ROWS = st(2 * CHUNK, CHUNK, INPUT, width=32), VALUES // warpgroup.WARPGROUP
+    SCORES, STATE_ROWS = st(2 * CHUNK, CHUNK, INPUT, width=32), VALUES // (warpgroup.WARPGROUP - SUMMERS)
     PRODUCER_REGISTERS, CONSUMER_REGISTERS = REGISTERS
     KEYS, OF_CHUNKS = tiled(KEY, unit=1), tiled(config.values, rows=2)
     DKEYS = tiled(config.key_gradients, unit=1)
+    OF_LANES = rt(16, LANES, fp32).row_vec
     GATE_PART = st(CHUNK, PART, fp32, width=channels.sums.width)
     smem = shared(
         q=ring(KEY, 1, WARPS),
@@ -135,7 +138,7 @@ def make(config: Config):
         dbeta=ring(sv(CHUNK, fp32), 1, 1, writers=warpgroup.WARPGROUP),
         gate_sums=UNUSED if IN_PLACE else channels.sums,
         read_keys=KEY if IN_PLACE else UNUSED,
-        factors=pairs.factors,
+        vectors=pairs.vectors,
         carried=sv(WARPS * PART, fp32),
     )
 
@@ -153,13 +156,13 @@ def make(config: Config):
 
     @inlined
     def dot_states(states, d_states):
-        """<S, dS> of each channel, of the warp's columns of values."""
-        dots = zeros(OUT.row_vec)
+        """<S, dS> of each channel, of the warp's columns of values. The warps that sum up no gates share them."""
+        dots = lane_col_sum(zeros(OUT))
         for i in range(STATE_ROWS // 16):
-            row = int32(STATE_ROWS // 16 * warpgroup.rank() + i)
+            row = int32(STATE_ROWS // 16 * (warpgroup.rank() - SUMMERS) + i)
             s = fp32(load(subtile(states, 16, row), pairs.operand, fenced=False))
-            dots = dots + col_sum(s * fp32(load(subtile(d_states, 16, row), pairs.operand, fenced=False)))
-        return dots
+            dots = dots + lane_col_sum(s * fp32(load(subtile(d_states, 16, row), pairs.operand, fenced=False)))
+        return finish_sum(dots)
 
     @inlined
     def finish_scores(scores, beta, dbeta, j, scale):
@@ -175,31 +178,34 @@ def make(config: Config):
         return INPUT(scores)
 
     @inlined
-    def store_gate_gradients(b, r, carried, gGates, at):
-        """Overwrite the consumer's part of b by its gates' gradients. r: what token i has for all gates up to its own.
-        carried: for each warp what its tokens have for all gates of the chunk. at: the warp's first gate."""
-        mine, may_forget = channels.part(b), pairs.may_forget(b)
-        warpgroup.sync(FENCED)  # all have read b
+    def store_gate_gradients(b, r, carried, may_forget, gGates, at):
+        """Overwrite the consumer's part of b, which all have read, by its gates' gradients. r: what token i has for all gates
+        up to its own. carried: for each warp what its tokens have for all gates of the chunk. at: the warp's first gate."""
+        mine, rank = channels.part(b), warpgroup.rank()
         store(mine, r)
         warpgroup.sync(FENCED)
-        sum_tokens(b, b, -math.inf)
+        if rank < PART // LANES:
+            first = int32(PART // LANES * warpgroup.WARPGROUP * warpgroup.id() + rank)
+            total = load(subtile(carried, LANES, first), OF_LANES)
+            for i in range(1, warpgroup.WARPGROUP):
+                total = total + load(subtile(carried, LANES, int32(first + PART // LANES * i)), OF_LANES)
+            cuda.syncwarp()  # other lanes read what this one overwrites
+            store(subtile(carried, LANES, first), total)
+            cuda.syncwarp()
+            index = int32(PART // LANES * warpgroup.id() + rank)
+            reverse_cumsum_columns(subtile(b, CHUNK, 0, LANES, index), subtile(carried, LANES, first))
         warpgroup.sync(FENCED)
-        total = channels.load_last(b)
-        for i in range(warpgroup.WARPGROUP):
-            total = total + load(subtile(carried, PART, int32(warpgroup.WARPGROUP * warpgroup.id() + i)), OUT.row_vec)
-        gradients = total - (load(mine, OUT, fenced=False) - r)
         if may_forget:
-            gradients = where(less(load(gGates, OUT, at, 1, 3, True), FLOOR), 0.0, gradients)
-        warpgroup.sync(FENCED)  # all have read the last row
-        store(mine, gradients)
+            forgets = less(load(gGates, OUT, at, 1, 3, True), FLOOR)
+            store(mine, where(forgets, 0.0, load(mine, OUT, fenced=False)))
 
     @inlined
-    def sum_tokens(target, source, least):
-        """Write the running sums over tokens of the consumer's part of a tile, or of `least` where it is less."""
+    def sum_gates(target, source):
+        """Write the running sums over tokens of the consumer's part of the gates."""
         rank = warpgroup.rank()
         if rank < PART // LANES:
             index = int32(PART // LANES * warpgroup.id() + rank)
-            cumsum_columns(subtile(target, CHUNK, 0, LANES, index), subtile(source, CHUNK, 0, LANES, index), least)
+            cumsum_columns(subtile(target, CHUNK, 0, LANES, index), subtile(source, CHUNK, 0, LANES, index), FLOOR)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def differentiate(
@@ -211,7 +217,7 @@ def make(config: Config):
     ):  # fmt: skip
         """The blocks share the `items`, each of the `chunks` of all heads of all sequences. gErrors: E above Z. gStates: S^T
         and dS^T by panels. gQueryRows, gKeyRows, gGateRows: gQ, gK and gGates, for rows of blocks that are not gentle."""
-        q, k, do, e, z, s, ds, g, beta, w, dbeta, gate_sums, read_keys, factors, carried = smem.open()
+        q, k, do, e, z, s, ds, g, beta, w, dbeta, gate_sums, read_keys, vectors, carried = smem.open()
         if warpgroup.id() == PRODUCER:
             warpgroup.release_registers(PRODUCER_REGISTERS)
             n, _ = divmod(int32(items - cuda.blockIdx.x + cuda.gridDim.x - 1), int32(cuda.gridDim.x))
@@ -258,18 +264,17 @@ def make(config: Config):
                     b, decayed_keys = gates, read_keys
                 else:
                     b, decayed_keys = gate_sums, gates
-                sum_tokens(b, gates, FLOOR)
                 of_all = subtile(carried, PART, int32(warpgroup.WARPGROUP * wg + rank))
-                if WITH_GATES:
+                if rank < SUMMERS:
+                    sum_gates(b, gates)
+                    store(of_all, zeros(OUT.row_vec))
+                elif WITH_GATES:
                     store(of_all, dot_states(states, d_states))
                 scores = finish_scores(warpgroup.wait(scores, newer=3), betas, dbeta, j, scale)
                 warpgroup.store(subtile(w.claim(j), CHUNK, wg), scores)
-                w.publish(j)
+                w.publish(j, FENCED)
                 rows = warpgroup.load(betas, COL_VEC)
                 beta.release(j)
-                warpgroup.sync(FENCED)  # the gates' sums are there
-                tiles = BlockTiles(q.wait(j), k.wait(j), decayed_keys, b, factors, w.wait(j))
-                pairs.prepare(tiles)
                 dq, read = warpgroup.wait(dq, newer=2) * scale, warpgroup.wait(read, newer=1) * (0.0 - rows)
                 written = warpgroup.wait(written) * rows
                 do.release(j)
@@ -277,34 +282,34 @@ def make(config: Config):
                 z.release(j)
                 s.release(j)
                 ds.release(j)
+                warpgroup.sync(FENCED)  # the gates' sums are there
+                tiles = BlockTiles(q.wait(j), k.wait(j), decayed_keys, b, vectors, w.wait(j))
+                is_gentle, may_forget = pairs.prepare(tiles)
                 warpgroup.sync(FENCED)  # what `prepare` wrote is there
 
                 # pairs of tokens
-                is_gentle = pairs.is_gentle(b)
                 if WITH_GATES:
                     of_states = load(of_all, OUT.row_vec) * exp2(pairs.last_sum(b))
                     cuda.syncwarp()
                     store(of_all, of_states + pairs.sum_written(tiles, written))
                 sums = pairs.add_pairs(BlockGradients(dq, read, written), tiles, is_gentle)
                 r = pairs.dot_tokens(sums, tiles)
-                dq, dk = pairs.finish(sums, b)
+                dq, dk = pairs.finish(sums, tiles)
                 of_keys = truncate(gQueryRows, 1, length), truncate(gKeyRows, 1, length)
-                _, head, sequence, token = place(j, heads, chunks)
+                wg, (_, head, sequence, token) = warpgroup.id(), place(j, heads, chunks)  # anew, to save registers
                 key_head, _ = divmod(head, group)
-                row = int32(token + ROWS * rank)
-                dq, dk, r = pairs.add_near_pairs(
-                    dq, dk, r, tiles, is_gentle, of_keys, (sequence, row, key_head, int32(PART * wg))
-                )
+                at = sequence, int32(token + ROWS * warpgroup.rank()), key_head, int32(PART * wg)
+                dq, dk, r = pairs.add_near_pairs(dq, dk, r, tiles, is_gentle, of_keys, at)
                 w.release(j)
                 warpgroup.sync(FENCED)  # all have read what `prepare` wrote
-                _, head, sequence, token = place(j, heads, chunks)  # anew, to save registers
+                wg, (_, head, sequence, token) = warpgroup.id(), place(j, heads, chunks)
                 store(channels.part(tiles.q), INPUT(dq))
                 store(channels.part(tiles.k), INPUT(dk))
                 warpgroup.tma_store(gDQ, (sequence, token, head, wg), subtile(tiles.q, CHUNK, 0, PART, wg))
                 warpgroup.tma_store(gDK, (sequence, token, head, wg), subtile(tiles.k, CHUNK, 0, PART, wg))
                 if WITH_GATES:
-                    gates_at = sequence, int32(token + ROWS * rank), head, int32(PART * wg)
-                    store_gate_gradients(b, r, carried, truncate(gGateRows, 1, length), gates_at)
+                    gates_at = sequence, int32(token + ROWS * warpgroup.rank()), head, int32(PART * wg)
+                    store_gate_gradients(b, r, carried, may_forget, truncate(gGateRows, 1, length), gates_at)
                     warpgroup.tma_store(gDGates, (sequence, token, head, wg), subtile(b, CHUNK, 0, PART, wg))
                 warpgroup.store_wait()
                 q.release(j)

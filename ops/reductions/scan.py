@@ -104,14 +104,8 @@ def _(target, source, least, function, y, z):
             if function is not None:
                 of_column = load_elements(b, fp32, 1, b.add(z_address, b.mul(mine, b.u32(fp32.itemsize))))[0]
 
-            def at(tile, address, i):
-                start, swizzle = b.row_address(tile, address, b.u32(i))
-                panel = b.udiv(mine, b.u32(tile.panel_cols))
-                byte = b.mul(b.urem(mine, b.u32(tile.panel_cols)), b.u32(tile.dtype.itemsize))
-                return b.add(b.add(start, b.mul(panel, b.u32(tile.panel_bytes))), b.xor(byte, swizzle))
-
             def some(start):
-                elements = [load_elements(b, source.dtype, 1, at(source, source_address, i))[0] for i in batch(start)]
+                elements = [load_elements(b, source.dtype, 1, _at(b, source, source_address, i, mine))[0] for i in batch(start)]
                 if function is not None:
                     elements = [b.apply(function, python_function, x, b.real(y), of_column) for x in elements]
                 return [b.select(b.fcmp_ordered("<", x, least), least, x) for x in elements]
@@ -124,14 +118,67 @@ def _(target, source, least, function, y, z):
                 arrived, ahead = ahead, some(start + at_once)  # before these are stored, for a load waits for no store
                 for i, x in zip(batch(start), arrived, strict=True):
                     so_far = b.fadd(so_far, x)
-                    store_elements(b, fp32, [so_far], at(target, target_address, i))
+                    store_elements(b, fp32, [so_far], _at(b, target, target_address, i, mine))
 
-        for first in range(0, source.cols, LANES):
-            if source.cols - first >= LANES:
-                column(first)
-            else:
-                with b.if_then(b.icmp_unsigned("<", b.lane(), b.u32(source.cols - first))):
-                    column(first)
-        ptx.warp_sync(b)
+        _each_column(b, source.cols, column)
 
     return void, emit
+
+
+@op
+def reverse_cumsum_columns(tile, last):
+    """tile[i] = last + tile[n - 1] + ... + tile[i], by one warp: running sums from the last row on, up each column of an fp32
+    shared tile of n rows. last: an fp32 shared vector, a number for each column."""
+    x = current_warp().read(tile, fence=False)
+    sums = np.cumsum(np.concatenate([current_warp().read(last, fence=False).reshape(1, -1), x[::-1]]), axis=0, dtype=np.float32)
+    current_warp().write(tile, sums[:0:-1])
+
+
+@lowers(reverse_cumsum_columns)
+def _(tile, last):
+    if not isinstance(tile, st) or tile.dtype is not fp32 or last != sv(tile.cols, fp32):
+        raise TypeError(
+            f"reverse_cumsum_columns: takes an fp32 shared tile and vector of as many columns, got {tile} and {last}"
+        )
+
+    def emit(b, address, last_address):
+        def column(first):
+            """Running sums up column first + lane."""
+            mine = b.add(b.lane(), b.u32(first))
+            so_far = load_elements(b, fp32, 1, b.add(last_address, b.mul(mine, b.u32(fp32.itemsize))))[0]
+
+            def some(end):
+                return [load_elements(b, fp32, 1, _at(b, tile, address, i, mine))[0] for i in batch(end)]
+
+            def batch(end):
+                return range(end - 1, max(end - AT_ONCE, 0) - 1, -1)
+
+            ahead = some(tile.rows)
+            for end in range(tile.rows, 0, -AT_ONCE):
+                arrived, ahead = ahead, some(max(end - AT_ONCE, 0))  # before these are stored, for a load waits for no store
+                for i, x in zip(batch(end), arrived, strict=True):
+                    so_far = b.fadd(so_far, x)
+                    store_elements(b, fp32, [so_far], _at(b, tile, address, i, mine))
+
+        _each_column(b, tile.cols, column)
+
+    return void, emit
+
+
+def _at(b, tile, address, i, column):
+    """Address of row i of a shared tile's column."""
+    start, swizzle = b.row_address(tile, address, b.u32(i))
+    panel = b.udiv(column, b.u32(tile.panel_cols))
+    byte = b.mul(b.urem(column, b.u32(tile.panel_cols)), b.u32(tile.dtype.itemsize))
+    return b.add(b.add(start, b.mul(panel, b.u32(tile.panel_bytes))), b.xor(byte, swizzle))
+
+
+def _each_column(b, cols, emit_column):
+    """emit_column(first), where lanes have columns from `first` on, until they have had all columns; the warp meets."""
+    for first in range(0, cols, LANES):
+        if cols - first >= LANES:
+            emit_column(first)
+        else:
+            with b.if_then(b.icmp_unsigned("<", b.lane(), b.u32(cols - first))):
+                emit_column(first)
+    ptx.warp_sync(b)

@@ -119,6 +119,8 @@ REFUSED = [  # an op, types of arguments of which one does not fit, and how the 
     (ops.cumsum_columns, [F, st(32, 64, fp32), X, None, None, None], "cumsum_columns: takes an fp32 shared tile"),
     (ops.cumsum_columns, [F, T, X, None, None, None], "cumsum_columns: takes an fp32 shared tile"),
     (ops.cumsum_columns, [T, F, X, None, None, None], "cumsum_columns: takes an fp32 shared tile"),
+    (ops.reverse_cumsum_columns, [S, V], "reverse_cumsum_columns: takes an fp32 shared tile and vector"),
+    (ops.reverse_cumsum_columns, [F, sv(16, fp32)], "reverse_cumsum_columns: takes an fp32 shared tile and vector"),
     (warpgroup.own_rows, [T.col_vec], "own_rows: takes a row_vec of 64 elements"),
     (warpgroup.own_rows, [SIXTEEN.row_vec], "own_rows: takes a row_vec of 64 elements"),
     (warpgroup.own_rows, [T], "own_rows: takes a row_vec of 64 elements"),

@@ -5,7 +5,7 @@ import pytest
 from numba import cuda
 from numpy import float32
 
-from ops import block, cumsum, cumsum_columns, load, store
+from ops import block, cumsum, cumsum_columns, load, reverse_cumsum_columns, store
 from tiles import bf16, fp16, fp32, inlined, rt, shared, st, static, sv
 from tiles.testing import blank, close, wide
 
@@ -84,6 +84,25 @@ def test_sums_of_a_function_down_columns(run, sample, dtype):
     x, z, y = sample((16, 32), dtype), sample(32), blank((16, 32))
     run(body, x, z, y, shared=smem)
     close(y, np.cumsum(np.maximum(0.5 * wide(x) + 2 * wide(z), -0.25), axis=0), atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(64, 32), (32, 64), (48, 48)])
+def test_sum_up(run, sample, shape):
+    T = rt(*shape, fp32)
+    smem = shared(x=st(*shape, fp32), last=sv(shape[1], fp32))
+
+    @cuda.jit
+    def body(x, z, y):
+        sums, last = smem.open()
+        store(sums, load(x, T, (0, 0)))
+        store(last, load(z, T.row_vec, (0,)))
+        block.sync()
+        reverse_cumsum_columns(sums, last)
+        store(y, load(sums, T), (0, 0))
+
+    x, z, y = sample(shape), sample(shape[1]), blank(shape)
+    run(body, x, z, y, shared=smem)
+    close(y, np.cumsum(np.concatenate([wide(z)[None], wide(x)[::-1]]), axis=0)[:0:-1], atol=1e-5)
 
 
 def test_sums_are_of_fp32(run):

@@ -5,15 +5,15 @@ Block m has two references in each channel, r_m for those of its tokens that rea
 
     Q^ = exp(b - r) q        K^ = exp(b - r) k        K* = exp(s - b) k
 
-Both are the middle of its sums b where the dtype holds the decay by a block, in a gentle channel; else r is b of its first
-token and s that of its last one, so that no factor exceeds 1. With r_4 = b_last, s_(-1) = 0 and U = beta E, the accumulators
-that hold what goes through states take all pairs along, block after block,
+Both are the middle of its sums b if the block is gentle, i.e. the dtype holds its decay in all channels; else r is b of its
+first token and s that of its last one, so that no factor exceeds 1. With r_4 = b_last, s_(-1) = 0 and U = beta E, the
+accumulators that hold what goes through states take all pairs along, block after block,
 
     X = scale dO S      n = 0 .. m - 1:  X = exp(s_n - s_(n-1)) X + dP_mn K*_n                     X = exp(r_m - s_(m-1)) X
     Y = -dV S           n = 0 .. m - 1:  Y = exp(s_n - s_(n-1)) Y + G_mn K*_n                      Y = exp(r_m - s_(m-1)) Y
     W = U dS            n = 3 .. m + 1:  W = exp(r_(n+1) - r_n) W + dP_nm^T Q^_n + G_nm^T K^_n     W = exp(r_(m+1) - s_m) W
 
-and last those of a block's tokens with each other, if it is gentle in all channels: dP_mm K*_m and so on. Then
+and last those of a block's tokens with each other, if it is gentle: dP_mm K*_m and so on. Then
 
     dQ_m = exp(b - r_m) X        dK_m = exp(b - r_m) Y + exp(s_m - b) W
 
@@ -45,7 +45,8 @@ from ops import (
     store,
     subtile,
     swap_layout,
-    tile_min,
+    tile_all,
+    tile_any,
     transpose,
     warpgroup,
     where,
@@ -59,20 +60,22 @@ from .gates import FLOOR, LOG2_E
 from .tokens import CHUNK
 
 BLOCKS = CHUNK // ROWS  # one a warp
-STEP, READ_STEP, LAST_STEP = 0, BLOCKS, 2 * BLOCKS + 1  # where factors between references begin: s to s, r to r, r to s
-FACTORS = 3 * BLOCKS + 4  # of each channel, some of which are not used
+# Vectors of each channel: the factors between references of a block and the one before, s to s, r to r, and s to r, and the
+# references themselves. Some places are those of factors that nobody needs.
+STEP, READ_STEP, LAST_STEP, REFERENCES = 0, 1, 6, 11
+VECTORS = 20
 SQUARE = rt(ROWS, ROWS, fp32)  # scores of a block's tokens with each other
 ROW, COL = SQUARE.col_vec, SQUARE.row_vec
 
 
 class BlockTiles(NamedTuple):
-    """Shared tiles of a chunk: queries and keys, which Q^ and K* overwrite; K^; b; factors between references; dP above G."""
+    """Shared tiles of a chunk: queries and keys, which Q^ and K* overwrite; K^; b; factors and references; dP above G."""
 
     q: Any
     k: Any
     read_keys: Any
     b: Any
-    factors: Any
+    vectors: Any
     w: Any
 
 
@@ -93,9 +96,9 @@ class BlockPairs:
     dtype: dtype
 
     @property
-    def factors(self):
-        """The shared vector of the factors between references."""
-        return sv(FACTORS * self.channels.key_dim, fp32)
+    def vectors(self):
+        """The shared vector of the factors and references."""
+        return sv(VECTORS * self.channels.key_dim, fp32)
 
     @property
     def operand(self):
@@ -104,7 +107,7 @@ class BlockPairs:
 
     @property
     def least_decay(self):
-        """log2 of the decay over a block below which a channel is not gentle."""
+        """log2 of the decay of a channel by a block below which the block is not gentle."""
         return 2 * MIN_LOG2_DECAY[self.dtype]
 
     @inlined
@@ -118,60 +121,56 @@ class BlockPairs:
         return load_row(self.block(b, index), self.channels.rows.row_vec, row, fenced=False) * LOG2_E
 
     @inlined
-    def references(self, b, index):
-        """(r, s) of a block."""
-        first, last = self.load_sum(b, index, 0), self.load_sum(b, index, ROWS - 1)
-        middle, is_gentle = (first + last) * 0.5, self.least_decay <= last - first
-        return where(is_gentle, middle, first), where(is_gentle, middle, last)
+    def is_gentle(self, first, last):
+        """Is a block gentle in all channels? first, last: b of its first and of its last token."""
+        return tile_all(self.least_decay <= last - first)
 
     @inlined
-    def last_sum(self, b):
-        """b of the chunk's last token, in powers of 2."""
-        return self.load_sum(b, BLOCKS - 1, ROWS - 1)
+    def references(self, first, last):
+        """(r, s) of a block, from b of its first and of its last token."""
+        half = float32(0.5 if self.is_gentle(first, last) else 0.0)
+        return first + (last - first) * half, last - (last - first) * half
 
     @inlined
-    def is_gentle(self, b):
-        """Is the warp's block gentle in all channels?"""
-        rank = warpgroup.rank()
-        return tile_min(self.load_sum(b, rank, ROWS - 1) - self.load_sum(b, rank, 0)) >= self.least_decay
+    def vector(self, vectors, index):
+        """One of the shared vectors, of the warpgroup's channels."""
+        return subtile(vectors, self.channels.half, int32(VECTORS * warpgroup.id() + index))
 
     @inlined
-    def may_forget(self, b):
-        """May one of the warp's tokens have a gate below FLOOR?"""
-        rank = warpgroup.rank()
-        first, before = self.load_sum(b, rank, 0), self.load_sum(b, max(rank - 1, 0), ROWS - 1) * float32(min(rank, 1))
-        return tile_min(minimum(self.load_sum(b, rank, ROWS - 1) - first, first - before)) < (FLOOR + 1) * LOG2_E
-
-    @inlined
-    def store_factor(self, factors, index, exponent):
-        """Write a factor between references, of the warpgroup's channels."""
-        store(subtile(factors, self.channels.half, int32(FACTORS * warpgroup.id() + index)), exp2(exponent))
-
-    @inlined
-    def load_factor(self, factors, index):
-        """A factor between references, of the warpgroup's channels."""
-        return load(subtile(factors, self.channels.half, int32(FACTORS * warpgroup.id() + index)), self.channels.rows.row_vec)
+    def load_vector(self, vectors, index):
+        """The same in registers."""
+        return load(self.vector(vectors, index), self.channels.rows.row_vec)
 
     @inlined
     def prepare(self, tiles):
-        """Overwrite the warp's tokens by Q^ and K*, and write K^ and the factors from the block before. The warpgroup meets
-        before others read them."""
-        rank, b, factors = warpgroup.rank(), tiles.b, tiles.factors
-        (r, s), is_later = self.references(b, rank), float32(min(rank, 1))
-        r_before, s_before = self.references(b, max(rank - 1, 0))
-        self.store_factor(factors, int32(STEP + rank), s - s_before * is_later)
-        self.store_factor(factors, int32(READ_STEP + rank), r - r_before * is_later)
-        self.store_factor(factors, int32(LAST_STEP + rank), r - s_before * is_later)
-        if rank == BLOCKS - 1:
-            last = self.last_sum(b)
-            self.store_factor(factors, READ_STEP + BLOCKS, last - r)
-            self.store_factor(factors, LAST_STEP + BLOCKS, last - s)
+        """(Is the warp's block gentle in all channels? May one of its tokens have a gate below FLOOR?) Overwrites the tokens by
+        Q^ and K*, and writes K^ and vectors. The warpgroup meets before others read them."""
+        rank, b, vectors, is_later = warpgroup.rank(), tiles.b, tiles.vectors, float32(min(warpgroup.rank(), 1))
+        first, last = self.load_sum(b, rank, 0), self.load_sum(b, rank, ROWS - 1)
+        (r, s), before = self.references(first, last), max(rank - 1, 0)
+        first_before, last_before = self.load_sum(b, before, 0), self.load_sum(b, before, ROWS - 1)
+        is_gentle = self.is_gentle(first, last)
+        may_forget = tile_any(less(minimum(last - first, first - last_before * is_later), (FLOOR + 1) * LOG2_E))
+        r_before, s_before = self.references(first_before, last_before)
+        store(self.vector(vectors, int32(LAST_STEP + rank)), exp2(r - s_before * is_later))
+        if rank < BLOCKS - 1:
+            store(self.vector(vectors, int32(STEP + rank)), exp2(s - s_before * is_later))
+        else:
+            store(self.vector(vectors, READ_STEP + BLOCKS), exp2(last - r))
+            store(self.vector(vectors, LAST_STEP + BLOCKS), exp2(last - s))
+        if rank > 1:
+            store(self.vector(vectors, int32(READ_STEP + rank)), exp2(r - r_before))
+        store(self.vector(vectors, int32(REFERENCES + 2 * rank)), r)
+        store(self.vector(vectors, int32(REFERENCES + 2 * rank + 1)), s)
         sums = load(self.channels.part(b), self.channels.rows, fenced=False) * LOG2_E
-        query, key, decay = self.load_rows(tiles.q), self.load_rows(tiles.k), exp2(sums - r)
+        decay, query = exp2(sums - r), self.load_rows(tiles.q)
         cuda.syncwarp()  # other lanes read what this one overwrites
         store(self.channels.part(tiles.q), self.dtype(query * decay))
+        key = self.load_rows(tiles.k)  # after the queries, to save registers
+        cuda.syncwarp()
         store(self.channels.part(tiles.read_keys), self.dtype(key * decay))
         store(self.channels.part(tiles.k), self.dtype(key * exp2(s - sums)))
+        return is_gentle, may_forget
 
     @inlined
     def load_rows(self, tile):
@@ -181,8 +180,13 @@ class BlockPairs:
     @inlined
     def sum_written(self, tiles, written):
         """sum k dk over the warp's tokens, in each channel, as far as it comes from dS. written: U dS."""
-        _, s = self.references(tiles.b, warpgroup.rank())
+        s = self.load_vector(tiles.vectors, int32(REFERENCES + 2 * warpgroup.rank() + 1))
         return col_sum(self.load_rows(tiles.k) * written) * exp2(self.last_sum(tiles.b) - s)
+
+    @inlined
+    def last_sum(self, b):
+        """b of the chunk's last token, in powers of 2."""
+        return self.load_sum(b, BLOCKS - 1, ROWS - 1)
 
     @inlined
     def add_pairs(self, gradients, tiles, is_gentle):
@@ -191,7 +195,7 @@ class BlockPairs:
         rank, dp, g = warpgroup.rank(), subtile(tiles.w, CHUNK, 0), subtile(tiles.w, CHUNK, 1)
         KEYS = rt(ROWS, self.channels.half, self.dtype, "col")
         for n in range(rank + 1):
-            factor = self.load_factor(tiles.factors, int32(LAST_STEP + n if n == rank else STEP + n))
+            factor = self.load_vector(tiles.vectors, int32(LAST_STEP + n if n == rank else STEP + n))
             dq, read = dq * factor, read * factor
             if is_gentle or n < rank:
                 keys = load(self.block(tiles.k, n), KEYS, fenced=False)
@@ -199,7 +203,7 @@ class BlockPairs:
                 read = mma_AB(read, subtile(g, ROWS, rank, ROWS, n), keys)
         for i in range(BLOCKS - rank):
             n = int32(BLOCKS - 1 - i)
-            written = written * self.load_factor(tiles.factors, int32((LAST_STEP if n == rank else READ_STEP) + n + 1))
+            written = written * self.load_vector(tiles.vectors, int32((LAST_STEP if n == rank else READ_STEP) + n + 1))
             if is_gentle or n > rank:
                 written = mma_AtB(written, subtile(dp, ROWS, n, ROWS, rank), self.block(tiles.q, n))
                 written = mma_AtB(written, subtile(g, ROWS, n, ROWS, rank), self.block(tiles.read_keys, n))
@@ -212,10 +216,12 @@ class BlockPairs:
         return r - self.load_rows(tiles.k) * gradients.written
 
     @inlined
-    def finish(self, gradients, b):
+    def finish(self, gradients, tiles):
         """(dQ, dK) of the warp's tokens."""
-        r, s = self.references(b, warpgroup.rank())
-        sums = load(self.channels.part(b), self.channels.rows, fenced=False) * LOG2_E
+        rank = warpgroup.rank()
+        r = self.load_vector(tiles.vectors, int32(REFERENCES + 2 * rank))
+        s = self.load_vector(tiles.vectors, int32(REFERENCES + 2 * rank + 1))
+        sums = load(self.channels.part(tiles.b), self.channels.rows, fenced=False) * LOG2_E
         decay = exp2(sums - r)
         return gradients.dq * decay, gradients.read * decay + gradients.written * exp2(s - sums)
 
