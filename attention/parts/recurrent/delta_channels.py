@@ -1,6 +1,7 @@
 """Gradients of the delta rule chunk by chunk where each channel of the keys has a decay (KDA): what the kernels of them share.
 These are four: delta_channel_inverse_ampere.py, delta_states_ampere.py and delta_state_gradients_ampere.py, the walks of the
-delta rule with any decays, and delta_channel_gradients_ampere.py.
+delta rule with any decays, and delta_channel_gradients_ampere.py. On Hopper they are three: delta_channel_inverse_hopper.py,
+delta_channel_chains_hopper.py, which walks both ways at once, and delta_channel_gradients_hopper.py.
 
 With b the cumulative sum of a chunk's gates in each channel, delta_chunks.py has the equations if decays are taken into queries
 and keys,
@@ -13,7 +14,8 @@ and keys,
     dS before = exp(b_last) dS + Q~^T dO - K^^T dV
 
 so that the walks need no gates, and no factor is greater than 1. N and P are computed by recursive halving
-(anchored_scores.py). With dP = scale tril(dO U^T) and G = -stril(dV U^T),
+(anchored_scores.py), on Hopper by blocks (block_scores.py) where numbers hold their decays. There one inverse serves both ways
+(delta_chunks.py), L = N (I + beta N)^-1. With dP = scale tril(dO U^T) and G = -stril(dV U^T),
 
     dq_i = scale exp(b_i) (S dO_i) + sum_(j <= i) dP_ij exp(b_i - b_j) k_j
     dk_j = exp(b_last - b_j) (dS u_j) + sum_(i >= j) exp(b_i - b_j) (dP_ij q_i + G_ij k_i)            (dk_write)
