@@ -298,8 +298,8 @@ def make(config: Config):
                 of_keys = truncate(gQueryRows, 1, length), truncate(gKeyRows, 1, length)
                 wg, (_, head, sequence, token) = warpgroup.id(), place(j, heads, chunks)  # anew, to save registers
                 key_head, _ = divmod(head, group)
-                at = sequence, int32(token + ROWS * warpgroup.rank()), key_head, int32(PART * wg)
-                dq, dk, r = pairs.add_near_pairs(dq, dk, r, tiles, is_gentle, of_keys, at)
+                keys_at = sequence, int32(token + ROWS * warpgroup.rank()), key_head, int32(PART * wg)
+                dq, dk, r = pairs.add_near_pairs(dq, dk, r, tiles, is_gentle, of_keys, keys_at)
                 w.release(j)
                 warpgroup.sync(FENCED)  # all have read what `prepare` wrote
                 wg, (_, head, sequence, token) = warpgroup.id(), place(j, heads, chunks)
