@@ -17,6 +17,7 @@ if not torch.cuda.is_available():
     pytest.skip("the benchmarks need a GPU", allow_module_level=True)
 
 import torch.nn.functional as F  # noqa: E402
+from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
 import attention  # noqa: E402
 from bench.measure import report  # noqa: E402
@@ -86,6 +87,43 @@ def _training():
     }
 
 
+def _flash(q, k, v):
+    """torch's flash attention on arrays (batch, seqlen, heads, head_dim)."""
+    return F.scaled_dot_product_attention(*[x.transpose(1, 2) for x in (q, k, v)], is_causal=True).transpose(1, 2)
+
+
+STEPS = {  # of training: functions of q, k, v, beta and decay
+    "forward": (lambda q, k, v, beta, decay: attention.forward(q, k, v, causal=True), 3),
+    "SDPA": (
+        lambda q, k, v, beta, decay: F.scaled_dot_product_attention(*[x.transpose(1, 2) for x in (q, k, v)], is_causal=True),
+        3,
+    ),
+    "linear": (lambda q, k, v, beta, decay: attention.linear(q, k, v, decay=decay), 5),
+    "the gated delta rule": (lambda q, k, v, beta, decay: attention.delta_rule(q, k, v, beta, decay=decay), 5),
+}
+
+
+def _steps():
+    """{name: (a forward and backward pass, arguments of its n-th call)}, at one length and at lengths that were not seen."""
+    arrays, dout = _tensors(1, LONGEST, 16, 128, n=3), *_tensors(1, LONGEST, 16, 128)
+    arrays += [torch.rand(1, LONGEST, 16, device="cuda"), -torch.rand(1, LONGEST, 16, device="cuda")]
+
+    def passes(call, needed):
+        def step(dout, *leaves):
+            torch.autograd.grad(call(*leaves), leaves[:needed], dout, allow_unused=True)
+
+        return step
+
+    def inputs(length):
+        return [dout[:, :length], *[x[:, :length].detach().requires_grad_() for x in arrays]]
+
+    steps = {}
+    for name, (call, needed) in STEPS.items():
+        steps[f"step of {name}"] = passes(call, needed), lambda n: inputs(90)
+        steps[f"step of {name}, new length"] = passes(call, needed), lambda n: inputs(100 + n)
+    return steps
+
+
 def _calls():
     """{name: (a function, arguments of its n-th call)}: of a form and addresses seen before, of three sets of inputs that take
     turns, of addresses not seen, and, as in generation, of a length not seen. Views are made beforehand."""
@@ -126,6 +164,7 @@ def _calls():
             lambda n: tuple(x[n] for x in (*tokens, decays)),
         ),
         **_training(),
+        **_steps(),
     }
 
 
@@ -136,6 +175,7 @@ NAMES = (
     "linear, new length", "linear with decay, new length",
     "forward, lse", "forward with autograd", "empty Function", "SDPA with autograd",
     "backward", "backward through autograd", "backward, empty Function", "backward, SDPA",
+    *[f"step of {name}{length}" for name in STEPS for length in ("", ", new length")],
 )  # fmt: skip
 
 
@@ -143,7 +183,11 @@ NAMES = (
 def _times():
     """{name: milliseconds of every call itself}. They take turns, for processors change their speed within seconds; the device
     keeps up because the problems are small, and is waited for after each turn."""
-    calls = _calls()
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return _take_turns(_calls())
+
+
+def _take_turns(calls):
     times = {name: [] for name in calls}
     for first in range(0, CALLS, TURN):
         for name, (call, arguments) in calls.items():
@@ -204,14 +248,20 @@ VARIANTS = {  # options of attention.forward
 
 
 PASSES = {f"forward and backward, D {head_dim}": head_dim for head_dim in (64, 128)}
+TRAINED = {f"forward and backward, {member}": member for member in ("simple GLA", "gated delta rule")}
 
 
 def first(name):
     """The call of this name, ready to be made; autograd itself, which begins threads, has been at work."""
+    if name in PASSES | TRAINED:
+        torch.ones(1, device="cuda", requires_grad=True).sum().backward()
     if name in PASSES:
         inputs = [x.requires_grad_() for x in _tensors(1, 4096, 16, PASSES[name], n=3)]
-        torch.ones(1, device="cuda", requires_grad=True).sum().backward()
         return lambda: attention.forward(*inputs, causal=True).sum().backward()
+    if name in TRAINED:
+        make, member, *_ = MEMBERS[TRAINED[name]]
+        arrays = [x.requires_grad_() for x in make(1, 4096, 16)]
+        return lambda: member(*arrays).sum().backward()
     make, ours, *_ = MEMBERS.get(name, (MEMBERS["linear"][0], attention.forward))
     return functools.partial(ours, *make(1, 4096, 16), **VARIANTS.get(name, dict)())
 
@@ -229,7 +279,7 @@ print(json.dumps(time.perf_counter() - start))
 
 
 @pytest.mark.parametrize("cached", [False, True], ids=["compiled", "from disk"])
-@pytest.mark.parametrize("name", ["forward", *PASSES, *VARIANTS, *MEMBERS])
+@pytest.mark.parametrize("name", ["forward", *PASSES, *TRAINED, *VARIANTS, *MEMBERS])
 def test_first_call(benchmark, name, cached, tmp_path_factory):
     """The first call of a process, after imports and context: compiling, or loading from the disk cache."""
     folder = tmp_path_factory.mktemp("cache")
