@@ -215,7 +215,6 @@ def test_random_problems_on_the_card(card, family, lengths, heads, splits, paged
         ("sm_90a", "sm_90", 32),
         ("sm_90a", "sm_90", 1),
         ("sm_90a", "fp8", 1),
-        ("sm_90a", "fp8", None),
     ],
 )
 def test_as_compiled(as_compiled, arch, family, size):

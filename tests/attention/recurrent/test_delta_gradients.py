@@ -151,7 +151,7 @@ SEGMENTS = [(2, 129, "token", bf16), (3, 65, "head", np.float16)]
 def test_segments(place, monkeypatch, nothing_known, segments, length, decay, dtype):
     """Of unequal lengths, and more than there are chunks: dS goes from one to the next as if there were none."""
     monkeypatch.setattr(delta_gradient_walk, "choose_segments", lambda *_: segments)
-    check(place, delta_case(length, decay, batch=2, key_dim=80, value_dim=80, key_heads=1, dtype=dtype))
+    check(place, delta_case(length, decay, key_dim=80, value_dim=80, key_heads=1, dtype=dtype))
 
 
 def test_segments_change_nothing(monkeypatch, nothing_known):

@@ -30,13 +30,12 @@ def of_first_head(tokens, fixed):
 
 
 # ---- as compiled -----------------------------------------------------------------------------------------------------
-KERNELS = ["linear, divided", "decays of heads", "simple GLA", "GLA", "Mamba-2", "based", "hedgehog", "gated delta rule", "KDA"]
+KERNELS = ["linear, divided", "decays of heads", "simple GLA", "GLA", "based", "hedgehog", "KDA"]
 
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_as_compiled_for_hopper(name, as_compiled):
-    """The PTX of the kernels of these members, for three chunks of which the last is shorter, of a head. (Of two heads with the
-    same keys: `test_strong_chunks_as_compiled`.)"""
+    """The PTX of the kernels of these members, for three chunks of which the last is shorter, of a head."""
     member = MEMBERS[name]
     as_compiled("sm_90a")
     tokens, fixed = of_first_head(*member.inputs(140))
@@ -45,15 +44,15 @@ def test_as_compiled_for_hopper(name, as_compiled):
 
 @pytest.mark.parametrize("name", ["Mamba-2", "gated delta rule"])
 def test_strong_chunks_as_compiled(name, as_compiled):
-    """The branch for chunks that decay by more than numbers can hold."""
+    """The branch for chunks that decay by more than numbers can hold, of two heads that share keys; the first chunk and the
+    last, which is shorter, decay by less."""
     as_compiled("sm_90a")
     tokens, fixed = MEMBERS[name].inputs(140)
-    decays = fixed if name == "Mamba-2" else tokens
-    decays["A" if name == "Mamba-2" else "decay"] *= 40
+    tokens["dt" if name == "Mamba-2" else "decay"][:, 64:128] *= 40
     MEMBERS[name].assert_close(MEMBERS[name].run(tokens | fixed)[0], tokens | fixed)
 
 
-@pytest.mark.parametrize("name", ["simple GLA", "linear, divided", "KDA"])
+@pytest.mark.parametrize("name", ["linear, divided", "KDA"])
 def test_as_compiled_for_all(name, as_compiled):
     """The PTX of kernels for every GPU since Ampere."""
     as_compiled("sm_80")
