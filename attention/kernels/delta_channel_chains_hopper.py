@@ -22,7 +22,7 @@ from numpy import int32
 
 from ops import divmod, load, subtile, warpgroup
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, sv
-from tiles.launching.arguments import FLOAT, INT, array, tiled
+from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.targets import Target
 
 from ..parts.recurrent.delta_chunks import KEY_DIMS, PANEL, TwoParts
@@ -37,10 +37,11 @@ PANELS = COLUMNS // PANEL  # of a block's columns of values, as they lie in memo
 
 @dataclass(frozen=True)
 class Config:
-    """A kernel's configuration. key_dim: the channels of keys, padded."""
+    """A kernel's configuration. key_dim: the channels of keys, padded. varlen: are sequences packed (cu_seqlens)?"""
 
     key_dim: int
     dtype: dtype
+    varlen: bool = False
     threads = warpgroup.THREADS * 2
 
     @property
@@ -64,13 +65,15 @@ class Config:
         return st(PANEL, self.key_dim, self.dtype)
 
     def __str__(self):
-        return f"recurrences, by channel, Dk {self.key_dim} {self.dtype}"
+        return f"recurrences, by channel, Dk {self.key_dim} {self.dtype}{', varlen' * self.varlen}"
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations of both padded key dims in bf16; fp16 too if `everything`."""
     if target.has_wgmma:
-        yield from itertools.starmap(Config, itertools.product(KEY_DIMS, (bf16, fp16) if everything else (bf16,)))
+        yield from itertools.starmap(
+            Config, itertools.product(KEY_DIMS, (bf16, fp16) if everything else (bf16,), (False, True))
+        )
 
 
 @functools.cache
@@ -80,7 +83,8 @@ def make(config: Config):
     KEYS, VALUES, STATES = tiled(config.key, rows=2), tiled(config.values, unit=1), tiled(config.state_panel, rows=2)
     SCORES, SOLUTION = st(CHUNK, CHUNK, INPUT), st(2 * CHUNK, CHUNK, INPUT)
     DECAY, BETA = sv(config.key_dim, fp32), sv(CHUNK, fp32)
-    parts_of, forward, backward = TwoParts(INPUT), SequenceLayout(), SequenceLayout(reversed=True)
+    parts_of, forward = TwoParts(INPUT), SequenceLayout(config.varlen)
+    backward = SequenceLayout(config.varlen, reversed=True)
     smem = shared(
         read_keys=ring(config.key, STAGES),
         write_keys=ring(config.key, STAGES),
@@ -137,7 +141,7 @@ def make(config: Config):
     def advance_gradient(ds_t, j, rings, tiles, arrays, at, scale):
         """dS before the j-th chunk, from the end, from dS after it, which is stored, as the chunk's Z and dV are."""
         (read_keys, write_keys, do, x, decay, beta, q, p), (state, out, dv) = rings, tiles
-        (gErrors, gStates, gDV), (batch, token, chunk, head, block) = arrays, at
+        (gErrors, gStates, gDV), (batch, row, chunk, head, block) = arrays, at
         send_state(gStates, chunk, head, block, 1, state, ds_t, 2)
         douts = do.wait(j)
         from_outputs = warpgroup.mm_AtB(douts, p.wait(j))
@@ -164,7 +168,7 @@ def make(config: Config):
         warpgroup.store_transposed(out, z)
         warpgroup.store_transposed(dv, dv_t)
         warpgroup.tma_store(gErrors, (chunk, head, 1, block), out)
-        warpgroup.tma_store(gDV, (batch, token, head, block), dv)
+        warpgroup.tma_store(gDV, (batch, row, head, block), dv)
         decay.release(j)
         beta.release(j)
         ds_t = warpgroup.wait(ds_t)
@@ -176,24 +180,27 @@ def make(config: Config):
         gDecayedQ: KEYS, gReadKeys: KEYS, gWriteKeys: KEYS, gB: tiled(DECAY, 3, None, 2), gChunkBeta: tiled(BETA, 3, None, 2),
         gV: VALUES, gDOut: VALUES, gScores: tiled(SCORES, rows=2), gSolutions: tiled(SOLUTION, rows=2),
         gInitialState: array(4), gErrors: tiled(config.values, rows=2), gStates: STATES, gDV: VALUES, gLastState: array(4),
-        gFirstState: array(4), length: INT, blocks: INT, sequences: INT, heads: INT, scale: FLOAT,
+        gFirstState: array(4), gTailV: VALUES, gTailDOut: VALUES, gTailDV: VALUES, gCuSeqlens: ENDS, length: INT,
+        blocks: INT, sequences: INT, heads: INT, scale: FLOAT,
     ):  # fmt: skip
         """A block has 64 columns of S or of dS, of a head of a sequence, which is `blocks` blocks of columns wide. gDecayedQ ..
         gChunkBeta, gScores, gSolutions: of each chunk and head, as delta_channel_inverse_hopper.py stores them. gErrors: E
         above Z. gStates: S and dS transposed, by panels. gLastState, gFirstState: the gradients of the states after and before
-        the sequence, transposed."""
+        the sequence, transposed. gTailV .. gTailDV: see packed_tails.py."""
         read_keys, write_keys, v, x, decay, beta, q, p, state, out, dv = smem.open()
         index, block = divmod(cuda.blockIdx.x, blocks)
         index, head = divmod(index, heads)
         direction, sequence = divmod(index, sequences)
-        first_chunk = forward.chunk_index(int32(0), sequence, length)
+        first_token = forward.sequence_tokens(gCuSeqlens, sequence, length).start
+        first_chunk = forward.chunk_index(first_token, sequence, length)
         if warpgroup.id() == PRODUCER:
             if warpgroup.rank() == 0:
                 if direction == REVERSE:
-                    seq = backward.segment_tokens(0, sequence, length, 0, 1)
+                    seq = backward.segment_tokens(gCuSeqlens, sequence, length, 0, 1)
                     for j in range(seq.num_chunks()):
                         token, at = seq.chunk_start(j), (int32(first_chunk + seq.chunk_number(j)), head)
-                        v.fill(j, gDOut, (seq.batch, token, head, block))
+                        douts, batch, row = backward.whole_tile(gDOut, gTailDOut, seq, token, sequence)
+                        v.fill(j, douts, (batch, row, head, block))
                         p.fill(j, gScores, at)
                         write_keys.fill(j, gWriteKeys, at)
                         decay.fill(j, gB, at)
@@ -202,11 +209,12 @@ def make(config: Config):
                         x.fill(j, gSolutions, at)
                         read_keys.fill(j, gReadKeys, at)
                 else:
-                    seq = forward.sequence_tokens(0, sequence, length)
+                    seq = forward.sequence_tokens(gCuSeqlens, sequence, length)
                     for j in range(seq.num_chunks()):
                         at = int32(first_chunk + j), head
                         read_keys.fill(j, gReadKeys, at)
-                        v.fill(j, gV, (seq.batch, seq.chunk_start(j), head, block))
+                        values, batch, row = forward.whole_tile(gV, gTailV, seq, seq.chunk_start(j), sequence)
+                        v.fill(j, values, (batch, row, head, block))
                         beta.fill(j, gChunkBeta, at)
                         x.fill(j, gSolutions, at)
                         decay.fill(j, gB, at)
@@ -214,20 +222,17 @@ def make(config: Config):
         else:
             of_states = sequence, head, int32(COLUMNS * block), 0
             if direction == REVERSE:
-                rings, tiles, arrays = (
-                    (read_keys, write_keys, v, x, decay, beta, q, p),
-                    (state, out, dv),
-                    (gErrors, gStates, gDV),
-                )
+                rings, tiles = (read_keys, write_keys, v, x, decay, beta, q, p), (state, out, dv)
                 ds_t = warpgroup.load(gLastState, STATE, of_states, aligned=False)
-                seq = backward.segment_tokens(0, sequence, length, 0, 1)
+                seq = backward.segment_tokens(gCuSeqlens, sequence, length, 0, 1)
                 for j in range(seq.num_chunks()):
-                    here = seq.batch, seq.chunk_start(j), int32(first_chunk + seq.chunk_number(j)), head, block
-                    ds_t = advance_gradient(ds_t, j, rings, tiles, arrays, here, scale)
+                    target, batch, row = backward.whole_tile(gDV, gTailDV, seq, seq.chunk_start(j), sequence)
+                    here = batch, row, int32(first_chunk + seq.chunk_number(j)), head, block
+                    ds_t = advance_gradient(ds_t, j, rings, tiles, (gErrors, gStates, target), here, scale)
                 warpgroup.store(gFirstState, ds_t, of_states, aligned=False)
             else:
                 s_t = warpgroup.load(gInitialState, STATE, of_states, aligned=False)
-                for j in range(forward.sequence_tokens(0, sequence, length).num_chunks()):
+                for j in range(forward.sequence_tokens(gCuSeqlens, sequence, length).num_chunks()):
                     chunk = int32(first_chunk + j)
                     s_t = advance_state(
                         s_t, j, (read_keys, write_keys, v, x, decay, beta), (state, out), gErrors, gStates, chunk, head, block

@@ -35,15 +35,16 @@ from ops import (
     zeros,
 )
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, sv
-from tiles.launching.arguments import FLOAT, INT, array, tiled
+from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.layout import LANES
 from tiles.targets import Target
 
 from ..parts.recurrent.block_pairs import BlockGradients, BlockPairs, BlockTiles
 from ..parts.recurrent.channel_chunks import FENCED, HALVES, KEY_DIMS, ROWS, ChunkChannels
+from ..parts.recurrent.chunk_items import ChunkGrid, ChunkItems
 from ..parts.recurrent.delta_chunks import PANEL
 from ..parts.recurrent.gates import COL_VEC, FLOOR, ROW_VEC, TILE
-from ..parts.recurrent.tokens import CHUNK
+from ..parts.recurrent.tokens import CHUNK, SequenceLayout
 
 PRODUCER = HALVES  # the warpgroup that loads and stores
 SUMMERS = 2  # warps of a consumer that sum up over tokens
@@ -55,13 +56,14 @@ WARPS = warpgroup.WARPGROUP * HALVES  # of consumers
 @dataclass(frozen=True)
 class Config:
     """A kernel's configuration. key_dim, value_dim: the channels of keys and values, padded. gates: the dtype of the gates;
-    dtype: of everything else. with_gates: are the gates' gradients wanted?"""
+    dtype: of everything else. with_gates: are the gates' gradients wanted? varlen: are sequences packed (cu_seqlens)?"""
 
     key_dim: int
     value_dim: int
     gates: dtype
     dtype: dtype
     with_gates: bool = True
+    varlen: bool = False
     threads = warpgroup.THREADS * (PRODUCER + 1)
 
     @property
@@ -95,9 +97,9 @@ class Config:
         return st(self.value_dim, self.key_dim, self.dtype, width=self.key.width)
 
     def __str__(self):
-        flag = ", without gates" * (not self.with_gates)
+        flags = ", without gates" * (not self.with_gates) + ", varlen" * self.varlen
         size = f"Dk {self.key_dim}, Dv {self.value_dim} {self.dtype}, gates {self.gates}"
-        return f"gradients in chunks, gates by channel, {size}{flag}"
+        return f"gradients in chunks, gates by channel, {size}{flags}"
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
@@ -105,7 +107,11 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
     if target.has_wgmma:
         for of in (bf16, fp16) if everything else (bf16,):
             yield from itertools.starmap(Config, itertools.product(KEY_DIMS, VALUE_DIMS, (fp32, of), (of,)))
-            yield Config(max(KEY_DIMS), max(VALUE_DIMS), fp32, of, with_gates=False)
+            largest = max(KEY_DIMS), max(VALUE_DIMS)
+            yield Config(*largest, fp32, of, with_gates=False)
+            yield from (
+                Config(*largest, gates, of, with_gates, varlen=True) for gates in (fp32, of) for with_gates in (False, True)
+            )
 
 
 @functools.cache
@@ -116,7 +122,8 @@ def make(config: Config):
         config.gates is fp32,
         st(16, 16, INPUT),
     )  # does b take the place of the gates, or K^ once they are summed?
-    channels = ChunkChannels(config.key_dim)
+    channels, seq_layout = ChunkChannels(config.key_dim), SequenceLayout(config.varlen)
+    chunk_items = ChunkItems(seq_layout)
     pairs, PART, OUT, PANELS = BlockPairs(channels, INPUT), channels.half, channels.rows, VALUES // PANEL
     SCORES, STATE_ROWS = st(2 * CHUNK, CHUNK, INPUT, width=32), VALUES // (warpgroup.WARPGROUP - SUMMERS)
     PRODUCER_REGISTERS, CONSUMER_REGISTERS = REGISTERS
@@ -141,18 +148,6 @@ def make(config: Config):
         vectors=pairs.vectors,
         carried=sv(WARPS * PART, fp32),
     )
-
-    @inlined
-    def item(j):
-        """The block's j-th item."""
-        return int32(cuda.blockIdx.x + cuda.gridDim.x * j)
-
-    @inlined
-    def place(j, heads, chunks):
-        """(the index of the chunk, head, sequence, first token) of the block's j-th item."""
-        chunk, head = divmod(item(j), heads)
-        sequence, index = divmod(chunk, chunks)
-        return chunk, head, sequence, int32(CHUNK * index)
 
     @inlined
     def dot_states(states, d_states):
@@ -212,20 +207,24 @@ def make(config: Config):
         gQ: KEYS, gK: KEYS, gDOut: tiled(config.values, unit=1), gGates: tiled(config.gate, unit=1),
         gChunkBeta: tiled(sv(CHUNK, fp32), 3, None, 2), gErrors: OF_CHUNKS, gStates: tiled(config.state_panel, rows=2),
         gDQ: DKEYS, gDK: DKEYS, gDBeta: array(3), gDGates: tiled(GATE_PART, unit=1), gQueryRows: array(4, INPUT),
-        gKeyRows: array(4, INPUT), gGateRows: array(4, config.gates), length: INT, chunks: INT, items: INT, heads: INT,
-        group: INT, scale: FLOAT,
+        gKeyRows: array(4, INPUT), gGateRows: array(4, config.gates), gTailQ: KEYS, gTailK: KEYS,
+        gTailDOut: tiled(config.values, unit=1), gTailGates: tiled(config.gate, unit=1), gTailDQ: DKEYS, gTailDK: DKEYS,
+        gTailDGates: tiled(GATE_PART, unit=1), gCuSeqlens: ENDS, length: INT, chunks: INT, items: INT, heads: INT, group: INT,
+        scale: FLOAT,
     ):  # fmt: skip
-        """The blocks share the `items`, each of the `chunks` of all heads of all sequences. gErrors: E above Z. gStates: S^T
-        and dS^T by panels. gQueryRows, gKeyRows, gGateRows: gQ, gK and gGates, for rows of blocks that are not gentle."""
+        """chunks, items: see ChunkGrid. gErrors: E above Z. gStates: S^T and dS^T by panels. gQueryRows, gKeyRows, gGateRows:
+        gQ, gK and gGates, for rows of blocks that are not gentle. gTailQ .. gTailDGates: see packed_tails.py."""
         q, k, do, e, z, s, ds, g, beta, w, dbeta, gate_sums, read_keys, vectors, carried = smem.open()
+        grid = ChunkGrid(gCuSeqlens, length, chunks, items, heads)
         if warpgroup.id() == PRODUCER:
             warpgroup.release_registers(PRODUCER_REGISTERS)
-            n, _ = divmod(int32(items - cuda.blockIdx.x + cuda.gridDim.x - 1), int32(cuda.gridDim.x))
+            j = int32(0)
             if warpgroup.rank() == 0:
-                for j in range(n):
-                    chunk, head, sequence, token = place(j, heads, chunks)
+                while chunk_items.has(grid, j):
+                    chunk, head, sequence, token, seq = chunk_items.place(grid, j)
                     key_head, _ = divmod(head, group)
-                    do.fill(j, gDOut, (sequence, token, head))
+                    array, batch, row = seq_layout.whole_tile(gDOut, gTailDOut, seq, token, sequence)
+                    do.fill(j, array, (batch, row, head))
                     e.fill(j, gErrors, (chunk, head, 0))
                     z.fill(j, gErrors, (chunk, head, 1))
                     for i in range(PANELS):
@@ -233,21 +232,26 @@ def make(config: Config):
                     for i in range(PANELS):
                         ds.fill(j, gStates, (chunk, head, int32(2 * i + 1)), i, PANELS)
                     beta.fill(j, gChunkBeta, (chunk, head))
-                    g.fill(j, gGates, (sequence, token, head))
-                    k.fill(j, gK, (sequence, token, key_head))
-                    q.fill(j, gQ, (sequence, token, key_head))
+                    gates, batch, row = seq_layout.whole_tile(gGates, gTailGates, seq, token, sequence)
+                    g.fill(j, gates, (batch, row, head))
+                    keys, batch, row = seq_layout.whole_tile(gK, gTailK, seq, token, sequence)
+                    k.fill(j, keys, (batch, row, key_head))
+                    queries, batch, row = seq_layout.whole_tile(gQ, gTailQ, seq, token, sequence)
+                    q.fill(j, queries, (batch, row, key_head))
+                    j = int32(j + 1)
             elif warpgroup.rank() == 1:
-                for j in range(n):
-                    _, head, sequence, token = place(j, heads, chunks)
+                while chunk_items.has(grid, j):
+                    _, head, _, token, seq = chunk_items.place(grid, j)
                     sums = dbeta.wait(j)
                     for i in range(CHUNK // 16):
-                        at = sequence, int32(token + 16 * i), head
-                        store(truncate(gDBeta, 1, length), load(subtile(sums, 16, i), COL_VEC), at, cols=1)
+                        at = seq.batch, int32(token + 16 * i), head
+                        store(truncate(gDBeta, 1, seq.end), load(subtile(sums, 16, i), COL_VEC), at, cols=1)
                     dbeta.release(j)
+                    j = int32(j + 1)
         else:
             warpgroup.claim_registers(CONSUMER_REGISTERS)
             j = int32(0)
-            while item(j) < items:  # range would hold a register more
+            while chunk_items.has(grid, j):  # range would hold a register more
                 wg, rank = warpgroup.id(), warpgroup.rank()
                 # what goes through states, dP and G, while gates are summed up
                 errors, left = e.wait(j), do.wait(j)
@@ -295,22 +299,24 @@ def make(config: Config):
                 sums = pairs.add_pairs(BlockGradients(dq, read, written), tiles, is_gentle)
                 r = pairs.dot_tokens(sums, tiles)
                 dq, dk = pairs.finish(sums, tiles)
-                of_keys = truncate(gQueryRows, 1, length), truncate(gKeyRows, 1, length)
-                wg, (_, head, sequence, token) = warpgroup.id(), place(j, heads, chunks)  # anew, to save registers
-                key_head, _ = divmod(head, group)
-                keys_at = sequence, int32(token + ROWS * warpgroup.rank()), key_head, int32(PART * wg)
+                wg, (_, head, _, token, seq) = warpgroup.id(), chunk_items.place(grid, j)  # anew, to save registers
+                of_keys, (key_head, _) = (truncate(gQueryRows, 1, seq.end), truncate(gKeyRows, 1, seq.end)), divmod(head, group)
+                keys_at = seq.batch, int32(token + ROWS * warpgroup.rank()), key_head, int32(PART * wg)
                 dq, dk, r = pairs.add_near_pairs(dq, dk, r, tiles, is_gentle, of_keys, keys_at)
                 w.release(j)
                 warpgroup.sync(FENCED)  # all have read what `prepare` wrote
-                wg, (_, head, sequence, token) = warpgroup.id(), place(j, heads, chunks)
+                wg, (_, head, sequence, token, seq) = warpgroup.id(), chunk_items.place(grid, j)
                 store(channels.part(tiles.q), INPUT(dq))
                 store(channels.part(tiles.k), INPUT(dk))
-                warpgroup.tma_store(gDQ, (sequence, token, head, wg), subtile(tiles.q, CHUNK, 0, PART, wg))
-                warpgroup.tma_store(gDK, (sequence, token, head, wg), subtile(tiles.k, CHUNK, 0, PART, wg))
+                target, batch, row = seq_layout.whole_tile(gDQ, gTailDQ, seq, token, sequence)
+                warpgroup.tma_store(target, (batch, row, head, wg), subtile(tiles.q, CHUNK, 0, PART, wg))
+                target, batch, row = seq_layout.whole_tile(gDK, gTailDK, seq, token, sequence)
+                warpgroup.tma_store(target, (batch, row, head, wg), subtile(tiles.k, CHUNK, 0, PART, wg))
                 if WITH_GATES:
-                    gates_at = sequence, int32(token + ROWS * warpgroup.rank()), head, int32(PART * wg)
-                    store_gate_gradients(b, r, carried, may_forget, truncate(gGateRows, 1, length), gates_at)
-                    warpgroup.tma_store(gDGates, (sequence, token, head, wg), subtile(b, CHUNK, 0, PART, wg))
+                    gates_at = seq.batch, int32(token + ROWS * warpgroup.rank()), head, int32(PART * wg)
+                    store_gate_gradients(b, r, carried, may_forget, truncate(gGateRows, 1, seq.end), gates_at)
+                    of_gates, batch, row = seq_layout.whole_tile(gDGates, gTailDGates, seq, token, sequence)
+                    warpgroup.tma_store(of_gates, (batch, row, head, wg), subtile(b, CHUNK, 0, PART, wg))
                 warpgroup.store_wait()
                 q.release(j)
                 k.release(j)

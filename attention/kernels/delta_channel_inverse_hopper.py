@@ -7,6 +7,7 @@ kda_transform_hopper.py treats strong ones: by blocks of 16 tokens with a refere
 chunk is loaded while this one's triangle is inverted."""
 
 import functools
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -16,7 +17,7 @@ from numpy import int32
 from ops import divmod, exp2, load, rows, store, subtile, truncate, viewed, warpgroup, zeros
 from ops.for_attention.triangular_inverse import TRIANGLES, inverse_transposed, store_parts
 from tiles import bf16, fp16, fp32, inlined, ring, rt, shared, st
-from tiles.launching.arguments import INT, array, tiled
+from tiles.launching.arguments import ENDS, INT, array, tiled
 from tiles.targets import Target
 
 from ..parts.recurrent import channel_config
@@ -48,14 +49,15 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations of both padded key dims, with gates in fp32 and in bf16; fp16 too if `everything`."""
     if target.has_wgmma:
         for of in (bf16, fp16) if everything else (bf16,):
-            yield from (Config(key_dim, 0, gates, of) for key_dim in KEY_DIMS for gates in (fp32, of))
+            for key_dim, gates, varlen in itertools.product(KEY_DIMS, (fp32, of), (False, True)):
+                yield Config(key_dim, 0, gates, of, varlen)
 
 
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     INPUT, IN_PLACE, SCORES = config.dtype, config.gates is fp32, rt(16, CHUNK, fp32)
-    COL_VEC, ROW_VEC, KEY, seq_layout = SCORES.col_vec, SCORES.row_vec, config.key, SequenceLayout()
+    COL_VEC, ROW_VEC, KEY, seq_layout = SCORES.col_vec, SCORES.row_vec, config.key, SequenceLayout(config.varlen)
     SQUARE, decay, raw, parts_of = (
         st(CHUNK, CHUNK, INPUT),
         KdaDecay(config.key_dim, INPUT, 1),
@@ -77,14 +79,17 @@ def make(config: Config):
     )
 
     @inlined
-    def fill(rings, arrays, j, n, seq, head, key_head):
+    def fill(rings, arrays, tails, j, n, seq, sequence, head, key_head):
         """Have TMA load the queries, keys and gates of the j-th of a sequence's n chunks, if there is one."""
-        (q, k, g), (gQ, gK, gGates) = rings, arrays
+        (q, k, g), (gQ, gK, gGates), (gTailQ, gTailK, gTailGates) = rings, arrays, tails
         if j < n:
             token = seq.chunk_start(j)
-            g.fill(j, gGates, (seq.batch, token, head))
-            k.fill(j, gK, (seq.batch, token, key_head))
-            q.fill(j, gQ, (seq.batch, token, key_head))
+            gates, batch, row = seq_layout.whole_tile(gGates, gTailGates, seq, token, sequence)
+            g.fill(j, gates, (batch, row, head))
+            keys, batch, row = seq_layout.whole_tile(gK, gTailK, seq, token, sequence)
+            k.fill(j, keys, (batch, row, key_head))
+            queries, batch, row = seq_layout.whole_tile(gQ, gTailQ, seq, token, sequence)
+            q.fill(j, queries, (batch, row, key_head))
 
     @inlined
     def send_decayed(tiles, arrays, at):
@@ -99,17 +104,20 @@ def make(config: Config):
     def invert(
         gQ: KEYS, gK: KEYS, gBeta: array(3), gGates: tiled(config.gate, unit=1), gDecayedQ: CHUNK_KEYS, gReadKeys: CHUNK_KEYS,
         gWriteKeys: CHUNK_KEYS, gB: tiled(config.state_decay, 3, None, 2), gChunkBeta: array(3),
-        gScores: tiled(SQUARE, rows=2), gSolutions: tiled(SQUARE, rows=2), length: INT, parts: INT, heads: INT, group: INT,
+        gScores: tiled(SQUARE, rows=2), gSolutions: tiled(SQUARE, rows=2), gTailQ: KEYS, gTailK: KEYS,
+        gTailGates: tiled(config.gate, unit=1), gCuSeqlens: ENDS, length: INT, parts: INT, heads: INT, group: INT,
     ):  # fmt: skip
         """Each of the `parts` blocks of a head of a sequence has as many of its chunks. gB, gChunkBeta: exp(b_last) and beta of
-        each chunk and head; gSolutions: -L^T, high above low. `group` value heads share one of the key `heads`."""
+        each chunk and head; gSolutions: -L^T, high above low. gTailQ .. gTailGates: see packed_tails.py. `group` value heads
+        share one of the key `heads`."""
         q, k, g, k_decayed, square, triangles, state_decay, gate_sums, block_decays = smem.open()
         _, part, head, sequence = block_coord(cuda.blockIdx.x, 1, parts, heads * group)
         key_head, _ = divmod(head, group)
-        seq = seq_layout.segment_tokens(0, sequence, length, part, parts)
+        seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, part, parts)
         n, first, warp = seq.num_chunks(), seq_layout.chunk_index(seq.start, sequence, length), warpgroup.rank()
         rings, arrays, decayed_arrays = (q, k, g), (gQ, gK, gGates), (gDecayedQ, gReadKeys, gWriteKeys, gB)
-        fill(rings, arrays, int32(0), n, seq, head, key_head)
+        tails = gTailQ, gTailK, gTailGates
+        fill(rings, arrays, tails, int32(0), n, seq, sequence, head, key_head)
         high, low = subtile(triangles, CHUNK, 0), subtile(triangles, CHUNK, 1)
         blocks, betas = (viewed(triangles, BLOCK_KEYS), block_decays), truncate(gBeta, 1, seq.end)
         store_parts(high, low, zeros(SCORES))  # blocks above the diagonal are read, if not looked at
@@ -145,7 +153,7 @@ def make(config: Config):
             q.release(j)
             k.release(j)
             g.release(j)
-            fill(rings, arrays, int32(j + 1), n, seq, head, key_head)
+            fill(rings, arrays, tails, int32(j + 1), n, seq, sequence, head, key_head)
             if warp == 0:
                 store(gChunkBeta, beta, (chunk, head, 0))
             a = a * away_from_zero(beta)

@@ -16,7 +16,7 @@ from numba import cuda
 from numpy import int32
 
 from ops import divmod, load, store, truncate, warp_index, zeros
-from tiles import bf16, dtype, fp16, rt
+from tiles import bf16, dtype, fp16, fp32, rt
 from tiles.launching.arguments import ENDS, INT, array
 from tiles.layout import LANES
 from tiles.targets import Target
@@ -43,8 +43,9 @@ class Config:
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
-    """The configurations of bf16, and with `everything` of fp16."""
-    yield from itertools.starmap(Config, itertools.product(COLUMNS, (bf16, fp16) if everything else (bf16,), (False, True)))
+    """The configurations of bf16 and of fp32, and with `everything` of fp16."""
+    dtypes = (bf16, fp32, fp16) if everything else (bf16, fp32)
+    yield from itertools.starmap(Config, itertools.product(COLUMNS, dtypes, (False, True)))
 
 
 @functools.cache

@@ -12,83 +12,99 @@ from tiles.launching.launch import kernel_for
 from ..kernels import delta_channel_chains_hopper, delta_channel_gradients_hopper, delta_channel_inverse_hopper
 from ..parts.recurrent.delta_chunks import KEY_DIMS
 from ..parts.recurrent.tokens import CHUNK, COLUMNS
+from .delta_gradient_walk import plan_tails
 from .delta_walk import count_parts
-from .recurrent_checks import DTYPES, pad_key_dim
+from .recurrent_checks import DTYPES, is_varlen, pad_key_dim
 from .recurrent_chunks import SWAP_STATE_AXES, Arrays, ScratchAllocator, intern_value
-from .recurrent_gradients import sum_heads
+from .recurrent_gradients import count_chunk_indices, sum_heads
+
+PACKED = ("gQ", "gK"), ("gV", "gDOut"), ("gGates",), ("gDQ", "gDK"), ("gDV",), ("gDGates",)  # see plan_tails
 
 
 def plan_delta_channel_gradients(problem: Problem, arrays: Arrays, scale: float, scratch: ScratchAllocator) -> list[Step]:
-    """The launches. arrays: as in delta_gradients.plan_delta_gradients; sequences are not packed."""
-    batch, length, heads, key_heads, key_dim = problem("batch", "seqlen", "heads", "heads_k", "key_dim")
-    gates, device, of = arrays["decay"], machine(problem.device), DTYPES[problem.dtype]
+    """The launches. arrays: as in delta_gradients.plan_delta_gradients."""
+    length, heads, key_heads, sequences, key_dim = problem("seqlen", "heads", "heads_k", "sequences", "key_dim")
+    gates, device, of, varlen = arrays["decay"], machine(problem.device), DTYPES[problem.dtype], is_varlen(problem)
     assert gates is not None
-    of_gates, chunks, blocks = DTYPES[gates.form.dtype], -(-length // CHUNK), -(-problem.extents["value_dim"] // COLUMNS)
-    padded_keys, columns, items = pad_key_dim(key_dim, KEY_DIMS), COLUMNS * blocks, batch * chunks * heads
-    tokens: Arrays = {"gQ": arrays["q"], "gK": arrays["k"], "gGates": gates}
+    of_gates, chunks, blocks = (
+        DTYPES[gates.form.dtype],
+        count_chunk_indices(problem),
+        -(-problem.extents["value_dim"] // COLUMNS),
+    )
+    padded_keys, columns, each = pad_key_dim(key_dim, KEY_DIMS), COLUMNS * blocks, -(-length // CHUNK)
 
     def of_chunks(*extents: int) -> Operand:
-        return scratch(batch * chunks, heads, *extents, dtype=problem.dtype)
+        return scratch(chunks, heads, *extents, dtype=problem.dtype)
 
-    known: Arrays = {name: of_chunks(CHUNK, padded_keys) for name in ("gDecayedQ", "gReadKeys", "gWriteKeys")}
-    known |= {"gB": scratch(batch * chunks, heads, padded_keys), "gChunkBeta": scratch(batch * chunks, heads, CHUNK)}
+    known: Arrays = {name: arrays[x] for name, x in {"gQ": "q", "gK": "k", "gV": "v", "gDOut": "dout", "gBeta": "beta"}.items()}
+    known |= {"gGates": gates, "gCuSeqlens": problem["cu_seqlens"]}
+    known |= {name: of_chunks(CHUNK, padded_keys) for name in ("gDecayedQ", "gReadKeys", "gWriteKeys")}
+    known |= {"gB": scratch(chunks, heads, padded_keys), "gChunkBeta": scratch(chunks, heads, CHUNK)}
     known |= {"gScores": of_chunks(CHUNK, CHUNK), "gSolutions": of_chunks(2 * CHUNK, CHUNK)}
-    of_states: Arrays = {"gErrors": of_chunks(2 * CHUNK, columns), "gStates": of_chunks(2 * columns, padded_keys)}
+    known |= {"gErrors": of_chunks(2 * CHUNK, columns), "gStates": of_chunks(2 * columns, padded_keys)}
     ends = {"gInitialState": "initial_state", "gLastState": "dstate", "gFirstState": "dinitial_state"}
+    known |= {name: x and x.permuted(SWAP_STATE_AXES) for name, end in ends.items() for x in [arrays[end]]}
     outputs: Arrays = {name: arrays[name] for name in ("dq", "dk")}
-    finish: list[Step] = []
     if heads > key_heads:
-        outputs = {name: scratch(batch, length, heads, key_dim, dtype=problem.dtype) for name in outputs}
-        finish = [step for name in ("dq", "dk") for step in sum_heads(problem, outputs[name], arrays[name])]
+        of_heads = problem("batch", "seqlen", "heads", "key_dim")
+        outputs = {name: scratch(*of_heads, dtype=problem.dtype) for name in outputs}
+    known |= {"gDQ": outputs["dq"], "gDK": outputs["dk"], "gDV": arrays["dv"], "gDBeta": arrays["dbeta"]}
+    known |= {"gDGates": arrays["ddecay"], "gQueryRows": arrays["q"], "gKeyRows": arrays["k"], "gGateRows": gates}
+    first, finish = plan_tails(problem, known, scratch, PACKED) if varlen else ([], [])
+    if heads > key_heads:
+        finish += [step for name in ("dq", "dk") for step in sum_heads(problem, outputs[name], arrays[name])]
 
-    def launch(module: Any, fields: tuple, grid: int, *some: Arrays, **more: Any) -> Step:
+    def launch(module: Any, fields: tuple, grid: int, names: str, **numbers: float) -> Step:
         config = intern_value(module.Config, padded_keys, *fields)
-        named = {name: x for each in some for name, x in each.items()}
-        return kernel_for(module, config, problem.device).bind(grid, length=length, **named, **more)
+        named = {name: known.get(name) for name in f"{names} gCuSeqlens".split()}
+        return kernel_for(module, config, problem.device).bind(grid, length=length, **numbers, **named)
 
-    parts = count_parts(batch * heads, chunks, delta_channel_inverse_hopper.Config.blocks_per_sm * device.processors)
-    walks = delta_channel_chains_hopper.DIRECTIONS * batch * heads * blocks
+    of_inverse = "gQ gK gBeta gGates gDecayedQ gReadKeys gWriteKeys gB gChunkBeta gScores gSolutions gTailQ gTailK gTailGates"
+    of_chains = (
+        "gDecayedQ gReadKeys gWriteKeys gB gChunkBeta gV gDOut gScores gSolutions gInitialState gErrors gStates gDV gLastState "
+        "gFirstState gTailV gTailDOut gTailDV"
+    )
+    of_gradients = (
+        "gQ gK gDOut gGates gChunkBeta gErrors gStates gDQ gDK gDBeta gDGates gQueryRows gKeyRows gGateRows gTailQ gTailK "
+        "gTailDOut gTailGates gTailDQ gTailDK gTailDGates"
+    )
+    group, walks = heads // key_heads, sequences * heads
+    parts = count_parts(walks, each, delta_channel_inverse_hopper.Config.blocks_per_sm * device.processors)
+    items, grid = chunks * heads, persistent(device, chunks * heads)
+    if varlen:  # blocks of each head of a sequence
+        each = count_parts(walks, each, device.processors)
+        grid = walks * each
     return [
+        *first,
         launch(
             delta_channel_inverse_hopper,
-            (0, of_gates, of),
-            batch * heads * parts,
-            tokens,
-            known,
+            (0, of_gates, of, varlen),
+            walks * parts,
+            of_inverse,
             parts=parts,
             heads=key_heads,
-            group=heads // key_heads,
-            gBeta=arrays["beta"],
+            group=group,
         ),
         launch(
             delta_channel_chains_hopper,
-            (of,),
-            walks,
-            known,
-            of_states,
-            {name: x and x.permuted(SWAP_STATE_AXES) for name, end in ends.items() for x in [arrays[end]]},
+            (of, varlen),
+            delta_channel_chains_hopper.DIRECTIONS * walks * blocks,
+            of_chains,
             blocks=blocks,
-            sequences=batch,
+            sequences=sequences,
             heads=heads,
             scale=scale,
-            gV=arrays["v"],
-            gDOut=arrays["dout"],
-            gDV=arrays["dv"],
         ),
         launch(
             delta_channel_gradients_hopper,
-            (columns, of_gates, of, arrays["ddecay"] is not None),
-            persistent(device, items),
-            tokens,
-            of_states,
-            {"gQueryRows": arrays["q"], "gKeyRows": arrays["k"], "gGateRows": gates, "gChunkBeta": known["gChunkBeta"]},
-            {"gDQ": outputs["dq"], "gDK": outputs["dk"], "gDBeta": arrays["dbeta"], "gDGates": arrays["ddecay"]},
-            chunks=chunks,
+            (columns, of_gates, of, arrays["ddecay"] is not None, varlen),
+            grid,
+            of_gradients,
+            chunks=each,
             items=items,
             heads=heads,
-            group=heads // key_heads,
+            group=group,
             scale=scale,
-            gDOut=arrays["dout"],
         ),
         *finish,
     ]

@@ -5,6 +5,7 @@ S and E come from a pass over the tokens. Where heads are too few for the GPU, t
 on no state is computed of all chunks at once; then two recurrences give S and E of all chunks, and dS after each segment."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from tiles.calls.plan import Step
@@ -25,6 +26,9 @@ from .recurrent_gradients import count_chunk_indices, plan_gate_sums, spread_to_
 # a multiprocessor does, to compute what depends on no state; of one more launch
 WALK, PASS, STEP, INVERSE, LAUNCH = 5.6, 3.5, 1.35, 2.3, 6.0
 CHAINS = delta_chains_hopper.BLOCKS * delta_chains_hopper.DIRECTIONS  # thread blocks of a head's recurrences
+
+
+PACKED = ("gQ", "gK"), ("gV", "gDOut"), ("gDQ", "gDK"), ("gDV",)  # see plan_tails
 
 
 @follows
@@ -64,7 +68,7 @@ def plan_delta_gradient_walk(problem: Problem, arrays: Arrays, scale: float, scr
     outputs = {x: scratch(*of_heads, dtype=problem.dtype) if shares_keys else arrays[x] for x in ("dq", "dk")}
     known |= {"gDQ": outputs["dq"], "gDK": outputs["dk"], "gDV": arrays["dv"], "gDBeta": arrays["dbeta"]}
     known["gCuSeqlens"] = problem["cu_seqlens"]
-    first, finish = plan_tails(problem, known, scratch) if varlen else ([], [])
+    first, finish = plan_tails(problem, known, scratch, PACKED) if varlen else ([], [])
     if wants_gates:
         dots, of_gates = plan_gate_sums(problem, arrays, scratch, carried=1, states=1, subtracted=True)
         finish += of_gates
@@ -105,26 +109,31 @@ def plan_delta_gradient_walk(problem: Problem, arrays: Arrays, scale: float, scr
     return [*first, *steps, walk, *finish]
 
 
-def plan_tails(problem: Problem, arrays: Arrays, scratch: ScratchAllocator) -> tuple[list[Step], list[Step]]:
+def plan_tails(
+    problem: Problem, arrays: Arrays, scratch: ScratchAllocator, packed: Sequence[tuple[str, ...]]
+) -> tuple[list[Step], list[Step]]:
     """(launches before, and after those that read and write the tails of packed sequences). arrays: of tokens, by the names of
-    parameters; those of their tails come to them."""
+    parameters; those of their tails come to them. packed: names of one array or of two of the same shape, copied at once."""
     sequences = problem.extents["sequences"]
     steps: dict[bool, list[Step]] = {False: [], True: []}
-    for pair, back in (("gQ", "gK"), False), (("gV", "gDOut"), False), (("gDQ", "gDK"), True), (("gDV",), True):
-        packed = {name: x for name in pair for x in [arrays[name]] if x}
-        length, heads, columns = packed[pair[0]].form.shape[1:]
-        tails = {name: scratch(sequences, CHUNK, heads, columns, dtype=problem.dtype) for name in pair}
-        arrays |= {f"gTail{name[1:]}": x for name, x in tails.items()}
-        config = intern_value(packed_tails.Config, pad_key_dim(columns, packed_tails.COLUMNS), DTYPES[problem.dtype], back)
-        all_heads = heads * len(pair)
+    for names in packed:
+        each = {name: x for name in names for x in [arrays[name]] if x}
+        if not each:
+            continue
+        form, back, all_of = each[names[0]].form, names[0].startswith("gD") and names[0] != "gDOut", list(each.values())
+        length, heads, columns = form.shape[1:]
+        tails = [scratch(sequences, CHUNK, heads, columns, dtype=form.dtype) for _ in each]
+        arrays |= {f"gTail{name[1:]}": x for name, x in zip(each, tails, strict=True)}
+        config = intern_value(packed_tails.Config, pad_key_dim(columns, packed_tails.COLUMNS), DTYPES[form.dtype], back)
+        all_heads = heads * len(each)
         head_blocks = -(-all_heads // packed_tails.WARPS)
         step = kernel_for(packed_tails, config, problem.device).bind(
             sequences * packed_tails.PARTS * head_blocks,
-            gX=packed[pair[0]],
-            gY=packed[pair[-1]],
-            gTailX=tails[pair[0]],
-            gTailY=tails[pair[-1]],
-            gTokens=arrays["gDBeta"] if pair == ("gDV",) else None,
+            gX=all_of[0],
+            gY=all_of[-1],
+            gTailX=tails[0],
+            gTailY=tails[-1],
+            gTokens=arrays["gDBeta"] if names[0] == "gDV" else None,
             gCuSeqlens=arrays["gCuSeqlens"],
             length=length,
             head_blocks=head_blocks,

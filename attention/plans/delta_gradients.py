@@ -71,8 +71,7 @@ def serves_delta_gradients(problem: Problem) -> bool:
 
 def serves_hopper(problem: Problem) -> bool:
     """Do the chunk kernels for Hopper serve a call that chunk kernels serve?"""
-    fits = problem.extents["value_dim"] <= delta_gradients_hopper.VALUES
-    return fits and not (has_channel_decay(problem) and is_varlen(problem))
+    return problem.extents["value_dim"] <= delta_gradients_hopper.VALUES
 
 
 def plan_delta_chunks(problem: Problem, arrays: Arrays, scale: float, scratch: ScratchAllocator) -> list[Step]:

@@ -1,5 +1,5 @@
 """attention.delta_rule_backward with decays of channels (KDA) by chunks, against the reference's gradients. Token by token, and
-packed sequences: test_delta_gradients.py."""
+packed sequences among poison: test_delta_gradients.py."""
 
 from types import SimpleNamespace
 
@@ -63,11 +63,38 @@ def test_little_shared_memory(place, monkeypatch, nothing_known, shared_bytes):
     check(place, one_head(20, value_dim=80), family="sm_80")
 
 
-@pytest.mark.parametrize(("arch", "family"), [("sm_80", "sm_80"), ("sm_90a", None)])
-def test_as_compiled(as_compiled, arch, family):
-    """The PTX of the kernels, for a chunk: test_delta_gradients.py has two for those that go from one to the next."""
+@pytest.mark.parametrize(("arch", "length", "family"), [("sm_80", 20, "sm_80"), ("sm_90a", 65, None)])
+def test_as_compiled(as_compiled, arch, length, family):
+    """The PTX of the kernels. test_delta_gradients.py has two chunks for those of mma.sync that go from one to the next."""
     as_compiled(arch)
-    check(OnInterpreter(), one_head(20), family=family)
+    check(OnInterpreter(), one_head(length), family=family)
+
+
+# ---- packed sequences ---------------------------------------------------------------------------------------------------
+def packed(ends, **more):
+    """A case with one head and sequences that end there."""
+    args = one_head(ends[-1], **more)
+    states = {name: np.repeat(args[name], len(ends), axis=0) for name in ("initial_state", "dstate")}
+    return args | states | {"cu_seqlens": np.array([0, *ends], np.int32)}
+
+
+@pytest.mark.parametrize("gates", [f32, bf16])
+def test_packed_sequences(place, gates):
+    """One with a tail, one without tokens, and one of whole chunks."""
+    check(place, packed([70, 70, 198], key_dim=80, value_dim=80, gates=gates))
+
+
+def test_one_packed_sequence(place):
+    """Several blocks share its chunks."""
+    check(place, packed([330]))
+
+
+def test_packed_sequences_as_compiled(as_compiled):
+    """The PTX of kernels that choose between two arrays for TMA, with gates whose blocks go by halves."""
+    as_compiled("sm_90a")
+    args = packed([3, 20])
+    args["decay"][:, 12:] = -30
+    check(OnInterpreter(), args)
 
 
 def test_gates_without_gradients():
@@ -114,6 +141,14 @@ def test_channels_that_differ(place):
     args = one_head(70)
     args["decay"][..., ::2], args["decay"][..., 1::2] = -np.inf, 0
     check(place, args)
+
+
+def test_blocks_that_differ(place):
+    """Some of 16 tokens have decays that no number holds, in one channel or in all, and between some there is such a decay."""
+    args = one_head(130)
+    args["decay"][:, 20:24, :, 3], args["decay"][:, 36:44], args["decay"][:, 64] = -40, -20, -1e3
+    got = check(place, args)
+    assert not got["ddecay"][:, 64].any()
 
 
 def test_errors_of_later_tokens_stay_there(place):

@@ -110,7 +110,10 @@ def test_little_shared_memory(place, monkeypatch, nothing_known):
     check(place, delta_case(70, "token", value_dim=80), family="sm_80")
 
 
-@pytest.mark.parametrize(("decay", "family"), [("token", None), ("head", "sm_80"), ("channel", None)])
+PACKED = [("token", None), ("head", "sm_80"), ("channel", None), ("channel", "sm_80")]
+
+
+@pytest.mark.parametrize(("decay", "family"), PACKED)
 def test_packed_sequences_among_poison(place, monkeypatch, decay, family):
     """Each sequence has the gradients that it has by itself. Padding has gradients of 0; one without tokens passes the gradient
     of its state on."""
