@@ -124,7 +124,8 @@ def config_for(
     if padded == wide and variant.positional and not variant.uses_random and (parts or not kind):
         config = _config(padded, dtype, variant, next((end for end in shapes_by_length(padded, variant) if keys <= end), None))
         return replace(config, **ONE_TILE_PER_CTA, **kind) if kind else config
-    shape = None if variant.uses_random or variant.reads_score_matrix else NARROW.get((padded, wide))
+    needs_room = variant.uses_random or variant.reads_score_matrix or variant.tma_bias  # registers, or shared memory
+    shape = None if needs_room else NARROW.get((padded, wide))
     shape = shape or (PAGED.get(max(padded, wide)) if kind.get("kv_source", OneBuffer()).paged else None)
     return Config(padded, wide, dtype, variant, **(shape or variant_shape(max(padded, wide), variant)), **kind)
 

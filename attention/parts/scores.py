@@ -259,7 +259,7 @@ class BiasedByTile(Biased):
     """score + bias[b, h, i, j], with tiles of the bias that TMA loads (bias_tiles.py): ctx.params.bias is the consumer's part,
     in registers. bias_dtype: the dtype of the bias."""
 
-    loads, lean = False, True
+    reads_score_matrix, fits_narrow_backward = False, True
 
     bias_dtype: dtype = bf16
 
