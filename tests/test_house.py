@@ -196,6 +196,28 @@ def test_a_class_name_occurs_once():
     assert {name: files for name, files in places.items() if len(files) > 1} == {}
 
 
+# Class attributes that others read: Numba, torch, users' kernels, and users of FlashInfer's names.
+READ_ELSEWHERE = {"update_variable", "prefer_literal", "generate_vmap_rule", "laneid", "blockDim", "begin_forward"}
+
+
+def test_class_attributes_are_read():
+    """A flag that a subclass sets and nothing reads has lost its name in a renaming: what it decided is decided otherwise now,
+    and no test of results notices."""
+    assigned, read = {}, set(READ_ELSEWHERE)
+    for folder in PACKAGES:
+        for file in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                    read.add(node.attr)
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    read.update(node.value.split())  # names of fields in a text
+                elif isinstance(node, ast.ClassDef):
+                    targets = [target for one in node.body if isinstance(one, ast.Assign) for target in one.targets]
+                    names = [name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)]
+                    assigned |= {name: f"{file.relative_to(ROOT)}: {node.name}.{name}" for name in names}
+    assert [place for name, place in assigned.items() if name not in read and not name.startswith("__")] == []
+
+
 def test_numba_is_named_where_kernels_are_compiled():
     """Elsewhere only `from numba import cuda`, and what tiles/numba_names.py gives."""
     for module, file in modules(ROOT).items():
