@@ -23,6 +23,9 @@ The **column layout** is its transpose: lane L holds pairs of neighbouring *rows
 
 which is mma.sync's B operand (k x n): e0 e1 e4 e5 are the fragment of its left eight columns, e2 e3 e6 e7 of the right ones.
 
+A **line** is one row, spread over the warp run by run: lane L of a line of 32 n elements holds elements n L to n L + n - 1. So
+a row of an array comes by one access of each lane, which a warp makes as one, and lanes can walk along the rows by themselves.
+
 Tiles of 1-byte elements are made of 16x32 base tiles (32x16 in column layout). Where the others have a pair, a lane has a *run*
 of four: columns 4(L%4) + {0,1,2,3}, and 16 further on.
 
@@ -50,6 +53,11 @@ def column_element(lane, index, rows, run=2):
     """(row, col) of the `index`-th element that `lane` holds of a column-layout tile `rows` rows high."""
     col, row = element(lane, index, rows, run)
     return row, col
+
+
+def line_element(lane, index, elements):
+    """(row, col) of the `index`-th of so many elements that `lane` holds of a line."""
+    return 0 * (lane + index), lane * elements + index
 
 
 def zipped(index):

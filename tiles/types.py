@@ -14,15 +14,17 @@ from .dtypes import OPERANDS, bf16, dtype, fp16, fp32
 
 REGISTER_DTYPES = (fp32, fp16, bf16)  # in which ops compute
 EVERY_DTYPE = REGISTER_DTYPES + OPERANDS
-LAYOUTS = ("row", "col")
+LAYOUTS = ("row", "col", "line")
+LINE = 64  # columns of which a line has a multiple: two elements of each lane
 TILE_ALIGN = 1024  # bytes, of where a swizzled tile begins in shared memory
 
 
 @dataclass(frozen=True)
 class rt:
     """A register tile of one warp: rows and cols multiples of 16; cols (rows in column layout) of 32 for fp8. layout:
-    "row", where a lane's pairs of elements lie side by side, or "col", its transpose, where they lie one below the other (see
-    tiles/layout.py). dtype: fp32, fp16 or bf16; tf32 and fp8 for operands of products.
+    "row", where a lane's pairs of elements lie side by side, "col", its transpose, where they lie one below the other, or
+    "line", of one row, a multiple of 64 columns, which the lanes have run by run (see tiles/layout.py). A line goes to and from
+    memory, and through maps; it has no vectors. dtype: fp32, fp16 or bf16; tf32 and fp8 for operands of products.
 
     A warpgroup's 64 x n tile is four of them, one a warp, in the order of its warps."""
 
@@ -32,18 +34,23 @@ class rt:
     layout: str = "row"
 
     def __post_init__(self):
+        if self.layout not in LAYOUTS:
+            raise ValueError(f"rt: layout must be one of {LAYOUTS}, got {self.layout!r}")
+        if self.layout == "line":
+            if self.rows != 1 or self.cols < LINE or self.cols % LINE or self.dtype not in REGISTER_DTYPES:
+                what = f"one row, a positive multiple of {LINE} columns, and one of {REGISTER_DTYPES}"
+                raise ValueError(f"rt: a line has {what}, got {self.rows} x {self.cols} of {self.dtype!r}")
+            return
         if self.rows < 16 or self.cols < 16 or self.rows % 16 or self.cols % 16 or float in (type(self.rows), type(self.cols)):
             raise ValueError(f"rt: rows and cols must be positive multiples of 16, got {self.rows} x {self.cols}")
         if self.dtype not in EVERY_DTYPE:
             raise ValueError(f"rt: dtype must be one of {EVERY_DTYPE}, got {self.dtype!r}")
-        if self.layout not in LAYOUTS:
-            raise ValueError(f"rt: layout must be one of {LAYOUTS}, got {self.layout!r}")
         if self.shape[self.layout == "row"] % (8 * self.dtype.run):
             side = "cols" if self.layout == "row" else "rows"
             raise ValueError(f"rt: {side} of {self} must be a multiple of {8 * self.dtype.run}")
 
     def __str__(self):
-        return f"rt({self.rows}, {self.cols}, {self.dtype}{', col' * (self.layout == 'col')})"
+        return f"rt({self.rows}, {self.cols}, {self.dtype}{f', {self.layout}' * (self.layout != 'row')})"
 
     @functools.cached_property
     def shape(self):
@@ -67,12 +74,16 @@ class rt:
 
     def element(self, lane, index):
         """(row, col) of the `index`-th element that `lane` holds."""
+        if self.layout == "line":
+            return layout.line_element(lane, index, self.elements)
         if self.layout == "row":
             return layout.element(lane, index, self.cols, self.dtype.run)
         return layout.column_element(lane, index, self.rows, self.dtype.run)
 
     def lane_index(self, vector):
-        """For each of a lane's elements, the index of the vector element that broadcasts to it."""
+        """For each of a lane's elements, the index of the vector element that broadcasts to it. TypeError: a line has none."""
+        if self.layout == "line":
+            raise TypeError(f"{self} is a line, which has no vectors; tile_sum and its like reduce it")
         index = layout.col_vec_index if vector.by_quad else layout.row_vec_index
         return [index(i, self.cols if self.layout == "row" else self.rows) for i in range(self.elements)]
 

@@ -1,22 +1,20 @@
 """The short convolution: y_t = act(bias + sum_i weight[:, W - 1 - i] x_(t-i)), i < W, each channel by itself.
 
-The time is that of reading x and writing y once. A warp loads the next tile of tokens before it computes with the one at
-hand."""
+The time is that of reading x and writing y once."""
 
 import functools
 from collections.abc import Iterator
 
 from numba import cuda
-from numpy import int32
 
-from ops import divmod, silu, store_unordered, truncate, warp_index, zeros
-from tiles import fp32, rt
+from ops import silu, truncate
+from tiles import fp32, inlined
 from tiles.launching.arguments import ENDS, INT, array
 from tiles.targets import Target
 
-from ..parts.short_conv import COLUMNS, ROWS, WARPS, ConvConfig, ShortWindow, TokenBlocks, conv_space
+from ..parts.short_conv import STEP, ConvConfig, ShortWindow, TokenBlocks, conv_space, find_panel
 
-BLOCKS_PER_SM = 4  # which leaves a thread 128 registers
+BLOCKS_PER_SM = 8, 7  # which leaves a thread 72 registers, or 80 where sequences are packed
 
 
 class Config(ConvConfig):
@@ -30,33 +28,49 @@ def space(target: Target, everything: bool) -> Iterator[ConvConfig]:
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory: None) of a configuration."""
-    INPUT, SILU, ALIGNED = config.dtype, config.silu, config.aligned
-    window, token_blocks = ShortWindow(config.width, SILU, INPUT, ALIGNED), TokenBlocks(config.varlen)
-    ZEROS = rt(ROWS, COLUMNS, fp32)
+    INPUT, SILU, WIDTH = config.dtype, config.silu, config.width
+    window, token_blocks = ShortWindow(WIDTH, SILU, config.bias, INPUT, config.aligned), TokenBlocks(config.varlen)
 
-    @cuda.jit(launch_bounds=(config.threads, BLOCKS_PER_SM), fastmath=True)
+    @inlined
+    def store_result(outputs, x, before, taps, batch, token, col):
+        """Store y of a token; returns the tokens before the next one."""
+        x = fp32(x)
+        z = window.convolve(x, before, taps)
+        window.store(outputs, silu(z) if SILU else z, batch, token, col)
+        return before.then(x)
+
+    @cuda.jit(launch_bounds=(config.threads, BLOCKS_PER_SM[config.varlen]), fastmath=True)
     def short_conv(
-        gX: array(3, INPUT), gWeight: array(2), gBias: array(1), gInitialState: array(3, INPUT), gOut: array(3, INPUT),
-        gFinalState: array(3, INPUT), gCuSeqlens: ENDS, length: INT, tokens: INT, blocks: INT, panels: INT,
+        gX: array(3, INPUT), gWeight: array(2), gBias: array(2), gInitialState: array(3, INPUT), gOut: array(3, INPUT),
+        gFinalState: array(3, INPUT), gCuSeqlens: ENDS, length: INT, tokens: INT, blocks: INT, count: INT, panels: INT,
     ):  # fmt: skip
-        """A thread block has `tokens` tokens and one of the `panels` of 128 channels. gInitialState, gFinalState: (sequence,
-        channel, W - 1), the tokens before the first and the last ones, the latest of them last."""
-        index, panel = divmod(cuda.blockIdx.x, panels)
-        col = int32(COLUMNS * (WARPS * panel + warp_index()))
+        """A warp has one of `count` blocks of `tokens` tokens and one of the `panels` of channels. gInitialState, gFinalState:
+        (sequence, channel, W - 1), the tokens before the first and the last ones, the latest of them last. gBias: (1,
+        channel)."""
+        index, col = find_panel(panels)
+        if index >= count:
+            return
         block = token_blocks.find(index, tokens, blocks, length, gCuSeqlens)
         taps = window.load_taps(gWeight, gBias, col)
-        upper = window.load_before(gX, gInitialState, block, block.start, col)
+        before = window.load_before(gX, gInitialState, block, col)
         inputs, outputs = truncate(gX, 1, block.end), truncate(gOut, 1, block.end)
-        x = window.load(inputs, block.batch, block.start, col)
-        for t in range(block.start, block.end, ROWS):
-            following = window.load(inputs, block.batch, int32(t + ROWS), col)
-            z = window.convolve(upper, x, taps)
-            if SILU:
-                z = silu(z)
-            store_unordered(outputs, INPUT(z), (block.batch, int32(t), col), 1, 2, ALIGNED)
-            upper, x = x, following
+        a = window.load(inputs, block.batch, block.start, col)
+        b = window.load(inputs, block.batch, block.start + 1, col)
+        c = window.load(inputs, block.batch, block.start + 2, col)
+        d = window.load(inputs, block.batch, block.start + 3, col)
+        for t in range(block.start, block.end, STEP):  # each line is loaded anew once it is computed with
+            before = store_result(outputs, a, before, taps, block.batch, t, col)
+            a = window.load(inputs, block.batch, t + STEP, col)
+            before = store_result(outputs, b, before, taps, block.batch, t + 1, col)
+            b = window.load(inputs, block.batch, t + STEP + 1, col)
+            before = store_result(outputs, c, before, taps, block.batch, t + 2, col)
+            c = window.load(inputs, block.batch, t + STEP + 2, col)
+            before = store_result(outputs, d, before, taps, block.batch, t + 3, col)
+            d = window.load(inputs, block.batch, t + STEP + 3, col)
         if gFinalState.shape[0] > 0 and block.ends_sequence():
-            window.store_window(gFinalState, window.load_before(gX, gInitialState, block, block.last, col), block, col)
-        token_blocks.clear_padding(gOut, INPUT(zeros(ZEROS)), block, col, length, gCuSeqlens, ALIGNED)
+            for t in range(1 - WIDTH, 0):
+                x = window.load_token(gX, gInitialState, block, block.last + t, col)
+                window.store_window(gFinalState, x, block, t, col)
+        token_blocks.clear_padding(gOut, window, block, col, length, gCuSeqlens)
 
     return short_conv, None

@@ -3,42 +3,42 @@
     dz_t = act'(z_t) dy_t        dx_t = sum_i weight[:, W - 1 - i] dz_(t+i)
     dweight[:, W - 1 - i] = sum_t dz_t x_(t-i)        dbias = sum_t dz_t
 
-z is computed again. A warp goes through its tokens from the last tile to the first, so that dz of later tokens is at hand; of
-the tokens behind its own it computes W - 1. The sums of its own tokens are stored, and sum_blocks adds those of all blocks in
-their order: there are no atomic additions."""
+z is computed again. A warp walks along its tokens, and is three tokens ahead of those whose dx it stores: dx needs dz of later
+ones. Therefore it adds up dz of three tokens behind its own, and not of its own first three, which the warp before it has,
+unless a sequence begins with them. The sums are stored, and sum_blocks adds those of all blocks in their order: there are no
+atomic additions."""
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from numba import cuda
 from numpy import int32
 
 from ops import block as thread_block
-from ops import (
-    col_sum,
-    divmod,
-    finish_sum,
-    lane_col_sum,
-    load,
-    shift_rows,
-    store,
-    store_unordered,
-    truncate,
-    warp_index,
-    zeros,
-)
+from ops import col_sum, divmod, load, store, truncate, warp_index, zeros
 from tiles import fp32, inlined, rt, shared, sv
 from tiles.launching.arguments import ENDS, INT, array
 from tiles.layout import LANES
 from tiles.targets import Target
 
-from ..parts.short_conv import COLUMNS, ROWS, WARPS, WIDTHS, ConvConfig, ShortWindow, TokenBlocks, conv_space
+from ..parts.short_conv import (
+    BEFORE,
+    LINE,
+    STEP,
+    WIDTHS,
+    Before,
+    ConvConfig,
+    ShortWindow,
+    TokenBlocks,
+    conv_space,
+    find_panel,
+)
 
+BLOCKS_PER_SM = 4  # which leaves a thread 128 registers
 SUMS = rt(16, 64, fp32)  # blocks and channels whose sums a warp adds at once
 SUM_WARPS = 8
-TILE = rt(ROWS, COLUMNS, fp32)
-SUM = replace(TILE.row_vec, partial=True)  # a lane's share of the sums over the tokens of a block
 
 
 class Config(ConvConfig):
@@ -47,6 +47,30 @@ class Config(ConvConfig):
     def make(self):
         """(kernel of gradients, None: it uses no shared memory)."""
         return make_gradients(self)
+
+
+class Sums(NamedTuple):
+    """Of dz times the tokens with a lag of 0, 1, 2 and 3 tokens, and of dz."""
+
+    lag0: Any
+    lag1: Any
+    lag2: Any
+    lag3: Any
+    bias: Any
+
+
+class Token(NamedTuple):
+    """Lines of a token and of dy."""
+
+    x: Any
+    dy: Any
+
+
+class Walk(NamedTuple):
+    """What a warp knows where it is: the tokens before, and their dz."""
+
+    x: Any
+    dz: Any
 
 
 @dataclass(frozen=True)
@@ -78,76 +102,105 @@ def make(config: Config | SumConfig):
 
 def make_gradients(config: Config):
     """(kernel, shared memory: None) of dx, the gradient of the window before it, and the sums of each block."""
-    INPUT, WIDTH, ALIGNED = config.dtype, config.width, config.aligned
-    window, token_blocks = ShortWindow(WIDTH, config.silu, INPUT, ALIGNED), TokenBlocks(config.varlen)
+    INPUT, WIDTH, BIAS = config.dtype, config.width, config.bias
+    window, token_blocks = ShortWindow(WIDTH, config.silu, BIAS, INPUT, config.aligned), TokenBlocks(config.varlen)
 
     @inlined
-    def load_state_gradient(gDState, block, token, col):
-        """The part of dx, of the 16 tokens from `token` on, that comes from the sequence's final window."""
-        return window.load_window(gDState, TILE, block, int32(WIDTH - 1 + token - block.last), col)
+    def add(sums, x, before, dz):
+        """The sums with those of a token."""
+        lag2 = sums.lag2 + dz * before.x2 if WIDTH > 2 else sums.lag2
+        lag3 = sums.lag3 + dz * before.x3 if WIDTH > 3 else sums.lag3
+        bias = sums.bias + dz if BIAS else sums.bias
+        return Sums(sums.lag0 + dz * x, sums.lag1 + dz * before.x1, lag2, lag3, bias)
+
+    @inlined
+    def load_token(inputs, gradients, block, token, col):
+        """The Token so many behind the block's first."""
+        token = int32(block.start + token)
+        return Token(window.load(inputs, block.batch, token, col), window.load(gradients, block.batch, token, col))
+
+    @inlined
+    def advance(walk, sums, token, taps):
+        """(the Walk behind a Token, the sums with it, the part of dx of the one three before it)."""
+        x = fp32(token.x)
+        dz = window.activation_gradient(window.convolve(x, walk.x, taps), fp32(token.dy))
+        dx = window.convolve_gradient(walk.dz, dz, taps)
+        return Walk(walk.x.then(x), walk.dz.then(dz)), add(sums, x, walk.x, dz), dx
+
+    @inlined
+    def store_dx(results, dx, gDState, block, of_state, token, col):
+        """Store dx of a token. To those from `of_state` on comes a part from the sequence's final window."""
+        if token >= of_state:
+            dx = dx + window.load_window(gDState, block, token - block.last, col)
+        window.store(results, dx, block.batch, token, col)
+
+    @inlined
+    def store_of_window(gDInitialState, dx, gDState, block, token, col):
+        """Store dx of a token of the window before the sequence, counted back from the sequence."""
+        dx = dx + window.load_window(gDState, block, block.first + token - block.last, col)
+        window.store_window(gDInitialState, dx, block, token, col)
 
     @inlined
     def store_sum(gSums, total, index, tap, col):
-        store_unordered(gSums, finish_sum(total), (index, tap, col), aligned=False)
+        store(gSums, total, (index, tap, col), 1, 2, False)
 
-    @inlined
-    def load_upper(gX, block, token, col):
-        """The tile of the 16 tokens before `token`, which begin in the block's sequence."""
-        return window.load(truncate(gX, 1, block.last), block.batch, int32(token - ROWS), col)
-
-    @cuda.jit(launch_bounds=(config.threads, 2), fastmath=True)
+    @cuda.jit(launch_bounds=(config.threads, BLOCKS_PER_SM), fastmath=True)
     def short_conv_backward(
-        gDOut: array(3, INPUT), gX: array(3, INPUT), gWeight: array(2), gBias: array(1), gInitialState: array(3, INPUT),
+        gDOut: array(3, INPUT), gX: array(3, INPUT), gWeight: array(2), gBias: array(2), gInitialState: array(3, INPUT),
         gDState: array(3), gDX: array(3, INPUT), gDInitialState: array(3), gSums: array(3), gCuSeqlens: ENDS,
-        length: INT, tokens: INT, blocks: INT, panels: INT,
+        length: INT, tokens: INT, blocks: INT, count: INT, panels: INT,
     ):  # fmt: skip
-        """A thread block has `tokens` tokens and one of the `panels` of 128 channels. gSums (block of tokens, W + 1, channel):
-        of the gradients of the weights and the bias."""
-        index, panel = divmod(cuda.blockIdx.x, panels)
-        col = int32(COLUMNS * (WARPS * panel + warp_index()))
+        """A warp has one of `count` blocks of `tokens` tokens and one of the `panels` of channels. gSums (block of tokens,
+        W + 1, channel): of the gradients of the weights and the bias."""
+        index, col = find_panel(panels)
+        if index >= count:
+            return
         block = token_blocks.find(index, tokens, blocks, length, gCuSeqlens)
-        taps = window.load_taps(gWeight, gBias, col)
-        tiles = int32(max(0, block.end - block.start + ROWS - 1) // ROWS)
-        tiles_end = int32(block.start + ROWS * tiles)
-        read_end = int32(min(block.last, tiles_end + WIDTH - 1))
-        edge = window.load_before(gX, gInitialState, block, block.start, col)
-        x = window.load(truncate(gX, 1, read_end), block.batch, tiles_end, col)
-        dy = window.load(truncate(gDOut, 1, read_end), block.batch, tiles_end, col)
-        upper = load_upper(gX, block, tiles_end, col) if tiles > 0 else edge
-        lower = window.activation_gradient(upper, x, dy, taps)
-        lag0, lag1, lag2, lag3, bias_sum = zeros(SUM), zeros(SUM), zeros(SUM), zeros(SUM), zeros(SUM)
-        gradients, results = truncate(gDOut, 1, block.end), truncate(gDX, 1, block.end)
-        x, t = upper, int32(tiles_end - ROWS)
-        upper = load_upper(gX, block, t, col) if tiles > 1 else edge
-        dy = window.load(gradients, block.batch, t, col)
-        for _ in range(tiles):  # while a tile is computed with, the next ones are on their way
-            upper_t = int32(t - ROWS)
-            next_upper = load_upper(gX, block, upper_t, col) if upper_t > block.start else edge
-            next_dy = window.load(gradients, block.batch, upper_t, col)
-            dz = window.activation_gradient(upper, x, dy, taps)
-            lag0, bias_sum = lag0 + lane_col_sum(dz * fp32(x)), bias_sum + lane_col_sum(dz)
-            lag1 = lag1 + lane_col_sum(dz * fp32(shift_rows(upper, x, ROWS - 1)))
-            if WIDTH > 2:
-                lag2 = lag2 + lane_col_sum(dz * fp32(shift_rows(upper, x, ROWS - 2)))
-            if WIDTH > 3:
-                lag3 = lag3 + lane_col_sum(dz * fp32(shift_rows(upper, x, ROWS - 3)))
-            dx = window.convolve_gradient(dz, lower, taps)
-            if gDState.shape[0] > 0 and t + ROWS > block.last - WIDTH + 1:
-                dx = dx + load_state_gradient(gDState, block, t, col)
-            store_unordered(results, INPUT(dx), (block.batch, t, col), 1, 2, ALIGNED)
-            lower, x, upper, dy, t = dz, upper, next_upper, next_dy, upper_t
-        store_sum(gSums, lag0, index, WIDTH - 1, col)
-        store_sum(gSums, lag1, index, WIDTH - 2, col)
+        taps, nothing = window.load_taps(gWeight, gBias, col), zeros(LINE)
+        sums = none = Sums(nothing, nothing, nothing, nothing, nothing)
+        read_end = int32(min(block.last, block.end + BEFORE))
+        inputs, gradients, results = truncate(gX, 1, read_end), truncate(gDOut, 1, read_end), truncate(gDX, 1, block.end)
+        walk = Walk(window.load_before(gX, gInitialState, block, col), Before(nothing, nothing, nothing))
+        a = load_token(inputs, gradients, block, 0, col)
+        b = load_token(inputs, gradients, block, 1, col)
+        c = load_token(inputs, gradients, block, 2, col)
+        d = load_token(inputs, gradients, block, 3, col)
+        walk, sums, dx3 = advance(walk, sums, a, taps)
+        a = load_token(inputs, gradients, block, 4, col)
+        walk, sums, dx2 = advance(walk, sums, b, taps)
+        b = load_token(inputs, gradients, block, 5, col)
+        walk, sums, dx1 = advance(walk, sums, c, taps)
+        c = load_token(inputs, gradients, block, 6, col)
+        if block.start > block.first:
+            sums = none
+        elif gDInitialState.shape[0] > 0:
+            store_of_window(gDInitialState, dx3, gDState, block, -3, col)
+            store_of_window(gDInitialState, dx2, gDState, block, -2, col)
+            store_of_window(gDInitialState, dx1, gDState, block, -1, col)
+        of_state = int32(block.last - WIDTH + 1) if gDState.shape[0] > 0 else block.limit
+        for t in range(block.start, block.end, STEP):
+            ahead = int32(t + BEFORE + STEP - block.start)
+            walk, sums, dx = advance(walk, sums, d, taps)
+            d = load_token(inputs, gradients, block, ahead, col)
+            store_dx(results, dx, gDState, block, of_state, t, col)
+            walk, sums, dx = advance(walk, sums, a, taps)
+            a = load_token(inputs, gradients, block, ahead + 1, col)
+            store_dx(results, dx, gDState, block, of_state, t + 1, col)
+            walk, sums, dx = advance(walk, sums, b, taps)
+            b = load_token(inputs, gradients, block, ahead + 2, col)
+            store_dx(results, dx, gDState, block, of_state, t + 2, col)
+            walk, sums, dx = advance(walk, sums, c, taps)
+            c = load_token(inputs, gradients, block, ahead + 3, col)
+            store_dx(results, dx, gDState, block, of_state, t + 3, col)
+        store_sum(gSums, sums.lag0, index, WIDTH - 1, col)
+        store_sum(gSums, sums.lag1, index, WIDTH - 2, col)
         if WIDTH > 2:
-            store_sum(gSums, lag2, index, WIDTH - 3, col)
+            store_sum(gSums, sums.lag2, index, WIDTH - 3, col)
         if WIDTH > 3:
-            store_sum(gSums, lag3, index, WIDTH - 4, col)
-        store_sum(gSums, bias_sum, index, WIDTH, col)
-        if gDInitialState.shape[0] > 0 and block.start == block.first:
-            dx = window.convolve_gradient(zeros(TILE), lower, taps)
-            dx = dx + load_state_gradient(gDState, block, int32(block.first - ROWS), col)
-            window.store_window(gDInitialState, dx, block, col)
-        token_blocks.clear_padding(gDX, INPUT(zeros(TILE)), block, col, length, gCuSeqlens, ALIGNED)
+            store_sum(gSums, sums.lag3, index, WIDTH - 4, col)
+        if BIAS:
+            store_sum(gSums, sums.bias, index, WIDTH, col)
+        token_blocks.clear_padding(gDX, window, block, col, length, gCuSeqlens)
 
     return short_conv_backward, None
 

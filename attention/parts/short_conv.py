@@ -1,52 +1,54 @@
-"""What the kernels of short convolutions share: which tokens of which sequence a warp has, and what a tile of its tokens is
-multiplied by.
+"""What the kernels of short convolutions share: which tokens of which sequence a warp has, and what it keeps of them.
 
-A warp has 32 channels, and goes through its tokens by tiles of 16. Token t of a tile needs those before it, whose rows are
-taken from the tile above and from this one by shuffles: each token is loaded once. Columns of tiles are in load_unordered's
-order, as nothing is computed across channels."""
+A warp has 128 channels, four of each lane, and walks along its tokens one after the other, so the tokens before one are in
+registers: each is loaded once, by an access of 256 adjacent bytes. Tokens come by fours, while those before are computed
+with."""
 
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from numba import cuda
 from numpy import int32
 
-from ops import divmod, fma, load_unordered, shift_rows, sigmoid, store_unordered, truncate, upper_fill, zeros
+from ops import divmod, fma, load, sigmoid, store, warp_index, zeros
 from tiles import bf16, dtype, fp16, fp32, inlined, rt, static
 from tiles.layout import LANES
 
 from .sequences import sequence_of_block
 
-ROWS, COLUMNS, WARPS = 16, 32, 4  # tokens and channels of a warp's tile; warps of a block, with neighbouring channels
+CHANNELS, WARPS, STEP = 128, 4, 4  # of a warp; of a block; tokens that are loaded together
 THREADS = LANES * WARPS
 WIDTHS = (2, 3, 4)
-VECTOR = rt(ROWS, COLUMNS, fp32).row_vec
+BEFORE = WIDTHS[-1] - 1  # tokens before one that a convolution reads at most
+LINE = rt(1, CHANNELS, fp32, "line")
 
 
 @dataclass(frozen=True)
 class ConvConfig:
-    """A kernel's configuration. width: of the convolution. silu: does SiLU follow? dtype: of the tokens. aligned: do addresses
-    and strides allow accesses of 16 bytes? varlen: are sequences packed (cu_seqlens)?"""
+    """A kernel's configuration. width: of the convolution. silu: does SiLU follow? bias: is there one? dtype: of the tokens.
+    aligned: do addresses and strides allow accesses of 16 bytes? varlen: are sequences packed (cu_seqlens)?"""
 
     width: int
     silu: bool
+    bias: bool
     dtype: dtype
     aligned: bool = True
     varlen: bool = False
     threads = THREADS
 
     def __str__(self):
-        kinds = {"silu": self.silu, "unaligned": not self.aligned, "varlen": self.varlen}
+        kinds = {"silu": self.silu, "bias": self.bias, "unaligned": not self.aligned, "varlen": self.varlen}
         return ", ".join([f"width {self.width} {self.dtype}", *[name for name, holds in kinds.items() if holds]])
 
 
 def conv_space(make_config: type[ConvConfig], everything: bool) -> Iterator[ConvConfig]:
     """The configurations of the widest convolution of bf16; with `everything` all others, too."""
     widths, dtypes = (WIDTHS, (bf16, fp16)) if everything else (WIDTHS[-1:], (bf16,))
-    flags = (True, False), (True, False) if everything else (True,), (False, True)
-    for width, of, (silu, aligned, varlen) in itertools.product(widths, dtypes, itertools.product(*flags)):
-        yield make_config(width, silu, of, aligned, varlen)
+    flags = (True, False), (False, True), (True, False) if everything else (True,), (False, True)
+    for width, of, (silu, bias, aligned, varlen) in itertools.product(widths, dtypes, itertools.product(*flags)):
+        yield make_config(width, silu, bias, of, aligned, varlen)
 
 
 class TokenBlock(NamedTuple):
@@ -88,16 +90,22 @@ class TokenBlocks:
         return TokenBlock(int32(sequence), batch, first, last, start, int32(min(limit, last)), limit)
 
     @inlined
-    def clear_padding(self, gOut, tile, block, col, length, gCuSeqlens, aligned):
-        """Store `tile`, zeros, to the tokens of the block after the last sequence."""
+    def clear_padding(self, gOut, window, block, col, length, gCuSeqlens):
+        """Store zeros to the tokens of the block after the last sequence."""
         if self.varlen and block.sequence + 2 == gCuSeqlens.shape[0]:
-            end = int32(min(block.limit, length))
-            for t in range(max(block.start, block.last), end, ROWS):
-                store_unordered(truncate(gOut, 1, end), tile, (block.batch, int32(t), col), 1, 2, aligned)
+            for t in range(max(block.start, block.last), min(block.limit, length)):
+                window.store(gOut, zeros(LINE), block.batch, t, col)
+
+
+@inlined
+def find_panel(panels):
+    """(which block of tokens this warp has, its first channel)."""
+    index, panel = divmod(cuda.blockIdx.x * WARPS + warp_index(), panels)
+    return index, int32(CHANNELS * panel)
 
 
 class Taps(NamedTuple):
-    """Vectors of a warp's channels: what a token, and those with a lag of 1, 2 and 3 tokens are multiplied by, and the bias."""
+    """What a token, and those with a lag of 1, 2 and 3 tokens are multiplied by, and the bias, for a warp's channels."""
 
     lag0: Any
     lag1: Any
@@ -106,83 +114,106 @@ class Taps(NamedTuple):
     bias: Any
 
 
+class Before(NamedTuple):
+    """Lines of the tokens before one, in fp32: x1 of the one just before it."""
+
+    x1: Any
+    x2: Any
+    x3: Any
+
+    @inlined
+    def then(self, x):
+        """The tokens before the next one, where x comes between."""
+        return Before(x, self.x1, self.x2)
+
+
 @static
 class ShortWindow:
-    """The convolution of the last `width` tokens. silu, dtype, aligned: see ConvConfig."""
+    """The convolution of the last `width` tokens. silu, bias, dtype, aligned: see ConvConfig."""
 
     width: int
     silu: bool
+    bias: bool
     dtype: dtype
     aligned: bool
 
     @property
-    def tile(self):
-        """The type of a tile of tokens."""
-        return rt(ROWS, COLUMNS, self.dtype)
+    def line(self):
+        """The type of a token's channels."""
+        return rt(1, CHANNELS, self.dtype, "line")
 
     @inlined
     def load_tap(self, gWeight, col, lag):
-        return load_unordered(gWeight, VECTOR, (col, self.width - 1 - lag), cols=0, aligned=False)
+        return load(gWeight, LINE, (col, self.width - 1 - lag), 1, 0, False)
 
     @inlined
     def load_taps(self, gWeight, gBias, col):
-        """The Taps of the channels from `col` on."""
+        """The Taps of the channels from `col` on. Those beyond the width, and the bias if there is none, are not used."""
         lag0, lag1 = self.load_tap(gWeight, col, 0), self.load_tap(gWeight, col, 1)
         lag2 = self.load_tap(gWeight, col, 2) if self.width > 2 else lag0
         lag3 = self.load_tap(gWeight, col, 3) if self.width > 3 else lag0
-        bias = load_unordered(gBias, VECTOR, (col,), cols=0, aligned=False)
+        bias = load(gBias, LINE, (0, col), 0, 1, False) if self.bias else lag0
         return Taps(lag0, lag1, lag2, lag3, bias)
 
     @inlined
     def load(self, gX, batch, token, col):
-        """The tile of 16 tokens."""
-        return load_unordered(gX, self.tile, (batch, token, col), 1, 2, self.aligned)
+        """A token's channels."""
+        return load(gX, self.line, (batch, int32(token), col), 1, 2, self.aligned)
 
     @inlined
-    def load_window(self, gState, spec, block, row, col):
-        """Rows of the initial window, or of something like it, as a tile; row: the first, which may lie before the window."""
-        return load_unordered(gState, spec, (block.sequence, col, row), 2, 1, aligned=False)
+    def store(self, gX, value, batch, token, col):
+        """Store a token's channels."""
+        store(gX, self.dtype(value), (batch, int32(token), col), 1, 2, self.aligned)
 
     @inlined
-    def load_before(self, gX, gInitialState, block, token, col):
-        """The tile of the 16 tokens before `token`: of the sequence, or of the window before it."""
-        missing = int32(block.first - (token - ROWS))  # rows of the tile that come from the window
-        x = self.load(truncate(gX, 1, block.last), block.batch, int32(token - ROWS), col)
-        row = int32(self.width - 1 - missing)
-        return upper_fill(x, missing, 0.0) + self.load_window(gInitialState, self.tile, block, row, col)
+    def load_window(self, gState, block, token, col):
+        """What an array like the initial window (sequence, channel, W - 1) holds of a token, given from the place behind the
+        window; 0 outside it."""
+        return load(gState, LINE, (block.sequence, col, int32(self.width - 1 + token)), 2, 1, False)
 
     @inlined
-    def store_window(self, gState, tile, block, col):
-        """Store the last rows of a tile as the window of a sequence."""
-        store_unordered(gState, tile, (block.sequence, col, self.width - 1 - ROWS), 2, 1, aligned=False)
+    def store_window(self, gState, value, block, token, col):
+        """Store a token's channels to such an array; outside it nothing."""
+        store(gState, value, (block.sequence, col, int32(self.width - 1 + token)), 2, 1, False)
 
     @inlined
-    def convolve(self, upper, x, taps):
-        """z = bias + sum_i taps[i] x_(t-i), for the tokens of x, below those of `upper`."""
-        z = fp32(x) * taps.lag0 + taps.bias
-        z = fma(fp32(shift_rows(upper, x, ROWS - 1)), taps.lag1, z)
+    def load_token(self, gX, gInitialState, block, token, col):
+        """A token of the sequence, in fp32, or of the window before it."""
+        of_window = self.load_window(gInitialState, block, token - block.first, col)
+        return fp32(self.load(gX, block.batch, token, col)) if token >= block.first else of_window
+
+    @inlined
+    def load_before(self, gX, gInitialState, block, col):
+        """The tokens Before the block's first."""
+        x1 = self.load_token(gX, gInitialState, block, block.start - 1, col)
+        x2 = self.load_token(gX, gInitialState, block, block.start - 2, col)
+        return Before(x1, x2, self.load_token(gX, gInitialState, block, block.start - 3, col))
+
+    @inlined
+    def convolve(self, x, before, taps):
+        """z = bias + sum_i taps[i] x_(t-i)."""
+        z = fma(x, taps.lag0, taps.bias) if self.bias else x * taps.lag0
+        z = fma(before.x1, taps.lag1, z)
         if self.width > 2:
-            z = fma(fp32(shift_rows(upper, x, ROWS - 2)), taps.lag2, z)
+            z = fma(before.x2, taps.lag2, z)
         if self.width > 3:
-            z = fma(fp32(shift_rows(upper, x, ROWS - 3)), taps.lag3, z)
+            z = fma(before.x3, taps.lag3, z)
         return z
 
     @inlined
-    def convolve_gradient(self, dz, lower, taps):
-        """dx = sum_i taps[i] dz_(t+i), for the tokens of dz, above those of `lower`."""
-        dx = fma(shift_rows(dz, lower, 1), taps.lag1, dz * taps.lag0)
+    def convolve_gradient(self, before, dz, taps):
+        """dx = sum_i taps[i] dz_(t+i), three tokens before that of dz; before: of that of dz."""
+        dx = fma(before.x2, taps.lag1, before.x3 * taps.lag0)
         if self.width > 2:
-            dx = fma(shift_rows(dz, lower, 2), taps.lag2, dx)
+            dx = fma(before.x1, taps.lag2, dx)
         if self.width > 3:
-            dx = fma(shift_rows(dz, lower, 3), taps.lag3, dx)
+            dx = fma(dz, taps.lag3, dx)
         return dx
 
     @inlined
-    def activation_gradient(self, upper, x, dy, taps):
-        """dz, from the gradient dy of what follows: silu'(z) = s + z s (1 - s), where s = sigmoid(z)."""
-        dz = fp32(dy)
-        if self.silu:
-            z = self.convolve(upper, x, taps)
-            s = sigmoid(z)
-            dz = dz * fma(z * s, zeros(rt(ROWS, COLUMNS, fp32)) + 1.0 - s, s)
-        return dz
+    def activation_gradient(self, z, dy):
+        """dz, from the gradient dy of what follows: silu'(z) = s (1 + z (1 - s)), where s = sigmoid(z)."""
+        if not self.silu:
+            return dy
+        s = sigmoid(z)
+        return dy * s * (z * (1.0 - s) + 1.0)

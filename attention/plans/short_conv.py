@@ -10,30 +10,48 @@ from tiles.launching.launch import kernel_for
 from tiles.launching.lengths import follows
 
 from ..kernels import short_conv, short_conv_backward
-from ..parts.short_conv import COLUMNS, ROWS, WARPS, WIDTHS
+from ..parts.short_conv import CHANNELS, STEP, WARPS, WIDTHS
 from .recurrent_checks import DTYPES, is_varlen
 
-MAX_TOKENS, BLOCKS_PER_PROCESSOR = 256, 8  # tokens of a block at most, so that each SM has so many blocks
+MIN_TOKENS, MAX_TOKENS = 16, 64  # of a block; at most of one that walks for results
+MAX_GRADIENT_TOKENS = 256  # for gradients, whose blocks compute dz of three tokens twice and store sums
 
 
 @follows
-def tokens_of_block(tokens: int, panels: int, processors: int) -> int:
-    """How many tokens a thread block has, a multiple of 16: as many as leave enough blocks for all SMs."""
-    blocks = max(1, BLOCKS_PER_PROCESSOR * processors // max(panels, 1))
-    return max(ROWS, min(MAX_TOKENS, tokens // blocks // ROWS * ROWS))
+def tokens_of_block(length: int, batch: int, panels: int, warps: int, most: int) -> int:
+    """How many tokens a block has, a multiple of STEP, at most `most`: so many that the blocks of all panels of channels fill
+    the warps that run at a time once, or a whole number of times."""
+    rounds = max(1, -(-length * batch * panels // (warps * most)))
+    blocks = max(1, warps * rounds // max(1, batch * panels))
+    return max(MIN_TOKENS, -(-length // (blocks * STEP)) * STEP)
 
 
 class TokenGrid:
     """How the tokens of a problem are divided. tokens: of a block; blocks: of a sequence that is not packed; count: of all
-    sequences; panels: of channels, for each of which there are so many blocks."""
+    sequences; panels: of channels, for each of which there are so many blocks. A warp has a block of a panel. blocks_per_sm:
+    thread blocks that an SM runs at a time. most: tokens of a block."""
 
-    def __init__(self, problem: Problem):
+    def __init__(self, problem: Problem, blocks_per_sm: int, most: int):
         batch, length, channels, sequences = problem("batch", "seqlen", "channels", "sequences")
-        self.panels = -(-channels // (COLUMNS * WARPS))
-        self.tokens = tokens_of_block(batch * length, self.panels, machine(problem.device).processors)
+        self.panels = -(-channels // CHANNELS)
+        warps = WARPS * blocks_per_sm * machine(problem.device).processors
+        self.tokens = tokens_of_block(length, batch, self.panels, warps, most)
         self.blocks = -(-length // self.tokens) if length else 1
         self.count = length // self.tokens + sequences if is_varlen(problem) else self.blocks * batch
-        self.arguments = {"length": length, "tokens": self.tokens, "blocks": self.blocks, "panels": self.panels}
+        self.thread_blocks = -(-self.count * self.panels // WARPS)
+        self.arguments = {
+            "length": length,
+            "tokens": self.tokens,
+            "blocks": self.blocks,
+            "count": self.count,
+            "panels": self.panels,
+        }
+
+
+def bias_row(problem: Problem) -> Operand | None:
+    """The bias as (1, channel)."""
+    bias = problem["bias"]
+    return None if bias is None else bias.spread(0, 1)
 
 
 def check_window(problem: Problem, *windows: str) -> None:
@@ -60,14 +78,14 @@ def plan_short_conv(problem: Problem, silu: bool, return_state: bool) -> Plan:
     batch, length, channels, sequences = problem("batch", "seqlen", "channels", "sequences")
     if not channels or not (batch * length or (return_state and sequences)):
         return Plan([])
-    grid = TokenGrid(problem)
+    grid = TokenGrid(problem, short_conv.BLOCKS_PER_SM[is_varlen(problem)], MAX_TOKENS)
     varlen, aligned = is_varlen(problem), is_aligned(problem, "x", "out")
-    config = short_conv.Config(problem.extents["width"], silu, DTYPES[problem.dtype], aligned, varlen)
+    config = short_conv.Config(problem.extents["width"], silu, "bias" in problem, DTYPES[problem.dtype], aligned, varlen)
     launch = kernel_for(short_conv, config, problem.device).bind(
-        grid.count * grid.panels,
+        grid.thread_blocks,
         gX=problem["x"],
         gWeight=problem["weight"],
-        gBias=problem["bias"],
+        gBias=bias_row(problem),
         gInitialState=problem["initial_state"],
         gOut=problem["out"],
         gFinalState=problem["state"] if return_state else None,
@@ -82,13 +100,14 @@ def plan_short_conv_gradients(problem: Problem, silu: bool, wanted: dict[str, bo
     check_window(problem, "initial_state", "dstate")
     if not problem.extents["channels"]:
         return Plan([])
-    grid, width, device = TokenGrid(problem), problem.extents["width"], problem.device
+    grid = TokenGrid(problem, short_conv_backward.BLOCKS_PER_SM, MAX_GRADIENT_TOKENS)
+    width, device = problem.extents["width"], problem.device
     shape = (grid.count, width + 1, problem.extents["channels"]), "float32"
     sums, results = problem.scratch(0, *shape), {name: problem[name] if wants else None for name, wants in wanted.items()}
     steps: list[Any] = []
     if problem.extents["sequences"]:
         varlen, aligned = is_varlen(problem), is_aligned(problem, "dout", "x", "dx")
-        config = short_conv_backward.Config(width, silu, DTYPES[problem.dtype], aligned, varlen)
+        config = short_conv_backward.Config(width, silu, "bias" in problem, DTYPES[problem.dtype], aligned, varlen)
         steps.append(_bind_gradients(problem, config, grid, sums, results["dinitial_state"]))
     steps.append(
         kernel_for(short_conv_backward, short_conv_backward.SumConfig(width), device).bind(
@@ -107,11 +126,11 @@ def _bind_gradients(
 ) -> Any:
     """The launch that computes dx, dinitial_state and the sums of each block of tokens."""
     return kernel_for(short_conv_backward, config, problem.device).bind(
-        grid.count * grid.panels,
+        grid.thread_blocks,
         gDOut=problem["dout"],
         gX=problem["x"],
         gWeight=problem["weight"],
-        gBias=problem["bias"],
+        gBias=bias_row(problem),
         gInitialState=problem["initial_state"],
         gDState=problem["dstate"],
         gDX=problem["dx"],

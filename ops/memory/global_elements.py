@@ -72,7 +72,9 @@ def element_addresses(b, ty, array, spec, at, rows, cols, first_row, adjacent=Fa
         shift = shift[0], b.add(shift[1], first_row) if spec.axis == "col_vec" else shift[1]
     else:
         coordinates = [spec.element(0, i) for i in range(spec.elements)]
-        shift = (quad, pair) if spec.layout == "row" else (pair, quad)
+        shift = {"row": (quad, pair), "col": (pair, quad), "line": (b.u32(0), b.mul(b.lane(), b.u32(spec.elements)))}[
+            spec.layout
+        ]
         shift = b.add(shift[0], first_row), shift[1]
     if not ordered:  # a lane has 8 adjacent columns of each 32
         shift = shift[0], b.mul(shift[1], b.u32(4))

@@ -17,6 +17,7 @@ from tiles.compiling.numba_types import SCALARS
 from tiles.dtypes import bf16
 from tiles.types import rt, rv
 
+from . import lines
 from .global_elements import GUARD, LOAD, STORE
 from .quad_exchange import (
     ELEMENT,
@@ -57,13 +58,15 @@ def check(name, array, spec, aligned, loads=False):
         raise TypeError(f"{name}: aligned must be True, or for stores to bf16 and fp16 arrays one of {kinds}, got {aligned}")
     if loads and isinstance(spec, rv):
         return
+    if isinstance(spec, rt) and spec.layout == "line":
+        return lines.check(name, array, spec, aligned)
     if not (isinstance(spec, rt) and spec.layout == "row" and (spec.dtype.itemsize == 1) == (size == 1)):
         raise TypeError(f"{name}: aligned accesses take tiles in row layout, of fp8 if the array is, got {spec}, {array}")
 
 
 def misaligned(array, spec, at, cols, aligned=True):
     """How a NumPy array breaks the promise `aligned`, for a tile or a vector at this index; None if it keeps it."""
-    access = access_bytes(aligned)
+    access = lines.BYTES[-1] if spec.layout == "line" else access_bytes(aligned)
     if isinstance(spec, rv):
         adjacent = array.strides[cols] == array.itemsize
         return None if adjacent else f"the elements of the array (strides {array.strides}) are not adjacent along axis {cols}"

@@ -14,7 +14,7 @@ from tiles.op import lowers, op
 from tiles.types import remote, rt, rv, st, sv
 from tiles.values import SharedTile
 
-from . import global_elements, global_vectorized, shared_tiles, shared_vectors
+from . import global_elements, global_vectorized, lines, shared_tiles, shared_vectors
 
 
 # ---- both scopes ---------------------------------------------------------------------------------------------------
@@ -81,6 +81,8 @@ def lower_store(target, value, rows, cols, is_aligned, first_row):
     """The lowering of a store by a warp whose first row is `first_row(b)` of the tile."""
     if isinstance(target, (st, sv)):
         return _shared(target).lower_store(target, value, first_row)
+    if is_aligned and value.layout == "line":
+        return lines.lower_store(target, value, rows, cols)
     if is_aligned or (is_aligned is None and global_vectorized.suits(target, value, rows, cols)):
         return global_vectorized.lower_store(target, value, rows, cols, first_row, is_aligned)
     return global_elements.lower_store(target, value, rows, cols, first_row)
@@ -90,6 +92,8 @@ def lower_load(source, spec, rows, cols, is_aligned, first_row):
     """The lowering of a load, likewise."""
     if isinstance(source, (st, sv)):
         return _shared(source).lower_load(source, spec, first_row)
+    if is_aligned and spec.layout == "line":
+        return lines.lower_load(source, spec, rows, cols)
     if (is_aligned and isinstance(spec, rt)) or (is_aligned is None and global_vectorized.suits(source, spec, rows, cols)):
         return global_vectorized.lower_load(source, spec, rows, cols, first_row, is_aligned)
     return global_elements.lower_load(source, spec, rows, cols, first_row, is_aligned)
@@ -139,7 +143,8 @@ def store(target, value, at=None, rows=-2, cols=-1, aligned=None):
     `cols`).
 
     A lane moves 16 bytes of a global array at a time if the warp sees that it can: for tiles in row layout (fp8 only to and
-    from fp8), and for vectors along a tile's columns and the array's last axis.
+    from fp8), and for vectors along a tile's columns and the array's last axis. It moves its part of a line at once if the
+    kernel promises that it can.
 
     aligned: a promise that saves the check, and the code for the case that it fails. The array's columns are adjacent and
     come in multiples of 16 bytes, as does `at` along them, and its address and other strides are multiples of 16 bytes. A

@@ -84,9 +84,9 @@ def test_sizes(place, channels, width, dtype, params, silu):
 
 
 def test_blocks_of_more_tokens(place):
-    """A sequence in blocks of 32 tokens, the last of which is shorter; each needs dz of the next."""
-    assert tokens_of_block(800, 1, 3) == 32 and tokens_of_block(2**20, 1, 132) == 256
-    check(place, case(800, 8))
+    """A sequence in blocks of more than 16 tokens, the last of which is shorter; each needs dz of the next."""
+    assert tokens_of_block(1500, 1, 1, 48, 256) == 32 and tokens_of_block(1500, 1, 1, 84, 64) == 20
+    check(place, case(1500, 8))
 
 
 def test_more_blocks_than_are_summed_at_once(place):
