@@ -81,9 +81,7 @@ class rt:
         return layout.column_element(lane, index, self.rows, self.dtype.run)
 
     def lane_index(self, vector):
-        """For each of a lane's elements, the index of the vector element that broadcasts to it. TypeError: a line has none."""
-        if self.layout == "line":
-            raise TypeError(f"{self} is a line, which has no vectors; tile_sum and its like reduce it")
+        """For each of a lane's elements, the index of the vector element that broadcasts to it."""
         index = layout.col_vec_index if vector.by_quad else layout.row_vec_index
         return [index(i, self.cols if self.layout == "row" else self.rows) for i in range(self.elements)]
 

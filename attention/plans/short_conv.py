@@ -67,9 +67,12 @@ def check_window(problem: Problem, *windows: str) -> None:
 
 
 def is_aligned(problem: Problem, *names: str) -> bool:
-    """Can 16 bytes of each row of these arrays be moved at once? Arrays without elements have no strides."""
-    has_rows = problem.extents["seqlen"] > 0 and problem.extents["channels"] % (ALIGNMENT // 2) == 0
-    return bool(has_rows) and problem.bytes_at_once(*names) == ALIGNMENT
+    """Can a lane's part of each row of these arrays be moved at once, and are rows from 0 to 2 GiB apart, as lines need it?
+    Arrays without elements have no strides."""
+    if not problem.extents["seqlen"] or problem.extents["channels"] % (ALIGNMENT // 2):
+        return False
+    near = all([0 <= problem.forms[name].strides[1] < 2**31 for name in names if name in problem])
+    return near and problem.bytes_at_once(*names) == ALIGNMENT
 
 
 def plan_short_conv(problem: Problem, silu: bool, return_state: bool) -> Plan:

@@ -73,6 +73,8 @@ def misaligned(array, spec, at, cols, aligned=True):
     steps = [stride for axis, stride in enumerate(array.strides) if axis != cols % array.ndim and array.shape[axis] > 1]
     if array.strides[cols] != array.itemsize or any(stride % access for stride in steps) or array.ctypes.data % access:
         return f"the array (strides {array.strides}, address {array.ctypes.data:#x}) is not aligned to {access} bytes"
+    if spec.layout == "line" and min(steps, default=0) < 0:
+        return f"rows of the array (strides {array.strides}) do not lie each behind the one before"
     columns = max(access // array.itemsize, 2)
     if at[cols] % columns or array.shape[cols] % columns:
         return f"columns from {at[cols]} of {array.shape[cols]} are not multiples of {columns}"

@@ -1,5 +1,6 @@
 """Lines to and from global arrays: a lane moves its part, 4, 8 or 16 bytes, by one access, and a warp so many times 32 adjacent
-bytes. Only a kernel's promise (`aligned=True`) leads here; without it a line goes element by element (global_elements.py)."""
+bytes. Only a kernel's promise (`aligned=True`) leads here, that rows are from 0 to 2 GiB apart, too; without it a line goes
+element by element (global_elements.py)."""
 
 from tiles.compiling import ptx
 from tiles.compiling.builder import f32, i32, i64, struct
@@ -27,8 +28,8 @@ def check(name, array, spec, aligned):
 
 
 def _access(b, ty, spec, array, at, rows, cols):
-    """(does this lane's part lie inside the array, as a register, its address). Extents, and the bytes from row to row, are below
-    2**31, so that an address in a loop over rows is one instruction, and a comparison another."""
+    """(does this lane's part lie inside the array, as a register, its address). Extents are below 2**31, and so are the bytes
+    from row to row, so that an address in a loop over rows is one instruction, and a comparison another."""
     data, extents, strides = b.array(ty, array)
     at, rows, cols = b.unpack(at), rows % ty.ndim, cols % ty.ndim
     narrow = lambda x: b.trunc(x, i32) if x.type.width > 32 else x

@@ -143,7 +143,7 @@ def store(target, value, at=None, rows=-2, cols=-1, aligned=None):
     `cols`).
 
     A lane moves 16 bytes of a global array at a time if the warp sees that it can: for tiles in row layout (fp8 only to and
-    from fp8), and for vectors along a tile's columns and the array's last axis. It moves its part of a line at once if the
+    from fp8), and for vectors along a tile's columns and the array's last axis. Of a line it moves its part at once if the
     kernel promises that it can.
 
     aligned: a promise that saves the check, and the code for the case that it fails. The array's columns are adjacent and

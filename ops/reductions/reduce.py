@@ -145,7 +145,9 @@ def _fold_strips(b, tile, axis, value, combine):
 
 
 def _vector(tile, axis):
-    """The type of a tile's reduction along its rows or its columns."""
+    """The type of a tile's reduction along its rows or its columns. TypeError: a line has none."""
+    if isinstance(tile, rt) and tile.layout == "line":
+        raise TypeError(f"{tile} is a line, which has no vectors; tile_sum and its like reduce it")
     return tile.col_vec if axis == "row" else tile.row_vec
 
 
@@ -203,7 +205,7 @@ def lane_sum(tile):
 def _(tile):
     if not isinstance(tile, rt):
         raise TypeError(f"lane_sum: takes a register tile, got {tile}")
-    out = replace(tile.col_vec, partial=True)
+    out = replace(_vector(tile, "row"), partial=True)
     return out, lambda b, v: b.from_elements(out, _fold_lane(b, tile, out, b.elements(tile, v), fadd))
 
 
@@ -218,7 +220,7 @@ def lane_col_sum(tile):
 def _(tile):
     if not isinstance(tile, rt):
         raise TypeError(f"lane_col_sum: takes a register tile, got {tile}")
-    out = replace(tile.row_vec, partial=True)
+    out = replace(_vector(tile, "col"), partial=True)
     return out, lambda b, v: b.from_elements(out, _fold_lane(b, tile, out, b.elements(tile, v), fadd))
 
 

@@ -32,8 +32,23 @@ def test_register_tiles_hold_what_registers_compute_with():
 
 
 def test_register_tiles_are_laid_out_by_row_or_column():
-    with pytest.raises(ValueError, match=r"rt: layout must be one of \('row', 'col'\), got 'diagonal'"):
+    with pytest.raises(ValueError, match=r"rt: layout must be one of \('row', 'col', 'line'\), got 'diagonal'"):
         rt(16, 16, fp32, "diagonal")
+
+
+@pytest.mark.parametrize(
+    ("rows", "cols", "dtype"), [(16, 64, fp32), (1, 32, fp32), (1, 96, bf16), (1, 0, bf16), (1, 64, fp8e4m3)]
+)
+def test_lines_have_one_row(rows, cols, dtype):
+    with pytest.raises(ValueError, match=rf"rt: a line has one row, .* of 64 columns, .* got {rows} x {cols} of"):
+        rt(rows, cols, dtype, "line")
+
+
+def test_lanes_have_a_line_run_by_run():
+    line = rt(1, 128, bf16, "line")
+    assert line.elements == 4 and str(line) == "rt(1, 128, bf16, line)"
+    places = [line.element(lane, index) for lane in range(32) for index in range(4)]
+    assert places == [(0, col) for col in range(128)]
 
 
 @pytest.mark.parametrize("rows", [0, 4, -8, 12])
