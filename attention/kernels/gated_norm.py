@@ -69,10 +69,10 @@ def make(config: Config):
     @cuda.jit(launch_bounds=config.bounds(rows.registers[0]), fastmath=True)
     def gated_norm(
         gX: array(4, INPUT), gGate: array(4, INPUT), gWeight: array(3), gOut: array(4, INPUT),
-        eps: FLOAT, columns: INT, length: INT, tokens: INT, splits: INT, panels: INT,
+        eps: FLOAT, share: FLOAT, length: INT, tokens: INT, splits: INT, panels: INT,
     ):  # fmt: skip
-        """gX, gGate, gOut (batch, token, line, column), gWeight (head, line, column). columns: of a row. tokens: of a strip, of
-        which a sequence has `splits`. panels: of heads."""
+        """gX, gGate, gOut (batch, token, line, column), gWeight (head, line, column). share: of a column in a mean. tokens: of
+        a strip, of which a sequence has `splits`. panels: of heads."""
         (scratch,) = smem.open()
         strip = rows.find(panels, splits, tokens, length, gX.shape[0])
         weight = rows.load_weight(gWeight, strip.head)
@@ -82,7 +82,7 @@ def make(config: Config):
                 a = gate.value(rows.load(gGate, strip, t))
                 if not NORM_FIRST:
                     u = u * a
-            y = u * rsqrt(rows.total(u * u, scratch) / columns + eps) * weight
+            y = u * rsqrt(rows.total(u * u, scratch) * share + eps) * weight
             if GATED and NORM_FIRST:
                 y = y * a
             rows.store(gOut, y, strip, t)

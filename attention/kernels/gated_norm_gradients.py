@@ -1,9 +1,9 @@
-"""The gradients of the gated RMS norm, see gated_norm.py. With u = x, or x act(z) where the gate comes first, n = u r and
-r = 1 / sqrt(mean(u^2) + eps),
+"""The gradients of the gated RMS norm, see gated_norm.py. With u = x, or x act(z) where the gate comes first, r = 1 /
+sqrt(mean(u^2) + eps) and q = dy u, times act(z) where the gate comes after,
 
-    dn = dy weight, times act(z) if the gate comes after        du = r (dn - n mean(dn n))
-    the gate after:  dx = du           dz = dy weight n act'(z)     dweight = sum dy n act(z)
-    the gate first:  dx = du act(z)    dz = du x act'(z)            dweight = sum dy n
+    du = r weight dy (times act(z) likewise) - u r^3 mean(q weight)        dweight = sum q r
+    the gate after:  dx = du           dz = r weight dy x act'(z)
+    the gate first:  dx = du act(z)    dz = du x act'(z)
 
 The sums over each strip's tokens are stored, and another kernel adds them in their order: there are no atomic additions."""
 
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from numba import cuda
 
 from ops import rsqrt, zeros
-from tiles import shared
+from tiles import inlined, shared
 from tiles.launching.arguments import FLOAT, INT, array
 from tiles.targets import Target
 
@@ -36,10 +36,20 @@ def make(config: Config):
     gate = GATES[config.gate or "silu"]
     smem = shared(squares=SCRATCH, products=SCRATCH)
 
+    @inlined
+    def normalised(x, a):
+        """u: x, or where the gate comes first x act(z)."""
+        return x * a if GATED and not NORM_FIRST else x
+
+    @inlined
+    def after_gate(dy, a):
+        """The gradient of u weight r: dy, or where the gate comes after dy act(z)."""
+        return dy * a if GATED and NORM_FIRST else dy
+
     @cuda.jit(launch_bounds=config.bounds(rows.registers[1]), fastmath=True)
     def gated_norm_gradients(
         gDOut: array(4, INPUT), gX: array(4, INPUT), gGate: array(4, INPUT), gWeight: array(3), gDX: array(4, INPUT),
-        gDGate: array(4, INPUT), gSums: array(4), eps: FLOAT, columns: INT, length: INT, tokens: INT, splits: INT, panels: INT,
+        gDGate: array(4, INPUT), gSums: array(4), eps: FLOAT, share: FLOAT, length: INT, tokens: INT, splits: INT, panels: INT,
     ):  # fmt: skip
         """Arguments are those of gated_norm; gSums (head, strip, line, column): of the gradients of weights."""
         squares, products = smem.open()
@@ -48,26 +58,17 @@ def make(config: Config):
         for t in range(strip.start, strip.end):
             x, dy = rows.load(gX, strip, t), rows.load(gDOut, strip, t)
             z = rows.load(gGate, strip, t) if GATED else x
-            u = x * gate.value(z) if GATED and not NORM_FIRST else x
-            dn = dy * weight * gate.value(z) if GATED and NORM_FIRST else dy * weight
-            r = rsqrt(rows.total(u * u, squares) / columns + eps)
-            mean = rows.total(dn * u, products) * r / columns
+            a = gate.value(z)
+            u = normalised(x, a)
+            r = rsqrt(rows.total(u * u, squares) * share + eps)
+            c = rows.total(after_gate(dy, a) * u * weight, products) * r * r * r * share
             x, dy = rows.keep(x, gX, strip, t), rows.keep(dy, gDOut, strip, t)
+            a, slope = gate.with_slope(rows.keep(z, gGate, strip, t) if GATED else x)
+            u, dn, scaled = normalised(x, a), after_gate(dy, a), weight * r
+            sums = sums + dn * u * r
+            du = dn * scaled - u * c
             if GATED:
-                a, slope = gate.with_slope(rows.keep(z, gGate, strip, t))
-                if NORM_FIRST:
-                    n = x * r
-                    rows.store(gDGate, dy * weight * n * slope, strip, t)
-                    dy = dy * a
-                    du = (dy * weight - n * mean) * r
-                else:
-                    n = x * a * r
-                    du = (dy * weight - n * mean) * r
-                    rows.store(gDGate, du * x * slope, strip, t)
-            else:
-                n = x * r
-                du = (dy * weight - n * mean) * r
-            sums = sums + dy * n
+                rows.store(gDGate, dy * x * slope * scaled if NORM_FIRST else du * x * slope, strip, t)
             rows.store(gDX, du * a if GATED and not NORM_FIRST else du, strip, t)
         if strip.batch < gX.shape[0]:
             rows.store_sums(gSums, sums, strip)

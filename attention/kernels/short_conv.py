@@ -14,11 +14,16 @@ from tiles.targets import Target
 
 from ..parts.short_conv import STEP, ConvConfig, ShortWindow, TokenBlocks, conv_space, find_panel
 
-BLOCKS_PER_SM = 8, 7  # which leaves a thread 72 registers, or 80 where sequences are packed
-
 
 class Config(ConvConfig):
     """A configuration of the kernel of the convolution."""
+
+    most_tokens = 64
+
+    @property
+    def blocks_per_sm(self) -> int:
+        """As many as leave a thread 64 registers, 80, or 102."""
+        return 5 if not self.aligned else 6 if self.varlen else 8
 
 
 def space(target: Target, everything: bool) -> Iterator[ConvConfig]:
@@ -39,7 +44,7 @@ def make(config: Config):
         window.store(outputs, silu(z) if SILU else z, batch, token, col)
         return before.then(x)
 
-    @cuda.jit(launch_bounds=(config.threads, BLOCKS_PER_SM[config.varlen]), fastmath=True)
+    @cuda.jit(launch_bounds=(config.threads, config.blocks_per_sm), fastmath=True)
     def short_conv(
         gX: array(3, INPUT), gWeight: array(2), gBias: array(2), gInitialState: array(3, INPUT), gOut: array(3, INPUT),
         gFinalState: array(3, INPUT), gCuSeqlens: ENDS, length: INT, tokens: INT, blocks: INT, count: INT, panels: INT,

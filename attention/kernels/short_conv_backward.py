@@ -36,13 +36,19 @@ from ..parts.short_conv import (
     find_panel,
 )
 
-BLOCKS_PER_SM = 4  # which leaves a thread 128 registers
 SUMS = rt(16, 64, fp32)  # blocks and channels whose sums a warp adds at once
 SUM_WARPS = 8
 
 
 class Config(ConvConfig):
     """A configuration of the kernel that computes dx and the partial sums of dweight and dbias."""
+
+    most_tokens = 256  # a block computes dz of three tokens that another one computes, too, and stores its sums
+
+    @property
+    def blocks_per_sm(self) -> int:
+        """As many as leave a thread 128 registers, 168, or 255."""
+        return 2 if not self.aligned else 3 if self.bias and self.varlen else 4
 
     def make(self):
         """(kernel of gradients, None: it uses no shared memory)."""
@@ -144,7 +150,7 @@ def make_gradients(config: Config):
     def store_sum(gSums, total, index, tap, col):
         store(gSums, total, (index, tap, col), 1, 2, False)
 
-    @cuda.jit(launch_bounds=(config.threads, BLOCKS_PER_SM), fastmath=True)
+    @cuda.jit(launch_bounds=(config.threads, config.blocks_per_sm), fastmath=True)
     def short_conv_backward(
         gDOut: array(3, INPUT), gX: array(3, INPUT), gWeight: array(2), gBias: array(2), gInitialState: array(3, INPUT),
         gDState: array(3), gDX: array(3, INPUT), gDInitialState: array(3), gSums: array(3), gCuSeqlens: ENDS,

@@ -28,7 +28,8 @@ LINE = rt(1, CHANNELS, fp32, "line")
 @dataclass(frozen=True)
 class ConvConfig:
     """A kernel's configuration. width: of the convolution. silu: does SiLU follow? bias: is there one? dtype: of the tokens.
-    aligned: do addresses and strides allow accesses of 16 bytes? varlen: are sequences packed (cu_seqlens)?"""
+    aligned: do addresses and strides allow accesses of 16 bytes? varlen: are sequences packed (cu_seqlens)? most_tokens: of a
+    block of tokens."""
 
     width: int
     silu: bool
@@ -36,7 +37,12 @@ class ConvConfig:
     dtype: dtype
     aligned: bool = True
     varlen: bool = False
-    threads = THREADS
+    threads, most_tokens = THREADS, 64
+
+    @property
+    def blocks_per_sm(self) -> int:
+        """How many thread blocks an SM runs at a time, which bounds the registers of a thread."""
+        raise NotImplementedError
 
     def __str__(self):
         kinds = {"silu": self.silu, "bias": self.bias, "unaligned": not self.aligned, "varlen": self.varlen}

@@ -49,7 +49,7 @@ class RowGrid:
         strips = batch * self.splits * self.panels
         self.blocks = strips if form is SpreadRow else -(-strips // (self.rows.threads // 32))
         self.numbers = {
-            "columns": columns,
+            "share": 1.0 / columns,
             "length": length,
             "tokens": self.tokens,
             "splits": self.splits,

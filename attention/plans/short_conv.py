@@ -10,11 +10,10 @@ from tiles.launching.launch import kernel_for
 from tiles.launching.lengths import follows
 
 from ..kernels import short_conv, short_conv_backward
-from ..parts.short_conv import CHANNELS, STEP, WARPS, WIDTHS
+from ..parts.short_conv import CHANNELS, STEP, WARPS, WIDTHS, ConvConfig
 from .recurrent_checks import DTYPES, is_varlen
 
-MIN_TOKENS, MAX_TOKENS = 16, 64  # of a block; at most of one that walks for results
-MAX_GRADIENT_TOKENS = 256  # for gradients, whose blocks compute dz of three tokens twice and store sums
+MIN_TOKENS = 16  # of a block
 
 
 @follows
@@ -28,14 +27,13 @@ def tokens_of_block(length: int, batch: int, panels: int, warps: int, most: int)
 
 class TokenGrid:
     """How the tokens of a problem are divided. tokens: of a block; blocks: of a sequence that is not packed; count: of all
-    sequences; panels: of channels, for each of which there are so many blocks. A warp has a block of a panel. blocks_per_sm:
-    thread blocks that an SM runs at a time. most: tokens of a block."""
+    sequences; panels: of channels, for each of which there are so many blocks. A warp has a block of a panel."""
 
-    def __init__(self, problem: Problem, blocks_per_sm: int, most: int):
+    def __init__(self, problem: Problem, config: ConvConfig):
         batch, length, channels, sequences = problem("batch", "seqlen", "channels", "sequences")
         self.panels = -(-channels // CHANNELS)
-        warps = WARPS * blocks_per_sm * machine(problem.device).processors
-        self.tokens = tokens_of_block(length, batch, self.panels, warps, most)
+        warps = WARPS * config.blocks_per_sm * machine(problem.device).processors
+        self.tokens = tokens_of_block(length, batch, self.panels, warps, config.most_tokens)
         self.blocks = -(-length // self.tokens) if length else 1
         self.count = length // self.tokens + sequences if is_varlen(problem) else self.blocks * batch
         self.thread_blocks = -(-self.count * self.panels // WARPS)
@@ -75,15 +73,20 @@ def is_aligned(problem: Problem, *names: str) -> bool:
     return near and problem.bytes_at_once(*names) == ALIGNMENT
 
 
+def config_for(problem: Problem, make: type[ConvConfig], silu: bool, *names: str) -> ConvConfig:
+    """The configuration of a kernel that moves the tokens of these arrays."""
+    has_bias, aligned = "bias" in problem, is_aligned(problem, *names)
+    return make(problem.extents["width"], silu, has_bias, DTYPES[problem.dtype], aligned, is_varlen(problem))
+
+
 def plan_short_conv(problem: Problem, silu: bool, return_state: bool) -> Plan:
     """The Plan of a call of short_conv."""
     check_window(problem, "initial_state")
     batch, length, channels, sequences = problem("batch", "seqlen", "channels", "sequences")
     if not channels or not (batch * length or (return_state and sequences)):
         return Plan([])
-    grid = TokenGrid(problem, short_conv.BLOCKS_PER_SM[is_varlen(problem)], MAX_TOKENS)
-    varlen, aligned = is_varlen(problem), is_aligned(problem, "x", "out")
-    config = short_conv.Config(problem.extents["width"], silu, "bias" in problem, DTYPES[problem.dtype], aligned, varlen)
+    config = config_for(problem, short_conv.Config, silu, "x", "out")
+    grid = TokenGrid(problem, config)
     launch = kernel_for(short_conv, config, problem.device).bind(
         grid.thread_blocks,
         gX=problem["x"],
@@ -103,14 +106,12 @@ def plan_short_conv_gradients(problem: Problem, silu: bool, wanted: dict[str, bo
     check_window(problem, "initial_state", "dstate")
     if not problem.extents["channels"]:
         return Plan([])
-    grid = TokenGrid(problem, short_conv_backward.BLOCKS_PER_SM, MAX_GRADIENT_TOKENS)
-    width, device = problem.extents["width"], problem.device
+    config = config_for(problem, short_conv_backward.Config, silu, "dout", "x", "dx")
+    grid, width, device = TokenGrid(problem, config), problem.extents["width"], problem.device
     shape = (grid.count, width + 1, problem.extents["channels"]), "float32"
     sums, results = problem.scratch(0, *shape), {name: problem[name] if wants else None for name, wants in wanted.items()}
     steps: list[Any] = []
     if problem.extents["sequences"]:
-        varlen, aligned = is_varlen(problem), is_aligned(problem, "dout", "x", "dx")
-        config = short_conv_backward.Config(width, silu, "bias" in problem, DTYPES[problem.dtype], aligned, varlen)
         steps.append(_bind_gradients(problem, config, grid, sums, results["dinitial_state"]))
     steps.append(
         kernel_for(short_conv_backward, short_conv_backward.SumConfig(width), device).bind(
@@ -125,7 +126,7 @@ def plan_short_conv_gradients(problem: Problem, silu: bool, wanted: dict[str, bo
 
 
 def _bind_gradients(
-    problem: Problem, config: short_conv_backward.Config, grid: TokenGrid, sums: Operand, dinitial_state: Operand | None
+    problem: Problem, config: ConvConfig, grid: TokenGrid, sums: Operand, dinitial_state: Operand | None
 ) -> Any:
     """The launch that computes dx, dinitial_state and the sums of each block of tokens."""
     return kernel_for(short_conv_backward, config, problem.device).bind(

@@ -70,7 +70,7 @@ def short_conv(
 
     x, out: (B, S, C), bfloat16 or float16; channels contiguous, any other strides: q, k and v may be views of one projection.
     weight: (C, W), W from 2 to 4 (a torch.nn.Conv1d's weight[:, 0]); bias: (C,); float32, bfloat16 or float16. Sums are
-    float32. Any S and C; it runs at memory speed where C is a multiple of 32, and addresses and strides of 16 bytes.
+    float32. Any S and C; it runs at memory speed where C is a multiple of 8, and addresses and strides of 16 bytes.
 
     initial_state: (B, C, W - 1), the tokens before the first, the latest of them last; 0 by default. float32, bfloat16 or
     float16, any strides. With return_state=True the last W - 1 tokens of each sequence are returned in the same order, in x's

@@ -3,7 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from places import OnCard
+from places import OnCard, OnInterpreter
 from poison import unaligned
 
 import attention
@@ -153,10 +153,9 @@ def test_what_is_refused(change, error, words):
         attention.gated_rms_norm_backward(args["x"], args["x"], args["weight"], dgate=True)
 
 
-def test_as_compiled(monkeypatch):
-    """The machine code that the GPU runs, lane by lane."""
-    from places import OnInterpreter
-
-    monkeypatch.setenv("TILES_INTERPRET", "ptx")
-    for columns, heads in (128, 5), (96, 1):
-        check(OnInterpreter(), case(columns, heads, tokens=2))
+@pytest.mark.parametrize(("columns", "heads", "options"), [
+    (128, 5, {}), (96, 1, {"norm_before_gate": False, "activation": "sigmoid"}), (576, 1, {}), (32, 3, {"by_head": True}),
+])  # fmt: skip
+def test_as_compiled(as_compiled, columns, heads, options):
+    as_compiled("sm_90a")
+    check(OnInterpreter(), case(columns, heads, tokens=2, **options))

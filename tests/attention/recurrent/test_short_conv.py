@@ -13,6 +13,7 @@ from attention import reference
 from attention.plans.short_conv import tokens_of_block
 
 bf16, f16, f32 = ml_dtypes.bfloat16, np.float16, np.float32
+OPTIONAL = "bias", "initial_state", "dstate"
 OF_FLOAT32 = "dweight", "dbias", "dinitial_state"
 
 
@@ -165,10 +166,21 @@ def test_views():
     np.testing.assert_array_equal(dxs[:, 1:, 16:], want["dx"])
 
 
-def test_as_compiled(as_compiled):
-    """The PTX of both kernels and of their sums, for a tile that is not full after one that is."""
+@pytest.mark.parametrize(
+    ("problem", "ends", "optional"),
+    [
+        (dict(length=19, channels=136), None, True),  # blocks of 16 tokens and of 128 channels, the last of them not full
+        (dict(length=7, channels=40, width=3, silu=False), None, False),
+        (dict(length=6, channels=33, width=2, dtype=f16), None, True),  # element by element
+        (dict(length=24, channels=128, sequences=4), [0, 2, 2, 19, 24], False),
+        (dict(length=4, channels=8, sequences=2), [0, 1, 4], True),
+    ],
+)
+def test_as_compiled(as_compiled, problem, ends, optional):
+    """The PTX of both kernels and of their sums."""
     as_compiled("sm_90a")
-    check(OnInterpreter(), case(19, 40))
+    args = case(**problem) | ({} if ends is None else {"cu_seqlens": np.array(ends, np.int32)})
+    check(OnInterpreter(), {name: x for name, x in args.items() if optional or name not in OPTIONAL})
 
 
 def test_reference_by_finite_differences():
