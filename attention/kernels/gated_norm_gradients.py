@@ -20,6 +20,8 @@ from tiles.targets import Target
 from . import gated_norm
 from .gated_norm import GATES, SCRATCH, norm_space
 
+BEFORE_NORM_REGISTERS = 168  # of a thread where the gate comes first
+
 
 class Config(gated_norm.Config):
     """A configuration of the kernel of gradients."""
@@ -33,7 +35,7 @@ def space(target: Target, everything: bool) -> Iterator[gated_norm.Config]:
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     rows, INPUT, GATED, NORM_FIRST = config.rows, config.rows.dtype, config.gate is not None, config.norm_first
-    gate = GATES[config.gate or "silu"]
+    gate, registers = GATES[config.gate or "silu"], rows.registers[1] if NORM_FIRST else BEFORE_NORM_REGISTERS
     smem = shared(squares=SCRATCH, products=SCRATCH)
 
     @inlined
@@ -46,7 +48,7 @@ def make(config: Config):
         """The gradient of u weight r: dy, or where the gate comes after dy act(z)."""
         return dy * a if GATED and NORM_FIRST else dy
 
-    @cuda.jit(launch_bounds=config.bounds(rows.registers[1]), fastmath=True)
+    @cuda.jit(launch_bounds=config.bounds(registers), fastmath=True)
     def gated_norm_gradients(
         gDOut: array(4, INPUT), gX: array(4, INPUT), gGate: array(4, INPUT), gWeight: array(3), gDX: array(4, INPUT),
         gDGate: array(4, INPUT), gSums: array(4), eps: FLOAT, share: FLOAT, length: INT, tokens: INT, splits: INT, panels: INT,

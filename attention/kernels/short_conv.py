@@ -22,8 +22,8 @@ class Config(ConvConfig):
 
     @property
     def blocks_per_sm(self) -> int:
-        """As many as leave a thread 64 registers, 80, or 102."""
-        return 5 if not self.aligned else 6 if self.varlen else 8
+        """As many as leave a thread 72 registers, 80, or 102."""
+        return 5 if not self.aligned else 6 if self.varlen or self.bias else 7
 
 
 def space(target: Target, everything: bool) -> Iterator[ConvConfig]:

@@ -48,7 +48,7 @@ class Config(ConvConfig):
     @property
     def blocks_per_sm(self) -> int:
         """As many as leave a thread 128 registers, 168, or 255."""
-        return 2 if not self.aligned else 3 if self.bias and self.varlen else 4
+        return 2 if not self.aligned else 3 if not self.silu or (self.bias and self.varlen) else 4
 
     def make(self):
         """(kernel of gradients, None: it uses no shared memory)."""
