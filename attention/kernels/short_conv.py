@@ -23,7 +23,7 @@ class Config(ConvConfig):
     @property
     def blocks_per_sm(self) -> int:
         """As many as leave a thread 72 registers, 80, or 102."""
-        return 5 if not self.aligned else 6 if self.varlen or self.bias else 7
+        return 7 - self.varlen - self.bias if self.aligned else 5
 
 
 def space(target: Target, everything: bool) -> Iterator[ConvConfig]:
