@@ -14,7 +14,7 @@ from tiles.launching.arrays import Form
 from tiles.launching.frameworks import refuse_tangent, with_tangents
 
 from .plans.call_options import pad_aux, requires_grad
-from .plans.gradient import DIFFERENTIABLE, NO_SECOND_DERIVATIVES, OF_AUX, compute_gradients, flatten_arrays, group_arrays
+from .plans.gradient import AUX_NAMES, DIFFERENTIABLE, NO_SECOND_DERIVATIVES, compute_gradients, flatten_arrays, group_arrays
 from .plans.planning import INDICES
 from .public import softmax_backward
 from .public.softmax_forward import forward, forward_without_options
@@ -76,8 +76,8 @@ class PlainAttentionFunction(torch.autograd.Function):
             raise NotImplementedError(f"{NO_SECOND_DERIVATIVES}; leave create_graph=True out")
         causal, scale, deterministic, family, layout = ctx.options
         in_order = deterministic or torch.are_deterministic_algorithms_enabled()
-        of = _out_gradient(dout, saved[3]), *saved, dlse
-        return *softmax_backward.backward_without_options(of, causal, scale, in_order, family, layout), None, None
+        arguments = _out_gradient(dout, saved[3]), *saved, dlse
+        return *softmax_backward.backward_without_options(arguments, causal, scale, in_order, family, layout), None, None
 
 
 class TransformedAttentionFunction(torch.autograd.Function):
@@ -178,7 +178,7 @@ def attend_with_gradients(arguments: dict[str, Any], return_lse: bool) -> Any:
     for name, x in arrays.items():
         if name not in DIFFERENTIABLE and requires_grad(x):
             raise NotImplementedError(f"{name}: requires grad, and has no gradient; pass {name}.detach()")
-        if name in OF_AUX and x.numel() >= INDICES and requires_grad(x):  # otherwise the backward pass would raise it
+        if name in AUX_NAMES and x.numel() >= INDICES and requires_grad(x):  # otherwise the backward pass would raise it
             cure = f"pass it as bias, or pass {name}.detach(): {name}.shape={tuple(x.shape)}"
             raise ValueError(f"{name}: requires grad, and has 2**24 elements or more, which have no gradient; {cure}")
     if len(getattr(arrays.get("lengths_k"), "shape", ())) > 1:

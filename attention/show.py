@@ -99,12 +99,12 @@ def draw_mask(
     spec = build_variant(1.0, causal, window_ends(window), mask=mask_of_head)
     q_tiles, kv_blocks = -(-q // rows), -(-k // cols)
     classes = np.zeros((1, 1, q_tiles, kv_blocks), np.int8)
-    unseen = np.zeros((1, 1, q_tiles, key_block_lists.BOTH * kv_blocks), np.int8)
+    unseen = np.zeros((1, 1, q_tiles, key_block_lists.COUNTS * kv_blocks), np.int8)
     arrays = [describe(classes, "classes"), describe(unseen, "unseen"), *arrays]
     params: dict[str, Any] = {name: x for name, x in spec.numbers.items() if name in spec.variant.params}
     for argument, array in enumerate(arrays):
         params[f"aux{argument - 2}" if argument > 1 else ("classes", "unseen")[argument]] = Operand(argument, array.form)
-    survey = key_block_lists.Survey(spec.variant, rows, cols, tuple(len(x.form.shape) for x in arrays[2:]))
+    survey = key_block_lists.ClassifyBlocks(spec.variant, rows, cols, tuple(len(x.form.shape) for x in arrays[2:]))
     groups = -(-kv_blocks // key_block_lists.WARPS)
     launch = kernel_for(survey, survey, None).bind(
         q_tiles * groups, q_len=q, kv_len=k, blocks=q_tiles, heads=1, groups=groups, **params

@@ -49,9 +49,9 @@ def scaled_dot_product_attention(
         return result[:, 0]
     options = drop_none(scale=scale) | draw_dropout_options(dropout_p, query)
     if is_causal_bias:
-        of, sizes = (attn_mask.seq_len_q, attn_mask.seq_len_kv), (query.shape[2], key.shape[2])
-        if of != sizes:
-            raise ValueError(f"attn_mask: must be a CausalBias of query's and key's tokens, {sizes}: it is of {of}")
+        mask_sizes, sizes = (attn_mask.seq_len_q, attn_mask.seq_len_kv), (query.shape[2], key.shape[2])
+        if mask_sizes != sizes:
+            raise ValueError(f"attn_mask: must be a CausalBias of query's and key's tokens, {sizes}: it is of {mask_sizes}")
         is_causal = attn_mask.variant.name == "UPPER_LEFT"
         options |= {} if is_causal else {"causal": True}
     elif attn_mask is not None:

@@ -133,10 +133,10 @@ def config_for(
     value_dim: int | None = None,
     target: Target = AMPERE,
     shape: Shape | None = None,
-    **kind: Any,
+    **fields: Any,
 ) -> Config:
     """The configuration for a problem on a GPU of this architecture: both head dims padded to the same of DIMS.
-    shape: see short_shape. kind: other fields of BackwardConfig."""
+    shape: see short_shape. fields: other fields of BackwardConfig."""
     hopper, padded = target.is_hopper, padded_dim(head_dim, value_dim)
     if variant.changes_scores or variant.uses_random:
         shapes = SHAPES
@@ -145,7 +145,7 @@ def config_for(
     else:
         shapes = ROOMY if hopper and (variant is not FULL or vector_bytes == PIECES[0]) else FEWER_QUERIES
     elements_per_add = QUAD if hopper else 1  # with a quad sm_100 spills
-    return Config(padded, padded, dtype, variant, *(shape or shapes[padded]), elements_per_add, vector_bytes, **kind)
+    return Config(padded, padded, dtype, variant, *(shape or shapes[padded]), elements_per_add, vector_bytes, **fields)
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:

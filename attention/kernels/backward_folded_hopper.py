@@ -43,9 +43,9 @@ def serves(head_dim: int, variant: Variant, value_dim: int | None = None) -> boo
 
 
 @functools.lru_cache(1024)
-def config_for(head_dim: int, dtype: dtype, variant: Variant, value_dim: int | None = None, **kind: Any) -> Config:
-    """The configuration for a problem. kind: `deterministic`, `stores_first`."""
-    return Config(HEAD_DIM, HEAD_DIM, dtype, variant, CONSUMERS * warpgroup.ROWS, warpgroup.ROWS, **kind)
+def config_for(head_dim: int, dtype: dtype, variant: Variant, value_dim: int | None = None, **fields: Any) -> Config:
+    """The configuration for a problem. fields: `deterministic`, `stores_first`."""
+    return Config(HEAD_DIM, HEAD_DIM, dtype, variant, CONSUMERS * warpgroup.ROWS, warpgroup.ROWS, **fields)
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:

@@ -57,15 +57,15 @@ SHAPES: dict[int, dict[str, Any]] = {  # by padded head_dim
 
 
 @functools.lru_cache(1024)
-def config_for(head_dim: int, dtype: dtype, variant: Variant, value_dim: int | None = None, **kind: Any) -> Config:
-    """The configuration for a problem: both head dims padded to the same of DIMS. kind: other fields of BackwardConfig."""
+def config_for(head_dim: int, dtype: dtype, variant: Variant, value_dim: int | None = None, **fields: Any) -> Config:
+    """The configuration for a problem: both head dims padded to the same of DIMS. fields: other fields of BackwardConfig."""
     padded = padded_dim(head_dim, value_dim)
     shape = SHAPES[padded] | ({"rounded_p": True} if variant.changes_scores or variant.uses_random else {})
     if variant.tma_bias and padded == 64:  # shared memory holds no more
         shape = shape | {"ds_stages": 1}
-    if kind.get("slope_gradient", NO_SLOPE_GRADIENT) is not NO_SLOPE_GRADIENT:  # its sums of dS would keep the rounding of P
+    if fields.get("slope_gradient", NO_SLOPE_GRADIENT) is not NO_SLOPE_GRADIENT:  # its sums of dS would keep the rounding of P
         shape = shape | {"rounded_p": False}
-    return Config(padded, padded, dtype, variant, **shape, **kind)
+    return Config(padded, padded, dtype, variant, **shape, **fields)
 
 
 def block_of(head_dim: int, value_dim: int) -> int:

@@ -53,11 +53,11 @@ def serves(head_dim: int, variant: Variant, value_dim: int | None = None) -> boo
 
 
 @functools.lru_cache(1024)
-def config_for(head_dim: int, dtype: dtype, variant: Variant, value_dim: int | None = None, **kind: Any) -> Config:
-    """The configuration for a problem. kind: `deterministic`, `stores_first`."""
+def config_for(head_dim: int, dtype: dtype, variant: Variant, value_dim: int | None = None, **fields: Any) -> Config:
+    """The configuration for a problem. fields: `deterministic`, `stores_first`."""
     shape = CONSUMERS * warpgroup.ROWS, QUERIES
     ds_stages = 1 if variant.tma_bias else 2  # shared memory holds no more
-    return Config(HEAD_DIM, HEAD_DIM, dtype, variant, *shape, stages=3, ds_stages=ds_stages, rounded_p=True, **kind)
+    return Config(HEAD_DIM, HEAD_DIM, dtype, variant, *shape, stages=3, ds_stages=ds_stages, rounded_p=True, **fields)
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:

@@ -104,9 +104,9 @@ class BasedFeatureGradients:
 
 def space(target: Target, everything: bool) -> Iterator[BasedFeatures | BasedFeatureGradients]:
     """The configurations; those of fp16 with `everything` only."""
-    for of in (bf16, fp16) if everything else (bf16,):
-        yield BasedFeatures(of)
-        yield from itertools.starmap(BasedFeatureGradients, ((of, varlen) for varlen in (False, True)))
+    for input_dtype in (bf16, fp16) if everything else (bf16,):
+        yield BasedFeatures(input_dtype)
+        yield from itertools.starmap(BasedFeatureGradients, ((input_dtype, varlen) for varlen in (False, True)))
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from tiles.targets import Target
 from ..parts.backward import recomputed_scores
 from ..parts.backward.dq_parts import WARP_ROWS
 from ..parts.backward.gradient_outputs import float32_output
-from ..parts.scores import Biased
+from ..parts.scores import ScoreBias
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
         for one_row in (False, True):
             read, main_rows = recomputed_scores.BiasRead(None), 64
             yield Config(
-                padded, padded, bf16, Biased(True), kv, queries, main_rows, None, PIECES[0], None, read, one_row=one_row
+                padded, padded, bf16, ScoreBias(True), kv, queries, main_rows, None, PIECES[0], None, read, one_row=one_row
             )
 
 

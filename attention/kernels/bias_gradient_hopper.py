@@ -20,10 +20,10 @@ from ..parts.backward.config import BackwardConfig
 from ..parts.backward.gradient_outputs import float32_output
 from ..parts.backward.recomputed_scores import BiasRead
 from ..parts.forward_config import BaseConfig
-from ..parts.scores import BiasedByTile
+from ..parts.scores import TmaBias
 from ..parts.sequences import BatchedLayout
 from ..parts.tiling import zero_first_keys, zero_last_keys
-from ..parts.variant import Both
+from ..parts.variant import CombinedVariant
 from ..parts.visibility import CAUSAL
 
 CONSUMERS, REGISTERS = 2, (40, 232)  # registers a thread of producer and consumer
@@ -66,7 +66,7 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
     """Configurations to compile and inspect for an architecture."""
     if target.has_wgmma:
         for head_dim, main_rows in ((64, 128), (128, 64)):
-            variant = Both(CAUSAL, BiasedByTile(True, False, bf16))
+            variant = CombinedVariant(CAUSAL, TmaBias(True, False, bf16))
             yield Config(head_dim, head_dim, bf16, variant, KV[head_dim], main_rows=main_rows)
 
 

@@ -52,14 +52,14 @@ class Config:
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """Every kernel; for fp16 with `everything`."""
     if target.has_fp8:
-        for of in (bf16, fp16) if everything else (bf16,):
-            yield Config("partial_stats", of, False)
-            yield Config("dequantize", of, False)
+        for input_dtype in (bf16, fp16) if everything else (bf16,):
+            yield Config("partial_stats", input_dtype, False)
+            yield Config("dequantize", input_dtype, False)
             for centred in (False, True):
-                yield Config("quantize_rows", of, centred)
-                yield Config("quantize_blocks", of, centred)
-                if of is bf16:  # this kernel reads gStats alone, so it is the same for all dtypes
-                    yield Config("reduce_stats", of, centred)
+                yield Config("quantize_rows", input_dtype, centred)
+                yield Config("quantize_blocks", input_dtype, centred)
+                if input_dtype is bf16:  # this kernel reads gStats alone, so it is the same for all dtypes
+                    yield Config("reduce_stats", input_dtype, centred)
 
 
 @functools.cache

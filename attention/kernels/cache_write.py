@@ -63,13 +63,15 @@ class Config:
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """Every kernel; those for fp8 on architectures that have instructions for it."""
-    for of in (bf16, fp16) if everything else (bf16,):
-        yield Config(of, of)
+    for input_dtype in (bf16, fp16) if everything else (bf16,):
+        yield Config(input_dtype, input_dtype)
         if target.has_fp8:
             kinds = (GivenDescales, ComputedDescales, NoDescales)[: 3 if everything else 2]
-            yield from (Config(of, fp8e4m3, descales) for descales in kinds)
+            yield from (Config(input_dtype, fp8e4m3, descales) for descales in kinds)
         if everything:
-            yield from (Config(of, of, NoDescales, norm(False), norm(True)) for norm in (RowRmsNorm, RowLayerNorm))
+            yield from (
+                Config(input_dtype, input_dtype, NoDescales, norm(False), norm(True)) for norm in (RowRmsNorm, RowLayerNorm)
+            )
 
 
 def _define_copies(descales: NoDescales, norm: NoRowNorm):

@@ -139,16 +139,16 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations: all gates at all sizes, other results and varlen at one size, and gradients. everything: all of these
     at all sizes, and fp16, whose code takes as many registers as bf16's."""
     if target.has_wgmma:
-        for of, size, kind in itertools.product((bf16, fp16) if everything else (bf16,), SIZES, KINDS):
-            all_forms = (everything and of is bf16) or (size[0] == WIDE_KEY_DIM and kind in (TokenGate, Mamba2Gate))
+        for input_dtype, size, kind in itertools.product((bf16, fp16) if everything else (bf16,), SIZES, KINDS):
+            all_forms = (everything and input_dtype is bf16) or (size[0] == WIDE_KEY_DIM and kind in (TokenGate, Mamba2Gate))
             for gate, result, varlen in scan_forms(kind, all_forms):
-                yield Config(*size, of, gate, result, varlen)
+                yield Config(*size, input_dtype, gate, result, varlen)
             if all_forms and kind in (HeadGate, TokenGate):  # Mamba-2's scale is 1
-                yield Config(*size, of, kind(scale_at_end=True), ScanOutputs())
+                yield Config(*size, input_dtype, kind(scale_at_end=True), ScanOutputs())
             if kind is not Mamba2Gate and (everything or kind is TokenGate or size == SIZES[-2]):
                 all_forms = everything or size == (WIDE_KEY_DIM, 1)
                 for gate, result, varlen in gradient_forms(kind, all_forms):
-                    config = Config(*size, of, gate, result, varlen)
+                    config = Config(*size, input_dtype, gate, result, varlen)
                     if config.supports_result:
                         yield config
         for formula in FORMULAS:

@@ -45,9 +45,9 @@ class Config:
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations that take the most registers; fp16 with `everything` only."""
     dtypes = (bf16, fp16, fp32) if everything else (bf16, fp32)
-    for columns, of, l2norm in itertools.product(LARGEST_COLUMNS, dtypes, (False, True)):
-        if of is not fp32 or not l2norm:
-            yield Config(columns, of, l2norm)
+    for columns, input_dtype, l2norm in itertools.product(LARGEST_COLUMNS, dtypes, (False, True)):
+        if input_dtype is not fp32 or not l2norm:
+            yield Config(columns, input_dtype, l2norm)
 
 
 @functools.cache

@@ -96,7 +96,7 @@ class Config:
         """The record of parameters that the parts of the configuration read."""
         parts = self.window, self.cache, self.product, self.keys_norm, self.variant, self.sink, self.result
         parts = *parts, self.seq_layout(self.tile_rows)
-        return record(**{name: what for part in parts for name, what in part.params.items()})
+        return record(**{name: kind for part in parts for name, kind in part.params.items()})
 
     def __str__(self):
         dims = f"D {self.head_dim}" + f"/{self.value_dim}" * (self.value_dim != self.head_dim)
@@ -158,9 +158,9 @@ def config_for(
     return Config(padded, padded_value, *parts, tile_rows, keys, warps, stages, blocks, seq_layout, axes, keys_norm)
 
 
-def final_or_partial(of: dtype, vector_bytes: int) -> FinalOrPartialOutput:
+def final_or_partial(output_dtype: dtype, vector_bytes: int) -> FinalOrPartialOutput:
     """The output of blocks of which some read all keys of their rows, and others a part of them."""
-    return FinalOrPartialOutput(FinalOutput(of, vector_bytes), PartialOutput(of, vector_bytes))
+    return FinalOrPartialOutput(FinalOutput(output_dtype, vector_bytes), PartialOutput(output_dtype, vector_bytes))
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:

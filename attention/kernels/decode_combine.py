@@ -50,8 +50,8 @@ class Config:
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations that an architecture is served with."""
     pdl, stream_k = target.has_early_launch, StreamKSplits(KeyWindow(False, False, False), 64)
-    for of in (bf16, fp16)[: 1 + everything]:
-        yield from (Config(of, Variant(), split, pdl) for split in (FixedSplits(), stream_k))
+    for input_dtype in (bf16, fp16)[: 1 + everything]:
+        yield from (Config(input_dtype, Variant(), split, pdl) for split in (FixedSplits(), stream_k))
 
 
 @functools.cache

@@ -61,7 +61,7 @@ class Config:
     def params(self):
         """The record of parameters that the parts of the configuration read."""
         parts = self.window, self.feed, self.variant, self.sink, self.result
-        return record(**{name: what for part in parts for name, what in part.params.items()})
+        return record(**{name: kind for part in parts for name, kind in part.params.items()})
 
     def __str__(self):
         dims = f"D {self.head_dim}" + f"/{self.value_dim}" * (self.value_dim != self.head_dim)
@@ -96,11 +96,11 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
         plain, causal = Variant(), KeyWindow(False, True, False)
         kinds: list[tuple[OneBuffer | None, bool]] = [(OneBuffer(), False), (None, False)]
         kinds += [(PagedKeys(1), False), (IndexedCache(), True), (None, True)] * everything
-        for of, dim, (kv_source, fixed) in itertools.product((bf16, fp16)[: 1 + everything], STAGES, kinds):
-            final, partial = FinalOutput(of, VECTOR_BYTES), PartialOutput(of, VECTOR_BYTES)
+        for input_dtype, dim, (kv_source, fixed) in itertools.product((bf16, fp16)[: 1 + everything], STAGES, kinds):
+            final, partial = FinalOutput(input_dtype, VECTOR_BYTES), PartialOutput(input_dtype, VECTOR_BYTES)
             stream_k = FinalOrPartialOutput(final, partial), StreamKSplits
             result, split = (partial, FixedSplits) if fixed else stream_k
-            yield config_for(dim, dim, of, plain, causal, kv_source, result, plain, split)
+            yield config_for(dim, dim, input_dtype, plain, causal, kv_source, result, plain, split)
 
 
 class SharedTiles(NamedTuple):

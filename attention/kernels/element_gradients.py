@@ -23,7 +23,7 @@ from tiles.targets import Target
 
 from ..parts.backward import recomputed_scores
 from ..parts.backward.gradient_outputs import float32_output
-from ..parts.scores import Sloped
+from ..parts.scores import Alibi
 
 MAX_ELEMENTS = 2.0**24  # of an array: indices are float32, and this one is greater than all
 COLUMNS_AT_ONCE = 64  # sums of a row that a warp clears or adds up at once
@@ -129,5 +129,5 @@ def space(target: Target, everything: bool) -> Iterator[recomputed_scores.Config
     for padded, (queries, kv) in recomputed_scores.SHAPES.items():
         read, main_rows = recomputed_scores.SlopeRead(None, False), 64
         yield recomputed_scores.Config(
-            padded, padded, bf16, Sloped(True, True), kv, queries, main_rows, None, PIECES[0], None, read
+            padded, padded, bf16, Alibi(True, True), kv, queries, main_rows, None, PIECES[0], None, read
         )

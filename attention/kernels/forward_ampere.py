@@ -84,11 +84,11 @@ def config_for(
     shared_limit: int = LARGE,
     vector_bytes: int = 16,
     value_dim: int | None = None,
-    **kind: Any,
+    **fields: Any,
 ) -> Config:
     """The configuration for a problem, on a GPU whose CTAs may use `shared_limit` bytes of shared memory. Dims are rounded up
-    to the next for which there are kernels; the greater of the two decides the shape. kind: further fields of the Config."""
-    padded, wide = (min(d for d in SHAPES if d >= dim) for dim in (head_dim, value_dim or head_dim))
+    to the next for which there are kernels; the greater of the two decides the shape. fields: further fields of the Config."""
+    padded, padded_value = (min(d for d in SHAPES if d >= dim) for dim in (head_dim, value_dim or head_dim))
     least = (
         SMALL if vector_bytes == 2 else max(r for r in BY_SHARED_MEMORY if r <= shared_limit)
     )  # 2-byte loads take registers that cp.async does not
@@ -97,7 +97,7 @@ def config_for(
         shapes = shapes | UNMASKED
     elif variant is not CAUSAL:
         shapes = shapes | (BIAS_LOADED if variant.reads_score_matrix else VARIED)
-    return Config(padded, wide, dtype, variant, *shapes[max(padded, wide)], vector_bytes, **kind)
+    return Config(padded, padded_value, dtype, variant, *shapes[max(padded, padded_value)], vector_bytes, **fields)
 
 
 def with_kv(config: Config, kv: int, shared_limit: int) -> Config:
@@ -107,7 +107,12 @@ def with_kv(config: Config, kv: int, shared_limit: int) -> Config:
     padded = max(config.head_dim, config.value_dim)
     of_limit = BY_SHARED_MEMORY[max(r for r in BY_SHARED_MEMORY if r <= shared_limit)]
     shape = next(
-        (of[padded] for of in (SHAPES | of_limit, UNMASKED, VARIED, BIAS_LOADED) if padded in of and of[padded][0] == kv), None
+        (
+            table[padded]
+            for table in (SHAPES | of_limit, UNMASKED, VARIED, BIAS_LOADED)
+            if padded in table and table[padded][0] == kv
+        ),
+        None,
     )
     if shape is None:
         raise ValueError(f"family: has no blocks of {kv} keys for head_dim={config.head_dim}, value_dim={config.value_dim}")
@@ -119,12 +124,12 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations of an architecture: for bf16 and 16-byte copies, and with `everything` for fp16 and smaller copies."""
     forms = [(bf16, PIECES[0]), *((bf16, vector_bytes) for vector_bytes in PIECES[1:]), (fp16, PIECES[0])]
     shared_limit = target.shared_bytes
-    for (of, vector_bytes), head_dim, variant in itertools.product(
+    for (input_dtype, vector_bytes), head_dim, variant in itertools.product(
         forms[: len(forms) if everything else 1], SHAPES, (FULL, CAUSAL)
     ):
-        yield config_for(head_dim, of, variant, shared_limit, vector_bytes)
+        yield config_for(head_dim, input_dtype, variant, shared_limit, vector_bytes)
         if everything and variant is CAUSAL and vector_bytes == PIECES[0]:
-            yield config_for(head_dim, of, variant, shared_limit, vector_bytes, **in_pages())
+            yield config_for(head_dim, input_dtype, variant, shared_limit, vector_bytes, **in_pages())
 
 
 @functools.cache
@@ -212,13 +217,13 @@ def make(config: Config):
                 if i < kv_blocks.masked:
                     s = tiling.mask(variant.score_in_edge_block(s, ctx, key), ctx, key)
                     kv_blocks.clear(values, i, WARPGROUPS)
-                    below = variant.row_offset_in_edge_block(s, ctx, key)
+                    row_offset = variant.row_offset_in_edge_block(s, ctx, key)
                 else:
                     s = variant.score(s, ctx, key)
-                    below = variant.row_offset(s, ctx, key)
-                state = state.update_max(s, below, scale, slack)
+                    row_offset = variant.row_offset(s, ctx, key)
+                state = state.update_max(s, row_offset, scale, slack)
                 o = state.rescale()  # before P, so that the exponentials stay next to the products that they overlap with
-                p = state.weights(s, below, scale, LOW_SCORES)
+                p = state.weights(s, row_offset, scale, LOW_SCORES)
                 state = state._replace(o=mma_AB(o, INPUT(variant.drop(p, ctx, key)), values)).add(p)
             o, lse = state.finish(scale, variant, ctx)
             if FLOAT32_OUT:

@@ -116,8 +116,8 @@ def pays_to_transpose(padded: int, queries: int, keys: float, batch_heads: int, 
     shape = transposed_shape(padded, keys)
     if shape is None or queries * group < MANY:
         return False
-    (_, consumers), (_, more, _) = SHAPES[padded], shape
-    return busiest_rows(more, queries, batch_heads, processors) <= ROUNDS * busiest_rows(
+    (_, consumers), (_, consumers_before, _) = SHAPES[padded], shape
+    return busiest_rows(consumers_before, queries, batch_heads, processors) <= ROUNDS * busiest_rows(
         consumers, queries, batch_heads, processors
     )
 
@@ -134,23 +134,25 @@ def config_for(
     value_dim: int | None = None,
     descales: HeadDescales = HEAD_DESCALES,
     keys: float = math.inf,
-    before: bool = False,
-    **kind: Any,
+    transposes_first: bool = False,
+    **fields: Any,
 ) -> Config:
-    """The configuration for so many keys. before: should V be transposed before, if there is a shape for it? kind: further
-    fields of the Config."""
+    """The configuration for so many keys. transposes_first: should V be transposed before, if there is a shape for it? fields:
+    further fields of the Config."""
     padded = padded_dim(head_dim, value_dim)
-    plain = variant.cheap_mask and kind.get("seq_layout", BatchedLayout) is BatchedLayout
+    plain = variant.cheap_mask and fields.get("seq_layout", BatchedLayout) is BatchedLayout
     shape = blocked_shape(padded, keys, variant) if descales.by_block else transposed_shape(padded, keys)
-    if before and plain and shape:
-        kind |= {"descales": descales.for_blocks_of(shape[0]), "v_transpose": TransposedBefore()}
-        return Config(padded, padded, fp8e4m3, variant, *shape, **kind)
+    if transposes_first and plain and shape:
+        fields |= {"descales": descales.for_blocks_of(shape[0]), "v_transpose": TransposedBefore()}
+        return Config(padded, padded, fp8e4m3, variant, *shape, **fields)
     if descales.by_block:
         short = variant.monotonic and keys <= SHORT
         shapes = BLOCKED_VARIED if not plain else BLOCKED_SHORT if short else BLOCKED
     else:
         shapes = SCORED if variant.changes_scores or not variant.positional else SHAPES if plain else VARIED
-    return Config(padded, padded, fp8e4m3, variant, *shapes[padded], descales=descales.for_blocks_of(shapes[padded][0]), **kind)
+    return Config(
+        padded, padded, fp8e4m3, variant, *shapes[padded], descales=descales.for_blocks_of(shapes[padded][0]), **fields
+    )
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
@@ -159,11 +161,11 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
         for head_dim, variant in itertools.product(SHAPES, (FULL, CAUSAL)):
             yield config_for(head_dim, variant)
         for head_dim, variant in itertools.product(TRANSPOSED, (FULL, CAUSAL)):
-            yield from (config_for(head_dim, variant, keys=keys, before=True) for keys in TRANSPOSED[head_dim])
+            yield from (config_for(head_dim, variant, keys=keys, transposes_first=True) for keys in TRANSPOSED[head_dim])
         for head_dim, values in itertools.product(BLOCKED, (True, False)):
             yield config_for(head_dim, CAUSAL, descales=BlockDescales(values))
         for head_dim, values in itertools.product(BLOCKED_TRANSPOSED, (True, False)):
-            yield config_for(head_dim, CAUSAL, descales=BlockDescales(values), before=True)
+            yield config_for(head_dim, CAUSAL, descales=BlockDescales(values), transposes_first=True)
         yield config_for(128, CAUSAL, descales=BlockDescales(True), keys=SHORT)
 
 
@@ -221,35 +223,39 @@ def make(config: Config):
     VALUES, LAG = v_transpose.source(config.kv, config.value_dim), v_transpose.lag
 
     @inlined
-    def descaled(s, tile, of):
+    def descale_scores(s, tile, consumer):
         """The scores, multiplied by their descale if the variant needs raw scores."""
         if RAW_SCORES:
-            return descales.multiply(s, tile, of.descale)
+            return descales.multiply(s, tile, consumer.descale)
         else:
             return s
 
     @inlined
-    def lifted(below, lift):
+    def lift_offset(row_offset, lift):
         """The row offset for weights that are multiplied by 2^LIFT."""
         if variant.has_row_offset:
-            return below - lift
+            return row_offset - lift
         else:
             return -lift
 
     @inlined
-    def weigh(s, key, state, tile, of):
+    def weigh(s, key, state, tile, consumer):
         """(the softmax state with the maximum of a block of scores, their weights). The weights are not yet in the row sum;
         they are 2^LIFT at the maximum."""
-        s = variant.score(descaled(s, tile, of), of.ctx, key)
-        below = variant.row_offset(s, of.ctx, key)
-        return descales.weigh(s, below, lifted(below, of.lift), state, tile, RAW_SCORES, LOW_SCORES, of)
+        s = variant.score(descale_scores(s, tile, consumer), consumer.ctx, key)
+        row_offset = variant.row_offset(s, consumer.ctx, key)
+        return descales.weigh(
+            s, row_offset, lift_offset(row_offset, consumer.lift), state, tile, RAW_SCORES, LOW_SCORES, consumer
+        )
 
     @inlined
-    def mask_and_weigh(s, key, state, tile, of):
+    def mask_and_weigh(s, key, state, tile, consumer):
         """`weigh` for a block that needs the mask."""
-        s = tiling.mask(variant.score_in_edge_block(descaled(s, tile, of), of.ctx, key), of.ctx, key)
-        below = variant.row_offset_in_edge_block(s, of.ctx, key)
-        return descales.weigh(s, below, lifted(below, of.lift), state, tile, RAW_SCORES, LOW_SCORES, of)
+        s = tiling.mask(variant.score_in_edge_block(descale_scores(s, tile, consumer), consumer.ctx, key), consumer.ctx, key)
+        row_offset = variant.row_offset_in_edge_block(s, consumer.ctx, key)
+        return descales.weigh(
+            s, row_offset, lift_offset(row_offset, consumer.lift), state, tile, RAW_SCORES, LOW_SCORES, consumer
+        )
 
     @inlined
     def accumulate(o, o_scale, p, tile):
@@ -269,22 +275,24 @@ def make(config: Config):
         """The step of the pipeline for a block of keys, with the mask or without."""
 
         @inlined
-        def step(j, p, state, tile, k, values, me, of):
+        def step(j, p, state, tile, k, values, me, consumer):
             """O += P V of block j - 1, then scores and softmax of block j, while another consumer has the tensor cores. tile:
             the descales of block j; those of block j + 1 are loaded meanwhile, because loads take long."""
-            key = tiling.key(of.kv_blocks, j, of.ctx)
+            key = tiling.key(consumer.kv_blocks, j, consumer.ctx)
             turn.take(me)
             state = state._replace(o=accumulate(state.o, state.o_scale, p, values.transposed.wait(j - 1)))
-            s = warpgroup.mm_ABt(of.queries, k.wait(j))
+            s = warpgroup.mm_ABt(consumer.queries, k.wait(j))
             turn.give(me)
             values.transposed.release(j - 1)
             s = warpgroup.wait(s)
             if masked:
-                state, p = mask_and_weigh(s, key, state, tile, of)
+                state, p = mask_and_weigh(s, key, state, tile, consumer)
             else:
-                state, p = weigh(s, key, state, tile, of)
+                state, p = weigh(s, key, state, tile, consumer)
             k.release(j, after=state.m)
-            next_tile = descales.load_tile(of.descales, tiling.key(of.kv_blocks, j + 1, of.ctx), of.descale)
+            next_tile = descales.load_tile(
+                consumer.descales, tiling.key(consumer.kv_blocks, j + 1, consumer.ctx), consumer.descale
+            )
             return zipped(p), descales.add(state, p, tile), next_tile
 
         return step
@@ -331,28 +339,28 @@ def make(config: Config):
                 descale = descales.load_queries(arrays, seq.offset_q + row + EACH * me, head, qk_descale)
                 scale = scale if RAW_SCORES or BY_BLOCK else scale * descale
                 lift, slack = float32(LIFT) / scale, float32(SLACK) / scale
-                of = ConsumerTile(subtile(q.wait(0), EACH, me), kv_blocks, ctx, scale, descale, lift, slack, arrays)
+                consumer = ConsumerTile(subtile(q.wait(0), EACH, me), kv_blocks, ctx, scale, descale, lift, slack, arrays)
                 key = tiling.key(kv_blocks, 0, ctx)
                 tile = descales.load_first_tile(arrays, key, descale)
                 next_tile = descales.load_tile(arrays, tiling.key(kv_blocks, int32(1), ctx), descale)
-                s = warpgroup.wait(warpgroup.mm_ABt(of.queries, k.wait(0)))
+                s = warpgroup.wait(warpgroup.mm_ABt(consumer.queries, k.wait(0)))
                 k.release(0)
-                state, p = mask_and_weigh(s, key, softmax.init(variant.initial_max(ctx, variant.max_floor)), tile, of)
+                state, p = mask_and_weigh(s, key, softmax.init(variant.initial_max(ctx, variant.max_floor)), tile, consumer)
                 p, state = zipped(p), descales.add(state, p, tile)
                 if MASKS_SECOND:
                     masked = int32(min(2, kv_blocks.n))
                 else:
                     masked = int32(max(1, kv_blocks.masked))
                 for j in range(int32(1), masked):
-                    p, state, next_tile = masked_step(j, p, state, next_tile, k, values, me, of)
+                    p, state, next_tile = masked_step(j, p, state, next_tile, k, values, me, consumer)
                 for j in range(masked, kv_blocks.n):
-                    p, state, next_tile = step(j, p, state, next_tile, k, values, me, of)
+                    p, state, next_tile = step(j, p, state, next_tile, k, values, me, consumer)
                 q.release(0)
                 o = accumulate(state.o, state.o_scale, p, values.transposed.wait(kv_blocks.n - 1))
                 values.transposed.release(kv_blocks.n - 1)
                 o = o * descales.load_output(arrays, v_descale)
-                o, lse = state._replace(o=o, m=state.m - of.lift).finish(scale, variant, ctx)
-                output.store(gO, o, of.queries, seq, row + EACH * me, head)
+                o, lse = state._replace(o=o, m=state.m - consumer.lift).finish(scale, variant, ctx)
+                output.store(gO, o, consumer.queries, seq, row + EACH * me, head)
                 output.store_lse(gLse, lse, seq, row + EACH * me, head)
         if sequences.packed and me != PRODUCER:
             has_padding, row = sequences.padding_rows(block, batch, params)

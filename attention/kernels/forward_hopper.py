@@ -67,8 +67,8 @@ class Config(BaseConfig):
         """The object that stores the output."""
         if self.tma_store:
             return TmaStoreOutput(self.seq_layout.bounded_by_array)
-        kind = AccumulateOutput if self.accumulates else StoreFloat32 if self.float32_out else StoreOutput
-        return kind(self.seq_layout.bounded_by_array)
+        output_class = AccumulateOutput if self.accumulates else StoreFloat32 if self.float32_out else StoreOutput
+        return output_class(self.seq_layout.bounded_by_array)
 
     @property
     def turn(self):
@@ -115,19 +115,23 @@ def config_for(
     variant: Variant,
     keys: float,
     value_dim: int | None = None,
-    **kind: Any,
+    **fields: Any,
 ) -> Config:
-    """The configuration for queries that see so many keys, with the next head dims of SHAPES. kind: further fields of the
+    """The configuration for queries that see so many keys, with the next head dims of SHAPES. fields: further fields of the
     Config. Parts of a sequence (QueryPartsLayout) have the key blocks of the whole sequence, so that the bits are equal."""
-    padded, wide = (min(d for d in SHAPES if d >= dim) for dim in (head_dim, value_dim or head_dim))
-    parts = kind.get("seq_layout") is QueryPartsLayout and not kind["axes"] and not kind["by_list"]
-    if padded == wide and variant.positional and not variant.uses_random and (parts or not kind):
-        config = _config(padded, dtype, variant, next((end for end in shapes_by_length(padded, variant) if keys <= end), None))
-        return replace(config, **ONE_TILE_PER_CTA, **kind) if kind else config
+    padded, padded_value = (min(d for d in SHAPES if d >= dim) for dim in (head_dim, value_dim or head_dim))
+    parts = fields.get("seq_layout") is QueryPartsLayout and not fields["axes"] and not fields["by_list"]
+    if padded == padded_value and variant.positional and not variant.uses_random and (parts or not fields):
+        config = _build_config(
+            padded, dtype, variant, next((end for end in shapes_by_length(padded, variant) if keys <= end), None)
+        )
+        return replace(config, **ONE_TILE_PER_CTA, **fields) if fields else config
     needs_room = variant.uses_random or variant.reads_score_matrix or variant.tma_bias  # registers, or shared memory
-    shape = None if needs_room else NARROW.get((padded, wide))
-    shape = shape or (PAGED.get(max(padded, wide)) if kind.get("kv_source", OneBuffer()).paged else None)
-    return Config(padded, wide, dtype, variant, **(shape or variant_shape(max(padded, wide), variant)), **kind)
+    shape = None if needs_room else NARROW.get((padded, padded_value))
+    shape = shape or (PAGED.get(max(padded, padded_value)) if fields.get("kv_source", OneBuffer()).paged else None)
+    return Config(
+        padded, padded_value, dtype, variant, **(shape or variant_shape(max(padded, padded_value), variant)), **fields
+    )
 
 
 def with_kv(config: Config, kv: int) -> Config:
@@ -137,16 +141,16 @@ def with_kv(config: Config, kv: int) -> Config:
         return config
     padded = max(config.head_dim, config.value_dim)
     default_fields, by_length = variant_shape(padded, config.variant), shapes_by_length(padded, config.variant)
-    shapes = [default_fields, *[of[padded] for of in TABLES if padded in of]]
+    shapes = [default_fields, *[table[padded] for table in TABLES if padded in table]]
     if not config.axes:  # arrays of aux take registers, which long and short sequences' tiles do not have
         shapes = [*[default_fields | entry for entry in by_length.values()], *shapes]
     fields_of_kv = next((fields for fields in shapes if fields["kv"] == kv), None)
     if fields_of_kv is None:
         raise ValueError(f"family: has no blocks of {kv} keys for head_dim={config.head_dim}, value_dim={config.value_dim}")
-    alike = config.seq_layout is BatchedLayout and not (
+    is_plain = config.seq_layout is BatchedLayout and not (
         config.axes or config.by_list or config.float32_out or config.accumulates
     )
-    return replace(config, **USUAL_FIELDS | fields_of_kv | ({} if alike else ONE_TILE_PER_CTA))
+    return replace(config, **USUAL_FIELDS | fields_of_kv | ({} if is_plain else ONE_TILE_PER_CTA))
 
 
 def fit_to_load(config: Config, queries: Any, keys: Any, batch_heads: Any, processors: int, kv: int | None = None) -> Config:
@@ -183,24 +187,30 @@ def fit_to_load(config: Config, queries: Any, keys: Any, batch_heads: Any, proce
 
 
 @functools.lru_cache(1024)
-def _config(padded: int, dtype: dtype, variant: Variant, end: float | None) -> Config:
-    other = {} if end is None else shapes_by_length(padded, variant)[end]
-    return Config(padded, padded, dtype, variant, **variant_shape(padded, variant) | other)
+def _build_config(padded: int, dtype: dtype, variant: Variant, end: float | None) -> Config:
+    """The configuration for up to `end` keys, one of shapes_by_length's limits; None: for more than all of them."""
+    fields = {} if end is None else shapes_by_length(padded, variant)[end]
+    return Config(padded, padded, dtype, variant, **variant_shape(padded, variant) | fields)
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations for problems of any length; with `everything` those of fp16, too, whose code takes as many registers
     as bf16's."""
     if target.has_wgmma:
-        for of, head_dim, variant in itertools.product((bf16, fp16) if everything else (bf16,), SHAPES, (FULL, CAUSAL)):
-            long = [config_for(head_dim, of, variant, end) for end in (*shapes_by_length(head_dim, variant), math.inf)]
-            loads = (1, 1), (warpgroup.ROWS + 1, 1), (512, 512)  # (queries, SMs) for which one or two consumers are chosen
-            fewer = [fit_to_load(config, queries, 512, MANY, processors) for config in long for queries, processors in loads]
-            yield from dict.fromkeys((*long, *fewer))
+        dtypes = (bf16, fp16)[: 1 + everything]
+        for input_dtype, head_dim, variant in itertools.product(dtypes, SHAPES, (FULL, CAUSAL)):
+            ends = *shapes_by_length(head_dim, variant), math.inf
+            configs = [config_for(head_dim, input_dtype, variant, end) for end in ends]
+            # (queries, SMs) for which one or two consumers are chosen
+            problems = itertools.product(configs, ((1, 1), (warpgroup.ROWS + 1, 1), (512, 512)))
+            small_configs = [fit_to_load(config, queries, 512, MANY, sms) for config, (queries, sms) in problems]
+            yield from dict.fromkeys((*configs, *small_configs))
             if everything:
-                yield config_for(head_dim, of, variant, math.inf, **in_pages(2))
+                yield config_for(head_dim, input_dtype, variant, math.inf, **in_pages(2))
             if head_dim <= BLOCK and variant is CAUSAL:  # for attention.parallel
-                config = config_for(head_dim, of, variant, math.inf, seq_layout=QueryPartsLayout, axes=(), by_list=False)
+                config = config_for(
+                    head_dim, input_dtype, variant, math.inf, seq_layout=QueryPartsLayout, axes=(), by_list=False
+                )
                 yield from (
                     replace(config, kv_source=source)
                     for source in (TwoBuffers(config.key, config.value), StreamingBuffers(config.key, config.value))
@@ -290,16 +300,16 @@ def make(config: Config):
             s = warpgroup.mm_ABt(queries, k.wait(j))
             o = warpgroup.mma_AB(state.rescale(), p, v.wait(j - 1))
             turn.give(me)
-            prefetched, with_bias = variant.prefetch(S, ctx, key), bias_tiles.load_rows(tiles, j, ctx, me)
+            prefetched, bias_ctx = variant.prefetch(S, ctx, key), bias_tiles.load_rows(tiles, j, ctx, me)
             s = warpgroup.wait(s, newer=1)  # the scores are done, o is still in flight
             if masked:
-                s = tiling.mask(variant.score_in_edge_block_by(s, prefetched, with_bias, key), ctx, key)
-                below = variant.row_offset_in_edge_block(s, ctx, key)
+                s = tiling.mask(variant.score_in_edge_block_by(s, prefetched, bias_ctx, key), ctx, key)
+                row_offset = variant.row_offset_in_edge_block(s, ctx, key)
             else:
-                s = variant.score_by(s, prefetched, with_bias, key)
-                below = variant.row_offset(s, ctx, key)
-            state = state.update_max(s, below, scale, slack)
-            p = state.weights(s, below, scale, LOW_SCORES)
+                s = variant.score_by(s, prefetched, bias_ctx, key)
+                row_offset = variant.row_offset(s, ctx, key)
+            state = state.update_max(s, row_offset, scale, slack)
+            p = state.weights(s, row_offset, scale, LOW_SCORES)
             k.release(j, after=state.m)
             state, p = state.add(p), variant.drop(p, ctx, key)
             o = warpgroup.wait(o)
@@ -315,19 +325,19 @@ def make(config: Config):
         """(how many of the tile's key blocks a consumer computes, the last ones in order; how many of those it masks, at least
         the first). It computes none if its rows lie after the last query."""
         if SKIPS:
-            mine = consumer_tiling.key_blocks(row, ctx)
-            return int32(mine.n if row < ctx.seqlen_q else 0), int32(max(1, mine.masked))
+            consumer_blocks = consumer_tiling.key_blocks(row, ctx)
+            return int32(consumer_blocks.n if row < ctx.seqlen_q else 0), int32(max(1, consumer_blocks.masked))
         else:
             return kv_blocks.n, int32(max(1, kv_blocks.masked))
 
     @inlined
-    def skip_blocks(j, first, end, behind, k, v, tiles, me):
+    def skip_blocks(j, first, end, unseen_at_end, k, v, tiles, me):
         """Release the key blocks from j up to `first`, which is not among them: none of the consumer's rows sees them. Every
-        consumer takes one turn for each key block of a tile except the last. All consumers together zero the last `behind`
-        keys of the first block."""
+        consumer takes one turn for each key block of a tile except the last. All consumers together zero the last
+        `unseen_at_end` keys of the first block."""
         for i in range(j, first):
-            if i == j and behind > 0:
-                zero_last_keys(v.wait(i), behind, CONSUMERS)
+            if i == j and unseen_at_end > 0:
+                zero_last_keys(v.wait(i), unseen_at_end, CONSUMERS)
             k.wait(i)
             k.release(i)
             bias_tiles.skip(tiles, i)
@@ -399,10 +409,10 @@ def make(config: Config):
                     s = warpgroup.wait(warpgroup.mm_ABt(queries, k.wait(first)))
                     k.release(first)
                     s = tiling.mask(variant.score_in_edge_block(s, bias_tiles.load_rows(tiles, first, ctx, me), key), ctx, key)
-                    below = variant.row_offset_in_edge_block(s, ctx, key)
+                    row_offset = variant.row_offset_in_edge_block(s, ctx, key)
                     state = output.init_state(softmax, variant, ctx, gO, gLse, seq, row, scale)
-                    state = state.update_max(s, below, scale, slack)
-                    p = state.weights(s, below, scale, LOW_SCORES)
+                    state = state.update_max(s, row_offset, scale, slack)
+                    p = state.weights(s, row_offset, scale, LOW_SCORES)
                     p, state = weights.stage(variant.drop(p, ctx, key), p_smem, me), state.add(p)
                     output.release_previous_queries(q, r)
                     sequences.zero_foreign_rows(v.wait(first), seq.seqlen_k - key, CONSUMERS)

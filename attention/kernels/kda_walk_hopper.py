@@ -65,9 +65,9 @@ class Config:
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations of both padded key dims; fp16 and all packed ones if `everything`."""
     if target.has_wgmma:
-        for key_dim, of, varlen in itertools.product(KEY_DIMS, (bf16, fp16) if everything else (bf16,), (False, True)):
+        for key_dim, input_dtype, varlen in itertools.product(KEY_DIMS, (bf16, fp16) if everything else (bf16,), (False, True)):
             if not varlen or key_dim == max(KEY_DIMS) or everything:
-                yield Config(key_dim, of, varlen)
+                yield Config(key_dim, input_dtype, varlen)
 
 
 @functools.cache

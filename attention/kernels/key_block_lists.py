@@ -1,12 +1,11 @@
 """Lists of the key blocks that a query tile reads under a mask function, which two kernels evaluate for every query and key.
 
-`Survey`, with a warp for each key block, writes a class: 0 (skipped) if no query of the tile sees a key of the block, 2 (full)
-if all queries see all keys, else 1 (partial); and how many keys at the block's beginning and end no query of the tile sees.
-`Compaction` turns a tile's classes into its list, a row of integers: the number of blocks; how many of them need the mask; how
-many keys at the beginning of the last of these, and at the end of the first block, no query of the tile sees
+`ClassifyBlocks`, with a warp for each key block, writes a class: 0 (skipped) if no query of the tile sees a key of the block, 2
+(full) if all queries see all keys, else 1 (partial); and how many keys at the block's beginning and end no query of the tile
+sees. `BuildKeyLists` turns a tile's classes into its list, a row of integers: the number of blocks; how many of them need the
+mask; how many keys at the beginning of the last of these, and at the end of the first block, no query of the tile sees
 (tiling.KeyBlocks); the numbers of the partial blocks, and from the end of the row backwards the numbers of the full ones, both
-from the last block on. For a tile that sees nothing it lists the block after the last key.
-"""
+from the last block on. For a tile that sees nothing it lists the block after the last key."""
 
 import functools
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from tiles import fp32, rt
 from tiles.launching.arguments import INT, Record, record
 from tiles.layout import LANES
 
-from ..parts.listed_keys import AHEAD, BEHIND, BOTH, CLASSES, HEAD, LISTS, MOST
+from ..parts.listed_keys import AT_END, AT_START, CLASSES, COUNTS, HEAD, LISTS, MAX_COUNT
 from ..parts.tiling import Tiling
 from ..parts.variant import ScoreContext, Variant, arrays_of
 
@@ -28,7 +27,7 @@ AT_ONCE = 2 * ROWS  # rows for which a mask is evaluated at once, where that div
 
 
 @dataclass(frozen=True)
-class Survey:
+class ClassifyBlocks:
     """The kernel that classifies key blocks for query tiles: skipped, partial or full. rows, kv: queries of a tile, keys of a
     block. axes: how many axes each array of aux has."""
 
@@ -51,7 +50,7 @@ class Survey:
 
     @staticmethod
     @functools.cache
-    def make(config: "Survey"):
+    def make(config: "ClassifyBlocks"):
         """(kernel, shared memory) of a configuration."""
         TILE, KV, EACH = config.rows, config.kv, ROWS if config.rows % AT_ONCE else AT_ONCE
         S = rt(EACH, KV, fp32)
@@ -59,7 +58,7 @@ class Survey:
         tiling = Tiling(TILE, KV, variant)
 
         @cuda.jit
-        def survey(params: PARAMS, aux: AUX, q_len: INT, kv_len: INT, blocks: INT, heads: INT, groups: INT):
+        def classify(params: PARAMS, aux: AUX, q_len: INT, kv_len: INT, blocks: INT, heads: INT, groups: INT):
             """Classify WARPS key blocks for one of the `blocks` query tiles of a head. `groups` CTAs together classify all."""
             rest, group = divmod(cuda.blockIdx.x, groups)
             batch_head, tile = divmod(rest, blocks)
@@ -86,14 +85,14 @@ class Survey:
                         first, last = max(first, tile_max(s * (KV - j))), max(last, tile_max(s * (j + 1.0)))
                     kind = 1 if first > 0.0 else 0
                 ctx.params.classes[batch, head, tile, place] = kind
-                ctx.params.unseen[batch, head, tile, BOTH * place + AHEAD] = min(MOST, KV - int32(first))
-                ctx.params.unseen[batch, head, tile, BOTH * place + BEHIND] = min(MOST, KV - int32(last))
+                ctx.params.unseen[batch, head, tile, COUNTS * place + AT_START] = min(MAX_COUNT, KV - int32(first))
+                ctx.params.unseen[batch, head, tile, COUNTS * place + AT_END] = min(MAX_COUNT, KV - int32(last))
 
-        return survey, None
+        return classify, None
 
 
 @dataclass(frozen=True)
-class Compaction:
+class BuildKeyLists:
     """The kernel that turns classes of key blocks into lists."""
 
     variant: Variant
@@ -103,29 +102,31 @@ class Compaction:
 
     @property
     def params(self) -> Record:
-        """The record of the variant's arguments, the survey's results, and the lists."""
+        """The record of the variant's arguments, the results of ClassifyBlocks, and the lists."""
         return record(classes=CLASSES, unseen=CLASSES, lists=LISTS, **self.variant.params)
 
     @staticmethod
     @functools.cache
-    def make(config: "Compaction"):
+    def make(config: "BuildKeyLists"):
         """(kernel, shared memory) of a configuration."""
         TILE, KV, PARAMS, tiling = config.rows, config.kv, config.params, Tiling(config.rows, config.kv, config.variant)
 
         @cuda.jit
-        def compaction(params: PARAMS, q_len: INT, kv_len: INT, blocks: INT, heads: INT):
+        def build(params: PARAMS, q_len: INT, kv_len: INT, blocks: INT, heads: INT):
             """Write the list of one of the `blocks` query tiles of a head."""
             batch_head, tile = divmod(cuda.blockIdx.x, blocks)
             batch, head = divmod(batch_head, heads)
             ctx = ScoreContext(batch, head, TILE * tile, kv_len - q_len, q_len, kv_len, params, 0, 0)
             kv_blocks = tiling.key_blocks(TILE * tile, ctx)
-            partial, full, ahead, behind = int32(0), int32(0), int32(0), int32(0)
+            partial, full, unseen_at_start, unseen_at_end = int32(0), int32(0), int32(0), int32(0)
             for i in range(kv_blocks.n):
                 number = int32(kv_blocks.first + kv_blocks.n - 1 - i)
                 kind = ctx.params.classes[batch, head, tile, number]
                 if kind == 1:
-                    ahead = int32(ctx.params.unseen[batch, head, tile, BOTH * number + AHEAD])
-                    behind = int32(ctx.params.unseen[batch, head, tile, BOTH * number + BEHIND]) if partial == 0 else behind
+                    unseen_at_start = int32(ctx.params.unseen[batch, head, tile, COUNTS * number + AT_START])
+                    unseen_at_end = (
+                        int32(ctx.params.unseen[batch, head, tile, COUNTS * number + AT_END]) if partial == 0 else unseen_at_end
+                    )
                 if kind > 0:
                     place = HEAD + partial if kind == 1 else ctx.params.lists.shape[3] - 1 - full
                     ctx.params.lists[batch, head, tile, place] = number
@@ -135,7 +136,7 @@ class Compaction:
                 partial = int32(1)
             ctx.params.lists[batch, head, tile, 0] = partial + full
             ctx.params.lists[batch, head, tile, 1] = partial
-            ctx.params.lists[batch, head, tile, 2] = ahead
-            ctx.params.lists[batch, head, tile, 3] = behind
+            ctx.params.lists[batch, head, tile, 2] = unseen_at_start
+            ctx.params.lists[batch, head, tile, 3] = unseen_at_end
 
-        return compaction, None
+        return build, None

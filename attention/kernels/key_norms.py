@@ -50,8 +50,10 @@ class Config:
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations, which are the same for all GPUs."""
-    for of, norm, head_dim in itertools.product((bf16, fp16) if everything else (bf16,), (RmsNorm(), LayerNorm()), SHAPES):
-        yield Config(norm, head_dim, of, True)
+    for input_dtype, norm, head_dim in itertools.product(
+        (bf16, fp16) if everything else (bf16,), (RmsNorm(), LayerNorm()), SHAPES
+    ):
+        yield Config(norm, head_dim, input_dtype, True)
 
 
 @functools.cache

@@ -71,12 +71,12 @@ GATES = Gate(), HeadGate(scale_at_end=True), TokenGate(scale_at_end=True)
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations. everything: fp16, packed sequences and float32 results at all sizes, too."""
     if target.has_wgmma:
-        for of, key_dim, gate in itertools.product((bf16, fp16) if everything else (bf16,), KEY_DIMS, GATES):
+        for input_dtype, key_dim, gate in itertools.product((bf16, fp16) if everything else (bf16,), KEY_DIMS, GATES):
             for varlen, unrounded in itertools.product((False, True), repeat=2) if everything else ((False, False),):
                 if gate.kind:
-                    yield Config(key_dim, of, gate, unrounded, unrounded, varlen)
+                    yield Config(key_dim, input_dtype, gate, unrounded, unrounded, varlen)
                 if everything or not gate.kind:
-                    yield Config(key_dim, of, gate, unrounded, unrounded, varlen, with_gates=False)
+                    yield Config(key_dim, input_dtype, gate, unrounded, unrounded, varlen, with_gates=False)
 
 
 @functools.cache
@@ -207,9 +207,9 @@ def make(config: Config):
                 warpgroup.sync_several(CONSUMERS)
                 s_tile, own_do = s.wait(j), subtile(do_tile, CHUNK, 0, COLUMNS, wg)
                 if wg == OF_QUERIES:  # dx is dQ
-                    left, right, states, own, other = do_tile, v_tile, s_tile, q_tile, k_tile
+                    left, right, states, operand, partner = do_tile, v_tile, s_tile, q_tile, k_tile
                 else:  # dx is dK, dp its transpose, with all signs of b the other way round
-                    left, right, states, own, other = v_tile, do_tile, ds, k_tile, q_tile
+                    left, right, states, operand, partner = v_tile, do_tile, ds, k_tile, q_tile
                 p_t = warpgroup.mm_ABt(k_tile, q_tile)
                 dv = warpgroup.mm_ABt(k_tile, own_ds)
                 dp = warpgroup.mm_ABt(left, right)
@@ -230,12 +230,12 @@ def make(config: Config):
                 if wg == OF_QUERIES:
                     dx = dx * scale
                 elif WITH_GATES:
-                    gCarriedDots[chunk, head, warpgroup.rank()] = tile_sum(multiply(dx, own))
-                dx = warpgroup.mma_AB(dx, dp, other)
+                    gCarriedDots[chunk, head, warpgroup.rank()] = tile_sum(multiply(dx, operand))
+                dx = warpgroup.mma_AB(dx, dp, partner)
                 ds_t = warpgroup.mma_AB(gate.decay(ds_t, b_last), do_t, q_tile)
                 dx = warpgroup.wait(dx, newer=1)
                 if WITH_GATES:
-                    store_dots(wg, gQueryDots, gKeyDots, row_sum(multiply(dx, own)), seq, token, head)
+                    store_dots(wg, gQueryDots, gKeyDots, row_sum(multiply(dx, operand)), seq, token, head)
                 store_inputs(wg, gDQ, gDK, out, dx, seq, token, head)
                 ds_t = warpgroup.wait(ds_t)
                 q.release(j)

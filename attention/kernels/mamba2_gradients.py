@@ -157,12 +157,12 @@ class Mamba2GradientOutputs:
 def space(target: Target, everything: bool) -> Iterator[Mamba2GradientInputs | Mamba2GradientOutputs]:
     """The configurations with all options; others, and fp16, with `everything` only."""
     gates = (Mamba2Gate(), Mamba2Gate(softplus=True), Mamba2Gate(softplus=True, low=0.001, high=0.1))
-    for of, gate, has_z in itertools.product((bf16, fp16), gates, (False, True)):
-        if everything or (of is bf16 and gate.has_limits and has_z):
-            yield Mamba2GradientInputs(of, gate, has_z)
+    for input_dtype, gate, has_z in itertools.product((bf16, fp16), gates, (False, True)):
+        if everything or (input_dtype is bf16 and gate.has_limits and has_z):
+            yield Mamba2GradientInputs(input_dtype, gate, has_z)
             for skip, varlen in itertools.product(SKIPS, (False, True)):
                 if everything or (skip and varlen):
-                    yield Mamba2GradientOutputs(of, gate, has_z, skip, varlen)
+                    yield Mamba2GradientOutputs(input_dtype, gate, has_z, skip, varlen)
 
 
 @functools.cache

@@ -86,10 +86,18 @@ def config_arguments(target: Target, everything: bool, sizes: Sequence[int]) -> 
     kinds = [(one_token, DenseLoader, FinalOutput), (causal, PagedLoader, PartialOutput)]
     kinds += [(one_token, PagedLoader, FinalOutput), (causal, IndexedLoader, PartialOutput)] * everything
     forms = [*((bf16, vector_bytes) for vector_bytes in sizes), (fp16, sizes[0])]
-    for (of, vector_bytes), (window, cache, result), rows in itertools.product(
+    for (input_dtype, vector_bytes), (window, cache, result), rows in itertools.product(
         forms[: None if everything else 1], kinds, (1, 128)
     ):
-        yield of, window, cache(vector_bytes), result(of, vector_bytes), target.has_early_launch, rows, target.shared_bytes
+        yield (
+            input_dtype,
+            window,
+            cache(vector_bytes),
+            result(input_dtype, vector_bytes),
+            target.has_early_launch,
+            rows,
+            target.shared_bytes,
+        )
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:

@@ -43,7 +43,7 @@ class Config:
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations that an architecture is served with."""
-    yield from (Config(FinalOutput(of, 16), target.has_early_launch) for of in (bf16, fp16)[: 1 + everything])
+    yield from (Config(FinalOutput(input_dtype, 16), target.has_early_launch) for input_dtype in (bf16, fp16)[: 1 + everything])
 
 
 @functools.cache

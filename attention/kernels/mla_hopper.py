@@ -66,12 +66,12 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
         kinds = [(one_token, TmaLatents(), FinalOutput), (causal, TmaPagedLatents(1), PartialOutput)]
         kinds += [(one_token, TmaIndexedLatents(), PartialOutput), (one_token, TmaPagedLatents(2), FinalOutput)] * everything
         by_gather = [(causal, PagedLoader, PartialOutput)] + [(one_token, DenseLoader, FinalOutput)] * everything
-        for of in (bf16, fp16)[: 1 + everything]:
+        for input_dtype in (bf16, fp16)[: 1 + everything]:
             for window, cache, result in kinds:
-                yield Config(LatentProducts(of), window, cache, result(of, VECTOR_BYTES))
+                yield Config(LatentProducts(input_dtype), window, cache, result(input_dtype, VECTOR_BYTES))
             for window, loader, result in by_gather:
-                yield gather_config(of, False, window, PagedLoader(VECTOR_BYTES), result(of, VECTOR_BYTES))
-                yield gather_config(of, True, window, loader(VECTOR_BYTES), result(of, VECTOR_BYTES))
+                yield gather_config(input_dtype, False, window, PagedLoader(VECTOR_BYTES), result(input_dtype, VECTOR_BYTES))
+                yield gather_config(input_dtype, True, window, loader(VECTOR_BYTES), result(input_dtype, VECTOR_BYTES))
 
 
 def gather_config(of: dtype, fp8: bool, window: KeyWindow, cache: DenseLoader, result: FinalOutput) -> Config:

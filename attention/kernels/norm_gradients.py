@@ -76,8 +76,8 @@ class NormRowGradients:
         return float32_output(True) if self.accumulate else StoreGradient(self.dtype)
 
     def __str__(self):
-        of = f"{self.norm} rows, D {self.head_dim} {self.dtype}"
-        return of + ", by elements" * (not self.aligned) + ", accumulates" * self.accumulate
+        label = f"{self.norm} rows, D {self.head_dim} {self.dtype}"
+        return label + ", by elements" * (not self.aligned) + ", accumulates" * self.accumulate
 
     @staticmethod
     @functools.cache

@@ -185,12 +185,12 @@ def _options(config: NormalizerSums | NormalizerGradients) -> str:
 
 def space(target: Target, everything: bool) -> Iterator[NormalizerSums | NormalizerGradients]:
     """The configurations that take the most registers; others, and fp16, with `everything` only."""
-    for of, key_dim, decay in itertools.product((bf16, fp16), DIMS, ("", "token", "channel")):
-        if everything or (of is bf16 and key_dim == DIMS[-1] and decay):
+    for input_dtype, key_dim, decay in itertools.product((bf16, fp16), DIMS, ("", "token", "channel")):
+        if everything or (input_dtype is bf16 and key_dim == DIMS[-1] and decay):
             for varlen in (False, True) if everything else (True,):
-                yield NormalizerSums(of, key_dim, DIMS[-1] if of is bf16 else key_dim, decay, varlen)
+                yield NormalizerSums(input_dtype, key_dim, DIMS[-1] if input_dtype is bf16 else key_dim, decay, varlen)
                 for with_gates in (False, True) if everything and decay else (bool(decay),):
-                    yield NormalizerGradients(of, key_dim, decay, with_gates, varlen)
+                    yield NormalizerGradients(input_dtype, key_dim, decay, with_gates, varlen)
 
 
 @functools.cache

@@ -1,10 +1,10 @@
 """Lists of the query tiles that see a key block: key_block_lists.py, seen from the keys.
 
-The same survey finds the class of each query tile with each key block: no key visible, some, or all. `BuildQueryLists` then
-goes through the query tiles of a key block, for all query heads that share its key head, and writes its list, a row of
-integers: how many query tiles see some of its keys; how many of them must be masked; how many keys at the block's beginning,
-and at its end, no query sees; the indices of the tiles that must be masked, and backwards from the end of the row the indices
-of the others, each from the first on.
+ClassifyBlocks of key_block_lists.py finds the class of each query tile with each key block: no key visible, some, or all.
+`BuildQueryLists` then goes through the query tiles of a key block, for all query heads that share its key head, and writes its
+list, a row of integers: how many query tiles see some of its keys; how many of them must be masked; how many keys at the
+block's beginning, and at its end, no query sees; the indices of the tiles that must be masked, and backwards from the end of
+the row the indices of the others, each from the first on.
 
 Thread blocks that add to dQ in a fixed order (dq_order.py) must also know how many key blocks add to a tile before theirs:
 those whose lists contain the tile. `RankKeyBlocks` goes through the key blocks of a query tile and counts them."""
@@ -21,10 +21,10 @@ from tiles.layout import LANES
 
 from ..parts.backward.listed_queries import class_of_group
 from ..parts.backward.query_tiling import QueryTiling
-from ..parts.listed_keys import AHEAD, BEHIND, BOTH, CLASSES, HEAD, LISTS, MOST
+from ..parts.listed_keys import AT_END, AT_START, CLASSES, COUNTS, HEAD, LISTS, MAX_COUNT
 from ..parts.variant import ScoreContext, Variant
 
-MAX_SURVEY_QUERIES = 128  # queries for which a warp of the survey evaluates the mask at once, at most
+MAX_SURVEY_QUERIES = 128  # queries for which a warp of ClassifyBlocks evaluates the mask at once, at most
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class BuildQueryLists:
 
     @property
     def params(self) -> Record:
-        """The kernel's parameters: the survey's results, the lists, and the parameters of the variant."""
+        """The kernel's parameters: the results of ClassifyBlocks, the lists, and the parameters of the variant."""
         return record(classes=CLASSES, unseen=CLASSES, lists=LISTS, **self.variant.params)
 
     @staticmethod
@@ -54,21 +54,21 @@ class BuildQueryLists:
             batch, head = divmod(batch_head, heads)
             ctx = ScoreContext(batch, group * head, int32(0), kv_len - q_len, q_len, kv_len, params, 0, 0)
             q_tiles = tiling.query_tiles(int32(KV * block), ctx, group)
-            masked, full, ahead, behind = int32(0), int32(0), int32(MOST), int32(MOST)
+            masked, full, unseen_at_start, unseen_at_end = int32(0), int32(0), int32(MAX_COUNT), int32(MAX_COUNT)
             for i in range(q_tiles.n):
                 tile = int32(q_tiles.first + i)
                 visibility = class_of_group(ctx.params.classes, batch, group * head, group, tile, block)
                 for h in range(group * head, group * head + group):
-                    ahead = int32(min(ahead, ctx.params.unseen[batch, h, tile, BOTH * block + AHEAD]))
-                    behind = int32(min(behind, ctx.params.unseen[batch, h, tile, BOTH * block + BEHIND]))
+                    unseen_at_start = int32(min(unseen_at_start, ctx.params.unseen[batch, h, tile, COUNTS * block + AT_START]))
+                    unseen_at_end = int32(min(unseen_at_end, ctx.params.unseen[batch, h, tile, COUNTS * block + AT_END]))
                 if visibility > 0:
                     place = HEAD + masked if visibility == 1 else ctx.params.lists.shape[3] - 1 - full
                     ctx.params.lists[batch, head, block, place] = tile
                 masked, full = int32(masked + (visibility == 1)), int32(full + (visibility == 2))
             ctx.params.lists[batch, head, block, 0] = masked + full
             ctx.params.lists[batch, head, block, 1] = masked
-            ctx.params.lists[batch, head, block, 2] = ahead
-            ctx.params.lists[batch, head, block, 3] = behind
+            ctx.params.lists[batch, head, block, 2] = unseen_at_start
+            ctx.params.lists[batch, head, block, 3] = unseen_at_end
 
         return build_query_lists, None
 

@@ -221,9 +221,9 @@ class RotateBackwardConfig(RotaryConfig):
 
 def space(target: Target, everything: bool) -> Iterator[RotaryConfig]:
     """The configurations, which are the same for all GPUs."""
-    for of in (bf16, fp16) if everything else (bf16,):
+    for input_dtype in (bf16, fp16) if everything else (bf16,):
         for kind, head_dim, normed in itertools.product((RotateConfig, RotateBackwardConfig), HEAD_DIMS, (False, True)):
-            yield kind(head_dim, of, normed)
+            yield kind(head_dim, input_dtype, normed)
 
 
 @functools.cache

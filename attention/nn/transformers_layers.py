@@ -144,11 +144,11 @@ def _gated_norm(norm: Any, norm_before_gate: bool = True) -> GatedRMSNorm:
     return result
 
 
-def _activation(what: str, name: Any, known: tuple[str, ...]) -> str:
+def _activation(role: str, name: Any, known: tuple[str, ...]) -> str:
     """The activation, by our name. ValueError: it is none of those known."""
     result = "silu" if name == "swish" else name
     if result not in known:
-        raise ValueError(f"layer: {what} must be {' or '.join(known)}: {name!r}")
+        raise ValueError(f"layer: {role} must be {' or '.join(known)}: {name!r}")
     return result
 
 

@@ -16,7 +16,7 @@ from ..options import split_norm
 from ..parts.block_masks import FIELDS
 from ..plans.call_options import AUX, block_options, dropout_options, score_options, window_ends
 from ..plans.forward_launches import expand_axes
-from ..plans.forward_programs import VARIANTS, kv_block_size
+from ..plans.forward_programs import VARIANTS, find_kv_block_size
 from ..plans.planning import check_extents, norm_and_dropout_parts
 from ..scoring.index_checks import IndexingFunctions, plan_index_checks
 from .peers import check_torch_tensors
@@ -68,7 +68,7 @@ def find_kv_block(q: Any, k: Any, v: Any, length: int, length_k: int, options: M
     )
     seed = None if random.seed is None else Number(0)  # its value does not affect the plan
     more = norm_and_dropout_parts(problem, options.get("norm_eps", 1e-6), random.dropout, seed)
-    return kv_block_size(problem, scores, blocks.options, options.get("scale"), options.get("family"), more)
+    return find_kv_block_size(problem, scores, blocks.options, options.get("scale"), options.get("family"), more)
 
 
 def _forms(q: Any, k: Any, v: Any, length: int, length_k: int, options: Mapping[str, Any]) -> dict[str, Form]:

@@ -30,7 +30,7 @@ WARPS = 4  # of a CTA, each of which writes a row of the map
 
 
 @static
-class Blocked(DataDependentMask):
+class BlockSparseMask(DataDependentMask):
     """Queries see only keys in listed blocks. rows, cols: queries and keys of such a block. warp_rows: the most query rows of a
     warp's tile, whose first row is a multiple of that number."""
 
@@ -66,7 +66,7 @@ class Blocked(DataDependentMask):
 
 
 @static
-class BlockedMask(Blocked):
+class BlockSparseMaskMod(BlockSparseMask):
     """Queries see only keys in listed blocks and, in partial ones, only those for which function(b, h, i, j, *aux) is true."""
 
     function: Callable

@@ -87,17 +87,17 @@ class HeadDescales(KernelPart):
         return s * descale
 
     @inlined
-    def weigh(self, s, below, lifted, state, tile, multiplied, low_scores, of):
+    def weigh(self, s, row_offset, lifted_offset, state, tile, is_descaled, low_scores, consumer_tile):
         """(the softmax state with the maximum of a tile of scores, their weights). The weights are not yet in the row sum: see
-        `add`. below: the row offset, or None. lifted: the row offset for weights that are multiplied by a power of 2.
-        multiplied: are the scores multiplied by their descales already? low_scores: may all scores of a row be so low that
-        their products with the scale are rounded to many powers of 2? Then differences from the row maximum are multiplied.
-        of: a forward_fp8_hopper.ConsumerTile."""
-        state = state.update_max(s, below, of.scale, of.slack)
+        `add`. row_offset: what is subtracted from all scores of a row, or None. lifted_offset: the same for weights that are
+        multiplied by a power of 2. is_descaled: are the scores multiplied by their descales already? low_scores: may all scores
+        of a row be so low that their products with the scale are rounded to many powers of 2? Then differences from the row
+        maximum are multiplied. consumer_tile: a forward_fp8_hopper.ConsumerTile."""
+        state = state.update_max(s, row_offset, consumer_tile.scale, consumer_tile.slack)
         if low_scores:
-            return state, exp2((s - state.raw_max(below)) * of.scale + of.lift * of.scale)
+            return state, exp2((s - state.raw_max(row_offset)) * consumer_tile.scale + consumer_tile.lift * consumer_tile.scale)
         else:
-            return state, state.weights(s, lifted, of.scale)
+            return state, state.weights(s, lifted_offset, consumer_tile.scale)
 
     @inlined
     def add(self, state, p, tile):
@@ -202,8 +202,12 @@ class BlockDescales(HeadDescales):
         return exp2(s * (scale * at_least(score, LEAST)) - (m * scale - self.exponent(value)))
 
     @inlined
-    def weigh(self, s, below, lifted, state, tile, multiplied, low_scores, of):
-        score, scale, per_scale = float32(1.0) if multiplied else tile.scores[0], of.scale, of.per_scale()
+    def weigh(self, s, row_offset, lifted_offset, state, tile, is_descaled, low_scores, consumer_tile):
+        score, scale, per_scale = (
+            float32(1.0) if is_descaled else tile.scores[0],
+            consumer_tile.scale,
+            consumer_tile.per_scale(),
+        )
         if self.blocks == 2:
             left, right = columns(s, BLOCK, 0), columns(s, BLOCK, 1)
             top = maximum(
@@ -212,11 +216,11 @@ class BlockDescales(HeadDescales):
             )
         else:
             top = self.max_scores(s, score, tile.values[0], per_scale)
-        state = state.update_max_to(top if below is None else top - below, scale, of.slack)
-        m = state.m + lifted
+        state = state.update_max_to(top if row_offset is None else top - row_offset, scale, consumer_tile.slack)
+        m = state.m + lifted_offset
         if low_scores:  # only for functions in Python, for which a tile has one block
-            lift = of.lift * scale + self.exponent(tile.values[0])
-            return state, exp2((s - state.raw_max(below)) * scale + lift)
+            lift = consumer_tile.lift * scale + self.exponent(tile.values[0])
+            return state, exp2((s - state.raw_max(row_offset)) * scale + lift)
         elif self.blocks == 2:
             p = self.weights(left, m, score, tile.values[0], scale)
             return state, hstack(p, self.weights(right, m, tile.scores[1], tile.values[1], scale))

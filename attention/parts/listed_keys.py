@@ -10,12 +10,9 @@ from tiles.numba_names import types
 from .tiling import KeyBlocks, Tiling
 
 HEAD = 4  # integers of a list before the block numbers
-
-
 LISTS, CLASSES = types.Array(types.int32, 4, "A"), types.Array(types.int8, 4, "A")
-
-
-AHEAD, BEHIND, BOTH, MOST = 0, 1, 2, 127  # the two adjacent counts of unseen keys; the greatest int8
+# Counts of unseen keys, an int8 each: COUNTS of them for each block, at its start and at its end
+AT_START, AT_END, COUNTS, MAX_COUNT = 0, 1, 2, 127
 
 
 @static
@@ -36,8 +33,8 @@ class ListedTiling(Tiling):
     def key_blocks(self, row, ctx):
         lists, batch, head, tile = ctx.params.lists, uint32(ctx.batch), uint32(ctx.head), uint32(row // self.rows)
         n, masked = lists[batch, head, tile, 0], lists[batch, head, tile, 1]
-        ahead, behind = lists[batch, head, tile, 2], lists[batch, head, tile, 3]
-        return KeyBlocks(int32(0), int32(n), int32(0), int32(masked), int32(ahead), int32(behind))
+        unseen_at_start, unseen_at_end = lists[batch, head, tile, 2], lists[batch, head, tile, 3]
+        return KeyBlocks(int32(0), int32(n), int32(0), int32(masked), int32(unseen_at_start), int32(unseen_at_end))
 
     @inlined
     def key(self, blocks, i, ctx):

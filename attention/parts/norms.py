@@ -32,12 +32,12 @@ class RmsNorm(KernelPart):
     def part(self, x, of_rows, head, col, params):
         """The normalised columns x of these rows, from column `col` of the head on."""
         _, scale = of_rows
-        return x * scale * self.columns(params.norm_weights, x, head, col)
+        return x * scale * self.load_columns(params.norm_weights, x, head, col)
 
     @inlined
-    def columns(self, of, x, head, col):
-        """The elements of an array `of` (head, column) for these columns."""
-        return load(of, x.row_vec, (head, col), 0, 1, True)
+    def load_columns(self, weights, x, head, col):
+        """The elements of an array (head, column), of weights or of a bias, for the columns of x, whose first is `col`."""
+        return load(weights, x.row_vec, (head, col), 0, 1, True)
 
 
 class LayerNorm(RmsNorm):
@@ -57,8 +57,8 @@ class LayerNorm(RmsNorm):
     @inlined
     def part(self, x, of_rows, head, col, params):
         mean, scale = of_rows
-        weights = self.columns(params.norm_weights, x, head, col)
-        return (x - mean) * scale * weights + self.columns(params.norm_bias, x, head, col)
+        weights = self.load_columns(params.norm_weights, x, head, col)
+        return (x - mean) * scale * weights + self.load_columns(params.norm_bias, x, head, col)
 
 
 @static

@@ -46,10 +46,10 @@ class SoftmaxState(NamedTuple):
     o_scale: Any
 
     @inlined
-    def update_max(self, s, below, scale, slack):
-        """The state with the maximum raised for a block of scores s; o_scale says by how much. below: what is subtracted from
-        all scores of a row, or None."""
-        return self.update_max_to(row_max(s) if below is None else row_max(s) - below, scale, slack)
+    def update_max(self, s, row_offset, scale, slack):
+        """The state with the maximum raised for a block of scores s; o_scale says by how much. row_offset: what is subtracted
+        from all scores of a row, or None."""
+        return self.update_max_to(row_max(s) if row_offset is None else row_max(s) - row_offset, scale, slack)
 
     @inlined
     def update_max_to(self, top, scale, slack):
@@ -64,16 +64,16 @@ class SoftmaxState(NamedTuple):
         return SoftmaxState(self.o, m, self.l * o_scale, o_scale)
 
     @inlined
-    def raw_max(self, below):
-        """The row maximum of scores from which `below` has not been subtracted."""
-        return self.m if below is None else self.m + below
+    def raw_max(self, row_offset):
+        """The row maximum of scores from which `row_offset` has not been subtracted."""
+        return self.m if row_offset is None else self.m + row_offset
 
     @inlined
-    def weights(self, s, below, scale, low_scores=False):
-        """exp2(scale (s - below - m)), the weights of a block of scores. low_scores: may all scores of a row be so low that m
-        times the scale is rounded to many powers of 2? In such a row scores differ by many or not at all, so that 1 serves as
-        the scale: a product with it is exact."""
-        m = self.raw_max(below)
+    def weights(self, s, row_offset, scale, low_scores=False):
+        """exp2(scale (s - row_offset - m)), the weights of a block of scores. low_scores: may all scores of a row be so low
+        that m times the scale is rounded to many powers of 2? In such a row scores differ by many or not at all, so that 1
+        serves as the scale: a product with it is exact."""
+        m = self.raw_max(row_offset)
         if low_scores:
             by_row = where(m * scale > COARSE_EXPONENT, scale, 1.0)
             return exp2(s * by_row - m * by_row)

@@ -17,9 +17,9 @@ class StoreOutput:
 
     bounded_by_array: bool
 
-    def declare(self, value_dim: int, of: dtype) -> Any:
+    def declare(self, value_dim: int, input_dtype: dtype) -> Any:
         """The type of the kernel's parameter for the output."""
-        return array(4, of)
+        return array(4, input_dtype)
 
     @inlined
     def init_state(self, softmax, variant, ctx, gO, gLse, seq, row, scale):
@@ -72,7 +72,7 @@ class StoreOutput:
 class StoreFloat32(StoreOutput):
     """The consumers store the output in float32, for callers that combine it with others."""
 
-    def declare(self, value_dim: int, of: dtype) -> Any:
+    def declare(self, value_dim: int, input_dtype: dtype) -> Any:
         return array(4, fp32)
 
     @inlined
@@ -102,9 +102,9 @@ class TmaStoreOutput(StoreOutput):
     """TMA stores the output from the shared memory of the tile's queries, while the next tile begins. No other sequence may
     follow in the batch, because its rows would be overwritten."""
 
-    def declare(self, value_dim: int, of: dtype) -> Any:
+    def declare(self, value_dim: int, input_dtype: dtype) -> Any:
         """The type of the kernel's parameter for the output."""
-        return tiled(st(warpgroup.ROWS, value_dim, of), unit=1)
+        return tiled(st(warpgroup.ROWS, value_dim, input_dtype), unit=1)
 
     @inlined
     def store(self, gO, o, queries, seq, row, head):

@@ -15,7 +15,7 @@ from .variant import KeyRange, QueryRange, Variant
 MAX_SCORE_GRAD = 2.0**15  # the largest derivative of a score: larger ones are not finite in fp16
 
 
-class Capped(Variant):
+class Softcap(Variant):
     """cap tanh(score / cap), in units of the cap."""
 
     changes_scores = needs_raw_scores = nonlinear = True
@@ -38,23 +38,24 @@ class Capped(Variant):
 
 
 @static
-class Sloped(Variant):
-    """ALiBi: score - slope |i + shift - j|, with a slope for each head. ordered: no query sees a key after its own position.
-    last: no score function follows, which would need the score itself. With both, the part of the distance that depends on i
-    only is a row offset, and a score takes one addition where the distance takes two. What is added to a score and subtracted
-    again is up to slope times the keys of a block, so the last digits are lost. Hence blocks that hold a query's own position,
-    or keys that it does not see, count as edge blocks, and have the exact distance; in other blocks a key is at least one
-    position away, and a steep slope makes its weight 0. Gradients, whose warps have 16 keys each, use the row offset in all
-    blocks, counted from the warp's eighth key: weights are off by slope 2^-20 (2 % at 20000)."""
+class Alibi(Variant):
+    """ALiBi: score - slope |i + shift - j|, with a slope for each head. signed_distance: no query sees a key after its own
+    position, so that the distance needs no absolute value. is_last: no score function follows, which would need the score
+    itself. With both, the part of the distance that depends on i only is a row offset, and a score takes one addition where the
+    distance takes two. What is added to a score and subtracted again is up to slope times the keys of a block, so the last
+    digits are lost. Hence blocks that hold a query's own position, or keys that it does not see, count as edge blocks, and have
+    the exact distance; in other blocks a key is at least one position away, and a steep slope makes its weight 0. Gradients,
+    whose warps have 16 keys each, use the row offset in all blocks, counted from the warp's eighth key: weights are off by
+    slope 2^-20 (2 % at 20000)."""
 
     changes_scores = needs_raw_scores = True
 
-    ordered: bool
-    last: bool
+    signed_distance: bool
+    is_last: bool
 
     @property
     def has_row_offset(self) -> bool:  # type: ignore[override]
-        return self.ordered and self.last
+        return self.signed_distance and self.is_last
 
     adds_late = has_row_offset
     fits_folded_backward = False
@@ -76,7 +77,7 @@ class Sloped(Variant):
     def score(self, s, ctx, key):
         if self.has_row_offset:
             return s + col_index(s.row_vec) * ctx.precomputed
-        elif self.ordered:
+        elif self.signed_distance:
             return s - (self.alibi_position(s, ctx, key) - col_index(s.row_vec)) * ctx.precomputed
         else:
             return s - abs(self.alibi_position(s, ctx, key) - col_index(s.row_vec)) * ctx.precomputed
@@ -131,7 +132,7 @@ class Sloped(Variant):
 
 
 @static
-class SlopedBy(Sloped):
+class ScoreModAlibi(Alibi):
     """score + slope (j - i), or score - slope |i - j|, recognised in a score function. slope(b, h, *aux) is in units of 1, and
     i and j count from 0."""
 
@@ -164,15 +165,15 @@ class SlopedBy(Sloped):
 
 
 @static
-class Biased(Variant):
-    """score + bias[b, h, i, j]. last: does no score function follow, which would need the score itself? in_units_of_one: are
+class ScoreBias(Variant):
+    """score + bias[b, h, i, j]. is_last: does no score function follow, which would need the score itself? in_units_of_one: are
     scores multiplied to units of 1, in which the lowest float of a bias stays finite? (Gradients need not.)"""
 
     changes_scores = needs_raw_scores = True
     reads_score_matrix = True
     fits_narrow_backward = fits_folded_backward = fits_wide_backward = False
 
-    last: bool
+    is_last: bool
     in_units_of_one: bool = False
 
     @property
@@ -181,7 +182,7 @@ class Biased(Variant):
 
     @property
     def adds_late(self) -> bool:  # type: ignore[override]
-        return self.last
+        return self.is_last
 
     @property
     def params(self) -> dict[str, Any]:
@@ -223,7 +224,7 @@ class Biased(Variant):
 
 
 @static
-class BiasedAhead(Biased):
+class PrefetchedBias(ScoreBias):
     """score + bias[b, h, i, j], with the bias loaded while the tile's keys arrive (decoding)."""
 
     @inlined
@@ -236,7 +237,7 @@ class BiasedAhead(Biased):
 
 
 @static
-class BiasedByKey(BiasedAhead):
+class KeyBias(PrefetchedBias):
     """score + bias[b, h, j], for a bias with one row for all queries. It is loaded once for each column of a tile, not once for
     each score. adjacent: is the row contiguous?"""
 
@@ -255,7 +256,7 @@ class BiasedByKey(BiasedAhead):
 
 
 @static
-class BiasedByTile(Biased):
+class TmaBias(ScoreBias):
     """score + bias[b, h, i, j], with tiles of the bias that TMA loads (bias_tiles.py): ctx.params.bias is the consumer's part,
     in registers. bias_dtype: the dtype of the bias."""
 
@@ -277,7 +278,7 @@ class BiasedByTile(Biased):
 
 
 @static
-class Scored(Variant):
+class ScoreMod(Variant):
     """function(score, b, h, i, j, *aux), with a tile of scores in units of 1, a column vector i of queries and a row vector j
     of keys."""
 
@@ -302,7 +303,7 @@ class Scored(Variant):
 
 
 @static
-class ScoredInUnit(Scored):
+class ScoreModInUnit(ScoreMod):
     """A score function that takes the scores times `factor`, and returns them in units of `unit`."""
 
     unit: float
@@ -313,7 +314,7 @@ class ScoredInUnit(Scored):
 
 
 @static
-class ScoredWithGrad(Scored):
+class ScoreModWithGrad(ScoreMod):
     """A score function with its derivative, for gradients. with_grad: a function of the same arguments that returns (score,
     derivative by s). linear: is the derivative 1? A weight of 0 times the derivative must be finite, whatever the function
     returns for scores that no query sees. So the derivative is clamped to the range of fp16, and the scores of rows behind the
@@ -341,7 +342,7 @@ class ScoredWithGrad(Scored):
         return where(i < ctx.seqlen_q, s, -math.inf), slope
 
 
-class Sunk(Variant):
+class Sink(Variant):
     """An attention sink: exp(sink), with a logit for each head, is added to the row sum, like a key whose value is 0."""
 
     needs_raw_scores = True

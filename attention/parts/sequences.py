@@ -137,11 +137,11 @@ class BatchedLayout(KernelPart):
         return int32(0)
 
     @inlined
-    def zero_foreign_rows(self, values, left, groups):
-        """Zero the rows of a shared tile that belong to other sequences, all but the first `left`, because a weight of 0 times
+    def zero_foreign_rows(self, values, valid, groups):
+        """Zero the rows of a shared tile that belong to other sequences, all but the first `valid`, because a weight of 0 times
         NaN is NaN. The CTA's first `groups` warpgroups do it together."""
-        if not self.bounded_by_array and left < values.rows:
-            warpgroup.zero_rows(values, left, groups)
+        if not self.bounded_by_array and valid < values.rows:
+            warpgroup.zero_rows(values, valid, groups)
 
 
 class SeqUsedLayout(BatchedLayout):

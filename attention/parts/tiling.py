@@ -121,13 +121,13 @@ class Tiling(KernelPart):
             end = min(end, self.variant.key_range(0, ctx.seqlen_q - 1, ctx).end)  # not all rows of a tile need be queries
         n = max(1, (end + self.kv - 1) // self.kv - first)
         right = 1 if self.variant.sees_all_keys else n - max(0, keys.inner_end // self.kv - first)
-        behind = self.unseen_at_end(int32((first + n) * self.kv), ctx)
+        unseen_at_end = self.unseen_at_end(int32((first + n) * self.kv), ctx)
         if self.variant.starts_at_zero:
-            return KeyBlocks(int32(0), int32(n), int32(right), int32(right), int32(0), behind)
+            return KeyBlocks(int32(0), int32(n), int32(right), int32(right), int32(0), unseen_at_end)
         else:
             left = min(n - right, max(0, (keys.inner_first + self.kv - 1) // self.kv - first))
-            ahead = self.unseen_at_start(int32(first * self.kv), ctx)
-            return KeyBlocks(int32(first), int32(n), int32(right), int32(right + left), ahead, behind)
+            unseen_at_start = self.unseen_at_start(int32(first * self.kv), ctx)
+            return KeyBlocks(int32(first), int32(n), int32(right), int32(right + left), unseen_at_start, unseen_at_end)
 
     @inlined
     def key(self, blocks, i, ctx):

@@ -1,14 +1,15 @@
 """Variants of attention as static objects: which keys a query sees (visibility.py), how a score is changed and what is added
 to the row sum (scores.py), how queries and weights are changed (key_norms.py, weight_dropout.py).
 
-    Both(Causal(), Left())                      # a causal window
-    Both(Causal(), Capped())                    # tanh of every score
+    CombinedVariant(Causal(), WindowLeft())      # a causal window
+    CombinedVariant(Causal(), Softcap())         # tanh of every score
 
 A kernel is compiled for one such object, and calls its methods where it has a tile of scores. Numbers and arrays that an object
 reads are arguments of the kernel (`params`, a record), so a window of another width is the same code. Scores are Q K^T at
-first, in units of the softmax's scale; a Capped score is in units of the cap, and the result of a score function in units of 1.
-variant_spec.py builds the object for a call's options, with its arguments and the unit of the final scores."""
+first, in units of the softmax's scale; the score of a Softcap is in units of the cap, and the result of a score function in
+units of 1. variant_spec.py builds the object for a call's options, with its arguments and the unit of the final scores."""
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -141,7 +142,7 @@ class Variant(KernelPart):
     nonlinear = False  # is the derivative of a changed score by the raw score other than 1?
 
     def __str__(self):
-        return type(self).__name__.lower()
+        return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", type(self).__name__).lower()
 
     @property
     def max_floor(self) -> float:
@@ -289,7 +290,7 @@ class DataDependentMask(Variant):
 
 
 @static
-class Both(Variant):
+class CombinedVariant(Variant):
     """Variant `one`, and then `other` on its result. A query sees the keys that both let it see."""
 
     one: Variant
@@ -441,7 +442,7 @@ class Both(Variant):
 
 
 def _of_both(name: str, fold: Callable[[Any], bool]) -> property:
-    """An attribute of Both that is true if it is true of `all` of its parts, or of `any`."""
+    """An attribute of CombinedVariant that is true if it is true of `all` of its parts, or of `any`."""
     return property(lambda self: fold((getattr(self.one, name), getattr(self.other, name))))
 
 
@@ -451,4 +452,4 @@ TRUE_OF_ANY = """monotonic changes_scores needs_raw_scores has_row_offset may_en
     reads_score_matrix prefetches_columns prepares_queries adds_late allows_low_scores nonlinear"""
 for _names, _fold in ((TRUE_OF_ALL, all), (TRUE_OF_ANY, any)):
     for _name in _names.split():
-        setattr(Both, _name, _of_both(_name, _fold))
+        setattr(CombinedVariant, _name, _of_both(_name, _fold))

@@ -40,7 +40,7 @@ class Causal(Variant):
         return causal(s, ctx.row + ctx.shift - key, hidden)
 
 
-class Right(Variant):
+class WindowRight(Variant):
     """A query sees the keys up to params.right positions after its own: the right edge of a window."""
 
     sees_all_keys = False
@@ -66,7 +66,7 @@ class Right(Variant):
         return causal(s, ctx.row + ctx.shift + ctx.params.right - key, hidden)
 
 
-class Left(Variant):
+class WindowLeft(Variant):
     """A query sees the keys from params.left positions before its own on: the left edge of a window."""
 
     sees_all_keys = False
@@ -92,7 +92,7 @@ class Left(Variant):
 
 
 @static
-class Masked(DataDependentMask):
+class MaskMod(DataDependentMask):
     """A query sees the keys for which function(b, h, i, j, *aux) is true. i is a column vector of queries and j a row vector of
     keys, both counted from 0."""
 

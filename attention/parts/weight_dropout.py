@@ -14,7 +14,7 @@ from .variant import Variant
 SEED_END = 2**63
 
 
-class Dropped(Variant):
+class Dropout(Variant):
     """Dropout: a weight becomes 0 with probability params.dropped / 65536; the others are multiplied by 1 / (1 - dropout). The
     row sum counts all weights."""
 
@@ -59,7 +59,7 @@ class Dropped(Variant):
         return o * ctx.params.per_kept
 
 
-class DroppedSeedInMemory(Dropped):
+class DropoutWithDeviceSeed(Dropout):
     """Dropout with a seed in device memory: params.seeds, an array of one element."""
 
     @property

@@ -65,17 +65,17 @@ def choose_kernel(
     slope_gradient = NO_SLOPE_GRADIENT
     if "dalibi" in reads and (not tma or backward_hopper.computes_slopes(head_dim, value_dim, seq_layout)):
         slope_gradient = choose_slope_gradient(variant, reads["dalibi"][0])
-    kind = {"axes": spec.axes, "by_list": by_list, "seq_layout": seq_layout}
-    kind |= {"accumulate": accumulate, "slope_gradient": slope_gradient}
+    fields = {"axes": spec.axes, "by_list": by_list, "seq_layout": seq_layout}
+    fields |= {"accumulate": accumulate, "slope_gradient": slope_gradient}
     if not tma:
         vector_bytes, target = problem.bytes_at_once(), machine(problem.device).target
-        config = backward_ampere.config_for(head_dim, dtype, variant, vector_bytes, value_dim, target, shape, **kind, **order)
+        config = backward_ampere.config_for(head_dim, dtype, variant, vector_bytes, value_dim, target, shape, **fields, **order)
         return KernelChoice(backward_ampere, replace(config, single_block=all_see_first and kv_len <= config.kv), plain)
-    by_tile = load_bias_by_tma(problem, variant)
+    tma_variant = load_bias_by_tma(problem, variant)
     for module in (backward_narrow_hopper, backward_folded_hopper) if plain else ():
-        if module.serves(head_dim, by_tile, value_dim):
-            return KernelChoice(module, module.config_for(head_dim, dtype, by_tile, value_dim, **order), plain)
-    main_config = backward_hopper.config_for(head_dim, dtype, by_tile, value_dim, **kind, **order)
+        if module.serves(head_dim, tma_variant, value_dim):
+            return KernelChoice(module, module.config_for(head_dim, dtype, tma_variant, value_dim, **order), plain)
+    main_config = backward_hopper.config_for(head_dim, dtype, tma_variant, value_dim, **fields, **order)
     return KernelChoice(backward_hopper, main_config, plain)
 
 

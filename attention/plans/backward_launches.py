@@ -85,13 +85,13 @@ def plan_launches(
         semaphores = config.order.semaphores * tiles
         order_args["dq_semaphores"] = before_main.allocate((batch * heads, semaphores), "int32")
     variant_args = variant_arguments(problem, spec)
-    if listing and listing.blocked:
-        marks = problem["marks"] or before_main.classify_blocks(listing.blocked)
+    if listing and listing.block_mask:
+        marks = problem["marks"] or before_main.classify_blocks(listing.block_mask)
         variant_args["marks"] = broadcast(marks, (*problem("sequences", "heads"), *marks.form.shape[2:]))
     list_args, survey_args = {}, {}
     if listing and config.by_list:
-        if listing.ready_for:
-            check_call(listing.ready_for, describe_call(problem, config, listing), but="tiles")
+        if listing.prepared_for:
+            check_call(listing.prepared_for, describe_call(problem, config, listing), ignored="tiles")
         lists = launch_query_lists(before_main, spec, config, seq_args | variant_args)
         survey_args = {"classes": broadcast(classes := lists.pop("classes"), (batch, heads, *classes.form.shape[2:]))}
         list_args = {name: broadcast(x, (batch, kv_heads, *x.form.shape[2:])) for name, x in lists.items()}

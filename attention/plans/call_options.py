@@ -14,13 +14,13 @@ from ..options import check_flag, check_number, check_positive
 from ..parts.block_masks import FIELDS
 from ..parts.weight_dropout import SEED_END
 from ..scoring.python_functions import register_function
-from .prepared_lists import BlockLists, MakeBlockLists
+from .prepared_lists import BlockLists, BlockListsRequest
 
 F = TypeVar("F", bound=Callable)
 AUX = 8  # the most arrays of aux
 # Rows of schemas for the arrays of aux, and of a BlockMask
-OF_AUX = "".join([f"    aux{n}  *  any  optional\n" for n in range(AUX)])
-OF_BLOCKS = """
+AUX_ROWS = "".join([f"    aux{n}  *  any  optional\n" for n in range(AUX)])
+BLOCK_MASK_ROWS = """
     kv_num_blocks       (list_batch, list_heads, list_rows)                 index  optional
     kv_indices          (list_batch, list_heads, list_rows, list_len)       index  optional
     full_kv_num_blocks  (list_batch, list_heads, list_rows)                 index  optional
@@ -63,7 +63,7 @@ def recurrent_autograd() -> Any:
     return module
 
 
-def refuse_beside_gradient(**arguments: Any) -> None:
+def refuse_with_gradients(**arguments: Any) -> None:
     """NotImplementedError: one of these is passed in a call whose tensors require grad."""
     for name, x in arguments.items():
         if x is not None:
@@ -109,8 +109,8 @@ def pad_aux(aux: Any) -> tuple:
     if not isinstance(aux, (tuple, list)):
         raise TypeError(f"aux: must be a tuple of arrays, (array,) for a single one, and not {type(aux).__name__}")
     if len(aux) > AUX or any([x is None for x in aux]):
-        what = [type(x).__name__ for x in aux]
-        raise TypeError(f"aux: must be up to {AUX} arrays: {len(aux)} of {what}")
+        kinds = [type(x).__name__ for x in aux]
+        raise TypeError(f"aux: must be up to {AUX} arrays: {len(aux)} of {kinds}")
     return *aux, *(None,) * (AUX - len(aux))
 
 
@@ -134,12 +134,12 @@ def score_options(causal: Any, window: Any, softcap: Any, mask: Any, score: Any)
 
 
 class ListOptions(NamedTuple):
-    """What is known of lists of key blocks, besides arrays. block_rows, block_cols: the block size of a BlockMask. ready_for:
-    BlockLists.made_for of lists that the call passes (prepared_lists.py)."""
+    """What is known of lists of key blocks, besides arrays. block_rows, block_cols: the block size of a BlockMask.
+    prepared_for: BlockLists.prepared_for of lists that the call passes (prepared_lists.py)."""
 
     block_rows: int | None = None
     block_cols: int | None = None
-    ready_for: str | None = None
+    prepared_for: str | None = None
 
     @property
     def block_size(self) -> tuple[int, int] | None:
@@ -184,7 +184,7 @@ def dropout_options(dropout: Any, seed: Any) -> DropoutOptions:
     if probability == 0:
         return NO_DROPOUT
     if seed is None:
-        raise ValueError(f"seed: must be given where something is dropped: {dropout=}")
+        raise ValueError(f"seed: is required with dropout > 0: {dropout=}, seed=None")
     if not isinstance(seed, int):  # Dynamo's symbolic integers are ints without __index__
         if getattr(seed, "shape", ()) or not hasattr(seed, "__index__"):
             return DropoutOptions(probability, None, seed)
@@ -207,12 +207,14 @@ NO_BLOCKS = BlockOptions()
 
 def block_options(blocks: Any) -> BlockOptions:
     """The BlockOptions of a BlockMask, of BlockLists or of None. TypeError, ValueError: a field is missing or wrong."""
-    if isinstance(blocks, MakeBlockLists):
+    if isinstance(blocks, BlockListsRequest):
         blocks = blocks.blocks
     if blocks is None:
         return NO_BLOCKS
     if isinstance(blocks, BlockLists):
-        return BlockOptions(ListOptions(*blocks.size, blocks.made_for), (*(None,) * len(FIELDS), blocks.lists, blocks.marks))
+        return BlockOptions(
+            ListOptions(*blocks.size, blocks.prepared_for), (*(None,) * len(FIELDS), blocks.lists, blocks.marks)
+        )
     missing = [name for name in ("BLOCK_SIZE", *FIELDS) if not hasattr(blocks, name)]
     if missing:
         raise TypeError(f"blocks: must have the fields of a BlockMask: {type(blocks).__name__} has no {', '.join(missing)}")

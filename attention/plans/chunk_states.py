@@ -53,13 +53,13 @@ def check_chunk_states(problem: Problem) -> None:
     """ValueError: no gradients read the states before chunks of such a problem."""
     key_dim, value_dim = problem("key_dim", "value_dim")
     if has_channel_decay(problem):
-        what = f"takes decays that are not of channels: decay.shape={problem.shape('decay')}"
+        message = f"takes decays that are not of channels: decay.shape={problem.shape('decay')}"
     elif key_dim > KEY_DIMS[-1] or value_dim > VALUES:
         shapes = f"q.shape={problem.shape('q')}, v.shape={problem.shape('v')}"
-        what = f"takes Dk up to {KEY_DIMS[-1]} and Dv up to {VALUES}: {shapes}"
+        message = f"takes Dk up to {KEY_DIMS[-1]} and Dv up to {VALUES}: {shapes}"
     else:
         return
-    raise ValueError(f"return_chunk_states: {what}; linear_backward computes these states itself")
+    raise ValueError(f"return_chunk_states: {message}; linear_backward computes these states itself")
 
 
 def merge_chunks(states: Operand) -> Operand:

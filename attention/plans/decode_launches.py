@@ -13,14 +13,14 @@ from tiles.launching.launch import kernel_for
 from ..families import HOPPER_FAMILY, uses_hopper_kernels
 from ..kernels import decode_ampere, decode_combine, decode_hopper
 from ..parts.decode.cache_loaders import DenseLoader, IndexedLoader, PagedLoader
-from ..parts.decode.key_window import GrowingKeyWindow, KeyWindow, ScoredRows, WholeCacheWindow
+from ..parts.decode.key_window import GrowingKeyWindow, KeyWindow, TokenHeadScoreMod, WholeCacheWindow
 from ..parts.decode.outputs import FinalOrPartialOutput, FinalOutput, PackedPartialOutput, PartialOutput
 from ..parts.decode.products import Fp8KeyScaledProducts, Fp8Products, SameDtypeProducts
 from ..parts.decode.splits import FixedSplits, StreamKSplits, choose_share_count, choose_split_count, underfills_gpu
 from ..parts.decode.token_rows import PackedRows, UniformRows
 from ..parts.key_sources import IndexedCache, OneBuffer, PagedKeys
 from ..parts.online_softmax import SLACK
-from ..parts.scores import BiasedAhead, Scored, Sunk
+from ..parts.scores import PrefetchedBias, ScoreMod, Sink
 from ..parts.variant import Variant
 from ..parts.visibility import FULL
 from . import prefill_from_cache
@@ -95,9 +95,9 @@ def plan_prefill(
 ) -> Plan:
     """The Plan with forward's kernels, whose tiles have query tokens of one head as rows."""
     causal, left, right, softcap, scale, mask, score, aux = options
-    bias = bias_part(problem, last=score is None, in_units_of_one=True)
+    bias = bias_part(problem, is_last=score is None, in_units_of_one=True)
     features = "alibi" in problem, bias, "sink" in problem
-    spec = build_variant(scale, causal, (left, right), softcap, *features, mask, score and Scored(score), norms.queries)
+    spec = build_variant(scale, causal, (left, right), softcap, *features, mask, score and ScoreMod(score), norms.queries)
     args = {"gO": out, "gLse": lse, **append.length_args}
     step = prefill_from_cache.plan_launch(problem, spec._replace(aux=aux), family, append.queries, max_keys, args)
     return Plan([*append.steps, step], append.scratch)
@@ -141,13 +141,13 @@ def plan_split_kv(
     product, product_args = _select_product(problem)
     window, key_args, visible = _select_window(problem, options, max_keys)
     key_args |= append.length_args
-    bias = BiasedAhead(last=options.score is None, in_units_of_one=True) if "bias" in problem else None
-    features = "alibi" in problem, bias, False, options.mask, options.score and ScoredRows(options.score)
+    bias = PrefetchedBias(is_last=options.score is None, in_units_of_one=True) if "bias" in problem else None
+    features = "alibi" in problem, bias, False, options.mask, options.score and TokenHeadScoreMod(options.score)
     spec = build_variant(options.scale, False, (None, None), options.softcap, *features, norms.rows)._replace(aux=options.aux)
     variant, unit = Variant() if spec.variant is FULL else spec.variant, spec.unit  # the window masks keys
     sink, sink_args = Variant(), {}
     if "sink" in problem:
-        sink, sink_args = Sunk(), {"sinks": problem["sink"], "per_sink": 1 / unit}
+        sink, sink_args = Sink(), {"sinks": problem["sink"], "per_sink": 1 / unit}
     pdl, final = gpu.target.has_early_launch, FinalOutput(dtype, vector_bytes)
     keeps_sums = variant.allows_low_scores
     seq_layout, partial, seq_rows = (

@@ -21,14 +21,14 @@ from ..kernels import (
     transpose_values,
 )
 from ..parts import block_masks
-from ..parts.block_masks import Blocked
+from ..parts.block_masks import BlockSparseMask
 from ..parts.descales import BLOCK, BlockDescales, HeadDescales
 from ..parts.norms import LayerNorm, RmsNorm
 from ..parts.online_softmax import LOG2_E, SLACK
-from ..parts.scores import Biased, BiasedByTile
+from ..parts.scores import ScoreBias, TmaBias
 from ..parts.sequences import BatchedLayout, PackedLayout, PackedSeqUsedLayout, QueryPartsLayout, SeqUsedLayout
 from ..parts.tiling import balance_raster_groups, choose_raster_group
-from ..parts.variant import Both, Variant
+from ..parts.variant import CombinedVariant, Variant
 from .fp8_checks import block_descale_names
 from .prepared_lists import BlockListPlan, check_call, return_block_lists
 from .variant_spec import VariantSpec
@@ -65,19 +65,19 @@ class PreparationSteps:
     def dequantize(self, name: str, unit: float) -> Operand:
         """Keys or values of fp8, converted to q's dtype by a launch, and multiplied by their descale and `unit`. Those that are
         not fp8 are returned as they are."""
-        problem, narrow = self.problem, self.problem[name]
-        if narrow.form.dtype != "float8_e4m3fn" or problem.dtype == narrow.form.dtype:
-            return narrow
+        problem, array = self.problem, self.problem[name]
+        if array.form.dtype != "float8_e4m3fn" or problem.dtype == array.form.dtype:
+            return array
         if not machine(problem.device).target.has_fp8:
             raise ValueError(
                 f"{name}: float8_e4m3fn needs a GPU of compute capability 8.9 or later; it is on {machine(problem.device)}"
             )
-        batch, rows, heads, columns = narrow.form.shape
+        batch, rows, heads, columns = array.form.shape
         result, count = self.allocate((batch, rows, heads, columns), problem.dtype), -(-rows // cache_quantize.ROWS)
         grid = -(-batch * heads * count // cache_quantize.WARPS), -(-columns // cache_quantize.COLUMNS), 1
         config = cache_quantize.Config("dequantize", DTYPES[problem.dtype], False)
         descale = expand_axes(problem, f"{name}_descale", ("batch", "heads_k"))
-        args = {"gX": narrow, "gOut": result, "gDescale": descale, "unit": unit, "count": count, "heads": heads}
+        args = {"gX": array, "gOut": result, "gDescale": descale, "unit": unit, "count": count, "heads": heads}
         self.launch(cache_quantize, config, grid, **args)
         return result
 
@@ -103,19 +103,19 @@ class PreparationSteps:
         self.launch(key_norms, config, batch * heads * blocks, blocks=blocks, heads=heads, **numbers, **arrays)
         return result
 
-    def classify_blocks(self, blocked: Blocked) -> Operand:
+    def classify_blocks(self, block_mask: BlockSparseMask) -> Operand:
         """The map of a BlockMask, written by a launch (block_masks.py). ValueError: its lists do not fit the call."""
         problem = self.problem
         batch, heads, rows = problem("list_batch", "list_heads", "list_rows")
         q_len, kv_len, sequences, all_heads = problem("seqlen_q", "seqlen_k", "sequences", "heads")
         if batch not in (1, sequences) or heads not in (1, all_heads):
-            wanted = f"must have a batch of {sequences} or 1, and {all_heads} or 1 heads"
-            raise problem.error("kv_num_blocks", wanted, "kv_num_blocks", "q")
-        if "cu_seqlens" not in problem and rows * blocked.rows < q_len:
+            message = f"must have a batch of {sequences} or 1, and {all_heads} or 1 heads"
+            raise problem.error("kv_num_blocks", message, "kv_num_blocks", "q")
+        if "cu_seqlens" not in problem and rows * block_mask.rows < q_len:
             raise problem.error(
-                "kv_num_blocks", f"must have all rows of blocks of {blocked.rows} queries", "kv_num_blocks", "q"
+                "kv_num_blocks", f"must have all rows of blocks of {block_mask.rows} queries", "kv_num_blocks", "q"
             )
-        shape = batch, heads, rows, -(-kv_len // blocked.cols)
+        shape = batch, heads, rows, -(-kv_len // block_mask.cols)
         result = self.allocate(shape, "int8")
         lists = {name: problem[name] for name in block_masks.FIELDS if name in problem}
         grid = batch * heads * -(-rows // block_masks.WARPS)
@@ -132,13 +132,13 @@ class PreparationSteps:
             self.allocate((*grid_extents, blocks, key_block_lists.HEAD + keys), "int32"),
             self.allocate((*grid_extents, blocks, keys), "int8"),
         )
-        unseen = self.allocate((*grid_extents, blocks, key_block_lists.BOTH * keys), "int8")
-        survey = key_block_lists.Survey(spec.variant, config.rows, config.kv, config.axes)
-        compaction = key_block_lists.Compaction(spec.variant, config.rows, config.kv)
+        unseen = self.allocate((*grid_extents, blocks, key_block_lists.COUNTS * keys), "int8")
+        classify = key_block_lists.ClassifyBlocks(spec.variant, config.rows, config.kv, config.axes)
+        build = key_block_lists.BuildKeyLists(spec.variant, config.rows, config.kv)
         tiles, groups = grid_extents[0] * grid_extents[1] * blocks, -(-keys // key_block_lists.WARPS)
         args |= {"classes": classes, "unseen": unseen, "blocks": blocks, "heads": grid_extents[1]}
-        self.launch(survey, survey, tiles * groups, groups=groups, **args, **spec.aux_args)
-        self.launch(compaction, compaction, tiles, lists=block_lists, **args)
+        self.launch(classify, classify, tiles * groups, groups=groups, **args, **spec.aux_args)
+        self.launch(build, build, tiles, lists=block_lists, **args)
         return block_lists
 
 
@@ -159,7 +159,7 @@ def plan_forward(
     only_lists = not problem.schema.written
     accumulates = not only_lists and problem.schema.arguments["out"].role == "updated"
     out, lse = problem["out"], problem["lse"] if return_lse or accumulates else None
-    give = nothing if accumulates else None
+    make_result = nothing if accumulates else None
     empty = 0 in (batch, q_len, heads)
     if only_lists and (empty or kv_len == 0):
         raise problem.error("q" if empty else "k", "must not be empty where lists of its blocks are made", "q", "k")
@@ -167,7 +167,7 @@ def plan_forward(
         if "sink" in problem and not empty:
             raise problem.error("k", "must have at least one key where there is a sink", "k")
         choose_family(problem, family, tma=True)  # raises the same errors as for other calls; nothing is read
-        return Plan([Fill(x, value) for x, value in ((out, 0), (lse, -math.inf)) if x and not accumulates], (), give)
+        return Plan([Fill(x, value) for x, value in ((out, 0), (lse, -math.inf)) if x and not accumulates], (), make_result)
     layout_args, by_list, listing = choose_layout(problem)[1], uses_block_lists(problem, spec), spec.listing
     if only_lists and listing is None:
         raise ValueError("mask: lists of key blocks need a mask or blocks: mask=None, blocks=None")
@@ -177,28 +177,30 @@ def plan_forward(
     variant_args = variant_arguments(problem, spec)
     spec, config = choose_config(problem, spec, family)
     blocks = count_tiles(problem, config)[0]
-    before, key_norm = PreparationSteps(problem), choose_norm(problem, "k_norm")
-    if listing and listing.blocked:
-        marks = problem["marks"] or before.classify_blocks(listing.blocked)
+    preparation, key_norm = PreparationSteps(problem), choose_norm(problem, "k_norm")
+    if listing and listing.block_mask:
+        marks = problem["marks"] or preparation.classify_blocks(listing.block_mask)
         variant_args["marks"] = broadcast(marks, (*problem("sequences", "heads"), *marks.form.shape[2:]))
     if listing and by_list:
-        if listing.ready_for:
-            check_call(listing.ready_for, describe_call(problem, config, listing))
+        if listing.prepared_for:
+            check_call(listing.prepared_for, describe_call(problem, config, listing))
         scores_args = {name: x for name, x in variant_args.items() if name in spec.variant.params}
-        block_lists = problem["lists"] or before.list_key_blocks(spec, config, blocks, layout_args | scores_args)
+        block_lists = problem["lists"] or preparation.list_key_blocks(spec, config, blocks, layout_args | scores_args)
         if only_lists:
-            marked = (marks, listing.blocked.rows, listing.blocked.cols) if listing.blocked else None
+            block_map = (marks, listing.block_mask.rows, listing.block_mask.cols) if listing.block_mask else None
             return Plan(
-                before.steps, before.scratch, return_block_lists(describe_call(problem, config, listing), block_lists, marked)
+                preparation.steps,
+                preparation.scratch,
+                return_block_lists(describe_call(problem, config, listing), block_lists, block_map),
             )
         variant_args["lists"] = broadcast(block_lists, (batch, heads, *block_lists.form.shape[2:]))
-    keys, values = (before.dequantize(name, unit) for name, unit in zip("kv", units))
+    keys, values = (preparation.dequantize(name, unit) for name, unit in zip("kv", units))
     if isinstance(config, forward_fp8_hopper.Config) and config.v_transpose.before:
-        values = before.transpose_v(values)
-    keys = keys if key_norm is None else before.normalize_keys(keys, key_norm, config.head_dim, norm_eps)
+        values = preparation.transpose_v(values)
+    keys = keys if key_norm is None else preparation.normalize_keys(keys, key_norm, config.head_dim, norm_eps)
     args = {"gQ": problem["q"], "gK": keys, "gV": values, "gO": out, "gLse": lse}
     args |= layout_args | variant_args | spec.aux_args
-    return Plan([*before.steps, bind_launch(problem, spec, config, kv_len, **args)], before.scratch, give)
+    return Plan([*preparation.steps, bind_launch(problem, spec, config, kv_len, **args)], preparation.scratch, make_result)
 
 
 def uses_block_lists(problem: Problem, spec: VariantSpec) -> bool:
@@ -213,48 +215,52 @@ def choose_config(problem: Problem, spec: VariantSpec, family: str | FamilyAndBl
     tma, by_list = uses_hopper_kernels(problem, family), uses_block_lists(problem, spec)
     if tma and problem.dtype != "float8_e4m3fn":
         spec = spec._replace(variant=load_bias_by_tma(problem, spec.variant))
-    written = schema.arguments["out"] if schema.written else None
-    float32_out, accumulates = bool(written and written.holds == "float32"), bool(written and written.role == "updated")
-    kind = {"seq_layout": seq_layout, "axes": axes, "by_list": by_list, "float32_out": float32_out, "accumulates": accumulates}
+    out = schema.arguments["out"] if schema.written else None
+    float32_out, accumulates = bool(out and out.holds == "float32"), bool(out and out.role == "updated")
+    fields = {
+        "seq_layout": seq_layout,
+        "axes": axes,
+        "by_list": by_list,
+        "float32_out": float32_out,
+        "accumulates": accumulates,
+    }
     if seq_layout is BatchedLayout and not (axes or by_list or float32_out):
-        kind = {}
+        fields = {}
     if not tma and problem.dtype == "float8_e4m3fn":
         require_hopper(problem)
         raise ValueError(f"family: must be sm_90 for q of float8_e4m3fn: {family=}")
-    return spec, config_for_problem(problem, spec, tma, problem.extents["seqlen_k"], family_block_kv(family), **kind)
+    return spec, config_for_problem(problem, spec, tma, problem.extents["seqlen_k"], family_block_kv(family), **fields)
 
 
-def load_bias_by_tma(problem: Problem, of: Variant) -> Variant:
+def load_bias_by_tma(problem: Problem, variant: Variant) -> Variant:
     """The variant with its bias loaded in tiles by TMA, if possible: its dtype must have 2 bytes, and its keys must be
     contiguous."""
-    if isinstance(of, Both):
-        return Both(load_bias_by_tma(problem, of.one), load_bias_by_tma(problem, of.other))
-    if type(of) is not Biased:
-        return of
+    if isinstance(variant, CombinedVariant):
+        return CombinedVariant(load_bias_by_tma(problem, variant.one), load_bias_by_tma(problem, variant.other))
+    if type(variant) is not ScoreBias:
+        return variant
     form = problem["bias"].form
     adjacent = form.shape[-1] > 1 and form.strides[-1] == form.itemsize == BIAS_ITEM
     by_tma = adjacent and problem.bytes_at_once("bias") == ALIGNMENT
-    return BiasedByTile(of.last, of.in_units_of_one, DTYPES[form.dtype]) if by_tma else of
+    return TmaBias(variant.is_last, variant.in_units_of_one, DTYPES[form.dtype]) if by_tma else variant
 
 
 def config_for_problem(
-    problem: Problem, spec: VariantSpec, tma: bool, kv_len: int, kv: int | None = None, **kind: Any
+    problem: Problem, spec: VariantSpec, tma: bool, kv_len: int, kv: int | None = None, **fields: Any
 ) -> Shape:
     """The configuration for a VariantSpec. tma: of a kernel for Hopper? kv: how many keys a block must have, None for any.
-    kind: further fields of the Config."""
+    fields: further fields of the Config."""
     head_dim, value_dim = problem("head_dim", "head_dim_v")
     dtype, gpu = DTYPES[problem.dtype], machine(problem.device)
     if dtype is fp8e4m3:
-        blocked = block_descale_names(problem)
-        descales = (
-            BlockDescales("v_descale" in blocked, "k_descale" in problem) if blocked else forward_fp8_hopper.HEAD_DESCALES
-        )
+        names = block_descale_names(problem)
+        descales = BlockDescales("v_descale" in names, "k_descale" in problem) if names else forward_fp8_hopper.HEAD_DESCALES
         batch, q_len, heads, kv_heads = problem("batch", "seqlen_q", "heads", "heads_k")
         load = q_len, kv_len, batch * heads, heads // kv_heads, gpu.processors
-        before = forward_fp8_hopper.pays_to_transpose(forward_fp8_hopper.padded_dim(head_dim, value_dim), *load)
-        return forward_fp8_hopper.config_for(head_dim, spec.variant, value_dim, descales, kv_len, before, **kind)
+        transposes_first = forward_fp8_hopper.pays_to_transpose(forward_fp8_hopper.padded_dim(head_dim, value_dim), *load)
+        return forward_fp8_hopper.config_for(head_dim, spec.variant, value_dim, descales, kv_len, transposes_first, **fields)
     if tma:
-        config = forward_hopper.config_for(head_dim, dtype, spec.variant, min(kv_len, spec.reach), value_dim, **kind)
+        config = forward_hopper.config_for(head_dim, dtype, spec.variant, min(kv_len, spec.reach), value_dim, **fields)
         batch, queries, heads = problem("batch", "seqlen_q", "heads")
         sequences = problem.extents["ends"] - 1 if issubclass(config.seq_layout, PackedLayout) else batch
         mean_queries, batch_heads = batch * queries / sequences, sequences * heads
@@ -265,7 +271,7 @@ def config_for_problem(
             forward_hopper.with_kv(config, kv), mean_queries, kv_len, batch_heads, gpu.processors, kv
         )
     shared_limit, vector_bytes = gpu.shared_bytes, problem.bytes_at_once()
-    sm80_config = forward_ampere.config_for(head_dim, dtype, spec.variant, shared_limit, vector_bytes, value_dim, **kind)
+    sm80_config = forward_ampere.config_for(head_dim, dtype, spec.variant, shared_limit, vector_bytes, value_dim, **fields)
     return sm80_config if kv is None else forward_ampere.with_kv(sm80_config, kv, shared_limit)
 
 
@@ -291,13 +297,13 @@ def bind_launch(problem: Problem, spec: VariantSpec, config: Shape, most_keys: i
     if config.persistent:
         grid = persistent(gpu, grid)
     nbytes = most_keys * (head_dim + value_dim) * dtype.itemsize / group
-    alike = config.persistent and spec.reach < most_keys  # windows: all tiles but the first ones take as long
-    uneven = not alike and (variant.monotonic or (config.persistent and q_len % config.rows > 0))
+    equal_times = config.persistent and spec.reach < most_keys  # windows: all tiles but the first ones take as long
+    unequal_times = not equal_times and (variant.monotonic or (config.persistent and q_len % config.rows > 0))
     if isinstance(config, forward_fp8_hopper.Config):
         args |= {f"g{name.upper()}Descale": descale_argument(problem, name, config.descales) for name in "qkv"}
     else:
         args["slack"] = SLACK / (spec.unit * LOG2_E)
-    raster_group = choose_raster_group(grid, gpu.processors, nbytes, gpu.cache_bytes, uneven)
+    raster_group = choose_raster_group(grid, gpu.processors, nbytes, gpu.cache_bytes, unequal_times)
     return kernel_for(KERNELS[type(config)], config, problem.device).bind(
         grid,
         blocks=blocks,
@@ -314,12 +320,12 @@ def bind_launch(problem: Problem, spec: VariantSpec, config: Shape, most_keys: i
 
 def descale_argument(problem: Problem, name: str, descales: HeadDescales) -> Operand | None:
     """The kernel's argument for the descale of q, k or v (descales.py)."""
-    which = f"{name}_descale"
-    if which not in problem or not descales.by_block or (name == "v" and len(problem.axes(which)) < 3):
-        return expand_axes(problem, which, ("sequences", "heads_k"))
+    descale_name = f"{name}_descale"
+    if descale_name not in problem or not descales.by_block or (name == "v" and len(problem.axes(descale_name)) < 3):
+        return expand_axes(problem, descale_name, ("sequences", "heads_k"))
     batch, rows, kv_heads, heads = problem("sequences", "seqlen_q" if name == "q" else "seqlen_k", "heads_k", "heads")
-    by_block, group = len(problem.axes(which)) == 3, heads // kv_heads
-    operand: Any = problem[which] if by_block else expand_axes(problem, which, ("sequences", "heads_k"))
+    by_block, group = len(problem.axes(descale_name)) == 3, heads // kv_heads
+    operand: Any = problem[descale_name] if by_block else expand_axes(problem, descale_name, ("sequences", "heads_k"))
     first, block, head = operand.form.strides if by_block else (operand.form.strides[0], 0, operand.form.strides[1])
     shape: tuple[int, ...] = (batch, -(-rows // BLOCK), kv_heads)
     strides: tuple[int, ...] = (first, block, head)
@@ -329,7 +335,7 @@ def descale_argument(problem: Problem, name: str, descales: HeadDescales) -> Ope
 
 
 def describe_call(problem: Problem, config: Any, listing: BlockListPlan) -> str:
-    """The description of the calls that lists serve, for BlockLists.made_for."""
+    """The description of the calls that lists serve, for BlockLists.prepared_for."""
     batch, heads, queries, keys = map(int, problem("batch", "heads", "seqlen_q", "seqlen_k"))
     each = [f"{name}={n if differ else 'any'}" for name, n, differ in zip(("batch", "heads"), (batch, heads), listing.varies)]
     return "; ".join([f"{queries=}; {keys=}", *each, f"tiles={config.rows} x {config.kv}", listing.description])
@@ -363,11 +369,13 @@ def norm_arrays(problem: Problem, name: str, axes: tuple[str, ...]) -> dict[str,
     """{argument of the kernel: array} of a norm: its weights, and its bias if there is one. ValueError: their last axis is not
     contiguous."""
     arrays = {}
-    for param, which in (("norm_weights", name), ("norm_bias", f"{name}_bias")):
-        operand = expand_axes(problem, which, axes)
+    for param, argument in (("norm_weights", name), ("norm_bias", f"{name}_bias")):
+        operand = expand_axes(problem, argument, axes)
         if operand is not None:
             if operand.form.strides[-1] != operand.form.itemsize:
-                raise ValueError(f"{which}: last axis must be contiguous: {which}.strides={problem.forms[which].strides}")
+                raise ValueError(
+                    f"{argument}: last axis must be contiguous: {argument}.strides={problem.forms[argument].strides}"
+                )
             arrays[param] = operand
     return arrays
 
@@ -402,7 +410,7 @@ def _query_parts_args(problem: Problem) -> dict[str, Any]:
         raise problem.error("lengths_k", "must have a number of parts that divides the queries", "lengths_k", "q")
     if form.strides != (parts * form.itemsize, form.itemsize):
         raise ValueError(f"lengths_k: must be contiguous: lengths_k.strides={form.strides}")
-    others = {
+    unsupported = {
         "cu_seqlens": "cu_seqlens",
         "bias": "bias",
         "seed": "seed",
@@ -411,8 +419,8 @@ def _query_parts_args(problem: Problem) -> dict[str, Any]:
         "lists": "blocks",
     }
     if "alibi" in problem and problem["alibi"].form.shape[:-1] > (1,):
-        others["alibi"] = "slopes of each batch in alibi"
-    for name, reason in others.items():
+        unsupported["alibi"] = "slopes of each batch in alibi"
+    for name, reason in unsupported.items():
         if name in problem:
             raise NotImplementedError(f"lengths_k: of shape (B, C) is not supported with {reason}")
     flat = lengths._replace(form=form._replace(shape=(batch * parts,), strides=(form.itemsize,)))
@@ -431,8 +439,10 @@ def expand_axes(problem: Problem, name: str, axes: tuple[str, ...]) -> Operand |
         shape, strides, own_axes = (1, *shape), (0, *strides), ("", *own_axes)
     extents = problem(*axes)
     if any(have not in (1, want) for have, want in zip(shape, extents)):
-        wanted = ", ".join(f"{want} or 1" if want > 1 and a in MAY_BE_1 else f"{want}" for a, want in zip(own_axes, extents))
-        raise ValueError(f"{name}: must have the shape ({wanted}): {name}.shape={form.shape}")
+        shape_text = ", ".join(
+            f"{want} or 1" if want > 1 and a in MAY_BE_1 else f"{want}" for a, want in zip(own_axes, extents)
+        )
+        raise ValueError(f"{name}: must have the shape ({shape_text}): {name}.shape={form.shape}")
     return broadcast(operand._replace(form=form._replace(shape=shape, strides=strides)), extents)
 
 

@@ -15,7 +15,16 @@ from ..parts.block_masks import MAX_WARP_ROWS
 from ..parts.variant import Variant
 from ..scoring.algebra import score_variant
 from . import split_forward
-from .call_options import OF_AUX, OF_BLOCKS, ListOptions, RandomOptions, ResultOptions, ScoreOptions, autograd, needs_gradient
+from .call_options import (
+    AUX_ROWS,
+    BLOCK_MASK_ROWS,
+    ListOptions,
+    RandomOptions,
+    ResultOptions,
+    ScoreOptions,
+    autograd,
+    needs_gradient,
+)
 from .forward_launches import choose_config, plan_forward
 from .fp8_checks import FP8_SCHEMA, check_output, fp8_cache_schema
 from .gradient import NO_SECOND_DERIVATIVES, program_gradient
@@ -47,10 +56,10 @@ INPUTS = f"""
     k_norm        (head_dim)|(heads_k, head_dim)                   real         optional
     k_norm_bias   (head_dim)|(heads_k, head_dim)                   real         optional
     seed          (1)                                              index        optional
-{OF_BLOCKS}
+{BLOCK_MASK_ROWS}
     lists         *                                                any          optional
     marks         *                                                any          optional
-{OF_AUX}
+{AUX_ROWS}
 """
 OUTPUTS = """
     out  (batch, seqlen_q, heads, head_dim_v)  tile     in_place
@@ -102,7 +111,7 @@ def _variant(
     """The Plan of a call with ScoreOptions, norms and dropout."""
     check_extents(problem)
     extra_parts = norm_and_dropout_parts(problem, norm_eps, *random)
-    return planned_variant(problem, scores, lists, result, extra_parts, norm_eps)
+    return plan_variant(problem, scores, lists, result, extra_parts, norm_eps)
 
 
 _block_lists, _forward_float32 = program(LISTS)(_variant.planner), program(IN_FLOAT32)(_variant.planner)
@@ -123,7 +132,7 @@ def _forward_fp8(
     check_extents(problem, 16)
     check_output(problem)
     numbers: dict[str, float | Number] = {"qk_descale": q_unit * k_unit, "v_descale": v_unit}
-    return planned_variant(problem, scores, lists, result, numbers=numbers)
+    return plan_variant(problem, scores, lists, result, numbers=numbers)
 
 
 @program(FP8_CACHE, no_gradient=NO_SECOND_DERIVATIVES)
@@ -141,10 +150,10 @@ def _fp8_cache(
     v_unit: the descales that are numbers."""
     check_extents(problem)
     extra_parts = norm_and_dropout_parts(problem, norm_eps, *random)
-    return planned_variant(problem, scores, lists, result, extra_parts, norm_eps, units=(k_unit, v_unit))
+    return plan_variant(problem, scores, lists, result, extra_parts, norm_eps, units=(k_unit, v_unit))
 
 
-def planned_variant(
+def plan_variant(
     problem: Problem,
     scores: ScoreOptions,
     lists: ListOptions,
@@ -154,15 +163,15 @@ def planned_variant(
     numbers: dict[str, float | Number] | None = None,
     units: tuple[float, float] = (1.0, 1.0),
 ) -> Plan:
-    """The Plan of a variant. more: its further parts, with {argument of the kernel: number}. numbers: further numbers. units:
-    the descales of keys and values that are converted first."""
-    spec, index_checks = variant_of(problem, scores, lists, result.scale, extra_parts)
+    """The Plan of a variant. extra_parts: its further parts, with {argument of the kernel: number}. numbers: further numbers.
+    units: the descales of keys and values that are converted first."""
+    spec, index_checks = build_spec(problem, scores, lists, result.scale, extra_parts)
     spec = spec._replace(numbers=spec.numbers | (numbers or {}))
     plan = plan_forward(problem, spec, result.return_lse, result.family, norm_eps, units)
     return plan._replace(steps=[*index_checks, *plan.steps])
 
 
-def kv_block_size(
+def find_kv_block_size(
     problem: Problem,
     scores: ScoreOptions,
     lists: ListOptions,
@@ -171,11 +180,11 @@ def kv_block_size(
     extra_parts: Sequence[tuple[Variant, dict]],
 ) -> int:
     """How many keys a block has in the kernel for a call of _variant, or for the same call of _forward."""
-    spec, _ = variant_of(problem, scores, lists, scale, extra_parts)
+    spec, _ = build_spec(problem, scores, lists, scale, extra_parts)
     return choose_config(problem, spec, family)[1].kv
 
 
-def variant_of(
+def build_spec(
     problem: Problem,
     scores: ScoreOptions,
     lists: ListOptions,

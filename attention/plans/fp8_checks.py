@@ -8,7 +8,7 @@ from tiles.launching.arrays import ALIGNMENT
 
 from ..options import check_number
 from ..parts.descales import BLOCK
-from .call_options import OF_AUX, OF_BLOCKS
+from .call_options import AUX_ROWS, BLOCK_MASK_ROWS
 
 MAX_BLOCK_COLUMNS = 128  # the largest head dims with descales of blocks
 DESCALES = "q_descale", "k_descale", "v_descale"
@@ -26,10 +26,10 @@ FP8_SCHEMA = Schema(
     q_descale     (heads_k)|(sequences, heads_k)|(sequences, blocks_q, heads)    float32      optional
     k_descale     (heads_k)|(sequences, heads_k)|(sequences, blocks_k, heads_k)  float32      optional
     v_descale     (heads_k)|(sequences, heads_k)|(sequences, blocks_k, heads_k)  float32      optional
-{OF_BLOCKS}
+{BLOCK_MASK_ROWS}
     lists         *                                                              any          optional
     marks         *                                                              any          optional
-{OF_AUX}
+{AUX_ROWS}
     out           (batch, seqlen_q, heads, head_dim_v)                           half         in_place
     lse           (batch, heads, seqlen_q)                                       float32      made      return_lse
 """,

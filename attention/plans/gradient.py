@@ -19,12 +19,12 @@ from .call_options import AUX
 from .prepared_lists import BlockLists
 
 NORMS = "q_norm", "k_norm"
-OF_NORMS = "q_norm", "q_norm_bias", "k_norm", "k_norm_bias"
-OF_AUX = tuple([f"aux{n}" for n in range(AUX)])
-ON_REQUEST = "bias", "alibi", *OF_AUX  # arrays whose gradients backward computes on request
-DIFFERENTIABLE = "q", "k", "v", "bias", "alibi", "sink", *OF_AUX, *OF_NORMS  # in the order of backward's results
+NORM_NAMES = "q_norm", "q_norm_bias", "k_norm", "k_norm_bias"
+AUX_NAMES = tuple([f"aux{n}" for n in range(AUX)])
+ON_REQUEST = "bias", "alibi", *AUX_NAMES  # arrays whose gradients backward computes on request
+DIFFERENTIABLE = "q", "k", "v", "bias", "alibi", "sink", *AUX_NAMES, *NORM_NAMES  # in the order of backward's results
 BLOCKS = *FIELDS, "lists", "marks"  # the arrays of blocks=
-GROUPED = frozenset((*OF_NORMS, *OF_AUX))  # arrays that share an argument
+GROUPED = frozenset((*NORM_NAMES, *AUX_NAMES))  # arrays that share an argument
 ARRAYS = frozenset("q k v alibi sink bias cu_seqlens cu_seqlens_k lengths_k".split())  # arrays that are arguments by themselves
 NO_SECOND_DERIVATIVES = "attention.forward: has no second derivatives"
 STOP_GRADIENT_HINT = "put jax.lax.stop_gradient around"
@@ -38,8 +38,8 @@ def compute_gradients(
     arrays = group_arrays(inputs)
     q, k, v = (arrays.pop(name) for name in "qkv")
     requests: dict[str, Any] = {f"d{name}": True for name in ("bias", "alibi") if name in wanted}
-    if any([name in wanted for name in OF_AUX]):
-        requests["daux"] = [True if name in wanted else None for name in OF_AUX if name in inputs]
+    if any([name in wanted for name in AUX_NAMES]):
+        requests["daux"] = [True if name in wanted else None for name in AUX_NAMES if name in inputs]
     grads = attention.backward(dout, q, k, v, out, lse, dlse=dlse, **arrays, **options, **requests)
     names = [name for name in DIFFERENTIABLE if name in inputs and (name in wanted or name not in ON_REQUEST)]
     results = [x for one in grads for x in (one if isinstance(one, tuple) else (one,))]
@@ -73,7 +73,7 @@ def group_arrays(arrays: dict[str, Any]) -> dict[str, Any]:
     for name in NORMS:
         if name in arrays:
             grouped[name] = (arrays[name], arrays[f"{name}_bias"]) if f"{name}_bias" in arrays else arrays[name]
-    if aux := tuple([arrays[name] for name in OF_AUX if name in arrays]):
+    if aux := tuple([arrays[name] for name in AUX_NAMES if name in arrays]):
         grouped["aux"] = aux
     return grouped
 
@@ -133,7 +133,7 @@ def _forward_arguments(inputs: dict[str, Any], options: dict[str, Any]) -> dict[
     arguments |= {name: find_function(options.get(name)) for name in ("mask", "score")}
     size = options.get("block_rows"), options.get("block_cols")
     if "lists" in inputs:
-        arguments["blocks"] = BlockLists(inputs["lists"], options["ready_for"], inputs.get("marks"), size)
+        arguments["blocks"] = BlockLists(inputs["lists"], options["prepared_for"], inputs.get("marks"), size)
     elif "kv_indices" in inputs:
         arguments["blocks"] = SimpleNamespace(**{name: inputs.get(name) for name in FIELDS}, BLOCK_SIZE=size)
     arguments |= {"norm_eps": options["norm_eps"]} if {*NORMS} & inputs.keys() else {}

@@ -7,11 +7,11 @@ from tiles.calls.schema import Problem
 from tiles.launching.arrays import Number, Operand
 
 from ..options import SCALE_RANGE
-from ..parts.block_masks import FIELDS, Blocked, BlockedMask
+from ..parts.block_masks import FIELDS, BlockSparseMask, BlockSparseMaskMod
 from ..parts.norms import Normed
-from ..parts.scores import Biased, BiasedByKey, Scored, SlopedBy
+from ..parts.scores import KeyBias, ScoreBias, ScoreMod, ScoreModAlibi
 from ..parts.variant import Variant
-from ..parts.weight_dropout import Dropped, DroppedSeedInMemory, dropout_numbers
+from ..parts.weight_dropout import Dropout, DropoutWithDeviceSeed, dropout_numbers
 from ..scoring.algebra import mask_bounds, min_end
 from ..scoring.index_checks import IndexingFunctions, plan_index_checks
 from ..scoring.python_functions import check_function, find_function, reads_argument
@@ -35,16 +35,16 @@ def norm_and_dropout_parts(
     return parts
 
 
-def dropout_part(problem: Problem, dropout: float, seed: Number | None) -> tuple[Dropped, dict[str, float | Number]]:
+def dropout_part(problem: Problem, dropout: float, seed: Number | None) -> tuple[Dropout, dict[str, float | Number]]:
     """(the variant for dropout, {argument: number}). seed: None if it is in device memory."""
     if seed is None:
-        return DroppedSeedInMemory(), {**dropout_numbers(dropout)}
-    return Dropped(), {**dropout_numbers(dropout), "seed": seed}
+        return DropoutWithDeviceSeed(), {**dropout_numbers(dropout)}
+    return Dropout(), {**dropout_numbers(dropout), "seed": seed}
 
 
-def bias_part(problem: Problem, last: bool, in_units_of_one: bool = False) -> Biased | None:
-    """The variant for the problem's bias, None if there is none. It follows from the bias's strides. last, whole: see
-    Biased."""
+def bias_part(problem: Problem, is_last: bool, in_units_of_one: bool = False) -> ScoreBias | None:
+    """The variant for the problem's bias, None if there is none. It follows from the bias's strides. is_last,
+    in_units_of_one: see ScoreBias."""
     if "bias" not in problem:
         return None
     form = problem["bias"].form
@@ -52,7 +52,7 @@ def bias_part(problem: Problem, last: bool, in_units_of_one: bool = False) -> Bi
     adjacent = (
         form.shape[-1] > 1 and form.strides[-1] == form.itemsize
     )  # an axis of length 1 is broadcast: see forward_launches.expand_axes
-    return BiasedByKey(last, in_units_of_one, adjacent) if one_row else Biased(last, in_units_of_one)
+    return KeyBias(is_last, in_units_of_one, adjacent) if one_row else ScoreBias(is_last, in_units_of_one)
 
 
 def load_functions(
@@ -79,33 +79,33 @@ def build_scores(
     lists: ListOptions,
     warp_rows: int,
     scale: float,
-    score_variant: Callable[[Callable, tuple[int, ...], bool], Scored | SlopedBy],
+    score_variant: Callable[[Callable, tuple[int, ...], bool], ScoreMod | ScoreModAlibi],
     extra_parts: Sequence[tuple[Variant, dict[str, float | Number]]],
     for_gradients: bool = False,
 ) -> tuple[VariantSpec, list[Step]]:
-    """(the VariantSpec of a call's options, the steps that check the indices of aux). warp_rows: see Blocked.
-    score_variant(function, axes, ordered): the variant of the score function. for_gradients: then scores keep their unit, and
-    have no sink, which nothing but lse knows."""
+    """(the VariantSpec of a call's options, the steps that check the indices of aux). warp_rows: see BlockSparseMask.
+    score_variant(function, axes, signed_distance): the variant of the score function. for_gradients: then scores keep their
+    unit, and have no sink, which nothing but lse knows."""
     causal, left, right, softcap, mask, score = scores
     masking, scoring, aux = load_functions(problem, mask, score)
-    indexing = IndexingFunctions(masking, scoring, aux, causal, left, right, problem.extents["seqlen_k"])
-    index_checks = plan_index_checks(problem, indexing, lists.ready_for is not None)
+    index_functions = IndexingFunctions(masking, scoring, aux, causal, left, right, problem.extents["seqlen_k"])
+    index_checks = plan_index_checks(problem, index_functions, lists.prepared_for is not None)
     axes = tuple([len(x.form.shape) for x in aux])
     masking, causal, (left, right) = reduce_to_window(problem, masking, axes, causal, (left, right))
     end = 0 if causal else right
     listing = plan_block_lists(problem, masking, f"{mask=!s}; window={(left, end)}", lists, warp_rows)
-    blocked = listing and listing.blocked
+    block_mask = listing and listing.block_mask
     spec = build_variant(
         scale,
         causal,
         (left, right),
         softcap,
         "alibi" in problem,
-        bias_part(problem, last=scoring is None, in_units_of_one=not for_gradients),
+        bias_part(problem, is_last=scoring is None, in_units_of_one=not for_gradients),
         "sink" in problem and not for_gradients,
-        None if blocked else masking,
-        scoring and score_variant(scoring, axes, is_ordered(problem, end)),
-        [*extra_parts, (blocked, {})] if blocked else extra_parts,
+        None if block_mask else masking,
+        scoring and score_variant(scoring, axes, sees_no_later_key(problem, end)),
+        [*extra_parts, (block_mask, {})] if block_mask else extra_parts,
     )
     return spec._replace(aux=aux, listing=listing), index_checks
 
@@ -142,7 +142,7 @@ def window_of_mask(
     return left, right
 
 
-def is_ordered(problem: Problem, right: int | None) -> bool:
+def sees_no_later_key(problem: Problem, right: int | None) -> bool:
     """Does no query i see a key j > i, both counted from 0? right: the right edge of the window."""
     queries, keys = problem("seqlen_q", "seqlen_k")
     return right is not None and not _is_ragged(problem) and right + keys - queries <= 0
@@ -161,16 +161,18 @@ def plan_block_lists(
     warp_rows: int,
 ) -> BlockListPlan | None:
     """How lists of key blocks are written for a mask and a BlockMask; None if none are needed. description: of the mask and
-    the window. warp_rows: see Blocked."""
-    listing, size, ready_for = None, lists.block_size, lists.ready_for
-    if mask is not None or ready_for:
+    the window. warp_rows: see BlockSparseMask."""
+    listing, size, prepared_for = None, lists.block_size, lists.prepared_for
+    if mask is not None or prepared_for:
         varies = (reads_argument(mask, 0), reads_argument(mask, 1)) if mask else (False, False)
-        listing = BlockListPlan(description, varies, None, ready_for)
+        listing = BlockListPlan(description, varies, None, prepared_for)
     if size is not None:
-        batches, heads = problem["marks"].form.shape[:2] if ready_for else problem("list_batch", "list_heads")
-        blocked = Blocked(*size, warp_rows) if mask is None else BlockedMask(*size, warp_rows, mask)
+        batches, heads = problem["marks"].form.shape[:2] if prepared_for else problem("list_batch", "list_heads")
+        block_mask = BlockSparseMask(*size, warp_rows) if mask is None else BlockSparseMaskMod(*size, warp_rows, mask)
         by_batch, by_head = listing.varies if listing else (False, False)
-        listing = BlockListPlan(description, (bool(by_batch or batches > 1), bool(by_head or heads > 1)), blocked, ready_for)
+        listing = BlockListPlan(
+            description, (bool(by_batch or batches > 1), bool(by_head or heads > 1)), block_mask, prepared_for
+        )
     return listing
 
 
@@ -188,9 +190,9 @@ def check_extents(problem: Problem, multiple: int = 8) -> None:
     q_len, heads, head_dim, kv_len, kv_heads, value_dim = problem(
         "seqlen_q", "heads", "head_dim", "seqlen_k", "heads_k", "head_dim_v"
     )
-    for name, dim, which in (("q", head_dim, "head_dim"), ("v", value_dim, "value_dim")):
+    for name, dim, option in (("q", head_dim, "head_dim"), ("v", value_dim, "value_dim")):
         if dim % multiple or not multiple <= dim <= 256:
-            message = f"head_dim must be a multiple of {multiple}, from {multiple} to 256: {which}={dim}"
+            message = f"head_dim must be a multiple of {multiple}, from {multiple} to 256: {option}={dim}"
             raise problem.error(name, message, name)
     if kv_heads == 0:
         raise problem.error("k", "must have at least one head", "k")

@@ -25,11 +25,11 @@ def plan_launch(
     output. ValueError: the family cannot serve the call."""
     packed, paged = "cu_seqlens" in problem, "pages" in problem
     seq_layout = PackedKvCacheLayout if packed else KvCacheLayout
-    kind: dict[str, Any] = {"seq_layout": seq_layout, "axes": spec.axes}
+    fields: dict[str, Any] = {"seq_layout": seq_layout, "axes": spec.axes}
     cached = packed or "batch_index" in problem
-    kind["kv_source"] = PagedKeys(1, "left" in spec.variant.params) if paged else IndexedCache() if cached else OneBuffer()
+    fields["kv_source"] = PagedKeys(1, "left" in spec.variant.params) if paged else IndexedCache() if cached else OneBuffer()
     hopper_spec = spec._replace(variant=load_bias_by_tma(problem, spec.variant))
-    hopper, parts = config_for_problem(problem, hopper_spec, True, max_keys, **kind), 1
+    hopper, parts = config_for_problem(problem, hopper_spec, True, max_keys, **fields), 1
     if paged:
         part = math.gcd(hopper.kv, int(problem.extents["seqlen_k"]))
         parts = 0 if part % BOX_ROWS or "leftpad" in problem else hopper.kv // part
@@ -39,7 +39,7 @@ def plan_launch(
             f"k.shape={problem.shape('k')}, {family=} (the default, None, serves any)"
         )
     tma = uses_hopper_kernels(problem, family, problem.by_tma and parts > 0)
-    config: Shape = hopper if tma else config_for_problem(problem, spec, False, max_keys, **kind)
+    config: Shape = hopper if tma else config_for_problem(problem, spec, False, max_keys, **fields)
     if tma and paged:
         config = replace(hopper, kv_source=PagedKeys(parts, "left" in spec.variant.params))
     arrays = {"gQ": queries, "gK": problem["k"], "gV": problem["v"], "leftpad": problem["leftpad"]}

@@ -4,9 +4,9 @@ from typing import Any
 
 from tiles.launching.arrays import Operand
 
-from ..kernels.key_block_lists import WARPS, Survey
+from ..kernels.key_block_lists import WARPS, ClassifyBlocks
 from ..kernels.query_tile_lists import BuildQueryLists, RankKeyBlocks
-from ..parts.listed_keys import BOTH, HEAD
+from ..parts.listed_keys import COUNTS, HEAD
 from .forward_launches import PreparationSteps
 from .variant_spec import VariantSpec
 
@@ -21,12 +21,12 @@ def launch_query_lists(before: PreparationSteps, spec: VariantSpec, config: Any,
     class_heads, list_heads = (heads, kv_heads) if by_head else (1, 1)
     classes = before.allocate((batches, class_heads, tiles, blocks), "int8")
     shape = spec.variant, config.rows, config.kv
-    unseen = before.allocate((batches, class_heads, tiles, BOTH * blocks), "int8")
+    unseen = before.allocate((batches, class_heads, tiles, COUNTS * blocks), "int8")
     results = {"lists": before.allocate((batches, list_heads, blocks, HEAD + tiles), "int32"), "classes": classes}
-    survey, build, rank = Survey(*shape, config.axes), BuildQueryLists(*shape), RankKeyBlocks(*shape)
+    classify, build, rank = ClassifyBlocks(*shape, config.axes), BuildQueryLists(*shape), RankKeyBlocks(*shape)
     groups = -(-blocks // WARPS)
     survey_args = {"classes": classes, "unseen": unseen, "groups": groups, "blocks": tiles, "heads": class_heads}
-    before.launch(survey, survey, batches * class_heads * tiles * groups, **survey_args, **args, **spec.aux_args)
+    before.launch(classify, classify, batches * class_heads * tiles * groups, **survey_args, **args, **spec.aux_args)
     extents = {"blocks": blocks, "heads": list_heads, "group": class_heads // list_heads}
     before.launch(build, build, batches * list_heads * blocks, unseen=unseen, **results, **extents, **args)
     if config.deterministic:

@@ -64,8 +64,8 @@ def has_channel_decay(problem: Problem) -> bool:
         gate = problem.forms.get(name)
         if gate is not None and "key_dim" in problem.axes(name):
             if gate.strides[-1] != gate.itemsize and gate.extent:
-                what = f"{name}.strides={gate.strides} bytes, {name}.shape={gate.shape}"
-                raise ValueError(f"{name}: last axis must be contiguous: {what}")
+                values = f"{name}.strides={gate.strides} bytes, {name}.shape={gate.shape}"
+                raise ValueError(f"{name}: last axis must be contiguous: {values}")
             return True
     return False
 

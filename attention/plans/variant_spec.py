@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from tiles.launching.arrays import Number, Operand
 
-from ..parts.scores import Biased, Capped, Scored, Sloped, SlopedBy, Sunk
-from ..parts.variant import Both, Variant
-from ..parts.visibility import CAUSAL, FULL, Left, Masked, Right
+from ..parts.scores import Alibi, ScoreBias, ScoreMod, ScoreModAlibi, Sink, Softcap
+from ..parts.variant import CombinedVariant, Variant
+from ..parts.visibility import CAUSAL, FULL, MaskMod, WindowLeft, WindowRight
 from .prepared_lists import BlockListPlan
 
 
@@ -49,10 +49,10 @@ def build_variant(
     window: tuple[int | None, int | None] = (None, None),
     softcap: float | None = None,
     alibi: bool = False,
-    bias: Biased | None = None,
+    bias: ScoreBias | None = None,
     sink: bool = False,
     mask: Callable | None = None,
-    score: Scored | SlopedBy | None = None,
+    score: ScoreMod | ScoreModAlibi | None = None,
     more: Sequence[tuple[Variant, dict[str, float | Number]]] = (),
 ) -> VariantSpec:
     """The variant for these options and for `more`, with their numbers. alibi, sink: are there any? bias: the variant that
@@ -60,22 +60,22 @@ def build_variant(
     (left, right), unit = window, scale
     parts = [part for part, _ in more]
     numbers = {name: x for _, part_numbers in more for name, x in part_numbers.items()}
-    ordered = causal or right == 0
-    if ordered:
+    signed_distance = causal or right == 0
+    if signed_distance:
         parts.append(CAUSAL)
     elif right is not None:
-        parts.append(Right())
+        parts.append(WindowRight())
         numbers["right"] = right
     if left is not None:
-        parts.append(Left())
+        parts.append(WindowLeft())
         numbers["left"] = left
     if mask is not None:
-        parts.append(Masked(mask))
+        parts.append(MaskMod(mask))
     if softcap is not None:
-        parts.append(Capped())
+        parts.append(Softcap())
         numbers["per_cap"], unit = unit / softcap, softcap
     if alibi:
-        parts.append(Sloped(ordered, last=ordered and score is None and not (bias and bias.in_units_of_one)))
+        parts.append(Alibi(signed_distance, is_last=signed_distance and score is None and not (bias and bias.in_units_of_one)))
         numbers["per_slope"] = 1 / unit
     if bias is not None:
         parts.append(bias)
@@ -87,9 +87,9 @@ def build_variant(
         added, unit = score.bind_unit(unit)
         numbers = _merge(numbers, added)
     if sink:
-        parts.append(Sunk())
+        parts.append(Sink())
         numbers["per_sink"] = 1 / unit
-    end = 0 if ordered else right
+    end = 0 if signed_distance else right
     return VariantSpec(_chain(parts), numbers, unit, math.inf if left is None or end is None else left + end + 1, before)
 
 
@@ -101,4 +101,4 @@ def _merge(numbers: dict[str, float | Number], added: dict[str, float]) -> dict[
 
 def _chain(parts: Sequence[Variant]) -> Variant:
     """The variant that applies these parts one after the other."""
-    return functools.reduce(Both, parts) if parts else FULL
+    return functools.reduce(CombinedVariant, parts) if parts else FULL

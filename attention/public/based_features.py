@@ -14,7 +14,7 @@ from ..kernels import based_hopper
 from ..names import suggests_argument_names
 from ..options import check_flag, check_number
 from ..plans import recurrent_checks
-from ..plans.call_options import recurrent_autograd, refuse_beside_gradient, requires_grad
+from ..plans.call_options import recurrent_autograd, refuse_with_gradients, requires_grad
 from .based_gradients import BASED_DERIVATIVE
 
 BASED = Schema(
@@ -82,7 +82,7 @@ def based(
     state, z = recurrent_checks.split_state("initial_state", initial_state, normalize)
     options = check_number("scale", scale), normalize, return_state
     if requires_grad(*(learned := (q, k, v, state, z))) or torch_op.mapped_with_grad(learned):
-        refuse_beside_gradient(out=out, stream=stream)
+        refuse_with_gradients(out=out, stream=stream)
         inputs = q, k, v, cu_seqlens, state, z
         results = recurrent_autograd().call_with_gradients("based", inputs, options, layout)
     else:

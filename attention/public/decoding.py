@@ -12,7 +12,7 @@ from tiles.calls.torch_op import traced
 from ..families import choose_family
 from ..names import suggests_argument_names
 from ..options import check_flag, check_number, check_positive, split_norm
-from ..plans.call_options import OF_AUX, ResultOptions, ScoreOptions, pad_aux, window_ends
+from ..plans.call_options import AUX_ROWS, ResultOptions, ScoreOptions, pad_aux, window_ends
 from ..plans.decode_launches import (
     TILES,
     DecodeOptions,
@@ -76,8 +76,8 @@ NEW_KEYS = """
 WRITTEN_CACHES = CACHES.replace(" cache", " cache  updated")
 NEEDED_LENGTHS = KEY_ARRAYS.replace("key_lengths  optional", "key_lengths")
 DECODE = Schema("decode", CACHES + KEY_ARRAYS + RESULTS)
-VARIANT = Schema("decode_variant", CACHES + PACKED_QUERIES + KEY_ARRAYS + BIAS + NORMS + OF_AUX + RESULTS)
-APPEND_ARRAYS = WRITTEN_CACHES + PACKED_QUERIES + NEEDED_LENGTHS + BIAS + NORMS + OF_AUX + NEW_KEYS + RESULTS
+VARIANT = Schema("decode_variant", CACHES + PACKED_QUERIES + KEY_ARRAYS + BIAS + NORMS + AUX_ROWS + RESULTS)
+APPEND_ARRAYS = WRITTEN_CACHES + PACKED_QUERIES + NEEDED_LENGTHS + BIAS + NORMS + AUX_ROWS + NEW_KEYS + RESULTS
 APPENDING = Schema("decode_append", APPEND_ARRAYS)
 QUANTISING = Schema("decode_append_quantising", cache_append.with_token_descales(APPEND_ARRAYS))
 

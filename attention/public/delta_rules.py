@@ -26,7 +26,7 @@ from ..names import suggests_argument_names
 from ..options import check_flag, check_number
 from ..parts.recurrent.tokens import CHUNK, COLUMNS
 from ..plans import recurrent_checks, recurrent_chunks, token_loop
-from ..plans.call_options import recurrent_autograd, refuse_beside_gradient, requires_grad
+from ..plans.call_options import recurrent_autograd, refuse_with_gradients, requires_grad
 from ..plans.delta_walk import compose_states, plan_channel_walk, plan_walk, serves_channel_walk, serves_walk
 from ..plans.raw_inputs import (
     NO_RAW_GRADIENT,
@@ -141,7 +141,7 @@ def delta_rule(
             arrays = q, k, v, beta, decay, cu_seqlens, initial_state, *gate, out, None
             return _delta_rule_raw(stream, arrays, (*options, *raw), layout)
     if requires_grad(*(learned := (q, k, v, beta, decay, initial_state))) or torch_op.mapped_with_grad(learned):
-        refuse_beside_gradient(out=out, stream=stream)
+        refuse_with_gradients(out=out, stream=stream)
         inputs = q, k, v, beta, decay, cu_seqlens, initial_state
         return recurrent_autograd().call_with_gradients("delta_rule", inputs, options, layout)
     return _delta_rule(stream, (q, k, v, beta, decay, cu_seqlens, initial_state, out, None), options, layout)

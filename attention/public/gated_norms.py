@@ -9,7 +9,7 @@ from tiles.calls.schema import Problem, Schema
 
 from ..names import suggests_argument_names
 from ..options import check_flag, check_positive
-from ..plans.call_options import recurrent_autograd, refuse_beside_gradient, requires_grad, without_gradients
+from ..plans.call_options import recurrent_autograd, refuse_with_gradients, requires_grad, without_gradients
 from ..plans.gated_norm import plan_gated_norm, plan_gated_norm_gradients
 from ..plans.recurrent_derivative import RecurrentDerivative, no_second_derivatives
 
@@ -63,7 +63,7 @@ def gated_rms_norm(
     torch's autograd and jax.grad call. Arrays, `stream` and errors are those of attention.forward."""
     options = check_options(eps, activation, norm_before_gate)
     if requires_grad(*(learned := (x, weight, gate))) or torch_op.mapped_with_grad(learned):
-        refuse_beside_gradient(out=out, stream=stream)
+        refuse_with_gradients(out=out, stream=stream)
         return recurrent_autograd().call_with_gradients("gated_rms_norm", learned, options)
     return _gated_norm(stream, (x, weight, gate, out), options)
 

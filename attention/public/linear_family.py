@@ -41,7 +41,7 @@ from ..kernels import compose_final_state
 from ..names import suggests_argument_names
 from ..options import check_flag, check_number
 from ..plans import recurrent_checks, recurrent_chunks, token_loop
-from ..plans.call_options import recurrent_autograd, refuse_beside_gradient, requires_grad
+from ..plans.call_options import recurrent_autograd, refuse_with_gradients, requires_grad
 from ..plans.chunk_states import MEMORY, STORED, check_chunk_states, choose_memory, merge_chunks
 from ..plans.raw_inputs import (
     NO_RAW_GRADIENT,
@@ -162,7 +162,7 @@ def linear(
     states = recurrent_checks.split_state("initial_state", initial_state, normalize)
     options = check_number("scale", scale), normalize, return_state, family
     if requires_grad(*(learned := (q, k, v, decay, *start))) or torch_op.mapped_with_grad(learned):
-        refuse_beside_gradient(out=out, stream=stream, return_chunk_states=return_chunk_states or None)
+        refuse_with_gradients(out=out, stream=stream, return_chunk_states=return_chunk_states or None)
         inputs, memory = (q, k, v, decay, cu_seqlens, *states), choose_memory(memory, q, v, decay, family)
         results = recurrent_autograd().call_with_gradients("linear", inputs, (*options, False, memory), layout)
         return (results[0], results[1:]) if return_state and normalize else results

@@ -14,7 +14,7 @@ from ..families import choose_family, uses_hopper_kernels
 from ..names import suggests_argument_names
 from ..options import check_flag
 from ..plans import recurrent_checks, recurrent_chunks
-from ..plans.call_options import recurrent_autograd, refuse_beside_gradient, requires_grad
+from ..plans.call_options import recurrent_autograd, refuse_with_gradients, requires_grad
 from ..plans.packed_tokens import pack_batches
 from ..plans.recurrent_checks import StepOptions
 from ..plans.recurrent_chunks import SEGMENT_RESULTS
@@ -121,7 +121,7 @@ def _scan(stream: Any, arrays: tuple, options: tuple) -> Any:
     """The result of a call with these arrays, in the order of MAMBA2, which torch's autograd follows if one requires grad."""
     *inputs, out = arrays
     if requires_grad(*inputs) or torch_op.mapped_with_grad(inputs):
-        refuse_beside_gradient(out=out, stream=stream)
+        refuse_with_gradients(out=out, stream=stream)
         return recurrent_autograd().call_with_gradients("mamba2", tuple(inputs), options)
     return _mamba2(stream, (*arrays, None), options)
 

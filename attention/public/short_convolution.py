@@ -9,7 +9,7 @@ from tiles.calls.schema import Problem, Schema
 
 from ..names import suggests_argument_names
 from ..options import check_flag
-from ..plans.call_options import recurrent_autograd, refuse_beside_gradient, requires_grad, without_gradients
+from ..plans.call_options import recurrent_autograd, refuse_with_gradients, requires_grad, without_gradients
 from ..plans.recurrent_derivative import RecurrentDerivative, choose_optional_gradients, no_second_derivatives
 from ..plans.short_conv import plan_short_conv, plan_short_conv_gradients
 
@@ -95,7 +95,7 @@ def short_conv(
     attention.forward."""
     activation, return_state = check_activation(activation), check_flag("return_state", return_state)
     if requires_grad(*(learned := (x, weight, bias, initial_state))) or torch_op.mapped_with_grad(learned):
-        refuse_beside_gradient(out=out, stream=stream)
+        refuse_with_gradients(out=out, stream=stream)
         inputs = x, weight, bias, cu_seqlens, initial_state
         return recurrent_autograd().call_with_gradients("short_conv", inputs, (activation, return_state))
     return _short_conv(stream, (x, weight, bias, cu_seqlens, initial_state, out, None), (activation, return_state))

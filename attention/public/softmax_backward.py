@@ -15,8 +15,8 @@ from ..plans import norm_gradients
 from ..plans.backward_launches import plan_launches
 from ..plans.call_options import (
     AUX,
-    OF_AUX,
-    OF_BLOCKS,
+    AUX_ROWS,
+    BLOCK_MASK_ROWS,
     ListOptions,
     RandomOptions,
     ScoreOptions,
@@ -58,9 +58,9 @@ INPUTS = f"""
     cu_seqlens_k  (ends)                                           ends_k       optional
     lengths_k     (sequences)                                      key_lengths  optional
     seed          (1)                                              index        optional
-{OF_BLOCKS}
+{BLOCK_MASK_ROWS}
     marks         *                                                any          optional
-{OF_AUX}
+{AUX_ROWS}
 """
 CREATED_ROWS = f"""
 {INPUT_GRADIENT_ROWS}

@@ -15,7 +15,7 @@ from ..plans.call_options import (
     block_options,
     dropout_options,
     pad_aux,
-    refuse_beside_gradient,
+    refuse_with_gradients,
     requires_grad,
     score_options,
 )
@@ -29,7 +29,7 @@ from ..plans.forward_programs import (
     _variant,
 )
 from ..plans.fp8_checks import is_fp8, refuse_with_fp8, split_descale
-from ..plans.prepared_lists import BlockLists, MakeBlockLists
+from ..plans.prepared_lists import BlockLists, BlockListsRequest
 
 ITEM_BYTES = 2  # of bfloat16 and float16
 
@@ -86,7 +86,7 @@ def forward(
             BlockMask, or an object with its fields: BLOCK_SIZE, (rows, columns) of a block; for each row of blocks how many are
             partly seen, and which: kv_num_blocks (B or 1, H or 1, rows) and kv_indices (.., n); the same for blocks that are
             seen whole, full_kv_num_blocks and full_kv_indices, or None. mask is evaluated in partly seen blocks only. Or the
-            result of `block_lists` for such calls, so that nothing is found anew.
+            result of `block_lists` for such calls, whose key blocks are then not searched again.
 
     What becomes of a score s = scale q_i . k_j, in this order:
         scale: 1 / sqrt(D) by default.
@@ -158,15 +158,15 @@ def forward(
     common = check_number("scale", scale), check_flag("return_lse", return_lse), family
     keys_fp8, descales = is_fp8(k), (q_descale, k_descale, v_descale)
     if keys_fp8 or not (q_descale is k_descale is v_descale is None):
-        others = {"bias": bias, "q_norm": q_norm, "k_norm": k_norm, "dropout": dropout or None}
-        _refuse_beside_fp8(q, keys_fp8, descales, others, isinstance(blocks, MakeBlockLists))
+        unsupported = {"bias": bias, "q_norm": q_norm, "k_norm": k_norm, "dropout": dropout or None}
+        _check_fp8_options(q, keys_fp8, descales, unsupported, isinstance(blocks, BlockListsRequest))
     if deterministic is not False and check_flag("deterministic", deterministic) and tracing(q):
         raise NotImplementedError(
             "deterministic: is not supported for JAX's gradients; call attention.backward with deterministic=True"
         )
-    of_keys = window is mask is blocks is cu_seqlens is cu_seqlens_k is lengths_k is None
-    of_scores = softcap is alibi is sink is bias is score is q_norm is k_norm is None
-    simple = of_keys and of_scores and not keys_fp8 and not dropout and isinstance(aux, tuple) and not aux
+    default_keys = window is mask is blocks is cu_seqlens is cu_seqlens_k is lengths_k is None
+    default_scores = softcap is alibi is sink is bias is score is q_norm is k_norm is None
+    simple = default_keys and default_scores and not keys_fp8 and not dropout and isinstance(aux, tuple) and not aux
     # Most calls are simple. They return here, so each line before costs them time.
     if simple and stream is lse is None and accumulate is False:
         if not requires_grad(q, k, v):
@@ -182,12 +182,12 @@ def forward(
             if results is not None:
                 return results
     # Calls with tensors that require grad.
-    read = as_tuple(tuple(aux) if isinstance(aux, list) else aux)
-    learned = q, k, v, bias, alibi, sink, *read, *as_tuple(q_norm), *as_tuple(k_norm)
-    if keys_fp8 and requires_grad(*learned):
+    aux_arrays = as_tuple(tuple(aux) if isinstance(aux, list) else aux)
+    differentiable = q, k, v, bias, alibi, sink, *aux_arrays, *as_tuple(q_norm), *as_tuple(k_norm)
+    if keys_fp8 and requires_grad(*differentiable):
         raise NotImplementedError("q: requires grad, and fp8 attention has no gradients; call it under torch.no_grad()")
-    if (requires_grad(*learned) or mapped_with_grad(learned)) and not isinstance(blocks, MakeBlockLists):
-        refuse_beside_gradient(out=out, lse=lse, stream=stream, accumulate=check_flag("accumulate", accumulate) or None)
+    if (requires_grad(*differentiable) or mapped_with_grad(differentiable)) and not isinstance(blocks, BlockListsRequest):
+        refuse_with_gradients(out=out, lse=lse, stream=stream, accumulate=check_flag("accumulate", accumulate) or None)
         arguments = {"q": q, "k": k, "v": v, "causal": causal, "scale": scale, "layout": layout, "family": family}
         arguments |= {"window": window, "mask": mask, "blocks": blocks, "lengths_k": lengths_k}
         arguments |= {"cu_seqlens": cu_seqlens, "cu_seqlens_k": cu_seqlens_k, "aux": aux}
@@ -206,18 +206,18 @@ def forward(
     if simple and not (float32_out or accumulates):
         return _forward(stream, (q, k, v, out, lse), (check_flag("causal", causal), *common), layout)
     random, (list_options, lists) = dropout_options(dropout, seed), block_options(blocks)
-    normed = *split_norm("q_norm", q_norm), *split_norm("k_norm", k_norm)
+    norms = *split_norm("q_norm", q_norm), *split_norm("k_norm", k_norm)
     scores = *score_options(causal, window, softcap, mask, score), *list_options
     if keys_fp8:
         units, descales = zip(*[split_descale(f"{name}_descale", x) for name, x in zip("qkv", descales)])
         if is_fp8(q):
             inputs = q, k, v, alibi, sink, cu_seqlens, cu_seqlens_k, lengths_k, *descales, *lists, *pad_aux(aux), out, lse
             return _forward_fp8(stream, inputs, (*scores, *units, *common), layout)
-    arrays = alibi, sink, bias, cu_seqlens, cu_seqlens_k, lengths_k, *normed, random.seeds, *lists, *pad_aux(aux)
+    arrays = alibi, sink, bias, cu_seqlens, cu_seqlens_k, lengths_k, *norms, random.seeds, *lists, *pad_aux(aux)
     options = *scores, check_positive("norm_eps", norm_eps), random.dropout, random.seed, *common
     if keys_fp8:
         return _fp8_cache(stream, (q, k, v, *arrays, *descales[1:], out, lse), (*units[1:], *options), layout)
-    if isinstance(blocks, MakeBlockLists):
+    if isinstance(blocks, BlockListsRequest):
         return _block_lists(stream, (q, k, v, *arrays), options, layout)
     if accumulates:
         _forward_accumulated(stream, (q, k, v, *arrays, out, lse), options, layout)
@@ -225,12 +225,12 @@ def forward(
     return (_forward_float32 if float32_out else _variant)(stream, (q, k, v, *arrays, out, lse), options, layout)
 
 
-def _refuse_beside_fp8(q: Any, keys_fp8: bool, descales: tuple, others: dict[str, Any], lists: bool) -> None:
+def _check_fp8_options(q: Any, keys_fp8: bool, descales: tuple, unsupported: dict[str, Any], lists: bool) -> None:
     """NotImplementedError: fp8 attention does not support an argument. ValueError: there are descales, but no array of fp8.
-    others: bias, norms and dropout. lists: is the call for block_lists?"""
+    unsupported: bias, norms and dropout. lists: is the call for block_lists?"""
     q_descale, *_ = descales
     if keys_fp8 and is_fp8(q):
-        refuse_with_fp8(**others, block_lists=lists)
+        refuse_with_fp8(**unsupported, block_lists=lists)
     elif keys_fp8:
         refuse_with_fp8(q_descale=q_descale, block_lists=lists)
     else:
@@ -267,4 +267,4 @@ def block_lists(q: Any, k: Any, v: Any, *, blocks: Any = None, **variant: Any) -
         raise TypeError("q: call block_lists outside of torch.compile and jax.jit, and pass the lists in")
     torch = imported("torch")
     with nullcontext() if torch is None else torch.no_grad():  # of tensors that require grad, too
-        return forward(q, k, v, blocks=MakeBlockLists(blocks), **variant)
+        return forward(q, k, v, blocks=BlockListsRequest(blocks), **variant)

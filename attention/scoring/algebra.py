@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
-from ..parts.scores import Scored, ScoredInUnit, SlopedBy
+from ..parts.scores import ScoreMod, ScoreModAlibi, ScoreModInUnit
 from .symbolic import ScoreTerm, build_function, subterms, trace_function
 
 NEGATED = {"lt": "ge", "le": "gt", "gt": "le", "ge": "lt"}
@@ -38,7 +38,7 @@ def min_end(x: Any, y: Any) -> Any:
 def mask_bounds(mask: Callable, axes: Sequence[int]) -> RelativeWindow | None:
     """The window that a mask function is equal to, None if it is none. axes: how many axes each array of aux has."""
     try:
-        return _bounds(trace_function(mask, axes, scored=False).term)
+        return _bounds(trace_function(mask, axes, is_score=False).term)
     except TypeError:
         return None
 
@@ -104,29 +104,29 @@ def _linear_form(x: Any) -> tuple[Any, Any, Any] | None:
     return one[0] + sign * other[0], one[1] + sign * other[1], one[2] + sign * other[2]
 
 
-def score_variant(score: Callable, axes: Sequence[int], ordered: bool) -> Scored | SlopedBy:
+def score_variant(score: Callable, axes: Sequence[int], signed_distance: bool) -> ScoreMod | ScoreModAlibi:
     """The variant for a score function: ALiBi or a scale factor become built-in variants, which cost less than the function.
-    axes: how many axes each array of aux has. ordered: does no query see a key after its own position?"""
+    axes: how many axes each array of aux has. signed_distance: does no query see a key after its own position?"""
     try:
-        traced = trace_function(score, axes, scored=True)
+        traced = trace_function(score, axes, is_score=True)
         names, (s, *_) = traced.names, traced.arguments
         if slope := _alibi_slope(traced.term, s):
-            by, straight = slope
-            return SlopedBy(ordered or straight, True, build_function([*names[1:2], *names[2:3], *names[5:]], by))
+            by, is_signed = slope
+            return ScoreModAlibi(signed_distance or is_signed, True, build_function([*names[1:2], *names[2:3], *names[5:]], by))
         unit, x = _split_factor(traced.term)
         factor, inside = _score_factor(x, s)
         if unit == factor == 1:
-            return Scored(score)
-        return ScoredInUnit(build_function(names, _substitute(x, {y.number: s for y in inside})), unit, factor)
+            return ScoreMod(score)
+        return ScoreModInUnit(build_function(names, _substitute(x, {y.number: s for y in inside})), unit, factor)
     except TypeError:
-        return Scored(score)
+        return ScoreMod(score)
 
 
 def alibi_slope_of(score: Callable, axes: Sequence[int]) -> Callable | None:
     """slope(b, h, *aux), if the score is s - slope (i - j) or s - slope |i - j| and the slope is an element of an array without
     arithmetic, so that it has the same bits on every rank. Otherwise None. axes: see score_variant."""
     try:
-        traced = trace_function(score, axes, scored=True)
+        traced = trace_function(score, axes, is_score=True)
         names, (s, *_) = traced.names, traced.arguments
         slope = _alibi_slope(traced.term, s)
         if slope is None or not isinstance(slope[0], ScoreTerm) or slope[0].op != "element":
@@ -177,11 +177,11 @@ def _alibi_slope(x: Any, s: ScoreTerm) -> tuple[Any, bool] | None:
     factor, rest = _split_distance(other if one is s else one)
     if rest is None:
         return None
-    sign, straight = rest
+    sign, is_signed = rest
     sign = sign if x.op == "add" else -sign
-    if not straight:
+    if not is_signed:
         sign = -sign
-    return factor if sign > 0 else ScoreTerm("neg", factor), straight
+    return factor if sign > 0 else ScoreTerm("neg", factor), is_signed
 
 
 def _split_distance(x: Any) -> tuple[Any, Any]:

@@ -44,37 +44,37 @@ class IndexingFunctions(NamedTuple):
     most_keys: int
 
 
-def plan_index_checks(problem: Problem, asking: IndexingFunctions, listed: bool = False) -> list[Step]:
+def plan_index_checks(problem: Problem, functions_of_aux: IndexingFunctions, listed: bool = False) -> list[Step]:
     """[the step that checks indices], if contents are checked in this call; otherwise []. listed: does the call pass lists of
     key blocks, so that the seen keys are unknown here? ValueError: an array is too short for the call's queries, keys, batches
     or heads."""
-    if not asking.aux:
+    if not functions_of_aux.aux:
         return []
     (queries, batch, heads), blocks = problem("seqlen_q", "sequences", "heads"), listed or FIELDS[0] in problem
-    if queries > 0 and batch > 0 and heads > 0 and asking.most_keys > 0:
+    if queries > 0 and batch > 0 and heads > 0 and functions_of_aux.most_keys > 0:
         batch_sizes = {"b": batch, "h": heads}
         sizes = batch_sizes | ({} if blocks or "cu_seqlens" in problem else {"i": queries})
-        sizes |= {} if blocks or any([name in problem for name in LENGTH_ARGUMENTS]) else {"j": asking.most_keys}
-        _check_forms(asking, asking.mask, sizes, scored=False)
-        _check_forms(asking, asking.score, batch_sizes if asking.mask else sizes, scored=True)
-    return [IndexCheck(problem, asking)] if not blocks and (problem.device is None or check_options().values) else []
+        sizes |= {} if blocks or any([name in problem for name in LENGTH_ARGUMENTS]) else {"j": functions_of_aux.most_keys}
+        _check_forms(functions_of_aux, functions_of_aux.mask, sizes, is_score=False)
+        _check_forms(functions_of_aux, functions_of_aux.score, batch_sizes if functions_of_aux.mask else sizes, is_score=True)
+    return [IndexCheck(problem, functions_of_aux)] if not blocks and (problem.device is None or check_options().values) else []
 
 
-def _check_forms(asking: IndexingFunctions, function: Callable | None, most: dict[str, int], scored: bool) -> None:
+def _check_forms(functions_of_aux: IndexingFunctions, function: Callable | None, most: dict[str, int], is_score: bool) -> None:
     """ValueError: an axis is indexed by b, h, i or j itself, and is shorter than their number."""
     if function is None:
         return
     try:
-        traced = trace_function(function, [len(x.form.shape) for x in asking.aux], scored)
+        traced = trace_function(function, [len(x.form.shape) for x in functions_of_aux.aux], is_score)
     except TypeError:  # it cannot be traced
         return
     for element in [x for x in subterms(traced.term) if x.op == "element"]:
         array, *index = element.args
-        shape = asking.aux[int(array.op.removeprefix("aux"))].form.shape
+        shape = functions_of_aux.aux[int(array.op.removeprefix("aux"))].form.shape
         for axis, place in enumerate(index):
             position = getattr(place, "op", None)
             if position in most and shape[axis] < most[position]:
-                name, option = array.op, "score" if scored else "mask"
+                name, option = array.op, "score" if is_score else "mask"
                 must = f"must have {most[position]} elements or more along axis {axis}, which {option} indexes by {position}"
                 raise ValueError(f"{name}: {must}: {name}.shape={shape}")
 
@@ -83,17 +83,17 @@ class IndexCheck(NamedTuple):
     """A step of a plan that calls the functions for all pairs of query and key on the host, and launches nothing."""
 
     problem: Problem
-    asking: IndexingFunctions
+    functions_of_aux: IndexingFunctions
 
     def run(self, stream: int, addresses: Sequence[int]) -> None:
         """Check the reads of the arrays at these addresses. ValueError: it names the array, the index, the shape, and the
         arguments b, h, i and j of the read."""
         names = [name for name in LENGTH_ARGUMENTS if name in self.problem]
         lengths = {name: read(addresses[(x := self.problem[name]).source], x.form, stream) for name in names}
-        arrays = [read(addresses[x.source], x.form, stream) for x in self.asking.aux]
+        arrays = [read(addresses[x.source], x.form, stream) for x in self.functions_of_aux.aux]
         if any([x is None for x in (*lengths.values(), *arrays)]):  # a CUDA graph is being captured
             return
-        mask, score, _, causal, left, right, _ = self.asking
+        mask, score, _, causal, left, right, _ = self.functions_of_aux
         right = 0 if causal else right
         by_head = (mask and reads_argument(mask, 1)) or (score and reads_argument(score, 2))
         heads = self.problem.extents["heads"] if by_head else 1
@@ -120,7 +120,7 @@ class IndexCheck(NamedTuple):
     def _sequences(self, lengths: dict[str, Any]) -> Iterator[tuple[int, int, int, int]]:
         """(number, queries, first key, end of keys) of each sequence."""
         tokens, count = self.problem("seqlen_q", "sequences")
-        ends, keys = lengths.get("cu_seqlens"), np.full(count, self.asking.most_keys)
+        ends, keys = lengths.get("cu_seqlens"), np.full(count, self.functions_of_aux.most_keys)
         queries = np.full(count, tokens) if ends is None else np.diff(ends)
         if "lengths" in lengths:
             keys = lengths["lengths"].astype(np.int64)

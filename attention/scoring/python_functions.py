@@ -79,8 +79,8 @@ def _captured_values(option: str, function: Any) -> tuple[Any, ...]:
     values = [*[cell.cell_contents for cell in cells], *defaults, *keyword_defaults.values()]
     for value in values:
         if not isinstance(value, (bool, int, float, str)):
-            what = (*function.__code__.co_freevars, *defaults, *keyword_defaults)
-            raise TypeError(f"{option}: captures {what}, whose first value torch.compile would keep: pass arrays in aux")
+            captured = (*function.__code__.co_freevars, *defaults, *keyword_defaults)
+            raise TypeError(f"{option}: captures {captured}, whose first value torch.compile would keep: pass arrays in aux")
     return tuple(
         [
             hash(value)

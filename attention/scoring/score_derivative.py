@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from ops import exp, sigmoid, tanh, where
 
-from ..parts.scores import ScoredWithGrad
+from ..parts.scores import ScoreModWithGrad
 from .symbolic import ScoreTerm, TracedArray, build_function, subterms, trace_function
 
 LN_2 = math.log(2)
@@ -111,7 +111,7 @@ def differentiate(score: Callable, axes: tuple[int, ...]) -> Derivatives:
     """The Derivatives of a score function. axes: how many axes each array of aux has. TypeError: an operation of the score has
     no derivative here."""
     try:
-        traced = trace_function(score, axes, scored=True)
+        traced = trace_function(score, axes, is_score=True)
         grads = _backpropagate(traced.term)
         s, elements = traced.arguments[0], [x for x in grads if x.op == "element"]
         grad, names = grads.get(s, 0.0), traced.names
@@ -127,11 +127,11 @@ def differentiate(score: Callable, axes: tuple[int, ...]) -> Derivatives:
         raise TypeError(f"score: has no derivative: {score.__name__} {error}") from None
 
 
-def scored_with_grad(score: Callable, axes: tuple[int, ...], ordered: bool) -> ScoredWithGrad:
+def scored_with_grad(score: Callable, axes: tuple[int, ...], signed_distance: bool) -> ScoreModWithGrad:
     """The variant for a score function in gradients, where it does not matter whether no query sees a key after its own
-    position (`ordered`)."""
+    position (`signed_distance`)."""
     derivatives = differentiate(score, axes)
-    return ScoredWithGrad(score, derivatives.score_and_grad, derivatives.linear)
+    return ScoreModWithGrad(score, derivatives.score_and_grad, derivatives.linear)
 
 
 def _element_index(array: TracedArray, *index: Any) -> ScoreTerm:

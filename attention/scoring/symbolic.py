@@ -1,6 +1,6 @@
 """Symbolic tracing of mask and score functions: a function as terms, and functions built from terms.
 
-    found = trace_function(lambda s, b, h, i, j, caps: caps[h] * tanh(s / caps[h]), (1,), scored=True)
+    found = trace_function(lambda s, b, h, i, j, caps: caps[h] * tanh(s / caps[h]), (1,), is_score=True)
     found.term                                  # mul(element(caps, h), tanh(truediv(s, element(caps, h))))
     build_function(found.names, found.term.args[1])      # def built(s, b, h, i, j, aux0): t0 = aux0[h]; ...; return t2
 
@@ -105,11 +105,11 @@ class TracedFunction(NamedTuple):
         return [x.op for x in self.arguments]
 
 
-def trace_function(function: Callable, axes: Sequence[int], scored: bool) -> TracedFunction:
-    """A mask or score function as terms. axes: how many axes each array of aux has. scored: is it a score function? TypeError:
-    it uses an operation that terms cannot express."""
+def trace_function(function: Callable, axes: Sequence[int], is_score: bool) -> TracedFunction:
+    """A mask or score function as terms. axes: how many axes each array of aux has. is_score: is it a score function?
+    TypeError: it uses an operation that terms cannot express."""
     arguments = (
-        *map(ScoreTerm, ("s", *POSITIONS) if scored else POSITIONS),
+        *map(ScoreTerm, ("s", *POSITIONS) if is_score else POSITIONS),
         *(TracedArray(f"aux{n}", rank) for n, rank in enumerate(axes)),
     )
     try:

@@ -36,7 +36,7 @@ from attention.kernels import (
     sink_gradient,
 )
 from attention.kernels import mla_fp8 as mla_quantised
-from attention.parts.block_masks import BlockedMask
+from attention.parts.block_masks import BlockSparseMaskMod
 from attention.parts.decode import latent_boxes, latent_products
 from attention.parts.decode.cache_loaders import DenseLoader, PagedLoader
 from attention.parts.decode.key_window import KeyWindow
@@ -47,9 +47,9 @@ from attention.parts.decode.splits import StreamKSplits
 from attention.parts.norms import LayerNorm, Normed
 from attention.parts.recurrent.gates import HeadGate, Mamba2Gate, TokenGate
 from attention.parts.recurrent.results import ScanNormalizer, ScanOutputs
-from attention.parts.variant import Both, Variant
-from attention.parts.visibility import CAUSAL, FULL, Left
-from attention.parts.weight_dropout import Dropped
+from attention.parts.variant import CombinedVariant, Variant
+from attention.parts.visibility import CAUSAL, FULL, WindowLeft
+from attention.parts.weight_dropout import Dropout
 from ops import exp2, load, row_max, store
 from tiles import bf16, fp16, fp32, rt
 from tiles.launching.arguments import array
@@ -90,7 +90,7 @@ SAMPLE = [  # each GPU with several kernels, and each form with some GPU; `inspe
     ),
     ("sm_90a", mla_hopper, mla_hopper.gather_config(bf16, True, PLAIN[1], PagedLoader(16), PART)),
     ("sm_89", forward_ampere, forward_ampere.config_for(128, fp16, FULL, SMALL)),
-    ("sm_90a", forward_fp8_hopper, forward_fp8_hopper.config_for(256, FULL, keys=8192, before=True)),
+    ("sm_90a", forward_fp8_hopper, forward_fp8_hopper.config_for(256, FULL, keys=8192, transposes_first=True)),
     ("sm_90a", backward_hopper, backward_hopper.config_for(64, bf16, CAUSAL)),
     ("sm_90a", backward_narrow_hopper, backward_narrow_hopper.config_for(64, bf16, CAUSAL)),
     ("sm_90a", backward_folded_hopper, backward_folded_hopper.config_for(128, bf16, CAUSAL)),
@@ -124,10 +124,10 @@ SPILLED = [  # until their tiles were chosen for them, their indices made cheape
     (
         "sm_90a",
         forward_hopper,
-        forward_hopper.config_for(128, bf16, BlockedMask(128, 128, 32, lambda b, h, i, j: j <= i), 2**20, by_list=True),
+        forward_hopper.config_for(128, bf16, BlockSparseMaskMod(128, 128, 32, lambda b, h, i, j: j <= i), 2**20, by_list=True),
     ),
-    ("sm_90a", backward_folded_hopper, backward_folded_hopper.config_for(128, bf16, Both(CAUSAL, Left()))),
-    ("sm_80", forward_ampere, forward_ampere.config_for(64, bf16, Dropped(), MEDIUM)),
+    ("sm_90a", backward_folded_hopper, backward_folded_hopper.config_for(128, bf16, CombinedVariant(CAUSAL, WindowLeft()))),
+    ("sm_80", forward_ampere, forward_ampere.config_for(64, bf16, Dropout(), MEDIUM)),
 ]
 
 

@@ -33,8 +33,8 @@ class ListedQueryTiling(QueryTiling):
     def query_tiles(self, key, ctx, group):
         lists, head, block = ctx.params.lists, ctx.head // group, key // self.kv
         n, masked = int32(lists[ctx.batch, head, block, 0]), int32(lists[ctx.batch, head, block, 1])
-        ahead, behind = int32(lists[ctx.batch, head, block, 2]), int32(lists[ctx.batch, head, block, 3])
-        return QueryTiles(int32(0), n, masked, int32(0), ahead, behind)
+        unseen_at_start, unseen_at_end = int32(lists[ctx.batch, head, block, 2]), int32(lists[ctx.batch, head, block, 3])
+        return QueryTiles(int32(0), n, masked, int32(0), unseen_at_start, unseen_at_end)
 
     @inlined
     def tile_index(self, q_tiles, i, key, ctx, group):

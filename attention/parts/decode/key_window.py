@@ -14,7 +14,7 @@ from tiles import inlined, static
 from tiles.launching.arguments import ENDS, INT
 
 from ..part import KernelPart
-from ..scores import Scored
+from ..scores import ScoreMod
 from ..sequences import APPENDING, in_use
 
 
@@ -113,8 +113,8 @@ class WholeCacheWindow(KeyWindow):
         return int32(params.keys)
 
 
-class ScoredRows(Scored):
-    """Scored, with instructions in the order in which decode_hopper.py's machine code was timed: the product comes first."""
+class TokenHeadScoreMod(ScoreMod):
+    """ScoreMod, with instructions in the order in which decode_hopper.py's machine code was timed: the product comes first."""
 
     @inlined
     def score(self, s, ctx, key):

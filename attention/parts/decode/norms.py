@@ -32,9 +32,9 @@ class MultiHeadRmsNorm(RmsNorm):
         return self.label + " a head" * (not self.same_weights)
 
     @inlined
-    def columns(self, of, x, head, col):
-        """The elements of an array (head, column) for these columns; head is a vector, of the rows."""
-        return of[head, col_index(x.row_vec) + int32(col)]
+    def load_columns(self, weights, x, head, col):
+        """The elements of an array (head, column) for the columns of x, whose first is `col`; head is a vector, of the rows."""
+        return weights[head, col_index(x.row_vec) + int32(col)]
 
     @inlined
     def prefetch(self, spec, col, params):

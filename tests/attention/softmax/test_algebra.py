@@ -6,7 +6,7 @@ from forward_checks import agree, inputs
 from places import OnInterpreter
 
 import attention
-from attention.parts.scores import Scored, ScoredInUnit, SlopedBy
+from attention.parts.scores import ScoreMod, ScoreModAlibi, ScoreModInUnit
 from attention.plans import forward_launches
 from attention.scoring.algebra import RelativeWindow, mask_bounds, score_variant
 from ops import exp2, less_equal, tanh
@@ -45,26 +45,26 @@ def test_masks(name):
         assert np.array_equal(seen, mask(0, 0, I, J))
 
 
-SCORES = {  # what is found: the kind, and unit and factor, or whether it is straight
-    "capped": (lambda s, b, h, i, j: 30 * tanh(s / 30), ScoredInUnit, (30, 1 / 30)),
-    "capped, turned": (lambda s, b, h, i, j: tanh(0.5 * s) * 4, ScoredInUnit, (4, 0.5)),
-    "two uses": (lambda s, b, h, i, j: (s * 0.5 + tanh(s * 0.5)) / 2, ScoredInUnit, (0.5, 0.5)),
-    "uses that differ": (lambda s, b, h, i, j: 2 * (s + tanh(s * 0.5)), ScoredInUnit, (2, 1)),
-    "only a factor": (lambda s, b, h, i, j: s * 3, ScoredInUnit, (3, 1)),
-    "negative": (lambda s, b, h, i, j: -2 * tanh(s), Scored, None),
-    "what it is": (lambda s, b, h, i, j: s, Scored, None),
-    "divides": (lambda s, b, h, i, j: 2 / (s * s + 1), Scored, None),
-    "ALiBi": (lambda s, b, h, i, j, w: s - w[h] * (i - j), SlopedBy, True),
-    "ALiBi of distances": (lambda s, b, h, i, j, w: s - abs(i - j) * w[h], SlopedBy, False),
-    "ALiBi, halved": (lambda s, b, h, i, j, w: w[h] / 2 * (j - i) + s, SlopedBy, True),
-    "slopes by formula": (lambda s, b, h, i, j: s - exp2(-4.0 * (h + 1)) * abs(j - i), SlopedBy, False),
-    "a number": (lambda s, b, h, i, j: -(i - j) * 0.25 + s, SlopedBy, True),
-    "grows": (lambda s, b, h, i, j: s + 0.125 * abs(i - j), SlopedBy, False),
-    "another key": (lambda s, b, h, i, j: s + (j - i - 1), Scored, None),
-    "by key": (lambda s, b, h, i, j, w: s - w[j] * (i - j), Scored, None),
-    "by key, turned": (lambda s, b, h, i, j, w: s - (i - j) * w[j], Scored, None),
-    "of a score": (lambda s, b, h, i, j: s + s * (i - j), Scored, None),
-    "minus it": (lambda s, b, h, i, j: (i - j) - s, Scored, None),
+SCORES = {  # what is found: the kind, and unit and factor, or whether the distance has a sign
+    "capped": (lambda s, b, h, i, j: 30 * tanh(s / 30), ScoreModInUnit, (30, 1 / 30)),
+    "capped, turned": (lambda s, b, h, i, j: tanh(0.5 * s) * 4, ScoreModInUnit, (4, 0.5)),
+    "two uses": (lambda s, b, h, i, j: (s * 0.5 + tanh(s * 0.5)) / 2, ScoreModInUnit, (0.5, 0.5)),
+    "uses that differ": (lambda s, b, h, i, j: 2 * (s + tanh(s * 0.5)), ScoreModInUnit, (2, 1)),
+    "only a factor": (lambda s, b, h, i, j: s * 3, ScoreModInUnit, (3, 1)),
+    "negative": (lambda s, b, h, i, j: -2 * tanh(s), ScoreMod, None),
+    "what it is": (lambda s, b, h, i, j: s, ScoreMod, None),
+    "divides": (lambda s, b, h, i, j: 2 / (s * s + 1), ScoreMod, None),
+    "ALiBi": (lambda s, b, h, i, j, w: s - w[h] * (i - j), ScoreModAlibi, True),
+    "ALiBi of distances": (lambda s, b, h, i, j, w: s - abs(i - j) * w[h], ScoreModAlibi, False),
+    "ALiBi, halved": (lambda s, b, h, i, j, w: w[h] / 2 * (j - i) + s, ScoreModAlibi, True),
+    "slopes by formula": (lambda s, b, h, i, j: s - exp2(-4.0 * (h + 1)) * abs(j - i), ScoreModAlibi, False),
+    "a number": (lambda s, b, h, i, j: -(i - j) * 0.25 + s, ScoreModAlibi, True),
+    "grows": (lambda s, b, h, i, j: s + 0.125 * abs(i - j), ScoreModAlibi, False),
+    "another key": (lambda s, b, h, i, j: s + (j - i - 1), ScoreMod, None),
+    "by key": (lambda s, b, h, i, j, w: s - w[j] * (i - j), ScoreMod, None),
+    "by key, turned": (lambda s, b, h, i, j, w: s - (i - j) * w[j], ScoreMod, None),
+    "of a score": (lambda s, b, h, i, j: s + s * (i - j), ScoreMod, None),
+    "minus it": (lambda s, b, h, i, j: (i - j) - s, ScoreMod, None),
 }
 
 
@@ -75,10 +75,10 @@ def _axes(function):
 @pytest.mark.parametrize("name", SCORES)
 def test_scores(name):
     function, kind, said = SCORES[name]
-    found = score_variant(function, _axes(function), ordered=False)
+    found = score_variant(function, _axes(function), signed_distance=False)
     assert type(found) is kind
     if said is not None:
-        assert said == (found.ordered if kind is SlopedBy else pytest.approx((found.unit, found.factor)))
+        assert said == (found.signed_distance if kind is ScoreModAlibi else pytest.approx((found.unit, found.factor)))
 
 
 SLOPES = np.array([0.5, 0.125], np.float32)

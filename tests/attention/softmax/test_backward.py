@@ -21,9 +21,9 @@ from attention.kernels import (
     backward_narrow_hopper,
     forward_hopper,
 )
-from attention.parts.scores import BiasedByTile
-from attention.parts.variant import Both
-from attention.parts.visibility import CAUSAL, FULL, Left, Right
+from attention.parts.scores import TmaBias
+from attention.parts.variant import CombinedVariant
+from attention.parts.visibility import CAUSAL, FULL, WindowLeft, WindowRight
 from tiles import bf16, fp16
 from tiles.targets import LARGE, MULTIPROCESSORS, RESERVED, Target, parse_target
 
@@ -179,7 +179,7 @@ def test_bias_loaded_by_tma(place, head_dim, options):
 
 def test_kernels_of_a_bias_loaded_by_tma():
     """Gradients at head dims up to 64 take the narrow kernel. Forward's tiles leave shared memory for the bias's."""
-    variant = BiasedByTile(True, False, bf16)
+    variant = TmaBias(True, False, bf16)
     assert backward_narrow_hopper.serves(64, variant) and not backward_folded_hopper.serves(128, variant)
     for value_dim in (128, 192):
         _, smem = forward_hopper.make(forward_hopper.config_for(192, bf16, variant, 4096, value_dim))
@@ -397,7 +397,9 @@ def test_reference_agrees_with_finite_differences(name):
         assert math.isclose((ends[0] - ends[1]) / (2 * step), (gradient * along).sum(), rel_tol=1e-6, abs_tol=1e-7)
 
 
-@pytest.mark.parametrize("variant", [FULL, CAUSAL, Right(), Left(), Both(Right(), Left())], ids=str)
+@pytest.mark.parametrize(
+    "variant", [FULL, CAUSAL, WindowRight(), WindowLeft(), CombinedVariant(WindowRight(), WindowLeft())], ids=str
+)
 def test_query_range_agrees_with_key_range(variant):
     from types import SimpleNamespace
 

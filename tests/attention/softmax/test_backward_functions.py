@@ -17,8 +17,8 @@ import attention
 from attention import reference
 from attention.parts.backward.query_tiling import QueryTiling
 from attention.parts.tiling import Tiling
-from attention.parts.variant import Both
-from attention.parts.visibility import CAUSAL, Left, Masked, Right
+from attention.parts.variant import CombinedVariant
+from attention.parts.visibility import CAUSAL, MaskMod, WindowLeft, WindowRight
 from attention.plans import backward_launches as module
 from ops import rsqrt, sigmoid, tanh, where
 
@@ -67,7 +67,7 @@ def test_prepared_lists(family="sm_80"):
 
 
 def test_unlisted_query_tiles_are_skipped(monkeypatch):
-    """The lists are built by a survey of the mask, and by nothing else."""
+    """The lists are built by a classify of the mask, and by nothing else."""
     launches = []
     original = module.PreparationSteps.launch
 
@@ -78,15 +78,15 @@ def test_unlisted_query_tiles_are_skipped(monkeypatch):
     monkeypatch.setattr(module.PreparationSteps, "launch", launch)
     q, k, v = inputs(1, 64, 64, 1, 1, 64)
     attention.backward(q, q, k, v, q, np.zeros((1, 1, 64), F32), mask=lambda b, h, i, j: (j <= i) | (j < 3), family="sm_80")
-    assert launches == ["Survey", "BuildQueryLists"]
+    assert launches == ["ClassifyBlocks", "BuildQueryLists"]
 
 
-VARIANTS = CAUSAL, Right(), Left(), Both(Right(), Left()), Masked(lambda b, h, i, j: j < i)
+VARIANTS = CAUSAL, WindowRight(), WindowLeft(), CombinedVariant(WindowRight(), WindowLeft()), MaskMod(lambda b, h, i, j: j < i)
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_query_tiling_agrees_with_tiling(variant):
-    """A query tile that sees a key block according to QueryTiling has this block among its key blocks, where the survey
+    """A query tile that sees a key block according to QueryTiling has this block among its key blocks, where the classify
     looks."""
     from types import SimpleNamespace
 

@@ -9,7 +9,7 @@ from forward_checks import agree, inputs
 from poison import poisoned
 
 import attention
-from attention.parts.weight_dropout import Dropped, dropout_numbers
+from attention.parts.weight_dropout import Dropout, dropout_numbers
 from attention.plans.forward_programs import _variant
 from attention.plans.variant_spec import build_variant
 from tiles.dtypes import bf16, fp16
@@ -84,8 +84,8 @@ def test_no_dropout_is_plain():
 
 def test_what_kernels_are_told():
     assert dropout_numbers(0.5) == {"dropped": 32768, "per_kept": 2} and dropout_numbers(1 - 2**-20)["dropped"] == 65535
-    assert set(build_variant(1.0, more=[(Dropped(), dropout_numbers(0.5) | {"seed": Number(-1)})]).numbers) == set(
-        Dropped().params
+    assert set(build_variant(1.0, more=[(Dropout(), dropout_numbers(0.5) | {"seed": Number(-1)})]).numbers) == set(
+        Dropout().params
     )
 
 
@@ -93,7 +93,7 @@ def test_what_kernels_are_told():
     (dict(dropout=1.0, seed=1), "dropout: must be from 0 to below 1: dropout=1.0"),
     (dict(dropout=-0.1, seed=1), "dropout: must be from 0"),
     (dict(dropout="0.1", seed=1), "dropout: must be a number"),
-    (dict(dropout=0.1), "seed: must be given where something is dropped"),
+    (dict(dropout=0.1), "seed: is required with dropout > 0"),
     (dict(dropout=0.1, seed=-1), r"seed: must be from 0 to below 2\*\*63"),
     (dict(dropout=0.1, seed=1.5), "seed: must be an integer, or an array of one: seed=1.5"),
     (dict(dropout=0.1, seed=True), "seed: must be an integer"),

@@ -9,8 +9,8 @@ import pytest
 from attention.kernels import forward_hopper
 from attention.parts.sequences import PackedLayout
 from attention.parts.tiling import Tiling, balance_raster_groups, choose_raster_group
-from attention.parts.variant import Both, ScoreContext
-from attention.parts.visibility import CAUSAL, FULL, Left, Masked, Right
+from attention.parts.variant import CombinedVariant, ScoreContext
+from attention.parts.visibility import CAUSAL, FULL, MaskMod, WindowLeft, WindowRight
 from tiles import bf16
 
 L2 = 50 * 2**20
@@ -69,7 +69,7 @@ def test_bands_fit_the_cache_and_share_the_work(grid, head_dim, length, causal):
 @pytest.mark.parametrize("length", [2048, 4096, 8192])
 def test_a_window_is_shared_pair_by_pair(grid, length):
     """Its tiles take as long as each other, but for a pair's first ones."""
-    config = forward_hopper.config_for(128, bf16, Both(CAUSAL, Left()), 1025)
+    config = forward_hopper.config_for(128, bf16, CombinedVariant(CAUSAL, WindowLeft()), 1025)
     assert config.persistent
     work = shares(config, length, grid, band=1, left=1024)
     assert max(work) < 1.15 * sum(work) / grid
@@ -102,10 +102,10 @@ def test_more_blocks_than_processors_share_what_they_read():
 SEEN = {  # variant: (what it is given, does query i see key j where they stand `shift` apart)
     FULL: ({}, lambda i, j, shift: j >= 0),
     CAUSAL: ({}, lambda i, j, shift: j <= i + shift),
-    Right(): ({"right": 9}, lambda i, j, shift: j <= i + shift + 9),
-    Left(): ({"left": 40}, lambda i, j, shift: j >= i + shift - 40),
-    Both(CAUSAL, Left()): ({"left": 70}, lambda i, j, shift: (j <= i + shift) & (j >= i + shift - 70)),
-    Both(Right(), Left()): ({"left": 0, "right": 0}, lambda i, j, shift: j == i + shift),
+    WindowRight(): ({"right": 9}, lambda i, j, shift: j <= i + shift + 9),
+    WindowLeft(): ({"left": 40}, lambda i, j, shift: j >= i + shift - 40),
+    CombinedVariant(CAUSAL, WindowLeft()): ({"left": 70}, lambda i, j, shift: (j <= i + shift) & (j >= i + shift - 70)),
+    CombinedVariant(WindowRight(), WindowLeft()): ({"left": 0, "right": 0}, lambda i, j, shift: j == i + shift),
 }
 
 
@@ -138,7 +138,7 @@ def test_key_blocks_where_edges_of_a_mask_meet_those_of_blocks(variant):
 
 
 def test_blocks_of_a_mask_in_python_are_all_masked():
-    found = Tiling(64, 32, Masked(lambda b, h, i, j: j < 100)).key_blocks(0, at(64, 320))
+    found = Tiling(64, 32, MaskMod(lambda b, h, i, j: j < 100)).key_blocks(0, at(64, 320))
     assert found.n == found.masked == 10
 
 
@@ -162,7 +162,18 @@ def test_bands_of_which_none_is_short():
     assert balance_raster_groups(1, 9, True) == balance_raster_groups(1, 9, False) == 1
 
 
-@pytest.mark.parametrize("variant", [FULL, CAUSAL, Right(), Left(), Both(Right(), Left()), Both(CAUSAL, Left())], ids=str)
+@pytest.mark.parametrize(
+    "variant",
+    [
+        FULL,
+        CAUSAL,
+        WindowRight(),
+        WindowLeft(),
+        CombinedVariant(WindowRight(), WindowLeft()),
+        CombinedVariant(CAUSAL, WindowLeft()),
+    ],
+    ids=str,
+)
 def test_blocks_of_keys_at_every_edge(variant):
     """Every key that a query of the tile sees lies in a block; blocks that are not masked are seen whole; and what no query
     sees, ahead of all windows or behind them, is counted where it must be cleared."""
