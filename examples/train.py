@@ -34,7 +34,7 @@ from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 from attention import gates, parallel, short_conv
-from attention.nn import Attention, GatedDeltaNet, KimiDeltaAttention, Mamba2, angles
+from attention.nn import Attention, GatedDeltaNet, GatedRMSNorm, KimiDeltaAttention, Mamba2, angles
 
 ROTARY = 10_000  # the base of the angles
 BYTES, WARMUP, TOGETHER = 256, 20, 10  # what there is to predict; steps until the full rate; steps that a model takes in a turn
@@ -73,8 +73,19 @@ class OnTorch(Attention):
         return functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped).transpose(1, 2)
 
 
+class NormOnTorch(GatedRMSNorm):
+    """The norm and the gate behind a recurrence, without us."""
+
+    def forward(self, x, gate=None):
+        return self.by_torch(x, gate)
+
+
 class RecurrenceOnTorch:
-    """A recurrent layer without us: its convolution is torch's, and its recurrence torch's in float32."""
+    """A recurrent layer without us: its convolution and norm are torch's, and its recurrence torch's in float32."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.norm.__class__ = NormOnTorch
 
     def convolve(self, x, cu_seqlens, cache):
         """silu(conv(x)) of (B, S, channels)."""
