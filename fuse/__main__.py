@@ -19,6 +19,7 @@ from tiles.piped import leave
 from . import inspect
 from .calls.fused import Fused
 
+SHOWN = 5  # candidates that show lists
 DTYPES = {"bf16": bf16.np, "fp16": fp16.np, "fp32": fp32.np}
 
 
@@ -59,10 +60,13 @@ def show(function: Fused, shapes: list[tuple[tuple[int, ...], bool]], dtype: str
     """Print the candidates for arrays of these shapes, the best one in words and as text, and its proof by this seed. It needs
     no GPU. Returns 0 if the proof holds, else 1."""
     arrays = [_transpose_if(np.zeros(shape, DTYPES[dtype]), transposed) for shape, transposed in shapes]
-    for line in ("\n".join(map(str, function.candidates(*arrays))), function.explain(*arrays), function.source(*arrays)):
-        print(f"{line}\n")
+    candidates = function.candidates(*arrays)
+    print(f"# The best of {len(candidates)} candidates, the fastest by the roofline first\n")
+    for n, candidate in enumerate(candidates[:SHOWN], 1):
+        print(f"{n}. {candidate.summary}: {1e6 * candidate.plan.seconds:.1f} us")
+    print(f"\n# The first, in words\n\n{function.explain(*arrays)}\n\n# Its text\n\n{function.source(*arrays)}\n")
     proof = function.proof(*arrays, seed=seed)
-    print(proof)
+    print(f"# Its proof\n\n{proof}")
     return 0 if proof.holds else 1
 
 

@@ -175,7 +175,8 @@ def refuse_dtypes(traced: TracedDefinition, arrays: Mapping[str, Shape]) -> None
     first = next(iter(arrays))
     for name, s in arrays.items():
         if s.dtype not in FLOATS and (name == first or not (s.dtype == FP8 or inputs[name] in integers)):
-            raise TypeError(f"{name}: dtype must be one of {FLOATS}: {name}.dtype={s.dtype!r}")
+            cure = "; quantise weights to float8_e4m3fn (fuse.operators.fp8_linear)" * (s.dtype == "int8" and name != first)
+            raise TypeError(f"{name}: dtype must be one of {FLOATS}: {name}.dtype={s.dtype!r}{cure}")
 
 
 def refuse_unaligned(function: Definition, problem: Any, generated: GeneratedModule) -> None:

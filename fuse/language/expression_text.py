@@ -117,10 +117,10 @@ def figure(value: float) -> str:
 
 def expression(x: Term) -> str:
     """The whole term as one expression, with lengths as numbers."""
-    return _of_definition([x], {}).expression(x)
+    return writer_of_definition([x], {}).expression(x)
 
 
-def _of_definition(roots: Iterable[Term], local_names: Mapping[Term, str]) -> ExpressionWriter:
+def writer_of_definition(roots: Iterable[Term], local_names: Mapping[Term, str]) -> ExpressionWriter:
     """An ExpressionWriter that writes terms as in a definition."""
     writer = ExpressionWriter(_leaves(roots), local_names)
     writer.forms |= dict.fromkeys(CASTS, lambda x: f"cast({{}}, {x.operation})") | {"widened": lambda x: "widened({})"}
@@ -137,7 +137,7 @@ def equations(roots: Mapping[str, Term], local_names: Mapping[Term, str]) -> str
     """The terms as a definition would compute them, a line each. roots: the results by name. local_names: see
     ExpressionWriter."""
     nodes = list(walk(*roots.values()))
-    writer = _of_definition(roots.values(), local_names)
+    writer = writer_of_definition(roots.values(), local_names)
     means = [x for x in nodes if x.operation == "div" and x.args[0].operation == "sum" and x.args[1].operation == "length"]
     lines = []
     for x in means:  # functions.mean makes two operations

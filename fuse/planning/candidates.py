@@ -11,11 +11,16 @@ from ..algebra import rules
 from ..algebra.rules import Rule
 from ..language import terms
 from ..language.axes import Axis
-from ..language.terms import Term
+from ..language.expression_text import writer_of_definition
+from ..language.names import unused
+from ..language.terms import PARTS, Term
 from ..language.trace import TracedDefinition
 from . import plan_search
 from .cost import Card
 from .length_classes import fixed_value
+
+# names of scratch buffers between kernels, by the operation that fills them; any other is called "hidden"
+SCRATCH_NAMES = dict(zip(PARTS, ("maxima", "sums", "picks"))) | {name: name for name in ("partial_sums", "split_outputs")}
 
 
 class Candidate(NamedTuple):
@@ -30,6 +35,9 @@ class Candidate(NamedTuple):
     def __str__(self):
         measured = f", measured {1e6 * self.measured:.1f} us" if self.measured else ""
         return f"{self.plan}: {1e6 * self.plan.seconds:.1f} us by the roofline{measured}"
+
+    def __repr__(self):  # in a list of them
+        return f"<{self.summary}: {1e6 * self.plan.seconds:.1f} us by the roofline>"
 
     @property
     def summary(self) -> str:
@@ -62,15 +70,29 @@ class Candidate(NamedTuple):
             else self._replace(plan=plan_search.FusionPlan((*kernels,), self.plan.seconds))
         )
 
+    def name_scratch(self, names: dict[Term, str]) -> list[Term]:
+        """The terms that are kept in memory between the kernels; each gets a name in `names` that is not there."""
+        scratch = [x for kernel in self.plan.kernels for x in kernel.roots if x not in names and x not in self.roots]
+        for x in scratch:
+            names[x] = unused(SCRATCH_NAMES.get(x.operation, "hidden"), names.values())
+        return scratch
+
     def describe(self) -> str:
         """Say in sentences which rules were used, what the kernels do, what the roofline estimates."""
         sentences = [f"{rule.name[0].upper()}{rule.name[1:]}: {rule.equation}." for rule in self.rules] or [
             "The definition is not rewritten."
         ]
-        sentences += [
-            f"{'One kernel' if len(self.plan.kernels) == 1 else f'Kernel {n}'}: {kernel.describe()}."
-            for n, kernel in enumerate(self.plan.kernels, 1)
-        ]
+        writer = writer_of_definition(self.roots, {})
+        scratch = self.name_scratch(writer.names)
+        for n, kernel in enumerate(self.plan.kernels, 1):
+            number = "One kernel" if len(self.plan.kernels) == 1 else f"Kernel {n}"
+            sentences.append(f"{number}: {kernel.describe()}.")
+            work = getattr(kernel, "fused_work", [])
+            work += [("result", x) for x in kernel.roots if x in scratch and ("epilogue", x) not in work]
+            for place, x in work:
+                name = writer.names.pop(x) if x in scratch else ""
+                sentences.append(f"    {place}: {name and f'{name} = '}{writer.expression(x)}")
+                writer.names |= {x: name} if name else {}
         return "\n".join([*sentences, f"By the roofline it takes {1e6 * self.plan.seconds:.1f} us."])
 
 

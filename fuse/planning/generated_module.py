@@ -8,13 +8,10 @@ from typing import Any, NamedTuple
 from ..language.expression_text import equations
 from ..language.names import unused
 from ..language.term_views import view_base
-from ..language.terms import PARTS, Term
+from ..language.terms import Term
 from ..language.trace import TracedDefinition
 from ..writing import module_names, module_text
 from .candidates import Candidate
-
-# names of scratch buffers between kernels, by the operation that fills them; any other is called "hidden"
-SCRATCH_NAMES = dict(zip(PARTS, ("maxima", "sums", "picks"))) | {name: name for name in ("partial_sums", "split_outputs")}
 
 
 def _write_view(x: Term, parameters: dict[Term, str]) -> str:
@@ -68,9 +65,7 @@ def generate_module(name: str, traced: TracedDefinition, candidate: Candidate) -
     argument_names, outs, function = [next(each) for _ in traced.inputs], [next(each) for _ in traced.outs], next(each)
     local_names = {x: mark for (_, x), mark in zip(traced.local_names, each)}
     parameters = {x: mark for (_, x), mark in zip(traced.inputs, argument_names)} | dict(zip(candidate.roots, outs))
-    scratch = [x for kernel in plan.kernels for x in kernel.roots if x not in parameters]
-    for x in scratch:
-        parameters[x] = unused(SCRATCH_NAMES.get(x.operation, "hidden"), parameters.values())
+    scratch = candidate.name_scratch(parameters)
     views = []
     for x in dict.fromkeys(x for kernel in plan.kernels for x in kernel.leaves if view_base(x) is not x):
         if x.operation == "repeat_columns":  # a kernel reads its operand

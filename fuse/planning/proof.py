@@ -38,13 +38,15 @@ from .generated_module import generate_module
 @dataclass(frozen=True)
 class KernelRun:
     """A run of the kernels in the interpreter, on arrays of these extents. error: the greatest one. limit: the error that the
-    rule allows. hazard: what stopped the run, "" if nothing did. scales: the factors that some rows were multiplied by."""
+    rule allows. hazard: what stopped the run, "" if nothing did. scales: the factors that some rows were multiplied by.
+    greatest: the greatest number among the results that have this error."""
 
     extents: dict[str, tuple[int, ...]]
     error: float
     limit: float
     hazard: str = ""
     scales: tuple[float, ...] = ()
+    greatest: float = 0.0
 
     @property
     def passed(self) -> bool:
@@ -57,7 +59,8 @@ class KernelRun:
         verdict = f"{self.limit:.2g}" if self.passed else f"{self.limit:.2g}, TOO MUCH"
         rows = f", rows times {' and '.join(f'{x:.2g}' for x in self.scales)} among them," if self.scales else ""
         return (
-            f"kernel: at {shapes}{rows} the greatest error is {self.error:.2g}, where the rule allows {verdict}; "
+            f"kernel: at {shapes}{rows} the greatest error is {self.error:.2g}, of results up to {self.greatest:.2g}, where "
+            f"the rule allows {verdict}; "
             "not checked: other numbers, and lengths at which 16 bits overflow\n"
             "interpreter: the same run had no race, no deadlock and no read of what is in flight; "
             "not checked: other lengths, and schedules other than the latest that each wait allows"
@@ -134,7 +137,8 @@ def check_kernels(name: str, traced: TracedDefinition, candidate: Candidate, see
     limits = [tolerance(x, z, y.dtype) for y, x, z in parts]
     ratios = [x / (limit or math.ulp(0)) if x == x else math.inf for x, limit in zip(errors, limits)]
     worst = max(range(len(errors)), key=ratios.__getitem__)
-    return KernelRun(shapes, errors[worst], limits[worst], scales=tuple(scales.values()))
+    greatest = float(np.abs(parts[worst][1]).max(initial=0.0))
+    return KernelRun(shapes, errors[worst], limits[worst], scales=tuple(scales.values()), greatest=greatest)
 
 
 def _scales_of_rows(traced: TracedDefinition) -> dict[int, float]:

@@ -12,8 +12,12 @@ def test_show(capsys):
     assert main(["show", "fuse.operators:rms_norm_linear", "--shapes", "3x64", "64", "64x40.T", "--seed", "7"]) == 0
     said = capsys.readouterr().out
     for part in (
+        "# The best of ",
         "A row's scale moves through a product",
+        "    alongside: sum(x * x)",
+        "# Its text",
         "@cuda.jit",
+        ", of results up to ",
         "identity: equal at 4 random points",
         "(seed 7)",
         "no race",

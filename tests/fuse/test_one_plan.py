@@ -165,6 +165,15 @@ def test_arrays_that_a_kernel_cannot_read():
                 said(*arrays)
 
 
+def test_explain_names_what_kernels_hand_on():
+    """What a kernel stores for the next is named as in the text, and not written out again."""
+    kernel = fuse.kernel(lambda x, gate, up, down: x + (fuse.silu(x @ gate) * (x @ up)) @ down)
+    arrays = normal(5, 64), normal(64, 96), normal(64, 96), normal(96, 64)
+    said, text = kernel.explain(*arrays), kernel.source(*arrays)
+    assert "    epilogue: hidden = silu(x @ gate) * (x @ up)\n" in said and "    epilogue: x + hidden @ down\n" in said
+    assert "hidden" in text and "object at" not in repr(kernel.candidates(*arrays))
+
+
 def test_what_a_call_takes_is_what_is_printed(monkeypatch):
     """Whichever candidate is first, as after tuning."""
     kernel, arrays = fuse.kernel(lambda x, g, w: norm(x, g) @ w), (normal(5, 64), normal(64), normal(64, 32))

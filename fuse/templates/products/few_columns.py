@@ -49,7 +49,7 @@ class FewColumns(ManyRows):
 
     def describe(self) -> str:
         """What it does, in words."""
-        return ", ".join([f"a product of {self.columns} columns that reads {self.x} at memory speed", *self.fused_work])
+        return ", ".join([f"a product of {self.columns} columns that reads {self.x} at memory speed", *self.stored_parts])
 
     def text(self, name: str, parameters: dict[Term, str], local_names: dict[Term, str]) -> KernelText:
         ((product, weight),) = self.products.items()

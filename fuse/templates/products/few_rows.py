@@ -218,7 +218,7 @@ class FewRows(Product):
         phrases += [f"adds {self.extension.left} @ its weights by further steps along k"] if self.extension else []
         phrases += [f"clusters of {s.blocks} blocks split k"] * (s.blocks > 1)
         phrases += ["fp8 is converted to 16 bits in registers"] * self.widens
-        return ", ".join([*phrases, *self.fused_work])
+        return ", ".join([*phrases, *self.stored_parts])
 
     def text(self, name: str, parameters: dict[Term, str], local_names: dict[Term, str]) -> KernelText:
         return render("few_rows.jinja", template_gaps(self, parameters, local_names))

@@ -166,7 +166,7 @@ class ManyRows(Product):
         if self.extension:
             steps = "one further step" if self.extension.narrow else "further steps"
             phrases.append(f"adds {self.extension.left} @ its weights by {steps} along k")
-        return ", ".join([*phrases, *self.fused_work])
+        return ", ".join([*phrases, *self.stored_parts])
 
     def text(self, name: str, parameters: dict[Term, str], local_names: dict[Term, str]) -> KernelText:
         return render("many_rows.jinja", template_gaps(self, parameters, local_names))

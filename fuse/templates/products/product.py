@@ -177,12 +177,16 @@ class Product:
         return next((y.args[1] for y in self.epilogue_inputs if y.operation == "repeat_columns"), None)
 
     @property
-    def fused_work(self) -> list[str]:
-        """What the kernel does besides the products, in words."""
-        phrases = [f"prologue {self.operand}"] * (not self.plain)
-        phrases += [f"{one} alongside" for one in (*self.row_sums, *self.narrow)]
-        phrases += [f"epilogue {one}" for one in self.results if one not in self.products]
-        return phrases + ["maxima and sums of exponentials are stored in place of its tiles"] * bool(self.softmax_partials)
+    def fused_work(self) -> list[tuple[str, Term]]:
+        """What the kernel computes besides the products: where, and the term."""
+        work = [("prologue", self.operand)] * (not self.plain)
+        work += [("alongside", one) for one in (*self.row_sums, *self.narrow)]
+        return work + [("epilogue", one) for one in self.results if one not in self.products]
+
+    @property
+    def stored_parts(self) -> list[str]:
+        """What is stored in place of the product, in words."""
+        return ["maxima and sums of exponentials are stored in place of its tiles"] * bool(self.softmax_partials)
 
     @property
     def fixed_extents(self) -> dict[Axis, int]:

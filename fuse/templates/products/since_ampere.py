@@ -119,7 +119,7 @@ class SinceAmpere(Product):
         """What it does, in words."""
         s = self.schedule
         phrase = f"a product by mma.sync in {s}, loaded by cp.async"
-        return ", ".join([phrase, *self.fused_work])
+        return ", ".join([phrase, *self.stored_parts])
 
     def text(self, name: str, parameters: dict[Term, str], local_names: dict[Term, str]) -> KernelText:
         return render("since_ampere.jinja", _template_gaps(self, parameters, local_names))
