@@ -1,7 +1,7 @@
 """Who does an op: a warp (`ops`), a warpgroup (`ops.warpgroup`), a block (`ops.block`) or a cluster (`ops.cluster`).
 
 Asked for in a scope where it has no meaning, an op says where it has one: a TypeError with the kernel's line, as for every
-other mistake that types show.
+other mistake that types show. A name that no scope has is looked for by people who know another library's.
 """
 
 import sys
@@ -30,7 +30,9 @@ def _refuse(module, name):
     if others:
         meant = "; ".join(f"of {who}: {how.format(name)}" for who, how in others)
         raise NoMeaning(f"{name} has no meaning for {SCOPES[module][0]}. It is an op {meant}{kernel_line() or hazard_line()}")
-    raise AttributeError(f"module {module!r} has no attribute {name!r}", name=name, obj=sys.modules[module])
+    lists = "docs/kernel.md lists all ops, and docs/coming_from.md those that stand for other libraries'"
+    line = kernel_line() or hazard_line()
+    raise AttributeError(f"module {module!r} has no attribute {name!r}; {lists}{line}", name=name, obj=sys.modules[module])
 
 
 def refuse_others():

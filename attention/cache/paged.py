@@ -216,7 +216,10 @@ class PagedCache:
         if self.descales[0] and (passed := [name for name in DESCALES if name in options]):
             raise ValueError(f"{passed[0]}: must not be passed to a cache that keeps its own descales: scaled=True")
         for name in SET_BY_CACHE & options.keys():
-            raise ValueError(f"{name}: must not be passed: the cache sets it, and its pools are (pages, page size, Hk, D)")
+            cure = "; pass tokens=, the number of each sequence" * (name == "cu_seqlens")
+            raise ValueError(
+                f"{name}: must not be passed: the cache sets it, and its pools are (pages, page size, Hk, D){cure}"
+            )
         if not 0 <= layer < len(self.layers):
             raise ValueError(f"layer: must be from 0 to {len(self.layers) - 1}: {layer=}")
         ends, expected = None, (len(sequences), int(k_new.shape[1]))
@@ -227,7 +230,8 @@ class PagedCache:
             expected = 1, int(ends[-1])
         if tuple(k_new.shape[:2]) != expected:
             values = f"k_new.shape={tuple(k_new.shape)}, {sequences=}, {tokens=}"
-            raise ValueError(f"k_new: must have {expected[0]} batches and {expected[1]} tokens: {values}")
+            cure = "; of packed sequences pass tokens=, the number of each" * (tokens is None and k_new.shape[0] == 1)
+            raise ValueError(f"k_new: must have {expected[0]} batches and {expected[1]} tokens: {values}{cure}")
         counts = self._counts(sequences, expected[1] if tokens is None else tokens)
         rows = list(counts)
         if layer == 0:

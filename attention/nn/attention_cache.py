@@ -28,6 +28,11 @@ class AttentionCache(NamedTuple):
     rotary: tuple[torch.Tensor, torch.Tensor] | None = None
     pages: torch.Tensor | None = None
 
+    def __repr__(self) -> str:  # the numbers of a whole cache help nobody
+        shape, count = tuple(self.k.shape), self.lengths.shape[0]
+        paged = ", in pages" * (self.pages is not None)
+        return f"AttentionCache({count} sequences, max_length={self.max_length}, k.shape={shape}, {self.k.dtype}{paged})"
+
     @property
     def max_length(self) -> int:
         """How many tokens there is room for in a sequence."""

@@ -100,8 +100,8 @@ class Attention(nn.Module):
         self, x: torch.Tensor, positions: torch.Tensor | None = None, *, cache: AttentionCache | None = None, **options: Any
     ) -> torch.Tensor:
         """Attention of x (B, S, dim): see the class. positions: of the tokens, (S), (1, S) or (B, S), for rotary; by default
-        from 0 on. options: further ones of attention.forward for this call, such as mask, aux, bias or cu_seqlens (x is then
-        (1, S, dim); positions may run on from one sequence to the next, because rotary depends only on their differences).
+        from 0 on. options: further ones of attention.forward for this call, such as alibi, mask, aux, bias or cu_seqlens (x is
+        then (1, S, dim); positions may run on from one sequence to the next, because rotary depends only on their differences).
 
         cache: of the tokens before x, from new_cache, which is updated: for generation, by a causal layer, without gradients.
         Tokens have the positions after those before, and options are those of attention.decode. With cu_seqlens, (N + 1), x

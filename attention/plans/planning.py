@@ -192,7 +192,8 @@ def check_extents(problem: Problem, multiple: int = 8) -> None:
     )
     for name, dim, option in (("q", head_dim, "head_dim"), ("v", value_dim, "value_dim")):
         if dim % multiple or not multiple <= dim <= 256:
-            message = f"head_dim must be a multiple of {multiple}, from {multiple} to 256: {option}={dim}"
+            cure = "; pad it with columns of zeros, and pass scale" * (0 < dim < 256)
+            message = f"head_dim must be a multiple of {multiple}, from {multiple} to 256{cure}: {option}={dim}"
             raise problem.error(name, message, name)
     if kv_heads == 0:
         raise problem.error("k", "must have at least one head", "k")

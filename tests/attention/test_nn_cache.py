@@ -212,3 +212,9 @@ def test_on_the_card(name):
         parts.append(out.clone())
     assert_near(torch.cat(parts, 1).cpu(), wanted, name)
     assert cache.lengths.tolist() == [TOKENS] * 2
+
+
+def test_a_cache_prints_its_sizes():
+    """What print shows of a cache is one line."""
+    said = repr(layer_of("plain").new_cache(2, 32))
+    assert said == "AttentionCache(2 sequences, max_length=32, k.shape=(2, 32, 2, 16), torch.bfloat16)"

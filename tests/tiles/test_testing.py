@@ -97,7 +97,7 @@ def test_another_architecture(run):
 
 @pytest.mark.parametrize("way", [meaning, ptx])
 def test_what_a_launch_refuses(way):
-    with pytest.raises(TypeError, match="unexpected keyword argument 'block'"):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'block'; a kernel takes its arguments in their order"):
         way(copy, blank(1), blank(1), block=32)
     with pytest.raises(ValueError, match="grid must be a positive integer"):
         way(copy, blank(1), blank(1), grid=0)

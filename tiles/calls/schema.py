@@ -371,6 +371,8 @@ def _refuse_dtype(argument: Argument, its_dtype: str, first: str, dtype: str) ->
     if its_dtype in argument.dtypes:
         raise TypeError(f"{name}: dtype must be {first}'s: {name}.dtype={its_dtype!r}, {first}.dtype={dtype!r}")
     cure = CURE if argument.holds == "tile" and its_dtype in ("float32", "float64") else ""
+    if argument.dtypes == ("float32",) and its_dtype in ("float64", "bfloat16", "float16"):
+        cure = "; convert it: x.astype(np.float32), or torch's x.float()"
     raise TypeError(f"{name}: dtype must be one of {argument.dtypes}: {name}.dtype={its_dtype!r}{cure}")
 
 

@@ -122,8 +122,13 @@ def _is_kernel(function):
     return hasattr(function, "py_func")
 
 
-def _launch(kernel, grid=None, warps=1, shared=None, cluster=1, seed=None):
+def _launch(kernel, grid=None, warps=1, shared=None, cluster=1, seed=None, **unknown):
     """(The launch that is meant, seed); what it cannot be is refused in tiles.launch's words."""
+    if unknown:
+        raise TypeError(
+            f"run() got an unexpected keyword argument {min(unknown)!r}; a kernel takes its arguments in their order, "
+            "and run grid, warps, shared, cluster and seed"
+        )
     launch = Launch(kernel, cluster if grid is None else grid, 32 * warps, shared, None, cluster if cluster != 1 else None)
     check_room(shared, INTERPRETER)
     return launch, seed

@@ -191,6 +191,7 @@ def test_mistakes_name_the_argument():
         ),
         (lambda: cache.rewind(a, 1), "length: must be from 0 to the 0 tokens of sequence 0"),
         (lambda: cache.append([a], np.zeros((2, 1, 1, 1)), None), "k_new: must have 1 batches and 1 tokens"),
+        (lambda: cache.append([a, a], np.zeros((1, 3, 1, 1)), None), "; of packed sequences pass tokens="),
         (lambda: cache.append([a], np.zeros((1, 3, 1, 1)), None, tokens=[2]), "k_new: must have 1 batches and 2 tokens"),
         (lambda: PagedCache([], sequences=1, tokens=1), "layers: must be pairs of pools"),
         (lambda: PagedCache(pools(4, 4) + pools(5, 4), sequences=1, tokens=1), "layers: must be pairs of pools"),
@@ -372,6 +373,7 @@ def test_append_refuses_wrong_arguments():
     a = cache.add()
     for error, words, sequences, options in (
         (ValueError, "lengths: must not be passed: the cache sets it", [a], dict(lengths=np.zeros(1, np.int32))),
+        (ValueError, "cu_seqlens: must not be passed: .*; pass tokens=", [a], dict(cu_seqlens=np.zeros(2, np.int32))),
         (ValueError, "layout: must not be passed: the cache sets it, and its pools are", [a], dict(layout="bhsd")),
         (TypeError, "tokens: must be a list, one for each sequence: tokens=5", [a], dict(tokens=5)),
         (TypeError, "sequences: must be integers that `add` or `fork` returned: 0.0", [0.0], {}),

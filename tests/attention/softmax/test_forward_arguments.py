@@ -133,7 +133,7 @@ INVALID = [
     (
         dict(q=zeros(2, 5, 6, 12), k=zeros(2, 7, 3, 12), v=zeros(2, 7, 3, 12)),
         V,
-        f"q: {HEAD_DIM}: head_dim=12: q.shape=(2, 5, 6, 1",
+        f"q: {HEAD_DIM}; pad it with columns of zeros, and pass scale: head_dim=12: q.shape=(2, 5, 6, 1",
     ),
     (
         dict(q=zeros(2, 5, 6, 264), k=zeros(2, 7, 3, 264), v=zeros(2, 7, 3, 264)),
