@@ -38,7 +38,8 @@ def scaled_dot_product_attention(
     If query's heads lie inside its tokens in memory, as in x.transpose(1, 2), so do the output's and the gradients'. A query
     that sees no key gives 0. A mask in Python costs no memory and skips blocks: attention.forward(.., mask=..)."""
     if is_causal and attn_mask is not None:
-        raise ValueError("attn_mask: must be None with is_causal=True")
+        padded = "if it hides padded keys, call attention.forward(.., causal=True, lengths_k=lengths)"
+        raise ValueError(f"attn_mask: must be None with is_causal=True, as in torch; {padded}")
     refuse("query", query.ndim not in (3, 4), "reshape query, key and value to (B, H, S, D)")
     is_causal_bias = type(attn_mask).__module__ == "torch.nn.attention.bias"  # a CausalBias has no elements
     if query.ndim == 3:

@@ -97,6 +97,9 @@ class Fused(Definition):
             return self._differentiable(arrays, out, stream)
         return self.run(*arrays, out=out, stream=stream)
 
+    def __repr__(self) -> str:
+        return f"<fused function {self.name}({', '.join(self.names)})>"
+
     # ---- copies and pickles, as of functions -------------------------------------------------------------------------
     def __copy__(self) -> Fused:
         """The function itself: what it remembers of calls holds for every copy."""

@@ -230,3 +230,16 @@ def test_keys_in_parts_on_the_card(shapes):
     arrays = sample(q, k, k)
     assert "splits" in PLAIN.explain(*arrays)
     compare(PLAIN, arrays, to_numpy(PLAIN(*map(to_torch, arrays))))
+
+
+def test_heads_that_share_keys_have_an_axis_of_their_own():
+    """Query heads that are more than the key heads are refused with the remedy, and with the axis they are attention."""
+    rng = np.random.default_rng(0)
+    q, k, gain = (rng.standard_normal(shape, np.float32).astype(bf16.np) for shape in ((1, 4, 8, 64), (1, 2, 8, 64), (64,)))
+    operator = fuse.operators.qk_norm_attention
+    with pytest.raises(ValueError, match=r"^attention: the leading axes .* reshape q to \(B, Hk, H / Hk, S, D\)"):
+        operator.run(q, k, k, gain, gain)
+    grouped = q.reshape(1, 2, 2, 8, 64), k[:, :, None], k[:, :, None], gain, gain
+    assert "attention.decode" in operator.explain(*grouped)
+    difference = np.abs(operator.run(*grouped).astype(float) - operator(*grouped).astype(float)).max()
+    assert difference < 0.05

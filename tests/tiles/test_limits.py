@@ -234,7 +234,7 @@ def operand_never_written():
         s = warpgroup.wait(warpgroup.mm_AB(x, y))  # guilty
 
 
-@broken("language", "cuda.atomic has no meaning for a whole warp; add tiles to global memory by ops.add_held")
+@broken("language", "cuda.atomic has no meaning for a whole warp; add a shared tile to global memory by warpgroup.tma_add")
 def atomics(array):
     cuda.atomic.add(array, 0, 1)  # guilty
 
