@@ -76,6 +76,6 @@ def require_hopper(problem: Problem) -> None:
 
 def _strides(problem: Problem) -> str:
     """The strides of all arrays, and the addresses that are not aligned, for an error."""
-    past = {name: form.past for name, form in problem.forms.items() if form.past}
+    past = {name: form.misalignment for name, form in problem.forms.items() if form.misalignment}
     where = f", bytes past a multiple of {ALIGNMENT}: {past}" if past else ""
     return f"strides={ {name: form.strides for name, form in problem.forms.items()} }{where}"

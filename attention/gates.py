@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from tiles.calls.torch_op import imported
+from tiles.calls.torch_op import imported_module
 
 from .options import check_flag, check_number
 
@@ -149,7 +149,7 @@ def _sigmoid(library: Any, x: Any) -> Any:
 
 def _library(*arrays: Any) -> tuple[Any, Any]:
     """(the module of these arrays' framework, a function to its floating-point numbers)"""
-    torch, jax = imported("torch"), imported("jax")
+    torch, jax = imported_module("torch"), imported_module("jax")
     if torch is not None and any([isinstance(x, torch.Tensor) for x in arrays]):
         return torch, lambda x: torch.as_tensor(x).float()
     if jax is not None and any([isinstance(x, jax.Array) for x in arrays]):

@@ -69,9 +69,9 @@ def lift_captured_arrays(functions: dict[str, Any]) -> tuple[dict[str, Any], tup
     """({name: function}, aux): the functions that are not None, with all arrays that any of them captures as further arguments,
     and these arrays. NotImplementedError, with the function's name: its source cannot be rewritten."""
     present = {name: f for name, f in functions.items() if f is not None}
-    from tiles.calls.torch_op import imported  # imported late, because it imports Numba
+    from tiles.calls.torch_op import imported_module  # imported late, because it imports Numba
 
-    torch = imported("torch")
+    torch = imported_module("torch")
     if torch is None or not torch.compiler.is_compiling():
         written = _rewrite_all(present)
         return written.functions, tuple([_with_axis(x) for x in written.arrays])

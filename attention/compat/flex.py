@@ -76,9 +76,9 @@ def flex_attention(
 
 def __getattr__(name: str) -> Any:
     """An attribute of torch.nn.attention.flex_attention. AttributeError: torch does not have it, or is not imported."""
-    from tiles.calls.torch_op import imported  # imported late, because it imports Numba
+    from tiles.calls.torch_op import imported_module  # imported late, because it imports Numba
 
-    torch = imported("torch")
+    torch = imported_module("torch")
     theirs = torch and import_module("torch.nn.attention.flex_attention")
     if name.startswith("_") or not hasattr(theirs, name):
         why = "" if torch else "; import torch to have the attributes of torch.nn.attention.flex_attention here"

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import attention
-from tiles.calls.torch_op import exporting, traced
+from tiles.calls.torch_op import is_exporting, is_traced
 from tiles.launching.frameworks import with_tangents
 
 from ..autograd import make_tma_contiguous
@@ -181,7 +181,7 @@ class Attention(nn.Module):
         window = window_ends(self.options["window"])
         options = eps, self.options["causal"], *window, self.options["softcap"], self.options["scale"]
         sink = None if self.sink is None else self.sink.float()
-        if exporting():
+        if is_exporting():
             parts = heads.split([self.heads, self.kv_heads, self.kv_heads], -2)
             return projected(None, (*parts, cos, sin, *norms, sink, None, None, None), (*options, None))[0]
         return ProjectedAttention.apply(heads, cos, sin, *norms, sink, self.kv_heads, options)
@@ -192,7 +192,7 @@ class Attention(nn.Module):
         base = cast(float, self.rotary)
         if positions is not None:
             return angles(positions, self.head_dim, base)
-        if traced(x) or (
+        if is_traced(x) or (
             x.is_cuda and torch.cuda.is_current_stream_capturing()
         ):  # tensors made while tracing or capturing must not be cached
             return angles(torch.arange(x.shape[1], device=x.device), self.head_dim, base)

@@ -17,7 +17,7 @@ from numpy import int32
 
 from ops import col_index, load, maximum, row_index
 from tiles import dtype, fp32, inlined, rt, static
-from tiles.launching.arguments import Record, array, listed
+from tiles.launching.arguments import Record, array, positional_record
 
 from .online_softmax import LOWEST, LOWEST_FLOAT
 from .part import KernelPart
@@ -110,7 +110,7 @@ def intersect(one, other):
 
 def arrays_of(axes: Sequence[int]) -> Record:
     """The kernel's record of the arrays that score_mod and mask_mod functions read (`aux`), which have so many axes."""
-    return listed(**{f"aux{n}": array(rank) for n, rank in enumerate(axes)})
+    return positional_record(**{f"aux{n}": array(rank) for n, rank in enumerate(axes)})
 
 
 @static

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from tiles import fp32
-from tiles.calls.plan import Fill, Plan, nothing
+from tiles.calls.plan import Fill, Plan, return_none
 from tiles.calls.schema import Problem
 from tiles.launching.devices import machine
 from tiles.launching.launch import kernel_for
@@ -52,7 +52,7 @@ def plan_launches(
     )
     gradients = [problem[name] for name in ("dq", "dk", "dv", *["dsink"] * dsink, *reads)]
     accumulate = problem.schema.arguments["dq"].role == "updated"
-    outputs = nothing if accumulate else None
+    outputs = return_none if accumulate else None
     if any(0 in problem[name].form.shape for name in ("q", "k")):  # no query sees a key
         return Plan([] if accumulate else [Fill(x, 0.0) for x in gradients if 0 not in x.form.shape], (), outputs)
     (seq_layout, seq_args), gpu = choose_layout(problem), machine(problem.device)

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from typing import Any, NamedTuple, TypeVar, cast
 
 import attention
-from tiles.calls.torch_op import exporting, imported, transformed
+from tiles.calls.torch_op import imported_module, is_exporting, is_transformed
 from tiles.launching.arrays import Array, Number
 
 from ..options import check_flag, check_number, check_positive
@@ -30,12 +30,12 @@ BLOCK_MASK_ROWS = """
 
 def requires_grad(*arrays: Any) -> bool:
     """Is one of these a torch tensor that requires grad, in grad mode?"""
-    torch = imported("torch")
+    torch = imported_module("torch")
     if torch is None or not torch.is_grad_enabled():
         return False
     for x in arrays:  # a loop takes half the time of `any`
         if getattr(x, "requires_grad", False):
-            return not exporting()  # when exporting, the op itself refuses it
+            return not is_exporting()  # when exporting, the op itself refuses it
     return False
 
 
@@ -78,11 +78,11 @@ def without_gradients(function: F) -> F:
 
     @functools.wraps(function)
     def call(*args, **kwargs):
-        torch = imported("torch")
+        torch = imported_module("torch")
         if torch is None or not torch.is_grad_enabled():  # as in most calls
             return function(*args, **kwargs)
         as_tuple = [x for parts in kwargs.values() if isinstance(parts, (tuple, list)) for x in parts]
-        with torch.no_grad() if requires_grad(*args, *kwargs.values(), *as_tuple) and not transformed() else nullcontext():
+        with torch.no_grad() if requires_grad(*args, *kwargs.values(), *as_tuple) and not is_transformed() else nullcontext():
             return function(*args, **kwargs)
 
     return cast(F, call)

@@ -35,7 +35,7 @@ def choose_memory(memory: str, q: Any, v: Any, decay: Any, family: str | None) -
 
 def _ordinal(x: Any) -> int | None:
     """The CUDA ordinal of an array's device, None of host memory. Of what JAX traces: that of the first device."""
-    if not torch_op.compiling() and jax_call.tracing(x):
+    if not torch_op.is_compiling() and jax_call.is_jax_tracer(x):
         first = sys.modules["jax"].devices()[0]
         return None if first.platform == "cpu" else first.id
     device: Any = getattr(x, "device", None)

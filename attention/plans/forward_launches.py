@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from tiles.calls.plan import Fill, Plan, Step, nothing
+from tiles.calls.plan import Fill, Plan, Step, return_none
 from tiles.calls.schema import Problem
 from tiles.dtypes import bf16, fp8e4m3, fp16
 from tiles.launching.arrays import ALIGNMENT, Number, Operand
@@ -159,7 +159,7 @@ def plan_forward(
     only_lists = not problem.schema.written
     accumulates = not only_lists and problem.schema.arguments["out"].role == "updated"
     out, lse = problem["out"], problem["lse"] if return_lse or accumulates else None
-    make_result = nothing if accumulates else None
+    make_result = return_none if accumulates else None
     empty = 0 in (batch, q_len, heads)
     if only_lists and (empty or kv_len == 0):
         raise problem.error("q" if empty else "k", "must not be empty where lists of its blocks are made", "q", "k")

@@ -82,8 +82,8 @@ FP8_CACHE = Schema("forward_fp8_cache", fp8_cache_schema(INPUTS + OUTPUTS))
 
 
 def _prepare_gradient(arrays: dict[str, Array], results: dict[str, Form], options: dict[str, Any], layout: str) -> None:
-    """Compile the kernels of a call's backward pass, if it may have one, while those of the call are compiled (`meanwhile` of
-    tiles.calls.program)."""
+    """Compile the kernels of a call's backward pass, if it may have one, while those of the call are compiled (`prepare_next`
+    of tiles.calls.program)."""
     if needs_gradient(*arrays.values()):
         forms = {name: arrays[name].form for name in "qkv"} | {name: results[name] for name in ("out", "lse")}
         autograd().prepare_backward(forms, options["causal"], options["scale"], options["family"], layout)

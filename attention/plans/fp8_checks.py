@@ -90,4 +90,4 @@ def check_output(problem: Problem) -> None:
     out = problem.forms.get("out")
     if out and (problem.bytes_at_once("out") < ALIGNMENT or (out.strides[-1] != out.itemsize and out.shape[-1] > 1)):
         wanted = f"must have contiguous columns, and an address and strides that are multiples of {ALIGNMENT} bytes"
-        raise ValueError(f"out: {wanted}: out.strides={out.strides}, {out.past} bytes past such an address")
+        raise ValueError(f"out: {wanted}: out.strides={out.strides}, {out.misalignment} bytes past such an address")

@@ -3,7 +3,7 @@ rows once more, the others compute the gradients of rows, weights and biases fro
 
 from typing import Any
 
-from tiles.calls.plan import Fill, Plan, Step, nothing
+from tiles.calls.plan import Fill, Plan, Step, return_none
 from tiles.calls.program import Program, program
 from tiles.calls.schema import Problem, Schema
 from tiles.launching.arrays import ALIGNMENT, Operand
@@ -78,7 +78,7 @@ def _gradient_program(x: str, axes: tuple[str, ...], accumulate: bool = False) -
         """The launches that compute these gradients."""
         batch, rows, heads, columns = problem(*axes)
         sums = {name: _as_groups(problem[name]) for name in (f"d{x}_norm", f"d{x}_norm_bias")[: 1 + layer]}
-        outputs = nothing if accumulate else None
+        outputs = return_none if accumulate else None
         if 0 in (batch, rows, heads):
             return Plan(
                 [Fill(problem[name], 0.0) for name in sums if not accumulate and 0 not in problem[name].form.shape], (), outputs

@@ -45,7 +45,7 @@ def pack_batches(seq_idx: Any, x: Any, stream: Any) -> PackedBatches:
     """The PackedBatches of x (B, S, ...) for seq_idx (B, S), whose numbers the host reads: that waits for the device.
     TypeError, ValueError: seq_idx has another dtype, shape or device. NotImplementedError: a framework traces the call, so that
     there are no numbers yet."""
-    if torch_op.traced(x) or any(map(jax_call.tracing, (x, seq_idx))):
+    if torch_op.is_traced(x) or any(map(jax_call.is_jax_tracer, (x, seq_idx))):
         raise NotImplementedError("seq_idx: its numbers cannot be read while the call is traced: pass cu_seqlens instead")
     array, values = describe(seq_idx, "seq_idx"), describe(without_grad(x), "x")
     if array.dtype not in ("int32", "int64"):

@@ -91,7 +91,7 @@ def split_raw(q: Any, k: Any, decay: Any, beta: Any, l2norm: bool, layout: str, 
     too few axes, or too many."""
     raw_gate, raw_beta = type(decay) is RawGate, type(beta) is RawBeta
     arrays = q, k, *others, *(decay.arrays if raw_gate else (decay,)), beta.x if raw_beta else beta
-    if requires_grad(*arrays) or torch_op.mapped_with_grad(arrays) or any(map(jax_call.tracing, arrays)):
+    if requires_grad(*arrays) or torch_op.is_mapped_with_grad(arrays) or any(map(jax_call.is_jax_tracer, arrays)):
         values, *_ = others
         if raw_gate:
             _check_gate(decay, len(getattr(values, "shape", ())))

@@ -59,7 +59,7 @@ class RecurrentDerivative(NamedTuple):
 
     def prepare(self, arrays: dict[str, Array], results: dict[str, Form], options: dict[str, Any], layout: str) -> None:
         """Compile the kernels of a call's gradients, if `out` is all that a loss depends on, while those of the call are
-        compiled (`meanwhile` of tiles.calls.program)."""
+        compiled (`prepare_next` of tiles.calls.program)."""
         if not needs_gradient(*arrays.values()):
             return
         forms = {name: x.form for name, x in arrays.items() if name in self.program.names} | {"dout": results["out"]}

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from tiles.calls.plan import Plan, nothing
+from tiles.calls.plan import Plan, return_none
 from tiles.calls.program import program
 from tiles.calls.schema import Problem, Schema
 
@@ -146,7 +146,7 @@ def _append(problem: Problem, interleaved: bool, causal: bool, norm_eps: float) 
     """The Plan of a call of append."""
     queries = (problem["q"], problem["out"]) if "q" in problem else None
     steps = plan_append(problem, interleaved, causal, queries, problem["cu_seqlens"], norm_eps)
-    return Plan(steps, give=None if queries else nothing)
+    return Plan(steps, make_result=None if queries else return_none)
 
 
 _append_with_queries = program(WITH_QUERIES)(_append.planner)

@@ -7,7 +7,7 @@ from typing import Any
 from tiles.calls.plan import Fill, Plan
 from tiles.calls.program import program
 from tiles.calls.schema import Problem, Schema
-from tiles.calls.torch_op import traced
+from tiles.calls.torch_op import is_traced
 
 from ..families import choose_family
 from ..names import suggests_argument_names
@@ -218,7 +218,7 @@ def decode(
             "k_norm: must be None with rotary: it would normalise keys that are rotated already, and a norm comes before the "
             "rotation; k_new_norm normalises the new keys before they are rotated"
         )
-    if traced(q):  # a torch op either writes in place or returns new tensors: here two ops
+    if is_traced(q):  # a torch op either writes in place or returns new tensors: here two ops
         new = k_new, v_new, cu_seqlens_new, rotary, positions, q_norm, k_new_norm, norm_eps
         descales = {"k_descale": k_descale, "v_descale": v_descale}
         place = lengths, pages, batch_index, cu_seqlens

@@ -140,7 +140,7 @@ def delta_rule(
         if raw is not NOT_RAW:
             arrays = q, k, v, beta, decay, cu_seqlens, initial_state, *gate, out, None
             return _delta_rule_raw(stream, arrays, (*options, *raw), layout)
-    if requires_grad(*(learned := (q, k, v, beta, decay, initial_state))) or torch_op.mapped_with_grad(learned):
+    if requires_grad(*(learned := (q, k, v, beta, decay, initial_state))) or torch_op.is_mapped_with_grad(learned):
         refuse_with_gradients(out=out, stream=stream)
         inputs = q, k, v, beta, decay, cu_seqlens, initial_state
         return recurrent_autograd().call_with_gradients("delta_rule", inputs, options, layout)

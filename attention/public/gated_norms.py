@@ -62,7 +62,7 @@ def gated_rms_norm(
     Returns `out`, the same kind of array as x, at memory speed, on GPUs since Ampere. Gradients: gated_rms_norm_backward, which
     torch's autograd and jax.grad call. Arrays, `stream` and errors are those of attention.forward."""
     options = check_options(eps, activation, norm_before_gate)
-    if requires_grad(*(learned := (x, weight, gate))) or torch_op.mapped_with_grad(learned):
+    if requires_grad(*(learned := (x, weight, gate))) or torch_op.is_mapped_with_grad(learned):
         refuse_with_gradients(out=out, stream=stream)
         return recurrent_autograd().call_with_gradients("gated_rms_norm", learned, options)
     return _gated_norm(stream, (x, weight, gate, out), options)

@@ -28,10 +28,10 @@ from typing import Any
 import numpy as np
 
 from tiles.calls import jax_call, torch_op
-from tiles.calls.plan import Plan, nothing
+from tiles.calls.plan import Plan, return_none
 from tiles.calls.program import program
 from tiles.calls.schema import Problem, Schema
-from tiles.calls.torch_op import imported
+from tiles.calls.torch_op import imported_module
 from tiles.launching.arrays import Operand
 from tiles.launching.frameworks import Kind, describe, placed, without_grad
 from tiles.launching.launch import kernel_for
@@ -161,14 +161,14 @@ def linear(
         q, k, decay, _, gate, raw = split_raw(q, k, decay, None, check_flag("qk_l2norm", qk_l2norm), layout, (v, *start))
     states = recurrent_checks.split_state("initial_state", initial_state, normalize)
     options = check_number("scale", scale), normalize, return_state, family
-    if requires_grad(*(learned := (q, k, v, decay, *start))) or torch_op.mapped_with_grad(learned):
+    if requires_grad(*(learned := (q, k, v, decay, *start))) or torch_op.is_mapped_with_grad(learned):
         refuse_with_gradients(out=out, stream=stream, return_chunk_states=return_chunk_states or None)
         inputs, memory = (q, k, v, decay, cu_seqlens, *states), choose_memory(memory, q, v, decay, family)
         results = recurrent_autograd().call_with_gradients("linear", inputs, (*options, False, memory), layout)
         return (results[0], results[1:]) if return_state and normalize else results
     results_to = out, None, None
     if raw is NOT_RAW:
-        if not torch_op.compiling() and any(map(jax_call.tracing, learned)):
+        if not torch_op.is_compiling() and any(map(jax_call.is_jax_tracer, learned)):
             memory = choose_memory(memory, q, v, decay, family)
         of_memory = return_chunk_states, STORED if return_chunk_states else memory
         results = _linear(stream, (q, k, v, decay, cu_seqlens, *states, *results_to, None), (*options, *of_memory), layout)
@@ -392,7 +392,7 @@ def _compose_segment_states(problem: Problem) -> Plan:
     arrays |= {"gInitialState": problem["initial_state"], "gFinalState": problem["final_state"]}
     kernel = kernel_for(compose_final_state, compose_final_state.Config("initial_state" in problem), problem.device)
     grid = sequences * heads * rows * cols
-    return Plan([kernel.bind(grid, heads=heads, segments=num_segments, rows=rows, cols=cols, **arrays)], (), nothing)
+    return Plan([kernel.bind(grid, heads=heads, segments=num_segments, rows=rows, cols=cols, **arrays)], (), return_none)
 
 
 def outputs_from_segments(
@@ -435,10 +435,10 @@ _outputs_from_segments = program(OUTPUTS_FROM_SEGMENTS)(_linear.planner)
 def _head_decays(q: Any, v: Any, layout: str, decay: Callable[[Any, int, Callable], Any]) -> Any:
     """decay(h, heads, log1p) for each of v's heads, as an array of q's framework."""
     axis = -3 if layout == "bhsd" else -2
-    if torch_op.traced(q):  # the graph computes them: a copy from the host could not be captured
-        torch, heads = imported("torch"), v.shape[axis]
+    if torch_op.is_traced(q):  # the graph computes them: a copy from the host could not be captured
+        torch, heads = imported_module("torch"), v.shape[axis]
         return decay(torch.arange(heads, dtype=torch.float32, device=q.device), heads, torch.log1p)
-    on_tracers = jax_call.tracing(q) or jax_call.tracing(v)
+    on_tracers = jax_call.is_jax_tracer(q) or jax_call.is_jax_tracer(v)
     shape = v.shape if on_tracers else describe(without_grad(v), "v").shape
     heads = shape[axis] if len(shape) == 4 else 0
     numbers = tuple(decay(h, heads, math.log1p) for h in range(heads))

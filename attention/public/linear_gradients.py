@@ -4,7 +4,7 @@ it."""
 import functools
 from typing import Any
 
-from tiles.calls.plan import Plan, nothing
+from tiles.calls.plan import Plan, return_none
 from tiles.calls.program import program
 from tiles.calls.schema import Problem, Schema
 
@@ -162,7 +162,7 @@ def _linear_backward(problem: Problem, scale: float | None, also: str, normalize
         arrays["dinitial_z"] = problem["dinitial_z"] if arrays["dinitial_state"] else None
     if problem.member == LINEAR_BACKWARD_INTO.name:
         plan = functools.partial(recurrent_gradients.plan_accumulation, plan)
-        return Plan(plan(problem, arrays, scale, vector_bytes, scratch), scratch.shapes, nothing)
+        return Plan(plan(problem, arrays, scale, vector_bytes, scratch), scratch.shapes, return_none)
     return Plan(plan(problem, arrays, scale, vector_bytes, scratch), scratch.shapes)
 
 

@@ -120,7 +120,7 @@ def mamba2(
 def _scan(stream: Any, arrays: tuple, options: tuple) -> Any:
     """The result of a call with these arrays, in the order of MAMBA2, which torch's autograd follows if one requires grad."""
     *inputs, out = arrays
-    if requires_grad(*inputs) or torch_op.mapped_with_grad(inputs):
+    if requires_grad(*inputs) or torch_op.is_mapped_with_grad(inputs):
         refuse_with_gradients(out=out, stream=stream)
         return recurrent_autograd().call_with_gradients("mamba2", tuple(inputs), options)
     return _mamba2(stream, (*arrays, None), options)

@@ -136,7 +136,7 @@ class ProjectedOptions(NamedTuple):
         return ScoreOptions(self.causal, self.left, self.right, self.softcap)
 
 
-@program(FORWARD, no_gradient=NO_SECOND_DERIVATIVES, meanwhile=_prepare_backward)
+@program(FORWARD, no_gradient=NO_SECOND_DERIVATIVES, prepare_next=_prepare_backward)
 def projected(problem: Problem, options: ProjectedOptions, family: str | None) -> Plan:
     """The Plan of the rotated rows, and of out and lse."""
     parts: list[ArrayView] = []

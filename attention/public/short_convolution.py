@@ -94,7 +94,7 @@ def short_conv(
     short_conv_backward, which torch's autograd and jax.grad call. Arrays, `stream` and errors are those of
     attention.forward."""
     activation, return_state = check_activation(activation), check_flag("return_state", return_state)
-    if requires_grad(*(learned := (x, weight, bias, initial_state))) or torch_op.mapped_with_grad(learned):
+    if requires_grad(*(learned := (x, weight, bias, initial_state))) or torch_op.is_mapped_with_grad(learned):
         refuse_with_gradients(out=out, stream=stream)
         inputs = x, weight, bias, cu_seqlens, initial_state
         return recurrent_autograd().call_with_gradients("short_conv", inputs, (activation, return_state))

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-from tiles.calls.jax_call import tracing
-from tiles.calls.torch_op import imported, mapped_with_grad, traced
+from tiles.calls.jax_call import is_jax_tracer
+from tiles.calls.torch_op import imported_module, is_mapped_with_grad, is_traced
 
 from ..names import suggests_argument_names
 from ..options import check_flag, check_number, check_positive, split_norm
@@ -160,7 +160,7 @@ def forward(
     if keys_fp8 or not (q_descale is k_descale is v_descale is None):
         unsupported = {"bias": bias, "q_norm": q_norm, "k_norm": k_norm, "dropout": dropout or None}
         _check_fp8_options(q, keys_fp8, descales, unsupported, isinstance(blocks, BlockListsRequest))
-    if deterministic is not False and check_flag("deterministic", deterministic) and tracing(q):
+    if deterministic is not False and check_flag("deterministic", deterministic) and is_jax_tracer(q):
         raise NotImplementedError(
             "deterministic: is not supported for JAX's gradients; call attention.backward with deterministic=True"
         )
@@ -174,7 +174,7 @@ def forward(
                 try:
                     return _forward(None, (q, k, v, out, None), (check_flag("causal", causal), *common), layout)
                 except NotImplementedError:  # tensors inside those of torch.vmap may require grad
-                    if not mapped_with_grad((q, k, v)):
+                    if not is_mapped_with_grad((q, k, v)):
                         raise
         elif out is None:
             few_options = check_flag("causal", causal), common[0], deterministic, family, layout
@@ -186,7 +186,7 @@ def forward(
     differentiable = q, k, v, bias, alibi, sink, *aux_arrays, *as_tuple(q_norm), *as_tuple(k_norm)
     if keys_fp8 and requires_grad(*differentiable):
         raise NotImplementedError("q: requires grad, and fp8 attention has no gradients; call it under torch.no_grad()")
-    if (requires_grad(*differentiable) or mapped_with_grad(differentiable)) and not isinstance(blocks, BlockListsRequest):
+    if (requires_grad(*differentiable) or is_mapped_with_grad(differentiable)) and not isinstance(blocks, BlockListsRequest):
         refuse_with_gradients(out=out, lse=lse, stream=stream, accumulate=check_flag("accumulate", accumulate) or None)
         arguments = {"q": q, "k": k, "v": v, "causal": causal, "scale": scale, "layout": layout, "family": family}
         arguments |= {"window": window, "mask": mask, "blocks": blocks, "lengths_k": lengths_k}
@@ -263,8 +263,8 @@ def block_lists(q: Any, k: Any, v: Any, *, blocks: Any = None, **variant: Any) -
     ValueError, TypeError: as forward; or there is neither a mask nor blocks; or sequences are packed, or have lengths_k."""
     if refused := {"out", "return_lse"} & variant.keys():
         raise TypeError(f"{min(refused)}: is an argument of forward; block_lists has no output")
-    if traced(q) or tracing(q):
+    if is_traced(q) or is_jax_tracer(q):
         raise TypeError("q: call block_lists outside of torch.compile and jax.jit, and pass the lists in")
-    torch = imported("torch")
+    torch = imported_module("torch")
     with nullcontext() if torch is None else torch.no_grad():  # of tensors that require grad, too
         return forward(q, k, v, blocks=BlockListsRequest(blocks), **variant)

@@ -91,7 +91,8 @@ def plan_step(problem: Problem, scale: float | None, raw: RawOptions) -> Plan:
     if state.form.strides[-1] != state.form.itemsize or problem.bytes_at_once("state") < ALIGNMENT:
         raise ValueError(
             f"state: last axis must be contiguous, address and other strides multiples of {ALIGNMENT} bytes: "
-            f"address {state.form.past} past one, state.strides={state.form.strides} bytes, state.shape={state.form.shape}"
+            f"address {state.form.misalignment} past one, state.strides={state.form.strides} bytes, "
+            f"state.shape={state.form.shape}"
         )
     if 0 in problem["out"].form.shape:
         return Plan([])

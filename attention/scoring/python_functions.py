@@ -18,7 +18,7 @@ import numpy as np
 
 import ops
 from tiles import static
-from tiles.calls.torch_op import compiling, imported
+from tiles.calls.torch_op import imported_module, is_compiling
 from tiles.static import identity
 
 if TYPE_CHECKING:
@@ -51,13 +51,13 @@ def register_function(option: str, function: Any) -> str | None:
     error names the option."""
     if function is None:
         return None
-    in_graph = compiling()
+    in_graph = is_compiling()
     return _register(option, function, _captured_values(option, function) if in_graph else (), in_graph)
 
 
 def _dynamo_hashes_floats() -> bool:
     """Can Dynamo hash a float that has become a symbol? (torch before 2.13 can only hash its text.)"""
-    return tuple(int(part) for part in imported("torch").__version__.split(".")[:2]) >= (2, 13)
+    return tuple(int(part) for part in imported_module("torch").__version__.split(".")[:2]) >= (2, 13)
 
 
 _dynamo_hashes_floats._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tiles.calls.jax_call import tracing
-from tiles.calls.remembered_calls import OTHER
-from tiles.calls.torch_op import compiling
+from tiles.calls.jax_call import is_jax_tracer
+from tiles.calls.remembered_calls import NOT_SERVED
+from tiles.calls.torch_op import is_compiling
 from tiles.launching.arrays import c_ordered
 from tiles.launching.frameworks import describe, without_grad
 
@@ -54,20 +54,20 @@ class Arrangement(NamedTuple):
     numbers: tuple[int, ...]
 
     def call(self, stream: Any, args: tuple) -> Any:
-        """The results of a call with these arguments, OTHER if no guarded function serves it."""
+        """The results of a call with these arguments, NOT_SERVED if no guarded function serves it."""
         program, missing = self.program, self.arguments - len(args)
         if program.compiling() or not 0 <= missing <= len(self.defaults):
-            return OTHER
+            return NOT_SERVED
         args = (*args, *self.defaults[len(self.defaults) - missing :])
         numbers = tuple([args[n] for n in self.numbers])
         if any([type(x) is not float and type(x) is not int for x in numbers]):
-            return OTHER
+            return NOT_SERVED
         try:
             operands = [args[n].T if transposed else args[n] for n, transposed in self.arrays]
         except AttributeError:  # no array
-            return OTHER
-        returned = program.of_known_form(stream, (*operands, *program.no_outs), numbers)
-        return returned if program.single or returned is OTHER or isinstance(returned, tuple) else (returned,)
+            return NOT_SERVED
+        returned = program.call_guarded(stream, (*operands, *program.no_outs), numbers)
+        return returned if program.single or returned is NOT_SERVED or isinstance(returned, tuple) else (returned,)
 
 
 class Fused(Definition):
@@ -86,9 +86,9 @@ class Fused(Definition):
 
         out: where the result goes, an array, or a tuple of them for several results. stream: a handle or a stream object.
         TypeError, ValueError: the definition or a kernel refuses these arrays; the message names the argument."""
-        if out is None and not options and not compiling() and self.last is not None:  # as in most calls
+        if out is None and not options and not is_compiling() and self.last is not None:  # as in most calls
             results = self.last.call(stream, args)
-            if results is not OTHER:
+            if results is not NOT_SERVED:
                 return results
         arrays = self._arguments(args, options)
         if all([isinstance(x, NUMPY) for x in arrays]):
@@ -131,7 +131,7 @@ class Fused(Definition):
         outs = tuple([x if x is None or not lead else flatten_out(x, lead) for x in into])
         operands = tuple([x.T if s.transposed else x for x, s in zip(flat, shapes) if s.extents])
         numbers = tuple([x for x, s in zip(flat, shapes) if not s.extents])
-        if tracing(operands[0]):
+        if is_jax_tracer(operands[0]):
             self._refuse_parts_in_jit(program, shapes, ordinal_of(operands), numbers)
         try:
             computed = program(stream, (*operands, *outs), numbers)
@@ -149,7 +149,7 @@ class Fused(Definition):
         except ValueError:
             self.trace(flat)  # if shapes do not fit, its error shows the operation of the definition
             raise
-        if out is None and not options and not lead and not compiling():
+        if out is None and not options and not lead and not is_compiling():
             places = [n for n, s in enumerate(shapes) if not s.extents]
             transposes = tuple([(n, s.transposed) for n, s in enumerate(shapes) if s.extents])
             self.last = Arrangement(program, len(shapes), self.defaults, transposes, tuple(places))

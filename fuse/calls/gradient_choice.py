@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tiles.calls.torch_op import compiling, exporting, imported, mapped_with_grad, token, transformed
+from tiles.calls.torch_op import ascii_name, imported_module, is_compiling, is_exporting, is_mapped_with_grad, is_transformed
 
 from ..algebra.derivative import NoRule
 from ..language import graph
@@ -27,12 +27,12 @@ from .program import PROGRAMS
 
 def wants_gradient(arrays: Sequence[Any]) -> bool:
     """Does torch need a gradient of a call on these arrays?"""
-    torch = imported("torch")
+    torch = imported_module("torch")
     if torch is None or not torch.is_grad_enabled():
         return False
     if any([isinstance(x, torch.Tensor) and x.requires_grad for x in arrays]):
-        return not exporting()  # when exporting, the op itself refuses
-    return mapped_with_grad(arrays)
+        return not is_exporting()  # when exporting, the op itself refuses
+    return is_mapped_with_grad(arrays)
 
 
 def differentiable(function: Any, arrays: Sequence[Any]) -> Any:
@@ -41,9 +41,9 @@ def differentiable(function: Any, arrays: Sequence[Any]) -> Any:
     forward and backward."""
     from .autograd import FusedAutograd
 
-    if transformed():
+    if is_transformed():
         return function._by_parts(*arrays)
-    if compiling() and not function.gradients.all_by_kernels(arrays, [getattr(x, "requires_grad", False) for x in arrays]):
+    if is_compiling() and not function.gradients.all_by_kernels(arrays, [getattr(x, "requires_grad", False) for x in arrays]):
         return function._by_parts(*arrays)
     return FusedAutograd.apply(function, *arrays)
 
@@ -111,7 +111,7 @@ class GradientFunctions:
         if key not in self.served_names:
             from . import autograd
 
-            self.served_names[key] = unused(token(f"{self.function.name}_gradient"), PROGRAMS)
+            self.served_names[key] = unused(ascii_name(f"{self.function.name}_gradient"), PROGRAMS)
             PROGRAMS.add(self.served_names[key])
             autograd.op(self.of(wanted, by, count), self.served_names[key])
         return self.served_names[key]

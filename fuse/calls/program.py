@@ -13,7 +13,7 @@ from typing import Any
 from tiles.calls.plan import Plan
 from tiles.calls.program import Program
 from tiles.calls.schema import Schema
-from tiles.calls.torch_op import token
+from tiles.calls.torch_op import ascii_name
 from tiles.launching.arrays import Operand
 from tiles.launching.checks import Check, check_options
 from tiles.launching.recording import RecordedStep, recorded
@@ -56,7 +56,7 @@ def program_of(function: Definition, shapes: tuple[Shape, ...], gradient: Callab
     arrays = {name: s for name, s in zip(function.names, shapes) if s.extents}
     numbers = [name for name, s in zip(function.names, shapes) if not s.extents]
     refuse_dtypes(traced, arrays)
-    name = unused(token(function.name), PROGRAMS)
+    name = unused(ascii_name(function.name), PROGRAMS)
     PROGRAMS.add(name)
     schema, beyond = schema_of(name, traced, arrays)
 

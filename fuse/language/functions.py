@@ -10,7 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from tiles.calls.torch_op import imported
+from tiles.calls.torch_op import imported_module
 
 from . import dropout_mask, term_operations, term_views, terms
 from .evaluate import pick_elements
@@ -44,7 +44,7 @@ def _map(name: str):
 
 def _torch(x: Any) -> bool:
     """Is it one of torch's tensors?"""
-    torch = imported("torch")
+    torch = imported_module("torch")
     return torch is not None and isinstance(x, torch.Tensor)
 
 
@@ -99,7 +99,7 @@ def concatenate(parts: Any, axis: int = -1) -> Any:
     """The arrays side by side: (..., N), (..., M), ... give (..., N + M + ...). In a fused function all must have the same
     rows (ValueError), and axis must be the last one (TypeError)."""
     if not any(isinstance(x, Term) for x in parts):
-        return imported("torch").cat(parts, axis) if _torch(parts[0]) else np.concatenate(parts, axis)
+        return imported_module("torch").cat(parts, axis) if _torch(parts[0]) else np.concatenate(parts, axis)
     if axis not in (-1, parts[0].ndim - 1):
         raise TypeError(f"concatenate: joins the last axis, got {axis=}")
     return term_operations.concat(*parts)
@@ -156,7 +156,7 @@ def cast(x: Any, dtype: Any) -> Any:
         return terms.apply(name, x)
     if _torch(x):
         bounded = x if dtype.itemsize > 1 else x.clamp(*(float(ml_dtypes.finfo(dtype.np).max) * sign for sign in (-1, 1)))
-        return bounded.to(getattr(imported("torch"), dtype.np.name))
+        return bounded.to(getattr(imported_module("torch"), dtype.np.name))
     return dtype.round(x)
 
 

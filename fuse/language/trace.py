@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tiles.calls.jax_call import tracing
+from tiles.calls.jax_call import is_jax_tracer
 from tiles.launching.frameworks import describe, without_grad
 
 from . import terms
@@ -172,7 +172,7 @@ def shape_of(x: Any, name: str) -> Shape:
         return Shape((), "float32")
     if hasattr(x, "stride"):  # a torch tensor, which may have no address
         extents, strides, unit, dtype = tuple(x.shape), x.stride(), 1, str(x.dtype).removeprefix("torch.")
-    elif tracing(x):  # of JAX
+    elif is_jax_tracer(x):  # of JAX
         return Shape(tuple(x.shape), str(np.dtype(x.dtype)))
     else:
         form = describe(x, name).form
@@ -186,6 +186,6 @@ def shape_of(x: Any, name: str) -> Shape:
 def ordinal_of(arrays: Sequence[Any]) -> int | None:
     """The ordinal of the GPU on which the arrays lie, or under jax.jit will lie; None in host memory."""
     first = next(x for x in arrays if hasattr(x, "shape"))
-    if tracing(first):
+    if is_jax_tracer(first):
         return 0 if sys.modules["jax"].default_backend() == "gpu" else None
     return describe(without_grad(first), "x").device

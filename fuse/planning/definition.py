@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from tiles.calls.plan import Recent
+from tiles.calls.plan import LruTable
 from tiles.compiling import cache, digest
 from tiles.compiling.compiler import Compiled, compile_kernel
 from tiles.launching.arrays import Operand, c_ordered
@@ -90,7 +90,7 @@ class Definition:
         self.names = list(self.signature.parameters)
         parameters = self.signature.parameters.values()
         self.defaults = tuple([p.default for p in parameters if p.default is not p.empty])  # of the last ones
-        self.best, self.known_plans = functools.lru_cache(BEST)(self._best), Recent(BEST)
+        self.best, self.known_plans = functools.lru_cache(BEST)(self._best), LruTable(BEST)
         self.roles: dict[tuple, tuple[tuple[str, ...], ...]] = {}
         self.find_roles = memoize_by_kinds(self.roles, lambda shapes: length_classes.axis_roles(self._trace_all(shapes)))
         self.leading_are_rows: dict[tuple, bool] = {}

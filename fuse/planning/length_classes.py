@@ -122,4 +122,4 @@ def known_extents(traced: TracedDefinition, shapes: Sequence[Shape]) -> dict[Axi
 
 def fixed_value(x: Any) -> Any:
     """The value that was computed from watched lengths, fixed for this call and all others that get the same."""
-    return x.fixed() if isinstance(x, Length) else x
+    return x.fix() if isinstance(x, Length) else x

@@ -14,7 +14,7 @@ from types import ModuleType
 
 import ops
 import tiles
-from tiles.calls.plan import Recent
+from tiles.calls.plan import LruTable
 
 from ..language.names import unused
 from .kernel_text import KernelText
@@ -26,7 +26,7 @@ HOMES |= {"cuda": "numba", "float32": "numpy", "int32": "numpy", "repeated": "ti
 HOMES |= {"drop_threshold": "attention.dropout"}
 HOMES |= {name: "ops.cluster_sum" for name in ("ClusterSum", "RowSums", "max_over_cluster", "sum_over_cluster")}
 MODULES = 1024  # modules that are remembered
-KERNELS = Recent(MODULES)  # compiled kernels, by their names and code
+KERNELS = LruTable(MODULES)  # compiled kernels, by their names and code
 
 
 def rename_globals(name: str, kernels: Sequence[tuple[str, KernelText]]) -> list[tuple[str, KernelText]]:

@@ -5,7 +5,7 @@ from places import SHARES, OnCard, OnInterpreter
 from poison import poison_new_memory
 
 from tiles.calls import program
-from tiles.calls.plan import Recent
+from tiles.calls.plan import LruTable
 from tiles.launching.frameworks import Torch
 
 
@@ -51,5 +51,5 @@ def card(monkeypatch):
 def nothing_known(monkeypatch):
     """Empty caches of calls and plans, which are cleared again afterwards."""
     for table in ("GUARDED_CALLS", "REMEMBERED"):
-        monkeypatch.setattr(program, table, Recent(program.ENTRIES))
-    monkeypatch.setattr(program, "TRACED_PLANS", Recent(program.PLAN_KINDS))
+        monkeypatch.setattr(program, table, LruTable(program.ENTRIES))
+    monkeypatch.setattr(program, "TRACED_PLANS", LruTable(program.PLAN_KINDS))

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from cuda.bindings import driver
 
 from tiles.calls import program as programs
-from tiles.calls.plan import Recent
+from tiles.calls.plan import LruTable
 from tiles.compiling.compiler import Compiled
 from tiles.launching import arrays as in_memory
 from tiles.launching import bound_launch, devices, frameworks, loaded_code, tensor_maps
@@ -54,7 +54,7 @@ class RecordingAllocator(Kind):
     def reader(self, needed):
         def read(*arrays):
             sort = [x and (x.form.dtype, x.form.device, x.form.readonly) for x in arrays]
-            lengths = [x and (x.form.shape, self.steps(x), x.form.past if x.pointer else -1) for x in arrays]
+            lengths = [x and (x.form.shape, self.steps(x), x.form.misalignment if x.pointer else -1) for x in arrays]
             return tuple(sort), tuple(lengths), [x.pointer if x else 0 for x in arrays], None
 
         return read
@@ -93,11 +93,13 @@ def noting_driver(monkeypatch):
     launches, slots_of = [], {}
     monkeypatch.setitem(KIND_OF, Lent, kind)
     for table in ("GUARDED_CALLS", "REMEMBERED"):
-        monkeypatch.setattr(programs, table, Recent(programs.ENTRIES))
-    monkeypatch.setattr(programs, "TRACED_PLANS", Recent(programs.PLAN_KINDS))
+        monkeypatch.setattr(programs, table, LruTable(programs.ENTRIES))
+    monkeypatch.setattr(programs, "TRACED_PLANS", LruTable(programs.PLAN_KINDS))
     for module in devices, launching, in_memory:
         monkeypatch.setattr(module, "device", lambda ordinal: gpu)
-    monkeypatch.setattr(loaded_code, "Loaded", lambda compiled, gpu: SimpleNamespace(allow=lambda n: 0, function=kind, gpu=gpu))
+    monkeypatch.setattr(
+        loaded_code, "LoadedKernel", lambda compiled, gpu: SimpleNamespace(allow=lambda n: 0, function=kind, gpu=gpu)
+    )
     monkeypatch.setattr(loaded_code, "machine_code", lambda *_: Compiled(b"", "k", ""))
     monkeypatch.setattr(loaded_code, "uncaptured", contextlib.nullcontext)
     monkeypatch.setattr(loaded_code, "_loaded", loaded_code.weakref.WeakKeyDictionary())
@@ -169,7 +171,7 @@ def lent(draw, argument, shape, dtype, layout, pointer, gaps, past):
 def fresh(call, *given):
     """The result of the call with empty caches."""
     tables = {name: getattr(programs, name) for name in ("GUARDED_CALLS", "REMEMBERED", "TRACED_PLANS")}
-    vars(programs).update({name: Recent(8) for name in tables})
+    vars(programs).update({name: LruTable(8) for name in tables})
     try:
         return call(*given)
     finally:

@@ -234,8 +234,8 @@ def test_all_programs_are_listed():
 @pytest.mark.parametrize(("name", "n"), [(name, n) for name, forms in TABLE.items() for n in range(len(forms))])
 def test_new_lengths_are_planned_a_few_times(gpu, monkeypatch, name, n):
     program, how, rng, planned = programs()[name], TABLE[name][n], random.Random(n), []
-    plans = program._planned
-    monkeypatch.setattr(program, "_planned", lambda *args: planned.append(1) or plans(*args))
+    plans = program._plan_and_compile
+    monkeypatch.setattr(program, "_plan_and_compile", lambda *args: planned.append(1) or plans(*args))
     for call in range(CALLS):
         arguments = a_call(program, how, rng)
         launches, made = gpu.call(program, *arguments)

@@ -146,15 +146,15 @@ OPTIONS |= {
 @given(data=st.data())
 def test_the_same_as_planned_anew(gpu, name, data):
     program, given = data.draw(calls(name))
-    plans, run = program._planned, program.run
+    plans, run = program._plan_and_compile, program.run
     for arrays, options, layout in given:
         planned, ran = [], []
-        program._planned = lambda *args: planned.append(1) or plans(*args)
+        program._plan_and_compile = lambda *args: planned.append(1) or plans(*args)
         program.run = lambda *args: ran.append(1) or run(*args)
         try:
             found = gpu.call(program, arrays, options, layout)
         finally:
-            del program._planned, program.run
+            del program._plan_and_compile, program.run
         event("planned" if planned else "by a function" if ran else "by what was written for its form")
         event("refused" if isinstance(found[0], type) else "launched")
         assert found == fresh(gpu.call, program, arrays, options, layout)
@@ -169,8 +169,8 @@ def tokens(batch, length, heads, columns, pointer=MEMORY, capacity=None, dtype="
 
 def planned(monkeypatch, program):
     """A list to which every planned call is appended."""
-    found, plans = [], program._planned
-    monkeypatch.setattr(program, "_planned", lambda *args: found.append(1) or plans(*args))
+    found, plans = [], program._plan_and_compile
+    monkeypatch.setattr(program, "_plan_and_compile", lambda *args: found.append(1) or plans(*args))
     return found
 
 
@@ -352,8 +352,8 @@ def test_threads(gpu):
 
 def test_functions_are_limited(gpu, monkeypatch):
     """A planner that depends on the exact length plans each call, and is watched only a few times."""
-    watched, real = [], _forward._watched
-    monkeypatch.setattr(_forward, "_watched", lambda *args: watched.append(1) or real(*args))
+    watched, real = [], _forward._trace_plan
+    monkeypatch.setattr(_forward, "_trace_plan", lambda *args: watched.append(1) or real(*args))
     monkeypatch.setattr(_forward, "planner", lambda problem, *_: int(problem.extents["seqlen_k"]) and programs.Plan([]))
     for length in range(1, 60):
         arrays = tokens(1, 1, 8, 64), *(tokens(1, length, 8, 64, MEMORY + n * ROOM) for n in (1, 2)), None, None

@@ -22,7 +22,7 @@ import pytest
 import attention
 from fuse import operators
 from tiles.calls import program as programs
-from tiles.calls.plan import Recent
+from tiles.calls.plan import LruTable
 
 sys.path.insert(0, str(Path(__file__).parent / "recurrent"))
 from members import BF16, F32, MEMBERS, Member
@@ -221,7 +221,7 @@ def _flat(results):
 def test_soak(monkeypatch):
     pytest.importorskip("torch")
     if FEW:
-        monkeypatch.setattr(programs, "REMEMBERED", Recent(FEW))
+        monkeypatch.setattr(programs, "REMEMBERED", LruTable(FEW))
     soak = Soak(EVERY | OF_MODELS, SoakOnCard(), LENGTHS)
     for name in soak.members:  # kernels are compiled before the time begins
         soak.call(name, LENGTHS, random.Random(0))

@@ -91,7 +91,7 @@ def gpu(monkeypatch):
             "fuse.writing.module_text.assemble",
         ):
             count(name, eval(name, {"fuse": fuse, **sys.modules}))
-        count("tiles.calls.program.Program._planned", programs.Program._planned)
+        count("tiles.calls.program.Program._plan_and_compile", programs.Program._plan_and_compile)
         yield noted
 
 
@@ -240,8 +240,8 @@ def test_what_is_not_like_the_last_call(monkeypatch):
 def test_memory_stays(gpu, monkeypatch):
     """Memory stays bounded over thousands of numbers of rows, linecache included."""
     for table in ("GUARDED_CALLS", "REMEMBERED"):
-        monkeypatch.setattr(programs, table, programs.Recent(64))
-    monkeypatch.setattr(programs, "TRACED_PLANS", programs.Recent(64))
+        monkeypatch.setattr(programs, table, programs.LruTable(64))
+    monkeypatch.setattr(programs, "TRACED_PLANS", programs.LruTable(64))
     function, numbers = function_of("rms_norm_linear", False), [*range(1, 9001)]
     random.Random(0).shuffle(numbers)
     for rows in numbers[:3000]:

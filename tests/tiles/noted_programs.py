@@ -8,7 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from tiles.calls import program as programs  # noqa: E402
-from tiles.calls.plan import Recent  # noqa: E402
+from tiles.calls.plan import LruTable  # noqa: E402
 from tiles.calls.program import program  # noqa: E402
 from tiles.calls.schema import Schema  # noqa: E402
 from tiles.launching import frameworks  # noqa: E402
@@ -42,8 +42,8 @@ def gpu(monkeypatch):
     monkeypatch.setattr(frameworks, "_torch_words", lambda dtype, device: (*words(dtype, device)[:2], 0))
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM[0], raising=False)
     for table in ("GUARDED_CALLS", "REMEMBERED"):
-        monkeypatch.setattr(programs, table, Recent(programs.ENTRIES))
-    monkeypatch.setattr(programs, "TRACED_PLANS", Recent(programs.PLAN_KINDS))
+        monkeypatch.setattr(programs, table, LruTable(programs.ENTRIES))
+    monkeypatch.setattr(programs, "TRACED_PLANS", LruTable(programs.PLAN_KINDS))
     STREAM[0] = 7
     RUNS.clear()
 
@@ -53,8 +53,8 @@ class CountedProgram:
 
     def __init__(self, table, planner):
         self.program, self.read, self.planned = program(Schema(f"noted{next(NUMBERS)}", table))(planner), 0, 0
-        run, plan = self.program.run, self.program._planned
-        self.program.run, self.program._planned = self.counted("read", run), self.counted("planned", plan)
+        run, plan = self.program.run, self.program._plan_and_compile
+        self.program.run, self.program._plan_and_compile = self.counted("read", run), self.counted("planned", plan)
 
     def counted(self, name, function):
         def call(*args):

@@ -219,7 +219,7 @@ def test_a_kernel_that_says_nothing_of_a_parameter():
     def silent(x: array(2), y, n: INT, z):
         pass
 
-    with pytest.raises(TypeError, match=r"^silent: what is y, z\? Annotate it with array\(...\), tiled\(...\), INT or FLOAT"):
+    with pytest.raises(TypeError, match=r"^silent: y, z must be annotated with array\(...\), tiled\(...\), INT or FLOAT"):
         declared(silent.py_func)
 
 

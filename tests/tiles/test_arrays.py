@@ -45,7 +45,7 @@ def test_equal_forms_are_equal():
 def test_a_form_says_how_far_its_address_is_past_a_multiple_of_16(offset):
     memory = np.zeros(64, np.float16)
     x = memory[(-memory.ctypes.data % ALIGNMENT + offset) // 2 :]
-    assert form_of(x).past == offset % ALIGNMENT
+    assert form_of(x).misalignment == offset % ALIGNMENT
 
 
 def test_a_form_says_whether_it_may_be_written():

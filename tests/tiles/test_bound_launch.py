@@ -45,9 +45,9 @@ def test_maps_are_encoded_for_the_first_two_launches_and_moved_then(gpu, encoded
 def test_the_same_addresses_write_nothing(gpu, monkeypatch):
     """And other ones, without maps, nothing else."""
     x, gpu.count, written = on_device(16, 16), 19, []
-    real = bound_launches.ParameterFrame.place
+    real = bound_launches.ParameterFrame.write_addresses
     monkeypatch.setattr(
-        bound_launches.ParameterFrame, "place", lambda frame, what, at: written.append(at) or real(frame, what, at)
+        bound_launches.ParameterFrame, "write_addresses", lambda frame, what, at: written.append(at) or real(frame, what, at)
     )
     bound = tiles.launch(scale, 1, 32).bind(x, x, 2.0)
     bound(3, 16, 32), written.clear()  # its frame is not kept: it may be of a length that comes once

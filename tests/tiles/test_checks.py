@@ -8,7 +8,7 @@ import pytest
 from cuda.bindings import driver
 
 from tiles.calls import program as programs
-from tiles.calls.plan import Plan, Recent
+from tiles.calls.plan import LruTable, Plan
 from tiles.calls.program import program
 from tiles.calls.schema import Schema
 from tiles.launching.arrays import Array
@@ -43,8 +43,8 @@ class NotedStep:
 def launch_nothing(monkeypatch):
     """launch_nothing(x, decay=, A=, cu_seqlens=): a launch of nothing."""
     for table in ("GUARDED_CALLS", "REMEMBERED"):
-        monkeypatch.setattr(programs, table, Recent(programs.ENTRIES))
-    monkeypatch.setattr(programs, "TRACED_PLANS", Recent(programs.PLAN_KINDS))
+        monkeypatch.setattr(programs, table, LruTable(programs.ENTRIES))
+    monkeypatch.setattr(programs, "TRACED_PLANS", LruTable(programs.PLAN_KINDS))
     monkeypatch.delenv("TILES_CHECK", raising=False)
     RUNS.clear()
     function = program(SCHEMA)(lambda problem: Plan([NotedStep()]))

@@ -88,7 +88,11 @@ WRONG = {
     "an array": (given(s=np.ones(1)), TypeError, r"^s: must be a number: s=array\(\[1.\]\)"),
     "no float32": (given(s=np.float64(1e300)), OverflowError, "^s: 1e.300 does not fit float32"),
     "dtype": (given(gQ=operand("q", (64, 64), "bfloat16")), TypeError, "^gQ: .*of float16, got bfloat16"),
-    "address": (given(gQ=operand("q", (64, 64), "float16", past=8)), ValueError, "^gQ: the address must be a multiple of 16"),
+    "address": (
+        given(gQ=operand("q", (64, 64), "float16", misalignment=8)),
+        ValueError,
+        "^gQ: the address must be a multiple of 16",
+    ),
     "stride": (given(gQ=operand("q", (64, 64), "float16", strides=(-128, 2))), ValueError, "^gQ: strides must be multiples"),
 }
 
@@ -110,7 +114,7 @@ def test_a_kernel_refuses_by_the_parameter_s_name(gpu, case, place):
 def test_a_launch_can_be_read_back(gpu, changes):
     """From its parameter block: what it was bound to, for a profile."""
     kernel, arguments = declared_kernel(), given(**changes)
-    assert kernel.bound_arguments(kernel.bind(6, **arguments)) == {name: x for name, x in arguments.items() if x is not None}
+    assert kernel.read_arguments(kernel.bind(6, **arguments)) == {name: x for name, x in arguments.items() if x is not None}
 
 
 @cuda.jit
@@ -157,7 +161,7 @@ def test_other_elements_are_other_code(gpu, monkeypatch):
 
 
 def test_a_kernel_without_annotations_is_no_kernel_of_names():
-    with pytest.raises(TypeError, match="^takes: what is q, x, k, n"):
+    with pytest.raises(TypeError, match="^takes: q, x, k, n must be annotated"):
         launching.Kernel(takes, 32, None, 0)
 
 

@@ -175,7 +175,7 @@ def test_arguments_are_those_of_a_launch(types_seen):
 def test_wrong_arguments():
     with pytest.raises(TypeError, match="plain takes 2 arguments .x, y., got 1"):
         tiles.inspect(plain, array(2))
-    with pytest.raises(TypeError, match="plain: what is x, y. Annotate"):
+    with pytest.raises(TypeError, match="plain: x, y must be annotated"):
         tiles.inspect(plain)
     with pytest.raises(TypeError, match="inspect: kernel must be a @cuda.jit function, got <built-in"):
         tiles.inspect(len)

@@ -80,7 +80,7 @@ def test_numbas_own_launch_without_a_gpu(monkeypatch):
 
 # ---- in the interpreter ------------------------------------------------------------------------------------------------
 def test_arrays_in_host_memory_run_in_the_interpreter_and_a_log_line_says_so_once(caplog, monkeypatch):
-    monkeypatch.setattr(interpreted_launch, "_said", [])
+    monkeypatch.setattr(interpreted_launch, "_announced", [])
     x = np.arange(32 * 48, dtype=np.float32).reshape(32, 48)
     y = np.full_like(x, np.nan)
     with caplog.at_level(logging.INFO):
@@ -93,7 +93,7 @@ def test_arrays_in_host_memory_run_in_the_interpreter_and_a_log_line_says_so_onc
 
 def test_a_kernel_is_called_by_its_short_name(caplog, monkeypatch):
     """`scale`, also where a function made it: not test_...<locals>.scale."""
-    monkeypatch.setattr(interpreted_launch, "_said", [])
+    monkeypatch.setattr(interpreted_launch, "_announced", [])
 
     @cuda.jit
     def scale(x):

@@ -308,8 +308,10 @@ def test_host_cost(torch):
     costs = {
         "bound, 4 maps + 1 array": p50(lambda: bound(stream, *addresses)),
         "the same, addresses never seen": p50(lambda: bound(stream, *(next(fresh) for _ in addresses)), 2000),
-        "encoding a map": p50(lambda: tensor_maps.encode(bound.contents.maps[0][2], next(fresh), place), 2000),
-        "moving a map": p50(lambda: tensor_maps.move(next(iter(bound.frames.recent.values())).maps[0], next(fresh)), 2000),
+        "encoding a map": p50(lambda: tensor_maps.write_map(bound.contents.maps[0][2], next(fresh), place), 2000),
+        "moving a map": p50(
+            lambda: tensor_maps.set_address(next(iter(bound.frames.recent.values())).maps[0], next(fresh)), 2000
+        ),
         "launch(...)(4 tensors, 1 array, 2 numbers)": p50(lambda: tiles.launch(nothing, 1, 128)(*launch_args), 2000),
         "launch(...)(2 arrays, 1 number)": p50(lambda: tiles.launch(scale, 1, 32)(x, x, 2.0), 2000),
         "bind alone": p50(lambda: three(*launch_args), 2000),

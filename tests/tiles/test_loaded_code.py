@@ -37,10 +37,10 @@ def three(gX: array(2), gOut: array(2)):
 machine_code = loaded_code.machine_code  # the `gpu` of these tests makes none
 
 
-def copying(*kernels, meanwhile=None):
+def copying(*kernels, prepare_next=None):
     """A program of these kernels, one behind the other."""
 
-    @program(COPIES, meanwhile=meanwhile)
+    @program(COPIES, prepare_next=prepare_next)
     def copies(problem) -> Plan:
         bound = [launching.Kernel(x, 32, None, 0) for x in kernels]
         return Plan([x.bind(1, gX=problem["x"], gOut=problem["out"]) for x in bound])
@@ -131,15 +131,15 @@ def test_what_is_prepared_meanwhile_is_waited_for(gpu, monkeypatch):
     second, gpu.count = copying(two), 18
     heard = []
 
-    def meanwhile(arrays, made, options, layout):
+    def prepare_next(arrays, made, options, layout):
         heard.append(([*arrays], arrays["x"].shape, made["out"].shape, options, layout))
         second.prepare({"x": arrays["x"].form}, (), layout)
         raise ValueError("of which nobody hears")
 
-    called(copying(one, meanwhile=meanwhile))
+    called(copying(one, prepare_next=prepare_next))
     assert made == [one] and len(gpu.launches) == 1
     threading.Timer(0.05, go_on.set).start()
     called(second)
     assert made == [one, two] and len(gpu.launches) == 2 and heard == [(["x", "out"], (4, 8), (4, 8), {}, "bshd")]
-    called(copying(one, meanwhile=meanwhile))
+    called(copying(one, prepare_next=prepare_next))
     assert len(heard) == 1, "all was there"

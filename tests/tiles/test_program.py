@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tiles.calls import program as programs
-from tiles.calls.plan import Fill, Plan, Recent
+from tiles.calls.plan import Fill, LruTable, Plan
 from tiles.calls.program import program
 from tiles.calls.schema import Schema
 from tiles.launching.frameworks import KIND_OF as known_kinds
@@ -39,7 +39,7 @@ class NotedOperands:
 def nothing_known(monkeypatch):
     """Nobody has called anything yet."""
     for table in ("GUARDED_CALLS", "REMEMBERED"):
-        monkeypatch.setattr(programs, table, Recent(programs.ENTRIES))
+        monkeypatch.setattr(programs, table, LruTable(programs.ENTRIES))
     RUNS.clear()
     PLANNED.clear()
 
@@ -164,8 +164,8 @@ def test_scratch_lies_between_steps_and_is_not_given_back(framework, collect):
 def test_scratch_memory_on_a_device_is_one_array():
     """Each part begins where an allocator would have it begin."""
     shapes = [((3, 5), "float32"), ((200, 2), "bfloat16"), ((0,), "float32"), ((7,), "int64")]
-    assert programs._joined(shapes) == ([((256 + 1024 + 256,), "uint8")], [256, 1280, 1280])
-    assert programs._joined(shapes[:1]) == (shapes[:1], []) and programs._joined([]) == ([], [])
+    assert programs._join_scratch(shapes) == ([((256 + 1024 + 256,), "uint8")], [256, 1280, 1280])
+    assert programs._join_scratch(shapes[:1]) == (shapes[:1], []) and programs._join_scratch([]) == ([], [])
 
 
 def test_a_fill_is_a_step():
@@ -382,7 +382,7 @@ def test_a_stream_must_be_one(scaled):
 def test_what_is_remembered_is_limited(scaled, monkeypatch):
     """Of all programs together; a form that was forgotten is planned again."""
     for table in ("GUARDED_CALLS", "REMEMBERED"):
-        monkeypatch.setattr(programs, table, Recent(4))
+        monkeypatch.setattr(programs, table, LruTable(4))
     room, other = np.zeros((3, 100), np.float32), scaled_program()
     for n in range(60):
         x, y, out = room[:, None, n : n + 1 + n // 10]
@@ -394,7 +394,7 @@ def test_what_is_remembered_is_limited(scaled, monkeypatch):
 def test_threads(monkeypatch):
     """Eight of them, with a memory too short for all: every launch gets its own addresses."""
     for table in ("GUARDED_CALLS", "REMEMBERED"):
-        monkeypatch.setattr(programs, table, Recent(4))
+        monkeypatch.setattr(programs, table, LruTable(4))
     room, start, wrong, latest = np.zeros((8, 20, 3, 1, 4), np.float32), threading.Barrier(8), [], threading.local()
 
     class Local(NotedOperands):

@@ -3,11 +3,11 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiles.calls.plan import Recent
+from tiles.calls.plan import LruTable
 
 
 def test_recent_forgets_what_was_not_used_for_longest():
-    recent = Recent(8)
+    recent = LruTable(8)
     for n in range(100):
         recent.put(n, str(n))
         assert recent.get(0) == "0", "it was asked for again and again"
@@ -20,7 +20,7 @@ def test_recent_forgets_what_was_not_used_for_longest():
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 9)), max_size=60), st.integers(2, 8))
 def test_recent_is_a_table(calls, entries):
     """It gives what was put last or nothing, and the newest half of its entries always."""
-    recent, truth, order = Recent(entries), {}, []
+    recent, truth, order = LruTable(entries), {}, []
     for n, (put, key) in enumerate(calls):
         if put:
             recent.put(key, n)

@@ -16,7 +16,7 @@ from torch._subclasses import FakeTensorMode  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 from tiles.calls import program as programs  # noqa: E402
-from tiles.calls.plan import Plan, Recent  # noqa: E402
+from tiles.calls.plan import LruTable, Plan  # noqa: E402
 from tiles.launching import frameworks  # noqa: E402
 from tiles.launching.lengths import watched_call  # noqa: E402
 
@@ -322,7 +322,7 @@ def test_no_tensor_is_kept(summed):
 
 def test_what_is_remembered_is_limited(summed, monkeypatch):
     for table in ("GUARDED_CALLS", "REMEMBERED"):
-        monkeypatch.setattr(programs, table, Recent(8))
+        monkeypatch.setattr(programs, table, LruTable(8))
     for n in range(1, 40):
         for _ in range(3):
             summed(*tensors(n, 8), None, None, None, options=(float(n), False))

@@ -183,10 +183,10 @@ def test_any_strides_with_a_contiguous_last_axis(order, layout, shape, step):
     assert p.forms["q"].shape == p("batch", "seqlen", "heads", "head_dim") == canonical.shape
     assert p.forms["q"].strides == canonical.strides
     used = [step for n, step in zip(canonical.shape, canonical.strides) if n > 1]
-    at_once = int(np.gcd.reduce([*(abs(step) for step in used[:-1]), form_of(q).past, 16]))
+    at_once = int(np.gcd.reduce([*(abs(step) for step in used[:-1]), form_of(q).misalignment, 16]))
     assert p.bytes_at_once("q") == p.bytes_at_once() == at_once
     assert p.by_tma == (at_once == 16 and min(used) >= 0)
-    one.check_apart("out", "q", (4096, 4096), (form_of(out), form_of(q)))  # in place, whatever unused strides say
+    one.check_overlap("out", "q", (4096, 4096), (form_of(out), form_of(q)))  # in place, whatever unused strides say
 
 
 @pytest.mark.parametrize(
@@ -195,11 +195,11 @@ def test_any_strides_with_a_contiguous_last_axis(order, layout, shape, step):
 def test_the_bytes_that_all_addresses_are_multiples_of(offset, step, at_once):
     """`offset` elements past an address that is a multiple of 16, rows `step` elements apart."""
     form = Form((2, 5, 6, 16), (5 * 6 * 32, 6 * 32, 32, 2), "bfloat16", None, 2)
-    odd = form._replace(strides=(2 * 5 * 6 * step, 2 * 6 * step, 2 * step, 2), past=2 * offset)
+    odd = form._replace(strides=(2 * 5 * 6 * step, 2 * 6 * step, 2 * step, 2), misalignment=2 * offset)
     assert call(q=odd).bytes_at_once() == call(out=odd).bytes_at_once() == at_once
     assert call(q=odd).bytes_at_once("k") == call(q=odd).bytes_at_once("decay") == 16
     assert call(q=odd).by_tma == (at_once == 16)
-    decay = c_ordered((2, 5, 6), "float32", None)._replace(past=4)
+    decay = c_ordered((2, 5, 6), "float32", None)._replace(misalignment=4)
     assert call(decay=decay).bytes_at_once() == 16 and call(decay=decay).bytes_at_once("decay", "q") == 4
 
 
@@ -286,7 +286,7 @@ INVALID = [
         "out: its elements must not overlap each other: out.strides=(960, 16, 192, 2) bytes, out.shape=(2, 5, 6, 16)",
     ),
     (
-        dict(q=c_ordered((2, 5, 6, 16), "bfloat16", None)._replace(past=3)),
+        dict(q=c_ordered((2, 5, 6, 16), "bfloat16", None)._replace(misalignment=3)),
         V,
         "q: address and strides must be multiples of its elements' 2 bytes: address 3 past a multiple of 16: q.str",
     ),
@@ -333,20 +333,20 @@ def test_what_is_written_must_be_writable(name):
 # ---- memory ----------------------------------------------------------------------------------------------------------
 def test_what_must_lie_apart():
     """What is written, and any other argument; each pair comes once."""
-    pairs = ATTEND.apart(forms(decay=zeros(HEADS), out=zeros(Q, bf16)))
+    pairs = ATTEND.disjoint_pairs(forms(decay=zeros(HEADS), out=zeros(Q, bf16)))
     of_scores, of_out = ([(name, other) for other in ("q", "k", "decay")] for name in ("scores", "out"))
     assert sorted(pairs) == sorted([*of_scores, *of_out, ("scores", "out")])
 
 
 def test_in_place_is_the_first_argument_itself():
     form = form_of(zeros(Q, bf16))
-    ATTEND.check_apart("out", "q", (4096, 4096), (form, form))
+    ATTEND.check_overlap("out", "q", (4096, 4096), (form, form))
     for name, other, at in (("out", "q", 4098), ("out", "k", 4096), ("scores", "q", 4096)):
         with pytest.raises(V, match=rf"^{name}: must not overlap {other}: {name} at 0x1000, {other} at {at:#x}, "):
-            ATTEND.check_apart(name, other, (4096, at), (form, form))
+            ATTEND.check_overlap(name, other, (4096, at), (form, form))
     square = form_of(zeros(Q, bf16, heads=5))
     with pytest.raises(V, match="^out: must not overlap q"):
-        ATTEND.check_apart("out", "q", (4096, 4096), (square, square.permuted((0, 2, 1, 3))))
+        ATTEND.check_overlap("out", "q", (4096, 4096), (square, square.permuted((0, 2, 1, 3))))
 
 
 def test_every_word_of_a_table_is_explained():
@@ -381,11 +381,11 @@ def test_a_number_where_an_array_belongs():
         lengths  (sequences)                        index
         descale  (heads_k)|(sequences, heads_k)     float32  optional
     """)  # fmt: skip
-    assert schema.of_a_number("lengths", 40) == (
+    assert schema.number_message("lengths", 40) == (
         "lengths: must be an array, got lengths=40; of a number make one: np.full((sequences,), 40, np.int32)"
     )
-    assert schema.of_a_number("descale", 0.5).endswith("make one: np.full((Hk,), 0.5, np.float32)")
-    assert schema.of_a_number("x", 1.0) == "x: must be an array, got x=1.0"
+    assert schema.number_message("descale", 0.5).endswith("make one: np.full((Hk,), 0.5, np.float32)")
+    assert schema.number_message("x", 1.0) == "x: must be an array, got x=1.0"
 
 
 def test_what_has_one_element():

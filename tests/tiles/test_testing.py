@@ -86,8 +86,8 @@ def test_a_function_is_called(monkeypatch, sample, way):
 def test_a_function_may_fail():
     with pytest.raises(ZeroDivisionError):
         meaning(lambda: 1 // 0)
-    assert meaning(interpreted_launch._execute) is interpret and interpreted_launch._execute() is interpret
-    assert ptx(interpreted_launch._execute, arch="sm_80").keywords == {"arch": "sm_80"}
+    assert meaning(interpreted_launch._choose_runner) is interpret and interpreted_launch._choose_runner() is interpret
+    assert ptx(interpreted_launch._choose_runner, arch="sm_80").keywords == {"arch": "sm_80"}
 
 
 @pytest.mark.parametrize("run", ["sm_80"], indirect=True)

@@ -22,7 +22,7 @@ TILE = st(64, 64, bf16)
 
 
 def encoded(array, tile, rows=-2, cols=-1):
-    return tensor_maps.encoding(tensor_maps.cut(tensor(array, tile, rows, cols).spec), describe(array, "x").form)
+    return tensor_maps.encode_form(tensor_maps.tma_box(tensor(array, tile, rows, cols).spec), describe(array, "x").form)
 
 
 def test_of_an_attention_input():
@@ -88,13 +88,13 @@ def test_a_box_holds_what_the_tile_holds(data):
     at = [data.draw(strategy.integers(0, n - 1)) for n in view.shape]
     at[rows], at[-1] = at[rows] // 8, at[-1] // 8
     origin = source.spec.origin(at)
-    box = Box(tensor_maps.encoding(tensor_maps.cut(source.spec), describe(view, "x").form), view)
+    box = Box(tensor_maps.encode_form(tensor_maps.tma_box(source.spec), describe(view, "x").form), view)
     coordinates = [origin[axis] for axis in tensor_maps.tma_axes(source.spec)]
     np.testing.assert_array_equal(np.reshape(box(coordinates), (8, 8)), source.load(at))
 
 
 def of(*axes, form):
-    return tensor_maps.encoding(tensor_maps.cut(gl(TILE, *axes)), form)
+    return tensor_maps.encode_form(tensor_maps.tma_box(gl(TILE, *axes)), form)
 
 
 BASE = np.zeros((4, 64, 128), bf16.np)
@@ -168,10 +168,10 @@ def notes(monkeypatch):
 
 def test_a_map_is_moved_to_a_multiple_of_16(notes, place):
     tensor_map = MapInMemory(place[1])
-    tensor_maps.move(tensor_map, 8192)
+    tensor_maps.set_address(tensor_map, 8192)
     assert list(tensor_map.bytes) == [8192, *range(15)] and notes == [8192]
     with pytest.raises(ValueError, match="multiple of 16 bytes, got 0x1008"):
-        tensor_maps.move(tensor_map, 4104)
+        tensor_maps.set_address(tensor_map, 4104)
     assert notes == [8192]
 
 
@@ -181,13 +181,13 @@ def test_what_the_driver_refuses_carries_its_name(notes, place, monkeypatch):
     monkeypatch.setattr(driver, "cuGetErrorName", lambda s: (s, b"CUDA_ERROR_INVALID_VALUE"))
     monkeypatch.setattr(driver, "cuGetErrorString", lambda s: (s, b"invalid argument"))
     with pytest.raises(RuntimeError, match="CUDA_ERROR_INVALID_VALUE: invalid argument"):
-        tensor_maps.move(MapInMemory(place[1]), 16)
+        tensor_maps.set_address(MapInMemory(place[1]), 16)
 
 
 def test_the_driver_hears_the_encoding(notes, place):
     memory, at = place
     e = encoded(np.zeros((2, 1000, 3, 128), bf16.np), st(64, 128, bf16), rows=1)
-    tensor_maps.encode(e._replace(strides=(256, 768, 2**33)), 2**40, at)
+    tensor_maps.write_map(e._replace(strides=(256, 768, 2**33)), 2**40, at)
     (args,) = notes
     assert args[0] == driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 and args[1:3] == (4, 2**40)
     assert args[3:7] == ([128, 3, 1000, 2], [256, 768, 2**33], [64, 1, 64, 1], [1] * 4)
@@ -195,14 +195,14 @@ def test_the_driver_hears_the_encoding(notes, place):
     assert args[9] == driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B
     assert memory[0] == 2**40
     with pytest.raises(ValueError, match="multiple of 16 bytes, got 0x1008"):
-        tensor_maps.encode(e, 4104, at)
+        tensor_maps.write_map(e, 4104, at)
 
 
 def test_the_driver_wants_strides_of_one_axis_too(notes, place):
     """No address of them is CUDA_ERROR_INVALID_VALUE."""
     e = encoded(np.zeros(100, np.float32), sv(64, fp32))
     assert (e.extents, e.strides, e.box, e.swizzle) == ((100,), (), (64,), "NONE")
-    tensor_maps.encode(e, 4096, place[1])
+    tensor_maps.write_map(e, 4096, place[1])
     assert notes[0][0] == driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT32 and notes[0][4] == [16]
 
 

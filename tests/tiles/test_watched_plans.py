@@ -90,8 +90,8 @@ def test_another_mode_of_the_thread(many):
 
 
 def test_it_is_written_a_few_times(many, monkeypatch):
-    written, real = [], watched_plans.remembered_calls.guarded
-    monkeypatch.setattr(watched_plans.remembered_calls, "guarded", lambda *args: written.append(args) or real(*args))
+    written, real = [], watched_plans.remembered_calls.build_guarded_call
+    monkeypatch.setattr(watched_plans.remembered_calls, "build_guarded_call", lambda *args: written.append(args) or real(*args))
     rng = np.random.default_rng(1)
     for _ in range(200):
         called(many, int(rng.integers(2, 5)), int(rng.integers(1, 50)), int(rng.integers(50, 90)))
@@ -100,15 +100,15 @@ def test_it_is_written_a_few_times(many, monkeypatch):
 
 def test_another_thread_finds_more_that_differs_meanwhile(many, monkeypatch):
     """What is written for some lengths is of these, though those that are known to differ have become more."""
-    plans, init, narrowed = [], watched_plans.TracedPlan.__init__, Trace.narrowed
+    plans, init, specialize = [], watched_plans.TracedPlan.__init__, Trace.specialize
 
     def meanwhile(self, *args):
         for one in plans:
             one.free = [*one.variables]
-        return narrowed(self, *args)
+        return specialize(self, *args)
 
     monkeypatch.setattr(watched_plans.TracedPlan, "__init__", lambda self, *args: plans.append(self) or init(self, *args))
-    monkeypatch.setattr(Trace, "narrowed", meanwhile)
+    monkeypatch.setattr(Trace, "specialize", meanwhile)
     for rows in range(2, 20):
         called(many, 2, rows)
     assert plans

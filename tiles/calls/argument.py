@@ -1,4 +1,4 @@
-"""A row of a table of arguments, read and taken apart. schema.py explains the table."""
+"""Rows of a table of arguments, parsed. schema.py explains the table."""
 
 from __future__ import annotations
 
@@ -48,52 +48,52 @@ class Argument(NamedTuple):
 
     @property
     def dtypes(self) -> tuple[str, ...]:
-        """What its elements may be."""
+        """The dtypes that its elements may have."""
         return HOLDS[self.holds]
 
     @property
     def needed(self) -> bool:
-        """Must the caller give it?"""
+        """Must the caller pass it?"""
         return self.role in ("", "updated")
 
     @property
     def written(self) -> bool:
-        """Does a kernel write it, so that it must lie apart from all others?"""
+        """Does a kernel write it, so that it must not overlap any other argument?"""
         return self.role in ("made", "in_place", "updated", "updated?")
 
     @property
     def result(self) -> bool:
-        """Is it given back, made where the caller leaves it out?"""
+        """Is it returned, and allocated where the caller leaves it out?"""
         return self.role in ("made", "in_place")
 
     def choices(self, layout: str) -> dict[int, Axes]:
         """{number of axes: the axes in the caller's order}"""
-        return {len(axes): _swapped(axes) if layout == "bhsd" else axes for axes in self.axes}
+        return {len(axes): _swap_heads(axes) if layout == "bhsd" else axes for axes in self.axes}
 
     def orders(self, layout: str) -> dict[int, tuple[Axes, tuple[int, ...]]]:
         """{number of axes: (the axes in the caller's order, where the canonical ones stand among them; () where they do)}"""
         canonical = {len(axes): axes for axes in self.axes}
         pairs = {rank: (axes, canonical[rank]) for rank, axes in self.choices(layout).items()}
         return {
-            rank: (axes, () if axes == ours else tuple(axes.index(axis) for axis in ours))
-            for rank, (axes, ours) in pairs.items()
+            rank: (axes, () if axes == canonical_axes else tuple(axes.index(axis) for axis in canonical_axes))
+            for rank, (axes, canonical_axes) in pairs.items()
         }
 
 
-def _swapped(axes: Axes) -> Axes:
+def _swap_heads(axes: Axes) -> Axes:
     """These axes with the heads before the sequence, if both follow the batch."""
     swaps = len(axes) > 2 and along_sequence(axes[1])
     return (axes[0], axes[2], axes[1], *axes[3:]) if swaps else axes
 
 
 def parse_row(line: str) -> Argument:
-    """The row of a table. ValueError: it makes no sense."""
+    """The Argument that a row of a table describes. ValueError: the row has a wrong syntax, or an unknown word."""
     match = ROW.fullmatch(line.strip())
     if match is None:
         raise ValueError(f"a row must have a name, axes such as (batch, heads), and what it holds: {line.strip()!r}")
     name, axes, words = match.groups()
-    holds, *others = words.split()
-    role, flags = (others or [""])[0], tuple(others[1:])
+    holds, *options = words.split()
+    role, flags = (options or [""])[0], tuple(options[1:])
     if holds not in HOLDS or role not in ROLES:
         raise ValueError(f"{name}: must hold one of {tuple(HOLDS)} and have a role of {ROLES}, got {holds!r}, {role!r}")
     if axes[0] in "=*":

@@ -16,21 +16,21 @@ import numpy as np
 
 from ..launching.arrays import c_ordered
 from ..launching.frameworks import HOST
-from .plan import AnyProgram
+from .plan import ProgramProtocol
 
 
-def tracing(x: Any) -> bool:
+def is_jax_tracer(x: Any) -> bool:
     """Is this a tracer: are jax.jit, jax.vmap or jax.grad at work?"""
     jax = sys.modules.get("jax")
     return jax is not None and isinstance(x, jax.core.Tracer)
 
 
-def serves(arrays: tuple, program: AnyProgram) -> bool:
+def serves(arrays: tuple, program: ProgramProtocol) -> bool:
     """Is one of these a tracer?"""
-    return any(map(tracing, arrays))
+    return any(map(is_jax_tracer, arrays))
 
 
-def call(program: AnyProgram, stream: Any, arrays: tuple, options: tuple, layout: str) -> Any:
+def call(program: ProgramProtocol, stream: Any, arrays: tuple, options: tuple, layout: str) -> Any:
     """What the program gives, traced. Shapes and dtypes are checked now, all else when the call is made."""
     jax, schema = sys.modules["jax"], program.schema
     if stream is not None:
@@ -54,11 +54,11 @@ def call(program: AnyProgram, stream: Any, arrays: tuple, options: tuple, layout
         return tuple(_buffer_callback()(run, shapes, vmap_method="sequential")(*values))
 
     if program.gradient is None:
-        traced = _without_gradient(jax, tuple(passed), program.no_gradient, partial(make, options))
+        differentiable_function = _without_gradient(jax, tuple(passed), program.no_gradient, partial(make, options))
     else:
         gradient = partial(program.gradient, options=dict(zip(program.options, options)), layout=layout)
-        traced = _with_gradient(jax, tuple(passed), program, options, gradient, make)
-    outputs = traced(*passed.values())
+        differentiable_function = _with_gradient(jax, tuple(passed), program, options, gradient, make)
+    outputs = differentiable_function(*passed.values())
     return outputs[0] if len(outputs) == 1 else outputs
 
 
@@ -75,30 +75,30 @@ def _buffer_callback() -> Any:
 
 
 def _with_gradient(
-    jax: Any, names: tuple[str, ...], program: AnyProgram, options: tuple, gradient: Callable, make: Callable[..., tuple]
+    jax: Any, names: tuple[str, ...], program: ProgramProtocol, options: tuple, gradient: Callable, make: Callable[..., tuple]
 ) -> Any:
     """make(options, *arrays), whose derivative is `gradient`: see program. In a forward pass that a backward pass follows all
     is made for which the first option that a row names can ask, as the gradient may read it."""
     schema = program.schema
-    asking = {row.flags[0] for row in schema.arguments.values() if row.flags}
-    all_options = tuple([name in asking or value for name, value in zip(program.options, options)])
+    requesting_options = {row.flags[0] for row in schema.arguments.values() if row.flags}
+    all_options = tuple([name in requesting_options or value for name, value in zip(program.options, options)])
     results, all_results = (schema.results(dict(zip(program.options, x))) for x in (options, all_options))
-    traced = jax.custom_vjp(partial(make, options))
-    once = _without_gradient(
+    function = jax.custom_vjp(partial(make, options))
+    second_order = _without_gradient(
         jax, names, program.no_gradient, partial(make, all_options)
     )  # who differentiates this does so again
 
     def forward(*inputs):
-        wanted = {name: None for name, x in zip(names, inputs) if x.perturbed}  # to JAX a tree without leaves
-        gradient(tuple(wanted))
+        requested = {name: None for name, x in zip(names, inputs) if x.perturbed}  # to JAX a tree without leaves
+        gradient(tuple(requested))
         values = [x.value for x in inputs]
-        outputs = dict(zip(all_results, once(*values)))
-        return tuple([outputs[name] for name in results]), (values, outputs, wanted)
+        outputs = dict(zip(all_results, second_order(*values)))
+        return tuple([outputs[name] for name in results]), (values, outputs, requested)
 
     def backward(residuals, gradients):
-        values, outputs, wanted = residuals
-        some = {n: x for n, x in zip(results, gradients) if not isinstance(x, jax.custom_derivatives.SymbolicZero)}
-        computed_gradients = gradient(tuple(wanted))(dict(zip(names, values)), outputs, some)
+        values, outputs, requested = residuals
+        output_gradients = {n: x for n, x in zip(results, gradients) if not isinstance(x, jax.custom_derivatives.SymbolicZero)}
+        computed_gradients = gradient(tuple(requested))(dict(zip(names, values)), outputs, output_gradients)
         return tuple(
             [
                 None if name not in computed_gradients else computed_gradients[name].astype(x.dtype)
@@ -106,17 +106,17 @@ def _with_gradient(
             ]
         )
 
-    traced.defvjp(forward, backward, symbolic_zeros=True)
-    return traced
+    function.defvjp(forward, backward, symbolic_zeros=True)
+    return function
 
 
-def _without_gradient(jax: Any, names: tuple[str, ...], why: str | None, function: Any) -> Any:
+def _without_gradient(jax: Any, names: tuple[str, ...], reason: str | None, function: Any) -> Any:
     """The function, which refuses to be differentiated, and says why."""
-    traced, stop = jax.custom_jvp(function), "under jax.grad and jax.jvp put jax.lax.stop_gradient around the arrays"
-    words = why or f"{names[0]}: this call computes no gradient of it; {stop}: {', '.join(names)}"
+    guarded_function, stop = jax.custom_jvp(function), "under jax.grad and jax.jvp put jax.lax.stop_gradient around the arrays"
+    message = reason or f"{names[0]}: this call computes no gradient of it; {stop}: {', '.join(names)}"
 
-    @traced.defjvp
+    @guarded_function.defjvp
     def refuse(primals, tangents):
-        raise NotImplementedError(words)
+        raise NotImplementedError(message)
 
-    return traced
+    return guarded_function

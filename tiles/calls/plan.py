@@ -1,4 +1,4 @@
-"""What a call comes to: a Plan, its steps in order, and what calls of one form have in common (PreparedCall).
+"""The results of planning: a Plan, its steps in order, and what calls of one form have in common (PreparedCall).
 
 A planner returns a Plan (program.py). Everything that runs, writes or remembers plans imports these names from here.
 """
@@ -30,18 +30,18 @@ class ArrayView(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What calls of one form do. steps: the launches, in order. scratch: ArrayViews first, then the shape and dtype of each
-    scratch array (see Problem.scratch), uninitialised and C-ordered. give: makes what the caller gets back, from all arrays
-    of the schema and the scratch arrays behind them; by default it is what the schema says, one array by itself, several as a
-    tuple."""
+    """The launches of all calls of one form. steps: the launches, in order. scratch: ArrayViews first, then the shape and dtype
+    of each scratch array (see Problem.scratch), uninitialised and C-ordered. make_result: a function from all arrays of the
+    schema, and the scratch arrays behind them, to the value that the caller gets; by default the schema's results, one as an
+    array, several as a tuple."""
 
     steps: Sequence[Step]
     scratch: Sequence[ArrayView | tuple[tuple[int, ...], str]] = ()
-    give: Callable[[Sequence[Any]], Any] | None = None
+    make_result: Callable[[Sequence[Any]], Any] | None = None
 
 
-def nothing(all_arrays: Sequence[Any]) -> None:
-    """A Plan's `give` if all results are written into arrays that were given."""
+def return_none(all_arrays: Sequence[Any]) -> None:
+    """The `make_result` of a Plan all of whose results are written into arrays of the caller's: None."""
 
 
 class Fill(NamedTuple):
@@ -58,9 +58,10 @@ class Fill(NamedTuple):
         fill(addresses[self.operand.source], self.operand.form, self.value, stream)
 
 
-class Recent:
-    """A table that forgets what was not used for the longest time. It has two generations: what is asked for moves to the
-    younger one, and when that is full the older one goes. A hit costs one lookup. Any number of threads may use it at once."""
+class LruTable:
+    """A table that drops the entries least recently used. It has two generations: an entry that is looked up moves to the
+    younger one, and when that is full the older one is dropped. A hit costs one lookup. Any number of threads may use it at
+    once."""
 
     def __init__(self, entries: int):
         self.half = entries // 2
@@ -68,14 +69,14 @@ class Recent:
         self.old: dict[Any, Any] = {}
 
     def get(self, key: Any) -> Any:
-        """What was put under the key, or None."""
+        """The value stored under the key, or None."""
         value = self.young.get(key)
         if value is None and self.old and (value := self.old.pop(key, None)) is not None:
             self.put(key, value)
         return value
 
     def put(self, key: Any, value: Any) -> None:
-        """Remember the value under the key."""
+        """Store the value under the key."""
         if len(self.young) >= self.half:
             self.young, self.old = {}, self.young
         self.young[key] = value
@@ -87,22 +88,23 @@ class Recent:
 class PreparedCall(NamedTuple):
     """What calls of one form have in common. It keeps no array alive.
 
-    makers: (the place of an array, the function that allocates it). parts: (the place of an array, bytes) of each ArrayView.
-    beyond: how far the second and further scratch arrays lie after the first, in one allocation. disjoint: (the places of
-    two arrays that must not share memory, and the two distances of their addresses between which they would)."""
+    allocators: (the place of an array, the function that allocates it). parts: (the place of an array, bytes) of each
+    ArrayView. scratch_offsets: how far the second and further scratch arrays lie after the first, in one allocation. disjoint:
+    (the places of two arrays that must not share memory, and the two distances of their addresses between which they would)."""
 
     kind: Kind
     device: int | None
-    makers: list[tuple[int, Callable[[], Any]]]
+    allocators: list[tuple[int, Callable[[], Any]]]
     parts: Sequence[ArrayView]
-    beyond: Sequence[int]
+    scratch_offsets: Sequence[int]
     disjoint: list[tuple]
     steps: Sequence[Step]
-    give: Callable[[Sequence[Any]], Any]
+    make_result: Callable[[Sequence[Any]], Any]
 
 
-class AnyProgram(Protocol):
-    """What recording.py, torch_op.py and jax_call.py ask of a program (program.Program), which hands its calls to them."""
+class ProgramProtocol(Protocol):
+    """The members of a program (program.Program) that recording.py, torch_op.py and jax_call.py read; it hands its calls to
+    them."""
 
     schema: Schema
     names: tuple[str, ...]

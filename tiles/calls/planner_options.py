@@ -21,7 +21,7 @@ from typing import Any
 
 
 def _parameters(planner: Callable) -> dict[str, Any]:
-    """{name: annotation} of what a planner takes besides the problem."""
+    """{name: annotation} of a planner's parameters besides the problem."""
     kinds = get_annotations(planner, eval_str=True)
     _, *names = signature(planner).parameters
     return {name: kinds.get(name) for name in names}
@@ -44,7 +44,7 @@ def option_types(planner: Callable) -> dict[str, Any]:
 
 @functools.lru_cache(256)
 def to_records(planner: Callable) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """A function from flat options to what the planner takes, with its records."""
+    """A function from flat options to the planner's arguments, with its records."""
     kinds = list(_parameters(planner).values())
     if not any(map(_is_record, kinds)):
         return lambda options: options

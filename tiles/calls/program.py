@@ -1,4 +1,4 @@
-"""Functions that are called often: what decides a call is looked up, and only launches are left. docs/calls.md follows a call
+"""Programs: functions whose plan for a form of call is stored, so that repeated calls only launch. docs/calls.md follows a call
 through the tables (of known shapes, of plans for new sequence lengths) and says what each of them saves.
 
     SCALED = Schema("scaled", '''
@@ -15,7 +15,7 @@ through the tables (of known shapes, of plans for new sequence lengths) and says
         return _scaled(stream, (x, out), (factor,))
 
 The *forms* of a call's arrays (shape, strides, dtype, device, alignment) and its options determine everything but addresses:
-what is computed, by which launches, what is created, and what is returned. So a call of a known form reads its arrays, looks up
+the launches, the arrays that are allocated, and the results. So a call of a known form reads its arrays, looks up
 the form, writes the addresses into the launches' parameter blocks and calls the driver. A call of a new form is checked and
 planned; a refusal is never remembered. A framework that traces the call instead of making it (torch.compile, jax.jit) gets an
 op that stands for it (torch_op.py, jax_call.py).
@@ -24,10 +24,10 @@ A **program** is its launches, one after the other on the caller's stream, and t
 from the caller's allocator. Nothing waits for the device, so all of it may be captured in a CUDA graph.
 
 Shapes and strides are lengths. A form that differs from a known one only in these is not planned again. A function that was
-made while the planner was watched (lengths.py) serves it: it checks what the planner checks, and takes the same turns as the
-planner did. If it cannot, the call is planned.
+generated while the planner was watched (lengths.py) serves it: it makes the planner's checks, and takes the same branches. If
+it cannot, the call is planned.
 
-Any number of threads may call at once: what is remembered does not change, and what two of them forget is made anew.
+Any number of threads may call at once: stored values do not change, and a lost one is computed again.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from ..launching.arrays import ITEMSIZE, Array, Form, Number, ascending, c_order
 from ..launching.checks import check_options
 from ..launching.frameworks import describe, kind_of, stream_handle
 from ..launching.lengths import Trace
-from ..launching.loaded_code import together
+from ..launching.loaded_code import compile_together
 from . import jax_call, remembered_calls, torch_op
-from .plan import ArrayView, Plan, PreparedCall, Recent
+from .plan import ArrayView, LruTable, Plan, PreparedCall
 from .planner_options import option_types, to_records
-from .remembered_calls import OTHER
+from .remembered_calls import NOT_SERVED
 from .schema import Schema
 from .watched_plans import TracedPlan, Variable
 
@@ -61,14 +61,14 @@ EXPECTED = 3  # guarded functions that are tried before a call is read, of those
 SCRATCH_ALIGNMENT = 256  # bytes: scratch arrays of one allocation begin at multiples of this, as allocated ones do
 
 
-GUARDED_CALLS, REMEMBERED, TRACED_PLANS = Recent(PLAN_KINDS), Recent(ENTRIES), Recent(PLAN_KINDS)
+GUARDED_CALLS, REMEMBERED, TRACED_PLANS = LruTable(PLAN_KINDS), LruTable(ENTRIES), LruTable(PLAN_KINDS)
 
 
 def program(
     schema: Schema,
     gradient: Callable | None = None,
     no_gradient: str | None = None,
-    meanwhile: Callable[[dict[str, Array], dict[str, Form], dict[str, Any], str], None] | None = None,
+    prepare_next: Callable[[dict[str, Array], dict[str, Form], dict[str, Any], str], None] | None = None,
 ) -> Callable[[Callable[..., Plan]], Program]:
     """Make a planner a function of (stream, arrays, options, layout), the arrays being those of the schema.
 
@@ -76,23 +76,23 @@ def program(
     ValueError or TypeError, or returns a Plan.
 
     gradient: gradient(names, options=, layout=) refuses what it cannot differentiate, with respect to these arguments of the
-    schema, or returns f(forms, made, gradients) -> {name: gradient}, all by the schema's names: the arguments, all results,
-    and the gradients of those that have one. JAX asks it (jax_call.py). no_gradient: what is said where there is none, or
+    schema, or returns f(forms, results, gradients) -> {name: gradient}, all by the schema's names: the arguments, all results,
+    and the gradients of those that have one. JAX asks it (jax_call.py). no_gradient: the error message where there is none, or
     none of second order.
 
-    meanwhile: meanwhile(arrays, made, options, layout), the Arrays that are given, the forms of results and the options by
-    their names, is called in a thread of its own while the machine code of a call is made: what will be called next may be
-    prepared. Its errors are not heard of."""
-    return lambda planner: Program(schema, planner, gradient, no_gradient, meanwhile)
+    prepare_next: prepare_next(arrays, results, options, layout), with the Arrays that are passed, the forms of results and the
+    options by their names, is called in a thread of its own while a call's kernels are compiled, to compile those of the call
+    that probably follows. Its errors are ignored."""
+    return lambda planner: Program(schema, planner, gradient, no_gradient, prepare_next)
 
 
 class Program:
-    """What `program` makes: `function(stream, arrays, options, layout)`.
+    """The callable that `program` makes of a planner: `function(stream, arrays, options, layout)`.
 
-    stream: a handle or a stream object; None is the current one of the first array's framework. What is made belongs to the
-    stream as if it were the current one. arrays: one for each name of the schema, or None. options: a tuple of what else
-    decides a call; those that are equal must mean the same (True, 1 and 1.0 are equal). An option that the planner says is a
-    `Number | None` decides nothing but whether there is one: it goes to the kernels with the addresses."""
+    stream: a handle or a stream object; None is the current one of the first array's framework. New arrays belong to the
+    stream as if it were the current one. arrays: one for each name of the schema, or None. options: a tuple of all else that
+    the plan depends on; equal ones must mean the same (True, 1 and 1.0 are equal). Of an option that the planner annotates as
+    `Number | None` the plan depends only on whether it is None: its value goes to the kernels with the addresses."""
 
     def __init__(
         self,
@@ -100,14 +100,14 @@ class Program:
         planner: Callable[..., Plan],
         gradient: Callable | None = None,
         no_gradient: str | None = None,
-        meanwhile: Callable[[dict[str, Array], dict[str, Form], dict[str, Any], str], None] | None = None,
+        prepare_next: Callable[[dict[str, Array], dict[str, Form], dict[str, Any], str], None] | None = None,
     ):
         self.schema, self.planner, self.names = schema, planner, schema.names
-        self.gradient, self.no_gradient, self.meanwhile = gradient, no_gradient, meanwhile
+        self.gradient, self.no_gradient, self.prepare_next = gradient, no_gradient, prepare_next
         self.needed = {name: argument.needed for name, argument in schema.arguments.items()}
         self.readers: dict[type, Callable] = {}
-        self.compiling = torch_op.asks_dynamo()
-        self.op = torch_op.registered(self)
+        self.compiling = torch_op.choose_is_compiling()
+        self.op = torch_op.register_op(self)
         self.option_types = option_types(planner)
         self.options = tuple(self.option_types)
         places = [place for place, kind in enumerate(self.option_types.values()) if kind == Number | None]
@@ -118,52 +118,52 @@ class Program:
 
     def __call__(self, stream: Any, arrays: tuple, options: tuple, layout: str = "bshd") -> Any:
         if not self.compiling():
-            returned = self.of_known_form(stream, arrays, options, layout)
-            if returned is not OTHER:
+            returned = self.call_guarded(stream, arrays, options, layout)
+            if returned is not NOT_SERVED:
                 return returned
-        if torch_op.traced(arrays[0]):
+        if torch_op.is_traced(arrays[0]):
             return torch_op.call(self, stream, arrays, options, layout)
         try:
             return self.run(stream, arrays, options, layout, True)
-        except TypeError:  # it may be that these are no arrays yet
+        except TypeError:  # these may be tracers or Operands
             ways = [way for way in (recording, torch_op, jax_call) if way.serves(arrays, self)]
             if not ways:
                 raise
         return ways[0].call(self, stream, arrays, options, layout)
 
-    def of_known_form(self, stream: Any, arrays: tuple, options: tuple, layout: str = "bshd") -> Any:
-        """The result of a call that a guarded function serves; otherwise OTHER, and nothing is done. Dynamo must not trace
+    def call_guarded(self, stream: Any, arrays: tuple, options: tuple, layout: str = "bshd") -> Any:
+        """The result of a call that a guarded function serves; otherwise NOT_SERVED, and nothing is done. Dynamo must not trace
         it: see `compiling`."""
-        numbers, key_options = self._numbers(options) if self.numbers else ((), options)
+        numbers, key_options = self._split_numbers(options) if self.numbers else ((), options)
         try:
             # guarded functions for the forms that came last with these options
             expected = GUARDED_CALLS.get((self, key_options, layout))
         except TypeError:  # an option that cannot be looked up, such as a list
-            return OTHER
+            return NOT_SERVED
         for call in expected or ():
             returned = call(stream, numbers, *arrays)
-            if returned is not OTHER:
+            if returned is not NOT_SERVED:
                 if call is not expected[0]:
                     GUARDED_CALLS.put((self, key_options, layout), (call, *[other for other in expected if other is not call]))
                 return returned
-        return OTHER
+        return NOT_SERVED
 
     def run(self, stream: Any, arrays: tuple, options: tuple, layout: str, eager: bool = False) -> Any:
-        """A call on arrays in memory. eager: no framework stands between it and the user, so that the next one may be made
-        by a function that is written for its form (remembered_calls.py)."""
-        read = self.readers.get(type(arrays[0])) or self._reader(arrays[0])
+        """A call on arrays in memory. eager: no framework stands between it and the user, so that a function generated for its
+        form may serve the next one (remembered_calls.py)."""
+        read = self.readers.get(type(arrays[0])) or self._choose_reader(arrays[0])
         try:
-            kinds, lengths, addresses, described = read(*arrays)
+            kinds, lengths, addresses, descriptions = read(*arrays)
         except (AttributeError, RuntimeError, TypeError):  # not all are tensors in memory: `describe` says what is wrong
-            kinds, lengths, addresses, described = self._read(*arrays)
-        numbers, options = self._numbers(options) if self.numbers else ((), options)
+            kinds, lengths, addresses, descriptions = self._read(*arrays)
+        numbers, options = self._split_numbers(options) if self.numbers else ((), options)
         try:
             remembered = REMEMBERED.get((self, kinds, lengths, options, layout))
         except TypeError:  # an option that cannot be looked up, such as a list
-            prepared = self._planned(described or self._described(arrays), options, layout)
+            prepared = self._plan_and_compile(descriptions or self._describe_arrays(arrays), options, layout)
         else:
             if remembered is None:
-                prepared = self._prepared(arrays, kinds, lengths, described, options, layout, eager and stream is None)
+                prepared = self._prepare_call(arrays, kinds, lengths, descriptions, options, layout, eager and stream is None)
             else:
                 prepared, call, traced = remembered
                 if eager and stream is None and call is not False:
@@ -172,11 +172,11 @@ class Program:
         handle = current if stream is None else stream_handle(stream)
         for a, b, low, high in prepared.disjoint:
             if low < addresses[b] - addresses[a] < high:
-                self._check_apart(self._described(arrays), a, b)
+                self._check_overlap(self._describe_arrays(arrays), a, b)
         all_arrays: Sequence[Any] = arrays
-        if prepared.makers or prepared.parts:
+        if prepared.allocators or prepared.parts:
             all_arrays, addresses = [*arrays], [*addresses, *prepared.parts]
-            for place, make in prepared.makers:
+            for place, make in prepared.allocators:
                 new = make() if handle == current else prepared.kind.make_on(handle, prepared.device, make)
                 if place < len(arrays):
                     all_arrays[place], addresses[place] = new, prepared.kind.address(new)
@@ -185,17 +185,17 @@ class Program:
                     addresses.append(prepared.kind.address(new))
             for place, (source, offset) in enumerate(prepared.parts, len(arrays)):
                 addresses[place] = addresses[source] + offset
-        if prepared.beyond:
+        if prepared.scratch_offsets:
             start = addresses[-1]
-            addresses += [start + far for far in prepared.beyond]
+            addresses += [start + far for far in prepared.scratch_offsets]
         addresses = (*addresses, *numbers)
         for step in prepared.steps:
             step.run(handle, addresses)
         if prepared.kind.waits and prepared.device is not None:
             prepared.kind.finish(handle)
-        return prepared.give(all_arrays)
+        return prepared.make_result(all_arrays)
 
-    def _numbers(self, options: tuple) -> tuple[list, tuple]:
+    def _split_numbers(self, options: tuple) -> tuple[list, tuple]:
         """(the numbers among the options, for the kernels; the options with a Number for each of them that was forms)"""
         key_options = [*options]
         for place, number in self.numbers:
@@ -212,138 +212,148 @@ class Program:
         lengths: tuple,
         *call_key: Any,
     ) -> None:
-        """A call of a form that came before, of these options and this layout. call: what was written for it, None if nothing
-        was yet. If it was asked, and declined, it is for another mode of this thread. If more forms take turns than are
-        expected, a function of their lengths serves them, if there is one. traced: the plan of that function."""
+        """Generate a guarded function for a call whose form, options and layout came before. call: the function that was
+        generated for it, None if there is none yet. If it was tried, and declined, it is for another mode of this thread. If
+        more than EXPECTED forms alternate, a function of their lengths serves them, if there is one. traced: the plan of that
+        function."""
         expected = GUARDED_CALLS.get((self, *call_key)) or ()
-        if traced and len(expected) == EXPECTED and (several := traced.grow(self.names, prepared, arrays, lengths, expected)):
+        if (
+            traced
+            and len(expected) == EXPECTED
+            and (several := traced.write_guarded_call(self.names, prepared, arrays, lengths, expected))
+        ):
             return self._expect(several, *call_key)
         if call is None or call in expected:
-            call = remembered_calls.guarded(self.names, prepared, arrays, lengths)
+            call = remembered_calls.build_guarded_call(self.names, prepared, arrays, lengths)
             REMEMBERED.put((self, kinds, lengths, *call_key), (prepared, call or False, traced))
         if call:
             self._expect(call, *call_key)
 
     def _expect(self, call: Callable, *call_key: Any) -> None:
-        """That the next call of these options and this layout may be for this function."""
+        """Try this function first in the next call with these options and this layout."""
         before = GUARDED_CALLS.get((self, *call_key)) or ()
         if call not in before:
             GUARDED_CALLS.put((self, *call_key), (call, *before[: EXPECTED - 1]))
 
-    def _described(self, arrays: tuple) -> list:
+    def _describe_arrays(self, arrays: tuple) -> list:
         """An Array for each, or None; TypeError that names one that is no array, or is missing."""
-        described: list[
+        descriptions: list[
             Any
         ] = []  # which an error's traceback keeps: cuda.core's views forget an error that is raised as they go
         for x, (name, needed) in zip(arrays, self.needed.items(), strict=True):
             if isinstance(x, (bool, int, float)):
-                raise TypeError(self.schema.of_a_number(name, x))
-            described.append(None if x is None and not needed else describe(x, name))
-        return described
+                raise TypeError(self.schema.number_message(name, x))
+            descriptions.append(None if x is None and not needed else describe(x, name))
+        return descriptions
 
     def _read(self, *arrays: Any) -> tuple:
-        """What is read of every call: (what these arrays share with others of their kinds, their lengths, their addresses, what
-        must live until the call has ended). Lengths, of each: shape, strides, and how far its address is past a multiple of
-        ALIGNMENT, negative for one that lies nowhere."""
-        described = self._described(arrays)
-        first = described[0]
-        kinds = first.kind, first.kind.home(first), *[a and (a.dtype, a.device, a.form.itemsize, a.readonly) for a in described]
-        lengths = tuple([a and (a.shape, a.strides, a.form.past if a.pointer else -1) for a in described])
-        return kinds, lengths, [a.pointer if a else 0 for a in described], described
+        """(kinds, lengths, addresses, the Arrays, which must live until the call has ended) of a call's arrays. Kinds:
+        framework, device and dtypes. Lengths, of each: shape, strides, and how far its address is past a multiple of ALIGNMENT,
+        negative for an array without memory."""
+        descriptions = self._describe_arrays(arrays)
+        first = descriptions[0]
+        kinds = (
+            first.kind,
+            first.kind.home(first),
+            *[a and (a.dtype, a.device, a.form.itemsize, a.readonly) for a in descriptions],
+        )
+        lengths = tuple([a and (a.shape, a.strides, a.form.misalignment if a.pointer else -1) for a in descriptions])
+        return kinds, lengths, [a.pointer if a else 0 for a in descriptions], descriptions
 
-    def _reader(self, first: Any) -> Callable:
-        """How calls with a first array of this type are read."""
+    def _choose_reader(self, first: Any) -> Callable:
+        """The function that reads calls whose first array has this type: see `_read`."""
         reader = kind_of(first, self.names[0]).reader(self.needed)
         return self.readers.setdefault(type(first), reader or self._read)
 
-    def _prepared(
-        self, arrays: tuple, kinds: Any, lengths: tuple, described: list | None, options: tuple, layout: str, eager: bool
+    def _prepare_call(
+        self, arrays: tuple, kinds: Any, lengths: tuple, descriptions: list | None, options: tuple, layout: str, eager: bool
     ) -> PreparedCall:
-        """What calls of this form have in common: from a function of lengths, or planned, and watched for the next time."""
+        """The PreparedCall of this form: from a function of lengths, or planned, and traced for other lengths."""
         key = self, kinds, options, layout
         traced_plans: tuple[TracedPlan, ...] = TRACED_PLANS.get(key) or ()
         traced: TracedPlan | None
         for traced in traced_plans:
             prepared = traced.function(lengths)
             if prepared:
-                if traced is not traced_plans[0]:  # lengths that grow ask for the same one again
+                if traced is not traced_plans[0]:  # growing lengths use the same one again
                     TRACED_PLANS.put(key, (traced, *[other for other in traced_plans if other is not traced]))
-                if eager and described is None:
+                if eager and descriptions is None:
                     declined = GUARDED_CALLS.get((self, options, layout)) or ()
-                    if call := traced.grow(self.names, prepared, arrays, lengths, declined):
+                    if call := traced.write_guarded_call(self.names, prepared, arrays, lengths, declined):
                         self._expect(call, options, layout)
                 break
         else:
-            read_one_by_one = described is not None
-            described = described or self._described(arrays)
-            prepared, traced = self._planned(described, options, layout), None
-            if len(traced_plans) < PLANS_PER_KIND and self._of_lengths(described, prepared):
-                with suppress(TypeError, ValueError):  # of a planner that takes numbers, but not to be watched: Untraceable
-                    traced = self._watched(described, not read_one_by_one, options, layout)
+            read_one_by_one = descriptions is not None
+            descriptions = descriptions or self._describe_arrays(arrays)
+            prepared, traced = self._plan_and_compile(descriptions, options, layout), None
+            if len(traced_plans) < PLANS_PER_KIND and self._is_function_of_lengths(descriptions, prepared):
+                with suppress(TypeError, ValueError):  # Untraceable: the planner works on numbers, but not on Lengths
+                    traced = self._trace_plan(descriptions, not read_one_by_one, options, layout)
                     traced.last = lengths
                     TRACED_PLANS.put(key, (*traced_plans, traced))
         REMEMBERED.put((self, kinds, lengths, options, layout), (prepared, None, traced))
         return prepared
 
-    def _planned(self, described: list, options: tuple, layout: str) -> PreparedCall:
-        """The plan for these arrays alone."""
-        forms = {name: array.form for name, array in zip(self.names, described) if array}
-        with together() as coming:
-            prepared = self._plan(forms, described[0], options, layout)
-            if coming and self.meanwhile:
-                threading.Thread(target=_unheard, args=(self._prepare_next, described, options, layout)).start()
-        return self._plan(forms, described[0], options, layout) if coming else prepared
+    def _plan_and_compile(self, descriptions: list, options: tuple, layout: str) -> PreparedCall:
+        """The PreparedCall of these arrays, planned, with all its kernels compiled at once."""
+        forms = {name: array.form for name, array in zip(self.names, descriptions) if array}
+        with compile_together() as compiles_later:
+            prepared = self._plan(forms, descriptions[0], options, layout)
+            if compiles_later and self.prepare_next:
+                threading.Thread(target=_call_ignoring_errors, args=(self._prepare_next, descriptions, options, layout)).start()
+        return self._plan(forms, descriptions[0], options, layout) if compiles_later else prepared
 
-    def _prepare_next(self, described: list, options: tuple, layout: str) -> None:
-        """Call `meanwhile`, in a thread of its own, with the forms of a call's arrays and of its results."""
-        assert self.meanwhile is not None
-        arrays, named = {name: x for name, x in zip(self.names, described) if x}, dict(zip(self.options, options))
+    def _prepare_next(self, descriptions: list, options: tuple, layout: str) -> None:
+        """Call `prepare_next`, in a thread of its own, with the forms of a call's arrays and of its results."""
+        assert self.prepare_next is not None
+        arrays, named = {name: x for name, x in zip(self.names, descriptions) if x}, dict(zip(self.options, options))
         problem = self.schema.problem({name: x.form for name, x in arrays.items()}, layout)
         results = {name: c_ordered(*problem.made(name), problem.device) for name in self.schema.results(named)}
-        self.meanwhile(arrays, results, named, layout)
+        self.prepare_next(arrays, results, named, layout)
 
     def prepare(self, forms: dict[str, Form], options: tuple, layout: str = "bshd") -> None:
-        """Have the machine code for calls with arrays of these forms, by the schema's names, on a device."""
-        with together():
+        """Compile and load the kernels for calls with arrays of these forms, by the schema's names, on a device."""
+        with compile_together():
             self.steps(forms, next(iter(forms.values())).device, options, layout)
 
     def _plan(self, forms: dict[str, Form], first: Array, options: tuple, layout: str) -> PreparedCall:
         """ValueError or TypeError: the schema or the planner refuses these forms."""
-        problem, (steps, scratch, give), results = self.steps(forms, first.device, options, layout)
+        problem, (steps, scratch, make_result), results = self.steps(forms, first.device, options, layout)
         order, kind = self.schema.places, first.kind
         home = kind.home(first)
-        makers = [(order[name], kind.watched_maker(home, *problem.made(name))) for name in results if name not in forms]
+        allocators = [(order[name], kind.watched_maker(home, *problem.made(name))) for name in results if name not in forms]
         parts: Any = [x for x in scratch if isinstance(x, ArrayView)]
         memory: Any = scratch[len(parts) :]
-        memory, beyond = (memory, []) if give or first.device is None else _joined(memory)
-        makers += [(place, kind.watched_maker(home, *what)) for place, what in enumerate(memory, len(order) + len(parts))]
+        memory, scratch_offsets = (memory, []) if make_result or first.device is None else _join_scratch(memory)
+        allocators += [(place, kind.watched_maker(home, *what)) for place, what in enumerate(memory, len(order) + len(parts))]
         disjoint = []
-        for a, b in self.schema.apart(forms):
+        for a, b in self.schema.disjoint_pairs(forms):
             (first_at, mine), (last_at, its) = ascending(forms[a]), ascending(forms[b])
             shift = first_at - last_at
             disjoint.append((order[a], order[b], shift - its.extent, shift + mine.extent))
-        give = give or itemgetter(*[order[name] for name in results])
-        return PreparedCall(kind, first.device, makers, parts, beyond, disjoint, steps, give)
+        make_result = make_result or itemgetter(*[order[name] for name in results])
+        return PreparedCall(kind, first.device, allocators, parts, scratch_offsets, disjoint, steps, make_result)
 
     def steps(self, forms: dict[str, Form], device: int | None, options: tuple, layout: str) -> tuple:
-        """Plan a call with arrays of these forms: (the Problem, the Plan with what is checked before, the names of the
-        results)."""
+        """Plan a call with arrays of these forms: (the Problem, the Plan with the step that checks values first, the names of
+        the results)."""
         problem = self.schema.problem(forms, layout)
         plan = self.planner(problem, *to_records(self.planner)(options))
         if (device is None or check_options().values) and (check := self.schema.check(problem, forms)):
             plan = plan._replace(steps=[check, *plan.steps])
         return problem, plan, self.schema.results(dict(zip(self.options, options)))
 
-    def _of_lengths(self, described: list, prepared: PreparedCall) -> bool:
-        """Can this plan be one for other lengths, too? On a device; in the interpreter planning takes no time that counts."""
+    def _is_function_of_lengths(self, descriptions: list, prepared: PreparedCall) -> bool:
+        """Can a function of lengths make this plan? On a device only; in the interpreter the time of planning does not
+        matter."""
         return (
             prepared.device is not None
             and all(getattr(step, "of_lengths", False) for step in prepared.steps)
-            and all(array.pointer for array in described if array)
+            and all(array.pointer for array in descriptions if array)
         )
 
-    def _watched(self, described: list, in_elements: bool, options: tuple, layout: str) -> TracedPlan:
-        """The function of lengths that plans as the planner does for these arrays."""
+    def _trace_plan(self, descriptions: list, in_elements: bool, options: tuple, layout: str) -> TracedPlan:
+        """The TracedPlan of the planner's run for these arrays, with their lengths as variables."""
         trace, names, forms = Trace(), [], {}
         variables: list[Variable] = []
 
@@ -351,7 +361,7 @@ class Program:
             variables.append(Variable(f"n{len(variables)}", *where))
             return trace.variable(variables[-1].name, value)
 
-        for place, (name, array) in enumerate(zip(self.names, described)):
+        for place, (name, array) in enumerate(zip(self.names, descriptions)):
             if array is None:
                 names.append("_")
                 continue
@@ -361,28 +371,30 @@ class Program:
             strides = [
                 variable(stride // unit, place, remembered_calls.STRIDES, axis) for axis, stride in enumerate(form.strides)
             ]
-            past = variable(form.past, place, remembered_calls.PAST)
-            names.append(f"({_pattern(shape)}, {_pattern(strides)}, {past.text})")
-            past = max(past, 0)  # so that the function is none for arrays that lie nowhere
-            full_form = form._replace(shape=tuple(shape), strides=tuple([unit * stride for stride in strides]), past=past)
+            misalignment = variable(form.misalignment, place, remembered_calls.MISALIGNMENT)
+            names.append(f"({_pattern(shape)}, {_pattern(strides)}, {misalignment.text})")
+            misalignment = max(misalignment, 0)  # arrays without memory have -1, and the function does not serve them
+            full_form = form._replace(
+                shape=tuple(shape), strides=tuple([unit * stride for stride in strides]), misalignment=misalignment
+            )
             forms[name] = self.schema.with_lengths(name, full_form, layout)
-        return TracedPlan(trace, f"{', '.join(names)},", variables, self._plan(forms, described[0], options, layout))
+        return TracedPlan(trace, f"{', '.join(names)},", variables, self._plan(forms, descriptions[0], options, layout))
 
-    def _check_apart(self, described: list, a: int, b: int) -> None:
+    def _check_overlap(self, descriptions: list, a: int, b: int) -> None:
         """ValueError if the arrays in these places share memory."""
-        x, y = described[a], described[b]
-        self.schema.check_apart(self.names[a], self.names[b], (x.pointer, y.pointer), (x.form, y.form))
+        x, y = descriptions[a], descriptions[b]
+        self.schema.check_overlap(self.names[a], self.names[b], (x.pointer, y.pointer), (x.form, y.form))
 
 
-def _unheard(call: Callable, *args: Any) -> None:
-    """The call, whatever becomes of it."""
+def _call_ignoring_errors(call: Callable, *args: Any) -> None:
+    """Call a function, and ignore its errors."""
     with suppress(Exception):
         call(*args)
 
 
-def _joined(scratch: Sequence[tuple[tuple[int, ...], str]]) -> tuple[Sequence[tuple[tuple[int, ...], str]], list[int]]:
-    """The same memory as one array, for each costs the host a microsecond, and where in it the second and further ones begin.
-    On a device: in the interpreter an access past one of them must not be one of the next."""
+def _join_scratch(scratch: Sequence[tuple[tuple[int, ...], str]]) -> tuple[Sequence[tuple[tuple[int, ...], str]], list[int]]:
+    """(the scratch arrays joined to one, because each costs the host a microsecond; where in it the second and further ones
+    begin). For devices only: in the interpreter an access past the end of an array must not hit the next one."""
     if len(scratch) < 2:
         return scratch, []
     ends = [0]
@@ -393,5 +405,5 @@ def _joined(scratch: Sequence[tuple[tuple[int, ...], str]]) -> tuple[Sequence[tu
 
 
 def _pattern(variables: list[Any]) -> str:
-    """What a tuple of numbers is assigned to."""
+    """The text of a tuple of variables, as the target of an assignment."""
     return f"({''.join(f'{one.text}, ' for one in variables)})"

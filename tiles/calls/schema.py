@@ -80,10 +80,10 @@ ONE = {"1": 1}  # the extent of the axis `1`
 
 
 class Problem:
-    """A call that was found valid: the forms of its arrays with axes in canonical order, and the extent of every axis.
+    """A valid call: the forms of its arrays with axes in canonical order, and the extent of every axis.
 
-    forms: of those that were given, by name. extents: by an axis's name. bits: those of each form (arrays.py), and under None
-    of all tiles. dtype: that of its tiles. device: a CUDA ordinal; None is host memory."""
+    forms: of the arguments that were passed, by name. extents: by an axis's name. bits: those of each form (arrays.py), and
+    under None of all tiles. dtype: that of its tiles. device: a CUDA ordinal; None is host memory."""
 
     def __init__(
         self, schema: Schema, forms: dict[str, Form], extents: dict[str, int], bits: dict[str | None, int], layout: str
@@ -101,7 +101,8 @@ class Problem:
         return name in self.forms
 
     def __getitem__(self, name: str) -> Any:
-        """The Operand of an argument for a launch, or of a result, given or to be made; None for what was left out."""
+        """The Operand of an argument for a launch, or of a result, passed or to be allocated; None for an argument that was
+        omitted."""
         form = self.forms.get(name)
         if form is None:
             result = self.schema.written_rows[self.layout].get(name)
@@ -137,7 +138,7 @@ class Problem:
         return Operand(len(self.schema.places) + number, c_ordered(shape, dtype, self.device))
 
     def axes(self, name: str) -> Axes:
-        """Which of its axes an argument came with, in canonical order."""
+        """The axes of an argument that was passed, in canonical order."""
         rank = len(self.forms[name].shape)
         return next(axes for axes in self.schema.arguments[name].axes if len(axes) == rank)
 
@@ -147,9 +148,9 @@ class Problem:
         axes, _ = self.schema.rows[self.layout][name][len(form.shape)]
         return tuple(form.shape[self.axes(name).index(axis)] for axis in axes)
 
-    def error(self, name: str, what: str, *shown: str) -> ValueError:
-        """What is wrong with an argument, with the shapes of those that are shown."""
-        return ValueError(f"{name}: {what}: {', '.join(f'{one}.shape={self.shape(one)}' for one in shown)}")
+    def error(self, name: str, message: str, *names: str) -> ValueError:
+        """The error that says what is wrong with an argument, with the shapes of the arguments `names`."""
+        return ValueError(f"{name}: {message}: {', '.join(f'{one}.shape={self.shape(one)}' for one in names)}")
 
     def bytes_at_once(self, *names: str) -> int:
         """The bytes, 16 at most, that addresses and strides of these arrays are multiples of; by default of all its tiles."""
@@ -167,8 +168,8 @@ class Problem:
 
 class Schema:
     """A table of arguments: see the module. arguments: {name: Argument}, in the order of the rows. extents: of axes that have
-    always the same, or none but results have; or what these are, a function of all others. vary: if axes are not those of
-    axes.py, which of them have a length as their extent (lengths.py). ValueError: a row makes no sense."""
+    one extent in all calls, or occur in results only; or a function from all other extents to it. vary: if axes are not those
+    of axes.py, which of them have a length as their extent (lengths.py). ValueError: a row has a wrong syntax."""
 
     def __init__(
         self,
@@ -183,7 +184,7 @@ class Schema:
                 raise ValueError(f"{row.name}: has the axis {unknown[0]}, which tiles/calls/axes.py does not name")
         self.name, self.vary = name, VARY if vary is None else frozenset(vary)
         self.extents = ONE | {axis: extent for axis, extent in extents.items() if isinstance(extent, int)}
-        self._following = {axis: extent for axis, extent in extents.items() if not isinstance(extent, int)}
+        self._derived_extents = {axis: extent for axis, extent in extents.items() if not isinstance(extent, int)}
         self.arguments = {row.name: row for row in rows}
         self.names = tuple(self.arguments)
         self.tiles = frozenset(row.name for row in rows if row.holds in ("tile", "tile8"))
@@ -202,7 +203,7 @@ class Schema:
         return written
 
     def problem(self, forms: Mapping[str, Form], layout: str = "bshd") -> Problem:
-        """The Problem of a call, `forms` being those of the arrays that were given. All must lie on one device; tiles have a
+        """The Problem of a call, `forms` being those of the arrays that were passed. All must lie on one device; tiles have a
         contiguous last axis. Raises ValueError or TypeError that names the argument and prints the values."""
         if not isinstance(layout, str) or layout not in LAYOUTS:
             raise (ValueError if isinstance(layout, str) else TypeError)(f"layout: must be one of {LAYOUTS}: {layout=}")
@@ -210,10 +211,10 @@ class Schema:
         _, _, dtype, device, *_ = forms[first]
         bits: dict[str | None, int] = {None: 0}
         extents = ONE.copy()
-        holder: dict[str, str] = {}  # which argument said an axis's extent
+        holders: dict[str, str] = {}  # {axis: the argument that determined its extent}
         canonical = {}
         for name, form in forms.items():
-            shape, strides, its_dtype, its_device, itemsize, past, readonly = form
+            shape, strides, array_dtype, array_device, itemsize, misalignment, readonly = form
             row = rows[name].get(len(shape))
             if row is None:
                 _refuse_axes(self.arguments[name], layout, shape)
@@ -222,36 +223,38 @@ class Schema:
             if like:
                 _, order = rows[like].get(len(shape), row)
             is_tile = name in self.tiles
-            if its_dtype not in self._dtypes[name] or (is_tile and its_dtype != dtype):
-                _refuse_dtype(self.arguments[name], its_dtype, first, dtype)
-            if its_device != device:
-                where = f"{name}.device={its_device}, {first}.device={device}"
+            if array_dtype not in self._dtypes[name] or (is_tile and array_dtype != dtype):
+                _refuse_dtype(self.arguments[name], array_dtype, first, dtype)
+            if array_device != device:
+                where = f"{name}.device={array_device}, {first}.device={device}"
                 raise ValueError(f"{name}: must lie where {first} does (None: host memory): {where}")
             for axis, extent in zip(axes, shape):
                 if extents.get(axis) == extent or axis == "*":
                     continue
-                said = axis
+                axis_name = axis
                 if axis == "sequences":  # as many as there are ends, or batches
                     axis, extent = ("ends", extent + 1) if "ends" in extents else ("batch", extent)
                 if axis not in extents:
-                    extents[axis], holder[axis] = extent, name
+                    extents[axis], holders[axis] = extent, name
                 elif extents[axis] != extent:
                     if axis == "1":
                         raise ValueError(f"{name}: must have one element{_where(axes)}: {name}.shape={shape}")
-                    other = holder[axis]
+                    other = holders[axis]
                     shapes = f"{name}.shape={shape}, {other}.shape={forms[other].shape}"
-                    raise ValueError(f"{name}: {title(said)} must equal {other}'s: {shapes}")
+                    raise ValueError(f"{name}: {title(axis_name)} must equal {other}'s: {shapes}")
             if is_tile and strides[-1] != itemsize and shape[-1] > 1 and form.extent:
                 _refuse_strides(name, form, "last axis must be contiguous")
             if not is_tile and min(strides, default=0) < 0 and min(form.steps, default=0) < 0:
                 _refuse_strides(name, form, "strides must not be negative")
-            canonical[name] = ours = form.permuted(order) if order else form
-            bits[name] = its_bits = ours.bits
+            canonical[name] = canonical_form = form.permuted(order) if order else form
+            bits[name] = array_bits = canonical_form.bits
             if is_tile:
-                bits[None] |= its_bits
-            if (its_bits | (ours.strides[-1] if ours.shape[-1:] > (1,) else 0)) % itemsize and form.extent:
+                bits[None] |= array_bits
+            if (
+                array_bits | (canonical_form.strides[-1] if canonical_form.shape[-1:] > (1,) else 0)
+            ) % itemsize and form.extent:
                 where = f"address and strides must be multiples of its elements' {itemsize} bytes"
-                _refuse_strides(name, form, f"{where}: address {past} past a multiple of {ALIGNMENT}")
+                _refuse_strides(name, form, f"{where}: address {misalignment} past a multiple of {ALIGNMENT}")
             if name in self.written:
                 if readonly:
                     raise ValueError(f"{name}: must be writable, and this array is read-only")
@@ -260,36 +263,41 @@ class Schema:
             if like and like in forms and forms[like].shape != shape:
                 raise ValueError(f"{name}: must have {like}'s shape: {name}.shape={shape}, {like}.shape={forms[like].shape}")
         if "ends" in extents:
-            self._check_ends(extents, forms, holder)
-        return Problem(self, canonical, self.extents | self._counted(extents), bits, layout)
+            self._check_ends(extents, forms, holders)
+        return Problem(self, canonical, self.extents | self._add_derived_extents(extents), bits, layout)
 
     def with_lengths(self, name: str, form: Form, layout: str) -> Form:
-        """The form of an argument, of a call that is watched: what is no length, such as the number of heads, has one value."""
+        """The form of an argument, of a call whose planner is watched: an extent that is no length, such as the number of
+        heads, becomes a plain int."""
         axes, _ = self.rows.get(layout, {}).get(name, {}).get(len(form.shape), (("*",) * len(form.shape), ()))
         return form._replace(shape=tuple([n if axis in self.vary else int(n) for n, axis in zip(form.shape, axes)]))
 
-    def of_a_number(self, name: str, number: float) -> str:
+    def number_message(self, name: str, number: float) -> str:
         """The error message for a number where an array is expected."""
         row = self.arguments[name]
         shape, dtype = symbols(row.axes[0]), row.dtypes[0]
         comma = "," if len(row.axes[0]) == 1 else ""
-        cure = f"; of a number make one: np.full(({shape}{comma}), {number!r}, np.{dtype})"
-        return f"{name}: must be an array, got {name}={number!r}{cure if dtype in ('float32', 'int32') else ''}"
+        remedy = f"; of a number make one: np.full(({shape}{comma}), {number!r}, np.{dtype})"
+        return f"{name}: must be an array, got {name}={number!r}{remedy if dtype in ('float32', 'int32') else ''}"
 
     def results(self, options: Mapping[str, Any]) -> list[str]:
-        """The names of what is given back by a call with these options."""
-        return [name for name, row in self.arguments.items() if row.result and all(_asks(options, word) for word in row.flags)]
+        """The names of the results that a call with these options returns."""
+        return [
+            name
+            for name, row in self.arguments.items()
+            if row.result and all(_requests_result(options, word) for word in row.flags)
+        ]
 
     def check_dtypes(self, dtypes: Mapping[str, str]) -> None:
-        """TypeError, as `problem` raises it, if arrays of these dtypes are none for these arguments."""
+        """TypeError, as `problem` raises it, if these arguments do not take these dtypes."""
         first, dtype = next(iter(dtypes.items()))
-        for name, its in dtypes.items():
-            if its not in self._dtypes[name] or (name in self.tiles and its != dtype):
-                _refuse_dtype(self.arguments[name], its, first, dtype)
+        for name, array_dtype in dtypes.items():
+            if array_dtype not in self._dtypes[name] or (name in self.tiles and array_dtype != dtype):
+                _refuse_dtype(self.arguments[name], array_dtype, first, dtype)
 
     def shapes(self, shapes_of_inputs: Mapping[str, Sequence[int]], layout: str) -> dict[str, list[int]]:
-        """The shapes of all results, in the caller's axes, by those of the arrays that were given. Nothing is compared: extents
-        may be torch's symbols, of which nobody knows yet whether they are equal. ValueError: no row has as many axes."""
+        """The shapes of all results, in the caller's axes, by those of the arrays that were passed. Nothing is compared:
+        extents may be torch's symbols, which cannot be compared yet. ValueError: no row has as many axes."""
         if layout not in LAYOUTS:
             raise ValueError(f"layout: must be one of {LAYOUTS}: {layout=}")
         rows, extents = self.rows[layout], dict(self.extents)
@@ -297,61 +305,64 @@ class Schema:
             if len(shape) not in rows[name]:
                 _refuse_axes(self.arguments[name], layout, shape)
             extents |= zip(rows[name][len(shape)][0], shape)
-        extents = self._counted(extents)
+        extents = self._add_derived_extents(extents)
         results = {name: row for name, row in self.arguments.items() if row.result}
         shapes_of_axes = {name: axes for name, row in results.items() if not row.like for axes, _ in rows[name].values()}
-        alike = {name: list(shapes_of_inputs[row.like]) for name, row in results.items() if row.like in shapes_of_inputs}
-        return alike | {
+        same_shapes = {name: list(shapes_of_inputs[row.like]) for name, row in results.items() if row.like in shapes_of_inputs}
+        return same_shapes | {
             name: [extents[axis] for axis in axes] for name, axes in shapes_of_axes.items() if extents.keys() >= {*axes}
         }
 
-    def _counted(self, extents: dict[str, Any]) -> dict[str, Any]:
-        """These extents and the number of sequences, one fewer than ends, or as many as batches; and what follows from
-        others."""
+    def _add_derived_extents(self, extents: dict[str, Any]) -> dict[str, Any]:
+        """These extents, the number of sequences (one fewer than ends, or as many as batches), and the extents that are
+        functions of others."""
         if "ends" in extents:
             extents["sequences"] = extents["ends"] - 1
         elif "batch" in extents:
             extents["sequences"] = extents["batch"]
-        return extents | {axis: extent(extents) for axis, extent in self._following.items()}
+        return extents | {axis: extent(extents) for axis, extent in self._derived_extents.items()}
 
-    def _check_ends(self, extents, forms, holder):
-        name = holder["ends"]
+    def _check_ends(self, extents, forms, holders):
+        name = holders["ends"]
         ends = f"{name}.shape={forms[name].shape}"
         if extents["ends"] < 2:
             raise ValueError(f"{name}: must have two elements or more: {ends}")
         if extents["batch"] != 1:
-            shapes = f"{ends}, {holder['batch']}.shape={forms[holder['batch']].shape}"
+            shapes = f"{ends}, {holders['batch']}.shape={forms[holders['batch']].shape}"
             raise ValueError(f"{name}: batch must be 1, all sequences one after the other: {shapes}")
 
     def check(self, problem: Problem, forms: Mapping[str, Form]) -> Check | None:
-        """The step that looks at the values of these arrays, which have their forms in the caller's axes; None: any will do."""
+        """The step that checks the values of these arrays, which have their forms in the caller's axes; None: all values are
+        allowed."""
         rules_of_values = {name: VALUES.get(self.arguments[name].holds) for name in forms}
         rows = [(name, self.places[name], forms[name], values) for name, values in rules_of_values.items() if values]
         return Check(rows, problem.extents) if rows else None
 
-    def apart(self, forms: Mapping[str, Form]) -> list[tuple[str, str]]:
-        """The pairs of given arrays that must not share memory: one that is written, and any other."""
+    def disjoint_pairs(self, forms: Mapping[str, Form]) -> list[tuple[str, str]]:
+        """The pairs of passed arrays that must not share memory: one that is written, and any other."""
         if self.written.isdisjoint(forms):
             return []
         pairs = itertools.combinations(forms, 2)
-        turned = [pair if self.arguments[pair[0]].written else pair[::-1] for pair in pairs]
-        return [pair for pair in turned if self.arguments[pair[0]].written]
+        ordered_pairs = [pair if self.arguments[pair[0]].written else pair[::-1] for pair in pairs]
+        return [pair for pair in ordered_pairs if self.arguments[pair[0]].written]
 
-    def check_apart(self, name: str, other: str, pointers: tuple[int, int], forms: tuple[Form, Form]) -> None:
+    def check_overlap(self, name: str, other: str, pointers: tuple[int, int], forms: tuple[Form, Form]) -> None:
         """ValueError if two such arrays, which have these addresses and forms, share memory."""
-        (at, behind), (mine, its) = pointers, forms
-        itself = self.arguments[name].role == "in_place" and other == self.names[0] and at == behind
-        if itself and all(s == t for n, s, t in zip(mine.shape, mine.strides, its.strides) if n > 1):
+        (address, other_address), (form, other_form) = pointers, forms
+        overwrites_itself = self.arguments[name].role == "in_place" and other == self.names[0] and address == other_address
+        if overwrites_itself and all(s == t for n, s, t in zip(form.shape, form.strides, other_form.strides) if n > 1):
             return
-        if overlap(mine, its, behind - at):
-            shapes = f"{name}.shape={mine.shape}, {other}.shape={its.shape}"
-            raise ValueError(f"{name}: must not overlap {other}: {name} at {at:#x}, {other} at {behind:#x}, {shapes}")
+        if overlap(form, other_form, other_address - address):
+            shapes = f"{name}.shape={form.shape}, {other}.shape={other_form.shape}"
+            raise ValueError(
+                f"{name}: must not overlap {other}: {name} at {address:#x}, {other} at {other_address:#x}, {shapes}"
+            )
 
 
-def _asks(options: Mapping[str, Any], word: str) -> bool:
+def _requests_result(options: Mapping[str, Any], word: str) -> bool:
     """Does an option request a result: is it true, or does it hold the word behind the colon?"""
-    option, _, what = word.partition(":")
-    return what in options[option].split() if what else options[option]
+    option, _, requested = word.partition(":")
+    return requested in options[option].split() if requested else options[option]
 
 
 def _where(axes: Axes) -> str:
@@ -363,18 +374,18 @@ def _refuse_axes(argument: Argument, layout: str, shape: Sequence[int]) -> NoRet
     raise ValueError(f"{argument.name}: must have the axes {choices}: {argument.name}.shape={tuple(shape)}")
 
 
-CURE = "; convert it: x.astype(tiles.bf16.np), or torch's x.bfloat16(), or call it under torch.autocast"
+REMEDY = "; convert it: x.astype(tiles.bf16.np), or torch's x.bfloat16(), or call it under torch.autocast"
 
 
-def _refuse_dtype(argument: Argument, its_dtype: str, first: str, dtype: str) -> NoReturn:
+def _refuse_dtype(argument: Argument, array_dtype: str, first: str, dtype: str) -> NoReturn:
     name = argument.name
-    if its_dtype in argument.dtypes:
-        raise TypeError(f"{name}: dtype must be {first}'s: {name}.dtype={its_dtype!r}, {first}.dtype={dtype!r}")
-    cure = CURE if argument.holds == "tile" and its_dtype in ("float32", "float64") else ""
-    if argument.dtypes == ("float32",) and its_dtype in ("float64", "bfloat16", "float16"):
-        cure = "; convert it: x.astype(np.float32), or torch's x.float()"
-    raise TypeError(f"{name}: dtype must be one of {argument.dtypes}: {name}.dtype={its_dtype!r}{cure}")
+    if array_dtype in argument.dtypes:
+        raise TypeError(f"{name}: dtype must be {first}'s: {name}.dtype={array_dtype!r}, {first}.dtype={dtype!r}")
+    remedy = REMEDY if argument.holds == "tile" and array_dtype in ("float32", "float64") else ""
+    if argument.dtypes == ("float32",) and array_dtype in ("float64", "bfloat16", "float16"):
+        remedy = "; convert it: x.astype(np.float32), or torch's x.float()"
+    raise TypeError(f"{name}: dtype must be one of {argument.dtypes}: {name}.dtype={array_dtype!r}{remedy}")
 
 
-def _refuse_strides(name: str, form: Form, what: str) -> NoReturn:
-    raise ValueError(f"{name}: {what}: {name}.strides={form.strides} bytes, {name}.shape={form.shape}")
+def _refuse_strides(name: str, form: Form, message: str) -> NoReturn:
+    raise ValueError(f"{name}: {message}: {name}.strides={form.strides} bytes, {name}.shape={form.shape}")

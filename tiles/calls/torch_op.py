@@ -7,7 +7,7 @@ is folded into, what autocast casts. Results that the options ask for are new te
 several. What is `updated` is written in place, and declared so. There is no gradient: a tensor that requires grad, or has a
 tangent, is refused, not detached.
 
-A call on plain tensors bypasses all of this (`traced` costs it 0.4 us). An op is registered when the first call needs it, and
+A call on plain tensors bypasses all of this (`traced` costs it 0.4 us). An op is register_op when the first call needs it, and
 torch is never imported here.
 """
 
@@ -25,7 +25,7 @@ from typing import Any
 from ..launching.arrays import Number
 from ..launching.frameworks import no_backward, refuse_tangent, with_tangents
 from .argument import FREE, Argument
-from .plan import AnyProgram
+from .plan import ProgramProtocol
 
 NAMESPACE = "tiles"
 # of options, in torch's signatures
@@ -36,7 +36,7 @@ _LOCK = threading.Lock()
 
 
 # ---- what Dynamo reads -----------------------------------------------------------------------------------------------
-def imported(name: str) -> Any:
+def imported_module(name: str) -> Any:
     """The module of this name if it is imported, otherwise None. Dynamo must not trace sys.modules: torch 2.11 wraps every
     module there, and fails if one that is lazy imports others meanwhile. It reads _MODULES, after it has called _find."""
     return _MODULES[name] if _find(name) else None
@@ -57,11 +57,11 @@ _find._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _MODULES: dict[str, Any] = {}
 
 
-def traced(x: Any) -> bool:
+def is_traced(x: Any) -> bool:
     """Does torch trace or transform the calls that it sees now, x being one of its tensors? That is torch.compile and
     torch.export, a mode that watches ops (fake tensors, a counter of FLOPs), vmap and its siblings, forward-mode derivatives,
     autocast of float32."""
-    torch = imported("torch")
+    torch = imported_module("torch")
     return (
         torch is not None
         and (
@@ -75,31 +75,31 @@ def traced(x: Any) -> bool:
     )
 
 
-def compiling() -> bool:
+def is_compiling() -> bool:
     """Is the call traced by Dynamo, so that the op stands for it?"""
-    torch = imported("torch")
+    torch = imported_module("torch")
     return torch is not None and torch.compiler.is_compiling()
 
 
-def exporting() -> bool:
+def is_exporting() -> bool:
     """Does torch.export trace this? Of an autograd.Function it would keep the forward pass alone. torch is there. Dynamo takes
     torch.compiler.is_exporting() for true whatever it traces, in torch 2.11 at least, so the flag is read that this reads."""
-    return getattr(imported("torch").compiler, "_is_exporting_flag", False)
+    return getattr(imported_module("torch").compiler, "_is_exporting_flag", False)
 
 
-def transformed() -> bool:
+def is_transformed() -> bool:
     """Is one of torch.func's transforms at work, outside of what Dynamo traces?"""
-    torch = imported("torch")
+    torch = imported_module("torch")
     if torch is None or torch.compiler.is_dynamo_compiling():  # which takes a third of what is_compiling takes
         return False
     return torch._C._functorch.peek_interpreter_stack() is not None and not torch.compiler.is_compiling()
 
 
-def mapped_with_grad(arrays: Sequence[Any]) -> bool:
+def is_mapped_with_grad(arrays: Sequence[Any]) -> bool:
     """Are gradients to come of a tensor whose elements torch.vmap goes through? What stands for these denies it."""
-    if not transformed():
+    if not is_transformed():
         return False
-    torch = imported("torch")
+    torch = imported_module("torch")
     if not torch.is_grad_enabled():
         return False
     functorch = torch._C._functorch
@@ -111,19 +111,19 @@ def mapped_with_grad(arrays: Sequence[Any]) -> bool:
     return False
 
 
-def asks_dynamo() -> Callable[[], bool]:
+def choose_is_compiling() -> Callable[[], bool]:
     """The function that answers `compiling`: torch's own once torch is imported, which takes 0.2 us less."""
-    torch = imported("torch")
-    return compiling if torch is None else torch.compiler.is_dynamo_compiling
+    torch = imported_module("torch")
+    return is_compiling if torch is None else torch.compiler.is_dynamo_compiling
 
 
-def call(program: AnyProgram, stream: Any, arrays: tuple, options: tuple, layout: str) -> Any:
+def call(program: ProgramProtocol, stream: Any, arrays: tuple, options: tuple, layout: str) -> Any:
     """What the program gives, by way of its op. A result that the caller has memory for is copied there, so that torch knows
     of the write."""
     if stream is not None:
         raise TypeError("stream: must be None where torch traces or transforms the call: its ops run on the current stream")
     name, input_numbers, output_numbers = program.op()
-    returned = getattr(getattr(imported("torch").ops, NAMESPACE), name).default(
+    returned = getattr(getattr(imported_module("torch").ops, NAMESPACE), name).default(
         *[arrays[n] for n in input_numbers], *options, layout
     )
     results = list(returned) if isinstance(returned, (list, tuple)) else [returned]
@@ -132,41 +132,41 @@ def call(program: AnyProgram, stream: Any, arrays: tuple, options: tuple, layout
     return results[0] if len(results) == 1 else tuple(results)
 
 
-def _copy(program: AnyProgram, arrays: tuple, options: tuple, results: list) -> None:
+def _copy(program: ProgramProtocol, arrays: tuple, options: tuple, results: list) -> None:
     """Results to where the caller wants them."""
     arrays_by_name = dict(zip(program.schema.names, arrays))
     for place, name in enumerate(program.schema.results(dict(zip(program.options, options)))):
         out = arrays_by_name[name]
         if out is not None:
             if out.shape != results[place].shape or out.dtype != results[place].dtype:
-                wanted = f"shape={tuple(results[place].shape)}, dtype={results[place].dtype}"
-                raise ValueError(f"{name}: must have {wanted}: {name}.shape={tuple(out.shape)}, {name}.dtype={out.dtype}")
+                expected = f"shape={tuple(results[place].shape)}, dtype={results[place].dtype}"
+                raise ValueError(f"{name}: must have {expected}: {name}.shape={tuple(out.shape)}, {name}.dtype={out.dtype}")
             results[place] = out.copy_(results[place])
 
 
-def registered(program: AnyProgram) -> Callable[[], tuple[str, list[int], list[int]]]:
+def register_op(program: ProgramProtocol) -> Callable[[], tuple[str, list[int], list[int]]]:
     """A function that registers the program's op, if it is not yet, and gives its name, the places of the arrays that it takes,
     and of those that it gives back. Dynamo calls it and goes on with what it returned, without a look inside and a guard for
     each thing that it saw there: that says the attribute, which torch.compiler.assume_constant_result sets."""
     ops: list[_Op] = []
     rows = [*enumerate(program.schema.arguments.values())]
-    what = program.schema.name, [n for n, row in rows if not row.result], [n for n, row in rows if row.result]
+    registration = program.schema.name, [n for n, row in rows if not row.result], [n for n, row in rows if row.result]
 
     def op() -> tuple[str, list[int], list[int]]:
         with _LOCK:
             if not ops:
                 ops.append(_Op(program))
-        return what
+        return registration
 
     op._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return op
 
 
 # ---- on a call that was refused --------------------------------------------------------------------------------------
-def serves(arrays: tuple, program: AnyProgram) -> bool:
+def serves(arrays: tuple, program: ProgramProtocol) -> bool:
     """Can the op do what the program refused? It can if no tensor has memory (meta, fake), or if autocast is on and some tile,
     not the first, is float32."""
-    torch = imported("torch")
+    torch = imported_module("torch")
     if torch is None:
         return False
     plain = torch._C._disabled_torch_dispatch_impl
@@ -186,16 +186,16 @@ def _cast_to(torch: Any, x: Any, row: Argument) -> Any:
 
 
 # ---- the op ----------------------------------------------------------------------------------------------------------
-def token(name: str) -> str:
+def ascii_name(name: str) -> str:
     """A name of Python's as torch's signatures take it, which know ASCII alone: Δx is u394x."""
     return re.sub(r"[^\x00-\x7f]", lambda match: f"u{ord(match[0]):x}", name)
 
 
 class _Op:
-    """The op of a program, registered while this lives. All methods take the op's arguments: tensors, options, layout."""
+    """The op of a program, register_op while this lives. All methods take the op's arguments: tensors, options, layout."""
 
-    def __init__(self, program: AnyProgram):
-        self.torch = torch = imported("torch")
+    def __init__(self, program: ProgramProtocol):
+        self.torch = torch = imported_module("torch")
         self.program, self.schema, name = program, program.schema, program.schema.name
         self.rows = [row for row in self.schema.arguments.values() if not row.result]
         self.results = sum(row.result for row in self.schema.arguments.values())
@@ -222,8 +222,8 @@ class _Op:
         """In torch's language: "(Tensor q, ..., bool causal, float? scale, ..., str layout) -> Tensor[]"."""
         letters = iter(string.ascii_lowercase)
         written = [f"({next(letters)}!)" if row.written else "" for row in self.rows]
-        tensors = [f"Tensor{mark}{'' if row.needed else '?'} {token(row.name)}" for mark, row in zip(written, self.rows)]
-        options = [f"{TYPES[kind]} {token(name)}" for name, kind in self.option_types().items()]
+        tensors = [f"Tensor{mark}{'' if row.needed else '?'} {ascii_name(row.name)}" for mark, row in zip(written, self.rows)]
+        options = [f"{TYPES[kind]} {ascii_name(name)}" for name, kind in self.option_types().items()]
         returns = "Tensor[]" if self.several else "Tensor" if self.results else "()"
         return f"({', '.join([*tensors, *options, 'str layout'])}) -> {returns}"
 
@@ -231,11 +231,11 @@ class _Op:
         """{name: type} of the options. TypeError: one has a type that torch does not know."""
         for name, kind in self.program.option_types.items():
             if kind not in TYPES:
-                said = f"{self.program.planner.__qualname__}'s annotation is {kind!r}"
-                raise TypeError(f"{name}: an option of a torch op must be one of {tuple(TYPES)}: {said}")
+                message = f"{self.program.planner.__qualname__}'s annotation is {kind!r}"
+                raise TypeError(f"{name}: an option of a torch op must be one of {tuple(TYPES)}: {message}")
         return self.program.option_types
 
-    def parts(self, args: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any], str]:
+    def split_arguments(self, args: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any], str]:
         """(tensors, one for each row that is no result; options by name; layout)"""
         count = len(self.rows)
         return args[:count], dict(zip(self.program.options, args[count:])), args[-1]
@@ -243,10 +243,10 @@ class _Op:
     def run(self, *args: Any) -> Any:
         """The op for tensors in memory. Where torch.compile gives up on the frame that called, it looks into all that is called
         next; but what plans and launches is not for it to trace."""
-        return (self.unseen if "torch._dynamo" in sys.modules else self.run_eagerly)(*args)
+        return (self.run_untraced if "torch._dynamo" in sys.modules else self.run_eagerly)(*args)
 
     @cached_property
-    def unseen(self) -> Callable[..., Any]:
+    def run_untraced(self) -> Callable[..., Any]:
         """`run_eagerly`, into which Dynamo does not look: this takes 0.4 us."""
         return self.torch.compiler.disable(self.run_eagerly)
 
@@ -258,7 +258,7 @@ class _Op:
     def fake(self, *args: Any) -> Any:
         """The op for fake tensors, without memory: results of the right shapes, strides and dtypes. No extent is compared
         (Schema.shapes)."""
-        tensors, options, layout = self.parts(args)
+        tensors, options, layout = self.split_arguments(args)
         present = {row.name: x for row, x in zip(self.rows, tensors) if x is not None}
         self.schema.check_dtypes({name: str(x.dtype).removeprefix("torch.") for name, x in present.items()})
         shapes, first = self.schema.shapes({name: x.shape for name, x in present.items()}, layout), tensors[0]
@@ -279,14 +279,14 @@ class _Op:
             torch.autograd.graph.increment_version([x for place in self.updated if (x := args[place]) is not None])
         if below.highestPriorityTypeId() in self.memory:
             return self.run(*args)  # which refuses what requires grad
-        if torch.is_grad_enabled() and not exporting():  # an exported call is refused when it runs
+        if torch.is_grad_enabled() and not is_exporting():  # an exported call is refused when it runs
             for row, x in zip(self.rows, args):
                 if x is not None and x.requires_grad:
-                    raise NotImplementedError(self.refusal(row.name))
+                    raise NotImplementedError(self.refusal_message(row.name))
         with torch._C._AutoDispatchBelowAutograd():
             return self.op.redispatch(below, *args)
 
-    def refusal(self, name: str) -> str:
+    def refusal_message(self, name: str) -> str:
         """The error message for a tensor that requires grad, where torch traces or transforms the call. If the program has a
         gradient, the function that calls the op asked for it as torch.autograd.Function: Dynamo passes over that in
         torch.func.grad."""
@@ -300,7 +300,7 @@ class _Op:
         torch, keys = self.torch, self.torch._C.DispatchKeySet(key)
 
         def cast(*args):
-            tensors, *_ = self.parts(args)
+            tensors, *_ = self.split_arguments(args)
             tensors = [x if x is None else x.to(_cast_to(torch, x, row)) for row, x in zip(self.rows, tensors)]
             with torch._C._ExcludeDispatchKeyGuard(keys):
                 return self.op(*tensors, *args[len(tensors) :])
@@ -312,7 +312,7 @@ class _Op:
         no batch to fold it into (a rate of each head, cu_seqlens), there is a call for each of its elements. So there is where
         a result is a sum over batches (the gradient of such an argument), and where there may be arrays of any axes, for
         functions read them that count batches."""
-        tensors, options, layout = self.parts(args)
+        tensors, options, layout = self.split_arguments(args)
         count, rest, dims = info.batch_size, args[len(tensors) :], in_dims[: len(tensors)]
         for row, x, dim in zip(self.rows, tensors, dims):
             if row.written and dim is None and x is not None:
@@ -328,7 +328,7 @@ class _Op:
             each = [self.op(*[x if d is None else x[n] for x, d in zip(batched, dims)], *rest) for n in range(count)]
             if not self.results:
                 return None, None
-            stacked = [self.torch.stack(of) for of in zip(*each)] if self.several else self.torch.stack(each)
+            stacked = [self.torch.stack(parts) for parts in zip(*each)] if self.several else self.torch.stack(each)
         else:
             result = self.op(*folded, *rest)
             if not self.results:

@@ -1,9 +1,9 @@
-"""Plans as functions of lengths (lengths.py): what a program keeps of them, and which lengths change from call to call.
+"""Plans as functions of lengths (lengths.py): the functions that a program keeps, and which lengths change from call to call.
 
-Most of what such a function is given is the same in every call: generation adds a key with each token, while the heads,
+Most arguments of such a function are the same in every call: generation adds a key with each token, while the heads,
 columns, strides and batch of its caches stay. So once calls were seen to differ in a few variables only, the function is
-narrowed to these. That leaves a fifth of its lines, and they become part of a function that has torch compare everything else
-at once (remembered_calls.py)."""
+specialised to these. That leaves a fifth of its lines, and they become part of a function that has torch compare everything
+else at once (remembered_calls.py)."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from ..launching.lengths import Trace
 from . import remembered_calls
 from .plan import PreparedCall
 
-MOST = 24  # the most variables that a function is narrowed to: gradients of contiguous tensors have 13
-TRIES = 4  # how often it is narrowed anew, to more of them, or written for another mode
+MAX_FREE = 24  # the most variables that a function is specialised to: gradients of contiguous tensors have 13
+TRIES = 4  # how often a specialised function is written: for more variables, or for another mode
 
 
 class Variable(NamedTuple):
-    """A variable of the function: its name, the place of its array, and what it says of that array: an extent (part 0) or a
-    stride (1) of an axis, or how far the address lies past a multiple of ALIGNMENT (2)."""
+    """A variable of the function: its name, the place of its array, and the part of its form that it stands for: an extent
+    (part 0) or a stride (1) of an axis, or how far the address lies past a multiple of ALIGNMENT (2)."""
 
     name: str
     place: int
     part: int
     axis: int = 0
 
-    def of(self, lengths: Sequence[Any]) -> int:
-        """Its value in a call, from what Program._read read of the arrays."""
+    def value_in(self, lengths: Sequence[Any]) -> int:
+        """Its value in a call. lengths: as Program._read returns them for the arrays."""
         length = lengths[self.place][self.part]
-        return length if self.part == remembered_calls.PAST else length[self.axis]
+        return length if self.part == remembered_calls.MISALIGNMENT else length[self.axis]
 
 
 class TracedPlan:
-    """A plan as a function of lengths. It holds for calls in which the planner would take the same turns.
+    """A plan as a function of lengths. It holds for calls in which the planner would take the same branches.
 
-    last: what was read of the last call that it served. free: the variables in which its calls were seen to differ. calls: the
+    last: the lengths of the last call that it served. free: the variables in which its calls were seen to differ. calls: the
     guarded functions for calls that differ in these alone (remembered_calls.py): one for tensors that require grad, say, and
     one for those that do not. tries: how many may still be written."""
 
@@ -48,32 +48,32 @@ class TracedPlan:
         self.calls: list[Callable[..., Any]] = []
         self.tries = TRIES
 
-    def grow(
+    def write_guarded_call(
         self,
         names: Sequence[str],
-        known: PreparedCall,
+        prepared: PreparedCall,
         arrays: Sequence[Any],
         lengths: Sequence[Any],
         declined: Sequence[Callable] = (),
     ) -> Callable | None:
         """The guarded function for calls that differ from this one as this one differs from those before; None if there is
-        none. known: what is known of this call. declined: the functions that declined this call."""
+        none. prepared: what is known of this call. declined: the functions that declined this call."""
         last, self.last = self.last, lengths
-        before, calls = self.free, self.calls  # another thread may replace them meanwhile
+        free_before, calls = self.free, self.calls  # another thread may replace them meanwhile
         if last is None:
             return None
-        free = [one for one in self.variables if one in before or one.of(last) != one.of(lengths)]
+        free = [one for one in self.variables if one in free_before or one.value_in(last) != one.value_in(lengths)]
         others = [call for call in calls if call not in declined]  # which may serve this call, and were not expected
-        if others and (self.tries == 0 or free == before):
+        if others and (self.tries == 0 or free == free_before):
             return others[0]
         if self.tries == 0 or not free:
             return None
         self.free, self.tries = free, self.tries - 1
-        if len(free) > MOST or remembered_calls.PAST in [one.part for one in free]:
+        if len(free) > MAX_FREE or remembered_calls.MISALIGNMENT in [one.part for one in free]:
             return None
-        fixed = {one.name: one.of(lengths) for one in self.variables if one not in free}
-        plan = self.trace.narrowed([one.name for one in free], fixed, remembered_calls.values(self.plan))
-        call = plan and remembered_calls.guarded(names, known, arrays, lengths, [one[1:] for one in free], plan)
+        fixed = {one.name: one.value_in(lengths) for one in self.variables if one not in free}
+        plan = self.trace.specialize([one.name for one in free], fixed, remembered_calls.plan_values(self.plan))
+        call = plan and remembered_calls.build_guarded_call(names, prepared, arrays, lengths, [one[1:] for one in free], plan)
         if call:
-            self.calls = [*calls, call] if free == before else [call]
+            self.calls = [*calls, call] if free == free_before else [call]
         return call

@@ -24,7 +24,7 @@ from typing import Any
 
 from ..compiling.compiler import Lowered
 from ..compiling.numba_types import Value
-from ..launching.arguments import parameter, parameters, same_place, signature, types_of
+from ..launching.arguments import find_common_device, parameter, parameters, signature, types_of
 from ..launching.devices import device
 from ..numba_names import types
 from ..shared import shared as Plan
@@ -144,6 +144,6 @@ def _types_of_arguments(kernel, args) -> tuple[tuple[types.Type, ...], int | Non
         return signature(kernel), None
     if not any(isinstance(arg, STANDS) for arg in args) or len(args) != len(names):
         parameter_types = parameters(kernel, args)
-        return types_of(kernel, parameter_types), same_place(parameter_types)
+        return types_of(kernel, parameter_types), find_common_device(parameter_types)
     kinds = (arg if isinstance(arg, STANDS) else parameter(name, arg).type for name, arg in zip(names, args))
     return tuple(Value(kind) if isinstance(kind, gl) else kind for kind in kinds), None

@@ -1,6 +1,6 @@
 """A kernel's arguments: how each is typed, and the 8-byte slots that the machine code takes it in.
 
-A kernel may declare what it takes in its own parameters, once and for all:
+A kernel may declare its parameters by annotations:
 
     @cuda.jit
     def attend(gQ: tiled(QUERY), gO: array(4, bf16), gLse: array(3), length: INT, scale: FLOAT):
@@ -8,7 +8,7 @@ A kernel may declare what it takes in its own parameters, once and for all:
 From these annotations come the types it is compiled with, with no array at hand (`declared`), and how arrays and numbers are
 bound to it by their names (launch.Kernel.bind). Without them the arguments themselves decide (`parameter`).
 
-What a kernel takes may depend on an object that it was made for. `params: record(slopes=array(2), cap=FLOAT)` are several
+The parameters may depend on an object that the kernel is made for. `params: record(slopes=array(2), cap=FLOAT)` are several
 parameters under one name: the kernel reads params.slopes and params.cap, and they are bound by their own names.
 """
 
@@ -36,20 +36,29 @@ from .lengths import Length, watched_call
 _NUMPY = {np.bool_: "?", np.int8: "b", np.uint8: "B", np.int16: "h", np.uint16: "H", np.int32: "i", np.uint32: "I"}
 _NUMPY |= {np.int64: "q", np.uint64: "Q", np.float32: "f", np.float64: "d"}
 _CODES = {from_dtype(np.dtype(kind)): code for kind, code in _NUMPY.items()}  # Numba's types and struct's codes
-_PYTHON = {"?": bool, "f": float, "d": float}  # what a number is in Python, by its code; all others are integers
+_PYTHON = {"?": bool, "f": float, "d": float}  # {code: the Python type of such a number}; all others are integers
 _SCALARS: dict[type, types.Type] = {bool: types.boolean, int: types.int32, float: types.float32}
 _SCALARS |= {kind: from_dtype(np.dtype(kind)) for kind in _NUMPY}
 DATA = 4  # the slot of an array's address
 WORD = 2**64 - 1
-OF_COMPILING = str, tuple, type, dtype, rt, rv, st, sv  # what is no argument, and might be taken for one
-INT, LONG, FLOAT = types.int32, types.int64, types.float32  # what kernels declare their numbers as
+COMPILE_TIME_TYPES = (
+    str,
+    tuple,
+    type,
+    dtype,
+    rt,
+    rv,
+    st,
+    sv,
+)  # types of values that a kernel is compiled with, and that might be passed as arguments by mistake
+INT, LONG, FLOAT = types.int32, types.int64, types.float32  # the types of numbers in a kernel's declaration
 ENDS = types.Array(types.int32, 1, "A")  # cu_seqlens
 SEMAPHORES = types.Array(types.int32, 2, "A")  # counters by (batch and head, tile): how many warps have added to it
 
 
-def array(rank: int, of: dtype = fp32) -> types.Array:
+def array(rank: int, element_dtype: dtype = fp32) -> types.Array:
     """A parameter that is a global array, of any strides."""
-    return types.Array(NUMBA_SCALARS[of.np], rank, "A")
+    return types.Array(NUMBA_SCALARS[element_dtype.np], rank, "A")
 
 
 def tiled(
@@ -61,8 +70,8 @@ def tiled(
     is_tile = isinstance(tile, st)
     if not 1 + is_tile <= rank <= 5:
         raise ValueError(f"tiled: TMA takes arrays of {1 + is_tile} to 5 axes for {tile}, got {rank=}")
-    usual = (1, 3) if rank == 4 else (rank - 2, rank - 1)
-    rows, cols = (usual[0] if is_tile else None) if rows is ... else rows, usual[1] if cols is ... else cols
+    default_axes = (1, 3) if rank == 4 else (rank - 2, rank - 1)
+    rows, cols = (default_axes[0] if is_tile else None) if rows is ... else rows, default_axes[1] if cols is ... else cols
     if not is_tile and rows is not None:
         raise ValueError(f"tiled: {tile} is a vector, which runs along cols: rows must be None, got {rows=}")
     axes = [axis for axis in (rows, cols) if isinstance(axis, int) and -rank <= axis < rank]
@@ -78,19 +87,19 @@ def _fields(names: tuple[str, ...]) -> Any:
 
 
 class Record:
-    """Several parameters under one name. fields: {name: what it is}. named: whether the kernel reads them by name; otherwise it
-    reads them by position. See `record`."""
+    """Several parameters under one name. fields: {name: its declaration}. by_name: whether the kernel reads them by name;
+    otherwise it reads them by position. See `record`."""
 
-    def __init__(self, fields: dict[str, Any], named: bool = True):
-        self.fields, self.named = fields, named
+    def __init__(self, fields: dict[str, Any], by_name: bool = True):
+        self.fields, self.by_name = fields, by_name
 
     def value(self, values: Sequence[Any]) -> tuple:
         """A record of these values."""
-        return _fields(tuple(self.fields))(*values) if self.named else tuple(values)
+        return _fields(tuple(self.fields))(*values) if self.by_name else tuple(values)
 
     def type(self, types_: Sequence[types.Type]) -> types.Type:
         """The Numba type of a record of these types."""
-        return types.BaseTuple.from_types(tuple(types_), _fields(tuple(self.fields)) if self.named else None)
+        return types.BaseTuple.from_types(tuple(types_), _fields(tuple(self.fields)) if self.by_name else None)
 
 
 def record(**fields: Any) -> Record:
@@ -98,27 +107,31 @@ def record(**fields: Any) -> Record:
     return Record(fields)
 
 
-def listed(**fields: Any) -> Record:
-    """The same without names: a tuple, which a kernel can pass on as arguments, f(x, *given)."""
-    return Record(fields, named=False)
+def positional_record(**fields: Any) -> Record:
+    """A `record` without names: a tuple, which a kernel can pass on as arguments, f(x, *aux)."""
+    return Record(fields, by_name=False)
 
 
-def _parts(name: str, what: Any) -> dict[str, Any]:
-    """{parameter: what it is declared as}: the fields of a record, or the one parameter that it is."""
-    return what.fields if isinstance(what, Record) else {name: what}
+def _split_record(name: str, declared_type: Any) -> dict[str, Any]:
+    """{parameter: its declaration}: the fields of a record, or a single parameter under its own name."""
+    return declared_type.fields if isinstance(declared_type, Record) else {name: declared_type}
 
 
 @functools.cache
 def declared(function) -> dict[str, Any]:
-    """{parameter: what a kernel's function declares it as}, in order; the fields of records stand under their own names.
+    """{parameter: its declaration in a kernel's function}, in order; the fields of records stand under their own names.
     TypeError: some parameter has no annotation."""
-    said = function.__annotations__
-    missing = [name for name in _names(function) if name not in said]
+    annotations = function.__annotations__
+    missing = [name for name in _names(function) if name not in annotations]
     if missing:
         raise TypeError(
-            f"{function.__name__}: what is {', '.join(missing)}? Annotate it with array(...), tiled(...), INT or FLOAT"
+            f"{function.__name__}: {', '.join(missing)} must be annotated with array(...), tiled(...), INT or FLOAT"
         )
-    return {part: what for name in _names(function) for part, what in _parts(name, said[name]).items()}
+    return {
+        part: declared_type
+        for name in _names(function)
+        for part, declared_type in _split_record(name, annotations[name]).items()
+    }
 
 
 def _names(function) -> tuple[str, ...]:
@@ -127,16 +140,21 @@ def _names(function) -> tuple[str, ...]:
 
 def signature(kernel) -> tuple[types.Type, ...]:
     """The Numba types of a kernel's declared parameters."""
-    specs = [Value(what) if isinstance(what, gl) else what for what in declared(kernel.py_func).values()]
-    return grouped(kernel, specs, Record.type)
+    specs = [
+        Value(declared_type) if isinstance(declared_type, gl) else declared_type
+        for declared_type in declared(kernel.py_func).values()
+    ]
+    return group_values(kernel, specs, Record.type)
 
 
-def grouped(kernel, specs: Sequence[Any], make: Callable[[Record, list], Any] = Record.value):
+def group_values(kernel, specs: Sequence[Any], make: Callable[[Record, list], Any] = Record.value):
     """One value for each name in `declared`, grouped as the kernel takes them: `make` puts the parts of a record together."""
-    rest, said, groups = iter(specs), kernel.py_func.__annotations__, []
+    rest, annotations, groups = iter(specs), kernel.py_func.__annotations__, []
     for name in _names(kernel.py_func):
-        what = said.get(name)
-        groups.append(make(what, [next(rest) for _ in what.fields]) if isinstance(what, Record) else next(rest))
+        declared_type = annotations.get(name)
+        groups.append(
+            make(declared_type, [next(rest) for _ in declared_type.fields]) if isinstance(declared_type, Record) else next(rest)
+        )
     return tuple(groups)
 
 
@@ -154,18 +172,20 @@ class Parameter(NamedTuple):
 
 
 def parameter(name: str, value: Any) -> Parameter:
-    """How the argument `name` is passed. If it cannot be, a TypeError, ValueError or OverflowError names it."""
+    """The Parameter for the argument `name`. TypeError, ValueError, OverflowError that name it: it cannot be passed."""
     scalar = _SCALARS.get(type(value.value if isinstance(value, Length) else value))
     if scalar:
-        return Parameter(name, scalar, (watched_call(number_slot, name, scalar, value, CURES.get(_CODES[scalar], "")),), value)
+        return Parameter(
+            name, scalar, (watched_call(encode_number, name, scalar, value, WIDER_TYPES.get(_CODES[scalar], "")),), value
+        )
     if isinstance(value, tensor):
         array = describe(value.array, name)
-        encoding = map_encoding(name, value.spec, array.form)
+        encoding = encode_map(name, value.spec, array.form)
         return Parameter(name, _map_type(value.spec), (0,), value, array, 0, encoding)
     try:
         array = describe(value, name)
     except TypeError:
-        if value is None or isinstance(value, OF_COMPILING) or callable(value):
+        if value is None or isinstance(value, COMPILE_TIME_TYPES) or callable(value):
             how = f"what it is compiled with, a kernel closes over: def make({name}): .. return kernel"
             raise TypeError(f"{name}: must be an array or a number: {name}={value!r:.60}; {how}") from None
         raise
@@ -179,7 +199,7 @@ def parameter(name: str, value: Any) -> Parameter:
 
 
 def parameters(kernel, args) -> list[Parameter]:
-    """How each of a kernel's arguments is passed. A record is given as a tuple, and each of its parts is passed by itself.
+    """The Parameters for a kernel's arguments. A record is passed as a tuple, and each of its fields is a Parameter.
     Numbers get the types that the kernel declares, if it does. TypeError: there are more or fewer than it takes."""
     function, rows = kernel.py_func, []
     names = _names(function)
@@ -187,26 +207,27 @@ def parameters(kernel, args) -> list[Parameter]:
         rest = ", and a launch fills in no defaults" if function.__defaults__ and len(args) < len(names) else ""
         raise TypeError(f"{function.__name__} takes {len(names)} arguments ({', '.join(names)}), got {len(args)}{rest}")
     for name, value in zip(names, args):
-        what = function.__annotations__.get(name)
-        said, values = _parts(name, what), value if isinstance(what, Record) else (value,)
-        if len(values) != len(said):
-            raise TypeError(f"{name}: takes {len(said)} values ({', '.join(said)}), got {len(values)}")
-        rows += [_declared_parameter(*each) for each in zip(said, said.values(), values)]
+        declared_type = function.__annotations__.get(name)
+        parts, values = _split_record(name, declared_type), value if isinstance(declared_type, Record) else (value,)
+        if len(values) != len(parts):
+            raise TypeError(f"{name}: takes {len(parts)} values ({', '.join(parts)}), got {len(values)}")
+        rows += [_declared_parameter(*each) for each in zip(parts, parts.values(), values)]
     return rows
 
 
 def types_of(kernel, params: Sequence[Parameter]) -> tuple[types.Type, ...]:
-    """The Numba types of a kernel's arguments that are passed in these ways."""
-    return grouped(kernel, [p.type for p in params], Record.type)
+    """The Numba types of a kernel's arguments, from their Parameters."""
+    return group_values(kernel, [p.type for p in params], Record.type)
 
 
-def _declared_parameter(name, what, value):
-    """How an argument is passed that the kernel declares as `what`: a number as that type, an absent tensor without a map."""
-    if isinstance(what, types.Type) and what in _CODES:
-        slot = number_slot(name, what, value)
-        return Parameter(name, what, (slot,), _PYTHON.get(_CODES[what], int)(value))
-    if isinstance(what, gl) and value is None:
-        return Parameter(name, _map_type(what), (0,), value)
+def _declared_parameter(name, declared_type, value):
+    """How an argument is passed that the kernel declares as `declared_type`: a number as that type, an absent tensor without a
+    map."""
+    if isinstance(declared_type, types.Type) and declared_type in _CODES:
+        slot = encode_number(name, declared_type, value)
+        return Parameter(name, declared_type, (slot,), _PYTHON.get(_CODES[declared_type], int)(value))
+    if isinstance(declared_type, gl) and value is None:
+        return Parameter(name, _map_type(declared_type), (0,), value)
     return parameter(name, value)
 
 
@@ -217,32 +238,32 @@ def array_slots(form: Form, pointer: int = 0) -> tuple[int, ...]:
     return 0, 0, math.prod(form.shape), form.itemsize, pointer, *form.shape, *strides
 
 
-def struct_format(what: Any) -> str:
+def struct_format(declared_type: Any) -> str:
     """How `struct` packs a declared parameter's slots: for an array the numbers of `array_numbers`, for a number itself. Slots
     that are filled later are packed as 0: that of an address, and that which stands for a tensor's map."""
-    if isinstance(what, gl):
+    if isinstance(declared_type, gl):
         return "8x"
-    if isinstance(what, types.Array):
-        return f"16x2q8x{2 * what.ndim}q"
-    return f"{_CODES[what]}{8 - struct.calcsize(_CODES[what])}x"
+    if isinstance(declared_type, types.Array):
+        return f"16x2q8x{2 * declared_type.ndim}q"
+    return f"{_CODES[declared_type]}{8 - struct.calcsize(_CODES[declared_type])}x"
 
 
-def array_numbers(form: Form) -> tuple[int, ...]:
+def encode_form(form: Form) -> tuple[int, ...]:
     """The slots of an array that follow from its form: the number of elements, bytes an element, shape, strides."""
     return math.prod(form.shape), form.itemsize, *form.shape, *form.strides
 
 
-def named(scalar: types.Type) -> str:
+def dtype_name(scalar: types.Type) -> str:
     """The name of an array's elements, for their Numba type."""
     return SCALARS[scalar].np.name if scalar in SCALARS else str(scalar)
 
 
-CURES = {"i": "np.int64", "f": "np.float64"}  # what to pass instead of a number that is too large, by its code
+WIDER_TYPES = {"i": "np.int64", "f": "np.float64"}  # {code: the type to pass instead, if a number is too large}
 
 
-def number_slot(name: str, ty: types.Type, value, cure: str = "") -> int:
+def encode_number(name: str, ty: types.Type, value, wider_type: str = "") -> int:
     """The slot of a number of this type. A TypeError names an argument that is no number, or no integer where one is needed;
-    an OverflowError one that does not fit, and advises `cure`, a type that would hold it."""
+    an OverflowError one that does not fit, and advises `wider_type`, a type that would hold it."""
     code = _CODES[ty]
     integral = code not in _PYTHON
     if not isinstance(value, Integral if integral else Real) and not isinstance(value, np.bool_):
@@ -251,14 +272,14 @@ def number_slot(name: str, ty: types.Type, value, cure: str = "") -> int:
         number = value.item() if isinstance(value, np.generic) else value
         return int.from_bytes(struct.pack("<" + code, number), "little")
     except (struct.error, OverflowError):
-        said = f"; pass {cure}({value})" if cure else ", as which the kernel declares it"
-        raise OverflowError(f"{name}: {value} does not fit {ty}{said}") from None
+        advice = f"; pass {wider_type}({value})" if wider_type else ", as which the kernel declares it"
+        raise OverflowError(f"{name}: {value} does not fit {ty}{advice}") from None
 
 
-def map_encoding(name: str, how: gl | tensor_maps.TmaBox, form: Form) -> tensor_maps.Encoding:
+def encode_map(name: str, spec: gl | tensor_maps.TmaBox, form: Form) -> tensor_maps.Encoding:
     """The tensor map's encoding for the argument `name`. TypeError, ValueError that name it: TMA cannot read such an array."""
     try:
-        return tensor_maps.encoding(tensor_maps.cut(how) if isinstance(how, gl) else how, form)
+        return tensor_maps.encode_form(tensor_maps.tma_box(spec) if isinstance(spec, gl) else spec, form)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{name}: {error}") from None
 
@@ -271,13 +292,13 @@ def _map_type(spec):
 @functools.cache
 def array_type(name: str, rank: int) -> types.Array:
     """The Numba type of an array of these elements, with any strides. TypingError: kernels know none of that name."""
-    named = np.dtype(name)
-    if named.kind in "OSUMm":
+    element_type = np.dtype(name)
+    if element_type.kind in "OSUMm":
         raise TypingError(name)
-    return types.Array(NUMBA_SCALARS.get(named) or from_dtype(named), rank, "A")
+    return types.Array(NUMBA_SCALARS.get(element_type) or from_dtype(element_type), rank, "A")
 
 
-def same_place(parameters):
+def find_common_device(parameters):
     """The CUDA ordinal that all arrays share; None: host memory, or no array at all."""
     first = None
     for p in parameters:

@@ -1,9 +1,9 @@
-"""A user's array as a kernel sees it: an address, a form, and who owns the memory.
+"""A user's array as a kernel sees it: an address, a form, and the object that owns the memory.
 
     array = describe(q, "q")                            torch, NumPy, CuPy, Numba, JAX, or anything that has
     array.pointer, array.form                           __cuda_array_interface__ or __dlpack__ (frameworks.py)
 
-A form is all of an array but its address: what decides the code that serves it, and the numbers that the code is given.
+A form is all of an array but its address: it determines the code that serves it, and the code's parameters except addresses.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from cuda.bindings import driver
 
 from .devices import check, device
 
-ALIGNMENT = 16  # bytes: of an address a form holds how far it lies past a multiple of this, and nothing else
+ALIGNMENT = 16  # bytes: a form holds an address modulo this
 
 
 class Form(NamedTuple):
-    """All of an array but its address: shape, strides (bytes), dtype's name, CUDA ordinal (None: host memory), bytes an
-    element, how many bytes the address lies past a multiple of ALIGNMENT, and whether the array is read-only."""
+    """All of an array but its address. strides: in bytes. dtype: its name. device: a CUDA ordinal; None is host memory.
+    itemsize: bytes of an element. misalignment: the address modulo ALIGNMENT."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: str
     device: int | None
     itemsize: int
-    past: int = 0
+    misalignment: int = 0
     readonly: bool = False
 
     @property
@@ -84,7 +84,7 @@ def contiguous(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
 
 
 class Array(NamedTuple):
-    """Where an array lies: `pointer` to its first element, its `form`, and the user's object, which owns the memory."""
+    """An array in memory. pointer: the address of its first element. owner: the user's object, which keeps the memory alive."""
 
     pointer: int
     form: Form
@@ -117,30 +117,30 @@ class Array(NamedTuple):
         return self.form.readonly
 
 
-ABSENT = -1  # the source of an array that was not given: it has no elements
+ABSENT = -1  # the source of an array that was not passed: it has no elements
 
 
 class Number(NamedTuple):
-    """A number that each launch passes behind the addresses: its place among these, from the end."""
+    """A number that comes with each call, behind the addresses. source: its place among these, counted from the end."""
 
     source: int
 
 
 class Operand(NamedTuple):
-    """An array that a launch is bound to: the place of its address among those that the launch is given, and its form, which
-    may be another view of it than the caller's."""
+    """An array that a launch is bound to. source: the place of its address among those of a call. form: possibly another view
+    than the caller's."""
 
     source: int
     form: Form
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As an array has one."""
+        """The extents of its axes."""
         return self.form.shape
 
     @property
     def dtype(self) -> str:
-        """As an array has one."""
+        """The name of its elements' dtype."""
         return self.form.dtype
 
     def reshape(self, *shape: int) -> Operand:
@@ -149,24 +149,24 @@ class Operand(NamedTuple):
         form, size = self.form, math.prod(self.form.shape)
         shape = tuple(size // max(1, -math.prod(shape)) if n == -1 else n for n in shape)
         if math.prod(shape) != size:
-            raise ValueError(f"reshape: {form.shape} has other elements than {shape}")
+            raise ValueError(f"reshape: {form.shape} has another number of elements than {shape}")
         strides = _reshaped(form.shape, form.strides, shape)
         if strides is None:
             raise ValueError(f"reshape: from {form.shape} to {shape} needs a copy: strides={form.strides} bytes")
         return self._replace(form=form._replace(shape=shape, strides=strides))
 
     def swapaxes(self, one: int, other: int) -> Operand:
-        """The same array seen with two axes swapped."""
+        """The operand with two axes swapped."""
         order = list(range(len(self.form.shape)))
         order[one], order[other] = order[other], order[one]
         return self.permuted(order)
 
     def permuted(self, order) -> Operand:
-        """With its axes in another order."""
+        """The operand with its axes in another order."""
         return self._replace(form=self.form.permuted(order))
 
     def spread(self, axis: int, extent: int) -> Operand:
-        """With one more axis, along which all elements are one."""
+        """The operand with one more axis, along which all elements are one."""
         return self._replace(form=self.form.spread(axis, extent))
 
 

@@ -1,4 +1,4 @@
-"""Launches that are ready to be made again and again: prepared parameter blocks, into which each call writes its addresses."""
+"""Launches that are bound to everything but addresses: parameter blocks, into which each call writes its addresses."""
 
 import ctypes
 from collections.abc import Sequence
@@ -8,22 +8,22 @@ from cuda.bindings import driver
 
 from . import tensor_maps
 from .devices import check
-from .loaded_code import Loaded
+from .loaded_code import LoadedKernel
 
 RECENT = 16  # frames that a kernel keeps, of 3 KB each with four tensor maps
 
 
-class Frames:
+class FramePool:
     """Parameter blocks for one kernel's launches. slots: 8-byte slots of the kernel's arguments. maps: which of them stand for
     tensor maps.
 
     recent: the frames that no launch uses now, least recently used first. The key is (contents, stream, addresses); without
     tensor maps it is (contents, stream), for then writing the addresses is as quick as looking them up. A launch takes its
-    frame out and puts it back at the end, so no two threads write to one frame, and inputs that take turns find the maps that
+    frame out and puts it back at the end, so no two threads write to one frame, and alternating inputs find the maps that
     were encoded for them. There are RECENT frames, and as many more as threads launch at once.
 
     idle: frames for contents that were never launched before, which are those of a new length: most of them come once, and
-    looking them up and pushing out what is known would cost more than to write them."""
+    looking them up and evicting other frames would cost more than writing them."""
 
     def __init__(self, slots: int, maps: Sequence[int]):
         self.slots, self.maps = slots, maps
@@ -39,7 +39,7 @@ class Frames:
         except IndexError:
             return None
 
-    def spare(self, contents: "Contents") -> "ParameterFrame | None":
+    def choose_frame_to_overwrite(self, contents: "LaunchContents") -> "ParameterFrame | None":
         """The frame to overwrite: one that holds these contents, so that only addresses are written, or the one that was not
         used for the longest time. None as long as another may be made."""
         frame = None
@@ -56,11 +56,11 @@ class Frames:
         return frame
 
 
-class Contents:
-    """What a launch's parameter block holds besides addresses; compared by identity. block: the kernel's arguments, in slots
-    of 8 bytes. plain: (slot, place among the addresses) for each array, and each number that comes with the addresses. maps:
-    (which of the frame's maps, place among the addresses, encoding) for each tensor. launched: was it ever made? encoded: the
-    maps, each with some address, from the second launch on."""
+class LaunchContents:
+    """The contents of a launch's parameter block, without addresses; compared by identity. block: the kernel's arguments, in
+    slots of 8 bytes. plain: (slot, place among the addresses) for each array, and each number that comes with the addresses.
+    maps: (which of the frame's maps, place among the addresses, encoding) for each tensor. launched: was it launched before?
+    encoded: the maps, each with some address, from the second launch on."""
 
     __slots__ = ("block", "encoded", "grid", "launched", "maps", "plain")
 
@@ -74,19 +74,20 @@ class ParameterFrame:
     """The parameter block of a launch that is about to be made: tensor maps, 8-byte slots, and the addresses through which the
     driver copies both. It belongs to one thread at a time; the driver has copied it when a launch returns.
 
-    holds: the Contents. addresses: where the arrays lie. room, rooms: views of its slots, and of its maps, which lie at
-    `places`."""
+    contents: the LaunchContents that it holds. addresses: of the arrays. slots_view, map_views: views of its slots, and of its
+    maps, which lie at `map_addresses`."""
 
     __slots__ = (
-        "addresses", "config", "first", "grid", "holds", "maps", "memory", "places", "pointers", "room", "rooms", "stream"
+        "addresses", "config", "contents", "first", "grid", "map_addresses", "map_views", "maps", "memory", "pointers",
+        "slots_view", "stream",
     )  # fmt: skip
 
-    def __init__(self, frames: Frames, config: driver.CUlaunchConfig):
+    def __init__(self, frames: FramePool, config: driver.CUlaunchConfig):
         slots, count = frames.slots, len(frames.maps)
         self.memory = memory = frames.memory()
         start = ctypes.addressof(memory)
         aligned = -(-start // tensor_maps.MAP_ALIGNMENT) * tensor_maps.MAP_ALIGNMENT
-        self.places = places = [aligned + tensor_maps.MAP_BYTES * n for n in range(count)]
+        self.map_addresses = places = [aligned + tensor_maps.MAP_BYTES * n for n in range(count)]
         at = aligned + tensor_maps.MAP_BYTES * count  # of the slots
         self.pointers, self.first = at + 8 * slots, (at - start) // 8
         pointers = [at + 8 * n for n in range(slots)]
@@ -94,39 +95,39 @@ class ParameterFrame:
             pointers[slot] = place
         memory[self.first + slots : self.first + 2 * slots] = pointers  # type: ignore[assignment]
         view = memoryview(memory).cast("B")
-        self.room = view[at - start : at - start + 8 * slots]
-        self.rooms = [view[place - start : place - start + tensor_maps.MAP_BYTES] for place in places]
+        self.slots_view = view[at - start : at - start + 8 * slots]
+        self.map_views = [view[place - start : place - start + tensor_maps.MAP_BYTES] for place in places]
         self.maps = [driver.CUtensorMap(_ptr=place) for place in places]
         self.config, self.stream = config, -1
-        self.holds: Contents | None = None
+        self.contents: LaunchContents | None = None
         self.addresses: Sequence[int] = ()
         self.grid: Sequence[int] = ()
 
-    def write(self, contents: Contents, stream: int, addresses) -> None:
+    def write(self, contents: LaunchContents, stream: int, addresses) -> None:
         """Fill the frame with the contents, the stream and the addresses. Some CUDA context must be current. After an error the
         frame must not be used."""
         config = self.config
-        if self.holds is not contents:
-            self.room[:] = contents.block
+        if self.contents is not contents:
+            self.slots_view[:] = contents.block
             if self.grid != contents.grid:
                 config.gridDimX, config.gridDimY, config.gridDimZ = self.grid = contents.grid
         if contents.encoded is None:
-            for place, source, said in contents.maps:
-                tensor_maps.encode(said, addresses[source], self.places[place])
+            for place, source, encoding in contents.maps:
+                tensor_maps.write_map(encoding, addresses[source], self.map_addresses[place])
             if contents.launched:
-                contents.encoded = [bytes(self.rooms[place]) for place, *_ in contents.maps]
+                contents.encoded = [bytes(self.map_views[place]) for place, *_ in contents.maps]
         else:
-            if self.holds is not contents:
+            if self.contents is not contents:
                 for one, encoded in zip(contents.maps, contents.encoded):  # unpacking would take longer
-                    self.rooms[one[0]][:] = encoded
+                    self.map_views[one[0]][:] = encoded
             for place, source, _ in contents.maps:
-                tensor_maps.move(self.maps[place], addresses[source])
-        self.holds = contents
-        self.place(contents, addresses)
+                tensor_maps.set_address(self.maps[place], addresses[source])
+        self.contents = contents
+        self.write_addresses(contents, addresses)
         if stream != self.stream:
             config.hStream, self.stream = driver.CUstream(stream), stream
 
-    def place(self, contents: Contents, addresses) -> None:
+    def write_addresses(self, contents: LaunchContents, addresses) -> None:
         """Write the addresses of the arrays that have no maps. The frame must hold these contents already."""
         memory, first = self.memory, self.first
         for slot, source in contents.plain:
@@ -134,20 +135,28 @@ class ParameterFrame:
         self.addresses = tuple(addresses)
 
 
-class Bound:
-    """A launch ready to go: `bound(stream, *addresses)` is all that is left to say.
+class BoundLaunch:
+    """A launch that needs only a stream and addresses: `bound(stream, *addresses)`.
 
     stream: a handle. addresses: those of the arrays and of the tensors' arrays, in the order of the kernel's arguments; each
     must point to an array of the form that was bound, and a tensor's be a multiple of 16. Numbers stay as they were bound.
-    Any number of threads may call it at once: each takes a frame that nobody uses, or makes one.
+    Any number of threads may call it at once: each takes a frame that no other thread uses, or makes one.
 
-    frames: the kernel's."""
+    frames: the kernel's FramePool."""
 
     of_lengths = True
     __slots__ = ("cluster", "code", "contents", "early", "frames", "nbytes", "threads", "title")
 
     def __init__(
-        self, code: Loaded, title: str, threads, cluster, nbytes: int, contents: Contents, frames: Frames, early=False
+        self,
+        code: LoadedKernel,
+        title: str,
+        threads,
+        cluster,
+        nbytes: int,
+        contents: LaunchContents,
+        frames: FramePool,
+        early=False,
     ):
         self.code, self.title, self.threads, self.cluster, self.nbytes = code, title, threads, cluster, nbytes
         self.contents, self.frames, self.early = contents, frames, early
@@ -159,30 +168,31 @@ class Bound:
         self.run(stream, addresses)
 
     def run(self, stream: int, addresses) -> None:
-        """The same, for a sequence of addresses in which the launch's arrays know their places."""
+        """Launch, with a sequence of addresses from which each array of the launch takes the one at its place
+        (Operand.source)."""
         frames, contents = self.frames, self.contents
         recent, key = frames.recent, None
         if contents.launched:
             key = (contents, stream, tuple(addresses)) if contents.maps else (contents, stream)
             frame = recent.pop(key, None)
             if frame is None:
-                frame = self._write(frames.spare(contents), stream, addresses)
+                frame = self._write(frames.choose_frame_to_overwrite(contents), stream, addresses)
             elif not contents.maps and frame.addresses != addresses:
-                frame.place(contents, addresses)
+                frame.write_addresses(contents, addresses)
         else:
             frame = self._write(frames.take_idle(), stream, addresses)
             contents.launched = True
         (status,) = driver.cuLaunchKernelEx(frame.config, self.code.function, frame.pointers, 0)
         if status:
-            self._in_context(frame)
+            self._relaunch_in_context(frame)
         if key is None:
             frames.idle.append(frame)
         else:
             recent[key] = frame
 
     def _write(self, frame, stream, addresses):
-        """The frame, or a new one, with these addresses. If another context, or none, is current on this thread, the driver
-        refuses to make maps: to look first would cost every call a quarter of a microsecond."""
+        """Write these addresses into the frame, or a new one, and return it. If another context, or none, is current on this
+        thread, the driver refuses to encode maps: checking first would cost every call a quarter of a microsecond."""
         try:
             frame = frame or ParameterFrame(self.frames, self.configuration())
             frame.write(self.contents, stream, addresses)
@@ -192,8 +202,8 @@ class Bound:
                 frame.write(self.contents, stream, addresses)
         return frame
 
-    def _in_context(self, frame):
-        """The launch once more, after the driver has refused it, with the GPU's own context."""
+    def _relaunch_in_context(self, frame):
+        """Launch once more, with the GPU's own context, after the driver has refused. RuntimeError: it refuses again."""
         with self.code.gpu.current():
             (status,) = driver.cuLaunchKernelEx(frame.config, self.code.function, frame.pointers, 0)
         try:
@@ -224,13 +234,15 @@ class Bound:
         return f"launch({self.title}, {self.contents.grid}, {self.threads})"
 
 
-class Late(NamedTuple):
-    """A launch that was bound to be early, where it must not be. frames: for such launches of the kernel."""
+class LaunchWithoutOverlap(NamedTuple):
+    """A launch that was bound with early=True, where it must wait for the previous launch. frames: for such launches of the
+    kernel."""
 
-    bound: Bound
-    frames: Frames
+    bound: BoundLaunch
+    frames: FramePool
 
     def run(self, stream: int, addresses: Sequence[int]) -> None:
         """Launch on `stream`, with the arrays at these addresses (see Bound.run)."""
-        of = self.bound
-        Bound(of.code, of.title, of.threads, of.cluster, of.nbytes, of.contents, self.frames).run(stream, addresses)
+        bound = self.bound
+        launch = BoundLaunch(bound.code, bound.title, bound.threads, bound.cluster, bound.nbytes, bound.contents, self.frames)
+        launch.run(stream, addresses)

@@ -1,4 +1,4 @@
-"""What is checked besides types and shapes: the values of arrays. TILES_CHECK says how much of all this is checked.
+"""Checks of the values of arrays, and TILES_CHECK, which selects them.
 
 Values in host memory are always checked. To read those in device memory a call must wait for its stream, so this is done only
 on request. A schema (schema.py) says what an argument holds; this module says what values such an argument may have.
@@ -26,33 +26,33 @@ class CheckOptions(NamedTuple):
 
 
 def check_options() -> CheckOptions:
-    """What TILES_CHECK says: docs/debugging.md has the table."""
-    said = os.environ.get("TILES_CHECK", "")
-    if said.startswith("sm_"):
-        return CheckOptions(said, False)
-    if said not in ("", "0", "1"):
-        raise ValueError(f"TILES_CHECK must be 0, 1 or an architecture such as sm_80, got {said!r}")
-    return CheckOptions(None if said == "0" else ARCHITECTURE, said == "1")
+    """The CheckOptions that TILES_CHECK selects: docs/debugging.md has the table."""
+    setting = os.environ.get("TILES_CHECK", "")
+    if setting.startswith("sm_"):
+        return CheckOptions(setting, False)
+    if setting not in ("", "0", "1"):
+        raise ValueError(f"TILES_CHECK must be 0, 1 or an architecture such as sm_80, got {setting!r}")
+    return CheckOptions(None if setting == "0" else ARCHITECTURE, setting == "1")
 
 
-Found = tuple[Any, str] | None  # the index of a wrong value, and what it must be
+WrongValue = tuple[Any, str] | None  # the index of a wrong value, and what it must be
 
 
 class ValueRule(NamedTuple):
-    """What the values of an argument must be. wrong: a function of its elements and of the extents of axes that finds the first
-    wrong one. cure: what to pass instead."""
+    """A condition on the values of an argument. wrong: a function of its elements and of the extents of axes that finds the
+    first wrong one. remedy: what to pass instead."""
 
-    wrong: Callable[[np.ndarray, Mapping[str, int]], Found]
-    cure: str
+    wrong: Callable[[np.ndarray, Mapping[str, int]], WrongValue]
+    remedy: str
 
 
-def _above_0(values: np.ndarray, extents: Mapping[str, int]) -> Found:
+def _above_0(values: np.ndarray, extents: Mapping[str, int]) -> WrongValue:
     above = np.argwhere(values > 0)
     return (above[0], "must not be above 0") if len(above) else None
 
 
-def _no_ends(axis: str) -> Callable[[np.ndarray, Mapping[str, int]], Found]:
-    def wrong(ends: np.ndarray, extents: Mapping[str, int]) -> Found:
+def _no_ends(axis: str) -> Callable[[np.ndarray, Mapping[str, int]], WrongValue]:
+    def wrong(ends: np.ndarray, extents: Mapping[str, int]) -> WrongValue:
         if ends[0] != 0:
             return (0,), "must begin at 0"
         down = np.flatnonzero(ends[1:] < ends[:-1])
@@ -65,7 +65,7 @@ def _no_ends(axis: str) -> Callable[[np.ndarray, Mapping[str, int]], Found]:
     return wrong
 
 
-def _no_lengths(lengths: np.ndarray, extents: Mapping[str, int]) -> Found:
+def _no_lengths(lengths: np.ndarray, extents: Mapping[str, int]) -> WrongValue:
     most = extents["seqlen_k"] * extents.get("pages_per_seq", 1)  # if there are pages, so many keys each
     outside = np.argwhere((lengths < 0) | (lengths > most))
     return (outside[0], f"must be from 0 to {most}") if len(outside) else None
@@ -93,13 +93,13 @@ class Check:
 
     def run(self, stream: int, addresses: Sequence[int]) -> None:
         """ValueError that names the argument, its value, and where it stands."""
-        for name, place, form, (wrong, cure) in self.rows:
+        for name, place, form, (wrong, remedy) in self.rows:
             values = read(addresses[place], form, stream)
             cause = None if values is None or not values.size else wrong(values, self.extents)
             if cause:
                 index, must = cause
                 at = ", ".join(str(int(i)) for i in index)
-                raise ValueError(f"{name}: {must}: {name}[{at}]={values[tuple(index)]}, {name}.shape={form.shape}; {cure}")
+                raise ValueError(f"{name}: {must}: {name}[{at}]={values[tuple(index)]}, {name}.shape={form.shape}; {remedy}")
 
 
 def read(pointer: int, form: Form, stream: int) -> Any:

@@ -13,49 +13,50 @@ from cuda.bindings import driver
 from ..compiling.compiler import check_types
 from ..interpreter import interpret
 from ..values import tensor
-from .arguments import grouped, parameters, types_of
+from .arguments import group_values, parameters, types_of
 from .arrays import ABSENT, Number, Operand, numpy_view
 from .checks import check_options
 from .devices import INTERPRETER, check
 
 log = logging.getLogger(__name__)
-_said: list[str] = []
-_instead: contextvars.ContextVar = contextvars.ContextVar("instead", default=None)
+_announced: list[str] = []
+_runner: contextvars.ContextVar = contextvars.ContextVar("runner", default=None)
 _typed: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # kernel: {(types, architecture) that Numba accepts}
 
 
-def forced() -> bool:
+def interprets_all() -> bool:
     """Does TILES_INTERPRET send every launch to the CPU?"""
     return os.environ.get("TILES_INTERPRET", "0") not in ("", "0")
 
 
 @contextlib.contextmanager
-def instead(run):
-    """Inside, interpreted launches are run(kernel, grid, threads, args, shared, seed, cluster), as `interpret` takes them."""
-    token = _instead.set(run)
+def run_by(run):
+    """A context in which interpreted launches call run(kernel, grid, threads, args, shared, seed, cluster) instead of
+    `interpret`."""
+    token = _runner.set(run)
     try:
         yield
     finally:
-        _instead.reset(token)
+        _runner.reset(token)
 
 
-def _execute():
-    """What runs a kernel on the CPU, by TILES_INTERPRET: the interpreter its source, the emulator its PTX ("ptx", which is
-    sm_90a's, or the name of an architecture)."""
-    if run := _instead.get():
+def _choose_runner():
+    """The function that runs a kernel on the CPU, by TILES_INTERPRET: the interpreter its source, the emulator its PTX ("ptx",
+    which is sm_90a's, or the name of an architecture)."""
+    if run := _runner.get():
         return run
-    how = os.environ.get("TILES_INTERPRET", "0")
-    if how in ("", "0", "1"):
+    setting = os.environ.get("TILES_INTERPRET", "0")
+    if setting in ("", "0", "1"):
         return interpret
-    if how != "ptx" and not how.startswith("sm_"):
-        raise ValueError(f"TILES_INTERPRET must be 1, ptx or an architecture such as sm_80, got {how!r}")
+    if setting != "ptx" and not setting.startswith("sm_"):
+        raise ValueError(f"TILES_INTERPRET must be 1, ptx or an architecture such as sm_80, got {setting!r}")
     from ..emulator import emulate
 
-    return functools.partial(emulate, arch="sm_90a" if how == "ptx" else how)
+    return functools.partial(emulate, arch="sm_90a" if setting == "ptx" else setting)
 
 
-class Interpreted:
-    """A launch in the interpreter, called like a Bound one: `bound(stream, *addresses)`.
+class InterpretedLaunch:
+    """A launch in the interpreter, called like a BoundLaunch: `bound(stream, *addresses)`.
 
     values: for each of the kernel's parameters (arguments.declared) a number, a Number, or an Operand and the spec of the tiles
     that its array is cut into."""
@@ -72,8 +73,8 @@ class Interpreted:
         self.run(stream, addresses)
 
     def run(self, stream: int, addresses, execute=None) -> None:
-        """The same, for a sequence of addresses in which the launch's arrays know their places. execute: runs the kernel in
-        place of the interpreter; it takes the same arguments."""
+        """Run the kernel, with a sequence of addresses from which each array takes the one at its place (Operand.source).
+        execute: runs the kernel in place of the interpreter; it takes the same arguments."""
         _announce(self.launch.title)
         operands = [(value, spec) for value, spec in self.values if isinstance(value, Operand)]
         places = [(0 if value.source == ABSENT else addresses[value.source], value.form) for value, _ in operands]
@@ -81,22 +82,22 @@ class Interpreted:
             if self.gpu is None:
                 views = [numpy_view(*place) for place in places]
             else:
-                views = stack.enter_context(mirrored(self.gpu, stream, places))
+                views = stack.enter_context(mirror_arrays(self.gpu, stream, places))
             rest, args = iter(views), []
             for value, spec in self.values:
                 view = next(rest) if isinstance(value, Operand) else resolve_number(value, addresses)
                 args.append(_cut(view, spec) if spec and view is not None else view)
-            args = grouped(self.launch.kernel, args)
+            args = group_values(self.launch.kernel, args)
             self._check(args)
             seed = os.environ.get("TILES_SEED")
             launch, cluster = self.launch, self.launch.cluster or (1, 1, 1)
-            run = execute or _execute()
+            run = execute or _choose_runner()
             run(launch.kernel, launch.grid, launch.block[0], args, launch.shared, int(seed) if seed else None, cluster)
 
     def _check(self, args):
-        """Refuses what a GPU or its compiler would refuse: ValueError for too much shared memory, or Numba's own errors."""
+        """Raise the errors of a GPU and its compiler: ValueError for too much shared memory, or Numba's own errors."""
         launch, gpu = self.launch, INTERPRETER if self.gpu is None else self.gpu
-        check_room(launch.shared, gpu)
+        check_shared_size(launch.shared, gpu)
         arch = check_options().types
         if arch is None:
             return
@@ -112,7 +113,7 @@ def resolve_number(value, addresses):
     return addresses[value.source] if isinstance(value, Number) else value
 
 
-def check_room(shared, gpu):
+def check_shared_size(shared, gpu):
     """ValueError: the plan takes more shared memory than a block can have there."""
     if shared and shared.nbytes > gpu.shared_bytes:
         raise ValueError(f"shared: {shared.nbytes} bytes a block, but {gpu} has {gpu.shared_bytes}")
@@ -123,7 +124,7 @@ def _cut(view, spec):
 
 
 @contextlib.contextmanager
-def mirrored(gpu, stream, places):
+def mirror_arrays(gpu, stream, places):
     """NumPy copies of device arrays, each given as (address, form). They alias where the arrays do, and what has changed at the
     end is copied back. The stream is waited for first."""
     ranges: list[list[int]] = []  # disjoint [start, end), ascending
@@ -163,6 +164,6 @@ def _view(pointer, form, copies):
 
 
 def _announce(title):
-    if not _said:
-        _said.append(title)
+    if not _announced:
+        _announced.append(title)
         log.warning("%s runs in the interpreter, which is slow and checks every access (shown once)", title)

@@ -1,10 +1,10 @@
-"""Launching: `tiles.launch(kernel, grid, block, shared=smem)(*args)` does what Numba leaves out.
+"""Launching: `tiles.launch(kernel, grid, block, shared=smem)(*args)`, with shared memory, tensor maps, clusters and PDL.
 
     launch(kernel, grid, block)(q, k, out, 3, 0.5)        once, on the caller's current stream
     bound = launch(kernel, grid, block).bind(q, k, out, 3, 0.5)
     bound(stream, q2.data_ptr(), k2.data_ptr(), out2.data_ptr())     again and again, for other arrays of the same form
 
-and, for kernels that say themselves what they take (arguments.py), `Kernel`: what decides the machine code is looked up once,
+and, for kernels that declare their parameters (arguments.py), `Kernel`: machine code is looked up once,
 and binding it to lengths, strides and addresses writes numbers into a parameter block.
 
 Where it runs: arrays in device memory on their GPU, arrays in host memory (and a kernel that takes no array) in the
@@ -29,185 +29,199 @@ from . import tensor_maps
 from .arguments import (
     DATA,
     Record,
-    array_numbers,
     array_type,
     declared,
-    grouped,
-    map_encoding,
-    named,
-    number_slot,
+    dtype_name,
+    encode_form,
+    encode_map,
+    encode_number,
+    find_common_device,
+    group_values,
     parameters,
-    same_place,
     signature,
     struct_format,
     types_of,
 )
 from .arrays import ABSENT, Form, Number, Operand, c_ordered
-from .bound_launch import Bound, Contents, Frames, Late
+from .bound_launch import BoundLaunch, FramePool, LaunchContents, LaunchWithoutOverlap
 from .devices import device
 from .frameworks import current_stream, finish, stream_handle
-from .interpreted_launch import Interpreted, forced
+from .interpreted_launch import InterpretedLaunch, interprets_all
 from .lengths import Length, watched_call
-from .loaded_code import Loaded, load
+from .loaded_code import LoadedKernel, load
 from .recording import RecordedStep
 from .recording import now as recording_now
 
 THREADS_END = 1024  # most threads of a block
-MOST_OF_CLUSTER = 8  # blocks, on every GPU that has clusters
+MAX_CLUSTER = 8  # blocks, on every GPU that has clusters
 KERNELS = 1024  # that families' planners remember
 
 
-watchers: list = []  # what is told of a launch before it is made: (kernel, Numba types, threads, shared)
+watchers: list = []  # functions of (kernel, Numba types, threads, shared), called before each launch
 
 
-def _tell(kernel, types, threads, shared):
+def _notify_watchers(kernel, types, threads, shared):
     for watcher in watchers:
         watcher(kernel, types, threads, shared)
 
 
-TILES = "tiles"  # what a parameter that is cut into tiles holds
+TILES = "tiles"  # the elements of an array that is cut into tiles
 
 
-def _elements(what):
-    """What a declared parameter holds: TILES, an array's elements by name, or "" for a number."""
-    return TILES if isinstance(what, gl) else named(what.dtype) if hasattr(what, "ndim") else ""
+def _elements(declared_type):
+    """The elements of a declared parameter: TILES, an array's elements by name, or "" for a number."""
+    return TILES if isinstance(declared_type, gl) else dtype_name(declared_type.dtype) if hasattr(declared_type, "ndim") else ""
 
 
 class ParameterPlace(NamedTuple):
-    """Where a declared parameter goes: what it is, its elements, the slot of its address or number or which of the frame's maps
-    it has, and from where to where its numbers are among those of a block."""
+    """The place of a declared parameter in the parameter block. type: its Numba type, or the TmaBox of an array that is cut
+    into tiles. elements: see `_elements`. place: the slot of its address or number, or the index of its tensor map. first, end:
+    the range of its numbers among those of a block."""
 
-    what: Any
+    type: Any
     elements: str
     place: int
-    at: int
+    first: int
     end: int
 
 
 class Kernel:
-    """A kernel that declares its arguments (arguments.py), on one GPU or, with no ordinal, in the interpreter: all that decides
-    its machine code. It is compiled when it is first bound; arrays of other elements than declared are other code. Whether
-    TILES_INTERPRET sends it to the interpreter is asked once, for asking costs a call of a new form a microsecond. early: see
-    `launch`."""
+    """A kernel that declares its arguments (arguments.py), on one GPU or, with no ordinal, in the interpreter: all that
+    determines its machine code. It is compiled when it is first bound, and again for arrays of other dtypes than declared.
+    TILES_INTERPRET is read once, because reading it costs a call of a new form a microsecond. early: see `launch`."""
 
     def __init__(self, kernel, threads: int, shared, ordinal: int | None, early: bool = False):
         self.kernel, self.threads, self.shared, self.ordinal, self.early = kernel, threads, shared, ordinal, early
-        self.interpreted = ordinal is None or forced()
+        self.interpreted = ordinal is None or interprets_all()
         self.title = kernel.py_func.__name__
         self.parameters: dict[str, ParameterPlace] = {}
-        self.blank: list[Any] = []  # the numbers of a block to which nothing was given
+        self.blank: list[Any] = []  # the numbers of a block without operands
         codes, slots = "<", 0
         maps: list[int] = []
-        for name, what in declared(kernel.py_func).items():
-            elements, code, at = _elements(what), struct_format(what), len(self.blank)
+        for name, declared_type in declared(kernel.py_func).items():
+            elements, code, first_number = _elements(declared_type), struct_format(declared_type), len(self.blank)
             if elements is TILES:
-                self.parameters[name] = ParameterPlace(tensor_maps.cut(what), elements, len(maps), at, at)
+                self.parameters[name] = ParameterPlace(
+                    tensor_maps.tma_box(declared_type), elements, len(maps), first_number, first_number
+                )
                 maps.append(slots)
             else:
-                self.blank += [0] * (2 + 2 * what.ndim) if elements else [None]
-                self.parameters[name] = ParameterPlace(what, elements, slots + DATA * bool(elements), at, len(self.blank))
+                self.blank += [0] * (2 + 2 * declared_type.ndim) if elements else [None]
+                self.parameters[name] = ParameterPlace(
+                    declared_type, elements, slots + DATA * bool(elements), first_number, len(self.blank)
+                )
             codes, slots = codes + code, slots + struct.calcsize("<" + code) // 8
-        self.format, self.frames = struct.Struct(codes), Frames(slots, maps)
+        self.format, self.frames = struct.Struct(codes), FramePool(slots, maps)
         self.frames.kernel = self
         self.nbytes = shared.nbytes if shared else 0
-        self.codes: dict[tuple, Loaded] = {}  # by the parameters whose elements are others than declared: (place, dtype)
+        self.codes: dict[
+            tuple, LoadedKernel
+        ] = {}  # {((parameter, dtype), ...) of the arrays with other dtypes than declared: code}
 
-    def bind(self, grid, **operands: Any) -> "Bound | Interpreted":
-        """The launch of so many blocks, an Operand, a number or a Number for each parameter by its name. An array that is not
-        given is absent: all loads from it are 0, and stores are left out. ValueError, TypeError that name the parameter: TMA
-        cannot take an array, a number is missing, there is no such parameter."""
+    def bind(self, grid, **operands: Any) -> "BoundLaunch | InterpretedLaunch":
+        """The launch of so many blocks. operands: an Operand, a number or a Number for each parameter by its name. An array
+        that is not passed is absent: all loads from it are 0, and stores are left out. ValueError, TypeError that name the
+        parameter: TMA cannot take an array, a number is missing, there is no such parameter."""
         grid = grid if isinstance(grid, tuple) else (grid, 1, 1)
         if watchers:
-            _tell(self.kernel, signature(self.kernel), self.threads, self.shared)
+            _notify_watchers(self.kernel, signature(self.kernel), self.threads, self.shared)
         if self.interpreted:
-            return self._interpreted(grid, operands)
+            return self._bind_interpreted(grid, operands)
         numbers, plain, maps = self.blank.copy(), [], []
-        others: tuple[tuple[str, str], ...] = ()
+        other_dtypes: tuple[tuple[str, str], ...] = ()
         for name, value in operands.items():
             if name not in self.parameters:
                 raise TypeError(f"{self.title} has no parameter {name}")
-            what, elements, place, at, end = self.parameters[name]
+            declared_type, elements, place, first, end = self.parameters[name]
             if isinstance(value, Number):
                 plain.append((place, value.source))
-                numbers[at] = 0
+                numbers[first] = 0
             elif not elements:
-                numbers[at] = value
+                numbers[first] = value
             elif value is None:
                 continue
             elif elements is TILES:
-                maps.append((place, value.source, map_encoding(name, what, value.form)))
+                maps.append((place, value.source, encode_map(name, declared_type, value.form)))
             else:
                 form = value.form
                 if form.dtype != elements:
-                    others += ((name, form.dtype),)
+                    other_dtypes += ((name, form.dtype),)
                 plain.append((place, value.source))
-                numbers[at:end] = array_numbers(form)
+                numbers[first:end] = encode_form(form)
         try:
             block = watched_call(self.format.pack, *numbers)
         except (struct.error, OverflowError):
             self._check_numbers(operands)
             raise
-        code = self.codes.get(others) or self._load(others)
-        contents = watched_call(Contents, grid, block, plain, maps)
-        return watched_call(Bound, code, self.title, (self.threads, 1, 1), None, self.nbytes, contents, self.frames, self.early)
+        code = self.codes.get(other_dtypes) or self._load(other_dtypes)
+        contents = watched_call(LaunchContents, grid, block, plain, maps)
+        return watched_call(
+            BoundLaunch, code, self.title, (self.threads, 1, 1), None, self.nbytes, contents, self.frames, self.early
+        )
 
-    def bound_arguments(self, bound: "Bound") -> dict[str, Any]:
-        """What a launch of this kernel was bound to, read back from its parameter block: numbers, and an Operand for each
-        array, by the parameters' names."""
+    def read_arguments(self, bound: "BoundLaunch") -> dict[str, Any]:
+        """The arguments that a launch of this kernel was bound to, read from its parameter block: numbers, and an Operand for
+        each array, by the parameters' names."""
         contents, arguments = bound.contents, {}
         numbers, plain = self.format.unpack(contents.block), dict(contents.plain)
         maps = {place: (source, encoding) for place, source, encoding in contents.maps}
-        others = next((dict(others) for others, code in self.codes.items() if code is bound.code), {})
-        for name, (what, elements, place, at, end) in self.parameters.items():
+        other_dtypes = next((dict(other_dtypes) for other_dtypes, code in self.codes.items() if code is bound.code), {})
+        for name, (declared_type, elements, place, first, end) in self.parameters.items():
             if not elements:
-                arguments[name] = Number(plain[place]) if place in plain else numbers[at]
+                arguments[name] = Number(plain[place]) if place in plain else numbers[first]
             elif elements is TILES and place in maps:
                 source, encoding = maps[place]
-                arguments[name] = Operand(source, tensor_maps.form(what, encoding, self.ordinal))
+                arguments[name] = Operand(source, tensor_maps.decode_form(declared_type, encoding, self.ordinal))
             elif elements is not TILES and place in plain:
-                _, size, *extents = numbers[at:end]
-                shape, strides = tuple(extents[: what.ndim]), tuple(extents[what.ndim :])
-                arguments[name] = Operand(plain[place], Form(shape, strides, others.get(name, elements), self.ordinal, size))
+                _, size, *extents = numbers[first:end]
+                shape, strides = tuple(extents[: declared_type.ndim]), tuple(extents[declared_type.ndim :])
+                arguments[name] = Operand(
+                    plain[place], Form(shape, strides, other_dtypes.get(name, elements), self.ordinal, size)
+                )
         return arguments
 
     def _check_numbers(self, operands):
         """TypeError, OverflowError that name the parameter: a number that is missing, or does not fit."""
-        for name, (what, elements, *_) in self.parameters.items():
+        for name, (declared_type, elements, *_) in self.parameters.items():
             if not elements and not isinstance(operands.get(name), Number):
-                number_slot(name, what, operands.get(name))
+                encode_number(name, declared_type, operands.get(name))
 
-    def _load(self, others):
-        dtypes = dict(others)
+    def _load(self, other_dtypes):
+        dtypes = dict(other_dtypes)
         types = [
-            array_type(dtypes[name], what.ndim) if name in dtypes else Value(what) if isinstance(what, gl) else what
-            for name, what in declared(self.kernel.py_func).items()
+            array_type(dtypes[name], declared_type.ndim)
+            if name in dtypes
+            else Value(declared_type)
+            if isinstance(declared_type, gl)
+            else declared_type
+            for name, declared_type in declared(self.kernel.py_func).items()
         ]
-        types = grouped(self.kernel, types, Record.type)
+        types = group_values(self.kernel, types, Record.type)
         code = load(self.kernel, types, device(self.ordinal), self.nbytes, later=True)
         if code is not None:
-            self.codes[others] = code
+            self.codes[other_dtypes] = code
         return code
 
-    def _interpreted(self, grid, operands):
-        """The same launch in the interpreter; what a GPU would refuse is refused."""
+    def _bind_interpreted(self, grid, operands):
+        """The same launch in the interpreter, with the errors that binding for a GPU raises."""
         if unknown := operands.keys() - self.parameters.keys():
             raise TypeError(f"{self.title} has no parameter {', '.join(unknown)}")
         self._check_numbers(operands)
         bound = []
-        for name, (what, elements, *_) in self.parameters.items():
+        for name, (declared_type, elements, *_) in self.parameters.items():
             value = operands.get(name)
             if value is None and elements is not TILES:
-                value = Operand(ABSENT, c_ordered((0,) * what.ndim, elements, None))
+                value = Operand(ABSENT, c_ordered((0,) * declared_type.ndim, elements, None))
             elif value is not None and elements is TILES:
-                map_encoding(name, what, value.form)
-            bound.append((value, what.spec if elements is TILES else None))
+                encode_map(name, declared_type, value.form)
+            bound.append((value, declared_type.spec if elements is TILES else None))
         launch = Launch(self.kernel, grid, self.threads, self.shared, None, None)
-        return Interpreted(launch, bound, None if self.ordinal is None else device(self.ordinal))
+        return InterpretedLaunch(launch, bound, None if self.ordinal is None else device(self.ordinal))
 
 
 def kernel_for(family, config, ordinal: int | None) -> Kernel:
     """The Kernel of a module's configuration: `family.make(config)` gives a kernel and its shared memory, or None. One whose
-    `overlaps_previous` is true is launched with early=True. There is one of each, whatever threads plan."""
+    `overlaps_previous` is true is launched with early=True. Every thread gets the same Kernel for a configuration."""
     with _planning:
         return _kernel_for(family, config, ordinal)
 
@@ -222,7 +236,7 @@ def _kernel_for(family, config, ordinal):
 
 
 class Launch:
-    """What `launch` returns: call it with the kernel's arguments, or bind it to them."""
+    """A kernel with grid, block and shared memory: call it with the kernel's arguments, or bind it to them."""
 
     def __init__(self, kernel, grid, block, shared, stream, cluster, early=False):
         if not hasattr(kernel, "py_func"):
@@ -239,8 +253,8 @@ class Launch:
         if self.cluster and any(g % c for g, c in zip(self.grid, self.cluster)):
             raise ValueError(f"launch: {cluster=} must divide {grid=}")
         blocks = math.prod(self.cluster or (1,))
-        if blocks > MOST_OF_CLUSTER:
-            raise ValueError(f"launch: a cluster has at most {MOST_OF_CLUSTER} blocks, got {cluster=}")
+        if blocks > MAX_CLUSTER:
+            raise ValueError(f"launch: a cluster has at most {MAX_CLUSTER} blocks, got {cluster=}")
         if shared is not None and shared.blocks not in (1, blocks):
             raise ValueError(f"launch: {shared} is for clusters of {shared.blocks} blocks, got {cluster=}")
 
@@ -252,22 +266,22 @@ class Launch:
     def __str__(self):
         return f"launch({self.title}, {self.grid}, {self.block})"
 
-    def bind(self, *args) -> "Bound | Interpreted":
-        """This launch with its arguments, to be repeated with other arrays of the same forms: see Bound. Where it runs is
-        settled here; arrays in host memory, or TILES_INTERPRET=1, give the same call in the interpreter."""
+    def bind(self, *args) -> "BoundLaunch | InterpretedLaunch":
+        """This launch with its arguments, to be repeated with other arrays of the same forms: see Bound. Whether it runs on the
+        GPU or in the interpreter is decided here: arrays in host memory, or TILES_INTERPRET=1, mean the interpreter."""
         return self._bind(parameters(self.kernel, args))
 
-    def _bind(self, params, announced=False):
-        if watchers and not announced:
-            _tell(self.kernel, types_of(self.kernel, params), math.prod(self.block), self.shared)
-        place = same_place(params)
-        if place is None or forced():
+    def _bind(self, params, notified=False):
+        if watchers and not notified:
+            _notify_watchers(self.kernel, types_of(self.kernel, params), math.prod(self.block), self.shared)
+        place = find_common_device(params)
+        if place is None or interprets_all():
             arrays = iter(range(len(params)))
             values = [
                 (p.value if p.array is None else Operand(next(arrays), p.array.form), p.value.spec if p.encoding else None)
                 for p in params
             ]
-            return Interpreted(self, values, None if place is None else device(place))
+            return InterpretedLaunch(self, values, None if place is None else device(place))
         nbytes = self.shared.nbytes if self.shared else 0
         code = load(self.kernel, types_of(self.kernel, params), device(place), nbytes)
         slots: list[Any] = []
@@ -280,9 +294,9 @@ class Launch:
                 plain.append((len(slots) + p.place, arrays))
             arrays += p.array is not None
             slots.extend(p.slots)
-        contents = watched_call(Contents, self.grid, watched_call(struct.pack, f"<{len(slots)}Q", *slots), plain, maps)
-        frames = Frames(len(slots), places)
-        return watched_call(Bound, code, self.title, self.block, self.cluster, nbytes, contents, frames, self.early)
+        contents = watched_call(LaunchContents, self.grid, watched_call(struct.pack, f"<{len(slots)}Q", *slots), plain, maps)
+        frames = FramePool(len(slots), places)
+        return watched_call(BoundLaunch, code, self.title, self.block, self.cluster, nbytes, contents, frames, self.early)
 
     def __call__(self, *args, **named) -> None:
         if named:
@@ -292,9 +306,13 @@ class Launch:
         arrays = [p.array for p in params if p.array is not None]
         if (recording := recording_now()) is not None:
             sources = [array.pointer for array in arrays]
-            of = bound.value if isinstance(bound, Length) else bound
-            early = self.early and isinstance(of, Bound)  # the interpreter begins no launch before the one ahead has ended
-            late = Late(bound, Frames(of.frames.slots, of.frames.maps)) if early else bound
+            launch_value = bound.value if isinstance(bound, Length) else bound
+            early = self.early and isinstance(
+                launch_value, BoundLaunch
+            )  # the interpreter begins no launch before the one ahead has ended
+            late = (
+                LaunchWithoutOverlap(bound, FramePool(launch_value.frames.slots, launch_value.frames.maps)) if early else bound
+            )
             return recording.steps.append(RecordedStep(bound, late, sources))
         if self.stream is not None:
             stream = stream_handle(self.stream)
@@ -305,7 +323,7 @@ class Launch:
             finish(array, stream)
 
 
-MOST_BLOCKS = 65535  # along a grid's second and third axis: CUDA has no more
+MAX_GRID_YZ = 65535  # along a grid's second and third axis: CUDA has no more
 
 
 def _extents(name, value):
@@ -313,8 +331,8 @@ def _extents(name, value):
     extents = value if isinstance(value, tuple) else (value,)
     if not 1 <= len(extents) <= 3 or not all(hasattr(n, "__index__") and n > 0 for n in extents):
         raise ValueError(f"launch: {name} must be a positive integer or a tuple of up to three, got {value!r}")
-    if name == "grid" and any(n > MOST_BLOCKS for n in extents[1:]):
-        raise ValueError(f"launch: grid must have at most {MOST_BLOCKS} blocks along its second and third axis, got {value!r}")
+    if name == "grid" and any(n > MAX_GRID_YZ for n in extents[1:]):
+        raise ValueError(f"launch: grid must have at most {MAX_GRID_YZ} blocks along its second and third axis, got {value!r}")
     return tuple([n if isinstance(n, Length) else int(n) for n in extents]) + (1,) * (3 - len(extents))
 
 
@@ -332,5 +350,5 @@ def launch(kernel, grid, block, *, shared=None, stream=None, cluster=None, early
     numbers. All arrays are on one GPU, or all in host memory: then the kernel runs in the interpreter.
 
     ValueError, TypeError: an argument is wrong. RuntimeError: the GPU lacks an instruction, or CUDA's own error by name.
-    Hazard: the interpreter found what the hardware would silently get wrong."""
+    Hazard: the interpreter found a race, a deadlock or another fault, which the hardware would not report."""
     return Launch(kernel, grid, block, shared, stream, cluster, early)

@@ -1,4 +1,5 @@
-"""Numbers that a planner computes with while it is watched, so that its plan for one call's lengths becomes a function of any.
+"""Lengths: numbers that record how a planner computes with them, so that its plan for one call becomes a function of all
+lengths.
 
     trace = Trace()
     n = trace.variable("n", 100)
@@ -8,13 +9,12 @@
 
 A Length has the value of the present call and knows how it was computed. Arithmetic gives Lengths. A question (a comparison,
 `if n`, int(n)) is answered for this call, and the answer is recorded. The function holds for all lengths with the same answers,
-and returns None for others. So what a planner checks, refuses and chooses by a length needs no second description: the function
-takes every turn that the planner took, or none.
+and returns None for others. So the planner's checks and choices by lengths are written once: the function
+takes the same branches as the planner, or returns None.
 
-A Length cannot be hashed, so no table can pass on what was found for another one (Untraceable). What cannot be watched, such as
-struct.pack, or would be a long trace, such as a search, is called by `made` or decorated with `follows`: the function calls it
-again.
-"""
+A Length cannot be hashed (Untraceable), so no table can return a value computed for another length. A function that cannot be
+traced, such as struct.pack, or whose trace would be long, such as a search, is called by `watched_call` or decorated with
+`follows`: the generated function calls it again."""
 
 from __future__ import annotations
 
@@ -29,16 +29,21 @@ from typing import Any
 _VARIABLE = re.compile(r"\b[a-z]\d+\b")  # in an expression: a variable of a function, and no constant
 ARITHMETIC = {"add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%", "pow": "**"}
 ARITHMETIC |= {"and": "&", "or": "|", "xor": "^", "lshift": "<<", "rshift": ">>"}
-REFUSALS = ArithmeticError, TypeError, ValueError, struct.error  # of what a planner calls, for lengths that it does not take
+REFUSALS = (
+    ArithmeticError,
+    TypeError,
+    ValueError,
+    struct.error,
+)  # of functions that a planner calls, for lengths that these do not take
 QUESTIONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 
 
 class Untraceable(TypeError):
-    """A planner looks a length up in a table, where it cannot be watched."""
+    """A planner looks a length up in a table, which a Trace cannot record."""
 
 
 class Length:
-    """A number, or what was made of one: its value in the call at hand, and the expression that gives it in any."""
+    """A number computed from lengths: its value in the current call, and the expression that computes it in any call."""
 
     __slots__ = ("text", "trace", "value")
     __lt__: Callable[[Any, Any], bool]  # and other operators: see _define
@@ -55,13 +60,13 @@ class Length:
             return False
         equal = self.trace.record_answer(self.value == _value(other), f"{self.text} == {self.trace.text(other)}")
         if equal and isinstance(other, Length):
-            other.text = self.text  # from here on they are one
+            other.text = self.text  # equal from now on
         elif equal:
             self.text = self.trace.text(other)
         return equal
 
-    def fixed(self) -> Any:
-        """Its value, in all calls that the function is to hold for."""
+    def fix(self) -> Any:
+        """The value, recorded as a condition: the function serves only calls in which it is the same."""
         value = self.value
         self.trace.record_answer(True, f"{self.text} == {self.trace.text(value)}")
         self.text = self.trace.text(value)
@@ -71,10 +76,10 @@ class Length:
         return self != 0
 
     def __int__(self) -> int:
-        return int(self.fixed())
+        return int(self.fix())
 
     def __float__(self) -> float:
-        return float(self.fixed())
+        return float(self.fix())
 
     __index__ = __int__
 
@@ -82,7 +87,7 @@ class Length:
         raise Untraceable("lengths cannot be looked up in a table; int(length) makes a plan for this one alone")
 
     def __neg__(self) -> Any:
-        return self.trace.computed(-self.value, f"-{self.text}")
+        return self.trace.compute(-self.value, f"-{self.text}")
 
     def __abs__(self) -> Any:
         return -self if self < 0 else self
@@ -111,11 +116,11 @@ def _define(name: str, sign: str) -> None:
 
     def forward(self, other):
         trace = self.trace
-        return trace.computed(compute(self.value, _value(other)), f"{self.text} {sign} {trace.text(other)}")
+        return trace.compute(compute(self.value, _value(other)), f"{self.text} {sign} {trace.text(other)}")
 
     def reflected(self, other):
         trace = self.trace
-        return trace.computed(compute(other, self.value), f"{trace.text(other)} {sign} {self.text}")
+        return trace.compute(compute(other, self.value), f"{trace.text(other)} {sign} {self.text}")
 
     def ask(self, other):
         trace = self.trace
@@ -133,21 +138,21 @@ for _name, _sign in (ARITHMETIC | QUESTIONS).items():
 
 
 class Trace:
-    """One run of a planner that is watched."""
+    """The record of one run of a planner."""
 
     def __init__(self):
-        self.lines: list[tuple[str, str]] = []  # (variable, what it is), or ("", what must be true), in order
-        self.names: dict[str, str] = {}  # what was computed before: the variable that has it
+        self.lines: list[tuple[str, str]] = []  # (variable, expression), or ("", condition), in order
+        self.names: dict[str, str] = {}  # {expression: the variable that holds it}
         self.answers: set[str] = set()
         self.constants: dict[str, Any] = {}
         self.known: dict[int, str] = {}  # the constants' names, by their identity
 
     def variable(self, name: str, value: int) -> Length:
-        """A number that the function is given: a letter and digits."""
+        """An argument of the function. name: a letter and digits."""
         return Length(self, value, name)
 
-    def computed(self, value: Any, text: str) -> Any:
-        """What an expression gives: a Length, or if no variable is left in it, the value."""
+    def compute(self, value: Any, text: str) -> Any:
+        """The value of an expression: a Length, or if it contains no variable, the number."""
         if not _VARIABLE.search(text):
             return value
         name = self.names.get(text)
@@ -157,11 +162,11 @@ class Trace:
         return Length(self, value, name)
 
     def record_answer(self, answer: bool, question: str) -> bool:
-        """A question about lengths, answered: the function holds where the answer is the same."""
-        said = question if answer else f"not {question}"
-        if said not in self.answers and _VARIABLE.search(question):
-            self.answers.add(said)
-            self.lines.append(("", said))
+        """Record the answer to a question about lengths: the function serves calls in which the answer is the same."""
+        condition = question if answer else f"not {question}"
+        if condition not in self.answers and _VARIABLE.search(question):
+            self.answers.add(condition)
+            self.lines.append(("", condition))
         return answer
 
     def text(self, x: Any) -> str:
@@ -180,17 +185,17 @@ class Trace:
         return f"({items})" if type(x) is tuple else f"{self.text(tuple.__new__)}({self.text(type(x))}, ({items}))"
 
     def function(self, parameter: str, result: Any) -> Callable[[Any], Any]:
-        """The function of `parameter`, variables in an order and nesting as they come, that gives such a result; or None, where
-        lengths are not like those of this run, or what it calls refuses them."""
+        """The function of `parameter`, a pattern of nested variables, that returns such a result; it returns None
+        for lengths with other answers than in this run, or which a function that it calls refuses."""
         return _function("lengths", [f"{parameter} = lengths"], self.lines, self.text(result), self.constants)
 
-    def narrowed(self, free: Sequence[str], fixed: dict[str, int], result: Any) -> Callable[..., Any] | None:
-        """The same function of the variables `free` alone, those that are `fixed` having these values: what follows from them
-        is computed now. None: it gives nothing for them."""
-        gives = self.text(result)  # which may add to the constants
+    def specialize(self, free: Sequence[str], fixed: dict[str, int], result: Any) -> Callable[..., Any] | None:
+        """The same function of the variables `free` alone; `fixed`: the values of the others, whose expressions are
+        computed now. None: the function returns None for these values."""
+        result_text = self.text(result)  # which may add to the constants
         space, known, lines = {**self.constants}, dict(fixed), []
 
-        def filled(text: str) -> str:
+        def substitute(text: str) -> str:
             return _VARIABLE.sub(lambda found: literal(found[0]) if found[0] in known else found[0], text)
 
         def literal(name: str) -> str:
@@ -211,18 +216,20 @@ class Trace:
                 elif not value:
                     return None
             else:
-                lines.append((name, filled(text)))
-        return _function(", ".join(free), [], lines, filled(gives), space)
+                lines.append((name, substitute(text)))
+        return _function(", ".join(free), [], lines, substitute(result_text), space)
 
 
-def _function(parameters: str, first: list[str], lines: list[tuple[str, str]], result: str, constants: dict[str, Any]) -> Any:
-    """What Trace.function gives, of lines of a trace."""
+def _function(
+    parameters: str, unpacking: list[str], lines: list[tuple[str, str]], result: str, constants: dict[str, Any]
+) -> Any:
+    """The function that Trace.function returns, generated from lines of a trace."""
     used, body = {*_VARIABLE.findall(result)}, []
     for name, text in reversed(lines):
         if not name or name in used:
             used.update(_VARIABLE.findall(text))
             body.append(f"{name} = {text}" if name else f"if not ({text}): return None")
-    written = "\n        ".join([*first, *reversed(body), f"return {result}"])
+    written = "\n        ".join([*unpacking, *reversed(body), f"return {result}"])
     source = f"def function({parameters}):\n    try:\n        {written}\n    except refusals:\n        return None\n"
     space = {**constants, "refusals": REFUSALS}
     exec(compile(source, "<lengths>", "exec"), space)
@@ -230,7 +237,7 @@ def _function(parameters: str, first: list[str], lines: list[tuple[str, str]], r
 
 
 def _value(x: Any) -> Any:
-    """The value of x in the call at hand."""
+    """The value of x in the current call."""
     if isinstance(x, Length):
         return x.value
     if not _trace_of(x):
@@ -255,9 +262,9 @@ def watched_call(function: Callable, *args: Any) -> Any:
     if trace is None:
         return function(*args)
     text = "".join(f"{trace.text(x)}, " for x in args)
-    return trace.computed(function(*map(_value, args)), f"{trace.text(function)}({text})")
+    return trace.compute(function(*map(_value, args)), f"{trace.text(function)}({text})")
 
 
 def follows(function: Callable) -> Callable:
-    """A function of numbers whose result follows from the lengths among them: see `made`."""
+    """Decorator: the function of numbers is not traced, but called again by the generated function: see `watched_call`."""
     return functools.wraps(function)(functools.partial(watched_call, function))

@@ -1,8 +1,8 @@
 """Machine code on its GPU: from disk or from the compiler, loaded when it is first needed.
 
-Numba types and lowers one kernel at a time, for that is Python; NVVM and the linker then work beside it. So kernels that are
-asked for `together` take the time of all their Python, and of the last one's linking. Numba takes them in the order in which
-they were asked for: a call's own come before those of its gradients (`meanwhile` of program.py), whoever is ready first."""
+Numba types and lowers one kernel at a time, because that is Python; NVVM and the linker run in other threads. So kernels that
+are loaded inside `compile_together` take the time of all their Python, and of the last one's linking. Numba takes them in the
+order of the requests: a call's kernels before those of its gradients (`prepare_next` of program.py)."""
 
 import contextlib
 import threading
@@ -18,10 +18,10 @@ from ..compiling.compiler import CompileError, compile_kernel, title
 from .devices import Device, check, uncaptured
 
 
-class Turn:
-    """A kernel's turn with Numba, which begins when that of the kernel `before` it is over."""
+class NumbaTurn:
+    """A context in which Numba compiles one kernel. It begins when the turn `before` it is over."""
 
-    def __init__(self, before: "Turn | None"):
+    def __init__(self, before: "NumbaTurn | None"):
         self.before, self.is_over = before, threading.Event()
 
     def __enter__(self) -> None:
@@ -33,7 +33,7 @@ class Turn:
         self.is_over.set()
 
 
-def machine_code(kernel, signature, gpu: Device, turn: Turn | None = None):
+def machine_code(kernel, signature, gpu: Device, turn: NumbaTurn | None = None):
     """The kernel's machine code, from disk or from the compiler. RuntimeError: the GPU lacks its instructions."""
     name = digest.key(kernel, signature, gpu.arch)
     compiled = cache.load(name)
@@ -42,8 +42,8 @@ def machine_code(kernel, signature, gpu: Device, turn: Turn | None = None):
             compiled = compile_kernel(kernel, signature, gpu.arch, turn)
         except CompileError as error:
             if error.lacks:
-                uses = f"{title(kernel)} uses {', '.join(error.lacks[:4])}, which {gpu} does not have"
-                raise RuntimeError(f"{uses}:\n{error.text}") from None
+                message = f"{title(kernel)} uses {', '.join(error.lacks[:4])}, which {gpu} does not have"
+                raise RuntimeError(f"{message}:\n{error.text}") from None
             raise
         cache.store(name, compiled)
     for line in compiled.warnings:
@@ -51,7 +51,7 @@ def machine_code(kernel, signature, gpu: Device, turn: Turn | None = None):
     return compiled
 
 
-class Loaded:
+class LoadedKernel:
     """A kernel's machine code on one GPU. It is never unloaded: a captured CUDA graph may hold it."""
 
     def __init__(self, compiled, gpu: Device):
@@ -73,71 +73,73 @@ class Loaded:
         self.dynamic = nbytes
 
 
-_loaded: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # kernel: {(signature, ordinal): Future of a Loaded}
-_lock = threading.Lock()  # for this table, and _last
-_last = Turn(None)  # of the kernel that was asked for last
-_last.is_over.set()
+_loaded: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # kernel: {(signature, ordinal): Future of a LoadedKernel}
+_lock = threading.Lock()  # for this table, and _last_turn
+_last_turn = NumbaTurn(None)  # of the kernel that was requested last
+_last_turn.is_over.set()
 
 
-class _Asking(threading.local):
-    """Of this thread: the futures that it will wait for, inside `together`."""
+class _PendingLoads(threading.local):
+    """The futures that this thread will wait for, inside `compile_together`; None outside."""
 
-    coming: list[Future] | None = None
+    futures: list[Future] | None = None
 
 
-_asking = _Asking()
+_pending = _PendingLoads()
 
 
 @contextlib.contextmanager
-def together() -> Iterator[list[Future]]:
-    """Inside, `load(..., later=True)` gives None for machine code that is not there yet, which threads begin to make; at the
-    end all is there. Yields what is waited for. Raises the first error of one."""
-    outer, _asking.coming = _asking.coming, []
-    coming = _asking.coming
+def compile_together() -> Iterator[list[Future]]:
+    """A context in which `load(..., later=True)` returns None for a kernel that is not loaded yet, and a thread begins to
+    compile it; at the end of the context all are loaded. Yields the list of their futures. Raises the first error of one."""
+    outer, _pending.futures = _pending.futures, []
+    futures = _pending.futures
     try:
-        yield coming
+        yield futures
     finally:
-        _asking.coming = outer
-    for future in coming:
+        _pending.futures = outer
+    for future in futures:
         future.result()
 
 
-def load(kernel, signature, gpu: Device, shared_bytes: int = 0, later: bool = False) -> Loaded | None:
-    """The kernel for these argument types on this GPU, compiled and loaded when it is first needed. later: None will do, see
-    `together`."""
-    future, turn = _future(kernel, signature, gpu)
-    if later and _asking.coming is not None and not future.done():
-        _asking.coming.append(future)
+def load(kernel, signature, gpu: Device, shared_bytes: int = 0, later: bool = False) -> LoadedKernel | None:
+    """The kernel for these argument types on this GPU, compiled and loaded when it is first needed. later: may the result be
+    None? See `compile_together`."""
+    future, turn = _reserve(kernel, signature, gpu)
+    if later and _pending.futures is not None and not future.done():
+        _pending.futures.append(future)
         if turn:
-            threading.Thread(target=_make, args=(future, turn, kernel, signature, gpu), name=f"tiles: {title(kernel)}").start()
+            threading.Thread(
+                target=_compile_and_load, args=(future, turn, kernel, signature, gpu), name=f"tiles: {title(kernel)}"
+            ).start()
         return None
     if turn:
-        _make(future, turn, kernel, signature, gpu)
+        _compile_and_load(future, turn, kernel, signature, gpu)
     code = future.result()
     with _lock:
         code.allow(shared_bytes)
     return code
 
 
-def _future(kernel, signature, gpu) -> tuple[Future, Turn | None]:
-    """(where the machine code will be, the turn in which the caller is to make it). None: it is there, or another makes it."""
-    global _last
+def _reserve(kernel, signature, gpu) -> tuple[Future, NumbaTurn | None]:
+    """(the future of the LoadedKernel, the turn in which the caller must compile it; None if another thread does or did)."""
+    global _last_turn
     with _lock:
         known, key = _loaded.setdefault(kernel, {}), (signature, gpu.ordinal)
         future = known.get(key)
         if future is not None and not (future.done() and future.exception()):
             return future, None
         known[key] = future = Future()
-        _last = turn = Turn(_last)
+        _last_turn = turn = NumbaTurn(_last_turn)
         return future, turn
 
 
-def _make(future, turn, kernel, signature, gpu):
-    """Compile and load the kernel, and give the outcome to those who wait for the future."""
+def _compile_and_load(future, turn, kernel, signature, gpu):
+    """Compile and load the kernel, and set the future to the result or the error."""
     try:
         with uncaptured():
-            future.set_result(Loaded(machine_code(kernel, signature, gpu, turn), gpu))
+            future.set_result(LoadedKernel(machine_code(kernel, signature, gpu, turn), gpu))
     except BaseException as error:
         future.set_exception(error)
     finally:
-        turn.__exit__()  # it may not have come: the machine code was on disk
+        turn.__exit__()  # compile_kernel has not, if the machine code was on disk

@@ -2,9 +2,9 @@
 
     steps, scratch = recorded(function, q, k, out, places=3)
 
-The arguments are Operands, arrays that are to come. A launch is kept as it is bound; a call of another program gives all its
-steps (attention.forward is one). Each step is told where its arrays stand among those of the program that it becomes part of,
-and what memory it needs besides is appended to that program's scratch memory."""
+The arguments are Operands, which stand for arrays of later calls. A launch is stored as a BoundLaunch; a call of another
+program (such as attention.forward) adds all its steps. Each step gets the places of its arrays among those of the program that
+it becomes part of, and its scratch memory is appended to that program's."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from .arrays import Operand, c_ordered
 
 
 class RecordedStep(NamedTuple):
-    """A step of a program. bound: a launch, or a step of another program. late: a launch again, where it must not be early;
-    None for a program's step. sources: where the arrays that it knows as its 0th, 1st, ... stand among those of the program."""
+    """A step of a program. bound: a launch, or a step of another program. late: the launch without early=True;
+    None for a program's step. sources: for the 0th, 1st, ... array of the step, its place among those of the program."""
 
     bound: Any
     late: Any
@@ -32,7 +32,7 @@ class RecordedStep(NamedTuple):
 
 
 class Recording:
-    """What was called so far. places: of the program's arrays; those of `scratch`, (shape, dtype), come after."""
+    """The calls that were recorded so far. places: how many arrays the program has; `scratch`, (shape, dtype), follows them."""
 
     def __init__(self, places: int):
         self.places = places
@@ -46,12 +46,12 @@ class Recording:
 
 
 _recording: contextvars.ContextVar[Recording | None] = contextvars.ContextVar("recording", default=None)
-now = _recording.get  # the Recording that goes on, or None
+now = _recording.get  # the current Recording, or None
 
 
 def recorded(function: Callable, *args: Any, places: int) -> tuple[list[RecordedStep], list[tuple[tuple[int, ...], str]]]:
-    """What function(*args) calls, some of the arguments being Operands: the steps, and the scratch memory that they take behind
-    the `places` arrays that the program has without them."""
+    """(the steps that function(*args) would launch, some of the arguments being Operands; the scratch memory that they need
+    behind the `places` arrays of the program)"""
     recording = Recording(places)
     token = _recording.set(recording)
     try:
@@ -61,14 +61,15 @@ def recorded(function: Callable, *args: Any, places: int) -> tuple[list[Recorded
     return recording.steps, recording.scratch
 
 
-# ---- programs that are called meanwhile: as torch_op.py and jax_call.py ----------------------------------------------
+# ---- programs that are called while a Recording is current: as torch_op.py and jax_call.py
+# ----------------------------------------------
 def serves(arrays: tuple, program: Any) -> bool:
     """Are these Operands, of a call that is to be recorded?"""
     return now() is not None and any(isinstance(x, Operand) for x in arrays)
 
 
 def call(program: Any, stream: Any, arrays: tuple, options: tuple, layout: str) -> Any:
-    """The program's steps are recorded. Gives Operands; what the caller leaves out lies in scratch memory."""
+    """Record the program's steps, and return Operands; results that the caller leaves out lie in scratch memory."""
     recording = now()
     assert recording is not None
     if stream is not None:
@@ -76,7 +77,7 @@ def call(program: Any, stream: Any, arrays: tuple, options: tuple, layout: str) 
     operands = {name: x for name, x in zip(program.names, arrays) if x is not None}
     forms = {name: program.schema.with_lengths(name, x.form, layout) for name, x in operands.items()}
     device = arrays[0].form.device
-    problem, (steps, scratch, give), results = program.steps(forms, device, options, layout)
+    problem, (steps, scratch, make_result), results = program.steps(forms, device, options, layout)
     for name in results:
         if name not in operands:
             shape, dtype = problem.made(name)
@@ -85,4 +86,4 @@ def call(program: Any, stream: Any, arrays: tuple, options: tuple, layout: str) 
     sources = [x.source if x else 0 for x in all_operands]  # what is left out no step asks for
     recording.steps += [RecordedStep(step, None, sources) for step in steps]
     outputs = tuple(operands[name] for name in results)
-    return give(all_operands) if give else outputs[0] if len(outputs) == 1 else outputs
+    return make_result(all_operands) if make_result else outputs[0] if len(outputs) == 1 else outputs

@@ -1,8 +1,8 @@
 """Tensor maps: what TMA reads about an array: its address, extents, strides, and the box that it copies.
 
-    said = encoding(cut(gl(tile, 4, 1, 3)), describe(q, "q").form)
-    encode(said, q.data_ptr(), place)                    # the driver's 128 bytes, written to that address
-    move(tensor_map, q.data_ptr())                       # ... which then speak of another array of this form
+    encoding = encode_form(tma_box(gl(tile, 4, 1, 3)), describe(q, "q").form)
+    write_map(encoding, q.data_ptr(), place)                    # the driver's 128 bytes, written to that address
+    set_address(tensor_map, q.data_ptr())                       # ... which then speak of another array of this form
 
 A map depends on the array's address and form, the tile, and on nothing else.
 
@@ -53,13 +53,13 @@ class TmaBox:
     inner: int
     outer: tuple[int, ...]
     box: tuple[int, ...]
-    named: str
+    dtype_name: str
     dtype: str
     swizzle: str
 
 
 @functools.cache
-def cut(spec: gl) -> TmaBox:
+def tma_box(spec: gl) -> TmaBox:
     """The TmaBox of a type. ValueError: TMA has no box of that size."""
     tile, (inner, *outer) = spec.tile, tma_axes(spec)
     if tile.rows > BOX_END:
@@ -69,13 +69,13 @@ def cut(spec: gl) -> TmaBox:
     return TmaBox(spec, inner, tuple(outer), boxes, tile.dtype.np.name, tile.dtype.tma, tile.swizzle)
 
 
-def encoding(how: TmaBox, form: Form) -> Encoding:
+def encode_form(box: TmaBox, form: Form) -> Encoding:
     """The Encoding of an array of this form, cut into these boxes. TypeError or
     ValueError: what TMA cannot do."""
-    spec, inner, outer = how.spec, how.inner, how.outer
+    spec, inner, outer = box.spec, box.inner, box.outer
     shape, steps, size = form.shape, form.strides, form.itemsize
-    if form.dtype != how.named:
-        raise TypeError(f"{spec.tile} is copied from and to arrays of {how.named}, got {form.dtype}")
+    if form.dtype != box.dtype_name:
+        raise TypeError(f"{spec.tile} is copied from and to arrays of {box.dtype_name}, got {form.dtype}")
     if len(shape) != spec.rank:
         raise TypeError(f"{spec} is cut from arrays of {spec.rank} axes, got shape {shape}")
     if any(not 0 < extent < EXTENT_END for extent in shape):
@@ -84,8 +84,8 @@ def encoding(how: TmaBox, form: Form) -> Encoding:
         raise ValueError(
             f"axis {inner}, along which a tile's columns run, must be contiguous, got strides {steps} bytes of shape {shape}"
         )
-    if form.past:
-        raise ValueError(f"the address must be a multiple of {ALIGNMENT} bytes, and is {form.past} past one")
+    if form.misalignment:
+        raise ValueError(f"the address must be a multiple of {ALIGNMENT} bytes, and is {form.misalignment} past one")
     row = shape[inner] * size
     unused = -(-row // ALIGNMENT) * ALIGNMENT  # legal, for axes that no step is taken along
     strides = tuple([steps[axis] if shape[axis] > 1 else unused for axis in outer])
@@ -96,16 +96,16 @@ def encoding(how: TmaBox, form: Form) -> Encoding:
                 f"got strides {steps} bytes of shape {shape}"
             )
     promotion = "L2_256B" if row >= 256 else "L2_128B"
-    return Encoding(how.dtype, (shape[inner], *[shape[axis] for axis in outer]), strides, how.box, how.swizzle, promotion)
+    return Encoding(box.dtype, (shape[inner], *[shape[axis] for axis in outer]), strides, box.box, box.swizzle, promotion)
 
 
-def form(how: TmaBox, said: Encoding, device: int | None) -> Form:
+def decode_form(box: TmaBox, encoding: Encoding, device: int | None) -> Form:
     """The form of the encoded array; the strides of axes along which no step is taken may differ."""
-    size, axes = how.spec.tile.dtype.itemsize, (how.inner, *how.outer)
-    shape = dict(zip(axes, said.extents, strict=True))
-    strides = dict(zip(axes, (size, *said.strides), strict=True))
-    order = range(how.spec.rank)
-    return Form(tuple([shape[axis] for axis in order]), tuple([strides[axis] for axis in order]), how.named, device, size)
+    size, axes = box.spec.tile.dtype.itemsize, (box.inner, *box.outer)
+    shape = dict(zip(axes, encoding.extents, strict=True))
+    strides = dict(zip(axes, (size, *encoding.strides), strict=True))
+    order = range(box.spec.rank)
+    return Form(tuple([shape[axis] for axis in order]), tuple([strides[axis] for axis in order]), box.dtype_name, device, size)
 
 
 def refuse_address(pointer: int):
@@ -114,7 +114,7 @@ def refuse_address(pointer: int):
 
 
 @functools.cache
-def _words(dtype: str, box: tuple[int, ...], swizzle: str, promotion: str) -> tuple[tuple, tuple]:
+def _driver_constants(dtype: str, box: tuple[int, ...], swizzle: str, promotion: str) -> tuple[tuple, tuple]:
     """The driver's words for what maps have in common: (dtype, rank), (box, element strides, interleave, swizzle, promotion,
     what lies outside)."""
     numbers = ctypes.c_uint32 * len(box)
@@ -129,7 +129,7 @@ def _words(dtype: str, box: tuple[int, ...], swizzle: str, promotion: str) -> tu
 
 
 _PACK = [struct.Struct(f"{rank}Q").pack for rank in range(6)]  # numbers of so many axes, as the driver reads them
-_FUNCTION = ctypes.PYFUNCTYPE(  # place, dtype, rank, address, extents, strides, and what _words gives last
+_FUNCTION = ctypes.PYFUNCTYPE(  # place, dtype, rank, address, extents, strides, and what _driver_constants gives last
     ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_char_p,
     ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int] * 4,
 )  # fmt: skip
@@ -143,19 +143,22 @@ def _encode_tiled() -> Callable[..., int]:
     return _FUNCTION(address)
 
 
-def encode(said: Encoding, pointer: int, place: int) -> None:
+def write_map(encoding: Encoding, pointer: int, place: int) -> None:
     """Write the map of the array at address `pointer` to `place`, a multiple of MAP_ALIGNMENT. Some context must be current."""
     if pointer % ALIGNMENT:
         refuse_address(pointer)
-    before, after = _words(said.dtype, said.box, said.swizzle, said.promotion)
-    extents, strides = said.extents, said.strides or (ALIGNMENT,)  # of one axis: the driver wants strides, and reads none
+    before, after = _driver_constants(encoding.dtype, encoding.box, encoding.swizzle, encoding.promotion)
+    extents, strides = (
+        encoding.extents,
+        encoding.strides or (ALIGNMENT,),
+    )  # of one axis: the driver wants strides, and reads none
     packed = _PACK[len(extents)](*extents), _PACK[len(strides)](*strides)
     status = _encode_tiled()(place, *before, pointer, *packed, *after)
     if status:
         check((driver.CUresult(status),))
 
 
-def move(tensor_map, pointer: int):
+def set_address(tensor_map, pointer: int):
     """Let a driver's CUtensorMap speak of an array of the same form at another address. Some context must be current."""
     if pointer % ALIGNMENT:
         refuse_address(pointer)

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 
 from ..interpreter import Hazard
 from ..launching.devices import Device
-from ..launching.interpreted_launch import Interpreted
-from ..launching.launch import Bound, Launch
+from ..launching.interpreted_launch import InterpretedLaunch
+from ..launching.launch import BoundLaunch, Launch
 from .card import Code, Peaks, code, median_times, origin, peaks, rehearsed, replaced
 from .counts import SAMPLE, LaunchCounts, chosen, counted
 from .model import Model
@@ -147,7 +147,7 @@ class _Watch:
 
     def __init__(self, block, model):
         self.block, self.model, self.calls, self.origins = block, model, [], {}
-        self.bind, self.run, self.interpret = Launch._bind, Bound.run, Interpreted.run
+        self.bind, self.run, self.interpret = Launch._bind, BoundLaunch.run, InterpretedLaunch.run
 
     def look(self, function):
         """Call the function under the profiler's watch."""
@@ -155,7 +155,7 @@ class _Watch:
 
         def bind(launch, arguments):
             bound = watch.bind(launch, arguments)
-            if isinstance(bound, Bound):
+            if isinstance(bound, BoundLaunch):
                 watch.origins[id(bound)] = bound, launch, arguments
             return bound
 
@@ -169,7 +169,7 @@ class _Watch:
             )
 
         self.calls.clear()
-        with replaced(Launch, _bind=bind), replaced(Bound, run=run), replaced(Interpreted, run=interpret):
+        with replaced(Launch, _bind=bind), replaced(BoundLaunch, run=run), replaced(InterpretedLaunch, run=interpret):
             function()
         return self.calls
 

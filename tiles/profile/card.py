@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from cuda.bindings import driver
 
-from ..launching.arguments import grouped
+from ..launching.arguments import group_values
 from ..launching.arrays import ABSENT, Form, Operand
 from ..launching.devices import Device, check
-from ..launching.interpreted_launch import Interpreted, byte_range, resolve_number
-from ..launching.launch import Bound, Launch
+from ..launching.interpreted_launch import InterpretedLaunch, byte_range, resolve_number
+from ..launching.launch import BoundLaunch, Launch
 from ..targets import TENSOR_FLOP
 from ..values import tensor
 from .counts import SAMPLE, chosen, counted
@@ -44,7 +44,7 @@ class Code(NamedTuple):
     ctas_per_sm: int
 
 
-def code(bound: Bound) -> Code:
+def code(bound: BoundLaunch) -> Code:
     """Registers, local memory and resident blocks of a launch."""
     function, threads = bound.code.function, int(np.prod(bound.threads))
     with bound.code.gpu.current():
@@ -87,7 +87,7 @@ class Clock:
         with self.gpu.current():
             for _ in range(2):  # on the default stream, for which others wait, unless they say that they do not
                 check(driver.cuMemsetD8Async(self.flushed, 0, FLUSH, 0))
-        with replaced(Bound, run=timed):
+        with replaced(BoundLaunch, run=timed):
             function()
         seconds = []
         with self.gpu.current():
@@ -118,13 +118,13 @@ class Clock:
 
 def median_together(function, gpu: Device, repeat: int) -> float:
     """Seconds of all launches of a call, one after the other: the median of so many times. They are bound once."""
-    runs, run = [], Bound.run
+    runs, run = [], BoundLaunch.run
 
     def record_run(bound, stream, addresses):
         runs.append((bound, stream, tuple(addresses)))
         run(bound, stream, addresses)
 
-    with replaced(Bound, run=record_run):
+    with replaced(BoundLaunch, run=record_run):
         function()
     clock = Clock(gpu)
     try:
@@ -159,7 +159,7 @@ def replaced(kind, **methods):
 
 
 # ---- what a launch does, as the interpreter sees it ----------------------------------------------------------------
-def rehearsed(bound: Bound, origin, addresses, sample: int | None = SAMPLE, keep=None):
+def rehearsed(bound: BoundLaunch, origin, addresses, sample: int | None = SAMPLE, keep=None):
     """(Counts, a record) of a launch on a card, see counts.counted: its integers as they are, for they may say how much there
     is to do, its other arrays zeros. origin: the launch and its values, if the kernel has not declared its arguments.
     LookupError: it was bound before anybody watched."""
@@ -172,7 +172,7 @@ def rehearsed(bound: Bound, origin, addresses, sample: int | None = SAMPLE, keep
             value = _stand_in(value.form, address, bound.code.gpu, memory)
         value = resolve_number(value, addresses)
         args.append(tensor(value, spec.tile, spec.rows, spec.cols, spec.unit) if spec and value is not None else value)
-    args = grouped(launch.kernel, args)
+    args = group_values(launch.kernel, args)
     cluster = launch.cluster or (1, 1, 1)
     which = chosen(launch.grid, cluster, sample)
     return counted(launch.kernel, launch.grid, launch.block[0], args, launch.shared, cluster, which, keep)
@@ -182,7 +182,7 @@ def _declared(bound):
     kernel = bound.frames.kernel
     if kernel is None:
         raise LookupError(f"{bound} was bound before it was profiled: profile the launch, with its arguments")
-    interpreted = kernel._interpreted(bound.contents.grid, kernel.bound_arguments(bound))
+    interpreted = kernel._bind_interpreted(bound.contents.grid, kernel.read_arguments(bound))
     return interpreted.launch, interpreted.values
 
 
@@ -191,7 +191,7 @@ def origin(launch: Launch, params):
     number, values = iter(range(len(params))), []
     for p in params:
         values.append((p.value if p.array is None else Operand(next(number), p.array.form), p.encoding and p.value.spec))
-    Interpreted(launch, values, None)  # ValueError: the interpreter does not run such blocks
+    InterpretedLaunch(launch, values, None)  # ValueError: the interpreter does not run such blocks
     return launch, values
 
 

@@ -20,7 +20,7 @@ from ..emulator.flow import pressure
 from ..interpreter import interpret
 from ..launching.arguments import parameters, types_of
 from ..launching.devices import INTERPRETER
-from ..launching.interpreted_launch import check_room, instead
+from ..launching.interpreted_launch import check_shared_size, run_by
 from ..launching.launch import Launch
 from ..numba_names import DeviceNDArray
 from ..values import tensor
@@ -56,7 +56,7 @@ def ptx(kernel: Any, *args: Any, arch: str = "sm_90a", **options: Any) -> Execut
 
 def _run(run, kernel, args, options):
     if not _is_kernel(kernel):
-        with instead(run):
+        with run_by(run):
             return kernel(*args, **options)
     launch, seed = _launch(kernel, **options)
     return run(kernel, launch.grid, launch.block[0], args, launch.shared, seed, launch.cluster or ONE)
@@ -130,7 +130,7 @@ def _launch(kernel, grid=None, warps=1, shared=None, cluster=1, seed=None, **unk
             "and run grid, warps, shared, cluster and seed"
         )
     launch = Launch(kernel, cluster if grid is None else grid, 32 * warps, shared, None, cluster if cluster != 1 else None)
-    check_room(shared, INTERPRETER)
+    check_shared_size(shared, INTERPRETER)
     return launch, seed
 
 

@@ -33,7 +33,7 @@ from .row_map_text import FOLLOW
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-ROWS, WARPS, MOST_BLOCKS = 16, 2, 12  # rows of a warp's tile; warps of a block; the most blocks of a multiprocessor
+ROWS, WARPS, MAX_GRID_YZ = 16, 2, 12  # rows of a warp's tile; warps of a block; the most blocks of a multiprocessor
 WORKED, MORE = 48, 32  # registers of a lane besides loaded elements; more for exchanges, and without wgmma
 COLUMNS = 32, 64  # columns of a warp's tile: 32 for maps of few tiles, else as many as a half has, up to 64
 MUCH = 6  # so many input tiles take wide tiles
@@ -123,7 +123,7 @@ class Halves:
         """The blocks that share a multiprocessor, as many as registers allow; 1 if there are sums."""
         tiles, elements = sum(x.ndim > 0 for x in self.read_arrays), ROWS * self.columns // 32
         lane = WORKED + MORE * (not self.wgmma or not self.unordered) + tiles * (elements // 2 if self.unordered else elements)
-        return 1 if self.sums else max(1, min(MOST_BLOCKS, resident_warps(lane) // WARPS))
+        return 1 if self.sums else max(1, min(MAX_GRID_YZ, resident_warps(lane) // WARPS))
 
     @property
     def looped(self) -> bool:

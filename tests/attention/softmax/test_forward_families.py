@@ -114,7 +114,7 @@ def problem_on(capability, monkeypatch, piece=16):
     form = c_ordered((1, 8, 1, 64), "bfloat16", None if capability is None else 0)
     if capability is not None:
         monkeypatch.setattr(families, "machine", lambda ordinal: types.SimpleNamespace(target=Target(*capability)))
-    return forward_programs.FORWARD.problem({"q": form, "k": form._replace(past=piece % 16), "v": form})
+    return forward_programs.FORWARD.problem({"q": form, "k": form._replace(misalignment=piece % 16), "v": form})
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_one_array_decides_the_family(name, monkeypatch):
     """All of them must be for TMA."""
     monkeypatch.setattr(families, "machine", lambda ordinal: types.SimpleNamespace(target=HOPPER))
     form = c_ordered((1, 8, 1, 64), "bfloat16", 0)
-    for other in form._replace(past=8), form._replace(strides=(1032, 136, 136, 2), shape=(1, 2, 1, 64)):
+    for other in form._replace(misalignment=8), form._replace(strides=(1032, 136, 136, 2), shape=(1, 2, 1, 64)):
         forms = {one: other if one == name else form._replace(shape=other.shape) for one in "qkv"}
         assert families.choose_family(forward_programs.FORWARD.problem(forms), None) == "sm_80"
 
