@@ -110,10 +110,10 @@ def noting_driver(monkeypatch):
             tensor_maps.refuse_address(pointer)
         ctypes.c_int64.from_address(place).value, ctypes.c_uint64.from_address(place + 8).value = hash(said), pointer
 
-    monkeypatch.setattr(tensor_maps, "encode", encode)
+    monkeypatch.setattr(tensor_maps, "write_map", encode)
     monkeypatch.setattr(driver, "CUtensorMap", lambda _ptr: _ptr)
     monkeypatch.setattr(
-        tensor_maps, "move", lambda place, pointer: ctypes.c_uint64.from_address(place + 8).__setattr__("value", pointer)
+        tensor_maps, "set_address", lambda place, pointer: ctypes.c_uint64.from_address(place + 8).__setattr__("value", pointer)
     )
     real = bound_launch.ParameterFrame
 

@@ -181,7 +181,7 @@ def test_names_of_one_call_are_forgotten_in_time(monkeypatch):
     monkeypatch.setattr(python_functions, "MAX_SINGLE_USE", 2)
     made = lambda layer: lambda b, h, i, j: j <= i + layer.reach
     with monkeypatch.context() as graph:
-        graph.setattr(python_functions, "compiling", lambda: True)
+        graph.setattr(python_functions, "is_compiling", lambda: True)
         graph.setattr(python_functions, "_captured_values", lambda option, function: ())
         in_graph = register_function("mask", made(SimpleNamespace(reach=9, lock=threading.Lock())))
     first, *others = [register_function("mask", made(SimpleNamespace(reach=n, lock=threading.Lock()))) for n in range(3)]
@@ -208,7 +208,7 @@ def test_what_a_function_holds_would_go_stale_in_a_graph(monkeypatch):
     """Dynamo guards a function's code, and those numbers that are written out for it."""
     reach, table = 3, [3]
     names = [register_function("mask", function) for function in (sees, lambda b, h, i, j: j <= i + reach)]
-    monkeypatch.setattr(python_functions, "compiling", lambda: True)
+    monkeypatch.setattr(python_functions, "is_compiling", lambda: True)
     assert names == [register_function("mask", function) for function in (sees, lambda b, h, i, j: j <= i + reach)]
     for hashes, half in (True, hash(0.5)), (False, "0.5"):  # since torch 2.13, and before
         monkeypatch.setattr(python_functions, "_dynamo_hashes_floats", lambda hashes=hashes: hashes)
