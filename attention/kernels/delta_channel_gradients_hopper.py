@@ -2,10 +2,10 @@
 any order, for Hopper: what delta_channel_gradients_ampere.py computes, from the same arrays (parts/recurrent/delta_channels.py
 has the equations).
 
-Two warpgroups, the consumers, have half of the channels of the keys each. What goes through states, dP and G are products of
-warpgroups, while the gates are summed up. Then each warp has 16 tokens, a block of them with a reference (block_pairs.py), and
-takes the pairs of tokens along in the accumulators of what came from states. A third warpgroup loads the next chunk's states,
-errors and dO as soon as they are multiplied, and stores dbeta."""
+Two warpgroups, the consumers, have half of the channels of the keys each. What goes through states, dP and G are wgmmas; while
+they run, two warps of each consumer sum up the gates. Then a warp has a block of 16 tokens (block_pairs.py), and takes the
+pairs of tokens along in the accumulators of what came from states. A third warpgroup loads the next chunk's states, errors and
+dO as soon as they are multiplied, and stores dbeta."""
 
 import functools
 import itertools
@@ -109,19 +109,15 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
             yield from itertools.starmap(Config, itertools.product(KEY_DIMS, VALUE_DIMS, (fp32, of), (of,)))
             largest = max(KEY_DIMS), max(VALUE_DIMS)
             yield Config(*largest, fp32, of, with_gates=False)
-            yield from (
-                Config(*largest, gates, of, with_gates, varlen=True) for gates in (fp32, of) for with_gates in (False, True)
-            )
+            for gates, with_gates in itertools.product((fp32, of), (False, True)):
+                yield Config(*largest, gates, of, with_gates, varlen=True)
 
 
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     INPUT, VALUES, WITH_GATES, KEY = config.dtype, config.value_dim, config.with_gates, config.key
-    IN_PLACE, UNUSED = (
-        config.gates is fp32,
-        st(16, 16, INPUT),
-    )  # does b take the place of the gates, or K^ once they are summed?
+    IN_PLACE, UNUSED = config.gates is fp32, st(16, 16, INPUT)  # b takes the place of fp32 gates, K^ later that of others
     channels, seq_layout = ChunkChannels(config.key_dim), SequenceLayout(config.varlen)
     chunk_items = ChunkItems(seq_layout)
     pairs, PART, OUT, PANELS = BlockPairs(channels, INPUT), channels.half, channels.rows, VALUES // PANEL

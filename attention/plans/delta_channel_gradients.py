@@ -1,6 +1,7 @@
 """The plan of the delta rule's gradients on Hopper where each channel of the keys has a decay: what depends on no state of all
 chunks at once, two recurrences that give S, E, dS and Z of all chunks, and the gradients of all chunks at once."""
 
+import math
 from typing import Any
 
 from tiles.calls.plan import Step
@@ -8,6 +9,7 @@ from tiles.calls.schema import Problem
 from tiles.launching.arrays import Operand
 from tiles.launching.devices import machine, persistent
 from tiles.launching.launch import kernel_for
+from tiles.launching.lengths import follows
 
 from ..kernels import delta_channel_chains_hopper, delta_channel_gradients_hopper, delta_channel_inverse_hopper
 from ..parts.recurrent.delta_chunks import KEY_DIMS
@@ -19,6 +21,14 @@ from .recurrent_chunks import SWAP_STATE_AXES, Arrays, ScratchAllocator, intern_
 from .recurrent_gradients import count_chunk_indices, sum_heads
 
 PACKED = ("gQ", "gK"), ("gV", "gDOut"), ("gGates",), ("gDQ", "gDK"), ("gDV",), ("gDGates",)  # see plan_tails
+PART_CHUNKS = 8  # of a packed sequence of average length, at least, for a thread block
+
+
+@follows
+def count_packed_parts(sequences: int, heads: int, chunks: int, resident: int) -> int:
+    """The number of thread blocks for the chunks of each head of each packed sequence. chunks: of all sequences. resident: how
+    many blocks the GPU runs at once; there may be more, as some sequences are longer than others."""
+    return max(1, min(resident // (sequences * heads), chunks), math.ceil(chunks / sequences / PART_CHUNKS))
 
 
 def plan_delta_channel_gradients(problem: Problem, arrays: Arrays, scale: float, scratch: ScratchAllocator) -> list[Step]:
@@ -26,12 +36,9 @@ def plan_delta_channel_gradients(problem: Problem, arrays: Arrays, scale: float,
     length, heads, key_heads, sequences, key_dim = problem("seqlen", "heads", "heads_k", "sequences", "key_dim")
     gates, device, of, varlen = arrays["decay"], machine(problem.device), DTYPES[problem.dtype], is_varlen(problem)
     assert gates is not None
-    of_gates, chunks, blocks = (
-        DTYPES[gates.form.dtype],
-        count_chunk_indices(problem),
-        -(-problem.extents["value_dim"] // COLUMNS),
-    )
-    padded_keys, columns, each = pad_key_dim(key_dim, KEY_DIMS), COLUMNS * blocks, -(-length // CHUNK)
+    of_gates, chunks, each = DTYPES[gates.form.dtype], count_chunk_indices(problem), -(-length // CHUNK)
+    padded_keys, blocks = pad_key_dim(key_dim, KEY_DIMS), -(-problem.extents["value_dim"] // COLUMNS)
+    columns = COLUMNS * blocks
 
     def of_chunks(*extents: int) -> Operand:
         return scratch(chunks, heads, *extents, dtype=problem.dtype)
@@ -68,12 +75,14 @@ def plan_delta_channel_gradients(problem: Problem, arrays: Arrays, scale: float,
         "gQ gK gDOut gGates gChunkBeta gErrors gStates gDQ gDK gDBeta gDGates gQueryRows gKeyRows gGateRows gTailQ gTailK "
         "gTailDOut gTailGates gTailDQ gTailDK gTailDGates"
     )
-    group, walks = heads // key_heads, sequences * heads
-    parts = count_parts(walks, each, delta_channel_inverse_hopper.Config.blocks_per_sm * device.processors)
-    items, grid = chunks * heads, persistent(device, chunks * heads)
-    if varlen:  # blocks of each head of a sequence
-        each = count_parts(walks, each, device.processors)
+    group, walks, items = heads // key_heads, sequences * heads, chunks * heads
+    resident = delta_channel_inverse_hopper.Config.blocks_per_sm * device.processors
+    if varlen:
+        parts = count_packed_parts(sequences, heads, each, resident)
+        each = count_packed_parts(sequences, heads, each, device.processors)
         grid = walks * each
+    else:
+        parts, grid = count_parts(walks, each, resident), persistent(device, items)
     return [
         *first,
         launch(

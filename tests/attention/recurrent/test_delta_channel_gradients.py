@@ -10,7 +10,7 @@ from places import OnInterpreter
 
 import attention
 from attention import reference
-from attention.plans import delta_gradients
+from attention.plans import delta_channel_gradients, delta_gradients
 from tiles.targets import MEDIUM, SMALL
 
 
@@ -87,6 +87,14 @@ def test_packed_sequences(place, gates):
 def test_one_packed_sequence(place):
     """Several blocks share its chunks."""
     check(place, packed([330]))
+
+
+def test_thread_blocks_of_packed_sequences():
+    """As many as run at once; more where sequences are long, as some are longer than others; never none."""
+    assert delta_channel_gradients.count_packed_parts(1, 2, 20, 132) == 20
+    assert delta_channel_gradients.count_packed_parts(1, 32, 33, 132) == 5
+    assert delta_channel_gradients.count_packed_parts(8, 32, 256, 132) == 4
+    assert delta_channel_gradients.count_packed_parts(100, 32, 100, 132) == 1
 
 
 def test_packed_sequences_as_compiled(as_compiled):
