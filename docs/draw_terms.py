@@ -34,34 +34,67 @@ def depths(root: Term) -> dict[Term, int]:
     return levels
 
 
-def panel(title: str, root: Term, left: int, kernels: Sequence[tuple[str, list[Term]]]) -> tuple[str, int, int]:
-    """(a graph with its root at the bottom, its width, its height). kernels: a frame around what each computes."""
-    rows: dict[int, list[Term]] = {}
-    depth = depths(root)
-    for x in walk(root):
-        level = max(0, min((depth[y] for y in walk(root) if x in y.args), default=depth[x] + 1) - 1)
-        rows.setdefault(level, []).append(x)
-    wide = max(map(len, rows.values()))
+def columns(root: Term) -> dict[Term, int]:
+    """The column of each operation: that of what uses it, or for further operands a column to the right."""
+    found, most = {root: 0}, 0
+    for x in reversed([*walk(root)]):
+        for n, y in enumerate([y for y in dict.fromkeys(x.args) if y.args and y not in found]):
+            most += n > 0
+            found[y] = most if n else found[x]
+    return found
+
+
+def places(root: Term, left: int) -> dict[Term, tuple[int, int]]:
+    """Where the box of each term lies. Operands come before what uses them; a leaf lies right of the operation that uses it, or
+    above all if several do."""
+    depth, column = depths(root), columns(root)
+    users = {x: [y for y in walk(root) if x in y.args] for x in walk(root)}
+    rows = {x: min((depth[y] - 1 for y in users[x]), default=depth[x]) for x in walk(root)}
     at = {}
-    for level, row in rows.items():
-        start = left + (wide - len(row)) * (WIDTH + GAP) // 2
-        at |= {x: (start + n * (WIDTH + GAP), 50 + level * STEP) for n, x in enumerate(row)}
+    for x in walk(root):
+        side = not x.args and len(users[x]) == 1
+        beside = users[x][0] if side else x
+        at[x] = left + (2 * column.get(beside, 0) + side) * (WIDTH + GAP), 50 + rows[beside] * STEP
+    return at
+
+
+def edge(source: tuple[int, int], target: tuple[int, int], shift: int, boxes: Sequence[tuple[int, int]]) -> str:
+    """The arrow from a box to another: from its side to a box in the same row, around what lies between in the same column."""
+    (a, b), (c, d) = source, target
+    if b == d:
+        line = f"M{a} {b + HEIGHT // 2} L{c + WIDTH} {d + HEIGHT // 2}"
+    elif any(x == a == c and b < y < d for x, y in boxes):
+        out, start, end = a - 2 * GAP, b + HEIGHT // 2, d + HEIGHT // 2
+        line = (
+            f"M{a} {start} C{out} {start} {out} {start} {out} {start + STEP} V{end - STEP} C{out} {end} {out} {end} {c} {end}"
+        )
+    else:
+        line = f"M{a + WIDTH // 2 + shift} {b + HEIGHT} L{c + WIDTH // 2 + shift} {d}"
+    return f'<path d="{line}" stroke="#777" fill="none" marker-end="url(#head)"/>'
+
+
+def panel(title: str, root: Term, left: int, kernels: Sequence[tuple[str, list[Term]]]) -> tuple[str, int, int]:
+    """(a graph with its root at the bottom, its right end, its height). kernels: a frame around what each computes."""
+    at = places(root, left + 2 * GAP)
     lines = [f'<text x="{left}" y="20" font-weight="bold">{escape(title)}</text>']
+    top = min(y for _, y in at.values())
     for says, inside in kernels:
-        xs, ys = zip(*(at[x] for x in inside))
-        x0, y0, x1, y1 = min(xs) - 8, min(ys) - 8, max(xs) + WIDTH + 8, max(ys) + HEIGHT + 8
+        operands = [y for x in inside for y in x.args if not y.args and at[y][1] > top]
+        xs, ys = zip(*(at[x] for x in (*inside, *operands)))
+        x0, y0, x1, y1 = min(xs) - 3 * GAP, min(ys) - 10, max(xs) + WIDTH + 8, max(ys) + HEIGHT + 8
         frame = f'x="{x0}" y="{y0}" width="{x1 - x0}" height="{y1 - y0}" rx="8"'
         lines.append(f'<rect {frame} fill="none" stroke="#888" stroke-dasharray="4 3"/>')
-        lines.append(f'<text x="{x1 - 4}" y="{y1 - 5}" font-size="10" text-anchor="end" fill="#666">{escape(says)}</text>')
-    for x, (a, b) in at.items():
-        for y in x.args:
-            c, d = at[y]
-            lines.append(f'<path d="M{c + WIDTH // 2} {d + HEIGHT} L{a + WIDTH // 2} {b}" stroke="#999" fill="none"/>')
+        lines.append(f'<text x="{x1 + 6}" y="{y1 - 4}" font-size="10" fill="#666">{escape(says)}</text>')
+    for x, target in at.items():
+        for n, y in enumerate(x.args):
+            shift = (2 * n - 1) * 6 if x.args.count(y) > 1 else 0
+            lines.append(edge(at[y], target, shift, [*at.values()]))
     for x, (a, b) in at.items():
         color = COLORS.get(x.operation, "#eeeeee")
         lines.append(f'<rect x="{a}" y="{b}" width="{WIDTH}" height="{HEIGHT}" rx="5" fill="{color}" stroke="#777"/>')
         lines.append(f'<text x="{a + WIDTH // 2}" y="{b + 17}" text-anchor="middle">{escape(label(x))}</text>')
-    return "\n".join(lines), wide * (WIDTH + GAP), 50 + (max(rows) + 1) * STEP
+    xs, ys = zip(*at.values())
+    return "\n".join(lines), max(xs) + WIDTH + 70, max(ys) + HEIGHT + 10
 
 
 def svg() -> str:
@@ -69,12 +102,14 @@ def svg() -> str:
     traced = operators.rms_norm_linear.trace(operators.rms_norm_linear._arguments(arrays))
     (before,), (after,) = traced.roots, equivalent_forms(traced.roots, traced.table)[-1].roots
     rows, product = [x for x in walk(before) if x.args and x is not before], [before]
-    one, wide, high = panel("as it is written", before, 20, [("a kernel", rows), ("another", product)])
+    one, end, high = panel("as it is written", before, 20, [("a kernel", rows), ("another", product)])
     inside = [x for x in walk(after) if x.args]
-    two, wider, higher = panel("the row's scale has moved", after, 90 + wide, [("one kernel", inside)])
-    size = f'width="{130 + wide + wider}" height="{max(high, higher) + 20}"'
+    two, width, higher = panel("the row's scale has moved", after, end + 40, [("one kernel", inside)])
+    size = f'width="{width}" height="{max(high, higher) + 20}"'
     style = 'font-family="sans-serif" font-size="12"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}><rect width="100%" height="100%" fill="white"/>'
+    arrow = '<path d="M0 0 L8 4 L0 8 z" fill="#777"/>'
+    head += f'<marker id="head" markerWidth="8" markerHeight="8" refX="8" refY="4" orient="auto">{arrow}</marker>'
     return "\n".join([head, one, two, "</svg>", ""])
 
 
