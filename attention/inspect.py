@@ -39,7 +39,7 @@ KERNELS = {  # modules of kernels/, and of parts/
     "delta": """delta_hopper delta_states_hopper kda_hopper kda_states_hopper delta_compose_states_hopper
         delta_transform_hopper delta_walk_hopper delta_walk_states_hopper kda_transform_hopper kda_walk_hopper
         delta_chunk_states_hopper delta_gradients_hopper delta_inverse_hopper delta_chains_hopper packed_tails
-        delta_inverse_ampere delta_states_ampere delta_state_gradients_ampere delta_channel_inverse_ampere
+        delta_inverse_ampere delta_walk_ampere delta_state_gradients_ampere delta_channel_inverse_ampere
         delta_channel_gradients_ampere delta_channel_inverse_hopper delta_channel_chains_hopper delta_channel_gradients_hopper
         delta_gradients_ampere""",
     "short_conv": "short_conv short_conv_backward",

@@ -1,4 +1,4 @@
-"""What gradients of the delta rule need of each chunk before its state is known, where each channel of the keys has a decay
+"""What the delta rule needs of each chunk before its state is known, where each channel of the keys has a decay
 (parts/recurrent/delta_channels.py has the equations): the queries and keys as they meet states,
 
     scale exp(b) Q        exp(b) K        exp(b_last - b) K        exp(b_last), the decay of the state
@@ -24,21 +24,21 @@ from ..parts.recurrent.anchored_scores import KdaScores
 from ..parts.recurrent.channel_chunks import FENCED
 from ..parts.recurrent.channel_decay import TOKEN_GROUP
 from ..parts.recurrent.channel_gates import choose_channel_gates
-from ..parts.recurrent.delta_chunks import WARP_COLUMNS, WARPS, DeltaChunkConfig, TwoParts, chunk_forms
+from ..parts.recurrent.delta_chunks import WARP_COLUMNS, WARPS, InverseConfig, TwoParts, inverse_forms
 from ..parts.recurrent.gates import COL_VEC, LOG2_E, ROW_VEC, TILE
 from ..parts.recurrent.tokens import CHUNK, SequenceLayout
 
 
 @dataclass(frozen=True)
-class Config(DeltaChunkConfig):
+class Config(InverseConfig):
     """A kernel's configuration: that of delta_chunks.py, with a name of its own."""
 
     label = "inverses of chunks, gates by channel"
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
-    """The configurations of bf16 and 16 bytes, with all other dtypes and bytes if `everything`."""
-    yield from (Config(*form) for form in chunk_forms(everything) if form[2])
+    """The configurations of both padded key dims."""
+    yield from (config for config in inverse_forms(Config, everything) if config.gated)
 
 
 class ScaledScores(KdaScores):
@@ -55,11 +55,14 @@ class ScaledScores(KdaScores):
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     INPUT, VECTOR_BYTES = config.dtype, config.vector_bytes
+    BOTH, BETA = config.both, config.beta
     seq_layout, parts_of, channels = SequenceLayout(config.varlen), TwoParts(INPUT), ScaledScores(config.key_dim, INPUT)
-    GROUP, gates_of_warp = channels.group_tile, choose_channel_gates(channels.warp_tile.cols, None)
+    GROUP, gates_of_warp = channels.group_tile, choose_channel_gates(channels.warp_tile.cols, config.formula)
+    PARAMS = gates_of_warp.params()
     KEY, SUMS = (st(CHUNK, config.key_dim, x, width=min(128, GROUP.cols * x.itemsize)) for x in (INPUT, fp32))
     smem = shared(
-        q=pipeline(KEY, 1, WARPS), k=pipeline(KEY, 1, WARPS), far_keys=KEY, b=SUMS, high=TRIANGLE, low=TRIANGLE
+        q=pipeline(KEY, 1, WARPS), k=pipeline(KEY, 1, WARPS), far_keys=KEY, b=SUMS, high=TRIANGLE, low=TRIANGLE,
+        biases=gates_of_warp.biases, rates=gates_of_warp.rates,
     )  # fmt: skip
 
     @inlined
@@ -81,18 +84,19 @@ def make(config: Config):
         gQ: array(4, INPUT), gK: array(4, INPUT), gBeta: array(3), gGates: array(4), gB: array(3), gChunkBeta: array(3),
         gDecayedQ: array(4, INPUT), gReadKeys: array(4, INPUT), gWriteKeys: array(4, INPUT),
         gForward: array(4, INPUT), gReverse: array(4, INPUT), gCuSeqlens: ENDS,
-        length: INT, parts: INT, heads: INT, group: INT, scale: FLOAT,
+        length: INT, parts: INT, heads: INT, group: INT, scale: FLOAT, params: PARAMS,
     ):  # fmt: skip
         """Each of the `parts` blocks of a head of a sequence has as many of its chunks. gB, gChunkBeta: exp(b_last) and beta of
         each chunk and head. gForward, gReverse: as in delta_inverse_ampere.py."""
-        q, k, far_keys, b, high, low = smem.open()
+        q, k, far_keys, b, high, low, biases, rates = smem.open()
         index, part = divmod(cuda.blockIdx.x, parts)
         sequence, head = divmod(index, heads)
         key_head, _ = divmod(head, group)
         seq = seq_layout.sequence_tokens(gCuSeqlens, sequence, length)
-        n, warp = seq.num_chunks(), warpgroup.rank()
+        n, warp, constants = seq.num_chunks(), warpgroup.rank(), (biases, rates)
         queries, keys, betas = truncate(gQ, 1, seq.end), truncate(gK, 1, seq.end), truncate(gBeta, 1, seq.end)
         store_parts(high, low, zeros(TILE))  # blocks above the diagonal are read, if not looked at
+        gates_of_warp.load_constants(constants, params, head, warp)
         for j in seq_layout.chunks_of_block(part, n, parts):
             token = seq.chunk_start(j)
             chunk = seq_layout.chunk_index(token, sequence, length)
@@ -102,9 +106,8 @@ def make(config: Config):
                 at = seq.batch, int32(token + TOKEN_GROUP * i), head, int32(GROUP.cols * warp)
                 store(channels.group_part(b, i, warp), load(truncate(gGates, 1, seq.end), GROUP, at, 1, 3))
             cuda.syncwarp()  # other lanes read them
-            gates_of_warp.cumsum(b, b, (0, 0), warp, CHUNK)
-            beta = load(betas, ROW_VEC, (seq.batch, token, head), cols=1)
-            beta_rows = load(betas, COL_VEC, (seq.batch, int32(token + WARP_COLUMNS * warp), head), cols=1)
+            gates_of_warp.cumsum(b, b, constants, warp, seq.remaining(j))
+            beta = BETA.compute(load(betas, ROW_VEC, (seq.batch, token, head), cols=1))
             store(gB, exp2(channels.load_last_sums(b, warp)), (chunk, head, int32(GROUP.cols * warp)))
             if warp == 0:
                 store(gChunkBeta, beta, (chunk, head, 0))
@@ -117,9 +120,11 @@ def make(config: Config):
             first, second = parts_of.split(inverse_transposed(s * beta, high, low))
             warpgroup.store(gForward, first, (chunk, head, 0, 0), aligned=True)
             warpgroup.store(gForward, second, (chunk, head, CHUNK, 0), aligned=True)
-            first, second = parts_of.split(inverse_transposed(s * beta_rows, high, low))
-            warpgroup.store(gReverse, first, (chunk, head, 0, 0), aligned=True)
-            warpgroup.store(gReverse, second, (chunk, head, CHUNK, 0), aligned=True)
+            if BOTH:
+                beta_rows = BETA.compute(load(betas, COL_VEC, (seq.batch, int32(token + WARP_COLUMNS * warp), head), cols=1))
+                first, second = parts_of.split(inverse_transposed(s * beta_rows, high, low))
+                warpgroup.store(gReverse, first, (chunk, head, 0, 0), aligned=True)
+                warpgroup.store(gReverse, second, (chunk, head, CHUNK, 0), aligned=True)
             store_decayed(gDecayedQ, gReadKeys, gWriteKeys, query_tile, key_tile, b, chunk, head, scale, warp)
             thread_block.sync(FENCED)  # all have read b and the tiles
 

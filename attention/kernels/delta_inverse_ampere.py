@@ -1,46 +1,49 @@
-"""What gradients of the delta rule need of each chunk before its state is known (parts/recurrent/delta_chunks.py has the
-equations): the cumulative sums of its gates, its betas, and with N = stril(M * K K^T)
+"""What the delta rule needs of each chunk before its state is known (parts/recurrent/delta_chunks.py has the equations): the
+cumulative sums of its gates, its betas, and with N = stril(M * K K^T)
 
     (I + N beta)^-T        (I + beta N)^-T        P^T = scale (M * Q K^T)^T
 
-The inverses are two parts each, high and low. A block has some chunks of a head, its warps 16 tokens each."""
+The second inverse is for gradients. Inverses are two parts each, high and low. A block has some chunks of a head, its warps 16
+tokens each."""
 
 import functools
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from numba import cuda
 from numpy import int32
 
-from ops import cumsum, divmod, exp2, load, mma_ABt, store, subtile, truncate, warpgroup, zeros
+from ops import divmod, exp2, load, mma_ABt, store, subtile, truncate, warpgroup, zeros
 from ops.for_attention.triangular_inverse import TRIANGLE, inverse_transposed
 from tiles import fp32, pipeline, shared, st, sv
 from tiles.launching.arguments import ENDS, FLOAT, INT, array
 from tiles.targets import Target
 
-from ..parts.recurrent.delta_chunks import WARP_COLUMNS, WARPS, DeltaChunkConfig, TwoParts, chunk_forms
-from ..parts.recurrent.gates import COL_VEC, LOG2_E, ROW_VEC, TILE, clamp_gates
+from ..parts.recurrent.delta_chunks import WARP_COLUMNS, WARPS, InverseConfig, TwoParts, inverse_forms
+from ..parts.recurrent.delta_decay import delta_decay
+from ..parts.recurrent.gates import COL_VEC, ROW_VEC, TILE
 from ..parts.recurrent.tokens import CHUNK, SequenceLayout
 
 
 @dataclass(frozen=True)
-class Config(DeltaChunkConfig):
+class Config(InverseConfig):
     """A kernel's configuration: that of delta_chunks.py, with a name of its own."""
 
     label = "inverses of chunks"
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
-    """The configurations of bf16 and 16 bytes, with all other dtypes and bytes if `everything`."""
-    yield from itertools.starmap(Config, chunk_forms(everything))
+    """The configurations of both padded key dims, with and without gates."""
+    yield from inverse_forms(Config, everything)
 
 
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     INPUT, GATED, VECTOR_BYTES = config.dtype, config.gated, config.vector_bytes
-    seq_layout, parts_of = SequenceLayout(config.varlen), TwoParts(INPUT)
+    BOTH, BETA, seq_layout, parts_of = config.both, config.beta, SequenceLayout(config.varlen), TwoParts(INPUT)
+    decay = delta_decay(INPUT, GATED, config.formula)
+    PARAMS = decay.params()
     KEY = st(CHUNK, config.key_dim, INPUT)
     smem = shared(q=pipeline(KEY, 1, WARPS), k=pipeline(KEY, 1, WARPS), high=TRIANGLE, low=TRIANGLE, b=sv(CHUNK, fp32))
 
@@ -48,10 +51,11 @@ def make(config: Config):
     def invert(
         gQ: array(4, INPUT), gK: array(4, INPUT), gBeta: array(3), gGates: array(3), gB: array(3), gChunkBeta: array(3),
         gForward: array(4, INPUT), gReverse: array(4, INPUT), gCuSeqlens: ENDS,
-        length: INT, parts: INT, heads: INT, group: INT, scale: FLOAT,
+        length: INT, parts: INT, heads: INT, group: INT, scale: FLOAT, params: PARAMS,
     ):  # fmt: skip
         """Each of the `parts` blocks of a head of a sequence has as many of its chunks. gB, gChunkBeta: of each chunk and head.
-        gForward: the inverse for E, high above low; gReverse: that for Z, and below P^T."""
+        gForward: the inverse for E, high above low; gReverse: that for Z, and below P^T. Without the second inverse they
+        may be the same array."""
         q, k, high, low, b = smem.open()
         index, part = divmod(cuda.blockIdx.x, parts)
         sequence, head = divmod(index, heads)
@@ -59,15 +63,15 @@ def make(config: Config):
         seq = seq_layout.sequence_tokens(gCuSeqlens, sequence, length)
         n, rank = seq.num_chunks(), warpgroup.rank()
         queries, keys, betas = truncate(gQ, 1, seq.end), truncate(gK, 1, seq.end), truncate(gBeta, 1, seq.end)
+        rate_and_bias = decay.load_rate_and_bias(params, head)
         for j in seq_layout.chunks_of_block(part, n, parts):
             token = seq.chunk_start(j)
             chunk = seq_layout.chunk_index(token, sequence, length)
             k.fill(j, keys, (seq.batch, token, key_head, 0), 1, 3, n, VECTOR_BYTES)
             q.fill(j, queries, (seq.batch, token, key_head, 0), 1, 3, n, VECTOR_BYTES)
-            beta = load(betas, ROW_VEC, (seq.batch, token, head), cols=1)
-            if GATED:
-                gates = load(truncate(gGates, 1, seq.end), ROW_VEC, (seq.batch, token, head), cols=1)
-                sums = cumsum(clamp_gates(gates) * LOG2_E)
+            beta = BETA.compute(load(betas, ROW_VEC, (seq.batch, token, head), cols=1))
+            gates = decay.load_gates(gGates, seq, (seq.batch, token, head))
+            sums = decay.cumsum(gates, rate_and_bias, seq.remaining(j))
             if rank == 0:
                 store(gChunkBeta, beta, (chunk, head, 0))
                 if GATED:
@@ -86,9 +90,10 @@ def make(config: Config):
             first, second = parts_of.split(inverse_transposed(s * beta, high, low))
             warpgroup.store(gForward, first, (chunk, head, 0, 0), aligned=True)
             warpgroup.store(gForward, second, (chunk, head, CHUNK, 0), aligned=True)
-            beta_rows = load(betas, COL_VEC, (seq.batch, int32(token + WARP_COLUMNS * rank), head), cols=1)
-            first, second = parts_of.split(inverse_transposed(s * beta_rows, high, low))
-            warpgroup.store(gReverse, first, (chunk, head, 0, 0), aligned=True)
-            warpgroup.store(gReverse, second, (chunk, head, CHUNK, 0), aligned=True)
+            if BOTH:
+                beta_rows = BETA.compute(load(betas, COL_VEC, (seq.batch, int32(token + WARP_COLUMNS * rank), head), cols=1))
+                first, second = parts_of.split(inverse_transposed(s * beta_rows, high, low))
+                warpgroup.store(gReverse, first, (chunk, head, 0, 0), aligned=True)
+                warpgroup.store(gReverse, second, (chunk, head, CHUNK, 0), aligned=True)
 
     return invert, smem

@@ -5,7 +5,7 @@
     dS before = exp(b_last) dS + (scale exp(b) Q)^T dO - (exp(b) K)^T dV
 
 A block has 64 columns of the values of a head, its warps 16 each. They hold dS transposed, and dU and Z as well, as
-delta_states_ampere.py does with what they are gradients of."""
+delta_walk_ampere.py does with what they are gradients of."""
 
 import functools
 import itertools
@@ -65,7 +65,7 @@ def make(config: Config):
         gCuSeqlens: ENDS, length: INT, blocks: INT, heads: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
         """Each head is `blocks` blocks of columns wide. gDecayedQ: scale exp(b) Q, gReadKeys and gWriteKeys as in
-        delta_states_ampere.py, or without decays if these are of tokens. gErrors: Z of each chunk and head, below E. gStates:
+        delta_walk_ampere.py, or without decays if these are of tokens. gErrors: Z of each chunk and head, below E. gStates:
         dS^T, below state_row. gLastState, gFirstState: of the states after and before the sequence, transposed.
         gDQ, gDK, gDBeta: those of padding are set to 0."""
         q, k, do, x = smem.open()

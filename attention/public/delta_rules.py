@@ -27,6 +27,7 @@ from ..options import check_flag, check_number
 from ..parts.recurrent.tokens import CHUNK, COLUMNS
 from ..plans import recurrent_checks, recurrent_chunks, token_loop
 from ..plans.call_options import recurrent_autograd, refuse_with_gradients, requires_grad
+from ..plans.delta_chunks import plan_delta_chunks, serves_delta_chunks
 from ..plans.delta_walk import compose_states, plan_channel_walk, plan_walk, serves_channel_walk, serves_walk
 from ..plans.raw_inputs import (
     NO_RAW_GRADIENT,
@@ -175,6 +176,10 @@ def plan_delta_rule(problem: Problem, scale: float | None, return_state: bool, f
     if on_hopper and key_dim <= widest and batch * length:
         arrays |= {"gGates": gates, "gO": problem["out"]} | formula_arrays(problem)
         return Plan(*_plan_chunks(problem, arrays, by_channel, scale, raw))
+    if serves_delta_chunks(problem):
+        scratch = recurrent_chunks.ScratchAllocator(problem)
+        arrays |= {"gGates": gates, "gO": problem["out"]}
+        return Plan(plan_delta_chunks(problem, arrays, scale, scratch, raw), scratch.shapes)
     return Plan([token_loop.launch(problem, arrays | {"gDecay": gates, "gOut": problem["out"]}, scale, raw=raw)])
 
 
@@ -213,6 +218,10 @@ def _final_states(problem: Problem, family: str | None) -> Plan:
     if uses_hopper_kernels(problem, family) and key_dim <= max(delta_states_hopper.KEY_DIMS) and batch * length:
         arrays |= {"gGates": problem["decay"], "gSkippedChunks": problem["skipped"]}
         return Plan([_scan_chunks(problem, arrays, columns, delta_states_hopper, 1)])
+    if serves_delta_chunks(problem):
+        scratch = recurrent_chunks.ScratchAllocator(problem)
+        arrays |= {"gGates": problem["decay"], "gQ": problem["k"], "gO": None}
+        return Plan(plan_delta_chunks(problem, arrays, 0.0, scratch, columns=columns), scratch.shapes)
     outputs = (batch, length, heads, value_dim), "bfloat16"  # which the token loop writes and nothing reads
     arrays |= {"gQ": problem["k"], "gDecay": problem["decay"], "gOut": problem.scratch(0, *outputs)}
     return Plan([token_loop.launch(problem, arrays, 0.0, columns=columns)], [outputs])

@@ -1,7 +1,8 @@
-"""Gradients of the delta rule chunk by chunk where each channel of the keys has a decay (KDA): what the kernels of them share.
-These are four: delta_channel_inverse_ampere.py, delta_states_ampere.py and delta_state_gradients_ampere.py, the walks of the
-delta rule with any decays, and delta_channel_gradients_ampere.py. On Hopper they are three: delta_channel_inverse_hopper.py,
-delta_channel_chains_hopper.py, which walks both ways at once, and delta_channel_gradients_hopper.py.
+"""The delta rule and its gradients chunk by chunk where each channel of the keys has a decay (KDA): what kernels share. These
+are four: delta_channel_inverse_ampere.py, delta_walk_ampere.py and delta_state_gradients_ampere.py, the walks of the delta rule
+with any decays, and delta_channel_gradients_ampere.py. The first two compute outputs as well. On Hopper gradients have three:
+delta_channel_inverse_hopper.py, delta_channel_chains_hopper.py, which walks both ways at once, and
+delta_channel_gradients_hopper.py.
 
 With b the cumulative sum of a chunk's gates in each channel, delta_chunks.py has the equations if decays are taken into queries
 and keys,

@@ -1,7 +1,8 @@
-"""Gradients of the delta rule chunk by chunk, with decays that are one number a token and head (or none): what the kernels of
-them share. Since Ampere these are four (delta_inverse_ampere.py, delta_states_ampere.py, delta_state_gradients_ampere.py,
-delta_gradients_ampere.py), on Hopper two (delta_chunk_states_hopper.py, delta_gradients_hopper.py); where heads are few
-delta_inverse_hopper.py and delta_chains_hopper.py take the place of the first.
+"""The delta rule and its gradients chunk by chunk, with decays that are one number a token and head (or none): what kernels
+share. Since Ampere these are four (delta_inverse_ampere.py, delta_walk_ampere.py, delta_state_gradients_ampere.py,
+delta_gradients_ampere.py), of which the first two compute outputs as well. On Hopper gradients have two
+(delta_chunk_states_hopper.py, delta_gradients_hopper.py); where heads are few delta_inverse_hopper.py and
+delta_chains_hopper.py take the place of the first.
 
 With S the state before a chunk, b the cumulative sum of its gates, M = tril(exp(b_i - b_j)), where no exponent is positive, and
 N = stril(M * K K^T),
@@ -42,8 +43,9 @@ so that what is multiplied has nothing to do with the identity, which is exact. 
 are divided by beta. L, R and what they multiply are two parts; a Z U^T of single parts loses no digit, as G is rounded, too."""
 
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
 from numpy import float32, int32
 
@@ -52,6 +54,7 @@ from tiles import bf16, dtype, fp16, fp32, inlined, static, sv
 from tiles.cp_async import PIECES
 from tiles.layout import LANES
 
+from .gate_formulas import FORMULAS, PLAIN_BETA, BetaFormula, GateFormula
 from .gates import COL_VEC, ROW_VEC, TILE
 from .tokens import CHUNK
 
@@ -79,6 +82,28 @@ class DeltaChunkConfig:
         return f"{self.label}, Dk {self.key_dim} {self.dtype}{flags}" + f", by {self.vector_bytes} bytes" * (
             self.vector_bytes != 16
         )
+
+
+@dataclass(frozen=True)
+class InverseConfig(DeltaChunkConfig):
+    """The configuration of a kernel of what depends on no state. both: is the inverse for Z computed, too, which only gradients
+    need? formula, beta: what computes gates and beta of what is in memory; None: the gates themselves are there."""
+
+    both: bool = True
+    formula: GateFormula | None = field(default=None, kw_only=True)
+    beta: BetaFormula = field(default=PLAIN_BETA, kw_only=True)
+
+    def __str__(self):
+        kinds = "" if self.both else "for outputs", str(self.formula or ""), str(self.beta)
+        return ", ".join(filter(None, (super().__str__(), *kinds)))
+
+
+def inverse_forms(config: Callable[..., Any], everything: bool) -> Iterator[Any]:
+    """The configurations of a kernel of what depends on no state: of bf16 and 16 bytes, with all other dtypes and bytes if
+    `everything`. Those with a formula come in one size."""
+    yield from (config(*form, both) for form in chunk_forms(everything) for both in (True, False))
+    for formula in FORMULAS if everything else FORMULAS[:1]:
+        yield config(max(KEY_DIMS), bf16, True, both=False, formula=formula, beta=BetaFormula(1.0))
 
 
 def chunk_forms(everything: bool) -> Iterator[tuple]:

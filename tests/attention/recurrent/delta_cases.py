@@ -32,7 +32,7 @@ def agree(place, q, k, v, beta, decay, factor=2, **options):
     out = place.put(np.full(v.shape, np.nan, v.dtype))
     found, state = delta_rule(*map(put, (q, k, v, beta)), decay=put(decay), return_state=True, out=out, **args)
     assert found is out
-    options |= {"beta": beta, "decay": decay}
+    options = {name: x for name, x in options.items() if name != "family"} | {"beta": beta, "decay": decay}
     (ref, last), (low, _) = (reference.linear(q, k, v, low=low, **options) for low in (False, True))
     reference.assert_close(place.get(out), ref, low, factor=factor)
     assert np.abs(place.get(state) - last).max(initial=0) <= factor * STATE * np.abs(last).max(initial=1e-30)

@@ -41,7 +41,8 @@ def test_decays_of_heads(place):
 @pytest.mark.parametrize("elements", [1, 2, 4])
 @pytest.mark.parametrize("channels", [False, True])
 def test_unaligned_rows(elements, channels):
-    """Addresses and strides that are multiples of so many elements only, with NaN between rows: the token loop takes them."""
+    """Addresses and strides that are multiples of so many elements only, with NaN between rows: chunk kernels with
+    cp.async take them."""
     *args, decay = inputs(1, 20, 2, 64, 64)
     decay = np.full((1, 20, 2, 64), -0.1, np.float32) if channels else decay
     unaligned = []

@@ -80,8 +80,10 @@ def test_skipped_chunks(place):
     assert (none[:, 0] == 0).all() and np.abs(none[:, 1]).max() > 0
 
 
-def test_token_by_token(place):
-    _, k, v, beta, decay = inputs(1, 20, 1, 64, 32)
+@pytest.mark.parametrize(("key_dim", "length"), [(64, 66), (144, 20)])
+def test_any_gpu_since_ampere(place, key_dim, length):
+    """By chunks; wide keys token by token."""
+    _, k, v, beta, decay = inputs(1, length, 2, key_dim, 32, key_heads=1)
     agree(place, k, v, beta, decay, family="sm_80")
 
 

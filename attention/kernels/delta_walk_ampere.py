@@ -1,41 +1,53 @@
-"""The states of the delta rule before each chunk, and the errors E = v - S'^T k of its tokens, for its gradients
-(parts/recurrent/delta_chunks.py):
+"""The delta rule, chunk by chunk from the first to the last (parts/recurrent/delta_chunks.py):
 
     Y = V - exp(b) K S        E = (I + N beta)^-1 Y        S after = exp(b_last) S + (exp(b_last - b) K)^T (beta E)
 
-A block has 64 columns of the values of a head, its warps 16 each. They hold the state transposed, and Y and E as well: the
-product of one step, rounded, is the left operand of the next one without leaving the registers."""
+and, as its result says (delta_results.py), the outputs, or what gradients read: S before each chunk and the errors E = v - S'^T
+k of its tokens. A block has 64 columns of the values of a head, its warps 16 each. They hold the state transposed, and Y and E
+as well: the product of one step, rounded, is the left operand of the next one without leaving the registers."""
 
 import functools
-import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from numba import cuda
 from numpy import int32
 
 from ops import block as thread_block
-from ops import load, mma_AB, mma_ABt, store, subtile, transpose, truncate, warp_index, warpgroup, zeros
+from ops import load, mma_AB, mma_ABt, subtile, truncate, warp_index, warpgroup, zeros
 from tiles import fp32, pipeline, rt, shared, st
 from tiles.launching.arguments import ENDS, INT, array
 from tiles.targets import Target
 
 from ..parts.recurrent.delta_channels import DeltaWalkConfig, walk_forms
-from ..parts.recurrent.delta_chunks import WARP_COLUMNS, WARPS, TwoParts, state_row
+from ..parts.recurrent.delta_chunks import WARP_COLUMNS, WARPS, TwoParts
+from ..parts.recurrent.delta_results import ChunkErrors, ChunkOutputs
 from ..parts.recurrent.gates import ROW_VEC, TILE
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 
 
 @dataclass(frozen=True)
 class Config(DeltaWalkConfig):
-    """A kernel's configuration: that of delta_chunks.py, with a name of its own."""
+    """A kernel's configuration. outputs: does the walk yield outputs, or what gradients read?"""
 
-    label = "states before chunks"
+    outputs: bool = False
+
+    @property
+    def result(self):
+        """What the walk yields."""
+        kind = ChunkOutputs if self.outputs else ChunkErrors
+        return kind(self.dtype, self.decay, SequenceLayout(self.varlen), self.vector_bytes)
+
+    @property
+    def label(self):
+        """The name of the kernel in tables."""
+        return self.result.label
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations of bf16 and 16 bytes, with all other dtypes and bytes if `everything`."""
-    yield from itertools.starmap(Config, walk_forms(everything))
+    for form in walk_forms(everything):
+        yield from (replace(Config(*form), outputs=outputs) for outputs in (False, True))
 
 
 @functools.cache
@@ -43,31 +55,37 @@ def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     INPUT, VECTOR_BYTES, STATE = config.dtype, config.vector_bytes, rt(WARP_COLUMNS, config.key_dim, fp32)
     TRANSPOSED, seq_layout = rt(WARP_COLUMNS, CHUNK, INPUT), SequenceLayout(config.varlen)
-    decay, parts_of = config.decay, TwoParts(INPUT)
+    decay, parts_of, result = config.decay, TwoParts(INPUT), config.result
+    PARAMS, READS_QUERIES, KEY = result.params(), result.reads_queries, st(CHUNK, config.key_dim, INPUT)
     smem = shared(
-        k=pipeline(st(CHUNK, config.key_dim, INPUT), 2, WARPS),
+        q=pipeline(KEY if READS_QUERIES else st(8 * WARPS, 16, INPUT), 1, WARPS),
+        k=pipeline(KEY, 2, WARPS),
         v=pipeline(st(CHUNK, COLUMNS, INPUT), 1, WARPS),
-        x=pipeline(st(2 * CHUNK, CHUNK, INPUT), 1, WARPS),
+        x=pipeline(st(result.matrices * CHUNK, CHUNK, INPUT), 1, WARPS),
     )
 
     @cuda.jit(launch_bounds=(config.threads, 2), fastmath=True)
     def scan(
-        gReadKeys: array(4, INPUT), gWriteKeys: array(4, INPUT), gV: array(4, INPUT), gB: array(3), gChunkBeta: array(3),
-        gForward: array(4, INPUT), gInitialState: array(4), gErrors: array(4, INPUT), gStates: array(4, INPUT),
-        gCuSeqlens: ENDS, length: INT, blocks: INT, heads: INT, group: INT,
+        gDecayedQ: array(4, INPUT), gReadKeys: array(4, INPUT), gWriteKeys: array(4, INPUT), gV: array(4, INPUT),
+        gB: array(3), gChunkBeta: array(3), gForward: array(4, INPUT), gInitialState: array(4), gCuSeqlens: ENDS, length: INT,
+        blocks: INT, heads: INT, group: INT, params: PARAMS,
     ):  # fmt: skip
-        """Each head is `blocks` blocks of columns wide. gReadKeys, gWriteKeys: exp(b) K, exp(b_last - b) K, both
-        without decays if these are of tokens. gErrors: E of each chunk and head. gStates: S^T, at state_row."""
-        k, v, x = smem.open()
+        """Each head is `blocks` blocks of columns wide. gDecayedQ: scale exp(b) Q, gReadKeys, gWriteKeys: exp(b) K,
+        exp(b_last - b) K, all without decays if these are of tokens. gForward: of each chunk and head, its inverse and what
+        else the result multiplies."""
+        q, k, v, x = smem.open()
         block, _, head, sequence = block_coord(cuda.blockIdx.x, blocks, 1, heads)
         key_head, col = int32(head // group), int32(COLUMNS * block)
         column = int32(col + WARP_COLUMNS * warp_index())  # the first one of this warp
         seq = seq_layout.sequence_tokens(gCuSeqlens, sequence, length)
         values, n = truncate(gV, 1, seq.end), seq.num_chunks()
-        end_row, tiles = decay.end_row(seq.end), decay.tiles(n)
+        end_row, tiles, asked = decay.end_row(seq.end), decay.tiles(n), n if READS_QUERIES else 0
+        queries = truncate(gDecayedQ, 1, end_row)
         read_keys, write_keys = truncate(gReadKeys, 1, end_row), truncate(gWriteKeys, 1, end_row)
         first_chunk = seq_layout.chunk_index(seq.start, sequence, length)
-        k.fill(0, read_keys, decay.coord(seq.batch, seq.start, key_head, first_chunk, head), 1, 3, tiles, VECTOR_BYTES)
+        at = decay.coord(seq.batch, seq.start, key_head, first_chunk, head)
+        k.fill(0, read_keys, at, 1, 3, tiles, VECTOR_BYTES)
+        q.fill(0, queries, at, 1, 3, asked, VECTOR_BYTES)
         v.fill(0, values, (seq.batch, seq.start, head, col), 1, 3, n, VECTOR_BYTES)
         x.fill(0, gForward, (first_chunk, head, 0, 0), end=n)
         tile, i = decay.second_tile(0)
@@ -76,28 +94,30 @@ def make(config: Config):
         s_t = load(gInitialState, STATE, (sequence, head, column, 0), aligned=False)
         for j in range(n):
             chunk = int32(first_chunk + j)
-            store(gStates, INPUT(s_t), (chunk, head, state_row(column), 0), aligned=True)
-            key_tile = k.wait(decay.first_tile(j), 3)
+            result.store_state(params, s_t, (chunk, head, column))
+            key_tile = k.wait(decay.first_tile(j), 4)
             y_t = mma_ABt(zeros(TILE), INPUT(s_t), key_tile) * decay.exp(decay.load_cols(gB, chunk, head))
             y_t = fp32(warpgroup.load_transposed(v.wait(j, 2), TRANSPOSED)) - y_t
             y_high, y_low = parts_of.split(y_t)
-            inverse = x.wait(j, 1)
-            x_high, x_low = subtile(inverse, CHUNK, 0), subtile(inverse, CHUNK, 1)
+            matrices = x.wait(j, 1)
+            x_high, x_low = subtile(matrices, CHUNK, 0), subtile(matrices, CHUNK, 1)
             e_t = mma_AB(mma_AB(mma_AB(zeros(TILE), y_high, x_high), y_high, x_low), y_low, x_high)
-            b, beta = decay.load_cols(gB, chunk, head), load(gChunkBeta, ROW_VEC, (chunk, head, 0))
+            b, u_t = decay.load_cols(gB, chunk, head), e_t * load(gChunkBeta, ROW_VEC, (chunk, head, 0))
             b_last = decay.last(b)
+            update = INPUT(u_t * decay.exp(b_last - b))
+            result.store_tokens(params, (s_t, e_t, u_t, b), q, matrices, seq, j, (chunk, head, column))
             state_decay = decay.load_state_decay(gB, b_last, chunk, head)
             thread_block.sync()
             at = decay.coord(seq.batch, seq.chunk_start(j + 1), key_head, int32(chunk + 1), head)
             decay.fill_first(k, int32(j + 1), read_keys, at, tiles, VECTOR_BYTES)
+            q.fill(j + 1, queries, at, 1, 3, asked, VECTOR_BYTES)
             v.fill(j + 1, values, (seq.batch, seq.chunk_start(j + 1), head, col), 1, 3, n, VECTOR_BYTES)
             x.fill(j + 1, gForward, (int32(chunk + 1), head, 0, 0), end=n)
-            store(gErrors, transpose(INPUT(e_t)), (chunk, head, 0, column), aligned=True)
-            u_t = INPUT(e_t * (beta * decay.exp(b_last - b)))
-            s_t = mma_AB(s_t * state_decay, u_t, decay.wait_second(k, j, key_tile, 3))
+            s_t = mma_AB(s_t * state_decay, update, decay.wait_second(k, j, key_tile, 4))
             thread_block.sync()
             tile, i = decay.second_tile(int32(j + 1))
             at = decay.coord(seq.batch, seq.chunk_start(i), key_head, int32(first_chunk + i), head)
             k.fill(tile, write_keys, at, 1, 3, tiles, VECTOR_BYTES)
+        result.finish(params, s_t, gCuSeqlens, sequence, length, head, column)
 
     return scan, smem

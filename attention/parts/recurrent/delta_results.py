@@ -1,0 +1,81 @@
+"""What a walk over a sequence's chunks yields under the delta rule (delta_walk_ampere.py), as objects with the same methods:
+what its gradients read, or outputs. Both hold S transposed, and what they make of it as well (delta_chunks.py has the
+equations)."""
+
+from ops import mma_AB, mma_ABt, store, subtile, transpose, truncate, zeros
+from tiles import dtype, fp32, inlined, rt, static
+from tiles.launching.arguments import FLOAT, array, record
+
+from .delta_chunks import WARP_COLUMNS, ChunkDecay, state_row
+from .gates import TILE
+from .tokens import CHUNK, SequenceLayout
+
+OUT = rt(CHUNK, WARP_COLUMNS, fp32)
+
+
+@static
+class ChunkErrors:
+    """For gradients: the states before chunks and the errors E. matrices: of a chunk, 64 x 64: its inverse, high and low.
+    reads_queries: does the walk?"""
+
+    dtype: dtype
+    decay: ChunkDecay
+    seq_layout: SequenceLayout
+    vector_bytes: int
+    matrices, reads_queries = 2, False
+    label = "states before chunks"
+
+    def params(self):
+        """What else a kernel gets, as a record of parameters. gErrors: E of each chunk and head. gStates: S^T, at state_row."""
+        return record(gErrors=array(4, self.dtype), gStates=array(4, self.dtype))
+
+    @inlined
+    def store_state(self, params, s_t, at):
+        """Store the state before a chunk. at: (chunk, head, first column of the warp)."""
+        chunk, head, column = at
+        store(params.gStates, self.dtype(s_t), (chunk, head, state_row(column), 0), aligned=True)
+
+    @inlined
+    def store_tokens(self, params, found, q, matrices, seq, j, at):
+        """Store what the walk yields of the j-th chunk's tokens. found: (S before it, E, U, all transposed, and b of its
+        tokens). q: the pipeline of queries. matrices: of the chunk. at: as for store_state."""
+        (chunk, head, column), (_, e_t, _, _) = at, found
+        store(params.gErrors, transpose(self.dtype(e_t)), (chunk, head, 0, column), aligned=True)
+
+    @inlined
+    def finish(self, params, s_t, gCuSeqlens, sequence, length, head, column):
+        """Store the state after the last token, and the outputs of padding."""
+
+
+class ChunkOutputs(ChunkErrors):
+    """O^T = S^T (scale exp(b) Q)^T + U^T P^T, and the state after the last token. Below a chunk's inverse lies P^T."""
+
+    matrices, reads_queries = 3, True
+    label = "outputs of chunks"
+
+    def params(self):
+        """gO: outputs. gFinalState: transposed, if it is wanted. scale: of queries."""
+        return record(gO=array(4, self.dtype), gFinalState=array(4), scale=FLOAT)
+
+    @inlined
+    def store_state(self, params, s_t, at):
+        pass
+
+    @inlined
+    def store_tokens(self, params, found, q, matrices, seq, j, at):
+        (s_t, _, u_t, b), (_, head, column) = found, at
+        o_t = mma_ABt(zeros(TILE), self.dtype(s_t), q.wait(j, 3))
+        if not self.decay.in_queries:
+            o_t = o_t * (self.decay.exp(b) * params.scale)
+        o_t = mma_AB(o_t, self.dtype(u_t), subtile(matrices, CHUNK, 2))
+        at = seq.batch, seq.chunk_start(j), head, column
+        store(truncate(params.gO, 1, seq.end), transpose(self.dtype(o_t)), at, 1, 3, self.vector_bytes)
+
+    @inlined
+    def finish(self, params, s_t, gCuSeqlens, sequence, length, head, column):
+        store(params.gFinalState, s_t, (sequence, head, column, 0), aligned=False)
+        if self.seq_layout.varlen:
+            padding = self.seq_layout.padding_tokens(gCuSeqlens, sequence, length)
+            for j in range(padding.num_chunks()):
+                at = padding.batch, padding.chunk_start(j), head, column
+                store(params.gO, zeros(OUT), at, 1, 3, self.vector_bytes)

@@ -1,0 +1,102 @@
+"""The plan of the delta rule by chunks on any GPU since Ampere, and what it shares with that of its gradients there
+(delta_gradients.py): first what depends on no state, of all chunks at once (delta_inverse_ampere.py,
+delta_channel_inverse_ampere.py), then a walk along each sequence (delta_walk_ampere.py)."""
+
+from typing import Any
+
+from tiles.calls.plan import Step
+from tiles.calls.schema import Problem
+from tiles.launching.arrays import Operand
+from tiles.launching.launch import kernel_for
+
+from ..kernels import delta_channel_inverse_ampere, delta_inverse_ampere, delta_walk_ampere
+from ..parts.recurrent.delta_chunks import KEY_DIMS
+from ..parts.recurrent.tokens import CHUNK, COLUMNS
+from .raw_inputs import NOT_RAW, RawOptions, formula_arrays, prepare_rows
+from .recurrent_checks import DTYPES, has_channel_decay, is_varlen, pad_key_dim
+from .recurrent_chunks import SWAP_STATE_AXES, Arrays, ScratchAllocator, intern_value
+from .recurrent_gradients import count_chunk_indices, spread_to_tokens
+
+DECAYED = "gDecayedQ", "gReadKeys", "gWriteKeys"  # queries and keys as they meet states
+OF_WALK = "gReadKeys gWriteKeys gB gV gForward gInitialState"
+
+
+def serves_delta_chunks(problem: Problem) -> bool:
+    """Do chunk kernels serve such a call of delta_rule?"""
+    batch, length, key_dim = problem("batch", "seqlen", "key_dim")
+    return bool(batch * length) and key_dim <= max(KEY_DIMS)
+
+
+class DeltaChunks:
+    """The launches of a call, and their arrays. known: arrays by the names of kernels' parameters, to which a plan adds its
+    own. width: blocks of columns of a head. parts: of a head of a sequence, thread blocks with a chunk each if all have as
+    many."""
+
+    def __init__(self, problem: Problem, arrays: Arrays, scratch: ScratchAllocator, columns: int):
+        """arrays: gQ, gK, gV, gBeta, gGates, gInitialState as the call has them. columns: of a state."""
+        heads, sequences = problem("heads", "sequences")
+        gates, chunks, by_channel = arrays["gGates"], count_chunk_indices(problem), has_channel_decay(problem)
+        padded = pad_key_dim(problem.extents["key_dim"], KEY_DIMS)
+        self.problem, self.scratch, self.chunks, self.by_channel = problem, scratch, chunks, by_channel
+        self.form = padded, DTYPES[problem.dtype], gates is not None, is_varlen(problem), problem.bytes_at_once()
+        self.width, self.parts = -(-columns // COLUMNS), -(-chunks // sequences)
+        known = arrays | {"gGates": gates and spread_to_tokens(problem, gates), "gCuSeqlens": problem["cu_seqlens"]}
+        known |= {"gDecayedQ": arrays["gQ"], "gReadKeys": arrays["gK"], "gWriteKeys": arrays["gK"]}
+        if by_channel:  # by chunk, token, head and channel, so that the tokens of a head lie side by side
+            known |= {name: self.of_chunks(CHUNK, padded).permuted((0, 2, 1, 3)) for name in DECAYED}
+        known |= {"gB": scratch(chunks, heads, padded if by_channel else CHUNK) if gates else None}
+        known |= {"gChunkBeta": scratch(chunks, heads, CHUNK), "gInitialState": swap_axes(arrays["gInitialState"])}
+        self.known: Arrays = known
+
+    def of_chunks(self, rows: int, cols: int) -> Operand:
+        """Scratch memory for a matrix of each chunk and head."""
+        return self.scratch(self.chunks, self.problem.extents["heads"], rows, cols, dtype=self.problem.dtype)
+
+    def launch(self, module: Any, fields: tuple, grid: int, names: str, raw: RawOptions | None = None, **more: Any) -> Step:
+        """A launch of `grid` thread blocks for each head of a sequence. fields: of the configuration, beside `form`. names: of
+        its arrays. raw: what it computes of raw inputs."""
+        length, heads, key_heads, sequences = self.problem("seqlen", "heads", "heads_k", "sequences")
+        formulas = {} if raw is None else {"formula": raw.gate, "beta": raw.beta}
+        config = intern_value(module.Config, *self.form, *fields, **formulas)
+        return kernel_for(module, config, self.problem.device).bind(
+            sequences * heads * grid,
+            length=length,
+            heads=heads,
+            group=heads // key_heads,
+            **more,
+            **{name: self.known.get(name) for name in (*names.split(), "gChunkBeta", "gCuSeqlens")},
+        )
+
+    def invert(self, both: bool, scale: float, raw: RawOptions = NOT_RAW) -> Step:
+        """The launch that computes what depends on no state: gForward and gReverse, and what else its kernel writes. both: the
+        inverse for gradients, too?"""
+        module: Any = delta_channel_inverse_ampere if self.by_channel else delta_inverse_ampere
+        names = f"{' '.join(DECAYED) if self.by_channel else ''} gQ gK gB gBeta gGates gForward gReverse"
+        return self.launch(
+            module, (both,), self.parts, names, raw, parts=self.parts, scale=scale, **formula_arrays(self.problem)
+        )
+
+
+def swap_axes(state: Operand | None) -> Operand | None:
+    """A state, transposed, as chunk kernels have it."""
+    return state and state.permuted(SWAP_STATE_AXES)
+
+
+def plan_delta_chunks(
+    problem: Problem, arrays: Arrays, scale: float, scratch: ScratchAllocator, raw: RawOptions = NOT_RAW, columns: int = 0
+) -> list[Step]:
+    """The launches of delta_rule. arrays: gQ, gK, gV, gBeta, gGates, gO, gInitialState, gFinalState; gQ and gO may be None if
+    only the state is wanted. raw: what is computed of raw inputs. columns: of a state, if it has more of them than v."""
+    steps, copies = prepare_rows(problem, scratch, raw.l2norm, needs_tma=False)
+    chunks = DeltaChunks(problem, arrays | copies, scratch, columns or problem.extents["value_dim"])
+    matrices = chunks.of_chunks(3 * CHUNK, CHUNK)
+    chunks.known |= {"gForward": matrices, "gReverse": matrices, "gFinalState": swap_axes(arrays["gFinalState"])}
+    walk = chunks.launch(
+        delta_walk_ampere,
+        (chunks.by_channel, True),
+        chunks.width,
+        f"{OF_WALK} gDecayedQ gO gFinalState",
+        blocks=chunks.width,
+        scale=scale,
+    )
+    return [*steps, chunks.invert(False, scale, raw), walk]
