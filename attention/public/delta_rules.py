@@ -102,14 +102,14 @@ def delta_rule(
         S = exp(decay_t) S;  u_t = beta_t (v_t - S^T k_t);  S = S + k_t u_t^T;  o_t = scale S^T q_t
 
     q, k: (B, S, Hk, Dk). v, out: (B, S, H, Dv). beta: (B, S, H). For layout="bhsd" sequence and head are swapped. bfloat16
-    or float16; beta and decay also float32. Dk and Dv: multiples of 16 up to 256; with decays of channels Dk above 128 is
-    slow. Hk divides H, and value head h reads key head h // (H // Hk). Any lengths.
+    or float16; beta and decay also float32. Dk and Dv: multiples of 16 up to 256; with decays of channels, or on
+    GPUs that are not Hopper, Dk above 128 is slow. Hk divides H, and value head h reads key head h // (H // Hk). Any lengths.
 
     It is stable where beta |k|^2 is between 0 and 2. Relative errors of bfloat16 outputs are 4e-3 to 8e-3 for keys at random.
     They are greatest if all keys are the same, because the terms of the UT transform then cancel: 2e-2 for beta 1, 4e-2 to 0.5
-    for 1.9, and no digit is left at 1.99; with decays of channels 4e-2, and 0.1 from 1.5 on. float16 has an eighth of that; its
-    range is that of attention.linear. Token by token (family="sm_80"; see below) all factors and sums are float32: use that for
-    keys that repeat with beta near 2.
+    for 1.9, and no digit is left at 1.99; with decays of channels 4e-2, and 0.1 from 1.5 on. By family="sm_80", whose inverses
+    and what they multiply have 16 bits, they are 2e-2 for beta 1 and 3e-2 to 5e-2 up to 2: use that for keys that repeat with
+    beta near 2. float16 has an eighth of that; its range is that of attention.linear.
 
     decay: log decays, never positive: None; (H,), the same for all tokens; (B, S, H), for each token; or (B, S, H, Dk), for
     each token and channel of the keys. It and beta may be raw, as a layer projects them: attention.gates. scale: Dk^-1/2 by
@@ -127,11 +127,14 @@ def delta_rule(
     On Hopper sequences are processed in chunks of 64 tokens, on tensor cores. For a few long sequences with Dk up to 128 what
     does not depend on the state is computed of all chunks at once, in scratch memory, or they are cut into segments of chunks,
     which are processed at the same time (docs/linear.md). Views whose addresses or strides are not multiples of 16
-    bytes are copied first. Other GPUs, such an `out`, and Dk above 128 with decays of channels are served token by token:
-    correct, and slow. With decays of channels, chunks in which a channel decays by more than exp(-119), or exp(-15) for
+    bytes are copied first. With decays of channels, chunks in which a channel decays by more than exp(-119), or exp(-15) for
     float16, take up to 2.6 times as long as others (docs/speed.md).
 
-    Arrays, `stream`, `family` ("sm_80" is token by token) and errors are those of attention.forward. out and state have
+    Other GPUs, and such an `out`, are served in chunks by mma.sync and cp.async: what does not depend on the state first, in
+    scratch memory, 25 KiB for each chunk of a head, 73 for Dk 128 with decays of channels. Dk above 128 is served token by
+    token there, and on Hopper if channels have decays: all factors and sums are float32; correct, and slow.
+
+    Arrays, `stream`, `family` ("sm_80" is mma.sync and cp.async) and errors are those of attention.forward. out and state have
     gradients, in torch and JAX: `delta_rule_backward`. flash-linear-attention's names: attention.compat.fla."""
     return_state = check_flag("return_state", return_state)
     options = check_number("scale", scale), return_state, family
