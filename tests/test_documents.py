@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import attention.nn
 import ops
 import tiles
 from tiles import Hazard, ring, shared
@@ -175,7 +176,7 @@ def test_anchors_exist(document):
 
 def test_equivalents_exist():
     """Whatever is called in the right column of the tables of equivalents."""
-    names = {**vars(tiles), **vars(ops), "r": ring, "smem": shared, "print": print}
+    names = {**vars(tiles), **vars(ops), "attention": attention, "r": ring, "smem": shared, "print": print}
     rows = re.findall(r"^\|.*\| (.*) \|$", (ROOT / "docs" / "coming_from.md").read_text(), re.M)
     code = [piece for row in rows for piece in re.findall(r"`([^`]*)`", row)]
     calls = {call for piece in code for call in re.findall(r"(?<![\w.])([A-Za-z_][\w.]*)\(", piece)}
