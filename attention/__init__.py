@@ -44,7 +44,7 @@ __all__ = [
     "short_conv_backward",
 ]
 
-_HOMES = {  # module: its public functions
+_MODULES = {  # module: its public functions
     "public.cache_append": ("append",),
     "public.cache_quantize": ("quantize",),
     "dropout": ("dropout_mask",),
@@ -95,10 +95,10 @@ else:
         """Import the public function of this name, and make it an ordinary attribute of the package."""
         if name == "gates":  # a module whose functions go into calls: attention.gates.softplus(..)
             return _import_module(".gates", __name__)
-        for home, names in _HOMES.items():
+        for module, names in _MODULES.items():
             if name in names:
                 with _importable["uncollected"]():
-                    function = globals()[name] = getattr(_import_module(f".{home}", __name__), name)
+                    function = globals()[name] = getattr(_import_module(f".{module}", __name__), name)
                 return function
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 
 from tiles.calls.torch_op import DEVICES
 from tiles.launching.arrays import Form
-from tiles.launching.frameworks import refuse_tangent, with_tangents
+from tiles.launching.frameworks import computes_tangents, refuse_tangent
 
 from .plans.call_options import pad_aux, requires_grad
 from .plans.gradient import AUX_NAMES, DIFFERENTIABLE, NO_SECOND_DERIVATIVES, compute_gradients, flatten_arrays, group_arrays
@@ -196,7 +196,7 @@ def attend_with_gradients(arguments: dict[str, Any], return_lse: bool) -> Any:
 def autocast_inputs(arrays: dict[str, Any], tiles: Sequence[str] = "qkv") -> dict[str, Any]:
     """The arrays with tiles of float32 in the dtype that torch.autocast asks for. tiles: names of arrays, of which the first is
     there. NotImplementedError: one of the arrays has a tangent."""
-    if with_tangents():
+    if computes_tangents():
         for name, x in arrays.items():
             refuse_tangent(x, name)
     first = arrays[tiles[0]]

@@ -84,11 +84,11 @@ def map(item, rank):
     warp, blocks = current_warp(), current_warp().block.cluster.blocks
     if not 0 <= rank < len(blocks):
         raise warp.hazard(f"there is no block {rank} in a cluster of {len(blocks)} blocks")
-    home = blocks[rank]
-    home.reached(warp, "reaches for shared memory")
+    owner = blocks[rank]
+    owner.reached(warp, "reaches for shared memory")
     if not isinstance(item, SharedTile):
-        item = home.opened[next(name for name, tile in warp.block.opened.items() if tile is item)]
-    return Remote(item, home)
+        item = owner.opened[next(name for name, tile in warp.block.opened.items() if tile is item)]
+    return Remote(item, owner)
 
 
 @lowers(map)
@@ -123,13 +123,13 @@ def _(tile):
 def store(target, value):
     """A peer's shared tile or vector = value, rounded to its dtype, by one warp. The peer sees it after cluster.sync(), or once
     it has received this warp's signal."""
-    current_warp().write(target.item, value.array.reshape(-1, *target.shape[1:]), home=target.block)
+    current_warp().write(target.item, value.array.reshape(-1, *target.shape[1:]), owner=target.block)
 
 
 @op
 def load(source, spec):
     """The register tile or vector of type `spec` from a peer's shared tile or vector, by one warp."""
-    return current_warp().read(source.item, home=source.block).astype(np.float32).reshape(spec.shape)
+    return current_warp().read(source.item, owner=source.block).astype(np.float32).reshape(spec.shape)
 
 
 @op(takes_operands=True)

@@ -84,11 +84,11 @@ class ClusterSum:
     @inlined
     def send(self, tile, parts, full):
         """Send this warp's tile to the block that finishes it, if that is another. full: barrier(finishers)."""
-        home = self.warp() // self.finishers
-        if home != cluster.rank():
-            after = (cluster.rank() - home + self.blocks) % self.blocks
+        finisher = self.warp() // self.finishers
+        if finisher != cluster.rank():
+            after = (cluster.rank() - finisher + self.blocks) % self.blocks
             place = subtile(parts, BAND, (after - 1) * self.finishers + self.warp() % self.finishers)
-            cluster.store_async(cluster.map(place, home), tile, cluster.map(full, home))
+            cluster.store_async(cluster.map(place, finisher), tile, cluster.map(full, finisher))
 
     @inlined
     def receive(self, tile, parts, full):

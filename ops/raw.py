@@ -16,7 +16,7 @@ from tiles.ring import elected
 from tiles.types import barrier, gl, st, sv
 
 
-def _lowers(face, *kinds, emit, check=lambda name, *specs: None):
+def _lowers(op_function, *kinds, emit, check=lambda name, *specs: None):
     """A rule by kinds: a type, or `int` for any integer; `emit(b, specs, *values)`. check(name, *specs): refuses what else is
     wrong."""
 
@@ -24,12 +24,12 @@ def _lowers(face, *kinds, emit, check=lambda name, *specs: None):
         for spec, kind in zip(specs, kinds, strict=True):
             if not (integer(spec) if kind is int else isinstance(spec, kind)):
                 names = ", ".join(getattr(k, "__name__", str(k)) for k in kinds)
-                raise TypeError(f"raw.{face.__name__}: takes {names}, got {', '.join(map(str, specs))}")
-        check(f"raw.{face.__name__}", *specs)
+                raise TypeError(f"raw.{op_function.__name__}: takes {names}, got {', '.join(map(str, specs))}")
+        check(f"raw.{op_function.__name__}", *specs)
         return void, lambda b, *values: emit(b, specs, *values)
 
-    rule.__signature__ = inspect.signature(face)
-    lowers(face)(rule)
+    rule.__signature__ = inspect.signature(op_function)
+    lowers(op_function)(rule)
 
 
 def _one_lane(instruction):

@@ -26,7 +26,7 @@ class NoMeaning(TypeError, AttributeError):
 
 def _refuse(module, name):
     scopes = {other: vars(sys.modules[other]).get(name) for other in SCOPES}
-    others = [SCOPES[other] for other, face in scopes.items() if isfunction(face) and face in OPS]
+    others = [SCOPES[other] for other, op_function in scopes.items() if isfunction(op_function) and op_function in OPS]
     if others:
         meant = "; ".join(f"of {who}: {how.format(name)}" for who, how in others)
         raise NoMeaning(f"{name} has no meaning for {SCOPES[module][0]}. It is an op {meant}{kernel_line() or hazard_line()}")

@@ -172,8 +172,10 @@ def upper_fill(tile, row, value):
     return masks.masked(masks.upper_fill, tile, row, value, tile.rows * current_warp().rank)
 
 
-for _face in (causal, triu, lower_fill, upper_fill):
-    lowers(_face)(masks.mask_rule(f"warpgroup.{_face.__name__}", getattr(masks, _face.__name__), first_row))
+for _op_function in (causal, triu, lower_fill, upper_fill):
+    lowers(_op_function)(
+        masks.mask_rule(f"warpgroup.{_op_function.__name__}", getattr(masks, _op_function.__name__), first_row)
+    )
 
 
 @op

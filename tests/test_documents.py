@@ -64,8 +64,8 @@ def no_new_ops():
     """Forgets the ops that a test defines, and the instructions to which it gives a meaning."""
     before, known = set(OPS), len(table.TABLE)
     yield
-    for face in set(OPS) - before:
-        del OPS[face]
+    for op_function in set(OPS) - before:
+        del OPS[op_function]
     del table.TABLE[known:]
     table._found.cache_clear()
 

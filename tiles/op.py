@@ -1,4 +1,4 @@
-"""What an op is: one name with two meanings, written side by side.
+"""Ops: one name with two meanings, written side by side.
 
     @op
     def row_max(tile):
@@ -9,15 +9,15 @@
     def _(tile):                                              # what it becomes: sees types, e.g. rt(16, 64, fp32)
         return tile.col_vec, lambda b, v: ...                 # the result's type, and LLVM from the builder b
 
-The decorated lowering is at once the typing rule of both backends: Numba asks it when a kernel is compiled, and the
-interpreter asks it before it runs the NumPy meaning. So a mistake is refused with the same words on a laptop and on a
+The decorated lowering is at once the typing rule of both backends: Numba calls it when a kernel is compiled, and the
+interpreter calls it before it runs the NumPy meaning. So a mistake is refused with the same words on a laptop and on a
 GPU. Types arrive as the frozen objects of tiles (rt, st, ring, ...), numbers as Numba scalar types. A parameter annotated
 `int` arrives as the integer itself, or None if that is its default: it must be known when the kernel is compiled. One
 annotated `type` takes the name of a tile type (`zeros(rt(16, 64, fp32))`); all others take values, and the name of a type is
 no value.
 
-A rule refuses with TypeError, or returns None when the combination is somebody else's (`1 + 2`). A meaning returns an
-array or number, which is wrapped into the type that the rule announced; whatever else it returns passes unchanged.
+A rule raises TypeError, or returns None for arguments that are no tiles (`1 + 2`). A meaning returns an
+array or number, which is wrapped into the rule's result type; any other value is returned unchanged.
 """
 
 import functools
@@ -30,14 +30,14 @@ import numpy as np
 
 from .numba_names import types
 
-OPS: dict = {}  # face -> Op
+OPS: dict = {}  # {the function, operator or dtype that kernels call: its Op}
 P = ParamSpec("P")  # an op keeps the parameters of its meaning, for editors and type checkers; not what it returns, an array
 F = TypeVar("F", bound=Callable)
 TYPE = type  # inside Op, `type` is a method
 
 
 class TypeArgument(NamedTuple):
-    """What stands for an argument that is itself a tile type, not a value of it."""
+    """An argument that is itself a tile type, not a value of it."""
 
     type: object
 
@@ -46,15 +46,21 @@ class TypeArgument(NamedTuple):
 
 
 class Op:
-    """A face (function, operator or dtype), its NumPy meaning, and its rule once `lowers` has given it one."""
+    """An op. op_function: the function, operator or dtype that kernels call. meaning: its NumPy meaning. rule: None until
+    `lowers` registers it."""
 
-    def __init__(self, face, meaning, takes_pending=False, takes_operands=False):
-        self.face, self.meaning, self.takes_pending, self.takes_operands = face, meaning, takes_pending, takes_operands
-        self.name = getattr(face, "__qualname__", None) or str(face)
+    def __init__(self, op_function, meaning, takes_pending=False, takes_operands=False):
+        self.op_function, self.meaning, self.takes_pending, self.takes_operands = (
+            op_function,
+            meaning,
+            takes_pending,
+            takes_operands,
+        )
+        self.name = getattr(op_function, "__qualname__", None) or str(op_function)
         self.signature = inspect.signature(operator.add if not callable(meaning) or isinstance(meaning, np.ufunc) else meaning)
         self.rule, self.known, self.agreed, self.bindings = None, {}, {}, {}
-        self.of_arrays = False  # outside kernels it takes NumPy arrays
-        OPS[face] = self
+        self.of_arrays = False  # does it take NumPy arrays outside kernels?
+        OPS[op_function] = self
 
     def __repr__(self):
         return f"<op {self.name}>"
@@ -63,7 +69,7 @@ class Op:
     def wants(self):
         """For each parameter `int`, `type` or something else, as the rule is annotated. TypeError: the rule is not the op's."""
         if self.rule is None:
-            raise TypeError(f"{self.name}: has no rule, which @lowers({self.name}) above a function makes it")
+            raise TypeError(f"{self.name}: has no rule: write one under @lowers({self.name})")
         parameters = inspect.signature(self.rule).parameters
         if len(parameters) != len(self.parameters):
             theirs, ours = ", ".join(parameters), ", ".join(self.parameters)
@@ -76,7 +82,7 @@ class Op:
         return tuple(p.default for p in self.signature.parameters.values())
 
     def _bound(self, args, kwargs):
-        """An argument for each parameter. To bind them costs more than most ops do, so each form is bound once."""
+        """An argument for each parameter. Binding costs more than most ops, so each pattern of arguments is bound once."""
         form = len(args), *kwargs
         if form not in self.bindings:
             try:
@@ -94,14 +100,14 @@ class Op:
         return tuple([arguments[k] for k in self.bindings[form]])
 
     def bind(self, args, kwargs):
-        """Which argument belongs to which parameter. TypeError names the op."""
+        """inspect.BoundArguments of the op's parameters. TypeError names the op."""
         try:
             return self.signature.bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(f"{self.name}: {error}; it takes ({', '.join(self.parameters)})") from None
 
     def type(self, *specs):
-        """(result type, emit) for argument types, or None; TypeError says what was given and what is possible."""
+        """(result type, emit) for argument types, or None; TypeError: the op does not take them."""
         entry = self.known.get(specs, UNKNOWN)
         return self._typed(specs) if entry is UNKNOWN else entry
 
@@ -138,7 +144,7 @@ class Op:
             args = self._bound(args, kwargs)
         try:
             specs = [a.spec if a.__class__ in of_a_type else spec_of(a, fixed) for a, fixed in zip(args, self.fixed)]
-            result, deeds, _ = self.agreed.get(tuple(map(id, specs))) or self._agree(tuple(specs))
+            result, global_accesses, _ = self.agreed.get(tuple(map(id, specs))) or self._agree(tuple(specs))
         except TypeError as error:
             for x in args:
                 if hasattr(x, "noted"):  # what stands for a value, of a function that is run to be read
@@ -147,9 +153,9 @@ class Op:
 
             raise TypeError(f"{error}{hazard_line()}") from None
         warp = getcurrent()
-        if deeds and (touches := getattr(warp, "touches", None)):
-            for place, deed in deeds:
-                touches(args[place], deed)
+        if global_accesses and (touches := getattr(warp, "touches", None)):
+            for place, access in global_accesses:
+                touches(args[place], access)
         recorded = getattr(warp, "steps", None) is not None
         value = record(self, tuple(specs), result, args) if recorded else self.meaning(*args)
         try:
@@ -166,20 +172,20 @@ class Op:
 
     @functools.cached_property
     def fixed(self):
-        """Of each parameter: must the rule know the integer itself?"""
+        """For each parameter: is it an integer that must be known at compile time?"""
         return tuple(want is int for want in self.wants)
 
     def _agree(self, specs):
-        """(result type, what the meaning does to global arrays, specs), remembered where the rule's answer is: by ids of specs,
-        whose hashes take as long as many an op. What is remembered keeps them alive."""
-        from .interpreter import deeds
+        """(result type, the accesses to global arrays, specs), stored for rules whose answer is stored, by the ids of specs,
+        whose hashes take as long as many ops. The stored tuple keeps them alive."""
+        from .interpreter import global_accesses
 
         typed = self.type(*specs)
         if typed is None:
             raise TypeError(f"{self.name}: no meaning for {', '.join(map(str, specs))}")
-        agreed = typed[0], deeds(self.parameters, specs, typed[0]), specs
+        agreed = typed[0], global_accesses(self.parameters, specs, typed[0]), specs
         if specs in self.known:
-            if len(self.agreed) == MOST_AGREED:
+            if len(self.agreed) == MAX_AGREED:
                 self.agreed.clear()
             self.agreed[tuple(map(id, specs))] = agreed
         return agreed
@@ -187,7 +193,8 @@ class Op:
 
 @functools.cache
 def _interpreted():
-    """What meanings are run with, which imports this module: looked up once, for an import takes longer than most ops."""
+    """The functions that run meanings, whose modules import this one: looked up once, because an import takes longer than most
+    ops."""
     from greenlet import getcurrent
 
     from .interpreter.record import record
@@ -196,37 +203,37 @@ def _interpreted():
     return spec_of, wrap, getcurrent, record, OF_A_TYPE
 
 
-UNKNOWN = object()  # no rule has been asked yet
-MOST_AGREED = 4096  # entries of Op.agreed: types that are made anew for each call must not fill the memory
+UNKNOWN = object()  # no rule was called with these types yet
+MAX_AGREED = 4096  # entries of Op.agreed: new types for each call must not fill the memory
 
 
 @overload
-def op(face: Callable[P, object]) -> Callable[P, Any]: ...
+def op(op_function: Callable[P, object]) -> Callable[P, Any]: ...
 @overload
 def op(*, takes_pending: bool = False, takes_operands: bool = False) -> Callable[[Callable[P, object]], Callable[P, Any]]: ...
-def op(face=None, *, takes_pending=False, takes_operands=False):
+def op(op_function=None, *, takes_pending=False, takes_operands=False):
     """Decorator: the function's body is an op's NumPy meaning. `lowers` completes it. takes_pending: it takes tiles in flight;
     takes_operands: it takes register tiles of dtypes that are only for products."""
-    if face is None:
+    if op_function is None:
         return functools.partial(op, takes_pending=takes_pending, takes_operands=takes_operands)
 
-    @functools.wraps(face)
+    @functools.wraps(op_function)
     def call(*args, **kwargs):
         return operation(*args, **kwargs)
 
-    operation = Op(call, face, takes_pending, takes_operands)
-    operation.name = face.__qualname__.rpartition("<locals>.")[2]
+    operation = Op(call, op_function, takes_pending, takes_operands)
+    operation.name = op_function.__qualname__.rpartition("<locals>.")[2]
     return call
 
 
-def lowers(face, meaning=None, **takes):
-    """Decorator: the function is the rule and lowering of the op `face`. Foreign faces (`operator.add`, a dtype) bring
-    their NumPy `meaning` along, and what they take (see `op`)."""
+def lowers(op_function, meaning=None, **takes):
+    """Decorator: the function is the rule and lowering of the op `op_function`. Operators and dtypes (`operator.add`, fp32)
+    come with their NumPy `meaning`, and the flags of `op`."""
 
     def register(rule):
         from .compiling.numba_types import teach_numba
 
-        operation = OPS.get(face) or Op(face, meaning, **takes)
+        operation = OPS.get(op_function) or Op(op_function, meaning, **takes)
         operation.rule = rule
         teach_numba(operation)
         return rule

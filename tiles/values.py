@@ -105,10 +105,10 @@ class Remote:
 BINARY = "add sub mul truediv floordiv mod and or"  # Python calls __radd__ of the second operand, ...
 COMPARISONS = "lt le gt ge eq ne"  # ... but of these it calls the mirror image
 for _name, _class in itertools.product(f"{BINARY} {COMPARISONS}".split(), (Tile, PendingTile, SharedTile)):
-    _face = getattr(operator, f"{_name}_" if _name in ("and", "or") else _name)
-    setattr(_class, f"__{_name}__", lambda self, other, face=_face: OPS[face](self, other))
+    _op_function = getattr(operator, f"{_name}_" if _name in ("and", "or") else _name)
+    setattr(_class, f"__{_name}__", lambda self, other, op_function=_op_function: OPS[op_function](self, other))
     if _name in BINARY:
-        setattr(_class, f"__r{_name}__", lambda self, other, face=_face: OPS[face](other, self))
+        setattr(_class, f"__r{_name}__", lambda self, other, op_function=_op_function: OPS[op_function](other, self))
 
 for _row, _class in itertools.product(REFUSED, (Tile, PendingTile, SharedTile)):
     for _name in _row.methods:

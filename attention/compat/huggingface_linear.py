@@ -39,14 +39,14 @@ from .fla import chunk_gated_delta_rule
 def linear_layers(model: Any) -> Any:
     """Make the recurrent layers of the model, and of all models defined in the same module, use our kernels. Returns the model.
     Calling it again changes nothing. ValueError: the model has no such layers."""
-    homes = {sys.modules[type(layer).__module__] for layer in model.modules()}
-    functions = [(home, name) for home in homes for name in REPLACEMENTS if hasattr(home, name)]
+    modules = {sys.modules[type(layer).__module__] for layer in model.modules()}
+    functions = [(module, name) for module in modules for name in REPLACEMENTS if hasattr(module, name)]
     if not functions:
         raise ValueError(f"model: has no layers that call one of {', '.join(REPLACEMENTS)}: {type(model).__name__}")
-    for home, name in functions:
-        original = getattr(home, name)
+    for module, name in functions:
+        original = getattr(module, name)
         if not hasattr(original, "replaces"):
-            setattr(home, name, _replace_function(original, REPLACEMENTS[name]))
+            setattr(module, name, _replace_function(original, REPLACEMENTS[name]))
     return model
 
 

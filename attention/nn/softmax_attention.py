@@ -10,7 +10,7 @@ from torch import nn
 
 import attention
 from tiles.calls.torch_op import is_exporting, is_traced
-from tiles.launching.frameworks import with_tangents
+from tiles.launching.frameworks import computes_tangents
 
 from ..autograd import make_tma_contiguous
 from ..kernels.rotary_rows import HEAD_DIMS
@@ -163,7 +163,7 @@ class Attention(nn.Module):
         not learned, and neither forward-mode derivatives nor torch.func transforms are active."""
         if self.rotary is None or self.head_dim not in HEAD_DIMS or type(self).attend is not Attention.attend:
             return False
-        if with_tangents() or (positions is not None and positions.requires_grad):
+        if computes_tangents() or (positions is not None and positions.requires_grad):
             return False
         return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None
 

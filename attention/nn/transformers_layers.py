@@ -152,10 +152,10 @@ def _activation(role: str, name: Any, known: tuple[str, ...]) -> str:
     return result
 
 
-def _sequence(home: Any, *choices: tuple[str, ...]) -> nn.Sequential:
-    """Copies of the modules of `home` with these names, the first choice that it has."""
-    names = next(names for names in choices if hasattr(home, names[0]))
-    return nn.Sequential(*(copy.deepcopy(getattr(home, name)) for name in names))
+def _sequence(module: Any, *choices: tuple[str, ...]) -> nn.Sequential:
+    """Copies of the modules of `module` with these names, the first choice that it has."""
+    names = next(names for names in choices if hasattr(module, names[0]))
+    return nn.Sequential(*(copy.deepcopy(getattr(module, name)) for name in names))
 
 
 def _load(result: Any, layer: Any, gate: Any, parameters: dict[str, torch.Tensor]) -> Any:

@@ -252,7 +252,7 @@ def redistribute(peers: Peers, *routes: tuple[Any, Redistribution]) -> PendingAr
 
 def array_maker(x: Any, rows: int) -> Callable[[], Any]:
     """A function that makes arrays like x with a batch of one and so many rows, faster than torch.empty."""
-    return kind_of(x, "x").maker(x.device, (1, rows, *x.shape[2:]), str(x.dtype).removeprefix("torch."))
+    return kind_of(x, "x").allocator(x.device, (1, rows, *x.shape[2:]), str(x.dtype).removeprefix("torch."))
 
 
 class RowCopies:

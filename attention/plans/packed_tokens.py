@@ -66,5 +66,5 @@ def pack_batches(seq_idx: Any, x: Any, stream: Any) -> PackedBatches:
     starts = [[0, *np.flatnonzero(np.diff(row)) + 1] for row in numbers]
     sequences = max(map(len, starts))
     ends = [length * b + at for b, row in enumerate(starts) for at in [0] * (sequences - len(row)) + row]
-    cu_seqlens = placed(np.array([*ends, numbers.size], np.int32), array.kind, array.kind.home(array), array.device)
+    cu_seqlens = placed(np.array([*ends, numbers.size], np.int32), array.kind, array.kind.placement(array), array.device)
     return PackedBatches(cu_seqlens, len(starts), sequences, length)

@@ -33,7 +33,7 @@ from tiles.calls.program import program
 from tiles.calls.schema import Problem, Schema
 from tiles.calls.torch_op import imported_module
 from tiles.launching.arrays import Operand
-from tiles.launching.frameworks import Kind, describe, placed, without_grad
+from tiles.launching.frameworks import Framework, describe, placed, without_grad
 from tiles.launching.launch import kernel_for
 
 from ..families import HOPPER_FAMILY, choose_family, uses_hopper_kernels
@@ -445,10 +445,10 @@ def _head_decays(q: Any, v: Any, layout: str, decay: Callable[[Any, int, Callabl
     if on_tracers:
         return np.array(numbers, np.float32)
     queries = describe(without_grad(q), "q")
-    return _constant(queries.kind, queries.kind.home(queries), queries.device, numbers)
+    return _constant(queries.kind, queries.kind.placement(queries), queries.device, numbers)
 
 
 @functools.lru_cache
-def _constant(kind: Kind, home: Any, ordinal: int | None, numbers: tuple[float, ...]) -> Any:
+def _constant(kind: Framework, placement: Any, ordinal: int | None, numbers: tuple[float, ...]) -> Any:
     """A float32 array of these numbers, of this framework and on this device. Equal arguments get the same array."""
-    return placed(np.array(numbers, np.float32), kind, home, ordinal)
+    return placed(np.array(numbers, np.float32), kind, placement, ordinal)

@@ -51,7 +51,7 @@ class ScoreTerm:
 
     def noted(self, operation: Op, args: tuple) -> ScoreTerm:
         """The term for an op of `ops` on terms (see tiles.op.Op)."""
-        if getattr(ops, operation.name, None) is not operation.face and operation.name != "fp32":
+        if getattr(ops, operation.name, None) is not operation.op_function and operation.name != "fp32":
             raise TypeError(f"calls {operation.name}, which has no derivative here")
         return args[0] if operation.name == "fp32" else ScoreTerm(OP_NAMES.get(operation.name, operation.name), *args)
 

@@ -41,10 +41,10 @@ def measure(
     """The time in seconds of each of these modules on these arrays, which lie on a GPU. known: the extents of their axes. say:
     gets a text on progress."""
     first = describe(next(x for x in arrays if hasattr(x, "shape")), "x")
-    gpu, home, seconds = device(first.device), first.kind.home(first), []
+    gpu, placement, seconds = device(first.device), first.kind.placement(first), []
     for n, one in enumerate(modules):
         say(f"{name}: candidate {n + 1} of {len(modules)}")
-        make = [first.kind.maker(home, extents_at(x, known), x.stored_dtype(first.dtype))() for x in one.written]
+        make = [first.kind.allocator(placement, extents_at(x, known), x.stored_dtype(first.dtype))() for x in one.written]
         launch = module_text.load(one.text, name, one.code).launch
         seconds.append(median_together(lambda launch=launch, make=make: launch(*arrays, *make), gpu, REPEAT))
     return seconds

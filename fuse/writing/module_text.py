@@ -21,10 +21,10 @@ from .kernel_text import KernelText
 from .lines import WIDTH, break_imports, break_lines, cut_at_commas, format_assignments
 from .module_names import free_names, global_names
 
-HOMES = {name: "tiles" for name in tiles.__all__} | {name: "ops" for name in ops.__all__}
-HOMES |= {"cuda": "numba", "float32": "numpy", "int32": "numpy", "repeated": "tiles.launching.frameworks"}
-HOMES |= {"drop_threshold": "attention.dropout"}
-HOMES |= {name: "ops.cluster_sum" for name in ("ClusterSum", "RowSums", "max_over_cluster", "sum_over_cluster")}
+MODULE_OF = {name: "tiles" for name in tiles.__all__} | {name: "ops" for name in ops.__all__}
+MODULE_OF |= {"cuda": "numba", "float32": "numpy", "int32": "numpy", "repeated": "tiles.launching.frameworks"}
+MODULE_OF |= {"drop_threshold": "attention.dropout"}
+MODULE_OF |= {name: "ops.cluster_sum" for name in ("ClusterSum", "RowSums", "max_over_cluster", "sum_over_cluster")}
 MODULES = 1024  # modules that are remembered
 KERNELS = LruTable(MODULES)  # compiled kernels, by their names and code
 
@@ -111,13 +111,13 @@ def _call(kernel: str, launch: str, arguments: str, taken: Iterable[str]) -> lis
 def _imports(text: str) -> list[str]:
     """The lines that import the names that the text uses."""
     names = free_names(symtable.symtable(text, "", "exec"))
-    homes: dict[str, list[str]] = {}
-    for name in sorted(names & HOMES.keys()):
-        homes.setdefault(HOMES[name], []).append(name)
+    imports_of: dict[str, list[str]] = {}
+    for name in sorted(names & MODULE_OF.keys()):
+        imports_of.setdefault(MODULE_OF[name], []).append(name)
     others, own_packages = list[str](), [f"import {one}" for one in ("attention", "tiles") if one in names]
-    for home, imported in sorted(homes.items()):
-        (own_packages if home.split(".")[0] in ("attention", "ops", "tiles") else others).append(
-            f"from {home} import {', '.join(imported)}"
+    for module, imported in sorted(imports_of.items()):
+        (own_packages if module.split(".")[0] in ("attention", "ops", "tiles") else others).append(
+            f"from {module} import {', '.join(imported)}"
         )
     parts = [["import math"] if "math" in names else [], others, list(break_imports(own_packages))]
     return [line for part in parts if part for line in ("", *part)][1:]

@@ -29,10 +29,10 @@ def plain(x):
     return x.array.astype(np.float32) if isinstance(x, Tile) else np.float32(x)
 
 
-def elementwise(face):
+def elementwise(op_function):
     """`lowers` for an op that goes element by element: outside kernels it takes NumPy arrays, too."""
-    OPS[face].of_arrays = True
-    return lowers(face)
+    OPS[op_function].of_arrays = True
+    return lowers(op_function)
 
 
 # ---- rules ---------------------------------------------------------------------------------------------------------
@@ -239,8 +239,8 @@ def _meaning(ufunc):
 
 
 for _name, (_ufunc, _emit) in OPERATORS.items():
-    for _face in (getattr(operator, _name), getattr(operator, f"i{_name}")):  # `a *= b` makes a new tile
-        lowers(_face, _meaning(_ufunc))(_operator(_name, _emit))
+    for _op_function in (getattr(operator, _name), getattr(operator, f"i{_name}")):  # `a *= b` makes a new tile
+        lowers(_op_function, _meaning(_ufunc))(_operator(_name, _emit))
 
 
 @elementwise(maximum)

@@ -57,7 +57,7 @@ def not_equal(x, y):
     return np.not_equal(plain(x), plain(y))
 
 
-COMPARISONS = {  # face: (the operator that says the same of tiles, LLVM's name)
+COMPARISONS = {  # {function or operator: (the operator for tiles, LLVM's name)}
     less: (operator.lt, "<"),
     less_equal: (operator.le, "<="),
     greater: (operator.gt, ">"),
@@ -88,9 +88,9 @@ def _comparison(name, sign, is_operator):
     return rule
 
 
-for _face, (_operator, _sign) in COMPARISONS.items():
-    elementwise(_face)(_comparison(_face.__name__, _sign, False))
-    lowers(_operator, OPS[_face].meaning)(_comparison(_face.__name__, _sign, True))
+for _op_function, (_operator, _sign) in COMPARISONS.items():
+    elementwise(_op_function)(_comparison(_op_function.__name__, _sign, False))
+    lowers(_operator, OPS[_op_function].meaning)(_comparison(_op_function.__name__, _sign, True))
 
 
 # ---- logic ---------------------------------------------------------------------------------------------------------

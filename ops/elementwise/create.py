@@ -74,16 +74,16 @@ def neg_infty(shape):
     return np.full(shape.shape, -np.inf, np.float32)
 
 
-def _constant(face, value):
-    @lowers(face)
+def _constant(op_function, value):
+    @lowers(op_function)
     def _(shape: type):
         if value:
-            _not_partial(face.__name__, shape)
-        return _filled(face.__name__, shape, lambda b: b.real(value))
+            _not_partial(op_function.__name__, shape)
+        return _filled(op_function.__name__, shape, lambda b: b.real(value))
 
 
-for _face, _value in {zeros: 0, ones: 1, pos_infty: np.inf, neg_infty: -np.inf}.items():
-    _constant(_face, _value)
+for _op_function, _value in {zeros: 0, ones: 1, pos_infty: np.inf, neg_infty: -np.inf}.items():
+    _constant(_op_function, _value)
 
 
 # ---- indices -------------------------------------------------------------------------------------------------------

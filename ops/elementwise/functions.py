@@ -166,8 +166,8 @@ FUNCTIONS = {
     gelu: _emit_gelu,
     gelu_tanh: _emit_gelu_tanh,
 }
-for _face, _emit in FUNCTIONS.items():
-    elementwise(_face)(map_rule(_face.__name__, _emit))
+for _op_function, _emit in FUNCTIONS.items():
+    elementwise(_op_function)(map_rule(_op_function.__name__, _emit))
 lowers(builtins.abs, OPS[abs].meaning)(
     lambda x: map_rule("abs", FUNCTIONS[abs])(x) if isinstance(x, (rt, rv, st, sv)) else None
 )

@@ -29,18 +29,18 @@ class Line(NamedTuple):
         return (self.down * (rows + first_row) + self.across * cols < bound + self.past) == self.below
 
 
-def masked(face, tile, bound, value, first_row=0):
-    """What the mask `face` means, for a tile whose first row is `first_row`."""
-    return np.where(LINES[face].keeps(tile.shape, bound, first_row), tile.array, np.float32(value))
+def masked(op_function, tile, bound, value, first_row=0):
+    """The NumPy meaning of the mask `op_function`, for a tile whose first row is `first_row`."""
+    return np.where(LINES[op_function].keeps(tile.shape, bound, first_row), tile.array, np.float32(value))
 
 
-def mask_rule(name, face, first_row=None):
-    """The rule and lowering of the mask `face`, for tiles whose first row is `first_row(tile)(b)`.
+def mask_rule(name, op_function, first_row=None):
+    """The rule and lowering of the mask `op_function`, for tiles whose first row is `first_row(tile)(b)`.
 
     An element's row and column are those of its lane's first element plus constants. What differs from lane to lane is taken
     off the bound once, and an element then compares only its constant: in row layout, rows 8 apart share the comparisons of
     columns 8 apart."""
-    line = LINES[face]
+    line = LINES[op_function]
 
     def rule(tile, bound, value):
         if not (isinstance(tile, rt) and integer(bound) and number(value)):
@@ -115,8 +115,8 @@ LINES = {
     causal: Line(-1, 1, past=1),
     triu: Line(-1, 1, below=False),
 }
-for _face in LINES:
-    lowers(_face)(mask_rule(_face.__name__, _face))
+for _op_function in LINES:
+    lowers(_op_function)(mask_rule(_op_function.__name__, _op_function))
 
 
 def outside_filled(tile, rows, cols, value, first_row=0):

@@ -59,13 +59,13 @@ def _right(b, operand, value, layout):
     return fragments
 
 
-def _product(face):
-    """Complete the op `face`, whose name says which operands come transposed."""
+def _product(op_function):
+    """Register the rule of the op `op_function`, whose name says which operands come transposed."""
 
-    @lowers(face)
+    @lowers(op_function)
     def _(acc, a, b):
-        m, n, k = check(face.__name__, acc, a, b)
-        layouts = transposed_in(face.__name__).layouts
+        m, n, k = check(op_function.__name__, acc, a, b)
+        layouts = transposed_in(op_function.__name__).layouts
 
         def emit(builder, vacc, va, vright):
             c = builder.unpack(vacc)
@@ -108,5 +108,5 @@ def mma_AtBt(acc, a, b):
     return acc.array + product(_array(a).T, _array(b).T)
 
 
-for _face in (mma_AB, mma_ABt, mma_AtB, mma_AtBt):
-    _product(_face)
+for _op_function in (mma_AB, mma_ABt, mma_AtB, mma_AtBt):
+    _product(_op_function)

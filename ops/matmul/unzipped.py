@@ -49,11 +49,11 @@ def rezipped(tile):
     return tile.array[:, _back(tile.shape[1])]
 
 
-def _exchange(face, exchanged):
-    @lowers(face)
+def _exchange(op_function, exchanged):
+    @lowers(op_function)
     def _(tile):
         if not isinstance(tile, rt) or tile.dtype in FP8 or tile.layout != "row":
-            raise TypeError(f"{face.__name__}: takes a tile in row layout, and not of fp8, got {tile}")
+            raise TypeError(f"{op_function.__name__}: takes a tile in row layout, and not of fp8, got {tile}")
         step = 1 if tile.dtype.itemsize == 2 else 2  # registers of a row's pair
 
         def emit(b, value):

@@ -63,7 +63,9 @@ def count_stored(counts, at):
 def _count(counts, at):
     warp = current_warp()
     if warp.stored < warp.stores:
-        raise warp.hazard(f"counts up, and nobody has waited until {warp.sent[warp.stored].deed} was done: stores_done", "wait")
+        raise warp.hazard(
+            f"counts up, and nobody has waited until {warp.sent[warp.stored].operation} was done: stores_done", "wait"
+        )
     there = _there(counts, at)
     there += 1
     note(Touched, there, True)

@@ -55,11 +55,11 @@ def voted(group, decide, flag):
     return decide(flags)
 
 
-def lower_scope(group, *faces):
+def lower_scope(group, *op_functions):
     """Complete the ops of a scope: reduce_max, ..., reduce_any, reduce_all, sync."""
-    for face in faces:
-        name, kind = face.__name__, face.__name__.removeprefix("reduce_")
-        lowers(face)(_sync(group) if name == "sync" else (_reduction if kind in FOLDS else _vote)(group, name, kind))
+    for op_function in op_functions:
+        name, kind = op_function.__name__, op_function.__name__.removeprefix("reduce_")
+        lowers(op_function)(_sync(group) if name == "sync" else (_reduction if kind in FOLDS else _vote)(group, name, kind))
 
 
 def _wide(x):

@@ -188,9 +188,9 @@ def _reduction(name, axis, combine):
     return rule
 
 
-for _face in (row_max, row_min, row_sum, row_prod, col_max, col_min, col_sum, col_prod):
-    _axis, _kind = _face.__name__.split("_")
-    lowers(_face)(_reduction(_face.__name__, _axis, FOLDS[_kind][1]))
+for _op_function in (row_max, row_min, row_sum, row_prod, col_max, col_min, col_sum, col_prod):
+    _axis, _kind = _op_function.__name__.split("_")
+    lowers(_op_function)(_reduction(_op_function.__name__, _axis, FOLDS[_kind][1]))
 
 
 # ---- partial sums --------------------------------------------------------------------------------------------------

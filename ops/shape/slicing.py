@@ -60,9 +60,9 @@ def _moved(at, axis, by):
     return tuple(x + by * (k == axis) for k, x in enumerate(at))
 
 
-def _part(face, axis):
+def _part(op_function, axis):
     """The rule of a part along an axis."""
-    name = face.__name__
+    name = op_function.__name__
 
     def rule(tile, count: int, index: int):
         if not _lies_along(tile, axis):
@@ -87,7 +87,7 @@ def _part(face, axis):
     return rule
 
 
-def _stack(face, axis):
+def _stack(op_function, axis):
     """The rule of a concatenation along an axis."""
 
     def rule(first, second):
@@ -95,7 +95,7 @@ def _stack(face, axis):
         if len(extents) < 2 or _resized(first, axis, extents[1]) != second:
             alike = f"of as many {'rows' if axis else 'columns'}, one dtype and layout"
             takes = f"takes two register tiles {alike}, or two such {ALONG[axis]}s"
-            raise TypeError(f"{face.__name__}: {takes}, got {first} and {second}")
+            raise TypeError(f"{op_function.__name__}: {takes}, got {first} and {second}")
         out = _resized(first, axis, sum(extents))
 
         def emit(b, *values):
@@ -112,6 +112,6 @@ def _stack(face, axis):
     return rule
 
 
-for _axis, _faces in enumerate([(rows, vstack), (columns, hstack)]):
-    lowers(_faces[0])(_part(_faces[0], _axis))
-    lowers(_faces[1])(_stack(_faces[1], _axis))
+for _axis, _op_functions in enumerate([(rows, vstack), (columns, hstack)]):
+    lowers(_op_functions[0])(_part(_op_functions[0], _axis))
+    lowers(_op_functions[1])(_stack(_op_functions[1], _axis))

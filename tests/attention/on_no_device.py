@@ -17,7 +17,7 @@ from tiles.compiling.compiler import Compiled
 from tiles.launching import arrays as in_memory
 from tiles.launching import bound_launch, devices, frameworks, loaded_code, tensor_maps
 from tiles.launching.arrays import ITEMSIZE, Array, Form, contiguous
-from tiles.launching.frameworks import KIND_OF, Kind
+from tiles.launching.frameworks import KIND_OF, Framework
 from tiles.targets import HOPPER
 
 launching = sys.modules["tiles.launching.launch"]
@@ -42,7 +42,7 @@ class Lent:
         return self.form.strides[axis] // self.form.itemsize
 
 
-class RecordingAllocator(Kind):
+class RecordingAllocator(Framework):
     """An allocator whose arrays lie one after the other. Indexing them gives elements, as with tensors."""
 
     def __init__(self):
@@ -75,7 +75,7 @@ class RecordingAllocator(Kind):
 
         return check, bool, SimpleNamespace(_current_level=-1), lambda device: 0
 
-    def maker(self, home, shape, dtype):
+    def allocator(self, home, shape, dtype):
         return lambda: self.made.append((shape, dtype)) or Lent(2**60 + len(self.made) * 2**50, None)
 
     address = staticmethod(Lent.data_ptr)
@@ -183,12 +183,12 @@ def torch_on_gpu(monkeypatch):
     """`noting_driver`, and torch's CPU tensors said to lie on that GPU: calls on them are planned and launched there."""
     import torch
 
-    def maker(self, home, shape, dtype):
+    def allocator(self, home, shape, dtype):
         return functools.partial(torch.empty, shape, dtype=getattr(torch, dtype))
 
     with noting_driver(monkeypatch) as noted:
         monkeypatch.setattr(frameworks, "_torch_words", lambda dtype, _: (str(dtype).removeprefix("torch."), dtype.itemsize, 0))
-        monkeypatch.setattr(frameworks.Torch, "maker", maker)
+        monkeypatch.setattr(frameworks.Torch, "allocator", allocator)
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda ordinal: 0, raising=False)
         yield noted
 

@@ -22,7 +22,7 @@ from attention.reference.scores import ReferenceVariant
 from attention.reference.softmax import sequence_slices
 from tiles.calls.schema import ORDER
 from tiles.launching.checks import Check
-from tiles.launching.frameworks import Kind, Torch
+from tiles.launching.frameworks import Framework, Torch
 
 BYTE = 0xFF
 FAR_LSE = -509.0  # of a neighbour's row: exp(score + 509) is no float32
@@ -158,13 +158,13 @@ def unaligned(x: np.ndarray, elements: int, behind: int = 0) -> np.ndarray:
     return room[..., elements : elements + x.shape[-1]]
 
 
-def poison_new_memory(monkeypatch: Any, kind: type[Kind] = Kind) -> None:
+def poison_new_memory(monkeypatch: Any, kind: type[Framework] = Framework) -> None:
     """From here on what the library allocates holds poison: of NumPy's arrays, or of torch's (kind=Torch)."""
-    maker = kind.maker
+    maker = kind.allocator
 
     def filling(self, home, shape, dtype):
         make = maker(self, home, shape, dtype)
         return (lambda: _filled(make())) if kind is Torch or home is None else make
 
-    monkeypatch.setattr(kind, "maker", filling)
-    monkeypatch.setattr(kind, "watched_maker", Kind.watched_maker)
+    monkeypatch.setattr(kind, "allocator", filling)
+    monkeypatch.setattr(kind, "watched_allocator", Framework.watched_allocator)

@@ -77,6 +77,6 @@ def test_editors_read_what_is_imported():
     """The imports for type checkers, the table of modules and __all__ agree."""
     [block] = [node for node in ast.parse(SOURCE).body if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)]
     read = {node.module: tuple(alias.name for alias in node.names) for node in block.body}
-    assert read == attention._HOMES | {None: ("gates",)}  # a module
+    assert read == attention._MODULES | {None: ("gates",)}  # a module
     del read[None]
     assert sorted(name for names in read.values() for name in names) == sorted(attention.__all__)

@@ -72,7 +72,9 @@ def gpu(monkeypatch):
     """See noting_driver. `.slow` counts the searches and rendered modules of a plan for a new class."""
     with noting_driver(monkeypatch) as noted:
         monkeypatch.setitem(KIND_OF, Tensor, KIND_OF[Lent])
-        monkeypatch.setattr(RecordingAllocator, "maker", lambda self, home, *form: lambda: Tensor(2**60, c_ordered(*form, 0)))
+        monkeypatch.setattr(
+            RecordingAllocator, "allocator", lambda self, home, *form: lambda: Tensor(2**60, c_ordered(*form, 0))
+        )
         monkeypatch.setattr("tiles.launching.frameworks.machine", lambda ordinal: SimpleNamespace(processors=132))
         for user in ("fuse.planning.definition", "fuse.calls.gradient_choice"):
             monkeypatch.setattr(f"{user}.card", lambda ordinal: card(None))

@@ -30,23 +30,23 @@ SIDES = ["row", "col", "row", "row", "col"]
     ("name", "shape", "dtype", "side"), pairs(list(FACES) * 2, SHAPES + SHAPES[:1], [*DTYPES, fp32], SIDES)
 )
 def test_every_combination(run, sample, name, shape, dtype, side):
-    face, reference, ulp = FACES[name]
+    op_function, reference, ulp = FACES[name]
     T = rt(*shape, dtype, side)
 
     @cuda.jit
     def body(x, y, c, r, number, xy, xc, cx, xr, rx, xn, nx, cc, cn, rr):
         a, b = load(x, T, (0, 0)), load(y, T, (0, 0))
         col, row = load(c, T.col_vec, (0,)), load(r, T.row_vec, (0,))
-        store(xy, face(a, b), (0, 0))
-        store(xc, face(a, col), (0, 0))
-        store(cx, face(col, a), (0, 0))
-        store(xr, face(a, row), (0, 0))
-        store(rx, face(row, a), (0, 0))
-        store(xn, face(a, number), (0, 0))
-        store(nx, face(1.5, a), (0, 0))
-        store(cc, face(col, col * 2), (0,))
-        store(cn, face(col, 3), (0,))
-        store(rr, face(row * 2.0, row), (0,))
+        store(xy, op_function(a, b), (0, 0))
+        store(xc, op_function(a, col), (0, 0))
+        store(cx, op_function(col, a), (0, 0))
+        store(xr, op_function(a, row), (0, 0))
+        store(rx, op_function(row, a), (0, 0))
+        store(xn, op_function(a, number), (0, 0))
+        store(nx, op_function(1.5, a), (0, 0))
+        store(cc, op_function(col, col * 2), (0,))
+        store(cn, op_function(col, 3), (0,))
+        store(rr, op_function(row * 2.0, row), (0,))
 
     x, y, c, r = sample(shape, dtype), sample(shape, dtype), sample(shape[0], dtype), sample(shape[1], dtype)
     outs = [blank(shape, dtype) for _ in range(7)] + [blank(n, dtype) for n in (shape[0], shape[0], shape[1])]

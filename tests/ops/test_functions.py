@@ -88,7 +88,7 @@ def test_gelu_cubic():
 
 
 def test_every_function_is_in_the_table():
-    assert [face.__name__ for face in ops.elementwise.functions.FUNCTIONS] == NAMES
+    assert [op_function.__name__ for op_function in ops.elementwise.functions.FUNCTIONS] == NAMES
 
 
 @pytest.mark.parametrize("dtype", [bf16, fp16])

@@ -8,7 +8,7 @@ from numba import cuda
 from numba.cuda import types
 
 from ops import divmod, full, line_up, persistent_tile, rasterize, store, warp_index, zeros
-from ops.schedule import persistent_tile as face
+from ops.schedule import persistent_tile as op_function
 from tiles import Hazard, fp32, launch, rt
 from tiles.compiling.compiler import compile_kernel
 from tiles.emulator import emulate
@@ -142,7 +142,7 @@ def test_compiles_to_32_bits():
 
     found = compile_kernel(kernel, [types.int32, types.Array(types.float32, 1, "A")], "sm_90a")
     assert not found.local_bytes and not found.warnings
-    assert OPS[face].type(types.int32, 1)[0] == types.int32
+    assert OPS[op_function].type(types.int32, 1)[0] == types.int32
 
 
 @pytest.mark.parametrize("given", [1.5, np.zeros(3, np.float32)], ids=["number", "array"])

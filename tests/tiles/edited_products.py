@@ -137,7 +137,7 @@ def take_back():
     "registers of two warps",
     instead("setmaxnreg.dec", f"{HALF}@h setmaxnreg.dec"),
     "collective",
-    "warp 2 has not come to a deed of its warpgroup: setmaxnreg 80",
+    "warp 2 has not come to an operation of its warpgroup: setmaxnreg 80",
     "@h setmaxnreg.dec",
     4,
     X,

@@ -311,7 +311,7 @@ def test_torch_makes_memory_for_a_stream(stream, handle):
     cuda = SimpleNamespace(ExternalStream=lambda handle, device: ("stream", handle, device), stream=entered.manager("stream"))
     kind = object.__new__(frameworks.Torch)
     kind.torch = SimpleNamespace(cuda=cuda)
-    with kind.on(stream, 3):
+    with kind.stream_context(stream, 3):
         assert entered == [("stream", ("stream", handle, 3), {})]
     assert entered.pop() == "stream"
 
@@ -320,14 +320,14 @@ def test_cupy_makes_memory_for_a_stream(monkeypatch):
     entered = Entered()
     cuda = SimpleNamespace(Device=entered.manager("device"), ExternalStream=entered.manager("stream"))
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
-    with frameworks.CuPy().on(77, 2):
+    with frameworks.CuPy().stream_context(77, 2):
         assert entered == [("device", 2, {}), ("stream", 77, {})]
     assert entered[2:] == ["stream", "device"]
 
 
 @pytest.mark.parametrize("kind", [frameworks.NumPy, frameworks.CudaArrayInterface, frameworks.DLPack])
 def test_others_know_no_memory_of_a_stream(kind):
-    with kind().on(77, 0) as nothing:
+    with kind().stream_context(77, 0) as nothing:
         assert nothing is None
 
 

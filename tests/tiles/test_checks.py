@@ -13,7 +13,7 @@ from tiles.calls.program import program
 from tiles.calls.schema import Schema
 from tiles.launching.arrays import Array
 from tiles.launching.checks import CheckOptions, check_options
-from tiles.launching.frameworks import KIND_OF, Kind, describe
+from tiles.launching.frameworks import KIND_OF, Framework, describe
 
 RUNS = []
 SCHEMA = Schema(
@@ -124,12 +124,12 @@ class LentArray:
         self.array = array
 
 
-class LentKind(Kind):
+class LentKind(Framework):
     def describe(self, x, name):
         array = describe(x.array, name)
         return Array(array.pointer, array.form._replace(device=3), x, self)
 
-    def maker(self, home, shape, dtype):
+    def allocator(self, owner, shape, dtype):
         return lambda: LentArray(np.empty(shape, dtype))
 
 

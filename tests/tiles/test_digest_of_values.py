@@ -56,8 +56,8 @@ def test_the_lowering_of_a_user_s_op(registration, module):
     source = USERS_OP.format(registration=REGISTRATIONS[registration])
 
     def subject(source):
-        for face in OPS.keys() - known.keys():
-            del OPS[face]
+        for op_function in OPS.keys() - known.keys():
+            del OPS[op_function]
         return key(module(source, "subject").kernel)
 
     try:
@@ -66,8 +66,8 @@ def test_the_lowering_of_a_user_s_op(registration, module):
         assert subject(source.replace("SLOPE = rt(16, 16, fp32), 0.5", "SLOPE = rt(16, 16, fp32), 0.25")) not in (first, None)
         assert subject(source.replace("b.fmul", "b.fadd")) not in (first, None)
     finally:
-        for face in OPS.keys() - known.keys():
-            del OPS[face]
+        for op_function in OPS.keys() - known.keys():
+            del OPS[op_function]
 
 
 def test_ops_that_a_kernel_does_not_reach(module):
@@ -83,8 +83,8 @@ def test_ops_that_a_kernel_does_not_reach(module):
         assert key(module(kernel, "subject").kernel) not in (first, None)
     finally:
         exp2.rule = rule
-        for face in OPS.keys() - known.keys():
-            del OPS[face]
+        for op_function in OPS.keys() - known.keys():
+            del OPS[op_function]
 
 
 # ---- what cannot be digested -------------------------------------------------------------------------------------------

@@ -272,11 +272,11 @@ def test_figures_are_remembered(monkeypatch, tmp_path, request):
             b"", "k", "Used 7 registers\n0 bytes stack frame, 0 bytes spill stores, 4 bytes spill loads\n9 bytes smem"
         )
 
-    home = python.getmodule(look)
-    request.addfinalizer(home.reading.cache_clear)
-    monkeypatch.setattr(home, "compile_kernel", counting)
-    monkeypatch.setattr(home.sass, "listing", lambda cubin: ())
-    monkeypatch.setattr(home.sass, "instructions", lambda cubin: {"NOP": 1})
+    module = python.getmodule(look)
+    request.addfinalizer(module.reading.cache_clear)
+    monkeypatch.setattr(module, "compile_kernel", counting)
+    monkeypatch.setattr(module.sass, "listing", lambda cubin: ())
+    monkeypatch.setattr(module.sass, "instructions", lambda cubin: {"NOP": 1})
 
     def make(factor):
         @cuda.jit
@@ -290,10 +290,10 @@ def test_figures_are_remembered(monkeypatch, tmp_path, request):
     assert (first.shared_bytes, first.threads, again.shared_bytes, again.threads) == (9 + plan.nbytes, 128, 9, 64)
     look(make(3), (array(1),), "sm_90a")  # other code,
     look(make(2), (array(1),), "sm_80")  # another architecture,
-    monkeypatch.setattr(home.sass, "version", lambda: "another")
+    monkeypatch.setattr(module.sass, "version", lambda: "another")
     look(make(2), (array(1),), "sm_90a")  # another disassembler,
-    monkeypatch.setattr(home, "__file__", __file__)
-    home.reading.cache_clear()
+    monkeypatch.setattr(module, "__file__", __file__)
+    module.reading.cache_clear()
     look(make(2), (array(1),), "sm_90a")  # or another way to read it is another key
     assert compiled == ["sm_90a", "sm_90a", "sm_80", "sm_90a", "sm_90a"]
 

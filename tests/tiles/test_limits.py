@@ -181,7 +181,9 @@ def release_of_more():
     warpgroup.release_registers(240)  # guilty
 
 
-@broken("collective", "the block ends, and warp 1 has not come to a deed of its warpgroup: setmaxnreg 40", (0,), None, 128)
+@broken(
+    "collective", "the block ends, and warp 1 has not come to an operation of its warpgroup: setmaxnreg 40", (0,), None, 128
+)
 def registers_of_one_warp():
     if cuda.threadIdx.x // 32 == 0:
         warpgroup.release_registers(40)  # guilty

@@ -264,7 +264,7 @@ def mine(rule, meaning=lambda tile: tile.array):
 
 
 OWN = {
-    "halved: has no rule, which @lowers(halved) above a function makes it": (None,),
+    "halved: has no rule: write one under @lowers(halved)": (None,),
     "halved: its rule must return (result, emit), or None where it has no meaning, got rt(16, 32, fp32)": (lambda tile: tile,),
     "halved: no meaning for rt(16, 32, fp32)": (lambda tile: None,),
     "halved: its rule must have the op's parameters, (tile), and has (tile, by)": (lambda tile, by: (tile, None),),

@@ -14,7 +14,7 @@ from tiles.calls.plan import Fill, LruTable, Plan
 from tiles.calls.program import program
 from tiles.calls.schema import Schema
 from tiles.launching.frameworks import KIND_OF as known_kinds
-from tiles.launching.frameworks import Kind, describe
+from tiles.launching.frameworks import Framework, describe
 
 RUNS, PLANNED = [], []
 TABLE = """
@@ -133,8 +133,8 @@ def test_scratch_lies_between_steps_and_is_not_given_back(framework, collect):
     made = []
 
     class Watched(type(describe(x, "x").kind)):
-        def maker(self, home, shape, dtype):
-            make = super().maker(home, shape, dtype)
+        def allocator(self, owner, shape, dtype):
+            make = super().allocator(owner, shape, dtype)
 
             def watched():
                 new = make()
@@ -144,7 +144,7 @@ def test_scratch_lies_between_steps_and_is_not_given_back(framework, collect):
 
             return watched
 
-        watched_maker = Kind.watched_maker
+        watched_allocator = Framework.watched_allocator
 
     kinds = known_kinds[type(x)]
     known_kinds[type(x)] = Watched()
@@ -328,7 +328,7 @@ def test_the_stream_and_the_end_of_a_call(scaled, monkeypatch):
     launch is made."""
     finished, inside, made = [], [], []
 
-    class WaitingKind(Kind):
+    class WaitingKind(Framework):
         waits = True
 
         def describe(self, x, name):
@@ -338,15 +338,15 @@ def test_the_stream_and_the_end_of_a_call(scaled, monkeypatch):
         def address(self, x):
             return address(x)
 
-        def maker(self, home, shape, dtype):
-            assert home == 3
+        def allocator(self, owner, shape, dtype):
+            assert owner == 3
             return lambda: made.append(tuple(inside)) or np.zeros(shape, dtype)
 
         def stream(self, x, device):
             return 100 * device + x.stream
 
         @contextlib.contextmanager
-        def on(self, stream, device):
+        def stream_context(self, stream, device):
             inside.append((stream, device))
             yield
             inside.pop()
@@ -369,7 +369,7 @@ def test_the_stream_and_the_end_of_a_call(scaled, monkeypatch):
 
 
 def test_a_stream_for_arrays_in_host_memory_changes_nothing(scaled, monkeypatch):
-    monkeypatch.setattr(Kind, "on", lambda *_: pytest.fail("there is no stream to make arrays for"))
+    monkeypatch.setattr(Framework, "stream_context", lambda *_: pytest.fail("there is no stream to make arrays for"))
     scaled(9, (*arrays(4, 8, n=2), None, None), (2.0, True))
 
 

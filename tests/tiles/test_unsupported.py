@@ -40,27 +40,30 @@ def said(backend, body):
     return message
 
 
-def applied(face, tiles):
-    """A kernel body that gives a face a tile, and another argument if it takes two."""
+def applied(op_function, tiles):
+    """A kernel body that calls a function with a tile, and another argument if it takes two."""
     if tiles == 1:
-        return lambda x: face(zeros(T))
-    return lambda x: face(zeros(T), 2.0)
+        return lambda x: op_function(zeros(T))
+    return lambda x: op_function(zeros(T), 2.0)
 
 
-def arity(face):
-    if isinstance(face, np.ufunc):
-        return face.nin
-    takes_two = face.__module__ == "_operator" or face in (max, min, divmod, math.pow, math.fmod)
-    return 2 if takes_two and face is not operator.abs else 1
+def arity(op_function):
+    if isinstance(op_function, np.ufunc):
+        return op_function.nin
+    takes_two = op_function.__module__ == "_operator" or op_function in (max, min, divmod, math.pow, math.fmod)
+    return 2 if takes_two and op_function is not operator.abs else 1
 
 
-FACES = [(row, face) for row in REFUSED for face in row.faces if face is not operator.setitem]
+FACES = [(row, op_function) for row in REFUSED for op_function in row.op_functions if op_function is not operator.setitem]
 
 
 @BACKENDS
-@pytest.mark.parametrize(("row", "face"), FACES, ids=lambda v: getattr(v, "__name__", ""))
-def test_every_face(backend, row, face):
-    assert said(backend, applied(face, arity(face))) == f"a tile cannot be {row.deed}: {row.instead}; got rt(16, 32, fp32)"
+@pytest.mark.parametrize(("row", "op_function"), FACES, ids=lambda v: getattr(v, "__name__", ""))
+def test_every_face(backend, row, op_function):
+    assert (
+        said(backend, applied(op_function, arity(op_function)))
+        == f"a tile cannot be {row.action}: {row.instead}; got rt(16, 32, fp32)"
+    )
 
 
 def indexing(x):

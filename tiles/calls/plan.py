@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from ..launching.arrays import Form, Operand, fill
-from ..launching.frameworks import Kind
+from ..launching.frameworks import Framework
 from .schema import Schema
 
 
@@ -92,7 +92,7 @@ class PreparedCall(NamedTuple):
     ArrayView. scratch_offsets: how far the second and further scratch arrays lie after the first, in one allocation. disjoint:
     (the places of two arrays that must not share memory, and the two distances of their addresses between which they would)."""
 
-    kind: Kind
+    kind: Framework
     device: int | None
     allocators: list[tuple[int, Callable[[], Any]]]
     parts: Sequence[ArrayView]

@@ -177,7 +177,7 @@ class Program:
         if prepared.allocators or prepared.parts:
             all_arrays, addresses = [*arrays], [*addresses, *prepared.parts]
             for place, make in prepared.allocators:
-                new = make() if handle == current else prepared.kind.make_on(handle, prepared.device, make)
+                new = make() if handle == current else prepared.kind.allocate_on(handle, prepared.device, make)
                 if place < len(arrays):
                     all_arrays[place], addresses[place] = new, prepared.kind.address(new)
                 else:  # scratch: kept until all steps are on the stream
@@ -254,7 +254,7 @@ class Program:
         first = descriptions[0]
         kinds = (
             first.kind,
-            first.kind.home(first),
+            first.kind.placement(first),
             *[a and (a.dtype, a.device, a.form.itemsize, a.readonly) for a in descriptions],
         )
         lengths = tuple([a and (a.shape, a.strides, a.form.misalignment if a.pointer else -1) for a in descriptions])
@@ -320,12 +320,16 @@ class Program:
         """ValueError or TypeError: the schema or the planner refuses these forms."""
         problem, (steps, scratch, make_result), results = self.steps(forms, first.device, options, layout)
         order, kind = self.schema.places, first.kind
-        home = kind.home(first)
-        allocators = [(order[name], kind.watched_maker(home, *problem.made(name))) for name in results if name not in forms]
+        placement = kind.placement(first)
+        allocators = [
+            (order[name], kind.watched_allocator(placement, *problem.made(name))) for name in results if name not in forms
+        ]
         parts: Any = [x for x in scratch if isinstance(x, ArrayView)]
         memory: Any = scratch[len(parts) :]
         memory, scratch_offsets = (memory, []) if make_result or first.device is None else _join_scratch(memory)
-        allocators += [(place, kind.watched_maker(home, *what)) for place, what in enumerate(memory, len(order) + len(parts))]
+        allocators += [
+            (place, kind.watched_allocator(placement, *what)) for place, what in enumerate(memory, len(order) + len(parts))
+        ]
         disjoint = []
         for a, b in self.schema.disjoint_pairs(forms):
             (first_at, mine), (last_at, its) = ascending(forms[a]), ascending(forms[b])

@@ -57,7 +57,7 @@ def build_guarded_call(
     fixed: list[Any] = [[[*lengths[place][part]] for place in present] for part in (SHAPE, STRIDES)]
     for place, part, axis in free:
         fixed[part][present.index(place)][axis] = None
-    checks = prepared.kind.alike([arrays[place] for place in present], *fixed)
+    checks = prepared.kind.build_guard([arrays[place] for place in present], *fixed)
     if checks is None:
         return None
     places = tuple([place for place, _ in prepared.allocators])
@@ -89,9 +89,9 @@ def _make_factory(
     steps: int,
     free: tuple[tuple[int, int, int], ...] = (),
 ) -> Callable[..., Callable]:
-    """Generates the source for one kind of call and returns its factory: a function of (what Kind.alike returns, the device,
-    values) that makes the function `call_again`. With `free`, the factory takes a table {free extents and strides: values} and
-    a function that computes a missing row of it in place of the values.
+    """Generates the source for one kind of call and returns its factory: a function of (what Framework.build_guard returns, the
+    device, values) that makes the function `call_again`. With `free`, the factory takes a table {free extents and strides:
+    values} and a function that computes a missing row of it in place of the values.
 
     present: the places of the arrays that are passed. places: those of the arrays to allocate. sources: the array that each
     part lies in. scratch_offsets: how many scratch arrays follow the last part. disjoint: pairs of arrays that must not

@@ -23,7 +23,7 @@ from operator import itemgetter
 from typing import Any
 
 from ..launching.arrays import Number
-from ..launching.frameworks import no_backward, refuse_tangent, with_tangents
+from ..launching.frameworks import computes_tangents, no_backward, refuse_tangent
 from .argument import FREE, Argument
 from .plan import ProgramProtocol
 
@@ -68,7 +68,7 @@ def is_traced(x: Any) -> bool:
             torch.compiler.is_compiling()
             or torch._C._len_torch_dispatch_stack() > 0
             or torch._C._functorch.peek_interpreter_stack() is not None
-            or with_tangents()
+            or computes_tangents()
             or (torch._C._is_any_autocast_enabled() and getattr(x, "dtype", None) is torch.float32)
         )
         and isinstance(x, torch.Tensor)  # the dearest question, and the last
@@ -271,7 +271,7 @@ class _Op:
         """Where autograd would write down what is done. If nothing but memory comes after it the call is made from here, for
         torch takes 8 us to come to `run` once more."""
         torch, below = self.torch, keys & self.below
-        if with_tangents():
+        if computes_tangents():
             for row, x in zip(self.rows, args):
                 if x is not None:
                     refuse_tangent(x, row.name)

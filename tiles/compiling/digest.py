@@ -126,7 +126,7 @@ def _with_bases(cls, part):
 
 def _foreign_face(op):
     """Is the op somebody else's? Then only sources that are digested name it."""
-    return isinstance(op.face, python.FunctionType) and not covered(op.face.__module__)
+    return isinstance(op.op_function, python.FunctionType) and not covered(op.op_function.__module__)
 
 
 def _foreign(op):
@@ -134,7 +134,7 @@ def _foreign(op):
     if op.rule is None:
         return False
     cells = [c.cell_contents for c in op.rule.__closure__ or () if isinstance(c.cell_contents, python.FunctionType)]
-    return not all(covered(f.__module__) for f in (op.rule, *cells, op.face) if isinstance(f, python.FunctionType))
+    return not all(covered(f.__module__) for f in (op.rule, *cells, op.op_function) if isinstance(f, python.FunctionType))
 
 
 class Digest:
@@ -162,7 +162,7 @@ class Digest:
 
     def rule(self, op):
         """The digest of an op's lowering."""
-        return _hash(op.name, self(op.face if isinstance(op.face, np.ufunc) else op.name), self(op.rule, False))
+        return _hash(op.name, self(op.op_function if isinstance(op.op_function, np.ufunc) else op.name), self(op.rule, False))
 
     def _parts(self, value, device):
         kind = type(value)

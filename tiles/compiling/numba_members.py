@@ -21,10 +21,10 @@ def plain_function(name):
 
 def method_of(cls, name):
     """The @inlined method of that name, if the class has one. TypeError: it is a plain one."""
-    face = inspect.getattr_static(cls, name, None)
-    if inspect.isfunction(face) and not hasattr(face, "dispatcher"):
-        raise TypeError(f"{plain_function(face.__qualname__.rpartition('<locals>.')[2])}{kernel_line()}")
-    return face if inspect.isfunction(face) else None
+    method = inspect.getattr_static(cls, name, None)
+    if inspect.isfunction(method) and not hasattr(method, "dispatcher"):
+        raise TypeError(f"{plain_function(method.__qualname__.rpartition('<locals>.')[2])}{kernel_line()}")
+    return method if inspect.isfunction(method) else None
 
 
 class Method(types.BoundFunction):
@@ -66,12 +66,12 @@ class _Members(AttributeTemplate):
         return BOUND[this, name]
 
     def _resolved(self, this, name):
-        face = inspect.getattr_static(type(this.spec), name, None)
-        if inspect.isfunction(face) and face in OPS:
-            template = OPS[face].template
+        op_function = inspect.getattr_static(type(this.spec), name, None)
+        if inspect.isfunction(op_function) and op_function in OPS:
+            template = OPS[op_function].template
 
             class OpTemplate(AbstractTemplate):
-                key, prefer_literal = face, True
+                key, prefer_literal = op_function, True
 
                 def generic(self, args, kws):
                     sig = template(self.context).generic((this, *args), kws)
@@ -103,7 +103,7 @@ def instead_of(spec, name):
         return None
     if isinstance(spec, (rt, rv, pending, st, sv, gl)):
         has = (attribute for attribute in ("rows", "cols", "length", "dtype", "col_vec", "row_vec") if hasattr(spec, attribute))
-        an_op = any(inspect.isfunction(face) and op.name == name for face, op in OPS.items())
+        an_op = any(inspect.isfunction(op_function) and op.name == name for op_function, op in OPS.items())
         instead = INSTEAD.get(name, f"{name}(t), which is an op" if an_op else None)
         remedy = f"use {instead}" if instead else f"it has {', '.join(has)}"
     elif is_static(spec):

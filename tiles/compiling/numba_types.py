@@ -187,7 +187,7 @@ def kernel_line():
 
 
 def teach_numba(op):
-    """Make the op's face callable in kernels."""
+    """Make the op's function, operator or dtype callable in kernels."""
 
     def lower(context, builder, sig, values):
         found, emit = op.type(*map(spec_of, sig.args))
@@ -198,7 +198,7 @@ def teach_numba(op):
         return context.get_dummy_value() if out is None else out
 
     class CallTemplate(AbstractTemplate):
-        key, prefer_literal, metadata = op.face, True, {"target": "cuda"}
+        key, prefer_literal, metadata = op.op_function, True, {"target": "cuda"}
 
         def generic(self, args, kws):
             try:
@@ -214,26 +214,26 @@ def teach_numba(op):
                 return None
             if not is_ours and args not in resolved:
                 resolved.add(args)
-                registry.lower(op.face, *args)(lower)
+                registry.lower(op.op_function, *args)(lower)
             return signature(numba_type(found[0]), *args).replace(pysig=op.signature)
 
         def get_impl_key(self, sig):
             return lower
 
     resolved: set = set()
-    is_ours = inspect.isfunction(op.face)  # an operator is registered for each of our types by itself
-    for key in (lower, op.face) if is_ours else (lower,):
+    is_ours = inspect.isfunction(op.op_function)  # an operator is registered for each of our types by itself
+    for key in (lower, op.op_function) if is_ours else (lower,):
         registry.lower(key, types.VarArg(types.Any))(lower)
     infer(CallTemplate)
-    infer_global(op.face, types.Function(CallTemplate))
+    infer_global(op.op_function, types.Function(CallTemplate))
     op.template = CallTemplate
 
 
-def refuse(face, check):
-    """Let `check(*specs)` refuse calls of a foreign face (`operator.gt`, `math.exp`) with a TypeError."""
+def refuse(op_function, check):
+    """Let `check(*specs)` refuse calls of a foreign function (`operator.gt`, `math.exp`) with a TypeError."""
 
     class RefusalTemplate(AbstractTemplate):
-        key, metadata = face, {"target": "cuda"}
+        key, metadata = op_function, {"target": "cuda"}
 
         def generic(self, args, kws):
             try:
@@ -242,4 +242,4 @@ def refuse(face, check):
                 raise TypeError(f"{error}{kernel_line()}") from None
 
     infer(RefusalTemplate)
-    infer_global(face, types.Function(RefusalTemplate))
+    infer_global(op_function, types.Function(RefusalTemplate))

@@ -22,7 +22,7 @@ ARITHMETIC = ("matmul", "pow")  # operators that have forms `x op= y` and, in Py
 class UnsupportedUse:
     """What is not done with tiles, what to use instead; by which operators and functions one would do it."""
 
-    deed: str
+    action: str
     instead: str
     operators: tuple[str, ...] = ()  # as the module `operator` names them
     functions: tuple = ()
@@ -34,7 +34,7 @@ class UnsupportedUse:
         return [*self.operators, *(f"r{name}" for name in self.operators if name in ARITHMETIC)]
 
     @property
-    def faces(self):
+    def op_functions(self):
         """The functions and operators, as Numba calls them, by which one would do it."""
         names = [*self.operators, *(f"i{name}" for name in self.operators if name in ARITHMETIC)]
         return [*(getattr(operator, name) for name in names), *self.functions]
@@ -43,7 +43,7 @@ class UnsupportedUse:
         """TypeError if there is a tile among these types."""
         tiles = [str(spec) for spec in specs[: 1 if self.alone else None] if isinstance(spec, TILES)]
         if tiles:
-            raise TypeError(f"a tile cannot be {self.deed}: {self.instead}; got {' and '.join(tiles)}")
+            raise TypeError(f"a tile cannot be {self.action}: {self.instead}; got {' and '.join(tiles)}")
 
 
 def _in_numpy(names):
@@ -132,8 +132,8 @@ def refuse_values(check, *values):
         raise TypeError(f"{error}{hazard_line()}") from None
 
 
-for _face in (bool, operator.not_):
-    refuse(_face, check_branch)
+for _op_function in (bool, operator.not_):
+    refuse(_op_function, check_branch)
 for _row in REFUSED:
-    for _face in _row.faces:
-        refuse(_face, _row.check)
+    for _op_function in _row.op_functions:
+        refuse(_op_function, _row.check)

@@ -48,13 +48,13 @@ def _without_writes_abroad(warp, clock):
     return known
 
 
-def mbarrier(w, home, at, asks):
+def mbarrier(w, owner, at, asks):
     """The mbarrier at an address of a block. A Hazard if the one who `asks` does not know that it is set up."""
-    bar = home.barriers_at.get(at)
+    bar = owner.barriers_at.get(at)
     if bar is None:
         raise w.hazard(f"no mbarrier lies at {at} of shared memory", "plan")
     cells = slice(at, at + MBARRIER_BYTES)
-    shadow = home.shadow
+    shadow = owner.shadow
     bad = asks.know(shadow.writer[cells]) < shadow.written[cells]
     if np.count_nonzero(bad):
         event = shadow.writes[shadow.write[at]]
@@ -69,14 +69,14 @@ def mbarrier(w, home, at, asks):
 def _lanes(w, operand_text):
     """(lane, its thread, block, address there) of the active lanes."""
     at = address(w, operand_text, np.uint32)
-    return [(lane, w.threads[lane], *w.home(int(at[lane]))) for lane in np.flatnonzero(w.mask)]
+    return [(lane, w.threads[lane], *w.find_owner(int(at[lane]))) for lane in np.flatnonzero(w.mask)]
 
 
-def the_lane(w, deed):
+def the_lane(w, operation):
     """The number of the lane that is active, of which there must be one."""
     lanes = np.flatnonzero(w.mask)
     if len(lanes) != 1:
-        raise w.hazard(f"{deed} by {len(lanes)} lanes: each would do it once", "divergence")
+        raise w.hazard(f"{operation} by {len(lanes)} lanes: each would do it once", "divergence")
     return int(lanes[0])
 
 
@@ -123,9 +123,9 @@ def _(match, w, at):
 def _(match, w, at):
     _, to, *nbytes = at.operands
     expected = operand(nbytes[0], np.uint32)(w) if nbytes else None
-    for lane, thread, home, there in _lanes(w, to):
-        bar = mbarrier(w, home, there, w.asks_lane(lane))
-        published = match[2] != "relaxed" and (home is w.block or match[3] == "cluster")
+    for lane, thread, owner, there in _lanes(w, to):
+        bar = mbarrier(w, owner, there, w.asks_lane(lane))
+        published = match[2] != "relaxed" and (owner is w.block or match[3] == "cluster")
         bar.arrive(thread if published else _Unsaid(thread), int(expected[lane]) if nbytes and match[1] else 0)
 
 
@@ -177,10 +177,10 @@ class _Together:
         self.warp.learn(clock)
 
 
-def _uniform(w, operand_text, deed):
+def _uniform(w, operand_text, operation):
     values = operand(operand_text, np.uint32)(w)
     if (values != values[0]).any():
-        raise w.hazard(f"{deed}: the lanes name different barriers or numbers of threads", "divergence")
+        raise w.hazard(f"{operation}: the lanes name different barriers or numbers of threads", "divergence")
     return int(values[0])
 
 

@@ -26,14 +26,14 @@ def _(match, w, at):
     size = int(size.text)
     if match[1] == "cg" and size != 16:
         raise w.hazard(f"cp.async.cg copies 16 bytes, not {size}", "language")
-    home, lanes, cells = w._cells(address(w, to, np.uint32), size)
+    owner, lanes, cells = w._cells(address(w, to, np.uint32), size)
     counts = operand(used[0], np.uint32)(w)[lanes].astype(np.int64) if used else np.full(len(lanes), size)
     if (counts > size).any():
         raise w.hazard(f"cp.async of {counts.max()} bytes into {size}")
     sources, memory = address(w, source)[lanes], w.block.cluster.memory
     if (sources % np.uint64(size))[counts > 0].any():
         raise w.hazard(f"cp.async of {size} bytes from an address that is no multiple: copy fewer at once (piece=)")
-    w._allowed(home.shadow.unwritable(w.asks(lanes), cells), "copies into shared memory")
+    w._allowed(owner.shadow.unwritable(w.asks(lanes), cells), "copies into shared memory")
     for n in {int(n) for n in counts} - {0}:
         memory._bytes(w, sources[counts == n], 1), memory._bytes(w, sources[counts == n] + np.uint64(n - 1), 1)
 
@@ -43,14 +43,14 @@ def _(match, w, at):
             which = counts == n
             inside, where = memory._bytes(w, sources[which], 1)
             arrived[which, :n] = inside[where + np.arange(n)]
-        home.shadow.bytes[cells] = arrived
-        home.shadow.state[cells] = VALID
+        owner.shadow.bytes[cells] = arrived
+        owner.shadow.state[cells] = VALID
 
     copy = w.block.cluster.start(land, "the copy into shared memory", cells.size, w.place())
     copy.awaited = False
     w.copies.append(copy)
-    event = Event("copy", f"the end of {copy.deed}", copy.place)
-    home.shadow.start_filling((w.copier + lanes)[:, None], len(w.groups) + 1, cells, event)
+    event = Event("copy", f"the end of {copy.operation}", copy.place)
+    owner.shadow.start_filling((w.copier + lanes)[:, None], len(w.groups) + 1, cells, event)
 
 
 @means(r"cp\.async\.commit_group")
@@ -108,28 +108,28 @@ class TensorMap:
         return at.reshape(-1, self.size)
 
 
-def _map(w, operand_, deed):
+def _map(w, operand_, operation):
     where = int(address(w, operand_)[w.mask][0])
     tensor_map = w.block.cluster.maps.get(where)
     if tensor_map is None:
-        raise w.hazard(f"{deed}: no tensor map lies at {where:#x}", "plan")
+        raise w.hazard(f"{operation}: no tensor map lies at {where:#x}", "plan")
     return tensor_map
 
 
-def _box(w, octets, deed):
-    lane = the_lane(w, deed)
-    what = _map(w, octets, deed)
+def _box(w, octets, operation):
+    lane = the_lane(w, operation)
+    what = _map(w, octets, operation)
     at = [int(operand(x, np.int32)(w)[lane]) for x in octets.coordinates]
     if len(at) != len(what.encoding.box):
-        raise w.hazard(f"{deed}: {len(at)} coordinates for a tensor map of {len(what.encoding.box)} axes", "plan")
+        raise w.hazard(f"{operation}: {len(at)} coordinates for a tensor map of {len(what.encoding.box)} axes", "plan")
     offsets, inside = (x.reshape(-1) for x in what.box(at))
     return lane, what, offsets, inside
 
 
-def _begins(w, first, deed):
+def _begins(w, first, operation):
     """Raises a Hazard if a box may not begin at this address of shared memory."""
     if first % TENSOR_ALIGN:
-        raise w.hazard(f"{deed}: shared memory at {first}, which is no multiple of {TENSOR_ALIGN}")
+        raise w.hazard(f"{operation}: shared memory at {first}, which is no multiple of {TENSOR_ALIGN}")
 
 
 @means(
@@ -138,44 +138,44 @@ def _begins(w, first, deed):
 )
 def _(match, w, at):
     to, source, bar, *mask = at.operands
-    deed = "the TMA load"
-    lane, what, offsets, inside = _box(w, source, deed)
+    operation = "the TMA load"
+    lane, what, offsets, inside = _box(w, source, operation)
     first, where = int(address(w, to, np.uint32)[lane]), int(address(w, bar, np.uint32)[lane])
-    block, first = w.home(first)
-    bar_block, where = w.home(where)
+    block, first = w.find_owner(first)
+    bar_block, where = w.find_owner(where)
     if match[3]:
         ranks = [k for k in range(16) if int(operand(mask[0], np.uint32)(w)[lane]) >> k & 1]
         if any(k >= len(block.cluster.blocks) for k in ranks):
-            raise w.hazard(f"{deed}: the cluster has no block {max(ranks)}")
-        homes = [block.cluster.blocks[k] for k in ranks]
+            raise w.hazard(f"{operation}: the cluster has no block {max(ranks)}")
+        owners = [block.cluster.blocks[k] for k in ranks]
     elif bar_block is not block:
-        raise w.hazard(f"{deed} brings to one block and tells another's barrier", "plan")
+        raise w.hazard(f"{operation} brings to one block and tells another's barrier", "plan")
     else:
-        homes = [block]
-    _begins(w, first, deed)
-    low, memory = _array(w, what, offsets, inside, deed)
-    for home in homes:
-        _load(w, lane, home, what, first, where, what.pointer + offsets - low, inside, memory, deed)
+        owners = [block]
+    _begins(w, first, operation)
+    low, memory = _array(w, what, offsets, inside, operation)
+    for owner in owners:
+        _load(w, lane, owner, what, first, where, what.pointer + offsets - low, inside, memory, operation)
 
 
-def _array(w, what, offsets, inside, deed):
+def _array(w, what, offsets, inside, operation):
     if not inside.any():
         return what.pointer, np.zeros(0, np.uint8)
     at = what.pointer + offsets[inside]
     try:
         return w.block.cluster.memory.box(int(at.min()), int(at.max()) + what.size)
     except IndexError as error:
-        raise w.hazard(f"{deed}: {error}") from None
+        raise w.hazard(f"{operation}: {error}") from None
 
 
-def _load(w, lane, home, what, first, where, places, inside, memory, deed):
-    thread, shadow = w.threads[lane], home.shadow
+def _load(w, lane, owner, what, first, where, places, inside, memory, operation):
+    thread, shadow = w.threads[lane], owner.shadow
     cells = what.cells(first)
     extent = slice(first, first + what.nbytes)
-    w.within(first, first + what.nbytes, 1, home)
-    home.reached(thread, deed)
-    bar = mbarrier(w, home, where, w.asks_lane(lane, True))
-    w._allowed(shadow.unwritable(w.asks_lane(lane, True), extent), deed)
+    w.within(first, first + what.nbytes, 1, owner)
+    owner.reached(thread, operation)
+    bar = mbarrier(w, owner, where, w.asks_lane(lane, True))
+    w._allowed(shadow.unwritable(w.asks_lane(lane, True), extent), operation)
 
     def land():
         arrived = np.zeros((len(cells), what.size), np.uint8)
@@ -186,11 +186,11 @@ def _load(w, lane, home, what, first, where, places, inside, memory, deed):
         shadow.state[extent] = VALID
         bar.end_copy(copy)
 
-    copy = w.block.cluster.start(land, deed, what.nbytes, w.place())
+    copy = w.block.cluster.start(land, operation, what.nbytes, w.place())
     time = bar.begin_copy(thread, copy)
-    for waited in () if home is w.block else w.block.mbarriers:  # who sees it complete knows what the copy waited for
+    for waited in () if owner is w.block else w.block.mbarriers:  # who sees it complete knows what the copy waited for
         bar.clock[waited.agent] = max(bar.clock[waited.agent], thread.clock[waited.agent])
-    shadow.start_filling(bar.agent, time, extent, Event("copy", f"the end of {deed}", copy.place))
+    shadow.start_filling(bar.agent, time, extent, Event("copy", f"the end of {operation}", copy.place))
 
 
 def _to_tf32(raw):
@@ -206,14 +206,14 @@ def _to_tf32(raw):
 )
 def _(match, w, at):
     target, source = at.operands
-    deed = "the TMA store"
-    lane, what, offsets, inside = _box(w, target, deed)
-    _, first = w.home(int(address(w, source, np.uint32)[lane]))
-    _begins(w, first, deed)
+    operation = "the TMA store"
+    lane, what, offsets, inside = _box(w, target, operation)
+    _, first = w.find_owner(int(address(w, source, np.uint32)[lane]))
+    _begins(w, first, operation)
     w.within(first, first + what.nbytes, 1)
-    low, memory = _array(w, what, offsets, inside, deed)
+    low, memory = _array(w, what, offsets, inside, operation)
     shadow, extent = w.block.shadow, slice(first, first + what.nbytes)
-    w._allowed(shadow.unreadable(w.asks_lane(lane, True), extent), deed)
+    w._allowed(shadow.unreadable(w.asks_lane(lane, True), extent), operation)
     cells, places = what.cells(first), what.pointer + offsets - low
     agent, kind, fold = w.block.store_agents[w.index], ELEMENTS[what.encoding.dtype], match[2]
 
@@ -225,9 +225,9 @@ def _(match, w, at):
             octets = FOLDS[fold](old, octets.view(kind)).astype(kind).view(np.uint8)
         memory[into] = octets
 
-    store = w.block.cluster.start(land, deed, what.nbytes, w.place())
+    store = w.block.cluster.start(land, operation, what.nbytes, w.place())
     store.lane = lane
-    shadow.note_read(agent, len(w.store_groups) + 1, extent, Event("read", deed, store.place))
+    shadow.note_read(agent, len(w.store_groups) + 1, extent, Event("read", operation, store.place))
     w.stores.append(store)
 
 
@@ -263,17 +263,17 @@ def _(match, w, at):
     parts = values if isinstance(values, list) else [values]
     kind = np.dtype(f"u{np.dtype(TYPES[match[2]]).itemsize}")
     octets = np.concatenate([operand(v, kind)(w)[w.mask][:, None].view(np.uint8) for v in parts], 1)
-    home, lanes, cells = w._cells(address(w, to, np.uint32), octets.shape[1])
+    owner, lanes, cells = w._cells(address(w, to, np.uint32), octets.shape[1])
     wheres = {int(x) for x in address(w, bar, np.uint32)[w.mask]}
     if len(wheres) != 1:
         raise w.hazard("lanes store and tell different barriers", "divergence")
-    bar_home, where = w.home(wheres.pop())
-    if bar_home is not home:
+    bar_home, where = w.find_owner(wheres.pop())
+    if bar_home is not owner:
         raise w.hazard("st.async writes to one block and tells another's barrier", "plan")
-    lane, shadow = int(lanes[0]), home.shadow
+    lane, shadow = int(lanes[0]), owner.shadow
     thread = w.threads[lane]
-    home.reached(thread, "st.async")
-    barrier = mbarrier(w, home, where, w.asks_lane(lane))
+    owner.reached(thread, "st.async")
+    barrier = mbarrier(w, owner, where, w.asks_lane(lane))
     w._allowed(shadow.unwritable(w.asks(lanes), cells), "st.async writes shared memory")
 
     def land():

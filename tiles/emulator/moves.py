@@ -223,8 +223,8 @@ def _(match, w, at):
     w.set(at.operands[0], low | high << np.uint32(16))
 
 
-def everyone(w, deed, members):
+def everyone(w, operation, members):
     """A Hazard unless all lanes are here, and meant."""
-    w.converged(deed)
+    w.converged(operation)
     if (members != np.uint32(0xFFFFFFFF)).any():
-        raise w.hazard(f"{deed} with members {int(members[0]):#x}: only whole warps are emulated", "language")
+        raise w.hazard(f"{operation} with members {int(members[0]):#x}: only whole warps are emulated", "language")

@@ -120,11 +120,11 @@ class EmulatedWarp(greenlet):
         """The instruction, and the line of Python that it comes from."""
         return InstructionPlace(self.block.index, self.index, (self.program, self.instruction))
 
-    def converged(self, deed):
+    def converged(self, operation):
         """All lanes must be here."""
         if not self.full:
             lanes = np.flatnonzero(~self.mask)
-            raise self.hazard(f"{deed} takes all lanes of a warp, and lanes {lanes.min()} .. are elsewhere", "divergence")
+            raise self.hazard(f"{operation} takes all lanes of a warp, and lanes {lanes.min()} .. are elsewhere", "divergence")
 
     # -- registers
     def get(self, reg):
@@ -223,7 +223,7 @@ class EmulatedWarp(greenlet):
             top[0] = pc + 1
 
     # -- shared memory
-    def home(self, address):
+    def find_owner(self, address):
         """(the block of the cluster in whose memory an address lies, the address there)"""
         rank, blocks = address >> WINDOW, self.block.cluster.blocks
         if rank >= len(blocks):
@@ -246,9 +246,9 @@ class EmulatedWarp(greenlet):
         """An Ask by what this one lane knows."""
         return Ask(self.clocks[lane], self.agents.ordinary, asynchronous)
 
-    def within(self, first, last, align, home=None):
+    def within(self, first, last, align, owner=None):
         """Raises a Hazard unless these bytes lie in shared memory, at a multiple of `align`."""
-        shadow = (home or self.block).shadow
+        shadow = (owner or self.block).shadow
         if first % align:
             raise self.hazard(f"shared memory at {first}, which is no multiple of {align}")
         if not 0 <= first <= last <= shadow.end:
@@ -261,13 +261,13 @@ class EmulatedWarp(greenlet):
         ranks = at >> WINDOW
         if np.count_nonzero(ranks != ranks[0]):
             raise self.hazard("one instruction reaches into several blocks of a cluster", "language")
-        home, _ = self.home(int(at[0]))
+        owner, _ = self.find_owner(int(at[0]))
         at &= (1 << WINDOW) - 1
         if np.count_nonzero(at % (align or size)):
             raise self.hazard(f"shared memory at {at[at % (align or size) != 0][0]}, which is no multiple of {align or size}")
-        self.within(int(at.min()), int(at.max()) + size, 1, home)
+        self.within(int(at.min()), int(at.max()) + size, 1, owner)
         self._count_passes(at, size)
-        return home, lanes, at[:, None] + np.arange(size)
+        return owner, lanes, at[:, None] + np.arange(size)
 
     def _count_passes(self, at, size):
         """Record the number of different words that the busiest bank serves in a pass of 128 bytes."""
@@ -276,31 +276,31 @@ class EmulatedWarp(greenlet):
 
     def read_shared(self, addresses, size, plain=False):
         """(active lanes, size) bytes. plain: they may be bytes that nobody has written."""
-        deed = "reads shared memory"
-        home, lanes, cells = self._cells(addresses, size)
-        home.reached(self.threads[lanes[0]], deed)
-        self._allowed(home.shadow.unreadable(self.asks(lanes), cells, plain), deed)
+        operation = "reads shared memory"
+        owner, lanes, cells = self._cells(addresses, size)
+        owner.reached(self.threads[lanes[0]], operation)
+        self._allowed(owner.shadow.unreadable(self.asks(lanes), cells, plain), operation)
         time = self.tick()
-        home.visited(self, time, deed)
-        home.shadow.note_lanes(self.first, lanes, cells, time, self.synced, Event("read", "the read", self.place()))
-        return home.shadow.bytes[cells]
+        owner.visited(self, time, operation)
+        owner.shadow.note_lanes(self.first, lanes, cells, time, self.synced, Event("read", "the read", self.place()))
+        return owner.shadow.bytes[cells]
 
     def write_shared(self, addresses, values):
         """Store (active lanes, size) bytes."""
-        deed = "writes shared memory"
-        home, lanes, cells = self._cells(addresses, values.shape[1])
-        home.reached(self.threads[lanes[0]], deed)
-        self._allowed(home.shadow.unwritable(self.asks(lanes), cells), deed)
+        operation = "writes shared memory"
+        owner, lanes, cells = self._cells(addresses, values.shape[1])
+        owner.reached(self.threads[lanes[0]], operation)
+        self._allowed(owner.shadow.unwritable(self.asks(lanes), cells), operation)
         time, writers = self.tick(), self.first + lanes
-        if home is not self.block:
+        if owner is not self.block:
             writers = self.block.cluster.abroad.start + writers
             self.clocks[lanes, writers] = time
-        home.visited(self, time, deed)
+        owner.visited(self, time, operation)
         event = Event("store", "the write", self.place())
-        home.shadow.note_write(writers[:, None], time, cells, VALID, event)
-        home.shadow.bytes[cells] = values
-        if np.count_nonzero(home.shadow.bytes[cells] != values):
-            raise self.hazard(f"{deed}, and lanes put different numbers in the same place", "race")
+        owner.shadow.note_write(writers[:, None], time, cells, VALID, event)
+        owner.shadow.bytes[cells] = values
+        if np.count_nonzero(owner.shadow.bytes[cells] != values):
+            raise self.hazard(f"{operation}, and lanes put different numbers in the same place", "race")
 
     def own_bytes(self, addresses, size):
         """(lanes, bytes) of what the active lanes reach of their own memory, as indices of `local`."""
@@ -320,7 +320,7 @@ class EmulatedWarp(greenlet):
         copies = [copy for group in self.groups for copy in group if not copy.awaited] + self.copies
         for what in [*self.store_groups[self.stores_known :], self.stores, copies]:
             for work in what if isinstance(what, list) else [what]:
-                raise Hazard("unfinished", f"the block ends, and nobody has waited for {work.deed}", work.place)
+                raise Hazard("unfinished", f"the block ends, and nobody has waited for {work.operation}", work.place)
         if late := [mma for group in [*self.mma_groups[self.mmas_done :], self.mmas] for mma in group]:
             raise Hazard("unfinished", "the block ends, and this mma has not been waited for", late[0].place)
         self.close_deeds()

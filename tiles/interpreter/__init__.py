@@ -37,7 +37,7 @@ import math
 import numpy as np
 
 from ..layout import LANES
-from .accesses import deeds
+from .accesses import global_accesses
 from .barriers import Mbarrier, NamedBarrier
 from .block import Block
 from .cluster import Cluster, RecordingCluster, seeded
@@ -68,7 +68,7 @@ __all__ = [
     "Touched",
     "Waited",
     "current_warp",
-    "deeds",
+    "global_accesses",
     "hazard_line",
     "interpret",
     "note",

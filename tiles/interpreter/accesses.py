@@ -21,7 +21,7 @@ from .stores import Claims, Clash, Stores
 
 READ, WRITE = 0, 1
 PAGE = mmap.PAGESIZE
-DEEDS = {"source": (READ,), "pool": (READ,), "pages": (READ,), "target": (WRITE,)}
+GLOBAL_ACCESSES = {"source": (READ,), "pool": (READ,), "pages": (READ,), "target": (WRITE,)}
 
 
 class Accesses:
@@ -51,12 +51,12 @@ class Accesses:
         k = bisect.bisect(self.starts, at) - 1
         return self.regions[k] if array.size and k >= 0 and at < self.regions[k][1] else None
 
-    def note(self, array, deed):
+    def note(self, array, access):
         """Note that a block reads or writes an array."""
         region = self.region(array)
-        if region and not self.marks[region[2] + deed]:
-            self.marks[region[2] + deed] = 1
-            if self.strict and self.marks[region[2] + 1 - deed]:
+        if region and not self.marks[region[2] + access]:
+            self.marks[region[2] + access] = 1
+            if self.strict and self.marks[region[2] + 1 - access]:
                 raise Clash
 
     def written(self, array):
@@ -99,9 +99,9 @@ class Accesses:
         return copies, clone
 
 
-def deeds(parameters, specs, result):
+def global_accesses(parameters, specs, result):
     """What an op does to the global arrays among its arguments: [(place, READ or WRITE)]."""
     if isinstance(result, types.Array):
         return ()
     array_places = [k for k, spec in enumerate(specs) if isinstance(spec, (types.Array, gl))]
-    return tuple((k, deed) for k in array_places for deed in DEEDS.get(parameters[k], (READ, WRITE)))
+    return tuple((k, access) for k in array_places for access in GLOBAL_ACCESSES.get(parameters[k], (READ, WRITE)))

@@ -161,7 +161,9 @@ class Mbarrier:
         """Check at the block's end that all that this barrier waits for has happened, and that somebody has waited for it."""
         if self.last_copy and max(warp.clock[self.agent] for warp in warps) < self.last_copy[0]:
             raise Hazard(
-                "unfinished", f"the block ends, and nobody has waited for {self.last_copy[1].deed}", self.last_copy[1].place
+                "unfinished",
+                f"the block ends, and nobody has waited for {self.last_copy[1].operation}",
+                self.last_copy[1].place,
             )
         if self.bytes:
             raise Hazard("bytes", f"the block ends, and {self.name} still expects {self.bytes} bytes", self.expected)

@@ -22,7 +22,7 @@ class Block:
             self.agents.new() for _ in range(self.size)
         ]  # one for each warp: the end of its part says nothing about those of others
         self.store_agents = [self.agents.new() for _ in range(self.size)]
-        self.mmas, self.deeds = [[] for _ in range(groups)], [[] for _ in range(groups)]
+        self.mmas, self.collective_operations = [[] for _ in range(groups)], [[] for _ in range(groups)]
         self.named_barriers = {}
         self.opened, self.mbarriers, self.slots = None, [], []
         self.ready = None  # (agent, time) of the warp that has set up the barriers
@@ -62,22 +62,22 @@ class Block:
         )
         self.pool, warp.registers = self.pool - more, n
 
-    def reached(self, warp, deed):
+    def reached(self, warp, operation):
         """A warp of this block or of a peer accesses this block's shared memory, which must have been set up."""
         if warp.block is self:
             return
         agent, time = self.ready or (0, None)
         if time is None or warp.clock[agent] < time:
             raise warp.hazard(
-                f"{deed} in block {self.index}, and nothing orders this after that block's `smem.open()`: cluster.sync() is "
-                f"missing",
+                f"{operation} in block {self.index}, and nothing orders this after that block's `smem.open()`: "
+                f"cluster.sync() is missing",
                 "lifetime",
             )
 
-    def visited(self, warp, time, deed):
+    def visited(self, warp, time, operation):
         """Note that such a warp did so at its `time`: the block must not end before that."""
         if warp.block is not self:
-            self.visits.append((warp.agent, time, Event("visit", deed, warp.place())))
+            self.visits.append((warp.agent, time, Event("visit", operation, warp.place())))
 
     def close(self):
         """Check at the block's end that all that was started in it is over, and that no peer came too late."""
@@ -87,7 +87,7 @@ class Block:
             if max(warp.clock[agent] for warp in self.crew) < time:
                 raise Hazard(
                     "lifetime",
-                    f"{event.deed} in block {self.index}, and nothing orders that block's end after this: its shared memory "
-                    f"may be gone; cluster.sync() is missing at the end",
+                    f"{event.operation} in block {self.index}, and nothing orders that block's end after this: its shared "
+                    f"memory may be gone; cluster.sync() is missing at the end",
                     event.place,
                 )

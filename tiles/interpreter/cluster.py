@@ -21,11 +21,11 @@ PATIENCE = 0.5  # with a seed: the probability that a warp gives way, or a copy 
 class AsyncWork:
     """Asynchronous work that has been started: what it is, how many bytes it moves, who started it."""
 
-    def __init__(self, land, deed, nbytes, place):
-        self.land, self.deed, self.nbytes, self.place, self.done = land, deed, nbytes, place, False
+    def __init__(self, land, operation, nbytes, place):
+        self.land, self.operation, self.nbytes, self.place, self.done = land, operation, nbytes, place, False
 
     def __str__(self):
-        return self.place.by(self.deed)
+        return self.place.by(self.operation)
 
 
 class Cluster:
@@ -47,9 +47,9 @@ class Cluster:
         self.blocks = [Block(self, rank, index, ctas_per_sm) for rank, index in enumerate(indices)]
 
     # -- asynchronous work
-    def start(self, land, deed, nbytes, place):
+    def start(self, land, operation, nbytes, place):
         """Start asynchronous work; it finishes when no warp can go on (or, with a seed, whenever it likes)."""
-        work = AsyncWork(land, deed, nbytes, place)
+        work = AsyncWork(land, operation, nbytes, place)
         self.flying.append(work)
         return work
 

@@ -44,9 +44,9 @@ class WarpPlace(NamedTuple):
         """file:line and text of the statement, then where the helper it stands in was called."""
         return (", called at ".join(_statement(*frame) for frame in self.frames) or "?") + f", {self.code}" * bool(self.code)
 
-    def by(self, deed):
+    def by(self, operation):
         """Who did what, for the middle of a sentence."""
-        return f"{deed} (warp {self.warp}, {self.line})"
+        return f"{operation} (warp {self.warp}, {self.line})"
 
     def __str__(self):
         return f"warp {self.warp} (warpgroup {self.warp // 4}) of block {self.block}, {self.line}"

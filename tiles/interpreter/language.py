@@ -142,7 +142,7 @@ class Bounded(np.ndarray):
         if recording():
             note(Touched, np.asarray(self)[tuple([*index, ...])], written)
 
-    def _inside(self, index, deed):
+    def _inside(self, index, access):
         warp = getcurrent()
         if not isinstance(warp, InterpretedWarp):
             return index
@@ -154,8 +154,8 @@ class Bounded(np.ndarray):
         for axis, (i, size) in enumerate(zip(index, self.shape)):
             if not isinstance(i, slice) and not 0 <= i < size:
                 raise current_warp().hazard(f"index {i} is out of range for axis {axis} of an array of shape {self.shape}")
-        if deed == WRITE or not any(isinstance(i, slice) for i in index):  # what a slice gives is a view
-            warp.touches(self, deed)
+        if access == WRITE or not any(isinstance(i, slice) for i in index):  # what a slice gives is a view
+            warp.touches(self, access)
         return index
 
 
@@ -192,9 +192,9 @@ class InterpretedStatic:
     __class__ = property(lambda self: type(self.__value))
 
     def __getattr__(self, name):
-        face = inspect.getattr_static(type(self.__value), name, None)
-        if isinstance(face, python.FunctionType) and name not in vars(self.__value):
-            call = rebind(face, self.__seen) if hasattr(face, "dispatcher") else _plain(face)
+        op_function = inspect.getattr_static(type(self.__value), name, None)
+        if isinstance(op_function, python.FunctionType) and name not in vars(self.__value):
+            call = rebind(op_function, self.__seen) if hasattr(op_function, "dispatcher") else _plain(op_function)
             attribute = python.MethodType(call, self)
         else:
             getattr(self.__value, name)  # its own AttributeError
@@ -227,11 +227,11 @@ def _named(cls, rebound):
     if cls not in rebound:
         new = rebound[cls] = type(cls.__name__, (cls,), {"__slots__": (), "__qualname__": cls.__qualname__})
         for name in dir(cls):
-            face = inspect.getattr_static(cls, name)
-            if isinstance(face, python.FunctionType) and hasattr(face, "dispatcher"):
-                setattr(new, name, rebind(face, rebound))
-            elif isinstance(face, python.FunctionType) and name[0] != "_":
-                setattr(new, name, _plain(face))
+            op_function = inspect.getattr_static(cls, name)
+            if isinstance(op_function, python.FunctionType) and hasattr(op_function, "dispatcher"):
+                setattr(new, name, rebind(op_function, rebound))
+            elif isinstance(op_function, python.FunctionType) and name[0] != "_":
+                setattr(new, name, _plain(op_function))
     return rebound[cls]
 
 

@@ -33,11 +33,11 @@ class Event(NamedTuple):
     """An access, for messages: `kind` is a key of OVERTAKEN or "read"."""
 
     kind: str
-    deed: str
+    operation: str
     place: WarpPlace
 
     def __str__(self):
-        return self.place.by(self.deed)
+        return self.place.by(self.operation)
 
 
 OVERTAKEN = {"store": "race", "copy": "in flight", "release": "released"}  # kind of write -> kind of hazard

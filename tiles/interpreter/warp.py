@@ -30,7 +30,9 @@ class InterpretedWarp(greenlet):
         self.registers, self.settings = block.entry_registers, 0
         self.mmas, self.stores, self.sent, self.released, self.collectives = 0, 0, [], {}, 0
         self.met, self.waited, self.met_at = 0, 0, None  # arrivals on the cluster's barrier, waits, where it last arrived
-        self.overwritten = None  # by a bulk store that adds nothing, since it counted (ops/memory/counts.py): that store's deed
+        self.overwritten = (
+            None  # by a bulk store that adds nothing, since it counted (ops/memory/counts.py): that store's operation
+        )
         self.stored = 0  # bulk stores that are known to be done, not only to have read
         self.steps, self.in_op = None, False  # what it has done, if it keeps a record: see record.py
         self.copies, self.groups, self.filled = [], [], {}  # copies of the open group, groups, tile of a pipeline -> its group
@@ -93,21 +95,21 @@ class InterpretedWarp(greenlet):
 
     def _not_awaited(self, cause):
         """What is missing, if it is a copy of this warp's own by cp.async that is in flight."""
-        if any(copy.place.by(copy.deed) in cause for copy in self.copies):
+        if any(copy.place.by(copy.operation) in cause for copy in self.copies):
             return ": commit_group is missing"
         late = [copy for group in self.groups[self.clock[self.copier] :] for copy in group]
-        return ": wait_group is missing" if any(copy.place.by(copy.deed) in cause for copy in late) else ""
+        return ": wait_group is missing" if any(copy.place.by(copy.operation) in cause for copy in late) else ""
 
     def _not_released(self, tile, doing):
         if tile.slot is not None and self.released.get(tile.slot, -1) >= tile.number:
             raise self.hazard(f"{doing}, which this warp has released", "released")
 
     # -- global memory
-    def touches(self, array, deed):
+    def touches(self, array, access):
         """This warp reads or writes a global array, or one that is cut into tiles: accesses.READ or WRITE."""
         accesses = self.block.cluster.accesses
         if accesses:
-            accesses.note(getattr(array, "array", array), deed)
+            accesses.note(getattr(array, "array", array), access)
 
     def put(self, view, values):
         """This warp stores values to a view of a global array. Hazard: another one has stored others there, and nothing orders
@@ -120,32 +122,32 @@ class InterpretedWarp(greenlet):
         view[...] = values
 
     # -- ordinary accesses to shared memory
-    def read(self, tile, rows=None, fence=True, home=None, cols=None):
+    def read(self, tile, rows=None, fence=True, owner=None, cols=None):
         """The elements of a shared tile (some of its rows or columns), read with ordinary loads; `fence`: a fence follows the
         loads. home: the block in whose memory it lies, this one by default."""
-        home = home or self.block
-        cells, shadow = TileCells(tile, rows, cols), home.shadow
+        owner = owner or self.block
+        cells, shadow = TileCells(tile, rows, cols), owner.shadow
         self._not_released(tile, f"reads {tile.name}")
-        home.reached(self, f"reads {tile.name}")
+        owner.reached(self, f"reads {tile.name}")
         self._allowed(shadow.unreadable(self.clock, cells, False), f"reads {tile.name}")
         time = self.tick()
-        home.visited(self, time, f"reads {tile.name}")
+        owner.visited(self, time, f"reads {tile.name}")
         shadow.note_read(self.agent, time, cells, Event("read", f"the read of {tile.name}", self.place()))
         if fence:
             self.fence_async()
         values = shadow.get(tile, rows)
         return values if cols is None else values[:, cols.start : cols.stop]
 
-    def write(self, tile, values, rows=None, home=None, cols=None):
+    def write(self, tile, values, rows=None, owner=None, cols=None):
         """Store values to (some rows or columns of) a shared tile, of block `home`, with ordinary stores."""
-        home = home or self.block
-        cells, shadow = TileCells(tile, rows, cols), home.shadow
+        owner = owner or self.block
+        cells, shadow = TileCells(tile, rows, cols), owner.shadow
         self._not_released(tile, f"writes {tile.name}")
-        home.reached(self, f"writes {tile.name}")
+        owner.reached(self, f"writes {tile.name}")
         self._allowed(shadow.unwritable(self.clock, cells, False), f"writes {tile.name}")
         event = Event("store", f"the write of {tile.name}", self.place())
         time = self.tick()
-        home.visited(self, time, f"writes {tile.name}")
+        owner.visited(self, time, f"writes {tile.name}")
         shadow.note_write(self.agent, time, cells, VALID, event)
         shadow.put(tile, tile.spec.dtype.round(values), rows, cols)
 
@@ -191,7 +193,7 @@ class InterpretedWarp(greenlet):
         copy = self.block.cluster.start(land, f"{what} {tile.name}", tile.spec.nbytes, self.place())
         time = barrier.begin_copy(self, copy, after)
         self._started(copy, "TMA", view, False)
-        shadow.note_write(barrier.agent, time, cells, FILLING, Event("copy", f"the end of {copy.deed}", copy.place))
+        shadow.note_write(barrier.agent, time, cells, FILLING, Event("copy", f"the end of {copy.operation}", copy.place))
 
     def store_async(self, target, at, tile, fold=None):
         """Start a copy of a shared tile to target[at]; `fold`, a function of two, says what becomes of what is there."""
@@ -216,9 +218,9 @@ class InterpretedWarp(greenlet):
 
         store = self.block.cluster.start(land, f"the TMA store of {tile.name}", tile.spec.nbytes, place)
         self._started(store, "TMA", lambda: target.window(at)[0], True)
-        shadow.note_read(agent, self.stores, cells, Event("read", store.deed, store.place))
+        shadow.note_read(agent, self.stores, cells, Event("read", store.operation, store.place))
         self.sent.append(store)
-        self.overwritten = self.overwritten if fold else store.deed
+        self.overwritten = self.overwritten if fold else store.operation
 
     def inside(self, tensor, at):
         """A Hazard if the tile at `at` does not exist."""
@@ -318,7 +320,7 @@ class InterpretedWarp(greenlet):
         copy = self.block.cluster.start(land, f"the copy into {tile.name}", nbytes, self.place())
         self._started(copy, "cp.async", view, False)
         self.copies.append(copy)
-        event = Event("copy", f"the end of {copy.deed}", copy.place)
+        event = Event("copy", f"the end of {copy.operation}", copy.place)
         shadow.note_write(agent, len(self.groups) + 1, cells, FILLING, event)
 
     def commit_group(self, what=None):
@@ -342,17 +344,19 @@ class InterpretedWarp(greenlet):
         self.clock[self.copier] = max(known, done)
 
     # -- what the four warps of a warpgroup do together
-    def together(self, deed):
-        """The warps of a warpgroup must do `deed` as their next common one."""
+    def together(self, operation):
+        """The warps of a warpgroup must do `operation` as their next common one."""
         block = self.block
         if self.group >= block.size // WARPGROUP:
-            raise self.hazard(f"{deed} takes a warpgroup of {WARPGROUP} warps; this block has {block.size} warps", "collective")
-        deeds = block.deeds[self.group]
-        if self.collectives == len(deeds):
-            deeds.append((deed, self.place()))
-        first, place = deeds[self.collectives]
-        if first != deed:
-            raise self.hazard(f"{deed}, where another warp of its warpgroup did: {first}", "collective", place)
+            raise self.hazard(
+                f"{operation} takes a warpgroup of {WARPGROUP} warps; this block has {block.size} warps", "collective"
+            )
+        collective_operations = block.collective_operations[self.group]
+        if self.collectives == len(collective_operations):
+            collective_operations.append((operation, self.place()))
+        first, place = collective_operations[self.collectives]
+        if first != operation:
+            raise self.hazard(f"{operation}, where another warp of its warpgroup did: {first}", "collective", place)
         self.collectives += 1
 
     def set_registers(self, n, more):
@@ -424,16 +428,18 @@ class InterpretedWarp(greenlet):
         block = self.block
         if (known := self.clock[block.store_agents[self.index]]) < self.stores:
             store = self.sent[known]
-            cause = f"the block ends, and nobody has waited for {store.deed}: store_wait is missing"
+            cause = f"the block ends, and nobody has waited for {store.operation}: store_wait is missing"
             raise Hazard("unfinished", cause, store.place)
         pending = [copy for group in self.groups[self.clock[self.copier] :] for copy in group] + self.copies
         if pending:
             how = (
                 "wait for it, or fill with end= the number of tiles"
-                if " of pipeline " in pending[0].deed
+                if " of pipeline " in pending[0].operation
                 else "wait_group is missing"
             )
-            raise Hazard("unfinished", f"the block ends, and nobody has waited for {pending[0].deed}: {how}", pending[0].place)
+            raise Hazard(
+                "unfinished", f"the block ends, and nobody has waited for {pending[0].operation}: {how}", pending[0].place
+            )
         known = self.clock[block.mma_agents[self.index]] if self.mmas else 0
         if known < self.mmas:
             place = block.mmas[self.group][known].places[self.rank]
@@ -442,11 +448,13 @@ class InterpretedWarp(greenlet):
 
     def close_deeds(self):
         """At the block's end: has it done what its warpgroup's other warps did together?"""
-        deeds = self.block.deeds[self.group]
-        if self.collectives < len(deeds):
-            deed, place = deeds[self.collectives]
+        collective_operations = self.block.collective_operations[self.group]
+        if self.collectives < len(collective_operations):
+            operation, place = collective_operations[self.collectives]
             raise Hazard(
-                "collective", f"the block ends, and warp {self.index} has not come to a deed of its warpgroup: {deed}", place
+                "collective",
+                f"the block ends, and warp {self.index} has not come to an operation of its warpgroup: {operation}",
+                place,
             )
 
 

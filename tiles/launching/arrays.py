@@ -89,7 +89,7 @@ class Array(NamedTuple):
     pointer: int
     form: Form
     owner: Any
-    kind: Any  # a frameworks.Kind
+    kind: Any  # a frameworks.Framework
     lease: Any = None  # a view of a DLPack capsule, held only because it keeps the memory alive
 
     @property

@@ -1,6 +1,6 @@
-"""Frameworks: how their arrays are described and made, and how its work is ordered; one class for each.
+"""Frameworks, one class for each: how to describe and allocate their arrays, and on which stream they work.
 
-No framework is imported here: whoever passes a tensor has imported its framework already.
+No framework is imported here: a caller who passes a tensor has imported its framework already.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .arrays import ALIGNMENT, Array, Form, contiguous, numpy_view
 from .devices import check, device, machine, uncaptured
 from .lengths import watched_call
 
-PAST = ALIGNMENT - 1  # the bits of an address that its form holds
+ALIGNMENT_MASK = ALIGNMENT - 1  # the bits of an address that its form holds (Form.misalignment)
 LEGACY_STREAM = 1  # CUDA's handle of the legacy default stream where 0 would mean "none given"
 HOST, CUDA = (1, 3), (2, 13)  # DLPack: kDLCPU, kDLCUDAHost; kDLCUDA, kDLCUDAManaged
 
@@ -26,15 +26,14 @@ HOST, CUDA = (1, 3), (2, 13)  # DLPack: kDLCPU, kDLCUDAHost; kDLCUDA, kDLCUDAMan
 def describe(x: Any, name: str) -> Array:
     """Describe a user's array without copying it.
 
-    `name` is the argument's name, for messages. Raises TypeError if x is no array, or lies where no kernel of ours can
-    read it; NotImplementedError if x is a torch tensor that requires grad while grad mode is on.
-    """
+    `name` is the argument's name, for messages. Raises TypeError if x is no array, or lies in memory that kernels cannot read;
+    NotImplementedError if x is a torch tensor that requires grad while grad mode is on."""
     return kind_of(x, name).describe(x, name)
 
 
 def without_grad(x: Any) -> Any:
-    """x itself; of a torch tensor that requires grad another one of its memory that does not. For what reads arrays, or asks
-    where they lie, and gives nothing that could be differentiated."""
+    """x, detached if it is a torch tensor that requires grad. For functions that read arrays or ask for their device, and whose
+    results are not differentiable."""
     return x.detach() if getattr(x, "requires_grad", False) else x
 
 
@@ -51,17 +50,17 @@ def persistent_blocks(tiles: int, x: Any, each: int = 1, cluster: int = 1) -> in
     return cluster * watched_call(min, tiles, each * processors(x) // cluster)
 
 
-def kind_of(x: Any, name: str) -> Kind:
+def kind_of(x: Any, name: str) -> Framework:
     """The framework that x belongs to; TypeError if x is no array."""
     return KIND_OF.get(type(x)) or _find_kind(x, name)
 
 
-class Kind:
-    """How one framework's arrays are described and made, and how its work is ordered.
+class Framework:
+    """One framework's arrays. placement: the device of an array, in the framework's own type.
 
-    maker: a function without arguments, each call of which gives uninitialised, C-ordered memory in the place that `home`
-    calls an array's; neither keeps an array alive. address: of the first element of what a maker gave. on: inside, makers give
-    memory that is for work on this stream, where the framework reuses memory by stream. waits: `finish` has something to do."""
+    allocator: a function without arguments that returns uninitialised, C-ordered memory on a placement; it keeps no array
+    alive. address: of the first element of a new array. stream_context: a context in which allocators return memory for work
+    on this stream, if the framework reuses memory by stream. waits: must `finish` be called after a launch?"""
 
     waits = False
 
@@ -69,33 +68,34 @@ class Kind:
         raise NotImplementedError
 
     def reader(self, needed: dict[str, bool]) -> Callable | None:
-        """A faster way to read arrays than describing each (see Program._read), if there is one. It says strides in elements.
-        needed: of each name, must there be an array?"""
+        """A function that reads arrays faster than Program._read, None if there is none. Its strides are in elements.
+        needed: {name: must there be an array?}"""
         return None
 
-    def alike(self, arrays: list, shapes: list, strides: list) -> tuple[Callable, Callable, Any, Callable] | None:
-        """(whether arrays are all that these are but for their addresses, asked at once; what says that this is not to be
-        asked now, and a module whose `_current_level` says so, too; the current stream of a device), if there is such a
-        question: see remembered_calls.py. shapes, strides: those of these arrays, in elements, None for what may be another."""
+    def build_guard(self, arrays: list, shapes: list, strides: list) -> tuple[Callable, Callable, Any, Callable] | None:
+        """(a predicate: do arrays equal these in all but addresses? a predicate: must the first not be called now? a module
+        whose `_current_level` must be negative for it; a function from a device to its current stream), None if the framework
+        has no such guard: see remembered_calls.py. shapes, strides: of these arrays, in elements, None where others are
+        allowed."""
         return None
 
-    def home(self, array: Array) -> Any:
+    def placement(self, array: Array) -> Any:
         return array.device
 
-    def maker(self, home: Any, shape: tuple[int, ...], dtype: str) -> Callable[[], Any]:
-        if home is None:
+    def allocator(self, placement: Any, shape: tuple[int, ...], dtype: str) -> Callable[[], Any]:
+        if placement is None:
             return partial(np.empty, shape, dtype)
         from numba import cuda
 
         def make():
-            with cuda.gpus[home]:
+            with cuda.gpus[placement]:
                 return cuda.device_array(shape, np.dtype(dtype))
 
         return make
 
-    def watched_maker(self, home: Any, shape: tuple[int, ...], dtype: str) -> Callable[[], Any]:
-        """The maker of a shape with Lengths in it (lengths.py)."""
-        return watched_call(self.maker, home, shape, dtype)
+    def watched_allocator(self, placement: Any, shape: tuple[int, ...], dtype: str) -> Callable[[], Any]:
+        """The allocator of a shape with Lengths in it (lengths.py)."""
+        return watched_call(self.allocator, placement, shape, dtype)
 
     def address(self, x: Any) -> int:
         return describe(x, "out").pointer
@@ -103,31 +103,33 @@ class Kind:
     def stream(self, x: Any, device: int) -> int:
         return 0
 
-    def on(self, stream: int, device: int) -> AbstractContextManager[Any]:
+    def stream_context(self, stream: int, device: int) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    def make_on(self, stream: int, device: int | None, make: Callable[[], Any]) -> Any:
-        """What a maker gives, for a launch on another stream than the framework's current one: memory of that one might be
+    def allocate_on(self, stream: int, device: int | None, make: Callable[[], Any]) -> Any:
+        """A new array for a launch on another stream than the framework's current one: memory of the current one might be
         reused by work that does not wait for the launch."""
         if device is None:
             return make()
-        with self.on(stream, device):
+        with self.stream_context(stream, device):
             return make()
 
     def finish(self, stream: int) -> None:
         pass
 
 
-class NumPy(Kind):
+class NumPy(Framework):
     def describe(self, x: np.ndarray, name: str) -> Array:
         if isinstance(x, np.ma.MaskedArray):
             raise TypeError(f"{name}: masked arrays are not supported")
         pointer, readonly = x.__array_interface__["data"]
-        return Array(pointer, Form(x.shape, x.strides, _name(x.dtype), None, x.itemsize, pointer & PAST, readonly), x, self)
+        return Array(
+            pointer, Form(x.shape, x.strides, _name(x.dtype), None, x.itemsize, pointer & ALIGNMENT_MASK, readonly), x, self
+        )
 
 
-class OperandKind(Kind):
-    """Operands: arrays that are to come, at addresses that a program will know (recording.py)."""
+class OperandKind(Framework):
+    """Operands, which stand for arrays of later calls (recording.py)."""
 
     def describe(self, x: Any, name: str) -> Array:
         return Array(x.source, x.form, x, self)
@@ -136,7 +138,7 @@ class OperandKind(Kind):
         raise TypeError("Operands have no addresses yet: a call on them is recorded")
 
 
-class Torch(Kind):
+class Torch(Framework):
     def __init__(self):
         self.torch = torch = sys.modules["torch"]
         guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)  # what torch.compile's own code asks and makes
@@ -155,15 +157,15 @@ class Torch(Kind):
             strides = tuple([size * stride for stride in x.stride()])
             if not pointer and x.numel():
                 raise TypeError(f"{type(x).__name__} has no memory to address")
-            for lazy, does, cure in (x.is_neg(), "negates", "resolve_neg"), (x.is_conj(), "conjugates", "resolve_conj"):
+            for lazy, does, remedy in (x.is_neg(), "negates", "resolve_neg"), (x.is_conj(), "conjugates", "resolve_conj"):
                 if lazy:
-                    raise TypeError(f"torch {does} this view as it is read; pass {name}.{cure}()")
+                    raise TypeError(f"torch {does} this view as it is read; pass {name}.{remedy}()")
         except (RuntimeError, TypeError) as error:  # sparse, meta, under vmap: no memory to address
-            raise TypeError(f"{name}: {self.cure(x, name) or error}") from error
-        return Array(pointer, Form(tuple(x.shape), strides, dtype, ordinal, size, pointer & PAST), x, self)
+            raise TypeError(f"{name}: {self.remedy(x, name) or error}") from error
+        return Array(pointer, Form(tuple(x.shape), strides, dtype, ordinal, size, pointer & ALIGNMENT_MASK), x, self)
 
-    def cure(self, x: Any, name: str) -> str | None:
-        """What to do about a tensor that cannot be addressed, where torch's words do not help."""
+    def remedy(self, x: Any, name: str) -> str | None:
+        """The remedy for a tensor without an address, where torch's message does not help; None if it does."""
         if x.layout is not self.torch.strided:
             return f"must be dense, as {name}.to_dense() is: {name}.layout={x.layout}"
         if self.torch._C._functorch.is_legacy_batchedtensor(x):
@@ -175,9 +177,9 @@ class Torch(Kind):
         """One expression over all of them, as a loop would take half as long again.
 
         A tensor that requires grad while grad mode is on has a form of its own, which `describe` refuses; so has a view that
-        torch negates as it is read: of float32 alone, the imaginary part of a complex64. The device is read as a number, which
-        compares faster. Host tensors have -1, and so have those without memory, such as meta tensors: as these are at address 0
-        they have a form of their own, too."""
+        torch negates as it is read: of float32 has_single_gpu, the imaginary part of a complex64. The device is read as a
+        number, which compares faster. Host tensors have -1, and so have those without memory, such as meta tensors: as these
+        are at address 0 they have a form of their own, too."""
 
         def each(what: str, absent: str) -> str:
             tests = (("" if must else f"{absent} if {name} is None else ") + what.format(name) for name, must in needed.items())
@@ -185,11 +187,11 @@ class Torch(Kind):
 
         odd = "{0}.requires_grad and grads() or type_{0} is FLOAT32 and {0}.is_neg()"
         kinds = each(f"(type_{{0}} := {{0}}.dtype, {{0}}.get_device(), {odd})", "None")
-        lengths = each("({0}.shape, {0}.stride(), at_{0} & PAST if (at_{0} := {0}.data_ptr()) else -1)", "None")
-        space = {"grads": self.torch.is_grad_enabled, "PAST": PAST, "FLOAT32": self.torch.float32}
+        lengths = each("({0}.shape, {0}.stride(), at_{0} & ALIGNMENT_MASK if (at_{0} := {0}.data_ptr()) else -1)", "None")
+        space = {"grads": self.torch.is_grad_enabled, "ALIGNMENT_MASK": ALIGNMENT_MASK, "FLOAT32": self.torch.float32}
         return eval(f"lambda {', '.join(needed)}: (({kinds}), ({lengths}), ({each('at_{0}', '0')}), None)", space)
 
-    def alike(self, arrays: list, shapes: list, strides: list) -> tuple[Callable, Callable, Any, Callable] | None:
+    def build_guard(self, arrays: list, shapes: list, strides: list) -> tuple[Callable, Callable, Any, Callable] | None:
         stream = getattr(self.torch._C, "_cuda_getCurrentRawStream", None)
         if self.guards is None or stream is None or any([x.is_nested for x in arrays]):
             return None
@@ -201,33 +203,33 @@ class Torch(Kind):
             return None
         return (check, busy, self.torch.autograd.forward_ad, stream) if check(*arrays) else None
 
-    def home(self, array: Array) -> Any:
+    def placement(self, array: Array) -> Any:
         return array.owner.device
 
-    def maker(self, home: Any, shape: tuple[int, ...], dtype: str) -> Callable[[], Any]:
-        allocate, *form = self._allocation(home, shape, dtype)
+    def allocator(self, placement: Any, shape: tuple[int, ...], dtype: str) -> Callable[[], Any]:
+        allocate, *form = self._allocation(placement, shape, dtype)
         return partial(allocate, *form)
 
-    def watched_maker(self, home: Any, shape: tuple[int, ...], dtype: str) -> Callable[[], Any]:
-        return watched_call(partial, *self._allocation(home, shape, dtype))
+    def watched_allocator(self, placement: Any, shape: tuple[int, ...], dtype: str) -> Callable[[], Any]:
+        return watched_call(partial, *self._allocation(placement, shape, dtype))
 
-    def _allocation(self, home: Any, shape: tuple[int, ...], dtype: str) -> tuple[Callable[..., Any], Any, Any, Any]:
+    def _allocation(self, placement: Any, shape: tuple[int, ...], dtype: str) -> tuple[Callable[..., Any], Any, Any, Any]:
         """(a function that makes a tensor there, its arguments)"""
 
         def slow(shape, strides, dtype):  # 0.4 us less than torch.empty
-            return empty_strided(shape, strides, dtype=dtype, device=home)
+            return empty_strided(shape, strides, dtype=dtype, device=placement)
 
-        def somewhere(*what):
-            return (fast if current() == home.index else slow)(*what)
+        def allocate_anywhere(*what):
+            return (fast if current() == placement.index else slow)(*what)
 
         fast, current, empty_strided = self.empty, self.current, self.torch.empty_strided
-        elsewhere = fast is None or home.type != "cuda"
-        make = slow if elsewhere else fast if self.alone else somewhere  # fast: on the current device
+        elsewhere = fast is None or placement.type != "cuda"
+        make = slow if elsewhere else fast if self.has_single_gpu else allocate_anywhere  # fast: on the current device
         return make, shape, contiguous(shape, 1), getattr(self.torch, dtype)
 
     @cached_property
-    def alone(self) -> bool:
-        """Is there but one GPU?"""
+    def has_single_gpu(self) -> bool:
+        """Does torch see a single GPU?"""
         return self.torch.cuda.device_count() == 1
 
     def address(self, x: Any) -> int:
@@ -236,7 +238,7 @@ class Torch(Kind):
     def stream(self, x: Any, device: int) -> int:
         return self.torch._C._cuda_getCurrentRawStream(device)
 
-    def on(self, stream: int, device: int) -> AbstractContextManager[Any]:
+    def stream_context(self, stream: int, device: int) -> AbstractContextManager[Any]:
         cuda = self.torch.cuda
         # torch's own handle of the legacy default stream is 0, and it refuses 1
         return cuda.stream(cuda.ExternalStream(0 if stream == LEGACY_STREAM else stream, device=device))
@@ -248,17 +250,17 @@ def no_backward(name: str) -> str:
     return f"{name}: requires grad, but this call computes no gradient of it; {how}"
 
 
-def with_tangents() -> bool:
-    """Does torch compute forward-mode derivatives now, as in torch.func.jvp? It is there."""
+def computes_tangents() -> bool:
+    """Does torch, which must be imported, compute forward-mode derivatives now, as in torch.func.jvp?"""
     return sys.modules["torch"].autograd.forward_ad._current_level >= 0
 
 
 def refuse_tangent(x: Any, name: str) -> None:
     """NotImplementedError, if forward-mode derivatives with respect to this tensor are being computed: a result without a
     tangent would pass for a constant."""
-    if with_tangents() and sys.modules["torch"].autograd.forward_ad.unpack_dual(x).tangent is not None:
-        said = "there are no forward-mode derivatives (jvp, jacfwd, hessian)"
-        raise NotImplementedError(f"{name}: has a tangent, and {said}; use reverse mode, or pass {name}.detach()")
+    if computes_tangents() and sys.modules["torch"].autograd.forward_ad.unpack_dual(x).tangent is not None:
+        message = "there are no forward-mode derivatives (jvp, jacfwd, hessian)"
+        raise NotImplementedError(f"{name}: has a tangent, and {message}; use reverse mode, or pass {name}.detach()")
 
 
 @lru_cache
@@ -269,16 +271,18 @@ def _torch_words(dtype: Any, device: Any) -> tuple[str, int, int | None]:
     return str(dtype).removeprefix("torch."), dtype.itemsize, device.index if device.type == "cuda" else None
 
 
-class CuPy(Kind):
+class CuPy(Framework):
     def describe(self, x: Any, name: str) -> Array:
         pointer = x.data.ptr
-        return Array(pointer, Form(x.shape, x.strides, _name(x.dtype), x.device.id, x.itemsize, pointer & PAST), x, self)
+        return Array(
+            pointer, Form(x.shape, x.strides, _name(x.dtype), x.device.id, x.itemsize, pointer & ALIGNMENT_MASK), x, self
+        )
 
-    def maker(self, home: Any, shape: tuple[int, ...], dtype: str) -> Callable[[], Any]:
+    def allocator(self, placement: Any, shape: tuple[int, ...], dtype: str) -> Callable[[], Any]:
         cupy = sys.modules["cupy"]
 
         def make():
-            with cupy.cuda.Device(home):
+            with cupy.cuda.Device(placement):
                 return cupy.empty(shape, np.dtype(dtype))
 
         return make
@@ -287,13 +291,13 @@ class CuPy(Kind):
         return sys.modules["cupy"].cuda.get_current_stream(device).ptr
 
     @contextmanager
-    def on(self, stream: int, device: int) -> Iterator[None]:
+    def stream_context(self, stream: int, device: int) -> Iterator[None]:
         cuda = sys.modules["cupy"].cuda
         with cuda.Device(device), cuda.ExternalStream(stream):
             yield
 
 
-class CudaArrayInterface(Kind):
+class CudaArrayInterface(Framework):
     """Numba's device arrays, and whatever else has __cuda_array_interface__ (version 2 or 3)."""
 
     def describe(self, x: Any, name: str) -> Array:
@@ -307,14 +311,14 @@ class CudaArrayInterface(Kind):
         shape, dtype = tuple(map(int, interface["shape"])), np.dtype(x.dtype if typestr == "<f1" else typestr)
         strides = tuple(map(int, interface.get("strides") or contiguous(shape, dtype.itemsize)))
         named = str(getattr(x, "dtype", dtype)) if dtype.kind == "V" else _name(dtype)
-        where = Form(shape, strides, named, _ordinal(pointer), dtype.itemsize, pointer & PAST, bool(readonly))
+        where = Form(shape, strides, named, _ordinal(pointer), dtype.itemsize, pointer & ALIGNMENT_MASK, bool(readonly))
         return Array(pointer, where, x, self)
 
     def stream(self, x: Any, device: int) -> int:
         return x.__cuda_array_interface__.get("stream") or 0
 
 
-class DLPack(Kind):
+class DLPack(Framework):
     """Whatever has __dlpack__. cuda.core reads the capsule; its view keeps the memory as long as the Array lives."""
 
     def describe(self, x: Any, name: str) -> Array:
@@ -329,8 +333,10 @@ class DLPack(Kind):
         except (BufferError, RuntimeError, TypeError, NotImplementedError) as error:
             raise TypeError(f"{name}: {error}") from error
         strides = contiguous(view.shape, size) if view.strides is None else tuple(size * s for s in view.strides)
-        home = ordinal if place in CUDA else None
-        where = Form(tuple(view.shape), strides, _name(view.dtype), home, size, view.ptr & PAST, bool(view.readonly))
+        placement = ordinal if place in CUDA else None
+        where = Form(
+            tuple(view.shape), strides, _name(view.dtype), placement, size, view.ptr & ALIGNMENT_MASK, bool(view.readonly)
+        )
         return Array(view.ptr, where, x, self, view)
 
 
@@ -338,8 +344,8 @@ class Jax(DLPack):
     """jax.Array on one device. Described through DLPack, which also keeps JAX from donating the buffer meanwhile.
 
     JAX arrays are immutable and from_dlpack would leave their memory outside JAX's allocator (which holds most of the
-    card), so a result is written into the buffer of a fresh jnp.empty: nobody else has seen it, and `finish` waits for
-    the last byte before anybody can.
+    card), so a result is written into the buffer of a new jnp.empty, which no other code has read, and `finish` waits for
+    the kernel before any can.
     """
 
     def describe(self, x: Any, name: str) -> Array:
@@ -351,19 +357,19 @@ class Jax(DLPack):
 
     waits = True
 
-    def home(self, array: Array) -> Any:
+    def placement(self, array: Array) -> Any:
         (device,) = array.owner.devices()
         return device
 
-    def maker(self, home: Any, shape: tuple[int, ...], dtype: str) -> Callable[[], Any]:
-        return partial(sys.modules["jax"].numpy.empty, shape, np.dtype(dtype), device=home)
+    def allocator(self, placement: Any, shape: tuple[int, ...], dtype: str) -> Callable[[], Any]:
+        return partial(sys.modules["jax"].numpy.empty, shape, np.dtype(dtype), device=placement)
 
     def finish(self, stream: int) -> None:
         check(driver.cuStreamSynchronize(stream))
 
 
 class JaxBuffer(DLPack):
-    """What jax.experimental.buffer_callback calls its function with: memory of XLA's, ready on XLA's stream."""
+    """The buffers that jax.experimental.buffer_callback passes to its function: memory of XLA's, ready on XLA's stream."""
 
 
 _KINDS = {
@@ -375,12 +381,13 @@ _KINDS = {
     "jax.ArrayImpl": Jax,
     "jax.Buffer": JaxBuffer,
 }
-KIND_OF: dict[type, Kind] = {}  # classes seen so far
+KIND_OF: dict[type, Framework] = {}  # classes seen so far
 _INTERFACE, _DLPACK = CudaArrayInterface(), DLPack()
 
 
-def _find_kind(x: Any, name: str) -> Kind:
-    """The kind of x's class, by the name of its first known base, and remembered; else by what x can do."""
+def _find_kind(x: Any, name: str) -> Framework:
+    """The framework of x, by the name of its first known base class, which is stored in KIND_OF; otherwise by its array
+    protocol."""
     cls = type(x)
     for base in cls.__mro__:
         if kind := _KINDS.get(f"{base.__module__.partition('.')[0]}.{base.__name__}"):
@@ -390,8 +397,8 @@ def _find_kind(x: Any, name: str) -> Kind:
     if hasattr(cls, "__dlpack__") and hasattr(cls, "__dlpack_device__"):
         return _DLPACK
     class_name = f"{cls.__module__}.{cls.__qualname__}"
-    said = f"{name}={x!r:.60}; NumPy's, torch's, CuPy's, JAX's and Numba's are"
-    raise TypeError(f"{name}: must be an array with __cuda_array_interface__ or __dlpack__, not {class_name}: {said}")
+    message = f"{name}={x!r:.60}; NumPy's, torch's, CuPy's, JAX's and Numba's are"
+    raise TypeError(f"{name}: must be an array with __cuda_array_interface__ or __dlpack__, not {class_name}: {message}")
 
 
 def _name(dtype: np.dtype) -> str:
@@ -407,7 +414,7 @@ def _ordinal(pointer: int) -> int:
     return int(check(driver.cuPointerGetAttribute(ordinal, pointer)))
 
 
-# ---- what follows a launch, and whose stream it goes to --------------------------------------------------------------
+# ---- streams, and what follows a launch --------------------------------------------------------------
 def current_stream(array: Array) -> int:
     """Handle of the stream on which the array's framework works now; 0 is the legacy default stream.
 
@@ -441,19 +448,20 @@ def repeated(x: Any, count: int) -> Any:
     return x[None].expand(count, *x.shape) if hasattr(x, "expand") else np.broadcast_to(x[None], (count, *x.shape))
 
 
-def placed(host: np.ndarray, kind: Kind, home: Any, ordinal: int | None) -> Any:
-    """An array of this kind, in the place that it calls `home`, with the elements of a C-ordered one in host memory, which is
-    given back where that is the place. A CUDA graph that is being captured has no part in it."""
+def placed(host: np.ndarray, kind: Framework, placement: Any, ordinal: int | None) -> Any:
+    """An array of this framework on a placement, with the elements of a C-ordered array in host memory; that array itself if
+    the placement is host memory. A CUDA graph that is being captured does not record the copy."""
     if ordinal is None:
         return host
     with uncaptured(), device(ordinal).current():
-        new = kind.maker(home, host.shape, host.dtype.name)()
+        new = kind.allocator(placement, host.shape, host.dtype.name)()
         check(driver.cuMemcpyHtoD(kind.address(new), host.ctypes.data, host.nbytes))
         return new
 
 
 def fetched(array: Array, name: str, stream: int) -> np.ndarray:
-    """Its elements in host memory, when all work on `stream` is done. ValueError: it lies elsewhere, and is not C-ordered."""
+    """The elements of an array in host memory, after all work on `stream`. ValueError: it is in device memory and not
+    C-ordered."""
     form = array.form
     if form.device is None:
         return numpy_view(array.pointer, form, array.owner)

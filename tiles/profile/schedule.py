@@ -95,7 +95,7 @@ class _Run:
             nbytes = 0 if step.view is None else step.view.nbytes
             since = warp.now if step.written else warp.now + model.latency  # a store is over when its tile has been read
             _, end = self.take((warp.block, "memory"), since, nbytes / model.memory)
-            bar = self.bar((warp.block, COPIES), warp.now, end, "copy", step.work.deed, step.place)
+            bar = self.bar((warp.block, COPIES), warp.now, end, "copy", step.work.operation, step.place)
             self.happens(step.work, end, bar)
         elif isinstance(step, Arrived):
             warp.now += model.barrier

@@ -95,8 +95,8 @@ def _broken(caller, module, old, new) -> Iterator[None]:
         sys.modules.update(originals)
         caller.clear()
         caller.update(names)
-        for face in set(OPS) - ops:
-            del OPS[face]
+        for op_function in set(OPS) - ops:
+            del OPS[op_function]
 
 
 def _failing(otherwise) -> Iterator[None]:

@@ -51,19 +51,19 @@ def record_steps(monkeypatch):
     """{(thread block, warp): [(op, index, the count that it waits for)]} of all adds, arrivals and waits from now on."""
     steps = defaultdict(list)
 
-    def record(face, index_argument, count_argument=None):
-        meaning = OPS[face].meaning
+    def record(op_function, index_argument, count_argument=None):
+        meaning = OPS[op_function].meaning
 
         def recording(*args):
             index = tuple(map(int, args[index_argument]))
             count = count_argument and int(args[count_argument])
-            steps[current_warp().block.index, current_warp().index].append((face, index, count))
+            steps[current_warp().block.index, current_warp().index].append((op_function, index, count))
             return meaning(*args)
 
-        monkeypatch.setattr(OPS[face], "meaning", recording)
+        monkeypatch.setattr(OPS[op_function], "meaning", recording)
 
-    for face in (*ADDS, *ARRIVES):
-        record(face, 2 if face is add_held else 1)
+    for op_function in (*ADDS, *ARRIVES):
+        record(op_function, 2 if op_function is add_held else 1)
     record(wait_count, 1, 2)
     monkeypatch.setenv("TILES_JOBS", "1")  # steps in other processes would not be recorded
     return steps
@@ -76,17 +76,17 @@ def replay(steps, slow):
     remaining = {warp: deque(steps[warp]) for warp in sorted(steps, key=lambda warp: (warp == slow, warp))}
     while any(remaining.values()):
         (block, _), todo = next((warp, todo) for warp, todo in remaining.items() if todo and not must_wait(todo[0], counts))
-        face, index, _ = todo.popleft()
-        if face in ARRIVES:
+        op_function, index, _ = todo.popleft()
+        if op_function in ARRIVES:
             counts[index] += 1
-        elif face in ADDS:
+        elif op_function in ADDS:
             added[index].append(block)
     return added
 
 
 def must_wait(step, counts):
-    face, index, count = step
-    return face is wait_count and counts[index] < count
+    op_function, index, count = step
+    return op_function is wait_count and counts[index] < count
 
 
 def check_adds_in_order(steps):

@@ -41,8 +41,8 @@ def test_every_map_has_one():
     """Or is said to have none, or is no map of a score."""
     from ops.elementwise import arithmetic, compare, functions
 
-    faces = {name for module in (arithmetic, compare, functions) for name in vars(module) if name in ops.__all__}
-    assert faces - {"map"} <= {*GRADIENT_RULES, *WITHOUT_GRADIENT}
+    op_functions = {name for module in (arithmetic, compare, functions) for name in vars(module) if name in ops.__all__}
+    assert op_functions - {"map"} <= {*GRADIENT_RULES, *WITHOUT_GRADIENT}
 
 
 def test_by_what_it_reads():
