@@ -35,6 +35,7 @@ ARGUMENT_HINTS = (
     ("cache_seqlens context_lens seq_lens kv_seq_lens lengths_k", "lengths", "lengths_k"),
     ("seqused_k kv_lens kv_len seq_lens_k key_padding_mask lengths", "lengths_k", "lengths"),
     ("block_table block_tables page_table kv_indices", "pages", "pages of attention.decode"),
+    ("dropout", "an argument of attention.forward"),
     ("slot_mapping", "not an argument: lengths and pages say where new tokens go"),
     ("pages", "an argument of attention.decode"),
     ("cache_batch_idx kv_batch_idx block_idx", "batch_index"),

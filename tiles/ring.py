@@ -273,7 +273,8 @@ def _(ring, j, source, at, part, parts: int):
     box = ring.box(parts, across)
     if source.tile != box or (ring.blocks > 1 and source.unit != box.rows):
         by_parts = f" in parts of {box}" * (box != ring.tile)
-        raise TypeError(f"fill: the ring holds {ring.tile}{by_parts}, the source gives {source.tile}")
+        cure = f"; pass tiles.tensor(array, {box}) to the launch"
+        raise TypeError(f"fill: the ring holds {ring.tile}{by_parts}, the source gives {source.tile}{cure}")
     if not isinstance(at, types.BaseTuple) or not 1 <= len(at) <= source.rank:
         raise TypeError(f"fill: `at` must be a tuple of up to {source.rank} integers, got {at}")
 
