@@ -15,12 +15,16 @@ The residuals that rounding takes from q' and from P are multiplied as well. Wit
 error again as all other roundings together."""
 
 import functools
+import itertools
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 from numba import cuda
+from numpy import int32
 
 from ops import columns, divmod, store, subtile, warpgroup, zeros
-from tiles import fp32, inlined, ring, rt, shared, st
+from tiles import bf16, fp16, fp32, inlined, ring, rt, shared, st
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.targets import Target
 
@@ -36,10 +40,16 @@ STAGES = {64: 2, 128: 2, 256: 1}  # padded key dim: chunks in flight
 WIDE_KEY_DIM = 128  # beyond it a state takes half of a consumer's registers: there is one consumer
 
 
+@dataclass(frozen=True)
 class Config(channel_config.Config):
-    """A kernel's configuration: that of channel_config.py, with two preparers: the preparer of this kernel and its scorer."""
+    """A kernel's configuration: that of channel_config.py, with two preparers: the preparer of this kernel and its scorer.
+    stores_states: is the state before each chunk stored, transposed, for a backward pass?"""
 
-    preparers = 2
+    stores_states: bool = field(default=False, kw_only=True)
+    preparers: ClassVar[int] = 2
+
+    def __str__(self):
+        return super().__str__() + ", states of chunks" * self.stores_states
 
 
 SIZES = (64, 1), (64, 2), (128, 1), (128, 2), (256, 1)  # padded key dim, consumers
@@ -47,7 +57,10 @@ SIZES = (64, 1), (64, 2), (128, 1), (128, 2), (256, 1)  # padded key dim, consum
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations. Without `everything`, varlen ones come in one size only, and fp16 is left out."""
-    return channel_config.channel_space(Config, SIZES, target, everything)
+    yield from channel_config.channel_space(Config, SIZES, target, everything)
+    if target.has_wgmma:
+        for of, varlen in itertools.product((bf16, fp16), (False, True)) if everything else ((bf16, False),):
+            yield Config(128, 2, fp32, of, varlen, stores_states=True)
 
 
 class GlaDecay(channel_decay.ChannelDecay):
@@ -69,6 +82,7 @@ def make(config: Config):
         CONSUMERS + 1,
         REGISTERS[CONSUMERS],
     )
+    STORES_STATES = config.stores_states
     KEY_DIM, AHEAD, CLAIMS = config.key_dim, STAGES[config.key_dim], CONSUMERS == 1
     STATE, WEIGHTS, SCORES = rt(16, KEY_DIM, fp32), rt(16, CHUNK, INPUT), rt(16, CHUNK, fp32)
     group, readers = warpgroup.WARPGROUP, CONSUMERS * warpgroup.WARPGROUP
@@ -130,12 +144,12 @@ def make(config: Config):
     def scan(
         gQ: tiled(config.key, unit=1), gK: tiled(config.key, unit=1), gV: tiled(config.value, unit=1),
         gGates: tiled(config.gate, unit=1), gO: seq_layout.output_argument(config.value), gInitialState: array(4),
-        gFinalState: array(4), gCuSeqlens: ENDS, length: INT, blocks: INT, segments: INT, heads: INT, group: INT, scale: FLOAT,
-        params: PARAMS,
+        gFinalState: array(4), gStates: array(4, INPUT), gCuSeqlens: ENDS, length: INT, blocks: INT, segments: INT, heads: INT,
+        group: INT, scale: FLOAT, params: PARAMS,
     ):  # fmt: skip
         """The outputs of a segment, and after the last one the state. Each of the `segments` of a sequence has thread blocks of
         its own. gInitialState: the state before each segment. `group` value heads share a key head; each is `blocks` blocks of
-        columns wide."""
+        columns wide. gStates: that before each chunk, if it is stored."""
         q, k, v, g, p, q_residual, out, gate_sums, state_decay, flag, block_decays, biases, rates = smem.open()
         wg = warpgroup.id()
         block, segment, head, sequence = block_coord(cuda.blockIdx.x, blocks, segments, heads)
@@ -204,7 +218,10 @@ def make(config: Config):
             warpgroup.claim_registers(consumer_registers)
             column, out_tile = COLUMNS * (CONSUMERS * block + wg), subtile(out, CHUNK, wg)
             s_t = warpgroup.load(gInitialState, STATE, (sequence * segments + segment, head, column, 0), aligned=False)
+            first_chunk = seq_layout.chunk_index(seq.start, sequence, length)
             for j in range(n):
+                if STORES_STATES:
+                    warpgroup.store(gStates, s_t, (int32(first_chunk + j), head, column, 0), aligned=True)
                 state_factor, strong, queries, keys = state_decay.wait(j), decay.is_strong(flag.wait(j)), q.wait(j), k.wait(j)
                 values, weights = v.wait(CONSUMERS * j + wg), p.wait(j)
                 seq_layout.zero_other_rows(values, seq.remaining(j))

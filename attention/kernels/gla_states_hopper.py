@@ -10,14 +10,16 @@ computes outputs.
 """
 
 import functools
+import itertools
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from numba import cuda
 from numpy import int32
 
 from ops import divmod, exp2, load, store, subtile, warpgroup, zeros
-from tiles import fp32, ring, rt, shared
-from tiles.launching.arguments import ENDS, INT, array, tiled
+from tiles import bf16, fp16, fp32, ring, rt, shared
+from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.targets import Target
 
 from ..parts.recurrent import channel_config, channel_decay
@@ -32,16 +34,27 @@ STAGES = {64: 4, 128: 3, 256: 2}  # padded key dim: chunks in flight
 SIZES = gla_hopper.SIZES
 
 
+@dataclass(frozen=True)
 class Config(channel_config.Config):
-    """A kernel's configuration: that of channel_config.py, with another name."""
+    """A kernel's configuration: that of channel_config.py. of_chunks: are the states before all chunks stored, transposed, in
+    the dtype of keys, from a state that is given? reverse: are these gradients of states, from the last chunk to the first, and
+    keys the queries, decayed from the start of their chunk?"""
+
+    of_chunks: bool = field(default=False, kw_only=True)
+    reverse: bool = field(default=False, kw_only=True)
 
     def __str__(self):
-        return f"states, {super().__str__()}"
+        kinds = "states of chunks" if self.of_chunks else "gradients of states" if self.reverse else "states"
+        return f"{kinds}, {super().__str__()}"
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations. Without `everything`, varlen ones come in one size only, and fp16 is left out."""
-    return channel_config.channel_space(Config, SIZES, target, everything)
+    yield from channel_config.channel_space(Config, SIZES, target, everything)
+    if target.has_wgmma:
+        for of, varlen in itertools.product((bf16, fp16), (False, True)) if everything else ((bf16, False),):
+            yield Config(128, 2, fp32, of, varlen, of_chunks=True)
+            yield Config(128, 2, fp32, of, varlen, reverse=True)
 
 
 @functools.cache
@@ -49,6 +62,7 @@ def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     CONSUMERS, INPUT, IN_PLACE, STATE = config.consumers, config.dtype, config.gates is fp32, rt(16, config.key_dim, fp32)
     PREPARER, (preparer_registers, consumer_registers), RELEASES = CONSUMERS, REGISTERS, CONSUMERS > 1
+    OF_CHUNKS = config.of_chunks
     AHEAD, group = STAGES[config.key_dim], warpgroup.WARPGROUP
     readers = CONSUMERS * group
     raw, PARAMS = config.channel_gates, config.channel_gates.params()
@@ -62,17 +76,18 @@ def make(config: Config):
         rates=raw.rates,
     )
     norm = L2Norm(config.l2norm, config.key_dim, config.key_dim // warpgroup.WARPGROUP)
-    seq_layout, decay = SequenceLayout(config.varlen), channel_decay.ChannelDecay(config.key_dim, INPUT, CONSUMERS)
+    REVERSE, seq_layout = config.reverse, SequenceLayout(config.varlen, config.reverse)
+    decay = channel_decay.ChannelDecay(config.key_dim, INPUT, CONSUMERS)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def scan(
         gK: tiled(config.key, unit=1), gV: tiled(config.value, unit=1), gGates: tiled(config.gate, unit=1),
-        gLocalStates: array(5), gTotalDecays: array(4), gCuSeqlens: ENDS, length: INT, blocks: INT, segments: INT, scanned: INT,
-        heads: INT, group: INT,
-        params: PARAMS,
+        gLocalStates: array(5), gTotalDecays: array(4), gInitialState: array(4), gStates: array(4, INPUT), gCuSeqlens: ENDS,
+        length: INT, blocks: INT, segments: INT, scanned: INT, heads: INT, group: INT, scale: FLOAT, params: PARAMS,
     ):  # fmt: skip
         """The local state of each of the first `scanned` of the `segments`, and its total decay, in powers of 2. `group` heads
-        share a key head; each is `blocks` blocks of columns wide."""
+        share a key head; each is `blocks` blocks of columns wide. gInitialState: the state before each segment, and gStates:
+        before each chunk, where these are wanted instead. scale: of local states."""
         k, v, g, state_decay, gate_sums, biases, rates = smem.open()
         wg = warpgroup.id()
         block, segment, head, sequence = block_coord(cuda.blockIdx.x, blocks, scanned, heads)
@@ -101,27 +116,38 @@ def make(config: Config):
                 for i in range(CHUNK // TOKEN_GROUP):
                     b = load(decay.group_part(sums, i, warp), decay.group_tile, fenced=False) * LOG2_E
                     key = load(decay.group_part(keys, i, warp), decay.group_tile, fenced=False)
-                    store(decay.group_part(keys, i, warp), key * exp2(b_last - b))
+                    if REVERSE:
+                        store(decay.group_part(keys, i, warp), key * exp2(b))
+                    else:
+                        store(decay.group_part(keys, i, warp), key * exp2(b_last - b))
                 store(subtile(state_decay.claim(j), decay.warp_tile.cols, warp), exp2(b_last))
                 warpgroup.sync()  # its fence makes the keys visible to wgmma; publishing a vector has no such fence
                 state_decay.publish(j)
                 g.release(j)
                 k.release(j)
                 total_b = total_b + b_last
-            if block == 0:
+            if block == 0 and not OF_CHUNKS:
                 store(gTotalDecays, total_b, (sequence, head, segment, decay.warp_tile.cols * warp))
         else:
             if RELEASES:
                 warpgroup.claim_registers(consumer_registers)
-            s_t = zeros(STATE)
+            column = int32(COLUMNS * (CONSUMERS * block + wg))
+            first_chunk = seq_layout.chunk_index(seq.start, sequence, length)
+            if OF_CHUNKS:
+                at = int32(sequence * segments + segment), head, column, 0
+                s_t = warpgroup.load(gInitialState, STATE, at, aligned=False)
+            else:
+                s_t = zeros(STATE)
             for j in range(n):
+                if OF_CHUNKS:
+                    warpgroup.store(gStates, s_t, (int32(first_chunk + j), head, column, 0), aligned=True)
                 exp_b_last, keys, values = state_decay.wait(j), k.wait(j), v.wait(CONSUMERS * j + wg)
                 seq_layout.zero_other_rows(values, seq.remaining(j))
                 s_t = warpgroup.wait(warpgroup.mma_AtB(s_t * load(exp_b_last, decay.channel_vec), values, keys))
                 state_decay.release(j)
                 k.release(j)
                 v.release(CONSUMERS * j + wg)
-            column = int32(COLUMNS * (CONSUMERS * block + wg))
-            warpgroup.store(gLocalStates, s_t, (sequence, head, segment, column, 0), aligned=False)
+            if not OF_CHUNKS:
+                warpgroup.store(gLocalStates, s_t * scale, (sequence, head, segment, column, 0), aligned=False)
 
     return scan, smem

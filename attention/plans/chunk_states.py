@@ -1,4 +1,5 @@
-"""The states before chunks, which forward stores in training for gradients that read them (linear_gradient_walk.py).
+"""The states before chunks, which forward stores in training for gradients that read them (linear_gradient_walk.py,
+channel_gradient_walk.py).
 
 With T the bytes of an array of tokens, bf16 and H = Hk, Dk = Dv = 128: forward writes 2 T more (6 T instead of 4 T), and the
 backward pass, which reads them among 9 T, need not read k and v and write the states first (4 T). So stored states save 2 T of
@@ -14,21 +15,25 @@ from tiles.launching.arrays import Operand
 from tiles.launching.devices import machine
 
 from ..families import AMPERE_FAMILY
+from ..kernels import channel_gradients_hopper
 from ..kernels.linear_gradients_hopper import KEY_DIMS, VALUES
 from .recurrent_checks import has_channel_decay
 
 MEMORY = STORED, RECOMPUTED = "states", "recompute"
 
 
-def choose_memory(memory: str, q: Any, v: Any, decay: Any, family: str | None) -> str:
+def choose_memory(memory: str, q: Any, v: Any, decay: Any, normalize: bool, family: str | None) -> str:
     """Where a backward pass finds the states, one of MEMORY: where a caller says, if its kernel reads states at all. The other
     arguments are those of attention.linear, checked or not."""
     shapes = [tuple(getattr(x, "shape", ())) for x in (q, v)]
     if memory == RECOMPUTED or family == AMPERE_FAMILY or any([len(shape) != 4 for shape in shapes]):
         return RECOMPUTED
-    by_channel = len(getattr(decay, "shape", ())) == 4
     (*_, key_dim), (*_, value_dim) = shapes
-    if by_channel or key_dim > KEY_DIMS[-1] or value_dim > VALUES or not _is_hopper(_ordinal(q)):
+    if len(getattr(decay, "shape", ())) == 4 and (
+        normalize or key_dim <= channel_gradients_hopper.HALF or not str(decay.dtype).endswith("float32")
+    ):
+        return RECOMPUTED
+    if key_dim > KEY_DIMS[-1] or value_dim > VALUES or not _is_hopper(_ordinal(q)):
         return RECOMPUTED
     return STORED
 
@@ -52,8 +57,11 @@ _is_hopper._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch
 def check_chunk_states(problem: Problem) -> None:
     """ValueError: no gradients read the states before chunks of such a problem."""
     key_dim, value_dim = problem("key_dim", "value_dim")
-    if has_channel_decay(problem):
-        message = f"takes decays that are not of channels: decay.shape={problem.shape('decay')}"
+    gates = problem["decay"]
+    if has_channel_decay(problem) and key_dim <= channel_gradients_hopper.HALF:
+        message = f"with decays of channels takes Dk above {channel_gradients_hopper.HALF}: q.shape={problem.shape('q')}"
+    elif has_channel_decay(problem) and gates and gates.form.dtype != "float32":
+        message = f"with decays of channels takes float32 ones: decay.dtype={gates.form.dtype}"
     elif key_dim > KEY_DIMS[-1] or value_dim > VALUES:
         shapes = f"q.shape={problem.shape('q')}, v.shape={problem.shape('v')}"
         message = f"takes Dk up to {KEY_DIMS[-1]} and Dv up to {VALUES}: {shapes}"

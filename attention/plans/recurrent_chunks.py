@@ -7,7 +7,7 @@ for many segments a third composes these. A normalizer is computed by a launch o
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tiles.calls.plan import Step
 from tiles.calls.schema import Problem
@@ -334,9 +334,10 @@ def plan_channel_decay(
     formula: GateFormula | None = None,
     scratch: ScratchAllocator | None = None,
     l2norm: bool = False,
+    chunk_states: Operand | None = None,
 ) -> tuple[list[Step], ScratchShapes]:
     """(launches, scratch memory between them) for decays of channels. arrays: those of gla_hopper.py's kernel. formula: of
-    gates that are not in memory."""
+    gates that are not in memory. chunk_states: where the states before all chunks are stored."""
     batch, length, heads, key_heads, key_dim, columns, sequences = problem(
         "batch", "seqlen", "heads", "heads_k", "key_dim", "value_dim", "sequences"
     )
@@ -349,8 +350,9 @@ def plan_channel_decay(
     sizes = padded_dim, consumers, DTYPES[gates.form.dtype], DTYPES[problem.dtype], is_varlen(problem)
     steps, scratch = [], scratch or ScratchAllocator(problem)
 
-    def launch(module, grid_segments: int, **arguments) -> Step:
-        return kernel_for(module, intern_value(module.Config, *sizes, formula=formula, l2norm=l2norm), problem.device).bind(
+    def launch(module, grid_segments: int, arguments: dict[str, Any], **options: bool) -> Step:
+        config = intern_value(module.Config, *sizes, formula=formula, l2norm=l2norm, **options)
+        return kernel_for(module, config, problem.device).bind(
             sequences * heads * blocks * grid_segments,
             length=length,
             blocks=blocks,
@@ -365,7 +367,8 @@ def plan_channel_decay(
         local_states["gTotalDecays"] = scratch(sequences, heads, segments - 1, key_dim)
         initial = scratch(sequences * segments, heads, columns, key_dim)
         inputs = {name: x for name, x in arrays.items() if name not in ("gQ", "gO", "gInitialState", "gFinalState")}
-        steps.append(launch(gla_states_hopper, segments - 1, scanned=segments - 1, **local_states, **inputs))
+        inputs |= local_states | dict.fromkeys(("gInitialState", "gStates"))
+        steps.append(launch(gla_states_hopper, segments - 1, inputs | {"scanned": segments - 1, "scale": 1.0}))
         first = arrays["gInitialState"]
         steps.append(
             compose_segments(
@@ -373,7 +376,8 @@ def plan_channel_decay(
             )
         )
         arrays = arrays | {"gInitialState": initial}
-    return [*steps, launch(gla_hopper, segments, scale=scale, **arrays)], scratch.shapes
+    arguments = arrays | {"gStates": chunk_states, "scale": scale}
+    return [*steps, launch(gla_hopper, segments, arguments, stores_states=chunk_states is not None)], scratch.shapes
 
 
 def compose_segments(

@@ -9,6 +9,7 @@ from tiles.launching.launch import kernel_for
 
 from ..kernels import gate_gradient_token_loop, linear_token_loop
 from ..kernels.linear_token_loop import WARPS
+from .channel_gradient_walk import plan_channel_walk, serves_channel_walk
 from .channel_gradients import plan_channel_gradients, serves_channel_gradients
 from .linear_gradient_walk import plan_gradient_walk, serves_walk
 from .recurrent_checks import is_varlen, pad_key_dim
@@ -31,6 +32,8 @@ def plan_linear_gradients(
     of plan_chunk_gradients."""
     if serves_walk(problem, arrays, vector_bytes):
         return plan_gradient_walk(problem, arrays, scale, scratch)
+    if serves_channel_walk(problem, arrays, vector_bytes):
+        return plan_channel_walk(problem, arrays, scale, scratch)
     if serves_channel_gradients(problem):
         return plan_channel_gradients(problem, arrays, scale, scratch)
     if serves_gradients(problem, arrays, vector_bytes):

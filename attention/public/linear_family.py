@@ -131,9 +131,10 @@ def linear(
     tokens after cu_seqlens[-1] are padding: they are not read, and their outputs are 0.
 
     memory: what a backward pass finds. "states": in training, by torch's autograd or JAX's, forward stores the states before
-    each chunk of 64 tokens, (B, S / 64, H, Dv, Dk) in q's dtype, for gradients that read them: on Hopper, Dk and Dv up to 128,
-    decays not of channels. "recompute": nothing is stored, and the backward pass computes them again. With H = Hk and
-    Dk = Dv = 128 the states are two thirds as large as q, k and v. return_chunk_states: return them, too, for linear_backward.
+    each chunk of 64 tokens, (B, S / 64, H, Dv, Dk) in q's dtype, for gradients that read them: on Hopper, Dk and Dv up to 128;
+    with decays of channels, float32 ones, Dk above 64 and normalize=False. "recompute": nothing is stored, and the backward
+    pass computes them again. With H = Hk and Dk = Dv = 128 the states are two thirds as large as q, k and v.
+    return_chunk_states: return them, too, for linear_backward.
 
     Returns `out`, the same kind of array as q, or with return_state=True `(out, state)`. state is a new float32
     array (B, H, Dk, Dv), C-ordered: that of each sequence after its last token. With return_chunk_states=True the states before
@@ -163,13 +164,13 @@ def linear(
     options = check_number("scale", scale), normalize, return_state, family
     if requires_grad(*(learned := (q, k, v, decay, *start))) or torch_op.is_mapped_with_grad(learned):
         refuse_with_gradients(out=out, stream=stream, return_chunk_states=return_chunk_states or None)
-        inputs, memory = (q, k, v, decay, cu_seqlens, *states), choose_memory(memory, q, v, decay, family)
+        inputs, memory = (q, k, v, decay, cu_seqlens, *states), choose_memory(memory, q, v, decay, normalize, family)
         results = recurrent_autograd().call_with_gradients("linear", inputs, (*options, False, memory), layout)
         return (results[0], results[1:]) if return_state and normalize else results
     results_to = out, None, None
     if raw is NOT_RAW:
         if not torch_op.is_compiling() and any(map(jax_call.is_jax_tracer, learned)):
-            memory = choose_memory(memory, q, v, decay, family)
+            memory = choose_memory(memory, q, v, decay, normalize, family)
         of_memory = return_chunk_states, STORED if return_chunk_states else memory
         results = _linear(stream, (q, k, v, decay, cu_seqlens, *states, *results_to, None), (*options, *of_memory), layout)
     elif return_chunk_states:
@@ -343,7 +344,9 @@ def plan_linear(
         before, copies = prepare_rows(problem, scratch, raw.l2norm and not by_channel, by_channel, by_channel)
         arrays |= copies
         if by_channel:
-            steps, shapes = recurrent_chunks.plan_channel_decay(problem, arrays, scale, raw.gate, scratch, raw.l2norm)
+            steps, shapes = recurrent_chunks.plan_channel_decay(
+                problem, arrays, scale, raw.gate, scratch, raw.l2norm, chunk_states
+            )
             return Plan([*before, *steps], shapes)
         vector_bytes = 0 if tma else problem.bytes_at_once()
         if problem["local_state"]:
@@ -353,6 +356,8 @@ def plan_linear(
             problem, arrays, scale, vector_bytes, NO_STEP_OPTIONS, normalizer, raw.gate, scratch, chunk_states
         )
         return Plan([*before, *steps], shapes)
+    if chunk_states:
+        raise ValueError("return_chunk_states: with decays of channels takes arrays that TMA reads, and normalize=False")
     if family == HOPPER_FAMILY and batch * length:
         raise ValueError(f"family: sm_90 takes decays of channels without normalize=True: {family=}, {normalize=}")
     arrays |= {"gDecay": gates, "gOut": problem["out"], "gInitialZ": z["gInitialState"], "gFinalZ": z["gFinalState"]}

@@ -116,8 +116,10 @@ def linear_backward(
     gradients, and end with each chunk of 64 tokens. float16: scale q . k, P and the elements of states and their gradients are
     rounded to float16, and infinite beyond 65504.
 
-    Decays of channels have gradients by chunks, too, Dk up to 128, in three launches
-    (attention/parts/recurrent/channel_chunks.py); there A is rounded, too, as two numbers. They need 163 KiB of shared memory,
+    Decays of channels have gradients by chunks, too. On Hopper, where they are float32, Dk above 64 and up
+    to 128 and Dv up to 128, by a walk and a kernel for chunks with gates below some -4.5 over 16 tokens, or -100
+    (attention/kernels/channel_gradients_hopper.py); elsewhere, Dk up to 128, in three launches
+    (attention/parts/recurrent/channel_chunks.py); there A is rounded, too, as two numbers. These need 163 KiB of shared memory,
     with Dv above 128 227; with Dk above 64 arrays aligned to 16 bytes. Where these do not serve, and where decays are of tokens
     or heads and Dv is above 128 (on Hopper with cu_seqlens alone), gradients are computed token by token: correct, and slow.
     normalize=True adds two walks token by token, which are slow, too. stream, family: as in linear.

@@ -69,19 +69,21 @@ def _columns(x):
 
 # ---- down a shared tile ----------------------------------------------------------------------------------------------
 @op
-def cumsum_columns(target, source, least, function=None, y=None, z=None):
+def cumsum_columns(target, source, least, function=None, y=None, z=None, below=None):
     """target[i] = source[0] + ... + source[i], by one warp: running sums in fp32 down each column of a shared tile, of elements
-    that are `least` where they are less (NaN stays NaN). target: an fp32 shared tile of source's shape, or source itself.
+    that are `least` where they are less, or this number `below` (NaN stays NaN). target: an fp32 shared tile of source's shape,
+    or source itself.
 
     function: the sums are of function(e, y, z[column]) of each element e (see `map`). y: a number. z: an fp32 shared vector."""
     x = current_warp().read(source, fence=False).astype(np.float32)
     if function is not None:
         x = function(x, np.float32(y), current_warp().read(z, fence=False).astype(np.float32))
-    current_warp().write(target, np.cumsum(np.where(x < least, np.float32(least), x), axis=0, dtype=np.float32))
+    x = np.where(x < least, np.float32(least if below is None else below), x)
+    current_warp().write(target, np.cumsum(x, axis=0, dtype=np.float32))
 
 
 @lowers(cumsum_columns)
-def _(target, source, least, function, y, z):
+def _(target, source, least, function, y, z, below):
     fits = isinstance(target, st) and isinstance(source, st) and target.shape == source.shape
     if not fits or target.dtype is not fp32 or source.dtype.itemsize == 1:
         raise TypeError(
@@ -95,8 +97,11 @@ def _(target, source, least, function, y, z):
 
     at_once = AT_ONCE if function is None else AT_ONCE // 2  # a function needs registers of its own
 
-    def emit(b, target_address, source_address, least, python_function, y, z_address):
+    has_below = number(below)
+
+    def emit(b, target_address, source_address, least, python_function, y, z_address, below):
         least = b.real(least)
+        below = b.real(below) if has_below else least
 
         def column(first):
             """Running sums down column first + lane."""
@@ -108,7 +113,7 @@ def _(target, source, least, function, y, z):
                 elements = [load_elements(b, source.dtype, 1, _at(b, source, source_address, i, mine))[0] for i in batch(start)]
                 if function is not None:
                     elements = [b.apply(function, python_function, x, b.real(y), of_column) for x in elements]
-                return [b.select(b.fcmp_ordered("<", x, least), least, x) for x in elements]
+                return [b.select(b.fcmp_ordered("<", x, least), below, x) for x in elements]
 
             def batch(start):
                 return range(start, min(start + at_once, source.rows))

@@ -17,6 +17,8 @@ from attention.kernels import (
     backward_wide_hopper,
     backward_wide_queries_hopper,
     cache_write,
+    channel_gradients_hopper,
+    channel_pairs_ampere,
     chunk_ampere,
     chunk_hopper,
     decode_ampere,
@@ -106,6 +108,8 @@ SAMPLE = [  # each GPU with several kernels, and each form with some GPU; `inspe
     ("sm_90a", delta_channel_gradients_hopper, delta_channel_gradients_hopper.Config(128, 128, fp32, bf16)),
     ("sm_80", norm_gradients, norm_gradients.NormRowGradients(LayerNorm(), 256, bf16, False)),
     ("sm_90a", chunk_hopper, chunk_hopper.Config(256, 1, bf16, STEPS, MAMBA2, varlen=True)),
+    ("sm_90a", channel_gradients_hopper, channel_gradients_hopper.Config(bf16)),
+    ("sm_90a", channel_pairs_ampere, channel_pairs_ampere.Config(bf16, varlen=True)),
     ("sm_90a", linear_gradients_hopper, linear_gradients_hopper.Config(128, bf16, TokenGate(True))),
     ("sm_100a", chunk_ampere, chunk_ampere.Config(256, 1, bf16, TokenGate(), ScanNormalizer())),
     ("sm_120a", forward_ampere, forward_ampere.config_for(256, bf16, FULL, SMALL, 4)),
@@ -243,4 +247,4 @@ def test_only_what_is_asked_for():
     assert {module for _, module, _ in found} == {gla_hopper, gla_states_hopper} and all(
         x.varlen and x.key_dim == 128 for *_, x in found
     )
-    assert len(found) == 12
+    assert len(found) == 18

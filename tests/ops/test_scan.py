@@ -55,6 +55,22 @@ def test_sum_down(run, sample, shape, dtype):
     close(y, np.cumsum(np.maximum(wide(x), -1), axis=0), atol=1e-5)
 
 
+def test_elements_below_the_least_may_count_as_another(run, sample):
+    T, smem = rt(64, 32, fp32), shared(x=st(64, 32, fp32))
+
+    @cuda.jit
+    def body(x, y):
+        (tile,) = smem.open()
+        store(tile, load(x, T, (0, 0)))
+        block.sync()
+        cumsum_columns(tile, tile, -0.5, below=-3.0)
+        store(y, load(tile, T), (0, 0))
+
+    x, y = sample((64, 32)), blank((64, 32))
+    run(body, x, y, shared=smem)
+    close(y, np.cumsum(np.where(wide(x) < -0.5, -3.0, wide(x)), axis=0), atol=1e-4)
+
+
 @static
 class WeightedSum:
     """A function of numbers, as a method of a static object."""

@@ -107,14 +107,14 @@ class ChannelDecay(WarpChannels):
         (q, k, v, g), (gQ, gK, gV, gGates) = rings, arrays
         self.fill_keys((k, v, g), (gK, gV, gGates), j, n, seq, head, key_head, block)
         if j < n:
-            q.fill(j, gQ, (seq.batch, seq.start + CHUNK * j, key_head))
+            q.fill(j, gQ, (seq.batch, seq.chunk_start(j), key_head))
 
     @inlined
     def fill_keys(self, rings, arrays, j, n, seq, head, key_head, block):
         """Have TMA load the keys, values and gates of the j-th of a sequence's n chunks, if there is one."""
         (k, v, g), (gK, gV, gGates) = rings, arrays
         if j < n:
-            token = seq.start + CHUNK * j
+            token = seq.chunk_start(j)
             g.fill(j, gGates, (seq.batch, token, head))
             k.fill(j, gK, (seq.batch, token, key_head))
             for c in range(self.consumers):

@@ -112,8 +112,15 @@ def test_stored_states_of_packed_sequences(place):
 
 def test_what_stores_no_states():
     args = {name: x for name, x in case(5, "channel").items() if name not in ("dout", "dstate")}
-    with pytest.raises(ValueError, match="^return_chunk_states: takes decays that are not of channels: decay.shape="):
+    with pytest.raises(ValueError, match="^return_chunk_states: with decays of channels takes Dk above 64: q.shape="):
         attention.linear(**args, return_chunk_states=True)
+    args = {name: x for name, x in case(5, "channel", key_dim=80).items() if name not in ("dout", "dstate")}
+    with pytest.raises(
+        ValueError, match="^return_chunk_states: with decays of channels takes float32 ones: decay.dtype=bfloat16"
+    ):
+        attention.linear(**args | {"decay": args["decay"].astype(bf16)}, return_chunk_states=True)
+    with pytest.raises(ValueError, match="^return_chunk_states: with decays of channels takes arrays that TMA reads"):
+        attention.linear(**args, return_chunk_states=True, family="sm_80")
     wide = {name: x for name, x in case(5, "token", key_dim=144).items() if name not in ("dout", "dstate")}
     with pytest.raises(ValueError, match="^return_chunk_states: takes Dk up to 128 and Dv up to 128: q.shape="):
         attention.linear(**wide, return_chunk_states=True)

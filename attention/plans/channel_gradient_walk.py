@@ -1,0 +1,129 @@
+"""The plan of the gradients of linear attention with decays of channels by one walk in reverse (channel_gradients_hopper.py):
+the states before all chunks, unless forward stored them, the walk, and the pairs of chunks that the walk does not hold."""
+
+from typing import NamedTuple
+
+from tiles.calls.plan import Step
+from tiles.calls.schema import Problem
+from tiles.cp_async import PIECES
+from tiles.launching.arrays import Operand
+from tiles.launching.devices import machine
+from tiles.launching.launch import kernel_for
+
+from ..kernels import channel_gradients_hopper, channel_pairs_ampere, gla_states_hopper
+from ..kernels.channel_gradients_hopper import HALF, KEYS, VALUES
+from ..parts.recurrent.tokens import CHUNK
+from .chunk_states import merge_chunks
+from .recurrent_checks import DTYPES, has_channel_decay, is_varlen
+from .recurrent_chunks import (
+    SWAP_STATE_AXES,
+    Arrays,
+    Costs,
+    ScratchAllocator,
+    choose_segments,
+    compose_segments,
+    intern_value,
+)
+from .recurrent_gradients import count_chunk_indices, partial_gradients, sum_heads, wants_value_heads
+
+STATES = "initial_state", "dstate"
+COSTS = Costs(two_consumers=1, first_pass=0.7, compose=0.3, extra_launches=3)
+PAIR_WAVES = 4  # of the blocks that look for pairs of strong chunks
+
+
+def serves_channel_walk(problem: Problem, arrays: Arrays, vector_bytes: int) -> bool:
+    """Does the walk serve such a call? arrays, vector_bytes: as in recurrent_gradients.plan_chunk_gradients."""
+    batch, length, key_dim, value_dim = problem("batch", "seqlen", "key_dim", "value_dim")
+    gates = arrays["decay"]
+    if vector_bytes or not batch * length or not has_channel_decay(problem):
+        return False
+    if gates is None or gates.form.dtype != "float32" or problem.bytes_at_once("decay", "ddecay") < PIECES[0]:
+        return False  # TMA loads and stores them
+    return HALF < key_dim <= KEYS and value_dim <= VALUES
+
+
+def plan_channel_walk(problem: Problem, arrays: Arrays, scale: float, scratch: ScratchAllocator) -> list[Step]:
+    """The launches. arrays: as in recurrent_gradients.plan_chunk_gradients. States that forward stored are not computed
+    again."""
+    batch, length, heads, key_heads, sequences = problem("batch", "seqlen", "heads", "heads_k", "sequences")
+    key_dim, value_dim = problem("key_dim", "value_dim")
+    sums_heads, stored = heads > key_heads and not wants_value_heads(arrays), arrays.get("chunk_states")
+    assert arrays["dv"] is not None
+    processors = machine(problem.device).processors
+    segments = choose_segments(sequences * heads, 1, 1, length * batch // sequences // CHUNK, processors, COSTS)
+    shared: Arrays = {"gGates": arrays["decay"], "gCuSeqlens": problem["cu_seqlens"]}
+    initial, last = (x and x.permuted(SWAP_STATE_AXES) for x in (arrays[name] for name in STATES))
+    forward = StatePass(problem, segments, False, 1.0, shared | {"gK": arrays["k"], "gV": arrays["v"]})
+    reverse = StatePass(problem, segments, True, scale, shared | {"gK": arrays["q"], "gV": arrays["dout"]})
+    steps: list[Step] = []
+    if stored:
+        states = merge_chunks(stored)
+    else:
+        states = scratch(count_chunk_indices(problem), heads, value_dim, key_dim, dtype=problem.dtype)
+        steps, initial = forward.states_before_segments(initial, scratch)
+        steps.append(forward.launch(segments, gInitialState=initial, gStates=states))
+    more, last = reverse.states_before_segments(last, scratch)
+    steps += more
+    outputs = {name: partial_gradients(problem, scratch) if sums_heads else arrays[name] for name in ("dq", "dk")}
+    shared |= {"gQ": arrays["q"], "gK": arrays["k"], "gV": arrays["v"], "gDOut": arrays["dout"], "gDV": arrays["dv"]}
+    ddecay = arrays["ddecay"] or scratch(batch, length, heads, key_dim)  # it is computed in any case
+    shared |= {"gDQ": outputs["dq"], "gDK": outputs["dk"], "gDGates": ddecay}
+    shared["gStrong"] = scratch(count_chunk_indices(problem), heads)
+    shared["gStrongSegments"] = scratch(sequences * segments, heads)
+    numbers = {"length": length, "segments": segments, "heads": heads, "group": heads // key_heads, "scale": scale}
+    fields = sums_heads or wants_value_heads(arrays), arrays["dv"].form.dtype == "float32", is_varlen(problem)
+    blocks = sequences * heads * segments
+    config = intern_value(channel_gradients_hopper.Config, DTYPES[problem.dtype], *fields)
+    ends: Arrays = {"gLastState": last and last.permuted(SWAP_STATE_AXES), "gFirstState": arrays["dinitial_state"]}
+    walk = kernel_for(channel_gradients_hopper, config, problem.device)
+    steps.append(walk.bind(blocks, gStates=states, **ends, **numbers, **shared))
+    config, parts = intern_value(channel_pairs_ampere.Config, *config.fields), max(1, PAIR_WAVES * processors // blocks)
+    pairs = kernel_for(channel_pairs_ampere, config, problem.device)
+    steps.append(pairs.bind(blocks * parts, parts=parts, **numbers, **shared))
+    if sums_heads:
+        steps += [step for name in ("dq", "dk") for step in sum_heads(problem, outputs[name], arrays[name])]
+    return steps
+
+
+class StatePass(NamedTuple):
+    """A pass of gla_states_hopper.py over k and v, or in reverse over q and dO. arrays: that it reads. scale: of the keys."""
+
+    problem: Problem
+    segments: int
+    reverse: bool
+    scale: float
+    arrays: Arrays
+
+    def launch(self, scanned: int, **arrays: Operand | None) -> Step:
+        """The launch for the first `scanned` segments. arrays: what it writes, and gInitialState where states of chunks are
+        written."""
+        problem, gates = self.problem, self.arrays["gGates"]
+        heads, key_heads, sequences = problem("heads", "heads_k", "sequences")
+        assert gates is not None
+        sizes = KEYS, VALUES // CHUNK, DTYPES[gates.form.dtype], DTYPES[problem.dtype], is_varlen(problem)
+        options = {"of_chunks": "gStates" in arrays, "reverse": self.reverse}
+        names = "gLocalStates", "gTotalDecays", "gInitialState", "gStates"
+        return kernel_for(gla_states_hopper, intern_value(gla_states_hopper.Config, *sizes, **options), problem.device).bind(
+            sequences * heads * scanned,
+            length=problem.extents["seqlen"],
+            blocks=1,
+            segments=self.segments,
+            scanned=scanned,
+            heads=heads,
+            group=heads // key_heads,
+            scale=self.scale,
+            **self.arrays,
+            **dict.fromkeys(names) | arrays,
+        )
+
+    def states_before_segments(self, initial: Operand | None, scratch: ScratchAllocator) -> tuple[list[Step], Operand | None]:
+        """(the launches that compute the state before each segment, that state). initial: before each sequence."""
+        if self.segments == 1:
+            return [], initial
+        sequences, heads, *state = self.problem("sequences", "heads", "value_dim", "key_dim")
+        local: Arrays = {"gLocalStates": scratch(sequences, heads, self.segments - 1, *state)}
+        local["gTotalDecays"] = scratch(sequences, heads, self.segments - 1, state[1])
+        states = scratch(sequences * self.segments, heads, *state)
+        composed = local | {"gInitialState": initial, "gSegmentStates": states}
+        compose = compose_segments(self.problem, self.segments, (state[0], state[1]), True, **composed)
+        return [self.launch(self.segments - 1, **local), compose], states
