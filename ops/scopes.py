@@ -25,6 +25,8 @@ class NoMeaning(TypeError, AttributeError):
 
 
 def _refuse(module, name):
+    if name.startswith("_"):  # asked for by Numba and others who look what an object is: no message is read
+        raise AttributeError(f"module {module!r} has no attribute {name!r}", name=name, obj=sys.modules[module])
     scopes = {other: vars(sys.modules[other]).get(name) for other in SCOPES}
     others = [SCOPES[other] for other, op_function in scopes.items() if isfunction(op_function) and op_function in OPS]
     if others:
