@@ -12,6 +12,7 @@ from ..algebra.rules import Rule
 from ..language import terms
 from ..language.axes import Axis
 from ..language.expression_text import writer_of_definition
+from ..language.graph import softmax_of, walk
 from ..language.names import unused
 from ..language.terms import PARTS, Term
 from ..language.trace import TracedDefinition
@@ -84,6 +85,9 @@ class Candidate(NamedTuple):
         ]
         writer = writer_of_definition(self.roots, {})
         scratch = self.name_scratch(writer.names)
+        for x in walk(*self.roots):
+            if x not in writer.names and (scores := softmax_of(x)) is not None:
+                writer.names[x] = f"softmax({writer.expression(scores)})"
         for n, kernel in enumerate(self.plan.kernels, 1):
             number = "One kernel" if len(self.plan.kernels) == 1 else f"Kernel {n}"
             sentences.append(f"{number}: {kernel.describe()}.")
@@ -91,7 +95,9 @@ class Candidate(NamedTuple):
             work += [("result", x) for x in kernel.roots if x in scratch and ("epilogue", x) not in work]
             for place, x in work:
                 name = writer.names.pop(x) if x in scratch else ""
-                sentences.append(f"    {place}: {name and f'{name} = '}{writer.expression(x)}")
+                scores = softmax_of(x)
+                text = writer.expression(x) if scores is None else f"softmax({writer.expression(scores)})"
+                sentences.append(f"    {place}: {name and f'{name} = '}{text}")
                 writer.names |= {x: name} if name else {}
         return "\n".join([*sentences, f"By the roofline it takes {1e6 * self.plan.seconds:.1f} us."])
 

@@ -218,3 +218,10 @@ def test_served_on_the_card(case):
         for mine, want in zip(kernel.gradient(*map(to_torch, given)), kernel.gradient(*given), strict=True):
             want = want.astype(float)
             assert np.abs(to_numpy(mine).astype(float) - want).max() <= 0.04 * np.abs(want).max() + 1e-6
+
+
+def test_explain_says_softmax():
+    """And not the exponentials, the maximum and the sum that it consists of."""
+    kernel = fuse.kernel(lambda x, w, v: fuse.softmax(x @ w) @ v)
+    said = kernel.explain(normal(5, 64), normal(64, 96), normal(96, 64))
+    assert "softmax(hidden)" in said and "exp(" not in said
