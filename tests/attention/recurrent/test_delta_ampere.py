@@ -7,6 +7,7 @@ import pytest
 from delta_cases import BF16, FP16, agree
 from gradient_cases import relative_rms
 from places import OnInterpreter
+from poison import as_on_a_device
 from test_delta_rule import inputs as inputs_of_tokens
 from test_kda_hopper import inputs as inputs_of_channels
 
@@ -74,13 +75,18 @@ def test_without_states(place, decay):
 
 
 @pytest.mark.parametrize("decay", ["none", "channel"])
-def test_packed_sequences_of_whole_chunks_and_none(place, decay):
-    """The last state of one without tokens is its initial one."""
-    start = 0.3 * np.random.default_rng(1).standard_normal((4, 1, 16, 80), np.float32)
-    ends = np.array([0, 64, 64, 129, 129], np.int32)
-    more = {"cu_seqlens": ends, "initial_state": start, "family": "sm_80"}
-    _, state = agree(place, *inputs(decay, 129, key_dim=16, value_dim=80), **more)
+def test_packed_sequences_of_whole_chunks_and_none(place, monkeypatch, decay):
+    """The last state of one without tokens is its initial one; the outputs of padding are 0."""
+    as_on_a_device(monkeypatch)
+    start = 0.3 * np.random.default_rng(1).standard_normal((4, 1, 16, 16), np.float32)
+    more = {"cu_seqlens": np.array([0, 64, 64, 129, 129], np.int32), "initial_state": start, "family": "sm_80"}
+    tokens = inputs(decay, 140, key_dim=16, value_dim=16)
+    out, state = agree(place, *(x if x is None else x[:, :129] for x in tokens), **more)
     assert (state[[1, 3]] == start[[1, 3]]).all()
+    put = lambda x: place.put(x) if isinstance(x, np.ndarray) else x
+    *arrays, gates = map(put, tokens)
+    padded = place.get(delta_rule(*arrays, decay=gates, **{name: put(x) for name, x in more.items()}))
+    assert (padded[:, :129] == out).all() and not padded[:, 129:].any()
 
 
 # ---- beta, keys and gates -----------------------------------------------------------------------------------------------
