@@ -149,7 +149,7 @@ def test_what_chunks_serve():
     """Keys of up to 128 channels, if there are tokens."""
     problem = lambda **extents: lambda *names: tuple(extents[name] for name in names)
     assert serves_delta_chunks(problem(batch=2, seqlen=1, key_dim=128))
-    assert not serves_delta_chunks(problem(batch=2, seqlen=1, key_dim=144))
+    assert not serves_delta_chunks(problem(batch=2, seqlen=1, key_dim=129))
     assert not serves_delta_chunks(problem(batch=2, seqlen=0, key_dim=128))
 
 
