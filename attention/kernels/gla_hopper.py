@@ -203,6 +203,7 @@ def make(config: Config):
                     s = fp32(warpgroup.load(subtile(residual, CHUNK, 0, CHUNK, 0), WEIGHTS))
                 elif strength > 0:
                     s = score_blocks(queries, (residual, block_decays))
+                    cuda.syncwarp()  # all lanes have read the residual's place, before one of them gives it back
                 else:
                     s = warpgroup.wait(warpgroup.mma_ABt(warpgroup.mm_ABt(queries, keys), residual, keys))
                 q_residual.release(j)
