@@ -48,8 +48,10 @@ class AttentionFunction(torch.autograd.Function):
                 raise NotImplementedError(f"{NO_SECOND_DERIVATIVES}; leave create_graph=True out")
         with torch.no_grad():
             options = {**ctx.options, **({"deterministic": True} if torch.are_deterministic_algorithms_enabled() else {})}
-            wanted = [name for name, needs in zip(ctx.names, ctx.needs_input_grad[3:]) if needs]
-            grads = compute_gradients(_out_gradient(dout, out), dlse, dict(zip(ctx.names, tensors)), out, lse, options, wanted)
+            requested = [name for name, needs in zip(ctx.names, ctx.needs_input_grad[3:]) if needs]
+            grads = compute_gradients(
+                _out_gradient(dout, out), dlse, dict(zip(ctx.names, tensors)), out, lse, options, requested
+            )
         return None, None, None, *[grads.get(name) for name in ctx.names]
 
 

@@ -101,8 +101,8 @@ def evaluate(raw: RawGate | RawBeta, layout: str = "bshd") -> Any:
     def spread(a):
         """A_log or dt_bias with the axes of x."""
         a = real(a)
-        between = x.ndim - head_axis - a.ndim
-        return a.reshape(a.shape[:1] + (1,) * between + a.shape[1:])
+        axes_between = x.ndim - head_axis - a.ndim
+        return a.reshape(a.shape[:1] + (1,) * axes_between + a.shape[1:])
 
     if raw.dt_bias is not None:
         x = x + spread(raw.dt_bias)

@@ -141,9 +141,9 @@ def no_rows_message(everything: bool, arch: str, only: Sequence[str]) -> str:
     if next(configurations(everything, arch, only), None):
         return ""
     texts = " and ".join(map(repr, only))
-    more = sum(1 for _ in configurations(True, arch, only))
+    count = sum(1 for _ in configurations(True, arch, only))
     names = dict.fromkeys(name for name, *_ in configurations(True, arch))
-    advice = f"with --all there are {more}" if more else f"kernels are {', '.join(names)}; without --only all rows are listed"
+    advice = f"with --all there are {count}" if count else f"kernels are {', '.join(names)}; without --only all rows are listed"
     return f"--only: no row for {arch} has {texts} in its kernel's, its module's or its configuration's name; {advice}"
 
 

@@ -92,8 +92,8 @@ def suggests_argument_names(function: F) -> F:
         try:
             return function(*args, **options)
         except TypeError as error:
-            unknown = re.match(rf"{function.__qualname__}\(\) got an unexpected keyword argument '(\w+)'", str(error))
-            hint = unknown and argument_hint(unknown[1], list(inspect.signature(function).parameters))
+            match = re.match(rf"{function.__qualname__}\(\) got an unexpected keyword argument '(\w+)'", str(error))
+            hint = match and argument_hint(match[1], list(inspect.signature(function).parameters))
             if not hint:
                 raise
             raise TypeError(f"{str(error).partition('. Did you')[0]}; {hint}") from None

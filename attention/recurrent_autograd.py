@@ -120,8 +120,8 @@ def _gradients(ctx: Any, of_results: Sequence[Any], arrays: Sequence[Any]) -> tu
     dout = torch.zeros_like(arrays[program.names.index(derivative.values)]) if dout is None else make_tma_contiguous(dout)
     call, places = _gradient_call(ctx.member, tuple(needs), ctx.options, len(others), len(arrays) > len(needs))
     inputs = *arrays, dout, *others, None
-    found = derivative.program(None, tuple([inputs[place] for place in call.arrays]), call.options, ctx.layout)
-    gradients = [None if place is None else found[place] for place in places]
+    gradients = derivative.program(None, tuple([inputs[place] for place in call.arrays]), call.options, ctx.layout)
+    gradients = [None if place is None else gradients[place] for place in places]
     return *[None] * LEADING, *[x if x is None or x.dtype is y.dtype else x.to(y.dtype) for x, y in zip(gradients, arrays)]
 
 
@@ -129,10 +129,10 @@ def _gradients(ctx: Any, of_results: Sequence[Any], arrays: Sequence[Any]) -> tu
 def _known_call(member: str, needs: tuple[bool, ...], options: tuple, others: int, stored: bool) -> tuple[GradientCall, Places]:
     program, derivative = MEMBERS[member]
     inputs, results = program.names[: len(needs)], program.names[len(needs) :]
-    wanted = [name for name, needed in zip(inputs, needs) if needed]
+    requested = [name for name, needed in zip(inputs, needs) if needed]
     available = [*inputs, *[derivative.stored] * stored, *["d" + name for name in results[: 1 + others]]]
-    call = derivative.call(available, wanted, dict(zip(program.options, options)))
-    return call, tuple([call.results[name] if name in wanted else None for name in inputs])
+    call = derivative.call(available, requested, dict(zip(program.options, options)))
+    return call, tuple([call.results[name] if name in requested else None for name in inputs])
 
 
 def _gradient_call(

@@ -1,4 +1,4 @@
-"""What all warps of a block do together."""
+"""Ops that all warps of a block call together."""
 
 from tiles.interpreter import current_warp
 from tiles.op import op

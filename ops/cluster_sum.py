@@ -68,7 +68,7 @@ class ClusterSum:
 
     @property
     def nbytes(self):
-        """Bytes that a finisher receives."""
+        """The number of bytes that a finisher receives."""
         return (self.blocks - 1) * BAND * self.tile.cols * fp32.itemsize
 
     @inlined
@@ -112,7 +112,7 @@ class RowSums:
 
     @property
     def bands(self):
-        """Groups of 16 rows; divides a warpgroup's four warps."""
+        """The number of groups of 16 rows; it divides a warpgroup's four warps."""
         return self.rows // BAND
 
     @property
@@ -163,8 +163,8 @@ def sum_over_cluster(x, parts, blocks):
     """The sum over the `blocks` of a cluster of a number that all threads of a block have. parts: sv(16, fp32)."""
     _bring(x, parts)
     total = x
-    for further in range(1, blocks):
-        total = total + tile_sum(_brought(parts, further, blocks)) / COPIES
+    for distance in range(1, blocks):
+        total = total + tile_sum(_brought(parts, distance, blocks)) / COPIES
     cluster.sync()
     return total
 
@@ -174,8 +174,8 @@ def max_over_cluster(x, parts, blocks):
     """The greatest of the same."""
     _bring(x, parts)
     total = x
-    for further in range(1, blocks):
-        total = maximum(total, tile_max(_brought(parts, further, blocks)))
+    for distance in range(1, blocks):
+        total = maximum(total, tile_max(_brought(parts, distance, blocks)))
     cluster.sync()
     return total
 
@@ -189,6 +189,6 @@ def _bring(x, parts):
 
 
 @inlined
-def _brought(parts, further, blocks):
+def _brought(parts, distance, blocks):
     """What the block so many behind this one has brought."""
-    return cluster.load(cluster.map(parts, (cluster.rank() + further) % blocks), NUMBER)
+    return cluster.load(cluster.map(parts, (cluster.rank() + distance) % blocks), NUMBER)

@@ -45,8 +45,8 @@ def _(context, builder, sig, args):
     check_print(spec)
     elements = b.elements(spec, args[0])
     buffer = b.scratch(f64, ARGUMENTS)
-    who = [b.special(f"ctaid.{axis}") for axis in "xyz"] + [b.warp()]
-    _printf(b, buffer, f"[block (%.0f, %.0f, %.0f), warp %.0f] {spec}\n", *map(b.real, who))
+    origin = [b.special(f"ctaid.{axis}") for axis in "xyz"] + [b.warp()]
+    _printf(b, buffer, f"[block (%.0f, %.0f, %.0f), warp %.0f] {spec}\n", *map(b.real, origin))
     for row in _holders(spec):
         for start in range(0, len(row), ARGUMENTS):
             values = [ptx.shuffle(b, elements[index], b.u32(lane)) for lane, index in row[start : start + ARGUMENTS]]

@@ -121,7 +121,7 @@ def _(lengths, begins, most, size: int, first, count, before, tile, added):
     result = types.UniTuple(types.int32, 3)
 
     def element(b, array, value, n, exists):
-        """One of an array, 0 where none exists."""
+        """The n-th element of an array, 0 if there is none."""
         data, _, (stride,) = b.array(array, value)
         letter, register = ("r", i32) if array.dtype.bitwidth == 32 else ("l", i64)
         kind = f"b{array.dtype.bitwidth}"

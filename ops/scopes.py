@@ -30,8 +30,10 @@ def _refuse(module, name):
     scopes = {other: vars(sys.modules[other]).get(name) for other in SCOPES}
     others = [SCOPES[other] for other, op_function in scopes.items() if isfunction(op_function) and op_function in OPS]
     if others:
-        meant = "; ".join(f"of {who}: {how.format(name)}" for who, how in others)
-        raise NoMeaning(f"{name} has no meaning for {SCOPES[module][0]}. It is an op {meant}{kernel_line() or hazard_line()}")
+        meanings = "; ".join(f"of {who}: {how.format(name)}" for who, how in others)
+        raise NoMeaning(
+            f"{name} has no meaning for {SCOPES[module][0]}. It is an op {meanings}{kernel_line() or hazard_line()}"
+        )
     lists = "docs/kernel.md lists all ops, and docs/coming_from.md those that stand for other libraries'"
     line = kernel_line() or hazard_line()
     raise AttributeError(f"module {module!r} has no attribute {name!r}; {lists}{line}", name=name, obj=sys.modules[module])

@@ -60,9 +60,9 @@ def chunk_parts(tile, unit):
         yield panel, panel * tile.width + part, part
 
 
-def clamped(b, x, most):
+def clamped(b, x, limit):
     """The 64-bit x, clamped to 0..most, in 32 bits."""
-    low, high = i64(0), i64(most)
+    low, high = i64(0), i64(limit)
     x = b.select(b.icmp_signed("<", x, high), x, high)
     return b.u32(b.select(b.icmp_signed("<", x, low), low, x))
 
@@ -120,7 +120,7 @@ def lower_copy(b, ty, tile, address, array, at, rows, cols, piece, warp_rows, fi
     def copies(counts):
         """The copies of all rows, one after the other. counts(row): how many bytes of each of its parts; if they are copied by
         elements, which bytes of the row."""
-        line, further = source, b.mul(strides[rows], i64(step))
+        line, row_step = source, b.mul(strides[rows], i64(step))
         for down in range(0, warp_rows, step):
             to = row_below(b, tile, start, chunk, down)
             for (panel, low, part), count in zip(chunk_parts(tile, unit), counts(down), strict=True):
@@ -129,7 +129,7 @@ def lower_copy(b, ty, tile, address, array, at, rows, cols, piece, warp_rows, fi
                     ptx.copy_elements(b, target, origin, low, *count, guard)
                 else:
                     ptx.copy_async(b, target, origin, count, guard, piece)
-            line = b.add(line, further)  # step by step: multiples of a step would each be kept in a register over the loop
+            line = b.add(line, row_step)  # step by step: multiples of a step would each be kept in a register over the loop
 
     with b.if_then(inside):
         all_of_it = (b.u32(0), b.u32(nbytes)) if by_elements else b.u32(piece)

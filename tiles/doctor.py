@@ -74,7 +74,7 @@ def compiler():
 
 
 def simulator():
-    """Numba's simulator is no way to run tiles."""
+    """The finding that Numba's simulator is on, which cannot run tiles."""
     if simulated():
         yield Finding("environment", SIMULATOR, "unset NUMBA_ENABLE_CUDASIM", broken=True)
 
@@ -88,8 +88,8 @@ def shadows():
             if spec and spec.origin and (place := Path(spec.origin).resolve()) not in places:
                 places.append(place)
         ours = ROOT / name / "__init__.py"
-        others = [place for place in places if place != ours]
-        for place in others:
+        other_places = [place for place in places if place != ours]
+        for place in other_places:
             first = places.index(place) < places.index(ours) if ours in places else True
             text = f"{place} {'shadows ours, ' + str(ours) if first else 'is shadowed by ours'}"
             yield Finding(
@@ -98,7 +98,7 @@ def shadows():
                 f"rename it, or put {ROOT} before it on sys.path" if first else "",
                 first and name in NEEDED,
             )
-        if not others:
+        if not other_places:
             yield Finding(f"package {name}", str(ours.parent))
 
 
@@ -158,11 +158,11 @@ def runs_on(target) -> str:
 def _gpu(driver, check, ordinal):
     from .targets import Target
 
-    handle, which = check(driver.cuDeviceGet(ordinal)), driver.CUdevice_attribute
+    handle, attribute = check(driver.cuDeviceGet(ordinal)), driver.CUdevice_attribute
     name = check(driver.cuDeviceGetName(128, handle)).split(b"\0")[0].decode()
     target = Target(
         *(
-            check(driver.cuDeviceGetAttribute(getattr(which, f"CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_{part}"), handle))
+            check(driver.cuDeviceGetAttribute(getattr(attribute, f"CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_{part}"), handle))
             for part in ("MAJOR", "MINOR")
         )
     )

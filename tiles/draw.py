@@ -181,8 +181,8 @@ def register_panel(tile):
             left, top = (x + c * PAIR // 2, y + r * ROW) if not down else (x + c * PAIR, y + r // run * ROW)
             yield cell(left, top, wide, ROW, colour(lane // 4, lane % 4))
             yield text(left + 13, top + 15, lane, "big")
-            which = f"e{index} e{index + 1}" if run == 2 else f"e{index}–{index + run - 1}"
-            yield text(left + wide // 2 + 10, top + 15, which, "small")
+            label = f"e{index} e{index + 1}" if run == 2 else f"e{index}–{index + run - 1}"
+            yield text(left + wide // 2 + 10, top + 15, label, "small")
 
     notes = "which of a warp's 32 lanes has an element,", f"and which of its {tile.elements} it is"
     width, height = (cols * PAIR, rows * ROW // run) if down else (cols * PAIR // 2, rows * ROW)
@@ -225,7 +225,7 @@ def shared_panels(tile, below=()):
 
 
 def svg(*panels):
-    """Panels side by side, as one picture."""
+    """An SVG of panels side by side."""
     x, parts = MARGIN, []
     height = TOP + max(p.height + (32 + 16 * len(p.below) if p.below else 0) for p in panels) + MARGIN
     for panel in panels:

@@ -24,7 +24,7 @@ class dtype:
 
     @functools.cached_property
     def itemsize(self) -> int:
-        """Bytes that one element takes."""
+        """The number of bytes of an element."""
         return self.np.itemsize
 
     @property

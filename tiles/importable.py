@@ -98,8 +98,8 @@ def row_stack():
 @contextlib.contextmanager
 def importing():
     """Around the imports of tiles/__init__.py: says what to do where they cannot work."""
-    if why := obstacle():
-        raise ImportError(why)
+    if reason := obstacle():
+        raise ImportError(reason)
     try:
         with row_stack(), uncollected():
             yield

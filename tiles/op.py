@@ -78,7 +78,7 @@ class Op:
 
     @functools.cached_property
     def defaults(self):
-        """For each parameter its default, or Parameter.empty."""
+        """The default of each parameter, Parameter.empty if it has none."""
         return tuple(p.default for p in self.signature.parameters.values())
 
     def _bound(self, args, kwargs):

@@ -114,7 +114,7 @@ class pipeline:
         warp = _opened(self, j)
         warp.wait_group(newer, (self.name, j))
         threads = layout.LANES * self.warps
-        warp.block.named(0, threads).meet(warp, threads, what=f"tile {j} of pipeline {self.name!r}: ")
+        warp.block.named(0, threads).meet(warp, threads, description=f"tile {j} of pipeline {self.name!r}: ")
         return _tile(self, j)
 
 

@@ -97,7 +97,7 @@ class shared:
         if warp.index == 0:
             block.ready = warp.agent, warp.tick()
         threads = LANES * block.size
-        block.named(0, threads).meet(warp, threads, what="shared.open: ")
+        block.named(0, threads).meet(warp, threads, description="shared.open: ")
         if self.blocks > 1:
             if block.cluster.size != self.blocks:
                 cause = f"{self} is for clusters of {self.blocks} blocks, and the launch has clusters of {block.cluster.size}"

@@ -51,7 +51,7 @@ class Target(NamedTuple):
 
     @property
     def capability(self) -> tuple[int, int]:
-        """Its compute capability, (9, 0) for sm_90a."""
+        """The compute capability, (9, 0) for sm_90a."""
         return self.major, self.minor
 
     @property

@@ -69,7 +69,7 @@ class rt:
 
     @functools.cached_property
     def elements(self):
-        """Elements that each lane holds."""
+        """The number of elements that each lane holds."""
         return self.rows * self.cols // layout.LANES
 
     def element(self, lane, index):
@@ -175,7 +175,7 @@ class st:
 
     @functools.cached_property
     def nbytes(self):
-        """Bytes that the elements take together."""
+        """The number of bytes of all elements together."""
         return self.rows * self.cols * self.dtype.itemsize
 
     @functools.cached_property
@@ -195,11 +195,11 @@ class st:
 
     @functools.cached_property
     def panel_bytes(self):
-        """Bytes from panel to panel."""
+        """The distance of panels in bytes."""
         return self.whole * self.width
 
     def offset(self, row, col):
-        """Byte offset of an element."""
+        """The offset of an element in bytes."""
         return layout.shared_offset(row, col, self.whole, self.dtype.itemsize, self.width)
 
     def offsets(self, rows=None):
@@ -216,7 +216,7 @@ class st:
 
     @functools.cached_property
     def room(self):
-        """Bytes from one to the next in a ring."""
+        """The distance of adjacent stages of a ring in bytes."""
         return self.nbytes
 
 
@@ -247,12 +247,12 @@ class sv:
 
     @functools.cached_property
     def nbytes(self):
-        """Bytes that the elements take together."""
+        """The number of bytes of all elements together."""
         return self.length * self.dtype.itemsize
 
     @functools.cached_property
     def room(self):
-        """Bytes from one to the next in a ring."""
+        """The distance of adjacent stages of a ring in bytes."""
         return -(-self.nbytes // VECTOR_ALIGN) * VECTOR_ALIGN
 
     @functools.cached_property
@@ -267,7 +267,7 @@ class sv:
 
     @functools.cached_property
     def panel_bytes(self):
-        """Bytes from part to part."""
+        """The distance of parts in bytes."""
         return self.panel_cols * self.dtype.itemsize
 
     width = property(lambda self: self.panel_bytes)
@@ -333,7 +333,7 @@ class gl:
         return {axis: self.unit if axis == self.rows else n for axis, n in self.extents.items()}
 
     def origin(self, at):
-        """Element index of the tile at `at`, per axis."""
+        """The index, along each axis, of the first element of the tile at `at`."""
         at, steps = tuple(at) + (0,) * (self.rank - len(at)), self.steps
         return tuple(i * steps.get(axis, 1) for axis, i in enumerate(at))
 

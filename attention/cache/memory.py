@@ -132,8 +132,8 @@ class JaxBackend(ArrayBackend):
         if len(pools) > len(rows):
             quantized, descales = zip(*map(_quantize, rows))
             rows = [*quantized, *descales]
-        written = tuple(_page_update()(pool, *slots, x.astype(pool.dtype)) for pool, x in zip(pools, rows, strict=True))
-        return written, None if q is None else rotate(q).astype(q.dtype)
+        new_pools = tuple(_page_update()(pool, *slots, x.astype(pool.dtype)) for pool, x in zip(pools, rows, strict=True))
+        return new_pools, None if q is None else rotate(q).astype(q.dtype)
 
 
 @functools.cache

@@ -213,8 +213,8 @@ class PagedCache:
         `tokens`, the number of each sequence, all of them one after the other in a batch of 1."""
         if not hasattr(sequences, "__len__"):
             raise TypeError(f"sequences: must be a list of sequence numbers: {sequences=}")
-        if self.descales[0] and (passed := [name for name in DESCALES if name in options]):
-            raise ValueError(f"{passed[0]}: must not be passed to a cache that keeps its own descales: scaled=True")
+        if self.descales[0] and (descale_names := [name for name in DESCALES if name in options]):
+            raise ValueError(f"{descale_names[0]}: must not be passed to a cache that keeps its own descales: scaled=True")
         for name in SET_BY_CACHE & options.keys():
             cure = "; pass tokens=, the number of each sequence" * (name == "cu_seqlens")
             raise ValueError(

@@ -161,9 +161,9 @@ def _inline_for_kernels(f: FunctionType) -> Any:
     return _inlined[f]
 
 
-def _find_reads(name: str, original: Any, above: tuple[Any, ...]) -> FunctionReads:
-    """What a function reads from outside: closure variables, globals, and bound arguments. above: the functions that call
-    it."""
+def _find_reads(name: str, original: Any, outer_functions: tuple[Any, ...]) -> FunctionReads:
+    """What a function reads from outside: closure variables, globals, and bound arguments. outer_functions: the functions that
+    call it."""
     if masks := _joined_masks(original):
         f, bound = _masks_as_expressions[original], dict[str, Path]()
         paths: dict[str, Path] = {f"mask_{n}": (("closure", 0), ("item", n)) for n in range(len(masks))}
@@ -181,7 +181,11 @@ def _find_reads(name: str, original: Any, above: tuple[Any, ...]) -> FunctionRea
         elif isinstance(x, (bool, int, float)) and not isinstance(outside[root], ModuleType):
             numbers[text] = x
         paths[text] = (*paths[root], *[("attribute", one) for one in text.split(".")[1:]])
-    callees = {v: _find_reads(v, x, (*above, f)) for v, x in outside.items() if _is_user_function(x) and x not in (f, *above)}
+    callees = {
+        v: _find_reads(v, x, (*outer_functions, f))
+        for v, x in outside.items()
+        if _is_user_function(x) and x not in (f, *outer_functions)
+    }
     others = {variable: x for variable, x in outside.items() if variable not in arrays and variable not in callees}
     return FunctionReads(original, f, frozenset(bound), paths, arrays, numbers, callees, others)
 

@@ -301,8 +301,8 @@ def attend_cache(
 def refuse_probabilities(return_attn_probs: bool, dropout_p: float) -> None:
     """NotImplementedError: with dropout FlashAttention-2 would return the probabilities P too, which are never materialised
     here."""
-    wanted = bool(return_attn_probs and dropout_p)
-    refuse("return_attn_probs", wanted, "P is never materialised; leave it out, or set dropout_p=0.0")
+    wants_mask = bool(return_attn_probs and dropout_p)
+    refuse("return_attn_probs", wants_mask, "P is never materialised; leave it out, or set dropout_p=0.0")
 
 
 def append_probabilities(result: Any, return_attn_probs: bool) -> Any:

@@ -109,16 +109,16 @@ class PlannedWrapper:
         self.page_size = size
         xp, (indptr, last) = array_namespace(indices), (to_device_of(x, indices) for x in (indptr, last_page_len))
         lengths = ((indptr[1:] - indptr[:-1] - 1) * size + last).clip(0)
-        batch, most = len(counts), int(counts.max(initial=0))
-        entries = indptr[:-1, None] + to_device_of(xp.arange(most, dtype=indptr.dtype), indices)[None]
+        batch, longest = len(counts), int(counts.max(initial=0))
+        entries = indptr[:-1, None] + to_device_of(xp.arange(longest, dtype=indptr.dtype), indices)[None]
         table = indices[entries.clip(0, max(0, len(indices) - 1))]  # entries beyond a sequence's own pages are never read
         if self.graph:
             room = self.workspace.reshape(-1).view(xp.int32)
             width = len(room) // max(1, batch)
-            if most > width:
-                raise ValueError(f"float_workspace_buffer: has room for {width} pages of each of {batch} sequences: {most}")
+            if longest > width:
+                raise ValueError(f"float_workspace_buffer: has room for {width} pages of each of {batch} sequences: {longest}")
             pages = room[: batch * width].reshape(batch, width)
-            pages[:, :most] = table
+            pages[:, :longest] = table
             table = pages
         return {"pages": table, "lengths": self.hold_for_graph("lengths", lengths)}
 

@@ -266,7 +266,7 @@ def make(config: Config):
         exp2(`scale` s
         - lse), where s is what the variant makes of `unit` Q K^T."""
         k, v, q, do, ds_tile = smem.open()
-        number, batch_head = tiling.place(cuda.blockIdx.x, blocks, batch_heads, raster_group)
+        number, batch_head = tiling.locate_block(cuda.blockIdx.x, blocks, batch_heads, raster_group)
         slope_row = int32(blocks * (batch_head // heads) + number)
         number, batch, dkv_head = sequences.find_key_block(number, batch_head, heads, KV, params)
         head_group, split = divmod(dkv_head, splits)

@@ -193,7 +193,7 @@ def make(config: Config):
         ds_ring, dq_ring, bias = memory.ds, memory.dq, bias_tiles.ring_of(memory)
         grid.follow()
         wg = warpgroup.id()
-        block, batch_head = order.place(tiling, cuda.blockIdx.x, blocks, batch_heads, raster_group)
+        block, batch_head = order.locate_block(tiling, cuda.blockIdx.x, blocks, batch_heads, raster_group)
         slope_row = int32(blocks * (batch_head // heads) + block)
         block, batch, dkv_head = sequences.find_key_block(block, batch_head, heads, KV, params)
         head_group, split = divmod(dkv_head, splits)

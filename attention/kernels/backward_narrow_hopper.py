@@ -169,7 +169,7 @@ def make(config: Config):
         ds_ring, dq_ring, bias = memory.ds, memory.dq, bias_tiles.ring_of(memory)
         grid.follow()
         wg = warpgroup.id()
-        block, batch_head = order.place(tiling, cuda.blockIdx.x, blocks, batch_heads, raster_group)
+        block, batch_head = order.locate_block(tiling, cuda.blockIdx.x, blocks, batch_heads, raster_group)
         batch, dkv_head = divmod(batch_head, heads)
         head_group, split = divmod(dkv_head, splits)
         seq, key = sequences.sequence(batch, params), int32(KV * block)

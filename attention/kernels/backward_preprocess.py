@@ -62,10 +62,10 @@ class Config:
 
     def __str__(self):
         parts = type(self.parts).__name__.lower() if self.parts else "no sums"
-        more = (
+        suffix = (
             ", by elements" * (not self.aligned) + str(self.order) + " PDL" * self.overlaps_previous + ", dlse" * self.has_dlse
         )
-        return f"D {self.value_dim} {self.dtype}, {self.rows} queries, {parts}{more}"
+        return f"D {self.value_dim} {self.dtype}, {self.rows} queries, {parts}{suffix}"
 
 
 def config_of(config: backward_hopper.Config | backward_ampere.Config) -> Config:

@@ -132,7 +132,7 @@ def make(config: Config):
         k, v, q, do, p_ring, lse_delta = smem.open()
         grid.follow()
         wg = warpgroup.id()
-        block, batch_head = tiling.place(cuda.blockIdx.x, blocks, batch_heads, raster_group)
+        block, batch_head = tiling.locate_block(cuda.blockIdx.x, blocks, batch_heads, raster_group)
         batch, dkv_head = divmod(batch_head, heads)
         head_group, split = divmod(dkv_head, splits)
         seq, key = sequences.sequence(batch, params), int32(KV * block)

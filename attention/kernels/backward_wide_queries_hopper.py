@@ -113,7 +113,7 @@ def make(config: Config):
         q, do, k, v = smem.open()
         grid.wait()
         wg = warpgroup.id()
-        block, batch_head = tiling.place(cuda.blockIdx.x, blocks, batch_heads, raster_group)
+        block, batch_head = tiling.locate_block(cuda.blockIdx.x, blocks, batch_heads, raster_group)
         batch, head = divmod(batch_head, heads)
         kv_head, _ = divmod(head, group)
         seq, row = sequences.sequence(batch, params), int32(ROWS * block)
@@ -141,13 +141,13 @@ def make(config: Config):
             for j in range(kv_blocks.n):
                 masked, key = j < kv_blocks.masked, tiling.key(kv_blocks, j, ctx)
                 ahead = kv_blocks.unseen_at_start if j == kv_blocks.masked - 1 else int32(0)
-                behind = kv_blocks.unseen_at_end if j == 0 else int32(0)
-                if ahead > 0 or behind > 0:
+                unseen_at_end = kv_blocks.unseen_at_end if j == 0 else int32(0)
+                if ahead > 0 or unseen_at_end > 0:
                     warpgroup.sync_several(CONSUMERS)  # both have computed their scores of these keys
                     zero_first_keys(k.wait(j), ahead, CONSUMERS)
-                    zero_last_keys(k.wait(j), behind, CONSUMERS)
+                    zero_last_keys(k.wait(j), unseen_at_end, CONSUMERS)
                     zero_first_keys(v.wait(j), ahead, CONSUMERS)
-                    zero_last_keys(v.wait(j), behind, CONSUMERS)
+                    zero_last_keys(v.wait(j), unseen_at_end, CONSUMERS)
                 s, dq = step(j, s, dq, masked, (q, do, k, v), warp_ctx, key, lse, delta, scale)
             warpgroup.store(gDQ, INPUT(dq * unit), (seq.batch, wg_row, head, 0), 1, 3, True)
 

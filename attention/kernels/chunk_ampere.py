@@ -237,7 +237,7 @@ def make(config: Config):
         first_index = seq_layout.chunk_index(first, sequence, length)
         for j in range(n):
             token = seq.chunk_start(j)
-            later = in_reverse(seq, j + 1) if REVERSED else seq.chunk_start(j + 1)
+            next_token = in_reverse(seq, j + 1) if REVERSED else seq.chunk_start(j + 1)
             index = int32(first_index + seq.chunk_number(j))
             if warp == 0:
                 gate.store_cumsum(b, a, g, rate, bias, end - token)
@@ -273,8 +273,8 @@ def make(config: Config):
             u_t = gate.decay_values(fp32(v_t), a_cols, block_exponent.shift_key_decay(b_last, e))
             u_t = INPUT(gate.scale_keys(u_t, scale))
             thread_block.sync()
-            fill(q, v, z, gQ, gV, gZ, j + 1, n, batch, later, query_head, value_head, col)
-            g = gate.load_gates(gGates, batch, later, end, head)
+            fill(q, v, z, gQ, gV, gZ, j + 1, n, batch, next_token, query_head, value_head, col)
+            g = gate.load_gates(gGates, batch, next_token, end, head)
             result.dot_state(params, s_t, HALF_STATE, index, head, col, 0, column)
             result.store_state(params, s_t, index, head, col, 0)
             s_t = gate.decay(s_t, block_exponent.shift_state_decay(b_last, e_before, e))

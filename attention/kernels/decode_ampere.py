@@ -358,13 +358,13 @@ def make(config: Config):
             descale_lookup = product.look_up_descales(descale_pipes, cache, sequence, first, span.end, params)
             q.fill_pages(0, gQ, q_lookup, (out_tile.row, batch, head, 0), first_row + end_row, None, cache.vector_bytes)
             for i in range(AHEAD):
-                key, later = int32(first + KV * i), int32(first + KV * (i + 1))
+                key, prefetched_key = int32(first + KV * i), int32(first + KV * (i + 1))
                 product.fill_k_descales(descale_pipes, i, cache, descale_lookup, sequence, key, head, span.end, n, params)
                 cache.fill(k, i, gK, lookup, sequence, key, head, span.end, n, params)
                 product.fill_v_descales(descale_pipes, i, cache, descale_lookup, sequence, key, head, span.end, n, params)
                 cache.fill(v, i, gV, lookup, sequence, key, head, span.end, n, params)
-                lookup, next_lookup = look_up_next(next_lookup, k, gK, sequence, later, span.end, params)
-                descale_lookup = product.look_up_descales(descale_pipes, cache, sequence, later, span.end, params)
+                lookup, next_lookup = look_up_next(next_lookup, k, gK, sequence, prefetched_key, span.end, params)
+                descale_lookup = product.look_up_descales(descale_pipes, cache, sequence, prefetched_key, span.end, params)
             rows = row_index(O.col_vec) + row
             token = rows // group
             ctx = TokenHeadContext(
@@ -375,23 +375,25 @@ def make(config: Config):
             queries, q_sums = prepare_queries(q, ctx, head, prefetched, scratch)
             state, o_unit = softmax.init(variant.max_floor), product.initial_unit()
             for i in range(n):
-                key, later = int32(first + KV * i + KEYS * warp), int32(first + KV * (i + AHEAD))
+                key, prefetched_key = int32(first + KV * i + KEYS * warp), int32(first + KV * (i + AHEAD))
                 prefetched_scores = variant.prefetch(S, ctx, key)
                 keys = k.own(i, PENDING)
                 product.fill_k_descales(
-                    descale_pipes, i + AHEAD, cache, descale_lookup, sequence, later, head, span.end, n, params
+                    descale_pipes, i + AHEAD, cache, descale_lookup, sequence, prefetched_key, head, span.end, n, params
                 )
-                cache.fill(k, i + AHEAD, gK, lookup, sequence, later, head, span.end, n, params)
+                cache.fill(k, i + AHEAD, gK, lookup, sequence, prefetched_key, head, span.end, n, params)
                 k_descales = product.k_descales(k_descale, descale_pipes, i, PENDING + COMMITS // 2, S.row_vec)
                 s = product.mma_qk(zeros(S), queries, keys, k_descales)
                 s = norm.normalise_scores(s, keys, K_PANEL, k_descales, q_sums, params)
                 values = v.own(i, PENDING)
                 product.fill_v_descales(
-                    descale_pipes, i + AHEAD, cache, descale_lookup, sequence, later, head, span.end, n, params
+                    descale_pipes, i + AHEAD, cache, descale_lookup, sequence, prefetched_key, head, span.end, n, params
                 )
-                cache.fill(v, i + AHEAD, gV, lookup, sequence, later, head, span.end, n, params)
-                lookup, next_lookup = look_up_next(next_lookup, k, gK, sequence, int32(later + KV), span.end, params)
-                descale_lookup = product.look_up_descales(descale_pipes, cache, sequence, int32(later + KV), span.end, params)
+                cache.fill(v, i + AHEAD, gV, lookup, sequence, prefetched_key, head, span.end, n, params)
+                lookup, next_lookup = look_up_next(next_lookup, k, gK, sequence, int32(prefetched_key + KV), span.end, params)
+                descale_lookup = product.look_up_descales(
+                    descale_pipes, cache, sequence, int32(prefetched_key + KV), span.end, params
+                )
                 s = variant.mask(variant.score_by(s, prefetched_scores, ctx, key), ctx, key, -math.inf)
                 s = window.mask(s, ctx, key, span.end)
                 state = state.update_max(s, None, scale, slack)

@@ -181,7 +181,7 @@ def make(config: Config):
         query heads share a key head; exp2(scale s) is the weight of a score s; the row maximum may grow by `slack` before O is
         rescaled."""
         q, k, v = smem.open()
-        block, batch_head = tiling.place(cuda.blockIdx.x, blocks, batch_heads, raster_group)
+        block, batch_head = tiling.locate_block(cuda.blockIdx.x, blocks, batch_heads, raster_group)
         (block, batch, head), warp = sequences.find_tile(block, batch_head, heads, params), int32(cuda.threadIdx.x // 32)
         sequences.clear_padding(O, gO, gLse, block, batch, head, WARP_ROWS * warp, ACCUMULATES, params)
         if sequences.has_tile(block, batch, params):

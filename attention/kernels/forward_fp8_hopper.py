@@ -310,7 +310,7 @@ def make(config: Config):
         memory = smem.open()
         q, k, values = memory.q, memory.k, v_transpose.rings_of(memory)
         me = warpgroup.id()
-        block, batch_head = tiling.place(persistent_tile(0), blocks, batch_heads, raster_group)
+        block, batch_head = tiling.locate_block(persistent_tile(0), blocks, batch_heads, raster_group)
         block, batch, head = sequences.find_tile(block, batch_head, heads, params)
         if sequences.has_tile(block, batch, params):
             seq, row, kv_head = sequences.sequence(batch, params), ROWS * block, divmod(head, group)[0]

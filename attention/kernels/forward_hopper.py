@@ -264,7 +264,7 @@ def make(config: Config):
     @inlined
     def find_tile(r, blocks, heads, batch_heads, raster_group, params):
         """(query block, sequence, head) of the CTA's r-th tile."""
-        block, batch_head = tiling.place(persistent_tile(r), blocks, batch_heads, raster_group)
+        block, batch_head = tiling.locate_block(persistent_tile(r), blocks, batch_heads, raster_group)
         return sequences.find_tile(block, batch_head, heads, params)
 
     @inlined

@@ -74,8 +74,8 @@ def make(config: Config):
             carried = tile_sum(load(gCarriedDots, ROW_VEC, (chunk, head, 0), cols=2))
             state_dot = tile_sum(load(gStateDots, ROW_VEC, (chunk, head, 0), cols=2))
             gates = load(truncate(gGates, 1, seq.end), ROW_VEC, (seq.batch, token, head), cols=1)
-            later = tile_sum(r) + carried + state_dot * exp(tile_sum(clamp_gates(gates)))
-            gradient = where(less(gates, FLOOR), 0.0, r - cumsum(r) + later)
+            later_tokens = tile_sum(r) + carried + state_dot * exp(tile_sum(clamp_gates(gates)))
+            gradient = where(less(gates, FLOOR), 0.0, r - cumsum(r) + later_tokens)
             if PER_HEAD:
                 total += tile_sum(where(less(col_index(ROW_VEC), float32(seq.remaining(j))), gradient, 0.0))
             else:

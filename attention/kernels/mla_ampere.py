@@ -154,10 +154,10 @@ def make(config: Config):
         ctx = TokenHeadContext(sequence, 0, token, span.shift, tokens, end, params, 0, 0)
         queries, state = q.wait(0, AHEAD), softmax.init(LOWEST)
         for i in range(n):
-            key, later = int32(first + KV * i), int32(first + KV * (i + AHEAD))
+            key, prefetched_key = int32(first + KV * i), int32(first + KV * (i + AHEAD))
             tile = k.wait(i, AHEAD - 1)
-            cache.fill(k, i + AHEAD, gLatent, lookup, sequence, later, 0, end, n, params)
-            lookup = cache.look_up(k, gLatent, sequence, int32(later + KV), end, params)
+            cache.fill(k, i + AHEAD, gLatent, lookup, sequence, prefetched_key, 0, end, n, params)
+            lookup = cache.look_up(k, gLatent, sequence, int32(prefetched_key + KV), end, params)
             s = mma_ABt(zeros(S), queries, subtile(tile, KEYS, key_part))
             s = window.mask(s, ctx, int32(key + KEYS * key_part), end)
             state = state.update_max_to(block.reduce_max(row_max(s), scratch), scale, slack)

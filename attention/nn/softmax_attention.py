@@ -113,8 +113,8 @@ class Attention(nn.Module):
             raise ValueError(f"x: must be (B, S, {self.project.in_features}): x.shape={tuple(x.shape)}")
         for name in options:
             if name in self.options or name == "sink" or (name in NORMS and getattr(self, name) is not None):
-                how = "qk_norm" if name in NORMS else name
-                raise TypeError(f"{name}: is an argument of the module, Attention(.., {how}=..), not of a call")
+                option = "qk_norm" if name in NORMS else name
+                raise TypeError(f"{name}: is an argument of the module, Attention(.., {option}=..), not of a call")
             if name in NO_OPTION:
                 raise TypeError(f"{name}: is not an argument of the module, which chooses layout and results itself")
         if cache is not None:

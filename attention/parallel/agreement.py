@@ -58,8 +58,8 @@ def agree_on_plan(peers: tuple[Peers, ...], key: Hashable, plan: Callable[[], tu
         raise error
     for rank, text in enumerate(descriptions):
         if text.startswith(REFUSAL_PREFIX):
-            name, _, why = text.removeprefix(REFUSAL_PREFIX).partition(": ")
-            raise ERRORS.get(name, RuntimeError)(f"group: its rank {rank} refuses this call: {why}")
+            name, _, message = text.removeprefix(REFUSAL_PREFIX).partition(": ")
+            raise ERRORS.get(name, RuntimeError)(f"group: its rank {rank} refuses this call: {message}")
     if len(set(descriptions)) > 1:
         raise ValueError("group: its ranks make different calls:\n" + describe_differences(descriptions))
     if len(cached) >= MAX_SIGNATURES:

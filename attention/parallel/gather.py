@@ -182,9 +182,9 @@ class GatherAttention:
                     if parts is remote_parts:
                         keys = gathered_rows(call.key_ranges(remote[rank]), subcall.keys)
                     parts.append((slice(row, row + len(rows)), subcall, keys))
-        wanted = tuple([ShardRegion(call.key_ranges(spans), heads) for spans in remote])
+        needed_regions = tuple([ShardRegion(call.key_ranges(spans), heads) for spans in remote])
         sources = tuple([ShardRegion(spans, heads) for spans in self.keys])
-        second = GatherStep(heads, plan_redistribution(rank, sources, wanted), None, call, remote_parts)
+        second = GatherStep(heads, plan_redistribution(rank, sources, needed_regions), None, call, remote_parts)
         return [GatherStep(heads, None, None, call, local_parts), second]
 
     def _head_groups(self, k: Any, call: ForwardCall) -> list[Span]:

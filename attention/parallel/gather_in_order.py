@@ -58,5 +58,7 @@ class DeterministicGatherAttention(GatherAttention):
     def _query_plan(self, q: Any, call: ForwardCall) -> Redistribution:
         """The Redistribution of queries to the ranks whose keys they see."""
         heads = all_heads(q.shape[2])
-        wanted = tuple([ShardRegion(call.query_ranges(spans), heads) for spans in self.keys])
-        return plan_redistribution(self.peers.rank, tuple([ShardRegion(spans, heads) for spans in self.queries]), wanted)
+        needed_regions = tuple([ShardRegion(call.query_ranges(spans), heads) for spans in self.keys])
+        return plan_redistribution(
+            self.peers.rank, tuple([ShardRegion(spans, heads) for spans in self.queries]), needed_regions
+        )

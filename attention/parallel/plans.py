@@ -193,11 +193,13 @@ def check_option_names(options: dict[str, Any]) -> None:
     """TypeError, ValueError: attention.parallel.forward does not take an option of this name."""
     if "layout" in options:
         raise ValueError(f'layout: must be "bshd" or "bhsd": layout={options["layout"]!r}')
-    unknown = [name for name in options if name not in inspect.signature(attention.forward).parameters or name in UNSUPPORTED]
-    if unknown:
+    unsupported = [
+        name for name in options if name not in inspect.signature(attention.forward).parameters or name in UNSUPPORTED
+    ]
+    if unsupported:
         known = [name for name in inspect.signature(attention.forward).parameters if name not in UNSUPPORTED]
-        hint = argument_hint(unknown[0], known)
-        raise TypeError(f"attention.parallel.forward: takes no argument {unknown[0]}{f'; {hint}' if hint else ''}")
+        hint = argument_hint(unsupported[0], known)
+        raise TypeError(f"attention.parallel.forward: takes no argument {unsupported[0]}{f'; {hint}' if hint else ''}")
 
 
 def _choose_scheme(

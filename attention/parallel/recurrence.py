@@ -79,10 +79,10 @@ class ShardedRecurrence:
         """The options that may have gradients: tensors, except cu_seqlens."""
         return {name: x for name, x in self.options.items() if isinstance(x, torch.Tensor) and name != "cu_seqlens"}
 
-    def call(self, shard: SequenceShard, **more: Any) -> Any:
-        """The result of the function of one GPU on this shard. more: further options."""
+    def call(self, shard: SequenceShard, **extra_options: Any) -> Any:
+        """The result of the function of one GPU on this shard. extra_options: further options."""
         arrays = [x if n in self.without_tokens else shard.pack(x) for n, x in enumerate(self.arrays)]
-        options = self.options | shard.varlen_options() | more
+        options = self.options | shard.varlen_options() | extra_options
         if options.get("decay") is not None and options["decay"].ndim > 1:
             options["decay"] = shard.pack(options["decay"])
         return type(self).function(*arrays, **options)

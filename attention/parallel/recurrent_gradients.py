@@ -60,8 +60,8 @@ class ShardedRecurrenceFunction(torch.autograd.Function):
         passes = GradientPasses(recurrence, shard, before if peers.rank else initial, dout)
         if wants_final:  # every rank has the state, and a part of its gradient
             dfinal = sum(peers.all_gather(passes.zero_state() if dfinal is None else dfinal.contiguous()))
-        wanted = [name for name, needs in zip(ctx.names, ctx.needs_input_grad[4:]) if needs]
-        gradients = passes.run(peers, m, dfinal, wanted)
+        requested = [name for name, needs in zip(ctx.names, ctx.needs_input_grad[4:]) if needs]
+        gradients = passes.run(peers, m, dfinal, requested)
         return *[None] * 4, *[x if x is None else x.to(named[name].dtype) for name in ctx.names for x in [gradients.get(name)]]
 
 
@@ -71,12 +71,12 @@ class GradientPasses:
     def __init__(self, recurrence: Any, shard: SequenceShard, before: Any, dout: Any):
         self.recurrence, self.shard, self.before, self.dout = recurrence, shard, before, dout
 
-    def run(self, peers: Peers, m: Any, dfinal: Any, wanted: Sequence[str]) -> dict[str, Any]:
-        """{name: gradient} of those in `wanted`; the initial state has one on the first rank alone. m: the shard's M; dfinal:
-        the gradient of the state after the whole, or None."""
+    def run(self, peers: Peers, m: Any, dfinal: Any, requested: Sequence[str]) -> dict[str, Any]:
+        """{name: gradient} of those in `requested`; the initial state has one on the first rank alone. m: the shard's M;
+        dfinal: the gradient of the state after the whole, or None."""
         recurrence, initial = self.recurrence, self.recurrence.initial_option
         first, last = peers.rank == 0, peers.rank == peers.world - 1
-        rest = [name for name in wanted if name != initial]
+        rest = [name for name in requested if name != initial]
         gradients, sent = None, (torch.zeros_like(m), self.zero_state())
         if not first:
             before = recurrence.gradient_before(self.shard, self.dout) if len(self.shard.span) else None
@@ -91,20 +91,20 @@ class GradientPasses:
         gathered = GatheredSummaries.gather(peers, *sent, recurrence.compose)
         if gradients is not None:
             return gradients
-        return self.compute(dfinal if last else gathered.gradient_after(peers.rank), wanted if first else rest)
+        return self.compute(dfinal if last else gathered.gradient_after(peers.rank), requested if first else rest)
 
-    def compute(self, after: Any, wanted: Sequence[str]) -> dict[str, Any]:
+    def compute(self, after: Any, requested: Sequence[str]) -> dict[str, Any]:
         """{name: gradient} for a gradient of the state after the shard; None for 0."""
         recurrence, initial = self.recurrence, self.recurrence.initial_option
         if not len(self.shard.span):
             inputs = dict(zip(recurrence.names, recurrence.arrays)) | recurrence.options
             of_state = self.zero_state() if after is None else after
-            return {name: of_state if name == initial else torch.zeros_like(inputs[name]) for name in wanted}
-        optional = [name for name in recurrence.optional_gradients if name in wanted]
+            return {name: of_state if name == initial else torch.zeros_like(inputs[name]) for name in requested}
+        optional = [name for name in recurrence.optional_gradients if name in requested]
         options = recurrence.options | self.shard.varlen_options() | {initial: self.before, recurrence.final_gradient: after}
         options |= recurrence.stored | {f"d{name}": name in optional for name in recurrence.optional_gradients}
         results = type(recurrence).backward(self.dout, *recurrence.arrays, **options)
-        return {name: x for name, x in zip((*recurrence.names, *optional), results, strict=True) if name in wanted}
+        return {name: x for name, x in zip((*recurrence.names, *optional), results, strict=True) if name in requested}
 
     def zero_state(self) -> Any:
         """A state of zeros, as one for each sequence."""

@@ -156,14 +156,14 @@ class _ShardedAttention(torch.autograd.Function):
         options = group_arrays(dict(zip(ctx.names[3:], tensors[3:]))) | ctx.others
         if torch.are_deterministic_algorithms_enabled():
             options["deterministic"] = True
-        wanted = [name for name, needs in zip(ctx.names, ctx.needs_input_grad[4:]) if needs]
+        requested = [name for name, needs in zip(ctx.names, ctx.needs_input_grad[4:]) if needs]
         dout = torch.zeros_like(out) if dout is None else make_tma_contiguous(dout)
         if dlse is not None:
             dlse = dlse.contiguous()
         elif ctx.return_lse and ctx.plan.scheme.moves_queries:  # other ranks may have one, and it is sent with the queries
             dlse = torch.zeros_like(lse)
-        gradients = _run_backward(ctx.plan, dout, dlse, *tensors[:3], out, lse, options, wanted)
-        return None, None, None, None, *[gradients.get(name) if name in wanted else None for name in ctx.names]
+        gradients = _run_backward(ctx.plan, dout, dlse, *tensors[:3], out, lse, options, requested)
+        return None, None, None, None, *[gradients.get(name) if name in requested else None for name in ctx.names]
 
 
 def _run_forward(plan: ParallelPlan, q: Any, k: Any, v: Any, options: dict[str, Any]) -> tuple[Any, Any]:
@@ -176,13 +176,13 @@ def _run_forward(plan: ParallelPlan, q: Any, k: Any, v: Any, options: dict[str, 
         return plan.scheme.attend(q, k, v, plan.call(q, k, v, options))
 
 
-def _run_backward(plan, dout, dlse, q, k, v, out, lse, options, wanted) -> dict[str, Any]:
+def _run_backward(plan, dout, dlse, q, k, v, out, lse, options, requested) -> dict[str, Any]:
     """The gradients of _run_forward, by name."""
     options = dict(_with_aux_tuple(options))
     norms, eps = [options.pop(name, None) for name in NORMS], options.pop("norm_eps", 1e-6)
     rows = [normalise_rows(name, x, norm, eps, None, "bshd") for name, x, norm in zip("qk", (q, k), norms)]
     call = plan.backward_call(rows[0], rows[1], v, options)
-    sums = GradientAccumulator.zeros(rows[0], rows[1], v, call, wanted)
+    sums = GradientAccumulator.zeros(rows[0], rows[1], v, call, requested)
     plan.scheme.differentiate(dout, dlse, *rows, v, out, lse, call, sums)
     results = dict(zip("qkv", sums.results(q, k, v))) | sums.others
     for name, x, norm in zip("qk", (q, k), norms):

@@ -67,8 +67,8 @@ def find_kv_block(q: Any, k: Any, v: Any, length: int, length_k: int, options: M
         options.get("causal", False), *[options.get(name) for name in ("window", "softcap", "mask", "score")]
     )
     seed = None if random.seed is None else Number(0)  # its value does not affect the plan
-    more = norm_and_dropout_parts(problem, options.get("norm_eps", 1e-6), random.dropout, seed)
-    return find_kv_block_size(problem, scores, blocks.options, options.get("scale"), options.get("family"), more)
+    extra_parts = norm_and_dropout_parts(problem, options.get("norm_eps", 1e-6), random.dropout, seed)
+    return find_kv_block_size(problem, scores, blocks.options, options.get("scale"), options.get("family"), extra_parts)
 
 
 def _forms(q: Any, k: Any, v: Any, length: int, length_k: int, options: Mapping[str, Any]) -> dict[str, Form]:

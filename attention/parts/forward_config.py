@@ -90,5 +90,5 @@ class BaseConfig:
     def __str__(self):
         dims = f"D {self.head_dim}" + f"/{self.value_dim}" * (self.value_dim != self.head_dim)
         kind = self.seq_layout.label + f"{self.kv_source}" + " by list" * self.by_list
-        kind += " joined" if self.accumulates else " unrounded" * self.float32_out
+        kind += " accumulates" if self.accumulates else " float32 out" * self.float32_out
         return f"{dims} {self.dtype} {self.variant}{kind}, {self.rows} x {self.kv}"

@@ -13,9 +13,8 @@ from tiles.launching.lengths import follows
 from .part import KernelPart
 from .variant import Variant
 
-SMS_PER_HEAD = (
-    6  # SMs that should read the keys of one (batch, head) pair at a time: 4 to 8 are as fast (bench/notes/forward.md)
-)
+# SMs that should read the keys of one (batch, head) pair at a time: 4 to 8 are as fast (bench/notes/forward.md)
+SMS_PER_HEAD = 6
 
 
 @follows  # a function of lengths calls it again (tiles/launching/lengths.py)
@@ -103,7 +102,7 @@ class Tiling(KernelPart):
         return self.variant.ends_at_last_key
 
     @inlined
-    def place(self, tile, blocks, batch_heads, raster_group):
+    def locate_block(self, tile, blocks, batch_heads, raster_group):
         """(query block, (batch, head) pair) of a tile: one raster group after the other (see `choose_raster_group`); in causal
         attention the longest tiles of a group first."""
         batch_head, block = rasterize(tile, batch_heads, blocks, raster_group)

@@ -372,14 +372,14 @@ class CombinedVariant(Variant):
 
     @inlined
     def score_and_grad(self, s, ctx, key):
-        s, first = self.one.score_and_grad(s, ctx._replace(precomputed=ctx.precomputed[0]), key)
-        s, then = self.other.score_and_grad(s, ctx._replace(precomputed=ctx.precomputed[1]), key)
+        s, grad = self.one.score_and_grad(s, ctx._replace(precomputed=ctx.precomputed[0]), key)
+        s, other_grad = self.other.score_and_grad(s, ctx._replace(precomputed=ctx.precomputed[1]), key)
         if self.one.nonlinear and self.other.nonlinear:
-            return s, first * then
+            return s, grad * other_grad
         elif self.one.nonlinear:
-            return s, first
+            return s, grad
         else:
-            return s, then
+            return s, other_grad
 
     @inlined
     def late_term(self, s, ctx, key, scale):

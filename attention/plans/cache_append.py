@@ -138,9 +138,9 @@ def _check_cache(problem: Problem) -> None:
     k, v = problem["k"].form, problem["v"].form
     for name, form in ("k", k), ("v", v):
         if form.dtype not in (problem.dtype, "float8_e4m3fn") or form.dtype != k.dtype:
-            also, values = (", as k's", f"k.dtype={k.dtype!r}, ") if name == "v" else ("", "")
+            must_match, values = (", as k's", f"k.dtype={k.dtype!r}, ") if name == "v" else ("", "")
             values = f"{name}.dtype={form.dtype!r}, {values}k_new.dtype={problem.dtype!r}"
-            raise TypeError(f"{name}: dtype must be k_new's or float8_e4m3fn{also}: {values}")
+            raise TypeError(f"{name}: dtype must be k_new's or float8_e4m3fn{must_match}: {values}")
         if form.strides[-1] != form.itemsize and form.shape[-1] > 1:
             raise problem.error(name, f"last axis must be contiguous: {name}.strides={form.strides} bytes", name)
     gpu = machine(problem.device)
@@ -188,15 +188,15 @@ class RoomCheck(NamedTuple):
             return
         (new, size, caches), lengths = problem("seqlen_new", "seqlen_k", "batch_cache"), values["lengths"]
         counts = np.diff(values["ends"]) if "ends" in values else np.full(len(lengths), new)
-        most = size * problem.extents["pages_per_seq"] if "pages" in problem else size
+        max_keys = size * problem.extents["pages_per_seq"] if "pages" in problem else size
         starts, table_rows = values.get("positions", lengths), problem.extents.get("positions", 0)
         for b, (length, count) in enumerate(zip(lengths.tolist(), counts.tolist())):
             tokens = f"lengths[{b}]={length}, {count} new tokens"
             unused = "pages" in values and length == -1 and values["pages"][b, 0] < 0  # an unused row of PagedCache.starts
             if unused or not count:  # nothing is written
                 continue
-            if length < 0 or length + count > most:
-                raise ValueError(f"lengths: sequence {b} has room for {most} keys: {tokens}")
+            if length < 0 or length + count > max_keys:
+                raise ValueError(f"lengths: sequence {b} has room for {max_keys} keys: {tokens}")
             if "cos" in problem and not 0 <= starts[b] <= table_rows - count:
                 raise ValueError(f"rotary: has {table_rows} positions: sequence {b} begins at {starts[b]}: {tokens}")
             table = values["pages"][b] if "pages" in values else values.get("batch_index", np.arange(len(lengths)))[b : b + 1]

@@ -290,9 +290,9 @@ def _select_product(problem: Problem) -> tuple[SameDtypeProducts, dict[str, Any]
     for name in ("k", "v"):
         form = problem[name].form
         if form.dtype not in (problem.dtype, FP8) or form.dtype != cache_dtype:
-            also, values = (", as k's", f"k.dtype={cache_dtype!r}, ") if name == "v" else ("", "")
+            must_match, values = (", as k's", f"k.dtype={cache_dtype!r}, ") if name == "v" else ("", "")
             values = f"{name}.dtype={form.dtype!r}, {values}q.dtype={problem.dtype!r}"
-            raise TypeError(f"{name}: dtype must be q's or float8_e4m3fn{also}: {values}")
+            raise TypeError(f"{name}: dtype must be q's or float8_e4m3fn{must_match}: {values}")
         if form.strides[-1] != form.itemsize and form.shape[-1] > 1:
             raise problem.error(name, f"last axis must be contiguous: {name}.strides={form.strides} bytes", name)
     names = "k_descale", "v_descale"
@@ -311,8 +311,8 @@ def _select_product(problem: Problem) -> tuple[SameDtypeProducts, dict[str, Any]
     if problem.bytes_at_once("k", "v") < MIN_VECTOR_BYTES:
         raise ValueError(f"k: addresses and strides of float8_e4m3fn must be multiples of {MIN_VECTOR_BYTES} bytes")
     if per_key:
-        pages, rows, most = *problem("batch_cache", "seqlen_k"), problem.extents.get("pages_per_seq", 1)
-        if max(pages, rows * most) >= INDICES:
+        pages, rows, max_pages = *problem("batch_cache", "seqlen_k"), problem.extents.get("pages_per_seq", 1)
+        if max(pages, rows * max_pages) >= INDICES:
             limit = "of each key and head needs a pool of fewer than 2**24 pages, and fewer than 2**24 keys of a sequence"
             raise problem.error("k_descale", limit, "k_descale")
         return Fp8KeyScaledProducts(dtype, True), args

@@ -89,5 +89,5 @@ def check_output(problem: Problem) -> None:
     """ValueError: the kernels cannot store this output 16 bytes at a time."""
     out = problem.forms.get("out")
     if out and (problem.bytes_at_once("out") < ALIGNMENT or (out.strides[-1] != out.itemsize and out.shape[-1] > 1)):
-        wanted = f"must have contiguous columns, and an address and strides that are multiples of {ALIGNMENT} bytes"
-        raise ValueError(f"out: {wanted}: out.strides={out.strides}, {out.misalignment} bytes past such an address")
+        message = f"must have contiguous columns, and an address and strides that are multiples of {ALIGNMENT} bytes"
+        raise ValueError(f"out: {message}: out.strides={out.strides}, {out.misalignment} bytes past such an address")

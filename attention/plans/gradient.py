@@ -31,17 +31,18 @@ STOP_GRADIENT_HINT = "put jax.lax.stop_gradient around"
 
 
 def compute_gradients(
-    dout: Any, dlse: Any, inputs: dict[str, Any], out: Any, lse: Any, options: dict[str, Any], wanted: Sequence[str]
+    dout: Any, dlse: Any, inputs: dict[str, Any], out: Any, lse: Any, options: dict[str, Any], requested: Sequence[str]
 ) -> dict[str, Any]:
     """{name: gradient} of a call of forward with these arrays and options, which returned out and lse, by attention.backward.
-    dlse: None if lse has no gradient. wanted: the names of the arrays whose gradients are needed; the result may have more."""
+    dlse: None if lse has no gradient. requested: the names of the arrays whose gradients are needed; the result may have
+    more."""
     arrays = group_arrays(inputs)
     q, k, v = (arrays.pop(name) for name in "qkv")
-    requests: dict[str, Any] = {f"d{name}": True for name in ("bias", "alibi") if name in wanted}
-    if any([name in wanted for name in AUX_NAMES]):
-        requests["daux"] = [True if name in wanted else None for name in AUX_NAMES if name in inputs]
+    requests: dict[str, Any] = {f"d{name}": True for name in ("bias", "alibi") if name in requested}
+    if any([name in requested for name in AUX_NAMES]):
+        requests["daux"] = [True if name in requested else None for name in AUX_NAMES if name in inputs]
     grads = attention.backward(dout, q, k, v, out, lse, dlse=dlse, **arrays, **options, **requests)
-    names = [name for name in DIFFERENTIABLE if name in inputs and (name in wanted or name not in ON_REQUEST)]
+    names = [name for name in DIFFERENTIABLE if name in inputs and (name in requested or name not in ON_REQUEST)]
     results = [x for one in grads for x in (one if isinstance(one, tuple) else (one,))]
     return dict(zip(names, results, strict=True))
 
@@ -102,7 +103,7 @@ def program_gradient(names: Sequence[str], options: dict[str, Any], layout: str)
     for name in names:
         if name not in DIFFERENTIABLE:
             raise NotImplementedError(f"{name}: has no gradient yet; {STOP_GRADIENT_HINT} it")
-    return partial(_gradients, options=options, layout=layout, wanted=names)
+    return partial(_gradients, options=options, layout=layout, requested=names)
 
 
 def _gradients(
@@ -111,9 +112,9 @@ def _gradients(
     of_results: dict[str, Any],
     options: dict[str, Any],
     layout: str,
-    wanted: Sequence[str],
+    requested: Sequence[str],
 ) -> dict[str, Any]:
-    """{name: gradient} of a program's arrays. of_results: {result: its gradient}. wanted: the names that are needed."""
+    """{name: gradient} of a program's arrays. of_results: {result: its gradient}. requested: the names that are needed."""
     if not of_results:
         return {}
     arguments, arrays = _forward_arguments(inputs, options), {name: x for name, x in inputs.items() if name not in BLOCKS}
@@ -122,7 +123,7 @@ def _gradients(
     dout, dlse = (of_results.get(name) for name in ("out", "lse"))
     if dout is None:  # the loss depends on lse alone
         dout = sys.modules["jax"].numpy.zeros_like(results["out"])
-    return compute_gradients(dout, dlse, arrays, results["out"], results["lse"], arguments | {"layout": layout}, wanted)
+    return compute_gradients(dout, dlse, arrays, results["out"], results["lse"], arguments | {"layout": layout}, requested)
 
 
 def _forward_arguments(inputs: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:

@@ -81,8 +81,8 @@ def plan_gradient_walk(problem: Problem, arrays: Arrays, scale: float, scratch: 
         steps, initial = forward.states_before_segments(ends["initial_state"], segments, scratch)
         into = {"gInitialState": initial, "states": states}
         steps.append(forward.launch(intern_value(ChunkStates), segments, segments, into))
-    more, last = reverse.states_before_segments(ends["dstate"], segments, scratch)
-    steps += more
+    steps_of_reverse, last = reverse.states_before_segments(ends["dstate"], segments, scratch)
+    steps += steps_of_reverse
     outputs = {name: partial_gradients(problem, scratch) if sums_heads else arrays[name] for name in ("dq", "dk")}
     known: Arrays = shared | {"gQ": q, "gK": k, "gV": v, "gDOut": dout, "gStates": states, "gLastState": last}
     known |= {"gDQ": outputs["dq"], "gDK": outputs["dk"], "gDV": arrays["dv"], "gFirstState": ends["dinitial_state"]}

@@ -18,16 +18,16 @@ STATES = {"initial_state": "initial_states", "dstate": "dstates", "dinitial_stat
 GRADIENTS = "dx", "ddt", "dA", "dB", "dC"
 
 
-def plan_mamba2_gradients(problem: Problem, steps_of_time: StepOptions, vector_bytes: int, wanted: Sequence[str]) -> Plan:
-    """The Plan of a call of mamba2_backward. vector_bytes: how many bytes a cp.async copies, 0 for TMA. wanted: the gradients
-    to compute besides GRADIENTS."""
+def plan_mamba2_gradients(problem: Problem, steps_of_time: StepOptions, vector_bytes: int, requested: Sequence[str]) -> Plan:
+    """The Plan of a call of mamba2_backward. vector_bytes: how many bytes a cp.async copies, 0 for TMA. requested: the
+    gradients to compute besides GRADIENTS."""
     batch, length, heads, columns = problem("batch", "seqlen", "heads", "value_dim")
-    outputs = {name: problem[name] for name in (*GRADIENTS, *wanted)}
+    outputs = {name: problem[name] for name in (*GRADIENTS, *requested)}
     if not batch * length:
         return Plan([Fill(x, 0.0) for x in outputs.values() if 0 not in x.form.shape])
     scratch, dtype, dout, skip = ScratchAllocator(problem), DTYPES[problem.dtype], problem["dout"], problem["D"]
     tokens = batch, length, heads
-    gate, has_z, has_dz = choose_mamba2_gate(steps_of_time), "z" in problem, "dz" in wanted
+    gate, has_z, has_dz = choose_mamba2_gate(steps_of_time), "z" in problem, "dz" in requested
     values, dvalues = (scratch(*tokens, columns, dtype=problem.dtype) for _ in range(2))
     dy = scratch(*tokens, columns, dtype=problem.dtype) if has_z else dout
     y = scratch(*tokens, columns, dtype=problem.dtype) if has_dz else None
@@ -47,7 +47,7 @@ def plan_mamba2_gradients(problem: Problem, steps_of_time: StepOptions, vector_b
         state = outputs.get(own_name) if name == "dinitial_state" else problem[own_name]
         linear_arrays[name] = state and state.permuted(SWAP_STATE_AXES)
     steps += plan_linear_gradients(problem, linear_arrays, 1.0, vector_bytes, scratch)
-    kind = "" if "dD" not in wanted else "column" if len(skip.form.shape) == 2 else "head"
+    kind = "" if "dD" not in requested else "column" if len(skip.form.shape) == 2 else "head"
     after = intern_value(Mamba2GradientOutputs, dtype, gate, has_dz, kind, is_varlen(problem))
     sums: Arrays = {"gRateSums": scratch(blocks, heads), "gBiasSums": scratch(blocks, heads)}
     sums["gSkipSums"] = scratch(blocks, heads) if kind == "head" else None

@@ -161,9 +161,11 @@ def check_norm_gradient(name: str, norm: Any, d_norm: Any) -> None:
     if (weights[1] is None) != (gradients[1] is None):
         raise TypeError(f"{argument}: must be {'an array' if weights[1] is None else 'a pair of arrays'}, as {name}_norm is")
     for x, like in zip(gradients, weights):
-        shape, wanted = (tuple(getattr(array, "shape", ())) for array in (x, like))
-        if shape != wanted:
-            raise ValueError(f"{argument}: must have {name}_norm's shape: {argument}.shape={shape}, {name}_norm.shape={wanted}")
+        shape, expected_shape = (tuple(getattr(array, "shape", ())) for array in (x, like))
+        if shape != expected_shape:
+            raise ValueError(
+                f"{argument}: must have {name}_norm's shape: {argument}.shape={shape}, {name}_norm.shape={expected_shape}"
+            )
         if x is not None and "float32" not in str(getattr(x, "dtype", "float32")):
             raise TypeError(f"{argument}: dtype must be float32: {argument}.dtype={str(x.dtype)!r}")
 

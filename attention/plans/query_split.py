@@ -40,12 +40,15 @@ def choose_split(
     return split_queries(group, batch_heads * blocks, tiles, processors * (2 if longest_first else 1))
 
 
-def split_queries(group: int, thread_blocks: int, tiles: int, wanted: int) -> QuerySplit:
+def split_queries(group: int, thread_blocks: int, tiles: int, blocks_to_fill: int) -> QuerySplit:
     """The QuerySplit of a problem with `group` query heads to a key head and `tiles` query tiles, which has so many thread
-    blocks unsplit: as many partials as give at most `wanted` thread blocks."""
-    group_counts = [n for n in range(2, group + 1) if group % n == 0 and n * thread_blocks <= wanted]
+    blocks unsplit: as many partials as give at most `blocks_to_fill` thread blocks."""
+    group_counts = [n for n in range(2, group + 1) if group % n == 0 and n * thread_blocks <= blocks_to_fill]
     head_groups, splits = max([1, *group_counts]), 1
-    while 2 * splits * head_groups * thread_blocks <= wanted and 2 * splits * max(1, MIN_TILES * head_groups // group) <= tiles:
+    while (
+        2 * splits * head_groups * thread_blocks <= blocks_to_fill
+        and 2 * splits * max(1, MIN_TILES * head_groups // group) <= tiles
+    ):
         splits *= 2
     return QuerySplit(head_groups, splits)
 

@@ -29,9 +29,9 @@ class GradientCall(NamedTuple):
 class RecurrentDerivative(NamedTuple):
     """How a member is differentiated. name: of its function, as errors say it. program: that of its gradients. The arrays of
     its schema are the member's inputs, and under their names with a d before them the gradients of results, which are given,
-    and of inputs, which are made; its options are the member's, and `also`. values: the input that outputs are like. tiles: the
-    inputs that torch.autocast casts. stored: the member's last result, which its program returns in training for the program of
-    gradients, if the options say so; the schemas of both have a row for it."""
+    and of inputs, which are made; its options are the member's, and `grads`. values: the input that outputs are like.
+    tiles: the inputs that torch.autocast casts. stored: the member's last result, which its program returns in training for the
+    program of gradients, if the options say so; the schemas of both have a row for it."""
 
     name: str
     program: Program
@@ -50,8 +50,8 @@ class RecurrentDerivative(NamedTuple):
         schema, requested = self.program.schema, {*wanted}
         if options.get("normalize") and requested & STATES:
             requested |= STATES
-        words = [word.removeprefix("also:") for row in schema.arguments.values() for word in row.flags]
-        values = options | {"also": " ".join([word for word in words if word[1:] in requested])}
+        words = [word.removeprefix("grads:") for row in schema.arguments.values() for word in row.flags]
+        values = options | {"grads": " ".join([word for word in words if word[1:] in requested])}
         places = {name: place for place, name in enumerate(names)}
         results = {name[1:]: place for place, name in enumerate(schema.results(values))}
         arrays = tuple([places.get(name, -1) for name in schema.names])
@@ -64,14 +64,14 @@ class RecurrentDerivative(NamedTuple):
             return
         forms = {name: x.form for name, x in arrays.items() if name in self.program.names} | {"dout": results["out"]}
         forms |= {name: form for name, form in results.items() if name == self.stored}
-        wanted = [name for name, x in arrays.items() if needs_gradient(x)]
-        call = self.call([*forms], wanted, options)
+        requested = [name for name, x in arrays.items() if needs_gradient(x)]
+        call = self.call([*forms], requested, options)
         self.program.prepare(forms, call.options, layout)
 
     def of_program(self, names: Sequence[str], options: dict[str, Any], layout: str) -> Callable[..., dict[str, Any]]:
         """The gradient of the member's program for JAX, as `tiles.calls.program` takes it."""
 
-        def gradients(inputs, results, of_results):
+        def compute_gradients(inputs, results, of_results):
             if not of_results:
                 return {}
             arrays_by_name = inputs | {"d" + name: x for name, x in of_results.items()}
@@ -79,20 +79,20 @@ class RecurrentDerivative(NamedTuple):
             if "dout" not in arrays_by_name:  # the loss depends on the state alone
                 arrays_by_name["dout"] = sys.modules["jax"].numpy.zeros_like(inputs[self.values])
             call, arrays = self.call([*arrays_by_name], names, options), (*arrays_by_name.values(), None)
-            found = self.program(None, tuple([arrays[place] for place in call.arrays]), call.options, layout)
-            return {name: found[place] for name, place in call.results.items() if name in names}
+            gradients = self.program(None, tuple([arrays[place] for place in call.arrays]), call.options, layout)
+            return {name: gradients[place] for name, place in call.results.items() if name in names}
 
-        return gradients
+        return compute_gradients
 
 
 def choose_optional_gradients(**gradients: tuple[Any, Any]) -> tuple[str, list[Any]]:
     """(the names of the optional gradients that are computed, the caller's arrays for these or None, in order). gradients: by
     name, (the argument, what the caller passed for its gradient). An array, or True, asks for a gradient, False does not, None
     does if there is such an argument. ValueError: one is asked for whose argument is missing, and is no initial state."""
-    wanted = {}
+    requested = {}
     for name, (argument, gradient) in gradients.items():
-        wanted[name] = (argument is not None) if gradient is None else gradient
-        if argument is None and wanted[name] is not False and not name.startswith("dinitial_"):
+        requested[name] = (argument is not None) if gradient is None else gradient
+        if argument is None and requested[name] is not False and not name.startswith("dinitial_"):
             raise ValueError(f"{name}: must be None where there is no {name[1:]}: {name}={gradient!r:.60}")
-    also = " ".join([name for name, gradient in wanted.items() if gradient is not False])
-    return also, [None if isinstance(gradient, bool) else gradient for gradient in wanted.values()]
+    grads = " ".join([name for name, gradient in requested.items() if gradient is not False])
+    return grads, [None if isinstance(gradient, bool) else gradient for gradient in requested.values()]

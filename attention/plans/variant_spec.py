@@ -53,13 +53,13 @@ def build_variant(
     sink: bool = False,
     mask: Callable | None = None,
     score: ScoreMod | ScoreModAlibi | None = None,
-    more: Sequence[tuple[Variant, dict[str, float | Number]]] = (),
+    extra_parts: Sequence[tuple[Variant, dict[str, float | Number]]] = (),
 ) -> VariantSpec:
-    """The variant for these options and for `more`, with their numbers. alibi, sink: are there any? bias: the variant that
-    reads it. Softcap comes first, then ALiBi, bias, and the score function; masked scores stay masked."""
+    """The variant for these options and for `extra_parts`, with their numbers. alibi, sink: are there any? bias: the variant
+    that reads it. Softcap comes first, then ALiBi, bias, and the score function; masked scores stay masked."""
     (left, right), unit = window, scale
-    parts = [part for part, _ in more]
-    numbers = {name: x for _, part_numbers in more for name, x in part_numbers.items()}
+    parts = [part for part, _ in extra_parts]
+    numbers = {name: x for _, part_numbers in extra_parts for name, x in part_numbers.items()}
     signed_distance = causal or right == 0
     if signed_distance:
         parts.append(CAUSAL)

@@ -30,8 +30,8 @@ BASED_BACKWARD = Schema(
     dq              (batch, seqlen, heads_k, key_dim)        tile     made
     dk              (batch, seqlen, heads_k, key_dim)        tile     made
     dv              (batch, seqlen, heads, value_dim)        tile     made
-    dinitial_state  (sequences, heads, features, value_dim)  float32  made  also:dinitial_state
-    dinitial_z      (sequences, heads, features)             float32  made  also:dinitial_z
+    dinitial_state  (sequences, heads, features, value_dim)  float32  made  grads:dinitial_state
+    dinitial_z      (sequences, heads, features)             float32  made  grads:dinitial_z
     """,
     features=FEATURES,
 )
@@ -79,17 +79,17 @@ def based_backward(
     Returns (dq, dk, dv), followed by dinitial_state if there is an initial state, unless it is False. On GPUs since Ampere.
     Arrays, `stream` and errors are those of based."""
     normalize = check_flag("normalize", normalize)
-    also, (into,) = choose_optional_gradients(dinitial_state=(initial_state, dinitial_state))
-    also += " dinitial_z" * (normalize and bool(also))
+    grads, (into,) = choose_optional_gradients(dinitial_state=(initial_state, dinitial_state))
+    grads += " dinitial_z" * (normalize and bool(grads))
     states = recurrent_checks.split_states(normalize, initial_state, dstate, into)
     arrays = dout, q, k, v, cu_seqlens, *states.inputs, dq, dk, dv, *states.gradients
-    results = _based_backward(stream, arrays, (check_number("scale", scale), normalize, also), layout)
-    return (*results[:-2], results[-2:]) if "dinitial_z" in also else results
+    results = _based_backward(stream, arrays, (check_number("scale", scale), normalize, grads), layout)
+    return (*results[:-2], results[-2:]) if "dinitial_z" in grads else results
 
 
 @program(BASED_BACKWARD, no_gradient=no_second_derivatives("attention.based"))
-def _based_backward(problem: Problem, scale: float | None, normalize: bool, also: str) -> Plan:
-    """The Plan of a call of based_backward. also: the names of gradients to compute besides dq, dk and dv."""
+def _based_backward(problem: Problem, scale: float | None, normalize: bool, grads: str) -> Plan:
+    """The Plan of a call of based_backward. grads: the names of gradients to compute besides dq, dk and dv."""
     recurrent_checks.check_extents(problem)
     scale = recurrent_checks.resolve_scale(problem, scale)
     if problem.extents["key_dim"] != BASE:
@@ -100,7 +100,7 @@ def _based_backward(problem: Problem, scale: float | None, normalize: bool, also
     if any(name in problem for name in ("dstate", "dz")) and not problem.extents["batch"] * problem.extents["seqlen"]:
         raise ValueError(f"q: must have a token, for dstate: q.shape={problem.shape('q')}")
     vector_bytes = 0 if uses_hopper_kernels(problem, None) else problem.bytes_at_once()
-    return plan_based_gradients(problem, scale, normalize, "dinitial_state" in also, vector_bytes)
+    return plan_based_gradients(problem, scale, normalize, "dinitial_state" in grads, vector_bytes)
 
 
 BASED_DERIVATIVE = RecurrentDerivative("attention.based", _based_backward)

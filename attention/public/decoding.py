@@ -182,7 +182,7 @@ def decode(
 
     Returns `out`, or with return_lse=True `(out, lse)`, lse (B, H, Sq) as in forward.
 
-    ValueError, TypeError: name the argument and print the values, before anything is launched."""
+    ValueError, TypeError: an argument is wrong; the message names it and prints the values. Nothing was launched."""
     left, right = window_ends(window)
     options = (  # of every step of a server: each line costs it
         check_flag("causal", causal),
@@ -200,8 +200,8 @@ def decode(
     )
     if k_new is v_new is rotary is None:
         if not (cu_seqlens_new is positions is k_new_norm is None):
-            passed = {"positions": positions, "cu_seqlens_new": cu_seqlens_new, "k_new_norm": k_new_norm}
-            name = next(name for name, x in passed.items() if x is not None)
+            new_key_options = {"positions": positions, "cu_seqlens_new": cu_seqlens_new, "k_new_norm": k_new_norm}
+            name = next(name for name, x in new_key_options.items() if x is not None)
             raise ValueError(f"{name}: must be None unless k_new and v_new are passed: k_new=None")
         if cu_seqlens is mask is score is bias is q_norm is k_norm is None and isinstance(aux, tuple) and not aux:
             arrays = q, k, v, lengths, pages, batch_index, leftpad, alibi, sink, k_descale, v_descale, out, None

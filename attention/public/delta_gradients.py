@@ -31,8 +31,8 @@ DELTA_RULE_BACKWARD = Schema(
     dk              (batch, seqlen, heads_k, key_dim)                               tile     made
     dv              (batch, seqlen, heads, value_dim)                               tile     made
     dbeta           (batch, seqlen, heads)                                          float32  made
-    ddecay          =decay                                                          float32  made  also:ddecay
-    dinitial_state  (sequences, heads, key_dim, value_dim)                          float32  made  also:dinitial_state
+    ddecay          =decay                                                          float32  made  grads:ddecay
+    dinitial_state  (sequences, heads, key_dim, value_dim)                          float32  made  grads:dinitial_state
     """,
 )
 
@@ -93,14 +93,15 @@ def delta_rule_backward(
     initial state, unless they are False. Arrays and errors are those of delta_rule. Source: the equations for chunks are
     derived in attention/parts/recurrent/delta_chunks.py, from the UT transform (Yang et al. 2024)."""
     refuse_raw(beta=beta, decay=decay)
-    also, more = choose_optional_gradients(ddecay=(decay, ddecay), dinitial_state=(initial_state, dinitial_state))
+    grads, more = choose_optional_gradients(ddecay=(decay, ddecay), dinitial_state=(initial_state, dinitial_state))
     arrays = dout, q, k, v, beta, decay, cu_seqlens, initial_state, dstate, dq, dk, dv, dbeta, *more
-    return _delta_rule_backward(stream, arrays, (check_number("scale", scale), also, family), layout)
+    return _delta_rule_backward(stream, arrays, (check_number("scale", scale), grads, family), layout)
 
 
 @program(DELTA_RULE_BACKWARD, no_gradient=no_second_derivatives("attention.delta_rule"))
-def _delta_rule_backward(problem: Problem, scale: float | None, also: str, family: str | None) -> Plan:
-    """The Plan of a call of delta_rule_backward. also: the names of gradients to compute besides dq, dk, dv and dbeta."""
+def _delta_rule_backward(problem: Problem, scale: float | None, grads: str, family: str | None) -> Plan:
+    """The Plan of a call of delta_rule_backward. grads: the names of gradients to compute besides dq, dk, dv and
+    dbeta."""
     recurrent_checks.check_extents(problem)
     scale = recurrent_checks.resolve_scale(problem, scale)
     recurrent_checks.has_channel_decay(problem)  # for its errors
@@ -108,7 +109,7 @@ def _delta_rule_backward(problem: Problem, scale: float | None, also: str, famil
         raise problem.error("v", "must have at least one head", "v")
     tokens = problem.extents["batch"] * problem.extents["seqlen"]
     on_hopper = uses_hopper_kernels(problem, family, None if tokens else True)  # arrays without elements have no address
-    arrays = recurrent_gradients.gradient_arrays(problem, *(name in also.split() for name in ("ddecay", "dinitial_state")))
+    arrays = recurrent_gradients.gradient_arrays(problem, *(name in grads.split() for name in ("ddecay", "dinitial_state")))
     arrays |= {name: problem[name] for name in ("beta", "dbeta")}
     scratch = recurrent_chunks.ScratchAllocator(problem)
     return Plan(plan_delta_gradients(problem, arrays, scale, scratch, on_hopper), scratch.shapes)

@@ -25,7 +25,7 @@ RESULTS = """
 GRADIENTS = """
     dx       (batch, seqlen, heads, head_dim)  tile     made
     dweight  =weight                           float32  made
-    dgate    (batch, seqlen, heads, head_dim)  tile     made  also:dgate
+    dgate    (batch, seqlen, heads, head_dim)  tile     made  grads:dgate
 """
 GATED_NORM = Schema("gated_rms_norm", ROWS + RESULTS)
 GATED_NORM_BACKWARD = Schema("gated_rms_norm_backward", "    dout  (batch, seqlen, heads, head_dim)  tile" + ROWS + GRADIENTS)
@@ -98,16 +98,16 @@ def gated_rms_norm_backward(
     gated_rms_norm."""
     if gate is None and dgate not in (None, False):
         raise ValueError(f"dgate: must be None where there is no gate: dgate={dgate!r:.60}")
-    also = "dgate" if gate is not None and dgate is not False else ""
+    grads = "dgate" if gate is not None and dgate is not False else ""
     into = None if isinstance(dgate, bool) else dgate
-    options = *check_options(eps, activation, norm_before_gate), also
+    options = *check_options(eps, activation, norm_before_gate), grads
     return _gated_norm_backward(stream, (dout, x, weight, gate, dx, dweight, into), options)
 
 
 @program(GATED_NORM_BACKWARD, no_gradient=no_second_derivatives("attention.gated_rms_norm"))
-def _gated_norm_backward(problem: Problem, eps: float, activation: str, norm_before_gate: bool, also: str) -> Plan:
-    """The Plan of a call of gated_rms_norm_backward. also: "dgate" if it is wanted."""
-    return plan_gated_norm_gradients(problem, eps, activation, norm_before_gate, "dgate" in also.split())
+def _gated_norm_backward(problem: Problem, eps: float, activation: str, norm_before_gate: bool, grads: str) -> Plan:
+    """The Plan of a call of gated_rms_norm_backward. grads: "dgate" if it is wanted."""
+    return plan_gated_norm_gradients(problem, eps, activation, norm_before_gate, "dgate" in grads.split())
 
 
 GATED_NORM_DERIVATIVE = RecurrentDerivative("attention.gated_rms_norm", _gated_norm_backward, "x", ("x", "gate"))

@@ -38,9 +38,9 @@ LINEAR_BACKWARD = Schema(
     dq              (batch, seqlen, heads_k, key_dim)                               tile     made
     dk              (batch, seqlen, heads_k, key_dim)                               tile     made
     dv              (batch, seqlen, heads, value_dim)                               tile     made
-    ddecay          =decay                                                          float32  made  also:ddecay
-    dinitial_state  (sequences, heads, key_dim, value_dim)                          float32  made  also:dinitial_state
-    dinitial_z      (sequences, heads, key_dim)                                     float32  made  also:dinitial_z
+    ddecay          =decay                                                          float32  made  grads:ddecay
+    dinitial_state  (sequences, heads, key_dim, value_dim)                          float32  made  grads:dinitial_state
+    dinitial_z      (sequences, heads, key_dim)                                     float32  made  grads:dinitial_z
     """,
     chunks=recurrent_chunks.count_chunks,
 )
@@ -129,33 +129,33 @@ def linear_backward(
     (Katharopoulos et al. 2020, 3.3.1), with decays as derived in attention/parts/recurrent/gradients.py."""
     normalize = check_flag("normalize", normalize)
     refuse_raw(decay=decay)
-    also, (of_decay, of_start) = choose_optional_gradients(
+    grads, (of_decay, of_start) = choose_optional_gradients(
         ddecay=(decay, ddecay), dinitial_state=(initial_state, dinitial_state)
     )
-    also += " dinitial_z" * (normalize and "dinitial_state" in also)
+    grads += " dinitial_z" * (normalize and "dinitial_state" in grads)
     states = recurrent_checks.split_states(normalize, initial_state, dstate, of_start)
     arrays = dout, q, k, v, decay, cu_seqlens, *states.inputs, chunk_states, dq, dk, dv, of_decay, *states.gradients
-    options = check_number("scale", scale), also, normalize, family
+    options = check_number("scale", scale), grads, normalize, family
     if check_flag("accumulate", accumulate):
         gradients = dict(zip(GRADIENTS, (dq, dk, dv, of_decay, *states.gradients)))
-        wanted = {name: x for name, x in gradients.items() if name in GRADIENTS[:3] or name in also.split()}
-        check_accumulators(wanted)
+        requested = {name: x for name, x in gradients.items() if name in GRADIENTS[:3] or name in grads.split()}
+        check_accumulators(requested)
         _linear_backward_into(stream, arrays, options, layout)
-        results = tuple(wanted.values())
+        results = tuple(requested.values())
     else:
         results = _linear_backward(stream, arrays, options, layout)
-    return (*results[:-2], results[-2:]) if "dinitial_z" in also else results
+    return (*results[:-2], results[-2:]) if "dinitial_z" in grads else results
 
 
 @program(LINEAR_BACKWARD, no_gradient=no_second_derivatives("attention.linear"))
-def _linear_backward(problem: Problem, scale: float | None, also: str, normalize: bool, family: str | None) -> Plan:
-    """The Plan of a call of linear_backward. also: the names of gradients to compute besides dq, dk and dv."""
+def _linear_backward(problem: Problem, scale: float | None, grads: str, normalize: bool, family: str | None) -> Plan:
+    """The Plan of a call of linear_backward. grads: the names of gradients to compute besides dq, dk and dv."""
     recurrent_checks.check_extents(problem)
     scale = recurrent_checks.resolve_scale(problem, scale)
     if not problem.extents["heads"]:
         raise problem.error("v", "must have at least one head", "v")
     vector_bytes = 0 if uses_hopper_kernels(problem, family) else problem.bytes_at_once()
-    arrays = recurrent_gradients.gradient_arrays(problem, *(name in also.split() for name in ("ddecay", "dinitial_state")))
+    arrays = recurrent_gradients.gradient_arrays(problem, *(name in grads.split() for name in ("ddecay", "dinitial_state")))
     arrays["chunk_states"] = problem["chunk_states"]
     scratch = recurrent_chunks.ScratchAllocator(problem)
     plan = plan_normalized_gradients if normalize else plan_linear_gradients

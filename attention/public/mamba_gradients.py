@@ -35,10 +35,10 @@ MAMBA2_BACKWARD = Schema(
     dA               (heads)                                   float32  made
     dB               (batch, seqlen, heads_k, key_dim)         tile     made
     dC               (batch, seqlen, heads_k, key_dim)         tile     made
-    dD               =D                                        float32  made  also:dD
-    dz               (batch, seqlen, heads, value_dim)         tile     made  also:dz
-    ddt_bias         (heads)                                   float32  made  also:ddt_bias
-    dinitial_states  (sequences, heads, value_dim, key_dim)    float32  made  also:dinitial_states
+    dD               =D                                        float32  made  grads:dD
+    dz               (batch, seqlen, heads, value_dim)         tile     made  grads:dz
+    ddt_bias         (heads)                                   float32  made  grads:ddt_bias
+    dinitial_states  (sequences, heads, value_dim, key_dim)    float32  made  grads:dinitial_states
     """,
 )
 OPTIONAL = "D", "z", "dt_bias", "initial_states"  # arrays with gradients that may be left out
@@ -97,23 +97,24 @@ def mamba2_backward(
 
     Returns (dx, ddt, dA, dB, dC), followed, in this order, by dD, dz, ddt_bias and dinitial_states if there is such an array,
     unless they are False. Arrays, `stream`, `family` and errors are those of mamba2."""
-    also, more = choose_optional_gradients(
+    grads, more = choose_optional_gradients(
         dD=(D, dD), dz=(z, dz), ddt_bias=(dt_bias, ddt_bias), dinitial_states=(initial_states, dinitial_states)
     )
     arrays = dout, x, dt, A, B, C, D, z, dt_bias, cu_seqlens, initial_states, dstates, dx, ddt, dA, dB, dC, *more
-    return _mamba2_backward(stream, arrays, (*recurrent_checks.step_options(dt_softplus, dt_limit), also, family))
+    return _mamba2_backward(stream, arrays, (*recurrent_checks.step_options(dt_softplus, dt_limit), grads, family))
 
 
 @program(MAMBA2_BACKWARD, no_gradient=no_second_derivatives("attention.mamba2"))
-def _mamba2_backward(problem: Problem, steps_of_time: StepOptions, also: str, family: str | None) -> Plan:
-    """The Plan of a call of mamba2_backward. also: the names of gradients to compute besides those of x, dt, A, B and C."""
+def _mamba2_backward(problem: Problem, steps_of_time: StepOptions, grads: str, family: str | None) -> Plan:
+    """The Plan of a call of mamba2_backward. grads: the names of gradients to compute besides those of x, dt, A, B
+    and C."""
     recurrent_checks.check_extents(problem, "B", "x")
     if not problem.extents["heads"]:
         raise problem.error("x", "must have at least one head", "x")
     if problem["dstates"] and not problem.extents["batch"] * problem.extents["seqlen"]:
         raise ValueError(f"x: must have a token, for dstates: x.shape={problem.shape('x')}")
     vector_bytes = 0 if uses_hopper_kernels(problem, family) else problem.bytes_at_once()
-    return plan_mamba2_gradients(problem, steps_of_time, vector_bytes, also.split())
+    return plan_mamba2_gradients(problem, steps_of_time, vector_bytes, grads.split())
 
 
 MAMBA2_DERIVATIVE = RecurrentDerivative("attention.mamba2", _mamba2_backward, "x", ("x", "B", "C", "z"))

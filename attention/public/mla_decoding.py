@@ -119,7 +119,7 @@ def mla_decode(
 
     Returns `out`, or with return_lse=True `(out, lse)`, lse (B, H, Sq) as in forward.
 
-    ValueError, TypeError: name the argument and print the values, before anything is launched."""
+    ValueError, TypeError: an argument is wrong; the message names it and prints the values. Nothing was launched."""
     if scale is None:
         raise TypeError("scale: must be a number, such as (128 + 64)**-0.5: scale=None")
     flag = check_flag("causal", causal)

@@ -28,8 +28,8 @@ GRADIENTS = """
     dstate          (sequences, channels, window)  real     optional
     dx              (batch, seqlen, channels)      tile     made
     dweight         (channels, width)              float32  made
-    dbias           (channels)                     float32  made  also:dbias
-    dinitial_state  (sequences, channels, window)  float32  made  also:dinitial_state
+    dbias           (channels)                     float32  made  grads:dbias
+    dinitial_state  (sequences, channels, window)  float32  made  grads:dinitial_state
 """
 
 
@@ -133,16 +133,16 @@ def short_conv_backward(
 
     Returns (dx, dweight), followed, in this order, by dbias if there is a bias, and dinitial_state if there is an initial
     state, unless they are False. Arrays and errors are those of short_conv."""
-    also, more = choose_optional_gradients(dbias=(bias, dbias), dinitial_state=(initial_state, dinitial_state))
+    grads, more = choose_optional_gradients(dbias=(bias, dbias), dinitial_state=(initial_state, dinitial_state))
     arrays = dout, x, weight, bias, cu_seqlens, initial_state, dstate, dx, dweight, *more
-    return _short_conv_backward(stream, arrays, (check_activation(activation), also))
+    return _short_conv_backward(stream, arrays, (check_activation(activation), grads))
 
 
 @program(SHORT_CONV_BACKWARD, no_gradient=no_second_derivatives("attention.short_conv"))
-def _short_conv_backward(problem: Problem, activation: str | None, also: str) -> Plan:
-    """The Plan of a call of short_conv_backward. also: the names of gradients to compute besides dx and dweight."""
-    wanted = {name: name in also.split() for name in ("dbias", "dinitial_state")}
-    return plan_short_conv_gradients(problem, activation is not None, wanted)
+def _short_conv_backward(problem: Problem, activation: str | None, grads: str) -> Plan:
+    """The Plan of a call of short_conv_backward. grads: the names of gradients to compute besides dx and dweight."""
+    requested = {name: name in grads.split() for name in ("dbias", "dinitial_state")}
+    return plan_short_conv_gradients(problem, activation is not None, requested)
 
 
 SHORT_CONV_DERIVATIVE = RecurrentDerivative("attention.short_conv", _short_conv_backward, "x", ("x",))

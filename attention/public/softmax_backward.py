@@ -33,7 +33,7 @@ from ..plans.variant_spec import build_variant
 from ..scoring.python_functions import find_function
 from ..scoring.score_derivative import differentiate, scored_with_grad
 
-DAUX_CREATED = "".join([f"    daux{n}  =aux{n}  float32  made  also:daux{n}\n" for n in range(AUX)])
+DAUX_CREATED = "".join([f"    daux{n}  =aux{n}  float32  made  grads:daux{n}\n" for n in range(AUX)])
 DAUX_ACCUMULATED = "".join([f"    daux{n}  =aux{n}  float32  updated?\n" for n in range(AUX)])
 FORWARD_ROWS = """
     dout  (batch, seqlen_q, heads, head_dim_v)    tile
@@ -64,9 +64,9 @@ INPUTS = f"""
 """
 CREATED_ROWS = f"""
 {INPUT_GRADIENT_ROWS}
-    dbias   =bias    float32  made  also:dbias
-    dalibi  =alibi   float32  made  also:dalibi
-    dsink   (heads)  float32  made  also:dsink
+    dbias   =bias    float32  made  grads:dbias
+    dalibi  =alibi   float32  made  grads:dalibi
+    dsink   (heads)  float32  made  grads:dsink
 {DAUX_CREATED}
 """
 ACCUMULATED_ROWS = f"""
@@ -191,7 +191,7 @@ def backward(
         buffers = ("q", q, q_norm, dq), ("k", k, k_norm, dk)
         into = [norm_gradients.gradient_buffer(*x, stream, layout) for x in buffers]
     list_options, (*lists, _, marks) = block_options(blocks)
-    wanted = " ".join([name for name, x in zip(GRADIENTS, extra) if x is not None])
+    requested = " ".join([name for name, x in zip(GRADIENTS, extra) if x is not None])
     extra_out = [None if x is True else x for x in extra]
     score_arrays = alibi, sink, bias, *sequences, random.seeds, *lists, marks, *aux
     arrays = dout, normed_q, normed_k, v, out, lse, dlse, *score_arrays, *into, dv
@@ -202,7 +202,7 @@ def backward(
         random.seed,
         check_number("scale", scale),
         check_flag("deterministic", deterministic),
-        wanted,
+        requested,
         family,
     )
     if accumulate:
@@ -258,18 +258,18 @@ def _variant(
     random: RandomOptions,
     scale: float | None,
     deterministic: bool,
-    also: str,
+    grads: str,
     family: str | None,
 ) -> Plan:
-    """The launches of a call with any options. mask, score: the names of functions in python_functions.py. also: the names of
-    gradients to compute besides dq, dk and dv."""
+    """The launches of a call with any options. mask, score: the names of functions in python_functions.py. grads: the
+    names of gradients to compute besides dq, dk and dv."""
     check_extents(problem)
     scale = resolve_scale(problem, scale)
-    more = [dropout_part(problem, random.dropout, random.seed_value)] if random.dropout is not None else []
-    spec, index_checks = build_scores(problem, scores, lists, MAX_SURVEY_QUERIES, scale, scored_with_grad, more, True)
+    extra_parts = [dropout_part(problem, random.dropout, random.seed_value)] if random.dropout is not None else []
+    spec, index_checks = build_scores(problem, scores, lists, MAX_SURVEY_QUERIES, scale, scored_with_grad, extra_parts, True)
     score_derivatives = differentiate(find_function(scores.score), spec.axes) if scores.score else None
-    reads = {name: reads_of(problem, name, score_derivatives) for name in also.split() if name != "dsink"}
-    plan = plan_launches(problem, spec, scale, deterministic, family, reads, "dsink" in also.split())
+    reads = {name: reads_of(problem, name, score_derivatives) for name in grads.split() if name != "dsink"}
+    plan = plan_launches(problem, spec, scale, deterministic, family, reads, "dsink" in grads.split())
     return plan._replace(steps=[*index_checks, *plan.steps])
 
 

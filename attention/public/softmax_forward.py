@@ -154,7 +154,7 @@ def forward(
     Arrays are torch's, CuPy's, JAX's, Numba's or anything with `__dlpack__` or `__cuda_array_interface__`. NumPy arrays and
     others in host memory run in the interpreter, which is slow and checks every access.
 
-    ValueError, TypeError: name the argument and print the values, before anything is launched."""
+    ValueError, TypeError: an argument is wrong; the message names it and prints the values. Nothing was launched."""
     common = check_number("scale", scale), check_flag("return_lse", return_lse), family
     keys_fp8, descales = is_fp8(k), (q_descale, k_descale, v_descale)
     if keys_fp8 or not (q_descale is k_descale is v_descale is None):

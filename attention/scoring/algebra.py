@@ -60,16 +60,16 @@ def _bounds(x: Any) -> RelativeWindow | None:
         inside, end = _offset(one.args[0]), _linear_form(other)
         if not inside or not end or end[:2] != (0, 0) or op not in ("lt", "le"):
             return None
-        most, shift = _max_integer(end[2], op), inside[0] * inside[1]
-        return RelativeWindow(most + shift, most - shift)
+        limit, shift = _max_integer(end[2], op), inside[0] * inside[1]
+        return RelativeWindow(limit + shift, limit - shift)
     terms = _offset(ScoreTerm("sub", one, other))
     if not terms or op not in ("lt", "le", "eq"):
         return None
     sign, shift = terms
-    most = _max_integer(-shift, op)  # of sign (j - i)
+    limit = _max_integer(-shift, op)  # of sign (j - i)
     if op == "eq":
-        return RelativeWindow(-sign * most, sign * most) if most == -shift else None
-    return RelativeWindow(right=most) if sign > 0 else RelativeWindow(left=most)
+        return RelativeWindow(-sign * limit, sign * limit) if limit == -shift else None
+    return RelativeWindow(right=limit) if sign > 0 else RelativeWindow(left=limit)
 
 
 def _max_integer(end: Any, op: str) -> int:

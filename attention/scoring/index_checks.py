@@ -60,7 +60,9 @@ def plan_index_checks(problem: Problem, functions_of_aux: IndexingFunctions, lis
     return [IndexCheck(problem, functions_of_aux)] if not blocks and (problem.device is None or check_options().values) else []
 
 
-def _check_forms(functions_of_aux: IndexingFunctions, function: Callable | None, most: dict[str, int], is_score: bool) -> None:
+def _check_forms(
+    functions_of_aux: IndexingFunctions, function: Callable | None, extents: dict[str, int], is_score: bool
+) -> None:
     """ValueError: an axis is indexed by b, h, i or j itself, and is shorter than their number."""
     if function is None:
         return
@@ -73,9 +75,9 @@ def _check_forms(functions_of_aux: IndexingFunctions, function: Callable | None,
         shape = functions_of_aux.aux[int(array.op.removeprefix("aux"))].form.shape
         for axis, place in enumerate(index):
             position = getattr(place, "op", None)
-            if position in most and shape[axis] < most[position]:
+            if position in extents and shape[axis] < extents[position]:
                 name, option = array.op, "score" if is_score else "mask"
-                must = f"must have {most[position]} elements or more along axis {axis}, which {option} indexes by {position}"
+                must = f"must have {extents[position]} elements or more along axis {axis}, which {option} indexes by {position}"
                 raise ValueError(f"{name}: {must}: {name}.shape={shape}")
 
 

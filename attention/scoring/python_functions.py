@@ -185,8 +185,8 @@ def check_function(option: str, function: Callable, aux: Sequence[Form]) -> None
         cure = "".join(f"; {cure}" for words, cure in REMEDIES.items() if words in str(error))
         raise TypeError(f"{option}: {called} fails on NumPy arrays: {type(error).__name__}: {error}{cure}") from error
     if (values.dtype == bool) != (option == "mask") or values.dtype.kind not in "biuf":
-        wanted = "booleans, such as j <= i" if option == "mask" else "numbers"
-        raise TypeError(f"{option}: must return {wanted}; {called} returns {values.dtype}")
+        expected = "booleans, such as j <= i" if option == "mask" else "numbers"
+        raise TypeError(f"{option}: must return {expected}; {called} returns {values.dtype}")
     if option == "score" and values.shape != s.shape:
-        wanted = "a number for each query and key, as s + j does"
-        raise TypeError(f"score: must return {wanted}; {called} returns the shape {values.shape} for {s.shape}")
+        expected = "a number for each query and key, as s + j does"
+        raise TypeError(f"score: must return {expected}; {called} returns the shape {values.shape} for {s.shape}")

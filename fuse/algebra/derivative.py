@@ -88,8 +88,8 @@ def _matmul(g: ScaledTerm, y: Term, a: Term, b: Term) -> Sequence[ScaledTerm]:
     if rest is None:  # the product of one row and one column is a number itself
         numbers, rest = [], gradient
     pair = ScaledTerm(g.by, rest @ terms.transpose(b)), ScaledTerm(g.by, terms.transpose(a) @ rest)
-    for how, number in numbers:  # after the products
-        first, second = ((one.times(number) if how == "mul" else one.over(number)) for one in pair)
+    for operation, number in numbers:  # after the products
+        first, second = ((one.times(number) if operation == "mul" else one.over(number)) for one in pair)
         pair = first, second
     return pair
 
@@ -109,8 +109,8 @@ def _half(g: ScaledTerm, y: Term, x: Term) -> Sequence[ScaledTerm]:
     return (ScaledTerm(g.by, term_operations.concat(*((term, zero) if y.attr == 0 else (zero, term)))),)
 
 
-def _concat(g: ScaledTerm, y: Term, *of: Term) -> Sequence[ScaledTerm]:
-    if len(of) != 2 or of[0].extents != of[1].extents or of[0].axes[-1] is None:
+def _concat(g: ScaledTerm, y: Term, *parts: Term) -> Sequence[ScaledTerm]:
+    if len(parts) != 2 or parts[0].extents != parts[1].extents or parts[0].axes[-1] is None:
         raise NoRule("concatenate: has a gradient only for two equal halves")
     return tuple([ScaledTerm(g.by, term_operations.half(_match_axes(g.term, y), n)) for n in (0, 1)])
 
@@ -160,11 +160,11 @@ for _comparison in ("less", "less_equal", "greater", "greater_equal"):
     GRADIENT_RULES[_comparison] = lambda g, y, a, b: (None, None)
 
 
-def gradients(roots: Sequence[Term], by: Mapping[Term, Sequence[Term]], wanted: Sequence[Term]) -> list[Term | None]:
+def gradients(roots: Sequence[Term], by: Mapping[Term, Sequence[Term]], requested: Sequence[Term]) -> list[Term | None]:
     """The gradients with respect to the `wanted` terms; None where no root depends on one. by: for each root its own gradients;
     there are several if a function returns one term twice. NoRule: an operation on the way has no gradient."""
     nodes = list(walk(*roots))
-    on_path = set(wanted)
+    on_path = set(requested)
     for x in nodes:
         if any(y in on_path for y in x.args):
             on_path.add(x)
@@ -183,8 +183,8 @@ def gradients(roots: Sequence[Term], by: Mapping[Term, Sequence[Term]], wanted: 
             contribution = _reduce_to_operand(part, x, y) if part is not None and y in on_path else None
             if contribution is not None:
                 parts.setdefault(y, []).append(contribution)
-    sums = [_sum_parts(parts.get(x, [])) for x in wanted]
-    return [None if one is None else _match_axes(_as_term(one), x) for one, x in zip(sums, wanted)]
+    sums = [_sum_parts(parts.get(x, [])) for x in requested]
+    return [None if one is None else _match_axes(_as_term(one), x) for one, x in zip(sums, requested)]
 
 
 def _sum_parts(parts: Sequence[ScaledTerm]) -> ScaledTerm | None:
@@ -222,7 +222,7 @@ def _concat_halves(parts: Sequence[ScaledTerm]) -> Term | None:
     None."""
     if len(parts) != 2 or not all(part.term.operation == "concat" for part in parts):
         return None
-    (a, zero), (none, b) = sorted((part.term.args for part in parts), key=lambda of: _is_times_zero(of[0]))
+    (a, zero), (none, b) = sorted((part.term.args for part in parts), key=lambda terms: _is_times_zero(terms[0]))
     if not _is_times_zero(zero) or not _is_times_zero(none) or _is_times_zero(a) or _is_times_zero(b):
         return None
     first = next(part.by for part in parts if part.term.args == (a, zero))
@@ -300,10 +300,10 @@ def _match_axes(g: Term, like: Term) -> Term:
     """The gradient g, after its axes were unified with those of the term that it belongs to. NoRule: g lacks one of these axes,
     because it is constant along it."""
     ours, its = ((None,) * (max(g.ndim, like.ndim) - x.ndim) + x.axes for x in (g, like))
-    for axis, wanted in zip(ours, its):
-        if (axis is None) != (wanted is None):
+    for axis, requested in zip(ours, its):
+        if (axis is None) != (requested is None):
             raise NoRule(f"the gradient {g!r:.100} of {like!r:.100} is constant along an axis")
-        unify(axis, wanted)
+        unify(axis, requested)
     return g
 
 
@@ -318,8 +318,8 @@ def _is_zero(x: Term) -> bool:
     """Is the term 0 for all inputs, by identity testing? The answer does not depend on lengths, so it is remembered for equal
     terms of any lengths."""
     order = {y: n for n, y in enumerate(walk(x))}
-    what = [y.attr if y.operation in ("number", "half", "total") else y.operation == "input" and y.attr[0] for y in order]
-    key = tuple([(y.operation, *map(order.get, y.args), its, *map(bool, y.axes)) for y, its in zip(order, what)])
+    contents = [y.attr if y.operation in ("number", "half", "total") else y.operation == "input" and y.attr[0] for y in order]
+    key = tuple([(y.operation, *map(order.get, y.args), its, *map(bool, y.axes)) for y, its in zip(order, contents)])
     if key not in KNOWN_ZEROS:
         try:
             KNOWN_ZEROS[key] = identity([x], [x * 2.0]).equal

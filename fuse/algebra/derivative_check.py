@@ -28,8 +28,8 @@ STEP, DIGITS, NOISE = 1e-6, 1e-5, 1e-8  # h; relative tolerance; tolerance relat
 class UnroundedArithmetic(SizedArithmetic):
     """Arithmetic in float64 in which a cast rounds nothing."""
 
-    def map(self, name: str, *of: Any) -> Any:
-        return of[0] if name in CASTS else super().map(name, *of)
+    def map(self, name: str, *operands: Any) -> Any:
+        return operands[0] if name in CASTS else super().map(name, *operands)
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,8 @@ def compare_with_differences(
     for (x, _), dx in zip(gradients.items(), values([*gradients.values()])):
         name = x.attr[0]
         v = rng.standard_normal(arguments[name].shape)
-        ahead, behind = (values(results, **{name: arguments[name] + h * v}) for h in (STEP, -STEP))
-        slope = sum((dy * (a - b)).sum() for dy, a, b in zip(weights, ahead, behind)) / (2 * STEP)
+        values_after, values_before = (values(results, **{name: arguments[name] + h * v}) for h in (STEP, -STEP))
+        slope = sum((dy * (a - b)).sum() for dy, a, b in zip(weights, values_after, values_before)) / (2 * STEP)
         claimed = dx.reshape(v.shape) * v
         if not abs(claimed.sum() - slope) <= DIGITS * abs(claimed).sum() + NOISE * noise:
             wrong.append(f"d{name} gives {claimed.sum():.6g} where differences give {slope:.6g}")

@@ -78,9 +78,9 @@ class FieldArithmetic:
         p, q = ((exact.numerator * pow(exact.denominator, -1, n)) % n for n in self.field[:2])
         return FieldNumber(p, q)
 
-    def opaque(self, *what: Any) -> FieldNumber:
+    def opaque(self, *key: Any) -> FieldNumber:
         """The value of a random function, the same whenever its arguments are the same. A FieldNumber counts by p only."""
-        text = repr(tuple(x.p if isinstance(x, FieldNumber) else x for x in what)).encode()
+        text = repr(tuple(x.p if isinstance(x, FieldNumber) else x for x in key)).encode()
         digest = hashlib.blake2b(text, digest_size=48, key=self.key).digest()
         return FieldNumber(
             int.from_bytes(digest[:24], "little") % self.field.p, int.from_bytes(digest[24:], "little") % self.field.q
@@ -120,10 +120,10 @@ class FieldArithmetic:
     def length(self, axis: Axis | None, extent: int) -> Any:
         return self.number(extent if axis is None else extent_of(axis, self.sizes))
 
-    def map(self, name: str, *of: Any) -> Any:
+    def map(self, name: str, *operands: Any) -> Any:
         field = MAPS[name].field
         function = getattr(self, field) if field else lambda *x: self.opaque(name, *x)
-        arrays = np.broadcast_arrays(*of)
+        arrays = np.broadcast_arrays(*operands)
         if name == "where" and arrays[0].dtype == bool:  # a mask of columns is known; comparisons are opaque
             return np.where(*arrays)
         values = np.empty(arrays[0].shape, object)
@@ -150,8 +150,8 @@ class FieldArithmetic:
         return value
 
     def matmul(self, a: Any, b: Any) -> Any:
-        lead = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-        rows, columns = (np.broadcast_to(x, lead + x.shape[-2:]) for x in (a, b.swapaxes(-1, -2)))
+        leading = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+        rows, columns = (np.broadcast_to(x, leading + x.shape[-2:]) for x in (a, b.swapaxes(-1, -2)))
         values = np.empty((*rows.shape[:-1], columns.shape[-2]), object)
         for at in np.ndindex(values.shape):
             values[at] = self._sum([self.mul(x, y) for x, y in zip(rows[at[:-1]], columns[at[:-2] + at[-1:]])])
@@ -259,12 +259,15 @@ def _values_at(
 ) -> list[list[Any]]:
     """The values of both lists of terms for random inputs, at the first point where all divisions are possible."""
     nodes = list(walk(*definition, *rewritten))
-    among, exponents = graph.indices(nodes), any(x.operation in ("exp", "sum_of_parts") for x in nodes)
+    counts, exponents = graph.indices(nodes), any(x.operation in ("exp", "sum_of_parts") for x in nodes)
     for _ in range(TRIES):
         inputs = {}
         for x in (x for x in nodes if x.operation == "input"):
             shape = tuple(extent_in(name, sizes) for name in x.axes)
-            values, draw = np.empty(math.prod(shape), object), range(-1, extent_in(among[x][0], sizes)) if x in among else None
+            values, draw = (
+                np.empty(math.prod(shape), object),
+                range(-1, extent_in(counts[x][0], sizes)) if x in counts else None,
+            )
             for n in range(len(values)):
                 values[n] = random.choice(draw) if draw else _random_number(field, exponents, random)
             inputs[x.attr[0]] = values.reshape(shape)
@@ -325,8 +328,8 @@ class Comparisons(NamedTuple):
 VARIABLE = DegreeBound(1, 0, 0, 0)  # a random function's value is a further variable
 
 
-def _max_bound(of: Sequence[DegreeBound]) -> DegreeBound:
-    return DegreeBound(*map(max, zip(*of)))
+def _max_bound(bounds: Sequence[DegreeBound]) -> DegreeBound:
+    return DegreeBound(*map(max, zip(*bounds)))
 
 
 def _bound_of_number(value: float) -> DegreeBound:
@@ -376,13 +379,16 @@ def _comparisons(definition: Sequence[Term], rewritten: Sequence[Term], sizes: M
     size = _degree_bounds([*definition, *rewritten], sizes)
     arguments: dict[str, list[tuple[int, DegreeBound]]] = defaultdict(list)  # {random function: [(how many, their bound)]}
     for x in walk(*definition, *rewritten):
-        of, count = [size[y] for y in x.args if not graph.is_index(y)], max(_elements(y.axes, sizes) for y in (x, *x.args))
+        sizes_of_args, count = (
+            [size[y] for y in x.args if not graph.is_index(y)],
+            max(_elements(y.axes, sizes) for y in (x, *x.args)),
+        )
         if x.operation in ("max_of_parts", "sum_of_parts"):
-            arguments["max"].append((count, of[0]))
+            arguments["max"].append((count, sizes_of_args[0]))
         if x.operation == "sum_of_parts":  # the sum of exp(x - the maximum of its block)
-            arguments["exp"].append((count, of[0].plus(VARIABLE)))
+            arguments["exp"].append((count, sizes_of_args[0].plus(VARIABLE)))
         elif x.operation in OPAQUE or (x.operation in MAPS and MAPS[x.operation].field in ("", "exp")):
-            arguments[x.operation].append((count, _max_bound(of)))
+            arguments[x.operation].append((count, _max_bound(sizes_of_args)))
     results = [_compare_bounds(1, size[x], size[y]) for x, y in zip(definition, rewritten)]
     comparisons = [max(results, key=lambda one: one.chance)]
     for group in arguments.values():

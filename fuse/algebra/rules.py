@@ -19,14 +19,14 @@ MOST = 64  # the most forms of a function
 
 
 class Rule(NamedTuple):
-    """A rewrite rule. name: the rule in words. equation: the rule as an equation. of: yields the other forms of a term.
+    """A rewrite rule. name: the rule in words. equation: the rule as an equation. rewrite: yields the other forms of a term.
     keeps_range: are intermediates that are stored in 16 bits never greater after the rule than before? loses: what may overflow
     or vanish in float32 after the rule although nothing did before, "" if nothing may. A proof refuses a form that loses what
     none of its rules declares (float_check.py)."""
 
     name: str
     equation: str
-    of: Callable[[Term], Iterator[Term]]
+    rewrite: Callable[[Term], Iterator[Term]]
     keeps_range: bool = False
     loses: str = ""
 
@@ -50,12 +50,12 @@ def factors(x: Term) -> list[tuple[str, Term]]:
 
 def product(parts: Sequence[tuple[str, Term]]) -> Term | None:
     """The term with these factors and divisors, the inverse of `factors`; None if there is no factor."""
-    first = next((n for n, (how, _) in enumerate(parts) if how == "mul"), None)
+    first = next((n for n, (operation, _) in enumerate(parts) if operation == "mul"), None)
     if first is None:
         return None
     result = parts[first][1]
-    for how, x in (*parts[:first], *parts[first + 1 :]):  # a factor may occur twice
-        result = terms.apply(how, result, x)
+    for operation, x in (*parts[:first], *parts[first + 1 :]):  # a factor may occur twice
+        result = terms.apply(operation, result, x)
     return result
 
 
@@ -70,8 +70,8 @@ def _move_row_scales(x: Term) -> Iterator[Term]:
         scales, rest = [one for one in parts if is_scale(one[1])], product([one for one in parts if not is_scale(one[1])])
         if scales and rest is not None and rest.ndim >= 2:
             result = terms.matmul(rest, x.args[1])
-            for how, scale in scales:
-                result = terms.apply(how, result, scale)
+            for operation, scale in scales:
+                result = terms.apply(operation, result, scale)
             yield result
 
 
@@ -81,8 +81,8 @@ def _move_number_of_weights(x: Term) -> Iterator[Term]:
         numbers, rest = [one for one in parts if not any(one[1].axes)], product([one for one in parts if any(one[1].axes)])
         if numbers and rest is not None:
             result = terms.matmul(x.args[0], rest)
-            for how, scale in numbers:
-                result = terms.apply(how, result, scale)
+            for operation, scale in numbers:
+                result = terms.apply(operation, result, scale)
             yield result
 
 
@@ -92,21 +92,21 @@ def _move_scales_of_weights(x: Term) -> Iterator[Term]:
     if x.operation != "matmul" or x.args[1].ndim != 2:
         return
     a, w = x.args
-    transposed, behind, ahead, rest = w.operation == "transpose", list[tuple[str, Term]](), list[tuple[str, Term]](), []
-    for how, one in factors(w.args[0] if transposed else w):
+    transposed, after, before, rest = w.operation == "transpose", list[tuple[str, Term]](), list[tuple[str, Term]](), []
+    for operation, one in factors(w.args[0] if transposed else w):
         of_rows, of_columns = one.ndim == 2 and one.axes[0] is not None, one.ndim > 0 and one.axes[-1] is not None
         if of_rows == of_columns or (of_rows and one.operation != "input"):
-            rest.append((how, one))
+            rest.append((operation, one))
         else:
-            (behind if of_rows == transposed else ahead).append((how, term_views.flat(one) if of_rows else one))
+            (after if of_rows == transposed else before).append((operation, term_views.flat(one) if of_rows else one))
     weight = product(rest)
-    if weight is None or weight.ndim != 2 or not (behind or ahead):
+    if weight is None or weight.ndim != 2 or not (after or before):
         return
-    for how, scale in ahead:
-        a = terms.apply(how, a, scale)
+    for operation, scale in before:
+        a = terms.apply(operation, a, scale)
     result = terms.matmul(a, terms.transpose(weight) if transposed else weight)
-    for how, scale in behind:
-        result = terms.apply(how, result, scale)
+    for operation, scale in after:
+        result = terms.apply(operation, result, scale)
     yield result
 
 
@@ -163,8 +163,8 @@ def _stack_products(x: Term) -> Term | None:
     """A term (e, m, n), if it is a map of products of one left factor with stacks of matrices, as (m, e n): the products side
     by side. None if it is something else."""
     if x.operation in MAPS:
-        of = [y if not y.axes else _stack_products(y) for y in x.args]
-        return None if any(y is None for y in of) else terms.apply(x.operation, *of)
+        args = [y if not y.axes else _stack_products(y) for y in x.args]
+        return None if any(y is None for y in args) else terms.apply(x.operation, *args)
     if x.operation != "matmul" or x.args[0].ndim != 2 or x.args[1].operation != "transpose":
         return None
     w = x.args[1].args[0]
@@ -184,13 +184,15 @@ def _merge_adapters(x: Term) -> Iterator[Term]:
     if x.operation == "matmul_by":
         _, b, index = x.args
         parts = factors(x.args[0])
-        inner = [one for how, one in parts if how == "mul" and one.operation == "matmul_by" and one.args[2] is index]
+        inner = [
+            one for operation, one in parts if operation == "mul" and one.operation == "matmul_by" and one.args[2] is index
+        ]
         if len(inner) != 1 or not all(one is inner[0] or is_scale(one) for _, one in parts) or b.operation != "input":
             return
         y, a, _ = inner[0].args
         if a.operation == "transpose" and a.args[0].operation == "input" and b.axes[1]:
             low = terms.matmul(y, terms.transpose(term_views.stacked(a.args[0])))
-            scaled = product([(how, low if one is inner[0] else one) for how, one in parts])
+            scaled = product([(operation, low if one is inner[0] else one) for operation, one in parts])
             assert scaled is not None
             yield terms.matmul(term_operations.select_columns(scaled, index, b), term_views.stacked(b))
 
@@ -294,7 +296,7 @@ def equivalent_forms(roots: Sequence[Term], table: terms.TermTable, rules: Seque
 def _rewrites(roots: Sequence[Term], rules: Sequence[Rule]) -> Iterator[tuple[Rule, Term, Term]]:
     for x in list(walk(*roots)):
         for rule in rules:
-            for other in rule.of(x):
+            for other in rule.rewrite(x):
                 if other is not x and other.extents == x.extents:
                     yield rule, x, other
 
@@ -304,6 +306,6 @@ def _replace(root: Term, old: Term, new: Term) -> Term:
     replaced = {old: new}
     for x in walk(root):
         if x not in replaced:
-            of = [replaced[y] for y in x.args]
-            replaced[x] = x if all(a is b for a, b in zip(of, x.args)) else graph.rebuild(x, of)
+            args = [replaced[y] for y in x.args]
+            replaced[x] = x if all(a is b for a, b in zip(args, x.args)) else graph.rebuild(x, args)
     return replaced[root]

@@ -32,31 +32,31 @@ class FusedAutograd(torch.autograd.Function):
         otherwise."""
         function, saved = ctx.function, iter(ctx.saved_tensors)
         arrays = [next(saved) if x is None else x for x in ctx.numbers]
-        wanted = [name for name, needed in zip(function.names, ctx.needs_input_grad[1:]) if needed]
+        requested = [name for name, needed in zip(function.names, ctx.needs_input_grad[1:]) if needed]
         first = next(x for x in arrays if isinstance(x, torch.Tensor))
         wide = first.dtype is torch.float32  # then results are float32, unless autocast changed torch's own ops
         by_results = [g if g is None else g.to(torch.float32 if wide else g.dtype).contiguous() for g in by]
         if torch.compiler.is_compiling():
-            gradients = dict(zip(wanted, _by_op(function, arrays, by_results, tuple(wanted))))
+            gradients = dict(zip(requested, _by_op(function, arrays, by_results, tuple(requested))))
         else:
-            gradients = by_kernels(function, arrays, by_results, wanted)
-            rest = [name for name in wanted if name not in gradients]
+            gradients = by_kernels(function, arrays, by_results, requested)
+            rest = [name for name in requested if name not in gradients]
             gradients |= by_parts(function, arrays, by_results, rest) if rest else {}
         return None, *[gradients.get(name) for name in function.names]
 
 
-def by_kernels(function: Any, arrays: Sequence[Any], by: Sequence[Any], wanted: Sequence[str]) -> dict[str, Any]:
+def by_kernels(function: Any, arrays: Sequence[Any], by: Sequence[Any], requested: Sequence[str]) -> dict[str, Any]:
     """{name: gradient} of those `wanted` arguments whose gradients kernels compute. by: the gradient with respect to each
     result, None where there is none."""
-    names, run = function.gradients.by_kernels(arrays, by, tuple(wanted))
+    names, run = function.gradients.by_kernels(arrays, by, tuple(requested))
     return dict(zip(names, run()))
 
 
-def by_parts(function: Any, arrays: Sequence[Any], by: Sequence[Any], wanted: Sequence[str]) -> dict[str, Any]:
+def by_parts(function: Any, arrays: Sequence[Any], by: Sequence[Any], requested: Sequence[str]) -> dict[str, Any]:
     """{name: gradient} of the `wanted` arguments, by torch's autograd on the operations of the definition. by: as in
     by_kernels."""
     arrays = [x.detach() if isinstance(x, torch.Tensor) else x for x in arrays]
-    inputs = [arrays[function.names.index(name)].requires_grad_() for name in wanted]
+    inputs = [arrays[function.names.index(name)].requires_grad_() for name in requested]
     with torch.enable_grad():
         results = function._by_parts(*arrays)
     results = results if isinstance(results, tuple) else (results,)
@@ -64,13 +64,13 @@ def by_parts(function: Any, arrays: Sequence[Any], by: Sequence[Any], wanted: Se
     if not pairs:
         return {}
     results_of, by_results = zip(*pairs)
-    return dict(zip(wanted, torch.autograd.grad(results_of, inputs, by_results, allow_unused=True)))
+    return dict(zip(requested, torch.autograd.grad(results_of, inputs, by_results, allow_unused=True)))
 
 
-def _by_op(function: Any, arrays: list[Any], by: list[Any], wanted: tuple[str, ...]) -> list[Any]:
+def _by_op(function: Any, arrays: list[Any], by: list[Any], requested: tuple[str, ...]) -> list[Any]:
     """The gradients of the `wanted` arguments, by a torch op that torch.compile does not trace into."""
     places = tuple([n for n, g in enumerate(by) if g is not None])
-    name = function.gradients.op(wanted, places, len(by))
+    name = function.gradients.op(requested, places, len(by))
     operands = [*arrays, *[by[n] for n in places]]
     tensors, numbers = (
         [x for x in operands if isinstance(x, torch.Tensor)],
@@ -92,7 +92,7 @@ def op(gradient: Any, name: str) -> None:
 
     def fake(tensors, numbers, places):
         arrays = [name for place, name in enumerate(gradient.names) if place not in places]
-        return [torch.empty_like(tensors[arrays.index(one)]) for one in gradient.wanted]
+        return [torch.empty_like(tensors[arrays.index(one)]) for one in gradient.requested]
 
     LIBRARY.define(f"{name}(Tensor[] tensors, float[] numbers, int[] places) -> Tensor[]", tags=torch.Tag.pt2_compliant_tag)
     for device in ("CPU", "CUDA"):

@@ -16,13 +16,13 @@ def as_tuple(results: Any) -> Any:
     return tuple(results.values()) if isinstance(results, dict) else results
 
 
-def flatten_out(out: Any, lead: tuple[int, ...]) -> Any:
-    """An array of `out` with its leading axes joined into one. ValueError: its leading axes are not `lead`, or their strides
+def flatten_out(out: Any, leading: tuple[int, ...]) -> Any:
+    """An array of `out` with its leading axes joined into one. ValueError: its leading axes are not `leading`, or their strides
     allow no view: reshape would copy the array, and the result would go to the copy."""
-    if tuple(out.shape[:-1]) != lead:
-        raise ValueError(f"out: must have the result's leading axes, {lead}: out.shape={tuple(out.shape)}")
+    if tuple(out.shape[:-1]) != leading:
+        raise ValueError(f"out: must have the result's leading axes, {leading}: out.shape={tuple(out.shape)}")
     strides = out.stride() if hasattr(out, "stride") else describe(out, "out").form.strides
-    axes = [one for one in zip(lead, strides) if one[0] != 1]
+    axes = [one for one in zip(leading, strides) if one[0] != 1]
     if any([far != n * step for (_, far), (n, step) in itertools.pairwise(axes)]):
         raise ValueError(f"out: leading axes are rows and must be contiguous: {out.shape=}, strides {tuple(strides)}")
     return out.reshape(-1, out.shape[-1])
@@ -38,19 +38,19 @@ def copy_to_outs(outs: Sequence[Any], results: Sequence[Any]) -> list[Any]:
     return [x if target is None else target for target, x in zip(outs, results)]
 
 
-def index_value_check(name: str, among: int) -> ValueRule:
-    """The check of the values of an index into `among` things (tiles/launching/checks.py)."""
+def index_value_check(name: str, count: int) -> ValueRule:
+    """The check of the values of an index into `count` things (tiles/launching/checks.py)."""
 
     def wrong(values: np.ndarray, extents: Any) -> Any:
-        beyond = np.argwhere(values >= among)
-        return (beyond[0], f"must be below {among}") if len(beyond) else None
+        too_large = np.argwhere(values >= count)
+        return (too_large[0], f"must be below {count}") if len(too_large) else None
 
     return ValueRule(wrong, "pass a negative one to choose nothing")
 
 
-def refuse_index(name: str, index: np.ndarray, among: int) -> None:
-    """ValueError, which names the index, if one of its values is `among` or more."""
-    Check([(name, 0, describe(index, name).form, index_value_check(name, among))], {}).run(0, [index.ctypes.data])
+def refuse_index(name: str, index: np.ndarray, count: int) -> None:
+    """ValueError, which names the index, if one of its values is `count` or more."""
+    Check([(name, 0, describe(index, name).form, index_value_check(name, count))], {}).run(0, [index.ctypes.data])
 
 
 def dtype_of(x: Any) -> str:

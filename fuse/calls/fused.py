@@ -111,10 +111,12 @@ class Fused(Definition):
     def __reduce__(self) -> Any:
         """Pickled by the name under which its module has it or its definition. PicklingError: the module has neither."""
         name = self.definition.__qualname__
-        there = functools.reduce(lambda x, part: getattr(x, part, None), name.split("."), sys.modules.get(self.__module__))
-        if there is self:
+        module_attribute = functools.reduce(
+            lambda x, part: getattr(x, part, None), name.split("."), sys.modules.get(self.__module__)
+        )
+        if module_attribute is self:
             return name
-        if there is self.definition:
+        if module_attribute is self.definition:
             return kernel, (self.definition,)
         words = f"is pickled by its name, and {self.__module__} has no {name}"
         raise pickle.PicklingError(f"{self.name}: {words}: define it with def, at the top level of a module")
@@ -124,11 +126,11 @@ class Fused(Definition):
         """Compute the results by the fused kernels, which run on NumPy arrays in the interpreter. Where no kernel serves these
         arrays, a warning says why, and the definition's operations run one by one."""
         arrays = self._arguments(args, options)
-        flat, lead = self._flatten_leading(arrays)
+        flat, leading = self._flatten_leading(arrays)
         shapes, kinds = self._kinds(self.prepare, flat)
         program = self.programs[kinds]
         into = self._outs(out, program.results)
-        outs = tuple([x if x is None or not lead else flatten_out(x, lead) for x in into])
+        outs = tuple([x if x is None or not leading else flatten_out(x, leading) for x in into])
         operands = tuple([x.T if s.transposed else x for x, s in zip(flat, shapes) if s.extents])
         numbers = tuple([x for x, s in zip(flat, shapes) if not s.extents])
         if is_jax_tracer(operands[0]):
@@ -149,12 +151,12 @@ class Fused(Definition):
         except ValueError:
             self.trace(flat)  # if shapes do not fit, its error shows the operation of the definition
             raise
-        if out is None and not options and not lead and not is_compiling():
+        if out is None and not options and not leading and not is_compiling():
             places = [n for n, s in enumerate(shapes) if not s.extents]
             transposes = tuple([(n, s.transposed) for n, s in enumerate(shapes) if s.extents])
             self.last = Arrangement(program, len(shapes), self.defaults, transposes, tuple(places))
         results = computed if isinstance(computed, tuple) else (computed,)
-        results = tuple([x.reshape(*lead, x.shape[-1]) for x in results]) if lead else results
+        results = tuple([x.reshape(*leading, x.shape[-1]) for x in results]) if leading else results
         return results[0] if program.single else results
 
     def _outs(self, out: Any, results: int) -> tuple[Any, ...]:
@@ -178,17 +180,17 @@ class Fused(Definition):
     # ---- by the definition -------------------------------------------------------------------------------------------
     def _by_definition(self, arrays: Sequence[np.ndarray], out: Any) -> Any:
         """The results of the definition evaluated by NumPy in float32, in the first array's dtype."""
-        flat, lead = self._flatten_leading(arrays)
+        flat, leading = self._flatten_leading(arrays)
         traced, shapes = self.trace(flat), self._shapes(flat)
         inputs = {name: x.T if s.transposed else x for name, x, s in zip(self.names, flat, shapes)}
-        for name, among in index_bounds(traced).items():
-            refuse_index(name, inputs[name], among)
+        for name, count in index_bounds(traced).items():
+            refuse_index(name, inputs[name], count)
         values = evaluate(traced.roots, inputs, NumPyArithmetic(np.float32))
         first, dtype = next((name, x.dtype) for name, x in zip(self.names, arrays) if isinstance(x, np.ndarray))
         if dtype.name not in (*FLOATS, "float64"):
             raise TypeError(f"{first}: dtype must be one of {FLOATS}: {first}.dtype={dtype.name!r}")
         results = [np.asarray(x, root.stored_dtype(dtype.name)) for x, root in zip(values, traced.roots)]
-        results = [x.reshape(*lead, x.shape[-1]) for x in results] if lead else results
+        results = [x.reshape(*leading, x.shape[-1]) for x in results] if leading else results
         results = copy_to_outs(self._outs(out, len(results)), results)
         return results[0] if traced.single else tuple(results)
 
@@ -222,12 +224,12 @@ class Fused(Definition):
         """The results for torch's tensors that require grad, connected to torch's autograd graph."""
         if out is not None or stream is not None:
             raise TypeError("out, stream: must be None where a tensor requires grad")
-        flat, lead = self._flatten_leading(arrays)
+        flat, leading = self._flatten_leading(arrays)
         results = gradient_choice.differentiable(self, flat)
-        if not lead:
+        if not leading:
             return results
         several = isinstance(results, tuple)
-        shaped = tuple([x.reshape(*lead, x.shape[-1]) for x in (results if several else (results,))])
+        shaped = tuple([x.reshape(*leading, x.shape[-1]) for x in (results if several else (results,))])
         return shaped if several else shaped[0]
 
     # ---- plans of calls ----------------------------------------------------------------------------------------------

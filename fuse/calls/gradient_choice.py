@@ -65,18 +65,18 @@ class GradientFunctions:
 
         return Gradient(self.function)
 
-    def of(self, wanted: tuple[str, ...], by: tuple[int, ...], count: int) -> Any:
+    def choose(self, requested: tuple[str, ...], by: tuple[int, ...], count: int) -> Any:
         """The gradient with respect to the `wanted` arguments. by: the places, among `count` results, of those whose gradients
         are passed."""
-        key = wanted, by, count
+        key = requested, by, count
         if key not in self.functions:
             from .gradient_function import Gradient
 
-            self.functions[key] = Gradient(self.function, wanted, by, count)
+            self.functions[key] = Gradient(self.function, requested, by, count)
         return self.functions[key]
 
     def by_kernels(
-        self, arrays: Sequence[Any], by: Sequence[Any], wanted: tuple[str, ...]
+        self, arrays: Sequence[Any], by: Sequence[Any], requested: tuple[str, ...]
     ) -> tuple[tuple[str, ...], Callable[[], Sequence[Any]]]:
         """(the wanted arguments whose gradients kernels compute, a function that computes these gradients). arrays: the
         arguments, their leading axes joined. by: the gradients with respect to the results, None where there is none."""
@@ -84,11 +84,11 @@ class GradientFunctions:
         shapes = self.function.of_class(lambda shapes: shapes, self.function._shapes(arrays))
         roots, like = self.function._trace(shapes).roots, [shape_of(g, "gradient") for g in by_results]
         shapes += tuple([Shape(roots[n].extents, s.dtype, s.transposed) for n, s in zip(places, like)])
-        key = shapes, wanted, places, len(by), ordinal_of(arrays)
+        key = shapes, requested, places, len(by), ordinal_of(arrays)
         if key not in self.served_names:
             self.served_names[key] = self._served_names(*key)
         names = self.served_names[key]
-        return names, lambda: self.of(names, places, len(by)).run(*arrays, *by_results) if names else ()
+        return names, lambda: self.choose(names, places, len(by)).run(*arrays, *by_results) if names else ()
 
     def all_by_kernels(self, arrays: Sequence[Any], needed: Sequence[bool]) -> bool:
         """Do kernels compute all gradients that are needed? torch.compile calls this before lengths are known."""
@@ -100,20 +100,20 @@ class GradientFunctions:
         shapes = loose_shapes(kinds)
         results, first = self.function._trace(shapes).roots, next(s.dtype for s in shapes if s.extents)
         shapes += tuple([Shape(x.extents, x.stored_dtype(first)) for x in results])
-        wanted = tuple([name for name, one in zip(self.function.names, needed) if one])
-        gradient = self.of(wanted, tuple(range(len(results))), len(results))
+        requested = tuple([name for name, one in zip(self.function.names, needed) if one])
+        gradient = self.choose(requested, tuple(range(len(results))), len(results))
         return bool(_gradient_plans(gradient, shapes, card(ordinal)))  # costs need lengths
 
-    def _op(self, wanted: tuple[str, ...], by: tuple[int, ...], count: int) -> str:
+    def _op(self, requested: tuple[str, ...], by: tuple[int, ...], count: int) -> str:
         """The name of the torch op that computes this gradient, which is registered if it is not yet. torch.compile does not
         trace into it."""
-        key = "op", wanted, by, count
+        key = "op", requested, by, count
         if key not in self.served_names:
             from . import autograd
 
             self.served_names[key] = unused(ascii_name(f"{self.function.name}_gradient"), PROGRAMS)
             PROGRAMS.add(self.served_names[key])
-            autograd.op(self.of(wanted, by, count), self.served_names[key])
+            autograd.op(self.choose(requested, by, count), self.served_names[key])
         return self.served_names[key]
 
     def of_program(
@@ -144,16 +144,16 @@ class GradientFunctions:
         return dict(zip(served, run()))
 
     def _served_names(
-        self, shapes: tuple[Shape, ...], wanted: tuple[str, ...], by: tuple[int, ...], count: int, ordinal: int | None
+        self, shapes: tuple[Shape, ...], requested: tuple[str, ...], by: tuple[int, ...], count: int, ordinal: int | None
     ) -> tuple[str, ...]:
         """The `wanted` arguments whose gradients kernels compute, and faster than parts by the roofline: all of them
         together, or else those that pass one by one. shapes: those of the arguments, followed by those of the gradients with
         respect to the results at the places `by` among `count`."""
         at = card(ordinal)
-        if _is_served(self.of(wanted, by, count), shapes, at):
-            return wanted
-        singles = [(name,) for name in wanted] if len(wanted) > 1 else []
-        return tuple([one for (one,) in singles if _is_served(self.of((one,), by, count), shapes, at)])
+        if _is_served(self.choose(requested, by, count), shapes, at):
+            return requested
+        singles = [(name,) for name in requested] if len(requested) > 1 else []
+        return tuple([one for (one,) in singles if _is_served(self.choose((one,), by, count), shapes, at)])
 
 
 def _mark_constant(function: Callable) -> Callable:

@@ -103,30 +103,30 @@ def compute_by_framework(roots: Sequence[Term], known: Mapping[Term, Any], rest:
     and terms of vectors only, are computed in float32. rest: the terms between, if they are known."""
     values = dict(known)
     for x in between(roots, [*known]) if rest is None else rest:
-        of = [values[y] for y in x.args]
+        args = [values[y] for y in x.args]
         if x.ndim < 2:
-            of = [cast(y, "float32") if dtype_of(y) in HOLDS else y for y in of]
+            args = [cast(y, "float32") if dtype_of(y) in HOLDS else y for y in args]
         if x.operation == "number":
             values[x] = x.attr
         elif x.operation == "length":
             values[x] = float(x.attr[1])
         elif x.operation == "total":
-            wide = sys.modules["torch"].float32 if hasattr(of[0], "requires_grad") else np.float32
-            shape = [1 if n in x.attr else of[0].shape[n] for n in range(-x.ndim, 0)]
-            values[x] = of[0].sum(tuple(x.attr), dtype=wide).reshape(shape)
+            wide = sys.modules["torch"].float32 if hasattr(args[0], "requires_grad") else np.float32
+            shape = [1 if n in x.attr else args[0].shape[n] for n in range(-x.ndim, 0)]
+            values[x] = args[0].sum(tuple(x.attr), dtype=wide).reshape(shape)
         elif x.operation == "transpose":
-            values[x] = of[0].swapaxes(-1, -2)
+            values[x] = args[0].swapaxes(-1, -2)
         elif x.operation == "half":
-            values[x] = functions.halves(of[0])[x.attr]
+            values[x] = functions.halves(args[0])[x.attr]
         elif x.operation == "split":
-            values[x] = functions.split_heads(of[0], x.attr)
+            values[x] = functions.split_heads(args[0], x.attr)
         elif x.operation == "is_column":
             places = (
-                sys.modules["torch"].arange(x.extents[-1], device=of[0].device) if hasattr(of[0], "requires_grad") else None
+                sys.modules["torch"].arange(x.extents[-1], device=args[0].device) if hasattr(args[0], "requires_grad") else None
             )
-            values[x] = of[0][..., None] == (np.arange(x.extents[-1]) if places is None else places)
+            values[x] = args[0][..., None] == (np.arange(x.extents[-1]) if places is None else places)
         else:
-            values[x] = (OPERATORS.get(x.operation) or getattr(functions, x.operation))(*of)
+            values[x] = (OPERATORS.get(x.operation) or getattr(functions, x.operation))(*args)
     return [values[x] for x in roots]
 
 
@@ -142,12 +142,12 @@ class Gradient(Fused):
     def __init__(
         self,
         function: Fused,
-        wanted: tuple[str, ...] = (),
+        requested: tuple[str, ...] = (),
         by: tuple[int, ...] | None = None,
         count: int = 0,
         sums: bool = True,
     ):
-        self.function, self.wanted, self.by, self.count, self.sums = function, wanted, by, count, sums
+        self.function, self.requested, self.by, self.count, self.sums = function, requested, by, count, sums
 
         def definition(*arguments: Term) -> dict[str, Term]:
             outputs = self.name_kernel_outputs(self.all_gradients(*arguments))
@@ -182,10 +182,10 @@ class Gradient(Fused):
         raise NotImplementedError(f"{self.name}: has no second derivatives")
 
     def __reduce__(self) -> Any:
-        """Pickled as the gradient of its function."""
+        """Pickle it as the gradient of its function."""
         if self.function.__dict__.get("gradient") is self:
             return getattr, (self.function, "gradient")
-        return Gradient, (self.function, self.wanted, self.by, self.count, self.sums)
+        return Gradient, (self.function, self.requested, self.by, self.count, self.sums)
 
     def _set_result_count(self, count: int) -> None:
         """Note how many results the function has: the names of the parameters follow from it."""
@@ -217,9 +217,9 @@ class Gradient(Fused):
             if not self.count:
                 self._set_result_count(more)
             return bound
-        these = f": {', '.join(self.names)}" if self.count else ""
-        what = f"the arguments of {self.function.name}, then the gradient by each of its results{these}"
-        raise TypeError(f"{self.name}: takes {what}; got {len(arrays)}")
+        names = f": {', '.join(self.names)}" if self.count else ""
+        expected = f"the arguments of {self.function.name}, then the gradient by each of its results{names}"
+        raise TypeError(f"{self.name}: takes {expected}; got {len(arrays)}")
 
     def name_kernel_outputs(self, gradients: Mapping[str, Term]) -> dict[str, Term]:
         """{name: term that kernels compute}: dx if it is the whole gradient with respect to x, and for_dx if the framework
@@ -248,19 +248,19 @@ class Gradient(Fused):
             if g.ndim != results[place].ndim or any(map(terms.extents_differ, g.extents, results[place].extents)):
                 raise ValueError(f"{name}: must have the shape of the result, {results[place].extents}, has {g.extents}")
             of_results.setdefault(results[place], []).append(g)
-        wanted = [base_array(inputs[self.function.names.index(name)]) for name in self.wanted_names(inputs)]
-        terms_of_gradients = derivative.gradients(list(of_results), of_results, wanted)
+        requested = [base_array(inputs[self.function.names.index(name)]) for name in self.requested_names(inputs)]
+        terms_of_gradients = derivative.gradients(list(of_results), of_results, requested)
         gradients = dict[str, Term]()
-        for name, x in zip(self.wanted_names(inputs), terms_of_gradients):
+        for name, x in zip(self.requested_names(inputs), terms_of_gradients):
             if x is None:
                 raise NoRule(f"{name}: no result depends on it")
             gradients[f"d{name}"] = x
         return gradients
 
-    def wanted_names(self, arguments: Sequence[Term]) -> tuple[str, ...]:
+    def requested_names(self, arguments: Sequence[Term]) -> tuple[str, ...]:
         """The names of the arguments whose gradients are returned."""
         arrays = zip(self.function.names, map(base_array, arguments))
-        return self.wanted or tuple(name for name, x in arrays if x.ndim and x.attr[1] in FLOATS)
+        return self.requested or tuple(name for name, x in arrays if x.ndim and x.attr[1] in FLOATS)
 
     def _trace(self, shapes: tuple[Shape, ...]) -> TracedDefinition:
         return self._trace_definition(self.definition, shapes)
@@ -283,7 +283,7 @@ class Gradient(Fused):
         shapes = self._shapes(self._flatten_leading(self._arguments(arrays))[0])
         traced = self._trace_definition(self.checked_definition, shapes)
         arguments = [x for _, x in traced.inputs][: len(self.function.names)]
-        names = self.wanted_names(arguments)
+        names = self.requested_names(arguments)
         gradients = {base_array(arguments[self.function.names.index(n)]): x for n, x in zip(names, traced.roots)}
         results, by = traced.roots[len(names) :: 2], traced.roots[len(names) + 1 :: 2]
         return compare_with_differences(results, by, gradients)
@@ -292,7 +292,7 @@ class Gradient(Fused):
     def without_sums(self) -> Gradient:
         """This gradient with all sums over rows left to the framework, for rows whose length no row map can sum over. It is
         a function of its own because a program serves all lengths."""
-        return Gradient(self.function, self.wanted, self.by, self.count, sums=False)
+        return Gradient(self.function, self.requested, self.by, self.count, sums=False)
 
     def _trace_definition(self, definition: Callable, shapes: tuple[Shape, ...]) -> TracedDefinition:
         if not self.count:
@@ -302,9 +302,9 @@ class Gradient(Fused):
     def _flatten_leading(self, arrays: Sequence[Any]) -> tuple[list[Any], tuple[int, ...]]:
         """The arrays with leading axes joined to rows, if the function joins them, and the extents of these axes."""
         of_function = len(self.function.names)
-        flat, lead = self.function._flatten_leading(arrays[:of_function])
-        by = [x.reshape(-1, x.shape[-1]) if lead else x for x in arrays[of_function:]]
-        return [*flat, *by], lead
+        flat, leading = self.function._flatten_leading(arrays[:of_function])
+        by = [x.reshape(-1, x.shape[-1]) if leading else x for x in arrays[of_function:]]
+        return [*flat, *by], leading
 
     def __call__(self, *args: Any, out: Any = None, stream: Any = None, **options: Any) -> tuple[Any, ...]:
         """The gradients, as a tuple. For NumPy arrays the definition is evaluated in float32; for arrays on a GPU the fused
@@ -333,7 +333,7 @@ class Gradient(Fused):
         """The GradientPlan for these shapes, the representatives of their class."""
         traced = self._trace_all(shapes)
         outputs, inputs = find_kernel_outputs(traced.roots, self.sums), [x for _, x in traced.inputs]
-        names = self.wanted_names(inputs[: len(self.function.names)])
+        names = self.requested_names(inputs[: len(self.function.names)])
         return GradientPlan(
             traced, can_sum_in_kernels(traced.roots), outputs, between(traced.roots, [*inputs, *outputs]), names
         )
@@ -380,7 +380,7 @@ class Gradient(Fused):
         flat, _ = self._flatten_leading(self._arguments(arrays))
         shapes = self._shapes(flat)
         traced = self._trace_all(shapes)
-        names = self.wanted_names([x for _, x in traced.inputs][: len(self.function.names)])
+        names = self.requested_names([x for _, x in traced.inputs][: len(self.function.names)])
         outputs = find_kernel_outputs(traced.roots, self.sums)
         ends = [f"d{name} = {x!r:.200}" for name, x in zip(names, traced.roots) if x not in outputs]
         kernels = super().explain(*arrays, rows=rows) if outputs else "There is no kernel."

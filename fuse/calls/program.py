@@ -58,14 +58,14 @@ def program_of(function: Definition, shapes: tuple[Shape, ...], gradient: Callab
     refuse_dtypes(traced, arrays)
     name = unused(ascii_name(function.name), PROGRAMS)
     PROGRAMS.add(name)
-    schema, beyond = schema_of(name, traced, arrays)
+    schema, undetermined = schema_of(name, traced, arrays)
 
     def planner(problem, *values):
         extents = iter([problem[name].form.shape for name in arrays])
         exact = tuple([s._replace(extents=next(extents)[:: -1 if s.transposed else 1]) if s.extents else s for s in shapes])
         plan = plan_launches(function, problem, exact, dict(zip(numbers, values)))
-        if beyond:
-            raise NoKernel(f"{function.name}: the extents of a result must follow from the arguments: {beyond[0]!r:.200}")
+        if undetermined:
+            raise NoKernel(f"{function.name}: the extents of a result must follow from the arguments: {undetermined[0]!r:.200}")
         return plan
 
     names = (unused("problem", numbers), *numbers)
@@ -89,16 +89,16 @@ def schema_of(name: str, traced: TracedDefinition, arrays: Mapping[str, Shape]) 
         if axis
     }
     extents: dict[str, Any] = dict.fromkeys({axis_name for axes in result_axes for axis_name in axes} - {*known.values()}, 1)
-    beyond = dict[Term, None]()
+    undetermined = dict[Term, None]()
     for x, axes in zip(traced.roots, result_axes):
         for axis, axis_name in zip(x.axes, axes):
             if axis is not None and axis.root not in known:
                 extent = derive_extent(axis, known, traced.table.splits)
                 extents |= {axis_name: extent} if extent else {}
-                beyond |= {} if extent else {x: None}
+                undetermined |= {} if extent else {x: None}
     roles = dict(zip(inputs, axis_roles(traced)))
     vary = [axis for name, axes in zip(arrays, argument_axes) for axis, role in zip(axes, roles[name]) if role]
-    return Schema(name, "\n".join(_schema_rows(traced, arrays, argument_axes, result_axes)), vary, **extents), [*beyond]
+    return Schema(name, "\n".join(_schema_rows(traced, arrays, argument_axes, result_axes)), vary, **extents), [*undetermined]
 
 
 def _schema_rows(
@@ -148,8 +148,8 @@ def plan_launches(function: Definition, problem: Any, shapes: tuple[Shape, ...],
 def index_checks(traced: TracedDefinition, problem: Any) -> list[Check]:
     """The step that refuses indices out of range; none if no argument is an index."""
     places = problem.schema.places
-    among = index_bounds(traced)
-    rows = [(name, places[name], problem[name].form, index_value_check(name, n)) for name, n in among.items()]
+    counts = index_bounds(traced)
+    rows = [(name, places[name], problem[name].form, index_value_check(name, n)) for name, n in counts.items()]
     return [Check(rows, {})] if rows else []
 
 

@@ -24,7 +24,7 @@ class Arithmetic(Protocol):
 
     def length(self, axis: Axis | None, extent: int) -> Any: ...
 
-    def map(self, name: str, *of: Any) -> Any: ...
+    def map(self, name: str, *operands: Any) -> Any: ...
 
     def reduce(self, kind: str, x: Any) -> Any: ...
 
@@ -58,8 +58,10 @@ class NumPyArithmetic:
     def length(self, axis: Axis | None, extent: int) -> Any:
         return self.wide(extent)
 
-    def map(self, name: str, *of: Any) -> Any:
-        return self._round(MAPS[name].numpy(*[x if x.dtype == bool else np.asarray(x, self.wide) for x in map(np.asarray, of)]))
+    def map(self, name: str, *operands: Any) -> Any:
+        return self._round(
+            MAPS[name].numpy(*[x if x.dtype == bool else np.asarray(x, self.wide) for x in map(np.asarray, operands)])
+        )
 
     def reduce(self, kind: str, x: Any) -> Any:
         return self._round(getattr(np, kind)(np.asarray(x, self.wide), -1, keepdims=True))

@@ -70,19 +70,23 @@ class ExpressionWriter:
             return f"split_heads({{}}, {x.attr})"
         return f"halves({{}})[{x.attr}]" if x.operation == "half" else FORMS[x.operation]
 
-    def assignments(self, roots: Iterable[Term], taken: Iterable[str] = (), among: Iterable[Term] = ()) -> list[str]:
+    def assignments(
+        self, roots: Iterable[Term], used_names: Iterable[str] = (), counted_roots: Iterable[Term] = ()
+    ) -> list[str]:
         """An assignment for each term below the roots that is used more than once and has no name; it has one from then on.
-        taken: names that are not free. among: the roots in which uses are counted, by default these."""
-        roots, taken, lines = list(roots), {*taken, *self.names.values()}, list[str]()
-        among = list(among) or roots
-        users = collections.Counter(y for x in self._unnamed(among) for y in x.args) + collections.Counter(among)
+        taken: names that are not free. counted_roots: the roots in which uses are counted, by default these."""
+        roots, used_names, lines = list(roots), {*used_names, *self.names.values()}, list[str]()
+        counted_roots = list(counted_roots) or roots
+        users = collections.Counter(y for x in self._unnamed(counted_roots) for y in x.args) + collections.Counter(
+            counted_roots
+        )
         for x in self._unnamed(roots):
             long = x not in roots and x.operation in SUMS and len(self.expression(x)) > LONG
             if (users[x] > 1 or long) and x.args and x.axes:
-                name = unused(self.suggest_name(x), taken)
+                name = unused(self.suggest_name(x), used_names)
                 lines.append(f"{name} = {self.expression(x)}")
                 self.names[x] = name
-                taken.add(name)
+                used_names.add(name)
         return lines
 
     def suggest_name(self, x: Term) -> str:

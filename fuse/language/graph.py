@@ -105,22 +105,22 @@ def indices(roots: Sequence[Term]) -> dict[Term, tuple[Axis | None, int]]:
     return targets
 
 
-def rebuild(x: Term, of: Sequence[Term]) -> Term:
+def rebuild(x: Term, args: Sequence[Term]) -> Term:
     """The operation of x on other operands."""
     if x.operation in MAPS:
-        return terms.apply(x.operation, *of)
+        return terms.apply(x.operation, *args)
     if x.operation in ("sum", "max"):
-        return terms.reduce(x.operation, of[0])
+        return terms.reduce(x.operation, args[0])
     if x.operation == "half":
-        return term_operations.half(of[0], x.attr)
+        return term_operations.half(args[0], x.attr)
     if x.operation == "split":
-        return term_views.split_like(of[0], x)
+        return term_views.split_like(args[0], x)
     if x.operation == "total":
-        return term_operations.total_along(of[0], x.attr)
+        return term_operations.total_along(args[0], x.attr)
     if x.operation == "partial_sums":
-        return term_operations.partial_sums(of[0], x.attr)
+        return term_operations.partial_sums(args[0], x.attr)
     if x.operation == "is_column":
-        return term_operations.is_column(x, of[0])
+        return term_operations.is_column(x, args[0])
     others: dict[str, Callable] = {
         "matmul": terms.matmul,
         "transpose": terms.transpose,
@@ -141,7 +141,7 @@ def rebuild(x: Term, of: Sequence[Term]) -> Term:
         "flat": term_views.flat,
         "rows": term_views.rows,
     }
-    return others[x.operation](*of) if of else x
+    return others[x.operation](*args) if args else x
 
 
 def extents_at(x: Term, known: Mapping[Axis, Any]) -> tuple[Any, ...]:

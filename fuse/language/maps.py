@@ -78,7 +78,7 @@ MAPS |= {
 
 
 def of_torch(name: str) -> Any:
-    """Torch's function for a map."""
+    """The torch function of a map."""
     import torch
 
     function: Any = torch

@@ -8,23 +8,23 @@ from collections.abc import Iterable
 from typing import Any
 
 
-def unused(name: str, taken: Iterable[str]) -> str:
+def unused(name: str, used_names: Iterable[str]) -> str:
     """The name, with a number appended if it is taken."""
-    number, candidate, taken = 1, name, set(taken)
-    while candidate in taken:
+    number, candidate, used_names = 1, name, set(used_names)
+    while candidate in used_names:
         number += 1
         candidate = f"{name}_{number}"
     return candidate
 
 
-def identifiers(keys: Iterable[Any], taken: Iterable[str]) -> tuple[str, ...]:
+def identifiers(keys: Iterable[Any], used_names: Iterable[str]) -> tuple[str, ...]:
     """Identifiers for the keys of a dictionary of results: the keys, made valid where they are not, and with a number appended
     where Python or `taken` has the name."""
     result = list[str]()
     for key in keys:
         word = unicodedata.normalize("NFKC", str(key))  # as Python reads it
         word = "".join([one if f"a{one}".isidentifier() else "_" for one in word])
-        result.append(unused(word if word.isidentifier() else f"out_{word}", (*taken, *result, *keyword.kwlist)))
+        result.append(unused(word if word.isidentifier() else f"out_{word}", (*used_names, *result, *keyword.kwlist)))
     return tuple(result)
 
 

@@ -39,20 +39,20 @@ def concat(*parts: Any) -> Term:
     args = [as_term(x) for x in parts]
     if any(x.ndim < 2 or extents_differ(x.extents[:-1], args[0].extents[:-1]) for x in args):
         raise ValueError(f"concatenate: takes matrices of as many rows, got {[x.extents for x in args]}")
-    _, lead = broadcast("concatenate", [(x.extents[:-1], x.axes[:-1]) for x in args])
+    _, leading = broadcast("concatenate", [(x.extents[:-1], x.axes[:-1]) for x in args])
     first, second = args[0].axes[-1], args[1].axes[-1] if len(args) == 2 else None
     full = first.root.doubled if first is not None and second is not None and first.root is second.root else None
     columns = full or Axis()
-    return make_term("concat", args, None, (*args[0].extents[:-1], sum(x.extents[-1] for x in args)), (*lead, columns))
+    return make_term("concat", args, None, (*args[0].extents[:-1], sum(x.extents[-1] for x in args)), (*leading, columns))
 
 
-def half(x: Any, which: int) -> Term:
-    """The first or the second half of the columns; which: 0 or 1. ValueError: the number of columns is odd."""
+def half(x: Any, index: int) -> Term:
+    """The first or the second half of the columns; index: 0 or 1. ValueError: the number of columns is odd."""
     x = as_term(x)
     columns = x.axes[-1] if x.ndim else None
     if columns is None or x.extents[-1] % 2:
         raise ValueError(f"halves: takes an array with an even number of columns, got {x.extents}: {x}")
-    return make_term("half", (x,), which, (*x.extents[:-1], x.extents[-1] // 2), (*x.axes[:-1], half_of(columns)))
+    return make_term("half", (x,), index, (*x.extents[:-1], x.extents[-1] // 2), (*x.axes[:-1], half_of(columns)))
 
 
 def causal(x: Any) -> Term:
@@ -82,14 +82,14 @@ def pick(x: Any, index: Any) -> Term:
     x, index = as_term(x), _index("pick", index)
     if x.ndim < 2 or extents_differ(x.extents[:-1], index.extents):
         raise ValueError(f"pick: takes rows and a column for each of them, got {x.extents} and {index.extents}: {x}, {index}")
-    _, lead = broadcast("pick", [(x.extents[:-1], x.axes[:-1]), (index.extents, index.axes)])
-    return make_term("pick", (x, index), None, (*x.extents[:-1], 1), (*lead, None))
+    _, leading = broadcast("pick", [(x.extents[:-1], x.axes[:-1]), (index.extents, index.axes)])
+    return make_term("pick", (x, index), None, (*x.extents[:-1], 1), (*leading, None))
 
 
 def is_column(x: Term, index: Term) -> Term:
     """A mask of x's shape: True in the column that `index` names in each row."""
-    what = x.axes[-1] and x.axes[-1].root, x.extents[-1]
-    return make_term("is_column", (index,), what, x.extents, (*index.axes, x.axes[-1]))
+    last_axis = x.axes[-1] and x.axes[-1].root, x.extents[-1]
+    return make_term("is_column", (index,), last_axis, x.extents, (*index.axes, x.axes[-1]))
 
 
 def _index(name: str, index: Any) -> Term:

@@ -25,10 +25,10 @@ def heads(x: Term, like: Term) -> Term:
 
 def split_like(x: Term, like: Term) -> Term:
     """(..., s, h d) as (..., h, s, d), the shape of `like`, whose heads merged would have x's columns."""
-    *lead, s, _ = x.extents
+    *leading, s, _ = x.extents
     count, per_head = like.extents[-3], like.extents[-1]
     names = (*x.axes[:-2], like.axes[-3], x.axes[-2], like.axes[-1])
-    return make_term("split", (x,), count, (*lead, count, s, per_head), names)
+    return make_term("split", (x,), count, (*leading, count, s, per_head), names)
 
 
 def split(x: Any, count: int) -> Term:
@@ -42,9 +42,9 @@ def split(x: Any, count: int) -> Term:
     if not columns.factors:
         columns.factors = count, per_head
         splits.append((columns, of_heads, per_head))
-    *lead, s, _ = x.extents
+    *leading, s, _ = x.extents
     return make_term(
-        "split", (x,), count, (*lead, count, s, x.extents[-1] // count), (*x.axes[:-2], of_heads, x.axes[-2], per_head)
+        "split", (x,), count, (*leading, count, s, x.extents[-1] // count), (*x.axes[:-2], of_heads, x.axes[-2], per_head)
     )
 
 
@@ -53,11 +53,11 @@ def merge_heads(x: Any) -> Term:
     x = as_term(x)
     if x.ndim < 3 or x.axes[-3] is None or x.axes[-1] is None:
         raise ValueError(f"merge_heads: takes (..., heads, rows, columns), got {x.extents}: {x}")
-    *lead, h, s, d = x.extents
+    *leading, h, s, d = x.extents
     axes_of_heads = x.axes[-3].root, x.axes[-1].root
     known = (full for full, *its in TABLES[-1].splits if tuple(one.root for one in its) == axes_of_heads)
     columns = next(known, None) or product_axis(*axes_of_heads)
-    return make_term("merge_heads", (x,), h, (*lead, s, h * d), (*x.axes[:-3], x.axes[-2], columns))
+    return make_term("merge_heads", (x,), h, (*leading, s, h * d), (*x.axes[:-3], x.axes[-2], columns))
 
 
 def flat(x: Term) -> Term:
@@ -67,8 +67,8 @@ def flat(x: Term) -> Term:
 
 def rows(x: Term) -> Term:
     """(..., c) as the matrix of all rows, a view."""
-    (*lead, columns), (*names, last) = x.extents, x.axes
-    return make_term("rows", (x,), None, (math.prod(lead), columns), (product_axis(*names), last))
+    (*leading, columns), (*names, last) = x.extents, x.axes
+    return make_term("rows", (x,), None, (math.prod(leading), columns), (product_axis(*names), last))
 
 
 def view_base(x: Term) -> Term:

@@ -196,8 +196,8 @@ class Extents(tuple):
         return result
 
     def __getitem__(self, place: Any) -> Any:
-        some = self.axes[place]
-        TABLES[-1].extents_read.update(some if isinstance(place, slice) else [some])
+        axis = self.axes[place]
+        TABLES[-1].extents_read.update(axis if isinstance(place, slice) else [axis])
         return super().__getitem__(place)
 
     def __iter__(self):
@@ -337,11 +337,11 @@ def matmul(a: Any, b: Any) -> Term:
     if a.ndim < 2 or b.ndim < 2 or extents_differ(a.extents[-1], b.extents[-2]):
         raise ValueError(f"@: takes (..., m, k) and (..., k, n), got {a.extents} and {b.extents}: {a} @ {b}")
     try:
-        lead, names = broadcast("@", [(x.extents[:-2], x.axes[:-2]) for x in (a, b)])
+        leading, names = broadcast("@", [(x.extents[:-2], x.axes[:-2]) for x in (a, b)])
     except ValueError:
         raise ValueError(f"@: leading axes of {a.extents} and {b.extents} do not broadcast: {a} @ {b}") from None
     unify(a.axes[-1], b.axes[-2])
-    return make_term("matmul", (a, b), None, (*lead, a.extents[-2], b.extents[-1]), (*names, a.axes[-2], b.axes[-1]))
+    return make_term("matmul", (a, b), None, (*leading, a.extents[-2], b.extents[-1]), (*names, a.axes[-2], b.axes[-1]))
 
 
 def transpose(x: Any) -> Term:
@@ -351,7 +351,7 @@ def transpose(x: Any) -> Term:
         raise ValueError(f"transpose: takes a matrix, got {x.extents}")
     if x.operation == "transpose":
         return x.args[0]
-    extents, names = ((*of[:-2], of[-1], of[-2]) for of in (x.extents, x.axes))
+    extents, names = ((*pair[:-2], pair[-1], pair[-2]) for pair in (x.extents, x.axes))
     return make_term("transpose", (x,), None, extents, names)
 
 

@@ -37,7 +37,7 @@ class Shape(NamedTuple):
 
     @property
     def ones(self) -> tuple[bool, ...]:
-        """Which extents are 1: a length of 1 broadcasts."""
+        """The extents that are 1, because a length of 1 broadcasts."""
         return tuple([True if n == 1 else False for n in self.extents])  # noqa: SIM210, torch's symbols are decided here
 
     @property
@@ -88,18 +88,18 @@ def leading_axes_are_rows(roots: Sequence[Term]) -> bool:
     terms that have leading axes have the same ones, none of them is transposed or the right factor of a product, and none meets
     a term that has only some of these axes."""
     nodes = list(walk(*roots))
-    deep = [x for x in nodes if x.ndim > 2]
-    if not deep:
+    batched = [x for x in nodes if x.ndim > 2]
+    if not batched:
         return True
-    leads = {tuple(name and name.root for name in x.axes[:-1]) for x in (*deep, *roots)}
-    (lead, *others) = leads
+    leading_axes = {tuple(name and name.root for name in x.axes[:-1]) for x in (*batched, *roots)}
+    (leading, *others) = leading_axes
     by_rows = all(
         x.operation in MAPS or x.operation in ("input", "sum", "max", "concat", "half", "dropout", "pick")
         or (x.operation == "matmul" and x.args[1].ndim == 2)
-        for x in deep
+        for x in batched
     )  # fmt: skip
-    chosen = {x for x in indices(roots) if tuple(name and name.root for name in x.axes) == lead}
-    some = any(name is not None and name.root in lead for x in nodes if x.ndim <= 2 and x not in chosen for name in x.axes)
+    chosen = {x for x in indices(roots) if tuple(name and name.root for name in x.axes) == leading}
+    some = any(name is not None and name.root in leading for x in nodes if x.ndim <= 2 and x not in chosen for name in x.axes)
     return by_rows and not others and not some
 
 

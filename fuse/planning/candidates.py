@@ -42,7 +42,7 @@ class Candidate(NamedTuple):
 
     @property
     def summary(self) -> str:
-        """What each kernel does, in a few words."""
+        """A short description of each kernel."""
         return ", then ".join([kernel.describe().partition(", ")[0] for kernel in self.plan.kernels])
 
     @property

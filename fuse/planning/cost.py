@@ -53,14 +53,14 @@ def card(ordinal: int | None) -> Card:
     if ordinal is None:
         return H200
     gpu = device(ordinal)
-    most = peaks(gpu)
-    products = most.flop or 1e14
+    peak = peaks(gpu)
+    products = peak.flop or 1e14
     memory, tensor = REACHED
     maps = H200.maps * gpu.processors / H200.processors
     return Card(
         gpu.name,
         gpu.processors,
-        memory * most.bandwidth,
+        memory * peak.bandwidth,
         tensor * products,
         maps,
         gpu.target.is_hopper,

@@ -120,15 +120,15 @@ class Definition:
         """(the arguments with their leading axes joined into one, the rows; the extents of these axes). Where leading axes are
         batches and heads (trace.leading_axes_are_rows), or there are none, the arguments stay as they are, and the extents are
         ()."""
-        deep = next((x for x in arrays if len(_shape(x)) > 2), None)
-        if deep is None:
+        batched = next((x for x in arrays if len(_shape(x)) > 2), None)
+        if batched is None:
             return list(arrays), ()
         _, kinds = self._kinds(self.find_leading, arrays)
         if not self.leading_are_rows[kinds]:
             return list(arrays), ()
-        lead = tuple(deep.shape[:-1])
-        flat = [x.reshape(-1, x.shape[-1]) if _shape(x)[:-1] == lead else x for x in arrays]
-        return [x.reshape(-1) if _shape(x) == lead and "int" in str(x.dtype) else x for x in flat], lead
+        leading = tuple(batched.shape[:-1])
+        flat = [x.reshape(-1, x.shape[-1]) if _shape(x)[:-1] == leading else x for x in arrays]
+        return [x.reshape(-1) if _shape(x) == leading and "int" in str(x.dtype) else x for x in flat], leading
 
     def _shapes(self, flat: Sequence[Any]) -> tuple[Shape, ...]:
         """What tracing must know of each argument, whose leading axes are rows."""
@@ -289,9 +289,9 @@ class Definition:
         traced, ranked = self._plan_call(arrays)
         return generate_module(self.name, traced, ranked[0]).text
 
-    def table(self, arrays: Sequence[Any], most: int) -> dict[str, list[tuple[int, int]]]:
-        """{what the kernels do, in words: [(first, last) number of rows of each range that they serve]}, for 1 to `most` rows
-        and the other lengths of these arrays. Empty if the number of rows is exact. NoKernel: as for candidates."""
+    def table(self, arrays: Sequence[Any], max_rows: int) -> dict[str, list[tuple[int, int]]]:
+        """{what the kernels do, in words: [(first, last) number of rows of each range that they serve]}, for 1 to `max_rows`
+        rows and the other lengths of these arrays. Empty if the number of rows is exact. NoKernel: as for candidates."""
         flat, _ = self._flatten_leading(self._arguments(arrays))
         shapes, ordinal = self._shapes(flat), ordinal_of(flat)
         traced, roles = self._trace_all(shapes), self._axis_roles(shapes)[0]
@@ -300,13 +300,13 @@ class Definition:
         if not any(one and axis and axis.root is rows for x, role in zip(inputs, roles) for axis, one in zip(x.axes, role)):
             return {}
         table, first = dict[str, list[tuple[int, int]]](), 1
-        while first <= most:
-            last = min(length_classes.last_alike_rows(first), most)
-            there = []
+        while first <= max_rows:
+            last = min(length_classes.last_alike_rows(first), max_rows)
+            present = []
             for x, s in zip(inputs, shapes):
                 extents = tuple([last if axis and axis.root is rows else n for axis, n in zip(x.axes, s.in_memory)])
-                there.append(s._replace(extents=extents[::-1] if s.transposed else extents))
-            best = self._rank_plans(tuple(there), ordinal)[1][0]
+                present.append(s._replace(extents=extents[::-1] if s.transposed else extents))
+            best = self._rank_plans(tuple(present), ordinal)[1][0]
             ranges = table.setdefault(best.summary, [])
             if ranges and ranges[-1][1] == first - 1:
                 ranges[-1] = ranges[-1][0], last

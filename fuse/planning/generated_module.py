@@ -56,11 +56,11 @@ class GeneratedModule(NamedTuple):
 def generate_module(name: str, traced: TracedDefinition, candidate: Candidate) -> GeneratedModule:
     """Generate the module of a candidate. The arguments, the results, the function and its variables keep their names, except
     where the module itself, or one of those that come before it in this order, already uses a name."""
-    plan, wanted = (
+    plan, requested = (
         candidate.plan,
         [*(key for key, _ in traced.inputs), *traced.outs, name, *(key for key, _ in traced.local_names)],
     )
-    marks = module_names.make_marks(wanted)
+    marks = module_names.make_marks(requested)
     each = iter(marks)
     argument_names, outs, function = [next(each) for _ in traced.inputs], [next(each) for _ in traced.outs], next(each)
     local_names = {x: mark for (_, x), mark in zip(traced.local_names, each)}
@@ -78,7 +78,7 @@ def generate_module(name: str, traced: TracedDefinition, candidate: Candidate) -
     kernel_texts = [(label, kernel.text(label, parameters, local_names)) for label, kernel in zip(labels, plan.kernels)]
     kernel_texts = module_text.rename_globals(function, kernel_texts)
     used_names = [*argument_names, *outs, *(parameters[x] for x in scratch)]
-    rename = module_names.settle_names(wanted, marks, module_text.outline(kernel_texts, used_names, views))
+    rename = module_names.settle_names(requested, marks, module_text.outline(kernel_texts, used_names, views))
     title = equations(dict(zip(traced.outs, traced.roots)), {x: key for key, x in traced.local_names})
     kernel_texts = [(rename(label), text.with_names(rename)) for label, text in kernel_texts]
     text = module_text.assemble(title, rename(function), kernel_texts, [*map(rename, used_names)], [*map(rename, views)])

@@ -34,9 +34,9 @@ def representative(n: int, role: str) -> int:
     as many equal parts as n can."""
     if n < 2 or role == EXACT:
         return n
-    most = max(1 << (n - 1).bit_length(), FEWEST if role != BATCH else 1)
+    largest = max(1 << (n - 1).bit_length(), FEWEST if role != BATCH else 1)
     least = n & -n
-    return most - least if role == SPLIT_KEY_AXIS and n > KEYS and least < PARTS_OF_KEYS else most
+    return largest - least if role == SPLIT_KEY_AXIS and n > KEYS and least < PARTS_OF_KEYS else largest
 
 
 def reads_rounded_length(traced: TracedDefinition, roles: Sequence[Sequence[str]]) -> bool:

@@ -118,18 +118,18 @@ class PlanSearch:
     def _plans_one_by_one(self, roots: tuple[Term, ...]) -> list[FusionPlan]:
         """The plans to compute several roots in which each root has kernels of its own; or those with one row map for all that
         are maps of the same rows."""
-        plans, most = [], 2 if len(roots) < SEVERAL else 1
+        plans, max_plans = [], 2 if len(roots) < SEVERAL else 1
         for groups in [tuple((x,) for x in roots), *(one for one in _group_row_maps(roots) if one != (roots,))]:
-            for parts in itertools.product(*[self.plans_for(one)[:most] for one in groups]):
+            for parts in itertools.product(*[self.plans_for(one)[:max_plans] for one in groups]):
                 kernels = _drop_duplicates(dict.fromkeys(itertools.chain.from_iterable(part.kernels for part in parts)))
                 plans.append(FusionPlan(kernels, sum(map(self.seconds, kernels))))
         return plans
 
     def _plans_ending_with(self, kernel: Any) -> list[FusionPlan]:
         """The plans that end with this kernel: those that compute its inputs, followed by it."""
-        wanted = [x for x in map(view_base, kernel.leaves) if x.operation != "input"]
+        requested = [x for x in map(view_base, kernel.leaves) if x.operation != "input"]
         plans = []
-        for needed in dict.fromkeys([_group_for_one_kernel(wanted), *_group_row_maps(wanted)]):
+        for needed in dict.fromkeys([_group_for_one_kernel(requested), *_group_row_maps(requested)]):
             for parts in itertools.product(*[self.plans_for(one)[:2] for one in needed]):
                 before = tuple(dict.fromkeys(itertools.chain.from_iterable(part.kernels for part in parts)))
                 seconds = sum(map(self.seconds, (*before, kernel)))
@@ -205,8 +205,8 @@ def _group_row_maps(needed: Sequence[Term]) -> list[tuple[tuple[Term, ...], ...]
         if x.ndim == 2 and (x.operation in MAPS or x.operation in ("sum", "max", "partial_sums")):
             like = x.args[0] if x.operation == "partial_sums" else x
             groups.setdefault(tuple([name and name.root for name in like.axes]), []).append(x)
-    rows = [tuple(some) for some in groups.values() if len(some) > 1 and RowMap.matches(some, leaves_of_rows(some))]
-    inside = {x for some in rows for x in some}
+    rows = [tuple(terms) for terms in groups.values() if len(terms) > 1 and RowMap.matches(terms, leaves_of_rows(terms))]
+    inside = {x for terms in rows for x in terms}
     rest = _group_for_one_kernel([x for x in needed if x not in inside])
     return [(*rows, *rest)] if rows else []
 

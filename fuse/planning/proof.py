@@ -178,7 +178,7 @@ def extents_of_run(traced: TracedDefinition, candidate: Candidate) -> dict[Axis,
     """The extents of the axes in a run, off the edges of the kernels' tiles, except where the kernels' texts fix them."""
     rows = {x.axes[-2].root for x in traced.roots if x.axes[-2]}
     rows -= {x.axes[-1].root for x in (*traced.roots, *(x for _, x in traced.inputs)) if x.ndim > 1 and x.axes[-1]}
-    most = min(kernel.most_rows for kernel in candidate.plan.kernels)
+    max_rows = min(kernel.most_rows for kernel in candidate.plan.kernels)
     extents = {axis: n for kernel in candidate.plan.kernels for axis, n in kernel.fixed_extents.items()}
     nodes = [*walk(*traced.roots), *(x for _, x in traced.inputs)]  # including axes that no term reads
     traced_extents = {axis.root: n for x in nodes for axis, n in zip(x.axes, x.extents) if axis is not None}
@@ -188,7 +188,7 @@ def extents_of_run(traced: TracedDefinition, candidate: Candidate) -> dict[Axis,
     of_bytes = base_axes(name for _, x in traced.inputs if x.stored_dtype("") == FP8 for name in x.axes)
     for axis in base_axes(name for x in nodes for name in x.axes):
         if axis not in extents:
-            extents[axis] = min(RUN_EXTENTS[0], most - 3) if axis in rows else RUN_EXTENTS[1 + len(extents) % 5]
+            extents[axis] = min(RUN_EXTENTS[0], max_rows - 3) if axis in rows else RUN_EXTENTS[1 + len(extents) % 5]
             extents[axis] = -(-extents[axis] // 16) * 16 if axis in of_bytes else extents[axis]
     return extents
 

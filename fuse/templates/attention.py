@@ -69,8 +69,8 @@ class AttentionCall:
             return
         causal = scores.operation == "causal"
         parts = factors(scores.args[0] if causal else scores)
-        products = [x for how, x in parts if x.operation == "matmul" and how == "mul"]
-        numbers = [(how, x) for how, x in parts if x not in products]
+        products = [x for operation, x in parts if x.operation == "matmul" and operation == "mul"]
+        numbers = [(operation, x) for operation, x in parts if x not in products]
         if len(products) != 1 or products[0].args[1].operation != "transpose":
             return
         q, k, v = side(products[0].args[0]), side(products[0].args[1].args[0]), root.args[1]
@@ -115,7 +115,7 @@ class AttentionCall:
 
     @property
     def bytes(self) -> float:
-        """Bytes read from memory and written to it."""
+        """The number of bytes that the kernel reads from memory and writes to it."""
         return float(sum(x.nbytes for x in (*self.leaves, self.root)))
 
     @property
@@ -125,19 +125,19 @@ class AttentionCall:
 
     @property
     def operations(self) -> float:
-        """Operations of the tensor cores."""
+        """The number of operations of the tensor cores."""
         return 2 * self.scores * (self.q.array.extents[-1] + self.v.extents[-1])
 
     @property
     def maps(self) -> float:
-        """Operations on elements, outside the tensor cores."""
+        """The number of operations on elements, outside the tensor cores."""
         return 4 * self.scores
 
     def __str__(self):
         return f"attention of {self.root}"
 
     def describe(self) -> str:
-        """What it does, in words."""
+        """A description of the kernel, for `explain`."""
         norms = [
             f"{name} are normalised in the kernel" for name, one in (("queries", self.q), ("keys", self.k)) if one.normalised
         ]
@@ -152,8 +152,8 @@ class AttentionCall:
         if self.root is not self.heads:
             y = parameters[self.root]
             out = unused(f"{y}_heads", parameters.values())
-            lead = ", ".join(["1"] * (AXES - self.heads.ndim) + [f"{y}.shape[{n}]" for n in range(self.root.ndim - 1)])
-            views = [f"{out} = {y}.reshape({lead}, {self.root.attr}, -1).swapaxes(1, 2)"]
+            leading = ", ".join(["1"] * (AXES - self.heads.ndim) + [f"{y}.shape[{n}]" for n in range(self.root.ndim - 1)])
+            views = [f"{out} = {y}.reshape({leading}, {self.root.attr}, -1).swapaxes(1, 2)"]
         elif self.root.ndim > AXES:
             names = dict.fromkeys(parameters[x] for x in arrays)
             heads = {one: unused(f"{one}_heads", parameters.values()) for one in names}
@@ -177,21 +177,21 @@ def side(x: Term) -> AttentionOperand:
     """The AttentionOperand that a term is: an array or its norm, times numbers."""
     parts = factors(x)
     numbers = [one for one in parts if not one[1].axes]
-    arrays = [one for how, one in parts if how == "mul" and one.ndim > 1 and has_columns(one)]
+    arrays = [one for operation, one in parts if operation == "mul" and one.ndim > 1 and has_columns(one)]
     if len(arrays) != 1:
         return AttentionOperand(x, [])
     rest = [one for one in parts if one[1].axes and one[1] is not arrays[0]]
     if not rest:
         return AttentionOperand(arrays[0], numbers)
-    weights = [one for how, one in rest if how == "mul" and one.ndim == 1 and one.operation == "input"]
+    weights = [one for operation, one in rest if operation == "mul" and one.ndim == 1 and one.operation == "input"]
     scales = [one for one in rest if one[1] not in weights]
     eps = _eps_of(arrays[0], *scales[0]) if len(weights) == len(scales) == 1 else None
     return AttentionOperand(x, []) if eps is None else AttentionOperand(arrays[0], numbers, weights[0], eps)
 
 
-def _eps_of(x: Term, how: str, scale: Term) -> Term | None:
+def _eps_of(x: Term, kind: str, scale: Term) -> Term | None:
     """The number eps, if `scale` is 1 / sqrt(mean(x * x) + eps); otherwise None."""
-    if (how, scale.operation) not in (("mul", "rsqrt"), ("div", "sqrt")) or scale.args[0].operation != "add":
+    if (kind, scale.operation) not in (("mul", "rsqrt"), ("div", "sqrt")) or scale.args[0].operation != "add":
         return None
     for mean, eps in (scale.args[0].args, scale.args[0].args[::-1]):
         if mean.operation == "div" and mean.args[0].operation == "sum" and mean.args[1].operation == "length":

@@ -60,7 +60,7 @@ class SplitKVAttention(AttentionCall):
         return super().fixed_extents | {axis.root: n for axis, n in known if axis is not None}
 
     def describe(self) -> str:
-        """What it does, in words."""
+        """A description of the kernel, for `explain`."""
         return f"{super().describe()}, for {self.partial_outputs.attr} splits of the keys, combined by a second kernel"
 
     def text(self, name: str, parameters: dict[Term, str], local_names: dict[Term, str]) -> KernelText:

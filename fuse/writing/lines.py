@@ -34,8 +34,8 @@ def break_lines(lines: Sequence[str]) -> Iterator[str]:
     """The lines of code with those that are too long broken into several. The contents of open brackets are joined first."""
     statement = ""
     for line in lines:
-        further = line.lstrip()
-        statement = line if not statement else (statement.rstrip(", ") if further[0] in ")]}" else statement) + further
+        stripped = line.lstrip()
+        statement = line if not statement else (statement.rstrip(", ") if stripped[0] in ")]}" else statement) + stripped
         if _depth(statement.partition("  # ")[0]) > 0:
             statement += "" if statement.endswith("(") else " "
         else:

@@ -56,8 +56,8 @@ def settle_names(names: Sequence[str], marks: Sequence[str], text: str) -> Renam
     appended. Of two that conflict, the first one stays. text: the module, with marks."""
     renaming, name_scopes = Renaming(marks, names), scopes(text)
     known = {one: renaming.inside(one) for scope in name_scopes for one in scope}
-    while clash := _clash(name_scopes, lambda one: renaming(one) if known[one] else one):
-        one, other = map(known.__getitem__, clash)
+    while conflict := _clash(name_scopes, lambda one: renaming(one) if known[one] else one):
+        one, other = map(known.__getitem__, conflict)
         last = max(one | other)
         name = renaming.names[last]
         same_argument = one == other and name.upper() == name  # X = st(...) beside x, of an argument that is called X

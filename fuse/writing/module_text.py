@@ -90,16 +90,16 @@ def assemble(
     return "\n".join([*f'"""{title}{end}"""'.splitlines(), "", *_imports("\n".join(body)), "", *body]) + "\n"
 
 
-def _call(kernel: str, launch: str, arguments: str, taken: Iterable[str]) -> list[str]:
+def _call(kernel: str, launch: str, arguments: str, used_names: Iterable[str]) -> list[str]:
     """The lines of a launch: one line if it fits. Otherwise the launch and the call get a line each, and so do the number of
     blocks and some arguments if they must. taken: names that these may not have."""
     line = f"tiles.launch({kernel}, {launch})({arguments})"
     if len(line) <= WIDTH - 4:
         return [line]
-    run, arguments_name, count = (unused(one, taken) for one in ("run", "given", "blocks"))
+    run, arguments_name, count = (unused(one, used_names) for one in ("run", "given", "blocks"))
     if len(f"{run} = tiles.launch({kernel}, {launch})") > WIDTH - 4 and not re.search(rf"\b{count}\b", launch):
         blocks, *others = cut_at_commas(launch)
-        return [f"{count} = {blocks}", *_call(kernel, ", ".join([count, *others]), arguments, taken)]
+        return [f"{count} = {blocks}", *_call(kernel, ", ".join([count, *others]), arguments, used_names)]
     arrays = cut_at_commas(arguments)
     for n in range(len(arrays) - 1, 1, -1):
         first, rest = f"{arguments_name} = {', '.join(arrays[:n])}", f"{run}(*{arguments_name}, {', '.join(arrays[n:])})"

@@ -57,11 +57,11 @@ def _groups(x):
     ]
 
 
-def halves_of(b, x, y, which):
+def halves_of(b, x, y, half):
     """A half of x and one of y, in one register: LOW or HIGH ones, or as a register says."""
-    if isinstance(which, int):
-        return b.asm(i32, f"prmt.b32 $0, $1, $2, {which};", "=r,r,r", x, y, effect=False)
-    return b.asm(i32, "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", x, y, which, effect=False)
+    if isinstance(half, int):
+        return b.asm(i32, f"prmt.b32 $0, $1, $2, {half};", "=r,r,r", x, y, effect=False)
+    return b.asm(i32, "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", x, y, half, effect=False)
 
 
 def _narrowed(b, x, out, elements):
@@ -69,7 +69,7 @@ def _narrowed(b, x, out, elements):
     for pairs in _groups(x):
         four = [b.quad(out.dtype, *(elements[k + i] for k in pairs[start::2] for i in (0, 1))) for start in (0, 1)]
         left, right = gather(b, *four)
-        words.append([halves_of(b, left, right, which) for which in (LOW, HIGH)])
+        words.append([halves_of(b, left, right, half) for half in (LOW, HIGH)])
     return [words[k + row][side] for k in range(0, len(words), 2) for side in (0, 1) for row in (0, 1)]
 
 
@@ -77,7 +77,7 @@ def _widened(b, x, out, registers):
     order, mixed = [], []
     for k, pairs in enumerate(_groups(x)):
         words = [registers[k // 2 * 4 + 2 * side + k % 2] for side in (0, 1)]
-        mixed += spread(b, *(halves_of(b, *words, which) for which in (LOW, HIGH)))
+        mixed += spread(b, *(halves_of(b, *words, half) for half in (LOW, HIGH)))
         order += [pair + i for start in (0, 1) for pair in pairs[start::2] for i in (0, 1)]
     if out.dtype is fp16:  # two at once, and exact
         halves = [b.halves(x.dtype, word, part) for word in mixed for part in ("lo", "hi")]

@@ -96,7 +96,7 @@ def lane_first(b, spec, axis):
 
 
 def index_array(shape, axis, first=0):
-    """What row_index (axis 0) and col_index (1) mean."""
+    """The NumPy meaning of row_index (axis 0) and col_index (1)."""
     return np.indices(shape.shape, np.float32)[axis] + np.float32(first)
 
 

@@ -195,9 +195,9 @@ def _(x, function, y, z):
     out = broadcast("map", *operands)
     check_function("map", function, len(operands))
 
-    def lower(b, value, python_function, *others):
+    def lower(b, value, python_function, *arguments):
         emit = lower_map(out, lambda b, *e: b.apply(function, python_function, *e), *operands)
-        return emit(b, value, *others[: len(operands) - 1])
+        return emit(b, value, *arguments[: len(operands) - 1])
 
     return out, lower
 

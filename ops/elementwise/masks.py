@@ -24,7 +24,7 @@ class Line(NamedTuple):
     below: bool = True
 
     def keeps(self, shape, bound, first_row=0):
-        """What is kept, as an array of booleans."""
+        """An array of booleans: which elements the mask keeps."""
         rows, cols = np.indices(shape)
         return (self.down * (rows + first_row) + self.across * cols < bound + self.past) == self.below
 

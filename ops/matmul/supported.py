@@ -18,7 +18,7 @@ WIDEST = 256  # columns of a warpgroup's product
 
 
 class Transposed(NamedTuple):
-    """Which operands of a product come transposed."""
+    """The operands of a product that are passed transposed."""
 
     left: bool
     right: bool
@@ -81,8 +81,8 @@ def cells(name):
 
 def _dtypes(pairs):
     """Pairs of dtypes, of a and of b, in words."""
-    alike = [f"both {a}" for a, _ in pairs if a.itemsize > 1]
-    return " or ".join(alike + ["each fp8e4m3 or fp8e5m2"] * (FP8[0] in pairs))
+    same_dtypes = [f"both {a}" for a, _ in pairs if a.itemsize > 1]
+    return " or ".join(same_dtypes + ["each fp8e4m3 or fp8e5m2"] * (FP8[0] in pairs))
 
 
 def _names(pairs):
@@ -91,7 +91,7 @@ def _names(pairs):
 
 
 def _words(name, spaces, pairs):
-    """What the op takes of these pairs of dtypes."""
+    """The pairs of dtypes that the op takes, as text."""
     transposed, rows = transposed_in(name), ROWS[name[: name.index("mm")]]
 
     def describe_operand(kinds, layout, shape):
@@ -110,8 +110,8 @@ def _listed(scope, name):
     spaces_of = {form: cells(f"{scope}mma_{form}") for form in TRANSPOSED}
     mine = spaces_of.pop(name.rpartition("_")[2])
     takes = [_words(name, spaces, [pair for pair in mine if mine[pair] == spaces]) for spaces in dict.fromkeys(mine.values())]
-    others = [f"mma_{form} ({_names(spaces_of[form])})" for form in spaces_of]
-    return f"takes {'; or '.join(takes)}. There are also {', '.join(others)}"
+    forms = [f"mma_{form} ({_names(spaces_of[form])})" for form in spaces_of]
+    return f"takes {'; or '.join(takes)}. There are also {', '.join(forms)}"
 
 
 def check(name, acc, a, b):
@@ -153,8 +153,8 @@ def _wrong(name, acc, a, b, spaces):
         return f": {a.dtype} and {b.dtype} are not multiplied with each other by this op"
     for letter, x, kinds in zip("ab", (a, b), spaces):
         if not isinstance(x, kinds):
-            there = {rt: "in registers, as rt", st: "in shared memory, as st"}[kinds[0]]
-            return f": {letter} must lie {there}({x.rows}, {x.cols}, {x.dtype})"
+            location = {rt: "in registers, as rt", st: "in shared memory, as st"}[kinds[0]]
+            return f": {letter} must lie {location}({x.rows}, {x.cols}, {x.dtype})"
     for letter, x, layout in zip("ab", (a, b), transposed.layouts):
         if isinstance(x, rt) and x.layout != layout:
             its = f"rt({x.rows}, {x.cols}, {x.dtype}{COLUMNS * (layout == 'col')})"

@@ -108,7 +108,7 @@ def _check(name, acc, a, b, shape):
 
 
 def _wide(b, dtype, register):
-    """Four fp8 elements as two registers of fp16."""
+    """Convert four fp8 elements to two registers of fp16."""
     return [b.halves(dtype, register, part) for part in ("lo", "hi")]
 
 
@@ -124,7 +124,7 @@ def _(acc, a, b):
 
     def emit(builder, vacc, left, address):
         c, fragment = builder.unpack(vacc), left_operand(builder, a, left, "row")
-        addresses = matrix_addresses(builder, b, rt(b.rows, b.cols, b.dtype), address, builder.u32(0), True, anew=True)
+        addresses = matrix_addresses(builder, b, rt(b.rows, b.cols, b.dtype), address, builder.u32(0), True, recompute=True)
         addresses = list(addresses)
         across, bands = b.cols // 32, range(a.rows // 16)
         for along in range(across):
@@ -146,7 +146,7 @@ def _(acc, a, b):
 
     def emit(builder, vacc, left, address):
         c, fragment = builder.unpack(vacc), left_operand(builder, a, left, "row")
-        addresses = matrix_addresses(builder, b, rt(b.rows, b.cols, b.dtype), address, builder.u32(0), anew=True)
+        addresses = matrix_addresses(builder, b, rt(b.rows, b.cols, b.dtype), address, builder.u32(0), recompute=True)
         for tile, at in enumerate(addresses):  # of 16 rows and 32 columns
             along, across = divmod(tile, b.cols // 32)
             four = [_in_pairs(builder, x) for x in ptx.ldmatrix(builder, at, transposed=True)]

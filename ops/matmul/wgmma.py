@@ -185,8 +185,8 @@ def _(tile, newer: int):
         loops = (
             ": if a loop before makes it one in flight, it would be none after no rounds; begin with mm_* before the loop, or "
         )
-        cure = f"{loops}wait within it" if isinstance(tile, rt) else ""
-        raise TypeError(f"wait: takes a tile in flight (from mm_* or mma_*), got {tile}{cure}")
+        remedy = f"{loops}wait within it" if isinstance(tile, rt) else ""
+        raise TypeError(f"wait: takes a tile in flight (from mm_* or mma_*), got {tile}{remedy}")
     if newer < 0:
         raise TypeError(f"wait: newer must be 0 or more, got {newer}")
     if tile is None:

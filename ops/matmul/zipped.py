@@ -93,7 +93,7 @@ def _(target, source):
                 keys = range(batch, min(batch + KEYS * TOGETHER, source.rows), KEYS)
                 matrices = [ptx.ldmatrix(b, b.add(read, b.u32(key * source.width)), transposed=True) for key in keys]
                 for key, four in zip(keys, matrices, strict=True):
-                    turned = [halves_of(b, *four[k : k + 2], how) for k in (0, 2) for how in pick]
+                    turned = [halves_of(b, *four[k : k + 2], half) for k in (0, 2) for half in pick]
                     panel, byte = divmod(key, target.width)
                     inside = b.xor(b.add(b.mul(group, b.u32(CHUNK)), b.u32(byte)), turn)
                     ptx.stmatrix(b, b.add(b.add(row_start, inside), b.u32(panel * target.panel_bytes)), turned)

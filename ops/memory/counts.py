@@ -33,10 +33,12 @@ def _there(counts, at):
 @op
 def wait_count(counts, at, n):
     """Wait until counts[at] is n or more. What those that counted wrote before is then visible to this warp, and to TMA."""
-    there = _there(counts, at)
-    what = f"the count at {tuple(map(int, at))}, which is to be {n}; blocks that come later in the grid may not be waited for"
-    current_warp().until(lambda: there.item() >= n, lambda: what)
-    note(Touched, there, False)
+    count = _there(counts, at)
+    description = (
+        f"the count at {tuple(map(int, at))}, which is to be {n}; blocks that come later in the grid may not be waited for"
+    )
+    current_warp().until(lambda: count.item() >= n, lambda: description)
+    note(Touched, count, False)
     current_warp().block.cluster.in_turn = True
     current_warp().fence_async()
 
@@ -66,9 +68,9 @@ def _count(counts, at):
         raise warp.hazard(
             f"counts up, and nobody has waited until {warp.sent[warp.stored].operation} was done: stores_done", "wait"
         )
-    there = _there(counts, at)
-    there += 1
-    note(Touched, there, True)
+    count = _there(counts, at)
+    count += 1
+    note(Touched, count, True)
 
 
 def _address(b, counts, value, at):
@@ -78,15 +80,15 @@ def _address(b, counts, value, at):
     return data
 
 
-def _check(name, counts, at, *others):
+def _check(name, counts, at, *integers):
     if not (isinstance(counts, types.Array) and counts.dtype == types.int32):
         raise TypeError(f"{name}: takes a global array of int32, got {counts}")
     if not (isinstance(at, types.BaseTuple) and len(at) == counts.ndim and all(map(integer, at))):
         raise TypeError(
             f"{name}: `at` must be {counts.ndim} integers for an array of {counts.ndim} axes, got {describe_index(at)}"
         )
-    if not all(map(integer, others)):
-        raise TypeError(f"{name}: takes an integer, got {', '.join(map(str, others))}")
+    if not all(map(integer, integers)):
+        raise TypeError(f"{name}: takes an integer, got {', '.join(map(str, integers))}")
 
 
 @lowers(wait_count)

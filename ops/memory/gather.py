@@ -25,7 +25,7 @@ UNSIGNED = types.uint32, types.uint64
 
 
 def _parts(index):
-    """What rules see of each of an index's parts."""
+    """The type that rules see for each part of an index."""
     return tuple(map(spec_of, index)) if isinstance(index, types.BaseTuple) else (index,)
 
 
@@ -80,15 +80,15 @@ def _(array, index):
         data, extents, strides = b.array(array, array_value)
         values = b.unpack(value) if isinstance(index, types.BaseTuple) else [value]
         end = i64(2**31 - 1)
-        mosts = [b.trunc(b.select(b.icmp_unsigned("<", extent, end), extent, end), i32) for extent in extents]
+        limits = [b.trunc(b.select(b.icmp_unsigned("<", extent, end), extent, end), i32) for extent in extents]
         words: dict = {}
         elements = []
         for at in zip(*[lane(b, part, v) for part, v in zip(parts, values, strict=True)], strict=True):
             if at not in words:  # a vector's elements stand in many of a tile's
                 address, inside = data, i1(1)
-                for i, extent, most, stride in zip(at, extents, mosts, strides, strict=True):
+                for i, extent, limit, stride in zip(at, extents, limits, strides, strict=True):
                     narrow = i.type == i32  # and if it is negative, which zext gets wrong, nothing is read
-                    inside = b.and_(inside, b.icmp_unsigned("<", i, most if narrow else extent))
+                    inside = b.and_(inside, b.icmp_unsigned("<", i, limit if narrow else extent))
                     address = b.add(address, b.mul(b.zext(i, i64) if narrow else i, stride))
                 word = b.asm(register, text, f"={letter},l,r", address, b.zext(inside, i32), effect=False)
                 words[at] = real(b, word)

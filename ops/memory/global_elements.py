@@ -45,8 +45,8 @@ def check(name, array, spec, at, rows, cols):
     if not array.mutable:
         raise TypeError(f"{name}: {CAPTURED}")
     if array.dtype not in SCALARS:
-        cure = "; convert it on the host: x.astype(np.float32)" if isinstance(array.dtype, types.Number) else ""
-        raise TypeError(f"{name}: the array must hold {', '.join(map(str, SCALARS.values()))}, got {array}{cure}")
+        remedy = "; convert it on the host: x.astype(np.float32)" if isinstance(array.dtype, types.Number) else ""
+        raise TypeError(f"{name}: the array must hold {', '.join(map(str, SCALARS.values()))}, got {array}{remedy}")
     axes = (rows, cols) if isinstance(spec, rt) else (cols,)
     if array.ndim < len(axes):
         raise TypeError(f"{name}: {spec} lies along {len(axes)} axes of the array, and {array} has {array.ndim}")

@@ -132,12 +132,12 @@ def _aligned_position(b, ty, exchange, array, spec, at, rows, cols, first_row):
     return _LanePosition(start, strides[r], strides[c], *(b.trunc(x, i32) for x in (at[r], at[c], extents[r], extents[c])))
 
 
-def _visible_range(b, at, extent, most):
-    """(begin, end) of the rows or columns, among the first `most` of a tile at index `at`, that lie inside the array."""
-    zero, most = i64(0), i64(most)
+def _visible_range(b, at, extent, limit):
+    """(begin, end) of the rows or columns, among the first `limit` of a tile at index `at`, that lie inside the array."""
+    zero, limit = i64(0), i64(limit)
 
     def within(x):
-        x = b.select(b.icmp_signed("<", x, most), x, most)
+        x = b.select(b.icmp_signed("<", x, limit), x, limit)
         return b.trunc(b.select(b.icmp_signed("<", x, zero), zero, x), i32)
 
     return within(b.sub(zero, at)), within(b.sub(extent, at))
@@ -167,9 +167,9 @@ def _check_at_run_time(b, ty, exchange, array, spec, at, rows, cols, first_row, 
     return _LanePosition(start, line, strides[c], *inside, ptx.vote_all(b, is_wide)).moved(b, row, zero)
 
 
-def _accesses(b, exchange, spec, place, anew=False, column=None):
+def _accesses(b, exchange, spec, place, recompute=False, column=None):
     """(is it inside the array, its address) of each of this lane's accesses. column: the stride of columns; None: adjacent."""
-    line = _recomputed_address(b, place.start) if anew else place.start
+    line = _recomputed_address(b, place.start) if recompute else place.start
     step = b.mul(i64(HALF * exchange.lines), place.line)
     for row in range(0, spec.rows, HALF * exchange.lines):
         inside = b.icmp_unsigned("<", b.add(place.down, b.u32(row)), place.height)
@@ -211,8 +211,8 @@ def lower_store(ty, spec, rows, cols, first_row, aligned, ordered=True):
     def lower(b, array, value, at, *_):
         value = value if stored == spec else b.from_elements(rt(32, 32, stored.dtype), b.elements(spec, value))
         words_at = dict(zip(coordinates_of(stored), b.unpack(value), strict=True))
-        where = b, ty, exchange, array, stored, at, rows, cols, first_row(b)
-        place = _aligned_position(*where) if aligned else _check_at_run_time(*where, stores=True)
+        position = b, ty, exchange, array, stored, at, rows, cols, first_row(b)
+        place = _aligned_position(*position) if aligned else _check_at_run_time(*position, stores=True)
 
         def store(place):
             for (fits, address), four in zip(_accesses(b, exchange, stored, place), words_of(exchange, stored), strict=True):
@@ -327,16 +327,18 @@ def _four_rounds(b, exchange, spec, place, accesses, move):
     def move_one_word(number, words):
         bits = b.and_(number, b.u32(1)), b.lshr(number, b.u32(1))
         rows, cols = (b.add(*(b.mul(bit, b.u32(by[axis])) for bit, by in zip(bits, (low, high)))) for axis in (0, 1))
-        now = place.moved(b, rows, b.add(first, cols))
-        line = ptx.opaque(b, now.start)  # each address is made of the one before: none is kept in a register over the rounds
+        position = place.moved(b, rows, b.add(first, cols))
+        line = ptx.opaque(
+            b, position.start
+        )  # each address is made of the one before: none is kept in a register over the rounds
         for row in range(0, spec.rows, HALF * exchange.lines):
-            inside, along = b.icmp_unsigned("<", b.add(now.down, b.u32(row)), now.height), line
+            inside, along = b.icmp_unsigned("<", b.add(position.down, b.u32(row)), position.height), line
             for col in range(0, spec.cols, exchange.columns):
-                where = []
+                elements_at = []
                 for k in range(elements):
-                    fits = b.and_(inside, b.icmp_unsigned("<", b.add(now.across, b.u32(col + k)), now.width))
-                    where.append((b.zext(fits, i32), b.add(along, b.mul(i64(k), now.column))))
-                words = [*words[1:4], move(b, size, words[0], where), *words[4:]]
+                    fits = b.and_(inside, b.icmp_unsigned("<", b.add(position.across, b.u32(col + k)), position.width))
+                    elements_at.append((b.zext(fits, i32), b.add(along, b.mul(i64(k), position.column))))
+                words = [*words[1:4], move(b, size, words[0], elements_at), *words[4:]]
                 words = words[4:] + words[:4]
                 along = ptx.opaque(b, b.add(along, section))
             line = ptx.opaque(b, b.add(line, step))
@@ -346,19 +348,19 @@ def _four_rounds(b, exchange, spec, place, accesses, move):
     return [words[k : k + 4] for k in range(0, len(words), 4)]
 
 
-def _load_word(b, size, _, where):
+def _load_word(b, size, _, elements_at):
     """Load the elements of a word; returns the word, as an integer."""
     word, letter = (f32, "f") if size == 4 else (i32, "r")
     text = f"{{{GUARD}{LOAD[size]}}}"
-    elements = [b.asm(word, text, f"={letter},l,r", address, inside) for inside, address in where]
+    elements = [b.asm(word, text, f"={letter},l,r", address, inside) for inside, address in elements_at]
     if size == 2:
         return b.or_(b.and_(elements[0], b.u32(0xFFFF)), b.shl(elements[1], b.u32(16)))
     return b.bitcast(elements[0], i32) if size == 4 else joined(b, elements)[0]
 
 
-def _store_word(b, size, word, where):
+def _store_word(b, size, word, elements_at):
     """Store the elements of a word; returns the word."""
-    for k, (inside, address) in enumerate(where):
+    for k, (inside, address) in enumerate(elements_at):
         element = b.bitcast(word, f32) if size == 4 else b.lshr(word, b.u32(8 * size * k))
         b.do(f"{{{GUARD}{STORE[size]}}}", address, element, inside)
     return word

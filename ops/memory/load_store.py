@@ -103,8 +103,8 @@ def store_rows(target, value, at, rows, cols, is_aligned, rank):
     """The meaning of a store by warp `rank` of those that share the tile."""
     if isinstance(target, SharedTile):
         return current_warp().write(target, value.array.reshape(-1, *target.shape[1:]), rows_of(value.spec, rank))
-    if is_aligned and (why := global_vectorized.misaligned(target, value.spec, at, cols, is_aligned)):
-        raise current_warp().hazard(f"aligned store: {why}")
+    if is_aligned and (reason := global_vectorized.misaligned(target, value.spec, at, cols, is_aligned)):
+        raise current_warp().hazard(f"aligned store: {reason}")
     at = shifted(value.spec, at, rows, cols, rank)
     view, part = global_elements.window(target, value.spec, at, rows, cols)
     array = value.array if isinstance(value.spec, rt) else value.array.ravel()
@@ -117,8 +117,8 @@ def load_rows(source, spec, at, rows, cols, is_aligned, rank, fenced=True):
     if isinstance(source, SharedTile):
         values = current_warp().read(source, rows_of(spec, rank), fence=fenced and isinstance(source.spec, st))
         return values.astype(np.float32).reshape(spec.shape)
-    if is_aligned and (why := global_vectorized.misaligned(source, spec, at, cols)):
-        raise current_warp().hazard(f"aligned load: {why}")
+    if is_aligned and (reason := global_vectorized.misaligned(source, spec, at, cols)):
+        raise current_warp().hazard(f"aligned load: {reason}")
     view, part = global_elements.window(source, spec, shifted(spec, at, rows, cols, rank), rows, cols)
     out = np.zeros(spec.shape if isinstance(spec, rt) else spec.length, np.float32)
     out[part] = view

@@ -45,7 +45,7 @@ class Exchange:
 
     @property
     def lines(self):
-        """Rows that are exchanged together."""
+        """The number of rows that are exchanged together."""
         return 2 if self.row else 1
 
     @property
@@ -104,7 +104,7 @@ class Row:
 
     @property
     def elements(self):
-        """Elements that each lane holds."""
+        """The number of elements that each lane holds."""
         return self.cols // QUAD
 
     def element(self, lane, index):

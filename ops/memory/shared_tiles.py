@@ -27,12 +27,12 @@ TOGETHER = {"hold": "take", "take": "fill"}  # what a shared tile does to a regi
 def check(name, tile, verb, spec, at, warps):
     """A shared tile is loaded and stored whole, by one warp or by four."""
     if not isinstance(spec, rt) or tile.shape != (warps * spec.rows, spec.cols):
-        together = f": four warps {TOGETHER[verb]} it together, by warpgroup.{name}"
+        advice = f": four warps {TOGETHER[verb]} it together, by warpgroup.{name}"
         if name.startswith("cluster."):
             part = f"cluster.map(subtile(tile, {getattr(spec, 'rows', 16)}, warpgroup.rank()), block)"
-            together = f": four warps {TOGETHER[verb]} it together, each its part, {part}"
+            advice = f": four warps {TOGETHER[verb]} it together, each its part, {part}"
         fits = warps == 1 and isinstance(spec, rt) and tile.shape == (4 * spec.rows, spec.cols)
-        raise TypeError(f"{name}: {tile} does not {verb} {f'{warps} x ' * (warps > 1)}{spec}{together * fits}")
+        raise TypeError(f"{name}: {tile} does not {verb} {f'{warps} x ' * (warps > 1)}{spec}{advice * fits}")
     try:
         replace(spec, dtype=tile.dtype)
     except ValueError as error:
@@ -48,12 +48,12 @@ def shifts(b, run=2):
 
 
 def bytes_of(b, registers):
-    """Registers that begin with each byte of these."""
+    """Registers whose lowest bytes are the bytes of these registers, in order."""
     return [b.lshr(register, b.u32(8 * k)) for register in registers for k in range(4)]
 
 
 def joined(b, parts):
-    """Registers of four bytes each, which come alone."""
+    """Registers of four bytes, packed from registers of one byte."""
     words = []
     for k in range(0, len(parts), 4):
         low, high = (b.or_(parts[k + i], b.shl(parts[k + i + 1], b.u32(8))) for i in (0, 2))
@@ -61,13 +61,13 @@ def joined(b, parts):
     return words
 
 
-def matrix_addresses(b, tile, spec, address, first_row, swapped=False, first_col=None, anew=False):
+def matrix_addresses(b, tile, spec, address, first_row, swapped=False, first_col=None, recompute=False):
     """For each base tile of `spec` (16x16, of bytes 16x32), in the order of its registers, the address that this lane gives
     ldmatrix or stmatrix. Matrices 0 and 1 are the base tile's left half, 2 and 3 its right one; for column layout, with .trans,
     its upper and its lower half. `swapped`: matrices 1 and 2 are swapped. first_col: of a base tile, in the first panel.
     `anew`: computed where they are used, so that no loop keeps
     them in registers."""
-    lane, by_row = b.lane(anew), spec.layout == "row"
+    lane, by_row = b.lane(recompute), spec.layout == "row"
     down_first = by_row != swapped  # matrix 1 lies below matrix 0, not to its right
     lower, right = (15, 16) if down_first else (7, 8)
     row = b.and_(lane, b.u32(lower))

@@ -65,16 +65,16 @@ def read(b, vector, spec, address, first):
     return out
 
 
-def load_elements(b, dtype, count, at, where="shared"):
-    """`count` elements (neighbours: 1, 2, or 4 of fp8) at an address in shared memory, as fp32. where: the state space."""
+def load_elements(b, dtype, count, at, space="shared"):
+    """`count` elements (neighbours: 1, 2, or 4 of fp8) at an address in shared memory, as fp32. space: the state space."""
     if dtype.itemsize == 4:
         if count == 1:
-            return [b.asm(f32, f"ld.{where}.f32 $0, [$1];", "=f,r", at)]
-        return b.unpack(b.asm(struct([f32] * 2), f"ld.{where}.v2.f32 {{$0, $1}}, [$2];", "=f,=f,r", at))
+            return [b.asm(f32, f"ld.{space}.f32 $0, [$1];", "=f,r", at)]
+        return b.unpack(b.asm(struct([f32] * 2), f"ld.{space}.v2.f32 {{$0, $1}}, [$2];", "=f,=f,r", at))
     if count * dtype.itemsize == 2:
-        text = f"ld.{where}.u16 $0, [$1];"
+        text = f"ld.{space}.u16 $0, [$1];"
     else:
-        text = f"ld.{where}.b{8 * count * dtype.itemsize} $0, [$1];"
+        text = f"ld.{space}.b{8 * count * dtype.itemsize} $0, [$1];"
     return b.elements(rt(32, 32, dtype), b.pack([b.asm(i32, text, "=r,r", at)]))[:count]
 
 

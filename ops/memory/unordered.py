@@ -127,8 +127,8 @@ def load_pages(pool, spec, page_rows, at, last):
     array (page, row, ..., column). page_rows: the pages, by ops.look_up for st(16, n, dtype, 64). at:
     (the tile's first row, ..., column), as if there were no pages. Rows from `last` on are 0."""
     warp = current_warp()
-    if why := global_vectorized.misaligned(pool, spec, (0, 0, *at[1:]), pool.ndim - 1):
-        raise warp.hazard(f"load_pages: {why}")
+    if reason := global_vectorized.misaligned(pool, spec, (0, 0, *at[1:]), pool.ndim - 1):
+        raise warp.hazard(f"load_pages: {reason}")
     warp.touches(pool, READ)
     values, _ = warp.from_pages(np.asarray(pool), page_rows, at, last, range(spec.rows), spec.cols)
     return values().astype(np.float32)[:, quad_exchange.order(spec, spec.dtype)]

@@ -51,7 +51,7 @@ def voted(group, decide, flag):
     barrier = group.barrier(warp)
     flags = VOTES.setdefault(barrier, {}).setdefault(barrier.opened, [])
     flags.append(bool(flag))
-    barrier.meet(warp, LANES * group.size(warp), what=f"the {group.name}'s vote: ", vote=True)
+    barrier.meet(warp, LANES * group.size(warp), description=f"the {group.name}'s vote: ", vote=True)
     return decide(flags)
 
 

@@ -79,8 +79,8 @@ def _part(op_function, axis):
         def emit(b, value, *_):
             registers = b.unpack(value)
             registers_at = dict(zip(register_coordinates(tile, len(registers)), registers, strict=True))
-            wanted = register_coordinates(out, len(registers) * out.elements // tile.elements)
-            return b.pack([registers_at[_moved(at, axis, index * count)] for at in wanted])
+            coordinates = register_coordinates(out, len(registers) * out.elements // tile.elements)
+            return b.pack([registers_at[_moved(at, axis, index * count)] for at in coordinates])
 
         return out, emit
 
@@ -93,8 +93,8 @@ def _stack(op_function, axis):
     def rule(first, second):
         extents = [spec.shape[axis] for spec in (first, second) if _lies_along(spec, axis)]
         if len(extents) < 2 or _resized(first, axis, extents[1]) != second:
-            alike = f"of as many {'rows' if axis else 'columns'}, one dtype and layout"
-            takes = f"takes two register tiles {alike}, or two such {ALONG[axis]}s"
+            requirement = f"of as many {'rows' if axis else 'columns'}, one dtype and layout"
+            takes = f"takes two register tiles {requirement}, or two such {ALONG[axis]}s"
             raise TypeError(f"{op_function.__name__}: {takes}, got {first} and {second}")
         out = _resized(first, axis, sum(extents))
 

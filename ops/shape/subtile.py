@@ -31,8 +31,8 @@ def subtile(tile, rows, index, cols=0, across=0):
         return _elements(tile, rows, index)
     spec = _part(tile.spec, rows, cols)
     if not (0 <= index < tile.rows // rows and 0 <= across < tile.cols // spec.cols):
-        what = f"subtile {index} of {rows} rows" + f", {across} of {cols} columns" * bool(cols)
-        raise current_warp().hazard(f"{what} lies outside {tile.spec}")
+        description = f"subtile {index} of {rows} rows" + f", {across} of {cols} columns" * bool(cols)
+        raise current_warp().hazard(f"{description} lies outside {tile.spec}")
     first, left = index * rows, across * spec.cols
     columns = f", columns {left} to {left + spec.cols - 1}" * (spec.cols < tile.cols)
     name = f"rows {first} to {first + rows - 1}{columns} of {tile.name}"

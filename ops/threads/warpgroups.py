@@ -31,7 +31,7 @@ def meet(warp, groups):
         return FOUR_WARPS.meet(warp)
     threads = THREADS * groups
     warp.fence_async()
-    warp.block.named(TOGETHER, threads).meet(warp, threads, what=f"the meeting of {groups} warpgroups: ")
+    warp.block.named(TOGETHER, threads).meet(warp, threads, description=f"the meeting of {groups} warpgroups: ")
 
 
 def emit_meet(b, groups):
@@ -65,8 +65,8 @@ class ping_pong:
         if not 0 <= player <= self.players:
             raise warp.hazard(f"{self} has no player {player}")
         player %= self.players
-        what = f"the turn of player {player} (`begin` grants the first, `give` the next): "
-        warp.block.named(self.first + player, 2 * THREADS).meet(warp, 2 * THREADS, sync, what)
+        description = f"the turn of player {player} (`begin` grants the first, `give` the next): "
+        warp.block.named(self.first + player, 2 * THREADS).meet(warp, 2 * THREADS, sync, description)
 
     @op
     def begin(self, me):

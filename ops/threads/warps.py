@@ -37,7 +37,7 @@ class Group:
         proxy, unless there is no `fence`: that waits for all that a thread has under way, its loads from global memory, too."""
         if fence:
             warp.fence_async()
-        self.barrier(warp).meet(warp, LANES * self.size(warp), what=f"the {self.name}'s meeting: ")
+        self.barrier(warp).meet(warp, LANES * self.size(warp), description=f"the {self.name}'s meeting: ")
 
     # -- as lowered
     def emit_warps(self, b):

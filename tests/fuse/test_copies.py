@@ -59,7 +59,7 @@ def test_what_a_pickle_finds():
     assert pickle.loads(pickle.dumps(operators.rms_norm_linear)) is operators.rms_norm_linear
     found = pickle.loads(pickle.dumps(by_another_name))
     assert isinstance(found, fuse.Fused) and found.definition is tripled
-    part = doubled.gradients.of(("g",), (0,), 1)
+    part = doubled.gradients.choose(("g",), (0,), 1)
     found = pickle.loads(pickle.dumps(part))
     x, g = ARRAYS
     assert found.function is doubled and (found.run(x, g, x)[0] == part.run(x, g, x)[0]).all()

@@ -145,7 +145,7 @@ def test_what_has_no_rule():
     with pytest.raises(NotImplementedError, match="no second derivatives"):
         fuse.kernel(lambda x: x * x).gradient.gradient(x)
     assert "fp8e4m3" not in GRADIENT_RULES  # what rounds so much has no slope
-    product = fuse.kernel(lambda x, w: x @ w).gradients.of(("w",), (0,), 1)
+    product = fuse.kernel(lambda x, w: x @ w).gradients.choose(("w",), (0,), 1)
     assert (product(x, x.T, np.ones((3, 3), np.float32))[0] == x.T.sum(1, keepdims=True) * 0 + 3).all()
     assert "There is no kernel" in product.explain(x, x.T, np.ones((3, 3), np.float32))
 
@@ -235,7 +235,7 @@ def test_cross_entropy_of_a_product():
     rng, rows = np.random.default_rng(0), 5
     x, w = (rng.standard_normal(s).astype(bf16.np) for s in ((rows, K), (K, N)))
     given = x, w, np.array([3, -1, 0, N - 1, 7]), np.ones((rows, 1), np.float32)
-    gradient = operators.linear_cross_entropy.gradients.of(("x", "w"), (0,), 2)
+    gradient = operators.linear_cross_entropy.gradients.choose(("x", "w"), (0,), 2)
     assert gradient.source(*given).count("@cuda.jit") == 3
     compare(gradient, given, gradient.run(*given))
 

@@ -361,11 +361,11 @@ def test_results_like_an_argument_that_are_asked_for_by_a_word():
         q   (batch, seqlen_q, heads, head_dim)  tile
         x   *                                   any      optional
         dq  (batch, seqlen_q, heads, head_dim)  tile     made
-        dx  =x                                  float32  made  also:dx
+        dx  =x                                  float32  made  grads:dx
     """)  # fmt: skip
     q, x = (form_of(np.zeros(shape, dtype)) for shape, dtype in (((1, 2, 3, 8), bf16), ((4, 5), np.int32)))
-    for also, results in (("", ["dq"]), ("dx dy", ["dq", "dx"]), ("dxx", ["dq"])):
-        assert schema.results({"also": also}) == results
+    for grads, results in (("", ["dq"]), ("dx dy", ["dq", "dx"]), ("dxx", ["dq"])):
+        assert schema.results({"grads": grads}) == results
     problem = schema.problem({"q": q, "x": x})
     assert problem.made("dx") == ((4, 5), "float32") and problem["dx"].form.shape == (4, 5)
     assert schema.shapes({"q": (1, 2, 3, 8), "x": (4, 5)}, "bshd") == {"dq": [1, 2, 3, 8], "dx": [4, 5]}

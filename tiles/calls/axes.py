@@ -89,5 +89,5 @@ def symbols(names: tuple[str, ...]) -> str:
 
 
 def title(name: str) -> str:
-    """What messages call it where two extents differ."""
+    """The axis's name in messages about extents that differ."""
     return AXES[name].title if name in AXES else name

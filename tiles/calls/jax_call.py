@@ -42,7 +42,7 @@ def call(program: ProgramProtocol, stream: Any, arrays: tuple, options: tuple, l
     problem = schema.problem({name: c_ordered(x.shape, str(np.dtype(x.dtype)), None) for name, x in passed.items()}, layout)
 
     def make(options: tuple, *values: Any) -> tuple:
-        """What is made of these arrays, with these options."""
+        """The results for these arrays and options, as a tuple."""
         results = schema.results(dict(zip(program.options, options)))
 
         def run(context, out, *buffers):

@@ -22,7 +22,7 @@ A row is an argument. Its columns:
 3. What it holds, in the list below.
 4. Its role, in the list below.
 5. The options that ask for a result that exists only on request: all must be true (`return_lse`), or hold a word
-   (`also:dbias`: the word dbias is in the option `also`).
+   (`grads:dbias`: the word dbias is in the option `grads`).
 
 The table determines the checks of a call (`problem`), the shapes of results, the order in which addresses are passed
 (program.py), and the signature and the fakes of torch's op (torch_op.py). With `layout="bhsd"` the caller's arrays have heads
@@ -134,7 +134,7 @@ class Problem:
         return tuple([shape[order.index(axis)] for axis in range(len(shape))]) if order else shape
 
     def scratch(self, number: int, shape: tuple[int, ...], dtype: str) -> Operand:
-        """Memory between launches, the `number`-th of a plan's."""
+        """The Operand of the `number`-th scratch array of a plan."""
         return Operand(len(self.schema.places) + number, c_ordered(shape, dtype, self.device))
 
     def axes(self, name: str) -> Axes:

@@ -133,7 +133,7 @@ def call(program: ProgramProtocol, stream: Any, arrays: tuple, options: tuple, l
 
 
 def _copy(program: ProgramProtocol, arrays: tuple, options: tuple, results: list) -> None:
-    """Results to where the caller wants them."""
+    """Copy results to the caller's arrays."""
     arrays_by_name = dict(zip(program.schema.names, arrays))
     for place, name in enumerate(program.schema.results(dict(zip(program.options, options)))):
         out = arrays_by_name[name]
@@ -296,7 +296,7 @@ class _Op:
         return f"{name}: requires grad, and the op {NAMESPACE}::{self.schema.name} has no gradient without its function; {how}"
 
     def autocast(self, key: Any) -> Callable[..., Any]:
-        """Under torch.autocast: tiles of float32 become what it wants."""
+        """The op's kernel for an autocast dispatch key: it casts tiles of float32 to the autocast dtype."""
         torch, keys = self.torch, self.torch._C.DispatchKeySet(key)
 
         def cast(*args):

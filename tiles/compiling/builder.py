@@ -137,14 +137,14 @@ class Builder(ir.IRBuilder):
         return cgutils.alloca_once(self, ir.ArrayType(type, count))
 
     def vprintf(self, text, numbers):
-        """printf of the fp64 numbers at this address."""
+        """Call printf with the fp64 numbers at this address."""
         text = self.context.insert_string_const_addrspace(self, text)
         self.call(nvvmutils.declare_vprint(self.module), [text, self.bitcast(numbers, i8.as_pointer())])
 
-    def special(self, name, anew=False):
-        """A special register, e.g. tid.x. `anew`: read here, so that what is computed from it is not kept in registers over the
-        loop round it."""
-        return self.asm(i32, f"mov.u32 $0, %{name};", "=r", effect=anew)
+    def special(self, name, recompute=False):
+        """A special register, e.g. tid.x. `recompute`: read here, so that what is computed from it is not kept in registers
+        over the loop round it."""
+        return self.asm(i32, f"mov.u32 $0, %{name};", "=r", effect=recompute)
 
     def since(self, arch):
         """Is the code for sm_`arch` or later? NVVM knows when it links, and leaves nothing of the other branch."""
@@ -160,9 +160,9 @@ class Builder(ir.IRBuilder):
         )
         return self.icmp_signed(">=", self.call(reflect, [generic]), self.u32(10 * arch))
 
-    def lane(self, anew=False):
+    def lane(self, recompute=False):
         """This thread's lane in its warp."""
-        return self.and_(self.special("tid.x", anew), self.u32(LANES - 1))
+        return self.and_(self.special("tid.x", recompute), self.u32(LANES - 1))
 
     def warp(self):
         """This thread's warp in its block."""
@@ -198,8 +198,8 @@ class Builder(ir.IRBuilder):
             with on_true:
                 values, end = compute(), self.block
             with on_false:
-                others, other_end = otherwise(), self.block
-        return [self._merge((x, end), (y, other_end)) for x, y in zip(values, others, strict=True)]
+                other_values, other_end = otherwise(), self.block
+        return [self._merge((x, end), (y, other_end)) for x, y in zip(values, other_values, strict=True)]
 
     def repeat(self, rounds, values, body):
         """The values after so many rounds of `values = body(number of the round, values)`: a loop that is not unrolled."""
@@ -209,9 +209,9 @@ class Builder(ir.IRBuilder):
         number, *during = phis = [self.phi(x.type) for x in (self.u32(0), *values)]
         after = body(number, during)
         following = self.add(number, self.u32(1))
-        for phi, before, behind in zip(phis, (self.u32(0), *values), (following, *after), strict=True):
+        for phi, before, after_value in zip(phis, (self.u32(0), *values), (following, *after), strict=True):
             phi.add_incoming(before, origin)
-            phi.add_incoming(behind, self.block)
+            phi.add_incoming(after_value, self.block)
         disable = self.module.add_metadata(["llvm.loop.unroll.disable"])
         name = self.module.add_metadata([disable, i32(len(self.module.metadata))])
         name.operands = (name, disable)  # a loop's name begins with itself

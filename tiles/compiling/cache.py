@@ -63,16 +63,16 @@ def store(name: str | None, compiled: Compiled) -> None:
 
 
 def recall(name: str | None) -> dict | None:
-    """What `remember` keeps under this key."""
+    """The value that `remember` stored under this key."""
     match _read(name)[0]:
         case {"figures": dict(what)}:
             return what
     return None
 
 
-def remember(name: str | None, what: dict) -> None:
+def remember(name: str | None, value: dict) -> None:
     """Keep what JSON can say, made from a kernel, under a key of its own."""
-    _write(name, {"figures": what}, b"")
+    _write(name, {"figures": value}, b"")
 
 
 def _digest(name, rest):
@@ -85,8 +85,8 @@ def _read(name):
         return None, b""
     nbytes = limit()
     try:
-        said, _, rest = cache_files.read(place, name, nbytes).partition(b"\n")
-        if said != _digest(name, rest):
+        header, _, rest = cache_files.read(place, name, nbytes).partition(b"\n")
+        if header != _digest(name, rest):
             raise ValueError("its digest differs")
         head, _, body = rest.partition(b"\n")
         return json.loads(head), body

@@ -65,16 +65,16 @@ def find_folder() -> Folder:
             raise NotADirectoryError(f"{path} is no folder")
     except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home folder
         raise CacheOff(str(error), elsewhere) from None
-    if not trusted and (why := distrust(status)):
+    if not trusted and (reason := distrust(status)):
         away = "let TILES_CACHE_DIR name a folder that is yours alone"
         mine = POSIX and status.st_uid == os.geteuid()
         first = f"chmod go-w {path}, or {away}" if mine else away
-        raise CacheOff(f"{path} {why}", f"{first}; or, {trusting(path)}", path)
+        raise CacheOff(f"{path} {reason}", f"{first}; or, {trusting(path)}", path)
     return Folder(path, trusted)
 
 
 def platform_folder() -> Path:
-    """Where the platform has caches of this user."""
+    """The platform's cache folder of this user."""
     if sys.platform == "win32":
         return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData/Local", "numba-tiles", "Cache")
     if sys.platform == "darwin":
@@ -166,30 +166,30 @@ def open_checked(file: "Path | os.DirEntry", trusted: bool):
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise OSError(f"{os.fspath(file)} is no file")
-        if not trusted and (why := distrust(status)):
-            raise UntrustedFile(f"{os.fspath(file)} {why}")
+        if not trusted and (reason := distrust(status)):
+            raise UntrustedFile(f"{os.fspath(file)} {reason}")
         yield descriptor, status
     finally:
         os.close(descriptor)
 
 
-def read(folder: Folder, name: str, most: int) -> bytes:
-    """An entry's bytes, and note that it was read just now. OSError: it is not there or has more bytes than `most`; Refused:
-    somebody else could have written it."""
+def read(folder: Folder, name: str, max_bytes: int) -> bytes:
+    """An entry's bytes, and note that it was read just now. OSError: it is not there or has more bytes than `max_bytes`;
+    Refused: somebody else could have written it."""
     file = entry_path(folder.path, name)
     with open_checked(file, folder.trusted) as (descriptor, status):
-        if status.st_size > most:
-            raise OSError(f"{file} has {status.st_size} bytes, and the whole cache may have {most}")
+        if status.st_size > max_bytes:
+            raise OSError(f"{file} has {status.st_size} bytes, and the whole cache may have {max_bytes}")
         with open(descriptor, "rb", closefd=False) as stream:
-            content = stream.read(most)
+            content = stream.read(max_bytes)
         with contextlib.suppress(OSError):  # a folder that is only read
             os.utime(descriptor if os.utime in os.supports_fd else file)
         return content
 
 
-def write(folder: Folder, name: str, content: bytes, most: int) -> None:
-    """Keep an entry: whole or not at all, whatever other processes do. If there are then more bytes than `most`, those entries
-    go that were read or written longest ago. OSError: it cannot be written."""
+def write(folder: Folder, name: str, content: bytes, max_bytes: int) -> None:
+    """Keep an entry: whole or not at all, whatever other processes do. If there are then more bytes than `max_bytes`, those
+    entries go that were read or written longest ago. OSError: it cannot be written."""
     file, aside = entry_path(folder.path, name), folder.path / "tmp"
     for place in (file.parent.parent, file.parent, aside):
         make_folder(place, folder.trusted)
@@ -204,14 +204,14 @@ def write(folder: Folder, name: str, content: bytes, most: int) -> None:
         with contextlib.suppress(OSError):
             unfinished.unlink()
         raise
-    cached_bytes = _held.get(folder.path, most) + len(content)  # where nobody has looked yet, as if it were full
-    _held[folder.path] = cached_bytes if cached_bytes <= most else shrink(folder.path, most)
+    cached_bytes = _held.get(folder.path, max_bytes) + len(content)  # where nobody has looked yet, as if it were full
+    _held[folder.path] = cached_bytes if cached_bytes <= max_bytes else shrink(folder.path, max_bytes)
 
 
 _held: dict[Path, int] = {}  # bytes that this process found in a folder when it last looked, and has written there since
 
 
-def shrink(folder: Path, most: int) -> int:
+def shrink(folder: Path, max_bytes: int) -> int:
     """Remove what was read or written longest ago, until what is left has no more than so many bytes; and unfinished files that
     nobody will finish. Gives what is left."""
     files, total = [], 0
@@ -227,7 +227,7 @@ def shrink(folder: Path, most: int) -> int:
             files.append((status.st_mtime_ns, status.st_size, file.path))
     total += sum(size for _, size, _ in files)
     for _, size, path in sorted(files):
-        if total <= most:
+        if total <= max_bytes:
             break
         with contextlib.suppress(OSError):
             os.unlink(path)

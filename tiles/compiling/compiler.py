@@ -43,17 +43,17 @@ class Compiled:
 
     @property
     def registers(self):
-        """Registers a thread at launch."""
+        """The number of registers of a thread at launch."""
         return int(re.search(r"Used (\d+) registers", self.log)[1])
 
     @property
     def spill_bytes(self):
-        """Bytes of spill stores and loads."""
+        """The number of bytes of spill stores and loads."""
         return sum(map(int, re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", self.log).groups()))
 
     @property
     def local_bytes(self):
-        """Bytes of stack a thread."""
+        """The number of bytes of a thread's stack."""
         return int(re.search(r"(\d+) bytes stack frame", self.log)[1])
 
     @property
@@ -86,10 +86,13 @@ class CompileError(RuntimeError):
     def text(self):
         """The complaints, under the places that they are about."""
         by_place: dict[SourcePlace, list[str]] = {}
-        for said, place in self.complaints:
-            by_place.setdefault(place, []).append(said)
+        for message, place in self.complaints:
+            by_place.setdefault(place, []).append(message)
         shown = list(by_place.items())[: self.SHOWN]
-        parts = [[str(place), *(f"    {said}" for said in saids)] if place.lines else saids for place, saids in shown]
+        parts = [
+            [str(place), *(f"    {message}" for message in message_lines)] if place.lines else message_lines
+            for place, message_lines in shown
+        ]
         if more := len(by_place) - len(shown):
             parts.append([f"and {more} more places"])
         return "\n".join(f"  {line}" for part in parts for line in part)
@@ -160,7 +163,7 @@ def _with_names(text):
     """LLVM's text of a module, with names for long structs. Otherwise the struct of a tile is written out in each instruction
     that takes one of its registers: that was five sixths of the text, and NVVM took three times as long."""
     structs = {}
-    text = _STRUCT.sub(lambda found: structs.setdefault(found[0], _name_of(found[0])), text)
+    text = _STRUCT.sub(lambda match: structs.setdefault(match[0], _name_of(match[0])), text)
     head, gap, functions = text.partition("\n\n")
     return "\n".join([head, *(f"{name} = type {struct}" for struct, name in structs.items())]) + gap + functions
 
@@ -188,7 +191,7 @@ def check_arch(arch: str) -> None:
     known = _known_capabilities()
     target = parse_target(arch)
     if not target.supported or target.capability not in known:
-        names = ", ".join(str(of) for of in itertools.starmap(Target, known) if of.supported)
+        names = ", ".join(str(target) for target in itertools.starmap(Target, known) if target.supported)
         raise ValueError(f"arch must be one of {names}, from sm_90 on also with an a behind it (sm_90a), got {arch!r}")
 
 
@@ -287,8 +290,8 @@ class Lowered:
         messages = _COMPLAINT.findall("\n".join(line for line in log.splitlines() if not _SUMMARY.search(line)))
         places = [SourcePlace(), *of_ptx(self.ptx())] if any(number for number, _ in messages) else [SourcePlace()]
         known = title(self.kernel)
-        complaints = [(said.replace(self.name, known), places[int(number or 0)]) for number, said in messages]
-        return CompileError(known, self.arch, complaints or [(log.strip(), SourcePlace())])
+        messages = [(message.replace(self.name, known), places[int(number or 0)]) for number, message in messages]
+        return CompileError(known, self.arch, messages or [(log.strip(), SourcePlace())])
 
 
 def title(kernel) -> str:

@@ -106,10 +106,10 @@ def _named(value):
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
     if not covered(module):
         return False
-    found: object = sys.modules.get(module)
+    value: object = sys.modules.get(module)
     for part in name.split("."):
-        found = getattr(found, part, None)
-    return found is value
+        value = getattr(value, part, None)
+    return value is value
 
 
 def _with_bases(cls, part):
@@ -120,7 +120,7 @@ def _with_bases(cls, part):
         if _named(base):
             parts += [base.__module__, base.__qualname__]
         else:
-            parts += [said for attribute in sorted(vars(base).items()) for said in part(*attribute)]
+            parts += [text for attribute in sorted(vars(base).items()) for text in part(*attribute)]
     return parts
 
 

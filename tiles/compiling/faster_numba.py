@@ -212,9 +212,9 @@ def _refreshed(refresh):
     nothing for some types yet, and for each attribute of NumPy's that it reads there; here it looks if they hold more than
     before, and not again inside such a look."""
 
-    def count_rules(of):
-        both = *of._registries, *getattr(getattr(of, "typing_context", None), "_registries", ())
-        return [len(kept) for registry in both for kept in vars(registry).values()]
+    def count_rules(registry):
+        both = *registry._registries, *getattr(getattr(registry, "typing_context", None), "_registries", ())
+        return [len(entries) for registry in both for entries in vars(registry).values()]
 
     def refreshed(self):
         key = id(self._registries)  # which a context shares with its copies
@@ -238,8 +238,8 @@ def _signature(function):
     try:
         return _signatures[function]
     except KeyError:
-        found = _signatures[function] = inspect.signature(function)
-        return found
+        signature = _signatures[function] = inspect.signature(function)
+        return signature
     except TypeError:  # what cannot be looked up
         return inspect.signature(function)
 
@@ -259,11 +259,11 @@ def _variables(self, x):
         return [x]
     if kind == _INSIDE:
         return x.list_vars()
-    found = []
+    variables = []
     for part in x if kind == _ITEMS else x.values():
         if _kinds.get(type(part)) != 0:
-            found += _variables(self, part)
-    return found
+            variables += _variables(self, part)
+    return variables
 
 
 _hash_of_key, _here = types.Type.__hash__, object()
@@ -272,10 +272,10 @@ _hash_of_key, _here = types.Type.__hash__, object()
 def _hash(self):
     """A type's hash, which is that of all it is made of. It is looked up some ten times for each variable. One that was pickled
     elsewhere, where texts have other hashes, is computed anew."""
-    kept = vars(self).get("_hash")
-    if kept is None or kept[0] is not _here:
-        kept = self._hash = _here, _hash_of_key(self)
-    return kept[1]
+    cached = vars(self).get("_hash")
+    if cached is None or cached[0] is not _here:
+        cached = self._hash = _here, _hash_of_key(self)
+    return cached[1]
 
 
 def _find_blas():

@@ -71,7 +71,7 @@ class FileText:
         return sorted({alias or name for names in IMPORTS.findall(self.text) for name, alias in NAMES.findall(names)} - {""})
 
     def excerpts(self, code) -> Iterator[Excerpt]:
-        """What may be the text of this code."""
+        """The pieces of source text that may belong to this code."""
         lines = self.lines[code.co_firstlineno - 1 :]
         return _lambdas(lines) if code.co_name == "<lambda>" else _definitions(lines, code.co_name)
 
@@ -111,8 +111,8 @@ def _match(function, code, source):
     return None
 
 
-def _make_room(table, most):
-    if len(table) >= most:
+def _make_room(table, max_entries):
+    if len(table) >= max_entries:
         table.clear()
 
 

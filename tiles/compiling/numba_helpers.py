@@ -53,8 +53,8 @@ def _teach_launch(call):
         try:
             return call(self, *args, **kwargs)
         except CudaSupportError as error:
-            said = str(error).rstrip(": \n")
-            raise (error if WITHOUT_GPU in said else CudaSupportError(f"{said}\n{WITHOUT_GPU}")) from None
+            message = str(error).rstrip(": \n")
+            raise (error if WITHOUT_GPU in message else CudaSupportError(f"{message}\n{WITHOUT_GPU}")) from None
 
     return launch
 

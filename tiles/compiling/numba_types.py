@@ -151,7 +151,7 @@ for _cls in (rt, rv, st, sv, barrier):
 
 
 def spec_of(ty):
-    """What a rule sees of an argument's Numba type."""
+    """The type that a rule sees for an argument's Numba type."""
     if isinstance(ty, StaticType) and isinstance(ty.spec, (rt, rv, st, sv)):
         return TypeArgument(ty.spec)
     if isinstance(ty, (Value, StaticType)):
@@ -190,11 +190,11 @@ def teach_numba(op):
     """Make the op's function, operator or dtype callable in kernels."""
 
     def lower(context, builder, sig, values):
-        found, emit = op.type(*map(spec_of, sig.args))
+        result, emit = op.type(*map(spec_of, sig.args))
         with from_op(builder, op):
             out = emit(Builder(builder, context), *values)
-        if out is None and isinstance(found, (rt, rv)):
-            raise TypeError(f"{op.name}: emit must return the value of {found}, and returned None")
+        if out is None and isinstance(result, (rt, rv)):
+            raise TypeError(f"{op.name}: emit must return the value of {result}, and returned None")
         return context.get_dummy_value() if out is None else out
 
     class CallTemplate(AbstractTemplate):
@@ -207,15 +207,15 @@ def teach_numba(op):
                     bound.arguments[p.name] if p.name in bound.arguments else types.Omitted(p.default)
                     for p in op.signature.parameters.values()
                 )
-                found = op.type(*(spec_of(a) for a in args))
+                typed = op.type(*(spec_of(a) for a in args))
             except TypeError as error:
                 raise TypeError(f"{error}{kernel_line()}") from None
-            if found is None:
+            if typed is None:
                 return None
             if not is_ours and args not in resolved:
                 resolved.add(args)
                 registry.lower(op.op_function, *args)(lower)
-            return signature(numba_type(found[0]), *args).replace(pysig=op.signature)
+            return signature(numba_type(typed[0]), *args).replace(pysig=op.signature)
 
         def get_impl_key(self, sig):
             return lower

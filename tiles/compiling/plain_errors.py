@@ -26,8 +26,8 @@ def _untyped(name, kind):
     if kind == "function":
         return plain_function(name)
     if kind == "type" and name in ("st", "sv", "ring", "pipeline", "barrier", "shared"):
-        how = "it is laid out on the host, plan = shared(name=st(...)), and opened, plan.open()"
-        return f"{name} is a type that kernels do not make: {how}"
+        usage = "it is laid out on the host, plan = shared(name=st(...)), and opened, plan.open()"
+        return f"{name} is a type that kernels do not make: {usage}"
     if kind == "type":
         return f"{name} is a class that kernels cannot call: values made in a kernel are tuples and typing.NamedTuple's"
     if kind in ("dict", "list"):
@@ -38,27 +38,28 @@ def _untyped(name, kind):
     )
 
 
-def _no_attribute(name, of):
-    if of.startswith("array("):
-        return f"an array in a kernel has no attribute {name!r}: it has shape, strides, ndim, size, dtype, elements; got {of}"
-    if of.startswith(("list(", "reflected list(")):
-        return f"kernels have no lists that change: use a tuple, or tiles in a loop (asked for {name!r})"
-    if module := re.match(r"Module\(<module '([\w.]+)'", of):
-        return f"{module[1]}.{name} is nothing that kernels know: import what is done to tiles from ops"
-    if of.startswith("type[shared("):
+def _no_attribute(name, owner):
+    if owner.startswith("array("):
         return (
-            f"{name!r} is not read from a plan: `a, b = plan.open()` gives a kernel its parts, in their order; got {of[5:-1]}"
+            f"an array in a kernel has no attribute {name!r}: it has shape, strides, ndim, size, dtype, elements; got {owner}"
         )
-    if of.startswith("OpenedMemory("):
-        how = "`(a,) = plan.open()` takes its one item out, plan.open().a does so by name"
-        return f"an opened plan has no item {name!r}: {how}; got {of}"
-    return f"{of} has no attribute {name!r}"
+    if owner.startswith(("list(", "reflected list(")):
+        return f"kernels have no lists that change: use a tuple, or tiles in a loop (asked for {name!r})"
+    if module := re.match(r"Module\(<module '([\w.]+)'", owner):
+        return f"{module[1]}.{name} is nothing that kernels know: import what is done to tiles from ops"
+    if owner.startswith("type[shared("):
+        parts = "`a, b = plan.open()` gives a kernel its parts, in their order"
+        return f"{name!r} is not read from a plan: {parts}; got {owner[5:-1]}"
+    if owner.startswith("OpenedMemory("):
+        usage = "`(a,) = plan.open()` takes its one item out, plan.open().a does so by name"
+        return f"an opened plan has no item {name!r}: {usage}; got {owner}"
+    return f"{owner} has no attribute {name!r}"
 
 
 def _two_types(one, other, name):
-    who = "a value" if name.startswith("$") else re.sub(r"\.\d+$", "", name)
+    subject = "a value" if name.startswith("$") else re.sub(r"\.\d+$", "", name)
     return (
-        f"{who} is {one} on one way to this line and {other} on another, through a loop or an `if`: a name keeps its type. "
+        f"{subject} is {one} on one way to this line and {other} on another, through a loop or an `if`: a name keeps its type. "
         "Make both the same (a dtype, called, converts: bf16(t)), or give the second another name"
     )
 
@@ -70,7 +71,7 @@ def _no_conversion(have, want, name):
 
 
 def _not_for_these(function, args):
-    """No implementation for these types."""
+    """The message for types without an implementation."""
     name = re.sub(r"<(?:built-in function|class|function|intrinsic|ufunc) '?([\w.]+).*", r"\1", function)
     if name == "exception_match":
         return f"kernels catch no exceptions by class: {LANGUAGE}"
@@ -95,8 +96,8 @@ def _lengths(want, have):
     return f"{want} names are to be filled and there are {have} values"
 
 
-def _unsupported(what):
-    return f"kernels cannot say this: {what.strip().rstrip('.')}; {LANGUAGE}"
+def _unsupported(feature):
+    return f"kernels cannot say this: {feature.strip().rstrip('.')}; {LANGUAGE}"
 
 
 _SHOWN = re.compile(r'^File "(.*)", line (\d+):\n(?:.*\n)*?\s*\^$', re.MULTILINE)
@@ -134,21 +135,21 @@ def plainly(function):
 def in_plain_words(error, function):
     """The exception that says it so; None if no row knows it."""
     text = re.sub(r"\x1b\[\d*m", "", str(error))  # Numba's colours
-    said = re.sub(r"^(Failed in .* pipeline \(step: .*\)\n)+", "", text)
+    message = re.sub(r"^(Failed in .* pipeline \(step: .*\)\n)+", "", text)
     for pattern, words in ROWS:
-        if match := re.match(pattern, said):
+        if match := re.match(pattern, message):
             parts = list(match.groups())
             if words is _not_bound:
-                callee = _CALLEE.search(said)
+                callee = _CALLEE.search(message)
                 parts.append(callee[1] if callee else "")
             kind = NameError if words is str else TypeError
-            return kind(f"{words(*parts)}{_places(error, said, function)}")
+            return kind(f"{words(*parts)}{_places(error, message, function)}")
     return None
 
 
-def _places(error, said, function):
+def _places(error, message, function):
     """The line as Numba shows it, and the lines that call the function that it is in."""
-    shown, calls = _SHOWN.search(said), [(file, int(line)) for file, line in _CALLED.findall(said)]
+    shown, calls = _SHOWN.search(message), [(file, int(line)) for file, line in _CALLED.findall(message)]
     if shown:
         calls = [(file, line) for file, line in calls if line != int(shown[2])]
     called = "".join(f"\n  called at {os.path.basename(file)}:{line} `{getline(file, line).strip()}`" for file, line in calls)

@@ -216,9 +216,9 @@ def named_barrier(b, number, threads, sync=True):
     b.do(f"bar.{'sync' if sync else 'arrive'} $0, $1;", number, b.u32(threads))
 
 
-def barrier_vote(b, number, threads, how, flag):
+def barrier_vote(b, number, threads, fold, flag):
     """Meet at a named barrier: is `flag` other than 0 in one ("or") or in each ("and") of the threads?"""
-    text = f"{{\n.reg .pred p, q;\nsetp.ne.u32 p, $3, 0;\nbar.red.{how}.pred q, $1, $2, p;\nselp.u32 $0, 1, 0, q;\n}}"
+    text = f"{{\n.reg .pred p, q;\nsetp.ne.u32 p, $3, 0;\nbar.red.{fold}.pred q, $1, $2, p;\nselp.u32 $0, 1, 0, q;\n}}"
     return b.icmp_unsigned("!=", b.asm(i32, text, "=r,r,r,r", number, threads, flag), b.u32(0))
 
 

@@ -40,8 +40,8 @@ def nvdisasm() -> Path:
     """The disassembler: of the nvidia-cuda-nvdisasm wheel, or one on the path. FileNotFoundError if there is neither."""
     package = importlib.util.find_spec("nvidia")
     for root in (package and package.submodule_search_locations) or ():
-        for found in sorted(Path(root).glob("*/bin/nvdisasm*")):
-            return found
+        for candidate in sorted(Path(root).glob("*/bin/nvdisasm*")):
+            return candidate
     if path := shutil.which("nvdisasm"):
         return Path(path)
     raise FileNotFoundError("nvdisasm is missing: pip install nvidia-cuda-nvdisasm")
@@ -49,7 +49,7 @@ def nvdisasm() -> Path:
 
 @lru_cache
 def version() -> str:
-    """What tells this disassembler from another one."""
+    """The version of the disassembler, part of cache keys."""
     return mark_of_content(nvdisasm()).hex()
 
 

@@ -48,11 +48,11 @@ def _gives_a_tile(statement, types_of):
     """Does an op make a tile here that gets no name? `wait` is also called for the wait alone."""
     if not isinstance(statement, ir.Assign) or not statement.target.name.startswith("$"):
         return False
-    built, found = statement.value, getattr(types_of.get(statement.target.name), "spec", None)
-    if not isinstance(found, (rt, rv, pending)) or getattr(built, "op", "") != "call":
+    built, spec = statement.value, getattr(types_of.get(statement.target.name), "spec", None)
+    if not isinstance(spec, (rt, rv, pending)) or getattr(built, "op", "") != "call":
         return False
     op = OPS.get(getattr(types_of.get(built.func.name), "typing_key", None))
-    return op is not None and (isinstance(found, pending) or not op.takes_pending)
+    return op is not None and (isinstance(spec, pending) or not op.takes_pending)
 
 
 def refuse_dropped(blocks, types_of):
@@ -94,14 +94,14 @@ class _Typed(FunctionPass):
     def run_pass(self, state):
         for block in state.func_ir.blocks.values():
             for statement in block.body:
-                if said := _not_lowered(statement, state.typemap):
-                    raise TypeError(f"{said}\n{statement_at(statement.loc)}")
+                if message := _not_lowered(statement, state.typemap):
+                    raise TypeError(f"{message}\n{statement_at(statement.loc)}")
         state.cr = compiler.cuda_compile_result(signature=signature(state.return_type, *state.args))
         return False
 
 
 class _Typing(compiler.CUDACompiler):
-    """Numba's pipeline for kernels up to there."""
+    """Numba's pipeline for kernels up to type inference."""
 
     def define_pipelines(self):
         (combined,) = super().define_pipelines()

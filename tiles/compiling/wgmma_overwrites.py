@@ -44,11 +44,11 @@ def complaints(cubin: bytes) -> list[str]:
     """Warnings about what `overwritten` finds, one for each line of Python whose instructions overwrite something."""
     causes: dict[SourcePlace, str] = {}
     for mma, other in sorted(overwritten(cubin), key=lambda pair: not pair[0].place.op):
-        said = (
+        message = (
             f"tiles: {other} ({other.place}) may overwrite R{_destination(other)} while {mma} ({mma.place}) still reads it: "
             f"{ADVICE}"
         )
-        causes.setdefault(other.place, said)
+        causes.setdefault(other.place, message)
     return list(causes.values())
 
 
@@ -85,20 +85,20 @@ def _in_flight(code, at):
     """The numbers of the instructions that may run while the wgmma at `at` is in flight."""
     visited, ways = set(), [(at, -1)]  # the instruction, and how many groups were closed after that of the wgmma
     while ways:
-        position, younger = ways.pop()
-        while position < len(code) and (position, younger) not in visited:
-            visited.add((position, younger))
+        position, newer = ways.pop()
+        while position < len(code) and (position, newer) not in visited:
+            visited.add((position, newer))
             low, high = code[position]
             opcode, always = low & 0xFFF, low >> 12 & 0xF == ALWAYS
             position += 1
             if opcode & 0xFF0 in (GMMA, GMMA_OF_REGISTERS):
-                younger = min(younger + (high >> 20 & 7 != ALWAYS), GROUPS)
+                newer = min(newer + (high >> 20 & 7 != ALWAYS), GROUPS)
             elif opcode == WARPGROUP and low & DEPBAR and always:
-                if younger >= high >> 8 & 7:
+                if newer >= high >> 8 & 7:
                     break
             elif opcode == BRA:
                 ahead = (low >> 34) - (low >> 63 << 30)  # signed
-                ways.append((position + 64 * ahead + (low >> 18 & 0x3F), younger))
+                ways.append((position + 64 * ahead + (low >> 18 & 0x3F), newer))
                 if always and not low >> 24 & 0xFF and high >> 23 & 0x1F == ALWAYS:  # not BRA.DIV, and no other condition
                     break
             elif opcode in (BRX, EXIT, RET) and always:

@@ -49,8 +49,8 @@ class EmulatedCluster(Cluster):
     def __init__(self, indices, grid, warps, smem, rng, program, memory, parameters, maps, ctas_per_sm, counts):
         self.grid, self.size, self.warps, self.rng = grid, len(indices), warps, rng
         self.program, self.memory, self.parameters, self.maps, self.counts = program, memory, parameters, maps, counts
-        others, lanes = 2 * warps + 1 + MBARRIERS + (smem.barriers if smem else 0), len(indices) * warps * LANES
-        self.smem, self.agents = None, Agents(lanes, len(indices) * (others + warps) + lanes)
+        other_agents, lanes = 2 * warps + 1 + MBARRIERS + (smem.barriers if smem else 0), len(indices) * warps * LANES
+        self.smem, self.agents = None, Agents(lanes, len(indices) * (other_agents + warps) + lanes)
         first = self.agents.new()  # of the agents as which lanes write to a peer's memory: see memory.py
         self.abroad, self.agents.next = slice(first, first + lanes), first + lanes
         self.flying, self.barrier = [], Meeting(self)
@@ -129,8 +129,8 @@ def emulate(
     if threads % LANES or not 0 < threads <= 1024:
         raise ValueError(f"threads: a multiple of {LANES} up to 1024, got {threads}")
     params = parameters(kernel, args)
-    what = program(kernel, types_of(kernel, params), arch, lowered)
-    block, maps, places = bytearray(), {}, iter(what.parameters.values())
+    ptx_program = program(kernel, types_of(kernel, params), arch, lowered)
+    block, maps, places = bytearray(), {}, iter(ptx_program.parameters.values())
     for p in params:
         for slot in p.slots:
             at, size = next(places)
@@ -150,10 +150,10 @@ def emulate(
     with contextlib.closing(progress), np.errstate(all="ignore"):
         for n, indices in enumerate(cluster_indices):
             machine = EmulatedCluster(
-                indices, grid, threads // LANES, shared, rng, what, memory, block, maps, ctas_per_sm, counts
+                indices, grid, threads // LANES, shared, rng, ptx_program, memory, block, maps, ctas_per_sm, counts
             )
             machine.tick = progress.tick
-            machine.run(what, None)
+            machine.run(ptx_program, None)
             machine.end()
             progress.done(n + 1)
     return counts

@@ -223,12 +223,12 @@ def _(_, x, y):
 
 
 # ---- comparisons ---------------------------------------------------------------------------------------------------
-def _compared(how, x, y):
+def _compared(comparison, x, y):
     """An ordered comparison is false if one of the two is NaN; one that ends in u is true then."""
-    if how in ("num", "nan"):
-        return (np.isnan(x) | np.isnan(y)) ^ (how == "num")
-    unordered = how[-1] == "u" and len(how) == 3
-    result = COMPARE[how[:2]](x, y)
+    if comparison in ("num", "nan"):
+        return (np.isnan(x) | np.isnan(y)) ^ (comparison == "num")
+    unordered = comparison[-1] == "u" and len(comparison) == 3
+    result = COMPARE[comparison[:2]](x, y)
     if x.dtype.kind == "f":
         odd = np.isnan(x) | np.isnan(y)
         result = result | odd if unordered else result & ~odd
@@ -238,15 +238,15 @@ def _compared(how, x, y):
 @pure(r"setp\.(\w+)(\.ftz)?\.([sub](?:16|32|64)|f16|f32|f64)", "pred", "{3}", "{3}")
 def _(match, x, y):
     """Two results, p|q: it and its contrary."""
-    found = _compared(match[1], *map(flush, (x, y))) if match[2] else _compared(match[1], x, y)
-    return found, ~found
+    flag = _compared(match[1], *map(flush, (x, y))) if match[2] else _compared(match[1], x, y)
+    return flag, ~flag
 
 
 @pure(r"setp\.(\w+)\.(and|or|xor)(\.ftz)?\.([sub](?:16|32|64)|f16|f32|f64)", "pred", "{4}", "{4}", "pred")
 def _(match, x, y, p):
     """Two results: of the comparison, and of its contrary."""
-    found = _compared(match[1], *map(flush, (x, y))) if match[3] else _compared(match[1], x, y)
-    return LOGIC[match[2]](found, p), LOGIC[match[2]](~found, p)
+    flag = _compared(match[1], *map(flush, (x, y))) if match[3] else _compared(match[1], x, y)
+    return LOGIC[match[2]](flag, p), LOGIC[match[2]](~flag, p)
 
 
 @pure(r"selp\.([sub](?:16|32|64)|f32|f64)", "{1}", "{1}", "{1}", "pred")

@@ -27,14 +27,14 @@ class ByParity(Mbarrier):
         without `everything`, except what peers wrote to this block's memory."""
         clock = warp.asks_active().clock
         known = max(n for n in range(int(clock[self.agent]), self.phase + 1) if self.is_known(clock, n))
-        wanted = known if (known - 1) & 1 == parity else known + 1
-        if wanted > known:
-            self._missed(warp, wanted, "")
-            warp.until(lambda: self.phase >= wanted, lambda: self._lacks(wanted))
-            self._missed(warp, wanted, "")
-            learned = self.published[wanted] if everything else _without_writes_abroad(warp, self.published[wanted])
+        phase = known if (known - 1) & 1 == parity else known + 1
+        if phase > known:
+            self._missed(warp, phase, "")
+            warp.until(lambda: self.phase >= phase, lambda: self._lacks(phase))
+            self._missed(warp, phase, "")
+            learned = self.published[phase] if everything else _without_writes_abroad(warp, self.published[phase])
             warp.clocks[warp.mask] = np.maximum(warp.clocks[warp.mask], learned)
-        self.waits[warp.agent] = wanted, warp.tick(), warp.place()
+        self.waits[warp.agent] = phase, warp.tick(), warp.place()
 
     def _follows(self, index, time):
         """Some lane of the warp says so: its lanes have waited together."""
@@ -84,23 +84,23 @@ def the_lane(w, operation):
 @means(r"mbarrier\.init\.shared(?:::cta)?\.b64")
 def _(_, w, at):
     count = operand(at.operands[1], np.uint32)(w)
-    for lane, thread, _, where in _lanes(w, at.operands[0]):
-        cells = slice(where, where + MBARRIER_BYTES)
-        w.within(where, where + MBARRIER_BYTES, MBARRIER_BYTES)
+    for lane, thread, _, bar_address in _lanes(w, at.operands[0]):
+        cells = slice(bar_address, bar_address + MBARRIER_BYTES)
+        w.within(bar_address, bar_address + MBARRIER_BYTES, MBARRIER_BYTES)
         shadow = w.block.shadow
         if np.count_nonzero(shadow.state[cells] == BARRIER):
-            raise w.hazard(f"sets up an mbarrier at {where}, where one lies", "plan")
+            raise w.hazard(f"sets up an mbarrier at {bar_address}, where one lies", "plan")
         w._allowed(shadow.unwritable(w.asks_lane(lane), cells), "sets up an mbarrier")
-        event = Event("store", f"the set-up of the mbarrier at {where}", w.place())
+        event = Event("store", f"the set-up of the mbarrier at {bar_address}", w.place())
         shadow.note_write(thread.agent, w.tick(), cells, BARRIER, event)
-        w.block.barriers_at[where] = ByParity(w.block, f"the mbarrier at {where}", int(count[lane]))
+        w.block.barriers_at[bar_address] = ByParity(w.block, f"the mbarrier at {bar_address}", int(count[lane]))
 
 
 @means(r"mbarrier\.inval\.shared(?:::cta)?\.b64")
 def _(_, w, at):
-    for *_, where in _lanes(w, at.operands[0]):
-        w.block.barriers_at.pop(where, None)
-        w.block.shadow.state[where : where + MBARRIER_BYTES] = 0
+    for *_, bar_address in _lanes(w, at.operands[0]):
+        w.block.barriers_at.pop(bar_address, None)
+        w.block.shadow.state[bar_address : bar_address + MBARRIER_BYTES] = 0
 
 
 @means(r"fence\.mbarrier_init\.release\.cluster")
@@ -108,8 +108,8 @@ def _(_, w, at):
     """Publishes mbarriers that were set up, and no other write."""
     time, shadow = w.tick(), w.block.shadow
     for lane in np.flatnonzero(w.mask):
-        for where, bar in w.block.barriers_at.items():
-            if w.clocks[lane, shadow.writer[where]] >= shadow.written[where]:
+        for bar_address, bar in w.block.barriers_at.items():
+            if w.clocks[lane, shadow.writer[bar_address]] >= shadow.written[bar_address]:
                 bar.fences.append((w.first + int(lane), time))
 
 
@@ -123,8 +123,8 @@ def _(match, w, at):
 def _(match, w, at):
     _, to, *nbytes = at.operands
     expected = operand(nbytes[0], np.uint32)(w) if nbytes else None
-    for lane, thread, owner, there in _lanes(w, to):
-        bar = mbarrier(w, owner, there, w.asks_lane(lane))
+    for lane, thread, owner, bar_address in _lanes(w, to):
+        bar = mbarrier(w, owner, bar_address, w.asks_lane(lane))
         published = match[2] != "relaxed" and (owner is w.block or match[3] == "cluster")
         bar.arrive(thread if published else _Unsaid(thread), int(expected[lane]) if nbytes and match[1] else 0)
 

@@ -40,9 +40,9 @@ def _(match, w, at):
     def land():
         arrived = np.zeros(cells.shape, np.uint8)
         for n in {int(n) for n in counts} - {0}:
-            which = counts == n
-            inside, where = memory._bytes(w, sources[which], 1)
-            arrived[which, :n] = inside[where + np.arange(n)]
+            copies_of_n = counts == n
+            inside, source = memory._bytes(w, sources[copies_of_n], 1)
+            arrived[copies_of_n, :n] = inside[source + np.arange(n)]
         owner.shadow.bytes[cells] = arrived
         owner.shadow.state[cells] = VALID
 
@@ -109,21 +109,21 @@ class TensorMap:
 
 
 def _map(w, operand_, operation):
-    where = int(address(w, operand_)[w.mask][0])
-    tensor_map = w.block.cluster.maps.get(where)
+    pointer = int(address(w, operand_)[w.mask][0])
+    tensor_map = w.block.cluster.maps.get(pointer)
     if tensor_map is None:
-        raise w.hazard(f"{operation}: no tensor map lies at {where:#x}", "plan")
+        raise w.hazard(f"{operation}: no tensor map lies at {pointer:#x}", "plan")
     return tensor_map
 
 
 def _box(w, octets, operation):
     lane = the_lane(w, operation)
-    what = _map(w, octets, operation)
+    tensor_map = _map(w, octets, operation)
     at = [int(operand(x, np.int32)(w)[lane]) for x in octets.coordinates]
-    if len(at) != len(what.encoding.box):
-        raise w.hazard(f"{operation}: {len(at)} coordinates for a tensor map of {len(what.encoding.box)} axes", "plan")
-    offsets, inside = (x.reshape(-1) for x in what.box(at))
-    return lane, what, offsets, inside
+    if len(at) != len(tensor_map.encoding.box):
+        raise w.hazard(f"{operation}: {len(at)} coordinates for a tensor map of {len(tensor_map.encoding.box)} axes", "plan")
+    offsets, inside = (x.reshape(-1) for x in tensor_map.box(at))
+    return lane, tensor_map, offsets, inside
 
 
 def _begins(w, first, operation):
@@ -139,10 +139,10 @@ def _begins(w, first, operation):
 def _(match, w, at):
     to, source, bar, *mask = at.operands
     operation = "the TMA load"
-    lane, what, offsets, inside = _box(w, source, operation)
-    first, where = int(address(w, to, np.uint32)[lane]), int(address(w, bar, np.uint32)[lane])
+    lane, tensor_map, offsets, inside = _box(w, source, operation)
+    first, bar_address = int(address(w, to, np.uint32)[lane]), int(address(w, bar, np.uint32)[lane])
     block, first = w.find_owner(first)
-    bar_block, where = w.find_owner(where)
+    bar_block, bar_address = w.find_owner(bar_address)
     if match[3]:
         ranks = [k for k in range(16) if int(operand(mask[0], np.uint32)(w)[lane]) >> k & 1]
         if any(k >= len(block.cluster.blocks) for k in ranks):
@@ -153,40 +153,40 @@ def _(match, w, at):
     else:
         owners = [block]
     _begins(w, first, operation)
-    low, memory = _array(w, what, offsets, inside, operation)
+    low, memory = _array(w, tensor_map, offsets, inside, operation)
     for owner in owners:
-        _load(w, lane, owner, what, first, where, what.pointer + offsets - low, inside, memory, operation)
+        _load(w, lane, owner, tensor_map, first, bar_address, tensor_map.pointer + offsets - low, inside, memory, operation)
 
 
-def _array(w, what, offsets, inside, operation):
+def _array(w, tensor_map, offsets, inside, operation):
     if not inside.any():
-        return what.pointer, np.zeros(0, np.uint8)
-    at = what.pointer + offsets[inside]
+        return tensor_map.pointer, np.zeros(0, np.uint8)
+    at = tensor_map.pointer + offsets[inside]
     try:
-        return w.block.cluster.memory.box(int(at.min()), int(at.max()) + what.size)
+        return w.block.cluster.memory.box(int(at.min()), int(at.max()) + tensor_map.size)
     except IndexError as error:
         raise w.hazard(f"{operation}: {error}") from None
 
 
-def _load(w, lane, owner, what, first, where, places, inside, memory, operation):
+def _load(w, lane, owner, tensor_map, first, bar_address, places, inside, memory, operation):
     thread, shadow = w.threads[lane], owner.shadow
-    cells = what.cells(first)
-    extent = slice(first, first + what.nbytes)
-    w.within(first, first + what.nbytes, 1, owner)
+    cells = tensor_map.cells(first)
+    extent = slice(first, first + tensor_map.nbytes)
+    w.within(first, first + tensor_map.nbytes, 1, owner)
     owner.reached(thread, operation)
-    bar = mbarrier(w, owner, where, w.asks_lane(lane, True))
+    bar = mbarrier(w, owner, bar_address, w.asks_lane(lane, True))
     w._allowed(shadow.unwritable(w.asks_lane(lane, True), extent), operation)
 
     def land():
-        arrived = np.zeros((len(cells), what.size), np.uint8)
-        arrived[inside] = memory[places[inside][:, None] + np.arange(what.size)]
-        if what.encoding.dtype == "TFLOAT32":
+        arrived = np.zeros((len(cells), tensor_map.size), np.uint8)
+        arrived[inside] = memory[places[inside][:, None] + np.arange(tensor_map.size)]
+        if tensor_map.encoding.dtype == "TFLOAT32":
             arrived = _to_tf32(arrived)
         shadow.bytes[cells] = arrived
         shadow.state[extent] = VALID
         bar.end_copy(copy)
 
-    copy = w.block.cluster.start(land, operation, what.nbytes, w.place())
+    copy = w.block.cluster.start(land, operation, tensor_map.nbytes, w.place())
     time = bar.begin_copy(thread, copy)
     for waited in () if owner is w.block else w.block.mbarriers:  # who sees it complete knows what the copy waited for
         bar.clock[waited.agent] = max(bar.clock[waited.agent], thread.clock[waited.agent])
@@ -207,25 +207,25 @@ def _to_tf32(raw):
 def _(match, w, at):
     target, source = at.operands
     operation = "the TMA store"
-    lane, what, offsets, inside = _box(w, target, operation)
+    lane, tensor_map, offsets, inside = _box(w, target, operation)
     _, first = w.find_owner(int(address(w, source, np.uint32)[lane]))
     _begins(w, first, operation)
-    w.within(first, first + what.nbytes, 1)
-    low, memory = _array(w, what, offsets, inside, operation)
-    shadow, extent = w.block.shadow, slice(first, first + what.nbytes)
+    w.within(first, first + tensor_map.nbytes, 1)
+    low, memory = _array(w, tensor_map, offsets, inside, operation)
+    shadow, extent = w.block.shadow, slice(first, first + tensor_map.nbytes)
     w._allowed(shadow.unreadable(w.asks_lane(lane, True), extent), operation)
-    cells, places = what.cells(first), what.pointer + offsets - low
-    agent, kind, fold = w.block.store_agents[w.index], ELEMENTS[what.encoding.dtype], match[2]
+    cells, places = tensor_map.cells(first), tensor_map.pointer + offsets - low
+    agent, kind, fold = w.block.store_agents[w.index], ELEMENTS[tensor_map.encoding.dtype], match[2]
 
     def land():
         octets = shadow.bytes[cells[inside]]
-        into = places[inside][:, None] + np.arange(what.size)
+        into = places[inside][:, None] + np.arange(tensor_map.size)
         if fold:
             old = np.ascontiguousarray(memory[into]).view(kind)
             octets = FOLDS[fold](old, octets.view(kind)).astype(kind).view(np.uint8)
         memory[into] = octets
 
-    store = w.block.cluster.start(land, operation, what.nbytes, w.place())
+    store = w.block.cluster.start(land, operation, tensor_map.nbytes, w.place())
     store.lane = lane
     shadow.note_read(agent, len(w.store_groups) + 1, extent, Event("read", operation, store.place))
     w.stores.append(store)
@@ -267,13 +267,13 @@ def _(match, w, at):
     wheres = {int(x) for x in address(w, bar, np.uint32)[w.mask]}
     if len(wheres) != 1:
         raise w.hazard("lanes store and tell different barriers", "divergence")
-    bar_home, where = w.find_owner(wheres.pop())
-    if bar_home is not owner:
+    bar_owner, bar_address = w.find_owner(wheres.pop())
+    if bar_owner is not owner:
         raise w.hazard("st.async writes to one block and tells another's barrier", "plan")
     lane, shadow = int(lanes[0]), owner.shadow
     thread = w.threads[lane]
     owner.reached(thread, "st.async")
-    barrier = mbarrier(w, owner, where, w.asks_lane(lane))
+    barrier = mbarrier(w, owner, bar_address, w.asks_lane(lane))
     w._allowed(shadow.unwritable(w.asks(lanes), cells), "st.async writes shared memory")
 
     def land():

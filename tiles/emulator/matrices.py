@@ -76,7 +76,7 @@ def _fragment(elements, rows):
 
 @functools.cache
 def _places(count, s, rows):
-    """Where such elements lie in that matrix."""
+    """The places of such elements in a matrix."""
     i, h = np.arange(count)[:, None, None], np.arange(s)
     return (LANE[:, None] // 4 + i % rows * 8) * (count // rows * 4 * s) + s * (LANE[:, None] % 4 + i // rows * 4) + h
 

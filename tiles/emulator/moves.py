@@ -103,12 +103,12 @@ def _in_spaces(w, space, where):
     active, full = w.mask, w.full
     # unsigned: what is less is far above
     shared, local = where - np.uint64(SHARED) < GENERIC_BYTES, where - np.uint64(LOCAL) < GENERIC_BYTES
-    for space, lanes, there in (
+    for space, lanes, addresses in (
         (".global", ~(shared | local), where), (".local", local, where), (".shared", shared, where - np.uint64(SHARED)),
     ):  # fmt: skip
         if (mine := active & lanes).any():
             w.mask, w.full = mine, bool(mine.all())
-            yield space, there
+            yield space, addresses
     w.mask, w.full = active, full
 
 
@@ -129,16 +129,16 @@ def _(match, w, at):
     space, vector, name = match.groups()
     targets, source = _targets(at.operands[0]), at.operands[1]
     kind, size = _raw(TYPES[name]), BYTES[name]
-    found = np.zeros((LANES, size * len(targets)), np.uint8)
+    result = np.zeros((LANES, size * len(targets)), np.uint8)
     for place, where in _reach(w, space, source):
         if place == ".shared":
-            found[w.mask] = w.read_shared(where.astype(np.uint32), found.shape[1], plain=True)
+            result[w.mask] = w.read_shared(where.astype(np.uint32), result.shape[1], plain=True)
         elif place == ".local":
-            found[w.mask] = w.local[w.own_bytes(where, found.shape[1])]
+            result[w.mask] = w.local[w.own_bytes(where, result.shape[1])]
         else:
-            found[w.mask] = w.block.cluster.memory.load(w, where[w.mask], found.shape[1])
+            result[w.mask] = w.block.cluster.memory.load(w, where[w.mask], result.shape[1])
     for k, to in enumerate(targets):
-        into(w, to, np.ascontiguousarray(found[:, k * size : (k + 1) * size]).view(kind)[:, 0])
+        into(w, to, np.ascontiguousarray(result[:, k * size : (k + 1) * size]).view(kind)[:, 0])
 
 
 @means(rf"st(\.global|\.local|\.shared(?:::cta|::cluster)?)?{ORDER}{KINDS}")
@@ -186,11 +186,11 @@ def _(match, w, at):
     end = lane & segment | bound & ~segment
     source = {"bfly": lane ^ by, "idx": lane & segment | by & ~segment, "up": lane - by, "down": lane + by}[match[1]]
     valid = source >= end if match[1] == "up" else source <= end
-    found = value[np.where(valid, source, lane)]
+    result = value[np.where(valid, source, lane)]
     if isinstance(to, list):
         w.set(to[1], valid)
         to = to[0]
-    w.set(to, found)
+    w.set(to, result)
 
 
 @means(r"vote\.sync\.(ballot\.b32|any\.pred|all\.pred|uni\.pred)")

@@ -99,8 +99,8 @@ class PtxProgram:
         """The instructions with their lines of Python, for error messages. A table of lines costs a fifth of the time of
         compiling, so it is made only when something fails."""
         listing = self.with_lines() if self.with_lines else self.code
-        alike = [at.opcode for at in listing] == [at.opcode for at in self.code]  # nothing promises that they are
-        return listing if alike else self.code
+        same_code = [at.opcode for at in listing] == [at.opcode for at in self.code]  # nothing promises that they are
+        return listing if same_code else self.code
 
 
 class _Scope:

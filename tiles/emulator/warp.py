@@ -198,27 +198,27 @@ class EmulatedWarp(greenlet):
             at = self.instruction = code[pc]
             executed[at.opcode] += 1
             if at.guard is not None:
-                wanted = mask & (self.get(at.guard).astype(bool) ^ at.negated)
-                count = int(np.count_nonzero(wanted))
+                mask_of_guard = mask & (self.get(at.guard).astype(bool) ^ at.negated)
+                count = int(np.count_nonzero(mask_of_guard))
             else:
-                wanted, count = mask, lanes
+                mask_of_guard, count = mask, lanes
             if at.target is not None:
                 if count == lanes:
                     top[0] = at.target
                 elif not count:
                     top[0] = pc + 1
                 else:
-                    top[0], rest = meets[pc], mask & ~wanted
-                    stack += [[pc + 1, rest, meets[pc], lanes - count], [at.target, wanted, meets[pc], count]]
+                    top[0], rest = meets[pc], mask & ~mask_of_guard
+                    stack += [[pc + 1, rest, meets[pc], lanes - count], [at.target, mask_of_guard, meets[pc], count]]
                 continue
             if at.opcode in ("ret", "exit"):
                 for entry in stack:
-                    entry[1] = entry[1] & ~wanted
+                    entry[1] = entry[1] & ~mask_of_guard
                     entry[3] = int(np.count_nonzero(entry[1]))
                 if count == lanes:
                     continue
             elif count:
-                self.mask, self.full = wanted, count == LANES
+                self.mask, self.full = mask_of_guard, count == LANES
                 runs[pc](self)
             top[0] = pc + 1
 
@@ -239,7 +239,7 @@ class EmulatedWarp(greenlet):
         return Ask(self.clocks, self.agents.ordinary, asynchronous, rows)
 
     def asks_active(self):
-        """What all active lanes know."""
+        """The clock of accesses that all active lanes are ordered after."""
         return Ask(np.minimum.reduce(self.clocks if self.full else self.clocks[self.mask]), self.agents.ordinary)
 
     def asks_lane(self, lane, asynchronous=False):

@@ -24,7 +24,7 @@ class ComparedRow(NamedTuple):
 
 
 def aligned(before: list, after: list, key) -> Iterator[ComparedRow]:
-    """Two lists, what has equal keys beside each other."""
+    """Two lists, with entries of equal keys beside each other."""
     for kind, i, j, k, m in SequenceMatcher(None, [*map(key, before)], [*map(key, after)], autojunk=False).get_opcodes():
         if kind == "equal":
             yield from map(ComparedRow, before[i:j], after[k:m])
@@ -35,14 +35,14 @@ def aligned(before: list, after: list, key) -> Iterator[ComparedRow]:
 
 @dataclass(frozen=True, repr=False)
 class Difference:
-    """What `after - before` gives for two inspections."""
+    """The difference of two inspections, `after - before`."""
 
     before: Any  # Inspections (report.py)
     after: Any
 
     @property
     def titles(self) -> tuple[str, str]:
-        """What the two are called."""
+        """The titles of the two inspections."""
         return tuple(f"{one.title} for {one.arch}" for one in (self.before, self.after))  # type: ignore[return-value]
 
     @property

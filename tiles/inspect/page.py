@@ -145,14 +145,14 @@ def _card(name, value, bad=False):
 
 
 def _source(one, inspection: Any, numbers):
-    most = max((sum(kinds.values()) for kinds in inspection.counts.values()), default=1)
+    maximum = max((sum(kinds.values()) for kinds in inspection.counts.values()), default=1)
     rows = []
     for number, text in enumerate(one.lines, one.first):
         at = one.file, number
         kinds = inspection.counts.get(at, Counter())
         count = sum(kinds.values())
         top = "  ".join(f"{name} {n}" for name, n in kinds.most_common(TOP))
-        bar = f'<i style="width:{max(2, round(70 * count / most))}px" title="{count} instructions"></i>' if count else ""
+        bar = f'<i style="width:{max(2, round(70 * count / maximum))}px" title="{count} instructions"></i>' if count else ""
         cells = f'{_cell(number, "n")}{_cell(text)}<td class="bar">{bar}</td>{_cell(count or "", "n")}{_cell(top, "top")}'
         rows.append(f"<tr{_tag(numbers.get(at))}>{cells}</tr>")
     return f"<h2>{escape(basename(one.file))}</h2><table>{''.join(rows)}</table>"

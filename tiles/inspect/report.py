@@ -97,7 +97,7 @@ class Inspection(Figures):
         return page(self)
 
     def __sub__(self, other: "Inspection") -> Difference:
-        """What differs from another version: see compare.Difference."""
+        """The compare.Difference from another version."""
         return Difference(other, self)
 
 

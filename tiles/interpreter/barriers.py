@@ -42,11 +42,11 @@ class Mbarrier:
         arrivals = self.complete[phase] if phase <= self.phase else None
         return arrivals is not None and bool((clock[: self.warps] >= arrivals).all())
 
-    def _enter(self, warp, what, kind):
+    def _enter(self, warp, description, kind):
         if not self.knows(warp, self.phase):
             raise warp.hazard(
-                f"{what} {self.name}, and nothing orders this after its phase {self.phase}, in which it might have counted; "
-                f"a phase takes {self.count} arrivals and the bytes expected",
+                f"{description} {self.name}, and nothing orders this after its phase {self.phase}, "
+                f"in which it might have counted; a phase takes {self.count} arrivals and the bytes expected",
                 kind,
             )
 
@@ -124,26 +124,27 @@ class Mbarrier:
             self.on_phase(warp)
         self.published.append(self.clock.copy())
 
-    def wait(self, warp, phases, what="", lacks=None):
-        """Wait until `phases` phases are complete. what: names what is waited for. lacks: says why, if it never comes."""
-        name, what = what or self.name, f"{what}: " * bool(what)
+    def wait(self, warp, phases, description="", missing=None):
+        """Wait until `phases` phases are complete. description: names what is waited for. missing: says why, if it never
+        comes."""
+        name, description = description or self.name, f"{description}: " * bool(description)
         if not self.knows(warp, phases - 1):
             raise warp.hazard(
-                f"{what}waits for phase {phases} of {self.name}, and nothing orders this after phase {phases - 1}: "
+                f"{description}waits for phase {phases} of {self.name}, and nothing orders this after phase {phases - 1}: "
                 f"before that one is complete, the parity of phase {phases - 2} lets it pass",
                 "phase",
             )
-        self._missed(warp, phases, what)
-        warp.until(lambda: self.phase >= phases, lambda: what + (lacks or self._lacks)(phases))
-        self._missed(warp, phases, what)
+        self._missed(warp, phases, description)
+        warp.until(lambda: self.phase >= phases, lambda: description + (missing or self._lacks)(phases))
+        self._missed(warp, phases, description)
         note(Waited, ((self, phases),), name)
         warp.learn(self.published[phases])
         self.waits[warp.agent] = phases, warp.tick(), warp.place()
 
-    def _missed(self, warp, phases, what):
+    def _missed(self, warp, phases, description):
         if self.phase > phases:
             raise warp.hazard(
-                f"{what}waits for phase {phases} of {self.name}, which has completed {self.phase} phases: "
+                f"{description}waits for phase {phases} of {self.name}, which has completed {self.phase} phases: "
                 f"by its parity this would mean phase {phases + 2 * ((self.phase - phases + 1) // 2)}",
                 "phase",
             )
@@ -178,23 +179,21 @@ class NamedBarrier:
         self.arrivals, self.before = np.zeros(self.warps, np.int64), np.zeros(self.warps, np.int64)
         self.clock, self.published = np.zeros(block.agents.count, np.int64), {}
 
-    def meet(self, warp, threads, sync=True, what="", vote=False):
+    def meet(self, warp, threads, sync=True, description="", vote=False):
         """Arrive, and if `sync` wait until `threads` threads have arrived. vote: by bar.red, which all warps must use then."""
         place = warp.place()
         if self.arrived and vote != self.vote:
-            cause = f"{what}named barrier {self.number} is met at by some, and voted at by others"
+            cause = f"{description}named barrier {self.number} is met at by some, and voted at by others"
             raise warp.hazard(cause, "collective", *self.arrived.values())
         if threads != self.threads and self.arrived:
             cause = f"named barrier {self.number} is used with {threads} and {self.threads} threads at once"
             raise warp.hazard(cause, "collective")
         if warp.index in self.arrived:
-            cause = f"{what}arrives on named barrier {self.number} once more before it has opened: this counts twice"
+            cause = f"{description}arrives on named barrier {self.number} once more before it has opened: this counts twice"
             raise warp.hazard(cause, "arrivals", self.arrived[warp.index])
         if (warp.clock[: self.warps] < self.before).any():
-            cause = (
-                f"{what}arrives on named barrier {self.number}, and nothing orders this after its opening number {self.opened}"
-            )
-            raise warp.hazard(f"{cause}, for which it might have counted", "arrivals")
+            cause = f"{description}arrives on named barrier {self.number}, and nothing orders this after"
+            raise warp.hazard(f"{cause} its opening number {self.opened}, for which it might have counted", "arrivals")
         self.threads, self.vote, generation = threads, vote, self.opened
         note(Arrived, (self, generation + 1))
         self.arrived[warp.index], self.arrivals[warp.agent] = place, warp.tick()
@@ -204,8 +203,8 @@ class NamedBarrier:
             self.before, self.arrivals = self.arrivals, np.zeros_like(self.arrivals)
             self.arrived = {}
         if sync:
-            warp.until(lambda: self.opened > generation, lambda: what + self._lacks())
-            note(Waited, ((self, generation + 1),), what.removesuffix(": ") or f"named barrier {self.number}")
+            warp.until(lambda: self.opened > generation, lambda: description + self._lacks())
+            note(Waited, ((self, generation + 1),), description.removesuffix(": ") or f"named barrier {self.number}")
             warp.learn(self.published[generation + 1])
 
     def _lacks(self):

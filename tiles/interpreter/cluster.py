@@ -118,8 +118,8 @@ class Cluster:
             for (block, group, line, why), warps in waiting.items()
         ]
         places = [warps[0].at for warps in waiting.values()]
-        where = f"block {live[0].block.index}" if self.size == 1 else f"the cluster of block {self.blocks[0].index}"
-        return Hazard("deadlock", f"nobody can go on in {where}" + "".join(lines), *places)
+        place_text = f"block {live[0].block.index}" if self.size == 1 else f"the cluster of block {self.blocks[0].index}"
+        return Hazard("deadlock", f"nobody can go on in {place_text}" + "".join(lines), *places)
 
 
 class RecordingCluster(Cluster):

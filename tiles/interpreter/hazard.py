@@ -1,4 +1,4 @@
-"""What went wrong, and where in the kernel's source."""
+"""Hazard: an error of an interpreted kernel, with the line of its source."""
 
 import linecache
 from typing import NamedTuple
@@ -45,7 +45,7 @@ class WarpPlace(NamedTuple):
         return (", called at ".join(_statement(*frame) for frame in self.frames) or "?") + f", {self.code}" * bool(self.code)
 
     def by(self, operation):
-        """Who did what, for the middle of a sentence."""
+        """The operation with its warp and line, for the middle of a sentence."""
         return f"{operation} (warp {self.warp}, {self.line})"
 
     def __str__(self):

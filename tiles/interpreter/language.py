@@ -97,7 +97,7 @@ INSTEAD_OF_CUDA = {
 
 
 class Cuda:
-    """What `cuda` means inside an interpreted kernel."""
+    """The object that replaces `numba.cuda` inside an interpreted kernel."""
 
     laneid = property(lambda self: Lanes(np.arange(LANES)))
     threadIdx = property(lambda self: _xyz(Lanes(LANES * current_warp().index + np.arange(LANES)), 0, 0))
@@ -108,7 +108,7 @@ class Cuda:
     def syncthreads(self):
         """Every thread of the block meets here."""
         block = current_warp().block
-        block.named(0, LANES * block.size).meet(current_warp(), LANES * block.size, what="syncthreads: ")
+        block.named(0, LANES * block.size).meet(current_warp(), LANES * block.size, description="syncthreads: ")
 
     def syncwarp(self, mask=-1):
         """The lanes of a warp meet. Here they never diverge, so nothing is to be done."""
@@ -166,7 +166,7 @@ class Captured(Bounded):
 
 
 def say(*values, **options):
-    """print() inside a kernel, done by one warp."""
+    """Do a kernel's print(), by one warp."""
     refuse_values(check_print, *values)
     builtins.print(f"[block {current_warp().block.index}, warp {current_warp().index}]", *values, **options)
 

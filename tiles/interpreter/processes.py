@@ -40,11 +40,11 @@ def jobs():
     thread may hold a lock, which nobody would release in the child) or hide something (from a debugger)."""
     if not hasattr(os, "fork") or not hasattr(os, "sched_getaffinity") or getcurrent().parent is not None:
         return 1
-    said = os.environ.get("TILES_JOBS", "")
-    if said:
-        if not said.isdecimal() or int(said) < 1:
-            raise ValueError(f"TILES_JOBS must be a number of processes, got {said!r}")
-        return int(said)
+    setting = os.environ.get("TILES_JOBS", "")
+    if setting:
+        if not setting.isdecimal() or int(setting) < 1:
+            raise ValueError(f"TILES_JOBS must be a number of processes, got {setting!r}")
+        return int(setting)
     can_fork = threading.active_count() == 1 and sys.gettrace() is None and "jax" not in sys.modules
     return len(os.sched_getaffinity(0)) if can_fork else 1
 
@@ -62,19 +62,19 @@ def run_all(count, run, args, progress, clock=time.monotonic):
         progress.done(n + 1)
         left = count - n - 1
         if not considered and left > 1 and left * (clock() - start) > WORTH:
-            most = min(jobs(), left)
-            considered = most == 1 or accesses.clash
+            processes = min(jobs(), left)
+            considered = processes == 1 or accesses.clash
             if not considered:
-                words, considered = _forked(range(n + 1, count), run, args, arrays, accesses, progress, most), True
+                words, considered = _forked(range(n + 1, count), run, args, arrays, accesses, progress, processes), True
 
 
-def _forked(numbers, run, args, arrays, accesses, progress, most):
+def _forked(numbers, run, args, arrays, accesses, progress, max_processes):
     """{number: what it printed} of the clusters that could be run in processes."""
     copies, shared_accesses = accesses.shared(arrays)
     replaced = dict(zip(map(id, arrays), copies))
     theirs = [_moved(arg, replaced) for arg in args]
     with contextlib.closing(shared_accesses.stores):
-        words = _gathered(numbers, lambda n: run(n, theirs, shared_accesses), accesses, progress, most)
+        words = _gathered(numbers, lambda n: run(n, theirs, shared_accesses), accesses, progress, max_processes)
     if accesses.clash:
         return {}
     for array, copied in zip(arrays, copies):
@@ -102,14 +102,14 @@ def _moved(arg, replaced):
     return arg
 
 
-def _gathered(numbers, run, accesses, progress, most):
+def _gathered(numbers, run, accesses, progress, max_processes):
     """{number: what it printed} of the clusters that ended well; all that come before the first failure are among them."""
     tokens, feed = os.pipe()
     os.set_blocking(feed, False)
     waiting = memoryview(b"".join(n.to_bytes(TOKEN, "little") for n in numbers))
     children, words, failed = {}, {}, numbers.stop
     try:
-        for _ in range(most):
+        for _ in range(max_processes):
             ours, theirs = Pipe(duplex=False)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # Python warns that there are threads; `jobs` has checked them

@@ -10,8 +10,8 @@ REDRAW = 0.5  # seconds between two states of a terminal's line
 
 def wanted():
     """Is a progress line wanted? TILES_PROGRESS says so; by default it is, except in tests."""
-    said = os.environ.get("TILES_PROGRESS", "")
-    return said not in ("", "0") or (said == "" and "PYTEST_CURRENT_TEST" not in os.environ)
+    setting = os.environ.get("TILES_PROGRESS", "")
+    return setting not in ("", "0") or (setting == "" and "PYTEST_CURRENT_TEST" not in os.environ)
 
 
 class Progress:
@@ -34,10 +34,10 @@ class Progress:
 
     def tick(self):
         """Show the progress if enough time has passed."""
-        now = self.clock()
-        if now >= self.due:
-            self.say(now - self.start)
-            self.due = now + REDRAW if self.terminal else now + (now - self.start)  # elsewhere at 5, 10, 20, 40, ... seconds
+        time = self.clock()
+        if time >= self.due:
+            self.say(time - self.start)
+            self.due = time + REDRAW if self.terminal else time + (time - self.start)  # elsewhere at 5, 10, 20, 40, ... seconds
 
     def mute(self):
         """Write nothing from now on."""

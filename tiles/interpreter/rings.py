@@ -33,7 +33,7 @@ class Slot:
 
     @property
     def _everywhere(self):
-        """This slot in all blocks that share the ring."""
+        """The slot of this number in all blocks that share the ring."""
         if self.ring.blocks == 1:
             return [self]
         return [block.opened[self.ring.name][self.index] for block in self.block.cluster.blocks]
@@ -126,7 +126,7 @@ class Slot:
         return self.tile(j)
 
     def _unfilled(self, phase):
-        """Why the tile is not there."""
+        """The reason why a tile has not arrived, for messages."""
         if self.filling:
             _, part, parts, place = self.filling
             return f"nobody fills part {part} of {parts} after {place.by('the last')}"
@@ -135,7 +135,7 @@ class Slot:
         return f"{self.ring.writers - self.full.due} of {self.ring.writers} writers have published it"
 
     def _held(self, phase):
-        """Why the slot is not free."""
+        """The reason why a slot is not free, for messages."""
         j = self.index + (phase - 1) * self.ring.stages
         return f"{self._name(j)} lies there and was released by {len(self.empty.arrived)} of {self.empty.count} readers"
 

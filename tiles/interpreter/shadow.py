@@ -102,7 +102,7 @@ class Agents:
 
 
 class Shadow:
-    """Shared memory of one block."""
+    """The state of one block's shared memory, cell by cell."""
 
     def __init__(self, nbytes, agents):
         cells = -(-nbytes // CELL)

@@ -62,14 +62,14 @@ class Stores:
         numbers[...] = len(self.events) - 1
 
     def _check(self, numbers, view, values, cluster, clock, place):
-        others = None
+        conflicts = None
         for number in np.unique(numbers):
             event = self.events[number]
             if event is None or (event.cluster == cluster and clock[event.agent] >= event.time):
                 continue
-            if others is None:
-                others = _bits(view) != _bits(np.broadcast_to(values, view.shape).astype(view.dtype))
-            where = np.argwhere(others & (numbers == number))
+            if conflicts is None:
+                conflicts = _bits(view) != _bits(np.broadcast_to(values, view.shape).astype(view.dtype))
+            where = np.argwhere(conflicts & (numbers == number))
             if len(where):
                 at = tuple(map(int, where[0]))
                 ours, theirs = float(np.broadcast_to(values, view.shape)[at]), float(view[at])
@@ -104,16 +104,16 @@ class Claims(Stores):
             (x, y, z), (width, height, _) = warp.block.cluster.blocks[0].index, warp.block.cluster.grid
             block_number = 1 + x + width * (y + height * z)
             fcntl.lockf(self.lock, fcntl.LOCK_EX)  # which a process that dies lets go
-            others = np.count_nonzero((mine != 0) & (mine != block_number))
+            other_blocks = np.count_nonzero((mine != 0) & (mine != block_number))
             mine[...] = block_number
             fcntl.lockf(self.lock, fcntl.LOCK_UN)
-            if others:
+            if other_blocks:
                 self.give_up()
                 raise Clash
         super().note(warp, clock, time, place, view, values, region)
 
     def close(self):
-        """No process claims anything any more."""
+        """End the claims of all processes."""
         os.close(self.lock)
 
 

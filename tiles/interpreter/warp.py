@@ -163,10 +163,10 @@ class InterpretedWarp(greenlet):
         """Order ordinary accesses before asynchronous ones: fence.proxy.async."""
         self.block.agents.fence(self.clock)
 
-    def _started(self, work, how, view, written):
+    def _started(self, work, kind, view, written):
         """Record asynchronous work, between shared memory and `view()` of global memory."""
         if self.steps is not None:
-            note(Started, work, how, view(), written)
+            note(Started, work, kind, view(), written)
 
     # -- copies by TMA
     def load_async(self, tile, barrier, source, at, after=()):
@@ -432,13 +432,13 @@ class InterpretedWarp(greenlet):
             raise Hazard("unfinished", cause, store.place)
         pending = [copy for group in self.groups[self.clock[self.copier] :] for copy in group] + self.copies
         if pending:
-            how = (
+            remedy = (
                 "wait for it, or fill with end= the number of tiles"
                 if " of pipeline " in pending[0].operation
                 else "wait_group is missing"
             )
             raise Hazard(
-                "unfinished", f"the block ends, and nobody has waited for {pending[0].operation}: {how}", pending[0].place
+                "unfinished", f"the block ends, and nobody has waited for {pending[0].operation}: {remedy}", pending[0].place
             )
         known = self.clock[block.mma_agents[self.index]] if self.mmas else 0
         if known < self.mmas:

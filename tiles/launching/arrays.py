@@ -78,7 +78,7 @@ ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4, "int64": 8, "
 
 
 def contiguous(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """Byte strides of a C-ordered array."""
+    """The strides in bytes of a C-ordered array."""
     strides = tuple(itertools.accumulate(shape[:0:-1], operator.mul, initial=itemsize))
     return strides[::-1] if shape else ()
 
@@ -108,7 +108,7 @@ class Array(NamedTuple):
 
     @property
     def device(self) -> int | None:
-        """CUDA ordinal; None is host memory."""
+        """The CUDA ordinal of its device; None is host memory."""
         return self.form.device
 
     @property

@@ -35,7 +35,7 @@ def _backend():
 
 @functools.cache
 def backend():
-    """What makes ranges, or None; looked for once."""
+    """The functions that open and close NVTX ranges, None if there are none; looked up once."""
     module = _backend() if wanted() else None
     if wanted() and module is None:
         warnings.warn(

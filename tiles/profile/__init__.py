@@ -52,7 +52,7 @@ class ProfiledLaunch(NamedTuple):
 
     @property
     def flop_rate(self) -> float | None:
-        """FLOP/s of its matrix products."""
+        """The FLOP/s of its matrix products."""
         return self.counts.flop / self.seconds if self.counts and self.seconds else None
 
     @property
@@ -69,7 +69,7 @@ class Profile:
 
     @property
     def seconds(self) -> float | None:
-        """Of all launches; None in the interpreter."""
+        """The time of all launches; None in the interpreter."""
         times = [launch.seconds for launch in self.launches]
         return None if None in times else sum(filter(None, times))
 
@@ -150,7 +150,7 @@ class _Watch:
         self.bind, self.run, self.interpret = Launch._bind, BoundLaunch.run, InterpretedLaunch.run
 
     def look(self, function):
-        """Call the function under the profiler's watch."""
+        """Call the function, and profile its launches."""
         watch = self
 
         def bind(launch, arguments):

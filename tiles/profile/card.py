@@ -45,7 +45,7 @@ class Code(NamedTuple):
 
 
 def code(bound: BoundLaunch) -> Code:
-    """Registers, local memory and resident blocks of a launch."""
+    """The registers, local memory and resident blocks of a launch."""
     function, threads = bound.code.function, int(np.prod(bound.threads))
     with bound.code.gpu.current():
         registers = check(driver.cuFuncGetAttribute(_FUNCTION.CU_FUNC_ATTRIBUTE_NUM_REGS, function))

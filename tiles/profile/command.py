@@ -65,7 +65,7 @@ def find(target: str):
 
 
 def _once(function):
-    """One call for the compiler, one for ncu."""
+    """Call the function twice: to compile it, and for ncu."""
     function()
     check(driver.cuCtxSynchronize())
     check(driver.cuProfilerStart())

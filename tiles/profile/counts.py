@@ -28,7 +28,7 @@ class LaunchCounts:
         self.sums, self.counted, self.clusters = {"flop": 0.0, "halves": 0.0, "special": 0.0}, 0, clusters
 
     def add(self, record: dict) -> None:
-        """What the warps of one more cluster did."""
+        """Add the counts of one more cluster's warps."""
         self.counted += 1
         for steps in record.values():
             for step in steps:
@@ -63,7 +63,7 @@ class LaunchCounts:
 
     @property
     def once(self) -> float:
-        """Bytes that must cross between memory and the chip."""
+        """The number of bytes that must cross between memory and the chip at least once."""
         return sum(min(self.sizes[byte_range], n * self.scale) for (byte_range, _), n in self.requested_bytes.items())
 
 

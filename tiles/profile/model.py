@@ -84,7 +84,7 @@ def specials(step: Did):
 
 
 def price(step: Did, model: Model) -> Price | None:
-    """What an op costs the warp; None: nothing."""
+    """The cost of an op for its warp; None: nothing."""
     if shape := product(step):
         flop, size, is_async = shape
         return None if is_async else Price("tensor", flop * size / HALF / model.tensor / model.mma_sync)

@@ -65,7 +65,7 @@ class Counted(NamedTuple):
 
 
 def available() -> str | None:
-    """Where ncu is, or None."""
+    """The path of ncu, or None."""
     return shutil.which("ncu")
 
 

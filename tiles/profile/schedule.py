@@ -158,7 +158,7 @@ class _Run:
             self.happens(more, when, bar)
 
     def wait(self, warp, step, n):
-        """Go on when all has happened."""
+        """Advance the warp to the time at which all events have happened."""
         for what in step.what:
             if self.needs[what] > 0:
                 warp.slept = warp.now if warp.slept is None else warp.slept

@@ -42,7 +42,7 @@ class Timeline:
 
     @property
     def cycles(self) -> float:
-        """Until the last warp is done."""
+        """The number of cycles until the last warp is done."""
         return max((bar.end for bar in self.bars), default=0.0)
 
     def busy(self, lane, *kinds) -> float:

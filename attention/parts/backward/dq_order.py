@@ -27,9 +27,9 @@ class UnorderedAdds(KernelPart):
         return True
 
     @inlined
-    def place(self, tiling, number, blocks, batch_heads, raster_group):
-        """The (key block, batch and partial) of thread block `number`: see QueryTiling.place."""
-        return tiling.place(number, blocks, batch_heads, raster_group)
+    def locate_block(self, tiling, number, blocks, batch_heads, raster_group):
+        """The (key block, batch and partial) of thread block `number`: see QueryTiling.locate_block."""
+        return tiling.locate_block(number, blocks, batch_heads, raster_group)
 
     @inlined
     def visit_index(self, n, i):
@@ -186,11 +186,11 @@ class SnakeAdds(AscendingAdds):
     sms_per_head = SNAKE_GROUP
 
     def __str__(self):
-        return " snaking" + " stores" * self.stores_first
+        return " snake order" + " stores" * self.stores_first
 
     @inlined
-    def place(self, tiling, number, blocks, batch_heads, raster_group):
-        block, batch_head = tiling.place(number, blocks, batch_heads, raster_group)
+    def locate_block(self, tiling, number, blocks, batch_heads, raster_group):
+        block, batch_head = tiling.locate_block(number, blocks, batch_heads, raster_group)
         if block % (2 * SNAKE_GROUP) < SNAKE_GROUP:
             first = block - block % SNAKE_GROUP
             block = first + min(first + SNAKE_GROUP, blocks) - 1 - block
@@ -217,11 +217,11 @@ class LastBlockStores(OrderedAdds):
     call to call."""
 
     def __str__(self):
-        return " heading"
+        return " last block stores"
 
     @inlined
-    def place(self, tiling, number, blocks, batch_heads, raster_group):
-        block, batch_head = tiling.place(number, blocks, batch_heads, raster_group)
+    def locate_block(self, tiling, number, blocks, batch_heads, raster_group):
+        block, batch_head = tiling.locate_block(number, blocks, batch_heads, raster_group)
         return int32(blocks - 1 - block), batch_head
 
     @inlined

@@ -39,7 +39,7 @@ class QueryTiling(Tiling):
     always_visible: bool = True
 
     @inlined
-    def place(self, number, blocks, batch_heads, raster_group):
+    def locate_block(self, number, blocks, batch_heads, raster_group):
         """The (key block, batch and partial) of thread block `number`: `raster_group` pairs of batch and partial at a time, and
         of these the first key blocks first, because most queries see them where later queries see more."""
         batch_head, block = rasterize(number, batch_heads, blocks, raster_group)
@@ -78,7 +78,8 @@ class QueryTiling(Tiling):
 
     @inlined
     def tile_at(self, q_tiles, place, key, ctx, group):
-        """The index of the tile at `place`, a number that UnorderedAdds.next_tile counts, which begins at q_tiles.first."""
+        """The index of the tile at `locate_block`, a number that UnorderedAdds.next_tile counts, which begins at
+        q_tiles.first."""
         return place
 
     @inlined

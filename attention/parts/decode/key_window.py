@@ -73,8 +73,8 @@ class KeyWindow(KernelPart):
     def line_up(self, size, first, count, before, tile, tokens, params):
         """ops.line_up of the tiles of `size` keys that any token of a sequence sees."""
         begins = params.leftpad if self.padded else None
-        most = int32(tokens + params.left if self.left else 2**31 - 1)
-        return line_up(params.lengths, begins, most, size, first, count, before, tile)
+        max_keys = int32(tokens + params.left if self.left else 2**31 - 1)
+        return line_up(params.lengths, begins, max_keys, size, first, count, before, tile)
 
     @inlined
     def mask(self, s, ctx, key, end):
@@ -93,8 +93,8 @@ class GrowingKeyWindow(KeyWindow):
     @inlined
     def line_up(self, size, first, count, before, tile, tokens, params):
         begins = params.leftpad if self.padded else None
-        most = int32(tokens + params.left if self.left else 2**31 - 1)
-        return line_up(params.lengths, begins, most, size, first, count, before, tile, params.added)
+        max_keys = int32(tokens + params.left if self.left else 2**31 - 1)
+        return line_up(params.lengths, begins, max_keys, size, first, count, before, tile, params.added)
 
 
 class WholeCacheWindow(KeyWindow):

@@ -77,8 +77,8 @@ class FinalOutput(KernelPart):
         """Store the log-sum-exp of the rows. lse: in units of scores and to the base 2, so that a row's sum of weights is
         exp2(scale lse)."""
         for token in range(out_tile.first_token, out_tile.last_token + 1):
-            ctx = out_tile.batch, out_tile.head, int32(out_tile.row - token * out_tile.group), token
-            store(params.lse, lse * (scale * LN2), ctx, cols=2)
+            at = out_tile.batch, out_tile.head, int32(out_tile.row - token * out_tile.group), token
+            store(params.lse, lse * (scale * LN2), at, cols=2)
 
 
 @static

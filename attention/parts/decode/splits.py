@@ -18,14 +18,12 @@ from ..part import KernelPart
 from .key_window import KeyWindow
 
 MAX_SPLITS = 128  # of a sequence, when the number is chosen here
-BLOCK_TILES, COMBINE_TILES = (
-    1,
-    3,
-)  # a block's prologue and epilogue, and the combining launch, take as long as so many tiles (guesses)
+# A block's prologue and epilogue, and the combining launch, take as long as so many tiles (guesses)
+BLOCK_TILES, COMBINE_TILES = 1, 3
 COMBINED_AT_ONCE = 16  # parts that decode_combine.py adds in the time of COMBINE_TILES
 LONG = 2048  # keys: with fewer, forward's tiles are as fast as split-KV
 FORWARD_ROWS = 128  # queries of a tile of forward
-ENOUGH = 0.95  # the fraction of the places for blocks that a number of shares should use
+MIN_UTILIZATION = 0.95  # the fraction of the places for blocks that a number of shares should use
 
 
 class SplitWork(NamedTuple):
@@ -113,8 +111,8 @@ class StreamKSplits(FixedSplits):
         """(the sequence that has a tile of all sequences' tiles, the number of tiles of the sequences before it)"""
         sequence, begin, end = int32(0), int32(0), int32(0)
         for first in range(0, sequences, LANES):
-            passed, last, total = self.window.line_up(self.kv, int32(first), sequences, end, tile, tokens, params)
-            sequence, begin, end = int32(sequence + passed), last, total
+            ended, last, total = self.window.line_up(self.kv, int32(first), sequences, end, tile, tokens, params)
+            sequence, begin, end = int32(sequence + ended), last, total
             if end > tile:
                 break
         return sequence, begin
@@ -129,31 +127,33 @@ class StreamKSplits(FixedSplits):
     def first_work(self, number, shares, sequences, tokens, params):
         share, total = self.share_size(shares, sequences, tokens, params)
         begin = int32(min(share * number, total - 1))
-        sequence, before = self.find_sequence(begin, sequences, tokens, params)
-        tiles, tile = self.count_tiles(sequence, tokens, params), int32(begin - before)
-        left = int32(min(share, total - share * number))
-        return SplitWork(sequence, tile, int32(min(tile + left, tiles)), tiles, int32(number + sequence), int32(0), left)
+        sequence, tiles_before = self.find_sequence(begin, sequences, tokens, params)
+        tiles, tile = self.count_tiles(sequence, tokens, params), int32(begin - tiles_before)
+        tiles_left = int32(min(share, total - share * number))
+        return SplitWork(
+            sequence, tile, int32(min(tile + tiles_left, tiles)), tiles, int32(number + sequence), int32(0), tiles_left
+        )
 
     @inlined
     def next_work(self, work, tokens, params):
-        left, sequence, tiles = int32(work.tiles_left - (work.end_tile - work.tile)), work.sequence, work.tiles
-        if left > 0:
+        tiles_left, sequence, tiles = int32(work.tiles_left - (work.end_tile - work.tile)), work.sequence, work.tiles
+        if tiles_left > 0:
             sequence = int32(sequence + 1)
             tiles = self.count_tiles(sequence, tokens, params)
-        return SplitWork(sequence, int32(0), int32(min(left, tiles)), tiles, int32(work.part + 1), int32(0), left)
+        return SplitWork(sequence, int32(0), int32(min(tiles_left, tiles)), tiles, int32(work.part + 1), int32(0), tiles_left)
 
     @inlined
     def parts_of(self, number, shares, sequences, tokens, params):
         """The SequenceParts that block `number` of decode_combine.py merges. It has a block for each sequence or, if there are
         fewer shares than sequences, for the end of each share: the end of a share splits at most one sequence."""
         share_tiles, total = self.share_size(shares, sequences, tokens, params)
-        sequence, before, end = number, int32(0), int32(share_tiles * (number + 1))
+        sequence, tiles_before, end = number, int32(0), int32(share_tiles * (number + 1))
         if sequences <= shares:
-            before = self.count_tiles_before(sequence, tokens, params)
+            tiles_before = self.count_tiles_before(sequence, tokens, params)
         elif end < total:
-            sequence, before = self.find_sequence(end, sequences, tokens, params)
-        share, _ = divmod(before, share_tiles)
-        last, _ = divmod(int32(before + self.count_tiles(sequence, tokens, params) - 1), share_tiles)
+            sequence, tiles_before = self.find_sequence(end, sequences, tokens, params)
+        share, _ = divmod(tiles_before, share_tiles)
+        last, _ = divmod(int32(tiles_before + self.count_tiles(sequence, tokens, params) - 1), share_tiles)
         count = int32(last - share + 1)
         if sequences > shares and (end >= total or share != number):
             count = int32(1)  # another block merges this sequence's parts, or it has only one
@@ -174,7 +174,7 @@ def _choose_share_count(blocks, places):
         return total / (-(-total // places) * places)
 
     counts = [max(1, rounds * places // blocks) for rounds in (1, 2, 3, 4)]
-    return next((n for n in counts if utilization(n) >= ENOUGH), max(counts, key=utilization))
+    return next((n for n in counts if utilization(n) >= MIN_UTILIZATION), max(counts, key=utilization))
 
 
 def underfills_gpu(batch: int, queries: int, heads: int, keys: int, processors: int) -> bool:

@@ -48,7 +48,7 @@ class FewColumns(ManyRows):
         return f"few columns of {self.root}"
 
     def describe(self) -> str:
-        """What it does, in words."""
+        """A description of the kernel, for `explain`."""
         return ", ".join([f"a product of {self.columns} columns that reads {self.x} at memory speed", *self.stored_parts])
 
     def text(self, name: str, parameters: dict[Term, str], local_names: dict[Term, str]) -> KernelText:

@@ -87,7 +87,7 @@ class FewRows(Product):
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of an element of the weights."""
+        """The number of bytes of an element of the weights."""
         return 1 if self.widens else ITEM
 
     @property
@@ -184,7 +184,7 @@ class FewRows(Product):
         yield self
         if not self.has_preparer and len(self.products) == 1 and self.root.ndim == 2:
             ((product, weight),) = self.products.items()
-            rest = {y: Weight.of(y.args[1]) for y in self.epilogue_inputs if y.operation == "matmul"}
+            rest = {y: Weight.from_term(y.args[1]) for y in self.epilogue_inputs if y.operation == "matmul"}
             extension = find_extension(self.root, product, weight, rest)
             if extension and is_matrix(extension.weight.array):
                 others = [y for y in self.epilogue_inputs if y not in extension.joint.args]
@@ -209,12 +209,12 @@ class FewRows(Product):
         return f"few rows of {', '.join(map(str, self.roots))}"
 
     def describe(self) -> str:
-        """What it does, in words."""
+        """A description of the kernel, for `explain`."""
         s = self.schedule
         assert s
         count = len(self.products) + len(self.adjacent)
-        what = "a product of few rows: its" if count == 1 else f"{count} products of few rows: their"
-        phrases = [f"{what} weights stream through {s.stages} stage{'s' * (s.stages > 1)} of {s.depth} x {s.columns}"]
+        subject = "a product of few rows: its" if count == 1 else f"{count} products of few rows: their"
+        phrases = [f"{subject} weights stream through {s.stages} stage{'s' * (s.stages > 1)} of {s.depth} x {s.columns}"]
         phrases += [f"adds {self.extension.left} @ its weights by further steps along k"] if self.extension else []
         phrases += [f"clusters of {s.blocks} blocks split k"] * (s.blocks > 1)
         phrases += ["fp8 is converted to 16 bits in registers"] * self.widens

@@ -49,7 +49,7 @@ class StreamedWeight(NamedTuple):
         return f"subtile({self.ring}.wait({i}), {'64' if self.transposed else 'DEPTH, 0, 64'}, me)"
 
     @classmethod
-    def of(
+    def from_weight(
         cls, weight: Weight, parameters: dict[Term, str], prefixed: bool = False, rows_on_left: bool = False
     ) -> StreamedWeight:
         """The StreamedWeight of a weight. prefixed: are there several products, whose names must differ?"""
@@ -91,7 +91,7 @@ class VectorStream(NamedTuple):
     at: str
 
     @classmethod
-    def of(cls, x: Term, name: str) -> VectorStream:
+    def from_term(cls, x: Term, name: str) -> VectorStream:
         dtype = DTYPES.get(view_base(x).attr[1], "fp32")
         return cls(name, array(name), name.upper(), dtype, f"{name}_row", index(x, "0", "first + i"))
 
@@ -101,8 +101,8 @@ def template_gaps(kernel: Any, parameters: dict[Term, str], local_names: dict[Te
     dtype, words = DTYPES[kernel.dtype], ProductWriter(kernel, parameters, local_names, NAMES)
     x = KernelArray(parameters[kernel.x], array(parameters[kernel.x]), lead=lead(kernel.x))
     rows_on_left, several = kernel.rows_on_left, len(kernel.products) > 1
-    products = [StreamedWeight.of(w, parameters, several, rows_on_left) for w in kernel.products.values()]
-    vectors = [VectorStream.of(v, parameters[v]) for v in kernel.vectors]
+    products = [StreamedWeight.from_weight(w, parameters, several, rows_on_left) for w in kernel.products.values()]
+    vectors = [VectorStream.from_term(v, parameters[v]) for v in kernel.vectors]
 
     # the prologue, in the preparer
     inside = {kernel.x: "tile"} | {v: one.row for v, one in zip(kernel.vectors, vectors)}
@@ -118,7 +118,7 @@ def template_gaps(kernel: Any, parameters: dict[Term, str], local_names: dict[Te
         ((first, second),) = kernel.narrow.values()
         scaled = words.narrow("product", products[0].acc)
         narrow = NarrowProductStream(
-            kernel.rank, StreamedWeight.of(first, parameters), StreamedWeight.of(second, parameters), scaled
+            kernel.rank, StreamedWeight.from_weight(first, parameters), StreamedWeight.from_weight(second, parameters), scaled
         )
     known = {p: s.acc for p, s in zip(kernel.products, products)}
     extension = kernel.extension
@@ -145,7 +145,7 @@ def template_gaps(kernel: Any, parameters: dict[Term, str], local_names: dict[Te
     result, wide, batch = parameters[kernel.root], extent(kernel.x, x.name, -1), kernel.batch is not None
     counted = f"-(-{extent(kernel.root, result, -1)} // COLUMNS) * BLOCKS"
     blocks = f"(blocks, {result}.shape[0])" if batch else "blocks"
-    parts = AdjacentProduct.of(kernel, parameters)
+    parts = AdjacentProduct.from_kernel(kernel, parameters)
     arguments += [(array(part.weight), f"tensor({part.weight}, {products[0].tile})") for part in parts[1:]]
     arguments += [(array(parameters[y]), parameters[y]) for y in (*kernel.epilogue_inputs, *kernel.roots)]
     arguments += words.selection.arguments if words.selection else []
@@ -164,9 +164,9 @@ def template_gaps(kernel: Any, parameters: dict[Term, str], local_names: dict[Te
     types += [(v.tile, f"sv(DEPTH, {v.dtype})") for v in vectors]
     types += [("BAND", f"rt(16, DEPTH, {band_dtype})")] if kernel.has_preparer else []
     if narrow:
-        thin = "RANK, DEPTH" if narrow.first.transposed else "DEPTH, RANK"
+        shape = "RANK, DEPTH" if narrow.first.transposed else "DEPTH, RANK"
         back = "COLUMNS, RANK" if narrow.second.transposed else "TURNS * RANK, COLUMNS"
-        types += [("RANK", f"{narrow.rank}"), (narrow.first.tile, f"st({thin}, {dtype})")]
+        types += [("RANK", f"{narrow.rank}"), (narrow.first.tile, f"st({shape}, {dtype})")]
         types += [(narrow.second.tile, f"st({back}, {dtype})")]
         types += [("NARROW", f"st(ROWS, TURNS * RANK, {dtype}, width=2 * RANK)")]
     return {

@@ -110,8 +110,8 @@ class ManyRows(Product):
     def multi_result_kernels_for(cls, roots: tuple[Term, ...], processors: int) -> Iterator[Self]:
         """The kernels that compute several maps of the same products and store them together. They read at most one other
         product, from memory, and in a batch none."""
-        alike = len({tuple([axis and axis.root for axis in x.axes]) for x in roots}) == 1
-        if 1 < len(roots) <= MOST_RESULTS and alike and any(x.operation != "matmul" for x in roots):
+        same_axes = len({tuple([axis and axis.root for axis in x.axes]) for x in roots}) == 1
+        if 1 < len(roots) <= MOST_RESULTS and same_axes and any(x.operation != "matmul" for x in roots):
             kernels = cls._kernels_for_results(roots, processors, MOST_ROWS)
             room = 1 if roots[0].ndim == 2 else 0  # a batch leaves no registers for it
             yield from (one for one in kernels if sum(y.operation == "matmul" for y in one.epilogue_inputs) <= room)
@@ -135,10 +135,10 @@ class ManyRows(Product):
             others = [*match.epilogue_inputs, *match.reductions, *(y for y in rest if y not in of_extension)]
             kernel = cls(roots, x, products, others, extension)
             kernel.processors = processors
-            alike = len({w.transposed for w in kernel.weights}) == 1 and not kernel.reads_array_twice
+            same_layout = len({w.transposed for w in kernel.weights}) == 1 and not kernel.reads_array_twice
             if (
                 len(products) <= MOST_PRODUCTS
-                and alike
+                and same_layout
                 and kernel.of_16_bits
                 and kernel.dtype in DTYPES
                 and all(is_matrix(w.array) for w in kernel.weights)
@@ -160,7 +160,7 @@ class ManyRows(Product):
         return f"many rows of {', '.join(map(str, self.roots))}"
 
     def describe(self) -> str:
-        """What it does, in words."""
+        """A description of the kernel, for `explain`."""
         s = self.schedule
         phrases = [f"a product of many rows in {s}"]
         if self.extension:

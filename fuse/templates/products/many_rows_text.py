@@ -48,7 +48,7 @@ class PrefetchedTile(NamedTuple):
     following: str
 
     @classmethod
-    def of(cls, y: Term, name: str, dtype: str) -> PrefetchedTile:
+    def from_term(cls, y: Term, name: str, dtype: str) -> PrefetchedTile:
         spec = f"rt(16, PART, {DTYPES.get(view_base(y).stored_dtype(dtype), 'fp32')})"
         first, following = (
             f"warpgroup.load({array(name)}, {spec}, {index(y, 'ROWS * row', f'PART * {col}')})"
@@ -76,7 +76,7 @@ def template_gaps(kernel: Any, parameters: dict[Term, str], local_names: dict[Te
     computes = any(x not in writer.names for x in kernel.results)
     loads_ahead = not kernel.softmax_partials and kernel.batch is None  # a batch leaves no registers for prefetching
     ahead = [y for y in kernel.epilogue_inputs if loads_ahead and y.operation != "repeat_columns" and is_matrix(y)]
-    prefetched = [PrefetchedTile.of(y, parameters[y], kernel.dtype) for y in ahead]
+    prefetched = [PrefetchedTile.from_term(y, parameters[y], kernel.dtype) for y in ahead]
     others = [
         KernelArray(parameters[y], array(parameters[y]), _read_operand(y, array(parameters[y]))) for y in kernel.epilogue_inputs
     ]
@@ -98,7 +98,7 @@ def template_gaps(kernel: Any, parameters: dict[Term, str], local_names: dict[Te
     more = bool(extension and not extension.narrow)
     names = [parameters[kernel.x], *([parameters[extension.left]] if extension else [])]
     operands = [(array(name), f"tensor({name}, X)") for name in names]
-    parts = AdjacentProduct.of(kernel, parameters)
+    parts = AdjacentProduct.from_kernel(kernel, parameters)
     weights = [p.loaded for p in products] + [part.weight for part in parts[1:]]
     weights += [parameters[extension.weight.array]] if extension else []
     fill_columns, fill_depth = s.columns // len(products), STEP  # columns, and rows along k, of one fill
@@ -110,7 +110,7 @@ def template_gaps(kernel: Any, parameters: dict[Term, str], local_names: dict[Te
     weight_tile = "W_PART" if s.blocks > 1 else tile
     operands += [(array(name), f"tensor({name}, {weight_tile})") for name in weights]
     result, inner = parameters[kernel.roots[0]], f"-(-{extent(kernel.x, x.name, -1)} // X.cols)"
-    folds = SoftmaxPartials.of(kernel, parameters)
+    folds = SoftmaxPartials.from_kernel(kernel, parameters)
     high, wide = extent(kernel.root, result, -2), folds.end if folds else extent(kernel.root, result, -1)
     batch = kernel.batch is not None
     tall = "(BLOCKS * X.rows)" if s.blocks > 1 else "X.rows"
@@ -165,8 +165,8 @@ def _write_sends(
         at = [f"({lead}row, {_nth('col', n)})" for n in range(parts)]
         return [[f"warpgroup.send({y}, {one}, {slot}, columns(last, PART, {n}))"] for n, one in enumerate(at)]
     targets = "".join(f"{one.name}, " for one in prefetched)[:-2]
-    of = [f"{n}, {parts + n}" if several else f"{n}" for n in range(parts)]
-    return [[f"{targets}{' = ' * bool(targets)}send({into}, {lead}row, col, last, {one}{extra_arguments})"] for one in of]
+    indices = [f"{n}, {parts + n}" if several else f"{n}" for n in range(parts)]
+    return [[f"{targets}{' = ' * bool(targets)}send({into}, {lead}row, col, last, {one}{extra_arguments})"] for one in indices]
 
 
 def _write_partials(folds: SoftmaxPartials, parts: int, extra_arguments: str) -> list[list[str]]:

@@ -192,14 +192,14 @@ class Product:
     def fixed_extents(self) -> dict[Axis, int]:
         """The extents that are in the kernel's text. A batch of 2, and few parts, are enough to see in a proof that they are
         not mixed up."""
-        inner, lead = [x.args[0] for x in self.narrow], self.root.axes[:-2]
+        inner, leading = [x.args[0] for x in self.narrow], self.root.axes[:-2]
         of_parts = {axis.root: 2 * PART + 8 for axis in self.root.axes[-1:] if axis and self.softmax_partials}
         for x in self.selections:
             of_parts |= {axis.root: n for axis, n in zip(x.args[2].axes, (3, x.args[2].extents[1])) if axis}
         if self.expert_stack is not None:  # a tile of columns has one weight per row; TMA needs multiples of 8
             of_parts |= {axis.root: n for axis, n in zip(self.expert_stack.axes, (8, PART)) if axis}
         narrow = {x.axes[1].root: x.extents[1] for x in inner if x.axes[1]}
-        return narrow | {axis.root: 2 for axis in lead if axis} | of_parts
+        return narrow | {axis.root: 2 for axis in leading if axis} | of_parts
 
     @property
     def plain(self) -> bool:
@@ -242,14 +242,14 @@ class Product:
 
     @property
     def operations(self) -> float:
-        """Operations of the tensor cores."""
+        """The number of operations of the tensor cores."""
         sizes = [math.prod(x.extents) * self.inner for x in (*self.products, *self.adjacent)]
         sizes += [math.prod(x.extents) * x.args[0].extents[1] + math.prod(x.args[0].extents) * self.inner for x in self.narrow]
         return 2.0 * sum(sizes)
 
     @property
     def maps(self) -> float:
-        """Operations on elements, outside the tensor cores."""
+        """The number of operations on elements, outside the tensor cores."""
         return float(
             math.prod(self.x.extents) * (not self.plain + len(self.row_sums)) + len(self.results) * math.prod(self.root.extents)
         )
@@ -266,10 +266,10 @@ class Product:
     def with_adjacent(self, roots: tuple[Term, ...]) -> Self | None:
         """The kernel that computes these products, all with one operand; their columns lie side by side in its tiles. None if
         they differ in more than their weights."""
-        alike = all(x.operation == "matmul" and x.ndim == 2 and x.args[0] is self.operand for x in roots)
-        if not alike or list(self.products) != [self.root] or self.root is not roots[0] or self.extension:
+        shares_operand = all(x.operation == "matmul" and x.ndim == 2 and x.args[0] is self.operand for x in roots)
+        if not shares_operand or list(self.products) != [self.root] or self.root is not roots[0] or self.extension:
             return None
-        weights = {x: Weight.of(x.args[1]) for x in roots[1:]}
+        weights = {x: Weight.from_term(x.args[1]) for x in roots[1:]}
         layouts = {(w.transposed, view_base(w.array).stored_dtype("")) for w in (self.products[self.root], *weights.values())}
         if len(layouts) > 1 or not all(is_matrix(w.array) for w in weights.values()):
             return None
@@ -285,7 +285,7 @@ class Product:
             return
         for matched in (match, match.without_narrow) if match.narrow else (match,):
             for operand in dict.fromkeys(x.args[0] for x in matched.products):
-                part = matched.of(operand)
+                part = matched.for_operand(operand)
                 if len(part.products) > MOST_PRODUCTS:
                     continue
                 for x in dict.fromkeys([base(operand), operand]):

@@ -22,7 +22,7 @@ class Weight(NamedTuple):
     transposed: bool
 
     @classmethod
-    def of(cls, x: Term) -> Weight:
+    def from_term(cls, x: Term) -> Weight:
         return cls(x.args[0], True) if x.operation == "transpose" else cls(x, False)
 
 
@@ -88,7 +88,7 @@ class ProductMatch:
         other.reductions, other.epilogue_inputs = self.reductions, self.epilogue_inputs
         return other
 
-    def of(self, operand: Term) -> ProductMatch:
+    def for_operand(self, operand: Term) -> ProductMatch:
         """This match with the products of one operand only; the others are read from memory."""
         part = ProductMatch()
         part.products = {x: w for x, w in self.products.items() if x.args[0] is operand}
@@ -108,9 +108,9 @@ class ProductMatch:
             if x.operation == "matmul":
                 a, w = x.args
                 if a.operation == "matmul" and x.ndim == 2 and a.extents[1] <= NARROW:
-                    self.narrow[x] = Weight.of(a.args[1]), Weight.of(w)
+                    self.narrow[x] = Weight.from_term(a.args[1]), Weight.from_term(w)
                 else:
-                    self.products[x] = Weight.of(w)
+                    self.products[x] = Weight.from_term(w)
             elif x.operation in ("sum", "max"):
                 self.reductions.append(x)
             elif not x.args or x.operation in ("flat", "repeat_columns"):

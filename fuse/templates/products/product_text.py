@@ -74,7 +74,7 @@ class AdjacentProduct(NamedTuple):
         return f"{col} - {unit}{self.before}" if self.before else col
 
     @classmethod
-    def of(cls, kernel: Product, parameters: Mapping[Term, str]) -> list[AdjacentProduct]:
+    def from_kernel(cls, kernel: Product, parameters: Mapping[Term, str]) -> list[AdjacentProduct]:
         """The AdjacentProducts of a kernel, in order; none if it has a single product."""
         products, parts = {**kernel.products, **kernel.adjacent} if kernel.adjacent else {}, list[AdjacentProduct]()
         for n, (x, w) in enumerate(products.items(), 1):
@@ -92,7 +92,7 @@ class SoftmaxPartials(NamedTuple):
     end: str
 
     @classmethod
-    def of(cls, kernel: Product, parameters: Mapping[Term, str]) -> SoftmaxPartials | None:
+    def from_kernel(cls, kernel: Product, parameters: Mapping[Term, str]) -> SoftmaxPartials | None:
         """The SoftmaxPartials of a kernel, None if it has none."""
         if not kernel.softmax_partials:
             return None
@@ -132,7 +132,7 @@ class ColumnSelection(NamedTuple):
     width: int = 1
 
     @classmethod
-    def of(cls, kernel: Product, parameters: Mapping[Term, str]) -> ColumnSelection | None:
+    def from_kernel(cls, kernel: Product, parameters: Mapping[Term, str]) -> ColumnSelection | None:
         """The ColumnSelection of a kernel, None if it selects no columns by an index."""
         selections = [cls(parameters[x.args[1]], x.args[2].extents[1]) for x in kernel.selections]
         return next(iter([*selections, *(cls(parameters[x.args[0]]) for x in kernel.column_masks)]), None)
@@ -158,9 +158,9 @@ class ProductWriter:
     lengths: (kernel's parameter, its argument) of the lengths that it computes with."""
 
     def __init__(
-        self, kernel: Product, parameters: Mapping[Term, str], local_names: Mapping[Term, str], taken: Iterable[str] = ()
+        self, kernel: Product, parameters: Mapping[Term, str], local_names: Mapping[Term, str], used_names: Iterable[str] = ()
     ):
-        self.kernel, self.parameters, self.taken = kernel, parameters, {*parameters.values(), *taken}
+        self.kernel, self.parameters, self.used_names = kernel, parameters, {*parameters.values(), *used_names}
         self.writer = ExpressionWriter({x: parameters[x] for x in kernel.leaves}, local_names)
         self.selection = write_selection(self.writer, kernel, parameters)
         self.lengths = name_lengths(self.writer, kernel, parameters)
@@ -169,11 +169,11 @@ class ProductWriter:
         """(lines, the expression of the operand, (name, the expression that is summed) of each row sum). inside: the names of x
         and the vectors there."""
         kernel, writer = self.kernel, ExpressionWriter({**self.writer.names, **inside}, self.writer.local_names)
-        lines = writer.assignments([kernel.operand, *(side.args[0] for side in kernel.row_sums)], self.taken)
+        lines = writer.assignments([kernel.operand, *(side.args[0] for side in kernel.row_sums)], self.used_names)
         sides = []
         for side in kernel.row_sums:
-            sides.append((unused(self.writer.suggest_name(side), self.taken), writer.expression(side.args[0])))
-            self.taken.add(sides[-1][0])
+            sides.append((unused(self.writer.suggest_name(side), self.used_names), writer.expression(side.args[0])))
+            self.used_names.add(sides[-1][0])
         return lines, writer.expression(kernel.operand), sides
 
     def narrow(self, product: str, accumulator: str) -> str:
@@ -193,7 +193,7 @@ class ProductWriter:
         self.writer.names |= state
         lines = self.selection.lines(rows, columns) if self.selection else []
         lines += [f"{self.parameters[y]} = {read(y, array(self.parameters[y]))}" for y in self.kernel.epilogue_inputs]
-        lines += self.writer.assignments([self.kernel.root], self.taken)
+        lines += self.writer.assignments([self.kernel.root], self.used_names)
         return lines, self.writer.expression(self.kernel.root)
 
 
@@ -210,7 +210,7 @@ def name_lengths(writer: ExpressionWriter, kernel: Product, parameters: Mapping[
 
 def write_selection(writer: ExpressionWriter, kernel: Product, parameters: Mapping[Term, str]) -> ColumnSelection | None:
     """Give the writer the forms of a kernel's column selections, and return them."""
-    selection = ColumnSelection.of(kernel, parameters)
+    selection = ColumnSelection.from_kernel(kernel, parameters)
     if selection:
         writer.names |= {x.args[2]: "" for x in kernel.selections}
         writer.forms["select_columns"] = selection.form

@@ -116,7 +116,7 @@ class SinceAmpere(Product):
         return f"product since Ampere of {', '.join(map(str, self.roots))}"
 
     def describe(self) -> str:
-        """What it does, in words."""
+        """A description of the kernel, for `explain`."""
         s = self.schedule
         phrase = f"a product by mma.sync in {s}, loaded by cp.async"
         return ", ".join([phrase, *self.stored_parts])
@@ -224,7 +224,11 @@ def _template_gaps(kernel: SinceAmpere, parameters: dict[Term, str], local_names
 
     rings = [*products, *([narrow.first] if narrow else [])]
     shared_names = [one.tiles for one in (x, *rings, *([narrow.second] if narrow else []))]
-    result, batch, folds = parameters[kernel.roots[0]], kernel.batch is not None, SoftmaxPartials.of(kernel, parameters)
+    result, batch, folds = (
+        parameters[kernel.roots[0]],
+        kernel.batch is not None,
+        SoftmaxPartials.from_kernel(kernel, parameters),
+    )
     grid = f"(rows * cols, {result}.shape[0])" if batch else "rows * cols"
     tall, wide, deep = *(extent(kernel.root, result, n) for n in (-2, -1)), extent(kernel.x, x.name, -1)
     cols = f"{result}.shape[1]" if folds else f"-(-{wide} // COLUMNS)"

@@ -37,19 +37,19 @@ class ColumnSums:
 
     @property
     def bytes(self) -> float:
-        """Bytes read from memory and written to it."""
+        """The number of bytes that the kernel reads from memory and writes to it."""
         return float(sum(x.nbytes for x in (*self.leaves, *self.roots)))
 
     @property
     def maps(self) -> float:
-        """Operations on elements, outside the tensor cores."""
+        """The number of operations on elements, outside the tensor cores."""
         return self.bytes / 4
 
     def __str__(self):
         return f"totals of {', '.join(str(x.args[0]) for x in self.roots)}"
 
     def describe(self) -> str:
-        """What it does, in words."""
+        """A description of the kernel, for `explain`."""
         return "sums over rows, from the partial sums of the kernel before"
 
     def text(self, name: str, parameters: dict[Term, str], local_names: dict[Term, str]) -> KernelText:

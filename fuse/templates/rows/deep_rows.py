@@ -72,19 +72,19 @@ class DeepRows:
 
     @property
     def bytes(self) -> float:
-        """Bytes read from memory and written to it."""
+        """The number of bytes that the kernel reads from memory and writes to it."""
         return self.inner.bytes
 
     @property
     def maps(self) -> float:
-        """Operations on elements, outside the tensor cores."""
+        """The number of operations on elements, outside the tensor cores."""
         return self.inner.maps
 
     def __str__(self):
         return f"rows of {', '.join(map(str, self.roots))}"
 
     def describe(self) -> str:
-        """What it does, in words."""
+        """A description of the kernel, for `explain`."""
         return f"{self.inner.describe()}; leading axes are rows"
 
     def text(self, name: str, parameters: dict[Term, str], local_names: dict[Term, str]) -> KernelText:

@@ -53,15 +53,15 @@ class FoldedRows(RowMapWriter):
         text.globals += self.block_constants()
         text.globals += [f"PART = rt({FOLD}, {self.part}, {kernel.dtype})  # a warp's lines of a row"]
         if shared_memory := self.shared_memory():
-            text.globals.append(f"smem = shared({', '.join(f'{one}={what}' for one, what in shared_memory.items())})")
+            text.globals.append(f"smem = shared({', '.join(f'{one}={item}' for one, item in shared_memory.items())})")
             text.kernel.append(
                 f"{', '.join(shared_memory) if len(shared_memory) > 1 else f'({next(iter(shared_memory))},)'} = smem.open()"
             )
         text.kernel.append(f"{self.row_variable}, line = int32(cuda.blockIdx.x), PART.rows * int32(cuda.threadIdx.x // 32)")
         for late in (False, True):
             text.kernel += [FOLLOW] * late
-            those = [v for v in vectors if (v not in kernel.early_reads) == late and not kernel.partial_sums]
-            text.kernel += [f"{name[v]} = {self.load_expression(v, 'line, 0')}" for v in those]
+            early_vectors = [v for v in vectors if (v not in kernel.early_reads) == late and not kernel.partial_sums]
+            text.kernel += [f"{name[v]} = {self.load_expression(v, 'line, 0')}" for v in early_vectors]
         text.kernel += [self.load(n) for n in numbers if n.ndim]
         if any(map(self.kernel.needs_fill, self.reductions)):
             text.kernel.append(f"lines = {array(x)}.shape[1]")

@@ -155,19 +155,19 @@ class Halves:
 
     @property
     def bytes(self) -> float:
-        """Bytes read from memory and written to it."""
+        """The number of bytes that the kernel reads from memory and writes to it."""
         return float(sum(x.nbytes for x in (*self.leaves, self.root)))
 
     @property
     def maps(self) -> float:
-        """Operations on elements, outside the tensor cores."""
+        """The number of operations on elements, outside the tensor cores."""
         return float(sum(math.prod(x.extents) for x in self.inside))
 
     def __str__(self):
         return f"halves of {self.root}"
 
     def describe(self) -> str:
-        """What it does, in words."""
+        """A description of the kernel, for `explain`."""
         summed = "are read twice, for the sums first" if self.looped else "are one tile each"
         return f"a map of halves of rows, {f'which {summed}' if self.sums else 'element by element'}"
 
@@ -228,8 +228,8 @@ class Halves:
         extents = [f"{y}.shape[{n}]" for n in range(self.root.ndim)]
         inner = {name: (PLACES[name], extents[n]) for n, name in self.lead.items()}
         if self.width > self.columns and not self.looped:
-            across = f"({len(self.parts)} * TILE.cols)" if len(self.parts) > 1 else "TILE.cols"
-            inner["col_tile"] = "col_tiles", f"-(-{extents[-1]} // {across})"
+            columns = f"({len(self.parts)} * TILE.cols)" if len(self.parts) > 1 else "TILE.cols"
+            inner["col_tile"] = "col_tiles", f"-(-{extents[-1]} // {columns})"
         bands = f"-(-{extents[self.axis]} // TILE.rows)"
         text.counts = [*inner.values(), ("warps", " * ".join([bands, *(count for count, _ in inner.values())]))]
         number, lines = "int32(WARPS * cuda.blockIdx.x + cuda.threadIdx.x // 32)", list[str]()
@@ -266,17 +266,17 @@ class Halves:
         return f"({', '.join([*places, col])}{',' * (not places)})", "" if rows == len(places) - 1 else f", rows={rows}"
 
 
-def _take_half(x: Term, which: int) -> Term:
+def _take_half(x: Term, index: int) -> Term:
     """One half of the columns of a term, with halves of its operands where the term is a map, and one of the two parts where it
     is a concatenation."""
     if not has_columns(x):
         return x
     if x.operation == "concat" and len(x.args) == 2 and x.args[0].extents == x.args[1].extents:
-        return x.args[which]
+        return x.args[index]
     return (
-        terms.apply(x.operation, *[_take_half(y, which) for y in x.args])
+        terms.apply(x.operation, *[_take_half(y, index) for y in x.args])
         if x.operation in MAPS
-        else term_operations.half(x, which)
+        else term_operations.half(x, index)
     )
 
 
@@ -305,9 +305,9 @@ def _push_halves_to_arrays(root: Term) -> Term:
     """An equal term that takes halves of arrays only, not of maps."""
     maps, rewritten = _maps(root), dict[Term, Term]()
     for x in graph.walk(root):
-        of = [rewritten.get(y, y) for y in x.args]
+        args = [rewritten.get(y, y) for y in x.args]
         rewritten[x] = (
-            x if x not in maps else _take_half(of[0], x.attr) if x.operation == "half" else terms.apply(x.operation, *of)
+            x if x not in maps else _take_half(args[0], x.attr) if x.operation == "half" else terms.apply(x.operation, *args)
         )
     return rewritten[root]
 

@@ -84,12 +84,12 @@ class LongRows(LoopedRows):
         """The name of a leaf's element in the column that is picked."""
         return f"{self.parameters[x]}_there"
 
-    def reduce_in_a_loop(self, wanted: list[Term]) -> None:
+    def reduce_in_a_loop(self, terms: list[Term]) -> None:
         """Write the loops for the reductions that are wanted. An element that is picked needs no loop."""
-        for x in wanted:
+        for x in terms:
             if x in self.picks:
                 self.pick(x)
-        super().reduce_in_a_loop([x for x in wanted if x not in self.picks])
+        super().reduce_in_a_loop([x for x in terms if x not in self.picks])
 
     def reduce_as_softmax(self, greatest: Term, total: Term, rest: list[Term]) -> None:
         for x in rest:

@@ -245,8 +245,8 @@ class RowMap:
         """The blocks that share a row, in a cluster: as many as keep the multiprocessors busy if rows are few, and as have
         columns to work on."""
         rows = next(x.extents[0] for x in (*self.leaves, *self.roots) if is_matrix(x))
-        most = self.width // (LongRows.rows * LongRows.line(self.width) * self.warps)
-        return next((n for n in (8, 4, 2) if self.clusters and n * rows <= BUSY and n <= most), 1)
+        max_rows = self.width // (LongRows.rows * LongRows.line(self.width) * self.warps)
+        return next((n for n in (8, 4, 2) if self.clusters and n * rows <= BUSY and n <= max_rows), 1)
 
     def registers(self, form: type[FoldedRows]) -> int:
         """The registers of a lane in a folded form: for the row in work and the next one, some to compute with, and more where
@@ -314,12 +314,12 @@ class RowMap:
 
     @property
     def bytes(self) -> float:
-        """Bytes read from memory and written to it."""
+        """The number of bytes that the kernel reads from memory and writes to it."""
         return float(sum(x.nbytes for x in (*self.leaves, *self.roots)))
 
     @property
     def maps(self) -> float:
-        """Operations on elements, outside the tensor cores."""
+        """The number of operations on elements, outside the tensor cores."""
         return float(
             sum(
                 math.prod((x.args[0] if x.args and x.operation in ("sum", "max") else x).extents)
@@ -331,7 +331,7 @@ class RowMap:
         return f"rows of {', '.join(map(str, self.roots))}"
 
     def describe(self) -> str:
-        """What it does, in words."""
+        """A description of the kernel, for `explain`."""
         levels = max(self.levels[x] for x in self.roots)
         return (
             f"a row map; its rows of {self.width} {self.form.description.format(levels + 1)}"

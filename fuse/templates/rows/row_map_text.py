@@ -59,8 +59,8 @@ class RowMapWriter:
             self.extra_arguments += [(names[0], f"drop_threshold({p_expression})"), (names[1], f"1 / (1 - {p_expression})")]
         draw, place = self.draw
         self.writer.forms["dropout"] = lambda x: f"dropout({{0}}, {self.drawn[x.args[1]]}, {{2}}, {place})"
-        how = ", unordered=True" * self.unordered
-        self.text.helpers = DROPOUT.format(draw=draw, place=place, how=how).splitlines() if drops else []
+        flags = ", unordered=True" * self.unordered
+        self.text.helpers = DROPOUT.format(draw=draw, place=place, how=flags).splitlines() if drops else []
         used = {y for x in inside if x.operation != "dropout" for y in x.args}
         self.leaves = [x for x in self.kernel.leaves if x not in self.drawn or x in used]
 
@@ -107,10 +107,10 @@ class RowMapWriter:
             written = f"right_fill({written}, width - col, {IDENTITY_ELEMENTS[x.operation][1]})"
         return f"{fold}_{x.operation}({written})"
 
-    def reduce(self, wanted: list[Term], fold: str) -> list[str]:
+    def reduce(self, terms: list[Term], fold: str) -> list[str]:
         """The lines that compute reductions of values in registers."""
-        lines = self.writer.assignments([x.args[0] for x in wanted], self.parameters.values(), self.kernel.roots)
-        for x in wanted:
+        lines = self.writer.assignments([x.args[0] for x in terms], self.parameters.values(), self.kernel.roots)
+        for x in terms:
             fold_tile = self.fold_tile(x, fold)
             lines.append(f"{self.name_reduction(x)} = block.reduce_{x.operation}({fold_tile}, scratch)")
         return lines

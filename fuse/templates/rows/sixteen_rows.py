@@ -71,31 +71,31 @@ class LoopedRows(RowMapWriter):
         """The expression of the warp's first column."""
         return "TILE.cols * int32(cuda.threadIdx.x // 32)" if self.kernel.warps > 1 else "0"
 
-    def reduce_in_a_loop(self, wanted: list[Term]) -> None:
+    def reduce_in_a_loop(self, terms: list[Term]) -> None:
         """Write the loop that computes these reductions, all of one level."""
-        if not wanted:
+        if not terms:
             return
-        inner = [x.args[0] for x in wanted]
+        inner = [x.args[0] for x in terms]
         before = dict(self.writer.names)
         body = [*self.loads(inner), *self.writer.assignments(inner, self.parameters.values())]
-        folds = [self.fold_tile(x) for x in wanted]
+        folds = [self.fold_tile(x) for x in terms]
         self.writer.names = before  # assignments hold inside the loop only
-        self.loop([*body, *self.accumulate(wanted, folds)])
-        self.write_final_reductions(wanted)
+        self.loop([*body, *self.accumulate(terms, folds)])
+        self.write_final_reductions(terms)
 
-    def accumulate(self, wanted: list[Term], folds: list[str]) -> list[str]:
+    def accumulate(self, terms: list[Term], folds: list[str]) -> list[str]:
         """The lines in a loop that accumulate these reductions. The lines that initialize them are written ahead of the
         loop."""
         lines = []
-        for x, fold_tile in zip(wanted, folds):
+        for x, fold_tile in zip(terms, folds):
             name = self.name_reduction(x)
             self.text.kernel.append(f"{name} = {self.identity_element(x.operation)}")
             lines.append(f"{name} = {name} + {fold_tile}" if x.operation == "sum" else f"{name} = maximum({name}, {fold_tile})")
         return lines
 
-    def write_final_reductions(self, wanted: list[Term]) -> None:
+    def write_final_reductions(self, terms: list[Term]) -> None:
         """Write the lines after a loop that reduce across the warps of a block."""
-        for x in wanted:
+        for x in terms:
             name = self.writer.names[x]
             self.text.kernel.append(f"{name} = {self.reduce_across_warps(x.operation, name)}")
 
@@ -107,21 +107,23 @@ class LoopedRows(RowMapWriter):
         """Write the loop that computes the maximum of each row and the sum of exp(x - maximum) in one pass (online softmax):
         the sum so far is rescaled when a tile has a higher maximum. The maximum begins with the least finite number, because it
         is subtracted from itself, which gives NaN for -inf. rest: other reductions that are computed in the same loop."""
-        most, accumulate = self.name_reduction(greatest), self.name_reduction(total)
+        maximum, accumulate = self.name_reduction(greatest), self.name_reduction(total)
         used_names = {*self.writer.names.values(), *self.parameters.values()}
         higher, warp_max = unused("higher", used_names), unused("warp_max", used_names)
         before, inner = dict(self.writer.names), [greatest.args[0], *(x.args[0] for x in rest)]
-        among = [*inner, total.args[0]]
-        body = [*self.loads(inner), *self.writer.assignments(inner, {*used_names, higher, warp_max}, among)]
-        body.append(f"{higher} = maximum({most}, {self.fold_tile(greatest)})")
+        terms = [*inner, total.args[0]]
+        body = [*self.loads(inner), *self.writer.assignments(inner, {*used_names, higher, warp_max}, terms)]
+        body.append(f"{higher} = maximum({maximum}, {self.fold_tile(greatest)})")
         self.writer.names[greatest] = higher
-        body.append(f"{accumulate} = {accumulate} * exp({most} - {higher}) + {self.fold_tile(total)}")
+        body.append(f"{accumulate} = {accumulate} * exp({maximum} - {higher}) + {self.fold_tile(total)}")
         folds = [self.fold_tile(x) for x in rest]
         self.writer.names = before
-        self.text.kernel.append(f"{most}, {accumulate} = {self.identity_element(LEAST)}, {self.identity_element('sum')}")
-        self.loop([*body, f"{most} = {higher}", *self.accumulate(rest, folds)])
-        self.text.kernel.append(f"{warp_max}, {most} = {most}, {self.reduce_across_warps('max', most)}")
-        self.text.kernel.append(f"{accumulate} = {self.reduce_across_warps('sum', f'{accumulate} * exp({warp_max} - {most})')}")
+        self.text.kernel.append(f"{maximum}, {accumulate} = {self.identity_element(LEAST)}, {self.identity_element('sum')}")
+        self.loop([*body, f"{maximum} = {higher}", *self.accumulate(rest, folds)])
+        self.text.kernel.append(f"{warp_max}, {maximum} = {maximum}, {self.reduce_across_warps('max', maximum)}")
+        self.text.kernel.append(
+            f"{accumulate} = {self.reduce_across_warps('sum', f'{accumulate} * exp({warp_max} - {maximum})')}"
+        )
         self.write_final_reductions(rest)
 
     def identity_element(self, kind: str) -> str:

@@ -133,7 +133,7 @@ def test_snake_waits_only_for_earlier_thread_blocks(module, head_dim, lengths):
     (queries, keys), config = lengths, module.config_for(head_dim, bf16, CAUSAL, deterministic=True)
     order, tiling, blocks = config.order, config.tiling, -(-keys // config.kv)
     at, added = ScoreContext(0, 0, 0, keys - queries, queries, keys, (), (), 0), Counter()
-    begin = [order.place(tiling, number, blocks, 3, 2) for number in range(3 * blocks)]
+    begin = [order.locate_block(tiling, number, blocks, 3, 2) for number in range(3 * blocks)]
     assert sorted(begin) == [(block, pair) for block in range(blocks) for pair in range(3)]
     for block, pair in begin:
         q_tiles = tiling.query_tiles(config.kv * block, at, 1)
@@ -153,7 +153,7 @@ def test_last_block_stores_before_others_add(module, head_dim, lengths):
     (queries, keys), config = lengths, module.config_for(head_dim, bf16, CAUSAL, stores_first=True)
     order, tiling, blocks = config.order, config.tiling, -(-keys // config.kv)
     at, stored = ScoreContext(0, 0, 0, keys - queries, queries, keys, (), (), 0), set()
-    begin = [order.place(tiling, number, blocks, 3, 2) for number in range(3 * blocks)]
+    begin = [order.locate_block(tiling, number, blocks, 3, 2) for number in range(3 * blocks)]
     assert sorted(begin) == [(block, pair) for block in range(blocks) for pair in range(3)]
     for block, pair in begin:
         q_tiles = tiling.query_tiles(config.kv * block, at, 1)

@@ -84,7 +84,7 @@ def test_no_dropout_is_plain():
 
 def test_what_kernels_are_told():
     assert dropout_numbers(0.5) == {"dropped": 32768, "per_kept": 2} and dropout_numbers(1 - 2**-20)["dropped"] == 65535
-    assert set(build_variant(1.0, more=[(Dropout(), dropout_numbers(0.5) | {"seed": Number(-1)})]).numbers) == set(
+    assert set(build_variant(1.0, extra_parts=[(Dropout(), dropout_numbers(0.5) | {"seed": Number(-1)})]).numbers) == set(
         Dropout().params
     )
 

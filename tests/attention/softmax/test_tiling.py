@@ -21,7 +21,7 @@ def at(queries, keys, **given):
 
 
 def walked(sees, pairs, blocks, band):
-    return [sees.place(tile, blocks, pairs, band) for tile in range(pairs * blocks)]
+    return [sees.locate_block(tile, blocks, pairs, band) for tile in range(pairs * blocks)]
 
 
 @pytest.mark.parametrize("variant", [FULL, CAUSAL], ids=str)
