@@ -115,7 +115,7 @@ class SegmentedLinear(SegmentedRecurrence, ShardedLinear):
         options = self._select_options(shard, "decay", "scale") | {"initial_state": state}
         q, k, v = self.arrays
         memory, decay = self.options.get("memory", STORED), options.get("decay")
-        if not self.in_training or choose_memory(memory, q, v, decay, options.get("family")) != STORED:
+        if not self.in_training or choose_memory(memory, q, v, decay, False, options.get("family")) != STORED:
             return linear_family.outputs_from_segments(q, k, v, local_state, total_decay, **options)
         out, chunk_states = linear_family.outputs_from_segments(
             q, k, v, local_state, total_decay, return_chunk_states=True, **options

@@ -1,4 +1,4 @@
-"""tiles.calls.plan.Recent: a table that forgets what was not used for the longest time."""
+"""tiles.calls.plan.LruTable: a table that drops the entries least recently used."""
 
 from hypothesis import given
 from hypothesis import strategies as st
