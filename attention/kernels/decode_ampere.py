@@ -46,7 +46,7 @@ from ..parts.decode.outputs import FinalOrPartialOutput, FinalOutput, OutputTile
 from ..parts.decode.products import Fp8KeyScaledProducts, Fp8Products, SameDtypeProducts
 from ..parts.decode.splits import FixedSplits, StreamKSplits
 from ..parts.decode.token_rows import PackedRows, UniformRows
-from ..parts.norms import Normed
+from ..parts.norms import QueryNorm
 from ..parts.online_softmax import LOWEST_FLOAT, Softmax, over_sum
 from ..parts.variant import TokenHeadContext, Variant, arrays_of
 
@@ -195,7 +195,7 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
         configs += [config_for(dim, dim, *packed, tall, limit, PackedRows) for dim in SHAPES for tall in (False, True)]
         for (q_norm, keys_norm), dim, tall in itertools.product(NORMS, SHAPES, (False, True)):
             if keys_norm.allows_tall_tiles or dim < max(SHAPES) or limit > SMALL:  # the other one spills 32 bytes
-                variant, outputs = Normed(q_norm), final_or_partial(bf16, size)
+                variant, outputs = QueryNorm(q_norm), final_or_partial(bf16, size)
                 normed = same, variant, causal, DenseLoader(size), outputs, plain, StreamKSplits, pdl
                 configs.append(config_for(dim, dim, *normed, tall, limit, keys_norm=keys_norm))
     yield from dict.fromkeys(configs)

@@ -62,7 +62,7 @@ class LayerNorm(RmsNorm):
 
 
 @static
-class Normed(Variant):
+class QueryNorm(Variant):
     """A variant that normalises the query tile by `norm`."""
 
     cheap_mask = True

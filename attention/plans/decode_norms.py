@@ -10,12 +10,12 @@ from ..parts.decode.norms import (
     PLAIN_KEYS,
     LayerNormedKeys,
     MultiHeadLayerNorm,
-    MultiHeadNormed,
+    MultiHeadQueryNorm,
     MultiHeadRmsNorm,
     PlainKeys,
     RmsNormedKeys,
 )
-from ..parts.norms import LayerNorm, Normed
+from ..parts.norms import LayerNorm, QueryNorm
 from ..parts.variant import Variant
 from .forward_launches import choose_norm, norm_arrays
 
@@ -40,7 +40,7 @@ def select_norms(problem: Problem, norm_eps: float) -> DecodeNorms:
     if q_norm is not None and "cos" not in problem:
         same_weights = all(problem.axes(name) == ("head_dim",) for name in ("q_norm", "q_norm_bias") if name in problem)
         norm = (MultiHeadLayerNorm if isinstance(q_norm, LayerNorm) else MultiHeadRmsNorm)(same_weights)
-        norms = norms._replace(queries=[(Normed(q_norm), numbers)], rows=[(MultiHeadNormed(norm), numbers)])
+        norms = norms._replace(queries=[(QueryNorm(q_norm), numbers)], rows=[(MultiHeadQueryNorm(norm), numbers)])
     if k_norm is not None:
         args = {name.replace("norm", "k"): x for name, x in norm_arrays(problem, "k_norm", ("heads_k", "head_dim")).items()}
         keys = LayerNormedKeys() if isinstance(k_norm, LayerNorm) else RmsNormedKeys()

@@ -8,7 +8,7 @@ from tiles.launching.arrays import Number, Operand
 
 from ..options import SCALE_RANGE
 from ..parts.block_masks import FIELDS, BlockSparseMask, BlockSparseMaskMod
-from ..parts.norms import Normed
+from ..parts.norms import QueryNorm
 from ..parts.scores import KeyBias, ScoreBias, ScoreMod, ScoreModAlibi
 from ..parts.variant import Variant
 from ..parts.weight_dropout import Dropout, DropoutWithDeviceSeed, dropout_numbers
@@ -29,7 +29,7 @@ def norm_and_dropout_parts(
     """[(variant, {argument: number})] for norms of queries and for dropout."""
     parts: list[tuple[Variant, dict[str, float | Number]]] = []
     if norm := choose_norm(problem, "q_norm"):
-        parts.append((Normed(norm), {"norm_eps": norm_eps, "columns": problem.extents["head_dim"]}))
+        parts.append((QueryNorm(norm), {"norm_eps": norm_eps, "columns": problem.extents["head_dim"]}))
     if dropout is not None:
         parts.append(dropout_part(problem, dropout, seed_value))
     return parts

@@ -47,7 +47,7 @@ from attention.parts.decode.norms import MultiHeadRmsNorm, RmsNormedKeys
 from attention.parts.decode.outputs import PartialOutput
 from attention.parts.decode.products import SameDtypeProducts
 from attention.parts.decode.splits import StreamKSplits
-from attention.parts.norms import LayerNorm, Normed
+from attention.parts.norms import LayerNorm, QueryNorm
 from attention.parts.recurrent.gates import HeadGate, Mamba2Gate, TokenGate
 from attention.parts.recurrent.results import ScanNormalizer, ScanOutputs
 from attention.parts.variant import CombinedVariant, Variant
@@ -63,7 +63,7 @@ PLAIN = Variant(), KeyWindow(False, True, False)
 PART = PartialOutput(bf16, 16)
 SHARED = *PLAIN, PagedLoader(16), decode_ampere.final_or_partial(bf16, 16), Variant(), StreamKSplits
 NORMED = (
-    Normed(MultiHeadRmsNorm(True)),
+    QueryNorm(MultiHeadRmsNorm(True)),
     PLAIN[1],
     DenseLoader(16),
     decode_ampere.final_or_partial(bf16, 16),

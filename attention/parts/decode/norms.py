@@ -16,7 +16,7 @@ from ops import block, col_index, finish_sum, lane_sum, load, maximum, row_sum, 
 from tiles import fp32, inlined, static
 from tiles.launching.arguments import FLOAT, INT, array
 
-from ..norms import LayerNorm, Normed, RmsNorm
+from ..norms import LayerNorm, QueryNorm, RmsNorm
 from ..part import KernelPart
 
 
@@ -71,7 +71,7 @@ class MultiHeadLayerNorm(MultiHeadRmsNorm, LayerNorm):
             return self.part(x, of_rows, head, col, params)
 
 
-class MultiHeadNormed(Normed):
+class MultiHeadQueryNorm(QueryNorm):
     """A variant whose queries are normalised by `norm`, in tiles whose rows belong to several heads."""
 
     @inlined
