@@ -34,7 +34,7 @@ def _refuse(module, name):
         raise NoMeaning(
             f"{name} has no meaning for {SCOPES[module][0]}. It is an op {meanings}{kernel_line() or hazard_line()}"
         )
-    lists = "docs/kernel.md lists all ops, and docs/coming_from.md those that stand for other libraries'"
+    lists = f"dir({module}) has them all, and the documentation's page Coming from those that stand for other libraries'"
     line = kernel_line() or hazard_line()
     raise AttributeError(f"module {module!r} has no attribute {name!r}; {lists}{line}", name=name, obj=sys.modules[module])
 
