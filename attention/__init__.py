@@ -30,6 +30,7 @@ __all__ = [
     "gated_rms_norm_backward",
     "gla",
     "hedgehog",
+    "hedgehog_backward",
     "lightning",
     "linear",
     "linear_backward",
@@ -55,6 +56,7 @@ _MODULES = {  # module: its public functions
     "public.delta_rules": ("delta_rule",),
     "public.gated_norms": ("gated_rms_norm", "gated_rms_norm_backward"),
     "public.hedgehog_features": ("hedgehog",),
+    "public.hedgehog_gradients": ("hedgehog_backward",),
     "public.linear_family": ("gla", "lightning", "linear", "retention"),
     "public.linear_gradients": ("linear_backward",),
     "public.mamba": ("mamba2",),
@@ -79,6 +81,7 @@ if TYPE_CHECKING:  # for editors and type checkers
     from .public.delta_rules import delta_rule
     from .public.gated_norms import gated_rms_norm, gated_rms_norm_backward
     from .public.hedgehog_features import hedgehog
+    from .public.hedgehog_gradients import hedgehog_backward
     from .public.linear_family import gla, lightning, linear, retention
     from .public.linear_gradients import linear_backward
     from .public.mamba import mamba2

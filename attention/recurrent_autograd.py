@@ -15,6 +15,8 @@ from .public.based_gradients import BASED_DERIVATIVE
 from .public.delta_gradients import DELTA_DERIVATIVE
 from .public.delta_rules import _delta_rule
 from .public.gated_norms import GATED_NORM_DERIVATIVE, _gated_norm
+from .public.hedgehog_features import _hedgehog
+from .public.hedgehog_gradients import HEDGEHOG_DERIVATIVE
 from .public.linear_family import _linear
 from .public.linear_gradients import LINEAR_DERIVATIVE
 from .public.mamba import _mamba2
@@ -25,6 +27,7 @@ MEMBERS = {  # name: (program, derivative); Dynamo takes names as constants
     "based": (_based, BASED_DERIVATIVE),
     "delta_rule": (_delta_rule, DELTA_DERIVATIVE),
     "gated_rms_norm": (_gated_norm, GATED_NORM_DERIVATIVE),
+    "hedgehog": (_hedgehog, HEDGEHOG_DERIVATIVE),
     "linear": (_linear, LINEAR_DERIVATIVE),
     "mamba2": (_mamba2, MAMBA2_DERIVATIVE),
     "short_conv": (_short_conv, SHORT_CONV_DERIVATIVE),

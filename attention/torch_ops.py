@@ -18,6 +18,7 @@ def register_torch_ops() -> None:
     from .public.delta_rules import _delta_rule, _delta_rule_raw
     from .public.gated_norms import _gated_norm, _gated_norm_backward
     from .public.hedgehog_features import _hedgehog
+    from .public.hedgehog_gradients import _hedgehog_backward
     from .public.linear_family import _linear, _linear_raw
     from .public.linear_gradients import _linear_backward, _linear_backward_into
     from .public.mamba import _mamba2
@@ -38,6 +39,7 @@ def register_torch_ops() -> None:
         _gated_norm,
         _gated_norm_backward,
         _hedgehog,
+        _hedgehog_backward,
         *of_linear,
         _short_conv,
         _short_conv_backward,

@@ -27,14 +27,14 @@ from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, sv
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.targets import Target
 
+from ..parts.recurrent.gates import LOG2_E
+from ..parts.recurrent.hedgehog_chunks import FLOOR, HALF
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout
 
 HEAD = 128  # columns of queries, keys and values
-HALF = 64  # columns of a map: half of the features
 WINDOW, FEATURES, OUTPUT, LOADER = range(4)  # the indices of the warpgroups
 THREADS = 4 * warpgroup.THREADS
 REGISTERS = 24, 136, 224  # of a thread of LOADER, FEATURES and OUTPUT; all start with 128, and WINDOW keeps these
-FLOOR, LOG2_E = 1e-6, math.log2(math.e)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@ et al. 2024; LoLCATS)."""
 
 from typing import Any
 
+from tiles.calls import torch_op
 from tiles.calls.plan import Plan
 from tiles.calls.program import program
 from tiles.calls.schema import Problem, Schema
@@ -10,9 +11,11 @@ from tiles.launching.launch import kernel_for
 
 from ..families import require_hopper
 from ..kernels import hedgehog_hopper
-from ..kernels.hedgehog_hopper import CHUNK, HALF, HEAD, LOG2_E
 from ..names import suggests_argument_names
+from ..parts.recurrent.gates import LOG2_E
 from ..plans import recurrent_checks
+from ..plans.call_options import recurrent_autograd, refuse_with_gradients, requires_grad
+from .hedgehog_gradients import HEDGEHOG_DERIVATIVE, check_shapes, check_window
 
 HEDGEHOG = Schema(
     "hedgehog",
@@ -65,24 +68,20 @@ def hedgehog(
     features.
 
     On Hopper, with addresses and strides that are multiples of 16 bytes. Returns `out`, the same kind of array as q. Arrays,
-    `stream` and errors are those of attention.forward. There is no gradient."""
-    if window != CHUNK:
-        raise ValueError(f"window: must be {CHUNK}: {window=}")
-    return _hedgehog(stream, (q, k, v, q_map, k_map, alphas, betas, cu_seqlens, out), (), layout)
+    `stream` and errors are those of attention.forward. out has gradients, in torch and JAX: `hedgehog_backward`."""
+    check_window(window)
+    arrays = q, k, v, q_map, k_map, alphas, betas, cu_seqlens
+    if requires_grad(*arrays[:-1]) or torch_op.mapped_with_grad(arrays[:-1]):
+        refuse_with_gradients(out=out, stream=stream)
+        return recurrent_autograd().call_with_gradients("hedgehog", arrays, (), layout)
+    return _hedgehog(stream, (*arrays, out), (), layout)
 
 
-@program(HEDGEHOG)
+@program(HEDGEHOG, HEDGEHOG_DERIVATIVE.of_program, HEDGEHOG_DERIVATIVE.no_second_derivatives, HEDGEHOG_DERIVATIVE.prepare)
 def _hedgehog(problem: Problem) -> Plan:
     """The Plan of a call of hedgehog."""
-    recurrent_checks.check_extents(problem)
-    batch, length, heads, key_heads, key_dim, value_dim, features, sequences = problem(
-        "batch", "seqlen", "heads", "heads_k", "key_dim", "value_dim", "features", "sequences"
-    )
-    for name, extent in ("q", key_dim), ("v", value_dim):
-        if extent > HEAD:
-            raise ValueError(f"{name}: head_dim must be at most {HEAD}: {extent}, {name}.shape={problem.shape(name)}")
-    if features != HALF:
-        raise ValueError(f"q_map: must have {HALF} columns: q_map.shape={problem.shape('q_map')}")
+    check_shapes(problem)
+    batch, length, heads, key_heads, key_dim, sequences = problem("batch", "seqlen", "heads", "heads_k", "key_dim", "sequences")
     require_hopper(problem)
     if not (batch and length and heads):
         return Plan([])

@@ -1,10 +1,19 @@
-"""attention/reference/linear_gradients.py, mamba2_gradients.py and based_gradients.py: the derivatives of the recurrences, by
-finite differences of a loss of outputs and last state, along a random direction of each input."""
+"""The gradients of linear, mamba2, based and hedgehog in attention/reference: the derivatives of the recurrences, by finite
+differences of a loss of outputs and last state, along a random direction of each input."""
 
 import numpy as np
 import pytest
 
-from attention.reference import based, based_backward, linear, linear_backward, mamba2, mamba2_backward
+from attention.reference import (
+    based,
+    based_backward,
+    hedgehog,
+    hedgehog_backward,
+    linear,
+    linear_backward,
+    mamba2,
+    mamba2_backward,
+)
 
 BATCH, LENGTH, HEADS, KEY_HEADS, DK, DV, STEP = 2, 7, 4, 2, 5, 3, 1e-6
 DECAYS = {"none": None, "head": (HEADS,), "token": (BATCH, LENGTH, HEADS), "channel": (BATCH, LENGTH, HEADS, DK)}
@@ -112,3 +121,25 @@ def test_finite_differences_of_based(normalize):
     gradients = based_backward(dout, **arrays, normalize=normalize, scale=-0.3)
     del gradients["dinitial_state"]
     compare(gradients, arrays, lambda **changed: (based(**arrays | changed, normalize=normalize, scale=-0.3)[0] * dout).sum())
+
+
+def test_finite_differences_of_hedgehog():
+    """Of windows of two tokens, so that three blocks are older ones; and value heads that share keys have the sum."""
+    rng = np.random.default_rng(1)
+    q, k = rng.standard_normal((2, BATCH, LENGTH, HEADS, DK))
+    v, dout = rng.standard_normal((2, BATCH, LENGTH, HEADS, DV))
+    q_map, k_map = rng.standard_normal((2, HEADS, DK, 6))
+    alphas, betas = rng.random((2, HEADS)) + 0.5
+    arrays = {"q": q, "k": k, "v": v, "q_map": q_map, "k_map": k_map, "alphas": alphas, "betas": betas}
+    compare(
+        hedgehog_backward(dout, **arrays, window=2),
+        arrays,
+        lambda **changed: (hedgehog(**arrays | changed, window=2)[0] * dout).sum(),
+    )
+    of_keys = {"q": 2, "k": 2, "q_map": 0, "k_map": 0}  # the axis of heads
+    shared = {name: x.take(range(0, HEADS, 2), of_keys[name]) if name in of_keys else x for name, x in arrays.items()}
+    repeated = {name: x.repeat(2, of_keys[name]) if name in of_keys else x for name, x in shared.items()}
+    got, each = (hedgehog_backward(dout, **x, window=2) for x in (shared, repeated))
+    for name, axis in of_keys.items():
+        halves = [each["d" + name].take(range(i, HEADS, 2), axis) for i in range(2)]
+        np.testing.assert_allclose(got["d" + name], sum(halves), atol=1e-12)

@@ -1,0 +1,220 @@
+"""Hedgehog's gradients chunk by chunk in any order, from sums of older features and of their gradients (hedgehog_states.py):
+one kernel for queries, which leaves the window's weights and their gradients in memory, and one for keys and
+values, which reads them. parts/recurrent/hedgehog_chunks.py has the equations. Each warp of a block has 16 tokens."""
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from numba import cuda
+from numpy import float32, int32
+
+from ops import block as thread_block
+from ops import (
+    divmod,
+    equal,
+    exp2,
+    load,
+    mma_AB,
+    mma_ABt,
+    mma_AtB,
+    right_fill,
+    row_max,
+    row_sum,
+    store,
+    subtile,
+    tile_sum,
+    truncate,
+    warpgroup,
+    zeros,
+)
+from tiles import fp32, inlined, pipeline, rt, shared, st
+from tiles.launching.arguments import ENDS, FLOAT, INT, array
+from tiles.layout import WARPGROUP
+from tiles.targets import Target
+
+from ..parts.recurrent.gates import LOG2_E
+from ..parts.recurrent.hedgehog_chunks import FEATURES, FLOOR, NARROW, ROWS, HedgehogConfig, hedgehog_forms
+from ..parts.recurrent.tokens import CHUNK, SequenceLayout
+
+SCORES = rt(ROWS, CHUNK, fp32)
+OF_FEATURES = rt(ROWS, FEATURES, fp32)
+
+
+@dataclass(frozen=True)
+class HedgehogQueryGradients(HedgehogConfig):
+    """The configuration of the kernel for queries."""
+
+    label = "gradients of Hedgehog's queries"
+
+    @staticmethod
+    @functools.cache
+    def make(config: "HedgehogQueryGradients"):
+        """(kernel, shared memory) of a configuration."""
+        INPUT, VECTOR_BYTES, ROW, SUMS = config.dtype, config.vector_bytes, config.rows, config.sums
+        FEATURE_ROWS, seq_layout = rt(ROWS, FEATURES, INPUT), SequenceLayout(config.varlen)
+        smem = shared(
+            k=pipeline(config.chunk, 2, WARPGROUP),
+            v=pipeline(config.chunk, 2, WARPGROUP),
+            s=pipeline(st(FEATURES, config.head_dim, INPUT), 1, WARPGROUP),
+        )
+
+        @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
+        def differentiate(
+            gQ: array(4, INPUT), gK: array(4, INPUT), gV: array(4, INPUT), gDOut: array(4, INPUT), gFeatures: array(4, INPUT),
+            gStates: array(4, INPUT), gZ: array(3), gAlphas: array(1), gBetas: array(1), gWeights: array(4, INPUT),
+            gDScores: array(4, INPUT), gDNumerators: array(4, INPUT), gDNormalizers: array(3), gNear: array(4),
+            gDFeatures: array(4), gDAlphas: array(2), gDBetas: array(2), gCuSeqlens: ENDS, length: INT, parts: INT, heads: INT,
+            group: INT, scale: FLOAT,
+        ):  # fmt: skip
+            """Each of the `parts` blocks of a head of a sequence has as many of its chunks. gFeatures: f(q). gWeights,
+            gDScores: P and ds of the window, with 64 columns of the chunk before and 64 of the own one. gNear: what dq has of
+            the window. gDAlphas, gDBetas: the sum of each warp. scale: 1 / sqrt(D)."""
+            k, v, s = smem.open()
+            index, part = divmod(cuda.blockIdx.x, parts)
+            sequence, head = divmod(index, heads)
+            key_head, _ = divmod(head, group)
+            seq = seq_layout.sequence_tokens(gCuSeqlens, sequence, length)
+            keys, values = truncate(gK, 1, seq.end), truncate(gV, 1, seq.end)
+            alpha, beta, dalpha, dbeta = gAlphas[head], gBetas[head], float32(0), float32(0)
+            for j in seq_layout.chunks_of_block(part, seq.num_chunks(), parts):
+                token, old = seq.chunk_start(j), seq.chunk_start(max(j - 1, 0))
+                row = int32(token + ROWS * warpgroup.rank())
+                chunk = seq_layout.chunk_index(token, sequence, length)
+                k.fill(0, keys, (seq.batch, old, key_head, 0), 1, 3, piece=VECTOR_BYTES)
+                k.fill(1, keys, (seq.batch, token, key_head, 0), 1, 3, piece=VECTOR_BYTES)
+                v.fill(0, values, (seq.batch, old, head, 0), 1, 3, piece=VECTOR_BYTES)
+                v.fill(1, values, (seq.batch, token, head, 0), 1, 3, piece=VECTOR_BYTES)
+                s.fill(0, gStates, (chunk, head, 0, 0))
+                queries = load(truncate(gQ, 1, seq.end), ROW, (seq.batch, row, key_head, 0), 1, 3)
+                old_keys, own_keys = k.wait(0, 4), k.wait(1, 3)
+                far = right_fill(mma_ABt(zeros(SCORES), queries, old_keys), CHUNK * min(j, 1), -math.inf)
+                near = warpgroup.causal(mma_ABt(zeros(SCORES), queries, own_keys), 0, -math.inf)
+                top = row_max(near, row_max(far))
+                far, near = exp2((far - top) * (scale * LOG2_E)), exp2((near - top) * (scale * LOG2_E))
+                p_far, p_near = INPUT(far * beta), INPUT(near * beta)
+                at = seq.batch, row, head, 0
+                store(truncate(gWeights, 1, seq.end), p_far, at, 1, 3, True)
+                store(truncate(gWeights, 1, seq.end), p_near, (seq.batch, row, head, CHUNK), 1, 3, True)
+
+                old_values, own_values, state = v.wait(0, 2), v.wait(1, 1), s.wait(0)
+                f = load(truncate(gFeatures, 1, seq.end), FEATURE_ROWS, (seq.batch, row, key_head, 0), 1, 3, True)
+                z = load(gZ, OF_FEATURES.row_vec, (chunk, head, 0))
+                numerator = mma_AB(zeros(SUMS), f, state) * alpha
+                numerator = mma_AB(mma_AB(numerator, p_far, old_values), p_near, own_values)
+                inverse = 1.0 / (beta * (row_sum(far) + row_sum(near)) + alpha * row_sum(fp32(f) * z) + FLOOR)
+                dout = load(truncate(gDOut, 1, seq.end), ROW, at, 1, 3)
+                dot = row_sum(fp32(dout) * numerator) * inverse  # dO . o
+                store(truncate(gDNumerators, 1, seq.end), INPUT(fp32(dout) * inverse), at, 1, 3, True)
+                store(truncate(gDNormalizers, 1, seq.end), 0.0 - dot * inverse, (seq.batch, row, head), cols=1)
+
+                d_far = far * ((mma_ABt(zeros(SCORES), dout, old_values) - dot) * inverse)
+                d_near = near * ((mma_ABt(zeros(SCORES), dout, own_values) - dot) * inverse)
+                total = row_sum(d_far) + row_sum(d_near)
+                dbeta += tile_sum(total)
+                far_top, near_top = equal(far, 1.0), equal(near, 1.0)
+                share = total / (row_sum(far_top) + row_sum(near_top))
+                ds_far = INPUT((d_far - far_top * share) * (beta * scale))
+                ds_near = INPUT((d_near - near_top * share) * (beta * scale))
+                store(truncate(gDScores, 1, seq.end), ds_far, at, 1, 3, True)
+                store(truncate(gDScores, 1, seq.end), ds_near, (seq.batch, row, head, CHUNK), 1, 3, True)
+                dq = mma_AB(mma_AB(zeros(SUMS), ds_far, old_keys), ds_near, own_keys)
+                store(truncate(gNear, 1, seq.end), dq, at, 1, 3, True)
+
+                df = (mma_ABt(zeros(OF_FEATURES), dout, state) - (zeros(OF_FEATURES) + z) * dot) * inverse
+                dalpha += tile_sum(fp32(f) * df)
+                store(truncate(gDFeatures, 1, seq.end), df * alpha, at, 1, 3, True)
+                thread_block.sync(True)
+            warp = int32((sequence * parts + part) * WARPGROUP + warpgroup.rank())
+            gDAlphas[warp, head], gDBetas[warp, head] = dalpha, dbeta
+
+        return differentiate, smem
+
+
+@dataclass(frozen=True)
+class HedgehogKeyGradients(HedgehogConfig):
+    """The configuration of the kernel for keys and values."""
+
+    label = "gradients of Hedgehog's keys"
+
+    @staticmethod
+    @functools.cache
+    def make(config: "HedgehogKeyGradients"):
+        """(kernel, shared memory) of a configuration."""
+        INPUT, VECTOR_BYTES, ROW, SUMS = config.dtype, config.vector_bytes, config.rows, config.sums
+        FEATURE_ROWS, VARLEN, seq_layout = rt(ROWS, FEATURES, INPUT), config.varlen, SequenceLayout(config.varlen)
+        smem = shared(
+            w=pipeline(st(CHUNK, CHUNK, INPUT, width=NARROW), 2, WARPGROUP),
+            x=pipeline(config.chunk, 2, WARPGROUP),
+            s=pipeline(st(FEATURES, config.head_dim, INPUT), 1, WARPGROUP),
+        )
+
+        @inlined
+        def fill(w, x, gW, gX, seq, j, head, head_of_x, piece):
+            """Start to copy what queries of a chunk and of the next one have for the keys of the first, and these queries'
+            rows of gX. Of a chunk after the last one, zeros come."""
+            weights, rows = truncate(gW, 1, seq.end), truncate(gX, 1, seq.end)
+            token, later = seq.chunk_start(j), seq.chunk_start(j + 1)
+            w.fill(0, weights, (seq.batch, token, head, CHUNK), 1, 3)
+            w.fill(1, weights, (seq.batch, later, head, 0), 1, 3)
+            x.fill(0, rows, (seq.batch, token, head_of_x, 0), 1, 3, piece=piece)
+            x.fill(1, rows, (seq.batch, later, head_of_x, 0), 1, 3, piece=piece)
+
+        @inlined
+        def multiply(acc, w, x):
+            """acc + W^T X for this warp's keys, over both chunks of queries."""
+            rank, own, later, own_rows, later_rows = warpgroup.rank(), w.wait(0), w.wait(1), x.wait(0), x.wait(1)
+            acc = mma_AtB(acc, subtile(own, CHUNK, 0, ROWS, rank), own_rows)
+            return mma_AtB(acc, subtile(later, CHUNK, 0, ROWS, rank), later_rows)
+
+        @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
+        def differentiate(
+            gQ: array(4, INPUT), gV: array(4, INPUT), gFeatures: array(4, INPUT), gStates: array(4, INPUT), gZ: array(3),
+            gAlphas: array(1), gWeights: array(4, INPUT), gDScores: array(4, INPUT), gDNumerators: array(4, INPUT),
+            gNear: array(4), gDFeatures: array(4), gDV: array(4, INPUT), gCuSeqlens: ENDS, length: INT, parts: INT, heads: INT,
+            group: INT,
+        ):  # fmt: skip
+            """As for queries, with f(k) in gFeatures, and dS and dz in gStates and gZ."""
+            w, x, s = smem.open()
+            index, part = divmod(cuda.blockIdx.x, parts)
+            sequence, head = divmod(index, heads)
+            key_head, _ = divmod(head, group)
+            seq, alpha = seq_layout.sequence_tokens(gCuSeqlens, sequence, length), gAlphas[head]
+            for j in seq_layout.chunks_of_block(part, seq.num_chunks(), parts):
+                token = seq.chunk_start(j)
+                row = int32(token + ROWS * warpgroup.rank())
+                at, chunk = (seq.batch, row, head, 0), seq_layout.chunk_index(token, sequence, length)
+                s.fill(0, gStates, (chunk, head, 0, 0))
+                fill(w, x, gWeights, gDNumerators, seq, j, head, head, 16)
+                f = load(truncate(gFeatures, 1, seq.end), FEATURE_ROWS, (seq.batch, row, key_head, 0), 1, 3, True)
+                state = s.wait(0, 4)
+                dv = multiply(mma_AB(zeros(SUMS), f, state) * alpha, w, x)
+                store(truncate(gDV, 1, seq.end), INPUT(dv), at, 1, 3)
+                thread_block.sync(True)
+                fill(w, x, gDScores, gQ, seq, j, head, key_head, VECTOR_BYTES)
+                values = load(truncate(gV, 1, seq.end), ROW, at, 1, 3)
+                df = mma_ABt(zeros(OF_FEATURES), values, state) + load(gZ, OF_FEATURES.row_vec, (chunk, head, 0))
+                store(truncate(gDFeatures, 1, seq.end), df * alpha, at, 1, 3, True)
+                store(truncate(gNear, 1, seq.end), multiply(zeros(SUMS), w, x), at, 1, 3, True)
+                thread_block.sync(True)
+            if VARLEN:
+                padding = seq_layout.padding_tokens(gCuSeqlens, sequence, length)
+                for j in range(part, padding.num_chunks(), parts):
+                    row = int32(padding.chunk_start(j) + ROWS * warpgroup.rank())
+                    store(gDV, INPUT(zeros(SUMS)), (padding.batch, row, head, 0), 1, 3)
+
+        return differentiate, smem
+
+
+def space(target: Target, everything: bool) -> Iterator[HedgehogQueryGradients | HedgehogKeyGradients]:
+    """The configurations of bf16 and 16 bytes, with other dtypes and bytes if `everything`."""
+    for kind, form in itertools.product((HedgehogQueryGradients, HedgehogKeyGradients), hedgehog_forms(everything)):
+        yield kind(*form)
+
+
+@functools.cache
+def make(config: HedgehogQueryGradients | HedgehogKeyGradients):
+    """(kernel, shared memory) of a configuration."""
+    return config.make(config)

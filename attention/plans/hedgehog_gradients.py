@@ -1,0 +1,106 @@
+"""The plan of Hedgehog's gradients: features and their sums over older chunks, the gradients of queries, in reverse those of
+the sums, then those of keys and values, and at last the way back from features to rows and maps."""
+
+from typing import Any
+
+from tiles.calls.plan import Fill, Plan, Step
+from tiles.calls.schema import Problem
+from tiles.launching.arrays import Operand
+from tiles.launching.launch import kernel_for
+
+from ..kernels import hedgehog_states, sum_head_groups
+from ..kernels.hedgehog_feature_gradients import HedgehogFeatureGradients, HedgehogFeatures
+from ..kernels.hedgehog_gradients import HedgehogKeyGradients, HedgehogQueryGradients
+from ..parts.recurrent.hedgehog_chunks import FEATURES, HALF, HEAD_DIMS
+from ..parts.recurrent.tokens import CHUNK, COLUMNS
+from .partial_sums import sum_partials
+from .recurrent_checks import DTYPES, is_varlen, pad_key_dim
+from .recurrent_chunks import Arrays, ScratchAllocator, intern_value
+from .recurrent_gradients import count_chunk_indices
+
+WARPS = 4  # of a block of the kernels of chunks: each has a part of the sums of a head
+SPLITS = 32  # blocks at most that sum the gradient of a head's map
+SIDES = "q", "k"
+GRADIENTS = "dq", "dk", "dv", "dq_map", "dk_map", "dalphas", "dbetas"
+
+
+def plan_hedgehog_gradients(problem: Problem, scale: float) -> Plan:
+    """The Plan of a call of hedgehog_backward. scale: what scores of the window are multiplied by."""
+    batch, length, heads, key_heads, key_dim, value_dim, sequences = problem(
+        "batch", "seqlen", "heads", "heads_k", "key_dim", "value_dim", "sequences"
+    )
+    if not batch * length * heads:
+        return Plan([Fill(x, 0.0) for x in map(problem.__getitem__, GRADIENTS) if 0 not in x.form.shape])
+    scratch, dtype, chunks = ScratchAllocator(problem), problem.dtype, count_chunk_indices(problem)
+    form = pad_key_dim(max(key_dim, value_dim), HEAD_DIMS), DTYPES[dtype], is_varlen(problem), problem.bytes_at_once()
+    tiles, parts, width = -(-length // CHUNK), -(-chunks // sequences), -(-value_dim // COLUMNS)
+    splits, group = min(SPLITS, batch * tiles), heads // key_heads
+    features = {x: scratch(batch, length, key_heads, FEATURES, dtype=dtype) for x in SIDES}
+    dfeatures = {x: scratch(batch, length, heads, FEATURES) for x in SIDES}
+    near = {x: scratch(batch, length, heads, key_dim) for x in SIDES}
+    states = {x: scratch(chunks, heads, FEATURES, value_dim, dtype=dtype) for x in SIDES}  # dS of q, S of k
+    sums = {x: scratch(chunks, heads, FEATURES) for x in SIDES}
+    window: Arrays = {name: scratch(batch, length, heads, 2 * CHUNK, dtype=dtype) for name in ("gWeights", "gDScores")}
+    window["gDNumerators"] = scratch(batch, length, heads, value_dim, dtype=dtype)
+    of_warps = {x: scratch(sequences * parts * WARPS, heads) for x in ("gDAlphas", "gDBetas")}
+    dnormalizers = scratch(batch, length, heads)
+
+    def launch(config: Any, grid: int, **arguments: Operand | float | None) -> Step:
+        kernel = kernel_for(hedgehog_states if isinstance(config, hedgehog_states.Config) else config, config, problem.device)
+        return kernel.bind(grid, gCuSeqlens=problem["cu_seqlens"], length=length, **arguments)
+
+    def scan(x: str, values: Operand | None, weights: Operand | None, reverse: bool) -> Step:
+        config = intern_value(hedgehog_states.Config, HEAD_DIMS[0], *form[1:], reverse)
+        arrays: Arrays = {"gFeatures": features[x], "gValues": values, "gWeights": weights}
+        arrays |= {"gStates": states[x], "gZ": sums[x]}
+        return launch(config, sequences * heads * width, blocks=width, heads=heads, group=group, **arrays)
+
+    def of_chunks(kind: Any, x: str, sums_of: str, names: str, **more: Operand | float | None) -> Step:
+        arrays: Arrays = {"g" + name: problem[name.lower()] for name in names.split()}
+        arrays |= {"gFeatures": features[x], "gStates": states[sums_of], "gZ": sums[sums_of]}
+        arrays |= {"gNear": near[x], "gDFeatures": dfeatures[x]}
+        sizes = {"parts": parts, "heads": heads, "group": group}
+        return launch(intern_value(kind, *form), sequences * heads * parts, **window, **arrays, **sizes, **more)
+
+    def go_back(x: str) -> list[Step]:
+        dmap = scratch(1, key_dim, key_heads * splits, HALF)
+        arrays: Arrays = {"gX": problem[x], "gMap": problem[f"{x}_map"], "gNear": near[x], "gDFeatures": dfeatures[x]}
+        arrays |= {"gDX": problem["d" + x], "gDMap": dmap}
+        sizes = {"batches": batch, "tiles": tiles, "splits": splits, "group": group}
+        config = intern_value(HedgehogFeatureGradients, *form)
+        return [launch(config, key_heads * splits, **arrays, **sizes), _sum_maps(problem, dmap, problem[f"d{x}_map"], splits)]
+
+    steps = []
+    for x in SIDES:
+        arrays: Arrays = {"gX": problem[x], "gMap": problem[f"{x}_map"], "gFeatures": features[x]}
+        config = intern_value(HedgehogFeatures, *form)
+        steps.append(launch(config, batch * key_heads * tiles, **arrays, tiles=tiles, heads=key_heads))
+    steps.append(scan("k", problem["v"], None, reverse=False))
+    of_queries: Arrays = {"gDNormalizers": dnormalizers, **of_warps}
+    steps.append(of_chunks(HedgehogQueryGradients, "q", "k", "Q K V DOut Alphas Betas", scale=scale, **of_queries))
+    steps.append(scan("q", window["gDNumerators"], dnormalizers, reverse=True))
+    steps.append(of_chunks(HedgehogKeyGradients, "k", "q", "Q V Alphas DV"))
+    for x in SIDES:
+        steps += go_back(x)
+    for name, partial in of_warps.items():
+        total = problem[name[1:].lower()]
+        assert total is not None
+        steps.append(sum_partials(problem, partial, total))
+    return Plan(steps, scratch.shapes)
+
+
+def _sum_maps(problem: Problem, partial: Operand, total: Operand | None, splits: int) -> Step:
+    """The launch that sums the parts (1, row, head and split, column) of the gradient of a map."""
+    assert total is not None
+    key_heads, key_dim = problem("heads_k", "key_dim")
+    tiles = -(-key_dim // sum_head_groups.X.rows)
+    config = intern_value(sum_head_groups.Config, DTYPES[problem.dtype], problem.bytes_at_once())
+    return kernel_for(sum_head_groups, config, problem.device).bind(
+        -(-key_heads * tiles // sum_head_groups.WARPS),
+        gPartial=partial,
+        gOut=total.swapaxes(0, 1).spread(0, 1),
+        tiles=tiles,
+        panels=1,
+        heads=key_heads,
+        group=splits,
+    )
