@@ -19,7 +19,7 @@ from bench.measure import interleaved, report, rotated  # noqa: E402
 from bench.peers import present  # noqa: E402
 from bench.test_linear import LONG, MEMBERS, ROUNDS, WIDE  # noqa: E402
 
-CASES = [(name, WIDE) for name in MEMBERS if name != "hedgehog"] + [("simple GLA", LONG)]
+CASES = [(name, WIDE) for name in MEMBERS] + [("simple GLA", LONG)]
 PROVIDERS = "tiles", "peer", "forward"
 FARTHEST = 0.05
 

@@ -1,6 +1,8 @@
 """Hedgehog's gradients chunk by chunk in any order, from sums of older features and of their gradients (hedgehog_states.py):
 one kernel for queries, which leaves the window's weights and their gradients in memory, and one for keys and
-values, which reads them. parts/recurrent/hedgehog_chunks.py has the equations. Each warp of a block has 16 tokens."""
+values, which reads them. parts/recurrent/hedgehog_chunks.py has the equations. Each warp of a block has 16 tokens.
+
+Scores are computed four times, for the registers hold no more than one side of the window at a time."""
 
 import functools
 import itertools
@@ -20,7 +22,7 @@ from ops import (
     mma_AB,
     mma_ABt,
     mma_AtB,
-    right_fill,
+    neg_infty,
     row_max,
     row_sum,
     store,
@@ -36,11 +38,11 @@ from tiles.layout import WARPGROUP
 from tiles.targets import Target
 
 from ..parts.recurrent.gates import LOG2_E
-from ..parts.recurrent.hedgehog_chunks import FEATURES, FLOOR, NARROW, ROWS, HedgehogConfig, hedgehog_forms
+from ..parts.recurrent.hedgehog_chunks import FEATURES, FLOOR, HALF, NARROW, ROWS, HedgehogConfig, hedgehog_forms
 from ..parts.recurrent.tokens import CHUNK, SequenceLayout
 
 SCORES = rt(ROWS, CHUNK, fp32)
-OF_FEATURES = rt(ROWS, FEATURES, fp32)
+OF_FEATURES, OF_HALF = rt(ROWS, FEATURES, fp32), rt(ROWS, HALF, fp32)
 
 
 @dataclass(frozen=True)
@@ -54,12 +56,23 @@ class HedgehogQueryGradients(HedgehogConfig):
     def make(config: "HedgehogQueryGradients"):
         """(kernel, shared memory) of a configuration."""
         INPUT, VECTOR_BYTES, ROW, SUMS = config.dtype, config.vector_bytes, config.rows, config.sums
-        FEATURE_ROWS, seq_layout = rt(ROWS, FEATURES, INPUT), SequenceLayout(config.varlen)
+        HALF_ROWS, seq_layout = rt(ROWS, HALF, INPUT), SequenceLayout(config.varlen)
         smem = shared(
             k=pipeline(config.chunk, 2, WARPGROUP),
             v=pipeline(config.chunk, 2, WARPGROUP),
             s=pipeline(st(FEATURES, config.head_dim, INPUT), 1, WARPGROUP),
         )
+
+        @inlined
+        def product(gX, at, tile):
+            """The product of a warp's rows with those of a tile. Rows are loaded each time: held, they would be too many."""
+            return mma_ABt(zeros(SCORES), load(gX, ROW, at, 1, 3), tile)
+
+        @inlined
+        def scores(queries, at, k, side, j):
+            """Those of the keys of the chunk before (side 0), if there is one, or of the own one."""
+            before = CHUNK if j > 0 else -CHUNK
+            return warpgroup.causal(product(queries, at, k.wait(side)), before if side == 0 else 0, -math.inf)
 
         @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
         def differentiate(
@@ -77,7 +90,7 @@ class HedgehogQueryGradients(HedgehogConfig):
             sequence, head = divmod(index, heads)
             key_head, _ = divmod(head, group)
             seq = seq_layout.sequence_tokens(gCuSeqlens, sequence, length)
-            keys, values = truncate(gK, 1, seq.end), truncate(gV, 1, seq.end)
+            keys, values, features = truncate(gK, 1, seq.end), truncate(gV, 1, seq.end), truncate(gFeatures, 1, seq.end)
             alpha, beta, dalpha, dbeta = gAlphas[head], gBetas[head], float32(0), float32(0)
             for j in seq_layout.chunks_of_block(part, seq.num_chunks(), parts):
                 token, old = seq.chunk_start(j), seq.chunk_start(max(j - 1, 0))
@@ -88,44 +101,60 @@ class HedgehogQueryGradients(HedgehogConfig):
                 v.fill(0, values, (seq.batch, old, head, 0), 1, 3, piece=VECTOR_BYTES)
                 v.fill(1, values, (seq.batch, token, head, 0), 1, 3, piece=VECTOR_BYTES)
                 s.fill(0, gStates, (chunk, head, 0, 0))
-                queries = load(truncate(gQ, 1, seq.end), ROW, (seq.batch, row, key_head, 0), 1, 3)
-                old_keys, own_keys = k.wait(0, 4), k.wait(1, 3)
-                far = right_fill(mma_ABt(zeros(SCORES), queries, old_keys), CHUNK * min(j, 1), -math.inf)
-                near = warpgroup.causal(mma_ABt(zeros(SCORES), queries, own_keys), 0, -math.inf)
-                top = row_max(near, row_max(far))
-                far, near = exp2((far - top) * (scale * LOG2_E)), exp2((near - top) * (scale * LOG2_E))
-                p_far, p_near = INPUT(far * beta), INPUT(near * beta)
-                at = seq.batch, row, head, 0
-                store(truncate(gWeights, 1, seq.end), p_far, at, 1, 3, True)
-                store(truncate(gWeights, 1, seq.end), p_near, (seq.batch, row, head, CHUNK), 1, 3, True)
+                queries, at_query = truncate(gQ, 1, seq.end), (seq.batch, row, key_head, 0)
+                top = neg_infty(SCORES.col_vec)
+                for side in range(2):
+                    top = row_max(scores(queries, at_query, k, side, j), top)
 
-                old_values, own_values, state = v.wait(0, 2), v.wait(1, 1), s.wait(0)
-                f = load(truncate(gFeatures, 1, seq.end), FEATURE_ROWS, (seq.batch, row, key_head, 0), 1, 3, True)
-                z = load(gZ, OF_FEATURES.row_vec, (chunk, head, 0))
-                numerator = mma_AB(zeros(SUMS), f, state) * alpha
-                numerator = mma_AB(mma_AB(numerator, p_far, old_values), p_near, own_values)
-                inverse = 1.0 / (beta * (row_sum(far) + row_sum(near)) + alpha * row_sum(fp32(f) * z) + FLOOR)
-                dout = load(truncate(gDOut, 1, seq.end), ROW, at, 1, 3)
+                state = s.wait(0)
+                numerator, normalizer = zeros(SUMS), zeros(SCORES.col_vec)
+                for half in range(2):
+                    f = load(features, HALF_ROWS, (seq.batch, row, key_head, int32(HALF * half)), 1, 3, True)
+                    normalizer = normalizer + row_sum(fp32(f) * load(gZ, OF_HALF.row_vec, (chunk, head, int32(HALF * half))))
+                    numerator = mma_AB(numerator, f, subtile(state, HALF, half))
+                numerator, normalizer = numerator * alpha, normalizer * alpha + FLOOR
+                for side in range(2):
+                    p = exp2((scores(queries, at_query, k, side, j) - top) * (scale * LOG2_E)) * beta
+                    store(truncate(gWeights, 1, seq.end), INPUT(p), (seq.batch, row, head, int32(CHUNK * side)), 1, 3, True)
+                    numerator, normalizer = mma_AB(numerator, INPUT(p), v.wait(side)), normalizer + row_sum(p)
+                inverse, at = 1.0 / normalizer, (seq.batch, row, head, 0)
+                douts = truncate(gDOut, 1, seq.end)
+                dout = load(douts, ROW, at, 1, 3)
                 dot = row_sum(fp32(dout) * numerator) * inverse  # dO . o
                 store(truncate(gDNumerators, 1, seq.end), INPUT(fp32(dout) * inverse), at, 1, 3, True)
                 store(truncate(gDNormalizers, 1, seq.end), 0.0 - dot * inverse, (seq.batch, row, head), cols=1)
 
-                d_far = far * ((mma_ABt(zeros(SCORES), dout, old_values) - dot) * inverse)
-                d_near = near * ((mma_ABt(zeros(SCORES), dout, own_values) - dot) * inverse)
-                total = row_sum(d_far) + row_sum(d_near)
+                total, ties = zeros(SCORES.col_vec), zeros(SCORES.col_vec)
+                for side in range(2):
+                    dp = (product(douts, at, v.wait(side)) - dot) * inverse
+                    e = exp2((scores(queries, at_query, k, side, j) - top) * (scale * LOG2_E))
+                    total = total + row_sum(e * dp)
+                    ties = ties + row_sum(equal(e, 1.0))
                 dbeta += tile_sum(total)
-                far_top, near_top = equal(far, 1.0), equal(near, 1.0)
-                share = total / (row_sum(far_top) + row_sum(near_top))
-                ds_far = INPUT((d_far - far_top * share) * (beta * scale))
-                ds_near = INPUT((d_near - near_top * share) * (beta * scale))
-                store(truncate(gDScores, 1, seq.end), ds_far, at, 1, 3, True)
-                store(truncate(gDScores, 1, seq.end), ds_near, (seq.batch, row, head, CHUNK), 1, 3, True)
-                dq = mma_AB(mma_AB(zeros(SUMS), ds_far, old_keys), ds_near, own_keys)
+                share = total / ties
+                for side in range(2):
+                    dp = (product(douts, at, v.wait(side)) - dot) * inverse
+                    e = exp2((scores(queries, at_query, k, side, j) - top) * (scale * LOG2_E))
+                    ds = INPUT(e * (dp - equal(e, 1.0) * share) * (beta * scale))
+                    store(truncate(gDScores, 1, seq.end), ds, (seq.batch, row, head, int32(CHUNK * side)), 1, 3, True)
+                thread_block.sync(True)  # what a warp has stored it loads again, so that no dq is held meanwhile
+                dq = zeros(SUMS)
+                for side in range(2):
+                    ds = load(
+                        truncate(gDScores, 1, seq.end), HALF_ROWS, (seq.batch, row, head, int32(CHUNK * side)), 1, 3, True
+                    )
+                    dq = mma_AB(dq, ds, k.wait(side))
                 store(truncate(gNear, 1, seq.end), dq, at, 1, 3, True)
 
-                df = (mma_ABt(zeros(OF_FEATURES), dout, state) - (zeros(OF_FEATURES) + z) * dot) * inverse
-                dalpha += tile_sum(fp32(f) * df)
-                store(truncate(gDFeatures, 1, seq.end), df * alpha, at, 1, 3, True)
+                dout = load(douts, ROW, at, 1, 3)
+                for half in range(2):
+                    at = seq.batch, row, head, int32(HALF * half)
+                    z = load(gZ, OF_HALF.row_vec, (chunk, head, int32(HALF * half)))
+                    df = mma_ABt(zeros(OF_HALF), dout, subtile(state, HALF, half)) - (zeros(OF_HALF) + z) * dot
+                    df = df * inverse
+                    f = load(features, OF_HALF, (seq.batch, row, key_head, int32(HALF * half)), 1, 3, True)
+                    dalpha += tile_sum(f * df)
+                    store(truncate(gDFeatures, 1, seq.end), df * alpha, at, 1, 3, True)
                 thread_block.sync(True)
             warp = int32((sequence * parts + part) * WARPGROUP + warpgroup.rank())
             gDAlphas[warp, head], gDBetas[warp, head] = dalpha, dbeta

@@ -71,7 +71,7 @@ def hedgehog(
     `stream` and errors are those of attention.forward. out has gradients, in torch and JAX: `hedgehog_backward`."""
     check_window(window)
     arrays = q, k, v, q_map, k_map, alphas, betas, cu_seqlens
-    if requires_grad(*arrays[:-1]) or torch_op.mapped_with_grad(arrays[:-1]):
+    if requires_grad(*arrays[:-1]) or torch_op.is_mapped_with_grad(arrays[:-1]):
         refuse_with_gradients(out=out, stream=stream)
         return recurrent_autograd().call_with_gradients("hedgehog", arrays, (), layout)
     return _hedgehog(stream, (*arrays, out), (), layout)

@@ -39,8 +39,7 @@ def hedgehog_backward(
     for start, end in itertools.pairwise(ends):
         if start == end:
             continue
-        arrays = [x[:, start:end] for x in (dout, q, k, v)]
-        found = _of_sequence(*arrays, *maps, *weights, window, rounded)
+        found = _of_sequence([x[:, start:end] for x in (dout, q, k, v)], maps, weights, window, rounded)
         for total, x in zip(rows, found):
             total[:, start:end] = x
         for total, x in zip(totals, found[3:]):
@@ -51,9 +50,10 @@ def hedgehog_backward(
     return dict(zip(("dq", "dk", "dv", "dq_map", "dk_map", "dalphas", "dbetas"), gradients))
 
 
-def _of_sequence(dout, q, k, v, q_map, k_map, alphas, betas, window, rounded):
+def _of_sequence(rows, maps, weights, window, rounded):
     """The gradients of one sequence, of each value head. Matrices are (batch, head, query, key)."""
-    real, alphas, betas = q.dtype.type, alphas[:, None, None], betas[:, None, None]
+    (dout, q, k, v), (q_map, k_map), (alphas, betas) = rows, maps, (x[:, None, None] for x in weights)
+    real = q.dtype.type
     scale, block = real(q.shape[-1] ** -0.5), np.arange(q.shape[1]) // window
     near = (block[:, None] <= block + 1) & np.tri(len(block), dtype=bool)
     far = block[:, None] > block + 1

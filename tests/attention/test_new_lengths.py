@@ -218,6 +218,7 @@ TABLE: dict[str, list[NewLengths]] = {
         NewLengths(("cu_seqlens", "dstate", "dz"), {"normalize": True, "grads": "dinitial_state dinitial_z"}, BASED),
     ],
     "hedgehog": [NewLengths(fixed={"features": 64})],
+    "hedgehog_backward": [NewLengths(extra, fixed={"features": 64}) for extra in ((), ("cu_seqlens",))],
 }
 
 

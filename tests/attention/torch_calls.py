@@ -275,6 +275,13 @@ CALLS = {
             {},
         ),
     ),
+    "hedgehog_backward": (
+        attention.hedgehog_backward,
+        lambda x: (
+            (x.qkv()[2], *x.qkv(), x.tile(x.heads, HEAD, 64), x.tile(x.heads, HEAD, 64), -x.rate(x.heads), -x.rate(x.heads)),
+            {},
+        ),
+    ),
     "append": (
         attention.append,
         lambda x: (

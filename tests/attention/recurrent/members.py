@@ -39,14 +39,6 @@ class Member(NamedTuple):
     start: str = "initial_state"
     keep: str = "return_state"
 
-    @property
-    def is_differentiable(self):
-        """Has the call gradients, with its options?"""
-        call = getattr(self.call, "func", self.call)  # of a partial
-        of_linear = linear, attention.gla, attention.retention, attention.lightning
-        trained = *of_linear, delta_rule, attention.mamba2, attention.based
-        return call in trained
-
     def inputs(self, length, batch=1, seed=0):
         """(arrays of tokens, other arrays)"""
         return self.tokens(np.random.default_rng(seed), batch, length), self.fixed()

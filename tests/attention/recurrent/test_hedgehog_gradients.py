@@ -57,7 +57,7 @@ def test_head_dims(place, key_dim, value_dim, dtype):
     check(place, case(150, 4, 2, key_dim, value_dim, batch=2, dtype=dtype))
 
 
-@pytest.mark.parametrize(("length", "batch"), [(330, 1), (3, 34)])
+@pytest.mark.parametrize(("length", "batch"), [(330, 1), (1, 33)])
 def test_many_chunks(place, length, batch):
     """Sums over several of them, and more than there are blocks that sum the gradients of maps."""
     check(place, case(length, heads=1, batch=batch))
@@ -153,7 +153,7 @@ def test_torch():
     """Eager, compiled as one graph, and of torch.func: the gradients of hedgehog_backward. There are no second ones."""
     torch = pytest.importorskip("torch")
     narrow = lambda x: torch.tensor(x.astype(f32)).to(torch.float32 if x.dtype == f32 else torch.bfloat16)
-    leaves = [narrow(case(130)[name]) for name in INPUTS]
+    leaves = [narrow(case(130, heads=1)[name]) for name in INPUTS]
     want = attention.hedgehog_backward(2 * attention.hedgehog(*leaves), *leaves)
     mapped = torch.vmap(torch.func.grad(loss, tuple(range(7))))(*[x[None] for x in leaves])
     ways = [[x[0] for x in mapped]]
@@ -169,7 +169,7 @@ def test_torch():
 
 def test_jax():
     jax = pytest.importorskip("jax")
-    args = case(130)
+    args = case(130, heads=1)
     with jax.default_device(jax.devices("cpu")[0]):
         arrays = [jax.numpy.asarray(args[x].astype(f32)).astype(str(args[x].dtype)) for x in INPUTS]
         total = lambda *x: (attention.hedgehog(*x).astype("float32") ** 2).sum()

@@ -397,19 +397,3 @@ def test_out_and_stream(member):
     member.assert_close(out, tokens | fixed)
     with pytest.raises(TypeError, match="^stream: must be a handle"):
         member.run(tokens | fixed, stream="x")
-
-
-@over_members
-def test_grads_are_refused(member):
-    """With the name of the array that requires grad, or of the option that has no gradients."""
-    torch = pytest.importorskip("torch")
-    if member.is_differentiable:
-        pytest.skip("has gradients: test_linear_autograd.py")
-    tokens, fixed = member.inputs(5)
-    arrays = {key: as_torch(x, "cpu") for key, x in (tokens | fixed).items()}
-    for name, x in arrays.items():
-        wants = x.clone().requires_grad_()
-        with pytest.raises(NotImplementedError, match=rf"^({name}: requires|normalize: .* require) grad.*torch\.no_grad\(\)"):
-            member.run(arrays | {name: wants})
-        with torch.no_grad():
-            member.run(arrays | {name: wants})
